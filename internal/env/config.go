@@ -1,0 +1,115 @@
+package env
+
+import (
+	"log/slog"
+	"time"
+)
+
+// Config is the configuration of one node, read once from the environment by
+// Load or filled by hand (start from Default). Every field names its variable;
+// the table in table.go has types, ranges and help.
+type Config struct {
+	// Cluster shape and identity.
+	Role       string // DMLC_ROLE: "worker", "server", "scheduler", "joint"
+	NumWorkers int    // DMLC_NUM_WORKER: worker groups
+	NumServers int    // DMLC_NUM_SERVER: server groups
+	GroupSize  int    // DMLC_GROUP_SIZE: instances of a group, at least 1
+	NodeRank   int    // DMLC_NODE_RANK: group rank; -1 when unset
+	RankOffset int    // DMLC_RANK_OFFSET
+	InstanceID int    // DMLC_INSTANCE_ID; -1 when unset
+
+	// Addresses.
+	RootURI    string // DMLC_PS_ROOT_URI: scheduler host
+	RootPort   int    // DMLC_PS_ROOT_PORT
+	NodeHost   string // DMLC_NODE_HOST: host to advertise
+	Interface  string // DMLC_INTERFACE: a name, or "auto"
+	Port       int    // DMLC_PORT: first port to try; 0 any
+	NumPorts   int    // DMLC_NUM_PORTS
+	Local      bool   // DMLC_LOCAL: ipc instead of TCP
+	Kubernetes bool   // DMLC_USE_KUBERNETES: the scheduler binds every address
+
+	// Transport.
+	VanType       string // DMLC_ENABLE_RDMA, else DMLC_PS_VAN_TYPE: "zmq", "ibverbs", ...
+	ZMQMaxSockets int    // BYTEPS_ZMQ_MAX_SOCKET
+	ZMQIOThreads  int    // BYTEPS_ZMQ_NTHREADS
+	EnableIPC     int    // BYTEPS_ENABLE_IPC: 0 never, 1 yes, -1 unset
+
+	// RDMA.
+	QPNum            int  // STEPAF_QP_NUM
+	SplitQPLag       bool // STEPMESH_SPLIT_QP_LAG
+	RDMAStartDepth   int  // BYTEPS_RDMA_START_DEPTH; 0: by role
+	RDMARxDepth      int  // BYTEPS_RDMA_RX_DEPTH; 0: by role
+	RDMAMaxConcurrWR int  // BYTEPS_RDMA_MAX_CONCURR_WR
+	AddressPoolSize  int  // BYTEPS_ADDRESS_POOL_SIZE
+	PrintRDMALog     bool // BYTEPS_PRINT_RDMA_LOG
+
+	// Reliability and logs.
+	Verbose           int           // PS_VERBOSE
+	DropMsg           int           // PS_DROP_MSG: percent of received messages
+	Resend            bool          // PS_RESEND
+	ResendTimeout     time.Duration // PS_RESEND_TIMEOUT (ms)
+	HeartbeatInterval time.Duration // PS_HEARTBEAT_INTERVAL (s); 0 off
+	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT (s); 0 off
+	Profiling         bool          // ENABLE_PROFILING
+	ProfilePath       string        // PROFILE_PATH
+	StartTimeout      time.Duration // STEPAF_START_TIMEOUT (s): how long Start waits for the others
+	StopTimeout       time.Duration // STEPAF_STOP_TIMEOUT (s): how long Finalize waits for the others
+
+	// Devices, threads, queues.
+	Backend           string   // STEPMESH_BAKCEND: "CPU", "GPU", a registered name; "" choose
+	GPU               int      // STEPMESH_GPU
+	MemSync           bool     // STEPMESH_MEM_SYNC
+	BindCPUCore       bool     // STEPMESH_BIND_CPU_CORE
+	CPUCoresPerSocket int      // STEPMESH_CPU_CORES_PER_SOCKET
+	CPUCoresPerGPU    int      // STEPMESH_CPU_CORES_PER_GPU
+	CPUStartOffset    int      // STEPMESH_CPU_START_OFFSET
+	BusyPoll          BusyPoll // STEPAF_BUSY_POLL_ENABLE
+
+	// Scheduler.
+	OrderedHosts []string // BYTEPS_ORDERED_HOSTS: ip or ip:port
+
+	// Warnings are what Load found worth saying: misspelt names, settings without
+	// effect. Start logs them once.
+	Warnings []string
+
+	origins map[string]string
+}
+
+// BusyPoll is how waits behave.
+type BusyPoll int
+
+// Ways to wait.
+const (
+	SpinThenBlock BusyPoll = iota // unset: spin for a bounded time, then block
+	SpinForever                   // 1
+	AlwaysBlock                   // 0
+)
+
+// Origin says where the value of a variable came from: "environment",
+// "default", "set by the program", or an alias that was used instead.
+func (c *Config) Origin(name string) string {
+	if o, ok := c.origins[name]; ok {
+		return o
+	}
+	return "default"
+}
+
+// Rank returns the preferred instance rank of this process, GroupSize*NodeRank +
+// GPU + RankOffset with a NodeRank of 0 when unset, as fserver computes it.
+func (c *Config) Rank() int { return c.GroupSize*max(c.NodeRank, 0) + c.GPU + c.RankOffset }
+
+// LogLevel maps PS_VERBOSE to slog: 0 shows warnings and errors, 1 adds
+// connection set-up (info), 2 every message (debug), 3 and 4 more, -1 hides
+// everything.
+func (c *Config) LogLevel() slog.Level {
+	switch {
+	case c.Verbose < 0:
+		return slog.Level(100)
+	case c.Verbose == 0:
+		return slog.LevelWarn
+	case c.Verbose == 1:
+		return slog.LevelInfo
+	default:
+		return slog.LevelDebug - slog.Level(4*(c.Verbose-2))
+	}
+}

@@ -1,0 +1,89 @@
+package van
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+)
+
+// Errors that callers tell apart with errors.Is. They come wrapped in *Error,
+// which says who, what, and how long.
+var (
+	// ErrClosed: the van, node, worker or server was closed before or meanwhile.
+	ErrClosed = errors.New("closed")
+	// ErrPeerLost: the connection to the peer broke, or its heartbeats stopped.
+	ErrPeerLost = errors.New("peer lost")
+	// ErrUnknownPeer: there is no connection to that node.
+	ErrUnknownPeer = errors.New("no such peer")
+	// ErrQueueFull: the peer takes nothing and the transport's queue is full.
+	ErrQueueFull = errors.New("send queue full")
+	// ErrTimeout: a wait reached its limit.
+	ErrTimeout = errors.New("timed out")
+	// ErrMalformed: a frame from the network is not what the protocol says.
+	ErrMalformed = errors.New("malformed message")
+	// ErrNoTransport: the chosen van is not in this build.
+	ErrNoTransport = errors.New("unsupported van type")
+	// ErrInvalid: an argument is out of range; nothing was sent.
+	ErrInvalid = errors.New("invalid argument")
+)
+
+// Error says who failed at what. The zero value of a field means that it does
+// not apply, except where noted.
+type Error struct {
+	Op      string        // what was tried: "push_pull", "barrier", "bind"
+	Node    string        // who tried: "worker 0 (id 9)"
+	Peer    string        // with whom: "server 1 (id 10) at 10.0.0.7:4021"
+	Detail  string        // key, timestamp, field, value: whatever names the thing
+	Elapsed time.Duration // how long it took
+	Limit   time.Duration // how long it might have taken
+	Hint    string        // what to do about it
+	Err     error         // the cause; one of the sentinels above at its root
+}
+
+// Error returns everything on one line.
+func (e *Error) Error() string {
+	var b strings.Builder
+	if e.Node != "" {
+		b.WriteString(e.Node + ": ")
+	}
+	b.WriteString(e.Op)
+	if e.Peer != "" {
+		b.WriteString(" with " + e.Peer)
+	}
+	if e.Detail != "" {
+		b.WriteString(": " + e.Detail)
+	}
+	if e.Err != nil {
+		b.WriteString(": " + e.Err.Error())
+	}
+	if e.Elapsed > 0 {
+		fmt.Fprintf(&b, " after %s", e.Elapsed.Round(time.Millisecond))
+	}
+	if e.Limit > 0 {
+		fmt.Fprintf(&b, " (limit %s)", e.Limit)
+	}
+	if e.Hint != "" {
+		b.WriteString("; " + e.Hint)
+	}
+	return b.String()
+}
+
+// Unwrap returns the cause.
+func (e *Error) Unwrap() error { return e.Err }
+
+// FieldError says which field of a received frame is wrong. It wraps
+// ErrMalformed.
+type FieldError struct {
+	Field string // "body_size", "control.node[1].hostname"
+	Value any
+	Want  string
+}
+
+// Error names the field, its value, and what was expected.
+func (e *FieldError) Error() string {
+	return fmt.Sprintf("malformed message: %s = %v, want %s", e.Field, e.Value, e.Want)
+}
+
+// Unwrap returns ErrMalformed.
+func (e *FieldError) Unwrap() error { return ErrMalformed }

@@ -1,0 +1,118 @@
+package van
+
+import (
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Message is a Meta, its data frames, and its two ends.
+//
+// To send one, fill it and call Van.Send; when Send returns, the Message itself
+// may be used again, but the bytes its frames point to belong to the transport
+// until Done has been called (or, without Done, until the answer to the message
+// has come).
+//
+// A received Message belongs to the transport. It is valid until the receiver
+// function returns; who needs it or its frames longer calls Retain first and
+// Release afterwards.
+type Message struct {
+	Meta
+	Sender   int // node id; Empty when the sender has none yet
+	Receiver int
+
+	// Frames is the number of data frames: 0, 2 (keys, values) or 3 (and lengths).
+	Frames int
+	Keys   backend.Mem // 8 bytes each
+	Vals   backend.Mem
+	Lens   backend.Mem // 4 bytes each
+
+	// Placed says that the transport has put the value where the request asked
+	// for it, so that nobody need copy Vals.
+	Placed bool
+
+	// Done, if not nil, is called exactly once after a successful Send, when the
+	// transport no longer needs the frames' bytes. It may run on any goroutine,
+	// also before Send returns, and must not block.
+	Done Completion
+
+	refs   atomic.Int32
+	owner  Owner
+	native unsafe.Pointer
+}
+
+// Completion is told that a transport has let go of a message's bytes.
+type Completion interface{ Sent() }
+
+// Owner is the transport a received message came from. It is only of interest
+// to transports.
+type Owner interface {
+	// Free takes back a message that nobody holds any more.
+	Free(*Message)
+}
+
+// Adopt makes m a received message with one holder, which owner will get back.
+// native is the transport's own handle. Only transports call it.
+func (m *Message) Adopt(owner Owner, native unsafe.Pointer) {
+	m.owner, m.native = owner, native
+	m.refs.Store(1)
+}
+
+// Native returns what Adopt was given.
+func (m *Message) Native() unsafe.Pointer { return m.native }
+
+// Retain adds a holder to a received message and returns m.
+func (m *Message) Retain() *Message {
+	if m.refs.Add(1) <= 1 && m.owner != nil {
+		panic("van: Retain of a released message")
+	}
+	return m
+}
+
+// Release gives up one hold. After the last one m and its frames are gone.
+func (m *Message) Release() {
+	switch n := m.refs.Add(-1); {
+	case n == 0 && m.owner != nil:
+		m.owner.Free(m)
+	case n < 0 && m.owner != nil:
+		panic("van: Release of a released message")
+	}
+}
+
+// Reset makes m an empty message with ps-lite's defaults, for use again.
+func (m *Message) Reset() {
+	m.Meta.Reset()
+	m.Sender, m.Receiver = Empty, Empty
+	m.Frames = 0
+	m.Keys, m.Vals, m.Lens = backend.Mem{}, backend.Mem{}, backend.Mem{}
+	m.Placed, m.Done = false, nil
+	m.owner, m.native = nil, nil
+}
+
+// PayloadLen is the number of bytes in all data frames.
+func (m *Message) PayloadLen() int { return m.Keys.Len() + m.Vals.Len() + m.Lens.Len() }
+
+// Frame returns data frame i (0 keys, 1 values, 2 lengths).
+func (m *Message) Frame(i int) backend.Mem {
+	switch i {
+	case 0:
+		return m.Keys
+	case 1:
+		return m.Vals
+	default:
+		return m.Lens
+	}
+}
+
+// SetFrame sets data frame i.
+func (m *Message) SetFrame(i int, f backend.Mem) {
+	switch i {
+	case 0:
+		m.Keys = f
+	case 1:
+		m.Vals = f
+	default:
+		m.Lens = f
+	}
+}

@@ -1,0 +1,268 @@
+package van
+
+import (
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Empty is ps-lite's "not set" value for head, app id, customer id, timestamp,
+// node id and port.
+const Empty = 32767
+
+// MaxDims is the number of dimensions that a shape on the wire has room for.
+const MaxDims = 8
+
+// Role of a node. The values travel in node records.
+type Role int32
+
+// Roles as they appear on the wire. Joint never does: a joint process runs a
+// server node and a worker node, each with an id of its own.
+const (
+	Server    Role = 0
+	Worker    Role = 1
+	Scheduler Role = 2
+	Joint     Role = 3
+)
+
+// String returns the role as DMLC_ROLE spells it.
+func (r Role) String() string {
+	switch r {
+	case Server:
+		return "server"
+	case Worker:
+		return "worker"
+	case Scheduler:
+		return "scheduler"
+	case Joint:
+		return "joint"
+	}
+	return fmt.Sprintf("role(%d)", int32(r))
+}
+
+// Ids of nodes and groups. A group id is a bit; sums are unions.
+const (
+	SchedulerID    = 1
+	ServerGroup    = 2
+	WorkerGroup    = 4
+	AllNodes       = SchedulerID | ServerGroup | WorkerGroup
+	firstServerID  = 8
+	firstWorkerID  = 9
+	idsBetweenRank = 2
+)
+
+// ServerID returns the node id of the server with instance rank r.
+func ServerID(r int) int { return r*idsBetweenRank + firstServerID }
+
+// WorkerID returns the node id of the worker with instance rank r.
+func WorkerID(r int) int { return r*idsBetweenRank + firstWorkerID }
+
+// RankOf returns the instance rank of a node id; 0 for the scheduler.
+func RankOf(id int) int { return max((id-firstServerID)/idsBetweenRank, 0) }
+
+// RoleOf returns the role that an assigned node id implies.
+func RoleOf(id int) Role {
+	switch {
+	case id < firstServerID:
+		return Scheduler
+	case id%2 == 1:
+		return Worker
+	default:
+		return Server
+	}
+}
+
+// NodeName says who id is, for logs and errors: "server 0 (id 8)".
+func NodeName(id int) string {
+	switch {
+	case id == SchedulerID:
+		return "scheduler (id 1)"
+	case id == Empty:
+		return "a node without an id"
+	case id < firstServerID:
+		return fmt.Sprintf("pending node %d", id)
+	}
+	return fmt.Sprintf("%s %d (id %d)", RoleOf(id), RankOf(id), id)
+}
+
+// Command of a control message; EmptyCmd marks a data message.
+type Command int32
+
+// Commands as they appear on the wire. Bootstrap, AddrRequest and AddrResolved
+// belong to transports that this library does not have.
+const (
+	EmptyCmd        Command = 0
+	Terminate       Command = 1
+	AddNode         Command = 2
+	Barrier         Command = 3
+	Ack             Command = 4
+	Heartbeat       Command = 5
+	Bootstrap       Command = 6
+	AddrRequest     Command = 7
+	AddrResolved    Command = 8
+	InstanceBarrier Command = 9
+)
+
+var commandNames = [...]string{"EMPTY", "TERMINATE", "ADD_NODE", "BARRIER", "ACK", "HEARTBEAT",
+	"BOOTSTRAP", "ADDR_REQUEST", "ADDR_RESOLVED", "INSTANCE_BARRIER"}
+
+// String returns the name that ps-lite gives the command.
+func (c Command) String() string {
+	if c.Valid() {
+		return commandNames[c]
+	}
+	return fmt.Sprintf("command(%d)", int32(c))
+}
+
+// Valid tells whether the protocol knows the command.
+func (c Command) Valid() bool { return c >= 0 && int(c) < len(commandNames) }
+
+// DataType of a data frame, one for each frame of a message.
+type DataType int32
+
+// Data types as they appear on the wire.
+const (
+	TypeChar   DataType = 0
+	TypeInt8   DataType = 1
+	TypeInt16  DataType = 2
+	TypeInt32  DataType = 3
+	TypeInt64  DataType = 4
+	TypeUint8  DataType = 5
+	TypeUint16 DataType = 6
+	TypeUint32 DataType = 7
+	TypeUint64 DataType = 8
+	TypeFloat  DataType = 9
+	TypeDouble DataType = 10
+	TypeOther  DataType = 11
+)
+
+// BatchFlag is the head of a tensor message: its place in a batch.
+type BatchFlag = int32
+
+// Places of a message in a batch.
+const (
+	Single      BatchFlag = 0
+	BatchStart  BatchFlag = 1
+	BatchMiddle BatchFlag = 2
+	BatchEnd    BatchFlag = 3
+)
+
+// Limits of a node record.
+const (
+	MaxPorts        = 32
+	MaxHostnameLen  = 63
+	MaxEndpointName = 64
+)
+
+// Node is one node's record: who it is and where it listens.
+type Node struct {
+	Role     Role
+	ID       int // Empty until the scheduler has given one
+	Hostname string
+	// Ports has at most MaxPorts entries. Port is the authoritative one, the
+	// port that the node bound.
+	Ports      []int32
+	Port       int
+	DevTypes   []int32 // parallel to Ports; meaningless over ZMQ
+	DevIDs     []int32
+	IsRecovery bool
+	CustomerID int
+	// Endpoint is an opaque transport address (at most MaxEndpointName bytes).
+	Endpoint []byte
+	// AuxID is the preferred instance rank, or -1.
+	AuxID int
+}
+
+// Addr returns "host:port".
+func (n *Node) Addr() string { return fmt.Sprintf("%s:%d", n.Hostname, n.Port) }
+
+// Control is the control part of a message; all zero in data messages.
+type Control struct {
+	Cmd          Command
+	BarrierGroup int    // only BARRIER and INSTANCE_BARRIER carry it
+	MsgSig       uint64 // only ACK carries it
+	Nodes        []Node
+}
+
+// Trace holds the times at which one direction of a request passed its stations:
+// nanoseconds of the clock of the host that took the stamp (CLOCK_MONOTONIC).
+type Trace struct {
+	PreStart uint64 // not used by anyone
+	Start    uint64 // handed to Send
+	PostSend uint64 // given to the transport
+	PostRecv uint64 // taken from the transport, at the peer
+	Process  uint64 // handed to the application, at the peer
+}
+
+// Meta is everything of a message but its data frames and its two ends. It
+// mirrors ps-lite's Meta; see the package documentation for the layout.
+type Meta struct {
+	Head       int32
+	AppID      int32
+	CustomerID int32
+	Timestamp  int32
+	Request    bool
+	Push       bool
+	SimpleApp  bool
+	Body       []byte
+	DataTypes  []DataType // one for each data frame
+	Src, Dst   backend.Device
+	DataSize   int32 // bytes of all data frames
+	Key        uint64
+	Addr       uint64
+	ValLen     int32 // bytes for tensors, elements for plain key-value messages
+	Option     int32
+	Sid        int32
+
+	IsTensor bool
+	Dtype    int32 // PyTorch's scalar type code
+	Dim      int32
+	Shape    [MaxDims]int64
+
+	RequestTrace  Trace
+	ResponseTrace Trace
+
+	SlaveQPCounter [2]uint64
+	SlaveQPNum     int32
+
+	Control Control
+}
+
+// Reset sets m to ps-lite's defaults for a new message. It keeps the capacity of
+// the slices, so that a Meta that is used again does not allocate.
+func (m *Meta) Reset() {
+	body, types, nodes := m.Body[:0], m.DataTypes[:0], m.Control.Nodes[:0]
+	*m = Meta{
+		Head: Empty, AppID: Empty, CustomerID: Empty, Timestamp: Empty,
+		Src: backend.Device{ID: -1}, Dst: backend.Device{ID: -1},
+		Body: body, DataTypes: types,
+	}
+	m.Control.Nodes = nodes
+}
+
+// ShapeSlice returns the dimensions as a slice of m's own array.
+func (m *Meta) ShapeSlice() []int64 { return m.Shape[:m.Dim] }
+
+// Control tells whether m is a control message.
+func (m *Meta) IsControl() bool { return m.Control.Cmd != EmptyCmd }
+
+// String describes the message on one line, for logs at PS_VERBOSE=2.
+func (m *Meta) String() string {
+	if m.IsControl() {
+		return fmt.Sprintf("%s request=%t ts=%d customer=%d group=%d nodes=%d", m.Control.Cmd, m.Request, m.Timestamp,
+			m.CustomerID, m.Control.BarrierGroup, len(m.Control.Nodes))
+	}
+	kind := "pull"
+	if m.Push {
+		kind = "push"
+	}
+	if m.SimpleApp {
+		kind = "simple"
+	}
+	way := "response"
+	if m.Request {
+		way = "request"
+	}
+	return fmt.Sprintf("%s %s app=%d customer=%d ts=%d head=%d key=%d len=%d data=%d", kind, way, m.AppID, m.CustomerID,
+		m.Timestamp, m.Head, m.Key, m.ValLen, m.DataSize)
+}

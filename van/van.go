@@ -1,0 +1,141 @@
+package van
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sort"
+	"strings"
+	"sync"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Van carries messages between one node and its peers. It knows addresses and
+// bytes, not what a message means. All methods are safe for concurrent use.
+//
+// The order of calls is Bind, Start, then Connect, Send, Rename and Disconnect
+// in any order, then Close. Messages of one peer that use one connection arrive
+// in the order they were sent.
+type Van interface {
+	// Type names the transport: "zmq", "inproc".
+	Type() string
+
+	// Bind listens at self.Hostname and self.Port (0: any free port) and returns
+	// the port. For the scheduler self.ID is SchedulerID, for others Empty.
+	Bind(ctx context.Context, self Node) (port int, err error)
+
+	// Start begins to hand received messages to recv. Messages of one peer come
+	// one after the other and in order; those of different peers may come at the
+	// same time. recv may block: peers other than the message's must still be
+	// served.
+	Start(recv Receiver)
+
+	// SetID tells the van its node's id as soon as the scheduler has given it.
+	// Connections made afterwards carry it.
+	SetID(id int)
+
+	// Connect opens (or replaces) the connection over which Send reaches id. It
+	// does not wait for the peer: what is sent before the peer listens is kept.
+	// id is the peer's node id, or any negative number that the caller uses for a
+	// peer that has no id yet.
+	Connect(ctx context.Context, id int, peer Node) error
+
+	// Rename makes the connection to old serve new instead.
+	Rename(old, new int) error
+
+	// Disconnect closes the connection to id, after giving what was sent a short
+	// time to leave. It does nothing when there is none.
+	Disconnect(id int)
+
+	// Send hands msg to the transport for msg.Receiver and returns without waiting
+	// for the peer. It stamps PostSend in the message's trace. Errors wrap
+	// ErrUnknownPeer, ErrPeerLost, ErrQueueFull or ErrClosed.
+	Send(msg *Message) error
+
+	// Close stops receiving, lets what was sent leave until ctx ends, and frees
+	// everything. No receiver runs after it returns. Close twice is harmless.
+	Close(ctx context.Context) error
+}
+
+// Receiver takes one received message. See Message for how long it is valid.
+type Receiver func(*Message)
+
+// BufferRegistrar is implemented by vans that can put a push straight into
+// memory that the application has named.
+type BufferRegistrar interface {
+	// RegisterRecvBuffer makes dst the place where values that sender pushes under
+	// key land. Such messages are handed up with Placed set and Vals inside dst.
+	RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
+}
+
+// PeerWatcher is implemented by vans that notice when a peer goes away.
+type PeerWatcher interface {
+	// WatchPeers makes the van call f when the connection to a peer breaks (up
+	// false) and when it stands again. f must not block. Call it before Start.
+	WatchPeers(f func(id int, up bool, cause error))
+}
+
+// Stats are counters of a van since it was made. Those that a transport does not
+// keep are 0.
+type Stats struct {
+	SentMessages, SentBytes         uint64
+	ReceivedMessages, ReceivedBytes uint64
+	Malformed                       uint64 // frames that were dropped as nonsense
+	Pinned                          uint64 // values that the transport holds at present
+}
+
+// Meter is implemented by vans that count.
+type Meter interface{ Stats() Stats }
+
+// Options is what a transport is made with.
+type Options struct {
+	Config *env.Config
+	Log    *slog.Logger
+}
+
+// Factory makes a van.
+type Factory func(Options) (Van, error)
+
+var transports = struct {
+	sync.RWMutex
+	m map[string]Factory
+}{m: map[string]Factory{}}
+
+// Register makes a transport known by the name that DMLC_ENABLE_RDMA and
+// DMLC_PS_VAN_TYPE use. It is meant for init functions and panics when the name
+// is taken.
+func Register(name string, f Factory) {
+	transports.Lock()
+	defer transports.Unlock()
+	if _, dup := transports.m[name]; dup {
+		panic("van: Register called twice for " + name)
+	}
+	transports.m[name] = f
+}
+
+// New makes the transport that opts.Config names.
+func New(opts Options) (Van, error) {
+	name := opts.Config.VanType
+	transports.RLock()
+	f := transports.m[name]
+	transports.RUnlock()
+	if f == nil {
+		return nil, fmt.Errorf("van type %q (%s): %w: this build has %s", name, opts.Config.Origin("DMLC_PS_VAN_TYPE"),
+			ErrNoTransport, strings.Join(Transports(), ", "))
+	}
+	return f(opts)
+}
+
+// Transports lists the registered transports in order.
+func Transports() []string {
+	transports.RLock()
+	defer transports.RUnlock()
+	names := make([]string, 0, len(transports.m))
+	for n := range transports.m {
+		names = append(names, n)
+	}
+	sort.Strings(names)
+	return names
+}
