@@ -1,0 +1,252 @@
+package dispatch
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Defaults of a Loop's fields.
+const (
+	DefaultLimit   = 500 * time.Microsecond
+	DefaultLaneCap = 65536
+)
+
+// idleTicks is how many ticks without an item make the watchdog park. It is long
+// enough that a step of a model, some tens of milliseconds, does not pay for
+// waking the watchdog with each message.
+const idleTicks = 64
+
+// ErrInDeliver is returned by Stop when it was called by a delivery, which it
+// cannot wait for.
+var ErrInDeliver = errors.New("dispatch: Stop called from a delivery")
+
+// Loop receives items and delivers them. Set its fields before Start.
+type Loop[T any] struct {
+	// Limit is how long a delivery may keep the receiving role. Another goroutine
+	// has it after one to two Limits (and the kernel's timer slack).
+	Limit time.Duration
+
+	// LaneCap is the number of items that may wait in one lane behind a slow
+	// delivery. When a lane is full, nothing is lost: receiving pauses, for all
+	// lanes, until the lane has room.
+	LaneCap int
+
+	// Discard, if not nil, is given the items that will never be delivered because
+	// of Stop. It may be called by several goroutines at once.
+	Discard func(T)
+
+	recv    func() (T, *Lane[T], bool)
+	deliver func(T)
+
+	// state is epoch<<1 | delivering. Who has the receiving role counts the epoch
+	// up with each delivery, so that the watchdog can tell one that is slow from
+	// one that has begun since, and takes the role by counting it up itself.
+	state atomic.Uint64
+	cur   atomic.Pointer[Lane[T]] // of the delivery in state
+
+	parked  atomic.Bool // the watchdog sleeps without a timer
+	wake    chan struct{}
+	ticks   atomic.Uint64
+	stopped atomic.Bool
+	quit    chan struct{} // closed when nothing will be received any more
+
+	mu       sync.Mutex
+	quitting bool
+	runners  map[uint64]bool // goroutine id: whether it waits in Stop
+	watching bool
+	changed  chan struct{} // closed and replaced when one of the above changes
+}
+
+// NewLoop makes a Loop.
+//
+// recv waits for the next item and says which lane it belongs to; with ok false
+// the loop ends. It is called by one goroutine at a time, not always the same.
+//
+// deliver hands up one item. It may block: the deliveries of other lanes go on.
+// Deliveries of one lane never overlap.
+func NewLoop[T any](recv func() (item T, lane *Lane[T], ok bool), deliver func(T)) *Loop[T] {
+	return &Loop[T]{
+		Limit: DefaultLimit, LaneCap: DefaultLaneCap,
+		recv: recv, deliver: deliver,
+		wake: make(chan struct{}, 1), quit: make(chan struct{}),
+		runners: map[uint64]bool{}, changed: make(chan struct{}),
+	}
+}
+
+// Start begins to receive. Call it once. It does nothing after Stop.
+func (l *Loop[T]) Start() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.stopped.Load() || l.watching {
+		return
+	}
+	l.watching = true
+	l.parked.Store(true)
+	go l.watch()
+	l.spawn(0)
+}
+
+// Stop ends the loop and waits until no delivery runs and all goroutines of the
+// loop have ended, or until ctx ends, whose error it then returns. The caller
+// sees to it that a recv that is waiting returns, before Stop or meanwhile.
+// What waits in lanes is discarded. Stop may be called more than once.
+//
+// When a delivery calls Stop, it waits for all other deliveries (but not for
+// those that are waiting in Stop like itself) and returns ErrInDeliver; the loop
+// has ended when that delivery has returned. A delivery that waits for another
+// goroutine to Stop the loop waits until that one's ctx ends.
+func (l *Loop[T]) Stop(ctx context.Context) error {
+	l.stopped.Store(true)
+	self := goroutineID()
+	l.mu.Lock()
+	l.quitLocked()
+	_, inside := l.runners[self]
+	if inside {
+		l.runners[self] = true
+		l.changedLocked()
+	}
+	for !l.settledLocked(inside) {
+		changed := l.changed
+		l.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		l.mu.Lock()
+	}
+	l.mu.Unlock()
+	if inside {
+		return ErrInDeliver
+	}
+	return nil
+}
+
+// Ticks is the number of times that the watchdog's timer has fired.
+func (l *Loop[T]) Ticks() uint64 { return l.ticks.Load() }
+
+func (l *Loop[T]) settledLocked(inside bool) bool {
+	if l.watching {
+		return false
+	}
+	for _, stopping := range l.runners {
+		if !inside || !stopping {
+			return false
+		}
+	}
+	return true
+}
+
+func (l *Loop[T]) quitLocked() {
+	if !l.quitting {
+		l.quitting = true
+		close(l.quit)
+	}
+}
+
+func (l *Loop[T]) changedLocked() {
+	close(l.changed)
+	l.changed = make(chan struct{})
+}
+
+// spawn starts a goroutine that has the receiving role. The caller holds l.mu.
+func (l *Loop[T]) spawn(epoch uint64) {
+	// The id is known only once the goroutine runs; Stop must not overlook it
+	// until then.
+	ready := make(chan struct{})
+	go func() {
+		id := goroutineID()
+		l.runners[id] = false // under the spawning goroutine's lock
+		close(ready)
+		defer l.leave(id)
+		l.run(epoch)
+	}()
+	<-ready
+}
+
+func (l *Loop[T]) leave(id uint64) {
+	l.mu.Lock()
+	delete(l.runners, id)
+	l.changedLocked()
+	l.mu.Unlock()
+}
+
+// run has the receiving role until it loses it or the loop ends.
+func (l *Loop[T]) run(epoch uint64) {
+	var last *Lane[T]
+	for !l.stopped.Load() {
+		item, lane, ok := l.recv()
+		if !ok {
+			l.mu.Lock()
+			l.quitLocked()
+			l.mu.Unlock()
+			return
+		}
+		if lane.slow.Load() && l.enqueue(lane, item) {
+			continue
+		}
+		if l.stopped.Load() {
+			l.discard(item)
+			return
+		}
+		if lane != last {
+			last = lane
+			l.cur.Store(lane)
+		}
+		epoch++
+		busy := epoch<<1 | 1
+		l.state.Store(busy)
+		if l.parked.Load() {
+			l.unpark()
+		}
+		l.deliver(item)
+		if !l.state.CompareAndSwap(busy, busy-1) {
+			l.drain(lane)
+			return
+		}
+	}
+}
+
+// enqueue gives item to the goroutine that delivers in lane. It reports false
+// when there is none any more.
+func (l *Loop[T]) enqueue(lane *Lane[T], item T) bool {
+	for {
+		slow, full := lane.push(item, l.LaneCap)
+		if !slow {
+			return false
+		}
+		if !full {
+			return true
+		}
+		select {
+		case <-lane.room:
+		case <-l.quit:
+			l.discard(item)
+			return true
+		}
+	}
+}
+
+// drain delivers what has come for lane until it is empty.
+func (l *Loop[T]) drain(lane *Lane[T]) {
+	for {
+		item, ok := lane.pop()
+		switch {
+		case !ok:
+			return
+		case l.stopped.Load():
+			l.discard(item)
+		default:
+			l.deliver(item)
+		}
+	}
+}
+
+func (l *Loop[T]) discard(item T) {
+	if l.Discard != nil {
+		l.Discard(item)
+	}
+}

@@ -1,0 +1,349 @@
+package dispatch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+const deadline = 20 * time.Second
+
+type item struct {
+	lane *Lane[item]
+	peer int
+	seq  int
+}
+
+// source is a recv side that a channel feeds.
+type source struct {
+	c      chan item
+	closed chan struct{}
+	once   sync.Once
+}
+
+func newSource() *source { return &source{c: make(chan item, 64), closed: make(chan struct{})} }
+
+func (s *source) recv() (item, *Lane[item], bool) {
+	select {
+	case it := <-s.c:
+		return it, it.lane, true
+	case <-s.closed:
+		return item{}, nil, false
+	}
+}
+
+func (s *source) close() { s.once.Do(func() { close(s.closed) }) }
+
+func stop(t *testing.T, l *Loop[item], s *source) {
+	t.Helper()
+	s.close()
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	if err := l.Stop(ctx); err != nil {
+		t.Fatalf("Stop: %v", err)
+	}
+}
+
+func wait(t *testing.T, c <-chan struct{}, what string) {
+	t.Helper()
+	select {
+	case <-c:
+	case <-time.After(deadline):
+		t.Fatalf("no %s within %s", what, deadline)
+	}
+}
+
+// waitFor polls for a condition that nothing signals.
+func waitFor(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	end := time.After(deadline)
+	for !ok() {
+		select {
+		case <-tick.C:
+		case <-end:
+			t.Fatalf("no %s within %s", what, deadline)
+		}
+	}
+}
+
+// goroutines counts those that run code of this package's Loop.
+func goroutines() int {
+	buf := make([]byte, 1<<20)
+	n := 0
+	for _, g := range strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n") {
+		if strings.Contains(g, "dispatch.(*Loop[...])") {
+			n++
+		}
+	}
+	return n
+}
+
+func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
+	const peers, each = 8, 400
+	lanes := make([]Lane[item], peers)
+	var next [peers]int
+	var inside [peers]atomic.Bool
+	var wrong atomic.Pointer[string]
+	fail := func(f string, a ...any) { s := fmt.Sprintf(f, a...); wrong.CompareAndSwap(nil, &s) }
+	var left atomic.Int64
+	left.Store(peers * each)
+	done := make(chan struct{})
+	src := newSource()
+	l := NewLoop(src.recv, func(it item) {
+		if inside[it.peer].Swap(true) {
+			fail("two deliveries of lane %d at once", it.peer)
+		}
+		if next[it.peer] != it.seq {
+			fail("lane %d: got %d, want %d", it.peer, it.seq, next[it.peer])
+		}
+		next[it.peer]++
+		if it.seq%50 == it.peer {
+			time.Sleep(2 * time.Millisecond) // the slow handler itself
+		}
+		inside[it.peer].Store(false)
+		if left.Add(-1) == 0 {
+			close(done)
+		}
+	})
+	l.Limit = 200 * time.Microsecond
+	l.LaneCap = 32 // so that receiving pauses too
+	l.Start()
+	for seq := range each {
+		for p := range peers {
+			src.c <- item{&lanes[p], p, seq}
+		}
+	}
+	wait(t, done, "last item")
+	stop(t, l, src)
+	if s := wrong.Load(); s != nil {
+		t.Fatal(*s)
+	}
+	if n := goroutines(); n != 0 {
+		t.Errorf("%d goroutines of the loop after Stop, want 0", n)
+	}
+}
+
+func TestOtherLanesGoOnWhileOneBlocks(t *testing.T) {
+	var stuck, free Lane[item]
+	release, entered, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	var order []int
+	const n = 1000
+	src := newSource()
+	drained := make(chan struct{})
+	l := NewLoop(src.recv, func(it item) {
+		if it.peer == 0 {
+			order = append(order, it.seq)
+			if it.seq == 0 {
+				close(entered)
+				<-release
+			}
+			if it.seq == n-1 {
+				close(drained)
+			}
+			return
+		}
+		if it.seq == n-1 {
+			close(done)
+		}
+	})
+	l.Start()
+	for i := range n {
+		src.c <- item{&stuck, 0, i}
+		src.c <- item{&free, 1, i}
+	}
+	wait(t, entered, "delivery in the stuck lane")
+	wait(t, done, "delivery in the free lane")
+	close(release)
+	wait(t, drained, "rest of the stuck lane")
+	for i, seq := range order {
+		if i != seq {
+			t.Fatalf("stuck lane: item %d came as number %d", seq, i)
+		}
+	}
+	stop(t, l, src)
+}
+
+func TestFullLanePausesWithoutLoss(t *testing.T) {
+	var lane Lane[item]
+	release := make(chan struct{})
+	var got atomic.Int64
+	src := &source{c: make(chan item), closed: make(chan struct{})}
+	l := NewLoop(src.recv, func(it item) {
+		if it.seq == 0 {
+			<-release
+		}
+		if int64(it.seq) != got.Load() {
+			t.Errorf("got item %d, want %d", it.seq, got.Load())
+		}
+		got.Add(1)
+	})
+	l.LaneCap = 4
+	l.Start()
+	for i := range 6 { // one in delivery, four queued, one in the receiver's hand
+		src.c <- item{&lane, 0, i}
+	}
+	select {
+	case src.c <- item{&lane, 0, 6}:
+		t.Error("a seventh item was received although the lane is full")
+	case <-time.After(20 * time.Millisecond):
+	}
+	close(release)
+	waitFor(t, "delivery of 6 items", func() bool { return got.Load() == 6 })
+	stop(t, l, src)
+}
+
+func TestStopDiscardsWhatWaits(t *testing.T) {
+	var lane Lane[item]
+	release, entered := make(chan struct{}), make(chan struct{})
+	var delivered, discarded atomic.Int64
+	src := &source{c: make(chan item), closed: make(chan struct{})}
+	l := NewLoop(src.recv, func(it item) {
+		delivered.Add(1)
+		close(entered)
+		<-release
+	})
+	l.LaneCap = 4
+	l.Discard = func(item) { discarded.Add(1) }
+	l.Start()
+	src.c <- item{&lane, 0, 0}
+	wait(t, entered, "delivery")
+	for i := range 5 {
+		src.c <- item{&lane, 0, i + 1}
+	}
+	src.close()
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
+	defer cancel()
+	if err := l.Stop(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Stop while a delivery blocks: %v, want %v", err, context.DeadlineExceeded)
+	}
+	close(release)
+	stop(t, l, src)
+	if d, x := delivered.Load(), discarded.Load(); d != 1 || x != 5 {
+		t.Errorf("delivered %d and discarded %d, want 1 and 5", d, x)
+	}
+	if n := goroutines(); n != 0 {
+		t.Errorf("%d goroutines of the loop after Stop, want 0", n)
+	}
+}
+
+func TestStopFromDeliveries(t *testing.T) {
+	var a, b Lane[item]
+	src := newSource()
+	errs := make(chan error, 2)
+	both := sync.WaitGroup{}
+	both.Add(2)
+	var l *Loop[item]
+	l = NewLoop(src.recv, func(it item) {
+		both.Done()
+		both.Wait() // so that two deliveries call Stop
+		src.close()
+		ctx, cancel := context.WithTimeout(context.Background(), deadline)
+		defer cancel()
+		errs <- l.Stop(ctx)
+	})
+	l.Start()
+	src.c <- item{&a, 0, 0}
+	src.c <- item{&b, 1, 0}
+	for range 2 {
+		if err := <-errs; !errors.Is(err, ErrInDeliver) {
+			t.Errorf("Stop in a delivery: %v, want %v", err, ErrInDeliver)
+		}
+	}
+	stop(t, l, src)
+	if n := goroutines(); n != 0 {
+		t.Errorf("%d goroutines of the loop after Stop, want 0", n)
+	}
+}
+
+func TestLoopEndsWhenRecvDoes(t *testing.T) {
+	src := newSource()
+	l := NewLoop(src.recv, func(item) {})
+	l.Start()
+	src.close()
+	waitFor(t, "end of the loop", func() bool { return goroutines() == 0 })
+	stop(t, l, src)
+	l.Start()
+	if n := goroutines(); n != 0 {
+		t.Errorf("Start after Stop left %d goroutines, want 0", n)
+	}
+}
+
+func TestIdleLoopDoesNotTick(t *testing.T) {
+	var lane Lane[item]
+	src := newSource()
+	got := make(chan struct{}, 1)
+	l := NewLoop(src.recv, func(item) { got <- struct{}{} })
+	l.Start()
+	idle := func() {
+		t.Helper()
+		waitFor(t, "parking of the watchdog", l.parked.Load)
+		before := l.Ticks()
+		time.Sleep(20 * l.Limit) // the time in which it must not tick
+		if after := l.Ticks(); after != before {
+			t.Errorf("the idle loop ticked %d times", after-before)
+		}
+	}
+	idle()
+	if n := l.Ticks(); n != 0 {
+		t.Errorf("a loop that never received ticked %d times", n)
+	}
+	src.c <- item{&lane, 0, 0}
+	wait(t, got, "delivery")
+	waitFor(t, "tick", func() bool { return l.Ticks() > 0 })
+	idle()
+	stop(t, l, src)
+}
+
+func TestNoAllocationPerItem(t *testing.T) {
+	var lane Lane[item]
+	src := newSource()
+	ack := make(chan struct{})
+	l := NewLoop(src.recv, func(item) { ack <- struct{}{} })
+	l.Start()
+	n := testing.AllocsPerRun(2000, func() {
+		src.c <- item{&lane, 0, 0}
+		<-ack
+	})
+	stop(t, l, src)
+	if n >= 0.5 {
+		t.Errorf("%v allocations for each item, want 0", n)
+	}
+}
+
+func TestQueuedItemsDoNotAllocate(t *testing.T) {
+	var lane Lane[item]
+	lane.slow.Store(true)
+	n := testing.AllocsPerRun(100, func() {
+		for range 16 {
+			lane.push(item{}, DefaultLaneCap)
+		}
+		for range 16 {
+			lane.pop()
+		}
+	})
+	if n != 0 {
+		t.Errorf("%v allocations for 16 items, want 0", n)
+	}
+}
+
+func BenchmarkLoop(b *testing.B) {
+	var lane Lane[item]
+	n := 0
+	l := NewLoop(func() (item, *Lane[item], bool) {
+		n++
+		return item{}, &lane, n <= b.N
+	}, func(item) {})
+	b.ReportAllocs()
+	b.ResetTimer()
+	l.Start()
+	<-l.quit
+	_ = l.Stop(context.Background())
+}

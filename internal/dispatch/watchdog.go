@@ -1,0 +1,100 @@
+package dispatch
+
+import (
+	"bytes"
+	"runtime"
+	"strconv"
+	"time"
+)
+
+// watch looks every Limit whether the same delivery is still running. It parks
+// when nothing has come for a while.
+func (l *Loop[T]) watch() {
+	defer func() {
+		l.mu.Lock()
+		l.watching = false
+		l.changedLocked()
+		l.mu.Unlock()
+	}()
+	ticker := time.NewTicker(l.Limit)
+	defer ticker.Stop()
+	last, idle := l.state.Load(), idleTicks
+	for {
+		if idle >= idleTicks {
+			ticker.Stop()
+			// First the mark, then the look: who begins to deliver after the look
+			// sees the mark.
+			l.parked.Store(true)
+			if l.state.Load() == last {
+				select {
+				case <-l.wake:
+				case <-l.quit:
+					return
+				}
+			}
+			l.parked.Store(false)
+			idle = 0
+			last = l.state.Load()
+			ticker.Reset(l.Limit)
+		}
+		select {
+		case <-l.quit:
+			return
+		case <-ticker.C:
+		}
+		l.ticks.Add(1)
+		switch now := l.state.Load(); {
+		case now != last:
+			last, idle = now, 0
+		case now&1 == 1:
+			l.takeOver(now)
+			last, idle = l.state.Load(), 0
+		default:
+			idle++
+		}
+	}
+}
+
+func (l *Loop[T]) unpark() {
+	if l.parked.CompareAndSwap(true, false) {
+		select {
+		case l.wake <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// takeOver gives the receiving role to a new goroutine if the delivery that busy
+// stands for still runs.
+func (l *Loop[T]) takeOver(busy uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.quitting {
+		return
+	}
+	lane := l.cur.Load()
+	// The goroutine that loses the role goes to the lane's lock next, so it finds
+	// the lane slow.
+	lane.mu.Lock()
+	taken := l.state.CompareAndSwap(busy, busy+1)
+	if taken {
+		lane.slow.Store(true)
+	}
+	lane.mu.Unlock()
+	if taken {
+		l.spawn((busy + 1) >> 1)
+	}
+}
+
+// goroutineID reads the id of the calling goroutine from its stack trace. Only
+// Stop needs it, to know whether a delivery called it, so it is read once for
+// each goroutine of a Loop and never for an item.
+func goroutineID() uint64 {
+	var buf [64]byte
+	s := bytes.TrimPrefix(buf[:runtime.Stack(buf[:], false)], []byte("goroutine "))
+	if i := bytes.IndexByte(s, ' '); i > 0 {
+		s = s[:i]
+	}
+	id, _ := strconv.ParseUint(string(s), 10, 64)
+	return id
+}
