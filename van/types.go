@@ -2,6 +2,7 @@ package van
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -9,6 +10,9 @@ import (
 // Empty is ps-lite's "not set" value for head, app id, customer id, timestamp,
 // node id and port.
 const Empty = 32767
+
+// MaxFrames is the largest number of data frames in a message: keys, values, lengths.
+const MaxFrames = 3
 
 // MaxDims is the number of dimensions that a shape on the wire has room for.
 const MaxDims = 8
@@ -175,6 +179,17 @@ type Node struct {
 
 // Addr returns "host:port".
 func (n *Node) Addr() string { return fmt.Sprintf("%s:%d", n.Hostname, n.Port) }
+
+// Clone returns a copy of n that shares nothing with it. Whoever keeps the node
+// of a received message must keep a clone: the message's own is used again.
+func (n *Node) Clone() Node {
+	c := *n
+	c.Ports = slices.Clone(n.Ports)
+	c.DevTypes = slices.Clone(n.DevTypes)
+	c.DevIDs = slices.Clone(n.DevIDs)
+	c.Endpoint = slices.Clone(n.Endpoint)
+	return c
+}
 
 // Control is the control part of a message; all zero in data messages.
 type Control struct {

@@ -1,0 +1,336 @@
+package van
+
+import (
+	"encoding/binary"
+	"fmt"
+	"slices"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// MaxDataTypes is how many data types a meta may have. No application sends more
+// than three data frames; the rest is room for others.
+const MaxDataTypes = 16
+
+var le = binary.LittleEndian
+
+// EncodedLen is the number of bytes that EncodeTo writes.
+func (m *Meta) EncodedLen() int {
+	return metaSize + len(m.Body) + dataTypeSize*len(m.DataTypes) + nodeSize*len(m.Control.Nodes)
+}
+
+// AppendTo appends m as it goes over the wire to dst and returns the longer
+// slice. It fails where Validate does; dst is then returned as it was.
+func (m *Meta) AppendTo(dst []byte) ([]byte, error) {
+	if err := m.Validate(); err != nil {
+		return dst, err
+	}
+	n, start := m.EncodedLen(), len(dst)
+	dst = slices.Grow(dst, n)[:start+n]
+	m.put(dst[start:])
+	return dst, nil
+}
+
+// EncodeTo writes m as it goes over the wire to dst, which must have exactly
+// EncodedLen bytes. It writes every byte, with zero for padding and for the
+// control fields that do not belong to the command, and does not allocate. It
+// fails where Validate does; dst is then as it was.
+func (m *Meta) EncodeTo(dst []byte) error {
+	if err := m.Validate(); err != nil {
+		return err
+	}
+	if n := m.EncodedLen(); len(dst) != n {
+		return &Error{Op: "encode message", Detail: fmt.Sprintf("buffer of %d bytes, want %d", len(dst), n), Err: ErrInvalid}
+	}
+	m.put(dst)
+	return nil
+}
+
+// put writes m, which must fit the layout, to b, which must have EncodedLen bytes.
+func (m *Meta) put(b []byte) {
+	fixed := b[:metaSize]
+	clear(fixed)
+	put32(fixed, offHead, m.Head)
+	put32(fixed, offBodySize, int32(len(m.Body)))
+	put32(fixed, offCmd, int32(m.Control.Cmd))
+	put32(fixed, offNodeSize, int32(len(m.Control.Nodes)))
+	switch m.Control.Cmd {
+	case Barrier, InstanceBarrier:
+		put32(fixed, offBarrierGroup, int32(m.Control.BarrierGroup))
+	case Ack:
+		le.PutUint64(fixed[offMsgSig:], m.Control.MsgSig)
+	}
+	putBool(fixed, offRequest, m.Request)
+	put32(fixed, offAppID, m.AppID)
+	put32(fixed, offTimestamp, m.Timestamp)
+	put32(fixed, offDataTypeSize, int32(len(m.DataTypes)))
+	put32(fixed, offSrcDevType, int32(m.Src.Type))
+	put32(fixed, offSrcDevID, m.Src.ID)
+	put32(fixed, offDstDevType, int32(m.Dst.Type))
+	put32(fixed, offDstDevID, m.Dst.ID)
+	put32(fixed, offCustomerID, m.CustomerID)
+	putBool(fixed, offPush, m.Push)
+	putBool(fixed, offSimpleApp, m.SimpleApp)
+	put32(fixed, offDataSize, m.DataSize)
+	le.PutUint64(fixed[offKey:], m.Key)
+	le.PutUint64(fixed[offAddr:], m.Addr)
+	put32(fixed, offValLen, m.ValLen)
+	put32(fixed, offOption, m.Option)
+	put32(fixed, offSid, m.Sid)
+	putBool(fixed, offIsTensor, m.IsTensor)
+	put32(fixed, offDtype, m.Dtype)
+	put32(fixed, offDim, m.Dim)
+	for i, d := range m.Shape[:m.Dim] {
+		le.PutUint64(fixed[offShape+8*i:], uint64(d))
+	}
+	m.RequestTrace.put(fixed[offRequestTrace:])
+	m.ResponseTrace.put(fixed[offResponseTrace:])
+	for i, c := range m.SlaveQPCounter {
+		le.PutUint64(fixed[offSlaveQPCounter+8*i:], c)
+	}
+	put32(fixed, offSlaveQPNum, m.SlaveQPNum)
+
+	rest := b[metaSize:]
+	rest = rest[copy(rest, m.Body):]
+	for _, t := range m.DataTypes {
+		le.PutUint32(rest, uint32(t))
+		rest = rest[dataTypeSize:]
+	}
+	for i := range m.Control.Nodes {
+		m.Control.Nodes[i].put(rest[:nodeSize])
+		rest = rest[nodeSize:]
+	}
+}
+
+func (t *Trace) put(b []byte) {
+	le.PutUint64(b[traceOffPreStart:], t.PreStart)
+	le.PutUint64(b[traceOffStart:], t.Start)
+	le.PutUint64(b[traceOffPostSend:], t.PostSend)
+	le.PutUint64(b[traceOffPostRecv:], t.PostRecv)
+	le.PutUint64(b[traceOffProcess:], t.Process)
+}
+
+func (n *Node) put(b []byte) {
+	clear(b)
+	put32(b, nodeOffRole, int32(n.Role))
+	put32(b, nodeOffID, int32(n.ID))
+	copy(b[nodeOffHostname:], n.Hostname)
+	put32(b, nodeOffNumPorts, int32(len(n.Ports)))
+	put32s(b[nodeOffPorts:], n.Ports)
+	put32(b, nodeOffPort, int32(n.Port))
+	put32s(b[nodeOffDevTypes:], n.DevTypes)
+	put32s(b[nodeOffDevIDs:], n.DevIDs)
+	putBool(b, nodeOffIsRecovery, n.IsRecovery)
+	put32(b, nodeOffCustomerID, int32(n.CustomerID))
+	copy(b[nodeOffEndpoint:], n.Endpoint)
+	le.PutUint64(b[nodeOffEndpointLen:], uint64(len(n.Endpoint)))
+	put32(b, nodeOffAuxID, int32(n.AuxID))
+}
+
+// DecodeMeta makes m what the packed meta b says. It keeps nothing of b, and
+// reuses the capacity of m's slices, those of its nodes included, so that a
+// data message decodes without allocation once they are large enough.
+//
+// b comes from the network: whatever it holds, DecodeMeta neither panics nor
+// allocates more than b's own length justifies. Where b is not a meta that a
+// peer may send, it returns a *FieldError, and m's contents are unspecified.
+// Bytes that ps-lite leaves uninitialised are ignored.
+func DecodeMeta(b []byte, m *Meta) error {
+	if err := m.get(b); err != nil {
+		return err
+	}
+	if err := m.check(); err != nil {
+		return err
+	}
+	return nil
+}
+
+// get reads b and checks what it must to do so; what the values mean is left to
+// check. It returns a *FieldError as such so that nil needs no conversion.
+func (m *Meta) get(b []byte) *FieldError {
+	m.Reset()
+	if len(b) < metaSize {
+		return &FieldError{"meta length", len(b), fmt.Sprintf("at least %d bytes", metaSize)}
+	}
+	fixed := b[:metaSize]
+	nodes, err := m.getTail(fixed, b[metaSize:])
+	if err != nil {
+		return err
+	}
+
+	m.Head = get32(fixed, offHead)
+	m.Control.Cmd = Command(get32(fixed, offCmd))
+	switch m.Control.Cmd {
+	case Barrier, InstanceBarrier:
+		m.Control.BarrierGroup = int(get32(fixed, offBarrierGroup))
+	case Ack:
+		m.Control.MsgSig = le.Uint64(fixed[offMsgSig:])
+	}
+	m.AppID = get32(fixed, offAppID)
+	m.Timestamp = get32(fixed, offTimestamp)
+	m.Src.Type, m.Src.ID = devType(fixed, offSrcDevType), get32(fixed, offSrcDevID)
+	m.Dst.Type, m.Dst.ID = devType(fixed, offDstDevType), get32(fixed, offDstDevID)
+	m.CustomerID = get32(fixed, offCustomerID)
+	m.DataSize = get32(fixed, offDataSize)
+	m.Key = le.Uint64(fixed[offKey:])
+	m.Addr = le.Uint64(fixed[offAddr:])
+	m.ValLen = get32(fixed, offValLen)
+	m.Option = get32(fixed, offOption)
+	m.Sid = get32(fixed, offSid)
+	m.Dtype = get32(fixed, offDtype)
+	m.RequestTrace.get(fixed[offRequestTrace:])
+	m.ResponseTrace.get(fixed[offResponseTrace:])
+	for i := range m.SlaveQPCounter {
+		m.SlaveQPCounter[i] = le.Uint64(fixed[offSlaveQPCounter+8*i:])
+	}
+	m.SlaveQPNum = get32(fixed, offSlaveQPNum)
+
+	if m.Request, err = getBool(fixed, offRequest, "request"); err != nil {
+		return err
+	}
+	if m.Push, err = getBool(fixed, offPush, "push"); err != nil {
+		return err
+	}
+	if m.SimpleApp, err = getBool(fixed, offSimpleApp, "simple_app"); err != nil {
+		return err
+	}
+	isTensor := get32(fixed, offIsTensor)
+	if isTensor != 0 && isTensor != 1 {
+		return &FieldError{"is_tensor", isTensor, "0 or 1"}
+	}
+	m.IsTensor = isTensor == 1
+	dim := get32(fixed, offDim)
+	if dim < 0 || dim > MaxDims {
+		return &FieldError{"dim", dim, fmt.Sprintf("0 to %d", MaxDims)}
+	}
+	m.Dim = dim
+	for i := range m.Shape[:dim] {
+		m.Shape[i] = int64(le.Uint64(fixed[offShape+8*i:]))
+	}
+	return m.getNodes(nodes)
+}
+
+// getTail checks the sizes that the fixed part announces against the tail, reads
+// the body and the data types, and returns the node records.
+func (m *Meta) getTail(fixed, tail []byte) ([]byte, *FieldError) {
+	room := int64(len(tail))
+	bodySize := int64(get32(fixed, offBodySize))
+	if bodySize < 0 || bodySize > room {
+		return nil, &FieldError{"body_size", bodySize, fmt.Sprintf("0 to %d, what the frame has", room)}
+	}
+	room -= bodySize
+	types := int64(get32(fixed, offDataTypeSize))
+	if limit := min(MaxDataTypes, room/dataTypeSize); types < 0 || types > limit {
+		return nil, &FieldError{"data_type_size", types, fmt.Sprintf("0 to %d", limit)}
+	}
+	room -= types * dataTypeSize
+	nodes := int64(get32(fixed, offNodeSize))
+	if nodes < 0 || nodes > room/nodeSize {
+		return nil, &FieldError{"control.node_size", nodes, fmt.Sprintf("0 to %d, what the frame has", room/nodeSize)}
+	}
+	if room -= nodes * nodeSize; room != 0 {
+		return nil, &FieldError{"meta length", metaSize + len(tail), fmt.Sprintf("%d bytes", metaSize+int64(len(tail))-room)}
+	}
+
+	m.Body = append(m.Body, tail[:bodySize]...)
+	tail = tail[bodySize:]
+	for range types {
+		m.DataTypes = append(m.DataTypes, DataType(get32(tail, 0)))
+		tail = tail[dataTypeSize:]
+	}
+	return tail, nil
+}
+
+func (m *Meta) getNodes(b []byte) *FieldError {
+	count := len(b) / nodeSize
+	if count == 0 {
+		return nil
+	}
+	// All of the old array, so that its nodes' slices serve again.
+	nodes := m.Control.Nodes[:cap(m.Control.Nodes)]
+	if grow := count - len(nodes); grow > 0 {
+		nodes = append(nodes, make([]Node, grow)...)
+	}
+	m.Control.Nodes = nodes[:count]
+	for i := range m.Control.Nodes {
+		if err := m.Control.Nodes[i].get(b[i*nodeSize:][:nodeSize]); err != nil {
+			err.Field = nodeField(i, err.Field)
+			return err
+		}
+	}
+	return nil
+}
+
+func (n *Node) get(b []byte) *FieldError {
+	name := b[nodeOffHostname:][:hostnameSize]
+	end := slices.Index(name, 0)
+	if end < 0 {
+		return &FieldError{"hostname", fmt.Sprintf("%q", name), fmt.Sprintf("at most %d bytes and a zero", MaxHostnameLen)}
+	}
+	numPorts := get32(b, nodeOffNumPorts)
+	if numPorts < 0 || numPorts > MaxPorts {
+		return &FieldError{"num_ports", numPorts, fmt.Sprintf("0 to %d", MaxPorts)}
+	}
+	endpoint := le.Uint64(b[nodeOffEndpointLen:])
+	if endpoint > MaxEndpointName {
+		return &FieldError{"endpoint_name_len", endpoint, fmt.Sprintf("0 to %d", MaxEndpointName)}
+	}
+	var err *FieldError
+	if n.IsRecovery, err = getBool(b, nodeOffIsRecovery, "is_recovery"); err != nil {
+		return err
+	}
+	if n.Hostname != string(name[:end]) { // keeps the string of an earlier message
+		n.Hostname = string(name[:end])
+	}
+	n.Role = Role(get32(b, nodeOffRole))
+	n.ID = int(get32(b, nodeOffID))
+	n.Ports = get32s(n.Ports, b[nodeOffPorts:], int(numPorts))
+	n.Port = int(get32(b, nodeOffPort))
+	n.DevTypes = get32s(n.DevTypes, b[nodeOffDevTypes:], int(numPorts))
+	n.DevIDs = get32s(n.DevIDs, b[nodeOffDevIDs:], int(numPorts))
+	n.CustomerID = int(get32(b, nodeOffCustomerID))
+	n.Endpoint = append(n.Endpoint[:0], b[nodeOffEndpoint:][:endpoint]...)
+	n.AuxID = int(get32(b, nodeOffAuxID))
+	return nil
+}
+
+func (t *Trace) get(b []byte) {
+	t.PreStart = le.Uint64(b[traceOffPreStart:])
+	t.Start = le.Uint64(b[traceOffStart:])
+	t.PostSend = le.Uint64(b[traceOffPostSend:])
+	t.PostRecv = le.Uint64(b[traceOffPostRecv:])
+	t.Process = le.Uint64(b[traceOffProcess:])
+}
+
+func put32(b []byte, off int, v int32) { le.PutUint32(b[off:], uint32(v)) }
+
+func get32(b []byte, off int) int32 { return int32(le.Uint32(b[off:])) }
+
+func put32s(b []byte, vs []int32) {
+	for i, v := range vs {
+		put32(b, 4*i, v)
+	}
+}
+
+func get32s(dst []int32, b []byte, n int) []int32 {
+	dst = dst[:0]
+	for i := range n {
+		dst = append(dst, get32(b, 4*i))
+	}
+	return dst
+}
+
+func putBool(b []byte, off int, v bool) {
+	if v {
+		b[off] = 1
+	}
+}
+
+func getBool(b []byte, off int, field string) (bool, *FieldError) {
+	if v := b[off]; v > 1 {
+		return false, &FieldError{field, v, "0 or 1"}
+	}
+	return b[off] == 1, nil
+}
+
+func devType(b []byte, off int) backend.DeviceType { return backend.DeviceType(get32(b, off)) }
