@@ -1,0 +1,312 @@
+package inproc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/dispatch"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// node is one node's van.
+type node struct {
+	net    *Network
+	log    *slog.Logger
+	id     atomic.Int64
+	closed atomic.Bool
+	watch  atomic.Pointer[func(int, bool, error)]
+
+	// conns is replaced, never changed, under Network.mu; Send reads it without.
+	conns atomic.Pointer[map[int]*conn]
+	// parted are closed connections that have messages waiting; under Network.mu.
+	parted []*conn
+
+	ep    atomic.Pointer[endpoint] // set by Bind, under Network.mu
+	recv  van.Receiver
+	loop  *dispatch.Loop[*parcel]
+	lanes map[*node]*dispatch.Lane[*parcel] // of the goroutine that receives
+
+	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
+}
+
+var (
+	_ van.Van         = (*node)(nil)
+	_ van.PeerWatcher = (*node)(nil)
+	_ van.Meter       = (*node)(nil)
+)
+
+func newNode(n *Network, log *slog.Logger) *node {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	v := &node{net: n, log: log, lanes: map[*node]*dispatch.Lane[*parcel]{}}
+	v.id.Store(van.Empty)
+	v.conns.Store(&map[int]*conn{})
+	v.loop = dispatch.NewLoop(v.next, v.deliver)
+	// Connections are bounded where they are filled, so that a lane never holds up
+	// the others.
+	v.loop.LaneCap = int(^uint(0) >> 1)
+	v.loop.Discard = func(p *parcel) {
+		p.conn.queued.Add(-1)
+		p.free()
+	}
+	return v
+}
+
+// Type implements van.Van.
+func (v *node) Type() string { return "inproc" }
+
+// WatchPeers implements van.PeerWatcher. A peer is down when it is closed or
+// killed, and up when somebody listens at its address again.
+func (v *node) WatchPeers(f func(id int, up bool, cause error)) { v.watch.Store(&f) }
+
+// Stats implements van.Meter. Bytes are those of data frames.
+func (v *node) Stats() van.Stats {
+	return van.Stats{SentMessages: v.sentMessages.Load(), SentBytes: v.sentBytes.Load(),
+		ReceivedMessages: v.receivedMessages.Load(), ReceivedBytes: v.receivedBytes.Load()}
+}
+
+// Bind implements van.Van. A port in use gives an error that wraps
+// syscall.EADDRINUSE.
+func (v *node) Bind(ctx context.Context, self van.Node) (int, error) {
+	if err := ctx.Err(); err != nil {
+		return 0, &van.Error{Op: "bind", Detail: self.Addr(), Err: err}
+	}
+	port, err := v.net.bind(v, self.Hostname, self.Port)
+	if err != nil {
+		return 0, err
+	}
+	v.SetID(self.ID)
+	return port, nil
+}
+
+// Start implements van.Van.
+func (v *node) Start(recv van.Receiver) {
+	v.recv = recv
+	v.loop.Start()
+}
+
+// SetID implements van.Van.
+func (v *node) SetID(id int) { v.id.Store(int64(id)) }
+
+// Connect implements van.Van.
+func (v *node) Connect(ctx context.Context, id int, peer van.Node) error {
+	if err := ctx.Err(); err != nil {
+		return &van.Error{Op: "connect", Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
+	}
+	v.net.mu.Lock()
+	defer v.net.mu.Unlock()
+	if v.closed.Load() {
+		return &van.Error{Op: "connect", Peer: van.NodeName(id) + " at " + peer.Addr(), Err: van.ErrClosed}
+	}
+	c := &conn{from: v, to: v.net.endpointLocked(address(peer.Hostname, peer.Port)), senderID: int(v.id.Load())}
+	c.peerID.Store(int64(id))
+	c.to.conns[c] = struct{}{}
+	conns := maps.Clone(*v.conns.Load())
+	v.partLocked(conns[id])
+	conns[id] = c
+	v.conns.Store(&conns)
+	return nil
+}
+
+// Rename implements van.Van.
+func (v *node) Rename(old, id int) error {
+	v.net.mu.Lock()
+	defer v.net.mu.Unlock()
+	conns := maps.Clone(*v.conns.Load())
+	c := conns[old]
+	if c == nil {
+		return &van.Error{Op: "rename", Peer: van.NodeName(old), Err: van.ErrUnknownPeer}
+	}
+	if old == id {
+		return nil
+	}
+	v.partLocked(conns[id])
+	delete(conns, old)
+	conns[id] = c
+	c.peerID.Store(int64(id))
+	v.conns.Store(&conns)
+	return nil
+}
+
+// Disconnect implements van.Van. What was sent before the peer listened is kept
+// for it until Close.
+func (v *node) Disconnect(id int) {
+	v.net.mu.Lock()
+	defer v.net.mu.Unlock()
+	conns := maps.Clone(*v.conns.Load())
+	v.partLocked(conns[id])
+	delete(conns, id)
+	v.conns.Store(&conns)
+}
+
+// partLocked closes c, which may be nil.
+func (v *node) partLocked(c *conn) {
+	if c == nil {
+		return
+	}
+	if c.to.owner == nil && c.queued.Load() > 0 {
+		v.parted = append(v.parted, c)
+	}
+	v.net.dropLocked(c)
+}
+
+// takeConnsLocked removes and returns all connections.
+func (v *node) takeConnsLocked() map[int]*conn {
+	conns := *v.conns.Load()
+	v.conns.Store(&map[int]*conn{})
+	return conns
+}
+
+// Send implements van.Van. The frames have been copied, and Done has been
+// called, when it returns.
+func (v *node) Send(m *van.Message) error {
+	fail := func(err error, detail string) error {
+		return &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(m.Receiver), Detail: detail, Err: err}
+	}
+	if v.closed.Load() {
+		return fail(van.ErrClosed, "")
+	}
+	c := (*v.conns.Load())[m.Receiver]
+	switch {
+	case c == nil:
+		return fail(van.ErrUnknownPeer, "")
+	case c.down.Load():
+		return fail(van.ErrPeerLost, c.to.addr)
+	case int(c.queued.Load()) >= v.net.QueueCap:
+		return fail(van.ErrQueueFull, fmt.Sprintf("%d messages wait for %s", v.net.QueueCap, c.to.addr))
+	case m.Frames < 0 || m.Frames > 3:
+		return fail(van.ErrInvalid, fmt.Sprintf("%d frames, want 0 to 3", m.Frames))
+	}
+	for i := range m.Frames {
+		if f := m.Frame(i); !f.OnHost() {
+			return fail(van.ErrInvalid, fmt.Sprintf("frame %d is on %s, want host memory", i, f.Device()))
+		}
+	}
+	if !m.IsControl() {
+		trace(m).PostSend = clock.Now()
+	}
+	p := pack(m)
+	p.conn = c
+	p.msg.Sender = c.senderID
+	size := uint64(m.PayloadLen())
+	switch e := v.ep.Load(); {
+	case e != nil && v.net.isCut(e.addr, c.to.addr):
+		p.free()
+	case !c.to.push(p):
+		p.free()
+		return fail(van.ErrPeerLost, c.to.addr)
+	}
+	v.sentMessages.Add(1)
+	v.sentBytes.Add(size)
+	if m.Done != nil {
+		m.Done.Sent()
+	}
+	return nil
+}
+
+// next is the receiving side of the loop.
+func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
+	e := v.ep.Load()
+	if e == nil {
+		return nil, nil, false // Start without Bind: a node that only sends
+	}
+	p := e.pop(v)
+	if p == nil {
+		return nil, nil, false
+	}
+	lane := v.lanes[p.conn.from]
+	if lane == nil {
+		lane = new(dispatch.Lane[*parcel])
+		v.lanes[p.conn.from] = lane
+	}
+	return p, lane, true
+}
+
+func (v *node) deliver(p *parcel) {
+	p.conn.queued.Add(-1)
+	v.receivedMessages.Add(1)
+	v.receivedBytes.Add(uint64(p.msg.PayloadLen()))
+	p.msg.Receiver = int(v.id.Load())
+	if !p.msg.IsControl() {
+		trace(&p.msg).PostRecv = clock.Now()
+	}
+	p.adopt()
+	v.recv(&p.msg)
+	p.msg.Release()
+}
+
+// Close implements van.Van. What was sent to peers that listen has left; for
+// those that do not yet, it waits. A receiver may call it: then it waits for all
+// others.
+func (v *node) Close(ctx context.Context) error {
+	lingerErr := v.linger(ctx)
+	v.net.detach(v, "it was closed")
+	if err := v.loop.Stop(ctx); err != nil && !errors.Is(err, dispatch.ErrInDeliver) {
+		return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err}
+	}
+	return lingerErr
+}
+
+// linger waits until nothing that was sent waits for a listener.
+func (v *node) linger(ctx context.Context) error {
+	for {
+		v.net.mu.Lock()
+		waiting := v.waitingLocked()
+		bound := v.net.bound
+		if len(waiting) == 0 {
+			v.net.mu.Unlock()
+			return nil
+		}
+		if ctx.Err() != nil {
+			count := 0
+			for _, e := range waiting {
+				count += e.waiting(v)
+				e.mu.Lock()
+				lost := e.takeLocked(v)
+				e.mu.Unlock()
+				lose(lost)
+				v.net.forgetLocked(e)
+			}
+			v.net.mu.Unlock()
+			return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Peer: waiting[0].addr,
+				Detail: fmt.Sprintf("%d messages lost, nobody listens", count), Err: ctx.Err()}
+		}
+		v.net.mu.Unlock()
+		select {
+		case <-bound:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// waitingLocked lists the addresses where messages wait for a listener.
+func (v *node) waitingLocked() []*endpoint {
+	var waiting []*endpoint
+	look := func(c *conn) {
+		if e := c.to; e.owner == nil && !slices.Contains(waiting, e) && e.waiting(v) > 0 {
+			waiting = append(waiting, e)
+		}
+	}
+	for _, c := range *v.conns.Load() {
+		look(c)
+	}
+	for _, c := range v.parted {
+		look(c)
+	}
+	return waiting
+}
+
+// trace returns the times of the direction in which m travels.
+func trace(m *van.Message) *van.Trace {
+	if m.Request {
+		return &m.RequestTrace
+	}
+	return &m.ResponseTrace
+}
