@@ -1,0 +1,144 @@
+package membership
+
+import (
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// maxInstances keeps the ids of a role below van.Empty.
+const maxInstances = (van.Empty - 9) / 2
+
+const defaultReportEvery = 5 * time.Second
+
+// Config says who a node is and what the cluster looks like. The counts must be
+// the same on all nodes.
+type Config struct {
+	// Role is Server, Worker or Scheduler. A joint process runs two machines.
+	Role       van.Role
+	NumWorkers int // DMLC_NUM_WORKER: groups
+	NumServers int // DMLC_NUM_SERVER: groups
+	GroupSize  int // DMLC_GROUP_SIZE: instances a group; 0 means 1
+
+	// Self holds the address that this node listens at and advertises, and in
+	// AuxID its preferred instance rank, or -1. The scheduler's is Scheduler.
+	Self      van.Node
+	Scheduler van.Node // host and port
+
+	HeartbeatInterval time.Duration // PS_HEARTBEAT_INTERVAL; 0: none are sent
+	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT; 0: silence is no death
+	StartTimeout      time.Duration // how long start-up may take; 0: for ever
+	// StopTimeout is how long a worker's Finalize waits for the others; 0: for
+	// ever. Servers and the scheduler often enter Finalize as soon as they run, so
+	// only a death ends theirs early.
+	StopTimeout time.Duration
+	ReportEvery time.Duration // between two reports of who is missing; 0 means 5 s
+
+	// OrderedHosts is BYTEPS_ORDERED_HOSTS ("ip" or "ip:port"), used by the
+	// scheduler. If not empty, ranks follow it and other hosts are refused.
+	OrderedHosts []string
+}
+
+func (c *Config) instances(role van.Role) int {
+	if role == van.Worker {
+		return c.NumWorkers * c.GroupSize
+	}
+	return c.NumServers * c.GroupSize
+}
+
+// formula shows how many nodes of a role there are and which variables say so.
+func (c *Config) formula(role van.Role) string {
+	name, n := "DMLC_NUM_SERVER", c.NumServers
+	if role == van.Worker {
+		name, n = "DMLC_NUM_WORKER", c.NumWorkers
+	}
+	return fmt.Sprintf("%s=%d x DMLC_GROUP_SIZE=%d", name, n, c.GroupSize)
+}
+
+func (c *Config) check() error {
+	invalid := func(detail, hint string) error {
+		return &van.Error{Op: "configure " + c.Role.String(), Detail: detail, Hint: hint, Err: van.ErrInvalid}
+	}
+	if c.GroupSize == 0 {
+		c.GroupSize = 1
+	}
+	if c.ReportEvery == 0 {
+		c.ReportEvery = defaultReportEvery
+	}
+	switch c.Role {
+	case van.Worker, van.Server, van.Scheduler:
+	default:
+		return invalid(fmt.Sprintf("role %s: want worker, server or scheduler", c.Role), "")
+	}
+	if c.GroupSize < 1 || c.GroupSize > maxInstances {
+		return invalid(fmt.Sprintf("DMLC_GROUP_SIZE=%d: want 1 to %d", c.GroupSize, maxInstances), "")
+	}
+	for _, n := range []struct {
+		name string
+		n    int
+	}{{"DMLC_NUM_WORKER", c.NumWorkers}, {"DMLC_NUM_SERVER", c.NumServers}} {
+		if n.n < 1 || n.n > maxInstances/c.GroupSize {
+			return invalid(fmt.Sprintf("%s=%d: want 1 to %d", n.name, n.n, maxInstances/c.GroupSize), "")
+		}
+	}
+	for _, d := range []struct {
+		name string
+		d    time.Duration
+	}{{"HeartbeatInterval", c.HeartbeatInterval}, {"HeartbeatTimeout", c.HeartbeatTimeout},
+		{"StartTimeout", c.StartTimeout}, {"StopTimeout", c.StopTimeout}, {"ReportEvery", c.ReportEvery}} {
+		if d.d < 0 {
+			return invalid(fmt.Sprintf("%s=%s: want 0 or more", d.name, d.d), "")
+		}
+	}
+	if err := checkAddr(&c.Scheduler, "scheduler address"); err != nil {
+		return invalid(err.Error(), "set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
+	}
+	if c.Role != van.Scheduler {
+		if err := checkAddr(&c.Self, "own address"); err != nil {
+			return invalid(err.Error(), "set DMLC_NODE_HOST")
+		}
+		n := c.instances(c.Role)
+		if r := c.Self.AuxID; r < -1 || r >= n {
+			return invalid(fmt.Sprintf("preferred rank %d of a %s: want 0 to %d, or -1 for any (%s)", r, c.Role, n-1,
+				c.formula(c.Role)), "check DMLC_NODE_RANK, STEPMESH_GPU and DMLC_RANK_OFFSET")
+		}
+		if c.Self.AuxID == -1 && c.GroupSize > 1 {
+			return invalid(fmt.Sprintf("no preferred rank with DMLC_GROUP_SIZE=%d", c.GroupSize), "set DMLC_NODE_RANK")
+		}
+	}
+	_, err := hostOrder(c.OrderedHosts)
+	return err
+}
+
+func checkAddr(n *van.Node, what string) error {
+	if n.Hostname == "" || len(n.Hostname) > van.MaxHostnameLen {
+		return fmt.Errorf("%s: hostname %q: want 1 to %d bytes", what, n.Hostname, van.MaxHostnameLen)
+	}
+	if n.Port < 1 || n.Port > 65535 {
+		return fmt.Errorf("%s: port %d: want 1 to 65535", what, n.Port)
+	}
+	return nil
+}
+
+// hostOrder maps each host of BYTEPS_ORDERED_HOSTS to its place; the ports are
+// ignored, as in the original.
+func hostOrder(hosts []string) (map[string]int, error) {
+	if len(hosts) == 0 {
+		return nil, nil
+	}
+	order := make(map[string]int, len(hosts))
+	for i, h := range hosts {
+		ip, _, _ := strings.Cut(strings.TrimSpace(h), ":")
+		if prev, dup := order[ip]; dup || ip == "" {
+			detail := fmt.Sprintf("BYTEPS_ORDERED_HOSTS entry %d is %q", i, h)
+			if dup {
+				detail += fmt.Sprintf(", the host of entry %d", prev)
+			}
+			return nil, &van.Error{Op: "configure scheduler", Detail: detail, Hint: "list each host once", Err: van.ErrInvalid}
+		}
+		order[ip] = i
+	}
+	return order, nil
+}

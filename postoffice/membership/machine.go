@@ -1,0 +1,320 @@
+package membership
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+type phase int
+
+const (
+	created phase = iota
+	joining       // Start was called; somebody is missing
+	ready
+	failed
+)
+
+// Machine is one node's membership. Make it with New.
+type Machine struct {
+	cfg   Config
+	phase phase
+	self  van.Node // ID is van.Empty until the scheduler has given one
+
+	started    time.Duration
+	nextReport time.Duration // while joining
+	nextBeat   time.Duration // when ready, if heartbeats are sent
+	stamp      int32         // the control counter: timestamp of the next control message
+
+	out   []Output
+	conns map[int]bool // ids that Send may name, besides the own one
+
+	// table holds all records in the scheduler's order; at finds them by id.
+	// Both are empty until start-up is complete.
+	table  []van.Node
+	at     map[int]int
+	shared map[int]int // ids without a node: those of second records of one address
+	health map[int]*health
+
+	tickets    []*ticket
+	lastTicket int
+
+	// leaving: the final barrier is over (or Leaving was called), so that others
+	// may go. While a Finalize waits, losses are kept in held until it is known
+	// whether they were orderly.
+	leaving bool
+	held    map[int]error
+	heldAt  time.Duration // when the scheduler was lost during Finalize
+
+	schedulerLost error  // while joining
+	schedulerSaid string // the last waiting notice, while joining
+
+	sched *scheduler // nil on workers and servers
+}
+
+// New checks cfg and makes a machine that waits for Start. The error wraps
+// van.ErrInvalid and names the variable that is wrong.
+func New(cfg Config) (*Machine, error) {
+	if err := cfg.check(); err != nil {
+		return nil, err
+	}
+	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]error{}}
+	m.cfg.Scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
+		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)}, AuxID: -1}
+	if cfg.Role == van.Scheduler {
+		m.self = m.cfg.Scheduler
+		hosts, err := hostOrder(cfg.OrderedHosts)
+		if err != nil {
+			return nil, err
+		}
+		m.sched = newScheduler(hosts)
+		return m, nil
+	}
+	m.self = cloneNode(cfg.Self)
+	m.self.Role, m.self.ID, m.self.IsRecovery = cfg.Role, van.Empty, false
+	if len(m.self.Ports) == 0 {
+		m.self.Ports = []int32{int32(m.self.Port)}
+	}
+	return m, nil
+}
+
+// Start begins start-up: a worker or server connects to the scheduler and
+// registers. A second call does nothing.
+func (m *Machine) Start(now time.Duration) {
+	if m.phase != created {
+		return
+	}
+	m.phase, m.started, m.nextReport = joining, now, now+m.cfg.ReportEvery
+	if m.sched == nil {
+		m.connect(van.SchedulerID, m.cfg.Scheduler)
+		m.register()
+	}
+}
+
+// Step takes one control message from node from (van.Empty if it has no id). It
+// does not keep msg. The error, which wraps van.ErrMalformed, says that the
+// message was nonsense, from whom, and in which field; it was dropped then and
+// counts only as a sign of life. A failed machine ignores every message.
+func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
+	if m.phase == failed {
+		return nil
+	}
+	if m.phase == created {
+		return m.bad(from, msg, "control.cmd", msg.Control.Cmd, "nothing before Start")
+	}
+	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) == 0 {
+		m.heard(now, from) // a heartbeat may be that of a node that was replaced
+	}
+	switch c := &msg.Control; c.Cmd {
+	case van.AddNode:
+		if m.sched != nil {
+			return m.stepJoin(now, from, msg)
+		}
+		return m.stepTable(now, from, msg)
+	case van.Barrier, van.InstanceBarrier:
+		if msg.Request {
+			return m.stepRequest(now, from, msg)
+		}
+		return m.stepRelease(now, from, msg)
+	case van.Heartbeat:
+		if len(c.Nodes) == 0 {
+			return m.stepNotice(now, from, msg)
+		}
+		return m.stepHeartbeat(now, from, msg)
+	default:
+		return m.bad(from, msg, "control.cmd", c.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
+	}
+}
+
+// Tick lets time pass. It may be called at any time and need not be before the
+// one that NextTick gives.
+func (m *Machine) Tick(now time.Duration) {
+	switch m.phase {
+	case joining:
+		m.tickStart(now)
+	case ready:
+		m.tickTickets(now)
+		m.tickHealth(now)
+	}
+}
+
+// NextTick says when Tick is wanted next. It is false when only a message or a
+// call can change anything.
+func (m *Machine) NextTick() (time.Duration, bool) {
+	next := time.Duration(math.MaxInt64)
+	switch m.phase {
+	case joining:
+		next = m.nextReport
+		if m.cfg.StartTimeout > 0 {
+			next = min(next, m.started+m.cfg.StartTimeout)
+		}
+	case ready:
+		next = min(m.nextTicketTick(), m.nextHealthTick())
+	}
+	return next, next != math.MaxInt64
+}
+
+// Take returns what has come out since the last call, oldest first, and forgets
+// it. Node lists of several messages may share memory: do not modify them.
+func (m *Machine) Take() []Output {
+	out := m.out
+	m.out = nil
+	return out
+}
+
+// tickStart reports who is missing, or gives up.
+func (m *Machine) tickStart(now time.Duration) {
+	if d := m.cfg.StartTimeout; d > 0 && now-m.started >= d {
+		err := &van.Error{Op: "start", Node: m.name(), Detail: m.Report(now).String(), Limit: d, Err: van.ErrTimeout}
+		if m.sched != nil {
+			m.tellJoining(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + m.Report(now).String()})
+		}
+		m.fail(err)
+		return
+	}
+	if now < m.nextReport {
+		return
+	}
+	for m.nextReport <= now {
+		m.nextReport += m.cfg.ReportEvery
+	}
+	r := m.Report(now)
+	m.emit(Waiting{r})
+	if m.sched != nil {
+		m.tellJoining(notice{verb: verbWaiting, text: r.String()})
+	}
+}
+
+// fail ends the machine.
+func (m *Machine) fail(err error) {
+	if m.phase == failed {
+		return
+	}
+	m.failTickets(func(*ticket) bool { return true }, err)
+	m.phase = failed
+	m.emit(Failed{err})
+}
+
+// ID is the node's id, or van.Empty before it has one.
+func (m *Machine) ID() int { return m.self.ID }
+
+// Rank is the node's instance rank, or -1 before it has one; 0 for the scheduler.
+func (m *Machine) Rank() int {
+	if m.self.ID == van.Empty {
+		return -1
+	}
+	return van.RankOf(m.self.ID)
+}
+
+// Ready tells whether start-up is complete and the node is part of the cluster.
+func (m *Machine) Ready() bool { return m.phase == ready }
+
+// IsRecovery tells whether this node took the place of a dead one. The others
+// are past the start-up barrier then.
+func (m *Machine) IsRecovery() bool { return m.self.IsRecovery }
+
+// Node returns the record of a node; before start-up is complete only the own
+// one and the scheduler's are known.
+func (m *Machine) Node(id int) (van.Node, bool) {
+	switch i, ok := m.at[id]; {
+	case id == m.self.ID && id != van.Empty:
+		return m.self, true
+	case id == van.SchedulerID:
+		return m.cfg.Scheduler, true
+	case ok:
+		return m.table[i], true
+	}
+	return van.Node{}, false
+}
+
+// Members returns the ids of a group (1 to 7): workers by rank, servers by rank,
+// the scheduler. A node id of 8 or more is a group of its own. It returns nil for
+// what is no group of this cluster.
+func (m *Machine) Members(group int) []int {
+	ids := m.cfg.members(group)
+	return slices.DeleteFunc(ids, func(id int) bool { _, no := m.shared[id]; return no })
+}
+
+// KnownPeers returns the ids this node has a connection to, in the order of
+// Members, dead ones too.
+func (m *Machine) KnownPeers() []int {
+	return slices.DeleteFunc(m.cfg.members(van.AllNodes), func(id int) bool { return !m.conns[id] })
+}
+
+func (m *Machine) emit(o Output) { m.out = append(m.out, o) }
+
+// next returns the timestamp of the next control message.
+func (m *Machine) next() int32 {
+	if m.stamp == van.Empty {
+		m.stamp++
+	}
+	t := m.stamp
+	m.stamp = (m.stamp + 1) & math.MaxInt32
+	return t
+}
+
+// control returns a control message with the next timestamp.
+func (m *Machine) control(cmd van.Command) van.Meta {
+	var meta van.Meta
+	meta.Reset()
+	meta.Timestamp = m.next()
+	meta.Control.Cmd = cmd
+	return meta
+}
+
+// send emits a message, unless there is no connection that could carry it.
+func (m *Machine) send(to int, meta van.Meta) {
+	if m.conns[to] || to == m.self.ID {
+		m.emit(Send{to, meta})
+	}
+}
+
+func (m *Machine) connect(id int, n van.Node) {
+	m.conns[id] = true
+	m.emit(Connect{id, n})
+}
+
+func (m *Machine) disconnect(id int) {
+	if m.conns[id] {
+		delete(m.conns, id)
+		m.emit(Disconnect{id})
+	}
+}
+
+// name says who this node is, for errors.
+func (m *Machine) name() string {
+	if m.self.ID != van.Empty {
+		return van.NodeName(m.self.ID)
+	}
+	return fmt.Sprintf("%s at %s", m.self.Role, m.self.Addr())
+}
+
+// peer says who id is and where, for errors.
+func (m *Machine) peer(id int) string {
+	if n, ok := m.Node(id); ok {
+		return van.NodeName(id) + " at " + n.Addr()
+	}
+	return van.NodeName(id)
+}
+
+func (m *Machine) bad(from int, msg *van.Meta, field string, value any, want string) error {
+	return m.badErr(from, msg, &van.FieldError{Field: field, Value: value, Want: want})
+}
+
+func (m *Machine) badErr(from int, msg *van.Meta, err error) error {
+	return &van.Error{Op: "receive " + msg.Control.Cmd.String(), Node: m.name(), Peer: m.peer(from), Err: err}
+}
+
+// cloneNode copies what a record may share with a message.
+func cloneNode(n van.Node) van.Node {
+	n.Hostname = strings.Clone(n.Hostname)
+	n.Ports = slices.Clone(n.Ports)
+	n.DevTypes = slices.Clone(n.DevTypes)
+	n.DevIDs = slices.Clone(n.DevIDs)
+	n.Endpoint = slices.Clone(n.Endpoint)
+	return n
+}

@@ -1,0 +1,222 @@
+package membership
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// This file is the worker's and server's side of start-up and recovery.
+
+// register sends the own record to the scheduler.
+func (m *Machine) register() {
+	meta := m.control(van.AddNode)
+	meta.Control.Nodes = []van.Node{m.self}
+	m.send(van.SchedulerID, meta)
+}
+
+// stepTable takes the node table, or later the record of a replacement.
+func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
+	if from != van.SchedulerID {
+		return m.bad(from, msg, "sender", from, "the scheduler")
+	}
+	if err := m.checkRecords(msg); err != nil {
+		return err
+	}
+	if m.phase == joining {
+		return m.join(now, msg)
+	}
+	for i := range msg.Control.Nodes {
+		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler {
+			m.update(now, n)
+		}
+		if m.phase == failed {
+			return nil
+		}
+	}
+	return nil
+}
+
+// checkRecords refuses a message if any of its records cannot be true.
+func (m *Machine) checkRecords(msg *van.Meta) error {
+	nodes := msg.Control.Nodes
+	if len(nodes) == 0 {
+		return m.bad(van.SchedulerID, msg, "control.node_size", 0, "1 or more")
+	}
+	for i := range nodes {
+		n := &nodes[i]
+		field := func(f string) string { return fmt.Sprintf("control.node[%d].%s", i, f) }
+		if err := checkAddr(n, field("address")); err != nil {
+			return m.bad(van.SchedulerID, msg, field("address"), n.Addr(), err.Error())
+		}
+		switch n.Role {
+		case van.Scheduler:
+			if n.ID != van.SchedulerID {
+				return m.bad(van.SchedulerID, msg, field("id"), n.ID, "1 for the scheduler")
+			}
+		case van.Worker, van.Server:
+			if n.ID < 8 || n.ID >= van.Empty || van.RoleOf(n.ID) != n.Role {
+				return m.bad(van.SchedulerID, msg, field("id"), n.ID, "the id of a "+n.Role.String())
+			}
+		default:
+			return m.bad(van.SchedulerID, msg, field("role"), n.Role, "server, worker or scheduler")
+		}
+	}
+	return nil
+}
+
+// join takes the full table: the own id, and everyone to connect to.
+func (m *Machine) join(now time.Duration, msg *van.Meta) error {
+	nodes := msg.Control.Nodes
+	count := map[van.Role]int{}
+	var own *van.Node
+	for i := range nodes {
+		n := &nodes[i]
+		count[n.Role]++
+		if own == nil && n.Role == m.self.Role && n.Hostname == m.self.Hostname && n.Port == m.self.Port {
+			own = n
+		}
+	}
+	if own == nil {
+		return m.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
+			fmt.Sprintf("one of them %s at %s", m.self.Role, m.self.Addr()))
+	}
+	workers, servers := m.cfg.instances(van.Worker), m.cfg.instances(van.Server)
+	if count[van.Worker] != workers || count[van.Server] != servers {
+		m.fail(&van.Error{Op: "start", Node: m.name(), Peer: m.peer(van.SchedulerID),
+			Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
+				count[van.Worker], count[van.Server], m.cfg.formula(van.Worker), m.cfg.formula(van.Server)),
+			Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
+		return nil
+	}
+	for i := range nodes {
+		n := &nodes[i]
+		if n.Role == van.Scheduler {
+			continue
+		}
+		if prev, dup := m.at[n.ID]; dup {
+			if sameAddr(&m.table[prev], n) {
+				continue // another customer of the same process
+			}
+			clear(m.at)
+			m.table = nil
+			return m.bad(van.SchedulerID, msg, fmt.Sprintf("control.node[%d].id", i), n.ID, "each id once")
+		}
+		if van.RankOf(n.ID) >= m.cfg.instances(n.Role) {
+			clear(m.at)
+			m.table = nil
+			return m.bad(van.SchedulerID, msg, fmt.Sprintf("control.node[%d].id", i), n.ID,
+				fmt.Sprintf("a rank below %d", m.cfg.instances(n.Role)))
+		}
+		m.at[n.ID] = len(m.table)
+		m.table = append(m.table, cloneNode(*n))
+	}
+	m.shared = map[int]int{}
+	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
+		if _, ok := m.at[id]; !ok {
+			m.shared[id] = van.Empty
+		}
+	}
+
+	m.self = m.table[m.at[own.ID]]
+	m.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
+	m.nextBeat = now + m.cfg.HeartbeatInterval
+	m.emit(SetID{own.ID})
+	m.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
+	seen := map[int]bool{}
+	for i := range nodes {
+		n := &nodes[i]
+		if seen[n.ID] {
+			continue
+		}
+		seen[n.ID] = true
+		m.health[n.ID] = &health{seen: now}
+		switch {
+		case n.Role == van.Scheduler:
+			m.connect(van.SchedulerID, m.cfg.Scheduler)
+		case n.Role != m.self.Role:
+			m.connect(n.ID, m.table[m.at[n.ID]])
+		}
+	}
+	if !seen[van.SchedulerID] { // so that it learns our id in any case
+		m.health[van.SchedulerID] = &health{seen: now}
+		m.connect(van.SchedulerID, m.cfg.Scheduler)
+	}
+	m.emit(Ready{})
+	return nil
+}
+
+// update takes one record after start-up: normally that of a replacement.
+func (m *Machine) update(now time.Duration, n *van.Node) {
+	i, ok := m.at[n.ID]
+	if !ok {
+		m.emit(Warning{fmt.Sprintf("%s: the scheduler announced %s at %s, which was not in its table", m.name(),
+			van.NodeName(n.ID), n.Addr())})
+		return
+	}
+	old, h := &m.table[i], m.health[n.ID]
+	moved := !sameAddr(old, n)
+	if n.ID == m.self.ID {
+		if moved {
+			m.fail(&van.Error{Op: "stay in the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID),
+				Detail: fmt.Sprintf("%s was taken for dead and its place given to %s", m.self.Addr(), n.Addr()),
+				Err:    van.ErrClosed})
+		}
+		return
+	}
+	if !moved && (h.down == 0 || !n.IsRecovery) {
+		return
+	}
+	m.table[i] = cloneNode(*n)
+	*h = health{seen: now}
+	delete(m.held, n.ID)
+	if n.Role != m.self.Role {
+		m.connect(n.ID, m.table[i])
+	}
+	m.emit(PeerReplaced{n.ID, m.table[i]})
+}
+
+// stepNotice takes what the scheduler tells beyond the protocol.
+func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
+	if len(msg.Body) == 0 {
+		return nil
+	}
+	if m.sched != nil || from != van.SchedulerID {
+		return m.bad(from, msg, "sender", from, "notices come from the scheduler only")
+	}
+	n, err := parseNotice(msg.Body)
+	if err != nil {
+		return m.badErr(from, msg, err)
+	}
+	switch n.verb {
+	case verbError:
+		m.fail(&van.Error{Op: "join the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: n.text,
+			Err: van.ErrClosed})
+	case verbWaiting:
+		if m.phase == joining {
+			m.schedulerSaid = n.text
+		}
+	case verbBarrier:
+		m.barrierRefused(n)
+	case verbDead, verbBack:
+		if _, ok := m.at[n.id]; !ok {
+			if m.phase == joining {
+				return nil // the table will say who lives
+			}
+			return m.bad(from, msg, "body "+n.verb, n.id, "the id of a node of this cluster")
+		}
+		if n.id == m.self.ID {
+			if n.verb == verbDead {
+				m.emit(Warning{m.name() + ": the scheduler takes this node for dead: " + n.text})
+			}
+			return nil
+		}
+		if n.verb == verbDead {
+			m.markDown(n.id, declared, fmt.Errorf("the scheduler says: %s: %w", n.text, van.ErrPeerLost))
+		} else {
+			m.markUp(now, n.id, declared)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,133 @@
+package membership
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+const (
+	noticePrefix = "stepaf/1 "
+	maxNotice    = 4096 // bytes of a body
+)
+
+// Verbs of a notice.
+const (
+	verbError   = "error"   // <text>: the receiver is not, or no longer, part of the cluster
+	verbWaiting = "waiting" // <text>: who is missing
+	verbDead    = "dead"    // <id> <text>: the node is dead, and why
+	verbBack    = "back"    // <id>: the node answers again
+	verbBarrier = "barrier-failed"
+	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
+)
+
+// notice is what the scheduler tells a node beyond the protocol.
+type notice struct {
+	verb     string
+	id       int // dead, back
+	group    int // barrier-failed
+	instance bool
+	text     string
+}
+
+func (n notice) body() []byte {
+	s := noticePrefix + n.verb
+	switch n.verb {
+	case verbDead, verbBack:
+		s += " " + strconv.Itoa(n.id)
+	case verbBarrier:
+		s += " " + strconv.Itoa(n.group) + " " + kindName(n.instance)
+	}
+	if n.text != "" {
+		s += " " + printable(n.text)
+	}
+	if len(s) > maxNotice {
+		s = strings.ToValidUTF8(s[:maxNotice-3], "") + "..."
+	}
+	return []byte(s)
+}
+
+// printable makes s fit for a notice and a log line.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return ' '
+		}
+		return r
+	}, strings.ToValidUTF8(s, "?"))
+}
+
+// parseNotice reads the body of a HEARTBEAT without node records.
+func parseNotice(body []byte) (notice, error) {
+	bad := func(field string, v any, want string) (notice, error) {
+		return notice{}, &van.FieldError{Field: field, Value: v, Want: want}
+	}
+	if len(body) > maxNotice {
+		return bad("body_size", len(body), fmt.Sprintf("at most %d", maxNotice))
+	}
+	if !utf8.Valid(body) {
+		return bad("body", "not UTF-8", "text")
+	}
+	s := string(body)
+	if i := strings.IndexFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }); i >= 0 {
+		return bad("body", fmt.Sprintf("%q", s[i]), "printable text")
+	}
+	rest, ok := strings.CutPrefix(s, noticePrefix)
+	if !ok {
+		return bad("body", strconv.Quote(head(s)), "a text that begins with "+strconv.Quote(noticePrefix))
+	}
+	var n notice
+	word := func() string {
+		w, r, _ := strings.Cut(rest, " ")
+		rest = r
+		return w
+	}
+	n.verb = word()
+	switch n.verb {
+	case verbError, verbWaiting:
+		n.text = rest
+		if n.text == "" {
+			return bad("body "+n.verb, `""`, "a text")
+		}
+	case verbDead, verbBack:
+		id, ok := number(word())
+		if !ok || id < 8 || id >= van.Empty {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "the id of a worker or server")
+		}
+		if n.verb == verbBack && rest != "" {
+			return bad("body back", strconv.Quote(head(s)), "nothing after the id")
+		}
+		n.id, n.text = id, rest
+	case verbBarrier:
+		group, ok := number(word())
+		if !ok || group < 1 || group > van.AllNodes {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "a group from 1 to 7")
+		}
+		kind := word()
+		if kind != kindName(true) && kind != kindName(false) {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "instance or group")
+		}
+		n.group, n.instance, n.text = group, kind == kindName(true), rest
+	default:
+		return bad("body", strconv.Quote(head(s)), "a known verb")
+	}
+	return n, nil
+}
+
+// number accepts only what notice.body writes: digits without sign or leading 0.
+func number(s string) (int, bool) {
+	n, err := strconv.Atoi(s)
+	return n, err == nil && n >= 0 && strconv.Itoa(n) == s
+}
+
+func head(s string) string {
+	const most = 60
+	if len(s) > most {
+		return strings.ToValidUTF8(s[:most], "") + "..."
+	}
+	return s
+}

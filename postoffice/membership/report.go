@@ -1,0 +1,170 @@
+package membership
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Report says how far a node is: who is there, with what it advertised, and who
+// is missing.
+type Report struct {
+	Elapsed time.Duration // since Start
+	Ready   bool
+	Present []van.Node // in order of arrival, later of assignment
+	Missing []string   // "1 of 2 workers (rank 1)"
+	// Vanished and Refused are the nodes that went away or could not be taken
+	// during start-up, the latest 16 of each.
+	Vanished, Refused []string
+	Dead              []string // with the cause
+	Barriers          string   // on the scheduler: who has not come to the open barriers
+	Note              string   // on workers and servers: what is known of the scheduler
+}
+
+// Report describes the present state.
+func (m *Machine) Report(now time.Duration) Report {
+	r := Report{Elapsed: now - m.started, Ready: m.phase == ready}
+	if m.phase == created {
+		r.Elapsed = 0
+	}
+	for i := range m.table {
+		r.Present = append(r.Present, m.table[i])
+	}
+	for _, id := range m.Members(van.AllNodes) {
+		if m.isDown(id) {
+			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", m.peer(id), m.health[id].cause))
+		}
+	}
+	if s := m.sched; s != nil {
+		r.Vanished, r.Refused = slices.Clone(s.vanished), slices.Clone(s.refused)
+		r.Barriers = m.barriersText()
+		if !r.Ready {
+			for _, j := range s.joins {
+				if j.lost == nil {
+					r.Present = append(r.Present, j.node)
+				}
+			}
+			r.Missing = m.missing(r.Present)
+		}
+		return r
+	}
+	if !r.Ready {
+		r.Note = m.schedulerNote()
+	}
+	return r
+}
+
+func (m *Machine) schedulerNote() string {
+	at := "the scheduler at " + m.cfg.Scheduler.Addr()
+	switch {
+	case m.schedulerLost != nil:
+		return fmt.Sprintf("the connection to %s broke: %s", at, m.schedulerLost)
+	case m.schedulerSaid != "":
+		return "the scheduler says: " + m.schedulerSaid
+	}
+	return fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), "+
+		"or it waits for other nodes without saying so, as the C++ one does", at, describe(&m.self))
+}
+
+// missing lists, by role, how many nodes and which ranks have not registered.
+func (m *Machine) missing(present []van.Node) []string {
+	var out []string
+	for _, role := range []van.Role{van.Worker, van.Server} {
+		n := m.cfg.instances(role)
+		count, ranked := 0, false
+		has := make([]bool, n)
+		for i := range present {
+			if p := &present[i]; p.Role == role {
+				count++
+				if p.AuxID >= 0 && p.AuxID < n {
+					has[p.AuxID] = true
+				}
+			}
+			ranked = ranked || present[i].AuxID != -1
+		}
+		if count == n {
+			continue
+		}
+		s := fmt.Sprintf("%d of %d %ss", n-count, n, role)
+		if ranked {
+			var ranks []string
+			for r, ok := range has {
+				if !ok {
+					ranks = append(ranks, fmt.Sprint(r))
+				}
+			}
+			s += " (rank " + list(ranks) + ")"
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+// String puts the report on one line.
+func (r Report) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "after %s: ", r.Elapsed.Round(time.Millisecond))
+	switch {
+	case r.Ready:
+		fmt.Fprintf(&b, "complete with %d nodes", len(r.Present))
+	case r.Note != "":
+		b.WriteString(r.Note)
+	default:
+		fmt.Fprintf(&b, "waiting for %s", list(r.Missing))
+		var names []string
+		for i := range r.Present {
+			names = append(names, describe(&r.Present[i]))
+		}
+		if len(names) > 0 {
+			fmt.Fprintf(&b, "; present: %s", list(names))
+		} else {
+			b.WriteString("; nobody has registered")
+		}
+	}
+	for _, part := range []struct {
+		name  string
+		items []string
+	}{{"vanished", r.Vanished}, {"refused", r.Refused}, {"dead", r.Dead}} {
+		if len(part.items) > 0 {
+			fmt.Fprintf(&b, "; %s: %s", part.name, strings.Join(part.items, "; "))
+		}
+	}
+	if r.Barriers != "" {
+		b.WriteString("; " + r.Barriers)
+	}
+	return b.String()
+}
+
+func (m *Machine) joinedText(role van.Role) string {
+	var names []string
+	for _, j := range m.sched.joins {
+		if j.node.Role == role && j.lost == nil {
+			names = append(names, j.node.Addr())
+		}
+	}
+	return list(names)
+}
+
+// describe says who a node without an id is: "worker 10.0.0.1:4000 (rank 0)".
+func describe(n *van.Node) string {
+	return fmt.Sprintf("%s %s (%s)", n.Role, n.Addr(), rankText(n))
+}
+
+func rankText(n *van.Node) string {
+	if n.AuxID == -1 {
+		return "no preferred rank"
+	}
+	return fmt.Sprintf("rank %d", n.AuxID)
+}
+
+// list joins names; after the first 20 it only counts.
+func list(names []string) string {
+	const most = 20
+	if len(names) > most {
+		return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
+	}
+	return strings.Join(names, ", ")
+}

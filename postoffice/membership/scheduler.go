@@ -1,0 +1,374 @@
+package membership
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// maxRefusals bounds what the scheduler remembers for its reports.
+const maxRefusals = 16
+
+// scheduler is what only the scheduler's machine has.
+type scheduler struct {
+	hosts    map[string]int // BYTEPS_ORDERED_HOSTS, or nil
+	joins    []*join        // registered nodes without an id, in order of arrival
+	lastTemp int            // last temporary id
+	stamps   map[int]int32  // timestamp of the ADD_NODE of each node
+	several  map[int]bool   // ids of processes that registered several customers
+	gathers  map[gatherKey][]arrival
+	refused  []string
+	vanished []string
+}
+
+// join is a node that has registered and waits for the others.
+type join struct {
+	node  van.Node
+	stamp int32
+	temp  int   // temporary id, or 0
+	lost  error // not nil: the connection broke, so its place is free
+}
+
+func newScheduler(hosts map[string]int) *scheduler {
+	return &scheduler{hosts: hosts, stamps: map[int]int32{}, several: map[int]bool{},
+		gathers: map[gatherKey][]arrival{}}
+}
+
+// stepJoin takes the registration of a node.
+func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
+	nodes := msg.Control.Nodes
+	if from != van.Empty {
+		return m.bad(from, msg, "sender", from, "a node without an id")
+	}
+	if len(nodes) != 1 {
+		return m.bad(from, msg, "control.node_size", len(nodes), "1")
+	}
+	rec := cloneNode(nodes[0])
+	rec.ID, rec.IsRecovery = van.Empty, false
+	if err := checkAddr(&rec, "control.node[0]"); err != nil {
+		return m.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
+	}
+	switch {
+	case rec.Role < van.Server || rec.Role > van.Joint:
+		return m.bad(from, msg, "control.node[0].role", rec.Role, "server or worker")
+	case rec.AuxID < -1:
+		return m.bad(from, msg, "control.node[0].aux_id", rec.AuxID, "a rank, or -1")
+	case rec.Role == van.Scheduler || rec.Role == van.Joint:
+		m.refuse(&rec, fmt.Sprintf("a node cannot register as %s: the scheduler is %s; set DMLC_ROLE to worker or server",
+			rec.Role, m.self.Addr()))
+		return nil
+	}
+	if m.phase == ready {
+		m.joinLate(now, rec, msg.Timestamp)
+	} else {
+		m.joinEarly(now, rec, msg.Timestamp)
+	}
+	return nil
+}
+
+// joinEarly takes a registration while places are free.
+func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
+	s := m.sched
+	j := &join{node: rec, stamp: stamp}
+	same := func(o *join) bool {
+		return sameAddr(&o.node, &rec) && (o.node.Role != rec.Role || o.node.CustomerID == rec.CustomerID)
+	}
+	i := slices.IndexFunc(s.joins, same)
+	if i >= 0 {
+		old := s.joins[i]
+		if stamp <= old.stamp {
+			m.emit(Warning{fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
+				"(check DMLC_NODE_HOST)", rec.Addr(), describe(&rec))})
+		}
+		s.joins = slices.Delete(s.joins, i, i+1)
+		j.temp = old.temp
+	}
+	if why, rival := m.misfit(&rec); why != "" {
+		if rival != nil {
+			m.reach(rival) // so that it is noticed if it no longer runs
+		}
+		if j.temp != 0 {
+			m.disconnect(j.temp)
+		}
+		m.refuse(&rec, why)
+		return
+	}
+	if i >= 0 { // keep its turn
+		s.joins = slices.Insert(s.joins, i, j)
+	} else {
+		s.joins = append(s.joins, j)
+	}
+	m.complete(now)
+}
+
+// misfit says why a node cannot have a place, or "". rival is the one that it
+// contends with, if there is one.
+func (m *Machine) misfit(rec *van.Node) (why string, rival *join) {
+	n := m.cfg.instances(rec.Role)
+	if rec.AuxID >= n {
+		return fmt.Sprintf("preferred rank %d of a %s, but there are only ranks 0 to %d (%s); check DMLC_NODE_RANK, "+
+			"STEPMESH_GPU and DMLC_RANK_OFFSET", rec.AuxID, rec.Role, n-1, m.cfg.formula(rec.Role)), nil
+	}
+	if _, ok := m.sched.hosts[rec.Hostname]; m.sched.hosts != nil && !ok {
+		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, m.cfg.OrderedHosts), nil
+	}
+	count := 0
+	for _, j := range m.sched.joins {
+		o := &j.node
+		if j.lost != nil {
+			continue
+		}
+		if (o.AuxID == -1) != (rec.AuxID == -1) {
+			return fmt.Sprintf("%s, but %s at %s registered with %s; give all nodes a preferred rank or none (DMLC_NODE_RANK)",
+				rankText(rec), o.Role, o.Addr(), rankText(o)), j
+		}
+		if o.Role != rec.Role {
+			continue
+		}
+		count++
+		if rec.AuxID != -1 && o.AuxID == rec.AuxID {
+			return fmt.Sprintf("%s %s and %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
+				"DMLC_RANK_OFFSET", rec.Role, o.Addr(), rec.Addr(), rec.AuxID), j
+		}
+	}
+	if count >= n {
+		return fmt.Sprintf("all %d places for a %s are taken (%s), by %s", n, rec.Role, m.cfg.formula(rec.Role),
+			m.joinedText(rec.Role)), nil
+	}
+	return "", nil
+}
+
+// complete gives out the ids when everybody is there.
+func (m *Machine) complete(now time.Duration) {
+	s := m.sched
+	present := make([]van.Node, 0, len(s.joins))
+	for _, j := range s.joins {
+		if j.lost == nil {
+			present = append(present, j.node)
+		}
+	}
+	if len(present) < m.cfg.groupLen(van.WorkerGroup|van.ServerGroup) {
+		return
+	}
+	sortJoins(present, s.hosts)
+	m.shared = assignIDs(present)
+	for _, first := range m.shared {
+		s.several[first] = true
+	}
+	m.phase = ready
+	m.table = present
+	m.health[van.SchedulerID] = &health{seen: now}
+	for i := range present {
+		n := &present[i]
+		if _, again := m.at[n.ID]; again {
+			continue
+		}
+		m.at[n.ID] = i
+		m.health[n.ID] = &health{seen: now}
+		k := slices.IndexFunc(s.joins, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })
+		s.stamps[n.ID] = s.joins[k].stamp
+		if t := s.joins[k].temp; t != 0 {
+			delete(m.conns, t)
+			m.conns[n.ID] = true
+			m.emit(Rename{t, n.ID})
+		} else {
+			m.connect(n.ID, *n)
+		}
+	}
+	joins := s.joins
+	s.joins = nil
+	for _, j := range joins {
+		if j.temp != 0 {
+			m.disconnect(j.temp) // of those that vanished
+		}
+	}
+	m.emit(Assigned{ID: van.SchedulerID})
+	all := m.fullTable()
+	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		m.sendTable(id, all)
+	}
+	m.emit(Ready{})
+}
+
+func (m *Machine) fullTable() []van.Node { return append(slices.Clone(m.table), m.self) }
+
+func (m *Machine) sendTable(id int, nodes []van.Node) {
+	meta := m.control(van.AddNode)
+	meta.Control.Nodes = nodes
+	m.send(id, meta)
+}
+
+// joinLate takes a registration when all places are taken: it may replace a dead
+// node of its role.
+func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
+	id := 0
+	for i := range m.table {
+		n := &m.table[i]
+		if !sameAddr(n, &rec) || n.Role != rec.Role {
+			continue
+		}
+		if stamp > m.sched.stamps[n.ID] && !m.isDown(n.ID) {
+			// It registered a second time before the table came.
+			m.sched.stamps[n.ID] = stamp
+			m.sendTable(n.ID, m.fullTable())
+			return
+		}
+		m.markDown(n.ID, connLost, fmt.Errorf("restarted at %s: %w", rec.Addr(), van.ErrPeerLost))
+		if rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID) {
+			id = n.ID
+		}
+		break
+	}
+	for i := range m.table {
+		n := &m.table[i]
+		if id == 0 && n.Role == rec.Role && m.isDown(n.ID) && (rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID)) {
+			id = n.ID
+		}
+	}
+	if id == 0 {
+		m.refuse(&rec, m.noPlace(&rec))
+		return
+	}
+	rec.ID, rec.IsRecovery = id, true
+	m.table[m.at[id]] = rec
+	m.sched.stamps[id] = stamp
+	*m.health[id] = health{seen: now}
+	for key, came := range m.sched.gathers { // the newcomer has not come to any barrier
+		m.sched.gathers[key] = slices.DeleteFunc(came, func(a arrival) bool { return a.id == id })
+		if len(m.sched.gathers[key]) == 0 {
+			delete(m.sched.gathers, key)
+		}
+	}
+	m.connect(id, rec)
+	all, one := m.fullTable(), []van.Node{rec}
+	for _, to := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		switch {
+		case to == id:
+			m.sendTable(to, all)
+			m.tellDead(to)
+		case !m.isDown(to):
+			m.sendTable(to, one)
+		}
+	}
+	m.emit(PeerReplaced{id, rec})
+	m.recheckBarriers()
+}
+
+// noPlace says why a late node cannot come in.
+func (m *Machine) noPlace(rec *van.Node) string {
+	dead := ""
+	for i := range m.table {
+		if n := &m.table[i]; n.Role == rec.Role && m.isDown(n.ID) {
+			dead += ", " + van.NodeName(n.ID)
+		}
+	}
+	if dead != "" {
+		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, dead[2:])
+	}
+	var names []string
+	for i := range m.table {
+		if m.table[i].Role == rec.Role {
+			names = append(names, fmt.Sprintf("%s rank %d", m.table[i].Addr(), van.RankOf(m.table[i].ID)))
+		}
+	}
+	return fmt.Sprintf("the cluster is complete: all %d places for a %s are taken (%s) and none of its nodes is dead: %s",
+		m.cfg.instances(rec.Role), rec.Role, m.cfg.formula(rec.Role), list(names))
+}
+
+// joinLost frees the place of a registered node whose connection broke.
+func (m *Machine) joinLost(temp int, cause error) {
+	for _, j := range m.sched.joins {
+		if j.temp == temp && j.lost == nil {
+			j.lost = cause
+			m.remember(&m.sched.vanished, fmt.Sprintf("%s (%s)", describe(&j.node), cause))
+			m.emit(Warning{fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
+		}
+	}
+}
+
+// joinBack gives a node its place back, unless another has it by now.
+func (m *Machine) joinBack(now time.Duration, temp int) {
+	for i, j := range m.sched.joins {
+		if j.temp != temp || j.lost == nil {
+			continue
+		}
+		if why, _ := m.misfit(&j.node); why != "" {
+			m.sched.joins = slices.Delete(m.sched.joins, i, i+1)
+			m.disconnect(temp)
+			m.refuse(&j.node, why)
+			return
+		}
+		j.lost = nil
+		m.complete(now)
+		return
+	}
+}
+
+// reach gives a registered node a temporary id and a connection.
+func (m *Machine) reach(j *join) {
+	if j.temp == 0 {
+		m.sched.lastTemp--
+		j.temp = m.sched.lastTemp
+		m.connect(j.temp, j.node)
+	}
+}
+
+// refuse tells a node without an id that it cannot be part of the cluster.
+func (m *Machine) refuse(rec *van.Node, why string) {
+	m.sched.lastTemp--
+	temp := m.sched.lastTemp
+	m.connect(temp, *rec)
+	m.tell(temp, notice{verb: verbError, text: describe(rec) + " was refused: " + why})
+	m.disconnect(temp)
+	m.remember(&m.sched.refused, describe(rec)+": "+why)
+	m.emit(Warning{fmt.Sprintf("refused %s: %s", describe(rec), why)})
+}
+
+func (m *Machine) remember(list *[]string, what string) {
+	if slices.Contains(*list, what) {
+		return
+	}
+	if len(*list) == maxRefusals {
+		*list = slices.Delete(*list, 0, 1)
+	}
+	*list = append(*list, what)
+}
+
+// tell sends a notice.
+func (m *Machine) tell(id int, n notice) {
+	meta := m.control(van.Heartbeat)
+	meta.Body = n.body()
+	m.send(id, meta)
+}
+
+// tellJoining sends a notice to every node that waits for its id.
+func (m *Machine) tellJoining(n notice) {
+	for _, j := range m.sched.joins {
+		if j.lost == nil {
+			m.reach(j)
+			m.tell(j.temp, n)
+		}
+	}
+}
+
+// tellAll sends a notice to every live worker and server but one.
+func (m *Machine) tellAll(but int, n notice) {
+	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		if id != but && !m.isDown(id) {
+			m.tell(id, n)
+		}
+	}
+}
+
+// tellDead tells a newcomer which nodes of the table are dead.
+func (m *Machine) tellDead(to int) {
+	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		if id != to && m.isDown(id) {
+			m.tell(to, notice{verb: verbDead, id: id, text: m.health[id].cause.Error()})
+		}
+	}
+}
+
+func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && a.Hostname == b.Hostname }

@@ -1,0 +1,236 @@
+package membership
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// This file is the asking side of barriers.
+
+// ticket is one call of Barrier that has not ended.
+type ticket struct {
+	n        int
+	customer int
+	group    int
+	instance bool
+	final    bool // the barrier of Finalize
+	sent     bool
+	since    time.Duration
+	deadline time.Duration // 0: none
+}
+
+// Barrier starts a barrier of customer (usually 0) over a group (1 to 7, or a
+// node id, which needs nobody else) that this node belongs to, and returns a
+// ticket that BarrierDone or BarrierFailed will name. With instance true it waits
+// for every instance; else for one request per group of instances, as the
+// original counts. A group with nothing to wait for is done at once.
+//
+// A release does not say which barrier it ends. So a barrier over a group or of a
+// customer that already waits for one of the same kind is asked for only when
+// that one has ended, and a release ends the oldest one of its customer and kind.
+//
+// The error wraps van.ErrInvalid, van.ErrPeerLost when the scheduler is gone, or
+// van.ErrClosed.
+func (m *Machine) Barrier(now time.Duration, customer, group int, instance bool) (int, error) {
+	return m.barrier(now, ticket{customer: customer, group: group, instance: instance})
+}
+
+// Finalize starts the last barrier, over all instances of all nodes. When it is
+// done the machine is leaving: others may go without being reported. Losses while
+// it waits are reported only if it fails. After a failure call Leaving before the
+// van is closed.
+func (m *Machine) Finalize(now time.Duration, customer int) (int, error) {
+	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true}
+	if m.self.Role == van.Worker && m.cfg.StopTimeout > 0 {
+		t.deadline = now + m.cfg.StopTimeout
+	}
+	return m.barrier(now, t)
+}
+
+func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
+	refuse := func(detail string, err error) (int, error) {
+		return 0, &van.Error{Op: "barrier", Node: m.name(), Detail: detail, Err: err}
+	}
+	what := kindName(t.instance) + " barrier over " + groupName(t.group)
+	switch {
+	case m.phase == failed || m.leaving:
+		return refuse(what, van.ErrClosed)
+	case m.phase != ready:
+		return refuse(what+" before start-up is complete", van.ErrInvalid)
+	case t.customer < 0 || t.customer > math.MaxInt32:
+		return refuse(fmt.Sprintf("customer %d: want 0 or more", t.customer), van.ErrInvalid)
+	case m.cfg.members(t.group) == nil:
+		return refuse(fmt.Sprintf("group %d: want 1 to 7 or the id of a node", t.group), van.ErrInvalid)
+	case t.group > van.AllNodes && t.group != m.self.ID,
+		t.group <= van.AllNodes && t.group&groupBit(m.self.Role) == 0:
+		return refuse(groupName(t.group)+" does not contain this node", van.ErrInvalid)
+	}
+	if m.isDown(van.SchedulerID) {
+		return 0, &van.Error{Op: "barrier", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: what,
+			Err: m.health[van.SchedulerID].cause}
+	}
+	m.lastTicket++
+	t.n, t.since = m.lastTicket, now
+	if m.cfg.trivial(t.group, t.instance) {
+		m.emit(BarrierDone{t.n})
+		return t.n, nil
+	}
+	m.tickets = append(m.tickets, &t)
+	m.ask()
+	return t.n, nil
+}
+
+// ask sends the requests that no earlier barrier holds back.
+func (m *Machine) ask() {
+	for i, t := range m.tickets {
+		held := slices.ContainsFunc(m.tickets[:i], func(e *ticket) bool {
+			return e.instance == t.instance && (e.group == t.group || e.customer == t.customer)
+		})
+		if t.sent || held {
+			continue
+		}
+		t.sent = true
+		cmd := van.Barrier
+		if t.instance {
+			cmd = van.InstanceBarrier
+		}
+		meta := m.control(cmd)
+		meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
+		meta.Control.BarrierGroup = t.group
+		m.send(van.SchedulerID, meta)
+	}
+}
+
+// CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. The
+// request cannot be taken back, so others may count this node as present. An
+// unknown ticket, or one that has ended, is ignored.
+func (m *Machine) CancelBarrier(now time.Duration, n int) {
+	m.failTickets(func(t *ticket) bool { return t.n == n }, m.tooLate(now, 0))
+}
+
+// tooLate is the error of a barrier that this node no longer waits for.
+func (m *Machine) tooLate(now, limit time.Duration) error {
+	err := &van.Error{Op: "barrier", Node: m.name(), Limit: limit, Err: van.ErrTimeout}
+	if m.sched != nil {
+		err.Detail = m.barriersText()
+	} else {
+		err.Detail = "only the scheduler knows who has not come"
+		err.Hint = "see its log"
+	}
+	return err
+}
+
+// stepRelease ends a barrier of this node.
+func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error {
+	if from != van.SchedulerID {
+		return m.bad(from, msg, "sender", from, "the scheduler")
+	}
+	instance := msg.Control.Cmd == van.InstanceBarrier
+	at := func(any bool) int {
+		return slices.IndexFunc(m.tickets, func(t *ticket) bool {
+			return t.sent && t.instance == instance && (any || t.customer == int(msg.CustomerID))
+		})
+	}
+	// The release repeats the customer of whoever came last, who need not be ours.
+	i := at(false)
+	if i < 0 {
+		i = at(true)
+	}
+	if i < 0 {
+		return nil // of a barrier that was cancelled
+	}
+	t := m.tickets[i]
+	m.tickets = slices.Delete(m.tickets, i, i+1)
+	if t.final {
+		m.Leaving(now)
+	}
+	m.emit(BarrierDone{t.n})
+	m.ask()
+	return nil
+}
+
+// barrierRefused takes the scheduler's word that a barrier cannot be complete.
+func (m *Machine) barrierRefused(n notice) {
+	i := slices.IndexFunc(m.tickets, func(t *ticket) bool {
+		return t.sent && t.instance == n.instance && t.group == n.group
+	})
+	if i < 0 {
+		return
+	}
+	t := m.tickets[i]
+	m.failTickets(func(e *ticket) bool { return e == t }, &van.Error{Op: "barrier", Node: m.name(),
+		Peer: m.peer(van.SchedulerID), Detail: n.text, Err: van.ErrPeerLost})
+}
+
+// failTickets ends the barriers that which selects, and reports the losses that a
+// Finalize among them kept back.
+func (m *Machine) failTickets(which func(*ticket) bool, err error) {
+	var out []*ticket
+	m.tickets = slices.DeleteFunc(m.tickets, func(t *ticket) bool {
+		if which(t) {
+			out = append(out, t)
+			return true
+		}
+		return false
+	})
+	for _, t := range out {
+		e := fmt.Errorf("%s barrier over %s: %w", kindName(t.instance), groupName(t.group), err)
+		m.emit(BarrierFailed{t.n, e})
+	}
+	if len(out) == 0 {
+		return
+	}
+	if m.finalizing() == nil {
+		m.reportHeld()
+	}
+	m.ask()
+}
+
+// finalizing returns the ticket of a Finalize that waits.
+func (m *Machine) finalizing() *ticket {
+	for _, t := range m.tickets {
+		if t.final {
+			return t
+		}
+	}
+	return nil
+}
+
+// reportHeld reports the losses that turned out not to be orderly.
+func (m *Machine) reportHeld() {
+	for _, id := range m.Members(van.AllNodes) {
+		if err, ok := m.held[id]; ok {
+			delete(m.held, id)
+			m.markDown(id, connLost, err)
+		}
+	}
+}
+
+func (m *Machine) tickTickets(now time.Duration) {
+	for _, t := range slices.Clone(m.tickets) {
+		if t.deadline > 0 && now >= t.deadline {
+			m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(now, t.deadline-t.since))
+		}
+	}
+	if err, ok := m.held[van.SchedulerID]; ok && now >= m.heldAt+leaveGrace && m.finalizing() != nil {
+		m.failTickets(func(*ticket) bool { return true }, &van.Error{Op: "barrier", Node: m.name(),
+			Peer: m.peer(van.SchedulerID), Detail: "it went before its release came", Err: err})
+	}
+}
+
+func (m *Machine) nextTicketTick() time.Duration {
+	next := time.Duration(math.MaxInt64)
+	for _, t := range m.tickets {
+		if t.deadline > 0 {
+			next = min(next, t.deadline)
+		}
+	}
+	if _, ok := m.held[van.SchedulerID]; ok && m.finalizing() != nil {
+		next = min(next, m.heldAt+leaveGrace)
+	}
+	return next
+}
