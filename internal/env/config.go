@@ -68,11 +68,30 @@ type Config struct {
 	// Scheduler.
 	OrderedHosts []string // BYTEPS_ORDERED_HOSTS: ip or ip:port
 
+	// Bench is for the test programs; nodes do not look at it.
+	Bench Bench
+
 	// Warnings are what Load found worth saying: misspelt names, settings without
 	// effect. Start logs them once.
 	Warnings []string
 
-	origins map[string]string
+	// Notes are lesser findings of Load, such as names that are set but empty.
+	// Start logs them at level 1.
+	Notes []string
+
+	origins  map[string]string // of what Load found
+	loaded   map[string]string // values as Load left them
+	problems []problem         // what Load refused
+	misspelt []Suggestion
+}
+
+// Bench holds what the test programs and benchmarks read.
+type Bench struct {
+	Iterations int // BENCHMARK_ITER: 0 endless
+	Size       int // BENCHMARK_SIZE: elements, bytes in the register test
+	Warmup     int // BENCHMARK_WARMUP: rounds that are not measured
+	BatchMax   int // UTEST_WORKER_BATCH_MAX: batches of 1 to BatchMax-1
+	Tensors    int // UTEST_WORKER_TENSOR_NUM: tensors of a batch
 }
 
 // BusyPoll is how waits behave.
@@ -85,18 +104,37 @@ const (
 	AlwaysBlock                   // 0
 )
 
-// Origin says where the value of a variable came from: "environment",
-// "default", "set by the program", or an alias that was used instead.
-func (c *Config) Origin(name string) string {
-	if o, ok := c.origins[name]; ok {
-		return o
-	}
-	return "default"
-}
-
 // Rank returns the preferred instance rank of this process, GroupSize*NodeRank +
 // GPU + RankOffset with a NodeRank of 0 when unset, as fserver computes it.
 func (c *Config) Rank() int { return c.GroupSize*max(c.NodeRank, 0) + c.GPU + c.RankOffset }
+
+// Instance returns the index of this process in its group, Rank modulo GroupSize.
+// Validate makes sure that it is InstanceID, when that is set.
+func (c *Config) Instance() int {
+	if c.GroupSize < 1 {
+		return 0
+	}
+	i := c.Rank() % c.GroupSize
+	if i < 0 {
+		i += c.GroupSize
+	}
+	return i
+}
+
+// RDMADepths returns RDMAStartDepth and RDMARxDepth, or the defaults of the role.
+func (c *Config) RDMADepths() (start, rx int) {
+	start, rx = 128, 256
+	if c.Role == roleScheduler {
+		start, rx = 256, 16
+	}
+	if c.RDMAStartDepth > 0 {
+		start = c.RDMAStartDepth
+	}
+	if c.RDMARxDepth > 0 {
+		rx = c.RDMARxDepth
+	}
+	return start, rx
+}
 
 // LogLevel maps PS_VERBOSE to slog: 0 shows warnings and errors, 1 adds
 // connection set-up (info), 2 every message (debug), 3 and 4 more, -1 hides

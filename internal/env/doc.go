@@ -1,0 +1,10 @@
+// Package env is the only place that reads the environment. One table describes
+// every variable; Load reads them all at once, checks them strictly and returns
+// a typed Config that remembers where each value came from.
+//
+// Names, defaults and meanings are those of the C++ library that this module
+// replaces (ps-lite's DMLC_ and PS_ names, BytePS's, StepMesh's). What differs is
+// strictness: where that library reads "true" as 0 and "32x" as 32, Load returns
+// an *Error that names the variable, its value and what is allowed. docs/env.md is
+// generated from the table.
+package env

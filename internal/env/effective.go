@@ -1,0 +1,87 @@
+package env
+
+import "slices"
+
+// Effective is one line of the table of settings in force.
+type Effective struct {
+	Name    string
+	Aliases []string
+	Value   string // as it would be written; "" is unset
+	Origin  string // see Config.Origin
+	Default string // "" has none
+	Kind    Kind
+	Allowed string // range or words
+	Topic   string
+	Help    string
+}
+
+// Table lists every variable that has a field, with the value in force, grouped by
+// topic in the order of the documentation.
+func (c *Config) Table() []Effective {
+	list := make([]Effective, len(table))
+	for i := range table {
+		v := &table[i]
+		list[i] = Effective{
+			Name: v.name, Aliases: slices.Clone(v.aliases), Value: v.get(c), Origin: c.Origin(v.name), Default: v.def,
+			Kind: v.kind, Allowed: v.allowed(), Topic: string(v.topic), Help: v.help,
+		}
+	}
+	return list
+}
+
+// Origin says where the value of a variable came from: "environment", "default",
+// "set by the program", or the name of another variable (an alias, or the other
+// one of DMLC_ENABLE_RDMA and DMLC_PS_VAN_TYPE) that was used instead. A program
+// that sets a field to the value that it has already is not noticed.
+func (c *Config) Origin(name string) string {
+	v := find(name)
+	if v == nil {
+		return fromDefault
+	}
+	before, ok := c.loaded[name]
+	if !ok {
+		before = v.def
+	}
+	if v.get(c) != before {
+		return fromProgram
+	}
+	if o, ok := c.origins[name]; ok {
+		return o
+	}
+	return fromDefault
+}
+
+// Environ renders the values that do not come from defaults as NAME=value, for the
+// environment of a child process. Each stands under its main name; NAME= is one
+// that the program has made unset. Put the result behind the parent's environment
+// and drop the aliases from that, or they may contradict: see Strip.
+func (c *Config) Environ() []string {
+	var list []string
+	for i := range table {
+		v := &table[i]
+		if v.name == vanType || c.Origin(v.name) == fromDefault {
+			continue // DMLC_ENABLE_RDMA says it, and wins
+		}
+		list = append(list, v.name+"="+v.get(c))
+	}
+	return list
+}
+
+// Strip returns environ, a list of NAME=value, without the variables that Environ
+// may render and their aliases.
+func Strip(environ []string) []string {
+	ours := map[string]bool{}
+	for i := range table {
+		for _, n := range table[i].spellings() {
+			ours[n] = true
+		}
+	}
+	all := names(environ)
+	var rest []string
+	for i, kv := range environ {
+		if !ours[all[i]] {
+			rest = append(rest, kv)
+		}
+	}
+	return rest
+}

@@ -1,0 +1,233 @@
+package env
+
+import (
+	"flag"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+)
+
+var update = flag.Bool("update", false, "rewrite docs/env.md")
+
+func TestDocument(t *testing.T) {
+	const file = "../../docs/env.md"
+	want := Markdown()
+	if *update {
+		if err := os.WriteFile(file, []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if string(got) != want {
+		t.Errorf("%s is stale: rewrite it with go test ./internal/env -run TestDocument -update", file)
+	}
+	for i := range table {
+		if strings.Count(want, "| `"+table[i].name+"`") != 1 {
+			t.Errorf("%s does not have one line", table[i].name)
+		}
+	}
+}
+
+func TestTableIsSound(t *testing.T) {
+	seen := map[string]bool{}
+	for i := range table {
+		v := &table[i]
+		for _, n := range v.spellings() {
+			if seen[n] {
+				t.Errorf("%s is there twice", n)
+			}
+			seen[n] = true
+		}
+		if v.help == "" || v.readers == "" || v.field == nil || !slices.Contains(topics, v.topic) || strings.ContainsAny(v.help+v.differs, "|\n") {
+			t.Errorf("%s: incomplete or not fit for a table", v.name)
+		}
+		if canon, want := v.parse(v.def); v.def != "" && (want != "" || canon != v.def) {
+			t.Errorf("%s: default %q is not canonical: %s", v.name, v.def, want)
+		}
+	}
+	for _, o := range others {
+		if seen[o.name] || o.why == "" {
+			t.Errorf("%s is there twice, or without reason", o.name)
+		}
+		seen[o.name] = true
+	}
+	// The 74 names of the original, four aliases and two of our own.
+	if len(seen) != 80 {
+		t.Errorf("%d names, want 80", len(seen))
+	}
+}
+
+func TestMisspelt(t *testing.T) {
+	tests := []struct{ name, nearest string }{
+		{"DMLC_NUM_WORKERS", "DMLC_NUM_WORKER"},
+		{"DMLC_NUM_SEVRER", "DMLC_NUM_SERVER"},
+		{"DMLC_ROEL", "DMLC_ROLE"},
+		{"DMLC_ROLES", "DMLC_ROLE"},
+		{"DMLC_INTERFCE", "DMLC_INTERFACE"},
+		{"PS_VERBOS", "PS_VERBOSE"},
+		{"DMLC_PS_VERBOSE", "PS_VERBOSE"},
+		{"PS_ROOT_URI", "DMLC_PS_ROOT_URI"},
+		{"STEPAF_BUSY_POL_ENABEL", "STEPAF_BUSY_POLL_ENABLE"},
+		{"STEPMESH_BACKND", "STEPMESH_BACKEND"},
+		{"STEPMESH_QP_NUM", ""}, // too short behind the prefix
+		{"STEPMESH_BIND_CPU_CORES", "STEPMESH_BIND_CPU_CORE"},
+		{"BYTEPS_ORDERD_HOSTS", "BYTEPS_ORDERED_HOSTS"},
+		{"DMLC_NODE_RANKS", "DMLC_NODE_RANK"},
+
+		{"DMLC_ROLE", ""},         // known
+		{"DMLC_ENABLE_UCX", ""},   // known
+		{"STEPAF_BACKEND", ""},    // alias
+		{"BYTEPS_ENABLE_GDB", ""}, // others' names
+		{"BYTEPS_SERVER_ENGINE_THREAD", ""},
+		{"PS1", ""},
+		{"PS_FORMAT", ""},
+		{"DMLC_CORE_TEST", ""},
+		{"BENCHMARK_ITR", ""}, // not one of our prefixes
+		{"MLC_INTERFACE", ""},
+	}
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			c, err := LoadFrom(FromList([]string{tt.name + "=", "HOME=/"}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			var want []Suggestion
+			if tt.nearest != "" {
+				want = []Suggestion{{tt.name, tt.nearest}}
+			}
+			if !slices.Equal(c.Unknown(), want) {
+				t.Errorf("got %v, want %v", c.Unknown(), want)
+			}
+			if len(c.Warnings) != len(want) || len(want) == 1 && !strings.Contains(c.Warnings[0], "did you mean "+tt.nearest+"?") {
+				t.Errorf("warnings %q", c.Warnings)
+			}
+		})
+	}
+}
+
+// What launch scripts, builds, trackers and consumers set is never misspelt.
+func TestStrangersAreSilent(t *testing.T) {
+	names := strings.Fields(`ROLE RNIC BIN NUM_WORKER NUM_SERVER NODE_RANK SCHEDULER_IP BINARY SCHEDULER_BIN SERVER_BIN WORKER_BIN USER
+		CUDA_HOME LD_LIBRARY_PATH NCCL_DEBUG STEPMESH_DROP_RATE USE_CUDA USE_RDMA USE_GDR ENABLE_TRACE USE_FABRIC FABRIC_PATH USE_UCX
+		UCX_PATH USE_TP TP_INSTALL_PATH USE_KEY32 ASAN CXX DEPS_PATH PROTOC ADD_CFLAGS config WGET ZMQ_URL DMLC_NUM_ATTEMPT
+		DMLC_TRACKER_URI DMLC_TRACKER_PORT RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE CUDA_VISIBLE_DEVICES ASCEND_RT_VISIBLE_DEVICES
+		GPU_VENDOR STEPMESH_CONNECTOR_DEBUG STEPMESH_SCHEDULER_STARTED MLC_INTERFACE AFD_SIZE SGLANG_AFD_X TORCH_CPP_LOG_LEVEL`)
+	var list []string
+	for _, n := range names {
+		list = append(list, n+"=1")
+	}
+	if c := load(t, list...); len(c.Warnings)+len(c.Notes)+len(c.Unknown()) != 0 {
+		t.Errorf("warnings %q, notes %q", c.Warnings, c.Notes)
+	}
+}
+
+func TestDistance(t *testing.T) {
+	tests := []struct {
+		a, b string
+		want int
+	}{{"", "", 0}, {"a", "", 1}, {"", "abc", 3}, {"abc", "abc", 0}, {"abc", "acb", 1}, {"abcd", "badc", 2}, {"kitten", "sitting", 3}, {"ab", "b", 1}}
+	for _, tt := range tests {
+		if got := distance(tt.a, tt.b); got != tt.want {
+			t.Errorf("%q to %q: %d, want %d", tt.a, tt.b, got, tt.want)
+		}
+		if got := distance(tt.b, tt.a); got != tt.want {
+			t.Errorf("%q to %q: %d, want %d", tt.b, tt.a, got, tt.want)
+		}
+	}
+}
+
+func TestOriginAndEnviron(t *testing.T) {
+	c := load(t, "DMLC_ROLE=worker", "STEPAF_GPU=2", "DMLC_PS_VAN_TYPE=ibverbs", "DMLC_GROUP_SIZE=1", "PS_HEARTBEAT_INTERVAL=5")
+	c.NumWorkers = 4
+	c.Verbose = 1
+	c.HeartbeatInterval = 1
+	for name, want := range map[string]string{
+		"DMLC_ROLE": "environment", "STEPMESH_GPU": "STEPAF_GPU", "DMLC_ENABLE_RDMA": "DMLC_PS_VAN_TYPE", "DMLC_PS_VAN_TYPE": "environment",
+		"DMLC_NUM_WORKER": "set by the program", "PS_VERBOSE": "set by the program", "DMLC_NUM_SERVER": "default", "no such name": "default",
+		"DMLC_GROUP_SIZE": "environment",
+	} {
+		if got := c.Origin(name); got != want {
+			t.Errorf("%s: %q, want %q", name, got, want)
+		}
+	}
+	want := []string{"DMLC_ROLE=worker", "DMLC_NUM_WORKER=4", "DMLC_GROUP_SIZE=1", "DMLC_ENABLE_RDMA=ibverbs", "PS_HEARTBEAT_INTERVAL=1", "PS_VERBOSE=1", "STEPMESH_GPU=2"}
+	if got := c.Environ(); !slices.Equal(got, want) {
+		t.Errorf("got  %q\nwant %q", got, want)
+	}
+	// A transport that the program takes back must reach the child, too.
+	c.VanType = "zmq"
+	if got := c.Environ(); !slices.Contains(got, "DMLC_ENABLE_RDMA=zmq") {
+		t.Errorf("got %q", got)
+	}
+	by := Default()
+	by.Role = "server"
+	if got := by.Environ(); !slices.Equal(got, []string{"DMLC_ROLE=server"}) || by.Origin("DMLC_ROLE") != "set by the program" {
+		t.Errorf("got %q", got)
+	}
+}
+
+func TestStrip(t *testing.T) {
+	got := Strip([]string{"HOME=/", "STEPAF_GPU=1", "DMLC_ROLE=worker", "DMLC_PS_VAN_TYPE=zmq", "DMLC_TRACKER_URI=x", "=odd"})
+	if want := []string{"HOME=/", "DMLC_TRACKER_URI=x", "=odd"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+func TestTable(t *testing.T) {
+	c := load(t, "PS_VERBOSE=2")
+	list := c.Table()
+	if len(list) != len(table) {
+		t.Fatalf("%d lines for %d rows", len(list), len(table))
+	}
+	i := slices.IndexFunc(list, func(e Effective) bool { return e.Name == "PS_VERBOSE" })
+	e := list[i]
+	if e.Value != "2" || e.Origin != "environment" || e.Default != "0" || e.Kind != Int || e.Allowed != "-1 to 1000" || e.Help == "" || e.Topic != string(logging) {
+		t.Errorf("%+v", e)
+	}
+}
+
+func TestCore(t *testing.T) {
+	// Cores of the original's formula for S=48, C=5: B=10 with o=0..4, then B=15
+	// with o=2..4.
+	want := [8][8]int{
+		{10, 11, 12, 13, 14, 17, 18, 19},
+		{15, 16, 17, 18, 19, 22, 23, 24},
+		{34, 35, 36, 37, 38, 41, 42, 43},
+		{39, 40, 41, 42, 43, 46, 47, 48},
+		{58, 59, 60, 61, 62, 65, 66, 67},
+		{63, 64, 65, 66, 67, 70, 71, 72},
+		{82, 83, 84, 85, 86, 89, 90, 91},
+		{87, 88, 89, 90, 91, 94, 95, 96},
+	}
+	c := Default()
+	for gpu, row := range want {
+		c.GPU = gpu
+		var got [8]int
+		for o := range 5 {
+			c.CPUStartOffset = 10
+			got[o] = c.Core(o)
+			if o >= 2 {
+				c.CPUStartOffset = 15
+				got[o+3] = c.Core(o)
+			}
+		}
+		if got != row {
+			t.Errorf("gpu %d: %v, want %v", gpu, got, row)
+		}
+	}
+	c = Default()
+	if got := c.Core(9); got != 14 {
+		t.Errorf("offset beyond the cores of a GPU: %d, want 14", got)
+	}
+	if c.GPU = -1; c.Core(1) != -1 {
+		t.Errorf("no GPU: %d, want -1", c.Core(1))
+	}
+	c.GPU, c.CPUCoresPerSocket, c.CPUCoresPerGPU = 6, 33, 3
+	if got := c.Core(0); got != 6*3+10+16*3-18 { // 33/2 is 16
+		t.Errorf("odd socket: %d", got)
+	}
+}

@@ -1,0 +1,28 @@
+package env
+
+import "strings"
+
+// Error is one setting that cannot be used. Load and Validate join all that they
+// find with errors.Join; errors.As finds the first.
+type Error struct {
+	Name  string // the variable, spelt as it was set, or "rank"
+	Value string // its value; "" means that it is not set
+	Why   string // what else plays a part; may be empty
+	Want  string // what is allowed
+}
+
+// Error gives one line: NAME="value" (why): want what.
+func (e *Error) Error() string {
+	var b strings.Builder
+	b.WriteString(e.Name)
+	if e.Value == "" {
+		b.WriteString(" is not set")
+	} else {
+		b.WriteString("=" + quote(e.Value))
+	}
+	if e.Why != "" {
+		b.WriteString(" (" + e.Why + ")")
+	}
+	b.WriteString(": want " + e.Want)
+	return b.String()
+}

@@ -1,0 +1,214 @@
+package env
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+)
+
+const (
+	fromEnvironment = "environment"
+	fromDefault     = "default"
+	fromProgram     = "set by the program"
+)
+
+// Source is where variables come from. Inside a foreign process, such as Python,
+// it must ask the C library: Go's own copy of the environment is that of the time
+// when the library was loaded.
+type Source struct {
+	// Lookup returns the value of a name and whether it is set.
+	Lookup func(name string) (value string, ok bool)
+
+	// Names lists all names that are set, for finding misspelt ones. Nil means
+	// that this is unknown.
+	Names func() []string
+}
+
+// OS is the environment of this process.
+func OS() Source {
+	return Source{Lookup: os.LookupEnv, Names: func() []string { return names(os.Environ()) }}
+}
+
+// FromList is the environment that list describes, NAME=value each, as in
+// os.Environ. Where a name appears twice the last one counts.
+func FromList(list []string) Source {
+	m := make(map[string]string, len(list))
+	for _, kv := range list {
+		if name, value, ok := strings.Cut(kv, "="); ok {
+			m[name] = value
+		}
+	}
+	return Source{
+		Lookup: func(name string) (string, bool) { v, ok := m[name]; return v, ok },
+		Names:  func() []string { return names(list) },
+	}
+}
+
+func names(environ []string) []string {
+	list := make([]string, 0, len(environ))
+	for _, kv := range environ {
+		name, _, _ := strings.Cut(kv, "=")
+		list = append(list, name)
+	}
+	return list
+}
+
+// Default returns a Config with every default filled in. Role, the numbers of
+// nodes and the scheduler's address have none.
+func Default() *Config {
+	c := &Config{}
+	for i := range table {
+		table[i].set(c, table[i].def)
+	}
+	return c
+}
+
+// Load reads all variables with lookup, or those of this process when lookup is
+// nil. See LoadFrom.
+func Load(lookup func(name string) (value string, ok bool)) (*Config, error) {
+	if lookup == nil {
+		return LoadFrom(OS())
+	}
+	return LoadFrom(Source{Lookup: lookup})
+}
+
+// LoadFrom reads all variables of src. Names that are unset or empty keep their
+// default, and nothing is required: see Validate for that.
+//
+// The error joins an *Error for each value that makes no sense. Config is never
+// nil; after an error it has defaults in those places, which is enough to show it
+// but not to start with.
+func LoadFrom(src Source) (*Config, error) {
+	l := &loader{c: Default(), src: src}
+	l.c.origins = map[string]string{}
+	for i := range table {
+		switch v := &table[i]; v.name {
+		case enableRDMA:
+			l.chooseVan()
+		case vanType: // chooseVan has read it
+		default:
+			l.read(v)
+		}
+	}
+	l.readOthers()
+	l.advise()
+	if src.Names != nil {
+		l.c.misspelt = misspelt(src.Names())
+		for _, s := range l.c.misspelt {
+			l.warn("%s is not a name that StepAF reads; did you mean %s?", s.Name, s.Nearest)
+		}
+	}
+	l.c.loaded = make(map[string]string, len(table))
+	for i := range table {
+		l.c.loaded[table[i].name] = table[i].get(l.c)
+	}
+	errs := make([]error, len(l.c.problems))
+	for i, p := range l.c.problems {
+		errs[i] = p.err
+	}
+	return l.c, errors.Join(errs...)
+}
+
+// problem is a refused value and the variable whose field it would have filled.
+type problem struct {
+	variable string
+	err      *Error
+}
+
+type loader struct {
+	c   *Config
+	src Source
+}
+
+func (l *loader) warn(format string, args ...any) {
+	l.c.Warnings = append(l.c.Warnings, fmt.Sprintf(format, args...))
+}
+
+func (l *loader) note(format string, args ...any) {
+	l.c.Notes = append(l.c.Notes, fmt.Sprintf(format, args...))
+}
+
+func (l *loader) refuse(variable string, err *Error) {
+	l.c.problems = append(l.c.problems, problem{variable, err})
+}
+
+// text returns the clean value of a name, "" when there is none.
+func (l *loader) text(name string, kind Kind) string {
+	raw, ok := l.src.Lookup(name)
+	if !ok {
+		return ""
+	}
+	s := (&variable{kind: kind}).clean(raw)
+	if s == "" {
+		l.note("%s is set but empty, which is the same as unset", name)
+	}
+	return s
+}
+
+// read fills v's field. Several spellings may be set as long as they agree.
+func (l *loader) read(v *variable) {
+	var first, firstText, value string
+	for _, name := range v.spellings() {
+		s := l.text(name, v.kind)
+		if s == "" {
+			continue
+		}
+		canon, want := v.parse(s)
+		switch {
+		case want != "":
+			l.refuse(v.name, &Error{Name: name, Value: s, Want: want})
+		case first == "":
+			first, firstText, value = name, s, canon
+		case canon != value:
+			l.refuse(v.name, &Error{Name: name, Value: s, Why: first + "=" + quote(firstText),
+				Want: "the same value, or only one of the two"})
+		}
+	}
+	if first == "" {
+		return
+	}
+	v.set(l.c, value)
+	l.c.origins[v.name] = first
+	if first == v.name {
+		l.c.origins[v.name] = fromEnvironment
+	}
+}
+
+func (l *loader) readOthers() {
+	for _, o := range others {
+		if o.name == enabler {
+			continue
+		}
+		s := l.text(o.name, o.kind)
+		if s == "" || o.kind == Switch && strings.Trim(s, "0") == "" {
+			continue
+		}
+		if o.note {
+			l.note("%s has no effect: %s", o.name, o.why)
+		} else {
+			l.warn("%s=%s has no effect: %s", o.name, quote(s), o.why)
+		}
+	}
+}
+
+// advise warns of values that are allowed but do not do what they seem to.
+func (l *loader) advise() {
+	c := l.c
+	if c.DropMsg > 0 && !c.Resend {
+		l.warn("PS_DROP_MSG=%d without PS_RESEND=1: lost messages are not sent again, so requests and barriers will hang", c.DropMsg)
+	}
+	if n := max(c.NumWorkers, c.NumServers) * c.GroupSize; c.Resend && n > maxResendRanks {
+		l.warn("PS_RESEND=1 with %d instances of a role: messages of ranks from %d up can be mistaken for those of others", n, maxResendRanks)
+	}
+	if c.EnableIPC == 1 {
+		l.warn("BYTEPS_ENABLE_IPC=1 has no effect: there is no shared-memory transport yet")
+	}
+	if c.Local && c.VanType != "zmq" {
+		l.warn("DMLC_LOCAL=1 has no effect: the transport is %s, not zmq", c.VanType)
+	}
+}
+
+// maxResendRanks is the number of ranks whose ids, 2*rank+8 or +9, fit the 8 bits
+// that a message's signature keeps of them.
+const maxResendRanks = 124

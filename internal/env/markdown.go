@@ -1,0 +1,98 @@
+package env
+
+import (
+	"fmt"
+	"strings"
+)
+
+// Markdown renders the table as the document docs/env.md.
+func Markdown() string {
+	var b strings.Builder
+	b.WriteString(intro)
+	for _, t := range topics {
+		fmt.Fprintf(&b, "\n## %s\n\n", t)
+		b.WriteString("| Variable | Values | Default | Read by | Meaning | Unlike the original |\n|---|---|---|---|---|---|\n")
+		for i := range table {
+			if v := &table[i]; v.topic == t {
+				b.WriteString(v.markdown())
+			}
+		}
+		switch t {
+		case transport:
+			b.WriteString(aboutTransport)
+		case devices:
+			b.WriteString(aboutCores())
+		}
+	}
+	b.WriteString("\n## Known, but without effect\n\n" +
+		"Setting one of these gives one warning, or a line at level 1 where that is said.\n\n| Variable | Why |\n|---|---|\n")
+	for _, o := range others {
+		why := o.why
+		if o.note {
+			why += " (level 1)"
+		}
+		fmt.Fprintf(&b, "| `%s` | %s |\n", o.name, why)
+	}
+	return b.String()
+}
+
+func (v *variable) markdown() string {
+	name := "`" + v.name + "`"
+	for _, a := range v.aliases {
+		name += "<br>or `" + a + "`"
+	}
+	def := v.defNote
+	switch {
+	case v.needed:
+		def = "**required**"
+	case v.def != "" && (v.kind == Seconds || v.kind == Milliseconds || v.kind == Percent):
+		def = v.def + " " + map[Kind]string{Seconds: "s", Milliseconds: "ms", Percent: "%"}[v.kind]
+	case v.def != "":
+		def = v.def
+	case def == "":
+		def = "unset"
+	}
+	return fmt.Sprintf("| %s | %s | %s | %s | %s | %s |\n", name, v.allowed(), def, v.readers, v.help, v.differs)
+}
+
+const intro = `# Environment variables
+
+<!-- Generated from the table in internal/env. Rewrite it with: go test ./internal/env -run TestDocument -update -->
+
+All variables are read once, when a node starts. ` + "`stepaf env`" + ` shows those in force and where each came from.
+
+- Unset and empty are the same. Blanks around a value do not count (except in paths).
+- Integers are decimal with an optional sign. A switch is 0 (off) or 1 (on); other integers are on. Words such as
+  ` + "`true`" + ` are errors, because the original library reads them as 0.
+- A value that makes no sense is an error that names the variable, its value and what is allowed. All errors are
+  reported together.
+- A name that nothing reads but that looks like one of these gives a warning with the name that was perhaps meant.
+`
+
+const aboutTransport = `
+` + "`DMLC_ENABLE_RDMA`" + ` comes first, then ` + "`DMLC_PS_VAN_TYPE`" + `, then zmq. ` + "`DMLC_ENABLE_UCX=1`" + `, and the transports
+` + "`ucx`, `fabric`, `tp` and `multivan`" + ` of the original are errors. A program that has registered a transport of its own names
+it in the same place.
+`
+
+func aboutCores() string {
+	c := Default()
+	var b strings.Builder
+	b.WriteString(`
+**Cores.** With ` + "`STEPMESH_BIND_CPU_CORE=1`" + ` four threads get one core each, by their offset o: 1 the server's responses, 2 receiving,
+3 RDMA completions, 4 the worker's requests. An o of C or more counts as C-1. With g = ` + "`STEPMESH_GPU`" + ` and base = g*C + B + o the
+core is base for g = 0 and 1, base + S/2 - 2C for 2 and 3, base + S - 4C for 4 and 5, base + (S/2)*3 - 6C from 6 up. This suits two
+sockets of S cores with four GPUs each. For the defaults:
+
+| g | o = 1 | o = 2 | o = 3 | o = 4 |
+|---|---|---|---|---|
+`)
+	for c.GPU = range 8 {
+		fmt.Fprintf(&b, "| %d |", c.GPU)
+		for o := 1; o <= 4; o++ {
+			fmt.Fprintf(&b, " %d |", c.Core(o))
+		}
+		b.WriteByte('\n')
+	}
+	return b.String()
+}

@@ -1,0 +1,275 @@
+package env
+
+// Limits that come from the wire format and from the original's arrays.
+const (
+	maxInstances = 16379 // 2*rank+9 must fit 15 bits
+	maxInt       = 1<<31 - 1
+	day          = 24 * 60 * 60
+)
+
+// table has one row for each variable that has a place in Config, in the order
+// of the documentation. It is never written to.
+var table = []variable{
+	{
+		name: "DMLC_ROLE", topic: cluster, kind: Enum, words: roles, needed: true, readers: "all",
+		field:   func(c *Config) any { return &c.Role },
+		help:    "What this process is. `joint` is one worker and one server instance in one process; only Go programs can start it.",
+		differs: "`joint` is refused by the Python module instead of crashing later.",
+	}, {
+		name: "DMLC_NUM_WORKER", topic: cluster, kind: Int, min: 1, max: maxInstances, needed: true, readers: "all",
+		field:   func(c *Config) any { return &c.NumWorkers },
+		help:    "Number of worker groups. The cluster has this many times `DMLC_GROUP_SIZE` worker instances. Must be the same in every process.",
+		differs: "No limit of 31 groups.",
+	}, {
+		name: "DMLC_NUM_SERVER", topic: cluster, kind: Int, min: 1, max: maxInstances, needed: true, readers: "all",
+		field:   func(c *Config) any { return &c.NumServers },
+		help:    "Number of server groups, counted like `DMLC_NUM_WORKER`. Must be the same in every process.",
+		differs: "0 is refused at once, not at the first request.",
+	}, {
+		name: "DMLC_GROUP_SIZE", topic: cluster, kind: Int, min: 1, max: maxInstances, def: "1", readers: "all",
+		field: func(c *Config) any { return &c.GroupSize },
+		help:  "Instances of each group, one process each. Instance i of a worker group talks to instance i of each server group.",
+	}, {
+		name: "DMLC_NODE_RANK", topic: cluster, kind: Int, min: 0, max: maxInstances - 1, none: -1, defNote: "0", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.NodeRank },
+		help:    "Rank of this group within its role. The instance's rank is `DMLC_GROUP_SIZE * DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET`.",
+		differs: "The resulting rank is checked before anything is connected.",
+	}, {
+		name: "DMLC_RANK_OFFSET", topic: cluster, kind: Int, min: -maxInstances, max: maxInstances, def: "0", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.RankOffset },
+		help:    "Added to the rank. Its use: a group of one on GPU k needs -k.",
+		differs: "Does not break stopping, and an offset never changes which device is used.",
+	}, {
+		name: "DMLC_INSTANCE_ID", topic: cluster, kind: Int, min: 0, max: maxInstances - 1, none: -1, defNote: "rank mod `DMLC_GROUP_SIZE`", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.InstanceID },
+		help:    "Index of this instance in its group. Only one value is right, so leave it unset.",
+		differs: "Any value but rank mod `DMLC_GROUP_SIZE` is an error.",
+	},
+
+	{
+		name: "DMLC_PS_ROOT_URI", topic: addresses, kind: String, needed: true, readers: "all", check: checkHost,
+		field:   func(c *Config) any { return &c.RootURI },
+		help:    "Host name or address of the scheduler, without port.",
+		differs: "Names are resolved.",
+	}, {
+		name: "DMLC_PS_ROOT_PORT", topic: addresses, kind: Int, min: 1, max: 65535, needed: true, readers: "all",
+		field: func(c *Config) any { return &c.RootPort },
+		help:  "Port of the scheduler.",
+	}, {
+		name: "DMLC_NODE_HOST", topic: addresses, kind: String, readers: "workers, servers; all with ibverbs", check: checkHost,
+		defNote: "found, see `DMLC_INTERFACE`",
+		field:   func(c *Config) any { return &c.NodeHost },
+		help:    "Host name or address under which the others reach this node. Must be one of this machine's.",
+		differs: "Names are resolved; empty is the same as unset.",
+	}, {
+		name: "DMLC_INTERFACE", topic: addresses, kind: String, readers: "workers, servers", check: checkInterface,
+		defNote: "first interface that is not loopback",
+		field:   func(c *Config) any { return &c.Interface },
+		help:    "Network interface whose address is advertised when `DMLC_NODE_HOST` is unset. `auto` takes the one nearest to the GPU, even if `DMLC_NODE_HOST` is set.",
+		differs: "A name works (the original stops with `failed to get ip`). `auto` in any case. If `auto` finds nothing, `DMLC_NODE_HOST` counts.",
+	}, {
+		name: "DMLC_PORT", topic: addresses, kind: Int, min: 0, max: 65535, defNote: "0, any free port", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.Port },
+		help:    "Port to listen on. If it is taken, a free one is used, with a warning.",
+		differs: "No random ports between 10000 and 49999.",
+	}, {
+		name: "DMLC_NUM_PORTS", topic: addresses, kind: Int, min: 1, max: 32, def: "1", readers: "workers, servers",
+		field: func(c *Config) any { return &c.NumPorts },
+		help:  "Ports of a node. zmq and ibverbs need 1.",
+	}, {
+		name: "DMLC_LOCAL", topic: addresses, kind: Switch, def: "0", readers: "zmq",
+		field:   func(c *Config) any { return &c.Local },
+		help:    "Use Unix sockets `/tmp/<port>` instead of TCP. All nodes must be on one machine and agree.",
+		differs: "A dead socket file is removed, a living one is an error, ours is removed at the end.",
+	}, {
+		name: "DMLC_USE_KUBERNETES", topic: addresses, kind: Switch, def: "0", readers: "scheduler, zmq",
+		field: func(c *Config) any { return &c.Kubernetes },
+		help:  "The scheduler listens on every address, because `DMLC_PS_ROOT_URI` is not its own. On for values above 0.",
+	},
+
+	{
+		name: "DMLC_ENABLE_RDMA", topic: transport, kind: Enum, words: vanWords, def: "zmq", readers: "all", check: checkVan,
+		field:   func(c *Config) any { return &c.VanType },
+		help:    "Transport of the whole cluster, scheduler included. `0` is zmq, `1` is ibverbs (deprecated).",
+		differs: "Any case; empty is the same as unset. A missing device is an error that names the fix.",
+	}, {
+		name: "DMLC_PS_VAN_TYPE", topic: transport, kind: Enum, words: vanWords, def: "zmq", readers: "all", check: checkVan,
+		field:   func(c *Config) any { return &c.VanType },
+		help:    "The same, read only when `DMLC_ENABLE_RDMA` is unset.",
+		differs: "A warning when both are set and differ.",
+	}, {
+		name: "BYTEPS_ZMQ_MAX_SOCKET", topic: transport, kind: Int, min: 1, max: 65535, def: "1024", readers: "zmq",
+		field:   func(c *Config) any { return &c.ZMQMaxSockets },
+		help:    "Most sockets that libzmq may open.",
+		differs: "Failure to set it is reported.",
+	}, {
+		name: "BYTEPS_ZMQ_NTHREADS", topic: transport, kind: Int, min: 1, max: 64, def: "4", readers: "zmq",
+		field:   func(c *Config) any { return &c.ZMQIOThreads },
+		help:    "Threads that libzmq uses for input and output.",
+		differs: "Failure to set it is reported.",
+	}, {
+		name: "BYTEPS_ENABLE_IPC", topic: transport, kind: Switch, none: -1, defNote: "unset", readers: "all",
+		field:   func(c *Config) any { return &c.EnableIPC },
+		help:    "Shared memory between nodes of one machine. 0: never. There is no such transport yet, so 1 gives a warning.",
+		differs: "Does not need segments made by BytePS.",
+	},
+
+	{
+		name: "STEPAF_QP_NUM", topic: rdma, kind: Int, min: 1, max: 2, def: "2", readers: "ibverbs",
+		field:   func(c *Config) any { return &c.QPNum },
+		help:    "Queue pairs of each connection. Must be the same on all nodes.",
+		differs: "Read at start, not when the library is loaded. A peer with another count is an error, not a hang.",
+	}, {
+		name: "STEPMESH_SPLIT_QP_LAG", topic: rdma, kind: Int, min: 0, max: 1, def: "0", readers: "ibverbs",
+		field:   func(c *Config) any { return &c.SplitQPLag },
+		help:    "Spread every value over the queue pairs and these over the ports of a bonded NIC. The sender decides.",
+		differs: "Failure to set the port is a warning.",
+	}, {
+		name: "BYTEPS_RDMA_START_DEPTH", topic: rdma, kind: Int, min: 1, max: 1 << 16, defNote: "128; scheduler 256", readers: "ibverbs",
+		field: func(c *Config) any { return &c.RDMAStartDepth },
+		help:  "Contexts of each connection for asking a peer where to write.",
+	}, {
+		name: "BYTEPS_RDMA_RX_DEPTH", topic: rdma, kind: Int, min: 1, max: 1 << 16, defNote: "256; scheduler 16", readers: "ibverbs",
+		field: func(c *Config) any { return &c.RDMARxDepth },
+		help:  "Receive and reply contexts of each connection, shared among its queue pairs. Lower it when memory cannot be registered.",
+	}, {
+		name: "BYTEPS_RDMA_MAX_CONCURR_WR", topic: rdma, kind: Int, min: 1, max: 1 << 20, def: "4224", readers: "ibverbs",
+		field:   func(c *Config) any { return &c.RDMAMaxConcurrWR },
+		help:    "Work requests in flight; the completion queue holds twice as many. At least START_DEPTH + 2 * RX_DEPTH.",
+		differs: "That sum is computed with the depths in force.",
+	}, {
+		name: "BYTEPS_ADDRESS_POOL_SIZE", topic: rdma, kind: Int, min: 1, max: 32768, def: "10240", readers: "ibverbs",
+		field:   func(c *Config) any { return &c.AddressPoolSize },
+		help:    "Receive slots: one for each peer, key and direction.",
+		differs: "Control messages give their slot back.",
+	}, {
+		name: "BYTEPS_PRINT_RDMA_LOG", topic: rdma, kind: Switch, def: "0", readers: "ibverbs",
+		field:   func(c *Config) any { return &c.PrintRDMALog },
+		help:    "A log line for each push and pull, request and answer.",
+		differs: "In every build.",
+	},
+
+	{
+		name: "PS_RESEND", topic: reliability, kind: Switch, def: "0", readers: "all",
+		field:   func(c *Config) any { return &c.Resend },
+		help:    "Acknowledge every message and send again what was not acknowledged. Must be the same on all nodes.",
+		differs: "After 10 tries the request fails, not the process; what is remembered is bounded.",
+	}, {
+		name: "PS_RESEND_TIMEOUT", topic: reliability, kind: Milliseconds, min: 1, max: day * 1000, def: "1000", readers: "all",
+		field: func(c *Config) any { return &c.ResendTimeout },
+		help:  "The k-th try follows k times this after the first.",
+	}, {
+		name: "PS_DROP_MSG", topic: reliability, kind: Percent, min: 0, max: 100, def: "0", readers: "all",
+		field:   func(c *Config) any { return &c.DropMsg },
+		help:    "For tests: share of received messages that is thrown away. Needs `PS_RESEND=1`.",
+		differs: "Each message is drawn on its own; the seed is logged.",
+	}, {
+		name: "PS_HEARTBEAT_INTERVAL", topic: reliability, kind: Seconds, min: 0, max: day, def: "0", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.HeartbeatInterval },
+		help:    "Time between signs of life to the scheduler. 0 sends none.",
+		differs: "Stopping does not wait for it.",
+	}, {
+		name: "PS_HEARTBEAT_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "0", readers: "all",
+		field:   func(c *Config) any { return &c.HeartbeatTimeout },
+		help:    "A node silent for longer is dead, and a new one may take its place. 0 never declares one dead. Must exceed the interval.",
+		differs: "A dead peer fails the requests that need it.",
+	}, {
+		name: "STEPAF_START_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "300", readers: "all",
+		field:   func(c *Config) any { return &c.StartTimeout },
+		help:    "How long starting waits for the other nodes.",
+		differs: "Ours only; the original waits for ever.",
+	}, {
+		name: "STEPAF_STOP_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "30", readers: "all",
+		field:   func(c *Config) any { return &c.StopTimeout },
+		help:    "How long stopping waits for the other nodes.",
+		differs: "Ours only; the original waits for ever.",
+	},
+
+	{
+		name: "PS_VERBOSE", topic: logging, kind: Int, min: -1, max: 1000, def: "0", readers: "all",
+		field:   func(c *Config) any { return &c.Verbose },
+		help:    "-1 nothing, 0 warnings and errors, 1 connection set-up too, 2 every message, 3 and more in greater detail.",
+		differs: "Read at start, not when the library is loaded. Lines appear also without `DMLC_ROLE` or `STEPMESH_GPU`, and never mix.",
+	}, {
+		name: "ENABLE_PROFILING", topic: logging, kind: Switch, def: "0", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.Profiling },
+		help:    "Write a line with key, operation and time for each data message received.",
+		differs: "The file name has the right role.",
+	}, {
+		name: "PROFILE_PATH", topic: logging, kind: Path, readers: "workers, servers",
+		defNote: "`pslite_profile_van_<role>_<time>` in the working directory",
+		field:   func(c *Config) any { return &c.ProfilePath },
+		help:    "Start of the profile's file name; `_van_worker` or `_van_server` follows.",
+	},
+
+	{
+		name: "STEPMESH_BAKCEND", aliases: []string{"STEPMESH_BACKEND", "STEPAF_BACKEND"}, topic: devices, kind: String, readers: "workers, servers", check: checkBackend,
+		defNote: "`GPU` if the build and the machine have one, else `CPU`",
+		field:   func(c *Config) any { return &c.Backend },
+		help:    "Where tensors live: `CPU`, `GPU`, or the name under which a program has registered its own device.",
+		differs: "The right spelling works too. Any case. Default depends on the machine.",
+	}, {
+		name: "STEPMESH_GPU", aliases: []string{"STEPAF_GPU"}, topic: devices, kind: Int, min: 0, max: maxInstances - 1, def: "0", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.GPU },
+		help:    "Device of this process, and part of its rank (see `DMLC_NODE_RANK`).",
+		differs: "Never required. Bounded by the devices present, not by 7.",
+	}, {
+		name: "STEPMESH_MEM_SYNC", aliases: []string{"STEPAF_MEM_SYNC"}, topic: devices, kind: Switch, def: "1", readers: "GPU backend",
+		field: func(c *Config) any { return &c.MemSync },
+		help:  "1: notice the end of GPU work by a word that the stream copies to host memory. 0: by asking the event.",
+	}, {
+		name: "STEPMESH_BIND_CPU_CORE", topic: devices, kind: Switch, def: "0", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.BindCPUCore },
+		help:    "Bind the threads on the fast path to one core each, see below.",
+		differs: "A core that the process may not use gives a warning.",
+	}, {
+		name: "STEPMESH_CPU_CORES_PER_SOCKET", topic: devices, kind: Int, min: 1, max: 4096, def: "48", readers: "workers, servers",
+		field: func(c *Config) any { return &c.CPUCoresPerSocket },
+		help:  "S in the formula below.",
+	}, {
+		name: "STEPMESH_CPU_CORES_PER_GPU", topic: devices, kind: Int, min: 1, max: 4096, def: "5", readers: "workers, servers",
+		field: func(c *Config) any { return &c.CPUCoresPerGPU },
+		help:  "C in the formula below.",
+	}, {
+		name: "STEPMESH_CPU_START_OFFSET", topic: devices, kind: Int, min: 0, max: 65535, def: "10", readers: "workers, servers",
+		field: func(c *Config) any { return &c.CPUStartOffset },
+		help:  "B in the formula below. Give two processes on one GPU different values.",
+	}, {
+		name: "STEPAF_BUSY_POLL_ENABLE", topic: devices, kind: Switch, readers: "all",
+		defNote: "spin briefly, then sleep",
+		field:   func(c *Config) any { return &c.BusyPoll },
+		help:    "1: waiting threads spin for ever. 0: they sleep at once.",
+		differs: "Unset is a mixture of both. All three are correct with any number of threads.",
+	},
+
+	{
+		name: "BYTEPS_ORDERED_HOSTS", topic: ranks, kind: List, readers: "scheduler", check: checkHosts,
+		field:   func(c *Config) any { return &c.OrderedHosts },
+		help:    "`ip[:port],ip[:port]`: ranks follow the order of hosts here. Every host must be listed, once.",
+		differs: "A host that is not listed is an error.",
+	},
+
+	{
+		name: "BENCHMARK_ITER", topic: programs, kind: Int, min: 0, max: maxInt, def: "10000", readers: "benchmarks",
+		field:   func(c *Config) any { return &c.Bench.Iterations },
+		help:    "Rounds to run; 0 is endless.",
+		differs: "Finite by default.",
+	}, {
+		name: "BENCHMARK_SIZE", topic: programs, kind: Int, min: 1, max: maxInt, def: "7168", readers: "benchmarks",
+		field: func(c *Config) any { return &c.Bench.Size },
+		help:  "Tensor length: bf16 elements, bytes in the register test.",
+	}, {
+		name: "BENCHMARK_WARMUP", topic: programs, kind: Int, min: 0, max: maxInt, def: "10", readers: "benchmarks",
+		field:   func(c *Config) any { return &c.Bench.Warmup },
+		help:    "Rounds before measuring begins.",
+		differs: "Has an effect.",
+	}, {
+		name: "UTEST_WORKER_BATCH_MAX", topic: programs, kind: Int, min: 2, max: 32768, def: "128", readers: "ut_tensor_worker",
+		field: func(c *Config) any { return &c.Bench.BatchMax },
+		help:  "Batches of 1 to this minus 1 are tested.",
+	}, {
+		name: "UTEST_WORKER_TENSOR_NUM", topic: programs, kind: Int, min: 1, max: 65535, def: "1", readers: "ut_tensor_worker",
+		field: func(c *Config) any { return &c.Bench.Tensors },
+		help:  "Tensors pushed with each batch.",
+	},
+}

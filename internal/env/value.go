@@ -1,0 +1,209 @@
+package env
+
+import (
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// The four roles.
+const (
+	roleWorker    = "worker"
+	roleServer    = "server"
+	roleScheduler = "scheduler"
+	roleJoint     = "joint"
+)
+
+var roles = []string{roleWorker, roleServer, roleScheduler, roleJoint}
+
+const blanks = " \t\r\n\v\f"
+
+// clean drops blanks around a value, except where every byte counts. A value that
+// is empty afterwards is the same as none.
+func (v *variable) clean(s string) string {
+	if v.kind == Path {
+		return s
+	}
+	return strings.Trim(s, blanks)
+}
+
+// parse checks a clean text and returns its canonical form. want is not empty when
+// the text was refused.
+func (v *variable) parse(s string) (canon, want string) {
+	switch v.kind {
+	case Int, Percent, Seconds, Milliseconds:
+		n, err := strconv.ParseInt(s, 10, 64)
+		if err != nil || n < int64(v.min) || n > int64(v.max) {
+			return "", v.want()
+		}
+		return strconv.FormatInt(n, 10), ""
+	case Switch:
+		n, want := parseSwitch(s)
+		if want != "" {
+			return "", want
+		}
+		if n == 0 || n < 0 && v.name == "DMLC_USE_KUBERNETES" {
+			return "0", ""
+		}
+		return "1", ""
+	case Path:
+		if strings.ContainsRune(s, 0) {
+			return "", "a path without NUL bytes"
+		}
+		return s, ""
+	}
+	if v.check != nil {
+		return v.check(s)
+	}
+	if v.kind == Enum && !slices.Contains(v.words, s) {
+		return "", v.want()
+	}
+	return s, ""
+}
+
+// parseSwitch accepts the 32-bit integers. Words are refused because the original
+// library takes every word for 0.
+func parseSwitch(s string) (n int64, want string) {
+	n, err := strconv.ParseInt(s, 10, 32)
+	if err == nil {
+		return n, ""
+	}
+	switch strings.ToLower(s) {
+	case "true", "yes", "on", "t", "y":
+		return 0, "0 (off) or 1 (on); write 1"
+	case "false", "no", "off", "f", "n":
+		return 0, "0 (off) or 1 (on); write 0"
+	}
+	return 0, "0 (off) or 1 (on)"
+}
+
+// set stores a canonical form in c; the empty one is unset.
+func (v *variable) set(c *Config, canon string) {
+	n, _ := strconv.Atoi(canon) // canonical numbers parse; 0 for the rest
+	switch p := v.field(c).(type) {
+	case *int:
+		if *p = n; canon == "" {
+			*p = v.none
+		}
+	case *bool:
+		*p = n != 0
+	case *string:
+		*p = canon
+	case *[]string:
+		if *p = nil; canon != "" {
+			*p = strings.Split(canon, ",")
+		}
+	case *time.Duration:
+		*p = time.Duration(n) * v.unit()
+	case *BusyPoll:
+		switch canon {
+		case "":
+			*p = SpinThenBlock
+		case "0":
+			*p = AlwaysBlock
+		default:
+			*p = SpinForever
+		}
+	}
+}
+
+// get returns the canonical form of c's value, "" for unset. Durations between
+// two units are rounded up.
+func (v *variable) get(c *Config) string {
+	switch p := v.field(c).(type) {
+	case *int:
+		if v.def == "" && *p == v.none {
+			return ""
+		}
+		return strconv.Itoa(*p)
+	case *bool:
+		if *p {
+			return "1"
+		}
+		return "0"
+	case *string:
+		return *p
+	case *[]string:
+		return strings.Join(*p, ",")
+	case *time.Duration:
+		n := *p / v.unit()
+		if *p%v.unit() > 0 {
+			n++
+		}
+		return strconv.FormatInt(int64(n), 10)
+	case *BusyPoll:
+		switch *p {
+		case SpinForever:
+			return "1"
+		case AlwaysBlock:
+			return "0"
+		}
+	}
+	return ""
+}
+
+func (v *variable) unit() time.Duration {
+	if v.kind == Milliseconds {
+		return time.Millisecond
+	}
+	return time.Second
+}
+
+// quote keeps a message on one line, whatever the value.
+func quote(s string) string { return strconv.Quote(s) }
+
+func checkHost(s string) (value, want string) {
+	switch {
+	case strings.ContainsAny(s, blanks+"/,\x00"):
+		return "", "one host name or address"
+	case strings.Count(s, ":") == 1:
+		return "", "a host name or address without port"
+	}
+	return s, ""
+}
+
+func checkInterface(s string) (value, want string) {
+	if strings.EqualFold(s, "auto") {
+		return "auto", ""
+	}
+	if strings.ContainsAny(s, blanks+"/,\x00") {
+		return "", "the name of one network interface, or auto"
+	}
+	return s, ""
+}
+
+func checkBackend(s string) (value, want string) {
+	if strings.ContainsAny(s, blanks+"\x00") {
+		return "", "CPU, GPU or the name of a registered backend"
+	}
+	return strings.ToUpper(s), ""
+}
+
+// checkHosts accepts ip[:port],ip[:port] with every host once.
+func checkHosts(s string) (value, want string) {
+	const form = "host[:port],host[:port],..."
+	var hosts, list []string
+	for part := range strings.SplitSeq(s, ",") {
+		part = strings.Trim(part, blanks)
+		host, port := part, ""
+		if strings.Count(part, ":") == 1 || strings.HasPrefix(part, "[") {
+			var err error
+			if host, port, err = net.SplitHostPort(part); err != nil {
+				return "", form
+			}
+			if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+				return "", form + " with ports from 1 to 65535"
+			}
+		}
+		if host == "" || strings.ContainsAny(host, blanks+"/\x00") {
+			return "", form
+		}
+		if slices.Contains(hosts, host) {
+			return "", form + " with every host once, but " + host + " is there twice"
+		}
+		hosts, list = append(hosts, host), append(list, part)
+	}
+	return strings.Join(list, ","), ""
+}

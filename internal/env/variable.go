@@ -1,0 +1,120 @@
+package env
+
+import (
+	"fmt"
+	"strings"
+)
+
+// Kind is how the text of a variable is read.
+type Kind int
+
+// Kinds of variables.
+const (
+	Int          Kind = iota // decimal integer with a range
+	Switch                   // integer, 0 is off and all others on
+	String                   // text, blanks around it dropped
+	Path                     // text, every byte counts
+	Seconds                  // integer number of seconds
+	Milliseconds             // integer number of milliseconds
+	Percent                  // integer from 0 to 100
+	Enum                     // one of a few words
+	List                     // words with commas between them
+)
+
+// String names the kind as the documentation does.
+func (k Kind) String() string {
+	return [...]string{"integer", "switch", "text", "path", "seconds", "milliseconds", "percent", "word", "list"}[k]
+}
+
+// variable is one row of the table. A row without field is known, but has no
+// place in Config.
+type variable struct {
+	name    string
+	aliases []string // other spellings; name wins for messages
+	topic   topic
+	kind    Kind
+	min     int // of numbers
+	max     int
+	def     string   // default as it would be written; "" is unset
+	defNote string   // what unset means, for the documentation
+	words   []string // of Enum
+	readers string   // who looks at it
+	help    string
+	differs string // from the original library
+	needed  bool   // by every node
+
+	// field points into a Config: *int, *bool, *string, *[]string,
+	// *time.Duration or *BusyPoll.
+	field func(*Config) any
+	none  int // an *int field's value for unset, when def is ""
+
+	// check normalises a String, Enum or List value; a want that is not empty
+	// says why it was refused.
+	check func(string) (value, want string)
+}
+
+type topic string
+
+const (
+	cluster     topic = "Cluster shape and identity"
+	addresses   topic = "Addresses and ports"
+	transport   topic = "Transport"
+	rdma        topic = "RDMA transport"
+	reliability topic = "Reliability and timeouts"
+	logging     topic = "Logs and profiles"
+	devices     topic = "Devices, threads and queues"
+	ranks       topic = "Ranks given by the scheduler"
+	programs    topic = "Test programs and benchmarks"
+)
+
+var topics = []topic{cluster, addresses, transport, rdma, reliability, logging, devices, ranks, programs}
+
+// spellings lists the name and its aliases.
+func (v *variable) spellings() []string { return append([]string{v.name}, v.aliases...) }
+
+// want says in words which values are allowed.
+func (v *variable) want() string {
+	switch v.kind {
+	case Switch:
+		return "0 (off) or 1 (on)"
+	case Seconds, Milliseconds:
+		return fmt.Sprintf("a whole number of %s from %d to %d", v.kind, v.min, v.max)
+	case Percent:
+		return fmt.Sprintf("a percentage from %d to %d", v.min, v.max)
+	case Enum:
+		return "one of " + strings.Join(v.words, ", ")
+	case Int:
+		return fmt.Sprintf("an integer from %d to %d", v.min, v.max)
+	default:
+		return v.kind.String()
+	}
+}
+
+// allowed is the short form of want for tables.
+func (v *variable) allowed() string {
+	switch v.kind {
+	case Switch:
+		return "0 or 1"
+	case Int:
+		return fmt.Sprintf("%d to %d", v.min, v.max)
+	case Seconds:
+		return fmt.Sprintf("%d to %d s", v.min, v.max)
+	case Milliseconds:
+		return fmt.Sprintf("%d to %d ms", v.min, v.max)
+	case Percent:
+		return fmt.Sprintf("%d to %d %%", v.min, v.max)
+	case Enum:
+		return strings.Join(v.words, ", ")
+	default:
+		return v.kind.String()
+	}
+}
+
+func find(name string) *variable {
+	for i := range table {
+		if table[i].name == name {
+			return &table[i]
+		}
+	}
+	return nil
+}
