@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 type phase int
@@ -64,7 +65,8 @@ func New(cfg Config) (*Machine, error) {
 	}
 	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]error{}}
 	m.cfg.Scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
-		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)}, AuxID: -1}
+		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
+		DevTypes: []int32{int32(backend.CPU)}, DevIDs: []int32{0}, AuxID: -1}
 	if cfg.Role == van.Scheduler {
 		m.self = m.cfg.Scheduler
 		hosts, err := hostOrder(cfg.OrderedHosts)
