@@ -1,0 +1,145 @@
+package vantest
+
+import (
+	"context"
+	"errors"
+	"strconv"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func bindAnyPort(w *world) {
+	a, b := w.node(8, nil), w.node(10, nil)
+	if a.self.Port <= 0 || b.self.Port <= 0 || a.self.Port == b.self.Port {
+		w.Errorf("ports %d and %d, want two different positive ones", a.self.Port, b.self.Port)
+	}
+	if a.Type() == "" {
+		w.Error("Type is empty")
+	}
+}
+
+func bindPortInUse(w *world) {
+	a := w.node(8, nil)
+	b := w.make(10)
+	self := b.self
+	self.ID, self.Port = van.Empty, a.self.Port
+	ctx, cancel := w.context()
+	defer cancel()
+	_, err := b.Bind(ctx, self)
+	if err == nil {
+		w.Fatalf("Bind to port %d, which is in use, succeeded", self.Port)
+	}
+	if !strings.Contains(err.Error(), strconv.Itoa(self.Port)) {
+		w.Errorf("error %q does not name port %d", err, self.Port)
+	}
+	b.bind(nil) // any other port works
+}
+
+func bindBadHost(w *world) {
+	n := w.make(8)
+	self := n.self
+	self.ID, self.Hostname = van.Empty, w.suite.BadHost
+	ctx, cancel := w.context()
+	defer cancel()
+	_, err := n.Bind(ctx, self)
+	if err == nil {
+		w.Fatalf("Bind to %q succeeded", self.Hostname)
+	}
+	if !strings.Contains(err.Error(), self.Hostname) {
+		w.Errorf("error %q does not name host %q", err, self.Hostname)
+	}
+}
+
+func connectBeforeBind(w *world) {
+	// A port that was free a moment ago.
+	probe := w.node(8, nil)
+	probe.close()
+	worker, server := w.node(9, nil), w.make(8)
+	server.self.Port = probe.self.Port
+	worker.connect(server)
+	const n = 10
+	for i := range n {
+		worker.must(data(8, i, true))
+	}
+	server.knowsID = true
+	server.bind(nil)
+	server.connect(worker)
+	server.expect(9, n)
+}
+
+// expect receives n messages from sender with the timestamps 0 to n-1, in order
+// unless the van is lossy.
+func (n *node) expect(sender, count int) {
+	n.w.Helper()
+	seen := make([]bool, count)
+	for i := range count {
+		r := n.next()
+		ts := int(r.meta.Timestamp)
+		switch {
+		case r.sender != sender || r.receiver != n.self.ID:
+			n.w.Fatalf("message from %d to %d, want from %d to %d", r.sender, r.receiver, sender, n.self.ID)
+		case ts < 0 || ts >= count || seen[ts]:
+			n.w.Fatalf("timestamp %d is unknown or came twice", ts)
+		case ts != i && !n.w.suite.Lossy:
+			n.w.Fatalf("timestamp %d came as number %d", ts, i)
+		}
+		seen[ts] = true
+	}
+}
+
+func unknownPeer(w *world) {
+	n := w.node(9, nil)
+	done := newCompletion()
+	m := data(8, 0, true)
+	m.Done = done
+	if err := n.Send(m); !errors.Is(err, van.ErrUnknownPeer) {
+		w.Errorf("Send without a connection: %v, want %v", err, van.ErrUnknownPeer)
+	}
+	if c := done.count.Load(); c != 0 {
+		w.Errorf("Done was called %d times for a message that was refused, want 0", c)
+	}
+	n.Disconnect(8) // does nothing
+	if err := n.Rename(-1, 8); !errors.Is(err, van.ErrUnknownPeer) {
+		w.Errorf("Rename of an unknown peer: %v, want %v", err, van.ErrUnknownPeer)
+	}
+}
+
+func senderID(w *world) {
+	scheduler := w.node(1, nil)
+	worker := w.make(9)
+	worker.bind(nil)
+	worker.connect(scheduler)
+	worker.must(control(van.AddNode, 1, 0))
+	if r := scheduler.next(); r.sender != van.Empty || r.receiver != 1 {
+		w.Errorf("before SetID: message from %d to %d, want from %d to 1", r.sender, r.receiver, van.Empty)
+	}
+	worker.SetID(9)
+	worker.connect(scheduler)
+	scheduler.connect(worker)
+	worker.must(control(van.Heartbeat, 1, 1))
+	if r := scheduler.next(); r.sender != 9 {
+		w.Errorf("after SetID and Connect: message from %d, want 9", r.sender)
+	}
+	scheduler.must(control(van.Heartbeat, 9, 0))
+	if r := worker.next(); r.sender != 1 || r.receiver != 9 {
+		w.Errorf("to the worker: message from %d to %d, want from 1 to 9", r.sender, r.receiver)
+	}
+}
+
+func closeTwice(w *world) {
+	n := w.node(9, nil)
+	server := w.node(8, nil)
+	link(n, server)
+	n.close()
+	n.close()
+	if err := n.Send(data(8, 0, true)); !errors.Is(err, van.ErrClosed) {
+		w.Errorf("Send after Close: %v, want %v", err, van.ErrClosed)
+	}
+	n.Disconnect(8)
+	if err := n.Connect(context.Background(), 8, server.self); err == nil {
+		w.Error("Connect after Close succeeded")
+	}
+	fresh := w.make(11)
+	fresh.close() // a van that was never bound
+}

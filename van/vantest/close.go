@@ -1,0 +1,136 @@
+package vantest
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func closeWhileBusy(w *world) {
+	var closed [4]atomic.Bool
+	var late, received atomic.Int64
+	busy := make(chan struct{})
+	var nodes []*node
+	for i, id := range []int{8, 10, 9, 11} {
+		nodes = append(nodes, w.node(id, func(*van.Message) {
+			if closed[i].Load() {
+				late.Add(1)
+			}
+			if received.Add(1) == 500 {
+				close(busy)
+			}
+		}))
+	}
+	servers, workers := nodes[:2], nodes[2:]
+	for _, s := range servers {
+		for _, k := range workers {
+			link(k, s)
+		}
+	}
+	var senders sync.WaitGroup
+	stop := make(chan struct{})
+	for _, from := range nodes {
+		peers := servers
+		if from.self.Role == van.Server {
+			peers = workers
+		}
+		for _, to := range peers {
+			senders.Go(func() {
+				for i := 0; ; i++ {
+					select {
+					case <-stop:
+						return
+					default:
+					}
+					m := data(to.self.ID, i, from.self.Role == van.Worker, make([]byte, 8), make([]byte, 300))
+					switch err := from.Send(m); {
+					case errors.Is(err, van.ErrClosed):
+						return
+					case err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrQueueFull):
+						w.Errorf("Send while closing: %v", err)
+						return
+					}
+				}
+			})
+		}
+	}
+	w.wait(busy, "traffic")
+	var closers sync.WaitGroup
+	for i, n := range nodes {
+		closers.Go(func() {
+			ctx, cancel := w.context()
+			defer cancel()
+			start := time.Now()
+			// Peers that go at the same time need not take what was sent.
+			_ = n.Close(ctx)
+			closed[i].Store(true)
+			if d := time.Since(start); d >= Limit {
+				w.Errorf("Close of %s took %s", van.NodeName(n.self.ID), d)
+			}
+		})
+	}
+	closers.Wait()
+	close(stop)
+	senders.Wait()
+	if k := late.Load(); k > 0 {
+		w.Errorf("%d messages were handed up after Close", k)
+	}
+}
+
+func closeDelivers(w *world) {
+	n, size := 100, 64<<10
+	if w.suite.Lossy {
+		n = 20
+	}
+	worker, server := w.node(9, nil), w.node(8, nil)
+	link(worker, server)
+	for i := range n {
+		worker.must(data(8, i, true, make([]byte, 8), pattern(i, size)))
+	}
+	worker.close()
+	server.expect(9, n)
+}
+
+func allocations(w *world) {
+	echo := make(chan struct{}, 1)
+	var server *node
+	var mu sync.Mutex
+	reply := data(9, 0, false, make([]byte, 8), make([]byte, 256))
+	server = w.node(8, func(m *van.Message) {
+		mu.Lock()
+		reply.Timestamp = m.Timestamp
+		err := server.Send(reply)
+		mu.Unlock()
+		if err != nil {
+			w.Errorf("Send: %v", err)
+		}
+	})
+	worker := w.node(9, func(m *van.Message) { echo <- struct{}{} })
+	link(worker, server)
+	request := data(8, 0, true, make([]byte, 8), make([]byte, 256))
+	trip := func() {
+		if err := worker.Send(request); err != nil {
+			w.Fatalf("Send: %v", err)
+		}
+		select {
+		case <-echo:
+		case <-w.timeout():
+			w.Fatal("no answer")
+		}
+		request.Timestamp++
+	}
+	for range 2000 {
+		trip() // fills the pools
+	}
+	start := time.Now()
+	const runs = 3000
+	n := testing.AllocsPerRun(runs, trip)
+	w.Logf("%.2f allocations and %s for a round trip", n, time.Since(start)/runs)
+	if w.suite.MaxAllocs >= 0 && !raceEnabled && n > w.suite.MaxAllocs {
+		w.Errorf("%.2f allocations for a round trip, want at most %g", n, w.suite.MaxAllocs)
+	}
+}

@@ -1,0 +1,5 @@
+//go:build !race
+
+package vantest
+
+const raceEnabled = false

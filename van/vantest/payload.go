@@ -1,0 +1,227 @@
+package vantest
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"reflect"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// pattern returns n bytes that depend on seed.
+func pattern(seed, n int) []byte {
+	b := make([]byte, n)
+	x := uint64(seed)*0x9e3779b97f4a7c15 + 1
+	var w [8]byte
+	for i := 0; i < n; i += 8 {
+		x ^= x << 13
+		x ^= x >> 7
+		x ^= x << 17
+		binary.LittleEndian.PutUint64(w[:], x)
+		copy(b[i:], w[:])
+	}
+	return b
+}
+
+func intact(w *world) {
+	checkShapes(w, [][]int{{}, {8, 0}, {8, 1}, {8, 7}, {8, 64}, {16, 4096, 8}, {0, 0}, {0, 0, 0}, {8, 100_000, 4}, {8, 1 << 20}})
+}
+
+func large(w *world) { checkShapes(w, [][]int{{8, 20 << 20}, {8, 1}, {8, 20<<20 + 1}}) }
+
+// checkShapes sends messages with frames of these sizes to a server, which sends
+// each back.
+func checkShapes(w *world, shapes [][]int) {
+	worker, server := w.node(9, nil), w.node(8, nil)
+	link(worker, server)
+	w.greet([]*node{worker}, []*node{server})
+	for i, shape := range shapes {
+		var frames [][]byte
+		for k, n := range shape {
+			frames = append(frames, pattern(10*i+k, n))
+		}
+		worker.must(data(8, i, true, frames...))
+		r := server.next()
+		checkFrames(w, fmt.Sprintf("request %v", shape), r, frames)
+		server.must(data(9, i, false, r.data[:r.frames]...))
+		checkFrames(w, fmt.Sprintf("response %v", shape), worker.next(), frames)
+	}
+}
+
+func checkFrames(w *world, what string, r *received, want [][]byte) {
+	w.Helper()
+	if r.frames != len(want) {
+		w.Fatalf("%s: %d frames, want %d", what, r.frames, len(want))
+	}
+	for i, f := range want {
+		if !bytes.Equal(r.data[i], f) {
+			w.Errorf("%s: frame %d has %d bytes that differ from the %d sent", what, i, len(r.data[i]), len(f))
+		}
+	}
+}
+
+func metaIntact(w *world) {
+	worker, server, scheduler := w.node(9, nil), w.node(8, nil), w.node(1, nil)
+	link(worker, server)
+	link(worker, scheduler)
+
+	m := data(8, 77, true, pattern(1, 8), pattern(2, 24))
+	m.Head, m.CustomerID, m.Push = van.BatchEnd, 3, false
+	m.Body = []byte("a body \x00 with anything")
+	m.Src, m.Dst = backend.Device{Type: backend.CPU, ID: 2}, backend.Device{Type: backend.GPU, ID: 5}
+	m.Key, m.Addr, m.ValLen, m.Option = 1<<63+5, 1<<62+9, 24, -4
+	m.IsTensor, m.Dtype, m.Dim = true, 15, 3
+	m.Shape = [van.MaxDims]int64{2, 3, 4}
+	m.RequestTrace.Start = 12345
+	worker.must(m)
+	checkMeta(w, "data message", &server.next().meta, &m.Meta)
+
+	for _, n := range []int{1, 64} {
+		m = control(van.AddNode, 9, n)
+		for i := range n {
+			m.Control.Nodes = append(m.Control.Nodes, van.Node{Role: van.Server, ID: van.ServerID(i), Hostname: "host-" + fmt.Sprint(i),
+				Ports: []int32{4000, 4001}, Port: 4000, DevTypes: []int32{1, 2}, DevIDs: []int32{0, 3}, IsRecovery: i%2 == 0,
+				CustomerID: 0, Endpoint: []byte{1, 2, 3}, AuxID: i})
+		}
+		scheduler.must(m)
+		checkMeta(w, fmt.Sprintf("table of %d nodes", n), &worker.next().meta, &m.Meta)
+	}
+	m = control(van.InstanceBarrier, 1, 3)
+	m.Request, m.AppID, m.CustomerID, m.Control.BarrierGroup = true, 0, 0, 7
+	worker.must(m)
+	checkMeta(w, "barrier", &scheduler.next().meta, &m.Meta)
+}
+
+// checkMeta compares all but what transports set or may not carry.
+func checkMeta(w *world, what string, got, want *van.Meta) {
+	w.Helper()
+	norm := func(m *van.Meta) van.Meta {
+		var c van.Meta
+		c.CopyFrom(m)
+		c.RequestTrace.PostSend, c.RequestTrace.PostRecv, c.RequestTrace.Process = 0, 0, 0
+		c.ResponseTrace = van.Trace{}
+		c.RequestTrace.PreStart = 0
+		if len(c.Body) == 0 {
+			c.Body = nil
+		}
+		if len(c.DataTypes) == 0 {
+			c.DataTypes = nil
+		}
+		if len(c.Control.Nodes) == 0 {
+			c.Control.Nodes = nil
+		}
+		for i := range c.Control.Nodes {
+			n := &c.Control.Nodes[i]
+			n.DevTypes, n.DevIDs, n.Endpoint = nil, nil, nil // only RDMA means something by them
+		}
+		return c
+	}
+	g, x := norm(got), norm(want)
+	if !reflect.DeepEqual(g, x) {
+		w.Errorf("%s: meta\n  %+v, want\n  %+v", what, g, x)
+	}
+}
+
+func postSend(w *world) {
+	worker, server := w.node(9, nil), w.node(8, nil)
+	link(worker, server)
+	worker.must(data(8, 0, true))
+	r := server.next()
+	server.must(data(9, 0, false))
+	q := worker.next()
+	if a, b := r.meta.RequestTrace, q.meta.ResponseTrace; a.PostSend == 0 || a.PostRecv < a.PostSend || b.PostSend == 0 || b.PostRecv < b.PostSend {
+		w.Errorf("traces: request %+v, response %+v: want PostSend and a PostRecv that is not before", a, b)
+	}
+}
+
+// completion counts its calls.
+type completion struct {
+	count atomic.Int32
+	first chan struct{}
+	bytes []byte // overwritten at the first call
+}
+
+func newCompletion() *completion { return &completion{first: make(chan struct{})} }
+
+func (c *completion) Sent() {
+	if c.count.Add(1) == 1 {
+		for i := range c.bytes {
+			c.bytes[i] = 0xee
+		}
+		close(c.first)
+	}
+}
+
+func done(w *world) {
+	const n = 100
+	var bad atomic.Int64
+	var all sync.WaitGroup
+	all.Add(n)
+	server := w.node(8, func(m *van.Message) {
+		if !bytes.Equal(m.Vals.Host(), pattern(int(m.Timestamp), m.Vals.Len())) {
+			bad.Add(1)
+		}
+		all.Done()
+	})
+	worker := w.node(9, nil)
+	link(worker, server)
+	var dones []*completion
+	for i := range n {
+		c := newCompletion()
+		c.bytes = pattern(i, 1+i*700)
+		m := data(8, i, true, make([]byte, 8), c.bytes)
+		m.Done = c
+		worker.must(m)
+		dones = append(dones, c)
+	}
+	arrived := make(chan struct{})
+	go func() { all.Wait(); close(arrived) }()
+	w.wait(arrived, "arrival of all messages")
+	if b := bad.Load(); b > 0 {
+		w.Errorf("%d of %d values changed: Done came before the transport was done", b, n)
+	}
+	for i, c := range dones {
+		w.wait(c.first, fmt.Sprintf("Done of message %d", i))
+	}
+	worker.close()
+	for i, c := range dones {
+		if k := c.count.Load(); k != 1 {
+			w.Errorf("Done of message %d was called %d times, want 1", i, k)
+		}
+	}
+}
+
+func retain(w *world) {
+	held := make(chan *van.Message, 16)
+	var rest atomic.Int64
+	passed := make(chan struct{})
+	const hold, more = 16, 1000
+	server := w.node(8, func(m *van.Message) {
+		if m.Timestamp < hold {
+			held <- m.Retain()
+			return
+		}
+		if rest.Add(1) == more {
+			close(passed)
+		}
+	})
+	worker := w.node(9, nil)
+	link(worker, server)
+	size := func(i int) int { return []int{1, 100, 5000, 70_000}[i%4] }
+	for i := range hold + more {
+		worker.must(data(8, i, true, pattern(-i, 8), pattern(i, size(i))))
+	}
+	w.wait(passed, "arrival of the other messages")
+	for range hold {
+		m := <-held
+		i := int(m.Timestamp)
+		if !bytes.Equal(m.Keys.Host(), pattern(-i, 8)) || !bytes.Equal(m.Vals.Host(), pattern(i, size(i))) || m.Sender != 9 {
+			w.Errorf("retained message %d has changed", i)
+		}
+		m.Release()
+	}
+}

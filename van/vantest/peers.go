@@ -1,0 +1,154 @@
+package vantest
+
+import (
+	"errors"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func rename(w *world) {
+	scheduler, worker := w.node(1, nil), w.node(9, nil)
+	worker.connect(scheduler)
+	scheduler.connectAs(-1, worker)
+	if err := scheduler.Rename(-1, 9); err != nil {
+		w.Fatalf("Rename: %v", err)
+	}
+	scheduler.must(control(van.Heartbeat, 9, 0))
+	worker.expect(1, 1)
+	if err := scheduler.Send(control(van.Heartbeat, -1, 1)); !errors.Is(err, van.ErrUnknownPeer) {
+		w.Errorf("Send to the old name: %v, want %v", err, van.ErrUnknownPeer)
+	}
+	if err := scheduler.Rename(9, 9); err != nil {
+		w.Errorf("Rename to the same name: %v", err)
+	}
+	scheduler.must(control(van.Heartbeat, 9, 1))
+	if r := worker.next(); r.meta.Timestamp != 1 {
+		w.Errorf("timestamp %d, want 1", r.meta.Timestamp)
+	}
+}
+
+func disconnect(w *world) {
+	worker, server := w.node(9, nil), w.node(8, nil)
+	link(worker, server)
+	const n = 20
+	for i := range n {
+		worker.must(data(8, i, true))
+	}
+	server.expect(9, n) // also those in flight arrive
+	worker.Disconnect(8)
+	worker.Disconnect(8)
+	if err := worker.Send(data(8, n, true)); !errors.Is(err, van.ErrUnknownPeer) {
+		w.Errorf("Send after Disconnect: %v, want %v", err, van.ErrUnknownPeer)
+	}
+	worker.connect(server)
+	worker.must(data(8, n, true))
+	if r := server.next(); int(r.meta.Timestamp) != n {
+		w.Errorf("timestamp %d, want %d", r.meta.Timestamp, n)
+	}
+}
+
+// replace lets another node take over an id while the first one still runs.
+func replace(w *world) {
+	worker, first, second := w.node(9, nil), w.node(8, nil), w.node(8, nil)
+	link(worker, first)
+	worker.must(data(8, 0, true))
+	first.expect(9, 1)
+	link(worker, second)
+	worker.must(data(8, 0, true))
+	second.expect(9, 1)
+	second.must(data(9, 0, false))
+	if r := worker.next(); r.sender != 8 {
+		w.Errorf("message from %d, want 8", r.sender)
+	}
+	select {
+	case r := <-first.in:
+		w.Errorf("the replaced node received %v", &r.meta)
+	default:
+	}
+}
+
+// restart lets a node come again at the address of one that has gone.
+func restart(w *world) {
+	worker, first := w.node(9, nil), w.node(8, nil)
+	link(worker, first)
+	worker.must(data(8, 0, true))
+	first.expect(9, 1)
+	first.close()
+
+	second := w.make(8)
+	second.self.Port = first.self.Port
+	for end := time.Now().Add(Limit); ; {
+		ctx, cancel := w.context()
+		self := second.self
+		self.ID = van.Empty
+		_, err := second.Bind(ctx, self)
+		cancel()
+		if err == nil {
+			break
+		}
+		if !errors.Is(err, syscall.EADDRINUSE) || time.Now().After(end) {
+			w.Fatalf("Bind to the port of a closed van: %v", err)
+		}
+		time.Sleep(10 * time.Millisecond) // the system frees the port when it likes
+	}
+	second.SetID(8)
+	second.Start(second.collect)
+	link(worker, second)
+	worker.must(data(8, 0, true))
+	second.expect(9, 1)
+}
+
+func peerCloses(w *world) {
+	type event struct {
+		id    int
+		up    bool
+		cause error
+	}
+	events := make(chan event, 64)
+	worker := w.make(9)
+	watcher, watches := van.As[van.PeerWatcher](worker.Van)
+	if watches {
+		watcher.WatchPeers(func(id int, up bool, cause error) {
+			select {
+			case events <- event{id, up, cause}:
+			default:
+			}
+		})
+	}
+	worker.bind(nil)
+	worker.SetID(9)
+	server, other := w.node(8, nil), w.node(10, nil)
+	link(worker, server)
+	link(worker, other)
+	worker.must(data(8, 0, true))
+	server.expect(9, 1)
+	server.close()
+	for seen := !watches; !seen; {
+		select {
+		case ev := <-events:
+			switch {
+			case ev.up: // it stood before
+			case ev.id != 8:
+				w.Fatalf("node %d is reported as down: %v", ev.id, ev.cause)
+			case ev.cause == nil:
+				w.Error("no cause given")
+				seen = true
+			default:
+				seen = true
+			}
+		case <-time.After(Limit):
+			w.Fatalf("the end of node 8 was not noticed within %s", Limit)
+		}
+	}
+	for i := range 100 {
+		err := worker.Send(data(8, i+1, true, make([]byte, 8), make([]byte, 100)))
+		if err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrQueueFull) {
+			w.Fatalf("Send to a node that has gone: %v, want success, %v, or %v", err, van.ErrPeerLost, van.ErrQueueFull)
+		}
+	}
+	worker.Disconnect(8)
+	worker.must(data(10, 0, true))
+	other.expect(9, 1)
+}

@@ -1,0 +1,94 @@
+// Package vantest is the conformance suite of transports: what every van.Van must
+// do, wrapped ones too. A transport's test is one call:
+//
+//	func TestConformance(t *testing.T) {
+//		vantest.Run(t, vantest.Suite{New: func(t testing.TB) van.Van { ... }})
+//	}
+//
+// The tests keep to the connections that ps-lite makes, which not every transport
+// can do without: nodes of different roles connect to each other, and a server
+// sends data to a worker only after it has heard from it.
+package vantest
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Limit is how long anything in a test may take.
+const Limit = 30 * time.Second
+
+// Suite says what to test and what can be expected of it.
+type Suite struct {
+	// New makes a van that is not bound. All vans of a Suite can reach each other.
+	New func(t testing.TB) van.Van
+
+	// Host is the name at which nodes listen; "" is 127.0.0.1.
+	Host string
+
+	// BadHost is a name at which no node can listen; "" is 192.0.2.1, an address
+	// that RFC 5737 keeps for documentation.
+	BadHost string
+
+	// Lossy is set for vans that lose messages and send them again: only what they
+	// promise is tested then, that messages arrive once, in whatever order.
+	Lossy bool
+
+	// MaxAllocs is how many allocations a round trip of two data messages may cost
+	// in steady state, on both sides together. It is reported in any case, and
+	// checked when not negative and not built with -race.
+	MaxAllocs float64
+}
+
+// Run runs the suite.
+func Run(t *testing.T, s Suite) {
+	if s.Host == "" {
+		s.Host = "127.0.0.1"
+	}
+	if s.BadHost == "" {
+		s.BadHost = "192.0.2.1"
+	}
+	for _, c := range []struct {
+		name  string
+		test  func(*world)
+		lossy bool // also makes sense for lossy vans
+	}{
+		{"BindAnyPort", bindAnyPort, true},
+		{"BindPortInUse", bindPortInUse, true},
+		{"BindBadHost", bindBadHost, true},
+		{"ConnectBeforeBind", connectBeforeBind, true},
+		{"UnknownPeer", unknownPeer, true},
+		{"Intact", intact, true},
+		{"Large", large, false},
+		{"MetaIntact", metaIntact, true},
+		{"SenderID", senderID, false},
+		{"PostSend", postSend, true},
+		{"ManyToOne", manyToOne, true},
+		{"OneToMany", oneToMany, true},
+		{"Retain", retain, false},
+		{"Done", done, true},
+		{"BlockedReceiver", blockedReceiver, false},
+		{"BlockedPeer", blockedPeer, false},
+		{"Rename", rename, true},
+		{"Disconnect", disconnect, true},
+		{"Replace", replace, true},
+		{"Restart", restart, false},
+		{"PeerCloses", peerCloses, false},
+		{"CloseWhileBusy", closeWhileBusy, true},
+		{"CloseDelivers", closeDelivers, true},
+		{"CloseTwice", closeTwice, true},
+		{"Allocations", allocations, false},
+	} {
+		if s.Lossy && !c.lossy {
+			continue
+		}
+		t.Run(c.name, func(t *testing.T) {
+			w := &world{T: t, suite: s}
+			t.Cleanup(w.end)
+			w.before = stacks()
+			c.test(w)
+		})
+	}
+}
