@@ -1,0 +1,23 @@
+package drop_test
+
+import (
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/drop"
+	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+func TestConformance(t *testing.T) {
+	make := inproc.NewNetwork().Factory()
+	vantest.Run(t, vantest.Suite{BadHost: "no host", New: func(t testing.TB) van.Van {
+		inner, err := make(van.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		v := drop.New(inner, 0, 1, nil)
+		v.Enable()
+		return v
+	}})
+}

@@ -1,0 +1,90 @@
+// Package drop is PS_DROP_MSG: a van around a van that loses a share of what it
+// receives, to test that the rest of the system copes. Unlike ps-lite, which
+// draws once for all messages of a second, it draws for each message.
+package drop
+
+import (
+	"log/slog"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Van is a van that loses messages. The van.Van inside does all else.
+type Van struct {
+	van.Van
+	percent int
+	log     *slog.Logger
+	enabled atomic.Bool
+	dropped atomic.Uint64
+
+	mu  sync.Mutex
+	rng *rand.Rand
+}
+
+var (
+	_ van.Van     = (*Van)(nil)
+	_ van.Wrapper = (*Van)(nil)
+)
+
+// New wraps inner. percent, 0 to 100, is the share of received messages of every
+// kind, control messages too, that are lost after Enable. Values outside count
+// as the nearer end. A seed of 0 is replaced by one from the time; the seed in
+// use is logged, so that the draws, in the order in which messages come, can be
+// repeated. log may be nil.
+//
+// A van that resends must be wrapped around this one. Use van.As to find the
+// optional abilities of inner.
+func New(inner van.Van, percent int, seed uint64, log *slog.Logger) *Van {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	if seed == 0 {
+		seed = uint64(time.Now().UnixNano())
+	}
+	percent = min(max(percent, 0), 100)
+	if percent > 0 {
+		log.Warn("received messages will be dropped", "percent", percent, "seed", seed)
+	}
+	return &Van{Van: inner, percent: percent, log: log, rng: rand.New(rand.NewPCG(seed, seed))}
+}
+
+// Enable begins to drop. Call it when the node is ready.
+func (v *Van) Enable() { v.enabled.Store(true) }
+
+// Dropped is the number of messages dropped so far.
+func (v *Van) Dropped() uint64 { return v.dropped.Load() }
+
+// Unwrap implements van.Wrapper.
+func (v *Van) Unwrap() van.Van { return v.Van }
+
+// Start implements van.Van.
+func (v *Van) Start(recv van.Receiver) {
+	if v.percent == 0 {
+		v.Van.Start(recv)
+		return
+	}
+	v.Van.Start(func(m *van.Message) {
+		if v.enabled.Load() && v.draw() {
+			v.dropped.Add(1)
+			v.log.Warn("dropped a message", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
+			return
+		}
+		recv(m)
+	})
+}
+
+func (v *Van) draw() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.rng.IntN(100) < v.percent
+}
+
+// metaString puts off the formatting until a line is really logged.
+type metaString van.Meta
+
+// LogValue implements slog.LogValuer.
+func (m *metaString) LogValue() slog.Value { return slog.StringValue((*van.Meta)(m).String()) }

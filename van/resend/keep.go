@@ -1,0 +1,286 @@
+package resend
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// key names a kept message: the peer, whose whole id is known here, and the
+// signature that it will acknowledge.
+type key struct {
+	peer int
+	sig  uint64
+}
+
+// entry is a kept message. Its frames are the caller's: they are not copied.
+type entry struct {
+	key   key
+	done  van.Completion // the caller's
+	refs  atomic.Int32   // one while kept, one for each Send that inner has not completed
+	start time.Time
+
+	sending sync.Mutex // around inner.Send, which writes to msg
+	msg     van.Message
+
+	// Under Van.mu:
+	held       bool // it is in the table
+	queued     bool // it is in the list, and not behind another one of its key
+	tries      int
+	due        time.Time
+	prev, next *entry // in the list by due
+	behind     *entry // the next message with the same key
+}
+
+var entries = sync.Pool{New: func() any { return new(entry) }}
+
+// Sent implements van.Completion for the inner van.
+func (e *entry) Sent() { e.release() }
+
+func (e *entry) release() {
+	if e.refs.Add(-1) > 0 {
+		return
+	}
+	done := e.done
+	e.done = nil
+	e.msg.Reset()
+	entries.Put(e)
+	if done != nil {
+		done.Sent()
+	}
+}
+
+// transmit hands e to the inner van. The caller has a hold on e.
+func (v *Van) transmit(e *entry) error {
+	e.sending.Lock()
+	defer e.sending.Unlock()
+	e.refs.Add(1)
+	err := v.inner.Send(&e.msg)
+	if err != nil {
+		e.refs.Add(-1) // the caller's hold remains
+	}
+	return err
+}
+
+// Send implements van.Van. The message's frames are kept, not copied, until it is
+// acknowledged or given up; then Done is called. A message without Done may have
+// its frames' bytes changed after its answer has come, as usual.
+func (v *Van) Send(m *van.Message) error {
+	self := int(v.id.Load())
+	if !v.enabled.Load() || !tracked(m) || m.Receiver < 0 || self == van.Empty {
+		return v.inner.Send(m)
+	}
+	e := entries.Get().(*entry)
+	e.msg.Reset()
+	e.msg.Meta.CopyFrom(&m.Meta)
+	e.msg.Receiver, e.msg.Frames = m.Receiver, m.Frames
+	e.msg.Keys, e.msg.Vals, e.msg.Lens, e.msg.Placed = m.Keys, m.Vals, m.Lens, m.Placed
+	e.msg.Done = e
+	e.done, e.start = m.Done, time.Now()
+	e.key = key{m.Receiver, signature(&m.Meta, self, m.Receiver)}
+	e.refs.Store(2) // the table's and this call's
+	e.tries, e.behind = 0, nil
+
+	v.mu.Lock()
+	if v.closed {
+		v.mu.Unlock()
+		e.done = nil
+		e.refs.Store(1)
+		e.release()
+		return &van.Error{Op: "send", Node: van.NodeName(self), Peer: van.NodeName(m.Receiver), Err: van.ErrClosed}
+	}
+	e.held = true
+	v.count++
+	if head := v.kept[e.key]; head != nil {
+		for head.behind != nil {
+			head = head.behind
+		}
+		head.behind = e
+		e.queued = false
+		v.mu.Unlock()
+		e.release()
+		return nil
+	}
+	v.kept[e.key] = e
+	v.scheduleLocked(e)
+	v.mu.Unlock()
+
+	err := v.transmit(e)
+	if err != nil {
+		if next, ok := v.remove(e); ok {
+			e.done = nil // the caller learns it from the error
+			e.release()
+			defer v.launch(next)
+		} else {
+			err = nil // given up meanwhile, which has been told
+		}
+	} else if !m.IsControl() {
+		e.sending.Lock()
+		m.RequestTrace.PostSend, m.ResponseTrace.PostSend = e.msg.RequestTrace.PostSend, e.msg.ResponseTrace.PostSend
+		e.sending.Unlock()
+	}
+	e.release()
+	return err
+}
+
+// scheduleLocked puts e at the end of the list: all wait equally long.
+func (v *Van) scheduleLocked(e *entry) {
+	e.tries++
+	e.due = time.Now().Add(v.opts.Timeout)
+	e.queued = true
+	e.prev, e.next = v.last, nil
+	if v.last == nil {
+		v.first = e
+		select {
+		case v.wake <- struct{}{}:
+		default:
+		}
+	} else {
+		v.last.next = e
+	}
+	v.last = e
+}
+
+func (v *Van) unlinkLocked(e *entry) {
+	if !e.queued {
+		return
+	}
+	e.queued = false
+	if e.prev == nil {
+		v.first = e.next
+	} else {
+		e.prev.next = e.next
+	}
+	if e.next == nil {
+		v.last = e.prev
+	} else {
+		e.next.prev = e.prev
+	}
+	e.prev, e.next = nil, nil
+}
+
+// remove takes e, the first of its key, out of the table. It reports false when
+// somebody else has done so. Otherwise the caller has the table's hold on e, and
+// passes next, if any, to launch.
+func (v *Van) remove(e *entry) (next *entry, ok bool) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.removeLocked(e)
+}
+
+func (v *Van) removeLocked(e *entry) (next *entry, ok bool) {
+	if !e.held {
+		return nil, false
+	}
+	e.held = false
+	v.unlinkLocked(e)
+	if next = e.behind; next != nil {
+		e.behind = nil
+		v.kept[e.key] = next
+		next.refs.Add(1)
+		v.scheduleLocked(next)
+	} else {
+		delete(v.kept, e.key)
+	}
+	v.fewerLocked(1)
+	return next, true
+}
+
+func (v *Van) fewerLocked(n int) {
+	if v.count -= n; v.count == 0 && v.none != nil {
+		close(v.none)
+		v.none = nil
+	}
+}
+
+// launch sends, for the first time, what has waited behind another message.
+func (v *Van) launch(e *entry) {
+	for e != nil {
+		var next *entry
+		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) {
+			var ok bool
+			if next, ok = v.remove(e); ok {
+				v.fail(e, err)
+			}
+		}
+		e.release()
+		e = next
+	}
+}
+
+// acknowledged ends the keeping of a message.
+func (v *Van) acknowledged(k key) {
+	v.mu.Lock()
+	e := v.kept[k]
+	var next *entry
+	if e != nil {
+		next, _ = v.removeLocked(e)
+	}
+	back := v.quiet[k.peer]
+	delete(v.quiet, k.peer)
+	v.mu.Unlock()
+	if e != nil {
+		e.release()
+		v.launch(next)
+	}
+	if back && v.watch != nil {
+		v.watch(k.peer, true, nil)
+	}
+}
+
+// fail tells of a message that has been removed because of err.
+func (v *Van) fail(e *entry, err error) {
+	if v.opts.OnFail != nil {
+		f := Failure{Peer: e.key.peer, Err: err}
+		e.sending.Lock()
+		f.Meta.CopyFrom(&e.msg.Meta)
+		e.sending.Unlock()
+		v.opts.OnFail(f)
+	}
+	e.release()
+}
+
+// take removes everything that is kept for peer, or for all with all.
+func (v *Van) take(peer int, all bool) []*entry {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	var taken []*entry
+	for k, e := range v.kept {
+		if !all && k.peer != peer {
+			continue
+		}
+		delete(v.kept, k)
+		for e != nil {
+			next := e.behind
+			e.behind, e.held = nil, false
+			v.unlinkLocked(e)
+			taken = append(taken, e)
+			e = next
+		}
+	}
+	if len(taken) > 0 {
+		v.fewerLocked(len(taken))
+	}
+	return taken
+}
+
+func (v *Van) giveUp(peer int, cause error) {
+	for _, e := range v.take(peer, false) {
+		v.fail(e, cause)
+	}
+}
+
+func (v *Van) dropKept(peer int) {
+	for _, e := range v.take(peer, false) {
+		e.release()
+	}
+}
+
+func (v *Van) dropAll() {
+	for _, e := range v.take(0, true) {
+		e.release()
+	}
+}

@@ -1,0 +1,312 @@
+package resend
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Defaults of Options; those of ps-lite where it has them.
+const (
+	DefaultTimeout  = time.Second
+	DefaultMaxTries = 10
+)
+
+// Options says how patient a Van is. The zero Options are the defaults.
+type Options struct {
+	// Timeout is PS_RESEND_TIMEOUT: a message is sent again whenever so much time
+	// has passed without an acknowledgement.
+	Timeout time.Duration
+	// MaxTries is how often a message is sent before it fails, the first time
+	// included.
+	MaxTries int
+	// CloseWait is how long Close waits at most for the last acknowledgements; by
+	// default three Timeouts. A peer that has gone too would never answer.
+	CloseWait time.Duration
+	// OnFail is told of messages that were given up: MaxTries times unanswered
+	// (Err wraps van.ErrTimeout), or their peer is lost (van.ErrPeerLost). It must
+	// not block.
+	OnFail func(Failure)
+	Log    *slog.Logger
+}
+
+// Failure is a message that was given up. Meta is the callee's to keep.
+type Failure struct {
+	Peer int
+	Meta van.Meta
+	Err  error
+}
+
+// Van is a van that resends.
+type Van struct {
+	inner van.Van
+	opts  Options
+	log   *slog.Logger
+	up    van.Receiver
+	watch func(id int, up bool, cause error)
+
+	id      atomic.Int64
+	enabled atomic.Bool
+	warned  atomic.Bool
+	closing sync.Once
+
+	mu      sync.Mutex
+	kept    map[key]*entry // the first of each key; others hang on it
+	count   int            // all of them
+	first   *entry         // of a list by the time of the next try
+	last    *entry
+	conns   map[int]string // peers and their addresses
+	quiet   map[int]bool   // peers that have let a message time out
+	closed  bool
+	none    chan struct{} // if not nil, closed when count falls to 0
+	wake    chan struct{}
+	quit    chan struct{}
+	monitor sync.WaitGroup
+
+	seenMu sync.Mutex
+	seen   map[int]*history
+}
+
+var (
+	_ van.Van         = (*Van)(nil)
+	_ van.Wrapper     = (*Van)(nil)
+	_ van.PeerWatcher = (*Van)(nil)
+)
+
+// New wraps inner, which must not have been started. Until Enable is called,
+// messages pass as they are. Use van.As to find the other abilities of inner.
+func New(inner van.Van, opts Options) *Van {
+	if opts.Timeout <= 0 {
+		opts.Timeout = DefaultTimeout
+	}
+	if opts.MaxTries <= 0 {
+		opts.MaxTries = DefaultMaxTries
+	}
+	if opts.CloseWait <= 0 {
+		opts.CloseWait = 3 * opts.Timeout
+	}
+	if opts.Log == nil {
+		opts.Log = slog.New(slog.DiscardHandler)
+	}
+	v := &Van{inner: inner, opts: opts, log: opts.Log,
+		kept: map[key]*entry{}, conns: map[int]string{}, quiet: map[int]bool{}, seen: map[int]*history{},
+		wake: make(chan struct{}, 1), quit: make(chan struct{})}
+	v.id.Store(van.Empty)
+	if w, ok := van.As[van.PeerWatcher](inner); ok {
+		w.WatchPeers(v.peerChanged)
+	}
+	return v
+}
+
+// Enable begins to keep and to acknowledge messages. Call it when the node's
+// start-up is complete, as ps-lite does. Calling it again is harmless.
+func (v *Van) Enable() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.closed || v.enabled.Swap(true) {
+		return
+	}
+	v.monitor.Add(1)
+	go v.monitorRun()
+}
+
+// Unwrap implements van.Wrapper.
+func (v *Van) Unwrap() van.Van { return v.inner }
+
+// WatchPeers implements van.PeerWatcher, whether or not the inner van does: a
+// peer is also reported as down when it has let a message time out, and as up
+// when it acknowledges one again.
+func (v *Van) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
+
+// Type implements van.Van.
+func (v *Van) Type() string { return v.inner.Type() }
+
+// Bind implements van.Van.
+func (v *Van) Bind(ctx context.Context, self van.Node) (int, error) {
+	v.id.Store(int64(self.ID))
+	return v.inner.Bind(ctx, self)
+}
+
+// Start implements van.Van.
+func (v *Van) Start(recv van.Receiver) {
+	v.up = recv
+	v.inner.Start(v.receive)
+}
+
+// SetID implements van.Van.
+func (v *Van) SetID(id int) {
+	v.warnAbout(id)
+	v.id.Store(int64(id))
+	v.inner.SetID(id)
+}
+
+// warnAbout warns once of ids that signatures cannot tell apart.
+func (v *Van) warnAbout(id int) {
+	if id > 255 && id != van.Empty && !v.warned.Swap(true) {
+		v.log.Warn("PS_RESEND tells only instance ranks 0 to 123 apart", "node", van.NodeName(id))
+	}
+}
+
+// Connect implements van.Van. A peer that comes again under the same id is taken
+// for one that has been started again: it may use its timestamps anew. What is
+// kept for it is sent again only if its address is the same.
+func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
+	v.warnAbout(id)
+	if err := v.inner.Connect(ctx, id, peer); err != nil {
+		return err
+	}
+	addr := peer.Addr()
+	v.mu.Lock()
+	old, again := v.conns[id]
+	v.conns[id] = addr
+	delete(v.quiet, id)
+	v.mu.Unlock()
+	if again {
+		v.forget(id)
+		if old != addr {
+			v.giveUp(id, &van.Error{Op: "connection", Peer: van.NodeName(id) + " at " + old, Detail: "replaced by " + addr, Err: van.ErrPeerLost})
+		}
+	}
+	return nil
+}
+
+// Rename implements van.Van.
+func (v *Van) Rename(old, id int) error {
+	if err := v.inner.Rename(old, id); err != nil || old == id {
+		return err
+	}
+	v.dropKept(id)
+	v.dropKept(old)
+	v.mu.Lock()
+	if addr, ok := v.conns[old]; ok {
+		v.conns[id] = addr
+		delete(v.conns, old)
+	}
+	v.mu.Unlock()
+	return nil
+}
+
+// Disconnect implements van.Van. What was not acknowledged is not sent again.
+func (v *Van) Disconnect(id int) {
+	v.mu.Lock()
+	delete(v.conns, id)
+	delete(v.quiet, id)
+	v.mu.Unlock()
+	v.dropKept(id)
+	v.forget(id)
+	v.inner.Disconnect(id)
+}
+
+// Close implements van.Van. Before that it waits for acknowledgements, no longer
+// than Options.CloseWait.
+func (v *Van) Close(ctx context.Context) error {
+	v.closing.Do(func() {
+		v.mu.Lock()
+		v.closed = true
+		v.mu.Unlock()
+		v.awaitAcks(ctx)
+		close(v.quit)
+		v.monitor.Wait()
+		v.dropAll()
+	})
+	return v.inner.Close(ctx)
+}
+
+func (v *Van) awaitAcks(ctx context.Context) {
+	limit := time.NewTimer(v.opts.CloseWait)
+	defer limit.Stop()
+	v.mu.Lock()
+	count := v.count
+	none := make(chan struct{})
+	v.none = none
+	v.mu.Unlock()
+	if count == 0 {
+		return
+	}
+	select {
+	case <-none:
+		return
+	case <-limit.C:
+	case <-ctx.Done():
+	}
+	v.log.Warn("closed with messages that were not acknowledged", "node", van.NodeName(int(v.id.Load())))
+}
+
+// receive takes a message from the inner van.
+func (v *Van) receive(m *van.Message) {
+	if m.Control.Cmd == van.Ack {
+		v.acknowledged(key{m.Sender, m.Control.MsgSig})
+		return
+	}
+	if !tracked(m) || m.Sender == van.Empty || m.Sender < 0 {
+		v.up(m)
+		return
+	}
+	duplicate := v.note(m)
+	if v.enabled.Load() {
+		v.acknowledge(m)
+	}
+	if duplicate {
+		v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
+		return
+	}
+	v.up(m)
+}
+
+var acks = sync.Pool{New: func() any { return new(van.Message) }}
+
+func (v *Van) acknowledge(m *van.Message) {
+	ack := acks.Get().(*van.Message)
+	ack.Reset()
+	ack.Receiver = m.Sender
+	ack.Control.Cmd = van.Ack
+	ack.Control.MsgSig = signature(&m.Meta, m.Sender, int(v.id.Load()))
+	if err := v.inner.Send(ack); err != nil {
+		v.log.Debug("no acknowledgement sent", "err", err)
+	}
+	acks.Put(ack)
+}
+
+// tracked tells whether a message is acknowledged. A control message without a
+// timestamp has nothing by which to name it.
+func tracked(m *van.Message) bool {
+	switch m.Control.Cmd {
+	case van.Ack, van.Terminate:
+		return false
+	case van.EmptyCmd:
+		return true
+	}
+	return m.Timestamp != van.Empty
+}
+
+// signature is the name of a message in acknowledgements.
+func signature(m *van.Meta, sender, receiver int) uint64 {
+	low := m.Timestamp << 1
+	if m.Request {
+		low |= 1
+	}
+	return uint64(uint16(m.AppID))<<48 | uint64(uint8(sender))<<40 | uint64(uint8(receiver))<<32 | uint64(int64(low))
+}
+
+// metaString puts off the formatting until a line is really logged.
+type metaString van.Meta
+
+func (m *metaString) LogValue() slog.Value { return slog.StringValue((*van.Meta)(m).String()) }
+
+// peerChanged is told by the inner van.
+func (v *Van) peerChanged(id int, up bool, cause error) {
+	if !up {
+		if cause == nil {
+			cause = fmt.Errorf("connection to %s: %w", van.NodeName(id), van.ErrPeerLost)
+		}
+		v.giveUp(id, cause)
+	}
+	if v.watch != nil {
+		v.watch(id, up, cause)
+	}
+}
