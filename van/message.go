@@ -12,7 +12,7 @@ import (
 // To send one, fill it and call Van.Send; when Send returns, the Message itself
 // may be used again, but the bytes its frames point to belong to the transport
 // until Done has been called (or, without Done, until the answer to the message
-// has come).
+// has come). Frames shorter than CopyBelow are copied by Send.
 //
 // A received Message belongs to the transport. It is valid until the receiver
 // function returns; who needs it or its frames longer calls Retain first and
@@ -41,6 +41,10 @@ type Message struct {
 	owner  Owner
 	native unsafe.Pointer
 }
+
+// CopyBelow is the length in bytes from which a frame is lent to the transport
+// rather than copied by Send: a key, for one, is shorter.
+const CopyBelow = 34
 
 // Completion is told that a transport has let go of a message's bytes.
 type Completion interface{ Sent() }

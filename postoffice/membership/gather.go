@@ -72,6 +72,9 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 
 // recheckBarriers fails the barriers that can no longer be complete.
 func (m *Machine) recheckBarriers() {
+	if !m.anyDown() {
+		return
+	}
 	for _, key := range m.sched.openBarriers() {
 		came := m.sched.gathers[key]
 		possible := len(came)

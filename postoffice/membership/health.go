@@ -33,6 +33,15 @@ func (m *Machine) isDown(id int) bool {
 	return h != nil && h.down != 0
 }
 
+func (m *Machine) anyDown() bool {
+	for _, h := range m.health {
+		if h.down != 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // heard notes a sign of life.
 func (m *Machine) heard(now time.Duration, from int) {
 	if h := m.health[from]; h != nil {
@@ -63,7 +72,7 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	if m.health[id] == nil {
 		return
 	}
-	err := fmt.Errorf("connection lost: %w: %w", van.ErrPeerLost, cause)
+	err := &lossError{"connection lost: " + cause.Error(), cause}
 	if m.sched == nil && m.finalizing() != nil {
 		if _, known := m.held[id]; !known && !m.isDown(id) {
 			m.held[id] = err
@@ -123,8 +132,7 @@ func (m *Machine) markDown(id int, r reason, cause error) {
 		m.tellAll(id, notice{verb: verbDead, id: id, text: cause.Error()})
 		m.recheckBarriers()
 	} else if id == van.SchedulerID {
-		m.failTickets(func(*ticket) bool { return true }, &van.Error{Op: "barrier", Node: m.name(),
-			Peer: m.peer(van.SchedulerID), Err: cause})
+		m.failTickets(func(*ticket) bool { return true }, van.Error{Peer: m.peer(van.SchedulerID), Err: cause})
 	}
 }
 
@@ -175,8 +183,8 @@ func (m *Machine) tickHealth(now time.Duration) {
 	}
 	for _, id := range m.watched() {
 		if h := m.health[id]; h.down&silent == 0 && now-h.seen >= m.cfg.HeartbeatTimeout {
-			m.markDown(id, silent, fmt.Errorf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s): %w", now-h.seen,
-				m.cfg.HeartbeatTimeout, van.ErrPeerLost))
+			m.markDown(id, silent, &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-h.seen,
+				m.cfg.HeartbeatTimeout)})
 		}
 	}
 }

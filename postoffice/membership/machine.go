@@ -196,7 +196,7 @@ func (m *Machine) fail(err error) {
 	if m.phase == failed {
 		return
 	}
-	m.failTickets(func(*ticket) bool { return true }, err)
+	m.failTickets(func(*ticket) bool { return true }, van.Error{Err: err})
 	m.phase = failed
 	m.emit(Failed{err})
 }

@@ -161,7 +161,7 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 		if moved {
 			m.fail(&van.Error{Op: "stay in the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID),
 				Detail: fmt.Sprintf("%s was taken for dead and its place given to %s", m.self.Addr(), n.Addr()),
-				Err:    van.ErrClosed})
+				Err:    ErrRefused})
 		}
 		return
 	}
@@ -192,7 +192,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 	switch n.verb {
 	case verbError:
 		m.fail(&van.Error{Op: "join the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: n.text,
-			Err: van.ErrClosed})
+			Err: ErrRefused})
 	case verbWaiting:
 		if m.phase == joining {
 			m.schedulerSaid = n.text
@@ -213,7 +213,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 			return nil
 		}
 		if n.verb == verbDead {
-			m.markDown(n.id, declared, fmt.Errorf("the scheduler says: %s: %w", n.text, van.ErrPeerLost))
+			m.markDown(n.id, declared, &lossError{text: "the scheduler says: " + n.text})
 		} else {
 			m.markUp(now, n.id, declared)
 		}

@@ -59,8 +59,8 @@ type Waiting struct{ Report Report }
 // BarrierDone says that everybody has come to the barrier.
 type BarrierDone struct{ Ticket int }
 
-// BarrierFailed says that the barrier will not be complete. Err wraps
-// van.ErrPeerLost, van.ErrTimeout or van.ErrClosed.
+// BarrierFailed says that the barrier will not be complete. Err is a
+// *van.Error that wraps van.ErrPeerLost or van.ErrTimeout, or what ended the node.
 type BarrierFailed struct {
 	Ticket int
 	Err    error

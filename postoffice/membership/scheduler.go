@@ -215,7 +215,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 			m.sendTable(n.ID, m.fullTable())
 			return
 		}
-		m.markDown(n.ID, connLost, fmt.Errorf("restarted at %s: %w", rec.Addr(), van.ErrPeerLost))
+		m.markDown(n.ID, connLost, &lossError{text: "restarted at " + rec.Addr()})
 		if rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID) {
 			id = n.ID
 		}
@@ -282,11 +282,13 @@ func (m *Machine) joinLost(temp int, cause error) {
 	for _, j := range m.sched.joins {
 		if j.temp == temp && j.lost == nil {
 			j.lost = cause
-			m.remember(&m.sched.vanished, fmt.Sprintf("%s (%s)", describe(&j.node), cause))
+			m.remember(&m.sched.vanished, gone(j, cause))
 			m.emit(Warning{fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
 		}
 	}
 }
+
+func gone(j *join, cause error) string { return fmt.Sprintf("%s (%s)", describe(&j.node), cause) }
 
 // joinBack gives a node its place back, unless another has it by now.
 func (m *Machine) joinBack(now time.Duration, temp int) {
@@ -300,6 +302,7 @@ func (m *Machine) joinBack(now time.Duration, temp int) {
 			m.refuse(&j.node, why)
 			return
 		}
+		m.sched.vanished = slices.DeleteFunc(m.sched.vanished, func(s string) bool { return s == gone(j, j.lost) })
 		j.lost = nil
 		m.complete(now)
 		return
@@ -320,7 +323,7 @@ func (m *Machine) refuse(rec *van.Node, why string) {
 	m.sched.lastTemp--
 	temp := m.sched.lastTemp
 	m.connect(temp, *rec)
-	m.tell(temp, notice{verb: verbError, text: describe(rec) + " was refused: " + why})
+	m.tell(temp, notice{verb: verbError, text: describe(rec) + ": " + why})
 	m.disconnect(temp)
 	m.remember(&m.sched.refused, describe(rec)+": "+why)
 	m.emit(Warning{fmt.Sprintf("refused %s: %s", describe(rec), why)})

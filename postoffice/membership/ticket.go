@@ -23,6 +23,8 @@ type ticket struct {
 	deadline time.Duration // 0: none
 }
 
+func (t *ticket) name() string { return kindName(t.instance) + " barrier over " + groupName(t.group) }
+
 // Barrier starts a barrier of customer (usually 0) over a group (1 to 7, or a
 // node id, which needs nobody else) that this node belongs to, and returns a
 // ticket that BarrierDone or BarrierFailed will name. With instance true it waits
@@ -53,24 +55,23 @@ func (m *Machine) Finalize(now time.Duration, customer int) (int, error) {
 
 func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 	refuse := func(detail string, err error) (int, error) {
-		return 0, &van.Error{Op: "barrier", Node: m.name(), Detail: detail, Err: err}
+		return 0, &van.Error{Op: t.name(), Node: m.name(), Detail: detail, Err: err}
 	}
-	what := kindName(t.instance) + " barrier over " + groupName(t.group)
 	switch {
 	case m.phase == failed || m.leaving:
-		return refuse(what, van.ErrClosed)
+		return refuse("", van.ErrClosed)
 	case m.phase != ready:
-		return refuse(what+" before start-up is complete", van.ErrInvalid)
+		return refuse("start-up is not complete", van.ErrInvalid)
 	case t.customer < 0 || t.customer > math.MaxInt32:
 		return refuse(fmt.Sprintf("customer %d: want 0 or more", t.customer), van.ErrInvalid)
 	case m.cfg.members(t.group) == nil:
 		return refuse(fmt.Sprintf("group %d: want 1 to 7 or the id of a node", t.group), van.ErrInvalid)
 	case t.group > van.AllNodes && t.group != m.self.ID,
 		t.group <= van.AllNodes && t.group&groupBit(m.self.Role) == 0:
-		return refuse(groupName(t.group)+" does not contain this node", van.ErrInvalid)
+		return refuse("this node is not in it", van.ErrInvalid)
 	}
 	if m.isDown(van.SchedulerID) {
-		return 0, &van.Error{Op: "barrier", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: what,
+		return 0, &van.Error{Op: t.name(), Node: m.name(), Peer: m.peer(van.SchedulerID),
 			Err: m.health[van.SchedulerID].cause}
 	}
 	m.lastTicket++
@@ -108,13 +109,13 @@ func (m *Machine) ask() {
 // CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. The
 // request cannot be taken back, so others may count this node as present. An
 // unknown ticket, or one that has ended, is ignored.
-func (m *Machine) CancelBarrier(now time.Duration, n int) {
-	m.failTickets(func(t *ticket) bool { return t.n == n }, m.tooLate(now, 0))
+func (m *Machine) CancelBarrier(n int) {
+	m.failTickets(func(t *ticket) bool { return t.n == n }, m.tooLate(0))
 }
 
 // tooLate is the error of a barrier that this node no longer waits for.
-func (m *Machine) tooLate(now, limit time.Duration) error {
-	err := &van.Error{Op: "barrier", Node: m.name(), Limit: limit, Err: van.ErrTimeout}
+func (m *Machine) tooLate(limit time.Duration) van.Error {
+	err := van.Error{Limit: limit, Err: van.ErrTimeout}
 	if m.sched != nil {
 		err.Detail = m.barriersText()
 	} else {
@@ -162,13 +163,13 @@ func (m *Machine) barrierRefused(n notice) {
 		return
 	}
 	t := m.tickets[i]
-	m.failTickets(func(e *ticket) bool { return e == t }, &van.Error{Op: "barrier", Node: m.name(),
-		Peer: m.peer(van.SchedulerID), Detail: n.text, Err: van.ErrPeerLost})
+	m.failTickets(func(e *ticket) bool { return e == t }, van.Error{Peer: m.peer(van.SchedulerID),
+		Err: &lossError{text: n.text}})
 }
 
 // failTickets ends the barriers that which selects, and reports the losses that a
 // Finalize among them kept back.
-func (m *Machine) failTickets(which func(*ticket) bool, err error) {
+func (m *Machine) failTickets(which func(*ticket) bool, why van.Error) {
 	var out []*ticket
 	m.tickets = slices.DeleteFunc(m.tickets, func(t *ticket) bool {
 		if which(t) {
@@ -178,8 +179,9 @@ func (m *Machine) failTickets(which func(*ticket) bool, err error) {
 		return false
 	})
 	for _, t := range out {
-		e := fmt.Errorf("%s barrier over %s: %w", kindName(t.instance), groupName(t.group), err)
-		m.emit(BarrierFailed{t.n, e})
+		e := why
+		e.Op, e.Node = t.name(), m.name()
+		m.emit(BarrierFailed{t.n, &e})
 	}
 	if len(out) == 0 {
 		return
@@ -213,12 +215,12 @@ func (m *Machine) reportHeld() {
 func (m *Machine) tickTickets(now time.Duration) {
 	for _, t := range slices.Clone(m.tickets) {
 		if t.deadline > 0 && now >= t.deadline {
-			m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(now, t.deadline-t.since))
+			m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t.deadline-t.since))
 		}
 	}
 	if err, ok := m.held[van.SchedulerID]; ok && now >= m.heldAt+leaveGrace && m.finalizing() != nil {
-		m.failTickets(func(*ticket) bool { return true }, &van.Error{Op: "barrier", Node: m.name(),
-			Peer: m.peer(van.SchedulerID), Detail: "it went before its release came", Err: err})
+		m.failTickets(func(*ticket) bool { return true }, van.Error{Peer: m.peer(van.SchedulerID),
+			Detail: "it went before its release came", Err: err})
 	}
 }
 

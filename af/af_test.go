@@ -1,0 +1,174 @@
+package af_test
+
+import (
+	"context"
+
+	"log/slog"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// cluster is all nodes of a cluster in this process.
+type cluster struct {
+	scheduler *postoffice.Node
+	servers   []*postoffice.Node
+	workers   []*postoffice.Node
+}
+
+// start starts a cluster whose configuration set may change. A nil network means
+// ZMQ over loopback.
+func start(t testing.TB, workers, servers, group int, network *inproc.Network, set func(*postoffice.Config)) *cluster {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 6*time.Second)
+	defer cancel()
+	port := 9000
+	if network == nil {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		port = l.Addr().(*net.TCPAddr).Port
+		l.Close()
+	}
+	c := &cluster{servers: make([]*postoffice.Node, servers*group), workers: make([]*postoffice.Node, workers*group)}
+	var wg sync.WaitGroup
+	run := func(role string, rank int, n **postoffice.Node) {
+		wg.Go(func() {
+			cfg := postoffice.DefaultConfig()
+			cfg.Role, cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = role, workers, servers, group
+			cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", port, "127.0.0.1"
+			cfg.NodeRank, cfg.GPU = rank/group, rank%group
+			if set != nil {
+				set(cfg)
+			}
+			o := postoffice.Options{Config: cfg, Log: slog.New(slog.DiscardHandler)}
+			if network != nil {
+				o.Van = network.Factory()
+			}
+			var err error
+			if *n, err = postoffice.Start(ctx, o); err != nil {
+				t.Errorf("%s %d: %v", role, rank, err)
+			}
+		})
+	}
+	run("scheduler", 0, &c.scheduler)
+	for i := range c.servers {
+		run("server", i, &c.servers[i])
+	}
+	for i := range c.workers {
+		run("worker", i, &c.workers[i])
+	}
+	wg.Wait()
+	if t.Failed() {
+		t.FailNow()
+	}
+	return c
+}
+
+func (c *cluster) nodes() []*postoffice.Node {
+	return append(append([]*postoffice.Node{c.scheduler}, c.servers...), c.workers...)
+}
+
+func (c *cluster) finalize(t testing.TB) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, n := range c.nodes() {
+		wg.Go(func() {
+			if err := n.Finalize(ctx); err != nil {
+				t.Errorf("finalize: %v", err)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func tensor(t testing.TB, s []float32, shape ...int64) af.Tensor {
+	t.Helper()
+	x, err := af.FromSlice(s, shape...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+func TestPushPull(t *testing.T) {
+	for name, mk := range map[string]func() *inproc.Network{"inproc": inproc.NewNetwork, "zmq": func() *inproc.Network { return nil }} {
+		t.Run(name, func(t *testing.T) {
+			c := start(t, 2, 2, 1, mk(), nil)
+			for _, n := range c.servers {
+				s, err := af.NewTensorServer(n, af.Options{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				rank := float32(n.Rank() + 1)
+				err = s.SetRequestHandle(func(b af.Batch) {
+					sum := make([]float32, 8)
+					for _, p := range b.Pushes() {
+						v, err := af.Slice[float32](p.Val)
+						if err != nil {
+							t.Error(err)
+						}
+						for i := range v {
+							sum[i] += v[i] * rank
+						}
+					}
+					var out []af.KeyTensor
+					for _, p := range b.Pulls() {
+						out = append(out, af.KeyTensor{Key: p.Key, Val: tensor(t, sum, 2, 4)})
+					}
+					if err := b.Response(out, nil); err != nil {
+						t.Error(err)
+					}
+				})
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			for _, n := range c.workers {
+				w, err := af.NewTensorWorker(n, af.Options{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				a, b := make([]float32, 8), make([]float32, 8)
+				for round := range 100 {
+					for i := range a {
+						a[i], b[i] = float32(i+round), float32(10*i)
+					}
+					out := [2][]float32{make([]float32, 8), make([]float32, 8)}
+					h, err := w.ZBatchPushPull(
+						[]af.KeyTensor{{Key: 1, Val: tensor(t, a, 8)}, {Key: 2, Val: tensor(t, b, 8)}},
+						[]af.KeyTensor{{Key: 3, Val: tensor(t, out[0], 8)}, {Key: 3, Val: tensor(t, out[1], 8)}})
+					if err != nil {
+						t.Fatal(err)
+					}
+					if err := w.Wait(t.Context(), h); err != nil {
+						t.Fatal(err)
+					}
+					for s := range out {
+						for i, got := range out[s] {
+							if want := (a[i] + b[i]) * float32(s+1); got != want {
+								t.Fatalf("round %d server %d element %d: got %g, want %g", round, s, i, got, want)
+							}
+						}
+					}
+					req, res, err := w.FetchTrace(h + 2)
+					if err != nil || !(req.Start <= req.PostSend && req.PostSend <= req.PostRecv && req.PostRecv <= req.Process &&
+						res.Start <= res.PostSend && res.PostSend <= res.PostRecv && res.PostRecv <= res.Process && req.Start > 0 && res.Start >= req.Process) {
+						t.Fatalf("trace %+v %+v %v", req, res, err)
+					}
+				}
+			}
+			_ = van.Empty
+			c.finalize(t)
+		})
+	}
+}

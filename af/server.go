@@ -1,0 +1,489 @@
+package af
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// ErrAnswered: Response was called a second time for a batch.
+var ErrAnswered = errors.New("batch answered already")
+
+// Handler takes one complete batch of one worker. It may answer before it returns
+// or later, from any goroutine. It may block: other workers are served meanwhile.
+type Handler func(Batch)
+
+// TensorServer collects the batches of all workers and sends their answers. All
+// methods are safe for concurrent use.
+type TensorServer struct {
+	node    *postoffice.Node
+	o       Options
+	buffers *kv.RecvBuffers
+
+	handler  Handler
+	customer *postoffice.Customer
+	unwatch  func()
+
+	mu      sync.Mutex
+	senders map[int]*sender
+	free    []*work
+}
+
+// NewTensorServer makes a server on node, which must have the server role.
+// Requests are kept until SetRequestHandle is called.
+func NewTensorServer(node *postoffice.Node, o Options) (*TensorServer, error) {
+	if node.Role() != van.Server {
+		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
+	}
+	return &TensorServer{node: node, o: o, buffers: kv.NewRecvBuffers(node), senders: map[int]*sender{}}, nil
+}
+
+// SetRequestHandle names the handler and begins to serve, first what has come
+// before. It may be called once.
+func (s *TensorServer) SetRequestHandle(h Handler) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.handler != nil {
+		return fmt.Errorf("set request handle: %w: this server has one", van.ErrInvalid)
+	}
+	s.handler = h
+	c, err := s.node.AddCustomer(s.o.AppID, s.o.AppID, s.receive)
+	if err != nil {
+		s.handler = nil
+		return err
+	}
+	s.customer = c
+	s.unwatch = s.node.OnPeer(func(id int, up bool, _ error) {
+		if !up {
+			s.dropSender(id)
+		}
+	})
+	return nil
+}
+
+// RegisterRecvTensor splits t evenly over the entries of workerRanks (group
+// ranks) and keys, and makes part i the place where pushes of that worker under
+// that key land; the batch then holds views on it. A push overwrites what the
+// last one under its key left there. Call it before the first such push.
+func (s *TensorServer) RegisterRecvTensor(t Tensor, workerRanks []int, keys []uint64) error {
+	n := len(keys)
+	if n == 0 || len(workerRanks) != n || t.Len()%n != 0 {
+		return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: van.ErrInvalid,
+			Detail: fmt.Sprintf("%d worker ranks, %d keys, %d bytes: want as many ranks as keys, and a size that they divide", len(workerRanks), n, t.Len())}
+	}
+	part := t.Len() / n
+	for i, key := range keys {
+		if err := s.buffers.Register(workerRanks[i], key, t.mem.Sub(i*part, part)); err != nil {
+			return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: err}
+		}
+	}
+	return nil
+}
+
+// Pull is one request for a tensor.
+type Pull struct {
+	Key   uint64
+	Len   int // bytes that the answer must have
+	Dtype Dtype
+	Shape []int64 // of the worker's pull tensor
+
+	reply kv.ReplyTo
+}
+
+// Batch is a handle on what one worker sent in one call: its push tensors, and
+// the pulls it wants answered. It is a small value. Push tensors are views on
+// receive memory; they and the lists are valid until Response returns, or longer
+// with Retain.
+type Batch struct {
+	*work
+	gen uint64
+}
+
+// work is the state behind a Batch; it is used again for later ones.
+type work struct {
+	s        *TensorServer
+	instance int // node id of the worker's instance
+	single   bool
+	last     int32
+	pushes   []KeyTensor
+	pulls    []Pull
+	msgs     []*van.Message
+	ack      kv.ReplyTo    // of a single push
+	state    atomic.Uint64 // generation<<1 | answered
+	refs     atomic.Int32
+}
+
+// SenderRank is the group rank of the worker.
+func (b Batch) SenderRank() int { return van.RankOf(b.instance) / b.s.node.GroupSize() }
+
+// Sender is the node id of the worker's group: 2*SenderRank + 9.
+func (b Batch) Sender() int { return van.WorkerID(b.SenderRank()) }
+
+// Single tells that the batch is one message, not marked as part of a batch.
+func (b Batch) Single() bool { return b.single }
+
+// LastTimestamp is the worker's timestamp of the last message of the batch.
+func (b Batch) LastTimestamp() int32 { return b.last }
+
+// Pushes are the push tensors in the order sent.
+func (b Batch) Pushes() []KeyTensor { return b.pushes }
+
+// Pulls are the wanted answers in the order asked for.
+func (b Batch) Pulls() []Pull { return b.pulls }
+
+// sender assembles the batches of one worker. Its messages come one at a time.
+type sender struct {
+	mu   sync.Mutex
+	open []*work // begun and not ended; the last one is the current one
+}
+
+// maxOpen bounds the batches that a worker may have begun and not ended.
+const maxOpen = 1024
+
+// receive takes one request of a worker.
+func (s *TensorServer) receive(msg *van.Message) {
+	if err := s.accept(msg); err != nil {
+		s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
+	}
+}
+
+// accept adds msg to its batch and hands the batch on when it is complete.
+func (s *TensorServer) accept(msg *van.Message) error {
+	if err := kv.CheckSender(s.node, msg); err != nil {
+		return err
+	}
+	if msg.SimpleApp || msg.Frames < 2 || msg.Keys.Len() != 8 {
+		return fmt.Errorf("%w: tensor request with %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, msg.Frames, msg.Keys.Len())
+	}
+	if msg.Head < van.Single || msg.Head > van.BatchEnd {
+		return fmt.Errorf("%w: batch flag %d, want 0 to 3", van.ErrMalformed, msg.Head)
+	}
+	x := s.sender(msg.Sender)
+	x.mu.Lock()
+	b, err := x.batchOf(s, msg)
+	if err != nil {
+		x.mu.Unlock()
+		return err
+	}
+	if err := b.add(msg); err != nil {
+		x.remove(b)
+		x.mu.Unlock()
+		b.unref()
+		return err
+	}
+	complete := b.single || msg.Head == van.BatchEnd
+	if complete {
+		x.remove(b)
+	}
+	x.mu.Unlock()
+
+	// Pushes of a batch are acknowledged on arrival; a single one when the
+	// application answers it.
+	if msg.Push && !b.single {
+		if err := s.reply(kv.ReplyOf(msg), nil, nil, nil); err != nil {
+			s.node.Log().Warn("push not acknowledged", "err", err)
+		}
+	}
+	if complete {
+		s.handler(Batch{b, b.state.Load() >> 1})
+	}
+	return nil
+}
+
+func (s *TensorServer) sender(id int) *sender {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	x := s.senders[id]
+	if x == nil {
+		x = &sender{}
+		s.senders[id] = x
+	}
+	return x
+}
+
+// dropSender gives up the unfinished batches of a worker that is gone.
+func (s *TensorServer) dropSender(id int) {
+	s.mu.Lock()
+	x := s.senders[id]
+	s.mu.Unlock()
+	if x == nil {
+		return
+	}
+	x.mu.Lock()
+	open := x.open
+	x.open = nil
+	x.mu.Unlock()
+	for _, b := range open {
+		b.unref()
+	}
+	if len(open) > 0 {
+		s.node.Log().Warn("gave up unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", len(open))
+	}
+}
+
+// batchOf finds or begins the batch that msg belongs to: batches of one worker
+// may interleave as long as the timestamps of each are consecutive. x.mu is held.
+func (x *sender) batchOf(s *TensorServer, msg *van.Message) (*work, error) {
+	if msg.Head == van.Single || msg.Head == van.BatchStart {
+		if len(x.open) >= maxOpen {
+			return nil, fmt.Errorf("%w: more than %d batches begun and not ended", van.ErrMalformed, maxOpen)
+		}
+		b := s.take(msg)
+		x.open = append(x.open, b)
+		return b, nil
+	}
+	for i := len(x.open) - 1; i >= 0; i-- {
+		if b := x.open[i]; b.last+1 == msg.Timestamp {
+			return b, nil
+		}
+	}
+	return nil, fmt.Errorf("%w: batch flag %d at timestamp %d continues none of the %d open batches", van.ErrMalformed, msg.Head, msg.Timestamp, len(x.open))
+}
+
+// remove takes b off the open batches. x.mu is held.
+func (x *sender) remove(b *work) {
+	for i := range x.open {
+		if x.open[i] == b {
+			x.open = append(x.open[:i], x.open[i+1:]...)
+			return
+		}
+	}
+}
+
+// take begins a batch.
+func (s *TensorServer) take(msg *van.Message) *work {
+	s.mu.Lock()
+	var b *work
+	if n := len(s.free); n > 0 {
+		b, s.free = s.free[n-1], s.free[:n-1]
+	}
+	s.mu.Unlock()
+	if b == nil {
+		b = &work{s: s}
+	}
+	b.instance = msg.Sender
+	b.single = msg.Head == van.Single
+	b.pushes, b.pulls, b.msgs = b.pushes[:0], b.pulls[:0], b.msgs[:0]
+	b.refs.Store(1)
+	return b
+}
+
+// add adds one message to the batch.
+func (b *work) add(msg *van.Message) error {
+	if len(b.pushes)+len(b.pulls) >= MaxBatch {
+		return fmt.Errorf("%w: batch of more than %d tensors", van.ErrMalformed, MaxBatch)
+	}
+	b.last = msg.Timestamp
+	key := binary.LittleEndian.Uint64(msg.Keys.Host())
+	d := Dtype(msg.Dtype)
+	if !msg.Push {
+		size, err := byteSize(d, msg.ShapeSlice())
+		if err != nil || size != int(msg.ValLen) {
+			return fmt.Errorf("%w: pull of key %d: %s%v is not the announced %d bytes (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), msg.ValLen, errOr(err))
+		}
+		p := b.growPulls()
+		p.Key, p.Len, p.Dtype, p.reply = key, size, d, kv.ReplyOf(msg)
+		p.Shape = append(p.Shape[:0], msg.ShapeSlice()...)
+		return nil
+	}
+	mem, owned, err := b.s.buffers.Place(msg, key)
+	if err != nil {
+		return err
+	}
+	size, err := byteSize(d, msg.ShapeSlice())
+	if err != nil || size != mem.Len() {
+		return fmt.Errorf("%w: push of key %d: %s%v is not the %d bytes that came (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), mem.Len(), errOr(err))
+	}
+	t := Tensor{mem: mem, dtype: d, ndim: int8(msg.Dim), shape: msg.Shape}
+	b.pushes = append(b.pushes, KeyTensor{Key: key, Val: t})
+	if b.single {
+		b.ack = kv.ReplyOf(msg)
+	}
+	if !owned {
+		b.msgs = append(b.msgs, msg.Retain())
+	}
+	return nil
+}
+
+var errSizes = errors.New("sizes differ")
+
+func errOr(err error) error {
+	if err == nil {
+		return errSizes
+	}
+	return err
+}
+
+// growPulls appends an entry whose shape slice is used again.
+func (b *work) growPulls() *Pull {
+	if n := len(b.pulls); n < cap(b.pulls) {
+		b.pulls = b.pulls[:n+1]
+	} else {
+		b.pulls = append(b.pulls, Pull{})
+	}
+	return &b.pulls[len(b.pulls)-1]
+}
+
+// Retain keeps the push tensors valid until a matching Release, also beyond
+// Response. Call it before Response.
+func (b Batch) Retain() Batch {
+	b.refs.Add(1)
+	return b
+}
+
+// Release gives up one hold on the batch. Response gives up the first one; call
+// Release only after Retain, or for a batch that will never be answered.
+func (b Batch) Release() { b.unref() }
+
+// unref gives up one hold; after the last one the state is used again.
+func (b *work) unref() {
+	if b.refs.Add(-1) > 0 {
+		return
+	}
+	b.state.Store((b.state.Load()>>1 + 1) << 1)
+	for i, m := range b.msgs {
+		m.Release()
+		b.msgs[i] = nil
+	}
+	clear(b.pushes)
+	s := b.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.free) < keepBatches {
+		s.free = append(s.free, b)
+	}
+}
+
+// Sent is called when an answer has left.
+func (b *work) Sent() { b.unref() }
+
+// Response answers the pulls of the batch: each gets the first of tensors with
+// its key, whose size must be the pull's. A batch without pulls takes none. The
+// tensors must stay as they are until they have left, which Release'd push tensors
+// do by themselves; done, if not nil, is called once for each pull when its answer
+// has left, from any goroutine.
+//
+// A missing key or a wrong size is an error that wraps van.ErrInvalid; then
+// nothing was sent and the batch can still be answered. A second Response is
+// ErrAnswered.
+func (b Batch) Response(tensors []KeyTensor, done van.Completion) error {
+	s, instance := b.s, b.instance
+	if !b.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
+		return &van.Error{Op: "respond", Node: s.node.Name(), Err: ErrAnswered, Hint: "respond once to each batch"}
+	}
+	if err := b.checkAnswer(tensors); err != nil {
+		b.state.Store(b.gen << 1)
+		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(instance), Err: err}
+	}
+	defer b.unref()
+	if b.single && len(b.pulls) == 0 {
+		return s.reply(b.ack, nil, nil, nil)
+	}
+	var errs []error
+	for i := range b.pulls {
+		p := &b.pulls[i]
+		if err := s.reply(p.reply, find(tensors, p.Key), b.work, done); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// checkAnswer refuses tensors that do not fit the pulls.
+func (b *work) checkAnswer(tensors []KeyTensor) error {
+	for i := range b.pulls {
+		p := &b.pulls[i]
+		t := find(tensors, p.Key)
+		switch {
+		case t == nil:
+			return fmt.Errorf("%w: no tensor with key %d among the %d given", van.ErrInvalid, p.Key, len(tensors))
+		case t.Val.Len() != p.Len:
+			return fmt.Errorf("%w: tensor %s for key %d has %d bytes, the worker's pull tensor %s%v has %d", van.ErrInvalid,
+				t.Val.String(), p.Key, t.Val.Len(), p.Dtype, p.Shape, p.Len)
+		}
+	}
+	if n := len(b.pulls); len(tensors) > n {
+		return fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, len(tensors), n)
+	}
+	return nil
+}
+
+func find(tensors []KeyTensor, key uint64) *KeyTensor {
+	for i := range tensors {
+		if tensors[i].Key == key {
+			return &tensors[i]
+		}
+	}
+	return nil
+}
+
+// reply sends one answer: kt, or an empty one. b, if not nil, is held until the
+// answer has left.
+func (s *TensorServer) reply(r kv.ReplyTo, kt *KeyTensor, b *work, done van.Completion) error {
+	a := answers.Get().(*answer)
+	r.Fill(&a.msg)
+	if kt == nil {
+		err := s.node.Send(&a.msg)
+		answers.Put(a)
+		return err
+	}
+	binary.LittleEndian.PutUint64(a.key[:], kt.Key)
+	kv.SetData(&a.msg, backend.Bytes(a.key[:]), kt.Val.mem, backend.Mem{}, van.TypeOther)
+	b.refs.Add(1)
+	a.msg.Done = b
+	if done != nil {
+		a.msg.Done = &sent{b, done}
+	}
+	err := s.node.Send(&a.msg)
+	if err != nil {
+		b.unref()
+	}
+	a.msg.Done = nil
+	answers.Put(a)
+	return err
+}
+
+// sent tells both the batch and the application.
+type sent struct {
+	b    *work
+	done van.Completion
+}
+
+func (s *sent) Sent() {
+	s.done.Sent()
+	s.b.unref()
+}
+
+// answer is a message with room for its key frame.
+type answer struct {
+	msg van.Message
+	key [8]byte
+}
+
+var answers = sync.Pool{New: func() any { return new(answer) }}
+
+// Close takes the server off its node. Unfinished batches are dropped.
+func (s *TensorServer) Close() {
+	s.mu.Lock()
+	c, unwatch := s.customer, s.unwatch
+	ids := make([]int, 0, len(s.senders))
+	for id := range s.senders {
+		ids = append(ids, id)
+	}
+	s.mu.Unlock()
+	if c == nil {
+		return
+	}
+	unwatch()
+	c.Close()
+	for _, id := range ids {
+		s.dropSender(id)
+	}
+}

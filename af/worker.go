@@ -1,0 +1,354 @@
+package af
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// DefaultTimeout is how long Wait waits when its context has no deadline, counted
+// from the push_pull. It is the original's default.
+const DefaultTimeout = 10 * time.Second
+
+// traceDepth is the number of most recent timestamps whose traces are kept.
+const traceDepth = 4096
+
+// TensorWorker pushes tensors to all servers and pulls results back. All methods
+// are safe for concurrent use.
+type TensorWorker struct {
+	// Timeout replaces DefaultTimeout; negative means none. Set it before use.
+	Timeout time.Duration
+
+	node     *postoffice.Node
+	customer *postoffice.Customer
+	servers  []int // node ids by server group rank, ascending
+	traces   traceRing
+
+	mu   sync.Mutex
+	free []*batch
+}
+
+// NewTensorWorker makes a worker on node, which must have the worker role. A
+// cluster's servers must be known: call it after postoffice.Start.
+func NewTensorWorker(node *postoffice.Node, o Options) (*TensorWorker, error) {
+	if node.Role() != van.Worker {
+		return nil, fmt.Errorf("%w: tensor worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
+	}
+	w := &TensorWorker{node: node, servers: node.ServerInstances()}
+	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
+		node.Log().Warn("dropped a request: a tensor worker serves none", "from", van.NodeName(msg.Sender))
+	})
+	if err != nil {
+		return nil, err
+	}
+	w.customer = c
+	return w, nil
+}
+
+// Options of a tensor worker or server. The zero value is what StepMesh uses.
+type Options struct {
+	AppID      int
+	CustomerID int // workers only; servers use the AppID
+}
+
+// batch is one push_pull in flight.
+type batch struct {
+	postoffice.Request
+	w      *TensorWorker
+	pushes []KeyTensor
+	pulls  []KeyTensor // server-major: server*q + i
+	p, q   int
+	keys   [][8]byte // key frames: pushes, then pulls
+	msg    van.Message
+}
+
+// ZBatchPushPull sends every push tensor to every server, and asks server s for
+// the pull tensors pull[s*Q : (s+1)*Q], where Q is len(pull) divided by the number
+// of servers. It returns the handler: the first of P+Q consecutive timestamps,
+// pushes first. Either list may be empty, not both.
+//
+// Keys of one list must differ (for pulls: those of one server). Tensors must
+// stay as they are until Wait has returned for the handler. A pull tensor is
+// filled by the time Wait returns nil; its size must be that of the answer.
+func (w *TensorWorker) ZBatchPushPull(push, pull []KeyTensor) (handler int32, err error) {
+	if err := w.check(push, pull); err != nil {
+		return 0, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
+	}
+	b := w.take()
+	b.pushes = append(b.pushes[:0], push...)
+	b.pulls = append(b.pulls[:0], pull...)
+	b.p, b.q = len(push), len(pull)/len(w.servers)
+	b.fillKeys()
+	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, w.servers); err != nil {
+		b.Recycle()
+		return 0, err
+	}
+	handler = b.First()
+	if err := b.send(handler); err != nil {
+		w.customer.Abort(&b.Request, err)
+	}
+	return handler, nil
+}
+
+// check refuses what cannot be sent, before anything is.
+func (w *TensorWorker) check(push, pull []KeyTensor) error {
+	n := len(w.servers)
+	switch {
+	case len(push)+len(pull) == 0:
+		return fmt.Errorf("%w: no push and no pull tensors, want at least one", van.ErrInvalid)
+	case len(pull)%n != 0:
+		return fmt.Errorf("%w: %d pull tensors for %d servers, want the same number for each (server-major)", van.ErrInvalid, len(pull), n)
+	case len(push)+len(pull)/n > MaxBatch:
+		return fmt.Errorf("%w: %d tensors in one batch, want at most %d", van.ErrInvalid, len(push)+len(pull)/n, MaxBatch)
+	}
+	if err := distinct(push, "push"); err != nil {
+		return err
+	}
+	for q, s := len(pull)/n, 0; q > 0 && s < n; s++ {
+		if err := distinct(pull[s*q:(s+1)*q], "pull"); err != nil {
+			return fmt.Errorf("%w for server %d", err, s)
+		}
+	}
+	return nil
+}
+
+// MaxBatch is the largest number of tensors that one worker and one server
+// exchange in a batch.
+const MaxBatch = 16384
+
+// distinct refuses lists in which a key stands twice: answers and receive buffers
+// are found by key.
+func distinct(l []KeyTensor, kind string) error {
+	if len(l) > 32 {
+		seen := make(map[uint64]int, len(l))
+		for i := range l {
+			if j, dup := seen[l[i].Key]; dup {
+				return duplicate(kind, l[i].Key, j, i)
+			}
+			seen[l[i].Key] = i
+		}
+		return nil
+	}
+	for i := range l {
+		for j := range i {
+			if l[i].Key == l[j].Key {
+				return duplicate(kind, l[i].Key, j, i)
+			}
+		}
+	}
+	return nil
+}
+
+func duplicate(kind string, key uint64, i, j int) error {
+	return fmt.Errorf("%w: %s tensors %d and %d both have key %d, want different keys in a batch", van.ErrInvalid, kind, i, j, key)
+}
+
+func (w *TensorWorker) take() *batch {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if n := len(w.free); n > 0 {
+		b := w.free[n-1]
+		w.free = w.free[:n-1]
+		return b
+	}
+	return &batch{w: w}
+}
+
+// keepBatches bounds the batches that an idle worker keeps for use again.
+const keepBatches = 256
+
+// Recycle puts b back. It is called by the customer.
+func (b *batch) Recycle() {
+	clear(b.pushes)
+	clear(b.pulls)
+	b.w.mu.Lock()
+	defer b.w.mu.Unlock()
+	if len(b.w.free) < keepBatches {
+		b.w.free = append(b.w.free, b)
+	}
+}
+
+func (b *batch) fillKeys() {
+	if need := len(b.pushes) + len(b.pulls); cap(b.keys) < need {
+		b.keys = make([][8]byte, need)
+	} else {
+		b.keys = b.keys[:need]
+	}
+	for i := range b.pushes {
+		binary.LittleEndian.PutUint64(b.keys[i][:], b.pushes[i].Key)
+	}
+	for i := range b.pulls {
+		binary.LittleEndian.PutUint64(b.keys[len(b.pushes)+i][:], b.pulls[i].Key)
+	}
+}
+
+// send sends the messages of the batch: each push to all servers, then each pull
+// index to all servers.
+func (b *batch) send(ts int32) error {
+	n := len(b.w.servers)
+	for i := range b.pushes {
+		for _, id := range b.w.servers {
+			if err := b.sendOne(id, ts, true, b.flag(i), &b.pushes[i], b.keys[i][:]); err != nil {
+				return err
+			}
+		}
+		ts++
+	}
+	for i := range b.q {
+		for s, id := range b.w.servers[:n] {
+			k := s*b.q + i
+			if err := b.sendOne(id, ts, false, b.flag(b.p+i), &b.pulls[k], b.keys[b.p+k][:]); err != nil {
+				return err
+			}
+		}
+		ts++
+	}
+	return nil
+}
+
+// flag is the head of timestamp index i. A batch of one timestamp has no end
+// mark to wait for; the original sends only a start for one pull at several
+// servers, and hangs.
+func (b *batch) flag(i int) van.BatchFlag {
+	switch total := b.p + b.q; {
+	case total == 1:
+		return van.Single
+	case i == 0:
+		return van.BatchStart
+	case i == total-1:
+		return van.BatchEnd
+	default:
+		return van.BatchMiddle
+	}
+}
+
+func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *KeyTensor, key []byte) error {
+	m, t := &b.msg, &kt.Val
+	m.Reset()
+	m.Receiver = id
+	m.Request, m.Push, m.Head, m.Timestamp = true, push, flag, ts
+	m.AppID, m.CustomerID = int32(b.w.customer.AppID()), int32(b.w.customer.ID())
+	m.Key, m.Addr, m.ValLen, m.Option = kt.Key, t.mem.Addr(), int32(t.mem.Len()), 0
+	m.IsTensor, m.Dtype, m.Dim, m.Shape = true, int32(t.dtype), int32(t.ndim), t.shape
+	m.DataTypes = append(m.DataTypes, van.TypeUint64, van.TypeOther)
+	m.Src, m.Dst = t.Device(), t.Device()
+	m.Frames, m.Keys = 2, backend.Bytes(key)
+	if push {
+		m.Vals = t.mem
+	}
+	m.DataSize = int32(min(m.PayloadLen(), MaxTensorBytes))
+	return b.w.node.Send(m)
+}
+
+// Answer takes one answer: the acknowledgement of a push, or a pull's value.
+func (b *batch) Answer(i, from int, msg *van.Message) error {
+	b.w.traces.put(msg)
+	push := i < b.p
+	if msg.Push != push {
+		return fmt.Errorf("%w: answer to timestamp %d is for a push=%t, want %t", van.ErrMalformed, msg.Timestamp, msg.Push, push)
+	}
+	if push {
+		return nil
+	}
+	slot := &b.pulls[from*b.q+i-b.p]
+	if msg.Frames < 2 || msg.Keys.Len() != 8 {
+		return fmt.Errorf("%w: pull answer for key %d has %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, slot.Key, msg.Frames, msg.Keys.Len())
+	}
+	if key := binary.LittleEndian.Uint64(msg.Keys.Host()); key != slot.Key {
+		return fmt.Errorf("%w: pull answer has key %d, want %d", van.ErrMalformed, key, slot.Key)
+	}
+	if msg.Vals.Len() != slot.Val.Len() {
+		return fmt.Errorf("%w: pull answer for key %d has %d bytes, the pull tensor %s has %d", van.ErrInvalid, slot.Key,
+			msg.Vals.Len(), slot.Val.String(), slot.Val.Len())
+	}
+	if msg.Placed || msg.Vals.Len() == 0 {
+		return nil
+	}
+	return b.w.node.Backend().Copy(slot.Val.mem, msg.Vals)
+}
+
+// Finished is called when all answers are in.
+func (b *batch) Finished(error) {}
+
+// Wait waits until all servers have answered everything of the batch that
+// ZBatchPushPull returned handler for, and forgets it: its tensors are the
+// caller's again. Without a deadline in ctx it waits for w.Timeout from the
+// push_pull. Errors wrap van.ErrTimeout, van.ErrPeerLost, van.ErrClosed,
+// van.ErrMalformed, postoffice.ErrUnknownHandler, or ctx's error, and name the
+// servers concerned.
+func (w *TensorWorker) Wait(ctx context.Context, handler int32) error {
+	limit := w.Timeout
+	if limit == 0 {
+		limit = DefaultTimeout
+	}
+	if _, has := ctx.Deadline(); has || limit < 0 {
+		limit = 0
+	}
+	return w.customer.Wait(ctx, handler, limit)
+}
+
+// WaitFor is Wait with a limit counted from the push_pull, as the original's Wait
+// counts it.
+func (w *TensorWorker) WaitFor(ctx context.Context, handler int32, limit time.Duration) error {
+	return w.customer.Wait(ctx, handler, max(limit, time.Nanosecond))
+}
+
+// GetAllHandlers returns the timestamps of the batch with the given handler:
+// pushes, then pull indices. For a handler that has been waited for, or is
+// unknown, it returns just that handler, as the original does.
+func (w *TensorWorker) GetAllHandlers(handler int32) []int32 {
+	n := max(w.customer.Timestamps(handler), 1)
+	hs := make([]int32, n)
+	for i := range hs {
+		hs[i] = handler + int32(i)
+	}
+	return hs
+}
+
+// FetchTrace returns the stamps of the request and of the answer for one
+// timestamp, with several servers those of the last answer. Worker stamps are on
+// this host's clock, server stamps on the server's. Traces of the last 4096
+// timestamps are kept; others, and those without an answer yet, are an error that
+// wraps postoffice.ErrUnknownHandler.
+func (w *TensorWorker) FetchTrace(handler int32) (request, response van.Trace, err error) {
+	request, response, ok := w.traces.get(handler)
+	if !ok {
+		return request, response, &van.Error{Op: "fetch_trace", Node: w.node.Name(), Detail: fmt.Sprintf("handler %d", handler),
+			Err: postoffice.ErrUnknownHandler, Hint: fmt.Sprintf("traces of the last %d answered handlers are kept", traceDepth)}
+	}
+	return request, response, nil
+}
+
+// Close fails what is in flight and takes the worker off its node.
+func (w *TensorWorker) Close() { w.customer.Close() }
+
+// traceRing keeps the traces of recent timestamps.
+type traceRing struct {
+	entries [traceDepth]traceEntry
+}
+
+type traceEntry struct {
+	mu       sync.Mutex
+	ts       int32 // timestamp + 1; 0 when empty
+	req, res van.Trace
+}
+
+func (r *traceRing) put(msg *van.Message) {
+	e := &r.entries[uint32(msg.Timestamp)%traceDepth]
+	e.mu.Lock()
+	e.ts, e.req, e.res = msg.Timestamp+1, msg.RequestTrace, msg.ResponseTrace
+	e.mu.Unlock()
+}
+
+func (r *traceRing) get(ts int32) (req, res van.Trace, ok bool) {
+	e := &r.entries[uint32(ts)%traceDepth]
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.req, e.res, ts >= 0 && e.ts == ts+1
+}

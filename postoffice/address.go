@@ -1,0 +1,169 @@
+package postoffice
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// advertise chooses the address that a node binds and tells others, and says why.
+// The scheduler's is DMLC_PS_ROOT_URI. For others DMLC_NODE_HOST comes first, then
+// DMLC_INTERFACE, then the first interface that is not the loopback, then the
+// loopback. With DMLC_INTERFACE=auto a detected address would come before
+// DMLC_NODE_HOST; over ZMQ there is nothing to detect.
+func advertise(cfg *env.Config, role van.Role) (host, why string, err error) {
+	if role == van.Scheduler {
+		return schedulerHost(cfg)
+	}
+	auto := strings.EqualFold(cfg.Interface, "auto")
+	switch {
+	case cfg.NodeHost != "":
+		host, err := resolve(cfg.NodeHost)
+		if err != nil {
+			return "", "", addressError("DMLC_NODE_HOST", cfg.NodeHost, err, "")
+		}
+		if !isLocal(host) {
+			return "", "", addressError("DMLC_NODE_HOST", cfg.NodeHost, errNotLocal, "this host has "+interfaces())
+		}
+		return host, "DMLC_NODE_HOST", nil
+	case cfg.Interface != "" && !auto:
+		host, name, err := interfaceAddr(cfg.Interface)
+		if err != nil {
+			return "", "", addressError("DMLC_INTERFACE", cfg.Interface, err, "this host has "+interfaces())
+		}
+		return host, "DMLC_INTERFACE " + name, nil
+	}
+	if host, name := firstAddr(); host != "" {
+		return host, "first interface that is not the loopback: " + name, nil
+	}
+	return "127.0.0.1", "no interface but the loopback has an IPv4 address", nil
+}
+
+func schedulerHost(cfg *env.Config) (string, string, error) {
+	host, err := resolve(cfg.RootURI)
+	if err != nil {
+		return "", "", addressError("DMLC_PS_ROOT_URI", cfg.RootURI, err, "")
+	}
+	if !cfg.Kubernetes && !isLocal(host) {
+		return "", "", addressError("DMLC_PS_ROOT_URI", cfg.RootURI, errNotLocal,
+			"the scheduler must run on that host, or set DMLC_USE_KUBERNETES=1; this host has "+interfaces())
+	}
+	return host, "DMLC_PS_ROOT_URI", nil
+}
+
+var errNotLocal = errors.New("not an address of this host")
+
+func addressError(name, value string, err error, hint string) error {
+	return &van.Error{Op: "choose address", Detail: fmt.Sprintf("%s=%q", name, value), Err: fmt.Errorf("%w: %w", van.ErrInvalid, err), Hint: hint}
+}
+
+// resolve turns a host name into a numeric IPv4 address, or IPv6 if it has no
+// other.
+func resolve(host string) (string, error) {
+	if ip := net.ParseIP(host); ip != nil {
+		return ip.String(), nil
+	}
+	ips, err := net.LookupIP(host)
+	if err != nil {
+		return "", err
+	}
+	for _, ip := range ips {
+		if v4 := ip.To4(); v4 != nil {
+			return v4.String(), nil
+		}
+	}
+	return ips[0].String(), nil
+}
+
+// isLocal tells whether this host has the address. All of 127.0.0.0/8 is local.
+func isLocal(host string) bool {
+	ip := net.ParseIP(host)
+	if ip == nil {
+		return false
+	}
+	if ip.IsLoopback() || ip.IsUnspecified() {
+		return true
+	}
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		return true // not known; binding will tell
+	}
+	for _, a := range addrs {
+		if n, ok := a.(*net.IPNet); ok && n.IP.Equal(ip) {
+			return true
+		}
+	}
+	return false
+}
+
+// interfaceAddr finds the IPv4 address of the interface called name, or of the
+// only one whose name begins so.
+func interfaceAddr(name string) (host, full string, err error) {
+	all, err := net.Interfaces()
+	if err != nil {
+		return "", "", err
+	}
+	var match []net.Interface
+	for _, i := range all {
+		if i.Name == name {
+			match = []net.Interface{i}
+			break
+		}
+		if strings.HasPrefix(i.Name, name) {
+			match = append(match, i)
+		}
+	}
+	switch len(match) {
+	case 0:
+		return "", "", errors.New("no such interface")
+	case 1:
+		if host := ipv4(match[0]); host != "" {
+			return host, match[0].Name, nil
+		}
+		return "", "", fmt.Errorf("interface %s has no IPv4 address", match[0].Name)
+	default:
+		return "", "", errors.New("several interfaces begin so")
+	}
+}
+
+// firstAddr is the first interface that is up, not the loopback, and has an IPv4
+// address.
+func firstAddr() (host, name string) {
+	all, _ := net.Interfaces()
+	for _, i := range all {
+		if i.Flags&net.FlagLoopback == 0 && i.Flags&net.FlagUp != 0 {
+			if host := ipv4(i); host != "" {
+				return host, i.Name
+			}
+		}
+	}
+	return "", ""
+}
+
+func ipv4(i net.Interface) string {
+	addrs, _ := i.Addrs()
+	for _, a := range addrs {
+		if n, ok := a.(*net.IPNet); ok && n.IP.To4() != nil {
+			return n.IP.To4().String()
+		}
+	}
+	return ""
+}
+
+// interfaces lists what this host has, for errors.
+func interfaces() string {
+	all, _ := net.Interfaces()
+	var names []string
+	for _, i := range all {
+		addr := ipv4(i)
+		if addr == "" {
+			addr = "no IPv4 address"
+		}
+		names = append(names, fmt.Sprintf("%s (%s)", i.Name, addr))
+	}
+	return join(names)
+}

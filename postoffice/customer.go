@@ -1,0 +1,315 @@
+package postoffice
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// ErrUnknownHandler: the timestamp was never given out, has been waited for
+// already, or finished so long ago that it was forgotten.
+var ErrUnknownHandler = errors.New("unknown handler")
+
+// errLate marks an answer that nobody waits for any more.
+var errLate = errors.New("late or unknown answer")
+
+// keepFinished is the number of finished requests that nobody has waited for
+// which a customer remembers. Older ones are forgotten, so that an application
+// that relies on callbacks alone does not grow.
+const keepFinished = 4096
+
+// Customer is one application object's share of a node: the requests it has in
+// flight, and the messages that come for it. It is safe for concurrent use.
+type Customer struct {
+	node    *Node
+	app, id int
+	handle  func(*van.Message)
+
+	mu       sync.Mutex
+	next     int32
+	table    atomic.Pointer[[]atomic.Pointer[Request]] // by timestamp; the length is a power of two
+	live     map[*Request]struct{}
+	finished [keepFinished]*Request // finished and not waited for: a ring, by place
+	newest   int                    // place of the next; places count up for ever
+	timers   []*time.Timer
+	late     atomic.Uint64
+
+	behind atomic.Bool    // messages that came before the customer are being delivered
+	early  []*van.Message // those
+}
+
+func newCustomer(n *Node, app, id int, handle func(*van.Message)) *Customer {
+	c := &Customer{node: n, app: app, id: id, handle: handle, live: map[*Request]struct{}{}}
+	table := make([]atomic.Pointer[Request], 1024)
+	c.table.Store(&table)
+	return c
+}
+
+// AppID is the application id that the customer's messages carry.
+func (c *Customer) AppID() int { return c.app }
+
+// ID is the customer id that the customer's messages carry.
+func (c *Customer) ID() int { return c.id }
+
+// Open reserves n consecutive timestamps in r, for each of which every one of
+// receivers (node ids, without repeats) owes an answer. op names the operation in
+// errors. Send the messages afterwards, with r.First() and following; if a send
+// fails, call Abort.
+//
+// With no receivers the request is finished at once.
+func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int) error {
+	if n <= 0 {
+		return fmt.Errorf("%s: %w: %d timestamps, want at least 1", op, van.ErrInvalid, n)
+	}
+	if err := c.node.alive(); err != nil {
+		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
+	}
+	c.mu.Lock()
+	if c.next > math.MaxInt32-int32(n) {
+		c.next = 0 // timestamps of one request are consecutive
+	}
+	first := c.next
+	if err := c.reserve(first, n); err != nil {
+		c.mu.Unlock()
+		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
+	}
+	c.next += int32(n)
+	r.mu.Lock()
+	r.reset(c, op, sink, first, n, receivers)
+	r.mu.Unlock()
+	table := *c.table.Load()
+	for ts := first; ts < first+int32(n); ts++ {
+		table[int(ts)&(len(table)-1)].Store(r)
+	}
+	c.live[r] = struct{}{}
+	c.mu.Unlock()
+
+	// A peer lost before the request was in the table has failed nobody; one lost
+	// from here on finds it there.
+	for _, id := range receivers {
+		if cause := c.node.lost(id); cause != nil {
+			r.lose(id, cause)
+			return nil
+		}
+	}
+	if len(receivers) == 0 {
+		r.mu.Lock()
+		r.settle()
+	}
+	return nil
+}
+
+// reserve makes the places of n timestamps from first free, growing the table
+// while requests in flight occupy them. c.mu is held.
+func (c *Customer) reserve(first int32, n int) error {
+	for {
+		table := *c.table.Load()
+		free := n <= len(table)
+		for i := 0; free && i < n; i++ {
+			free = table[(int(first)+i)&(len(table)-1)].Load() == nil
+		}
+		if free {
+			return nil
+		}
+		if len(table) >= maxTable {
+			return fmt.Errorf("%w: more than %d timestamps in flight: Wait for some", van.ErrQueueFull, maxTable)
+		}
+		bigger := make([]atomic.Pointer[Request], 2*len(table))
+		for r := range c.live {
+			for ts := r.first; ts < r.first+r.n; ts++ {
+				bigger[int(ts)&(len(bigger)-1)].Store(r)
+			}
+		}
+		c.table.Store(&bigger)
+	}
+}
+
+// maxTable bounds the timestamps in flight of one customer.
+const maxTable = 1 << 22
+
+// lookup finds the request that ts belongs to, which may have been recycled.
+func (c *Customer) lookup(ts int32) *Request {
+	if ts < 0 {
+		return nil
+	}
+	table := *c.table.Load()
+	return table[int(ts)&(len(table)-1)].Load()
+}
+
+// Abort fails a request whose messages could not all be sent.
+func (c *Customer) Abort(r *Request, err error) { r.fail(err) }
+
+// Wait waits until the request with handler ts is finished, and forgets it. limit
+// counts from Open; 0 means that only ctx ends the wait. When the wait ends before
+// the request does, the request is given up and the error names who has not
+// answered.
+func (c *Customer) Wait(ctx context.Context, ts int32, limit time.Duration) error {
+	c.mu.Lock()
+	r := c.lookup(ts)
+	if r == nil || r.first != ts || r.waiting {
+		waiting := r != nil && r.first == ts && r.waiting
+		next := c.next
+		c.mu.Unlock()
+		return c.unknown(ts, next, waiting, r)
+	}
+	r.mu.Lock()
+	r.waiting = true
+	r.mu.Unlock()
+	var timer *time.Timer
+	if limit > 0 {
+		if k := len(c.timers); k > 0 {
+			timer, c.timers = c.timers[k-1], c.timers[:k-1]
+		} else {
+			timer = time.NewTimer(time.Hour)
+		}
+	}
+	c.mu.Unlock()
+
+	err := r.wait(ctx, limit, timer)
+
+	c.mu.Lock()
+	if timer != nil {
+		c.timers = append(c.timers, timer)
+	}
+	c.forget(r)
+	c.mu.Unlock()
+	c.recycle(r)
+	return err
+}
+
+// unknown says why a handler cannot be waited for.
+func (c *Customer) unknown(ts, next int32, waiting bool, r *Request) error {
+	e := &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler}
+	switch {
+	case waiting:
+		e.Hint = "another goroutine waits for it already; wait once for each handler"
+	case r != nil && ts >= r.first && ts < r.first+r.n:
+		e.Hint = fmt.Sprintf("it is inside the batch of handler %d; wait for that one", r.first)
+	case ts >= next:
+		e.Hint = fmt.Sprintf("handlers up to %d have been given out", next-1)
+	default:
+		e.Hint = fmt.Sprintf("it has been waited for already, or finished more than %d requests ago; wait once for each handler", keepFinished)
+	}
+	return e
+}
+
+// completed notes that r is finished and nobody waits for it. The one that it
+// displaces is forgotten.
+func (c *Customer) completed(r *Request, gen uint64) {
+	c.mu.Lock()
+	if _, ok := c.live[r]; !ok || r.waiting || r.gen != gen {
+		c.mu.Unlock()
+		return
+	}
+	slot := &c.finished[c.newest%keepFinished]
+	old := *slot
+	if old != nil {
+		c.forget(old)
+	}
+	*slot = r
+	r.place = c.newest
+	c.newest++
+	c.mu.Unlock()
+	if old != nil {
+		c.recycle(old)
+	}
+}
+
+// forget takes r out of the table. c.mu is held.
+func (c *Customer) forget(r *Request) {
+	table := *c.table.Load()
+	for ts := r.first; ts < r.first+r.n; ts++ {
+		table[int(ts)&(len(table)-1)].CompareAndSwap(r, nil)
+	}
+	delete(c.live, r)
+	if r.place >= 0 {
+		c.finished[r.place%keepFinished] = nil
+		r.place = -1
+	}
+}
+
+// recycle gives r back to its owner. A late answer may still hold a pointer to
+// it; it will find that its timestamp is not there.
+func (c *Customer) recycle(r *Request) {
+	r.mu.Lock()
+	sink := r.sink
+	r.state, r.sink, r.n = unused, nil, 0
+	r.mu.Unlock()
+	sink.Recycle()
+}
+
+// deliver takes a message for this customer from the van.
+func (c *Customer) deliver(msg *van.Message) {
+	now := clock.Now()
+	if msg.Request {
+		msg.RequestTrace.Process = now
+		c.handle(msg)
+		return
+	}
+	msg.ResponseTrace.Process = now
+	err := errLate
+	if r := c.lookup(msg.Timestamp); r != nil {
+		err = r.answer(msg)
+	}
+	if err == nil {
+		return
+	}
+	if n := c.late.Add(1); err != errLate || n&(n-1) == 0 {
+		c.node.log.Info("dropped an answer", "err", err, "from", van.NodeName(msg.Sender), "handler", msg.Timestamp, "late so far", n)
+	}
+}
+
+// peerLost fails the requests that node id owes an answer.
+func (c *Customer) peerLost(id int, cause error) {
+	for _, r := range c.requests() {
+		r.lose(id, cause)
+	}
+}
+
+// abortAll fails everything in flight.
+func (c *Customer) abortAll(err error) {
+	for _, r := range c.requests() {
+		r.fail(err)
+	}
+}
+
+func (c *Customer) requests() []*Request {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	rs := make([]*Request, 0, len(c.live))
+	for r := range c.live {
+		rs = append(rs, r)
+	}
+	return rs
+}
+
+// Timestamps is the number of timestamps of the request with the given handler, 0
+// when it is not in flight.
+func (c *Customer) Timestamps(handler int32) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if r := c.lookup(handler); r != nil && r.first == handler {
+		return int(r.n)
+	}
+	return 0
+}
+
+// InFlight is the number of requests that are not finished or not waited for.
+func (c *Customer) InFlight() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.live)
+}
+
+// Close fails what is in flight and takes the customer off its node.
+func (c *Customer) Close() {
+	c.node.removeCustomer(c)
+	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
+}

@@ -1,0 +1,267 @@
+package postoffice
+
+import (
+	"context"
+	"log/slog"
+	"maps"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// step gives the machine an input and carries out what it says, in order. Inputs
+// that come meanwhile, also from what is being carried out, queue up.
+func (n *Node) step(input func(time.Duration)) {
+	n.mu.Lock()
+	input(now())
+	n.outputs = append(n.outputs, n.machine.Take()...)
+	if n.draining {
+		n.mu.Unlock()
+		return
+	}
+	n.draining = true
+	for len(n.outputs) > 0 {
+		outs := n.outputs
+		n.outputs = nil
+		n.mu.Unlock()
+		for _, o := range outs {
+			n.carryOut(o)
+		}
+		n.mu.Lock()
+	}
+	n.draining = false
+	n.mu.Unlock()
+	select {
+	case n.rearm <- struct{}{}:
+	default:
+	}
+}
+
+// tick tells the machine the time when it wants to know.
+func (n *Node) tick() {
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	for {
+		n.mu.Lock()
+		at, wanted := n.machine.NextTick()
+		n.mu.Unlock()
+		if wanted {
+			timer.Reset(max(at-now(), 0))
+		} else {
+			timer.Stop()
+		}
+		select {
+		case <-timer.C:
+			n.step(n.machine.Tick)
+		case <-n.rearm:
+		case <-n.stop:
+			return
+		}
+	}
+}
+
+// peerChanged is called by the transport.
+func (n *Node) peerChanged(id int, up bool, cause error) {
+	n.step(func(t time.Duration) {
+		if up {
+			n.machine.PeerBack(t, id)
+		} else {
+			n.machine.PeerLost(t, id, cause)
+		}
+	})
+}
+
+// carryOut does one thing that the machine said.
+func (n *Node) carryOut(o membership.Output) {
+	switch o := o.(type) {
+	case membership.Send:
+		n.sendControl(o)
+	case membership.Connect:
+		n.peers.Store(o.ID, o.Node.Addr())
+		if err := n.van.Connect(context.Background(), o.ID, o.Node); err != nil {
+			n.log.Error("connect failed", "peer", n.PeerName(o.ID), "err", err)
+		}
+	case membership.Disconnect:
+		n.van.Disconnect(o.ID)
+		n.peers.Delete(o.ID)
+	case membership.Rename:
+		if addr, ok := n.peers.LoadAndDelete(o.Old); ok {
+			n.peers.Store(o.New, addr)
+		}
+		if err := n.van.Rename(o.Old, o.New); err != nil {
+			n.log.Error("rename failed", "peer", n.PeerName(o.New), "err", err)
+		}
+	case membership.SetID:
+		n.van.SetID(o.ID)
+	case membership.Assigned:
+		n.id.Store(int32(o.ID))
+		n.setName(van.NodeName(o.ID))
+		n.log.Info("joined", "as", van.NodeName(o.ID), "recovery", o.Recovery)
+	case membership.Ready:
+		for _, f := range n.enable {
+			f()
+		}
+		n.log.Info("all nodes are known")
+		close(n.ready)
+	case membership.Waiting:
+		n.log.Warn("waiting to start: " + o.Report.String())
+	case membership.BarrierDone:
+		n.endBarrier(o.Ticket, nil)
+	case membership.BarrierFailed:
+		n.endBarrier(o.Ticket, o.Err)
+	case membership.PeerDead:
+		n.setLost(o.ID, o.Cause)
+		n.log.Warn("peer lost", "peer", n.PeerName(o.ID), "cause", o.Cause)
+		n.apps.peerLost(o.ID, o.Cause)
+		n.notify(o.ID, false, o.Cause)
+	case membership.PeerAlive:
+		n.setLost(o.ID, nil)
+		n.log.Warn("peer is back", "peer", n.PeerName(o.ID))
+		n.notify(o.ID, true, nil)
+	case membership.PeerReplaced:
+		// What the dead node owed will not come from the new one.
+		cause := n.lost(o.ID)
+		if cause == nil {
+			cause = errReplaced
+			n.apps.peerLost(o.ID, cause)
+			n.notify(o.ID, false, cause)
+		}
+		n.setLost(o.ID, nil)
+		n.log.Warn("peer replaced", "peer", n.PeerName(o.ID))
+		n.notify(o.ID, true, nil)
+	case membership.Failed:
+		n.fail(o.Err)
+	case membership.Warning:
+		n.log.Warn(o.Text)
+	}
+}
+
+func (n *Node) sendControl(o membership.Send) {
+	if o.To == int(n.id.Load()) {
+		n.step(func(t time.Duration) {
+			if err := n.machine.Step(t, o.To, &o.Meta); err != nil {
+				n.log.Error("own message refused", "err", err)
+			}
+		})
+		return
+	}
+	msg := &van.Message{Meta: o.Meta, Sender: int(n.id.Load()), Receiver: o.To}
+	n.logMessage("send", o.To, &msg.Meta)
+	if err := n.van.Send(msg); err != nil {
+		n.log.Warn("control message not sent", "err", err)
+	}
+}
+
+func (n *Node) endBarrier(ticket int, err error) {
+	n.mu.Lock()
+	done := n.waiters[ticket]
+	delete(n.waiters, ticket)
+	n.mu.Unlock()
+	if done != nil {
+		done <- err
+	}
+}
+
+// fail makes the node unusable: it cannot be part of the cluster.
+func (n *Node) fail(err error) {
+	n.mu.Lock()
+	select {
+	case <-n.failed:
+		n.mu.Unlock()
+		return
+	default:
+	}
+	n.err = err
+	close(n.failed)
+	n.mu.Unlock()
+	n.log.Error("node failed", "err", err)
+	n.apps.abort(err)
+}
+
+// lost returns why node id is considered dead, or nil.
+func (n *Node) lost(id int) error { return (*n.lostAt.Load())[id] }
+
+func (n *Node) setLost(id int, cause error) {
+	n.lostMu.Lock()
+	defer n.lostMu.Unlock()
+	m := maps.Clone(*n.lostAt.Load())
+	if cause == nil {
+		delete(m, id)
+	} else {
+		m[id] = cause
+	}
+	n.lostAt.Store(&m)
+}
+
+// OnPeer makes the node call f when a peer is lost (up false, with the cause) and
+// when it, or its replacement, is there again. f must not block. The function
+// returned ends that.
+func (n *Node) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
+	w := &watcher{f}
+	n.lostMu.Lock()
+	defer n.lostMu.Unlock()
+	n.watchers = append(append([]*watcher(nil), n.watchers...), w)
+	return func() {
+		n.lostMu.Lock()
+		defer n.lostMu.Unlock()
+		var rest []*watcher
+		for _, x := range n.watchers {
+			if x != w {
+				rest = append(rest, x)
+			}
+		}
+		n.watchers = rest
+	}
+}
+
+func (n *Node) notify(id int, up bool, cause error) {
+	n.lostMu.Lock()
+	watchers := n.watchers
+	n.lostMu.Unlock()
+	for _, w := range watchers {
+		w.f(id, up, cause)
+	}
+}
+
+// receive takes every message from the van.
+func (n *Node) receive(msg *van.Message) {
+	n.logMessage("recv", msg.Sender, &msg.Meta)
+	if !msg.IsControl() {
+		n.apps.deliver(n, msg)
+		return
+	}
+	n.step(func(t time.Duration) {
+		if err := n.machine.Step(t, msg.Sender, &msg.Meta); err != nil {
+			n.log.Warn("dropped a control message", "err", err)
+		}
+	})
+}
+
+// Send stamps and sends a data message. Errors name the peer.
+func (n *Node) Send(msg *van.Message) error {
+	t := clock.Now()
+	if msg.Request {
+		msg.RequestTrace = van.Trace{Start: t}
+	} else {
+		msg.ResponseTrace.Start = t
+	}
+	n.logMessage("send", msg.Receiver, &msg.Meta)
+	if msg.Receiver == int(n.id.Load()) {
+		n.apps.loop(n, msg)
+		return nil
+	}
+	if cause := n.lost(msg.Receiver); cause != nil {
+		return &van.Error{Op: "send", Node: n.Name(), Peer: n.PeerName(msg.Receiver), Detail: msg.Meta.String(), Err: cause}
+	}
+	return n.van.Send(msg)
+}
+
+// logMessage writes a line for one message at PS_VERBOSE=2.
+func (n *Node) logMessage(way string, peer int, m *van.Meta) {
+	if !n.debug {
+		return
+	}
+	n.log.LogAttrs(context.Background(), slog.LevelDebug, way, slog.String("peer", van.NodeName(peer)), slog.String("message", m.String()))
+}

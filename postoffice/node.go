@@ -1,0 +1,508 @@
+package postoffice
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/van"
+	_ "github.com/stepaf/stepaf-go/van/all" // the transports that a configuration may name
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/drop"
+	"github.com/stepaf/stepaf-go/van/resend"
+)
+
+// Config is the configuration of a node; see docs/env.md for what each field
+// means. Start from DefaultConfig or LoadConfig.
+type Config = env.Config
+
+// DefaultConfig returns a configuration with every setting at its default.
+func DefaultConfig() *Config { return env.Default() }
+
+// LoadConfig reads the environment. The error names every variable that makes no
+// sense.
+func LoadConfig() (*Config, error) { return env.LoadFrom(env.OS()) }
+
+// Options of Start.
+type Options struct {
+	Config *Config // required
+
+	// Log takes the node's log; nil means a log to standard error at the level of
+	// PS_VERBOSE.
+	Log *slog.Logger
+
+	// Van makes the transport; nil means the one that Config.VanType names.
+	Van van.Factory
+
+	// Backend is the device's memory; nil means the one that Config.Backend names.
+	// The node does not close it.
+	Backend backend.Backend
+
+	// NoRank lets the scheduler choose the rank instead of computing it from
+	// Config (only with a GroupSize of 1).
+	NoRank bool
+
+	// NoBarrier returns from Start as soon as all nodes are known to this one,
+	// without the barrier over all nodes that the original's entry points do.
+	NoBarrier bool
+}
+
+// Node is one member of a cluster. All methods are safe for concurrent use.
+type Node struct {
+	cfg     *Config
+	role    van.Role
+	baseLog *slog.Logger
+	log     *slog.Logger
+	debug   bool // every message is logged
+	van     van.Van
+	back    backend.Backend
+	ownBack bool
+	enable  []func()
+
+	id   atomic.Int32
+	name atomic.Pointer[string]
+	self van.Node
+
+	mu       sync.Mutex // guards machine and what follows
+	machine  *membership.Machine
+	outputs  []membership.Output
+	draining bool
+	waiters  map[int]chan error // by barrier ticket
+	ready    chan struct{}
+	failed   chan struct{}
+	err      error
+	closed   bool
+	onExit   []func()
+	rearm    chan struct{}
+	stop     chan struct{}
+	ticking  sync.WaitGroup
+	finalize sync.Once
+	finalErr error
+
+	peers    sync.Map // node id to "host:port"
+	lostMu   sync.Mutex
+	lostAt   atomic.Pointer[map[int]error]
+	watchers []*watcher
+
+	apps apps
+}
+
+type watcher struct {
+	f func(id int, up bool, cause error)
+}
+
+// Start joins the cluster that o.Config describes and returns when every node has
+// come, or with an error when ctx ends, when the start-up deadline passes, or when
+// the scheduler refuses the node. The error says who is missing.
+//
+// Config.Role must be worker, server or scheduler; for joint see StartJoint.
+func Start(ctx context.Context, o Options) (*Node, error) {
+	n, err := newNode(o)
+	if err != nil {
+		return nil, err
+	}
+	if err := n.join(ctx); err != nil {
+		n.Close()
+		return nil, err
+	}
+	if !o.NoBarrier {
+		if err := n.barrier(ctx, "start barrier", 0, van.AllNodes, true); err != nil {
+			n.Close()
+			return nil, err
+		}
+	}
+	return n, nil
+}
+
+// StartJoint starts a server and a worker in this process, each with its own id
+// and sockets, as DMLC_ROLE=joint does.
+func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var wg sync.WaitGroup
+	var errs [2]error
+	for i, role := range []string{"server", "worker"} {
+		c := *o.Config
+		c.Role = role
+		if c.Port != 0 {
+			c.Port += i
+		}
+		oi := o
+		oi.Config = &c
+		wg.Go(func() {
+			var n *Node
+			if n, errs[i] = Start(ctx, oi); errs[i] != nil {
+				cancel() // the other one would wait in vain
+			}
+			if i == 0 {
+				server = n
+			} else {
+				worker = n
+			}
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs[:]...); err != nil {
+		for _, n := range []*Node{server, worker} {
+			if n != nil {
+				n.Close()
+			}
+		}
+		return nil, nil, err
+	}
+	return server, worker, nil
+}
+
+var roles = map[string]van.Role{"server": van.Server, "worker": van.Worker, "scheduler": van.Scheduler}
+
+func newNode(o Options) (*Node, error) {
+	if o.Config == nil {
+		return nil, fmt.Errorf("start: %w: no Config", van.ErrInvalid)
+	}
+	cfg := o.Config
+	role, ok := roles[cfg.Role]
+	if !ok && cfg.Role == "joint" {
+		return nil, fmt.Errorf("start: %w: role joint is two nodes, use StartJoint", van.ErrInvalid)
+	}
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
+	n := &Node{cfg: cfg, role: role, waiters: map[int]chan error{}, ready: make(chan struct{}), failed: make(chan struct{}),
+		rearm: make(chan struct{}, 1), stop: make(chan struct{})}
+	n.id.Store(van.Empty)
+	n.setName(role.String())
+	n.lostAt.Store(&map[int]error{})
+	n.apps.init()
+	n.baseLog = o.Log
+	if n.baseLog == nil {
+		n.baseLog = logx.New(os.Stderr, cfg)
+	}
+	n.log = n.baseLog.With(logx.Rank, nodeRank{n}, logx.ID, nodeID{n})
+	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
+	for _, w := range cfg.Warnings {
+		n.log.Warn(w)
+	}
+	for _, w := range cfg.Notes {
+		n.log.Info(w)
+	}
+	if err := n.openBackend(o.Backend); err != nil {
+		return nil, err
+	}
+	if err := n.openVan(o.Van); err != nil {
+		return nil, errors.Join(err, n.closeBackend())
+	}
+	n.self = van.Node{Role: role, ID: van.Empty, AuxID: cfg.Rank()}
+	if o.NoRank {
+		n.self.AuxID = -1
+	}
+	if role == van.Scheduler {
+		n.self.ID, n.self.AuxID = van.SchedulerID, -1
+	}
+	return n, nil
+}
+
+func (n *Node) openBackend(b backend.Backend) error {
+	if b != nil {
+		n.back = b
+		return nil
+	}
+	name := n.cfg.Backend
+	if name == "" {
+		name = "CPU"
+		for _, have := range backend.Names() {
+			if have == "GPU" {
+				if b, err := backend.New(have, n.cfg.GPU); err == nil {
+					n.back, n.ownBack = b, true
+					return nil
+				}
+			}
+		}
+		n.log.Info("no GPU in this build or on this machine: using backend CPU")
+	}
+	var err error
+	n.back, err = backend.New(name, n.cfg.GPU)
+	n.ownBack = true
+	if err != nil {
+		return fmt.Errorf("STEPMESH_BAKCEND=%s: %w", name, err)
+	}
+	return nil
+}
+
+func (n *Node) closeBackend() error {
+	if n.ownBack && n.back != nil {
+		return n.back.Close()
+	}
+	return nil
+}
+
+// openVan makes the transport and wraps it as the configuration says.
+func (n *Node) openVan(f van.Factory) error {
+	if f == nil {
+		f = van.New
+	}
+	v, err := f(van.Options{Config: n.cfg, Log: n.log})
+	if err != nil {
+		return err
+	}
+	if n.cfg.DropMsg > 0 {
+		d := drop.New(v, n.cfg.DropMsg, 0, n.log)
+		n.enable = append(n.enable, d.Enable)
+		v = d
+	}
+	if n.cfg.Resend {
+		r := resend.New(v, resend.Options{Timeout: n.cfg.ResendTimeout, Log: n.log, OnFail: n.givenUp})
+		n.enable = append(n.enable, r.Enable)
+		v = r
+	}
+	n.van = v
+	return nil
+}
+
+// join binds, starts the machine and waits until it is ready.
+func (n *Node) join(ctx context.Context) error {
+	if err := n.bind(ctx); err != nil {
+		return err
+	}
+	m, err := membership.New(membership.Config{
+		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
+		Self: n.self, Scheduler: n.scheduler(),
+		HeartbeatInterval: n.cfg.HeartbeatInterval, HeartbeatTimeout: n.cfg.HeartbeatTimeout,
+		StartTimeout: n.cfg.StartTimeout, StopTimeout: n.cfg.StopTimeout, OrderedHosts: n.cfg.OrderedHosts,
+	})
+	if err != nil {
+		return err
+	}
+	n.machine = m
+	if w, ok := van.As[van.PeerWatcher](n.van); ok {
+		w.WatchPeers(n.peerChanged)
+	}
+	m.Start(now()) // before anything can be received
+	n.van.Start(n.receive)
+	n.ticking.Go(n.tick)
+	n.step(func(time.Duration) {})
+	select {
+	case <-n.ready:
+		return nil
+	case <-n.failed:
+		return n.err
+	case <-ctx.Done():
+		n.mu.Lock()
+		report := m.Report(now())
+		n.mu.Unlock()
+		return &van.Error{Op: "start", Node: n.Name(), Detail: report.String(), Err: timeout(context.Cause(ctx))}
+	}
+}
+
+// now is the machine's clock.
+func now() time.Duration { return time.Duration(clock.Now()) }
+
+func (n *Node) scheduler() van.Node {
+	host, err := resolve(n.cfg.RootURI)
+	if err != nil {
+		host = n.cfg.RootURI
+	}
+	return van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: host, Port: n.cfg.RootPort}
+}
+
+// bind chooses the address and listens.
+func (n *Node) bind(ctx context.Context) error {
+	host, why, err := advertise(n.cfg, n.role)
+	if err != nil {
+		return err
+	}
+	n.self.Hostname, n.self.Port = host, n.cfg.Port
+	if n.role == van.Scheduler {
+		n.self.Port = n.cfg.RootPort
+	}
+	asked := n.self.Port
+	port, err := n.van.Bind(ctx, n.self)
+	if errors.Is(err, syscall.EADDRINUSE) && asked != 0 && n.role != van.Scheduler {
+		n.self.Port = 0
+		if port, err = n.van.Bind(ctx, n.self); err == nil {
+			n.log.Warn("DMLC_PORT is in use, took another", "asked", asked, "took", port)
+		}
+	}
+	if err != nil {
+		hint := "set DMLC_NODE_HOST or DMLC_INTERFACE"
+		switch {
+		case errors.Is(err, syscall.EADDRINUSE):
+			hint = "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
+		case n.role == van.Scheduler:
+			hint = "DMLC_PS_ROOT_URI must be an address of the scheduler's host"
+		}
+		return &van.Error{Op: "start", Node: n.Name(), Err: err, Hint: hint}
+	}
+	n.self.Port, n.self.Ports = port, []int32{int32(port)}
+	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
+	if n.role == van.Scheduler {
+		n.id.Store(van.SchedulerID)
+		n.setName(van.NodeName(van.SchedulerID))
+	} else {
+		n.setName(fmt.Sprintf("%s at %s", n.role, n.self.Addr()))
+	}
+	n.log.Info("Bind to "+n.self.Addr(), "van", n.van.Type(), "why", why)
+	return nil
+}
+
+// Barrier waits until as many members of the group have called it as the
+// original's group barrier counts: one for each group of instances. It is
+// released for those who asked. customer is usually 0.
+func (n *Node) Barrier(ctx context.Context, customer, group int) error {
+	return n.barrier(ctx, "barrier", customer, group, false)
+}
+
+// InstanceBarrier waits until every instance of the group has called it.
+func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
+	return n.barrier(ctx, "instance barrier", customer, group, true)
+}
+
+func (n *Node) barrier(ctx context.Context, op string, customer, group int, instance bool) error {
+	return n.await(ctx, op, func(t time.Duration) (int, error) { return n.machine.Barrier(t, customer, group, instance) })
+}
+
+// await gets a barrier ticket from begin and waits for its end.
+func (n *Node) await(ctx context.Context, op string, begin func(time.Duration) (int, error)) error {
+	start := time.Now()
+	done := make(chan error, 1)
+	var ticket int
+	var err error
+	n.step(func(t time.Duration) {
+		if ticket, err = begin(t); err == nil {
+			n.waiters[ticket] = done
+		}
+	})
+	if err != nil {
+		return err
+	}
+	select {
+	case err := <-done:
+		return err
+	case <-n.failed:
+		return n.err
+	case <-ctx.Done():
+		n.step(func(time.Duration) {
+			delete(n.waiters, ticket)
+			n.machine.CancelBarrier(ticket)
+		})
+		return &van.Error{Op: op, Node: n.Name(), Elapsed: time.Since(start), Err: timeout(context.Cause(ctx)),
+			Hint: "the scheduler's log says who has not come"}
+	}
+}
+
+// timeout makes a context's deadline an ErrTimeout as well.
+func timeout(cause error) error {
+	if errors.Is(cause, context.DeadlineExceeded) && !errors.Is(cause, van.ErrTimeout) {
+		return fmt.Errorf("%w (%w)", van.ErrTimeout, cause)
+	}
+	return cause
+}
+
+// Finalize waits until every node of the cluster has called it, then leaves. It
+// returns with an error, having left all the same, when ctx ends, when a node it
+// needs is lost, or, on a worker, after STEPAF_STOP_TIMEOUT. Only the first call
+// does anything; others return its result.
+func (n *Node) Finalize(ctx context.Context) error {
+	n.finalize.Do(func() {
+		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
+		n.finalErr = errors.Join(err, n.leave())
+	})
+	return n.finalErr
+}
+
+// Close leaves at once, without waiting for anyone. Requests in flight fail with
+// van.ErrClosed.
+func (n *Node) Close() {
+	n.finalize.Do(func() { n.finalErr = n.leave() })
+}
+
+// lingerTime is how long a leaving node lets its last messages leave.
+const lingerTime = 2 * time.Second
+
+func (n *Node) leave() error {
+	n.mu.Lock()
+	if n.closed {
+		n.mu.Unlock()
+		return nil
+	}
+	n.closed = true
+	if n.machine != nil {
+		n.machine.Leaving(now())
+	}
+	if n.err == nil {
+		n.err = &van.Error{Op: "use", Node: n.Name(), Err: van.ErrClosed}
+	}
+	select {
+	case <-n.failed:
+	default:
+		close(n.failed)
+	}
+	exits := n.onExit
+	n.mu.Unlock()
+
+	close(n.stop)
+	n.ticking.Wait()
+	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
+	ctx, cancel := context.WithTimeout(context.Background(), lingerTime)
+	defer cancel()
+	err := n.van.Close(ctx)
+	n.apps.discard()
+	for i := len(exits) - 1; i >= 0; i-- {
+		exits[i]()
+	}
+	return errors.Join(err, n.closeBackend())
+}
+
+// OnExit registers f to run when the node has left, the last one first.
+func (n *Node) OnExit(f func()) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.onExit = append(n.onExit, f)
+}
+
+// alive returns why the node cannot be used, or nil.
+func (n *Node) alive() error {
+	select {
+	case <-n.failed:
+		return n.err
+	default:
+		return nil
+	}
+}
+
+// givenUp is told by the resending van of a message that its peer never
+// acknowledged.
+func (n *Node) givenUp(f resend.Failure) {
+	n.log.Warn("gave up a message", "peer", n.PeerName(f.Peer), "message", f.Meta.String(), "err", f.Err)
+	if !f.Meta.IsControl() && f.Meta.Request {
+		n.apps.failRequest(&f.Meta, f.Peer, f.Err)
+	}
+}
+
+// nodeRank and nodeID put the rank and id into log lines as soon as they are known.
+type nodeRank struct{ n *Node }
+
+func (r nodeRank) LogValue() slog.Value {
+	if id := r.n.id.Load(); id != van.Empty {
+		return slog.IntValue(van.RankOf(int(id)))
+	}
+	return slog.StringValue("-")
+}
+
+type nodeID struct{ n *Node }
+
+func (i nodeID) LogValue() slog.Value {
+	if id := i.n.id.Load(); id != van.Empty {
+		return slog.IntValue(int(id))
+	}
+	return slog.StringValue("-")
+}

@@ -1,0 +1,294 @@
+package postoffice
+
+import (
+	"context"
+	"fmt"
+	"math/bits"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Sink is what a request is made for: it takes the answers.
+type Sink interface {
+	// Answer takes one answer to timestamp index i of the request, from receiver
+	// index from. It runs on the transport's goroutine; answers of different
+	// receivers may run at the same time. msg is valid until it returns. An error
+	// fails the request.
+	Answer(i, from int, msg *van.Message) error
+
+	// Finished is called once, before any Wait returns: with nil after the last
+	// answer, else with the reason. No Answer runs any more.
+	Finished(err error)
+
+	// Recycle is called once after Finished, when nobody refers to the request any
+	// more; the sink may then be used for another request.
+	Recycle()
+}
+
+// Request is one or several consecutive timestamps in flight, each of which is
+// owed an answer by every receiver. It is part of a larger object that pools it;
+// the zero value is ready for Customer.Open.
+type Request struct {
+	mu        sync.Mutex
+	c         *Customer
+	sink      Sink
+	op        string
+	first     int32
+	n         int32
+	receivers []int    // node ids, ascending
+	owed      []uint64 // n rows of words bits, set while an answer is owed
+	words     int
+	left      int // answers owed
+	busy      int // answers being taken
+	state     state
+	err       error
+	start     uint64 // clock.Now at Open
+	waiting   bool
+	gen       uint64        // counts uses, so that a late look at r notices the next one
+	place     int           // in the customer's list of finished requests, -1 when not there
+	done      chan struct{} // one token when finished
+}
+
+type state uint8
+
+const (
+	unused   state = iota
+	open           // answers are awaited
+	failing        // failed, answers are still being taken
+	finished       // Finished has been called
+)
+
+// reset prepares r for n timestamps from first. r.mu is held.
+func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, receivers []int) {
+	r.c, r.op, r.sink = c, op, sink
+	r.first, r.n = first, int32(n)
+	r.receivers = append(r.receivers[:0], receivers...)
+	if !slices.IsSorted(r.receivers) {
+		slices.Sort(r.receivers)
+	}
+	r.words = (len(receivers) + 63) / 64
+	if need := n * r.words; cap(r.owed) < need {
+		r.owed = make([]uint64, need)
+	} else {
+		r.owed = r.owed[:need]
+	}
+	for i := range r.owed {
+		r.owed[i] = ^uint64(0)
+		if i%r.words == r.words-1 && len(receivers)%64 != 0 {
+			r.owed[i] = 1<<(len(receivers)%64) - 1
+		}
+	}
+	r.left, r.busy, r.err = n*len(receivers), 0, nil
+	r.state, r.waiting = open, false
+	r.gen++
+	r.place = -1
+	r.start = clock.Now()
+	if r.done == nil {
+		r.done = make(chan struct{}, 1)
+	}
+	select {
+	case <-r.done:
+	default:
+	}
+}
+
+// First is the first timestamp: the handler of the request.
+func (r *Request) First() int32 { return r.first }
+
+// Started is when the request was opened, in nanoseconds of the host's clock.
+func (r *Request) Started() uint64 { return r.start }
+
+// answer gives msg to the sink if the request still owes it a place.
+func (r *Request) answer(msg *van.Message) error {
+	r.mu.Lock()
+	i := int(msg.Timestamp - r.first)
+	from, known := slices.BinarySearch(r.receivers, msg.Sender)
+	switch {
+	case r.state != open || i < 0 || i >= int(r.n):
+		r.mu.Unlock()
+		return errLate
+	case !known:
+		r.mu.Unlock()
+		return fmt.Errorf("%w: %s was not asked", van.ErrMalformed, van.NodeName(msg.Sender))
+	case !r.take(i, from):
+		r.mu.Unlock()
+		return fmt.Errorf("%w: %s answered twice", van.ErrMalformed, van.NodeName(msg.Sender))
+	}
+	r.busy++
+	sink := r.sink
+	r.mu.Unlock()
+
+	err := sink.Answer(i, from, msg)
+
+	r.mu.Lock()
+	r.busy--
+	r.left--
+	if err != nil && r.state == open {
+		r.err, r.state = r.wrap(err, msg.Sender), failing
+	}
+	r.settle()
+	return nil
+}
+
+// take clears the mark of an owed answer and tells whether it was set.
+func (r *Request) take(i, from int) bool {
+	w, bit := &r.owed[i*r.words+from/64], uint64(1)<<(from%64)
+	was := *w&bit != 0
+	*w &^= bit
+	return was
+}
+
+// settle finishes the request when nothing is awaited any more. It unlocks r.mu.
+func (r *Request) settle() {
+	if r.busy > 0 || r.state == finished || r.state == unused || (r.state == open && r.left > 0) {
+		r.mu.Unlock()
+		return
+	}
+	sink, err, c := r.sink, r.err, r.c
+	r.state = finished
+	r.busy = 1 // keeps r from being recycled while Finished runs
+	r.mu.Unlock()
+
+	sink.Finished(err)
+
+	r.mu.Lock()
+	r.busy = 0
+	select {
+	case r.done <- struct{}{}:
+	default:
+	}
+	waiting, gen := r.waiting, r.gen
+	r.mu.Unlock()
+	if !waiting {
+		c.completed(r, gen)
+	}
+}
+
+// fail ends the request with err, once the answers being taken are in.
+func (r *Request) fail(err error) {
+	r.mu.Lock()
+	if r.state != open {
+		r.mu.Unlock()
+		return
+	}
+	r.err, r.state = err, failing
+	r.settle()
+}
+
+// lose fails the request if it is owed an answer by node id.
+func (r *Request) lose(id int, cause error) {
+	r.mu.Lock()
+	from, known := slices.BinarySearch(r.receivers, id)
+	owes := false
+	for i := 0; known && i < int(r.n); i++ {
+		owes = owes || r.owed[i*r.words+from/64]&(1<<(from%64)) != 0
+	}
+	if r.state != open || !owes {
+		r.mu.Unlock()
+		return
+	}
+	r.err, r.state = r.wrap(cause, id), failing
+	r.settle()
+}
+
+// wrap says whose request failed at which peer. r.mu is held.
+func (r *Request) wrap(err error, peer int) error {
+	return &van.Error{
+		Op: r.op, Node: r.c.node.Name(), Peer: r.c.node.PeerName(peer),
+		Detail:  fmt.Sprintf("handler %d", r.first),
+		Elapsed: time.Duration(clock.Now() - r.start), Err: err,
+	}
+}
+
+// owing lists who still owes an answer, for errors. r.mu is held.
+func (r *Request) owing() string {
+	var names []string
+	total := 0
+	for k, id := range r.receivers {
+		n := 0
+		for i := range int(r.n) {
+			n += int(r.owed[i*r.words+k/64] >> (k % 64) & 1)
+		}
+		if n == 0 {
+			continue
+		}
+		if total++; len(names) < 8 {
+			names = append(names, fmt.Sprintf("%s (%d of %d answers missing)", r.c.node.PeerName(id), n, r.n))
+		}
+	}
+	if total > len(names) {
+		names = append(names, fmt.Sprintf("and %d more", total-len(names)))
+	}
+	return join(names)
+}
+
+func join(names []string) string {
+	var b []byte
+	for i, n := range names {
+		if i > 0 {
+			b = append(b, ", "...)
+		}
+		b = append(b, n...)
+	}
+	return string(b)
+}
+
+// wait waits until r is finished and returns its error. When ctx ends or limit
+// (counted from Open; 0 none) passes first, the request is given up: its memory
+// is the caller's again and late answers are dropped.
+func (r *Request) wait(ctx context.Context, limit time.Duration, timer *time.Timer) error {
+	if limit > 0 {
+		left := limit - time.Duration(clock.Now()-r.start)
+		timer.Reset(max(left, 0))
+		defer timer.Stop()
+	}
+	select {
+	case <-r.done:
+		return r.err
+	default:
+	}
+	var expired <-chan time.Time
+	if limit > 0 {
+		expired = timer.C
+	}
+	select {
+	case <-r.done:
+		return r.err
+	case <-ctx.Done():
+		r.giveUp(context.Cause(ctx), limit)
+	case <-expired:
+		r.giveUp(van.ErrTimeout, limit)
+	}
+	<-r.done // answers that are being taken end soon
+	return r.err
+}
+
+// giveUp fails r because its waiter does not want to wait longer.
+func (r *Request) giveUp(cause error, limit time.Duration) {
+	r.mu.Lock()
+	if r.state != open {
+		r.mu.Unlock()
+		return
+	}
+	r.err = &van.Error{
+		Op: r.op, Node: r.c.node.Name(), Detail: fmt.Sprintf("handler %d: no answer from %s", r.first, r.owing()),
+		Elapsed: time.Duration(clock.Now() - r.start), Limit: limit, Err: timeout(cause),
+	}
+	r.state = failing
+	r.settle()
+}
+
+// outstanding counts the answers owed, for statistics.
+func (r *Request) outstanding() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n := 0
+	for _, w := range r.owed {
+		n += bits.OnesCount64(w)
+	}
+	return n
+}

@@ -1,0 +1,519 @@
+package resend
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// pipe is an inner van that records what is sent and can be handed messages.
+type pipe struct {
+	van.Van // nil: what a test does not expect panics
+
+	mu    sync.Mutex
+	sent  []sentMessage
+	fail  error
+	recv  van.Receiver
+	watch func(int, bool, error)
+	dones []van.Completion
+	hold  bool // keep the frames
+}
+
+type sentMessage struct {
+	meta     van.Meta
+	receiver int
+	at       time.Time
+}
+
+func (p *pipe) Bind(context.Context, van.Node) (int, error)     { return 1, nil }
+func (p *pipe) Start(recv van.Receiver)                         { p.recv = recv }
+func (p *pipe) SetID(int)                                       {}
+func (p *pipe) Connect(context.Context, int, van.Node) error    { return nil }
+func (p *pipe) Disconnect(int)                                  {}
+func (p *pipe) Rename(int, int) error                           { return nil }
+func (p *pipe) Close(context.Context) error                     { return nil }
+func (p *pipe) WatchPeers(f func(id int, up bool, cause error)) { p.watch = f }
+
+func (p *pipe) Send(m *van.Message) error {
+	p.mu.Lock()
+	if p.fail != nil {
+		defer p.mu.Unlock()
+		return p.fail
+	}
+	s := sentMessage{receiver: m.Receiver, at: time.Now()}
+	s.meta.CopyFrom(&m.Meta)
+	p.sent = append(p.sent, s)
+	done := m.Done
+	if p.hold {
+		p.dones = append(p.dones, done)
+		done = nil
+	}
+	p.mu.Unlock()
+	if done != nil {
+		done.Sent()
+	}
+	return nil
+}
+
+func (p *pipe) take() []sentMessage {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.sent
+	p.sent = nil
+	return s
+}
+
+type counter struct{ n int }
+
+func (c *counter) Sent() { c.n++ }
+
+func request(to, ts int) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.AppID, m.CustomerID, m.Timestamp, m.Request, m.Push = 0, 0, int32(ts), true, true
+	m.Receiver = to
+	return m
+}
+
+func from(sender int, m *van.Message) *van.Message { m.Sender = sender; return m }
+
+func ack(sender int, sig uint64) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Sender, m.Control.Cmd, m.Control.MsgSig = sender, van.Ack, sig
+	return m
+}
+
+type fixture struct {
+	*Van
+	p        *pipe
+	up       []van.Meta
+	failures []Failure
+	log      bytes.Buffer
+}
+
+func newFixture(t *testing.T, opts Options) *fixture {
+	f := &fixture{p: &pipe{}}
+	opts.OnFail = func(x Failure) { f.failures = append(f.failures, x) }
+	opts.Log = slog.New(slog.NewTextHandler(&f.log, nil))
+	f.Van = New(f.p, opts)
+	f.Start(func(m *van.Message) {
+		var c van.Meta
+		c.CopyFrom(&m.Meta)
+		f.up = append(f.up, c)
+	})
+	f.SetID(9)
+	f.Enable()
+	t.Cleanup(func() {
+		if err := f.Close(context.Background()); err != nil {
+			t.Errorf("Close: %v", err)
+		}
+	})
+	return f
+}
+
+func TestSignature(t *testing.T) {
+	// Cases with a command are from a session of ps-lite.
+	for _, c := range []struct {
+		name             string
+		app, ts          int32
+		request          bool
+		sender, receiver int
+		want             uint64
+	}{
+		{"push request", 0, 5, true, 9, 8, 0x000009080000000b},
+		{"barrier request to itself", 0, 2, true, 1, 1, 0x0000010100000005},
+		{"barrier request", 0, 1, true, 8, 1, 0x0000080100000003},
+		{"barrier release", 0, 3, false, 1, 9, 0x0000010900000006},
+		{"pull response", 0, 2, false, 8, 9, 0x0000080900000004},
+		{"without application", van.Empty, 0, false, 8, 1, 0x7fff080100000000},
+		{"long ids", 0, 0, false, 0x108, 0x209, 0x0000080900000000},
+		{"sign of the timestamp", 0, -1, true, 1, 2, 0xffffffffffffffff},
+		{"shift out of the timestamp", 0, 1 << 30, false, 1, 2, 0xffffffff80000000},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			m := van.Meta{AppID: c.app, Timestamp: c.ts, Request: c.request}
+			if got := signature(&m, c.sender, c.receiver); got != c.want {
+				t.Errorf("signature %016x, want %016x", got, c.want)
+			}
+		})
+	}
+}
+
+func TestAckOnTheWire(t *testing.T) {
+	f := newFixture(t, Options{})
+	f.p.recv(from(8, request(9, 5)))
+	sent := f.p.take()
+	if len(sent) != 1 || sent[0].receiver != 8 {
+		t.Fatalf("sent %v, want one message to 8", sent)
+	}
+	var want van.Meta
+	want.Reset()
+	want.Control.Cmd, want.Control.MsgSig = van.Ack, 0x000008090000000b
+	got, err := sent[0].meta.AppendTo(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantBytes, err := want.AppendTo(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, wantBytes) {
+		t.Errorf("acknowledgement %+v, want %+v", sent[0].meta, want)
+	}
+}
+
+func TestNotAcknowledgedNorKept(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{})
+		for _, m := range []*van.Message{
+			{Meta: van.Meta{Control: van.Control{Cmd: van.Terminate}, Timestamp: van.Empty}},
+			{Meta: van.Meta{Control: van.Control{Cmd: van.Heartbeat}, Timestamp: van.Empty}},
+		} {
+			m.Sender, m.Receiver = 8, 8
+			f.p.recv(m)
+			if s := f.p.take(); len(s) != 0 {
+				t.Errorf("%s was answered by %v", m.Control.Cmd, s)
+			}
+			if err := f.Send(m); err != nil {
+				t.Error(err)
+			}
+			if f.count != 0 {
+				t.Errorf("%s is kept", m.Control.Cmd)
+			}
+		}
+		f.p.recv(from(van.Empty, request(9, 1)))
+		if len(f.up) != 3 {
+			t.Errorf("%d messages were handed up, want 3", len(f.up))
+		}
+	})
+}
+
+func TestRetriesThenGivesUp(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second})
+		var events []bool
+		f.WatchPeers(func(id int, up bool, cause error) { events = append(events, up) })
+		start := time.Now()
+		done := &counter{}
+		m := request(8, 5)
+		m.Body = []byte("body")
+		m.Done = done
+		m.Frames = 2
+		m.Vals = backend.Bytes(make([]byte, 4))
+		if err := f.Send(m); err != nil {
+			t.Fatal(err)
+		}
+		m.Body[0] = 'x' // the message itself is ours again
+		time.Sleep(9500 * time.Millisecond)
+		synctest.Wait()
+		sent := f.p.take()
+		if len(sent) != DefaultMaxTries {
+			t.Fatalf("sent %d times, want %d", len(sent), DefaultMaxTries)
+		}
+		for k, s := range sent {
+			if at, want := s.at.Sub(start), time.Duration(k)*time.Second; at != want || string(s.meta.Body) != "body" {
+				t.Errorf("try %d at %s with body %q, want at %s with the body of Send", k, at, s.meta.Body, want)
+			}
+		}
+		if done.n != 0 || len(f.failures) != 0 {
+			t.Errorf("before the end: Done called %d times, %d failures", done.n, len(f.failures))
+		}
+		time.Sleep(time.Second)
+		synctest.Wait()
+		if len(f.failures) != 1 {
+			t.Fatalf("%d failures, want 1", len(f.failures))
+		}
+		x := f.failures[0]
+		if x.Peer != 8 || x.Meta.Timestamp != 5 || !errors.Is(x.Err, van.ErrTimeout) || !strings.Contains(x.Err.Error(), "server 0 (id 8)") {
+			t.Errorf("failure %d, %v, %v", x.Peer, &x.Meta, x.Err)
+		}
+		if done.n != 1 {
+			t.Errorf("Done called %d times, want 1", done.n)
+		}
+		f.p.recv(ack(8, 1))
+		if len(events) != 2 || events[0] || !events[1] {
+			t.Errorf("watcher was told %v, want down, then up", events)
+		}
+	})
+}
+
+func TestAckEndsKeeping(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second})
+		f.p.hold = true
+		done := &counter{}
+		m := request(8, 5)
+		m.Done = done
+		if err := f.Send(m); err != nil {
+			t.Fatal(err)
+		}
+		f.p.recv(ack(10, 0x000009080000000b)) // of another node: not for this message
+		if f.count != 1 {
+			t.Fatal("a foreign acknowledgement was taken")
+		}
+		f.p.recv(ack(8, 0x000009080000000b))
+		if done.n != 0 {
+			t.Error("Done was called while the inner van holds the frames")
+		}
+		f.p.dones[0].Sent()
+		if done.n != 1 {
+			t.Errorf("Done called %d times, want 1", done.n)
+		}
+		f.p.recv(ack(8, 0x000009080000000b))
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if s := f.p.take(); len(s) != 1 {
+			t.Errorf("sent %d times, want 1", len(s))
+		}
+		if len(f.up) != 0 {
+			t.Error("an acknowledgement was handed up")
+		}
+	})
+}
+
+func TestDuplicates(t *testing.T) {
+	f := newFixture(t, Options{})
+	other := func(change func(*van.Message)) *van.Message {
+		m := request(9, 5)
+		change(m)
+		return from(8, m)
+	}
+	for i, c := range []struct {
+		name string
+		m    *van.Message
+		up   bool
+	}{
+		{"first", other(func(*van.Message) {}), true},
+		{"same", other(func(*van.Message) {}), false},
+		{"pull of the same timestamp", other(func(m *van.Message) { m.Push = false }), true},
+		{"other customer", other(func(m *van.Message) { m.CustomerID = 1 }), true},
+		{"simple", other(func(m *van.Message) { m.SimpleApp = true }), true},
+		{"control", other(func(m *van.Message) { m.Control.Cmd, m.Push = van.Barrier, false }), true},
+		{"control again", other(func(m *van.Message) { m.Control.Cmd, m.Push = van.Barrier, false }), false},
+		{"other sender", from(10, request(9, 5)), true},
+	} {
+		before := len(f.up)
+		f.p.recv(c.m)
+		if up := len(f.up) > before; up != c.up {
+			t.Errorf("%d %s: handed up %t, want %t", i, c.name, up, c.up)
+		}
+		if s := f.p.take(); len(s) != 1 || s[0].meta.Control.Cmd != van.Ack {
+			t.Errorf("%d %s: answered by %d messages, want one acknowledgement", i, c.name, len(s))
+		}
+	}
+	// A node that is started again counts from the beginning.
+	for _, addr := range []string{"a", "b"} {
+		if err := f.Connect(context.Background(), 8, van.Node{Hostname: addr}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	before := len(f.up)
+	f.p.recv(from(8, request(9, 5)))
+	if len(f.up) != before+1 {
+		t.Error("the first message of a replaced node was dropped")
+	}
+}
+
+func TestBeforeEnable(t *testing.T) {
+	p := &pipe{}
+	v := New(p, Options{})
+	var up int
+	v.Start(func(*van.Message) { up++ })
+	v.SetID(9)
+	p.recv(from(1, request(9, 1)))
+	if s := p.take(); len(s) != 0 || up != 1 {
+		t.Errorf("before Enable: %d answers and %d handed up, want 0 and 1", len(s), up)
+	}
+	if err := v.Send(request(8, 1)); err != nil || v.count != 0 {
+		t.Errorf("Send before Enable: error %v, %d kept; want none", err, v.count)
+	}
+	p.take()
+	v.Enable()
+	p.recv(from(1, request(9, 1)))
+	if s := p.take(); len(s) != 1 || up != 1 {
+		t.Errorf("sent again after Enable: %d answers and %d handed up, want 1 and still 1", len(s), up)
+	}
+	if err := v.Close(context.Background()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestSameSignatureWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second})
+		const sig = 0x000009080000000b
+		for customer := range int32(3) {
+			m := request(8, 5)
+			m.CustomerID = customer
+			if err := f.Send(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for customer := range int32(3) {
+			s := f.p.take()
+			if len(s) != 1 || s[0].meta.CustomerID != customer {
+				t.Fatalf("sent %d messages, want only the one of customer %d", len(s), customer)
+			}
+			f.p.recv(ack(8, sig))
+		}
+		if f.count != 0 || len(f.kept) != 0 || f.first != nil {
+			t.Errorf("%d messages are kept after their acknowledgement", f.count)
+		}
+	})
+}
+
+func TestLostPeer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second})
+		dones := &counter{}
+		for _, peer := range []int{8, 8, 10} {
+			m := request(peer, 5) // the two to 8 have the same signature
+			m.Done = dones
+			if err := f.Send(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		f.p.watch(8, false, nil)
+		if len(f.failures) != 2 || f.count != 1 || dones.n != 2 {
+			t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failures), f.count, dones.n)
+		}
+		for _, x := range f.failures {
+			if x.Peer != 8 || !errors.Is(x.Err, van.ErrPeerLost) {
+				t.Errorf("failure of %d: %v, want of 8: %v", x.Peer, x.Err, van.ErrPeerLost)
+			}
+		}
+		f.Disconnect(10)
+		if len(f.failures) != 2 || f.count != 0 || dones.n != 3 {
+			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failures), f.count, dones.n)
+		}
+	})
+}
+
+func TestSendError(t *testing.T) {
+	f := newFixture(t, Options{})
+	f.p.fail = van.ErrUnknownPeer
+	done := &counter{}
+	m := request(8, 5)
+	m.Done = done
+	if err := f.Send(m); !errors.Is(err, van.ErrUnknownPeer) || f.count != 0 || done.n != 0 {
+		t.Errorf("Send: %v, %d kept, Done %d times; want %v, 0, 0", err, f.count, done.n, van.ErrUnknownPeer)
+	}
+}
+
+func TestCloseWaitsForAcks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second})
+		if err := f.Send(request(8, 5)); err != nil {
+			t.Fatal(err)
+		}
+		start := time.Now()
+		go func() {
+			time.Sleep(1500 * time.Millisecond)
+			f.p.recv(ack(8, 0x000009080000000b))
+		}()
+		if err := f.Close(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		if d := time.Since(start); d != 1500*time.Millisecond {
+			t.Errorf("Close took %s, want until the acknowledgement", d)
+		}
+		if s := f.p.take(); len(s) != 2 {
+			t.Errorf("sent %d times, want 2", len(s))
+		}
+	})
+}
+
+func TestCloseGivesUpWaiting(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second, CloseWait: 2 * time.Second})
+		done := &counter{}
+		m := request(8, 5)
+		m.Done = done
+		if err := f.Send(m); err != nil {
+			t.Fatal(err)
+		}
+		start := time.Now()
+		if err := f.Close(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		if d := time.Since(start); d != 2*time.Second || done.n != 1 || len(f.failures) != 0 {
+			t.Errorf("Close took %s, Done %d times, %d failures; want 2s, 1, 0", d, done.n, len(f.failures))
+		}
+	})
+}
+
+func TestWarnsOfLongIDs(t *testing.T) {
+	f := newFixture(t, Options{})
+	for _, id := range []int{van.WorkerID(123), van.Empty, van.ServerID(123)} {
+		if err := f.Connect(context.Background(), id, van.Node{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if f.log.Len() != 0 {
+		t.Errorf("warned up to rank 123: %s", f.log.String())
+	}
+	for range 2 {
+		if err := f.Connect(context.Background(), van.ServerID(124), van.Node{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := strings.Count(f.log.String(), "PS_RESEND"); n != 1 {
+		t.Errorf("%d warnings from rank 124 up, want 1", n)
+	}
+}
+
+func TestWindow(t *testing.T) {
+	type step struct {
+		ts   int32
+		want bool
+	}
+	for _, c := range []struct {
+		name  string
+		steps []step
+	}{
+		{"in order", []step{{0, false}, {1, false}, {1, true}, {0, true}}},
+		{"late", []step{{5, false}, {3, false}, {3, true}, {4, false}}},
+		{"gap", []step{{0, false}, {1000, false}, {999, false}, {999, true}, {1, false}, {0, true}}},
+		{"too old", []step{{0, false}, {windowSize, false}, {0, true}, {1, false}}},
+		{"jump", []step{{7, false}, {7 + 3*windowSize, false}, {8 + 2*windowSize, false}, {7 + 2*windowSize, true}}},
+		{"reused bit", []step{{7, false}, {6 + windowSize, false}, {7 + windowSize, false}, {7 + windowSize, true}}},
+		{"wrap", []step{{1<<31 - 1, false}, {-1 << 31, false}, {1<<31 - 1, true}, {-1<<31 + 1, false}}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := &window{}
+			for i, s := range c.steps {
+				if got := w.add(s.ts); got != s.want {
+					t.Errorf("step %d: add(%d) = %t, want %t", i, s.ts, got, s.want)
+				}
+			}
+		})
+	}
+}
+
+func TestMemoryIsBounded(t *testing.T) {
+	f := newFixture(t, Options{})
+	for app := range int32(10 * maxStreams) {
+		m := request(9, 0)
+		m.AppID = app
+		f.p.recv(from(8, m))
+	}
+	if n := len(f.seen[8].streams); n != maxStreams {
+		t.Errorf("%d streams of one peer, want %d", n, maxStreams)
+	}
+	for id := range 2 * maxPeers {
+		f.note(from(100+id, request(9, 0)))
+	}
+	if n := len(f.seen); n != maxPeers {
+		t.Errorf("%d peers, want %d", n, maxPeers)
+	}
+}

@@ -1,0 +1,86 @@
+package zmq
+
+import (
+	"fmt"
+	"sync"
+
+	zmq4 "github.com/pebbe/zmq4"
+)
+
+// monitor watches the connection of one DEALER: libzmq reports its state on a
+// socket pair inside the process.
+type monitor struct {
+	pair *zmq4.Socket
+	sock *socket
+	once sync.Once
+	end  chan struct{}
+}
+
+func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int) (*monitor, error) {
+	addr := fmt.Sprintf("inproc://monitor-%d", serial)
+	if err := z.Monitor(addr, zmq4.EVENT_DISCONNECTED|zmq4.EVENT_HANDSHAKE_SUCCEEDED); err != nil {
+		return nil, fmt.Errorf("monitor: %w", err)
+	}
+	pair, err := ctx.NewSocket(zmq4.PAIR)
+	if err != nil {
+		return nil, fmt.Errorf("monitor: %w", err)
+	}
+	if err := pair.Connect(addr); err != nil {
+		_ = pair.Close()
+		return nil, fmt.Errorf("monitor: %w", err)
+	}
+	s, err := newSocket(pair)
+	if err != nil {
+		return nil, fmt.Errorf("monitor: %w", err)
+	}
+	return &monitor{pair: pair, sock: s}, nil
+}
+
+// start reports the changes of c to v's watcher.
+func (m *monitor) start(v *zvan, c *conn) {
+	if m.end != nil {
+		return
+	}
+	m.end = make(chan struct{})
+	try := func(uintptr) bool {
+		for {
+			event, _, _, err := m.pair.RecvEvent(zmq4.DONTWAIT)
+			if err != nil {
+				return m.sock.closed.Load()
+			}
+			if m.sock.closed.Load() {
+				return true
+			}
+			switch event {
+			case zmq4.EVENT_DISCONNECTED:
+				v.watch(int(c.id.Load()), false, errDisconnected)
+			case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
+				v.watch(int(c.id.Load()), true, nil)
+			}
+		}
+	}
+	go func() {
+		defer close(m.end)
+		for m.sock.wait(try) {
+			if m.sock.closed.Load() {
+				return
+			}
+		}
+	}()
+}
+
+// close ends the monitor. A watcher call that is under way may outlast it when it
+// is that call that closes.
+func (m *monitor) close() {
+	m.once.Do(func() {
+		m.sock.stop()
+		if m.end == nil {
+			_ = m.sock.close(0)
+			return
+		}
+		go func() {
+			<-m.end
+			_ = m.sock.close(0)
+		}()
+	})
+}

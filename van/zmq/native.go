@@ -1,0 +1,340 @@
+package zmq
+
+/*
+#cgo pkg-config: libzmq
+#cgo CFLAGS: -O2 -Wall -Wextra
+#include <stdlib.h>
+#include "shim.h"
+#cgo noescape sa_send
+#cgo nocallback sa_send
+#cgo noescape sa_recv
+#cgo nocallback sa_recv
+*/
+import "C"
+
+import (
+	"errors"
+	"os"
+	"reflect"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+
+	zmq4 "github.com/pebbe/zmq4"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// This file is the only one with C in it: sockets of pebbe/zmq4 whose message
+// calls are reached directly, since the binding's copy every frame.
+
+// socket is a zmq4 socket that every goroutine may send on and one at a time may
+// receive from. A receiver without a message parks in Go's network poller on the
+// socket's descriptor and holds no thread.
+type socket struct {
+	z      *zmq4.Socket
+	c      *C.sa_sock
+	poll   *os.File // a duplicate of the socket's descriptor
+	raw    syscall.RawConn
+	closed atomic.Bool
+	senders
+}
+
+// senders keeps close from freeing a socket that is being sent on.
+type senders struct{ mu sync.RWMutex }
+
+var errBinding = errors.New("zmq: the zmq4 binding has changed: its Socket no longer begins with the libzmq handle")
+
+// handle returns libzmq's socket inside z. The binding does not export it, so its
+// place is checked before it is used.
+func handle(z *zmq4.Socket) (unsafe.Pointer, error) {
+	f, ok := reflect.TypeFor[zmq4.Socket]().FieldByName("soc")
+	if !ok || f.Offset != 0 || f.Type.Kind() != reflect.UnsafePointer {
+		return nil, errBinding
+	}
+	return *(*unsafe.Pointer)(unsafe.Pointer(z)), nil
+}
+
+// newSocket wraps z, which it owns from now on.
+func newSocket(z *zmq4.Socket) (*socket, error) {
+	h, err := handle(z)
+	if err != nil {
+		return nil, errors.Join(err, z.Close())
+	}
+	fd, err := z.GetFd()
+	if err != nil {
+		return nil, errors.Join(err, z.Close())
+	}
+	dup, err := syscall.Dup(fd)
+	if err != nil {
+		return nil, errors.Join(os.NewSyscallError("dup", err), z.Close())
+	}
+	syscall.CloseOnExec(dup)
+	if err := syscall.SetNonblock(dup, true); err != nil {
+		return nil, errors.Join(os.NewSyscallError("fcntl", err), syscall.Close(dup), z.Close())
+	}
+	s := &socket{z: z, poll: os.NewFile(uintptr(dup), "zmq")}
+	if s.raw, err = s.poll.SyscallConn(); err != nil {
+		return nil, errors.Join(err, s.poll.Close(), z.Close())
+	}
+	s.c = C.sa_sock_new(h)
+	if s.c == nil {
+		return nil, errors.Join(errors.New("zmq: out of memory"), s.poll.Close(), z.Close())
+	}
+	return s, nil
+}
+
+// stop makes wait return at once, now and for ever.
+func (s *socket) stop() {
+	s.closed.Store(true)
+	s.wake()
+}
+
+// close frees the socket; what was sent leaves within linger. Nobody may be
+// receiving. It does not wait for linger, which is the context's work.
+func (s *socket) close(linger time.Duration) error {
+	s.stop()
+	s.senders.mu.Lock()
+	defer s.senders.mu.Unlock()
+	if s.c == nil {
+		return nil
+	}
+	C.sa_sock_free(s.c)
+	s.c = nil
+	return errors.Join(s.poll.Close(), s.z.SetLinger(linger), s.z.Close())
+}
+
+// past is a deadline that has passed: it wakes whoever waits.
+var past = time.Unix(1, 0)
+
+// wake makes a waiting receiver look again.
+func (s *socket) wake() { _ = s.poll.SetReadDeadline(past) }
+
+// wait calls try until it returns true, sleeping in between until the socket may
+// have something. It returns false when the socket is stopped. try must be the
+// same function on every call of wait, so that nothing is allocated.
+func (s *socket) wait(try func(uintptr) bool) bool {
+	for !s.closed.Load() {
+		err := s.raw.Read(try)
+		switch {
+		case err == nil:
+			return true
+		case errors.Is(err, os.ErrDeadlineExceeded):
+			// Reset before looking again: a wake that comes later stays visible.
+			_ = s.poll.SetReadDeadline(time.Time{})
+			if s.closed.Load() {
+				return false
+			}
+		default:
+			return false
+		}
+	}
+	return false
+}
+
+// recv takes one message without blocking into f.
+func (s *socket) recv(f *frames) (bool, error) {
+	switch rc := C.sa_recv(s.c, (*C.sa_msg)(f)); {
+	case rc == 1:
+		return true, nil
+	case rc == 0:
+		return false, nil
+	default:
+		return false, syscall.Errno(-rc)
+	}
+}
+
+// frames is a received message in libzmq's memory.
+type frames C.sa_msg
+
+func newFrames() *frames   { return (*frames)(C.sa_msg_new()) }
+func (f *frames) release() { C.sa_msg_close((*C.sa_msg)(f)) }
+func (f *frames) free()    { C.sa_msg_free((*C.sa_msg)(f)) }
+func (f *frames) len() int { return int(f.n) }
+
+// excess is the number of frames beyond the most that a message may have.
+func (f *frames) excess() int { return int(f.extra) }
+
+// bytes is frame i as a view on libzmq's memory, valid until release.
+func (f *frames) bytes(i int) []byte {
+	return unsafe.Slice((*byte)(f.data[i]), int(f.size[i]))
+}
+
+// mem is frame i as a Mem on libzmq's memory, valid until release.
+func (f *frames) mem(i int) backend.Mem {
+	return backend.At(f.data[i], int(f.size[i]), backend.Host, nil)
+}
+
+// send hands msg to the socket without blocking: to dest over a ROUTER when dest is
+// not empty, with self as the visible sender.
+func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent) error {
+	var f [van.MaxFrames]struct {
+		ptr  C.uintptr_t
+		len  C.size_t
+		lend C.int
+	}
+	lend := 0
+	for i := range msg.Frames {
+		m := msg.Frame(i)
+		f[i].ptr, f[i].len = C.uintptr_t(uintptr(m.Ptr())), C.size_t(m.Len())
+		if m.Len() >= van.CopyBelow {
+			f[i].lend = 1
+			lend++
+		}
+	}
+	s.senders.mu.RLock()
+	defer s.senders.mu.RUnlock()
+	if s.c == nil || s.closed.Load() {
+		return van.ErrClosed
+	}
+	var slot *C.sa_slot
+	if lend > 0 {
+		slot = l.lend(msg, lend)
+	}
+	rc := C.sa_send(s.c, (*C.char)(unsafe.Pointer(unsafe.StringData(dest))), C.int(len(dest)),
+		(*C.char)(unsafe.Pointer(unsafe.StringData(self))), C.int(len(self)),
+		unsafe.Pointer(unsafe.SliceData(meta)), C.size_t(len(meta)), C.int(msg.Frames),
+		f[0].ptr, f[0].len, f[0].lend, f[1].ptr, f[1].len, f[1].lend, f[2].ptr, f[2].len, f[2].lend, slot)
+	runtime.KeepAlive(msg)
+	if rc < 0 {
+		return syscall.Errno(-rc)
+	}
+	if rc == 1 {
+		s.wake()
+	}
+	if lend == 0 && msg.Done != nil {
+		msg.Done.Sent()
+	}
+	return nil
+}
+
+// lent keeps the values that libzmq holds pinned and reachable until it lets go.
+// libzmq's threads queue what they release on a list that Go empties, since a call
+// from their threads into Go would cost more than the message.
+type lent struct {
+	list *C.sa_list
+
+	mu    sync.Mutex
+	slots []*lentSlot
+	free  []*lentSlot
+	held  atomic.Int64 // slots in libzmq's hands
+	wake  chan struct{}
+	idle  atomic.Bool // the sweeper sleeps
+	done  chan struct{}
+	end   chan struct{}
+}
+
+type lentSlot struct {
+	c     *C.sa_slot
+	pin   [van.MaxFrames]pinned
+	done  van.Completion
+	index uint32
+}
+
+func newLent() *lent {
+	l := &lent{list: (*C.sa_list)(C.calloc(1, C.sizeof_sa_list)), wake: make(chan struct{}, 1),
+		done: make(chan struct{}), end: make(chan struct{})}
+	l.idle.Store(true)
+	go l.sweep()
+	return l
+}
+
+// lend reserves a slot for n frames of msg and pins their memory.
+func (l *lent) lend(msg *van.Message, n int) *C.sa_slot {
+	l.mu.Lock()
+	var s *lentSlot
+	if k := len(l.free); k > 0 {
+		s = l.free[k-1]
+		l.free = l.free[:k-1]
+	} else {
+		s = &lentSlot{c: (*C.sa_slot)(C.calloc(1, C.sizeof_sa_slot)), index: uint32(len(l.slots))}
+		s.c.list, s.c.index = l.list, C.uint32_t(s.index)
+		l.slots = append(l.slots, s)
+	}
+	l.mu.Unlock()
+	for i := range msg.Frames {
+		if m := msg.Frame(i); m.Len() >= van.CopyBelow {
+			s.pin[i].hold(m)
+		}
+	}
+	s.done = msg.Done
+	s.c.refs, s.c.failed = C.int(n), 0
+	l.held.Add(1)
+	if l.idle.Load() && l.idle.CompareAndSwap(true, false) {
+		l.wake <- struct{}{}
+	}
+	return s.c
+}
+
+// reap takes back what libzmq has released. It is cheap when there is nothing.
+func (l *lent) reap() {
+	head := (*unsafe.Pointer)(unsafe.Pointer(&l.list.head))
+	if atomic.LoadPointer(head) == nil {
+		return
+	}
+	for c := (*C.sa_slot)(atomic.SwapPointer(head, nil)); c != nil; {
+		next := c.next
+		l.mu.Lock()
+		s := l.slots[c.index]
+		l.mu.Unlock()
+		done, failed := s.done, c.failed != 0
+		s.done = nil
+		for i := range s.pin {
+			s.pin[i].drop()
+		}
+		l.mu.Lock()
+		l.free = append(l.free, s)
+		l.mu.Unlock()
+		l.held.Add(-1)
+		if done != nil && !failed {
+			done.Sent()
+		}
+		c = next
+	}
+}
+
+// sweep reaps on behalf of a node that neither sends nor receives. It sleeps when
+// libzmq holds nothing.
+func (l *lent) sweep() {
+	defer close(l.end)
+	const every = 2 * time.Millisecond
+	tick := time.NewTicker(every)
+	tick.Stop()
+	for {
+		select {
+		case <-l.done:
+			tick.Stop()
+			return
+		case <-l.wake:
+			tick.Reset(every)
+		case <-tick.C:
+			l.reap()
+			if l.held.Load() > 0 {
+				continue
+			}
+			l.idle.Store(true)
+			if l.held.Load() > 0 && l.idle.CompareAndSwap(true, false) {
+				continue // lent meanwhile, by one who still saw the sweeper awake
+			}
+			tick.Stop()
+		}
+	}
+}
+
+// close frees everything; libzmq must have let go (its context is terminated).
+func (l *lent) close() {
+	close(l.done)
+	<-l.end
+	l.reap()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, s := range l.slots {
+		C.free(unsafe.Pointer(s.c))
+	}
+	C.free(unsafe.Pointer(l.list))
+	l.slots, l.free, l.list = nil, nil, nil
+}

@@ -1,0 +1,495 @@
+// Package zmq is ps-lite's ZeroMQ transport: plain ZeroMQ over TCP, or over Unix
+// sockets when DMLC_LOCAL is set.
+//
+// Each node binds one ROUTER socket and opens one DEALER to every peer, with the
+// routing id "ps<id>" once it has an id. Requests and control messages leave over
+// the DEALER to the peer. The data answers of a server leave over its own ROUTER,
+// on the connection that the worker opened, so a worker also reads its DEALERs.
+//
+// Values are lent to libzmq and stay pinned until it lets go; received values are
+// handed up as views on libzmq's messages. No thread waits anywhere: receivers park
+// in Go's network poller on the sockets' descriptors.
+package zmq
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"os"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	zmq4 "github.com/pebbe/zmq4"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func init() {
+	van.Register("zmq", New)
+}
+
+// zvan is one node's ZeroMQ van.
+type zvan struct {
+	cfg  *env.Config
+	log  *slog.Logger
+	zctx *zmq4.Context
+	lent *lent
+
+	self   van.Node     // set by Bind
+	id     atomic.Int32 // own node id
+	idText atomic.Pointer[string]
+	router *socket
+	recv   van.Receiver
+	watch  func(id int, up bool, cause error)
+	unbind func()
+
+	peers atomic.Pointer[map[int]*conn]
+	stats stats
+
+	mu      sync.Mutex // guards changes of peers, and what follows
+	loops   []*receiver
+	started bool
+	closed  bool
+	serial  int // names the monitors
+	wg      sync.WaitGroup
+}
+
+// conn is the DEALER to one peer.
+type conn struct {
+	id     atomic.Int64
+	addr   string
+	sock   *socket
+	dest   string // the peer's routing id, for answers over the ROUTER
+	viaOwn bool   // data answers to this peer leave over the own ROUTER
+	mon    *monitor
+	rx     *receiver
+}
+
+// New makes a van that has not bound yet.
+func New(o van.Options) (van.Van, error) {
+	zctx, err := zmq4.NewContext()
+	if err != nil {
+		return nil, fmt.Errorf("zmq: %w", err)
+	}
+	if err := errors.Join(
+		wrap("BYTEPS_ZMQ_NTHREADS", o.Config.ZMQIOThreads, zctx.SetIoThreads(o.Config.ZMQIOThreads)),
+		wrap("BYTEPS_ZMQ_MAX_SOCKET", o.Config.ZMQMaxSockets, zctx.SetMaxSockets(o.Config.ZMQMaxSockets)),
+		zctx.SetBlocky(false),
+	); err != nil {
+		return nil, errors.Join(err, zctx.Term())
+	}
+	v := &zvan{cfg: o.Config, log: o.Log, zctx: zctx, lent: newLent(), unbind: func() {}}
+	if v.log == nil {
+		v.log = slog.New(slog.DiscardHandler)
+	}
+	v.peers.Store(&map[int]*conn{})
+	v.setID(van.Empty)
+	return v, nil
+}
+
+func wrap(name string, value int, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("zmq: %s=%d: %w", name, value, err)
+}
+
+func (v *zvan) Type() string { return "zmq" }
+
+func (v *zvan) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
+
+func (v *zvan) SetID(id int) { v.setID(id) }
+
+func (v *zvan) setID(id int) {
+	text := routingID(id)
+	v.id.Store(int32(id))
+	v.idText.Store(&text)
+}
+
+// routingID is how a node with an id presents itself.
+func routingID(id int) string { return "ps" + strconv.Itoa(id) }
+
+// Bind opens the ROUTER. A busy port is an error that wraps syscall.EADDRINUSE.
+func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
+	z, err := v.zctx.NewSocket(zmq4.ROUTER)
+	if err != nil {
+		return 0, fmt.Errorf("zmq: ROUTER: %w", err)
+	}
+	// A peer that comes back takes over the routing id of its old connection.
+	err = errors.Join(z.SetRouterMandatory(1), z.SetRouterHandover(true), z.SetSndhwm(0), tune(z))
+	if err != nil {
+		return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
+	}
+	port, unbind, err := v.bind(z, self)
+	if err != nil {
+		return 0, errors.Join(&van.Error{Op: "bind", Node: van.NodeName(self.ID), Detail: self.Addr(), Err: err}, z.Close())
+	}
+	s, err := newSocket(z)
+	if err != nil {
+		unbind()
+		return 0, err
+	}
+	v.self, v.router, v.unbind = self, s, unbind
+	v.self.Port = port
+	if self.ID != van.Empty {
+		v.setID(self.ID)
+	}
+	return port, nil
+}
+
+// tune sets what every socket has in common. Dead hosts are noticed by TCP
+// keep-alives, since ZMTP heartbeats are unknown to the libzmq of the original.
+func tune(z *zmq4.Socket) error {
+	return errors.Join(z.SetLinger(0), z.SetTcpKeepalive(1), z.SetTcpKeepaliveIdle(10), z.SetTcpKeepaliveIntvl(3),
+		z.SetTcpKeepaliveCnt(3))
+}
+
+// bind binds z to self's address and returns the port and what undoes it.
+func (v *zvan) bind(z *zmq4.Socket, self van.Node) (int, func(), error) {
+	if v.cfg.Local {
+		return v.bindLocal(z, self)
+	}
+	host := self.Hostname
+	if self.ID == van.SchedulerID && v.cfg.Kubernetes {
+		host = "0.0.0.0"
+	}
+	port := "*"
+	if self.Port != 0 {
+		port = strconv.Itoa(self.Port)
+	}
+	if err := z.Bind("tcp://" + net.JoinHostPort(host, port)); err != nil {
+		return 0, nil, addressError(err)
+	}
+	end, err := z.GetLastEndpoint()
+	if err != nil {
+		return 0, nil, err
+	}
+	_, text, err := net.SplitHostPort(end[len("tcp://"):])
+	if err != nil {
+		return 0, nil, fmt.Errorf("endpoint %q: %w", end, err)
+	}
+	n, err := strconv.Atoi(text)
+	return n, func() {}, err
+}
+
+// addressError gives libzmq's errno its usual Go type.
+func addressError(err error) error {
+	var z zmq4.Errno
+	if !errors.As(err, &z) {
+		return err
+	}
+	switch e := syscall.Errno(z); e {
+	case syscall.EADDRINUSE:
+		return fmt.Errorf("%w: another process listens there", e)
+	case syscall.EADDRNOTAVAIL, syscall.ENODEV:
+		return fmt.Errorf("%w: not an address of this host", syscall.EADDRNOTAVAIL)
+	default:
+		return e
+	}
+}
+
+// localPath is the Unix socket of a port, as the original names it.
+func localPath(port int) string { return "/tmp/" + strconv.Itoa(port) }
+
+// bindLocal binds a Unix socket. Ports are still port numbers: a free one is held
+// by a TCP listener for as long as the node lives, so that no other node of this
+// host takes the same path.
+func (v *zvan) bindLocal(z *zmq4.Socket, self van.Node) (int, func(), error) {
+	port, release := self.Port, func() {}
+	if port == 0 {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return 0, nil, err
+		}
+		port, release = l.Addr().(*net.TCPAddr).Port, func() { _ = l.Close() }
+	}
+	path := localPath(port)
+	c, err := net.DialTimeout("unix", path, time.Second)
+	if err == nil {
+		_ = c.Close()
+		release()
+		return 0, nil, fmt.Errorf("%w: a process answers at %s", syscall.EADDRINUSE, path)
+	}
+	// Left behind by a dead process; a plain file there is not ours to remove.
+	if st, err := os.Lstat(path); err == nil {
+		if st.Mode()&os.ModeSocket == 0 {
+			release()
+			return 0, nil, fmt.Errorf("%w: %s exists and is not a socket", syscall.EADDRINUSE, path)
+		}
+		if err := os.Remove(path); err != nil {
+			release()
+			return 0, nil, err
+		}
+	}
+	if err := z.Bind("ipc://" + path); err != nil {
+		release()
+		return 0, nil, addressError(err)
+	}
+	return port, func() { _ = os.Remove(path); release() }, nil
+}
+
+// Start begins to receive.
+func (v *zvan) Start(recv van.Receiver) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.recv, v.started = recv, true
+	v.receiveFrom(v.router)
+	for _, c := range *v.peers.Load() {
+		v.listen(c)
+	}
+}
+
+// receiveFrom starts a receiver on s. v.mu is held.
+func (v *zvan) receiveFrom(s *socket) *receiver {
+	r := newReceiver(v, s)
+	v.loops = append(v.loops, r)
+	r.loop.Start()
+	return r
+}
+
+// listen starts what reads from c: answers come to a worker over its DEALERs.
+// v.mu is held.
+func (v *zvan) listen(c *conn) {
+	if v.self.Role == van.Worker && c.rx == nil {
+		c.rx = v.receiveFrom(c.sock)
+	}
+	if v.watch != nil {
+		c.mon.start(v, c)
+	}
+}
+
+// Connect opens a DEALER to the peer, in place of one that serves the same id.
+func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.closed {
+		return van.ErrClosed
+	}
+	fail := func(err error) error {
+		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
+	}
+	old := (*v.peers.Load())[id]
+	if old != nil {
+		v.drop(old, 0)
+	}
+	z, err := v.zctx.NewSocket(zmq4.DEALER)
+	if err != nil {
+		return fail(err)
+	}
+	if err := errors.Join(tune(z), z.SetSndhwm(0), z.SetReconnectIvl(50*time.Millisecond),
+		z.SetReconnectIvlMax(2*time.Second)); err != nil {
+		return fail(errors.Join(err, z.Close()))
+	}
+	if own := int(v.id.Load()); own != van.Empty {
+		if err := z.SetIdentity(*v.idText.Load()); err != nil {
+			return fail(errors.Join(err, z.Close()))
+		}
+	}
+	v.serial++
+	mon, err := newMonitor(v.zctx, z, v.serial)
+	if err != nil {
+		return fail(errors.Join(err, z.Close()))
+	}
+	endpoint := "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port))
+	if v.cfg.Local {
+		endpoint = "ipc://" + localPath(peer.Port)
+	}
+	if err := z.Connect(endpoint); err != nil {
+		mon.close()
+		return fail(errors.Join(addressError(err), z.Close()))
+	}
+	s, err := newSocket(z)
+	if err != nil {
+		mon.close()
+		return fail(err)
+	}
+	c := &conn{addr: peer.Addr(), sock: s, mon: mon}
+	v.name(c, id)
+	v.replace(func(m map[int]*conn) { m[id] = c })
+	if v.started {
+		v.listen(c)
+	}
+	v.log.Info("connect", "peer", van.NodeName(id), "addr", endpoint)
+	return nil
+}
+
+// name makes c the connection to id.
+func (v *zvan) name(c *conn, id int) {
+	c.id.Store(int64(id))
+	c.dest = routingID(id)
+	c.viaOwn = v.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker
+}
+
+// replace changes the table of peers. v.mu is held.
+func (v *zvan) replace(change func(map[int]*conn)) {
+	m := maps.Clone(*v.peers.Load())
+	change(m)
+	v.peers.Store(&m)
+}
+
+// Rename makes the connection to old serve new instead.
+func (v *zvan) Rename(old, new int) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	c := (*v.peers.Load())[old]
+	if c == nil {
+		return &van.Error{Op: "rename", Peer: van.NodeName(old), Err: van.ErrUnknownPeer}
+	}
+	if other := (*v.peers.Load())[new]; other != nil {
+		v.drop(other, 0)
+	}
+	v.replace(func(m map[int]*conn) { delete(m, old) })
+	v.name(c, new) // nobody sends over c while it has no name
+	v.replace(func(m map[int]*conn) { m[new] = c })
+	return nil
+}
+
+// leaveTime is how long Disconnect lets sent messages leave.
+const leaveTime = 500 * time.Millisecond
+
+func (v *zvan) Disconnect(id int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	c := (*v.peers.Load())[id]
+	if c == nil {
+		return
+	}
+	v.replace(func(m map[int]*conn) { delete(m, id) })
+	v.drop(c, leaveTime)
+}
+
+// drop ends a connection that is no longer in the table (or about to be
+// replaced). The receiver may be delivering a message, perhaps the one whose
+// handler called: its end is awaited elsewhere. v.mu is held.
+func (v *zvan) drop(c *conn, linger time.Duration) {
+	c.mon.close()
+	c.sock.stop()
+	if c.rx == nil {
+		_ = c.sock.close(linger)
+		return
+	}
+	for i, r := range v.loops {
+		if r == c.rx {
+			v.loops = append(v.loops[:i], v.loops[i+1:]...)
+			break
+		}
+	}
+	v.wg.Go(func() {
+		c.rx.stop(context.Background())
+		_ = c.sock.close(linger)
+	})
+}
+
+// Send hands msg to the socket that the protocol wants it on.
+func (v *zvan) Send(msg *van.Message) error {
+	c := (*v.peers.Load())[msg.Receiver]
+	if c == nil {
+		return v.sendError(msg, nil, van.ErrUnknownPeer)
+	}
+	if msg.Request || msg.IsControl() {
+		msg.RequestTrace.PostSend = clock.Now()
+	} else {
+		msg.ResponseTrace.PostSend = clock.Now()
+	}
+	var buf [1024]byte
+	meta, n := buf[:], msg.EncodedLen()
+	if n > len(buf) {
+		meta = make([]byte, n)
+	}
+	meta = meta[:n]
+	if err := msg.EncodeTo(meta); err != nil {
+		return v.sendError(msg, c, err)
+	}
+	for i := range msg.Frames {
+		if f := msg.Frame(i); !f.OnHost() {
+			return v.sendError(msg, c, fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device()))
+		}
+	}
+	size := msg.PayloadLen()
+	var err error
+	if c.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
+		err = v.router.send(c.dest, *v.idText.Load(), meta, msg, v.lent)
+	} else {
+		err = c.sock.send("", "", meta, msg, v.lent)
+	}
+	v.lent.reap()
+	if err != nil {
+		return v.sendError(msg, c, err)
+	}
+	v.stats.sent(len(meta) + size)
+	return nil
+}
+
+// sendError says what went wrong with a message for a peer.
+func (v *zvan) sendError(msg *van.Message, c *conn, err error) error {
+	e := &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String()}
+	if c != nil {
+		e.Peer += " at " + c.addr
+	}
+	switch {
+	case errors.Is(err, syscall.EHOSTUNREACH):
+		e.Err = fmt.Errorf("%w: it is not connected to this node", van.ErrPeerLost)
+	case errors.Is(err, syscall.EAGAIN):
+		e.Err = van.ErrQueueFull
+	case errors.Is(err, syscall.Errno(zmq4.ETERM)), errors.Is(err, syscall.ENOTSOCK):
+		e.Err = van.ErrClosed
+	default:
+		e.Err = err
+	}
+	return e
+}
+
+func (v *zvan) Stats() van.Stats {
+	s := v.stats.get()
+	s.Pinned = uint64(v.lent.held.Load())
+	return s
+}
+
+// Close ends everything; sent messages leave until ctx ends, at most maxLinger.
+func (v *zvan) Close(ctx context.Context) error {
+	v.mu.Lock()
+	if v.closed {
+		v.mu.Unlock()
+		return nil
+	}
+	v.closed = true
+	loops, peers := v.loops, *v.peers.Load()
+	v.peers.Store(&map[int]*conn{})
+	v.loops = nil
+	v.mu.Unlock()
+
+	for _, r := range loops {
+		r.sock.stop()
+	}
+	for _, r := range loops {
+		r.stop(ctx)
+	}
+	linger := maxLinger
+	if d, ok := ctx.Deadline(); ok {
+		linger = min(max(time.Until(d), 0), maxLinger)
+	}
+	var errs []error
+	for _, c := range peers {
+		c.mon.close()
+		errs = append(errs, c.sock.close(linger))
+	}
+	if v.router != nil {
+		errs = append(errs, v.router.close(linger))
+	}
+	v.wg.Wait()
+	errs = append(errs, v.zctx.Term())
+	v.lent.close()
+	v.unbind()
+	return errors.Join(errs...)
+}
+
+// maxLinger is the longest that Close waits for messages to leave.
+const maxLinger = 5 * time.Second
