@@ -190,6 +190,7 @@ func TestNotAcknowledgedNorKept(t *testing.T) {
 			if f.count != 0 {
 				t.Errorf("%s is kept", m.Control.Cmd)
 			}
+			f.p.take()
 		}
 		f.p.recv(from(van.Empty, request(9, 1)))
 		if len(f.up) != 3 {
