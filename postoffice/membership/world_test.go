@@ -20,6 +20,7 @@ type world struct {
 	log   func(format string, args ...any)
 	// verbose shows actions and messages, not only events.
 	verbose bool
+	seen    func(*testNode, Output) // if not nil, is shown every output
 }
 
 type testNode struct {
@@ -82,6 +83,9 @@ func (w *world) take(n *testNode) {
 			return
 		}
 		for _, o := range out {
+			if w.seen != nil {
+				w.seen(n, o)
+			}
 			if _, quiet := o.(Action); !quiet || w.verbose {
 				w.log("%s: %s", n.name, showOutput(o))
 			}
