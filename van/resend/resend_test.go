@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -72,9 +73,9 @@ func (p *pipe) take() []sentMessage {
 	return s
 }
 
-type counter struct{ n int }
+type counter struct{ atomic.Int32 }
 
-func (c *counter) Sent() { c.n++ }
+func (c *counter) Sent() { c.Add(1) }
 
 func request(to, ts int) *van.Message {
 	m := &van.Message{}
@@ -95,15 +96,27 @@ func ack(sender int, sig uint64) *van.Message {
 
 type fixture struct {
 	*Van
-	p        *pipe
-	up       []van.Meta
+	p   *pipe
+	up  []van.Meta
+	log bytes.Buffer
+
+	failMu   sync.Mutex
 	failures []Failure
-	log      bytes.Buffer
+}
+
+func (f *fixture) failed() []Failure {
+	f.failMu.Lock()
+	defer f.failMu.Unlock()
+	return f.failures
 }
 
 func newFixture(t *testing.T, opts Options) *fixture {
 	f := &fixture{p: &pipe{}}
-	opts.OnFail = func(x Failure) { f.failures = append(f.failures, x) }
+	opts.OnFail = func(x Failure) {
+		f.failMu.Lock()
+		defer f.failMu.Unlock()
+		f.failures = append(f.failures, x)
+	}
 	opts.Log = slog.New(slog.NewTextHandler(&f.log, nil))
 	f.Van = New(f.p, opts)
 	f.Start(func(m *van.Message) {
@@ -226,20 +239,20 @@ func TestRetriesThenGivesUp(t *testing.T) {
 				t.Errorf("try %d at %s with body %q, want at %s with the body of Send", k, at, s.meta.Body, want)
 			}
 		}
-		if done.n != 0 || len(f.failures) != 0 {
-			t.Errorf("before the end: Done called %d times, %d failures", done.n, len(f.failures))
+		if done.Load() != 0 || len(f.failed()) != 0 {
+			t.Errorf("before the end: Done called %d times, %d failures", done.Load(), len(f.failed()))
 		}
 		time.Sleep(time.Second)
 		synctest.Wait()
-		if len(f.failures) != 1 {
-			t.Fatalf("%d failures, want 1", len(f.failures))
+		if len(f.failed()) != 1 {
+			t.Fatalf("%d failures, want 1", len(f.failed()))
 		}
-		x := f.failures[0]
+		x := f.failed()[0]
 		if x.Peer != 8 || x.Meta.Timestamp != 5 || !errors.Is(x.Err, van.ErrTimeout) || !strings.Contains(x.Err.Error(), "server 0 (id 8)") {
 			t.Errorf("failure %d, %v, %v", x.Peer, &x.Meta, x.Err)
 		}
-		if done.n != 1 {
-			t.Errorf("Done called %d times, want 1", done.n)
+		if done.Load() != 1 {
+			t.Errorf("Done called %d times, want 1", done.Load())
 		}
 		f.p.recv(ack(8, 1))
 		if len(events) != 2 || events[0] || !events[1] {
@@ -263,12 +276,12 @@ func TestAckEndsKeeping(t *testing.T) {
 			t.Fatal("a foreign acknowledgement was taken")
 		}
 		f.p.recv(ack(8, 0x000009080000000b))
-		if done.n != 0 {
+		if done.Load() != 0 {
 			t.Error("Done was called while the inner van holds the frames")
 		}
 		f.p.dones[0].Sent()
-		if done.n != 1 {
-			t.Errorf("Done called %d times, want 1", done.n)
+		if done.Load() != 1 {
+			t.Errorf("Done called %d times, want 1", done.Load())
 		}
 		f.p.recv(ack(8, 0x000009080000000b))
 		time.Sleep(time.Minute)
@@ -385,17 +398,17 @@ func TestLostPeer(t *testing.T) {
 			}
 		}
 		f.p.watch(8, false, nil)
-		if len(f.failures) != 2 || f.count != 1 || dones.n != 2 {
-			t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failures), f.count, dones.n)
+		if len(f.failed()) != 2 || f.count != 1 || dones.Load() != 2 {
+			t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failed()), f.count, dones.Load())
 		}
-		for _, x := range f.failures {
+		for _, x := range f.failed() {
 			if x.Peer != 8 || !errors.Is(x.Err, van.ErrPeerLost) {
 				t.Errorf("failure of %d: %v, want of 8: %v", x.Peer, x.Err, van.ErrPeerLost)
 			}
 		}
 		f.Disconnect(10)
-		if len(f.failures) != 2 || f.count != 0 || dones.n != 3 {
-			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failures), f.count, dones.n)
+		if len(f.failed()) != 2 || f.count != 0 || dones.Load() != 3 {
+			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failed()), f.count, dones.Load())
 		}
 	})
 }
@@ -406,8 +419,8 @@ func TestSendError(t *testing.T) {
 	done := &counter{}
 	m := request(8, 5)
 	m.Done = done
-	if err := f.Send(m); !errors.Is(err, van.ErrUnknownPeer) || f.count != 0 || done.n != 0 {
-		t.Errorf("Send: %v, %d kept, Done %d times; want %v, 0, 0", err, f.count, done.n, van.ErrUnknownPeer)
+	if err := f.Send(m); !errors.Is(err, van.ErrUnknownPeer) || f.count != 0 || done.Load() != 0 {
+		t.Errorf("Send: %v, %d kept, Done %d times; want %v, 0, 0", err, f.count, done.Load(), van.ErrUnknownPeer)
 	}
 }
 
@@ -447,8 +460,8 @@ func TestCloseGivesUpWaiting(t *testing.T) {
 		if err := f.Close(context.Background()); err != nil {
 			t.Fatal(err)
 		}
-		if d := time.Since(start); d != 2*time.Second || done.n != 1 || len(f.failures) != 0 {
-			t.Errorf("Close took %s, Done %d times, %d failures; want 2s, 1, 0", d, done.n, len(f.failures))
+		if d := time.Since(start); d != 2*time.Second || done.Load() != 1 || len(f.failed()) != 0 {
+			t.Errorf("Close took %s, Done %d times, %d failures; want 2s, 1, 0", d, done.Load(), len(f.failed()))
 		}
 	})
 }
