@@ -90,35 +90,32 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 			Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
 		return nil
 	}
+	var table []van.Node
+	at := map[int]int{}
 	for i := range nodes {
 		n := &nodes[i]
 		if n.Role == van.Scheduler {
 			continue
 		}
-		if prev, dup := m.at[n.ID]; dup {
-			if sameAddr(&m.table[prev], n) {
+		field := fmt.Sprintf("control.node[%d].id", i)
+		if van.RankOf(n.ID) >= m.cfg.instances(n.Role) {
+			return m.bad(van.SchedulerID, msg, field, n.ID, fmt.Sprintf("a rank below %d", m.cfg.instances(n.Role)))
+		}
+		if prev, again := at[n.ID]; again {
+			if sameAddr(&table[prev], n) {
 				continue // another customer of the same process
 			}
-			clear(m.at)
-			m.table = nil
-			return m.bad(van.SchedulerID, msg, fmt.Sprintf("control.node[%d].id", i), n.ID, "each id once")
+			return m.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
 		}
-		if van.RankOf(n.ID) >= m.cfg.instances(n.Role) {
-			clear(m.at)
-			m.table = nil
-			return m.bad(van.SchedulerID, msg, fmt.Sprintf("control.node[%d].id", i), n.ID,
-				fmt.Sprintf("a rank below %d", m.cfg.instances(n.Role)))
-		}
-		m.at[n.ID] = len(m.table)
-		m.table = append(m.table, cloneNode(*n))
+		at[n.ID] = len(table)
+		table = append(table, cloneNode(*n))
 	}
-	m.shared = map[int]int{}
+	m.table, m.at, m.shared = table, at, map[int]int{}
 	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
-		if _, ok := m.at[id]; !ok {
-			m.shared[id] = van.Empty
+		if _, ok := at[id]; !ok {
+			m.shared[id] = van.Empty // stands for no node of its own
 		}
 	}
-
 	m.self = m.table[m.at[own.ID]]
 	m.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
 	m.nextBeat = now + m.cfg.HeartbeatInterval
@@ -165,8 +162,8 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 		}
 		return
 	}
-	if !moved && (h.down == 0 || !n.IsRecovery) {
-		return
+	if !moved && (!n.IsRecovery || h.down == 0 && old.IsRecovery) {
+		return // known
 	}
 	m.table[i] = cloneNode(*n)
 	*h = health{seen: now}

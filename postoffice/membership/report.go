@@ -30,9 +30,7 @@ func (m *Machine) Report(now time.Duration) Report {
 	if m.phase == created {
 		r.Elapsed = 0
 	}
-	for i := range m.table {
-		r.Present = append(r.Present, m.table[i])
-	}
+	r.Present = append(r.Present, m.table...)
 	for _, id := range m.Members(van.AllNodes) {
 		if m.isDown(id) {
 			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", m.peer(id), m.health[id].cause))

@@ -1,0 +1,144 @@
+package membership
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func withID(n van.Node, id int) van.Node {
+	n.ID = id
+	return n
+}
+
+// TestTables feeds a worker tables that a C++ or a broken scheduler might send.
+func TestTables(t *testing.T) {
+	self := withID(rec(van.Worker, "a", 1, -1), 9)
+	other := withID(rec(van.Worker, "a", 2, -1), 11)
+	server := withID(rec(van.Server, "b", 1, -1), 8)
+	sched := withID(rec(van.Scheduler, "10.0.0.99", 8123, -1), 1)
+	for _, c := range []struct {
+		name  string
+		nodes []van.Node
+		field string // of the error; "" if the table is good
+		peers string
+	}{
+		{"good", []van.Node{self, other, server, sched}, "", "[8 1]"},
+		{"without the scheduler", []van.Node{server, other, self}, "", "[8 1]"},
+		{"scheduler under another name", []van.Node{self, other, server, withID(rec(van.Scheduler, "localhost", 1, -1), 1)}, "", "[8 1]"},
+		{"two customers of one process", []van.Node{self, self, server, sched}, "", "[8 1]"},
+		{"own record missing", []van.Node{other, other, server, sched}, "control.node", "[1]"},
+		{"one id twice", []van.Node{self, withID(other, 9), server, sched}, "control.node[1].id", "[1]"},
+		{"rank too large", []van.Node{self, withID(other, 13), server, sched}, "control.node[1].id", "[1]"},
+		{"id of the other role", []van.Node{self, withID(other, 10), server, sched}, "control.node[1].id", "[1]"},
+		{"scheduler with another id", []van.Node{self, other, server, withID(sched, 2)}, "control.node[3].id", "[1]"},
+		{"no id", []van.Node{self, withID(other, van.Empty), server, sched}, "control.node[1].id", "[1]"},
+		{"role", []van.Node{self, other, server, withID(rec(van.Joint, "x", 1, -1), 8)}, "control.node[3].role", "[1]"},
+		{"port", []van.Node{self, withID(rec(van.Worker, "a", 0, -1), 11), server, sched}, "control.node[1].address", "[1]"},
+	} {
+		m, err := New(testConfig(van.Worker, 2, 1, "a:1", -1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		m.Start(0)
+		var meta van.Meta
+		meta.Reset()
+		meta.Control.Cmd, meta.Control.Nodes = van.AddNode, c.nodes
+		err = m.Step(0, van.SchedulerID, &meta)
+		var fe *van.FieldError
+		switch {
+		case c.field == "" && err != nil:
+			t.Errorf("%s: %v", c.name, err)
+		case c.field != "" && (!errors.As(err, &fe) || fe.Field != c.field || !strings.Contains(err.Error(), "scheduler (id 1)")):
+			t.Errorf("%s: %v, want one about %s from the scheduler", c.name, err, c.field)
+		}
+		if m.Ready() != (c.field == "") {
+			t.Errorf("%s: ready %t", c.name, m.Ready())
+		}
+		if got := fmt.Sprint(m.KnownPeers()); got != c.peers {
+			t.Errorf("%s: peers %s, want %s", c.name, got, c.peers)
+		}
+		if c.field != "" { // no harm was done
+			meta.Control.Nodes = []van.Node{self, other, server, sched}
+			if err := m.Step(0, van.SchedulerID, &meta); err != nil || !m.Ready() {
+				t.Errorf("%s: the good table after it: %v", c.name, err)
+			}
+		}
+	}
+}
+
+// TestRecordsAfterStart feeds a worker what a C++ scheduler sends in recoveries.
+func TestRecordsAfterStart(t *testing.T) {
+	server := func(port int, recovery bool) van.Node {
+		n := withID(rec(van.Server, "10.2.0.1", port, 0), 8)
+		n.IsRecovery = recovery
+		return n
+	}
+	for _, c := range []struct {
+		name string
+		rec  van.Node
+		down bool
+		want string
+	}{
+		{"the same", server(1000, false), false, ""},
+		{"the same of a dead one", server(1000, false), true, ""},
+		{"restarted in place, unnoticed", server(1000, true), false, "connect 8 at 10.2.0.1:1000, PEER REPLACED 8 by 10.2.0.1:1000"},
+		{"restarted in place", server(1000, true), true, "connect 8 at 10.2.0.1:1000, PEER REPLACED 8 by 10.2.0.1:1000"},
+		{"moved", server(2000, true), true, "connect 8 at 10.2.0.1:2000, PEER REPLACED 8 by 10.2.0.1:2000"},
+		{"moved, though alive", server(2000, false), false, "connect 8 at 10.2.0.1:2000, PEER REPLACED 8 by 10.2.0.1:2000"},
+		{"another worker", withID(rec(van.Worker, "c", 1, 1), 11), false, "PEER REPLACED 11 by c:1"},
+	} {
+		m := startWorld(t, 2, 1).node("w0").m
+		if c.down {
+			m.PeerLost(0, 8, nil)
+			m.Take()
+		}
+		for range 2 { // the second time it is known
+			var meta van.Meta
+			meta.Reset()
+			meta.Control.Cmd, meta.Control.Nodes = van.AddNode, []van.Node{c.rec}
+			if err := m.Step(0, van.SchedulerID, &meta); err != nil {
+				t.Errorf("%s: %v", c.name, err)
+			}
+			var got []string
+			for _, o := range m.Take() {
+				got = append(got, showOutput(o))
+			}
+			if s := strings.Join(got, ", "); s != c.want {
+				t.Errorf("%s: %q, want %q", c.name, s, c.want)
+			}
+			c.want = ""
+		}
+	}
+}
+
+// TestReplacedSelf: a node whose place was given away must not go on.
+func TestReplacedSelf(t *testing.T) {
+	m := startWorld(t, 1, 1).node("w0").m
+	ticket, err := m.Barrier(0, 0, van.AllNodes, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Take()
+	var meta van.Meta
+	meta.Reset()
+	meta.Control.Cmd, meta.Control.Nodes = van.AddNode, []van.Node{withID(rec(van.Worker, "x", 1, 0), 9)}
+	if err := m.Step(0, van.SchedulerID, &meta); err != nil {
+		t.Fatal(err)
+	}
+	out := m.Take()
+	if len(out) != 2 {
+		t.Fatalf("output %v, want BarrierFailed and Failed", out)
+	}
+	bf, ok1 := out[0].(BarrierFailed)
+	f, ok2 := out[1].(Failed)
+	if !ok1 || !ok2 || bf.Ticket != ticket || !errors.Is(bf.Err, ErrRefused) || !errors.Is(f.Err, ErrRefused) {
+		t.Errorf("output %v", out)
+	}
+	if m.Ready() {
+		t.Error("still ready")
+	}
+}
