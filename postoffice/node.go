@@ -115,7 +115,7 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 		n.Close()
 		return nil, err
 	}
-	if !o.NoBarrier {
+	if !o.NoBarrier && !n.IsRecovery() { // the others have passed it
 		if err := n.barrier(ctx, "start barrier", 0, van.AllNodes, true); err != nil {
 			n.Close()
 			return nil, err

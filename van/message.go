@@ -34,7 +34,7 @@ type Message struct {
 
 	// Done, if not nil, is called exactly once after a successful Send, when the
 	// transport no longer needs the frames' bytes. It may run on any goroutine,
-	// also before Send returns, and must not block.
+	// also before Send returns, and must neither block nor send.
 	Done Completion
 
 	refs   atomic.Int32

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // key names a kept message: the peer, whose whole id is known here, and the
@@ -16,7 +17,7 @@ type key struct {
 	sig  uint64
 }
 
-// entry is a kept message. Its frames are the caller's: they are not copied.
+// entry is a kept message. Its frames are the caller's, except short ones.
 type entry struct {
 	key   key
 	done  van.Completion // the caller's
@@ -25,6 +26,7 @@ type entry struct {
 
 	sending sync.Mutex // around inner.Send, which writes to msg
 	msg     van.Message
+	short   [van.MaxFrames][van.CopyBelow]byte // frames that Send copies
 
 	// Under Van.mu:
 	held       bool // it is in the table
@@ -77,7 +79,14 @@ func (v *Van) Send(m *van.Message) error {
 	e.msg.Reset()
 	e.msg.Meta.CopyFrom(&m.Meta)
 	e.msg.Receiver, e.msg.Frames = m.Receiver, m.Frames
-	e.msg.Keys, e.msg.Vals, e.msg.Lens, e.msg.Placed = m.Keys, m.Vals, m.Lens, m.Placed
+	e.msg.Placed = m.Placed
+	for i := range m.Frames {
+		f := m.Frame(i)
+		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may use it again at once
+			f = backend.Bytes(e.short[i][:copy(e.short[i][:], f.Host())])
+		}
+		e.msg.SetFrame(i, f)
+	}
 	e.msg.Done = e
 	e.done, e.start = m.Done, time.Now()
 	e.key = key{m.Receiver, signature(&m.Meta, self, m.Receiver)}

@@ -36,7 +36,14 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int) (*monitor, error)
 	return &monitor{pair: pair, sock: s}, nil
 }
 
-// start reports the changes of c to v's watcher.
+// tell reports a change of c's connection to the watcher.
+func (v *zvan) tell(c *conn, up bool, cause error) {
+	if v.watch != nil {
+		v.watch(c.who.Load().id, up, cause)
+	}
+}
+
+// start follows the connection of c.
 func (m *monitor) start(v *zvan, c *conn) {
 	if m.end != nil {
 		return
@@ -53,9 +60,11 @@ func (m *monitor) start(v *zvan, c *conn) {
 			}
 			switch event {
 			case zmq4.EVENT_DISCONNECTED:
-				v.watch(int(c.id.Load()), false, errDisconnected)
+				c.lost.Store(true)
+				v.tell(c, false, errDisconnected)
 			case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
-				v.watch(int(c.id.Load()), true, nil)
+				c.lost.Store(false)
+				v.tell(c, true, nil)
 			}
 		}
 	}

@@ -206,6 +206,7 @@ func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent)
 	if rc == 1 {
 		s.wake()
 	}
+	l.reap() // here, where close cannot have freed the list
 	if lend == 0 && msg.Done != nil {
 		msg.Done.Sent()
 	}
@@ -233,6 +234,7 @@ type lentSlot struct {
 	pin   [van.MaxFrames]pinned
 	done  van.Completion
 	index uint32
+	gone  atomic.Bool // with libzmq: orders the fields above for the race detector
 }
 
 func newLent() *lent {
@@ -263,6 +265,7 @@ func (l *lent) lend(msg *van.Message, n int) *C.sa_slot {
 	}
 	s.done = msg.Done
 	s.c.refs, s.c.failed = C.int(n), 0
+	s.gone.Store(true)
 	l.held.Add(1)
 	if l.idle.Load() && l.idle.CompareAndSwap(true, false) {
 		l.wake <- struct{}{}
@@ -281,6 +284,7 @@ func (l *lent) reap() {
 		l.mu.Lock()
 		s := l.slots[c.index]
 		l.mu.Unlock()
+		s.gone.Swap(false)
 		done, failed := s.done, c.failed != 0
 		s.done = nil
 		for i := range s.pin {

@@ -57,20 +57,26 @@ type zvan struct {
 	mu      sync.Mutex // guards changes of peers, and what follows
 	loops   []*receiver
 	started bool
-	closed  bool
+	closed  atomic.Bool
 	serial  int // names the monitors
 	wg      sync.WaitGroup
 }
 
 // conn is the DEALER to one peer.
 type conn struct {
-	id     atomic.Int64
-	addr   string
-	sock   *socket
+	who  atomic.Pointer[identity]
+	addr string
+	sock *socket
+	mon  *monitor
+	rx   *receiver
+	lost atomic.Bool // the connection broke and has not been restored
+}
+
+// identity is whom a connection serves.
+type identity struct {
+	id     int
 	dest   string // the peer's routing id, for answers over the ROUTER
 	viaOwn bool   // data answers to this peer leave over the own ROUTER
-	mon    *monitor
-	rx     *receiver
 }
 
 // New makes a van that has not bound yet.
@@ -203,13 +209,13 @@ func localPath(port int) string { return "/tmp/" + strconv.Itoa(port) }
 // by a TCP listener for as long as the node lives, so that no other node of this
 // host takes the same path.
 func (v *zvan) bindLocal(z *zmq4.Socket, self van.Node) (int, func(), error) {
-	port, release := self.Port, func() {}
+	l, err := net.Listen("tcp", net.JoinHostPort(self.Hostname, "0"))
+	if err != nil {
+		return 0, nil, err
+	}
+	port, release := self.Port, func() { _ = l.Close() }
 	if port == 0 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return 0, nil, err
-		}
-		port, release = l.Addr().(*net.TCPAddr).Port, func() { _ = l.Close() }
+		port = l.Addr().(*net.TCPAddr).Port
 	}
 	path := localPath(port)
 	c, err := net.DialTimeout("unix", path, time.Second)
@@ -261,17 +267,15 @@ func (v *zvan) listen(c *conn) {
 	if v.self.Role == van.Worker && c.rx == nil {
 		c.rx = v.receiveFrom(c.sock)
 	}
-	if v.watch != nil {
-		c.mon.start(v, c)
-	}
+	c.mon.start(v, c)
 }
 
 // Connect opens a DEALER to the peer, in place of one that serves the same id.
 func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.closed {
-		return van.ErrClosed
+	if v.closed.Load() {
+		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id), Err: van.ErrClosed}
 	}
 	fail := func(err error) error {
 		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
@@ -323,9 +327,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 
 // name makes c the connection to id.
 func (v *zvan) name(c *conn, id int) {
-	c.id.Store(int64(id))
-	c.dest = routingID(id)
-	c.viaOwn = v.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker
+	c.who.Store(&identity{id, routingID(id), v.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker})
 }
 
 // replace changes the table of peers. v.mu is held.
@@ -343,12 +345,13 @@ func (v *zvan) Rename(old, new int) error {
 	if c == nil {
 		return &van.Error{Op: "rename", Peer: van.NodeName(old), Err: van.ErrUnknownPeer}
 	}
-	if other := (*v.peers.Load())[new]; other != nil {
+	other := (*v.peers.Load())[new]
+	v.replace(func(m map[int]*conn) { delete(m, old) })
+	v.name(c, new)
+	v.replace(func(m map[int]*conn) { m[new] = c })
+	if other != nil && other != c {
 		v.drop(other, 0)
 	}
-	v.replace(func(m map[int]*conn) { delete(m, old) })
-	v.name(c, new) // nobody sends over c while it has no name
-	v.replace(func(m map[int]*conn) { m[new] = c })
 	return nil
 }
 
@@ -391,7 +394,24 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 // Send hands msg to the socket that the protocol wants it on.
 func (v *zvan) Send(msg *van.Message) error {
 	c := (*v.peers.Load())[msg.Receiver]
+	err := v.send(msg, c)
+	if errors.Is(err, van.ErrClosed) {
+		// The connection may have been replaced in between.
+		v.mu.Lock()
+		now := (*v.peers.Load())[msg.Receiver]
+		v.mu.Unlock()
+		if now != nil && now != c {
+			return v.send(msg, now)
+		}
+	}
+	return err
+}
+
+func (v *zvan) send(msg *van.Message, c *conn) error {
 	if c == nil {
+		if v.closed.Load() {
+			return v.sendError(msg, nil, van.ErrClosed)
+		}
 		return v.sendError(msg, nil, van.ErrUnknownPeer)
 	}
 	if msg.Request || msg.IsControl() {
@@ -415,12 +435,11 @@ func (v *zvan) Send(msg *van.Message) error {
 	}
 	size := msg.PayloadLen()
 	var err error
-	if c.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
-		err = v.router.send(c.dest, *v.idText.Load(), meta, msg, v.lent)
+	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
+		err = v.router.send(who.dest, *v.idText.Load(), meta, msg, v.lent)
 	} else {
 		err = c.sock.send("", "", meta, msg, v.lent)
 	}
-	v.lent.reap()
 	if err != nil {
 		return v.sendError(msg, c, err)
 	}
@@ -456,11 +475,10 @@ func (v *zvan) Stats() van.Stats {
 // Close ends everything; sent messages leave until ctx ends, at most maxLinger.
 func (v *zvan) Close(ctx context.Context) error {
 	v.mu.Lock()
-	if v.closed {
+	if v.closed.Swap(true) {
 		v.mu.Unlock()
 		return nil
 	}
-	v.closed = true
 	loops, peers := v.loops, *v.peers.Load()
 	v.peers.Store(&map[int]*conn{})
 	v.loops = nil
@@ -479,7 +497,11 @@ func (v *zvan) Close(ctx context.Context) error {
 	var errs []error
 	for _, c := range peers {
 		c.mon.close()
-		errs = append(errs, c.sock.close(linger))
+		if c.lost.Load() {
+			errs = append(errs, c.sock.close(0)) // nobody to wait for
+		} else {
+			errs = append(errs, c.sock.close(linger))
+		}
 	}
 	if v.router != nil {
 		errs = append(errs, v.router.close(linger))
