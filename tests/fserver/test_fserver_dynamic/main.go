@@ -1,0 +1,92 @@
+// Command test_fserver_dynamic is the Go twin of test_fserver_dynamic.py: three
+// stages whose tensors have another number of rows each time. The servers echo.
+// BENCHMARK_ITER replaces the 2000 iterations.
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/tests/internal/prog"
+)
+
+const (
+	iterations = 2000
+	stages     = 3
+	maxRows    = 128
+	columns    = 7196
+	limit      = 500 * time.Second
+)
+
+func main() { prog.Main(prog.Program{FServer: true, RoleBarrier: true, Server: prog.ServeEcho, Worker: work}) }
+
+func work(ctx context.Context, n *prog.Node) error {
+	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	if err != nil {
+		return err
+	}
+	r := prog.Random(n.Rank())
+	data := make([]byte, 2*maxRows*columns)
+	var push [stages]af.Tensor
+	var pull [stages][]af.Tensor
+	for stage := range stages {
+		if push[stage], err = n.Tensor(af.BFloat16, maxRows, columns); err != nil {
+			return err
+		}
+		for range n.NumServers() {
+			t, err := n.Tensor(af.BFloat16, maxRows, columns)
+			if err != nil {
+				return err
+			}
+			pull[stage] = append(pull[stage], t)
+		}
+	}
+	for i := range prog.Rounds(n.Iterations(iterations)) {
+		for stage := range stages {
+			rows := maxRows
+			if i > 0 {
+				rows = 1 + r.IntN(maxRows)
+			}
+			part := data[:2*rows*columns]
+			prog.FillBytes(r, part)
+			out, err := firstRows(push[stage], rows)
+			if err != nil {
+				return err
+			}
+			if err := n.Put(out, part); err != nil {
+				return err
+			}
+			in := make([]af.KeyTensor, n.NumServers())
+			for s := range in {
+				in[s].Key = uint64(1000 + stage + s)
+				if in[s].Val, err = firstRows(pull[stage][s], rows); err != nil {
+					return err
+				}
+			}
+			h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: uint64(stage) + 1e6, Val: out}}, in)
+			if err != nil {
+				return err
+			}
+			if err := w.WaitFor(ctx, h, limit); err != nil {
+				return err
+			}
+			if _, _, err := w.FetchTrace(h); err != nil {
+				return err
+			}
+			for s := range in {
+				if err := n.Equal(fmt.Sprintf("iteration %d, stage %d, server %d", i, stage, s), in[s].Val, part); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	fmt.Println("worker test done")
+	return nil
+}
+
+// firstRows is a view on the first rows of t.
+func firstRows(t af.Tensor, rows int) (af.Tensor, error) {
+	return af.New(t.Mem().Sub(0, 2*rows*columns), t.Dtype(), int64(rows), columns)
+}

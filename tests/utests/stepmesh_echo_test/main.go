@@ -1,0 +1,67 @@
+// Command stepmesh_echo_test measures how long it takes to push BENCHMARK_SIZE
+// bfloat16 numbers under key 0 and to pull them back under key 1. DMLC_ROLE says
+// which part the process plays. What comes back is compared with what was sent.
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/tests/internal/prog"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func main() { prog.Main(prog.Program{Server: prog.ServeEcho, Worker: work, Ready: van.WorkerGroup}) }
+
+func work(ctx context.Context, n *prog.Node) error {
+	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	if err != nil {
+		return err
+	}
+	size := n.Config().Bench.Size
+	data, zero := make([]byte, 2*size), make([]byte, 2*size)
+	r := prog.Random(n.Rank())
+	push, err := n.Tensor(af.BFloat16, int64(size))
+	if err != nil {
+		return err
+	}
+	pull := make([]af.KeyTensor, n.NumServers())
+	for i := range pull {
+		pull[i].Key = 1
+		if pull[i].Val, err = n.Tensor(af.BFloat16, int64(size)); err != nil {
+			return err
+		}
+	}
+	all, err := n.Measure(ctx, "pushpull", 1000, 1, func(i int) (time.Duration, error) {
+		prog.FillBytes(r, data)
+		if err := n.Put(push, data); err != nil {
+			return 0, err
+		}
+		for s := range pull {
+			if err := n.Put(pull[s].Val, zero); err != nil {
+				return 0, err
+			}
+		}
+		start := time.Now()
+		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 0, Val: push}}, pull)
+		if err != nil {
+			return 0, err
+		}
+		if err := w.Wait(ctx, h); err != nil {
+			return 0, err
+		}
+		took := time.Since(start)
+		for s := range pull {
+			if err := n.Equal(fmt.Sprintf("round %d: echo of server %d", i, s), pull[s].Val, data); err != nil {
+				return 0, err
+			}
+		}
+		return took, nil
+	})
+	if len(all) > 0 {
+		n.Log().Error(all.Line("pushpull overall latency: "))
+	}
+	return err
+}
