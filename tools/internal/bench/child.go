@@ -1,0 +1,140 @@
+package bench
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/postoffice"
+)
+
+// A benchmark's nodes are child processes of this one: the same binary, started
+// with the hidden command "bench child" and the usual variables.
+
+// result is what the worker reports on its standard output.
+type result struct {
+	Ours, Floor []int64
+	CPU         float64 // seconds of the worker in the measured part
+	Checked     bool
+	Bytes       int64 // moved in the measured part (kv)
+	Seconds     float64
+	FloorBps    float64
+}
+
+// cluster is a scheduler, a server and a worker as processes.
+type cluster struct {
+	cmds map[string]*exec.Cmd
+	outs map[string]*lineReader
+	ins  map[string]io.WriteCloser
+}
+
+// startCluster starts the three children. spec is handed to each.
+func startCluster(ctx context.Context, van string, spec []string, stderr io.Writer) (*cluster, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	port, err := freePort()
+	if err != nil {
+		return nil, err
+	}
+	c := &cluster{cmds: map[string]*exec.Cmd{}, outs: map[string]*lineReader{}, ins: map[string]io.WriteCloser{}}
+	for _, role := range []string{"scheduler", "server", "worker"} {
+		cmd := exec.CommandContext(ctx, self, append([]string{"bench", "child"}, spec...)...)
+		cmd.Env = append(env.Strip(os.Environ()),
+			"DMLC_ROLE="+role, "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1",
+			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST=127.0.0.1", "DMLC_ENABLE_RDMA="+van)
+		for _, keep := range passed {
+			if v, ok := os.LookupEnv(keep); ok {
+				cmd.Env = append(cmd.Env, keep+"="+v)
+			}
+		}
+		cmd.Stderr = stderr
+		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+		cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+		cmd.WaitDelay = 5 * time.Second
+		in, err := cmd.StdinPipe()
+		if err != nil {
+			c.kill()
+			return nil, err
+		}
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			c.kill()
+			return nil, err
+		}
+		if err := cmd.Start(); err != nil {
+			c.kill()
+			return nil, err
+		}
+		c.cmds[role], c.ins[role], c.outs[role] = cmd, in, &lineReader{r: out}
+	}
+	return c, nil
+}
+
+// passed are the variables of the caller that the children see too.
+var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHREADS", "DMLC_LOCAL", "PS_RESEND", "PS_RESEND_TIMEOUT"}
+
+func (c *cluster) kill() {
+	for _, cmd := range c.cmds {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	}
+}
+
+// wait waits for all children and returns the CPU seconds of each.
+func (c *cluster) wait() (map[string]float64, error) {
+	cpu := map[string]float64{}
+	var first error
+	for role, cmd := range c.cmds {
+		_ = c.ins[role].Close()
+		if err := cmd.Wait(); err != nil && first == nil {
+			first = fmt.Errorf("%s: %w", role, err)
+		}
+		cpu[role] = (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()).Seconds()
+	}
+	return cpu, first
+}
+
+// lineReader reads lines without losing what follows.
+type lineReader struct {
+	r    io.Reader
+	rest []byte
+}
+
+func (l *lineReader) line() (string, error) {
+	buf := make([]byte, 64<<10)
+	for {
+		if i := strings.IndexByte(string(l.rest), '\n'); i >= 0 {
+			s := string(l.rest[:i])
+			l.rest = l.rest[i+1:]
+			return s, nil
+		}
+		n, err := l.r.Read(buf)
+		l.rest = append(l.rest, buf[:n]...)
+		if n == 0 && err != nil {
+			return "", err
+		}
+	}
+}
+
+// startNode joins the cluster that the environment describes.
+func startNode(ctx context.Context) (*postoffice.Node, error) {
+	cfg, err := postoffice.LoadConfig()
+	if err != nil {
+		return nil, err
+	}
+	cfg.StartTimeout = 30 * time.Second
+	return postoffice.Start(ctx, postoffice.Options{Config: cfg})
+}
+
+// report writes the worker's result as one line.
+func report(w io.Writer, r *result) error { return json.NewEncoder(w).Encode(r) }

@@ -1,0 +1,101 @@
+package bench
+
+/*
+#cgo CFLAGS: -O2 -Wall -Wextra
+#include "floor.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"runtime"
+	"syscall"
+	"unsafe"
+)
+
+// floorServer answers floor rounds of one client in a thread of its own.
+type floorServer struct {
+	l *net.TCPListener
+}
+
+func newFloorServer(push, pull int) (*floorServer, error) {
+	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		return nil, err
+	}
+	go func() {
+		for {
+			c, err := l.AcceptTCP()
+			if err != nil {
+				return
+			}
+			go func() {
+				_ = withBlocking(c, func(fd int) error {
+					in, out := make([]byte, max(push, 1)), make([]byte, max(pull, 1))
+					return errno(C.floor_serve(C.int(fd), (*C.char)(unsafe.Pointer(&in[0])), C.size_t(push),
+						(*C.char)(unsafe.Pointer(&out[0])), C.size_t(pull)))
+				})
+			}()
+		}
+	}()
+	return &floorServer{l}, nil
+}
+
+func (s *floorServer) addr() string { return s.l.Addr().String() }
+func (s *floorServer) close()       { _ = s.l.Close() }
+
+// floorClient measures rounds.
+type floorClient struct {
+	c            *net.TCPConn
+	push, pull   []byte
+	nPush, nPull int
+}
+
+func dialFloor(addr string, push, pull int) (*floorClient, error) {
+	c, err := net.Dial("tcp", addr)
+	if err != nil {
+		return nil, err
+	}
+	return &floorClient{c.(*net.TCPConn), make([]byte, max(push, 1)), make([]byte, max(pull, 1)), push, pull}, nil
+}
+
+func (f *floorClient) close() { _ = f.c.Close() }
+
+// measure does n rounds and returns the nanoseconds of each.
+func (f *floorClient) measure(n int) ([]int64, error) {
+	ns := make([]int64, n)
+	if n == 0 {
+		return ns, nil
+	}
+	err := withBlocking(f.c, func(fd int) error {
+		return errno(C.floor_measure(C.int(fd), (*C.char)(unsafe.Pointer(&f.push[0])), C.size_t(f.nPush),
+			(*C.char)(unsafe.Pointer(&f.pull[0])), C.size_t(f.nPull), C.int(n), (*C.int64_t)(unsafe.Pointer(&ns[0]))))
+	})
+	return ns, err
+}
+
+// withBlocking runs f on a blocking duplicate of the connection's descriptor, on a
+// thread of its own.
+func withBlocking(c *net.TCPConn, f func(fd int) error) error {
+	file, err := c.File()
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	fd := int(file.Fd())
+	if err := syscall.SetNonblock(fd, false); err != nil {
+		return os.NewSyscallError("fcntl", err)
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	return f(fd)
+}
+
+func errno(n C.int) error {
+	if n == 0 {
+		return nil
+	}
+	return fmt.Errorf("floor: %w", syscall.Errno(n))
+}

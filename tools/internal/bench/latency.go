@@ -1,0 +1,187 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// latency is one measurement of push_pull round trips.
+type latency struct {
+	push, pull    int
+	iters, warmup int
+	rounds        int // blocks of ours and of the floor, alternating
+	handler       func(af.Batch)
+}
+
+// page is the distance between stamps in a tensor: what the server answers depends
+// on the request in every page, without a pass over all bytes in the timed part.
+const page = 4096
+
+// stamp writes seq into every page of b.
+func stamp(b []byte, seq uint64) {
+	for off := 0; off < len(b); off += page {
+		var w [8]byte
+		binary.LittleEndian.PutUint64(w[:], seq^uint64(off)*0x9e3779b97f4a7c15)
+		copy(b[off:], w[:])
+	}
+}
+
+// seal combines the stamps at both ends of a request.
+func seal(b []byte) uint64 {
+	var first, last [8]byte
+	copy(first[:], b)
+	copy(last[:], b[len(b)-min(len(b), page):])
+	return binary.LittleEndian.Uint64(first[:])*31 + binary.LittleEndian.Uint64(last[:])
+}
+
+// fill gives a buffer contents that are the same in all processes.
+func fill(b []byte) {
+	x := uint32(1)
+	for i := range b {
+		x = x*1664525 + 1013904223
+		b[i] = byte(x >> 24)
+	}
+}
+
+// serveLatency answers every batch with a buffer stamped by the batch's seal.
+func serveLatency(node *postoffice.Node, push, pull int) error {
+	s, err := af.NewTensorServer(node, af.Options{})
+	if err != nil {
+		return err
+	}
+	// Two buffers in turn: one may still be on its way.
+	var bufs [2][]byte
+	for i := range bufs {
+		if bufs[i], err = alloc(node.Backend(), pull); err != nil {
+			return err
+		}
+		fill(bufs[i])
+	}
+	turn := 0
+	answer := make([]af.KeyTensor, 1)
+	return s.SetRequestHandle(func(b af.Batch) {
+		var seq uint64
+		if p := b.Pushes(); len(p) > 0 && p[0].Val.Len() > 0 {
+			seq = seal(p[0].Val.Bytes())
+		}
+		var out []af.KeyTensor
+		if pulls := b.Pulls(); len(pulls) > 0 {
+			turn ^= 1
+			stamp(bufs[turn], seq)
+			t, err := af.FromBytes(bufs[turn], af.Uint8, int64(pull))
+			if err != nil {
+				node.Log().Error("answer", "err", err)
+				return
+			}
+			answer[0] = af.KeyTensor{Key: pulls[0].Key, Val: t}
+			out = answer
+		}
+		if err := b.Response(out, nil); err != nil {
+			node.Log().Error("respond", "err", err)
+		}
+	})
+}
+
+func alloc(b backend.Backend, n int) ([]byte, error) {
+	m, err := b.Alloc(n)
+	if err != nil {
+		return nil, err
+	}
+	return m.Host(), nil
+}
+
+// measure does the round trips, in blocks that alternate with the floor's.
+func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor *floorClient) (ours, base []int64, cpu time.Duration, checked bool, err error) {
+	w, err := af.NewTensorWorker(node, af.Options{})
+	if err != nil {
+		return nil, nil, 0, false, err
+	}
+	defer w.Close()
+	push, err := alloc(node.Backend(), l.push)
+	if err != nil {
+		return nil, nil, 0, false, err
+	}
+	pull, err := alloc(node.Backend(), l.pull)
+	if err != nil {
+		return nil, nil, 0, false, err
+	}
+	want := make([]byte, l.pull)
+	fill(want)
+	fill(push)
+	var pushes, pulls []af.KeyTensor
+	for i, b := range [][]byte{push, pull} {
+		if len(b) == 0 {
+			continue
+		}
+		t, err := af.FromBytes(b, af.Uint8, int64(len(b)))
+		if err != nil {
+			return nil, nil, 0, false, err
+		}
+		if kt := (af.KeyTensor{Key: uint64(i + 1), Val: t}); i == 0 {
+			pushes = append(pushes, kt)
+		} else {
+			pulls = append(pulls, kt)
+		}
+	}
+	if len(pushes)+len(pulls) == 0 {
+		return nil, nil, 0, false, fmt.Errorf("%w: --push and --pull are both 0, want at least one byte", van.ErrInvalid)
+	}
+	seq := uint64(0)
+	once := func() (int64, error) {
+		seq++
+		stamp(push, seq)
+		start := time.Now()
+		h, err := w.ZBatchPushPull(pushes, pulls)
+		if err == nil {
+			err = w.Wait(ctx, h)
+		}
+		d := int64(time.Since(start))
+		if err != nil {
+			return 0, err
+		}
+		answer := uint64(0)
+		if l.push > 0 {
+			answer = seal(push)
+		}
+		stamp(want, answer)
+		if !bytes.Equal(pull, want) {
+			return 0, fmt.Errorf("round %d: the answer is not the one to this request", seq)
+		}
+		clear(pull)
+		return d, nil
+	}
+	for range l.warmup {
+		if _, err := once(); err != nil {
+			return nil, nil, 0, false, err
+		}
+	}
+	if _, err := floor.measure(l.warmup); err != nil {
+		return nil, nil, 0, false, err
+	}
+	for r := range l.rounds {
+		n := l.iters*(r+1)/l.rounds - l.iters*r/l.rounds
+		ns, err := floor.measure(n)
+		if err != nil {
+			return nil, nil, 0, false, err
+		}
+		base = append(base, ns...)
+		before := cpuTime()
+		for range n {
+			d, err := once()
+			if err != nil {
+				return nil, nil, 0, false, err
+			}
+			ours = append(ours, d)
+		}
+		cpu += cpuTime() - before
+	}
+	return ours, base, cpu, true, nil
+}

@@ -1,0 +1,35 @@
+package bench
+
+import (
+	"slices"
+	"syscall"
+	"time"
+)
+
+// quantiles of a set of durations, in microseconds.
+type quantiles struct {
+	P50, P90, P99, Max, Mean float64
+}
+
+// summarize sorts ns.
+func summarize(ns []int64) quantiles {
+	if len(ns) == 0 {
+		return quantiles{}
+	}
+	slices.Sort(ns)
+	sum := 0.0
+	for _, v := range ns {
+		sum += float64(v)
+	}
+	at := func(p float64) float64 { return float64(ns[min(int(p*float64(len(ns))), len(ns)-1)]) / 1e3 }
+	return quantiles{P50: at(0.50), P90: at(0.90), P99: at(0.99), Max: float64(ns[len(ns)-1]) / 1e3, Mean: sum / float64(len(ns)) / 1e3}
+}
+
+// cpuTime is what this process has used so far.
+func cpuTime() time.Duration {
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+		return 0
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
