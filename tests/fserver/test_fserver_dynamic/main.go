@@ -20,7 +20,9 @@ const (
 	limit      = 500 * time.Second
 )
 
-func main() { prog.Main(prog.Program{FServer: true, RoleBarrier: true, Server: prog.ServeEcho, Worker: work}) }
+func main() {
+	prog.Main(prog.Program{FServer: true, RoleBarrier: true, Server: prog.ServeEcho, Worker: work})
+}
 
 func work(ctx context.Context, n *prog.Node) error {
 	w, err := af.NewTensorWorker(n.Node, af.Options{})

@@ -1,0 +1,53 @@
+// Command af is the smallest tensor program: a worker pushes a tensor, the server
+// doubles it, the worker pulls the result.
+package main
+
+import (
+	"context"
+	"fmt"
+	"log"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func main() {
+	ctx := context.Background()
+	cfg, err := postoffice.LoadConfig() // DMLC_ROLE, DMLC_PS_ROOT_URI, ...
+	check(err)
+	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
+	check(err)
+	switch node.Role() {
+	case van.Server:
+		server, err := af.NewTensorServer(node, af.Options{})
+		check(err)
+		check(server.SetRequestHandle(func(b af.Batch) {
+			x, err := af.Slice[float32](b.Pushes()[0].Val)
+			check(err)
+			for i := range x {
+				x[i] *= 2
+			}
+			check(b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: b.Pushes()[0].Val}}, nil))
+		}))
+	case van.Worker:
+		worker, err := af.NewTensorWorker(node, af.Options{})
+		check(err)
+		in, out := []float32{1, 2, 3, 4}, make([]float32, 4)
+		push, err := af.FromSlice(in, 2, 2)
+		check(err)
+		pull, err := af.FromSlice(out, 2, 2)
+		check(err)
+		handler, err := worker.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		check(err)
+		check(worker.Wait(ctx, handler)) // from here on the tensors are ours again
+		fmt.Println(in, "doubled is", out)
+	}
+	check(node.Finalize(ctx)) // waits for everybody
+}
+
+func check(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
+}
