@@ -1,0 +1,105 @@
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+)
+
+func schedulerCommand() *cli.Command {
+	return &cli.Command{
+		Name:  "scheduler",
+		Usage: "run the scheduler of a cluster until all nodes have left",
+		Description: `Introduces workers and servers to each other, runs their barriers, and ends when
+all have finished. It needs the same environment as they do:
+
+    DMLC_PS_ROOT_URI=10.0.0.1 DMLC_PS_ROOT_PORT=8123 \
+    DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 stepaf scheduler
+
+DMLC_ROLE may be unset. DMLC_PS_ROOT_URI must be an address of this machine.
+PS_VERBOSE=1 shows every node that arrives. For a cluster on one machine,
+"stepaf launch" starts the scheduler as well.`,
+		ArgsUsage: " ", HideHelpCommand: true,
+		Flags: []cli.Flag{&cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "do not print where it listens"}},
+		Action: func(c *cli.Context) error {
+			if err := noArguments(c); err != nil {
+				return err
+			}
+			return runScheduler(c)
+		},
+	}
+}
+
+func runScheduler(c *cli.Context) error {
+	cfg, err := postoffice.LoadConfig()
+	if err != nil {
+		return exit.With(exit.Misuse, err)
+	}
+	if cfg.Role == "" {
+		cfg.Role = "scheduler"
+	}
+	if cfg.Role != "scheduler" {
+		return exit.Usage("DMLC_ROLE=%s: want scheduler, or unset it", cfg.Role)
+	}
+	if err := cfg.Validate(); err != nil {
+		return exit.With(exit.Misuse, err)
+	}
+	say := func(format string, args ...any) {
+		if !c.Bool("quiet") {
+			fmt.Fprintf(c.App.Writer, "stepaf scheduler: "+format+"\n", args...)
+		}
+	}
+	ctx, cancel := context.WithCancelCause(context.Background())
+	defer cancel(nil)
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	defer signal.Stop(signals)
+	go func() {
+		select {
+		case s := <-signals:
+			cancel(&stopped{s.(syscall.Signal)})
+		case <-ctx.Done():
+		}
+	}()
+
+	say("at %s:%d (%s), waiting for %s and %s", cfg.RootURI, cfg.RootPort, cfg.VanType,
+		count(cfg.NumServers*cfg.GroupSize, "server"), count(cfg.NumWorkers*cfg.GroupSize, "worker"))
+	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
+	if err != nil {
+		return bySignal(ctx, err)
+	}
+	say("all nodes are here")
+	if err := node.Finalize(ctx); err != nil {
+		return bySignal(ctx, err)
+	}
+	say("all nodes have left")
+	return nil
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// stopped is the cause of a context that a signal has ended.
+type stopped struct{ signal syscall.Signal }
+
+func (s *stopped) Error() string { return "stopped by signal: " + s.signal.String() }
+
+// bySignal gives an error the status of the signal that caused it, if one did.
+func bySignal(ctx context.Context, err error) error {
+	if s, ok := errors.AsType[*stopped](context.Cause(ctx)); ok {
+		return exit.With(128+int(s.signal), s)
+	}
+	return err
+}

@@ -1,0 +1,46 @@
+// Package exit gives errors of the stepaf command an exit status.
+package exit
+
+import (
+	"errors"
+	"fmt"
+)
+
+// Exit statuses of the command.
+const (
+	Failure = 1   // what was asked for went wrong
+	Misuse  = 2   // the command line or the environment makes no sense
+	Timeout = 124 // a time limit passed, as with timeout(1)
+)
+
+// Error is an error with the status that the process should end with.
+type Error struct {
+	Status int
+	Err    error
+}
+
+// Error returns the message of the wrapped error.
+func (e *Error) Error() string { return e.Err.Error() }
+
+// Unwrap returns the wrapped error.
+func (e *Error) Unwrap() error { return e.Err }
+
+// Usage is an error of the caller's, with status Misuse.
+func Usage(format string, args ...any) error {
+	return &Error{Status: Misuse, Err: fmt.Errorf(format, args...)}
+}
+
+// With gives err a status.
+func With(status int, err error) error { return &Error{Status: status, Err: err} }
+
+// Status returns the exit status for err: 0 for nil, that of the first Error in
+// its chain, else Failure.
+func Status(err error) int {
+	if err == nil {
+		return 0
+	}
+	if e, ok := errors.AsType[*Error](err); ok {
+		return e.Status
+	}
+	return Failure
+}

@@ -1,0 +1,219 @@
+package launch
+
+import (
+	"fmt"
+	"os"
+	"os/signal"
+	"regexp"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+)
+
+const description = `Starts a scheduler, servers and workers as processes of this machine. Servers and
+workers run COMMAND; the scheduler is built in. Each process gets its place in the
+cluster in DMLC_ROLE, DMLC_NODE_RANK, STEPMESH_GPU and so on; the rest of the
+environment is passed on as it is ("stepaf env" explains it).
+
+    stepaf launch -n 2 -s 1 -- ./program --its-option
+    stepaf launch -n 1 -s 1 --group-size 8 -- python3 program.py
+
+Lines of the processes come with their name in front, as in "[worker 0] ...".
+
+The first process that fails ends everything: the others get SIGTERM, and SIGKILL
+after --kill-after. So do SIGINT, SIGTERM and --timeout. When all workers have
+ended well, servers and scheduler have --grace to end. What a process leaves
+running in its process group is killed.
+
+Over several machines, start a share on each with --role: "server" is scheduler
+and first server group; "server-slave" and "worker" need --host and, from the
+second group on, --node-rank. All need the same -n, -s, --group-size and port.
+
+Exit status: 0 if all ended well; else that of the first process that failed (128
+and the number of the signal that ended it), 1 for failures of the launcher and
+for processes that did not end, 2 for a wrong command line or environment, 124
+after --timeout, 130 and 143 after SIGINT and SIGTERM.`
+
+// Command returns "stepaf launch". self is this program, for the built-in
+// scheduler; raw is the whole command line, for finding the double dash.
+func Command(self string, raw []string) *cli.Command {
+	return &cli.Command{
+		Name:            "launch",
+		Usage:           "start a cluster, or a share of it, on this machine",
+		ArgsUsage:       "-- COMMAND [ARGUMENT...]",
+		Description:     description,
+		HideHelpCommand: true,
+		Flags:           flags(),
+		Action: func(c *cli.Context) error {
+			s, err := spec(c, self, raw)
+			if err != nil {
+				return err
+			}
+			plan, err := Resolve(*s, os.Environ(), Detect(os.LookupEnv, runtime.NumCPU()))
+			if err != nil {
+				return err
+			}
+			signals := make(chan os.Signal, 2)
+			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
+			defer signal.Stop(signals)
+			return Run(plan, Streams{c.App.Writer, c.App.ErrWriter}, signals, os.LookupEnv)
+		},
+	}
+}
+
+const (
+	shape    = "Cluster"
+	network  = "Network"
+	programs = "Programs"
+	ending   = "Ending"
+	scripted = "For scripts"
+)
+
+func flags() []cli.Flag {
+	return []cli.Flag{
+		&cli.IntFlag{Name: "workers", Aliases: []string{"n"}, Category: shape, DefaultText: "DMLC_NUM_WORKER, else 1", Usage: "worker groups in the cluster"},
+		&cli.IntFlag{Name: "servers", Aliases: []string{"s"}, Category: shape, DefaultText: "DMLC_NUM_SERVER, else 1", Usage: "server groups in the cluster"},
+		&cli.StringFlag{Name: "group-size", Aliases: []string{"g"}, Category: shape, Usage: "processes in each group, or auto: one for each GPU, 2 without", DefaultText: "DMLC_GROUP_SIZE, else 1"},
+		&cli.StringFlag{Name: "role", Category: shape, Value: string(Joint), Usage: "what to start: joint (everything), server (and scheduler), server-slave, worker, or scheduler"},
+		&cli.IntFlag{Name: "node-rank", Category: shape, Value: -1, DefaultText: "DMLC_NODE_RANK, else 0", Usage: "rank of the group, unless everything is started"},
+		&cli.StringFlag{Name: "gpus", Category: shape, Usage: "`LIST` of devices for the processes of a group, as in 0,2 (0,1,...)"},
+
+		&cli.StringFlag{Name: "host", Category: network, Usage: "scheduler's address (DMLC_PS_ROOT_URI, else this machine's)"},
+		&cli.IntFlag{Name: "port", Aliases: []string{"p"}, Category: network, DefaultText: "DMLC_PS_ROOT_PORT, else any free one", Usage: "scheduler's port"},
+		&cli.StringFlag{Name: "interface", Category: network, Usage: "network interface whose address the processes use (DMLC_NODE_HOST; else loopback, or the first other one when the cluster has more machines)"},
+
+		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as for a shell"},
+		&cli.StringFlag{Name: "server-command", Category: programs, Usage: "`COMMAND` of the servers"},
+		&cli.StringFlag{Name: "scheduler-command", Category: programs, Usage: "`COMMAND` of the scheduler (stepaf scheduler)"},
+
+		&cli.DurationFlag{Name: "timeout", Category: ending, DefaultText: "none", Usage: "stop everything after this time"},
+		&cli.DurationFlag{Name: "grace", Category: ending, Value: 10 * time.Second, Usage: "time for servers and scheduler to end after the last worker"},
+		&cli.DurationFlag{Name: "kill-after", Category: ending, Value: 5 * time.Second, Usage: "time from SIGTERM to SIGKILL"},
+		&cli.StringFlag{Name: "fail-on", Category: ending, Usage: "a process that prints a line matching `REGEXP` has failed"},
+
+		&cli.StringSliceFlag{Name: "default", Category: scripted, Usage: "`[ROLE:]NAME=VALUE` to set for the processes (of that role) unless the environment sets it"},
+		&cli.StringFlag{Name: "default-van", Category: scripted, Usage: "transport if DMLC_ENABLE_RDMA is unset: auto (ibverbs if there is a device, else zmq), zmq, or ibverbs"},
+		&cli.StringFlag{Name: "default-backend", Category: scripted, Usage: "where tensors live if STEPMESH_BAKCEND is unset: auto (GPU if there is one, else CPU), CPU, or GPU"},
+		&cli.IntFlag{Name: "default-port", Category: scripted, DefaultText: "any", Usage: "port if none is set; with --role joint the next free one from here"},
+		&cli.StringFlag{Name: "prefer-interface", Category: scripted, Usage: "like --interface, but it need not exist"},
+		&cli.StringFlag{Name: "banner", Category: scripted, Usage: "first line to print; {host} and {port} are the scheduler's"},
+		&cli.StringSliceFlag{Name: "note", Category: scripted, Usage: "line for standard error, after the banner"},
+	}
+}
+
+// spec reads the command line.
+func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
+	s := &Spec{
+		Part: Part(c.String("role")), Workers: c.Int("workers"), Servers: c.Int("servers"), NodeRank: c.Int("node-rank"),
+		Host: c.String("host"), Port: c.Int("port"), DefaultPort: c.Int("default-port"),
+		Interface: c.String("interface"), Prefer: c.String("prefer-interface"),
+		DefaultVan: c.String("default-van"), DefaultBackend: c.String("default-backend"),
+		Command:          c.Args().Slice(),
+		SchedulerCommand: []string{self, "scheduler", "--quiet"},
+		Banner:           c.String("banner"), Notes: c.StringSlice("note"),
+		Timeout: c.Duration("timeout"), Grace: c.Duration("grace"), KillAfter: c.Duration("kill-after"),
+	}
+	if !known(s.Part) {
+		return nil, exit.Usage("--role %s: want one of %s", s.Part, wordList())
+	}
+	if n := len(s.Command); n > 0 && (len(raw) <= n || raw[len(raw)-n-1] != "--") {
+		return nil, exit.Usage("%q is not an option: write -- before the command, as in: stepaf launch -n 1 -s 1 -- %s", s.Command[0], strings.Join(s.Command, " "))
+	}
+	for _, f := range []struct {
+		name  string
+		value int
+		least int
+	}{{"workers", s.Workers, 1}, {"servers", s.Servers, 1}, {"port", s.Port, 1}, {"node-rank", s.NodeRank, 0}} {
+		if c.IsSet(f.name) && f.value < f.least {
+			return nil, exit.Usage("--%s %d: want at least %d", f.name, f.value, f.least)
+		}
+	}
+	var err error
+	if s.GroupSize, err = groupSize(c.String("group-size")); err != nil {
+		return nil, err
+	}
+	if s.GPUs, err = numbers(c.String("gpus")); err != nil {
+		return nil, exit.Usage("--gpus %s: %w", c.String("gpus"), err)
+	}
+	if s.GPUs != nil && s.GroupSize == 0 {
+		s.GroupSize = len(s.GPUs)
+	}
+	for _, f := range []struct {
+		name string
+		argv *[]string
+	}{{"worker-command", &s.WorkerCommand}, {"server-command", &s.ServerCommand}, {"scheduler-command", &s.SchedulerCommand}} {
+		text := c.String(f.name)
+		if text == "" {
+			continue
+		}
+		if *f.argv, err = Words(text); err != nil {
+			return nil, exit.Usage("--%s: %w", f.name, err)
+		}
+	}
+	if text := c.String("fail-on"); text != "" {
+		if s.FailOn, err = regexp.Compile(text); err != nil {
+			return nil, exit.Usage("--fail-on: %w", err)
+		}
+	}
+	for _, text := range c.StringSlice("default") {
+		d, err := ParseDefault(text)
+		if err != nil {
+			return nil, err
+		}
+		s.Defaults = append(s.Defaults, d)
+	}
+	return s, nil
+}
+
+func known(p Part) bool {
+	for _, q := range parts {
+		if p == q {
+			return true
+		}
+	}
+	return false
+}
+
+func wordList() string {
+	var l []string
+	for _, p := range parts {
+		l = append(l, string(p))
+	}
+	return strings.Join(l, ", ")
+}
+
+func groupSize(text string) (int, error) {
+	switch text {
+	case "":
+		return 0, nil
+	case auto:
+		return Auto, nil
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 1 {
+		return 0, exit.Usage("--group-size %s: want a number from 1, or auto", text)
+	}
+	return n, nil
+}
+
+// numbers reads a list such as 0,2,3; an empty one is nil.
+func numbers(text string) ([]int, error) {
+	if text == "" {
+		return nil, nil
+	}
+	var list []int
+	for f := range strings.SplitSeq(text, ",") {
+		n, err := strconv.Atoi(strings.TrimSpace(f))
+		if err != nil || n < 0 {
+			return nil, fmt.Errorf("want numbers from 0 with commas between them, as in 0,1,2")
+		}
+		list = append(list, n)
+	}
+	return list, nil
+}

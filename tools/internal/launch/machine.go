@@ -1,0 +1,142 @@
+package launch
+
+import (
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/van"
+	_ "github.com/stepaf/stepaf-go/van/all" // the transports of this build
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Address is an IPv4 address of this machine.
+type Address struct {
+	Interface, IP string
+	Loopback, Up  bool
+}
+
+// Machine is what a plan may use. Detect fills it in; tests do so by hand.
+type Machine struct {
+	Addresses []Address
+	GPUs      int  // CUDA devices that may be used
+	GPUBuild  bool // this build has a GPU backend
+	RDMA      bool // there is an RDMA device
+	RDMABuild bool // this build has the ibverbs transport
+	Cores     int  // of the machine
+
+	// Free tells whether a port of an address of this machine can be listened to,
+	// and chooses one when port is 0.
+	Free func(host string, port int) (int, error)
+}
+
+// Detect looks at this machine.
+func Detect(lookup func(string) (string, bool), cores int) *Machine {
+	m := &Machine{
+		GPUs:      countGPUs(lookup),
+		GPUBuild:  slices.Contains(backend.Names(), "GPU"),
+		RDMABuild: slices.Contains(van.Transports(), "ibverbs"),
+		Cores:     cores,
+		Free:      free,
+	}
+	if d, err := os.ReadDir("/sys/class/infiniband"); err == nil {
+		m.RDMA = len(d) > 0
+	}
+	all, _ := net.Interfaces() // none is a machine without addresses
+	for _, i := range all {
+		addrs, _ := i.Addrs()
+		for _, a := range addrs {
+			if n, ok := a.(*net.IPNet); ok && n.IP.To4() != nil {
+				m.Addresses = append(m.Addresses, Address{i.Name, n.IP.To4().String(), i.Flags&net.FlagLoopback != 0, i.Flags&net.FlagUp != 0})
+			}
+		}
+	}
+	return m
+}
+
+func countGPUs(lookup func(string) (string, bool)) int {
+	devices, _ := filepath.Glob("/dev/nvidia[0-9]*") // the pattern is right
+	n := len(devices)
+	if v, ok := lookup("CUDA_VISIBLE_DEVICES"); ok {
+		visible := 0
+		for f := range strings.SplitSeq(v, ",") {
+			if f = strings.TrimSpace(f); f != "" && f != "-1" {
+				visible++
+			}
+		}
+		n = min(n, visible)
+	}
+	return n
+}
+
+// free listens and stops again; nothing connects in between, so the port can be
+// used at once.
+func free(host string, port int) (int, error) {
+	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.ParseIP(host), Port: port})
+	if err != nil {
+		return 0, err
+	}
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port, nil
+}
+
+// on returns the address of an interface with exactly this name.
+func (m *Machine) on(name string) (Address, bool) {
+	i := slices.IndexFunc(m.Addresses, func(a Address) bool { return a.Interface == name })
+	if i < 0 {
+		return Address{}, false
+	}
+	return m.Addresses[i], true
+}
+
+// outward is the first address that others may reach.
+func (m *Machine) outward() (Address, bool) {
+	i := slices.IndexFunc(m.Addresses, func(a Address) bool { return !a.Loopback && a.Up })
+	if i < 0 {
+		return Address{}, false
+	}
+	return m.Addresses[i], true
+}
+
+func (m *Machine) loopback() Address {
+	i := slices.IndexFunc(m.Addresses, func(a Address) bool { return a.Loopback })
+	if i < 0 {
+		return Address{Interface: "lo", IP: "127.0.0.1", Loopback: true}
+	}
+	return m.Addresses[i]
+}
+
+// list names the interfaces for an error.
+func (m *Machine) list() string {
+	var l []string
+	for _, a := range m.Addresses {
+		l = append(l, a.Interface+" ("+a.IP+")")
+	}
+	if l == nil {
+		return "none with an IPv4 address"
+	}
+	return strings.Join(l, ", ")
+}
+
+// noGPU says why there is no GPU to use, "" when there is one.
+func (m *Machine) noGPU() string {
+	switch {
+	case m.GPUs == 0:
+		return "no CUDA device"
+	case !m.GPUBuild:
+		return "no GPU support in this build"
+	}
+	return ""
+}
+
+func (m *Machine) noRDMA() string {
+	switch {
+	case !m.RDMA:
+		return "no RDMA device"
+	case !m.RDMABuild:
+		return "no RDMA transport in this build"
+	}
+	return ""
+}

@@ -1,0 +1,140 @@
+package launch
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"os"
+	"regexp"
+	"sync"
+)
+
+// maxLine is where an endless line is cut.
+const maxLine = 1 << 20
+
+// lastLines is how many lines of a failed child are repeated.
+const lastLines = 10
+
+// Streams are where output goes. Colour is used for each that is a terminal.
+type Streams struct {
+	Out, Err io.Writer
+}
+
+// printer writes whole lines of many children to two streams, one line at a time.
+type printer struct {
+	mu      sync.Mutex
+	streams [2]io.Writer
+	colour  [2]bool
+}
+
+const (
+	toOut = iota
+	toErr
+)
+
+func newPrinter(s Streams, lookup func(string) (string, bool)) *printer {
+	p := &printer{streams: [2]io.Writer{s.Out, s.Err}}
+	_, no := lookup("NO_COLOR")
+	term, _ := lookup("TERM")
+	for i, w := range p.streams {
+		p.colour[i] = !no && term != "" && term != "dumb" && isTerminal(w)
+	}
+	return p
+}
+
+func isTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok {
+		return false
+	}
+	st, err := f.Stat()
+	return err == nil && st.Mode()&os.ModeCharDevice != 0
+}
+
+// say prints a line of the launcher's own to standard error.
+func (p *printer) say(format string, args ...any) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	fmt.Fprintf(p.streams[toErr], "stepaf: "+format+"\n", args...)
+}
+
+// banner prints a line to standard output as it is.
+func (p *printer) banner(line string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	fmt.Fprintln(p.streams[toOut], line)
+}
+
+// line prints one line of a child in one write.
+func (p *printer) line(stream int, label string, colour int, text []byte) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	b := make([]byte, 0, len(text)+len(label)+16)
+	if p.colour[stream] {
+		b = fmt.Appendf(b, "\x1b[%dm[%s]\x1b[0m ", colour, label)
+	} else {
+		b = fmt.Appendf(b, "[%s] ", label)
+	}
+	b = append(append(b, text...), '\n')
+	_, _ = p.streams[stream].Write(b) // nobody left to tell
+}
+
+// watch is what a child has printed: its last lines, and whether one of them
+// means failure.
+type watch struct {
+	failOn *regexp.Regexp
+
+	mu   sync.Mutex
+	last []string
+	bad  string // first line that failOn matches
+}
+
+func (w *watch) see(line []byte) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if len(w.last) == lastLines {
+		w.last = append(w.last[:0], w.last[1:]...)
+	}
+	w.last = append(w.last, string(line[:min(len(line), 1000)]))
+	if w.bad == "" && w.failOn != nil && w.failOn.Match(line) {
+		w.bad = string(line)
+	}
+}
+
+func (w *watch) result() (last []string, bad string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return append([]string(nil), w.last...), w.bad
+}
+
+// copyLines calls emit for each line of r without its end, also for a last one
+// without newline. It returns at the end of r or on an error.
+func copyLines(r io.Reader, emit func([]byte)) {
+	buf := make([]byte, 0, 64<<10)
+	for {
+		if len(buf) == cap(buf) {
+			buf = append(make([]byte, 0, 2*cap(buf)), buf...)
+		}
+		n, err := r.Read(buf[len(buf):cap(buf)])
+		searched := len(buf)
+		buf = buf[:len(buf)+n]
+		start := 0
+		for {
+			i := bytes.IndexByte(buf[max(start, searched):], '\n')
+			if i < 0 {
+				break
+			}
+			end := max(start, searched) + i
+			emit(bytes.TrimSuffix(buf[start:end], []byte{'\r'}))
+			start = end + 1
+		}
+		buf = buf[:copy(buf, buf[start:])]
+		if len(buf) >= maxLine || err != nil && len(buf) > 0 {
+			emit(buf)
+			buf = buf[:0]
+		}
+		if err != nil {
+			return
+		}
+	}
+}

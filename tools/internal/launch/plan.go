@@ -1,0 +1,379 @@
+package launch
+
+import (
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+)
+
+// Child is one process to start.
+type Child struct {
+	Role     string
+	Group    int // rank of its group
+	Instance int // index in the group
+	Rank     int // among all instances of the role
+	GPU      int
+	Argv     []string
+	Env      []string
+}
+
+// Name is "scheduler", "server 0" or "worker 3".
+func (c *Child) Name() string {
+	if c.Role == "scheduler" {
+		return c.Role
+	}
+	return c.Role + " " + strconv.Itoa(c.Rank)
+}
+
+// Plan is what Run starts.
+type Plan struct {
+	Spec     Spec // with everything chosen
+	Children []Child
+	Messages []string // for the user, behind the banner
+}
+
+// planner is a Plan in the making.
+type planner struct {
+	Plan
+	m       *Machine
+	cfg     *env.Config // the launcher's own environment
+	environ []string
+	lookup  func(string) (string, bool)
+	own     Address // under which this machine's nodes are reached
+	missing []string
+	using   []string
+	set     []Default // chosen here
+}
+
+// Resolve chooses what s leaves open and computes the children. environ is the
+// launcher's environment, and what it sets is obeyed or refused, never replaced,
+// except for the places of the nodes. Errors have status 2.
+func Resolve(s Spec, environ []string, m *Machine) (*Plan, error) {
+	if err := s.check(); err != nil {
+		return nil, err
+	}
+	src := env.FromList(environ)
+	cfg, err := env.LoadFrom(src)
+	if err != nil {
+		return nil, exit.With(exit.Misuse, fmt.Errorf("environment: %w", err))
+	}
+	p := &planner{Plan: Plan{Spec: s}, m: m, cfg: cfg, environ: environ, lookup: src.Lookup}
+	p.Messages = slices.Clone(s.Notes)
+	for _, step := range []func() error{p.shape, p.backend, p.van, p.groupSize, p.ranks, p.address, p.port} {
+		if err := step(); err != nil {
+			return nil, err
+		}
+	}
+	if len(p.missing) > 0 {
+		p.say("%s: using %s", strings.Join(p.missing, ", "), strings.Join(p.using, " and ")+" on "+p.own.Interface+" ("+p.own.IP+")")
+	}
+	p.children()
+	p.cores()
+	return &p.Plan, nil
+}
+
+func (p *planner) say(format string, args ...any) {
+	p.Messages = append(p.Messages, fmt.Sprintf(format, args...))
+}
+
+// has tells whether the environment sets the variable, under any of its names.
+func (p *planner) has(name string) bool {
+	if o := p.cfg.Origin(name); o != "default" {
+		return true
+	}
+	v, _ := p.lookup(name)
+	return strings.TrimSpace(v) != ""
+}
+
+// shape fills in the numbers of groups.
+func (p *planner) shape() error {
+	s := &p.Spec
+	for _, f := range []struct {
+		field    *int
+		fromEnv  int
+		fallback int
+	}{{&s.Workers, p.cfg.NumWorkers, 1}, {&s.Servers, p.cfg.NumServers, 1}} {
+		if *f.field == 0 {
+			*f.field = f.fromEnv
+		}
+		if *f.field == 0 {
+			*f.field = f.fallback
+		}
+	}
+	return nil
+}
+
+// backend decides on the device.
+func (p *planner) backend() error {
+	explicit := p.has("STEPMESH_BAKCEND")
+	why := p.m.noGPU()
+	switch {
+	case explicit && p.cfg.Backend == "GPU" && p.m.GPUs == 0:
+		return exit.Usage("STEPMESH_BAKCEND=GPU, but this machine has %s: set STEPMESH_BAKCEND=CPU, or unset it", why)
+	case explicit || p.Spec.DefaultBackend == "":
+	case p.Spec.DefaultBackend == auto && why != "":
+		p.missing, p.using = append(p.missing, why), append(p.using, "backend CPU")
+		p.set = append(p.set, Default{Name: "STEPMESH_BAKCEND", Value: "CPU"}, Default{Name: "STEPMESH_BIND_CPU_CORE", Value: "0"})
+	case p.Spec.DefaultBackend == auto:
+		p.set = append(p.set, Default{Name: "STEPMESH_BAKCEND", Value: "GPU"})
+	case strings.EqualFold(p.Spec.DefaultBackend, "GPU") && why != "":
+		return exit.Usage("%s: nodes on several machines must agree, so this is not changed silently; set STEPMESH_BAKCEND=CPU to run without GPU", why)
+	default:
+		p.set = append(p.set, Default{Name: "STEPMESH_BAKCEND", Value: p.Spec.DefaultBackend})
+	}
+	return nil
+}
+
+// van decides on the transport.
+func (p *planner) van() error {
+	explicit := p.has("DMLC_ENABLE_RDMA") || p.has("DMLC_PS_VAN_TYPE")
+	why := p.m.noRDMA()
+	switch {
+	case explicit && p.cfg.VanType == "ibverbs" && why != "":
+		return exit.Usage("DMLC_ENABLE_RDMA=ibverbs, but there is %s: set DMLC_ENABLE_RDMA=zmq on all nodes", why)
+	case explicit || p.Spec.DefaultVan == "":
+	case p.Spec.DefaultVan == auto && why != "":
+		p.missing, p.using = append(p.missing, why), append(p.using, "van zmq")
+		p.setVan("zmq")
+		p.set = append(p.set, Default{Name: "STEPMESH_SPLIT_QP_LAG", Value: "0"})
+	case p.Spec.DefaultVan == auto:
+		p.setVan("ibverbs")
+	case p.Spec.DefaultVan == "ibverbs" && why != "":
+		return exit.Usage("%s: nodes on several machines must agree, so this is not changed silently; set DMLC_ENABLE_RDMA=zmq on all nodes to run over TCP", why)
+	default:
+		p.setVan(p.Spec.DefaultVan)
+	}
+	return nil
+}
+
+func (p *planner) setVan(name string) {
+	p.cfg.VanType = name
+	p.set = append(p.set, Default{Name: "DMLC_ENABLE_RDMA", Value: name})
+}
+
+// onGPU tells whether the children will put tensors on GPUs, as far as is known.
+func (p *planner) onGPU() bool {
+	i := slices.IndexFunc(p.set, func(d Default) bool { return d.Name == "STEPMESH_BAKCEND" })
+	if i >= 0 {
+		return strings.EqualFold(p.set[i].Value, "GPU")
+	}
+	return p.cfg.Backend == "GPU"
+}
+
+func (p *planner) groupSize() error {
+	s := &p.Spec
+	if s.GroupSize == 0 || s.GroupSize == Auto && p.has("DMLC_GROUP_SIZE") {
+		s.GroupSize = p.cfg.GroupSize
+	}
+	if s.GroupSize == Auto {
+		s.GroupSize = 2
+		if p.onGPU() {
+			s.GroupSize = min(p.m.GPUs, 8)
+		}
+		if s.GroupSize < 8 && len(p.using) > 0 {
+			p.using[0] = fmt.Sprintf("%d instances in each group, %s", s.GroupSize, p.using[0])
+		}
+	}
+	g := s.GroupSize
+	if s.GPUs == nil {
+		for i := range g {
+			s.GPUs = append(s.GPUs, i)
+		}
+	}
+	if len(s.GPUs) != g {
+		return exit.Usage("%d GPUs for groups of %d instances: want one for each", len(s.GPUs), g)
+	}
+	if p.onGPU() && p.m.GPUs > 0 && slices.Max(s.GPUs) >= p.m.GPUs {
+		return exit.Usage("GPU %d of an instance, but this machine has %d CUDA devices: set a smaller group size (GROUP_SIZE, on all nodes)", slices.Max(s.GPUs), p.m.GPUs)
+	}
+	return nil
+}
+
+// ranks checks which group is to be started.
+func (p *planner) ranks() error {
+	s := &p.Spec
+	if s.NodeRank < 0 {
+		s.NodeRank = max(p.cfg.NodeRank, 0)
+	}
+	n, name := s.Servers, "servers"
+	if s.Part == Worker {
+		n, name = s.Workers, "workers"
+	}
+	switch {
+	case s.Part == Joint || s.Part == Scheduler:
+		s.NodeRank = 0
+	case s.NodeRank >= n:
+		return exit.Usage("node rank %d, but there are %d %s: want 0 to %d", s.NodeRank, n, name, n-1)
+	}
+	return nil
+}
+
+// address decides how nodes of this machine are reached, and where the scheduler
+// is.
+func (p *planner) address() error {
+	s := &p.Spec
+	if s.Host == "" {
+		s.Host = p.cfg.RootURI
+	}
+	if s.Host == "" && !s.Part.schedules() {
+		return exit.Usage("no scheduler address: give --host or set DMLC_PS_ROOT_URI")
+	}
+	own, found := Address{}, false
+	if s.Interface != "" {
+		if own, found = p.m.on(s.Interface); !found {
+			return exit.Usage("no interface %q with an IPv4 address: this machine has %s", s.Interface, p.m.list())
+		}
+	} else if s.Prefer != "" {
+		own, found = p.m.on(s.Prefer)
+	}
+	if h := p.cfg.NodeHost; h != "" && s.Interface == "" {
+		own, found = p.named(h), true
+	}
+	if !found && (s.Host != "" && s.Part.schedules() || isLoopback(s.Host)) {
+		own, found = p.named(s.Host), true
+	}
+	if !found && s.Part.local() && p.cfg.VanType != "ibverbs" {
+		own, found = p.m.loopback(), true
+	}
+	if !found {
+		own, found = p.m.outward()
+	}
+	if !found {
+		own = p.m.loopback()
+	}
+	p.own = own
+	if s.Host == "" {
+		s.Host = own.IP
+	}
+	return nil
+}
+
+func isLoopback(host string) bool {
+	ip := net.ParseIP(host)
+	return host == "localhost" || ip != nil && ip.IsLoopback()
+}
+
+// named is an address that the user has given.
+func (p *planner) named(host string) Address {
+	for _, a := range p.m.Addresses {
+		if a.IP == host {
+			return a
+		}
+	}
+	return Address{Interface: "host", IP: host}
+}
+
+// ports that are tried after a busy default one.
+const portsToTry = 100
+
+func (p *planner) port() error {
+	s := &p.Spec
+	if s.Port == 0 {
+		s.Port = p.cfg.RootPort
+	}
+	switch {
+	case s.Port != 0:
+		return nil
+	case !s.Part.schedules():
+		if s.Port = s.DefaultPort; s.Port == 0 {
+			return exit.Usage("no scheduler port: give --port or set DMLC_PS_ROOT_PORT")
+		}
+		return nil
+	case s.DefaultPort == 0 && !s.Part.local():
+		return exit.Usage("no port: give --port or set DMLC_PS_ROOT_PORT, the same on all nodes")
+	case s.DefaultPort != 0 && !s.Part.local():
+		s.Port = s.DefaultPort
+		return nil
+	}
+	var first error
+	for i := range portsToTry {
+		try := s.DefaultPort + i
+		if s.DefaultPort == 0 {
+			try = 0
+		}
+		port, err := p.m.Free(s.Host, try)
+		if err == nil {
+			if i > 0 {
+				p.say("port %d is in use: using %d", s.DefaultPort, port)
+			}
+			s.Port = port
+			return nil
+		}
+		if first == nil {
+			first = err
+		}
+		if try == 0 || try >= 65535 {
+			break
+		}
+	}
+	return fmt.Errorf("no free port on %s: %w", s.Host, first)
+}
+
+// children lists the processes: scheduler, servers, workers.
+func (p *planner) children() {
+	s := &p.Spec
+	if s.Part.schedules() {
+		p.add(Child{Role: "scheduler", Argv: s.SchedulerCommand})
+	}
+	groups := func(role string, n int, argv []string) {
+		if !s.starts(role) {
+			return
+		}
+		first := 0
+		if !s.Part.local() {
+			first, n = s.NodeRank, s.NodeRank+1
+		}
+		for g := first; g < n; g++ {
+			for i, gpu := range s.GPUs {
+				p.add(Child{Role: role, Group: g, Instance: i, Rank: g*s.GroupSize + i, GPU: gpu, Argv: argv})
+			}
+		}
+	}
+	groups("server", s.Servers, s.ServerCommand)
+	groups("worker", s.Workers, s.WorkerCommand)
+}
+
+// placed are the variables that say which node a process is. The environment's
+// are those of the launcher, not of the child.
+var placed = []string{"DMLC_ROLE", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_GROUP_SIZE", "DMLC_NODE_RANK",
+	"DMLC_RANK_OFFSET", "DMLC_INSTANCE_ID", "STEPMESH_GPU", "STEPAF_GPU", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NODE_HOST"}
+
+func (p *planner) add(c Child) {
+	s := &p.Spec
+	for _, kv := range p.environ {
+		if name, _, _ := strings.Cut(kv, "="); !slices.Contains(placed, name) {
+			c.Env = append(c.Env, kv)
+		}
+	}
+	put := func(name string, value any) { c.Env = append(c.Env, fmt.Sprintf("%s=%v", name, value)) }
+	put("DMLC_ROLE", c.Role)
+	put("DMLC_NUM_WORKER", s.Workers)
+	put("DMLC_NUM_SERVER", s.Servers)
+	put("DMLC_GROUP_SIZE", s.GroupSize)
+	put("DMLC_NODE_RANK", c.Group)
+	put("STEPMESH_GPU", c.GPU)
+	if c.GPU != c.Instance {
+		put("DMLC_RANK_OFFSET", c.Instance-c.GPU)
+	}
+	put("DMLC_PS_ROOT_URI", s.Host)
+	put("DMLC_PS_ROOT_PORT", s.Port)
+	// An interface that the user has named would lose against a host.
+	if p.cfg.NodeHost != "" || p.cfg.Interface == "" || strings.EqualFold(p.cfg.Interface, auto) || s.Interface != "" {
+		put("DMLC_NODE_HOST", p.own.IP)
+	}
+	// What was found out here comes before the caller's wishes.
+	done := map[string]bool{}
+	for _, d := range slices.Concat(p.set, s.Defaults) {
+		if d.Role != "" && d.Role != c.Role || done[d.Name] || p.has(d.Name) || slices.Contains(placed, d.Name) {
+			continue
+		}
+		done[d.Name] = true
+		put(d.Name, d.Value)
+	}
+	p.Children = append(p.Children, c)
+}

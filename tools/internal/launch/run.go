@@ -1,0 +1,192 @@
+package launch
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+)
+
+// Run starts the children of plan, and returns when all have ended: nil if all
+// ended well, else an error with the status of the first that failed. Everything
+// is stopped when one fails, when Spec.Timeout passes, or when a signal comes; a
+// second signal kills at once. Signals end with status 128 and their number.
+//
+// When all workers (or, without workers, all servers) have ended well, the others
+// have Spec.Grace to do so too; those that must be ended count as failed.
+func Run(plan *Plan, streams Streams, signals <-chan os.Signal, lookup func(string) (string, bool)) error {
+	r := &run{plan: plan, out: newPrinter(streams, lookup), ends: make(chan ended)}
+	if b := plan.Spec.Banner; b != "" {
+		host, port := plan.Spec.Host, strconv.Itoa(plan.Spec.Port)
+		r.out.banner(strings.NewReplacer("{host}", host, "{port}", port).Replace(b))
+	}
+	for _, m := range plan.Messages {
+		r.out.say("%s", m)
+	}
+	release := r.startAll()
+	defer release()
+	r.loop(signals)
+	return r.result
+}
+
+// run is the state of Run's loop. Only its goroutine touches it.
+type run struct {
+	plan    *Plan
+	out     *printer
+	ends    chan ended
+	living  []*process
+	stopped bool
+	result  error
+
+	grace, kill, limit <-chan time.Time
+}
+
+// startAll starts the children on one thread, which lives until the returned
+// function is called: their lives hang on it.
+func (r *run) startAll() (release func()) {
+	done, started := make(chan struct{}), make(chan error)
+	go func() {
+		runtime.LockOSThread() // for good: the thread ends with this goroutine
+		for i := range r.plan.Children {
+			p, err := start(&r.plan.Children[i], r.plan, 31+(i+1)%6, r.out)
+			if err != nil {
+				started <- err
+				break
+			}
+			r.living = append(r.living, p)
+			go func() { r.ends <- p.wait() }()
+		}
+		close(started)
+		<-done
+	}()
+	if err := <-started; err != nil {
+		r.fail(err)
+	}
+	return func() { close(done) }
+}
+
+func (r *run) loop(signals <-chan os.Signal) {
+	if t := r.plan.Spec.Timeout; t > 0 {
+		r.limit = time.After(t)
+	}
+	for len(r.living) > 0 {
+		select {
+		case e := <-r.ends:
+			r.exited(e)
+		case s := <-signals:
+			r.signalled(s)
+		case <-r.limit:
+			r.limit = nil
+			r.fail(exit.With(exit.Timeout, fmt.Errorf("stopped after --timeout %v; still running: %s", r.plan.Spec.Timeout, r.names())))
+		case <-r.grace:
+			r.grace = nil
+			r.fail(fmt.Errorf("did not end within %v of the last %s: %s", r.plan.Spec.Grace, r.primary(), r.names()))
+		case <-r.kill:
+			r.kill = nil
+			r.out.say("killing what did not stop within %v: %s", r.plan.Spec.KillAfter, r.names())
+			r.signalAll(syscall.SIGKILL)
+		}
+	}
+}
+
+func (r *run) signalled(s os.Signal) {
+	number, ok := s.(syscall.Signal)
+	if !ok {
+		return
+	}
+	if r.stopped {
+		r.signalAll(syscall.SIGKILL)
+		return
+	}
+	r.fail(exit.With(128+int(number), fmt.Errorf("stopped by signal: %s", number)))
+}
+
+// exited takes note of a process that has ended.
+func (r *run) exited(e ended) {
+	for i, p := range r.living {
+		if p == e.p {
+			r.living = append(r.living[:i], r.living[i+1:]...)
+			break
+		}
+	}
+	switch {
+	case r.stopped:
+	case !e.ok:
+		r.fail(exit.With(e.status, r.describe(e)))
+	case r.grace == nil && !r.anyLiving(r.primary()):
+		r.grace = time.After(r.plan.Spec.Grace)
+	}
+}
+
+// primary is the role whose end ends the run.
+func (r *run) primary() string {
+	for _, role := range []string{"worker", "server"} {
+		if r.plan.Spec.starts(role) {
+			return role
+		}
+	}
+	return "scheduler"
+}
+
+func (r *run) anyLiving(role string) bool {
+	for _, p := range r.living {
+		if p.Role == role {
+			return true
+		}
+	}
+	return false
+}
+
+// describe names a failed process and repeats its last lines.
+func (r *run) describe(e ended) error {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s failed: %s", e.p.Name(), e.how)
+	if e.p.Role != "scheduler" {
+		fmt.Fprintf(&b, " (group %d, instance %d, pid %d)", e.p.Group, e.p.Instance, e.p.cmd.Process.Pid)
+	}
+	last, _ := e.p.watch.result()
+	if len(last) == 0 {
+		b.WriteString("; it printed nothing")
+	} else {
+		b.WriteString("; its last lines:")
+		for _, l := range last {
+			b.WriteString("\n    " + l)
+		}
+	}
+	return errors.New(b.String())
+}
+
+// fail records why everything ends, and stops what is running.
+func (r *run) fail(err error) {
+	if r.stopped {
+		return
+	}
+	r.stopped, r.result, r.grace = true, err, nil
+	if len(r.living) == 0 {
+		return
+	}
+	why, _, _ := strings.Cut(err.Error(), "; ")
+	r.out.say("%s; stopping %s", why, r.names())
+	r.signalAll(syscall.SIGTERM)
+	r.kill = time.After(r.plan.Spec.KillAfter)
+}
+
+func (r *run) signalAll(s syscall.Signal) {
+	for _, p := range r.living {
+		p.signal(s)
+	}
+}
+
+func (r *run) names() string {
+	var l []string
+	for _, p := range r.living {
+		l = append(l, p.Name())
+	}
+	return strings.Join(l, ", ")
+}

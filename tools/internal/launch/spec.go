@@ -1,0 +1,182 @@
+package launch
+
+import (
+	"fmt"
+	"os/exec"
+	"regexp"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+)
+
+// Part is the share of a cluster that is started, in the words of the launch
+// scripts.
+type Part string
+
+// Parts of a cluster.
+const (
+	Joint       Part = "joint"        // scheduler, all servers and all workers
+	Server      Part = "server"       // scheduler and one server group
+	ServerSlave Part = "server-slave" // one more server group
+	Worker      Part = "worker"       // one worker group
+	Scheduler   Part = "scheduler"    // the scheduler alone
+)
+
+var parts = []Part{Joint, Server, ServerSlave, Worker, Scheduler}
+
+// local tells whether all nodes are on this machine, so that the launcher may
+// choose transport and device.
+func (p Part) local() bool { return p == Joint }
+
+// schedules tells whether the scheduler is among the children.
+func (p Part) schedules() bool { return p == Joint || p == Server || p == Scheduler }
+
+// Auto as Spec.GroupSize is one instance for each GPU, at most 8, or 2 without.
+const Auto = -1
+
+// Words for Spec.DefaultVan and Spec.DefaultBackend that let the launcher choose.
+const auto = "auto"
+
+// Default is a variable that children get unless the launcher's own environment
+// has it. An empty Role is all of them.
+type Default struct{ Role, Name, Value string }
+
+// Spec is what is to be started. Fields at their zero value are taken from the
+// environment variable named, or from its default.
+type Spec struct {
+	Part      Part
+	Workers   int   // groups in the whole cluster; DMLC_NUM_WORKER, 1
+	Servers   int   // DMLC_NUM_SERVER, 1
+	GroupSize int   // instances of a group, or Auto; DMLC_GROUP_SIZE, 1
+	NodeRank  int   // rank of the one group that Server, ServerSlave and Worker start; -1: DMLC_NODE_RANK, 0
+	GPUs      []int // devices of the instances of a group; nil means 0, 1, ...
+
+	Host        string // scheduler's; DMLC_PS_ROOT_URI, this machine's address
+	Port        int    // scheduler's; DMLC_PS_ROOT_PORT, DefaultPort
+	DefaultPort int    // 0 is any free port
+	Interface   string // whose address this machine has; must exist
+	Prefer      string // the same, but need not exist
+
+	DefaultVan     string // when DMLC_ENABLE_RDMA is unset; "auto" chooses, "" leaves it unset
+	DefaultBackend string // when STEPMESH_BAKCEND is unset; "auto" chooses, "" leaves it unset
+	Defaults       []Default
+
+	Command                                        []string // of servers and workers
+	SchedulerCommand, ServerCommand, WorkerCommand []string // in its place
+
+	Banner string         // printed first; {host} and {port} are the scheduler's
+	Notes  []string       // printed to standard error after the banner
+	FailOn *regexp.Regexp // a child that prints such a line has failed
+
+	Timeout   time.Duration // of everything; 0 is none
+	Grace     time.Duration // for servers and scheduler after the last worker
+	KillAfter time.Duration // from SIGTERM to SIGKILL
+}
+
+// check refuses what makes no sense by itself and fills in the programs.
+func (s *Spec) check() error {
+	switch {
+	case s.Workers < 0 || s.Servers < 0:
+		return exit.Usage("%d workers and %d servers: want at least 1 of each", s.Workers, s.Servers)
+	case s.GroupSize < 1 && s.GroupSize != Auto && s.GroupSize != 0:
+		return exit.Usage("group size %d: want at least 1, or auto", s.GroupSize)
+	case s.Port < 0 || s.Port > 65535 || s.DefaultPort < 0 || s.DefaultPort > 65535:
+		return exit.Usage("port %d: want 1 to 65535", max(s.Port, s.DefaultPort))
+	case s.Timeout < 0 || s.Grace < 0 || s.KillAfter < 0:
+		return exit.Usage("negative duration: want 0 or more")
+	}
+	for _, d := range s.Defaults {
+		if d.Name == "" {
+			return exit.Usage("default %q: want [ROLE:]NAME=VALUE", d.Value)
+		}
+	}
+	if s.ServerCommand == nil {
+		s.ServerCommand = s.Command
+	}
+	if s.WorkerCommand == nil {
+		s.WorkerCommand = s.Command
+	}
+	for _, p := range []struct {
+		role string
+		argv []string
+	}{{"scheduler", s.SchedulerCommand}, {"server", s.ServerCommand}, {"worker", s.WorkerCommand}} {
+		if !s.starts(p.role) {
+			continue
+		}
+		if len(p.argv) == 0 {
+			return exit.Usage("no command for the %ss: write it behind --, as in: stepaf launch -n 1 -s 1 -- ./program", p.role)
+		}
+		if _, err := exec.LookPath(p.argv[0]); err != nil {
+			return exit.Usage("command of the %ss: %w", p.role, err)
+		}
+	}
+	return nil
+}
+
+// starts tells whether any child has the role.
+func (s *Spec) starts(role string) bool {
+	switch role {
+	case "scheduler":
+		return s.Part.schedules()
+	case "server":
+		return s.Part == Joint || s.Part == Server || s.Part == ServerSlave
+	default:
+		return s.Part == Joint || s.Part == Worker
+	}
+}
+
+// ParseDefault reads [ROLE:]NAME=VALUE.
+func ParseDefault(text string) (Default, error) {
+	name, value, ok := strings.Cut(text, "=")
+	var d Default
+	if role, rest, has := strings.Cut(name, ":"); has {
+		if role != "scheduler" && role != "server" && role != "worker" {
+			return d, exit.Usage("default %q: role %q, want scheduler, server or worker", text, role)
+		}
+		d.Role, name = role, rest
+	}
+	if !ok || name == "" {
+		return d, exit.Usage("default %q: want [ROLE:]NAME=VALUE", text)
+	}
+	d.Name, d.Value = name, value
+	return d, nil
+}
+
+// Words splits a command as a shell does, with quotes and backslashes but without
+// expanding anything.
+func Words(s string) ([]string, error) {
+	var list []string
+	var word strings.Builder
+	inWord, quote := false, rune(0)
+	rs := []rune(s)
+	for i := 0; i < len(rs); i++ {
+		c := rs[i]
+		switch {
+		case quote == 0 && strings.ContainsRune(" \t\n", c):
+			if inWord {
+				list = append(list, word.String())
+				word.Reset()
+				inWord = false
+			}
+			continue
+		case quote == 0 && (c == '\'' || c == '"'):
+			quote = c
+		case c == quote:
+			quote = 0
+		case c == '\\' && quote != '\'' && i+1 < len(rs):
+			i++
+			word.WriteRune(rs[i])
+		default:
+			word.WriteRune(c)
+		}
+		inWord = true
+	}
+	if quote != 0 {
+		return nil, fmt.Errorf("%q: quote %c is not closed", s, quote)
+	}
+	if inWord {
+		list = append(list, word.String())
+	}
+	return list, nil
+}
