@@ -1,0 +1,285 @@
+package kv
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// ErrAnswered: Response was called a second time for a request.
+var ErrAnswered = errors.New("request answered already")
+
+// Handler takes one request of one worker. It may answer before it returns or
+// later, from any goroutine. It may block: other workers are served meanwhile,
+// so it may run for several at once.
+type Handler[V Value] func(Request[V])
+
+// Server hands the requests of all workers to a handler. All methods are safe for
+// concurrent use.
+type Server[V Value] struct {
+	node    *postoffice.Node
+	appID   int
+	buffers *RecvBuffers
+	simple  *SimpleApp
+
+	mu       sync.Mutex
+	handler  Handler[V]
+	customer *postoffice.Customer
+}
+
+// NewServer makes a server on node, which must have the server role. Requests are
+// kept until SetRequestHandle is called.
+func NewServer[V Value](node *postoffice.Node, appID int) (*Server[V], error) {
+	if node.Role() != van.Server {
+		return nil, fmt.Errorf("%w: key-value server on %s, want a node with role server", van.ErrInvalid, node.Name())
+	}
+	return &Server[V]{node: node, appID: appID, buffers: NewRecvBuffers(node), simple: newSimpleApp(node, appID, nil)}, nil
+}
+
+// SetRequestHandle names the handler and begins to serve, first what has come
+// before. It may be called once.
+func (s *Server[V]) SetRequestHandle(h Handler[V]) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if h == nil || s.handler != nil {
+		return fmt.Errorf("set request handle: %w: want a handler, once", van.ErrInvalid)
+	}
+	s.handler = h
+	ready := make(chan struct{})
+	c, err := s.node.AddCustomer(s.appID, s.appID, func(msg *van.Message) {
+		if msg.SimpleApp {
+			<-ready
+			s.simple.receive(msg)
+			return
+		}
+		s.receive(msg)
+	})
+	if err != nil {
+		s.handler = nil
+		return err
+	}
+	s.customer = c
+	s.simple.customer.Store(c)
+	close(ready)
+	return nil
+}
+
+// SimpleApp is the exchange of small messages under the server's application id.
+// It serves from SetRequestHandle on.
+func (s *Server[V]) SimpleApp() *SimpleApp { return s.simple }
+
+// RegisterRecvBuffer makes vals the place of what the worker with the given group
+// rank pushes in messages that begin with key; a request's Vals are then a part of
+// it. The next such push overwrites it. Register before the first one. A push that
+// does not fit is dropped.
+func (s *Server[V]) RegisterRecvBuffer(workerRank int, key Key, vals []V) error {
+	if err := s.buffers.Register(workerRank, key, backend.Slice(vals)); err != nil {
+		return &van.Error{Op: "register receive buffer", Node: s.node.Name(), Err: err}
+	}
+	return nil
+}
+
+// Close takes the server off its node.
+func (s *Server[V]) Close() {
+	s.mu.Lock()
+	c := s.customer
+	s.mu.Unlock()
+	if c != nil {
+		c.Close()
+	}
+}
+
+// Pairs are keys with their values: the same number for each key, or Lens[i] for
+// key i.
+type Pairs[V Value] struct {
+	Keys []Key
+	Vals []V
+	Lens []int32
+}
+
+// Request is a handle on one push or pull of one worker. It is a value that may
+// be copied. The slices are views on receive memory, valid until the handler
+// returns, or longer with Retain; they must not be written to. The rest, and the
+// right to answer, stay.
+type Request[V Value] struct {
+	Sender    int // node id of the worker's group: 2*rank + 9
+	Cmd       int32
+	Push      bool
+	Timestamp int32 // the worker's
+	Keys      []Key // ascending, at least one
+	Vals      []V   // of a push
+	Lens      []int32
+
+	s      *Server[V]
+	reply  ReplyTo
+	keys   int
+	msg    *van.Message
+	ticket *ticket
+	gen    uint64
+}
+
+// ticket is the right to answer one request. It is used again for later ones.
+type ticket struct {
+	state atomic.Uint64 // generation<<1 | answered
+}
+
+var tickets = sync.Pool{New: func() any { return new(ticket) }}
+
+// receive takes one request of a worker.
+func (s *Server[V]) receive(msg *van.Message) {
+	r, err := s.accept(msg)
+	if err != nil {
+		s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
+		return
+	}
+	s.handler(r)
+}
+
+// accept checks msg and makes it a request.
+func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
+	if err := CheckSender(s.node, msg); err != nil {
+		return r, err
+	}
+	f, err := parse[V](msg)
+	if err != nil {
+		return r, err
+	}
+	if err := checkKeys(van.ErrMalformed, f.keys); err != nil {
+		return r, err
+	}
+	if msg.Push {
+		mem, _, err := s.buffers.Place(msg, f.keys[0])
+		if err != nil {
+			return r, err
+		}
+		f.vals = view[V](mem)
+	}
+	t := tickets.Get().(*ticket)
+	return Request[V]{
+		Sender: van.WorkerID(van.RankOf(msg.Sender) / s.node.GroupSize()), Cmd: msg.Head, Push: msg.Push, Timestamp: msg.Timestamp,
+		Keys: f.keys, Vals: f.vals, Lens: f.lens,
+		s: s, reply: ReplyOf(msg), keys: len(f.keys), msg: msg, ticket: t, gen: t.state.Load() >> 1,
+	}, nil
+}
+
+// SenderRank is the group rank of the worker.
+func (r Request[V]) SenderRank() int { return van.RankOf(r.Sender) }
+
+// Expected is the number of values for which the worker of a pull has room, 0 when
+// it takes any number.
+func (r Request[V]) Expected() int { return int(r.reply.ValLen) }
+
+// Retain keeps the slices valid until a matching Release. Call it before the
+// handler returns.
+func (r Request[V]) Retain() Request[V] {
+	r.msg.Retain()
+	return r
+}
+
+// Release gives up one hold got by Retain.
+func (r Request[V]) Release() { r.msg.Release() }
+
+// Response answers the request: a push with empty Pairs, a pull with the values of
+// its keys. Slices of res must not change until they have left, which is told only
+// by ResponseDone; slices of the request may be among them while those are valid.
+//
+// Pairs that do not fit the request are an error that wraps van.ErrInvalid; then
+// nothing was sent and the request can still be answered. A second Response is
+// ErrAnswered.
+func (r Request[V]) Response(res Pairs[V]) error { return r.ResponseDone(res, nil) }
+
+// ResponseDone is Response with a completion, which is called once, from any
+// goroutine, when the transport does not need the slices any more. It is not called
+// when ResponseDone returns an error.
+func (r Request[V]) ResponseDone(res Pairs[V], done van.Completion) error {
+	s := r.s
+	if !r.ticket.state.CompareAndSwap(r.gen<<1, r.gen<<1|1) {
+		return r.wrap(ErrAnswered)
+	}
+	if err := r.check(&res); err != nil {
+		r.ticket.state.Store(r.gen << 1)
+		return r.wrap(err)
+	}
+	r.ticket.state.Store((r.gen + 1) << 1)
+	tickets.Put(r.ticket)
+
+	m := messages.Get().(*van.Message)
+	r.reply.Fill(m)
+	var hold *answer
+	if !r.Push {
+		SetData(m, backend.Slice(res.Keys), backend.Slice(res.Vals), backend.Slice(res.Lens), typeOf[V]())
+		m.Done = done
+		if shares(res.Keys, r.Keys) || shares(res.Vals, r.Vals) || shares(res.Lens, r.Lens) {
+			hold = answers.Get().(*answer)
+			hold.msg, hold.done = r.msg.Retain(), done
+			m.Done = hold
+		}
+	}
+	err := s.node.Send(m)
+	m.Done = nil
+	messages.Put(m)
+	switch {
+	case err != nil && hold != nil:
+		hold.done = nil
+		hold.Sent()
+	case err == nil && r.Push && done != nil:
+		done.Sent()
+	}
+	return err
+}
+
+func (r Request[V]) wrap(err error) error {
+	return &van.Error{Op: "respond", Node: r.s.node.Name(), Peer: r.s.node.PeerName(r.reply.Sender),
+		Detail: fmt.Sprintf("handler %d", r.Timestamp), Err: err}
+}
+
+// check refuses an answer that the worker could not take.
+func (r Request[V]) check(res *Pairs[V]) error {
+	if r.Push {
+		if len(res.Keys)+len(res.Vals)+len(res.Lens) > 0 {
+			return fmt.Errorf("%w: %d keys and %d values in the answer to a push, want none", van.ErrInvalid, len(res.Keys), len(res.Vals))
+		}
+		return nil
+	}
+	if len(res.Keys) != r.keys {
+		return fmt.Errorf("%w: %d keys in the answer to a pull of %d", van.ErrInvalid, len(res.Keys), r.keys)
+	}
+	if bytes := 8*len(res.Keys) + sizeOf[V]()*len(res.Vals) + 4*len(res.Lens); bytes > maxPayload {
+		return fmt.Errorf("%w: answer of %d bytes, want at most %d", van.ErrInvalid, bytes, maxPayload)
+	}
+	return checkShape(van.ErrInvalid, res.Keys, len(res.Vals), res.Lens)
+}
+
+// shares tells whether a begins in b.
+func shares[T any](a, b []T) bool {
+	if len(a) == 0 || len(b) == 0 {
+		return false
+	}
+	off := uintptr(unsafe.Pointer(&a[0])) - uintptr(unsafe.Pointer(&b[0]))
+	return off < uintptr(len(b)*sizeOf[T]())
+}
+
+// answer keeps a request's message until the answer that uses it has left.
+type answer struct {
+	msg  *van.Message
+	done van.Completion
+}
+
+var answers = sync.Pool{New: func() any { return new(answer) }}
+
+// Sent is called when the answer has left.
+func (a *answer) Sent() {
+	msg, done := a.msg, a.done
+	a.msg, a.done = nil, nil
+	answers.Put(a)
+	msg.Release()
+	if done != nil {
+		done.Sent()
+	}
+}

@@ -1,0 +1,137 @@
+package kv
+
+import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// SummingHandler keeps a sum for every key: a push adds to the values of its
+// keys, a pull gets their present values. Keys that were never pushed have zeros,
+// as in the original.
+//
+// Every key has the same number of values, which the first push determines; a
+// pull before that gets as many zeros as the worker has room for. A request with
+// another number is dropped with a log line, since the protocol has no answer that
+// says no. Each key's addition is atomic, a request with many keys is not.
+//
+// The zero value is ready for use:
+//
+//	var sums kv.SummingHandler[float32]
+//	err := server.SetRequestHandle(sums.Handle)
+//
+// It is safe for concurrent use, by several servers too, and costs little more than
+// the memory traffic of the values when keys come in ascending batches.
+type SummingHandler[V Value] struct {
+	mu      sync.Mutex
+	store   atomic.Pointer[store[V]] // set once
+	results sync.Pool                // of *result[V]
+}
+
+// result holds the values of an answer until they have left.
+type result[V Value] struct {
+	h    *SummingHandler[V]
+	vals []V
+}
+
+// Sent puts the memory back for use again.
+func (r *result[V]) Sent() { r.h.results.Put(r) }
+
+// Handle is the Handler.
+func (h *SummingHandler[V]) Handle(r Request[V]) {
+	if err := h.handle(r); err != nil {
+		r.s.node.Log().Warn("summing handler: request failed", "err", err, "worker", r.SenderRank(), "handler", r.Timestamp)
+	}
+}
+
+func (h *SummingHandler[V]) handle(r Request[V]) error {
+	if r.Push {
+		if err := h.Add(r.Keys, r.Vals, r.Lens); err != nil {
+			return err
+		}
+		return r.Response(Pairs[V]{})
+	}
+	k := h.Each()
+	if k == 0 {
+		k = max(r.Expected()/len(r.Keys), 1)
+	}
+	if bytes := (k*sizeOf[V]() + 8) * len(r.Keys); bytes > maxPayload {
+		return fmt.Errorf("%w: pull of %d bytes, want at most %d", van.ErrInvalid, bytes, maxPayload)
+	}
+	res, _ := h.results.Get().(*result[V])
+	if res == nil {
+		res = &result[V]{h: h}
+	}
+	if n := k * len(r.Keys); cap(res.vals) < n {
+		res.vals = make([]V, n)
+	} else {
+		res.vals = res.vals[:n]
+	}
+	h.Get(r.Keys, res.vals)
+	if err := r.ResponseDone(Pairs[V]{Keys: r.Keys, Vals: res.vals}, res); err != nil {
+		return err // the transport may still hold res
+	}
+	return nil
+}
+
+// Each is the number of values of a key, 0 before the first push.
+func (h *SummingHandler[V]) Each() int {
+	if s := h.store.Load(); s != nil {
+		return s.k
+	}
+	return 0
+}
+
+// Len is the number of keys that have been pushed.
+func (h *SummingHandler[V]) Len() int {
+	if s := h.store.Load(); s != nil {
+		return s.len()
+	}
+	return 0
+}
+
+// Add adds vals to the values of keys, which must ascend without repeats. lens,
+// if not empty, must say what the division of vals says. Errors wrap
+// van.ErrInvalid; then nothing was added.
+func (h *SummingHandler[V]) Add(keys []Key, vals []V, lens []int32) error {
+	if len(keys) == 0 {
+		return nil
+	}
+	k := len(vals) / len(keys)
+	if len(vals) == 0 || len(vals)%len(keys) != 0 {
+		return fmt.Errorf("%w: push of %d values for %d keys, want the same number for each", van.ErrInvalid, len(vals), len(keys))
+	}
+	for i, l := range lens {
+		if int(l) != k {
+			return fmt.Errorf("%w: push of %d values for key %d and %d for others, want the same number for each", van.ErrInvalid, l, keys[i], k)
+		}
+	}
+	s := h.store.Load()
+	if s == nil {
+		h.mu.Lock()
+		if s = h.store.Load(); s == nil {
+			s = newStore[V](k)
+			h.store.Store(s)
+		}
+		h.mu.Unlock()
+	}
+	if s.k != k {
+		return fmt.Errorf("%w: push of %d values for each key (%d to %d), the store has %d", van.ErrInvalid, k, keys[0], keys[len(keys)-1], s.k)
+	}
+	s.add(keys, vals)
+	return nil
+}
+
+// Get sets out to the values of keys, which must ascend without repeats: Each of
+// them for every key. out must have that length; before the first push it is
+// cleared.
+func (h *SummingHandler[V]) Get(keys []Key, out []V) {
+	s := h.store.Load()
+	if s == nil || len(out) != s.k*len(keys) {
+		clear(out)
+		return
+	}
+	s.get(keys, out)
+}
