@@ -1,0 +1,81 @@
+# Shared by the launch scripts; sourced, never run. It finds or builds what they
+# start. Everything else is the work of "stepaf launch".
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+STEPAF="$ROOT/bin/stepaf"
+NOTES=() # lines that the launcher prints behind the first one
+
+# say LINE: a message for the user.
+say() { printf 'stepaf: %s\n' "$1" >&2; }
+
+# misuse LINE USAGE: ends the script with status 2.
+misuse() {
+  say "$1"
+  printf '%s\n' "$2" >&2
+  exit 2
+}
+
+# build NAME PACKAGE: makes bin/NAME up to date. Without Go an existing one will do.
+build() {
+  if ! command -v go >/dev/null 2>&1; then
+    [ -x "$ROOT/bin/$1" ] && return
+    say "bin/$1 is not built and there is no Go: install Go, or build it elsewhere with 'make af'"
+    exit 1
+  fi
+  # shellcheck disable=SC2086 # GO_BUILD_FLAGS is a list
+  (cd "$ROOT" && go build ${GO_BUILD_FLAGS-} -o "bin/$1" "$2") >&2 || {
+    say "building bin/$1 failed; tools/install_deps.sh installs what it needs"
+    exit 1
+  }
+}
+
+# goal KNOB VALUE: sets PROGRAM for a knob that names a program. One that is not
+# there but is a Go program of ours, as ./cmake_build/tests/utests/ut_server, is
+# built.
+goal() {
+  local name="${2##*/}"
+  if [ -x "$2" ] && [ ! -d "$2" ] && [ "$2" != "$ROOT/bin/$name" ]; then
+    PROGRAM="$2"
+  elif [ -d "$ROOT/tests/utests/$name" ]; then
+    build "$name" "./tests/utests/$name"
+    PROGRAM="$ROOT/bin/$name"
+  else
+    say "$1=$2: no such program, and none of tests/utests either"
+    exit 2
+  fi
+  PROGRAM="$(printf '%q' "$PROGRAM")"
+}
+
+# python_ready: is there a Python that can run the tests?
+python_ready() {
+  command -v python3 >/dev/null 2>&1 && python3 -c 'import torch, fserver_lib' >/dev/null 2>&1
+}
+
+# test_program DIRECTORY BIN: sets COMMAND to the Python test BIN.py, or to the Go
+# program of the same name.
+test_program() {
+  local directory="$1" bin="$2" package name="${2##*/}"
+  if [ -f "$directory/$bin.py" ] && python_ready; then
+    COMMAND=(python3 "$directory/$bin.py")
+    return
+  fi
+  if ! package="$(cd "$directory/$bin" 2>/dev/null && pwd)" || [ "${package#"$ROOT"/}" = "$package" ]; then
+    say "BIN=$bin: want one of the programs in ${directory#"$ROOT"/}: $(cd "$directory" && echo */ | tr -d /)"
+    exit 2
+  fi
+  package="${package#"$ROOT"/}"
+  build "$name" "./$package"
+  COMMAND=("$ROOT/bin/$name")
+  NOTES+=(--note "no Python with torch and fserver_lib: running the Go program $package")
+}
+
+# interface DEFAULT: sets INTERFACE to options for RNIC.
+interface() {
+  if [ -n "${RNIC-}" ]; then
+    INTERFACE=(--interface "$RNIC")
+  else
+    INTERFACE=(--prefer-interface "$1")
+  fi
+}
+
+build stepaf ./tools/stepaf
