@@ -12,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 func schedulerCommand() *cli.Command {
@@ -28,7 +29,10 @@ DMLC_ROLE may be unset. DMLC_PS_ROOT_URI must be an address of this machine.
 PS_VERBOSE=1 shows every node that arrives. For a cluster on one machine,
 "stepaf launch" starts the scheduler as well.`,
 		ArgsUsage: " ", HideHelpCommand: true,
-		Flags: []cli.Flag{&cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "do not print where it listens"}},
+		Flags: []cli.Flag{
+			&cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "do not print where it listens"},
+			&cli.BoolFlag{Name: "fserver", Usage: "take part in the barrier of fserver's stop(), for programs that call it"},
+		},
 		Action: func(c *cli.Context) error {
 			if err := noArguments(c); err != nil {
 				return err
@@ -77,6 +81,12 @@ func runScheduler(c *cli.Context) error {
 		return bySignal(ctx, err)
 	}
 	say("all nodes are here")
+	if c.Bool("fserver") {
+		if err := node.InstanceBarrier(ctx, 0, van.AllNodes); err != nil {
+			node.Close()
+			return bySignal(ctx, err)
+		}
+	}
 	if err := node.Finalize(ctx); err != nil {
 		return bySignal(ctx, err)
 	}

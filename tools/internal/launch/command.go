@@ -22,7 +22,7 @@ cluster in DMLC_ROLE, DMLC_NODE_RANK, STEPMESH_GPU and so on; the rest of the
 environment is passed on as it is ("stepaf env" explains it).
 
     stepaf launch -n 2 -s 1 -- ./program --its-option
-    stepaf launch -n 1 -s 1 --group-size 8 -- python3 program.py
+    stepaf launch -n 1 -s 1 --group-size 8 --fserver -- python3 program.py
 
 Lines of the processes come with their name in front, as in "[worker 0] ...".
 
@@ -90,6 +90,7 @@ func flags() []cli.Flag {
 
 		&cli.StringFlag{Name: "worker-command", Category: programs, Usage: "`COMMAND` of the workers, with arguments, quoted as for a shell"},
 		&cli.StringFlag{Name: "server-command", Category: programs, Usage: "`COMMAND` of the servers"},
+		&cli.BoolFlag{Name: "fserver", Category: programs, Usage: "COMMAND uses fserver, with init() and stop(): the scheduler takes part in the barrier of stop()"},
 		&cli.StringFlag{Name: "scheduler-command", Category: programs, Usage: "`COMMAND` of the scheduler (stepaf scheduler)"},
 
 		&cli.DurationFlag{Name: "timeout", Category: ending, DefaultText: "none", Usage: "stop everything after this time"},
@@ -118,6 +119,9 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		SchedulerCommand: []string{self, "scheduler", "--quiet"},
 		Banner:           c.String("banner"), Notes: c.StringSlice("note"),
 		Timeout: c.Duration("timeout"), Grace: c.Duration("grace"), KillAfter: c.Duration("kill-after"),
+	}
+	if c.Bool("fserver") {
+		s.SchedulerCommand = append(s.SchedulerCommand, "--fserver")
 	}
 	if !known(s.Part) {
 		return nil, exit.Usage("--role %s: want one of %s", s.Part, wordList())

@@ -45,6 +45,7 @@ type planner struct {
 	environ []string
 	lookup  func(string) (string, bool)
 	own     Address // under which this machine's nodes are reached
+	chosen  string  // transport
 	missing []string
 	using   []string
 	set     []Default // chosen here
@@ -131,6 +132,7 @@ func (p *planner) backend() error {
 
 // van decides on the transport.
 func (p *planner) van() error {
+	p.chosen = p.cfg.VanType
 	explicit := p.has("DMLC_ENABLE_RDMA") || p.has("DMLC_PS_VAN_TYPE")
 	why := p.m.noRDMA()
 	switch {
@@ -152,7 +154,7 @@ func (p *planner) van() error {
 }
 
 func (p *planner) setVan(name string) {
-	p.cfg.VanType = name
+	p.chosen = name
 	p.set = append(p.set, Default{Name: "DMLC_ENABLE_RDMA", Value: name})
 }
 
@@ -237,7 +239,7 @@ func (p *planner) address() error {
 	if !found && (s.Host != "" && s.Part.schedules() || isLoopback(s.Host)) {
 		own, found = p.named(s.Host), true
 	}
-	if !found && s.Part.local() && p.cfg.VanType != "ibverbs" {
+	if !found && s.Part.local() && p.chosen != "ibverbs" {
 		own, found = p.m.loopback(), true
 	}
 	if !found {

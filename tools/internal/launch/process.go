@@ -32,6 +32,7 @@ type ended struct {
 	status int    // as a shell says it: 128 and the signal's number
 	how    string // "exit status 3", "signal: killed"
 	ok     bool
+	at     time.Time
 }
 
 // start starts c. The calling goroutine must be locked to its thread, and stay
@@ -92,6 +93,7 @@ func (p *process) signal(s syscall.Signal) {
 // and takes the rest of its output.
 func (p *process) wait() ended {
 	waitExit(p.cmd.Process.Pid)
+	at := time.Now()
 	p.signal(syscall.SIGKILL)
 	p.mu.Lock()
 	p.ended = true
@@ -106,7 +108,7 @@ func (p *process) wait() ended {
 	late.Stop()
 	p.closePipes()
 
-	e := ended{p: p, ok: err == nil}
+	e := ended{p: p, ok: err == nil, at: at}
 	if st, is := p.cmd.ProcessState.Sys().(syscall.WaitStatus); is {
 		e.status = st.ExitStatus()
 		if st.Signaled() {

@@ -43,6 +43,7 @@ type run struct {
 	living  []*process
 	stopped bool
 	result  error
+	first   time.Time // when the process failed that result is about; zero if it is about none
 
 	grace, kill, limit <-chan time.Time
 }
@@ -116,9 +117,14 @@ func (r *run) exited(e ended) {
 		}
 	}
 	switch {
-	case r.stopped:
-	case !e.ok:
+	case !e.ok && !r.stopped:
+		r.first = e.at
 		r.fail(exit.With(e.status, r.describe(e)))
+	case !e.ok && e.at.Before(r.first):
+		// Its output took longer than that of those who failed because of it.
+		r.first = e.at
+		r.result = exit.With(e.status, r.describe(e))
+	case r.stopped:
 	case r.grace == nil && !r.anyLiving(r.primary()):
 		r.grace = time.After(r.plan.Spec.Grace)
 	}

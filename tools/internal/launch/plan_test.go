@@ -1,0 +1,250 @@
+package launch
+
+import (
+	"errors"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+)
+
+// machines that plans are made for.
+func laptop() *Machine {
+	return &Machine{Cores: 8, Free: anyPort, Addresses: []Address{{"lo", "127.0.0.1", true, true}}}
+}
+
+func bigNode() *Machine {
+	return &Machine{Cores: 192, GPUs: 8, GPUBuild: true, RDMA: true, RDMABuild: true, Free: anyPort, Addresses: []Address{
+		{"lo", "127.0.0.1", true, true}, {"eth0", "192.0.2.1", false, true}, {"bond0", "192.0.2.2", false, true}}}
+}
+
+func anyPort(_ string, port int) (int, error) {
+	if port == 0 {
+		return 40000, nil
+	}
+	return port, nil
+}
+
+// base is a Spec whose programs exist.
+func base() Spec {
+	self := []string{os.Args[0]}
+	return Spec{Part: Joint, NodeRank: -1, Command: self, SchedulerCommand: self}
+}
+
+// seen is what a child makes of its environment.
+func seen(t *testing.T, c Child) *env.Config {
+	t.Helper()
+	cfg, err := env.LoadFrom(env.FromList(c.Env))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cfg.Validate(); err != nil {
+		t.Fatalf("%s could not start: %v", c.Name(), err)
+	}
+	return cfg
+}
+
+func TestChildren(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		spec func(*Spec)
+		env  []string
+		want []string // name/node rank/GPU/rank as the child computes it
+	}{
+		{"default", func(*Spec) {}, nil, []string{"scheduler", "server 0", "worker 0"}},
+		{"counts", func(s *Spec) { s.Workers, s.Servers, s.GroupSize = 2, 1, 2 }, nil,
+			[]string{"scheduler", "server 0", "server 1", "worker 0", "worker 1", "worker 2", "worker 3"}},
+		{"counts of the environment", func(*Spec) {}, []string{"DMLC_NUM_WORKER=2", "DMLC_NUM_SERVER=2", "DMLC_ROLE=server", "DMLC_RANK_OFFSET=7", "STEPAF_GPU=3"},
+			[]string{"scheduler", "server 0", "server 1", "worker 0", "worker 1"}},
+		{"GPUs", func(s *Spec) { s.GroupSize, s.GPUs = 2, []int{5, 3} }, nil,
+			[]string{"scheduler", "server 0", "server 1", "worker 0", "worker 1"}},
+		{"server", func(s *Spec) { s.Part, s.Port, s.Servers = Server, 1, 2 }, nil, []string{"scheduler", "server 0"}},
+		{"server-slave", func(s *Spec) {
+			s.Part, s.Port, s.Host, s.Servers, s.NodeRank, s.GroupSize = ServerSlave, 1, "192.0.2.9", 2, 1, 2
+		}, nil,
+			[]string{"server 2", "server 3"}},
+		{"worker", func(s *Spec) { s.Part, s.Host, s.Workers = Worker, "192.0.2.9", 3 }, []string{"DMLC_NODE_RANK=2", "DMLC_PS_ROOT_PORT=5"}, []string{"worker 2"}},
+		{"scheduler", func(s *Spec) { s.Part, s.Port = Scheduler, 1 }, nil, []string{"scheduler"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := base()
+			c.spec(&s)
+			p, err := Resolve(s, c.env, laptop())
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got []string
+			for _, child := range p.Children {
+				got = append(got, child.Name())
+				cfg := seen(t, child)
+				if cfg.Role != child.Role {
+					t.Errorf("%s: role %s", child.Name(), cfg.Role)
+				}
+				if child.Role != "scheduler" && cfg.Rank() != child.Rank {
+					t.Errorf("%s: computes rank %d", child.Name(), cfg.Rank())
+				}
+				if s.GPUs != nil && child.Role != "scheduler" && cfg.GPU != s.GPUs[child.Instance] {
+					t.Errorf("%s: GPU %d, want %d", child.Name(), cfg.GPU, s.GPUs[child.Instance])
+				}
+			}
+			if !slices.Equal(got, c.want) {
+				t.Errorf("children %q, want %q", got, c.want)
+			}
+		})
+	}
+}
+
+// script is a Spec as the launch scripts make it for this machine.
+func script(s *Spec) {
+	s.DefaultVan, s.DefaultBackend, s.GroupSize, s.DefaultPort = auto, auto, Auto, 8123
+	s.Defaults = []Default{{"", "STEPMESH_SPLIT_QP_LAG", "1"}, {"", "STEPMESH_BIND_CPU_CORE", "1"}, {"worker", "STEPMESH_CPU_START_OFFSET", "55"}}
+}
+
+func TestChoices(t *testing.T) {
+	for _, c := range []struct {
+		name     string
+		machine  *Machine
+		spec     func(*Spec)
+		env      []string
+		messages []string
+		check    func(c *env.Config) bool
+		group    int
+	}{
+		{"nothing there", laptop(), script, nil,
+			[]string{"no CUDA device, no RDMA device: using 2 instances in each group, backend CPU and van zmq on lo (127.0.0.1)"},
+			func(c *env.Config) bool {
+				return c.VanType == "zmq" && c.Backend == "CPU" && !c.BindCPUCore && !c.SplitQPLag && c.NodeHost == "127.0.0.1" && c.RootPort == 8123
+			}, 2},
+		{"all there", bigNode(), script, nil, []string{"not binding threads to CPU cores: server 4 and worker 0 would share core 59"},
+			func(c *env.Config) bool {
+				return c.VanType == "ibverbs" && c.Backend == "GPU" && c.SplitQPLag && !c.BindCPUCore && c.NodeHost == "192.0.2.1"
+			}, 8},
+		{"all there, one each", bigNode(), func(s *Spec) { script(s); s.GroupSize = 1 }, nil, nil,
+			func(c *env.Config) bool { return c.BindCPUCore }, 1},
+		{"binding asked for", bigNode(), script, []string{"STEPMESH_BIND_CPU_CORE=1"}, nil,
+			func(c *env.Config) bool { return c.BindCPUCore }, 8},
+		{"the environment is obeyed", bigNode(), script, []string{"DMLC_ENABLE_RDMA=zmq", "STEPMESH_BACKEND=cpu", "STEPMESH_BIND_CPU_CORE=0", "STEPMESH_SPLIT_QP_LAG=0"}, nil,
+			func(c *env.Config) bool {
+				return c.VanType == "zmq" && c.Backend == "CPU" && !c.SplitQPLag && c.NodeHost == "127.0.0.1"
+			}, 2},
+		{"no transport in this build", &Machine{Cores: 8, RDMA: true, GPUs: 1, Free: anyPort}, script, nil,
+			[]string{"no GPU support in this build, no RDMA transport in this build: using 2 instances in each group, backend CPU and van zmq on lo (127.0.0.1)"},
+			func(c *env.Config) bool { return c.VanType == "zmq" }, 2},
+		{"the interface named", bigNode(), func(s *Spec) { s.Interface = "bond0" }, []string{"DMLC_NODE_HOST=192.0.2.1"}, nil,
+			func(c *env.Config) bool { return c.NodeHost == "192.0.2.2" && c.RootURI == "192.0.2.2" }, 1},
+		{"the interface preferred", bigNode(), func(s *Spec) { s.Part, s.Port, s.Prefer = Server, 9, "bond0" }, nil, nil,
+			func(c *env.Config) bool { return c.NodeHost == "192.0.2.2" }, 1},
+		{"the interface preferred is not there", bigNode(), func(s *Spec) { s.Part, s.Port, s.Prefer = Server, 9, "ib7" }, nil, nil,
+			func(c *env.Config) bool { return c.NodeHost == "192.0.2.1" }, 1},
+		{"an interface of the environment", bigNode(), func(*Spec) {}, []string{"DMLC_INTERFACE=eth0"}, nil,
+			func(c *env.Config) bool { return c.NodeHost == "" && c.Interface == "eth0" }, 1},
+		{"a worker of a scheduler on this machine", bigNode(), func(s *Spec) { s.Part, s.Host, s.Port = Worker, "127.0.0.1", 9 }, nil, nil,
+			func(c *env.Config) bool { return c.NodeHost == "127.0.0.1" }, 1},
+		{"a default for a role", laptop(), func(s *Spec) { s.Defaults = []Default{{"worker", "PS_VERBOSE", "3"}, {"", "PS_VERBOSE", "1"}} }, nil, nil,
+			func(c *env.Config) bool {
+				return c.Verbose == map[string]int{"worker": 3}[c.Role] || c.Role != "worker" && c.Verbose == 1
+			}, 1},
+		{"a busy default port", &Machine{Cores: 1, Free: func(_ string, p int) (int, error) {
+			if p < 8125 {
+				return 0, errors.New("in use")
+			}
+			return p, nil
+		}}, func(s *Spec) { s.DefaultPort = 8123 }, nil, []string{"port 8123 is in use: using 8125"},
+			func(c *env.Config) bool { return c.RootPort == 8125 }, 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := base()
+			c.spec(&s)
+			p, err := Resolve(s, c.env, c.machine)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !slices.Equal(p.Messages, c.messages) {
+				t.Errorf("messages %q, want %q", p.Messages, c.messages)
+			}
+			if p.Spec.GroupSize != c.group {
+				t.Errorf("group size %d, want %d", p.Spec.GroupSize, c.group)
+			}
+			for _, child := range p.Children {
+				if cfg := seen(t, child); !c.check(cfg) {
+					t.Errorf("%s is started with %q", child.Name(), child.Env)
+				}
+			}
+		})
+	}
+}
+
+func TestRefused(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		machine *Machine
+		spec    func(*Spec)
+		env     []string
+		want    string
+	}{
+		{"no command", laptop(), func(s *Spec) { s.Command = nil }, nil, "no command for the servers"},
+		{"no worker command", laptop(), func(s *Spec) { s.ServerCommand, s.Command = s.Command, nil }, nil, "no command for the workers"},
+		{"no such command", laptop(), func(s *Spec) { s.Command = []string{"/no/such/program"} }, nil, "/no/such/program"},
+		{"negative", laptop(), func(s *Spec) { s.Workers = -1 }, nil, "-1 workers"},
+		{"GPUs and group", laptop(), func(s *Spec) { s.GPUs, s.GroupSize = []int{0, 1}, 3 }, nil, "2 GPUs for groups of 3"},
+		{"rank", laptop(), func(s *Spec) { s.Part, s.Host, s.Port, s.NodeRank = Worker, "127.0.0.1", 1, 1 }, nil, "node rank 1, but there are 1 workers"},
+		{"worker without scheduler", laptop(), func(s *Spec) { s.Part = Worker }, nil, "no scheduler address"},
+		{"worker without port", laptop(), func(s *Spec) { s.Part, s.Host = Worker, "127.0.0.1" }, nil, "no scheduler port"},
+		{"server without port", laptop(), func(s *Spec) { s.Part = Server }, nil, "no port"},
+		{"interface", bigNode(), func(s *Spec) { s.Interface = "eth" }, nil, `no interface "eth" with an IPv4 address: this machine has lo (127.0.0.1), eth0 (192.0.2.1), bond0 (192.0.2.2)`},
+		{"RDMA asked for", laptop(), script, []string{"DMLC_ENABLE_RDMA=ibverbs"}, "DMLC_ENABLE_RDMA=ibverbs, but there is no RDMA device"},
+		{"GPU asked for", laptop(), script, []string{"STEPMESH_BAKCEND=GPU"}, "STEPMESH_BAKCEND=GPU, but this machine has no CUDA device"},
+		{"RDMA needed", laptop(), func(s *Spec) { s.Part, s.Port, s.DefaultVan = Server, 1, "ibverbs" }, nil, "set DMLC_ENABLE_RDMA=zmq on all nodes"},
+		{"GPU needed", laptop(), func(s *Spec) { s.Part, s.Port, s.DefaultBackend = Server, 1, "GPU" }, nil, "set STEPMESH_BAKCEND=CPU"},
+		{"too few GPUs", bigNode(), func(s *Spec) { s.DefaultBackend, s.GroupSize = "GPU", 9 }, nil, "GPU 8 of an instance, but this machine has 8"},
+		{"nonsense in the environment", laptop(), func(*Spec) {}, []string{"PS_VERBOSE=yes"}, `PS_VERBOSE="yes": want`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := base()
+			c.spec(&s)
+			_, err := Resolve(s, c.env, c.machine)
+			if err == nil || !strings.Contains(err.Error(), c.want) || exit.Status(err) != exit.Misuse {
+				t.Errorf("error %v, status %d; want %q and status 2", err, exit.Status(err), c.want)
+			}
+		})
+	}
+}
+
+func TestWords(t *testing.T) {
+	for in, want := range map[string][]string{
+		"":                     nil,
+		"  a  b\tc ":           {"a", "b", "c"},
+		`numactl -m 0 "x y"`:   {"numactl", "-m", "0", "x y"},
+		`'a "b'c \d "e\"f" ''`: {`a "bc`, "d", `e"f`, ""},
+		`/opt/my\ programs/x`:  {"/opt/my programs/x"},
+	} {
+		got, err := Words(in)
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("Words(%q) = %q, %v; want %q", in, got, err, want)
+		}
+	}
+	if _, err := Words(`a "b`); err == nil {
+		t.Error("an open quote is accepted")
+	}
+}
+
+func TestParseDefault(t *testing.T) {
+	for in, want := range map[string]Default{
+		"A=1":        {"", "A", "1"},
+		"worker:A=":  {"worker", "A", ""},
+		"A=b:c=d":    {"", "A", "b:c=d"},
+		"server:A=x": {"server", "A", "x"},
+	} {
+		if got, err := ParseDefault(in); err != nil || got != want {
+			t.Errorf("ParseDefault(%q) = %v, %v; want %v", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", "A", "=1", "wörker:A=1", "worker:=1"} {
+		if d, err := ParseDefault(in); exit.Status(err) != exit.Misuse {
+			t.Errorf("ParseDefault(%q) = %v, %v; want an error of usage", in, d, err)
+		}
+	}
+}

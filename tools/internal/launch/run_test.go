@@ -1,0 +1,391 @@
+package launch
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"os/signal"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+)
+
+// The test binary is also the children of the tests: STEPAF_TEST_<ROLE> says what
+// a process does.
+func TestMain(m *testing.M) {
+	if role := os.Getenv("DMLC_ROLE"); os.Getenv("STEPAF_TEST_CHILDREN") != "" {
+		os.Exit(behave(os.Getenv("STEPAF_TEST_" + strings.ToUpper(role) + "_" + os.Getenv("DMLC_NODE_RANK"))))
+	}
+	os.Exit(m.Run())
+}
+
+// behave does one thing after the other and returns the exit status.
+func behave(script string) int {
+	for step := range strings.SplitSeq(script, "; ") {
+		verb, arg, _ := strings.Cut(step, " ")
+		switch verb {
+		case "say":
+			fmt.Println(arg)
+		case "complain":
+			fmt.Fprintln(os.Stderr, arg)
+		case "mumble": // without newline
+			fmt.Print(arg)
+		case "chatter": // many lines, in pieces
+			for i := range 200 {
+				for _, piece := range []string{"line ", fmt.Sprint(i), " of ", arg, "\n"} {
+					os.Stdout.WriteString(piece)
+				}
+			}
+		case "ignore":
+			signal.Ignore(syscall.SIGTERM)
+		case "child": // a grandchild of the launcher, with our output and another connection
+			cmd := exec.Command(os.Args[0])
+			cmd.Env = append(os.Environ(), "DMLC_ROLE=grandchild", "DMLC_NODE_RANK=0", "STEPAF_TEST_GRANDCHILD_0="+strings.ReplaceAll(arg, ",", ";"))
+			cmd.Stdout = os.Stdout
+			if err := cmd.Start(); err != nil {
+				fmt.Println(err)
+				return 99
+			}
+		case "hang": // holding a connection to the test, which sees it break
+			c, err := net.Dial("tcp", arg)
+			if err != nil {
+				fmt.Println(err)
+				return 99
+			}
+			fmt.Fprintln(c, "here")
+			_, _ = io.Copy(io.Discard, c)
+			return 98 // the test has hung up
+		case "die":
+			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
+			select {}
+		case "launch": // be a launcher
+			os.Unsetenv("DMLC_ROLE")
+			plan, err := Resolve(Spec{Part: Joint, NodeRank: -1, Command: os.Args[:1], SchedulerCommand: os.Args[:1], KillAfter: time.Hour}, os.Environ(), laptop())
+			if err != nil {
+				fmt.Println(err)
+				return 99
+			}
+			err = Run(plan, Streams{os.Stdout, os.Stderr}, nil, os.LookupEnv)
+			return exit.Status(err)
+		case "exit":
+			var n int
+			fmt.Sscan(arg, &n)
+			return n
+		}
+	}
+	return 0
+}
+
+// lock is a buffer that may be written by several goroutines.
+type lock struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *lock) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *lock) lines() []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return strings.Split(strings.TrimSuffix(l.b.String(), "\n"), "\n")
+}
+
+// cluster is a launch of the test's children.
+type cluster struct {
+	spec     Spec
+	scripts  map[string]string // by role, or role_rank
+	signals  chan os.Signal
+	out, err lock
+}
+
+func newCluster(scripts map[string]string) *cluster {
+	s := base()
+	s.Grace, s.KillAfter, s.Timeout = 20*time.Second, 20*time.Second, 40*time.Second
+	return &cluster{spec: s, scripts: scripts, signals: make(chan os.Signal, 2)}
+}
+
+func environment(scripts map[string]string) []string {
+	list := append(os.Environ(), "STEPAF_TEST_CHILDREN=1")
+	for k, v := range scripts {
+		if !strings.Contains(k, "_") {
+			k += "_0"
+		}
+		list = append(list, "STEPAF_TEST_"+strings.ToUpper(k)+"="+v)
+	}
+	return list
+}
+
+func (c *cluster) run(t *testing.T) error {
+	t.Helper()
+	m := laptop()
+	m.Free = free
+	plan, err := Resolve(c.spec, environment(c.scripts), m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return Run(plan, Streams{&c.out, &c.err}, c.signals, func(string) (string, bool) { return "", false })
+}
+
+// visits is a listener that children hang on.
+type visits struct {
+	net.Listener
+	conns chan net.Conn
+}
+
+func newVisits(t *testing.T) *visits {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	v := &visits{l, make(chan net.Conn)}
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			v.conns <- c
+		}
+	}()
+	t.Cleanup(func() { l.Close() })
+	return v
+}
+
+// await returns when n children hang on, with their connections.
+func (v *visits) await(t *testing.T, n int) (all []net.Conn) {
+	t.Helper()
+	for range n {
+		select {
+		case c := <-v.conns:
+			t.Cleanup(func() { c.Close() })
+			all = append(all, c)
+		case <-time.After(30 * time.Second):
+			t.Errorf("%d of %d processes have come within 30s", len(all), n)
+			return all
+		}
+	}
+	return all
+}
+
+// gone checks that the processes behind the connections have ended.
+func gone(t *testing.T, all []net.Conn) {
+	t.Helper()
+	for i, c := range all {
+		_ = c.SetReadDeadline(time.Now().Add(20 * time.Second))
+		if _, err := io.Copy(io.Discard, c); os.IsTimeout(err) {
+			t.Errorf("process %d still runs", i)
+		}
+	}
+}
+
+func TestAllWell(t *testing.T) {
+	c := newCluster(map[string]string{"worker": "chatter W; mumble the end", "server": "chatter S; complain oops", "scheduler": "say hello"})
+	c.spec.Banner, c.spec.Notes = "at {host}:{port}", []string{"noted"}
+	c.spec.Port = 4711
+	if err := c.run(t); err != nil {
+		t.Fatal(err)
+	}
+	out := c.out.lines()
+	if out[0] != "at 127.0.0.1:4711" {
+		t.Errorf("first line %q", out[0])
+	}
+	for label, want := range map[string][]string{"worker 0": {"W", "the end"}, "server 0": {"S"}, "scheduler": nil} {
+		var expect []string
+		if want == nil {
+			expect = append(expect, "[scheduler] hello")
+		} else {
+			for i := range 200 {
+				expect = append(expect, fmt.Sprintf("[%s] line %d of %s", label, i, want[0]))
+			}
+			for _, w := range want[1:] {
+				expect = append(expect, "["+label+"] "+w)
+			}
+		}
+		var got []string
+		for _, l := range out[1:] {
+			if strings.HasPrefix(l, "["+label+"]") {
+				got = append(got, l)
+			}
+		}
+		if !slices.Equal(got, expect) {
+			t.Errorf("%s: %d lines %q, want %d", label, len(got), got, len(expect))
+		}
+	}
+	if len(out) != 1+200+1+200+1 {
+		t.Errorf("%d lines in all", len(out))
+	}
+	if e := c.err.lines(); !slices.Equal(e, []string{"stepaf: noted", "[server 0] oops"}) {
+		t.Errorf("standard error %q", e)
+	}
+}
+
+func TestFailures(t *testing.T) {
+	v := newVisits(t)
+	hang := "hang " + v.Addr().String()
+	for _, c := range []struct {
+		name    string
+		scripts map[string]string
+		spec    func(*Spec)
+		hanging int // processes to wait for before release, and to be gone afterwards
+		signals []os.Signal
+		status  int
+		want    []string
+	}{
+		{"worker", map[string]string{"worker": "say a; complain b; exit 7", "server": hang, "scheduler": hang}, nil, 0, nil,
+			7, []string{"worker 0 failed: exit status 7 (group 0, instance 0, pid ", "\n    a", "\n    b"}},
+		{"one of the servers", map[string]string{"worker": hang, "server": hang, "server_1": "exit 3", "scheduler": hang}, func(s *Spec) { s.Servers = 2 }, 0, nil,
+			3, []string{"server 1 failed: exit status 3 (group 1", "printed nothing"}},
+		{"scheduler", map[string]string{"worker": hang, "server": hang, "scheduler": "exit 4"}, nil, 0, nil, 4, []string{"scheduler failed: exit status 4"}},
+		{"killed", map[string]string{"worker": "die", "server": hang, "scheduler": hang}, nil, 0, nil, 137, []string{"worker 0 failed: signal: killed"}},
+		{"its line says so", map[string]string{"worker": "say Batch 3 FAILED 2/32", "server": hang, "scheduler": hang},
+			func(s *Spec) { s.FailOn = regexp.MustCompile(" FAILED ") }, 0, nil, 1, []string{`printed "Batch 3 FAILED 2/32"`}},
+		{"time limit", map[string]string{"worker": hang, "server": hang, "scheduler": hang}, func(s *Spec) { s.Timeout = 300 * time.Millisecond }, 0, nil,
+			exit.Timeout, []string{"--timeout 300ms; still running: scheduler, server 0, worker 0"}},
+		{"server does not end", map[string]string{"server": hang}, func(s *Spec) { s.Grace = 300 * time.Millisecond }, 1, nil,
+			1, []string{"did not end within 300ms of the last worker: server 0"}},
+		{"ignores SIGTERM", map[string]string{"worker": "ignore; " + hang, "server": "exit 5", "scheduler": "say x"},
+			func(s *Spec) { s.KillAfter = 300 * time.Millisecond }, 1, nil, 5, []string{"server 0 failed"}},
+		{"interrupted", map[string]string{"worker": hang, "server": hang, "scheduler": hang}, nil, 3, []os.Signal{syscall.SIGINT}, 130, []string{"stopped by signal: interrupt"}},
+		{"terminated", map[string]string{"worker": hang, "server": hang, "scheduler": hang}, nil, 3, []os.Signal{syscall.SIGTERM}, 143, []string{"stopped by signal: terminated"}},
+		{"a second signal kills", map[string]string{"worker": "ignore; " + hang, "server": hang, "scheduler": hang}, nil, 3,
+			[]os.Signal{syscall.SIGINT, syscall.SIGINT}, 130, []string{"stopped by signal: interrupt"}},
+		{"grandchildren", map[string]string{"worker": "child " + hang + "; " + hang, "server": "child ignore, " + hang + "; " + hang, "scheduler": hang}, nil, 5,
+			[]os.Signal{syscall.SIGTERM}, 143, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			k := newCluster(c.scripts)
+			if c.spec != nil {
+				c.spec(&k.spec)
+			}
+			done := make(chan error)
+			go func() { done <- k.run(t) }()
+			var conns []net.Conn
+			if c.hanging > 0 {
+				conns = v.await(t, c.hanging)
+				for _, s := range c.signals {
+					k.signals <- s
+				}
+			}
+			var err error
+			for err == nil {
+				select {
+				case extra := <-v.conns: // of those whose coming is no condition
+					defer extra.Close()
+					continue
+				case err = <-done:
+				}
+				break
+			}
+			if exit.Status(err) != c.status {
+				t.Errorf("status %d, want %d; error %v", exit.Status(err), c.status, err)
+			}
+			for _, w := range c.want {
+				if err != nil && !strings.Contains(err.Error(), w) {
+					t.Errorf("error %q without %q", err, w)
+				}
+			}
+			gone(t, conns)
+		})
+	}
+}
+
+// TestOrphan: a process that ends leaves nothing behind in its group, and nobody
+// waits for that.
+func TestOrphan(t *testing.T) {
+	v := newVisits(t)
+	c := newCluster(map[string]string{"worker": "say before; child ignore, hang " + v.Addr().String() + "; exit 0"})
+	done := make(chan error)
+	go func() { done <- c.run(t) }()
+	for {
+		select {
+		case conn := <-v.conns: // it may be killed before it comes
+			gone(t, []net.Conn{conn})
+			conn.Close()
+		case err := <-done:
+			if err != nil {
+				t.Error(err)
+			}
+			return
+		}
+	}
+}
+
+// TestLauncherKilled: the children end with a launcher that cannot end them.
+func TestLauncherKilled(t *testing.T) {
+	if attributes().Pdeathsig == 0 {
+		t.Skip("only on Linux does the kernel tell children of their parent's end")
+	}
+	v := newVisits(t)
+	hang := "ignore; hang " + v.Addr().String()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(environment(map[string]string{"launcher": "launch", "worker": hang, "server": hang, "scheduler": hang}), "DMLC_ROLE=launcher", "DMLC_NODE_RANK=0")
+	var out lock
+	cmd.Stdout, cmd.Stderr = &out, &out
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	conns := v.await(t, 3)
+	if err := cmd.Process.Kill(); err != nil {
+		t.Error(err)
+	}
+	gone(t, conns)
+	_ = cmd.Wait() // it was killed
+	if t.Failed() {
+		t.Log(out.lines())
+	}
+}
+
+func TestCopyLines(t *testing.T) {
+	long := strings.Repeat("x", maxLine/2)
+	for _, c := range []struct{ in, want []string }{
+		{nil, nil},
+		{[]string{"a\n", "b"}, []string{"a", "b"}},
+		{[]string{"a", "b\nc\n\nd", "\n"}, []string{"ab", "c", "", "d"}},
+		{[]string{"dos\r\n", "\n"}, []string{"dos", ""}},
+		{[]string{long, "y\n", "z"}, []string{long + "y", "z"}},
+	} {
+		var rs []io.Reader
+		for _, s := range c.in {
+			rs = append(rs, strings.NewReader(s))
+		}
+		var got []string
+		copyLines(io.MultiReader(rs...), func(l []byte) { got = append(got, string(l)) })
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%.60q gives %.60q, want %.60q", c.in, got, c.want)
+		}
+	}
+	n, total := 0, 0
+	copyLines(io.LimitReader(zeros{}, 5*maxLine), func(l []byte) { n++; total += len(l) })
+	if total != 5*maxLine || n < 2 {
+		t.Errorf("an endless line came in %d pieces, %d bytes", n, total)
+	}
+}
+
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
+
+func TestColour(t *testing.T) {
+	var out bytes.Buffer
+	p := newPrinter(Streams{&out, io.Discard}, func(string) (string, bool) { return "xterm", true })
+	p.line(toOut, "worker 0", 32, []byte("x"))
+	p.colour[toOut] = true
+	p.line(toOut, "worker 0", 32, []byte("x"))
+	if got, want := out.String(), "[worker 0] x\n\x1b[32m[worker 0]\x1b[0m x\n"; got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+}
