@@ -197,7 +197,10 @@ func (c *call[V]) Answer(_, from int, msg *van.Message) error {
 	if c.missing.Add(-1) > 0 {
 		return nil
 	}
-	return c.assemble()
+	if err := c.assemble(); err != nil {
+		return fmt.Errorf("pull of %d keys (%d to %d), the last server to answer: %w", len(c.keys), c.keys[0], c.keys[len(c.keys)-1], err)
+	}
+	return nil
 }
 
 // takePart checks an answer to a pull and puts its values in their place, or

@@ -163,16 +163,6 @@ func (a *SimpleApp) receivers(to int) ([]int, error) {
 			van.ErrInvalid, to, van.SchedulerID, van.ServerGroup, van.WorkerGroup)
 	}
 	for _, id := range ids {
-		limit := a.node.NumServerInstances()
-		switch role := van.RoleOf(id); {
-		case role == van.Worker:
-			limit = a.node.NumWorkerInstances()
-			fallthrough
-		case role == van.Server:
-			if van.RankOf(id) >= limit {
-				return nil, fmt.Errorf("%w: no such node: %s, the cluster has %d of that role", van.ErrInvalid, van.NodeName(id), limit)
-			}
-		}
 		if van.RoleOf(id) == a.node.Role() && id != a.node.ID() {
 			return nil, fmt.Errorf("%w: %s is not connected to %s: nodes of one role are not", van.ErrInvalid, a.node.Name(), van.NodeName(id))
 		}

@@ -1,0 +1,159 @@
+package kv_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// vans runs a test over both transports.
+func vans(t *testing.T, f func(t *testing.T, o testcluster.Options)) {
+	t.Helper()
+	t.Run("inproc", func(t *testing.T) { f(t, testcluster.Options{}) })
+	t.Run("zmq", func(t *testing.T) { f(t, testcluster.Options{ZMQ: true}) })
+}
+
+func newWorker[V kv.Value](t testing.TB, n *postoffice.Node) *kv.Worker[V] {
+	t.Helper()
+	w, err := kv.NewWorker[V](n, 0, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+func serve[V kv.Value](t testing.TB, n *postoffice.Node, h kv.Handler[V]) *kv.Server[V] {
+	t.Helper()
+	s, err := kv.NewServer[V](n, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.SetRequestHandle(h); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// sums makes all servers of the cluster sum.
+func sums[V kv.Value](t testing.TB, c *testcluster.Cluster) []*kv.SummingHandler[V] {
+	t.Helper()
+	var hs []*kv.SummingHandler[V]
+	for _, n := range c.Servers {
+		h := &kv.SummingHandler[V]{}
+		serve(t, n, h.Handle)
+		hs = append(hs, h)
+	}
+	return hs
+}
+
+// do waits for a request just made.
+func do[V kv.Value](t testing.TB, w *kv.Worker[V]) func(ts int32, err error) {
+	return func(ts int32, err error) {
+		t.Helper()
+		if err == nil {
+			err = w.Wait(context.Background(), ts)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// fails checks that err wraps want and contains all texts.
+func fails(t testing.TB, err, want error, texts ...string) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Errorf("error %v, want one that wraps %q", err, want)
+		return
+	}
+	for _, s := range texts {
+		if !strings.Contains(err.Error(), s) {
+			t.Errorf("error %q, want it to name %q", err, s)
+		}
+	}
+}
+
+// logs is a log that tests look into.
+type logs struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logs) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *logs) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+func (l *logs) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
+
+// eventually waits until ok is true.
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for deadline := time.Now().Add(10 * time.Second); !ok(); <-tick.C {
+		if time.Now().After(deadline) {
+			t.Fatalf("no %s within 10 s", what)
+		}
+	}
+}
+
+// rawServer answers requests as a script says, without any check.
+type rawServer struct {
+	n *postoffice.Node
+}
+
+// raw serves application 0 of n with script.
+func raw(t testing.TB, n *postoffice.Node, script func(s *rawServer, req *van.Message)) {
+	t.Helper()
+	s := &rawServer{n}
+	if _, err := n.AddCustomer(0, 0, func(m *van.Message) { script(s, m) }); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// answer sends the answer to req after change has spoilt it.
+func (s *rawServer) answer(t testing.TB, req *van.Message, keys []kv.Key, vals, lens any, change func(m *van.Message)) {
+	m := &van.Message{}
+	r := kv.ReplyOf(req)
+	r.Fill(m)
+	if keys != nil {
+		kv.SetData(m, backend.Slice(keys), mem(vals), mem(lens), van.TypeFloat)
+	}
+	if change != nil {
+		change(m)
+	}
+	if err := s.n.Send(m); err != nil {
+		t.Errorf("raw answer: %v", err)
+	}
+}
+
+func mem(x any) backend.Mem {
+	switch x := x.(type) {
+	case []float32:
+		return backend.Slice(x)
+	case []int32:
+		return backend.Slice(x)
+	case []byte:
+		return backend.Bytes(x)
+	}
+	return backend.Mem{}
+}

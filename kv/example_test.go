@@ -1,0 +1,83 @@
+package kv_test
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+
+	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// A cluster of a scheduler, a server that sums, and a worker, all in this process.
+// Usually each is a process of its own, and the configuration comes from
+// postoffice.LoadConfig.
+func Example() {
+	ctx, network := context.Background(), inproc.NewNetwork()
+	node := func(role string) *postoffice.Node {
+		cfg := postoffice.DefaultConfig()
+		cfg.Role, cfg.NumWorkers, cfg.NumServers = role, 1, 1
+		cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", 9000, "127.0.0.1"
+		n, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Van: network.Factory(), Log: slog.New(slog.DiscardHandler)})
+		if err != nil {
+			panic(err)
+		}
+		return n
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() { node("scheduler").Finalize(ctx) })
+	wg.Go(func() {
+		n := node("server")
+		s, _ := kv.NewServer[float32](n, 0)
+		var sums kv.SummingHandler[float32]
+		s.SetRequestHandle(sums.Handle)
+		n.Finalize(ctx) // returns when the worker has finished too
+	})
+	n := node("worker")
+	w, _ := kv.NewWorker[float32](n, 0, 0)
+	keys := []kv.Key{1, 3, kv.MaxKey}
+	for range 2 {
+		ts, _ := w.Push(keys, []float32{1, 10, 100})
+		if err := w.Wait(ctx, ts); err != nil {
+			fmt.Println(err)
+		}
+	}
+	var vals []float32
+	ts, _ := w.Pull(keys, &vals)
+	err := w.Wait(ctx, ts)
+	fmt.Println(vals, err)
+	n.Finalize(ctx)
+	wg.Wait()
+	// Output: [2 20 200] <nil>
+}
+
+// A handler of one's own: the server keeps the last value of each key.
+func ExampleServer() {
+	last := func(mu *sync.Mutex, m map[kv.Key]int64) kv.Handler[int64] {
+		return func(r kv.Request[int64]) {
+			mu.Lock()
+			defer mu.Unlock()
+			var res kv.Pairs[int64]
+			if r.Push {
+				for i, k := range r.Keys {
+					m[k] = r.Vals[i]
+				}
+			} else {
+				res.Keys = r.Keys
+				for _, k := range r.Keys {
+					res.Vals = append(res.Vals, m[k])
+				}
+			}
+			r.Response(res)
+		}
+	}
+	_ = func(n *postoffice.Node) error { // n: a node with the server role
+		s, err := kv.NewServer[int64](n, 0)
+		if err != nil {
+			return err
+		}
+		return s.SetRequestHandle(last(new(sync.Mutex), map[kv.Key]int64{}))
+	}
+}
