@@ -1,0 +1,264 @@
+// Package tests holds checks of the whole tree: which package may import which,
+// rules of the house, and the launch scripts.
+package tests
+
+import (
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/stepaf/stepaf-go"
+
+// source is one Go file of the tree.
+type source struct {
+	path string // from the root, with slashes
+	pkg  string // its directory, "." for the root
+	test bool
+	ast  *ast.File
+	fset *token.FileSet
+}
+
+func (s *source) at(n ast.Node) string {
+	return fmt.Sprintf("%s:%d", s.path, s.fset.Position(n.Pos()).Line)
+}
+
+// imports lists the imported paths.
+func (s *source) imports() []string {
+	var l []string
+	for _, i := range s.ast.Imports {
+		p, err := strconv.Unquote(i.Path.Value)
+		if err == nil {
+			l = append(l, p)
+		}
+	}
+	return l
+}
+
+// tree parses every Go file below the root.
+func tree(t *testing.T) []*source {
+	t.Helper()
+	var all []*source
+	err := filepath.WalkDir("..", func(p string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		rel, err := filepath.Rel("..", p)
+		if err != nil {
+			return err
+		}
+		rel = filepath.ToSlash(rel)
+		if d.IsDir() && (rel != "." && strings.HasPrefix(d.Name(), ".") || rel == "bin" || rel == "build") {
+			return filepath.SkipDir
+		}
+		if d.IsDir() || !strings.HasSuffix(rel, ".go") {
+			return nil
+		}
+		s := &source{path: rel, pkg: path.Dir(rel), test: strings.HasSuffix(rel, "_test.go"), fset: token.NewFileSet()}
+		s.ast, err = parser.ParseFile(s.fset, p, nil, parser.SkipObjectResolution)
+		all = append(all, s)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(all) < 50 {
+		t.Fatalf("found %d Go files: the tree must be elsewhere", len(all))
+	}
+	return all
+}
+
+// layers says what packages may import of ours; the first rule whose pattern fits
+// counts. A pattern or permission ending in / is everything below. What a rule
+// does not list is forbidden, so transports do not know each other. See
+// docs/architecture.md.
+var layers = []struct {
+	packages string
+	may      []string
+}{
+	{"tools/", []string{"*"}},
+	{"tests/", []string{"*"}},
+	{"internal/testcluster", []string{"*"}}, // only tests may import it, see below
+	{"internal/", []string{"internal/"}},
+	{"van/backend/", []string{"internal/"}},
+	{"van/all", []string{"van/"}},
+	{"van/", []string{"van", "van/backend", "internal/"}},
+	{"postoffice/membership", []string{"van", "van/backend", "internal/"}},
+	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/resend", "internal/"}},
+	{"kv/", []string{"postoffice", "van", "van/backend", "internal/"}},
+	{"af/", []string{"kv", "postoffice", "van", "van/backend", "internal/"}},
+	{"fserver/", []string{"af", "postoffice", "van", "van/backend", "internal/"}},
+}
+
+// fits tells whether pkg is what the pattern means.
+func fits(pattern, pkg string) bool {
+	below, all := strings.CutSuffix(pattern, "/")
+	return pattern == "*" || pkg == below || all && strings.HasPrefix(pkg, below+"/")
+}
+
+// allowed tells whether from may import to, and whether any rule speaks of from.
+func allowed(from, to string) (ok, known bool) {
+	for _, l := range layers {
+		if fits(l.packages, from) {
+			// A package may be split into parts below it.
+			return from == to || strings.HasPrefix(to, from+"/") && from != "van" ||
+				slices.ContainsFunc(l.may, func(m string) bool { return fits(m, to) }), true
+		}
+	}
+	return false, false
+}
+
+func TestImportsPointDown(t *testing.T) {
+	for _, s := range tree(t) {
+		if s.test || s.pkg == "." {
+			continue
+		}
+		if _, known := allowed(s.pkg, ""); !known {
+			t.Errorf("%s: package %s is in no layer: put it into one here and in docs/architecture.md", s.path, s.pkg)
+		}
+		for _, i := range s.imports() {
+			to, ours := strings.CutPrefix(i, module+"/")
+			if !ours {
+				continue
+			}
+			if ok, _ := allowed(s.pkg, to); !ok {
+				t.Errorf("%s: %s must not import %s", s.path, s.pkg, to)
+			}
+			if support := to == "internal/testcluster" || to == "van/vantest"; support && !strings.HasPrefix(s.pkg, "tests") && s.pkg != to {
+				t.Errorf("%s: %s is for tests", s.path, to)
+			}
+		}
+	}
+}
+
+func TestAllowed(t *testing.T) {
+	for _, c := range []struct {
+		from, to string
+		want     bool
+	}{
+		{"af", "kv", true}, {"kv", "af", false}, {"postoffice", "kv", false}, {"postoffice", "van/zmq", false},
+		{"van/zmq", "van/inproc", false}, {"van/zmq", "van", true}, {"van", "van/zmq", false}, {"van", "postoffice", false},
+		{"van", "van/backend", true}, {"van/backend", "van", false}, {"internal/env", "van", false},
+		{"internal/logx", "internal/env", true}, {"postoffice/membership", "postoffice", false}, {"van/rdma", "van/rdma/verbs", true},
+		{"tools/internal/app", "af", true}, {"af", "tools/internal/app", false},
+	} {
+		if got, _ := allowed(c.from, c.to); got != c.want {
+			t.Errorf("%s may import %s: %v, want %v", c.from, c.to, got, c.want)
+		}
+	}
+	if _, known := allowed("newthing", "van"); known {
+		t.Error("an unknown package has a layer")
+	}
+}
+
+// TestMembershipIsPure: the rules of a cluster know no socket, clock or goroutine.
+func TestMembershipIsPure(t *testing.T) {
+	for _, s := range tree(t) {
+		if s.pkg != "postoffice/membership" || s.test {
+			continue
+		}
+		for _, i := range s.imports() {
+			if slices.Contains([]string{"net", "os", "sync", "sync/atomic", "context", "runtime"}, i) {
+				t.Errorf("%s imports %s", s.path, i)
+			}
+		}
+		ast.Inspect(s.ast, func(n ast.Node) bool {
+			if g, ok := n.(*ast.GoStmt); ok {
+				t.Errorf("%s: starts a goroutine", s.at(g))
+			}
+			if name := called(n); name == "time.Now" || name == "time.Since" || name == "time.After" {
+				t.Errorf("%s: %s", s.at(n), name)
+			}
+			return true
+		})
+	}
+}
+
+// called is the name of the function that n calls, "" for others.
+func called(n ast.Node) string {
+	c, ok := n.(*ast.CallExpr)
+	if !ok {
+		return ""
+	}
+	switch f := c.Fun.(type) {
+	case *ast.Ident:
+		return f.Name
+	case *ast.SelectorExpr:
+		if x, ok := f.X.(*ast.Ident); ok {
+			return x.Name + "." + f.Sel.Name
+		}
+	}
+	return ""
+}
+
+// exceptions to the rules of the house, and why.
+var exceptions = map[string]map[string]string{
+	"panic": {
+		"van/backend/backend.go": "Register called twice, as in database/sql",
+		"van/backend/mem.go":     "a range outside the memory, as in slicing",
+		"van/message.go":         "a message used after its release",
+		"van/van.go":             "Register called twice, as in database/sql",
+	},
+	"C": {
+		"van/zmq/native.go":             "libzmq and the shim for it",
+		"tools/internal/bench/floor.go": "the floor that benchmarks are compared with",
+	},
+	"time.Sleep": {
+		"internal/dispatch/loop_test.go": "plays a slow handler, and waits for nothing to happen",
+	},
+}
+
+func excepted(rule string, s *source) bool { return exceptions[rule][s.path] != "" }
+
+func TestHouseRules(t *testing.T) {
+	seen := map[string]bool{}
+	for _, s := range tree(t) {
+		program := strings.HasPrefix(s.pkg, "tools") || strings.HasPrefix(s.pkg, "tests")
+		imports := s.imports()
+		if slices.Contains(imports, "C") {
+			seen["C "+s.path] = true
+			if !excepted("C", s) {
+				t.Errorf("%s: imports C; C belongs to the files listed here", s.path)
+			}
+		}
+		synctest := slices.Contains(imports, "testing/synctest") // where time is not real
+		ast.Inspect(s.ast, func(n ast.Node) bool {
+			name := called(n)
+			seen[name+" "+s.path] = true
+			switch name {
+			case "os.Getenv", "os.LookupEnv", "os.Environ", "os.ExpandEnv":
+				if !program && !s.test && s.pkg != "internal/env" {
+					t.Errorf("%s: %s; internal/env reads the environment", s.at(n), name)
+				}
+			case "panic":
+				if !program && !s.test && !excepted("panic", s) {
+					t.Errorf("%s: panic; return an error", s.at(n))
+				}
+			case "os.Exit", "log.Fatal", "log.Fatalf", "log.Fatalln":
+				if !program && !s.test {
+					t.Errorf("%s: %s in a library; return an error", s.at(n), name)
+				}
+			case "time.Sleep":
+				if s.test && !synctest && !excepted("time.Sleep", s) {
+					t.Errorf("%s: time.Sleep in a test; wait for what is to happen", s.at(n))
+				}
+			}
+			return true
+		})
+	}
+	for rule, files := range exceptions {
+		for file := range files {
+			if !seen[rule+" "+file] {
+				t.Errorf("the exception of %s for %s is not needed any more", file, rule)
+			}
+		}
+	}
+}

@@ -1,0 +1,200 @@
+package app
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+)
+
+// The test binary is also the stepaf command, for what it starts.
+func TestMain(m *testing.M) {
+	if os.Getenv("STEPAF_TEST_COMMAND") != "" {
+		os.Exit(Run(os.Args, os.Stdout, os.Stderr))
+	}
+	os.Exit(m.Run())
+}
+
+// command is "stepaf args" in an environment without other variables of ours.
+func command(t *testing.T, environ []string, args ...string) *exec.Cmd {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), os.Args[0], args...)
+	cmd.Env = append(append(env.Strip(os.Environ()), "STEPAF_TEST_COMMAND=1"), environ...)
+	return cmd
+}
+
+func TestStatus(t *testing.T) {
+	for _, c := range []struct {
+		args   string
+		status int
+		out    string
+		err    string
+	}{
+		{"", 0, "Try it:", ""},
+		{"--help", 0, "COMMANDS:", ""},
+		{"launch --help", 0, "-- COMMAND [ARGUMENT...]", ""},
+		{"launch -h", 0, "--group-size", ""},
+		{"env --help", 0, "DMLC_PS_ROOT_URI", ""},
+		{"scheduler --help", 0, "stepaf launch", ""},
+		{"version", 0, "transports: zmq", ""},
+		{"nonsense", 2, "", `unknown command "nonsense": want one of launch, scheduler`},
+		{"--nonsense", 2, "", "see stepaf --help"},
+		{"version now", 2, "", `unexpected argument "now"`},
+		{"launch", 2, "", "write it behind --"},
+		{"launch -n 0 -- ls", 2, "", "--workers 0: want at least 1"},
+		{"launch -s -1 -- ls", 2, "", "--servers -1: want at least 1"},
+		{"launch -n x -- ls", 2, "", "see stepaf launch --help"},
+		{"launch --port 0 -- ls", 2, "", "--port 0: want at least 1"},
+		{"launch ls -l", 2, "", `"ls" is not an option: write -- before the command`},
+		{"launch -- help", 2, "", `"help": executable file not found`},
+		{"launch -- /no/such/program", 2, "", "/no/such/program"},
+		{"launch --nonsense -- ls", 2, "", "-nonsense; see stepaf launch --help"},
+		{"launch --role boss -- ls", 2, "", "--role boss: want one of joint, server, server-slave, worker, scheduler"},
+		{"launch --group-size none -- ls", 2, "", "--group-size none"},
+		{"launch --gpus 0,x -- ls", 2, "", "--gpus 0,x: want numbers"},
+		{"launch --fail-on ( -- ls", 2, "", "--fail-on"},
+		{"launch --default X -- ls", 2, "", "want [ROLE:]NAME=VALUE"},
+		{"launch --worker-command 'x -- ls", 2, "", "is not closed"},
+		{"scheduler", 2, "", "DMLC_PS_ROOT_URI is not set"},
+		{"demo", 2, "", "DMLC_ROLE is not set"},
+		{"demo --rounds 0", 2, "", "--rounds 0"},
+		{"launch -n 1 -s 1 --timeout 30s -- false", 1, "", "failed: exit status 1"},
+	} {
+		t.Run(c.args, func(t *testing.T) {
+			cmd := command(t, nil, strings.Fields(c.args)...)
+			var out, errs bytes.Buffer
+			cmd.Stdout, cmd.Stderr = &out, &errs
+			_ = cmd.Run() // the status is looked at below
+			if s := cmd.ProcessState.ExitCode(); s != c.status {
+				t.Errorf("status %d, want %d", s, c.status)
+			}
+			if !strings.Contains(out.String(), c.out) {
+				t.Errorf("output %q without %q", out.String(), c.out)
+			}
+			if !strings.Contains(errs.String(), c.err) || c.err == "" && errs.Len() > 0 {
+				t.Errorf("standard error %q, want %q", errs.String(), c.err)
+			}
+		})
+	}
+}
+
+func TestDemo(t *testing.T) {
+	for _, shape := range []string{"-n 1 -s 1", "-n 2 -s 2", "-n 1 -s 1 --group-size 2"} {
+		t.Run(shape, func(t *testing.T) {
+			args := append([]string{"launch", "--timeout", "60s"}, strings.Fields(shape)...)
+			args = append(args, "--", os.Args[0], "demo", "--rounds", "20")
+			out, err := command(t, nil, args...).CombinedOutput()
+			if err != nil || !strings.Contains(string(out), "[worker 0] every sum is right") {
+				t.Fatalf("%v\n%s", err, out)
+			}
+		})
+	}
+}
+
+// TestSchedulerSignal: a scheduler that waits for nodes ends cleanly.
+func TestSchedulerSignal(t *testing.T) {
+	for signal, status := range map[syscall.Signal]int{syscall.SIGINT: 130, syscall.SIGTERM: 143} {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		port := l.Addr().(*net.TCPAddr).Port
+		l.Close()
+		cmd := command(t, []string{"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprint("DMLC_PS_ROOT_PORT=", port), "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=2"}, "scheduler")
+		var errs bytes.Buffer
+		cmd.Stderr = &errs
+		stdout, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		guard := time.AfterFunc(30*time.Second, func() { _ = cmd.Process.Kill() })
+		line, _ := bufio.NewReader(stdout).ReadString('\n')
+		if want := fmt.Sprintf("stepaf scheduler: at 127.0.0.1:%d (zmq), waiting for 2 servers and 1 worker\n", port); line != want {
+			t.Errorf("first line %q, want %q", line, want)
+		}
+		if err := cmd.Process.Signal(signal); err != nil {
+			t.Error(err)
+		}
+		_, _ = io.Copy(io.Discard, stdout)
+		_ = cmd.Wait()
+		guard.Stop()
+		if s := cmd.ProcessState.ExitCode(); s != status {
+			t.Errorf("status %d after %v, want %d; %s", s, signal, status, errs.String())
+		}
+		if want := "stepaf: stopped by signal: " + signal.String() + "\n"; errs.String() != want {
+			t.Errorf("standard error %q, want %q", errs.String(), want)
+		}
+	}
+}
+
+func TestEnv(t *testing.T) {
+	src := env.FromList([]string{"DMLC_ROLE=server", "STEPMESH_BACKEND=cpu", "PS_VERBOSE=yes", "DMLC_NUM_SEVER=2"})
+	var b bytes.Buffer
+	err := showEnv(&b, src, envOptions{json: true})
+	if exit.Status(err) != exit.Failure {
+		t.Errorf("status %d, want %d", exit.Status(err), exit.Failure)
+	}
+	var r envReport
+	if err := json.Unmarshal(b.Bytes(), &r); err != nil {
+		t.Fatal(err)
+	}
+	got := map[string]envVariable{}
+	for _, v := range r.Variables {
+		got[v.Name] = v
+	}
+	for name, want := range map[string][2]string{
+		"DMLC_ROLE": {"server", "environment"}, "STEPMESH_BAKCEND": {"CPU", "STEPMESH_BACKEND"},
+		"DMLC_GROUP_SIZE": {"1", "default"}, "DMLC_NUM_SERVER": {"", "default"}, "PS_VERBOSE": {"0", "default"},
+	} {
+		if v := got[name]; v.Value != want[0] || v.Origin != want[1] || v.Help == "" || v.Allowed == "" {
+			t.Errorf("%s: %+v, want %q", name, v, want)
+		}
+	}
+	if len(r.Misspelt) != 1 || r.Misspelt[0] != (env.Suggestion{Name: "DMLC_NUM_SEVER", Nearest: "DMLC_NUM_SERVER"}) {
+		t.Errorf("misspelt %v", r.Misspelt)
+	}
+	if len(r.Errors) != 1 || !strings.HasPrefix(r.Errors[0], `PS_VERBOSE="yes": want`) {
+		t.Errorf("errors %q", r.Errors)
+	}
+
+	b.Reset()
+	_ = showEnv(&b, src, envOptions{set: true, check: true}) // the errors are in the text
+	want := `Cluster shape and identity
+  DMLC_ROLE  server  environment
+
+Devices, threads and queues
+  STEPMESH_BAKCEND  CPU  STEPMESH_BACKEND
+
+Warnings
+  DMLC_NUM_SEVER is not a name that StepAF reads; did you mean DMLC_NUM_SERVER?
+
+Errors
+`
+	if text := b.String(); !strings.HasPrefix(text, want) || !strings.Contains(text, "  DMLC_NUM_WORKER is not set: want") {
+		t.Errorf("%s", text)
+	}
+
+	b.Reset()
+	if err := showEnv(&b, env.FromList(nil), envOptions{explain: true}); err != nil {
+		t.Error(err)
+	}
+	for _, v := range got {
+		if !strings.Contains(b.String(), "  "+v.Name+" ") || !strings.Contains(b.String(), v.Help) {
+			t.Errorf("no explanation of %s", v.Name)
+		}
+	}
+}
