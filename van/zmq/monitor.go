@@ -10,6 +10,7 @@ import (
 // monitor watches the connection of one DEALER: libzmq reports its state on a
 // socket pair inside the process.
 type monitor struct {
+	z    *zmq4.Socket // the DEALER
 	pair *zmq4.Socket
 	sock *socket
 	once sync.Once
@@ -33,7 +34,7 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int) (*monitor, error)
 	if err != nil {
 		return nil, fmt.Errorf("monitor: %w", err)
 	}
-	return &monitor{pair: pair, sock: s}, nil
+	return &monitor{z: z, pair: pair, sock: s}, nil
 }
 
 // tell reports a change of c's connection to the watcher.
@@ -78,10 +79,13 @@ func (m *monitor) start(v *zvan, c *conn) {
 	}()
 }
 
-// close ends the monitor. A watcher call that is under way may outlast it when it
+// close ends the monitor, before its DEALER is closed. A watcher call that is under way may outlast it when it
 // is that call that closes.
 func (m *monitor) close() {
 	m.once.Do(func() {
+		// libzmq's I/O thread would wait for ever to report to a pair that is closed,
+		// and no connection of the node would get on.
+		_ = m.z.Monitor("", 0)
 		m.sock.stop()
 		if m.end == nil {
 			_ = m.sock.close(0)
