@@ -141,14 +141,32 @@ func (b Batch) Pulls() []Pull { return b.pulls }
 // sender assembles the batches of one worker. Its messages come one at a time.
 type sender struct {
 	mu   sync.Mutex
-	open []*work // begun and not ended; the last one is the current one
+	open []*work        // begun and not ended; the last one is the current one
+	held []*van.Message // came before the message that they follow
 }
 
-// maxOpen bounds the batches that a worker may have begun and not ended.
+// maxOpen bounds the batches that a worker may have begun and not ended, and its
+// messages that are held.
 const maxOpen = 1024
 
 // receive takes one request of a worker.
 func (s *TensorServer) receive(msg *van.Message) {
+	s.takeOne(msg)
+	if !s.node.Config().Resend {
+		return
+	}
+	for {
+		next := s.sender(msg.Sender).unhold()
+		if next == nil {
+			return
+		}
+		s.takeOne(next)
+		next.Release()
+	}
+}
+
+// takeOne takes one message and says when it makes no sense.
+func (s *TensorServer) takeOne(msg *van.Message) {
 	if err := s.accept(msg); err != nil {
 		s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
 	}
@@ -169,6 +187,9 @@ func (s *TensorServer) accept(msg *van.Message) error {
 	x.mu.Lock()
 	b, err := x.batchOf(s, msg)
 	if err != nil {
+		if s.node.Config().Resend && x.hold(msg) {
+			err = nil
+		}
 		x.mu.Unlock()
 		return err
 	}
@@ -217,9 +238,12 @@ func (s *TensorServer) dropSender(id int) {
 		return
 	}
 	x.mu.Lock()
-	open := x.open
-	x.open = nil
+	open, held := x.open, x.held
+	x.open, x.held = nil, nil
 	x.mu.Unlock()
+	for _, m := range held {
+		m.Release()
+	}
 	for _, b := range open {
 		b.unref()
 	}
@@ -245,6 +269,32 @@ func (x *sender) batchOf(s *TensorServer, msg *van.Message) (*work, error) {
 		}
 	}
 	return nil, fmt.Errorf("%w: batch flag %d at timestamp %d continues none of the %d open batches", van.ErrMalformed, msg.Head, msg.Timestamp, len(x.open))
+}
+
+// hold keeps a message that continues no open batch, if there is room: one that
+// was lost and sent again comes after those that follow it. x.mu is held.
+func (x *sender) hold(msg *van.Message) bool {
+	if len(x.held) >= maxOpen {
+		return false
+	}
+	x.held = append(x.held, msg.Retain())
+	return true
+}
+
+// unhold returns a held message whose turn has come, or nil. The caller releases
+// it.
+func (x *sender) unhold() *van.Message {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for i, m := range x.held {
+		for _, b := range x.open {
+			if b.last+1 == m.Timestamp {
+				x.held = append(x.held[:i], x.held[i+1:]...)
+				return m
+			}
+		}
+	}
+	return nil
 }
 
 // remove takes b off the open batches. x.mu is held.
