@@ -11,6 +11,7 @@ import (
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/tools/internal/bench"
 	"github.com/stepaf/stepaf-go/tools/internal/demo"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/tools/internal/launch"
@@ -22,6 +23,7 @@ introduces them to each other.
 
 Try it:          stepaf launch -n 1 -s 1 -- stepaf demo
 Run a program:   stepaf launch -n 2 -s 1 -- ./program
+Measure:         stepaf bench latency
 See settings:    stepaf env
 
 Options of a command come before its arguments.`
@@ -43,13 +45,14 @@ func Run(args []string, stdout, stderr io.Writer) int {
 		HideVersion:               true,
 		DisableSliceFlagSeparator: true,
 		ExitErrHandler:            func(*cli.Context, error) {}, // the caller exits
-		Commands: append([]*cli.Command{
+		Commands: []*cli.Command{
 			launch.Command(self, args),
 			schedulerCommand(),
+			bench.Command(),
 			envCommand(),
 			demo.Command(),
 			versionCommand(),
-		}, more()...),
+		},
 		Action: func(c *cli.Context) error {
 			if c.Args().Present() {
 				return exit.Usage("unknown command %q: want one of %s", c.Args().First(), names(c.App.Commands))
@@ -60,13 +63,16 @@ func Run(args []string, stdout, stderr io.Writer) int {
 	usage := func(c *cli.Context, err error, sub bool) error {
 		help := "stepaf --help"
 		if sub {
-			help = "stepaf " + c.Command.Name + " --help"
+			help = c.Command.HelpName + " --help"
 		}
 		return exit.Usage("%w; see %s", err, help)
 	}
 	app.OnUsageError = usage
 	for _, c := range app.Commands {
 		c.OnUsageError = usage
+		for _, sub := range c.Subcommands {
+			sub.OnUsageError = usage
+		}
 	}
 	err = app.Run(args)
 	if err == nil {

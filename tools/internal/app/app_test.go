@@ -50,6 +50,8 @@ func TestStatus(t *testing.T) {
 		{"version", 0, "transports: zmq", ""},
 		{"nonsense", 2, "", `unknown command "nonsense": want one of launch, scheduler`},
 		{"--nonsense", 2, "", "see stepaf --help"},
+		{"bench --help", 0, "latency", ""},
+		{"bench latency --nonsense", 2, "", "see stepaf bench latency --help"},
 		{"version now", 2, "", `unexpected argument "now"`},
 		{"launch", 2, "", "write it behind --"},
 		{"launch -n 0 -- ls", 2, "", "--workers 0: want at least 1"},

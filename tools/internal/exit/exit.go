@@ -33,14 +33,18 @@ func Usage(format string, args ...any) error {
 // With gives err a status.
 func With(status int, err error) error { return &Error{Status: status, Err: err} }
 
-// Status returns the exit status for err: 0 for nil, that of the first Error in
-// its chain, else Failure.
+// ExitCode returns the status, as the command-line library wants it.
+func (e *Error) ExitCode() int { return e.Status }
+
+// Status returns the exit status for err: 0 for nil, that of the first error in
+// its chain that has an ExitCode, else Failure.
 func Status(err error) int {
 	if err == nil {
 		return 0
 	}
-	if e, ok := errors.AsType[*Error](err); ok {
-		return e.Status
+	var e interface{ ExitCode() int }
+	if errors.As(err, &e) {
+		return e.ExitCode()
 	}
 	return Failure
 }
