@@ -208,12 +208,14 @@ func (s *TensorServer) accept(msg *van.Message) error {
 	// Pushes of a batch are acknowledged on arrival; a single one when the
 	// application answers it.
 	if msg.Push && !b.single {
-		if err := s.reply(kv.ReplyOf(msg), nil, nil, nil); err != nil {
+		if err := s.acknowledge(msg); err != nil {
 			s.node.Log().Warn("push not acknowledged", "err", err)
 		}
 	}
 	if complete {
+		instance := b.instance
 		s.handler(Batch{b, b.state.Load() >> 1})
+		s.node.Flush(instance) // unless the answers have taken the acknowledgements along
 	}
 	return nil
 }
@@ -509,6 +511,17 @@ type sent struct {
 func (s *sent) Sent() {
 	s.done.Sent()
 	s.b.unref()
+}
+
+// acknowledge answers a push of a batch. Nobody waits for it before the batch is
+// complete, so it may leave together with what follows.
+func (s *TensorServer) acknowledge(msg *van.Message) error {
+	a := answers.Get().(*answer)
+	defer answers.Put(a)
+	r := kv.ReplyOf(msg)
+	r.Fill(&a.msg)
+	a.msg.More = true
+	return s.node.Send(&a.msg)
 }
 
 // answer is a message with room for its key frame.

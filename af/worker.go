@@ -92,6 +92,9 @@ func (w *TensorWorker) ZBatchPushPull(push, pull []KeyTensor) (handler int32, er
 	handler = b.First()
 	if err := b.send(handler); err != nil {
 		w.customer.Abort(&b.Request, err)
+		for _, id := range w.servers {
+			w.node.Flush(id)
+		}
 	}
 	return handler, nil
 }
@@ -233,6 +236,7 @@ func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *Key
 	m.Reset()
 	m.Receiver = id
 	m.Request, m.Push, m.Head, m.Timestamp = true, push, flag, ts
+	m.More = flag == van.BatchStart || flag == van.BatchMiddle
 	m.AppID, m.CustomerID = int32(b.w.customer.AppID()), int32(b.w.customer.ID())
 	m.Key, m.Addr, m.ValLen, m.Option = kt.Key, t.mem.Addr(), int32(t.mem.Len()), 0
 	m.IsTensor, m.Dtype, m.Dim, m.Shape = true, int32(t.dtype), int32(t.ndim), t.shape

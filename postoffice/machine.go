@@ -258,6 +258,13 @@ func (n *Node) Send(msg *van.Message) error {
 	return n.van.Send(msg)
 }
 
+// Flush sends what was sent to node id with More.
+func (n *Node) Flush(id int) {
+	if n.flusher != nil {
+		n.flusher.Flush(id)
+	}
+}
+
 // logMessage writes a line for one message at PS_VERBOSE=2.
 func (n *Node) logMessage(way string, peer int, m *van.Meta) {
 	if !n.debug {

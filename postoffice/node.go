@@ -65,6 +65,8 @@ type Node struct {
 	log     *slog.Logger
 	debug   bool // every message is logged
 	van     van.Van
+	flusher van.Flusher // nil when the van holds nothing
+	poller  van.Poller  // nil when only the van receives
 	back    backend.Backend
 	ownBack bool
 	enable  []func()
@@ -265,6 +267,8 @@ func (n *Node) openVan(f van.Factory) error {
 		v = r
 	}
 	n.van = v
+	n.flusher, _ = van.As[van.Flusher](v)
+	n.poller, _ = van.As[van.Poller](v)
 	return nil
 }
 

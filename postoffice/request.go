@@ -51,6 +51,7 @@ type Request struct {
 	gen       uint64        // counts uses, so that a late look at r notices the next one
 	place     int           // in the customer's list of finished requests, -1 when not there
 	done      chan struct{} // one token when finished
+	isDone    func() bool   // tells whether there is one
 }
 
 type state uint8
@@ -89,6 +90,7 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 	r.start = clock.Now()
 	if r.done == nil {
 		r.done = make(chan struct{}, 1)
+		r.isDone = func() bool { return len(r.done) > 0 }
 	}
 	select {
 	case <-r.done:
@@ -245,6 +247,9 @@ func (r *Request) wait(ctx context.Context, limit time.Duration, timer *time.Tim
 		left := limit - time.Duration(clock.Now()-r.start)
 		timer.Reset(max(left, 0))
 		defer timer.Stop()
+	}
+	if p := r.c.node.poller; p != nil {
+		p.Poll(r.isDone)
 	}
 	select {
 	case <-r.done:

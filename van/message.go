@@ -32,6 +32,10 @@ type Message struct {
 	// for it, so that nobody need copy Vals.
 	Placed bool
 
+	// More promises that another message to the same receiver, or a Flush, follows
+	// at once, so that the transport may wait for it and send both together.
+	More bool
+
 	// Done, if not nil, is called exactly once after a successful Send, when the
 	// transport no longer needs the frames' bytes. It may run on any goroutine,
 	// also before Send returns, and must neither block nor send.
@@ -90,7 +94,7 @@ func (m *Message) Reset() {
 	m.Sender, m.Receiver = Empty, Empty
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens = backend.Mem{}, backend.Mem{}, backend.Mem{}
-	m.Placed, m.Done = false, nil
+	m.Placed, m.More, m.Done = false, false, nil
 	m.owner, m.native = nil, nil
 }
 

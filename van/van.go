@@ -70,6 +70,20 @@ type BufferRegistrar interface {
 	RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 }
 
+// Flusher is implemented by vans that hold messages sent with More.
+type Flusher interface {
+	// Flush sends what is held for peer id.
+	Flush(id int)
+}
+
+// Poller is implemented by vans on which the one who waits for an answer can
+// receive it itself, which saves waking it.
+type Poller interface {
+	// Poll receives and delivers on the caller's goroutine until done returns true
+	// or nothing has come for a short time.
+	Poll(done func() bool)
+}
+
 // PeerWatcher is implemented by vans that notice when a peer goes away.
 type PeerWatcher interface {
 	// WatchPeers makes the van call f when the connection to a peer breaks (up

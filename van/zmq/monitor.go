@@ -30,7 +30,7 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int) (*monitor, error)
 		_ = pair.Close()
 		return nil, fmt.Errorf("monitor: %w", err)
 	}
-	s, err := newSocket(pair)
+	s, err := newSocket(pair, false)
 	if err != nil {
 		return nil, fmt.Errorf("monitor: %w", err)
 	}

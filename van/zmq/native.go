@@ -7,6 +7,8 @@ package zmq
 #include "shim.h"
 #cgo noescape sa_send
 #cgo nocallback sa_send
+#cgo noescape sa_flush
+#cgo nocallback sa_flush
 #cgo noescape sa_recv
 #cgo nocallback sa_recv
 */
@@ -34,13 +36,16 @@ import (
 
 // socket is a zmq4 socket that every goroutine may send on and one at a time may
 // receive from. A receiver without a message parks in Go's network poller on the
-// socket's descriptor and holds no thread.
+// socket's descriptor and holds no thread, unless it has one of its own: then the
+// poller does not notice, and wakes no thread for, what comes while it looks by
+// itself.
 type socket struct {
 	z      *zmq4.Socket
 	c      *C.sa_sock
-	poll   *os.File // a duplicate of the socket's descriptor
+	poll   *os.File // a duplicate of the socket's descriptor; nil: a thread sleeps
 	raw    syscall.RawConn
 	closed atomic.Bool
+	held   atomic.Bool // messages may wait for a flush
 	senders
 }
 
@@ -59,8 +64,9 @@ func handle(z *zmq4.Socket) (unsafe.Pointer, error) {
 	return *(*unsafe.Pointer)(unsafe.Pointer(z)), nil
 }
 
-// newSocket wraps z, which it owns from now on.
-func newSocket(z *zmq4.Socket) (*socket, error) {
+// newSocket wraps z, which it owns from now on. With thread set its receiver
+// sleeps in a thread of its own, else in Go's network poller.
+func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 	h, err := handle(z)
 	if err != nil {
 		return nil, errors.Join(err, z.Close())
@@ -69,23 +75,33 @@ func newSocket(z *zmq4.Socket) (*socket, error) {
 	if err != nil {
 		return nil, errors.Join(err, z.Close())
 	}
-	dup, err := syscall.Dup(fd)
-	if err != nil {
-		return nil, errors.Join(os.NewSyscallError("dup", err), z.Close())
+	s := &socket{z: z}
+	if !thread {
+		dup, err := syscall.Dup(fd)
+		if err != nil {
+			return nil, errors.Join(os.NewSyscallError("dup", err), z.Close())
+		}
+		syscall.CloseOnExec(dup)
+		if err := syscall.SetNonblock(dup, true); err != nil {
+			return nil, errors.Join(os.NewSyscallError("fcntl", err), syscall.Close(dup), z.Close())
+		}
+		s.poll = os.NewFile(uintptr(dup), "zmq")
+		if s.raw, err = s.poll.SyscallConn(); err != nil {
+			return nil, errors.Join(err, s.poll.Close(), z.Close())
+		}
 	}
-	syscall.CloseOnExec(dup)
-	if err := syscall.SetNonblock(dup, true); err != nil {
-		return nil, errors.Join(os.NewSyscallError("fcntl", err), syscall.Close(dup), z.Close())
-	}
-	s := &socket{z: z, poll: os.NewFile(uintptr(dup), "zmq")}
-	if s.raw, err = s.poll.SyscallConn(); err != nil {
-		return nil, errors.Join(err, s.poll.Close(), z.Close())
-	}
-	s.c = C.sa_sock_new(h)
+	s.c = C.sa_sock_new(h, C.int(fd))
 	if s.c == nil {
-		return nil, errors.Join(errors.New("zmq: out of memory"), s.poll.Close(), z.Close())
+		return nil, errors.Join(errors.New("zmq: out of memory or descriptors"), s.closePoll(), z.Close())
 	}
 	return s, nil
+}
+
+func (s *socket) closePoll() error {
+	if s.poll == nil {
+		return nil
+	}
+	return s.poll.Close()
 }
 
 // stop makes wait return at once, now and for ever.
@@ -105,19 +121,39 @@ func (s *socket) close(linger time.Duration) error {
 	}
 	C.sa_sock_free(s.c)
 	s.c = nil
-	return errors.Join(s.poll.Close(), s.z.SetLinger(linger), s.z.Close())
+	return errors.Join(s.closePoll(), s.z.SetLinger(linger), s.z.Close())
 }
 
 // past is a deadline that has passed: it wakes whoever waits.
 var past = time.Unix(1, 0)
 
 // wake makes a waiting receiver look again.
-func (s *socket) wake() { _ = s.poll.SetReadDeadline(past) }
+func (s *socket) wake() {
+	s.senders.mu.RLock()
+	defer s.senders.mu.RUnlock()
+	s.wakeLocked()
+}
+
+// wakeLocked is wake for those who hold senders.mu.
+func (s *socket) wakeLocked() {
+	switch {
+	case s.poll != nil:
+		_ = s.poll.SetReadDeadline(past)
+	case s.c != nil:
+		C.sa_wake(s.c)
+	}
+}
 
 // wait calls try until it returns true, sleeping in between until the socket may
 // have something. It returns false when the socket is stopped. try must be the
 // same function on every call of wait, so that nothing is allocated.
 func (s *socket) wait(try func(uintptr) bool) bool {
+	for s.poll == nil && !s.closed.Load() {
+		if try(0) {
+			return true
+		}
+		C.sa_wait(s.c)
+	}
 	for !s.closed.Load() {
 		err := s.raw.Read(try)
 		switch {
@@ -136,9 +172,14 @@ func (s *socket) wait(try func(uintptr) bool) bool {
 	return false
 }
 
-// recv takes one message without blocking into f.
-func (s *socket) recv(f *frames) (bool, error) {
-	switch rc := C.sa_recv(s.c, (*C.sa_msg)(f)); {
+// recv takes one message into f, looking for it for spin at most. With park the
+// socket's descriptor will show the next one.
+func (s *socket) recv(f *frames, spin time.Duration, park bool) (bool, error) {
+	var p C.int
+	if park {
+		p = 1
+	}
+	switch rc := C.sa_recv(s.c, (*C.sa_msg)(f), C.int64_t(spin), p); {
 	case rc == 1:
 		return true, nil
 	case rc == 0:
@@ -191,6 +232,11 @@ func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent)
 	if s.c == nil || s.closed.Load() {
 		return van.ErrClosed
 	}
+	var more C.int
+	if msg.More {
+		more = 1
+		s.held.Store(true)
+	}
 	var slot *C.sa_slot
 	if lend > 0 {
 		slot = l.lend(msg, lend)
@@ -198,19 +244,35 @@ func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent)
 	rc := C.sa_send(s.c, (*C.char)(unsafe.Pointer(unsafe.StringData(dest))), C.int(len(dest)),
 		(*C.char)(unsafe.Pointer(unsafe.StringData(self))), C.int(len(self)),
 		unsafe.Pointer(unsafe.SliceData(meta)), C.size_t(len(meta)), C.int(msg.Frames),
-		f[0].ptr, f[0].len, f[0].lend, f[1].ptr, f[1].len, f[1].lend, f[2].ptr, f[2].len, f[2].lend, slot)
+		f[0].ptr, f[0].len, f[0].lend, f[1].ptr, f[1].len, f[1].lend, f[2].ptr, f[2].len, f[2].lend, slot, more)
 	runtime.KeepAlive(msg)
 	if rc < 0 {
 		return syscall.Errno(-rc)
 	}
 	if rc == 1 {
-		s.wake()
+		s.wakeLocked()
 	}
 	l.reap() // here, where close cannot have freed the list
 	if lend == 0 && msg.Done != nil {
 		msg.Done.Sent()
 	}
 	return nil
+}
+
+// flush sends what is held.
+func (s *socket) flush() {
+	if !s.held.Load() {
+		return
+	}
+	s.senders.mu.RLock()
+	defer s.senders.mu.RUnlock()
+	if s.c == nil || s.closed.Load() {
+		return
+	}
+	s.held.Store(false)
+	if C.sa_flush(s.c) == 1 {
+		s.wakeLocked()
+	}
 }
 
 // lent keeps the values that libzmq holds pinned and reachable until it lets go.

@@ -3,7 +3,6 @@ package zmq
 import (
 	"context"
 	"errors"
-	"runtime"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -23,50 +22,75 @@ type receiver struct {
 	v     *zvan
 	sock  *socket
 	loop  *dispatch.Loop[*van.Message]
-	spin  time.Duration
-	next  *van.Message // the message that try fills
+	spins bool // looks for a while before it sleeps
+	hot   bool // a message has come lately
+	next  *van.Message
 	err   error
 	try   func(uintptr) bool
 	lanes lanes
 	pool  pool
+
+	// mu is held by who receives from the socket: the loop, or a Poll, which holds
+	// it while it delivers, too. missed says that the loop was kept from looking.
+	mu     sync.Mutex
+	missed atomic.Bool
+	away   bool         // Polls are under way: do not sleep on the descriptor
+	inHand atomic.Int32 // messages that the loop has received and not delivered
 }
 
-func newReceiver(v *zvan, s *socket) *receiver {
-	r := &receiver{v: v, sock: s, spin: spinTime(v.cfg.BusyPoll)}
-	r.try = func(uintptr) bool { return r.poll() }
+func newReceiver(v *zvan, s *socket, spins bool) *receiver {
+	r := &receiver{v: v, sock: s, spins: spins && v.spin > 0}
+	r.try = func(uintptr) bool {
+		r.away = !r.spins && v.polling()
+		return r.away || r.poll(0, true)
+	}
 	r.loop = dispatch.NewLoop(r.receive, r.deliver)
-	r.loop.Discard = func(msg *van.Message) { msg.Release() }
+	r.loop.Discard = func(msg *van.Message) {
+		r.inHand.Add(-1)
+		msg.Release()
+	}
 	return r
 }
 
-// spinTime is how long a receiver looks before it sleeps. On a machine with few
-// cores the spinner would keep the one it waits for from running.
+// spinTime is how long to look for a message before sleeping: waking a sleeper
+// costs more than a small message. The looker yields to others meanwhile.
 func spinTime(b env.BusyPoll) time.Duration {
-	switch {
-	case b == env.SpinForever:
-		return 1<<63 - 1
-	case b == env.AlwaysBlock || runtime.NumCPU() < 4:
+	if b == env.AlwaysBlock {
 		return 0
-	default:
-		return 20 * time.Microsecond
 	}
+	return 100 * time.Microsecond
 }
 
 // stop ends the loop and waits for the handler that may be running.
 func (r *receiver) stop(ctx context.Context) {
 	r.sock.stop()
-	if r.loop.Stop(ctx) == nil && r.next != nil {
-		r.pool.Free(r.next)
-		r.next = nil
+	if r.loop.Stop(ctx) == nil {
+		r.mu.Lock() // a Poll may be at work
+		defer r.mu.Unlock()
+		if r.next != nil {
+			r.pool.Free(r.next)
+			r.next = nil
+		}
 	}
 	r.pool.close()
 }
 
 // poll tries to receive into r.next. It returns true when there is a message or
 // an error.
-func (r *receiver) poll() bool {
-	ok, err := r.sock.recv((*frames)(r.next.Native()))
+func (r *receiver) poll(spin time.Duration, park bool) bool {
+	if !r.mu.TryLock() {
+		// The holder looks at missed after it has unlocked.
+		r.missed.Store(true)
+		if !r.mu.TryLock() {
+			return false
+		}
+	}
+	defer r.mu.Unlock()
+	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park)
 	r.err = err
+	if ok {
+		r.inHand.Add(1)
+	}
 	return ok || err != nil
 }
 
@@ -88,49 +112,147 @@ func (r *receiver) receive() (*van.Message, *lane, bool) {
 			continue
 		}
 		msg := r.next
-		f := (*frames)(msg.Native())
-		now := clock.Now()
-		if err := parse(msg, f); err != nil {
-			r.v.malformed(err, f)
-			f.release()
-			msg.Meta.Reset()
+		if !r.accept(msg) {
+			r.inHand.Add(-1)
 			continue
 		}
-		if msg.Request {
-			msg.RequestTrace.PostRecv = now
-		} else {
-			msg.ResponseTrace.PostRecv = now
-		}
-		msg.Receiver = int(r.v.id.Load())
-		size := 0
-		for i := 1; i < f.len(); i++ {
-			size += int(f.size[i])
-		}
-		r.v.stats.received(size)
 		r.next = nil
-		msg.Adopt(&r.pool, msg.Native())
 		return msg, r.lanes.of(msg.Sender), true
 	}
 }
 
-// await spins for a while, then sleeps, until poll succeeds.
+// accept turns received frames into a message. It reports false when they are
+// nonsense, and leaves msg empty then.
+func (r *receiver) accept(msg *van.Message) bool {
+	f := (*frames)(msg.Native())
+	now := clock.Now()
+	if err := parse(msg, f); err != nil {
+		r.v.malformed(err, f)
+		f.release()
+		msg.Meta.Reset()
+		return false
+	}
+	if msg.Request {
+		msg.RequestTrace.PostRecv = now
+	} else {
+		msg.ResponseTrace.PostRecv = now
+	}
+	msg.Receiver = int(r.v.id.Load())
+	size := 0
+	for i := 1; i < f.len(); i++ {
+		size += int(f.size[i])
+	}
+	r.v.stats.received(size)
+	msg.Adopt(&r.pool, msg.Native())
+	return true
+}
+
+// await looks for a message for a while if one has come lately, then sleeps until
+// there is one.
 func (r *receiver) await() bool {
-	if r.spin > 0 {
-		for start := clock.Now(); !r.sock.closed.Load(); {
-			if r.poll() {
-				return true
-			}
-			if r.spin != 1<<63-1 && clock.Now()-start > uint64(r.spin) {
-				break
-			}
+	for r.spins && r.hot && !r.v.busy() && r.v.spinning.CompareAndSwap(false, true) {
+		found := r.poll(r.v.spin, false)
+		r.v.spinning.Store(false)
+		if found {
+			return true
+		}
+		if r.v.cfg.BusyPoll != env.SpinForever || r.sock.closed.Load() {
+			break
 		}
 	}
-	return r.sock.wait(r.try)
+	// While callers poll, a sleeper on the descriptor would be woken for each of
+	// their messages. It looks now and then instead, for what nobody waits for.
+	for {
+		r.hot = r.sock.wait(r.try)
+		if !r.hot || !r.away {
+			return r.hot
+		}
+		time.Sleep(pollGrace)
+		if r.poll(0, true) {
+			return true
+		}
+	}
+}
+
+// bulk is the number of bytes, sent or received since the last look, that take
+// longer than it pays to look for what comes next: the processors have them to
+// copy.
+const bulk = 256 << 10
+
+// busy tells whether much has been sent or received since it was last called.
+func (v *zvan) busy() bool {
+	n := v.stats.sentB.Load() + v.stats.recvB.Load()
+	return v.cfg.BusyPoll != env.SpinForever && n-v.moved.Swap(n) > bulk
+}
+
+// pollGrace is how long after a Poll another one is expected.
+const pollGrace = time.Millisecond
+
+// polling tells whether somebody polls, or has done so a moment ago.
+func (v *zvan) polling() bool {
+	return v.spinning.Load() || clock.Now()-v.polled.Load() < uint64(pollGrace)
+}
+
+// Poll receives and delivers on the caller's goroutine what comes to a worker from
+// its servers, until done or until nothing has come for a while. It saves the one
+// who waits for an answer from being woken. Only one caller at a time polls;
+// others return at once.
+func (v *zvan) Poll(done func() bool) {
+	if v.spin <= 0 || v.busy() || !v.spinning.CompareAndSwap(false, true) {
+		return
+	}
+	defer func() {
+		v.polled.Store(clock.Now())
+		v.spinning.Store(false)
+	}()
+	for start := clock.Now(); !done(); {
+		rs := *v.dealers.Load()
+		got := false
+		for _, r := range rs {
+			got = r.help(v.spin/time.Duration(8*len(rs)*len(rs))) || got
+		}
+		if got {
+			start = clock.Now()
+			continue
+		}
+		if len(rs) == 0 || v.cfg.BusyPoll != env.SpinForever && clock.Now()-start > uint64(v.spin) {
+			return
+		}
+	}
+}
+
+// help receives and delivers one message in place of the loop.
+func (r *receiver) help(spin time.Duration) bool {
+	if !r.mu.TryLock() {
+		return false
+	}
+	got := r.helpLocked(spin)
+	r.mu.Unlock()
+	if r.missed.Swap(false) {
+		r.sock.wake()
+	}
+	return got
+}
+
+func (r *receiver) helpLocked(spin time.Duration) bool {
+	if r.sock.closed.Load() || r.inHand.Load() != 0 {
+		return false // an earlier message is still being delivered
+	}
+	msg := r.pool.get()
+	ok, err := r.sock.recv((*frames)(msg.Native()), spin, true)
+	if err != nil || !ok || !r.accept(msg) {
+		r.pool.Free(msg)
+		return false
+	}
+	r.v.recv(msg)
+	msg.Release()
+	return true
 }
 
 func (r *receiver) deliver(msg *van.Message) {
 	r.v.recv(msg)
 	msg.Release()
+	r.inHand.Add(-1)
 }
 
 // parse checks the frames of a message and decodes them into msg. Frame 0 names

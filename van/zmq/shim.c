@@ -1,19 +1,33 @@
 #include "shim.h"
 
 #include <errno.h>
+#include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
 
-sa_sock *sa_sock_new(void *soc) {
+sa_sock *sa_sock_new(void *soc, int fd) {
   sa_sock *s = calloc(1, sizeof *s);
   if (s == NULL) return NULL;
   s->soc = soc;
+  s->fd = fd;
+  s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (s->wake < 0) {
+    free(s);
+    return NULL;
+  }
   pthread_mutex_init(&s->mu, NULL);
   return s;
 }
 
 void sa_sock_free(sa_sock *s) {
+  for (int i = 0; i < s->nheld; i++)
+    for (int j = 0; j < s->held[i].n; j++) zmq_msg_close(&s->held[i].part[j]);
   pthread_mutex_destroy(&s->mu);
+  close(s->wake);
   free(s);
 }
 
@@ -31,13 +45,11 @@ void sa_msg_free(sa_msg *m) {
 }
 
 // A multipart message arrives whole: after its first part no receive can fail
-// for want of data.
-int sa_recv(sa_sock *s, sa_msg *m) {
-  int rc = 1, more = 1;
+// for want of data. s->mu is held.
+static int recv_parts(sa_sock *s, sa_msg *m) {
+  int more = 1;
   m->n = 0;
   m->extra = 0;
-  pthread_mutex_lock(&s->mu);
-  s->waiting = 0;
   while (more) {
     zmq_msg_t surplus, *p = m->n < SA_MAX_PARTS ? &m->part[m->n] : &surplus;
     zmq_msg_init(p);
@@ -45,10 +57,11 @@ int sa_recv(sa_sock *s, sa_msg *m) {
     do n = zmq_msg_recv(p, s->soc, ZMQ_DONTWAIT);
     while (n < 0 && zmq_errno() == EINTR);
     if (n < 0) {
-      rc = zmq_errno() == EAGAIN && m->n == 0 ? 0 : -zmq_errno();
-      if (rc == 0) s->waiting = 1;
+      int err = zmq_errno();
       zmq_msg_close(p);
-      break;
+      if (err == EAGAIN && m->n == 0) return 0;
+      sa_msg_close(m);
+      return -err;
     }
     more = zmq_msg_more(p);
     if (p == &surplus) {
@@ -60,9 +73,41 @@ int sa_recv(sa_sock *s, sa_msg *m) {
     m->size[m->n] = (size_t)n;
     m->n++;
   }
-  pthread_mutex_unlock(&s->mu);
-  if (rc < 0) sa_msg_close(m);
-  return rc;
+  return 1;
+}
+
+static int64_t now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+int sa_recv(sa_sock *s, sa_msg *m, int64_t spin_ns, int park) {
+  int64_t end = spin_ns > 0 ? now() + spin_ns : 0;
+  for (;;) {
+    int last = spin_ns <= 0 || now() >= end;
+    pthread_mutex_lock(&s->mu);
+    int rc = recv_parts(s, m);
+    if (rc != 0 || last) s->waiting = rc == 0 && park;
+    pthread_mutex_unlock(&s->mu);
+    if (rc != 0 || last) return rc;
+    sched_yield();
+  }
+}
+
+void sa_wait(sa_sock *s) {
+  struct pollfd p[2] = {{s->fd, POLLIN, 0}, {s->wake, POLLIN, 0}};
+  while (poll(p, 2, -1) < 0 && errno == EINTR) {
+  }
+  if (p[1].revents) {
+    uint64_t n;
+    if (read(s->wake, &n, sizeof n) < 0) return; // somebody else has read it
+  }
+}
+
+void sa_wake(sa_sock *s) {
+  uint64_t one = 1;
+  if (write(s->wake, &one, sizeof one) < 0) return; // it is awake already
 }
 
 // Runs on a thread of libzmq when it no longer needs a lent frame.
@@ -82,10 +127,54 @@ static int copy_part(zmq_msg_t *p, const void *data, size_t n) {
   return 0;
 }
 
+// Sends the n parts of one message. Only the first part can be refused: the queue
+// takes a message whole. Returns 0 or -errno, with all parts closed.
+static int send_parts(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot) {
+  for (int i = 0; i < n; i++) {
+    int sent, flags = ZMQ_DONTWAIT | (i < n - 1 ? ZMQ_SNDMORE : 0);
+    do sent = zmq_msg_send(&part[i], s->soc, flags);
+    while (sent < 0 && zmq_errno() == EINTR);
+    if (sent < 0) {
+      int err = zmq_errno();
+      if (slot != NULL) slot->failed = 1;
+      for (; i < n; i++) zmq_msg_close(&part[i]);
+      return -err;
+    }
+  }
+  return 0;
+}
+
+// Sends what is held. A message that is refused is lost, as it would be had it
+// been sent a moment before its peer went.
+static void send_held(sa_sock *s) {
+  for (int i = 0; i < s->nheld; i++) send_parts(s, s->held[i].part, s->held[i].n, s->held[i].slot);
+  s->nheld = 0;
+}
+
+// Sending may have taken the signal that would have woken the receiver.
+static int must_wake(sa_sock *s) {
+  int events = 0;
+  size_t len = sizeof events;
+  if (!s->waiting || zmq_getsockopt(s->soc, ZMQ_EVENTS, &events, &len) != 0 || !(events & ZMQ_POLLIN)) return 0;
+  s->waiting = 0;
+  return 1;
+}
+
+int sa_flush(sa_sock *s) {
+  int rc = 0;
+  pthread_mutex_lock(&s->mu);
+  if (s->nheld > 0) {
+    send_held(s);
+    rc = must_wake(s);
+  }
+  pthread_mutex_unlock(&s->mu);
+  return rc;
+}
+
 int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int selflen, const void *meta, size_t metalen,
             int nframes, uintptr_t p0, size_t n0, int lend0, uintptr_t p1, size_t n1, int lend1, uintptr_t p2,
-            size_t n2, int lend2, sa_slot *slot) {
-  zmq_msg_t part[SA_MAX_DATA + 3];
+            size_t n2, int lend2, sa_slot *slot, int more) {
+  zmq_msg_t part[SA_MAX_SEND];
   sa_frame frame[SA_MAX_DATA] = {{(void *)p0, n0, lend0}, {(void *)p1, n1, lend1}, {(void *)p2, n2, lend2}};
   int n = 0, next = 0, rc = 0;
 
@@ -103,27 +192,19 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
       goto nomem;
   }
 
-  // Only the first part can be refused: the queue takes a message whole.
   pthread_mutex_lock(&s->mu);
-  for (int i = 0; i < n; i++) {
-    int sent, flags = ZMQ_DONTWAIT | (i < n - 1 ? ZMQ_SNDMORE : 0);
-    do sent = zmq_msg_send(&part[i], s->soc, flags);
-    while (sent < 0 && zmq_errno() == EINTR);
-    if (sent < 0) {
-      rc = -zmq_errno();
-      if (slot != NULL) slot->failed = 1;
-      for (; i < n; i++) zmq_msg_close(&part[i]);
-      break;
+  if (more && s->nheld < SA_MAX_HELD) {
+    sa_held *h = &s->held[s->nheld++];
+    for (h->n = 0; h->n < n; h->n++) {
+      zmq_msg_init(&h->part[h->n]);
+      zmq_msg_move(&h->part[h->n], &part[h->n]);
     }
-  }
-  // Sending may have taken the signal that would have woken the receiver.
-  if (s->waiting) {
-    int events = 0;
-    size_t len = sizeof events;
-    if (zmq_getsockopt(s->soc, ZMQ_EVENTS, &events, &len) == 0 && (events & ZMQ_POLLIN)) {
-      s->waiting = 0;
-      if (rc == 0) rc = 1;
-    }
+    h->slot = slot;
+  } else {
+    send_held(s);
+    rc = send_parts(s, part, n, slot);
+    int wake = must_wake(s);
+    if (rc == 0) rc = wake;
   }
   pthread_mutex_unlock(&s->mu);
   return rc;

@@ -13,12 +13,28 @@
 // Data frames of a message to send.
 #define SA_MAX_DATA 3
 
+// Frames of the largest message to send: destination and sender, meta, data.
+#define SA_MAX_SEND (SA_MAX_DATA + 3)
+// Messages that a socket holds back for more to come.
+#define SA_MAX_HELD 16
+
+// A message that waits for the next one, so that both leave together.
+typedef struct {
+  zmq_msg_t part[SA_MAX_SEND];
+  int n;
+  struct sa_slot *slot;
+} sa_held;
+
 // A socket and the lock that makes it usable from every thread. waiting is set
 // while its receiver sleeps on the socket's descriptor.
 typedef struct {
   void *soc;
+  int fd;   // libzmq's, readable when there may be something
+  int wake; // an eventfd that ends sa_wait
   pthread_mutex_t mu;
   int waiting;
+  int nheld;
+  sa_held held[SA_MAX_HELD];
 } sa_sock;
 
 // A received message. The parts stay valid until sa_msg_close.
@@ -49,23 +65,33 @@ typedef struct {
   int lend;
 } sa_frame;
 
-sa_sock *sa_sock_new(void *soc);
+// Returns NULL when memory or descriptors are short.
+sa_sock *sa_sock_new(void *soc, int fd);
 void sa_sock_free(sa_sock *s);
 
 sa_msg *sa_msg_new(void);
 void sa_msg_close(sa_msg *m);
 void sa_msg_free(sa_msg *m);
 
-// Receives one message without blocking. Returns 1, 0 when there is none (and
-// marks the receiver as waiting), or -errno.
-int sa_recv(sa_sock *s, sa_msg *m);
+// Receives one message, looking for it for spin_ns nanoseconds at most. Returns 1,
+// 0 when there is none, or -errno. While it looks it yields the processor to
+// whoever is to bring the message. With park, a receiver without a message is
+// marked as waiting.
+int sa_recv(sa_sock *s, sa_msg *m, int64_t spin_ns, int park);
+
+// Sleeps until the socket's descriptor is readable or sa_wake was called.
+void sa_wait(sa_sock *s);
+void sa_wake(sa_sock *s);
 
 // Sends dest and self (if destlen > 0), meta, and nframes data frames, without
-// blocking. slot, whose refs is the number of lent frames, joins its list when
+// blocking, after what is held. With more, holds the message if there is room. slot, whose refs is the number of lent frames, joins its list when
 // libzmq has let go of all of them, also after a failure. Returns 0, or 1 when the
 // sleeping receiver of s must be woken, or -errno when nothing was sent.
 int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int selflen, const void *meta, size_t metalen,
             int nframes, uintptr_t p0, size_t n0, int lend0, uintptr_t p1, size_t n1, int lend1, uintptr_t p2,
-            size_t n2, int lend2, sa_slot *slot);
+            size_t n2, int lend2, sa_slot *slot, int more);
+
+// Sends what is held. Returns like sa_send.
+int sa_flush(sa_sock *s);
 
 #endif

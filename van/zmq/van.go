@@ -19,6 +19,7 @@ import (
 	"maps"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -51,8 +52,13 @@ type zvan struct {
 	watch  func(id int, up bool, cause error)
 	unbind func()
 
-	peers atomic.Pointer[map[int]*conn]
-	stats stats
+	peers    atomic.Pointer[map[int]*conn]
+	stats    stats
+	spin     time.Duration // how long to look for a message before sleeping
+	spinning atomic.Bool   // somebody looks without sleeping
+	polled   atomic.Uint64 // when the last Poll ended
+	moved    atomic.Uint64 // bytes sent and received when busy was last called
+	dealers  atomic.Pointer[[]*receiver]
 
 	mu      sync.Mutex // guards changes of peers, and what follows
 	loops   []*receiver
@@ -92,11 +98,12 @@ func New(o van.Options) (van.Van, error) {
 	); err != nil {
 		return nil, errors.Join(err, zctx.Term())
 	}
-	v := &zvan{cfg: o.Config, log: o.Log, zctx: zctx, lent: newLent(), unbind: func() {}}
+	v := &zvan{cfg: o.Config, log: o.Log, zctx: zctx, spin: spinTime(o.Config.BusyPoll), lent: newLent(), unbind: func() {}}
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
 	}
 	v.peers.Store(&map[int]*conn{})
+	v.dealers.Store(&[]*receiver{})
 	v.setID(van.Empty)
 	return v, nil
 }
@@ -138,7 +145,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	if err != nil {
 		return 0, errors.Join(&van.Error{Op: "bind", Node: van.NodeName(self.ID), Detail: self.Addr(), Err: err}, z.Close())
 	}
-	s, err := newSocket(z)
+	s, err := newSocket(z, true)
 	if err != nil {
 		unbind()
 		return 0, err
@@ -247,15 +254,16 @@ func (v *zvan) Start(recv van.Receiver) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.recv, v.started = recv, true
-	v.receiveFrom(v.router)
+	v.receiveFrom(v.router, true)
 	for _, c := range *v.peers.Load() {
 		v.listen(c)
 	}
 }
 
-// receiveFrom starts a receiver on s. v.mu is held.
-func (v *zvan) receiveFrom(s *socket) *receiver {
-	r := newReceiver(v, s)
+// receiveFrom starts a receiver on s, which spins for itself if spins is set and
+// is helped by Poll if not. v.mu is held.
+func (v *zvan) receiveFrom(s *socket, spins bool) *receiver {
+	r := newReceiver(v, s, spins)
 	v.loops = append(v.loops, r)
 	r.loop.Start()
 	return r
@@ -265,7 +273,11 @@ func (v *zvan) receiveFrom(s *socket) *receiver {
 // v.mu is held.
 func (v *zvan) listen(c *conn) {
 	if v.self.Role == van.Worker && c.rx == nil {
-		c.rx = v.receiveFrom(c.sock)
+		c.rx = v.receiveFrom(c.sock, false)
+		if van.RoleOf(c.who.Load().id) == van.Server {
+			dealers := append(slices.Clone(*v.dealers.Load()), c.rx)
+			v.dealers.Store(&dealers)
+		}
 	}
 	c.mon.start(v, c)
 }
@@ -310,7 +322,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 		mon.close()
 		return fail(errors.Join(addressError(err), z.Close()))
 	}
-	s, err := newSocket(z)
+	s, err := newSocket(z, false)
 	if err != nil {
 		mon.close()
 		return fail(err)
@@ -379,12 +391,10 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 		_ = c.sock.close(linger)
 		return
 	}
-	for i, r := range v.loops {
-		if r == c.rx {
-			v.loops = append(v.loops[:i], v.loops[i+1:]...)
-			break
-		}
-	}
+	isRx := func(r *receiver) bool { return r == c.rx }
+	v.loops = slices.DeleteFunc(v.loops, isRx)
+	dealers := slices.DeleteFunc(slices.Clone(*v.dealers.Load()), isRx)
+	v.dealers.Store(&dealers)
 	v.wg.Go(func() {
 		c.rx.stop(context.Background())
 		_ = c.sock.close(linger)
@@ -445,6 +455,18 @@ func (v *zvan) send(msg *van.Message, c *conn) error {
 	}
 	v.stats.sent(len(meta) + size)
 	return nil
+}
+
+// Flush sends what was sent to id with More.
+func (v *zvan) Flush(id int) {
+	c := (*v.peers.Load())[id]
+	if c == nil {
+		return
+	}
+	c.sock.flush()
+	if c.who.Load().viaOwn {
+		v.router.flush()
+	}
 }
 
 // sendError says what went wrong with a message for a peer.
