@@ -1,7 +1,6 @@
 package kv
 
 import (
-	"encoding/binary"
 	"fmt"
 
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -74,6 +73,3 @@ func CheckSender(n *postoffice.Node, msg *van.Message) error {
 	}
 	return nil
 }
-
-// firstKey reads the key of a frame of at least 8 bytes.
-func firstKey(m backend.Mem) Key { return binary.LittleEndian.Uint64(m.Host()) }

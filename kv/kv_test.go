@@ -46,7 +46,7 @@ func TestPushPull(t *testing.T) {
 				wg.Wait()
 				group := max(o.Group, 1)
 				for i, n := range c.Workers {
-					w := newWorker2[float64](t, n)
+					w := secondWorker[float64](t, n)
 					instance := i % group
 					factor := 0.0 // of the workers that push to the same servers
 					for j := instance; j < len(c.Workers); j += group {
@@ -74,8 +74,8 @@ func TestPushPull(t *testing.T) {
 	}
 }
 
-// newWorker2 makes a second customer on a node.
-func newWorker2[V kv.Value](t testing.TB, n *postoffice.Node) *kv.Worker[V] {
+// secondWorker makes a second customer on a node.
+func secondWorker[V kv.Value](t testing.TB, n *postoffice.Node) *kv.Worker[V] {
 	t.Helper()
 	w, err := kv.NewWorker[V](n, 0, 5)
 	if err != nil {

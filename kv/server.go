@@ -222,7 +222,7 @@ func (r Request[V]) ResponseDone(res Pairs[V], done van.Completion) error {
 		}
 	}
 	err := s.node.Send(m)
-	m.Done = nil
+	m.Reset() // holds on to nothing of the caller
 	messages.Put(m)
 	switch {
 	case err != nil && hold != nil:

@@ -34,7 +34,9 @@ type Op struct {
 	// values have arrived, else with what Wait returns. It runs before Wait
 	// returns, on the transport's goroutine or, when nothing was sent, on the
 	// caller's before the call returns. It may make further requests; it must not
-	// wait for them. It is not called when the call itself returns an error.
+	// wait for them. It is not called when the call itself returns an error. A
+	// request that nobody waits for has no time limit; it ends when its servers have
+	// answered or one of them is lost.
 	Done func(error)
 }
 
@@ -217,6 +219,7 @@ func (w *Worker[V]) begin(c *call[V]) (int32, error) {
 			break
 		}
 	}
+	c.msg.Reset() // holds on to nothing of the caller
 	c.unhold()
 	return ts, nil
 }
