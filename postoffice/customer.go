@@ -33,6 +33,7 @@ type Customer struct {
 	handle  func(*van.Message)
 
 	mu       sync.Mutex
+	closed   bool
 	next     int32
 	table    atomic.Pointer[[]atomic.Pointer[Request]] // by timestamp; the length is a power of two
 	live     map[*Request]struct{}
@@ -72,6 +73,10 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
 	}
 	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return &van.Error{Op: op, Node: c.node.Name(), Err: van.ErrClosed}
+	}
 	if c.next > math.MaxInt32-int32(n) {
 		c.next = 0 // timestamps of one request are consecutive
 	}
@@ -308,8 +313,12 @@ func (c *Customer) InFlight() int {
 	return len(c.live)
 }
 
-// Close fails what is in flight and takes the customer off its node.
+// Close fails what is in flight and takes the customer off its node. Open fails
+// from then on.
 func (c *Customer) Close() {
+	c.mu.Lock()
+	c.closed = true
+	c.mu.Unlock()
 	c.node.removeCustomer(c)
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

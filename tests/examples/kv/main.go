@@ -1,0 +1,48 @@
+// Command kv is the smallest key-value program: every worker pushes numbers under
+// three keys, the servers add them up, and the workers pull the sums.
+package main
+
+import (
+	"context"
+	"fmt"
+	"log"
+
+	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func main() {
+	ctx := context.Background()
+	cfg, err := postoffice.LoadConfig() // DMLC_ROLE, DMLC_PS_ROOT_URI, ...
+	check(err)
+	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
+	check(err)
+	switch node.Role() {
+	case van.Server:
+		server, err := kv.NewServer[float32](node, 0)
+		check(err)
+		var sums kv.SummingHandler[float32]
+		check(server.SetRequestHandle(sums.Handle))
+	case van.Worker:
+		worker, err := kv.NewWorker[float32](node, 0, 0)
+		check(err)
+		keys := []kv.Key{1, 3, kv.MaxKey} // ascending; cut by the servers' key ranges
+		push, err := worker.Push(keys, []float32{1, 2, 3})
+		check(err)
+		check(worker.Wait(ctx, push))
+		check(node.InstanceBarrier(ctx, 0, van.WorkerGroup)) // all workers have pushed
+		var sums []float32
+		pull, err := worker.Pull(keys, &sums)
+		check(err)
+		check(worker.Wait(ctx, pull))
+		fmt.Println("worker", node.Rank(), "pulled", sums)
+	}
+	check(node.Finalize(ctx)) // waits for everybody
+}
+
+func check(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
+}
