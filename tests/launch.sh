@@ -22,8 +22,8 @@ build() {
     say "bin/$1 is not built and there is no Go: install Go, or build it elsewhere with 'make af'"
     exit 1
   fi
-  # shellcheck disable=SC2086 # GO_BUILD_FLAGS is a list
-  (cd "$ROOT" && go build ${GO_BUILD_FLAGS-} -o "bin/$1" "$2") >&2 || {
+  # shellcheck disable=SC2046 # the flags are a list
+  (cd "$ROOT" && go build $(tools/build_flags.sh -q) -o "bin/$1" "$2") >&2 || {
     say "building bin/$1 failed; tools/install_deps.sh installs what it needs"
     exit 1
   }
