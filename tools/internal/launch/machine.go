@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -27,9 +28,8 @@ type Machine struct {
 	RDMABuild bool // this build has the ibverbs transport
 	Cores     int  // of the machine
 
-	// Free tells whether a port of an address of this machine can be listened to,
-	// and chooses one when port is 0.
-	Free func(host string, port int) (int, error)
+	// Free says why a port of an address of this machine cannot be listened to.
+	Free func(host string, port int) error
 }
 
 // Detect looks at this machine.
@@ -73,13 +73,12 @@ func countGPUs(lookup func(string) (string, bool)) int {
 
 // free listens and stops again; nothing connects in between, so the port can be
 // used at once.
-func free(host string, port int) (int, error) {
-	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.ParseIP(host), Port: port})
+func free(host string, port int) error {
+	l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
-		return 0, err
+		return err
 	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port, nil
+	return l.Close()
 }
 
 // on returns the address of an interface with exactly this name.

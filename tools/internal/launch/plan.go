@@ -2,6 +2,7 @@ package launch
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"slices"
 	"strconv"
@@ -270,8 +271,14 @@ func (p *planner) named(host string) Address {
 	return Address{Interface: "host", IP: host}
 }
 
-// ports that are tried after a busy default one.
-const portsToTry = 100
+// Ports that are tried: from a default one upwards, else at random in a range
+// below those that kernels give to outgoing connections. One of these could be
+// taken before the scheduler starts, even by a node that tries to connect to it.
+const (
+	portsToTry  = 100
+	firstRandom = 20000
+	randomPorts = 10000
+)
 
 func (p *planner) port() error {
 	s := &p.Spec
@@ -296,24 +303,24 @@ func (p *planner) port() error {
 	for i := range portsToTry {
 		try := s.DefaultPort + i
 		if s.DefaultPort == 0 {
-			try = 0
+			try = firstRandom + rand.IntN(randomPorts)
 		}
-		port, err := p.m.Free(s.Host, try)
+		err := p.m.Free(s.Host, try)
 		if err == nil {
-			if i > 0 {
-				p.say("port %d is in use: using %d", s.DefaultPort, port)
+			if i > 0 && s.DefaultPort != 0 {
+				p.say("port %d is in use: using %d", s.DefaultPort, try)
 			}
-			s.Port = port
+			s.Port = try
 			return nil
 		}
 		if first == nil {
 			first = err
 		}
-		if try == 0 || try >= 65535 {
+		if try >= 65535 {
 			break
 		}
 	}
-	return fmt.Errorf("no free port on %s: %w", s.Host, first)
+	return exit.Usage("no free port on %s: %w", s.Host, first)
 }
 
 // children lists the processes: scheduler, servers, workers.

@@ -21,12 +21,7 @@ func bigNode() *Machine {
 		{"lo", "127.0.0.1", true, true}, {"eth0", "192.0.2.1", false, true}, {"bond0", "192.0.2.2", false, true}}}
 }
 
-func anyPort(_ string, port int) (int, error) {
-	if port == 0 {
-		return 40000, nil
-	}
-	return port, nil
-}
+func anyPort(string, int) error { return nil }
 
 // base is a Spec whose programs exist.
 func base() Spec {
@@ -147,13 +142,15 @@ func TestChoices(t *testing.T) {
 			func(c *env.Config) bool {
 				return c.Verbose == map[string]int{"worker": 3}[c.Role] || c.Role != "worker" && c.Verbose == 1
 			}, 1},
-		{"a busy default port", &Machine{Cores: 1, Free: func(_ string, p int) (int, error) {
+		{"a busy default port", &Machine{Cores: 1, Free: func(_ string, p int) error {
 			if p < 8125 {
-				return 0, errors.New("in use")
+				return errors.New("in use")
 			}
-			return p, nil
+			return nil
 		}}, func(s *Spec) { s.DefaultPort = 8123 }, nil, []string{"port 8123 is in use: using 8125"},
 			func(c *env.Config) bool { return c.RootPort == 8125 }, 1},
+		{"any port", laptop(), func(*Spec) {}, nil, nil,
+			func(c *env.Config) bool { return c.RootPort >= 20000 && c.RootPort < 30000 }, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := base()
@@ -200,6 +197,7 @@ func TestRefused(t *testing.T) {
 		{"RDMA needed", laptop(), func(s *Spec) { s.Part, s.Port, s.DefaultVan = Server, 1, "ibverbs" }, nil, "set DMLC_ENABLE_RDMA=zmq on all nodes"},
 		{"GPU needed", laptop(), func(s *Spec) { s.Part, s.Port, s.DefaultBackend = Server, 1, "GPU" }, nil, "set STEPMESH_BAKCEND=CPU"},
 		{"too few GPUs", bigNode(), func(s *Spec) { s.DefaultBackend, s.GroupSize = "GPU", 9 }, nil, "GPU 8 of an instance, but this machine has 8"},
+		{"nothing free", &Machine{Free: func(string, int) error { return errors.New("in use") }}, func(*Spec) {}, nil, "no free port on 127.0.0.1: in use"},
 		{"nonsense in the environment", laptop(), func(*Spec) {}, []string{"PS_VERBOSE=yes"}, `PS_VERBOSE="yes": want`},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -1,0 +1,154 @@
+package tests
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+)
+
+// scriptRun is one call of a launch script, in another directory and without any
+// variables of ours but its own.
+type scriptRun struct {
+	script string
+	env    []string
+	args   []string
+
+	status   int
+	out, err string
+}
+
+func (r *scriptRun) run(ctx context.Context, t *testing.T) {
+	t.Helper()
+	if _, err := exec.LookPath("bash"); err != nil {
+		t.Skip("the launch scripts need bash")
+	}
+	script, err := filepath.Abs(r.script)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(ctx, "bash", append([]string{script}, r.args...)...)
+	cmd.Dir = t.TempDir()
+	// A Python that has no torch, so that the Go programs run everywhere.
+	bin := t.TempDir()
+	if err := os.WriteFile(filepath.Join(bin, "python3"), []byte("#!/bin/sh\nexit 1\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	cmd.Env = append(env.Strip(os.Environ()), "PATH="+bin+":"+os.Getenv("PATH"))
+	cmd.Env = append(cmd.Env, r.env...)
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
+	cmd.WaitDelay = 20 * time.Second
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	_ = cmd.Run() // the status is looked at by the caller
+	r.status, r.out, r.err = cmd.ProcessState.ExitCode(), out.String(), errs.String()
+}
+
+func TestScripts(t *testing.T) {
+	const (
+		single = "fserver/run_single_gpu.sh"
+		multi  = "fserver/run_multi_gpu.sh"
+		ut     = "utests/run_single_gpu_ut.sh"
+		utG    = "utests/run_multi_gpu_ut.sh"
+		old    = "run.sh"
+		// What a machine without devices would choose, so that the tests run alike on all.
+		plain  = "DMLC_ENABLE_RDMA=zmq STEPMESH_BAKCEND=CPU STEPMESH_BIND_CPU_CORE=0 GROUP_SIZE=2"
+		goNote = "no Python with torch and fserver_lib: running the Go program tests/fserver/test_fserver"
+	)
+	for _, c := range []struct {
+		name, script, env, args string
+		status                  int
+		first                   string // line of standard output, "" is any
+		out, err                []string
+	}{
+		{"single", single, "ROLE=joint " + plain, "", 0, "", []string{"[worker 0] worker test done"}, []string{goNote}},
+		{"single, another test", single, "BIN=test_fserver_diff_stage BENCHMARK_ITER=2 " + plain, "", 0, "", []string{"[worker 0] worker test done", "iter: 1, stage: 2"}, nil},
+		{"single, benchmark", single, "BIN=../benchmark/bmk_comm_latency_multiserver BENCHMARK_ITER=500 " + plain, "", 0, "", []string{"comm bmk gpu=0: mean="}, nil},
+		{"single, no such test", single, "BIN=test_nothing", "", 2, "", nil, []string{"BIN=test_nothing: want one of", "test_fserver_dynamic"}},
+		{"single, one role", single, "ROLE=server", "", 2, "", nil, []string{"use tests/fserver/run_multi_gpu.sh", "usage: "}},
+		{"single, no such interface", single, "RNIC=nothing0 " + plain, "", 2, "", nil, []string{`no interface "nothing0"`, "127.0.0.1"}},
+
+		{"multi", multi, "ROLE=joint " + plain, "", 0, "Run scheduler, server, and worker jointly", []string{"[worker 0] worker test done", "[worker 1] worker test done"}, nil},
+		{"multi, two nodes of each", multi, "ROLE=joint NUM_WORKER=2 NUM_SERVER=2 " + plain + " GROUP_SIZE=1", "", 0, "", []string{"[worker 1] worker test done"}, nil},
+		{"multi, unknown role", multi, "ROLE=boss", "", 2, "", nil, []string{"ROLE=boss: want server, worker, server-slave or joint", "usage: "}},
+		{"multi, worker without address", multi, "ROLE=worker", "", 2, "", nil, []string{"needs the ip of the scheduler", "usage: "}},
+		{"multi, slave without address", multi, "ROLE=server-slave", "", 2, "", nil, []string{"needs the ip of the scheduler"}},
+		{"multi, bad count", multi, "ROLE=joint NUM_WORKER=many", "", 2, "", nil, []string{"invalid value", "many"}},
+		{"multi, rank", multi, "ROLE=server NODE_RANK=1 " + plain, "", 2, "", nil, []string{"node rank 1, but there are 1 servers"}},
+
+		{"ut", ut, "UTEST_WORKER_BATCH_MAX=3 " + plain, "first", 0, "first", []string{"SCHEDULER_IP is 127.0.0.1\n", "GPU 0 Batch 2: ALL PASS"}, nil},
+		{"ut, paths of the original", ut, "UTEST_WORKER_BATCH_MAX=2 WORKER_BIN=./cmake_build/tests/utests/ut_tensor_worker " + plain, "", 0, "SCHEDULER_IP is 127.0.0.1",
+			[]string{"GPU 0 Batch 1: ALL PASS"}, nil},
+		{"ut, two workers", ut, "UTEST_WORKER_BATCH_MAX=2 DMLC_NUM_WORKER=2 " + plain, "", 0, "", []string{"[worker 0] GPU 0", "[worker 1] GPU 0"}, nil},
+		{"ut, no such program", ut, "SERVER_BIN=./nothing", "", 2, "", nil, []string{"SERVER_BIN=./nothing: no such program"}},
+		{"ut, failing worker", ut, "WORKER_BIN=/bin/false " + plain, "", 1, "", nil, []string{"worker 0 failed: exit status 1"}},
+		{"ut multi", utG, "UTEST_WORKER_BATCH_MAX=2 " + plain, "", 0, "SCHEDULER_IP is 127.0.0.1", []string{"GPU 0 Batch 1: ALL PASS", "GPU 1 Batch 1: ALL PASS"}, nil},
+
+		{"run", old, "ROLE=joint BENCHMARK_ITER=1000 " + plain, "", 0, "Run scheduler, server, and worker jointly", nil, []string{"pushpull overall latency: : mean="}},
+		{"run, push", old, "ROLE=joint BINARY=stepmesh_push_test BENCHMARK_ITER=1000 " + plain, "", 0, "", nil, []string{"push batch latency: : mean="}},
+		{"run, unknown role", old, "ROLE=boss", "", 2, "", nil, []string{"ROLE=boss: want", "usage: "}},
+		{"run, worker without address", old, "ROLE=worker", "", 2, "", nil, []string{"needs the ip of the scheduler"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
+			defer cancel()
+			r := scriptRun{script: c.script, env: strings.Fields(c.env)}
+			if c.args != "" {
+				r.args = []string{c.args}
+			}
+			r.run(ctx, t)
+			first, _, _ := strings.Cut(r.out, "\n")
+			if r.status != c.status || c.first != "" && first != c.first {
+				t.Errorf("status %d, first line %q; want %d and %q\n%s%s", r.status, first, c.status, c.first, r.out, r.err)
+			}
+			for _, w := range c.out {
+				if !strings.Contains(r.out, w) {
+					t.Errorf("output without %q:\n%s", w, r.out)
+				}
+			}
+			for _, w := range c.err {
+				if !strings.Contains(r.err, w) {
+					t.Errorf("standard error without %q:\n%s", w, r.err)
+				}
+			}
+		})
+	}
+}
+
+// TestScriptsAcrossMachines: two server nodes and a worker node, each by a script
+// of its own, as on three machines.
+func TestScriptsAcrossMachines(t *testing.T) {
+	common := []string{"DMLC_ENABLE_RDMA=zmq", "STEPMESH_BAKCEND=CPU", "STEPMESH_BIND_CPU_CORE=0", "DMLC_NODE_HOST=127.0.0.1",
+		"NUM_SERVER=2", "NUM_WORKER=1", "GROUP_SIZE=2", fmt.Sprint("DMLC_PS_ROOT_PORT=", freePort(t))}
+	runs := []*scriptRun{
+		{env: []string{"ROLE=server"}},
+		{env: []string{"ROLE=server-slave", "NODE_RANK=1"}, args: []string{"127.0.0.1"}},
+		{env: []string{"ROLE=worker"}, args: []string{"127.0.0.1"}},
+	}
+	want := []string{"Run server and scheduler, scheduler ip 127.0.0.1 ", "Run server with scheduler ip: 127.0.0.1", "Run worker with scheduler ip: 127.0.0.1"}
+	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, r := range runs {
+		r.script = "fserver/run_multi_gpu.sh"
+		r.env = append(r.env, common...)
+		wg.Go(func() { r.run(ctx, t) })
+	}
+	wg.Wait()
+	for i, r := range runs {
+		if first, _, _ := strings.Cut(r.out, "\n"); r.status != 0 || first != want[i] {
+			t.Errorf("%s: status %d, first line %q; want 0 and %q\n%s%s", r.env[0], r.status, first, want[i], r.out, r.err)
+		}
+	}
+	if w := runs[2].out; !strings.Contains(w, "[worker 0] worker test done") || !strings.Contains(w, "[worker 1] worker test done") {
+		t.Errorf("worker node: %s", w)
+	}
+}
