@@ -2,6 +2,7 @@ package af_test
 
 import (
 	"context"
+	"fmt"
 
 	"log/slog"
 	"net"
@@ -171,4 +172,86 @@ func TestPushPull(t *testing.T) {
 			c.finalize(t)
 		})
 	}
+}
+
+// TestPipeline keeps several batches in flight and waits for them in order, on two
+// goroutines: no answer may be left lying while nobody waits for it.
+func TestPipeline(t *testing.T) {
+	const flight = 6
+	rounds := 5000
+	if testing.Short() {
+		rounds = 500
+	}
+	c := start(t, 1, 2, 1, nil, nil)
+	for _, n := range c.servers {
+		s, err := af.NewTensorServer(n, af.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := s.SetRequestHandle(func(b af.Batch) {
+			v, err := af.Slice[float32](b.Pushes()[0].Val)
+			if err != nil {
+				t.Error(err)
+			}
+			out := append([]float32(nil), v...)
+			if err := b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: tensor(t, out)}}, nil); err != nil {
+				t.Error(err)
+			}
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w, err := af.NewTensorWorker(c.workers[0], af.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	type slot struct {
+		h   int32
+		in  []float32
+		out [2][]float32
+	}
+	wait := func(s *slot) error {
+		if err := w.Wait(t.Context(), s.h); err != nil {
+			return err
+		}
+		for k := range s.out {
+			if s.out[k][0] != s.in[0] || s.out[k][63] != s.in[63] {
+				return fmt.Errorf("server %d: got %g, want %g", k, s.out[k][0], s.in[0])
+			}
+		}
+		return nil
+	}
+	var wg sync.WaitGroup
+	for g := range 2 {
+		wg.Go(func() {
+			var slots [flight]*slot
+			for r := range rounds {
+				s := slots[r%flight]
+				if s == nil {
+					s = &slot{in: make([]float32, 64), out: [2][]float32{make([]float32, 64), make([]float32, 64)}}
+					slots[r%flight] = s
+				} else if err := wait(s); err != nil {
+					t.Errorf("round %d: %v", r, err)
+					return
+				}
+				for i := range s.in {
+					s.in[i] = float32(r + i)
+				}
+				key := uint64(g<<8 | r%flight)
+				var err error
+				if s.h, err = w.ZBatchPushPull([]af.KeyTensor{{Key: key, Val: tensor(t, s.in)}},
+					[]af.KeyTensor{{Key: key, Val: tensor(t, s.out[0])}, {Key: key, Val: tensor(t, s.out[1])}}); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+			for _, s := range slots {
+				if err := wait(s); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	c.finalize(t)
 }

@@ -35,6 +35,7 @@ type receiver struct {
 	mu     sync.Mutex
 	missed atomic.Bool
 	away   bool         // Polls are under way: do not sleep on the descriptor
+	parked atomic.Bool  // the loop sleeps on the descriptor, or is about to
 	inHand atomic.Int32 // messages that the loop has received and not delivered
 }
 
@@ -163,7 +164,9 @@ func (r *receiver) await() bool {
 	// While callers poll, a sleeper on the descriptor would be woken for each of
 	// their messages. It looks now and then instead, for what nobody waits for.
 	for {
+		r.parked.Store(true) // before try asks whether somebody polls
 		r.hot = r.sock.wait(r.try)
+		r.parked.Store(false)
 		if !r.hot || !r.away {
 			return r.hot
 		}
@@ -205,8 +208,15 @@ func (v *zvan) Poll(done func() bool) {
 		v.polled.Store(clock.Now())
 		v.spinning.Store(false)
 	}()
+	rs := *v.dealers.Load()
+	for _, r := range rs {
+		// A Poll takes what would wake a sleeper, and may leave messages behind, so
+		// the loop must not sleep on the descriptor from now on.
+		if r.parked.Load() {
+			r.sock.wake()
+		}
+	}
 	for start := clock.Now(); !done(); {
-		rs := *v.dealers.Load()
 		got := false
 		for _, r := range rs {
 			got = r.help(v.spin/time.Duration(8*len(rs)*len(rs))) || got
@@ -239,7 +249,7 @@ func (r *receiver) helpLocked(spin time.Duration) bool {
 		return false // an earlier message is still being delivered
 	}
 	msg := r.pool.get()
-	ok, err := r.sock.recv((*frames)(msg.Native()), spin, true)
+	ok, err := r.sock.recv((*frames)(msg.Native()), spin, false)
 	if err != nil || !ok || !r.accept(msg) {
 		r.pool.Free(msg)
 		return false
