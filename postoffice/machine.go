@@ -229,6 +229,7 @@ func (n *Node) notify(id int, up bool, cause error) {
 func (n *Node) receive(msg *van.Message) {
 	n.logMessage("recv", msg.Sender, &msg.Meta)
 	if !msg.IsControl() {
+		n.profile.received(&msg.Meta)
 		n.apps.deliver(n, msg)
 		return
 	}

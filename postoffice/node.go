@@ -70,6 +70,7 @@ type Node struct {
 	back    backend.Backend
 	ownBack bool
 	enable  []func()
+	profile *profile // nil unless asked for
 
 	id   atomic.Int32
 	name atomic.Pointer[string]
@@ -200,8 +201,12 @@ func newNode(o Options) (*Node, error) {
 	if err := n.openBackend(o.Backend); err != nil {
 		return nil, err
 	}
-	if err := n.openVan(o.Van); err != nil {
+	var err error
+	if n.profile, err = openProfile(cfg, role); err != nil {
 		return nil, errors.Join(err, n.closeBackend())
+	}
+	if err := n.openVan(o.Van); err != nil {
+		return nil, errors.Join(err, n.profile.close(), n.closeBackend())
 	}
 	n.self = van.Node{Role: role, ID: van.Empty, AuxID: cfg.Rank()}
 	if o.NoRank {
@@ -463,7 +468,7 @@ func (n *Node) leave() error {
 	for i := len(exits) - 1; i >= 0; i-- {
 		exits[i]()
 	}
-	return errors.Join(err, n.closeBackend())
+	return errors.Join(err, n.profile.close(), n.closeBackend())
 }
 
 // OnExit registers f to run when the node has left, the last one first.

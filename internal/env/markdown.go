@@ -79,10 +79,11 @@ func aboutCores() string {
 	c := Default()
 	var b strings.Builder
 	b.WriteString(`
-**Cores.** With ` + "`STEPMESH_BIND_CPU_CORE=1`" + ` four threads get one core each, by their offset o: 1 the server's responses, 2 receiving,
+**Cores.** With ` + "`STEPMESH_BIND_CPU_CORE=1`" + ` threads get one core each, by their offset o: 1 the server's responses, 2 receiving,
 3 RDMA completions, 4 the worker's requests. An o of C or more counts as C-1. With g = ` + "`STEPMESH_GPU`" + ` and base = g*C + B + o the
 core is base for g = 0 and 1, base + S/2 - 2C for 2 and 3, base + S - 4C for 4 and 5, base + (S/2)*3 - 6C from 6 up. This suits two
-sockets of S cores with four GPUs each. For the defaults:
+sockets of S cores with four GPUs each. Over ZMQ the threads of libzmq share the cores of o = 2 and 3; there are no separate
+threads for o = 1 and 4, since requests and responses leave from the thread that makes them. For the defaults:
 
 | g | o = 1 | o = 2 | o = 3 | o = 4 |
 |---|---|---|---|---|

@@ -52,7 +52,7 @@ type socket struct {
 // senders keeps close from freeing a socket that is being sent on.
 type senders struct{ mu sync.RWMutex }
 
-var errBinding = errors.New("zmq: the zmq4 binding has changed: its Socket no longer begins with the libzmq handle")
+var errBinding = errors.New("zmq: the zmq4 binding has changed: its Socket or Context no longer begins with the libzmq handle")
 
 // handle returns libzmq's socket inside z. The binding does not export it, so its
 // place is checked before it is used.
@@ -62,6 +62,20 @@ func handle(z *zmq4.Socket) (unsafe.Pointer, error) {
 		return nil, errBinding
 	}
 	return *(*unsafe.Pointer)(unsafe.Pointer(z)), nil
+}
+
+// bindThreads binds the I/O threads that ctx will start to cores.
+func bindThreads(ctx *zmq4.Context, cores ...int) error {
+	f, ok := reflect.TypeFor[zmq4.Context]().FieldByName("ctx")
+	if !ok || f.Offset != 0 || f.Type.Kind() != reflect.UnsafePointer {
+		return errBinding
+	}
+	for _, core := range cores {
+		if rc := C.zmq_ctx_set(*(*unsafe.Pointer)(unsafe.Pointer(ctx)), C.ZMQ_THREAD_AFFINITY_CPU_ADD, C.int(core)); rc != 0 {
+			return syscall.Errno(C.zmq_errno())
+		}
+	}
+	return nil
 }
 
 // newSocket wraps z, which it owns from now on. With thread set its receiver

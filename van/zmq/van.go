@@ -28,6 +28,7 @@ import (
 
 	zmq4 "github.com/pebbe/zmq4"
 
+	"github.com/stepaf/stepaf-go/internal/affinity"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
@@ -102,10 +103,31 @@ func New(o van.Options) (van.Van, error) {
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
 	}
+	v.bindThreads()
 	v.peers.Store(&map[int]*conn{})
 	v.dealers.Store(&[]*receiver{})
 	v.setID(van.Empty)
 	return v, nil
+}
+
+// bindThreads gives libzmq's threads the cores that the original gives those that
+// receive. A core that cannot be had is a warning, and nothing is bound.
+func (v *zvan) bindThreads() {
+	if !v.cfg.BindCPUCore || v.cfg.GPU < 0 || v.cfg.Role == "scheduler" {
+		return
+	}
+	cores := []int{v.cfg.Core(env.CoreReceiver), v.cfg.Core(env.CorePoller)}
+	for _, core := range cores {
+		if err := affinity.Check(core); err != nil {
+			v.log.Warn("STEPMESH_BIND_CPU_CORE: nothing is bound", "err", err)
+			return
+		}
+	}
+	if err := bindThreads(v.zctx, cores...); err != nil {
+		v.log.Warn("STEPMESH_BIND_CPU_CORE: nothing is bound", "err", err)
+		return
+	}
+	v.log.Info("libzmq's threads are bound", "cores", cores)
 }
 
 func wrap(name string, value int, err error) error {

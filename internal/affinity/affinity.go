@@ -1,0 +1,20 @@
+// Package affinity tells which cores this process may use.
+package affinity
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+)
+
+// Check returns why threads of this process cannot be bound to core, or nil.
+func Check(core int) error {
+	var set unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &set); err != nil {
+		return fmt.Errorf("core %d: %w", core, err)
+	}
+	if core < 0 || core >= len(set)*64 || !set.IsSet(core) {
+		return fmt.Errorf("core %d does not exist or is not among the %d that this process may use", core, set.Count())
+	}
+	return nil
+}

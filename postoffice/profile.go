@@ -1,0 +1,57 @@
+package postoffice
+
+import (
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// profile writes a line for each data message received, in the original's format:
+// the low 16 bits of the key, what was received where, and the time in
+// microseconds since 1970.
+type profile struct {
+	mu   sync.Mutex
+	f    *os.File
+	role string
+}
+
+// openProfile opens the file that PROFILE_PATH and the role name, when
+// ENABLE_PROFILING asks for it and the role moves data.
+func openProfile(cfg *Config, role van.Role) (*profile, error) {
+	if !cfg.Profiling || role == van.Scheduler {
+		return nil, nil
+	}
+	name := fmt.Sprintf("pslite_profile_van_%s_%d", role, time.Now().UnixMicro())
+	if cfg.ProfilePath != "" {
+		name = fmt.Sprintf("%s_van_%s", cfg.ProfilePath, role)
+	}
+	f, err := os.Create(name)
+	if err != nil {
+		return nil, &van.Error{Op: "start", Detail: "PROFILE_PATH", Err: err}
+	}
+	return &profile{f: f, role: role.String()}, nil
+}
+
+// received notes one message. A nil profile does nothing.
+func (p *profile) received(m *van.Meta) {
+	if p == nil {
+		return
+	}
+	kind := "pull"
+	if m.Push {
+		kind = "push"
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	fmt.Fprintf(p.f, "%d\t%s_van_recv_%s\t%d\n", m.Key&0xffff, p.role, kind, time.Now().UnixMicro())
+}
+
+func (p *profile) close() error {
+	if p == nil {
+		return nil
+	}
+	return p.f.Close()
+}
