@@ -178,7 +178,7 @@ func newNode(o Options) (*Node, error) {
 		return nil, fmt.Errorf("start: %w: role joint is two nodes, use StartJoint", van.ErrInvalid)
 	}
 	if err := cfg.Validate(); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("start: %w: %w", van.ErrInvalid, err)
 	}
 	n := &Node{cfg: cfg, role: role, waiters: map[int]chan error{}, ready: make(chan struct{}), failed: make(chan struct{}),
 		rearm: make(chan struct{}, 1), stop: make(chan struct{})}

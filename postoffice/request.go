@@ -4,11 +4,13 @@ import (
 	"context"
 	"fmt"
 	"math/bits"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -248,9 +250,7 @@ func (r *Request) wait(ctx context.Context, limit time.Duration, timer *time.Tim
 		timer.Reset(max(left, 0))
 		defer timer.Stop()
 	}
-	if p := r.c.node.poller; p != nil {
-		p.Poll(r.isDone)
-	}
+	r.poll(ctx, limit)
 	select {
 	case <-r.done:
 		return r.err
@@ -270,6 +270,21 @@ func (r *Request) wait(ctx context.Context, limit time.Duration, timer *time.Tim
 	}
 	<-r.done // answers that are being taken end soon
 	return r.err
+}
+
+// poll receives on behalf of the transport for a short time, or, when waits are to
+// spin for ever, until r is finished or its time is over.
+func (r *Request) poll(ctx context.Context, limit time.Duration) {
+	p := r.c.node.poller
+	if p == nil {
+		return
+	}
+	p.Poll(r.isDone)
+	for r.c.node.cfg.BusyPoll == env.SpinForever && !r.isDone() && ctx.Err() == nil &&
+		(limit <= 0 || time.Duration(clock.Now()-r.start) < limit) {
+		runtime.Gosched() // another waiter may be the one who polls
+		p.Poll(r.isDone)
+	}
 }
 
 // giveUp fails r because its waiter does not want to wait longer.

@@ -188,6 +188,9 @@ func (v *zvan) busy() bool {
 	return v.cfg.BusyPoll != env.SpinForever && n-v.moved.Swap(n) > bulk
 }
 
+// maxPoll bounds a Poll: its caller has a deadline.
+const maxPoll = time.Millisecond
+
 // pollGrace is how long after a Poll another one is expected.
 const pollGrace = time.Millisecond
 
@@ -216,16 +219,16 @@ func (v *zvan) Poll(done func() bool) {
 			r.sock.wake()
 		}
 	}
-	for start := clock.Now(); !done(); {
+	begun := clock.Now()
+	for start := begun; !done(); {
 		got := false
 		for _, r := range rs {
 			got = r.help(v.spin/time.Duration(8*len(rs)*len(rs))) || got
 		}
 		if got {
 			start = clock.Now()
-			continue
 		}
-		if len(rs) == 0 || v.cfg.BusyPoll != env.SpinForever && clock.Now()-start > uint64(v.spin) {
+		if now := clock.Now(); len(rs) == 0 || now-start > uint64(v.spin) || now-begun > uint64(maxPoll) {
 			return
 		}
 	}

@@ -17,6 +17,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"math"
 	"net"
 	"os"
 	"slices"
@@ -180,10 +181,13 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	return port, nil
 }
 
+// maxFrame is the longest frame that is received: lengths are signed 32-bit numbers.
+const maxFrame = math.MaxInt32
+
 // tune sets what every socket has in common. Dead hosts are noticed by TCP
 // keep-alives, since ZMTP heartbeats are unknown to the libzmq of the original.
 func tune(z *zmq4.Socket) error {
-	return errors.Join(z.SetLinger(0), z.SetTcpKeepalive(1), z.SetTcpKeepaliveIdle(10), z.SetTcpKeepaliveIntvl(3),
+	return errors.Join(z.SetLinger(0), z.SetMaxmsgsize(maxFrame), z.SetTcpKeepalive(1), z.SetTcpKeepaliveIdle(10), z.SetTcpKeepaliveIntvl(3),
 		z.SetTcpKeepaliveCnt(3))
 }
 
@@ -403,6 +407,10 @@ func (v *zvan) Disconnect(id int) {
 	v.drop(c, leaveTime)
 }
 
+// handlerTime is how long the end of a connection waits for a handler that still
+// runs. One that runs longer does no harm: it does not use the socket.
+const handlerTime = 2 * time.Second
+
 // drop ends a connection that is no longer in the table (or about to be
 // replaced). The receiver may be delivering a message, perhaps the one whose
 // handler called: its end is awaited elsewhere. v.mu is held.
@@ -418,7 +426,9 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 	dealers := slices.DeleteFunc(slices.Clone(*v.dealers.Load()), isRx)
 	v.dealers.Store(&dealers)
 	v.wg.Go(func() {
-		c.rx.stop(context.Background())
+		ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
+		defer cancel()
+		c.rx.stop(ctx)
 		_ = c.sock.close(linger)
 	})
 }
