@@ -356,3 +356,63 @@ func TestWorkerClose(t *testing.T) {
 	}
 	c.finalize()
 }
+
+// DMLC_INTERFACE is enough to find an address.
+func TestInterfaceAlone(t *testing.T) {
+	for _, name := range []string{"lo", "auto"} {
+		t.Run(name, func(t *testing.T) {
+			c := newNodes(t, 1, 1, 1)
+			c.set = func(cfg *postoffice.Config) {
+				if cfg.Role != "scheduler" {
+					cfg.NodeHost, cfg.Interface = "", name
+				}
+			}
+			c.start()
+			c.serveAll(c.echo)
+			if err := c.roundTrip(c.tensorWorker(0), []byte("x")); err != nil {
+				t.Error(err)
+			}
+			c.finalize()
+		})
+	}
+}
+
+// What the wire has no room for is refused.
+func TestTensorLimits(t *testing.T) {
+	tests := []struct {
+		name  string
+		dtype af.Dtype
+		shape []int64
+		want  string
+	}{
+		{"2 GiB", af.Uint8, []int64{1 << 31}, "exceeds"},
+		{"2 GiB of rows", af.BFloat16, []int64{1 << 20, 1 << 10}, "exceeds"},
+		{"overflow", af.Float64, []int64{1 << 62, 1 << 62}, "exceeds"},
+		{"9 dimensions", af.Uint8, []int64{1, 1, 1, 1, 1, 1, 1, 1, 1}, "at most 8"},
+		{"negative", af.Uint8, []int64{-1}, "negative"},
+		{"unknown type", af.Dtype(99), []int64{1}, "dtype"},
+		{"length", af.Uint8, []int64{2}, "1"},
+	}
+	for _, tt := range tests {
+		if _, err := af.FromBytes([]byte{0}, tt.dtype, tt.shape...); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("%s: got %v, want an error with %q", tt.name, err, tt.want)
+		}
+	}
+	if x, err := af.FromBytes([]byte{7}, af.Uint8, 1, 1, 1, 1, 1, 1, 1, 1); err != nil || x.Len() != 1 {
+		t.Errorf("8 dimensions: %v", err)
+	}
+}
+
+// A scheduler that waits for a cluster uses little memory.
+func TestSchedulerIsSmall(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector needs memory of its own")
+	}
+	c := newCluster(t, 1, 1, 1)
+	c.setenv("PS_VERBOSE=1")
+	p := c.launch("ut_scheduler", "scheduler", 0)
+	p.waitFor("Bind to")
+	if used := rss(t, p.cmd.Process.Pid); used > 60<<20 {
+		t.Errorf("a waiting scheduler uses %d bytes", used)
+	}
+}
