@@ -3,8 +3,10 @@ package testcluster
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"net"
+	"os"
 	"sync"
 	"testing"
 	"time"
@@ -19,7 +21,8 @@ type Options struct {
 	Workers, Servers int // groups; 0 means 1
 	Group            int // instances of each; 0 means 1
 
-	ZMQ bool // ZeroMQ over loopback instead of the in-process van
+	ZMQ     bool            // ZeroMQ over loopback instead of the in-process van
+	Network *inproc.Network // of the in-process van; nil makes one
 
 	// Set, if not nil, may change the configuration of each node.
 	Set func(*postoffice.Config)
@@ -28,14 +31,24 @@ type Options struct {
 	// instance rank.
 	Wrap func(role string, rank int, f van.Factory) van.Factory
 
+	// Elsewhere, if not nil, is called for each node, and returns true for those
+	// that it starts itself, in other processes.
+	Elsewhere func(c *Cluster, role string, rank int) bool
+
 	// Log takes the logs of all nodes; nil discards them.
 	Log *slog.Logger
 }
 
-// Cluster is the running nodes, by instance rank.
+// Cluster is the running nodes, by instance rank. Those that run elsewhere are
+// nil.
 type Cluster struct {
 	Scheduler        *postoffice.Node
 	Servers, Workers []*postoffice.Node
+	Port             int // the scheduler's
+
+	o    Options
+	mu   sync.Mutex
+	more []*postoffice.Node
 }
 
 // Start starts a cluster and ends the test if it does not come up. The nodes are
@@ -46,41 +59,24 @@ func Start(t testing.TB, o Options) *Cluster {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
-	port, network := 9000, inproc.NewNetwork()
-	if o.ZMQ {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		port = l.Addr().(*net.TCPAddr).Port
-		l.Close()
+	if o.Network == nil {
+		o.Network = inproc.NewNetwork()
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
-	c := &Cluster{Servers: make([]*postoffice.Node, o.Servers*o.Group), Workers: make([]*postoffice.Node, o.Workers*o.Group)}
+	c := &Cluster{Servers: make([]*postoffice.Node, o.Servers*o.Group), Workers: make([]*postoffice.Node, o.Workers*o.Group), Port: 9000, o: o}
+	if o.ZMQ {
+		c.Port = FreePort(t)
+	}
 	t.Cleanup(c.close)
 	var wg sync.WaitGroup
 	run := func(role string, rank int, n **postoffice.Node) {
+		if o.Elsewhere != nil && o.Elsewhere(c, role, rank) {
+			return
+		}
 		wg.Go(func() {
-			cfg := postoffice.DefaultConfig()
-			cfg.Role, cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = role, o.Workers, o.Servers, o.Group
-			cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", port, "127.0.0.1"
-			cfg.NodeRank, cfg.GPU = rank/o.Group, rank%o.Group
-			if o.Set != nil {
-				o.Set(cfg)
-			}
-			po := postoffice.Options{Config: cfg, Log: o.Log}
-			if !o.ZMQ {
-				po.Van = network.Factory()
-			}
-			if o.Wrap != nil {
-				if po.Van == nil {
-					po.Van = van.New
-				}
-				po.Van = o.Wrap(role, rank, po.Van)
-			}
 			var err error
-			if *n, err = postoffice.Start(ctx, po); err != nil {
+			if *n, err = c.start(ctx, role, rank, nil); err != nil {
 				t.Errorf("start %s %d: %v", role, rank, err)
 			}
 		})
@@ -99,6 +95,75 @@ func Start(t testing.TB, o Options) *Cluster {
 	return c
 }
 
+// Join starts one more node, as a replacement of a lost one is. set, which may be
+// nil, may change its configuration. It is closed when the test ends.
+func (c *Cluster) Join(ctx context.Context, role string, rank int, set func(*postoffice.Config)) (*postoffice.Node, error) {
+	n, err := c.start(ctx, role, rank, set)
+	if err == nil {
+		c.mu.Lock()
+		c.more = append(c.more, n)
+		c.mu.Unlock()
+	}
+	return n, err
+}
+
+func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*postoffice.Config)) (*postoffice.Node, error) {
+	cfg := postoffice.DefaultConfig()
+	cfg.Role, cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = role, c.o.Workers, c.o.Servers, c.o.Group
+	cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", c.Port, "127.0.0.1"
+	cfg.NodeRank, cfg.GPU = rank/c.o.Group, rank%c.o.Group
+	if c.o.Set != nil {
+		c.o.Set(cfg)
+	}
+	if set != nil {
+		set(cfg)
+	}
+	po := postoffice.Options{Config: cfg, Log: c.o.Log}
+	if !c.o.ZMQ {
+		po.Van = c.o.Network.Factory()
+	}
+	if c.o.Wrap != nil {
+		if po.Van == nil {
+			po.Van = van.New
+		}
+		po.Van = c.o.Wrap(role, rank, po.Van)
+	}
+	return postoffice.Start(ctx, po)
+}
+
+// Environ is what a process that runs a node of the cluster has to have in its
+// environment. The cluster must be one over ZMQ.
+func (c *Cluster) Environ(role string, rank int) []string {
+	return []string{
+		"DMLC_ROLE=" + role,
+		fmt.Sprintf("DMLC_NUM_WORKER=%d", c.o.Workers), fmt.Sprintf("DMLC_NUM_SERVER=%d", c.o.Servers), fmt.Sprintf("DMLC_GROUP_SIZE=%d", c.o.Group),
+		"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprintf("DMLC_PS_ROOT_PORT=%d", c.Port), "DMLC_NODE_HOST=127.0.0.1",
+		fmt.Sprintf("DMLC_NODE_RANK=%d", rank/c.o.Group), fmt.Sprintf("STEPMESH_GPU=%d", rank%c.o.Group),
+	}
+}
+
+// FreePort finds a port for a scheduler. Ports from here are below those that the
+// kernel gives to connections, so that nobody takes one meanwhile by chance.
+func FreePort(t testing.TB) int {
+	t.Helper()
+	ports.Lock()
+	defer ports.Unlock()
+	for range 1000 {
+		ports.next = 10000 + (ports.next-10000+1)%10000
+		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", ports.next)); err == nil {
+			l.Close()
+			return ports.next
+		}
+	}
+	t.Fatal("no free port from 10000 to 19999")
+	return 0
+}
+
+var ports = struct {
+	sync.Mutex
+	next int
+}{next: 10000 + os.Getpid()*17%10000}
+
 // Nodes are all nodes, the scheduler first.
 func (c *Cluster) Nodes() []*postoffice.Node {
 	return append(append([]*postoffice.Node{c.Scheduler}, c.Servers...), c.Workers...)
@@ -111,6 +176,9 @@ func (c *Cluster) Finalize(t testing.TB) {
 	defer cancel()
 	var wg sync.WaitGroup
 	for _, n := range c.Nodes() {
+		if n == nil {
+			continue
+		}
 		wg.Go(func() {
 			if err := n.Finalize(ctx); err != nil {
 				t.Errorf("finalize %s: %v", n.Name(), err)
@@ -123,8 +191,11 @@ func (c *Cluster) Finalize(t testing.TB) {
 // close ends what a test has left behind. Closing a node that was finalized does
 // nothing.
 func (c *Cluster) close() {
+	c.mu.Lock()
+	nodes := append(c.Nodes(), c.more...)
+	c.mu.Unlock()
 	var wg sync.WaitGroup
-	for _, n := range c.Nodes() {
+	for _, n := range nodes {
 		if n != nil {
 			wg.Go(n.Close)
 		}
