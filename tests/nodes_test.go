@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"runtime"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -199,9 +198,7 @@ func tensor(t testing.TB, b []byte) af.Tensor {
 // logText is a log that tests read.
 type logText struct{ buffer }
 
-func (l *logText) has(text string) bool { return strings.Contains(l.String(), text) }
-
-// waitFor waits until the log has text.
+// mustHave waits until the log has text.
 func (l *logText) mustHave(t testing.TB, text string) {
 	t.Helper()
 	if !l.buffer.waitFor(text, nil, 20*time.Second) {
