@@ -22,6 +22,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/resend"
 )
 
+// ErrRefused is wrapped by the error of Start when the scheduler has no place for
+// the node: the error has the scheduler's reason.
+var ErrRefused = membership.ErrRefused
+
 // Config is the configuration of a node; see docs/env.md for what each field
 // means. Start from DefaultConfig or LoadConfig.
 type Config = env.Config
@@ -115,7 +119,11 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 		return nil, err
 	}
 	if err := n.join(ctx); err != nil {
-		n.Close()
+		linger := shortLinger // nobody waits for what this node has to say
+		if n.role == van.Scheduler {
+			linger = lingerTime // everybody does
+		}
+		n.close(linger)
 		return nil, err
 	}
 	if !o.NoBarrier && !n.IsRecovery() { // the others have passed it
@@ -423,21 +431,27 @@ func timeout(cause error) error {
 func (n *Node) Finalize(ctx context.Context) error {
 	n.finalize.Do(func() {
 		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
-		n.finalErr = errors.Join(err, n.leave())
+		n.finalErr = errors.Join(err, n.leave(lingerTime))
 	})
 	return n.finalErr
 }
 
 // Close leaves at once, without waiting for anyone. Requests in flight fail with
 // van.ErrClosed.
-func (n *Node) Close() {
-	n.finalize.Do(func() { n.finalErr = n.leave() })
+func (n *Node) Close() { n.close(lingerTime) }
+
+func (n *Node) close(linger time.Duration) {
+	n.finalize.Do(func() { n.finalErr = n.leave(linger) })
 }
 
-// lingerTime is how long a leaving node lets its last messages leave.
-const lingerTime = 2 * time.Second
+// How long a leaving node lets its last messages leave, and one that has never
+// belonged to a cluster.
+const (
+	lingerTime  = 2 * time.Second
+	shortLinger = 300 * time.Millisecond
+)
 
-func (n *Node) leave() error {
+func (n *Node) leave(linger time.Duration) error {
 	n.mu.Lock()
 	if n.closed {
 		n.mu.Unlock()
@@ -461,7 +475,7 @@ func (n *Node) leave() error {
 	close(n.stop)
 	n.ticking.Wait()
 	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
-	ctx, cancel := context.WithTimeout(context.Background(), lingerTime)
+	ctx, cancel := context.WithTimeout(context.Background(), linger)
 	defer cancel()
 	err := n.van.Close(ctx)
 	n.apps.discard()
