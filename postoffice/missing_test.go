@@ -152,7 +152,9 @@ func TestRankTwice(t *testing.T) {
 func TestTooManyNodes(t *testing.T) {
 	network, l := inproc.NewNetwork(), &logText{}
 	set := func(role string, numbers int) *postoffice.Config {
-		return config(func(c *postoffice.Config) { c.Role, c.NumWorkers, c.NumServers, c.NodeRank = role, numbers, numbers, numbers-1 })
+		return config(func(c *postoffice.Config) {
+			c.Role, c.NumWorkers, c.NumServers, c.NodeRank = role, numbers, numbers, numbers-1
+		})
 	}
 	s := begin(t, network, l, set("scheduler", 1))
 	early := <-begin(t, network, l, set("worker", 2)) // thinks that there are two of each

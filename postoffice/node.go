@@ -138,6 +138,9 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 // StartJoint starts a server and a worker in this process, each with its own id
 // and sockets, as DMLC_ROLE=joint does.
 func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error) {
+	if o.Config == nil {
+		return nil, nil, errNoConfig
+	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var wg sync.WaitGroup
@@ -174,11 +177,13 @@ func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error
 	return server, worker, nil
 }
 
+var errNoConfig = fmt.Errorf("start: %w: no Config", van.ErrInvalid)
+
 var roles = map[string]van.Role{"server": van.Server, "worker": van.Worker, "scheduler": van.Scheduler}
 
 func newNode(o Options) (*Node, error) {
 	if o.Config == nil {
-		return nil, fmt.Errorf("start: %w: no Config", van.ErrInvalid)
+		return nil, errNoConfig
 	}
 	cfg := o.Config
 	role, ok := roles[cfg.Role]
@@ -373,7 +378,8 @@ func (n *Node) bind(ctx context.Context) error {
 
 // Barrier waits until as many members of the group have called it as the
 // original's group barrier counts: one for each group of instances. It is
-// released for those who asked. customer is usually 0.
+// released for those who asked. customer is usually 0. A call that ends with ctx
+// still counts for the others: the protocol has no way to take a request back.
 func (n *Node) Barrier(ctx context.Context, customer, group int) error {
 	return n.barrier(ctx, "barrier", customer, group, false)
 }

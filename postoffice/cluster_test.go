@@ -1,0 +1,283 @@
+package postoffice_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// vans runs test over both transports that every build has.
+func vans(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
+	t.Run("inproc", func(t *testing.T) { test(t, testcluster.Options{}) })
+	t.Run("zmq", func(t *testing.T) { test(t, testcluster.Options{ZMQ: true}) })
+}
+
+// within is a context that ends when something must have gone wrong.
+func within(t testing.TB, d time.Duration) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), d)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// TestJoint starts both roles in one process.
+func TestJoint(t *testing.T) {
+	for _, port := range []int{0, testcluster.FreePort(t)} {
+		t.Run(fmt.Sprintf("port %d", port), func(t *testing.T) {
+			l := &logText{}
+			root := testcluster.FreePort(t)
+			s := begin(t, nil, l, config(func(c *postoffice.Config) { c.Role, c.RootPort = "scheduler", root }))
+			server, worker, err := postoffice.StartJoint(t.Context(), postoffice.Options{Log: l.logger(),
+				Config: config(func(c *postoffice.Config) { c.Role, c.RootPort, c.Port = "joint", root, port })})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(server.Close)
+			t.Cleanup(worker.Close)
+			r := <-s
+			if r.err != nil {
+				t.Fatal(r.err)
+			}
+			if server.Role() != van.Server || server.ID() != van.ServerID(0) || worker.Role() != van.Worker || worker.ID() != van.WorkerID(0) {
+				t.Errorf("got %s and %s, want server 0 and worker 0", server.Name(), worker.Name())
+			}
+			if port != 0 {
+				for i, n := range []*postoffice.Node{server, worker} {
+					if want := fmt.Sprintf("%s at 127.0.0.1:%d", n.Name(), port+i); r.n.PeerName(n.ID()) != want {
+						t.Errorf("%q, want %q", r.n.PeerName(n.ID()), want)
+					}
+				}
+			}
+			all := []*postoffice.Node{r.n, server, worker}
+			together(t, all, func(n *postoffice.Node) error {
+				return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes)
+			})
+			together(t, all, func(n *postoffice.Node) error { return n.Finalize(within(t, 20*time.Second)) })
+		})
+	}
+}
+
+// TestJointFails: what is wrong with one of the two ends both.
+func TestJointFails(t *testing.T) {
+	_, _, err := postoffice.StartJoint(t.Context(), postoffice.Options{})
+	fails(t, err, van.ErrInvalid, "no Config")
+	port := testcluster.FreePort(t)
+	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: (*logText)(nil).logger(),
+		Config: config(func(c *postoffice.Config) { c.RootPort, c.StartTimeout = port, 200*time.Millisecond })})
+	fails(t, err, van.ErrTimeout, "worker at 127.0.0.1:", "server at 127.0.0.1:", fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
+	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: (*logText)(nil).logger(),
+		Config: config(func(c *postoffice.Config) { c.NumServers, c.NodeRank, c.RootPort = 2, 1, port })})
+	fails(t, err, van.ErrInvalid, "DMLC_NUM_WORKER 1") // the server would wait for a worker that cannot be
+}
+
+// together calls f for all nodes at once.
+func together(t testing.TB, nodes []*postoffice.Node, f func(n *postoffice.Node) error) {
+	t.Helper()
+	var wg sync.WaitGroup
+	for _, n := range nodes {
+		wg.Go(func() {
+			if err := f(n); err != nil {
+				t.Errorf("%s: %v", n.Name(), err)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// members are the nodes of a group.
+func members(c *testcluster.Cluster, group int) []*postoffice.Node {
+	return slices.DeleteFunc(c.Nodes(), func(n *postoffice.Node) bool {
+		return !slices.Contains(c.Scheduler.Members(group), n.ID())
+	})
+}
+
+// TestBarriers: over every group, a barrier of instances holds each until all have
+// come; one of groups counts a request for each group.
+func TestBarriers(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers, o.Servers, o.Group = 2, 1, 2
+		c := testcluster.Start(t, o)
+		for group := 1; group <= van.AllNodes; group++ {
+			nodes := members(c, group)
+			var came atomic.Int32
+			together(t, nodes, func(n *postoffice.Node) error {
+				came.Add(1)
+				err := n.InstanceBarrier(within(t, 20*time.Second), 0, group)
+				if got := int(came.Load()); got != len(nodes) {
+					t.Errorf("group %d: %s went on when %d of %d had come", group, n.Name(), got, len(nodes))
+				}
+				return err
+			})
+			first := slices.DeleteFunc(slices.Clone(nodes), func(n *postoffice.Node) bool { return n.Instance() != 0 })
+			together(t, first, func(n *postoffice.Node) error { return n.Barrier(within(t, 20*time.Second), 0, group) })
+		}
+		c.Finalize(t)
+	})
+}
+
+// TestBarrierErrors: a barrier that cannot end is an error, and the next one works.
+func TestBarrierErrors(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2})
+	w := c.Workers[0]
+	fails(t, w.Barrier(t.Context(), 0, van.ServerGroup), van.ErrInvalid, "worker 0 (id 9)", "this node is not in it")
+	fails(t, w.Barrier(t.Context(), 0, 8), van.ErrInvalid, "worker 0 (id 9)", "not in it")
+	fails(t, w.InstanceBarrier(t.Context(), 0, 0), van.ErrInvalid, "group 0: want 1 to 7")
+	fails(t, w.InstanceBarrier(t.Context(), -1, van.WorkerGroup), van.ErrInvalid, "customer -1: want 0 or more")
+
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	fails(t, w.InstanceBarrier(ctx, 0, van.WorkerGroup), van.ErrTimeout, "worker 0 (id 9): instance barrier", "the scheduler's log says who has not come")
+	// The others count the one that gave up: its request cannot be taken back.
+	if err := c.Workers[1].InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup); err != nil {
+		t.Error(err)
+	}
+	ctx, cancel = context.WithCancel(t.Context())
+	cancel()
+	fails(t, w.InstanceBarrier(ctx, 0, van.ServerGroup|van.WorkerGroup), context.Canceled)
+	together(t, c.Workers, func(n *postoffice.Node) error {
+		return n.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup)
+	})
+
+	// A member that is lost ends the barrier of the others.
+	waiting := make(chan error)
+	go func() { waiting <- w.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup) }()
+	c.Workers[1].Close()
+	fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "worker 1 (id 11) at 127.0.0.1:")
+	fails(t, c.Workers[1].Barrier(t.Context(), 0, van.WorkerGroup), van.ErrClosed)
+	// Those that do not need it work on.
+	if err := c.Servers[0].InstanceBarrier(within(t, 20*time.Second), 0, van.ServerGroup); err != nil {
+		t.Error(err)
+	}
+	// Finalize does, and names it.
+	for _, n := range []*postoffice.Node{w, c.Servers[0], c.Scheduler} {
+		fails(t, n.Finalize(within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), "worker 1 (id 11)")
+	}
+}
+
+// TestFinalizeDeadline: somebody who never comes is an error at the deadline.
+func TestFinalizeDeadline(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Set = func(c *postoffice.Config) { c.StopTimeout = 300 * time.Millisecond }
+		c := testcluster.Start(t, o)
+		err := c.Workers[0].Finalize(t.Context())
+		fails(t, err, van.ErrTimeout, "worker 0 (id 9)", "limit 300ms", "see its log")
+		if again := c.Workers[0].Finalize(t.Context()); again != err {
+			t.Errorf("a second call returned %v, want the same", again)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		if err := c.Servers[0].Finalize(ctx); err == nil {
+			t.Error("the server finalized without the worker")
+		}
+	})
+}
+
+// TestOnExit: exit functions run once, the last one first, when the node has left.
+func TestOnExit(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	for name, n := range map[string]*postoffice.Node{"finalize": c.Workers[0], "close": c.Servers[0]} {
+		var order []int
+		for i := range 3 {
+			n.OnExit(func() {
+				order = append(order, i)
+				if err := n.Barrier(t.Context(), 0, van.AllNodes); !errors.Is(err, van.ErrClosed) {
+					t.Errorf("%s: barrier in an exit function: %v, want %v", name, err, van.ErrClosed)
+				}
+			})
+		}
+		if name == "close" {
+			n.Close()
+		} else {
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			if err := n.Finalize(ctx); !errors.Is(err, context.Canceled) {
+				t.Errorf("finalize: %v", err)
+			}
+		}
+		n.Close()
+		if !slices.Equal(order, []int{2, 1, 0}) {
+			t.Errorf("%s: exit functions ran in order %v, want 2 1 0", name, order)
+		}
+	}
+}
+
+// peerEvent is a call of a function given to OnPeer.
+type peerEvent struct {
+	id    int
+	up    bool
+	cause error
+}
+
+// events collects what happens to peer id of n.
+func events(n *postoffice.Node, id int) (<-chan peerEvent, func()) {
+	ch := make(chan peerEvent, 64)
+	return ch, n.OnPeer(func(i int, up bool, cause error) {
+		if i == id {
+			ch <- peerEvent{i, up, cause}
+		}
+	})
+}
+
+// TestReplacement: a lost node is announced, its requests fail, and one that is
+// started in its place takes its id. Then everything works as before, twice.
+func TestReplacement(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers, o.Servers = 2, 2
+		c := testcluster.Start(t, o)
+		for round := range 2 {
+			for _, role := range []string{"server", "worker"} {
+				lost, watcher := &c.Servers[1], c.Workers[0]
+				if role == "worker" {
+					lost, watcher = &c.Workers[1], c.Servers[0]
+				}
+				id := (*lost).ID()
+				got, stop := events(watcher, id)
+				(*lost).Close()
+				e := <-got
+				if e.id != id || e.up {
+					t.Fatalf("round %d: %s heard %+v, want the loss of %s", round, watcher.Name(), e, van.NodeName(id))
+				}
+				fails(t, e.cause, van.ErrPeerLost)
+				for limit := within(t, 20*time.Second); len(c.Scheduler.DeadNodes(0)) == 0; runtime.Gosched() { // it notices by itself
+					if limit.Err() != nil {
+						t.Fatal("the scheduler does not notice")
+					}
+				}
+				if dead := watcher.DeadNodes(0); !slices.Equal(dead, []int{id}) {
+					t.Errorf("dead nodes are %v, want %d", dead, id)
+				}
+				n, err := c.Join(within(t, 20*time.Second), role, 1, nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				*lost = n
+				if n.ID() != id || !n.IsRecovery() {
+					t.Errorf("the replacement is %s (recovery %t), want %s", n.Name(), n.IsRecovery(), van.NodeName(id))
+				}
+				if e := <-got; e.id != id || !e.up || e.cause != nil {
+					t.Errorf("%s heard %+v, want the return of %s", watcher.Name(), e, van.NodeName(id))
+				}
+				stop()
+				if dead := watcher.DeadNodes(0); len(dead) > 0 {
+					t.Errorf("dead nodes are %v, want none", dead)
+				}
+			}
+		}
+		for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0], c.Scheduler} {
+			if n.IsRecovery() {
+				t.Errorf("%s replaced nobody", n.Name())
+			}
+		}
+		together(t, c.Nodes(), func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes) })
+		c.Finalize(t)
+	})
+}
