@@ -426,11 +426,32 @@ func (b *work) Sent() { b.unref() }
 // nothing was sent and the batch can still be answered. A second Response is
 // ErrAnswered.
 func (b Batch) Response(tensors []KeyTensor, done van.Completion) error {
+	return b.respond(len(tensors), func(i int) *Tensor {
+		if kt := find(tensors, b.pulls[i].Key); kt != nil {
+			return &kt.Val
+		}
+		return nil
+	}, done)
+}
+
+// ResponseInOrder is Response with tensors in the order of the pulls, of which
+// there must be as many.
+func (b Batch) ResponseInOrder(tensors []Tensor, done van.Completion) error {
+	return b.respond(len(tensors), func(i int) *Tensor {
+		if i < len(tensors) {
+			return &tensors[i]
+		}
+		return nil
+	}, done)
+}
+
+// respond answers each pull with what answer has for it.
+func (b Batch) respond(n int, answer func(pull int) *Tensor, done van.Completion) error {
 	s, instance := b.s, b.instance
 	if !b.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
 		return &van.Error{Op: "respond", Node: s.node.Name(), Err: ErrAnswered, Hint: "respond once to each batch"}
 	}
-	if err := b.checkAnswer(tensors); err != nil {
+	if err := b.checkAnswer(n, answer); err != nil {
 		b.state.Store(b.gen << 1)
 		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(instance), Err: err}
 	}
@@ -441,7 +462,7 @@ func (b Batch) Response(tensors []KeyTensor, done van.Completion) error {
 	var errs []error
 	for i := range b.pulls {
 		p := &b.pulls[i]
-		if err := s.reply(p.reply, find(tensors, p.Key), b.work, done); err != nil {
+		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *answer(i)}, b.work, done); err != nil {
 			errs = append(errs, err)
 		}
 	}
@@ -449,20 +470,20 @@ func (b Batch) Response(tensors []KeyTensor, done van.Completion) error {
 }
 
 // checkAnswer refuses tensors that do not fit the pulls.
-func (b *work) checkAnswer(tensors []KeyTensor) error {
+func (b *work) checkAnswer(n int, answer func(pull int) *Tensor) error {
 	for i := range b.pulls {
 		p := &b.pulls[i]
-		t := find(tensors, p.Key)
+		t := answer(i)
 		switch {
 		case t == nil:
-			return fmt.Errorf("%w: no tensor with key %d among the %d given", van.ErrInvalid, p.Key, len(tensors))
-		case t.Val.Len() != p.Len:
+			return fmt.Errorf("%w: no tensor with key %d among the %d given", van.ErrInvalid, p.Key, n)
+		case t.Len() != p.Len:
 			return fmt.Errorf("%w: tensor %s for key %d has %d bytes, the worker's pull tensor %s%v has %d", van.ErrInvalid,
-				t.Val.String(), p.Key, t.Val.Len(), p.Dtype, p.Shape, p.Len)
+				t.String(), p.Key, t.Len(), p.Dtype, p.Shape, p.Len)
 		}
 	}
-	if n := len(b.pulls); len(tensors) > n {
-		return fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, len(tensors), n)
+	if len(b.pulls) < n {
+		return fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, n, len(b.pulls))
 	}
 	return nil
 }

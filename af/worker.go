@@ -83,9 +83,11 @@ func (w *TensorWorker) ZBatchPushPull(push, pull []KeyTensor) (handler int32, er
 	b := w.take()
 	b.pushes = append(b.pushes[:0], push...)
 	b.pulls = append(b.pulls[:0], pull...)
+	b.hold()
 	b.p, b.q = len(push), len(pull)/len(w.servers)
 	b.fillKeys()
 	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, w.servers); err != nil {
+		b.Finished(err)
 		b.Recycle()
 		return 0, err
 	}
@@ -277,8 +279,25 @@ func (b *batch) Answer(i, from int, msg *van.Message) error {
 	return b.w.node.Backend().Copy(slot.Val.mem, msg.Vals)
 }
 
-// Finished is called when all answers are in.
-func (b *batch) Finished(error) {}
+// hold keeps the memory of the tensors until Finished, if their owners count.
+func (b *batch) hold() {
+	for i := range b.pushes {
+		b.pushes[i].Val.mem.Retain()
+	}
+	for i := range b.pulls {
+		b.pulls[i].Val.mem.Retain()
+	}
+}
+
+// Finished is called when the batch is over: the tensors are the caller's again.
+func (b *batch) Finished(error) {
+	for i := range b.pushes {
+		b.pushes[i].Val.mem.Release()
+	}
+	for i := range b.pulls {
+		b.pulls[i].Val.mem.Release()
+	}
+}
 
 // Wait waits until all servers have answered everything of the batch that
 // ZBatchPushPull returned handler for, and forgets it: its tensors are the
@@ -302,6 +321,16 @@ func (w *TensorWorker) Wait(ctx context.Context, handler int32) error {
 func (w *TensorWorker) WaitFor(ctx context.Context, handler int32, limit time.Duration) error {
 	return w.customer.Wait(ctx, handler, max(limit, time.Nanosecond))
 }
+
+// WaitSlice is WaitFor for those who have to look after something else now and
+// then: when slice passes first it returns postoffice.ErrPending, and the batch
+// stays in flight. A limit of 0 is none.
+func (w *TensorWorker) WaitSlice(ctx context.Context, handler int32, limit, slice time.Duration) error {
+	return w.customer.WaitSlice(ctx, handler, limit, slice)
+}
+
+// Customer is the worker's share of its node, which knows its requests in flight.
+func (w *TensorWorker) Customer() *postoffice.Customer { return w.customer }
 
 // GetAllHandlers returns the timestamps of the batch with the given handler:
 // pushes, then pull indices. For a handler that has been waited for, or is

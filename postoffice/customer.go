@@ -17,6 +17,9 @@ import (
 // already, or finished so long ago that it was forgotten.
 var ErrUnknownHandler = errors.New("unknown handler")
 
+// ErrPending: WaitSlice ended before the request did. Wait again.
+var ErrPending = errors.New("not finished yet")
+
 // errLate marks an answer that nobody waits for any more.
 var errLate = errors.New("late or unknown answer")
 
@@ -156,6 +159,13 @@ func (c *Customer) Abort(r *Request, err error) { r.fail(err) }
 // the request does, the request is given up and the error names who has not
 // answered.
 func (c *Customer) Wait(ctx context.Context, ts int32, limit time.Duration) error {
+	return c.WaitSlice(ctx, ts, limit, 0)
+}
+
+// WaitSlice is Wait for those who have to look after something else now and then:
+// when slice passes first it returns ErrPending, and the request stays as it is.
+// A slice of 0 is Wait.
+func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Duration) error {
 	c.mu.Lock()
 	r := c.lookup(ts)
 	if r == nil || r.first != ts || r.waiting {
@@ -168,7 +178,7 @@ func (c *Customer) Wait(ctx context.Context, ts int32, limit time.Duration) erro
 	r.waiting = true
 	r.mu.Unlock()
 	var timer *time.Timer
-	if limit > 0 {
+	if limit > 0 || slice > 0 {
 		if k := len(c.timers); k > 0 {
 			timer, c.timers = c.timers[k-1], c.timers[:k-1]
 		} else {
@@ -177,16 +187,47 @@ func (c *Customer) Wait(ctx context.Context, ts int32, limit time.Duration) erro
 	}
 	c.mu.Unlock()
 
-	err := r.wait(ctx, limit, timer)
+	err := r.wait(ctx, limit, slice, timer)
 
 	c.mu.Lock()
 	if timer != nil {
 		c.timers = append(c.timers, timer)
 	}
+	if err == ErrPending {
+		r.mu.Lock()
+		r.waiting = false
+		done, gen := r.state == finished, r.gen
+		r.mu.Unlock()
+		c.mu.Unlock()
+		if done { // meanwhile, and left to this waiter
+			c.completed(r, gen)
+		}
+		return err
+	}
 	c.forget(r)
 	c.mu.Unlock()
 	c.recycle(r)
 	return err
+}
+
+// Batch returns the handler of the request in flight that timestamp ts belongs to,
+// and whether all answers to ts itself are in; ok is false when there is none.
+func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r := c.lookup(ts)
+	if r == nil || ts < r.first || ts >= r.first+r.n {
+		return 0, false, false, nil
+	}
+	answered, err = r.answered(ts)
+	return r.first, answered, true, err
+}
+
+// Given tells whether ts has been given out.
+func (c *Customer) Given(ts int32) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return ts >= 0 && ts < c.next
 }
 
 // unknown says why a handler cannot be waited for.
@@ -209,7 +250,7 @@ func (c *Customer) unknown(ts, next int32, waiting bool, r *Request) error {
 // displaces is forgotten.
 func (c *Customer) completed(r *Request, gen uint64) {
 	c.mu.Lock()
-	if _, ok := c.live[r]; !ok || r.waiting || r.gen != gen {
+	if _, ok := c.live[r]; !ok || r.waiting || r.gen != gen || r.place >= 0 {
 		c.mu.Unlock()
 		return
 	}

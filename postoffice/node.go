@@ -37,6 +37,12 @@ func DefaultConfig() *Config { return env.Default() }
 // sense.
 func LoadConfig() (*Config, error) { return env.LoadFrom(env.OS()) }
 
+// LoadConfigFrom reads variables from somewhere else: lookup returns a value and
+// whether it is set, names, which may be nil, lists what is set.
+func LoadConfigFrom(lookup func(name string) (string, bool), names func() []string) (*Config, error) {
+	return env.LoadFrom(env.Source{Lookup: lookup, Names: names})
+}
+
 // Options of Start.
 type Options struct {
 	Config *Config // required

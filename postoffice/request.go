@@ -243,11 +243,19 @@ func join(names []string) string {
 
 // wait waits until r is finished and returns its error. When ctx ends or limit
 // (counted from Open; 0 none) passes first, the request is given up: its memory
-// is the caller's again and late answers are dropped.
-func (r *Request) wait(ctx context.Context, limit time.Duration, timer *time.Timer) error {
-	if limit > 0 {
-		left := limit - time.Duration(clock.Now()-r.start)
-		timer.Reset(max(left, 0))
+// is the caller's again and late answers are dropped. When slice (counted from
+// now; 0 none) passes first, wait returns ErrPending.
+func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *time.Timer) error {
+	sliced := slice > 0
+	if limit > 0 || sliced {
+		left := slice
+		if limit > 0 {
+			left = max(limit-time.Duration(clock.Now()-r.start), 0)
+			if sliced = sliced && slice < left; sliced {
+				left = slice
+			}
+		}
+		timer.Reset(left)
 		defer timer.Stop()
 	}
 	r.poll(ctx, limit)
@@ -257,7 +265,7 @@ func (r *Request) wait(ctx context.Context, limit time.Duration, timer *time.Tim
 	default:
 	}
 	var expired <-chan time.Time
-	if limit > 0 {
+	if timer != nil {
 		expired = timer.C
 	}
 	select {
@@ -266,6 +274,9 @@ func (r *Request) wait(ctx context.Context, limit time.Duration, timer *time.Tim
 	case <-ctx.Done():
 		r.giveUp(context.Cause(ctx), limit)
 	case <-expired:
+		if sliced {
+			return ErrPending
+		}
 		r.giveUp(van.ErrTimeout, limit)
 	}
 	<-r.done // answers that are being taken end soon
@@ -285,6 +296,23 @@ func (r *Request) poll(ctx context.Context, limit time.Duration) {
 		runtime.Gosched() // another waiter may be the one who polls
 		p.Poll(r.isDone)
 	}
+}
+
+// answered tells whether nobody owes an answer to timestamp index i any more, or r
+// has failed, and why.
+func (r *Request) answered(ts int32) (bool, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	i := int(ts - r.first)
+	if r.state != open || i < 0 || i >= int(r.n) {
+		return true, r.err
+	}
+	for _, w := range r.owed[i*r.words : (i+1)*r.words] {
+		if w != 0 {
+			return false, nil
+		}
+	}
+	return r.busy == 0, nil
 }
 
 // giveUp fails r because its waiter does not want to wait longer.

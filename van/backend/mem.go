@@ -76,6 +76,28 @@ func At(p unsafe.Pointer, n int, d Device, owner any) Mem {
 	return Mem{ptr: p, n: n, dev: d, owner: owner}
 }
 
+// Holder is an owner that counts who uses its memory, for memory that is freed by
+// hand. A transport that keeps a Mem beyond Send retains its owner until it lets
+// go. Both methods may be called on any goroutine and must not block.
+type Holder interface {
+	Retain()
+	Release()
+}
+
+// Retain keeps the memory if its owner is a Holder.
+func (m Mem) Retain() {
+	if h, ok := m.owner.(Holder); ok {
+		h.Retain()
+	}
+}
+
+// Release ends a Retain.
+func (m Mem) Release() {
+	if h, ok := m.owner.(Holder); ok {
+		h.Release()
+	}
+}
+
 // Len is the length in bytes.
 func (m Mem) Len() int { return m.n }
 

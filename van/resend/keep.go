@@ -48,6 +48,9 @@ func (e *entry) release() {
 	}
 	done := e.done
 	e.done = nil
+	for i := range e.msg.Frames {
+		e.msg.Frame(i).Release()
+	}
 	e.msg.Reset()
 	entries.Put(e)
 	if done != nil {
@@ -85,6 +88,7 @@ func (v *Van) Send(m *van.Message) error {
 		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may use it again at once
 			f = backend.Bytes(e.short[i][:copy(e.short[i][:], f.Host())])
 		}
+		f.Retain()
 		e.msg.SetFrame(i, f)
 	}
 	e.msg.Done = e

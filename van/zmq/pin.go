@@ -2,26 +2,28 @@ package zmq
 
 import (
 	"runtime"
-	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // pinned keeps the memory of one frame where it is, and its owner reachable.
 type pinned struct {
-	pin   runtime.Pinner
-	ptr   unsafe.Pointer
-	owner any
+	pin runtime.Pinner
+	mem backend.Mem
 }
 
 func (p *pinned) hold(m backend.Mem) {
 	p.pin.Pin((*byte)(m.Ptr())) // does nothing for memory that is not Go's
-	p.ptr, p.owner = m.Ptr(), m.Owner()
+	m.Retain()
+	p.mem = m
 }
 
 func (p *pinned) drop() {
-	if p.ptr != nil {
-		p.pin.Unpin()
-		p.ptr, p.owner = nil, nil
+	if p.mem.Len() == 0 {
+		return
 	}
+	p.pin.Unpin()
+	m := p.mem
+	p.mem = backend.Mem{}
+	m.Release()
 }
