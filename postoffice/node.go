@@ -209,7 +209,7 @@ func newNode(o Options) (*Node, error) {
 	if n.baseLog == nil {
 		n.baseLog = logx.New(os.Stderr, cfg)
 	}
-	n.log = n.baseLog.With(logx.Rank, nodeRank{n}, logx.ID, nodeID{n})
+	n.log = logx.With(n.baseLog, slog.Any(logx.Rank, nodeRank{n}), slog.Any(logx.ID, nodeID{n}))
 	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
 	for _, w := range cfg.Warnings {
 		n.log.Warn(w)

@@ -1,0 +1,43 @@
+package logx
+
+import (
+	"context"
+	"log/slog"
+)
+
+// With is l.With for attributes whose values are slog.LogValuers that change.
+// Handlers other than this package's ask a value only once, in With; for those
+// the attributes are added to each record.
+func With(l *slog.Logger, attrs ...slog.Attr) *slog.Logger {
+	h := l.Handler()
+	if _, ours := h.(*handler); ours {
+		return slog.New(h.WithAttrs(attrs))
+	}
+	return slog.New(&late{h, attrs})
+}
+
+// late adds attributes to each record.
+type late struct {
+	slog.Handler
+	attrs []slog.Attr
+}
+
+// Handle implements slog.Handler.
+func (h *late) Handle(ctx context.Context, r slog.Record) error {
+	r = r.Clone()
+	r.AddAttrs(h.attrs...)
+	return h.Handler.Handle(ctx, r)
+}
+
+// WithAttrs implements slog.Handler.
+func (h *late) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &late{h.Handler.WithAttrs(attrs), h.attrs}
+}
+
+// WithGroup implements slog.Handler.
+func (h *late) WithGroup(name string) slog.Handler {
+	if name == "" {
+		return h
+	}
+	return &late{h.Handler.WithGroup(name), h.attrs}
+}

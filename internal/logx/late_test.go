@@ -1,0 +1,40 @@
+package logx_test
+
+import (
+	"bytes"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/logx"
+)
+
+// changing is a value that becomes known later.
+type changing struct{ v *int }
+
+func (c changing) LogValue() slog.Value { return slog.IntValue(*c.v) }
+
+// TestWith: values that change are asked for each line, whatever the handler.
+func TestWith(t *testing.T) {
+	var b bytes.Buffer
+	for _, x := range []struct {
+		l    *slog.Logger
+		want []string
+	}{
+		{logx.New(&b, env.Default()), []string{"r1/-", "r2/-", "a=1", "k=3"}},
+		{slog.New(slog.NewTextHandler(&b, nil)), []string{"rank=1", "rank=2", "a=1", "g.k=3"}},
+	} {
+		b.Reset()
+		v := 1
+		l := logx.With(x.l, slog.Any(logx.Rank, changing{&v})).With("a", 1)
+		l.Warn("first")
+		v = 2
+		l.WithGroup("g").Warn("second", "k", 3)
+		for _, want := range x.want {
+			if !strings.Contains(b.String(), want) {
+				t.Errorf("no %q in\n%s", want, b.String())
+			}
+		}
+	}
+}
