@@ -3,7 +3,6 @@ package postoffice
 import (
 	"context"
 	"fmt"
-	"math/bits"
 	"runtime"
 	"slices"
 	"sync"
@@ -328,15 +327,4 @@ func (r *Request) giveUp(cause error, limit time.Duration) {
 	}
 	r.state = failing
 	r.settle()
-}
-
-// outstanding counts the answers owed, for statistics.
-func (r *Request) outstanding() int {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	n := 0
-	for _, w := range r.owed {
-		n += bits.OnesCount64(w)
-	}
-	return n
 }

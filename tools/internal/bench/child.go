@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
@@ -37,7 +38,10 @@ type cluster struct {
 }
 
 // startCluster starts the three children. spec is handed to each.
+//
+// The children die with the calling goroutine's thread, to which it is locked.
 func startCluster(ctx context.Context, van string, spec []string, stderr io.Writer) (*cluster, error) {
+	runtime.LockOSThread()
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -84,6 +88,7 @@ func startCluster(ctx context.Context, van string, spec []string, stderr io.Writ
 var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHREADS", "DMLC_LOCAL", "PS_RESEND", "PS_RESEND_TIMEOUT"}
 
 func (c *cluster) kill() {
+	defer runtime.UnlockOSThread()
 	for _, cmd := range c.cmds {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
@@ -92,6 +97,7 @@ func (c *cluster) kill() {
 
 // wait waits for all children and returns the CPU seconds of each.
 func (c *cluster) wait() (map[string]float64, error) {
+	defer runtime.UnlockOSThread()
 	cpu := map[string]float64{}
 	var first error
 	for role, cmd := range c.cmds {

@@ -18,7 +18,6 @@ type latency struct {
 	push, pull    int
 	iters, warmup int
 	rounds        int // blocks of ours and of the floor, alternating
-	handler       func(af.Batch)
 }
 
 // page is the distance between stamps in a tensor: what the server answers depends
