@@ -176,7 +176,10 @@ type logText struct {
 	changed chan struct{}
 }
 
-func (l *logText) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
+// logger writes everything to l, also a line for each message.
+func (l *logText) logger() *slog.Logger {
+	return slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
 
 func (l *logText) Write(p []byte) (int, error) {
 	l.mu.Lock()

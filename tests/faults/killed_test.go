@@ -119,9 +119,10 @@ func TestWorkerKilledInBatch(t *testing.T) {
 	serveAll(t, c)
 	w := worker(t, c.Workers[0])
 	victim.expect("ready")
+	l.waitFor(t, "msg=recv", `peer="worker 1 (id 11)"`, "head=1")
 	work(t, 1, w)
 	victim.kill()
-	l.waitFor(t, "gave up unfinished batches", "worker 1 (id 11)", "batches=1")
+	l.waitFor(t, "rank=0 id=8", "gave up unfinished batches", "worker 1 (id 11)", "batches=1")
 	work(t, 1, w)
 
 	next := spawn(t, c, "worker", 1, works) // begins at timestamp 0 as the first one did

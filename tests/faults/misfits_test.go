@@ -1,0 +1,99 @@
+package faults
+
+import (
+	"fmt"
+	"net"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestMisfits: nodes that cannot be part of a working cluster are told why, and
+// the cluster does not notice.
+func TestMisfits(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2})
+	serveAll(t, c)
+	w0, w1 := worker(t, c.Workers[0]), worker(t, c.Workers[1])
+	work(t, 1, w0, w1)
+	for _, x := range []struct {
+		name     string
+		role     string
+		rank     int
+		set      func(*postoffice.Config)
+		sentinel error
+		texts    []string
+	}{
+		{"one more worker", "worker", 0, nil, postoffice.ErrRefused, []string{"worker at 127.0.0.1:", "all 2 places for a worker are taken", "DMLC_NUM_WORKER=2", "none of its nodes is dead"}},
+		{"one more server", "server", 0, nil, postoffice.ErrRefused, []string{"server at 127.0.0.1:", "all 1 places for a server are taken", "DMLC_NUM_SERVER=1"}},
+		{"a rank beyond", "worker", 1, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 5, 4 }, postoffice.ErrRefused, []string{"all 2 places for a worker are taken"}},
+		{"a second scheduler", "scheduler", 0, nil, syscall.EADDRINUSE, []string{"scheduler", fmt.Sprint(c.Port), "another process listens there", "DMLC_PS_ROOT_PORT"}},
+		{"a server that is no scheduler", "worker", 0, func(cfg *postoffice.Config) {
+			cfg.RootPort, cfg.StartTimeout = portOf(t, c, c.Servers[0]), 300*time.Millisecond
+		}, van.ErrTimeout, []string{"has not answered", "DMLC_PS_ROOT_PORT"}},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			_, err := c.Join(within(t, 15*time.Second), x.role, x.rank, x.set)
+			fails(t, err, x.sentinel, x.texts...)
+			work(t, 1, w0, w1)
+		})
+	}
+	c.Finalize(t)
+}
+
+// portOf is the port at which n listens.
+func portOf(t testing.TB, c *testcluster.Cluster, n *postoffice.Node) int {
+	t.Helper()
+	if n == c.Scheduler {
+		return c.Port
+	}
+	var port int
+	if _, err := fmt.Sscanf(c.Scheduler.PeerName(n.ID()), van.NodeName(n.ID())+" at 127.0.0.1:%d", &port); err != nil {
+		t.Fatalf("%s: %v", c.Scheduler.PeerName(n.ID()), err)
+	}
+	return port
+}
+
+// TestPortInUse: a worker or server whose DMLC_PORT is taken says so and takes
+// another.
+func TestPortInUse(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	port := taken.Addr().(*net.TCPAddr).Port
+	l := &logText{}
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Log: l.logger(), Set: func(c *postoffice.Config) { c.Port = port }})
+	serveAll(t, c)
+	for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0]} {
+		took := portOf(t, c, n)
+		if took == port {
+			t.Errorf("%s says that it has port %d, which is taken", n.Name(), port)
+		}
+		l.waitFor(t, "level=WARN", "DMLC_PORT is in use, took another", fmt.Sprintf("asked=%d took=%d", port, took))
+	}
+	work(t, 1, worker(t, c.Workers[0]))
+	c.Finalize(t)
+}
+
+// TestMisfitsAtStart: a node without a place, and one that gives up, do not keep a
+// cluster from starting.
+func TestMisfitsAtStart(t *testing.T) {
+	var without, impatient error
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: func(c *testcluster.Cluster, role string, _ int) bool {
+		if role == "server" { // the scheduler runs, and nobody else yet
+			_, without = c.Join(within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 3, 2 })
+			_, impatient = c.Join(within(t, 15*time.Second), "worker", 1, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
+		}
+		return false
+	}})
+	fails(t, without, postoffice.ErrRefused, "preferred rank 2 of a worker, but there are only ranks 0 to 1", "DMLC_NODE_RANK")
+	fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 300ms")
+	serveAll(t, c)
+	work(t, 1, worker(t, c.Workers[0]), worker(t, c.Workers[1]))
+	c.Finalize(t)
+}

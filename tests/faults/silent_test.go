@@ -1,0 +1,96 @@
+package faults
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// vans runs test over every transport, plain and with PS_RESEND.
+func vans(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
+	for _, zmq := range []bool{false, true} {
+		for _, resend := range []bool{false, true} {
+			t.Run(fmt.Sprintf("zmq %t resend %t", zmq, resend), func(t *testing.T) {
+				test(t, testcluster.Options{ZMQ: zmq, Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = resend, 100*time.Millisecond }})
+			})
+		}
+	}
+}
+
+// TestNoAnswer: a server that does not answer in time is named in the error, with
+// the time and the limit. From then on the tensors are the caller's: an answer
+// that comes too late changes none of them.
+func TestNoAnswer(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers = 2
+		c := testcluster.Start(t, o)
+		serve(t, c.Servers[0], echoes(t))
+		late := make(chan af.Batch, 1)
+		serve(t, c.Servers[1], func(b af.Batch) {
+			if bytes.Equal(b.Pushes()[0].Val.Bytes(), []byte("never")) {
+				late <- b
+				return
+			}
+			echoes(t)(b)
+		})
+		w := worker(t, c.Workers[0])
+		const limit = 200 * time.Millisecond
+		for _, x := range []struct {
+			name     string
+			wait     func(h int32) error
+			sentinel error
+			texts    []string
+		}{
+			{"WaitFor", func(h int32) error { return w.WaitFor(t.Context(), h, limit) }, van.ErrTimeout, []string{"(limit 200ms)"}},
+			{"Timeout", func(h int32) error { w.Timeout = limit; return w.Wait(t.Context(), h) }, van.ErrTimeout, []string{"(limit 200ms)"}},
+			{"deadline", func(h int32) error { return w.Wait(within(t, limit), h) }, context.DeadlineExceeded, []string{van.ErrTimeout.Error()}},
+		} {
+			h, pulls, err := request(w, 2, []byte("never"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			began := time.Now()
+			err = x.wait(h)
+			if d := time.Since(began); d > soon {
+				t.Errorf("%s: waited %s", x.name, d)
+			}
+			w.Timeout = 0
+			fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull", fmt.Sprintf("handler %d: no answer from server 1 (id 10) at 127.0.0.1:", h),
+				"(1 of 2 answers missing)", "after ")...)
+			fails(t, err, van.ErrTimeout)
+			if bytes.Contains([]byte(err.Error()), []byte("server 0")) {
+				t.Errorf("%s: %q names a server that has answered", x.name, err)
+			}
+			copy(pulls[1], "mine!")
+			if err := answer(<-late); err != nil {
+				t.Error(err)
+			}
+			work(t, 2, w) // comes after the late answer on the same connection
+			if string(pulls[1]) != "mine!" {
+				t.Errorf("%s: a late answer has written %q to a tensor that is the caller's again", x.name, pulls[1])
+			}
+			fails(t, w.Wait(t.Context(), h), postoffice.ErrUnknownHandler)
+		}
+		// A wait that the caller ends is no timeout.
+		h, _, err := request(w, 2, []byte("never"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() {
+			b := <-late
+			cancel()
+			b.Release() // will never be answered
+		}()
+		fails(t, w.Wait(ctx, h), context.Canceled, "no answer from server 1 (id 10)")
+		work(t, 2, w)
+		c.Finalize(t)
+	})
+}
