@@ -1,0 +1,260 @@
+/* Texts that help() shows. The part of a function's text before "--" is its
+ * signature, which CPython cuts off and gives to inspect.signature. */
+#ifndef STEPAF_FSERVER_DOCS_H
+#define STEPAF_FSERVER_DOCS_H
+
+#define DOC_MODULE \
+	"Tensors between attention processes (workers) and FFN processes (servers).\n" \
+	"\n" \
+	"A process is one node of a cluster: the scheduler, a worker or a server, as\n" \
+	"DMLC_ROLE says. All call init(). A worker then calls push_pull() and wait(), a\n" \
+	"server get_batch() and respond(). stop() leaves the cluster together.\n" \
+	"\n" \
+	"    import fserver_lib as f\n" \
+	"    f.init()\n" \
+	"    h = f.push_pull([x], [1], [y], [2])           # worker: send x, y is to be filled\n" \
+	"    f.wait(h)                                     # y is there, both are yours again\n" \
+	"    for handler, tensors, keys in f.get_batch():  # server: one batch of each worker\n" \
+	"        f.respond([g(tensors[0])], handler)\n" \
+	"\n" \
+	"Tensors are torch.Tensor, or anything with __dlpack__ (NumPy, JAX, CuPy). They\n" \
+	"must be C-contiguous, have at most 8 dimensions and less than 2 GiB. They are\n" \
+	"not copied in Python. Read-only arrays can be pushed but not pulled into.\n" \
+	"\n" \
+	"Keys are ints in 0..2**64-1 of the program's choice. A handler is the int that\n" \
+	"names a request (push_pull) or a batch (get_batch). Lists may be any sequence.\n" \
+	"Times are ints in milliseconds (timeout_ms) or nanoseconds (traces).\n" \
+	"\n" \
+	"Every call works from any thread, lets other threads run while it waits, and is\n" \
+	"ended by Ctrl-C. The environment is read by init(), not by the import. After a\n" \
+	"fork the child cannot use the module: start processes with method \"spawn\".\n" \
+	"\n" \
+	"All errors are fserver_lib.Error, a RuntimeError; the classes TimeoutError,\n" \
+	"ConnectionError, ValueError and TypeError are the built-in ones as well, so\n" \
+	"\"except TimeoutError\" works."
+
+#define DOC_INIT \
+	"init($module, /, *, timeout_ms=None)\n--\n\n" \
+	"Join the cluster that the environment describes; return when all nodes are there.\n" \
+	"\n" \
+	"Reads DMLC_ROLE (worker, server, scheduler), DMLC_NUM_WORKER, DMLC_NUM_SERVER,\n" \
+	"DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, and if set DMLC_NODE_RANK,\n" \
+	"DMLC_GROUP_SIZE, STEPMESH_GPU and the others of docs/env.md. Call it once per\n" \
+	"process. On the scheduler it returns too; the process must then stay, in stop()\n" \
+	"or asleep. While waiting it logs every few seconds who is missing.\n" \
+	"\n" \
+	"timeout_ms: limit in milliseconds; None means STEPAF_START_TIMEOUT (300 s).\n" \
+	"\n" \
+	"Raises TimeoutError (names the missing nodes), ValueError (a variable makes no\n" \
+	"sense: names it, its value and what is allowed), Error (second call, forked\n" \
+	"process, the scheduler refused this node)."
+
+#define DOC_STOP \
+	"stop($module, /, *, timeout_ms=None)\n--\n\n" \
+	"Wait until every node, the scheduler too, has called stop(), then leave.\n" \
+	"\n" \
+	"Calling it again, or without init(), does nothing. At the end of the interpreter\n" \
+	"a node that has not called it leaves without waiting for the others. Tensors that\n" \
+	"get_batch() returned stay valid.\n" \
+	"\n" \
+	"timeout_ms: limit in milliseconds; None means STEPAF_STOP_TIMEOUT (30 s) on a\n" \
+	"worker, and no limit on the others, which serve until the workers are done.\n" \
+	"\n" \
+	"Raises TimeoutError (names the missing nodes), ConnectionError (a node was lost).\n" \
+	"The node has left in either case."
+
+#define DOC_PUSH_PULL \
+	"push_pull($module, /, push_tensors, push_keys, pull_tensors, pull_keys, need_event=True)\n--\n\n" \
+	"Worker: send tensors to all servers, and have tensors filled by them. Returns at once.\n" \
+	"\n" \
+	"push_tensors: sequence of tensors. Each goes to every server, with its dtype and\n" \
+	"    shape. One without elements is fine.\n" \
+	"push_keys: one int in 0..2**64-1 for each push tensor, all different.\n" \
+	"pull_tensors: sequence of writable tensors to be filled. With S servers, their\n" \
+	"    number is a multiple of S, and server i fills number [i*B, (i+1)*B) with\n" \
+	"    B = len(pull_tensors) // S. The answer must have as many bytes as the tensor;\n" \
+	"    dtype and shape are not compared.\n" \
+	"pull_keys: one key for each pull tensor; those for one server all different.\n" \
+	"need_event: with GPU tensors, True sends after the work queued so far on the\n" \
+	"    current CUDA stream; False sends at once. No effect on CPU tensors.\n" \
+	"\n" \
+	"Both lists may be empty, but not both at once. Until wait() has returned do not\n" \
+	"write to the push tensors or use the pull tensors; the library holds references\n" \
+	"to them, so they may go out of scope.\n" \
+	"\n" \
+	"Returns the handler (int) for wait(). Handlers count up from 0: the call uses one\n" \
+	"for each push tensor, then one for each of the B pulls, and returns the first.\n" \
+	"\n" \
+	"Raises ValueError (lengths that do not fit, a key out of range or twice, a tensor\n" \
+	"not contiguous, too large, read-only or on a wrong device; names the argument),\n" \
+	"TypeError (not a tensor, not an int), ConnectionError (a server is lost), Error\n" \
+	"(not a worker, before init() or after stop()). Nothing is sent then."
+
+#define DOC_WAIT \
+	"wait($module, /, handler, timeout_ms=10000)\n--\n\n" \
+	"Worker: wait until all servers have answered the request.\n" \
+	"\n" \
+	"handler: what push_pull() returned. A later one of the same request (see\n" \
+	"    get_all_handlers) waits for that tensor only.\n" \
+	"timeout_ms: limit in milliseconds, counted from push_pull(), not from this call.\n" \
+	"\n" \
+	"Afterwards the pull tensors are filled, and all tensors of the request are yours\n" \
+	"again. Waiting for the same handler again returns at once.\n" \
+	"\n" \
+	"Raises TimeoutError (names the servers that have not answered; the request is\n" \
+	"given up, late answers are dropped), ConnectionError (a server that owes an answer\n" \
+	"is lost), ValueError (unknown handler), KeyboardInterrupt (the request goes on, wait\n" \
+	"again), Error (not a worker, before init(), stopped)."
+
+#define DOC_GET_ALL_HANDLERS \
+	"get_all_handlers($module, handler, /)\n--\n\n" \
+	"Worker: the handlers of all tensors of a request, as a list of ints.\n" \
+	"\n" \
+	"handler: what push_pull() returned.\n" \
+	"\n" \
+	"[h, h+1, ...]: the push tensors in order, then one for each pull of a server. Call\n" \
+	"it before wait(); for a handler that was waited for, or is not known, it is [handler]."
+
+#define DOC_FETCH_TRACE \
+	"fetch_trace($module, handler, /)\n--\n\n" \
+	"Worker: when one tensor passed which point, a list of 8 ints in nanoseconds.\n" \
+	"\n" \
+	"handler: one of get_all_handlers(). Valid once its answer is there, so call it after\n" \
+	"    wait(); zeros before. With several servers it is that of the last answer.\n" \
+	"\n" \
+	"  0 request.start      worker: the message enters the transport\n" \
+	"  1 request.postsend   worker: just before it is handed to the network\n" \
+	"  2 request.postrecv   server: it has arrived\n" \
+	"  3 request.process    server: handed to the application\n" \
+	"  4 response.start     server: the answer enters the transport\n" \
+	"  5 response.postsend  server: just before it is handed to the network\n" \
+	"  6 response.postrecv  worker: it has arrived\n" \
+	"  7 response.process   worker: the request is told\n" \
+	"\n" \
+	"0, 1, 6, 7 are of the worker's clock, get_nanosecond(); 2 to 5 of the server's. Take\n" \
+	"differences within one host only, or (t6-t1) - (t5-t2), the time on the network.\n" \
+	"Stamps of a StepMesh peer that does not send them are 0.\n" \
+	"\n" \
+	"Raises ValueError (unknown or too old a handler), Error (not a worker, before init())."
+
+#define DOC_GET_NANOSECOND \
+	"get_nanosecond($module, /)\n--\n\n" \
+	"The clock of the traces: an int in nanoseconds since this host's boot, monotonic.\n" \
+	"\n" \
+	"Comparable between processes of one host. Works in every role and before init()."
+
+#define DOC_GET_BATCH \
+	"get_batch($module, /, *, timeout_ms=None)\n--\n\n" \
+	"Server: wait until every worker has sent a batch; return the oldest of each.\n" \
+	"\n" \
+	"timeout_ms: limit in milliseconds; None waits without limit. After a timeout no\n" \
+	"    batch is lost: call again.\n" \
+	"\n" \
+	"Returns a list of DMLC_NUM_WORKER tuples, in the order of the workers' ranks:\n" \
+	"\n" \
+	"    (handler, tensors, keys)\n" \
+	"\n" \
+	"handler: int, for respond(). tensors, keys: what that worker pushed, in its order,\n" \
+	"with its dtypes and shapes; both are empty for a request that only pulls. The\n" \
+	"tensors are torch.Tensor if torch was imported, else fserver_lib.Tensor. They are\n" \
+	"views of receive memory, which is not used again while Python holds them (but see\n" \
+	"register_recv_buffer), and may be answered with as they are.\n" \
+	"\n" \
+	"Raises TimeoutError (names the workers that have sent nothing), ConnectionError (a\n" \
+	"worker is lost), KeyboardInterrupt, Error (not a server, before init(), stopped)."
+
+#define DOC_RESPOND \
+	"respond($module, /, tensors, handler, need_event=False)\n--\n\n" \
+	"Server: answer a batch. Returns at once; answers leave in the order of the calls.\n" \
+	"\n" \
+	"tensors: sequence of as many tensors as the batch has pulls, in their order. Each\n" \
+	"    has exactly as many bytes as the worker's pull tensor. Empty for a batch\n" \
+	"    without pulls: a single push without pull waits for this answer; two and more\n" \
+	"    are acknowledged when they arrive.\n" \
+	"handler: the int from get_batch().\n" \
+	"need_event: with GPU tensors, True sends after the work queued so far on the\n" \
+	"    current CUDA stream; False sends at once. No effect on CPU tensors.\n" \
+	"\n" \
+	"The library holds references to the tensors until they are sent; do not write to\n" \
+	"them before the worker can have them. A copy, or a tensor of get_batch(), is safe.\n" \
+	"\n" \
+	"Raises ValueError (unknown handler, another number of tensors or bytes, not\n" \
+	"contiguous, wrong device), TypeError (not a tensor), ConnectionError (the worker is\n" \
+	"lost), Error (answered already, not a server, before init(), stopped)."
+
+#define DOC_RESPOND_VEC \
+	"respond_vec($module, ret_buffer, tensors_vec, handler_vec, /)\n--\n\n" \
+	"Server: answer several batches of one pull each from the same buffer.\n" \
+	"\n" \
+	"ret_buffer: tensor with one or more dimensions.\n" \
+	"tensors_vec: sequence of tensors; only their row counts, shape[0], matter.\n" \
+	"handler_vec: the handler of each batch, of the same length.\n" \
+	"\n" \
+	"Batch i is answered with ret_buffer[0:tensors_vec[i].shape[0]]. Every answer begins\n" \
+	"at row 0, so all workers get the same leading rows: this does not split a result\n" \
+	"between workers. With GPU tensors it waits for the current CUDA stream once.\n" \
+	"\n" \
+	"Raises ValueError (lengths differ, more rows than the buffer has, and as respond()),\n" \
+	"TypeError, ConnectionError, Error."
+
+#define DOC_REGISTER_RECV_BUFFER \
+	"register_recv_buffer($module, tensor, worker_ranks, push_keys, /)\n--\n\n" \
+	"Server: let pushed tensors land in memory of yours.\n" \
+	"\n" \
+	"tensor: writable tensor, cut into len(push_keys) chunks of the same size in bytes.\n" \
+	"worker_ranks, push_keys: sequences of the same length, not empty. What worker\n" \
+	"    worker_ranks[i] (DMLC_NODE_RANK) pushes with push_keys[i] lands in chunk i.\n" \
+	"\n" \
+	"get_batch() then returns views of the chunk, with the pushed dtype and shape; a\n" \
+	"pushed tensor may be smaller than the chunk. The next push of that key by that\n" \
+	"worker overwrites it, held or not: that is what was asked for. The library keeps\n" \
+	"the tensor. Call it right after init(), then barrier(True, True) on both sides, so\n" \
+	"that it precedes the first push.\n" \
+	"\n" \
+	"Raises ValueError (lengths differ, bytes do not divide evenly, no such worker, read-\n" \
+	"only, not contiguous), TypeError, Error (not a server, before init(), the key was\n" \
+	"pushed or registered already)."
+
+#define DOC_BARRIER \
+	"barrier($module, /, include_server, include_client, instance_barrier=True, *, timeout_ms=None)\n--\n\n" \
+	"Wait until all servers, all workers, or both have called it.\n" \
+	"\n" \
+	"include_server, include_client: bools; clients are the workers. The caller must be\n" \
+	"    one of those chosen; the scheduler cannot take part.\n" \
+	"instance_barrier: True waits for every process; False for as many calls as there\n" \
+	"    are groups (DMLC_NUM_WORKER, DMLC_NUM_SERVER), one process of each should call.\n" \
+	"timeout_ms: limit in milliseconds; None waits without limit.\n" \
+	"\n" \
+	"Raises ValueError (the caller is not in the set), TimeoutError, ConnectionError (a\n" \
+	"node or the scheduler is lost), KeyboardInterrupt, Error (before init(), stopped)."
+
+#define DOC_TENSOR \
+	"A view of memory that a push was received in; what get_batch() returns when torch\n" \
+	"was not imported.\n" \
+	"\n" \
+	"Hand it to numpy.from_dlpack, jax.dlpack.from_dlpack or torch.from_dlpack: no copy.\n" \
+	"The memory lives as long as this object or an array made from it. respond() takes\n" \
+	"it as it is. Programs cannot make one."
+
+#define DOC_TENSOR_SHAPE "Its sizes, a tuple of ints; () for a scalar."
+#define DOC_TENSOR_DTYPE "The name of its element type as the sender had it, a str such as \"float32\" or \"bfloat16\"."
+#define DOC_TENSOR_NBYTES "Its size in bytes, an int."
+#define DOC_TENSOR_DLPACK \
+	"__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n" \
+	"A DLPack capsule on the memory, for from_dlpack of any library; no copy.\n" \
+	"\n" \
+	"Raises ValueError (a dtype that DLPack has no code for)."
+#define DOC_TENSOR_DLPACK_DEVICE \
+	"__dlpack_device__($self, /)\n--\n\n" \
+	"(device type, device index) as DLPack numbers them; (1, 0) is the CPU."
+
+#define DOC_ERROR \
+	"What all errors of this module are. Its text names this node's role and rank, the\n" \
+	"peer, what was asked, and what to do. Raised itself for calls that are misplaced:\n" \
+	"before init(), after stop(), in the wrong role, a second respond()."
+#define DOC_TIMEOUT_ERROR "A limit has passed; the text says who is missing, how long it took and what the limit was."
+#define DOC_CONNECTION_ERROR "A peer, or the scheduler, is lost; the text says which."
+#define DOC_VALUE_ERROR "An argument, or an environment variable, that makes no sense; the text says which, and what is allowed."
+#define DOC_TYPE_ERROR "An argument of a wrong type; the text says which, what came and what is wanted."
+
+#endif
