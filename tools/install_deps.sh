@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Installs what building needs and what is missing: a C compiler, pkg-config, make
-# and libzmq, from the packages of Debian or Ubuntu. Run it again at will.
+# Installs what building needs and what is missing: a C compiler, pkg-config, make,
+# libzmq and Python's headers, from the packages of Debian or Ubuntu. Run it again
+# at will.
 set -euo pipefail
 
 missing=()
 command -v gcc >/dev/null 2>&1 || command -v cc >/dev/null 2>&1 || missing+=(gcc libc6-dev)
 command -v make >/dev/null 2>&1 || missing+=(make)
 if ! command -v pkg-config >/dev/null 2>&1; then
-  missing+=(pkg-config libzmq3-dev)
-elif ! pkg-config --exists libzmq; then
-  missing+=(libzmq3-dev)
+  missing+=(pkg-config libzmq3-dev python3-dev)
+else
+  pkg-config --exists libzmq || missing+=(libzmq3-dev)
+  pkg-config --exists python3 || missing+=(python3-dev)
 fi
 if ! command -v go >/dev/null 2>&1; then
   echo "install_deps: Go is not installed; see https://go.dev/dl" >&2

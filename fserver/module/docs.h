@@ -53,15 +53,15 @@
 	"stop($module, /, *, timeout_ms=None)\n--\n\n" \
 	"Wait until every node, the scheduler too, has called stop(), then leave.\n" \
 	"\n" \
-	"Calling it again, or without init(), does nothing. At the end of the interpreter\n" \
-	"a node that has not called it leaves without waiting for the others. Tensors that\n" \
-	"get_batch() returned stay valid.\n" \
+	"Calling it again does nothing. At the end of the interpreter a node that has not\n" \
+	"called it leaves without waiting for the others. Tensors that get_batch() returned\n" \
+	"stay valid.\n" \
 	"\n" \
 	"timeout_ms: limit in milliseconds; None means STEPAF_STOP_TIMEOUT (30 s) on a\n" \
 	"worker, and no limit on the others, which serve until the workers are done.\n" \
 	"\n" \
-	"Raises TimeoutError (names the missing nodes), ConnectionError (a node was lost).\n" \
-	"The node has left in either case."
+	"Raises TimeoutError (names the missing nodes), ConnectionError (a node was lost);\n" \
+	"the node has left in either case. Error before init()."
 
 #define DOC_PUSH_PULL \
 	"push_pull($module, /, push_tensors, push_keys, pull_tensors, pull_keys, need_event=True)\n--\n\n" \

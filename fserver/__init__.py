@@ -1,0 +1,58 @@
+"""The functions and classes of fserver_lib under the name that StepMesh gives them.
+
+    import fserver
+    fserver.init()
+    help(fserver.push_pull)
+
+fserver.f is the module fserver_lib itself. PyTorch is imported first if it is
+installed, so that get_batch() returns torch.Tensor; it is not required.
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as e:
+    if e.name != "torch":  # a broken PyTorch is worth knowing
+        raise
+
+import fserver_lib as f
+from fserver_lib import (
+    ConnectionError,
+    Error,
+    Tensor,
+    TimeoutError,
+    TypeError,
+    ValueError,
+    barrier,
+    fetch_trace,
+    get_all_handlers,
+    get_batch,
+    get_nanosecond,
+    init,
+    push_pull,
+    register_recv_buffer,
+    respond,
+    respond_vec,
+    stop,
+    wait,
+)
+
+__version__ = "0.0.5.post1+go.1"
+
+# Without the classes that "import *" would put in place of built-in ones.
+__all__ = [
+    "Error",
+    "Tensor",
+    "barrier",
+    "f",
+    "fetch_trace",
+    "get_all_handlers",
+    "get_batch",
+    "get_nanosecond",
+    "init",
+    "push_pull",
+    "register_recv_buffer",
+    "respond",
+    "respond_vec",
+    "stop",
+    "wait",
+]

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Installs what the Python tests need, in the environments of build/python:
+#   torch   the system's Python with Debian's PyTorch and NumPy
+#   arrays  the system's Python with NumPy and JAX of PyPI, no PyTorch
+#   full    $PYTHON with the current PyTorch, NumPy and JAX of PyPI; only when asked for
+# Arguments: names of environments; none means torch and arrays.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+say() { echo "python-deps: $*"; }
+[ $# -gt 0 ] || set -- torch arrays
+
+# Debian's PyTorch belongs to this interpreter, which need not be the first python3.
+system=/usr/bin/python3
+
+apt_install() {
+  local missing=() p
+  for p in "$@"; do
+    dpkg-query -W -f '${Status}' "$p" 2>/dev/null | grep -q 'ok installed' || missing+=("$p")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  local as_root=()
+  [ "$(id -u)" -eq 0 ] || as_root=(sudo)
+  say "installing ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  ${as_root[@]+"${as_root[@]}"} apt-get update -q
+  ${as_root[@]+"${as_root[@]}"} apt-get install -q -y --no-install-recommends "${missing[@]}"
+}
+
+# environment NAME INTERPRETER OPTIONS... -- PACKAGES...
+environment() {
+  local dir="build/python/$1" python="$2" options=()
+  shift 2
+  while [ "$1" != -- ]; do
+    options+=("$1")
+    shift
+  done
+  shift
+  [ -x "$dir/bin/python" ] || "$python" -m venv ${options[@]+"${options[@]}"} "$dir"
+  "$dir/bin/python" -m pip install -q --disable-pip-version-check "$@"
+  say "$dir: $("$dir/bin/python" tools/python/versions.py)"
+}
+
+for name in "$@"; do
+  case "$name" in
+    torch)
+      apt_install python3-venv python3-torch python3-numpy
+      environment torch "$system" --system-site-packages -- pytest
+      ;;
+    arrays)
+      apt_install python3-venv
+      environment arrays "$system" -- pytest numpy jax
+      ;;
+    full) environment full "${PYTHON:-python3}" -- pytest numpy jax torch ;;
+    *)
+      say "no environment is called $name; want torch, arrays or full" >&2
+      exit 2
+      ;;
+  esac
+done
