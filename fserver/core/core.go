@@ -1,0 +1,352 @@
+// Package core is what the Python module fserver_lib does, without Python: one
+// node of a process, with a tensor worker or a queue of batches on it.
+package core
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// ErrMisuse: a call at the wrong time or in the wrong role.
+var ErrMisuse = errors.New("wrong use")
+
+// ErrPending is returned by calls that wait in slices: call again.
+var ErrPending = postoffice.ErrPending
+
+// Session is one process's part in a cluster, from Start to Stop. All methods are
+// safe for concurrent use.
+type Session struct {
+	node   *postoffice.Node
+	worker *af.TensorWorker // nil unless a worker
+	server *af.TensorServer // nil unless a server
+	queue  *queue           // of a server
+}
+
+// Start reads the variables, starts the node, and waits for all others: like the
+// original with a barrier over all nodes, then, for workers and servers, one over
+// these. A server takes requests before the second one.
+func Start(ctx context.Context, lookup func(string) (string, bool), names func() []string) (*Session, error) {
+	cfg, err := postoffice.LoadConfigFrom(lookup, names)
+	if err != nil {
+		return nil, err
+	}
+	if cfg.Role == "joint" {
+		return nil, fmt.Errorf("init: %w: DMLC_ROLE=joint, want worker, server or scheduler: start one process for each role", ErrMisuse)
+	}
+	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
+	if err != nil {
+		return nil, err
+	}
+	s := &Session{node: node}
+	if err := s.open(ctx); err != nil {
+		node.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+func (s *Session) open(ctx context.Context) (err error) {
+	switch s.node.Role() {
+	case van.Worker:
+		s.worker, err = af.NewTensorWorker(s.node, af.Options{})
+	case van.Server:
+		s.queue = newQueue(s.node)
+		if s.server, err = af.NewTensorServer(s.node, af.Options{}); err == nil {
+			err = s.server.SetRequestHandle(s.queue.put)
+		}
+	default:
+		return nil
+	}
+	if err != nil || s.node.IsRecovery() {
+		return err
+	}
+	return s.node.InstanceBarrier(ctx, 0, van.WorkerGroup|van.ServerGroup)
+}
+
+// Stop waits for every node to stop and leaves. It leaves in any case.
+func (s *Session) Stop(ctx context.Context) error {
+	err := s.node.InstanceBarrier(ctx, 0, van.AllNodes)
+	if err != nil {
+		s.node.Close()
+		return err
+	}
+	return s.node.Finalize(ctx)
+}
+
+// Close leaves at once.
+func (s *Session) Close() { s.node.Close() }
+
+// Config is what the node was started with.
+func (s *Session) Config() *postoffice.Config { return s.node.Config() }
+
+func (s *Session) wrongRole(call, want string) error {
+	return fmt.Errorf("%s: %w: this process is %s, and only a %s can do it", call, ErrMisuse, s.node.Name(), want)
+}
+
+// PushPull is af.TensorWorker.ZBatchPushPull.
+func (s *Session) PushPull(push, pull []af.KeyTensor) (int32, error) {
+	if s.worker == nil {
+		return 0, s.wrongRole("push_pull", "worker")
+	}
+	return s.worker.ZBatchPushPull(push, pull)
+}
+
+// Wait waits until the batch with the given handler is complete, for limit counted
+// from the push_pull, but not longer than slice at a time. A handler from the
+// middle of a batch waits for that timestamp only; one that has been waited for
+// is done.
+func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
+	if s.worker == nil {
+		return s.wrongRole("wait", "worker")
+	}
+	h := int32(handler)
+	if int64(h) != handler || !s.worker.Customer().Given(h) {
+		return fmt.Errorf("wait: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, postoffice.ErrUnknownHandler)
+	}
+	first, _, flying, _ := s.worker.Customer().Batch(h)
+	switch {
+	case !flying:
+		return nil
+	case first == h:
+		err := s.worker.WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
+		if errors.Is(err, postoffice.ErrUnknownHandler) {
+			return nil // finished between the two calls
+		}
+		return err
+	}
+	return s.waitOne(h, first, limit, slice)
+}
+
+// waitOne waits for one timestamp of a batch. It looks again and again: nobody
+// tells when one timestamp of several is answered.
+func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
+	started := time.Now()
+	for end := started.Add(min(limit, slice)); ; {
+		_, answered, flying, err := s.worker.Customer().Batch(h)
+		switch {
+		case !flying || answered:
+			return err
+		case time.Now().After(end) && limit <= slice:
+			return &van.Error{Op: "wait", Node: s.node.Name(), Detail: fmt.Sprintf("handler %d of batch %d", h, first),
+				Elapsed: time.Since(started), Limit: limit, Err: van.ErrTimeout}
+		case time.Now().After(end):
+			return ErrPending
+		}
+		time.Sleep(50 * time.Microsecond)
+	}
+}
+
+// AllHandlers is af.TensorWorker.GetAllHandlers.
+func (s *Session) AllHandlers(handler int64) ([]int32, error) {
+	if s.worker == nil {
+		return nil, s.wrongRole("get_all_handlers", "worker")
+	}
+	return s.worker.GetAllHandlers(int32(handler)), nil
+}
+
+// FetchTrace returns the eight stamps of a timestamp; zeros before its answer.
+func (s *Session) FetchTrace(handler int64) (stamps [8]uint64, err error) {
+	if s.worker == nil {
+		return stamps, s.wrongRole("fetch_trace", "worker")
+	}
+	h := int32(handler)
+	if int64(h) != handler || !s.worker.Customer().Given(h) {
+		return stamps, fmt.Errorf("fetch_trace: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, postoffice.ErrUnknownHandler)
+	}
+	q, r, err := s.worker.FetchTrace(h)
+	if err != nil {
+		if _, answered, flying, _ := s.worker.Customer().Batch(h); flying && !answered {
+			return stamps, nil
+		}
+		return stamps, err
+	}
+	return [8]uint64{q.Start, q.PostSend, q.PostRecv, q.Process, r.Start, r.PostSend, r.PostRecv, r.Process}, nil
+}
+
+// RegisterRecvBuffer is af.TensorServer.RegisterRecvTensor.
+func (s *Session) RegisterRecvBuffer(t af.Tensor, workerRanks []int, keys []uint64) error {
+	if s.server == nil {
+		return s.wrongRole("register_recv_buffer", "server")
+	}
+	return s.server.RegisterRecvTensor(t, workerRanks, keys)
+}
+
+// Barrier waits for all instances of the chosen roles, or, when instances is
+// false, for as many as there are groups. The caller must be one of them.
+func (s *Session) Barrier(ctx context.Context, servers, workers, instances bool) error {
+	group := 0
+	if servers {
+		group |= van.ServerGroup
+	}
+	if workers {
+		group |= van.WorkerGroup
+	}
+	own := map[van.Role]int{van.Server: van.ServerGroup, van.Worker: van.WorkerGroup}[s.node.Role()]
+	if group&own == 0 {
+		return fmt.Errorf("barrier: %w: include_server=%t, include_client=%t leave out the caller, %s", van.ErrInvalid, servers, workers, s.node.Name())
+	}
+	if instances {
+		return s.node.InstanceBarrier(ctx, 0, group)
+	}
+	return s.node.Barrier(ctx, 0, group)
+}
+
+// Nanosecond is the clock of the traces.
+func Nanosecond() uint64 { return clock.Now() }
+
+// Item is one batch handed out, which the caller must release after answering it.
+type Item struct {
+	ID uint64
+	af.Batch
+}
+
+// queue orders complete batches by worker.
+type queue struct {
+	node *postoffice.Node
+
+	mu      sync.Mutex
+	workers [][]Item // by group rank, oldest first
+	filled  int      // workers that have a batch
+	next    uint64
+	out     map[uint64]af.Batch // handed out and not answered
+	lost    map[int]error       // workers by group rank
+	changed chan struct{}       // one token when there may be something to take
+}
+
+func newQueue(n *postoffice.Node) *queue {
+	q := &queue{node: n, workers: make([][]Item, n.NumWorkers()), out: map[uint64]af.Batch{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
+	n.OnPeer(func(id int, up bool, cause error) {
+		if van.RoleOf(id) != van.Worker {
+			return
+		}
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		rank := van.RankOf(id) / n.GroupSize()
+		if up {
+			delete(q.lost, rank)
+		} else if van.RankOf(id)%n.GroupSize() == n.Instance() {
+			q.lost[rank] = cause
+		}
+		q.signal()
+	})
+	return q
+}
+
+func (q *queue) signal() {
+	select {
+	case q.changed <- struct{}{}:
+	default:
+	}
+}
+
+// put is the server's handler. The batch is held for whoever takes it, beyond its
+// answer.
+func (q *queue) put(b af.Batch) {
+	b.Retain()
+	q.mu.Lock()
+	w := &q.workers[b.SenderRank()]
+	if *w = append(*w, Item{q.next, b}); len(*w) == 1 {
+		q.filled++
+	}
+	q.out[q.next] = b
+	q.next++
+	ready := q.filled == len(q.workers)
+	q.mu.Unlock()
+	if ready {
+		q.signal()
+	}
+}
+
+// take returns the oldest batch of every worker when all have one, else nil, or an
+// error when one that has none is lost.
+func (q *queue) take() ([]Item, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.filled < len(q.workers) {
+		for rank, cause := range q.lost {
+			if len(q.workers[rank]) == 0 {
+				return nil, &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: cause,
+					Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
+			}
+		}
+		return nil, nil
+	}
+	items := make([]Item, len(q.workers))
+	for i := range q.workers {
+		items[i] = q.workers[i][0]
+		if q.workers[i] = q.workers[i][1:]; len(q.workers[i]) == 0 {
+			q.workers[i] = nil
+			q.filled--
+		}
+	}
+	return items, nil
+}
+
+// GetBatch returns one batch of every worker group, by rank: the oldest of each.
+// It waits for slice at most and returns ErrPending then.
+func (s *Session) GetBatch(slice time.Duration) ([]Item, error) {
+	if s.queue == nil {
+		return nil, s.wrongRole("get_batch", "server")
+	}
+	timer := time.NewTimer(slice)
+	defer timer.Stop()
+	for {
+		if err := s.node.Alive(); err != nil {
+			return nil, err
+		}
+		if items, err := s.queue.take(); items != nil || err != nil {
+			return items, err
+		}
+		select {
+		case <-s.queue.changed:
+		case <-timer.C:
+			return nil, ErrPending
+		}
+	}
+}
+
+// Respond answers the batch that GetBatch gave id: tensors in the order of its
+// pulls. The tensors must stay as they are until their owners are released.
+func (s *Session) Respond(id uint64, tensors []af.Tensor) error {
+	if s.queue == nil {
+		return s.wrongRole("respond", "server")
+	}
+	q := s.queue
+	q.mu.Lock()
+	b, ok := q.out[id]
+	next := q.next
+	if ok {
+		delete(q.out, id)
+	}
+	q.mu.Unlock()
+	if !ok {
+		if id < next {
+			return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
+		}
+		return fmt.Errorf("respond: %w: unknown handler %d, get_batch has returned handlers below %d", ErrMisuse, id, next)
+	}
+	if n := len(b.Pulls()); n != len(tensors) {
+		q.putBack(id, b)
+		return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, len(tensors), id, n)
+	}
+	err := b.ResponseInOrder(tensors, nil)
+	if errors.Is(err, van.ErrInvalid) {
+		q.putBack(id, b)
+	}
+	return err
+}
+
+// putBack makes a batch answerable again after an answer that did not fit.
+func (q *queue) putBack(id uint64, b af.Batch) {
+	q.mu.Lock()
+	q.out[id] = b
+	q.mu.Unlock()
+}

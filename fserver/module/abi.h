@@ -1,0 +1,43 @@
+// What the Go side and the Python side of fserver_lib tell each other.
+#ifndef FSERVER_ABI_H
+#define FSERVER_ABI_H
+
+#include <stdint.h>
+
+#define SF_MAX_DIMS 8
+
+// A tensor. Towards Go owner is a Python object with one reference that Go takes
+// over, and gives back by sf_drain when it needs the memory no more. From Go
+// owner is unused.
+typedef struct {
+  void *ptr;
+  int64_t nbytes;
+  int64_t shape[SF_MAX_DIMS];
+  int32_t ndim;
+  int32_t dtype; // PyTorch's code
+  int32_t device_type;
+  int32_t device_id;
+  uint64_t key;
+  void *owner;
+} sf_tensor;
+
+// A batch from Go. Each tensor must be given back with sf_release(id).
+typedef struct {
+  uint64_t id;
+  int32_t n;
+  sf_tensor *tensors;
+} sf_batch;
+
+// Kinds of errors: which Python exception an error becomes.
+enum { SF_RUNTIME = 1, SF_TIMEOUT, SF_CONNECTION, SF_VALUE };
+
+// An error; text is malloc'ed.
+typedef struct {
+  int kind;
+  char *text;
+} sf_error;
+
+// Results of calls that wait in slices.
+enum { SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
+
+#endif

@@ -1,0 +1,515 @@
+//go:build fserver
+
+// Command module is the Python extension module fserver_lib, built with
+// -buildmode=c-shared. module.c speaks to Python, this file to package core.
+package main
+
+/*
+#cgo pkg-config: python3
+#cgo CFLAGS: -O2 -Wall -Wextra -DPy_LIMITED_API=0x03080000
+#include <stdlib.h>
+#include "abi.h"
+extern char **environ;
+*/
+import "C"
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+func main() {} // never runs: the library is loaded by Python
+
+// state is the module's: a process has at most one session, as in the original.
+var state struct {
+	session atomic.Pointer[core.Session]
+	ended   atomic.Bool
+
+	mu   sync.Mutex
+	job  *job              // init, stop or barrier under way
+	hold map[uint64]*lease // batches whose tensors Python holds
+}
+
+// lease is a batch with the number of its tensors that Python holds.
+type lease struct {
+	batch af.Batch
+	n     int
+}
+
+var (
+	errNotStarted = fmt.Errorf("%w: the module is not initialised: call init() first", core.ErrMisuse)
+	errEnded      = fmt.Errorf("%w: stop() was called: a process can take part once", core.ErrMisuse)
+)
+
+func session() (*core.Session, error) {
+	if s := state.session.Load(); s != nil {
+		return s, nil
+	}
+	if state.ended.Load() {
+		return nil, errEnded
+	}
+	return nil, errNotStarted
+}
+
+// fail fills e and returns SF_FAILED, or SF_PENDING for an unfinished wait.
+func fail(e *C.sf_error, err error) C.int {
+	if errors.Is(err, core.ErrPending) {
+		return C.SF_PENDING
+	}
+	switch {
+	case errors.Is(err, van.ErrTimeout), errors.Is(err, context.DeadlineExceeded):
+		e.kind = C.SF_TIMEOUT
+	case errors.Is(err, van.ErrPeerLost), errors.Is(err, van.ErrUnknownPeer):
+		e.kind = C.SF_CONNECTION
+	case errors.Is(err, van.ErrInvalid):
+		e.kind = C.SF_VALUE
+	default:
+		e.kind = C.SF_RUNTIME
+	}
+	e.text = C.CString(err.Error())
+	return C.SF_FAILED
+}
+
+// job is a call that waits for others, run beside the caller so that it can look
+// after signals.
+type job struct {
+	cancel context.CancelFunc
+	done   chan struct{}
+	err    error
+}
+
+// start runs f unless another job is under way. A timeout of 0 is none.
+func start(timeoutMs C.int64_t, f func(context.Context) error) error {
+	state.mu.Lock()
+	defer state.mu.Unlock()
+	if state.job != nil {
+		return fmt.Errorf("%w: another thread is in init, stop or barrier", core.ErrMisuse)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	if timeoutMs > 0 {
+		ctx, cancel = context.WithTimeout(context.Background(), time.Duration(timeoutMs)*time.Millisecond)
+	}
+	j := &job{cancel: cancel, done: make(chan struct{})}
+	state.job = j
+	go func() {
+		j.err = f(ctx)
+		cancel()
+		close(j.done)
+	}()
+	return nil
+}
+
+//export sf_init
+func sf_init(timeoutMs C.int64_t, e *C.sf_error) C.int {
+	switch {
+	case state.ended.Load():
+		return fail(e, errEnded)
+	case state.session.Load() != nil:
+		return fail(e, fmt.Errorf("%w: init() was called already", core.ErrMisuse))
+	}
+	lookup, names := environment()
+	if err := start(timeoutMs, func(ctx context.Context) error {
+		s, err := core.Start(ctx, lookup, names)
+		if err != nil {
+			return err
+		}
+		state.session.Store(s)
+		return nil
+	}); err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+// environment is C's: what Python puts into os.environ after the library was
+// loaded is there, but not in Go's copy.
+func environment() (func(string) (string, bool), func() []string) {
+	vars := map[string]string{}
+	for p := C.environ; p != nil && *p != nil; p = (**C.char)(unsafe.Add(unsafe.Pointer(p), unsafe.Sizeof(p))) {
+		if name, value, ok := strings.Cut(C.GoString(*p), "="); ok {
+			vars[name] = value
+		}
+	}
+	return func(name string) (string, bool) {
+			v, ok := vars[name]
+			return v, ok
+		}, func() []string {
+			var all []string
+			for name := range vars {
+				all = append(all, name)
+			}
+			return all
+		}
+}
+
+//export sf_stop
+func sf_stop(timeoutMs C.int64_t, e *C.sf_error) C.int {
+	s := state.session.Load()
+	if s == nil {
+		if state.ended.Load() {
+			return C.SF_PENDING // twice: nothing to wait for
+		}
+		return fail(e, errNotStarted)
+	}
+	if timeoutMs <= 0 {
+		timeoutMs = C.int64_t(s.Config().StopTimeout / time.Millisecond)
+	}
+	if err := start(timeoutMs, func(ctx context.Context) error {
+		state.ended.Store(true)
+		err := s.Stop(ctx)
+		state.session.Store(nil)
+		return err
+	}); err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+//export sf_barrier
+func sf_barrier(servers, workers, instances C.int, timeoutMs C.int64_t, e *C.sf_error) C.int {
+	s, err := session()
+	if err == nil {
+		err = start(timeoutMs, func(ctx context.Context) error { return s.Barrier(ctx, servers != 0, workers != 0, instances != 0) })
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+// sf_job waits for the job under way, for sliceMs at most.
+//
+//export sf_job
+func sf_job(sliceMs C.int64_t, e *C.sf_error) C.int {
+	state.mu.Lock()
+	j := state.job
+	state.mu.Unlock()
+	if j == nil {
+		return C.SF_DONE
+	}
+	timer := time.NewTimer(time.Duration(sliceMs) * time.Millisecond)
+	defer timer.Stop()
+	select {
+	case <-j.done:
+	case <-timer.C:
+		return C.SF_PENDING
+	}
+	state.mu.Lock()
+	state.job = nil
+	state.mu.Unlock()
+	if j.err != nil {
+		return fail(e, j.err)
+	}
+	return C.SF_DONE
+}
+
+// sf_cancel ends the job under way early.
+//
+//export sf_cancel
+func sf_cancel() {
+	state.mu.Lock()
+	j := state.job
+	state.mu.Unlock()
+	if j == nil {
+		return
+	}
+	j.cancel()
+	<-j.done
+	state.mu.Lock()
+	state.job = nil
+	state.mu.Unlock()
+}
+
+// sf_exit leaves at once: the interpreter ends.
+//
+//export sf_exit
+func sf_exit() {
+	sf_cancel()
+	if s := state.session.Swap(nil); s != nil {
+		state.ended.Store(true)
+		s.Close()
+	}
+}
+
+// owner counts the uses of a Python object's memory.
+type owner struct {
+	object unsafe.Pointer
+	refs   atomic.Int32
+}
+
+var owners = sync.Pool{New: func() any { return new(owner) }}
+
+// garbage are Python objects that Go needs no more. Only Python may drop them,
+// which it does when it calls next.
+var garbage struct {
+	mu      sync.Mutex
+	objects []unsafe.Pointer
+	some    atomic.Bool
+}
+
+func (o *owner) Retain() { o.refs.Add(1) }
+
+func (o *owner) Release() {
+	if o.refs.Add(-1) > 0 {
+		return
+	}
+	garbage.mu.Lock()
+	garbage.objects = append(garbage.objects, o.object)
+	garbage.some.Store(true)
+	garbage.mu.Unlock()
+	o.object = nil
+	owners.Put(o)
+}
+
+// sf_drain moves up to n objects that Go needs no more to out.
+//
+//export sf_drain
+func sf_drain(out *unsafe.Pointer, n C.int) C.int {
+	if !garbage.some.Load() {
+		return 0
+	}
+	garbage.mu.Lock()
+	defer garbage.mu.Unlock()
+	k := copy(unsafe.Slice(out, int(n)), garbage.objects)
+	rest := copy(garbage.objects, garbage.objects[k:])
+	clear(garbage.objects[rest:])
+	garbage.objects = garbage.objects[:rest]
+	garbage.some.Store(rest > 0)
+	return C.int(k)
+}
+
+// tensors turns n tensors of Python into Go's, with one hold on each owner that
+// release gives up. All owners are taken over, also after an error.
+func tensors(t *C.sf_tensor, n C.int, what string) (ts []af.KeyTensor, release func(), err error) {
+	in := unsafe.Slice(t, int(n))
+	held := make([]*owner, len(in))
+	ts = make([]af.KeyTensor, len(in))
+	for i := range in {
+		c := &in[i]
+		o := owners.Get().(*owner)
+		o.object = c.owner
+		o.refs.Store(1)
+		held[i] = o
+		if err != nil {
+			continue
+		}
+		var shape [C.SF_MAX_DIMS]int64
+		for d := range c.ndim {
+			shape[d] = int64(c.shape[d])
+		}
+		dev := backend.Device{Type: backend.DeviceType(c.device_type), ID: int32(c.device_id)}
+		var x af.Tensor
+		if x, err = af.FromPointer(c.ptr, dev, o, af.Dtype(c.dtype), shape[:c.ndim]...); err != nil {
+			err = fmt.Errorf("%s[%d]: %w", what, i, err)
+			continue
+		}
+		ts[i] = af.KeyTensor{Key: uint64(c.key), Val: x}
+	}
+	return ts, func() {
+		for _, o := range held {
+			o.Release()
+		}
+	}, err
+}
+
+//export sf_push_pull
+func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, e *C.sf_error) C.int64_t {
+	ps, freePush, err := tensors(push, nPush, "push_tensors")
+	defer freePush()
+	qs, freePull, err2 := tensors(pull, nPull, "pull_tensors")
+	defer freePull()
+	if err = errors.Join(err, err2); err != nil {
+		return C.int64_t(fail(e, err))
+	}
+	s, err := session()
+	if err != nil {
+		return C.int64_t(fail(e, err))
+	}
+	h, err := s.PushPull(ps, qs)
+	if err != nil {
+		return C.int64_t(fail(e, err))
+	}
+	return C.int64_t(h)
+}
+
+//export sf_wait
+func sf_wait(handler, timeoutMs, sliceMs C.int64_t, e *C.sf_error) C.int {
+	s, err := session()
+	if err == nil {
+		err = s.Wait(int64(handler), time.Duration(timeoutMs)*time.Millisecond, time.Duration(sliceMs)*time.Millisecond)
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+//export sf_handlers
+func sf_handlers(handler C.int64_t, n *C.int, e *C.sf_error) C.int {
+	s, err := session()
+	var hs []int32
+	if err == nil {
+		hs, err = s.AllHandlers(int64(handler))
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	*n = C.int(len(hs))
+	return C.SF_DONE
+}
+
+//export sf_trace
+func sf_trace(handler C.int64_t, out *C.uint64_t, e *C.sf_error) C.int {
+	s, err := session()
+	var stamps [8]uint64
+	if err == nil {
+		stamps, err = s.FetchTrace(int64(handler))
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	for i, v := range unsafe.Slice(out, 8) {
+		_ = v
+		unsafe.Slice(out, 8)[i] = C.uint64_t(stamps[i])
+	}
+	return C.SF_DONE
+}
+
+//export sf_now
+func sf_now() C.uint64_t { return C.uint64_t(core.Nanosecond()) }
+
+// sf_get_batch waits for one batch of each worker, for sliceMs at most. *out is
+// one malloc'ed block: the caller frees it.
+//
+//export sf_get_batch
+func sf_get_batch(sliceMs C.int64_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
+	s, err := session()
+	var items []core.Item
+	if err == nil {
+		items, err = s.GetBatch(time.Duration(sliceMs) * time.Millisecond)
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	total := 0
+	for i := range items {
+		total += len(items[i].Pushes())
+	}
+	size := C.size_t(len(items))*C.sizeof_sf_batch + C.size_t(total)*C.sizeof_sf_tensor
+	block := C.calloc(1, size)
+	if block == nil {
+		for i := range items {
+			items[i].Release()
+		}
+		return fail(e, errors.New("get_batch: out of memory"))
+	}
+	batches := unsafe.Slice((*C.sf_batch)(block), len(items))
+	ts := unsafe.Slice((*C.sf_tensor)(unsafe.Add(block, uintptr(len(items))*C.sizeof_sf_batch)), total)
+	state.mu.Lock()
+	for i := range items {
+		pushes := items[i].Pushes()
+		batches[i].id, batches[i].n = C.uint64_t(items[i].ID), C.int32_t(len(pushes))
+		if len(pushes) == 0 {
+			items[i].Release()
+			continue
+		}
+		batches[i].tensors = &ts[0]
+		for k := range pushes {
+			fill(&ts[k], &pushes[k])
+		}
+		ts = ts[len(pushes):]
+		if state.hold == nil {
+			state.hold = map[uint64]*lease{}
+		}
+		state.hold[items[i].ID] = &lease{items[i].Batch, len(pushes)}
+	}
+	state.mu.Unlock()
+	*out, *n = (*C.sf_batch)(block), C.int(len(items))
+	return C.SF_DONE
+}
+
+func fill(c *C.sf_tensor, kt *af.KeyTensor) {
+	mem := kt.Val.Mem()
+	c.ptr, c.nbytes = mem.Ptr(), C.int64_t(mem.Len())
+	c.dtype, c.key = C.int32_t(kt.Val.Dtype()), C.uint64_t(kt.Key)
+	dev := kt.Val.Device()
+	c.device_type, c.device_id = C.int32_t(dev.Type), C.int32_t(dev.ID)
+	for d, n := range kt.Val.Dims() {
+		c.shape[d] = C.int64_t(n)
+		c.ndim = C.int32_t(d + 1)
+	}
+}
+
+// sf_release gives back one tensor of batch id.
+//
+//export sf_release
+func sf_release(id C.uint64_t) {
+	state.mu.Lock()
+	l := state.hold[uint64(id)]
+	if l == nil {
+		state.mu.Unlock()
+		return
+	}
+	if l.n--; l.n > 0 {
+		l = nil
+	} else {
+		delete(state.hold, uint64(id))
+	}
+	state.mu.Unlock()
+	if l != nil {
+		l.batch.Release()
+	}
+}
+
+//export sf_respond
+func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, e *C.sf_error) C.int {
+	kts, free, err := tensors(t, n, "tensors")
+	defer free()
+	var s *core.Session
+	if err == nil {
+		s, err = session()
+	}
+	if err == nil {
+		ts := make([]af.Tensor, len(kts))
+		for i := range kts {
+			ts[i] = kts[i].Val
+		}
+		err = s.Respond(uint64(id), ts)
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+//export sf_register
+func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e *C.sf_error) C.int {
+	kts, free, err := tensors(t, 1, "tensor")
+	var s *core.Session
+	if err == nil {
+		s, err = session()
+	}
+	if err == nil {
+		rs, ks := make([]int, n), make([]uint64, n)
+		for i := range rs {
+			rs[i], ks[i] = int(unsafe.Slice(ranks, n)[i]), uint64(unsafe.Slice(keys, n)[i])
+		}
+		err = s.RegisterRecvBuffer(kts[0].Val, rs, ks)
+	}
+	if err != nil {
+		free()
+		return fail(e, err)
+	}
+	return C.SF_DONE // the tensor is the library's for good
+}

@@ -1,0 +1,556 @@
+//go:build fserver
+
+// fserver_lib for Python: turns Python's arguments into the structures of abi.h,
+// calls Go, and turns results and errors back. Uses the limited API only, so that
+// one binary serves Python 3.8 and later.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "_cgo_export.h"
+#include "docs.h"
+#include "tensor.h"
+
+// How long Go waits before Python may look after signals again, in milliseconds.
+#define SLICE_MS 50
+
+static PyObject *error_base, *error_timeout, *error_connection, *error_value, *error_type;
+static int forked;
+
+static void after_fork(void) { forked = 1; }
+
+// Raises what Go says.
+static PyObject *raise_error(sf_error *e) {
+  PyObject *kind = error_base;
+  if (e->kind == SF_TIMEOUT) kind = error_timeout;
+  if (e->kind == SF_CONNECTION) kind = error_connection;
+  if (e->kind == SF_VALUE) kind = error_value;
+  PyErr_SetString(kind, e->text != NULL ? e->text : "unknown error");
+  free(e->text);
+  e->text = NULL;
+  return NULL;
+}
+
+// Drops what Go needs no more.
+static void drain(void) {
+  void *objects[64];
+  int n;
+  do {
+    n = sf_drain(objects, 64);
+    for (int i = 0; i < n; i++) Py_DECREF((PyObject *)objects[i]);
+  } while (n == 64);
+}
+
+// Every call begins here. Go does not survive a fork.
+static int enter(void) {
+  if (forked) {
+    PyErr_SetString(error_base,
+                    "fserver_lib was imported before this process was forked, which its threads do not survive: "
+                    "use the start method 'spawn', or import it in the child only");
+    return -1;
+  }
+  drain();
+  return 0;
+}
+
+static int int64_arg(PyObject *o, const char *what, int64_t *out) {
+  PyObject *n = PyNumber_Index(o);
+  if (n == NULL) {
+    PyErr_Format(error_type, "%s is %R, want an int", what, o);
+    return -1;
+  }
+  long long v = PyLong_AsLongLong(n);
+  Py_DECREF(n);
+  if (v == -1 && PyErr_Occurred()) {
+    PyErr_Format(error_value, "%s is %R, which is too large", what, o);
+    return -1;
+  }
+  *out = v;
+  return 0;
+}
+
+static int uint64_arg(PyObject *o, const char *what, Py_ssize_t i, uint64_t *out) {
+  PyObject *n = PyNumber_Index(o);
+  if (n == NULL) {
+    PyErr_Format(error_type, "%s[%zd] is %R, want an int from 0 to 2**64-1", what, i, o);
+    return -1;
+  }
+  unsigned long long v = PyLong_AsUnsignedLongLong(n);
+  Py_DECREF(n);
+  if (v == (unsigned long long)-1 && PyErr_Occurred()) {
+    PyErr_Format(error_value, "%s[%zd] is %R, want an int from 0 to 2**64-1", what, i, o);
+    return -1;
+  }
+  *out = v;
+  return 0;
+}
+
+// A time limit in milliseconds; None is -1.
+static int timeout_arg(PyObject *o, int64_t *out) {
+  *out = -1;
+  if (o == NULL || o == Py_None) return 0;
+  if (int64_arg(o, "timeout_ms", out) < 0) return -1;
+  if (*out < 0 || *out > (int64_t)1 << 40) {
+    PyErr_Format(error_value, "timeout_ms is %R, want 0 or more milliseconds, or None for no limit", o);
+    return -1;
+  }
+  return 0;
+}
+
+// The items of a sequence, as a tuple or list whose items can be borrowed.
+static PyObject *sequence(PyObject *o, const char *what, Py_ssize_t *n) {
+  if (PyUnicode_Check(o) || PyBytes_Check(o) || !PySequence_Check(o)) {
+    PyErr_Format(error_type, "%s is %R, want a list or another sequence", what, o);
+    return NULL;
+  }
+  PyObject *t = PySequence_Tuple(o);
+  if (t == NULL) {
+    PyErr_Format(error_type, "%s cannot be read as a sequence", what);
+    return NULL;
+  }
+  *n = PyTuple_Size(t);
+  return t;
+}
+
+// Fills n tensors of list o, and their keys when keys is not NULL. Returns a
+// malloc'ed array, or NULL. n is -1 or the number wanted, and receives the number.
+static sf_tensor *tensor_list(PyObject *o, const char *what, PyObject *keys, const char *keys_what, int writable,
+                              Py_ssize_t *n) {
+  sf_tensor *ts = NULL;
+  PyObject *items = sequence(o, what, n), *key_items = NULL;
+  Py_ssize_t done = 0, nkeys;
+  if (items == NULL) return NULL;
+  if (keys != NULL) {
+    key_items = sequence(keys, keys_what, &nkeys);
+    if (key_items == NULL) goto fail;
+    if (nkeys != *n) {
+      PyErr_Format(error_value, "%zd %s but %zd %s, want as many", *n, what, nkeys, keys_what);
+      goto fail;
+    }
+  }
+  if (*n > 1 << 20) {
+    PyErr_Format(error_value, "%s has %zd tensors, which is too many", what, *n);
+    goto fail;
+  }
+  ts = calloc((size_t)*n + 1, sizeof *ts);
+  if (ts == NULL) {
+    PyErr_NoMemory();
+    goto fail;
+  }
+  for (; done < *n; done++) {
+    if (tensor_in(PyTuple_GetItem(items, done), &ts[done], what, done, writable) < 0) goto fail;
+    if (keys != NULL && uint64_arg(PyTuple_GetItem(key_items, done), keys_what, done, &ts[done].key) < 0) {
+      done++;
+      goto fail;
+    }
+  }
+  Py_DECREF(items);
+  Py_XDECREF(key_items);
+  return ts;
+fail:
+  for (Py_ssize_t i = 0; i < done; i++) Py_XDECREF((PyObject *)ts[i].owner);
+  free(ts);
+  Py_XDECREF(items);
+  Py_XDECREF(key_items);
+  return NULL;
+}
+
+static void drop_list(sf_tensor *ts, Py_ssize_t n) {
+  for (Py_ssize_t i = 0; ts != NULL && i < n; i++) Py_XDECREF((PyObject *)ts[i].owner);
+  free(ts);
+}
+
+// Waits for the job that Go has begun, looking after signals.
+static PyObject *wait_job(void) {
+  for (;;) {
+    sf_error e = {0, NULL};
+    int rc;
+    Py_BEGIN_ALLOW_THREADS rc = sf_job(SLICE_MS, &e);
+    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return raise_error(&e);
+    if (rc == SF_DONE) Py_RETURN_NONE;
+    if (PyErr_CheckSignals() < 0) {
+      Py_BEGIN_ALLOW_THREADS sf_cancel();
+      Py_END_ALLOW_THREADS return NULL;
+    }
+  }
+}
+
+static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"timeout_ms", NULL};
+  PyObject *timeout = NULL;
+  int64_t ms;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:init", names, &timeout)) return NULL;
+  if (enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_init(ms, &e) != SF_DONE) return raise_error(&e);
+  return wait_job();
+}
+
+static PyObject *py_stop(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"timeout_ms", NULL};
+  PyObject *timeout = NULL;
+  int64_t ms;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:stop", names, &timeout)) return NULL;
+  if (enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  int rc = sf_stop(ms, &e);
+  if (rc == SF_PENDING) Py_RETURN_NONE;
+  if (rc != SF_DONE) return raise_error(&e);
+  return wait_job();
+}
+
+static PyObject *py_barrier(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"include_server", "include_client", "instance_barrier", "timeout_ms", NULL};
+  int servers, workers, instances = 1;
+  PyObject *timeout = NULL;
+  int64_t ms;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "pp|p$O:barrier", names, &servers, &workers, &instances, &timeout)) return NULL;
+  if (enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_barrier(servers, workers, instances, ms, &e) != SF_DONE) return raise_error(&e);
+  return wait_job();
+}
+
+static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event", NULL};
+  PyObject *push, *push_keys, *pull, *pull_keys;
+  int need_event = 1;
+  Py_ssize_t n = 0, m = 0;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|p:push_pull", names, &push, &push_keys, &pull, &pull_keys, &need_event))
+    return NULL;
+  if (enter() < 0) return NULL;
+  sf_tensor *ps = tensor_list(push, "push_tensors", push_keys, "push_keys", 0, &n);
+  if (ps == NULL) return NULL;
+  sf_tensor *qs = tensor_list(pull, "pull_tensors", pull_keys, "pull_keys", 1, &m);
+  if (qs == NULL) {
+    drop_list(ps, n);
+    return NULL;
+  }
+  int64_t h = sf_push_pull(ps, (int)n, qs, (int)m, &e);
+  free(ps);
+  free(qs);
+  if (h < 0) return raise_error(&e);
+  return PyLong_FromLongLong(h);
+}
+
+static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"handler", "timeout_ms", NULL};
+  PyObject *handler, *timeout = NULL;
+  int64_t h, ms = 10000;
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &handler, &timeout)) return NULL;
+  if (enter() < 0 || int64_arg(handler, "handler", &h) < 0 || (timeout != NULL && timeout_arg(timeout, &ms) < 0)) return NULL;
+  if (ms < 0) ms = (int64_t)1 << 40;
+  for (;;) {
+    sf_error e = {0, NULL};
+    int rc;
+    Py_BEGIN_ALLOW_THREADS rc = sf_wait(h, ms, SLICE_MS, &e);
+    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return raise_error(&e);
+    if (rc == SF_DONE) break;
+    if (PyErr_CheckSignals() < 0) return NULL;
+  }
+  drain();
+  Py_RETURN_NONE;
+}
+
+static PyObject *py_get_all_handlers(PyObject *self, PyObject *arg) {
+  int64_t h;
+  int n = 0;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (enter() < 0 || int64_arg(arg, "handler", &h) < 0) return NULL;
+  if (sf_handlers(h, &n, &e) != SF_DONE) return raise_error(&e);
+  PyObject *list = PyList_New(n);
+  for (int i = 0; list != NULL && i < n; i++) {
+    PyObject *x = PyLong_FromLongLong(h + i);
+    if (x == NULL || PyList_SetItem(list, i, x) < 0) {
+      Py_DECREF(list);
+      return NULL;
+    }
+  }
+  return list;
+}
+
+static PyObject *py_fetch_trace(PyObject *self, PyObject *arg) {
+  int64_t h;
+  uint64_t stamps[8];
+  sf_error e = {0, NULL};
+  (void)self;
+  if (enter() < 0 || int64_arg(arg, "handler", &h) < 0) return NULL;
+  if (sf_trace(h, stamps, &e) != SF_DONE) return raise_error(&e);
+  PyObject *list = PyList_New(8);
+  for (int i = 0; list != NULL && i < 8; i++) {
+    PyObject *x = PyLong_FromUnsignedLongLong(stamps[i]);
+    if (x == NULL || PyList_SetItem(list, i, x) < 0) {
+      Py_DECREF(list);
+      return NULL;
+    }
+  }
+  return list;
+}
+
+static PyObject *py_get_nanosecond(PyObject *self, PyObject *noargs) {
+  (void)self;
+  (void)noargs;
+  if (forked) return enter(), NULL;
+  return PyLong_FromUnsignedLongLong(sf_now());
+}
+
+// The batch as (handler, tensors, keys). Takes over the tensors of b.
+static PyObject *batch_out(sf_batch *b) {
+  PyObject *ts = PyList_New(b->n), *keys = PyList_New(b->n), *id = PyLong_FromUnsignedLongLong(b->id);
+  int i = 0, ok = ts != NULL && keys != NULL && id != NULL;
+  for (; ok && i < b->n; i++) {
+    PyObject *key = PyLong_FromUnsignedLongLong(b->tensors[i].key);
+    PyObject *t = tensor_out(&b->tensors[i], b->id); // releases its part on failure
+    ok = key != NULL && t != NULL;
+    if (ok) {
+      ok = PyList_SetItem(keys, i, key) == 0;
+      ok = PyList_SetItem(ts, i, t) == 0 && ok;
+    } else {
+      Py_XDECREF(key);
+      Py_XDECREF(t);
+    }
+  }
+  for (; i < b->n; i++) sf_release(b->id);
+  PyObject *tuple = ok ? PyTuple_Pack(3, id, ts, keys) : NULL;
+  Py_XDECREF(id);
+  Py_XDECREF(ts);
+  Py_XDECREF(keys);
+  return tuple;
+}
+
+static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"timeout_ms", NULL};
+  PyObject *timeout = NULL;
+  int64_t ms;
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:get_batch", names, &timeout)) return NULL;
+  if (enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  uint64_t start = ms >= 0 ? sf_now() : 0;
+  sf_batch *batches = NULL;
+  int n = 0;
+  for (;;) {
+    sf_error e = {0, NULL};
+    int rc;
+    int64_t slice = SLICE_MS;
+    if (ms >= 0) {
+      int64_t left = ms - (int64_t)((sf_now() - start) / 1000000);
+      if (left < slice) slice = left > 0 ? left : 0;
+    }
+    Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, &batches, &n, &e);
+    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return raise_error(&e);
+    if (rc == SF_DONE) break;
+    if (PyErr_CheckSignals() < 0) return NULL;
+    if (ms >= 0 && sf_now() - start >= (uint64_t)ms * 1000000) {
+      PyErr_Format(error_timeout, "get_batch: no batch of every worker within %lld ms", (long long)ms);
+      return NULL;
+    }
+  }
+  PyObject *list = PyList_New(n);
+  for (int i = 0; i < n; i++) {
+    PyObject *b = list != NULL ? batch_out(&batches[i]) : NULL;
+    if (list == NULL)
+      for (int k = 0; k < batches[i].n; k++) sf_release(batches[i].id);
+    else if (b == NULL || PyList_SetItem(list, i, b) < 0)
+      Py_CLEAR(list);
+  }
+  free(batches);
+  return list;
+}
+
+// Answers a batch. Takes over the owners of ts.
+static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n) {
+  sf_error e = {0, NULL};
+  if (sf_respond(id, ts, (int)n, &e) == SF_DONE) return 0;
+  raise_error(&e);
+  return -1;
+}
+
+static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"tensors", "handler", "need_event", NULL};
+  PyObject *tensors, *handler;
+  int need_event = 0;
+  uint64_t id;
+  Py_ssize_t n = 0;
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|p:respond", names, &tensors, &handler, &need_event)) return NULL;
+  if (enter() < 0 || uint64_arg(handler, "handler", 0, &id) < 0) return NULL;
+  sf_tensor *ts = tensor_list(tensors, "tensors", NULL, NULL, 0, &n);
+  if (ts == NULL) return NULL;
+  int rc = respond(id, ts, n);
+  free(ts);
+  if (rc < 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+// The number of rows of a tensor.
+static int64_t rows(const sf_tensor *t) { return t->ndim > 0 ? t->shape[0] : 1; }
+
+static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
+  PyObject *buffer, *tensors, *handlers, *items = NULL, *result = NULL;
+  sf_tensor buf, *ts = NULL;
+  Py_ssize_t n = 0, m = 0;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "OOO:respond_vec", &buffer, &tensors, &handlers)) return NULL;
+  if (enter() < 0 || tensor_in(buffer, &buf, "ret_buffer", -1, 0) < 0) return NULL;
+  ts = tensor_list(tensors, "tensors_vec", NULL, NULL, 0, &n);
+  if (ts != NULL) items = sequence(handlers, "handler_vec", &m);
+  if (items == NULL) goto out;
+  if (n != m) {
+    PyErr_Format(error_value, "%zd tensors_vec but %zd handler_vec, want as many", n, m);
+    goto out;
+  }
+  if (buf.ndim == 0) {
+    PyErr_SetString(error_value, "ret_buffer has no dimensions, want rows to take from");
+    goto out;
+  }
+  for (Py_ssize_t i = 0; i < n; i++) {
+    if (rows(&ts[i]) > buf.shape[0]) {
+      PyErr_Format(error_value, "tensors_vec[%zd] has %lld rows, ret_buffer only %lld", i, (long long)rows(&ts[i]),
+                   (long long)buf.shape[0]);
+      goto out;
+    }
+  }
+  for (Py_ssize_t i = 0; i < n; i++) {
+    uint64_t id;
+    if (uint64_arg(PyTuple_GetItem(items, i), "handler_vec", i, &id) < 0) goto out;
+    sf_tensor part = buf; // always from row 0, as in the original
+    part.nbytes = buf.shape[0] > 0 ? buf.nbytes / buf.shape[0] * rows(&ts[i]) : 0;
+    part.shape[0] = rows(&ts[i]);
+    Py_INCREF((PyObject *)part.owner);
+    if (respond(id, &part, 1) < 0) goto out;
+  }
+  Py_INCREF(Py_None);
+  result = Py_None;
+out:
+  Py_DECREF((PyObject *)buf.owner);
+  drop_list(ts, n);
+  Py_XDECREF(items);
+  return result;
+}
+
+static PyObject *py_register_recv_buffer(PyObject *self, PyObject *args) {
+  PyObject *tensor, *ranks, *keys, *rank_items = NULL, *key_items = NULL, *result = NULL;
+  Py_ssize_t n = 0, m = 0;
+  sf_tensor t;
+  int64_t *rs = NULL;
+  uint64_t *ks = NULL;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (!PyArg_ParseTuple(args, "OOO:register_recv_buffer", &tensor, &ranks, &keys)) return NULL;
+  if (enter() < 0) return NULL;
+  rank_items = sequence(ranks, "worker_ranks", &n);
+  if (rank_items != NULL) key_items = sequence(keys, "push_keys", &m);
+  if (key_items == NULL) goto out;
+  if (n != m || n == 0) {
+    PyErr_Format(error_value, "%zd worker_ranks and %zd push_keys, want as many, and at least one", n, m);
+    goto out;
+  }
+  rs = calloc((size_t)n, sizeof *rs);
+  ks = calloc((size_t)n, sizeof *ks);
+  if (rs == NULL || ks == NULL) {
+    PyErr_NoMemory();
+    goto out;
+  }
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (int64_arg(PyTuple_GetItem(rank_items, i), "worker_ranks", &rs[i]) < 0 ||
+        uint64_arg(PyTuple_GetItem(key_items, i), "push_keys", i, &ks[i]) < 0)
+      goto out;
+  if (tensor_in(tensor, &t, "tensor", -1, 1) < 0) goto out;
+  if (sf_register(&t, rs, ks, (int)n, &e) != SF_DONE) {
+    raise_error(&e);
+    goto out;
+  }
+  Py_INCREF(Py_None);
+  result = Py_None;
+out:
+  free(rs);
+  free(ks);
+  Py_XDECREF(rank_items);
+  Py_XDECREF(key_items);
+  return result;
+}
+
+static PyObject *py_exit(PyObject *self, PyObject *noargs) {
+  (void)self;
+  (void)noargs;
+  if (!forked) {
+    Py_BEGIN_ALLOW_THREADS sf_exit();
+    Py_END_ALLOW_THREADS
+  }
+  Py_RETURN_NONE;
+}
+
+#define KEYWORDS(f) (PyCFunction)(void (*)(void))(f), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef methods[] = {
+    {"init", KEYWORDS(py_init), DOC_INIT},
+    {"stop", KEYWORDS(py_stop), DOC_STOP},
+    {"barrier", KEYWORDS(py_barrier), DOC_BARRIER},
+    {"push_pull", KEYWORDS(py_push_pull), DOC_PUSH_PULL},
+    {"wait", KEYWORDS(py_wait), DOC_WAIT},
+    {"get_all_handlers", py_get_all_handlers, METH_O, DOC_GET_ALL_HANDLERS},
+    {"fetch_trace", py_fetch_trace, METH_O, DOC_FETCH_TRACE},
+    {"get_nanosecond", py_get_nanosecond, METH_NOARGS, DOC_GET_NANOSECOND},
+    {"get_batch", KEYWORDS(py_get_batch), DOC_GET_BATCH},
+    {"respond", KEYWORDS(py_respond), DOC_RESPOND},
+    {"respond_vec", py_respond_vec, METH_VARARGS, DOC_RESPOND_VEC},
+    {"register_recv_buffer", py_register_recv_buffer, METH_VARARGS, DOC_REGISTER_RECV_BUFFER},
+    {"_exit", py_exit, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fserver_lib", DOC_MODULE, -1, methods, NULL, NULL, NULL, NULL};
+
+// Makes an exception class with the base class of ours and, if not NULL, one of
+// Python's own, and adds it to the module.
+static PyObject *exception(PyObject *module, const char *name, const char *doc, PyObject *python) {
+  char full[64] = "fserver_lib.";
+  PyObject *bases = python != NULL ? PyTuple_Pack(2, error_base, python) : PyTuple_Pack(1, PyExc_RuntimeError);
+  if (bases == NULL) return NULL;
+  strncat(full, name, sizeof full - strlen(full) - 1);
+  PyObject *class = PyErr_NewExceptionWithDoc(full, doc, bases, NULL);
+  Py_DECREF(bases);
+  if (class == NULL) return NULL;
+  Py_INCREF(class); // the module takes one
+  if (PyModule_AddObject(module, name, class) < 0) {
+    Py_DECREF(class);
+    Py_CLEAR(class);
+  }
+  return class;
+}
+
+// Leaves the cluster when the interpreter ends.
+static int at_exit(PyObject *module) {
+  PyObject *atexit = PyImport_ImportModule("atexit"), *f = PyObject_GetAttrString(module, "_exit"), *r = NULL;
+  if (atexit != NULL && f != NULL) r = PyObject_CallMethod(atexit, "register", "O", f);
+  Py_XDECREF(atexit);
+  Py_XDECREF(f);
+  Py_XDECREF(r);
+  return r != NULL ? 0 : -1;
+}
+
+PyMODINIT_FUNC PyInit_fserver_lib(void) {
+  PyObject *module = PyModule_Create(&definition);
+  if (module == NULL) return NULL;
+  if ((error_base = exception(module, "Error", DOC_ERROR, NULL)) == NULL ||
+      (error_timeout = exception(module, "TimeoutError", DOC_TIMEOUT_ERROR, PyExc_TimeoutError)) == NULL ||
+      (error_connection = exception(module, "ConnectionError", DOC_CONNECTION_ERROR, PyExc_ConnectionError)) == NULL ||
+      (error_value = exception(module, "ValueError", DOC_VALUE_ERROR, PyExc_ValueError)) == NULL ||
+      (error_type = exception(module, "TypeError", DOC_TYPE_ERROR, PyExc_TypeError)) == NULL ||
+      tensor_init(module, error_value, error_type) < 0 || at_exit(module) < 0) {
+    Py_DECREF(module);
+    return NULL;
+  }
+  pthread_atfork(NULL, NULL, after_fork);
+  return module;
+}

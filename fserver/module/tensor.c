@@ -1,0 +1,585 @@
+//go:build fserver
+
+#include "tensor.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "_cgo_export.h"
+#include "docs.h"
+
+// DLPack's structures, as its specification has them (version 0, unversioned).
+typedef struct {
+  int32_t device_type, device_id;
+} dl_device;
+typedef struct {
+  uint8_t code, bits;
+  uint16_t lanes;
+} dl_dtype;
+typedef struct {
+  void *data;
+  dl_device device;
+  int32_t ndim;
+  dl_dtype dtype;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+} dl_tensor;
+typedef struct dl_managed {
+  dl_tensor t;
+  void *context;
+  void (*deleter)(struct dl_managed *);
+} dl_managed;
+
+enum { DL_CPU = 1, DL_CUDA_HOST = 3 };
+
+// Element types: PyTorch's code is the index. dl code and bits are 0 where DLPack
+// or a PyTorch of 2022 has no such type.
+static const struct {
+  const char *name;
+  uint8_t size, code, bits;
+} dtypes[] = {
+    {"uint8", 1, 1, 8},      {"int8", 1, 0, 8},       {"int16", 2, 0, 16},     {"int32", 4, 0, 32},
+    {"int64", 8, 0, 64},     {"float16", 2, 2, 16},   {"float32", 4, 2, 32},   {"float64", 8, 2, 64},
+    {"complex32", 4, 0, 0},  {"complex64", 8, 5, 64}, {"complex128", 16, 5, 128}, {"bool", 1, 0, 0},
+    {"qint8", 1, 0, 0},      {"quint8", 1, 0, 0},     {"qint32", 4, 0, 0},     {"bfloat16", 2, 4, 16},
+    {"quint4x2", 1, 0, 0},   {"quint2x4", 1, 0, 0},   {"bits1x8", 1, 0, 0},    {"bits2x4", 1, 0, 0},
+    {"bits4x2", 1, 0, 0},    {"bits8", 1, 0, 0},      {"bits16", 2, 0, 0},     {"float8_e5m2", 1, 0, 0},
+    {"float8_e4m3fn", 1, 0, 0}, {"float8_e5m2fnuz", 1, 0, 0}, {"float8_e4m3fnuz", 1, 0, 0}, {"uint16", 2, 0, 0},
+    {"uint32", 4, 0, 0},     {"uint64", 8, 0, 0},     {"uint1", 1, 0, 0},      {"uint2", 1, 0, 0},
+    {"uint3", 1, 0, 0},      {"uint4", 1, 0, 0},      {"uint5", 1, 0, 0},      {"uint6", 1, 0, 0},
+    {"uint7", 1, 0, 0},      {"int1", 1, 0, 0},       {"int2", 1, 0, 0},       {"int3", 1, 0, 0},
+    {"int4", 1, 0, 0},       {"int5", 1, 0, 0},       {"int6", 1, 0, 0},       {"int7", 1, 0, 0},
+    {"float8_e8m0fnu", 1, 0, 0}, {"float4_e2m1fn_x2", 1, 0, 0}, {"float8_e8m0fnu_x4", 4, 0, 0},
+};
+enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], UINT8 = 0, BOOL = 11, UINT16 = 27, UINT32 = 28, UINT64 = 29 };
+
+static PyObject *error_value, *error_type, *tensor_class;
+
+// What is needed of torch, found when the first tensor comes after its import.
+static struct {
+  PyObject *tensor;  // torch.Tensor
+  PyObject *codes;   // dict: torch.dtype -> int
+  PyObject *dtypes[NDTYPES];
+  PyObject *from_dlpack, *empty;
+} torch;
+
+// Names that are looked up for every tensor.
+static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_view, *s_interface;
+
+static void name_of(char *buf, size_t n, const char *what, Py_ssize_t i) {
+  if (i < 0)
+    PyOS_snprintf(buf, n, "%s", what);
+  else
+    PyOS_snprintf(buf, n, "%s[%zd]", what, i);
+}
+
+// Finds torch if the program has imported it. Returns 1, 0, or -1 with an
+// exception.
+static int torch_ready(void) {
+  if (torch.tensor != NULL) return 1;
+  PyObject *modules = PyImport_GetModuleDict(); // borrowed
+  PyObject *m = PyDict_GetItemString(modules, "torch");
+  if (m == NULL || !PyObject_HasAttrString(m, "Tensor") || !PyObject_HasAttrString(m, "float32")) return 0;
+  PyObject *c = PyObject_GetAttrString(m, "_C");
+  PyObject *codes = PyDict_New();
+  torch.from_dlpack = c != NULL ? PyObject_GetAttrString(c, "_from_dlpack") : NULL;
+  torch.empty = PyObject_GetAttrString(m, "empty");
+  Py_XDECREF(c);
+  for (int i = 0; codes != NULL && i < NDTYPES; i++) {
+    PyObject *d = PyObject_GetAttrString(m, dtypes[i].name), *code = PyLong_FromLong(i);
+    if (d == NULL) PyErr_Clear(); // a later PyTorch has it
+    if (d != NULL && (code == NULL || PyDict_SetItem(codes, d, code) < 0)) Py_CLEAR(codes);
+    Py_XDECREF(code);
+    torch.dtypes[i] = d;
+  }
+  if (codes == NULL || torch.from_dlpack == NULL || torch.empty == NULL) {
+    Py_XDECREF(codes);
+    return -1;
+  }
+  torch.codes = codes;
+  torch.tensor = PyObject_GetAttrString(m, "Tensor");
+  return torch.tensor != NULL ? 1 : -1;
+}
+
+static int set_shape(sf_tensor *t, Py_ssize_t ndim, const char *name) {
+  if (ndim > SF_MAX_DIMS) {
+    PyErr_Format(error_value, "%s has %zd dimensions, want at most %d", name, ndim, SF_MAX_DIMS);
+    return -1;
+  }
+  t->ndim = (int32_t)ndim;
+  return 0;
+}
+
+// Fills in the length. The sizes are checked for overflow again in Go.
+static int set_bytes(sf_tensor *t, const char *name) {
+  int64_t n = dtypes[t->dtype].size;
+  for (int i = 0; i < t->ndim; i++) {
+    if (t->shape[i] == 0) {
+      t->nbytes = 0;
+      return 0;
+    }
+  }
+  for (int i = 0; i < t->ndim; i++) {
+    if (t->shape[i] < 0 || n > INT32_MAX / t->shape[i]) {
+      PyErr_Format(error_value, "%s is larger than the %d bytes that a message has room for", name, INT32_MAX);
+      return -1;
+    }
+    n *= t->shape[i];
+  }
+  t->nbytes = n;
+  return 0;
+}
+
+// The C string of a str attribute of an object, in buf; "" on failure.
+static void attr_text(PyObject *o, PyObject *attr, char *buf, size_t n) {
+  buf[0] = 0;
+  PyObject *s = PyObject_GetAttr(o, attr), *b = s != NULL ? PyUnicode_AsUTF8String(s) : NULL;
+  if (b != NULL) PyOS_snprintf(buf, n, "%s", PyBytes_AsString(b));
+  Py_XDECREF(s);
+  Py_XDECREF(b);
+  PyErr_Clear();
+}
+
+static int torch_in(PyObject *o, sf_tensor *t, const char *name) {
+  char device[16];
+  PyObject *x = PyObject_GetAttr(o, s_device);
+  if (x == NULL) return -1;
+  attr_text(x, s_type, device, sizeof device);
+  if (strcmp(device, "cpu") != 0) {
+    PyErr_Format(error_value, "%s is on device %S, want cpu: this build has no backend for it", name, x);
+    Py_DECREF(x);
+    return -1;
+  }
+  Py_DECREF(x);
+  t->device_type = 1;
+
+  x = PyObject_CallMethodObjArgs(o, s_contiguous, NULL);
+  int contiguous = x != NULL && PyObject_IsTrue(x) == 1;
+  Py_XDECREF(x);
+  if (!contiguous) {
+    PyErr_Clear();
+    PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor: call .contiguous() and keep the result", name);
+    return -1;
+  }
+  x = PyObject_GetAttr(o, s_dtype);
+  PyObject *code = x != NULL ? PyDict_GetItem(torch.codes, x) : NULL; // borrowed
+  if (code == NULL) {
+    PyErr_Clear();
+    PyErr_Format(error_value, "%s has dtype %S, which is not supported", name, x != NULL ? x : Py_None);
+    Py_XDECREF(x);
+    return -1;
+  }
+  t->dtype = (int32_t)PyLong_AsLong(code);
+  Py_DECREF(x);
+
+  x = PyObject_GetAttr(o, s_shape); // a tuple
+  Py_ssize_t ndim = x != NULL ? PyTuple_Size(x) : -1;
+  if (ndim < 0 || set_shape(t, ndim, name) < 0) {
+    Py_XDECREF(x);
+    return -1;
+  }
+  for (Py_ssize_t d = 0; d < ndim; d++) t->shape[d] = PyLong_AsLongLong(PyTuple_GetItem(x, d));
+  Py_DECREF(x);
+  if (PyErr_Occurred() || set_bytes(t, name) < 0) return -1;
+
+  x = PyObject_CallMethodObjArgs(o, s_data_ptr, NULL);
+  if (x == NULL) return -1;
+  t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(x);
+  Py_DECREF(x);
+  if (PyErr_Occurred()) return -1;
+  if (t->ptr == NULL && t->nbytes > 0) {
+    PyErr_Format(error_value, "%s has no memory (a meta tensor?)", name);
+    return -1;
+  }
+  Py_INCREF(o);
+  t->owner = o;
+  return 0;
+}
+
+// PyTorch's code for DLPack's element type, or -1.
+static int code_of(dl_dtype d) {
+  if (d.lanes != 1) return -1;
+  if (d.code == 6 && d.bits == 8) return BOOL;
+  if (d.code == 1 && d.bits == 16) return UINT16;
+  if (d.code == 1 && d.bits == 32) return UINT32;
+  if (d.code == 1 && d.bits == 64) return UINT64;
+  for (int i = 0; i < NDTYPES; i++)
+    if (dtypes[i].bits == d.bits && dtypes[i].code == d.code) return i;
+  return -1;
+}
+
+// PyTorch's code for NumPy's type string such as "<f4", or -1.
+static int code_of_numpy(const char *s) {
+  static const struct {
+    char kind;
+    uint8_t code;
+  } kinds[] = {{'i', 0}, {'u', 1}, {'f', 2}, {'c', 5}, {'b', 6}};
+  if (strlen(s) < 3 || s[0] == '>') return -1;
+  for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++)
+    if (s[1] == kinds[k].kind) return code_of((dl_dtype){kinds[k].code, (uint8_t)(8 * atoi(s + 2)), 1});
+  return -1;
+}
+
+// NumPy arrays by their array interface, since DLPack does not share read-only
+// ones. Returns 0, -1 with an exception, or 1 when DLPack must do.
+static int numpy_in(PyObject *o, sf_tensor *t, const char *name, int writable) {
+  char type[16];
+  int rc = 1;
+  PyObject *d = PyObject_GetAttr(o, s_interface);
+  if (d == NULL || !PyDict_Check(d)) {
+    PyErr_Clear();
+    Py_XDECREF(d);
+    return 1;
+  }
+  PyObject *typestr = PyDict_GetItemString(d, "typestr"), *shape = PyDict_GetItemString(d, "shape");
+  PyObject *data = PyDict_GetItemString(d, "data"), *strides = PyDict_GetItemString(d, "strides"); // all borrowed
+  PyObject *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8String(typestr) : NULL;
+  if (text == NULL || shape == NULL || !PyTuple_Check(shape) || data == NULL || !PyTuple_Check(data) || PyTuple_Size(data) != 2)
+    goto out;
+  PyOS_snprintf(type, sizeof type, "%s", PyBytes_AsString(text));
+  if ((t->dtype = code_of_numpy(type)) < 0) goto out;
+  rc = -1;
+  if (strides != NULL && strides != Py_None) {
+    PyErr_Format(error_value, "%s is not contiguous, want a contiguous array: use numpy.ascontiguousarray", name);
+    goto out;
+  }
+  if (writable && PyObject_IsTrue(PyTuple_GetItem(data, 1)) != 0) {
+    PyErr_Format(error_value, "%s is read-only, want an array that can be written to", name);
+    goto out;
+  }
+  if (set_shape(t, PyTuple_Size(shape), name) < 0) goto out;
+  for (int k = 0; k < t->ndim; k++) t->shape[k] = PyLong_AsLongLong(PyTuple_GetItem(shape, k));
+  t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(data, 0));
+  if (PyErr_Occurred() || set_bytes(t, name) < 0) goto out;
+  t->device_type = 1;
+  Py_INCREF(o);
+  t->owner = o;
+  rc = 0;
+out:
+  PyErr_Fetch(&typestr, &shape, &data); // keep an exception across the decrements
+  Py_XDECREF(text);
+  Py_DECREF(d);
+  PyErr_Restore(typestr, shape, data);
+  return rc;
+}
+
+static int dlpack_in(PyObject *o, sf_tensor *t, const char *name) {
+  PyObject *capsule = PyObject_CallMethodObjArgs(o, s_dlpack, NULL);
+  if (capsule == NULL) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_Format(error_value, "%s cannot be shared by DLPack: %S", name, value != NULL ? value : Py_None);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return -1;
+  }
+  dl_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
+  if (m == NULL) {
+    PyErr_Clear();
+    PyErr_Format(error_type, "%s.__dlpack__() returned %R, want a DLPack capsule", name, capsule);
+    goto fail;
+  }
+  if (m->t.device.device_type != DL_CPU && m->t.device.device_type != DL_CUDA_HOST) {
+    PyErr_Format(error_value, "%s is on DLPack device type %d, want 1 (cpu): this build has no backend for it", name,
+                 (int)m->t.device.device_type);
+    goto fail;
+  }
+  t->device_type = 1;
+  t->dtype = code_of(m->t.dtype);
+  if (t->dtype < 0) {
+    PyErr_Format(error_value, "%s has DLPack type code %d with %d bits and %d lanes, which is not supported", name,
+                 (int)m->t.dtype.code, (int)m->t.dtype.bits, (int)m->t.dtype.lanes);
+    goto fail;
+  }
+  if (m->t.ndim < 0 || set_shape(t, m->t.ndim, name) < 0) goto fail;
+  for (int d = 0; d < t->ndim; d++) t->shape[d] = m->t.shape[d];
+  if (set_bytes(t, name) < 0) goto fail;
+  int64_t stride = 1;
+  for (int d = t->ndim - 1; m->t.strides != NULL && t->nbytes > 0 && d >= 0; d--) {
+    if (t->shape[d] != 1 && m->t.strides[d] != stride) {
+      PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor", name);
+      goto fail;
+    }
+    stride *= t->shape[d];
+  }
+  t->ptr = (char *)m->t.data + m->t.byte_offset;
+  t->owner = capsule; // keeps the memory
+  return 0;
+fail:
+  Py_DECREF(capsule);
+  return -1;
+}
+
+// Tensor is what Python gets from Go when there is no torch.
+typedef struct {
+  PyObject_HEAD sf_tensor t;
+  uint64_t id;
+} tensor_object;
+
+int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int writable) {
+  char name[64];
+  memset(t, 0, sizeof *t);
+  name_of(name, sizeof name, what, i);
+  int ready = torch_ready();
+  if (ready < 0) return -1;
+  if (ready && PyObject_IsInstance(o, torch.tensor) == 1) {
+    if (torch_in(o, t, name) == 0) return 0;
+    if (!PyErr_ExceptionMatches(error_value)) {
+      PyErr_Clear();
+      PyErr_Format(error_value, "%s is a tensor without an address of its own (sparse, quantised or a subclass)", name);
+    }
+    return -1;
+  }
+  if ((PyObject *)Py_TYPE(o) == tensor_class) { // our own: keeps its element type
+    *t = ((tensor_object *)o)->t;
+    Py_INCREF(o);
+    t->owner = o;
+    return 0;
+  }
+  int rc = numpy_in(o, t, name, writable);
+  if (rc <= 0) return rc;
+  if (!PyObject_HasAttr(o, s_dlpack)) {
+    PyErr_Format(error_type, "%s is %R, want a torch.Tensor or another object with __dlpack__", name, (PyObject *)Py_TYPE(o));
+    return -1;
+  }
+  if (writable) {
+    PyObject *mod = PyObject_GetAttrString((PyObject *)Py_TYPE(o), "__module__");
+    PyObject *text = mod != NULL ? PyUnicode_AsUTF8String(mod) : NULL;
+    int jax = text != NULL && strncmp(PyBytes_AsString(text), "jax", 3) == 0;
+    Py_XDECREF(mod);
+    Py_XDECREF(text);
+    PyErr_Clear();
+    if (jax) {
+      PyErr_Format(error_type, "%s is a JAX array, which cannot be written to: pull into a NumPy array or a torch.Tensor", name);
+      return -1;
+    }
+  }
+  return dlpack_in(o, t, name);
+}
+
+// A capsule over memory of batch id.
+typedef struct {
+  dl_managed m;
+  int64_t shape[SF_MAX_DIMS + 1], strides[SF_MAX_DIMS + 1];
+  uint64_t id;
+  PyObject *keeper; // a Tensor, or NULL: then the capsule holds the batch itself
+} exported;
+
+static void delete_exported(dl_managed *m) {
+  exported *x = (exported *)m;
+  if (x->keeper == NULL) {
+    sf_release(x->id);
+  } else {
+    PyGILState_STATE g = PyGILState_Ensure();
+    Py_DECREF(x->keeper);
+    PyGILState_Release(g);
+  }
+  free(x);
+}
+
+static void delete_capsule(PyObject *capsule) {
+  if (!PyCapsule_IsValid(capsule, "dltensor")) return; // somebody has taken it over
+  dl_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
+  m->deleter(m);
+}
+
+// Exports t. With bytes set, as a row of uint8. On failure nothing is released.
+static PyObject *export_tensor(const sf_tensor *t, uint64_t id, PyObject *keeper, int bytes) {
+  static char nothing;
+  exported *x = calloc(1, sizeof *x);
+  if (x == NULL) return PyErr_NoMemory();
+  dl_tensor *d = &x->m.t;
+  d->data = t->ptr != NULL ? t->ptr : &nothing;
+  d->device.device_type = DL_CPU;
+  d->dtype.lanes = 1;
+  if (bytes) {
+    d->dtype.code = 1;
+    d->dtype.bits = 8;
+    d->ndim = 1;
+    x->shape[0] = t->nbytes;
+  } else {
+    d->dtype.code = dtypes[t->dtype].code;
+    d->dtype.bits = dtypes[t->dtype].bits;
+    d->ndim = t->ndim;
+    memcpy(x->shape, t->shape, sizeof t->shape);
+  }
+  int64_t stride = 1;
+  for (int i = d->ndim - 1; i >= 0; i--) {
+    x->strides[i] = stride;
+    stride *= x->shape[i] > 0 ? x->shape[i] : 1;
+  }
+  d->shape = x->shape;
+  d->strides = x->strides;
+  x->m.context = x;
+  x->m.deleter = delete_exported;
+  x->id = id;
+  PyObject *capsule = PyCapsule_New(x, "dltensor", delete_capsule);
+  if (capsule == NULL) {
+    free(x);
+    return NULL;
+  }
+  x->keeper = keeper;
+  Py_XINCREF(keeper);
+  return capsule;
+}
+
+static PyObject *shape_tuple(const sf_tensor *t) {
+  PyObject *s = PyTuple_New(t->ndim);
+  for (int i = 0; s != NULL && i < t->ndim; i++) {
+    PyObject *n = PyLong_FromLongLong(t->shape[i]);
+    if (n == NULL || PyTuple_SetItem(s, i, n) < 0) Py_CLEAR(s);
+  }
+  return s;
+}
+
+static PyObject *torch_out(const sf_tensor *t, uint64_t id) {
+  PyObject *dtype = t->dtype >= 0 && t->dtype < NDTYPES ? torch.dtypes[t->dtype] : NULL;
+  if (dtype == NULL) {
+    sf_release(id);
+    PyErr_Format(error_value, "a worker pushed a tensor with dtype code %d (%s) under key %llu, which this PyTorch does not have",
+                 (int)t->dtype, t->dtype >= 0 && t->dtype < NDTYPES ? dtypes[t->dtype].name : "unknown", (unsigned long long)t->key);
+    return NULL;
+  }
+  int direct = dtypes[t->dtype].bits != 0;
+  if (t->nbytes == 0) {
+    sf_release(id);
+    PyObject *s = shape_tuple(t), *kw = PyDict_New(), *args = s != NULL ? PyTuple_Pack(1, s) : NULL, *r = NULL;
+    if (args != NULL && kw != NULL && PyDict_SetItemString(kw, "dtype", dtype) == 0) r = PyObject_Call(torch.empty, args, kw);
+    Py_XDECREF(s);
+    Py_XDECREF(args);
+    Py_XDECREF(kw);
+    return r;
+  }
+  PyObject *capsule = export_tensor(t, id, NULL, !direct);
+  if (capsule == NULL) {
+    sf_release(id);
+    return NULL;
+  }
+  PyObject *r = PyObject_CallFunctionObjArgs(torch.from_dlpack, capsule, NULL);
+  Py_DECREF(capsule); // releases the batch unless torch has taken it over
+  if (r == NULL || direct) return r;
+  PyObject *v = PyObject_CallMethodObjArgs(r, s_view, dtype, NULL), *s = shape_tuple(t);
+  Py_DECREF(r);
+  r = v != NULL && s != NULL ? PyObject_CallMethodObjArgs(v, s_view, s, NULL) : NULL;
+  Py_XDECREF(v);
+  Py_XDECREF(s);
+  return r;
+}
+
+PyObject *tensor_out(const sf_tensor *t, uint64_t id) {
+  int ready = torch_ready();
+  if (ready < 0) {
+    sf_release(id);
+    return NULL;
+  }
+  if (ready) return torch_out(t, id);
+  allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)tensor_class, Py_tp_alloc);
+  tensor_object *o = (tensor_object *)alloc((PyTypeObject *)tensor_class, 0);
+  if (o == NULL) {
+    sf_release(id);
+    return NULL;
+  }
+  o->t = *t;
+  o->t.owner = NULL;
+  o->id = id;
+  return (PyObject *)o;
+}
+
+static void tensor_dealloc(PyObject *o) {
+  PyTypeObject *type = Py_TYPE(o);
+  sf_release(((tensor_object *)o)->id);
+  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  f(o);
+  Py_DECREF(type);
+}
+
+static PyObject *tensor_shape(PyObject *o, void *unused) {
+  (void)unused;
+  return shape_tuple(&((tensor_object *)o)->t);
+}
+
+static const char *dtype_name(const sf_tensor *t) { return t->dtype >= 0 && t->dtype < NDTYPES ? dtypes[t->dtype].name : "unknown"; }
+
+static PyObject *tensor_dtype(PyObject *o, void *unused) {
+  (void)unused;
+  return PyUnicode_FromString(dtype_name(&((tensor_object *)o)->t));
+}
+
+static PyObject *tensor_nbytes(PyObject *o, void *unused) {
+  (void)unused;
+  return PyLong_FromLongLong(((tensor_object *)o)->t.nbytes);
+}
+
+static PyObject *tensor_repr(PyObject *o) {
+  PyObject *s = tensor_shape(o, NULL);
+  PyObject *r = s != NULL ? PyUnicode_FromFormat("<fserver_lib.Tensor %s%R>", dtype_name(&((tensor_object *)o)->t), s) : NULL;
+  Py_XDECREF(s);
+  return r;
+}
+
+static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
+  const sf_tensor *t = &((tensor_object *)o)->t;
+  (void)args; // streams, versions and copies are not for host memory
+  (void)kw;
+  // Types that DLPack's consumers may not know go as bytes; bool has a code of its own.
+  int direct = t->dtype >= 0 && t->dtype < NDTYPES && dtypes[t->dtype].bits != 0;
+  return export_tensor(t, 0, o, !direct);
+}
+
+static PyObject *tensor_dlpack_device(PyObject *o, PyObject *noargs) {
+  (void)o;
+  (void)noargs;
+  return Py_BuildValue("(ii)", DL_CPU, 0);
+}
+
+static PyMethodDef tensor_methods[] = {
+    {"__dlpack__", (PyCFunction)(void (*)(void))tensor_dlpack, METH_VARARGS | METH_KEYWORDS, DOC_TENSOR_DLPACK},
+    {"__dlpack_device__", tensor_dlpack_device, METH_NOARGS, DOC_TENSOR_DLPACK_DEVICE},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef tensor_attributes[] = {
+    {"shape", tensor_shape, NULL, DOC_TENSOR_SHAPE, NULL},
+    {"dtype", tensor_dtype, NULL, DOC_TENSOR_DTYPE, NULL},
+    {"nbytes", tensor_nbytes, NULL, DOC_TENSOR_NBYTES, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+// Only Go makes tensors.
+static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
+  (void)type;
+  (void)args;
+  (void)kw;
+  PyErr_SetString(error_type, "fserver_lib.Tensor cannot be made, only received");
+  return NULL;
+}
+
+static PyType_Slot tensor_slots[] = {
+    {Py_tp_doc, DOC_TENSOR},
+    {Py_tp_new, tensor_new},
+    {Py_tp_dealloc, tensor_dealloc},
+    {Py_tp_repr, tensor_repr},
+    {Py_tp_methods, tensor_methods},
+    {Py_tp_getset, tensor_attributes},
+    {0, NULL},
+};
+
+static PyType_Spec tensor_spec = {"fserver_lib.Tensor", sizeof(tensor_object), 0, Py_TPFLAGS_DEFAULT, tensor_slots};
+
+int tensor_init(PyObject *module, PyObject *value, PyObject *type) {
+  static const struct {
+    PyObject **s;
+    const char *text;
+  } names[] = {{&s_contiguous, "is_contiguous"}, {&s_device, "device"}, {&s_type, "type"},       {&s_data_ptr, "data_ptr"},
+               {&s_dtype, "dtype"},              {&s_shape, "shape"},   {&s_dlpack, "__dlpack__"}, {&s_view, "view"},
+               {&s_interface, "__array_interface__"}};
+  error_value = value;
+  error_type = type;
+  for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+    if ((*names[i].s = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
+  tensor_class = PyType_FromSpec(&tensor_spec);
+  if (tensor_class == NULL) return -1;
+  Py_INCREF(tensor_class);
+  return PyModule_AddObject(module, "Tensor", tensor_class);
+}

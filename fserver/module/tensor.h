@@ -1,0 +1,23 @@
+// Tensors between Python and Go: torch.Tensor by its methods, everything else by
+// DLPack, without copies.
+#ifndef FSERVER_TENSOR_H
+#define FSERVER_TENSOR_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "abi.h"
+
+// Adds the class Tensor to the module. value and type are the exceptions to raise.
+int tensor_init(PyObject *module, PyObject *value, PyObject *type);
+
+// Fills t from a tensor of Python's; t->owner then is a reference to what keeps
+// its memory. what and i name the argument, i -1 alone. writable: Go will write
+// there. Returns 0, or -1 with an exception that names the argument.
+int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int writable);
+
+// Makes a tensor over memory of batch id: a torch.Tensor when torch was imported,
+// else a Tensor. It calls sf_release(id) once when it is gone, also on failure.
+PyObject *tensor_out(const sf_tensor *t, uint64_t id);
+
+#endif
