@@ -29,7 +29,7 @@ run: deps build ## install what is missing, build, and run a demo on this machin
 
 af: ## build everything, as StepMesh's target: bin/stepaf and the test programs; USE_CUDA=0, USE_RDMA=0
 	@flags=$$(tools/build_flags.sh); mkdir -p bin; \
-	$(GO) build $$flags $$($(GO) list ./... | grep -v /fserver/module); $(GO) build $$flags -o bin/ $(PROGRAMS); \
+	$(GO) build $$flags ./...; $(GO) build $$flags -o bin/ $(PROGRAMS); \
 	$(PYTHON) tools/python/fserver_build.py --if-possible; echo "build: in bin/: $$(ls bin | xargs)"
 
 fserver: ## build the Python module fserver_lib into bin/python, for PYTHONPATH
@@ -58,9 +58,11 @@ python-test-full: ## the same with the current PyTorch, NumPy and JAX of PyPI (f
 
 vet: ## go vet
 	$(GO) vet ./...
+	$(GO) vet -tags fserver ./fserver/...
 
 lint: ## staticcheck, at the version of go.mod
 	$(GO) tool staticcheck ./...
+	$(GO) tool staticcheck -tags fserver ./fserver/...
 
 fmt: ## format the Go files
 	gofmt -w $(sources)
