@@ -2,8 +2,10 @@ package postoffice
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"maps"
+	"syscall"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -65,9 +67,12 @@ func (n *Node) tick() {
 // peerChanged is called by the transport.
 func (n *Node) peerChanged(id int, up bool, cause error) {
 	n.step(func(t time.Duration) {
-		if up {
+		switch {
+		case up:
 			n.machine.PeerBack(t, id)
-		} else {
+		case id == van.SchedulerID && !n.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED):
+			// It does not listen yet. Whoever else is known has listened before.
+		default:
 			n.machine.PeerLost(t, id, cause)
 		}
 	})

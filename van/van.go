@@ -87,7 +87,9 @@ type Poller interface {
 // PeerWatcher is implemented by vans that notice when a peer goes away.
 type PeerWatcher interface {
 	// WatchPeers makes the van call f when the connection to a peer breaks (up
-	// false) and when it stands again. f must not block. Call it before Start.
+	// false) and when it stands again. A van may also call it when an attempt to
+	// connect fails, with a cause that wraps syscall.ECONNREFUSED; it still tries
+	// again then. f must not block. Call it before Start.
 	WatchPeers(f func(id int, up bool, cause error))
 }
 

@@ -55,20 +55,10 @@ type Cluster struct {
 // closed when the test ends.
 func Start(t testing.TB, o Options) *Cluster {
 	t.Helper()
-	o.Workers, o.Servers, o.Group = max(o.Workers, 1), max(o.Servers, 1), max(o.Group, 1)
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
-	if o.Network == nil {
-		o.Network = inproc.NewNetwork()
-	}
+	c := New(t, o)
+	o = c.o
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
-	c := &Cluster{Servers: make([]*postoffice.Node, o.Servers*o.Group), Workers: make([]*postoffice.Node, o.Workers*o.Group), Port: 9000, o: o}
-	if o.ZMQ {
-		c.Port = FreePort(t)
-	}
-	t.Cleanup(c.close)
 	var wg sync.WaitGroup
 	run := func(role string, rank int, n **postoffice.Node) {
 		if o.Elsewhere != nil && o.Elsewhere(c, role, rank) {
@@ -92,6 +82,24 @@ func Start(t testing.TB, o Options) *Cluster {
 	if t.Failed() {
 		t.FailNow()
 	}
+	return c
+}
+
+// New makes a cluster without nodes, for Join.
+func New(t testing.TB, o Options) *Cluster {
+	t.Helper()
+	o.Workers, o.Servers, o.Group = max(o.Workers, 1), max(o.Servers, 1), max(o.Group, 1)
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.Network == nil {
+		o.Network = inproc.NewNetwork()
+	}
+	c := &Cluster{Servers: make([]*postoffice.Node, o.Servers*o.Group), Workers: make([]*postoffice.Node, o.Workers*o.Group), Port: 9000, o: o}
+	if o.ZMQ {
+		c.Port = FreePort(t)
+	}
+	t.Cleanup(c.close)
 	return c
 }
 

@@ -44,7 +44,9 @@ func TestServerKilled(t *testing.T) {
 	for _, w := range ws {
 		fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
 	}
-	together(t, c.Workers, func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup) })
+	together(t, c.Workers, func(n *postoffice.Node) error {
+		return n.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup)
+	})
 
 	var next *process
 	returns(t, c.Workers[0], 10, func() {

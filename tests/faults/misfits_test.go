@@ -80,20 +80,45 @@ func TestPortInUse(t *testing.T) {
 	c.Finalize(t)
 }
 
-// TestMisfitsAtStart: a node without a place, and one that gives up, do not keep a
-// cluster from starting.
+// TestMisfitsAtStart: a node without a place, and one that goes away before the
+// others have come, do not keep a cluster from starting.
 func TestMisfitsAtStart(t *testing.T) {
-	var without, impatient error
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: func(c *testcluster.Cluster, role string, _ int) bool {
+	var without, impatient, early error
+	l := &logText{}
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Log: l.logger(), Elsewhere: func(c *testcluster.Cluster, role string, _ int) bool {
 		if role == "server" { // the scheduler runs, and nobody else yet
 			_, without = c.Join(within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 3, 2 })
 			_, impatient = c.Join(within(t, 15*time.Second), "worker", 1, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
+			// The scheduler has seen no reason to look whether it is still there.
+			_, early = c.Join(within(t, 15*time.Second), "worker", 1, nil)
+			l.waitFor(t, "(rank 1) vanished before the cluster was complete", "no connection could be made")
 		}
 		return false
 	}})
 	fails(t, without, postoffice.ErrRefused, "preferred rank 2 of a worker, but there are only ranks 0 to 1", "DMLC_NODE_RANK")
 	fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 300ms")
+	fails(t, early, postoffice.ErrRefused, "both want rank 1", "DMLC_NODE_RANK")
 	serveAll(t, c)
 	work(t, 1, worker(t, c.Workers[0]), worker(t, c.Workers[1]))
 	c.Finalize(t)
+}
+
+// TestVanishedAtStart: when a node is gone by the time that the last one comes,
+// the others learn it instead of being kept waiting.
+func TestVanishedAtStart(t *testing.T) {
+	c := testcluster.New(t, testcluster.Options{ZMQ: true})
+	join := func(role string) <-chan error {
+		done := make(chan error, 1)
+		go func() {
+			_, err := c.Join(within(t, 15*time.Second), role, 0, nil)
+			done <- err
+		}()
+		return done
+	}
+	scheduler := join("scheduler")
+	_, err := c.Join(within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
+	fails(t, err, van.ErrTimeout)
+	server := join("server")
+	fails(t, <-scheduler, van.ErrPeerLost, "scheduler (id 1)", "worker 0 (id 9) at 127.0.0.1:", "no connection could be made")
+	fails(t, <-server, van.ErrPeerLost, "server 0 (id 8)") // of the worker or of the scheduler
 }

@@ -49,7 +49,9 @@ func TestPartition(t *testing.T) {
 		}
 		fails(t, err, van.ErrPeerLost, "push_pull with server 1 (id 10) at "+server, "no heartbeat")
 	}
-	together(t, c.Workers, func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup) })
+	together(t, c.Workers, func(n *postoffice.Node) error {
+		return n.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup)
+	})
 	// The one that is cut off notices that the scheduler is silent.
 	fails(t, c.Servers[1].InstanceBarrier(within(t, 20*time.Second), 0, van.ServerGroup), van.ErrPeerLost, "scheduler (id 1) at "+scheduler, "no heartbeat")
 

@@ -89,7 +89,7 @@ func TestNoAnswer(t *testing.T) {
 			cancel()
 			b.Release() // will never be answered
 		}()
-		fails(t, w.Wait(ctx, h), context.Canceled, "no answer from server 1 (id 10)")
+		fails(t, w.Wait(ctx, h), context.Canceled, "no answer from ", "server 1 (id 10)")
 		work(t, 2, w)
 		c.Finalize(t)
 	})

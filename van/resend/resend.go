@@ -2,10 +2,12 @@ package resend
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -300,7 +302,7 @@ func (m *metaString) LogValue() slog.Value { return slog.StringValue((*van.Meta)
 
 // peerChanged is told by the inner van.
 func (v *Van) peerChanged(id int, up bool, cause error) {
-	if !up {
+	if !up && !errors.Is(cause, syscall.ECONNREFUSED) { // else nothing has been lost
 		if cause == nil {
 			cause = fmt.Errorf("connection to %s: %w", van.NodeName(id), van.ErrPeerLost)
 		}

@@ -3,6 +3,7 @@ package zmq
 import (
 	"fmt"
 	"sync"
+	"syscall"
 
 	zmq4 "github.com/pebbe/zmq4"
 )
@@ -19,7 +20,7 @@ type monitor struct {
 
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
-	if err := z.Monitor(addr, zmq4.EVENT_DISCONNECTED|zmq4.EVENT_HANDSHAKE_SUCCEEDED); err != nil {
+	if err := z.Monitor(addr, zmq4.EVENT_DISCONNECTED|zmq4.EVENT_HANDSHAKE_SUCCEEDED|zmq4.EVENT_CLOSED); err != nil {
 		return nil, fmt.Errorf("monitor: %w", err)
 	}
 	pair, err := ctx.NewSocket(zmq4.PAIR)
@@ -36,6 +37,9 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int) (*monitor, error)
 	}
 	return &monitor{z: z, pair: pair, sock: s}, nil
 }
+
+// errRefused: an attempt to connect failed. libzmq tries again.
+var errRefused = fmt.Errorf("no connection could be made: %w", syscall.ECONNREFUSED)
 
 // tell reports a change of c's connection to the watcher.
 func (v *zvan) tell(c *conn, up bool, cause error) {
@@ -63,6 +67,8 @@ func (m *monitor) start(v *zvan, c *conn) {
 			case zmq4.EVENT_DISCONNECTED:
 				c.lost.Store(true)
 				v.tell(c, false, errDisconnected)
+			case zmq4.EVENT_CLOSED: // before it was a connection
+				v.tell(c, false, errRefused)
 			case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
 				c.lost.Store(false)
 				v.tell(c, true, nil)
