@@ -1,0 +1,272 @@
+package faults
+
+import (
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/pebbe/zmq4"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// greeting is that of ZMTP 3.1 with the NULL mechanism.
+var greeting = append(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3, 1, 'N', 'U', 'L', 'L'}, make([]byte, 16)...), make([]byte, 32)...)
+
+// TestStray throws garbage at every port of a cluster that works: plain bytes,
+// broken ZMTP, and messages of it with random or nearly right frames.
+func TestStray(t *testing.T) {
+	const seed = 20240607
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Servers: 2})
+	serveAll(t, c)
+	w := worker(t, c.Workers[0])
+	work(t, 2, w)
+	stop := make(chan struct{})
+	var rounds sync.WaitGroup
+	rounds.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			if err := roundTrip(t.Context(), w, 2, fmt.Append(nil, i)); err != nil {
+				t.Errorf("round %d: %v", i, err)
+				return
+			}
+		}
+	})
+
+	var wg sync.WaitGroup
+	for i, n := range c.Nodes() {
+		port, r := portOf(t, c, n), rand.New(rand.NewPCG(seed, uint64(i)))
+		wg.Go(func() {
+			for k := range 30 {
+				b := make([]byte, r.IntN(2000))
+				fill(r, b)
+				if k%2 == 1 {
+					b = append(append([]byte(nil), greeting...), b...)
+				}
+				throw(t, port, b)
+			}
+			messages(t, port, r)
+		})
+	}
+	wg.Wait()
+	// Each node has met nonsense, and said so.
+	for _, n := range c.Nodes() {
+		for limit := within(t, 20*time.Second); n.Stats().Malformed < 10; {
+			if limit.Err() != nil {
+				t.Fatalf("%s has noticed only %d malformed messages", n.Name(), n.Stats().Malformed)
+			}
+		}
+	}
+	close(stop)
+	rounds.Wait()
+	work(t, 2, w)
+	if dead := c.Scheduler.DeadNodes(0); len(dead) > 0 {
+		t.Errorf("dead nodes are %v, want none", dead)
+	}
+	together(t, c.Nodes(), func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes) })
+	c.Finalize(t)
+}
+
+func fill(r *rand.Rand, b []byte) {
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+}
+
+// throw writes b to a port. The other side may hang up meanwhile.
+func throw(t testing.TB, port int, b []byte) {
+	conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	defer conn.Close()
+	_, _ = conn.Write(b)
+	_ = conn.(*net.TCPConn).CloseWrite()
+	_ = conn.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
+	_, _ = io.Copy(io.Discard, conn)
+}
+
+// messages sends messages from nodes without id and from ids that do not exist.
+func messages(t testing.TB, port int, r *rand.Rand) {
+	ctx, err := zmq4.NewContext()
+	if err != nil {
+		t.Error(err)
+		return
+	}
+	defer func() { _ = ctx.Term() }()
+	for _, id := range []string{"", "stray", "ps", "ps0", "ps99999999", "ps4321", "ps32767"} {
+		s, err := ctx.NewSocket(zmq4.DEALER)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		_ = s.SetLinger(10 * time.Second)
+		if id != "" {
+			_ = s.SetIdentity(id)
+		}
+		if err := s.Connect(fmt.Sprintf("tcp://127.0.0.1:%d", port)); err != nil {
+			t.Error(err)
+		}
+		for k := range 100 {
+			frames := nearly(r)
+			if k%2 == 0 {
+				frames = make([][]byte, 1+r.IntN(6))
+				for i := range frames {
+					frames[i] = make([]byte, r.IntN(600))
+					fill(r, frames[i])
+				}
+			}
+			if _, err := s.SendMessage(frames); err != nil {
+				t.Error(err)
+			}
+		}
+		_ = s.Close()
+	}
+}
+
+// nearly is a message of the protocol in which some bytes are others.
+func nearly(r *rand.Rand) [][]byte {
+	m := pushMessage(8, int32(r.IntN(100)), int32(r.IntN(4)), 1, []byte("x"))
+	switch r.IntN(4) {
+	case 0:
+		m.Push = false
+	case 1:
+		m.Request = false
+	case 2:
+		m.Frames, m.DataTypes = 0, nil
+		m.Control.Cmd = van.Command(r.IntN(10))
+		if m.Control.Cmd != van.EmptyCmd {
+			m.Control.Nodes = []van.Node{{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Ports: []int32{1}, AuxID: 0}}
+		}
+	}
+	meta, err := m.AppendTo(nil)
+	if err != nil {
+		meta = []byte(err.Error())
+	}
+	for range r.IntN(8) {
+		meta[r.IntN(len(meta))] = byte(r.Uint32())
+	}
+	frames := [][]byte{meta}
+	for i := range m.Frames {
+		frames = append(frames, m.Frame(i).Host())
+	}
+	return frames
+}
+
+// TestStrayRequests: requests that are well-formed and make no sense are dropped
+// with a line that says why, and do not disturb the batches of others.
+func TestStrayRequests(t *testing.T) {
+	l := &logText{}
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Log: l.logger()})
+	serveAll(t, c)
+	w := worker(t, c.Workers[0])
+	work(t, 1, w)
+	for _, x := range []struct {
+		change func(m *van.Message)
+		text   string
+	}{
+		{func(m *van.Message) { m.Head = van.BatchMiddle }, "batch flag 2 at timestamp 50 continues none of the 0 open batches"},
+		{func(m *van.Message) { m.Head = van.BatchEnd }, "batch flag 3 at timestamp 50"},
+		{func(m *van.Message) { m.Head = 7 }, "batch flag 7, want 0 to 3"},
+		{func(m *van.Message) { m.Head = -1 }, "batch flag -1, want 0 to 3"},
+		{func(m *van.Message) { m.Keys = m.Keys.Sub(0, 7) }, "7 key bytes, want 2 and 8"},
+		{func(m *van.Message) { m.Frames = 0 }, "0 data frames"},
+		{func(m *van.Message) { m.SimpleApp = true }, "tensor request"},
+		{func(m *van.Message) { m.Shape[0] = 1 << 40 }, "exceeds the 2147483647 bytes"},
+		{func(m *van.Message) { m.Shape[0] = 2 }, "is not the 1 bytes that came"},
+		{func(m *van.Message) { m.Dtype = 99 }, "dtype code 99"},
+		{func(m *van.Message) { m.Push = false; m.ValLen = 3 }, "is not the announced 3 bytes"},
+	} {
+		m := pushMessage(c.Servers[0].ID(), 50, van.Single, 1, []byte("x"))
+		x.change(m)
+		if err := c.Workers[1].Send(m); err != nil {
+			t.Fatalf("%s: %v", x.text, err)
+		}
+		l.waitFor(t, "rank=0 id=8", "dropped a request", x.text, "worker 1 (id 11) at 127.0.0.1:")
+		work(t, 1, w)
+	}
+	// The one who sent all that is served as well.
+	work(t, 1, worker(t, c.Workers[1]))
+	// A worker serves nobody.
+	if err := c.Servers[0].Send(pushMessage(c.Workers[0].ID(), 0, van.Single, 1, []byte("x"))); err != nil {
+		t.Fatal(err)
+	}
+	l.waitFor(t, "dropped a request: a tensor worker serves none", "server 0 (id 8)")
+	work(t, 1, w)
+	c.Finalize(t)
+}
+
+// TestWrongAnswers: an answer that does not fit what was asked fails that request
+// and no other.
+func TestWrongAnswers(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	serve(t, c.Servers[0], echoes(t))
+	script := make(chan func(ask *van.Message), 1)
+	var server *postoffice.Customer
+	server, err := c.Servers[1].AddCustomer(0, 0, func(m *van.Message) {
+		if m.Push {
+			return
+		}
+		(<-script)(m)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	reply := func(ask *van.Message, change func(*van.Message)) {
+		for ts := ask.Timestamp - 1; ts <= ask.Timestamp; ts++ {
+			m := pushMessage(ask.Sender, ts, ask.Head, ask.Key, []byte("x"))
+			m.Request, m.Push = false, ts != ask.Timestamp
+			if m.Push {
+				m.Frames, m.DataTypes = 0, nil
+			} else {
+				change(m)
+			}
+			if err := c.Servers[1].Send(m); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	w := worker(t, c.Workers[0])
+	for _, x := range []struct {
+		change   func(m *van.Message)
+		sentinel error
+		texts    []string
+	}{
+		{func(m *van.Message) { m.Keys = pushMessage(0, 0, 0, 3, nil).Keys }, van.ErrMalformed, []string{"pull answer has key 3, want 2"}},
+		{func(m *van.Message) { m.Frames, m.DataTypes = 0, nil }, van.ErrMalformed, []string{"pull answer for key 2", "0 data frames"}},
+		{func(m *van.Message) { m.Keys = m.Keys.Sub(0, 4) }, van.ErrMalformed, []string{"pull answer for key 2", "4 key bytes"}},
+		{func(m *van.Message) { m.Push = true }, van.ErrMalformed, []string{"is for a push=true, want false"}},
+		{func(m *van.Message) { m.Vals = pushMessage(0, 0, 0, 0, []byte("xyz")).Vals }, van.ErrInvalid,
+			[]string{"pull answer for key 2 has 3 bytes, the pull tensor uint8[1] on cpu", "has 1"}},
+		{func(m *van.Message) { m.Vals = pushMessage(0, 0, 0, 0, []byte("")).Vals }, van.ErrInvalid,
+			[]string{"pull answer for key 2 has 0 bytes"}},
+	} {
+		script <- func(ask *van.Message) { reply(ask, x.change) }
+		h, pulls, err := request(w, 2, []byte("x"))
+		if err == nil {
+			err = w.WaitFor(t.Context(), h, soon)
+		}
+		fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull with server 1 (id 10) at ")...)
+		if pulls[1][0] != 0 {
+			t.Errorf("%q: the pull tensor was written all the same", x.texts)
+		}
+		script <- func(ask *van.Message) { reply(ask, func(*van.Message) {}) }
+		if err := roundTrip(t.Context(), w, 2, []byte("x")); err != nil {
+			t.Error(err)
+		}
+	}
+	server.Close()
+	serve(t, c.Servers[1], echoes(t))
+	work(t, 2, w)
+	c.Finalize(t)
+}
