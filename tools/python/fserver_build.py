@@ -213,7 +213,7 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 
 
-def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None, extra=dict):
     build()
     with Wheel(wheel_directory) as wheel:
         wheel.add(LIBRARY.name, LIBRARY.read_bytes(), 0o755)
@@ -221,6 +221,8 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
             for file in sorted(source.iterdir()):
                 if file.suffix in (".py", ".pyi") or file.name == "py.typed":
                     wheel.add("%s/%s" % (package, file.name), file.read_bytes())
+        for name, data in extra().items():
+            wheel.add(wheel.info + "/" + name, data)
     return wheel.name
 
 
@@ -235,6 +237,18 @@ def build_sdist(sdist_directory, config_settings=None):
     raise BuildError("there is no source distribution: install from the repository, or make wheel")
 
 
+def licences():
+    """The licences of the libraries that auditwheel will put into the wheel, on Debian."""
+    files = {}
+    outside = r"=> (/\S+/(?!libc\.|libm\.|libpthread\.|libresolv\.|libstdc\+\+\.|libgcc_s\.)\S+)"
+    for path in re.findall(outside, output("ldd", str(LIBRARY)) or ""):
+        owner = output("dpkg-query", "-S", os.path.realpath(path)) or output("dpkg-query", "-S", "*/" + os.path.basename(path))
+        text = Path("/usr/share/doc") / (owner or "").split(":")[0] / "copyright"
+        if owner and text.exists():
+            files["licenses/%s.txt" % text.parent.name] = text.read_bytes()
+    return files
+
+
 if __name__ == "__main__":
     try:
         if sys.argv[1:] == ["--if-possible"] and missing_tools():
@@ -242,7 +256,7 @@ if __name__ == "__main__":
         elif sys.argv[1:] in ([], ["--if-possible"]):
             build()
         elif len(sys.argv) == 3 and sys.argv[1] == "wheel":
-            print(build_wheel(sys.argv[2]))
+            print(build_wheel(sys.argv[2], extra=licences))
         else:
             raise BuildError("want no arguments, --if-possible, or: wheel DIRECTORY")
     except BuildError as e:

