@@ -46,11 +46,9 @@ type socket struct {
 	raw    syscall.RawConn
 	closed atomic.Bool
 	held   atomic.Bool // messages may wait for a flush
-	senders
-}
 
-// senders keeps close from freeing a socket that is being sent on.
-type senders struct{ mu sync.RWMutex }
+	use sync.RWMutex // held, for reading, by whoever is in a call with c; close waits for them
+}
 
 var errBinding = errors.New("zmq: the zmq4 binding has changed: its Socket or Context no longer begins with the libzmq handle")
 
@@ -128,8 +126,8 @@ func (s *socket) stop() {
 // receiving. It does not wait for linger, which is the context's work.
 func (s *socket) close(linger time.Duration) error {
 	s.stop()
-	s.senders.mu.Lock()
-	defer s.senders.mu.Unlock()
+	s.use.Lock()
+	defer s.use.Unlock()
 	if s.c == nil {
 		return nil
 	}
@@ -143,12 +141,12 @@ var past = time.Unix(1, 0)
 
 // wake makes a waiting receiver look again.
 func (s *socket) wake() {
-	s.senders.mu.RLock()
-	defer s.senders.mu.RUnlock()
+	s.use.RLock()
+	defer s.use.RUnlock()
 	s.wakeLocked()
 }
 
-// wakeLocked is wake for those who hold senders.mu.
+// wakeLocked is wake for those who hold use.
 func (s *socket) wakeLocked() {
 	switch {
 	case s.poll != nil:
@@ -166,7 +164,7 @@ func (s *socket) wait(try func(uintptr) bool) bool {
 		if try(0) {
 			return true
 		}
-		C.sa_wait(s.c)
+		s.sleep()
 	}
 	for !s.closed.Load() {
 		err := s.raw.Read(try)
@@ -186,9 +184,24 @@ func (s *socket) wait(try func(uintptr) bool) bool {
 	return false
 }
 
+// sleep blocks the calling thread until there may be a message, or wake is called.
+func (s *socket) sleep() {
+	s.use.RLock()
+	defer s.use.RUnlock()
+	if s.c != nil && !s.closed.Load() {
+		C.sa_wait(s.c)
+	}
+}
+
 // recv takes one message into f, looking for it for spin at most. With park the
 // socket's descriptor will show the next one.
-func (s *socket) recv(f *frames, spin time.Duration, park bool) (bool, error) {
+func (s *socket) recv(f *frames, spin time.Duration, park bool, l *lent) (bool, error) {
+	s.use.RLock()
+	defer s.use.RUnlock()
+	if s.c == nil {
+		return false, van.ErrClosed
+	}
+	defer l.reap()
 	var p C.int
 	if park {
 		p = 1
@@ -241,8 +254,8 @@ func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent)
 			lend++
 		}
 	}
-	s.senders.mu.RLock()
-	defer s.senders.mu.RUnlock()
+	s.use.RLock()
+	defer s.use.RUnlock()
 	if s.c == nil || s.closed.Load() {
 		return van.ErrClosed
 	}
@@ -278,8 +291,8 @@ func (s *socket) flush() {
 	if !s.held.Load() {
 		return
 	}
-	s.senders.mu.RLock()
-	defer s.senders.mu.RUnlock()
+	s.use.RLock()
+	defer s.use.RUnlock()
 	if s.c == nil || s.closed.Load() {
 		return
 	}

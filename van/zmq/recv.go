@@ -65,13 +65,9 @@ func spinTime(b env.BusyPoll) time.Duration {
 // stop ends the loop and waits for the handler that may be running.
 func (r *receiver) stop(ctx context.Context) {
 	r.sock.stop()
-	if r.loop.Stop(ctx) == nil {
-		r.mu.Lock() // a Poll may be at work
-		defer r.mu.Unlock()
-		if r.next != nil {
-			r.pool.Free(r.next)
-			r.next = nil
-		}
+	if r.loop.Stop(ctx) == nil && r.next != nil {
+		r.pool.Free(r.next)
+		r.next = nil
 	}
 	r.pool.close()
 }
@@ -87,7 +83,7 @@ func (r *receiver) poll(spin time.Duration, park bool) bool {
 		}
 	}
 	defer r.mu.Unlock()
-	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park)
+	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park, r.v.lent)
 	r.err = err
 	if ok {
 		r.inHand.Add(1)
@@ -104,7 +100,6 @@ func (r *receiver) receive() (*van.Message, *lane, bool) {
 		if !r.await() {
 			return nil, nil, false
 		}
-		r.v.lent.reap()
 		if r.err != nil {
 			if r.sock.closed.Load() {
 				return nil, nil, false
@@ -252,7 +247,7 @@ func (r *receiver) helpLocked(spin time.Duration) bool {
 		return false // an earlier message is still being delivered
 	}
 	msg := r.pool.get()
-	ok, err := r.sock.recv((*frames)(msg.Native()), spin, false)
+	ok, err := r.sock.recv((*frames)(msg.Native()), spin, false, r.v.lent)
 	if err != nil || !ok || !r.accept(msg) {
 		r.pool.Free(msg)
 		return false
