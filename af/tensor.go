@@ -134,7 +134,16 @@ func (t *Tensor) Len() int { return t.mem.Len() }
 func (t *Tensor) Dtype() Dtype { return t.dtype }
 
 // Dims returns the shape; the slice is a copy.
-func (t *Tensor) Dims() []int64 { return append([]int64(nil), t.shape[:t.ndim]...) }
+func (t *Tensor) Dims() []int64 { return append([]int64(nil), t.shape[:t.rank()]...) }
+
+// rank is the number of dimensions. A scalar has memory; what has neither
+// dimensions nor memory is the zero Tensor, of shape [0].
+func (t *Tensor) rank() int {
+	if t.ndim == 0 && t.mem.Len() == 0 {
+		return 1
+	}
+	return int(t.ndim)
+}
 
 // Device is where the tensor lies.
 func (t *Tensor) Device() backend.Device {
@@ -146,7 +155,7 @@ func (t *Tensor) Device() backend.Device {
 
 // String describes the tensor: "bfloat16[128 7168] on cpu".
 func (t *Tensor) String() string {
-	return fmt.Sprintf("%s%v on %s", t.dtype, t.shape[:t.ndim], t.Device())
+	return fmt.Sprintf("%s%v on %s", t.dtype, t.shape[:t.rank()], t.Device())
 }
 
 // Slice returns the elements as a Go slice that shares the tensor's memory. It

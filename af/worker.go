@@ -241,7 +241,7 @@ func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *Key
 	m.More = flag == van.BatchStart || flag == van.BatchMiddle
 	m.AppID, m.CustomerID = int32(b.w.customer.AppID()), int32(b.w.customer.ID())
 	m.Key, m.Addr, m.ValLen, m.Option = kt.Key, t.mem.Addr(), int32(t.mem.Len()), 0
-	m.IsTensor, m.Dtype, m.Dim, m.Shape = true, int32(t.dtype), int32(t.ndim), t.shape
+	m.IsTensor, m.Dtype, m.Dim, m.Shape = true, int32(t.dtype), int32(t.rank()), t.shape
 	m.DataTypes = append(m.DataTypes, van.TypeUint64, van.TypeOther)
 	m.Src, m.Dst = t.Device(), t.Device()
 	m.Frames, m.Keys = 2, backend.Bytes(key)
