@@ -18,6 +18,8 @@ var ErrAnswered = errors.New("batch answered already")
 
 // Handler takes one complete batch of one worker. It may answer before it returns
 // or later, from any goroutine. It may block: other workers are served meanwhile.
+// A panic in it is not recovered: it ends the process, and is the loss of a peer
+// for the others.
 type Handler func(Batch)
 
 // TensorServer collects the batches of all workers and sends their answers. All
@@ -391,8 +393,13 @@ func (b Batch) Retain() Batch {
 }
 
 // Release gives up one hold on the batch. Response gives up the first one; call
-// Release only after Retain, or for a batch that will never be answered.
-func (b Batch) Release() { b.unref() }
+// Release only after Retain, or for a batch that will never be answered. It does
+// nothing once all holds are given up.
+func (b Batch) Release() {
+	if b.state.Load()>>1 == b.gen {
+		b.unref()
+	}
+}
 
 // unref gives up one hold; after the last one the state is used again.
 func (b *work) unref() {
@@ -447,13 +454,13 @@ func (b Batch) ResponseInOrder(tensors []Tensor, done van.Completion) error {
 
 // respond answers each pull with what answer has for it.
 func (b Batch) respond(n int, answer func(pull int) *Tensor, done van.Completion) error {
-	s, instance := b.s, b.instance
+	s := b.s // all else may be another batch's by now
 	if !b.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
 		return &van.Error{Op: "respond", Node: s.node.Name(), Err: ErrAnswered, Hint: "respond once to each batch"}
 	}
 	if err := b.checkAnswer(n, answer); err != nil {
 		b.state.Store(b.gen << 1)
-		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(instance), Err: err}
+		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(b.instance), Err: err}
 	}
 	defer b.unref()
 	if b.single && len(b.pulls) == 0 {

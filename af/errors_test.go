@@ -1,0 +1,370 @@
+package af_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// fails checks that err wraps sentinel and names everything in texts.
+func fails(t testing.TB, err, sentinel error, texts ...string) {
+	t.Helper()
+	if !errors.Is(err, sentinel) {
+		t.Errorf("got %v, want an error that wraps %q", err, sentinel)
+		return
+	}
+	for _, s := range texts {
+		if !strings.Contains(err.Error(), s) {
+			t.Errorf("%q does not say %q", err, s)
+		}
+	}
+}
+
+// echo answers each pull with the first push.
+func echo(b af.Batch) error {
+	out := make([]af.KeyTensor, len(b.Pulls()))
+	for i, p := range b.Pulls() {
+		out[i] = af.KeyTensor{Key: p.Key, Val: b.Pushes()[0].Val}
+	}
+	return b.Response(out, nil)
+}
+
+func echoes(t testing.TB) af.Handler {
+	return func(b af.Batch) {
+		if err := echo(b); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// ask pushes text under key 1, and pulls as much from each server under key 2.
+func ask(t testing.TB, w *af.TensorWorker, servers int, text string) (handler int32, pulls []af.KeyTensor) {
+	t.Helper()
+	for range servers {
+		pulls = append(pulls, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, len(text)))})
+	}
+	h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(text))}}, pulls)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h, pulls
+}
+
+// works checks that servers which echo do so.
+func works(t testing.TB, w *af.TensorWorker, servers int) {
+	t.Helper()
+	for i := range 3 {
+		text := fmt.Sprintf("round %d", i)
+		h, pulls := ask(t, w, servers, text)
+		if err := w.Wait(t.Context(), h); err != nil {
+			t.Fatal(err)
+		}
+		for s := range pulls {
+			if got := string(pulls[s].Val.Bytes()); got != text {
+				t.Fatalf("server %d answered %q, want %q", s, got, text)
+			}
+		}
+	}
+}
+
+// TestBadRequests: what cannot be sent is refused before anything is.
+func TestBadRequests(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	for _, n := range c.Servers {
+		serve(t, n, echoes(t))
+	}
+	w := newWorker(t, c.Workers[0])
+	x := bytesOf(t, make([]byte, 1))
+	list := func(keys ...uint64) (l []af.KeyTensor) {
+		for _, k := range keys {
+			l = append(l, af.KeyTensor{Key: k, Val: x})
+		}
+		return l
+	}
+	var many []uint64
+	for i := range uint64(40) {
+		many = append(many, i)
+	}
+	for _, tt := range []struct {
+		push, pull []af.KeyTensor
+		text       string
+	}{
+		{nil, nil, "no push and no pull tensors, want at least one"},
+		{nil, list(1, 2, 3), "3 pull tensors for 2 servers, want the same number for each"},
+		{list(1, 2, 1), nil, "push tensors 0 and 2 both have key 1, want different keys in a batch"},
+		{list(append(many, 7)...), nil, "push tensors 7 and 40 both have key 7"},
+		{nil, list(1, 1, 1, 2), "pull tensors 0 and 1 both have key 1, want different keys in a batch for server 0"},
+		{nil, list(1, 2, 5, 5), "key 5, want different keys in a batch for server 1"},
+		{make([]af.KeyTensor, af.MaxBatch+1), nil, "16385 tensors in one batch, want at most 16384"},
+	} {
+		_, err := w.ZBatchPushPull(tt.push, tt.pull)
+		fails(t, err, van.ErrInvalid, "worker 0 (id 9): push_pull", tt.text)
+		works(t, w, 2)
+	}
+	// The same key for each server, and for a push and a pull, is as it should be.
+	h, err := w.ZBatchPushPull(list(1), list(1, 1))
+	if err == nil {
+		err = w.Wait(t.Context(), h)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+	c.Finalize(t)
+}
+
+// TestBadTensors: a tensor is what its shape says, or is none.
+func TestBadTensors(t *testing.T) {
+	b := make([]byte, 8)
+	ones := func(n int) []int64 { return slices.Repeat([]int64{1}, n) }
+	if x, err := af.FromBytes(b[:1], af.Uint8, ones(8)...); err != nil || len(x.Dims()) != 8 {
+		t.Errorf("8 dimensions: %v %v", x.Dims(), err)
+	}
+	for _, tt := range []struct {
+		b     []byte
+		d     af.Dtype
+		shape []int64
+		text  string
+	}{
+		{b[:1], af.Uint8, ones(9), "tensor with 9 dimensions, want at most 8"},
+		{b[:1], af.Uint8, ones(100), "tensor with 100 dimensions, want at most 8"},
+		{b, af.Uint8, []int64{-1, -8}, "dimension 0 of shape [-1 -8] is negative"},
+		{b, af.Float32, []int64{3}, "shape [3] of float32 is 12 bytes, but the memory has 8"},
+		{b, af.Uint8, nil, "shape [] of uint8 is 1 bytes, but the memory has 8"},
+		{b, af.Uint8, []int64{1 << 62, 4}, "exceeds the 2147483647 bytes"},
+		{b, af.Uint8, []int64{1 << 31}, "exceeds the 2147483647 bytes"},
+		{b, af.Dtype(47), []int64{8}, "dtype code 47, want 0 to 46"},
+		{b, af.Dtype(-1), []int64{8}, "dtype code -1"},
+	} {
+		_, err := af.FromBytes(tt.b, tt.d, tt.shape...)
+		fails(t, err, van.ErrInvalid, tt.text)
+	}
+	_, err := af.FromPointer(nil, backend.Host, nil, af.Float32, 2, 2)
+	fails(t, err, van.ErrInvalid, "tensor of 16 bytes at address 0")
+	x, err := af.FromBytes(b, af.Float32, 2)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = af.Slice[int32](x)
+	fails(t, err, van.ErrInvalid, "tensor of float32 taken as int32")
+}
+
+// TestBadResponses: an answer that does not fit is refused with nothing sent, and
+// a right one may follow; after that there is none.
+func TestBadResponses(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	kt := func(key uint64, n int) af.KeyTensor { return af.KeyTensor{Key: key, Val: bytesOf(t, make([]byte, n))} }
+	var late *af.Batch // one whose state serves another one by now
+	serve(t, c.Servers[0], func(b af.Batch) {
+		if late != nil {
+			late.Release() // one too many
+			fails(t, late.Response(nil, nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
+		}
+		for _, x := range []struct {
+			out  []af.KeyTensor
+			text string
+		}{
+			{nil, "no tensor with key 2 among the 0 given"},
+			{[]af.KeyTensor{kt(3, 4)}, "no tensor with key 2 among the 1 given"},
+			{[]af.KeyTensor{kt(2, 3)}, "tensor uint8[3] on cpu for key 2 has 3 bytes, the worker's pull tensor uint8[4] has 4"},
+			{[]af.KeyTensor{kt(2, 5)}, "tensor uint8[5] on cpu for key 2 has 5 bytes, the worker's pull tensor uint8[4] has 4"},
+			{[]af.KeyTensor{kt(2, 0)}, "has 0 bytes, the worker's pull tensor uint8[4] has 4"},
+			{[]af.KeyTensor{{Key: 2}}, "tensor uint8[0] on cpu for key 2 has 0 bytes"},
+			{[]af.KeyTensor{kt(2, 4), kt(3, 4)}, "2 tensors for 1 pulls"},
+		} {
+			fails(t, b.Response(x.out, nil), van.ErrInvalid, "server 0 (id 8): respond with worker 0 (id 9) at 127.0.0.1:", x.text)
+		}
+		if err := echo(b); err != nil {
+			t.Error(err)
+		}
+		fails(t, b.Response(nil, nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
+		late = &b
+	})
+	w := newWorker(t, c.Workers[0])
+	for range 5 {
+		h, pulls := ask(t, w, 1, "four")
+		if err := w.Wait(t.Context(), h); err != nil {
+			t.Fatal(err)
+		}
+		if got := string(pulls[0].Val.Bytes()); got != "four" {
+			t.Errorf("the answer is %q, want %q", got, "four")
+		}
+	}
+	c.Finalize(t)
+}
+
+// TestAnsweredTwice: a handle on a batch that was answered is good for nothing,
+// also while its memory serves the batches of others.
+func TestAnsweredTwice(t *testing.T) {
+	everyVan(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers = 2
+		c := testcluster.Start(t, o)
+		var mu sync.Mutex
+		var old []af.Batch
+		serve(t, c.Servers[0], func(b af.Batch) {
+			if err := echo(b); err != nil {
+				t.Error(err)
+			}
+			mu.Lock()
+			old = append(old[max(len(old)-20, 0):], b)
+			stale := slices.Clone(old)
+			mu.Unlock()
+			for _, x := range stale {
+				if err := x.Response([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte("junk!!!"))}}, nil); !errors.Is(err, af.ErrAnswered) {
+					t.Errorf("response to a batch that was answered: %v", err)
+				}
+			}
+		})
+		var wg sync.WaitGroup
+		for _, n := range c.Workers {
+			w := newWorker(t, n)
+			wg.Go(func() {
+				for range 20 {
+					works(t, w, 1)
+				}
+			})
+		}
+		wg.Wait()
+		c.Finalize(t)
+	})
+}
+
+// TestUnknownHandlers: a handler can be waited for once, by one.
+func TestUnknownHandlers(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	hold := make(chan af.Batch, 8)
+	var held atomic.Bool
+	serve(t, c.Servers[0], func(b af.Batch) {
+		if held.Load() {
+			hold <- b
+			return
+		}
+		echoes(t)(b)
+	})
+	w := newWorker(t, c.Workers[0])
+	wait := func(h int32) error { return w.Wait(t.Context(), h) }
+	who := "worker 0 (id 9): wait: handler "
+	fails(t, wait(0), postoffice.ErrUnknownHandler, who+"0")
+	works(t, w, 1) // handlers 0, 2, 4
+	fails(t, wait(4), postoffice.ErrUnknownHandler, who+"4", "it has been waited for already", "wait once for each handler")
+	fails(t, wait(6), postoffice.ErrUnknownHandler, who+"6", "handlers up to 5 have been given out")
+	fails(t, wait(1<<30), postoffice.ErrUnknownHandler, "handlers up to 5 have been given out")
+	fails(t, wait(-1), postoffice.ErrUnknownHandler, who+"-1")
+
+	held.Store(true)
+	h, _ := ask(t, w, 1, "x")
+	b := <-hold
+	fails(t, wait(h+1), postoffice.ErrUnknownHandler, fmt.Sprintf("it is inside the batch of handler %d", h))
+	if got := w.GetAllHandlers(h); !slices.Equal(got, []int32{h, h + 1}) {
+		t.Errorf("handlers %v, want %d and the next one", got, h)
+	}
+	for _, other := range []int32{h + 1, 0, 1000, -1} {
+		if got := w.GetAllHandlers(other); !slices.Equal(got, []int32{other}) {
+			t.Errorf("handlers of %d are %v, want just that", other, got)
+		}
+	}
+	_, _, err := w.FetchTrace(h + 1)
+	fails(t, err, postoffice.ErrUnknownHandler, fmt.Sprintf("worker 0 (id 9): fetch_trace: handler %d", h+1), "traces of the last 4096")
+	for _, other := range []int32{-1, 1000, 1 << 30} {
+		_, _, err := w.FetchTrace(other)
+		fails(t, err, postoffice.ErrUnknownHandler, fmt.Sprintf("handler %d", other))
+	}
+
+	// Of many that wait for one handler, one gets it.
+	results := make(chan error, 8)
+	for range cap(results) {
+		go func() { results <- wait(h) }()
+	}
+	for range cap(results) - 1 {
+		fails(t, <-results, postoffice.ErrUnknownHandler, "another goroutine waits for it already")
+	}
+	if err := echo(b); err != nil {
+		t.Error(err)
+	}
+	if err := <-results; err != nil {
+		t.Error(err)
+	}
+	if _, _, err := w.FetchTrace(h + 1); err != nil {
+		t.Error(err)
+	}
+	fails(t, wait(h), postoffice.ErrUnknownHandler, "it has been waited for already")
+
+	// Those in flight when the worker closes fail, and so do calls from then on.
+	h, _ = ask(t, w, 1, "x")
+	<-hold
+	w.Close()
+	fails(t, wait(h), van.ErrClosed, "worker 0 (id 9)")
+	_, err = w.ZBatchPushPull([]af.KeyTensor{{}}, nil)
+	fails(t, err, van.ErrClosed, "worker 0 (id 9): push_pull")
+	held.Store(false)
+	works(t, newWorker(t, c.Workers[0]), 1)
+	c.Finalize(t)
+}
+
+// TestWrongRoles: workers and servers belong on nodes of their roles, once.
+func TestWrongRoles(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	_, err := af.NewTensorWorker(c.Servers[0], af.Options{})
+	fails(t, err, van.ErrInvalid, "tensor worker on server 0 (id 8), want a node with role worker")
+	_, err = af.NewTensorServer(c.Workers[0], af.Options{})
+	fails(t, err, van.ErrInvalid, "tensor server on worker 0 (id 9), want a node with role server")
+	s := serve(t, c.Servers[0], echoes(t))
+	fails(t, s.SetRequestHandle(echoes(t)), van.ErrInvalid, "this server has one")
+	again, err := af.NewTensorServer(c.Servers[0], af.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	fails(t, again.SetRequestHandle(echoes(t)), van.ErrInvalid, "server 0 (id 8)", "application 0, customer 0 exists")
+	w := newWorker(t, c.Workers[0])
+	_, err = af.NewTensorWorker(c.Workers[0], af.Options{})
+	fails(t, err, van.ErrInvalid, "worker 0 (id 9)", "application 0, customer 0 exists")
+	other, err := af.NewTensorWorker(c.Workers[0], af.Options{CustomerID: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	works(t, w, 1)
+	works(t, other, 1)
+
+	x := bytesOf(t, make([]byte, 10))
+	for _, tt := range []struct {
+		ranks []int
+		keys  []uint64
+		text  string
+	}{
+		{nil, nil, "0 worker ranks, 0 keys"},
+		{[]int{0}, []uint64{1, 2}, "1 worker ranks, 2 keys, 10 bytes: want as many ranks as keys"},
+		{[]int{0, 0, 0}, []uint64{1, 2, 3}, "3 keys, 10 bytes"},
+		{[]int{7}, []uint64{1}, "7"},
+		{[]int{-1}, []uint64{1}, "-1"},
+	} {
+		fails(t, s.RegisterRecvTensor(x, tt.ranks, tt.keys), van.ErrInvalid, "register receive tensor", tt.text)
+	}
+	works(t, w, 1)
+	c.Finalize(t)
+}
+
+// TestNodeLeaves: requests of a node that has left fail, before and after.
+func TestNodeLeaves(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	arrived := make(chan struct{})
+	serve(t, c.Servers[0], func(af.Batch) { close(arrived) })
+	w := newWorker(t, c.Workers[0])
+	h, _ := ask(t, w, 1, "x")
+	<-arrived
+	waiting := make(chan error)
+	go func() { waiting <- w.WaitFor(t.Context(), h, time.Minute) }()
+	c.Workers[0].Close()
+	fails(t, <-waiting, van.ErrClosed, "worker 0 (id 9)")
+	_, err := w.ZBatchPushPull([]af.KeyTensor{{}}, nil)
+	fails(t, err, van.ErrClosed, "worker 0 (id 9): push_pull")
+}
