@@ -264,6 +264,15 @@ func (n *Node) Send(msg *van.Message) error {
 	return n.van.Send(msg)
 }
 
+// Poll receives on the caller's goroutine, if the van can, until done or until
+// nothing has come for a short time. Handlers run on it, too, so it is for those
+// whose handlers never block.
+func (n *Node) Poll(done func() bool) {
+	if n.poller != nil {
+		n.poller.Poll(done)
+	}
+}
+
 // Flush sends what was sent to node id with More.
 func (n *Node) Flush(id int) {
 	if n.flusher != nil {

@@ -286,8 +286,8 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 // spin for ever, until r is finished or its time is over.
 func (r *Request) poll(ctx context.Context, limit time.Duration) {
 	p := r.c.node.poller
-	if p == nil {
-		return
+	if p == nil || r.c.node.role != van.Worker {
+		return // on a server it would run the handlers of others' requests
 	}
 	p.Poll(r.isDone)
 	for r.c.node.cfg.BusyPoll == env.SpinForever && !r.isDone() && ctx.Err() == nil &&

@@ -265,6 +265,13 @@ func (q *queue) put(b af.Batch) {
 	}
 }
 
+// ready tells whether take has something to return.
+func (q *queue) ready() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.filled == len(q.workers)
+}
+
 // take returns the oldest batch of every worker when all have one, else nil, or an
 // error when one that has none is lost.
 func (q *queue) take() ([]Item, error) {
@@ -304,6 +311,9 @@ func (s *Session) GetBatch(slice time.Duration) ([]Item, error) {
 		}
 		if items, err := s.queue.take(); items != nil || err != nil {
 			return items, err
+		}
+		if s.node.Poll(s.queue.ready); s.queue.ready() {
+			continue
 		}
 		select {
 		case <-s.queue.changed:

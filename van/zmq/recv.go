@@ -3,6 +3,7 @@ package zmq
 import (
 	"context"
 	"errors"
+	"runtime"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -19,16 +20,19 @@ var errDisconnected = errors.New("its connection was closed")
 
 // receiver reads one socket and hands messages up.
 type receiver struct {
-	v     *zvan
-	sock  *socket
-	loop  *dispatch.Loop[*van.Message]
-	spins bool // looks for a while before it sleeps
-	hot   bool // a message has come lately
-	next  *van.Message
-	err   error
-	try   func(uintptr) bool
-	lanes lanes
-	pool  pool
+	v      *zvan
+	sock   *socket
+	loop   *dispatch.Loop[*van.Message]
+	spins  bool // looks for a while before it sleeps
+	helped bool // Poll receives from this socket, too
+	nap    *time.Timer
+	recall chan struct{} // ends a nap
+	hot    bool          // a message has come lately
+	next   *van.Message
+	err    error
+	try    func(uintptr) bool
+	lanes  lanes
+	pool   pool
 
 	// mu is held by who receives from the socket: the loop, or a Poll, which holds
 	// it while it delivers, too. missed says that the loop was kept from looking.
@@ -39,10 +43,11 @@ type receiver struct {
 	inHand atomic.Int32 // messages that the loop has received and not delivered
 }
 
-func newReceiver(v *zvan, s *socket, spins bool) *receiver {
-	r := &receiver{v: v, sock: s, spins: spins && v.spin > 0}
+func newReceiver(v *zvan, s *socket, spins, helped bool) *receiver {
+	r := &receiver{v: v, sock: s, spins: spins && v.spin > 0, helped: helped,
+		nap: time.NewTimer(time.Hour), recall: make(chan struct{}, 1)}
 	r.try = func(uintptr) bool {
-		r.away = !r.spins && v.polling()
+		r.away = r.helped && v.polling()
 		return r.away || r.poll(0, true)
 	}
 	r.loop = dispatch.NewLoop(r.receive, r.deliver)
@@ -146,15 +151,8 @@ func (r *receiver) accept(msg *van.Message) bool {
 // await looks for a message for a while if one has come lately, then sleeps until
 // there is one.
 func (r *receiver) await() bool {
-	for r.spins && r.hot && !r.v.busy() && r.v.spinning.CompareAndSwap(false, true) {
-		found := r.poll(r.v.spin, false)
-		r.v.spinning.Store(false)
-		if found {
-			return true
-		}
-		if r.v.cfg.BusyPoll != env.SpinForever || r.sock.closed.Load() {
-			break
-		}
+	if r.spins && r.hot && !r.v.busy() && r.look() {
+		return true
 	}
 	// While callers poll, a sleeper on the descriptor would be woken for each of
 	// their messages. It looks now and then instead, for what nobody waits for.
@@ -165,11 +163,34 @@ func (r *receiver) await() bool {
 		if !r.hot || !r.away {
 			return r.hot
 		}
-		time.Sleep(pollGrace)
+		r.nap.Reset(pollGrace)
+		select {
+		case <-r.nap.C:
+		case <-r.recall:
+		}
 		if r.poll(0, true) {
 			return true
 		}
 	}
+}
+
+// look receives without sleeping for a while, unless others do.
+func (r *receiver) look() (found bool) {
+	if r.helped && r.v.polling() || !r.v.spinning.CompareAndSwap(false, true) {
+		return false
+	}
+	defer r.v.spinning.Store(false)
+	const slices = 4 // a Poll need not wait longer than one of them
+	for i := 0; i < slices && !found && !r.sock.closed.Load(); i++ {
+		if r.helped && r.v.pollers.Load() > 0 {
+			return false
+		}
+		found = r.poll(r.v.spin/slices, false)
+		if r.v.cfg.BusyPoll == env.SpinForever {
+			i = 0
+		}
+	}
+	return found
 }
 
 // bulk is the number of bytes, sent or received since the last look, that take
@@ -191,22 +212,45 @@ const pollGrace = time.Millisecond
 
 // polling tells whether somebody polls, or has done so a moment ago.
 func (v *zvan) polling() bool {
-	return v.spinning.Load() || clock.Now()-v.polled.Load() < uint64(pollGrace)
+	return v.pollers.Load() > 0 || clock.Now()-v.polled.Load() < uint64(pollGrace)
 }
 
 // Poll receives and delivers on the caller's goroutine what comes to a worker from
-// its servers, until done or until nothing has come for a while. It saves the one
-// who waits for an answer from being woken. Only one caller at a time polls;
-// others return at once.
+// its servers, or to a server from its workers, until done or until nothing has
+// come for a while. It saves the one who waits from being woken. Only one caller at
+// a time polls; others return at once.
 func (v *zvan) Poll(done func() bool) {
-	if v.spin <= 0 || v.busy() || !v.spinning.CompareAndSwap(false, true) {
+	if v.spin <= 0 || v.busy() {
 		return
 	}
+	v.pollers.Add(1)
+	begun := clock.Now()
+	for !v.spinning.CompareAndSwap(false, true) {
+		// Another Poll, or the loop, which makes room.
+		if v.pollers.Load() > 1 || clock.Now()-begun > uint64(v.spin) {
+			v.pollers.Add(-1)
+			return
+		}
+		runtime.Gosched()
+	}
+	rs := *v.helped.Load()
 	defer func() {
-		v.polled.Store(clock.Now())
+		v.pollers.Add(-1)
+		if done() {
+			v.polled.Store(clock.Now())
+			v.spinning.Store(false)
+			return
+		}
+		// The caller goes to sleep: the loops take over at once.
+		v.polled.Store(0)
 		v.spinning.Store(false)
+		for _, r := range rs {
+			select {
+			case r.recall <- struct{}{}:
+			default:
+			}
+		}
 	}()
-	rs := *v.dealers.Load()
 	for _, r := range rs {
 		// A Poll takes what would wake a sleeper, and may leave messages behind, so
 		// the loop must not sleep on the descriptor from now on.
@@ -214,8 +258,7 @@ func (v *zvan) Poll(done func() bool) {
 			r.sock.wake()
 		}
 	}
-	begun := clock.Now()
-	for start := begun; !done(); {
+	for start := clock.Now(); !done(); {
 		got := false
 		for _, r := range rs {
 			got = r.help(v.spin/time.Duration(8*len(rs)*len(rs))) || got

@@ -60,7 +60,8 @@ type zvan struct {
 	spinning atomic.Bool   // somebody looks without sleeping
 	polled   atomic.Uint64 // when the last Poll ended
 	moved    atomic.Uint64 // bytes sent and received when busy was last called
-	dealers  atomic.Pointer[[]*receiver]
+	pollers  atomic.Int32  // callers of Poll
+	helped   atomic.Pointer[[]*receiver]
 
 	mu      sync.Mutex // guards changes of peers, and what follows
 	loops   []*receiver
@@ -106,7 +107,7 @@ func New(o van.Options) (van.Van, error) {
 	}
 	v.bindThreads()
 	v.peers.Store(&map[int]*conn{})
-	v.dealers.Store(&[]*receiver{})
+	v.helped.Store(&[]*receiver{})
 	v.setID(van.Empty)
 	return v, nil
 }
@@ -280,17 +281,21 @@ func (v *zvan) Start(recv van.Receiver) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.recv, v.started = recv, true
-	v.receiveFrom(v.router, true)
+	v.receiveFrom(v.router, true, v.self.Role == van.Server)
 	for _, c := range *v.peers.Load() {
 		v.listen(c)
 	}
 }
 
-// receiveFrom starts a receiver on s, which spins for itself if spins is set and
-// is helped by Poll if not. v.mu is held.
-func (v *zvan) receiveFrom(s *socket, spins bool) *receiver {
-	r := newReceiver(v, s, spins)
+// receiveFrom starts a receiver on s, which spins for itself if spins is set, and
+// which Poll helps if helped is. v.mu is held.
+func (v *zvan) receiveFrom(s *socket, spins, helped bool) *receiver {
+	r := newReceiver(v, s, spins, helped)
 	v.loops = append(v.loops, r)
+	if helped {
+		all := append(slices.Clone(*v.helped.Load()), r)
+		v.helped.Store(&all)
+	}
 	r.loop.Start()
 	return r
 }
@@ -299,11 +304,7 @@ func (v *zvan) receiveFrom(s *socket, spins bool) *receiver {
 // v.mu is held.
 func (v *zvan) listen(c *conn) {
 	if v.self.Role == van.Worker && c.rx == nil {
-		c.rx = v.receiveFrom(c.sock, false)
-		if van.RoleOf(c.who.Load().id) == van.Server {
-			dealers := append(slices.Clone(*v.dealers.Load()), c.rx)
-			v.dealers.Store(&dealers)
-		}
+		c.rx = v.receiveFrom(c.sock, false, van.RoleOf(c.who.Load().id) == van.Server)
 	}
 	c.mon.start(v, c)
 }
@@ -423,8 +424,8 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 	}
 	isRx := func(r *receiver) bool { return r == c.rx }
 	v.loops = slices.DeleteFunc(v.loops, isRx)
-	dealers := slices.DeleteFunc(slices.Clone(*v.dealers.Load()), isRx)
-	v.dealers.Store(&dealers)
+	helped := slices.DeleteFunc(slices.Clone(*v.helped.Load()), isRx)
+	v.helped.Store(&helped)
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
 		defer cancel()
