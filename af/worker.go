@@ -358,6 +358,10 @@ func (w *TensorWorker) FetchTrace(handler int32) (request, response van.Trace, e
 	return request, response, nil
 }
 
+// InFlight is the number of push_pulls that are not finished or not waited for. Of
+// those finished that nobody waits for, the latest 4096 are remembered.
+func (w *TensorWorker) InFlight() int { return w.customer.InFlight() }
+
 // Close fails what is in flight and takes the worker off its node.
 func (w *TensorWorker) Close() { w.customer.Close() }
 

@@ -1,0 +1,202 @@
+// Package limits tests what the library may cost: memory over many requests, time
+// to start, and processor time when nothing happens.
+package limits
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+)
+
+// size of the tensors in bytes. The original loses 12 KiB for each such request.
+const size = 1 << 10
+
+// usage is what a process holds.
+type usage struct {
+	resident   int // bytes, those of C included
+	goroutines int
+}
+
+// settled collects garbage, gives it back, and looks.
+func settled(t testing.TB) usage {
+	t.Helper()
+	for range 2 {
+		runtime.GC()
+		debug.FreeOSMemory()
+	}
+	b, err := os.ReadFile("/proc/self/statm")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var total, resident int
+	if _, err := fmt.Fscan(bytes.NewReader(b), &total, &resident); err != nil {
+		t.Fatal(err)
+	}
+	return usage{resident * os.Getpagesize(), runtime.NumGoroutine()}
+}
+
+// flat checks that nothing has grown over so many requests.
+func flat(t testing.TB, before, after usage, requests int) {
+	t.Helper()
+	noise := 2 << 20
+	if raceEnabled {
+		noise = 8 << 20 // its shadow of the heap
+	}
+	t.Logf("resident %d KiB, then %d KiB; goroutines %d, then %d", before.resident>>10, after.resident>>10, before.goroutines, after.goroutines)
+	if grown := after.resident - before.resident; grown > noise {
+		t.Errorf("resident memory has grown by %d bytes in %d requests, %d each", grown, requests, grown/requests)
+	}
+	if after.goroutines > before.goroutines+2 {
+		t.Errorf("%d goroutines were %d before", after.goroutines, before.goroutines)
+	}
+}
+
+// pair is a worker and a server over ZMQ.
+func pair(t testing.TB) (*testcluster.Cluster, *af.TensorWorker) {
+	t.Helper()
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true})
+	serveEcho(t, c.Servers[0])
+	w, err := af.NewTensorWorker(c.Workers[0], af.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c, w
+}
+
+// serveEcho makes n a server that answers each pull with the first push.
+func serveEcho(t testing.TB, n *postoffice.Node) {
+	t.Helper()
+	s, err := af.NewTensorServer(n, af.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.SetRequestHandle(func(b af.Batch) {
+		out := make([]af.KeyTensor, len(b.Pulls()))
+		for i, p := range b.Pulls() {
+			out[i] = af.KeyTensor{Key: p.Key, Val: b.Pushes()[0].Val}
+		}
+		if err := b.Response(out, nil); err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func tensor(t testing.TB) af.Tensor {
+	t.Helper()
+	x, err := af.FromSlice(make([]byte, size))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+// nothingHeld checks that requests have left nothing.
+func nothingHeld(t testing.TB, c *testcluster.Cluster) {
+	t.Helper()
+	for _, n := range c.Nodes() {
+		// The transport lets go of a value a moment after the answer has come.
+		for limit := time.Now().Add(10 * time.Second); n.Stats().Pinned > 0; runtime.Gosched() {
+			if time.Now().After(limit) {
+				t.Fatalf("%s still holds %d values", n.Name(), n.Stats().Pinned)
+			}
+		}
+	}
+}
+
+// warmUp and total are the numbers of requests between which nothing may grow.
+const warmUp = 10_000
+
+func total() int {
+	if raceEnabled {
+		return 60_000
+	}
+	return 200_000
+}
+
+// TestMemory makes requests, with few and with several in flight.
+func TestMemory(t *testing.T) {
+	c, w := pair(t)
+	const flight = 16
+	type slot struct {
+		h          int32
+		push, pull []af.KeyTensor
+		open       bool
+	}
+	var slots [flight]slot
+	for i := range slots {
+		slots[i].push = []af.KeyTensor{{Key: uint64(i), Val: tensor(t)}}
+		slots[i].pull = []af.KeyTensor{{Key: uint64(i), Val: tensor(t)}}
+	}
+	wait := func(s *slot) {
+		if s.open {
+			if err := w.Wait(t.Context(), s.h); err != nil {
+				t.Fatal(err)
+			}
+			s.open = false
+		}
+	}
+	requests := func(n int) {
+		for i := range n {
+			s := &slots[i%flight]
+			if i%1000 < 100 { // one at a time
+				s = &slots[0]
+			}
+			wait(s)
+			var err error
+			if s.h, err = w.ZBatchPushPull(s.push, s.pull); err != nil {
+				t.Fatal(err)
+			}
+			s.open = true
+		}
+		for i := range slots {
+			wait(&slots[i])
+		}
+	}
+	requests(warmUp)
+	before := settled(t)
+	requests(total() - warmUp)
+	flat(t, before, settled(t), total()-warmUp)
+	if n := w.InFlight(); n != 0 {
+		t.Errorf("%d requests are in flight, want none", n)
+	}
+	nothingHeld(t, c)
+	c.Finalize(t)
+}
+
+// TestMemoryWithoutWait makes pushes that are hardly ever waited for.
+func TestMemoryWithoutWait(t *testing.T) {
+	c, w := pair(t)
+	push := []af.KeyTensor{{Key: 1, Val: tensor(t)}}
+	pushes := func(n int) {
+		for i := range n {
+			h, err := w.ZBatchPushPull(push, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if i%256 == 255 { // or there would be no end to what waits to be sent
+				if err := w.Wait(t.Context(), h); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+	pushes(warmUp)
+	before := settled(t)
+	pushes(total() - warmUp)
+	flat(t, before, settled(t), total()-warmUp)
+	if n := w.InFlight(); n > 4096 {
+		t.Errorf("%d requests are remembered, want at most 4096", n)
+	}
+	nothingHeld(t, c)
+	c.Finalize(t)
+}

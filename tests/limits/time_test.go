@@ -1,0 +1,124 @@
+package limits
+
+import (
+	"bytes"
+	"fmt"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+)
+
+// slower multiplies limits of time for the race detector.
+func slower(d time.Duration) time.Duration {
+	if raceEnabled {
+		return 4 * d
+	}
+	return d
+}
+
+// TestStartUp: four workers and four servers are ready in a moment.
+func TestStartUp(t *testing.T) {
+	limit := slower(3 * time.Second)
+	began := time.Now()
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 4, Servers: 4})
+	if took := time.Since(began); took > limit {
+		t.Errorf("4 workers and 4 servers took %s to start, want less than %s", took, limit)
+	} else {
+		t.Logf("started in %s", took)
+	}
+	c.Finalize(t)
+}
+
+// TestManyNodes: 129 nodes in one process start and leave in a moment.
+func TestManyNodes(t *testing.T) {
+	limit := slower(5 * time.Second)
+	began := time.Now()
+	c := testcluster.Start(t, testcluster.Options{Workers: 64, Servers: 64})
+	started := time.Since(began)
+	c.Finalize(t)
+	if took := time.Since(began); took > limit {
+		t.Errorf("64 workers and 64 servers took %s to start and %s in all, want less than %s", started, took, limit)
+	} else {
+		t.Logf("started in %s, left after %s", started, took)
+	}
+}
+
+// TestIdle: a cluster in which nothing happens costs next to nothing, with and
+// without heartbeats.
+func TestIdle(t *testing.T) {
+	for _, zmq := range []bool{false, true} {
+		for _, beat := range []time.Duration{0, time.Second} {
+			t.Run(fmt.Sprintf("zmq %t heartbeats %s", zmq, beat), func(t *testing.T) {
+				c := testcluster.Start(t, testcluster.Options{ZMQ: zmq, Workers: 2, Servers: 2, Set: func(c *postoffice.Config) {
+					c.HeartbeatInterval, c.HeartbeatTimeout = beat, 5*beat
+				}})
+				for _, n := range c.Servers {
+					serveEcho(t, n)
+				}
+				for _, n := range c.Workers { // what spins does so after traffic
+					busy(t, n)
+				}
+				const idle = 3 * time.Second
+				settled(t)
+				<-time.After(100 * time.Millisecond) // for spinning to end
+				before, began := processorTime(t), time.Now()
+				<-time.After(idle)
+				used, took := processorTime(t)-before, time.Since(began)
+				limit := took / 100
+				if beat > 0 {
+					limit = slower(limit)
+				}
+				t.Logf("5 idle nodes used %s of the processor in %s", used, took)
+				if used > limit {
+					t.Errorf("5 idle nodes used %s of the processor in %s, want less than %s", used, took, limit)
+				}
+				c.Finalize(t)
+			})
+		}
+	}
+}
+
+// processorTime is what this process has used so far.
+func processorTime(t testing.TB) time.Duration {
+	t.Helper()
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+		t.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// busy makes some requests of servers that echo.
+func busy(t testing.TB, n *postoffice.Node) {
+	t.Helper()
+	w, err := af.NewTensorWorker(n, af.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	push := tensor(t)
+	for i := range push.Bytes() {
+		push.Bytes()[i] = byte(i)
+	}
+	var pull []af.KeyTensor
+	for range n.NumServers() {
+		pull = append(pull, af.KeyTensor{Key: 2, Val: tensor(t)})
+	}
+	for range 200 {
+		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, pull)
+		if err == nil {
+			err = w.Wait(t.Context(), h)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range pull {
+		if !bytes.Equal(pull[i].Val.Bytes(), push.Bytes()) {
+			t.Errorf("server %d answered something else", i)
+		}
+	}
+}
