@@ -1,0 +1,39 @@
+"""Fixtures: clusters, and the array libraries that there are."""
+
+import importlib.util
+import os
+import sys
+
+import pytest
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import harness  # noqa: E402
+
+
+def pytest_configure(config):
+    if importlib.util.find_spec("fserver_lib") is None:
+        pytest.exit("no fserver_lib for this Python: 'make fserver', or 'pip3 install -e .'", 2)
+    if not harness.libraries():
+        pytest.exit("this Python has none of torch, jax, numpy", 2)
+
+
+@pytest.fixture
+def cluster(request):
+    """Makes clusters that end with the test."""
+    made = []
+
+    def make(**options):
+        options.setdefault("lib", harness.libraries()[0])
+        c = harness.Cluster(request.module.__name__, **options)
+        made.append(c)
+        return c
+
+    yield make
+    for c in made:
+        c.end()
+
+
+@pytest.fixture(params=harness.libraries())
+def lib(request):
+    """The name of each array library that there is."""
+    return request.param

@@ -1,0 +1,248 @@
+"""Nodes that end: killed, forked, without stop."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from harness import by_hand
+
+SIZE = (16,)
+
+
+def request(n):
+    push = [n.lib.make("uint8", SIZE, bytes(16))]
+    return n.f.push_pull(push, [1], [n.lib.zeros("uint8", SIZE) for _ in range(n.servers)], [1] * n.servers)
+
+
+# Killed peers
+
+@by_hand
+def widow_worker(n):
+    n.f.init()
+    h = request(n)
+    n.tell("waiting")
+    with n.raises(ConnectionError, "wait", "server 1") as e:
+        n.f.wait(h, 30000)
+    assert "server 0" not in str(e.error)
+    with n.raises(ConnectionError, "server 1"):
+        request(n)
+    n.tell("lost")
+
+
+@by_hand
+def widow_server(n):
+    n.f.init()
+    (handler, tensors, _), = n.f.get_batch()
+    if n.rank == 0:
+        n.f.respond(tensors, handler)
+    n.tell("answered")
+    n.listen()
+
+
+def test_server_killed_in_wait(cluster):
+    c = cluster(servers=2)
+    (worker,), servers = c.start(widow_worker, widow_server)
+    for p in servers:
+        assert p.hear() == "answered"
+    assert worker.hear() == "waiting"
+    servers[1].kill()
+    start = time.monotonic()
+    assert worker.hear(20) == "lost"
+    assert time.monotonic() - start < 15
+    assert worker.wait(20) == 0, worker.report()
+
+
+@by_hand
+def orphan_server(n):
+    n.f.init()
+    n.tell("waiting")
+    with n.raises(ConnectionError, "get_batch", "worker 1"):
+        n.f.get_batch()
+    n.tell("lost")
+
+
+@by_hand
+def orphan_worker(n):
+    n.f.init()
+    if n.rank == 0:
+        request(n)
+    n.tell("there")
+    n.listen()
+
+
+def test_worker_killed_in_get_batch(cluster):
+    c = cluster(workers=2)
+    workers, (server,) = c.start(orphan_worker, orphan_server)
+    assert server.hear() == "waiting"
+    for p in workers:
+        assert p.hear() == "there"
+    workers[1].kill()
+    assert server.hear(20) == "lost"
+    assert server.wait(20) == 0, server.report()
+
+
+@by_hand
+def deserted(n):
+    n.f.init()
+    n.tell("waiting")
+    with n.raises(ConnectionError, "barrier", "scheduler"):
+        n.f.barrier(True, True)
+    n.tell("lost")
+
+
+@by_hand
+def bystander(n):
+    n.f.init()
+    n.tell("waiting")
+    n.listen()
+
+
+def test_scheduler_killed_in_barrier(cluster):
+    c = cluster()
+    (worker,), (server,) = c.start(deserted, bystander)
+    assert worker.hear() == server.hear() == "waiting"
+    c.processes[0].kill()
+    assert worker.hear(20) == "lost"
+    assert worker.wait(20) == 0, worker.report()
+
+
+# Ends without stop
+
+ENDS = {
+    "falls off the end": lambda n: None,
+    "sys.exit": lambda n: sys.exit(0),
+    "exception": lambda n: 1 // 0,
+    "os._exit": lambda n: os._exit(0),
+    "in get_batch on a daemon thread": lambda n: threading.Thread(target=n.f.get_batch, daemon=True).start(),
+    "SIGTERM": lambda n: os.kill(os.getpid(), signal.SIGTERM),
+}
+
+
+@by_hand
+def ending(n):
+    n.f.init()
+    if n.role == "server":
+        n.tell(time.monotonic())
+        ENDS[n.args](n)
+    else:
+        n.listen()
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_exit_without_stop(cluster, how):
+    c = cluster()
+    _, (server,) = c.start(ending, ending, args=how)
+    server.hear()
+    start = time.monotonic()
+    status = server.wait(15)
+    assert time.monotonic() - start < 8
+    want = {"exception": 1, "SIGTERM": -signal.SIGTERM}.get(how, 0)
+    assert status == want, server.report()
+    assert "Fatal" not in server.report() and "panic" not in server.report(), server.report()
+
+
+@by_hand
+def ends_in_flight(n):
+    n.f.init()
+    if n.role == "worker":
+        for _ in range(50):
+            request(n)
+        n.tell("sent")
+    else:
+        n.tensors = n.f.get_batch()
+        n.tell("got")
+
+
+def test_exit_with_requests_in_flight(cluster):
+    c = cluster()
+    (worker,), (server,) = c.start(ends_in_flight, ends_in_flight)
+    assert (worker.hear(), server.hear()) == ("sent", "got")
+    assert (worker.wait(15), server.wait(15)) == (0, 0), worker.report() + server.report()
+
+
+# Forks
+
+@by_hand
+def fork_before_init(n):
+    pid = os.fork()
+    if pid == 0:
+        # The import was before the fork.
+        start = time.monotonic()
+        try:
+            with n.raises((), "fork"):
+                n.f.init()
+            with n.raises((), "fork"):
+                n.f.get_batch()
+            with n.raises((), "fork"):
+                n.f.get_nanosecond() and n.f.stop()
+            ok = time.monotonic() - start < 5
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            ok = False
+        os._exit(0 if ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    n.f.init()  # the parent goes on
+    n.f.stop()
+
+
+def goes_on(n):
+    pass
+
+
+def test_fork_before_init(cluster):
+    cluster().run(fork_before_init, goes_on)
+
+
+def fork_after_init(n):
+    (handler, tensors, _), = n.f.get_batch()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for call, args in ((n.f.get_batch, ()), (n.f.respond, (tensors, handler)), (n.f.barrier, (True, True)), (n.f.init, ())):
+                with n.raises((), "fork"):
+                    call(*args)
+            assert n.lib.bytes(tensors[0]) == bytes(16)
+            del tensors
+            import gc
+
+            gc.collect()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        n.tell("child")
+        sys.exit(0)  # with finalisers and atexit
+    assert os.waitpid(pid, 0)[1] == 0
+    n.f.respond(tensors, handler)
+
+
+def fork_worker(n):
+    n.f.wait(request(n))
+
+
+def test_fork_after_init(cluster):
+    cluster().run(fork_worker, fork_after_init)
+
+
+def children_worker(n):
+    """Other processes that a node starts are none of the module's business."""
+    import multiprocessing
+    import subprocess
+
+    assert subprocess.run([sys.executable, "-c", "print(1)"], stdout=subprocess.PIPE, check=True).stdout == b"1\n"
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(abs, [-3]) == [3]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.map(abs, [-4]) == [4]
+    n.f.wait(request(n))
+
+
+def echo_server(n):
+    (handler, tensors, _), = n.f.get_batch()
+    n.f.respond(tensors, handler)
+
+
+def test_children(cluster):
+    cluster().run(children_worker, echo_server)

@@ -1,0 +1,306 @@
+"""Tensors: dtypes, shapes, views, lifetimes, and what is not a tensor."""
+
+import gc
+import itertools
+
+import arrays
+import pytest
+
+SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 0, 4), (1, 1, 1, 1, 1, 1, 1, 1), (2, 1, 3, 1, 2, 1, 2, 2), (1000, 33)]
+
+
+def dtype_cases(lib):
+    return list(enumerate(itertools.product(lib.dtypes, SHAPES)))
+
+
+def dtypes_worker(n):
+    cases = dtype_cases(n.lib)
+    n.f.wait(n.f.push_pull([n.lib.make("uint8", (1,), bytes([len(cases) % 256]))], [0], [], []))
+    for seed, (dtype, shape) in cases:
+        data = arrays.pattern(seed, dtype, shape)
+        push, pull = n.lib.make(dtype, shape, data), n.lib.zeros(dtype, shape)
+        n.f.wait(n.f.push_pull([push], [seed], [pull], [seed]))
+        assert n.lib.bytes(pull) == data, f"{dtype} {shape}"
+
+
+def dtypes_server(n):
+    cases = dtype_cases(n.lib)
+    (handler, _, _), = n.f.get_batch()
+    n.f.respond([], handler)
+    held = []
+    for seed, (dtype, shape) in cases:
+        (handler, (t,), keys), = n.f.get_batch()
+        assert keys == [seed]
+        assert n.lib.own(t) and n.lib.shape(t) == shape, (dtype, shape)
+        data = arrays.pattern(seed, dtype, shape)
+        if not n.lib.own(n.lib.zeros("uint8", (1,))):
+            # A fserver_lib.Tensor, for from_dlpack.
+            assert t.dtype == dtype and t.nbytes == len(data)
+            assert t.__dlpack_device__() == (1, 0)
+        assert n.lib.dtype(t) == dtype
+        assert n.lib.bytes(t) == data
+        n.f.respond([t], handler)
+        held.append((t, data))
+    for t, data in held:
+        assert n.lib.bytes(t) == data
+
+
+def test_dtypes_and_shapes(cluster, lib):
+    cluster(lib=lib).run(dtypes_worker, dtypes_server)
+
+
+# Tensors of get_batch stay what they are while Python holds them.
+
+KEPT = 200
+
+
+def kept_worker(n):
+    pull = n.lib.zeros("uint8", (4096,))
+    for i in range(KEPT):
+        push = n.lib.make("uint8", (4096,), arrays.pattern(i, "uint8", (4096,)))
+        n.f.wait(n.f.push_pull([push], [7], [pull], [7]))
+
+
+def kept_server(n):
+    held = []
+    for i in range(KEPT):
+        (handler, (t,), _), = n.f.get_batch()
+        if i % 2:
+            held.append((i, t))
+        n.f.respond([t], handler)
+        del t
+        for j, kept in held[-3:]:
+            assert n.lib.bytes(kept) == arrays.pattern(j, "uint8", (4096,))
+    assert len({n.lib.pointer(t) for _, t in held}) == len(held)
+    n.f.stop()
+    for i, t in held:  # after the end too
+        assert n.lib.bytes(t) == arrays.pattern(i, "uint8", (4096,))
+    first = n.lib.pointer(held[0][1])
+    assert first == n.lib.pointer(held[0][1]), "a view, not a copy each time"
+
+
+def test_kept_tensors(cluster, lib):
+    cluster(lib=lib).run(kept_worker, kept_server)
+
+
+def views_server(n):
+    """A part of a tensor keeps all of its memory."""
+    (handler, (t,), _), = n.f.get_batch()
+    part = (t if n.lib.name == "torch" else n.lib.view(t))[100:200]
+    pointer = n.lib.pointer(t)
+    n.f.respond([t], handler)
+    del t
+    gc.collect()
+    for i in range(20):
+        (handler, (t,), _), = n.f.get_batch()
+        assert n.lib.pointer(t) != pointer
+        n.f.respond([t], handler)
+        del t
+    assert n.lib.bytes(part) == arrays.pattern(0, "uint8", (4096,))[100:200]
+
+
+def views_worker(n):
+    pull = n.lib.zeros("uint8", (4096,))
+    for i in range(21):
+        n.f.wait(n.f.push_pull([n.lib.make("uint8", (4096,), arrays.pattern(i, "uint8", (4096,)))], [7], [pull], [7]))
+        assert n.lib.bytes(pull) == arrays.pattern(i, "uint8", (4096,))
+
+
+def test_part_of_a_tensor(cluster, lib):
+    if lib == "jax":
+        lib = "numpy"  # a part of a JAX array is a copy
+    cluster(lib=lib).run(views_worker, views_server)
+
+
+# Memory is given back.
+
+BIG = 8 << 20
+
+
+def resident():
+    with open("/proc/self/statm") as s:
+        return int(s.read().split()[1]) * 4096
+
+
+def release_server(n):
+    held = []
+    for i in range(8):
+        (handler, tensors, _), = n.f.get_batch()
+        n.f.respond([], handler)
+        held.append(tensors[0])
+    full = resident()
+    del held, tensors
+    gc.collect()
+    for i in range(24):
+        (handler, _, _), = n.f.get_batch()
+        n.f.respond([], handler)
+    return full, resident()
+
+
+def release_worker(n):
+    push = n.lib.make("uint8", (BIG,), bytes(BIG))
+    for _ in range(32):
+        n.f.wait(n.f.push_pull([push], [1], [], []))
+
+
+def test_memory_is_released(cluster, lib):
+    _, (full, after) = cluster(lib=lib).run(release_worker, release_server)
+    assert after < full - 4 * BIG, f"{full >> 20} MiB while 8 tensors of 8 MiB were held, {after >> 20} MiB afterwards"
+
+
+# Nobody has to keep what is being sent.
+
+def temporaries_worker(n):
+    import random
+
+    for i in range(50):
+        a = arrays.pattern(i, "uint8", (50000,))
+        pull = n.lib.zeros("uint8", (50000,))
+        h = n.f.push_pull([n.lib.make("uint8", (50000,), a), n.lib.make("uint8", (50000,), a[::-1])], [1, 2], [pull], [1])
+        junk = [n.lib.make("uint8", (50000,), b"\xff" * 50000) for _ in range(random.Random(i).randrange(4))]
+        n.f.wait(h)
+        del junk
+        assert n.lib.bytes(pull) == bytes(x ^ y for x, y in zip(a, a[::-1])), f"round {i}"
+    # Pull tensors that nobody holds are still somebody's memory.
+    h = n.f.push_pull([n.lib.make("uint8", (50000,), a)] * 2, [1, 2], [n.lib.zeros("uint8", (50000,))], [1])
+    gc.collect()
+    n.f.wait(h)
+
+
+def temporaries_server(n):
+    for _ in range(51):
+        (handler, (a, b), _), = n.f.get_batch()
+        data = bytes(x ^ y for x, y in zip(n.lib.bytes(a), n.lib.bytes(b)))
+        n.f.respond([n.lib.make("uint8", (50000,), data)], handler)
+        junk = [n.lib.make("uint8", (50000,), b"\xff" * 50000) for _ in range(3)]
+        del a, b, junk
+
+
+def test_temporaries(cluster, lib):
+    cluster(lib=lib).run(temporaries_worker, temporaries_server)
+
+
+def sums_worker(n):
+    torch = n.lib.torch
+    for i in range(30):
+        a, b = torch.full((1000,), float(i)), torch.ones(1000)
+        pull = torch.zeros(1000)
+        n.f.wait(n.f.push_pull([a + b, a * 2], [1, 2], [pull], [1]))
+        assert torch.equal(pull, 3 * a + 1)
+
+
+def sums_server(n):
+    for _ in range(30):
+        for handler, tensors, _ in n.f.get_batch():
+            n.f.respond([sum(tensors)], handler)
+
+
+def test_expressions(cluster):
+    pytest.importorskip("torch", reason="expressions of torch tensors")
+    cluster(lib="torch").run(sums_worker, sums_server)
+
+
+# What is refused, and that nothing is sent then.
+
+def refused_worker(n):
+    f, lib = n.f, n.lib
+    good = lib.make("float32", (4, 4), bytes(64))
+    target = lib.zeros("float32", (4, 4))
+
+    class Odd:
+        """Has a memory of another kind of device, or none."""
+
+        def __init__(self, device=None, error=None):
+            self.device, self.error = device, error
+
+        def __dlpack_device__(self):
+            return self.device
+
+        def __dlpack__(self, stream=None, **more):
+            raise self.error or BufferError("no capsule for you")
+
+    nine = lib.make("uint8", (1,) * 9, b"x")
+    cases = [
+        # (push, pull, class, words)
+        ([nine], [target], ValueError, ("push_tensors[0]", "9")),
+        ([good], [lib.zeros("uint8", (1,) * 9)], ValueError, ("pull_tensors[0]", "9")),
+        ([good, Odd((4, 0))], [target], (ValueError, TypeError), ("push_tensors[1]",)),
+        ([good], [Odd((4, 0))], (ValueError, TypeError), ("pull_tensors[0]",)),
+        ([Odd("what")], [target], (), ("push_tensors[0]",)),
+        ([Odd((1, 0), ZeroDivisionError("mine"))], [target], (), ("push_tensors[0]",)),
+        ([1], [target], TypeError, ("push_tensors[0]", "int")),
+        ([None], [target], TypeError, ("push_tensors[0]", "NoneType")),
+        (["abcd"], [target], TypeError, ("push_tensors[0]", "str")),
+        ([[1.0, 2.0]], [target], TypeError, ("push_tensors[0]", "list")),
+        ([good], [object()], TypeError, ("pull_tensors[0]", "object")),
+        ([good], [bytearray(64)], TypeError, ("pull_tensors[0]", "bytearray")),
+        ([type(good)], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+        (good, [target], (), ("push_tensors",)),
+        (None, [target], TypeError, ("push_tensors", "sequence")),
+        (5, [target], TypeError, ("push_tensors", "sequence")),
+        ([good], {1: 2}, TypeError, ("pull_tensors",)),
+        ([good], {target.shape}, TypeError, ("pull_tensors", "sequence")),
+    ]
+    if lib.name == "torch":
+        torch = lib.torch
+        cases += [
+            ([good.t()], [target], ValueError, ("push_tensors[0]", "contiguous")),
+            ([torch.zeros(4, 8)[:, ::2]], [target], ValueError, ("push_tensors[0]", "contiguous")),
+            ([good], [torch.zeros(4, 8)[:, ::2]], ValueError, ("pull_tensors[0]", "contiguous")),
+            ([torch.ones(1).expand(4)], [target], ValueError, ("push_tensors[0]", "contiguous")),
+            ([torch.zeros(4, 4, device="meta")], [target], ValueError, ("push_tensors[0]", "meta")),
+            ([good.to_sparse()], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+            ([torch.quantize_per_tensor(good, 0.1, 0, torch.quint8)], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+        ]
+    if lib.name == "numpy":
+        np = lib.np
+        readonly = np.zeros((4, 4), "float32")
+        readonly.flags.writeable = False
+        cases += [
+            ([good.T], [target], ValueError, ("push_tensors[0]", "contiguous")),
+            ([good], [np.zeros((4, 8), "float32")[:, ::2]], ValueError, ("pull_tensors[0]", "contiguous")),
+            ([good], [readonly], ValueError, ("pull_tensors[0]", "read")),
+            ([np.array(["a"])], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+            ([np.array([None])], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+            ([np.zeros(4, ">f4")], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+            ([np.zeros(4, "M8[s]")], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+            ([np.zeros(4, [("a", "i4")])], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+        ]
+    if lib.name == "jax":
+        cases += [([good], [lib.jnp.zeros((4, 4))], (), ("pull_tensors[0]", "read"))]
+    for push, pull, classes, words in cases:
+        keys = [1, 2][: len(push) if isinstance(push, list) else 1]
+        with n.raises(classes, *words):
+            f.push_pull(push, keys, pull, [3])
+    # A size that no other tensor of the test has: 2 GiB, of which no page is touched.
+    if lib.name == "torch":
+        huge = lib.torch.empty(2 << 30, dtype=lib.torch.uint8)
+    elif lib.name == "numpy":
+        huge = lib.np.empty(2 << 30, "uint8")
+    else:
+        huge = None
+    if huge is not None:
+        with n.raises(ValueError, "push_tensors[0]", str((2 << 30) - 1)):
+            f.push_pull([huge], [1], [target], [3])
+    # Nothing of all this was sent: the first batch that the server sees is this one,
+    # and its handler is the first.
+    h = f.push_pull([good], [1], [target], [3])
+    assert h == 0
+    f.wait(h)
+
+
+def refused_server(n):
+    (handler, tensors, keys), = n.f.get_batch()
+    assert keys == [1] and n.lib.shape(tensors[0]) == (4, 4)
+    for bad, classes, words in (
+            ([5], TypeError, ("tensors[0]", "int")), (7, TypeError, ("tensors", "sequence")), (None, TypeError, ("tensors",)),
+            ([tensors[0], tensors[0]], ValueError, ("2", "1")), ([], ValueError, ("0", "1")),
+            ([n.lib.make("float32", (4, 3), bytes(48))], ValueError, ("48 bytes", "64")),
+            ([n.lib.make("float32", (1,) * 9, bytes(4))], ValueError, ("tensors[0]", "9"))):
+        with n.raises(classes, *words):
+            n.f.respond(bad, handler)
+    n.f.respond(tensors, handler)
+
+
+def test_refused(cluster, lib):
+    cluster(lib=lib).run(refused_worker, refused_server)

@@ -1,0 +1,365 @@
+"""Calls that wait: their limits, what runs meanwhile, and Ctrl-C."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from harness import by_hand
+
+SIZE = (16,)
+
+
+def request(n, keys=(1,)):
+    push = [n.lib.make("uint8", SIZE, bytes(16))]
+    pull = [n.lib.zeros("uint8", SIZE) for _ in range(n.servers)]
+    return n.f.push_pull(push, [1], pull, [1] * n.servers)
+
+
+def elapsed(since):
+    return time.monotonic() - since
+
+
+# Time-outs
+
+def limits_worker(n):
+    f = n.f
+    start = time.monotonic()
+    h = request(n)
+    with n.raises(TimeoutError, "wait", "server 0", "300ms") as e:
+        f.wait(h, timeout_ms=300)
+    assert 0.3 <= elapsed(start) < 2, (elapsed(start), e.error)
+    # The clock starts at push_pull.
+    h = request(n)
+    n.tell("pushed")
+    n.listen()  # at least 0.5 s later
+    start = time.monotonic()
+    with n.raises(TimeoutError, "wait"):
+        f.wait(h, 400)
+    assert elapsed(start) < 0.3
+    start = time.monotonic()
+    h = request(n)
+    with n.raises(TimeoutError):
+        f.wait(h, timeout_ms=0)
+    assert elapsed(start) < 1
+    h = request(n)
+    with n.raises(TimeoutError):
+        f.wait(h, timeout_ms=-5)
+    with n.raises(TimeoutError, "barrier", "server"):
+        f.barrier(True, True, timeout_ms=300)
+    n.tell("done")
+
+
+def limits_server(n):
+    start = time.monotonic()
+    with n.raises(TimeoutError, "get_batch", "worker 0", "200ms"):
+        n.f.get_batch(timeout_ms=200)
+        n.f.get_batch(timeout_ms=200)  # the worker may have been quick
+        n.f.get_batch(timeout_ms=200)
+        n.f.get_batch(timeout_ms=200)
+        n.f.get_batch(timeout_ms=200)
+    assert elapsed(start) >= 0.2
+    n.listen()
+
+
+def test_limits(cluster):
+    c = cluster()
+    (worker,), (server,) = c.start(limits_worker, limits_server)
+    assert worker.hear() == "pushed"
+    time.sleep(0.5)  # the time that is measured
+    worker.tell("go")
+    assert worker.hear() == "done"
+
+
+def late_worker(n):
+    h = request(n)
+    with n.raises(TimeoutError):
+        n.f.wait(h, 100)
+    n.tell("late")
+    # The request is given up; the next one is not confused by the late answer.
+    for _ in range(3):
+        n.f.wait(request(n))
+
+
+def late_server(n):
+    (first, tensors, _), = n.f.get_batch()
+    n.listen()
+    n.f.respond(tensors, first)
+    for _ in range(3):
+        (handler, tensors, _), = n.f.get_batch()
+        n.f.respond(tensors, handler)
+
+
+def test_late_answer(cluster):
+    c = cluster()
+    (worker,), (server,) = c.start(late_worker, late_server)
+    assert worker.hear() == "late"
+    server.tell("now")
+    c.finish()
+
+
+@by_hand
+def alone(n):
+    start = time.monotonic()
+    with n.raises(TimeoutError, "init", "1 of 1 server"):
+        n.f.init(timeout_ms=1500)
+    assert 1.4 < elapsed(start) < 6
+
+
+@by_hand
+def alone_without_scheduler(n):
+    start = time.monotonic()
+    with n.raises((TimeoutError, ConnectionError), "scheduler") as e:
+        n.f.init(timeout_ms=1000)
+    assert elapsed(start) < 6, e.error
+
+
+@by_hand
+def only_scheduler(n):
+    with n.raises(TimeoutError, "init", "server"):
+        n.f.init(timeout_ms=2500)
+
+
+def test_init_limit(cluster):
+    c = cluster()
+    scheduler, worker = c.spawn("scheduler", only_scheduler), c.spawn("worker", alone)
+    assert (worker.wait(), scheduler.wait()) == (0, 0), worker.report() + scheduler.report()
+    p = cluster().spawn("worker", alone_without_scheduler)
+    assert p.wait() == 0, p.report()
+
+
+@by_hand
+def stop_worker(n):
+    n.f.init()
+    with n.raises(TimeoutError, "stop"):
+        n.f.stop(timeout_ms=500)
+    n.f.stop()  # it has left
+    n.tell("left")
+
+
+@by_hand
+def stop_server(n):
+    n.f.init()
+    n.listen()
+    os._exit(0)
+
+
+def test_stop_limit(cluster):
+    c = cluster()
+    (worker,), (server,) = c.start(stop_worker, stop_server)
+    assert worker.hear() == "left"
+    assert worker.wait() == 0, worker.report()
+
+
+# A thread of Python runs while another waits.
+
+class Counter(threading.Thread):
+    """Counts how often it gets to run, until it is stopped."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.count, self.on = 0, True
+
+    def run(self):
+        while self.on:
+            self.count += 1
+            time.sleep(0.002)
+
+    def during(self, call, *args, **named):
+        """How many times it ran in a call, per second of it."""
+        before, start = self.count, time.monotonic()
+        call(*args, **named)
+        return (self.count - before) / max(elapsed(start), 1e-9), elapsed(start)
+
+
+WAIT = 0.6
+
+
+@by_hand
+def gil_worker(n):
+    c = Counter()
+    c.start()
+    n.tell("here")
+    rates = {"init": c.during(n.f.init)}
+    h = request(n)
+    rates["wait"] = c.during(n.f.wait, h)
+    rates["barrier"] = c.during(n.f.barrier, True, True)
+    n.tell("batch")
+    n.listen()
+    n.f.wait(request(n))
+    rates["stop"] = c.during(n.f.stop)
+    c.on = False
+    n.tell(rates)
+
+
+@by_hand
+def gil_server(n):
+    n.listen()
+    time.sleep(WAIT)  # here and below: the times that others wait for this node
+    n.f.init()
+    c = Counter()
+    c.start()
+    (handler, tensors, _), = n.f.get_batch()
+    time.sleep(WAIT)
+    n.f.respond(tensors, handler)
+    time.sleep(WAIT)
+    n.f.barrier(True, True)
+
+    def batch():
+        (handler, tensors, _), = n.f.get_batch()
+        n.f.respond(tensors, handler)
+
+    rates = {"get_batch": c.during(batch)}
+    time.sleep(WAIT)
+    n.f.stop()
+    n.tell(rates)
+
+
+def test_other_threads_run(cluster):
+    c = cluster()
+    (worker,), (server,) = c.start(gil_worker, gil_server)
+    assert worker.hear() == "here"
+    server.tell("go")
+    assert worker.hear() == "batch"
+    time.sleep(WAIT)
+    worker.tell("go")
+    rates = {}
+    for got in c.finish():
+        rates.update(got)
+    assert set(rates) == {"init", "wait", "barrier", "get_batch", "stop"}
+    for call, (rate, seconds) in rates.items():
+        assert seconds > WAIT / 2, f"{call} did not wait: {seconds} s"
+        assert rate > 50, f"during {call} another thread ran {rate:.0f} times per second, want about 400"
+
+
+# Ctrl-C ends every waiting call within a second, and what follows works.
+
+def interrupted(n, call, *args, **named):
+    n.tell("waiting")
+    try:
+        call(*args, **named)
+    except KeyboardInterrupt:
+        n.tell("interrupted")
+        return
+    raise AssertionError("no KeyboardInterrupt")
+
+
+@by_hand
+def ctrl_c_worker(n):
+    interrupted(n, n.f.init)
+    n.listen()
+    n.f.init()
+    h = request(n)
+    interrupted(n, n.f.wait, h, 60000)
+    interrupted(n, n.f.wait, h + 1, 60000)
+    interrupted(n, n.f.barrier, True, True)
+    n.listen()
+    n.f.wait(h, 60000)
+    interrupted(n, n.f.stop)
+    n.f.stop()
+
+
+@by_hand
+def ctrl_c_server(n):
+    n.listen()
+    n.f.init()
+    (handler, tensors, _), = n.f.get_batch()
+    interrupted(n, n.f.get_batch)
+    n.listen()
+    n.f.respond(tensors, handler)
+    n.listen()
+    n.f.stop()
+
+
+def strike(p, times=1):
+    """Ctrl-C for a process that says that it waits now."""
+    for _ in range(times):
+        assert p.hear() == "waiting"
+        time.sleep(0.4)  # until it does
+        start = time.monotonic()
+        p.signal(signal.SIGINT)
+        assert p.hear(5) == "interrupted"
+        assert elapsed(start) < 1
+
+
+def test_ctrl_c(cluster):
+    c = cluster()
+    (worker,), (server,) = c.start(ctrl_c_worker, ctrl_c_server)
+    strike(worker)
+    worker.tell("init again")
+    server.tell("init")
+    strike(server)
+    strike(worker, 3)
+    server.tell("respond")
+    worker.tell("wait")
+    strike(worker)
+    server.tell("stop")
+    assert worker.wait() == 0, worker.report()
+
+
+@pytest.mark.parametrize("call", ["init", "get_batch"])
+def test_ctrl_c_ends_a_program(cluster, call):
+    """As typed by a user: KeyboardInterrupt, and the process is gone soon."""
+    c = cluster()
+    if call == "init":
+        p = c.spawn("worker", uncaught_init)
+    else:
+        _, (p,) = c.start(nothing, uncaught_get_batch)
+    assert p.hear() == "waiting"
+    time.sleep(0.4)  # until it does
+    start = time.monotonic()
+    p.signal(signal.SIGINT)
+    status = p.wait(10)
+    assert elapsed(start) < 3
+    assert status in (-signal.SIGINT, 1, 130) and "KeyboardInterrupt" in p.report(), p.report()
+
+
+@by_hand
+def uncaught_init(n):
+    n.tell("waiting")
+    n.f.init()
+
+
+def uncaught_get_batch(n):
+    n.tell("waiting")
+    n.f.get_batch()
+
+
+def nothing(n):
+    n.listen()
+
+
+# A handler of a signal may call the module, and raise what it likes.
+
+class Rang(Exception):
+    pass
+
+
+def alarm_server(n):
+    def ring(number, frame):
+        raise Rang
+
+    signal.signal(signal.SIGALRM, ring)
+    for _ in range(3):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        start = time.monotonic()
+        with pytest.raises(Rang):
+            n.f.get_batch()
+        assert elapsed(start) < 1.2
+    calls = []
+    signal.signal(signal.SIGALRM, lambda *_: calls.append(n.f.get_nanosecond()))
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    with n.raises(TimeoutError):
+        n.f.get_batch(timeout_ms=600)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert len(calls) >= 3 and calls == sorted(calls)
+    n.f.barrier(True, True)
+
+
+def alarm_worker(n):
+    n.f.barrier(True, True)
+
+
+def test_other_signals(cluster):
+    cluster().run(alarm_worker, alarm_server)
