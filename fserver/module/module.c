@@ -18,9 +18,9 @@
 #define SLICE_MS 50
 
 static PyObject *error_base, *error_timeout, *error_connection, *error_value, *error_type;
-static int forked;
+int sf_forked;
 
-static void after_fork(void) { forked = 1; }
+static void after_fork(void) { sf_forked = 1; }
 
 // Raises what Go says.
 static PyObject *raise_error(sf_error *e) {
@@ -46,7 +46,7 @@ static void drain(void) {
 
 // Every call begins here. Go does not survive a fork.
 static int enter(void) {
-  if (forked) {
+  if (sf_forked) {
     PyErr_SetString(error_base,
                     "fserver_lib was imported before this process was forked, which its threads do not survive: "
                     "use the start method 'spawn', or import it in the child only");
@@ -300,7 +300,7 @@ static PyObject *py_fetch_trace(PyObject *self, PyObject *arg) {
 static PyObject *py_get_nanosecond(PyObject *self, PyObject *noargs) {
   (void)self;
   (void)noargs;
-  if (forked) return enter(), NULL;
+  if (sf_forked) return enter(), NULL;
   return PyLong_FromUnsignedLongLong(sf_now());
 }
 
@@ -483,7 +483,7 @@ out:
 static PyObject *py_exit(PyObject *self, PyObject *noargs) {
   (void)self;
   (void)noargs;
-  if (!forked) {
+  if (!sf_forked) {
     Py_BEGIN_ALLOW_THREADS sf_exit();
     Py_END_ALLOW_THREADS
   }

@@ -55,6 +55,11 @@ enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], UINT8 = 0, BOOL = 11, UINT16 
 
 static PyObject *error_value, *error_type, *tensor_class;
 
+// Gives back one tensor of batch id.
+static void release(uint64_t id) {
+  if (!sf_forked) sf_release(id);
+}
+
 // What is needed of torch, found when the first tensor comes after its import.
 static struct {
   PyObject *tensor;  // torch.Tensor
@@ -369,7 +374,7 @@ typedef struct {
 static void delete_exported(dl_managed *m) {
   exported *x = (exported *)m;
   if (x->keeper == NULL) {
-    sf_release(x->id);
+    release(x->id);
   } else {
     PyGILState_STATE g = PyGILState_Ensure();
     Py_DECREF(x->keeper);
@@ -436,14 +441,14 @@ static PyObject *shape_tuple(const sf_tensor *t) {
 static PyObject *torch_out(const sf_tensor *t, uint64_t id) {
   PyObject *dtype = t->dtype >= 0 && t->dtype < NDTYPES ? torch.dtypes[t->dtype] : NULL;
   if (dtype == NULL) {
-    sf_release(id);
+    release(id);
     PyErr_Format(error_value, "a worker pushed a tensor with dtype code %d (%s) under key %llu, which this PyTorch does not have",
                  (int)t->dtype, t->dtype >= 0 && t->dtype < NDTYPES ? dtypes[t->dtype].name : "unknown", (unsigned long long)t->key);
     return NULL;
   }
   int direct = dtypes[t->dtype].bits != 0;
   if (t->nbytes == 0) {
-    sf_release(id);
+    release(id);
     PyObject *s = shape_tuple(t), *kw = PyDict_New(), *args = s != NULL ? PyTuple_Pack(1, s) : NULL, *r = NULL;
     if (args != NULL && kw != NULL && PyDict_SetItemString(kw, "dtype", dtype) == 0) r = PyObject_Call(torch.empty, args, kw);
     Py_XDECREF(s);
@@ -453,7 +458,7 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t id) {
   }
   PyObject *capsule = export_tensor(t, id, NULL, !direct);
   if (capsule == NULL) {
-    sf_release(id);
+    release(id);
     return NULL;
   }
   PyObject *r = PyObject_CallFunctionObjArgs(torch.from_dlpack, capsule, NULL);
@@ -470,14 +475,14 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t id) {
 PyObject *tensor_out(const sf_tensor *t, uint64_t id) {
   int ready = torch_ready();
   if (ready < 0) {
-    sf_release(id);
+    release(id);
     return NULL;
   }
   if (ready) return torch_out(t, id);
   allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)tensor_class, Py_tp_alloc);
   tensor_object *o = (tensor_object *)alloc((PyTypeObject *)tensor_class, 0);
   if (o == NULL) {
-    sf_release(id);
+    release(id);
     return NULL;
   }
   o->t = *t;
@@ -488,7 +493,7 @@ PyObject *tensor_out(const sf_tensor *t, uint64_t id) {
 
 static void tensor_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
-  sf_release(((tensor_object *)o)->id);
+  release(((tensor_object *)o)->id);
   freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
   f(o);
   Py_DECREF(type);

@@ -8,6 +8,10 @@
 
 #include "abi.h"
 
+// Set in the child of a fork, which Go's threads do not survive: nothing may call
+// Go there.
+extern int sf_forked;
+
 // Adds the class Tensor to the module. value and type are the exceptions to raise.
 int tensor_init(PyObject *module, PyObject *value, PyObject *type);
 
