@@ -240,8 +240,9 @@ def build_sdist(sdist_directory, config_settings=None):
 def licences():
     """The licences of the libraries that auditwheel will put into the wheel, on Debian."""
     files = {}
-    outside = r"=> (/\S+/(?!libc\.|libm\.|libpthread\.|libresolv\.|libstdc\+\+\.|libgcc_s\.)\S+)"
-    for path in re.findall(outside, output("ldd", str(LIBRARY)) or ""):
+    for path in re.findall(r"=> (/\S+)", output("ldd", str(LIBRARY)) or ""):
+        if os.path.basename(path).split(".")[0] in ("libc", "libm", "libpthread", "libresolv", "libstdc++", "libgcc_s"):
+            continue  # every Linux has them, auditwheel leaves them out
         owner = output("dpkg-query", "-S", os.path.realpath(path)) or output("dpkg-query", "-S", "*/" + os.path.basename(path))
         text = Path("/usr/share/doc") / (owner or "").split(":")[0] / "copyright"
         if owner and text.exists():
