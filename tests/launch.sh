@@ -46,9 +46,23 @@ goal() {
   PROGRAM="$(printf '%q' "$PROGRAM")"
 }
 
-# python_ready: is there a Python that can run the tests?
+# python_ready: sets PYTHON to one that can run the tests: the one it says, else
+# the first python3, else the system's, to which Debian's PyTorch belongs. The
+# module may be installed, or built by "make fserver".
 python_ready() {
-  command -v python3 >/dev/null 2>&1 && python3 -c 'import torch, fserver_lib' >/dev/null 2>&1
+  local python candidates=("${PYTHON:-python3}")
+  [ -n "${PYTHON-}" ] || candidates+=(/usr/bin/python3)
+  if [ -f "$ROOT/bin/python/fserver_lib.abi3.so" ]; then
+    export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$ROOT/bin/python"
+  fi
+  for python in "${candidates[@]}"; do
+    if "$python" -c 'import torch, fserver_lib' >/dev/null 2>&1; then
+      PYTHON="$python"
+      export PYTHONUNBUFFERED=1 # lines appear when they are printed
+      return
+    fi
+  done
+  return 1
 }
 
 # test_program DIRECTORY BIN: sets COMMAND to the Python test BIN.py, or to the Go
@@ -56,7 +70,7 @@ python_ready() {
 test_program() {
   local directory="$1" bin="$2" package name="${2##*/}"
   if [ -f "$directory/$bin.py" ] && python_ready; then
-    COMMAND=(python3 "$directory/$bin.py")
+    COMMAND=("$PYTHON" "$directory/$bin.py")
     return
   fi
   if ! package="$(cd "$directory/$bin" 2>/dev/null && pwd)" || [ "${package#"$ROOT"/}" = "$package" ]; then

@@ -42,7 +42,7 @@ func (r *scriptRun) run(ctx context.Context, t *testing.T) {
 	if err := os.WriteFile(filepath.Join(bin, "python3"), []byte("#!/bin/sh\nexit 1\n"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	cmd.Env = append(env.Strip(os.Environ()), "PATH="+bin+":"+os.Getenv("PATH"))
+	cmd.Env = append(env.Strip(os.Environ()), "PATH="+bin+":"+os.Getenv("PATH"), "PYTHON=python3")
 	cmd.Env = append(cmd.Env, r.env...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
 	cmd.WaitDelay = 20 * time.Second

@@ -24,11 +24,11 @@ def widow_worker(n):
     n.f.init()
     h = request(n)
     n.tell("waiting")
-    with n.raises(ConnectionError, "wait", "server 1") as e:
+    with n.raises(ConnectionError, "server 1") as e:
         n.f.wait(h, 30000)
     assert "server 0" not in str(e.error)
     with n.raises(ConnectionError, "server 1"):
-        request(n)
+        n.f.wait(request(n), 30000)
     n.tell("lost")
 
 
