@@ -23,12 +23,12 @@ type result struct {
 
 // begin starts a node and delivers what comes of it. The node is closed at the end
 // of the test.
-func begin(t testing.TB, network *inproc.Network, l *logText, cfg *postoffice.Config) <-chan result {
+func begin(t testing.TB, network *inproc.Network, cfg *postoffice.Config) <-chan result {
 	done := make(chan result, 1)
 	over := make(chan struct{})
 	go func() {
 		defer close(over)
-		n, err := start(t.Context(), network, l, cfg)
+		n, err := start(t.Context(), network, cfg)
 		done <- result{n, err}
 		if err == nil {
 			t.Cleanup(n.Close)
@@ -51,7 +51,7 @@ func TestNoScheduler(t *testing.T) {
 				port := testcluster.FreePort(t)
 				cfg := config(func(c *postoffice.Config) { c.Role, c.RootPort, c.StartTimeout = role, port, 300*time.Millisecond })
 				began := time.Now()
-				n, err := start(t.Context(), network, nil, cfg)
+				n, err := start(t.Context(), network, cfg)
 				if err == nil {
 					n.Close()
 				}
@@ -65,7 +65,7 @@ func TestNoScheduler(t *testing.T) {
 				cfg.StartTimeout = time.Hour
 				ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 				defer cancel()
-				if n, err = start(ctx, network, nil, cfg); err == nil {
+				if n, err = start(ctx, network, cfg); err == nil {
 					n.Close()
 				}
 				fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
@@ -84,8 +84,8 @@ func TestMissingNodes(t *testing.T) {
 			c.Role, c.NumWorkers, c.NumServers, c.NodeRank, c.RootPort, c.StartTimeout = role, 2, 1, rank, port, limit
 		})
 	}
-	w := begin(t, nil, nil, set("worker", 1, 20*time.Second))
-	s := begin(t, nil, nil, set("scheduler", 0, time.Second))
+	w := begin(t, nil, set("worker", 1, 20*time.Second))
+	s := begin(t, nil, set("scheduler", 0, time.Second))
 	missing := []string{"waiting for 1 of 2 workers (rank 0), 1 of 1 servers (rank 0)", "present: worker 127.0.0.1:", "(rank 1)"}
 	r := <-s
 	fails(t, r.err, van.ErrTimeout, append(missing, "scheduler", "limit 1s")...)
@@ -101,7 +101,7 @@ func TestMissingNodes(t *testing.T) {
 	var all []<-chan result
 	for role, count := range map[string]int{"scheduler": 1, "server": 1, "worker": 2} {
 		for rank := range count {
-			all = append(all, begin(t, nil, nil, set(role, rank, 20*time.Second)))
+			all = append(all, begin(t, nil, set(role, rank, 20*time.Second)))
 		}
 	}
 	for _, done := range all {
@@ -126,12 +126,12 @@ func TestSchedulerPortInUse(t *testing.T) {
 // TestRankTwice: of two nodes that want one rank the second is told so, and the
 // cluster waits for a right one.
 func TestRankTwice(t *testing.T) {
-	network, l := inproc.NewNetwork(), &logText{}
+	network := inproc.NewNetwork()
 	set := func(role string, rank int) *postoffice.Config {
 		return config(func(c *postoffice.Config) { c.Role, c.NumWorkers, c.NodeRank = role, 2, rank })
 	}
-	s := begin(t, network, l, set("scheduler", 0))
-	left, right := begin(t, network, l, set("worker", 1)), begin(t, network, l, set("worker", 1))
+	s := begin(t, network, set("scheduler", 0))
+	left, right := begin(t, network, set("worker", 1)), begin(t, network, set("worker", 1))
 	var refused result
 	winner := left
 	select {
@@ -140,7 +140,7 @@ func TestRankTwice(t *testing.T) {
 	case refused = <-right:
 	}
 	fails(t, refused.err, postoffice.ErrRefused, "worker 127.0.0.1:", "both want rank 1", "DMLC_NODE_RANK", "STEPMESH_GPU")
-	for _, done := range []<-chan result{s, winner, begin(t, network, l, set("worker", 0)), begin(t, network, l, set("server", 0))} {
+	for _, done := range []<-chan result{s, winner, begin(t, network, set("worker", 0)), begin(t, network, set("server", 0))} {
 		if r := <-done; r.err != nil {
 			t.Error(r.err)
 		}
@@ -150,22 +150,22 @@ func TestRankTwice(t *testing.T) {
 // TestTooManyNodes: a node for which there is no place is told so, before and
 // after the cluster is complete.
 func TestTooManyNodes(t *testing.T) {
-	network, l := inproc.NewNetwork(), &logText{}
+	network := inproc.NewNetwork()
 	set := func(role string, numbers int) *postoffice.Config {
 		return config(func(c *postoffice.Config) {
 			c.Role, c.NumWorkers, c.NumServers, c.NodeRank = role, numbers, numbers, numbers-1
 		})
 	}
-	s := begin(t, network, l, set("scheduler", 1))
-	early := <-begin(t, network, l, set("worker", 2)) // thinks that there are two of each
+	s := begin(t, network, set("scheduler", 1))
+	early := <-begin(t, network, set("worker", 2)) // thinks that there are two of each
 	fails(t, early.err, postoffice.ErrRefused, "preferred rank 1 of a worker, but there are only ranks 0 to 0", "DMLC_NUM_WORKER=1")
-	for _, done := range []<-chan result{begin(t, network, l, set("server", 1)), begin(t, network, l, set("worker", 1)), s} {
+	for _, done := range []<-chan result{begin(t, network, set("server", 1)), begin(t, network, set("worker", 1)), s} {
 		if r := <-done; r.err != nil {
 			t.Fatal(r.err)
 		}
 	}
 	for _, role := range []string{"worker", "server"} {
-		late := <-begin(t, network, l, set(role, 1))
+		late := <-begin(t, network, set(role, 1))
 		fails(t, late.err, postoffice.ErrRefused, "the cluster is complete: all 1 places for a "+role+" are taken", "none of its nodes is dead", "rank 0")
 	}
 }

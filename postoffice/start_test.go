@@ -3,6 +3,7 @@ package postoffice_test
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"strings"
 	"testing"
 	"time"
@@ -25,10 +26,11 @@ func config(set func(*postoffice.Config)) *postoffice.Config {
 	return c
 }
 
-// start starts one node on network, or over ZMQ when that is nil. Its log goes to
-// l.
-func start(ctx context.Context, network *inproc.Network, l *logText, cfg *postoffice.Config) (*postoffice.Node, error) {
-	o := postoffice.Options{Config: cfg, Log: l.logger()}
+var discard = slog.New(slog.DiscardHandler)
+
+// start starts one node on network, or over ZMQ when that is nil.
+func start(ctx context.Context, network *inproc.Network, cfg *postoffice.Config) (*postoffice.Node, error) {
+	o := postoffice.Options{Config: cfg, Log: discard}
 	if network != nil {
 		o.Van = network.Factory()
 	}
@@ -52,7 +54,7 @@ func fails(t testing.TB, err, sentinel error, texts ...string) {
 // refuses checks that Start refuses a configuration at once.
 func refuses(t *testing.T, cfg *postoffice.Config, sentinel error, texts ...string) {
 	t.Helper()
-	n, err := start(t.Context(), nil, nil, cfg)
+	n, err := start(t.Context(), nil, cfg)
 	if err == nil {
 		n.Close()
 	}

@@ -133,6 +133,7 @@ func TestWorkerKilledInBatch(t *testing.T) {
 	if dead := c.Scheduler.DeadNodes(0); len(dead) > 0 {
 		t.Errorf("dead nodes are %v, want none: the new worker has the place of the old one", dead)
 	}
+	next.finish()
 }
 
 // TestWorkerKilledBeforeAnswer: an answer to a killed worker is an error, and no

@@ -42,6 +42,11 @@ func TestPartition(t *testing.T) {
 	}
 	network.Partition(scheduler, server)
 	fails(t, next(), van.ErrPeerLost, "no heartbeat for", "PS_HEARTBEAT_TIMEOUT=2s")
+	for limit := within(t, 20*time.Second); len(c.Workers[1].DeadNodes(0)) == 0; { // it is told as well
+		if limit.Err() != nil {
+			t.Fatal("worker 1 did not learn that the server is silent")
+		}
+	}
 	for _, w := range ws {
 		h, _, err := request(w, 2, []byte("x"))
 		if err == nil {
