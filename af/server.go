@@ -147,8 +147,8 @@ type sender struct {
 	held []*van.Message // came before the message that they follow
 }
 
-// maxOpen bounds the batches that a worker may have begun and not ended, and its
-// messages that are held.
+// maxOpen bounds the batches that a worker may have begun and not ended, of which
+// the oldest is given up then, and its messages that are held.
 const maxOpen = 1024
 
 // receive takes one request of a worker.
@@ -260,8 +260,12 @@ func (s *TensorServer) dropSender(id int) {
 // may interleave as long as the timestamps of each are consecutive. x.mu is held.
 func (x *sender) batchOf(s *TensorServer, msg *van.Message) (*work, error) {
 	if msg.Head == van.Single || msg.Head == van.BatchStart {
-		if len(x.open) >= maxOpen {
-			return nil, fmt.Errorf("%w: more than %d batches begun and not ended", van.ErrMalformed, maxOpen)
+		if len(x.open) >= maxOpen { // nobody will end the oldest
+			old := x.open[0]
+			x.remove(old)
+			last := old.last
+			old.unref()
+			s.node.Log().Warn("gave up a batch that has not ended", "worker", s.node.PeerName(msg.Sender), "last timestamp", last, "begun since", maxOpen)
 		}
 		b := s.take(msg)
 		x.open = append(x.open, b)

@@ -65,6 +65,7 @@ type batch struct {
 	pulls  []KeyTensor // server-major: server*q + i
 	p, q   int
 	keys   [][8]byte // key frames: pushes, then pulls
+	skip   []bool    // by server: sending to it has failed
 	msg    van.Message
 }
 
@@ -92,6 +93,9 @@ func (w *TensorWorker) ZBatchPushPull(push, pull []KeyTensor) (handler int32, er
 		return 0, err
 	}
 	handler = b.First()
+	if !b.Pending() {
+		return handler, nil // a server is away: Wait says so, and the others get nothing that they could not answer
+	}
 	if err := b.send(handler); err != nil {
 		w.customer.Abort(&b.Request, err)
 		for _, id := range w.servers {
@@ -194,27 +198,37 @@ func (b *batch) fillKeys() {
 }
 
 // send sends the messages of the batch: each push to all servers, then each pull
-// index to all servers.
+// index to all servers. A server that cannot be sent to gets nothing more; the
+// others get all of it, since a batch that does not end would stay with them. It
+// returns the first error.
 func (b *batch) send(ts int32) error {
-	n := len(b.w.servers)
-	for i := range b.pushes {
-		for _, id := range b.w.servers {
-			if err := b.sendOne(id, ts, true, b.flag(i), &b.pushes[i], b.keys[i][:]); err != nil {
-				return err
+	var failed error
+	b.skip = append(b.skip[:0], make([]bool, len(b.w.servers))...)
+	one := func(s int, push bool, i int, kt *KeyTensor, key []byte) {
+		if b.skip[s] {
+			return
+		}
+		if err := b.sendOne(b.w.servers[s], ts, push, b.flag(i), kt, key); err != nil {
+			b.skip[s] = true
+			if failed == nil {
+				failed = err
 			}
+		}
+	}
+	for i := range b.pushes {
+		for s := range b.w.servers {
+			one(s, true, i, &b.pushes[i], b.keys[i][:])
 		}
 		ts++
 	}
 	for i := range b.q {
-		for s, id := range b.w.servers[:n] {
+		for s := range b.w.servers {
 			k := s*b.q + i
-			if err := b.sendOne(id, ts, false, b.flag(b.p+i), &b.pulls[k], b.keys[b.p+k][:]); err != nil {
-				return err
-			}
+			one(s, false, b.p+i, &b.pulls[k], b.keys[b.p+k][:])
 		}
 		ts++
 	}
-	return nil
+	return failed
 }
 
 // flag is the head of timestamp index i. A batch of one timestamp has no end

@@ -70,15 +70,18 @@ func (n *Node) AddCustomer(app, customer int, handle func(*van.Message)) (*Custo
 	if (*a.table.Load())[k] != nil {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", app, customer), Err: van.ErrInvalid}
 	}
-	c.early = a.early[k]
-	delete(a.early, k)
-	if len(c.early) > 0 {
-		c.behind.Store(true)
-		a.earlyCount -= len(c.early)
-		for _, m := range c.early {
+	if early := a.early[k]; len(early) > 0 {
+		delete(a.early, k)
+		a.earlyCount -= len(early)
+		c.early = map[int][]*van.Message{}
+		for _, m := range early {
 			a.earlyBytes -= m.PayloadLen()
+			c.early[m.Sender] = append(c.early[m.Sender], m)
 		}
-		go c.catchUp()
+		c.behind.Store(true)
+		for sender := range maps.Clone(c.early) {
+			go c.catchUp(sender)
+		}
 	}
 	m := maps.Clone(*a.table.Load())
 	m[k] = c
@@ -139,29 +142,31 @@ func (a *apps) keep(n *Node, k appKey, msg *van.Message) *Customer {
 	return nil
 }
 
-// keepEarly queues msg behind those that came before the customer did.
+// keepEarly queues msg behind those of its sender that came before the customer.
 func (c *Customer) keepEarly(msg *van.Message) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.behind.Load() {
-		return false
+	queue, behind := c.early[msg.Sender]
+	if behind {
+		c.early[msg.Sender] = append(queue, msg.Retain())
 	}
-	c.early = append(c.early, msg.Retain())
-	return true
+	return behind
 }
 
-// catchUp delivers what came before the customer did.
-func (c *Customer) catchUp() {
+// catchUp delivers what one sender sent before the customer was there. A handler
+// that blocks holds up that sender only, as it always does.
+func (c *Customer) catchUp(sender int) {
 	for {
 		c.mu.Lock()
-		if len(c.early) == 0 {
-			c.early = nil
-			c.behind.Store(false)
+		queue := c.early[sender]
+		if len(queue) == 0 {
+			delete(c.early, sender)
+			c.behind.Store(len(c.early) > 0)
 			c.mu.Unlock()
 			return
 		}
-		msg := c.early[0]
-		c.early = c.early[1:]
+		msg := queue[0]
+		c.early[sender] = queue[1:]
 		c.mu.Unlock()
 		c.deliver(msg)
 		msg.Release()

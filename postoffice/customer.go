@@ -40,13 +40,14 @@ type Customer struct {
 	next     int32
 	table    atomic.Pointer[[]atomic.Pointer[Request]] // by timestamp; the length is a power of two
 	live     map[*Request]struct{}
+	inUse    int                    // timestamps of those in live
 	finished [keepFinished]*Request // finished and not waited for: a ring, by place
 	newest   int                    // place of the next; places count up for ever
 	timers   []*time.Timer
 	late     atomic.Uint64
 
-	behind atomic.Bool    // messages that came before the customer are being delivered
-	early  []*van.Message // those
+	behind atomic.Bool            // messages that came before the customer are being delivered
+	early  map[int][]*van.Message // those, by sender, and what has come behind them
 }
 
 func newCustomer(n *Node, app, id int, handle func(*van.Message)) *Customer {
@@ -72,7 +73,7 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	if n <= 0 {
 		return fmt.Errorf("%s: %w: %d timestamps, want at least 1", op, van.ErrInvalid, n)
 	}
-	if err := c.node.alive(); err != nil {
+	if err := c.node.Alive(); err != nil {
 		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
 	}
 	c.mu.Lock()
@@ -80,15 +81,13 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		c.mu.Unlock()
 		return &van.Error{Op: op, Node: c.node.Name(), Err: van.ErrClosed}
 	}
-	if c.next > math.MaxInt32-int32(n) {
-		c.next = 0 // timestamps of one request are consecutive
-	}
-	first := c.next
-	if err := c.reserve(first, n); err != nil {
+	first, err := c.reserve(n)
+	if err != nil {
 		c.mu.Unlock()
 		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
 	}
-	c.next += int32(n)
+	c.next = first + int32(n)
+	c.inUse += n
 	r.mu.Lock()
 	r.reset(c, op, sink, first, n, receivers)
 	r.mu.Unlock()
@@ -100,7 +99,11 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	c.mu.Unlock()
 
 	// A peer lost before the request was in the table has failed nobody; one lost
-	// from here on finds it there.
+	// from here on finds it there. The same goes for this node's end.
+	if err := c.node.Alive(); err != nil {
+		r.fail(&van.Error{Op: op, Node: c.node.Name(), Err: err})
+		return nil
+	}
 	for _, id := range receivers {
 		if cause := c.node.lost(id); cause != nil {
 			r.lose(id, cause)
@@ -114,33 +117,53 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	return nil
 }
 
-// reserve makes the places of n timestamps from first free, growing the table
-// while requests in flight occupy them. c.mu is held.
-func (c *Customer) reserve(first int32, n int) error {
-	for {
-		table := *c.table.Load()
-		free := n <= len(table)
-		for i := 0; free && i < n; i++ {
-			free = table[(int(first)+i)&(len(table)-1)].Load() == nil
+// reserve finds n consecutive timestamps, from c.next on, whose places are free. It
+// grows the table while it is crowded, and otherwise leaves out what a request that
+// has been in flight for long still occupies. c.mu is held.
+func (c *Customer) reserve(n int) (first int32, err error) {
+	for c.inUse+n > len(*c.table.Load())/2 {
+		if len(*c.table.Load()) >= maxTable {
+			return 0, fmt.Errorf("%w: %d timestamps in flight, want at most %d with these %d: Wait for some", van.ErrQueueFull, c.inUse, maxTable/2, n)
 		}
-		if free {
-			return nil
-		}
-		if len(table) >= maxTable {
-			return fmt.Errorf("%w: more than %d timestamps in flight: Wait for some", van.ErrQueueFull, maxTable)
-		}
-		bigger := make([]atomic.Pointer[Request], 2*len(table))
-		for r := range c.live {
-			for ts := r.first; ts < r.first+r.n; ts++ {
-				bigger[int(ts)&(len(bigger)-1)].Store(r)
-			}
-		}
-		c.table.Store(&bigger)
+		c.grow()
 	}
+	table := *c.table.Load()
+	first = c.next
+	for free, tried := 0, 0; free < n; tried++ {
+		if first > math.MaxInt32-int32(n) {
+			first, free = 0, 0 // timestamps of one request are consecutive
+		}
+		if tried == 2*len(table) { // a table is left half empty, but with many holes
+			if len(table) >= maxTable {
+				return 0, fmt.Errorf("%w: no %d consecutive timestamps are free: Wait for some", van.ErrQueueFull, n)
+			}
+			c.grow()
+			table, free, tried = *c.table.Load(), 0, 0
+			first = c.next
+			continue
+		}
+		if table[(int(first)+free)&(len(table)-1)].Load() == nil {
+			free++
+			continue
+		}
+		first, free = first+int32(free)+1, 0
+	}
+	return first, nil
 }
 
-// maxTable bounds the timestamps in flight of one customer.
-const maxTable = 1 << 22
+// grow doubles the table. c.mu is held.
+func (c *Customer) grow() {
+	bigger := make([]atomic.Pointer[Request], 2*len(*c.table.Load()))
+	for r := range c.live {
+		for ts := r.first; ts < r.first+r.n; ts++ {
+			bigger[int(ts)&(len(bigger)-1)].Store(r)
+		}
+	}
+	c.table.Store(&bigger)
+}
+
+// maxTable bounds the table; half of its places may be in use.
+const maxTable = 1 << 23
 
 // lookup finds the request that ts belongs to, which may have been recycled.
 func (c *Customer) lookup(ts int32) *Request {
@@ -275,6 +298,7 @@ func (c *Customer) forget(r *Request) {
 		table[int(ts)&(len(table)-1)].CompareAndSwap(r, nil)
 	}
 	delete(c.live, r)
+	c.inUse -= int(r.n)
 	if r.place >= 0 {
 		c.finished[r.place%keepFinished] = nil
 		r.place = -1

@@ -101,6 +101,8 @@ type Node struct {
 	ticking  sync.WaitGroup
 	finalize sync.Once
 	finalErr error
+	closing  chan struct{} // closed by Close, so that a Finalize does not wait on
+	hurry    sync.Once
 
 	peers    sync.Map // node id to "host:port"
 	lostMu   sync.Mutex
@@ -200,7 +202,7 @@ func newNode(o Options) (*Node, error) {
 		return nil, fmt.Errorf("start: %w: %w", van.ErrInvalid, err)
 	}
 	n := &Node{cfg: cfg, role: role, waiters: map[int]chan error{}, ready: make(chan struct{}), failed: make(chan struct{}),
-		rearm: make(chan struct{}, 1), stop: make(chan struct{})}
+		rearm: make(chan struct{}, 1), stop: make(chan struct{}), closing: make(chan struct{})}
 	n.id.Store(van.Empty)
 	n.setName(role.String())
 	n.lostAt.Store(&map[int]error{})
@@ -418,6 +420,8 @@ func (n *Node) await(ctx context.Context, op string, begin func(time.Duration) (
 		return err
 	case <-n.failed:
 		return n.err
+	case <-n.closing:
+		return &van.Error{Op: op, Node: n.Name(), Elapsed: time.Since(start), Err: van.ErrClosed}
 	case <-ctx.Done():
 		n.step(func(time.Duration) {
 			delete(n.waiters, ticket)
@@ -449,10 +453,11 @@ func (n *Node) Finalize(ctx context.Context) error {
 }
 
 // Close leaves at once, without waiting for anyone. Requests in flight fail with
-// van.ErrClosed.
+// van.ErrClosed, and so does a Finalize that waits.
 func (n *Node) Close() { n.close(lingerTime) }
 
 func (n *Node) close(linger time.Duration) {
+	n.hurry.Do(func() { close(n.closing) })
 	n.finalize.Do(func() { n.finalErr = n.leave(linger) })
 }
 
@@ -504,8 +509,9 @@ func (n *Node) OnExit(f func()) {
 	n.onExit = append(n.onExit, f)
 }
 
-// alive returns why the node cannot be used, or nil.
-func (n *Node) alive() error {
+// Alive returns why the node cannot be used, or nil: it has left, or cannot be
+// part of the cluster.
+func (n *Node) Alive() error {
 	select {
 	case <-n.failed:
 		return n.err

@@ -102,6 +102,14 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 // First is the first timestamp: the handler of the request.
 func (r *Request) First() int32 { return r.first }
 
+// Pending tells whether r still waits for answers: it has neither been answered nor
+// failed.
+func (r *Request) Pending() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.state == open
+}
+
 // Started is when the request was opened, in nanoseconds of the host's clock.
 func (r *Request) Started() uint64 { return r.start }
 
@@ -246,10 +254,11 @@ func join(names []string) string {
 // now; 0 none) passes first, wait returns ErrPending.
 func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *time.Timer) error {
 	sliced := slice > 0
+	var left time.Duration // 0: none
 	if limit > 0 || sliced {
-		left := slice
+		left = slice
 		if limit > 0 {
-			left = max(limit-time.Duration(clock.Now()-r.start), 0)
+			left = max(limit-time.Duration(clock.Now()-r.start), time.Nanosecond)
 			if sliced = sliced && slice < left; sliced {
 				left = slice
 			}
@@ -257,7 +266,7 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 		timer.Reset(left)
 		defer timer.Stop()
 	}
-	r.poll(ctx, limit)
+	r.poll(ctx, left)
 	select {
 	case <-r.done:
 		return r.err
@@ -283,15 +292,16 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 }
 
 // poll receives on behalf of the transport for a short time, or, when waits are to
-// spin for ever, until r is finished or its time is over.
-func (r *Request) poll(ctx context.Context, limit time.Duration) {
+// spin for ever, until r is finished or left (0: none) is over.
+func (r *Request) poll(ctx context.Context, left time.Duration) {
 	p := r.c.node.poller
 	if p == nil || r.c.node.role != van.Worker {
 		return // on a server it would run the handlers of others' requests
 	}
+	begun := clock.Now()
 	p.Poll(r.isDone)
 	for r.c.node.cfg.BusyPoll == env.SpinForever && !r.isDone() && ctx.Err() == nil &&
-		(limit <= 0 || time.Duration(clock.Now()-r.start) < limit) {
+		(left <= 0 || time.Duration(clock.Now()-begun) < left) {
 		runtime.Gosched() // another waiter may be the one who polls
 		p.Poll(r.isDone)
 	}

@@ -1,0 +1,126 @@
+package af_test
+
+import (
+	"context"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// peer returns a channel that tells when node id is lost (false) or back (true).
+func peer(t testing.TB, n *postoffice.Node, id int) <-chan bool {
+	t.Helper()
+	ch := make(chan bool, 16)
+	t.Cleanup(n.OnPeer(func(i int, up bool, _ error) {
+		if i == id {
+			ch <- up
+		}
+	}))
+	return ch
+}
+
+func expect(t testing.TB, ch <-chan bool, up bool) {
+	t.Helper()
+	select {
+	case got := <-ch:
+		if got != up {
+			t.Fatalf("the peer is up: %t, want %t", got, up)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatalf("nothing heard of the peer, want up: %t", up)
+	}
+}
+
+// TestRetriesWhileAServerIsAway: a worker that tries again and again while one of
+// its servers is away leaves nothing behind at the other one.
+func TestRetriesWhileAServerIsAway(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	for _, n := range c.Servers {
+		serve(t, n, echoes(t))
+	}
+	w := newWorker(t, c.Workers[0])
+	works(t, w, 2)
+	second := peer(t, c.Workers[0], van.ServerID(1))
+	c.Servers[1].Close()
+	expect(t, second, false)
+	for range 1100 { // more than the batches that a server lets a worker leave open
+		h, _ := ask(t, w, 2, "away")
+		fails(t, w.Wait(t.Context(), h), van.ErrPeerLost)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	n, err := c.Join(ctx, "server", 1, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	serve(t, n, echoes(t))
+	expect(t, second, true)
+	works(t, w, 2)
+}
+
+// TestEarlyBatchesOfSeveralWorkers: what came before the handler is served like
+// the rest, so that a handler that waits for another worker gets it.
+func TestEarlyBatchesOfSeveralWorkers(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, ZMQ: true})
+	before := c.Servers[0].Stats().ReceivedMessages
+	var hs [2]int32
+	w := []*af.TensorWorker{newWorker(t, c.Workers[0]), newWorker(t, c.Workers[1])}
+	for i := range w {
+		hs[i], _ = ask(t, w[i], 1, "early")
+	}
+	for end := time.Now().Add(10 * time.Second); c.Servers[0].Stats().ReceivedMessages < before+4; runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatal("the requests do not come")
+		}
+	}
+	var all sync.WaitGroup
+	all.Add(2)
+	serve(t, c.Servers[0], func(b af.Batch) {
+		all.Done()
+		all.Wait()
+		if err := echo(b); err != nil {
+			t.Error(err)
+		}
+	})
+	for i := range w {
+		if err := w[i].Wait(t.Context(), hs[i]); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestPushesAtOnce: acknowledgements of several workers' batches do not wait for
+// one another.
+func TestPushesAtOnce(t *testing.T) {
+	const workers = 4
+	c := testcluster.Start(t, testcluster.Options{Workers: workers, ZMQ: true})
+	serve(t, c.Servers[0], func(b af.Batch) {
+		if err := b.Response(nil, nil); err != nil {
+			t.Error(err)
+		}
+	})
+	x := bytesOf(t, make([]byte, 8))
+	var wg sync.WaitGroup
+	for _, n := range c.Workers {
+		w := newWorker(t, n)
+		wg.Go(func() {
+			for i := range 2000 {
+				h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, nil)
+				if err == nil {
+					err = w.Wait(t.Context(), h)
+				}
+				if err != nil {
+					t.Errorf("batch %d: %v", i, err)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+}

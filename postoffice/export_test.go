@@ -1,0 +1,11 @@
+package postoffice
+
+// SetNext makes ts the next timestamp of c.
+func (c *Customer) SetNext(ts int32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.next = ts
+}
+
+// Places is the size of c's table of requests in flight.
+func (c *Customer) Places() int { return len(*c.table.Load()) }
