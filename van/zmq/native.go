@@ -262,7 +262,6 @@ func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent)
 	var more C.int
 	if msg.More {
 		more = 1
-		s.held.Store(true)
 	}
 	var slot *C.sa_slot
 	if lend > 0 {
@@ -273,6 +272,9 @@ func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent)
 		unsafe.Pointer(unsafe.SliceData(meta)), C.size_t(len(meta)), C.int(msg.Frames),
 		f[0].ptr, f[0].len, f[0].lend, f[1].ptr, f[1].len, f[1].lend, f[2].ptr, f[2].len, f[2].lend, slot, more)
 	runtime.KeepAlive(msg)
+	if msg.More {
+		s.held.Store(true) // after the message is: a flush for another sender must not take the mark away before
+	}
 	if rc < 0 {
 		return syscall.Errno(-rc)
 	}
