@@ -63,7 +63,7 @@ func TestNoAnswer(t *testing.T) {
 			}
 			w.Timeout = 0
 			fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull", fmt.Sprintf("handler %d: no answer from server 1 (id 10) at 127.0.0.1:", h),
-				"(1 of 2 answers missing)", "after ")...)
+				"of 2 answers missing)", "after ")...)
 			fails(t, err, van.ErrTimeout)
 			if bytes.Contains([]byte(err.Error()), []byte("server 0")) {
 				t.Errorf("%s: %q names a server that has answered", x.name, err)
