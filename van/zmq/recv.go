@@ -182,8 +182,8 @@ func (r *receiver) look() (found bool) {
 	defer r.v.spinning.Store(false)
 	const slices = 4 // a Poll need not wait longer than one of them
 	for i := 0; i < slices && !found && !r.sock.closed.Load(); i++ {
-		if r.helped && r.v.pollers.Load() > 0 {
-			return false
+		if r.v.pollers.Load() > 0 {
+			return false // it sleeps instead, or naps if the Poll is for its socket, too
 		}
 		found = r.poll(r.v.spin/slices, false)
 		if r.v.cfg.BusyPoll == env.SpinForever {
