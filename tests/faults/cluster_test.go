@@ -102,7 +102,7 @@ func worker(t testing.TB, n *postoffice.Node) *af.TensorWorker {
 	return w
 }
 
-// works checks that requests of all of ws are answered.
+// work checks that requests of all of ws are answered.
 func work(t testing.TB, servers int, ws ...*af.TensorWorker) {
 	t.Helper()
 	var wg sync.WaitGroup
