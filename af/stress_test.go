@@ -1,0 +1,138 @@
+package af_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+var stress = flag.Duration("stress", time.Second, "how long TestStress runs for each way of waiting")
+
+// TestStress: many goroutines of two workers push and pull, wait, wait in slices,
+// give up, and leave requests alone, and every answer is the right one. Then
+// nothing is left in flight.
+func TestStress(t *testing.T) {
+	for _, mode := range []env.BusyPoll{env.SpinThenBlock, env.AlwaysBlock, env.SpinForever} {
+		t.Run(fmt.Sprint(mode), func(t *testing.T) { testStress(t, mode) })
+	}
+}
+
+func testStress(t *testing.T, mode env.BusyPoll) {
+	const servers, goroutines = 2, 8
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: servers, ZMQ: true,
+		Set: func(c *postoffice.Config) { c.BusyPoll = mode }})
+	var later sync.WaitGroup
+	for _, n := range c.Servers {
+		serve(t, n, func(b af.Batch) {
+			answer := func() {
+				out := make([]af.KeyTensor, len(b.Pulls()))
+				for i, p := range b.Pulls() {
+					out[i] = af.KeyTensor{Key: p.Key, Val: b.Pushes()[0].Val}
+				}
+				if err := b.Response(out, nil); err != nil {
+					t.Error(err)
+				}
+			}
+			if rand.IntN(4) == 0 {
+				later.Go(answer)
+				return
+			}
+			answer()
+		})
+	}
+	var done, gaveUp atomic.Int64
+	end := time.Now().Add(*stress)
+	var all sync.WaitGroup
+	var ws []*af.TensorWorker
+	for _, n := range c.Workers {
+		w := newWorker(t, n)
+		ws = append(ws, w)
+		for g := range goroutines {
+			all.Go(func() {
+				for i := 0; time.Now().Before(end) && !t.Failed(); i++ {
+					ok, err := stressOne(t, w, servers, uint64(g)<<32|uint64(i))
+					if err != nil {
+						t.Error(err)
+					}
+					if ok {
+						done.Add(1)
+					} else {
+						gaveUp.Add(1)
+					}
+				}
+			})
+		}
+	}
+	all.Wait()
+	later.Wait()
+	for _, w := range ws {
+		if n := w.InFlight(); n > 0 {
+			t.Errorf("%d push_pulls in flight, want 0", n)
+		}
+		works(t, w, servers)
+	}
+	t.Logf("%d answered, %d given up", done.Load(), gaveUp.Load())
+}
+
+// stressOne makes one push_pull and waits for it, or gives it up.
+func stressOne(t *testing.T, w *af.TensorWorker, servers int, mark uint64) (answered bool, err error) {
+	size := 8
+	if rand.IntN(3) == 0 {
+		size = 8 << rand.IntN(13)
+	}
+	data := bytes.Repeat(binary.LittleEndian.AppendUint64(nil, mark), size/8)
+	push := []af.KeyTensor{{Key: 1, Val: bytesOf(t, data)}}
+	if rand.IntN(2) == 0 {
+		push = append(push, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, 100))})
+	}
+	var pull []af.KeyTensor
+	for range servers {
+		pull = append(pull, af.KeyTensor{Key: 3, Val: bytesOf(t, make([]byte, size))})
+	}
+	h, err := w.ZBatchPushPull(push, pull)
+	if err != nil {
+		return false, err
+	}
+	switch rand.IntN(4) {
+	case 0:
+		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(rand.IntN(400))*time.Microsecond)
+		defer cancel()
+		if err := w.Wait(ctx, h); errors.Is(err, van.ErrTimeout) {
+			return false, nil
+		} else if err != nil {
+			return false, err
+		}
+	case 1:
+		slice := time.Duration(1+rand.IntN(300)) * time.Microsecond
+		for err = postoffice.ErrPending; errors.Is(err, postoffice.ErrPending); {
+			err = w.WaitSlice(t.Context(), h, 20*time.Second, slice)
+		}
+		if err != nil {
+			return false, err
+		}
+	default:
+		if err := w.Wait(t.Context(), h); err != nil {
+			return false, err
+		}
+	}
+	for s := range pull {
+		if !bytes.Equal(pull[s].Val.Bytes(), data) {
+			return false, fmt.Errorf("handler %d: the answer of server %d is another one's", h, s)
+		}
+	}
+	return true, nil
+}
