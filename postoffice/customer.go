@@ -246,6 +246,18 @@ func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error)
 	return r.first, answered, true, err
 }
 
+// Elapsed is how long ago the request in flight that timestamp ts belongs to was
+// opened, 0 when there is none.
+func (c *Customer) Elapsed(ts int32) time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	r := c.lookup(ts)
+	if r == nil || ts < r.first || ts >= r.first+r.n {
+		return 0
+	}
+	return time.Duration(clock.Now() - r.start)
+}
+
 // Given tells whether ts has been given out.
 func (c *Customer) Given(ts int32) bool {
 	c.mu.Lock()

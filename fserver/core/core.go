@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -128,16 +130,16 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 // waitOne waits for one timestamp of a batch. It looks again and again: nobody
 // tells when one timestamp of several is answered.
 func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
-	started := time.Now()
-	for end := started.Add(min(limit, slice)); ; {
+	for end := time.Now().Add(slice); ; {
 		_, answered, flying, err := s.worker.Customer().Batch(h)
-		switch {
-		case !flying || answered:
+		if !flying || answered {
 			return err
-		case time.Now().After(end) && limit <= slice:
+		}
+		if elapsed := s.worker.Customer().Elapsed(h); elapsed >= limit {
 			return &van.Error{Op: "wait", Node: s.node.Name(), Detail: fmt.Sprintf("handler %d of batch %d", h, first),
-				Elapsed: time.Since(started), Limit: limit, Err: van.ErrTimeout}
-		case time.Now().After(end):
+				Elapsed: elapsed, Limit: limit, Err: van.ErrTimeout}
+		}
+		if time.Now().After(end) {
 			return ErrPending
 		}
 		time.Sleep(50 * time.Microsecond)
@@ -323,6 +325,27 @@ func (s *Session) GetBatch(slice time.Duration) ([]Item, error) {
 	}
 }
 
+// BatchTimeout is the error of a caller whose GetBatch has been pending for limit.
+func (s *Session) BatchTimeout(limit time.Duration) error {
+	if s.queue == nil {
+		return s.wrongRole("get_batch", "server")
+	}
+	return &van.Error{Op: "get_batch", Node: s.node.Name(), Detail: "no batch of " + strings.Join(s.queue.missing(), ", "),
+		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "what has come stays queued; call get_batch again"}
+}
+
+// missing names the workers that have no batch.
+func (q *queue) missing() (names []string) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for rank := range q.workers {
+		if len(q.workers[rank]) == 0 {
+			names = append(names, q.node.PeerName(q.node.WorkerInstance(rank)))
+		}
+	}
+	return names
+}
+
 // Respond answers the batch that GetBatch gave id: tensors in the order of its
 // pulls. The tensors must stay as they are until their owners are released.
 func (s *Session) Respond(id uint64, tensors []af.Tensor) error {
@@ -332,26 +355,57 @@ func (s *Session) Respond(id uint64, tensors []af.Tensor) error {
 	q := s.queue
 	q.mu.Lock()
 	b, ok := q.out[id]
-	next := q.next
-	if ok {
-		delete(q.out, id)
-	}
-	q.mu.Unlock()
 	if !ok {
-		if id < next {
-			return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
-		}
-		return fmt.Errorf("respond: %w: unknown handler %d, get_batch has returned handlers below %d", ErrMisuse, id, next)
+		err := q.unknown(id)
+		q.mu.Unlock()
+		return err
 	}
-	if n := len(b.Pulls()); n != len(tensors) {
+	delete(q.out, id)
+	q.mu.Unlock()
+	if len(b.Pulls()) != len(tensors) {
 		q.putBack(id, b)
-		return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, len(tensors), id, n)
+		return misfit(id, b, len(tensors))
 	}
 	err := b.ResponseInOrder(tensors, nil)
 	if errors.Is(err, van.ErrInvalid) {
 		q.putBack(id, b)
 	}
 	return err
+}
+
+// CanRespond tells why Respond would refuse this number of tensors for one of the
+// batches.
+func (s *Session) CanRespond(ids []uint64, tensors int) error {
+	if s.queue == nil {
+		return s.wrongRole("respond", "server")
+	}
+	q := s.queue
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for i, id := range ids {
+		b, ok := q.out[id]
+		switch {
+		case !ok:
+			return q.unknown(id)
+		case slices.Contains(ids[:i], id):
+			return fmt.Errorf("respond: %w: handler %d is there twice; respond once to each batch", van.ErrInvalid, id)
+		case len(b.Pulls()) != tensors:
+			return misfit(id, b, tensors)
+		}
+	}
+	return nil
+}
+
+// unknown says why there is no batch to answer. q.mu is held.
+func (q *queue) unknown(id uint64) error {
+	if id < q.next {
+		return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
+	}
+	return fmt.Errorf("respond: %w: unknown handler %d, get_batch has returned handlers below %d", ErrMisuse, id, q.next)
+}
+
+func misfit(id uint64, b af.Batch, tensors int) error {
+	return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, tensors, id, len(b.Pulls()))
 }
 
 // putBack makes a batch answerable again after an answer that did not fit.

@@ -389,6 +389,17 @@ func sf_trace(handler C.int64_t, out *C.uint64_t, e *C.sf_error) C.int {
 //export sf_now
 func sf_now() C.uint64_t { return C.uint64_t(core.Nanosecond()) }
 
+// sf_batch_timeout is the error of a get_batch that has waited for ms.
+//
+//export sf_batch_timeout
+func sf_batch_timeout(ms C.int64_t, e *C.sf_error) C.int {
+	s, err := session()
+	if err == nil {
+		err = s.BatchTimeout(time.Duration(ms) * time.Millisecond)
+	}
+	return fail(e, err)
+}
+
 // sf_get_batch waits for one batch of each worker, for sliceMs at most. *out is
 // one malloc'ed block: the caller frees it.
 //
@@ -470,6 +481,25 @@ func sf_release(id C.uint64_t) {
 	if l != nil {
 		l.batch.Release()
 	}
+}
+
+// sf_check_respond tells whether each of n batches, whose handlers are the keys of
+// ts, can be answered with one tensor: nothing is sent when one cannot.
+//
+//export sf_check_respond
+func sf_check_respond(ts *C.sf_tensor, n C.int, e *C.sf_error) C.int {
+	ids := make([]uint64, n)
+	for i, t := range unsafe.Slice(ts, int(n)) {
+		ids[i] = uint64(t.key)
+	}
+	s, err := session()
+	if err == nil {
+		err = s.CanRespond(ids, 1)
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
 }
 
 //export sf_respond

@@ -351,8 +351,8 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
     if (ms >= 0 && sf_now() - start >= (uint64_t)ms * 1000000) {
-      PyErr_Format(error_timeout, "get_batch: no batch of every worker within %lld ms", (long long)ms);
-      return NULL;
+      sf_batch_timeout(ms, &e);
+      return raise_error(&e);
     }
   }
   PyObject *list = PyList_New(n);
@@ -392,12 +392,10 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   Py_RETURN_NONE;
 }
 
-// The number of rows of a tensor.
-static int64_t rows(const sf_tensor *t) { return t->ndim > 0 ? t->shape[0] : 1; }
-
 static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
   PyObject *buffer, *tensors, *handlers, *items = NULL, *result = NULL;
   sf_tensor buf, *ts = NULL;
+  sf_error e = {0, NULL};
   Py_ssize_t n = 0, m = 0;
   (void)self;
   if (!PyArg_ParseTuple(args, "OOO:respond_vec", &buffer, &tensors, &handlers)) return NULL;
@@ -414,20 +412,27 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     goto out;
   }
   for (Py_ssize_t i = 0; i < n; i++) {
-    if (rows(&ts[i]) > buf.shape[0]) {
-      PyErr_Format(error_value, "tensors_vec[%zd] has %lld rows, ret_buffer only %lld", i, (long long)rows(&ts[i]),
+    if (ts[i].ndim == 0) {
+      PyErr_Format(error_value, "tensors_vec[%zd] has no dimensions, want as many rows as the answer is to have", i);
+      goto out;
+    }
+    if (ts[i].shape[0] > buf.shape[0]) {
+      PyErr_Format(error_value, "tensors_vec[%zd] has %lld rows, ret_buffer only %lld", i, (long long)ts[i].shape[0],
                    (long long)buf.shape[0]);
       goto out;
     }
+    if (uint64_arg(PyTuple_GetItem(items, i), "handler_vec", i, &ts[i].key) < 0) goto out; // its key is free
+  }
+  if (sf_check_respond(ts, (int)n, &e) != SF_DONE) {
+    raise_error(&e);
+    goto out;
   }
   for (Py_ssize_t i = 0; i < n; i++) {
-    uint64_t id;
-    if (uint64_arg(PyTuple_GetItem(items, i), "handler_vec", i, &id) < 0) goto out;
     sf_tensor part = buf; // always from row 0, as in the original
-    part.nbytes = buf.shape[0] > 0 ? buf.nbytes / buf.shape[0] * rows(&ts[i]) : 0;
-    part.shape[0] = rows(&ts[i]);
+    part.shape[0] = ts[i].shape[0];
+    part.nbytes = buf.shape[0] > 0 ? buf.nbytes / buf.shape[0] * part.shape[0] : 0;
     Py_INCREF((PyObject *)part.owner);
-    if (respond(id, &part, 1) < 0) goto out;
+    if (respond(ts[i].key, &part, 1) < 0) goto out;
   }
   Py_INCREF(Py_None);
   result = Py_None;

@@ -91,7 +91,9 @@ static int torch_ready(void) {
   torch.empty = PyObject_GetAttrString(m, "empty");
   Py_XDECREF(c);
   for (int i = 0; codes != NULL && i < NDTYPES; i++) {
-    PyObject *d = PyObject_GetAttrString(m, dtypes[i].name), *code = PyLong_FromLong(i);
+    // Quantised tensors are more than their bytes.
+    int quantised = dtypes[i].name[0] == 'q';
+    PyObject *d = quantised ? NULL : PyObject_GetAttrString(m, dtypes[i].name), *code = PyLong_FromLong(i);
     if (d == NULL) PyErr_Clear(); // a later PyTorch has it
     if (d != NULL && (code == NULL || PyDict_SetItem(codes, d, code) < 0)) Py_CLEAR(codes);
     Py_XDECREF(code);
@@ -389,6 +391,19 @@ static void delete_capsule(PyObject *capsule) {
   m->deleter(m);
 }
 
+// DLPack's type for a code; 0 bits when it has none. The table has those that
+// PyTorch of any age takes.
+static dl_dtype type_of(int32_t code) {
+  switch (code) {
+    case BOOL: return (dl_dtype){6, 8, 1};
+    case UINT16: return (dl_dtype){1, 16, 1};
+    case UINT32: return (dl_dtype){1, 32, 1};
+    case UINT64: return (dl_dtype){1, 64, 1};
+  }
+  if (code < 0 || code >= NDTYPES) return (dl_dtype){0, 0, 1};
+  return (dl_dtype){dtypes[code].code, dtypes[code].bits, 1};
+}
+
 // Exports t. With bytes set, as a row of uint8. On failure nothing is released.
 static PyObject *export_tensor(const sf_tensor *t, uint64_t id, PyObject *keeper, int bytes) {
   static char nothing;
@@ -404,8 +419,7 @@ static PyObject *export_tensor(const sf_tensor *t, uint64_t id, PyObject *keeper
     d->ndim = 1;
     x->shape[0] = t->nbytes;
   } else {
-    d->dtype.code = dtypes[t->dtype].code;
-    d->dtype.bits = dtypes[t->dtype].bits;
+    d->dtype = type_of(t->dtype);
     d->ndim = t->ndim;
     memcpy(x->shape, t->shape, sizeof t->shape);
   }
@@ -527,9 +541,7 @@ static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
   const sf_tensor *t = &((tensor_object *)o)->t;
   (void)args; // streams, versions and copies are not for host memory
   (void)kw;
-  // Types that DLPack's consumers may not know go as bytes; bool has a code of its own.
-  int direct = t->dtype >= 0 && t->dtype < NDTYPES && dtypes[t->dtype].bits != 0;
-  return export_tensor(t, 0, o, !direct);
+  return export_tensor(t, 0, o, type_of(t->dtype).bits == 0); // what DLPack has no code for goes as bytes
 }
 
 static PyObject *tensor_dlpack_device(PyObject *o, PyObject *noargs) {

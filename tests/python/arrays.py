@@ -79,6 +79,8 @@ class NumPy:
             self.np.dtype(dtype)
         except TypeError:
             return False
+        if dtype == "bool":  # of DLPack's
+            return tuple(map(int, self.np.__version__.split(".")[:2])) >= (1, 25)
         return dtype != "bfloat16" and not dtype.startswith("float8")  # which JAX teaches NumPy
 
     def zeros(self, dtype, shape):
@@ -92,8 +94,6 @@ class NumPy:
     def view(self, t):
         if isinstance(t, self.np.ndarray):
             return t
-        if t.dtype == "bool" and tuple(map(int, self.np.__version__.split(".")[:2])) < (1, 25):
-            return self.np.from_dlpack(t).view("bool").reshape(t.shape)  # DLPack's bool is unknown to it
         return self.np.from_dlpack(t)
 
     def bytes(self, t):

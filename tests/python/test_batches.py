@@ -194,7 +194,7 @@ def vec_server(n):
         f.respond_vec(buffer, [tensors[0], lib.zeros("float32", ())], handlers)
     with n.raises(TypeError, "ret_buffer", "int"):
         f.respond_vec(5, tensors, handlers)
-    for bad in ([99, handlers[1]], [handlers[0], "x"], [handlers[0], -1]):
+    for bad in ([99, handlers[1]], [handlers[0], "x"], [handlers[0], -1], [handlers[0]] * 2):
         with n.raises((), "handler"):
             f.respond_vec(buffer, tensors, bad)
     assert f.respond_vec(buffer, tensors, handlers) is None

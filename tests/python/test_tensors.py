@@ -35,7 +35,7 @@ def dtypes_server(n):
         data = arrays.pattern(seed, dtype, shape)
         if not n.lib.own(n.lib.zeros("uint8", (1,))):
             # A fserver_lib.Tensor, for from_dlpack.
-            assert t.dtype == dtype and t.nbytes == len(data)
+            assert t.dtype == dtype and t.nbytes == len(data) and "Tensor" in repr(t)
             assert t.__dlpack_device__() == (1, 0)
         assert n.lib.dtype(t) == dtype
         assert n.lib.bytes(t) == data
