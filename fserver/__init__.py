@@ -15,13 +15,13 @@ except ModuleNotFoundError as e:
         raise
 
 import fserver_lib as f
-from fserver_lib import (
-    ConnectionError,
+from fserver_lib import (  # "as" tells type checkers what is meant for others
+    ConnectionError as ConnectionError,
     Error,
     Tensor,
-    TimeoutError,
-    TypeError,
-    ValueError,
+    TimeoutError as TimeoutError,
+    TypeError as TypeError,
+    ValueError as ValueError,
     barrier,
     fetch_trace,
     get_all_handlers,
