@@ -1,6 +1,10 @@
 package resend
 
-import "github.com/stepaf/stepaf-go/van"
+import (
+	"math"
+
+	"github.com/stepaf/stepaf-go/van"
+)
 
 // Bounds of what is remembered of received messages.
 const (
@@ -31,18 +35,21 @@ type window struct {
 }
 
 // add notes ts and reports whether it was there already or is too old to tell.
+// Timestamps have 31 bits: after the largest come the small ones.
 func (w *window) add(ts int32) bool {
+	ts &= math.MaxInt32
 	if !w.any {
 		w.any, w.top = true, ts
 	}
-	ahead := ts - w.top // timestamps may wrap
+	ahead := (ts - w.top) << 1 >> 1
 	switch {
 	case ahead >= windowSize:
 		clear(w.bits[:])
 		w.top = ts
 	case ahead > 0:
-		for ; w.top != ts; w.top++ {
-			i := uint32(w.top+1) % windowSize
+		for w.top != ts {
+			w.top = (w.top + 1) & math.MaxInt32
+			i := uint32(w.top) % windowSize
 			w.bits[i/64] &^= 1 << (i % 64)
 		}
 	case ahead <= -windowSize:
