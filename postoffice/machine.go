@@ -87,6 +87,9 @@ func (n *Node) carryOut(o membership.Output) {
 		n.peers.Store(o.ID, o.Node.Addr())
 		if err := n.van.Connect(context.Background(), o.ID, o.Node); err != nil {
 			n.log.Error("connect failed", "peer", n.PeerName(o.ID), "err", err)
+			if n.role != van.Scheduler && !n.started() { // what a scheduler was told to connect to may be nonsense
+				n.fail(err)
+			}
 		}
 	case membership.Disconnect:
 		n.van.Disconnect(o.ID)
@@ -140,6 +143,16 @@ func (n *Node) carryOut(o membership.Output) {
 		n.fail(o.Err)
 	case membership.Warning:
 		n.log.Warn(o.Text)
+	}
+}
+
+// started tells whether all nodes were known once.
+func (n *Node) started() bool {
+	select {
+	case <-n.ready:
+		return true
+	default:
+		return false
 	}
 }
 

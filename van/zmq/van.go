@@ -88,6 +88,10 @@ type identity struct {
 	viaOwn bool   // data answers to this peer leave over the own ROUTER
 }
 
+// socketsEach is how many sockets a connection takes: the DEALER and the two ends
+// of its monitor. BYTEPS_ZMQ_MAX_SOCKET counts only the first, as in the original.
+const socketsEach = 3
+
 // New makes a van that has not bound yet.
 func New(o van.Options) (van.Van, error) {
 	zctx, err := zmq4.NewContext()
@@ -96,7 +100,7 @@ func New(o van.Options) (van.Van, error) {
 	}
 	if err := errors.Join(
 		wrap("BYTEPS_ZMQ_NTHREADS", o.Config.ZMQIOThreads, zctx.SetIoThreads(o.Config.ZMQIOThreads)),
-		wrap("BYTEPS_ZMQ_MAX_SOCKET", o.Config.ZMQMaxSockets, zctx.SetMaxSockets(o.Config.ZMQMaxSockets)),
+		wrap("BYTEPS_ZMQ_MAX_SOCKET", o.Config.ZMQMaxSockets, zctx.SetMaxSockets(socketsEach*o.Config.ZMQMaxSockets)),
 		zctx.SetBlocky(false),
 	); err != nil {
 		return nil, errors.Join(err, zctx.Term())

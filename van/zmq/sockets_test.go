@@ -1,0 +1,31 @@
+package zmq_test
+
+import (
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/zmq"
+)
+
+// TestMaxSockets: BYTEPS_ZMQ_MAX_SOCKET counts one socket for each peer and one for
+// the node itself, however many more libzmq needs to watch them.
+func TestMaxSockets(t *testing.T) {
+	const peers = 40
+	cfg := env.Default()
+	cfg.Role, cfg.ZMQMaxSockets = "worker", peers+1
+	v, err := zmq.New(van.Options{Config: cfg})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer v.Close(t.Context())
+	if _, err := v.Bind(t.Context(), van.Node{Role: van.Worker, ID: van.Empty, Hostname: "127.0.0.1"}); err != nil {
+		t.Fatal(err)
+	}
+	v.Start(func(*van.Message) {})
+	for i := range peers {
+		if err := v.Connect(t.Context(), van.ServerID(i), van.Node{Role: van.Server, Hostname: "127.0.0.1", Port: 1}); err != nil {
+			t.Fatalf("peer %d of %d: %v", i+1, peers, err)
+		}
+	}
+}
