@@ -203,6 +203,12 @@ static int torch_in(PyObject *o, sf_tensor *t, const char *name) {
   return 0;
 }
 
+// DLPack 1.1's types of 8-bit floats, and PyTorch's codes for them.
+static const struct {
+  uint8_t type;
+  int32_t dtype;
+} float8[] = {{10, 24}, {11, 26}, {12, 23}, {13, 25}, {14, 44}};
+
 // PyTorch's code for DLPack's element type, or -1.
 static int code_of(dl_dtype d) {
   if (d.lanes != 1) return -1;
@@ -210,6 +216,8 @@ static int code_of(dl_dtype d) {
   if (d.code == 1 && d.bits == 16) return UINT16;
   if (d.code == 1 && d.bits == 32) return UINT32;
   if (d.code == 1 && d.bits == 64) return UINT64;
+  for (size_t i = 0; d.bits == 8 && i < sizeof float8 / sizeof float8[0]; i++)
+    if (float8[i].type == d.code) return float8[i].dtype;
   for (int i = 0; i < NDTYPES; i++)
     if (dtypes[i].bits == d.bits && dtypes[i].code == d.code) return i;
   return -1;
@@ -400,6 +408,8 @@ static dl_dtype type_of(int32_t code) {
     case UINT32: return (dl_dtype){1, 32, 1};
     case UINT64: return (dl_dtype){1, 64, 1};
   }
+  for (size_t i = 0; i < sizeof float8 / sizeof float8[0]; i++)
+    if (float8[i].dtype == code) return (dl_dtype){float8[i].type, 8, 1};
   if (code < 0 || code >= NDTYPES) return (dl_dtype){0, 0, 1};
   return (dl_dtype){dtypes[code].code, dtypes[code].bits, 1};
 }

@@ -61,7 +61,7 @@ class Shrinker:
 
 class Maker:
     def __init__(self, seed, lib):
-        self.r, self.lib = random.Random(seed), lib
+        self.r, self.lib, self.pool = random.Random(seed), lib, []
         import fserver_lib
 
         self.f = fserver_lib
@@ -72,10 +72,13 @@ class Maker:
                          r.getrandbits(64), r.randrange(10)))
 
     def tensor(self):
-        r = self.r
-        dtype = r.choice(self.lib.dtypes)
-        shape = tuple(r.choice((0, 1, 1, 2, 3)) for _ in range(r.randrange(10)))
-        return self.lib.make(dtype, shape, bytes(arrays.size(dtype, shape)))
+        if len(self.pool) < 100:  # some libraries take long to make one
+            r = self.r
+            dtype = r.choice(self.lib.dtypes)
+            shape = tuple(r.choice((0, 1, 1, 2, 3)) for _ in range(r.randrange(10)))
+            self.pool.append(self.lib.make(dtype, shape, bytes(arrays.size(dtype, shape))))
+            return self.pool[-1]
+        return self.r.choice(self.pool)
 
     def thing(self, depth=0):
         r = self.r

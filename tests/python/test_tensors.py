@@ -267,7 +267,7 @@ def refused_worker(n):
             ([np.zeros(4, [("a", "i4")])], [target], (ValueError, TypeError), ("push_tensors[0]",)),
         ]
     if lib.name == "jax":
-        cases += [([good], [lib.jnp.zeros((4, 4))], (), ("pull_tensors[0]", "read"))]
+        cases += [([good], [lib.jnp.zeros((4, 4))], (ValueError, TypeError), ("pull_tensors[0]", "JAX", "written"))]
     for push, pull, classes, words in cases:
         keys = [1, 2][: len(push) if isinstance(push, list) else 1]
         with n.raises(classes, *words):
