@@ -7,8 +7,8 @@
 // on the connection that the worker opened, so a worker also reads its DEALERs.
 //
 // Values are lent to libzmq and stay pinned until it lets go; received values are
-// handed up as views on libzmq's messages. No thread waits anywhere: receivers park
-// in Go's network poller on the sockets' descriptors.
+// handed up as views on libzmq's messages. The ROUTER's receiver sleeps in a thread
+// of its own; the others park in Go's network poller on the sockets' descriptors.
 package zmq
 
 import (

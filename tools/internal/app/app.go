@@ -70,6 +70,14 @@ func Run(args []string, stdout, stderr io.Writer) int {
 	app.OnUsageError = usage
 	for _, c := range app.Commands {
 		c.OnUsageError = usage
+		if len(c.Subcommands) > 0 {
+			c.Action = func(ctx *cli.Context) error {
+				if ctx.Args().Present() {
+					return exit.Usage("%s: unknown command %q: want one of %s", c.Name, ctx.Args().First(), names(c.Subcommands))
+				}
+				return cli.ShowSubcommandHelp(ctx)
+			}
+		}
 		for _, sub := range c.Subcommands {
 			sub.OnUsageError = usage
 		}
