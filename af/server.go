@@ -431,7 +431,7 @@ func (b *work) Sent() { b.unref() }
 // its key, whose size must be the pull's. A batch without pulls takes none. The
 // tensors must stay as they are until they have left, which Release'd push tensors
 // do by themselves; done, if not nil, is called once for each pull when its answer
-// has left, from any goroutine.
+// has left, from any goroutine; it must neither block nor send.
 //
 // A missing key or a wrong size is an error that wraps van.ErrInvalid; then
 // nothing was sent and the batch can still be answered. A second Response is

@@ -195,8 +195,8 @@ func (r Request[V]) Release() { r.msg.Release() }
 func (r Request[V]) Response(res Pairs[V]) error { return r.ResponseDone(res, nil) }
 
 // ResponseDone is Response with a completion, which is called once, from any
-// goroutine, when the transport does not need the slices any more. It is not called
-// when ResponseDone returns an error.
+// goroutine, when the transport does not need the slices any more; it must neither
+// block nor send. It is not called when ResponseDone returns an error.
 func (r Request[V]) ResponseDone(res Pairs[V], done van.Completion) error {
 	s := r.s
 	if !r.ticket.state.CompareAndSwap(r.gen<<1, r.gen<<1|1) {

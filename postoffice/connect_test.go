@@ -3,8 +3,10 @@ package postoffice_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -40,5 +42,43 @@ func TestCannotConnect(t *testing.T) {
 	}
 	if !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(), "too many open files") {
 		t.Errorf("a node that cannot connect starts with %v, want %v", err, syscall.EMFILE)
+	}
+}
+
+// TestCloseWhenAPeerIsLost: who is told of a loss may close the node, whoever
+// noticed the loss.
+func TestCloseWhenAPeerIsLost(t *testing.T) {
+	for _, by := range []string{"connection", "heartbeats"} {
+		for _, zmq := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s zmq %t", by, zmq), func(t *testing.T) {
+				c := testcluster.Start(t, testcluster.Options{ZMQ: zmq, Set: func(c *postoffice.Config) {
+					if by == "heartbeats" && c.Role != "worker" {
+						c.HeartbeatTimeout = 300 * time.Millisecond // of beats that never come
+					}
+				}})
+				done := make(chan struct{})
+				n := c.Workers[0]
+				if by == "heartbeats" {
+					n = c.Scheduler
+				}
+				var once sync.Once
+				n.OnPeer(func(_ int, up bool, _ error) {
+					if !up {
+						once.Do(func() {
+							n.Close()
+							close(done)
+						})
+					}
+				})
+				if by == "connection" {
+					c.Servers[0].Close()
+				}
+				select {
+				case <-done:
+				case <-time.After(20 * time.Second):
+					t.Fatal("Close does not return")
+				}
+			})
+		}
 	}
 }

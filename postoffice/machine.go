@@ -214,8 +214,8 @@ func (n *Node) setLost(id int, cause error) {
 }
 
 // OnPeer makes the node call f when a peer is lost (up false, with the cause) and
-// when it, or its replacement, is there again. f must not block. The function
-// returned ends that.
+// when it, or its replacement, is there again. f must not block, but may close the
+// node. The function returned ends that.
 func (n *Node) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
 	w := &watcher{f}
 	n.lostMu.Lock()

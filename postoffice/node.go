@@ -98,7 +98,6 @@ type Node struct {
 	onExit   []func()
 	rearm    chan struct{}
 	stop     chan struct{}
-	ticking  sync.WaitGroup
 	finalize sync.Once
 	finalErr error
 	closing  chan struct{} // closed by Close, so that a Finalize does not wait on
@@ -318,7 +317,7 @@ func (n *Node) join(ctx context.Context) error {
 	}
 	m.Start(now()) // before anything can be received
 	n.van.Start(n.receive)
-	n.ticking.Go(n.tick)
+	go n.tick()
 	n.step(func(time.Duration) {})
 	select {
 	case <-n.ready:
@@ -489,8 +488,7 @@ func (n *Node) leave(linger time.Duration) error {
 	exits := n.onExit
 	n.mu.Unlock()
 
-	close(n.stop)
-	n.ticking.Wait()
+	close(n.stop) // the end of tick is not awaited: a callback that it makes may be what closes
 	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
 	ctx, cancel := context.WithTimeout(context.Background(), linger)
 	defer cancel()

@@ -15,7 +15,10 @@ type monitor struct {
 	pair *zmq4.Socket
 	sock *socket
 	once sync.Once
-	end  chan struct{}
+
+	started bool
+	mu      sync.Mutex // held by who uses pair
+	closed  bool
 }
 
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int) (*monitor, error) {
@@ -50,19 +53,19 @@ func (v *zvan) tell(c *conn, up bool, cause error) {
 
 // start follows the connection of c.
 func (m *monitor) start(v *zvan, c *conn) {
-	if m.end != nil {
+	if m.started {
 		return
 	}
-	m.end = make(chan struct{})
+	m.started = true
+	var event zmq4.Event
 	try := func(uintptr) bool {
-		for {
-			event, _, _, err := m.pair.RecvEvent(zmq4.DONTWAIT)
-			if err != nil {
-				return m.sock.closed.Load()
-			}
-			if m.sock.closed.Load() {
-				return true
-			}
+		var end bool
+		event, end = m.next()
+		return end || event != 0
+	}
+	go func() {
+		// The watcher is called outside of wait, so that it may close the van.
+		for m.sock.wait(try) && !m.sock.closed.Load() {
 			switch event {
 			case zmq4.EVENT_DISCONNECTED:
 				c.lost.Store(true)
@@ -74,32 +77,33 @@ func (m *monitor) start(v *zvan, c *conn) {
 				v.tell(c, true, nil)
 			}
 		}
-	}
-	go func() {
-		defer close(m.end)
-		for m.sock.wait(try) {
-			if m.sock.closed.Load() {
-				return
-			}
-		}
 	}()
 }
 
-// close ends the monitor, before its DEALER is closed. A watcher call that is under way may outlast it when it
-// is that call that closes.
+// next returns the next event, 0 if there is none, and whether m is closed.
+func (m *monitor) next() (event zmq4.Event, end bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		return 0, true
+	}
+	event, _, _, err := m.pair.RecvEvent(zmq4.DONTWAIT)
+	if err != nil {
+		return 0, false
+	}
+	return event, false
+}
+
+// close ends the monitor, before its DEALER is closed. A watcher call that is under
+// way may outlast it.
 func (m *monitor) close() {
 	m.once.Do(func() {
 		// libzmq's I/O thread would wait for ever to report to a pair that is closed,
 		// and no connection of the node would get on.
 		_ = m.z.Monitor("", 0)
-		m.sock.stop()
-		if m.end == nil {
-			_ = m.sock.close(0)
-			return
-		}
-		go func() {
-			<-m.end
-			_ = m.sock.close(0)
-		}()
+		m.mu.Lock()
+		m.closed = true
+		m.mu.Unlock()
+		_ = m.sock.close(0)
 	})
 }
