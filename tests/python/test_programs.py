@@ -131,5 +131,6 @@ def test_overhead_program():
     """That it runs; its numbers are for a machine that does nothing else."""
     status, out, err = run([sys.executable, os.path.join(TESTS, "benchmark", "python_overhead.py"), "--blocks", "1", "--rounds", "50"])
     assert status == 0, err
-    assert re.search(r"push_pull \+ wait from Python: [-+]\d+\.\d us \(limit 15\)", out), out
-    assert re.search(r"get_batch to respond in Python: [-+]\d+\.\d us \(limit 10\)", out), out
+    number = r" +-?\d+\.\d"
+    for what, limit in (("push_pull \\+ wait", 15), ("get_batch to respond", 10)):
+        assert re.search(rf"^{what} +Go{number}  Python{number}  +[-+]\d+\.\d \(limit {limit}\)$", out, re.M), out

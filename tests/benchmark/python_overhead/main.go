@@ -2,8 +2,12 @@
 // worker and a server that do the same in Go.
 //
 // The worker reads a number from each line of its standard input, does so many
-// round trips of -bytes each way, and prints their times as a line of JSON: of the
-// whole, and of the server between a pull and its answer, in nanoseconds.
+// round trips of -bytes each way, and prints their times in nanoseconds as a line of
+// JSON. With a negative number it sends so many requests and does not wait; 0 waits
+// for all of these.
+//
+// The server echoes at once, or with -hold when it reads a number: then it answers
+// so many requests and prints how long each took.
 package main
 
 import (
@@ -20,7 +24,10 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/prog"
 )
 
-var size = flag.Int64("bytes", 1024, "bytes of the tensors")
+var (
+	size = flag.Int64("bytes", 1024, "bytes of the tensors")
+	hold = flag.Bool("hold", false, "the server answers when it is told to")
+)
 
 func main() {
 	flag.Parse()
@@ -31,18 +38,52 @@ func main() {
 	prog.Main(prog.Program{FServer: true, Server: serve, Worker: work})
 }
 
-// serve echoes.
 func serve(_ context.Context, n *prog.Node) error {
 	s, err := af.NewTensorServer(n.Node, af.Options{})
 	if err != nil {
 		return err
 	}
+	held := make(chan af.Batch, 1<<16)
+	if *hold {
+		go answerHeld(n, held)
+	}
 	return s.SetRequestHandle(func(b af.Batch) {
-		if err := b.Response([]af.KeyTensor{{Key: 2, Val: b.Pushes()[0].Val}}, nil); err != nil {
+		if *hold {
+			b.Retain()
+			held <- b
+		} else if err := answer(b); err != nil {
 			n.Log().Error("batch not answered", "worker", b.SenderRank(), "err", err)
 			n.Fail(err)
 		}
 	})
+}
+
+func answer(b af.Batch) error {
+	return b.Response([]af.KeyTensor{{Key: 2, Val: b.Pushes()[0].Val}}, nil)
+}
+
+// answerHeld answers as many batches as each line of the standard input says.
+func answerHeld(n *prog.Node, held <-chan af.Batch) {
+	lines := bufio.NewScanner(os.Stdin)
+	for lines.Scan() {
+		count, err := strconv.Atoi(lines.Text())
+		if err != nil {
+			n.Fail(err)
+			return
+		}
+		times := []uint64{}
+		for range count {
+			start := clock.Now()
+			b := <-held
+			if err := answer(b); err != nil {
+				n.Fail(err)
+				return
+			}
+			b.Release()
+			times = append(times, clock.Now()-start)
+		}
+		_ = json.NewEncoder(os.Stdout).Encode(times)
+	}
 }
 
 func work(ctx context.Context, n *prog.Node) error {
@@ -58,28 +99,36 @@ func work(ctx context.Context, n *prog.Node) error {
 	if err != nil {
 		return err
 	}
+	var flying []int32
 	lines := bufio.NewScanner(os.Stdin)
 	for lines.Scan() {
 		count, err := strconv.Atoi(lines.Text())
 		if err != nil {
 			return err
 		}
-		var times struct{ Whole, Server []uint64 }
-		for range count {
+		times := []uint64{}
+		for range max(count, -count) {
 			start := clock.Now()
 			h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
 			if err != nil {
 				return err
 			}
+			if count < 0 {
+				flying = append(flying, h)
+				continue
+			}
 			if err := w.Wait(ctx, h); err != nil {
 				return err
 			}
-			times.Whole = append(times.Whole, clock.Now()-start)
-			req, res, err := w.FetchTrace(h + 1)
-			if err != nil {
-				return err
+			times = append(times, clock.Now()-start)
+		}
+		if count == 0 {
+			for _, h := range flying {
+				if err := w.Wait(ctx, h); err != nil {
+					return err
+				}
 			}
-			times.Server = append(times.Server, res.Start-req.Process)
+			flying = nil
 		}
 		if err := json.NewEncoder(os.Stdout).Encode(times); err != nil {
 			return err
