@@ -10,7 +10,7 @@ import (
 const (
 	windowSize = 1 << 16 // timestamps of one stream: 8 KiB
 	maxStreams = 64      // streams of one peer
-	maxPeers   = 4096    // more only if they are connected
+	maxPeers   = 256     // more only if they are connected
 )
 
 // stream is one sequence of timestamps. It has what signatures lack.
