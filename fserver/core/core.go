@@ -258,7 +258,6 @@ func (q *queue) put(b af.Batch) {
 	if *w = append(*w, Item{q.next, b}); len(*w) == 1 {
 		q.filled++
 	}
-	q.out[q.next] = b
 	q.next++
 	ready := q.filled == len(q.workers)
 	q.mu.Unlock()
@@ -291,6 +290,7 @@ func (q *queue) take() ([]Item, error) {
 	items := make([]Item, len(q.workers))
 	for i := range q.workers {
 		items[i] = q.workers[i][0]
+		q.out[items[i].ID] = items[i].Batch
 		if q.workers[i] = q.workers[i][1:]; len(q.workers[i]) == 0 {
 			q.workers[i] = nil
 			q.filled--
@@ -398,6 +398,9 @@ func (s *Session) CanRespond(ids []uint64, tensors int) error {
 
 // unknown says why there is no batch to answer. q.mu is held.
 func (q *queue) unknown(id uint64) error {
+	if q.waits(id) {
+		return fmt.Errorf("respond: %w: get_batch has not returned handler %d yet", ErrMisuse, id)
+	}
 	if id < q.next {
 		return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
 	}
@@ -406,6 +409,19 @@ func (q *queue) unknown(id uint64) error {
 
 func misfit(id uint64, b af.Batch, tensors int) error {
 	return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, tensors, id, len(b.Pulls()))
+}
+
+// waits tells whether the batch with that id has not been handed out yet. q.mu is
+// held.
+func (q *queue) waits(id uint64) bool {
+	for _, w := range q.workers {
+		for i := range w {
+			if w[i].ID == id {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // putBack makes a batch answerable again after an answer that did not fit.

@@ -162,8 +162,10 @@ func sf_stop(timeoutMs C.int64_t, e *C.sf_error) C.int {
 		}
 		return fail(e, errNotStarted)
 	}
-	if timeoutMs <= 0 {
-		timeoutMs = C.int64_t(s.Config().StopTimeout / time.Millisecond)
+	// Servers and the scheduler often call it as soon as they run, and wait for the
+	// workers.
+	if c := s.Config(); timeoutMs <= 0 && c.Role == "worker" {
+		timeoutMs = C.int64_t(c.StopTimeout / time.Millisecond)
 	}
 	if err := start(timeoutMs, func(ctx context.Context) error {
 		state.ended.Store(true)

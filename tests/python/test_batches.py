@@ -149,6 +149,8 @@ def ahead_worker(n):
 def ahead_server(n):
     with n.raises(TimeoutError, "worker 1"):
         n.f.get_batch(timeout_ms=1500)
+    with n.raises((), "has not returned handler 0"):
+        n.f.respond([], 0)  # it is there, but not handed out
     n.tell("one is missing")
     for i in range(5):
         batches = n.f.get_batch()

@@ -109,6 +109,17 @@ def test_scheduler_killed_in_barrier(cluster):
     assert worker.wait(20) == 0, worker.report()
 
 
+# A busy worker
+
+def busy(n):
+    # Longer than STEPAF_STOP_TIMEOUT: servers and scheduler wait in stop for it.
+    threading.Event().wait(2.5)
+
+
+def test_stop_waits_for_a_busy_worker(cluster):
+    cluster(env={"STEPAF_STOP_TIMEOUT": "1"}).run(busy, goes_on)
+
+
 # Ends without stop
 
 ENDS = {
