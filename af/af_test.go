@@ -1,95 +1,22 @@
 package af_test
 
 import (
-	"context"
 	"fmt"
-
-	"log/slog"
-	"net"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
-// cluster is all nodes of a cluster in this process.
-type cluster struct {
-	scheduler *postoffice.Node
-	servers   []*postoffice.Node
-	workers   []*postoffice.Node
-}
-
 // start starts a cluster whose configuration set may change. A nil network means
 // ZMQ over loopback.
-func start(t testing.TB, workers, servers, group int, network *inproc.Network, set func(*postoffice.Config)) *cluster {
+func start(t testing.TB, workers, servers, group int, network *inproc.Network, set func(*postoffice.Config)) *testcluster.Cluster {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 6*time.Second)
-	defer cancel()
-	port := 9000
-	if network == nil {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		port = l.Addr().(*net.TCPAddr).Port
-		l.Close()
-	}
-	c := &cluster{servers: make([]*postoffice.Node, servers*group), workers: make([]*postoffice.Node, workers*group)}
-	var wg sync.WaitGroup
-	run := func(role string, rank int, n **postoffice.Node) {
-		wg.Go(func() {
-			cfg := postoffice.DefaultConfig()
-			cfg.Role, cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = role, workers, servers, group
-			cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", port, "127.0.0.1"
-			cfg.NodeRank, cfg.GPU = rank/group, rank%group
-			if set != nil {
-				set(cfg)
-			}
-			o := postoffice.Options{Config: cfg, Log: slog.New(slog.DiscardHandler)}
-			if network != nil {
-				o.Van = network.Factory()
-			}
-			var err error
-			if *n, err = postoffice.Start(ctx, o); err != nil {
-				t.Errorf("%s %d: %v", role, rank, err)
-			}
-		})
-	}
-	run("scheduler", 0, &c.scheduler)
-	for i := range c.servers {
-		run("server", i, &c.servers[i])
-	}
-	for i := range c.workers {
-		run("worker", i, &c.workers[i])
-	}
-	wg.Wait()
-	if t.Failed() {
-		t.FailNow()
-	}
-	return c
-}
-
-func (c *cluster) nodes() []*postoffice.Node {
-	return append(append([]*postoffice.Node{c.scheduler}, c.servers...), c.workers...)
-}
-
-func (c *cluster) finalize(t testing.TB) {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-	defer cancel()
-	var wg sync.WaitGroup
-	for _, n := range c.nodes() {
-		wg.Go(func() {
-			if err := n.Finalize(ctx); err != nil {
-				t.Errorf("finalize: %v", err)
-			}
-		})
-	}
-	wg.Wait()
+	return testcluster.Start(t, testcluster.Options{Workers: workers, Servers: servers, Group: group, ZMQ: network == nil, Network: network, Set: set})
 }
 
 func tensor(t testing.TB, s []float32, shape ...int64) af.Tensor {
@@ -105,7 +32,7 @@ func TestPushPull(t *testing.T) {
 	for name, mk := range map[string]func() *inproc.Network{"inproc": inproc.NewNetwork, "zmq": func() *inproc.Network { return nil }} {
 		t.Run(name, func(t *testing.T) {
 			c := start(t, 2, 2, 1, mk(), nil)
-			for _, n := range c.servers {
+			for _, n := range c.Servers {
 				s, err := af.NewTensorServer(n, af.Options{})
 				if err != nil {
 					t.Fatal(err)
@@ -134,7 +61,7 @@ func TestPushPull(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			for _, n := range c.workers {
+			for _, n := range c.Workers {
 				w, err := af.NewTensorWorker(n, af.Options{})
 				if err != nil {
 					t.Fatal(err)
@@ -169,7 +96,7 @@ func TestPushPull(t *testing.T) {
 				}
 			}
 			_ = van.Empty
-			c.finalize(t)
+			c.Finalize(t)
 		})
 	}
 }
@@ -183,7 +110,7 @@ func TestPipeline(t *testing.T) {
 		rounds = 500
 	}
 	c := start(t, 1, 2, 1, nil, nil)
-	for _, n := range c.servers {
+	for _, n := range c.Servers {
 		s, err := af.NewTensorServer(n, af.Options{})
 		if err != nil {
 			t.Fatal(err)
@@ -201,7 +128,7 @@ func TestPipeline(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	w, err := af.NewTensorWorker(c.workers[0], af.Options{})
+	w, err := af.NewTensorWorker(c.Workers[0], af.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -253,5 +180,5 @@ func TestPipeline(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	c.finalize(t)
+	c.Finalize(t)
 }

@@ -15,8 +15,8 @@ func TestAllocations(t *testing.T) {
 	for name, network := range map[string]*inproc.Network{"inproc": inproc.NewNetwork(), "zmq": nil} {
 		t.Run(name, func(t *testing.T) {
 			c := start(t, 1, 1, 1, network, nil)
-			defer c.finalize(t)
-			s, err := af.NewTensorServer(c.servers[0], af.Options{})
+			defer c.Finalize(t)
+			s, err := af.NewTensorServer(c.Servers[0], af.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -29,7 +29,7 @@ func TestAllocations(t *testing.T) {
 			}); err != nil {
 				t.Fatal(err)
 			}
-			w, err := af.NewTensorWorker(c.workers[0], af.Options{})
+			w, err := af.NewTensorWorker(c.Workers[0], af.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -16,9 +16,6 @@ import (
 // from the push_pull. It is the original's default.
 const DefaultTimeout = 10 * time.Second
 
-// traceDepth is the number of most recent timestamps whose traces are kept.
-const traceDepth = 4096
-
 // TensorWorker pushes tensors to all servers and pulls results back. All methods
 // are safe for concurrent use.
 type TensorWorker struct {
@@ -28,7 +25,7 @@ type TensorWorker struct {
 	node     *postoffice.Node
 	customer *postoffice.Customer
 	servers  []int // node ids by server group rank, ascending
-	traces   traceRing
+	traces   postoffice.Traces
 
 	mu   sync.Mutex
 	free []*batch
@@ -268,7 +265,7 @@ func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *Key
 
 // Answer takes one answer: the acknowledgement of a push, or a pull's value.
 func (b *batch) Answer(i, from int, msg *van.Message) error {
-	b.w.traces.put(msg)
+	b.w.traces.Put(msg)
 	push := i < b.p
 	if msg.Push != push {
 		return fmt.Errorf("%w: answer to timestamp %d is for a push=%t, want %t", van.ErrMalformed, msg.Timestamp, msg.Push, push)
@@ -364,12 +361,7 @@ func (w *TensorWorker) GetAllHandlers(handler int32) []int32 {
 // timestamps are kept; others, and those without an answer yet, are an error that
 // wraps postoffice.ErrUnknownHandler.
 func (w *TensorWorker) FetchTrace(handler int32) (request, response van.Trace, err error) {
-	request, response, ok := w.traces.get(handler)
-	if !ok {
-		return request, response, &van.Error{Op: "fetch_trace", Node: w.node.Name(), Detail: fmt.Sprintf("handler %d", handler),
-			Err: postoffice.ErrUnknownHandler, Hint: fmt.Sprintf("traces of the last %d answered handlers are kept", traceDepth)}
-	}
-	return request, response, nil
+	return w.traces.Fetch(w.node, handler)
 }
 
 // InFlight is the number of push_pulls that are not finished or not waited for. Of
@@ -378,28 +370,3 @@ func (w *TensorWorker) InFlight() int { return w.customer.InFlight() }
 
 // Close fails what is in flight and takes the worker off its node.
 func (w *TensorWorker) Close() { w.customer.Close() }
-
-// traceRing keeps the traces of recent timestamps.
-type traceRing struct {
-	entries [traceDepth]traceEntry
-}
-
-type traceEntry struct {
-	mu       sync.Mutex
-	ts       int32 // timestamp + 1; 0 when empty
-	req, res van.Trace
-}
-
-func (r *traceRing) put(msg *van.Message) {
-	e := &r.entries[uint32(msg.Timestamp)%traceDepth]
-	e.mu.Lock()
-	e.ts, e.req, e.res = msg.Timestamp+1, msg.RequestTrace, msg.ResponseTrace
-	e.mu.Unlock()
-}
-
-func (r *traceRing) get(ts int32) (req, res van.Trace, ok bool) {
-	e := &r.entries[uint32(ts)%traceDepth]
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.req, e.res, ts >= 0 && e.ts == ts+1
-}

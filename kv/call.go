@@ -181,7 +181,7 @@ func (c *call[V]) send(ts int32, i int, keys []Key, vals []V, lens []int32) erro
 
 // Answer takes the answer of the server of part from.
 func (c *call[V]) Answer(_, from int, msg *van.Message) error {
-	c.w.traces.put(msg)
+	c.w.traces.Put(msg)
 	switch {
 	case msg.SimpleApp || msg.Push != c.push:
 		return fmt.Errorf("%w: answer to timestamp %d: push=%t simple=%t, want push=%t", van.ErrMalformed, msg.Timestamp, msg.Push, msg.SimpleApp, c.push)

@@ -52,7 +52,7 @@ type Worker[V Value] struct {
 	servers  []int // node ids by server group rank, ascending
 	ranges   []postoffice.KeyRange
 	slicer   atomic.Pointer[Slicer]
-	traces   traceRing
+	traces   postoffice.Traces
 	calls    sync.Pool // of *call[V]
 	copies   sync.Pool // of *copied[V]
 }
@@ -258,15 +258,10 @@ func (w *Worker[V]) ServerKeyRanges() []postoffice.KeyRange { return slices.Clon
 
 // FetchTrace returns the stamps of the request and of the answer for one
 // timestamp, with several servers those of the last answer. Traces of the last
-// 1024 answered timestamps are kept; for others the error wraps
+// 4096 answered timestamps are kept; for others the error wraps
 // postoffice.ErrUnknownHandler.
 func (w *Worker[V]) FetchTrace(ts int32) (request, response van.Trace, err error) {
-	request, response, ok := w.traces.get(ts)
-	if !ok {
-		return request, response, &van.Error{Op: "fetch_trace", Node: w.node.Name(), Detail: fmt.Sprintf("handler %d", ts),
-			Err: postoffice.ErrUnknownHandler, Hint: fmt.Sprintf("traces of the last %d answered handlers are kept", traceDepth)}
-	}
-	return request, response, nil
+	return w.traces.Fetch(w.node, ts)
 }
 
 // InFlight is the number of requests that are not finished or not waited for.
