@@ -146,12 +146,17 @@ func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 	}
 }
 
-// AllHandlers is af.TensorWorker.GetAllHandlers.
-func (s *Session) AllHandlers(handler int64) ([]int32, error) {
+// AllHandlers is the number of handlers, from the given one on, that
+// af.TensorWorker.GetAllHandlers returns.
+func (s *Session) AllHandlers(handler int64) (int, error) {
 	if s.worker == nil {
-		return nil, s.wrongRole("get_all_handlers", "worker")
+		return 0, s.wrongRole("get_all_handlers", "worker")
 	}
-	return s.worker.GetAllHandlers(int32(handler)), nil
+	n := 1 // of an unknown handler
+	if h := int32(handler); int64(h) == handler {
+		n = len(s.worker.GetAllHandlers(h))
+	}
+	return n, nil
 }
 
 // FetchTrace returns the eight stamps of a timestamp; zeros before its answer.
@@ -219,12 +224,14 @@ type queue struct {
 	filled  int      // workers that have a batch
 	next    uint64
 	out     map[uint64]af.Batch // handed out and not answered
+	acked   map[uint64]struct{} // handed out without pulls: an answer is allowed, but not needed
+	oldest  []uint64            // of acked, in order
 	lost    map[int]error       // workers by group rank
 	changed chan struct{}       // one token when there may be something to take
 }
 
 func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n, workers: make([][]Item, n.NumWorkers()), out: map[uint64]af.Batch{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
+	q := &queue{node: n, workers: make([][]Item, n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
 	n.OnPeer(func(id int, up bool, cause error) {
 		if van.RoleOf(id) != van.Worker {
 			return
@@ -290,13 +297,35 @@ func (q *queue) take() ([]Item, error) {
 	items := make([]Item, len(q.workers))
 	for i := range q.workers {
 		items[i] = q.workers[i][0]
-		q.out[items[i].ID] = items[i].Batch
+		q.handOut(items[i])
 		if q.workers[i] = q.workers[i][1:]; len(q.workers[i]) == 0 {
 			q.workers[i] = nil
 			q.filled--
 		}
 	}
+	if q.filled == len(q.workers) {
+		q.signal() // for another caller: its token may have been one with ours
+	}
 	return items, nil
+}
+
+// keepAcked is the number of batches without pulls that can still be answered.
+const keepAcked = 4096
+
+// handOut notes that a batch has left the queue. One of several pushes and no pull
+// was acknowledged as it came, and few programs answer it: its memory is then
+// Python's alone. q.mu is held.
+func (q *queue) handOut(it Item) {
+	if it.Single() || len(it.Pulls()) > 0 || it.ResponseInOrder(nil, nil) != nil {
+		q.out[it.ID] = it.Batch
+		return
+	}
+	if len(q.oldest) == keepAcked {
+		delete(q.acked, q.oldest[0])
+		q.oldest = q.oldest[1:]
+	}
+	q.acked[it.ID] = struct{}{}
+	q.oldest = append(q.oldest, it.ID)
 }
 
 // GetBatch returns one batch of every worker group, by rank: the oldest of each.
@@ -354,6 +383,14 @@ func (s *Session) Respond(id uint64, tensors []af.Tensor) error {
 	}
 	q := s.queue
 	q.mu.Lock()
+	if _, ok := q.acked[id]; ok {
+		defer q.mu.Unlock()
+		if len(tensors) > 0 {
+			return misfit(id, 0, len(tensors))
+		}
+		delete(q.acked, id)
+		return nil
+	}
 	b, ok := q.out[id]
 	if !ok {
 		err := q.unknown(id)
@@ -364,7 +401,7 @@ func (s *Session) Respond(id uint64, tensors []af.Tensor) error {
 	q.mu.Unlock()
 	if len(b.Pulls()) != len(tensors) {
 		q.putBack(id, b)
-		return misfit(id, b, len(tensors))
+		return misfit(id, len(b.Pulls()), len(tensors))
 	}
 	err := b.ResponseInOrder(tensors, nil)
 	if errors.Is(err, van.ErrInvalid) {
@@ -384,13 +421,16 @@ func (s *Session) CanRespond(ids []uint64, tensors int) error {
 	defer q.mu.Unlock()
 	for i, id := range ids {
 		b, ok := q.out[id]
+		_, acked := q.acked[id]
 		switch {
-		case !ok:
+		case acked && tensors != 0:
+			return misfit(id, 0, tensors)
+		case !ok && !acked:
 			return q.unknown(id)
 		case slices.Contains(ids[:i], id):
 			return fmt.Errorf("respond: %w: handler %d is there twice; respond once to each batch", van.ErrInvalid, id)
-		case len(b.Pulls()) != tensors:
-			return misfit(id, b, tensors)
+		case ok && len(b.Pulls()) != tensors:
+			return misfit(id, len(b.Pulls()), tensors)
 		}
 	}
 	return nil
@@ -407,8 +447,8 @@ func (q *queue) unknown(id uint64) error {
 	return fmt.Errorf("respond: %w: unknown handler %d, get_batch has returned handlers below %d", ErrMisuse, id, q.next)
 }
 
-func misfit(id uint64, b af.Batch, tensors int) error {
-	return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, tensors, id, len(b.Pulls()))
+func misfit(id uint64, pulls, tensors int) error {
+	return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, tensors, id, pulls)
 }
 
 // waits tells whether the batch with that id has not been handed out yet. q.mu is

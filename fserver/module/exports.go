@@ -77,7 +77,7 @@ func fail(e *C.sf_error, err error) C.int {
 	default:
 		e.kind = C.SF_RUNTIME
 	}
-	e.text = C.CString(err.Error())
+	e.text = C.CString(strings.ToValidUTF8(err.Error(), "?")) // Python takes no other text
 	return C.SF_FAILED
 }
 
@@ -89,7 +89,7 @@ type job struct {
 	err    error
 }
 
-// start runs f unless another job is under way. A timeout of 0 is none.
+// start runs f unless another job is under way. A negative timeout is none.
 func start(timeoutMs C.int64_t, f func(context.Context) error) error {
 	state.mu.Lock()
 	defer state.mu.Unlock()
@@ -97,7 +97,7 @@ func start(timeoutMs C.int64_t, f func(context.Context) error) error {
 		return fmt.Errorf("%w: another thread is in init, stop or barrier", core.ErrMisuse)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	if timeoutMs > 0 {
+	if timeoutMs >= 0 {
 		ctx, cancel = context.WithTimeout(context.Background(), time.Duration(timeoutMs)*time.Millisecond)
 	}
 	j := &job{cancel: cancel, done: make(chan struct{})}
@@ -164,7 +164,7 @@ func sf_stop(timeoutMs C.int64_t, e *C.sf_error) C.int {
 	}
 	// Servers and the scheduler often call it as soon as they run, and wait for the
 	// workers.
-	if c := s.Config(); timeoutMs <= 0 && c.Role == "worker" {
+	if c := s.Config(); timeoutMs < 0 && c.Role == "worker" {
 		timeoutMs = C.int64_t(c.StopTimeout / time.Millisecond)
 	}
 	if err := start(timeoutMs, func(ctx context.Context) error {
@@ -360,14 +360,14 @@ func sf_wait(handler, timeoutMs, sliceMs C.int64_t, e *C.sf_error) C.int {
 //export sf_handlers
 func sf_handlers(handler C.int64_t, n *C.int, e *C.sf_error) C.int {
 	s, err := session()
-	var hs []int32
+	count := 0
 	if err == nil {
-		hs, err = s.AllHandlers(int64(handler))
+		count, err = s.AllHandlers(int64(handler))
 	}
 	if err != nil {
 		return fail(e, err)
 	}
-	*n = C.int(len(hs))
+	*n = C.int(count)
 	return C.SF_DONE
 }
 
@@ -381,9 +381,8 @@ func sf_trace(handler C.int64_t, out *C.uint64_t, e *C.sf_error) C.int {
 	if err != nil {
 		return fail(e, err)
 	}
-	for i, v := range unsafe.Slice(out, 8) {
-		_ = v
-		unsafe.Slice(out, 8)[i] = C.uint64_t(stamps[i])
+	for i, v := range stamps {
+		unsafe.Slice(out, 8)[i] = C.uint64_t(v)
 	}
 	return C.SF_DONE
 }

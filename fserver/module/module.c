@@ -17,6 +17,9 @@
 // How long Go waits before Python may look after signals again, in milliseconds.
 #define SLICE_MS 50
 
+// The longest list that is read.
+#define MAX_ITEMS (1 << 20)
+
 static PyObject *error_base, *error_timeout, *error_connection, *error_value, *error_type;
 int sf_forked;
 
@@ -59,7 +62,7 @@ static int enter(void) {
 static int int64_arg(PyObject *o, const char *what, int64_t *out) {
   PyObject *n = PyNumber_Index(o);
   if (n == NULL) {
-    PyErr_Format(error_type, "%s is %R, want an int", what, o);
+    if (!sf_not_ours()) PyErr_Format(error_type, "%s is %R, want an int", what, o);
     return -1;
   }
   long long v = PyLong_AsLongLong(n);
@@ -73,15 +76,17 @@ static int int64_arg(PyObject *o, const char *what, int64_t *out) {
 }
 
 static int uint64_arg(PyObject *o, const char *what, Py_ssize_t i, uint64_t *out) {
+  char name[64];
   PyObject *n = PyNumber_Index(o);
   if (n == NULL) {
-    PyErr_Format(error_type, "%s[%zd] is %R, want an int from 0 to 2**64-1", what, i, o);
+    if (sf_not_ours()) return -1;
+    PyErr_Format(error_type, "%s is %R, want an int from 0 to 2**64-1", sf_name(name, sizeof name, what, i), o);
     return -1;
   }
   unsigned long long v = PyLong_AsUnsignedLongLong(n);
   Py_DECREF(n);
   if (v == (unsigned long long)-1 && PyErr_Occurred()) {
-    PyErr_Format(error_value, "%s[%zd] is %R, want an int from 0 to 2**64-1", what, i, o);
+    PyErr_Format(error_value, "%s is %R, want an int from 0 to 2**64-1", sf_name(name, sizeof name, what, i), o);
     return -1;
   }
   *out = v;
@@ -106,12 +111,21 @@ static PyObject *sequence(PyObject *o, const char *what, Py_ssize_t *n) {
     PyErr_Format(error_type, "%s is %R, want a list or another sequence", what, o);
     return NULL;
   }
-  PyObject *t = PySequence_Tuple(o);
+  Py_ssize_t size = PySequence_Size(o); // of range objects, too, that no memory could hold
+  if (size > MAX_ITEMS) {
+    PyErr_Format(error_value, "%s has %zd items, want at most %d", what, size, MAX_ITEMS);
+    return NULL;
+  }
+  PyObject *t = size >= 0 ? PySequence_Tuple(o) : NULL;
   if (t == NULL) {
-    PyErr_Format(error_type, "%s cannot be read as a sequence", what);
+    if (!sf_not_ours()) PyErr_Format(error_type, "%s cannot be read as a sequence", what);
     return NULL;
   }
   *n = PyTuple_Size(t);
+  if (*n > MAX_ITEMS) { // its length was another one
+    PyErr_Format(error_value, "%s has %zd items, want at most %d", what, *n, MAX_ITEMS);
+    Py_CLEAR(t);
+  }
   return t;
 }
 
@@ -130,10 +144,6 @@ static sf_tensor *tensor_list(PyObject *o, const char *what, PyObject *keys, con
       PyErr_Format(error_value, "%zd %s but %zd %s, want as many", *n, what, nkeys, keys_what);
       goto fail;
     }
-  }
-  if (*n > 1 << 20) {
-    PyErr_Format(error_value, "%s has %zd tensors, which is too many", what, *n);
-    goto fail;
   }
   ts = calloc((size_t)*n + 1, sizeof *ts);
   if (ts == NULL) {
@@ -350,6 +360,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return raise_error(&e);
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
+    drain(); // answers that have left since
     if (ms >= 0 && sf_now() - start >= (uint64_t)ms * 1000000) {
       sf_batch_timeout(ms, &e);
       return raise_error(&e);
@@ -383,7 +394,7 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   Py_ssize_t n = 0;
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|p:respond", names, &tensors, &handler, &need_event)) return NULL;
-  if (enter() < 0 || uint64_arg(handler, "handler", 0, &id) < 0) return NULL;
+  if (enter() < 0 || uint64_arg(handler, "handler", -1, &id) < 0) return NULL;
   sf_tensor *ts = tensor_list(tensors, "tensors", NULL, NULL, 0, &n);
   if (ts == NULL) return NULL;
   int rc = respond(id, ts, n);

@@ -32,6 +32,8 @@ typedef struct dl_managed {
 
 enum { DL_CPU = 1, DL_CUDA_HOST = 3 };
 
+#define TAKEN "fserver_lib.dltensor"
+
 // Element types: PyTorch's code is the index. dl code and bits are 0 where DLPack
 // or a PyTorch of 2022 has no such type.
 static const struct {
@@ -51,7 +53,7 @@ static const struct {
     {"int4", 1, 0, 0},       {"int5", 1, 0, 0},       {"int6", 1, 0, 0},       {"int7", 1, 0, 0},
     {"float8_e8m0fnu", 1, 0, 0}, {"float4_e2m1fn_x2", 1, 0, 0}, {"float8_e8m0fnu_x4", 4, 0, 0},
 };
-enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], UINT8 = 0, BOOL = 11, UINT16 = 27, UINT32 = 28, UINT64 = 29 };
+enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], COMPLEX32 = 8, COMPLEX128 = 10, BOOL = 11, UINT16 = 27, UINT32 = 28, UINT64 = 29 };
 
 static PyObject *error_value, *error_type, *tensor_class;
 
@@ -69,27 +71,38 @@ static struct {
 } torch;
 
 // Names that are looked up for every tensor.
-static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_view, *s_interface;
+static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_view, *s_interface, *s_is_conj, *s_is_neg;
 
-static void name_of(char *buf, size_t n, const char *what, Py_ssize_t i) {
+const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i) {
   if (i < 0)
     PyOS_snprintf(buf, n, "%s", what);
   else
     PyOS_snprintf(buf, n, "%s[%zd]", what, i);
+  return buf;
 }
 
-// Finds torch if the program has imported it. Returns 1, 0, or -1 with an
-// exception.
+int sf_not_ours(void) { return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception); }
+
+// Finds torch if the program has imported it. Returns 1, 0 also while another
+// thread imports it, or -1 with an exception.
 static int torch_ready(void) {
   if (torch.tensor != NULL) return 1;
   PyObject *modules = PyImport_GetModuleDict(); // borrowed
   PyObject *m = PyDict_GetItemString(modules, "torch");
   if (m == NULL || !PyObject_HasAttrString(m, "Tensor") || !PyObject_HasAttrString(m, "float32")) return 0;
   PyObject *c = PyObject_GetAttrString(m, "_C");
-  PyObject *codes = PyDict_New();
-  torch.from_dlpack = c != NULL ? PyObject_GetAttrString(c, "_from_dlpack") : NULL;
-  torch.empty = PyObject_GetAttrString(m, "empty");
+  PyObject *from = c != NULL ? PyObject_GetAttrString(c, "_from_dlpack") : NULL;
+  PyObject *empty = from != NULL ? PyObject_GetAttrString(m, "empty") : NULL;
   Py_XDECREF(c);
+  if (empty == NULL) {
+    Py_XDECREF(from);
+    if (sf_not_ours()) return -1;
+    PyErr_Clear();
+    return 0;
+  }
+  torch.from_dlpack = from;
+  torch.empty = empty;
+  PyObject *codes = PyDict_New();
   for (int i = 0; codes != NULL && i < NDTYPES; i++) {
     // Quantised tensors are more than their bytes.
     int quantised = dtypes[i].name[0] == 'q';
@@ -99,10 +112,7 @@ static int torch_ready(void) {
     Py_XDECREF(code);
     torch.dtypes[i] = d;
   }
-  if (codes == NULL || torch.from_dlpack == NULL || torch.empty == NULL) {
-    Py_XDECREF(codes);
-    return -1;
-  }
+  if (codes == NULL) return -1;
   torch.codes = codes;
   torch.tensor = PyObject_GetAttrString(m, "Tensor");
   return torch.tensor != NULL ? 1 : -1;
@@ -147,6 +157,15 @@ static void attr_text(PyObject *o, PyObject *attr, char *buf, size_t n) {
   PyErr_Clear();
 }
 
+// Whether a method without arguments returns True; it may be missing.
+static int is(PyObject *o, PyObject *method) {
+  PyObject *x = PyObject_CallMethodObjArgs(o, method, NULL);
+  int yes = x != NULL && PyObject_IsTrue(x) == 1;
+  Py_XDECREF(x);
+  PyErr_Clear();
+  return yes;
+}
+
 static int torch_in(PyObject *o, sf_tensor *t, const char *name) {
   char device[16];
   PyObject *x = PyObject_GetAttr(o, s_device);
@@ -178,6 +197,11 @@ static int torch_in(PyObject *o, sf_tensor *t, const char *name) {
   }
   t->dtype = (int32_t)PyLong_AsLong(code);
   Py_DECREF(x);
+  // Such views have the memory of another tensor, and other values.
+  if ((t->dtype >= COMPLEX32 && t->dtype <= COMPLEX128 && is(o, s_is_conj)) || is(o, s_is_neg)) {
+    PyErr_Format(error_value, "%s is a conjugate or negative view: call .resolve_conj().resolve_neg() and keep the result", name);
+    return -1;
+  }
 
   x = PyObject_GetAttr(o, s_shape); // a tuple
   Py_ssize_t ndim = x != NULL ? PyTuple_Size(x) : -1;
@@ -211,7 +235,7 @@ static const struct {
 
 // PyTorch's code for DLPack's element type, or -1.
 static int code_of(dl_dtype d) {
-  if (d.lanes != 1) return -1;
+  if (d.lanes != 1 || d.bits == 0) return -1;
   if (d.code == 6 && d.bits == 8) return BOOL;
   if (d.code == 1 && d.bits == 16) return UINT16;
   if (d.code == 1 && d.bits == 32) return UINT32;
@@ -254,6 +278,10 @@ static int numpy_in(PyObject *o, sf_tensor *t, const char *name, int writable) {
   PyOS_snprintf(type, sizeof type, "%s", PyBytes_AsString(text));
   if ((t->dtype = code_of_numpy(type)) < 0) goto out;
   rc = -1;
+  if (PyDict_GetItemString(d, "__ref") != NULL) { // it goes with d
+    PyErr_Format(error_type, "%s is %R, which has no memory of its own, want an array: use numpy.array", name, (PyObject *)Py_TYPE(o));
+    goto out;
+  }
   if (strides != NULL && strides != Py_None) {
     PyErr_Format(error_value, "%s is not contiguous, want a contiguous array: use numpy.ascontiguousarray", name);
     goto out;
@@ -265,7 +293,11 @@ static int numpy_in(PyObject *o, sf_tensor *t, const char *name, int writable) {
   if (set_shape(t, PyTuple_Size(shape), name) < 0) goto out;
   for (int k = 0; k < t->ndim; k++) t->shape[k] = PyLong_AsLongLong(PyTuple_GetItem(shape, k));
   t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(data, 0));
-  if (PyErr_Occurred() || set_bytes(t, name) < 0) goto out;
+  if (PyErr_Occurred()) {
+    if (!sf_not_ours()) PyErr_Format(error_type, "%s has an __array_interface__ that NumPy would not give it", name);
+    goto out;
+  }
+  if (set_bytes(t, name) < 0) goto out;
   t->device_type = 1;
   Py_INCREF(o);
   t->owner = o;
@@ -278,9 +310,16 @@ out:
   return rc;
 }
 
+// Frees what a capsule of ours has taken over from a producer.
+static void delete_taken(PyObject *capsule) {
+  dl_managed *m = PyCapsule_GetPointer(capsule, TAKEN);
+  if (m->deleter != NULL) m->deleter(m);
+}
+
 static int dlpack_in(PyObject *o, sf_tensor *t, const char *name) {
   PyObject *capsule = PyObject_CallMethodObjArgs(o, s_dlpack, NULL);
   if (capsule == NULL) {
+    if (sf_not_ours()) return -1;
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     PyErr_Format(error_value, "%s cannot be shared by DLPack: %S", name, value != NULL ? value : Py_None);
@@ -319,7 +358,14 @@ static int dlpack_in(PyObject *o, sf_tensor *t, const char *name) {
     stride *= t->shape[d];
   }
   t->ptr = (char *)m->t.data + m->t.byte_offset;
-  t->owner = capsule; // keeps the memory
+  // As DLPack wants it, so that nobody else takes it over while Go uses it.
+  PyObject *taken = PyCapsule_New(m, TAKEN, NULL);
+  if (taken == NULL || PyCapsule_SetName(capsule, "used_dltensor") < 0 || PyCapsule_SetDestructor(taken, delete_taken) < 0) {
+    Py_XDECREF(taken);
+    goto fail;
+  }
+  Py_DECREF(capsule);
+  t->owner = taken; // keeps the memory
   return 0;
 fail:
   Py_DECREF(capsule);
@@ -335,12 +381,17 @@ typedef struct {
 int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int writable) {
   char name[64];
   memset(t, 0, sizeof *t);
-  name_of(name, sizeof name, what, i);
+  sf_name(name, sizeof name, what, i);
   int ready = torch_ready();
   if (ready < 0) return -1;
-  if (ready && PyObject_IsInstance(o, torch.tensor) == 1) {
+  int is_torch = ready ? PyObject_IsInstance(o, torch.tensor) : 0;
+  if (is_torch < 0) {
+    if (!sf_not_ours()) PyErr_Format(error_type, "%s does not tell what it is, want a torch.Tensor or another object with __dlpack__", name);
+    return -1;
+  }
+  if (is_torch) {
     if (torch_in(o, t, name) == 0) return 0;
-    if (!PyErr_ExceptionMatches(error_value)) {
+    if (!PyErr_ExceptionMatches(error_value) && !sf_not_ours()) {
       PyErr_Clear();
       PyErr_Format(error_value, "%s is a tensor without an address of its own (sparse, quantised or a subclass)", name);
     }
@@ -600,7 +651,7 @@ int tensor_init(PyObject *module, PyObject *value, PyObject *type) {
     const char *text;
   } names[] = {{&s_contiguous, "is_contiguous"}, {&s_device, "device"}, {&s_type, "type"},       {&s_data_ptr, "data_ptr"},
                {&s_dtype, "dtype"},              {&s_shape, "shape"},   {&s_dlpack, "__dlpack__"}, {&s_view, "view"},
-               {&s_interface, "__array_interface__"}};
+               {&s_interface, "__array_interface__"}, {&s_is_conj, "is_conj"}, {&s_is_neg, "is_neg"}};
   error_value = value;
   error_type = type;
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)

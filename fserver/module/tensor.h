@@ -12,6 +12,13 @@
 // Go there.
 extern int sf_forked;
 
+// Whether an exception such as KeyboardInterrupt is set, which must not become one
+// of ours.
+int sf_not_ours(void);
+
+// Writes the name of an argument into buf: item i of what, or what if i is -1.
+const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i);
+
 // Adds the class Tensor to the module. value and type are the exceptions to raise.
 int tensor_init(PyObject *module, PyObject *value, PyObject *type);
 

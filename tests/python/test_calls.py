@@ -121,6 +121,7 @@ def sequences_worker(n):
         push, pull = tensors(2), [lib.zeros("int32", (4,)) for _ in range(2)]
         h = f.push_pull(make(push), keys, make(pull), keys)
         assert type(h) is int
+        assert f.get_all_handlers(2**32 + h) == [2**32 + h]
         got = f.get_all_handlers(h)
         assert type(got) is list and got == [h, h + 1, h + 2, h + 3] and all(type(x) is int for x in got)
         assert f.wait(h) is None

@@ -203,6 +203,10 @@ def bad_environment(n):
         with n.raises((), name if name != "DMLC_NODE_RANK" else "rank", value):
             n.f.init()
         os.environ[name] = old
+    os.environb[b"DMLC_NODE_HOST"] = b"\xffhost"  # not text
+    with n.raises((), "host"):
+        n.f.init()
+    os.environ["DMLC_NODE_HOST"] = "127.0.0.1"
     del os.environ["DMLC_PS_ROOT_URI"]
     with n.raises((), "DMLC_PS_ROOT_URI"):
         n.f.init()

@@ -148,6 +148,64 @@ def test_memory_is_released(cluster, lib):
     assert after < full - 4 * BIG, f"{full >> 20} MiB while 8 tensors of 8 MiB were held, {after >> 20} MiB afterwards"
 
 
+# Batches of pushes alone need no answer, and are not kept for one.
+
+def unanswered_server(n):
+    sizes = []
+    for i in range(100):
+        (handler, tensors, keys), = n.f.get_batch()
+        del tensors
+        sizes.append(resident())
+        if i % 10 == 0:
+            with n.raises(ValueError, f"handler {handler}", "pulls 0"):
+                n.f.respond([n.lib.zeros("uint8", (1,))], handler)
+            n.f.respond([], handler)
+            with n.raises((), f"handler {handler} was answered already"):
+                n.f.respond([], handler)
+    return sizes
+
+
+def unanswered_worker(n):
+    push = n.lib.make("uint8", (BIG,), bytes(BIG))
+    for _ in range(100):
+        n.f.wait(n.f.push_pull([push, push], [1, 2], [], []))
+
+
+def test_unanswered_pushes(cluster, lib):
+    _, sizes = cluster(lib=lib).run(unanswered_worker, unanswered_server)
+    assert max(sizes[50:]) < max(sizes[:50]) + 16 * BIG, [s >> 20 for s in sizes]
+
+
+# Capsules are taken over: nobody else can free what is on its way.
+
+def capsule_worker(n):
+    torch = n.lib.torch
+
+    class Same:
+        def __init__(self):
+            self.capsule = torch.utils.dlpack.to_dlpack(torch.arange(100, dtype=torch.uint8))
+
+        def __dlpack__(self, **more):
+            return self.capsule
+
+    same, pull = Same(), torch.zeros(100, dtype=torch.uint8)
+    h = n.f.push_pull([same], [1], [pull], [1])
+    with n.raises(TypeError, "push_tensors[0]", "used_dltensor"):
+        n.f.push_pull([same], [1], [pull], [1])
+    n.f.wait(h)
+    assert n.lib.bytes(pull) == bytes(range(100))
+
+
+def capsule_server(n):
+    (handler, tensors, _), = n.f.get_batch()
+    n.f.respond(tensors, handler)
+
+
+def test_capsules(cluster):
+    pytest.importorskip("torch", reason="makes capsules")
+    cluster(lib="torch").run(capsule_worker, capsule_server)
+
+
 # Nobody has to keep what is being sent.
 
 def temporaries_worker(n):
@@ -219,6 +277,23 @@ def refused_worker(n):
         def __dlpack__(self, stream=None, **more):
             raise self.error or BufferError("no capsule for you")
 
+    class Faked:
+        """Says that it is a NumPy array."""
+
+        def __init__(self, typestr, shape, a):
+            self.__array_interface__ = dict(typestr=typestr, shape=shape, data=a.__array_interface__["data"], version=3)
+
+    class Nameless:
+        @property
+        def __class__(self):
+            raise ZeroDivisionError("mine")
+
+    class Interrupted:
+        def __dlpack__(self, **more):
+            raise KeyboardInterrupt("mine")
+
+        __index__ = __dlpack__
+
     nine = lib.make("uint8", (1,) * 9, b"x")
     cases = [
         # (push, pull, class, words)
@@ -228,6 +303,7 @@ def refused_worker(n):
         ([good], [Odd((4, 0))], (ValueError, TypeError), ("pull_tensors[0]",)),
         ([Odd("what")], [target], (), ("push_tensors[0]",)),
         ([Odd((1, 0), ZeroDivisionError("mine"))], [target], (), ("push_tensors[0]",)),
+        ([Nameless()], [target], TypeError, ("push_tensors[0]",)),
         ([1], [target], TypeError, ("push_tensors[0]", "int")),
         ([None], [target], TypeError, ("push_tensors[0]", "NoneType")),
         (["abcd"], [target], TypeError, ("push_tensors[0]", "str")),
@@ -251,6 +327,10 @@ def refused_worker(n):
             ([torch.zeros(4, 4, device="meta")], [target], ValueError, ("push_tensors[0]", "meta")),
             ([good.to_sparse()], [target], (ValueError, TypeError), ("push_tensors[0]",)),
             ([torch.quantize_per_tensor(good, 0.1, 0, torch.quint8)], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+            # Views whose memory has other values.
+            ([torch.ones(4, 4, dtype=torch.complex64).conj()], [target], ValueError, ("push_tensors[0]", "resolve_conj")),
+            ([torch.ones(1, dtype=torch.complex64).conj().imag], [target], ValueError, ("push_tensors[0]", "resolve_neg")),
+            ([good], [torch.ones(8, dtype=torch.complex64).conj()], ValueError, ("pull_tensors[0]", "resolve_conj")),
         ]
     if lib.name == "numpy":
         np = lib.np
@@ -265,6 +345,12 @@ def refused_worker(n):
             ([np.zeros(4, ">f4")], [target], (ValueError, TypeError), ("push_tensors[0]",)),
             ([np.zeros(4, "M8[s]")], [target], (ValueError, TypeError), ("push_tensors[0]",)),
             ([np.zeros(4, [("a", "i4")])], [target], (ValueError, TypeError), ("push_tensors[0]",)),
+            # Scalars: their memory is gone with the interface.
+            ([np.float64(1)], [target], TypeError, ("push_tensors[0]", "float64", "numpy.array")),
+            ([good], [np.float64(1)], TypeError, ("pull_tensors[0]", "float64", "numpy.array")),
+            ([Faked("<i32", (2,), good)], [target], TypeError, ("push_tensors[0]",)),
+            ([Faked("<i0", (2,), good)], [target], TypeError, ("push_tensors[0]",)),
+            ([Faked("<i4", ("x",), good)], [target], TypeError, ("push_tensors[0]",)),
         ]
     if lib.name == "jax":
         cases += [([good], [lib.jnp.zeros((4, 4))], (ValueError, TypeError), ("pull_tensors[0]", "JAX", "written"))]
@@ -272,6 +358,14 @@ def refused_worker(n):
         keys = [1, 2][: len(push) if isinstance(push, list) else 1]
         with n.raises(classes, *words):
             f.push_pull(push, keys, pull, [3])
+    for push, keys in (([Interrupted()], [1]), ([good], [Interrupted()])):
+        try:
+            f.push_pull(push, keys, [target], [3])
+            raise AssertionError("an interrupt was lost")
+        except KeyboardInterrupt:
+            pass
+    with n.raises(ValueError, "push_keys", "1000000000000"):
+        f.push_pull([good], range(10**12), [target], [3])
     # A size that no other tensor of the test has: 2 GiB, of which no page is touched.
     if lib.name == "torch":
         huge = lib.torch.empty(2 << 30, dtype=lib.torch.uint8)

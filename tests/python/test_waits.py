@@ -53,6 +53,10 @@ def limits_worker(n):
     assert 0.29 <= elapsed(start) < 2
     with n.raises(TimeoutError, "barrier"):
         f.barrier(True, True, timeout_ms=300)
+    start = time.monotonic()
+    with n.raises(TimeoutError, "barrier"):
+        f.barrier(True, True, timeout_ms=0)
+    assert elapsed(start) < 1
     n.tell("done")
 
 
