@@ -320,12 +320,17 @@ func (q *queue) handOut(it Item) {
 		q.out[it.ID] = it.Batch
 		return
 	}
+	q.noteAcked(it.ID)
+}
+
+// noteAcked forgets the oldest when there are too many. q.mu is held.
+func (q *queue) noteAcked(id uint64) {
 	if len(q.oldest) == keepAcked {
 		delete(q.acked, q.oldest[0])
 		q.oldest = q.oldest[1:]
 	}
-	q.acked[it.ID] = struct{}{}
-	q.oldest = append(q.oldest, it.ID)
+	q.acked[id] = struct{}{}
+	q.oldest = append(q.oldest, id)
 }
 
 // GetBatch returns one batch of every worker group, by rank: the oldest of each.
