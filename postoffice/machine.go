@@ -18,7 +18,9 @@ import (
 func (n *Node) step(input func(time.Duration)) {
 	n.mu.Lock()
 	input(now())
-	n.outputs = append(n.outputs, n.machine.Take()...)
+	outs := n.machine.Take()
+	n.noteLosses(outs)
+	n.outputs = append(n.outputs, outs...)
 	if n.draining {
 		n.mu.Unlock()
 		return
@@ -38,6 +40,19 @@ func (n *Node) step(input func(time.Duration)) {
 	select {
 	case n.rearm <- struct{}{}:
 	default:
+	}
+}
+
+// noteLosses brings the table of lost peers up to date at once, so that it never
+// says otherwise than DeadNodes. n.mu is held.
+func (n *Node) noteLosses(outs []membership.Output) {
+	for _, o := range outs {
+		switch o := o.(type) {
+		case membership.PeerDead:
+			n.setLost(o.ID, o.Cause)
+		case membership.PeerAlive:
+			n.setLost(o.ID, nil)
+		}
 	}
 }
 
@@ -120,12 +135,10 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.BarrierFailed:
 		n.endBarrier(o.Ticket, o.Err)
 	case membership.PeerDead:
-		n.setLost(o.ID, o.Cause)
 		n.log.Warn("peer lost", "peer", n.PeerName(o.ID), "cause", o.Cause)
 		n.apps.peerLost(o.ID, o.Cause)
 		n.notify(o.ID, false, o.Cause)
 	case membership.PeerAlive:
-		n.setLost(o.ID, nil)
 		n.log.Warn("peer is back", "peer", n.PeerName(o.ID))
 		n.notify(o.ID, true, nil)
 	case membership.PeerReplaced:
