@@ -28,6 +28,12 @@ type Message struct {
 	Vals   backend.Mem
 	Lens   backend.Mem // 4 bytes each
 
+	// Into is set in a pull request by who wants the answer's value in this memory,
+	// Addr and ValLen bytes long. Transports that can put it there do so; the others
+	// ignore it. It belongs to the transport until the answer has come or Revoker's
+	// Revoke has returned.
+	Into backend.Mem
+
 	// Placed says that the transport has put the value where the request asked
 	// for it, so that nobody need copy Vals.
 	Placed bool
@@ -94,7 +100,7 @@ func (m *Message) Reset() {
 	m.Sender, m.Receiver = Empty, Empty
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens = backend.Mem{}, backend.Mem{}, backend.Mem{}
-	m.Placed, m.More, m.Done = false, false, nil
+	m.Into, m.Placed, m.More, m.Done = backend.Mem{}, false, false, nil
 	m.owner, m.native = nil, nil
 }
 

@@ -70,6 +70,14 @@ type BufferRegistrar interface {
 	RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 }
 
+// Revoker is implemented by vans whose peers write into memory named by Into.
+type Revoker interface {
+	// Revoke takes back memory that a pull request has named and whose answer is no
+	// longer awaited. When it returns, no peer can write there any more; one that
+	// tries loses its connection, which is then made again.
+	Revoke(backend.Mem)
+}
+
 // Flusher is implemented by vans that hold messages sent with More.
 type Flusher interface {
 	// Flush sends what is held for peer id.
@@ -109,6 +117,9 @@ type Meter interface{ Stats() Stats }
 type Options struct {
 	Config *env.Config
 	Log    *slog.Logger
+	// Backend is where buffers for received values are allocated; nil means ordinary
+	// memory. The caller closes it after the van.
+	Backend backend.Backend
 }
 
 // Factory makes a van.
