@@ -13,13 +13,24 @@ import (
 // advertise chooses the address that a node binds and tells others, and says why.
 // The scheduler's is DMLC_PS_ROOT_URI. For others DMLC_NODE_HOST comes first, then
 // DMLC_INTERFACE, then the first interface that is not the loopback, then the
-// loopback. With DMLC_INTERFACE=auto a detected address would come before
-// DMLC_NODE_HOST; over ZMQ there is nothing to detect.
-func advertise(cfg *env.Config, role van.Role) (host, why string, err error) {
+// loopback. A van that chooses decides in place of DMLC_INTERFACE and of what
+// follows; with DMLC_INTERFACE=auto what it has found comes before DMLC_NODE_HOST.
+func advertise(cfg *env.Config, role van.Role, v van.Van) (host, why string, err error) {
 	if role == van.Scheduler {
 		return schedulerHost(cfg)
 	}
 	auto := strings.EqualFold(cfg.Interface, "auto")
+	var failed error
+	if c, ok := van.As[van.HostChooser](v); ok && (cfg.NodeHost == "" || auto) {
+		host, why, err := c.ChooseHost()
+		switch {
+		case err == nil && host != "":
+			return host, why, nil
+		case err != nil && cfg.NodeHost == "":
+			return "", "", &van.Error{Op: "choose address", Err: err}
+		}
+		failed = err
+	}
 	switch {
 	case cfg.NodeHost != "":
 		host, err := resolve(cfg.NodeHost)
@@ -28,6 +39,9 @@ func advertise(cfg *env.Config, role van.Role) (host, why string, err error) {
 		}
 		if !isLocal(host) {
 			return "", "", addressError("DMLC_NODE_HOST", cfg.NodeHost, errNotLocal, "this host has "+interfaces())
+		}
+		if failed != nil {
+			return host, "DMLC_NODE_HOST, because DMLC_INTERFACE=auto found nothing: " + failed.Error(), nil
 		}
 		return host, "DMLC_NODE_HOST", nil
 	case cfg.Interface != "" && !auto:

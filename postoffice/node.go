@@ -345,7 +345,7 @@ func (n *Node) scheduler() van.Node {
 
 // bind chooses the address and listens.
 func (n *Node) bind(ctx context.Context) error {
-	host, why, err := advertise(n.cfg, n.role)
+	host, why, err := advertise(n.cfg, n.role, n.van)
 	if err != nil {
 		return err
 	}

@@ -101,6 +101,17 @@ type PeerWatcher interface {
 	WatchPeers(f func(id int, up bool, cause error))
 }
 
+// HostChooser is implemented by vans that cannot use every address of this host,
+// such as one that needs an RDMA device.
+type HostChooser interface {
+	// ChooseHost returns the address that a node which is not the scheduler should
+	// bind and tell others, and why that one, on one line for the log. It is asked
+	// before Bind when DMLC_INTERFACE decides, or nothing does: that is, unless
+	// DMLC_NODE_HOST is set and DMLC_INTERFACE is not auto. An empty host leaves the
+	// choice to the rules for any transport.
+	ChooseHost() (host, why string, err error)
+}
+
 // Stats are counters of a van since it was made. Those that a transport does not
 // keep are 0.
 type Stats struct {
