@@ -1,0 +1,548 @@
+package rendezvous
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+)
+
+// ErrGrown: the peer is a node of the original, which cannot receive more under a
+// key than the first time.
+var ErrGrown = errors.New("larger than the first message of its key")
+
+// Route is what a place is remembered by.
+type Route struct {
+	Key           uint64 // 0 when Class is used
+	Push, Request bool
+	Class         int8 // of the size, for places shared by all keys; 0 for one key's
+}
+
+// Need is what a message needs at its receiver.
+type Need struct {
+	Route Route
+	// OneShot is set for messages whose place is used once: control messages.
+	OneShot    bool
+	Meta, Data int // bytes
+	// Exact is Data without rounding: what a place of one key has.
+	Exact int
+}
+
+// Place is memory at the receiver, as it has described it.
+type Place struct {
+	Meta, Data       uint64 // addresses; Data is 0 when there is none
+	MetaKey, DataKey uint32
+	MetaLen, DataLen int
+	Index            uint32 // names the place in notifications and credits
+
+	route *route
+	busy  bool
+}
+
+// Link is what a Sender sends with. Its methods are called from within those of the
+// Sender, under whatever lock the caller holds.
+type Link[T any] interface {
+	// Need says what item needs. It may change while item waits.
+	Need(item T) Need
+	// Ask sends the question for a place; the answer is given to Sender.Reply with the
+	// same origin. false: there is no room to send now, call Pump later.
+	Ask(origin uint64, item T, need Need) bool
+	// Put sends item to its place. false as for Ask.
+	Put(item T, at *Place) bool
+}
+
+// Sender is the sending side of one connection. It is not safe for concurrent use.
+type Sender[T any] struct {
+	link Link[T]
+	// answered is set for peers of the original: a request's place is free when it has
+	// been answered, an answer's always.
+	answered bool
+	up       bool
+
+	routes  map[Route]*route
+	granted map[uint32]*Place
+	asks    map[uint64]*ask
+	origin  uint64
+	lanes   [2]lane[T] // one-shots, others
+}
+
+type route struct {
+	Route
+	places []*Place
+	free   int
+	asking int
+	queued int // waiting for a place of this route, roughly
+}
+
+// ask is a question that has not been answered.
+type ask struct {
+	route   *route
+	need    Need
+	seq     uint64 // of the one-shot that it is for
+	retired bool   // a larger one has been asked for since
+}
+
+// lane is a queue. One-shots do not wait for the others, and the others not for them.
+type lane[T any] struct {
+	q    fifo[waiting[T]]
+	head uint64 // number of the first in q
+}
+
+type waiting[T any] struct {
+	item  T
+	asked bool
+	place *Place // of a one-shot
+	route *route // that counts it as queued
+}
+
+// NewSender makes a Sender without a connection: what is submitted waits for Up.
+func NewSender[T any](link Link[T]) *Sender[T] {
+	s := &Sender[T]{link: link}
+	s.forget()
+	return s
+}
+
+func (s *Sender[T]) forget() {
+	s.routes, s.granted, s.asks = map[Route]*route{}, map[uint32]*Place{}, map[uint64]*ask{}
+}
+
+// Class returns the size class of n bytes, from 1, and the size of its places: powers
+// of two from 512 bytes, and 0 for class 1.
+func Class(n int) (class int8, size int) {
+	if n <= 0 {
+		return 1, 0
+	}
+	b := max(bits.Len(uint(n-1)), 9)
+	return int8(b), 1 << b
+}
+
+// eager is how many places of a route are asked for without hesitation: 64 MiB in
+// all, but at least 4 and at most 64. Beyond it the credits of others are awaited for
+// a while; see Tick.
+func eager(data int) int { return min(max(64<<20/max(data, 1), 4), 64) }
+
+// Up begins a connection. answered is set for a peer of the original. Places of an
+// earlier connection are forgotten.
+func (s *Sender[T]) Up(answered bool) {
+	s.forget()
+	s.up, s.answered = true, answered
+	s.Pump()
+}
+
+// Down ends the connection. It returns what had not been put of those for which keep
+// is false; the others wait for the next connection.
+func (s *Sender[T]) Down(keep func(T) bool) (dropped []T) {
+	s.forget()
+	s.up = false
+	for i := range s.lanes {
+		l := &s.lanes[i]
+		for range l.q.len() {
+			w := l.q.pop()
+			l.head++
+			if keep(w.item) {
+				l.q.push(waiting[T]{item: w.item})
+			} else {
+				dropped = append(dropped, w.item)
+			}
+		}
+		l.head = 0
+	}
+	return dropped
+}
+
+// Waiting is the number of messages that have not been put.
+func (s *Sender[T]) Waiting() int { return s.lanes[0].q.len() + s.lanes[1].q.len() }
+
+// Places is the number of places that the peer has given.
+func (s *Sender[T]) Places() int { return len(s.granted) }
+
+// Asking is the number of questions that have not been answered.
+func (s *Sender[T]) Asking() int { return len(s.asks) }
+
+// Submit puts item, or keeps it until it can be put. The error wraps ErrGrown.
+func (s *Sender[T]) Submit(item T) error {
+	need := s.link.Need(item)
+	l := s.lane(need)
+	if s.up && !need.OneShot && l.q.len() == 0 {
+		if s.answered {
+			if err := s.growth(need); err != nil {
+				return err
+			}
+		}
+		if p := s.take(need); p != nil {
+			if s.link.Put(item, p) {
+				return nil
+			}
+			s.untake(p)
+		}
+	} else if s.up && s.answered {
+		if err := s.growth(need); err != nil {
+			return err
+		}
+	}
+	l.q.push(waiting[T]{item: item})
+	if s.up {
+		s.request(l, l.q.len()-1, need)
+	}
+	return nil
+}
+
+func (s *Sender[T]) lane(need Need) *lane[T] {
+	if need.OneShot {
+		return &s.lanes[0]
+	}
+	return &s.lanes[1]
+}
+
+// growth refuses what would make a node of the original abort.
+func (s *Sender[T]) growth(need Need) error {
+	r := s.routes[need.Route]
+	if r == nil || need.OneShot {
+		return nil
+	}
+	have := -1
+	for _, p := range r.places {
+		have = max(have, p.DataLen)
+	}
+	for _, a := range s.asks {
+		if a.route == r {
+			have = max(have, a.need.Data)
+		}
+	}
+	if have >= 0 && need.Data > have {
+		return fmt.Errorf("%w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
+			ErrGrown, need.Route.Key, need.Data, have)
+	}
+	return nil
+}
+
+func (s *Sender[T]) route(r Route) *route {
+	if t := s.routes[r]; t != nil {
+		return t
+	}
+	t := &route{Route: r}
+	s.routes[r] = t
+	return t
+}
+
+// take finds a free place that is large enough, and marks it.
+func (s *Sender[T]) take(need Need) *Place {
+	r := s.routes[need.Route]
+	if r == nil || r.free == 0 {
+		return nil
+	}
+	for _, p := range r.places {
+		if !p.busy && p.MetaLen >= need.Meta && p.DataLen >= need.Data {
+			if s.answered && !need.Route.Request {
+				return p
+			}
+			p.busy = true
+			r.free--
+			return p
+		}
+	}
+	return nil
+}
+
+func (s *Sender[T]) untake(p *Place) {
+	if p.busy {
+		p.busy = false
+		p.route.free++
+	}
+}
+
+// request asks for a place for entry i of l, unless enough have been asked for.
+func (s *Sender[T]) request(l *lane[T], i int, need Need) {
+	w := l.q.at(i)
+	if w.asked || w.place != nil {
+		return
+	}
+	if need.OneShot {
+		s.origin++
+		if s.link.Ask(s.origin, w.item, need) {
+			w.asked = true
+			s.asks[s.origin] = &ask{need: need, seq: l.head + uint64(i)}
+		}
+		return
+	}
+	r := s.route(need.Route)
+	if w.route != r {
+		if w.route != nil {
+			w.route.queued--
+		}
+		w.route = r
+		r.queued++
+	}
+	limit := 1
+	if !s.answered {
+		limit = eager(need.Data)
+	}
+	fits, sized := 0, 0
+	for _, p := range r.places {
+		if p.MetaLen >= need.Meta && p.DataLen >= need.Data {
+			fits++
+			if !p.busy {
+				sized++
+			}
+		}
+	}
+	if a := s.asked(r, need); sized+a >= r.queued || fits+a >= limit {
+		return
+	}
+	s.ask(w, r, need)
+}
+
+// asked counts the open questions whose answers will be large enough.
+func (s *Sender[T]) asked(r *route, need Need) (n int) {
+	if r.asking == 0 {
+		return 0
+	}
+	for _, a := range s.asks {
+		if a.route == r && !a.retired && a.need.Meta >= need.Meta && a.need.Data >= need.Data {
+			n++
+		}
+	}
+	return n
+}
+
+func (s *Sender[T]) ask(w *waiting[T], r *route, need Need) bool {
+	s.origin++
+	if !s.link.Ask(s.origin, w.item, need) {
+		return false
+	}
+	w.asked = true
+	r.asking++
+	// The receiver forgets the smaller places of the route when it hears this; all
+	// messages to them have been sent before.
+	kept := r.places[:0]
+	for _, p := range r.places {
+		if p.MetaLen >= need.Meta && p.DataLen >= need.Data {
+			kept = append(kept, p)
+			continue
+		}
+		delete(s.granted, p.Index)
+		if !p.busy {
+			r.free--
+		}
+		p.route = nil
+	}
+	clear(r.places[len(kept):])
+	r.places = kept
+	for _, a := range s.asks {
+		if a.route == r && (a.need.Meta < need.Meta || a.need.Data < need.Data) {
+			a.retired = true
+		}
+	}
+	s.asks[s.origin] = &ask{route: r, need: need}
+	return true
+}
+
+// Reply is the answer to a question: p, whose lengths need not be set. shared is the
+// route that the place belongs to instead of the one asked for, if not nil. It
+// reports false for an answer to nothing.
+func (s *Sender[T]) Reply(origin uint64, p Place, shared *Route) bool {
+	a := s.asks[origin]
+	if a == nil {
+		return false
+	}
+	delete(s.asks, origin)
+	place := &p
+	place.MetaLen, place.DataLen = a.need.Meta, a.need.Exact
+	if shared != nil {
+		place.DataLen = a.need.Data
+	}
+	if a.need.OneShot {
+		l := &s.lanes[0]
+		if i := a.seq - l.head; i < uint64(l.q.len()) {
+			l.q.at(int(i)).place = place
+		}
+		s.Pump()
+		return true
+	}
+	a.route.asking--
+	if a.retired {
+		s.Pump()
+		return true
+	}
+	r := a.route
+	if shared != nil && *shared != r.Route {
+		if len(r.places) == 0 && r.asking == 0 {
+			delete(s.routes, r.Route)
+		}
+		r = s.route(*shared)
+	}
+	place.route, place.busy = r, false
+	r.places = append(r.places, place)
+	r.free++
+	s.granted[place.Index] = place
+	s.Pump()
+	return true
+}
+
+// Refused is the answer that there will be no place. It returns what the question was
+// asked for, or false when it has found another place meanwhile.
+func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
+	a := s.asks[origin]
+	if a == nil {
+		return item, need, false
+	}
+	delete(s.asks, origin)
+	l := s.lane(a.need)
+	if a.route != nil {
+		a.route.asking--
+	}
+	for i := range l.q.len() {
+		w := l.q.at(i)
+		if a.need.OneShot && l.head+uint64(i) == a.seq || !a.need.OneShot && w.route == a.route {
+			item, need, ok = w.item, a.need, true
+			if w.route != nil {
+				w.route.queued--
+			}
+			l.q.remove(i)
+			for _, o := range s.asks {
+				if o.need.OneShot && a.need.OneShot && o.seq > a.seq {
+					o.seq--
+				}
+			}
+			break
+		}
+	}
+	s.Pump()
+	return item, need, ok
+}
+
+// Credit says that the place with this index is free again. It reports false when
+// that cannot be.
+func (s *Sender[T]) Credit(index uint32) bool {
+	p := s.granted[index]
+	if p == nil {
+		return true // retired since, as far as can be told
+	}
+	if !p.busy || s.answered {
+		return false
+	}
+	s.untake(p)
+	return true
+}
+
+// Answered says that the request with this key has been answered, by a node of the
+// original.
+func (s *Sender[T]) Answered(key uint64, push bool) {
+	if r := s.routes[Route{Key: key, Push: push, Request: true}]; r != nil {
+		for _, p := range r.places {
+			s.untake(p)
+		}
+	}
+}
+
+// Pump puts what can be put. Call it after Credit, Answered, and when there is room
+// again.
+func (s *Sender[T]) Pump() {
+	if !s.up {
+		return
+	}
+	for i := range s.lanes {
+		l := &s.lanes[i]
+		for l.q.len() > 0 && s.first(l) {
+			w := l.q.pop()
+			l.head++
+			if w.route != nil {
+				w.route.queued--
+			}
+		}
+	}
+	// One-shots ask ahead, each for itself.
+	for l, i := &s.lanes[0], 0; i < l.q.len(); i++ {
+		if w := l.q.at(i); !w.asked {
+			s.request(l, i, s.link.Need(w.item))
+			if !w.asked {
+				break
+			}
+		}
+	}
+}
+
+// first tries to put the first of l.
+func (s *Sender[T]) first(l *lane[T]) bool {
+	w := l.q.at(0)
+	need := s.link.Need(w.item)
+	p := w.place
+	if !need.OneShot {
+		p = s.take(need)
+	}
+	if p == nil {
+		// What it has asked for may have gone to another, or be too small.
+		w.asked = w.asked && (need.OneShot || s.asked(s.route(need.Route), need) > 0)
+		s.request(l, 0, need)
+		return false
+	}
+	if s.link.Put(w.item, p) {
+		return true
+	}
+	if !need.OneShot {
+		s.untake(p)
+	}
+	return false
+}
+
+// Tick is called every few milliseconds. Where the first message has waited since the
+// last Tick for one of many places, which may be held by messages that wait for it in
+// turn, it asks for one more.
+func (s *Sender[T]) Tick() {
+	l := &s.lanes[1]
+	if !s.up || s.answered || l.q.len() == 0 {
+		l.q.mark = 0
+		return
+	}
+	if stamp := l.head + 1; l.q.mark != stamp {
+		l.q.mark = stamp
+		return
+	}
+	w := l.q.at(0)
+	need := s.link.Need(w.item)
+	if r := s.route(need.Route); r.asking == 0 && r.free == 0 {
+		s.ask(w, r, need)
+	}
+}
+
+// fifo is a queue in a ring.
+type fifo[T any] struct {
+	ring []T
+	from int
+	n    int
+	mark uint64
+}
+
+func (f *fifo[T]) len() int { return f.n }
+
+func (f *fifo[T]) at(i int) *T { return &f.ring[(f.from+i)&(len(f.ring)-1)] }
+
+func (f *fifo[T]) push(v T) {
+	if f.n == len(f.ring) {
+		ring := make([]T, max(16, 2*f.n))
+		for i := range f.n {
+			ring[i] = *f.at(i)
+		}
+		f.ring, f.from = ring, 0
+	}
+	f.n++
+	*f.at(f.n - 1) = v
+}
+
+func (f *fifo[T]) pop() T {
+	var zero T
+	p := f.at(0)
+	v := *p
+	*p = zero
+	f.from = (f.from + 1) & (len(f.ring) - 1)
+	f.n--
+	return v
+}
+
+func (f *fifo[T]) remove(i int) {
+	var zero T
+	for ; i < f.n-1; i++ {
+		*f.at(i) = *f.at(i + 1)
+	}
+	*f.at(f.n - 1) = zero
+	f.n--
+}
