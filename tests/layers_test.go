@@ -90,6 +90,7 @@ var layers = []struct {
 	{"internal/", []string{"internal/"}},
 	{"van/backend/", []string{"internal/"}},
 	{"van/all", []string{"van/"}},
+	{"van/rdma/", []string{"van/rdma/", "van", "van/backend", "internal/"}},
 	{"van/", []string{"van", "van/backend", "internal/"}},
 	{"postoffice/membership", []string{"van", "van/backend", "internal/"}},
 	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/resend", "internal/"}},
@@ -149,6 +150,7 @@ func TestAllowed(t *testing.T) {
 		{"van/zmq", "van/inproc", false}, {"van/zmq", "van", true}, {"van", "van/zmq", false}, {"van", "postoffice", false},
 		{"van", "van/backend", true}, {"van/backend", "van", false}, {"internal/env", "van", false},
 		{"internal/logx", "internal/env", true}, {"postoffice/membership", "postoffice", false}, {"van/rdma", "van/rdma/verbs", true},
+		{"van/rdma/choose", "van/rdma/verbs", true}, {"van/rdma", "van/zmq", false}, {"postoffice", "van/rdma/choose", false},
 		{"tools/internal/app", "af", true}, {"af", "tools/internal/app", false},
 		{"fserver/module", "fserver/core", true}, {"fserver/core", "fserver/module", false}, {"fserver/core", "kv", false}, {"af", "fserver/core", false},
 	} {

@@ -1,0 +1,294 @@
+// Package choose decides which address of this host, and so which RDMA device,
+// port and GID, a node uses, and says why. It only looks at what it is given: the
+// devices, the network interfaces, and sysfs for how devices are wired.
+package choose
+
+import (
+	"cmp"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// Request is what a node wants.
+type Request struct {
+	// Interface is DMLC_INTERFACE: the name of a network interface or the beginning of
+	// only one, "auto" in any case, or "".
+	Interface string
+	// Host is DMLC_NODE_HOST as an IPv4 address, invalid when that is unset.
+	Host netip.Addr
+	// GPU is the PCI address of the node's GPU, as the kernel or NVIDIA writes it, or
+	// "" when there is none or it is not known. See GPUAddress.
+	GPU string
+}
+
+// Machine is what there is to choose from.
+type Machine struct {
+	Devices    []verbs.DeviceInfo
+	Interfaces []Interface
+	// Root is the root of the file system, of which sys and proc are read. It should
+	// implement fs.ReadLinkFS, as os.DirFS does. Nil means that nothing is known.
+	Root fs.FS
+}
+
+// Interface is a network interface of this host.
+type Interface struct {
+	Name     string
+	Addrs    []netip.Addr // IPv4 ones are unmapped
+	Up       bool
+	Loopback bool
+}
+
+// Result is what was chosen.
+type Result struct {
+	Host     netip.Addr
+	Iface    string // "" when unknown
+	Device   string
+	Port     int // from 1
+	GIDIndex int
+	GIDType  string   // "RoCE v2", "RoCE v1", "IB"
+	Why      string   // which setting or rule decided
+	Others   []string // what could have been chosen, and what could not and why
+}
+
+// String is one line for the log: what was chosen, why, and what else there was.
+func (r Result) String() string {
+	on := ""
+	if r.Iface != "" {
+		on = " on " + r.Iface
+	}
+	s := fmt.Sprintf("%s%s, %s port %d, GID %d (%s): %s", r.Host, on, r.Device, r.Port, r.GIDIndex, r.GIDType, r.Why)
+	if len(r.Others) > 0 {
+		s += "; not taken: " + strings.Join(r.Others, ", ")
+	}
+	return s
+}
+
+// Choose chooses.
+//
+//   - Interface auto: the usable port nearest to the GPU by way of PCI; of equally
+//     near ones the first by the device's name. Without a known GPU, the first usable
+//     port. When no port is usable, Host counts.
+//   - Host: that address, on whichever device has it.
+//   - Interface: that interface's IPv4 address.
+//   - Neither: the first usable port.
+//
+// A port is usable when it is active and has an IPv4 address of this host: as a GID
+// (RoCE, version 2 before 1), or on an IP-over-InfiniBand interface. Errors are
+// *Error and wrap ErrNoDevice, ErrPortDown, ErrNoAddress or ErrNoInterface.
+func Choose(m Machine, r Request) (Result, error) {
+	l := m.look()
+	switch {
+	case strings.EqualFold(r.Interface, "auto"):
+		res, err := l.nearest(r.GPU)
+		if err != nil && r.Host.IsValid() {
+			if res, herr := l.host(r.Host); herr == nil {
+				res.Why += ", because DMLC_INTERFACE=auto found nothing"
+				return res, nil
+			}
+		}
+		return res, err
+	case r.Host.IsValid():
+		return l.host(r.Host.Unmap())
+	case r.Interface != "":
+		return l.named(r.Interface)
+	}
+	if len(l.usable) == 0 {
+		return Result{}, l.nothing("", "")
+	}
+	why := "first active RDMA port"
+	if len(l.usable) > 1 {
+		why += "; DMLC_INTERFACE=auto would take the one nearest to the GPU"
+	}
+	return l.result(l.usable[0], why, nil), nil
+}
+
+// nearest chooses by distance to the GPU.
+func (l *look) nearest(gpu string) (Result, error) {
+	const setting = "DMLC_INTERFACE=auto: "
+	if len(l.usable) == 0 {
+		return Result{}, l.nothing("DMLC_INTERFACE", "auto")
+	}
+	first := func(why string) (Result, error) {
+		return l.result(l.usable[0], setting+"first active RDMA port, "+why, nil), nil
+	}
+	if gpu == "" {
+		return first("because the GPU's place is not known")
+	}
+	at := l.locate(gpu)
+	if at.path == nil {
+		return first("because GPU " + gpu + " is not in /sys")
+	}
+	near := func(e *end) closeness { return between(at, e.place) }
+	ends := slices.Clone(l.usable)
+	slices.SortStableFunc(ends, func(a, b *end) int { return near(a).compare(near(b)) })
+	best := near(ends[0])
+	why := fmt.Sprintf("%snearest to GPU %s (%s)", setting, at.path[len(at.path)-1], best)
+	equal := 0
+	for _, e := range ends {
+		if near(e).compare(best) == 0 && e.device != ends[0].device {
+			equal++
+		}
+	}
+	if equal > 0 {
+		why += ", the first of several"
+	}
+	return l.result(ends[0], why, near), nil
+}
+
+// host finds the device that has an address.
+func (l *look) host(addr netip.Addr) (Result, error) {
+	const setting = "DMLC_NODE_HOST"
+	fail := func(err error, problem string) (Result, error) {
+		return Result{}, &Error{setting, addr.String(), problem, l.have(), err}
+	}
+	if !addr.Is4() {
+		return fail(ErrNoAddress, "want an IPv4 address")
+	}
+	if e := l.having(addr, ""); e != nil {
+		if !e.port.Active {
+			return fail(ErrPortDown, fmt.Sprintf("%s is %s", e, e.port.State))
+		}
+		return l.result(e, setting, nil), nil
+	}
+	problem := "no RDMA port has this address"
+	if addr.IsLoopback() {
+		problem = "RDMA does not work over the loopback interface"
+	}
+	return fail(ErrNoDevice, problem)
+}
+
+// named finds the device behind an interface.
+func (l *look) named(name string) (Result, error) {
+	const setting = "DMLC_INTERFACE"
+	fail := func(err error, format string, args ...any) (Result, error) {
+		return Result{}, &Error{setting, name, fmt.Sprintf(format, args...), l.have(), err}
+	}
+	var match []Interface
+	for _, i := range l.m.Interfaces {
+		if i.Name == name {
+			match = []Interface{i}
+			break
+		}
+		if strings.HasPrefix(i.Name, name) {
+			match = append(match, i)
+		}
+	}
+	switch len(match) {
+	case 0:
+		return fail(ErrNoInterface, "no such interface")
+	case 1:
+	default:
+		return fail(ErrNoInterface, "%d interfaces begin so", len(match))
+	}
+	i := match[0]
+	var found *end
+	v4 := 0
+	for _, a := range i.Addrs {
+		if !a.Is4() {
+			continue
+		}
+		v4++
+		// The first address of an active port, else the first one of any.
+		if e := l.having(a, i.Name); e != nil && (found == nil || !found.port.Active && e.port.Active) {
+			found = e
+		}
+	}
+	switch {
+	case found != nil && !found.port.Active:
+		return fail(ErrPortDown, "%s is %s", found, found.port.State)
+	case found != nil:
+		return l.result(found, setting+"="+name, nil), nil
+	case v4 == 0:
+		return fail(ErrNoAddress, "%s has no IPv4 address", i.Name)
+	}
+	return fail(ErrNoDevice, "%s is not on an RDMA port", i.Name)
+}
+
+// having is the end with an address, an active one before others, and one whose
+// interface is known to be iface before others.
+func (l *look) having(addr netip.Addr, iface string) *end {
+	var best *end
+	score := func(e *end) int {
+		n := 0
+		if e.port.Active {
+			n = 2
+		}
+		if iface != "" && e.iface == iface {
+			n++
+		}
+		return n
+	}
+	for _, e := range l.ends {
+		if e.addr == addr && (best == nil || score(e) > score(best)) {
+			best = e
+		}
+	}
+	return best
+}
+
+// result describes e, and with near how far the others are.
+func (l *look) result(e *end, why string, near func(*end) closeness) Result {
+	r := Result{Host: e.addr, Iface: e.iface, Device: e.device, Port: e.port.Num, GIDIndex: e.gid.Index, GIDType: e.gid.Type, Why: why}
+	for _, o := range l.usable {
+		switch {
+		case o == e:
+		case near != nil:
+			r.Others = append(r.Others, fmt.Sprintf("%s %s (%s)", o, o.addr, near(o)))
+		default:
+			r.Others = append(r.Others, fmt.Sprintf("%s %s", o, o.addr))
+		}
+	}
+	for _, u := range l.useless {
+		r.Others = append(r.Others, u.name+" ("+u.why+")")
+	}
+	return r
+}
+
+// nothing is the error of a choice among no ports.
+func (l *look) nothing(setting, value string) error {
+	if len(l.m.Devices) == 0 {
+		return &Error{setting, value, "no RDMA device", l.have(), ErrNoDevice}
+	}
+	err := ErrNoAddress
+	if !slices.ContainsFunc(l.m.Devices, func(d verbs.DeviceInfo) bool {
+		return slices.ContainsFunc(d.Ports, func(p verbs.PortInfo) bool { return p.Active })
+	}) {
+		err = ErrPortDown
+	}
+	return &Error{setting, value, "no usable RDMA port", l.have(), err}
+}
+
+// compareNames orders names with numbers in them as people do: mlx5_2 before
+// mlx5_10.
+func compareNames(a, b string) int {
+	for a != "" && b != "" {
+		na, nb := digits(a), digits(b)
+		if na > 0 && nb > 0 {
+			x, y := strings.TrimLeft(a[:na], "0"), strings.TrimLeft(b[:nb], "0")
+			if c := cmp.Or(cmp.Compare(len(x), len(y)), strings.Compare(x, y)); c != 0 {
+				return c
+			}
+			a, b = a[na:], b[nb:]
+			continue
+		}
+		if a[0] != b[0] {
+			return cmp.Compare(a[0], b[0])
+		}
+		a, b = a[1:], b[1:]
+	}
+	return cmp.Compare(len(a), len(b))
+}
+
+// digits is how many digits s begins with.
+func digits(s string) int {
+	n := 0
+	for n < len(s) && s[n] >= '0' && s[n] <= '9' {
+		n++
+	}
+	return n
+}

@@ -1,0 +1,86 @@
+package choose
+
+import (
+	"io/fs"
+	"net"
+	"net/netip"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Interfaces lists the network interfaces of this host.
+func Interfaces() ([]Interface, error) {
+	all, err := net.Interfaces()
+	if err != nil {
+		return nil, err
+	}
+	list := make([]Interface, 0, len(all))
+	for _, i := range all {
+		addrs, err := i.Addrs()
+		if err != nil {
+			continue // it has gone
+		}
+		o := Interface{Name: i.Name, Up: i.Flags&net.FlagUp != 0, Loopback: i.Flags&net.FlagLoopback != 0}
+		for _, a := range addrs {
+			if n, ok := a.(*net.IPNet); ok {
+				if ip, ok := netip.AddrFromSlice(n.IP); ok {
+					o.Addrs = append(o.Addrs, ip.Unmap())
+				}
+			}
+		}
+		list = append(list, o)
+	}
+	return list, nil
+}
+
+// GPUAddress is the PCI address of the NVIDIA GPU that CUDA calls index, "" when
+// that is not known. visible is CUDA_VISIBLE_DEVICES, and set whether it is set. It
+// relies on CUDA's numbers being in the order of PCI addresses, which they are for
+// equal GPUs or with CUDA_DEVICE_ORDER=PCI_BUS_ID; whoever can ask CUDA should.
+func GPUAddress(root fs.FS, index int, visible string, set bool) string {
+	if root == nil || index < 0 {
+		return ""
+	}
+	if set {
+		list := strings.Split(visible, ",")
+		if index >= len(list) {
+			return ""
+		}
+		n, err := strconv.Atoi(strings.TrimSpace(list[index]))
+		if err != nil || n < 0 {
+			return "" // a UUID, or none
+		}
+		index = n
+	}
+	if gpus := gpus(root); index < len(gpus) {
+		return gpus[index]
+	}
+	return ""
+}
+
+// gpus lists the GPUs of the driver, which in a container are those that it has been
+// given, or else those of sysfs, by address.
+func gpus(root fs.FS) []string {
+	var list []string
+	dirs, _ := fs.ReadDir(root, "proc/driver/nvidia/gpus")
+	for _, d := range dirs {
+		if a, ok := normal(d.Name()); ok {
+			list = append(list, a)
+		}
+	}
+	if list == nil {
+		l := &look{m: Machine{Root: root}}
+		dirs, _ := fs.ReadDir(root, "sys/bus/pci/devices")
+		for _, d := range dirs {
+			dir := l.link("sys/bus/pci/devices/" + d.Name())
+			const nvidia, display = "0x10de", "0x03"
+			if strings.TrimSpace(l.read(path.Join(dir, "vendor"))) == nvidia && strings.HasPrefix(l.read(path.Join(dir, "class")), display) {
+				list = append(list, d.Name())
+			}
+		}
+	}
+	slices.Sort(list)
+	return list
+}

@@ -1,0 +1,176 @@
+package choose
+
+import (
+	"cmp"
+	"fmt"
+	"io/fs"
+	"path"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// place is where a device is plugged in.
+type place struct {
+	path []string // the host bridge, the bridges and switches behind it, and the device
+	numa int      // NUMA node, negative when unknown
+}
+
+// nearness is the way between two devices, the shortest first. It follows what
+// decides about peer-to-peer transfers: whether they have to pass the host bridge or
+// the link between sockets.
+type nearness int
+
+const (
+	sameSwitch nearness = iota
+	sameRoot
+	sameNode
+	elsewhere
+	unknown
+)
+
+func (n nearness) String() string {
+	return [...]string{"same PCIe switch", "same root complex", "same NUMA node", "other NUMA node", "unknown place"}[n]
+}
+
+// closeness orders ways also by how much of them is shared.
+type closeness struct {
+	nearness
+	shared int // host bridge, bridges and switches in common
+}
+
+// compare orders the nearer first.
+func (c closeness) compare(d closeness) int {
+	return cmp.Or(cmp.Compare(c.nearness, d.nearness), -cmp.Compare(c.shared, d.shared))
+}
+
+// between is the way from a to b.
+func between(a, b place) closeness {
+	if a.path == nil || b.path == nil {
+		return closeness{unknown, 0}
+	}
+	n := 0
+	for n < min(len(a.path), len(b.path)) && a.path[n] == b.path[n] {
+		n++
+	}
+	switch {
+	case n >= 2: // a bridge below the host bridge
+		return closeness{sameSwitch, n}
+	case n == 1:
+		return closeness{sameRoot, n}
+	case a.numa >= 0 && a.numa == b.numa:
+		return closeness{sameNode, 0}
+	}
+	return closeness{elsewhere, 0}
+}
+
+var (
+	hostBridge = regexp.MustCompile(`^pci[0-9a-f]{4,8}:[0-9a-f]{2}$`)
+	pciAddress = regexp.MustCompile(`^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$`)
+)
+
+// pciPath finds the devices on the way to a path of sysfs, and the last one's
+// directory.
+func pciPath(dir string) (devices []string, at string) {
+	parts := strings.Split(path.Clean(strings.TrimPrefix(dir, "/")), "/")
+	begin := slices.IndexFunc(parts, hostBridge.MatchString)
+	if begin < 0 {
+		return nil, ""
+	}
+	end := begin + 1
+	for end < len(parts) && pciAddress.MatchString(parts[end]) {
+		end++
+	}
+	if end == begin+1 {
+		return nil, ""
+	}
+	return parts[begin:end], path.Join(parts[:end]...)
+}
+
+// place is where an RDMA device is: by its own path, else, as with Soft-RoCE, by
+// that of its interface.
+func (l *look) place(dir, iface string) place {
+	devices, at := pciPath(dir)
+	if devices == nil && iface != "" {
+		devices, at = pciPath(l.netDir(iface))
+	}
+	return l.placeAt(devices, at)
+}
+
+// locate finds a PCI device by its address.
+func (l *look) locate(address string) place {
+	address, ok := normal(address)
+	if !ok {
+		return place{numa: -1}
+	}
+	return l.placeAt(pciPath(l.link("sys/bus/pci/devices/" + address)))
+}
+
+func (l *look) placeAt(devices []string, at string) place {
+	if devices == nil {
+		return place{numa: -1}
+	}
+	return place{devices, l.number(path.Join(at, "numa_node"))}
+}
+
+// normal writes a PCI address as the kernel does: NVIDIA's has eight digits for the
+// domain and capital letters, and some leave the domain out.
+func normal(address string) (string, bool) {
+	parts := strings.Split(strings.ToLower(strings.TrimSpace(address)), ":")
+	if len(parts) == 2 {
+		parts = append([]string{"0"}, parts...)
+	}
+	if len(parts) != 3 {
+		return "", false
+	}
+	domain, err := strconv.ParseUint(parts[0], 16, 32)
+	if err != nil {
+		return "", false
+	}
+	s := fmt.Sprintf("%04x:%s:%s", domain, parts[1], parts[2])
+	return s, pciAddress.MatchString(s)
+}
+
+// netDir is the directory of a network interface, "" when that is not known.
+func (l *look) netDir(iface string) string {
+	if iface == "" || strings.ContainsAny(iface, "/") {
+		return ""
+	}
+	return l.link("sys/class/net/" + iface)
+}
+
+// link is where a symbolic link of sysfs leads, "" when there is none.
+func (l *look) link(name string) string {
+	if l.m.Root == nil {
+		return ""
+	}
+	to, err := fs.ReadLink(l.m.Root, name)
+	if err != nil {
+		return ""
+	}
+	if path.IsAbs(to) {
+		return strings.TrimPrefix(to, "/")
+	}
+	return path.Join(path.Dir(name), to)
+}
+
+func (l *look) exists(name string) bool {
+	if l.m.Root == nil {
+		return false
+	}
+	_, err := fs.Stat(l.m.Root, name)
+	return err == nil
+}
+
+// read is the content of a file, "" when that cannot be had.
+func (l *look) read(name string) string {
+	if l.m.Root == nil {
+		return ""
+	}
+	b, err := fs.ReadFile(l.m.Root, name)
+	if err != nil {
+		return ""
+	}
+	return string(b)
+}

@@ -1,0 +1,233 @@
+package choose
+
+import (
+	"cmp"
+	"fmt"
+	"net/netip"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// look is a machine looked at.
+type look struct {
+	m       Machine
+	ends    []*end    // of all ports, active or not, in order
+	usable  []*end    // those that a node may be given without having asked for them
+	useless []useless // ports without such
+}
+
+// end is an address on a port.
+type end struct {
+	device string
+	port   *verbs.PortInfo
+	addr   netip.Addr
+	iface  string
+	gid    verbs.GID
+	place  place
+}
+
+// String names the device and port.
+func (e *end) String() string { return portName(e.device, e.port.Num) }
+
+func portName(device string, port int) string { return fmt.Sprintf("%s port %d", device, port) }
+
+type useless struct{ name, why string }
+
+func (m Machine) look() *look {
+	l := &look{m: m}
+	devices := slices.Clone(m.Devices)
+	slices.SortStableFunc(devices, func(a, b verbs.DeviceInfo) int { return compareNames(a.Name, b.Name) })
+	for _, d := range devices {
+		for i := range d.Ports {
+			l.port(&d, &d.Ports[i])
+		}
+	}
+	return l
+}
+
+// port adds the ends of one port.
+func (l *look) port(d *verbs.DeviceInfo, p *verbs.PortInfo) {
+	ends := l.endsOf(d, p)
+	l.ends = append(l.ends, ends...)
+	name := portName(d.Name, p.Num)
+	if !p.Active {
+		l.useless = append(l.useless, useless{name, p.State})
+		return
+	}
+	var good []*end
+	why := "no IPv4 address"
+	for _, e := range ends {
+		owner := l.owner(e.addr)
+		switch {
+		case e.addr.IsLoopback() || owner != nil && owner.Loopback:
+			why = "loopback"
+		case owner == nil:
+			why = e.addr.String() + " is not on an interface of this host"
+		default:
+			good = append(good, e)
+		}
+	}
+	// Addresses that somebody has configured come before those that the host has
+	// given itself.
+	slices.SortStableFunc(good, func(a, b *end) int {
+		return cmp.Compare(linkLocal(a.addr), linkLocal(b.addr))
+	})
+	if len(good) == 0 {
+		l.useless = append(l.useless, useless{name, why})
+	}
+	l.usable = append(l.usable, good...)
+}
+
+func linkLocal(a netip.Addr) int {
+	if a.IsLinkLocalUnicast() {
+		return 1
+	}
+	return 0
+}
+
+// endsOf lists the IPv4 addresses of a port, in the order of its GIDs, each with
+// its best GID.
+func (l *look) endsOf(d *verbs.DeviceInfo, p *verbs.PortInfo) []*end {
+	var ends []*end
+	add := func(addr netip.Addr, iface string) {
+		if slices.ContainsFunc(ends, func(e *end) bool { return e.addr == addr }) {
+			return
+		}
+		gid, ok := BestGID(p.GIDs, addr)
+		if !ok {
+			return
+		}
+		if iface == "" {
+			iface = gid.Iface
+		}
+		if o := l.owner(addr); o != nil && iface == "" {
+			iface = o.Name
+		}
+		ends = append(ends, &end{d.Name, p, addr, iface, gid, l.place(d.Path, iface)})
+	}
+	for _, g := range p.GIDs {
+		if a := g.Addr.Unmap(); a.Is4() && !a.IsUnspecified() {
+			add(a, "")
+		}
+	}
+	if p.LinkLayer == "InfiniBand" {
+		for _, i := range l.m.Interfaces {
+			if l.over(i.Name, d.Name, p) {
+				for _, a := range i.Addrs {
+					if a.Is4() {
+						add(a, i.Name)
+					}
+				}
+			}
+		}
+	}
+	return ends
+}
+
+// BestGID is the GID that a connection from addr should use: addr itself, over RoCE
+// v2 before v1; on InfiniBand the port's own; then IPv6, link-local last. A GID that
+// is another IPv4 address is none. Of equal ones the first counts.
+func BestGID(gids []verbs.GID, addr netip.Addr) (best verbs.GID, ok bool) {
+	rank := func(g verbs.GID) int {
+		n := 1
+		if g.Type == "RoCE v2" {
+			n = 0
+		}
+		switch a := g.Addr.Unmap(); {
+		case a == addr:
+			return n
+		case a.Is4() || !a.IsValid() || a.IsUnspecified():
+			return -1
+		case g.Type == "IB":
+			return 2
+		case a.IsLinkLocalUnicast():
+			return 5 + n
+		default:
+			return 3 + n
+		}
+	}
+	found := -1
+	for _, g := range gids {
+		if r := rank(g); r >= 0 && (found < 0 || r < found) {
+			best, found = g, r
+		}
+	}
+	return best, found >= 0
+}
+
+// over tells whether an interface runs IP over a port of a device.
+func (l *look) over(iface, device string, p *verbs.PortInfo) bool {
+	for _, g := range p.GIDs {
+		if g.Iface == iface {
+			return true
+		}
+	}
+	dir := l.netDir(iface)
+	if dir == "" || !l.exists(path.Join(path.Dir(path.Dir(dir)), "infiniband", device)) {
+		return false
+	}
+	// dev_port counts the ports of a device from 0; where the driver does not set it,
+	// dev_id does.
+	num := max(l.number(path.Join(dir, "dev_port")), l.number(path.Join(dir, "dev_id")), 0)
+	return num+1 == p.Num
+}
+
+// owner is the interface with an address.
+func (l *look) owner(addr netip.Addr) *Interface {
+	for i := range l.m.Interfaces {
+		if slices.Contains(l.m.Interfaces[i].Addrs, addr) {
+			return &l.m.Interfaces[i]
+		}
+	}
+	return nil
+}
+
+// have lists ports and interfaces, for errors.
+func (l *look) have() string {
+	var ports, rest []string
+	rdma := map[string]bool{}
+	for _, e := range l.ends {
+		rdma[e.iface] = true
+		name := e.iface
+		if name == "" {
+			name = "?"
+		}
+		ports = append(ports, fmt.Sprintf("%s %s (%s, %s)", name, e.addr, e, e.port.State))
+	}
+	for _, u := range l.useless {
+		if !slices.ContainsFunc(l.ends, func(e *end) bool { return e.String() == u.name }) {
+			ports = append(ports, u.name+" ("+u.why+")")
+		}
+	}
+	for _, i := range l.m.Interfaces {
+		if rdma[i.Name] {
+			continue
+		}
+		text := "no IPv4 address"
+		if k := slices.IndexFunc(i.Addrs, netip.Addr.Is4); k >= 0 {
+			text = i.Addrs[k].String()
+		}
+		rest = append(rest, i.Name+" ("+text+")")
+	}
+	s := "this host has no RDMA port"
+	if ports != nil {
+		s = "RDMA ports of this host: " + strings.Join(ports, ", ")
+	}
+	if rest != nil {
+		s += "; interfaces without RDMA: " + strings.Join(rest, ", ")
+	}
+	return s
+}
+
+// number reads a file with one number, -1 when that cannot be had.
+func (l *look) number(file string) int {
+	n, err := strconv.ParseInt(strings.TrimSpace(l.read(file)), 0, 32)
+	if err != nil {
+		return -1
+	}
+	return int(n)
+}
