@@ -75,6 +75,9 @@ func New(name string, id int) (Backend, error) {
 	f := registry.m[strings.ToUpper(name)]
 	registry.RUnlock()
 	if f == nil {
+		if why := missing[strings.ToUpper(name)]; why != "" {
+			return nil, fmt.Errorf("backend %s: %w: %s", strings.ToUpper(name), ErrUnavailable, why)
+		}
 		return nil, fmt.Errorf("backend %q: %w in this build (there is: %s)", name, ErrUnavailable, strings.Join(Names(), ", "))
 	}
 	return f(id)

@@ -1,0 +1,160 @@
+package backend
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+)
+
+// Copy copies between host and device or within the device, on a stream of its own,
+// and returns when the bytes have arrived. It does not wait for what other streams are
+// doing to src: see SyncCopy.
+func (g *gpu) Copy(dst, src Mem) error {
+	if err := g.copyable("Copy", dst, src); err != nil || src.n == 0 {
+		return err
+	}
+	if dst.OnHost() && src.OnHost() {
+		copy(dst.Host(), src.Host())
+		return nil
+	}
+	c := copying{g: g}
+	err := g.enter(func() (err error) {
+		if c.stream, err = g.takeStream(); err != nil {
+			return err
+		}
+		err = g.queueCopy(dst, src, c.stream)
+		if err != nil {
+			g.putStream(c.stream)
+		}
+		return err
+	})
+	if err == nil {
+		// The caller's memory is in use until the stream is empty, so this wait has no
+		// end but that and a failed device.
+		err = g.wait(context.Background(), &c)
+		if e := g.with("Copy", func() error { g.putStream(c.stream); return nil }); err == nil {
+			err = e
+		}
+	}
+	runtime.KeepAlive(dst.owner)
+	runtime.KeepAlive(src.owner)
+	return g.copyError("Copy", dst, src, err)
+}
+
+// copying is the wait for a stream that only copies.
+type copying struct {
+	g      *gpu
+	stream uintptr
+}
+
+func (c *copying) Query() (done bool, err error) {
+	err = c.g.enter(func() error {
+		err := c.g.d.streamQuery(c.stream)
+		if notReady(err) {
+			return nil
+		}
+		done = err == nil
+		return err
+	})
+	return done, err
+}
+
+func (c *copying) check() error { return nil }
+
+// CopyAsync queues a copy on stream.
+func (g *gpu) CopyAsync(dst, src Mem, stream uintptr) error {
+	if err := g.copyable("CopyAsync", dst, src); err != nil || src.n == 0 {
+		return err
+	}
+	if dst.OnHost() && src.OnHost() {
+		return g.invalid("CopyAsync from host to host: want one of them on the device")
+	}
+	return g.copyError("CopyAsync", dst, src, g.enter(func() error { return g.queueCopy(dst, src, stream) }))
+}
+
+func (g *gpu) queueCopy(dst, src Mem, stream uintptr) error {
+	switch {
+	case dst.OnHost():
+		return g.d.copyToHost(dst.ptr, uintptr(src.ptr), src.n, stream)
+	case src.OnHost():
+		return g.d.copyToDevice(uintptr(dst.ptr), src.ptr, src.n, stream)
+	default:
+		return g.d.copyAsync(uintptr(dst.ptr), uintptr(src.ptr), src.n, stream)
+	}
+}
+
+// copyable checks that the lengths fit and that this device reaches both ends.
+func (g *gpu) copyable(op string, dst, src Mem) error {
+	if dst.n != src.n {
+		return g.invalid("%s of %d bytes into %d", op, src.n, dst.n)
+	}
+	for _, m := range [...]Mem{dst, src} {
+		if m.OnHost() || m.dev == g.Device() {
+			continue
+		}
+		if i, ok := m.owner.(*imported); ok && i.g == g {
+			continue
+		}
+		return fmt.Errorf("%s of %d bytes from %s to %s: %w", op, src.n, src.dev, dst.dev, CheckDevice(g, m))
+	}
+	return nil
+}
+
+func (g *gpu) copyError(op string, dst, src Mem, err error) error {
+	if err == nil {
+		return nil
+	}
+	op = fmt.Sprintf("%s of %d bytes from %s %#x to %s %#x", op, src.n, src.dev, uintptr(src.ptr), dst.dev, uintptr(dst.ptr))
+	if err == ErrClosed {
+		return g.invalid("%s: %w", op, err)
+	}
+	return g.failed(op, err)
+}
+
+// takeStream returns a stream for a copy, the context being current. Each copy under
+// way has one to itself, so that none waits for another.
+func (g *gpu) takeStream() (uintptr, error) {
+	g.mu.Lock()
+	if n := len(g.idle); n > 0 {
+		s := g.idle[n-1]
+		g.idle = g.idle[:n-1]
+		g.mu.Unlock()
+		return s, nil
+	}
+	g.mu.Unlock()
+	return g.d.streamCreate()
+}
+
+func (g *gpu) putStream(s uintptr) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.idle = append(g.idle, s)
+}
+
+// NewStream makes a stream.
+func (g *gpu) NewStream() (s uintptr, err error) {
+	err = g.with("NewStream", func() (err error) {
+		if s, err = g.d.streamCreate(); err != nil {
+			return err
+		}
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.streams[s] = struct{}{}
+		return nil
+	})
+	return s, err
+}
+
+// FreeStream gives back a stream of NewStream.
+func (g *gpu) FreeStream(s uintptr) error {
+	return g.with("FreeStream", func() error {
+		g.mu.Lock()
+		_, ok := g.streams[s]
+		delete(g.streams, s)
+		g.mu.Unlock()
+		if !ok {
+			return g.invalid("FreeStream: %#x is not a stream of NewStream, or was freed before", s)
+		}
+		return g.d.streamDestroy(s)
+	})
+}

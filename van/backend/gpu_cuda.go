@@ -1,0 +1,149 @@
+//go:build cuda
+
+package backend
+
+import (
+	"errors"
+	"reflect"
+	"unsafe"
+
+	"gorgonia.org/cu"
+)
+
+func init() { Register("GPU", func(id int) (Backend, error) { return newGPU(cuda{}, id) }) }
+
+// missing says why a backend that this project has is not in this build.
+var missing = map[string]string{}
+
+// GPUs describes the GPUs that this process sees, without opening any. The error wraps
+// ErrUnavailable when there is no driver or no GPU.
+func GPUs() ([]Info, error) { return describeAll(cuda{}) }
+
+// cuda is CUDA's driver API: through gorgonia.org/cu what that has, the rest in
+// gpu_cuda_extra.go.
+type cuda struct{}
+
+// fail makes a *driverError of what cu returns. The type of cu's results is not
+// exported; it is an integer, perhaps wrapped.
+func fail(call string, err error) error {
+	for e := err; e != nil; e = errors.Unwrap(e) {
+		if v := reflect.ValueOf(e); v.Kind() == reflect.Int {
+			return result(call, int(v.Int()))
+		}
+	}
+	if err != nil {
+		return &driverError{call: call, code: -1, name: err.Error()}
+	}
+	return nil
+}
+
+// cu keeps the C handle of streams, events and contexts as the only field of a struct.
+func stream(s uintptr) cu.Stream { return *(*cu.Stream)(unsafe.Pointer(&s)) }
+func event(e uintptr) cu.Event   { return *(*cu.Event)(unsafe.Pointer(&e)) }
+
+func (cuda) count() (int, error) {
+	n, err := cu.NumDevices()
+	return n, fail("cuDeviceGetCount", err)
+}
+
+func (cuda) device(ordinal int) (int, error) {
+	d, err := cu.GetDevice(ordinal)
+	return int(d), fail("cuDeviceGet", err)
+}
+
+func (cuda) name(dev int) (string, error) {
+	s, err := cu.Device(dev).Name()
+	return s, fail("cuDeviceGetName", err)
+}
+
+func (cuda) uuid(dev int) (string, error) {
+	u, err := cu.Device(dev).UUID()
+	return "GPU-" + u.String(), fail("cuDeviceGetUuid", err)
+}
+
+func (cuda) totalMem(dev int) (int64, error) {
+	n, err := cu.Device(dev).TotalMem()
+	return n, fail("cuDeviceTotalMem", err)
+}
+
+func (cuda) attribute(dev int, a deviceAttribute) (int, error) {
+	v, err := cu.Device(dev).Attribute(cu.DeviceAttribute(a))
+	return v, fail("cuDeviceGetAttribute", err)
+}
+
+func (cuda) canAccessPeer(dev, peer int) (bool, error) {
+	v, err := cu.Device(dev).CanAccessPeer(cu.Device(peer))
+	return v != 0, fail("cuDeviceCanAccessPeer", err)
+}
+
+func (cuda) retain(dev int) (uintptr, error) {
+	ctx, err := cu.Device(dev).RetainPrimaryCtx()
+	return *(*uintptr)(unsafe.Pointer(&ctx)), fail("cuDevicePrimaryCtxRetain", err)
+}
+
+func (cuda) release(dev int) error {
+	return fail("cuDevicePrimaryCtxRelease", cu.Device(dev).ReleasePrimaryCtx())
+}
+
+func (cuda) memInfo() (free, total int64, err error) {
+	free, total, err = cu.MemInfo()
+	return free, total, fail("cuMemGetInfo", err)
+}
+
+func (cuda) memAlloc(n int) (uintptr, error) {
+	p, err := cu.MemAlloc(int64(n))
+	return uintptr(p), fail("cuMemAlloc", err)
+}
+
+func (cuda) memFree(addr uintptr) error { return fail("cuMemFree", cu.MemFree(cu.DevicePtr(addr))) }
+
+func (cuda) hostFree(p unsafe.Pointer) error { return fail("cuMemFreeHost", cu.MemFreeHost(p)) }
+
+func (cuda) streamCreate() (uintptr, error) {
+	s, err := cu.MakeStream(cu.NonBlocking)
+	return *(*uintptr)(unsafe.Pointer(&s)), fail("cuStreamCreate", err)
+}
+
+func (cuda) streamDestroy(s uintptr) error {
+	st := stream(s)
+	return fail("cuStreamDestroy", st.Destroy())
+}
+
+func (cuda) streamQuery(s uintptr) error { return fail("cuStreamQuery", stream(s).Query()) }
+
+func (cuda) streamWaitEvent(s, e uintptr) error {
+	return fail("cuStreamWaitEvent", stream(s).Wait(event(e), 0))
+}
+
+func (cuda) copyAsync(dst, src uintptr, n int, s uintptr) error {
+	return fail("cuMemcpyAsync", cu.MemcpyAsync(cu.DevicePtr(dst), cu.DevicePtr(src), int64(n), stream(s)))
+}
+
+func (cuda) copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error {
+	return fail("cuMemcpyHtoDAsync", cu.MemcpyHtoDAsync(cu.DevicePtr(dst), src, int64(n), stream(s)))
+}
+
+func (cuda) copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error {
+	return fail("cuMemcpyDtoHAsync", cu.MemcpyDtoHAsync(dst, cu.DevicePtr(src), int64(n), stream(s)))
+}
+
+func (cuda) eventCreate() (uintptr, error) {
+	e, err := cu.MakeEvent(cu.DisableTiming)
+	return *(*uintptr)(unsafe.Pointer(&e)), fail("cuEventCreate", err)
+}
+
+func (cuda) eventDestroy(e uintptr) error {
+	ev := event(e)
+	return fail("cuEventDestroy", cu.DestroyEvent(&ev))
+}
+
+func (cuda) eventRecord(e, s uintptr) error {
+	return fail("cuEventRecord", event(e).Record(stream(s)))
+}
+
+func (cuda) eventQuery(e uintptr) error { return fail("cuEventQuery", event(e).Query()) }
+
+func (cuda) addressRange(addr uintptr) (base uintptr, n int, err error) {
+	size, b, err := cu.DevicePtr(addr).AddressRange()
+	return uintptr(b), int(size), fail("cuMemGetAddressRange", err)
+}

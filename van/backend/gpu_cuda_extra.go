@@ -1,0 +1,197 @@
+//go:build cuda
+
+package backend
+
+// What gorgonia.org/cu lacks of the driver API.
+//
+// cu calls cuInit when the program starts and ends the program when that fails: without
+// a GPU nothing would run, a scheduler included, and a process could neither choose
+// CUDA_VISIBLE_DEVICES nor fork after the Python module is imported. So the linker
+// gives cu another cuInit, which does nothing; the true one is called by start.
+
+/*
+#cgo linux CFLAGS: -I/usr/local/cuda/include
+#cgo linux LDFLAGS: -lcuda -Wl,--wrap=cuInit
+#include <stdint.h>
+#include <string.h>
+#include <cuda.h>
+
+#if CUDA_VERSION >= 12000
+#define stepaf_write32 cuStreamWriteValue32
+#define stepaf_wait32 cuStreamWaitValue32
+#else // the first version of these is switched off in today's drivers
+#define stepaf_write32 cuStreamWriteValue32_v2
+#define stepaf_wait32 cuStreamWaitValue32_v2
+#endif
+
+extern CUresult __real_cuInit(unsigned int flags);
+CUresult __wrap_cuInit(unsigned int flags) { (void)flags; return CUDA_SUCCESS; }
+static CUresult stepaf_init(void) { return __real_cuInit(0); }
+
+static const char *stepaf_name(CUresult r) {
+	const char *s = NULL;
+	return cuGetErrorName(r, &s) == CUDA_SUCCESS && s ? s : "unknown result";
+}
+
+// Makes ctx current, unless it is, and lifts what a capture of a graph on another
+// thread would forbid this one. *mode and *pushed are for stepaf_leave.
+static CUresult stepaf_enter(uintptr_t ctx, int32_t *mode, int32_t *pushed) {
+	CUcontext now = NULL;
+	CUstreamCaptureMode m = CU_STREAM_CAPTURE_MODE_RELAXED;
+	CUresult r = cuCtxGetCurrent(&now);
+	if (r != CUDA_SUCCESS) return r;
+	*pushed = now != (CUcontext)ctx;
+	if (*pushed && (r = cuCtxPushCurrent((CUcontext)ctx)) != CUDA_SUCCESS) return r;
+	if ((r = cuThreadExchangeStreamCaptureMode(&m)) != CUDA_SUCCESS && *pushed) cuCtxPopCurrent(&now);
+	*mode = m;
+	return r;
+}
+
+static CUresult stepaf_leave(int32_t mode, int32_t pushed) {
+	CUcontext ctx;
+	CUstreamCaptureMode m = mode;
+	CUresult r = cuThreadExchangeStreamCaptureMode(&m), p = CUDA_SUCCESS;
+	if (pushed) p = cuCtxPopCurrent(&ctx);
+	return r != CUDA_SUCCESS ? r : p;
+}
+
+static CUresult stepaf_capturing(uintptr_t s, int *yes) {
+	CUstreamCaptureStatus st = CU_STREAM_CAPTURE_STATUS_NONE;
+	CUresult r = cuStreamIsCapturing((CUstream)s, &st);
+	*yes = st != CU_STREAM_CAPTURE_STATUS_NONE;
+	return r;
+}
+
+static CUresult stepaf_write(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_write32((CUstream)s, p, v, CU_STREAM_WRITE_VALUE_DEFAULT); }
+static CUresult stepaf_wait(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_wait32((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_GEQ); }
+
+static CUresult stepaf_ipc_export(CUdeviceptr p, void *out) {
+	CUipcMemHandle h;
+	CUresult r = cuIpcGetMemHandle(&h, p);
+	memcpy(out, &h, sizeof h);
+	return r;
+}
+
+static CUresult stepaf_ipc_open(const void *in, CUdeviceptr *p) {
+	CUipcMemHandle h;
+	memcpy(&h, in, sizeof h);
+	return cuIpcOpenMemHandle(p, h, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+}
+
+static CUresult stepaf_dmabuf(CUdeviceptr p, size_t n, int *fd) { return cuMemGetHandleForAddressRange(fd, p, n, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0); }
+*/
+import "C"
+
+import (
+	"sync"
+	"unsafe"
+)
+
+// The driver's handles are 64 bytes long; so is Export.Handle.
+var _ [C.sizeof_CUipcMemHandle]byte = [64]byte{}
+
+// result makes a *driverError of a CUresult, or nil of success.
+func result(call string, code int) error {
+	if code == C.CUDA_SUCCESS {
+		return nil
+	}
+	return &driverError{call: call, code: code, name: C.GoString(C.stepaf_name(C.CUresult(code)))}
+}
+
+// started is the result of cuInit, which is called once in a process.
+var started = sync.OnceValue(func() int { return int(C.stepaf_init()) })
+
+func (cuda) start() error { return result("cuInit", started()) }
+
+func (cuda) version() (int, error) {
+	var v C.int
+	r := C.cuDriverGetVersion(&v)
+	return int(v), result("cuDriverGetVersion", int(r))
+}
+
+func (cuda) pciBusID(dev int) (string, error) {
+	var id [32]C.char
+	r := C.cuDeviceGetPCIBusId(&id[0], C.int(len(id)), C.CUdevice(dev))
+	return C.GoString(&id[0]), result("cuDeviceGetPCIBusId", int(r))
+}
+
+func (cuda) enter(ctx uintptr) (driverState, error) {
+	var mode, pushed C.int32_t
+	r := C.stepaf_enter(C.uintptr_t(ctx), &mode, &pushed)
+	return driverState{pushed: pushed != 0, mode: int32(mode)}, result("cuCtxPushCurrent", int(r))
+}
+
+func (cuda) leave(s driverState) error {
+	var pushed C.int32_t
+	if s.pushed {
+		pushed = 1
+	}
+	return result("cuCtxPopCurrent", int(C.stepaf_leave(C.int32_t(s.mode), pushed)))
+}
+
+func (cuda) hostAlloc(n int) (p unsafe.Pointer, err error) {
+	r := C.cuMemHostAlloc(&p, C.size_t(n), C.CU_MEMHOSTALLOC_PORTABLE|C.CU_MEMHOSTALLOC_DEVICEMAP)
+	return p, result("cuMemHostAlloc", int(r))
+}
+
+func (cuda) hostRegister(p unsafe.Pointer, n int) error {
+	r := C.cuMemHostRegister(p, C.size_t(n), C.CU_MEMHOSTREGISTER_PORTABLE|C.CU_MEMHOSTREGISTER_DEVICEMAP)
+	return result("cuMemHostRegister", int(r))
+}
+
+func (cuda) hostUnregister(p unsafe.Pointer) error {
+	return result("cuMemHostUnregister", int(C.cuMemHostUnregister(p)))
+}
+
+func (cuda) hostDeviceAddr(p unsafe.Pointer) (uintptr, error) {
+	var d C.CUdeviceptr
+	r := C.cuMemHostGetDevicePointer(&d, p, 0)
+	return uintptr(d), result("cuMemHostGetDevicePointer", int(r))
+}
+
+func (cuda) streamCapturing(s uintptr) (bool, error) {
+	var yes C.int
+	r := C.stepaf_capturing(C.uintptr_t(s), &yes)
+	return yes != 0, result("cuStreamIsCapturing", int(r))
+}
+
+func (cuda) writeValue32(s, addr uintptr, v uint32) error {
+	return result("cuStreamWriteValue32_v2", int(C.stepaf_write(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint32_t(v))))
+}
+
+func (cuda) waitValue32(s, addr uintptr, v uint32) error {
+	return result("cuStreamWaitValue32_v2", int(C.stepaf_wait(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint32_t(v))))
+}
+
+func (cuda) bufferID(addr uintptr) (uint64, error) {
+	var id C.ulonglong
+	r := C.cuPointerGetAttribute(unsafe.Pointer(&id), C.CU_POINTER_ATTRIBUTE_BUFFER_ID, C.CUdeviceptr(addr))
+	return uint64(id), result("cuPointerGetAttribute(BUFFER_ID)", int(r))
+}
+
+func (cuda) pointerDevice(addr uintptr) (int, error) {
+	var ordinal C.int
+	r := C.cuPointerGetAttribute(unsafe.Pointer(&ordinal), C.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, C.CUdeviceptr(addr))
+	return int(ordinal), result("cuPointerGetAttribute(DEVICE_ORDINAL)", int(r))
+}
+
+func (cuda) ipcExport(base uintptr) (h [64]byte, err error) {
+	r := C.stepaf_ipc_export(C.CUdeviceptr(base), unsafe.Pointer(&h))
+	return h, result("cuIpcGetMemHandle", int(r))
+}
+
+func (cuda) ipcOpen(h [64]byte) (uintptr, error) {
+	var p C.CUdeviceptr
+	r := C.stepaf_ipc_open(unsafe.Pointer(&h), &p)
+	return uintptr(p), result("cuIpcOpenMemHandle", int(r))
+}
+
+func (cuda) ipcClose(addr uintptr) error {
+	return result("cuIpcCloseMemHandle", int(C.cuIpcCloseMemHandle(C.CUdeviceptr(addr))))
+}
+
+func (cuda) dmabuf(addr uintptr, n int) (int, error) {
+	fd := C.int(-1)
+	r := C.stepaf_dmabuf(C.CUdeviceptr(addr), C.size_t(n), &fd)
+	return int(fd), result("cuMemGetHandleForAddressRange", int(r))
+}

@@ -1,0 +1,136 @@
+package backend
+
+import (
+	"fmt"
+	"unsafe"
+)
+
+// driver is what the GPU backend asks of CUDA's driver API: one method for one
+// function, so that all decisions can be tested on another implementation. Handles
+// and device addresses are integers. Errors are *driverError.
+//
+// Methods that need a context run between enter and leave, on one thread.
+type driver interface {
+	start() error // cuInit, once
+	version() (int, error)
+	count() (int, error)
+	device(ordinal int) (int, error)
+	name(dev int) (string, error)
+	uuid(dev int) (string, error)
+	pciBusID(dev int) (string, error)
+	totalMem(dev int) (int64, error)
+	attribute(dev int, a deviceAttribute) (int, error)
+	canAccessPeer(dev, peer int) (bool, error)
+	retain(dev int) (uintptr, error)
+	release(dev int) error
+
+	// enter makes ctx current on the calling thread, and calls allowed that a graph
+	// capture elsewhere would forbid; leave restores what was.
+	enter(ctx uintptr) (driverState, error)
+	leave(driverState) error
+
+	memInfo() (free, total int64, err error)
+	memAlloc(n int) (uintptr, error)
+	memFree(addr uintptr) error
+	hostAlloc(n int) (unsafe.Pointer, error)
+	hostFree(p unsafe.Pointer) error
+	hostRegister(p unsafe.Pointer, n int) error
+	hostUnregister(p unsafe.Pointer) error
+	hostDeviceAddr(p unsafe.Pointer) (uintptr, error)
+
+	streamCreate() (uintptr, error)
+	streamDestroy(s uintptr) error
+	streamQuery(s uintptr) error // codeNotReady while busy
+	streamCapturing(s uintptr) (bool, error)
+	streamWaitEvent(s, e uintptr) error
+	writeValue32(s, addr uintptr, v uint32) error
+	waitValue32(s, addr uintptr, v uint32) error // int32(*addr - v) >= 0
+	copyAsync(dst, src uintptr, n int, s uintptr) error
+	copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error
+	copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error
+
+	eventCreate() (uintptr, error)
+	eventDestroy(e uintptr) error
+	eventRecord(e, s uintptr) error
+	eventQuery(e uintptr) error // codeNotReady while busy
+
+	addressRange(addr uintptr) (base uintptr, n int, err error)
+	bufferID(addr uintptr) (uint64, error)
+	pointerDevice(addr uintptr) (int, error)
+	ipcExport(base uintptr) ([64]byte, error)
+	ipcOpen(h [64]byte) (uintptr, error)
+	ipcClose(addr uintptr) error
+	dmabuf(addr uintptr, n int) (fd int, err error)
+}
+
+// driverState is what leave puts back.
+type driverState struct {
+	pushed bool
+	mode   int32
+}
+
+// deviceAttribute is CUdevice_attribute.
+type deviceAttribute int
+
+const (
+	attrComputeMajor deviceAttribute = 75
+	attrComputeMinor deviceAttribute = 76
+	attrDMABuf       deviceAttribute = 124
+)
+
+// Results of the driver that mean something to us (CUresult).
+const (
+	codeInvalidValue       = 1
+	codeOutOfMemory        = 2
+	codeDeinitialized      = 4
+	codeNoDevice           = 100
+	codeInvalidDevice      = 101
+	codeECC                = 214
+	codeNVLink             = 220
+	codeInvalidHandle      = 400
+	codeNotReady           = 600
+	codeIllegalAddress     = 700
+	codeLaunchTimeout      = 702
+	codeContextDestroyed   = 709
+	codeAssert             = 710
+	codeHardwareStack      = 714
+	codeIllegalInstruction = 715
+	codeMisaligned         = 716
+	codeInvalidSpace       = 717
+	codeInvalidPC          = 718
+	codeLaunchFailed       = 719
+	codeNotPermitted       = 800
+	codeNotSupported       = 801
+)
+
+// driverError is a result other than success.
+type driverError struct {
+	call string // the function
+	code int
+	name string // the result in words
+}
+
+func (e *driverError) Error() string { return fmt.Sprintf("%s: %s (%d)", e.call, e.name, e.code) }
+
+// kind sorts a result into the package's errors.
+func (e *driverError) kind() error {
+	switch e.code {
+	case codeOutOfMemory:
+		return ErrNoMemory
+	case codeNotSupported, codeNotPermitted:
+		return ErrUnsupported
+	case codeDeinitialized, codeECC, codeNVLink, codeIllegalAddress, codeLaunchTimeout, codeContextDestroyed, codeAssert,
+		codeHardwareStack, codeIllegalInstruction, codeMisaligned, codeInvalidSpace, codeInvalidPC, codeLaunchFailed:
+		return ErrDeviceLost
+	}
+	return nil
+}
+
+// notReady tells whether err is the driver's way to say "busy".
+func notReady(err error) bool {
+	e, ok := err.(*driverError) // never wrapped here, and errors.As would allocate
+	return ok && e.code == codeNotReady
+}
+
+// pointer is address addr, which is not of Go's heap, as a pointer.
+func pointer(addr uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&addr)) }

@@ -1,0 +1,170 @@
+package backend
+
+import (
+	"errors"
+	"sync/atomic"
+	"time"
+	"unsafe"
+)
+
+// A flag is a 32-bit word in pinned host memory that a stream writes. To record an
+// event is to queue the write of a number; the event is done when the word has it.
+//
+// At most one write is ever queued for a word: an event that is recorded again, or
+// closed, before its write has come takes or leaves another word, and the old one
+// rests until its write arrives. So equality is enough, and late writes do no harm.
+type flag struct {
+	word *atomic.Uint32
+	addr uintptr // of word, for the device
+	seq  uint32  // what the latest write writes
+}
+
+func (f *flag) arrived() bool { return f.word.Load() == f.seq }
+
+// flagPool keeps the flags of a device. The gpu's mutex guards it.
+type flagPool struct {
+	free    []*flag
+	resting []*flag // their write has not come yet
+	pages   []unsafe.Pointer
+}
+
+const (
+	flagPage   = 4096
+	flagStride = 64 // a cache line each, so that those who look do not disturb
+)
+
+// take returns a flag, the driver's context being current.
+func (g *gpu) takeFlag() (*flag, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	p := &g.flags
+	p.wake()
+	if len(p.free) == 0 {
+		page, err := g.d.hostAlloc(flagPage)
+		if err != nil {
+			return nil, err
+		}
+		addr, err := g.d.hostDeviceAddr(page)
+		if err != nil {
+			return nil, errors.Join(err, g.d.hostFree(page))
+		}
+		p.pages = append(p.pages, page)
+		clear(unsafe.Slice((*byte)(page), flagPage))
+		for off := 0; off < flagPage; off += flagStride {
+			p.free = append(p.free, &flag{word: (*atomic.Uint32)(unsafe.Add(page, off)), addr: addr + uintptr(off)})
+		}
+	}
+	f := p.free[len(p.free)-1]
+	p.free = p.free[:len(p.free)-1]
+	return f, nil
+}
+
+// putFlag takes f back.
+func (g *gpu) putFlag(f *flag) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.flags.resting = append(g.flags.resting, f)
+	g.flags.wake()
+}
+
+// wake frees the flags whose write has come.
+func (p *flagPool) wake() {
+	rest := p.resting[:0]
+	for _, f := range p.resting {
+		if f.arrived() {
+			p.free = append(p.free, f)
+		} else {
+			rest = append(rest, f)
+		}
+	}
+	clear(p.resting[len(rest):])
+	p.resting = rest
+}
+
+// settle waits for resting flags and returns how many rest still.
+func (p *flagPool) settle(limit time.Duration) int {
+	for end := time.Now().Add(limit); ; nap(time.Millisecond) {
+		if p.wake(); len(p.resting) == 0 || time.Now().After(end) {
+			return len(p.resting)
+		}
+	}
+}
+
+// probeFlags finds out whether streams can write words, by doing it: what the driver
+// says of itself is about an older interface, which newer drivers do not offer.
+func (g *gpu) probeFlags() error {
+	return g.with("try a stream's write to host memory", func() error {
+		s, err := g.takeStream()
+		if err != nil {
+			return err
+		}
+		defer g.putStream(s)
+		f, err := g.takeFlag()
+		if err != nil {
+			return err
+		}
+		f.seq++
+		if err := g.d.writeValue32(s, f.addr, f.seq); err != nil {
+			f.seq--
+			g.putFlag(f)
+			return nil // events are the driver's then
+		}
+		for end := time.Now().Add(time.Second); !f.arrived(); {
+			if err := g.d.streamQuery(s); err != nil && !notReady(err) {
+				return err
+			}
+			if time.Now().After(end) {
+				break
+			}
+		}
+		g.info.StreamFlags = f.arrived()
+		g.putFlag(f)
+		return nil
+	})
+}
+
+// WriteFlag makes stream write v into word.
+func (g *gpu) WriteFlag(stream uintptr, word Mem, v uint32) error {
+	return g.with("WriteFlag", func() error {
+		addr, err := g.flagAddr("WriteFlag", word)
+		if err != nil {
+			return err
+		}
+		return g.d.writeValue32(stream, addr, v)
+	})
+}
+
+// WaitFlag makes stream wait until word has reached v.
+func (g *gpu) WaitFlag(stream uintptr, word Mem, v uint32) error {
+	return g.with("WaitFlag", func() error {
+		addr, err := g.flagAddr("WaitFlag", word)
+		if err != nil {
+			return err
+		}
+		return g.d.waitValue32(stream, addr, v)
+	})
+}
+
+// flagAddr is the device's address of word.
+func (g *gpu) flagAddr(op string, word Mem) (uintptr, error) {
+	if word.n < 4 || uintptr(word.ptr)%4 != 0 {
+		return 0, g.invalid("%s: %d bytes at %#x: want 4 bytes, aligned to 4", op, word.n, uintptr(word.ptr))
+	}
+	if !g.info.StreamFlags {
+		return 0, g.invalid("%s: %w: streams cannot write words (cuStreamWriteValue32_v2)", op, ErrUnsupported)
+	}
+	switch o := word.owner.(type) {
+	case *hostMem:
+		if o.g == g && word.OnHost() {
+			return o.deviceAddr(word), nil
+		}
+	case *imported:
+		if o.g == g {
+			return uintptr(word.ptr), nil
+		}
+	}
+	if word.dev == g.Device() {
+		return uintptr(word.ptr), nil
+	}
+	return 0, g.invalid("%s: a word on %s that was neither pinned nor registered with this backend: %w", op, word.dev, ErrWrongDevice)
+}

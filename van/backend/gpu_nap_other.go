@@ -1,0 +1,7 @@
+//go:build !linux
+
+package backend
+
+import "time"
+
+func nap(d time.Duration) { time.Sleep(d) }
