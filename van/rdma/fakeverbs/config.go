@@ -1,0 +1,87 @@
+package fakeverbs
+
+import (
+	"fmt"
+	"time"
+)
+
+// Config is how a Net behaves. See NewNet for the initial values.
+type Config struct {
+	// AddrAtOnce makes the resolution of an unknown address fail at once instead of
+	// after the caller's time-out.
+	AddrAtOnce bool
+	// Unreachable is after what time a connect request or a disconnect that nobody
+	// answers is given up: 100 ms.
+	Unreachable time.Duration
+	// Retry is after what time a message to a peer that does not acknowledge fails
+	// with RetryExceeded: 20 ms. 0 is never.
+	Retry time.Duration
+	// SevenForever makes a retry count of 7 mean for ever, as Soft-RoCE does.
+	SevenForever bool
+	// RNR is after what time a message for which the peer has no receive request
+	// fails with RNRExceeded, when the RNR retry count is below 7. 0 is never.
+	RNR time.Duration
+	// EventDelay delays each event of the connection manager. Their order stays.
+	EventDelay time.Duration
+	// Jitter delays what is posted by a random time up to it, so that queue pairs
+	// overtake each other. Within one queue pair the order stays.
+	Jitter time.Duration
+	// Seed is that of the random numbers.
+	Seed uint64
+	// MaxInline is the most inline data that is granted, in bytes: 512.
+	MaxInline int
+	// MaxMsg is the longest message in bytes: 1 GiB.
+	MaxMsg uint32
+	// MaxWR is the most work requests in one queue: 16384.
+	MaxWR int
+	// CQE is how many completions a new completion queue holds: 64.
+	CQE int
+	// MaxCQE is how many one can hold: 32767.
+	MaxCQE int
+	// MaxMR is how many regions one device of a Stack can have: 65536.
+	MaxMR int
+	// NoAckTimeout makes SetAckTimeout fail with ENOSYS.
+	NoAckTimeout bool
+}
+
+func defaults() Config {
+	return Config{Unreachable: 100 * time.Millisecond, Retry: 20 * time.Millisecond, MaxInline: 512, MaxMsg: 1 << 30,
+		MaxWR: 16384, CQE: 64, MaxCQE: 32767, MaxMR: 65536}
+}
+
+// Lengths of private data in bytes: what the caller may give, and what arrives.
+const (
+	connectPrivate = 56
+	acceptPrivate  = 196
+	rejectPrivate  = 148
+)
+
+// Reasons of a rejection, and the errno of a time-out as events have it.
+const (
+	statusTimeout    = 4
+	statusNoListener = 8
+	statusConsumer   = 28
+	timedOut         = -110
+)
+
+// Error is what a call failed with. Err, which errors.Is finds, is an errno or one of
+// the errors of package verbs.
+type Error struct {
+	Op     string // the call
+	Detail string // the thing, its value, and what was expected
+	Err    error
+}
+
+func (e *Error) Error() string {
+	if e.Detail == "" {
+		return fmt.Sprintf("fakeverbs: %s: %v", e.Op, e.Err)
+	}
+	return fmt.Sprintf("fakeverbs: %s: %s: %v", e.Op, e.Detail, e.Err)
+}
+
+// Unwrap returns Err.
+func (e *Error) Unwrap() error { return e.Err }
+
+func fault(op string, err error, format string, args ...any) error {
+	return &Error{Op: op, Detail: fmt.Sprintf(format, args...), Err: err}
+}

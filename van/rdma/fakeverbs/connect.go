@@ -1,0 +1,272 @@
+package fakeverbs
+
+import (
+	"fmt"
+	"slices"
+	"syscall"
+
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+func padded(private []byte, n int) []byte {
+	p := make([]byte, n)
+	copy(p, private)
+	return p
+}
+
+// ready checks what Connect and Accept need.
+func (id *connID) ready(op string, p verbs.ConnParam, private int) error {
+	switch {
+	case id.qp == nil:
+		return id.fault(op, syscall.EINVAL, "it has no queue pair")
+	case len(p.Private) > private:
+		return id.fault(op, syscall.EINVAL, fmt.Sprintf("%d bytes of private data, want up to %d", len(p.Private), private))
+	case p.RetryCount < 0 || p.RetryCount > 7 || p.RNRRetryCount < 0 || p.RNRRetryCount > 7:
+		return id.fault(op, syscall.EINVAL, fmt.Sprintf("retry counts %d and %d, want 0 to 7", p.RetryCount, p.RNRRetryCount))
+	}
+	return nil
+}
+
+func (id *connID) Connect(p verbs.ConnParam) error {
+	err := id.begin(Op{Kind: OpConnect}, routeResolved)
+	n := id.net
+	defer n.mu.Unlock()
+	if status, ok := err.(EventError); ok {
+		if status > 0 {
+			id.rejected(int(status), nil)
+		} else {
+			id.fail(verbs.Unreachable, int(status))
+		}
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if err := id.ready("connect", p, connectPrivate); err != nil {
+		return err
+	}
+	p.Private = slices.Clone(p.Private)
+	id.param, id.active, id.state = p, true, connecting
+	n.recordCM(id, EventConnect, &p)
+	if n.cut(id.local.Addr(), id.remote.Addr()) {
+		id.giveUp(verbs.Unreachable, connecting)
+		return nil
+	}
+	n.request(id)
+	return nil
+}
+
+// giveUp fails what id is at when it still is after a while.
+func (id *connID) giveUp(t verbs.EventType, at idState) {
+	id.net.after(id.net.cfg.Unreachable, func() {
+		if id.state == at && !id.gone {
+			id.fail(t, timedOut)
+		}
+	})
+}
+
+// request brings from's connect request to its listener.
+func (n *Net) request(from *connID) {
+	h := n.hosts[from.remote.Addr()]
+	l := h.ports[from.remote.Port()]
+	switch {
+	case n.rejects > 0:
+		n.rejects--
+		from.rejected(n.reason, nil)
+		return
+	case l == nil || l.state != listening || h.absent || l.ch.ended():
+		from.rejected(statusNoListener, nil)
+		return
+	case l.waiting >= l.backlog:
+		from.rejected(statusConsumer, nil)
+		return
+	}
+	d, err := l.ch.device(h)
+	if err != nil {
+		from.rejected(statusNoListener, nil)
+		return
+	}
+	id := l.ch.newID(0)
+	id.state, id.local, id.remote, id.dev = requested, from.remote, from.local, d
+	id.peer, from.peer = from, id
+	id.unread = true
+	l.waiting++
+	n.push(l, verbs.Event{Type: verbs.ConnectRequest, New: id, Private: padded(from.param.Private, connectPrivate),
+		Peer: from.local}, func() { id.unread = false; l.waiting-- })
+}
+
+func (id *connID) rejected(status int, private []byte) {
+	id.state = failed
+	id.net.push(id, verbs.Event{Type: verbs.Rejected, Status: status, Private: padded(private, rejectPrivate)}, nil)
+}
+
+func (id *connID) Accept(p verbs.ConnParam) error {
+	err := id.begin(Op{Kind: OpAccept}, requested)
+	n := id.net
+	defer n.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if err := id.ready("accept", p, acceptPrivate); err != nil {
+		return err
+	}
+	p.Private = slices.Clone(p.Private)
+	to := id.peer
+	id.param, id.state = p, accepting
+	n.recordCM(id, EventAccept, &p)
+	// What the other side has said is how often this side tries.
+	id.qp.start(to.qp, to.param)
+	if n.cut(id.local.Addr(), id.remote.Addr()) {
+		id.giveUp(verbs.Unreachable, accepting)
+		to.giveUp(verbs.Unreachable, connecting)
+		return nil
+	}
+	n.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, acceptPrivate)}, func() { n.establish(to, id) })
+	return nil
+}
+
+// establish follows when the connector has read that it is accepted: only then its
+// queue pair works, and the acceptor is told.
+func (n *Net) establish(from, to *connID) {
+	if from.state == connecting {
+		from.state = connected
+	}
+	if from.qp.state == qpInit {
+		p := to.param
+		p.RetryCount = from.param.RetryCount
+		from.qp.start(to.qp, p)
+	}
+	if to.state == accepting && !to.gone {
+		if n.cut(from.local.Addr(), to.local.Addr()) {
+			to.giveUp(verbs.Unreachable, accepting)
+		} else {
+			to.state = connected
+			n.push(to, verbs.Event{Type: verbs.Established}, nil)
+		}
+	}
+	n.run(to.qp)
+}
+
+func (id *connID) Reject(private []byte) error {
+	err := id.begin(Op{Kind: OpReject}, requested)
+	n := id.net
+	defer n.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if len(private) > rejectPrivate {
+		return id.fault("reject", syscall.EINVAL, fmt.Sprintf("%d bytes of private data, want up to %d", len(private), rejectPrivate))
+	}
+	id.state = failed
+	n.recordCM(id, EventReject, &verbs.ConnParam{Private: private})
+	if n.cut(id.local.Addr(), id.remote.Addr()) {
+		id.peer.giveUp(verbs.Unreachable, connecting)
+	} else {
+		id.peer.rejected(statusConsumer, private)
+	}
+	return nil
+}
+
+func (id *connID) Disconnect() error {
+	err := id.begin(Op{Kind: OpDisconnect})
+	n := id.net
+	defer n.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if id.qp != nil {
+		n.breakQP(id.qp)
+	}
+	switch id.state {
+	case accepting, connected, disconnected:
+	default:
+		return id.fault("disconnect", syscall.EINVAL, "its state, want a connection")
+	}
+	n.recordCM(id, EventDisconnect, nil)
+	n.disconnect(id, true)
+	return nil
+}
+
+// disconnect tells the other side, if it can be told: one that has itself begun to
+// disconnect learns that it has ended. Where nobody answers, id is told after a while.
+func (n *Net) disconnect(id *connID, tell bool) {
+	id.state = disconnected
+	p := id.peer
+	if p.gone || p.ch.ended() || n.cut(id.local.Addr(), id.remote.Addr()) {
+		n.after(n.cfg.Unreachable, func() { n.tellDisconnected(id) })
+		return
+	}
+	if tell {
+		n.tellDisconnected(p)
+	}
+}
+
+func (n *Net) tellDisconnected(id *connID) {
+	if !id.told {
+		id.told = true
+		id.state = disconnected
+		n.push(id, verbs.Event{Type: verbs.Disconnected}, nil)
+	}
+}
+
+func (id *connID) Destroy() error {
+	n := id.net
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if id.stack.ended() {
+		id.gone = true
+		return nil
+	}
+	if id.gone {
+		return id.fault("destroy", verbs.ErrClosed, "its use")
+	}
+	n.destroy(id, true)
+	return nil
+}
+
+// destroy ends id. Its peer is told what the kernel would tell it.
+func (n *Net) destroy(id *connID, tell bool) {
+	if id.gone {
+		return
+	}
+	p := id.peer
+	tell = tell && (p == nil || !n.cut(id.local.Addr(), id.remote.Addr()))
+	switch id.state {
+	case listening:
+		for _, q := range id.ch.queue {
+			if q.id == id && q.Type == verbs.ConnectRequest {
+				n.destroy(q.New.(*connID), tell)
+			}
+		}
+	case connecting:
+		switch {
+		case p == nil || p.gone:
+		case p.state == accepting && tell:
+			p.rejected(statusConsumer, nil)
+		case p.state == accepting:
+			p.giveUp(verbs.Unreachable, accepting)
+		case p.state == requested && tell:
+			p.rejected(statusTimeout, nil)
+		}
+	case requested:
+		if !p.gone && p.state == connecting {
+			if tell {
+				p.rejected(statusConsumer, nil)
+			} else {
+				p.giveUp(verbs.Unreachable, connecting)
+			}
+		}
+	case accepting, connected, disconnected:
+		n.disconnect(id, tell)
+	}
+	id.gone = true
+	for _, h := range id.at {
+		if h.ports[id.local.Port()] == id {
+			delete(h.ports, id.local.Port())
+		}
+	}
+	delete(id.ch.ids, id)
+	if q := id.qp; q != nil {
+		n.endQP(q)
+	}
+}

@@ -1,0 +1,285 @@
+package fakeverbs
+
+import (
+	"fmt"
+	"net/netip"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// idState is how far an ID has come.
+type idState int
+
+const (
+	idle idState = iota
+	bound
+	listening
+	resolvingAddr
+	addrResolved
+	routeResolved
+	connecting   // Connect was called
+	requested    // made by a connect request, not answered
+	accepting    // Accept was called, the connector has not read its event
+	connected    // at the acceptor, when the connector has read its event
+	disconnected // either side has begun to disconnect
+	failed       // rejected, unreachable, not resolved
+)
+
+var stateNames = [...]string{"idle", "bound", "listening", "resolving its address", "address resolved", "route resolved",
+	"connecting", "requested", "accepting", "connected", "disconnected", "failed"}
+
+func (s idState) String() string { return stateNames[s] }
+
+// connID implements verbs.ID. Everything but the first fields is guarded by net.mu.
+type connID struct {
+	net   *Net
+	ch    *channel
+	stack *Stack
+	seq   int // in its Stack
+
+	cookie  uint64
+	state   idState
+	local   netip.AddrPort
+	remote  netip.AddrPort
+	at      []*host // where it has its port
+	dev     *device
+	qp      *qp
+	peer    *connID // from the connect request on
+	active  bool    // it is the connector
+	param   verbs.ConnParam
+	backlog int
+	waiting int  // connect requests that were not read
+	ack     int  // SetAckTimeout
+	unread  bool // made by a connect request that was not read
+	told    bool // it was told, or will be, that it is disconnected
+	gone    bool // destroyed
+}
+
+func (id *connID) describe() string {
+	s := fmt.Sprintf("%d (%v", id.seq, id.state)
+	if id.local.IsValid() {
+		s += ", " + id.local.String()
+	}
+	if id.remote.IsValid() {
+		s += " to " + id.remote.String()
+	}
+	return s + ")"
+}
+
+func (id *connID) fault(op string, err error, detail string) error {
+	return fault(op, err, "%s: ID %s: %s", id.stack.name, id.describe(), detail)
+}
+
+// begin counts and locks for a call that is allowed in the states. The caller unlocks.
+func (id *connID) begin(op Op, states ...idState) error {
+	n := id.net
+	n.mu.Lock()
+	op.Local = id.local
+	if !op.Peer.IsValid() {
+		op.Peer = id.remote
+	}
+	n.mu.Unlock()
+	err := id.stack.hook(op)
+	n.mu.Lock()
+	if err != nil {
+		return err
+	}
+	if id.gone || id.ch.ended() {
+		return id.fault(op.Kind.String(), verbs.ErrClosed, "its use")
+	}
+	for _, s := range states {
+		if id.state == s {
+			return nil
+		}
+	}
+	if len(states) == 0 {
+		return nil
+	}
+	return id.fault(op.Kind.String(), syscall.EINVAL, fmt.Sprintf("its state, want %v", states))
+}
+
+func (id *connID) SetCookie(cookie uint64) {
+	id.net.mu.Lock()
+	defer id.net.mu.Unlock()
+	id.cookie = cookie
+}
+
+func (id *connID) LocalAddr() netip.AddrPort {
+	id.net.mu.Lock()
+	defer id.net.mu.Unlock()
+	return id.local
+}
+
+func (id *connID) Bind(to netip.AddrPort) error {
+	err := id.begin(Op{Kind: OpBind}, idle)
+	defer id.net.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return id.bind("bind", to)
+}
+
+func (id *connID) bind(op string, to netip.AddrPort) error {
+	hosts, err := id.stack.hostsFor(to.Addr())
+	if err != nil {
+		return fault(op, err, "%s: address %v", id.stack.name, to.Addr())
+	}
+	port := to.Port()
+	if port == 0 {
+		if port, err = freePort(hosts); err != nil {
+			return fault(op, err, "%s: any port of %v", id.stack.name, to.Addr())
+		}
+	}
+	for _, h := range hosts {
+		if h.ports[port] != nil {
+			return fault(op, syscall.EADDRINUSE, "%s: %v", id.stack.name, netip.AddrPortFrom(h.addr, port))
+		}
+	}
+	if !to.Addr().IsUnspecified() && hosts[0].name != "" {
+		if id.dev, err = id.ch.device(hosts[0]); err != nil {
+			return fault(op, err, "%s", id.stack.name)
+		}
+	}
+	for _, h := range hosts {
+		h.ports[port] = id
+	}
+	id.at = hosts
+	id.local = netip.AddrPortFrom(to.Addr().Unmap(), port)
+	id.state = bound
+	return nil
+}
+
+func (id *connID) Listen(backlog int) error {
+	err := id.begin(Op{Kind: OpListen}, bound)
+	defer id.net.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if backlog <= 0 {
+		backlog = 1024
+	}
+	id.backlog = backlog
+	id.state = listening
+	return nil
+}
+
+func (id *connID) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.Duration) error {
+	err := id.begin(Op{Kind: OpResolveAddr, Peer: dst}, idle, bound)
+	n := id.net
+	defer n.mu.Unlock()
+	if status, ok := err.(EventError); ok {
+		id.fail(verbs.AddrError, int(status))
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if !dst.IsValid() || dst.Port() == 0 {
+		return id.fault("resolve address", syscall.EINVAL, fmt.Sprintf("destination %v, want an address and a port", dst))
+	}
+	dst = netip.AddrPortFrom(dst.Addr().Unmap(), dst.Port())
+	if id.state == idle {
+		if !src.IsValid() {
+			src = id.stack.sourceFor(dst.Addr())
+		}
+		if err := id.bind("resolve address", netip.AddrPortFrom(src, 0)); err != nil {
+			return err
+		}
+	}
+	id.remote = dst
+	id.state = resolvingAddr
+	h := n.hosts[dst.Addr()]
+	if h == nil || n.cut(id.local.Addr(), dst.Addr()) {
+		if n.cfg.AddrAtOnce {
+			timeout = 0
+		}
+		n.after(timeout, func() {
+			if id.state == resolvingAddr {
+				id.fail(verbs.AddrError, timedOut)
+			}
+		})
+		return nil
+	}
+	if id.local.Addr().IsUnspecified() { // the route decides
+		id.local = netip.AddrPortFrom(id.stack.sourceFor(dst.Addr()), id.local.Port())
+	}
+	if id.dev == nil {
+		if hosts, err := id.stack.hostsFor(id.local.Addr()); err == nil {
+			id.dev, _ = id.ch.device(hosts[0]) // without one, ResolveRoute fails
+		}
+	}
+	id.state = addrResolved
+	n.push(id, verbs.Event{Type: verbs.AddrResolved}, nil)
+	return nil
+}
+
+// fail ends what id has begun with an event.
+func (id *connID) fail(t verbs.EventType, status int) {
+	id.state = failed
+	id.net.push(id, verbs.Event{Type: t, Status: status}, nil)
+}
+
+// sourceFor is the address from which dst is reached: itself when it is local.
+func (s *Stack) sourceFor(dst netip.Addr) netip.Addr {
+	for _, h := range s.hosts {
+		if h.addr == dst {
+			return dst
+		}
+	}
+	for _, h := range s.hosts {
+		if h.addr.Is4() == dst.Is4() && !dst.IsLoopback() {
+			return h.addr
+		}
+	}
+	if dst.IsLoopback() {
+		return dst
+	}
+	return netip.IPv4Unspecified()
+}
+
+func (id *connID) ResolveRoute(time.Duration) error {
+	err := id.begin(Op{Kind: OpResolveRoute}, addrResolved)
+	n := id.net
+	defer n.mu.Unlock()
+	if status, ok := err.(EventError); ok {
+		id.fail(verbs.RouteError, int(status))
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if id.dev == nil {
+		return id.fault("resolve route", syscall.ENODEV, "no device on the way")
+	}
+	id.state = routeResolved
+	n.push(id, verbs.Event{Type: verbs.RouteResolved}, nil)
+	return nil
+}
+
+func (id *connID) SetAckTimeout(exp int) error {
+	err := id.begin(Op{Kind: OpSetAckTimeout}, addrResolved, routeResolved, requested)
+	n := id.net
+	defer n.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if n.cfg.NoAckTimeout {
+		return id.fault("set ack timeout", syscall.ENOSYS, "this provider cannot")
+	}
+	if exp < 0 || exp > 31 {
+		return id.fault("set ack timeout", syscall.EINVAL, fmt.Sprintf("exponent %d, want 0 to 31", exp))
+	}
+	id.ack = exp
+	return nil
+}
+
+func (id *connID) Device() (verbs.Device, error) {
+	id.net.mu.Lock()
+	defer id.net.mu.Unlock()
+	if id.dev == nil {
+		return nil, id.fault("device", syscall.ENODEV, "it is not on a device (yet)")
+	}
+	return id.dev, nil
+}

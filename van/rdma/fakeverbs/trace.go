@@ -1,0 +1,136 @@
+package fakeverbs
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// RecordKind is what a Record is of.
+type RecordKind int
+
+// Kinds of Records.
+const (
+	RecordCM         RecordKind = iota + 1 // a call of the connection manager, or an event that was read
+	RecordPost                             // a work request
+	RecordCompletion                       // a completion that was polled
+)
+
+// What RecordCM is of: calls by the names that they have in C. Events that were read have
+// the type's name (verbs.EventType.String) instead.
+const (
+	EventCreateQP   = "create_qp"
+	EventConnect    = "rdma_connect"
+	EventAccept     = "rdma_accept"
+	EventReject     = "rdma_reject"
+	EventDisconnect = "rdma_disconnect"
+)
+
+// Record is something that was asked of the network or that it has told.
+type Record struct {
+	Seq    int // from 0
+	Kind   RecordKind
+	Stack  *Stack         // whose user has called
+	Local  netip.AddrPort // of the ID
+	Remote netip.AddrPort // what it is, or is to be, connected to; a connect request's sender
+	Peer   *Stack         // at Remote; nil when not known
+	QP     uint32         // number of the queue pair, 0 when there is none
+	Active bool           // the ID is the connector
+
+	Event   string // RecordCM
+	Private []byte // RecordCM: as given to the call, as padded in the event
+
+	Param      verbs.ConnParam // EventConnect, EventAccept, EventReject
+	AckTimeout int             // EventConnect, EventAccept: of SetAckTimeout
+	Options    verbs.QPOptions // EventCreateQP
+	Inline     int             // EventCreateQP: bytes granted
+
+	WR    verbs.SendWR // RecordPost
+	Chain int          // RecordPost: its place in its chain
+	Data  []byte       // RecordPost: the bytes; nil when the local key does not cover them
+
+	Completion verbs.Completion // RecordCompletion
+	Status     int              // of an event
+}
+
+// Trace calls f for all that happens from now on, in its order. f must not use the Net,
+// nor its Stacks but to compare them; it may keep the slices. nil ends it.
+func (n *Net) Trace(f func(Record)) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.trace = f
+}
+
+func (n *Net) record(id *connID, r Record) {
+	r.Seq = n.traceSeq
+	n.traceSeq++
+	r.Stack, r.Active = id.stack, id.active
+	r.Local, r.Remote = id.local, id.remote
+	if id.peer != nil {
+		r.Peer = id.peer.stack
+	}
+	if id.qp != nil {
+		r.QP = id.qp.num
+	}
+	n.trace(r)
+}
+
+func (n *Net) recordCM(id *connID, event string, p *verbs.ConnParam) {
+	if n.trace == nil {
+		return
+	}
+	r := Record{Kind: RecordCM, Event: event}
+	switch event {
+	case EventCreateQP:
+		r.Options, r.Inline = id.qp.opts, id.qp.inline
+	case EventConnect, EventAccept, EventReject:
+		r.Param, r.AckTimeout = *p, id.ack
+		r.Private = slices.Clone(p.Private)
+		if l := n.listener(id); l != nil {
+			r.Peer = l.stack
+		}
+	}
+	n.record(id, r)
+}
+
+// listener is who will get the connect request of id.
+func (n *Net) listener(id *connID) *connID {
+	if h := n.hosts[id.remote.Addr()]; h != nil && id.peer == nil {
+		return h.ports[id.remote.Port()]
+	}
+	return nil
+}
+
+func (n *Net) recordEvent(q queued) {
+	if n.trace == nil {
+		return
+	}
+	r := Record{Kind: RecordCM, Event: q.Type.String(), Private: slices.Clone(q.Private), Status: q.Status}
+	id := q.id
+	if q.New != nil {
+		id = q.New.(*connID)
+	}
+	n.record(id, r)
+}
+
+func (n *Net) recordPost(q *qp, w *work, chain int) {
+	if n.trace == nil {
+		return
+	}
+	r := Record{Kind: RecordPost, WR: w.SendWR, Chain: chain}
+	if w.Flags&verbs.Inline != 0 {
+		r.Data = slices.Clone(w.data)
+	} else if m := q.dev.lkeys[w.LKey]; m != nil {
+		if b, ok := m.bytes(w.LocalAddr, w.Len); ok {
+			r.Data = slices.Clone(b)
+		}
+	}
+	n.record(q.id, r)
+}
+
+func (n *Net) recordCompletion(e *entryCQ) {
+	if n.trace != nil {
+		n.record(e.qp.id, Record{Kind: RecordCompletion, Completion: e.Completion})
+	}
+}
