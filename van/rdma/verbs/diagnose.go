@@ -1,0 +1,83 @@
+//go:build linux && cgo && !nordma
+
+package verbs
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// diagnose looks for what RDMA needs of the system, and returns an error for the
+// first thing that is missing. cause is what failed, or nil.
+func (s *stack) diagnose(cause error) error {
+	found, err := os.ReadDir(s.opt.sysfs)
+	if len(found) == 0 {
+		why := "is empty"
+		if err != nil {
+			why = "cannot be read (" + reason(err) + ")"
+		}
+		return fmt.Errorf("%w: no RDMA device: %s %s; load the kernel module of the network card (mlx5_ib for ConnectX), "+
+			"or make a software device (modprobe rdma_rxe; rdma link add rxe0 type rxe netdev eth0); "+
+			"in a container, sysfs must show the host's devices", ErrUnavailable, s.opt.sysfs, why)
+	}
+	uverbs, err := filepath.Glob(filepath.Join(s.opt.dev, "uverbs*"))
+	if err != nil || len(uverbs) == 0 {
+		return fmt.Errorf("%w: there are devices (%s), but no %s/uverbs*; load the kernel module ib_uverbs; "+
+			"in a container, add --device=/dev/infiniband", ErrUnavailable, names(found), s.opt.dev)
+	}
+	var denied error
+	usable := 0
+	for _, u := range uverbs {
+		if err := tryOpen(u); err != nil {
+			denied = fmt.Errorf("%w: cannot open %s: %s; give the user read and write permission, in a container add --device=/dev/infiniband",
+				ErrUnavailable, u, reason(err))
+		} else {
+			usable++
+		}
+	}
+	if usable == 0 {
+		return denied
+	}
+	cm := filepath.Join(s.opt.dev, "rdma_cm")
+	if err := tryOpen(cm); errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w: %s is missing; load the kernel module rdma_ucm; in a container, add --device=/dev/infiniband",
+			ErrUnavailable, cm)
+	} else if err != nil {
+		return fmt.Errorf("%w: cannot open %s: %s; give the user read and write permission, in a container add --device=/dev/infiniband",
+			ErrUnavailable, cm, reason(err))
+	}
+	if cause != nil {
+		return fmt.Errorf("%w: %w", ErrUnavailable, cause)
+	}
+	return nil
+}
+
+// tryOpen opens as the libraries do: a container may forbid what permissions allow.
+func tryOpen(path string) error {
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	return f.Close()
+}
+
+// reason is err without the operation and path, which the caller names.
+func reason(err error) string {
+	var p *fs.PathError
+	if errors.As(err, &p) {
+		return p.Err.Error()
+	}
+	return err.Error()
+}
+
+func names(entries []os.DirEntry) string {
+	var n []string
+	for _, e := range entries {
+		n = append(n, e.Name())
+	}
+	return strings.Join(n, ", ")
+}

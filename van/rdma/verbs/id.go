@@ -1,0 +1,265 @@
+//go:build linux && cgo && !nordma
+
+package verbs
+
+/*
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"math"
+	"net"
+	"net/netip"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+	"unsafe"
+)
+
+// Most private data, as the connection manager takes it.
+const (
+	maxConnectData = 56
+	maxAcceptData  = 196
+	maxRejectData  = 148
+)
+
+type id struct {
+	ch *channel
+
+	mu     sync.Mutex
+	c      *C.sv_id // nil: destroyed
+	qp     *qp
+	device *device // of qp, kept for C
+}
+
+// do calls f with the ID, unless it is destroyed.
+func (i *id) do(op, what string, f func(c *C.sv_id) C.int) error {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	rc := C.int(C.SV_ESTALE)
+	if i.c != nil {
+		rc = f(i.c)
+	}
+	return failure(rc, op, i.deviceName(), what)
+}
+
+func (i *id) deviceName() string {
+	if i.device == nil {
+		return ""
+	}
+	return i.device.name
+}
+
+// SetCookie names the ID. Events fetched before carry the old cookie.
+func (i *id) SetCookie(cookie uint64) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.c != nil {
+		C.sv_id_set_cookie(i.c, C.uint64_t(cookie))
+	}
+}
+
+// Bind binds the ID to a.
+func (i *id) Bind(a netip.AddrPort) error {
+	sa, err := toAddr(a)
+	if err != nil {
+		return fmt.Errorf("rdma: bind: %w", err)
+	}
+	return i.do("bind", a.String(), func(c *C.sv_id) C.int { return C.sv_bind(c, &sa) })
+}
+
+// Listen begins to take connect requests.
+func (i *id) Listen(backlog int) error {
+	return i.do("listen", "", func(c *C.sv_id) C.int { return C.sv_listen(c, C.int(backlog)) })
+}
+
+// LocalAddr is the address that the ID is bound to.
+func (i *id) LocalAddr() netip.AddrPort {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	var a C.sv_addr
+	if i.c != nil {
+		C.sv_id_addr(i.c, &a)
+	}
+	return fromAddr(&a)
+}
+
+// ResolveAddr begins to look for the way to dst.
+func (i *id) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.Duration) error {
+	d, err := toAddr(dst)
+	if err != nil {
+		return fmt.Errorf("rdma: resolve address: destination: %w", err)
+	}
+	what := dst.String()
+	var s C.sv_addr
+	if src.IsValid() {
+		if s, err = toAddr(netip.AddrPortFrom(src, 0)); err != nil {
+			return fmt.Errorf("rdma: resolve address: source: %w", err)
+		}
+		what += " from " + src.String()
+	}
+	return i.do("resolve address", what, func(c *C.sv_id) C.int { return C.sv_resolve_addr(c, &s, &d, millis(timeout)) })
+}
+
+// ResolveRoute begins to look for the route.
+func (i *id) ResolveRoute(timeout time.Duration) error {
+	return i.do("resolve route", "", func(c *C.sv_id) C.int { return C.sv_resolve_route(c, millis(timeout)) })
+}
+
+// millis rounds up: 0 would be no time at all.
+func millis(d time.Duration) C.int {
+	return C.int(min(max((d+time.Millisecond-1)/time.Millisecond, 1), math.MaxInt32))
+}
+
+// SetAckTimeout sets the time after which a message is sent again.
+func (i *id) SetAckTimeout(exp int) error {
+	if exp < 0 || exp > 31 {
+		return fmt.Errorf("rdma: set ACK timeout: exponent is %d, want 0 to 31", exp)
+	}
+	return i.do("set ACK timeout", strconv.Itoa(exp), func(c *C.sv_id) C.int { return C.sv_set_ack_timeout(c, C.int(exp)) })
+}
+
+// Device is the device that the ID lies on.
+func (i *id) Device() (Device, error) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.open()
+}
+
+func (i *id) open() (*device, error) {
+	if i.c == nil {
+		return nil, failure(C.SV_ESTALE, "find the device of an ID", "", "")
+	}
+	return i.ch.device(i.c)
+}
+
+// CreateQP makes the queue pair.
+func (i *id) CreateQP(o QPOptions) (QP, error) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	d, err := i.open()
+	if err != nil {
+		return nil, err
+	}
+	if i.qp != nil {
+		return nil, fmt.Errorf("rdma: %s: create a queue pair: the ID has one", d.name)
+	}
+	q, err := d.createQP(i.c, o)
+	if err != nil {
+		return nil, err
+	}
+	i.qp, i.device = q, d
+	return q, nil
+}
+
+// Connect begins to connect.
+func (i *id) Connect(p ConnParam) error {
+	return i.join("connect", p, maxConnectData, func(c *C.sv_id, data unsafe.Pointer, n C.int) C.int {
+		return C.sv_connect(c, data, n, C.int(p.RetryCount), C.int(p.RNRRetryCount))
+	})
+}
+
+// Accept accepts a connect request.
+func (i *id) Accept(p ConnParam) error {
+	return i.join("accept", p, maxAcceptData, func(c *C.sv_id, data unsafe.Pointer, n C.int) C.int {
+		return C.sv_accept(c, data, n, C.int(p.RetryCount), C.int(p.RNRRetryCount))
+	})
+}
+
+func (i *id) join(op string, p ConnParam, most int, f func(*C.sv_id, unsafe.Pointer, C.int) C.int) error {
+	switch {
+	case len(p.Private) > most:
+		return fmt.Errorf("rdma: %s: %d bytes of private data, want at most %d", op, len(p.Private), most)
+	case p.RetryCount < 0 || p.RetryCount > 7:
+		return fmt.Errorf("rdma: %s: retry count is %d, want 0 to 7", op, p.RetryCount)
+	case p.RNRRetryCount < 0 || p.RNRRetryCount > 7:
+		return fmt.Errorf("rdma: %s: RNR retry count is %d, want 0 to 7", op, p.RNRRetryCount)
+	}
+	return i.do(op, "", func(c *C.sv_id) C.int {
+		if i.qp == nil {
+			return C.int(syscall.ENOTCONN) // without a queue pair librdmacm would leave its states to the caller
+		}
+		return f(c, unsafe.Pointer(unsafe.SliceData(p.Private)), C.int(len(p.Private)))
+	})
+}
+
+// Reject refuses a connect request.
+func (i *id) Reject(private []byte) error {
+	if len(private) > maxRejectData {
+		return fmt.Errorf("rdma: reject: %d bytes of private data, want at most %d", len(private), maxRejectData)
+	}
+	return i.do("reject", "", func(c *C.sv_id) C.int {
+		return C.sv_reject(c, unsafe.Pointer(unsafe.SliceData(private)), C.int(len(private)))
+	})
+}
+
+// Disconnect ends the connection; everything posted is flushed.
+func (i *id) Disconnect() error {
+	return i.do("disconnect", "", func(c *C.sv_id) C.int { return C.sv_disconnect(c) })
+}
+
+// Destroy ends the ID in any state. A Poll or Next that has begun before may still
+// return something of it. A second Destroy does nothing.
+func (i *id) Destroy() error {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.c == nil {
+		return nil
+	}
+	if err := failure(C.sv_id_free(i.c), "destroy the ID", i.deviceName(), ""); err != nil {
+		return err
+	}
+	i.c = nil
+	i.ch.mu.Lock()
+	i.ch.ids--
+	i.ch.mu.Unlock()
+	return nil
+}
+
+func toAddr(a netip.AddrPort) (C.sv_addr, error) {
+	var out C.sv_addr
+	if !a.IsValid() {
+		return out, fmt.Errorf("address is %v, want an IPv4 or IPv6 address and a port", a)
+	}
+	out.port = C.uint16_t(a.Port())
+	ip := a.Addr().Unmap()
+	b := (*[16]byte)(unsafe.Pointer(&out.ip))
+	if ip.Is4() {
+		v4 := ip.As4()
+		copy(b[:], v4[:])
+		out.family = 4
+		return out, nil
+	}
+	*b = ip.As16()
+	out.family = 6
+	if zone := ip.Zone(); zone != "" {
+		n, err := strconv.ParseUint(zone, 10, 32)
+		if err != nil {
+			iface, err := net.InterfaceByName(zone)
+			if err != nil {
+				return out, fmt.Errorf("address %v: zone %q: %w", a, zone, err)
+			}
+			n = uint64(iface.Index)
+		}
+		out.scope = C.uint32_t(n)
+	}
+	return out, nil
+}
+
+func fromAddr(a *C.sv_addr) netip.AddrPort {
+	b := *(*[16]byte)(unsafe.Pointer(&a.ip))
+	switch a.family {
+	case 4:
+		return netip.AddrPortFrom(netip.AddrFrom4([4]byte(b[:4])), uint16(a.port))
+	case 6:
+		ip := netip.AddrFrom16(b)
+		if a.scope != 0 {
+			ip = ip.WithZone(strconv.FormatUint(uint64(a.scope), 10))
+		}
+		return netip.AddrPortFrom(ip, uint16(a.port))
+	}
+	return netip.AddrPort{}
+}

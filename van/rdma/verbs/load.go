@@ -1,0 +1,133 @@
+//go:build linux && cgo && !nordma
+
+package verbs
+
+/*
+#cgo CFLAGS: -O2 -Wall -Wextra
+#cgo LDFLAGS: -ldl -lpthread
+#include <stdlib.h>
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+	"syscall"
+	"unsafe"
+)
+
+// stack is the libraries, opened. They stay open: closing librdmacm while one of its
+// threads or devices lives is not safe.
+type stack struct {
+	c       *C.sv_lib
+	opt     Options
+	log     *slog.Logger
+	devices atomic.Uint32 // numbers given to devices, which make handles unique
+}
+
+// Load opens libibverbs and librdmacm, and libmlx5 where there is one. The error
+// wraps ErrUnavailable and says what is missing and how to get it. Whether there is
+// a device to use them with, NewChannel says.
+func Load(o Options) (Stack, error) {
+	o.libVerbs = cmp.Or(o.libVerbs, "libibverbs.so.1")
+	o.libCM = cmp.Or(o.libCM, "librdmacm.so.1")
+	o.libMLX5 = cmp.Or(o.libMLX5, "libmlx5.so.1")
+	o.sysfs = cmp.Or(o.sysfs, "/sys/class/infiniband")
+	o.dev = cmp.Or(o.dev, "/dev/infiniband")
+	s := &stack{opt: o, log: o.Log}
+	if s.log == nil {
+		s.log = slog.New(slog.DiscardHandler)
+	}
+	verbs, cm, mlx5 := C.CString(o.libVerbs), C.CString(o.libCM), C.CString(o.libMLX5)
+	defer C.free(unsafe.Pointer(verbs))
+	defer C.free(unsafe.Pointer(cm))
+	defer C.free(unsafe.Pointer(mlx5))
+	var what C.int
+	var text [512]C.char
+	s.c = C.sv_load(verbs, cm, mlx5, &what, &text[0], C.int(len(text)))
+	if s.c == nil {
+		return nil, loadError(o, what, C.GoString(&text[0]))
+	}
+	s.log.Debug("rdma: libraries opened", "verbs", o.libVerbs, "cm", o.libCM, "mlx5", C.sv_has_mlx5(s.c) != 0,
+		"dmabuf", C.sv_has_dmabuf(s.c) != 0)
+	return s, nil
+}
+
+func loadError(o Options, what C.int, text string) error {
+	switch what {
+	case C.SV_LOAD_VERBS:
+		return fmt.Errorf("%w: cannot open %s: %s; install it (Debian, Ubuntu: apt install libibverbs1 ibverbs-providers)",
+			ErrUnavailable, o.libVerbs, text)
+	case C.SV_LOAD_CM:
+		return fmt.Errorf("%w: cannot open %s: %s; install it (Debian, Ubuntu: apt install librdmacm1)", ErrUnavailable, o.libCM, text)
+	case C.SV_LOAD_VERBS_SYMBOL:
+		return fmt.Errorf("%w: %s has no function %s; install a newer one (Debian, Ubuntu: libibverbs1)", ErrUnavailable, o.libVerbs, text)
+	case C.SV_LOAD_CM_SYMBOL:
+		return fmt.Errorf("%w: %s has no function %s; install a newer one (Debian, Ubuntu: librdmacm1)", ErrUnavailable, o.libCM, text)
+	}
+	return fmt.Errorf("%w: %w", ErrUnavailable, syscall.ENOMEM)
+}
+
+// The shim's own error numbers, which no system uses.
+var shimErrors = map[C.int]error{
+	C.SV_ESTALE:    ErrClosed,
+	C.SV_EFULL:     ErrQueueFull,
+	C.SV_ENOTREADY: syscall.ENOTCONN,
+	C.SV_EINLINE:   syscall.EMSGSIZE,
+	C.SV_EOPCODE:   errors.New("unknown opcode"),
+	C.SV_EPOLLING:  errors.New("somebody else polls"),
+}
+
+// failure makes an error of what the shim returned: nil for 0.
+func failure(rc C.int, op, device, what string) error {
+	if rc == 0 {
+		return nil
+	}
+	if err, ok := shimErrors[rc]; ok {
+		e, errno := err.(syscall.Errno)
+		if !errno {
+			return fmt.Errorf("rdma: %s%s: %w", prefix(device), join(op, what), err)
+		}
+		rc = C.int(e)
+	}
+	e := &Error{Op: op, Device: device, What: what, Errno: syscall.Errno(rc)}
+	switch e.Errno {
+	case syscall.ENOMEM:
+		e.Hint = memlockHint()
+	case syscall.EACCES, syscall.EPERM:
+		e.Hint = "no permission; in a container give it the devices under /dev/infiniband and CAP_IPC_LOCK"
+	}
+	return e
+}
+
+func prefix(device string) string {
+	if device == "" {
+		return ""
+	}
+	return device + ": "
+}
+
+func join(op, what string) string {
+	if what == "" {
+		return op
+	}
+	return op + " " + what
+}
+
+// memlockHint says what a process may lock: memory known to a device is locked.
+func memlockHint() string {
+	var l syscall.Rlimit
+	const memlock = 8 // RLIMIT_MEMLOCK, on all architectures but MIPS and SPARC
+	if err := syscall.Getrlimit(memlock, &l); err != nil {
+		return "RLIMIT_MEMLOCK may be too low: raise it with ulimit -l unlimited, or LimitMEMLOCK=infinity in systemd"
+	}
+	if l.Cur == ^uint64(0) {
+		return "out of memory, or of what the device has; RLIMIT_MEMLOCK is unlimited"
+	}
+	return fmt.Sprintf("RLIMIT_MEMLOCK, the memory that a process may lock, is %d bytes: raise it with ulimit -l unlimited, "+
+		"or LimitMEMLOCK=infinity in systemd", l.Cur)
+}

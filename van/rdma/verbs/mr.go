@@ -1,0 +1,97 @@
+//go:build linux && cgo && !nordma
+
+package verbs
+
+/*
+#include "shim.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"syscall"
+	"unsafe"
+)
+
+type mr struct {
+	d          *device
+	lkey, rkey C.uint32_t
+	what       string
+
+	mu sync.Mutex
+	c  unsafe.Pointer // nil: deregistered
+}
+
+// Register makes memory known to the device. RemoteWrite implies LocalWrite.
+func (d *device) Register(p unsafe.Pointer, n int, a Access) (MR, error) {
+	m := &mr{d: d, what: fmt.Sprintf("%d bytes at %p", n, p)}
+	if n <= 0 || p == nil {
+		return nil, &Error{Op: "register", Device: d.name, What: m.what, Errno: syscall.EINVAL, Hint: "want at least one byte at an address"}
+	}
+	err := m.register(func() C.int {
+		return C.sv_reg(d.c, C.uintptr_t(uintptr(p)), C.size_t(n), C.int(a), &m.c, &m.lkey, &m.rkey)
+	})
+	var e *Error
+	if errors.As(err, &e) && e.Errno == syscall.EFAULT {
+		e.Hint = "memory that is not mapped, or is read-only while Access wants to write, " +
+			"or belongs to a GPU without nvidia_peermem or dma-buf"
+	}
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// RegisterDMABuf makes a dma-buf known to the device. Without library support the
+// error wraps errors.ErrUnsupported; kernels and drivers without say EOPNOTSUPP,
+// which errors.Is takes for the same.
+func (d *device) RegisterDMABuf(fd int, offset, length, iova uint64, a Access) (MR, error) {
+	m := &mr{d: d, what: fmt.Sprintf("dma-buf %d (%d bytes at offset %d)", fd, length, offset)}
+	if C.sv_has_dmabuf(d.s.c) == 0 {
+		return nil, fmt.Errorf("rdma: %s: register %s: libibverbs has no ibv_reg_dmabuf_mr, want version 34 or newer: %w",
+			d.name, m.what, errors.ErrUnsupported)
+	}
+	if length == 0 {
+		return nil, &Error{Op: "register", Device: d.name, What: m.what, Errno: syscall.EINVAL, Hint: "want at least one byte"}
+	}
+	err := m.register(func() C.int {
+		return C.sv_reg_dmabuf(d.c, C.int(fd), C.uint64_t(offset), C.size_t(length), C.uint64_t(iova), C.int(a), &m.c, &m.lkey, &m.rkey)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+func (m *mr) register(f func() C.int) error {
+	m.d.mu.RLock()
+	defer m.d.mu.RUnlock()
+	rc := C.int(C.SV_ESTALE)
+	if !m.d.closed {
+		rc = f()
+	}
+	if rc == 0 {
+		m.d.mrs.Add(1)
+	}
+	return failure(rc, "register", m.d.name, m.what)
+}
+
+func (m *mr) LKey() uint32 { return uint32(m.lkey) }
+func (m *mr) RKey() uint32 { return uint32(m.rkey) }
+
+// Deregister ends the region. A second one does nothing.
+func (m *mr) Deregister() error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.c == nil {
+		return nil
+	}
+	if rc := C.sv_dereg(m.d.c, m.c); rc != 0 {
+		return failure(rc, "deregister", m.d.name, m.what)
+	}
+	m.c = nil
+	m.d.mrs.Add(-1)
+	return nil
+}

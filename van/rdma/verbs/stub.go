@@ -1,0 +1,11 @@
+//go:build !linux || !cgo || nordma
+
+package verbs
+
+import "fmt"
+
+// Load reports that RDMA was left out of this program.
+func Load(Options) (Stack, error) {
+	return nil, fmt.Errorf("%w: this program was built without it (USE_RDMA=0, build tag nordma, or not for Linux with cgo); "+
+		"build it on Linux with USE_RDMA=1", ErrUnavailable)
+}
