@@ -25,6 +25,7 @@ Try it:          stepaf launch -n 1 -s 1 -- stepaf demo
 Run a program:   stepaf launch -n 2 -s 1 -- ./program
 Measure:         stepaf bench latency
 See settings:    stepaf env
+Look for faults: stepaf doctor
 
 Options of a command come before its arguments.`
 
@@ -50,6 +51,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 			schedulerCommand(),
 			bench.Command(),
 			envCommand(),
+			doctorCommand(),
 			demo.Command(),
 			versionCommand(),
 		},

@@ -61,18 +61,8 @@ func runScheduler(c *cli.Context) error {
 			fmt.Fprintf(c.App.Writer, "stepaf scheduler: "+format+"\n", args...)
 		}
 	}
-	ctx, cancel := context.WithCancelCause(context.Background())
-	defer cancel(nil)
-	signals := make(chan os.Signal, 1)
-	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
-	defer signal.Stop(signals)
-	go func() {
-		select {
-		case s := <-signals:
-			cancel(&stopped{s.(syscall.Signal)})
-		case <-ctx.Done():
-		}
-	}()
+	ctx, cancel := interruptible()
+	defer cancel()
 
 	say("at %s:%d (%s), waiting for %s and %s", cfg.RootURI, cfg.RootPort, cfg.VanType,
 		count(cfg.NumServers*cfg.GroupSize, "server"), count(cfg.NumWorkers*cfg.GroupSize, "worker"))
@@ -99,6 +89,24 @@ func count(n int, what string) string {
 		return "1 " + what
 	}
 	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// interruptible is a context that ends with *stopped at the first SIGINT or SIGTERM.
+func interruptible() (ctx context.Context, cancel func()) {
+	ctx, end := context.WithCancelCause(context.Background())
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	go func() {
+		select {
+		case s := <-signals:
+			end(&stopped{s.(syscall.Signal)})
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() {
+		signal.Stop(signals)
+		end(nil)
+	}
 }
 
 // stopped is the cause of a context that a signal has ended.

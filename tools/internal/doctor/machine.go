@@ -1,0 +1,102 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"runtime"
+
+	zmq4 "github.com/pebbe/zmq4"
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/choose"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/zmq"
+)
+
+// Machine is what an examination looks at. Host is this one; tests make one up.
+type Machine struct {
+	Root fs.FS // of the file system: dev, proc and sys are read
+	Env  env.Source
+
+	Version    string // of stepaf
+	Go         string // version and platform
+	LibZMQ     string // version
+	Transports []string
+	Backends   []string
+	CPUs       int // that this process may use
+
+	Interfaces func() ([]choose.Interface, error)
+	// Resolve finds the IPv4 address of a host.
+	Resolve func(ctx context.Context, host string) (netip.Addr, error)
+	// Open opens a device for reading and writing, and closes it.
+	Open func(name string) error
+	// Memlock is RLIMIT_MEMLOCK in bytes; the largest uint64 is no limit.
+	Memlock func() (uint64, error)
+	// ZMQ makes vans of ZeroMQ.
+	ZMQ van.Factory
+	// Verbs loads RDMA; nil when this build has none.
+	Verbs func() (verbs.Stack, error)
+}
+
+// Host is the machine that this process runs on. version is stepaf's.
+func Host(version string, log *slog.Logger) *Machine {
+	return &Machine{
+		Root:       os.DirFS("/"),
+		Env:        env.OS(),
+		Version:    version,
+		Go:         runtime.Version() + " " + runtime.GOOS + "/" + runtime.GOARCH,
+		LibZMQ:     libzmq(),
+		Transports: van.Transports(),
+		Backends:   backend.Names(),
+		CPUs:       runtime.NumCPU(),
+		Interfaces: choose.Interfaces,
+		Resolve:    resolve,
+		Open:       open,
+		Memlock:    memlock,
+		ZMQ:        zmq.New,
+		Verbs:      loadVerbs(log),
+	}
+}
+
+func libzmq() string {
+	major, minor, patch := zmq4.Version()
+	return join3(major, minor, patch)
+}
+
+func resolve(ctx context.Context, host string) (netip.Addr, error) {
+	if a, err := netip.ParseAddr(host); err == nil {
+		return a.Unmap(), nil
+	}
+	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	if len(all) == 0 {
+		return netip.Addr{}, errors.New(host + " has no IPv4 address")
+	}
+	return all[0].Unmap(), nil
+}
+
+func open(name string) error {
+	f, err := os.OpenFile(name, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	return f.Close()
+}
+
+func memlock() (uint64, error) {
+	var l unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
+		return 0, os.NewSyscallError("getrlimit", err)
+	}
+	return l.Cur, nil
+}

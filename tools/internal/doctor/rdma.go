@@ -1,0 +1,347 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math"
+	"net/netip"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/van/rdma/choose"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// The checks of RDMA follow each other from the ground upwards. Where the ground is
+// missing, one of them says so and those above are silent.
+
+func (x *exam) rdmaBuild(context.Context) []Finding {
+	const name = "rdma build"
+	switch {
+	case x.m.Verbs == nil:
+		return []Finding{{Name: name, Status: x.absent(), Text: "this stepaf was built without RDMA",
+			Remedy: "build it on Linux with cgo and without the tag nordma" + x.useZMQ()}}
+	case x.needRDMA && !slices.Contains(x.m.Transports, ibverbs):
+		return []Finding{{Name: name, Status: Fail, Text: "this stepaf has no transport ibverbs, only " + strings.Join(x.m.Transports, ", "),
+			Remedy: "use DMLC_ENABLE_RDMA=zmq on all nodes"}}
+	}
+	return []Finding{{Name: name, Text: "built in; libraries are opened at run time"}}
+}
+
+func (x *exam) rdmaLibraries(context.Context) []Finding {
+	if x.m.Verbs == nil {
+		return nil
+	}
+	const name = "rdma libraries"
+	stack, err := x.m.Verbs()
+	if err != nil {
+		status := x.absent()
+		if len(x.sysDevices()) > 0 {
+			status = x.bad()
+		}
+		return []Finding{{Name: name, Status: status, Text: err.Error(),
+			Remedy: "install libibverbs, its providers and librdmacm (Debian: libibverbs1 ibverbs-providers librdmacm1; Red Hat: libibverbs librdmacm)" + x.useZMQ()}}
+	}
+	x.stack = stack
+	libs := x.mapped("libibverbs.so", "librdmacm.so", "libmlx5.so")
+	f := Finding{Name: name, Text: "loaded", Details: x.mapped("-rdmav"), Data: map[string]any{"paths": libs}}
+	if len(libs) > 0 {
+		f.Text = strings.Join(libs, ", ")
+	}
+	return []Finding{f}
+}
+
+// mapped lists the files of this process whose names have one of the parts in them.
+func (x *exam) mapped(parts ...string) []string {
+	var list []string
+	for line := range strings.SplitSeq(x.text("proc/self/maps"), "\n") {
+		i := strings.IndexByte(line, '/')
+		if i < 0 {
+			continue
+		}
+		file := line[i:]
+		if slices.ContainsFunc(parts, func(p string) bool { return strings.Contains(path.Base(file), p) }) && !slices.Contains(list, file) {
+			list = append(list, file)
+		}
+	}
+	return list
+}
+
+// sysDevices lists the RDMA devices that the kernel shows.
+func (x *exam) sysDevices() []string { return x.names("sys/class/infiniband") }
+
+func (x *exam) names(dir string) []string {
+	entries, err := fs.ReadDir(x.m.Root, dir)
+	if err != nil {
+		return nil
+	}
+	var l []string
+	for _, e := range entries {
+		l = append(l, e.Name())
+	}
+	return l
+}
+
+// modules are those that RDMA from user space needs, or that somebody may look for.
+var modules = []string{"ib_core", "ib_uverbs", "rdma_ucm", "mlx5_ib", "bnxt_re", "irdma", "efa", "hns_roce", "rdma_rxe", "siw", "nvidia_peermem"}
+
+// rdmaDevices looks at the kernel's side: devices, and the files through which a
+// process reaches them.
+func (x *exam) rdmaDevices(context.Context) []Finding {
+	const name = "rdma devices"
+	if x.m.Verbs == nil {
+		return nil
+	}
+	devices := x.sysDevices()
+	if len(devices) == 0 {
+		return []Finding{{Name: name, Status: x.absent(), Text: "none: /sys/class/infiniband is empty",
+			Remedy: "load the NIC's driver (modprobe mlx5_ib), or make a Soft-RoCE device (rdma link add rxe0 type rxe netdev eth0)" + x.useZMQ()}}
+	}
+	slices.Sort(devices)
+	files := []string{"/dev/infiniband/rdma_cm"}
+	ofDevice := map[string]string{}
+	for _, u := range x.names("sys/class/infiniband_verbs") {
+		if d := x.line("sys/class/infiniband_verbs/" + u + "/ibdev"); d != "" {
+			ofDevice[d] = "/dev/infiniband/" + u
+		}
+	}
+	var found []Finding
+	var good []string
+	for _, d := range devices {
+		file := ofDevice[d]
+		if file == "" {
+			found = append(found, Finding{Name: name, Status: x.bad(), Text: d + " has no /dev/infiniband/uverbs file", Remedy: "modprobe ib_uverbs"})
+			continue
+		}
+		files = append(files, file)
+	}
+	for _, file := range files {
+		switch err := x.m.Open(file); {
+		case err == nil:
+			good = append(good, file)
+		case errors.Is(err, fs.ErrNotExist):
+			remedy := "modprobe ib_uverbs rdma_ucm; give a container --device=/dev/infiniband and the host's network"
+			found = append(found, Finding{Name: name, Status: x.bad(), Text: file + " is missing", Remedy: remedy})
+		case errors.Is(err, fs.ErrPermission):
+			found = append(found, Finding{Name: name, Status: x.bad(), Text: err.Error(),
+				Remedy: "chmod 666 " + file + " (udev: MODE=\"0666\"), or give a container --device=" + file})
+		default:
+			found = append(found, Finding{Name: name, Status: x.bad(), Text: err.Error(), Remedy: "see dmesg: the driver does not let " + file + " be opened"})
+		}
+	}
+	var loaded []string
+	for _, m := range modules {
+		if _, err := fs.Stat(x.m.Root, "sys/module/"+m); err == nil {
+			loaded = append(loaded, m)
+		}
+	}
+	f := Finding{Name: name, Text: strings.Join(devices, ", "), Details: []string{"modules: " + or(strings.Join(loaded, ", "), "none known")},
+		Data: map[string]any{"devices": devices, "files": good, "modules": loaded}}
+	if len(good) > 0 {
+		f.Text += "; can open " + strings.Join(good, ", ")
+	}
+	return append([]Finding{f}, found...)
+}
+
+// portData is what a program learns about a port.
+type portData struct {
+	Device   string         `json:"device"`
+	Port     verbs.PortInfo `json:"port"`
+	Firmware string         `json:"firmware"`
+}
+
+// rdmaPorts shows each port as the verbs see it.
+func (x *exam) rdmaPorts(context.Context) []Finding {
+	if x.stack == nil || len(x.sysDevices()) == 0 {
+		return nil
+	}
+	const name = "rdma port"
+	devices, err := x.stack.Devices()
+	if err != nil {
+		return []Finding{{Name: name, Status: x.bad(), Text: "devices cannot be listed: " + err.Error(), Remedy: "compare with ibv_devinfo -v, and see dmesg"}}
+	}
+	x.devices = devices
+	if len(devices) == 0 {
+		return []Finding{{Name: name, Status: x.bad(), Text: "the kernel has devices, but libibverbs finds none",
+			Remedy: "install the provider of the device (Debian: ibverbs-providers), and see that /dev/infiniband can be opened"}}
+	}
+	var found []Finding
+	for _, d := range devices {
+		for _, p := range d.Ports {
+			found = append(found, x.rdmaPort(d, p))
+		}
+	}
+	return found
+}
+
+// fastLink is the rate in Gb/s from which small packets cost bandwidth.
+const fastLink = 100
+
+func (x *exam) rdmaPort(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
+	f := Finding{Name: fmt.Sprintf("rdma port %s/%d", d.Name, p.Num), Data: portData{d.Name, p, d.Firmware}}
+	parts := []string{p.State, p.LinkLayer, strconv.FormatFloat(p.Rate, 'f', -1, 64) + " Gb/s", fmt.Sprintf("MTU %d", p.MTU), "firmware " + or(d.Firmware, "unknown")}
+	v4 := ""
+	for _, g := range p.GIDs {
+		line := fmt.Sprintf("GID %d: %s, %s", g.Index, g.Addr, g.Type)
+		if g.Iface != "" {
+			line += ", " + g.Iface
+		}
+		f.Details = append(f.Details, line)
+		if g.Addr.Unmap().Is4() && (v4 == "" || g.Type == "RoCE v2") {
+			v4 = fmt.Sprintf("%s %s (GID %d, %s)", or(g.Iface, "interface unknown"), g.Addr.Unmap(), g.Index, g.Type)
+		}
+	}
+	if v4 != "" {
+		parts = append(parts, v4)
+	}
+	f.Details = append(f.Details, fmt.Sprintf("at most %d queue pairs, %d completions in a queue, %d regions, %d requests in a queue, %s in a message",
+		d.MaxQP, d.MaxCQE, d.MaxMR, d.MaxWR, size(uint64(p.MaxMsg))))
+	f.Text = strings.Join(parts, ", ")
+	ethernet := p.LinkLayer == "Ethernet"
+	switch {
+	case !p.Active && ethernet:
+		f.Status, f.Remedy = Warn, "set the interface up (ip link set DEV up), and see the cable and the switch"
+	case !p.Active:
+		f.Status, f.Remedy = Warn, "see the cable, and that a subnet manager runs in the InfiniBand network"
+	case ethernet && v4 == "":
+		f.Status, f.Remedy, f.Text = Warn, "give the interface an IPv4 address (ip addr add ADDRESS/24 dev DEV)", f.Text+", no IPv4 address"
+	case ethernet && p.Rate >= fastLink && p.MTU < 4096:
+		f.Status, f.Remedy = Warn, "for full speed give interface and switch an MTU of 9000, which makes that of RDMA 4096"
+	}
+	return f
+}
+
+// leastMemlock is what a node locks by itself: 10240 slots of a page, and as much
+// again. Tensors come on top.
+const leastMemlock = 80 << 20
+
+const capIPCLock = 14
+
+// lockedMemory looks at how much memory may be registered.
+func (x *exam) lockedMemory(context.Context) []Finding {
+	if x.stack == nil || len(x.sysDevices()) == 0 {
+		return nil
+	}
+	f := Finding{Name: "locked memory"}
+	limit, err := x.m.Memlock()
+	const remedy = "ulimit -l unlimited (limits.conf: memlock; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
+	switch {
+	case err != nil:
+		f.Status, f.Text, f.Remedy = Warn, err.Error(), remedy
+	case limit == math.MaxUint64:
+		f.Text = "no limit"
+	case x.capable(capIPCLock):
+		f.Text = "the limit of " + size(limit) + " does not bind: this process has CAP_IPC_LOCK"
+	case limit < leastMemlock:
+		f.Status, f.Text, f.Remedy = x.bad(), fmt.Sprintf("the limit is %s, and a node registers %s besides its tensors", size(limit), size(leastMemlock)), remedy
+	default:
+		f.Status, f.Text, f.Remedy = Warn, "the limit is "+size(limit)+": more than that of tensors and buffers cannot be registered", remedy
+	}
+	if err == nil && limit != math.MaxUint64 {
+		f.Data = map[string]any{"limit_bytes": limit}
+	}
+	return []Finding{f}
+}
+
+// capable tells whether this process has a capability.
+func (x *exam) capable(bit int) bool {
+	for line := range strings.SplitSeq(x.text("proc/self/status"), "\n") {
+		if s, ok := strings.CutPrefix(line, "CapEff:"); ok {
+			caps, err := strconv.ParseUint(strings.TrimSpace(s), 16, 64)
+			return err == nil && caps>>bit&1 == 1
+		}
+	}
+	return false
+}
+
+// rdmaAddress shows which address, device, port and GID a node would use.
+func (x *exam) rdmaAddress(ctx context.Context) []Finding {
+	if len(x.devices) == 0 {
+		return nil
+	}
+	f := Finding{Name: "rdma address"}
+	r, err := x.choose(ctx)
+	if err != nil {
+		f.Status, f.Text, f.Remedy = x.bad(), err.Error(), "set DMLC_INTERFACE to auto or to an interface with RDMA, or DMLC_NODE_HOST to its address"+x.useZMQ()
+		return []Finding{f}
+	}
+	f.Text = r.String()
+	f.Data = map[string]any{"host": r.Host, "interface": r.Iface, "device": r.Device, "port": r.Port, "gid_index": r.GIDIndex, "gid_type": r.GIDType, "why": r.Why}
+	return []Finding{f}
+}
+
+func (x *exam) choose(ctx context.Context) (choose.Result, error) {
+	var err error
+	if x.interfaces, err = x.m.Interfaces(); err != nil {
+		return choose.Result{}, fmt.Errorf("interfaces: %w", err)
+	}
+	q := choose.Request{Interface: x.cfg.Interface}
+	if x.cfg.Backend != "CPU" {
+		visible, set := x.m.Env.Lookup("CUDA_VISIBLE_DEVICES")
+		q.GPU = choose.GPUAddress(x.m.Root, x.cfg.GPU, visible, set)
+	}
+	setting, host := "DMLC_NODE_HOST", x.cfg.NodeHost
+	if x.cfg.Role == "scheduler" {
+		setting, host = "DMLC_PS_ROOT_URI", x.cfg.RootURI
+		q.Interface = ""
+	}
+	if host != "" {
+		if q.Host, err = x.m.Resolve(ctx, host); err != nil {
+			return choose.Result{}, fmt.Errorf("%s=%q: %w", setting, host, err)
+		}
+	}
+	return choose.Choose(choose.Machine{Devices: x.devices, Interfaces: x.interfaces, Root: x.m.Root}, q)
+}
+
+// addresses lists the IPv4 addresses through which each active port can be reached,
+// one for a port.
+func (x *exam) addresses() []choose.Result {
+	var list []choose.Result
+	for _, d := range x.devices {
+		for _, p := range d.Ports {
+			if !p.Active {
+				continue
+			}
+			d.Ports = []verbs.PortInfo{p}
+			m := choose.Machine{Devices: []verbs.DeviceInfo{d}, Interfaces: x.interfaces, Root: x.m.Root}
+			if r, err := choose.Choose(m, choose.Request{}); err == nil {
+				list = append(list, r)
+				continue
+			}
+			list = append(list, choose.Result{Device: d.Name, Port: p.Num})
+		}
+	}
+	return list
+}
+
+// rdmaLoopback makes a connection from each active port to itself.
+func (x *exam) rdmaLoopback(ctx context.Context) []Finding {
+	var found []Finding
+	for _, at := range x.addresses() {
+		f := Finding{Name: fmt.Sprintf("rdma loopback %s/%d", at.Device, at.Port)}
+		if at.Host == (netip.Addr{}) {
+			f.Status, f.Text, f.Remedy = Skip, "the port has no IPv4 address of this host", "give its interface one (ip addr add ADDRESS/24 dev DEV)"
+			found = append(found, f)
+			continue
+		}
+		ctx, cancel := context.WithTimeout(ctx, portTime)
+		trips, err := loopback(ctx, x.stack, at.Host, loopbackRounds)
+		cancel()
+		switch {
+		case err != nil:
+			f.Status, f.Text, f.Remedy = x.bad(), fmt.Sprintf("%s: %v", at.Host, err), remedyFor(err)
+		case trips.device != at.Device:
+			f.Status, f.Text = x.bad(), fmt.Sprintf("%s belongs to %s, but connections from there lie on %s", at.Host, at.Device, trips.device)
+			f.Remedy = "see that every RDMA interface has a network of its own, or policy routes (ip route get " + at.Host.String() + ")"
+		default:
+			f.Text = fmt.Sprintf("%s: round trip of a write with immediate %s (p50 of %d, p99 %s)", at.Host, round(trips.p50), trips.rounds, round(trips.p99))
+			f.Data = map[string]any{"p50_ns": trips.p50.Nanoseconds(), "p99_ns": trips.p99.Nanoseconds(), "rounds": trips.rounds}
+		}
+		found = append(found, f)
+	}
+	return found
+}

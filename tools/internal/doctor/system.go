@@ -1,0 +1,216 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func join3(a, b, c int) string { return fmt.Sprintf("%d.%d.%d", a, b, c) }
+
+func (x *exam) versions(context.Context) []Finding {
+	m := x.m
+	return []Finding{{
+		Name: "versions", Text: fmt.Sprintf("stepaf %s, %s, libzmq %s", m.Version, m.Go, m.LibZMQ),
+		Details: []string{"transports: " + strings.Join(m.Transports, ", "), "backends: " + strings.Join(m.Backends, ", ")},
+		Data:    map[string]any{"stepaf": m.Version, "go": m.Go, "libzmq": m.LibZMQ, "transports": m.Transports, "backends": m.Backends},
+	}}
+}
+
+// lowMemory is what a node with its buffers may need before it has a tensor.
+const lowMemory = 512 << 20
+
+func (x *exam) system(context.Context) []Finding {
+	kernel := x.line("proc/sys/kernel/osrelease")
+	total, free := x.memory()
+	f := Finding{
+		Name: "system",
+		Text: fmt.Sprintf("Linux %s, %s, %s of memory, %s free", or(kernel, "of unknown version"), count(x.m.CPUs, "CPU"), size(total), size(free)),
+		Data: map[string]any{"kernel": kernel, "cpus": x.m.CPUs, "memory_bytes": total, "memory_free_bytes": free},
+	}
+	switch {
+	case total > 0 && free < lowMemory:
+		f.Status, f.Remedy = Warn, "stop what uses the memory: a node wants "+size(lowMemory)+" besides its tensors"
+	case x.cfg.BusyPoll == env.SpinForever && x.m.CPUs < 4:
+		f.Status, f.Remedy = Warn, "unset STEPAF_BUSY_POLL_ENABLE: waits that spin for ever want a CPU each, and there are few"
+	}
+	return []Finding{f}
+}
+
+// memory is the machine's, and how much of it can be had, 0 when not known.
+func (x *exam) memory() (total, free uint64) {
+	for line := range strings.SplitSeq(x.text("proc/meminfo"), "\n") {
+		fields := strings.Fields(line)
+		if len(fields) < 2 {
+			continue
+		}
+		kib, err := strconv.ParseUint(fields[1], 10, 54)
+		if err != nil {
+			continue
+		}
+		switch fields[0] {
+		case "MemTotal:":
+			total = kib << 10
+		case "MemAvailable:":
+			free = kib << 10
+		}
+	}
+	return total, free
+}
+
+func (x *exam) environment(context.Context) []Finding {
+	const name = "environment"
+	err := x.cfgErr
+	if x.cfg.Role != "" { // this is meant to be a node
+		err = x.cfg.Validate() // which repeats what LoadFrom refused
+	}
+	var found []Finding
+	for _, e := range unjoin(err) {
+		found = append(found, Finding{Name: name, Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
+	}
+	for _, w := range x.cfg.Warnings {
+		found = append(found, Finding{Name: name, Status: Warn, Text: w, Remedy: `see "stepaf env --explain"`})
+	}
+	var set []string
+	table := x.cfg.Table()
+	for _, v := range table {
+		// The variables of the transport name each other as origin; one is shown.
+		other := slices.ContainsFunc(table, func(o env.Effective) bool { return o.Name == v.Origin })
+		if v.Origin != "default" && !other {
+			set = append(set, v.Name+"="+v.Value)
+		}
+	}
+	f := Finding{Name: name, Text: "no variable is set", Details: set}
+	if len(set) > 0 {
+		f.Text = count(len(set), "variable") + " set: " + strings.Join(set, " ")
+	}
+	return append(found, f)
+}
+
+// zmqTime is ample for a message over loopback.
+const zmqTime = 5 * time.Second
+
+func (x *exam) zmqLoopback(ctx context.Context) []Finding {
+	const name = "zmq loopback"
+	ctx, cancel := context.WithTimeout(ctx, zmqTime)
+	defer cancel()
+	took, at, err := echo(ctx, x.m.ZMQ)
+	if err != nil {
+		f := Finding{Name: name, Status: Fail, Text: err.Error(),
+			Remedy: "see that the loopback interface is up (ip link show lo) and that no firewall drops TCP on 127.0.0.1"}
+		if x.needRDMA {
+			f.Status = Warn
+		}
+		return []Finding{f}
+	}
+	return []Finding{{Name: name, Text: fmt.Sprintf("bound %s, connected, and received a message in %s", at, round(took)),
+		Data: map[string]any{"ns": took.Nanoseconds()}}}
+}
+
+// echo sends one message from a van to itself and returns how long all of it took.
+func echo(ctx context.Context, f van.Factory) (took time.Duration, at string, err error) {
+	start := time.Now()
+	v, err := f(van.Options{Config: env.Default()})
+	if err != nil {
+		return 0, "", err
+	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), grace/2)
+		defer cancel()
+		err = errors.Join(err, v.Close(ctx))
+	}()
+	self := van.Node{Role: van.Worker, ID: van.Empty, Hostname: "127.0.0.1"}
+	if self.Port, err = v.Bind(ctx, self); err != nil {
+		return 0, "", err
+	}
+	const mark = 4711
+	got := make(chan bool, 1)
+	v.Start(func(m *van.Message) {
+		select {
+		case got <- m.Timestamp == mark:
+		default: // one is enough
+		}
+	})
+	self.ID = van.WorkerID(0)
+	v.SetID(self.ID)
+	if err := v.Connect(ctx, self.ID, self); err != nil {
+		return 0, "", err
+	}
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Timestamp = self.ID, mark
+	if err := v.Send(m); err != nil {
+		return 0, "", err
+	}
+	select {
+	case right := <-got:
+		if !right {
+			return 0, "", fmt.Errorf("a message from %s to itself was changed on its way", self.Addr())
+		}
+		return time.Since(start), self.Addr(), nil
+	case <-ctx.Done():
+		return 0, "", fmt.Errorf("a message from %s to itself did not arrive: %w", self.Addr(), context.Cause(ctx))
+	}
+}
+
+// text is the content of a file, "" when that cannot be had.
+func (x *exam) text(name string) string {
+	b, err := fs.ReadFile(x.m.Root, name)
+	if err != nil {
+		return ""
+	}
+	return string(b)
+}
+
+func (x *exam) line(name string) string { return strings.TrimSpace(x.text(name)) }
+
+func or(s, other string) string {
+	if s == "" {
+		return other
+	}
+	return s
+}
+
+// size writes bytes for people.
+func size(n uint64) string {
+	const units = "KMGTPE"
+	if n < 1<<10 {
+		return fmt.Sprintf("%d B", n)
+	}
+	v, u := float64(n)/(1<<10), 0
+	for v >= 1024 {
+		v, u = v/1024, u+1
+	}
+	return fmt.Sprintf("%.1f %ciB", v, units[u])
+}
+
+// round drops digits that mean nothing.
+func round(d time.Duration) time.Duration {
+	switch {
+	case d < 100*time.Microsecond:
+		return d.Round(100 * time.Nanosecond)
+	case d < 10*time.Millisecond:
+		return d.Round(10 * time.Microsecond)
+	}
+	return d.Round(time.Millisecond)
+}
+
+// unjoin lists what errors.Join has joined.
+func unjoin(err error) []error {
+	if err == nil {
+		return nil
+	}
+	var many interface{ Unwrap() []error }
+	if errors.As(err, &many) {
+		return many.Unwrap()
+	}
+	return []error{err}
+}
