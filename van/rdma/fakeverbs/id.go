@@ -191,7 +191,7 @@ func (id *connID) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.D
 	id.remote = dst
 	id.state = resolvingAddr
 	h := n.hosts[dst.Addr()]
-	if h == nil || n.cut(id.local.Addr(), dst.Addr()) {
+	if h == nil && !dst.Addr().IsLoopback() || n.cut(id.local.Addr(), dst.Addr()) {
 		if n.cfg.AddrAtOnce {
 			timeout = 0
 		}

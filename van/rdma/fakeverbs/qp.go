@@ -62,7 +62,7 @@ func (q *qp) MaxInline() int       { return q.inline }
 func (q *qp) Pinned() bool         { return q.pinned }
 
 func (id *connID) CreateQP(o verbs.QPOptions) (verbs.QP, error) {
-	err := id.begin(Op{Kind: OpCreateQP}, bound, addrResolved, routeResolved, requested)
+	err := id.begin(Op{Kind: OpCreateQP}, bound, addrResolved, routeResolved, requested, failed)
 	n := id.net
 	defer n.mu.Unlock()
 	if err != nil {
