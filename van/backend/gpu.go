@@ -34,6 +34,7 @@ type gpu struct {
 	hosts   map[uintptr]*hostMem
 	imports map[[64]byte]*imported
 	streams map[uintptr]struct{} // of NewStream
+	events  map[uintptr]struct{} // of the driver
 	idle    []uintptr            // for copies, when none uses them
 	flags   flagPool
 }
@@ -64,7 +65,7 @@ func newGPU(d driver, id int) (Backend, error) {
 		return nil, fmt.Errorf("backend GPU: %w: device %d (STEPMESH_GPU): this process sees %d (CUDA_VISIBLE_DEVICES), want 0 to %d", ErrUnavailable, id, n, n-1)
 	}
 	g := &gpu{d: d, id: id, mems: map[uintptr]*deviceMem{}, hosts: map[uintptr]*hostMem{},
-		imports: map[[64]byte]*imported{}, streams: map[uintptr]struct{}{}}
+		imports: map[[64]byte]*imported{}, streams: map[uintptr]struct{}{}, events: map[uintptr]struct{}{}}
 	g.Configure(DefaultOptions())
 	if g.dev, err = d.device(id); err != nil {
 		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.failed("open", err))
@@ -302,6 +303,9 @@ func (g *gpu) Close() error {
 		}
 	}
 	err := g.inContext(func() error {
+		for e := range g.events {
+			note("Close: free an event", g.d.eventDestroy(e))
+		}
 		for s := range g.streams {
 			note("Close: free a stream", g.d.streamDestroy(s))
 		}
@@ -328,6 +332,6 @@ func (g *gpu) Close() error {
 	})
 	note("Close", err)
 	note("Close: release the primary context", g.d.release(g.dev))
-	g.mems, g.hosts, g.imports, g.streams, g.idle = nil, nil, nil, nil, nil
+	g.mems, g.hosts, g.imports, g.streams, g.events, g.idle = nil, nil, nil, nil, nil, nil
 	return errors.Join(errs...)
 }

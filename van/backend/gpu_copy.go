@@ -36,9 +36,16 @@ func (g *gpu) Copy(dst, src Mem) error {
 			err = e
 		}
 	}
-	runtime.KeepAlive(dst.owner)
-	runtime.KeepAlive(src.owner)
+	keep(dst, src)
 	return g.copyError("Copy", dst, src, err)
+}
+
+// keep makes memory that only the caller's Mem refers to live until here.
+func keep(ms ...Mem) {
+	for _, m := range ms {
+		runtime.KeepAlive(m.ptr)
+		runtime.KeepAlive(m.owner)
+	}
 }
 
 // copying is the wait for a stream that only copies.

@@ -2,6 +2,7 @@ package backend
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime"
 	"sync"
@@ -28,8 +29,13 @@ func (g *gpu) NewEvent() (Event, error) {
 	}
 	e := &driverEvent{g: g}
 	err := g.with("NewEvent", func() (err error) {
-		e.ev, err = g.d.eventCreate()
-		return err
+		if e.ev, err = g.d.eventCreate(); err != nil {
+			return err
+		}
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.events[e.ev] = struct{}{}
+		return nil
 	})
 	if err != nil {
 		return nil, err
@@ -168,7 +174,15 @@ func (e *driverEvent) Close() error {
 		return nil
 	}
 	e.closed = true
-	err := e.g.with("Close of an event", func() error { return e.g.d.eventDestroy(e.ev) })
+	err := e.g.with("Close of an event", func() error {
+		e.g.mu.Lock()
+		delete(e.g.events, e.ev)
+		e.g.mu.Unlock()
+		return e.g.d.eventDestroy(e.ev)
+	})
+	if errors.Is(err, ErrClosed) {
+		return nil // the backend has freed it
+	}
 	return err
 }
 

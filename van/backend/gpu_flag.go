@@ -23,8 +23,9 @@ func (f *flag) arrived() bool { return f.word.Load() == f.seq }
 
 // flagPool keeps the flags of a device. The gpu's mutex guards it.
 type flagPool struct {
+	all     []*flag
 	free    []*flag
-	resting []*flag // their write has not come yet
+	resting []*flag // given back before their write has come
 	pages   []unsafe.Pointer
 }
 
@@ -51,7 +52,8 @@ func (g *gpu) takeFlag() (*flag, error) {
 		p.pages = append(p.pages, page)
 		clear(unsafe.Slice((*byte)(page), flagPage))
 		for off := 0; off < flagPage; off += flagStride {
-			p.free = append(p.free, &flag{word: (*atomic.Uint32)(unsafe.Add(page, off)), addr: addr + uintptr(off)})
+			f := &flag{word: (*atomic.Uint32)(unsafe.Add(page, off)), addr: addr + uintptr(off)}
+			p.all, p.free = append(p.all, f), append(p.free, f)
 		}
 	}
 	f := p.free[len(p.free)-1]
@@ -81,11 +83,18 @@ func (p *flagPool) wake() {
 	p.resting = rest
 }
 
-// settle waits for resting flags and returns how many rest still.
+// settle waits until no stream has a flag to write, and returns how many are left at
+// the limit. Nothing may record an event meanwhile.
 func (p *flagPool) settle(limit time.Duration) int {
 	for end := time.Now().Add(limit); ; nap(time.Millisecond) {
-		if p.wake(); len(p.resting) == 0 || time.Now().After(end) {
-			return len(p.resting)
+		late := 0
+		for _, f := range p.all {
+			if !f.arrived() {
+				late++
+			}
+		}
+		if late == 0 || time.Now().After(end) {
+			return late
 		}
 	}
 }

@@ -1,0 +1,313 @@
+package backend
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+)
+
+// kinds runs a test with both kinds of event.
+func kinds(t *testing.T, test func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr)) {
+	for name, o := range map[string]Options{
+		"flag":         {},
+		"flag spin":    {Spin: time.Millisecond},
+		"driver":       {DriverEvents: true},
+		"driver spin":  {DriverEvents: true, Spin: time.Millisecond},
+		"flag forever": {Spin: -1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFake(1)
+			g := open(t, f)
+			g.Configure(o)
+			e, err := g.NewEvent()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, isFlag := e.(*flagEvent); isFlag == o.DriverEvents {
+				t.Errorf("got a %T", e)
+			}
+			s, err := g.NewStream()
+			if err != nil {
+				t.Fatal(err)
+			}
+			test(t, f, g, e, s)
+			if err := e.Close(); err != nil {
+				t.Error(err)
+			}
+			if err := e.Close(); err != nil {
+				t.Errorf("Close again: %v", err)
+			}
+			_, err = e.Query()
+			wantError(t, err, ErrClosed, "event closed")
+			wantError(t, e.Record(s), ErrClosed, "event closed")
+			wantError(t, g.WaitEvent(s, e), ErrClosed, "event closed")
+		})
+	}
+}
+
+func query(t *testing.T, e Event, want bool) {
+	t.Helper()
+	if done, err := e.Query(); err != nil || done != want {
+		t.Errorf("Query: %t, %v, want %t", done, err, want)
+	}
+}
+
+func TestEvent(t *testing.T) {
+	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
+		query(t, e, true) // never recorded
+		for range 5 {
+			release := f.hold(s)
+			if err := e.Record(s); err != nil {
+				t.Fatal(err)
+			}
+			query(t, e, false)
+			time.AfterFunc(2*time.Millisecond, release)
+			if err := e.Sync(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			query(t, e, true)
+		}
+		wantError(t, e.Record(4711), nil, "gpu:0: Record: ", "FAKE_400")
+		query(t, e, true)
+	})
+}
+
+func TestEventOrdersACopy(t *testing.T) {
+	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
+		a, _ := g.Alloc(1 << 16)
+		pinned, err := g.AllocPinned(1 << 16)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := make([]byte, 1<<16)
+		for round := range byte(10) {
+			for i := range pinned.Host() {
+				pinned.Host()[i] = round
+			}
+			release := f.hold(s)
+			if err := errors.Join(g.CopyAsync(a, pinned, s), e.Record(s)); err != nil {
+				t.Fatal(err)
+			}
+			time.AfterFunc(time.Millisecond, release)
+			if err := SyncCopy(t.Context(), g, Bytes(got), a, e); err != nil {
+				t.Fatal(err)
+			}
+			if got[0] != round || got[len(got)-1] != round {
+				t.Errorf("round %d: the copy came before the event", round)
+			}
+		}
+	})
+}
+
+// A stream waits for an event of another one.
+func TestWaitEvent(t *testing.T) {
+	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
+		other, _ := g.NewStream()
+		after, err := g.NewEvent()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer after.Close()
+		release := f.hold(s)
+		if err := errors.Join(e.Record(s), g.WaitEvent(other, e), after.Record(other)); err != nil {
+			t.Fatal(err)
+		}
+		query(t, after, false)
+		release()
+		if err := after.Sync(t.Context()); err != nil {
+			t.Error(err)
+		}
+		query(t, e, true)
+		if err := g.WaitEvent(other, e); err != nil {
+			t.Error(err)
+		}
+		ev, _ := NewCPU().NewEvent()
+		wantError(t, g.WaitEvent(s, ev), ErrWrongDevice, "backend.cpuEvent")
+		second := open(t, newFake(1))
+		wantError(t, second.WaitEvent(s, e), ErrWrongDevice)
+	})
+}
+
+func TestSyncEndsWithContext(t *testing.T) {
+	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
+		release := f.hold(s)
+		defer release()
+		if err := e.Record(s); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(3*time.Millisecond, cancel)
+		wantError(t, e.Sync(ctx), context.Canceled, "gpu:0: wait for an event: not done after")
+		late, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		defer cancel()
+		wantError(t, e.Sync(late), context.DeadlineExceeded)
+		release()
+		if err := e.Sync(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// The flag of a failed device never comes; the wait ends all the same.
+func TestSyncNoticesFailure(t *testing.T) {
+	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
+		release := f.hold(s)
+		defer release()
+		if err := e.Record(s); err != nil {
+			t.Fatal(err)
+		}
+		f.fail("streamQuery", codeIllegalAddress)
+		f.fail("eventQuery", codeIllegalAddress)
+		wantError(t, e.Sync(t.Context()), ErrDeviceLost, "gpu:0", "FAKE_700 (700)")
+		f.fail("streamQuery", 0)
+		f.fail("eventQuery", 0)
+		release()
+		if err := e.Sync(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// An event that is recorded or closed before its flag has come must not be confused
+// by the late write, nor may whoever gets the flag next.
+func TestLateFlags(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	g.Configure(Options{})
+	slow, _ := g.NewStream()
+	fast, _ := g.NewStream()
+	release := f.hold(slow)
+	e, _ := g.NewEvent()
+	if err := errors.Join(e.Record(slow), e.Record(fast)); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Sync(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	closed, _ := g.NewEvent()
+	if err := errors.Join(closed.Record(slow), closed.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(g.flags.resting); n != 2 {
+		t.Errorf("%d flags rest, want 2", n)
+	}
+	var events []Event
+	for range 200 { // more than the pool had
+		n, _ := g.NewEvent()
+		events = append(events, n)
+		if err := n.Record(fast); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pages := len(g.flags.pages)
+	release()
+	for _, n := range append(events, e) {
+		if err := n.Sync(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	last, _ := g.NewEvent()
+	if err := errors.Join(last.Record(slow), last.Sync(t.Context()), last.Record(slow), last.Sync(t.Context()), last.Close()); err != nil {
+		t.Error(err)
+	}
+	if n := len(g.flags.resting); n != 0 || len(g.flags.pages) != pages {
+		t.Errorf("%d flags rest; %d pages, before %d", n, len(g.flags.pages), pages)
+	}
+	if total := len(g.flags.free); total != pages*flagPage/flagStride {
+		t.Errorf("%d flags are free, of %d pages", total, pages)
+	}
+}
+
+func TestRecordWhileCapturing(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	s, _ := g.NewStream()
+	e, _ := g.NewEvent()
+	f.captured.Store(f.stream(s))
+	wantError(t, e.Record(s), ErrUnsupported, "captured into a graph")
+	f.captured.Store(nil)
+	if err := errors.Join(e.Record(s), e.Sync(t.Context()), e.Close()); err != nil {
+		t.Error(err)
+	}
+	f.fail("streamCapturing", 999)
+	e, _ = g.NewEvent()
+	wantError(t, e.Record(s), nil, "FAKE_999")
+}
+
+// A driver whose streams cannot write words gets its own events.
+func TestNoStreamFlags(t *testing.T) {
+	f := newFake(1)
+	f.noFlags = true
+	g := open(t, f)
+	e, err := g.NewEvent()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, ok := e.(*driverEvent); !ok {
+		t.Errorf("got a %T", e)
+	}
+	p, _ := g.AllocPinned(64)
+	wantError(t, g.WriteFlag(0, p, 1), ErrUnsupported, "streams cannot write words")
+	if err := e.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestCloseWithPendingFlags(t *testing.T) {
+	f := newFake(1)
+	b, err := newGPU(f, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := b.(*gpu)
+	s, _ := g.NewStream()
+	release := f.hold(s)
+	e, _ := g.NewEvent()
+	if err := errors.Join(e.Record(s), e.Close()); err != nil {
+		t.Fatal(err)
+	}
+	st := f.stream(s)
+	wantError(t, g.Close(), nil, "1 events are recorded on streams that have not come so far")
+	release()
+	<-st.done // the late write meets memory that is still there
+}
+
+func TestEventFromManyGoroutines(t *testing.T) {
+	kinds(t, func(t *testing.T, f *fakeDriver, g *gpu, e Event, s uintptr) {
+		var wg sync.WaitGroup
+		for range 8 {
+			wg.Go(func() {
+				for range 20 {
+					if err := errors.Join(e.Record(s), e.Sync(t.Context())); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		}
+		wg.Wait()
+	})
+}
+
+func TestWaitsDoNotAllocate(t *testing.T) {
+	g := open(t, newFake(1))
+	s, _ := g.NewStream()
+	e, _ := g.NewEvent()
+	ctx := t.Context()
+	defer e.Close()
+	n := testing.AllocsPerRun(100, func() {
+		if err := e.Record(s); err != nil {
+			t.Error(err)
+		}
+		if err := e.Sync(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	if n > 2 { // the fake's own: the queued operation, and what its thread table grows
+		t.Errorf("%v allocations for Record and Sync", n)
+	}
+}

@@ -1,0 +1,191 @@
+package backend
+
+import (
+	"errors"
+	"testing"
+)
+
+func TestPinned(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	m, err := g.AllocPinned(5000)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !m.OnHost() || len(m.Host()) != 5000 || m.Addr()%4096 != 0 {
+		t.Errorf("%d bytes at %#x on %s", m.Len(), m.Addr(), m.Device())
+	}
+	m.Retain()
+	wantError(t, g.FreePinned(m), ErrInUse)
+	m.Release()
+	wantError(t, g.UnregisterHost(m), nil, "not what was given out")
+	if err := g.FreePinned(m); err != nil {
+		t.Error(err)
+	}
+	wantError(t, g.FreePinned(m), nil, "given back before")
+	_, err = g.AllocPinned(-1)
+	wantError(t, err, nil, "AllocPinned(-1)")
+	f.fail("hostAlloc", codeOutOfMemory)
+	_, err = g.AllocPinned(8)
+	wantError(t, err, ErrNoMemory, "AllocPinned of 8 bytes")
+	f.fail("hostAlloc", 0)
+	f.fail("hostDeviceAddr", 999)
+	_, err = g.AllocPinned(8)
+	wantError(t, err, nil, "hostDeviceAddr")
+	f.fail("hostDeviceAddr", 0)
+	if _, err := g.AllocPinned(8); err != nil { // left for Close
+		t.Error(err)
+	}
+}
+
+type counter struct{ n int }
+
+func (c *counter) Retain()  { c.n++ }
+func (c *counter) Release() { c.n-- }
+
+func TestRegisterHost(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	owner := &counter{}
+	shared := Bytes(mmap(4096)).WithOwner(owner)
+	m, err := g.RegisterHost(shared)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Retain()
+	if owner.n != 1 {
+		t.Errorf("the owner is held %d times, want 1", owner.n)
+	}
+	wantError(t, g.UnregisterHost(m), ErrInUse)
+	m.Release()
+	if err := g.UnregisterHost(m); err != nil || owner.n != 0 {
+		t.Errorf("%v, held %d times", err, owner.n)
+	}
+	_, err = g.RegisterHost(At(nil, 8, Device{GPU, 0}, nil))
+	wantError(t, err, nil, "want host memory")
+	f.fail("hostRegister", 712)
+	_, err = g.RegisterHost(shared)
+	wantError(t, err, nil, "RegisterHost of 4096 bytes", "FAKE_712")
+}
+
+func TestStreamFlags(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	s, _ := g.NewStream()
+	waiter, _ := g.NewStream()
+	e, _ := g.NewEvent()
+	page, err := g.RegisterHost(Bytes(mmap(4096)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	flag := page.Sub(128, 4)
+	if err := errors.Join(g.WaitFlag(waiter, flag, 7), e.Record(waiter)); err != nil {
+		t.Fatal(err)
+	}
+	query(t, e, false)
+	if err := errors.Join(g.WriteFlag(s, flag, 7), e.Sync(t.Context()), e.Close()); err != nil {
+		t.Fatal(err)
+	}
+	if v := Slice([]uint32{7}).Host(); string(flag.Host()) != string(v) {
+		t.Errorf("the word is %v", flag.Host())
+	}
+	dev, _ := g.Alloc(64)
+	if err := g.WriteFlag(s, dev, 1); err != nil {
+		t.Error(err)
+	}
+	wantError(t, g.WriteFlag(s, page.Sub(2, 4), 1), nil, "aligned to 4")
+	wantError(t, g.WriteFlag(s, page.Sub(0, 2), 1), nil, "2 bytes")
+	wantError(t, g.WaitFlag(s, Bytes(make([]byte, 8)), 1), ErrWrongDevice, "neither pinned nor registered")
+}
+
+func TestExportImport(t *testing.T) {
+	here, there := newFake(1), newFake(2)
+	there.exported = here
+	a, b := open(t, here), open(t, there)
+	m, _ := a.Alloc(8192)
+	e, err := a.Export(m.Sub(100, 200))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if e.Base != m.Addr() || e.Size != 8192 || e.Offset != 100 || e.Allocation == 0 {
+		t.Errorf("%+v", e)
+	}
+	if err := a.Copy(m.Sub(100, 5), Bytes([]byte("hello"))); err != nil {
+		t.Fatal(err)
+	}
+	far, err := b.Import(e)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := b.Import(e)
+	if err != nil || again.Ptr() != far.Ptr() {
+		t.Fatalf("the second import: %v", err)
+	}
+	if far.Device() != (Device{GPU, 1}) || far.Len() != 8192 {
+		t.Errorf("%d bytes on %s", far.Len(), far.Device())
+	}
+	got := make([]byte, 5)
+	if err := b.Copy(Bytes(got), far.Sub(e.Offset, 5)); err != nil || string(got) != "hello" {
+		t.Errorf("%q, %v", got, err)
+	}
+	wantError(t, a.Copy(Bytes(got), far.Sub(0, 5)), ErrWrongDevice) // mapped into the other one
+	if err := errors.Join(b.CloseImport(again), b.CloseImport(far)); err != nil {
+		t.Error(err)
+	}
+	wantError(t, b.CloseImport(far), nil, "closed before")
+	wantError(t, b.CloseImport(m), nil, "not what Import returned")
+
+	big := e
+	big.Size = 1 << 20
+	_, err = b.Import(big)
+	wantError(t, err, ErrNotExportable, "the peer says 1048576 bytes, the allocation has 8192")
+	if err := a.Free(m); err != nil {
+		t.Error(err)
+	}
+	_, err = b.Import(e)
+	wantError(t, err, ErrNotExportable, "the handle is stale")
+	_, err = b.Import(Export{})
+	wantError(t, err, nil, "Import of 0 bytes")
+	_, err = a.Export(At(pointer(1<<20), 8, a.Device(), nil))
+	wantError(t, err, nil, "freed memory", "addressRange")
+}
+
+func TestExportErrors(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	m, _ := g.Alloc(8192)
+	_, err := g.Export(Bytes(make([]byte, 4)))
+	wantError(t, err, ErrWrongDevice)
+	_, err = g.Export(At(m.Ptr(), 8193, g.Device(), nil))
+	wantError(t, err, ErrNotExportable, "reach beyond their allocation of 8192")
+	f.fail("ipcExport", codeInvalidValue)
+	_, err = g.Export(m)
+	wantError(t, err, ErrNotExportable, "Export of 8192 bytes", "ipcExport")
+	f.fail("ipcExport", codeNotSupported)
+	_, err = g.Export(m)
+	wantError(t, err, ErrUnsupported)
+	f.fail("bufferID", 999)
+	_, err = g.Export(m)
+	wantError(t, err, nil, "bufferID")
+}
+
+func TestDMABuf(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	m, _ := g.Alloc(8192)
+	fd, off, err := g.ExportDMABuf(m.Sub(4100, 8))
+	if err != nil || fd != 99 || off != 4 {
+		t.Errorf("fd %d, offset %d, %v", fd, off, err)
+	}
+	f.fail("dmabuf", codeNotSupported)
+	_, _, err = g.ExportDMABuf(m)
+	wantError(t, err, ErrUnsupported, "dmabuf")
+	f.fail("dmabuf", codeInvalidValue)
+	_, _, err = g.ExportDMABuf(m)
+	wantError(t, err, ErrNotExportable)
+	_, _, err = g.ExportDMABuf(Bytes(make([]byte, 8)))
+	wantError(t, err, ErrWrongDevice)
+	g.info.DMABuf = false
+	_, _, err = g.ExportDMABuf(m)
+	wantError(t, err, ErrUnsupported, "open kernel modules")
+}
