@@ -6,7 +6,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
-	"flag"
+	goflag "flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -20,10 +20,10 @@ import (
 )
 
 // ipcChild makes this test program the other process of TestCUDAIPC.
-var ipcChild = flag.Int("ipc-child", -1, "internal: import on this device what standard input describes")
+var ipcChild = goflag.Int("ipc-child", -1, "internal: import on this device what standard input describes")
 
 func TestMain(m *testing.M) {
-	flag.Parse()
+	goflag.Parse()
 	if *ipcChild >= 0 {
 		if err := childImport(*ipcChild); err != nil {
 			fmt.Fprintln(os.Stderr, err)
