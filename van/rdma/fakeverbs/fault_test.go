@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -173,7 +174,9 @@ func TestFailWR(t *testing.T) {
 	}
 }
 
-func TestKill(t *testing.T) {
+func TestKill(t *testing.T) { synctest.Test(t, testKill) }
+
+func testKill(t *testing.T) {
 	for _, tell := range []bool{false, true} {
 		w := newWorld(t)
 		a, b := w.pair(options, params)
@@ -228,7 +231,9 @@ func TestKill(t *testing.T) {
 	}
 }
 
-func TestCut(t *testing.T) {
+func TestCut(t *testing.T) { synctest.Test(t, testCut) }
+
+func testCut(t *testing.T) {
 	w := newWorld(t, func(c *Config) { c.Retry = time.Hour; c.Unreachable = time.Millisecond })
 	a, b := w.pair(options, params)
 	again := w.resolved(2, options)
@@ -252,7 +257,9 @@ func TestCut(t *testing.T) {
 	b.quiet()
 }
 
-func TestSevenForever(t *testing.T) {
+func TestSevenForever(t *testing.T) { synctest.Test(t, testSevenForever) }
+
+func testSevenForever(t *testing.T) {
 	w := newWorld(t, func(c *Config) { c.Retry = time.Millisecond; c.SevenForever = true })
 	p := params
 	p.RetryCount = 7
