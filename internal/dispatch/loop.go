@@ -38,6 +38,10 @@ type Loop[T any] struct {
 	// of Stop. It may be called by several goroutines at once.
 	Discard func(T)
 
+	// Begin, if not nil, is called by each goroutine that is about to have the
+	// receiving role. It may lock the goroutine to its thread.
+	Begin func()
+
 	recv    func() (T, *Lane[T], bool)
 	deliver func(T)
 
@@ -162,6 +166,9 @@ func (l *Loop[T]) spawn(epoch uint64) {
 		l.runners[id] = false // under the spawning goroutine's lock
 		close(ready)
 		defer l.leave(id)
+		if l.Begin != nil {
+			l.Begin()
+		}
 		l.run(epoch)
 	}()
 	<-ready

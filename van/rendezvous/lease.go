@@ -110,6 +110,15 @@ func (t *Table[T]) End(l *Lease[T]) (free bool) {
 	}
 }
 
+// Each calls f for every lease, in order of the index.
+func (t *Table[T]) Each(f func(*Lease[T])) {
+	for i := range t.entries {
+		if l := t.entries[i].Load(); l != nil {
+			f(l)
+		}
+	}
+}
+
 // Len is the number of leases.
 func (t *Table[T]) Len() int {
 	t.mu.Lock()

@@ -336,6 +336,15 @@ func (s *Sender[T]) ask(w *waiting[T], r *route, need Need) bool {
 	return true
 }
 
+// Asked returns what an open question was asked for.
+func (s *Sender[T]) Asked(origin uint64) (Need, bool) {
+	a := s.asks[origin]
+	if a == nil {
+		return Need{}, false
+	}
+	return a.need, true
+}
+
 // Reply is the answer to a question: p, whose lengths need not be set. shared is the
 // route that the place belongs to instead of the one asked for, if not nil. It
 // reports false for an answer to nothing.

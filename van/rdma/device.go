@@ -1,0 +1,385 @@
+package rdma
+
+import (
+	"context"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/affinity"
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/dispatch"
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// device is what a van has on one RDMA device: memory, and the loop that polls its
+// completions and hands up messages.
+type device struct {
+	v       *rvan
+	dev     verbs.Device
+	regions *regions
+	cells   cells
+	loop    *dispatch.Loop[*van.Message]
+	lanes   lanes
+
+	areasMu sync.Mutex
+	areas   map[*area]bool
+
+	// mu is held by who polls: the loop, or a Poll, which holds it while it delivers,
+	// too.
+	mu     sync.Mutex
+	wcs    [batch]verbs.Completion
+	came   []*rxMsg // by the last poll
+	parked atomic.Bool
+	// inHand counts messages that have come and have not been delivered by the loop.
+	inHand  atomic.Int32
+	stopped chan struct{}
+	ending  atomic.Bool
+	recall  chan struct{}
+	nap     *time.Timer
+	ticked  uint64 // of the loop
+	swept   uint64
+	idle    uint64 // since when nothing has come
+
+	readyMu sync.Mutex
+	ready   []*rxMsg
+	first   int
+
+	pool pool
+}
+
+// batch is the number of completions that are polled at once.
+const batch = 32
+
+func newDevice(v *rvan, dev verbs.Device) *device {
+	d := &device{v: v, dev: dev, regions: newRegions(dev), cells: cells{dev: dev}, areas: map[*area]bool{},
+		stopped: make(chan struct{}), recall: make(chan struct{}, 1), nap: time.NewTimer(time.Hour)}
+	d.pool.d = d
+	d.loop = dispatch.NewLoop(d.receive, d.deliver)
+	d.loop.Begin = d.begin
+	d.loop.Discard = func(m *van.Message) {
+		d.inHand.Add(-1)
+		m.Release()
+	}
+	return d
+}
+
+// begin gives the goroutine that polls a thread of its own, on the core that the
+// original gives it.
+func (d *device) begin() {
+	runtime.LockOSThread()
+	cfg := d.v.cfg
+	if !cfg.BindCPUCore || cfg.GPU < 0 || d.v.self.Role == van.Scheduler {
+		return
+	}
+	core := cfg.Core(env.CorePoller)
+	if err := affinity.Bind(core); err != nil {
+		d.v.log.Warn("STEPMESH_BIND_CPU_CORE: the thread that polls completions is not bound", "err", err)
+		return
+	}
+	d.v.log.Info("the thread that polls completions is bound", "device", d.dev.Name(), "core", core)
+}
+
+// newArea makes registered memory of n bytes on the node's device.
+func (d *device) newArea(n int) (*area, error) {
+	const access = verbs.LocalWrite | verbs.RemoteWrite
+	var b *block
+	var err error
+	if back := d.v.back; back != nil && back.Device() != backend.Host {
+		b, err = newDeviceBlock(d.dev, back, n, access)
+	} else {
+		b, err = newBlock(d.dev, n, access)
+	}
+	if err != nil {
+		return nil, err
+	}
+	a := &area{block: b, host: d}
+	a.refs.Store(1)
+	d.areasMu.Lock()
+	d.areas[a] = true
+	d.areasMu.Unlock()
+	return a, nil
+}
+
+func (d *device) forgetArea(a *area) {
+	d.areasMu.Lock()
+	delete(d.areas, a)
+	d.areasMu.Unlock()
+}
+
+// awaitFlush waits for the last completions of a connection that has been broken.
+func (d *device) awaitFlush(drained <-chan struct{}) {
+	t := time.NewTimer(flushTime)
+	defer t.Stop()
+	select {
+	case <-drained:
+	case <-t.C:
+	case <-d.stopped:
+	}
+}
+
+// receive has the receiving role: it returns the next message.
+func (d *device) receive() (*van.Message, *lane, bool) {
+	for {
+		if rx := d.next(); rx != nil {
+			return &rx.msg, d.lanes.of(rx.msg.Sender), true
+		}
+		if d.ending.Load() {
+			return nil, nil, false
+		}
+		d.housekeep(false)
+		if d.v.polling() {
+			d.rest()
+			continue
+		}
+		d.look()
+	}
+}
+
+// rest lets those poll who wait for an answer, and looks now and then for what nobody
+// waits for.
+func (d *device) rest() {
+	d.nap.Reset(pollGrace)
+	select {
+	case <-d.nap.C:
+	case <-d.recall:
+	}
+	d.v.waitHelpers()
+	if d.mu.TryLock() {
+		d.poll(0, 0)
+		d.hand()
+		d.mu.Unlock()
+	}
+}
+
+// look polls once: for a while, and when nothing has come for long it sleeps.
+func (d *device) look() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	spin, block := spinSlice, time.Duration(0)
+	switch d.v.cfg.BusyPoll {
+	case env.SpinForever:
+	case env.AlwaysBlock:
+		spin, block = 0, maxSleep
+	default:
+		if clock.Now()-d.idle > uint64(d.v.spin) {
+			spin, block = 0, maxSleep
+		}
+	}
+	if block > 0 {
+		if d.v.working() {
+			block = tickTime
+		}
+		d.parked.Store(true)
+		// Whoever has put something for the loop since, or owes credits, sees parked.
+		d.housekeep(true)
+		if d.v.pollers.Load() > 0 || d.ending.Load() || d.pending() {
+			block = 0
+		}
+	}
+	n := d.poll(spin, block)
+	d.parked.Store(false)
+	if n > 0 {
+		d.idle = clock.Now()
+	}
+	d.hand()
+}
+
+// Times of the loop.
+const (
+	spinSlice = 50 * time.Microsecond // of one call into C
+	maxSleep  = time.Second
+	tickTime  = 2 * time.Millisecond // of housekeeping
+	sweepTime = time.Second
+)
+
+// poll takes completions and turns them into messages in d.came. d.mu is held.
+func (d *device) poll(spin, block time.Duration) int {
+	n, err := d.dev.Poll(d.wcs[:], spin, block)
+	if err != nil {
+		if !d.ending.Load() && !d.v.closed.Load() {
+			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err)
+		}
+		return 0
+	}
+	for i := range d.wcs[:n] {
+		d.completed(&d.wcs[i])
+	}
+	return n
+}
+
+// hand puts what has come into the loop's queue. d.mu is held.
+func (d *device) hand() {
+	if len(d.came) == 0 {
+		return
+	}
+	d.inHand.Add(int32(len(d.came)))
+	d.readyMu.Lock()
+	d.ready = append(d.ready, d.came...)
+	d.readyMu.Unlock()
+	clear(d.came)
+	d.came = d.came[:0]
+}
+
+func (d *device) pending() bool {
+	d.readyMu.Lock()
+	defer d.readyMu.Unlock()
+	return d.first < len(d.ready)
+}
+
+func (d *device) next() *rxMsg {
+	d.readyMu.Lock()
+	defer d.readyMu.Unlock()
+	if d.first == len(d.ready) {
+		return nil
+	}
+	rx := d.ready[d.first]
+	d.ready[d.first] = nil
+	if d.first++; d.first == len(d.ready) {
+		d.ready, d.first = d.ready[:0], 0
+	}
+	return rx
+}
+
+func (d *device) deliver(m *van.Message) {
+	d.v.recv(m)
+	m.Release()
+	d.inHand.Add(-1)
+}
+
+// housekeep does now and then what nobody else does.
+func (d *device) housekeep(sleeping bool) {
+	now := clock.Now()
+	if !sleeping && now-d.ticked < uint64(tickTime) {
+		return
+	}
+	d.ticked = now
+	v := d.v
+	for _, c := range *v.conns.Load() {
+		if c.in != nil && c.in.host == d {
+			c.in.tick(now, sleeping)
+		} else if c.peer != nil {
+			c.peer.tick()
+		}
+	}
+	if now-d.swept > uint64(sweepTime) {
+		d.swept = now
+		d.regions.evict(now)
+		for _, c := range *v.conns.Load() {
+			if c.in != nil && c.in.host == d {
+				c.in.again()
+			}
+		}
+	}
+}
+
+// Poll implements van.Poller: it receives and delivers on the caller's goroutine the
+// answers that come to a worker, or the requests that come to a server, until done or
+// until nothing has come for a while. Only one caller at a time polls; others return
+// at once.
+func (v *rvan) Poll(done func() bool) {
+	if v.spin <= 0 {
+		return
+	}
+	v.pollers.Add(1)
+	if !v.spinning.CompareAndSwap(false, true) {
+		v.pollers.Add(-1)
+		return
+	}
+	devices := *v.devices.Load()
+	for _, d := range devices {
+		if d.parked.Load() {
+			d.dev.Wake()
+		}
+	}
+	begun := clock.Now()
+	for last := begun; !done(); {
+		got := false
+		for _, d := range devices {
+			got = d.help(v.spin/time.Duration(4*len(devices))) || got
+		}
+		now := clock.Now()
+		if got {
+			last = now
+		}
+		if len(devices) == 0 || now-last > uint64(v.spin) || now-begun > uint64(maxPoll) {
+			break
+		}
+	}
+	if done() {
+		v.polled.Store(clock.Now())
+	} else {
+		v.polled.Store(0) // the caller goes to sleep: the loops take over at once
+	}
+	v.spinning.Store(false)
+	v.pollers.Add(-1)
+	if v.polled.Load() == 0 {
+		for _, d := range devices {
+			d.wakeLoop()
+		}
+	}
+}
+
+func (d *device) wakeLoop() {
+	select {
+	case d.recall <- struct{}{}:
+	default:
+	}
+}
+
+// maxPoll bounds a Poll: its caller has a deadline. pollGrace is how long after a Poll
+// another one is expected.
+const (
+	maxPoll   = 2 * time.Millisecond
+	pollGrace = time.Millisecond
+)
+
+// polling tells whether somebody polls, or has done so a moment ago.
+func (v *rvan) polling() bool {
+	return v.pollers.Load() > 0 || clock.Now()-v.polled.Load() < uint64(pollGrace)
+}
+
+// waitHelpers does nothing more than let others run.
+func (v *rvan) waitHelpers() { runtime.Gosched() }
+
+// help polls and delivers in place of the loop.
+func (d *device) help(spin time.Duration) bool {
+	if !d.mu.TryLock() {
+		runtime.Gosched()
+		return false
+	}
+	defer d.mu.Unlock()
+	if d.ending.Load() || d.inHand.Load() != 0 {
+		runtime.Gosched()
+		return false // an earlier message is still being delivered
+	}
+	n := d.poll(spin, 0)
+	for i, rx := range d.came {
+		if m := &rx.msg; m.IsControl() || m.SimpleApp || m.Request != (d.v.self.Role == van.Server) {
+			// Its handler may take long: for the loop, and what comes behind it, too.
+			d.came = d.came[:copy(d.came, d.came[i:])]
+			d.hand()
+			d.wakeLoop()
+			return true
+		}
+		d.v.recv(&rx.msg)
+		rx.msg.Release()
+	}
+	clear(d.came)
+	d.came = d.came[:0]
+	return n > 0
+}
+
+// stop ends the loop.
+func (d *device) stop(ctx context.Context) error {
+	d.ending.Store(true)
+	d.dev.Wake()
+	d.wakeLoop()
+	err := d.loop.Stop(ctx)
+	close(d.stopped)
+	return err
+}

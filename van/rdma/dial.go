@@ -1,0 +1,329 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// Times of making a connection. The first is the original's.
+const (
+	resolveTime = 1000 * time.Millisecond
+	connectTime = 5 * time.Second
+	flushTime   = 2 * time.Second
+	minBackoff  = 10 * time.Millisecond
+	maxBackoff  = 1 * time.Second
+)
+
+// Retries of the transport itself. 7 would be for ever on some providers, so that a
+// write to a dead peer would never end.
+const (
+	retryCount    = 6
+	rnrRetryCount = 7 // for ever: the peer is there, it is only slow
+	ackTimeout    = 14
+)
+
+// run keeps the connection of p: it makes it, and makes it again, until ctx ends.
+func (p *peer) run(ctx context.Context) {
+	defer close(p.ends)
+	backoff, told := minBackoff, false
+	for ctx.Err() == nil {
+		l, err := p.dial(ctx)
+		if err != nil {
+			if ctx.Err() != nil {
+				return
+			}
+			if !told || p.v.cfg.PrintRDMALog {
+				p.v.log.Info("rdma: no connection yet, trying again", "peer", p.name(), "err", err)
+			}
+			told = true
+			p.v.tell(p, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
+			select {
+			case <-time.After(backoff/2 + rand.N(backoff)):
+			case <-ctx.Done():
+				return
+			}
+			backoff = min(2*backoff, maxBackoff)
+			continue
+		}
+		backoff, told = minBackoff, false
+		p.up(l)
+		select {
+		case err = <-l.failed:
+		case <-ctx.Done():
+			err = nil
+		}
+		p.down(l, err)
+	}
+}
+
+// name says whom p leads to.
+func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + p.node.Addr() }
+
+// up gives p a connection.
+func (p *peer) up(l *link) {
+	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.ours)
+	p.mu.Lock()
+	p.link, p.lost = l, false
+	p.keys = map[uint64]bool{}
+	p.snd.Up(!l.ours)
+	p.flush(false)
+	p.mu.Unlock()
+	p.v.tell(p, true, nil)
+}
+
+// down takes the connection from p and ends it. Without a cause p is no longer
+// wanted.
+func (p *peer) down(l *link, cause error) {
+	p.mu.Lock()
+	p.link = nil
+	l.broken = true
+	var dropped []*outgoing
+	if cause != nil {
+		p.lost = true
+		dropped = p.snd.Down(func(o *outgoing) bool { return o.oneShot })
+	}
+	p.mu.Unlock()
+	if cause != nil {
+		p.v.log.Warn("rdma: the connection broke", "peer", p.name(), "err", cause, "dropped", len(dropped))
+	}
+	ended := p.v.endLink(l)
+	p.finish(append(ended, p.drop(dropped)...))
+	if cause != nil {
+		p.v.tell(p, false, cause)
+	}
+}
+
+// drop is the end of messages that will not be sent.
+func (p *peer) drop(all []*outgoing) (ended []finished) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, o := range all {
+		ended = append(ended, finished{done: o.done})
+		p.recycle(o)
+	}
+	return ended
+}
+
+func (p *peer) finish(all []finished) {
+	for i := range all {
+		all[i].end()
+	}
+}
+
+func numbers(qps []verbs.QP) []uint32 {
+	var n []uint32
+	for _, q := range qps {
+		n = append(n, q.Num())
+	}
+	return n
+}
+
+// dial opens the queue pairs of a connection, one after the other: the peer numbers
+// them as they come.
+func (p *peer) dial(ctx context.Context) (_ *link, err error) {
+	v := p.v
+	serial := v.serials.Add(1)
+	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1)}
+	defer func() {
+		if err != nil {
+			v.forgetConn(serial)
+			for _, id := range l.ids {
+				_ = id.Destroy()
+			}
+		}
+	}()
+	v.rememberConn(serial, &conn{link: l, peer: p})
+	hello := v.hello(l.epoch)
+	var qps []verbs.QP
+	var dev verbs.Device
+	for q := range v.cfg.QPNum {
+		c, err := v.newID(cookie(serial, q))
+		if err != nil {
+			return nil, err
+		}
+		l.ids = append(l.ids, c.id)
+		hello.qp = q
+		qp, d, ours, err := p.open(ctx, c, q, hello)
+		if err != nil {
+			return nil, fmt.Errorf("queue pair %d: %w", q, err)
+		}
+		if q > 0 && d != dev {
+			return nil, fmt.Errorf("queue pair %d came to lie on device %s, the others on %s", q, d.Name(), dev.Name())
+		}
+		qps, dev, l.ours = append(qps, qp), d, ours
+	}
+	l.host, err = v.device(dev)
+	if err != nil {
+		return nil, err
+	}
+	start, rx := v.cfg.RDMADepths()
+	depth := start + rx
+	l.pipe, err = newPipe(dev, qps, serial, depth, max(depth/2, 1), stageEach)
+	return l, err
+}
+
+// open makes one queue pair and connects it.
+func (p *peer) open(ctx context.Context, c *cmID, q int, h hello) (qp verbs.QP, dev verbs.Device, ours bool, err error) {
+	v, id := p.v, c.id
+	fail := func(what string, err error) (verbs.QP, verbs.Device, bool, error) {
+		return nil, nil, false, fmt.Errorf("%s: %w", what, err)
+	}
+	if err := id.ResolveAddr(v.source, p.addr, resolveTime); err != nil {
+		return fail("resolve address", err)
+	}
+	if _, err := c.wait(ctx, verbs.AddrResolved, 2*resolveTime); err != nil {
+		return fail("resolve address", err)
+	}
+	if err := id.SetAckTimeout(ackTimeout); err != nil {
+		v.log.Debug("rdma: the provider keeps its time-out of acknowledgements", "err", err)
+	}
+	if err := id.ResolveRoute(resolveTime); err != nil {
+		return fail("resolve route", err)
+	}
+	if _, err := c.wait(ctx, verbs.RouteResolved, 2*resolveTime); err != nil {
+		return fail("resolve route", err)
+	}
+	if dev, err = id.Device(); err != nil {
+		return fail("device", err)
+	}
+	if qp, err = v.createQP(id, dev, c.cookie, q, true); err != nil {
+		return fail("create queue pair", err)
+	}
+	err = id.Connect(verbs.ConnParam{Private: h.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
+	if err != nil {
+		return fail("connect", err)
+	}
+	ev, err := c.wait(ctx, verbs.Established, connectTime)
+	if err != nil {
+		return fail("connect", err)
+	}
+	answer, err := decodeHello(ev.Private)
+	return qp, dev, err == nil && answer.ours, nil
+}
+
+// createQP makes the queue pair of an ID. Each direction has as many receive
+// requests as the original's.
+func (v *rvan) createQP(id verbs.ID, dev verbs.Device, cookie uint64, q int, active bool) (verbs.QP, error) {
+	start, rx := v.cfg.RDMADepths()
+	recv := max(rx/v.cfg.QPNum, 1)
+	need := start + rx + recv
+	v.reserve.Lock()
+	v.reserved[dev] += need
+	err := dev.Reserve(v.reserved[dev])
+	v.reserve.Unlock()
+	if err != nil {
+		v.release(dev)
+		return nil, err
+	}
+	o := verbs.QPOptions{Cookie: cookie, SendDepth: start + rx, RecvDepth: recv, Inline: inlineWanted}
+	if active && v.cfg.SplitQPLag {
+		o.Port = 1 + q%2
+	}
+	qp, err := id.CreateQP(o)
+	if err != nil {
+		v.release(dev)
+		return nil, err
+	}
+	if o.Port > 0 && !qp.Pinned() {
+		v.warnPin.Do(func() {
+			v.log.Info("rdma: STEPMESH_SPLIT_QP_LAG: queue pairs are not pinned to ports: not a bonded mlx5 device, or no libmlx5")
+		})
+	}
+	return qp, nil
+}
+
+// release takes back the room of one queue pair in the completion queue.
+func (v *rvan) release(dev verbs.Device) {
+	start, rx := v.cfg.RDMADepths()
+	v.reserve.Lock()
+	v.reserved[dev] -= start + rx + max(rx/v.cfg.QPNum, 1)
+	v.reserve.Unlock()
+}
+
+// inlineWanted is for a meta with its trailer.
+const inlineWanted = 512
+
+// cmID is an ID whose events somebody waits for.
+type cmID struct {
+	id     verbs.ID
+	cookie uint64
+	events chan verbs.Event
+}
+
+// cookie names one queue pair of a connection.
+func cookie(serial uint32, q int) uint64 { return uint64(serial)<<8 | uint64(q) }
+
+// wait waits for the event that ends a step.
+func (c *cmID) wait(ctx context.Context, want verbs.EventType, limit time.Duration) (verbs.Event, error) {
+	t := time.NewTimer(limit)
+	defer t.Stop()
+	select {
+	case ev := <-c.events:
+		if ev.Type != want {
+			return ev, eventError(ev)
+		}
+		return ev, nil
+	case <-t.C:
+		return verbs.Event{}, fmt.Errorf("%w after %s: no answer of the connection manager", van.ErrTimeout, limit)
+	case <-ctx.Done():
+		return verbs.Event{}, ctx.Err()
+	}
+}
+
+// eventError says what an event means that is not the one hoped for.
+func eventError(ev verbs.Event) error {
+	switch {
+	case ev.Type == verbs.Rejected && len(ev.Private) >= offReason && le.Uint32(ev.Private[offMagic:]) == magic:
+		return fmt.Errorf("rejected by the peer: %s", text(ev.Private[offReason:]))
+	case ev.Type == verbs.Rejected && ev.Status == 8:
+		return errors.New("rejected (8): nobody listens there yet")
+	case ev.Type == verbs.Rejected:
+		return fmt.Errorf("rejected by the peer (%d)", ev.Status)
+	case ev.Status < 0:
+		return fmt.Errorf("%s: %w", ev.Type, syscall.Errno(-ev.Status))
+	default:
+		return fmt.Errorf("%s (%d)", ev.Type, ev.Status)
+	}
+}
+
+func text(b []byte) string {
+	for i, c := range b {
+		if c < ' ' || c > '~' {
+			return string(b[:i])
+		}
+	}
+	return string(b)
+}
+
+// refusal is the private data of a rejection.
+func refusal(why string) []byte {
+	b := make([]byte, maxReject)
+	le.PutUint32(b[offMagic:], magic)
+	copy(b[offReason:maxReject-1], why)
+	return b
+}
+
+// resolve turns a node's host and port into an address.
+func resolve(ctx context.Context, n van.Node) (netip.AddrPort, error) {
+	if a, err := netip.ParseAddr(n.Hostname); err == nil {
+		return netip.AddrPortFrom(a.Unmap(), uint16(n.Port)), nil
+	}
+	all, err := lookup(ctx, n.Hostname)
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	for _, a := range all {
+		if a = a.Unmap(); a.Is4() {
+			return netip.AddrPortFrom(a, uint16(n.Port)), nil
+		}
+	}
+	return netip.AddrPort{}, fmt.Errorf("host %q has no IPv4 address: %v", n.Hostname, all)
+}

@@ -1,0 +1,527 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// incoming is a connection that a peer has opened to this node.
+type incoming struct {
+	v      *rvan
+	serial uint32
+	hello  hello // of its first queue pair
+	from   netip.AddrPort
+	host   *device
+	once   sync.Once
+	gone   atomic.Bool
+
+	// Of who has the receiving role.
+	slaves uint64 // notifications of split messages' other parts
+	held   []*rxMsg
+	warned bool
+
+	flushed atomic.Int32  // receive requests that have ended
+	drained chan struct{} // closed when all have
+
+	mu      sync.Mutex
+	out     *pipe // for answers to questions, and credits
+	ids     []verbs.ID
+	qps     []verbs.QP
+	leases  map[rendezvous.Route][]*lease
+	areas   map[uint64]*area // of a node of the original, by key
+	credits []uint16
+	since   uint64 // when the oldest of them came
+	backlog []note // what found no room
+	later   []start
+	closed  bool
+	owed    atomic.Int32 // len(credits)
+}
+
+// note is a SEND that waits for room.
+type note struct {
+	imm  uint32
+	n    int
+	data [verbs.RecvSize]byte
+}
+
+type lease = rendezvous.Lease[memory]
+
+// memory is a lease's.
+type memory struct {
+	meta   cell
+	data   backend.Mem
+	area   *area   // that data lies in
+	region *region // of a registered receive buffer
+}
+
+// area is memory for values that several leases may share: those of one key of a
+// node of the original.
+type area struct {
+	*block
+	host *device
+	refs atomic.Int32
+}
+
+// accept takes a connect request.
+func (v *rvan) accept(ev verbs.Event) {
+	id := ev.New
+	h, err := decodeHello(ev.Private)
+	why := ""
+	switch {
+	case err != nil:
+		why = err.Error()
+	case v.closed.Load():
+		why = "the node is closing"
+	case h.ours && h.qpCount != v.cfg.QPNum:
+		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
+	}
+	if why != "" {
+		v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", why)
+		_ = id.Reject(refusal(why))
+		_ = id.Destroy()
+		return
+	}
+	in, err := v.endpoint(h, id, ev.Peer)
+	if err == nil {
+		err = in.join(id, h)
+	}
+	if err != nil {
+		v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err)
+		_ = id.Reject(refusal(err.Error()))
+		_ = id.Destroy()
+		if in != nil {
+			in.fail(err)
+		}
+	}
+}
+
+// endpoint finds or makes the incoming connection that a queue pair belongs to.
+func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, error) {
+	v.mu.Lock()
+	old := v.endpoints[h.key()]
+	v.mu.Unlock()
+	if old != nil && !old.gone.Load() && len(old.qps) < v.cfg.QPNum && (!h.ours || h.qp == len(old.qps)) {
+		return old, nil
+	}
+	if old != nil {
+		// The peer has come again before its end was noticed.
+		old.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
+	}
+	if h.ours && h.qp != 0 {
+		return nil, fmt.Errorf("queue pair %d came without those before it", h.qp)
+	}
+	dev, err := id.Device()
+	if err != nil {
+		return nil, err
+	}
+	host, err := v.device(dev)
+	if err != nil {
+		return nil, err
+	}
+	in := &incoming{v: v, serial: v.serials.Add(1), hello: h, from: from, host: host, drained: make(chan struct{}),
+		leases: map[rendezvous.Route][]*lease{}, areas: map[uint64]*area{}}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.closed.Load() {
+		return nil, van.ErrClosed
+	}
+	v.endpoints[h.key()] = in
+	v.rememberConnLocked(in.serial, &conn{in: in})
+	return in, nil
+}
+
+// join adds a queue pair and accepts it.
+func (in *incoming) join(id verbs.ID, h hello) error {
+	v, q := in.v, len(in.qps)
+	dev, err := id.Device()
+	if err != nil {
+		return err
+	}
+	if dev != in.host.dev {
+		return fmt.Errorf("queue pair %d came to device %s, the others to %s", q, dev.Name(), in.host.dev.Name())
+	}
+	c := cookie(in.serial, q)
+	id.SetCookie(c)
+	qp, err := v.createQP(id, dev, c, q, false)
+	if err != nil {
+		return err
+	}
+	_, rx := v.cfg.RDMADepths()
+	in.mu.Lock()
+	if in.out == nil {
+		in.out, err = newPipe(dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
+	}
+	if err == nil {
+		in.ids, in.qps = append(in.ids, id), append(in.qps, qp)
+	}
+	in.mu.Unlock()
+	if err != nil {
+		v.release(dev)
+		return err
+	}
+	mine := v.hello(h.epoch)
+	mine.qp = q
+	if err := id.Accept(verbs.ConnParam{Private: mine.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
+		in.fail(err)
+		return nil // fail ends the ID
+	}
+	if q == 0 {
+		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", dev.Name(), "stepaf", h.ours)
+		v.linkBack()
+	}
+	return nil
+}
+
+// fail ends the connection.
+func (in *incoming) fail(err error) {
+	in.once.Do(func() {
+		in.gone.Store(true)
+		in.v.wg.Go(func() { in.v.endIncoming(in, err) })
+	})
+}
+
+// send posts b with imm on the connection's first queue pair. in.mu is held.
+func (in *incoming) send(imm uint32, b []byte) {
+	if in.closed || in.out == nil {
+		return
+	}
+	n := note{imm: imm, n: len(b)}
+	copy(n.data[:], b)
+	if len(in.backlog) > 0 || !in.try(&n) {
+		in.backlog = append(in.backlog, n)
+	}
+}
+
+func (in *incoming) try(n *note) bool {
+	id, _, stage, ok := in.out.begin()
+	if !ok {
+		return in.out.broken // the message is lost with the connection
+	}
+	copy(stage, n.data[:n.n])
+	in.out.add(id, 0, in.out.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
+	if err := in.out.post(); err != nil {
+		in.fail(err)
+	}
+	return true
+}
+
+// pump sends what has waited for room. in.mu is held.
+func (in *incoming) pump() {
+	for len(in.backlog) > 0 && in.try(&in.backlog[0]) {
+		in.backlog = in.backlog[1:]
+	}
+	if len(in.backlog) == 0 {
+		in.backlog = nil
+	}
+}
+
+// credit gives a place back to the peer: with the next message to it, or soon.
+func (in *incoming) credit(index uint32) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.closed || !in.hello.ours {
+		return
+	}
+	if len(in.credits) == 0 {
+		in.since = clock.Now()
+	}
+	in.credits = append(in.credits, uint16(index))
+	in.owed.Store(int32(len(in.credits)))
+	if len(in.credits) >= maxCredits || in.host.parked.Load() {
+		in.giveBack()
+	}
+}
+
+// take moves credits to t.
+func (in *incoming) take(t *trailer) {
+	t.epoch = in.hello.epoch
+	if in.owed.Load() == 0 {
+		return
+	}
+	in.mu.Lock()
+	t.n = copy(t.credits[:], in.credits)
+	in.credits = in.credits[:copy(in.credits, in.credits[t.n:])]
+	in.owed.Store(int32(len(in.credits)))
+	in.mu.Unlock()
+}
+
+// giveBack sends the credits. in.mu is held.
+func (in *incoming) giveBack() {
+	for len(in.credits) > 0 {
+		var t trailer
+		t.epoch = in.hello.epoch
+		t.n = copy(t.credits[:], in.credits)
+		in.credits = in.credits[:copy(in.credits, in.credits[t.n:])]
+		var b [trailerLen]byte
+		t.put(b[:])
+		in.send(immCredits, b[:])
+	}
+	in.owed.Store(0)
+}
+
+// creditAge is how long credits wait for a message that takes them along.
+const creditAge = 1e6 // ns
+
+// tick is called every few milliseconds, and before the receiver sleeps (all).
+func (in *incoming) tick(now uint64, all bool) {
+	if in.owed.Load() > 0 {
+		in.mu.Lock()
+		if all || now-in.since > creditAge {
+			in.giveBack()
+		}
+		in.mu.Unlock()
+	}
+}
+
+// question answers a peer that asks for a place. The receiving role is held.
+func (in *incoming) question(b []byte) {
+	var s start
+	if err := s.get(b); err != nil {
+		in.v.malformed(in, err)
+		return
+	}
+	if err := in.grant(&s); errors.Is(err, rendezvous.ErrNoLease) {
+		in.v.log.Warn("rdma: a peer waits for a place: all are given away", "peer", in.name(), "BYTEPS_ADDRESS_POOL_SIZE", in.v.table.Len())
+		in.mu.Lock()
+		in.later = append(in.later, s)
+		in.mu.Unlock()
+	}
+}
+
+// again answers the questions that had to wait.
+func (in *incoming) again() {
+	in.mu.Lock()
+	all := in.later
+	in.later = nil
+	in.mu.Unlock()
+	for i := range all {
+		if err := in.grant(&all[i]); errors.Is(err, rendezvous.ErrNoLease) {
+			in.mu.Lock()
+			in.later = append(in.later, all[i:]...)
+			in.mu.Unlock()
+			return
+		}
+	}
+}
+
+// grant makes a place and tells the peer. The error is ErrNoLease: try again later.
+func (in *incoming) grant(s *start) error {
+	v := in.v
+	need, kind, err := s.need(in.hello.ours)
+	if err != nil {
+		v.malformed(in, err)
+		return nil
+	}
+	l, r, err := in.lease(s, need, kind)
+	if errors.Is(err, rendezvous.ErrNoLease) {
+		return err
+	}
+	r.origin = s.origin
+	if err != nil {
+		v.log.Error("rdma: no place for a message of a peer", "peer", in.name(), "key", s.key, "bytes", need.Data, "err", err)
+		if !in.hello.ours {
+			return nil // its protocol has no word for it
+		}
+		r = reply{origin: s.origin, flags: replyRefused}
+	}
+	var b [replyLen]byte
+	r.put(b[:])
+	in.mu.Lock()
+	if l != nil {
+		in.keep(l, need)
+	}
+	in.send(immReply, b[:])
+	in.mu.Unlock()
+	return nil
+}
+
+// lease makes the memory that a peer has asked for.
+func (in *incoming) lease(s *start, need rendezvous.Need, kind uint64) (*lease, reply, error) {
+	v := in.v
+	var r reply
+	l := &lease{Owner: in, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
+	meta, err := in.host.cells.get(need.Meta)
+	if err != nil {
+		return nil, r, err
+	}
+	l.Memory.meta = meta
+	r.meta, r.metaKey = meta.addr, meta.rkey
+	if in.hello.ours && kind&kindKeyed == 0 {
+		l.Route = rendezvous.Route{}
+		l.Route.Class, _ = rendezvous.Class(need.Data)
+	}
+	if err := in.place(l, s, need, kind, &r); err != nil {
+		_ = in.host.cells.put(meta)
+		return nil, r, err
+	}
+	if err := v.table.Add(l); err != nil {
+		in.free(l)
+		return nil, r, err
+	}
+	r.index = l.Index()
+	return l, r, nil
+}
+
+// place finds memory for the value.
+func (in *incoming) place(l *lease, s *start, need rendezvous.Need, kind uint64, r *reply) error {
+	v, m := in.v, &l.Memory
+	if need.Data == 0 || !in.hello.ours && v.self.Role != van.Server {
+		return nil
+	}
+	if !in.hello.ours || kind&kindKeyed != 0 {
+		if dst, ok := v.buffer(in.hello.node, s.key); ok && dst.Len() >= need.Exact {
+			reg, err := in.host.regions.get(dst, verbs.LocalWrite|verbs.RemoteWrite)
+			if err != nil {
+				return fmt.Errorf("registered receive buffer: %w", err)
+			}
+			m.data, m.region = dst, reg
+			l.Data = need.Exact
+			r.data, r.dataKey = dst.Addr(), reg.mr.RKey()
+			return nil
+		}
+	}
+	if in.hello.ours {
+		if kind&kindKeyed != 0 {
+			r.flags |= replyShared
+			l.Route = rendezvous.Route{}
+			l.Route.Class, _ = rendezvous.Class(need.Data)
+		}
+		a, err := in.host.newArea(need.Data)
+		if err != nil {
+			return err
+		}
+		m.area, m.data = a, a.mem
+	} else {
+		in.mu.Lock()
+		a := in.areas[s.key]
+		in.mu.Unlock()
+		if a == nil || a.mem.Len() < need.Data {
+			var err error
+			if a, err = in.host.newArea(need.Data); err != nil {
+				return err
+			}
+			in.mu.Lock()
+			old := in.areas[s.key]
+			in.areas[s.key] = a
+			in.mu.Unlock()
+			if old != nil {
+				old.put()
+			}
+		}
+		a.refs.Add(1)
+		m.area, m.data = a, a.mem
+	}
+	r.data, r.dataKey = m.area.mem.Addr(), m.area.mr.RKey()
+	return nil
+}
+
+func (a *area) put() {
+	if a.refs.Add(-1) == 0 {
+		a.host.forgetArea(a)
+		_ = a.close()
+	}
+}
+
+// keep records a lease, and ends the smaller ones of its route: who asks for a larger
+// place will not use them again. in.mu is held.
+func (in *incoming) keep(l *lease, need rendezvous.Need) {
+	if in.closed {
+		if in.v.table.End(l) {
+			in.free(l)
+		}
+		return
+	}
+	all := in.leases[l.Route]
+	if !l.OneShot && in.hello.ours {
+		kept := all[:0]
+		for _, x := range all {
+			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.mem) >= need.Meta {
+				kept = append(kept, x)
+			} else if in.v.table.End(x) {
+				in.free(x)
+			}
+		}
+		clear(all[len(kept):])
+		all = kept
+	}
+	if !l.OneShot {
+		in.leases[l.Route] = append(all, l)
+	}
+}
+
+// free gives back the memory of a lease that has ended and that nobody holds.
+func (in *incoming) free(l *lease) {
+	m := &l.Memory
+	_ = in.host.cells.put(m.meta)
+	if m.area != nil {
+		m.area.put()
+	}
+	if m.region != nil {
+		m.region.release()
+	}
+	l.Memory = memory{}
+}
+
+func (in *incoming) name() string {
+	return fmt.Sprintf("%s at %s:%d", van.NodeName(in.hello.node), in.hello.host, in.hello.port)
+}
+
+// endIncoming takes apart a connection: what has come is handed up, then its places
+// end.
+func (v *rvan) endIncoming(in *incoming, cause error) {
+	if cause != nil && !v.closed.Load() {
+		v.log.Info("rdma: a peer's connection ended", "peer", in.name(), "why", cause)
+	}
+	in.mu.Lock()
+	ids := in.ids
+	in.mu.Unlock()
+	for _, id := range ids {
+		_ = id.Disconnect()
+	}
+	in.host.awaitFlush(in.drained)
+	in.mu.Lock()
+	in.closed = true
+	areas, out, qps := in.areas, in.out, len(in.qps)
+	in.leases, in.areas, in.later, in.credits = nil, nil, nil, nil
+	in.owed.Store(0)
+	in.mu.Unlock()
+	for _, id := range ids {
+		_ = id.Destroy()
+	}
+	for range qps {
+		v.release(in.host.dev)
+	}
+	v.forgetConn(in.serial)
+	v.mu.Lock()
+	if v.endpoints[in.hello.key()] == in {
+		delete(v.endpoints, in.hello.key())
+	}
+	v.mu.Unlock()
+	v.unlinkBack(in)
+	v.table.Each(func(l *lease) {
+		if l.Owner == in && v.table.End(l) {
+			in.free(l)
+		}
+	})
+	for _, a := range areas {
+		a.put()
+	}
+	if out != nil {
+		in.mu.Lock()
+		all := out.abandon()
+		in.mu.Unlock()
+		for i := range all {
+			all[i].end()
+		}
+		_ = out.close()
+	}
+}

@@ -1,0 +1,169 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// block is memory of the library's own, outside of the Go heap, registered with one
+// device.
+type block struct {
+	mem  backend.Mem
+	mr   verbs.MR
+	free func() error
+	once sync.Once // deregisters
+}
+
+const pageSize = 4096
+
+// newBlock maps and registers n bytes of host memory.
+func newBlock(dev verbs.Device, n int, a verbs.Access) (*block, error) {
+	b, err := unix.Mmap(-1, 0, (n+pageSize-1)&^(pageSize-1), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, fmt.Errorf("map %d bytes: %w", n, err)
+	}
+	mem := backend.Bytes(b[:n])
+	mr, err := dev.Register(mem.Ptr(), n, a)
+	if err != nil {
+		return nil, errors.Join(err, unix.Munmap(b))
+	}
+	return &block{mem: mem, mr: mr, free: func() error { return unix.Munmap(b) }}, nil
+}
+
+// newDeviceBlock allocates and registers n bytes of back's memory.
+func newDeviceBlock(dev verbs.Device, back backend.Backend, n int, a verbs.Access) (*block, error) {
+	mem, err := back.Alloc(n)
+	if err != nil {
+		return nil, err
+	}
+	mr, err := register(dev, mem, a)
+	if err != nil {
+		return nil, errors.Join(err, back.Free(mem))
+	}
+	return &block{mem: mem, mr: mr, free: func() error { return back.Free(mem) }}, nil
+}
+
+// deregister ends the device's access; the memory stays until close.
+func (b *block) deregister() (err error) {
+	b.once.Do(func() { err = b.mr.Deregister() })
+	return err
+}
+
+// close also frees the memory. Call it once.
+func (b *block) close() error { return errors.Join(b.deregister(), b.free()) }
+
+// DMABufExporter is implemented by backends whose memory is registered as a dma-buf.
+type DMABufExporter interface {
+	// DMABuf returns a descriptor of the allocation that m lies in and m's offset
+	// there. The caller closes the descriptor.
+	DMABuf(m backend.Mem) (fd int, offset uint64, err error)
+}
+
+// register makes mem known to the device: host memory as it is; a GPU's as a dma-buf
+// where its owner can export one, else by its address, which needs the driver's peer
+// memory module.
+func register(dev verbs.Device, mem backend.Mem, a verbs.Access) (verbs.MR, error) {
+	if mem.OnHost() {
+		return dev.Register(mem.Ptr(), mem.Len(), a)
+	}
+	var failed error
+	if e, ok := mem.Owner().(DMABufExporter); ok {
+		fd, off, err := e.DMABuf(mem)
+		if err == nil {
+			mr, err := dev.RegisterDMABuf(fd, off, uint64(mem.Len()), mem.Addr(), a)
+			_ = unix.Close(fd)
+			if err == nil {
+				return mr, nil
+			}
+			failed = fmt.Errorf("as a dma-buf: %w", err)
+		} else {
+			failed = fmt.Errorf("as a dma-buf: %w", err)
+		}
+	}
+	mr, err := dev.Register(mem.Ptr(), mem.Len(), a)
+	if err != nil {
+		return nil, fmt.Errorf("register %d bytes on %s: %w; GPU memory needs a driver that exports dma-bufs, or the module nvidia_peermem",
+			mem.Len(), mem.Device(), errors.Join(failed, err))
+	}
+	return mr, nil
+}
+
+// cells gives out small pieces of registered memory for metas.
+type cells struct {
+	dev    verbs.Device
+	mu     sync.Mutex
+	blocks []*block
+	free   []cell
+}
+
+// cell is registered memory for one meta.
+type cell struct {
+	mem   []byte
+	addr  uint64
+	rkey  uint32
+	large *block // of its own
+}
+
+const (
+	cellSize  = 512
+	cellsEach = 256 // in a block
+)
+
+func (c *cells) get(n int) (cell, error) {
+	if n > cellSize {
+		b, err := newBlock(c.dev, n, verbs.LocalWrite|verbs.RemoteWrite)
+		if err != nil {
+			return cell{}, err
+		}
+		return cell{b.mem.Host(), b.mem.Addr(), b.mr.RKey(), b}, nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.free) == 0 {
+		b, err := newBlock(c.dev, cellSize*cellsEach, verbs.LocalWrite|verbs.RemoteWrite)
+		if err != nil {
+			return cell{}, err
+		}
+		c.blocks = append(c.blocks, b)
+		mem := b.mem.Host()
+		for i := cellsEach - 1; i >= 0; i-- {
+			m := mem[i*cellSize : (i+1)*cellSize : (i+1)*cellSize]
+			c.free = append(c.free, cell{m, uint64(uintptr(unsafe.Pointer(&m[0]))), b.mr.RKey(), nil})
+		}
+	}
+	last := len(c.free) - 1
+	x := c.free[last]
+	c.free = c.free[:last]
+	return x, nil
+}
+
+func (c *cells) put(x cell) error {
+	if x.large != nil {
+		return x.large.close()
+	}
+	if x.mem == nil {
+		return nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.free = append(c.free, x)
+	return nil
+}
+
+func (c *cells) close() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var errs []error
+	for _, b := range c.blocks {
+		errs = append(errs, b.close())
+	}
+	c.blocks, c.free = nil, nil
+	return errors.Join(errs...)
+}

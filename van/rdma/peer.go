@@ -1,0 +1,588 @@
+package rdma
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// peer is the way to one node: messages that wait, and the connection while it
+// stands. One goroutine (see dial.go) makes the connection and makes it again.
+type peer struct {
+	v    *rvan
+	id   atomic.Int32
+	node van.Node
+	addr netip.AddrPort
+	stop context.CancelFunc
+	ends chan struct{} // closed when the goroutine has ended
+
+	back atomic.Pointer[incoming] // the peer's connection to this node
+
+	mu    sync.Mutex
+	snd   *rendezvous.Sender[*outgoing]
+	link  *link // nil while there is none
+	lost  bool  // there was a connection, and it broke
+	ended bool
+	free  []*outgoing
+	keys  map[uint64]bool // of a node of this library: whether it has a place of its own
+	into  map[intoKey]into
+}
+
+// link is one standing connection.
+type link struct {
+	*pipe
+	ids    []verbs.ID
+	host   *device
+	ours   bool // a node of this library
+	epoch  uint32
+	slaves uint64 // split messages so far
+	failed chan error
+	once   sync.Once
+}
+
+// fail says that the connection has broken. Only the first cause counts.
+func (l *link) fail(err error) { l.once.Do(func() { l.failed <- err }) }
+
+// intoKey names a pull request in flight.
+type intoKey struct {
+	ts            int32
+	app, customer int16
+	key           uint64
+}
+
+// into is where the answer to a pull request is to be put.
+type into struct {
+	mem    backend.Mem
+	region *region
+}
+
+func keyOf(m *van.Meta) intoKey {
+	return intoKey{m.Timestamp, int16(m.AppID), int16(m.CustomerID), m.Key}
+}
+
+// outgoing is a message on its way out.
+type outgoing struct {
+	meta          []byte
+	oneShot       bool // a control or simple-app message
+	request, push bool
+	tensor        bool // of the original's form: one key, which the meta repeats
+	key           uint64
+	into          backend.Mem
+	intoKey       intoKey
+	direct        bool // the value goes to addr with rkey
+	addr          uint64
+	rkey          uint32
+	pullLen       int // of a pull request's answer
+
+	frames int
+	lens   [van.MaxFrames]uint32
+	data   [van.MaxFrames]backend.Mem // lent by the caller; empty where copied
+	copies []byte                     // of small frames, each aligned
+	done   van.Completion
+	size   int // payload
+}
+
+// smallPayload is the payload up to which frames are copied by Send: it costs less
+// than looking after the caller's memory.
+const smallPayload = stageEach - cellSize
+
+// stageEach is the staging memory of a message: its meta, and its copied frames.
+const stageEach = 2048
+
+// small is the length below which a frame of a larger payload is copied.
+const small = 64
+
+// Send implements van.Van.
+func (v *rvan) Send(msg *van.Message) error {
+	p := (*v.peers.Load())[msg.Receiver]
+	if p == nil {
+		if v.closed.Load() {
+			return v.sendError(msg, nil, van.ErrClosed)
+		}
+		return v.sendError(msg, nil, van.ErrUnknownPeer)
+	}
+	now := clock.Now()
+	if msg.Request || msg.IsControl() {
+		msg.RequestTrace.PostSend = now
+	} else {
+		msg.ResponseTrace.PostSend = now
+	}
+	if err := msg.Validate(); err != nil {
+		return v.sendError(msg, p, err)
+	}
+	size := msg.PayloadLen()
+	if size > maxData {
+		return v.sendError(msg, p, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData))
+	}
+	p.mu.Lock()
+	done, err := p.send(msg, size)
+	p.mu.Unlock()
+	if err != nil {
+		return v.sendError(msg, p, err)
+	}
+	if done {
+		msg.Done.Sent()
+	}
+	v.stats.sent(msg.EncodedLen() + size)
+	return nil
+}
+
+// send hands msg to the rendezvous. done says that its frames have been copied.
+// p.mu is held.
+func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
+	data := !msg.IsControl() && !msg.SimpleApp
+	switch {
+	case p.ended:
+		return false, van.ErrClosed
+	case p.lost && data:
+		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
+	case p.snd.Waiting() >= p.v.cfg.RDMAMaxConcurrWR:
+		return false, fmt.Errorf("%w: %d messages wait (BYTEPS_RDMA_MAX_CONCURR_WR)", van.ErrQueueFull, p.snd.Waiting())
+	}
+	var o *outgoing
+	if n := len(p.free); n > 0 {
+		o, p.free = p.free[n-1], p.free[:n-1]
+	} else {
+		o = &outgoing{}
+	}
+	if err := o.fill(msg, size); err != nil {
+		p.recycle(o)
+		return false, err
+	}
+	if p.link != nil {
+		if err := p.fits(o); err != nil {
+			p.recycle(o)
+			return false, err
+		}
+	}
+	done = msg.Done != nil && o.done == nil
+	err = p.snd.Submit(o)
+	if err != nil {
+		p.recycle(o)
+		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
+	}
+	p.flush(msg.More)
+	return done, nil
+}
+
+// fits refuses what a node of the original would not understand. p.mu is held.
+func (p *peer) fits(o *outgoing) error {
+	if p.link.ours || o.oneShot || o.request && o.tensor || !o.request && (o.size == 0 || o.direct) {
+		return nil
+	}
+	return fmt.Errorf("%w: the peer is a node of the C++ library, which takes one key of 8 bytes and a value of val_len bytes in a message over RDMA, and answers where it has asked for them",
+		van.ErrInvalid)
+}
+
+// fill takes over what msg has.
+func (o *outgoing) fill(msg *van.Message, size int) error {
+	n := msg.EncodedLen()
+	if cap(o.meta) < n {
+		o.meta = make([]byte, max(n, cellSize))
+	}
+	o.meta = o.meta[:n]
+	if err := msg.EncodeTo(o.meta); err != nil {
+		return err
+	}
+	control := msg.IsControl() || msg.SimpleApp
+	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
+	o.frames, o.size = msg.Frames, size
+	o.into, o.direct, o.tensor, o.pullLen = backend.Mem{}, false, false, 0
+	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
+		o.original(msg)
+	}
+	o.copies = o.copies[:0]
+	lent := false
+	for i := range msg.Frames {
+		f := msg.Frame(i)
+		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
+		if o.tensor && i != 1 || f.Len() == 0 {
+			continue // the receiver makes them from the meta
+		}
+		if f.OnHost() && (f.Len() < small || size <= smallPayload-van.MaxFrames*frameAlign) {
+			o.copies = append(o.copies, f.Host()...)
+			continue
+		}
+		o.data[i] = f
+		lent = true
+	}
+	if lent {
+		o.done = msg.Done
+	}
+	return nil
+}
+
+// original finds out whether msg has the form that the original can send: one key,
+// which the meta repeats, and val_len bytes.
+func (o *outgoing) original(msg *van.Message) {
+	key := le.Uint64(msg.Keys.Host())
+	pull := msg.Request && !msg.Push
+	vals := msg.Vals.Len() == int(msg.ValLen) || pull && msg.Vals.Len() == 0
+	lens := msg.Frames == 2 || msg.Lens.Len() == 4 && msg.Lens.OnHost() && le.Uint32(msg.Lens.Host()) == uint32(msg.ValLen)
+	if !vals || !lens || key != msg.Key && msg.Key != 0 {
+		return
+	}
+	// As the original does.
+	le.PutUint64(o.meta[metaKey:], key)
+	o.tensor, o.key = true, key
+	if pull {
+		o.pullLen = int(msg.ValLen)
+		if msg.Into.Len() == o.pullLen {
+			o.into, o.intoKey = msg.Into, keyOf(&msg.Meta)
+		}
+	}
+	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {
+		o.direct, o.addr, o.rkey = true, msg.Addr, uint32(msg.Option)
+	}
+}
+
+func (p *peer) recycle(o *outgoing) {
+	o.done, o.into, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
+	if len(p.free) < 256 && cap(o.meta) <= 4*cellSize && cap(o.copies) <= 2*stageEach {
+		p.free = append(p.free, o)
+	}
+}
+
+// flush posts what waits, unless more follows at once. p.mu is held.
+func (p *peer) flush(more bool) {
+	l := p.link
+	if l == nil || len(l.wrs) == 0 || more && len(l.wrs) < maxHeld {
+		return
+	}
+	if err := l.post(); err != nil {
+		l.fail(err)
+	}
+}
+
+// maxHeld is how many work requests wait for each other at most.
+const maxHeld = 24
+
+// Flush implements van.Flusher.
+func (v *rvan) Flush(id int) {
+	if p := (*v.peers.Load())[id]; p != nil {
+		p.mu.Lock()
+		p.flush(false)
+		p.mu.Unlock()
+	}
+}
+
+// Need implements rendezvous.Link. p.mu is held, and so for Ask and Put.
+func (p *peer) Need(o *outgoing) rendezvous.Need {
+	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
+	if p.link == nil {
+		return n
+	}
+	if !p.link.ours {
+		n.Route = rendezvous.Route{Key: o.key, Push: o.push, Request: o.request}
+		switch {
+		case o.oneShot:
+		case o.pullLen > 0:
+			n.Data = o.pullLen
+		default:
+			n.Data = int(o.lens[1])
+		}
+		n.Exact = n.Data
+		return n
+	}
+	n.Meta = max(n.Meta+trailerLen, cellSize)
+	if !o.direct && !(o.request && !o.push && o.tensor) {
+		n.Exact = o.packedLen()
+	}
+	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
+	if o.oneShot {
+		n.Data = n.Exact
+		return n
+	}
+	if o.request && o.push && o.tensor && n.Exact > 0 {
+		if own, known := p.keys[o.key]; own || !known {
+			n.Route = rendezvous.Route{Key: o.key, Push: true, Request: true}
+			if own {
+				n.Data = n.Exact
+			}
+		}
+	}
+	return n
+}
+
+// packedLen is the length of the data that is written to the place.
+func (o *outgoing) packedLen() int {
+	if o.tensor {
+		return int(o.lens[1])
+	}
+	n := 0
+	for i := range o.frames {
+		n = aligned(n) + int(o.lens[i])
+	}
+	return n
+}
+
+// Ask implements rendezvous.Link.
+func (p *peer) Ask(origin uint64, o *outgoing, need rendezvous.Need) bool {
+	l := p.link
+	id, _, stage, ok := l.begin()
+	if !ok {
+		return false
+	}
+	s := start{metaLen: uint64(need.Meta), origin: origin}
+	if l.ours {
+		s.dataNum = ourStart
+		s.data[0], s.data[2] = uint64(need.Data), uint64(need.Exact)
+		if o.push {
+			s.data[1] |= kindPush
+		}
+		if o.request {
+			s.data[1] |= kindRequest
+		}
+		if o.oneShot {
+			s.data[1] |= kindOneShot
+		} else if need.Route.Class == 0 {
+			s.data[1] |= kindKeyed
+			s.key = need.Route.Key
+		}
+	} else if !o.oneShot {
+		s.key, s.dataNum = o.key, uint64(o.frames)
+		for i := range o.frames {
+			s.data[i] = uint64(o.lens[i])
+		}
+		if o.pullLen > 0 {
+			s.data[1] = uint64(o.pullLen)
+		}
+	}
+	s.put(stage[:startLen])
+	l.add(id, 0, l.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immStart}, stage[:startLen]))
+	p.flush(false)
+	return true
+}
+
+// Put implements rendezvous.Link: the value, and the meta behind it with the
+// notification.
+func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
+	l := p.link
+	id, r, stage, ok := l.begin()
+	if !ok {
+		return false
+	}
+	if err := p.fits(o); err != nil { // it was sent before there was a connection
+		p.reject(id, o, err)
+		return true
+	}
+	n := len(o.meta)
+	if l.ours {
+		n += trailerLen
+	}
+	meta := stage[:min(n, cellSize)]
+	lkey := uint32(0)
+	if n > cellSize {
+		b, err := newBlock(l.dev, n, 0)
+		if err != nil {
+			p.reject(id, o, fmt.Errorf("a meta of %d bytes: %w", n, err))
+			return true
+		}
+		r.large, meta, lkey = b, b.mem.Host(), b.mr.LKey()
+	}
+	copy(meta, o.meta)
+	if err := p.lend(l, r, o); err != nil {
+		p.reject(id, o, err)
+		return true
+	}
+	if o.into.Len() > 0 {
+		if err := p.expect(l, o, meta); err != nil {
+			p.reject(id, o, err)
+			return true
+		}
+	}
+	split := p.v.cfg.SplitQPLag && len(l.qps) > 1 && o.tensor && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+	if split {
+		l.slaves++
+		le.PutUint32(meta[metaSlaves:], uint32(len(l.qps)-1))
+		for i := range 2 {
+			le.PutUint64(meta[metaCounter+8*i:], l.slaves)
+		}
+	}
+	if l.ours {
+		t := trailer{packed: !o.tensor, placed: o.direct, frames: o.frames, lens: o.lens}
+		if b := p.back.Load(); b != nil {
+			b.take(&t)
+		}
+		t.put(meta[len(o.meta):])
+	}
+	p.values(l, id, o, at, stage[cellSize:], split)
+	wr := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: at.Index, RemoteAddr: at.Meta, RKey: at.MetaKey}
+	if lkey != 0 || r.large != nil {
+		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), lkey
+	} else {
+		wr = l.staged(wr, meta)
+	}
+	l.add(id, 0, wr)
+	r.done = o.done
+	if o.size >= maxHold {
+		p.flush(false)
+	}
+	p.recycle(o)
+	return true
+}
+
+// maxHold is the payload from which a message does not wait for more.
+const maxHold = 32 << 10
+
+// minSplit is the length from which a value is split over the queue pairs.
+const minSplit = 8 << 10
+
+// lend makes the caller's memory known to the device.
+func (p *peer) lend(l *link, r *record, o *outgoing) error {
+	for i := range o.frames {
+		if o.data[i].Len() == 0 {
+			continue
+		}
+		reg, err := l.host.regions.get(o.data[i], 0)
+		if err != nil {
+			return fmt.Errorf("value of %d bytes: %w", o.data[i].Len(), err)
+		}
+		r.regions[r.n] = reg
+		r.n++
+	}
+	return nil
+}
+
+// expect makes the memory that the answer is to be put into known to the peer.
+func (p *peer) expect(l *link, o *outgoing, meta []byte) error {
+	reg, err := l.host.regions.get(o.into, verbs.LocalWrite|verbs.RemoteWrite)
+	if err != nil {
+		return fmt.Errorf("memory for the answer, %d bytes: %w", o.into.Len(), err)
+	}
+	if old, again := p.into[o.intoKey]; again {
+		old.region.release()
+	}
+	p.into[o.intoKey] = into{o.into, reg}
+	le.PutUint32(meta[metaOption:], reg.mr.RKey())
+	return nil
+}
+
+// reject drops a message that turns out to be impossible. The requests that wait for
+// its answer fail. p.mu is held.
+func (p *peer) reject(id uint32, o *outgoing, err error) {
+	f := p.link.finish(id)
+	f.done = o.done
+	go f.end()
+	p.refuse(o, err)
+}
+
+func (p *peer) refuse(o *outgoing, err error) {
+	p.recycle(o)
+	go p.v.tellFailure(p, err)
+}
+
+// values adds the writes of the payload.
+func (p *peer) values(l *link, id uint32, o *outgoing, at *rendezvous.Place, stage []byte, split bool) {
+	r := &l.recs[id]
+	to, rkey := at.Data, at.DataKey
+	if o.direct {
+		to, rkey = o.addr, o.rkey
+	}
+	if o.tensor {
+		if o.request && !o.push || o.frames == 0 || o.lens[1] == 0 {
+			return
+		}
+		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to, RKey: rkey}
+		if o.data[1].Len() == 0 {
+			l.add(id, 0, l.staged(wr, stage[:copy(stage, o.copies)]))
+			return
+		}
+		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.regions[0].mr.LKey()
+		if !split {
+			l.add(id, 0, wr)
+			return
+		}
+		part := wr.Len / uint32(len(l.qps))
+		first := wr
+		first.Len = wr.Len - part*uint32(len(l.qps)-1)
+		l.add(id, 0, first)
+		off := uint64(first.Len)
+		for q := 1; q < len(l.qps); q++ {
+			x := wr
+			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, at.Index|immSlave
+			x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
+			l.add(id, q, x)
+			off += uint64(part)
+		}
+		return
+	}
+	// Packed: runs of copied frames in one write each.
+	off, copied, reg := 0, 0, 0
+	for i := range o.frames {
+		off = aligned(off)
+		n := int(o.lens[i])
+		if n == 0 {
+			continue
+		}
+		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to + uint64(off), RKey: rkey}
+		if o.data[i].Len() == 0 {
+			b := stage[:copy(stage, o.copies[copied:copied+n])]
+			stage = stage[aligned(n):]
+			copied += n
+			l.add(id, 0, l.staged(wr, b))
+		} else {
+			wr.LocalAddr, wr.Len, wr.LKey = o.data[i].Addr(), o.lens[i], r.regions[reg].mr.LKey()
+			reg++
+			l.add(id, 0, wr)
+		}
+		off += n
+	}
+}
+
+// answered ends a request: msg is the answer. It returns the memory that the answer's
+// value was to be put into, if msg means it.
+func (p *peer) answered(msg *van.Meta) (mem backend.Mem) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !msg.Push {
+		k := keyOf(msg)
+		if x, ok := p.into[k]; ok {
+			delete(p.into, k)
+			if msg.Addr == x.mem.Addr() && int(msg.ValLen) == x.mem.Len() {
+				mem = x.mem
+			}
+			x.region.release()
+		}
+	}
+	if l := p.link; l != nil && !l.ours {
+		p.snd.Answered(msg.Key, msg.Push)
+		p.snd.Pump()
+		p.flush(false)
+	}
+	return mem
+}
+
+// credit takes back the places that the peer has given back.
+func (p *peer) credit(t *trailer) (ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link == nil || p.link.epoch != t.epoch {
+		return true // of an earlier connection
+	}
+	ok = true
+	for _, i := range t.credits[:t.n] {
+		ok = p.snd.Credit(uint32(i)) && ok
+	}
+	p.snd.Pump()
+	p.flush(false)
+	return ok
+}
+
+// tick is called every few milliseconds.
+func (p *peer) tick() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link != nil && p.snd.Waiting() > 0 {
+		p.snd.Tick()
+		p.flush(false)
+	}
+}

@@ -1,0 +1,188 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// pipe posts work requests to the queue pairs of one connection, and keeps what they
+// use until they have completed. Its user locks.
+type pipe struct {
+	dev    verbs.Device
+	qps    []verbs.QP
+	serial uint32 // of the connection, in the IDs of work requests
+	inline int    // bytes that all queue pairs take inline
+	depth  int
+	room   []int // work requests that each queue pair takes
+	stage  *block
+	each   int // bytes of stage for each record
+	recs   []record
+	free   []uint32
+	wrs    []verbs.SendWR // not posted yet
+	broken bool
+}
+
+// record is what is in flight under one ID.
+type record struct {
+	used    []int // work requests on each queue pair
+	pending int   // completions to come
+	done    van.Completion
+	regions [van.MaxFrames]*region
+	large   *block // a meta that is too long for the stage
+	n       int    // regions
+}
+
+// maxWRs is the number of work requests that one record may need on one queue pair:
+// one for each frame, and the meta.
+const maxWRs = van.MaxFrames + 1
+
+// newPipe makes a pipe of n records with each bytes of staging memory.
+func newPipe(dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, each int) (*pipe, error) {
+	stage, err := newBlock(dev, n*each, 0)
+	if err != nil {
+		return nil, fmt.Errorf("staging memory of %d bytes: %w", n*each, err)
+	}
+	p := &pipe{dev: dev, qps: qps, serial: serial, inline: 1 << 30, depth: depth, stage: stage, each: each, recs: make([]record, n)}
+	for _, q := range qps {
+		p.inline = min(p.inline, q.MaxInline())
+		p.room = append(p.room, depth)
+	}
+	for i := n - 1; i >= 0; i-- {
+		p.free = append(p.free, uint32(i))
+		p.recs[i].used = make([]int, len(qps))
+	}
+	return p, nil
+}
+
+// begin takes a record if there is room for its work requests.
+func (p *pipe) begin() (id uint32, r *record, stage []byte, ok bool) {
+	if p.broken || len(p.free) == 0 {
+		return 0, nil, nil, false
+	}
+	for _, n := range p.room {
+		if n < maxWRs {
+			return 0, nil, nil, false
+		}
+	}
+	id = p.free[len(p.free)-1]
+	p.free = p.free[:len(p.free)-1]
+	stage = p.stage.mem.Host()[int(id)*p.each : (int(id)+1)*p.each]
+	return id, &p.recs[id], stage, true
+}
+
+// cancel gives back a record that nothing was added to.
+func (p *pipe) cancel(id uint32) { p.free = append(p.free, id) }
+
+// add appends a work request on queue pair q.
+func (p *pipe) add(id uint32, q int, wr verbs.SendWR) {
+	r := &p.recs[id]
+	r.used[q]++
+	p.room[q]--
+	wr.QP = p.qps[q].Handle()
+	wr.ID = uint64(p.serial)<<32 | uint64(id)
+	if wr.Flags&verbs.Signaled != 0 {
+		r.pending++
+	}
+	p.wrs = append(p.wrs, wr)
+}
+
+// staged completes wr with bytes of the stage: inline if they fit.
+func (p *pipe) staged(wr verbs.SendWR, b []byte) verbs.SendWR {
+	wr.LocalAddr, wr.Len = backend.Bytes(b).Addr(), uint32(len(b))
+	if len(b) <= p.inline {
+		wr.Flags |= verbs.Inline
+	} else {
+		wr.LKey = p.stage.mr.LKey()
+	}
+	return wr
+}
+
+// post hands what was added to the device. When that fails, the connection is broken.
+func (p *pipe) post() error {
+	if len(p.wrs) == 0 {
+		return nil
+	}
+	n, err := p.dev.Post(p.wrs)
+	if n < len(p.wrs) && err == nil {
+		err = fmt.Errorf("%d of %d work requests were posted", n, len(p.wrs))
+	}
+	p.wrs = p.wrs[:0]
+	if err != nil {
+		p.broken = true
+		return fmt.Errorf("post: %w", err)
+	}
+	return nil
+}
+
+// finished is what has become free with a completion. The caller calls done without
+// its lock.
+type finished struct {
+	done    van.Completion
+	regions [van.MaxFrames]*region
+	large   *block
+}
+
+func (f *finished) end() {
+	for _, r := range f.regions {
+		if r != nil {
+			r.release()
+		}
+	}
+	if f.large != nil {
+		_ = f.large.close()
+	}
+	if f.done != nil {
+		f.done.Sent()
+	}
+}
+
+// complete takes a completion of record id. ok is false when it is nonsense or not
+// the last.
+func (p *pipe) complete(id uint32) (f finished, ok bool) {
+	if id >= uint32(len(p.recs)) {
+		return f, false
+	}
+	r := &p.recs[id]
+	if r.pending == 0 {
+		return f, false
+	}
+	if r.pending--; r.pending > 0 {
+		return f, false
+	}
+	return p.finish(id), true
+}
+
+func (p *pipe) finish(id uint32) finished {
+	r := &p.recs[id]
+	f := finished{r.done, r.regions, r.large}
+	for q, n := range r.used {
+		p.room[q] += n
+		r.used[q] = 0
+	}
+	r.done, r.regions, r.large, r.n, r.pending = nil, [van.MaxFrames]*region{}, nil, 0, 0
+	p.free = append(p.free, id)
+	return f
+}
+
+// idle tells whether everything that was posted has completed.
+func (p *pipe) idle() bool { return len(p.free) == len(p.recs) && len(p.wrs) == 0 }
+
+// abandon ends all records of a connection whose queue pairs are gone.
+func (p *pipe) abandon() (all []finished) {
+	p.broken = true
+	for i := range p.recs {
+		if r := &p.recs[i]; r.pending > 0 || r.done != nil || r.n > 0 || r.large != nil {
+			all = append(all, p.finish(uint32(i)))
+		}
+	}
+	return all
+}
+
+// close frees the staging memory. The queue pairs are gone.
+func (p *pipe) close() error { return p.stage.close() }
+
+var errBroken = errors.New("the connection is broken")

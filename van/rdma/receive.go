@@ -1,0 +1,434 @@
+package rdma
+
+import (
+	"fmt"
+	"sync"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/dispatch"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// conn is what a serial number names: an outgoing connection with its peer, or an
+// incoming one.
+type conn struct {
+	link *link
+	peer *peer
+	in   *incoming
+}
+
+// completed takes one completion. d.mu is held.
+func (d *device) completed(c *verbs.Completion) {
+	v := d.v
+	serial := uint32(c.Cookie >> 8)
+	if c.Type == verbs.SendDone {
+		serial = uint32(c.ID >> 32)
+	}
+	x := (*v.conns.Load())[serial]
+	if x == nil {
+		return // of a connection that has ended
+	}
+	switch {
+	case c.Type == verbs.SendDone && x.in != nil:
+		x.in.sent(uint32(c.ID), c.Status)
+	case c.Type == verbs.SendDone:
+		x.peer.sent(x.link, uint32(c.ID), c.Status)
+	case c.Type == verbs.RecvFailed && x.in != nil:
+		x.in.flush(c.Status)
+	case c.Type == verbs.RecvFailed:
+		x.link.fail(statusError(c.Status, "receive"))
+	case x.in == nil && c.Type == verbs.RecvSend:
+		x.peer.told(x.link, c)
+	case x.in == nil:
+		v.malformedFrom(x.peer.name(), &van.FieldError{Field: "notification", Value: c.Imm, Want: "none on a connection of this node"})
+	case c.Type == verbs.RecvSend && c.Imm == immStart:
+		x.in.question(recvData(c))
+	case c.Type == verbs.RecvSend:
+		v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0"})
+	default:
+		d.arrived(x.in, c)
+	}
+}
+
+func statusError(s verbs.Status, what string) error {
+	return fmt.Errorf("%w: %s: %s", van.ErrPeerLost, what, s)
+}
+
+// sent takes the completion of what an answer to a question, or credits, were posted
+// with.
+func (in *incoming) sent(id uint32, s verbs.Status) {
+	if s != verbs.StatusOK {
+		in.fail(statusError(s, "answer to a rendezvous"))
+	}
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.out == nil || in.closed {
+		return
+	}
+	in.out.complete(id)
+	in.pump()
+}
+
+// flush counts a receive request that has ended with its queue pair.
+func (in *incoming) flush(s verbs.Status) {
+	in.fail(statusError(s, "receive"))
+	in.mu.Lock()
+	qps := len(in.qps)
+	in.mu.Unlock()
+	_, rx := in.v.cfg.RDMADepths()
+	if int(in.flushed.Add(1)) == qps*max(rx/in.v.cfg.QPNum, 1) {
+		close(in.drained)
+	}
+}
+
+// sent takes the completion of a message's last part.
+func (p *peer) sent(l *link, id uint32, s verbs.Status) {
+	if s != verbs.StatusOK {
+		l.fail(fmt.Errorf("%w: queue pair %d: %s", van.ErrPeerLost, l.qps[0].Num(), s))
+	}
+	p.mu.Lock()
+	f, last := l.complete(id)
+	if last && p.link == l && p.snd.Waiting() > 0 {
+		p.snd.Pump()
+		p.flush(false)
+	}
+	p.mu.Unlock()
+	if last {
+		f.end()
+	}
+}
+
+// told takes what the peer says on this node's connection to it: answers to
+// questions, and credits.
+func (p *peer) told(l *link, c *verbs.Completion) {
+	b := recvData(c)
+	switch c.Imm {
+	case immReply:
+		var r reply
+		if err := r.get(b); err != nil {
+			p.v.malformedFrom(p.name(), err)
+			return
+		}
+		if !p.replied(l, &r) {
+			p.v.malformedFrom(p.name(), &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open question"})
+		}
+	case immCredits:
+		var t trailer
+		if err := t.get(b); err != nil {
+			p.v.malformedFrom(p.name(), err)
+			return
+		}
+		if !p.credit(&t) {
+			p.v.malformedFrom(p.name(), &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "places that are in use"})
+		}
+	default:
+		p.v.malformedFrom(p.name(), &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1 or 2"})
+	}
+}
+
+// arrived takes a notification.
+func (d *device) arrived(in *incoming, c *verbs.Completion) {
+	v := d.v
+	if c.Imm&immSlave != 0 {
+		in.slaves++
+		d.releaseHeld(in)
+		return
+	}
+	l := v.table.Get(c.Imm)
+	if l == nil || l.Owner != in {
+		v.malformed(in, &van.FieldError{Field: "place", Value: c.Imm, Want: "one that this connection was given"})
+		return
+	}
+	rx, err := d.message(in, l, c)
+	if rx == nil {
+		if err != nil {
+			v.malformed(in, err)
+		}
+		d.consumed(in, l)
+		return
+	}
+	if len(in.held) > 0 || rx.slaves > in.slaves {
+		in.held = append(in.held, rx)
+		return
+	}
+	d.accept(rx)
+}
+
+// releaseHeld hands up messages whose other parts have come.
+func (d *device) releaseHeld(in *incoming) {
+	n := 0
+	for n < len(in.held) && in.held[n].slaves <= in.slaves {
+		d.accept(in.held[n])
+		n++
+	}
+	in.held = append(in.held[:0], in.held[n:]...)
+}
+
+func (d *device) accept(rx *rxMsg) { d.came = append(d.came, rx) }
+
+// consumed gives back a place that nothing is read from any more.
+func (d *device) consumed(in *incoming, l *lease) {
+	if l.OneShot {
+		if d.v.table.End(l) {
+			in.free(l)
+		}
+		return
+	}
+	in.credit(l.Index())
+}
+
+// rxMsg is a received message.
+type rxMsg struct {
+	msg    van.Message
+	d      *device
+	in     *incoming
+	lease  *lease // that the frames lie in; nil when they do not
+	slaves uint64 // notifications of other parts that must have come
+	key    [8]byte
+	lens   [4]byte
+}
+
+// message makes a message of a notification. A nil rxMsg with a nil error is no
+// message, but nothing wrong either.
+func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, error) {
+	b := l.Memory.meta.mem
+	if c.Len < rawMeta || int(c.Len) > len(b) {
+		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", c.Len), Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
+	}
+	b = b[:c.Len]
+	var t trailer
+	if in.hello.ours {
+		if len(b) < rawMeta+trailerLen {
+			return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
+		}
+		if err := t.get(b[len(b)-trailerLen:]); err != nil {
+			return nil, err
+		}
+		b = b[:len(b)-trailerLen]
+		if t.n > 0 {
+			d.v.credited(in, &t)
+		}
+	}
+	rx := d.pool.get()
+	m := &rx.msg
+	if err := van.DecodeMeta(b, &m.Meta); err != nil {
+		m.Release()
+		return nil, err
+	}
+	rx.in = in
+	m.Sender, m.Receiver = in.hello.node, int(d.v.id.Load())
+	now := clock.Now()
+	if m.Request {
+		m.RequestTrace.PostRecv = now
+	} else {
+		m.ResponseTrace.PostRecv = now
+	}
+	if m.SlaveQPNum > 0 {
+		rx.slaves = m.SlaveQPCounter[1]
+		m.SlaveQPNum, m.SlaveQPCounter = 0, [2]uint64{}
+	}
+	var err error
+	if in.hello.ours {
+		err = rx.frames(l, &t)
+	} else {
+		err = rx.original(l)
+	}
+	if err != nil {
+		m.Release()
+		return nil, err
+	}
+	if rx.lease != nil {
+		ok, over := rx.lease.Hold()
+		if !ok {
+			rx.lease = nil
+			m.Release()
+			return nil, nil // the connection has ended
+		}
+		if over && !in.warned {
+			in.warned = true
+			d.v.log.Warn("rdma: a peer has overwritten a value that is still in use: over RDMA a node of the C++ library may use a key again once it has its answer",
+				"peer", in.name(), "key", m.Key)
+		}
+		if l.OneShot {
+			d.v.table.End(l)
+		}
+	} else {
+		d.consumed(in, l)
+	}
+	d.v.stats.received(len(b) + m.PayloadLen())
+	return rx, nil
+}
+
+// frames finds the frames of a message of this library's.
+func (rx *rxMsg) frames(l *lease, t *trailer) error {
+	m := &rx.msg
+	m.Frames = t.frames
+	if t.packed {
+		off := 0
+		for i := range t.frames {
+			off = aligned(off)
+			n := int(t.lens[i])
+			if n == 0 {
+				continue
+			}
+			if off+n > l.Data || off+n > l.Memory.data.Len() {
+				return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", l.Data-off)}
+			}
+			m.SetFrame(i, l.Memory.data.Sub(off, n))
+			rx.lease = l
+			off += n
+		}
+		return nil
+	}
+	if t.frames == 0 {
+		return nil
+	}
+	rx.oneKey()
+	n := int(t.lens[1])
+	switch {
+	case m.Request && !m.Push:
+	case t.placed:
+		into := rx.d.v.answered(rx.in.hello.node, &m.Meta)
+		if into.Len() == 0 && n > 0 {
+			return nil // too late: nobody waits
+		}
+		m.Vals, m.Placed = into, true
+		return nil
+	case n == 0:
+	case n > l.Data || n > l.Memory.data.Len():
+		return &van.FieldError{Field: "trailer value length", Value: n, Want: fmt.Sprintf("up to %d", l.Data)}
+	default:
+		m.Vals = l.Memory.data.Sub(0, n)
+		m.Placed = l.Memory.region != nil
+		rx.lease = l
+	}
+	if !m.Request && !m.Push {
+		rx.d.v.answered(rx.in.hello.node, &m.Meta)
+	}
+	return nil
+}
+
+// original finds the frames of a message of the original's, which says nothing of
+// them: they follow from what the message is.
+func (rx *rxMsg) original(l *lease) error {
+	m := &rx.msg
+	if m.IsControl() || m.SimpleApp {
+		return nil
+	}
+	if !m.Request {
+		into := rx.d.v.answered(rx.in.hello.node, &m.Meta)
+		if m.Push {
+			return nil
+		}
+		rx.oneKey()
+		m.Vals, m.Placed = into, true
+		return nil
+	}
+	rx.oneKey()
+	if !m.Push || m.ValLen == 0 {
+		return nil
+	}
+	if int(m.ValLen) < 0 || int(m.ValLen) > l.Data || int(m.ValLen) > l.Memory.data.Len() {
+		return &van.FieldError{Field: "val_len", Value: m.ValLen, Want: fmt.Sprintf("0 to %d, what it has asked for", l.Data)}
+	}
+	m.Vals = l.Memory.data.Sub(0, int(m.ValLen))
+	m.Placed = l.Memory.region != nil
+	rx.lease = l
+	return nil
+}
+
+// oneKey makes the frames that the meta repeats.
+func (rx *rxMsg) oneKey() {
+	m := &rx.msg
+	m.Frames = 2
+	le.PutUint64(rx.key[:], m.Key)
+	m.Keys = backend.Bytes(rx.key[:])
+	if len(m.DataTypes) == van.MaxFrames {
+		m.Frames = van.MaxFrames
+		le.PutUint32(rx.lens[:], uint32(m.ValLen))
+		m.Lens = backend.Bytes(rx.lens[:])
+	}
+}
+
+// answered tells the peer's side of an answer. It returns where its value lies, if the
+// request has said where.
+func (v *rvan) answered(node int, m *van.Meta) backend.Mem {
+	if p := (*v.peers.Load())[node]; p != nil {
+		return p.answered(m)
+	}
+	return backend.Mem{}
+}
+
+// credited takes the credits that have come with a message.
+func (v *rvan) credited(in *incoming, t *trailer) {
+	x := (*v.conns.Load())[t.epoch-v.epoch]
+	if x == nil || x.peer == nil {
+		return // of an earlier connection
+	}
+	if int(x.peer.id.Load()) != in.hello.node && in.hello.node != van.Empty || !x.peer.credit(t) {
+		v.malformed(in, &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "places that are in use"})
+	}
+}
+
+type lane = dispatch.Lane[*van.Message]
+
+// lanes gives each sender its lane. Senders without an id share one.
+type lanes struct {
+	m sync.Map // int to *lane
+}
+
+func (l *lanes) of(sender int) *lane {
+	if p, ok := l.m.Load(sender); ok {
+		return p.(*lane)
+	}
+	p, _ := l.m.LoadOrStore(sender, new(lane))
+	return p.(*lane)
+}
+
+// pool reuses messages.
+type pool struct {
+	d    *device
+	mu   sync.Mutex
+	free []*rxMsg
+}
+
+const poolCap = 256
+
+func (p *pool) get() *rxMsg {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if n := len(p.free); n > 0 {
+		rx := p.free[n-1]
+		p.free = p.free[:n-1]
+		return rx
+	}
+	rx := &rxMsg{d: p.d}
+	rx.msg.Reset()
+	rx.msg.Adopt(p, unsafe.Pointer(rx))
+	return rx
+}
+
+// Free implements van.Owner.
+func (p *pool) Free(m *van.Message) {
+	rx := (*rxMsg)(m.Native())
+	if l := rx.lease; l != nil {
+		in := rx.in
+		switch over, free := l.Drop(); {
+		case free:
+			in.free(l)
+		case !over && !l.Held():
+			in.credit(l.Index())
+		}
+	}
+	rx.in, rx.lease, rx.slaves = nil, nil, 0
+	m.Reset()
+	m.Adopt(p, unsafe.Pointer(rx))
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.free) < poolCap {
+		p.free = append(p.free, rx)
+	}
+}

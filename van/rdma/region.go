@@ -1,0 +1,238 @@
+package rdma
+
+import (
+	"cmp"
+	"errors"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// regions is the cache of the memory regions of callers' tensors on one device. A
+// region holds its memory (Go's is pinned, others' retained) until it is evicted, so
+// that an address always means the memory that was registered there.
+//
+// Finding a region takes no lock. What nothing uses is evicted when there is too much
+// of it, or after a while.
+type regions struct {
+	dev verbs.Device
+
+	sorted atomic.Pointer[[]*region] // by address
+
+	mu     sync.Mutex // guards changes of sorted
+	bytes  int        // registered
+	closed bool
+}
+
+// Bounds of what the cache keeps without use.
+const (
+	maxRegions   = 512
+	maxIdleBytes = 256 << 20
+	maxIdle      = 5 * time.Second
+)
+
+// region is registered memory of a caller.
+type region struct {
+	mem    backend.Mem
+	access verbs.Access
+	mr     verbs.MR
+	pin    runtime.Pinner
+	last   atomic.Uint64 // when it was used
+	// refs counts users; dead is when it is negative.
+	refs  atomic.Int32
+	gone  atomic.Bool // revoked: do not find it
+	owner *regions
+}
+
+const dead = -1 << 30
+
+func newRegions(dev verbs.Device) *regions {
+	r := &regions{dev: dev}
+	r.sorted.Store(&[]*region{})
+	return r
+}
+
+func (r *region) acquire() bool {
+	for {
+		n := r.refs.Load()
+		if n < 0 || r.gone.Load() {
+			return false
+		}
+		if r.refs.CompareAndSwap(n, n+1) {
+			return true
+		}
+	}
+}
+
+// release ends a use. The last one of a revoked region deregisters it.
+func (r *region) release() {
+	r.last.Store(clock.Now())
+	if r.refs.Add(-1) == 0 && r.gone.Load() {
+		r.owner.remove(r)
+	}
+}
+
+// steps is how far find looks back for a region that begins before another one.
+const steps = 4
+
+// find returns a region that covers m, in use.
+func (rs *regions) find(m backend.Mem, a verbs.Access) *region {
+	all := *rs.sorted.Load()
+	addr := m.Addr()
+	i, _ := slices.BinarySearchFunc(all, addr, func(r *region, addr uint64) int {
+		if r.mem.Addr() <= addr {
+			return -1
+		}
+		return 1
+	})
+	for k := i - 1; k >= 0 && k >= i-steps; k-- {
+		r := all[k]
+		if off := addr - r.mem.Addr(); off+uint64(m.Len()) <= uint64(r.mem.Len()) && r.access&a == a && r.mem.Device() == m.Device() && r.acquire() {
+			return r
+		}
+	}
+	return nil
+}
+
+// get returns a region that covers m, registering it if need be. The caller releases
+// it.
+func (rs *regions) get(m backend.Mem, a verbs.Access) (*region, error) {
+	if r := rs.find(m, a); r != nil {
+		return r, nil
+	}
+	rs.evict(clock.Now())
+	r := &region{mem: m, access: a, owner: rs}
+	if m.OnHost() {
+		r.pin.Pin((*byte)(m.Ptr()))
+	}
+	m.Retain()
+	mr, err := register(rs.dev, m, a)
+	if err != nil {
+		r.pin.Unpin()
+		m.Release()
+		return nil, err
+	}
+	r.mr = mr
+	r.refs.Store(1)
+	rs.mu.Lock()
+	closed := rs.closed
+	if !closed {
+		rs.change(func(all []*region) []*region {
+			i, _ := slices.BinarySearchFunc(all, r, func(x, y *region) int { return cmp.Compare(x.mem.Addr(), y.mem.Addr()) })
+			return slices.Insert(all, i, r)
+		})
+		rs.bytes += m.Len()
+	}
+	rs.mu.Unlock()
+	if closed {
+		return nil, errors.Join(verbs.ErrClosed, r.drop())
+	}
+	return r, nil
+}
+
+// change replaces the table. rs.mu is held.
+func (rs *regions) change(f func([]*region) []*region) {
+	all := f(slices.Clone(*rs.sorted.Load()))
+	rs.sorted.Store(&all)
+}
+
+func (r *region) drop() error {
+	err := r.mr.Deregister()
+	r.pin.Unpin()
+	r.mem.Release() // mem stays: find may be looking at it
+	return err
+}
+
+// remove deregisters r unless somebody uses it.
+func (rs *regions) remove(r *region) {
+	if r.refs.CompareAndSwap(0, dead) {
+		rs.mu.Lock()
+		rs.take(r)
+		rs.mu.Unlock()
+		_ = r.drop()
+	}
+}
+
+func (rs *regions) take(r *region) {
+	rs.change(func(all []*region) []*region { return slices.DeleteFunc(all, func(x *region) bool { return x == r }) })
+	rs.bytes -= r.mem.Len()
+}
+
+// evict deregisters what has not been used for long, or is too much.
+func (rs *regions) evict(now uint64) {
+	all := *rs.sorted.Load()
+	if len(all) == 0 {
+		return
+	}
+	rs.mu.Lock()
+	over := rs.bytes > maxIdleBytes || len(all) >= maxRegions
+	rs.mu.Unlock()
+	var idle []*region
+	bytes := 0
+	for _, r := range all {
+		if r.refs.Load() == 0 && (over || now-r.last.Load() > uint64(maxIdle)) {
+			idle = append(idle, r)
+			bytes += r.mem.Len()
+		}
+	}
+	slices.SortFunc(idle, func(x, y *region) int { return cmp.Compare(x.last.Load(), y.last.Load()) })
+	left := len(all)
+	for _, r := range idle {
+		n := r.mem.Len()
+		if now-r.last.Load() <= uint64(maxIdle) && bytes <= maxIdleBytes/2 && left <= maxRegions*3/4 {
+			break
+		}
+		rs.remove(r)
+		bytes -= n
+		left--
+	}
+}
+
+// revoke makes sure that no peer can write to m any more.
+func (rs *regions) revoke(m backend.Mem) {
+	lo, hi := m.Addr(), m.Addr()+uint64(m.Len())
+	for _, r := range *rs.sorted.Load() {
+		if a := r.mem.Addr(); r.access&verbs.RemoteWrite == 0 || a >= hi || a+uint64(r.mem.Len()) <= lo {
+			continue
+		}
+		r.gone.Store(true)
+		// Its users find out from their completions.
+		if n := r.refs.Swap(dead); n < 0 {
+			continue
+		}
+		rs.mu.Lock()
+		rs.take(r)
+		rs.mu.Unlock()
+		_ = r.drop()
+	}
+}
+
+// close deregisters everything.
+func (rs *regions) close() error {
+	rs.mu.Lock()
+	rs.closed = true
+	all := *rs.sorted.Load()
+	rs.sorted.Store(&[]*region{})
+	rs.bytes = 0
+	rs.mu.Unlock()
+	var errs []error
+	for _, r := range all {
+		if r.refs.Swap(dead) >= 0 {
+			errs = append(errs, r.drop())
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// stats returns the number of regions and their bytes.
+func (rs *regions) stats() (n, bytes int) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	return len(*rs.sorted.Load()), rs.bytes
+}

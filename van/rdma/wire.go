@@ -1,0 +1,311 @@
+package rdma
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"math"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+var le = binary.LittleEndian
+
+// Immediate values of SENDs. The original knows the first two.
+const (
+	immStart   = 0
+	immReply   = 1
+	immCredits = 2
+)
+
+// immSlave marks the notification of a split message's other parts.
+const immSlave = 0x8000
+
+// maxIndex is the number of places that an immediate can name.
+const maxIndex = immSlave
+
+// magic tells nodes of this library, in private data and trailers: "SAF1".
+const magic = 0x31464153
+
+// RequestContext, the private data of a connection: the original's 24 bytes, and
+// what nodes of this library add.
+const (
+	hostField    = 16
+	contextLen   = 24
+	offMagic     = 24
+	offEpoch     = 28
+	offQPIndex   = 32
+	offQPCount   = 33
+	offReason    = 34 // of a rejection, a text
+	contextOurs  = 40
+	maxPrivate   = 56
+	maxReject    = 148
+	offNodePort  = 4
+	offNodeHost  = 6
+	maxNodePorts = 65535
+)
+
+// hello is what one end says of itself when a queue pair is connected.
+type hello struct {
+	node int // van.Empty before it has an id
+	port int
+	host string // cut to 15 bytes
+
+	ours    bool   // a node of this library; the rest is set only then
+	epoch   uint32 // of the connection; the same for all its queue pairs
+	qp      int    // number of the queue pair, from 0
+	qpCount int
+}
+
+// key names the endpoint that the queue pairs of one connection have in common.
+func (h *hello) key() string {
+	if h.ours {
+		return fmt.Sprintf("%s,%d,%d,%d", h.host, h.node, h.port, h.epoch)
+	}
+	return fmt.Sprintf("%s,%d,%d", h.host, h.node, h.port)
+}
+
+func (h *hello) encode() []byte {
+	b := make([]byte, contextOurs)
+	le.PutUint32(b, uint32(h.node))
+	le.PutUint16(b[offNodePort:], uint16(h.port))
+	copy(b[offNodeHost:offNodeHost+hostField-1], h.host)
+	le.PutUint32(b[offMagic:], magic)
+	le.PutUint32(b[offEpoch:], h.epoch)
+	b[offQPIndex], b[offQPCount] = byte(h.qp), byte(h.qpCount)
+	return b
+}
+
+func decodeHello(b []byte) (hello, error) {
+	var h hello
+	if len(b) < contextLen {
+		return h, &van.FieldError{Field: "private data", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", contextLen)}
+	}
+	node := le.Uint32(b)
+	if node == 0 || node > van.Empty {
+		return h, &van.FieldError{Field: "private data: node id", Value: node, Want: fmt.Sprintf("1 to %d", van.Empty)}
+	}
+	host, _, _ := bytes.Cut(b[offNodeHost:offNodeHost+hostField], []byte{0})
+	h.node, h.port, h.host = int(node), int(le.Uint16(b[offNodePort:])), string(host)
+	if len(b) >= contextOurs && le.Uint32(b[offMagic:]) == magic {
+		h.ours, h.epoch = true, le.Uint32(b[offEpoch:])
+		h.qp, h.qpCount = int(b[offQPIndex]), int(b[offQPCount])
+		if h.qp >= h.qpCount {
+			return h, &van.FieldError{Field: "private data: queue pair", Value: h.qp, Want: fmt.Sprintf("below their number, %d", h.qpCount)}
+		}
+	}
+	return h, nil
+}
+
+// start is RendezvousStart: the question for a place. Nodes of this library say with
+// dataNum = ourStart that data[0] is the number of bytes wanted, data[1] the kind of
+// message, and data[2] the number of bytes of its value.
+type start struct {
+	metaLen, dataNum uint64
+	data             [4]uint64
+	origin, key      uint64
+}
+
+const ourStart = 4
+
+// Kinds in a start of ours.
+const (
+	kindPush = 1 << iota
+	kindRequest
+	kindOneShot
+	kindKeyed // asks for the place of a key
+)
+
+const startLen = 64
+
+func (s *start) put(b []byte) {
+	le.PutUint64(b, s.metaLen)
+	le.PutUint64(b[8:], s.dataNum)
+	for i, n := range s.data {
+		le.PutUint64(b[16+8*i:], n)
+	}
+	le.PutUint64(b[48:], s.origin)
+	le.PutUint64(b[56:], s.key)
+}
+
+func (s *start) get(b []byte) error {
+	if len(b) < startLen {
+		return &van.FieldError{Field: "rendezvous start", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprint(startLen)}
+	}
+	s.metaLen, s.dataNum = le.Uint64(b), le.Uint64(b[8:])
+	for i := range s.data {
+		s.data[i] = le.Uint64(b[16+8*i:])
+	}
+	s.origin, s.key = le.Uint64(b[48:]), le.Uint64(b[56:])
+	return nil
+}
+
+// maxMeta is the longest meta that a place is given for: a table of all nodes that
+// can be.
+const maxMeta = 16 << 20
+
+// maxData is the longest payload: lengths are signed 32-bit numbers.
+const maxData = math.MaxInt32
+
+// need checks s. ours tells who has sent it.
+func (s *start) need(ours bool) (n rendezvous.Need, kind uint64, err error) {
+	if s.metaLen < rawMeta || s.metaLen > maxMeta {
+		return n, 0, &van.FieldError{Field: "rendezvous meta_len", Value: s.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, maxMeta)}
+	}
+	n.Meta = int(s.metaLen)
+	n.Route.Key = s.key
+	if ours {
+		if s.dataNum != ourStart {
+			return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(ourStart)}
+		}
+		kind = s.data[1]
+		n.Route.Push, n.Route.Request = kind&kindPush != 0, kind&kindRequest != 0
+		n.OneShot = kind&kindOneShot != 0
+		if s.data[0] > roundedData || s.data[2] > s.data[0] {
+			return n, 0, &van.FieldError{Field: "rendezvous data_len", Value: s.data[0], Want: fmt.Sprintf("%d to %d", s.data[2], uint64(roundedData))}
+		}
+		n.Data, n.Exact = int(s.data[0]), int(s.data[2])
+		return n, kind, nil
+	}
+	if s.dataNum > van.MaxFrames {
+		return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprintf("0 to %d", van.MaxFrames)}
+	}
+	if s.dataNum >= 2 {
+		if s.data[1] > maxData {
+			return n, 0, &van.FieldError{Field: "rendezvous data_len", Value: s.data[1], Want: fmt.Sprintf("0 to %d", maxData)}
+		}
+		n.Data = int(s.data[1])
+		n.Exact = n.Data
+	}
+	return n, 0, nil
+}
+
+// roundedData is maxData as a size class has it.
+const roundedData = 1 << 31
+
+// reply is RendezvousReply of the GDR build. The flags are ours: the original's four
+// bytes of padding.
+type reply struct {
+	meta, data       uint64
+	metaKey, dataKey uint32
+	origin           uint64
+	index, flags     uint32
+}
+
+const replyLen = 48
+
+// Flags of a reply to a node of this library.
+const (
+	replyShared  = 1 << iota // the place serves all keys of its size class
+	replyRefused             // there is no place
+)
+
+func (r *reply) put(b []byte) {
+	clear(b[:replyLen])
+	le.PutUint64(b, r.meta)
+	le.PutUint32(b[8:], r.metaKey)
+	le.PutUint64(b[16:], r.data)
+	le.PutUint32(b[24:], r.dataKey)
+	le.PutUint64(b[32:], r.origin)
+	le.PutUint32(b[40:], r.index)
+	le.PutUint32(b[44:], r.flags)
+}
+
+func (r *reply) get(b []byte) error {
+	if len(b) < replyLen {
+		return &van.FieldError{Field: "rendezvous reply", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d (the GDR form)", replyLen)}
+	}
+	r.meta, r.metaKey = le.Uint64(b), le.Uint32(b[8:])
+	r.data, r.dataKey = le.Uint64(b[16:]), le.Uint32(b[24:])
+	r.origin, r.index, r.flags = le.Uint64(b[32:]), le.Uint32(b[40:]), le.Uint32(b[44:])
+	return nil
+}
+
+// rawMeta is the fixed part of a packed meta.
+const rawMeta = 288
+
+// Offsets in a packed meta that this transport fills in itself.
+const (
+	metaKey     = 80
+	metaOption  = 100
+	metaCounter = 264
+	metaSlaves  = 280
+)
+
+// trailer follows the meta between nodes of this library.
+type trailer struct {
+	packed  bool // the frames lie one behind the other in the place's data
+	placed  bool // the value has been written where the request wanted it
+	frames  int
+	lens    [van.MaxFrames]uint32 // of the frames in bytes
+	epoch   uint32                // of the connection whose places come back
+	credits [maxCredits]uint16
+	n       int // credits
+}
+
+// maxCredits is how many places a trailer, or a message of credits, gives back.
+const maxCredits = 20
+
+const trailerLen = 64
+
+// Flags of a trailer.
+const (
+	trailerPacked = 1 << iota
+	trailerPlaced
+)
+
+// frameAlign is the alignment of frames that are packed.
+const frameAlign = 64
+
+func aligned(n int) int { return (n + frameAlign - 1) &^ (frameAlign - 1) }
+
+func (t *trailer) put(b []byte) {
+	flags := uint16(0)
+	if t.packed {
+		flags |= trailerPacked
+	}
+	if t.placed {
+		flags |= trailerPlaced
+	}
+	le.PutUint32(b, magic)
+	le.PutUint16(b[4:], flags)
+	b[6], b[7] = byte(t.n), byte(t.frames)
+	for i, n := range t.lens {
+		le.PutUint32(b[8+4*i:], n)
+	}
+	le.PutUint32(b[20:], t.epoch)
+	for i := range t.credits {
+		le.PutUint16(b[24+2*i:], t.credits[i])
+	}
+}
+
+func (t *trailer) get(b []byte) error {
+	if len(b) != trailerLen || le.Uint32(b) != magic {
+		return &van.FieldError{Field: "trailer", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", trailerLen, magic)}
+	}
+	flags := le.Uint16(b[4:])
+	t.packed, t.placed = flags&trailerPacked != 0, flags&trailerPlaced != 0
+	t.n, t.frames = int(b[6]), int(b[7])
+	if t.n > maxCredits {
+		return &van.FieldError{Field: "trailer credits", Value: t.n, Want: fmt.Sprintf("0 to %d", maxCredits)}
+	}
+	if t.frames > van.MaxFrames || t.frames == 1 {
+		return &van.FieldError{Field: "trailer frames", Value: t.frames, Want: "0, 2 or 3"}
+	}
+	for i := range t.lens {
+		t.lens[i] = le.Uint32(b[8+4*i:])
+		if t.lens[i] > maxData {
+			return &van.FieldError{Field: "trailer frame length", Value: t.lens[i], Want: fmt.Sprintf("0 to %d", maxData)}
+		}
+	}
+	t.epoch = le.Uint32(b[20:])
+	for i := range t.credits {
+		t.credits[i] = le.Uint16(b[24+2*i:])
+	}
+	return nil
+}
+
+// recvData is what a SEND has brought.
+func recvData(c *verbs.Completion) []byte { return c.Data[:min(int(c.Len), len(c.Data))] }
