@@ -92,7 +92,7 @@ var modules = []string{"ib_core", "ib_uverbs", "rdma_ucm", "mlx5_ib", "bnxt_re",
 // rdmaDevices looks at the kernel's side: devices, and the files through which a
 // process reaches them.
 func (x *exam) rdmaDevices(context.Context) []Finding {
-	const name = "rdma devices"
+	const name = rdmaDevicesName
 	if x.m.Verbs == nil {
 		return nil
 	}
@@ -102,35 +102,25 @@ func (x *exam) rdmaDevices(context.Context) []Finding {
 			Remedy: "load the NIC's driver (modprobe mlx5_ib), or make a Soft-RoCE device (rdma link add rxe0 type rxe netdev eth0)" + x.useZMQ()}}
 	}
 	slices.Sort(devices)
-	files := []string{"/dev/infiniband/rdma_cm"}
 	ofDevice := map[string]string{}
 	for _, u := range x.names("sys/class/infiniband_verbs") {
 		if d := x.line("sys/class/infiniband_verbs/" + u + "/ibdev"); d != "" {
 			ofDevice[d] = "/dev/infiniband/" + u
 		}
 	}
-	var found []Finding
 	var good []string
+	found := x.deviceFile("/dev/infiniband/rdma_cm", &good, nil)
+	cm, first := len(good), len(found)
 	for _, d := range devices {
-		file := ofDevice[d]
-		if file == "" {
-			found = append(found, Finding{Name: name, Status: x.bad(), Text: d + " has no /dev/infiniband/uverbs file", Remedy: "modprobe ib_uverbs"})
-			continue
+		if file := ofDevice[d]; file != "" {
+			found = x.deviceFile(file, &good, found)
+		} else {
+			found = append(found, Finding{Name: rdmaDevicesName, Status: x.bad(), Text: d + " has no /dev/infiniband/uverbs file", Remedy: "modprobe ib_uverbs"})
 		}
-		files = append(files, file)
 	}
-	for _, file := range files {
-		switch err := x.m.Open(file); {
-		case err == nil:
-			good = append(good, file)
-		case errors.Is(err, fs.ErrNotExist):
-			remedy := "modprobe ib_uverbs rdma_ucm; give a container --device=/dev/infiniband and the host's network"
-			found = append(found, Finding{Name: name, Status: x.bad(), Text: file + " is missing", Remedy: remedy})
-		case errors.Is(err, fs.ErrPermission):
-			found = append(found, Finding{Name: name, Status: x.bad(), Text: err.Error(),
-				Remedy: "chmod 666 " + file + " (udev: MODE=\"0666\"), or give a container --device=" + file})
-		default:
-			found = append(found, Finding{Name: name, Status: x.bad(), Text: err.Error(), Remedy: "see dmesg: the driver does not let " + file + " be opened"})
+	if len(good) > cm { // one device is enough
+		for i := range found[first:] {
+			found[first+i].Status = Warn
 		}
 	}
 	var loaded []string
@@ -147,11 +137,43 @@ func (x *exam) rdmaDevices(context.Context) []Finding {
 	return append([]Finding{f}, found...)
 }
 
+const rdmaDevicesName = "rdma devices"
+
+// deviceFile opens a file; it adds it to those that are good, or a finding to found.
+func (x *exam) deviceFile(file string, good *[]string, found []Finding) []Finding {
+	err := x.m.Open(file)
+	if err == nil {
+		*good = append(*good, file)
+		return found
+	}
+	f := Finding{Name: rdmaDevicesName, Status: x.bad(), Text: err.Error(), Remedy: "see dmesg: the driver does not let " + file + " be opened"}
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		f.Text, f.Remedy = file+" is missing", "modprobe ib_uverbs rdma_ucm; give a container --device=/dev/infiniband and the host's network"
+	case errors.Is(err, fs.ErrPermission):
+		f.Remedy = "chmod 666 " + file + " (udev: MODE=\"0666\"), or give a container --device=" + file
+	}
+	return append(found, f)
+}
+
 // portData is what a program learns about a port.
 type portData struct {
-	Device   string         `json:"device"`
-	Port     verbs.PortInfo `json:"port"`
-	Firmware string         `json:"firmware"`
+	Device    string    `json:"device"`
+	Firmware  string    `json:"firmware"`
+	Port      int       `json:"port"`
+	Active    bool      `json:"active"`
+	State     string    `json:"state"`
+	LinkLayer string    `json:"link_layer"`
+	MTU       int       `json:"mtu"`
+	Rate      float64   `json:"gbit_per_s"`
+	GIDs      []gidData `json:"gids"`
+}
+
+type gidData struct {
+	Index int        `json:"index"`
+	Addr  netip.Addr `json:"addr"`
+	Type  string     `json:"type"`
+	Iface string     `json:"interface,omitempty"`
 }
 
 // rdmaPorts shows each port as the verbs see it.
@@ -182,13 +204,16 @@ func (x *exam) rdmaPorts(context.Context) []Finding {
 const fastLink = 100
 
 func (x *exam) rdmaPort(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
-	f := Finding{Name: fmt.Sprintf("rdma port %s/%d", d.Name, p.Num), Data: portData{d.Name, p, d.Firmware}}
+	f := Finding{Name: fmt.Sprintf("rdma port %s/%d", d.Name, p.Num)}
+	data := portData{d.Name, d.Firmware, p.Num, p.Active, p.State, p.LinkLayer, p.MTU, p.Rate, nil}
 	parts := []string{p.State, p.LinkLayer, strconv.FormatFloat(p.Rate, 'f', -1, 64) + " Gb/s", fmt.Sprintf("MTU %d", p.MTU), "firmware " + or(d.Firmware, "unknown")}
-	v4 := ""
+	v4, iface := "", "its interface"
 	for _, g := range p.GIDs {
+		data.GIDs = append(data.GIDs, gidData(g))
 		line := fmt.Sprintf("GID %d: %s, %s", g.Index, g.Addr, g.Type)
 		if g.Iface != "" {
 			line += ", " + g.Iface
+			iface = g.Iface
 		}
 		f.Details = append(f.Details, line)
 		if g.Addr.Unmap().Is4() && (v4 == "" || g.Type == "RoCE v2") {
@@ -200,17 +225,17 @@ func (x *exam) rdmaPort(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
 	}
 	f.Details = append(f.Details, fmt.Sprintf("at most %d queue pairs, %d completions in a queue, %d regions, %d requests in a queue, %s in a message",
 		d.MaxQP, d.MaxCQE, d.MaxMR, d.MaxWR, size(uint64(p.MaxMsg))))
-	f.Text = strings.Join(parts, ", ")
+	f.Text, f.Data = strings.Join(parts, ", "), data
 	ethernet := p.LinkLayer == "Ethernet"
 	switch {
 	case !p.Active && ethernet:
-		f.Status, f.Remedy = Warn, "set the interface up (ip link set DEV up), and see the cable and the switch"
+		f.Status, f.Remedy = Warn, "set "+iface+" up (ip link set ... up), and see the cable and the switch"
 	case !p.Active:
 		f.Status, f.Remedy = Warn, "see the cable, and that a subnet manager runs in the InfiniBand network"
 	case ethernet && v4 == "":
-		f.Status, f.Remedy, f.Text = Warn, "give the interface an IPv4 address (ip addr add ADDRESS/24 dev DEV)", f.Text+", no IPv4 address"
+		f.Status, f.Remedy, f.Text = Warn, "give "+iface+" an IPv4 address (ip addr add ...)", f.Text+", no IPv4 address"
 	case ethernet && p.Rate >= fastLink && p.MTU < 4096:
-		f.Status, f.Remedy = Warn, "for full speed give interface and switch an MTU of 9000, which makes that of RDMA 4096"
+		f.Status, f.Remedy = Warn, "for full speed give "+iface+" and the switch an MTU of 9000, which makes that of RDMA 4096"
 	}
 	return f
 }
@@ -267,12 +292,21 @@ func (x *exam) rdmaAddress(ctx context.Context) []Finding {
 	r, err := x.choose(ctx)
 	if err != nil {
 		f.Status, f.Text, f.Remedy = x.bad(), err.Error(), "set DMLC_INTERFACE to auto or to an interface with RDMA, or DMLC_NODE_HOST to its address"+x.useZMQ()
+		switch {
+		case x.cfg.Role == scheduler:
+			f.Remedy = "DMLC_PS_ROOT_URI must be an address of an RDMA port of the scheduler's host" + x.useZMQ()
+		case errors.Is(err, choose.ErrPortDown):
+			f.Remedy = "see the port above" + x.useZMQ()
+		}
 		return []Finding{f}
 	}
+	x.chosen = &r
 	f.Text = r.String()
 	f.Data = map[string]any{"host": r.Host, "interface": r.Iface, "device": r.Device, "port": r.Port, "gid_index": r.GIDIndex, "gid_type": r.GIDType, "why": r.Why}
 	return []Finding{f}
 }
+
+const scheduler = "scheduler"
 
 func (x *exam) choose(ctx context.Context) (choose.Result, error) {
 	var err error
@@ -285,7 +319,7 @@ func (x *exam) choose(ctx context.Context) (choose.Result, error) {
 		q.GPU = choose.GPUAddress(x.m.Root, x.cfg.GPU, visible, set)
 	}
 	setting, host := "DMLC_NODE_HOST", x.cfg.NodeHost
-	if x.cfg.Role == "scheduler" {
+	if x.cfg.Role == scheduler {
 		setting, host = "DMLC_PS_ROOT_URI", x.cfg.RootURI
 		q.Interface = ""
 	}
@@ -294,7 +328,14 @@ func (x *exam) choose(ctx context.Context) (choose.Result, error) {
 			return choose.Result{}, fmt.Errorf("%s=%q: %w", setting, host, err)
 		}
 	}
-	return choose.Choose(choose.Machine{Devices: x.devices, Interfaces: x.interfaces, Root: x.m.Root}, q)
+	r, err := choose.Choose(choose.Machine{Devices: x.devices, Interfaces: x.interfaces, Root: x.m.Root}, q)
+	if x.cfg.Role == scheduler {
+		r.Why = setting
+		if e, ok := errors.AsType[*choose.Error](err); ok {
+			e.Setting = setting
+		}
+	}
+	return r, err
 }
 
 // addresses lists the IPv4 addresses through which each active port can be reached,
@@ -318,24 +359,29 @@ func (x *exam) addresses() []choose.Result {
 	return list
 }
 
-// rdmaLoopback makes a connection from each active port to itself.
+// rdmaLoopback makes a connection from each active port to itself. Only the one that
+// a node would use has to work.
 func (x *exam) rdmaLoopback(ctx context.Context) []Finding {
 	var found []Finding
 	for _, at := range x.addresses() {
 		f := Finding{Name: fmt.Sprintf("rdma loopback %s/%d", at.Device, at.Port)}
 		if at.Host == (netip.Addr{}) {
-			f.Status, f.Text, f.Remedy = Skip, "the port has no IPv4 address of this host", "give its interface one (ip addr add ADDRESS/24 dev DEV)"
+			f.Status, f.Text, f.Remedy = Skip, "the port has no IPv4 address of this host", "give its interface one (ip addr add ...)"
 			found = append(found, f)
 			continue
+		}
+		bad := Warn
+		if x.chosen != nil && x.chosen.Device == at.Device && x.chosen.Port == at.Port {
+			bad = x.bad()
 		}
 		ctx, cancel := context.WithTimeout(ctx, portTime)
 		trips, err := loopback(ctx, x.stack, at.Host, loopbackRounds)
 		cancel()
 		switch {
 		case err != nil:
-			f.Status, f.Text, f.Remedy = x.bad(), fmt.Sprintf("%s: %v", at.Host, err), remedyFor(err)
+			f.Status, f.Text, f.Remedy = bad, fmt.Sprintf("%s: %v", at.Host, err), remedyFor(err)
 		case trips.device != at.Device:
-			f.Status, f.Text = x.bad(), fmt.Sprintf("%s belongs to %s, but connections from there lie on %s", at.Host, at.Device, trips.device)
+			f.Status, f.Text = bad, fmt.Sprintf("%s belongs to %s, but connections from there lie on %s", at.Host, at.Device, trips.device)
 			f.Remedy = "see that every RDMA interface has a network of its own, or policy routes (ip route get " + at.Host.String() + ")"
 		default:
 			f.Text = fmt.Sprintf("%s: round trip of a write with immediate %s (p50 of %d, p99 %s)", at.Host, round(trips.p50), trips.rounds, round(trips.p99))
