@@ -152,3 +152,127 @@ func TestScriptsAcrossMachines(t *testing.T) {
 		t.Errorf("worker node: %s", w)
 	}
 }
+
+// tool runs a script of tools/, without a virtual machine being installed unless
+// env has one.
+func tool(t *testing.T, args string, env ...string) *scriptRun {
+	t.Helper()
+	fields := strings.Fields(args)
+	r := &scriptRun{script: filepath.Join("../tools", fields[0]), args: fields[1:], env: append([]string{"RDMA_VM_CACHE=" + t.TempDir()}, env...)}
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+	defer cancel()
+	r.run(ctx, t)
+	return r
+}
+
+// A program in front of the others on the PATH.
+func fakeProgram(t *testing.T, name, script string) string {
+	t.Helper()
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\n"+script+"\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return "PATH=" + dir + ":" + os.Getenv("PATH")
+}
+
+func TestToolScripts(t *testing.T) {
+	elsewhere := fakeProgram(t, "uname", "echo aarch64")
+	for _, c := range []struct {
+		args, env string
+		status    int
+		out, err  string // parts of them; "" means that there is nothing
+	}{
+		{"rdma-vm --help", "", 0, "usage: rdma-vm [OPTION...] [--] COMMAND", ""},
+		{"rdma-vm", "", 125, "", "usage: rdma-vm"},
+		{"rdma-vm --nothing", "", 125, "", "unknown option: --nothing"},
+		{"rdma-vm --cpus 0 true", "", 125, "", "--cpus wants a number from 1 to 64, not '0'"},
+		{"rdma-vm --hosts 01 true", "", 125, "", "--hosts wants a number from 1 to 8, not '01'"},
+		{"rdma-vm --mem much true", "", 125, "", "--mem wants a number"},
+		{"rdma-vm --timeout", "", 125, "", "--timeout wants a value"},
+		{"rdma-vm -- true", "", 125, "", "not installed yet: run rdma-vm --install"},
+		{"rdma-vm --kernel 1.0 true", "", 125, "", "no kernel 1.0: see rdma-vm --list"},
+		{"rdma-vm --list", "", 0, "", ""},
+		{"rdma-vm --ready", "", 1, "", "no kernel in "},
+		{"rdma-vm --install", elsewhere, 77, "", "cannot be prepared here: this is aarch64, not x86_64"},
+		{"install_deps.sh rdma-vm", elsewhere, 77, "", "cannot be prepared here: this is aarch64, not x86_64"},
+		{"install_deps.sh rdma-vm", "USE_RDMA=0", 77, "", "no virtual machine for RDMA: USE_RDMA=0"},
+		{"install_deps.sh nothing", "", 2, "", "want no argument or rdma-vm, not nothing"},
+		{"rdma_test.sh --help", "", 0, "usage: tools/rdma_test.sh [OPTION...]", ""},
+		{"rdma_test.sh --nothing", "", 2, "", "unknown option: --nothing"},
+		{"rdma_test.sh --run", "", 2, "", "--run wants a value"},
+		{"rdma_test.sh --limit 0", "", 2, "", "--limit wants a number of seconds, not '0'"},
+		{"rdma_test.sh --ready", "", 1, "", "tools/install_deps.sh rdma-vm prepares the virtual machine"},
+		{"rdma_test.sh --ready", "USE_RDMA=0", 1, "", "not running: USE_RDMA=0"},
+		{"rdma_test.sh ./van", "", 1, "", "tools/install_deps.sh rdma-vm prepares the virtual machine"},
+
+		// The compiler "false" finds no headers.
+		{"build_flags.sh -q", "USE_RDMA=0 USE_CUDA=0", 0, "-tags=nordma\n", ""},
+		{"build_flags.sh -q fserver", "USE_RDMA=0 USE_CUDA=0", 0, "-tags=fserver,nordma\n", ""},
+		{"build_flags.sh", "USE_CUDA=0 CC=false", 0, "-tags=nordma\n", "RDMA: off, no headers (Debian: libibverbs-dev librdmacm-dev;"},
+		{"build_flags.sh", "USE_CUDA=0 CC=true", 0, "", "RDMA: on"},
+		{"build_flags.sh -q", "USE_RDMA=1 CC=false", 2, "", "USE_RDMA=1: the C compiler does not find infiniband/verbs.h and rdma/rdma_cma.h (Debian: libibverbs-dev librdmacm-dev;"},
+		{"build_flags.sh", "USE_RDMA=yes", 2, "", "USE_RDMA=yes: want 0 or 1"},
+	} {
+		t.Run(c.args+" "+c.env[:min(len(c.env), 20)], func(t *testing.T) {
+			t.Parallel()
+			r := tool(t, c.args, strings.Fields(c.env)...)
+			if r.status != c.status {
+				t.Errorf("status %d, want %d", r.status, c.status)
+			}
+			for name, o := range map[string][2]string{"output": {r.out, c.out}, "standard error": {r.err, c.err}} {
+				if got, want := o[0], o[1]; !strings.Contains(got, want) || want == "" && got != "" {
+					t.Errorf("%s %q, want %q", name, got, want)
+				}
+			}
+		})
+	}
+}
+
+// machine gives the variables with which a tool finds the virtual machine of this
+// user, and skips where there is none.
+func machine(t *testing.T) []string {
+	t.Helper()
+	if os.Getenv("RDMA_VM") != "" {
+		t.Skip("this is the virtual machine")
+	}
+	own := []string{"RDMA_VM_CACHE=" + os.Getenv("RDMA_VM_CACHE"), "USE_RDMA=" + os.Getenv("USE_RDMA")}
+	if r := tool(t, "rdma_test.sh --ready", own...); r.status != 0 {
+		t.Skipf("no virtual machine: %s", r.err)
+	}
+	return own
+}
+
+func TestRDMAMachine(t *testing.T) {
+	own := machine(t)
+	r := tool(t, "rdma-vm --hosts 2 -- rdma-host 2 printenv RDMA_VM_ADDR RDMA_VM_DEVICE", own...)
+	if r.status != 0 || r.out != "10.77.0.2\nrxe1\n" || r.err != "" {
+		t.Errorf("status %d, output %q, standard error %q", r.status, r.out, r.err)
+	}
+	if r := tool(t, "rdma-vm -- sh -c false", own...); r.status != 1 {
+		t.Errorf("false: status %d, want 1", r.status)
+	}
+	if r := tool(t, "rdma-vm --timeout 1 -- true", own...); r.status != 124 || !strings.Contains(r.err, "timed out after 1 s") {
+		t.Errorf("too short a limit: status %d, %q", r.status, r.err)
+	}
+}
+
+// TestRDMATest: what the packages of testdata/rdma do is noticed.
+func TestRDMATest(t *testing.T) {
+	own := machine(t)
+	r := tool(t, "rdma_test.sh --limit 10 ./tests/testdata/rdma/passes ./tests/testdata/rdma/skips ./tests/testdata/rdma/hangs ./tests/testdata/rdma/fails", own...)
+	const in = " tests/testdata/rdma/"
+	for _, want := range []string{
+		"ok  " + in + "passes: 3 passed, 0 failed, 1 skipped, ", "       skipped: TestParts/two: only one part\n", "       note: processes left behind: 1\n",
+		"FAIL" + in + "skips: 0 passed, 0 failed, 1 skipped, ", ": nothing but skipped tests\n       skipped: TestSkips: no device\n",
+		"FAIL" + in + "fails: 0 passed, 1 failed, 0 skipped, ", "       failed: TestFails\n", "rdma_test.go:5: as it should\n",
+		"FAIL" + in + "hangs: 0 passed, 0 failed, 0 skipped, ", "       did not end: TestHangs\n", "panic: test timed out after 10s\n",
+		": 3 passed, 1 failed, 2 skipped, ",
+	} {
+		if !strings.Contains(r.out, want) {
+			t.Errorf("no %q", want)
+		}
+	}
+	if r.status != 1 || t.Failed() {
+		t.Errorf("status %d, want 1\n%s%s", r.status, r.out, r.err)
+	}
+}

@@ -94,7 +94,6 @@ work="$(mktemp -d "${TMPDIR:-/tmp}/rdma-test.XXXXXX")"
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/bin" "$work/results"
 mkdir -p build/rdma
-rm -f build/rdma/*.log
 programs="$PWD/bin"
 [ ${#race[@]} -eq 0 ] || programs="$PWD/build/rdma/race"
 
@@ -104,6 +103,7 @@ while read -r path dir; do
   short="${path#*/*/*/}"
   name="${short//\//_}"
   paths[$name]="$short"
+  rm -f "build/rdma/$name.log"
   case "$short" in tests/* | tools/*) want_programs=1 ;; esac
   # shellcheck disable=SC2086
   go test -c $flags ${race[@]+"${race[@]}"} -o "$work/bin/$name" "$path"

@@ -1,0 +1,5 @@
+package skips
+
+import "testing"
+
+func TestSkips(t *testing.T) { t.Skip("no device") }
