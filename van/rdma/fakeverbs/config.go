@@ -40,6 +40,11 @@ type Config struct {
 	MaxCQE int
 	// MaxMR is how many regions one device of a Stack can have: 65536.
 	MaxMR int
+	// CheckSource looks, when a completion is polled, whether the bytes that its work
+	// request and the ones before it have sent are still as they were posted, and
+	// registered. If not it is one of Errors. It is not for users who learn from the
+	// peer's answer that their bytes have arrived.
+	CheckSource bool
 	// NoAckTimeout makes SetAckTimeout fail with ENOSYS.
 	NoAckTimeout bool
 }

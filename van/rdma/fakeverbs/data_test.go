@@ -265,3 +265,36 @@ func TestPollWaits(t *testing.T) {
 		t.Errorf("read %d, want 42", v)
 	}
 }
+
+func TestCheckSource(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		do   func(src memory)
+		want int
+	}{
+		{"kept", func(memory) {}, 0},
+		{"changed", func(src memory) { src.b[0] = 1 }, 2},
+		{"deregistered", func(src memory) { must(0, src.Deregister()) }, 2},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			w := newWorld(t, func(c *Config) { c.CheckSource = true })
+			a, b := w.pair(options, params)
+			src, dst := a.memory(8, 0), b.memory(8, remote)
+			plain := a.write(verbs.OpWrite, 1, 0, src, dst)
+			plain.Flags = 0
+			inline := a.write(verbs.OpWrite, 2, 0, src, dst)
+			inline.Flags |= verbs.Inline
+			a.post(plain, a.write(verbs.OpWrite, 3, 0, src, dst), inline)
+			test.do(src)
+			a.poll(2)
+			if e := w.net.Errors(); len(e) != test.want {
+				t.Errorf("errors %v, want %d", e, test.want)
+			}
+			src.b[0] = 2
+			a.quiet()
+			if e := w.net.Errors(); len(e) != test.want {
+				t.Errorf("errors %v after the completions, want %d", e, test.want)
+			}
+		})
+	}
+}

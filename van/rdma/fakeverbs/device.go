@@ -178,6 +178,7 @@ func (d *device) take(out []verbs.Completion) int {
 		switch e.Type {
 		case verbs.SendDone:
 			e.qp.tail = max(e.qp.tail, e.pos+1)
+			e.qp.checkSent(e.pos)
 		case verbs.RecvSend, verbs.RecvWrite:
 			again = append(again, e.qp)
 		}

@@ -4,9 +4,9 @@
 // A Net holds hosts, which are addresses with one device each, and Stacks, which are
 // the processes that run there. Everything can reach everything. What is written to a
 // peer is copied there by address, after the checks that a NIC makes, so that a
-// forgotten registration, a wrong key, or a buffer that is used again too early is
-// found, the last by the race detector: between a write and the reader who has polled
-// its completion there is a happens-before edge, and no other.
+// forgotten registration or a wrong key is found. Between a write and the reader who
+// has polled its completion there is a happens-before edge: the race detector finds a
+// reader who has not waited. Config.CheckSource finds a sender who has not.
 //
 // Everything happens at once, in the goroutine that asks for it, and in the same
 // order each time, unless a test wants it otherwise: delays (Config), failures (Net.Fail,

@@ -142,7 +142,8 @@ func (n *Net) Info(addr netip.Addr, edit func(*verbs.DeviceInfo)) {
 
 // Errors returns what the users of the Net have done that real hardware or its
 // libraries would not have forgiven: completion queues overrun, polls or reads of one
-// queue by two callers, channels closed with IDs.
+// queue by two callers, regions deregistered twice, channels closed with IDs, and what
+// Config.CheckSource finds.
 func (n *Net) Errors() []error {
 	n.mu.Lock()
 	defer n.mu.Unlock()

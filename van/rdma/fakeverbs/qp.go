@@ -44,6 +44,7 @@ type qp struct {
 	head     uint64 // work requests posted
 	tail     uint64 // of them, known to be complete by a polled completion
 	executed int
+	sent     []sent
 	free     int // receive requests posted
 	stalled  stall
 	stallSeq uint64 // changes with stalled
@@ -227,6 +228,7 @@ func (d *device) post(w *verbs.SendWR, chain int) (*qp, error) {
 	if w.Flags&verbs.Inline != 0 && w.Len > 0 {
 		k.data = slices.Clone(at(w.LocalAddr, w.Len))
 	}
+	q.watch(&k)
 	q.head++
 	d.net.recordPost(q, &k, chain)
 	if q.state == qpError {
