@@ -14,7 +14,7 @@ enum {
   CHAIN = 32, // longest chain of work requests
   BATCH = 64, // completions taken at a time
   CLOCK = 8,  // looks at the queue between looks at the clock
-  YIELD = 64, // looks at the queue between yields
+  YIELD = 4000, // ns between yields: what is too long for a message, and enough for others
 };
 
 // In place of the id of a work request about which nothing is to be heard.
@@ -208,18 +208,25 @@ static int woken(sv_dev *d) {
 // Looks until end (0: for ever). Returns a number of completions, -errno, or 0 when
 // the time is over, or with *woke when sv_wake was called.
 static int spin(sv_dev *d, sv_wc *out, int max, int64_t end, int *woke) {
+  int64_t yielded = now();
   for (uint32_t i = 1;; i++) {
     int n = harvest(d, out, max);
     if (n != 0) return n;
     *woke = woken(d);
     if (*woke) return 0;
-    if (end != 0 && i % CLOCK == 0 && now() >= end) return 0;
-    if (i % YIELD == 0) sched_yield();
+    if (i % CLOCK != 0) continue;
+    int64_t t = now();
+    if (end != 0 && t >= end) return 0;
+    if (t - yielded >= YIELD) {
+      sched_yield();
+      yielded = t;
+    }
   }
 }
 
 // Asks for an event at the next completion, unless that was done.
 static int arm(sv_dev *d) {
+  if (__atomic_exchange_n(&d->resized, 0, __ATOMIC_SEQ_CST)) d->armed = 0;
   if (d->armed) return 0;
   errno = 0;
   int rc = ibv_req_notify_cq(d->cq, 0);
@@ -255,7 +262,7 @@ static int block(sv_dev *d, sv_wc *out, int max, int64_t end) {
     __atomic_store_n(&d->sleeping, 1, __ATOMIC_SEQ_CST);
     int rc = 0;
     err = 0;
-    if (!__atomic_load_n(&d->wake, __ATOMIC_SEQ_CST)) {
+    if (!__atomic_load_n(&d->wake, __ATOMIC_SEQ_CST) && !__atomic_load_n(&d->resized, __ATOMIC_SEQ_CST)) {
       rc = ppoll(p, 2, &t, NULL);
       err = errno;
     }
@@ -297,8 +304,12 @@ int sv_poll(sv_dev *d, sv_wc *out, int max, int64_t spin_ns, int64_t block_ns) {
 }
 
 void sv_wake(sv_dev *d) {
-  uint64_t one = 1;
   __atomic_store_n(&d->wake, 1, __ATOMIC_SEQ_CST);
+  sv_rouse(d);
+}
+
+void sv_rouse(sv_dev *d) {
+  uint64_t one = 1;
   if (!__atomic_load_n(&d->sleeping, __ATOMIC_SEQ_CST)) return;
   if (write(d->event, &one, sizeof one) < 0) return; // full: it is awake
 }

@@ -111,6 +111,8 @@ int sv_resize(sv_dev *d, int n) {
     int rc = d->lib->ibv_resize_cq(d->cq, n);
     if (rc != 0) err = sv_errno(rc);
     __atomic_store_n(&d->cqe, d->cq->cqe, __ATOMIC_RELAXED);
+    __atomic_store_n(&d->resized, 1, __ATOMIC_SEQ_CST);
+    sv_rouse(d);
   }
   pthread_mutex_unlock(&d->mu);
   return err;

@@ -18,6 +18,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 )
 
 // stack is the libraries, opened. They stay open: closing librdmacm while one of its
@@ -120,12 +122,11 @@ func join(op, what string) string {
 
 // memlockHint says what a process may lock: memory known to a device is locked.
 func memlockHint() string {
-	var l syscall.Rlimit
-	const memlock = 8 // RLIMIT_MEMLOCK, on all architectures but MIPS and SPARC
-	if err := syscall.Getrlimit(memlock, &l); err != nil {
+	var l unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
 		return "RLIMIT_MEMLOCK may be too low: raise it with ulimit -l unlimited, or LimitMEMLOCK=infinity in systemd"
 	}
-	if l.Cur == ^uint64(0) {
+	if l.Cur == unix.RLIM_INFINITY {
 		return "out of memory, or of what the device has; RLIMIT_MEMLOCK is unlimited"
 	}
 	return fmt.Sprintf("RLIMIT_MEMLOCK, the memory that a process may lock, is %d bytes: raise it with ulimit -l unlimited, "+

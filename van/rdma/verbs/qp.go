@@ -43,6 +43,9 @@ func (d *device) createQP(i *C.sv_id, o QPOptions) (*qp, error) {
 				Hint: fmt.Sprintf("want %d to %d", v.low, v.high)}
 		}
 	}
+	if o.Port > 0 && C.sv_has_mlx5(d.s.c) == 0 {
+		d.s.log.Debug("rdma: queue pair not pinned: no libmlx5 that can", "device", d.name, "port", o.Port)
+	}
 	c := C.sv_qp_opts{cookie: C.uint64_t(o.Cookie), send_depth: C.uint32_t(o.SendDepth), recv_depth: C.uint32_t(o.RecvDepth),
 		inline_size: C.uint32_t(o.Inline), port: C.uint32_t(o.Port)}
 	var what *C.char

@@ -124,6 +124,7 @@ struct sv_dev {
 
   pthread_mutex_t poll_mu; // held by sv_poll
   int closed, wake, sleeping;
+  int resized; // armed may no longer be true
   int armed;  // the completion channel will show the next completion
   int failed; // errno of a receive request that could not be posted again
 
@@ -152,6 +153,8 @@ static inline sv_slot *sv_slot_at(sv_dev *d, uint64_t key) {
 
 int sv_errno(int rc); // the errno of a call that returned rc, which is not 0
 
+// Makes a sleeping sv_poll look round.
+void sv_rouse(sv_dev *d);
 // Its queue pair has been connected: pins it.
 void sv_ready(sv_id *id);
 void sv_destroy_qp(sv_id *id);
