@@ -214,6 +214,7 @@ var exceptions = map[string]map[string]string{
 	"C": {
 		"fserver/module/exports.go":     "the extension module for Python",
 		"van/zmq/native.go":             "libzmq and the shim for it",
+		"van/backend/gpu_cuda_extra.go": "what gorgonia.org/cu lacks of the driver API",
 		"tools/internal/bench/floor.go": "the floor that benchmarks are compared with",
 	},
 	"time.Sleep": {

@@ -86,10 +86,16 @@ func newGPU(d driver, id int) (Backend, error) {
 func startDriver(d driver) error {
 	err := d.start()
 	var de *driverError
-	if errors.As(err, &de) && de.code == codeNoDevice {
+	switch {
+	case !errors.As(err, &de):
+		return err
+	case de.code == codeNoDevice:
 		return fmt.Errorf("%w: this process sees no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES", err)
+	case de.code < 0:
+		return fmt.Errorf("%w: this machine has no driver of NVIDIA, or the loader does not find it", err)
+	default:
+		return err
 	}
-	return err
 }
 
 // describe tells what the driver knows of device id without opening it.

@@ -4,14 +4,11 @@ package backend
 
 // What gorgonia.org/cu lacks of the driver API.
 //
-// cu calls cuInit when the program starts and ends the program when that fails: without
-// a GPU nothing would run, a scheduler included, and a process could neither choose
-// CUDA_VISIBLE_DEVICES nor fork after the Python module is imported. So the linker
-// gives cu another cuInit, which does nothing; the true one is called by start.
+// Nothing here or in cu links the driver's library to the program: see gpu_cuda_load.c.
 
 /*
 #cgo linux CFLAGS: -I/usr/local/cuda/include
-#cgo linux LDFLAGS: -lcuda -Wl,--wrap=cuInit
+#cgo linux LDFLAGS: -Wl,--as-needed -ldl
 #include <stdint.h>
 #include <string.h>
 #include <cuda.h>
@@ -24,9 +21,7 @@ package backend
 #define stepaf_wait32 cuStreamWaitValue32_v2
 #endif
 
-extern CUresult __real_cuInit(unsigned int flags);
-CUresult __wrap_cuInit(unsigned int flags) { (void)flags; return CUDA_SUCCESS; }
-static CUresult stepaf_init(void) { return __real_cuInit(0); }
+int stepaf_cuda_init(char *text, size_t n); // gpu_cuda_load.c
 
 static const char *stepaf_name(CUresult r) {
 	const char *s = NULL;
@@ -98,10 +93,17 @@ func result(call string, code int) error {
 	return &driverError{call: call, code: code, name: C.GoString(C.stepaf_name(C.CUresult(code)))}
 }
 
-// started is the result of cuInit, which is called once in a process.
-var started = sync.OnceValue(func() int { return int(C.stepaf_init()) })
+// started is the result of opening the driver, which is done once in a process.
+var started = sync.OnceValue(func() error {
+	var text [256]C.char
+	code := C.stepaf_cuda_init(&text[0], C.size_t(len(text)))
+	if code < 0 {
+		return &driverError{call: "dlopen", code: int(code), name: C.GoString(&text[0])}
+	}
+	return result("cuInit", int(code))
+})
 
-func (cuda) start() error { return result("cuInit", started()) }
+func (cuda) start() error { return started() }
 
 func (cuda) version() (int, error) {
 	var v C.int

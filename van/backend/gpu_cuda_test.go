@@ -4,6 +4,7 @@ package backend
 
 import (
 	"bytes"
+	"debug/elf"
 	"encoding/json"
 	"errors"
 	goflag "flag"
@@ -12,6 +13,8 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -66,9 +69,13 @@ func must[T any](t testing.TB) func(T, error) T {
 func TestCUDAOpensOrSaysWhy(t *testing.T) {
 	all, err := GPUs()
 	if err != nil {
-		wantError(t, err, ErrUnavailable, "cuInit: CUDA_ERROR_")
+		says := "cuInit: CUDA_ERROR_"
+		if strings.Contains(err.Error(), "dlopen") {
+			says = "libcuda.so.1"
+		}
+		wantError(t, err, ErrUnavailable, says)
 		_, err = New("GPU", 0)
-		wantError(t, err, ErrUnavailable, "backend GPU", "cuInit: CUDA_ERROR_")
+		wantError(t, err, ErrUnavailable, "backend GPU", says)
 		return
 	}
 	_, err = New("GPU", len(all))
@@ -78,6 +85,32 @@ func TestCUDAOpensOrSaysWhy(t *testing.T) {
 		if i.Name == "" || i.PCIBusID == "" || i.Memory == 0 || i.ComputeMajor == 0 {
 			t.Errorf("not all is known of %+v", i)
 		}
+	}
+}
+
+// See gpu_cuda_load.c.
+func TestCUDANeedsNoLibrary(t *testing.T) {
+	f, err := elf.Open(os.Args[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	libs, err := f.ImportedLibraries()
+	if err != nil {
+		t.Fatal(err)
+	}
+	symbols, err := f.ImportedSymbols()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var missing []string
+	for _, s := range symbols {
+		if len(s.Name) > 2 && s.Name[:2] == "cu" && s.Name[2] >= 'A' && s.Name[2] <= 'Z' {
+			missing = append(missing, s.Name)
+		}
+	}
+	if len(missing) > 0 || slices.ContainsFunc(libs, func(l string) bool { return strings.HasPrefix(l, "libcuda") }) {
+		t.Errorf("the program needs %v; FUNCTIONS in gpu_cuda_load.c lacks %v", libs, missing)
 	}
 }
 

@@ -83,14 +83,14 @@ func TestStreamFlags(t *testing.T) {
 		t.Fatal(err)
 	}
 	query(t, e, false)
-	if err := errors.Join(g.WriteFlag(s, flag, 7), e.Sync(t.Context()), e.Close()); err != nil {
+	if err := errors.Join(g.WriteFlag(s, flag, 7), e.Sync(t.Context())); err != nil {
 		t.Fatal(err)
 	}
 	if v := Slice([]uint32{7}).Host(); string(flag.Host()) != string(v) {
 		t.Errorf("the word is %v", flag.Host())
 	}
 	dev, _ := g.Alloc(64)
-	if err := g.WriteFlag(s, dev, 1); err != nil {
+	if err := errors.Join(g.WriteFlag(s, dev, 1), e.Record(s), e.Sync(t.Context()), e.Close()); err != nil {
 		t.Error(err)
 	}
 	wantError(t, g.WriteFlag(s, page.Sub(2, 4), 1), nil, "aligned to 4")

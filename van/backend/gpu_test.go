@@ -72,6 +72,7 @@ func TestOpenErrors(t *testing.T) {
 		says string
 	}{
 		{"start", codeNoDevice, 0, ErrUnavailable, "CUDA_VISIBLE_DEVICES"},
+		{"start", -1, 0, ErrUnavailable, "no driver of NVIDIA"},
 		{"start", 999, 0, ErrUnavailable, "start: FAKE_999"},
 		{"count", 3, 0, ErrUnavailable, "count: FAKE_3"},
 		{"", 0, 2, ErrUnavailable, "device 2 (STEPMESH_GPU): this process sees 2"},
