@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/env"
@@ -67,17 +68,15 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 	x.needRDMA = x.cfg.VanType == ibverbs
 	r := Report{Van: x.cfg.VanType}
 	add := func(f Finding) {
+		f.Text = strings.ReplaceAll(strings.TrimSpace(f.Text), "\n", "; ") // of joined errors
 		r.Findings = append(r.Findings, f)
 		each(f)
 	}
-	for _, c := range checks() {
-		unknown := Fail // what is not known to be well counts as ill
-		if c.rdma {
-			unknown = x.bad()
-		}
+	all := checks()
+	for i, c := range all {
 		if ctx.Err() != nil {
-			add(Finding{Name: c.name, Status: unknown, Text: "not looked at: " + reason(ctx), Remedy: "run it again, with a longer --timeout"})
-			continue
+			add(x.unseen(ctx, all[i:]))
+			break
 		}
 		done := make(chan []Finding, 1)
 		go func() { done <- c.run(x, ctx) }()
@@ -86,7 +85,7 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 			add(f)
 		}
 		if !ended {
-			add(Finding{Name: c.name, Status: unknown, Text: "does not end: " + reason(ctx), Remedy: "see dmesg; a driver or device may hang"})
+			add(Finding{Name: c.name, Status: x.unknown(c), Text: "does not end: " + reason(ctx), Remedy: "see dmesg; a driver or device may hang"})
 		}
 	}
 	r.count()
@@ -94,6 +93,31 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 		return r, err
 	}
 	return r, nil
+}
+
+// unknown is the status of what could not be looked at: it counts as ill.
+func (x *exam) unknown(c check) Status {
+	if c.rdma {
+		return x.bad()
+	}
+	return Fail
+}
+
+// unseen is the finding for all checks that are not made any more.
+func (x *exam) unseen(ctx context.Context, rest []check) Finding {
+	f := Finding{Name: rest[0].name, Status: Warn, Remedy: "run it again, with a longer --timeout"}
+	var names []string
+	for _, c := range rest {
+		names = append(names, c.name)
+		if x.unknown(c) == Fail {
+			f.Status = Fail
+		}
+	}
+	f.Text = "not looked at: " + reason(ctx)
+	if len(names) > 1 {
+		f.Text += "; nor at " + strings.Join(names[1:], ", ")
+	}
+	return f
 }
 
 // await waits for a check, and a little longer than ctx.

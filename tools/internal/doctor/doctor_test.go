@@ -216,7 +216,7 @@ func TestGolden(t *testing.T) {
 		}},
 		{"devices", false, func(t testing.TB) *Machine {
 			m, _, n := equipped(t, "DMLC_ENABLE_RDMA=ibverbs")
-			n.Fail(fakeverbs.FailNth(fakeverbs.OpDevices, 1, ill))
+			n.Fail(fakeverbs.FailNth(fakeverbs.OpDevices, 1, errors.Join(ill, ill)))
 			return m
 		}},
 		{"no_provider", true, func(t testing.TB) *Machine {
@@ -312,6 +312,7 @@ func TestLoopbackFails(t *testing.T) {
 		{"route", once(fakeverbs.OpResolveRoute, 1, fakeverbs.EventError(-19)), "resolve the route: route error", "ip route get"},
 		{"route at once", once(fakeverbs.OpResolveRoute, 1, syscall.ENODEV), "resolve the route: no such device", "rdma link"},
 		{"register", once(fakeverbs.OpRegister, 1, syscall.ENOMEM), "register 4.0 KiB of memory", "ulimit"},
+		{"register nothing", once(fakeverbs.OpRegister, 1, syscall.EPERM), "register 4.0 KiB of memory", "ulimit"},
 		{"reserve", once(fakeverbs.OpReserve, 1, syscall.EINVAL), "completion queue", "dmesg"},
 		{"queue pair", once(fakeverbs.OpCreateQP, 1, syscall.EPERM), "create a queue pair", "access"},
 		{"second queue pair", once(fakeverbs.OpCreateQP, 2, syscall.ENOMEM), "create a queue pair", "ulimit"},
@@ -415,7 +416,7 @@ func TestTimeout(t *testing.T) {
 	if f := find(t, r, "rdma libraries"); f.Status != Fail || f.Text != "does not end: the time is up" {
 		t.Errorf("%+v", f)
 	}
-	if f := find(t, r, "rdma loopback"); f.Status != Fail || f.Text != "not looked at: the time is up" {
+	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not looked at: the time is up; nor at rdma port, locked memory, rdma address, rdma loopback" {
 		t.Errorf("%+v", f)
 	}
 }
@@ -430,7 +431,7 @@ func TestInterrupted(t *testing.T) {
 	if !errors.Is(err, why) {
 		t.Errorf("%v, want %v", err, why)
 	}
-	if f := find(t, r, "rdma build"); f.Status != Warn || f.Text != "not looked at: enough" {
+	if f := find(t, r, "rdma build"); f.Status != Warn || !strings.HasPrefix(f.Text, "not looked at: enough; nor at rdma libraries,") {
 		t.Errorf("%+v", f)
 	}
 }

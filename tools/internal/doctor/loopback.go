@@ -65,6 +65,17 @@ type statusError struct{ status verbs.Status }
 
 func (e *statusError) Error() string { return "a write failed: " + e.status.String() }
 
+// memoryError says that memory could not be registered.
+type memoryError struct {
+	bytes int
+	err   error
+}
+
+func (e *memoryError) Error() string {
+	return fmt.Sprintf("register %s of memory: %v", size(uint64(e.bytes)), e.err)
+}
+func (e *memoryError) Unwrap() error { return e.err }
+
 // pair is a connection from a port to itself, with a page of memory of which each
 // side has a half.
 type pair struct {
@@ -223,7 +234,7 @@ func (p *pair) register(id verbs.ID) (err error) {
 		return os.NewSyscallError("mmap", err)
 	}
 	if p.mr, err = p.dev.Register(unsafe.Pointer(&p.mem[0]), len(p.mem), verbs.LocalWrite|verbs.RemoteWrite); err != nil {
-		return fmt.Errorf("register %s of memory: %w", size(uint64(len(p.mem))), err)
+		return &memoryError{len(p.mem), err}
 	}
 	if err := p.dev.Reserve(4 * depth); err != nil {
 		return fmt.Errorf("completion queue: %w", err)
@@ -360,8 +371,9 @@ func remedyFor(err error) string {
 		}
 		return "see dmesg, and compare with ib_write_lat on this machine"
 	}
+	_, memory := errors.AsType[*memoryError](err)
 	switch {
-	case errors.Is(err, syscall.ENOMEM):
+	case errors.Is(err, syscall.ENOMEM), memory && errors.Is(err, syscall.EPERM): // a limit of 0 is EPERM
 		return "ulimit -l unlimited (docker: --ulimit memlock=-1)"
 	case errors.Is(err, syscall.EACCES), errors.Is(err, syscall.EPERM):
 		return "give this user access to /dev/infiniband (docker: --device=/dev/infiniband)"

@@ -100,7 +100,7 @@ func PrintFinding(w io.Writer, f Finding, verbose bool) {
 func (r *Report) PrintSummary(w io.Writer) {
 	verdict := "nothing stands in the way of a node with transport " + r.Van
 	if !r.Healthy {
-		verdict = count(r.Failed, "check") + " failed: a node with transport " + r.Van + " will not work"
+		verdict = count(r.Failed, "check") + " failed: do not expect a node with transport " + r.Van + " to work"
 	}
 	if r.Warnings > 0 {
 		verdict += ", " + count(r.Warnings, "warning")
