@@ -78,6 +78,13 @@ type Revoker interface {
 	Revoke(backend.Mem)
 }
 
+// Advertiser is implemented by vans that tell peers about themselves in the node
+// record.
+type Advertiser interface {
+	// Endpoint is for Node.Endpoint, or nil. It is known after Bind.
+	Endpoint() []byte
+}
+
 // Flusher is implemented by vans that hold messages sent with More.
 type Flusher interface {
 	// Flush sends what is held for peer id.

@@ -1,0 +1,78 @@
+package local_test
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/local"
+	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/zmq"
+)
+
+// records plays the part of the scheduler: it tells nodes what others say of
+// themselves.
+type records struct{ m sync.Map } // address to endpoint
+
+// told is a van whose peers' records are complete.
+type told struct {
+	*local.Van
+	all  *records
+	addr string
+}
+
+func (v *told) Unwrap() van.Van { return v.Van }
+
+func (v *told) Bind(ctx context.Context, self van.Node) (int, error) {
+	port, err := v.Van.Bind(ctx, self)
+	if err == nil {
+		self.Port = port
+		v.all.m.Store(self.Addr(), v.Endpoint())
+	}
+	return port, err
+}
+
+func (v *told) Connect(ctx context.Context, id int, peer van.Node) error {
+	if e, ok := v.all.m.Load(peer.Addr()); ok {
+		peer.Endpoint = e.([]byte)
+	}
+	return v.Van.Connect(ctx, id, peer)
+}
+
+// wrap makes vans of a suite local ones.
+func wrap(all *records, set func(*local.Van), inner van.Factory) func(t testing.TB) van.Van {
+	return func(t testing.TB) van.Van {
+		o := van.Options{Config: env.Default(), Log: slog.New(slog.DiscardHandler)}
+		in, err := inner(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		v := local.New(in, o)
+		if set != nil {
+			set(v)
+		}
+		return &told{Van: v, all: all}
+	}
+}
+
+func TestConformance(t *testing.T) {
+	network := inproc.NewNetwork()
+	for _, c := range []struct {
+		name    string
+		inner   van.Factory
+		set     func(*local.Van)
+		badHost string
+	}{
+		{"zmq", zmq.New, nil, ""},
+		{"inproc", network.Factory(), nil, "no such host"},
+		{"stream", network.Factory(), local.StreamOnly, "no such host"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			vantest.Run(t, vantest.Suite{New: wrap(&records{}, c.set, c.inner), BadHost: c.badHost})
+		})
+	}
+}

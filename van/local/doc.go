@@ -1,0 +1,51 @@
+// Package local carries data messages between nodes of one host through shared
+// memory. It is a van wrapped around the main one (zmq, ibverbs), which keeps all
+// control messages, and the data of peers that are elsewhere or not ours.
+//
+// # Who uses it
+//
+// A node puts a token into the spare endpoint field of its node record, which
+// schedulers of the original pass on untouched: host, namespaces, user, and the
+// name of an abstract Unix socket. Connect dials that socket when the token is of
+// this host, these namespaces and this user, before the first data message to the
+// peer can be sent, and settles then which way data takes: the link, or for ever
+// the main van. So messages in one direction never overtake each other.
+//
+// # Links
+//
+// A link has one direction, as a connection of the main van has. The sender makes
+// its segment, a sealed memfd: a page of indices and a ring of records, mapped
+// twice in a row so that no record is ever split. It travels over the socket, whose
+// other use is to break when its peer dies. Nothing has a name in the file system:
+// whatever dies, nothing is left behind.
+//
+// A record is a message's meta and its data frames. Small parts are in the record.
+// Of large ones it has the address: the receiver copies them from the sender's
+// memory into where they are wanted (process_vm_readv), which is the memory that
+// its pull request named in Message.Into, the buffer registered for the push, or
+// a buffer of its own that is used again. That is the only copy; the sender's
+// memory is lent until the receiver has acknowledged the record. Only the receiver
+// ever writes to its memory, so a late answer, or a peer gone mad, can spoil
+// nothing, and Revoke has nobody to ask.
+//
+// Where the kernel does not allow reading another process (see canRead), large
+// parts stream through the ring, which costs a second copy.
+//
+// # Waiting
+//
+// A node has one doorbell, a futex word in a page that its peers map, too. Who
+// waits looks at all its links for a while, then raises a flag and sleeps; peers
+// make the system call that wakes it only when the flag is up.
+//
+// # Trust
+//
+// Peers are processes of the same user (the kernel says so at both ends). Still
+// nothing they write is believed: indices are checked against the ring at each
+// use, a record is copied before it is read, and what makes no sense ends the link
+// and nothing else. A segment cannot shrink under the one who uses it (seals).
+//
+// # Devices
+//
+// Tensors on a device are copied to the host by the sender. The kind of a record's
+// part has room for handles of device memory (partDevice).
+package local

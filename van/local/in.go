@@ -1,0 +1,401 @@
+package local
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/dispatch"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// inLink brings messages from one peer. But for refs, acks and lost it is used by
+// who holds Van.rx.
+type inLink struct {
+	v      *Van
+	from   *peer
+	conn   *net.UnixConn
+	seg    *segment
+	bell   *bell   // the peer's
+	source *remote // its memory; nil if it cannot be read
+
+	head    uint64 // of the ring
+	stream  *parcel
+	part    int // of stream, that chunks go to
+	off     int
+	lost    atomic.Bool // the connection has ended: what is in the ring is all there is
+	refs    atomic.Int32
+	ackMu   sync.Mutex
+	acked   uint32
+	owes    atomic.Bool // acknowledgements of which the peer has not been told
+	failing sync.Once
+	cause   atomic.Pointer[error]
+}
+
+// peer is the order of one sender's messages, over whichever link they come.
+type peer struct {
+	id     int
+	lane   dispatch.Lane[*parcel]
+	inHand atomic.Int32 // messages that the loop has received and not delivered
+}
+
+// parcel is a received message with its memory.
+type parcel struct {
+	msg    van.Message
+	from   *peer
+	rec    record
+	buf    []byte            // copy of the record
+	blocks [partCount][]byte // of parts that were not inline, if they have no place of their own
+	link   *inLink           // while something is to be read from the peer
+	dst    [partCount][]byte // where parts that were not inline go
+	landed backend.Mem       // to be settled
+}
+
+var errGone = errors.New("the sender has taken the message back")
+
+// next takes a message out of the ring. It returns nil when there is none.
+func (l *inLink) next() *parcel {
+	for {
+		tail := l.seg.tail().Load()
+		if tail == l.head {
+			return nil
+		}
+		avail := tail - l.head
+		if avail > ringLen || avail%recordAlign != 0 {
+			l.fail(&van.FieldError{Field: "ring.tail", Value: tail, Want: fmt.Sprintf("%d and at most %d more", l.head, ringLen)})
+			return nil
+		}
+		b := l.seg.at(l.head)
+		size, kind, err := peek(b, int(avail))
+		var p *parcel
+		switch {
+		case err != nil:
+		case kind == kindChunk:
+			p, err = l.chunk(b[:size])
+		default:
+			p, err = l.message(b[:size])
+		}
+		if err != nil {
+			l.fail(err)
+			return nil
+		}
+		l.head += uint64(size)
+		l.seg.head().Store(l.head)
+		if w := l.seg.wants(); w.Load() != 0 && (tail == l.head || tail-l.head < ringLen/2) && w.CompareAndSwap(1, 0) {
+			l.bell.ring()
+		}
+		if p != nil {
+			return p
+		}
+	}
+}
+
+// message takes the record b of a message. It returns nil when parts of it follow.
+func (l *inLink) message(b []byte) (*parcel, error) {
+	if l.stream != nil {
+		return nil, &van.FieldError{Field: "record.kind", Value: kindMessage, Want: "the rest of a stream"}
+	}
+	p := l.v.pool.get()
+	p.from = l.from
+	p.buf = append(p.buf[:0], b...)
+	err := p.rec.parse(p.buf)
+	switch {
+	case err != nil:
+	case p.rec.lends():
+		if l.source == nil {
+			err = &van.FieldError{Field: "record.part.form", Value: partLent, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
+			break
+		}
+		if p.rec.streams() {
+			err = &van.FieldError{Field: "record.part.form", Value: partStream, Want: "no stream beside lent parts"}
+			break
+		}
+		p.link = l
+		l.refs.Add(1)
+		return p, nil // the rest where it keeps nobody waiting
+	case p.rec.parts[0].form == partInline:
+		err = p.decode()
+	}
+	if err == nil && p.rec.streams() {
+		if err = l.v.allot(p); err == nil {
+			l.stream, l.part, l.off = p, -1, 0
+			l.advance()
+			if l.stream == nil {
+				return p, nil
+			}
+			return nil, nil
+		}
+	}
+	if err != nil {
+		l.v.release(p)
+		return nil, err
+	}
+	return p, nil
+}
+
+// advance goes to the next part of the stream that wants bytes, or ends it.
+func (l *inLink) advance() {
+	for l.part, l.off = l.part+1, 0; l.part < partCount; l.part++ {
+		if len(l.stream.dst[l.part]) > 0 {
+			return
+		}
+	}
+	l.stream = nil
+}
+
+// chunk takes the record b of a chunk. It returns the message that it completes.
+func (l *inLink) chunk(b []byte) (*parcel, error) {
+	n := int(binary.LittleEndian.Uint32(b[8:]))
+	p := l.stream
+	if p == nil || n > len(b)-chunkHead || n == 0 || n > len(p.dst[l.part])-l.off {
+		return nil, &van.FieldError{Field: "chunk.length", Value: n, Want: "what is left of the stream's part"}
+	}
+	l.off += copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
+	if l.off < len(p.dst[l.part]) {
+		return nil, nil
+	}
+	// A meta that was streamed says only now what the other parts are.
+	if l.part == 0 {
+		if err := p.decode(); err != nil {
+			return nil, err
+		}
+	}
+	l.advance()
+	if l.stream != nil {
+		return nil, nil
+	}
+	l.v.landed(p)
+	return p, nil
+}
+
+// decode reads the meta and finds the inline frames.
+func (p *parcel) decode() error {
+	meta := p.dst[0]
+	if h := &p.rec.parts[0]; h.form == partInline {
+		meta = p.buf[h.off : h.off+h.n]
+	}
+	m := &p.msg
+	if err := van.DecodeMeta(meta, &m.Meta); err != nil {
+		return err
+	}
+	if m.IsControl() {
+		return &van.FieldError{Field: "control.cmd", Value: m.Control.Cmd, Want: "a data message"}
+	}
+	m.Sender, m.Frames = p.from.id, p.rec.frames
+	for i := range m.Frames {
+		if h := &p.rec.parts[i+1]; h.form == partInline {
+			m.SetFrame(i, backend.Bytes(p.buf[h.off:h.off+h.n:h.off+h.n]))
+		}
+	}
+	return nil
+}
+
+// allot finds places for the parts that are not inline: first, by itself, the meta,
+// which the others need.
+func (v *Van) allot(p *parcel) (err error) {
+	for i := range present(p.rec.frames) {
+		h := &p.rec.parts[i]
+		if h.form == partInline || p.dst[i] != nil {
+			continue
+		}
+		if i == partVals && p.rec.parts[0].form == partInline {
+			if dst, landing, ok := v.places.find(&p.msg, h.n); ok {
+				p.dst[i] = dst.Host()
+				p.msg.Vals, p.msg.Placed = dst, true
+				if landing {
+					p.landed = dst
+				}
+				continue
+			}
+		}
+		if p.blocks[i], err = v.blocks.get(h.n); err != nil {
+			return err
+		}
+		p.dst[i] = p.blocks[i]
+		if i > 0 {
+			p.msg.SetFrame(i-1, backend.Bytes(p.blocks[i]))
+		}
+	}
+	return nil
+}
+
+// partVals is the part that has places of its own.
+const partVals = 2
+
+// landed says that all values of p are where they are wanted.
+func (v *Van) landed(p *parcel) {
+	if p.landed.Len() > 0 {
+		v.places.settle(p.landed)
+		p.landed = backend.Mem{}
+	}
+}
+
+// fetch reads the parts of p that are lent, and acknowledges them.
+func (v *Van) fetch(p *parcel) error {
+	l := p.link
+	if l == nil {
+		return nil
+	}
+	p.link = nil
+	defer l.unref()
+	err := v.fetchFrom(l, p)
+	v.landed(p)
+	if err == nil || errors.Is(err, errGone) {
+		l.acknowledge(p.rec.slot)
+	}
+	if err != nil && !l.lost.Load() && !errors.Is(err, errGone) {
+		l.fail(err)
+	}
+	return err
+}
+
+func (v *Van) fetchFrom(l *inLink, p *parcel) error {
+	read := func(i int) error {
+		h := &p.rec.parts[i]
+		if h.form != partLent {
+			return nil
+		}
+		err := l.source.read(p.dst[i], h.addr)
+		// What is read counts only if the sender has not taken it back meanwhile, and
+		// is still the process that it was.
+		if !l.source.alive() || l.seg.gen(p.rec.slot).Load() != p.rec.gen {
+			return errGone
+		}
+		if err != nil {
+			return fmt.Errorf("%w (was it freed while it was being sent?)", err)
+		}
+		return nil
+	}
+	if p.rec.parts[0].form == partLent {
+		block, err := v.blocks.get(p.rec.parts[0].n)
+		if err != nil {
+			return err
+		}
+		p.blocks[0], p.dst[0] = block, block
+		if err := read(0); err != nil {
+			return err
+		}
+	}
+	if err := p.decode(); err != nil {
+		return err
+	}
+	if err := v.allot(p); err != nil {
+		return err
+	}
+	for i := 1; i < present(p.rec.frames); i++ {
+		if err := read(i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// acknowledge gives the parts in a slot back to the sender. It is told when this
+// node has nothing better to do, unless it waits.
+func (l *inLink) acknowledge(slot uint32) {
+	l.ackMu.Lock()
+	l.seg.ack(l.acked).Store(slot)
+	l.acked++
+	l.seg.acked().Store(l.acked)
+	l.ackMu.Unlock()
+	l.owes.Store(true)
+	if w := l.seg.wants(); w.Load() != 0 && w.CompareAndSwap(1, 0) || l.v.parked.Load() {
+		l.tell()
+	}
+}
+
+// tell rings for acknowledgements.
+func (l *inLink) tell() {
+	if l.owes.Load() && l.owes.Swap(false) {
+		l.bell.ring()
+	}
+}
+
+// fail ends the link because of what the peer has sent.
+func (l *inLink) fail(err error) {
+	l.failing.Do(func() {
+		l.cause.Store(&err)
+		l.v.stats.malformed.Add(1)
+		_ = l.conn.Close()
+	})
+}
+
+// failed tells whether what is in the ring is not to be looked at any more.
+func (l *inLink) failed() bool { return l.cause.Load() != nil }
+
+// unref gives up one hold; after the last one the link's memory goes.
+func (l *inLink) unref() {
+	if l.refs.Add(-1) > 0 {
+		return
+	}
+	l.seg.unmap()
+	l.bell.unmap()
+	if l.source != nil {
+		l.source.close()
+	}
+}
+
+// pool keeps parcels for use again.
+type pool struct {
+	mu   sync.Mutex
+	free []*parcel
+}
+
+// poolLen bounds what an idle van keeps.
+const poolLen = 256
+
+func (q *pool) get() *parcel {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if n := len(q.free); n > 0 {
+		p := q.free[n-1]
+		q.free = q.free[:n-1]
+		return p
+	}
+	return &parcel{}
+}
+
+// adopt makes p's message one that has been received.
+func (v *Van) adopt(p *parcel) {
+	m := &p.msg
+	m.Receiver = int(v.id.Load())
+	now := clock.Now()
+	if m.Request {
+		m.RequestTrace.PostRecv = now
+	} else {
+		m.ResponseTrace.PostRecv = now
+	}
+	m.Adopt(v, unsafe.Pointer(p))
+}
+
+// Free implements van.Owner.
+func (v *Van) Free(m *van.Message) { v.release((*parcel)(m.Native())) }
+
+// release takes back a parcel.
+func (v *Van) release(p *parcel) {
+	v.landed(p)
+	for i, b := range p.blocks {
+		if b != nil {
+			v.blocks.put(b)
+		}
+		p.blocks[i], p.dst[i] = nil, nil
+	}
+	if l := p.link; l != nil {
+		p.link = nil
+		l.acknowledge(p.rec.slot)
+		l.unref()
+	}
+	p.msg.Reset()
+	p.from = nil
+	v.pool.mu.Lock()
+	defer v.pool.mu.Unlock()
+	if len(v.pool.free) < poolLen {
+		v.pool.free = append(v.pool.free, p)
+	}
+}

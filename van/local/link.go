@@ -1,0 +1,316 @@
+package local
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"runtime"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// A link is agreed on over an abstract Unix socket of the receiver's, in one
+// message each way:
+//
+//	sender: hello, with the segment and its bell
+//	 0  char[4]  "SAFH"           16  u64  address of a number in the sender
+//	 4  u32      version          24  u64  the number
+//	 8  i32      sender's id      32  u32  length of the segment
+//	12  u32      0                36  u32  slots
+//
+//	receiver: reply, with its bell unless it refuses
+//	 0  char[4]  "SAFR"            4  u32  verdict     8  text: why
+const (
+	helloMagic = "SAFH"
+	replyMagic = "SAFR"
+	helloLen   = 40
+	replyHead  = 8
+	maxWhy     = 512
+
+	verdictNo     = 0 // refused
+	verdictStream = 1 // large parts are to be streamed
+	verdictRead   = 2 // large parts are read
+)
+
+// linkTime is how long a handshake may take: a peer that is there answers within
+// a millisecond.
+const linkTime = 2 * time.Second
+
+// errRefused is wrapped when a peer listens and does not want the link.
+var errRefused = errors.New("the peer refuses the link")
+
+// listen opens the socket of t.
+func listen(t *token) (*net.UnixListener, error) {
+	return net.ListenUnix("unixpacket", &net.UnixAddr{Name: t.address(), Net: "unixpacket"})
+}
+
+// sameUser checks with the kernel that the process at the other end is the same
+// user's, and returns its number.
+func sameUser(c *net.UnixConn) (pid int, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var cred *unix.Ucred
+	var credErr error
+	if err := raw.Control(func(fd uintptr) {
+		cred, credErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); err != nil || credErr != nil {
+		return 0, fmt.Errorf("SO_PEERCRED: %w", errors.Join(err, credErr))
+	}
+	if own := os.Geteuid(); int(cred.Uid) != own {
+		return 0, fmt.Errorf("%w: process %d runs as user %d, want %d", van.ErrInvalid, cred.Pid, cred.Uid, own)
+	}
+	return int(cred.Pid), nil
+}
+
+// dial makes the link to the node that t names.
+func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error) {
+	ctx, cancel := context.WithTimeout(ctx, linkTime)
+	defer cancel()
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "unixpacket", t.address())
+	if err != nil {
+		return nil, err
+	}
+	conn := c.(*net.UnixConn)
+	defer func() {
+		if err != nil {
+			_ = conn.Close()
+		}
+	}()
+	if deadline, ok := ctx.Deadline(); ok {
+		_ = conn.SetDeadline(deadline)
+	}
+	if _, err := sameUser(conn); err != nil {
+		return nil, err
+	}
+	fd, err := newMemory(segmentLen)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	seg, err := mapSegment(fd)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			seg.unmap()
+		}
+	}()
+	nonce := new([8]byte) // the peer looks for it
+	var pin runtime.Pinner
+	pin.Pin(nonce)
+	defer pin.Unpin()
+	if err := v.hello(conn, fd, nonce); err != nil {
+		return nil, err
+	}
+	text, fds, err := receive(conn, replyHead+maxWhy)
+	defer closeAll(fds)
+	if err != nil {
+		return nil, err
+	}
+	if len(text) < replyHead || string(text[:4]) != replyMagic {
+		return nil, fmt.Errorf("%w: reply of %d bytes", errProtocol, len(text))
+	}
+	verdict, why := binary.LittleEndian.Uint32(text[4:]), string(text[replyHead:])
+	if verdict == verdictNo {
+		return nil, fmt.Errorf("%w: %s", errRefused, why)
+	}
+	if verdict > verdictRead || len(fds) != 1 {
+		return nil, fmt.Errorf("%w: verdict %d with %d files", errProtocol, verdict, len(fds))
+	}
+	if err := checkMemory(fds[0], bellLen); err != nil {
+		return nil, fmt.Errorf("bell: %w", err)
+	}
+	bell, err := mapBell(fds[0])
+	if err != nil {
+		return nil, err
+	}
+	_ = conn.SetDeadline(time.Time{})
+	copies := "one copy of large values"
+	if verdict != verdictRead {
+		copies = "two copies of large values: " + why
+	}
+	v.log.Info("data goes through shared memory", "peer", van.NodeName(id), "how", copies)
+	return newOutLink(v, id, conn, seg, bell, verdict == verdictRead), nil
+}
+
+// hello introduces this node.
+func (v *Van) hello(conn *net.UnixConn, segment int, nonce *[8]byte) error {
+	if _, err := rand.Read(nonce[:]); err != nil {
+		return err
+	}
+	b := make([]byte, 0, helloLen)
+	le := binary.LittleEndian
+	b = append(b, helloMagic...)
+	b = le.AppendUint32(b, tokenVersion)
+	b = le.AppendUint32(b, uint32(v.id.Load()))
+	b = le.AppendUint32(b, 0)
+	b = le.AppendUint64(b, uint64(uintptr(unsafe.Pointer(nonce))))
+	b = append(b, nonce[:]...)
+	b = le.AppendUint32(b, segmentLen)
+	b = le.AppendUint32(b, slotCount)
+	_, _, err := conn.WriteMsgUnix(b, unix.UnixRights(segment, v.bellFD), nil)
+	return err
+}
+
+// accept serves the socket until it is closed.
+func (v *Van) accept() {
+	defer v.wg.Done()
+	for {
+		c, err := v.listener.AcceptUnix()
+		if err != nil {
+			if !errors.Is(err, net.ErrClosed) {
+				v.log.Warn("no more peers are accepted through shared memory", "err", err)
+			}
+			return
+		}
+		v.mu.Lock()
+		if v.closed {
+			_ = c.Close()
+		} else {
+			v.greeted[c] = true
+			v.wg.Go(func() { v.greet(c) })
+		}
+		v.mu.Unlock()
+	}
+}
+
+// greet answers a peer's hello and then watches its link.
+func (v *Van) greet(c *net.UnixConn) {
+	defer func() {
+		_ = c.Close()
+		v.mu.Lock()
+		delete(v.greeted, c)
+		v.mu.Unlock()
+	}()
+	_ = c.SetDeadline(time.Now().Add(linkTime))
+	l, verdict, why, err := v.admit(c)
+	if err != nil {
+		verdict, why = verdictNo, err.Error()
+		v.log.Info("a peer's link through shared memory was refused", "err", err)
+	}
+	b := binary.LittleEndian.AppendUint32([]byte(replyMagic), verdict)
+	b = append(b, why[:min(len(why), maxWhy)]...)
+	var fds []byte
+	if err == nil {
+		fds = unix.UnixRights(v.bellFD)
+	}
+	_, _, sendErr := c.WriteMsgUnix(b, fds, nil)
+	if err != nil {
+		return
+	}
+	if sendErr == nil {
+		_ = c.SetDeadline(time.Time{})
+		awaitEnd(c)
+	}
+	v.inLost(l)
+}
+
+// awaitEnd returns when the connection has ended. Nothing is ever sent over it.
+func awaitEnd(c *net.UnixConn) {
+	var b [1]byte
+	_, _ = c.Read(b[:])
+}
+
+// admit reads and checks a hello and makes the link. why says, when the peer's
+// memory cannot be read, why not.
+func (v *Van) admit(c *net.UnixConn) (l *inLink, verdict uint32, why string, err error) {
+	pid, err := sameUser(c)
+	if err != nil {
+		return nil, 0, "", err
+	}
+	b, fds, err := receive(c, helloLen)
+	defer closeAll(fds)
+	if err != nil {
+		return nil, 0, "", err
+	}
+	le := binary.LittleEndian
+	if len(b) != helloLen || string(b[:4]) != helloMagic || le.Uint32(b[4:]) != tokenVersion || len(fds) != 2 ||
+		le.Uint32(b[32:]) != segmentLen || le.Uint32(b[36:]) != slotCount {
+		return nil, 0, "", fmt.Errorf("%w: hello of %d bytes with %d files", errProtocol, len(b), len(fds))
+	}
+	id := int(int32(le.Uint32(b[8:])))
+	if id <= 0 || id >= van.Empty {
+		return nil, 0, "", fmt.Errorf("%w: node id %d", errProtocol, id)
+	}
+	if err := errors.Join(checkMemory(fds[0], segmentLen), checkMemory(fds[1], bellLen)); err != nil {
+		return nil, 0, "", err
+	}
+	seg, err := mapSegment(fds[0])
+	if err != nil {
+		return nil, 0, "", err
+	}
+	bell, err := mapBell(fds[1])
+	if err != nil {
+		seg.unmap()
+		return nil, 0, "", err
+	}
+	l = &inLink{v: v, from: v.peerOf(id), conn: c, seg: seg, bell: bell}
+	l.refs.Store(1)
+	verdict = verdictRead
+	if l.source, err = v.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {
+		verdict, why = verdictStream, err.Error()
+	}
+	if !v.addIn(l) {
+		l.unref()
+		return nil, 0, "", van.ErrClosed
+	}
+	return l, verdict, why, nil
+}
+
+// openSource opens process pid for reading, if that works.
+func (v *Van) openSource(pid int, addr, nonce uint64) (*remote, error) {
+	if v.streamOnly {
+		return nil, errors.New("reading the sender's memory is switched off")
+	}
+	r, err := openRemote(pid)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.canRead(addr, nonce); err != nil {
+		r.close()
+		return nil, err
+	}
+	return r, nil
+}
+
+// receive reads one message of at most most bytes, and the files that come with it.
+func receive(c *net.UnixConn, most int) (b []byte, fds []int, err error) {
+	b = make([]byte, most)
+	oob := make([]byte, unix.CmsgSpace(4*4))
+	n, k, flags, _, err := c.ReadMsgUnix(b, oob)
+	if err != nil {
+		return nil, nil, fmt.Errorf("no answer over the socket: %w", err)
+	}
+	msgs, err := unix.ParseSocketControlMessage(oob[:k])
+	if err != nil {
+		return nil, nil, err
+	}
+	for i := range msgs {
+		got, err := unix.ParseUnixRights(&msgs[i])
+		if err == nil {
+			fds = append(fds, got...)
+		}
+	}
+	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+		return nil, fds, fmt.Errorf("%w: message longer than %d bytes or 4 files", errProtocol, most)
+	}
+	return b[:n], fds, nil
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
+}

@@ -1,0 +1,231 @@
+package local
+
+import (
+	"runtime"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/dispatch"
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Who receives holds rx: the loop, or a Poll in its place, which holds it while it
+// delivers, too. The loop's thread sleeps on the doorbell; peers wake it only when
+// the doorbell is armed, which it is when the loop sleeps and nobody polls.
+
+const (
+	// spinTime is how long to look for a message before sleeping: waking a sleeper
+	// costs more than a small message.
+	spinTime = 100 * time.Microsecond
+
+	// maxPoll bounds a Poll: its caller has a deadline.
+	maxPoll = time.Millisecond
+
+	// maxSleep bounds a sleep; see bell.wait.
+	maxSleep = 500 * time.Millisecond
+)
+
+func spinFor(b env.BusyPoll) time.Duration {
+	if b == env.AlwaysBlock {
+		return 0
+	}
+	return spinTime
+}
+
+// spinner passes the time between two looks without keeping others off the core.
+type spinner int
+
+func (s *spinner) pause() {
+	switch *s++; {
+	case *s%64 == 0:
+		_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
+	case *s%8 == 0:
+		runtime.Gosched()
+	}
+}
+
+// receive blocks until a message has come. It is the loop's.
+func (v *Van) receive() (*parcel, *dispatch.Lane[*parcel], bool) {
+	for !v.stopping.Load() {
+		if p := v.take(); p != nil {
+			v.hot = true
+			return p, &p.from.lane, true
+		}
+		if v.spin > 0 && v.hot {
+			if p := v.look(); p != nil {
+				return p, &p.from.lane, true
+			}
+		}
+		v.hot = v.cfg.BusyPoll == env.SpinForever
+		v.park()
+	}
+	return nil, nil, false
+}
+
+// take takes a message if there is one and nobody polls.
+func (v *Van) take() *parcel {
+	if !v.rx.TryLock() {
+		return nil
+	}
+	defer v.rx.Unlock()
+	p := v.scan(false)
+	if p != nil {
+		p.from.inHand.Add(1)
+	}
+	return p
+}
+
+// look takes a message that comes soon, without sleeping.
+func (v *Van) look() *parcel {
+	var s spinner
+	for start := clock.Now(); !v.stopping.Load() && v.pollers.Load() == 0; s.pause() {
+		if p := v.take(); p != nil {
+			return p
+		}
+		if v.cfg.BusyPoll != env.SpinForever && clock.Now()-start > uint64(v.spin) {
+			break
+		}
+	}
+	return nil
+}
+
+// scan takes the next message of any link and looks after what has been sent. With
+// polling set it leaves alone the peers whose earlier messages the loop is still
+// delivering. rx is held.
+func (v *Van) scan(polling bool) *parcel {
+	for _, l := range *v.outs.Load() {
+		l.service()
+	}
+	ins := *v.ins.Load()
+	for range ins {
+		if v.turn++; v.turn >= len(ins) {
+			v.turn = 0
+		}
+		l := ins[v.turn]
+		if polling && l.from.inHand.Load() != 0 {
+			continue
+		}
+		lost := l.lost.Load() // before the look: what was sent is in the ring by then
+		if !l.failed() {
+			if p := l.next(); p != nil {
+				return p
+			}
+		}
+		if lost {
+			v.removeIn(l)
+			return nil // the list has changed
+		}
+	}
+	return nil
+}
+
+// pending tells whether there is something to receive, and tells peers of
+// acknowledgements. It is for who is about to stop looking. rx is held.
+func (v *Van) pending() bool {
+	found := false
+	for _, l := range *v.ins.Load() {
+		l.tell()
+		found = found || l.lost.Load() || !l.failed() && l.seg.tail().Load() != l.head
+	}
+	for _, l := range *v.outs.Load() {
+		found = found || l.pending()
+	}
+	return found
+}
+
+// park sleeps until there may be something to receive.
+func (v *Van) park() {
+	count := v.bell.count()
+	v.parked.Store(true)
+	found := false
+	// While somebody polls, the bell stays as it is: the end of the Poll arms it and
+	// looks. One that has counted itself out is about to give up rx.
+	if v.pollers.Load() == 0 {
+		v.bell.arm()
+		v.rx.Lock()
+		found = v.pending()
+		v.rx.Unlock()
+	}
+	if !found && !v.stopping.Load() {
+		if err := v.bell.wait(count, maxSleep); err != nil {
+			v.log.Error("cannot sleep", "err", err)
+		}
+	}
+	v.parked.Store(false)
+	v.bell.disarm()
+}
+
+// Poll implements van.Poller. It receives on the caller's goroutine what comes
+// through memory and, where peers are elsewhere too, what comes over the van
+// inside.
+func (v *Van) Poll(done func() bool) {
+	if v.linked.Load() == 0 || !v.rx.TryLock() {
+		// Who has rx may be another Poll, which serves this caller, too.
+		if v.innerPoller != nil && v.elsewhere.Load() > 0 {
+			v.innerPoller.Poll(done)
+		}
+		return
+	}
+	defer v.rx.Unlock()
+	if v.spin <= 0 || v.closing.Load() {
+		return
+	}
+	v.pollers.Add(1)
+	v.bell.disarm()
+	if v.elsewhere.Load() > 0 && v.innerPoller != nil {
+		v.innerPoller.Poll(func() bool {
+			for p := v.scan(true); p != nil; p = v.scan(true) {
+				v.deliver(p)
+			}
+			return done()
+		})
+	} else {
+		v.poll(done)
+	}
+	// From now on the loop is to be woken, also for what has come since the last look.
+	v.pollers.Add(-1)
+	v.bell.arm()
+	if v.pending() {
+		v.bell.wake()
+	}
+}
+
+// poll receives and delivers until done, or until nothing has come for a while.
+func (v *Van) poll(done func() bool) {
+	var s spinner
+	begun := clock.Now()
+	for start := begun; !done() && !v.closing.Load(); s.pause() {
+		if p := v.scan(true); p != nil {
+			v.deliver(p)
+			start = clock.Now()
+			continue
+		}
+		if now := clock.Now(); now-start > uint64(v.spin) || now-begun > uint64(maxPoll) {
+			return
+		}
+	}
+}
+
+// deliver hands up one message, after the parts that are still with the sender
+// have been read.
+func (v *Van) deliver(p *parcel) {
+	if err := v.fetch(p); err != nil {
+		v.log.Debug("a message was lost", "from", van.NodeName(p.from.id), "err", err)
+		v.release(p)
+		return
+	}
+	v.adopt(p)
+	v.stats.received(p.msg.PayloadLen())
+	v.recv(&p.msg)
+	p.msg.Release()
+}
+
+// deliverOne is deliver for what the loop has taken.
+func (v *Van) deliverOne(p *parcel) {
+	from := p.from
+	v.deliver(p)
+	from.inHand.Add(-1)
+}

@@ -1,0 +1,228 @@
+package local
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// A record in the ring is a message, or a chunk of the last message's streamed
+// parts. All numbers are little endian.
+//
+//	message                               chunk
+//	 0  u32  length of the record          0  u32  length of the record
+//	 4  u8   1                             4  u8   2
+//	 5  u8   data frames                   8  u32  bytes
+//	 8  u32  slot of the lent parts       64  the bytes
+//	12  u32  generation of the slot
+//	16  4 parts: meta, keys, values, lengths
+//	128 the inline parts, each on a line of its own
+//
+//	part
+//	0  u64  address in the sender, of a lent part
+//	8  u32  bytes
+//	12 u32  form
+const (
+	recordAlign = 64
+	recordHead  = 128
+	chunkHead   = 64
+	partHead    = 16
+
+	kindMessage = 1
+	kindChunk   = 2
+
+	partInline = 1
+	partLent   = 2 // the receiver reads it from the sender's memory
+	partStream = 3 // follows in chunks
+	partDevice = 4 // reserved for handles of device memory
+
+	partCount = 1 + van.MaxFrames // meta, keys, values, lengths
+
+	// lendFrom is the length from which reading the sender's memory is quicker than
+	// a copy into the ring and one out of it.
+	lendFrom = 32 << 10
+
+	// maxChunk is how much of a stream is in one record.
+	maxChunk = 64 << 10
+
+	maxRecord = recordHead + partCount*(lendFrom+recordAlign)
+
+	noSlot = math.MaxUint32
+)
+
+func align(n int) int { return (n + recordAlign - 1) &^ (recordAlign - 1) }
+
+// part is one part of a record.
+type part struct {
+	form uint32
+	n    int
+	off  int    // in the record, of an inline part
+	addr uint64 // of a lent part
+}
+
+// record is what a message's record says.
+type record struct {
+	frames    int
+	slot, gen uint32
+	parts     [partCount]part
+}
+
+// present is how many parts a message with that many frames has.
+func present(frames int) int { return 1 + frames }
+
+// lends tells whether parts are to be read from the sender, streams whether they
+// follow in chunks.
+func (r *record) lends() bool   { return r.has(partLent) }
+func (r *record) streams() bool { return r.has(partStream) }
+
+func (r *record) has(form uint32) bool {
+	for i := range present(r.frames) {
+		if r.parts[i].form == form {
+			return true
+		}
+	}
+	return false
+}
+
+// plan lays out msg and returns the length of its record. Large parts are lent if
+// the receiver can read them, or else streamed.
+func (r *record) plan(msg *van.Message, canRead bool) int {
+	r.frames, r.slot, r.gen = msg.Frames, noSlot, 0
+	size := recordHead
+	for i := range present(msg.Frames) {
+		p := &r.parts[i]
+		*p = part{form: partInline, off: size}
+		if i == 0 {
+			p.n = msg.EncodedLen()
+		} else {
+			p.n = msg.Frame(i - 1).Len()
+		}
+		switch {
+		case p.n < lendFrom:
+			size += align(p.n)
+		case canRead:
+			p.form = partLent
+		default:
+			p.form = partStream
+		}
+	}
+	return size
+}
+
+// put writes the record of msg, as planned, to b. meta is the encoded meta, if it
+// is not to be inline. The slot is written by setSlot.
+func (r *record) put(b []byte, size int, msg *van.Message, meta []byte) error {
+	if r.parts[0].form == partInline {
+		if err := msg.EncodeTo(b[recordHead : recordHead+r.parts[0].n]); err != nil {
+			return err
+		}
+	}
+	le := binary.LittleEndian
+	clear(b[:recordHead])
+	le.PutUint32(b, uint32(size))
+	b[4], b[5] = kindMessage, byte(r.frames)
+	for i := range present(r.frames) {
+		p := &r.parts[i]
+		mem := backend.Bytes(meta)
+		if i > 0 {
+			mem = msg.Frame(i - 1)
+		}
+		switch {
+		case p.form == partLent:
+			p.addr = mem.Addr()
+		case p.form == partInline && i > 0:
+			copy(b[p.off:p.off+p.n], mem.Host())
+		}
+		h := b[16+partHead*i:]
+		le.PutUint64(h, p.addr)
+		le.PutUint32(h[8:], uint32(p.n))
+		le.PutUint32(h[12:], p.form)
+	}
+	r.setSlot(b, r.slot, r.gen)
+	return nil
+}
+
+// setSlot names the slot of the lent parts.
+func (r *record) setSlot(b []byte, slot, gen uint32) {
+	r.slot, r.gen = slot, gen
+	binary.LittleEndian.PutUint32(b[8:], slot)
+	binary.LittleEndian.PutUint32(b[12:], gen)
+}
+
+// parse reads the record of a message from b, which must be private memory: the
+// sender may change its own at any time. The error wraps van.ErrMalformed.
+func (r *record) parse(b []byte) error {
+	le := binary.LittleEndian
+	bad := func(field string, value any, want string) error {
+		return &van.FieldError{Field: "record." + field, Value: value, Want: want}
+	}
+	if len(b) < recordHead {
+		return bad("length", len(b), fmt.Sprintf("at least %d", recordHead))
+	}
+	r.frames = int(b[5])
+	if b[4] != kindMessage || r.frames == 1 || r.frames > van.MaxFrames {
+		return bad("kind and frames", fmt.Sprint(b[4], b[5]), "a message with 0, 2 or 3 frames")
+	}
+	r.slot, r.gen = le.Uint32(b[8:]), le.Uint32(b[12:])
+	off := recordHead
+	for i := range present(r.frames) {
+		p, h := &r.parts[i], b[16+partHead*i:]
+		*p = part{addr: le.Uint64(h), n: int(le.Uint32(h[8:])), form: le.Uint32(h[12:])}
+		if p.n > math.MaxInt32 {
+			return bad(fmt.Sprintf("part[%d].length", i), p.n, "less than 2 GiB")
+		}
+		switch p.form {
+		case partInline:
+			if p.n > len(b)-off {
+				return bad(fmt.Sprintf("part[%d].length", i), p.n, fmt.Sprintf("at most %d, what the record has", len(b)-off))
+			}
+			p.off = off
+			off = min(off+align(p.n), len(b))
+		case partLent:
+			if r.slot >= slotCount {
+				return bad("slot", r.slot, fmt.Sprintf("less than %d", slotCount))
+			}
+		case partStream:
+		default:
+			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, lent or streamed")
+		}
+		if i == 0 && (p.n == 0 || p.n > maxMeta) {
+			return bad("meta length", p.n, fmt.Sprintf("1 to %d", maxMeta))
+		}
+	}
+	return nil
+}
+
+// maxMeta bounds what a peer can make a receiver allocate for a meta: all but a
+// simple message's body is small.
+const maxMeta = 1 << 30
+
+// putChunk writes a chunk of a stream and returns the length of its record.
+func putChunk(b, data []byte) int {
+	size := chunkHead + align(len(data))
+	clear(b[:chunkHead])
+	binary.LittleEndian.PutUint32(b, uint32(size))
+	b[4] = kindChunk
+	binary.LittleEndian.PutUint32(b[8:], uint32(len(data)))
+	copy(b[chunkHead:], data)
+	return size
+}
+
+// peek reads the length and the kind of the record at the front of b, of which
+// avail bytes have been written. It reads each byte once.
+func peek(b []byte, avail int) (size int, kind byte, err error) {
+	head := [8]byte(b)
+	size, kind = int(binary.LittleEndian.Uint32(head[:])), head[4]
+	least, most := recordHead, maxRecord
+	if kind == kindChunk {
+		least, most = chunkHead, chunkHead+maxChunk
+	}
+	if size < least || size > min(most, avail) || size%recordAlign != 0 {
+		return 0, 0, &van.FieldError{Field: "record.length", Value: size,
+			Want: fmt.Sprintf("%d to %d in steps of %d", least, min(most, avail), recordAlign)}
+	}
+	return size, kind, nil
+}

@@ -1,0 +1,120 @@
+package local
+
+import (
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Layout of a link's segment. Each index has a cache line of its own side, so that
+// neither end's writes slow down the other's.
+const (
+	offTail  = 0   // u64, sender: end of what is in the ring
+	offBye   = 64  // u32, sender: it leaves in order
+	offHead  = 128 // u64, receiver: end of what has been taken out
+	offAcked = 192 // u32, receiver: records acknowledged, as a count
+	offWants = 256 // u32, both: the sender waits for room or acknowledgements
+	offAcks  = 320 // u32 of each slot, receiver: ring of acknowledged slots
+	offGens  = offAcks + 4*slotCount
+
+	headerLen = 8192 // two pages
+	ringLen   = 1 << 20
+	slotCount = 512 // messages whose memory is lent at a time
+
+	segmentLen = headerLen + ringLen
+)
+
+var _ = [1]struct{}{}[(offGens+4*slotCount)/(headerLen+1)] // it fits
+
+// segment is a mapped link segment.
+type segment struct {
+	mem  []byte // header, ring, and the ring again
+	ring []byte // twice
+}
+
+// seals keep the file at its length, so that no mapping of it can fault.
+const seals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+
+// newMemory makes a sealed file in memory with n bytes, all of which exist: where
+// there is no memory for them this says so, not a signal later.
+func newMemory(n int) (fd int, err error) {
+	const noexec = 0x8 // MFD_NOEXEC_SEAL, unknown before Linux 6.3
+	fd, err = unix.MemfdCreate("stepaf", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|noexec)
+	if errors.Is(err, unix.EINVAL) {
+		fd, err = unix.MemfdCreate("stepaf", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	}
+	if err != nil {
+		return -1, fmt.Errorf("memfd_create: %w", err)
+	}
+	if err = unix.Fallocate(fd, 0, 0, int64(n)); err != nil {
+		err = fmt.Errorf("no shared memory: fallocate of %d bytes: %w", n, err)
+	} else if _, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		err = fmt.Errorf("seal shared memory: %w", err)
+	}
+	if err != nil {
+		return -1, errors.Join(err, unix.Close(fd))
+	}
+	return fd, nil
+}
+
+var errMemory = errors.New("not a sealed memory file of the agreed length")
+
+// checkMemory refuses a file of a peer that could shrink or is of another length.
+func checkMemory(fd, n int) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return fmt.Errorf("fstat: %w", err)
+	}
+	have, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0)
+	if err != nil || have&unix.F_SEAL_SHRINK == 0 || st.Size != int64(n) {
+		return fmt.Errorf("%w: %d bytes, want %d, seals %#x", errMemory, st.Size, n, have)
+	}
+	return nil
+}
+
+// mapSegment maps the segment in fd, which stays open.
+func mapSegment(fd int) (*segment, error) {
+	const flags = unix.MAP_SHARED | unix.MAP_FIXED | unix.MAP_POPULATE
+	const total = segmentLen + ringLen
+	base, err := unix.MmapPtr(-1, 0, nil, total, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, fmt.Errorf("mmap: %w", err)
+	}
+	for _, m := range []struct {
+		at   uintptr
+		off  int64
+		size uintptr
+	}{{0, 0, segmentLen}, {segmentLen, headerLen, ringLen}} {
+		if _, err := unix.MmapPtr(fd, m.off, unsafe.Add(base, m.at), m.size, unix.PROT_READ|unix.PROT_WRITE, flags); err != nil {
+			return nil, errors.Join(fmt.Errorf("mmap: %w", err), unix.MunmapPtr(base, total))
+		}
+	}
+	mem := unsafe.Slice((*byte)(base), total)
+	return &segment{mem: mem, ring: mem[headerLen:]}, nil
+}
+
+// unmap ends the use of s. Nobody may touch it any more.
+func (s *segment) unmap() {
+	_ = unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(s.mem)), uintptr(len(s.mem)))
+	s.mem, s.ring = nil, nil
+}
+
+func (s *segment) u64(off int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&s.mem[off])) }
+func (s *segment) u32(off int) *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Pointer(&s.mem[off])) }
+
+func (s *segment) tail() *atomic.Uint64           { return s.u64(offTail) }
+func (s *segment) head() *atomic.Uint64           { return s.u64(offHead) }
+func (s *segment) acked() *atomic.Uint32          { return s.u32(offAcked) }
+func (s *segment) wants() *atomic.Uint32          { return s.u32(offWants) }
+func (s *segment) bye() *atomic.Uint32            { return s.u32(offBye) }
+func (s *segment) ack(n uint32) *atomic.Uint32    { return s.u32(offAcks + 4*int(n%slotCount)) }
+func (s *segment) gen(slot uint32) *atomic.Uint32 { return s.u32(offGens + 4*int(slot%slotCount)) }
+
+// at is the ring from index i, one whole round of it.
+func (s *segment) at(i uint64) []byte {
+	off := int(i & (ringLen - 1))
+	return s.ring[off : off+ringLen : off+ringLen]
+}

@@ -1,0 +1,96 @@
+package local
+
+import (
+	"bytes"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"os"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// token is what a node says of itself in its record's endpoint field. The zero
+// token is that of a node that cannot be reached here.
+//
+//	0  char[4]  "SAFL"       8  u8[8]   host        24  u32      user id
+//	4  u32      version     16  u8[8]   namespaces  28  u8[16]   name
+type token struct {
+	host  [8]byte // of the boot id
+	space [8]byte // of the network and process namespaces
+	uid   uint32
+	name  [16]byte // random; names the socket
+}
+
+const (
+	tokenMagic   = "SAFL"
+	tokenVersion = 1
+	tokenLen     = 44
+)
+
+// newToken describes this process.
+func newToken() (token, error) {
+	t := token{uid: uint32(os.Geteuid())}
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return t, fmt.Errorf("which host this is: %w", err)
+	}
+	space := ""
+	for _, kind := range []string{"net", "pid", "user"} {
+		id, err := os.Readlink("/proc/self/ns/" + kind)
+		if err != nil {
+			return t, fmt.Errorf("in which namespace this is: %w", err)
+		}
+		space += id + " "
+	}
+	t.host, t.space = digest(bytes.TrimSpace(boot)), digest([]byte(space))
+	_, err = rand.Read(t.name[:])
+	return t, err
+}
+
+func digest(b []byte) [8]byte {
+	sum := sha256.Sum256(b)
+	return [8]byte(sum[:8])
+}
+
+// encode returns the token as it travels.
+func (t *token) encode() []byte {
+	b := make([]byte, 0, tokenLen)
+	b = append(b, tokenMagic...)
+	b = binary.LittleEndian.AppendUint32(b, tokenVersion)
+	b = append(append(b, t.host[:]...), t.space[:]...)
+	b = binary.LittleEndian.AppendUint32(b, t.uid)
+	return append(b, t.name[:]...)
+}
+
+// parseToken reads an endpoint field. It reports false when a peer has put
+// nothing there, or something else.
+func parseToken(b []byte) (t token, ok bool) {
+	if len(b) != tokenLen || string(b[:4]) != tokenMagic || binary.LittleEndian.Uint32(b[4:]) != tokenVersion {
+		return t, false
+	}
+	t.host, t.space = [8]byte(b[8:16]), [8]byte(b[16:24])
+	t.uid = binary.LittleEndian.Uint32(b[24:])
+	t.name = [16]byte(b[28:44])
+	return t, true
+}
+
+// reach says why a peer with token p cannot be reached through memory, or "".
+func (t *token) reach(p *token) string {
+	switch {
+	case t.host != p.host:
+		return "it is on another host"
+	case t.uid != p.uid:
+		return fmt.Sprintf("it runs as user %d, this process as user %d", p.uid, t.uid)
+	case t.space != p.space:
+		return "it is in another network, process or user namespace"
+	}
+	return ""
+}
+
+// address is the abstract Unix socket where the node listens.
+func (t *token) address() string { return "@stepaf-" + hex.EncodeToString(t.name[:]) }
+
+var _ = [1]struct{}{}[tokenLen/(van.MaxEndpointName+1)] // it fits
