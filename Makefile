@@ -10,13 +10,15 @@ BIN ?= bin
 PROGRAMS := ./tools/stepaf ./tests/utests/... ./tests/fserver/... ./tests/benchmark/...
 export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME PYTHON
 
+include tools/cuda_env.mk
+
 # Build tags with which the code is checked, besides what build_flags.sh finds here.
 VARIANTS := nordma
 
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run af programs fserver wheel test check testrace rdma-deps rdma-test \
+.PHONY: help deps build run af programs fserver wheel test check testrace cuda-deps cuda-ready rdma-deps rdma-test \
 	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz bench clean
 
 help: ## list the targets
@@ -53,6 +55,12 @@ check: fmtcheck vet lint ## fmtcheck, vet and lint
 
 testrace: ## all tests with the race detector
 	@flags=$$(tools/build_flags.sh); set -x; $(GO) test -race $$flags -timeout 14m ./...
+
+cuda-deps: ## fetch what building with CUDA needs into build/cuda (750 MB to get 1 MB), unless it is here
+	@tools/install_deps.sh cuda
+
+cuda-ready: # whether there is CUDA to build with
+	@USE_CUDA=1 tools/build_flags.sh -q
 
 rdma-deps: ## prepare the virtual machine of rdma-test (installs QEMU and tools, fetches a kernel)
 	@tools/install_deps.sh rdma-vm

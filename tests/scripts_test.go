@@ -211,6 +211,10 @@ func TestToolScripts(t *testing.T) {
 		{"build_flags.sh", "USE_CUDA=0 CC=false", 0, "-tags=nordma\n", "RDMA: off, no headers (Debian: libibverbs-dev librdmacm-dev;"},
 		{"build_flags.sh", "USE_CUDA=0 CC=true", 0, "", "RDMA: on"},
 		{"build_flags.sh -q", "USE_RDMA=1 CC=false", 2, "", "USE_RDMA=1: the C compiler does not find infiniband/verbs.h and rdma/rdma_cma.h (Debian: libibverbs-dev librdmacm-dev;"},
+		{"build_flags.sh -q", "USE_RDMA=0 USE_CUDA=1 CC=true", 0, "-tags=cuda,nordma\n", ""},
+		{"build_flags.sh", "USE_RDMA=0 CC=false", 0, "-tags=nordma\n", "GPU support: off, no CUDA (Debian: nvidia-cuda-dev of non-free;"},
+		{"build_flags.sh -q", "USE_CUDA=1 CC=false", 2, "", "USE_CUDA=1: the C compiler does not find cuda.h and libcuda.so"},
+		{"install_deps.sh cuda", "USE_CUDA=0", 77, "", "no CUDA: USE_CUDA=0"},
 		{"build_flags.sh", "USE_RDMA=yes", 2, "", "USE_RDMA=yes: want 0 or 1"},
 	} {
 		t.Run(c.args+" "+c.env[:min(len(c.env), 20)], func(t *testing.T) {

@@ -32,21 +32,27 @@ done
 
 tags=("$@")
 
-# has TAG: is there source that TAG switches?
-has() { grep -rqsE --include='*.go' "^//go:build.*\b$1\b" af kv postoffice van internal; }
+# Only cuda.h and a libcuda.so to link with are needed, a stub will do: the driver's
+# library is opened when a program uses a GPU. The places are those that
+# gorgonia.org/cu knows; others are for CGO_CFLAGS and CGO_LDFLAGS, see cuda_env.mk.
+cuda_headers() {
+  local compiler="${CC:-$(go env CC 2>/dev/null || echo cc)}"
+  # shellcheck disable=SC2086 # these are lists
+  printf '#include <cuda.h>\nint main(void) { return (int)cuInit(0); }\n' |
+    $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -I/usr/local/cuda/include -x c - -o /dev/null ${CGO_LDFLAGS-} \
+      -L/usr/local/cuda/lib64 -lcuda >/dev/null 2>&1
+}
 
-cuda_home="${CUDA_HOME:-/usr/local/cuda}"
+cuda_packages='Debian: nvidia-cuda-dev of non-free; or "tools/install_deps.sh cuda"; elsewhere set CUDA_HOME and use make'
 if [ "${USE_CUDA-}" = 0 ]; then
   say "GPU support: off (USE_CUDA=0)"
-elif ! has cuda; then
-  [ "${USE_CUDA-}" != 1 ] || stop "USE_CUDA=1: not yet; this version has no GPU backend"
-  say "GPU support: not in this version"
-elif [ ! -f "$cuda_home/include/cuda.h" ]; then
-  [ "${USE_CUDA-}" != 1 ] || stop "USE_CUDA=1: no $cuda_home/include/cuda.h; set CUDA_HOME"
-  say "GPU support: off, no CUDA in $cuda_home (set CUDA_HOME)"
-else
-  say "GPU support: on, CUDA in $cuda_home"
+elif cuda_headers; then
+  say "GPU support: on"
   tags+=(cuda)
+elif [ "${USE_CUDA-}" = 1 ]; then
+  stop "USE_CUDA=1: the C compiler does not find cuda.h and libcuda.so${CUDA_HOME:+ (CUDA_HOME=$CUDA_HOME)} ($cuda_packages)"
+else
+  say "GPU support: off, no CUDA ($cuda_packages)"
 fi
 
 # Only the headers are needed: the libraries are opened when a program uses RDMA.

@@ -6,6 +6,11 @@
 #   install_deps.sh rdma-vm   prepares the virtual machine of tools/rdma-vm, in which
 #                             make rdma-test runs; status 77, and a line that says why,
 #                             where that cannot be done
+#   install_deps.sh cuda      fetches into build/cuda the two files of Debian's package
+#                             nvidia-cuda-dev that building with CUDA needs, unless CUDA
+#                             is here; touches nothing else and needs no root; status 77
+#                             as above
+# With USE_CUDA=1 it installs that package, if apt knows it.
 set -euo pipefail
 
 if [ "${1-}" = rdma-vm ] && [ $# -eq 1 ]; then
@@ -19,8 +24,10 @@ if [ "${1-}" = rdma-vm ] && [ $# -eq 1 ]; then
     exit 0
   fi
   exec "$vm" --install
+elif [ "${1-}" = cuda ] && [ $# -eq 1 ]; then
+  exec "$(dirname "${BASH_SOURCE[0]}")/cuda_headers.sh"
 elif [ $# -gt 0 ]; then
-  echo "install_deps: want no argument or rdma-vm, not $*" >&2
+  echo "install_deps: want no argument, cuda or rdma-vm, not $*" >&2
   exit 2
 fi
 
@@ -40,6 +47,16 @@ if ! command -v pkg-config >/dev/null 2>&1; then
 else
   pkg-config --exists libzmq || missing+=(libzmq3-dev)
   pkg-config --exists python3 || missing+=(python3-dev)
+fi
+if [ "${USE_CUDA-}" = 1 ] && [ ! -f "${CUDA_HOME:-/usr/local/cuda}/include/cuda.h" ] && ! header cuda.h; then
+  known="$(apt-cache policy nvidia-cuda-dev 2>/dev/null || true)"
+  if [[ "$known" == *'Candidate: '[0-9]* ]]; then
+    missing+=(nvidia-cuda-dev)
+  else
+    echo "install_deps: USE_CUDA=1: apt does not know nvidia-cuda-dev; add the components contrib and non-free" \
+      "(Ubuntu: multiverse) to its sources and run apt-get update, or use tools/install_deps.sh cuda, or set CUDA_HOME" >&2
+    exit 1
+  fi
 fi
 needed=${#missing[@]}
 if [ "${USE_RDMA-}" != 0 ]; then
