@@ -15,10 +15,12 @@ sv_chan *sv_chan_new(sv_lib *l, int *err) {
   *err = ENOMEM;
   if (c == NULL) return NULL;
   c->lib = l;
+  pthread_mutex_init(&c->mu, NULL);
   errno = 0;
   c->ch = l->rdma_create_event_channel();
   if (c->ch == NULL) {
     *err = errno != 0 ? errno : EIO;
+    pthread_mutex_destroy(&c->mu);
     free(c);
     return NULL;
   }
@@ -36,6 +38,7 @@ int sv_chan_fd(sv_chan *c) { return c->ch->fd; }
 
 void sv_chan_free(sv_chan *c) {
   c->lib->rdma_destroy_event_channel(c->ch);
+  pthread_mutex_destroy(&c->mu);
   free(c);
 }
 
@@ -92,16 +95,17 @@ static int event_type(enum rdma_cm_event_type t) {
   }
 }
 
-static sv_id *wrap(sv_lib *l, uint64_t cookie) {
+static sv_id *wrap(sv_chan *c, uint64_t cookie) {
   sv_id *id = calloc(1, sizeof *id);
   if (id != NULL) {
-    id->lib = l;
+    id->lib = c->lib;
+    id->chan = c;
     id->cookie = cookie;
   }
   return id;
 }
 
-int sv_next(sv_chan *c, sv_event *e) {
+static int next_event(sv_chan *c, sv_event *e) {
   struct rdma_cm_event *ev;
   for (;;) {
     errno = 0;
@@ -119,7 +123,7 @@ int sv_next(sv_chan *c, sv_event *e) {
     if (ev->event == RDMA_CM_EVENT_CONNECT_REQUEST) {
       from_sockaddr(&ev->id->route.addr.dst_addr, &e->peer);
       fresh = ev->id;
-      e->fresh = wrap(c->lib, 0);
+      e->fresh = wrap(c, 0);
       if (e->fresh != NULL) {
         e->fresh->id = fresh;
         fresh->context = e->fresh;
@@ -144,8 +148,15 @@ int sv_next(sv_chan *c, sv_event *e) {
   }
 }
 
+int sv_next(sv_chan *c, sv_event *e) {
+  pthread_mutex_lock(&c->mu);
+  int err = next_event(c, e);
+  pthread_mutex_unlock(&c->mu);
+  return err;
+}
+
 sv_id *sv_id_new(sv_chan *c, uint64_t cookie, int *err) {
-  sv_id *id = wrap(c->lib, cookie);
+  sv_id *id = wrap(c, cookie);
   *err = ENOMEM;
   if (id == NULL) return NULL;
   errno = 0;

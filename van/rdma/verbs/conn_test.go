@@ -7,6 +7,7 @@ import (
 	"errors"
 	"net/netip"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -375,4 +376,54 @@ func TestClose(t *testing.T) {
 	if d.Capacity() == 0 || d.Name() == "" {
 		t.Error("a closed device has forgotten its name or size")
 	}
+}
+
+// The active end goes while the connection manager connects it, at various moments.
+func TestDestroyWhileConnecting(t *testing.T) {
+	const rounds = 24
+	r := newRig(t)
+	l := r.listener()
+	to := l.id.LocalAddr()
+	accepted := make(chan struct{}, rounds)
+	var serve sync.WaitGroup
+	stop := make(chan struct{})
+	serve.Add(1)
+	go func() {
+		defer serve.Done()
+		for {
+			select {
+			case req := <-l.ev:
+				if req.Type != ConnectRequest {
+					t.Errorf("%v at the listener", req.Type)
+					continue
+				}
+				// Both fail when the other end has gone already.
+				if _, err := req.New.CreateQP(usual); err == nil {
+					_ = req.New.Accept(param(""))
+				} else if !errors.Is(err, syscall.EINVAL) {
+					t.Error(err)
+				}
+				accepted <- struct{}{}
+				if err := req.New.Destroy(); err != nil {
+					t.Error(err)
+				}
+			case <-stop:
+				return
+			}
+		}
+	}()
+	for i := range rounds {
+		a := r.resolve(to)
+		a.create(usual)
+		r.must(a.id.Connect(param("")))
+		switch i % 3 {
+		case 1:
+			<-accepted
+		case 2:
+			<-a.ev // whatever becomes of it
+		}
+		r.must(a.id.Destroy())
+	}
+	close(stop)
+	serve.Wait()
 }

@@ -172,7 +172,7 @@ static int make_queues(sv_dev *d, sv_slot *s, const sv_qp_opts *o, const char **
   s->mask = ring - 1;
   s->head = s->tail = 0;
   s->recv_depth = o->recv_depth;
-  *op = "allocate memory";
+  *op = "allocate memory of a queue pair";
   s->ids = calloc(ring, sizeof *s->ids);
   if (s->ids == NULL) return ENOMEM;
   if (o->recv_depth == 0) return 0;
@@ -186,7 +186,7 @@ static int make_queues(sv_dev *d, sv_slot *s, const sv_qp_opts *o, const char **
     s->rx = NULL;
     return errno;
   }
-  *op = "register receive buffers";
+  *op = "register receive buffers of a queue pair";
   errno = 0;
   s->rx_mr = d->lib->ibv_reg_mr(d->pd, s->rx, s->rx_len, IBV_ACCESS_LOCAL_WRITE);
   return s->rx_mr == NULL ? last() : 0;
@@ -225,7 +225,7 @@ static int post_receives(sv_slot *s, const char **op) {
                                        .num_sge = 1};
   }
   struct ibv_recv_wr *bad;
-  *op = "post receive requests";
+  *op = "post receive requests of a queue pair";
   errno = 0;
   int rc = ibv_post_recv(s->qp, s->rx_wr, &bad);
   return rc == 0 ? 0 : sv_errno(rc);
@@ -278,7 +278,9 @@ void sv_destroy_qp(sv_id *id) {
   s->qp = NULL;
   pthread_mutex_unlock(&s->poll_mu);
   pthread_mutex_unlock(&s->post_mu);
+  pthread_mutex_lock(&id->chan->mu);
   id->lib->rdma_destroy_qp(id->id); // only now: nobody posts or will
+  pthread_mutex_unlock(&id->chan->mu);
   free_queues(id->dev, s);
   give_slot(id->dev, s);
 }

@@ -22,6 +22,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// Options says how Load is to work. The zero value is good.
+type Options struct {
+	Log *slog.Logger // what was found and what was not; nil: nobody wants to know
+
+	// Where things are, for tests. Empty: where they always are.
+	libVerbs, libCM, libMLX5 string
+	sysfs, dev               string
+}
+
 // stack is the libraries, opened. They stay open: closing librdmacm while one of its
 // threads or devices lives is not safe.
 type stack struct {

@@ -8,6 +8,7 @@ package verbs
 import "C"
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"syscall"
@@ -50,9 +51,14 @@ func (d *device) createQP(i *C.sv_id, o QPOptions) (*qp, error) {
 		inline_size: C.uint32_t(o.Inline), port: C.uint32_t(o.Port)}
 	var what *C.char
 	rc := C.sv_create_qp(d.c, i, &c, &what)
-	if rc != 0 {
-		return nil, failure(rc, op+": "+C.GoString(what), d.name,
-			fmt.Sprintf("(%d send, %d receive requests, %d bytes inline)", o.SendDepth, o.RecvDepth, o.Inline))
+	err := failure(rc, C.GoString(what), d.name,
+		fmt.Sprintf("(%d send, %d receive requests, %d bytes inline)", o.SendDepth, o.RecvDepth, o.Inline))
+	var e *Error
+	if errors.As(err, &e) && e.Errno == syscall.EINVAL {
+		e.Hint = "the device does not take these values, or the other end of the connection has gone meanwhile"
+	}
+	if err != nil {
+		return nil, err
 	}
 	return &qp{d: d, handle: Handle(c.handle), num: uint32(c.num), inline: int(c.inline_size)}, nil
 }

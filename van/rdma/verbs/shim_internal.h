@@ -71,11 +71,15 @@ struct sv_lib {
 struct sv_chan {
   sv_lib *lib;
   struct rdma_event_channel *ch;
+  // librdmacm changes the state of a queue pair while it takes an event: it must not be
+  // destroyed then.
+  pthread_mutex_t mu;
 };
 
 // One for each rdma_cm_id, whose context points to it.
 struct sv_id {
   sv_lib *lib;
+  sv_chan *chan;
   struct rdma_cm_id *id;
   uint64_t cookie;
   sv_dev *dev;

@@ -2,7 +2,15 @@
 
 package verbs
 
-import "fmt"
+import (
+	"fmt"
+	"log/slog"
+)
+
+// Options says how Load is to work. The zero value is good.
+type Options struct {
+	Log *slog.Logger // what was found and what was not; nil: nobody wants to know
+}
 
 // Load reports that RDMA was left out of this program.
 func Load(Options) (Stack, error) {
