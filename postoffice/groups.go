@@ -7,6 +7,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/local"
 )
 
 // Name says who this node is: "worker 0 (id 9)".
@@ -44,6 +45,13 @@ func (n *Node) Stats() van.Stats {
 
 // VanType is the name of the transport.
 func (n *Node) VanType() string { return n.van.Type() }
+
+// SharesMemory tells whether data goes to node id through shared memory instead of
+// the transport.
+func (n *Node) SharesMemory(id int) bool {
+	l, ok := van.As[*local.Van](n.van)
+	return ok && l.Linked(id)
+}
 
 // Role is the node's role: worker, server or scheduler.
 func (n *Node) Role() van.Role { return n.role }

@@ -19,6 +19,7 @@ import (
 	_ "github.com/stepaf/stepaf-go/van/all" // the transports that a configuration may name
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/drop"
+	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/resend"
 )
 
@@ -274,12 +275,17 @@ func (n *Node) closeBackend() error {
 
 // openVan makes the transport and wraps it as the configuration says.
 func (n *Node) openVan(f van.Factory) error {
-	if f == nil {
+	o := van.Options{Config: n.cfg, Log: n.log, Backend: n.back}
+	own := f != nil
+	if !own {
 		f = van.New
 	}
-	v, err := f(van.Options{Config: n.cfg, Log: n.log})
+	v, err := f(o)
 	if err != nil {
 		return err
+	}
+	if !own && n.cfg.EnableIPC != 0 && n.role != van.Scheduler {
+		v = local.New(v, o)
 	}
 	if n.cfg.DropMsg > 0 {
 		d := drop.New(v, n.cfg.DropMsg, 0, n.log)
@@ -373,6 +379,9 @@ func (n *Node) bind(ctx context.Context) error {
 	}
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
+	if a, ok := van.As[van.Advertiser](n.van); ok {
+		n.self.Endpoint = a.Endpoint()
+	}
 	if n.role == van.Scheduler {
 		n.id.Store(van.SchedulerID)
 		n.setName(van.NodeName(van.SchedulerID))

@@ -93,7 +93,7 @@ var layers = []struct {
 	{"van/rdma/", []string{"van/rdma/", "van", "van/backend", "internal/"}},
 	{"van/", []string{"van", "van/backend", "internal/"}},
 	{"postoffice/membership", []string{"van", "van/backend", "internal/"}},
-	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/resend", "internal/"}},
+	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "internal/"}},
 	{"af/", []string{"kv", "postoffice", "van", "van/backend", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},

@@ -54,6 +54,7 @@ type parcel struct {
 	blocks [partCount][]byte // of parts that were not inline, if they have no place of their own
 	link   *inLink           // while something is to be read from the peer
 	dst    [partCount][]byte // where parts that were not inline go
+	left   [partCount][]byte // of dst, what a stream has left to be read
 	landed backend.Mem       // to be settled
 }
 
@@ -78,6 +79,8 @@ func (l *inLink) next() *parcel {
 		case err != nil:
 		case kind == kindChunk:
 			p, err = l.chunk(b[:size])
+		case kind == kindRest:
+			p, err = l.rest(b[:size])
 		default:
 			p, err = l.message(b[:size])
 		}
@@ -174,6 +177,43 @@ func (l *inLink) chunk(b []byte) (*parcel, error) {
 	return p, nil
 }
 
+// rest takes the record b of the rest of a stream, which is to be read from the
+// sender.
+func (l *inLink) rest(b []byte) (*parcel, error) {
+	p := l.stream
+	var r record
+	if p == nil || l.source == nil {
+		return nil, &van.FieldError{Field: "record.kind", Value: kindRest, Want: "no rest: there is no stream, or it was agreed that this process does not read the sender's memory"}
+	}
+	if err := r.parse(append([]byte(nil), b...)); err != nil {
+		return nil, err
+	}
+	for i := range partCount {
+		want, have := 0, 0
+		if i >= l.part {
+			want = len(p.dst[i])
+		}
+		if i == l.part {
+			want -= l.off
+		}
+		if i < present(r.frames) {
+			have = r.parts[i].n
+		}
+		if have != want || have > 0 && r.parts[i].form != partLent {
+			return nil, &van.FieldError{Field: fmt.Sprintf("rest.part[%d].length", i), Value: have, Want: fmt.Sprint(want)}
+		}
+		if have > 0 {
+			p.rec.parts[i].form, p.rec.parts[i].addr = partLent, r.parts[i].addr
+			p.left[i] = p.dst[i][len(p.dst[i])-have:]
+		}
+	}
+	p.rec.slot, p.rec.gen = r.slot, r.gen
+	l.stream = nil
+	p.link = l
+	l.refs.Add(1)
+	return p, nil
+}
+
 // decode reads the meta and finds the inline frames.
 func (p *parcel) decode() error {
 	meta := p.dst[0]
@@ -261,7 +301,11 @@ func (v *Van) fetchFrom(l *inLink, p *parcel) error {
 		if h.form != partLent {
 			return nil
 		}
-		err := l.source.read(p.dst[i], h.addr)
+		dst := p.dst[i]
+		if p.left[i] != nil {
+			dst = p.left[i]
+		}
+		err := l.source.read(dst, h.addr)
 		// What is read counts only if the sender has not taken it back meanwhile, and
 		// is still the process that it was.
 		if !l.source.alive() || l.seg.gen(p.rec.slot).Load() != p.rec.gen {
@@ -273,20 +317,24 @@ func (v *Van) fetchFrom(l *inLink, p *parcel) error {
 		return nil
 	}
 	if p.rec.parts[0].form == partLent {
-		block, err := v.blocks.get(p.rec.parts[0].n)
-		if err != nil {
-			return err
+		if p.dst[0] == nil {
+			block, err := v.blocks.get(p.rec.parts[0].n)
+			if err != nil {
+				return err
+			}
+			p.blocks[0], p.dst[0] = block, block
 		}
-		p.blocks[0], p.dst[0] = block, block
 		if err := read(0); err != nil {
 			return err
 		}
 	}
-	if err := p.decode(); err != nil {
-		return err
-	}
-	if err := v.allot(p); err != nil {
-		return err
+	if p.msg.Sender != p.from.id { // not decoded before, as the message of a stream is
+		if err := p.decode(); err != nil {
+			return err
+		}
+		if err := v.allot(p); err != nil {
+			return err
+		}
 	}
 	for i := 1; i < present(p.rec.frames); i++ {
 		if err := read(i); err != nil {
@@ -384,7 +432,7 @@ func (v *Van) release(p *parcel) {
 		if b != nil {
 			v.blocks.put(b)
 		}
-		p.blocks[i], p.dst[i] = nil, nil
+		p.blocks[i], p.dst[i], p.left[i] = nil, nil, nil
 	}
 	if l := p.link; l != nil {
 		p.link = nil

@@ -2,6 +2,7 @@ package local
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -92,7 +93,7 @@ func (l *outLink) send(msg *van.Message) (sent bool, err error) {
 		return true, l.fail(err)
 	}
 	var r record
-	size := r.plan(msg, l.canRead)
+	size := r.plan(msg, partStream)
 	var meta []byte
 	if r.parts[0].form != partInline {
 		meta = make([]byte, r.parts[0].n)
@@ -148,27 +149,16 @@ func (l *loan) end() {
 
 // room tells whether a record fits now. l.mu is held.
 func (l *outLink) room(size int, r *record) bool {
-	return !l.streaming() && (!r.lends() || len(l.free) > 0) && ringLen-int(l.tail-l.seg.head().Load()) >= size
+	return !l.streaming() && (!r.lends() || len(l.free) > 0) && l.space() >= size
 }
 
 func (l *outLink) streaming() bool { return l.stream.busy }
 
 // publish makes the record at the tail, which has been written there, visible.
 func (l *outLink) publish(r *record, size int, a loan) {
-	b := l.seg.at(l.tail)
 	switch {
 	case r.lends():
-		slot := l.free[len(l.free)-1]
-		l.free = l.free[:len(l.free)-1]
-		if l.gen++; l.gen == 0 {
-			l.gen = 1
-		}
-		l.seg.gen(slot).Store(l.gen)
-		r.setSlot(b, slot, l.gen)
-		a.busy = true
-		l.slots[slot] = a
-		l.busy.Store(true)
-		l.v.stats.pinned.Add(1)
+		l.lend(l.seg.at(l.tail), a)
 	case r.streams():
 		a.busy = true
 		l.stream = stream{loan: a}
@@ -179,6 +169,7 @@ func (l *outLink) publish(r *record, size int, a loan) {
 	l.tail += uint64(size)
 	l.seg.tail().Store(l.tail)
 	if l.streaming() {
+		l.bell.ring() // so that the receiver is awake when the chunks come
 		l.pump()
 	}
 }
@@ -203,9 +194,17 @@ func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte) er
 	return nil
 }
 
-// pump writes chunks of the stream while there is room. l.mu is held.
+// pump writes chunks of the stream, waiting for room as long as the peer keeps up.
+// What then remains is lent, or, if the peer cannot read it, left to drain. l.mu is
+// held.
 func (l *outLink) pump() {
-	for s := &l.stream; s.busy; {
+	s := &l.stream
+	if !s.busy {
+		return
+	}
+	var pause spinner
+	var since uint64 // since when there is no room
+	for streamed := 0; ; {
 		for s.part < partCount && s.off == s.mems[s.part].Len() {
 			s.part, s.off = s.part+1, 0
 		}
@@ -215,13 +214,84 @@ func (l *outLink) pump() {
 			return
 		}
 		n := min(s.mems[s.part].Len()-s.off, maxChunk)
-		if ringLen-int(l.tail-l.seg.head().Load()) < chunkHead+align(n) {
+		if l.space() >= chunkHead+align(n)+recordHead && streamed < maxStream {
+			l.tail += uint64(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
+			l.seg.tail().Store(l.tail)
+			s.off += n
+			streamed += n
+			since = 0
+			continue
+		}
+		if !l.canRead {
 			return
 		}
-		l.tail += uint64(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
-		l.seg.tail().Store(l.tail)
-		s.off += n
+		switch now := clock.Now(); {
+		case since == 0:
+			since = now
+		case streamed >= maxStream || now-since > uint64(maxStall):
+			l.lendRest()
+			return
+		}
+		pause.pause()
 	}
+}
+
+const (
+	// maxStall is how long the sender of a stream waits for a receiver that takes
+	// nothing: one that is at it takes a chunk in some microseconds.
+	maxStall = 25 * time.Microsecond
+
+	// maxStream is how much is streamed at once: the sender is occupied with it, and
+	// other receivers wait.
+	maxStream = 32 << 20
+)
+
+// space is how many bytes are free in the ring. l.mu is held.
+func (l *outLink) space() int { return ringLen - int(l.tail-l.seg.head().Load()) }
+
+// lendRest lends what is left of the stream, if there is a slot and room for the
+// record, which pump leaves. l.mu is held.
+func (l *outLink) lendRest() {
+	s := &l.stream
+	if len(l.free) == 0 || l.space() < recordHead {
+		return
+	}
+	b := l.seg.at(l.tail)
+	clear(b[:recordHead])
+	le := binary.LittleEndian
+	le.PutUint32(b, recordHead)
+	b[4], b[5] = kindRest, van.MaxFrames
+	for i := range partCount {
+		h := b[16+partHead*i:]
+		le.PutUint32(h[12:], partInline)
+		if off := s.off; i >= s.part && s.mems[i].Len() > 0 {
+			if i > s.part {
+				off = 0
+			}
+			le.PutUint64(h, s.mems[i].Addr()+uint64(off))
+			le.PutUint32(h[8:], uint32(s.mems[i].Len()-off))
+			le.PutUint32(h[12:], partLent)
+		}
+	}
+	l.lend(b, s.loan)
+	l.stream = stream{}
+	l.tail += recordHead
+	l.seg.tail().Store(l.tail)
+}
+
+// lend gives the record at b a slot for its lent parts. l.mu is held.
+func (l *outLink) lend(b []byte, a loan) {
+	slot := l.free[len(l.free)-1]
+	l.free = l.free[:len(l.free)-1]
+	if l.gen++; l.gen == 0 {
+		l.gen = 1
+	}
+	l.seg.gen(slot).Store(l.gen)
+	setSlot(b, slot, l.gen)
+	a.busy = true
+	l.slots[slot] = a
+	l.busy.Store(true)
+	l.v.stats.pinned.Add(1)
 }
 
 // drain writes what is queued while there is room, and says so to the peer if it
@@ -278,8 +348,7 @@ func (l *outLink) collect() error {
 
 // service looks what the peer has taken and acknowledged, and goes on.
 func (l *outLink) service() {
-	if l.busy.Load() {
-		l.mu.Lock()
+	if l.busy.Load() && l.mu.TryLock() { // else somebody sends, who does the same
 		l.serviceLocked()
 		l.mu.Unlock()
 	}
@@ -308,7 +377,9 @@ func (l *outLink) pending() bool {
 	if !l.busy.Load() {
 		return false
 	}
-	l.mu.Lock()
+	if !l.mu.TryLock() {
+		return true // somebody sends: look again
+	}
 	defer l.mu.Unlock()
 	waits := len(l.queue) > 0 || l.streaming()
 	return !l.gone && (l.seg.acked().Load() != l.acked || waits && l.seg.wants().Load() == 0)

@@ -44,7 +44,7 @@ func requestOf(peer int, m *van.Meta) request {
 // expect makes msg.Into, if it is memory of the host, the place of the answer to a
 // pull that is about to be sent. Small answers come without it.
 func (p *places) expect(msg *van.Message) bool {
-	if !msg.Request || msg.Push || msg.Into.Len() < lendFrom || !msg.Into.OnHost() {
+	if !msg.Request || msg.Push || msg.Into.Len() < streamFrom || !msg.Into.OnHost() {
 		return false
 	}
 	p.mu.Lock()

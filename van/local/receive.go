@@ -4,8 +4,6 @@ import (
 	"runtime"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/env"
@@ -35,16 +33,59 @@ func spinFor(b env.BusyPoll) time.Duration {
 	return spinTime
 }
 
-// spinner passes the time between two looks without keeping others off the core.
+// spinner passes the time between two looks. It lets other goroutines run, but does
+// not yield to other processes: Linux takes that for a wish to run much later.
 type spinner int
 
 func (s *spinner) pause() {
-	switch *s++; {
-	case *s%64 == 0:
-		_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
-	case *s%8 == 0:
+	if *s++; *s%16 == 0 {
 		runtime.Gosched()
 	}
+}
+
+// patience says for how long to look before sleeping: long while what is awaited
+// has mostly come within spinTime, else hardly at all, since then the core is wanted
+// by others, perhaps by the very peer. Who holds rx uses it.
+type patience struct {
+	waiting bool
+	since   uint64 // when the wait began
+	trust   int    // from -maxTrust to maxTrust
+}
+
+const (
+	maxTrust  = 8
+	shortSpin = 5 * time.Microsecond
+)
+
+// empty says that there is nothing at time now.
+func (p *patience) empty(now uint64) {
+	if !p.waiting {
+		p.waiting, p.since = true, now
+	}
+}
+
+// begin begins a wait anew.
+func (p *patience) begin(now uint64) { p.waiting, p.since = true, now }
+
+// came says that a message has come.
+func (p *patience) came() {
+	if !p.waiting {
+		return
+	}
+	p.waiting = false
+	if clock.Now()-p.since <= uint64(spinTime) {
+		p.trust = min(p.trust+1, maxTrust)
+	} else {
+		p.trust = max(p.trust-1, -maxTrust)
+	}
+}
+
+// spin is how long to look, of the longest time that the configuration allows.
+func (p *patience) spin(most time.Duration) uint64 {
+	if p.trust < 0 {
+		most = min(most, shortSpin)
+	}
+	return uint64(most)
 }
 
 // receive blocks until a message has come. It is the loop's.
@@ -72,24 +113,35 @@ func (v *Van) take() *parcel {
 	}
 	defer v.rx.Unlock()
 	p := v.scan(false)
-	if p != nil {
-		p.from.inHand.Add(1)
+	if p == nil {
+		v.patience.empty(clock.Now())
+		return nil
 	}
+	v.patience.came()
+	p.from.inHand.Add(1)
 	return p
 }
 
 // look takes a message that comes soon, without sleeping.
 func (v *Van) look() *parcel {
 	var s spinner
+	limit := v.spinLimit()
 	for start := clock.Now(); !v.stopping.Load() && v.pollers.Load() == 0; s.pause() {
 		if p := v.take(); p != nil {
 			return p
 		}
-		if v.cfg.BusyPoll != env.SpinForever && clock.Now()-start > uint64(v.spin) {
+		if v.cfg.BusyPoll != env.SpinForever && clock.Now()-start > limit {
 			break
 		}
 	}
 	return nil
+}
+
+// spinLimit is how long to look now, in nanoseconds.
+func (v *Van) spinLimit() uint64 {
+	v.rx.Lock()
+	defer v.rx.Unlock()
+	return v.patience.spin(v.spin)
 }
 
 // scan takes the next message of any link and looks after what has been sent. With
@@ -138,24 +190,26 @@ func (v *Van) pending() bool {
 
 // park sleeps until there may be something to receive.
 func (v *Van) park() {
-	count := v.bell.count()
+	count := v.bell.count(theLoop)
 	v.parked.Store(true)
 	found := false
 	// While somebody polls, the bell stays as it is: the end of the Poll arms it and
 	// looks. One that has counted itself out is about to give up rx.
 	if v.pollers.Load() == 0 {
-		v.bell.arm()
 		v.rx.Lock()
+		v.bell.arm(theLoop)
 		found = v.pending()
 		v.rx.Unlock()
 	}
 	if !found && !v.stopping.Load() {
-		if err := v.bell.wait(count, maxSleep); err != nil {
+		if err := v.bell.wait(theLoop, count, maxSleep); err != nil {
 			v.log.Error("cannot sleep", "err", err)
 		}
 	}
 	v.parked.Store(false)
-	v.bell.disarm()
+	if v.pollers.Load() == 0 {
+		v.bell.disarm()
+	}
 }
 
 // Poll implements van.Poller. It receives on the caller's goroutine what comes
@@ -187,26 +241,46 @@ func (v *Van) Poll(done func() bool) {
 	}
 	// From now on the loop is to be woken, also for what has come since the last look.
 	v.pollers.Add(-1)
-	v.bell.arm()
+	v.bell.arm(theLoop)
 	if v.pending() {
-		v.bell.wake()
+		v.bell.wake(theLoop)
 	}
 }
 
-// poll receives and delivers until done, or until nothing has come for a while.
+// poll receives and delivers until done, or until nothing has come for a while. It
+// sleeps after a short look: the caller is woken so by the peer itself.
 func (v *Van) poll(done func() bool) {
 	var s spinner
 	begun := clock.Now()
+	v.patience.begin(begun)
 	for start := begun; !done() && !v.closing.Load(); s.pause() {
 		if p := v.scan(true); p != nil {
+			v.patience.came()
 			v.deliver(p)
 			start = clock.Now()
+			v.patience.begin(start)
 			continue
 		}
-		if now := clock.Now(); now-start > uint64(v.spin) || now-begun > uint64(maxPoll) {
+		now := clock.Now()
+		if now-begun > uint64(maxPoll) {
 			return
 		}
+		if now-start > v.patience.spin(v.spin) {
+			v.nap(maxPoll - time.Duration(now-begun))
+		}
 	}
+}
+
+// nap sleeps until there may be something to receive, or until limit passes.
+func (v *Van) nap(limit time.Duration) {
+	count := v.bell.count(aPoll)
+	v.bell.arm(aPoll)
+	if !v.pending() {
+		if err := v.bell.wait(aPoll, count, limit); err != nil {
+			v.log.Error("cannot sleep", "err", err)
+		}
+	}
+	v.bell.disarm()
 }
 
 // deliver hands up one message, after the parts that are still with the sender

@@ -9,17 +9,20 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// A record in the ring is a message, or a chunk of the last message's streamed
-// parts. All numbers are little endian.
+// A record in the ring is a message, a chunk of the last message's streamed parts,
+// or the rest of them, lent. All numbers are little endian.
 //
-//	message                               chunk
+//	message, rest                         chunk
 //	 0  u32  length of the record          0  u32  length of the record
-//	 4  u8   1                             4  u8   2
+//	 4  u8   1, 3                          4  u8   2
 //	 5  u8   data frames                   8  u32  bytes
 //	 8  u32  slot of the lent parts       64  the bytes
 //	12  u32  generation of the slot
 //	16  4 parts: meta, keys, values, lengths
 //	128 the inline parts, each on a line of its own
+//
+// The parts of a rest are what the chunks before it have not brought, inline with
+// length 0 where that is nothing.
 //
 //	part
 //	0  u64  address in the sender, of a lent part
@@ -33,22 +36,23 @@ const (
 
 	kindMessage = 1
 	kindChunk   = 2
+	kindRest    = 3
 
 	partInline = 1
 	partLent   = 2 // the receiver reads it from the sender's memory
-	partStream = 3 // follows in chunks
+	partStream = 3 // follows in chunks, and perhaps a rest
 	partDevice = 4 // reserved for handles of device memory
 
 	partCount = 1 + van.MaxFrames // meta, keys, values, lengths
 
-	// lendFrom is the length from which reading the sender's memory is quicker than
-	// a copy into the ring and one out of it.
-	lendFrom = 32 << 10
+	// streamFrom is the length from which a part is not inline: it is then copied
+	// straight to its place, and while the next chunk is being written.
+	streamFrom = 32 << 10
 
 	// maxChunk is how much of a stream is in one record.
 	maxChunk = 64 << 10
 
-	maxRecord = recordHead + partCount*(lendFrom+recordAlign)
+	maxRecord = recordHead + partCount*(streamFrom+recordAlign)
 
 	noSlot = math.MaxUint32
 )
@@ -87,9 +91,9 @@ func (r *record) has(form uint32) bool {
 	return false
 }
 
-// plan lays out msg and returns the length of its record. Large parts are lent if
-// the receiver can read them, or else streamed.
-func (r *record) plan(msg *van.Message, canRead bool) int {
+// plan lays out msg, with large parts in a form of their own, and returns the
+// length of its record.
+func (r *record) plan(msg *van.Message, large uint32) int {
 	r.frames, r.slot, r.gen = msg.Frames, noSlot, 0
 	size := recordHead
 	for i := range present(msg.Frames) {
@@ -100,13 +104,10 @@ func (r *record) plan(msg *van.Message, canRead bool) int {
 		} else {
 			p.n = msg.Frame(i - 1).Len()
 		}
-		switch {
-		case p.n < lendFrom:
+		if p.n < streamFrom {
 			size += align(p.n)
-		case canRead:
-			p.form = partLent
-		default:
-			p.form = partStream
+		} else {
+			p.form = large
 		}
 	}
 	return size
@@ -141,13 +142,12 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte) error {
 		le.PutUint32(h[8:], uint32(p.n))
 		le.PutUint32(h[12:], p.form)
 	}
-	r.setSlot(b, r.slot, r.gen)
+	setSlot(b, r.slot, r.gen)
 	return nil
 }
 
-// setSlot names the slot of the lent parts.
-func (r *record) setSlot(b []byte, slot, gen uint32) {
-	r.slot, r.gen = slot, gen
+// setSlot writes the slot of a record's lent parts.
+func setSlot(b []byte, slot, gen uint32) {
 	binary.LittleEndian.PutUint32(b[8:], slot)
 	binary.LittleEndian.PutUint32(b[12:], gen)
 }
@@ -163,8 +163,8 @@ func (r *record) parse(b []byte) error {
 		return bad("length", len(b), fmt.Sprintf("at least %d", recordHead))
 	}
 	r.frames = int(b[5])
-	if b[4] != kindMessage || r.frames == 1 || r.frames > van.MaxFrames {
-		return bad("kind and frames", fmt.Sprint(b[4], b[5]), "a message with 0, 2 or 3 frames")
+	if b[4] != kindMessage && b[4] != kindRest || r.frames == 1 || r.frames > van.MaxFrames {
+		return bad("kind and frames", fmt.Sprint(b[4], b[5]), "a message with 0, 2 or 3 frames, or its rest")
 	}
 	r.slot, r.gen = le.Uint32(b[8:]), le.Uint32(b[12:])
 	off := recordHead
@@ -189,7 +189,7 @@ func (r *record) parse(b []byte) error {
 		default:
 			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, lent or streamed")
 		}
-		if i == 0 && (p.n == 0 || p.n > maxMeta) {
+		if i == 0 && b[4] == kindMessage && (p.n == 0 || p.n > maxMeta) {
 			return bad("meta length", p.n, fmt.Sprintf("1 to %d", maxMeta))
 		}
 	}
@@ -217,8 +217,11 @@ func peek(b []byte, avail int) (size int, kind byte, err error) {
 	head := [8]byte(b)
 	size, kind = int(binary.LittleEndian.Uint32(head[:])), head[4]
 	least, most := recordHead, maxRecord
-	if kind == kindChunk {
+	switch kind {
+	case kindChunk:
 		least, most = chunkHead, chunkHead+maxChunk
+	case kindRest:
+		most = recordHead
 	}
 	if size < least || size > min(most, avail) || size%recordAlign != 0 {
 		return 0, 0, &van.FieldError{Field: "record.length", Value: size,

@@ -44,13 +44,14 @@ type Van struct {
 	streamOnly bool // for tests: as where reading other processes is forbidden
 
 	// What who receives uses; see receive.go.
-	rx      sync.Mutex
-	turn    int
-	spin    time.Duration
-	hot     bool // the loop's: a message has come since it last slept
-	pollers atomic.Int32
-	parked  atomic.Bool
-	ins     atomic.Pointer[[]*inLink]
+	rx       sync.Mutex
+	turn     int
+	patience patience
+	spin     time.Duration
+	hot      bool // the loop's: a message has come since it last slept
+	pollers  atomic.Int32
+	parked   atomic.Bool
+	ins      atomic.Pointer[[]*inLink]
 
 	links     atomic.Pointer[map[int]*outLink] // by node id
 	outs      atomic.Pointer[[]*outLink]       // the same
@@ -386,7 +387,7 @@ func (v *Van) addIn(l *inLink) bool {
 	}
 	ins := append(slices.Clone(*v.ins.Load()), l)
 	v.ins.Store(&ins)
-	v.bell.wake()
+	v.bell.wakeAll()
 	v.mu.Unlock()
 	v.tell(l.from.id, true, nil)
 	return true
@@ -398,7 +399,7 @@ func (v *Van) inLost(l *inLink) {
 	l.lost.Store(true)
 	v.mu.Lock()
 	if v.bell != nil {
-		v.bell.wake()
+		v.bell.wakeAll()
 	}
 	v.mu.Unlock()
 }
@@ -640,7 +641,7 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	all.Wait()
 	v.stopping.Store(true)
-	v.bell.wake()
+	v.bell.wakeAll()
 	var err error
 	if started {
 		if err = v.loop.Stop(ctx); err != nil && !errors.Is(err, dispatch.ErrInDeliver) {

@@ -15,12 +15,13 @@ import (
 	"github.com/urfave/cli/v2"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // Command returns the command, to be added to the application's.
 func Command() *cli.Command {
 	common := []cli.Flag{
-		&cli.StringFlag{Name: "van", Value: "zmq", Usage: "transport, as DMLC_ENABLE_RDMA names it"},
+		&cli.StringFlag{Name: "van", Value: "zmq", Usage: "transport, as DMLC_ENABLE_RDMA names it, or local: shared memory"},
 		&cli.IntFlag{Name: "rounds", Value: 10, Usage: "blocks of measurements, each beside one of the floor"},
 		&cli.DurationFlag{Name: "timeout", Value: 5 * time.Minute, Usage: "give up after this long"},
 		&cli.BoolFlag{Name: "json", Usage: "print one line of JSON instead of a table"},
@@ -181,6 +182,12 @@ func runChild(c *cli.Context) error {
 	node, err := startNode(c.Context)
 	if err != nil {
 		return err
+	}
+	if node.Role() == van.Worker {
+		if err := checkTransport(node, node.ServerInstances()); err != nil {
+			node.Close()
+			return err
+		}
 	}
 	switch {
 	case a[0] == "latency" && len(n) == 5:

@@ -55,7 +55,8 @@ func startCluster(ctx context.Context, van string, spec []string, stderr io.Writ
 		cmd := exec.CommandContext(ctx, self, append([]string{"bench", "child"}, spec...)...)
 		cmd.Env = append(env.Strip(os.Environ()),
 			"DMLC_ROLE="+role, "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1",
-			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST=127.0.0.1", "DMLC_ENABLE_RDMA="+van)
+			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST=127.0.0.1")
+		cmd.Env = append(cmd.Env, transport(van)...)
 		for _, keep := range passed {
 			if v, ok := os.LookupEnv(keep); ok {
 				cmd.Env = append(cmd.Env, keep+"="+v)
@@ -82,6 +83,30 @@ func startCluster(ctx context.Context, van string, spec []string, stderr io.Writ
 		c.cmds[role], c.ins[role], c.outs[role] = cmd, in, &lineReader{r: out}
 	}
 	return c, nil
+}
+
+// local is the name here for shared memory, which is not a van by itself.
+const local = "local"
+
+// transport is the variables that choose what data goes over, and nothing else.
+func transport(van string) []string {
+	if van == local {
+		return []string{"DMLC_ENABLE_RDMA=zmq", "BYTEPS_ENABLE_IPC=1"}
+	}
+	return []string{"DMLC_ENABLE_RDMA=" + van, "BYTEPS_ENABLE_IPC=0"}
+}
+
+// checkTransport refuses to measure something else than what was asked for.
+func checkTransport(node *postoffice.Node, peers []int) error {
+	if node.Config().EnableIPC != 1 {
+		return nil
+	}
+	for _, id := range peers {
+		if !node.SharesMemory(id) {
+			return fmt.Errorf("bench: %s and %s do not share memory: see the log of PS_VERBOSE=1", node.Name(), node.PeerName(id))
+		}
+	}
+	return nil
 }
 
 // passed are the variables of the caller that the children see too.
