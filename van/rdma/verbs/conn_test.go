@@ -427,3 +427,28 @@ func TestDestroyWhileConnecting(t *testing.T) {
 	close(stop)
 	serve.Wait()
 }
+
+// A channel has one Device for each device; handles tell queue pairs of both apart.
+func TestTwoDevices(t *testing.T) {
+	r := newRig(t)
+	if len(r.more) == 0 {
+		t.Skip("one RDMA device with an IPv4 address, want two")
+	}
+	a, b := r.pair(r.listenerOn(r.more[0]), usual, usual, param(""), param(""))
+	if a.dev() == b.dev() || a.dev().Name() == b.dev().Name() || a.qp.Handle() == b.qp.Handle() {
+		t.Fatalf("%s, %s: handles %#x, %#x", a.dev().Name(), b.dev().Name(), a.qp.Handle(), b.qp.Handle())
+	}
+	buf := r.memory(8)
+	w := inline(buf, 3)
+	a.post(w)
+	if c := r.poll(b.dev(), 1)[0]; c.Type != RecvSend || c.QP != b.qp.Handle() || c.Imm != 3 {
+		t.Errorf("received %+v", c)
+	}
+	if c := r.poll(a.dev(), 1)[0]; c.Type != SendDone || c.ID != 3 {
+		t.Errorf("sent %+v", c)
+	}
+	w.QP = a.qp.Handle()
+	if n, err := b.dev().Post([]SendWR{w}); n != 0 || !errors.Is(err, ErrClosed) {
+		t.Errorf("Post on the other device = %d, %v", n, err)
+	}
+}

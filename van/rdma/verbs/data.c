@@ -11,10 +11,10 @@
 #include <unistd.h>
 
 enum {
-  CHAIN = 32, // longest chain of work requests
-  BATCH = 64, // completions taken at a time
-  CLOCK = 8,  // looks at the queue between looks at the clock
-  YIELD = 4000, // ns between yields: what is too long for a message, and enough for others
+  CHAIN = 32,   // longest chain of work requests
+  BATCH = 64,   // completions taken at a time
+  CLOCK = 8,    // looks at the queue between looks at the clock
+  YIELD = 4000, // ns between yields, which others need where cores are few
 };
 
 // In place of the id of a work request about which nothing is to be heard.
@@ -297,7 +297,8 @@ static int poll_locked(sv_dev *d, sv_wc *out, int max, int64_t spin_ns, int64_t 
 }
 
 int sv_poll(sv_dev *d, sv_wc *out, int max, int64_t spin_ns, int64_t block_ns) {
-  if (pthread_mutex_trylock(&d->poll_mu) != 0) return -SV_EPOLLING;
+  if (pthread_mutex_trylock(&d->poll_mu) != 0)
+    return __atomic_load_n(&d->closed, __ATOMIC_SEQ_CST) ? -SV_ESTALE : -SV_EPOLLING;
   int n = poll_locked(d, out, max, spin_ns, block_ns);
   pthread_mutex_unlock(&d->poll_mu);
   return n;

@@ -21,6 +21,7 @@ type rig struct {
 	s    Stack
 	ch   Channel
 	addr netip.Addr
+	more []netip.Addr // IPv4 addresses of other devices
 
 	mu     sync.Mutex
 	cookie uint64
@@ -35,15 +36,22 @@ func newRig(t testing.TB) *rig {
 	t.Helper()
 	s := load(t, Options{})
 	devices, err := s.Devices()
-	if err != nil {
+	if errors.Is(err, ErrUnavailable) {
+		t.Skip(err)
+	} else if err != nil {
 		t.Fatal(err)
 	}
 	r := &rig{t: t, s: s, wait: map[uint64]chan Event{}, done: make(chan struct{})}
+	first := ""
 	for _, d := range devices {
 		for _, p := range d.Ports {
 			for _, g := range p.GIDs {
-				if p.Active && g.Addr.Is4() && !r.addr.IsValid() {
-					r.addr = g.Addr
+				switch {
+				case !p.Active || !g.Addr.Is4():
+				case !r.addr.IsValid():
+					r.addr, first = g.Addr, d.Name
+				case d.Name != first:
+					r.more = append(r.more, g.Addr)
 				}
 			}
 		}
@@ -51,7 +59,9 @@ func newRig(t testing.TB) *rig {
 	if !r.addr.IsValid() {
 		t.Skipf("no RDMA device with an active port and an IPv4 address among %+v", devices)
 	}
-	if r.ch, err = s.NewChannel(); err != nil {
+	if r.ch, err = s.NewChannel(); errors.Is(err, ErrUnavailable) {
+		t.Skip(err)
+	} else if err != nil {
 		t.Fatal(err)
 	}
 	go r.events()
@@ -147,10 +157,12 @@ func (e *end) next(want EventType) Event {
 	}
 }
 
-func (r *rig) listener() *end {
+func (r *rig) listener() *end { return r.listenerOn(r.addr) }
+
+func (r *rig) listenerOn(a netip.Addr) *end {
 	r.t.Helper()
 	l := r.newEnd()
-	r.must(l.id.Bind(netip.AddrPortFrom(r.addr, 0)))
+	r.must(l.id.Bind(netip.AddrPortFrom(a, 0)))
 	r.must(l.id.Listen(16))
 	return l
 }
