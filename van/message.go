@@ -73,6 +73,11 @@ func (m *Message) Adopt(owner Owner, native unsafe.Pointer) {
 	m.refs.Store(1)
 }
 
+// Owner returns the transport that a received message came from, nil for others. A
+// van around a van that must know when nobody holds m any more adopts it with an owner
+// of its own, before anybody else can hold it, and that one gives it back.
+func (m *Message) Owner() Owner { return m.owner }
+
 // Native returns what Adopt was given.
 func (m *Message) Native() unsafe.Pointer { return m.native }
 

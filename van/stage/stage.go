@@ -1,0 +1,243 @@
+package stage
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Options are what New needs besides the van.
+type Options struct {
+	// Backend is the node's device.
+	Backend backend.Backend
+	// Log may be nil.
+	Log *slog.Logger
+	// Pinned and Device limit what the library keeps of each kind of memory, in bytes.
+	// 0 means DefaultLimit. Values beyond that go through ordinary host memory, and
+	// stay in it when they are received.
+	Pinned, Device int
+}
+
+// DefaultLimit is 4 GiB.
+const DefaultLimit = 4 << 30
+
+// Van is a van that carries values on a device. The van.Van inside does all else.
+type Van struct {
+	van.Van
+	back   backend.Backend
+	log    *slog.Logger
+	pinned *pool
+	device *pool
+
+	sends sync.Pool // of *sending
+
+	mu    sync.RWMutex
+	dsts  map[destination]backend.Mem
+	lower van.BufferRegistrar // of the van inside, nil when it has none
+
+	staged, unpinned, refused atomic.Uint64
+}
+
+// destination is what a registered buffer is for.
+type destination struct {
+	sender int
+	key    uint64
+}
+
+var (
+	_ van.Van             = (*Van)(nil)
+	_ van.Wrapper         = (*Van)(nil)
+	_ van.BufferRegistrar = (*Van)(nil)
+)
+
+// New wraps inner. A node whose backend is ordinary memory, or none, has nothing to
+// stage and gets inner itself.
+func New(inner van.Van, o Options) van.Van {
+	if o.Backend == nil || o.Backend.Device().Type == backend.CPU {
+		return inner
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.Pinned == 0 {
+		o.Pinned = DefaultLimit
+	}
+	if o.Device == 0 {
+		o.Device = DefaultLimit
+	}
+	v := &Van{Van: inner, back: o.Backend, log: o.Log, dsts: map[destination]backend.Mem{}}
+	v.lower, _ = van.As[van.BufferRegistrar](inner)
+	if p, ok := o.Backend.(backend.HostPinner); ok {
+		v.pinned = newPool(o.Pinned, p.AllocPinned, p.FreePinned)
+	} else {
+		v.pinned = newPool(0, nil, nil)
+	}
+	v.device = newPool(o.Device, o.Backend.Alloc, o.Backend.Free)
+	return v
+}
+
+// Unwrap implements van.Wrapper.
+func (v *Van) Unwrap() van.Van { return v.Van }
+
+// Counts returns the numbers of values copied, those of them that
+// were sent without pinned memory, and the received ones left in host memory for want
+// of device memory.
+func (v *Van) Counts() (staged, unpinned, refused uint64) {
+	return v.staged.Load(), v.unpinned.Load(), v.refused.Load()
+}
+
+// sending is a value under way, in a buffer of ours or in ordinary memory.
+type sending struct {
+	v    *Van
+	buf  *buffer
+	done van.Completion
+}
+
+// Sent implements van.Completion.
+func (s *sending) Sent() {
+	if done := s.release(); done != nil {
+		done.Sent()
+	}
+}
+
+func (s *sending) release() van.Completion {
+	done, v := s.done, s.v
+	if s.buf != nil {
+		v.pinned.put(s.buf)
+	}
+	s.buf, s.done = nil, nil
+	v.sends.Put(s)
+	return done
+}
+
+// Send implements van.Van. A value on the device must be complete: nothing on any
+// stream may still be writing it. Send returns when it has been copied; Done is told
+// when it has left.
+func (v *Van) Send(m *van.Message) error {
+	if m.Frames < 2 || m.Vals.OnHost() {
+		return v.Van.Send(m)
+	}
+	fail := func(err error) error {
+		return &van.Error{Op: "send", Peer: van.NodeName(m.Receiver), Detail: m.Meta.String(), Err: err}
+	}
+	if err := backend.CheckDevice(v.back, m.Vals); err != nil {
+		return fail(fmt.Errorf("%w: %w", van.ErrInvalid, err))
+	}
+	buf, err := v.pinned.get(m.Vals.Len())
+	if err != nil && v.unpinned.Load() == 0 {
+		v.log.Warn("no pinned memory for a value; it goes through ordinary memory", "bytes", m.Vals.Len(), "err", err)
+	}
+	var host backend.Mem
+	if buf != nil {
+		host = buf.mem.Sub(0, m.Vals.Len())
+	} else {
+		v.unpinned.Add(1)
+		host = backend.Bytes(make([]byte, m.Vals.Len()))
+	}
+	s, _ := v.sends.Get().(*sending)
+	if s == nil {
+		s = &sending{v: v}
+	}
+	s.buf, s.done = buf, m.Done
+	if err := v.back.Copy(host, m.Vals); err != nil {
+		s.release()
+		return fail(err)
+	}
+	v.staged.Add(1)
+	vals, done := m.Vals, m.Done
+	m.Vals, m.Done = host, s
+	err = v.Van.Send(m)
+	m.Vals, m.Done = vals, done
+	if err != nil {
+		s.release() // a Send that fails does not tell Done
+	}
+	return err
+}
+
+// Start implements van.Van.
+func (v *Van) Start(recv van.Receiver) {
+	v.Van.Start(func(m *van.Message) {
+		if m.Push && m.Request && m.IsTensor && m.Frames >= 2 && !m.Placed && m.Vals.Len() > 0 && m.Vals.OnHost() && m.Dst.Type == backend.GPU {
+			v.place(m)
+		}
+		recv(m)
+	})
+}
+
+// place puts the value of a received push into device memory. When it cannot, the
+// value stays where it is, which whoever gets it sees by its device.
+func (v *Van) place(m *van.Message) {
+	if dst, ok := v.registered(m); ok {
+		if m.Vals.Len() > dst.Len() {
+			return // kv says so to whom it concerns
+		}
+		dst = dst.Sub(0, m.Vals.Len())
+		if err := v.back.Copy(dst, m.Vals); err != nil {
+			v.refuse(m, err)
+			return
+		}
+		m.Vals, m.Placed = dst, true
+		v.staged.Add(1)
+		return
+	}
+	b, err := v.device.get(m.Vals.Len())
+	if b == nil {
+		if err == nil {
+			err = fmt.Errorf("received values hold %d bytes of the device's memory already: %w", v.device.limit, backend.ErrNoMemory)
+		}
+		v.refuse(m, err)
+		return
+	}
+	dst := b.mem.Sub(0, m.Vals.Len())
+	if err := v.back.Copy(dst, m.Vals); err != nil {
+		v.device.put(b)
+		v.refuse(m, err)
+		return
+	}
+	b.owner, b.native = m.Owner(), m.Native()
+	m.Adopt(b, b.native)
+	m.Vals = dst
+	v.staged.Add(1)
+}
+
+func (v *Van) refuse(m *van.Message, err error) {
+	if n := v.refused.Add(1); n&(n-1) == 0 {
+		v.log.Warn("a pushed value stays in host memory", "from", van.NodeName(m.Sender), "key", m.Key, "bytes", m.Vals.Len(), "count", n, "err", err)
+	}
+}
+
+func (v *Van) registered(m *van.Message) (backend.Mem, bool) {
+	v.mu.RLock()
+	defer v.mu.RUnlock()
+	dst, ok := v.dsts[destination{m.Sender, m.Key}]
+	return dst, ok
+}
+
+// RegisterRecvBuffer implements van.BufferRegistrar: buffers on the device are filled
+// here, those on the host by the van inside, if it can.
+func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error {
+	if dst.OnHost() {
+		if v.lower != nil {
+			return v.lower.RegisterRecvBuffer(sender, key, dst)
+		}
+		return nil
+	}
+	if err := backend.CheckDevice(v.back, dst); err != nil {
+		return fmt.Errorf("register receive buffer: %w: %w", van.ErrInvalid, err)
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.dsts[destination{sender, key}] = dst
+	return nil
+}
+
+// Close implements van.Van.
+func (v *Van) Close(ctx context.Context) error {
+	return errors.Join(v.Van.Close(ctx), v.pinned.close(), v.device.close())
+}

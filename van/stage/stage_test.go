@@ -1,0 +1,405 @@
+package stage_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/stage"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// device is a GPU that is none: memory that says that it lies on gpu:0, and counts.
+type device struct {
+	backend.Backend
+	mu      sync.Mutex
+	allocs  int
+	held    map[uint64][]byte
+	failing error // what Alloc and Copy return
+}
+
+var gpu0 = backend.Device{Type: backend.GPU}
+
+func newDevice() *device { return &device{Backend: backend.NewCPU(), held: map[uint64][]byte{}} }
+
+func (d *device) Name() string           { return "GPU" }
+func (d *device) Device() backend.Device { return gpu0 }
+
+func (d *device) fail(err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.failing = err
+}
+
+func (d *device) memory(n int, on backend.Device) (backend.Mem, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.failing != nil {
+		return backend.Mem{}, d.failing
+	}
+	b := make([]byte, n)
+	m := backend.At(unsafe.Pointer(unsafe.SliceData(b)), n, on, b)
+	d.allocs++
+	d.held[m.Addr()] = b
+	return m, nil
+}
+
+func (d *device) Alloc(n int) (backend.Mem, error)       { return d.memory(n, gpu0) }
+func (d *device) AllocPinned(n int) (backend.Mem, error) { return d.memory(n, backend.Host) }
+func (d *device) Free(m backend.Mem) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.held[m.Addr()] == nil {
+		return errors.New("freed what was not allocated")
+	}
+	delete(d.held, m.Addr())
+	return nil
+}
+func (d *device) FreePinned(m backend.Mem) error                  { return d.Free(m) }
+func (d *device) RegisterHost(m backend.Mem) (backend.Mem, error) { return m, nil }
+func (d *device) UnregisterHost(backend.Mem) error                { return nil }
+func raw(m backend.Mem) []byte                                    { return unsafe.Slice((*byte)(m.Ptr()), m.Len()) }
+func on(b []byte, dev backend.Device) backend.Mem {
+	return backend.At(unsafe.Pointer(unsafe.SliceData(b)), len(b), dev, b)
+}
+
+func (d *device) Copy(dst, src backend.Mem) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.failing != nil {
+		return d.failing
+	}
+	copy(raw(dst), raw(src))
+	return nil
+}
+
+func (d *device) leaks(t *testing.T) {
+	t.Helper()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.held) > 0 {
+		t.Errorf("%d buffers are held", len(d.held))
+	}
+}
+
+func TestConformance(t *testing.T) {
+	net := inproc.NewNetwork().Factory()
+	vantest.Run(t, vantest.Suite{BadHost: "no host", New: func(t testing.TB) van.Van {
+		inner, err := net(van.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return stage.New(inner, stage.Options{Backend: newDevice()})
+	}})
+}
+
+func TestNothingToStage(t *testing.T) {
+	inner, err := inproc.NewNetwork().Factory()(van.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range []backend.Backend{nil, backend.NewCPU()} {
+		if v := stage.New(inner, stage.Options{Backend: b}); v != inner {
+			t.Errorf("backend %v: wrapped all the same", b)
+		}
+	}
+}
+
+// pair is a worker, id 9, and a server, id 8, connected to each other.
+type pair struct {
+	worker, server   van.Van
+	wdev, sdev       *device
+	atWorker, atServ chan *van.Message
+}
+
+func connect(t *testing.T, o stage.Options) *pair {
+	t.Helper()
+	net := inproc.NewNetwork().Factory()
+	p := &pair{wdev: newDevice(), sdev: newDevice(), atWorker: make(chan *van.Message, 100), atServ: make(chan *van.Message, 100)}
+	node := func(role van.Role, id int, d *device, in chan *van.Message) (van.Van, van.Node) {
+		inner, err := net(van.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		o.Backend = d
+		v := stage.New(inner, o)
+		n := van.Node{Role: role, ID: id, Hostname: "127.0.0.1"}
+		port, err := v.Bind(t.Context(), n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n.Port = port
+		v.Start(func(m *van.Message) { in <- m.Retain() })
+		return v, n
+	}
+	var wn, sn van.Node
+	p.worker, wn = node(van.Worker, 9, p.wdev, p.atWorker)
+	p.server, sn = node(van.Server, 8, p.sdev, p.atServ)
+	p.worker.SetID(9)
+	p.server.SetID(8)
+	if err := errors.Join(p.worker.Connect(t.Context(), 8, sn), p.server.Connect(t.Context(), 9, wn)); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func (p *pair) close(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), vantest.Limit)
+	defer cancel()
+	if err := errors.Join(p.worker.Close(ctx), p.server.Close(ctx)); err != nil {
+		t.Error(err)
+	}
+	p.wdev.leaks(t)
+	p.sdev.leaks(t)
+}
+
+func take(t *testing.T, c chan *van.Message) *van.Message {
+	t.Helper()
+	select {
+	case m := <-c:
+		return m
+	case <-time.After(vantest.Limit):
+		t.Fatal("no message came")
+		return nil
+	}
+}
+
+// push is a pushed tensor for node 8.
+func push(key uint64, vals backend.Mem) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Request, m.Push, m.IsTensor, m.Key = 8, true, true, true, key
+	m.Src, m.Dst = vals.Device(), vals.Device()
+	m.Frames, m.Keys, m.Vals = 2, backend.Slice([]uint64{key}), vals
+	m.DataTypes = append(m.DataTypes, van.TypeUint64, van.TypeOther)
+	return m
+}
+
+type told chan struct{}
+
+func (c told) Sent() { close(c) }
+
+func TestPushFromDeviceToDevice(t *testing.T) {
+	p := connect(t, stage.Options{})
+	for round := range 50 {
+		want := bytes.Repeat([]byte{byte(round + 1)}, 1000+round*997)
+		m := push(5, on(bytes.Clone(want), gpu0))
+		vals := m.Vals
+		done := make(told)
+		m.Done = done
+		if err := p.worker.Send(m); err != nil {
+			t.Fatal(err)
+		}
+		if m.Vals.Ptr() != vals.Ptr() || m.Vals.Device() != gpu0 || m.Done != van.Completion(done) || m.RequestTrace.PostSend == 0 {
+			t.Error("Send has changed the caller's message, or not stamped it")
+		}
+		clear(raw(m.Vals)) // Send has copied it
+		<-done
+		got := take(t, p.atServ)
+		if got.Vals.Device() != gpu0 || !bytes.Equal(raw(got.Vals), want) || got.Placed || got.Key != 5 {
+			t.Errorf("round %d: %d bytes on %s arrived", round, got.Vals.Len(), got.Vals.Device())
+		}
+		got.Release()
+	}
+	staged, unpinned, refused := p.worker.(*stage.Van).Counts()
+	if staged != 50 || unpinned != 0 || refused != 0 {
+		t.Errorf("staged %d, unpinned %d, refused %d", staged, unpinned, refused)
+	}
+	if n := p.sdev.allocs; n > 25 {
+		t.Errorf("%d buffers for 50 values of similar sizes", n)
+	}
+	p.close(t)
+}
+
+func TestBuffersAreUsedAgain(t *testing.T) {
+	p := connect(t, stage.Options{})
+	for range 1000 {
+		if err := p.worker.Send(push(1, on(make([]byte, 70_000), gpu0))); err != nil {
+			t.Fatal(err)
+		}
+		take(t, p.atServ).Release()
+	}
+	if p.wdev.allocs != 1 || p.sdev.allocs != 1 {
+		t.Errorf("%d and %d buffers for one value at a time", p.wdev.allocs, p.sdev.allocs)
+	}
+	p.close(t)
+}
+
+// Held messages keep their memory, each its own.
+func TestHeldMessages(t *testing.T) {
+	p := connect(t, stage.Options{})
+	var held []*van.Message
+	for i := range 20 {
+		if err := p.worker.Send(push(uint64(i), on(bytes.Repeat([]byte{byte(i)}, 5000), gpu0))); err != nil {
+			t.Fatal(err)
+		}
+		held = append(held, take(t, p.atServ))
+	}
+	for i, m := range held {
+		if raw(m.Vals)[0] != byte(i) || raw(m.Vals)[4999] != byte(i) {
+			t.Errorf("message %d has another's bytes", i)
+		}
+	}
+	last := held[0]
+	for _, m := range held[1:] {
+		m.Release()
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), vantest.Limit)
+	defer cancel()
+	if err := p.server.Close(ctx); err != nil {
+		t.Error(err)
+	}
+	if raw(last.Vals)[0] != 0 {
+		t.Error("the message that is still held has lost its bytes")
+	}
+	last.Release()
+	p.close(t)
+}
+
+func TestHostValuesPass(t *testing.T) {
+	p := connect(t, stage.Options{})
+	m := push(1, backend.Bytes([]byte("on the host")))
+	if err := p.worker.Send(m); err != nil {
+		t.Fatal(err)
+	}
+	got := take(t, p.atServ)
+	if string(got.Vals.Host()) != "on the host" {
+		t.Errorf("%q on %s", got.Vals.Host(), got.Vals.Device())
+	}
+	got.Release()
+
+	// An answer from the device stays on the host: the worker knows where it goes.
+	a := push(1, on([]byte("an answer of the server"), gpu0))
+	a.Receiver, a.Request, a.Push = 9, false, false
+	if err := p.server.Send(a); err != nil {
+		t.Fatal(err)
+	}
+	got = take(t, p.atWorker)
+	if string(got.Vals.Host()) != "an answer of the server" {
+		t.Errorf("%q on %s", got.Vals.Host(), got.Vals.Device())
+	}
+	got.Release()
+	if p.wdev.allocs != 0 {
+		t.Errorf("%d buffers were made at the worker", p.wdev.allocs)
+	}
+	p.close(t)
+}
+
+func TestRegisteredBuffer(t *testing.T) {
+	p := connect(t, stage.Options{})
+	reg, ok := van.As[van.BufferRegistrar](p.server)
+	if !ok {
+		t.Fatal("no BufferRegistrar")
+	}
+	dst := on(make([]byte, 100), gpu0)
+	if err := errors.Join(reg.RegisterRecvBuffer(9, 7, dst), reg.RegisterRecvBuffer(9, 8, backend.Bytes(make([]byte, 9)))); err != nil {
+		t.Fatal(err)
+	}
+	if err := reg.RegisterRecvBuffer(9, 9, on(make([]byte, 1), backend.Device{Type: backend.GPU, ID: 4})); !errors.Is(err, van.ErrInvalid) || !errors.Is(err, backend.ErrWrongDevice) {
+		t.Errorf("another device's buffer: %v", err)
+	}
+	if err := p.worker.Send(push(7, on(bytes.Repeat([]byte{3}, 90), gpu0))); err != nil {
+		t.Fatal(err)
+	}
+	m := take(t, p.atServ)
+	if !m.Placed || m.Vals.Ptr() != dst.Ptr() || m.Vals.Len() != 90 || raw(dst)[89] != 3 || raw(dst)[90] != 0 {
+		t.Errorf("placed %t, %d bytes", m.Placed, m.Vals.Len())
+	}
+	m.Release()
+	if err := p.worker.Send(push(7, on(make([]byte, 101), gpu0))); err != nil {
+		t.Fatal(err)
+	}
+	m = take(t, p.atServ)
+	if m.Placed || m.Vals.Len() != 101 || !m.Vals.OnHost() {
+		t.Errorf("a value too large: placed %t, %d bytes on %s", m.Placed, m.Vals.Len(), m.Vals.Device())
+	}
+	m.Release()
+	p.close(t)
+}
+
+func TestLimitsAndFailures(t *testing.T) {
+	p := connect(t, stage.Options{Pinned: 8192, Device: 8192})
+	// Too large for both limits: through ordinary memory, and left there.
+	if err := p.worker.Send(push(1, on(bytes.Repeat([]byte{4}, 9000), gpu0))); err != nil {
+		t.Fatal(err)
+	}
+	m := take(t, p.atServ)
+	if !m.Vals.OnHost() || m.Vals.Len() != 9000 || m.Vals.Host()[8999] != 4 {
+		t.Errorf("%d bytes on %s", m.Vals.Len(), m.Vals.Device())
+	}
+	m.Release()
+	_, unpinned, _ := p.worker.(*stage.Van).Counts()
+	_, _, refused := p.server.(*stage.Van).Counts()
+	if unpinned != 1 || refused != 1 {
+		t.Errorf("unpinned %d, refused %d", unpinned, refused)
+	}
+	// Idle buffers make room for another size.
+	for _, n := range []int{100, 8000, 100, 5000} {
+		if err := p.worker.Send(push(1, on(make([]byte, n), gpu0))); err != nil {
+			t.Fatal(err)
+		}
+		m := take(t, p.atServ)
+		if m.Vals.OnHost() {
+			t.Errorf("%d bytes stay on the host", n)
+		}
+		m.Release()
+	}
+	boom := errors.New("the device is gone")
+	p.sdev.fail(boom)
+	if err := p.worker.Send(push(1, on(make([]byte, 50), gpu0))); err != nil {
+		t.Fatal(err)
+	}
+	if m = take(t, p.atServ); !m.Vals.OnHost() {
+		t.Error("a copy that failed counts as done")
+	}
+	m.Release()
+	p.sdev.fail(nil)
+
+	p.wdev.fail(boom)
+	msg := push(1, on(make([]byte, 50), gpu0))
+	if err := p.worker.Send(msg); !errors.Is(err, boom) || !strings.Contains(err.Error(), "server 0 (id 8)") {
+		t.Errorf("Send on a failed device: %v", err)
+	}
+	p.wdev.fail(nil)
+	msg.Vals = on(make([]byte, 50), backend.Device{Type: backend.GPU, ID: 3})
+	if err := p.worker.Send(msg); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "tensor on gpu:3 but this node owns gpu:0") {
+		t.Errorf("another device's value: %v", err)
+	}
+	msg.Vals, msg.Receiver = on(make([]byte, 50), gpu0), 10
+	if err := p.worker.Send(msg); !errors.Is(err, van.ErrUnknownPeer) {
+		t.Errorf("a stranger: %v", err)
+	}
+	p.close(t)
+}
+
+func TestManySenders(t *testing.T) {
+	p := connect(t, stage.Options{})
+	var wg sync.WaitGroup
+	for i := range 8 {
+		wg.Go(func() {
+			for j := range 100 {
+				if err := p.worker.Send(push(uint64(i), on(bytes.Repeat([]byte{byte(i)}, 100+37*j), gpu0))); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for range 800 {
+		m := take(t, p.atServ)
+		if b := raw(m.Vals); b[0] != byte(m.Key) || b[len(b)-1] != byte(m.Key) {
+			t.Errorf("key %d has bytes of %d", m.Key, b[0])
+		}
+		m.Release()
+	}
+	wg.Wait()
+	p.close(t)
+}
