@@ -26,6 +26,7 @@ type TensorWorker struct {
 	customer *postoffice.Customer
 	servers  []int // node ids by server group rank, ascending
 	traces   postoffice.Traces
+	revoker  van.Revoker // nil when no peer writes into pull tensors
 
 	mu   sync.Mutex
 	free []*batch
@@ -37,7 +38,7 @@ func NewTensorWorker(node *postoffice.Node, o Options) (*TensorWorker, error) {
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: tensor worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &TensorWorker{node: node, servers: node.ServerInstances()}
+	w := &TensorWorker{node: node, servers: node.ServerInstances(), revoker: node.Revoker()}
 	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		node.Log().Warn("dropped a request: a tensor worker serves none", "from", van.NodeName(msg.Sender))
 	})
@@ -258,6 +259,8 @@ func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *Key
 	m.Frames, m.Keys = 2, backend.Bytes(key)
 	if push {
 		m.Vals = t.mem
+	} else {
+		m.Into = t.mem
 	}
 	m.DataSize = int32(min(m.PayloadLen(), MaxTensorBytes))
 	return b.w.node.Send(m)
@@ -301,7 +304,12 @@ func (b *batch) hold() {
 }
 
 // Finished is called when the batch is over: the tensors are the caller's again.
-func (b *batch) Finished(error) {
+func (b *batch) Finished(err error) {
+	if r := b.w.revoker; r != nil && err != nil {
+		for i := range b.pulls {
+			r.Revoke(b.pulls[i].Val.mem) // an answer that is late must not come there
+		}
+	}
 	for i := range b.pushes {
 		b.pushes[i].Val.mem.Release()
 	}

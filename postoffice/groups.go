@@ -35,6 +35,13 @@ func (n *Node) Backend() backend.Backend { return n.back }
 // Registrar returns the transport's ability to place pushes in named memory.
 func (n *Node) Registrar() (van.BufferRegistrar, bool) { return van.As[van.BufferRegistrar](n.van) }
 
+// Revoker returns the transport's ability to take back memory that a pull request has
+// named, nil when it has none.
+func (n *Node) Revoker() van.Revoker {
+	r, _ := van.As[van.Revoker](n.van)
+	return r
+}
+
 // Stats returns the transport's counters.
 func (n *Node) Stats() van.Stats {
 	if m, ok := van.As[van.Meter](n.van); ok {

@@ -31,10 +31,11 @@ type device struct {
 
 	// mu is held by who polls: the loop, or a Poll, which holds it while it delivers,
 	// too.
-	mu     sync.Mutex
-	wcs    [batch]verbs.Completion
-	came   []*rxMsg // by the last poll
-	parked atomic.Bool
+	mu      sync.Mutex
+	wcs     [batch]verbs.Completion
+	came    []*rxMsg // by the last poll
+	trailer trailer  // of the message being looked at
+	parked  atomic.Bool
 	// inHand counts messages that have come and have not been delivered by the loop.
 	inHand  atomic.Int32
 	stopped chan struct{}
@@ -56,7 +57,7 @@ type device struct {
 const batch = 32
 
 func newDevice(v *rvan, dev verbs.Device) *device {
-	d := &device{v: v, dev: dev, regions: newRegions(dev), cells: cells{dev: dev}, areas: map[*area]bool{},
+	d := &device{v: v, dev: dev, regions: newRegions(dev, v.back), cells: cells{dev: dev}, areas: map[*area]bool{},
 		stopped: make(chan struct{}), recall: make(chan struct{}, 1), nap: time.NewTimer(time.Hour)}
 	d.pool.d = d
 	d.loop = dispatch.NewLoop(d.receive, d.deliver)

@@ -94,7 +94,7 @@ func (p *peer) down(l *link, cause error) {
 	if cause != nil {
 		p.v.log.Warn("rdma: the connection broke", "peer", p.name(), "err", cause, "dropped", len(dropped))
 	}
-	ended := p.v.endLink(l)
+	ended := p.endLink(l)
 	p.finish(append(ended, p.drop(dropped)...))
 	if cause != nil {
 		p.v.tell(p, false, cause)

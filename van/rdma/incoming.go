@@ -28,6 +28,7 @@ type incoming struct {
 	slaves uint64 // notifications of split messages' other parts
 	held   []*rxMsg
 	warned bool
+	holds  atomic.Bool // len(held) > 0
 
 	flushed atomic.Int32  // receive requests that have ended
 	drained chan struct{} // closed when all have
@@ -488,6 +489,7 @@ func (v *rvan) endIncoming(in *incoming, cause error) {
 		_ = id.Disconnect()
 	}
 	in.host.awaitFlush(in.drained)
+	in.host.dropHeld(in)
 	in.mu.Lock()
 	in.closed = true
 	areas, out, qps := in.areas, in.out, len(in.qps)

@@ -43,7 +43,7 @@ func newDeviceBlock(dev verbs.Device, back backend.Backend, n int, a verbs.Acces
 	if err != nil {
 		return nil, err
 	}
-	mr, err := register(dev, mem, a)
+	mr, err := register(dev, back, mem, a)
 	if err != nil {
 		return nil, errors.Join(err, back.Free(mem))
 	}
@@ -59,40 +59,36 @@ func (b *block) deregister() (err error) {
 // close also frees the memory. Call it once.
 func (b *block) close() error { return errors.Join(b.deregister(), b.free()) }
 
-// DMABufExporter is implemented by backends whose memory is registered as a dma-buf.
-type DMABufExporter interface {
-	// DMABuf returns a descriptor of the allocation that m lies in and m's offset
-	// there. The caller closes the descriptor.
-	DMABuf(m backend.Mem) (fd int, offset uint64, err error)
-}
-
 // register makes mem known to the device: host memory as it is; a GPU's as a dma-buf
-// where its owner can export one, else by its address, which needs the driver's peer
-// memory module.
-func register(dev verbs.Device, mem backend.Mem, a verbs.Access) (verbs.MR, error) {
+// where back can export it, else by its address, which needs the driver's peer memory
+// module.
+func register(dev verbs.Device, back backend.Backend, mem backend.Mem, a verbs.Access) (verbs.MR, error) {
 	if mem.OnHost() {
 		return dev.Register(mem.Ptr(), mem.Len(), a)
 	}
-	var failed error
-	if e, ok := mem.Owner().(DMABufExporter); ok {
-		fd, off, err := e.DMABuf(mem)
-		if err == nil {
-			mr, err := dev.RegisterDMABuf(fd, off, uint64(mem.Len()), mem.Addr(), a)
-			_ = unix.Close(fd)
-			if err == nil {
-				return mr, nil
-			}
-			failed = fmt.Errorf("as a dma-buf: %w", err)
-		} else {
-			failed = fmt.Errorf("as a dma-buf: %w", err)
-		}
+	mr, shared := registerDMABuf(dev, back, mem, a)
+	if shared == nil {
+		return mr, nil
 	}
 	mr, err := dev.Register(mem.Ptr(), mem.Len(), a)
 	if err != nil {
 		return nil, fmt.Errorf("register %d bytes on %s: %w; GPU memory needs a driver that exports dma-bufs, or the module nvidia_peermem",
-			mem.Len(), mem.Device(), errors.Join(failed, err))
+			mem.Len(), mem.Device(), errors.Join(fmt.Errorf("as a dma-buf: %w", shared), err))
 	}
 	return mr, nil
+}
+
+func registerDMABuf(dev verbs.Device, back backend.Backend, mem backend.Mem, a verbs.Access) (verbs.MR, error) {
+	e, ok := back.(backend.DMABufExporter)
+	if !ok {
+		return nil, errors.ErrUnsupported
+	}
+	fd, off, err := e.ExportDMABuf(mem)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	return dev.RegisterDMABuf(fd, uint64(off), uint64(mem.Len()), mem.Addr(), a)
 }
 
 // cells gives out small pieces of registered memory for metas.

@@ -152,6 +152,7 @@ func (d *device) arrived(in *incoming, c *verbs.Completion) {
 	}
 	if len(in.held) > 0 || rx.slaves > in.slaves {
 		in.held = append(in.held, rx)
+		in.holds.Store(true)
 		return
 	}
 	d.accept(rx)
@@ -165,6 +166,22 @@ func (d *device) releaseHeld(in *incoming) {
 		n++
 	}
 	in.held = append(in.held[:0], in.held[n:]...)
+	in.holds.Store(len(in.held) > 0)
+}
+
+// dropHeld gives up messages whose other parts will not come.
+func (d *device) dropHeld(in *incoming) {
+	if !in.holds.Load() {
+		return
+	}
+	d.dev.Wake() // the loop holds mu while it sleeps
+	d.mu.Lock()
+	held := in.held
+	in.held = nil
+	d.mu.Unlock()
+	for _, rx := range held {
+		rx.msg.Release()
+	}
 }
 
 func (d *device) accept(rx *rxMsg) { d.came = append(d.came, rx) }
@@ -199,7 +216,8 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", c.Len), Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
 	}
 	b = b[:c.Len]
-	var t trailer
+	t := &d.trailer
+	*t = trailer{}
 	if in.hello.ours {
 		if len(b) < rawMeta+trailerLen {
 			return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
@@ -209,7 +227,7 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 		}
 		b = b[:len(b)-trailerLen]
 		if t.n > 0 {
-			d.v.credited(in, &t)
+			d.v.credited(in, t)
 		}
 	}
 	rx := d.pool.get()
@@ -232,7 +250,7 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 	}
 	var err error
 	if in.hello.ours {
-		err = rx.frames(l, &t)
+		err = rx.frames(l, t)
 	} else {
 		err = rx.original(l)
 	}

@@ -21,7 +21,8 @@ import (
 // Finding a region takes no lock. What nothing uses is evicted when there is too much
 // of it, or after a while.
 type regions struct {
-	dev verbs.Device
+	dev  verbs.Device
+	back backend.Backend // of device memory
 
 	sorted atomic.Pointer[[]*region] // by address
 
@@ -52,8 +53,8 @@ type region struct {
 
 const dead = -1 << 30
 
-func newRegions(dev verbs.Device) *regions {
-	r := &regions{dev: dev}
+func newRegions(dev verbs.Device, back backend.Backend) *regions {
+	r := &regions{dev: dev, back: back}
 	r.sorted.Store(&[]*region{})
 	return r
 }
@@ -112,7 +113,7 @@ func (rs *regions) get(m backend.Mem, a verbs.Access) (*region, error) {
 		r.pin.Pin((*byte)(m.Ptr()))
 	}
 	m.Retain()
-	mr, err := register(rs.dev, m, a)
+	mr, err := register(rs.dev, rs.back, m, a)
 	if err != nil {
 		r.pin.Unpin()
 		m.Release()

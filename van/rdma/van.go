@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"os"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,6 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
@@ -27,7 +30,12 @@ var (
 	_ van.Poller          = (*rvan)(nil)
 	_ van.PeerWatcher     = (*rvan)(nil)
 	_ van.Meter           = (*rvan)(nil)
+	_ van.HostChooser     = (*rvan)(nil)
 )
+
+func init() {
+	van.Register("ibverbs", New)
+}
 
 // rvan is one node's RDMA van.
 type rvan struct {
@@ -115,6 +123,42 @@ func (v *rvan) Type() string { return "ibverbs" }
 func (v *rvan) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 
 func (v *rvan) SetID(id int) { v.id.Store(int32(id)) }
+
+// ChooseHost implements van.HostChooser: the address of the RDMA port that the
+// configuration asks for, or of the one nearest to the node's GPU.
+func (v *rvan) ChooseHost() (host, why string, err error) {
+	devices, err := v.stack.Devices()
+	if err != nil && len(devices) == 0 {
+		return "", "", err
+	}
+	nets, err := choose.Interfaces()
+	if err != nil {
+		return "", "", err
+	}
+	root := os.DirFS("/")
+	ask := choose.Request{Interface: v.cfg.Interface, GPU: v.gpu(root)}
+	if v.cfg.NodeHost != "" {
+		ask.Host, _ = netip.ParseAddr(v.cfg.NodeHost)
+	}
+	r, err := choose.Choose(choose.Machine{Devices: devices, Interfaces: nets, Root: root}, ask)
+	if err != nil {
+		return "", "", err
+	}
+	return r.Host.String(), r.String(), nil
+}
+
+// gpu is the PCI address of the node's GPU, "" when it has none.
+func (v *rvan) gpu(root fs.FS) string {
+	if d, ok := v.back.(backend.Describer); ok {
+		if i, _, err := d.Describe(); err == nil {
+			return i.PCIBusID
+		}
+	}
+	if v.cfg.GPU < 0 || v.cfg.Backend != "GPU" {
+		return ""
+	}
+	return choose.GPUAddress(root, v.cfg.GPU, "", false)
+}
 
 // hello is what this node says of itself.
 func (v *rvan) hello(epoch uint32) hello {
@@ -421,7 +465,8 @@ func (p *peer) left() bool {
 }
 
 // endLink takes apart a connection of this node's, and returns what it held.
-func (v *rvan) endLink(l *link) []finished {
+func (p *peer) endLink(l *link) []finished {
+	v := p.v
 	for _, id := range l.ids {
 		_ = id.Disconnect()
 	}
@@ -430,7 +475,9 @@ func (v *rvan) endLink(l *link) []finished {
 		v.release(l.dev)
 	}
 	v.forgetConn(l.epoch - v.epoch)
+	p.mu.Lock()
 	all := l.abandon()
+	p.mu.Unlock()
 	_ = l.close()
 	return all
 }

@@ -356,7 +356,7 @@ func (s *Sender[T]) Reply(origin uint64, p Place, shared *Route) bool {
 	delete(s.asks, origin)
 	place := &p
 	place.MetaLen, place.DataLen = a.need.Meta, a.need.Exact
-	if shared != nil {
+	if shared != nil || a.need.Route.Class != 0 {
 		place.DataLen = a.need.Data
 	}
 	if a.need.OneShot {

@@ -1,0 +1,7 @@
+//go:build !nordma
+
+package all
+
+import (
+	_ "github.com/stepaf/stepaf-go/van/rdma" // registers "ibverbs"
+)

@@ -1,0 +1,94 @@
+package rdma_test
+
+import (
+	"log/slog"
+	"net/netip"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/drop"
+	"github.com/stepaf/stepaf-go/van/rdma"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/resend"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+var addr = netip.MustParseAddr("10.77.0.1")
+
+// fake makes vans on one network in memory, each in a process of its own.
+func fake(t testing.TB, change func(*env.Config), options ...func(*fakeverbs.Config)) (func(testing.TB) van.Van, *fakeverbs.Net) {
+	n := fakeverbs.NewNet(options...)
+	n.OnError(func(err error) { t.Errorf("the network: %v", err) })
+	t.Cleanup(func() {
+		for _, l := range n.Leaks() {
+			t.Errorf("leaked: %s", l)
+		}
+		n.Close()
+	})
+	return func(t testing.TB) van.Van {
+		cfg := env.Default()
+		cfg.VanType = "ibverbs"
+		if change != nil {
+			change(cfg)
+		}
+		return rdma.NewOn(n.Stack(addr), van.Options{Config: cfg, Log: testLog(t)})
+	}, n
+}
+
+func testLog(t testing.TB) *slog.Logger {
+	if !testing.Verbose() {
+		return nil
+	}
+	return slog.New(slog.NewTextHandler(writer{t}, &slog.HandlerOptions{Level: slog.LevelInfo}))
+}
+
+type writer struct{ t testing.TB }
+
+func (w writer) Write(b []byte) (int, error) {
+	w.t.Logf("%s", b)
+	return len(b), nil
+}
+
+func TestConformance(t *testing.T) {
+	for _, s := range []struct {
+		name    string
+		change  func(*env.Config)
+		options func(*fakeverbs.Config)
+		suite   vantest.Suite
+		wrap    func(van.Van) van.Van
+	}{
+		{name: "plain"},
+		{name: "split", change: func(c *env.Config) { c.SplitQPLag = true }},
+		{name: "one queue pair", change: func(c *env.Config) { c.QPNum = 1 }},
+		{name: "no inline data", options: func(c *fakeverbs.Config) { c.MaxInline = 0 }},
+		{name: "small queues", change: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 8, 8 }},
+		{name: "drop0", wrap: func(v van.Van) van.Van {
+			d := drop.New(v, 0, 1, nil)
+			d.Enable()
+			return d
+		}},
+		{name: "resend-drop20", suite: vantest.Suite{Lossy: true}, wrap: func(v van.Van) van.Van {
+			d := drop.New(v, 20, 1, nil)
+			d.Enable()
+			r := resend.New(d, resend.Options{Timeout: 20e6, MaxTries: 100})
+			r.Enable()
+			return r
+		}},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			var options []func(*fakeverbs.Config)
+			if s.options != nil {
+				options = append(options, s.options)
+			}
+			plain, _ := fake(t, s.change, options...)
+			s.suite.Host = addr.String()
+			s.suite.MaxAllocs = -1 // the fake's own; TestDeviceConformance counts
+			s.suite.New = plain
+			if s.wrap != nil {
+				s.suite.New = func(t testing.TB) van.Van { return s.wrap(plain(t)) }
+			}
+			vantest.Run(t, s.suite)
+		})
+	}
+}
