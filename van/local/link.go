@@ -93,7 +93,7 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 	if _, err := sameUser(conn); err != nil {
 		return nil, err
 	}
-	fd, err := newMemory(segmentLen)
+	fd, err := v.memory(segmentLen)
 	if err != nil {
 		return nil, err
 	}

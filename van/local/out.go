@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -228,18 +230,35 @@ func (l *outLink) pump() {
 		switch now := clock.Now(); {
 		case since == 0:
 			since = now
-		case streamed >= maxStream || now-since > uint64(maxStall):
+		case streamed >= maxStream || now-since > l.patienceFor(s.left()):
 			l.lendRest()
 			return
+		case now-since > uint64(minStall):
+			_ = unix.Nanosleep(&unix.Timespec{Nsec: 1}, nil) // the receiver may want this core
 		}
 		pause.pause()
 	}
 }
 
+// left is how many bytes of the stream have not been written.
+func (s *stream) left() (n int) {
+	for i := s.part; i < partCount; i++ {
+		n += s.mems[i].Len()
+	}
+	return n - s.off
+}
+
+// patienceFor is how long, in nanoseconds, the sender of a stream with n bytes left
+// waits for a receiver that takes nothing. One that is at it takes a chunk in some
+// microseconds, one that sleeps wants to be woken, and reading n bytes from this
+// process takes longer than streaming by about n/32 nanoseconds.
+func (l *outLink) patienceFor(n int) uint64 {
+	return uint64(min(max(minStall, time.Duration(n/32)), maxStall))
+}
+
 const (
-	// maxStall is how long the sender of a stream waits for a receiver that takes
-	// nothing: one that is at it takes a chunk in some microseconds.
-	maxStall = 25 * time.Microsecond
+	minStall = 25 * time.Microsecond
+	maxStall = 200 * time.Microsecond
 
 	// maxStream is how much is streamed at once: the sender is occupied with it, and
 	// other receivers wait.

@@ -41,7 +41,9 @@ type Van struct {
 	recv van.Receiver
 	loop *dispatch.Loop[*parcel]
 
-	streamOnly bool // for tests: as where reading other processes is forbidden
+	// For tests.
+	streamOnly bool                     // as where reading other processes is forbidden
+	memory     func(n int) (int, error) // newMemory
 
 	// What who receives uses; see receive.go.
 	rx       sync.Mutex
@@ -101,7 +103,7 @@ var (
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
 	v := &Van{inner: inner, cfg: o.Config, log: o.Log, back: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll),
-		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces()}
+		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory}
 	v.ctx, v.cancel = context.WithCancel(context.Background())
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
@@ -150,7 +152,7 @@ func (v *Van) open() (err error) {
 	if v.token, err = newToken(); err != nil {
 		return err
 	}
-	if v.bellFD, err = newMemory(bellLen); err != nil {
+	if v.bellFD, err = v.memory(bellLen); err != nil {
 		return err
 	}
 	if v.bell, err = mapBell(v.bellFD); err == nil {

@@ -1,0 +1,169 @@
+package local
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// limit is how long anything may take.
+const limit = 20 * time.Second
+
+// node is a van with what it has received and been told.
+type node struct {
+	*Van
+	t      testing.TB
+	self   van.Node
+	in     chan *van.Message // retained
+	events chan event
+}
+
+type event struct {
+	id    int
+	up    bool
+	cause error
+}
+
+// newNode makes a van on network n that is bound and has not been started.
+func newNode(t testing.TB, n *inproc.Network, id int, set func(*Van)) *node {
+	t.Helper()
+	o := van.Options{Config: env.Default(), Log: slog.New(slog.DiscardHandler)}
+	inner, err := n.Factory()(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := &node{Van: New(inner, o), t: t, in: make(chan *van.Message, 1<<17), events: make(chan event, 100)}
+	if set != nil {
+		set(x.Van)
+	}
+	x.WatchPeers(func(id int, up bool, cause error) { x.events <- event{id, up, cause} })
+	x.self = van.Node{Role: van.RoleOf(id), ID: van.Empty, Hostname: "127.0.0.1"}
+	if x.self.Port, err = x.Bind(t.Context(), x.self); err != nil {
+		t.Fatal(err)
+	}
+	x.self.ID, x.self.Endpoint = id, x.Endpoint()
+	x.SetID(id)
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), limit)
+		defer cancel()
+		if err := x.Close(ctx); err != nil {
+			t.Errorf("close %d: %v", id, err)
+		}
+	})
+	return x
+}
+
+func (x *node) start() { x.Start(func(m *van.Message) { x.in <- m.Retain() }) }
+
+// connect links x to peer and checks that it did.
+func (x *node) connect(peer *node) {
+	x.t.Helper()
+	if err := x.Connect(x.t.Context(), peer.self.ID, peer.self); err != nil {
+		x.t.Fatal(err)
+	}
+	if !x.Linked(peer.self.ID) {
+		x.t.Fatalf("%d is not linked to %d", x.self.ID, peer.self.ID)
+	}
+}
+
+// pair makes worker 9 and server 8, linked both ways.
+func pair(t testing.TB) (worker, server *node) {
+	n := inproc.NewNetwork()
+	worker, server = newNode(t, n, 9, nil), newNode(t, n, 8, nil)
+	worker.start()
+	server.start()
+	worker.connect(server)
+	server.connect(worker)
+	return worker, server
+}
+
+// data makes a message for node to: a push of values under key 1.
+func data(to, ts int, vals []byte) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Timestamp, m.Request, m.Push = to, int32(ts), true, true
+	m.AppID, m.CustomerID, m.Head = 0, 0, 0
+	m.Frames, m.Keys, m.Vals = 2, backend.Slice([]uint64{1}), backend.Bytes(vals)
+	m.DataTypes = append(m.DataTypes, van.TypeUint64, van.TypeOther)
+	m.DataSize = int32(m.PayloadLen())
+	return m
+}
+
+func (x *node) must(m *van.Message) {
+	x.t.Helper()
+	if err := x.Send(m); err != nil {
+		x.t.Fatal(err)
+	}
+}
+
+// next waits for a message.
+func (x *node) next() *van.Message {
+	x.t.Helper()
+	select {
+	case m := <-x.in:
+		return m
+	case <-time.After(limit):
+		x.t.Fatalf("%d received nothing", x.self.ID)
+		return nil
+	}
+}
+
+// event waits until x is told of peer id.
+func (x *node) event(id int, up bool) event {
+	x.t.Helper()
+	for end := time.After(limit); ; {
+		select {
+		case e := <-x.events:
+			if e.id == id && e.up == up {
+				return e
+			}
+		case <-end:
+			x.t.Fatalf("%d was not told that %d is up=%t", x.self.ID, id, up)
+		}
+	}
+}
+
+// eventually waits for what nothing signals.
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.After(limit); !ok(); {
+		select {
+		case <-tick.C:
+		case <-end:
+			t.Fatalf("never: %s", what)
+		}
+	}
+}
+
+// resend sends until the peer is there again.
+func (x *node) resend(m *van.Message) {
+	x.t.Helper()
+	eventually(x.t, fmt.Sprintf("%d can send to %d again", x.self.ID, m.Receiver), func() bool {
+		err := x.Send(m)
+		if err != nil && !errors.Is(err, van.ErrPeerLost) {
+			x.t.Fatal(err)
+		}
+		return err == nil
+	})
+}
+
+// pattern is n bytes that differ by seed.
+func pattern(seed, n int) []byte {
+	b := make([]byte, n)
+	x := uint32(seed)*2654435761 + 1
+	for i := range b {
+		x = x*1664525 + 1013904223
+		b[i] = byte(x >> 24)
+	}
+	return b
+}

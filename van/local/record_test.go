@@ -1,0 +1,166 @@
+package local
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// message makes a data message with frames of these lengths.
+func message(lens ...int) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Request, m.Push, m.Timestamp, m.Frames = true, true, 7, len(lens)
+	for i, n := range lens {
+		m.SetFrame(i, backend.Bytes(bytes.Repeat([]byte{byte(i + 1)}, n)))
+		m.DataTypes = append(m.DataTypes, van.TypeOther)
+	}
+	m.DataSize = int32(m.PayloadLen())
+	return m
+}
+
+func TestRecordRoundTrip(t *testing.T) {
+	for _, lens := range [][]int{{}, {0, 0}, {8, 100}, {8, streamFrom - 1}, {8, streamFrom}, {streamFrom, 1 << 20, 8}, {8, 0, 4},
+		{streamFrom - 1, streamFrom - 1, streamFrom - 1}} {
+		for _, large := range []uint32{partLent, partStream} {
+			m := message(lens...)
+			var r, got record
+			size := r.plan(m, large)
+			if size > maxRecord || size%recordAlign != 0 {
+				t.Fatalf("%v: a record of %d bytes, want at most %d in steps of %d", lens, size, maxRecord, recordAlign)
+			}
+			b := bytes.Repeat([]byte{0xee}, size)
+			r.slot, r.gen = 5, 9
+			if err := r.put(b, size, m, nil); err != nil {
+				t.Fatal(err)
+			}
+			n, kind, err := peek(b, size)
+			if err != nil || n != size || kind != kindMessage {
+				t.Fatalf("%v: peek: %d %d %v", lens, n, kind, err)
+			}
+			if err := got.parse(b); err != nil {
+				t.Fatalf("%v: %v", lens, err)
+			}
+			if got.frames != len(lens) || got.slot != 5 || got.gen != 9 {
+				t.Errorf("%v: %+v", lens, got)
+			}
+			for i, n := range lens {
+				p, want := got.parts[i+1], m.Frame(i)
+				switch {
+				case p.n != n:
+					t.Errorf("%v: frame %d has %d bytes", lens, i, p.n)
+				case n < streamFrom && !bytes.Equal(b[p.off:p.off+p.n], want.Host()):
+					t.Errorf("%v: frame %d has other bytes", lens, i)
+				case n >= streamFrom && p.form != large:
+					t.Errorf("%v: frame %d has form %d, want %d", lens, i, p.form, large)
+				case p.form == partLent && p.addr != want.Addr():
+					t.Errorf("%v: frame %d is at %#x, want %#x", lens, i, p.addr, want.Addr())
+				}
+			}
+			var meta van.Meta
+			p := got.parts[0]
+			if err := van.DecodeMeta(b[p.off:p.off+p.n], &meta); err != nil || meta.Timestamp != 7 {
+				t.Errorf("%v: meta %v %v", lens, &meta, err)
+			}
+		}
+	}
+}
+
+// valid is the record of a message with a value of its own.
+func valid(t testing.TB) []byte {
+	m := message(8, 100)
+	var r record
+	b := make([]byte, r.plan(m, partLent))
+	if err := r.put(b, len(b), m, nil); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestParseRefuses(t *testing.T) {
+	put := func(off int, v uint32) func(b []byte) {
+		return func(b []byte) { binary.LittleEndian.PutUint32(b[off:], v) }
+	}
+	for _, c := range []struct {
+		name   string
+		change func(b []byte)
+	}{
+		{"a chunk", func(b []byte) { b[4] = kindChunk }},
+		{"an unknown kind", func(b []byte) { b[4] = 77 }},
+		{"one frame", func(b []byte) { b[5] = 1 }},
+		{"four frames", func(b []byte) { b[5] = 4 }},
+		{"no meta", put(16+8, 0)},
+		{"a meta longer than the record", put(16+8, 1000)},
+		{"a frame longer than the record", put(16+2*partHead+8, 4096)},
+		{"a frame of 4 GiB", put(16+2*partHead+8, 1<<32-1)},
+		{"an unknown form", put(16+2*partHead+12, 9)},
+		{"a device's memory", put(16+2*partHead+12, partDevice)},
+		{"a lent part without a slot", put(16+2*partHead+12, partLent)},
+	} {
+		b := valid(t)
+		c.change(b)
+		var r record
+		if err := r.parse(b); !errors.Is(err, van.ErrMalformed) {
+			t.Errorf("%s: %v, want %v", c.name, err, van.ErrMalformed)
+		}
+	}
+	var r record
+	for _, n := range []int{0, 1, recordHead - 1} {
+		if err := r.parse(make([]byte, n)); !errors.Is(err, van.ErrMalformed) {
+			t.Errorf("%d bytes: %v, want %v", n, err, van.ErrMalformed)
+		}
+	}
+}
+
+func TestPeekRefuses(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		size  uint32
+		kind  byte
+		avail int
+		ok    bool
+	}{
+		{"smallest message", recordHead, kindMessage, recordHead, true},
+		{"largest message", maxRecord, kindMessage, ringLen, true},
+		{"smallest chunk", chunkHead, kindChunk, ringLen, true},
+		{"rest", recordHead, kindRest, ringLen, true},
+		{"no length", 0, kindMessage, ringLen, false},
+		{"half a head", recordAlign, kindMessage, ringLen, false},
+		{"not aligned", recordHead + 1, kindMessage, ringLen, false},
+		{"longer than what has been written", 256, kindMessage, 192, false},
+		{"too long", maxRecord + recordAlign, kindMessage, ringLen, false},
+		{"chunk too long", chunkHead + maxChunk + recordAlign, kindChunk, ringLen, false},
+		{"rest too long", recordHead + recordAlign, kindRest, ringLen, false},
+		{"negative", 1<<32 - 64, kindMessage, ringLen, false},
+	} {
+		b := make([]byte, 64)
+		binary.LittleEndian.PutUint32(b, c.size)
+		b[4] = c.kind
+		if _, _, err := peek(b, c.avail); (err == nil) != c.ok {
+			t.Errorf("%s: %v, want success %t", c.name, err, c.ok)
+		}
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	f.Add(valid(f))
+	f.Add(make([]byte, recordHead))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var r record
+		if err := r.parse(b); err != nil {
+			if !errors.Is(err, van.ErrMalformed) {
+				t.Fatalf("%v, want %v", err, van.ErrMalformed)
+			}
+			return
+		}
+		for i := range present(r.frames) {
+			if p := r.parts[i]; p.form == partInline && (p.off < recordHead && p.n > 0 || p.off > len(b) || p.n > len(b)-p.off) {
+				t.Fatalf("part %d lies at %d to %d of %d bytes", i, p.off, p.off+p.n, len(b))
+			}
+		}
+	})
+}
