@@ -116,12 +116,12 @@ func (p *peer) told(l *link, c *verbs.Completion) {
 			p.v.malformedFrom(p.name(), &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open question"})
 		}
 	case immCredits:
-		var t trailer
+		t := &l.host.trailer
 		if err := t.get(b); err != nil {
 			p.v.malformedFrom(p.name(), err)
 			return
 		}
-		if !p.credit(&t) {
+		if !p.credit(t) {
 			p.v.malformedFrom(p.name(), &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "places that are in use"})
 		}
 	default:
