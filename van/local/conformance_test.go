@@ -21,8 +21,7 @@ type records struct{ m sync.Map } // address to endpoint
 // told is a van whose peers' records are complete.
 type told struct {
 	*local.Van
-	all  *records
-	addr string
+	all *records
 }
 
 func (v *told) Unwrap() van.Van { return v.Van }

@@ -55,7 +55,7 @@ type parcel struct {
 	link   *inLink           // while something is to be read from the peer
 	dst    [partCount][]byte // where parts that were not inline go
 	left   [partCount][]byte // of dst, what a stream has left to be read
-	landed backend.Mem       // to be settled
+	landed landing           // of the values, if they are an answer
 }
 
 var errGone = errors.New("the sender has taken the message back")
@@ -159,7 +159,16 @@ func (l *inLink) chunk(b []byte) (*parcel, error) {
 	if p == nil || n > len(b)-chunkHead || n == 0 || n > len(p.dst[l.part])-l.off {
 		return nil, &van.FieldError{Field: "chunk.length", Value: n, Want: "what is left of the stream's part"}
 	}
-	l.off += copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
+	if l.part == partVals && p.landed.mem.Len() > 0 {
+		p.landed.mu.Lock()
+		if !p.landed.revoked {
+			copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
+		}
+		p.landed.mu.Unlock()
+	} else {
+		copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
+	}
+	l.off += n
 	if l.off < len(p.dst[l.part]) {
 		return nil, nil
 	}
@@ -173,7 +182,10 @@ func (l *inLink) chunk(b []byte) (*parcel, error) {
 	if l.stream != nil {
 		return nil, nil
 	}
-	l.v.landed(p)
+	if l.v.land(p) != nil {
+		l.v.release(p)
+		return nil, nil
+	}
 	return p, nil
 }
 
@@ -245,12 +257,9 @@ func (v *Van) allot(p *parcel) (err error) {
 			continue
 		}
 		if i == partVals && p.rec.parts[0].form == partInline {
-			if dst, landing, ok := v.places.find(&p.msg, h.n); ok {
+			if dst, ok := v.places.find(&p.msg, h.n, &p.landed); ok {
 				p.dst[i] = dst.Host()
 				p.msg.Vals, p.msg.Placed = dst, true
-				if landing {
-					p.landed = dst
-				}
 				continue
 			}
 		}
@@ -268,12 +277,12 @@ func (v *Van) allot(p *parcel) (err error) {
 // partVals is the part that has places of its own.
 const partVals = 2
 
-// landed says that all values of p are where they are wanted.
-func (v *Van) landed(p *parcel) {
-	if p.landed.Len() > 0 {
-		v.places.settle(p.landed)
-		p.landed = backend.Mem{}
+// write calls f, which writes to part i of p.
+func (p *parcel) write(i int, f func() error) error {
+	if i == partVals && p.landed.mem.Len() > 0 {
+		return p.landed.write(f)
 	}
+	return f()
 }
 
 // fetch reads the parts of p that are lent, and acknowledges them.
@@ -285,14 +294,29 @@ func (v *Van) fetch(p *parcel) error {
 	p.link = nil
 	defer l.unref()
 	err := v.fetchFrom(l, p)
-	v.landed(p)
-	if err == nil || errors.Is(err, errGone) {
-		l.acknowledge(p.rec.slot)
+	if late := v.land(p); err == nil {
+		err = late
 	}
-	if err != nil && !l.lost.Load() && !errors.Is(err, errGone) {
+	switch {
+	case err == nil, errors.Is(err, errGone), errors.Is(err, errRevoked):
+		l.acknowledge(p.rec.slot)
+	case !l.lost.Load():
 		l.fail(err)
 	}
 	return err
+}
+
+// land ends the writing of p's values. It returns an error when their place was
+// taken back meanwhile: nobody awaits them any more.
+func (v *Van) land(p *parcel) error {
+	if p.landed.mem.Len() == 0 {
+		return nil
+	}
+	v.places.settle(&p.landed)
+	if p.landed.revoked {
+		return errRevoked
+	}
+	return nil
 }
 
 func (v *Van) fetchFrom(l *inLink, p *parcel) error {
@@ -305,16 +329,16 @@ func (v *Van) fetchFrom(l *inLink, p *parcel) error {
 		if p.left[i] != nil {
 			dst = p.left[i]
 		}
-		err := l.source.read(dst, h.addr)
+		err := p.write(i, func() error { return l.source.read(dst, h.addr) })
 		// What is read counts only if the sender has not taken it back meanwhile, and
 		// is still the process that it was.
 		if !l.source.alive() || l.seg.gen(p.rec.slot).Load() != p.rec.gen {
 			return errGone
 		}
-		if err != nil {
+		if err != nil && !errors.Is(err, errRevoked) {
 			return fmt.Errorf("%w (was it freed while it was being sent?)", err)
 		}
-		return nil
+		return err
 	}
 	if p.rec.parts[0].form == partLent {
 		if p.dst[0] == nil {
@@ -427,13 +451,14 @@ func (v *Van) Free(m *van.Message) { v.release((*parcel)(m.Native())) }
 
 // release takes back a parcel.
 func (v *Van) release(p *parcel) {
-	v.landed(p)
+	v.places.settle(&p.landed)
 	for i, b := range p.blocks {
 		if b != nil {
 			v.blocks.put(b)
 		}
 		p.blocks[i], p.dst[i], p.left[i] = nil, nil, nil
 	}
+	p.landed.revoked = false
 	if l := p.link; l != nil {
 		p.link = nil
 		l.acknowledge(p.rec.slot)

@@ -2,6 +2,7 @@ package local
 
 import (
 	"encoding/binary"
+	"errors"
 	"slices"
 	"sync"
 
@@ -14,10 +15,28 @@ import (
 type places struct {
 	mu      sync.Mutex
 	into    map[request]backend.Mem
-	writing []backend.Mem // answers are being written there
-	idle    sync.Cond     // with mu: writing has become shorter
+	writing []*landing
 	pushes  map[push]backend.Mem
 }
+
+// landing is the memory in which an answer is landing.
+type landing struct {
+	mem     backend.Mem // empty: none
+	mu      sync.Mutex  // held while bytes are written
+	revoked bool        // under mu
+}
+
+// write calls f, which writes to the landing, unless it was revoked.
+func (l *landing) write(f func() error) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.revoked {
+		return errRevoked
+	}
+	return f()
+}
+
+var errRevoked = errors.New("the memory for the answer was taken back")
 
 // request names a pull in flight.
 type request struct {
@@ -32,9 +51,7 @@ type push struct {
 }
 
 func newPlaces() *places {
-	p := &places{into: map[request]backend.Mem{}, pushes: map[push]backend.Mem{}}
-	p.idle.L = &p.mu
-	return p
+	return &places{into: map[request]backend.Mem{}, pushes: map[push]backend.Mem{}}
 }
 
 func requestOf(peer int, m *van.Meta) request {
@@ -60,47 +77,46 @@ func (p *places) drop(msg *van.Message) {
 	delete(p.into, requestOf(msg.Receiver, &msg.Meta))
 }
 
-// find returns where n bytes of values of a received message are wanted. With
-// landing set, the place must be given to settle when the values are there.
-func (p *places) find(msg *van.Message, n int) (dst backend.Mem, landing, ok bool) {
+// find returns where n bytes of values of a received message are wanted. The
+// answer to a pull makes that l, which must be given to settle in the end.
+func (p *places) find(msg *van.Message, n int, l *landing) (dst backend.Mem, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
 	case msg.Request && msg.Push && msg.Keys.Len() == 8:
 		dst = p.pushes[push{msg.Sender, binary.LittleEndian.Uint64(msg.Keys.Host())}]
 		if dst.Len() < n || !dst.OnHost() {
-			return backend.Mem{}, false, false
+			return backend.Mem{}, false
 		}
-		return dst.Sub(0, n), false, true
+		return dst.Sub(0, n), true
 	case !msg.Request && !msg.Push:
 		r := requestOf(msg.Sender, &msg.Meta)
 		dst, ok = p.into[r]
 		delete(p.into, r)
 		if !ok || dst.Len() != n {
-			return backend.Mem{}, false, false
+			return backend.Mem{}, false
 		}
-		p.writing = append(p.writing, dst)
-		return dst, true, true
+		l.mem, l.revoked = dst, false
+		p.writing = append(p.writing, l)
+		return dst, true
 	}
-	return backend.Mem{}, false, false
+	return backend.Mem{}, false
 }
 
-// settle ends the writing to a landing that find has returned.
-func (p *places) settle(dst backend.Mem) {
+// settle ends the use of a landing, if it is one.
+func (p *places) settle(l *landing) {
+	if l.mem.Len() == 0 {
+		return
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for i := range p.writing {
-		if p.writing[i].Addr() == dst.Addr() {
-			last := len(p.writing) - 1
-			p.writing[i], p.writing[last] = p.writing[last], backend.Mem{}
-			p.writing = p.writing[:last]
-			break
-		}
+	if i := slices.Index(p.writing, l); i >= 0 {
+		p.writing = slices.Delete(p.writing, i, i+1)
 	}
-	p.idle.Broadcast()
+	l.mem = backend.Mem{}
 }
 
-// revoke takes back memory, once nobody writes to it any more.
+// revoke takes back memory: when it returns, nobody writes to it any more.
 func (p *places) revoke(mem backend.Mem) {
 	overlaps := func(m backend.Mem) bool {
 		return m.Addr() < mem.Addr()+uint64(mem.Len()) && mem.Addr() < m.Addr()+uint64(m.Len())
@@ -112,8 +128,12 @@ func (p *places) revoke(mem backend.Mem) {
 			delete(p.into, r)
 		}
 	}
-	for slices.ContainsFunc(p.writing, overlaps) {
-		p.idle.Wait()
+	for _, l := range p.writing {
+		if overlaps(l.mem) {
+			l.mu.Lock() // a copy at most is under way
+			l.revoked = true
+			l.mu.Unlock()
+		}
 	}
 }
 
