@@ -108,8 +108,8 @@ type cell struct {
 }
 
 const (
-	cellSize  = 512
-	cellsEach = 256 // in a block
+	cellSize  = 2048 // a meta with a small payload
+	cellsEach = 64   // in a block
 )
 
 func (c *cells) get(n int) (cell, error) {

@@ -87,15 +87,20 @@ type outgoing struct {
 	data   [van.MaxFrames]backend.Mem // lent by the caller; empty where copied
 	copies []byte                     // of small frames, each aligned
 	done   van.Completion
-	size   int // payload
+	size   int  // payload
+	whole  bool // all frames were copied, and fit behind the meta
 }
 
 // smallPayload is the payload up to which frames are copied by Send: it costs less
 // than looking after the caller's memory.
-const smallPayload = stageEach - cellSize
+const smallPayload = stageEach - metaRoom
 
-// stageEach is the staging memory of a message: its meta, and its copied frames.
-const stageEach = 2048
+// stageEach is the staging memory of a message: its meta, up to metaRoom bytes, and
+// its copied frames.
+const (
+	stageEach = cellSize
+	metaRoom  = 512
+)
 
 // small is the length below which a frame of a larger payload is copied.
 const small = 64
@@ -186,7 +191,7 @@ func (p *peer) fits(o *outgoing) error {
 func (o *outgoing) fill(msg *van.Message, size int) error {
 	n := msg.EncodedLen()
 	if cap(o.meta) < n {
-		o.meta = make([]byte, max(n, cellSize))
+		o.meta = make([]byte, max(n, metaRoom))
 	}
 	o.meta = o.meta[:n]
 	if err := msg.EncodeTo(o.meta); err != nil {
@@ -217,6 +222,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	if lent {
 		o.done = msg.Done
 	}
+	o.whole = !lent && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= cellSize
 	return nil
 }
 
@@ -246,7 +252,7 @@ func (o *outgoing) original(msg *van.Message) {
 
 func (p *peer) recycle(o *outgoing) {
 	o.done, o.into, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
-	if len(p.free) < 256 && cap(o.meta) <= 4*cellSize && cap(o.copies) <= 2*stageEach {
+	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach {
 		p.free = append(p.free, o)
 	}
 }
@@ -293,7 +299,7 @@ func (p *peer) Need(o *outgoing) rendezvous.Need {
 		return n
 	}
 	n.Meta = max(n.Meta+trailerLen, cellSize)
-	if !o.direct && !(o.request && !o.push && o.tensor) {
+	if !o.direct && !o.whole && !(o.request && !o.push && o.tensor) {
 		n.Exact = o.packedLen()
 	}
 	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
@@ -374,13 +380,17 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 		p.reject(id, o, err)
 		return true
 	}
+	whole := o.whole && l.ours
 	n := len(o.meta)
-	if l.ours {
+	switch {
+	case whole:
+		n = aligned(n) + o.packedLen() + trailerLen
+	case l.ours:
 		n += trailerLen
 	}
-	meta := stage[:min(n, cellSize)]
+	meta := stage[:min(n, len(stage))]
 	lkey := uint32(0)
-	if n > cellSize {
+	if !whole && n > metaRoom {
 		b, err := newBlock(l.dev, n, 0)
 		if err != nil {
 			p.reject(id, o, fmt.Errorf("a meta of %d bytes: %w", n, err))
@@ -399,7 +409,7 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 			return true
 		}
 	}
-	split := p.v.cfg.SplitQPLag && len(l.qps) > 1 && o.tensor && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+	split := p.v.cfg.SplitQPLag && len(l.qps) > 1 && !whole && o.tensor && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 	if split {
 		l.slaves++
 		le.PutUint32(meta[metaSlaves:], uint32(len(l.qps)-1))
@@ -408,13 +418,17 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 		}
 	}
 	if l.ours {
-		t := trailer{packed: !o.tensor, placed: o.direct, frames: o.frames, lens: o.lens}
+		t := trailer{packed: !o.tensor, placed: o.direct && !whole, frames: o.frames, lens: o.lens, inMeta: whole, metaLen: len(o.meta)}
 		if b := p.back.Load(); b != nil {
 			b.take(&t)
 		}
-		t.put(meta[len(o.meta):])
+		t.put(meta[n-trailerLen:])
 	}
-	p.values(l, id, o, at, stage[cellSize:], split)
+	if whole {
+		o.behind(meta[aligned(len(o.meta)):])
+	} else {
+		p.values(l, id, o, at, stage[metaRoom:], split)
+	}
 	wr := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: at.Index, RemoteAddr: at.Meta, RKey: at.MetaKey}
 	if lkey != 0 || r.large != nil {
 		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), lkey
@@ -428,6 +442,20 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 	}
 	p.recycle(o)
 	return true
+}
+
+// behind writes the frames, packed, behind the meta.
+func (o *outgoing) behind(b []byte) {
+	if o.tensor {
+		copy(b, o.copies)
+		return
+	}
+	off, copied := 0, 0
+	for _, n := range o.lens[:o.frames] {
+		off = aligned(off)
+		copied += copy(b[off:off+int(n)], o.copies[copied:])
+		off += int(n)
+	}
 }
 
 // maxHold is the payload from which a message does not wait for more.

@@ -218,6 +218,7 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 	b = b[:c.Len]
 	t := &d.trailer
 	*t = trailer{}
+	var behind []byte // the frames, when they lie with the meta
 	if in.hello.ours {
 		if len(b) < rawMeta+trailerLen {
 			return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
@@ -226,6 +227,12 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 			return nil, err
 		}
 		b = b[:len(b)-trailerLen]
+		if t.inMeta {
+			if t.metaLen < rawMeta || aligned(t.metaLen) > len(b) {
+				return nil, &van.FieldError{Field: "trailer meta length", Value: t.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
+			}
+			behind, b = b[aligned(t.metaLen):], b[:t.metaLen]
+		}
 		if t.n > 0 {
 			d.v.credited(in, t)
 		}
@@ -250,7 +257,7 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 	}
 	var err error
 	if in.hello.ours {
-		err = rx.frames(l, t)
+		err = rx.frames(l, t, behind)
 	} else {
 		err = rx.original(l)
 	}
@@ -280,10 +287,15 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 	return rx, nil
 }
 
-// frames finds the frames of a message of this library's.
-func (rx *rxMsg) frames(l *lease, t *trailer) error {
+// frames finds the frames of a message of this library's. behind is what lies with the
+// meta.
+func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
 	m := &rx.msg
 	m.Frames = t.frames
+	data, room := l.Memory.data, min(l.Data, l.Memory.data.Len())
+	if t.inMeta {
+		data, room = backend.Bytes(behind), len(behind)
+	}
 	if t.packed {
 		off := 0
 		for i := range t.frames {
@@ -292,10 +304,10 @@ func (rx *rxMsg) frames(l *lease, t *trailer) error {
 			if n == 0 {
 				continue
 			}
-			if off+n > l.Data || off+n > l.Memory.data.Len() {
-				return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", l.Data-off)}
+			if n > room-off {
+				return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", max(room-off, 0))}
 			}
-			m.SetFrame(i, l.Memory.data.Sub(off, n))
+			m.SetFrame(i, data.Sub(off, n))
 			rx.lease = l
 			off += n
 		}
@@ -306,25 +318,33 @@ func (rx *rxMsg) frames(l *lease, t *trailer) error {
 	}
 	rx.oneKey()
 	n := int(t.lens[1])
-	switch {
-	case m.Request && !m.Push:
-	case t.placed:
-		into := rx.d.v.answered(rx.in.hello.node, &m.Meta)
-		if into.Len() == 0 && n > 0 {
-			return nil // too late: nobody waits
-		}
-		m.Vals, m.Placed = into, true
+	if m.Request && !m.Push {
 		return nil
-	case n == 0:
-	case n > l.Data || n > l.Memory.data.Len():
-		return &van.FieldError{Field: "trailer value length", Value: n, Want: fmt.Sprintf("up to %d", l.Data)}
-	default:
-		m.Vals = l.Memory.data.Sub(0, n)
-		m.Placed = l.Memory.region != nil
-		rx.lease = l
 	}
+	var into backend.Mem
 	if !m.Request && !m.Push {
-		rx.d.v.answered(rx.in.hello.node, &m.Meta)
+		into = rx.d.v.answered(rx.in.hello.node, &m.Meta)
+	}
+	if t.placed {
+		if into.Len() == n { // else it is too late: nobody waits
+			m.Vals, m.Placed = into, true
+		}
+		return nil
+	}
+	if n > room {
+		return &van.FieldError{Field: "trailer value length", Value: n, Want: fmt.Sprintf("up to %d", room)}
+	}
+	if n == 0 {
+		return nil
+	}
+	m.Vals = data.Sub(0, n)
+	switch {
+	case t.inMeta && into.Len() == n && into.OnHost():
+		copy(into.Host(), m.Vals.Host())
+		m.Vals, m.Placed = into, true
+	default:
+		m.Placed = !t.inMeta && l.Memory.region != nil
+		rx.lease = l
 	}
 	return nil
 }

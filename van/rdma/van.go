@@ -115,7 +115,7 @@ func spinTime(b env.BusyPoll) time.Duration {
 	if b == env.AlwaysBlock {
 		return 0
 	}
-	return 300 * time.Microsecond
+	return time.Millisecond
 }
 
 func (v *rvan) Type() string { return "ibverbs" }

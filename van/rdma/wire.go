@@ -242,11 +242,13 @@ type trailer struct {
 	lens    [van.MaxFrames]uint32 // of the frames in bytes
 	epoch   uint32                // of the connection whose places come back
 	credits [maxCredits]uint16
-	n       int // credits
+	n       int  // credits
+	inMeta  bool // the frames lie between the meta and the trailer
+	metaLen int  // of the meta, when inMeta
 }
 
 // maxCredits is how many places a trailer, or a message of credits, gives back.
-const maxCredits = 20
+const maxCredits = 18
 
 const trailerLen = 64
 
@@ -254,7 +256,11 @@ const trailerLen = 64
 const (
 	trailerPacked = 1 << iota
 	trailerPlaced
+	trailerInMeta
 )
+
+// Offset of the meta's length in a trailer.
+const offMetaLen = 60
 
 // frameAlign is the alignment of frames that are packed.
 const frameAlign = 64
@@ -269,8 +275,12 @@ func (t *trailer) put(b []byte) {
 	if t.placed {
 		flags |= trailerPlaced
 	}
+	if t.inMeta {
+		flags |= trailerInMeta
+	}
 	le.PutUint32(b, magic)
 	le.PutUint16(b[4:], flags)
+	le.PutUint32(b[offMetaLen:], uint32(t.metaLen))
 	b[6], b[7] = byte(t.n), byte(t.frames)
 	for i, n := range t.lens {
 		le.PutUint32(b[8+4*i:], n)
@@ -286,7 +296,8 @@ func (t *trailer) get(b []byte) error {
 		return &van.FieldError{Field: "trailer", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", trailerLen, magic)}
 	}
 	flags := le.Uint16(b[4:])
-	t.packed, t.placed = flags&trailerPacked != 0, flags&trailerPlaced != 0
+	t.packed, t.placed, t.inMeta = flags&trailerPacked != 0, flags&trailerPlaced != 0, flags&trailerInMeta != 0
+	t.metaLen = int(min(le.Uint32(b[offMetaLen:]), maxMeta))
 	t.n, t.frames = int(b[6]), int(b[7])
 	if t.n > maxCredits {
 		return &van.FieldError{Field: "trailer credits", Value: t.n, Want: fmt.Sprintf("0 to %d", maxCredits)}
