@@ -152,6 +152,9 @@ func (n *Node) carryOut(o membership.Output) {
 		n.setLost(o.ID, nil)
 		n.log.Warn("peer replaced", "peer", n.PeerName(o.ID))
 		n.notify(o.ID, true, nil)
+		if a, ok := van.As[van.Admitter](n.van); ok {
+			a.Admit(o.ID)
+		}
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:

@@ -85,6 +85,14 @@ type Advertiser interface {
 	Endpoint() []byte
 }
 
+// Admitter is implemented by vans over which a node that takes the place of a lost
+// one could be heard before this node knows of it.
+type Admitter interface {
+	// Admit says that what Connect has made of peer id in place of another one is
+	// known everywhere, and that its messages may be handed up.
+	Admit(id int)
+}
+
 // Flusher is implemented by vans that hold messages sent with More.
 type Flusher interface {
 	// Flush sends what is held for peer id.

@@ -20,16 +20,22 @@
 // whatever dies, nothing is left behind.
 //
 // A record is a message's meta and its data frames. Small parts are in the record.
-// Of large ones it has the address: the receiver copies them from the sender's
-// memory into where they are wanted (process_vm_readv), which is the memory that
-// its pull request named in Message.Into, the buffer registered for the push, or
-// a buffer of its own that is used again. That is the only copy; the sender's
-// memory is lent until the receiver has acknowledged the record. Only the receiver
-// ever writes to its memory, so a late answer, or a peer gone mad, can spoil
-// nothing, and Revoke has nobody to ask.
+// Large ones stream behind it in chunks: the receiver copies one out, straight to
+// where the value is wanted, while the sender copies the next one in. The ring stays
+// in the processors' caches, so that main memory sees each byte read once and
+// written once. Where the value is wanted is the memory that the pull request has
+// named in Message.Into, the buffer registered for the push, or else a buffer of
+// this package that is used again, which is handed up as it is.
 //
-// Where the kernel does not allow reading another process (see canRead), large
-// parts stream through the ring, which costs a second copy.
+// When the receiver does not keep up, the sender does not wait for it: it lends what
+// is left, and the receiver reads that from the sender's memory (process_vm_readv),
+// which is one copy, but goes through the kernel page by page and takes, on the
+// machines seen, longer than two through the ring. The sender's memory is lent until
+// the receiver has acknowledged the record. Where the kernel does not allow reading
+// another process, what is left waits for room in the ring.
+//
+// Only the receiver ever writes to its memory, so a late answer, or a peer gone mad,
+// can spoil nothing, and Revoke has nobody to ask.
 //
 // # Waiting
 //
@@ -46,6 +52,6 @@
 //
 // # Devices
 //
-// Tensors on a device are copied to the host by the sender. The kind of a record's
+// Values are host memory here; van/stage sees to the others. The form of a record's
 // part has room for handles of device memory (partDevice).
 package local

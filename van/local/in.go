@@ -20,6 +20,7 @@ import (
 type inLink struct {
 	v      *Van
 	from   *peer
+	name   [16]byte // in the peer's token
 	conn   *net.UnixConn
 	seg    *segment
 	bell   *bell   // the peer's
@@ -29,6 +30,7 @@ type inLink struct {
 	stream  *parcel
 	part    int // of stream, that chunks go to
 	off     int
+	held    atomic.Bool // nothing is taken yet: this node does not know the peer
 	lost    atomic.Bool // the connection has ended: what is in the ring is all there is
 	refs    atomic.Int32
 	ackMu   sync.Mutex

@@ -25,13 +25,14 @@ import (
 //	 4  u32      version          24  u64  the number
 //	 8  i32      sender's id      32  u32  length of the segment
 //	12  u32      0                36  u32  slots
+//	                              40  u8[16]  the name in the sender's token
 //
 //	receiver: reply, with its bell unless it refuses
 //	 0  char[4]  "SAFR"            4  u32  verdict     8  text: why
 const (
 	helloMagic = "SAFH"
 	replyMagic = "SAFR"
-	helloLen   = 40
+	helloLen   = 56
 	replyHead  = 8
 	maxWhy     = 512
 
@@ -160,6 +161,7 @@ func (v *Van) hello(conn *net.UnixConn, segment int, nonce *[8]byte) error {
 	b = append(b, nonce[:]...)
 	b = le.AppendUint32(b, segmentLen)
 	b = le.AppendUint32(b, slotCount)
+	b = append(b, v.token.name[:]...)
 	_, _, err := conn.WriteMsgUnix(b, unix.UnixRights(segment, v.bellFD), nil)
 	return err
 }
@@ -256,7 +258,7 @@ func (v *Van) admit(c *net.UnixConn) (l *inLink, verdict uint32, why string, err
 		seg.unmap()
 		return nil, 0, "", err
 	}
-	l = &inLink{v: v, from: v.peerOf(id), conn: c, seg: seg, bell: bell}
+	l = &inLink{v: v, from: v.peerOf(id), name: [16]byte(b[40:]), conn: c, seg: seg, bell: bell}
 	l.refs.Store(1)
 	verdict = verdictRead
 	if l.source, err = v.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {

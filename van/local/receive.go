@@ -157,10 +157,10 @@ func (v *Van) scan(polling bool) *parcel {
 			v.turn = 0
 		}
 		l := ins[v.turn]
-		if polling && l.from.inHand.Load() != 0 {
+		lost := l.lost.Load() // before the look: what was sent is in the ring by then
+		if polling && l.from.inHand.Load() != 0 || l.held.Load() && !lost {
 			continue
 		}
-		lost := l.lost.Load() // before the look: what was sent is in the ring by then
 		if !l.failed() {
 			if p := l.next(); p != nil {
 				return p
@@ -180,7 +180,7 @@ func (v *Van) pending() bool {
 	found := false
 	for _, l := range *v.ins.Load() {
 		l.tell()
-		found = found || l.lost.Load() || !l.failed() && l.seg.tail().Load() != l.head
+		found = found || l.lost.Load() || !l.failed() && !l.held.Load() && l.seg.tail().Load() != l.head
 	}
 	for _, l := range *v.outs.Load() {
 		found = found || l.pending()

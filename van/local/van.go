@@ -28,7 +28,6 @@ type Van struct {
 	innerPoller van.Poller // nil when it has none
 	cfg         *env.Config
 	log         *slog.Logger
-	back        backend.Backend // nil: host memory only
 
 	token    token
 	off      bool // there is no link, and never will be
@@ -82,8 +81,9 @@ type Van struct {
 
 // neighbour is a peer that data goes to.
 type neighbour struct {
-	token token
-	tries int // to make a lost link again
+	token    token
+	admitted bool // not in place of another one, or Admit was called
+	tries    int  // to make a lost link again
 }
 
 var (
@@ -96,13 +96,14 @@ var (
 	_ van.BufferRegistrar = (*Van)(nil)
 	_ van.Revoker         = (*Van)(nil)
 	_ van.Advertiser      = (*Van)(nil)
+	_ van.Admitter        = (*Van)(nil)
 )
 
 // New wraps inner, which must not have been bound. Where shared memory cannot be
 // had, the van works as inner does, and the log says why. Use van.As to find the
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
-	v := &Van{inner: inner, cfg: o.Config, log: o.Log, back: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll),
+	v := &Van{inner: inner, cfg: o.Config, log: o.Log, bellFD: -1, spin: spinFor(o.Config.BusyPoll),
 		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory}
 	v.ctx, v.cancel = context.WithCancel(context.Background())
 	if v.log == nil {
@@ -232,7 +233,12 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	old := (*v.links.Load())[id]
 	v.setLink(id, nil)
 	n := &neighbour{}
+	t, offers := parseToken(peer.Endpoint)
+	n.token = t
+	was := v.nodes[id]
+	n.admitted = was == nil || was.admitted && was.token.name == t.name
 	v.nodes[id] = n
+	v.admitLocked(id)
 	v.losses.forget(id)
 	v.countLocked()
 	on := !v.closed && v.listener != nil
@@ -247,8 +253,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	if !on {
 		return nil
 	}
-	t, ok := parseToken(peer.Endpoint)
-	if !ok {
+	if !offers {
 		v.log.Debug("no shared memory with a peer", "peer", van.NodeName(id), "why", "it does not offer it")
 		return nil
 	}
@@ -260,7 +265,6 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		v.log.Log(ctx, level, "data goes over "+v.Type(), "peer", van.NodeName(id), "why", why)
 		return nil
 	}
-	n.token = t
 	l, err := v.dial(ctx, id, &t)
 	if err != nil {
 		v.log.Warn("data goes over "+v.Type()+", not through shared memory", "peer", van.NodeName(id), "err", err)
@@ -389,10 +393,59 @@ func (v *Van) addIn(l *inLink) bool {
 	}
 	ins := append(slices.Clone(*v.ins.Load()), l)
 	v.ins.Store(&ins)
+	same := v.isOf(l)
+	if !same || !v.nodes[l.from.id].admitted {
+		l.held.Store(true)
+		time.AfterFunc(holdTime, func() { v.unhold(l) })
+	}
 	v.bell.wakeAll()
 	v.mu.Unlock()
-	v.tell(l.from.id, true, nil)
+	if same {
+		v.tell(l.from.id, true, nil)
+	}
 	return true
+}
+
+// holdTime is the longest that messages of a peer wait until this node knows it:
+// the scheduler tells both at the same time.
+const holdTime = time.Second
+
+// unhold begins to take messages from l.
+func (v *Van) unhold(l *inLink) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if l.held.Swap(false) && v.bell != nil {
+		v.bell.wakeAll()
+	}
+}
+
+// Admit implements van.Admitter.
+func (v *Van) Admit(id int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if n := v.nodes[id]; n != nil {
+		n.admitted = true
+		v.admitLocked(id)
+	}
+}
+
+// admitLocked begins to take messages from peer id, if it may. v.mu is held.
+func (v *Van) admitLocked(id int) {
+	if !v.nodes[id].admitted || v.bell == nil {
+		return
+	}
+	for _, l := range *v.ins.Load() {
+		if l.from.id == id && v.isOf(l) && l.held.Swap(false) {
+			v.bell.wakeAll()
+		}
+	}
+}
+
+// isOf tells whether l comes from the node that Connect has named, and not from one
+// that has had, or will have, its id. v.mu is held.
+func (v *Van) isOf(l *inLink) bool {
+	n := v.nodes[l.from.id]
+	return n != nil && n.token.name == l.name
 }
 
 // inLost is told that the connection of l has ended. Who receives removes it when
@@ -411,6 +464,7 @@ func (v *Van) removeIn(l *inLink) {
 	v.mu.Lock()
 	ins := slices.DeleteFunc(slices.Clone(*v.ins.Load()), func(x *inLink) bool { return x == l })
 	v.ins.Store(&ins)
+	same := v.isOf(l)
 	v.mu.Unlock()
 	if l.stream != nil {
 		v.release(l.stream)
@@ -422,7 +476,7 @@ func (v *Van) removeIn(l *inLink) {
 	}
 	inOrder := l.seg.bye().Load() != 0 && !l.failed()
 	l.unref()
-	if !inOrder {
+	if !inOrder && same {
 		v.tell(l.from.id, false, cause)
 	}
 }
@@ -483,11 +537,6 @@ func (v *Van) Send(msg *van.Message) error {
 	if v.closing.Load() {
 		return v.sendError(msg, van.ErrClosed)
 	}
-	for i := range msg.Frames {
-		if !msg.Frame(i).OnHost() {
-			return v.sendStaged(msg)
-		}
-	}
 	if msg.Request {
 		msg.RequestTrace.PostSend = clock.Now()
 	} else {
@@ -495,6 +544,11 @@ func (v *Van) Send(msg *van.Message) error {
 	}
 	if msg.Frames == 1 || msg.Frames < 0 || msg.Frames > van.MaxFrames {
 		return v.sendError(msg, fmt.Errorf("%w: %d data frames, want 0, 2 or 3", van.ErrInvalid, msg.Frames))
+	}
+	for i := range msg.Frames {
+		if f := msg.Frame(i); !f.OnHost() {
+			return v.sendError(msg, fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device()))
+		}
 	}
 	size := msg.PayloadLen()
 	expects := v.places.expect(msg)
@@ -519,55 +573,6 @@ func (v *Van) Send(msg *van.Message) error {
 	}
 	v.stats.sent(size)
 	return nil
-}
-
-// sendStaged sends a message with frames on a device from copies on the host.
-func (v *Van) sendStaged(msg *van.Message) (err error) {
-	if v.back == nil {
-		return v.sendError(msg, fmt.Errorf("%w: a frame lies on a device, want host memory: the node has no backend for it", van.ErrInvalid))
-	}
-	s := &staged{v: v, done: msg.Done}
-	m := &van.Message{Sender: msg.Sender, Receiver: msg.Receiver, Frames: msg.Frames, Into: msg.Into, More: msg.More, Done: s}
-	m.CopyFrom(&msg.Meta)
-	for i := range msg.Frames {
-		f := msg.Frame(i)
-		if !f.OnHost() {
-			var b []byte
-			if b, err = v.blocks.get(f.Len()); err == nil {
-				s.blocks = append(s.blocks, b)
-				err = v.back.Copy(backend.Bytes(b), f)
-				f = backend.Bytes(b)
-			}
-		}
-		m.SetFrame(i, f)
-	}
-	if err == nil {
-		err = v.Send(m)
-	} else {
-		err = v.sendError(msg, err)
-	}
-	if err != nil {
-		s.done = nil
-		s.Sent()
-	}
-	return err
-}
-
-// staged is the copies of a message's frames on the host.
-type staged struct {
-	v      *Van
-	blocks [][]byte
-	done   van.Completion
-}
-
-// Sent implements van.Completion.
-func (s *staged) Sent() {
-	for _, b := range s.blocks {
-		s.v.blocks.put(b)
-	}
-	if s.done != nil {
-		s.done.Sent()
-	}
 }
 
 func (v *Van) sendError(msg *van.Message, err error) error {

@@ -1,0 +1,269 @@
+package local
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestValues: every byte arrives, whatever the length.
+func TestValues(t *testing.T) {
+	var p *process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", echo, nil, &p)})
+	p.expect("ready")
+	if !c.Workers[0].SharesMemory(serverID) {
+		t.Fatal("worker and server do not share memory")
+	}
+	w := worker(t, c.Workers[0])
+	seq := 0
+	for _, n := range []int{1, 8, 1000, 4096, 32<<10 - 1, 32 << 10, 32<<10 + 1, 64 << 10, 100_003, 1 << 20, 1<<20 + 8, 5_000_001, 40 << 20} {
+		for range 5 {
+			seq++
+			if err := roundTrip(w, seq, n); err != nil {
+				t.Fatalf("%d bytes: %v", n, err)
+			}
+		}
+	}
+}
+
+// held is what this process has open and mapped for shared memory.
+func held(t testing.TB) (fds, maps int) {
+	t.Helper()
+	dir, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(dir), strings.Count(string(text), "memfd:stepaf")
+}
+
+func shm(t testing.TB) []string {
+	t.Helper()
+	var names []string
+	dir, err := os.ReadDir("/dev/shm")
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		t.Fatal(err)
+	}
+	for _, e := range dir {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+// TestServerKilled kills a server in the middle of large transfers, again and
+// again. Its requests fail, nothing is left behind, and the next one serves.
+func TestServerKilled(t *testing.T) {
+	var p *process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", echo, nil, &p)})
+	p.expect("ready")
+	w := worker(t, c.Workers[0])
+	if err := roundTrip(w, 1, 1<<20); err != nil {
+		t.Fatal(err)
+	}
+	before := shm(t)
+	fds, maps := held(t)
+	for round := range 6 {
+		var killed atomic.Bool
+		victim := p
+		timer := time.AfterFunc(time.Duration(round*round)*time.Millisecond, func() { // some die at the start, some in the midst
+			killed.Store(true)
+			_ = victim.cmd.Process.Signal(syscall.SIGKILL)
+		})
+		for seq := 0; ; seq++ {
+			err := roundTrip(w, seq, 16<<20)
+			if err == nil {
+				continue
+			}
+			if !errors.Is(err, van.ErrPeerLost) || !killed.Load() || !strings.Contains(err.Error(), "server 0 (id 8)") {
+				t.Fatalf("round %d: %v, want %v that names the server", round, err, van.ErrPeerLost)
+			}
+			break
+		}
+		timer.Stop()
+		<-victim.done
+		eventually(t, "the dead server's memory is unmapped", func() bool { _, m := held(t); return m < maps })
+		if now := shm(t); !slices.Equal(now, before) {
+			t.Errorf("round %d: /dev/shm has %v, had %v", round, now, before)
+		}
+		returns(t, c.Workers[0], serverID, func() { p = spawn(t, c, "server", 0, echo, nil) })
+		p.expect("ready")
+		if err := roundTrip(w, 99, 16<<20); err != nil {
+			t.Fatalf("round %d, next server: %v", round, err)
+		}
+		if !c.Workers[0].SharesMemory(serverID) {
+			t.Errorf("round %d: no memory is shared with the next server", round)
+		}
+	}
+	eventually(t, "as many files and mappings as at first", func() bool { f, m := held(t); return f <= fds+8 && m == maps })
+}
+
+// TestWorkerKilled kills a worker while its large pushes come and answers go.
+func TestWorkerKilled(t *testing.T) {
+	var p *process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: elsewhere(t, "worker", floods, nil, &p)})
+	var torn atomic.Pointer[error]
+	s, err := af.NewTensorServer(c.Servers[0], af.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.SetRequestHandle(func(b af.Batch) {
+		x := b.Pushes()[0].Val.Bytes()
+		if err := check(x, int(x[4])|int(x[5])<<8); err != nil {
+			torn.Store(&err)
+		}
+		_ = answer(b) // its worker may be gone
+	}); err != nil {
+		t.Fatal(err)
+	}
+	other := worker(t, c.Workers[1])
+	for round := range 4 {
+		p.expect("begun")
+		timer := time.NewTimer(time.Duration(round) * 3 * time.Millisecond)
+		<-timer.C
+		p.kill()
+		if err := roundTrip(other, round, 1<<20); err != nil {
+			t.Fatalf("round %d, the other worker: %v", round, err)
+		}
+		returns(t, c.Servers[0], workerID, func() { p = spawn(t, c, "worker", 0, floods, nil) })
+		if !c.Servers[0].SharesMemory(workerID) {
+			t.Errorf("round %d: no memory is shared with the next worker", round)
+		}
+	}
+	p.expect("begun")
+	p.kill()
+	if err := torn.Load(); err != nil {
+		t.Error(*err)
+	}
+	eventually(t, "nothing is lent to the dead", func() bool { return c.Servers[0].Stats().Pinned == 0 })
+}
+
+// TestServerStops: a server that stops in the middle fails its request in time, and
+// its late answer does not come where the worker has something else by then.
+func TestServerStops(t *testing.T) {
+	var p *process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", echo, nil, &p)})
+	p.expect("ready")
+	w := worker(t, c.Workers[0])
+	for round := range 8 {
+		if err := roundTrip(w, round, 16<<20); err != nil {
+			t.Fatal(err)
+		}
+		h, pull, err := request(w, 100+round, 16<<20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		timer := time.NewTimer(time.Duration(round) * 700 * time.Microsecond)
+		<-timer.C
+		if err := p.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		err = w.WaitFor(context.Background(), h, 200*time.Millisecond)
+		if err == nil { // it was quicker
+			err = check(pull, 100+round)
+		} else if errors.Is(err, van.ErrTimeout) {
+			err = nil
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		now := bytes.Clone(pull)
+		if err := p.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
+		if err := roundTrip(w, round, 1<<20); err != nil { // what was sent before has come by then
+			t.Fatal(err)
+		}
+		if !bytes.Equal(now, pull) {
+			t.Errorf("round %d: the tensor was written to after Wait had failed", round)
+		}
+	}
+}
+
+// TestOutOfReach: a peer in another container, of another user, or that does not
+// want it, is reached over the van inside, and one line says why.
+func TestOutOfReach(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		attr *syscall.SysProcAttr
+		set  func(*postoffice.Config)
+		log  string
+	}{
+		{"another process namespace", &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID}, nil, "namespace"},
+		{"another user", &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}, nil, "runs as user"},
+		{"switched off", nil, func(c *postoffice.Config) { c.EnableIPC = 0 }, ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var p *process
+			var log output
+			cl := testcluster.Start(t, testcluster.Options{ZMQ: true, Set: c.set, Elsewhere: elsewhere(t, "server", echo, c.attr, &p),
+				Log: slog.New(slog.NewTextHandler(&log, nil))})
+			p.expect("ready")
+			if cl.Workers[0].SharesMemory(serverID) {
+				t.Error("memory is shared")
+			}
+			w := worker(t, cl.Workers[0])
+			for i, n := range []int{100, 3 << 20} {
+				if err := roundTrip(w, i, n); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if text := log.String(); c.log != "" && (strings.Count(text, "data goes over zmq") != 1 || !strings.Contains(text, c.log)) {
+				t.Errorf("the log does not say once why: %s", text)
+			}
+		})
+	}
+}
+
+// TestIdle: a process whose node waits uses less than 1 % of a core.
+func TestIdle(t *testing.T) {
+	var p *process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", echo, nil, &p)})
+	p.expect("ready")
+	w := worker(t, c.Workers[0])
+	for i := range 200 {
+		if err := roundTrip(w, i, 1000); err != nil {
+			t.Fatal(err)
+		}
+	}
+	used := func() float64 { // seconds
+		b, err := os.ReadFile("/proc/" + strconv.Itoa(p.cmd.Process.Pid) + "/stat")
+		if err != nil {
+			t.Fatal(err)
+		}
+		f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+2:]))
+		user, err1 := strconv.Atoi(f[11])
+		system, err2 := strconv.Atoi(f[12])
+		if err := errors.Join(err1, err2); err != nil {
+			t.Fatal(err)
+		}
+		return float64(user+system) / 100
+	}
+	timer := time.NewTimer(100 * time.Millisecond)
+	<-timer.C
+	before := used()
+	timer.Reset(4 * time.Second)
+	<-timer.C
+	if share := (used() - before) / 4; share > 0.01 {
+		t.Errorf("the idle server used %.2f %% of a core", 100*share)
+	}
+	if err := roundTrip(w, 1, 1000); err != nil {
+		t.Fatal(err)
+	}
+}
