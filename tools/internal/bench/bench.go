@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"os"
 	"strconv"
 	"time"
@@ -22,6 +23,7 @@ import (
 func Command() *cli.Command {
 	common := []cli.Flag{
 		&cli.StringFlag{Name: "van", Value: "zmq", Usage: "transport, as DMLC_ENABLE_RDMA names it, or local: shared memory"},
+		&cli.StringFlag{Name: "host", Usage: "address of the processes (default: 127.0.0.1; with ibverbs an RDMA port's, chosen as a node would)"},
 		&cli.IntFlag{Name: "rounds", Value: 10, Usage: "blocks of measurements, each beside one of the floor"},
 		&cli.DurationFlag{Name: "timeout", Value: 5 * time.Minute, Usage: "give up after this long"},
 		&cli.BoolFlag{Name: "json", Usage: "print one line of JSON instead of a table"},
@@ -31,17 +33,21 @@ func Command() *cli.Command {
 		Usage: "measure latency and bandwidth between processes on this machine",
 		Description: "Starts a scheduler, one server and one worker as processes, measures, and checks every answer.\n" +
 			"The floor is the same bytes to and fro between the same processes over plain TCP on loopback,\n" +
-			"blocking sockets, one thread each. Compare ratios, not times: they depend on the machine.",
+			"blocking sockets, one thread each; with --van ibverbs, one RDMA write with immediate each way.\n" +
+			"Compare ratios, not times: they depend on the machine.",
 		Subcommands: []*cli.Command{
 			{
 				Name:      "latency",
 				Usage:     "push_pull round trips of one tensor each way",
-				UsageText: "stepaf bench latency --push BYTES --pull BYTES [--iters N]",
+				UsageText: "stepaf bench latency --push BYTES --pull BYTES [--iters N]\nstepaf bench latency --van ibverbs [--check]",
+				Description: "With --van ibverbs and neither --push nor --pull it measures 1 KiB and 64 KiB each way and the default.\n" +
+					"If the package perftest is installed, it runs ib_write_lat and ib_write_bw on the same port, too.",
 				Flags: append([]cli.Flag{
 					&cli.IntFlag{Name: "push", Value: 917504, Usage: "bytes from worker to server"},
 					&cli.IntFlag{Name: "pull", Value: 1835008, Usage: "bytes from server to worker"},
 					&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
 					&cli.IntFlag{Name: "warmup", Usage: "round trips before; 0 chooses by size"},
+					&cli.BoolFlag{Name: "check", Usage: "with --van ibverbs: status 1 when a goal is missed or could not be looked at"},
 				}, common...),
 				Action: runLatency,
 			},
@@ -62,8 +68,12 @@ func Command() *cli.Command {
 	}
 }
 
-// defaults chooses how often to measure so that a run takes seconds.
-func defaults(bytes, iters, warmup int) (int, int) {
+// defaults chooses how often to measure so that a run takes seconds, over RDMA also
+// where that is emulated.
+func defaults(bytes, iters, warmup int, rdma bool) (int, int) {
+	if iters == 0 && rdma {
+		iters = min(max(1<<28/(bytes+1<<17), 100), 2000)
+	}
 	if iters == 0 {
 		iters = min(max(1<<31/(bytes+1<<17), 100), 20000)
 	}
@@ -74,30 +84,82 @@ func defaults(bytes, iters, warmup int) (int, int) {
 }
 
 func runLatency(c *cli.Context) error {
-	push, pull := c.Int("push"), c.Int("pull")
+	m := &latencyRun{c: c}
+	all := [][2]int{{c.Int("push"), c.Int("pull")}}
+	if c.String("van") == ibverbs {
+		var err error
+		if m.rdma, err = newRDMARun(c.Context, c.String("host")); err != nil {
+			return err
+		}
+		if !c.IsSet("push") && !c.IsSet("pull") {
+			all = append([][2]int{{1 << 10, 1 << 10}, {64 << 10, 64 << 10}}, all...)
+		}
+		if lat, bw := goals(all[0][0], all[0][1]); c.Bool("check") && lat == 0 && bw == 0 {
+			return cli.Exit(fmt.Sprintf("bench: --check: there is no goal for --push %d --pull %d", all[0][0], all[0][1]), 2)
+		}
+	} else if c.Bool("check") {
+		return cli.Exit("bench: --check wants --van ibverbs: there are no goals for others", 2)
+	}
+	for i, p := range all {
+		if i > 0 && !c.Bool("json") {
+			fmt.Fprintln(c.App.Writer)
+		}
+		if err := m.payload(p[0], p[1]); err != nil {
+			return err
+		}
+	}
+	if c.Bool("check") {
+		return m.rdma.verdict()
+	}
+	return nil
+}
+
+// latencyRun is one call of bench latency.
+type latencyRun struct {
+	c    *cli.Context
+	rdma *rdmaRun // nil unless over RDMA
+}
+
+// payload measures one pair of sizes and prints the result.
+func (m *latencyRun) payload(push, pull int) error {
+	c := m.c
 	const most = 1<<31 - 1
 	if push < 0 || pull < 0 || push > most || pull > most || push+pull == 0 {
 		return cli.Exit(fmt.Sprintf("bench: --push %d --pull %d: want 0 to %d bytes each, not both 0", push, pull, most), 2)
 	}
-	iters, warmup := defaults(push+pull, c.Int("iters"), c.Int("warmup"))
+	iters, warmup := defaults(push+pull, c.Int("iters"), c.Int("warmup"), m.rdma != nil)
 	rounds := c.Int("rounds")
 	if iters < 1 || warmup < 0 || rounds < 1 {
 		return cli.Exit("bench: --iters, --warmup and --rounds want positive numbers", 2)
 	}
 	rounds = min(rounds, iters)
-	r, cpu, err := runCluster(c, []string{"latency", strconv.Itoa(push), strconv.Itoa(pull), strconv.Itoa(iters), strconv.Itoa(warmup), strconv.Itoa(rounds)})
+	host, floor := c.String("host"), "TCP"
+	var figures perfFigures
+	if m.rdma != nil {
+		host, floor = m.rdma.at.Host.String(), "verbs"
+		var err error
+		if figures, err = m.rdma.perftest(c, push, pull); err != nil {
+			return err
+		}
+	}
+	r, cpu, err := runCluster(c, host, []string{"latency", strconv.Itoa(push), strconv.Itoa(pull), strconv.Itoa(iters), strconv.Itoa(warmup), strconv.Itoa(rounds)})
 	if err != nil {
 		return err
 	}
-	return printLatency(c.App.Writer, c.Bool("json"), c.String("van"), push, pull, iters, r, cpu)
+	rep := newLatencyReport(c.String("van"), push, pull, iters, r, cpu)
+	rep.Floor = floor
+	if m.rdma != nil {
+		m.rdma.compare(rep, figures)
+	}
+	return rep.print(c.App.Writer, c.Bool("json"))
 }
 
 // runCluster runs the three children and returns the worker's result and the CPU
 // seconds of each.
-func runCluster(c *cli.Context, spec []string) (*result, map[string]float64, error) {
+func runCluster(c *cli.Context, host string, spec []string) (*result, map[string]float64, error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	cl, err := startCluster(ctx, c.String("van"), spec, os.Stderr)
+	cl, err := startCluster(ctx, c.String("van"), host, spec, os.Stderr)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -124,46 +186,6 @@ func runCluster(c *cli.Context, spec []string) (*result, map[string]float64, err
 		return nil, nil, fmt.Errorf("bench: worker's report: %w", err)
 	}
 	return &r, cpu, nil
-}
-
-// latencyReport is the JSON line of bench latency.
-type latencyReport struct {
-	Van        string             `json:"van"`
-	PushBytes  int                `json:"push_bytes"`
-	PullBytes  int                `json:"pull_bytes"`
-	Iters      int                `json:"iters"`
-	P50        float64            `json:"p50_us"`
-	P90        float64            `json:"p90_us"`
-	P99        float64            `json:"p99_us"`
-	Max        float64            `json:"max_us"`
-	Mean       float64            `json:"mean_us"`
-	FloorP50   float64            `json:"floor_p50_us"`
-	FloorP90   float64            `json:"floor_p90_us"`
-	FloorP99   float64            `json:"floor_p99_us"`
-	FloorMax   float64            `json:"floor_max_us"`
-	RatioP50   float64            `json:"ratio_p50"`
-	RatioP99   float64            `json:"ratio_p99"`
-	CPU        map[string]float64 `json:"cpu_s"`
-	WorkerPart float64            `json:"worker_measured_cpu_s"`
-	Checked    bool               `json:"checked"`
-}
-
-func printLatency(w io.Writer, asJSON bool, van string, push, pull, iters int, r *result, cpu map[string]float64) error {
-	ours, floor := summarize(r.Ours), summarize(r.Floor)
-	rep := latencyReport{Van: van, PushBytes: push, PullBytes: pull, Iters: iters,
-		P50: ours.P50, P90: ours.P90, P99: ours.P99, Max: ours.Max, Mean: ours.Mean,
-		FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
-		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
-	if asJSON {
-		return json.NewEncoder(w).Encode(rep)
-	}
-	fmt.Fprintf(w, "push_pull over %s, push %d bytes, pull %d bytes, %d round trips, all answers checked: %t\n", van, push, pull, iters, r.Checked)
-	fmt.Fprintf(w, "%-16s %10s %10s %10s %10s\n", "microseconds", "p50", "p90", "p99", "max")
-	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "push_pull", ours.P50, ours.P90, ours.P99, ours.Max)
-	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "floor (TCP)", floor.P50, floor.P90, floor.P99, floor.Max)
-	fmt.Fprintf(w, "%-16s %10.2f %10.2f %10.2f %10.2f\n", "ratio", rep.RatioP50, ours.P90/floor.P90, rep.RatioP99, ours.Max/floor.Max)
-	fmt.Fprintf(w, "CPU seconds: scheduler %.2f, server %.2f, worker %.2f (start-up and floor included)\n", cpu["scheduler"], cpu["server"], cpu["worker"])
-	return nil
 }
 
 // runChild is one node of a benchmark.
@@ -212,7 +234,7 @@ func childLatency(c *cli.Context, node *postoffice.Node, l *latency) error {
 		}
 		return announceFloor(c.App.Writer, node, l.push, l.pull)
 	case "worker":
-		floor, err := dialAnnounced(c.App.Reader, l.push, l.pull)
+		floor, err := dialAnnounced(c.App.Reader, node, l.push, l.pull)
 		if err != nil {
 			return err
 		}
@@ -228,7 +250,18 @@ func childLatency(c *cli.Context, node *postoffice.Node, l *latency) error {
 
 // announceFloor starts the floor's server and says where it listens.
 func announceFloor(w io.Writer, node *postoffice.Node, push, pull int) error {
-	f, err := newFloorServer(push, pull)
+	var f interface {
+		addr() string
+		close()
+	}
+	host, err := floorHost(node)
+	switch {
+	case err != nil:
+	case host.IsValid():
+		f, err = newVerbsServer(host, push, pull)
+	default:
+		f, err = newFloorServer(push, pull)
+	}
 	if err != nil {
 		return err
 	}
@@ -238,12 +271,27 @@ func announceFloor(w io.Writer, node *postoffice.Node, push, pull int) error {
 }
 
 // dialAnnounced reads the floor's address from the parent and connects.
-func dialAnnounced(r io.Reader, push, pull int) (*floorClient, error) {
+func dialAnnounced(r io.Reader, node *postoffice.Node, push, pull int) (baseline, error) {
 	addr, err := (&lineReader{r: r}).line()
 	if err != nil {
 		return nil, fmt.Errorf("bench: no address of the floor: %w", err)
 	}
+	host, err := floorHost(node)
+	if err != nil {
+		return nil, err
+	}
+	if host.IsValid() {
+		return dialVerbsFloor(host, addr, push, pull)
+	}
 	return dialFloor(addr, push, pull)
+}
+
+// floorHost is the node's address if the floor is one of RDMA.
+func floorHost(node *postoffice.Node) (netip.Addr, error) {
+	if node.Config().VanType != ibverbs {
+		return netip.Addr{}, nil
+	}
+	return netip.ParseAddr(node.Config().NodeHost)
 }
 
 func freePort() (int, error) {

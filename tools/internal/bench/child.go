@@ -40,7 +40,7 @@ type cluster struct {
 // startCluster starts the three children. spec is handed to each.
 //
 // The children die with the calling goroutine's thread, to which it is locked.
-func startCluster(ctx context.Context, van string, spec []string, stderr io.Writer) (*cluster, error) {
+func startCluster(ctx context.Context, van, host string, spec []string, stderr io.Writer) (*cluster, error) {
 	runtime.LockOSThread()
 	self, err := os.Executable()
 	if err != nil {
@@ -50,12 +50,15 @@ func startCluster(ctx context.Context, van string, spec []string, stderr io.Writ
 	if err != nil {
 		return nil, err
 	}
+	if host == "" {
+		host = "127.0.0.1"
+	}
 	c := &cluster{cmds: map[string]*exec.Cmd{}, outs: map[string]*lineReader{}, ins: map[string]io.WriteCloser{}}
 	for _, role := range []string{"scheduler", "server", "worker"} {
 		cmd := exec.CommandContext(ctx, self, append([]string{"bench", "child"}, spec...)...)
 		cmd.Env = append(env.Strip(os.Environ()),
-			"DMLC_ROLE="+role, "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1",
-			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST=127.0.0.1")
+			"DMLC_ROLE="+role, "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI="+host,
+			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
 		cmd.Env = append(cmd.Env, transport(van)...)
 		for _, keep := range passed {
 			if v, ok := os.LookupEnv(keep); ok {
@@ -85,6 +88,9 @@ func startCluster(ctx context.Context, van string, spec []string, stderr io.Writ
 	return c, nil
 }
 
+// ibverbs is the van with a floor and goals of its own.
+const ibverbs = "ibverbs"
+
 // local is the name here for shared memory, which is not a van by itself.
 const local = "local"
 
@@ -110,7 +116,9 @@ func checkTransport(node *postoffice.Node, peers []int) error {
 }
 
 // passed are the variables of the caller that the children see too.
-var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHREADS", "DMLC_LOCAL", "PS_RESEND", "PS_RESEND_TIMEOUT"}
+var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHREADS", "DMLC_LOCAL", "PS_RESEND", "PS_RESEND_TIMEOUT",
+	"STEPAF_QP_NUM", "STEPMESH_SPLIT_QP_LAG", "BYTEPS_RDMA_START_DEPTH", "BYTEPS_RDMA_RX_DEPTH", "BYTEPS_RDMA_MAX_CONCURR_WR",
+	"BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_PRINT_RDMA_LOG"}
 
 func (c *cluster) kill() {
 	defer runtime.UnlockOSThread()

@@ -15,6 +15,13 @@ import (
 	"unsafe"
 )
 
+// baseline is the client of a floor.
+type baseline interface {
+	// measure does n rounds and returns the nanoseconds of each.
+	measure(n int) ([]int64, error)
+	close()
+}
+
 // floorServer answers floor rounds of one client in a thread of its own.
 type floorServer struct {
 	l *net.TCPListener

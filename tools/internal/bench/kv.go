@@ -39,6 +39,7 @@ type kvReport struct {
 	Bps        float64            `json:"bytes_per_s"`
 	FloorBps   float64            `json:"floor_bytes_per_s"`
 	Ratio      float64            `json:"ratio_bytes_per_s"`
+	Floor      string             `json:"floor"` // "TCP" or "verbs"
 	FloorP50   float64            `json:"floor_p50_us"`
 	FloorP99   float64            `json:"floor_p99_us"`
 	CPU        map[string]float64 `json:"cpu_s"`
@@ -56,18 +57,26 @@ func runKV(c *cli.Context) error {
 	for _, n := range []int{s.keys, s.values, s.batch, s.flight, s.rounds} {
 		spec = append(spec, strconv.Itoa(n))
 	}
-	r, cpu, err := runCluster(c, spec)
+	host, floor := c.String("host"), "TCP"
+	if c.String("van") == ibverbs {
+		run, err := newRDMARun(c.Context, host)
+		if err != nil {
+			return err
+		}
+		host, floor = run.at.Host.String(), "verbs"
+	}
+	r, cpu, err := runCluster(c, host, spec)
 	if err != nil {
 		return err
 	}
-	return printKV(c.App.Writer, c.Bool("json"), c.String("van"), s, r, cpu)
+	return printKV(c.App.Writer, c.Bool("json"), c.String("van"), floor, s, r, cpu)
 }
 
-func printKV(w io.Writer, asJSON bool, van string, s *kvSpec, r *result, cpu map[string]float64) error {
+func printKV(w io.Writer, asJSON bool, van, floorName string, s *kvSpec, r *result, cpu map[string]float64) error {
 	ours, floor := summarize(r.Ours), summarize(r.Floor)
 	rep := kvReport{Van: van, Keys: s.keys, Values: s.values, Batch: s.batch, Flight: s.flight, Requests: len(r.Ours),
 		P50: ours.P50, P90: ours.P90, P99: ours.P99, Max: ours.Max, Bps: float64(r.Bytes) / r.Seconds, FloorBps: r.FloorBps,
-		FloorP50: floor.P50, FloorP99: floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
+		Floor: floorName, FloorP50: floor.P50, FloorP99: floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
 	rep.Ratio = rep.Bps / rep.FloorBps
 	if asJSON {
 		return json.NewEncoder(w).Encode(rep)
@@ -76,7 +85,7 @@ func printKV(w io.Writer, asJSON bool, van string, s *kvSpec, r *result, cpu map
 		s.keys, s.values, van, s.batch, s.flight, r.Checked)
 	fmt.Fprintf(w, "%-16s %10s %10s %10s %10s %14s\n", "", "p50 us", "p90 us", "p99 us", "max us", "MB/s")
 	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f %14.0f\n", "request", ours.P50, ours.P90, ours.P99, ours.Max, rep.Bps/1e6)
-	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f %14.0f\n", "floor (TCP)", floor.P50, floor.P90, floor.P99, floor.Max, rep.FloorBps/1e6)
+	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f %14.0f\n", "floor ("+floorName+")", floor.P50, floor.P90, floor.P99, floor.Max, rep.FloorBps/1e6)
 	fmt.Fprintf(w, "bytes per second: %.2f of the floor, which sends a push and a pull's keys and reads back a pull's values\n", rep.Ratio)
 	fmt.Fprintf(w, "CPU seconds: scheduler %.2f, server %.2f, worker %.2f (start-up and floor included)\n", cpu["scheduler"], cpu["server"], cpu["worker"])
 	return nil
@@ -101,7 +110,7 @@ func childKV(c *cli.Context, node *postoffice.Node, s *kvSpec) error {
 		}
 		return announceFloor(c.App.Writer, node, out, in)
 	case van.Worker:
-		floor, err := dialAnnounced(c.App.Reader, out, in)
+		floor, err := dialAnnounced(c.App.Reader, node, out, in)
 		if err != nil {
 			return err
 		}
@@ -116,7 +125,7 @@ func childKV(c *cli.Context, node *postoffice.Node, s *kvSpec) error {
 }
 
 // measure runs the rounds, each beside the floor's, after one to warm up.
-func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor *floorClient) (*result, error) {
+func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
 	w, err := kv.NewWorker[float32](node, 0, 0)
 	if err != nil {
 		return nil, err

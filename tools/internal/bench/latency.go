@@ -98,7 +98,7 @@ func alloc(b backend.Backend, n int) ([]byte, error) {
 }
 
 // measure does the round trips, in blocks that alternate with the floor's.
-func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor *floorClient) (ours, base []int64, cpu time.Duration, checked bool, err error) {
+func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor baseline) (ours, base []int64, cpu time.Duration, checked bool, err error) {
 	w, err := af.NewTensorWorker(node, af.Options{})
 	if err != nil {
 		return nil, nil, 0, false, err

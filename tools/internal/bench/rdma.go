@@ -1,0 +1,179 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van/rdma/choose"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// rdmaRun is what bench latency does over RDMA besides.
+type rdmaRun struct {
+	at     choose.Result
+	missed []string
+}
+
+// newRDMARun chooses the port: that of host, or without one as a node would.
+func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
+	stack, err := verbs.Load(verbs.Options{})
+	if err != nil {
+		return nil, fmt.Errorf("bench: --van ibverbs: %w", err)
+	}
+	devices, err := stack.Devices()
+	if err != nil && len(devices) == 0 {
+		return nil, fmt.Errorf("bench: --van ibverbs: %w", err)
+	}
+	nets, err := choose.Interfaces()
+	if err != nil {
+		return nil, err
+	}
+	cfg, _ := env.LoadFrom(env.OS()) // its errors concern nodes
+	ask := choose.Request{Interface: cfg.Interface}
+	if host == "" {
+		host = cfg.NodeHost
+	} else {
+		ask.Interface = ""
+	}
+	if host != "" {
+		if ask.Host, err = lookup(ctx, host); err != nil {
+			return nil, fmt.Errorf("bench: host %q: %w", host, err)
+		}
+	}
+	at, err := choose.Choose(choose.Machine{Devices: devices, Interfaces: nets, Root: os.DirFS("/")}, ask)
+	if err != nil {
+		return nil, fmt.Errorf("bench: --van ibverbs: %w", err)
+	}
+	return &rdmaRun{at: at}, nil
+}
+
+// lookup finds the IPv4 address of a host.
+func lookup(ctx context.Context, host string) (netip.Addr, error) {
+	all, err := net.DefaultResolver.LookupNetIP(ctx, "ip4", host)
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	return all[0].Unmap(), nil
+}
+
+// perfFigures is what perftest has measured; 0 is not measured.
+type perfFigures struct {
+	lat, bw float64 // microseconds, bytes per second
+	missing string  // why there are none
+}
+
+// bulk is the payload of a round trip from which its bandwidth says something, and the
+// largest message that every device takes.
+const bulk = 1 << 20
+
+// perftest measures what there is to compare a payload with.
+func (r *rdmaRun) perftest(c *cli.Context, push, pull int) (f perfFigures, err error) {
+	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
+	defer cancel()
+	p := perftest{r.at}
+	if push == pull && push <= bulk {
+		f.lat, err = p.writeLat(ctx, push)
+	}
+	if err == nil && push+pull >= bulk {
+		f.bw, err = p.writeBW(ctx)
+	}
+	if errors.Is(err, errNoPerftest) {
+		return perfFigures{missing: err.Error()}, nil
+	}
+	if err != nil {
+		return f, fmt.Errorf("bench: %w", err)
+	}
+	return f, nil
+}
+
+// rdmaReport is a payload beside perftest's figures of the same run.
+type rdmaReport struct {
+	Host     string  `json:"host"`
+	Device   string  `json:"device"`
+	Port     int     `json:"port"`
+	GIDIndex int     `json:"gid_index"`
+	Missing  string  `json:"perftest_missing,omitempty"`
+	WriteLat float64 `json:"ib_write_lat_us,omitempty"` // one way, typical
+	LatRatio float64 `json:"ratio_ib_write_lat,omitempty"`
+	LatGoal  float64 `json:"goal_ib_write_lat,omitempty"` // LatRatio at most
+	Bps      float64 `json:"bytes_per_s"`                 // both ways, at the median
+	WriteBW  float64 `json:"ib_write_bw_bytes_per_s,omitempty"`
+	BWRatio  float64 `json:"ratio_ib_write_bw,omitempty"`
+	BWGoal   float64 `json:"goal_ib_write_bw,omitempty"` // BWRatio at least
+	Missed   bool    `json:"missed"`
+}
+
+// goals of the payloads that have any.
+func goals(push, pull int) (lat, bw float64) {
+	switch {
+	case push == 1<<10 && pull == 1<<10:
+		return 12, 0
+	case push == 64<<10 && pull == 64<<10:
+		return 6, 0
+	case push == 917504 && pull == 1835008:
+		return 0, 0.75
+	}
+	return 0, 0
+}
+
+// compare adds the figures to a report.
+func (r *rdmaRun) compare(rep *latencyReport, f perfFigures) {
+	x := &rdmaReport{Host: r.at.Host.String(), Device: r.at.Device, Port: r.at.Port, GIDIndex: r.at.GIDIndex, Missing: f.missing,
+		WriteLat: f.lat, WriteBW: f.bw, Bps: float64(rep.PushBytes+rep.PullBytes) / rep.P50 * 1e6}
+	x.LatGoal, x.BWGoal = goals(rep.PushBytes, rep.PullBytes)
+	if f.lat > 0 {
+		x.LatRatio = rep.P50 / f.lat
+	}
+	if f.bw > 0 {
+		x.BWRatio = x.Bps / f.bw
+	}
+	what := fmt.Sprintf("push %d, pull %d: ", rep.PushBytes, rep.PullBytes)
+	switch {
+	case x.LatGoal == 0 && x.BWGoal == 0:
+	case f.missing != "":
+		r.missed = append(r.missed, what+f.missing)
+	case x.LatGoal > 0 && x.LatRatio > x.LatGoal:
+		x.Missed = true
+		r.missed = append(r.missed, fmt.Sprintf("%s%.2f times ib_write_lat, want at most %g", what, x.LatRatio, x.LatGoal))
+	case x.BWGoal > 0 && x.BWRatio < x.BWGoal:
+		x.Missed = true
+		r.missed = append(r.missed, fmt.Sprintf("%s%.2f of ib_write_bw, want at least %g", what, x.BWRatio, x.BWGoal))
+	}
+	rep.RDMA = x
+}
+
+// verdict is the error of --check.
+func (r *rdmaRun) verdict() error {
+	if len(r.missed) == 0 {
+		return nil
+	}
+	return fmt.Errorf("bench: goals missed: %s", strings.Join(r.missed, "; "))
+}
+
+func (x *rdmaReport) print(w io.Writer) {
+	goal := func(word string, v float64) string {
+		if v == 0 {
+			return ""
+		}
+		return fmt.Sprintf(" (goal: %s %g)", word, v)
+	}
+	if x.Missing != "" {
+		fmt.Fprintf(w, "no comparison with perftest: %s\n", x.Missing)
+	}
+	if x.WriteLat > 0 {
+		fmt.Fprintf(w, "ib_write_lat, one way: %.2f us; push_pull takes %.2f times that%s\n", x.WriteLat, x.LatRatio, goal("at most", x.LatGoal))
+	}
+	if x.WriteBW > 0 {
+		fmt.Fprintf(w, "ib_write_bw, %d bytes: %.1f MB/s; push_pull moves %.1f MB/s at p50, %.2f of that%s\n",
+			bwSize, x.WriteBW/1e6, x.Bps/1e6, x.BWRatio, goal("at least", x.BWGoal))
+	}
+}

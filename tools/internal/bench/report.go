@@ -1,0 +1,61 @@
+package bench
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+)
+
+// latencyReport is the JSON line of bench latency.
+type latencyReport struct {
+	Van        string             `json:"van"`
+	PushBytes  int                `json:"push_bytes"`
+	PullBytes  int                `json:"pull_bytes"`
+	Iters      int                `json:"iters"`
+	P50        float64            `json:"p50_us"`
+	P90        float64            `json:"p90_us"`
+	P99        float64            `json:"p99_us"`
+	Max        float64            `json:"max_us"`
+	Mean       float64            `json:"mean_us"`
+	Floor      string             `json:"floor"` // "TCP" or "verbs"
+	FloorP50   float64            `json:"floor_p50_us"`
+	FloorP90   float64            `json:"floor_p90_us"`
+	FloorP99   float64            `json:"floor_p99_us"`
+	FloorMax   float64            `json:"floor_max_us"`
+	RatioP50   float64            `json:"ratio_p50"`
+	RatioP99   float64            `json:"ratio_p99"`
+	CPU        map[string]float64 `json:"cpu_s"`
+	WorkerPart float64            `json:"worker_measured_cpu_s"`
+	Checked    bool               `json:"checked"`
+	RDMA       *rdmaReport        `json:"rdma,omitempty"`
+}
+
+func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[string]float64) *latencyReport {
+	ours, floor := summarize(r.Ours), summarize(r.Floor)
+	return &latencyReport{Van: van, PushBytes: push, PullBytes: pull, Iters: iters,
+		P50: ours.P50, P90: ours.P90, P99: ours.P99, Max: ours.Max, Mean: ours.Mean,
+		FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
+		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
+}
+
+func (r *latencyReport) print(w io.Writer, asJSON bool) error {
+	if asJSON {
+		return json.NewEncoder(w).Encode(r)
+	}
+	on := ""
+	if r.RDMA != nil {
+		on = fmt.Sprintf(" (%s port %d, %s)", r.RDMA.Device, r.RDMA.Port, r.RDMA.Host)
+	}
+	fmt.Fprintf(w, "push_pull over %s%s, push %d bytes, pull %d bytes, %d round trips, all answers checked: %t\n",
+		r.Van, on, r.PushBytes, r.PullBytes, r.Iters, r.Checked)
+	fmt.Fprintf(w, "%-16s %10s %10s %10s %10s\n", "microseconds", "p50", "p90", "p99", "max")
+	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "push_pull", r.P50, r.P90, r.P99, r.Max)
+	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "floor ("+r.Floor+")", r.FloorP50, r.FloorP90, r.FloorP99, r.FloorMax)
+	fmt.Fprintf(w, "%-16s %10.2f %10.2f %10.2f %10.2f\n", "ratio", r.RatioP50, r.P90/r.FloorP90, r.RatioP99, r.Max/r.FloorMax)
+	if r.RDMA != nil {
+		r.RDMA.print(w)
+	}
+	fmt.Fprintf(w, "CPU seconds: scheduler %.2f, server %.2f, worker %.2f (start-up and floor included)\n",
+		r.CPU["scheduler"], r.CPU["server"], r.CPU["worker"])
+	return nil
+}
