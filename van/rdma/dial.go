@@ -126,39 +126,59 @@ func numbers(qps []verbs.QP) []uint32 {
 	return n
 }
 
-// dial opens the queue pairs of a connection, one after the other: the peer numbers
-// them as they come.
+// dial opens the queue pairs of a connection. The peer numbers them as they come, and
+// the original's counts connect requests and ends of connecting with one counter: all
+// requests must be with it before the first is answered, or it loses a queue pair and
+// crashes later.
 func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 	v := p.v
 	serial := v.serials.Add(1)
 	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1)}
+	var ids []*cmID
+	var qps []verbs.QP
+	var dev verbs.Device
 	defer func() {
 		if err != nil {
 			v.forgetConn(serial)
 			for _, id := range l.ids {
 				_ = id.Destroy()
 			}
+			for range qps {
+				v.release(dev)
+			}
 		}
 	}()
 	v.rememberConn(serial, &conn{link: l, peer: p})
-	hello := v.hello(l.epoch)
-	var qps []verbs.QP
-	var dev verbs.Device
 	for q := range v.cfg.QPNum {
 		c, err := v.newID(cookie(serial, q))
 		if err != nil {
 			return nil, err
 		}
-		l.ids = append(l.ids, c.id)
-		hello.qp = q
-		qp, d, ours, err := p.open(ctx, c, q, hello)
+		ids, l.ids = append(ids, c), append(l.ids, c.id)
+		qp, d, err := p.prepare(ctx, c, q)
 		if err != nil {
 			return nil, fmt.Errorf("queue pair %d: %w", q, err)
 		}
 		if q > 0 && d != dev {
+			v.release(d)
 			return nil, fmt.Errorf("queue pair %d came to lie on device %s, the others on %s", q, d.Name(), dev.Name())
 		}
-		qps, dev, l.ours = append(qps, qp), d, ours
+		qps, dev = append(qps, qp), d
+	}
+	hello := v.hello(l.epoch)
+	for q, c := range ids {
+		hello.qp = q
+		if err := c.id.Connect(verbs.ConnParam{Private: hello.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
+			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
+		}
+	}
+	for q, c := range ids {
+		ev, err := c.wait(ctx, verbs.Established, connectTime)
+		if err != nil {
+			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
+		}
+		answer, err := decodeHello(ev.Private)
+		l.ours = err == nil && answer.ours
 	}
 	l.host, err = v.device(dev)
 	if err != nil {
@@ -170,11 +190,11 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 	return l, err
 }
 
-// open makes one queue pair and connects it.
-func (p *peer) open(ctx context.Context, c *cmID, q int, h hello) (qp verbs.QP, dev verbs.Device, ours bool, err error) {
+// prepare makes one queue pair and finds the way to the peer.
+func (p *peer) prepare(ctx context.Context, c *cmID, q int) (qp verbs.QP, dev verbs.Device, err error) {
 	v, id := p.v, c.id
-	fail := func(what string, err error) (verbs.QP, verbs.Device, bool, error) {
-		return nil, nil, false, fmt.Errorf("%s: %w", what, err)
+	fail := func(what string, err error) (verbs.QP, verbs.Device, error) {
+		return nil, nil, fmt.Errorf("%s: %w", what, err)
 	}
 	if err := id.ResolveAddr(v.source, p.addr, resolveTime); err != nil {
 		return fail("resolve address", err)
@@ -197,16 +217,7 @@ func (p *peer) open(ctx context.Context, c *cmID, q int, h hello) (qp verbs.QP, 
 	if qp, err = v.createQP(id, dev, c.cookie, q, true); err != nil {
 		return fail("create queue pair", err)
 	}
-	err = id.Connect(verbs.ConnParam{Private: h.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
-	if err != nil {
-		return fail("connect", err)
-	}
-	ev, err := c.wait(ctx, verbs.Established, connectTime)
-	if err != nil {
-		return fail("connect", err)
-	}
-	answer, err := decodeHello(ev.Private)
-	return qp, dev, err == nil && answer.ours, nil
+	return qp, dev, nil
 }
 
 // createQP makes the queue pair of an ID. Each direction has as many receive
