@@ -201,9 +201,6 @@ func (l *loader) advise() {
 	if n := max(c.NumWorkers, c.NumServers) * c.GroupSize; c.Resend && n > maxResendRanks {
 		l.warn("PS_RESEND=1 with %d instances of a role: messages of ranks from %d up can be mistaken for those of others", n, maxResendRanks)
 	}
-	if c.EnableIPC == 1 {
-		l.warn("BYTEPS_ENABLE_IPC=1 has no effect: there is no shared-memory transport yet")
-	}
 	if c.Local && c.VanType != "zmq" {
 		l.warn("DMLC_LOCAL=1 has no effect: the transport is %s, not zmq", c.VanType)
 	}

@@ -110,7 +110,7 @@ var table = []variable{
 	}, {
 		name: "BYTEPS_ENABLE_IPC", topic: transport, kind: Switch, none: -1, defNote: "unset", readers: "all",
 		field:   func(c *Config) any { return &c.EnableIPC },
-		help:    "Shared memory between nodes of one machine. 0: never. There is no such transport yet, so 1 gives a warning.",
+		help:    "Shared memory for data between nodes of one machine, of one user, that all run this library. Unset or 1: where it works. 0: never.",
 		differs: "Does not need segments made by BytePS.",
 	},
 
