@@ -1,0 +1,262 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// soon is well below the limit of a request, and above what a busy machine needs
+// to notice that a process is gone.
+const soon = 6 * time.Second
+
+// addresses returns the IPv4 addresses of the active RDMA ports, or skips.
+func addresses(t testing.TB) (all []string) {
+	t.Helper()
+	stack, err := verbs.Load(verbs.Options{})
+	if err != nil {
+		t.Skipf("no RDMA here: %v", err)
+	}
+	devices, err := stack.Devices()
+	if err != nil {
+		t.Skipf("no RDMA here: %v", err)
+	}
+	for _, d := range devices {
+		for _, p := range d.Ports {
+			for _, g := range p.GIDs {
+				if p.Active && g.Addr.Is4() {
+					all = append(all, g.Addr.String())
+				}
+			}
+		}
+	}
+	if len(all) == 0 {
+		t.Skipf("no RDMA here: none of %d devices has an active port with an IPv4 address; make rdma-test runs this in a virtual machine", len(devices))
+	}
+	return all
+}
+
+// twoHosts returns the addresses of two hosts that tools/rdma-vm has made, or skips.
+func twoHosts(t testing.TB) []string {
+	t.Helper()
+	all := addresses(t)
+	if os.Getenv("RDMA_VM") == "" || os.Getenv("RDMA_VM_HOSTS") < "2" {
+		t.Skip("needs two hosts of tools/rdma-vm, whose links it can cut")
+	}
+	if len(all) < 2 {
+		all = append(all, "10.77.0.2") // in a network namespace of its own
+	}
+	return all
+}
+
+// place is where a node runs.
+type place struct {
+	what string // of a child; "" is in this process
+	host int    // from 1
+}
+
+// options of a cluster.
+type options struct {
+	workers, servers, group int // 0 means 1
+	place                   func(role string, rank int) place
+	set                     func(*postoffice.Config) // of all nodes in this process
+	env                     []string                 // of children
+	wrap                    func(role string, rank int, f van.Factory) van.Factory
+	log                     *slog.Logger
+}
+
+// cluster is the nodes of a cluster over RDMA.
+type cluster struct {
+	*testcluster.Cluster
+	t        testing.TB
+	o        options
+	hosts    []string
+	children []*process
+	mu       sync.Mutex
+}
+
+// start starts a cluster. Servers are children that answer, unless o says something
+// else.
+func start(t testing.TB, o options) *cluster {
+	t.Helper()
+	c := prepare(t, o)
+	tc := c.testOptions()
+	tc.Elsewhere = func(tc *testcluster.Cluster, role string, rank int) bool {
+		c.Cluster = tc
+		at := c.o.place(role, rank)
+		if at.what == "" {
+			return false
+		}
+		p := c.spawn(role, rank, at.what, max(at.host, 1))
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.children = append(c.children, p)
+		return true
+	}
+	c.Cluster = testcluster.Start(t, tc)
+	for _, p := range c.children {
+		p.expect("ready")
+	}
+	return c
+}
+
+// prepare makes a cluster without nodes.
+func prepare(t testing.TB, o options) *cluster {
+	t.Helper()
+	c := &cluster{t: t, o: o, hosts: addresses(t)}
+	if c.o.place == nil {
+		c.o.place = func(role string, _ int) place {
+			if role == "server" {
+				return place{what: answers}
+			}
+			return place{}
+		}
+	}
+	return c
+}
+
+func (c *cluster) testOptions() testcluster.Options {
+	return testcluster.Options{ZMQ: true, Workers: c.o.workers, Servers: c.o.servers, Group: c.o.group, Wrap: c.o.wrap, Log: c.o.log,
+		Set: func(cfg *postoffice.Config) {
+			cfg.VanType, cfg.EnableIPC = "ibverbs", 0
+			cfg.RootURI, cfg.NodeHost = c.hosts[0], c.hosts[0]
+			if c.o.set != nil {
+				c.o.set(cfg)
+			}
+		}}
+}
+
+func (c *cluster) environ(role string, rank, host int) []string {
+	return append(append(c.Environ(role, rank), "DMLC_ENABLE_RDMA=ibverbs", "BYTEPS_ENABLE_IPC=0", "DMLC_PS_ROOT_URI="+c.hosts[0],
+		"DMLC_NODE_HOST="+c.hosts[host-1], "STEPMESH_BAKCEND=CPU", "STEPAF_START_TIMEOUT=25", "STEPAF_STOP_TIMEOUT=20"), c.o.env...)
+}
+
+// end makes all nodes leave together.
+func (c *cluster) end() {
+	c.t.Helper()
+	for _, p := range c.children {
+		p.leave()
+	}
+	c.Finalize(c.t)
+	for _, p := range c.children {
+		p.left()
+	}
+}
+
+// clients makes the workers of this process clients.
+func (c *cluster) clients() (all []*client) {
+	c.t.Helper()
+	for _, n := range c.Workers {
+		if n != nil {
+			all = append(all, newClient(c.t, n))
+		}
+	}
+	return all
+}
+
+// child finds the process that runs a node.
+func (c *cluster) child(role string, rank int) *process {
+	c.t.Helper()
+	for _, p := range c.children {
+		if strings.HasPrefix(p.name, fmt.Sprintf("%s %d ", role, rank)) {
+			return p
+		}
+	}
+	c.t.Fatalf("%s %d is no child", role, rank)
+	return nil
+}
+
+func newClient(t testing.TB, n *postoffice.Node) *client {
+	t.Helper()
+	w, err := af.NewTensorWorker(n, af.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &client{n: n, w: w}
+}
+
+// together calls f for all clients at once.
+func together(t testing.TB, all []*client, f func(c *client) error) {
+	t.Helper()
+	var wg sync.WaitGroup
+	for _, c := range all {
+		wg.Go(func() {
+			if err := f(c); err != nil {
+				t.Errorf("%s: %v", c.n.Name(), err)
+			}
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		t.FailNow()
+	}
+}
+
+// work checks that the requests of all clients are answered.
+func work(t testing.TB, all ...*client) {
+	t.Helper()
+	together(t, all, func(c *client) error {
+		for i := range 3 {
+			if err := c.mixed(t.Context(), i); err != nil {
+				return fmt.Errorf("round %d: %w", i, err)
+			}
+		}
+		return nil
+	})
+}
+
+// fails checks that err wraps sentinel and names everything in texts.
+func fails(t testing.TB, err, sentinel error, texts ...string) {
+	t.Helper()
+	if !errors.Is(err, sentinel) {
+		t.Errorf("got %v, want an error that wraps %q", err, sentinel)
+		return
+	}
+	for _, s := range texts {
+		if !strings.Contains(err.Error(), s) {
+			t.Errorf("%q does not say %q", err, s)
+		}
+	}
+}
+
+func within(t testing.TB, d time.Duration) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), d)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// returns waits until peer id of all nodes is there again, after join has made it
+// come.
+func returns(t testing.TB, nodes []*postoffice.Node, id int, join func()) {
+	t.Helper()
+	var waits []chan struct{}
+	for _, n := range nodes {
+		back := make(chan struct{}, 16)
+		defer n.OnPeer(func(i int, up bool, _ error) {
+			if i == id && up {
+				back <- struct{}{}
+			}
+		})()
+		waits = append(waits, back)
+	}
+	join()
+	for i, back := range waits {
+		select {
+		case <-back:
+		case <-within(t, 25*time.Second).Done():
+			t.Fatalf("%s: node %d did not come back", nodes[i].Name(), id)
+		}
+	}
+}

@@ -1,0 +1,343 @@
+package rdma
+
+import (
+	"flag"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/van"
+	vanrdma "github.com/stepaf/stepaf-go/van/rdma"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+var pushPulls = flag.Int("push-pulls", 4000, "number of push_pulls in TestFlat")
+
+// counted is a stack that counts, in all devices together.
+type counted struct {
+	verbs.Stack
+	regions, bytes     atomic.Int64 // registered at present
+	posts, full, empty atomic.Int64 // calls of Post, and of Poll with completions and without
+	completions        atomic.Int64
+	mu                 sync.Mutex
+	devices            map[verbs.Device]*countedDevice
+}
+
+func (c *counted) NewChannel() (verbs.Channel, error) {
+	ch, err := c.Stack.NewChannel()
+	if err != nil {
+		return nil, err
+	}
+	return &countedChannel{ch, c}, nil
+}
+
+type countedChannel struct {
+	verbs.Channel
+	c *counted
+}
+
+func (ch *countedChannel) NewID(cookie uint64) (verbs.ID, error) {
+	id, err := ch.Channel.NewID(cookie)
+	if err != nil {
+		return nil, err
+	}
+	return &countedID{id, ch.c}, nil
+}
+
+func (ch *countedChannel) Next() (verbs.Event, error) {
+	ev, err := ch.Channel.Next()
+	if ev.New != nil {
+		ev.New = &countedID{ev.New, ch.c}
+	}
+	return ev, err
+}
+
+type countedID struct {
+	verbs.ID
+	c *counted
+}
+
+func (id *countedID) Device() (verbs.Device, error) {
+	d, err := id.ID.Device()
+	if err != nil {
+		return nil, err
+	}
+	id.c.mu.Lock()
+	defer id.c.mu.Unlock()
+	x := id.c.devices[d]
+	if x == nil {
+		x = &countedDevice{d, id.c}
+		id.c.devices[d] = x
+	}
+	return x, nil
+}
+
+type countedDevice struct {
+	verbs.Device
+	c *counted
+}
+
+func (d *countedDevice) Register(p unsafe.Pointer, n int, a verbs.Access) (verbs.MR, error) {
+	mr, err := d.Device.Register(p, n, a)
+	if err != nil {
+		return nil, err
+	}
+	d.c.regions.Add(1)
+	d.c.bytes.Add(int64(n))
+	return &countedMR{mr, d.c, n}, nil
+}
+
+func (d *countedDevice) Post(wrs []verbs.SendWR) (int, error) {
+	d.c.posts.Add(1)
+	return d.Device.Post(wrs)
+}
+
+func (d *countedDevice) Poll(out []verbs.Completion, spin, block time.Duration) (int, error) {
+	n, err := d.Device.Poll(out, spin, block)
+	if n > 0 {
+		d.c.full.Add(1)
+	} else {
+		d.c.empty.Add(1)
+	}
+	d.c.completions.Add(int64(n))
+	return n, err
+}
+
+type countedMR struct {
+	verbs.MR
+	c *counted
+	n int
+}
+
+func (m *countedMR) Deregister() error {
+	m.c.regions.Add(-1)
+	m.c.bytes.Add(-int64(m.n))
+	return m.MR.Deregister()
+}
+
+// calls are those into C that the devices have counted themselves.
+func (c *counted) calls(t testing.TB) (posts, polls int64) {
+	t.Helper()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for d := range c.devices {
+		x, ok := d.(verbs.CallCounter)
+		if !ok {
+			t.Fatalf("%T does not count its calls", d)
+		}
+		p, q := x.Calls()
+		posts, polls = posts+int64(p), polls+int64(q)
+	}
+	return posts, polls
+}
+
+// alone is a cluster in this process, whose devices count.
+func alone(t testing.TB) (*cluster, *counted) {
+	t.Helper()
+	addresses(t)
+	stack, err := verbs.Load(verbs.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &counted{Stack: stack, devices: map[verbs.Device]*countedDevice{}}
+	return start(t, options{place: func(string, int) place { return place{} }, wrap: func(string, int, van.Factory) van.Factory {
+		return func(o van.Options) (van.Van, error) { return vanrdma.NewOn(c, o), nil }
+	}}), c
+}
+
+// tensors makes n tensors of size bytes.
+func tensors(t testing.TB, n, size int) (all []af.Tensor) {
+	t.Helper()
+	for range n {
+		x, err := af.FromSlice(make([]byte, size))
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, x)
+	}
+	return all
+}
+
+// pushPull is one that allocates nothing itself.
+func pushPull(t testing.TB, w *af.TensorWorker, push, pull []af.KeyTensor) {
+	h, err := w.ZBatchPushPull(push, pull)
+	if err == nil {
+		err = w.Wait(t.Context(), h)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// serveOne answers each batch with one tensor.
+func serveOne(t testing.TB, c *cluster, answer func() af.Tensor) {
+	t.Helper()
+	out := make([]af.KeyTensor, 1)
+	if err := serve(c.Servers[0], func(b af.Batch) {
+		out[0] = af.KeyTensor{Key: b.Pulls()[0].Key, Val: answer()}
+		if err := b.Response(out, nil); err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// holdings is what the process holds.
+type holdings struct {
+	resident, files, routines int
+	regions, bytes            int64
+}
+
+func (c *counted) look(t testing.TB) holdings {
+	t.Helper()
+	for range 2 {
+		runtime.GC()
+		debug.FreeOSMemory()
+	}
+	b, err := os.ReadFile("/proc/self/statm")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var h holdings
+	for field, i := 0, 0; i < len(b) && field < 2; i++ {
+		switch {
+		case b[i] == ' ':
+			field++
+		case field == 1:
+			h.resident = 10*h.resident + int(b[i]-'0')
+		}
+	}
+	h.resident *= os.Getpagesize()
+	files, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.files, h.routines, h.regions, h.bytes = len(files), runtime.NumGoroutine(), c.regions.Load(), c.bytes.Load()
+	return h
+}
+
+// TestFlat: nothing grows over many push_pulls with tensors that change.
+func TestFlat(t *testing.T) {
+	c, n := alone(t)
+	const pool, size = 64, 8000
+	from, to, back := tensors(t, pool, size), tensors(t, pool, size), tensors(t, pool, size)
+	i := 0
+	serveOne(t, c, func() af.Tensor { return back[i*7%pool] })
+	w := c.clients()[0].w
+	push, pull := make([]af.KeyTensor, 1), make([]af.KeyTensor, 1)
+	once := func() {
+		push[0] = af.KeyTensor{Key: uint64(i % 5), Val: from[i%pool]}
+		pull[0] = af.KeyTensor{Key: uint64(i % 3), Val: to[i*5%pool]}
+		pushPull(t, w, push, pull)
+		i++
+	}
+	for range 1000 {
+		once()
+	}
+	before := n.look(t)
+	for range *pushPulls {
+		once()
+	}
+	after := n.look(t)
+	t.Logf("before %+v", before)
+	t.Logf("after %d push_pulls %+v", *pushPulls, after)
+	noise := 3 << 20
+	if raceEnabled {
+		noise = 12 << 20
+	}
+	if d := after.resident - before.resident; d > noise {
+		t.Errorf("resident memory has grown by %d bytes", d)
+	}
+	// Idle regions may have been evicted, and not all may have been in use at first.
+	if after.regions > before.regions || after.bytes > before.bytes {
+		t.Errorf("%d regions of %d bytes were %d of %d before", after.regions, after.bytes, before.regions, before.bytes)
+	}
+	if after.files > before.files || after.routines > before.routines+2 {
+		t.Errorf("%d files and %d goroutines were %d and %d before", after.files, after.routines, before.files, before.routines)
+	}
+	c.end()
+	if r, b := n.regions.Load(), n.bytes.Load(); r != 0 || b != 0 {
+		t.Errorf("at the end %d regions of %d bytes are still registered", r, b)
+	}
+}
+
+// TestCalls: a message costs at most one call into C to send, and a batch of
+// completions one to receive.
+func TestCalls(t *testing.T) {
+	for _, size := range []int{100, 50000} {
+		c, n := alone(t)
+		back := tensors(t, 1, size)[0]
+		serveOne(t, c, func() af.Tensor { return back })
+		w := c.clients()[0].w
+		x := tensors(t, 6, size)
+		push := []af.KeyTensor{{Key: 1, Val: x[0]}, {Key: 2, Val: x[1]}, {Key: 3, Val: x[2]}, {Key: 4, Val: x[3]}}
+		pull := []af.KeyTensor{{Key: 1, Val: x[4]}}
+		sent := func() (sum int64) {
+			for _, node := range c.Nodes() {
+				sum += int64(node.Stats().SentMessages)
+			}
+			return sum
+		}
+		for range 50 {
+			pushPull(t, w, push, pull)
+		}
+		posts, polls := n.calls(t)
+		messages, asked, got := sent(), n.posts.Load(), n.full.Load()+n.empty.Load()
+		full, completions := n.full.Load(), n.completions.Load()
+		const rounds = 300
+		for range rounds {
+			pushPull(t, w, push, pull)
+		}
+		posts2, polls2 := n.calls(t)
+		posts, polls, messages, asked, got = posts2-posts, polls2-polls, sent()-messages, n.posts.Load()-asked, n.full.Load()+n.empty.Load()-got
+		full, completions = n.full.Load()-full, n.completions.Load()-completions
+		t.Logf("%d bytes: %d messages, %d calls to post; %d completions in %d batches, %d calls to poll", size, messages, posts, completions, full, polls)
+		if posts > messages {
+			t.Errorf("%d bytes: %d calls to post %d messages", size, posts, messages)
+		}
+		if posts > asked {
+			t.Errorf("%d bytes: %d calls into C for %d of Post", size, posts, asked)
+		}
+		// Those without completions are waits. Both counts are of running loops.
+		if polls > got+4 {
+			t.Errorf("%d bytes: %d calls into C for %d of Poll", size, polls, got)
+		}
+		if full > completions || completions == 0 {
+			t.Errorf("%d bytes: %d batches of %d completions", size, full, completions)
+		}
+		if messages < rounds*(4+1+4+1) {
+			t.Errorf("%d bytes: %d messages, want at least %d", size, messages, rounds*10)
+		}
+		c.end()
+	}
+}
+
+// TestAllocations: a push_pull in steady state allocates nothing, on worker and server
+// together.
+func TestAllocations(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector allocates")
+	}
+	for _, size := range []int{100, 20000} {
+		c, _ := alone(t)
+		back := tensors(t, 1, size)[0]
+		serveOne(t, c, func() af.Tensor { return back })
+		w := c.clients()[0].w
+		x := tensors(t, 2, size)
+		push, pull := []af.KeyTensor{{Key: 1, Val: x[0]}}, []af.KeyTensor{{Key: 1, Val: x[1]}}
+		for range 1000 {
+			pushPull(t, w, push, pull)
+		}
+		if n := testing.AllocsPerRun(1000, func() { pushPull(t, w, push, pull) }); n > 0 {
+			t.Errorf("%d bytes: %v allocations for each push_pull, want 0", size, n)
+		}
+		c.end()
+	}
+}

@@ -1,0 +1,199 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// traffic exchanges until it fails, then sends the error.
+func traffic(t testing.TB, c *client) <-chan error {
+	failed := make(chan error, 1)
+	begun := make(chan struct{})
+	go func() {
+		var once sync.Once
+		for i := 0; ; i++ {
+			if err := c.mixed(t.Context(), i); err != nil {
+				once.Do(func() { close(begun) })
+				failed <- err
+				return
+			}
+			once.Do(func() { close(begun) })
+		}
+	}()
+	<-begun
+	return failed
+}
+
+// lost checks that what failed has failed because of the peer, and soon.
+func lost(t testing.TB, failed <-chan error, since time.Time, texts ...string) {
+	t.Helper()
+	select {
+	case err := <-failed:
+		fails(t, err, van.ErrPeerLost, texts...)
+		t.Logf("after %s: %v", time.Since(since).Round(time.Millisecond), err)
+		if d := time.Since(since); d > soon {
+			t.Errorf("it took %s, want less than %s", d, soon)
+		}
+	case <-within(t, 20*time.Second).Done():
+		t.Fatal("nothing has failed")
+	}
+}
+
+// TestServerKilled: a server that is killed among requests fails them, and those that
+// follow, until another one takes its place. The instances of the other members of
+// the groups go on.
+func TestServerKilled(t *testing.T) {
+	c := start(t, options{workers: 2, servers: 2, group: 2})
+	all := c.clients()
+	work(t, all...)
+	// Instances 0 of both workers go on with servers 0 and 2, instances 1 lose server 3.
+	stop, cancel := context.WithCancel(t.Context())
+	var others sync.WaitGroup
+	for _, x := range []*client{all[0], all[2]} {
+		others.Go(func() {
+			for i := 0; stop.Err() == nil; i++ {
+				if err := x.mixed(t.Context(), i); err != nil {
+					t.Errorf("%s: %v", x.n.Name(), err)
+					return
+				}
+			}
+		})
+	}
+	defer others.Wait()
+	defer cancel()
+	a, b := traffic(t, all[1]), traffic(t, all[3])
+	killed := time.Now()
+	c.child("server", 3).kill()
+	lost(t, a, killed, all[1].n.Name(), "push_pull with server 3", "at "+c.hosts[0])
+	lost(t, b, killed, all[3].n.Name(), "push_pull with server 3")
+	fails(t, all[1].mixed(t.Context(), 0), van.ErrPeerLost, "server 3")
+
+	var next *process
+	id := all[1].n.ServerInstances()[1]
+	returns(t, []*postoffice.Node{all[1].n, all[3].n}, id, func() { next = c.spawn("server", 3, answers, 1) })
+	next.expect("ready")
+	work(t, all[1], all[3])
+	cancel()
+	others.Wait()
+	work(t, all...)
+}
+
+// TestServerKilledWithRequests: a server that has requests and owes the answers is
+// killed.
+func TestServerKilledWithRequests(t *testing.T) {
+	c := start(t, options{place: func(role string, _ int) place { return map[string]place{"server": {what: mute}}[role] }})
+	w := c.clients()[0]
+	r, err := w.begin([]part{{1, 100000}}, []part{{1, 100000}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := c.child("server", 0)
+	p.expect("got a batch")
+	failed, killed := make(chan error, 1), time.Now()
+	go func() { failed <- w.end(t.Context(), r) }()
+	p.kill()
+	lost(t, failed, killed, "worker 0 (id 9): push_pull with server 0 (id 8)", fmt.Sprintf("handler %d", r.handler))
+	for range 2 { // the second time it is a replacement that is killed
+		var next *process
+		returns(t, c.Workers, 8, func() { next = c.spawn("server", 0, answers, 1) })
+		next.expect("ready")
+		work(t, w)
+		failed := traffic(t, w)
+		killed := time.Now()
+		next.kill()
+		lost(t, failed, killed, "server 0 (id 8)")
+	}
+}
+
+// TestWorkerKilled: a worker that is killed among requests is no trouble to another
+// one, and can be replaced.
+func TestWorkerKilled(t *testing.T) {
+	c := start(t, options{workers: 2, servers: 2, place: func(role string, rank int) place {
+		if role == "worker" && rank == 1 {
+			return place{what: works}
+		}
+		return map[string]place{"server": {what: answers}}[role]
+	}})
+	w := newClient(t, c.Workers[0])
+	victim := c.child("worker", 1)
+	for range 2 {
+		victim.expect("works")
+		work(t, w)
+		victim.kill()
+		for i := range 10 {
+			if err := w.mixed(t.Context(), i); err != nil {
+				t.Fatalf("after the death of the other worker: %v", err)
+			}
+		}
+		victim = c.spawn("worker", 1, works, 1)
+	}
+	victim.expect("works")
+	work(t, w)
+}
+
+// TestSchedulerKilled: requests between workers and servers go on without a
+// scheduler; barriers fail and name it.
+func TestSchedulerKilled(t *testing.T) {
+	c := start(t, options{set: func(c *postoffice.Config) { c.StopTimeout = 5 * time.Second }, place: func(role string, _ int) place {
+		return map[string]place{"server": {what: answers}, "scheduler": {what: rules}}[role]
+	}})
+	w := c.clients()[0]
+	work(t, w)
+	failed := make(chan error, 1)
+	go func() { failed <- w.n.InstanceBarrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup) }()
+	killed := time.Now()
+	c.child("scheduler", 0).kill()
+	scheduler := fmt.Sprintf("scheduler (id 1) at %s:%d", c.hosts[0], c.Port)
+	lost(t, failed, killed, "worker 0 (id 9)", "instance barrier", scheduler)
+	work(t, w)
+	fails(t, w.n.Finalize(within(t, 20*time.Second)), van.ErrPeerLost, w.n.Name(), scheduler)
+}
+
+// TestServerStopped: a server that stands still gets its requests later. Those that
+// are not answered in time name it, also when there are more than it has places for.
+func TestServerStopped(t *testing.T) {
+	c := start(t, options{servers: 2})
+	w := c.clients()[0]
+	work(t, w)
+	victim := c.child("server", 1)
+	for _, n := range []int{1, 700} {
+		victim.signal(syscall.SIGSTOP)
+		var all []*request
+		for i := range n {
+			r, err := w.begin([]part{{1, 1000}, {2, 20 << 10}}, []part{{1, 1000}})
+			if errors.Is(err, van.ErrQueueFull) && i > 300 {
+				break
+			}
+			if err != nil {
+				t.Fatalf("request %d of %d: %v", i, n, err)
+			}
+			all = append(all, r)
+		}
+		for i, r := range all {
+			err := w.w.WaitFor(t.Context(), r.handler, 300*time.Millisecond)
+			fails(t, err, van.ErrTimeout, "worker 0 (id 9): push_pull", "no answer from server 1 (id 10) at "+c.hosts[0])
+			if t.Failed() {
+				t.Fatalf("request %d", i)
+			}
+			for _, x := range r.pull { // the caller's again: a late answer must not change it
+				clear(x.Val.Bytes())
+			}
+		}
+		victim.signal(syscall.SIGCONT)
+		work(t, w)
+		for i, r := range all {
+			if b := r.pull[1].Val.Bytes(); len(b) != 1000 || b[0] != 0 || b[999] != 0 {
+				t.Fatalf("a late answer to request %d was written to memory that is the caller's again", i)
+			}
+		}
+	}
+	c.end()
+}

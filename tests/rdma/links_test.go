@@ -1,0 +1,192 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// on runs a command on a host of tools/rdma-vm.
+func on(t testing.TB, host int, command ...string) {
+	t.Helper()
+	out, err := exec.Command("rdma-host", append([]string{fmt.Sprint(host)}, command...)...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("on host %d: %s: %v\n%s", host, strings.Join(command, " "), err, out)
+	}
+}
+
+// apart starts a cluster whose only server is a child on host 2.
+func apart(t testing.TB, o options) *cluster {
+	t.Helper()
+	twoHosts(t)
+	o.place = func(role string, _ int) place {
+		if role == "server" {
+			return place{answers, 2}
+		}
+		return place{}
+	}
+	c := start(t, o)
+	if len(c.hosts) < 2 {
+		c.hosts = twoHosts(t)
+	}
+	return c
+}
+
+// TestLinkLost: a link that is cut fails the requests that need it, in time and
+// naming the peer; when it is back, the pair goes on without anyone's doing.
+func TestLinkLost(t *testing.T) {
+	for _, tt := range []struct {
+		name     string
+		cut, fix [][]string
+	}{
+		{"cable", [][]string{{"ip", "link", "set", "port2", "nomaster"}}, [][]string{{"ip", "link", "set", "port2", "master", "switch"}}},
+		{"interface", [][]string{{"ip", "link", "set", "eth1", "down"}}, [][]string{{"ip", "link", "set", "eth1", "up"},
+			{"ip", "neigh", "replace", "10.77.0.1", "lladdr", "02:00:00:77:00:01", "dev", "eth1"}}},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			c := apart(t, options{})
+			w := c.clients()[0]
+			work(t, w)
+			side := 1 // the switch is on host 1
+			if tt.name == "interface" {
+				side = 2
+			}
+			whole := true
+			repair := func() {
+				if !whole {
+					for _, x := range tt.fix {
+						on(t, side, x...)
+					}
+					whole = true
+				}
+			}
+			defer repair()
+			for range 2 {
+				failed := traffic(t, w)
+				whole = false
+				cut := time.Now()
+				for _, x := range tt.cut {
+					on(t, side, x...)
+				}
+				lost(t, failed, cut, "push_pull with server 0 (id 8) at "+c.hosts[1])
+				fails(t, w.mixed(t.Context(), 0), van.ErrPeerLost, "server 0 (id 8)")
+				returns(t, c.Workers, 8, repair)
+				// The server's connection to the worker may take a little longer.
+				for limit, i := within(t, 20*time.Second), 0; ; i++ {
+					err := w.mixed(limit, i)
+					if err == nil {
+						break
+					}
+					if !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrTimeout) || limit.Err() != nil {
+						t.Fatalf("after the repair: %v", err)
+					}
+				}
+				work(t, w)
+			}
+			c.end()
+		})
+	}
+}
+
+// TestLoss: packets that are lost are sent again by the devices. What they give up is
+// a lost peer that comes back.
+func TestLoss(t *testing.T) {
+	c := apart(t, options{})
+	if _, err := exec.LookPath("tc"); err != nil {
+		t.Skipf("needs tc of iproute2: %v", err)
+	}
+	w := c.clients()[0]
+	work(t, w)
+	on(t, 2, "tc", "qdisc", "add", "dev", "eth1", "root", "netem", "loss", "2%")
+	whole := false
+	repair := func() {
+		if !whole {
+			on(t, 2, "tc", "qdisc", "del", "dev", "eth1", "root")
+			whole = true
+		}
+	}
+	defer repair()
+	failures := 0
+	for i, begun := 0, time.Now(); i < 40 && time.Since(begun) < 10*time.Second; i++ {
+		if err := w.exchange(t.Context(), []part{{1, 100 * i}, {2, 20000}}, []part{{1, 20000}}); errors.Is(err, van.ErrPeerLost) || errors.Is(err, van.ErrTimeout) {
+			failures++
+		} else if err != nil {
+			t.Fatalf("round %d: %v", i, err)
+		}
+	}
+	t.Logf("%d requests failed", failures)
+	repair()
+	for limit, i := within(t, 20*time.Second), 0; ; i++ {
+		err := w.mixed(limit, i)
+		if err == nil {
+			break
+		}
+		if limit.Err() != nil {
+			t.Fatalf("without loss: %v", err)
+		}
+	}
+	work(t, w)
+	c.end()
+}
+
+// TestLateScheduler: nodes that start before the scheduler listens wait for it.
+func TestLateScheduler(t *testing.T) {
+	c := prepare(t, options{})
+	c.Cluster = testcluster.New(t, c.testOptions())
+	server := c.spawn("server", 0, answers, 1)
+	type result struct {
+		n   *postoffice.Node
+		err error
+	}
+	joined := make(chan result, 1)
+	go func() {
+		n, err := c.Join(t.Context(), "worker", 0, nil)
+		joined <- result{n, err}
+	}()
+	select {
+	case r := <-joined:
+		t.Fatalf("without a scheduler Start returned %v", r.err)
+	case <-time.After(700 * time.Millisecond): // several attempts
+	}
+	if _, err := c.Join(t.Context(), "scheduler", 0, nil); err != nil {
+		t.Fatal(err)
+	}
+	r := <-joined
+	if r.err != nil {
+		t.Fatal(r.err)
+	}
+	server.expect("ready")
+	work(t, newClient(t, r.n))
+}
+
+// TestNoScheduler: a wrong port, and an address where nobody is, end with an error at
+// the deadline which says what was tried.
+func TestNoScheduler(t *testing.T) {
+	c := prepare(t, options{})
+	c.Cluster = testcluster.New(t, c.testOptions())
+	for _, tt := range []struct {
+		name, host, text string
+	}{
+		{"wrong port", c.hosts[0], "nobody listens there yet"},
+		{"no such host", "10.77.0.99", ""},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			defer cancel()
+			begun := time.Now()
+			_, err := c.Join(ctx, "worker", 0, func(c *postoffice.Config) { c.RootURI, c.StartTimeout = tt.host, 1500*time.Millisecond })
+			fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at %s:%d has not answered", tt.host, c.Port), tt.text)
+			if d := time.Since(begun); d > 10*time.Second {
+				t.Errorf("it took %s, want little more than 1.5s", d)
+			}
+		})
+	}
+}

@@ -1,0 +1,6 @@
+//go:build race
+
+package rdma
+
+// raceEnabled tells that the race detector allocates, too.
+const raceEnabled = true
