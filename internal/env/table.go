@@ -63,7 +63,7 @@ var table = []variable{
 		differs: "Names are resolved; empty is the same as unset.",
 	}, {
 		name: "DMLC_INTERFACE", topic: addresses, kind: String, readers: "workers, servers", check: checkInterface,
-		defNote: "first interface that is not loopback",
+		defNote: "first interface that is not loopback; ibverbs: first active RDMA port",
 		field:   func(c *Config) any { return &c.Interface },
 		help:    "Network interface whose address is advertised when `DMLC_NODE_HOST` is unset. `auto` takes the one nearest to the GPU, even if `DMLC_NODE_HOST` is set.",
 		differs: "A name works (the original stops with `failed to get ip`). `auto` in any case. If `auto` finds nothing, `DMLC_NODE_HOST` counts.",
@@ -123,30 +123,30 @@ var table = []variable{
 		name: "STEPMESH_SPLIT_QP_LAG", topic: rdma, kind: Int, min: 0, max: 1, def: "0", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.SplitQPLag },
 		help:    "Spread every value over the queue pairs and these over the ports of a bonded NIC. The sender decides.",
-		differs: "Failure to set the port is a warning.",
+		differs: "Failure to set the port is a log line at level 1. Values below 8 KiB are not split.",
 	}, {
 		name: "BYTEPS_RDMA_START_DEPTH", topic: rdma, kind: Int, min: 1, max: 1 << 16, defNote: "128; scheduler 256", readers: "ibverbs",
 		field: func(c *Config) any { return &c.RDMAStartDepth },
-		help:  "Contexts of each connection for asking a peer where to write.",
+		help:  "With RX_DEPTH the depth of the send queues of each connection, in work requests.",
 	}, {
 		name: "BYTEPS_RDMA_RX_DEPTH", topic: rdma, kind: Int, min: 1, max: 1 << 16, defNote: "256; scheduler 16", readers: "ibverbs",
 		field: func(c *Config) any { return &c.RDMARxDepth },
-		help:  "Receive and reply contexts of each connection, shared among its queue pairs. Lower it when memory cannot be registered.",
+		help:  "Receive requests of each connection, shared among its queue pairs. Lower it when memory cannot be registered.",
 	}, {
 		name: "BYTEPS_RDMA_MAX_CONCURR_WR", topic: rdma, kind: Int, min: 1, max: 1 << 20, def: "4224", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAMaxConcurrWR },
-		help:    "Work requests in flight; the completion queue holds twice as many. At least START_DEPTH + 2 * RX_DEPTH.",
-		differs: "That sum is computed with the depths in force.",
+		help:    "Messages that may wait for one peer. At least START_DEPTH + 2 * RX_DEPTH.",
+		differs: "That sum is computed with the depths in force. More are an error (`van.ErrQueueFull`). Completion queues grow with the connections.",
 	}, {
 		name: "BYTEPS_ADDRESS_POOL_SIZE", topic: rdma, kind: Int, min: 1, max: 32768, def: "10240", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.AddressPoolSize },
-		help:    "Receive slots: one for each peer, key and direction.",
-		differs: "Control messages give their slot back.",
+		help:    "Places that this node gives to its peers to write to.",
+		differs: "Towards our nodes their number follows what is in flight, not the keys. Those of control messages come back.",
 	}, {
 		name: "BYTEPS_PRINT_RDMA_LOG", topic: rdma, kind: Switch, def: "0", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.PrintRDMALog },
-		help:    "A log line for each push and pull, request and answer.",
-		differs: "In every build.",
+		help:    "A log line at level 1 for each event of a connection and each attempt to connect.",
+		differs: "In every build. Messages are shown by `PS_VERBOSE=2`.",
 	},
 
 	{
