@@ -145,7 +145,7 @@ var table = []variable{
 	}, {
 		name: "BYTEPS_PRINT_RDMA_LOG", topic: rdma, kind: Switch, def: "0", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.PrintRDMALog },
-		help:    "A log line at level 1 for each event of a connection and each attempt to connect.",
+		help:    "A log line at level 1 for each event of a connection and each failed attempt to connect.",
 		differs: "In every build. Messages are shown by `PS_VERBOSE=2`.",
 	},
 
