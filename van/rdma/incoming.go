@@ -454,7 +454,7 @@ func (in *incoming) keep(l *lease, need rendezvous.Need) {
 		clear(all[len(kept):])
 		all = kept
 	}
-	if !l.OneShot {
+	if !l.OneShot && in.hello.ours {
 		in.leases[l.Route] = append(all, l)
 	}
 }

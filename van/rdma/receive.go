@@ -280,6 +280,11 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 		if l.OneShot {
 			d.v.table.End(l)
 		}
+	} else if !in.hello.ours && (m.IsControl() || m.SimpleApp) {
+		// The original asks anew for each of these.
+		if d.v.table.End(l) {
+			in.free(l)
+		}
 	} else {
 		d.consumed(in, l)
 	}

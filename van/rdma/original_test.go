@@ -1,0 +1,140 @@
+package rdma
+
+import (
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// original is a node of the original that sends with one queue pair.
+type original struct {
+	*pair
+	ch  verbs.Channel
+	id  verbs.ID
+	dev verbs.Device
+	qp  verbs.QP
+	mem []byte
+	mr  verbs.MR
+}
+
+// newOriginal connects a node with this id to the server.
+func newOriginal(p *pair, id int) *original {
+	p.Helper()
+	o := &original{pair: p}
+	must := func(err error) {
+		p.Helper()
+		if err != nil {
+			p.Fatal(err)
+		}
+	}
+	var err error
+	o.ch, err = p.net.Stack(netip.MustParseAddr("10.77.0.2")).NewChannel()
+	must(err)
+	o.id, err = o.ch.NewID(1)
+	must(err)
+	must(o.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(p.server.source, uint16(p.server.self.Port)), time.Second))
+	o.event(verbs.AddrResolved)
+	must(o.id.ResolveRoute(time.Second))
+	o.event(verbs.RouteResolved)
+	o.dev, err = o.id.Device()
+	must(err)
+	o.qp, err = o.id.CreateQP(verbs.QPOptions{SendDepth: 64, RecvDepth: 64, Inline: 512})
+	must(err)
+	h := hello{node: id, port: 4000, host: "10.77.0.2"}
+	must(o.id.Connect(verbs.ConnParam{Private: h.encode()[:contextLen], RetryCount: 7, RNRRetryCount: 7}))
+	o.event(verbs.Established)
+	o.mem = make([]byte, 4096)
+	o.mr, err = o.dev.Register(backend.Bytes(o.mem).Ptr(), len(o.mem), verbs.LocalWrite)
+	must(err)
+	p.Cleanup(func() {
+		must(o.mr.Deregister())
+		must(o.id.Destroy())
+		must(o.ch.Close())
+	})
+	return o
+}
+
+func (o *original) event(want verbs.EventType) {
+	o.Helper()
+	if ev, err := o.ch.Next(); err != nil || ev.Type != want {
+		o.Fatalf("event %v, %v, want %v", ev.Type, err, want)
+	}
+}
+
+func (o *original) post(wr verbs.SendWR, b []byte) {
+	o.Helper()
+	wr.QP, wr.Flags = o.qp.Handle(), verbs.Signaled
+	wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(o.mem).Addr(), uint32(copy(o.mem, b)), o.mr.LKey()
+	if _, err := o.dev.Post([]verbs.SendWR{wr}); err != nil {
+		o.Fatal(err)
+	}
+}
+
+// completion waits for the next one of that type.
+func (o *original) completion(want verbs.CompletionType) verbs.Completion {
+	o.Helper()
+	out := make([]verbs.Completion, 1)
+	for end := time.Now().Add(testTime); time.Now().Before(end); {
+		n, err := o.dev.Poll(out, 0, 100*time.Millisecond)
+		if err != nil {
+			o.Fatal(err)
+		}
+		if n > 0 && out[0].Status != verbs.StatusOK {
+			o.Fatalf("completion: %s", out[0].Status)
+		}
+		if n > 0 && out[0].Type == want {
+			return out[0]
+		}
+	}
+	o.Fatal("no completion")
+	return verbs.Completion{}
+}
+
+// ask asks for a place.
+func (o *original) ask(s start) (r reply) {
+	o.Helper()
+	b := make([]byte, startLen)
+	s.put(b)
+	o.post(verbs.SendWR{Op: verbs.OpSendImm, Imm: immStart}, b)
+	c := o.completion(verbs.RecvSend)
+	if err := r.get(recvData(&c)); err != nil || c.Imm != immReply {
+		o.Fatalf("reply with immediate %d: %v", c.Imm, err)
+	}
+	return r
+}
+
+// send writes m to the place.
+func (o *original) send(m *van.Message, at reply) {
+	o.Helper()
+	b := make([]byte, m.EncodedLen())
+	if err := m.EncodeTo(b); err != nil {
+		o.Fatal(err)
+	}
+	o.post(verbs.SendWR{Op: verbs.OpWriteImm, Imm: at.index, RemoteAddr: at.meta, RKey: at.metaKey}, b)
+	o.completion(verbs.SendDone)
+}
+
+func oneQP(c *env.Config) { c.QPNum = 1 }
+
+// The original asks for a new place for each control message and never gives one
+// back.
+func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
+	p := newPair(t, oneQP)
+	o := newOriginal(p, 11)
+	m := &van.Message{}
+	m.Reset()
+	m.Control.Cmd = van.Heartbeat
+	for i := range 50 {
+		m.Timestamp = int32(i)
+		o.send(m, o.ask(start{metaLen: uint64(m.EncodedLen())}))
+		p.next(p.atServer).Release()
+	}
+	if n := p.server.table.Len(); n > 1 {
+		t.Errorf("%d places are given away after 50 control messages, want at most 1", n)
+	}
+}
