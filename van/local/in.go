@@ -171,6 +171,7 @@ func (l *inLink) chunk(b []byte) (*parcel, error) {
 		copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
 	}
 	l.off += n
+	l.v.chunks.Add(1)
 	if l.off < len(p.dst[l.part]) {
 		return nil, nil
 	}

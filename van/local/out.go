@@ -219,6 +219,7 @@ func (l *outLink) pump() {
 		if l.space() >= chunkHead+align(n)+recordHead && streamed < maxStream {
 			l.tail += uint64(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
 			l.seg.tail().Store(l.tail)
+			l.bell.ring() // it may have given up waiting for more
 			s.off += n
 			streamed += n
 			since = 0

@@ -17,10 +17,12 @@ import (
 const (
 	// spinTime is how long to look for a message before sleeping: waking a sleeper
 	// costs more than a small message.
-	spinTime = 100 * time.Microsecond
+	spinTime = 50 * time.Microsecond
 
-	// maxPoll bounds a Poll: its caller has a deadline.
-	maxPoll = time.Millisecond
+	// maxQuiet and maxPoll bound a Poll, the first one after the last progress: its
+	// caller has a deadline.
+	maxQuiet = time.Millisecond
+	maxPoll  = 20 * time.Millisecond
 
 	// maxSleep bounds a sleep; see bell.wait.
 	maxSleep = 500 * time.Millisecond
@@ -68,12 +70,12 @@ func (p *patience) empty(now uint64) {
 func (p *patience) begin(now uint64) { p.waiting, p.since = true, now }
 
 // came says that a message has come.
-func (p *patience) came() {
+func (p *patience) came(now uint64) {
 	if !p.waiting {
 		return
 	}
 	p.waiting = false
-	if clock.Now()-p.since <= uint64(spinTime) {
+	if now-p.since <= uint64(spinTime) {
 		p.trust = min(p.trust+1, maxTrust)
 	} else {
 		p.trust = max(p.trust-1, -maxTrust)
@@ -81,11 +83,11 @@ func (p *patience) came() {
 }
 
 // spin is how long to look, of the longest time that the configuration allows.
-func (p *patience) spin(most time.Duration) uint64 {
+func (p *patience) spin(most time.Duration) time.Duration {
 	if p.trust < 0 {
-		most = min(most, shortSpin)
+		return min(most, shortSpin)
 	}
-	return uint64(most)
+	return most
 }
 
 // receive blocks until a message has come. It is the loop's.
@@ -117,7 +119,7 @@ func (v *Van) take() *parcel {
 		v.patience.empty(clock.Now())
 		return nil
 	}
-	v.patience.came()
+	v.patience.came(clock.Now())
 	p.from.inHand.Add(1)
 	return p
 }
@@ -126,19 +128,23 @@ func (v *Van) take() *parcel {
 func (v *Van) look() *parcel {
 	var s spinner
 	limit := v.spinLimit()
+	chunks := v.chunks.Load()
 	for start := clock.Now(); !v.stopping.Load() && v.pollers.Load() == 0; s.pause() {
 		if p := v.take(); p != nil {
 			return p
 		}
-		if v.cfg.BusyPoll != env.SpinForever && clock.Now()-start > limit {
-			break
+		switch now := clock.Now(); {
+		case v.chunks.Load() != chunks:
+			start, chunks = now, v.chunks.Load()
+		case v.cfg.BusyPoll != env.SpinForever && now-start > uint64(limit):
+			return nil
 		}
 	}
 	return nil
 }
 
-// spinLimit is how long to look now, in nanoseconds.
-func (v *Van) spinLimit() uint64 {
+// spinLimit is how long to look now.
+func (v *Van) spinLimit() time.Duration {
 	v.rx.Lock()
 	defer v.rx.Unlock()
 	return v.patience.spin(v.spin)
@@ -253,20 +259,24 @@ func (v *Van) poll(done func() bool) {
 	var s spinner
 	begun := clock.Now()
 	v.patience.begin(begun)
-	for start := begun; !done() && !v.closing.Load(); s.pause() {
-		if p := v.scan(true); p != nil {
-			v.patience.came()
+	for start, chunks := begun, v.chunks.Load(); !done() && !v.closing.Load(); s.pause() {
+		p := v.scan(true)
+		if p != nil {
 			v.deliver(p)
-			start = clock.Now()
-			v.patience.begin(start)
-			continue
 		}
 		now := clock.Now()
-		if now-begun > uint64(maxPoll) {
+		if p != nil || v.chunks.Load() != chunks {
+			v.patience.came(now)
+			v.patience.begin(now)
+			start, chunks = now, v.chunks.Load()
+			continue
+		}
+		quiet := time.Duration(now - start)
+		if quiet > maxQuiet || now-begun > uint64(maxPoll) {
 			return
 		}
-		if now-start > v.patience.spin(v.spin) {
-			v.nap(maxPoll - time.Duration(now-begun))
+		if quiet > v.patience.spin(v.spin) {
+			v.nap(maxQuiet - quiet)
 		}
 	}
 }

@@ -21,7 +21,7 @@ const (
 	offGens  = offAcks + 4*slotCount
 
 	headerLen = 8192 // two pages
-	ringLen   = 1 << 20
+	ringLen   = 2 << 20
 	slotCount = 512 // messages whose memory is lent at a time
 
 	segmentLen = headerLen + ringLen

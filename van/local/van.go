@@ -47,6 +47,7 @@ type Van struct {
 	// What who receives uses; see receive.go.
 	rx       sync.Mutex
 	turn     int
+	chunks   atomic.Uint64 // of streams, received
 	patience patience
 	spin     time.Duration
 	hot      bool // the loop's: a message has come since it last slept

@@ -1,0 +1,238 @@
+package local
+
+import (
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// echoing makes x answer every push with one of the same values.
+func (x *node) echoing() {
+	x.Start(func(m *van.Message) {
+		a := data(m.Sender, int(m.Timestamp), m.Vals.Host())
+		a.Request = false
+		if err := x.Send(a); err != nil && !errors.Is(err, van.ErrClosed) {
+			x.t.Errorf("answer: %v", err)
+		}
+	})
+}
+
+// TestPoll: who waits receives itself, whether it has to sleep or not, and what
+// comes when nobody polls is received all the same.
+func TestPoll(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		busy env.BusyPoll
+		set  func(v *Van)
+	}{
+		{"spins", env.SpinThenBlock, nil},
+		{"sleeps at once", env.SpinThenBlock, func(v *Van) { v.spin = 1 }},
+		{"never spins", env.AlwaysBlock, func(v *Van) { v.spin = 0 }},
+		{"spins for ever", env.SpinForever, func(v *Van) { v.cfg.BusyPoll = env.SpinForever }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			n := inproc.NewNetwork()
+			worker, server := newNode(t, n, 9, c.set), newNode(t, n, 8, c.set)
+			var got atomic.Int64
+			signal := make(chan struct{}, 1)
+			worker.Start(func(m *van.Message) {
+				if m.Timestamp != int32(got.Load()) {
+					t.Errorf("answer %d came when %d was due", m.Timestamp, got.Load())
+				}
+				got.Add(1)
+				select {
+				case signal <- struct{}{}:
+				default:
+				}
+			})
+			server.echoing()
+			worker.connect(server)
+			server.connect(worker)
+			for i := range 2000 {
+				worker.must(data(8, i, []byte("x")))
+				done := func() bool { return got.Load() > int64(i) }
+				if i%3 != 0 {
+					worker.Poll(done)
+				}
+				for end := time.After(limit); !done(); {
+					select {
+					case <-signal:
+					case <-end:
+						t.Fatalf("no answer %d", i)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestPollsAtOnce: many callers wait at the same time; each gets its answer soon,
+// though only one of them polls.
+func TestPollsAtOnce(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
+	const callers, each = 4, 300
+	var answers [callers]chan int32
+	for i := range answers {
+		answers[i] = make(chan int32, 1)
+	}
+	worker.Start(func(m *van.Message) { answers[m.Timestamp%callers] <- m.Timestamp })
+	server.echoing()
+	worker.connect(server)
+	server.connect(worker)
+	errs := make(chan error, callers)
+	for c := range callers {
+		go func() {
+			for i := range each {
+				ts := i*callers + c
+				if err := worker.Send(data(8, ts, []byte("x"))); err != nil {
+					errs <- err
+					return
+				}
+				worker.Poll(func() bool { return len(answers[c]) > 0 })
+				select {
+				case got := <-answers[c]:
+					if int(got) != ts {
+						errs <- fmt.Errorf("caller %d: answer %d, want %d", c, got, ts)
+						return
+					}
+				case <-time.After(limit):
+					errs <- fmt.Errorf("caller %d: no answer %d", c, ts)
+					return
+				}
+			}
+			errs <- nil
+		}()
+	}
+	for range callers {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestPatience: waits that were short make the next one spin, long ones do not.
+func TestPatience(t *testing.T) {
+	var p patience
+	wait := func(d time.Duration) {
+		p.begin(1000)
+		p.came(1000 + uint64(d))
+	}
+	if got := p.spin(spinTime); got != spinTime {
+		t.Errorf("at first it spins for %s, want %s", got, spinTime)
+	}
+	for range 3 {
+		wait(time.Second)
+	}
+	if got := p.spin(spinTime); got != shortSpin {
+		t.Errorf("after long waits it spins for %s, want %s", got, shortSpin)
+	}
+	if got := p.spin(0); got != 0 {
+		t.Errorf("where it is not to spin it spins for %s", got)
+	}
+	for range 100 {
+		wait(time.Second)
+	}
+	for range maxTrust {
+		wait(time.Microsecond)
+	}
+	if got := p.spin(spinTime); got != spinTime {
+		t.Errorf("after short waits it spins for %s, want %s", got, spinTime)
+	}
+}
+
+// TestMixed: a worker polls for peers of both kinds.
+func TestMixed(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker, near, far := newNode(t, n, 9, nil), newNode(t, n, 8, nil), newNode(t, n, 10, nil)
+	worker.start()
+	near.echoing()
+	far.echoing()
+	far.self.Endpoint = nil
+	worker.connect(near)
+	near.connect(worker)
+	for _, c := range []struct{ a, b *node }{{worker, far}, {far, worker}} {
+		self := c.b.self
+		self.Endpoint = nil
+		if err := c.a.Connect(t.Context(), self.ID, self); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if worker.Linked(10) {
+		t.Fatal("linked to a node that does not offer it")
+	}
+	for i := range 500 {
+		for _, id := range []int{8, 10} {
+			worker.must(data(id, i, []byte("x")))
+			worker.Poll(func() bool { return len(worker.in) > 0 })
+			m := worker.next()
+			if m.Sender != id || int(m.Timestamp) != i {
+				t.Fatalf("answer %d of %d, want %d of %d", m.Timestamp, m.Sender, i, id)
+			}
+			m.Release()
+		}
+	}
+}
+
+// TestReplaced: one that takes a peer's place is not heard before this node knows
+// of it, and what the other one's link says no longer counts.
+func TestReplaced(t *testing.T) {
+	worker, first := pair(t)
+	worker.must(data(8, 1, []byte("x")))
+	first.next().Release()
+	first.must(data(9, 1, []byte("of the first")))
+	worker.next().Release()
+
+	second := newNode(t, inproc.NewNetwork(), 8, nil)
+	second.start()
+	second.connect(worker)
+	second.must(data(9, 2, []byte("of the second")))
+	if err := first.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	worker.event(8, false)
+	if err := worker.Connect(t.Context(), 8, second.self); err != nil {
+		t.Fatal(err)
+	}
+	worker.mu.Lock()
+	var held int
+	for _, l := range *worker.ins.Load() {
+		if l.held.Load() {
+			held++
+		}
+	}
+	worker.mu.Unlock()
+	if held > 1 {
+		t.Errorf("%d links are held, want at most that of the second", held)
+	}
+	worker.Admit(8)
+	if m := worker.next(); string(m.Vals.Host()) != "of the second" {
+		t.Errorf("received %q", m.Vals.Host())
+	}
+	select {
+	case e := <-worker.events:
+		t.Errorf("told of %+v", e)
+	default:
+	}
+}
+
+// TestStranger: one that this node is never told of is heard after a while.
+func TestStranger(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
+	worker.start()
+	server.start()
+	worker.connect(server)
+	begun := time.Now()
+	worker.must(data(8, 1, []byte("x")))
+	server.next().Release()
+	if d := time.Since(begun); d < holdTime/2 {
+		t.Errorf("heard after %s, want about %s", d, holdTime)
+	}
+}
