@@ -184,9 +184,8 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	start, rx := v.cfg.RDMADepths()
-	depth := start + rx
-	l.pipe, err = newPipe(dev, qps, serial, depth, max(depth/2, 1), stageEach)
+	depth, _ := v.depths()
+	l.pipe, err = newPipe(dev, qps, serial, depth, depth/2, stageEach)
 	return l, err
 }
 
@@ -223,18 +222,16 @@ func (p *peer) prepare(ctx context.Context, c *cmID, q int) (qp verbs.QP, dev ve
 // createQP makes the queue pair of an ID. Each direction has as many receive
 // requests as the original's.
 func (v *rvan) createQP(id verbs.ID, dev verbs.Device, cookie uint64, q int, active bool) (verbs.QP, error) {
-	start, rx := v.cfg.RDMADepths()
-	recv := max(rx/v.cfg.QPNum, 1)
-	need := start + rx + recv
+	send, recv := v.depths()
 	v.reserve.Lock()
-	v.reserved[dev] += need
+	v.reserved[dev] += send + recv
 	err := dev.Reserve(v.reserved[dev])
 	v.reserve.Unlock()
 	if err != nil {
 		v.release(dev)
 		return nil, err
 	}
-	o := verbs.QPOptions{Cookie: cookie, SendDepth: start + rx, RecvDepth: recv, Inline: inlineWanted}
+	o := verbs.QPOptions{Cookie: cookie, SendDepth: send, RecvDepth: recv, Inline: inlineWanted}
 	if active && v.cfg.SplitQPLag {
 		o.Port = 1 + q%2
 	}
@@ -253,10 +250,17 @@ func (v *rvan) createQP(id verbs.ID, dev verbs.Device, cookie uint64, q int, act
 
 // release takes back the room of one queue pair in the completion queue.
 func (v *rvan) release(dev verbs.Device) {
-	start, rx := v.cfg.RDMADepths()
+	send, recv := v.depths()
 	v.reserve.Lock()
-	v.reserved[dev] -= start + rx + max(rx/v.cfg.QPNum, 1)
+	v.reserved[dev] -= send + recv
 	v.reserve.Unlock()
+}
+
+// depths are those of one queue pair: the original's, and room for one message at
+// least.
+func (v *rvan) depths() (send, recv int) {
+	start, rx := v.cfg.RDMADepths()
+	return max(start+rx, maxWRs), max(rx/v.cfg.QPNum, 1)
 }
 
 // inlineWanted is for a meta with its trailer.

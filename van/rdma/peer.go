@@ -526,7 +526,7 @@ func (p *peer) values(l *link, id uint32, o *outgoing, at *rendezvous.Place, sta
 		}
 		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.regions[0].mr.LKey()
 		if !split {
-			l.add(id, 0, wr)
+			l.value(id, wr)
 			return
 		}
 		part := wr.Len / uint32(len(l.qps))
@@ -560,7 +560,7 @@ func (p *peer) values(l *link, id uint32, o *outgoing, at *rendezvous.Place, sta
 		} else {
 			wr.LocalAddr, wr.Len, wr.LKey = o.data[i].Addr(), o.lens[i], r.regions[reg].mr.LKey()
 			reg++
-			l.add(id, 0, wr)
+			l.value(id, wr)
 		}
 		off += n
 	}

@@ -17,7 +17,9 @@ type pipe struct {
 	serial uint32 // of the connection, in the IDs of work requests
 	inline int    // bytes that all queue pairs take inline
 	depth  int
-	room   []int // work requests that each queue pair takes
+	most   int    // work requests that one record may need on one queue pair
+	write  uint32 // the longest
+	room   []int  // work requests that each queue pair takes
 	stage  *block
 	each   int // bytes of stage for each record
 	recs   []record
@@ -36,9 +38,13 @@ type record struct {
 	n       int    // regions
 }
 
-// maxWRs is the number of work requests that one record may need on one queue pair:
-// one for each frame, and the meta.
-const maxWRs = van.MaxFrames + 1
+// maxWRs is the number of work requests that one message may need on one queue pair:
+// one for each frame, one more as maxData bytes can be longer than maxWrite, and the
+// meta.
+const maxWRs = van.MaxFrames + 2
+
+// maxWrite is the longest write that all devices take: ConnectX's max_msg_sz.
+const maxWrite = 1 << 30
 
 // newPipe makes a pipe of n records with each bytes of staging memory.
 func newPipe(dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, each int) (*pipe, error) {
@@ -46,7 +52,7 @@ func newPipe(dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, each int
 	if err != nil {
 		return nil, fmt.Errorf("staging memory of %d bytes: %w", n*each, err)
 	}
-	p := &pipe{dev: dev, qps: qps, serial: serial, inline: 1 << 30, depth: depth, stage: stage, each: each, recs: make([]record, n)}
+	p := &pipe{dev: dev, qps: qps, serial: serial, inline: 1 << 30, depth: depth, most: min(depth, maxWRs), write: maxWrite, stage: stage, each: each, recs: make([]record, n)}
 	for _, q := range qps {
 		p.inline = min(p.inline, q.MaxInline())
 		p.room = append(p.room, depth)
@@ -64,7 +70,7 @@ func (p *pipe) begin() (id uint32, r *record, stage []byte, ok bool) {
 		return 0, nil, nil, false
 	}
 	for _, n := range p.room {
-		if n < maxWRs {
+		if n < p.most {
 			return 0, nil, nil, false
 		}
 	}
@@ -99,6 +105,18 @@ func (p *pipe) staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 		wr.LKey = p.stage.mr.LKey()
 	}
 	return wr
+}
+
+// value appends a write that may be longer than one work request can be.
+func (p *pipe) value(id uint32, wr verbs.SendWR) {
+	for ; wr.Len > p.write; wr.Len -= p.write {
+		x := wr
+		x.Len = p.write
+		p.add(id, 0, x)
+		wr.LocalAddr += uint64(p.write)
+		wr.RemoteAddr += uint64(p.write)
+	}
+	p.add(id, 0, wr)
 }
 
 // post hands what was added to the device. When that fails, the connection is broken.
