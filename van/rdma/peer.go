@@ -199,7 +199,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	}
 	control := msg.IsControl() || msg.SimpleApp
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
-	o.frames, o.size = msg.Frames, size
+	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
 	o.into, o.direct, o.tensor, o.pullLen = backend.Mem{}, false, false, 0
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.original(msg)
