@@ -377,7 +377,7 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 		return false
 	}
 	if err := p.fits(o); err != nil { // it was sent before there was a connection
-		p.reject(id, o, err)
+		p.reject(id, o, at, err)
 		return true
 	}
 	whole := o.whole && l.ours
@@ -393,19 +393,19 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 	if !whole && n > metaRoom {
 		b, err := newBlock(l.dev, n, 0)
 		if err != nil {
-			p.reject(id, o, fmt.Errorf("a meta of %d bytes: %w", n, err))
+			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
 			return true
 		}
 		r.large, meta, lkey = b, b.mem.Host(), b.mr.LKey()
 	}
 	copy(meta, o.meta)
 	if err := p.lend(l, r, o); err != nil {
-		p.reject(id, o, err)
+		p.reject(id, o, at, err)
 		return true
 	}
 	if o.into.Len() > 0 {
 		if err := p.expect(l, o, meta); err != nil {
-			p.reject(id, o, err)
+			p.reject(id, o, at, err)
 			return true
 		}
 	}
@@ -496,7 +496,8 @@ func (p *peer) expect(l *link, o *outgoing, meta []byte) error {
 
 // reject drops a message that turns out to be impossible. The requests that wait for
 // its answer fail. p.mu is held.
-func (p *peer) reject(id uint32, o *outgoing, err error) {
+func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.Place, err error) {
+	p.snd.Unused(at)
 	f := p.link.finish(id)
 	f.done = o.done
 	go f.end()

@@ -609,6 +609,7 @@ func (v *rvan) tellFailure(p *peer, err error) {
 func (v *rvan) sendError(msg *van.Message, p *peer, err error) error {
 	e := &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String(), Err: err}
 	if p != nil {
+		v.Flush(msg.Receiver) // what was sent with More has waited for msg
 		e.Peer += " at " + p.addr.String()
 	}
 	return e

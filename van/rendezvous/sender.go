@@ -250,6 +250,9 @@ func (s *Sender[T]) untake(p *Place) {
 	}
 }
 
+// Unused takes back the place of a Put that has dropped its message.
+func (s *Sender[T]) Unused(p *Place) { s.untake(p) }
+
 // request asks for a place for entry i of l, unless enough have been asked for.
 func (s *Sender[T]) request(l *lane[T], i int, need Need) {
 	w := l.q.at(i)

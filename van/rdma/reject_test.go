@@ -1,0 +1,89 @@
+package rdma
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+)
+
+// A message whose memory cannot be registered does not take its place with it.
+func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	vals := make([]byte, 64<<10)
+	send := func(ts int, vals []byte) {
+		t.Helper()
+		if err := p.worker.Send(tensor(serverID, ts, 1, true, true, vals)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	send(0, vals)
+	p.next(p.atServer).Release()
+	peer := (*p.worker.peers.Load())[serverID]
+	places := func() int {
+		peer.mu.Lock()
+		defer peer.mu.Unlock()
+		return peer.snd.Places()
+	}
+	before := places()
+	noMemory := errors.New("no memory")
+	p.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpRegister && op.Stack == p.worker.stack {
+			return noMemory
+		}
+		return nil
+	})
+	for i := range 20 {
+		send(1+i, make([]byte, 64<<10))
+		p.until("end of a message", func() bool {
+			peer.mu.Lock()
+			defer peer.mu.Unlock()
+			return peer.snd.Waiting() == 0
+		})
+	}
+	p.net.Fail(nil)
+	send(1000, vals)
+	if m := p.next(p.atServer); m.Timestamp != 1000 {
+		t.Errorf("message %d came, want 1000", m.Timestamp)
+	}
+	if n := places(); n > before+1 {
+		t.Errorf("%d places after messages that could not be sent, %d before", n, before)
+	}
+}
+
+// What was sent with More leaves although the message that it waits for is refused.
+func TestMoreBeforeError(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	vals := make([]byte, 100)
+	m := tensor(serverID, 1, 1, true, true, vals)
+	if err := p.worker.Send(m); err != nil { // finds a place
+		t.Fatal(err)
+	}
+	p.next(p.atServer).Release()
+	// The credit has come, which would send what waits.
+	p.until("quiet", func() bool {
+		quiet := (*p.worker.devices.Load())[0].parked.Load()
+		for _, c := range *p.server.conns.Load() {
+			if in := c.in; in != nil {
+				in.mu.Lock()
+				quiet = quiet && len(in.credits) == 0 && in.out.idle()
+				in.mu.Unlock()
+			}
+		}
+		return quiet
+	})
+	m = tensor(serverID, 2, 1, true, true, vals)
+	m.More = true
+	if err := p.worker.Send(m); err != nil {
+		t.Fatal(err)
+	}
+	bad := tensor(serverID, 3, 1, true, true, vals)
+	bad.Dim = van.MaxDims + 1
+	if err := p.worker.Send(bad); !errors.Is(err, van.ErrInvalid) {
+		t.Fatalf("Send of %d dimensions: %v", bad.Dim, err)
+	}
+	p.next(p.atServer).Release()
+}
