@@ -36,6 +36,7 @@ type device struct {
 	came    []*rxMsg // by the last poll
 	trailer trailer  // of the message being looked at
 	parked  atomic.Bool
+	wanted  atomic.Int32 // who waits for mu
 	// inHand counts messages that have come and have not been delivered by the loop.
 	inHand  atomic.Int32
 	stopped chan struct{}
@@ -113,13 +114,27 @@ func (d *device) forgetArea(a *area) {
 }
 
 // awaitFlush waits for the last completions of a connection that has been broken.
-func (d *device) awaitFlush(drained <-chan struct{}) {
-	t := time.NewTimer(flushTime)
-	defer t.Stop()
-	select {
-	case <-drained:
-	case <-t.C:
-	case <-d.stopped:
+// There may be fewer than receive requests: Soft-RoCE does not see those that are
+// posted once a queue pair has ended.
+func (d *device) awaitFlush(in *incoming) {
+	limit, look := time.NewTimer(flushTime), time.NewTicker(flushPause)
+	defer limit.Stop()
+	defer look.Stop()
+	for last := int32(0); ; {
+		select {
+		case <-in.drained:
+			return
+		case <-limit.C:
+			return
+		case <-d.stopped:
+			return
+		case <-look.C:
+			n := in.flushed.Load()
+			if n > 0 && n == last {
+				return
+			}
+			last = n
+		}
 	}
 }
 
@@ -178,7 +193,7 @@ func (d *device) look() {
 		d.parked.Store(true)
 		// Whoever has put something for the loop since, or owes credits, sees parked.
 		d.housekeep(true)
-		if d.v.pollers.Load() > 0 || d.ending.Load() || d.pending() {
+		if d.v.pollers.Load() > 0 || d.ending.Load() || d.wanted.Load() > 0 || d.pending() {
 			block = 0
 		}
 	}
@@ -270,6 +285,10 @@ func (d *device) housekeep(sleeping bool) {
 	if now-d.swept > uint64(sweepTime) {
 		d.swept = now
 		d.regions.evict(now)
+		if !sleeping {
+			d.mu.Lock() // as for any question
+			defer d.mu.Unlock()
+		}
 		for _, c := range *v.conns.Load() {
 			if c.in != nil && c.in.host == d {
 				c.in.again()

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -110,15 +111,15 @@ func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, e
 	v.mu.Lock()
 	old := v.endpoints[h.key()]
 	v.mu.Unlock()
-	if old != nil && !old.gone.Load() && len(old.qps) < v.cfg.QPNum && (!h.ours || h.qp == len(old.qps)) {
-		return old, nil
+	if old != nil && !old.gone.Load() && len(old.qps) < v.cfg.QPNum {
+		return old, nil // connect requests may overtake each other
 	}
 	if old != nil {
+		if h.ours { // the key has the connection's epoch
+			return nil, fmt.Errorf("queue pair %d: %w: the connection has ended, or is complete", h.qp, van.ErrPeerLost)
+		}
 		// The peer has come again before its end was noticed.
 		old.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
-	}
-	if h.ours && h.qp != 0 {
-		return nil, fmt.Errorf("queue pair %d came without those before it", h.qp)
 	}
 	dev, err := id.Device()
 	if err != nil {
@@ -158,7 +159,9 @@ func (in *incoming) join(id verbs.ID, h hello) error {
 	}
 	_, rx := v.cfg.RDMADepths()
 	in.mu.Lock()
-	if in.out == nil {
+	if in.gone.Load() {
+		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endIncoming has looked at in.ids
+	} else if in.out == nil {
 		in.out, err = newPipe(dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
 	if err == nil {
@@ -198,6 +201,10 @@ func (in *incoming) send(imm uint32, b []byte) {
 	n := note{imm: imm, n: len(b)}
 	copy(n.data[:], b)
 	if len(in.backlog) > 0 || !in.try(&n) {
+		if len(in.backlog) >= maxIndex {
+			in.fail(fmt.Errorf("%w: it does not take %d answers", van.ErrMalformed, maxIndex))
+			return
+		}
 		in.backlog = append(in.backlog, n)
 	}
 }
@@ -226,16 +233,16 @@ func (in *incoming) pump() {
 }
 
 // credit gives a place back to the peer: with the next message to it, or soon.
-func (in *incoming) credit(index uint32) {
+func (in *incoming) credit(l *lease) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.closed || !in.hello.ours {
+	if in.closed || !in.hello.ours || in.v.table.Get(l.Index()) != l {
 		return
 	}
 	if len(in.credits) == 0 {
 		in.since = clock.Now()
 	}
-	in.credits = append(in.credits, uint16(index))
+	in.credits = append(in.credits, uint16(l.Index()))
 	in.owed.Store(int32(len(in.credits)))
 	if len(in.credits) >= maxCredits || in.host.parked.Load() {
 		in.giveBack()
@@ -293,8 +300,14 @@ func (in *incoming) question(b []byte) {
 	if err := in.grant(&s); errors.Is(err, rendezvous.ErrNoLease) {
 		in.v.log.Warn("rdma: a peer waits for a place: all are given away", "peer", in.name(), "BYTEPS_ADDRESS_POOL_SIZE", in.v.table.Len())
 		in.mu.Lock()
-		in.later = append(in.later, s)
+		full := len(in.later) >= maxIndex
+		if !full {
+			in.later = append(in.later, s)
+		}
 		in.mu.Unlock()
+		if full {
+			in.fail(fmt.Errorf("%w: %d questions for a place are open", van.ErrMalformed, maxIndex))
+		}
 	}
 }
 
@@ -322,6 +335,10 @@ func (in *incoming) grant(s *start) error {
 		v.malformed(in, err)
 		return nil
 	}
+	if in.enough(need, kind, s.key) {
+		in.reply(&reply{origin: s.origin, flags: replyShared | replyNone}, nil)
+		return nil
+	}
 	l, r, err := in.lease(s, need, kind)
 	if errors.Is(err, rendezvous.ErrNoLease) {
 		return err
@@ -334,15 +351,36 @@ func (in *incoming) grant(s *start) error {
 		}
 		r = reply{origin: s.origin, flags: replyRefused}
 	}
+	in.reply(&r, l)
+	return nil
+}
+
+// reply answers a question. l is the place, or nil.
+func (in *incoming) reply(r *reply, l *lease) {
 	var b [replyLen]byte
 	r.put(b[:])
 	in.mu.Lock()
+	defer in.mu.Unlock()
 	if l != nil {
-		in.keep(l, need)
+		in.keep(l)
 	}
 	in.send(immReply, b[:])
-	in.mu.Unlock()
-	return nil
+}
+
+// enough tells whether a place of a key is not needed: the key has no buffer of its
+// own, and the places of its size class are many. Else their number would follow that
+// of the keys.
+func (in *incoming) enough(need rendezvous.Need, kind uint64, key uint64) bool {
+	if !in.hello.ours || kind&kindKeyed == 0 || need.Data == 0 {
+		return false
+	}
+	if dst, ok := in.v.buffer(in.hello.node, key); ok && dst.Len() >= need.Exact {
+		return false
+	}
+	class, size := rendezvous.Class(need.Data)
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	return len(in.leases[rendezvous.Route{Class: class}]) >= rendezvous.Eager(size)
 }
 
 // lease makes the memory that a peer has asked for.
@@ -394,9 +432,9 @@ func (in *incoming) place(l *lease, s *start, need rendezvous.Need, kind uint64,
 		if kind&kindKeyed != 0 {
 			r.flags |= replyShared
 			l.Route = rendezvous.Route{}
-			l.Route.Class, _ = rendezvous.Class(need.Data)
+			l.Route.Class, l.Data = rendezvous.Class(need.Data)
 		}
-		a, err := in.host.newArea(need.Data)
+		a, err := in.host.newArea(l.Data)
 		if err != nil {
 			return err
 		}
@@ -432,9 +470,9 @@ func (a *area) put() {
 	}
 }
 
-// keep records a lease, and ends the smaller ones of its route: who asks for a larger
+// keep records a lease, and ends the smaller ones of its key: who asks for a larger
 // place will not use them again. in.mu is held.
-func (in *incoming) keep(l *lease, need rendezvous.Need) {
+func (in *incoming) keep(l *lease) {
 	if in.closed {
 		if in.v.table.End(l) {
 			in.free(l)
@@ -442,17 +480,22 @@ func (in *incoming) keep(l *lease, need rendezvous.Need) {
 		return
 	}
 	all := in.leases[l.Route]
-	if !l.OneShot && in.hello.ours {
+	if !l.OneShot && in.hello.ours && l.Route.Class == 0 {
 		kept := all[:0]
 		for _, x := range all {
-			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.mem) >= need.Meta {
+			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.mem) >= len(l.Memory.meta.mem) {
 				kept = append(kept, x)
-			} else if in.v.table.End(x) {
+				continue
+			}
+			// Its index may soon be another place's.
+			in.credits = slices.DeleteFunc(in.credits, func(i uint16) bool { return uint32(i) == x.Index() })
+			if in.v.table.End(x) {
 				in.free(x)
 			}
 		}
 		clear(all[len(kept):])
 		all = kept
+		in.owed.Store(int32(len(in.credits)))
 	}
 	if !l.OneShot && in.hello.ours {
 		in.leases[l.Route] = append(all, l)
@@ -488,7 +531,7 @@ func (v *rvan) endIncoming(in *incoming, cause error) {
 	for _, id := range ids {
 		_ = id.Disconnect()
 	}
-	in.host.awaitFlush(in.drained)
+	in.host.awaitFlush(in)
 	in.host.dropHeld(in)
 	in.mu.Lock()
 	in.closed = true
@@ -509,10 +552,12 @@ func (v *rvan) endIncoming(in *incoming, cause error) {
 	}
 	v.mu.Unlock()
 	v.unlinkBack(in)
-	v.table.Each(func(l *lease) {
-		if l.Owner == in && v.table.End(l) {
-			in.free(l)
-		}
+	in.host.exclusive(func() {
+		v.table.Each(func(l *lease) {
+			if l.Owner == in && v.table.End(l) {
+				in.free(l)
+			}
+		})
 	})
 	for _, a := range areas {
 		a.put()

@@ -97,6 +97,9 @@ type cells struct {
 	mu     sync.Mutex
 	blocks []*block
 	free   []cell
+	large  map[*block]bool // given out
+	out    int             // cells of blocks that are given out
+	closed bool
 }
 
 // cell is registered memory for one meta.
@@ -113,17 +116,25 @@ const (
 )
 
 func (c *cells) get(n int) (cell, error) {
+	const access = verbs.LocalWrite | verbs.RemoteWrite
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return cell{}, verbs.ErrClosed
+	}
 	if n > cellSize {
-		b, err := newBlock(c.dev, n, verbs.LocalWrite|verbs.RemoteWrite)
+		b, err := newBlock(c.dev, n, access)
 		if err != nil {
 			return cell{}, err
 		}
+		if c.large == nil {
+			c.large = map[*block]bool{}
+		}
+		c.large[b] = true
 		return cell{b.mem.Host(), b.mem.Addr(), b.mr.RKey(), b}, nil
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	if len(c.free) == 0 {
-		b, err := newBlock(c.dev, cellSize*cellsEach, verbs.LocalWrite|verbs.RemoteWrite)
+		b, err := newBlock(c.dev, cellSize*cellsEach, access)
 		if err != nil {
 			return cell{}, err
 		}
@@ -137,25 +148,49 @@ func (c *cells) get(n int) (cell, error) {
 	last := len(c.free) - 1
 	x := c.free[last]
 	c.free = c.free[:last]
+	c.out++
 	return x, nil
 }
 
 func (c *cells) put(x cell) error {
-	if x.large != nil {
-		return x.large.close()
-	}
-	if x.mem == nil {
-		return nil
-	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	switch {
+	case x.large != nil:
+		delete(c.large, x.large)
+		return x.large.close()
+	case x.mem == nil:
+		return nil
+	}
+	c.out--
 	c.free = append(c.free, x)
+	if c.closed && c.out == 0 {
+		return c.unmap()
+	}
 	return nil
 }
 
+// close deregisters everything. Memory that somebody still reads stays until it is put
+// back.
 func (c *cells) close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.closed = true
+	var errs []error
+	for b := range c.large {
+		errs = append(errs, b.deregister())
+	}
+	for _, b := range c.blocks {
+		errs = append(errs, b.deregister())
+	}
+	if c.out == 0 {
+		errs = append(errs, c.unmap())
+	}
+	return errors.Join(errs...)
+}
+
+// unmap frees the blocks. c.mu is held.
+func (c *cells) unmap() error {
 	var errs []error
 	for _, b := range c.blocks {
 		errs = append(errs, b.close())

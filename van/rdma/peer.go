@@ -3,6 +3,7 @@ package rdma
 import (
 	"context"
 	"fmt"
+	"math/bits"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -80,7 +81,8 @@ type outgoing struct {
 	direct        bool // the value goes to addr with rkey
 	addr          uint64
 	rkey          uint32
-	pullLen       int // of a pull request's answer
+	pullLen       int  // of a pull request's answer
+	revoked       bool // nobody waits for the answer any more
 
 	frames int
 	lens   [van.MaxFrames]uint32
@@ -200,7 +202,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	control := msg.IsControl() || msg.SimpleApp
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
-	o.into, o.direct, o.tensor, o.pullLen = backend.Mem{}, false, false, 0
+	o.into, o.direct, o.tensor, o.pullLen, o.revoked = backend.Mem{}, false, false, 0, false
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.original(msg)
 	}
@@ -298,7 +300,10 @@ func (p *peer) Need(o *outgoing) rendezvous.Need {
 		n.Exact = n.Data
 		return n
 	}
-	n.Meta = max(n.Meta+trailerLen, cellSize)
+	if n.Meta += trailerLen; n.Meta > cellSize {
+		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // so that places fit other metas, too
+	}
+	n.Meta = max(n.Meta, cellSize)
 	if !o.direct && !o.whole && !(o.request && !o.push && o.tensor) {
 		n.Exact = o.packedLen()
 	}
@@ -378,6 +383,14 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 	}
 	if err := p.fits(o); err != nil { // it was sent before there was a connection
 		p.reject(id, o, at, err)
+		return true
+	}
+	if o.revoked && !l.ours { // the original would write to the memory all the same
+		p.snd.Unused(at)
+		f := l.finish(id)
+		f.done = o.done
+		go f.end()
+		p.recycle(o)
 		return true
 	}
 	whole := o.whole && l.ours
@@ -501,6 +514,14 @@ func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.Place, err error) {
 	f := p.link.finish(id)
 	f.done = o.done
 	go f.end()
+	p.refuse(o, err)
+}
+
+// Refuse implements rendezvous.Link.
+func (p *peer) Refuse(o *outgoing, err error) {
+	if o.done != nil {
+		go o.done.Sent()
+	}
 	p.refuse(o, err)
 }
 

@@ -89,12 +89,15 @@ func (p *pipe) add(id uint32, q int, wr verbs.SendWR) {
 	r.used[q]++
 	p.room[q]--
 	wr.QP = p.qps[q].Handle()
-	wr.ID = uint64(p.serial)<<32 | uint64(id)
+	wr.ID = uint64(p.serial)<<32 | uint64(q)<<24 | uint64(id)
 	if wr.Flags&verbs.Signaled != 0 {
 		r.pending++
 	}
 	p.wrs = append(p.wrs, wr)
 }
+
+// recordOf returns the queue pair and the record of a work request's ID.
+func recordOf(id uint64) (q int, record uint32) { return int(id >> 24 & 0xff), uint32(id) & 0xffffff }
 
 // staged completes wr with bytes of the stage: inline if they fit.
 func (p *pipe) staged(wr verbs.SendWR, b []byte) verbs.SendWR {

@@ -33,15 +33,15 @@ func (d *device) completed(c *verbs.Completion) {
 	}
 	switch {
 	case c.Type == verbs.SendDone && x.in != nil:
-		x.in.sent(uint32(c.ID), c.Status)
+		x.in.sent(c)
 	case c.Type == verbs.SendDone:
-		x.peer.sent(x.link, uint32(c.ID), c.Status)
+		x.peer.sent(x.link, c)
 	case c.Type == verbs.RecvFailed && x.in != nil:
-		x.in.flush(c.Status)
+		x.in.flush(c)
 	case c.Type == verbs.RecvFailed:
-		x.link.fail(statusError(c.Status, "receive"))
+		x.link.fail(statusError(c.Status, "receive on queue pair", int(c.Cookie&0xff)))
 	case x.in == nil && c.Type == verbs.RecvSend:
-		x.peer.told(x.link, c)
+		x.peer.told(d, x.link, c)
 	case x.in == nil:
 		v.malformedFrom(x.peer.name(), &van.FieldError{Field: "notification", Value: c.Imm, Want: "none on a connection of this node"})
 	case c.Type == verbs.RecvSend && c.Imm == immStart:
@@ -53,28 +53,30 @@ func (d *device) completed(c *verbs.Completion) {
 	}
 }
 
-func statusError(s verbs.Status, what string) error {
-	return fmt.Errorf("%w: %s: %s", van.ErrPeerLost, what, s)
+func statusError(s verbs.Status, what string, q int) error {
+	return fmt.Errorf("%w: %s %d: %s", van.ErrPeerLost, what, q, s)
 }
 
 // sent takes the completion of what an answer to a question, or credits, were posted
 // with.
-func (in *incoming) sent(id uint32, s verbs.Status) {
-	if s != verbs.StatusOK {
-		in.fail(statusError(s, "answer to a rendezvous"))
+func (in *incoming) sent(c *verbs.Completion) {
+	q, id := recordOf(c.ID)
+	if c.Status != verbs.StatusOK {
+		in.fail(statusError(c.Status, "answer to a rendezvous on queue pair", q))
 	}
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if in.out == nil || in.closed {
 		return
 	}
+	in.out.broken = in.out.broken || c.Status != verbs.StatusOK
 	in.out.complete(id)
 	in.pump()
 }
 
 // flush counts a receive request that has ended with its queue pair.
-func (in *incoming) flush(s verbs.Status) {
-	in.fail(statusError(s, "receive"))
+func (in *incoming) flush(c *verbs.Completion) {
+	in.fail(statusError(c.Status, "receive on queue pair", int(c.Cookie&0xff)))
 	in.mu.Lock()
 	qps := len(in.qps)
 	in.mu.Unlock()
@@ -85,11 +87,13 @@ func (in *incoming) flush(s verbs.Status) {
 }
 
 // sent takes the completion of a message's last part.
-func (p *peer) sent(l *link, id uint32, s verbs.Status) {
-	if s != verbs.StatusOK {
-		l.fail(fmt.Errorf("%w: queue pair %d: %s", van.ErrPeerLost, l.qps[0].Num(), s))
+func (p *peer) sent(l *link, c *verbs.Completion) {
+	q, id := recordOf(c.ID)
+	if c.Status != verbs.StatusOK {
+		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", van.ErrPeerLost, q, l.qps[q].Num(), c.Status))
 	}
 	p.mu.Lock()
+	l.broken = l.broken || c.Status != verbs.StatusOK // what is posted now would only be flushed
 	f, last := l.complete(id)
 	if last && p.link == l && p.snd.Waiting() > 0 {
 		p.snd.Pump()
@@ -103,7 +107,7 @@ func (p *peer) sent(l *link, id uint32, s verbs.Status) {
 
 // told takes what the peer says on this node's connection to it: answers to
 // questions, and credits.
-func (p *peer) told(l *link, c *verbs.Completion) {
+func (p *peer) told(d *device, l *link, c *verbs.Completion) {
 	b := recvData(c)
 	switch c.Imm {
 	case immReply:
@@ -116,7 +120,7 @@ func (p *peer) told(l *link, c *verbs.Completion) {
 			p.v.malformedFrom(p.name(), &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open question"})
 		}
 	case immCredits:
-		t := &l.host.trailer
+		t := &d.trailer
 		if err := t.get(b); err != nil {
 			p.v.malformedFrom(p.name(), err)
 			return
@@ -147,10 +151,17 @@ func (d *device) arrived(in *incoming, c *verbs.Completion) {
 		if err != nil {
 			v.malformed(in, err)
 		}
-		d.consumed(in, l)
+		if !l.Held() {
+			d.consumed(in, l)
+		}
 		return
 	}
 	if len(in.held) > 0 || rx.slaves > in.slaves {
+		if len(in.held) >= maxIndex {
+			in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.held)))
+			rx.msg.Release()
+			return
+		}
 		in.held = append(in.held, rx)
 		in.holds.Store(true)
 		return
@@ -174,14 +185,21 @@ func (d *device) dropHeld(in *incoming) {
 	if !in.holds.Load() {
 		return
 	}
-	d.dev.Wake() // the loop holds mu while it sleeps
-	d.mu.Lock()
-	held := in.held
-	in.held = nil
-	d.mu.Unlock()
+	var held []*rxMsg
+	d.exclusive(func() { held, in.held = in.held, nil })
 	for _, rx := range held {
 		rx.msg.Release()
 	}
+}
+
+// exclusive calls f while nobody polls.
+func (d *device) exclusive(f func()) {
+	d.wanted.Add(1)
+	defer d.wanted.Add(-1)
+	d.dev.Wake() // the loop holds mu while it sleeps
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	f()
 }
 
 func (d *device) accept(rx *rxMsg) { d.came = append(d.came, rx) }
@@ -194,7 +212,7 @@ func (d *device) consumed(in *incoming, l *lease) {
 		}
 		return
 	}
-	in.credit(l.Index())
+	in.credit(l)
 }
 
 // rxMsg is a received message.
@@ -262,6 +280,7 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 		err = rx.original(l)
 	}
 	if err != nil {
+		rx.lease = nil // it does not hold it yet
 		m.Release()
 		return nil, err
 	}
@@ -271,6 +290,10 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 			rx.lease = nil
 			m.Release()
 			return nil, nil // the connection has ended
+		}
+		if over && in.hello.ours {
+			m.Release()
+			return nil, &van.FieldError{Field: "place", Value: l.Index(), Want: "one that has been given back"}
 		}
 		if over && !in.warned {
 			in.warned = true
@@ -331,6 +354,9 @@ func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
 		into = rx.d.v.answered(rx.in.hello.node, &m.Meta)
 	}
 	if t.placed {
+		if m.Request || m.Push {
+			return &van.FieldError{Field: "trailer flags", Value: "placed", Want: "that only in answers to pull requests"}
+		}
 		if into.Len() == n { // else it is too late: nobody waits
 			m.Vals, m.Placed = into, true
 		}
@@ -463,7 +489,7 @@ func (p *pool) Free(m *van.Message) {
 		case free:
 			in.free(l)
 		case !over && !l.Held():
-			in.credit(l.Index())
+			in.credit(l)
 		}
 	}
 	rx.in, rx.lease, rx.slaves = nil, nil, 0

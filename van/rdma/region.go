@@ -26,6 +26,9 @@ type regions struct {
 
 	sorted atomic.Pointer[[]*region] // by address
 
+	// dropping is held for reading while a region is removed: revoke waits for it.
+	dropping sync.RWMutex
+
 	mu     sync.Mutex // guards changes of sorted
 	bytes  int        // registered
 	closed bool
@@ -152,6 +155,8 @@ func (r *region) drop() error {
 
 // remove deregisters r unless somebody uses it.
 func (rs *regions) remove(r *region) {
+	rs.dropping.RLock()
+	defer rs.dropping.RUnlock()
 	if r.refs.CompareAndSwap(0, dead) {
 		rs.mu.Lock()
 		rs.take(r)
@@ -165,6 +170,9 @@ func (rs *regions) take(r *region) {
 	rs.bytes -= r.mem.Len()
 }
 
+// idle is for how long r has not been used.
+func (r *region) idle(now uint64) time.Duration { return time.Duration(now - r.last.Load()) }
+
 // evict deregisters what has not been used for long, or is too much.
 func (rs *regions) evict(now uint64) {
 	all := *rs.sorted.Load()
@@ -177,7 +185,7 @@ func (rs *regions) evict(now uint64) {
 	var idle []*region
 	bytes := 0
 	for _, r := range all {
-		if r.refs.Load() == 0 && (over || now-r.last.Load() > uint64(maxIdle)) {
+		if r.refs.Load() == 0 && (over || r.idle(now) > maxIdle) {
 			idle = append(idle, r)
 			bytes += r.mem.Len()
 		}
@@ -186,7 +194,7 @@ func (rs *regions) evict(now uint64) {
 	left := len(all)
 	for _, r := range idle {
 		n := r.mem.Len()
-		if now-r.last.Load() <= uint64(maxIdle) && bytes <= maxIdleBytes/2 && left <= maxRegions*3/4 {
+		if r.idle(now) <= maxIdle && bytes <= maxIdleBytes/2 && left <= maxRegions*3/4 {
 			break
 		}
 		rs.remove(r)
@@ -197,6 +205,8 @@ func (rs *regions) evict(now uint64) {
 
 // revoke makes sure that no peer can write to m any more.
 func (rs *regions) revoke(m backend.Mem) {
+	rs.dropping.Lock()
+	defer rs.dropping.Unlock()
 	lo, hi := m.Addr(), m.Addr()+uint64(m.Len())
 	for _, r := range *rs.sorted.Load() {
 		if a := r.mem.Addr(); r.access&verbs.RemoteWrite == 0 || a >= hi || a+uint64(r.mem.Len()) <= lo {

@@ -492,11 +492,7 @@ func (p *peer) replied(l *link, r *reply) bool {
 	if l.ours && r.flags&replyRefused != 0 {
 		o, need, ok := p.snd.Refused(r.origin)
 		if ok {
-			done := o.done
-			p.refuse(o, fmt.Errorf("the peer has no memory for %d bytes", need.Data))
-			if done != nil {
-				go done.Sent()
-			}
+			p.Refuse(o, fmt.Errorf("the peer has no memory for %d bytes", need.Data))
 		}
 		p.flush(false)
 		return true
@@ -510,6 +506,15 @@ func (p *peer) replied(l *link, r *reply) bool {
 		return false
 	}
 	var shared *rendezvous.Route
+	if r.flags&replyNone != 0 {
+		if !l.ours || need.OneShot || need.Route.Class != 0 {
+			return false
+		}
+		p.rememberKey(need.Route.Key, false)
+		p.snd.Elsewhere(r.origin)
+		p.flush(false)
+		return true
+	}
 	if l.ours && !need.OneShot && need.Route.Class == 0 {
 		p.rememberKey(need.Route.Key, r.flags&replyShared == 0)
 		if r.flags&replyShared != 0 {
@@ -562,16 +567,25 @@ func (v *rvan) Revoke(m backend.Mem) {
 	for _, p := range *v.peers.Load() {
 		p.mu.Lock()
 		for k, x := range p.into {
-			if x.mem.Addr() == m.Addr() {
+			if overlap(x.mem, m) {
 				delete(p.into, k)
 				x.region.release()
 			}
 		}
+		p.snd.Each(func(o *outgoing) {
+			if overlap(o.into, m) {
+				o.into, o.revoked = backend.Mem{}, true
+			}
+		})
 		p.mu.Unlock()
 	}
 	for _, d := range *v.devices.Load() {
 		d.regions.revoke(m)
 	}
+}
+
+func overlap(x, y backend.Mem) bool {
+	return x.Addr() < y.Addr()+uint64(y.Len()) && y.Addr() < x.Addr()+uint64(x.Len())
 }
 
 // working tells whether somebody waits for something that only a look at the clock
@@ -680,8 +694,10 @@ func (v *rvan) Close(ctx context.Context) error {
 	v.wg.Wait()
 	var errs []error
 	devices := *v.devices.Load()
+	ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second) // ctx may have ended with the connections
+	defer cancel()
 	for _, d := range devices {
-		errs = append(errs, d.stop(ctx))
+		errs = append(errs, d.stop(ending))
 	}
 	errs = append(errs, v.listen.Destroy())
 	for _, d := range devices {

@@ -200,6 +200,7 @@ const replyLen = 48
 const (
 	replyShared  = 1 << iota // the place serves all keys of its size class
 	replyRefused             // there is no place
+	replyNone                // with replyShared: there are enough of them
 )
 
 func (r *reply) put(b []byte) {

@@ -27,6 +27,16 @@ type Need struct {
 	Exact int
 }
 
+// size is what a place of the route must have.
+func (n *Need) size() int {
+	if n.Route.Class == 0 {
+		return n.Exact
+	}
+	return n.Data
+}
+
+func (p *Place) fits(n *Need) bool { return p.MetaLen >= n.Meta && p.DataLen >= n.size() }
+
 // Place is memory at the receiver, as it has described it.
 type Place struct {
 	Meta, Data       uint64 // addresses; Data is 0 when there is none
@@ -48,6 +58,8 @@ type Link[T any] interface {
 	Ask(origin uint64, item T, need Need) bool
 	// Put sends item to its place. false as for Ask.
 	Put(item T, at *Place) bool
+	// Refuse drops item, which cannot be put. err wraps ErrGrown.
+	Refuse(item T, err error)
 }
 
 // Sender is the sending side of one connection. It is not safe for concurrent use.
@@ -115,10 +127,10 @@ func Class(n int) (class int8, size int) {
 	return int8(b), 1 << b
 }
 
-// eager is how many places of a route are asked for without hesitation: 64 MiB in
-// all, but at least 4 and at most 64. Beyond it the credits of others are awaited for
-// a while; see Tick.
-func eager(data int) int { return min(max(64<<20/max(data, 1), 4), 64) }
+// Eager is how many places of a route, of data bytes each, are asked for without
+// hesitation: 64 MiB in all, but at least 4 and at most 64. Beyond it the credits of
+// others are awaited for a while; see Tick.
+func Eager(data int) int { return min(max(64<<20/max(data, 1), 4), 64) }
 
 // Up begins a connection. answered is set for a peer of the original. Places of an
 // earlier connection are forgotten.
@@ -157,6 +169,15 @@ func (s *Sender[T]) Places() int { return len(s.granted) }
 
 // Asking is the number of questions that have not been answered.
 func (s *Sender[T]) Asking() int { return len(s.asks) }
+
+// Each calls f for what has not been put.
+func (s *Sender[T]) Each(f func(T)) {
+	for i := range s.lanes {
+		for k := range s.lanes[i].q.len() {
+			f(s.lanes[i].q.at(k).item)
+		}
+	}
+}
 
 // Submit puts item, or keeps it until it can be put. The error wraps ErrGrown.
 func (s *Sender[T]) Submit(item T) error {
@@ -205,12 +226,12 @@ func (s *Sender[T]) growth(need Need) error {
 	}
 	for _, a := range s.asks {
 		if a.route == r {
-			have = max(have, a.need.Data)
+			have = max(have, a.need.Exact)
 		}
 	}
-	if have >= 0 && need.Data > have {
+	if have >= 0 && need.Exact > have {
 		return fmt.Errorf("%w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
-			ErrGrown, need.Route.Key, need.Data, have)
+			ErrGrown, need.Route.Key, need.Exact, have)
 	}
 	return nil
 }
@@ -231,7 +252,7 @@ func (s *Sender[T]) take(need Need) *Place {
 		return nil
 	}
 	for _, p := range r.places {
-		if !p.busy && p.MetaLen >= need.Meta && p.DataLen >= need.Data {
+		if !p.busy && p.fits(&need) {
 			if s.answered && !need.Route.Request {
 				return p
 			}
@@ -277,16 +298,19 @@ func (s *Sender[T]) request(l *lane[T], i int, need Need) {
 	}
 	limit := 1
 	if !s.answered {
-		limit = eager(need.Data)
+		limit = Eager(need.Data)
 	}
 	fits, sized := 0, 0
 	for _, p := range r.places {
-		if p.MetaLen >= need.Meta && p.DataLen >= need.Data {
+		if p.fits(&need) {
 			fits++
 			if !p.busy {
 				sized++
 			}
 		}
+	}
+	if s.answered && (r.free < len(r.places) || s.growth(need) != nil) {
+		return // one request of a key at a time
 	}
 	if a := s.asked(r, need); sized+a >= r.queued || fits+a >= limit {
 		return
@@ -300,7 +324,7 @@ func (s *Sender[T]) asked(r *route, need Need) (n int) {
 		return 0
 	}
 	for _, a := range s.asks {
-		if a.route == r && !a.retired && a.need.Meta >= need.Meta && a.need.Data >= need.Data {
+		if a.route == r && !a.retired && a.need.Meta >= need.Meta && a.need.size() >= need.size() {
 			n++
 		}
 	}
@@ -314,11 +338,19 @@ func (s *Sender[T]) ask(w *waiting[T], r *route, need Need) bool {
 	}
 	w.asked = true
 	r.asking++
-	// The receiver forgets the smaller places of the route when it hears this; all
-	// messages to them have been sent before.
+	if r.Class == 0 {
+		s.retire(r, need)
+	}
+	s.asks[s.origin] = &ask{route: r, need: need}
+	return true
+}
+
+// retire forgets the places of one key that are smaller than need. The receiver does
+// so when it is asked for a larger one; all messages to them have been sent before.
+func (s *Sender[T]) retire(r *route, need Need) {
 	kept := r.places[:0]
 	for _, p := range r.places {
-		if p.MetaLen >= need.Meta && p.DataLen >= need.Data {
+		if p.fits(&need) {
 			kept = append(kept, p)
 			continue
 		}
@@ -331,12 +363,10 @@ func (s *Sender[T]) ask(w *waiting[T], r *route, need Need) bool {
 	clear(r.places[len(kept):])
 	r.places = kept
 	for _, a := range s.asks {
-		if a.route == r && (a.need.Meta < need.Meta || a.need.Data < need.Data) {
+		if a.route == r && (a.need.Meta < need.Meta || a.need.size() < need.size()) {
 			a.retired = true
 		}
 	}
-	s.asks[s.origin] = &ask{route: r, need: need}
-	return true
 }
 
 // Asked returns what an open question was asked for.
@@ -359,8 +389,8 @@ func (s *Sender[T]) Reply(origin uint64, p Place, shared *Route) bool {
 	delete(s.asks, origin)
 	place := &p
 	place.MetaLen, place.DataLen = a.need.Meta, a.need.Exact
-	if shared != nil || a.need.Route.Class != 0 {
-		place.DataLen = a.need.Data
+	if !a.need.OneShot && (shared != nil || a.need.Route.Class != 0) {
+		_, place.DataLen = Class(a.need.Data)
 	}
 	if a.need.OneShot {
 		l := &s.lanes[0]
@@ -371,16 +401,13 @@ func (s *Sender[T]) Reply(origin uint64, p Place, shared *Route) bool {
 		return true
 	}
 	a.route.asking--
-	if a.retired {
-		s.Pump()
-		return true
-	}
 	r := a.route
 	if shared != nil && *shared != r.Route {
-		if len(r.places) == 0 && r.asking == 0 {
-			delete(s.routes, r.Route)
-		}
+		s.unused(r)
 		r = s.route(*shared)
+	} else if a.retired {
+		s.Pump()
+		return true
 	}
 	place.route, place.busy = r, false
 	r.places = append(r.places, place)
@@ -388,6 +415,35 @@ func (s *Sender[T]) Reply(origin uint64, p Place, shared *Route) bool {
 	s.granted[place.Index] = place
 	s.Pump()
 	return true
+}
+
+// Elsewhere is the answer that the route asked for has no places, and that there are
+// enough of the route that Need names from now on. It reports false for an answer to
+// nothing.
+func (s *Sender[T]) Elsewhere(origin uint64) bool {
+	a := s.asks[origin]
+	if a == nil || a.route == nil {
+		return false
+	}
+	delete(s.asks, origin)
+	a.route.asking--
+	s.unused(a.route)
+	l := &s.lanes[1]
+	for i := range l.q.len() {
+		if w := l.q.at(i); w.route == a.route {
+			w.asked = false
+			s.request(l, i, s.link.Need(w.item))
+		}
+	}
+	s.Pump()
+	return true
+}
+
+// unused forgets r when it has nothing.
+func (s *Sender[T]) unused(r *route) {
+	if len(r.places) == 0 && r.asking == 0 && s.routes[r.Route] == r {
+		delete(s.routes, r.Route)
+	}
 }
 
 // Refused is the answer that there will be no place. It returns what the question was
@@ -401,6 +457,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	l := s.lane(a.need)
 	if a.route != nil {
 		a.route.asking--
+		s.unused(a.route)
 	}
 	for i := range l.q.len() {
 		w := l.q.at(i)
@@ -480,6 +537,12 @@ func (s *Sender[T]) first(l *lane[T]) bool {
 	p := w.place
 	if !need.OneShot {
 		p = s.take(need)
+	}
+	if p == nil && s.answered && !need.OneShot {
+		if err := s.growth(need); err != nil {
+			s.link.Refuse(w.item, err)
+			return true
+		}
 	}
 	if p == nil {
 		// What it has asked for may have gone to another, or be too small.

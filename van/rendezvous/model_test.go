@@ -1,0 +1,440 @@
+package rendezvous
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+)
+
+// item is a message of the model.
+type item struct {
+	seq           int
+	oneShot       bool
+	key           uint64
+	push, request bool
+	meta, data    int
+
+	done string // "put", "dropped"; "" while it waits
+}
+
+// event is what the sender has sent: a question or a message.
+type event struct {
+	origin uint64 // of a question
+	need   Need
+	item   *item // of a message
+	index  uint32
+}
+
+// answer is what the receiver has sent back, on a path where order is not kept.
+type answer func()
+
+// model is a Sender with a receiver that behaves as the transports' do, and checks
+// what it is sent.
+type model struct {
+	t        testing.TB
+	rng      *rand.Rand
+	s        *Sender[*item]
+	original bool
+	room     int // calls of Ask and Put that succeed
+
+	keys    map[uint64]bool // the sender's: whether it has places of its own
+	wire    []event
+	answers []answer
+	epoch   int
+
+	// Of the receiver.
+	table      *Table[int] // meta bytes
+	leases     map[Route][]*Lease[int]
+	registered map[uint64]int
+	held       []*Lease[int]
+	unanswered []*item // requests that the original has not answered
+	inFlight   map[Route]*item
+	refuse     float64
+	enough     int // places of a class, then Elsewhere
+	last       [2]int
+	arrived    int
+	credits    bool // give them at all
+}
+
+func newModel(t testing.TB, seed uint64, original bool) *model {
+	m := &model{t: t, rng: rand.New(rand.NewPCG(seed, 1)), original: original, room: 1 << 30, credits: true, enough: 1 << 30,
+		keys: map[uint64]bool{}, registered: map[uint64]int{}}
+	m.s = NewSender[*item](m)
+	m.forget()
+	return m
+}
+
+// forget is the end of a connection.
+func (m *model) forget() {
+	m.table, m.leases = NewTable[int](1<<12), map[Route][]*Lease[int]{}
+	m.wire, m.answers, m.held, m.unanswered = nil, nil, nil, nil
+	m.inFlight, m.keys = map[Route]*item{}, map[uint64]bool{}
+	m.epoch++
+}
+
+func (m *model) Need(o *item) Need {
+	n := Need{OneShot: o.oneShot, Meta: o.meta, Exact: o.data}
+	if m.original {
+		n.Route, n.Data = Route{Key: o.key, Push: o.push, Request: o.request}, o.data
+		return n
+	}
+	n.Route.Class, n.Data = Class(o.data)
+	if o.oneShot {
+		n.Data = o.data
+		return n
+	}
+	if own, known := m.keys[o.key]; o.data > 0 && o.request && o.push && (own || !known) {
+		n.Route = Route{Key: o.key, Push: true, Request: true}
+		if own {
+			n.Data = o.data
+		}
+	}
+	return n
+}
+
+func (m *model) takeRoom() bool {
+	if m.room == 0 {
+		return false
+	}
+	m.room--
+	return true
+}
+
+func (m *model) Ask(origin uint64, o *item, need Need) bool {
+	if !m.takeRoom() {
+		return false
+	}
+	m.wire = append(m.wire, event{origin: origin, need: need})
+	return true
+}
+
+func (m *model) Put(o *item, at *Place) bool {
+	if !m.takeRoom() {
+		return false
+	}
+	if o.done != "" {
+		m.t.Fatalf("item %d is put, it was %s", o.seq, o.done)
+	}
+	o.done = "put"
+	if at.MetaLen < o.meta || at.DataLen < o.data {
+		m.t.Fatalf("item %d with %d and %d bytes is put in a place with %d and %d", o.seq, o.meta, o.data, at.MetaLen, at.DataLen)
+	}
+	m.wire = append(m.wire, event{item: o, index: at.Index})
+	return true
+}
+
+func (m *model) Refuse(o *item, err error) {
+	if !m.original || !errors.Is(err, ErrGrown) {
+		m.t.Fatalf("item %d is refused: %v", o.seq, err)
+	}
+	m.drop(o)
+}
+
+func (m *model) drop(o *item) {
+	if o.done != "" {
+		m.t.Fatalf("item %d is dropped, it was %s", o.seq, o.done)
+	}
+	o.done = "dropped"
+}
+
+// receive takes the next event of the wire.
+func (m *model) receive() {
+	e := m.wire[0]
+	m.wire = m.wire[1:]
+	if e.item == nil {
+		m.grant(e)
+		return
+	}
+	l := m.table.Get(e.index)
+	if l == nil {
+		m.t.Fatalf("item %d came to place %d, which there is not", e.item.seq, e.index)
+	}
+	ok, over := l.Hold()
+	if !ok {
+		m.t.Fatalf("item %d came to place %d, which has ended", e.item.seq, e.index)
+	}
+	lane := 1
+	if e.item.oneShot {
+		lane = 0
+	}
+	if e.item.seq <= m.last[lane] {
+		m.t.Fatalf("item %d came after %d", e.item.seq, m.last[lane])
+	}
+	m.last[lane] = e.item.seq
+	m.arrived++
+	if m.original && !l.OneShot {
+		l.Drop()
+		if e.item.request {
+			if o := m.inFlight[l.Route]; o != nil {
+				m.t.Fatalf("item %d came while item %d with the same key was not answered", e.item.seq, o.seq)
+			}
+			m.inFlight[l.Route] = e.item
+			m.unanswered = append(m.unanswered, e.item)
+		}
+		return
+	}
+	if over {
+		m.t.Fatalf("item %d came to place %d, which was in use", e.item.seq, e.index)
+	}
+	if l.OneShot {
+		m.table.End(l)
+	}
+	m.held = append(m.held, l)
+}
+
+// grant answers a question as package rdma does.
+func (m *model) grant(e event) {
+	reply := func(f func()) { m.answers = append(m.answers, f) }
+	need, origin := e.need, e.origin
+	if !m.original && m.rng.Float64() < m.refuse {
+		reply(func() {
+			if o, _, ok := m.s.Refused(origin); ok {
+				m.drop(o)
+			}
+		})
+		return
+	}
+	l := &Lease[int]{Memory: need.Meta, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
+	var shared *Route
+	own := false
+	if !m.original && !need.OneShot && need.Route.Class == 0 {
+		if n, ok := m.registered[need.Route.Key]; ok && n >= need.Exact {
+			l.Data, own = need.Exact, true
+		} else {
+			l.Route = Route{}
+			l.Route.Class, l.Data = Class(need.Data)
+			shared = &l.Route
+			if len(m.leases[l.Route]) >= m.enough {
+				reply(func() {
+					m.keys[need.Route.Key] = false
+					if !m.s.Elsewhere(origin) {
+						m.t.Fatalf("question %d is not open", origin)
+					}
+				})
+				return
+			}
+		}
+	}
+	if err := m.table.Add(l); err != nil {
+		m.t.Fatal(err)
+	}
+	if !l.OneShot {
+		all := m.leases[l.Route]
+		if !m.original && l.Route.Class == 0 {
+			kept := all[:0:0]
+			for _, x := range all {
+				if x.Data >= l.Data && x.Memory >= need.Meta {
+					kept = append(kept, x)
+				} else {
+					m.table.End(x)
+				}
+			}
+			all = kept
+		}
+		m.leases[l.Route] = append(all, l)
+	}
+	reply(func() {
+		if !m.original && !need.OneShot && need.Route.Class == 0 {
+			m.keys[need.Route.Key] = own
+		}
+		if !m.s.Reply(origin, Place{Index: l.Index()}, shared) {
+			m.t.Fatalf("question %d is not open", origin)
+		}
+	})
+}
+
+// consume ends the use of a held place.
+func (m *model) consume(i int) {
+	l := m.held[i]
+	m.held = append(m.held[:i], m.held[i+1:]...)
+	if over, _ := l.Drop(); over || !m.credits {
+		return
+	}
+	m.answers = append(m.answers, func() {
+		if m.table.Get(l.Index()) == l && !m.s.Credit(l.Index()) {
+			m.t.Fatalf("credit for place %d is refused", l.Index())
+		}
+	})
+}
+
+// respond answers a request, as a node of the original.
+func (m *model) respond(i int) {
+	o := m.unanswered[i]
+	m.unanswered = append(m.unanswered[:i], m.unanswered[i+1:]...)
+	delete(m.inFlight, Route{Key: o.key, Push: o.push, Request: true})
+	m.answers = append(m.answers, func() {
+		m.s.Answered(o.key, o.push)
+		m.s.Pump()
+	})
+}
+
+// step lets something happen that can.
+func (m *model) step() bool {
+	for _, k := range m.rng.Perm(4) {
+		switch {
+		case k == 0 && len(m.wire) > 0:
+			m.receive()
+		case k == 1 && len(m.answers) > 0:
+			i := m.rng.IntN(len(m.answers))
+			f := m.answers[i]
+			m.answers = append(m.answers[:i], m.answers[i+1:]...)
+			f()
+			m.s.Pump()
+		case k == 2 && len(m.held) > 0:
+			m.consume(m.rng.IntN(len(m.held)))
+		case k == 3 && len(m.unanswered) > 0:
+			m.respond(m.rng.IntN(len(m.unanswered)))
+		default:
+			continue
+		}
+		m.check()
+		return true
+	}
+	return false
+}
+
+// check compares the Sender's counters with what they count.
+func (m *model) check() {
+	s := m.s
+	asking, queued := map[*route]int{}, map[*route]int{}
+	for origin, a := range s.asks {
+		if a.route != nil {
+			asking[a.route]++
+		}
+		if origin > s.origin {
+			m.t.Fatalf("question %d is open, the last was %d", origin, s.origin)
+		}
+	}
+	for i := range s.lanes[1].q.len() {
+		if r := s.lanes[1].q.at(i).route; r != nil {
+			queued[r]++
+		}
+	}
+	places := 0
+	for key, r := range s.routes {
+		free := 0
+		for _, p := range r.places {
+			if !p.busy {
+				free++
+			}
+			if p.route != r || s.granted[p.Index] != p {
+				m.t.Fatalf("place %d of route %+v is not what the tables say", p.Index, key)
+			}
+		}
+		places += len(r.places)
+		if r.free != free || r.asking != asking[r] || r.queued != queued[r] {
+			m.t.Fatalf("route %+v: free %d, asking %d, queued %d; want %d, %d, %d", key, r.free, r.asking, r.queued, free, asking[r], queued[r])
+		}
+		if r.Route != key {
+			m.t.Fatalf("route %+v is at %+v", r.Route, key)
+		}
+	}
+	if len(s.granted) != places || s.Places() != places {
+		m.t.Fatalf("%d places by index, %d by route", len(s.granted), places)
+	}
+}
+
+// settle lets everything happen, and ticks, until nothing waits.
+func (m *model) settle() {
+	m.t.Helper()
+	m.room = 1 << 30
+	m.s.Pump()
+	for idle := 0; idle < 1000; idle++ {
+		if m.step() {
+			idle = 0
+		} else if m.s.Waiting() == 0 {
+			return
+		}
+		if idle > 0 {
+			m.s.Tick()
+		}
+	}
+	m.t.Fatalf("%d items wait for ever: %d questions, %d places", m.s.Waiting(), m.s.Asking(), m.s.Places())
+}
+
+func (m *model) submit(o *item) {
+	m.t.Helper()
+	if err := m.s.Submit(o); err != nil {
+		if !m.original || !errors.Is(err, ErrGrown) {
+			m.t.Fatalf("item %d: %v", o.seq, err)
+		}
+		m.drop(o)
+	}
+}
+
+// TestModel runs random traffic through a Sender and a model of its receiver.
+func TestModel(t *testing.T) {
+	for seed := range uint64(400) {
+		original := seed%3 == 2
+		t.Run(fmt.Sprintf("%d", seed), func(t *testing.T) { testModel(t, seed, original) })
+	}
+}
+
+func testModel(t *testing.T, seed uint64, original bool) {
+	m := newModel(t, seed, original)
+	if seed%2 == 0 {
+		m.refuse = 0.05
+	}
+	if seed%5 == 0 {
+		m.enough = 2
+	}
+	keys := 1 + m.rng.IntN(12)
+	for range m.rng.IntN(4) {
+		m.registered[uint64(m.rng.IntN(keys))] = 1 << m.rng.IntN(16)
+	}
+	var all []*item
+	up := false
+	for range 400 {
+		switch k := m.rng.IntN(100); {
+		case k < 40:
+			o := &item{seq: len(all) + 1, oneShot: m.rng.IntN(8) == 0, key: uint64(m.rng.IntN(keys)), request: m.rng.IntN(3) > 0,
+				push: m.rng.IntN(3) > 0, meta: 300, data: m.rng.IntN(1 << m.rng.IntN(14))}
+			if m.rng.IntN(4) == 0 {
+				o.meta += m.rng.IntN(1000)
+			}
+			all = append(all, o)
+			m.submit(o)
+		case k < 85:
+			if up {
+				m.step()
+			}
+		case k < 90:
+			m.room = m.rng.IntN(4)
+		case k < 93:
+			m.room = 1 << 30
+			m.s.Pump()
+		case k < 96:
+			m.s.Tick()
+		case k < 98 && !up:
+			up = true
+			m.forget()
+			m.s.Up(original)
+		case up && m.rng.IntN(3) == 0:
+			up = false
+			for _, o := range m.s.Down(func(o *item) bool { return o.oneShot }) {
+				m.drop(o)
+			}
+			m.forget()
+		}
+		m.check()
+	}
+	if !up {
+		m.forget()
+		m.s.Up(original)
+	}
+	m.settle()
+	for _, o := range all {
+		if o.done == "" {
+			t.Errorf("item %d was neither put nor dropped", o.seq)
+		}
+	}
+	for _, r := range m.s.routes {
+		if r.queued != 0 || r.asking != 0 || r.free != len(r.places) {
+			t.Errorf("route %+v at the end: %d queued, %d asking, %d of %d places free", r.Route, r.queued, r.asking, r.free, len(r.places))
+		}
+	}
+	if m.s.Asking() != 0 {
+		t.Errorf("%d questions are open at the end", m.s.Asking())
+	}
+}
