@@ -18,6 +18,7 @@ const (
 	resolveTime = 1000 * time.Millisecond
 	connectTime = 5 * time.Second
 	flushTime   = 2 * time.Second
+	flushPause  = 200 * time.Millisecond
 	minBackoff  = 10 * time.Millisecond
 	maxBackoff  = 1 * time.Second
 )
