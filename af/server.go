@@ -32,6 +32,7 @@ type TensorServer struct {
 	handler  Handler
 	customer *postoffice.Customer
 	unwatch  func()
+	early    atomic.Int32 // messages that senders hold
 
 	mu      sync.Mutex
 	senders map[int]*sender
@@ -154,14 +155,12 @@ const maxOpen = 1024
 // receive takes one request of a worker.
 func (s *TensorServer) receive(msg *van.Message) {
 	s.takeOne(msg)
-	if !s.node.Config().Resend {
-		return
-	}
-	for {
+	for s.early.Load() > 0 {
 		next := s.sender(msg.Sender).unhold()
 		if next == nil {
 			return
 		}
+		s.early.Add(-1)
 		s.takeOne(next)
 		next.Release()
 	}
@@ -189,7 +188,8 @@ func (s *TensorServer) accept(msg *van.Message) error {
 	x.mu.Lock()
 	b, err := x.batchOf(s, msg)
 	if err != nil {
-		if s.node.Config().Resend && x.hold(msg) {
+		if x.hold(msg) {
+			s.early.Add(1)
 			err = nil
 		}
 		x.mu.Unlock()
@@ -245,6 +245,7 @@ func (s *TensorServer) dropSender(id int) {
 	open, held := x.open, x.held
 	x.open, x.held = nil, nil
 	x.mu.Unlock()
+	s.early.Add(int32(-len(held)))
 	for _, m := range held {
 		m.Release()
 	}
@@ -279,8 +280,9 @@ func (x *sender) batchOf(s *TensorServer, msg *van.Message) (*work, error) {
 	return nil, fmt.Errorf("%w: batch flag %d at timestamp %d continues none of the %d open batches", van.ErrMalformed, msg.Head, msg.Timestamp, len(x.open))
 }
 
-// hold keeps a message that continues no open batch, if there is room: one that
-// was lost and sent again comes after those that follow it. x.mu is held.
+// hold keeps a message that continues no open batch, if there is room. One that was lost
+// and sent again comes after those that follow it; so does, over RDMA, one with a new
+// key of a worker of the original's. x.mu is held.
 func (x *sender) hold(msg *van.Message) bool {
 	if len(x.held) >= maxOpen {
 		return false
