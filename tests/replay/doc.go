@@ -16,6 +16,14 @@
 // compared; where the recorded scheduler asked itself for a barrier ours must do
 // so at the same place, because it takes a number of its control counter.
 //
+// Sessions over RDMA (testdata/rdma_*.jsonl) are played in the same way on a network in
+// memory (van/rdma/fakeverbs), where our node has the recorded address and port. Each
+// other node is a cppNode, the original's RDMA transport by hand; it sends the recorded
+// messages, and makes its own rendezvous. Then every work request that our node has
+// posted is compared with the recorded one's, connection by connection: kinds,
+// operations, lengths, order, lists, queue pairs, bytes. What may differ is in
+// rdma_compare_test.go: the tables rdmaMasks and rdmaIntended.
+//
 // Heartbeats run ten times as fast. Where they mix with other control messages
 // their number and the counter depend on time: a session with heartbeats is
 // compared without timestamps, which must still be a counter, and additional

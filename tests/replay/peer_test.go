@@ -206,7 +206,7 @@ func (p *peers) next(queues map[stream][]arrival, from stream) (arrival, error) 
 	return a, nil
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
