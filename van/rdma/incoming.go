@@ -440,27 +440,37 @@ func (in *incoming) place(l *lease, s *start, need rendezvous.Need, kind uint64,
 		}
 		m.area, m.data = a, a.mem
 	} else {
-		in.mu.Lock()
-		a := in.areas[s.key]
-		in.mu.Unlock()
-		if a == nil || a.mem.Len() < need.Data {
-			var err error
-			if a, err = in.host.newArea(need.Data); err != nil {
-				return err
-			}
-			in.mu.Lock()
-			old := in.areas[s.key]
-			in.areas[s.key] = a
-			in.mu.Unlock()
-			if old != nil {
-				old.put()
-			}
+		a, err := in.keyArea(s.key, need.Data)
+		if err != nil {
+			return err
 		}
-		a.refs.Add(1)
 		m.area, m.data = a, a.mem
 	}
 	r.data, r.dataKey = m.area.mem.Addr(), m.area.mr.RKey()
 	return nil
+}
+
+// keyArea returns the memory for values of n bytes under key, with one more user.
+func (in *incoming) keyArea(key uint64, n int) (*area, error) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	a := in.areas[key]
+	if a == nil || a.mem.Len() < n {
+		if in.closed {
+			return nil, van.ErrClosed
+		}
+		grown, err := in.host.newArea(n)
+		if err != nil {
+			return nil, err
+		}
+		in.areas[key] = grown
+		if a != nil {
+			a.put()
+		}
+		a = grown
+	}
+	a.refs.Add(1)
+	return a, nil
 }
 
 func (a *area) put() {

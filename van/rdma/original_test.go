@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"errors"
 	"net/netip"
 	"testing"
 	"time"
@@ -136,5 +137,33 @@ func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
 	}
 	if n := p.server.table.Len(); n > 1 {
 		t.Errorf("%d places are given away after 50 control messages, want at most 1", n)
+	}
+}
+
+// Places of one key of the original lie in the same memory, until a larger one is
+// wanted; none is given on a connection that has ended.
+func TestAreaOfKey(t *testing.T) {
+	p := newPair(t, oneQP)
+	o := newOriginal(p, 11)
+	push := func(meta, n uint64) reply {
+		return o.ask(start{metaLen: meta, dataNum: 2, data: [4]uint64{8, n}, key: 5})
+	}
+	a, b, c := push(300, 1000), push(400, 1000), push(300, 2000)
+	if a.data == 0 || a.data != b.data || c.data == a.data || c.data == 0 {
+		t.Errorf("data at %#x, %#x and, larger, %#x", a.data, b.data, c.data)
+	}
+	for _, x := range *p.server.conns.Load() {
+		if x.in == nil {
+			continue
+		}
+		x.in.fail(van.ErrPeerLost)
+		p.until("end of the connection", func() bool {
+			x.in.mu.Lock()
+			defer x.in.mu.Unlock()
+			return x.in.closed
+		})
+		if _, err := x.in.keyArea(6, 100); !errors.Is(err, van.ErrClosed) {
+			t.Errorf("memory on a connection that has ended: %v", err)
+		}
 	}
 }

@@ -128,8 +128,8 @@ func tensor(to, ts int, key uint64, request, push bool, vals []byte) *van.Messag
 	return m
 }
 
-// pull is a request whose answer is to be put into into.
-func pull(to, ts int, key uint64, into []byte) *van.Message {
+// pullInto is a request whose answer is to be put into into.
+func pullInto(to, ts int, key uint64, into []byte) *van.Message {
 	m := tensor(to, ts, key, true, false, into)
 	m.Into = backend.Bytes(into)
 	m.Addr = m.Into.Addr()

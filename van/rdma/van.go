@@ -72,7 +72,7 @@ type rvan struct {
 	ids       map[uint64]*cmID
 	endpoints map[string]*incoming
 	buffers   map[bufferKey]backend.Mem
-	leaving   []*peer
+	leaving   map[*peer]bool // not in peers any more
 	started   bool
 	closed    atomic.Bool
 	wg        sync.WaitGroup // goroutines that end by themselves
@@ -98,7 +98,8 @@ func New(o van.Options) (van.Van, error) {
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	v := &rvan{cfg: o.Config, log: o.Log, back: o.Backend, stack: stack, spin: spinTime(o.Config.BusyPoll), epoch: rand.Uint32(),
 		table: rendezvous.NewTable[memory](min(o.Config.AddressPoolSize, maxIndex)), reserved: map[verbs.Device]int{},
-		ids: map[uint64]*cmID{}, endpoints: map[string]*incoming{}, buffers: map[bufferKey]backend.Mem{}, cmEnd: make(chan struct{})}
+		ids: map[uint64]*cmID{}, endpoints: map[string]*incoming{}, buffers: map[bufferKey]backend.Mem{},
+		leaving: map[*peer]bool{}, cmEnd: make(chan struct{})}
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
 	}
@@ -419,10 +420,14 @@ func (v *rvan) Disconnect(id int) {
 // leave ends a peer that is not in the table any more, when what was sent has left or
 // the time is over. v.mu is held.
 func (v *rvan) leave(p *peer, limit time.Duration) {
+	v.leaving[p] = true
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
 		p.end(ctx)
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		delete(v.leaving, p)
 	})
 }
 
@@ -486,7 +491,7 @@ func (p *peer) endLink(l *link) []finished {
 func (p *peer) replied(l *link, r *reply) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.link != l {
+	if p.link != l || p.ended {
 		return true
 	}
 	if l.ours && r.flags&replyRefused != 0 {
@@ -564,7 +569,7 @@ func (v *rvan) Revoke(m backend.Mem) {
 	if m.Len() == 0 {
 		return
 	}
-	for _, p := range *v.peers.Load() {
+	for _, p := range v.everyPeer() {
 		p.mu.Lock()
 		for k, x := range p.into {
 			if overlap(x.mem, m) {
@@ -586,6 +591,19 @@ func (v *rvan) Revoke(m backend.Mem) {
 
 func overlap(x, y backend.Mem) bool {
 	return x.Addr() < y.Addr()+uint64(y.Len()) && y.Addr() < x.Addr()+uint64(x.Len())
+}
+
+// everyPeer is the peers, and those that are leaving.
+func (v *rvan) everyPeer() (all []*peer) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, p := range *v.peers.Load() {
+		all = append(all, p)
+	}
+	for p := range v.leaving {
+		all = append(all, p)
+	}
+	return all
 }
 
 // working tells whether somebody waits for something that only a look at the clock
@@ -673,6 +691,9 @@ func (v *rvan) Close(ctx context.Context) error {
 	}
 	peers := *v.peers.Load()
 	v.peers.Store(&map[int]*peer{})
+	for _, p := range peers {
+		v.leaving[p] = true
+	}
 	v.mu.Unlock()
 	if v.channel == nil {
 		return nil
