@@ -1,5 +1,10 @@
 package postoffice
 
+import "github.com/stepaf/stepaf-go/van"
+
+// Van is the transport as it is wrapped.
+func (n *Node) Van() van.Van { return n.van }
+
 // SetNext makes ts the next timestamp of c.
 func (c *Customer) SetNext(ts int32) {
 	c.mu.Lock()

@@ -21,6 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/resend"
+	"github.com/stepaf/stepaf-go/van/stage"
 )
 
 // ErrRefused is wrapped by the error of Start when the scheduler has no place for
@@ -56,7 +57,7 @@ type Options struct {
 	Van van.Factory
 
 	// Backend is the device's memory; nil means the one that Config.Backend names.
-	// The node does not close it.
+	// The node neither configures nor closes it.
 	Backend backend.Backend
 
 	// NoRank lets the scheduler choose the rank instead of computing it from
@@ -244,26 +245,41 @@ func (n *Node) openBackend(b backend.Backend) error {
 		n.back = b
 		return nil
 	}
+	n.ownBack = true
 	name := n.cfg.Backend
 	if name == "" {
 		name = "CPU"
-		for _, have := range backend.Names() {
-			if have == "GPU" {
-				if b, err := backend.New(have, n.cfg.GPU); err == nil {
-					n.back, n.ownBack = b, true
-					return nil
-				}
+		if n.role != van.Scheduler { // it carries no tensors
+			gpu, err := backend.New("GPU", n.cfg.GPU)
+			if err == nil {
+				n.back = n.tuned(gpu)
+				return nil
 			}
+			n.log.Info("no GPU in this build or on this machine: using backend CPU", "why", err)
 		}
-		n.log.Info("no GPU in this build or on this machine: using backend CPU")
 	}
-	var err error
-	n.back, err = backend.New(name, n.cfg.GPU)
-	n.ownBack = true
+	made, err := backend.New(name, n.cfg.GPU)
 	if err != nil {
 		return fmt.Errorf("STEPMESH_BAKCEND=%s: %w", name, err)
 	}
+	n.back = n.tuned(made)
 	return nil
+}
+
+// tuned makes b wait as the configuration says.
+func (n *Node) tuned(b backend.Backend) backend.Backend {
+	if t, ok := b.(backend.Tunable); ok {
+		o := backend.DefaultOptions()
+		o.DriverEvents = !n.cfg.MemSync
+		switch n.cfg.BusyPoll {
+		case env.SpinForever:
+			o.Spin = -1
+		case env.AlwaysBlock:
+			o.Spin = 0
+		}
+		t.Configure(o)
+	}
+	return b
 }
 
 func (n *Node) closeBackend() error {
@@ -284,9 +300,12 @@ func (n *Node) openVan(f van.Factory) error {
 	if err != nil {
 		return err
 	}
+	var linked func(peer int) bool
 	if !own && n.cfg.EnableIPC != 0 && n.role != van.Scheduler {
-		v = local.New(v, o)
+		l := local.New(v, o)
+		v, linked = l, l.Linked
 	}
+	v = n.staged(v, linked)
 	if n.cfg.DropMsg > 0 {
 		d := drop.New(v, n.cfg.DropMsg, 0, n.log)
 		n.enable = append(n.enable, d.Enable)
@@ -302,6 +321,22 @@ func (n *Node) openVan(f van.Factory) error {
 	n.poller, _ = van.As[van.Poller](v)
 	return nil
 }
+
+// staged carries values on a device over a van that takes host memory only: one of
+// those inside, or the shared memory of peers that are linked.
+func (n *Node) staged(v van.Van, linked func(peer int) bool) van.Van {
+	o := stage.Options{Backend: n.back, Log: n.log}
+	if takesDevices[v.Type()] {
+		if linked == nil {
+			return v
+		}
+		o.Direct = func(peer int) bool { return !linked(peer) }
+	}
+	return stage.New(v, o)
+}
+
+// takesDevices are the transports that take values on a device as they are.
+var takesDevices = map[string]bool{"ibverbs": true}
 
 // join binds, starts the machine and waits until it is ready.
 func (n *Node) join(ctx context.Context) error {

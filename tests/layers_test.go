@@ -94,7 +94,7 @@ var layers = []struct {
 	{"van/rdma/", []string{"van/rdma/", "van/rendezvous", "van", "van/backend", "internal/"}},
 	{"van/", []string{"van", "van/backend", "internal/"}},
 	{"postoffice/membership", []string{"van", "van/backend", "internal/"}},
-	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "internal/"}},
+	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "van/stage", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "internal/"}},
 	{"af/", []string{"kv", "postoffice", "van", "van/backend", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},

@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
@@ -30,6 +31,10 @@ type Options struct {
 	// Wrap, if not nil, is wrapped around the van of the node with that role and
 	// instance rank.
 	Wrap func(role string, rank int, f van.Factory) van.Factory
+
+	// Backend, if not nil, is the device of the node with that role and instance rank,
+	// or nil for the one that its configuration names.
+	Backend func(role string, rank int) backend.Backend
 
 	// Elsewhere, if not nil, is called for each node, and returns true for those
 	// that it starts itself, in other processes.
@@ -135,6 +140,9 @@ func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*po
 			po.Van = van.New
 		}
 		po.Van = c.o.Wrap(role, rank, po.Van)
+	}
+	if c.o.Backend != nil {
+		po.Backend = c.o.Backend(role, rank)
 	}
 	return postoffice.Start(ctx, po)
 }

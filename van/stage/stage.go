@@ -22,6 +22,10 @@ type Options struct {
 	// 0 means DefaultLimit. Values beyond that go through ordinary host memory, and
 	// stay in it when they are received.
 	Pinned, Device int
+	// Direct, if not nil, tells whether the van inside itself takes values on the
+	// device to that peer; they then go as they are, and receive buffers on the device
+	// are registered with it, too.
+	Direct func(peer int) bool
 }
 
 // DefaultLimit is 4 GiB.
@@ -34,6 +38,7 @@ type Van struct {
 	log    *slog.Logger
 	pinned *pool
 	device *pool
+	direct func(peer int) bool // nil: never
 
 	sends sync.Pool // of *sending
 
@@ -71,7 +76,7 @@ func New(inner van.Van, o Options) van.Van {
 	if o.Device == 0 {
 		o.Device = DefaultLimit
 	}
-	v := &Van{Van: inner, back: o.Backend, log: o.Log, dsts: map[destination]backend.Mem{}}
+	v := &Van{Van: inner, back: o.Backend, log: o.Log, direct: o.Direct, dsts: map[destination]backend.Mem{}}
 	v.lower, _ = van.As[van.BufferRegistrar](inner)
 	if p, ok := o.Backend.(backend.HostPinner); ok {
 		v.pinned = newPool(o.Pinned, p.AllocPinned, p.FreePinned)
@@ -120,7 +125,7 @@ func (s *sending) release() van.Completion {
 // stream may still be writing it. Send returns when it has been copied; Done is told
 // when it has left.
 func (v *Van) Send(m *van.Message) error {
-	if m.Frames < 2 || m.Vals.OnHost() {
+	if m.Frames < 2 || m.Vals.OnHost() || v.direct != nil && v.direct(m.Receiver) {
 		return v.Van.Send(m)
 	}
 	fail := func(err error) error {
@@ -230,6 +235,11 @@ func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error 
 	}
 	if err := backend.CheckDevice(v.back, dst); err != nil {
 		return fmt.Errorf("register receive buffer: %w: %w", van.ErrInvalid, err)
+	}
+	if v.direct != nil && v.lower != nil {
+		if err := v.lower.RegisterRecvBuffer(sender, key, dst); err != nil {
+			return err
+		}
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -435,3 +435,19 @@ func manySenders(t *testing.T, p *pair) {
 	wg.Wait()
 	p.close(t)
 }
+
+// TestDirect: a peer that takes values on the device gets them as they are.
+func TestDirect(t *testing.T) {
+	p := connect(t, stage.Options{Direct: func(int) bool { return true }})
+	dst := on(make([]byte, 100), gpu0)
+	if err := p.server.(van.BufferRegistrar).RegisterRecvBuffer(9, 7, dst); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.worker.Send(push(1, on(bytes.Repeat([]byte{3}, 90), gpu0))); err == nil {
+		t.Error("the van inside, which takes host memory only, was not asked")
+	}
+	if staged, _, _ := p.worker.(*stage.Van).Counts(); staged != 0 {
+		t.Errorf("%d values were copied", staged)
+	}
+	p.close(t)
+}

@@ -1,0 +1,113 @@
+package postoffice_test
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/local"
+	"github.com/stepaf/stepaf-go/van/stage"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+var pretended = make(chan *vantest.Device, 16)
+
+func init() {
+	backend.Register("PRETENDED", func(id int) (backend.Backend, error) {
+		d := vantest.NewDevice(id)
+		pretended <- d
+		return d, nil
+	})
+}
+
+// alone starts a scheduler, the only node that comes up without others.
+func alone(t *testing.T, set func(*postoffice.Config), log *slog.Logger) *postoffice.Node {
+	t.Helper()
+	return testcluster.Start(t, testcluster.Options{Set: set, Log: log}).Scheduler
+}
+
+// TestBackendConfigured: the backend waits as the variables say, and is the node's.
+func TestBackendConfigured(t *testing.T) {
+	for _, c := range []struct {
+		sync bool
+		poll env.BusyPoll
+		want backend.Options
+	}{
+		{true, env.SpinThenBlock, backend.DefaultOptions()},
+		{false, env.SpinForever, backend.Options{DriverEvents: true, Spin: -1}},
+		{true, env.AlwaysBlock, backend.Options{}},
+	} {
+		n := alone(t, func(cfg *postoffice.Config) {
+			cfg.MemSync, cfg.BusyPoll = c.sync, c.poll
+			if cfg.Role == "scheduler" {
+				cfg.Backend = "PRETENDED" // told to, it opens one
+			}
+		}, nil)
+		d := <-pretended
+		if n.Backend() != d || d.Options() != c.want {
+			t.Errorf("MemSync %t, BusyPoll %d: %+v, want %+v", c.sync, c.poll, d.Options(), c.want)
+		}
+		n.Close()
+		if _, err := d.Alloc(1); err == nil {
+			t.Error("the node has left its backend open")
+		}
+	}
+}
+
+// TestSchedulerNeedsNoGPU: it does not even look for one.
+func TestSchedulerNeedsNoGPU(t *testing.T) {
+	var log bytes.Buffer
+	cfg := postoffice.DefaultConfig()
+	cfg.Role, cfg.NumWorkers, cfg.NumServers = "scheduler", 1, 1
+	cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", testcluster.FreePort(t), "127.0.0.1"
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
+	defer cancel()
+	if _, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: slog.New(slog.NewTextHandler(&log, nil))}); err == nil {
+		t.Fatal("started without workers")
+	}
+	if s := log.String(); strings.Contains(s, "GPU") || !strings.Contains(s, "Bind to") {
+		t.Errorf("log:\n%s", s)
+	}
+}
+
+// TestStaged: values on a device go through host memory where the transport takes no
+// others; that of host tensors is as it was.
+func TestStaged(t *testing.T) {
+	for _, c := range []struct {
+		name          string
+		zmq, ipc, gpu bool
+	}{
+		{"host", true, true, false}, {"zmq", true, false, true}, {"local", true, true, true}, {"inproc", false, false, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			cl := testcluster.Start(t, testcluster.Options{ZMQ: c.zmq, Set: func(cfg *postoffice.Config) {
+				if !c.ipc {
+					cfg.EnableIPC = 0
+				}
+			}, Backend: func(role string, _ int) backend.Backend {
+				if !c.gpu || role == "scheduler" {
+					return nil
+				}
+				return vantest.NewDevice(0)
+			}})
+			v := cl.Workers[0].Van()
+			_, staged := van.As[*stage.Van](v)
+			_, linked := van.As[*local.Van](v)
+			if staged != c.gpu || linked != (c.zmq && c.ipc) {
+				t.Errorf("staged %t, linked %t", staged, linked)
+			}
+			if _, staged := van.As[*stage.Van](cl.Scheduler.Van()); staged {
+				t.Error("the scheduler stages")
+			}
+			cl.Finalize(t)
+		})
+	}
+}
