@@ -28,6 +28,7 @@ type TensorServer struct {
 	node    *postoffice.Node
 	o       Options
 	buffers *kv.RecvBuffers
+	line    *line // of answers with tensors on the device, and those behind them
 
 	handler  Handler
 	customer *postoffice.Customer
@@ -45,7 +46,10 @@ func NewTensorServer(node *postoffice.Node, o Options) (*TensorServer, error) {
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	return &TensorServer{node: node, o: o, buffers: kv.NewRecvBuffers(node), senders: map[int]*sender{}}, nil
+	s := &TensorServer{node: node, o: o, buffers: kv.NewRecvBuffers(node), senders: map[int]*sender{},
+		line: newLine(node.Backend(), node.Config().BusyPoll)}
+	node.OnExit(s.line.close)
+	return s, nil
 }
 
 // SetRequestHandle names the handler and begins to serve, first what has come
@@ -80,6 +84,9 @@ func (s *TensorServer) RegisterRecvTensor(t Tensor, workerRanks []int, keys []ui
 	if n == 0 || len(workerRanks) != n || t.Len()%n != 0 {
 		return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: van.ErrInvalid,
 			Detail: fmt.Sprintf("%d worker ranks, %d keys, %d bytes: want as many ranks as keys, and a size that they divide", len(workerRanks), n, t.Len())}
+	}
+	if err := backend.CheckDevice(s.node.Backend(), t.mem); err != nil {
+		return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: fmt.Errorf("%w: %w", van.ErrInvalid, err)}
 	}
 	part := t.Len() / n
 	for i, key := range keys {
@@ -121,6 +128,9 @@ type work struct {
 	ack      kv.ReplyTo    // of a single push
 	state    atomic.Uint64 // generation<<1 | answered
 	refs     atomic.Int32
+
+	answers []KeyTensor // to the pulls, while the batch is in the server's line
+	done    van.Completion
 }
 
 // SenderRank is the group rank of the worker.
@@ -429,143 +439,6 @@ func (b *work) unref() {
 // Sent is called when an answer has left.
 func (b *work) Sent() { b.unref() }
 
-// Response answers the pulls of the batch: each gets the first of tensors with
-// its key, whose size must be the pull's. A batch without pulls takes none. The
-// tensors must stay as they are until they have left, which Release'd push tensors
-// do by themselves; done, if not nil, is called once for each pull when its answer
-// has left, from any goroutine; it must neither block nor send.
-//
-// A missing key or a wrong size is an error that wraps van.ErrInvalid; then
-// nothing was sent and the batch can still be answered. A second Response is
-// ErrAnswered.
-func (b Batch) Response(tensors []KeyTensor, done van.Completion) error {
-	return b.respond(len(tensors), func(i int) *Tensor {
-		if kt := find(tensors, b.pulls[i].Key); kt != nil {
-			return &kt.Val
-		}
-		return nil
-	}, done)
-}
-
-// ResponseInOrder is Response with tensors in the order of the pulls, of which
-// there must be as many.
-func (b Batch) ResponseInOrder(tensors []Tensor, done van.Completion) error {
-	return b.respond(len(tensors), func(i int) *Tensor {
-		if i < len(tensors) {
-			return &tensors[i]
-		}
-		return nil
-	}, done)
-}
-
-// respond answers each pull with what answer has for it.
-func (b Batch) respond(n int, answer func(pull int) *Tensor, done van.Completion) error {
-	s := b.s // all else may be another batch's by now
-	if !b.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
-		return &van.Error{Op: "respond", Node: s.node.Name(), Err: ErrAnswered, Hint: "respond once to each batch"}
-	}
-	if err := b.checkAnswer(n, answer); err != nil {
-		b.state.Store(b.gen << 1)
-		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(b.instance), Err: err}
-	}
-	defer b.unref()
-	if b.single && len(b.pulls) == 0 {
-		return s.reply(b.ack, nil, nil, nil)
-	}
-	var errs []error
-	for i := range b.pulls {
-		p := &b.pulls[i]
-		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *answer(i)}, b.work, done); err != nil {
-			errs = append(errs, err)
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// checkAnswer refuses tensors that do not fit the pulls.
-func (b *work) checkAnswer(n int, answer func(pull int) *Tensor) error {
-	for i := range b.pulls {
-		p := &b.pulls[i]
-		t := answer(i)
-		switch {
-		case t == nil:
-			return fmt.Errorf("%w: no tensor with key %d among the %d given", van.ErrInvalid, p.Key, n)
-		case t.Len() != p.Len:
-			return fmt.Errorf("%w: tensor %s for key %d has %d bytes, the worker's pull tensor %s%v has %d", van.ErrInvalid,
-				t.String(), p.Key, t.Len(), p.Dtype, p.Shape, p.Len)
-		}
-	}
-	if len(b.pulls) < n {
-		return fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, n, len(b.pulls))
-	}
-	return nil
-}
-
-func find(tensors []KeyTensor, key uint64) *KeyTensor {
-	for i := range tensors {
-		if tensors[i].Key == key {
-			return &tensors[i]
-		}
-	}
-	return nil
-}
-
-// reply sends one answer: kt, or an empty one. b, if not nil, is held until the
-// answer has left.
-func (s *TensorServer) reply(r kv.ReplyTo, kt *KeyTensor, b *work, done van.Completion) error {
-	a := answers.Get().(*answer)
-	r.Fill(&a.msg)
-	if kt == nil {
-		err := s.node.Send(&a.msg)
-		answers.Put(a)
-		return err
-	}
-	binary.LittleEndian.PutUint64(a.key[:], kt.Key)
-	kv.SetData(&a.msg, backend.Bytes(a.key[:]), kt.Val.mem, backend.Mem{}, van.TypeOther)
-	b.refs.Add(1)
-	a.msg.Done = b
-	if done != nil {
-		a.msg.Done = &sent{b, done}
-	}
-	err := s.node.Send(&a.msg)
-	if err != nil {
-		b.unref()
-	}
-	a.msg.Done = nil
-	answers.Put(a)
-	return err
-}
-
-// sent tells both the batch and the application.
-type sent struct {
-	b    *work
-	done van.Completion
-}
-
-func (s *sent) Sent() {
-	s.done.Sent()
-	s.b.unref()
-}
-
-// acknowledge answers a push of a batch. Nobody waits for it before the batch is
-// complete, so it may leave together with what follows.
-func (s *TensorServer) acknowledge(msg *van.Message) error {
-	a := answers.Get().(*answer)
-	defer answers.Put(a)
-	r := kv.ReplyOf(msg)
-	r.Fill(&a.msg)
-	a.msg.More = true
-	return s.node.Send(&a.msg)
-}
-
-// answer is a message with room for its key frame.
-type answer struct {
-	msg van.Message
-	key [8]byte
-}
-
-var answers = sync.Pool{New: func() any { return new(answer) }}
-
 // Close takes the server off its node. Unfinished batches are dropped.
 func (s *TensorServer) Close() {
 	s.mu.Lock()
@@ -580,6 +453,7 @@ func (s *TensorServer) Close() {
 	}
 	unwatch()
 	c.Close()
+	s.line.close()
 	for _, id := range ids {
 		s.dropSender(id)
 	}

@@ -5,8 +5,10 @@ import (
 	"encoding/binary"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -28,6 +30,8 @@ type TensorWorker struct {
 	traces   postoffice.Traces
 	revoker  van.Revoker // nil when no peer writes into pull tensors
 
+	line *line // of batches with tensors on the device, and those behind them
+
 	mu   sync.Mutex
 	free []*batch
 }
@@ -46,6 +50,8 @@ func NewTensorWorker(node *postoffice.Node, o Options) (*TensorWorker, error) {
 		return nil, err
 	}
 	w.customer = c
+	w.line = newLine(node.Backend(), node.Config().BusyPoll)
+	node.OnExit(w.line.close)
 	return w, nil
 }
 
@@ -65,6 +71,8 @@ type batch struct {
 	keys   [][8]byte // key frames: pushes, then pulls
 	skip   []bool    // by server: sending to it has failed
 	msg    van.Message
+	queued bool         // in the worker's line
+	refs   atomic.Int32 // the request, and the line while it is there
 }
 
 // ZBatchPushPull sends every push tensor to every server, and asks server s for
@@ -75,36 +83,95 @@ type batch struct {
 // Keys of one list must differ (for pulls: those of one server). Tensors must
 // stay as they are until Wait has returned for the handler. A pull tensor is
 // filled by the time Wait returns nil; its size must be that of the answer.
+//
+// Batches are sent in the order of the calls. If a tensor lies on the node's device,
+// the batch waits for the device's default stream, see ZBatchPushPullOn.
 func (w *TensorWorker) ZBatchPushPull(push, pull []KeyTensor) (handler int32, err error) {
-	if err := w.check(push, pull); err != nil {
+	return w.ZBatchPushPullOn(DefaultStream, push, pull)
+}
+
+// ZBatchPushPullOn is ZBatchPushPull for tensors on the node's device that the work in
+// stream makes, or, if they are to be filled, uses. It does not wait for that work: a
+// goroutine of the worker does, and sends then. When that work fails, so does Wait.
+func (w *TensorWorker) ZBatchPushPullOn(stream Stream, push, pull []KeyTensor) (handler int32, err error) {
+	device, err := w.check(push, pull)
+	var event backend.Event
+	if err == nil && device {
+		event, err = w.line.mark(stream)
+	}
+	if err != nil {
 		return 0, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
 	}
 	b := w.take()
+	b.queued = event != nil || w.line.busy()
 	b.pushes = append(b.pushes[:0], push...)
 	b.pulls = append(b.pulls[:0], pull...)
 	b.hold()
 	b.p, b.q = len(push), len(pull)/len(w.servers)
 	b.fillKeys()
 	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, w.servers); err != nil {
+		w.line.unmark(event)
+		b.queued = false
 		b.Finished(err)
 		b.Recycle()
 		return 0, err
 	}
 	handler = b.First()
-	if !b.Pending() {
-		return handler, nil // a server is away: Wait says so, and the others get nothing that they could not answer
-	}
-	if err := b.send(handler); err != nil {
-		w.customer.Abort(&b.Request, err)
-		for _, id := range w.servers {
-			w.node.Flush(id)
+	if !b.queued {
+		if b.Pending() { // else a server is away: Wait says so, and the others get nothing that they could not answer
+			b.sendAll(handler)
 		}
+		return handler, nil
+	}
+	b.refs.Add(1)
+	if !w.line.add(b, event) {
+		b.send(van.ErrClosed)
 	}
 	return handler, nil
 }
 
-// check refuses what cannot be sent, before anything is.
-func (w *TensorWorker) check(push, pull []KeyTensor) error {
+// dead implements job.
+func (b *batch) dead() bool { return !b.Pending() }
+
+// send implements job: it sends the batch unless it has failed meanwhile.
+func (b *batch) send(err error) {
+	if b.Begin() {
+		if err == nil {
+			b.sendAll(b.First())
+		} else {
+			b.w.customer.Abort(&b.Request, &van.Error{Op: "push_pull", Node: b.w.node.Name(), Detail: fmt.Sprintf("handler %d", b.First()),
+				Elapsed: time.Duration(clock.Now() - b.Started()), Err: err})
+		}
+		b.End()
+	}
+	b.unref()
+}
+
+// sendAll sends the messages, or fails the request.
+func (b *batch) sendAll(ts int32) {
+	if err := b.sendMessages(ts); err != nil {
+		b.w.customer.Abort(&b.Request, err)
+		for _, id := range b.w.servers {
+			b.w.node.Flush(id)
+		}
+	}
+}
+
+// check refuses what cannot be sent, before anything is. It tells whether a tensor
+// lies on the device.
+func (w *TensorWorker) check(push, pull []KeyTensor) (device bool, err error) {
+	if err := w.checkLists(push, pull); err != nil {
+		return false, err
+	}
+	a, err := onDevice(w.node.Backend(), push, "push")
+	if err != nil {
+		return false, err
+	}
+	b, err := onDevice(w.node.Backend(), pull, "pull")
+	return a || b, err
+}
+
+func (w *TensorWorker) checkLists(push, pull []KeyTensor) error {
 	n := len(w.servers)
 	switch {
 	case len(push)+len(pull) == 0:
@@ -158,20 +225,29 @@ func duplicate(kind string, key uint64, i, j int) error {
 
 func (w *TensorWorker) take() *batch {
 	w.mu.Lock()
-	defer w.mu.Unlock()
+	var b *batch
 	if n := len(w.free); n > 0 {
-		b := w.free[n-1]
+		b = w.free[n-1]
 		w.free = w.free[:n-1]
-		return b
 	}
-	return &batch{w: w}
+	w.mu.Unlock()
+	if b == nil {
+		b = &batch{w: w}
+	}
+	b.refs.Store(1)
+	return b
 }
 
 // keepBatches bounds the batches that an idle worker keeps for use again.
 const keepBatches = 256
 
 // Recycle puts b back. It is called by the customer.
-func (b *batch) Recycle() {
+func (b *batch) Recycle() { b.unref() }
+
+func (b *batch) unref() {
+	if b.refs.Add(-1) > 0 {
+		return
+	}
 	clear(b.pushes)
 	clear(b.pulls)
 	b.w.mu.Lock()
@@ -195,11 +271,11 @@ func (b *batch) fillKeys() {
 	}
 }
 
-// send sends the messages of the batch: each push to all servers, then each pull
+// sendMessages sends the messages of the batch: each push to all servers, then each pull
 // index to all servers. A server that cannot be sent to gets nothing more; the
 // others get all of it, since a batch that does not end would stay with them. It
 // returns the first error.
-func (b *batch) send(ts int32) error {
+func (b *batch) sendMessages(ts int32) error {
 	var failed error
 	b.skip = append(b.skip[:0], make([]bool, len(b.w.servers))...)
 	one := func(s int, push bool, i int, kt *KeyTensor, key []byte) {
@@ -305,6 +381,9 @@ func (b *batch) hold() {
 
 // Finished is called when the batch is over: the tensors are the caller's again.
 func (b *batch) Finished(err error) {
+	if b.queued && err != nil {
+		b.w.line.giveUp(b)
+	}
 	if r := b.w.revoker; r != nil && err != nil {
 		for i := range b.pulls {
 			r.Revoke(b.pulls[i].Val.mem) // an answer that is late must not come there
@@ -377,4 +456,7 @@ func (w *TensorWorker) FetchTrace(handler int32) (request, response van.Trace, e
 func (w *TensorWorker) InFlight() int { return w.customer.InFlight() }
 
 // Close fails what is in flight and takes the worker off its node.
-func (w *TensorWorker) Close() { w.customer.Close() }
+func (w *TensorWorker) Close() {
+	w.customer.Close()
+	w.line.close()
+}

@@ -44,7 +44,7 @@ type Request struct {
 	owed      []uint64 // n rows of words bits, set while an answer is owed
 	words     int
 	left      int // answers owed
-	busy      int // answers being taken
+	busy      int // answers being taken, and Begin without End
 	state     state
 	err       error
 	start     uint64 // clock.Now at Open
@@ -108,6 +108,26 @@ func (r *Request) Pending() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.state == open
+}
+
+// Begin keeps r from ending while another goroutine than the one that opened it sends
+// its messages: Finished is not called before End. It returns false, and End must not
+// be called, when r has been answered or has failed.
+func (r *Request) Begin() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.state != open {
+		return false
+	}
+	r.busy++
+	return true
+}
+
+// End ends a Begin.
+func (r *Request) End() {
+	r.mu.Lock()
+	r.busy--
+	r.settle()
 }
 
 // Started is when the request was opened, in nanoseconds of the host's clock.

@@ -1,0 +1,392 @@
+package af_test
+
+import (
+	"bytes"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// devices are a cluster with a pretended device for each worker and server, and the
+// objects on it.
+type devices struct {
+	*testcluster.Cluster
+	wdev, sdev *vantest.Device
+	w          *af.TensorWorker
+	s          *af.TensorServer
+}
+
+var networks = map[string]func(*postoffice.Config){
+	"inproc": nil,
+	"zmq":    func(c *postoffice.Config) { c.EnableIPC = 0 },
+	"local":  func(*postoffice.Config) {},
+}
+
+// startDevices starts a worker and a server. The network is one of networks.
+func startDevices(t *testing.T, network string) *devices {
+	t.Helper()
+	d := &devices{wdev: vantest.NewDevice(0), sdev: vantest.NewDevice(0)}
+	t.Cleanup(func() { // after the nodes are closed
+		for _, dev := range []*vantest.Device{d.wdev, d.sdev} {
+			dev.Leaks(t)
+			if err := dev.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	set := networks[network]
+	d.Cluster = testcluster.Start(t, testcluster.Options{ZMQ: set != nil, Set: set, Backend: func(role string, _ int) backend.Backend {
+		return map[string]backend.Backend{"worker": d.wdev, "server": d.sdev}[role]
+	}})
+	var err error
+	if d.w, err = af.NewTensorWorker(d.Workers[0], af.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	if d.s, err = af.NewTensorServer(d.Servers[0], af.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func deviceTensor(t testing.TB, d *vantest.Device, b []byte) af.Tensor {
+	t.Helper()
+	x, err := af.New(d.Mem(b), af.Uint8, int64(len(b)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+func hostTensor(t testing.TB, b []byte) af.Tensor {
+	t.Helper()
+	x, err := af.FromBytes(b, af.Uint8, int64(len(b)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+func fill(b []byte, v byte) {
+	for i := range b {
+		b[i] = v
+	}
+}
+
+// TestDeviceTensors: tensors on a device that a stream is still making, at both ends,
+// arrive whole on the other device.
+func TestDeviceTensors(t *testing.T) {
+	for name := range networks {
+		t.Run(name, func(t *testing.T) {
+			d := startDevices(t, name)
+			if err := d.s.SetRequestHandle(func(b af.Batch) {
+				in := b.Retain().Pushes()[0].Val
+				if in.Device() != d.sdev.Device() {
+					t.Errorf("a push of %d bytes lies on %s", in.Len(), in.Device())
+				}
+				out := make([]byte, in.Len())
+				d.sdev.Queue(7, func() {
+					for i, v := range vantest.Raw(in.Mem()) {
+						out[i] = v + 1
+					}
+					b.Release()
+				})
+				if err := b.ResponseOn(7, []af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.sdev, out)}}, nil); err != nil {
+					t.Error(err)
+				}
+			}); err != nil {
+				t.Fatal(err)
+			}
+			for _, n := range []int{40, 5000, 300_000} {
+				deviceRounds(t, d, n)
+			}
+			if open, made := d.wdev.Events(); open > 2 || made > 2 {
+				t.Errorf("%d events, %d made: they are not used again", open, made)
+			}
+			d.Finalize(t)
+		})
+	}
+}
+
+func deviceRounds(t *testing.T, d *devices, n int) {
+	push, pull := make([]byte, n), make([]byte, n)
+	for r := range 20 {
+		d.wdev.Queue(5, func() { fill(push, byte(r)) })
+		h, err := d.w.ZBatchPushPullOn(5, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, push)}},
+			[]af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, pull)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := d.w.Wait(t.Context(), h); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(pull, bytes.Repeat([]byte{byte(r + 1)}, n)) {
+			t.Fatalf("round %d of %d bytes: got %d, want %d", r, n, pull[0], r+1)
+		}
+	}
+}
+
+// TestDeviceOrder: batches are sent in the order of the calls, whether they wait for a
+// stream, have nothing to wait for, or lie on the host.
+func TestDeviceOrder(t *testing.T) {
+	d := startDevices(t, "inproc")
+	got := make(chan uint64, 100)
+	if err := d.s.SetRequestHandle(func(b af.Batch) {
+		got <- b.Pushes()[0].Key
+		if err := b.Response(nil, nil); err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	on := func(stream af.Stream, key uint64, v af.Tensor) int32 {
+		t.Helper()
+		h, err := d.w.ZBatchPushPullOn(stream, []af.KeyTensor{{Key: key, Val: v}}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return h
+	}
+	mem := make([]byte, 100)
+	for r := range uint64(20) {
+		gate := make(chan struct{})
+		d.wdev.Queue(3, func() { <-gate })
+		hs := []int32{
+			on(3, 5*r, deviceTensor(t, d.wdev, mem)),
+			on(af.DefaultStream, 5*r+1, hostTensor(t, mem)),
+			on(af.Complete, 5*r+2, deviceTensor(t, d.wdev, mem)),
+			on(4, 5*r+3, deviceTensor(t, d.wdev, mem)),
+		}
+		select {
+		case k := <-got:
+			t.Fatalf("push %d was sent before its stream was done", k)
+		default:
+		}
+		close(gate)
+		hs = append(hs, on(af.DefaultStream, 5*r+4, hostTensor(t, mem)))
+		for i, h := range hs {
+			if err := d.w.Wait(t.Context(), h); err != nil {
+				t.Fatal(err)
+			}
+			if k := <-got; k != 5*r+uint64(i) {
+				t.Fatalf("push %d came in place of %d", k, 5*r+uint64(i))
+			}
+		}
+	}
+	d.Finalize(t)
+}
+
+// TestAnswerOrder: so are answers.
+func TestAnswerOrder(t *testing.T) {
+	d := startDevices(t, "inproc")
+	batches := make(chan af.Batch, 10)
+	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
+		t.Fatal(err)
+	}
+	var pulls [3][]byte
+	var hs [3]int32
+	for i := range pulls {
+		pulls[i] = make([]byte, 50)
+		var err error
+		if hs[i], err = d.w.ZBatchPushPull(nil, []af.KeyTensor{{Key: 1, Val: hostTensor(t, pulls[i])}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	gate := make(chan struct{})
+	out := make([]byte, 50)
+	d.sdev.Queue(3, func() { <-gate; fill(out, 9) })
+	var left counter
+	for i, v := range []af.Tensor{deviceTensor(t, d.sdev, out), hostTensor(t, bytes.Repeat([]byte{8}, 50)), deviceTensor(t, d.sdev, make([]byte, 50))} {
+		b := <-batches
+		stream := []af.Stream{3, af.DefaultStream, af.Complete}[i]
+		if err := b.ResponseInOrderOn(stream, []af.Tensor{v}, &left); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.ResponseInOrderOn(stream, []af.Tensor{v}, nil); !errors.Is(err, af.ErrAnswered) {
+			t.Errorf("answered again: %v", err)
+		}
+	}
+	if err := d.w.WaitSlice(t.Context(), hs[2], time.Second, time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
+		t.Fatalf("an answer overtook the first one: %v", err)
+	}
+	close(gate)
+	for i, h := range hs {
+		if err := d.w.Wait(t.Context(), h); err != nil {
+			t.Fatal(err)
+		}
+		if want := []byte{9, 8, 0}[i]; pulls[i][49] != want {
+			t.Errorf("answer %d: %d, want %d", i, pulls[i][49], want)
+		}
+	}
+	d.Finalize(t)
+	if n := left.n.Load(); n != 3 {
+		t.Errorf("%d answers are told to have left, want 3", n)
+	}
+}
+
+type counter struct{ n atomic.Int32 }
+
+func (c *counter) Sent() { c.n.Add(1) }
+
+// TestWrongDevice: what the node does not own is refused before anything is sent.
+func TestWrongDevice(t *testing.T) {
+	d := startDevices(t, "inproc")
+	batches := make(chan af.Batch, 1)
+	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
+		t.Fatal(err)
+	}
+	other := deviceTensor(t, vantest.NewDevice(3), make([]byte, 8))
+	own := []af.KeyTensor{{Key: 1, Val: hostTensor(t, make([]byte, 8))}}
+	wrong := []af.KeyTensor{{Key: 2, Val: other}}
+	refused := func(what string, err error) {
+		t.Helper()
+		if !errors.Is(err, van.ErrInvalid) || !errors.Is(err, backend.ErrWrongDevice) || !bytes.Contains([]byte(err.Error()), []byte("tensor on gpu:3 but this node owns gpu:0")) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	_, err := d.w.ZBatchPushPull(wrong, nil)
+	refused("push", err)
+	_, err = d.w.ZBatchPushPull(own, wrong)
+	refused("pull", err)
+	refused("register", d.s.RegisterRecvTensor(other, []int{0}, []uint64{5}))
+	pull := make([]byte, 8)
+	h, err := d.w.ZBatchPushPull(own, []af.KeyTensor{{Key: 2, Val: hostTensor(t, pull)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b := <-batches
+	refused("answer", b.Response(wrong, nil))
+	if err := b.Response([]af.KeyTensor{{Key: 2, Val: hostTensor(t, []byte("12345678"))}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.w.Wait(t.Context(), h); err != nil || string(pull) != "12345678" {
+		t.Errorf("%q, %v", pull, err)
+	}
+	boom := errors.New("the device is gone")
+	d.wdev.Fail(boom)
+	if _, err := d.w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, make([]byte, 8))}}, nil); !errors.Is(err, boom) {
+		t.Errorf("on a failed device: %v", err)
+	}
+	d.wdev.Fail(nil)
+	d.Finalize(t)
+}
+
+// owner counts the holds on a tensor.
+type owner struct{ n atomic.Int32 }
+
+func (o *owner) Retain()  { o.n.Add(1) }
+func (o *owner) Release() { o.n.Add(-1) }
+
+func owned(t *testing.T, d *vantest.Device, b []byte, o *owner) af.Tensor {
+	t.Helper()
+	x, err := af.FromPointer(unsafe.Pointer(unsafe.SliceData(b)), d.Device(), o, af.Uint8, int64(len(b)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+// TestDeviceEnds: whatever ends a batch that still waits for its stream, Wait returns,
+// nothing is held, and the next batch is sent.
+func TestDeviceEnds(t *testing.T) {
+	for name, end := range map[string]struct {
+		do   func(d *devices)
+		want error
+		over bool // the worker cannot go on
+	}{
+		"timeout":      {func(*devices) {}, van.ErrTimeout, false},
+		"device fails": {func(d *devices) { d.wdev.Fail(errBoom) }, errBoom, false},
+		"peer lost":    {func(d *devices) { d.Servers[0].Close() }, van.ErrPeerLost, true},
+		"close":        {func(d *devices) { d.w.Close() }, van.ErrClosed, true},
+		"node closed":  {func(d *devices) { d.Workers[0].Close() }, van.ErrClosed, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := startDevices(t, "inproc")
+			if err := d.s.SetRequestHandle(func(b af.Batch) {
+				if err := b.Response(nil, nil); err != nil {
+					t.Error(err)
+				}
+			}); err != nil {
+				t.Fatal(err)
+			}
+			gate := make(chan struct{})
+			open := sync.OnceFunc(func() { close(gate) })
+			t.Cleanup(open) // before the device's
+			d.wdev.Queue(3, func() { <-gate })
+			var o owner
+			mem := make([]byte, 64)
+			h, err := d.w.ZBatchPushPullOn(3, []af.KeyTensor{{Key: 1, Val: owned(t, d.wdev, mem, &o)}}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			next, err := d.w.ZBatchPushPullOn(4, []af.KeyTensor{{Key: 2, Val: owned(t, d.wdev, mem, &o)}}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if o.n.Load() != 2 {
+				t.Errorf("%d holds, want 2", o.n.Load())
+			}
+			end.do(d)
+			if errors.Is(end.want, errBoom) {
+				open()
+			}
+			if err := d.w.WaitFor(t.Context(), h, 300*time.Millisecond); !errors.Is(err, end.want) {
+				t.Errorf("got %v, want %v", err, end.want)
+			}
+			d.wdev.Fail(nil)
+			err = d.w.WaitFor(t.Context(), next, 5*time.Second)
+			if ok := err == nil; !end.over && !errors.Is(end.want, errBoom) && !ok {
+				t.Errorf("the next batch: %v", err)
+			}
+			if n := o.n.Load(); n != 0 {
+				t.Errorf("%d holds at the end", n)
+			}
+			if !end.over {
+				d.w.Close()
+			}
+		})
+	}
+}
+
+var errBoom = errors.New("boom")
+
+// TestAnswersAtTheEnd: answers that wait for a stream when the server leaves are given
+// back, and told.
+func TestAnswersAtTheEnd(t *testing.T) {
+	d := startDevices(t, "inproc")
+	batches := make(chan af.Batch, 1)
+	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
+		t.Fatal(err)
+	}
+	h, err := d.w.ZBatchPushPull(nil, []af.KeyTensor{{Key: 1, Val: hostTensor(t, make([]byte, 64))}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	gate := make(chan struct{})
+	t.Cleanup(func() { close(gate) })
+	d.sdev.Queue(3, func() { <-gate })
+	var o owner
+	var left counter
+	if err := (<-batches).ResponseInOrderOn(3, []af.Tensor{owned(t, d.sdev, make([]byte, 64), &o)}, &left); err != nil {
+		t.Fatal(err)
+	}
+	if o.n.Load() != 1 {
+		t.Errorf("%d holds, want 1", o.n.Load())
+	}
+	d.Servers[0].Close()
+	if o.n.Load() != 0 || left.n.Load() != 1 {
+		t.Errorf("%d holds, %d told", o.n.Load(), left.n.Load())
+	}
+	if err := d.w.Wait(t.Context(), h); !errors.Is(err, van.ErrPeerLost) {
+		t.Errorf("the worker: %v", err)
+	}
+}
