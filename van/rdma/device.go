@@ -211,6 +211,7 @@ const (
 	maxSleep  = time.Second
 	tickTime  = 2 * time.Millisecond // of housekeeping
 	sweepTime = time.Second
+	probeTime = time.Second // of idle connections
 )
 
 // poll takes completions and turns them into messages in d.came. d.mu is held.
@@ -279,7 +280,7 @@ func (d *device) housekeep(sleeping bool) {
 		if c.in != nil && c.in.host == d {
 			c.in.tick(now, sleeping)
 		} else if c.peer != nil {
-			c.peer.tick()
+			c.peer.tick(now)
 		}
 	}
 	if now-d.swept > uint64(sweepTime) {

@@ -44,6 +44,7 @@ type link struct {
 	host   *device
 	ours   bool // a node of this library
 	epoch  uint32
+	probed uint64 // when probe was called
 	slaves uint64 // split messages so far
 	failed chan error
 	once   sync.Once
@@ -628,11 +629,31 @@ func (p *peer) credit(t *trailer) (ok bool) {
 }
 
 // tick is called every few milliseconds.
-func (p *peer) tick() {
+func (p *peer) tick(now uint64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.link != nil && p.snd.Waiting() > 0 {
+	if p.link == nil {
+		return
+	}
+	if p.snd.Waiting() > 0 {
 		p.snd.Tick()
 		p.flush(false)
+	}
+	if l := p.link; l.idle() && now-l.probed > uint64(probeTime) {
+		l.probed = now
+		l.probe()
+	}
+}
+
+// probe writes nothing to the peer. A link that is lost shows only in what is sent,
+// and who waits for an answer sends nothing.
+func (l *link) probe() {
+	id, _, _, ok := l.begin()
+	if !ok {
+		return
+	}
+	l.add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
+	if err := l.post(); err != nil {
+		l.fail(err)
 	}
 }
