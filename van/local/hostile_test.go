@@ -209,8 +209,11 @@ func FuzzRing(f *testing.F) {
 		seg.tail().Store(tail)
 		for end := time.Now().Add(limit); ; {
 			p := l.next()
-			if p == nil {
+			if p == nil && (l.failed() || l.head == tail) {
 				break
+			}
+			if p == nil {
+				continue
 			}
 			if err := v.fetch(p); err == nil && (p.msg.Frames > van.MaxFrames || p.msg.IsControl()) {
 				t.Errorf("received %v", &p.msg.Meta)

@@ -62,9 +62,13 @@ type parcel struct {
 
 var errGone = errors.New("the sender has taken the message back")
 
-// next takes a message out of the ring. It returns nil when there is none.
+// maxChunks is how many chunks of a stream are taken before other links have a turn.
+const maxChunks = 8
+
+// next takes a message out of the ring. It returns nil when there is none, or, with
+// something left, when a part of a stream was taken.
 func (l *inLink) next() *parcel {
-	for {
+	for range maxChunks {
 		tail := l.seg.tail().Load()
 		if tail == l.head {
 			return nil
@@ -99,6 +103,7 @@ func (l *inLink) next() *parcel {
 			return p
 		}
 	}
+	return nil
 }
 
 // message takes the record b of a message. It returns nil when parts of it follow.

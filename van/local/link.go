@@ -138,11 +138,11 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 		return nil, err
 	}
 	_ = conn.SetDeadline(time.Time{})
-	copies := "one copy of large values"
+	how := "ring, and the sender's memory"
 	if verdict != verdictRead {
-		copies = "two copies of large values: " + why
+		how = "ring only: " + why
 	}
-	v.log.Info("data goes through shared memory", "peer", van.NodeName(id), "how", copies)
+	v.log.Info("data goes through shared memory", "peer", van.NodeName(id), "large values", how)
 	return newOutLink(v, id, conn, seg, bell, verdict == verdictRead), nil
 }
 
@@ -219,10 +219,35 @@ func (v *Van) greet(c *net.UnixConn) {
 	v.inLost(l)
 }
 
-// awaitEnd returns when the connection has ended. Nothing is ever sent over it.
+// awaitEnd returns when the connection or the process at its other end has ended.
+// The former may outlast the latter: its children have inherited it.
 func awaitEnd(c *net.UnixConn) {
+	if pid, err := sameUser(c); err == nil {
+		if fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK); err == nil {
+			process := os.NewFile(uintptr(fd), "pidfd")
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				if raw, err := process.SyscallConn(); err == nil && raw.Read(exited) == nil {
+					_ = c.Close()
+				}
+			}()
+			defer func() {
+				_ = process.SetReadDeadline(time.Unix(1, 0)) // ends the wait
+				<-ended
+				_ = process.Close()
+			}()
+		}
+	}
 	var b [1]byte
-	_, _ = c.Read(b[:])
+	_, _ = c.Read(b[:]) // nothing is ever sent
+}
+
+// exited tells whether the process of a pidfd has ended.
+func exited(fd uintptr) bool {
+	p := [1]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	n, err := unix.Poll(p[:], 0)
+	return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
 }
 
 // admit reads and checks a hello and makes the link. why says, when the peer's

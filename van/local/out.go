@@ -206,6 +206,7 @@ func (l *outLink) pump() {
 	}
 	var pause spinner
 	var since uint64 // since when there is no room
+	budget := maxStall + time.Duration(s.left()/16)
 	for streamed := 0; ; {
 		for s.part < partCount && s.off == s.mems[s.part].Len() {
 			s.part, s.off = s.part+1, 0
@@ -222,7 +223,10 @@ func (l *outLink) pump() {
 			l.bell.ring() // it may have given up waiting for more
 			s.off += n
 			streamed += n
-			since = 0
+			if since != 0 {
+				budget -= time.Duration(clock.Now() - since)
+				since = 0
+			}
 			continue
 		}
 		if !l.canRead {
@@ -231,7 +235,7 @@ func (l *outLink) pump() {
 		switch now := clock.Now(); {
 		case since == 0:
 			since = now
-		case streamed >= maxStream || now-since > l.patienceFor(s.left()):
+		case streamed >= maxStream || time.Duration(now-since) > min(stallFor(s.left()), budget):
 			l.lendRest()
 			return
 		case now-since > uint64(minStall):
@@ -249,13 +253,11 @@ func (s *stream) left() (n int) {
 	return n - s.off
 }
 
-// patienceFor is how long, in nanoseconds, the sender of a stream with n bytes left
-// waits for a receiver that takes nothing. One that is at it takes a chunk in some
-// microseconds, one that sleeps wants to be woken, and reading n bytes from this
-// process takes longer than streaming by about n/32 nanoseconds.
-func (l *outLink) patienceFor(n int) uint64 {
-	return uint64(min(max(minStall, time.Duration(n/32)), maxStall))
-}
+// stallFor is how long the sender of a stream with n bytes left waits for a receiver
+// that takes nothing. One that is at it takes a chunk in some microseconds, one that
+// sleeps wants to be woken, and reading n bytes from this process takes longer than
+// streaming by about n/32 nanoseconds.
+func stallFor(n int) time.Duration { return min(max(minStall, time.Duration(n/32)), maxStall) }
 
 const (
 	minStall = 25 * time.Microsecond

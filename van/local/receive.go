@@ -171,6 +171,9 @@ func (v *Van) scan(polling bool) *parcel {
 			if p := l.next(); p != nil {
 				return p
 			}
+			if lost && !l.failed() && l.seg.tail().Load() != l.head {
+				continue // of a stream there is more
+			}
 		}
 		if lost {
 			v.removeIn(l)

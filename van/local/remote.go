@@ -28,11 +28,7 @@ func openRemote(pid int) (*remote, error) {
 func (r *remote) close() { _ = unix.Close(r.fd) }
 
 // alive tells whether the process has not ended.
-func (r *remote) alive() bool {
-	fds := [1]unix.PollFd{{Fd: int32(r.fd), Events: unix.POLLIN}}
-	n, err := unix.Poll(fds[:], 0)
-	return n == 0 && err == nil
-}
+func (r *remote) alive() bool { return !exited(uintptr(r.fd)) }
 
 // maxRead bounds a system call.
 const maxRead = 256 << 20
