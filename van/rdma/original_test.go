@@ -167,3 +167,46 @@ func TestAreaOfKey(t *testing.T) {
 		}
 	}
 }
+
+// What a node of the original would abort over is refused.
+func TestFitsOriginal(t *testing.T) {
+	some := make([]byte, 100)
+	answer := tensor(workerID, 1, 5, false, false, some)
+	answer.Option = 7
+	var text, long van.Message
+	for _, m := range []*van.Message{&text, &long} {
+		m.Reset()
+		m.SimpleApp, m.Body = true, []byte("text")
+	}
+	long.Frames, long.Vals = 2, backend.Bytes(some)
+	twoKeys := tensor(serverID, 1, 5, true, true, some)
+	twoKeys.Keys = backend.Bytes(make([]byte, 16))
+	ack := tensor(workerID, 1, 5, false, true, nil)
+	ack.Frames, ack.Keys = 0, backend.Mem{}
+	empty := tensor(serverID, 1, 5, true, false, nil)
+	for _, c := range []struct {
+		name string
+		m    *van.Message
+		want bool
+	}{
+		{"push", tensor(serverID, 1, 5, true, true, some), true},
+		{"push of two keys", twoKeys, false},
+		{"pull", pullInto(serverID, 1, 5, some), true},
+		{"pull without memory for the answer", tensor(serverID, 1, 5, true, false, some), false},
+		{"pull of nothing", empty, true},
+		{"answer to a push", ack, true},
+		{"answer to a pull", answer, true},
+		{"answer without an address", tensor(workerID, 1, 5, false, false, some), false},
+		{"text", &text, true},
+		{"text with values", &long, false},
+	} {
+		o := &outgoing{}
+		if err := o.fill(c.m, c.m.PayloadLen()); err != nil {
+			t.Fatalf("%s: %v", c.name, err)
+		}
+		p := &peer{link: &link{}}
+		if err := p.fits(o); (err == nil) != c.want || err != nil && !errors.Is(err, van.ErrInvalid) {
+			t.Errorf("%s: %v, want it to fit: %t", c.name, err, c.want)
+		}
+	}
+}

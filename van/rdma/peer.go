@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
@@ -33,8 +34,10 @@ type peer struct {
 	lost  bool  // there was a connection, and it broke
 	ended bool
 	free  []*outgoing
-	keys  map[uint64]bool // of a node of this library: whether it has a place of its own
-	into  map[intoKey]into
+	// ticked is when Sender.Tick was last called.
+	ticked uint64
+	keys   map[uint64]bool // of a node of this library: whether it has a place of its own
+	into   map[intoKey]into
 }
 
 // link is one standing connection.
@@ -172,10 +175,14 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		}
 	}
 	done = msg.Done != nil && o.done == nil
+	idle := p.snd.Waiting() == 0
 	err = p.snd.Submit(o)
 	if err != nil {
 		p.recycle(o)
 		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
+	}
+	if idle && data && p.link != nil && p.snd.Waiting() > 0 && p.link.host.parked.Load() {
+		p.link.host.dev.Wake() // the loop sleeps too long for tick
 	}
 	p.flush(msg.More)
 	return done, nil
@@ -183,7 +190,13 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 
 // fits refuses what a node of the original would not understand. p.mu is held.
 func (p *peer) fits(o *outgoing) error {
-	if p.link.ours || o.oneShot || o.request && o.tensor || !o.request && (o.size == 0 || o.direct) {
+	pull := o.request && !o.push
+	switch {
+	case p.link.ours, o.revoked:
+		return nil
+	case pull && o.tensor && (o.pullLen == 0 || o.into.Len() > 0):
+		return nil // others it would answer with a write to nowhere, which ends it
+	case !pull && o.request && o.tensor, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
 	}
 	return fmt.Errorf("%w: the peer is a node of the C++ library, which takes one key of 8 bytes and a value of val_len bytes in a message over RDMA, and answers where it has asked for them",
@@ -635,7 +648,9 @@ func (p *peer) tick(now uint64) {
 	if p.link == nil {
 		return
 	}
-	if p.snd.Waiting() > 0 {
+	// Several loops may call this, and one that hardly sleeps calls it often.
+	if p.snd.Waiting() > 0 && time.Duration(now-p.ticked) >= tickTime {
+		p.ticked = now
 		p.snd.Tick()
 		p.flush(false)
 	}
