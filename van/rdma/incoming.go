@@ -20,6 +20,7 @@ type incoming struct {
 	v      *rvan
 	serial uint32
 	hello  hello // of its first queue pair
+	key    string
 	from   netip.AddrPort
 	host   *device
 	once   sync.Once
@@ -108,8 +109,9 @@ func (v *rvan) accept(ev verbs.Event) {
 
 // endpoint finds or makes the incoming connection that a queue pair belongs to.
 func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, error) {
+	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
 	v.mu.Lock()
-	old := v.endpoints[h.key()]
+	old := v.endpoints[key]
 	v.mu.Unlock()
 	if old != nil && !old.gone.Load() && len(old.qps) < v.cfg.QPNum {
 		return old, nil // connect requests may overtake each other
@@ -129,14 +131,14 @@ func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, e
 	if err != nil {
 		return nil, err
 	}
-	in := &incoming{v: v, serial: v.serials.Add(1), hello: h, from: from, host: host, drained: make(chan struct{}),
+	in := &incoming{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}),
 		leases: map[rendezvous.Route][]*lease{}, areas: map[uint64]*area{}}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.closed.Load() {
 		return nil, van.ErrClosed
 	}
-	v.endpoints[h.key()] = in
+	v.endpoints[key] = in
 	v.rememberConnLocked(in.serial, &conn{in: in})
 	return in, nil
 }
@@ -557,8 +559,8 @@ func (v *rvan) endIncoming(in *incoming, cause error) {
 	}
 	v.forgetConn(in.serial)
 	v.mu.Lock()
-	if v.endpoints[in.hello.key()] == in {
-		delete(v.endpoints, in.hello.key())
+	if v.endpoints[in.key] == in {
+		delete(v.endpoints, in.key)
 	}
 	v.mu.Unlock()
 	v.unlinkBack(in)

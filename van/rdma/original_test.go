@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"testing"
 	"time"
@@ -26,6 +27,12 @@ type original struct {
 // newOriginal connects a node with this id to the server.
 func newOriginal(p *pair, id int) *original {
 	p.Helper()
+	return newOriginalOn(p, id, "10.77.0.2", "10.77.0.2")
+}
+
+// newOriginalOn does so at addr, with this name.
+func newOriginalOn(p *pair, id int, addr, host string) *original {
+	p.Helper()
 	o := &original{pair: p}
 	must := func(err error) {
 		p.Helper()
@@ -34,7 +41,7 @@ func newOriginal(p *pair, id int) *original {
 		}
 	}
 	var err error
-	o.ch, err = p.net.Stack(netip.MustParseAddr("10.77.0.2")).NewChannel()
+	o.ch, err = p.net.Stack(netip.MustParseAddr(addr)).NewChannel()
 	must(err)
 	o.id, err = o.ch.NewID(1)
 	must(err)
@@ -46,7 +53,7 @@ func newOriginal(p *pair, id int) *original {
 	must(err)
 	o.qp, err = o.id.CreateQP(verbs.QPOptions{SendDepth: 64, RecvDepth: 64, Inline: 512})
 	must(err)
-	h := hello{node: id, port: 4000, host: "10.77.0.2"}
+	h := hello{node: id, port: 4000, host: host}
 	must(o.id.Connect(verbs.ConnParam{Private: h.encode()[:contextLen], RetryCount: 7, RNRRetryCount: 7}))
 	o.event(verbs.Established)
 	o.mem = make([]byte, 4096)
@@ -207,6 +214,20 @@ func TestFitsOriginal(t *testing.T) {
 		p := &peer{link: &link{}}
 		if err := p.fits(o); (err == nil) != c.want || err != nil && !errors.Is(err, van.ErrInvalid) {
 			t.Errorf("%s: %v, want it to fit: %t", c.name, err, c.want)
+		}
+	}
+}
+
+// Private data has room for 15 bytes of a host's name: two nodes without ids may look
+// the same.
+func TestOriginalsWithLongNames(t *testing.T) {
+	p := newPair(t, oneQP)
+	for i := range 2 {
+		newOriginalOn(p, van.Empty, fmt.Sprintf("10.77.0.%d", 2+i), fmt.Sprintf("a-rather-long-name-%d", i))
+	}
+	for _, x := range *p.server.conns.Load() {
+		if x.in != nil && x.in.gone.Load() {
+			t.Errorf("a connection has ended")
 		}
 	}
 }
