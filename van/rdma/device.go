@@ -401,6 +401,9 @@ func (d *device) stop(ctx context.Context) error {
 	d.dev.Wake()
 	d.wakeLoop()
 	err := d.loop.Stop(ctx)
+	for rx := d.next(); rx != nil; rx = d.next() {
+		d.loop.Discard(&rx.msg)
+	}
 	close(d.stopped)
 	return err
 }

@@ -1,0 +1,24 @@
+package rdma
+
+import (
+	"context"
+	"testing"
+)
+
+// What has come and is not delivered because of Close is released.
+func TestStopReleasesWhatHasCome(t *testing.T) {
+	p := newPair(t, nil)
+	p.connect(p.worker, serverID, p.server)
+	p.until("device", func() bool { return len(*p.worker.devices.Load()) > 0 })
+	d := newDevice(p.worker, (*p.worker.devices.Load())[0].dev)
+	for range 3 {
+		d.came = append(d.came, d.pool.get())
+	}
+	d.hand()
+	if err := d.stop(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	if n, free := d.inHand.Load(), len(d.pool.free); n != 0 || free != 3 {
+		t.Errorf("%d messages are in hand and %d have been released, want 0 and 3", n, free)
+	}
+}
