@@ -78,6 +78,23 @@ type StreamFlagger interface {
 	WaitFlag(stream uintptr, word Mem, v uint32) error
 }
 
+// Signaller is implemented by backends whose streams set, await and count words of 64
+// bits, also inside a graph, which repeats it with the numbers that are in memory then.
+// Each word is 8 aligned bytes of the device, or of MapHost.
+type Signaller interface {
+	// WriteSeq makes stream set *flag to *seq when all queued before it is done, visible
+	// to the CPU and to other devices.
+	WriteSeq(stream uintptr, flag, seq Mem) error
+	// WaitSeq makes stream wait until *flag >= *seq, as signed numbers; *seq is read
+	// once, when the wait begins. It occupies a little of the device meanwhile.
+	WaitSeq(stream uintptr, flag, seq Mem) error
+	// AddSeq makes stream add 1 to *seq.
+	AddSeq(stream uintptr, seq Mem) error
+	// MapHost returns pinned host memory, whoever has pinned it, as memory of the
+	// device, with the same owner.
+	MapHost(m Mem) (Mem, error)
+}
+
 // Export names device memory for another process of this host.
 type Export struct {
 	// Handle is the driver's name of the whole allocation (CUipcMemHandle).

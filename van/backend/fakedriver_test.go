@@ -3,6 +3,7 @@ package backend
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -32,6 +33,7 @@ type fakeDriver struct {
 	streams  map[uintptr]*fakeStream
 	events   map[uintptr]*fakeEvent
 	opened   map[uintptr]int
+	modules  int
 	exported *fakeDriver // the process whose handles this one opens
 
 	captured atomic.Pointer[fakeStream]
@@ -95,7 +97,7 @@ func (f *fakeDriver) leaks() []string {
 	defer f.mu.Unlock()
 	l := append([]string(nil), f.misuses...)
 	for what, n := range map[string]int{"device allocations": len(f.mem), "host allocations": len(f.host), "registrations": len(f.register),
-		"streams": len(f.streams), "events": len(f.events), "imports": len(f.opened)} {
+		"modules": f.modules, "streams": len(f.streams), "events": len(f.events), "imports": len(f.opened)} {
 		if n > 0 {
 			l = append(l, fmt.Sprintf("%d %s", n, what))
 		}
@@ -384,6 +386,46 @@ func (f *fakeDriver) copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uint
 
 func (f *fakeDriver) copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error {
 	return f.copyBytes("copyToHost", uintptr(dst), src, n, s)
+}
+
+func (f *fakeDriver) moduleLoad(ptx string) (uintptr, error) {
+	if err := f.call("moduleLoad", true); err != nil {
+		return 0, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.modules++
+	return 1, nil
+}
+
+func (f *fakeDriver) moduleUnload(uintptr) error {
+	f.mu.Lock()
+	f.modules--
+	f.mu.Unlock()
+	return f.call("moduleUnload", true)
+}
+
+var fakeFunctions = []string{"stepaf_write", "stepaf_wait", "stepaf_add"}
+
+func (f *fakeDriver) moduleFunction(_ uintptr, name string) (uintptr, error) {
+	return uintptr(slices.Index(fakeFunctions, name) + 1), f.call("moduleFunction", true)
+}
+
+func counterAt(addr uintptr) *atomic.Int64 { return (*atomic.Int64)(pointer(addr)) }
+
+func (f *fakeDriver) launch(fn, s, a, b uintptr) error {
+	return f.queue("launch", s, func() {
+		switch fakeFunctions[fn-1] {
+		case "stepaf_write":
+			counterAt(a).Store(counterAt(b).Load())
+		case "stepaf_wait":
+			for want := counterAt(b).Load(); counterAt(a).Load() < want; {
+				nap(minNap)
+			}
+		case "stepaf_add":
+			counterAt(a).Add(1)
+		}
+	})
 }
 
 func (f *fakeDriver) eventCreate() (uintptr, error) {

@@ -37,6 +37,7 @@ type gpu struct {
 	events  map[uintptr]struct{} // of the driver
 	idle    []uintptr            // for copies, when none uses them
 	flags   flagPool
+	signals signalling
 }
 
 // deviceAlign is what cuMemAlloc promises.
@@ -309,6 +310,9 @@ func (g *gpu) Close() error {
 		}
 	}
 	err := g.inContext(func() error {
+		if g.signals.module != 0 {
+			note("Close: unload kernels", g.d.moduleUnload(g.signals.module))
+		}
 		for e := range g.events {
 			note("Close: free an event", g.d.eventDestroy(e))
 		}

@@ -10,6 +10,7 @@ package backend
 #cgo linux CFLAGS: -I/usr/local/cuda/include
 #cgo linux LDFLAGS: -Wl,--as-needed -ldl
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <cuda.h>
 
@@ -71,6 +72,11 @@ static CUresult stepaf_ipc_open(const void *in, CUdeviceptr *p) {
 	CUipcMemHandle h;
 	memcpy(&h, in, sizeof h);
 	return cuIpcOpenMemHandle(p, h, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+}
+
+static CUresult stepaf_launch(CUfunction f, uintptr_t s, CUdeviceptr a, CUdeviceptr b) {
+	void *args[] = {&a, &b};
+	return cuLaunchKernel(f, 1, 1, 1, 1, 1, 1, 0, (CUstream)s, args, NULL);
 }
 
 static CUresult stepaf_dmabuf(CUdeviceptr p, size_t n, int *fd) { return cuMemGetHandleForAddressRange(fd, p, n, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0); }
@@ -196,4 +202,29 @@ func (cuda) dmabuf(addr uintptr, n int) (int, error) {
 	fd := C.int(-1)
 	r := C.stepaf_dmabuf(C.CUdeviceptr(addr), C.size_t(n), &fd)
 	return int(fd), result("cuMemGetHandleForAddressRange", int(r))
+}
+
+func (cuda) moduleLoad(ptx string) (uintptr, error) {
+	text := C.CString(ptx)
+	defer C.free(unsafe.Pointer(text))
+	var m C.CUmodule
+	r := C.cuModuleLoadData(&m, unsafe.Pointer(text))
+	return uintptr(unsafe.Pointer(m)), result("cuModuleLoadData", int(r))
+}
+
+func (cuda) moduleUnload(m uintptr) error {
+	return result("cuModuleUnload", int(C.cuModuleUnload(C.CUmodule(pointer(m)))))
+}
+
+func (cuda) moduleFunction(m uintptr, name string) (uintptr, error) {
+	text := C.CString(name)
+	defer C.free(unsafe.Pointer(text))
+	var f C.CUfunction
+	r := C.cuModuleGetFunction(&f, C.CUmodule(pointer(m)), text)
+	return uintptr(unsafe.Pointer(f)), result("cuModuleGetFunction", int(r))
+}
+
+func (cuda) launch(f, s, a, b uintptr) error {
+	r := C.stepaf_launch(C.CUfunction(pointer(f)), C.uintptr_t(s), C.CUdeviceptr(a), C.CUdeviceptr(b))
+	return result("cuLaunchKernel", int(r))
 }

@@ -387,3 +387,30 @@ func BenchmarkCUDACopy(b *testing.B) {
 		}
 	}
 }
+
+// TestCUDASignals: the kernels hand over between a stream and the CPU.
+func TestCUDASignals(t *testing.T) {
+	g := openGPU(t, 0)
+	stream := must[uintptr](t)(g.NewStream())
+	page := must[Mem](t)(g.AllocPinned(16))
+	clear(page.Host())
+	mapped := must[Mem](t)(g.MapHost(page))
+	seq := must[Mem](t)(g.Alloc(8))
+	zero := make([]byte, 8)
+	if err := g.Copy(seq, Bytes(zero)); err != nil {
+		t.Fatal(err)
+	}
+	there, back := counterAt(uintptr(page.Ptr())), counterAt(uintptr(page.Ptr())+8)
+	for round := int64(1); round <= 100; round++ {
+		for _, err := range []error{g.AddSeq(stream, seq), g.WriteSeq(stream, mapped.Sub(0, 8), seq), g.WaitSeq(stream, mapped.Sub(8, 8), seq)} {
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		for there.Load() < round {
+			nap(minNap)
+		}
+		back.Store(round)
+		settle(t, g, stream)
+	}
+}

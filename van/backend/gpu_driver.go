@@ -49,6 +49,11 @@ type driver interface {
 	copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error
 	copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error
 
+	moduleLoad(ptx string) (uintptr, error)
+	moduleUnload(m uintptr) error
+	moduleFunction(m uintptr, name string) (uintptr, error)
+	launch(f, s, a, b uintptr) error // one thread, with two addresses
+
 	eventCreate() (uintptr, error)
 	eventDestroy(e uintptr) error
 	eventRecord(e, s uintptr) error

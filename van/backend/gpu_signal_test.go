@@ -1,0 +1,117 @@
+package backend
+
+import (
+	"strings"
+	"testing"
+)
+
+// TestSignals: a stream and the CPU hand over by counters, as the Python functions
+// write_flag, wait_flag and seq_add_one let them.
+func TestSignals(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	stream, err := g.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	page, err := g.AllocPinned(16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mapped, err := g.MapHost(page.WithOwner("its owner"))
+	if err != nil || mapped.Device() != g.Device() || mapped.Len() != 16 || mapped.Owner() != "its owner" {
+		t.Fatalf("%v, %d bytes on %s", err, mapped.Len(), mapped.Device())
+	}
+	seq, err := g.Alloc(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	toCPU, toGPU := mapped.Sub(0, 8), mapped.Sub(8, 8)
+	there, back := counterAt(uintptr(page.Ptr())), counterAt(uintptr(page.Ptr())+8)
+	counterAt(uintptr(seq.Ptr())).Store(0)
+	for round := int64(1); round <= 3; round++ {
+		for _, err := range []error{g.AddSeq(stream, seq), g.WriteSeq(stream, toCPU, seq), g.WaitSeq(stream, toGPU, seq)} {
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		for there.Load() < round {
+			nap(minNap)
+		}
+		if err := f.streamQueryIn(g, stream); !notReady(err) {
+			t.Errorf("round %d: the stream does not wait: %v", round, err)
+		}
+		back.Store(round)
+		settle(t, g, stream)
+	}
+	if n := f.times("moduleLoad"); n != 1 {
+		t.Errorf("the kernels were loaded %d times", n)
+	}
+	wantError(t, g.AddSeq(stream, page.Sub(0, 8)), ErrWrongDevice, "MapHost")
+	wantError(t, g.WriteSeq(stream, toCPU.Sub(0, 4), seq), nil, "want 8")
+	wantError(t, g.WaitSeq(stream, mapped.Sub(4, 8), seq), nil, "aligned")
+	_, err = g.MapHost(seq)
+	wantError(t, err, nil, "want pinned host memory")
+	f.fail("hostDeviceAddr", codeInvalidValue)
+	_, err = g.MapHost(page)
+	wantError(t, err, nil, "is the memory pinned?")
+	f.fail("hostDeviceAddr", 0)
+	f.fail("launch", codeLaunchFailed)
+	wantError(t, g.AddSeq(stream, seq), ErrDeviceLost, "AddSeq", "launch")
+	f.fail("launch", 0)
+}
+
+// streamQueryIn is streamQuery in g's context.
+func (f *fakeDriver) streamQueryIn(g *gpu, s uintptr) error {
+	return g.enter(func() error { return f.streamQuery(s) })
+}
+
+// TestSignalsFail: kernels that cannot be loaded are tried again.
+func TestSignalsFail(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	seq, err := g.Alloc(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stream, err := g.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, call := range []string{"moduleLoad", "moduleFunction"} {
+		f.fail(call, codeInvalidValue)
+		wantError(t, g.AddSeq(stream, seq), nil, call)
+		f.fail(call, 0)
+	}
+	if err := g.AddSeq(stream, seq); err != nil {
+		t.Error(err)
+	}
+	settle(t, g, stream)
+}
+
+// settle waits for all that is queued in stream.
+func settle(t *testing.T, g *gpu, stream uintptr) {
+	t.Helper()
+	e, err := g.NewEvent()
+	if err == nil {
+		err = e.Record(stream)
+	}
+	if err == nil {
+		err = e.Sync(t.Context())
+	}
+	if err == nil {
+		err = e.Close()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestSignalsText: each kernel is in the text that the driver translates.
+func TestSignalsText(t *testing.T) {
+	for _, name := range fakeFunctions {
+		if !strings.Contains(signals, ".entry "+name+"(") {
+			t.Errorf("no %s in gpu_signal.ptx", name)
+		}
+	}
+}
