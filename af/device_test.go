@@ -390,3 +390,42 @@ func TestAnswersAtTheEnd(t *testing.T) {
 		t.Errorf("the worker: %v", err)
 	}
 }
+
+// TestReleaseOn: the memory of a push is not used again while a stream reads it.
+func TestReleaseOn(t *testing.T) {
+	d := startDevices(t, "inproc")
+	batches := make(chan af.Batch, 1)
+	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b.Retain() }); err != nil {
+		t.Fatal(err)
+	}
+	push := func(v byte) af.Batch {
+		t.Helper()
+		h, err := d.w.ZBatchPushPullOn(af.Complete, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, bytes.Repeat([]byte{v}, 9000))}}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := <-batches
+		if err := b.Response(nil, nil); err != nil {
+			t.Fatal(err)
+		}
+		if err := d.w.Wait(t.Context(), h); err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	first := push(1)
+	mem := first.Pushes()[0].Val.Mem()
+	gate, read := make(chan struct{}), make(chan byte, 1)
+	d.sdev.Queue(3, func() { <-gate; read <- vantest.Raw(mem)[8999] })
+	first.ReleaseOn(3)
+	second := push(2)
+	if second.Pushes()[0].Val.Mem().Ptr() == mem.Ptr() {
+		t.Error("the memory is used again while a stream reads it")
+	}
+	second.ReleaseOn(4)
+	close(gate)
+	if v := <-read; v != 1 {
+		t.Errorf("read %d, want 1", v)
+	}
+	d.Finalize(t)
+}

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -29,6 +30,7 @@ type TensorServer struct {
 	o       Options
 	buffers *kv.RecvBuffers
 	line    *line // of answers with tensors on the device, and those behind them
+	late    *line // of batches that the device still reads
 
 	handler  Handler
 	customer *postoffice.Customer
@@ -47,7 +49,8 @@ func NewTensorServer(node *postoffice.Node, o Options) (*TensorServer, error) {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
 	s := &TensorServer{node: node, o: o, buffers: kv.NewRecvBuffers(node), senders: map[int]*sender{},
-		line: newLine(node.Backend(), node.Config().BusyPoll)}
+		line: newLine(node.Backend(), node.Config().BusyPoll), late: newLine(node.Backend(), env.AlwaysBlock)}
+	node.OnExit(s.late.close)
 	node.OnExit(s.line.close)
 	return s, nil
 }
@@ -417,6 +420,35 @@ func (b Batch) Release() {
 	}
 }
 
+// ReleaseOn is Release when work in stream still reads push tensors that lie on the
+// node's device: it returns at once, and the hold ends with that work.
+func (b Batch) ReleaseOn(stream Stream) {
+	if b.state.Load()>>1 != b.gen {
+		return
+	}
+	device := false
+	for i := range b.pushes {
+		device = device || !b.pushes[i].Val.mem.OnHost()
+	}
+	if !device {
+		b.unref()
+		return
+	}
+	event, err := b.s.late.mark(stream)
+	switch {
+	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
+		b.s.node.Log().Warn("received tensors are never used again", "worker", b.s.node.PeerName(b.instance), "err", err)
+	case err != nil || !b.s.late.add((*reading)(b.work), event):
+		b.unref() // the device is lost, or its memory is freed after that work
+	}
+}
+
+// reading is a batch that the device still reads.
+type reading work
+
+func (*reading) dead() bool   { return false }
+func (r *reading) send(error) { (*work)(r).unref() }
+
 // unref gives up one hold; after the last one the state is used again.
 func (b *work) unref() {
 	if b.refs.Add(-1) > 0 {
@@ -454,6 +486,7 @@ func (s *TensorServer) Close() {
 	unwatch()
 	c.Close()
 	s.line.close()
+	s.late.close()
 	for _, id := range ids {
 		s.dropSender(id)
 	}

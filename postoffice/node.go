@@ -60,6 +60,10 @@ type Options struct {
 	// The node neither configures nor closes it.
 	Backend backend.Backend
 
+	// KeepBackend leaves the backend that Config names open when the node has left, for
+	// programs that still have received tensors in its memory.
+	KeepBackend bool
+
 	// NoRank lets the scheduler choose the rank instead of computing it from
 	// Config (only with a GroupSize of 1).
 	NoRank bool
@@ -71,18 +75,19 @@ type Options struct {
 
 // Node is one member of a cluster. All methods are safe for concurrent use.
 type Node struct {
-	cfg     *Config
-	role    van.Role
-	baseLog *slog.Logger
-	log     *slog.Logger
-	debug   bool // every message is logged
-	van     van.Van
-	flusher van.Flusher // nil when the van holds nothing
-	poller  van.Poller  // nil when only the van receives
-	back    backend.Backend
-	ownBack bool
-	enable  []func()
-	profile *profile // nil unless asked for
+	cfg      *Config
+	role     van.Role
+	baseLog  *slog.Logger
+	log      *slog.Logger
+	debug    bool // every message is logged
+	van      van.Van
+	flusher  van.Flusher // nil when the van holds nothing
+	poller   van.Poller  // nil when only the van receives
+	back     backend.Backend
+	ownBack  bool
+	keepBack bool
+	enable   []func()
+	profile  *profile // nil unless asked for
 
 	id   atomic.Int32
 	name atomic.Pointer[string]
@@ -223,6 +228,7 @@ func newNode(o Options) (*Node, error) {
 	if err := n.openBackend(o.Backend); err != nil {
 		return nil, err
 	}
+	n.keepBack = o.KeepBackend
 	var err error
 	if n.profile, err = openProfile(cfg, role); err != nil {
 		return nil, errors.Join(err, n.closeBackend())
@@ -283,7 +289,7 @@ func (n *Node) tuned(b backend.Backend) backend.Backend {
 }
 
 func (n *Node) closeBackend() error {
-	if n.ownBack && n.back != nil {
+	if n.ownBack && !n.keepBack && n.back != nil {
 		return n.back.Close()
 	}
 	return nil
