@@ -73,11 +73,18 @@ func (p *peer) up(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.ours)
 	p.mu.Lock()
 	p.link, p.lost = l, false
-	p.keys = map[uint64]bool{}
+	p.keys, p.sizes = map[uint64]bool{}, map[uint64]int{}
+	// What was sent before it was known who the peer is.
+	refused := p.snd.Down(func(o *outgoing) bool { return p.fits(o) == nil })
 	p.snd.Up(!l.ours)
 	p.flush(false)
 	p.mu.Unlock()
 	p.v.tell(p, true, nil)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, o := range refused {
+		p.Refuse(o, p.fits(o))
+	}
 }
 
 // down takes the connection from p and ends it. Without a cause p is no longer

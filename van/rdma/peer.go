@@ -37,6 +37,7 @@ type peer struct {
 	// ticked is when Sender.Tick was last called.
 	ticked uint64
 	keys   map[uint64]bool // of a node of this library: whether it has a place of its own
+	sizes  map[uint64]int  // of a node of the original: bytes that it has for the requests of a key
 	into   map[intoKey]into
 }
 
@@ -188,18 +189,26 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	return done, nil
 }
 
-// fits refuses what a node of the original would not understand. p.mu is held.
+// fits refuses what a node of the original would not understand, or would abort over.
+// p.mu is held.
 func (p *peer) fits(o *outgoing) error {
-	pull := o.request && !o.push
 	switch {
-	case p.link.ours, o.revoked:
+	case p.link.ours, o.revoked, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
-	case pull && o.tensor && (o.pullLen == 0 || o.into.Len() > 0):
-		return nil // others it would answer with a write to nowhere, which ends it
-	case !pull && o.request && o.tensor, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+	case o.request && o.tensor && (o.push && o.lens[1] > 0 || !o.push && o.into.Len() > 0):
+		// It has one buffer for all requests of a key, as large as the first one said,
+		// but puts only pushes there. Pulls it answers where they say.
+		n := max(int(o.lens[1]), o.pullLen)
+		have, known := p.sizes[o.key]
+		if !known {
+			p.sizes[o.key] = n
+		} else if o.push && n > have {
+			return fmt.Errorf("%w: %w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
+				van.ErrInvalid, rendezvous.ErrGrown, o.key, n, have)
+		}
 		return nil
 	}
-	return fmt.Errorf("%w: the peer is a node of the C++ library, which takes one key of 8 bytes and a value of val_len bytes in a message over RDMA, and answers where it has asked for them",
+	return fmt.Errorf("%w: the peer is a node of the C++ library: over RDMA a message to it has one key of 8 bytes and a value of val_len bytes, at least 1; a pull says where its answer is to be put, and an answer goes there",
 		van.ErrInvalid)
 }
 
@@ -257,7 +266,7 @@ func (o *outgoing) original(msg *van.Message) {
 	o.tensor, o.key = true, key
 	if pull {
 		o.pullLen = int(msg.ValLen)
-		if msg.Into.Len() == o.pullLen {
+		if msg.Into.Len() == o.pullLen && msg.Addr == msg.Into.Addr() {
 			o.into, o.intoKey = msg.Into, keyOf(&msg.Meta)
 		}
 	}
@@ -304,11 +313,7 @@ func (p *peer) Need(o *outgoing) rendezvous.Need {
 	}
 	if !p.link.ours {
 		n.Route = rendezvous.Route{Key: o.key, Push: o.push, Request: o.request}
-		switch {
-		case o.oneShot:
-		case o.pullLen > 0:
-			n.Data = o.pullLen
-		default:
+		if o.push && o.request && !o.oneShot { // other values do not go there
 			n.Data = int(o.lens[1])
 		}
 		n.Exact = n.Data
@@ -378,7 +383,7 @@ func (p *peer) Ask(origin uint64, o *outgoing, need rendezvous.Need) bool {
 			s.data[i] = uint64(o.lens[i])
 		}
 		if o.pullLen > 0 {
-			s.data[1] = uint64(o.pullLen)
+			s.data[1] = uint64(min(o.pullLen, p.sizes[o.key]))
 		}
 	}
 	s.put(stage[:startLen])
