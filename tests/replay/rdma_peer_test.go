@@ -26,8 +26,8 @@ type cppNode struct {
 	role  van.Role
 	host  string
 	split bool // STEPMESH_SPLIT_QP_LAG
-	// alone holds back nothing: a queue pair is accepted before the next has come.
-	alone bool
+	// swapped opens queue pair 1 before 0.
+	swapped bool
 
 	channel verbs.Channel
 	listen  verbs.ID
@@ -247,6 +247,9 @@ func (n *cppNode) destroy(e *cppEnd) {
 // open makes all queue pairs that do not stand. n.mu is held.
 func (n *cppNode) open(e *cppEnd) {
 	for q := range e.ids {
+		if n.swapped {
+			q = cppQPs - 1 - q
+		}
 		if e.status[q] == cppConnected {
 			continue
 		}
@@ -392,7 +395,7 @@ func (n *cppNode) request(ev verbs.Event) {
 	ev.New.SetCookie(cppCookie(e.no, q))
 	n.initQP(e, ev.New, q)
 	e.taken = append(e.taken, ev.New)
-	if len(e.taken) == cppQPs || n.alone {
+	if len(e.taken) == cppQPs {
 		for _, id := range e.taken {
 			n.ok(id.Accept(verbs.ConnParam{Private: n.context(), RetryCount: 7, RNRRetryCount: 7}))
 		}

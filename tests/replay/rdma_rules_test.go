@@ -1,0 +1,638 @@
+package replay
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+)
+
+// Addresses of our node and of those of the original's.
+var (
+	oursAt   = netip.MustParseAddr("10.77.0.1")
+	theirsAt = netip.MustParseAddrPort("10.77.0.2:7000")
+)
+
+const (
+	serverID = 8
+	workerID = 9
+)
+
+// ourNode is a van of ours and what it has received.
+type ourNode struct {
+	van.Van
+	t     *testing.T
+	stack *fakeverbs.Stack
+	addr  netip.AddrPort
+	got   chan *received
+	watch chan bool // connections that broke, or stand again
+}
+
+// received is a copy of a received message.
+type received struct {
+	van.Meta
+	sender int
+	vals   []byte
+	placed bool
+}
+
+func rulesNet(t *testing.T) *fakeverbs.Net {
+	net := fakeverbs.NewNet()
+	t.Cleanup(func() { checkNet(t, net) })
+	return net
+}
+
+func newOurs(t *testing.T, net *fakeverbs.Net, role van.Role, id int, change ...func(*env.Config)) *ourNode {
+	cfg := env.Default()
+	cfg.VanType, cfg.EnableIPC = "ibverbs", 0
+	for _, f := range change {
+		f(cfg)
+	}
+	n := &ourNode{t: t, stack: net.Stack(oursAt), got: make(chan *received, 1<<12), watch: make(chan bool, 64)}
+	n.stack.SetName("ours")
+	n.Van = rdma.NewOn(n.stack, van.Options{Config: cfg})
+	n.Van.(van.PeerWatcher).WatchPeers(func(_ int, up bool, cause error) {
+		if errors.Is(cause, syscall.ECONNREFUSED) {
+			return
+		}
+		select {
+		case n.watch <- up:
+		default:
+		}
+	})
+	port, err := n.Bind(t.Context(), van.Node{Role: role, ID: van.Empty, Hostname: oursAt.String()})
+	must(t, err)
+	n.addr = netip.AddrPortFrom(oursAt, uint16(port))
+	n.SetID(id)
+	n.Start(func(m *van.Message) {
+		r := &received{sender: m.Sender, placed: m.Placed}
+		r.Meta.CopyFrom(&m.Meta)
+		if m.Vals.Len() > 0 {
+			r.vals = slices.Clone(m.Vals.Host())
+		}
+		n.got <- r
+	})
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		must(t, n.Close(ctx))
+	})
+	return n
+}
+
+// with makes a node of the original's, and connects both ways.
+func (n *ourNode) with(net *fakeverbs.Net, role van.Role, id int, change ...func(*cppNode)) *cppNode {
+	p := newCPP(n.t, net, theirsAt, role, id)
+	for _, f := range change {
+		f(p)
+	}
+	must(n.t, n.Connect(n.t.Context(), id, p.node()))
+	p.connect(workerID+serverID-id, n.addr)
+	n.t.Cleanup(p.die) // before our node closes
+	return p
+}
+
+func (n *ourNode) next() *received {
+	n.t.Helper()
+	select {
+	case m := <-n.got:
+		return m
+	case <-time.After(patience):
+		n.t.Fatal("our node gets nothing")
+		return nil
+	}
+}
+
+// dataMeta is the meta of a request.
+func dataMeta(push bool, ts int32, key uint64, length int) van.Meta {
+	var m van.Meta
+	m.Reset()
+	m.Head, m.AppID, m.CustomerID = van.Single, 0, 0
+	m.Request, m.Push, m.Timestamp, m.Key, m.ValLen, m.IsTensor = true, push, ts, key, int32(length), true
+	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
+	m.Dtype, m.Dim, m.Shape = 0, 1, [van.MaxDims]int64{int64(length)}
+	return m
+}
+
+func keyFrame(key uint64) backend.Mem { return backend.Bytes(le.AppendUint64(nil, key)) }
+
+func pushMsg(ts int32, key uint64, value []byte) *van.Message {
+	m := &van.Message{Meta: dataMeta(true, ts, key, len(value)), Receiver: serverID, Frames: 2, Keys: keyFrame(key)}
+	if len(value) > 0 {
+		m.Vals = backend.Bytes(value)
+	}
+	return m
+}
+
+func pullMsg(ts int32, key uint64, into []byte) *van.Message {
+	m := &van.Message{Meta: dataMeta(false, ts, key, len(into)), Receiver: serverID, Frames: 2, Keys: keyFrame(key), Into: backend.Bytes(into)}
+	m.Addr = m.Into.Addr()
+	return m
+}
+
+func controlMeta(ts int32) van.Meta {
+	var m van.Meta
+	m.Reset()
+	m.Timestamp, m.Control.Cmd = ts, van.Heartbeat
+	return m
+}
+
+func packedMeta(t testing.TB, m *van.Meta) []byte {
+	b, err := m.AppendTo(nil)
+	must(t, err)
+	return b
+}
+
+// answerTo is the meta of the answer to a request, as the original makes it.
+func answerTo(m *van.Meta) *van.Meta {
+	var a van.Meta
+	a.CopyFrom(m)
+	a.Request, a.IsTensor, a.Dtype, a.Dim, a.Shape = false, false, 0, 0, [van.MaxDims]int64{}
+	if a.Push {
+		a.DataTypes = nil
+	}
+	return &a
+}
+
+// answer answers a request to a node of the original's.
+func (n *cppNode) answer(m *cppMessage, value []byte) {
+	a := packedMeta(n.t, answerTo(&m.meta))
+	if m.meta.Push {
+		n.send(m.from, a, nil)
+	} else {
+		n.send(m.from, a, nil, m.key, value)
+	}
+}
+
+// passed sends a control message to a node of the original's, so that all that would have
+// come by itself has come.
+func (n *ourNode) passed(p *cppNode, ts int32) {
+	n.t.Helper()
+	must(n.t, n.Send(&van.Message{Meta: controlMeta(ts), Receiver: p.id}))
+	if m := p.next(); m.meta.Control.Cmd != van.Heartbeat || m.meta.Timestamp != ts {
+		n.t.Fatalf("the peer got %s, want the heartbeat %d", m.meta.String(), ts)
+	}
+	p.nothing()
+}
+
+// arrives takes the next message at p, which must have this timestamp and value.
+func arrives(t *testing.T, p *cppNode, ts int32, value []byte) *cppMessage {
+	t.Helper()
+	m := p.next()
+	if m.meta.IsControl() || m.meta.Timestamp != ts || !bytes.Equal(m.value, value) {
+		t.Fatalf("the peer got %s with %d bytes %.16x, want timestamp %d and %d bytes %.16x", m.meta.String(), len(m.value), m.value, ts, len(value), value)
+	}
+	return m
+}
+
+func filledWith(n int, b byte) []byte { return bytes.Repeat([]byte{b}, n) }
+
+// TestCPPOneRequestAtATime: a second request of a key waits for the first one's answer,
+// and others wait behind it. Tensors that have moved are sent from where they are now.
+func TestCPPOneRequestAtATime(t *testing.T) {
+	net := rulesNet(t)
+	ours := newOurs(t, net, van.Worker, workerID)
+	p := ours.with(net, van.Server, serverID)
+	for i := range byte(3) {
+		must(t, ours.Send(pushMsg(int32(i), 7, filledWith(5000, i))))
+	}
+	must(t, ours.Send(pushMsg(3, 8, filledWith(64, 3))))
+	for i := range byte(3) {
+		m := arrives(t, p, int32(i), filledWith(5000, i))
+		if i < 2 {
+			ours.passed(p, 100)
+		}
+		p.answer(m, nil)
+		if a := ours.next(); a.Request || !a.Push || a.Timestamp != int32(i) || a.sender != serverID {
+			t.Fatalf("the answer is %s from %d", a.String(), a.sender)
+		}
+	}
+	arrives(t, p, 3, filledWith(64, 3))
+	if p.starts != 2+2 {
+		t.Errorf("%d rendezvous, want 4: two keys, two heartbeats", p.starts)
+	}
+
+	into := filledWith(60, 0)
+	for i := range byte(3) {
+		must(t, ours.Send(pullMsg(int32(10+i), 9, into)))
+		m := arrives(t, p, int32(10+i), nil)
+		p.answer(m, filledWith(60, 40+i))
+		if a := ours.next(); a.Request || a.Push || !a.placed || !bytes.Equal(a.vals, filledWith(60, 40+i)) || !bytes.Equal(into, a.vals) {
+			t.Fatalf("the answer is %s, placed %t, %x", a.String(), a.placed, a.vals)
+		}
+	}
+}
+
+// TestCPPGrown: what the peer has no room for is refused, with the sizes, before the peer
+// ends its process over it.
+func TestCPPGrown(t *testing.T) {
+	net := rulesNet(t)
+	ours := newOurs(t, net, van.Worker, workerID)
+	p := ours.with(net, van.Server, serverID)
+	ts := int32(0)
+	push := func(key uint64, n int) {
+		t.Helper()
+		ts++
+		must(t, ours.Send(pushMsg(ts, key, filledWith(n, byte(ts)))))
+		p.answer(arrives(t, p, ts, filledWith(n, byte(ts))), nil)
+		ours.next()
+	}
+	pull := func(key uint64, n int) {
+		t.Helper()
+		ts++
+		must(t, ours.Send(pullMsg(ts, key, make([]byte, n))))
+		p.answer(arrives(t, p, ts, nil), filledWith(n, byte(ts)))
+		if a := ours.next(); !bytes.Equal(a.vals, filledWith(n, byte(ts))) {
+			t.Fatalf("pulled %x", a.vals)
+		}
+	}
+	refused := func(key uint64, n, have int) {
+		t.Helper()
+		ts++
+		err := ours.Send(pushMsg(ts, key, filledWith(n, 1)))
+		for _, want := range []string{fmt.Sprintf("key %d", key), fmt.Sprint(n), fmt.Sprint(have), "server 0"} {
+			if !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), want) {
+				t.Fatalf("%d bytes under key %d: %v, want an error with %q", n, key, err, want)
+			}
+		}
+		ours.passed(p, ts)
+	}
+	push(7, 6400)
+	refused(7, 12800, 6400)
+	push(7, 6400)
+	push(7, 32) // less is no problem
+	push(7, 6400)
+	pull(7, 12800) // nor is a pull, whose value is not put there
+	pull(7, 25600)
+	refused(7, 6401, 6400)
+	pull(9, 60)
+	pull(9, 120)
+	refused(9, 61, 60)
+	push(9, 60)
+}
+
+// TestCPPEarly: what is sent before there is a connection meets the same rules then. The
+// requests that cannot be sent fail as those of a lost peer do.
+func TestCPPEarly(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		bad  *van.Message
+	}{
+		{"grown push", pushMsg(1, 7, make([]byte, 128))},
+		{"grown after a pull", pushMsg(1, 8, make([]byte, 128))},
+		{"no value", pushMsg(1, 9, nil)},
+		{"nowhere to answer to", &van.Message{Meta: dataMeta(false, 1, 9, 64), Receiver: serverID, Frames: 2, Keys: keyFrame(9)}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			net := rulesNet(t)
+			ours := newOurs(t, net, van.Worker, workerID)
+			p := newCPP(t, net, theirsAt, van.Server, serverID)
+			node := p.node()
+			p.close()
+			must(t, ours.Connect(t.Context(), serverID, node))
+			must(t, ours.Send(pushMsg(0, 7, filledWith(64, 1))))
+			must(t, ours.Send(pullMsg(2, 8, make([]byte, 64))))
+			must(t, ours.Send(tc.bad))
+			must(t, ours.Send(pushMsg(3, 10, filledWith(64, 2))))
+			p = newCPP(t, net, theirsAt, van.Server, serverID)
+			p.connect(workerID, ours.addr)
+			t.Cleanup(p.die)
+			p.answer(arrives(t, p, 0, filledWith(64, 1)), nil)
+			p.answer(arrives(t, p, 2, nil), make([]byte, 64))
+			p.answer(arrives(t, p, 3, filledWith(64, 2)), nil)
+			for _, want := range []bool{true, false, true} { // connected, failed, and on it goes
+				select {
+				case up := <-ours.watch:
+					if up != want {
+						t.Fatalf("the watcher is told up=%t, want %t", up, want)
+					}
+				case <-time.After(patience):
+					t.Fatalf("the watcher is not told up=%t", want)
+				}
+			}
+			must(t, ours.Send(pushMsg(4, 10, filledWith(64, 3))))
+			arrives(t, p, 4, filledWith(64, 3))
+		})
+	}
+}
+
+// TestCPPInexpressible: messages that the original's form over RDMA has no room for are
+// refused, and others go on.
+func TestCPPInexpressible(t *testing.T) {
+	net := rulesNet(t)
+	ours := newOurs(t, net, van.Worker, workerID)
+	p := ours.with(net, van.Server, serverID)
+	must(t, ours.Send(pushMsg(0, 7, filledWith(64, 1))))
+	p.answer(arrives(t, p, 0, filledWith(64, 1)), nil)
+	into := make([]byte, 64)
+	for i, tc := range []struct {
+		name   string
+		change func(*van.Message)
+		pull   bool
+	}{
+		{"two keys", func(m *van.Message) { m.Keys = backend.Bytes(make([]byte, 16)) }, false},
+		{"no value", func(m *van.Message) { m.Vals, m.ValLen = backend.Mem{}, 0 }, false},
+		{"val_len counts elements", func(m *van.Message) { m.ValLen = 16 }, false},
+		{"a key that is not the meta's", func(m *van.Message) { m.Key = 8 }, false},
+		{"lengths that are not val_len", func(m *van.Message) {
+			m.Frames, m.Lens = 3, backend.Bytes([]byte{1, 0, 0, 0})
+			m.DataTypes = append(m.DataTypes, van.TypeInt32)
+		}, false},
+		{"a pull of nothing", func(m *van.Message) { m.Into, m.ValLen = backend.Mem{}, 0 }, true},
+		{"a pull to nowhere", func(m *van.Message) { m.Into = backend.Mem{} }, true},
+		{"a pull to elsewhere", func(m *van.Message) { m.Addr += 8 }, true},
+		{"a pull to less", func(m *van.Message) { m.Into = backend.Bytes(into[:32]) }, true},
+		{"an answer to nowhere", func(m *van.Message) { m.Request, m.Push = false, false }, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			ts := int32(2 * i)
+			m := pushMsg(ts, 7, filledWith(64, 9))
+			if tc.pull {
+				m = pullMsg(ts, 7, into)
+			}
+			tc.change(m)
+			if err := ours.Send(m); !errors.Is(err, van.ErrInvalid) {
+				t.Fatalf("sent with %v, want ErrInvalid", err)
+			}
+			must(t, ours.Send(pushMsg(ts+1, 7, filledWith(64, byte(i)))))
+			p.answer(arrives(t, p, ts+1, filledWith(64, byte(i))), nil)
+		})
+	}
+}
+
+// TestCPPNoMemory: a message that the device refuses is lost, but not its key.
+func TestCPPNoMemory(t *testing.T) {
+	net := rulesNet(t)
+	ours := newOurs(t, net, van.Worker, workerID)
+	p := ours.with(net, van.Server, serverID)
+	must(t, ours.Send(pushMsg(0, 7, filledWith(5000, 1))))
+	p.answer(arrives(t, p, 0, filledWith(5000, 1)), nil)
+	ours.next()
+	net.Fail(func(o fakeverbs.Op) error {
+		if o.Kind == fakeverbs.OpRegister && o.Stack == ours.stack {
+			return syscall.ENOMEM
+		}
+		return nil
+	})
+	must(t, ours.Send(pushMsg(1, 7, filledWith(5000, 2))))
+	net.Fail(nil)
+	must(t, ours.Send(pushMsg(2, 7, filledWith(5000, 3))))
+	arrives(t, p, 2, filledWith(5000, 3))
+}
+
+// TestCPPOrder: messages arrive in the order in which they were sent, those with known
+// keys among those with new ones.
+func TestCPPOrder(t *testing.T) {
+	t.Run("worker", func(t *testing.T) {
+		net := rulesNet(t)
+		ours := newOurs(t, net, van.Worker, workerID)
+		p := ours.with(net, van.Server, serverID)
+		ts := int32(0)
+		into := make([]byte, 64)
+		for round := range uint64(20) {
+			first := ts
+			// In each round all keys of the earlier ones, and new ones among them.
+			for key := range round + 1 {
+				must(t, ours.Send(pushMsg(ts, 100+2*(round-key), filledWith(64, byte(ts)))))
+				must(t, ours.Send(pullMsg(ts+1, 101+2*key, into)))
+				ts += 2
+			}
+			for ; first < ts; first += 2 {
+				p.answer(arrives(t, p, first, filledWith(64, byte(first))), nil)
+				p.answer(arrives(t, p, first+1, nil), into)
+				ours.next()
+				ours.next()
+			}
+		}
+	})
+	t.Run("server", func(t *testing.T) {
+		net := rulesNet(t)
+		ours := newOurs(t, net, van.Server, serverID)
+		p := ours.with(net, van.Worker, workerID)
+		ts := int32(0)
+		for round := range uint64(20) {
+			first := ts
+			var tensors [][]byte
+			for key := range round + 1 {
+				into, push := make([]byte, 64), dataMeta(true, ts, 100+2*key, 64)
+				tensors = append(tensors, into)
+				p.send(serverID, packedMeta(t, &push), nil, le.AppendUint64(nil, push.Key), filledWith(64, 1))
+				pull := dataMeta(false, ts+1, 101+2*(round-key), 64)
+				p.send(serverID, packedMeta(t, &pull), into, le.AppendUint64(nil, pull.Key), into)
+				ts += 2
+			}
+			got := map[int32]*received{}
+			for range 2 * (round + 1) { // the original's order, which is not that of sending
+				m := ours.next()
+				got[m.Timestamp] = m
+			}
+			for at := first; at < ts; at++ {
+				must(t, ours.Send(ourAnswer(got[at], filledWith(64, byte(at)))))
+			}
+			for at := first; at < ts; at += 2 {
+				arrives(t, p, at, nil)
+				arrives(t, p, at+1, filledWith(64, byte(at+1)))
+				if into := tensors[(at-first)/2]; !bytes.Equal(into, filledWith(64, byte(at+1))) {
+					t.Fatalf("the tensor of timestamp %d is %x", at+1, into)
+				}
+			}
+		}
+	})
+}
+
+// ourAnswer is our node's answer to a worker's request.
+func ourAnswer(r *received, value []byte) *van.Message {
+	a := &van.Message{Meta: *answerTo(&r.Meta), Receiver: r.sender}
+	if !a.Push {
+		a.Frames, a.Keys, a.Vals = 2, keyFrame(a.Key), backend.Bytes(value)
+	}
+	return a
+}
+
+// TestCPPWorkerReuses: a worker of the original's uses one buffer of each key again and
+// again, there and here, and pulls of a key may grow.
+func TestCPPWorkerReuses(t *testing.T) {
+	for _, split := range []bool{false, true} {
+		t.Run(fmt.Sprintf("split %t", split), func(t *testing.T) {
+			net := rulesNet(t)
+			ours := newOurs(t, net, van.Server, serverID, func(c *env.Config) { c.SplitQPLag = split })
+			registered := make([]byte, 10001)
+			must(t, ours.Van.(van.BufferRegistrar).RegisterRecvBuffer(workerID, 2, backend.Bytes(registered)))
+			p := ours.with(net, van.Worker, workerID, func(p *cppNode) { p.split = split })
+			tensors := map[uint64][]byte{1: make([]byte, 10001), 2: make([]byte, 10001), 3: make([]byte, 40000)}
+			held := 0
+			for round := range 300 {
+				for key := uint64(1); key <= 2; key++ {
+					value := tensors[key]
+					for i := range value {
+						value[i] = byte(round + i + int(key))
+					}
+					m := dataMeta(true, int32(4*round)+int32(key), key, len(value))
+					p.send(serverID, packedMeta(t, &m), nil, le.AppendUint64(nil, key), value)
+					r := ours.next()
+					if !r.Push || r.Key != key || r.sender != workerID || !bytes.Equal(r.vals, value) || r.placed != (key == 2) {
+						t.Fatalf("round %d: got %s, placed %t, %.16x, want %.16x", round, r.String(), r.placed, r.vals, value)
+					}
+					must(t, ours.Send(ourAnswer(r, nil)))
+					arrives(t, p, m.Timestamp, nil)
+				}
+				n := 30000 + 30*round
+				m := dataMeta(false, int32(4*round)+3, 3, n)
+				p.send(serverID, packedMeta(t, &m), tensors[3][:n], le.AppendUint64(nil, 3), tensors[3][:n])
+				must(t, ours.Send(ourAnswer(ours.next(), filledWith(n, byte(round)))))
+				arrives(t, p, m.Timestamp, filledWith(n, byte(round)))
+				if round == 10 {
+					held = ours.stack.Registered()
+				}
+			}
+			if p.starts != 3 {
+				t.Errorf("our node has asked for %d places, want 3", p.starts)
+			}
+			// What the cache of regions keeps of answers that have left does not count.
+			if now := ours.stack.Registered(); now > held+400*40000 {
+				t.Errorf("%d bytes are registered, there were %d after 10 rounds", now, held)
+			}
+		})
+	}
+}
+
+// TestCPPControl: places of control messages come back, though the original asks for a
+// new one for each and has 10240 of them.
+func TestCPPControl(t *testing.T) {
+	net := rulesNet(t)
+	ours := newOurs(t, net, van.Server, serverID)
+	p := ours.with(net, van.Worker, workerID)
+	const all, each = 20000, 100
+	held := 0
+	for i := 0; i < all; i += each {
+		for k := range int32(each) {
+			m := controlMeta(int32(i) + k)
+			if k%10 == 3 {
+				m = van.Meta{SimpleApp: true, Request: true, Timestamp: m.Timestamp, Body: []byte("hello")}
+			}
+			p.send(serverID, packedMeta(t, &m), nil)
+		}
+		for k := range int32(each) {
+			if m := ours.next(); m.Timestamp != int32(i)+k || m.SimpleApp != (k%10 == 3) || m.SimpleApp && string(m.Body) != "hello" {
+				t.Fatalf("message %d is %s", i+int(k), m.String())
+			}
+		}
+		switch now := ours.stack.Registered(); {
+		case i == 2*each:
+			held = now
+		case i > 2*each && now > held:
+			t.Fatalf("after %d messages %d bytes are registered, there were %d", i, now, held)
+		}
+	}
+	// Places of data are still given.
+	m := dataMeta(true, 1, 7, 64)
+	p.send(serverID, packedMeta(t, &m), nil, le.AppendUint64(nil, 7), filledWith(64, 1))
+	if r := ours.next(); !bytes.Equal(r.vals, filledWith(64, 1)) {
+		t.Errorf("got %s", r.String())
+	}
+}
+
+// TestCPPQueuePairs: the queue pairs of a node of the original's come in any order, and
+// what is written through them, too.
+func TestCPPQueuePairs(t *testing.T) {
+	for _, swapped := range []bool{false, true} {
+		t.Run(fmt.Sprintf("swapped %t", swapped), func(t *testing.T) {
+			net := rulesNet(t)
+			ours := newOurs(t, net, van.Server, serverID)
+			p := ours.with(net, van.Worker, workerID, func(p *cppNode) { p.swapped, p.split = swapped, true })
+			value := make([]byte, 10001)
+			m := dataMeta(true, 0, 7, len(value))
+			for round := range byte(30) {
+				for i := range value {
+					value[i] = round + byte(i)
+				}
+				m.Timestamp = int32(round)
+				late := int(round % 3) // 2: neither
+				if round > 0 && late < 2 {
+					net.HoldQP(p.active[serverID].qps[late].Num())
+				}
+				p.send(serverID, packedMeta(t, &m), nil, le.AppendUint64(nil, 7), value)
+				if round > 0 && late < 2 {
+					// Another message goes round, so that our node has seen all that has come.
+					if late == 1 {
+						x := controlMeta(100)
+						p.send(serverID, packedMeta(t, &x), nil)
+						must(t, ours.Send(&van.Message{Meta: controlMeta(100), Receiver: workerID}))
+						p.next()
+					}
+					select {
+					case r := <-ours.got:
+						t.Fatalf("round %d: %s was handed up though a part of it is missing", round, r.String())
+					default:
+					}
+					net.Release()
+				}
+				r := ours.next()
+				if r.Timestamp != int32(round) || !bytes.Equal(r.vals, value) {
+					t.Fatalf("round %d: got %s", round, r.String())
+				}
+				if round > 0 && late == 1 {
+					if r := ours.next(); !r.IsControl() {
+						t.Fatalf("round %d: got %s, want what was sent behind", round, r.String())
+					}
+				}
+				must(t, ours.Send(ourAnswer(r, nil)))
+				arrives(t, p, int32(round), nil)
+			}
+		})
+	}
+}
+
+// TestCPPReconnect: a node of the original's that comes again under the same name takes
+// the place of the one that was there, whether its end was noticed or not.
+func TestCPPReconnect(t *testing.T) {
+	for _, told := range []bool{true, false} {
+		t.Run(fmt.Sprintf("told %t", told), func(t *testing.T) {
+			net := rulesNet(t)
+			ours := newOurs(t, net, van.Server, serverID)
+			p := ours.with(net, van.Worker, workerID)
+			m := dataMeta(true, 0, 7, 64)
+			held := 0
+			for round := range 5 {
+				m.Timestamp = int32(round)
+				p.send(serverID, packedMeta(t, &m), nil, le.AppendUint64(nil, 7), filledWith(64, byte(round)))
+				r := ours.next()
+				if r.Timestamp != m.Timestamp || !bytes.Equal(r.vals, filledWith(64, byte(round))) {
+					t.Fatalf("round %d: got %s", round, r.String())
+				}
+				must(t, ours.Send(ourAnswer(r, nil)))
+				arrives(t, p, m.Timestamp, nil)
+				if round == 1 {
+					held = ours.stack.Registered()
+				}
+				p.die()
+				if told {
+					net.KillTelling(p.stack)
+				} else {
+					net.Kill(p.stack)
+				}
+				p.close()
+				p = newCPP(t, net, theirsAt, van.Worker, workerID)
+				t.Cleanup(p.die)
+				p.connect(serverID, ours.addr)
+				must(t, ours.Connect(t.Context(), workerID, p.node())) // as the scheduler's table makes it
+			}
+			ours.passed(p, 50)
+			if now := ours.stack.Registered(); now > 2*held {
+				t.Errorf("%d bytes are registered, with one worker there were %d", now, held)
+			}
+		})
+	}
+}
