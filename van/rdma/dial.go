@@ -34,7 +34,7 @@ const (
 // run keeps the connection of p: it makes it, and makes it again, until ctx ends.
 func (p *peer) run(ctx context.Context) {
 	defer close(p.ends)
-	backoff, told := minBackoff, false
+	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
 		l, err := p.dial(ctx)
 		if err != nil {
@@ -45,6 +45,10 @@ func (p *peer) run(ctx context.Context) {
 				p.v.log.Info("rdma: no connection yet, trying again", "peer", p.name(), "err", err)
 			}
 			told = true
+			if !late && (errors.Is(err, van.ErrTimeout) || errors.Is(err, syscall.ETIMEDOUT)) {
+				late = true // once: a busy host is no lost peer
+				continue
+			}
 			p.v.tell(p, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
 			select {
 			case <-time.After(backoff/2 + rand.N(backoff)):
@@ -54,7 +58,7 @@ func (p *peer) run(ctx context.Context) {
 			backoff = min(2*backoff, maxBackoff)
 			continue
 		}
-		backoff, told = minBackoff, false
+		backoff, told, late = minBackoff, false, false
 		p.up(l)
 		select {
 		case err = <-l.failed:
