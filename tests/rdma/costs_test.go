@@ -23,7 +23,7 @@ var pushPulls = flag.Int("push-pulls", 4000, "number of push_pulls in TestFlat")
 type counted struct {
 	verbs.Stack
 	regions, bytes     atomic.Int64 // registered at present
-	posts, full, empty atomic.Int64 // calls of Post, and of Poll with completions and without
+	posts, polls, full atomic.Int64 // calls of Post and Poll, and those of Poll that returned completions
 	completions        atomic.Int64
 	mu                 sync.Mutex
 	devices            map[verbs.Device]*countedDevice
@@ -99,11 +99,10 @@ func (d *countedDevice) Post(wrs []verbs.SendWR) (int, error) {
 }
 
 func (d *countedDevice) Poll(out []verbs.Completion, spin, block time.Duration) (int, error) {
+	d.c.polls.Add(1)
 	n, err := d.Device.Poll(out, spin, block)
 	if n > 0 {
 		d.c.full.Add(1)
-	} else {
-		d.c.empty.Add(1)
 	}
 	d.c.completions.Add(int64(n))
 	return n, err
@@ -288,16 +287,19 @@ func TestCalls(t *testing.T) {
 		for range 50 {
 			pushPull(t, w, push, pull)
 		}
+		// Loops poll meanwhile: what is to be less is read later at first, and earlier
+		// at the end.
+		asked, got, full, completions := n.posts.Load(), n.polls.Load(), n.full.Load(), n.completions.Load()
 		posts, polls := n.calls(t)
-		messages, asked, got := sent(), n.posts.Load(), n.full.Load()+n.empty.Load()
-		full, completions := n.full.Load(), n.completions.Load()
+		messages := sent()
 		const rounds = 300
 		for range rounds {
 			pushPull(t, w, push, pull)
 		}
+		messages = sent() - messages
 		posts2, polls2 := n.calls(t)
-		posts, polls, messages, asked, got = posts2-posts, polls2-polls, sent()-messages, n.posts.Load()-asked, n.full.Load()+n.empty.Load()-got
-		full, completions = n.full.Load()-full, n.completions.Load()-completions
+		posts, polls = posts2-posts, polls2-polls
+		asked, got, full, completions = n.posts.Load()-asked, n.polls.Load()-got, n.full.Load()-full, n.completions.Load()-completions
 		t.Logf("%d bytes: %d messages, %d calls to post; %d completions in %d batches, %d calls to poll", size, messages, posts, completions, full, polls)
 		if posts > messages {
 			t.Errorf("%d bytes: %d calls to post %d messages", size, posts, messages)
@@ -305,8 +307,7 @@ func TestCalls(t *testing.T) {
 		if posts > asked {
 			t.Errorf("%d bytes: %d calls into C for %d of Post", size, posts, asked)
 		}
-		// Those without completions are waits. Both counts are of running loops.
-		if polls > got+4 {
+		if polls > got { // those that return nothing are waits
 			t.Errorf("%d bytes: %d calls into C for %d of Poll", size, polls, got)
 		}
 		if full > completions || completions == 0 {
@@ -335,8 +336,19 @@ func TestAllocations(t *testing.T) {
 		for range 1000 {
 			pushPull(t, w, push, pull)
 		}
-		if n := testing.AllocsPerRun(1000, func() { pushPull(t, w, push, pull) }); n > 0 {
-			t.Errorf("%d bytes: %v allocations for each push_pull, want 0", size, n)
+		// testing.AllocsPerRun leaves one processor, on which those who poll and those
+		// who wait take turns.
+		const rounds = 1000
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		for range rounds {
+			pushPull(t, w, push, pull)
+		}
+		runtime.ReadMemStats(&after)
+		n := float64(after.Mallocs-before.Mallocs) / rounds
+		t.Logf("%d bytes: %.3f allocations for each push_pull", size, n)
+		if n > 0.05 { // timers, garbage collection
+			t.Errorf("%d bytes: %.3f allocations for each push_pull, want none", size, n)
 		}
 		c.end()
 	}

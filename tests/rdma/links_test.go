@@ -72,7 +72,7 @@ func TestLinkLost(t *testing.T) {
 		}
 	}
 	defer repair()
-	for range 3 {
+	for range 2 {
 		failed := traffic(t, w)
 		whole = false
 		cut := time.Now()
