@@ -37,6 +37,7 @@ type device struct {
 	trailer trailer  // of the message being looked at
 	parked  atomic.Bool
 	wanted  atomic.Int32 // who waits for mu
+	hungry  atomic.Bool  // peers wait for a place
 	// inHand counts messages that have come and have not been delivered by the loop.
 	inHand  atomic.Int32
 	stopped chan struct{}
@@ -187,7 +188,7 @@ func (d *device) look() {
 		}
 	}
 	if block > 0 {
-		if d.v.working() {
+		if d.v.working() || d.hungry.Load() {
 			block = tickTime
 		}
 		d.parked.Store(true)
@@ -283,9 +284,12 @@ func (d *device) housekeep(sleeping bool) {
 			c.peer.tick(now)
 		}
 	}
-	if now-d.swept > uint64(sweepTime) {
+	sweep := now-d.swept > uint64(sweepTime)
+	if sweep {
 		d.swept = now
 		d.regions.evict(now)
+	}
+	if d.hungry.Swap(false) || sweep {
 		if !sleeping {
 			d.mu.Lock() // as for any question
 			defer d.mu.Unlock()

@@ -30,7 +30,9 @@ type incoming struct {
 	slaves uint64 // notifications of split messages' other parts
 	held   []*rxMsg
 	warned bool
-	holds  atomic.Bool // len(held) > 0
+	// starved is set when there was no place for it, and that was logged.
+	starved bool
+	holds   atomic.Bool // len(held) > 0
 
 	flushed atomic.Int32  // receive requests that have ended
 	drained chan struct{} // closed when all have
@@ -300,7 +302,11 @@ func (in *incoming) question(b []byte) {
 		return
 	}
 	if err := in.grant(&s); errors.Is(err, rendezvous.ErrNoLease) {
-		in.v.log.Warn("rdma: a peer waits for a place: all are given away", "peer", in.name(), "BYTEPS_ADDRESS_POOL_SIZE", in.v.table.Len())
+		in.host.hungry.Store(true)
+		if !in.starved {
+			in.starved = true
+			in.v.log.Warn("rdma: a peer waits for a place: all are given away", "peer", in.name(), "BYTEPS_ADDRESS_POOL_SIZE", in.v.table.Len())
+		}
 		in.mu.Lock()
 		full := len(in.later) >= maxIndex
 		if !full {
@@ -323,6 +329,7 @@ func (in *incoming) again() {
 		if err := in.grant(&all[i]); errors.Is(err, rendezvous.ErrNoLease) {
 			in.mu.Lock()
 			in.later = append(in.later, all[i:]...)
+			in.host.hungry.Store(true)
 			in.mu.Unlock()
 			return
 		}

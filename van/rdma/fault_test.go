@@ -1,0 +1,384 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+var errTest = errors.New("made to fail")
+
+func TestBindErrors(t *testing.T) {
+	for _, s := range []struct {
+		name, host string
+		fail       fakeverbs.OpKind
+		want       error
+	}{
+		{name: "channel", fail: fakeverbs.OpNewChannel, want: errTest},
+		{name: "ID", fail: fakeverbs.OpNewID, want: errTest},
+		{name: "bind", fail: fakeverbs.OpBind, want: errTest},
+		{name: "listen", fail: fakeverbs.OpListen, want: errTest},
+		{name: "foreign address", host: "10.99.0.1", want: syscall.EADDRNOTAVAIL},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			r := newRig(t)
+			n := r.make(8)
+			r.net.Fail(func(op fakeverbs.Op) error {
+				if op.Kind == s.fail {
+					return errTest
+				}
+				return nil
+			})
+			self := n.who
+			if self.ID = van.Empty; s.host != "" {
+				self.Hostname = s.host
+			}
+			_, err := n.Bind(context.Background(), self)
+			var e *van.Error
+			if !errors.Is(err, s.want) || !errors.As(err, &e) || !strings.Contains(err.Error(), self.Hostname) {
+				t.Fatalf("Bind: %v, want a van.Error that names %s and wraps %v", err, self.Hostname, s.want)
+			}
+			if err := n.Connect(context.Background(), 9, n.who); !errors.Is(err, van.ErrClosed) {
+				t.Errorf("Connect without Bind: %v, want %v", err, van.ErrClosed)
+			}
+			r.net.Fail(nil)
+			if n.who.Port, err = n.Bind(context.Background(), n.who); err != nil {
+				t.Errorf("a second Bind: %v", err)
+			}
+		})
+	}
+}
+
+// TestDialErrors lets each step of connecting fail a few times. What was sent before
+// arrives all the same, and no room in the completion queue is lost.
+func TestDialErrors(t *testing.T) {
+	fail := func(stack *testNode, k fakeverbs.OpKind, err error) func(fakeverbs.Op) error {
+		var n atomic.Int32
+		return func(op fakeverbs.Op) error {
+			if op.Kind == k && op.Stack == stack.stack && n.Add(1) <= 3 {
+				return err
+			}
+			return nil
+		}
+	}
+	for _, s := range []struct {
+		name string
+		op   fakeverbs.OpKind
+		err  error
+		peer bool // fails there
+		say  string
+	}{
+		{name: "ID", op: fakeverbs.OpNewID, err: errTest, say: "made to fail"},
+		{name: "address at once", op: fakeverbs.OpResolveAddr, err: errTest, say: "resolve address"},
+		{name: "address", op: fakeverbs.OpResolveAddr, err: fakeverbs.EventError(-int(syscall.ENODEV)), say: "no such device"},
+		{name: "route at once", op: fakeverbs.OpResolveRoute, err: errTest, say: "resolve route"},
+		{name: "route", op: fakeverbs.OpResolveRoute, err: fakeverbs.EventError(-110), say: "route error"},
+		{name: "queue pair", op: fakeverbs.OpCreateQP, err: syscall.ENOMEM, say: "create queue pair"},
+		{name: "completion queue", op: fakeverbs.OpReserve, err: syscall.ENOMEM, say: "create queue pair"},
+		{name: "connect at once", op: fakeverbs.OpConnect, err: errTest, say: "connect"},
+		{name: "unreachable", op: fakeverbs.OpConnect, err: fakeverbs.EventError(-110), say: "unreachable"},
+		{name: "nobody listens", op: fakeverbs.OpConnect, err: fakeverbs.EventError(8), say: "nobody listens"},
+		{name: "rejected", op: fakeverbs.OpConnect, err: fakeverbs.EventError(28), say: "rejected by the peer (28)"},
+		{name: "staging memory", op: fakeverbs.OpRegister, err: syscall.ENOMEM, say: "staging memory"},
+		{name: "queue pair there", op: fakeverbs.OpCreateQP, err: syscall.ENOMEM, peer: true, say: "rejected"},
+		{name: "memory there", op: fakeverbs.OpRegister, err: syscall.ENOMEM, peer: true, say: "rejected"},
+		{name: "accept there", op: fakeverbs.OpAccept, err: errTest, peer: true, say: "rejected"},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			r := newRig(t)
+			w, srv := r.node(9), r.node(8)
+			at := w
+			if s.peer {
+				at = srv
+			}
+			failing := fail(at, s.op, s.err)
+			var mu sync.Mutex
+			most := map[*fakeverbs.Stack]int{}
+			r.net.Fail(func(op fakeverbs.Op) error {
+				if op.Kind == fakeverbs.OpReserve {
+					mu.Lock()
+					most[op.Stack] = max(most[op.Stack], op.Size)
+					mu.Unlock()
+				}
+				return failing(op)
+			})
+			w.connect(srv)
+			v := value(5000, 1)
+			w.must(push(srv, 3, 1, v))
+			c := w.wantTold("it cannot connect", func(c change) bool { return !c.up })
+			if !errors.Is(c.cause, syscall.ECONNREFUSED) || !strings.Contains(c.cause.Error(), s.say) {
+				t.Errorf("told %v, want ECONNREFUSED and %q", c.cause, s.say)
+			}
+			w.wantUp(srv)
+			srv.wantValue(1, v)
+			start, rx := w.cfg.RDMADepths()
+			mu.Lock()
+			defer mu.Unlock()
+			// The peer may learn of the end of a connection only after the next has begun.
+			if need := 2 * (start + rx + rx/2); most[w.stack] > need {
+				t.Errorf("room for %d completions was reserved, want %d", most[w.stack], need)
+			}
+		})
+	}
+}
+
+// TestRejects is the back-off: whatever the reason, the connection is made in the end.
+func TestRejects(t *testing.T) {
+	r := newRig(t)
+	r.net.RejectNext(9, 8)
+	w, s := r.node(9), r.node(8)
+	w.connect(s)
+	w.must(control(s, 4))
+	w.wantUp(s)
+	if m := s.next(); m.Timestamp != 4 {
+		t.Errorf("timestamp %d, want 4", m.Timestamp)
+	} else {
+		m.Release()
+	}
+}
+
+func TestDifferentQPNum(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8, func(c *env.Config) { c.QPNum = 1 })
+	w.connect(s)
+	w.wantDown(s, "STEPAF_QP_NUM is 1 here and 2 there")
+}
+
+// TestSilentPeer connects to an address where connect requests are never answered.
+func TestSilentPeer(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	w := r.node(9)
+	a := netip.MustParseAddr("10.77.2.1")
+	p := newRaw(r, a, van.Node{ID: 8})
+	defer p.end()
+	w.connect(&testNode{who: van.Node{ID: 8, Hostname: a.String(), Port: p.port}})
+	c := w.wantTold("it cannot connect", func(c change) bool { return !c.up })
+	if !errors.Is(c.cause, van.ErrTimeout) || !strings.Contains(c.cause.Error(), "no answer") {
+		t.Errorf("told %v, want a time-out", c.cause)
+	}
+}
+
+func TestNoDevice(t *testing.T) {
+	r := newRig(t)
+	n := r.make(8)
+	r.net.Fail(fakeverbs.FailNth(fakeverbs.OpDevices, 1, verbs.ErrUnavailable))
+	if _, _, err := n.ChooseHost(); !errors.Is(err, verbs.ErrUnavailable) {
+		t.Errorf("ChooseHost: %v, want %v", err, verbs.ErrUnavailable)
+	}
+	r.net.Fail(nil)
+	n.cfg.NodeHost = "10.5.5.5"
+	if host, _, err := n.ChooseHost(); err == nil {
+		t.Errorf("ChooseHost for an address of no device: %s, want an error", host)
+	}
+}
+
+// TestLostPeer ends one of two servers in mid-traffic in each way there is. The other
+// one goes on, and every message's Done is called once.
+func TestLostPeer(t *testing.T) {
+	for _, s := range []struct {
+		name string
+		end  func(r *rig, w, victim *testNode)
+		say  []string
+	}{
+		{"killed", func(_ *rig, _, v *testNode) { v.kill(false) }, []string{"queue pair", "retries exceeded (12)"}},
+		{"killed, telling", func(_ *rig, _, v *testNode) { v.kill(true) }, nil},
+		{"cut off", func(r *rig, w, v *testNode) { r.net.Cut(w.addr, v.addr) }, []string{"queue pair", "retries exceeded (12)"}},
+		{"device removed", func(r *rig, _, v *testNode) { r.net.RemoveDevice(v.addr) }, nil},
+	} {
+		t.Run(s.name, func(t *testing.T) {
+			r := newRig(t)
+			w, a, b := r.node(9), r.node(8), r.node(10)
+			r.link(w, a)
+			r.link(w, b)
+			big := value(9000, 5)
+			sent := 0
+			send := func(to *testNode, i int) error {
+				m := push(to, uint64(i%5), i, big)
+				m.Done = w
+				err := w.Send(m)
+				if err == nil {
+					sent++
+				}
+				return err
+			}
+			for i := range 40 {
+				for _, to := range []*testNode{a, b} {
+					if err := send(to, i); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			s.end(r, w, b)
+			r.until("Send to the lost peer fails", func() bool {
+				err := send(b, 0)
+				if err != nil && !lost(err) {
+					t.Fatalf("Send to the lost peer: %v, want %v", err, van.ErrPeerLost)
+				}
+				return err != nil
+			})
+			w.wantDown(b, s.say...)
+			for i := range 40 {
+				if err := send(a, 40+i); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for i := range 80 {
+				a.wantValue(i, big)
+			}
+			w.Disconnect(b.who.ID)
+			r.until("Done is called for every message", func() bool { return int(w.dones.Load()) >= sent })
+			if n := int(w.dones.Load()); n != sent {
+				t.Errorf("Done was called %d times for %d messages", n, sent)
+			}
+		})
+	}
+}
+
+// TestHeal loses a link and gives it back: the connection is made again.
+func TestHeal(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	for round := range 3 {
+		r.net.Cut(w.addr, s.addr)
+		r.until("Send fails", func() bool { return lost(w.Send(push(s, 1, 0, value(3000, 1)))) })
+		w.wantDown(s, "queue pair")
+		// A control message waits for the next connection.
+		w.must(control(s, 100+round))
+		r.net.Heal(w.addr, s.addr)
+		w.wantUp(s)
+		v := value(4000, round)
+		w.must(push(s, 1, 200+round, v))
+		seen := 0
+		for seen != 3 {
+			m := s.next()
+			switch {
+			case m.IsControl() && int(m.Timestamp) == 100+round:
+				seen |= 1
+			case int(m.Timestamp) == 200+round && string(m.Vals.Host()) == string(v):
+				seen |= 2
+			case m.Timestamp != 0:
+				t.Fatalf("timestamp %d in round %d", m.Timestamp, round)
+			}
+			m.Release()
+		}
+	}
+}
+
+// TestFailedWorkRequest lets one work request fail with each status. The watcher is
+// told which queue pair and status, and the connection comes back.
+func TestFailedWorkRequest(t *testing.T) {
+	for _, status := range []verbs.Status{verbs.StatusLocalLength, verbs.StatusLocalProt, verbs.StatusRemoteInvalid,
+		verbs.StatusRemoteAccess, verbs.StatusRemoteOp, verbs.StatusRetryExceeded, verbs.StatusRNRExceeded, 21} {
+		for _, op := range []verbs.Opcode{verbs.OpSendImm, verbs.OpWrite, verbs.OpWriteImm} {
+			t.Run(fmt.Sprintf("%v of %d", status, op), func(t *testing.T) {
+				r := newRig(t)
+				w, s := r.pair()
+				var once sync.Once
+				r.net.FailWR(func(wr fakeverbs.WR) (st verbs.Status) {
+					if wr.Stack == w.stack && wr.Op == op {
+						once.Do(func() { st = status })
+					}
+					return st
+				})
+				m := push(s, 1, 1, value(8000, 1))
+				m.Done = w
+				w.must(m)
+				// Where the peer's queue pair breaks, too, its end may be heard of first.
+				w.wantTold("which queue pair and status", func(c change) bool {
+					return !c.up && lost(c.cause) && (strings.Contains(c.cause.Error(), "queue pair 0") &&
+						strings.Contains(c.cause.Error(), status.String()) || strings.Contains(c.cause.Error(), "disconnected"))
+				})
+				w.wantUp(s)
+				r.until("Done", func() bool { return w.dones.Load() == 1 })
+				v := value(8000, 2)
+				w.must(push(s, 1, 2, v))
+				s.wantValue(2, v)
+			})
+		}
+	}
+}
+
+// TestFailedCalls lets calls fail in mid-traffic.
+func TestFailedCalls(t *testing.T) {
+	t.Run("post", func(t *testing.T) {
+		r := newRig(t)
+		w, s := r.pair()
+		var once sync.Once
+		r.net.Fail(func(op fakeverbs.Op) (err error) {
+			if op.Kind == fakeverbs.OpPost && op.Stack == w.stack {
+				once.Do(func() { err = errTest })
+			}
+			return err
+		})
+		m := push(s, 1, 1, value(8000, 1))
+		m.Done = w
+		w.must(m)
+		w.wantDown(s, "post", "made to fail")
+		w.wantUp(s)
+		r.until("Done", func() bool { return w.dones.Load() == 1 })
+		w.must(push(s, 1, 2, value(8000, 2)))
+		s.wantValue(2, value(8000, 2))
+	})
+	t.Run("answer to a question", func(t *testing.T) {
+		r := newRig(t)
+		w, s := r.pair()
+		var once sync.Once
+		r.net.Fail(func(op fakeverbs.Op) (err error) {
+			if op.Kind == fakeverbs.OpPost && op.Stack == s.stack {
+				once.Do(func() { err = errTest })
+			}
+			return err
+		})
+		w.must(push(s, 1, 1, value(8000, 1)))
+		w.wantDown(s)
+		w.wantUp(s)
+		w.must(push(s, 1, 2, value(8000, 2)))
+		s.wantValue(2, value(8000, 2))
+	})
+	t.Run("poll", func(t *testing.T) {
+		r := newRig(t)
+		w, s := r.pair()
+		var n atomic.Int32
+		r.net.Fail(func(op fakeverbs.Op) error {
+			if op.Kind == fakeverbs.OpPoll && n.Add(1) <= 10 {
+				return errTest
+			}
+			return nil
+		})
+		w.must(push(s, 1, 2, value(8000, 2)))
+		s.wantValue(2, value(8000, 2))
+	})
+	t.Run("register a value", func(t *testing.T) {
+		r := newRig(t)
+		w, s := r.pair()
+		w.must(push(s, 1, 1, value(8000, 1)))
+		s.wantValue(1, value(8000, 1))
+		var once sync.Once
+		r.net.Fail(func(op fakeverbs.Op) (err error) {
+			if op.Kind == fakeverbs.OpRegister && op.Stack == w.stack {
+				once.Do(func() { err = errTest })
+			}
+			return err
+		})
+		m := push(s, 1, 2, value(8000, 2))
+		m.Done = w
+		w.must(m)
+		w.wantDown(s, "value of 8000 bytes", "made to fail")
+		w.wantUp(s)
+		r.until("Done", func() bool { return w.dones.Load() == 1 })
+		w.must(push(s, 1, 3, value(8000, 3)))
+		s.wantValue(3, value(8000, 3))
+	})
+}

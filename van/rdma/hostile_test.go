@@ -1,0 +1,333 @@
+package rdma
+
+import (
+	"bytes"
+	"fmt"
+	"math"
+	"net/netip"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+var rawAddr = netip.MustParseAddr("10.77.2.1")
+
+// hostileWorld is a worker and a server that talk, and a process that connects to the
+// server and says what no node would.
+type hostileWorld struct {
+	*rig
+	w, s *testNode
+	p    *raw
+	c    *rawConn
+	ours bool
+}
+
+func newHostileWorld(t *testing.T, ours bool) *hostileWorld {
+	t.Helper()
+	h := &hostileWorld{rig: newRig(t), ours: ours}
+	h.w, h.s = h.pair()
+	h.p = newRaw(h.rig, rawAddr, van.Node{ID: 11})
+	h.c = h.p.dial(h.s, 2, func(q int) []byte { return h.p.hello(ours, 77, q, 2) })
+	return h
+}
+
+// ends checks that the server has counted n malformed messages at least, that nothing
+// has reached it, and that it serves its worker.
+func (h *hostileWorld) ends(n uint64) {
+	h.Helper()
+	h.until(fmt.Sprintf("%d malformed messages", n), func() bool { return h.s.Stats().Malformed >= n })
+	for i := range 3 {
+		v := value(6000, i)
+		h.w.must(push(h.s, uint64(i), 1000+i, v))
+		h.s.wantValue(1000+i, v)
+	}
+	h.p.end()
+	if h.w.Stats().Malformed != 0 {
+		h.Errorf("the worker counts malformed messages")
+	}
+}
+
+const tooMuch = math.MaxUint64
+
+// TestHostileQuestions asks for places that there cannot be.
+func TestHostileQuestions(t *testing.T) {
+	for _, ours := range []bool{true, false} {
+		t.Run(fmt.Sprintf("ours %t", ours), func(t *testing.T) {
+			h := newHostileWorld(t, ours)
+			good := start{metaLen: 300, dataNum: ourStart, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
+			if !ours {
+				good.dataNum, good.data = 2, [4]uint64{8, 600}
+			}
+			bad := []func(*start){
+				func(s *start) { s.metaLen = 0 },
+				func(s *start) { s.metaLen = rawMeta - 1 },
+				func(s *start) { s.metaLen = maxMeta + 1 },
+				func(s *start) { s.metaLen = tooMuch },
+				func(s *start) { s.dataNum = 5 },
+				func(s *start) { s.dataNum = tooMuch },
+			}
+			if ours {
+				bad = append(bad, func(s *start) { s.data[0] = tooMuch }, func(s *start) { s.data[0] = roundedData + 1 },
+					func(s *start) { s.data[2] = 1025 }, func(s *start) { s.dataNum = 2 })
+			} else {
+				bad = append(bad, func(s *start) { s.data[1] = tooMuch }, func(s *start) { s.data[1] = 1 << 31 })
+			}
+			for _, f := range bad {
+				s := good
+				f(&s)
+				var b [startLen]byte
+				s.put(b[:])
+				h.c.send(immStart, b[:])
+			}
+			h.c.send(immStart, make([]byte, startLen-1))
+			h.c.send(immStart, nil)
+			h.c.send(immReply, make([]byte, replyLen))
+			h.c.send(immCredits, make([]byte, trailerLen))
+			h.c.send(0xffffffff, make([]byte, 64))
+			if r := h.c.ask(good); r.meta == 0 || r.data == 0 {
+				t.Errorf("no place after all: %+v", r)
+			}
+			h.ends(uint64(len(bad)) + 5)
+		})
+	}
+}
+
+// TestHostileNotifications writes nonsense, in and out of places.
+func TestHostileNotifications(t *testing.T) {
+	h := newHostileWorld(t, true)
+	s := start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
+	r := h.c.ask(s)
+	n := uint64(0)
+	say := func(imm uint32, b []byte) {
+		h.c.notify(0, imm, r.meta, r.metaKey, b)
+		n++
+	}
+	// Places that are not its.
+	say(r.index+1, nil)
+	say(maxIndex-1, nil)
+	for i := range h.s.table.Len() {
+		if uint32(i) != r.index {
+			say(uint32(i), nil)
+		}
+	}
+	say(1<<16, nil)
+	say(1<<31, nil)
+	m := push(h.s, 6, 1, value(1000, 1))
+	good := trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}, packed: true}
+	enc := func(f func(*trailer)) []byte {
+		x := good
+		f(&x)
+		return encode(h.rig, m, &x)
+	}
+	// No meta.
+	say(r.index, nil)
+	say(r.index, make([]byte, rawMeta-1))
+	say(r.index, make([]byte, rawMeta))
+	say(r.index, make([]byte, rawMeta+trailerLen))
+	say(r.index, make([]byte, cellSize))
+	whole := enc(func(*trailer) {})
+	say(r.index, whole[:len(whole)-1])
+	for _, off := range []int{0, 4, 8, 100, 200, 280} {
+		b := append([]byte(nil), whole...)
+		for i := range 4 {
+			b[off+i] = 0xff
+		}
+		if van.DecodeMeta(b[:len(b)-trailerLen], new(van.Meta)) != nil {
+			say(r.index, b)
+		}
+	}
+	// Trailers.
+	for _, f := range []func(*trailer){
+		func(t *trailer) { t.lens[1] = 1025 },
+		func(t *trailer) { t.lens[0] = 960 },
+		func(t *trailer) { t.lens[0], t.lens[1] = math.MaxInt32, math.MaxInt32 },
+		func(t *trailer) { t.lens[1] = math.MaxUint32 },
+		func(t *trailer) { t.lens[0], t.lens[1] = 8, 961 },
+		func(t *trailer) { t.packed, t.lens[1] = false, 1025 },
+		func(t *trailer) { t.packed, t.lens[1] = false, 1<<31 },
+		func(t *trailer) { t.packed, t.placed = false, true },
+		func(t *trailer) { t.frames = 1 },
+		func(t *trailer) { t.frames = 4 },
+		func(t *trailer) { t.frames = 255 },
+		func(t *trailer) { t.n = maxCredits + 1 },
+		func(t *trailer) { t.n = 255 },
+		func(t *trailer) { t.inMeta, t.metaLen = true, 0 },
+		func(t *trailer) { t.inMeta, t.metaLen = true, rawMeta },
+		func(t *trailer) { t.inMeta, t.metaLen = true, m.EncodedLen()+1000 },
+		func(t *trailer) { t.inMeta, t.metaLen = true, -1 },
+	} {
+		say(r.index, enc(f))
+	}
+	// The place is still good.
+	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: r.data, RKey: r.dataKey}, value(1000, 9))
+	h.c.notify(0, r.index, r.meta, r.metaKey, enc(func(t *trailer) { t.packed = false }))
+	h.until("all have been seen", func() bool { return h.s.Stats().Malformed >= n })
+	got := h.s.next()
+	if string(got.Vals.Host()) != string(value(1000, 9)) || got.Sender != 11 {
+		t.Errorf("%d bytes from %d, want 1000 from 11", got.Vals.Len(), got.Sender)
+	}
+	// It is held: what is written there again is not handed up.
+	say(r.index, enc(func(t *trailer) { t.packed = false }))
+	h.until("the second one is dropped", func() bool { return h.s.Stats().Malformed >= n })
+	got.Release()
+	h.ends(n)
+}
+
+// TestHostileOneShot uses a place for one message twice.
+func TestHostileOneShot(t *testing.T) {
+	h := newHostileWorld(t, true)
+	r := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, kindOneShot}, origin: 1})
+	b := encode(h.rig, control(h.s, 5), &trailer{})
+	for range 3 {
+		h.c.notify(0, r.index, r.meta, r.metaKey, b)
+	}
+	m := h.s.next()
+	if m.Timestamp != 5 || m.Sender != 11 {
+		t.Errorf("timestamp %d from %d, want 5 from 11", m.Timestamp, m.Sender)
+	}
+	m.Release()
+	h.ends(2)
+}
+
+// TestHostileParts claims parts of split messages that do not come.
+func TestHostileParts(t *testing.T) {
+	h := newHostileWorld(t, true)
+	r := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, 0}, origin: 1})
+	m := push(h.s, 1, 1, nil)
+	m.Push = false
+	m.SlaveQPNum, m.SlaveQPCounter = 1, [2]uint64{math.MaxUint64, math.MaxUint64}
+	b := encode(h.rig, m, &trailer{frames: 2, lens: [van.MaxFrames]uint32{8}})
+	for range 100 {
+		h.c.notify(0, r.index, r.meta, r.metaKey, b)
+		h.c.notify(1, immSlave|r.index, 0, 0, nil)
+	}
+	h.ends(0)
+}
+
+// TestHostileOriginal is a node of the original's that writes more than it has asked
+// for.
+func TestHostileOriginal(t *testing.T) {
+	h := newHostileWorld(t, false)
+	r := h.c.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
+	n := uint64(0)
+	for _, valLen := range []int32{601, -1, math.MaxInt32, math.MinInt32} {
+		b := encode(h.rig, push(h.s, 6, 1, value(600, 1)), nil)
+		le.PutUint32(b[96:], uint32(valLen))
+		h.c.notify(0, r.index, r.meta, r.metaKey, b)
+		n++
+	}
+	h.c.notify(0, r.index, r.meta, r.metaKey, bytes.Repeat([]byte{0xff}, 400))
+	n++
+	h.until("all are counted", func() bool { return h.s.Stats().Malformed >= n })
+	// An answer to nothing is handed up without a value.
+	m := push(h.s, 6, 7, value(600, 1))
+	m.Request, m.Push, m.Addr, m.Option = false, false, 4096, 1
+	h.c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, m, nil))
+	got := h.s.next()
+	if got.Vals.Len() != 0 {
+		t.Errorf("an answer to nothing has %d bytes", got.Vals.Len())
+	}
+	got.Release()
+	h.ends(n)
+}
+
+// TestHostileHello connects with private data that no node sends.
+func TestHostileHello(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	for name, private := range map[string][]byte{
+		"none":              nil,
+		"node 0":            (&hello{node: 0, host: "x", qpCount: 2}).encode(),
+		"node too large":    (&hello{node: 1 << 20, host: "x", qpCount: 2}).encode(),
+		"no queue pairs":    (&hello{node: 9, host: "x"}).encode(),
+		"queue pair 7 of 2": (&hello{node: 9, host: "x", qp: 7, qpCount: 2}).encode(),
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newRaw(r, rawAddr, van.Node{ID: 11})
+			defer p.end()
+			id, err := p.ch.NewID(1)
+			p.check(err)
+			p.check(id.ResolveAddr(p.addr, netip.AddrPortFrom(s.addr, uint16(s.who.Port)), patience))
+			p.event(verbs.AddrResolved)
+			p.check(id.ResolveRoute(patience))
+			p.event(verbs.RouteResolved)
+			p.use(id)
+			p.check(id.Connect(verbs.ConnParam{Private: private}))
+			if ev, err := p.ch.Next(); err != nil || ev.Type != verbs.Rejected {
+				t.Errorf("event %v, error %v; want %v", ev.Type, err, verbs.Rejected)
+			}
+		})
+	}
+	w.must(push(s, 1, 1, value(2000, 1)))
+	s.wantValue(1, value(2000, 1))
+}
+
+// TestHostileServer accepts a worker's connection and answers nonsense.
+func TestHostileServer(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	p := newRaw(r, rawAddr, van.Node{ID: 10})
+	bad := &testNode{who: van.Node{ID: 10, Hostname: rawAddr.String(), Port: p.port}}
+	w.connect(bad)
+	c := p.accept(1, func(q int) []byte { return p.hello(true, 0, q, 2) })
+	// Before the connection stands.
+	c.send(immCredits, make([]byte, trailerLen))
+	c.send(immReply, make([]byte, replyLen))
+	c2 := p.accept(1, func(q int) []byte { return p.hello(true, 0, 1, 2) })
+	c2.mem = c2.mem[1<<19:]
+	w.wantUp(bad)
+	epoch := w.epoch
+	for x := range *w.conns.Load() {
+		if cn := (*w.conns.Load())[x]; cn.peer != nil && int(cn.peer.id.Load()) == 10 {
+			epoch = w.epoch + x
+		}
+	}
+	// It sends to the bad server, which sees the question.
+	m := push(bad, 1, 1, value(5000, 1))
+	m.Done = w
+	w.must(m)
+	var q start
+	p.check(q.get(c.receive(immStart)))
+	before := w.Stats().Malformed
+	n := uint64(0)
+	sendReply := func(x reply) {
+		var b [replyLen]byte
+		x.put(b[:])
+		c.send(immReply, b[:])
+		n++
+	}
+	addr, key := uint64(0x1000), p.mr.RKey()
+	sendReply(reply{origin: q.origin + 1, index: 1, meta: addr, metaKey: key})
+	sendReply(reply{origin: 0, flags: replyNone})
+	sendReply(reply{origin: q.origin, index: maxIndex, meta: addr, metaKey: key})
+	sendReply(reply{origin: q.origin, index: math.MaxUint32, meta: addr, metaKey: key})
+	for _, t := range []trailer{{n: 1}, {n: maxCredits + 1}, {frames: 1}} {
+		var b [trailerLen]byte
+		t.epoch = epoch
+		t.put(b[:])
+		c.send(immCredits, b[:])
+	}
+	n += 2 // a credit for an unknown place is that of one that was retired
+	c.send(immCredits, nil)
+	c.send(immReply, nil)
+	c.send(immStart, make([]byte, startLen))
+	c.send(77, nil)
+	c.notify(0, 3, 0, 0, nil)
+	n += 5
+	r.until("all are counted", func() bool { return w.Stats().Malformed >= before+n })
+	// Refused, twice: the message fails once.
+	sendReply(reply{origin: q.origin, flags: replyRefused})
+	w.wantDown(bad, "no memory for")
+	w.wantUp(bad)
+	r.until("Done", func() bool { return w.dones.Load() == 1 })
+	// A place that does not exist breaks the connection, nothing else.
+	w.must(push(bad, 1, 2, value(5000, 1)))
+	p.check(q.get(c.receive(immStart)))
+	sendReply(reply{origin: q.origin, index: 1, meta: addr, metaKey: 12345, data: addr, dataKey: 12345})
+	w.wantDown(bad, "remote access error")
+	w.must(push(s, 1, 3, value(2000, 1)))
+	s.wantValue(3, value(2000, 1))
+	w.Disconnect(10)
+	p.end()
+}

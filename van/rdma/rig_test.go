@@ -1,0 +1,291 @@
+package rdma
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+)
+
+// patience is what a test waits for something that must come.
+const patience = 20 * time.Second
+
+// rig is a network in memory with vans on it, each on a host of its own.
+type rig struct {
+	*testing.T
+	net   *fakeverbs.Net
+	nodes []*testNode
+}
+
+// testNode is a van with what it has received and been told.
+type testNode struct {
+	*rvan
+	r     *rig
+	who   van.Node
+	stack *fakeverbs.Stack
+	addr  netip.Addr
+	in    chan *van.Message // retained
+	told  chan change
+	dones atomic.Int32
+}
+
+// change is what a watcher was told.
+type change struct {
+	id    int
+	up    bool
+	cause error
+}
+
+func newRig(t *testing.T, options ...func(*fakeverbs.Config)) *rig {
+	t.Helper()
+	r := &rig{T: t, net: fakeverbs.NewNet(options...)}
+	r.net.OnError(func(err error) { t.Errorf("the network: %v", err) })
+	t.Cleanup(func() {
+		var all sync.WaitGroup
+		for _, n := range r.nodes {
+			all.Go(n.close)
+		}
+		all.Wait()
+		for _, l := range r.net.Leaks() {
+			t.Errorf("leaked: %s", l)
+		}
+		r.net.Close()
+	})
+	return r
+}
+
+// make makes a node that has not bound.
+func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
+	cfg := env.Default()
+	cfg.VanType = "ibverbs"
+	for _, f := range options {
+		f(cfg)
+	}
+	n := &testNode{r: r, addr: netip.AddrFrom4([4]byte{10, 77, 1, byte(len(r.nodes) + 1)}), in: make(chan *van.Message, 1<<14),
+		told: make(chan change, 1<<12)}
+	n.stack = r.net.Stack(n.addr)
+	n.stack.SetName(van.NodeName(id))
+	n.rvan = NewOn(n.stack, van.Options{Config: cfg}).(*rvan)
+	n.who = van.Node{Role: van.RoleOf(id), ID: id, Hostname: n.addr.String(), AuxID: -1}
+	n.WatchPeers(func(id int, up bool, cause error) {
+		select {
+		case n.told <- change{id, up, cause}:
+		default:
+		}
+	})
+	r.nodes = append(r.nodes, n)
+	return n
+}
+
+// node makes a node that listens under its id.
+func (r *rig) node(id int, options ...func(*env.Config)) *testNode {
+	r.Helper()
+	n := r.make(id, options...)
+	n.listenOn(0)
+	n.Start(func(m *van.Message) { n.in <- m.Retain() })
+	return n
+}
+
+func (n *testNode) listenOn(port int) {
+	n.r.Helper()
+	self := n.who
+	self.Port = port
+	if self.Role != van.Scheduler {
+		self.ID = van.Empty
+	}
+	id := n.who.ID
+	p, err := n.Bind(context.Background(), self)
+	if err != nil {
+		n.r.Fatal(err)
+	}
+	n.who.Port, n.who.ID = p, id
+	n.SetID(id)
+}
+
+// record is the node's, for others.
+func (n *testNode) record() van.Node { return n.who }
+
+func (n *testNode) connect(to *testNode) {
+	n.r.Helper()
+	if err := n.Connect(context.Background(), to.who.ID, to.who); err != nil {
+		n.r.Fatal(err)
+	}
+}
+
+// pair makes a worker and a server that have heard each other.
+func (r *rig) pair(options ...func(*env.Config)) (w, s *testNode) {
+	r.Helper()
+	w, s = r.node(9, options...), r.node(8, options...)
+	r.link(w, s)
+	return w, s
+}
+
+func (r *rig) link(a, b *testNode) {
+	r.Helper()
+	a.connect(b)
+	b.connect(a)
+	a.wantUp(b)
+	b.wantUp(a)
+}
+
+func (n *testNode) close() {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	if err := n.Close(ctx); err != nil {
+		n.r.Errorf("Close: %v", err)
+	}
+	for {
+		select {
+		case m := <-n.in:
+			m.Release()
+		default:
+			return
+		}
+	}
+}
+
+// kill ends the node's process.
+func (n *testNode) kill(tell bool) {
+	if tell {
+		n.r.net.KillTelling(n.stack)
+	} else {
+		n.r.net.Kill(n.stack)
+	}
+}
+
+// Sent counts.
+func (n *testNode) Sent() { n.dones.Add(1) }
+
+// next waits for a message.
+func (n *testNode) next() *van.Message {
+	n.r.Helper()
+	select {
+	case m := <-n.in:
+		return m
+	case <-time.After(patience):
+		n.r.Fatalf("%s received nothing", van.NodeName(n.who.ID))
+		return nil
+	}
+}
+
+// wantValue waits for a message with this timestamp and value.
+func (n *testNode) wantValue(ts int, v []byte) {
+	n.r.Helper()
+	m := n.next()
+	defer m.Release()
+	if int(m.Timestamp) != ts || !bytes.Equal(m.Vals.Host(), v) {
+		n.r.Fatalf("got timestamp %d with %d bytes, want %d with %d bytes, or their contents differ", m.Timestamp, m.Vals.Len(), ts, len(v))
+	}
+}
+
+// wantTold waits for a change that is as f wants it.
+func (n *testNode) wantTold(what string, f func(change) bool) change {
+	n.r.Helper()
+	limit := time.After(patience)
+	for {
+		select {
+		case c := <-n.told:
+			if f(c) {
+				return c
+			}
+		case <-limit:
+			n.r.Fatalf("%s was not told: %s", van.NodeName(n.who.ID), what)
+		}
+	}
+}
+
+func (n *testNode) wantUp(peer *testNode) {
+	n.r.Helper()
+	n.wantTold("the peer is up", func(c change) bool { return c.id == peer.who.ID && c.up })
+}
+
+// wantDown waits for the news that peer is lost, whose cause has these words.
+func (n *testNode) wantDown(peer *testNode, words ...string) {
+	n.r.Helper()
+	n.wantTold("the peer is down: "+strings.Join(words, ", "), func(c change) bool {
+		return c.id == peer.who.ID && !c.up && !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(c.cause.Error(), w) })
+	})
+}
+
+// until waits for something that has no signal, looking at it again and again.
+func (r *rig) until(what string, f func() bool) {
+	r.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	limit := time.After(patience)
+	for !f() {
+		select {
+		case <-tick.C:
+		case <-limit:
+			r.Fatalf("it never came to be: %s", what)
+		}
+	}
+}
+
+func value(n, seed int) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = byte(i*7 + seed)
+	}
+	return b
+}
+
+// push is a request with one tensor.
+func push(to *testNode, key uint64, ts int, v []byte) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.AppID, m.CustomerID, m.Timestamp = to.who.ID, 0, 0, int32(ts)
+	m.Request, m.Push, m.Key, m.ValLen = true, true, key, int32(len(v))
+	keys := make([]byte, 8)
+	le.PutUint64(keys, key)
+	m.Frames, m.Keys, m.Vals = 2, backend.Bytes(keys), backend.Bytes(v)
+	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
+	m.DataSize = int32(8 + len(v))
+	return m
+}
+
+// pull is a request for a tensor, to be put into dst.
+func pull(to *testNode, key uint64, ts int, dst []byte) *van.Message {
+	m := push(to, key, ts, nil)
+	m.Push = false
+	m.Into = backend.Bytes(dst)
+	m.Addr, m.ValLen = m.Into.Addr(), int32(len(dst))
+	return m
+}
+
+// answer is the answer to a pull request.
+func answer(q *van.Message, v []byte) *van.Message {
+	m := push(&testNode{who: van.Node{ID: q.Sender}}, q.Key, int(q.Timestamp), v)
+	m.Request, m.Push = false, false
+	m.Addr, m.Option = q.Addr, q.Option
+	return m
+}
+
+// control is a control message.
+func control(to *testNode, ts int) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Timestamp = to.who.ID, int32(ts)
+	m.Control.Cmd = van.Heartbeat
+	return m
+}
+
+func (n *testNode) must(m *van.Message) {
+	n.r.Helper()
+	if err := n.Send(m); err != nil {
+		n.r.Fatal(err)
+	}
+}
+
+func lost(err error) bool { return errors.Is(err, van.ErrPeerLost) }
