@@ -39,9 +39,18 @@
 //
 // # Waiting
 //
-// A node has one doorbell, a futex word in a page that its peers map, too. Who
-// waits looks at all its links for a while, then raises a flag and sleeps; peers
-// make the system call that wakes it only when the flag is up.
+// A node has one doorbell, a page with futex words that its peers map, too. Who
+// waits looks at all its links for a while, yielding its core, then raises a flag
+// and sleeps; peers make the system call that wakes it only when the flag is up.
+// Whether it pays to look is learnt from how long the last waits were. A caller of
+// Poll sleeps there itself, in place of the receiving goroutine, which saves a
+// second wake-up.
+//
+// # When a peer is heard
+//
+// The scheduler tells both ends of each other, one before the other. What a peer
+// sends before this node has been told of it waits, for holdTime at most; so no
+// answer is sought for one that takes a lost node's place before that is known.
 //
 // # Trust
 //

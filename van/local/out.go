@@ -10,8 +10,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -238,8 +236,6 @@ func (l *outLink) pump() {
 		case streamed >= maxStream || time.Duration(now-since) > min(stallFor(s.left()), budget):
 			l.lendRest()
 			return
-		case now-since > uint64(minStall):
-			_ = unix.Nanosleep(&unix.Timespec{Nsec: 1}, nil) // the receiver may want this core
 		}
 		pause.pause()
 	}

@@ -4,6 +4,8 @@ import (
 	"runtime"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/env"
@@ -35,13 +37,17 @@ func spinFor(b env.BusyPoll) time.Duration {
 	return spinTime
 }
 
-// spinner passes the time between two looks. It lets other goroutines run, but does
-// not yield to other processes: Linux takes that for a wish to run much later.
+// spinner passes the time between two looks. It yields often, since on a busy
+// machine the peer may be waiting for this very core: two that spin and yield share
+// one well. To other goroutines it yields less often, which costs more.
 type spinner int
 
 func (s *spinner) pause() {
-	if *s++; *s%16 == 0 {
+	switch *s++; {
+	case *s%256 == 0:
 		runtime.Gosched()
+	case *s%16 == 0:
+		_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 	}
 }
 
