@@ -35,6 +35,7 @@ type device struct {
 	wcs     [batch]verbs.Completion
 	came    []*rxMsg // by the last poll
 	trailer trailer  // of the message being looked at
+	failed  int      // polls, one after the other
 	parked  atomic.Bool
 	wanted  atomic.Int32 // who waits for mu
 	hungry  atomic.Bool  // peers wait for a place
@@ -219,11 +220,15 @@ const (
 func (d *device) poll(spin, block time.Duration) int {
 	n, err := d.dev.Poll(d.wcs[:], spin, block)
 	if err != nil {
-		if !d.ending.Load() && !d.v.closed.Load() {
-			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err)
+		if d.failed++; d.failed&(d.failed-1) == 0 && !d.ending.Load() && !d.v.closed.Load() {
+			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err, "so far", d.failed)
+		}
+		if d.failed > 8 {
+			time.Sleep(tickTime) // the device is gone, it will not get better
 		}
 		return 0
 	}
+	d.failed = 0
 	for i := range d.wcs[:n] {
 		d.completed(&d.wcs[i])
 	}

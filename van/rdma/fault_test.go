@@ -63,6 +63,7 @@ func TestBindErrors(t *testing.T) {
 // TestDialErrors lets each step of connecting fail a few times. What was sent before
 // arrives all the same, and no room in the completion queue is lost.
 func TestDialErrors(t *testing.T) {
+	t.Parallel()
 	fail := func(stack *testNode, k fakeverbs.OpKind, err error) func(fakeverbs.Op) error {
 		var n atomic.Int32
 		return func(op fakeverbs.Op) error {
@@ -187,6 +188,7 @@ func TestNoDevice(t *testing.T) {
 // TestLostPeer ends one of two servers in mid-traffic in each way there is. The other
 // one goes on, and every message's Done is called once.
 func TestLostPeer(t *testing.T) {
+	t.Parallel()
 	for _, s := range []struct {
 		name string
 		end  func(r *rig, w, victim *testNode)
@@ -248,6 +250,7 @@ func TestLostPeer(t *testing.T) {
 
 // TestHeal loses a link and gives it back: the connection is made again.
 func TestHeal(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	w, s := r.pair()
 	for round := range 3 {

@@ -550,7 +550,9 @@ func (v *rvan) endIncoming(in *incoming, cause error) {
 	for _, id := range ids {
 		_ = id.Disconnect()
 	}
-	in.host.awaitFlush(in)
+	if len(ids) > 0 {
+		in.host.awaitFlush(in)
+	}
 	in.host.dropHeld(in)
 	in.mu.Lock()
 	in.closed = true

@@ -309,6 +309,7 @@ func TestSplitOrder(t *testing.T) {
 
 // TestSplitLost loses the connection while a message waits for its other part.
 func TestSplitLost(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	w, s := r.pair(func(c *env.Config) { c.SplitQPLag = true })
 	w.must(push(s, 1, 0, value(40000, 0)))
@@ -495,6 +496,7 @@ func TestManySenders(t *testing.T) {
 
 // TestKilledWhilePolled kills a server whose worker waits for answers.
 func TestKilledWhilePolled(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	w, s := r.pair()
 	dst := make([]byte, 50<<10)
