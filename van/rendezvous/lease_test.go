@@ -1,0 +1,140 @@
+package rendezvous
+
+import (
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+)
+
+func TestTable(t *testing.T) {
+	tb := NewTable[string](3)
+	if tb.Get(0) != nil || tb.Get(3) != nil || tb.Get(1<<31) != nil || tb.Len() != 0 {
+		t.Error("an empty table has something")
+	}
+	var all []*Lease[string]
+	for i := range 3 {
+		l := &Lease[string]{Data: i}
+		if err := tb.Add(l); err != nil || l.Index() != uint32(i) || tb.Get(uint32(i)) != l {
+			t.Fatalf("lease %d has index %d, error %v", i, l.Index(), err)
+		}
+		all = append(all, l)
+	}
+	if err := tb.Add(&Lease[string]{}); !errors.Is(err, ErrNoLease) {
+		t.Errorf("a full table: %v, want %v", err, ErrNoLease)
+	}
+	if !tb.End(all[1]) || tb.End(all[1]) || tb.Get(1) != nil || tb.Len() != 2 {
+		t.Error("ending once, and twice")
+	}
+	l := &Lease[string]{}
+	if err := tb.Add(l); err != nil || l.Index() != 1 {
+		t.Errorf("index %d, error %v; want that of the one that ended", l.Index(), err)
+	}
+	// The old one must not end the new one.
+	if tb.End(all[1]) || tb.Get(1) != l {
+		t.Error("a lease that has ended ends another one")
+	}
+	var order []uint32
+	tb.Each(func(l *Lease[string]) { order = append(order, l.Index()) })
+	if len(order) != 3 || order[0] != 0 || order[1] != 1 || order[2] != 2 {
+		t.Errorf("Each in order %v", order)
+	}
+}
+
+// TestLeaseHold is the life of a lease: who frees its memory.
+func TestLeaseHold(t *testing.T) {
+	tb := NewTable[int](1)
+	add := func() *Lease[int] {
+		l := &Lease[int]{}
+		if err := tb.Add(l); err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	l := add()
+	if ok, over := l.Hold(); !ok || over || !l.Held() {
+		t.Error("the first holder")
+	}
+	if ok, over := l.Hold(); !ok || !over {
+		t.Error("the second holder overwrites")
+	}
+	if ended, free := l.Drop(); ended || free || !l.Held() {
+		t.Error("one of two drops")
+	}
+	if tb.End(l) {
+		t.Error("it ends while it is held, but is free")
+	}
+	if ok, _ := l.Hold(); ok {
+		t.Error("it has ended, but is held again")
+	}
+	if ended, free := l.Drop(); !ended || !free || l.Held() {
+		t.Error("the last holder frees it")
+	}
+	l = add()
+	if ok, _ := l.Hold(); !ok {
+		t.Error("Hold")
+	}
+	if ended, free := l.Drop(); ended || free {
+		t.Error("it has not ended, but is free")
+	}
+	if !tb.End(l) {
+		t.Error("nobody holds it, but it is not free")
+	}
+}
+
+// TestTableConcurrent holds, drops and ends at once: each memory is freed once.
+func TestTableConcurrent(t *testing.T) {
+	tb := NewTable[*atomic.Int32](16)
+	var made, freed atomic.Int32
+	free := func(l *Lease[*atomic.Int32]) {
+		if l.Memory.Add(1) != 1 {
+			t.Error("freed twice")
+		}
+		freed.Add(1)
+	}
+	var all sync.WaitGroup
+	for g := range 4 {
+		all.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(g), 0))
+			for range 5000 {
+				if rng.IntN(3) == 0 {
+					if tb.Add(&Lease[*atomic.Int32]{Memory: new(atomic.Int32)}) == nil {
+						made.Add(1)
+					}
+				}
+				l := tb.Get(uint32(rng.IntN(16)))
+				if l == nil {
+					continue
+				}
+				if ok, _ := l.Hold(); ok {
+					if l.Memory.Load() != 0 {
+						t.Error("held memory is free")
+					}
+					if rng.IntN(2) == 0 && tb.End(l) {
+						t.Error("held memory is to be freed")
+					}
+					if _, last := l.Drop(); last {
+						free(l)
+					}
+				} else if tb.End(l) {
+					free(l)
+				}
+			}
+		})
+	}
+	all.Wait()
+	tb.Each(func(l *Lease[*atomic.Int32]) {
+		if tb.End(l) {
+			free(l)
+		}
+	})
+	if made.Load() != freed.Load() || tb.Len() != 0 {
+		t.Errorf("%d made, %d freed, %d left", made.Load(), freed.Load(), tb.Len())
+	}
+	for i := range 16 {
+		if err := tb.Add(&Lease[*atomic.Int32]{}); err != nil {
+			t.Errorf("index %d is lost: %v", i, err)
+		}
+	}
+}

@@ -1,0 +1,167 @@
+package rendezvous
+
+import (
+	"errors"
+	"math"
+	"testing"
+)
+
+func TestClass(t *testing.T) {
+	for _, s := range []struct {
+		n     int
+		class int8
+		size  int
+	}{{-1, 1, 0}, {0, 1, 0}, {1, 9, 512}, {512, 9, 512}, {513, 10, 1024}, {1 << 20, 20, 1 << 20}, {1<<20 + 1, 21, 1 << 21},
+		{math.MaxInt32, 31, 1 << 31}} {
+		class, size := Class(s.n)
+		if class != s.class || size != s.size {
+			t.Errorf("Class(%d) = %d, %d; want %d, %d", s.n, class, size, s.class, s.size)
+		}
+		if again, _ := Class(size); again != class {
+			t.Errorf("the class of %d is %d, that of its size %d", s.n, class, again)
+		}
+	}
+	for _, s := range []struct{ data, want int }{{0, 64}, {1 << 20, 64}, {2 << 20, 32}, {16 << 20, 4}, {1 << 31, 4}} {
+		if n := Eager(s.data); n != s.want {
+			t.Errorf("Eager(%d) = %d, want %d", s.data, n, s.want)
+		}
+	}
+}
+
+// TestBatchOverEager has a receiver that gives nothing back before it has a whole
+// batch, which needs more places than are asked for at once.
+func TestBatchOverEager(t *testing.T) {
+	m := newModel(t, 1, false)
+	m.credits = false
+	m.s.Up(false)
+	const batch, size = 20, 32 << 20
+	if Eager(size) >= batch {
+		t.Fatal("the batch is too small")
+	}
+	var all []*item
+	for i := range batch {
+		o := &item{seq: i + 1, key: uint64(i % 3), request: true, push: i%2 == 0, meta: 300, data: size}
+		all = append(all, o)
+		m.submit(o)
+	}
+	// Nothing is consumed: only Ticks help.
+	for range 10 * batch {
+		for len(m.wire) > 0 {
+			m.receive()
+		}
+		for len(m.answers) > 0 {
+			f := m.answers[0]
+			m.answers = m.answers[1:]
+			f()
+		}
+		m.check()
+		m.s.Tick()
+	}
+	if m.arrived != batch {
+		t.Errorf("%d of %d have arrived", m.arrived, batch)
+	}
+	for _, o := range all {
+		if o.done != "put" {
+			t.Errorf("item %d: %q", o.seq, o.done)
+		}
+	}
+	if n := m.s.Places(); n > batch+Eager(size) {
+		t.Errorf("%d places for %d items", n, batch)
+	}
+}
+
+// TestManyKeys: what is remembered does not grow with the keys.
+func TestManyKeys(t *testing.T) {
+	m := newModel(t, 2, false)
+	m.enough = 8
+	m.s.Up(false)
+	for i := range 3000 {
+		m.submit(&item{seq: i + 1, key: uint64(i), request: true, push: true, meta: 300, data: 1000})
+		if i%5 == 0 {
+			m.settle()
+		}
+	}
+	m.settle()
+	for m.step() {
+	}
+	if n := len(m.s.routes); n > 2 {
+		t.Errorf("%d routes", n)
+	}
+	if n := m.s.Places(); n > 16 {
+		t.Errorf("%d places", n)
+	}
+	if m.s.Asking() != 0 || m.arrived != 3000 {
+		t.Errorf("%d questions are open, %d have arrived", m.s.Asking(), m.arrived)
+	}
+}
+
+// TestGrown: a node of the original is never asked for more under a key than at first.
+func TestGrown(t *testing.T) {
+	send := func(m *model, seq, data int) *item {
+		return &item{seq: seq, key: 5, request: true, push: true, meta: 300, data: data}
+	}
+	t.Run("after the answer", func(t *testing.T) {
+		m := newModel(t, 1, true)
+		m.s.Up(true)
+		m.submit(send(m, 1, 100))
+		m.settle()
+		if err := m.s.Submit(send(m, 2, 101)); !errors.Is(err, ErrGrown) {
+			t.Errorf("error %v, want %v", err, ErrGrown)
+		}
+		m.submit(send(m, 3, 100))
+		m.submit(send(m, 4, 1))
+		m.settle()
+		if m.arrived != 3 {
+			t.Errorf("%d have arrived, want 3", m.arrived)
+		}
+	})
+	t.Run("before the answer", func(t *testing.T) {
+		m := newModel(t, 1, true)
+		m.s.Up(true)
+		m.submit(send(m, 1, 100))
+		if err := m.s.Submit(send(m, 2, 101)); !errors.Is(err, ErrGrown) {
+			t.Errorf("error %v, want %v", err, ErrGrown)
+		}
+		m.settle()
+	})
+	t.Run("before the connection", func(t *testing.T) {
+		m := newModel(t, 1, true)
+		grown := send(m, 2, 101)
+		m.submit(send(m, 1, 100))
+		m.submit(grown)
+		m.submit(send(m, 3, 50))
+		m.s.Up(true)
+		m.settle()
+		if m.arrived != 2 || grown.done != "dropped" {
+			t.Errorf("%d have arrived, want 2; the larger one was %q", m.arrived, grown.done)
+		}
+	})
+}
+
+// TestNonsense: what a hostile peer may say changes nothing.
+func TestNonsense(t *testing.T) {
+	m := newModel(t, 1, false)
+	m.s.Up(false)
+	o := &item{seq: 1, key: 5, request: true, push: true, meta: 300, data: 100}
+	m.submit(o)
+	origin := m.wire[0].origin
+	if m.s.Reply(origin+1, Place{}, nil) || m.s.Reply(0, Place{}, nil) || m.s.Elsewhere(origin+1) {
+		t.Error("an answer to nothing is taken")
+	}
+	if _, _, ok := m.s.Refused(origin + 1); ok {
+		t.Error("a refusal of nothing is taken")
+	}
+	m.settle()
+	for m.step() {
+	}
+	if m.s.Reply(origin, Place{Index: 9}, nil) || m.s.Elsewhere(origin) {
+		t.Error("a second answer is taken")
+	}
+	for i := range uint32(20) {
+		if ok := m.s.Credit(i); ok == (m.s.granted[i] != nil) {
+			t.Errorf("a credit for place %d, which nobody uses: %t", i, ok)
+		}
+	}
+	m.s.Answered(77, true)
+	m.check()
+}
