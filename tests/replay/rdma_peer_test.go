@@ -55,7 +55,7 @@ type cppNode struct {
 	starts   int // questions that it has been asked
 }
 
-const cppQPs = 2
+const qpCount = 2
 
 // cppEnd is what the original calls an endpoint: the queue pairs of one direction.
 type cppEnd struct {
@@ -65,12 +65,13 @@ type cppEnd struct {
 	node     int // the peer's id, as it has said
 	outgoing bool
 	to       netip.AddrPort
-	ids      [cppQPs]verbs.ID
-	qps      [cppQPs]verbs.QP
-	status   [cppQPs]cppStatus
+	ids      [qpCount]verbs.ID
+	qps      [qpCount]verbs.QP
+	status   [qpCount]cppStatus
 	count    int // the original's inComingCount, used for several things
 	inited   int
-	up       chan struct{}
+	up       chan struct{} // closed when all stand
+	once     sync.Once
 	slaves   uint64 // sent or received
 	data     map[uint64]*cppMem
 	taken    []verbs.ID // not accepted yet
@@ -138,10 +139,6 @@ func newCPP(t testing.TB, net *fakeverbs.Net, addr netip.AddrPort, role van.Role
 	must(t, n.listen.Listen(128))
 	t.Cleanup(n.close)
 	return n
-}
-
-func (n *cppNode) addr() netip.AddrPort {
-	return netip.AddrPortFrom(netip.MustParseAddr(n.host), uint16(n.port))
 }
 
 // node is the record by which others connect to it.
@@ -248,7 +245,7 @@ func (n *cppNode) destroy(e *cppEnd) {
 func (n *cppNode) open(e *cppEnd) {
 	for q := range e.ids {
 		if n.swapped {
-			q = cppQPs - 1 - q
+			q = qpCount - 1 - q
 		}
 		if e.status[q] == cppConnected {
 			continue
@@ -308,8 +305,8 @@ func (n *cppNode) event(ev verbs.Event) {
 		e.status[q] = cppConnected
 		e.count++
 		e.wrap()
-		if e.status == [cppQPs]cppStatus{cppConnected, cppConnected} {
-			close(e.up)
+		if e.status == [qpCount]cppStatus{cppConnected, cppConnected} {
+			e.once.Do(func() { close(e.up) })
 		}
 	case verbs.Rejected:
 		e.status[q] = cppRejected
@@ -328,7 +325,7 @@ func (n *cppNode) event(ev verbs.Event) {
 }
 
 func (e *cppEnd) wrap() {
-	if e.count == cppQPs {
+	if e.count == qpCount {
 		e.count = 0
 	}
 }
@@ -359,9 +356,9 @@ func (n *cppNode) initQP(e *cppEnd, id verbs.ID, q int) {
 		n.wg.Go(n.poll)
 	}
 	start, rx := n.depths()
-	e.qps[q], err = id.CreateQP(verbs.QPOptions{Cookie: cppCookie(e.no, q), SendDepth: start + rx, RecvDepth: rx / cppQPs, Inline: 512})
+	e.qps[q], err = id.CreateQP(verbs.QPOptions{Cookie: cppCookie(e.no, q), SendDepth: start + rx, RecvDepth: rx / qpCount, Inline: 512})
 	n.ok(err)
-	if e.inited >= cppQPs {
+	if e.inited >= qpCount {
 		n.abort("connected again under the name %q: the original posts no receive requests then, and the peer waits for ever", e.name)
 	}
 	e.inited++
@@ -395,7 +392,7 @@ func (n *cppNode) request(ev verbs.Event) {
 	ev.New.SetCookie(cppCookie(e.no, q))
 	n.initQP(e, ev.New, q)
 	e.taken = append(e.taken, ev.New)
-	if len(e.taken) == cppQPs {
+	if len(e.taken) == qpCount {
 		for _, id := range e.taken {
 			n.ok(id.Accept(verbs.ConnParam{Private: n.context(), RetryCount: 7, RNRRetryCount: 7}))
 		}

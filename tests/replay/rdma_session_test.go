@@ -172,18 +172,18 @@ func (s *rdmaSession) messages(t *testing.T) (all []*rdmaMessage) {
 		case kindMeta:
 			m := &rdmaMessage{seq: l.Seq, from: l.From, to: l.To, packed: l.bytes, lines: []*rdmaLine{l}}
 			must(t, van.DecodeMeta(m.packed, &m.meta))
-			m.flow = slices.Index(flows[p], l.QP) / cppQPs
+			m.flow = slices.Index(flows[p], l.QP) / qpCount
 			if !m.meta.IsControl() && m.meta.Push == m.meta.Request {
 				first := payload[l.QP]
 				delete(payload, l.QP)
-				// The original sends what lies where the first tensor of the key lay, which
-				// had been freed. The tensors were the same ones each time.
+				// Intended: "moved tensor". The tensors were the same ones each time.
 				if k := (tensor{p, m.meta.Key}); m.meta.Push && pushed[k] == nil {
 					pushed[k] = first
 				} else if m.meta.Push {
 					c := *first
 					c.bytes = pushed[k].bytes
 					first = &c
+					intendedSeen.Store("moved tensor", true)
 				}
 				m.lines = []*rdmaLine{first, l}
 				m.value = first.value(int(m.meta.ValLen))

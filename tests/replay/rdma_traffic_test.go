@@ -1,6 +1,7 @@
 package replay
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -188,16 +189,16 @@ func (n *cppNode) write(p *cppPlace) {
 		return
 	}
 	all := value.Len
-	part := all / cppQPs
-	value.Len = part + all%cppQPs
+	part := all / qpCount
+	value.Len = part + all%qpCount
 	e.slaves++
-	le.PutUint32(s.meta.b[offSlaves:], cppQPs-1)
-	for i := range cppQPs {
+	le.PutUint32(s.meta.b[offSlaves:], qpCount-1)
+	for i := range qpCount {
 		le.PutUint64(s.meta.b[offCounter+8*i:], e.slaves)
 	}
 	n.post(e, 0, value, nil)
 	n.post(e, 0, meta, nil)
-	for q := 1; q < cppQPs; q++ {
+	for q := 1; q < qpCount; q++ {
 		value.LocalAddr += uint64(value.Len)
 		value.RemoteAddr += uint64(value.Len)
 		value.Op, value.Flags, value.Imm, value.Len = verbs.OpWriteImm, verbs.Signaled, p.index|0x8000, part
@@ -211,7 +212,7 @@ func (n *cppNode) poll() {
 	for {
 		k, err := n.dev.Poll(wcs, 0, time.Second)
 		n.mu.Lock()
-		if n.closed {
+		if n.closed || n.dying && errors.Is(err, verbs.ErrClosed) {
 			n.mu.Unlock()
 			return
 		}
