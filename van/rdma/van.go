@@ -705,6 +705,8 @@ func (v *rvan) Close(ctx context.Context) error {
 		all.Go(func() { p.end(linger) })
 	}
 	all.Wait()
+	errs := []error{v.listen.Destroy()}
+	v.settle()
 	v.mu.Lock()
 	ins := v.endpoints
 	v.endpoints = map[string]*incoming{}
@@ -713,20 +715,36 @@ func (v *rvan) Close(ctx context.Context) error {
 		in.fail(van.ErrClosed)
 	}
 	v.wg.Wait()
-	var errs []error
 	devices := *v.devices.Load()
 	ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second) // ctx may have ended with the connections
 	defer cancel()
 	for _, d := range devices {
 		errs = append(errs, d.stop(ending))
 	}
-	errs = append(errs, v.listen.Destroy())
 	for _, d := range devices {
 		errs = append(errs, d.close())
 	}
 	errs = append(errs, v.channel.Close())
 	<-v.cmEnd
 	return errors.Join(errs...)
+}
+
+// settle waits until the connection manager's events so far have been taken: each
+// connect request has an ID, and all must be gone before the channel is closed.
+func (v *rvan) settle() {
+	if !v.source.IsValid() {
+		return // there is no address to ask for
+	}
+	serial := v.serials.Add(1)
+	defer v.forgetConn(serial)
+	c, err := v.newID(cookie(serial, 0))
+	if err != nil {
+		return
+	}
+	defer c.id.Destroy()
+	if c.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(v.source, uint16(v.self.Port)), resolveTime) == nil {
+		_, _ = c.wait(context.Background(), verbs.AddrResolved, 2*resolveTime)
+	}
 }
 
 // close deregisters everything on the device. Memory of messages that somebody still
