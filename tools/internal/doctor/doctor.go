@@ -1,5 +1,5 @@
 // Package doctor examines a machine for what StepAF needs: versions and
-// configuration, a message over ZeroMQ, and RDMA from its libraries up to a round
+// configuration, a message over ZeroMQ, GPUs, and RDMA from its libraries up to a round
 // trip on each port. It changes nothing.
 //
 // An examination is a list of checks that run one after the other, see checks. To
@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -39,6 +40,8 @@ func checks() []check {
 		{"locked memory", true, (*exam).lockedMemory},
 		{"rdma address", true, (*exam).rdmaAddress},
 		{"rdma loopback", true, (*exam).rdmaLoopback},
+		{"gpu", false, (*exam).gpus},
+		{"same host", false, (*exam).sameHost},
 	}
 }
 
@@ -50,6 +53,7 @@ type exam struct {
 
 	needRDMA bool // the configuration chooses ibverbs
 
+	gpuInfo    []backend.Info
 	stack      verbs.Stack // nil until loaded
 	interfaces []choose.Interface
 	devices    []verbs.DeviceInfo // what the verbs show
@@ -97,8 +101,11 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 
 // unknown is the status of what could not be looked at: it counts as ill.
 func (x *exam) unknown(c check) Status {
-	if c.rdma {
+	switch {
+	case c.rdma:
 		return x.bad()
+	case c.name == "same host", c.name == "gpu" && !x.needGPU():
+		return Warn
 	}
 	return Fail
 }

@@ -21,6 +21,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
@@ -60,6 +61,21 @@ func plain(environ ...string) (*Machine, tree) {
 		ZMQ:     inproc.NewNetwork().Factory(),
 		Verbs:   func() (verbs.Stack, error) { return nil, fmt.Errorf("%w: no libibverbs.so.1", verbs.ErrUnavailable) },
 	}, t
+}
+
+// withGPUs is a machine with two GPUs, an old one and a new one.
+func withGPUs(environ ...string) *Machine {
+	m, _ := plain(environ...)
+	m.Backends = []string{"CPU", "GPU"}
+	m.GPUs = func() ([]backend.Info, error) {
+		return []backend.Info{
+			{Device: backend.Device{Type: backend.GPU}, Name: "NVIDIA H200", UUID: "GPU-1", PCIBusID: "0000:18:00.0", Memory: 141 << 30, Driver: "CUDA 13.0",
+				DMABuf: true, ComputeMajor: 9, Peers: []int{1}},
+			{Device: backend.Device{Type: backend.GPU, ID: 1}, Name: "Tesla P100", UUID: "GPU-2", PCIBusID: "0000:19:00.0", Memory: 16 << 30, Driver: "CUDA 13.0",
+				ComputeMajor: 6},
+		}, nil
+	}
+	return m
 }
 
 var fakeAddrs = []netip.Addr{netip.MustParseAddr("10.1.0.1"), netip.MustParseAddr("10.1.1.1")}
@@ -236,6 +252,19 @@ func TestGolden(t *testing.T) {
 			m.ZMQ = func(van.Options) (van.Van, error) { return nil, errors.New("no ZeroMQ today") }
 			return m
 		}},
+		{"no_gpu", false, func(testing.TB) *Machine {
+			m, root := plain("STEPMESH_BAKCEND=GPU")
+			m.Backends = []string{"CPU", "GPU"}
+			m.GPUs = func() ([]backend.Info, error) { return nil, errors.New("GPUs: backend not available: no driver today") }
+			root.file("proc/sys/kernel/yama/ptrace_scope", "3")
+			return m
+		}},
+		{"gpu_unbuilt", false, func(testing.TB) *Machine { m, _ := plain("STEPMESH_BAKCEND=GPU", "BYTEPS_ENABLE_IPC=0"); return m }},
+		{"gpus", true, func(testing.TB) *Machine { return withGPUs("STEPMESH_GPU=1") }},
+		{"gpus_ibverbs", false, func(testing.TB) *Machine {
+			return withGPUs("STEPMESH_GPU=2", "STEPMESH_BAKCEND=GPU", "DMLC_ENABLE_RDMA=ibverbs")
+		}},
+		{"gpus_unused", true, func(testing.TB) *Machine { return withGPUs("STEPMESH_BAKCEND=CPU") }},
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			r := examine(t, x.m(t))
@@ -416,7 +445,7 @@ func TestTimeout(t *testing.T) {
 	if f := find(t, r, "rdma libraries"); f.Status != Fail || f.Text != "does not end: the time is up" {
 		t.Errorf("%+v", f)
 	}
-	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not looked at: the time is up; nor at rdma port, locked memory, rdma address, rdma loopback" {
+	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not looked at: the time is up; nor at rdma port, locked memory, rdma address, rdma loopback, gpu, same host" {
 		t.Errorf("%+v", f)
 	}
 }

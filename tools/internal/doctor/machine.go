@@ -42,6 +42,9 @@ type Machine struct {
 	Memlock func() (uint64, error)
 	// ZMQ makes vans of ZeroMQ.
 	ZMQ van.Factory
+	// GPUs describes the GPUs, without opening any; it is only called when there is a
+	// backend GPU.
+	GPUs func() ([]backend.Info, error)
 	// Verbs loads RDMA; nil when this build has none.
 	Verbs func() (verbs.Stack, error)
 }
@@ -62,6 +65,7 @@ func Host(version string, log *slog.Logger) *Machine {
 		Open:       open,
 		Memlock:    memlock,
 		ZMQ:        zmq.New,
+		GPUs:       backend.GPUs,
 		Verbs:      loadVerbs(log),
 	}
 }

@@ -1,0 +1,116 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// needGPU tells whether the configuration asks for a GPU.
+func (x *exam) needGPU() bool { return x.cfg.Backend == "GPU" }
+
+// gpus shows the GPUs and what they can do.
+func (x *exam) gpus(context.Context) []Finding {
+	const remedy = "docs/gpu.md says how; without one tensors stay in host memory"
+	absent := Skip
+	if x.needGPU() {
+		absent = Fail
+	}
+	if !slices.Contains(x.m.Backends, "GPU") {
+		return []Finding{{Name: "gpu", Status: absent, Text: "this stepaf is built without CUDA", Remedy: "make USE_CUDA=1; " + remedy}}
+	}
+	all, err := x.m.GPUs()
+	x.gpuInfo = all
+	if err != nil {
+		return []Finding{{Name: "gpu", Status: absent, Text: err.Error(), Remedy: "install the driver of NVIDIA, or unset STEPMESH_BAKCEND; " + remedy}}
+	}
+	var out []Finding
+	for _, g := range all {
+		f := Finding{Name: "gpu " + strconv.Itoa(int(g.Device.ID)), Data: g,
+			Text:    fmt.Sprintf("%s, PCI %s, %d GiB, %s, %s, %s", g.Name, g.PCIBusID, g.Memory>>30, g.Driver, peersText(g.Peers), dmabufText(g.DMABuf)),
+			Details: []string{"UUID " + g.UUID, fmt.Sprintf("compute capability %d.%d", g.ComputeMajor, g.ComputeMinor)}}
+		if g.ComputeMajor < 7 {
+			f.Status, f.Remedy = Warn, "write_flag, wait_flag and seq_add_one need compute capability 7.0"
+		}
+		out = append(out, f)
+	}
+	return append(out, x.gpuChoice())
+}
+
+func peersText(peers []int) string {
+	if len(peers) == 0 {
+		return "reaches no other GPU directly"
+	}
+	names := make([]string, len(peers))
+	for i, p := range peers {
+		names[i] = strconv.Itoa(p)
+	}
+	return "reaches GPU " + strings.Join(names, ", ") + " directly"
+}
+
+func dmabufText(can bool) string {
+	if can {
+		return "dma-buf"
+	}
+	return "no dma-buf: RDMA on its memory needs nvidia_peermem"
+}
+
+// gpuChoice tells which GPU a node with this environment would use.
+func (x *exam) gpuChoice() Finding {
+	f := Finding{Name: "gpu choice"}
+	switch {
+	case x.cfg.Backend != "" && !x.needGPU():
+		f.Text = fmt.Sprintf("none: STEPMESH_BAKCEND=%s", x.cfg.Backend)
+	case x.cfg.GPU >= len(x.gpuInfo):
+		f.Text = fmt.Sprintf("STEPMESH_GPU=%d, but there are GPUs 0 to %d", x.cfg.GPU, len(x.gpuInfo)-1)
+		f.Remedy = "set STEPMESH_GPU, or CUDA_VISIBLE_DEVICES so that there are more"
+		if f.Status = Warn; x.needGPU() {
+			f.Status = Fail
+		}
+	default:
+		f.Text = fmt.Sprintf("GPU %d (STEPMESH_GPU)", x.cfg.GPU)
+	}
+	return f
+}
+
+// sameHost tells how values travel between nodes of this host, and those on a GPU.
+func (x *exam) sameHost(context.Context) []Finding {
+	f := Finding{Name: "same host"}
+	switch scope := x.ptraceScope(); {
+	case x.cfg.EnableIPC == 0:
+		f.Text = "over " + x.cfg.VanType + ": BYTEPS_ENABLE_IPC=0 switches shared memory off"
+	case scope > 1:
+		f.Status = Warn
+		f.Text = fmt.Sprintf("through shared memory, large values twice when the receiver is slow: kernel.yama.ptrace_scope is %d", scope)
+		f.Remedy = "sysctl kernel.yama.ptrace_scope=1, if the machine's rules allow it"
+	default:
+		f.Text = "through shared memory"
+	}
+	out := []Finding{f}
+	if len(x.gpuInfo) == 0 {
+		return out
+	}
+	g := Finding{Name: "gpu tensors"}
+	switch {
+	case x.cfg.VanType == ibverbs && x.cfg.EnableIPC == 0:
+		g.Text = "go over ibverbs as they are, registered with the network card"
+	case x.cfg.VanType == ibverbs:
+		g.Text = "go over ibverbs as they are to other hosts, and through pinned host memory on this one"
+	default:
+		g.Text = "go through pinned host memory"
+	}
+	return append(out, g)
+}
+
+// ptraceScope is Yama's, 0 where there is none.
+func (x *exam) ptraceScope() int {
+	b, err := fs.ReadFile(x.m.Root, "proc/sys/kernel/yama/ptrace_scope")
+	if err != nil {
+		return 0
+	}
+	n, _ := strconv.Atoi(strings.TrimSpace(string(b))) // what is no number says nothing
+	return n
+}
