@@ -150,7 +150,7 @@ func (d *device) receive() (*van.Message, *lane, bool) {
 			return nil, nil, false
 		}
 		d.housekeep(false)
-		if d.v.polling() {
+		if d.v.polling() && d.inHand.Load() == 0 { // else they cannot: see help
 			d.rest()
 			continue
 		}
