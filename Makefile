@@ -18,7 +18,7 @@ VARIANTS := nordma
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run af programs fserver wheel test check testrace cuda-deps cuda-ready rdma-deps rdma-test \
+.PHONY: help deps build run af programs fserver wheel test check testrace cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
 	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz bench clean
 
 help: ## list the targets
@@ -61,6 +61,12 @@ cuda-deps: ## fetch what building with CUDA needs into build/cuda (750 MB to get
 
 cuda-ready: # whether there is CUDA to build with
 	@USE_CUDA=1 tools/build_flags.sh -q
+
+gpu-build: ## build what gpu-test needs, for a machine without Go; no GPU is needed
+	@tools/gpu_test.sh --build
+
+gpu-test: ## tests on the GPUs of this machine, with PYTHON's PyTorch; skipped without a GPU
+	@tools/gpu_test.sh
 
 rdma-deps: ## prepare the virtual machine of rdma-test (installs QEMU and tools, fetches a kernel)
 	@tools/install_deps.sh rdma-vm

@@ -18,6 +18,7 @@ import fserver_lib as f
 from fserver_lib import (  # "as" tells type checkers what is meant for others
     ConnectionError as ConnectionError,
     Error,
+    SimpleNotify,
     Tensor,
     TimeoutError as TimeoutError,
     TypeError as TypeError,
@@ -28,12 +29,16 @@ from fserver_lib import (  # "as" tells type checkers what is meant for others
     get_batch,
     get_nanosecond,
     init,
+    map_pinned_tensor,
     push_pull,
     register_recv_buffer,
     respond,
     respond_vec,
+    seq_add_one,
     stop,
     wait,
+    wait_flag,
+    write_flag,
 )
 
 __version__ = "0.0.5.post1+go.1"
@@ -41,6 +46,7 @@ __version__ = "0.0.5.post1+go.1"
 # Without the classes that "import *" would put in place of built-in ones.
 __all__ = [
     "Error",
+    "SimpleNotify",
     "Tensor",
     "barrier",
     "f",
@@ -49,10 +55,14 @@ __all__ = [
     "get_batch",
     "get_nanosecond",
     "init",
+    "map_pinned_tensor",
     "push_pull",
     "register_recv_buffer",
     "respond",
     "respond_vec",
+    "seq_add_one",
     "stop",
     "wait",
+    "wait_flag",
+    "write_flag",
 ]

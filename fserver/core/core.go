@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // ErrMisuse: a call at the wrong time or in the wrong role.
@@ -43,7 +44,7 @@ func Start(ctx context.Context, lookup func(string) (string, bool), names func()
 	if cfg.Role == "joint" {
 		return nil, fmt.Errorf("init: %w: DMLC_ROLE=joint, want worker, server or scheduler: start one process for each role", ErrMisuse)
 	}
-	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
+	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, KeepBackend: true}) // Python may keep received tensors
 	if err != nil {
 		return nil, err
 	}
@@ -93,12 +94,15 @@ func (s *Session) wrongRole(call, want string) error {
 	return fmt.Errorf("%s: %w: this process is %s, and only a %s can do it", call, ErrMisuse, s.node.Name(), want)
 }
 
-// PushPull is af.TensorWorker.ZBatchPushPull.
-func (s *Session) PushPull(push, pull []af.KeyTensor) (int32, error) {
+// Device is the memory of the node's device.
+func (s *Session) Device() backend.Backend { return s.node.Backend() }
+
+// PushPull is af.TensorWorker.ZBatchPushPullOn.
+func (s *Session) PushPull(stream af.Stream, push, pull []af.KeyTensor) (int32, error) {
 	if s.worker == nil {
 		return 0, s.wrongRole("push_pull", "worker")
 	}
-	return s.worker.ZBatchPushPull(push, pull)
+	return s.worker.ZBatchPushPullOn(stream, push, pull)
 }
 
 // Wait waits until the batch with the given handler is complete, for limit counted
@@ -381,8 +385,9 @@ func (q *queue) missing() (names []string) {
 }
 
 // Respond answers the batch that GetBatch gave id: tensors in the order of its
-// pulls. The tensors must stay as they are until their owners are released.
-func (s *Session) Respond(id uint64, tensors []af.Tensor) error {
+// pulls. The tensors must stay as they are until their owners are released. Those on
+// the device are sent when the work in stream is done.
+func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.Tensor) error {
 	if s.queue == nil {
 		return s.wrongRole("respond", "server")
 	}
@@ -408,7 +413,7 @@ func (s *Session) Respond(id uint64, tensors []af.Tensor) error {
 		q.putBack(id, b)
 		return misfit(id, len(b.Pulls()), len(tensors))
 	}
-	err := b.ResponseInOrder(tensors, nil)
+	err := b.ResponseInOrderOn(stream, tensors, nil)
 	if errors.Is(err, van.ErrInvalid) {
 		q.putBack(id, b)
 	}

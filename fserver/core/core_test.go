@@ -14,7 +14,12 @@ import (
 // sessions opens one worker's and one server's session in this process.
 func sessions(t *testing.T) (worker, server *Session) {
 	t.Helper()
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true})
+	return open2(t, testcluster.Start(t, testcluster.Options{ZMQ: true}))
+}
+
+// open2 opens the sessions of a cluster's worker and server.
+func open2(t *testing.T, c *testcluster.Cluster) (worker, server *Session) {
+	t.Helper()
 	worker, server = &Session{node: c.Workers[0]}, &Session{node: c.Servers[0]}
 	var all sync.WaitGroup
 	for _, s := range []*Session{worker, server} {
@@ -74,10 +79,10 @@ func TestThreads(t *testing.T) {
 						answer = append(answer, it.Pushes()[0].Val)
 					}
 					if len(answer) > 0 || it.ID%2 == 0 {
-						if err := server.Respond(it.ID, answer); err != nil {
+						if err := server.Respond(af.DefaultStream, it.ID, answer); err != nil {
 							t.Error(err)
 						}
-						if err := server.Respond(it.ID, answer); !errors.Is(err, ErrMisuse) {
+						if err := server.Respond(af.DefaultStream, it.ID, answer); !errors.Is(err, ErrMisuse) {
 							t.Errorf("second answer: %v, want %v", err, ErrMisuse)
 						}
 					}
@@ -95,7 +100,7 @@ func TestThreads(t *testing.T) {
 				if i%2 == 0 {
 					pull = []af.KeyTensor{{Key: uint64(g), Val: tensor(t, out)}}
 				}
-				h, err := worker.PushPull(push, pull)
+				h, err := worker.PushPull(af.DefaultStream, push, pull)
 				if err == nil {
 					err = worker.waitFor(h)
 				}
@@ -126,16 +131,16 @@ func TestUnansweredPushes(t *testing.T) {
 	if len(q.acked) != keepAcked || len(q.oldest) != keepAcked {
 		t.Errorf("%d batches in a list of %d are kept, want %d", len(q.acked), len(q.oldest), keepAcked)
 	}
-	if err := s.Respond(9, nil); !errors.Is(err, ErrMisuse) {
+	if err := s.Respond(af.DefaultStream, 9, nil); !errors.Is(err, ErrMisuse) {
 		t.Errorf("answer to a batch long past: %v, want %v", err, ErrMisuse)
 	}
-	if err := s.Respond(10, make([]af.Tensor, 1)); err == nil {
+	if err := s.Respond(af.DefaultStream, 10, make([]af.Tensor, 1)); err == nil {
 		t.Error("a tensor for a batch without pulls was taken")
 	}
-	if err := s.Respond(10, nil); err != nil {
+	if err := s.Respond(af.DefaultStream, 10, nil); err != nil {
 		t.Error(err)
 	}
-	if err := s.Respond(10, nil); !errors.Is(err, ErrMisuse) {
+	if err := s.Respond(af.DefaultStream, 10, nil); !errors.Is(err, ErrMisuse) {
 		t.Errorf("second answer: %v, want %v", err, ErrMisuse)
 	}
 }

@@ -6,6 +6,12 @@
 
 #define SF_MAX_DIMS 8
 
+// What device_type says.
+enum { SF_CPU = 1, SF_GPU = 2 };
+
+// Instead of a stream: there is no work to wait for.
+#define SF_COMPLETE UINT64_MAX
+
 // A tensor. Towards Go owner is a Python object with one reference that Go takes
 // over, and gives back by sf_drain when it needs the memory no more. From Go
 // owner is unused.
@@ -21,7 +27,7 @@ typedef struct {
   void *owner;
 } sf_tensor;
 
-// A batch from Go. Each tensor must be given back with sf_release(id).
+// A batch from Go. Each tensor must be given back with sf_release(id, stream).
 typedef struct {
   uint64_t id;
   int32_t n;
@@ -36,6 +42,13 @@ typedef struct {
   int kind;
   char *text;
 } sf_error;
+
+// What sf_signal does: flag = seq, wait until flag >= seq, seq += 1.
+enum { SF_WRITE_FLAG, SF_WAIT_FLAG, SF_SEQ_ADD_ONE };
+
+// What a stream waits for in sf_notify_stream: the request of a handler, the next
+// release, the batch that it begins to get.
+enum { SF_STREAM_WAIT, SF_STREAM_BLOCK, SF_STREAM_GET_BATCH };
 
 // Results of calls that wait in slices.
 enum { SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };

@@ -248,6 +248,70 @@
 	"__dlpack_device__($self, /)\n--\n\n" \
 	"(device type, device index) as DLPack numbers them; (1, 0) is the CPU."
 
+#define DOC_NOTIFY \
+	"SimpleNotify()\n--\n\n" \
+	"Lets the current CUDA stream wait for a request, or for a batch, while Python goes\n" \
+	"on to queue what comes behind it: a word in pinned host memory, for which the stream\n" \
+	"waits. One wait at a time. Needs a GPU and a build with CUDA."
+#define DOC_NOTIFY_INIT \
+	"init($self, /)\n--\n\n" \
+	"Make the word. Call it once, after fserver_lib.init(), before the others.\n" \
+	"\n" \
+	"Raises Error (no GPU or no CUDA, and what is missing; before fserver_lib.init())."
+#define DOC_NOTIFY_STREAM_WAIT_EVENT \
+	"stream_wait_event($self, handler, /)\n--\n\n" \
+	"Worker: let the current stream wait until the request is answered; return at once.\n" \
+	"\n" \
+	"handler: what push_pull() returned. The limit is 10 s from push_pull(); then, as after\n" \
+	"    any error, the stream goes on, and wait_event_done() raises.\n" \
+	"\n" \
+	"Raises Error (wait_event_done() was not called since the last one; not a worker)."
+#define DOC_NOTIFY_WAIT_EVENT_DONE \
+	"wait_event_done($self, /)\n--\n\n" \
+	"Wait until what stream_wait_event() waits for has come. Raises what wait() would."
+#define DOC_NOTIFY_BLOCK_NOW_STREAM \
+	"block_now_stream($self, /)\n--\n\n" \
+	"Let the current stream wait for the next release of this object, and do nothing else:\n" \
+	"the end of the stream_wait_event() or block_now_stream_and_get_batch() that follows,\n" \
+	"or is under way."
+#define DOC_NOTIFY_BLOCK_AND_GET_BATCH \
+	"block_now_stream_and_get_batch($self, /)\n--\n\n" \
+	"Server: let the current stream wait until a get_batch() in the background has its\n" \
+	"result, which get_future_batch_data() returns. Returns at once.\n" \
+	"\n" \
+	"Raises Error (the last result was not fetched; not a server)."
+#define DOC_NOTIFY_GET_FUTURE_BATCH_DATA \
+	"get_future_batch_data($self, /)\n--\n\n" \
+	"Server: wait for the result of block_now_stream_and_get_batch(), once for each.\n" \
+	"\n" \
+	"Returns and raises what get_batch() does."
+
+#define DOC_MAP_PINNED_TENSOR \
+	"map_pinned_tensor($module, tensor, device_index, /)\n--\n\n" \
+	"A CUDA tensor on the memory of a pinned tensor of the host, with its shape and dtype.\n" \
+	"\n" \
+	"tensor: contiguous, in pinned memory (pin_memory=True). The result keeps it.\n" \
+	"device_index: the GPU, as PyTorch counts them.\n" \
+	"\n" \
+	"Raises ValueError (not on the host, not contiguous), Error (not pinned; no GPU or no\n" \
+	"CUDA, and what is missing)."
+#define DOC_WRITE_FLAG \
+	"write_flag($module, flag, seq, /)\n--\n\n" \
+	"In the current CUDA stream: flag[0] = seq[0], visible to the CPU and to other GPUs\n" \
+	"after all that the stream did before. A graph may capture it.\n" \
+	"\n" \
+	"flag, seq: int64 tensors on the same GPU, or of map_pinned_tensor(); the first\n" \
+	"    element counts.\n" \
+	"\n" \
+	"Raises ValueError (another dtype or device), Error (no GPU or no CUDA)."
+#define DOC_WAIT_FLAG \
+	"wait_flag($module, flag, seq, /)\n--\n\n" \
+	"In the current CUDA stream: wait until flag[0] >= seq[0]. seq is read once, when the\n" \
+	"wait begins. A graph may capture it. Arguments and errors as write_flag()."
+#define DOC_SEQ_ADD_ONE \
+	"seq_add_one($module, seq, /)\n--\n\n" \
+	"In the current CUDA stream: seq[0] += 1. Arguments and errors as write_flag()."
+
 #define DOC_ERROR \
 	"What all errors of this module are. Its text names this node's role and rank, the\n" \
 	"peer, what was asked, and what to do. Raised itself for calls that are misplaced:\n" \

@@ -326,7 +326,7 @@ func tensors(t *C.sf_tensor, n C.int, what string) (ts []af.KeyTensor, release f
 }
 
 //export sf_push_pull
-func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, e *C.sf_error) C.int64_t {
+func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, e *C.sf_error) C.int64_t {
 	ps, freePush, err := tensors(push, nPush, "push_tensors")
 	defer freePush()
 	qs, freePull, err2 := tensors(pull, nPull, "pull_tensors")
@@ -338,7 +338,7 @@ func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
-	h, err := s.PushPull(ps, qs)
+	h, err := s.PushPull(af.Stream(stream), ps, qs)
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
@@ -414,6 +414,11 @@ func sf_get_batch(sliceMs C.int64_t, out **C.sf_batch, n *C.int, e *C.sf_error) 
 	if err != nil {
 		return fail(e, err)
 	}
+	return handOut(items, out, n, e)
+}
+
+// handOut gives items to Python.
+func handOut(items []core.Item, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
 	total := 0
 	for i := range items {
 		total += len(items[i].Pushes())
@@ -463,24 +468,31 @@ func fill(c *C.sf_tensor, kt *af.KeyTensor) {
 	}
 }
 
-// sf_release gives back one tensor of batch id.
+// sf_release gives back one tensor of batch id. What is queued in stream, unless it is
+// SF_COMPLETE, may still read it.
 //
 //export sf_release
-func sf_release(id C.uint64_t) {
+func sf_release(id, stream C.uint64_t) {
 	state.mu.Lock()
 	l := state.hold[uint64(id)]
 	if l == nil {
 		state.mu.Unlock()
 		return
 	}
-	if l.n--; l.n > 0 {
-		l = nil
-	} else {
+	batch := l.batch
+	if stream != C.SF_COMPLETE {
+		batch.Retain()
+	}
+	last := l.n == 1
+	if l.n--; last {
 		delete(state.hold, uint64(id))
 	}
 	state.mu.Unlock()
-	if l != nil {
-		l.batch.Release()
+	if stream != C.SF_COMPLETE {
+		batch.ReleaseOn(af.Stream(stream))
+	}
+	if last {
+		batch.Release()
 	}
 }
 
@@ -504,7 +516,7 @@ func sf_check_respond(ts *C.sf_tensor, n C.int, e *C.sf_error) C.int {
 }
 
 //export sf_respond
-func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, e *C.sf_error) C.int {
+func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, e *C.sf_error) C.int {
 	kts, free, err := tensors(t, n, "tensors")
 	defer free()
 	var s *core.Session
@@ -516,7 +528,7 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, e *C.sf_error) C.int {
 		for i := range kts {
 			ts[i] = kts[i].Val
 		}
-		err = s.Respond(uint64(id), ts)
+		err = s.Respond(af.Stream(stream), uint64(id), ts)
 	}
 	if err != nil {
 		return fail(e, err)

@@ -11,11 +11,9 @@
 #include <string.h>
 
 #include "_cgo_export.h"
+#include "cuda.h"
 #include "docs.h"
 #include "tensor.h"
-
-// How long Go waits before Python may look after signals again, in milliseconds.
-#define SLICE_MS 50
 
 // The longest list that is read.
 #define MAX_ITEMS (1 << 20)
@@ -26,7 +24,7 @@ int sf_forked;
 static void after_fork(void) { sf_forked = 1; }
 
 // Raises what Go says.
-static PyObject *raise_error(sf_error *e) {
+PyObject *sf_raise(sf_error *e) {
   PyObject *kind = error_base;
   if (e->kind == SF_TIMEOUT) kind = error_timeout;
   if (e->kind == SF_CONNECTION) kind = error_connection;
@@ -48,7 +46,7 @@ static void drain(void) {
 }
 
 // Every call begins here. Go does not survive a fork.
-static int enter(void) {
+int sf_enter(void) {
   if (sf_forked) {
     PyErr_SetString(error_base,
                     "fserver_lib was imported before this process was forked, which its threads do not survive: "
@@ -59,7 +57,7 @@ static int enter(void) {
   return 0;
 }
 
-static int int64_arg(PyObject *o, const char *what, int64_t *out) {
+int sf_int64_arg(PyObject *o, const char *what, int64_t *out) {
   PyObject *n = PyNumber_Index(o);
   if (n == NULL) {
     if (!sf_not_ours()) PyErr_Format(error_type, "%s is %R, want an int", what, o);
@@ -97,7 +95,7 @@ static int uint64_arg(PyObject *o, const char *what, Py_ssize_t i, uint64_t *out
 static int timeout_arg(PyObject *o, int64_t *out) {
   *out = -1;
   if (o == NULL || o == Py_None) return 0;
-  if (int64_arg(o, "timeout_ms", out) < 0) return -1;
+  if (sf_int64_arg(o, "timeout_ms", out) < 0) return -1;
   if (*out < 0 || *out > (int64_t)1 << 40) {
     PyErr_Format(error_value, "timeout_ms is %R, want 0 or more milliseconds, or None for no limit", o);
     return -1;
@@ -179,7 +177,7 @@ static PyObject *wait_job(void) {
     sf_error e = {0, NULL};
     int rc;
     Py_BEGIN_ALLOW_THREADS rc = sf_job(SLICE_MS, &e);
-    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return raise_error(&e);
+    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) Py_RETURN_NONE;
     if (PyErr_CheckSignals() < 0) {
       Py_BEGIN_ALLOW_THREADS sf_cancel();
@@ -195,8 +193,8 @@ static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:init", names, &timeout)) return NULL;
-  if (enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
-  if (sf_init(ms, &e) != SF_DONE) return raise_error(&e);
+  if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_init(ms, &e) != SF_DONE) return sf_raise(&e);
   return wait_job();
 }
 
@@ -207,10 +205,10 @@ static PyObject *py_stop(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:stop", names, &timeout)) return NULL;
-  if (enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
   int rc = sf_stop(ms, &e);
   if (rc == SF_PENDING) Py_RETURN_NONE;
-  if (rc != SF_DONE) return raise_error(&e);
+  if (rc != SF_DONE) return sf_raise(&e);
   return wait_job();
 }
 
@@ -222,8 +220,8 @@ static PyObject *py_barrier(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "pp|p$O:barrier", names, &servers, &workers, &instances, &timeout)) return NULL;
-  if (enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
-  if (sf_barrier(servers, workers, instances, ms, &e) != SF_DONE) return raise_error(&e);
+  if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_barrier(servers, workers, instances, ms, &e) != SF_DONE) return sf_raise(&e);
   return wait_job();
 }
 
@@ -236,7 +234,7 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|p:push_pull", names, &push, &push_keys, &pull, &pull_keys, &need_event))
     return NULL;
-  if (enter() < 0) return NULL;
+  if (sf_enter() < 0) return NULL;
   sf_tensor *ps = tensor_list(push, "push_tensors", push_keys, "push_keys", 0, &n);
   if (ps == NULL) return NULL;
   sf_tensor *qs = tensor_list(pull, "pull_tensors", pull_keys, "pull_keys", 1, &m);
@@ -244,10 +242,16 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
     drop_list(ps, n);
     return NULL;
   }
-  int64_t h = sf_push_pull(ps, (int)n, qs, (int)m, &e);
+  uint64_t stream = SF_COMPLETE; // of a GPU: the pull tensors, too, may still be in use there
+  if (need_event && (tensor_streams(ps, n, &stream) < 0 || (stream == SF_COMPLETE && tensor_streams(qs, m, &stream) < 0))) {
+    drop_list(ps, n);
+    drop_list(qs, m);
+    return NULL;
+  }
+  int64_t h = sf_push_pull(ps, (int)n, qs, (int)m, stream, &e);
   free(ps);
   free(qs);
-  if (h < 0) return raise_error(&e);
+  if (h < 0) return sf_raise(&e);
   return PyLong_FromLongLong(h);
 }
 
@@ -257,13 +261,13 @@ static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
   int64_t h, ms = 10000;
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &handler, &timeout)) return NULL;
-  if (enter() < 0 || int64_arg(handler, "handler", &h) < 0 || (timeout != NULL && timeout_arg(timeout, &ms) < 0)) return NULL;
+  if (sf_enter() < 0 || sf_int64_arg(handler, "handler", &h) < 0 || (timeout != NULL && timeout_arg(timeout, &ms) < 0)) return NULL;
   if (ms < 0) ms = (int64_t)1 << 40;
   for (;;) {
     sf_error e = {0, NULL};
     int rc;
     Py_BEGIN_ALLOW_THREADS rc = sf_wait(h, ms, SLICE_MS, &e);
-    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return raise_error(&e);
+    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
   }
@@ -276,8 +280,8 @@ static PyObject *py_get_all_handlers(PyObject *self, PyObject *arg) {
   int n = 0;
   sf_error e = {0, NULL};
   (void)self;
-  if (enter() < 0 || int64_arg(arg, "handler", &h) < 0) return NULL;
-  if (sf_handlers(h, &n, &e) != SF_DONE) return raise_error(&e);
+  if (sf_enter() < 0 || sf_int64_arg(arg, "handler", &h) < 0) return NULL;
+  if (sf_handlers(h, &n, &e) != SF_DONE) return sf_raise(&e);
   PyObject *list = PyList_New(n);
   for (int i = 0; list != NULL && i < n; i++) {
     PyObject *x = PyLong_FromLongLong(h + i);
@@ -294,8 +298,8 @@ static PyObject *py_fetch_trace(PyObject *self, PyObject *arg) {
   uint64_t stamps[8];
   sf_error e = {0, NULL};
   (void)self;
-  if (enter() < 0 || int64_arg(arg, "handler", &h) < 0) return NULL;
-  if (sf_trace(h, stamps, &e) != SF_DONE) return raise_error(&e);
+  if (sf_enter() < 0 || sf_int64_arg(arg, "handler", &h) < 0) return NULL;
+  if (sf_trace(h, stamps, &e) != SF_DONE) return sf_raise(&e);
   PyObject *list = PyList_New(8);
   for (int i = 0; list != NULL && i < 8; i++) {
     PyObject *x = PyLong_FromUnsignedLongLong(stamps[i]);
@@ -310,7 +314,7 @@ static PyObject *py_fetch_trace(PyObject *self, PyObject *arg) {
 static PyObject *py_get_nanosecond(PyObject *self, PyObject *noargs) {
   (void)self;
   (void)noargs;
-  if (sf_forked) return enter(), NULL;
+  if (sf_forked) return sf_enter(), NULL;
   return PyLong_FromUnsignedLongLong(sf_now());
 }
 
@@ -330,12 +334,25 @@ static PyObject *batch_out(sf_batch *b) {
       Py_XDECREF(t);
     }
   }
-  for (; i < b->n; i++) sf_release(b->id);
+  for (; i < b->n; i++) sf_release(b->id, SF_COMPLETE);
   PyObject *tuple = ok ? PyTuple_Pack(3, id, ts, keys) : NULL;
   Py_XDECREF(id);
   Py_XDECREF(ts);
   Py_XDECREF(keys);
   return tuple;
+}
+
+PyObject *sf_batches_out(sf_batch *batches, int n) {
+  PyObject *list = PyList_New(n);
+  for (int i = 0; i < n; i++) {
+    PyObject *b = list != NULL ? batch_out(&batches[i]) : NULL;
+    if (list == NULL)
+      for (int k = 0; k < batches[i].n; k++) sf_release(batches[i].id, SF_COMPLETE);
+    else if (b == NULL || PyList_SetItem(list, i, b) < 0)
+      Py_CLEAR(list);
+  }
+  free(batches);
+  return list;
 }
 
 static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
@@ -344,7 +361,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
   int64_t ms;
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:get_batch", names, &timeout)) return NULL;
-  if (enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
   uint64_t start = ms >= 0 ? sf_now() : 0;
   sf_batch *batches = NULL;
   int n = 0;
@@ -357,32 +374,23 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
       if (left < slice) slice = left > 0 ? left : 0;
     }
     Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, &batches, &n, &e);
-    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return raise_error(&e);
+    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
     drain(); // answers that have left since
     if (ms >= 0 && sf_now() - start >= (uint64_t)ms * 1000000) {
       sf_batch_timeout(ms, &e);
-      return raise_error(&e);
+      return sf_raise(&e);
     }
   }
-  PyObject *list = PyList_New(n);
-  for (int i = 0; i < n; i++) {
-    PyObject *b = list != NULL ? batch_out(&batches[i]) : NULL;
-    if (list == NULL)
-      for (int k = 0; k < batches[i].n; k++) sf_release(batches[i].id);
-    else if (b == NULL || PyList_SetItem(list, i, b) < 0)
-      Py_CLEAR(list);
-  }
-  free(batches);
-  return list;
+  return sf_batches_out(batches, n);
 }
 
 // Answers a batch. Takes over the owners of ts.
-static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n) {
+static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream) {
   sf_error e = {0, NULL};
-  if (sf_respond(id, ts, (int)n, &e) == SF_DONE) return 0;
-  raise_error(&e);
+  if (sf_respond(id, ts, (int)n, stream, &e) == SF_DONE) return 0;
+  sf_raise(&e);
   return -1;
 }
 
@@ -394,10 +402,15 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   Py_ssize_t n = 0;
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|p:respond", names, &tensors, &handler, &need_event)) return NULL;
-  if (enter() < 0 || uint64_arg(handler, "handler", -1, &id) < 0) return NULL;
+  if (sf_enter() < 0 || uint64_arg(handler, "handler", -1, &id) < 0) return NULL;
   sf_tensor *ts = tensor_list(tensors, "tensors", NULL, NULL, 0, &n);
   if (ts == NULL) return NULL;
-  int rc = respond(id, ts, n);
+  uint64_t stream = SF_COMPLETE;
+  if (need_event && tensor_streams(ts, n, &stream) < 0) {
+    drop_list(ts, n);
+    return NULL;
+  }
+  int rc = respond(id, ts, n, stream);
   free(ts);
   if (rc < 0) return NULL;
   Py_RETURN_NONE;
@@ -410,7 +423,7 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
   Py_ssize_t n = 0, m = 0;
   (void)self;
   if (!PyArg_ParseTuple(args, "OOO:respond_vec", &buffer, &tensors, &handlers)) return NULL;
-  if (enter() < 0 || tensor_in(buffer, &buf, "ret_buffer", -1, 0) < 0) return NULL;
+  if (sf_enter() < 0 || tensor_in(buffer, &buf, "ret_buffer", -1, 0) < 0) return NULL;
   ts = tensor_list(tensors, "tensors_vec", NULL, NULL, 0, &n);
   if (ts != NULL) items = sequence(handlers, "handler_vec", &m);
   if (items == NULL) goto out;
@@ -434,8 +447,10 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     }
     if (uint64_arg(PyTuple_GetItem(items, i), "handler_vec", i, &ts[i].key) < 0) goto out; // its key is free
   }
+  uint64_t stream = SF_COMPLETE;
+  if (tensor_streams(&buf, 1, &stream) < 0) goto out;
   if (sf_check_respond(ts, (int)n, &e) != SF_DONE) {
-    raise_error(&e);
+    sf_raise(&e);
     goto out;
   }
   for (Py_ssize_t i = 0; i < n; i++) {
@@ -443,7 +458,8 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     part.shape[0] = ts[i].shape[0];
     part.nbytes = buf.shape[0] > 0 ? buf.nbytes / buf.shape[0] * part.shape[0] : 0;
     Py_INCREF((PyObject *)part.owner);
-    if (respond(ts[i].key, &part, 1) < 0) goto out;
+    if (respond(ts[i].key, &part, 1, stream) < 0) goto out;
+    stream = SF_COMPLETE; // answers leave in order, and all are parts of one buffer
   }
   Py_INCREF(Py_None);
   result = Py_None;
@@ -463,7 +479,7 @@ static PyObject *py_register_recv_buffer(PyObject *self, PyObject *args) {
   sf_error e = {0, NULL};
   (void)self;
   if (!PyArg_ParseTuple(args, "OOO:register_recv_buffer", &tensor, &ranks, &keys)) return NULL;
-  if (enter() < 0) return NULL;
+  if (sf_enter() < 0) return NULL;
   rank_items = sequence(ranks, "worker_ranks", &n);
   if (rank_items != NULL) key_items = sequence(keys, "push_keys", &m);
   if (key_items == NULL) goto out;
@@ -478,12 +494,12 @@ static PyObject *py_register_recv_buffer(PyObject *self, PyObject *args) {
     goto out;
   }
   for (Py_ssize_t i = 0; i < n; i++)
-    if (int64_arg(PyTuple_GetItem(rank_items, i), "worker_ranks", &rs[i]) < 0 ||
+    if (sf_int64_arg(PyTuple_GetItem(rank_items, i), "worker_ranks", &rs[i]) < 0 ||
         uint64_arg(PyTuple_GetItem(key_items, i), "push_keys", i, &ks[i]) < 0)
       goto out;
   if (tensor_in(tensor, &t, "tensor", -1, 1) < 0) goto out;
   if (sf_register(&t, rs, ks, (int)n, &e) != SF_DONE) {
-    raise_error(&e);
+    sf_raise(&e);
     goto out;
   }
   Py_INCREF(Py_None);
@@ -521,6 +537,10 @@ static PyMethodDef methods[] = {
     {"respond", KEYWORDS(py_respond), DOC_RESPOND},
     {"respond_vec", py_respond_vec, METH_VARARGS, DOC_RESPOND_VEC},
     {"register_recv_buffer", py_register_recv_buffer, METH_VARARGS, DOC_REGISTER_RECV_BUFFER},
+    {"map_pinned_tensor", sf_py_map_pinned_tensor, METH_VARARGS, DOC_MAP_PINNED_TENSOR},
+    {"write_flag", sf_py_write_flag, METH_VARARGS, DOC_WRITE_FLAG},
+    {"wait_flag", sf_py_wait_flag, METH_VARARGS, DOC_WAIT_FLAG},
+    {"seq_add_one", sf_py_seq_add_one, METH_VARARGS, DOC_SEQ_ADD_ONE},
     {"_exit", py_exit, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -563,7 +583,7 @@ PyMODINIT_FUNC PyInit_fserver_lib(void) {
       (error_connection = exception(module, "ConnectionError", DOC_CONNECTION_ERROR, PyExc_ConnectionError)) == NULL ||
       (error_value = exception(module, "ValueError", DOC_VALUE_ERROR, PyExc_ValueError)) == NULL ||
       (error_type = exception(module, "TypeError", DOC_TYPE_ERROR, PyExc_TypeError)) == NULL ||
-      tensor_init(module, error_value, error_type) < 0 || at_exit(module) < 0) {
+      tensor_init(module, error_value, error_type) < 0 || cuda_init(module, error_value) < 0 || at_exit(module) < 0) {
     Py_DECREF(module);
     return NULL;
   }

@@ -30,7 +30,7 @@ typedef struct dl_managed {
   void (*deleter)(struct dl_managed *);
 } dl_managed;
 
-enum { DL_CPU = 1, DL_CUDA_HOST = 3 };
+enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
 
 #define TAKEN "fserver_lib.dltensor"
 
@@ -57,10 +57,9 @@ enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], COMPLEX32 = 8, COMPLEX128 = 1
 
 static PyObject *error_value, *error_type, *tensor_class;
 
-// Gives back one tensor of batch id.
-static void release(uint64_t id) {
-  if (!sf_forked) sf_release(id);
-}
+// Whether the library was built with CUDA, and what is said of a GPU's tensors if not.
+static int cuda;
+#define NO_CUDA "want cpu: this build has no CUDA; build with \"make USE_CUDA=1\", see docs/gpu.md"
 
 // What is needed of torch, found when the first tensor comes after its import.
 static struct {
@@ -68,10 +67,28 @@ static struct {
   PyObject *codes;   // dict: torch.dtype -> int
   PyObject *dtypes[NDTYPES];
   PyObject *from_dlpack, *empty;
+  PyObject *current_stream; // NULL in a PyTorch without CUDA
 } torch;
 
+// Gives back one tensor of batch id. Work that is queued on a GPU may still read it:
+// the library waits for that.
+static void release(const sf_tensor *t, uint64_t id) {
+  uint64_t stream = SF_COMPLETE;
+  if (sf_forked) return;
+  if (t->device_type == SF_GPU && Py_IsInitialized()) { // PyTorch may call without the GIL
+    PyGILState_STATE g = PyGILState_Ensure();
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace); // one that is on its way up
+    if (tensor_stream(t->device_id, &stream) < 0) PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    PyGILState_Release(g);
+  }
+  sf_release(id, stream);
+}
+
 // Names that are looked up for every tensor.
-static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_view, *s_interface, *s_is_conj, *s_is_neg;
+static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_view, *s_interface, *s_is_conj, *s_is_neg, *s_index,
+    *s_dlpack_device;
 
 const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i) {
   if (i < 0)
@@ -93,6 +110,8 @@ static int torch_ready(void) {
   PyObject *c = PyObject_GetAttrString(m, "_C");
   PyObject *from = c != NULL ? PyObject_GetAttrString(c, "_from_dlpack") : NULL;
   PyObject *empty = from != NULL ? PyObject_GetAttrString(m, "empty") : NULL;
+  if (empty != NULL && torch.current_stream == NULL && (torch.current_stream = PyObject_GetAttrString(c, "_cuda_getCurrentRawStream")) == NULL)
+    PyErr_Clear();
   Py_XDECREF(c);
   if (empty == NULL) {
     Py_XDECREF(from);
@@ -116,6 +135,25 @@ static int torch_ready(void) {
   torch.codes = codes;
   torch.tensor = PyObject_GetAttrString(m, "Tensor");
   return torch.tensor != NULL ? 1 : -1;
+}
+
+int tensor_stream(int32_t device, uint64_t *stream) {
+  int ready = torch_ready();
+  if (ready < 0) return -1;
+  *stream = 0;
+  if (!ready || torch.current_stream == NULL) return 0;
+  PyObject *id = PyLong_FromLong(device), *s = id != NULL ? PyObject_CallFunctionObjArgs(torch.current_stream, id, NULL) : NULL;
+  Py_XDECREF(id);
+  if (s == NULL) return -1;
+  *stream = PyLong_AsUnsignedLongLong(s);
+  Py_DECREF(s);
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream) {
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (ts[i].device_type == SF_GPU) return tensor_stream(ts[i].device_id, stream);
+  return 0;
 }
 
 static int set_shape(sf_tensor *t, Py_ssize_t ndim, const char *name) {
@@ -171,13 +209,20 @@ static int torch_in(PyObject *o, sf_tensor *t, const char *name) {
   PyObject *x = PyObject_GetAttr(o, s_device);
   if (x == NULL) return -1;
   attr_text(x, s_type, device, sizeof device);
-  if (strcmp(device, "cpu") != 0) {
-    PyErr_Format(error_value, "%s is on device %S, want cpu: this build has no backend for it", name, x);
+  int gpu = strcmp(device, "cuda") == 0;
+  if ((!gpu || !cuda) && strcmp(device, "cpu") != 0) {
+    PyErr_Format(error_value, gpu ? "%s is on device %S, " NO_CUDA : "%s is on device %S, want cpu or cuda: this build has no backend for it", name, x);
     Py_DECREF(x);
     return -1;
   }
+  t->device_type = gpu ? SF_GPU : SF_CPU;
+  if (gpu) {
+    PyObject *index = PyObject_GetAttr(x, s_index);
+    t->device_id = index != NULL ? (int32_t)PyLong_AsLong(index) : -1;
+    Py_XDECREF(index);
+  }
   Py_DECREF(x);
-  t->device_type = 1;
+  if (PyErr_Occurred()) return -1;
 
   x = PyObject_CallMethodObjArgs(o, s_contiguous, NULL);
   int contiguous = x != NULL && PyObject_IsTrue(x) == 1;
@@ -298,7 +343,7 @@ static int numpy_in(PyObject *o, sf_tensor *t, const char *name, int writable) {
     goto out;
   }
   if (set_bytes(t, name) < 0) goto out;
-  t->device_type = 1;
+  t->device_type = SF_CPU;
   Py_INCREF(o);
   t->owner = o;
   rc = 0;
@@ -316,8 +361,29 @@ static void delete_taken(PyObject *capsule) {
   if (m->deleter != NULL) m->deleter(m);
 }
 
+// Calls __dlpack__: of a GPU's array with the stream in which Python's work on that GPU
+// is queued, so that the producer makes that wait for what fills the array.
+static PyObject *dlpack_of(PyObject *o) {
+  int type = 0, id = 0;
+  PyObject *d = cuda ? PyObject_CallMethodObjArgs(o, s_dlpack_device, NULL) : NULL;
+  if (d != NULL && (!PyTuple_Check(d) || !PyArg_ParseTuple(d, "ii", &type, &id))) type = 0;
+  Py_XDECREF(d);
+  if (sf_not_ours()) return NULL;
+  PyErr_Clear();
+  if (type != DL_CUDA && type != DL_CUDA_MANAGED) return PyObject_CallMethodObjArgs(o, s_dlpack, NULL);
+  uint64_t stream;
+  if (tensor_stream(id, &stream) < 0) return NULL;
+  PyObject *f = PyObject_GetAttr(o, s_dlpack), *args = PyTuple_New(0);
+  PyObject *kw = Py_BuildValue("{s:K}", "stream", (unsigned long long)(stream != 0 ? stream : 1)); // 1 is the default stream
+  PyObject *capsule = f != NULL && args != NULL && kw != NULL ? PyObject_Call(f, args, kw) : NULL;
+  Py_XDECREF(f);
+  Py_XDECREF(args);
+  Py_XDECREF(kw);
+  return capsule;
+}
+
 static int dlpack_in(PyObject *o, sf_tensor *t, const char *name) {
-  PyObject *capsule = PyObject_CallMethodObjArgs(o, s_dlpack, NULL);
+  PyObject *capsule = dlpack_of(o);
   if (capsule == NULL) {
     if (sf_not_ours()) return -1;
     PyObject *type, *value, *trace;
@@ -334,12 +400,18 @@ static int dlpack_in(PyObject *o, sf_tensor *t, const char *name) {
     PyErr_Format(error_type, "%s.__dlpack__() returned %R, want a DLPack capsule", name, capsule);
     goto fail;
   }
-  if (m->t.device.device_type != DL_CPU && m->t.device.device_type != DL_CUDA_HOST) {
-    PyErr_Format(error_value, "%s is on DLPack device type %d, want 1 (cpu): this build has no backend for it", name,
-                 (int)m->t.device.device_type);
+  int32_t on = m->t.device.device_type;
+  int gpu = on == DL_CUDA || on == DL_CUDA_MANAGED;
+  if (gpu && !cuda) {
+    PyErr_Format(error_value, "%s is on device cuda:%d, " NO_CUDA, name, (int)m->t.device.device_id);
     goto fail;
   }
-  t->device_type = 1;
+  if (!gpu && on != DL_CPU && on != DL_CUDA_HOST) {
+    PyErr_Format(error_value, "%s is on DLPack device type %d, want 1 (cpu) or 2 (cuda): this build has no backend for it", name, (int)on);
+    goto fail;
+  }
+  t->device_type = gpu ? SF_GPU : SF_CPU;
+  t->device_id = gpu ? m->t.device.device_id : 0;
   t->dtype = code_of(m->t.dtype);
   if (t->dtype < 0) {
     PyErr_Format(error_value, "%s has DLPack type code %d with %d bits and %d lanes, which is not supported", name,
@@ -428,6 +500,7 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
 typedef struct {
   dl_managed m;
   int64_t shape[SF_MAX_DIMS + 1], strides[SF_MAX_DIMS + 1];
+  sf_tensor tensor;
   uint64_t id;
   PyObject *keeper; // a Tensor, or NULL: then the capsule holds the batch itself
 } exported;
@@ -435,7 +508,7 @@ typedef struct {
 static void delete_exported(dl_managed *m) {
   exported *x = (exported *)m;
   if (x->keeper == NULL) {
-    release(x->id);
+    release(&x->tensor, x->id);
   } else {
     PyGILState_STATE g = PyGILState_Ensure();
     Py_DECREF(x->keeper);
@@ -472,7 +545,8 @@ static PyObject *export_tensor(const sf_tensor *t, uint64_t id, PyObject *keeper
   if (x == NULL) return PyErr_NoMemory();
   dl_tensor *d = &x->m.t;
   d->data = t->ptr != NULL ? t->ptr : &nothing;
-  d->device.device_type = DL_CPU;
+  d->device.device_type = t->device_type == SF_GPU ? DL_CUDA : DL_CPU;
+  d->device.device_id = t->device_type == SF_GPU ? t->device_id : 0;
   d->dtype.lanes = 1;
   if (bytes) {
     d->dtype.code = 1;
@@ -493,6 +567,7 @@ static PyObject *export_tensor(const sf_tensor *t, uint64_t id, PyObject *keeper
   d->strides = x->strides;
   x->m.context = x;
   x->m.deleter = delete_exported;
+  x->tensor = *t;
   x->id = id;
   PyObject *capsule = PyCapsule_New(x, "dltensor", delete_capsule);
   if (capsule == NULL) {
@@ -513,17 +588,18 @@ static PyObject *shape_tuple(const sf_tensor *t) {
   return s;
 }
 
-static PyObject *torch_out(const sf_tensor *t, uint64_t id) {
+// keeper may be NULL: then the tensor holds batch id.
+static PyObject *torch_out(const sf_tensor *t, uint64_t id, PyObject *keeper) {
   PyObject *dtype = t->dtype >= 0 && t->dtype < NDTYPES ? torch.dtypes[t->dtype] : NULL;
   if (dtype == NULL) {
-    release(id);
+    if (keeper == NULL) release(t, id);
     PyErr_Format(error_value, "a worker pushed a tensor with dtype code %d (%s) under key %llu, which this PyTorch does not have",
                  (int)t->dtype, t->dtype >= 0 && t->dtype < NDTYPES ? dtypes[t->dtype].name : "unknown", (unsigned long long)t->key);
     return NULL;
   }
   int direct = dtypes[t->dtype].bits != 0;
   if (t->nbytes == 0) {
-    release(id);
+    if (keeper == NULL) release(t, id);
     PyObject *s = shape_tuple(t), *kw = PyDict_New(), *args = s != NULL ? PyTuple_Pack(1, s) : NULL, *r = NULL;
     if (args != NULL && kw != NULL && PyDict_SetItemString(kw, "dtype", dtype) == 0) r = PyObject_Call(torch.empty, args, kw);
     Py_XDECREF(s);
@@ -531,9 +607,9 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t id) {
     Py_XDECREF(kw);
     return r;
   }
-  PyObject *capsule = export_tensor(t, id, NULL, !direct);
+  PyObject *capsule = export_tensor(t, id, keeper, !direct);
   if (capsule == NULL) {
-    release(id);
+    if (keeper == NULL) release(t, id);
     return NULL;
   }
   PyObject *r = PyObject_CallFunctionObjArgs(torch.from_dlpack, capsule, NULL);
@@ -547,17 +623,23 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t id) {
   return r;
 }
 
+PyObject *tensor_over(const sf_tensor *t, PyObject *keeper) {
+  int ready = torch_ready();
+  if (ready == 0) PyErr_SetString(error_type, "a tensor on a GPU is a torch.Tensor: import torch first");
+  return ready > 0 ? torch_out(t, 0, keeper) : NULL;
+}
+
 PyObject *tensor_out(const sf_tensor *t, uint64_t id) {
   int ready = torch_ready();
   if (ready < 0) {
-    release(id);
+    release(t, id);
     return NULL;
   }
-  if (ready) return torch_out(t, id);
+  if (ready) return torch_out(t, id, NULL);
   allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)tensor_class, Py_tp_alloc);
   tensor_object *o = (tensor_object *)alloc((PyTypeObject *)tensor_class, 0);
   if (o == NULL) {
-    release(id);
+    release(t, id);
     return NULL;
   }
   o->t = *t;
@@ -568,7 +650,7 @@ PyObject *tensor_out(const sf_tensor *t, uint64_t id) {
 
 static void tensor_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
-  release(((tensor_object *)o)->id);
+  release(&((tensor_object *)o)->t, ((tensor_object *)o)->id);
   freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
   f(o);
   Py_DECREF(type);
@@ -600,15 +682,15 @@ static PyObject *tensor_repr(PyObject *o) {
 
 static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
   const sf_tensor *t = &((tensor_object *)o)->t;
-  (void)args; // streams, versions and copies are not for host memory
+  (void)args; // what has come is complete; other versions and copies are not offered
   (void)kw;
   return export_tensor(t, 0, o, type_of(t->dtype).bits == 0); // what DLPack has no code for goes as bytes
 }
 
 static PyObject *tensor_dlpack_device(PyObject *o, PyObject *noargs) {
-  (void)o;
+  const sf_tensor *t = &((tensor_object *)o)->t;
   (void)noargs;
-  return Py_BuildValue("(ii)", DL_CPU, 0);
+  return t->device_type == SF_GPU ? Py_BuildValue("(ii)", DL_CUDA, (int)t->device_id) : Py_BuildValue("(ii)", DL_CPU, 0);
 }
 
 static PyMethodDef tensor_methods[] = {
@@ -651,9 +733,11 @@ int tensor_init(PyObject *module, PyObject *value, PyObject *type) {
     const char *text;
   } names[] = {{&s_contiguous, "is_contiguous"}, {&s_device, "device"}, {&s_type, "type"},       {&s_data_ptr, "data_ptr"},
                {&s_dtype, "dtype"},              {&s_shape, "shape"},   {&s_dlpack, "__dlpack__"}, {&s_view, "view"},
-               {&s_interface, "__array_interface__"}, {&s_is_conj, "is_conj"}, {&s_is_neg, "is_neg"}};
+               {&s_interface, "__array_interface__"}, {&s_is_conj, "is_conj"}, {&s_is_neg, "is_neg"},
+               {&s_index, "index"},              {&s_dlpack_device, "__dlpack_device__"}};
   error_value = value;
   error_type = type;
+  cuda = sf_cuda();
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
     if ((*names[i].s = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
   tensor_class = PyType_FromSpec(&tensor_spec);

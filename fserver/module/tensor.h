@@ -27,8 +27,18 @@ int tensor_init(PyObject *module, PyObject *value, PyObject *type);
 // there. Returns 0, or -1 with an exception that names the argument.
 int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int writable);
 
+// Finds the stream that the current work of Python is queued in on a GPU: PyTorch's
+// current one, the default stream without PyTorch. Returns 0, or -1 with an exception.
+int tensor_stream(int32_t device, uint64_t *stream);
+
+// The same for the first of n tensors that lies on a GPU; without one *stream stays.
+int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream);
+
+// Makes a tensor over memory that keeper keeps: a torch.Tensor.
+PyObject *tensor_over(const sf_tensor *t, PyObject *keeper);
+
 // Makes a tensor over memory of batch id: a torch.Tensor when torch was imported,
-// else a Tensor. It calls sf_release(id) once when it is gone, also on failure.
+// else a Tensor. It calls sf_release once when it is gone, also on failure.
 PyObject *tensor_out(const sf_tensor *t, uint64_t id);
 
 #endif

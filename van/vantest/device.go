@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"unsafe"
 
@@ -38,6 +40,8 @@ var (
 	_ backend.Backend    = (*Device)(nil)
 	_ backend.HostPinner = (*Device)(nil)
 	_ backend.Tunable    = (*Device)(nil)
+
+	_ backend.StreamFlagger = (*Device)(nil)
 )
 
 // NewDevice returns a device with that id.
@@ -155,6 +159,22 @@ func (d *Device) Queue(s uintptr, f func()) {
 	}
 	d.mu.Unlock()
 	x.work <- f
+}
+
+// WriteFlag implements backend.StreamFlagger.
+func (d *Device) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
+	d.Queue(s, func() { atomic.StoreUint32((*uint32)(word.Ptr()), v) })
+	return nil
+}
+
+// WaitFlag implements backend.StreamFlagger. A wait ends with the device, too.
+func (d *Device) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
+	d.Queue(s, func() {
+		for int32(atomic.LoadUint32((*uint32)(word.Ptr()))-v) < 0 && d.fails() == nil {
+			runtime.Gosched()
+		}
+	})
+	return nil
 }
 
 // event is done when the stream has come to its latest mark.

@@ -1,0 +1,131 @@
+package core
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// later calls f until it does not return ErrPending.
+func later(t *testing.T, f func(time.Duration) error) error {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); ; {
+		if err := f(5 * time.Millisecond); !errors.Is(err, ErrPending) {
+			return err
+		}
+		if time.Now().After(end) {
+			t.Fatal("still pending")
+		}
+	}
+}
+
+// TestNotify: streams wait for a request at one end and for a batch at the other, the
+// threads do not.
+func TestNotify(t *testing.T) {
+	wdev, sdev := vantest.NewDevice(0), vantest.NewDevice(0)
+	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
+		return map[string]backend.Backend{"worker": wdev, "server": sdev}[role]
+	}})
+	t.Cleanup(func() {
+		if err := errors.Join(wdev.Close(), sdev.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	worker, server := open2(t, c)
+	atWorker, err := worker.NewNotify()
+	if err != nil {
+		t.Fatal(err)
+	}
+	atServer, err := server.NewNotify()
+	if err != nil {
+		t.Fatal(err)
+	}
+	pull := make([]byte, 5000)
+	for round := range byte(5) {
+		seen := make(chan byte, 1)
+		if err := atServer.BlockAndGetBatch(3); err != nil {
+			t.Fatal(err)
+		}
+		came := make(chan struct{})
+		sdev.Queue(3, func() { close(came) })
+		if err := atServer.BlockAndGetBatch(3); !errors.Is(err, ErrMisuse) {
+			t.Errorf("twice: %v", err)
+		}
+		if _, err := atServer.Batch(time.Millisecond); !errors.Is(err, ErrPending) {
+			t.Errorf("a batch before there is one: %v", err)
+		}
+		select {
+		case <-came:
+			t.Error("the server's stream did not wait")
+		default:
+		}
+		h, err := worker.PushPull(af.Complete, nil, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, wdev, pull)}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := atWorker.StreamWait(4, int64(h)); err != nil {
+			t.Fatal(err)
+		}
+		wdev.Queue(4, func() { seen <- pull[4999] })
+		<-came
+		var items []Item
+		if err := later(t, func(slice time.Duration) (err error) {
+			items, err = atServer.Batch(slice)
+			return err
+		}); err != nil || len(items) != 1 {
+			t.Fatalf("%d items, %v", len(items), err)
+		}
+		out := make([]byte, 5000)
+		sdev.Queue(3, func() { out[4999] = round + 1 })
+		if err := server.Respond(3, items[0].ID, []af.Tensor{deviceTensor(t, sdev, out)}); err != nil {
+			t.Fatal(err)
+		}
+		items[0].Release()
+		if v := <-seen; v != round+1 {
+			t.Errorf("the worker's stream saw %d, want %d", v, round+1)
+		}
+		if err := later(t, atWorker.Done); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := atServer.Batch(time.Millisecond); !errors.Is(err, ErrMisuse) {
+		t.Errorf("a result twice: %v", err)
+	}
+	if err := atWorker.BlockAndGetBatch(3); !errors.Is(err, ErrMisuse) {
+		t.Errorf("a worker's get_batch: %v", err)
+	}
+	// An error lets the stream go on, and is told.
+	if err := atWorker.StreamWait(4, 1<<40); err != nil {
+		t.Fatal(err)
+	}
+	on := make(chan struct{})
+	wdev.Queue(4, func() { close(on) })
+	<-on
+	if err := later(t, atWorker.Done); !errors.Is(err, ErrMisuse) {
+		t.Errorf("an unknown handler: %v", err)
+	}
+	if err := atWorker.Done(0); err != nil {
+		t.Errorf("nothing under way: %v", err)
+	}
+}
+
+func deviceTensor(t *testing.T, d *vantest.Device, b []byte) af.Tensor {
+	t.Helper()
+	x, err := af.New(d.Mem(b), af.Uint8, int64(len(b)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+func TestNotifyNeedsGPU(t *testing.T) {
+	worker, _ := sessions(t)
+	if _, err := worker.NewNotify(); !errors.Is(err, backend.ErrUnavailable) {
+		t.Errorf("on the CPU: %v", err)
+	}
+}

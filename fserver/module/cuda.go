@@ -1,0 +1,223 @@
+//go:build fserver
+
+package main
+
+/*
+#include "abi.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/fserver/core"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// gpus are the devices of calls that need no session, by number. They stay open, since
+// Python's tensors and graphs may refer to them.
+var gpus struct {
+	sync.Mutex
+	m map[int]backend.Backend
+}
+
+// gpu returns device id: the session's, if that is the one.
+func gpu(id int) (backend.Backend, error) {
+	if s := state.session.Load(); s != nil && s.Device().Device() == (backend.Device{Type: backend.GPU, ID: int32(id)}) {
+		return s.Device(), nil
+	}
+	gpus.Lock()
+	defer gpus.Unlock()
+	if b := gpus.m[id]; b != nil {
+		return b, nil
+	}
+	b, err := backend.New("GPU", id)
+	if err != nil {
+		return nil, err
+	}
+	if gpus.m == nil {
+		gpus.m = map[int]backend.Backend{}
+	}
+	gpus.m[id] = b
+	return b, nil
+}
+
+// signaller returns what signals on device id.
+func signaller(id int) (backend.Signaller, error) {
+	b, err := gpu(id)
+	if err != nil {
+		return nil, err
+	}
+	s, ok := b.(backend.Signaller)
+	if !ok {
+		return nil, fmt.Errorf("backend %s: %w", b.Name(), backend.ErrUnsupported)
+	}
+	return s, nil
+}
+
+// sf_cuda tells whether this is a build with CUDA.
+//
+//export sf_cuda
+func sf_cuda() C.int {
+	if slices.Contains(backend.Names(), "GPU") {
+		return 1
+	}
+	return 0
+}
+
+// sf_need_cuda says what is missing for signals, before their arguments are read.
+//
+//export sf_need_cuda
+func sf_need_cuda(e *C.sf_error) C.int {
+	if err := haveGPUs(); err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+// haveGPUs tells why there are none; it looks once.
+var haveGPUs = sync.OnceValue(func() error {
+	_, err := backend.GPUs()
+	return err
+})
+
+// sf_map_pinned makes t, pinned memory of the host, memory of a device.
+//
+//export sf_map_pinned
+func sf_map_pinned(t *C.sf_tensor, device C.int64_t, e *C.sf_error) C.int {
+	s, err := signaller(int(device))
+	if err == nil && (t.device_type != C.SF_CPU || t.nbytes == 0) {
+		err = fmt.Errorf("map_pinned_tensor: %w: %d bytes on device type %d, want a tensor in pinned host memory", van.ErrInvalid, t.nbytes, t.device_type)
+	}
+	var m backend.Mem
+	if err == nil {
+		m, err = s.MapHost(backend.At(t.ptr, int(t.nbytes), backend.Host, nil))
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	t.ptr, t.device_type, t.device_id = m.Ptr(), C.SF_GPU, C.int32_t(m.Device().ID)
+	return C.SF_DONE
+}
+
+// sf_signal queues one of SF_WRITE_FLAG and so on.
+//
+//export sf_signal
+func sf_signal(what C.int, flag, seq *C.sf_tensor, stream C.uint64_t, e *C.sf_error) C.int {
+	at := func(t *C.sf_tensor) backend.Mem {
+		return backend.At(t.ptr, 8, backend.Device{Type: backend.DeviceType(t.device_type), ID: int32(t.device_id)}, nil)
+	}
+	s, err := signaller(int(flag.device_id))
+	if err == nil {
+		switch what {
+		case C.SF_WRITE_FLAG:
+			err = s.WriteSeq(uintptr(stream), at(flag), at(seq))
+		case C.SF_WAIT_FLAG:
+			err = s.WaitSeq(uintptr(stream), at(flag), at(seq))
+		default:
+			err = s.AddSeq(uintptr(stream), at(seq))
+		}
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+// notifies are the objects SimpleNotify after init().
+var notifies struct {
+	sync.Mutex
+	last uint64
+	m    map[uint64]*core.Notify
+}
+
+//export sf_notify_new
+func sf_notify_new(id *C.uint64_t, device *C.int32_t, e *C.sf_error) C.int {
+	if code := sf_need_cuda(e); code != C.SF_DONE {
+		return code
+	}
+	s, err := session()
+	var n *core.Notify
+	if err == nil {
+		n, err = s.NewNotify()
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	notifies.Lock()
+	defer notifies.Unlock()
+	if notifies.m == nil {
+		notifies.m = map[uint64]*core.Notify{}
+	}
+	notifies.last++
+	notifies.m[notifies.last] = n
+	*id, *device = C.uint64_t(notifies.last), C.int32_t(s.Device().Device().ID)
+	return C.SF_DONE
+}
+
+//export sf_notify_drop
+func sf_notify_drop(id C.uint64_t) {
+	notifies.Lock()
+	defer notifies.Unlock()
+	delete(notifies.m, uint64(id))
+}
+
+func notify(id C.uint64_t) (*core.Notify, error) {
+	notifies.Lock()
+	defer notifies.Unlock()
+	if n := notifies.m[uint64(id)]; n != nil {
+		return n, nil
+	}
+	return nil, fmt.Errorf("%w: call init() of this SimpleNotify first", core.ErrMisuse)
+}
+
+// sf_notify_stream makes stream wait for one of SF_STREAM_WAIT and so on.
+//
+//export sf_notify_stream
+func sf_notify_stream(id C.uint64_t, what C.int, handler C.int64_t, stream C.uint64_t, e *C.sf_error) C.int {
+	n, err := notify(id)
+	if err == nil {
+		switch what {
+		case C.SF_STREAM_WAIT:
+			err = n.StreamWait(uintptr(stream), int64(handler))
+		case C.SF_STREAM_GET_BATCH:
+			err = n.BlockAndGetBatch(uintptr(stream))
+		default:
+			err = n.Block(uintptr(stream))
+		}
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+//export sf_notify_done
+func sf_notify_done(id C.uint64_t, sliceMs C.int64_t, e *C.sf_error) C.int {
+	n, err := notify(id)
+	if err == nil {
+		err = n.Done(time.Duration(sliceMs) * time.Millisecond)
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+//export sf_notify_batch
+func sf_notify_batch(id C.uint64_t, sliceMs C.int64_t, out **C.sf_batch, count *C.int, e *C.sf_error) C.int {
+	n, err := notify(id)
+	var items []core.Item
+	if err == nil {
+		items, err = n.Batch(time.Duration(sliceMs) * time.Millisecond)
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return handOut(items, out, count, e)
+}
+

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Runs the tests that need GPUs: the backend's, in Go, and those of the Python module and
+# its programs with PyTorch. With Go it builds first; without Go it takes what is in
+# bin/, see docs/gpu.md.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage='usage: tools/gpu_test.sh [--build | --ready]
+  --build  only build what the tests need, into bin/; no GPU is needed
+  --ready  only say whether there is a GPU: status 0, or 1 and why not
+PYTHON is the interpreter, one with PyTorch for CUDA, pytest and NumPy (default: python3).
+Without a GPU nothing is run, and the status is 0.'
+
+say() { echo "gpu-test: $*"; }
+python="${PYTHON:-python3}"
+
+ready() {
+  local gpus
+  if ! gpus="$(nvidia-smi -L 2>&1)" || [ -z "$gpus" ]; then
+    say "SKIPPED: no GPU: nvidia-smi says: ${gpus:-nothing}" | head -n 1
+    return 1
+  fi
+  printf '%s\n' "$gpus" | sed 's/^/gpu-test: /'
+}
+
+build() {
+  export USE_CUDA=1
+  make --no-print-directory programs fserver
+  go test "$(tools/build_flags.sh -q)" -c -o bin/backend.test ./van/backend
+}
+
+case "${1-}" in
+  '') ;;
+  --build)
+    build
+    exit 0
+    ;;
+  --ready)
+    ready
+    exit
+    ;;
+  *)
+    printf '%s\n' "$usage" >&2
+    exit 2
+    ;;
+esac
+
+ready || exit 0
+if command -v go >/dev/null; then
+  build
+elif [ ! -x bin/backend.test ] || [ ! -x bin/stepaf ] || [ ! -e bin/python/fserver_lib.abi3.so ]; then
+  say "no Go, and bin/ lacks what was built elsewhere: make gpu-build, see docs/gpu.md" >&2
+  exit 1
+fi
+gpus="$(nvidia-smi -L | wc -l)"
+status=0
+run() {
+  say "$*"
+  if ! timeout -k 10 600 "$@"; then
+    say "FAILED: $*"
+    status=1
+  fi
+}
+
+export PATH="$PWD/bin:$PATH" PYTHON="$python" PYTHONPATH="$PWD/bin/python${PYTHONPATH:+:$PYTHONPATH}" STEPMESH_BAKCEND=GPU
+run bin/backend.test -test.v -test.run CUDA -test.bench CUDA -test.benchtime 200x
+run bin/stepaf doctor --verbose
+run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu.py
+for program in test_fserver test_fserver_diff_stage test_fserver_dynamic; do
+  for ipc in 0 1; do
+    BYTEPS_ENABLE_IPC=$ipc BIN="$program" BENCHMARK_ITER=8 run tests/fserver/run_single_gpu.sh
+    if [ "$gpus" -gt 1 ]; then
+      BYTEPS_ENABLE_IPC=$ipc ROLE=joint BIN="$program" GROUP_SIZE="$gpus" BENCHMARK_ITER=8 run tests/fserver/run_multi_gpu.sh
+    fi
+  done
+done
+[ "$gpus" -gt 1 ] || say "SKIPPED: run_multi_gpu.sh and groups: one GPU"
+[ "$status" -eq 0 ] && say ok
+exit "$status"
