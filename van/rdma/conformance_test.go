@@ -57,13 +57,14 @@ func TestConformance(t *testing.T) {
 		options func(*fakeverbs.Config)
 		suite   vantest.Suite
 		wrap    func(van.Van) van.Van
+		long    bool
 	}{
 		{name: "plain"},
 		{name: "split", change: func(c *env.Config) { c.SplitQPLag = true }},
-		{name: "one queue pair", change: func(c *env.Config) { c.QPNum = 1 }},
-		{name: "no inline data", options: func(c *fakeverbs.Config) { c.MaxInline = 0 }},
+		{name: "one queue pair", long: true, change: func(c *env.Config) { c.QPNum = 1 }},
+		{name: "no inline data", long: true, options: func(c *fakeverbs.Config) { c.MaxInline = 0 }},
 		{name: "small queues", change: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 8, 8 }},
-		{name: "drop0", wrap: func(v van.Van) van.Van {
+		{name: "drop0", long: true, wrap: func(v van.Van) van.Van {
 			d := drop.New(v, 0, 1, nil)
 			d.Enable()
 			return d
@@ -77,6 +78,9 @@ func TestConformance(t *testing.T) {
 		}},
 	} {
 		t.Run(s.name, func(t *testing.T) {
+			if s.long && testing.Short() {
+				t.Skip("-short")
+			}
 			var options []func(*fakeverbs.Config)
 			if s.options != nil {
 				options = append(options, s.options)

@@ -301,7 +301,10 @@ func (in *incoming) question(b []byte) {
 		in.v.malformed(in, err)
 		return
 	}
-	if err := in.grant(&s); errors.Is(err, rendezvous.ErrNoLease) {
+	in.mu.Lock()
+	wait := len(in.later) > 0 // who has asked first must get a place first: the others wait for it
+	in.mu.Unlock()
+	if wait || errors.Is(in.grant(&s), rendezvous.ErrNoLease) {
 		in.host.hungry.Store(true)
 		if !in.starved {
 			in.starved = true
