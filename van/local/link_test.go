@@ -69,7 +69,7 @@ func TestFullRing(t *testing.T) {
 				if sent++; sent > 2*queueLen {
 					t.Fatal("the queue has no bound")
 				}
-				if sent == 200 { // enough: the bound is tested below
+				if sent == 120 { // enough: the bound is tested below
 					break
 				}
 			}
@@ -282,7 +282,7 @@ func TestRevokeRaces(t *testing.T) {
 	}()
 	defer close(server.in)
 	defer func() { _ = server.Close(context.Background()) }()
-	for i := range 50 {
+	for i := range 30 {
 		dst := make([]byte, len(vals))
 		worker.must(pull(8, i, dst))
 		timer := time.NewTimer(time.Duration(i) * 50 * time.Microsecond)

@@ -8,7 +8,8 @@ import (
 // losses tells the watcher of peers that are lost and come back, in order, on a
 // goroutine of its own: a watcher may close the van.
 type losses struct {
-	watch atomic.Pointer[func(id int, up bool, cause error)]
+	watch   atomic.Pointer[func(id int, up bool, cause error)]
+	current func(id int, n *neighbour) bool // whether n still is peer id
 
 	mu      sync.Mutex
 	down    map[int]bool
@@ -17,13 +18,14 @@ type losses struct {
 }
 
 type loss struct {
+	n     *neighbour
 	id    int
 	up    bool
 	cause error
 }
 
-// tell passes on that peer id is lost, or there again if it was lost.
-func (l *losses) tell(id int, up bool, cause error) {
+// tell passes on that n, peer id, is lost, or there again if it was lost.
+func (l *losses) tell(n *neighbour, id int, up bool, cause error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.down[id] == !up {
@@ -33,7 +35,7 @@ func (l *losses) tell(id int, up bool, cause error) {
 		l.down = map[int]bool{}
 	}
 	l.down[id] = !up
-	l.events = append(l.events, loss{id, up, cause})
+	l.events = append(l.events, loss{n, id, up, cause})
 	if !l.telling {
 		l.telling = true
 		go l.run()
@@ -58,7 +60,7 @@ func (l *losses) run() {
 		e := l.events[0]
 		l.events = l.events[1:]
 		l.mu.Unlock()
-		if f := l.watch.Load(); f != nil {
+		if f := l.watch.Load(); f != nil && l.current(e.id, e.n) {
 			(*f)(e.id, e.up, e.cause)
 		}
 	}

@@ -166,12 +166,18 @@ func (l *outLink) publish(r *record, size int, a loan) {
 	default:
 		a.end()
 	}
-	l.tail += uint64(size)
-	l.seg.tail().Store(l.tail)
+	l.advance(size)
 	if l.streaming() {
 		l.bell.ring() // so that the receiver is awake when the chunks come
 		l.pump()
 	}
+}
+
+// advance makes the record of size bytes at the tail visible. l.mu is held.
+func (l *outLink) advance(size int) {
+	published()
+	l.tail += uint64(size)
+	l.seg.tail().Store(l.tail)
 }
 
 // enqueue keeps msg until there is room. l.mu is held.
@@ -216,8 +222,7 @@ func (l *outLink) pump() {
 		}
 		n := min(s.mems[s.part].Len()-s.off, maxChunk)
 		if l.space() >= chunkHead+align(n)+recordHead && streamed < maxStream {
-			l.tail += uint64(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
-			l.seg.tail().Store(l.tail)
+			l.advance(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
 			l.bell.ring() // it may have given up waiting for more
 			s.off += n
 			streamed += n
@@ -293,8 +298,7 @@ func (l *outLink) lendRest() {
 	}
 	l.lend(b, s.loan)
 	l.stream = stream{}
-	l.tail += recordHead
-	l.seg.tail().Store(l.tail)
+	l.advance(recordHead)
 }
 
 // lend gives the record at b a slot for its lent parts. l.mu is held.
@@ -349,6 +353,7 @@ func (l *outLink) collect() error {
 		return fmt.Errorf("%w: head %d, tail %d", errProtocol, l.seg.head().Load(), l.tail)
 	}
 	acked := l.seg.acked().Load()
+	noticed()
 	if acked-l.acked > slotCount {
 		return fmt.Errorf("%w: %d acknowledgements, %d have been seen", errProtocol, acked, l.acked)
 	}

@@ -106,6 +106,11 @@ var (
 func New(inner van.Van, o van.Options) *Van {
 	v := &Van{inner: inner, cfg: o.Config, log: o.Log, bellFD: -1, spin: spinFor(o.Config.BusyPoll),
 		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory}
+	v.losses.current = func(id int, n *neighbour) bool {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		return v.nodes[id] == n && !v.closed
+	}
 	v.ctx, v.cancel = context.WithCancel(context.Background())
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
@@ -334,7 +339,7 @@ func (v *Van) outLost(n *neighbour, l *outLink) {
 	if l.cause != nil {
 		cause = l.cause
 	}
-	v.tell(id, false, cause)
+	v.tell(n, id, false, cause)
 	// Until it is settled what follows, Send finds the link, which says ErrPeerLost.
 	var again *outLink
 	var err error
@@ -344,14 +349,14 @@ func (v *Van) outLost(n *neighbour, l *outLink) {
 	switch {
 	case again != nil:
 		if v.addOut(id, n, again) {
-			v.tell(id, true, nil)
+			v.tell(n, id, true, nil)
 		}
 		return
 	case errors.Is(err, syscall.ECONNREFUSED):
 		// It is gone. The van inside says when it is there again.
 	default:
 		v.log.Warn("data goes over "+v.Type()+" from now on", "peer", van.NodeName(id), "links lost", n.tries, "err", err)
-		defer v.tell(id, true, nil)
+		defer v.tell(n, id, true, nil)
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -363,14 +368,12 @@ func (v *Van) outLost(n *neighbour, l *outLink) {
 // maxTries is how often a link to the same peer is made again.
 const maxTries = 3
 
-// tell reports that peer id is lost or there again.
-func (v *Van) tell(id int, up bool, cause error) {
+// tell reports that n, peer id, is lost or there again.
+func (v *Van) tell(n *neighbour, id int, up bool, cause error) {
 	if !up {
 		v.places.forget(id)
 	}
-	if !v.closing.Load() {
-		v.losses.tell(id, up, cause)
-	}
+	v.losses.tell(n, id, up, cause)
 }
 
 // peerOf returns the order of a sender's messages.
@@ -394,15 +397,15 @@ func (v *Van) addIn(l *inLink) bool {
 	}
 	ins := append(slices.Clone(*v.ins.Load()), l)
 	v.ins.Store(&ins)
-	same := v.isOf(l)
-	if !same || !v.nodes[l.from.id].admitted {
+	same, n := v.isOf(l), v.nodes[l.from.id]
+	if !same || !n.admitted {
 		l.held.Store(true)
 		time.AfterFunc(holdTime, func() { v.unhold(l) })
 	}
 	v.bell.wakeAll()
 	v.mu.Unlock()
 	if same {
-		v.tell(l.from.id, true, nil)
+		v.tell(n, l.from.id, true, nil)
 	}
 	return true
 }
@@ -465,7 +468,7 @@ func (v *Van) removeIn(l *inLink) {
 	v.mu.Lock()
 	ins := slices.DeleteFunc(slices.Clone(*v.ins.Load()), func(x *inLink) bool { return x == l })
 	v.ins.Store(&ins)
-	same := v.isOf(l)
+	same, n := v.isOf(l), v.nodes[l.from.id]
 	v.mu.Unlock()
 	if l.stream != nil {
 		v.release(l.stream)
@@ -478,7 +481,7 @@ func (v *Van) removeIn(l *inLink) {
 	inOrder := l.seg.bye().Load() != 0 && !l.failed()
 	l.unref()
 	if !inOrder && same {
-		v.tell(l.from.id, false, cause)
+		v.tell(n, l.from.id, false, cause)
 	}
 }
 

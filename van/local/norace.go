@@ -1,0 +1,6 @@
+//go:build !race
+
+package local
+
+func published() {}
+func noticed()   {}
