@@ -11,6 +11,10 @@
 // tensors of a Batch are views on receive memory, valid until the Batch is
 // released; Response releases it as soon as the answers have left.
 //
+// Tensors may lie on the node's device: calls with On take the stream in which the
+// work on them is queued, wait for it on a goroutine of the library, and keep the order
+// of the calls.
+//
 // The semantics are those of StepMesh's AFTensorWorker and AFTensorServer, with
 // errors where those abort or hang.
 package af

@@ -220,4 +220,3 @@ func sf_notify_batch(id C.uint64_t, sliceMs C.int64_t, out **C.sf_batch, count *
 	}
 	return handOut(items, out, count, e)
 }
-
