@@ -109,6 +109,9 @@ func TestPipe(t *testing.T) {
 			t.Fatal("a record that does not exist completes")
 		}
 	}
+	if err := p.post(); err != nil {
+		t.Fatal(err)
+	}
 	for id, left := range open {
 		for range left {
 			if f, last := p.complete(id); last {
