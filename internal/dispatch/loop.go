@@ -42,6 +42,9 @@ type Loop[T any] struct {
 	// receiving role. It may lock the goroutine to its thread.
 	Begin func()
 
+	// End, if not nil, is called by the same goroutines when they end.
+	End func()
+
 	recv    func() (T, *Lane[T], bool)
 	deliver func(T)
 
@@ -166,6 +169,9 @@ func (l *Loop[T]) spawn(epoch uint64) {
 		l.runners[id] = false // under the spawning goroutine's lock
 		close(ready)
 		defer l.leave(id)
+		if l.End != nil {
+			defer l.End()
+		}
 		if l.Begin != nil {
 			l.Begin()
 		}

@@ -64,7 +64,7 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 		stopped: make(chan struct{}), recall: make(chan struct{}, 1), nap: time.NewTimer(time.Hour)}
 	d.pool.d = d
 	d.loop = dispatch.NewLoop(d.receive, d.deliver)
-	d.loop.Begin = d.begin
+	d.loop.Begin, d.loop.End = d.begin, d.end
 	d.loop.Discard = func(m *van.Message) {
 		d.inHand.Add(-1)
 		m.Release()
@@ -76,16 +76,28 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 // original gives it.
 func (d *device) begin() {
 	runtime.LockOSThread()
-	cfg := d.v.cfg
-	if !cfg.BindCPUCore || cfg.GPU < 0 || d.v.self.Role == van.Scheduler {
+	if !d.bound() {
 		return
 	}
-	core := cfg.Core(env.CorePoller)
+	core := d.v.cfg.Core(env.CorePoller)
 	if err := affinity.Bind(core); err != nil {
 		d.v.log.Warn("STEPMESH_BIND_CPU_CORE: the thread that polls completions is not bound", "err", err)
 		return
 	}
 	d.v.log.Info("the thread that polls completions is bound", "device", d.dev.Name(), "core", core)
+}
+
+// end gives back the thread, which would end with a goroutine that has locked it. One
+// that was bound must.
+func (d *device) end() {
+	if !d.bound() {
+		runtime.UnlockOSThread()
+	}
+}
+
+func (d *device) bound() bool {
+	cfg := d.v.cfg
+	return cfg.BindCPUCore && cfg.GPU >= 0 && d.v.self.Role != van.Scheduler
 }
 
 // newArea makes registered memory of n bytes on the node's device.
