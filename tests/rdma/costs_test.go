@@ -24,6 +24,7 @@ type counted struct {
 	verbs.Stack
 	regions, bytes     atomic.Int64 // registered at present
 	posts, polls, full atomic.Int64 // calls of Post and Poll, and those of Poll that returned completions
+	notes              atomic.Int64 // SENDs: what the van itself has to say, as credits
 	completions        atomic.Int64
 	mu                 sync.Mutex
 	devices            map[verbs.Device]*countedDevice
@@ -95,6 +96,11 @@ func (d *countedDevice) Register(p unsafe.Pointer, n int, a verbs.Access) (verbs
 
 func (d *countedDevice) Post(wrs []verbs.SendWR) (int, error) {
 	d.c.posts.Add(1)
+	for i := range wrs {
+		if wrs[i].Op == verbs.OpSendImm {
+			d.c.notes.Add(1)
+		}
+	}
 	return d.Device.Post(wrs)
 }
 
@@ -291,18 +297,18 @@ func TestCalls(t *testing.T) {
 		// at the end.
 		asked, got, full, completions := n.posts.Load(), n.polls.Load(), n.full.Load(), n.completions.Load()
 		posts, polls := n.calls(t)
-		messages := sent()
+		messages, notes := sent(), n.notes.Load()
 		const rounds = 300
 		for range rounds {
 			pushPull(t, w, push, pull)
 		}
-		messages = sent() - messages
+		messages, notes = sent()-messages, n.notes.Load()-notes
 		posts2, polls2 := n.calls(t)
 		posts, polls = posts2-posts, polls2-polls
 		asked, got, full, completions = n.posts.Load()-asked, n.polls.Load()-got, n.full.Load()-full, n.completions.Load()-completions
-		t.Logf("%d bytes: %d messages, %d calls to post; %d completions in %d batches, %d calls to poll", size, messages, posts, completions, full, polls)
-		if posts > messages {
-			t.Errorf("%d bytes: %d calls to post %d messages", size, posts, messages)
+		t.Logf("%d bytes: %d messages, %d notes, %d calls to post; %d completions in %d batches, %d calls to poll", size, messages, notes, posts, completions, full, polls)
+		if posts > messages+notes {
+			t.Errorf("%d bytes: %d calls to post %d messages and %d notes", size, posts, messages, notes)
 		}
 		if posts > asked {
 			t.Errorf("%d bytes: %d calls into C for %d of Post", size, posts, asked)
@@ -347,7 +353,8 @@ func TestAllocations(t *testing.T) {
 		runtime.ReadMemStats(&after)
 		n := float64(after.Mallocs-before.Mallocs) / rounds
 		t.Logf("%d bytes: %.3f allocations for each push_pull", size, n)
-		if n > 0.05 { // timers, garbage collection
+		// Slow machines need more threads now and then, and timers to wait.
+		if n > 0.2 {
 			t.Errorf("%d bytes: %.3f allocations for each push_pull, want none", size, n)
 		}
 		c.end()
