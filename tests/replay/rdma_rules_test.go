@@ -50,6 +50,25 @@ func TestCPPOneRequestAtATime(t *testing.T) {
 	}
 }
 
+// TestCPPRevoked: memory that was given back stays open for the late answer: the peer
+// would end its process over a refusal.
+func TestCPPRevoked(t *testing.T) {
+	net := rulesNet(t)
+	ours := newOurs(t, net, van.Worker, workerID)
+	p := ours.with(net, van.Server, serverID)
+	for i := range byte(3) {
+		into := filledWith(6000, 0)
+		must(t, ours.Send(pullMsg(int32(i), 9, into)))
+		m := arrives(t, p, int32(i), nil)
+		ours.Van.(van.Revoker).Revoke(backend.Bytes(into))
+		p.answer(m, filledWith(6000, 40+i)) // fails the test when it does not complete
+		if a := ours.next(); a.Request || a.Push {
+			t.Fatalf("the answer is %s", a.String())
+		}
+		ours.passed(p, int32(100+i))
+	}
+}
+
 // TestCPPGrown: what the peer has no room for is refused, with the sizes, before the peer
 // ends its process over it.
 func TestCPPGrown(t *testing.T) {

@@ -576,6 +576,9 @@ func (v *rvan) endIncoming(in *incoming, cause error) {
 	}
 	v.mu.Unlock()
 	v.unlinkBack(in)
+	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.ours {
+		p.unanswered()
+	}
 	in.host.exclusive(func() {
 		v.table.Each(func(l *lease) {
 			if l.Owner == in && v.table.End(l) {

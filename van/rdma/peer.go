@@ -66,8 +66,9 @@ type intoKey struct {
 
 // into is where the answer to a pull request is to be put.
 type into struct {
-	mem    backend.Mem
-	region *region
+	mem      backend.Mem
+	region   *region
+	original bool // the peer is a node of the original
 }
 
 func keyOf(m *van.Meta) intoKey {
@@ -521,7 +522,7 @@ func (p *peer) expect(l *link, o *outgoing, meta []byte) error {
 	if old, again := p.into[o.intoKey]; again {
 		old.region.release()
 	}
-	p.into[o.intoKey] = into{o.into, reg}
+	p.into[o.intoKey] = into{o.into, reg, !l.ours}
 	le.PutUint32(meta[metaOption:], reg.mr.RKey())
 	return nil
 }
@@ -628,6 +629,19 @@ func (p *peer) answered(msg *van.Meta) (mem backend.Mem) {
 		p.flush(false)
 	}
 	return mem
+}
+
+// unanswered gives up the memory that a node of the original, whose connection has
+// ended, will not write to any more.
+func (p *peer) unanswered() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for k, x := range p.into {
+		if x.original {
+			delete(p.into, k)
+			x.region.release()
+		}
+	}
 }
 
 // credit takes back the places that the peer has given back.

@@ -203,13 +203,13 @@ func (rs *regions) evict(now uint64) {
 	}
 }
 
-// revoke makes sure that no peer can write to m any more.
-func (rs *regions) revoke(m backend.Mem) {
+// revoke makes sure that no peer can write to m any more, but for the regions in kept.
+func (rs *regions) revoke(m backend.Mem, kept []*region) {
 	rs.dropping.Lock()
 	defer rs.dropping.Unlock()
 	lo, hi := m.Addr(), m.Addr()+uint64(m.Len())
 	for _, r := range *rs.sorted.Load() {
-		if a := r.mem.Addr(); r.access&verbs.RemoteWrite == 0 || a >= hi || a+uint64(r.mem.Len()) <= lo {
+		if a := r.mem.Addr(); r.access&verbs.RemoteWrite == 0 || a >= hi || a+uint64(r.mem.Len()) <= lo || slices.Contains(kept, r) {
 			continue
 		}
 		r.gone.Store(true)

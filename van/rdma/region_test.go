@@ -191,7 +191,7 @@ func TestRegionsHoldMemory(t *testing.T) {
 	if h.n.Load() != 1 {
 		t.Error("the memory is let go while it is registered")
 	}
-	rs.revoke(m)
+	rs.revoke(m, nil)
 	if h.n.Load() != 0 {
 		t.Errorf("%d holders after revoke", h.n.Load())
 	}
@@ -224,7 +224,7 @@ func TestRegionsRevoke(t *testing.T) {
 	}
 	used, idle, sending, other := get(0, 1000, both), get(1000, 2000, both), get(2000, 3000, 0), get(3000, 4000, both)
 	idle.release()
-	rs.revoke(backend.Bytes(buf[500:3000]))
+	rs.revoke(backend.Bytes(buf[500:3000]), nil)
 	if n, bytes := rs.stats(); n != 2 || bytes != 2000 || stack.Registered() != 2000 {
 		t.Errorf("%d regions of %d bytes, %d registered; want the one for sending and the one elsewhere", n, bytes, stack.Registered())
 	}
@@ -266,7 +266,7 @@ func TestRegionsConcurrent(t *testing.T) {
 				case 0:
 					rs.evict(clock.Now() + uint64(2*maxIdle))
 				case 1:
-					rs.revoke(backend.Bytes(buf[lo : lo+4096]))
+					rs.revoke(backend.Bytes(buf[lo:lo+4096]), nil)
 				}
 			}
 		})
@@ -276,7 +276,7 @@ func TestRegionsConcurrent(t *testing.T) {
 		t.Errorf("%d regions of %d bytes, %d registered", n, bytes, stack.Registered())
 	}
 	// After a revoke nothing there can be written to, whatever else goes on.
-	rs.revoke(backend.Bytes(buf))
+	rs.revoke(backend.Bytes(buf), nil)
 	for _, r := range *rs.sorted.Load() {
 		if r.access&verbs.RemoteWrite != 0 {
 			t.Error("a writable region is left")

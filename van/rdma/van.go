@@ -569,10 +569,15 @@ func (v *rvan) Revoke(m backend.Mem) {
 	if m.Len() == 0 {
 		return
 	}
+	var kept []*region
 	for _, p := range v.everyPeer() {
 		p.mu.Lock()
 		for k, x := range p.into {
-			if overlap(x.mem, m) {
+			switch {
+			case !overlap(x.mem, m):
+			case x.original:
+				kept = append(kept, x.region)
+			default:
 				delete(p.into, k)
 				x.region.release()
 			}
@@ -584,8 +589,12 @@ func (v *rvan) Revoke(m backend.Mem) {
 		})
 		p.mu.Unlock()
 	}
+	if len(kept) > 0 {
+		v.log.Warn("rdma: memory stays open for a late answer of a node of the C++ library, which would abort if it were refused",
+			"bytes", m.Len(), "requests", len(kept))
+	}
 	for _, d := range *v.devices.Load() {
-		d.regions.revoke(m)
+		d.regions.revoke(m, kept)
 	}
 }
 
