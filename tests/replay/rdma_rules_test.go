@@ -69,6 +69,26 @@ func TestCPPRevoked(t *testing.T) {
 	}
 }
 
+// TestCPPConnectAgain: the scheduler's table names a peer that this node has connected to
+// again by itself. A node of the original never hears a second connection under the same
+// name.
+func TestCPPConnectAgain(t *testing.T) {
+	net := rulesNet(t)
+	ours := newOurs(t, net, van.Server, serverID)
+	p := ours.with(net, van.Worker, workerID)
+	ours.watched(true)
+	p.die()
+	net.KillTelling(p.stack)
+	p.close()
+	p = newCPP(t, net, theirsAt, van.Worker, workerID)
+	t.Cleanup(p.die)
+	ours.watched(false)
+	ours.watched(true)
+	ours.passed(p, 1)
+	must(t, ours.Connect(t.Context(), workerID, p.node()))
+	ours.passed(p, 2)
+}
+
 // TestCPPGrown: what the peer has no room for is refused, with the sizes, before the peer
 // ends its process over it.
 func TestCPPGrown(t *testing.T) {

@@ -77,6 +77,7 @@ func (p *peer) up(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.ours)
 	p.mu.Lock()
 	p.link, p.lost = l, false
+	p.ups++
 	p.keys, p.sizes = map[uint64]bool{}, map[uint64]int{}
 	// What was sent before it was known who the peer is.
 	refused := p.snd.Down(func(o *outgoing) bool { return p.fits(o) == nil })
@@ -178,6 +179,7 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 		qps, dev = append(qps, qp), d
 	}
 	hello := v.hello(l.epoch)
+	l.as = hello.node
 	for q, c := range ids {
 		hello.qp = q
 		if err := c.id.Connect(verbs.ConnParam{Private: hello.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {

@@ -32,6 +32,7 @@ type peer struct {
 	snd   *rendezvous.Sender[*outgoing]
 	link  *link // nil while there is none
 	lost  bool  // there was a connection, and it broke
+	ups   int   // connections there have been
 	ended bool
 	free  []*outgoing
 	// ticked is when Sender.Tick was last called.
@@ -47,6 +48,7 @@ type link struct {
 	ids    []verbs.ID
 	host   *device
 	ours   bool // a node of this library
+	as     int  // the id that this node had when it connected
 	epoch  uint32
 	probed uint64 // when probe was called
 	slaves uint64 // split messages so far

@@ -339,11 +339,14 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	if v.closed.Load() || v.channel == nil {
 		return fail(van.ErrClosed)
 	}
+	old := (*v.peers.Load())[id]
+	if old != nil && old.addr == addr && old.serves(int(v.id.Load())) {
+		return nil
+	}
 	run, stop := context.WithCancel(context.Background())
 	p := &peer{v: v, node: node, addr: addr, stop: stop, ends: make(chan struct{}), into: map[intoKey]into{}}
 	p.id.Store(int32(id))
 	p.snd = rendezvous.NewSender[*outgoing](p)
-	old := (*v.peers.Load())[id]
 	v.replace(func(m map[int]*peer) { m[id] = p })
 	v.linkBackLocked()
 	if old != nil {
@@ -352,6 +355,15 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	v.wg.Go(func() { p.run(run) })
 	v.log.Info("connect", "peer", van.NodeName(id), "addr", addr.String())
 	return nil
+}
+
+// serves tells whether p has connected again, to a node of the original, under this
+// node's id. That one takes a second connection under the same name for more queue
+// pairs of the first, and never hears it.
+func (p *peer) serves(id int) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.link != nil && !p.link.ours && p.link.as == id && p.ups > 1
 }
 
 // replace changes the table of peers. v.mu is held.
