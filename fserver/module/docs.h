@@ -310,7 +310,10 @@
 	"wait begins. A graph may capture it. Arguments and errors as write_flag()."
 #define DOC_SEQ_ADD_ONE \
 	"seq_add_one($module, seq, /)\n--\n\n" \
-	"In the current CUDA stream: seq[0] += 1. Arguments and errors as write_flag()."
+	"In the current CUDA stream: seq[0] += 1.\n" \
+	"\n" \
+	"seq: int64 tensor on a GPU; the first element counts. A graph may capture it; each\n" \
+	"    replay adds 1. Errors as write_flag()."
 
 #define DOC_ERROR \
 	"What all errors of this module are. Its text names this node's role and rank, the\n" \
