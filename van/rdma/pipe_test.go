@@ -112,6 +112,9 @@ func TestPipe(t *testing.T) {
 	if err := p.post(); err != nil {
 		t.Fatal(err)
 	}
+	if err := p.post(); err != nil {
+		t.Fatal(err)
+	}
 	for id, left := range open {
 		for range left {
 			if f, last := p.complete(id); last {
