@@ -100,12 +100,12 @@ func (d *device) bound() bool {
 	return cfg.BindCPUCore && cfg.GPU >= 0 && d.v.self.Role != van.Scheduler
 }
 
-// newArea makes registered memory of n bytes on the node's device.
-func (d *device) newArea(n int) (*area, error) {
+// newArea makes registered memory of n bytes on the node's device, or on the host.
+func (d *device) newArea(n int, host bool) (*area, error) {
 	const access = verbs.LocalWrite | verbs.RemoteWrite
 	var b *block
 	var err error
-	if back := d.v.back; back != nil && back.Device() != backend.Host {
+	if back := d.v.back; !host && back != nil && back.Device() != backend.Host {
 		b, err = newDeviceBlock(d.dev, back, n, access)
 	} else {
 		b, err = newBlock(d.dev, n, access)

@@ -407,7 +407,7 @@ func (in *incoming) lease(s *start, need rendezvous.Need, kind uint64) (*lease, 
 	l.Memory.meta = meta
 	r.meta, r.metaKey = meta.addr, meta.rkey
 	if in.hello.ours && kind&kindKeyed == 0 {
-		l.Route = rendezvous.Route{}
+		l.Route = rendezvous.Route{Host: need.Route.Host}
 		l.Route.Class, _ = rendezvous.Class(need.Data)
 	}
 	if err := in.place(l, s, need, kind, &r); err != nil {
@@ -446,7 +446,7 @@ func (in *incoming) place(l *lease, s *start, need rendezvous.Need, kind uint64,
 			l.Route = rendezvous.Route{}
 			l.Route.Class, l.Data = rendezvous.Class(need.Data)
 		}
-		a, err := in.host.newArea(l.Data)
+		a, err := in.host.newArea(l.Data, need.Route.Host)
 		if err != nil {
 			return err
 		}
@@ -471,7 +471,7 @@ func (in *incoming) keyArea(key uint64, n int) (*area, error) {
 		if in.closed {
 			return nil, van.ErrClosed
 		}
-		grown, err := in.host.newArea(n)
+		grown, err := in.host.newArea(n, false)
 		if err != nil {
 			return nil, err
 		}

@@ -330,6 +330,7 @@ func (p *peer) Need(o *outgoing) rendezvous.Need {
 		n.Exact = o.packedLen()
 	}
 	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
+	n.Route.Host = n.Exact > 0 && !o.tensor // there are keys in it
 	if o.oneShot {
 		n.Data = n.Exact
 		return n
@@ -373,6 +374,9 @@ func (p *peer) Ask(origin uint64, o *outgoing, need rendezvous.Need) bool {
 		}
 		if o.request {
 			s.data[1] |= kindRequest
+		}
+		if need.Route.Host {
+			s.data[1] |= kindHost
 		}
 		if o.oneShot {
 			s.data[1] |= kindOneShot

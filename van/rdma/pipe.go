@@ -1,7 +1,6 @@
 package rdma
 
 import (
-	"errors"
 	"fmt"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -79,9 +78,6 @@ func (p *pipe) begin() (id uint32, r *record, stage []byte, ok bool) {
 	stage = p.stage.mem.Host()[int(id)*p.each : (int(id)+1)*p.each]
 	return id, &p.recs[id], stage, true
 }
-
-// cancel gives back a record that nothing was added to.
-func (p *pipe) cancel(id uint32) { p.free = append(p.free, id) }
 
 // add appends a work request on queue pair q.
 func (p *pipe) add(id uint32, q int, wr verbs.SendWR) {
@@ -205,5 +201,3 @@ func (p *pipe) abandon() (all []finished) {
 
 // close frees the staging memory. The queue pairs are gone.
 func (p *pipe) close() error { return p.stage.close() }
-
-var errBroken = errors.New("the connection is broken")

@@ -21,7 +21,6 @@ type raw struct {
 	listen verbs.ID
 	early  []verbs.Event
 	ids    []verbs.ID
-	mrs    []verbs.MR
 	dev    verbs.Device
 	mem    []byte // registered
 	mr     verbs.MR

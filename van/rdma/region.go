@@ -36,9 +36,9 @@ type regions struct {
 
 // Bounds of what the cache keeps without use.
 const (
-	maxRegions   = 512
-	maxIdleBytes = 256 << 20
-	maxIdle      = 5 * time.Second
+	maxRegions   = 1024
+	maxIdleBytes = 512 << 20
+	maxIdle      = 30 * time.Second
 )
 
 // region is registered memory of a caller.

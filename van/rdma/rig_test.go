@@ -113,9 +113,6 @@ func (n *testNode) listenOn(port int) {
 	n.SetID(id)
 }
 
-// record is the node's, for others.
-func (n *testNode) record() van.Node { return n.who }
-
 func (n *testNode) connect(to *testNode) {
 	n.r.Helper()
 	if err := n.Connect(context.Background(), to.who.ID, to.who); err != nil {

@@ -116,6 +116,7 @@ const (
 	kindRequest
 	kindOneShot
 	kindKeyed // asks for the place of a key
+	kindHost  // the place must lie in ordinary memory
 )
 
 const startLen = 64
@@ -162,7 +163,7 @@ func (s *start) need(ours bool) (n rendezvous.Need, kind uint64, err error) {
 		}
 		kind = s.data[1]
 		n.Route.Push, n.Route.Request = kind&kindPush != 0, kind&kindRequest != 0
-		n.OneShot = kind&kindOneShot != 0
+		n.OneShot, n.Route.Host = kind&kindOneShot != 0, kind&kindHost != 0
 		if s.data[0] > roundedData || s.data[2] > s.data[0] {
 			return n, 0, &van.FieldError{Field: "rendezvous data_len", Value: s.data[0], Want: fmt.Sprintf("%d to %d", s.data[2], uint64(roundedData))}
 		}
