@@ -61,7 +61,9 @@ func FromBytes(b []byte, d Dtype, shape ...int64) (Tensor, error) {
 
 // FromPointer returns a tensor over memory at p on device dev, whose length
 // follows from element type and shape. owner, which may be nil, is kept reachable
-// while the library uses the tensor.
+// while the library uses the tensor. Memory that is not Go's and is freed by hand needs
+// an owner that is a backend.Holder: a transport may keep it registered for a while
+// after its last use, and must not find other memory there.
 func FromPointer(p unsafe.Pointer, dev backend.Device, owner any, d Dtype, shape ...int64) (Tensor, error) {
 	n, err := byteSize(d, shape)
 	if err != nil {

@@ -16,8 +16,9 @@ import (
 // bytes, not what a message means. All methods are safe for concurrent use.
 //
 // The order of calls is Bind, Start, then Connect, Send, Rename and Disconnect
-// in any order, then Close. Messages of one peer that use one connection arrive
-// in the order they were sent.
+// in any order, then Close. Data messages of one peer arrive in the order they were
+// sent, and so do control and simple-app messages; a transport may let one kind
+// overtake the other.
 type Van interface {
 	// Type names the transport: "zmq", "inproc".
 	Type() string

@@ -100,14 +100,16 @@ func TestRegionsFind(t *testing.T) {
 func TestRegionsEvict(t *testing.T) {
 	dev, stack, _ := bare(t)
 	rs := newRegions(dev, nil)
-	const size = 1 << 20
+	// Tensors that overlap, so that they need little memory.
+	const size, step = 4 << 20, 4 << 10
 	tensors := make([][]byte, 2*maxIdleBytes/size)
+	buf := make([]byte, size+len(tensors)*step)
 	held, err := rs.get(backend.Bytes(make([]byte, size)), 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for i := range tensors {
-		tensors[i] = make([]byte, size)
+		tensors[i] = buf[i*step:][:size]
 		r, err := rs.get(backend.Bytes(tensors[i]), 0)
 		if err != nil {
 			t.Fatal(err)

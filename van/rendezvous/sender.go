@@ -15,6 +15,8 @@ type Route struct {
 	Key           uint64 // 0 when Class is used
 	Push, Request bool
 	Class         int8 // of the size, for places shared by all keys; 0 for one key's
+	// Host is set for places in ordinary memory, whatever the receiver's device.
+	Host bool
 }
 
 // Need is what a message needs at its receiver.

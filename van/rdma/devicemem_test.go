@@ -1,0 +1,79 @@
+package rdma_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"net/netip"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// TestDeviceMemory: a tensor's value comes to memory of the receiver's device, keys and
+// whatever is read by the CPU to ordinary memory.
+func TestDeviceMemory(t *testing.T) {
+	n := fakeverbs.NewNet()
+	t.Cleanup(n.Close)
+	back := vantest.NewDevice(3)
+	got := make(chan *van.Message, 4)
+	var vans [2]van.Van
+	var nodes [2]van.Node
+	for i, id := range []int{8, 9} {
+		cfg := env.Default()
+		cfg.VanType = "ibverbs"
+		vans[i] = rdma.NewOn(n.Stack(netip.MustParseAddr("10.77.0.1")), van.Options{Config: cfg, Backend: back})
+		nodes[i] = van.Node{Role: van.RoleOf(id), ID: id, Hostname: "10.77.0.1", AuxID: -1}
+		self := nodes[i]
+		self.ID = van.Empty
+		port, err := vans[i].Bind(t.Context(), self)
+		if err != nil {
+			t.Fatal(err)
+		}
+		nodes[i].Port = port
+		vans[i].SetID(id)
+		vans[i].Start(func(m *van.Message) { got <- m.Retain() })
+		t.Cleanup(func() { _ = vans[i].Close(t.Context()) })
+	}
+	for i := range vans {
+		if err := vans[i].Connect(t.Context(), nodes[1-i].ID, nodes[1-i]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	value := bytes.Repeat([]byte("value"), 2000)
+	on, err := back.Alloc(len(value))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := back.Copy(on, backend.Bytes(value)); err != nil {
+		t.Fatal(err)
+	}
+	for i, keys := range []int{1, 2} {
+		var m van.Message
+		m.Reset()
+		m.Receiver, m.Request, m.Push, m.Timestamp = 8, true, true, int32(i)
+		m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8*keys)), on
+		m.IsTensor, m.ValLen = keys == 1, int32(len(value))
+		m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
+		if keys > 1 { // plain keys and values lie on the host
+			m.Keys = backend.Bytes(binary.LittleEndian.AppendUint64(make([]byte, 8), 5))
+			m.Vals = backend.Bytes(value)
+		}
+		if err := vans[1].Send(&m); err != nil {
+			t.Fatal(err)
+		}
+		r := <-got
+		if onHost := r.Vals.OnHost(); onHost != (keys > 1) || !r.Keys.OnHost() || r.Keys.Len() != 8*keys {
+			t.Errorf("%d keys: %d bytes of keys on %s, the value on %s", keys, r.Keys.Len(), r.Keys.Device(), r.Vals.Device())
+		}
+		back2 := make([]byte, len(value))
+		if err := back.Copy(backend.Bytes(back2), r.Vals); err != nil || !bytes.Equal(back2, value) {
+			t.Errorf("%d keys: the value has changed (%v)", keys, err)
+		}
+		r.Release()
+	}
+}
