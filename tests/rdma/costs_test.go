@@ -17,7 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-var pushPulls = flag.Int("push-pulls", 4000, "number of push_pulls in TestFlat")
+var pushPulls = flag.Int("push-pulls", 3000, "number of push_pulls in TestFlat")
 
 // counted is a stack that counts, in all devices together.
 type counted struct {
@@ -298,7 +298,7 @@ func TestCalls(t *testing.T) {
 		asked, got, full, completions := n.posts.Load(), n.polls.Load(), n.full.Load(), n.completions.Load()
 		posts, polls := n.calls(t)
 		messages, notes := sent(), n.notes.Load()
-		const rounds = 300
+		const rounds = 200
 		for range rounds {
 			pushPull(t, w, push, pull)
 		}
@@ -339,13 +339,13 @@ func TestAllocations(t *testing.T) {
 		w := c.clients()[0].w
 		x := tensors(t, 2, size)
 		push, pull := []af.KeyTensor{{Key: 1, Val: x[0]}}, []af.KeyTensor{{Key: 1, Val: x[1]}}
-		for range 1000 {
+		for range 500 {
 			pushPull(t, w, push, pull)
 		}
 		// testing.AllocsPerRun leaves one processor, on which those who poll and those
 		// who wait take turns. A slow machine needs another goroutine or thread now and
 		// then, but not with all of few requests.
-		const windows, rounds = 40, 25
+		const windows, rounds = 20, 25
 		least := uint64(1 << 62)
 		for range windows {
 			var before, after runtime.MemStats

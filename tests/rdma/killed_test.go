@@ -164,12 +164,12 @@ func TestServerStopped(t *testing.T) {
 	w := c.clients()[0]
 	work(t, w)
 	victim := c.child("server", 1)
-	for _, n := range []int{1, 700} {
+	for _, n := range []int{1, 400} {
 		victim.signal(syscall.SIGSTOP)
 		var all []*request
 		for i := range n {
 			r, err := w.begin([]part{{1, 1000}, {2, 20 << 10}}, []part{{1, 1000}})
-			if errors.Is(err, van.ErrQueueFull) && i > 300 {
+			if errors.Is(err, van.ErrQueueFull) && i > 200 {
 				break
 			}
 			if err != nil {
