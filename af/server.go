@@ -36,6 +36,7 @@ type TensorServer struct {
 	customer *postoffice.Customer
 	unwatch  func()
 	early    atomic.Int32 // messages that senders hold
+	reorders bool         // messages may overtake each other
 
 	mu      sync.Mutex
 	senders map[int]*sender
@@ -48,7 +49,7 @@ func NewTensorServer(node *postoffice.Node, o Options) (*TensorServer, error) {
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	s := &TensorServer{node: node, o: o, buffers: kv.NewRecvBuffers(node), senders: map[int]*sender{},
+	s := &TensorServer{reorders: node.Config().Resend || node.VanType() == "ibverbs", node: node, o: o, buffers: kv.NewRecvBuffers(node), senders: map[int]*sender{},
 		line: newLine(node.Backend(), node.Config().BusyPoll), late: newLine(node.Backend(), env.AlwaysBlock)}
 	node.OnExit(s.late.close)
 	node.OnExit(s.line.close)
@@ -201,7 +202,7 @@ func (s *TensorServer) accept(msg *van.Message) error {
 	x.mu.Lock()
 	b, err := x.batchOf(s, msg)
 	if err != nil {
-		if x.hold(msg) {
+		if s.reorders && x.hold(msg) {
 			s.early.Add(1)
 			err = nil
 		}
