@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net/netip"
 	"syscall"
@@ -103,9 +104,14 @@ func (p *peer) down(l *link, cause error) {
 		p.lost = true
 		dropped = p.snd.Down(func(o *outgoing) bool { return o.oneShot })
 	}
+	inFlight := len(p.into) > 0 || !l.idle()
 	p.mu.Unlock()
 	if cause != nil {
-		p.v.log.Warn("rdma: the connection broke", "peer", p.name(), "err", cause, "dropped", len(dropped))
+		level := slog.LevelInfo // peers come and go
+		if inFlight || len(dropped) > 0 {
+			level = slog.LevelWarn
+		}
+		p.v.log.Log(context.Background(), level, "rdma: the connection broke", "peer", p.name(), "err", cause, "dropped", len(dropped))
 	}
 	ended := p.endLink(l)
 	p.finish(append(ended, p.drop(dropped)...))
