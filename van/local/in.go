@@ -73,7 +73,6 @@ func (l *inLink) next() *parcel {
 		if tail == l.head {
 			return nil
 		}
-		noticed()
 		avail := tail - l.head
 		if avail > ringLen || avail%recordAlign != 0 {
 			l.fail(&van.FieldError{Field: "ring.tail", Value: tail, Want: fmt.Sprintf("%d and at most %d more", l.head, ringLen)})
@@ -383,7 +382,6 @@ func (l *inLink) acknowledge(slot uint32) {
 	l.ackMu.Lock()
 	l.seg.ack(l.acked).Store(slot)
 	l.acked++
-	published()
 	l.seg.acked().Store(l.acked)
 	l.ackMu.Unlock()
 	l.owes.Store(true)

@@ -175,7 +175,6 @@ func (l *outLink) publish(r *record, size int, a loan) {
 
 // advance makes the record of size bytes at the tail visible. l.mu is held.
 func (l *outLink) advance(size int) {
-	published()
 	l.tail += uint64(size)
 	l.seg.tail().Store(l.tail)
 }
@@ -353,7 +352,6 @@ func (l *outLink) collect() error {
 		return fmt.Errorf("%w: head %d, tail %d", errProtocol, l.seg.head().Load(), l.tail)
 	}
 	acked := l.seg.acked().Load()
-	noticed()
 	if acked-l.acked > slotCount {
 		return fmt.Errorf("%w: %d acknowledgements, %d have been seen", errProtocol, acked, l.acked)
 	}

@@ -51,6 +51,7 @@ func (r *remote) read(dst []byte, addr uint64) error {
 		}
 		done += got
 	}
+	written(dst)
 	return nil
 }
 

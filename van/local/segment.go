@@ -31,8 +31,9 @@ var _ = [1]struct{}{}[(offGens+4*slotCount)/(headerLen+1)] // it fits
 
 // segment is a mapped link segment.
 type segment struct {
-	mem  []byte // header, ring, and the ring again
-	ring []byte // twice
+	mem   []byte // header, ring, and the ring again
+	ring  []byte // twice
+	order order
 }
 
 // seals keep the file at its length, so that no mapping of it can fault.
@@ -93,25 +94,75 @@ func mapSegment(fd int) (*segment, error) {
 		}
 	}
 	mem := unsafe.Slice((*byte)(base), total)
-	return &segment{mem: mem, ring: mem[headerLen:]}, nil
+	order, err := newOrder(fd)
+	if err != nil {
+		return nil, errors.Join(err, unix.MunmapPtr(base, total))
+	}
+	return &segment{mem: mem, ring: mem[headerLen:], order: order}, nil
 }
 
 // unmap ends the use of s. Nobody may touch it any more.
 func (s *segment) unmap() {
 	_ = unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(s.mem)), uintptr(len(s.mem)))
 	s.mem, s.ring = nil, nil
+	s.order.drop()
 }
 
-func (s *segment) u64(off int) *atomic.Uint64 { return (*atomic.Uint64)(unsafe.Pointer(&s.mem[off])) }
-func (s *segment) u32(off int) *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Pointer(&s.mem[off])) }
+func (s *segment) u64(off int) index64 {
+	return index64{(*atomic.Uint64)(unsafe.Pointer(&s.mem[off])), s.order.at(off)}
+}
 
-func (s *segment) tail() *atomic.Uint64           { return s.u64(offTail) }
-func (s *segment) head() *atomic.Uint64           { return s.u64(offHead) }
-func (s *segment) acked() *atomic.Uint32          { return s.u32(offAcked) }
-func (s *segment) wants() *atomic.Uint32          { return s.u32(offWants) }
-func (s *segment) bye() *atomic.Uint32            { return s.u32(offBye) }
-func (s *segment) ack(n uint32) *atomic.Uint32    { return s.u32(offAcks + 4*int(n%slotCount)) }
-func (s *segment) gen(slot uint32) *atomic.Uint32 { return s.u32(offGens + 4*int(slot%slotCount)) }
+func (s *segment) u32(off int) index32 {
+	return index32{(*atomic.Uint32)(unsafe.Pointer(&s.mem[off])), s.order.at(off)}
+}
+
+func (s *segment) tail() index64           { return s.u64(offTail) }
+func (s *segment) head() index64           { return s.u64(offHead) }
+func (s *segment) acked() index32          { return s.u32(offAcked) }
+func (s *segment) wants() index32          { return s.u32(offWants) }
+func (s *segment) bye() index32            { return s.u32(offBye) }
+func (s *segment) ack(n uint32) index32    { return s.u32(offAcks + 4*int(n%slotCount)) }
+func (s *segment) gen(slot uint32) index32 { return s.u32(offGens + 4*int(slot%slotCount)) }
+
+// index64 and index32 are numbers in a segment that both ends use.
+type index64 struct {
+	n *atomic.Uint64
+	double
+}
+
+type index32 struct {
+	n *atomic.Uint32
+	double
+}
+
+func (x index64) Load() uint64 {
+	n := x.n.Load()
+	x.read()
+	return n
+}
+
+func (x index64) Store(n uint64) {
+	x.write()
+	x.n.Store(n)
+}
+
+func (x index32) Load() uint32 {
+	n := x.n.Load()
+	x.read()
+	return n
+}
+
+func (x index32) Store(n uint32) {
+	x.write()
+	x.n.Store(n)
+}
+
+func (x index32) CompareAndSwap(old, n uint32) bool {
+	x.replace()
+	done := x.n.CompareAndSwap(old, n)
+	x.read()
+	return done
+}
 
 // at is the ring from index i, one whole round of it.
 func (s *segment) at(i uint64) []byte {
