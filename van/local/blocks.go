@@ -3,25 +3,39 @@ package local
 import (
 	"fmt"
 	"math/bits"
+	"slices"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
 
 // blocks are buffers for received values that have no place of their own yet. They
 // lie outside the Go heap and are used again, the last one first: its pages exist
-// and may still be in a cache.
+// and may still be in a cache. Those that the traffic of late has not needed go back
+// to the system.
 type blocks struct {
 	mu     sync.Mutex
-	free   map[int][][]byte // by length
-	kept   int              // bytes in free
+	of     map[int]*shelf // by length
+	kept   int            // bytes that wait for use
+	timer  *time.Timer    // runs while there are some
 	closed bool
+}
+
+// shelf has the blocks of one length.
+type shelf struct {
+	free [][]byte
+	out  int // in use
+	gets int // since idle was counted anew
+	idle int // the fewest that were free since then: they were not needed
 }
 
 const (
 	minBlock = 64 << 10
 	// keepBlocks is how many bytes an idle van keeps at most.
 	keepBlocks = 256 << 20
+	// keepTime is how long a block is kept that is not used, up to twice that.
+	keepTime = 500 * time.Millisecond
 	// hugeFrom is the length from which huge pages are asked for: reading into them
 	// takes half the time.
 	hugeFrom = 2 << 20
@@ -40,18 +54,14 @@ func blockLen(n int) int {
 // get returns n bytes with undefined contents, to be given back to put.
 func (b *blocks) get(n int) ([]byte, error) {
 	size := blockLen(n)
-	b.mu.Lock()
-	if l := b.free[size]; len(l) > 0 {
-		mem := l[len(l)-1]
-		l[len(l)-1] = nil
-		b.free[size] = l[:len(l)-1]
-		b.kept -= size
-		b.mu.Unlock()
+	if mem := b.reuse(size); mem != nil {
 		return mem[:n], nil
 	}
-	b.mu.Unlock()
 	mem, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
+		b.mu.Lock()
+		b.of[size].out--
+		b.mu.Unlock()
 		return nil, fmt.Errorf("no memory to receive %d bytes: mmap: %w", n, err)
 	}
 	if size >= hugeFrom {
@@ -60,21 +70,81 @@ func (b *blocks) get(n int) ([]byte, error) {
 	return mem[:n], nil
 }
 
+// reuse counts a block of size bytes out and returns it if there is one.
+func (b *blocks) reuse(size int) (mem []byte) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	s := b.of[size]
+	if s == nil {
+		s = &shelf{}
+		if b.of == nil {
+			b.of = map[int]*shelf{}
+		}
+		b.of[size] = s
+	}
+	s.out++
+	if len(s.free) == 0 {
+		s.gets, s.idle = 0, 0
+		return nil
+	}
+	mem = s.free[len(s.free)-1]
+	s.free[len(s.free)-1] = nil
+	s.free = s.free[:len(s.free)-1]
+	b.kept -= size
+	s.idle = min(s.idle, len(s.free))
+	// Twice as many as there are: whoever holds several at a time has taken them all
+	// again by then.
+	if s.gets++; s.gets >= 2*(s.out+len(s.free)) {
+		b.trim(s)
+	}
+	return mem
+}
+
+// trim frees the blocks of s that were not needed since the last time. b.mu is held.
+func (b *blocks) trim(s *shelf) {
+	n := min(s.idle, len(s.free))
+	for _, mem := range s.free[:n] {
+		b.kept -= len(mem)
+		_ = unix.Munmap(mem)
+	}
+	s.free = slices.Delete(s.free, 0, n)
+	s.gets, s.idle = 0, len(s.free)
+}
+
 // put takes back a block.
 func (b *blocks) put(mem []byte) {
 	mem = mem[:cap(mem)]
 	b.mu.Lock()
-	if !b.closed && b.kept+len(mem) <= keepBlocks {
-		if b.free == nil {
-			b.free = map[int][][]byte{}
-		}
-		b.free[len(mem)] = append(b.free[len(mem)], mem)
-		b.kept += len(mem)
-		b.mu.Unlock()
+	defer b.mu.Unlock()
+	s := b.of[len(mem)]
+	s.out--
+	if b.closed || b.kept+len(mem) > keepBlocks {
+		_ = unix.Munmap(mem)
 		return
 	}
-	b.mu.Unlock()
-	_ = unix.Munmap(mem)
+	s.free = append(s.free, mem)
+	b.kept += len(mem)
+	if b.timer == nil {
+		b.timer = time.AfterFunc(keepTime, b.tick)
+	}
+}
+
+// tick frees what was not needed for a while.
+func (b *blocks) tick() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed {
+		return
+	}
+	for size, s := range b.of {
+		b.trim(s)
+		if s.out == 0 && len(s.free) == 0 {
+			delete(b.of, size)
+		}
+	}
+	if b.timer = nil; b.kept > 0 {
+		b.timer = time.AfterFunc(keepTime, b.tick)
+	}
 }
 
 // close frees the blocks; those still in use are freed when they come back.
@@ -82,10 +152,14 @@ func (b *blocks) close() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.closed = true
-	for _, l := range b.free {
-		for _, mem := range l {
+	if b.timer != nil {
+		b.timer.Stop()
+	}
+	for _, s := range b.of {
+		for _, mem := range s.free {
 			_ = unix.Munmap(mem)
 		}
+		s.free = nil
 	}
-	b.free, b.kept = nil, 0
+	b.kept = 0
 }

@@ -35,16 +35,70 @@ func TestBlocksAreUsedAgain(t *testing.T) {
 	}
 	b.close()
 	b.put(again) // frees it
-	if b.kept != 0 || len(b.free) != 0 {
+	if b.kept != 0 {
 		t.Errorf("%d bytes are kept after close", b.kept)
 	}
+}
+
+func TestBlocksAreBounded(t *testing.T) {
+	var b blocks
+	defer b.close()
 	huge, err := b.get(keepBlocks + 1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	b.closed = false
 	b.put(huge)
 	if b.kept != 0 {
 		t.Errorf("%d bytes are kept, more than the bound of %d", b.kept, keepBlocks)
+	}
+}
+
+// take gets n blocks of a MiB and gives them back.
+func take(t *testing.T, b *blocks, n int) {
+	t.Helper()
+	var held [][]byte
+	for range n {
+		mem, err := b.get(1 << 20)
+		if err != nil {
+			t.Fatal(err)
+		}
+		held = append(held, mem)
+	}
+	for _, mem := range held {
+		b.put(mem)
+	}
+}
+
+// keeps is how many MiB wait for use.
+func (b *blocks) keeps() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.kept >> 20
+}
+
+// TestBlocksGoBack: what the traffic needs at a time is kept, no more, and in the
+// end nothing.
+func TestBlocksGoBack(t *testing.T) {
+	var b blocks
+	defer b.close()
+	for range 20 {
+		take(t, &b, 8)
+	}
+	if n := b.keeps(); n != 8 {
+		t.Errorf("%d blocks are kept, want the 8 that are used at a time", n)
+	}
+	for range 40 {
+		take(t, &b, 2)
+	}
+	if n := b.keeps(); n != 2 {
+		t.Errorf("%d blocks are kept, want the 2 that are used at a time now", n)
+	}
+	b.tick()
+	if n := b.keeps(); n != 2 {
+		t.Errorf("%d blocks are kept after a while with traffic, want 2", n)
+	}
+	b.tick()
+	if n := b.keeps(); n != 0 || len(b.of) != 0 {
+		t.Errorf("%d blocks of %d lengths are kept after a while without traffic, want none", n, len(b.of))
 	}
 }
