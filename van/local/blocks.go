@@ -2,6 +2,7 @@ package local
 
 import (
 	"fmt"
+	"math"
 	"math/bits"
 	"slices"
 	"sync"
@@ -27,7 +28,7 @@ type shelf struct {
 	free [][]byte
 	out  int // in use
 	gets int // since idle was counted anew
-	idle int // the fewest that were free since then: they were not needed
+	idle int // the fewest that a get since then has left: they were not needed
 }
 
 const (
@@ -84,7 +85,7 @@ func (b *blocks) reuse(size int) (mem []byte) {
 	}
 	s.out++
 	if len(s.free) == 0 {
-		s.gets, s.idle = 0, 0
+		s.gets, s.idle = 0, math.MaxInt
 		return nil
 	}
 	mem = s.free[len(s.free)-1]
@@ -137,6 +138,9 @@ func (b *blocks) tick() {
 		return
 	}
 	for size, s := range b.of {
+		if s.idle == math.MaxInt { // the last get has found none
+			s.idle = 0
+		}
 		b.trim(s)
 		if s.out == 0 && len(s.free) == 0 {
 			delete(b.of, size)

@@ -87,7 +87,7 @@ func TestBlocksGoBack(t *testing.T) {
 	if n := b.keeps(); n != 8 {
 		t.Errorf("%d blocks are kept, want the 8 that are used at a time", n)
 	}
-	for range 40 {
+	for range 16 {
 		take(t, &b, 2)
 	}
 	if n := b.keeps(); n != 2 {
