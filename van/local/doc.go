@@ -25,7 +25,8 @@
 // in the processors' caches, so that main memory sees each byte read once and
 // written once. Where the value is wanted is the memory that the pull request has
 // named in Message.Into, the buffer registered for the push, or else a buffer of
-// this package that is used again, which is handed up as it is.
+// this package that is used again, which is handed up as it is. Such buffers go back
+// to the system when the traffic does not need as many any more.
 //
 // When the receiver does not keep up, the sender does not wait for it: it lends what
 // is left, and the receiver reads that from the sender's memory (process_vm_readv),
