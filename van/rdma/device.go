@@ -196,6 +196,9 @@ func (d *device) look() {
 	case env.AlwaysBlock:
 		spin, block = 0, maxSleep
 	default:
+		if d.v.busy() {
+			d.idle = 0
+		}
 		if clock.Now()-d.idle > uint64(d.v.spin) {
 			spin, block = 0, maxSleep
 		}
@@ -211,9 +214,9 @@ func (d *device) look() {
 			block = 0
 		}
 	}
-	n := d.poll(spin, block)
+	d.poll(spin, block)
 	d.parked.Store(false)
-	if n > 0 {
+	if len(d.came) > 0 {
 		d.idle = clock.Now()
 	}
 	d.hand()
@@ -324,7 +327,7 @@ func (d *device) housekeep(sleeping bool) {
 // until nothing has come for a while. Only one caller at a time polls; others return
 // at once.
 func (v *rvan) Poll(done func() bool) {
-	if v.spin <= 0 {
+	if v.spin <= 0 || v.busy() {
 		return
 	}
 	v.pollers.Add(1)
@@ -364,6 +367,16 @@ func (v *rvan) Poll(done func() bool) {
 			d.wakeLoop()
 		}
 	}
+}
+
+// bulk is the number of bytes, sent or received since the last look, that take longer
+// than it pays to look for what comes next.
+const bulk = 256 << 10
+
+// busy tells whether much has been sent or received since it was last called.
+func (v *rvan) busy() bool {
+	n := v.stats.sentB.Load() + v.stats.recvB.Load()
+	return v.cfg.BusyPoll != env.SpinForever && n-v.moved.Swap(n) > bulk
 }
 
 func (d *device) wakeLoop() {

@@ -63,6 +63,7 @@ type rvan struct {
 	spinning atomic.Bool
 	polled   atomic.Uint64 // when the last Poll ended
 	pollers  atomic.Int32  // callers of Poll
+	moved    atomic.Uint64 // bytes sent and received when busy was last called
 	warnPin  sync.Once
 
 	reserve  sync.Mutex
