@@ -51,7 +51,7 @@ func TestRegister(t *testing.T) {
 	w.net.Configure(func(c *Config) { c.MaxMR = 2 })
 	_, err = a.dev.Register(p, 1, 0)
 	wantErr(t, err, syscall.ENOMEM)
-	if c := w.sa.Counters(); c.Registrations != 3 || c.Deregistrations != 1 || c.QPs != 1 || c.IDs != 1 || c.Channels != 1 {
+	if c := w.sa.Counters(); c.Registrations != 3 || c.Deregistrations != 1 || c.QueuePairs != 1 || c.IDs != 1 || c.Channels != 1 {
 		t.Errorf("counters %+v", c)
 	}
 	if l := w.sa.Leaks(); len(l) != 5 { // channel, ID, queue pair, two regions

@@ -17,7 +17,7 @@ func (n *Net) deliver(q *qp) {
 
 // run executes what q has, as far as it can be.
 func (n *Net) run(q *qp) {
-	for len(q.sq) > 0 && !n.held && !n.heldQPs[q.num] && n.step(q) {
+	for len(q.sq) > 0 && !n.held && !n.heldPairs[q.num] && n.step(q) {
 	}
 }
 

@@ -156,7 +156,7 @@ func (n *Net) Hold() {
 func (n *Net) HoldQP(num uint32) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.heldQPs[num] = true
+	n.heldPairs[num] = true
 }
 
 // Release ends Hold and every HoldQP. What was held is delivered, that of the queue
@@ -165,7 +165,7 @@ func (n *Net) Release(first ...uint32) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.held = false
-	clear(n.heldQPs)
+	clear(n.heldPairs)
 	all := n.byAge()
 	for _, num := range first {
 		if i := slices.IndexFunc(all, func(q *qp) bool { return q.num == num }); i >= 0 {

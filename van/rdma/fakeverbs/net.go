@@ -25,25 +25,25 @@ type Net struct {
 
 	// mu guards everything below, and what belongs to the Stacks: one lock makes the
 	// order of all that happens one, and is held while memory is written.
-	mu       sync.Mutex
-	cfg      Config
-	rnd      *rand.Rand
-	closed   bool
-	hosts    map[netip.Addr]*host
-	stacks   []*Stack
-	qps      map[verbs.Handle]*qp
-	lastQP   uint32
-	lastKey  uint32
-	cuts     map[link]bool
-	held     bool
-	heldQPs  map[uint32]bool
-	rejects  int
-	reason   int // of rejects
-	failWR   func(WR) verbs.Status
-	trace    func(Record)
-	traceSeq int
-	errs     []error
-	onError  func(error)
+	mu        sync.Mutex
+	cfg       Config
+	rnd       *rand.Rand
+	closed    bool
+	hosts     map[netip.Addr]*host
+	stacks    []*Stack
+	qps       map[verbs.Handle]*qp
+	lastQP    uint32
+	lastKey   uint32
+	cuts      map[link]bool
+	held      bool
+	heldPairs map[uint32]bool
+	rejects   int
+	reason    int // of rejects
+	failWR    func(WR) verbs.Status
+	trace     func(Record)
+	traceSeq  int
+	errs      []error
+	onError   func(error)
 
 	agenda    agenda
 	agendaSeq uint64
@@ -75,7 +75,7 @@ func linkOf(a, b netip.Addr) link {
 // NewNet makes a network without hosts. Options change its Config.
 func NewNet(options ...func(*Config)) *Net {
 	n := &Net{cfg: defaults(), hosts: map[netip.Addr]*host{}, qps: map[verbs.Handle]*qp{}, lastQP: firstQP - 1,
-		cuts: map[link]bool{}, heldQPs: map[uint32]bool{}}
+		cuts: map[link]bool{}, heldPairs: map[uint32]bool{}}
 	for _, o := range options {
 		o(&n.cfg)
 	}

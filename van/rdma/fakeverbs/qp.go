@@ -84,7 +84,7 @@ func (id *connID) CreateQP(o verbs.QPOptions) (verbs.QP, error) {
 	q.pinned = ports > 1 && o.Port >= 1 && o.Port <= ports
 	n.qps[q.Handle()] = q
 	id.qp = q
-	id.stack.counters.QPs++
+	id.stack.counters.QueuePairs++
 	n.recordCM(id, EventCreateQP, nil)
 	return q, nil
 }
@@ -129,7 +129,7 @@ func (n *Net) endQP(q *qp) {
 	q.stalled = moving
 	q.stallSeq++
 	delete(n.qps, q.Handle())
-	delete(n.heldQPs, q.num)
+	delete(n.heldPairs, q.num)
 	q.dev.cq = slices.DeleteFunc(q.dev.cq, func(e entryCQ) bool { return e.qp == q })
 	if q.peer != nil {
 		n.run(q.peer)

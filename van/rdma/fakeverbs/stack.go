@@ -39,7 +39,7 @@ type Counters struct {
 	Deregistrations int
 	Channels        int // made
 	IDs             int // made, or brought by connect requests
-	QPs             int // made
+	QueuePairs      int // made
 }
 
 var _ verbs.Stack = (*Stack)(nil)

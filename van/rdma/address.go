@@ -1,0 +1,52 @@
+package rdma
+
+import (
+	"context"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/choose"
+)
+
+// ChooseHost implements van.HostChooser: the address of the RDMA port that the
+// configuration asks for, or of the one nearest to the node's GPU.
+func (v *rvan) ChooseHost() (host, why string, err error) {
+	devices, err := v.stack.Devices()
+	if err != nil && len(devices) == 0 {
+		return "", "", err
+	}
+	nets, err := choose.Interfaces()
+	if err != nil {
+		return "", "", err
+	}
+	root := os.DirFS("/")
+	ask := choose.Request{Interface: v.cfg.Interface, GPU: v.gpu(root)}
+	if v.cfg.NodeHost != "" {
+		ask.Host, _ = netip.ParseAddr(v.cfg.NodeHost)
+	}
+	r, err := choose.Choose(choose.Machine{Devices: devices, Interfaces: nets, Root: root}, ask)
+	if err != nil {
+		return "", "", err
+	}
+	return r.Host.String(), r.String(), nil
+}
+
+// gpu is the PCI address of the node's GPU, "" when it has none.
+func (v *rvan) gpu(root fs.FS) string {
+	if d, ok := v.back.(backend.Describer); ok {
+		if i, _, err := d.Describe(); err == nil {
+			return i.PCIBusID
+		}
+	}
+	if v.cfg.GPU < 0 || v.cfg.Backend != "GPU" {
+		return ""
+	}
+	return choose.GPUAddress(root, v.cfg.GPU, "", false)
+}
+
+var lookup = func(ctx context.Context, host string) ([]netip.Addr, error) {
+	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+}

@@ -1,0 +1,92 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// maxLinger is the longest that Close waits for messages to leave.
+const maxLinger = 5 * time.Second
+
+// Close ends everything; sent messages leave until ctx ends, at most maxLinger.
+func (v *rvan) Close(ctx context.Context) error {
+	v.mu.Lock()
+	if v.closed.Swap(true) {
+		v.mu.Unlock()
+		return nil
+	}
+	peers := *v.peers.Load()
+	v.peers.Store(&map[int]*peer{})
+	for _, p := range peers {
+		v.leaving[p] = true
+	}
+	v.mu.Unlock()
+	if v.channel == nil {
+		return nil
+	}
+	linger, cancel := context.WithTimeout(ctx, maxLinger)
+	defer cancel()
+	var all sync.WaitGroup
+	for _, p := range peers {
+		all.Go(func() { p.end(linger) })
+	}
+	all.Wait()
+	errs := []error{v.listen.Destroy()}
+	v.settle()
+	v.mu.Lock()
+	ins := v.endpoints
+	v.endpoints = map[string]*incoming{}
+	v.mu.Unlock()
+	for _, in := range ins {
+		in.fail(van.ErrClosed)
+	}
+	v.wg.Wait()
+	devices := *v.devices.Load()
+	ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second) // ctx may have ended with the connections
+	defer cancel()
+	for _, d := range devices {
+		errs = append(errs, d.stop(ending))
+	}
+	for _, d := range devices {
+		errs = append(errs, d.close())
+	}
+	errs = append(errs, v.channel.Close())
+	<-v.cmEnd
+	return errors.Join(errs...)
+}
+
+// settle waits until the connection manager's events so far have been taken: each
+// connect request has an ID, and all must be gone before the channel is closed.
+func (v *rvan) settle() {
+	if !v.source.IsValid() {
+		return // there is no address to ask for
+	}
+	serial := v.serials.Add(1)
+	defer v.forgetConn(serial)
+	c, err := v.newID(cookie(serial, 0))
+	if err != nil {
+		return
+	}
+	defer c.id.Destroy()
+	if c.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(v.source, uint16(v.self.Port)), resolveTime) == nil {
+		_, _ = c.wait(context.Background(), verbs.AddrResolved, 2*resolveTime)
+	}
+}
+
+// close deregisters everything on the device. Memory of messages that somebody still
+// holds stays until then.
+func (d *device) close() error {
+	errs := []error{d.regions.close()}
+	d.areasMu.Lock()
+	for a := range d.areas {
+		errs = append(errs, a.deregister())
+	}
+	d.areasMu.Unlock()
+	return errors.Join(append(errs, d.cells.close())...)
+}

@@ -1,0 +1,230 @@
+package rdma
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// Connect begins to connect to the peer, in place of a connection that serves the
+// same id.
+func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
+	addr, err := resolve(ctx, node)
+	fail := func(err error) error {
+		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + node.Addr(), Err: err}
+	}
+	if err != nil {
+		return fail(err)
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.closed.Load() || v.channel == nil {
+		return fail(van.ErrClosed)
+	}
+	old := (*v.peers.Load())[id]
+	if old != nil && old.addr == addr && old.serves(int(v.id.Load())) {
+		return nil
+	}
+	run, stop := context.WithCancel(context.Background())
+	p := &peer{v: v, node: node, addr: addr, stop: stop, ends: make(chan struct{}), into: map[intoKey]into{}}
+	p.id.Store(int32(id))
+	p.snd = rendezvous.NewSender[*outgoing](p)
+	v.replace(func(m map[int]*peer) { m[id] = p })
+	v.linkBackLocked()
+	if old != nil {
+		v.leave(old, leaveTime)
+	}
+	v.wg.Go(func() { p.run(run) })
+	v.log.Info("connect", "peer", van.NodeName(id), "addr", addr.String())
+	return nil
+}
+
+// serves tells whether p has connected again, to a node of the original, under this
+// node's id. That one takes a second connection under the same name for more queue
+// pairs of the first, and never hears it.
+func (p *peer) serves(id int) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.link != nil && !p.link.ours && p.link.as == id && p.ups > 1
+}
+
+// replace changes the table of peers. v.mu is held.
+func (v *rvan) replace(change func(map[int]*peer)) {
+	m := maps.Clone(*v.peers.Load())
+	change(m)
+	v.peers.Store(&m)
+}
+
+// linkBack tells each peer which connection it has opened to this node.
+func (v *rvan) linkBack() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.linkBackLocked()
+}
+
+func (v *rvan) linkBackLocked() {
+	for id, p := range *v.peers.Load() {
+		for _, in := range v.endpoints {
+			if in.hello.ours && in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() {
+				p.back.Store(in)
+			}
+		}
+	}
+}
+
+func (v *rvan) unlinkBack(in *incoming) {
+	for _, p := range *v.peers.Load() {
+		p.back.CompareAndSwap(in, nil)
+	}
+}
+
+// Rename makes the connection to old serve new instead.
+func (v *rvan) Rename(old, new int) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	p := (*v.peers.Load())[old]
+	if p == nil {
+		return &van.Error{Op: "rename", Peer: van.NodeName(old), Err: van.ErrUnknownPeer}
+	}
+	other := (*v.peers.Load())[new]
+	p.id.Store(int32(new))
+	v.replace(func(m map[int]*peer) { delete(m, old); m[new] = p })
+	v.linkBackLocked()
+	if other != nil && other != p {
+		v.leave(other, 0)
+	}
+	return nil
+}
+
+// leaveTime is how long Disconnect lets sent messages leave.
+const leaveTime = 500 * time.Millisecond
+
+// Disconnect ends the connection to id.
+func (v *rvan) Disconnect(id int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	p := (*v.peers.Load())[id]
+	if p == nil {
+		return
+	}
+	v.replace(func(m map[int]*peer) { delete(m, id) })
+	v.leave(p, leaveTime)
+}
+
+// leave ends a peer that is not in the table any more, when what was sent has left or
+// the time is over. v.mu is held.
+func (v *rvan) leave(p *peer, limit time.Duration) {
+	v.leaving[p] = true
+	v.wg.Go(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), limit)
+		defer cancel()
+		p.end(ctx)
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		delete(v.leaving, p)
+	})
+}
+
+// end lets what was sent leave until ctx ends, then ends the connection.
+func (p *peer) end(ctx context.Context) {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for !p.left() {
+		select {
+		case <-tick.C: // completions of the last messages have no signal of their own
+			continue
+		case <-ctx.Done():
+		case <-p.v.cmEnd:
+		}
+		break
+	}
+	p.mu.Lock()
+	p.ended = true
+	dropped := p.snd.Down(func(*outgoing) bool { return false })
+	expected := p.into
+	p.into = map[intoKey]into{}
+	p.mu.Unlock()
+	p.finish(p.drop(dropped))
+	for _, x := range expected {
+		x.region.release()
+	}
+	p.stop()
+	<-p.ends
+}
+
+// left tells whether everything has left.
+func (p *peer) left() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.flush(false)
+	if p.lost {
+		return true // nobody to wait for
+	}
+	return p.snd.Waiting() == 0 && (p.link == nil || p.link.idle())
+}
+
+// endLink takes apart a connection of this node's, and returns what it held.
+func (p *peer) endLink(l *link) []finished {
+	v := p.v
+	for _, id := range l.ids {
+		_ = id.Disconnect()
+	}
+	for _, id := range l.ids {
+		_ = id.Destroy()
+		v.release(l.dev)
+	}
+	v.forgetConn(l.epoch - v.epoch)
+	p.mu.Lock()
+	all := l.abandon()
+	p.mu.Unlock()
+	_ = l.close()
+	return all
+}
+
+// everyPeer is the peers, and those that are leaving.
+func (v *rvan) everyPeer() (all []*peer) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, p := range *v.peers.Load() {
+		all = append(all, p)
+	}
+	for p := range v.leaving {
+		all = append(all, p)
+	}
+	return all
+}
+
+// working tells whether somebody waits for something that only a look at the clock
+// brings about.
+func (v *rvan) working() bool {
+	for _, c := range *v.conns.Load() {
+		if c.peer != nil && c.peer.waits() || c.in != nil && c.in.owed.Load() > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+func (p *peer) waits() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.link != nil && p.snd.Waiting() > 0
+}
+
+// tell reports a change of p's connection to the watcher.
+func (v *rvan) tell(p *peer, up bool, cause error) {
+	if v.watch != nil && !v.closed.Load() && (*v.peers.Load())[int(p.id.Load())] == p {
+		v.watch(int(p.id.Load()), up, cause)
+	}
+}
+
+// tellFailure makes the requests fail that wait for p, whose connection stands.
+func (v *rvan) tellFailure(p *peer, err error) {
+	v.log.Error("rdma: a message could not be sent", "peer", p.name(), "err", err)
+	v.tell(p, false, fmt.Errorf("%w: %w", van.ErrPeerLost, err))
+	v.tell(p, true, nil)
+}

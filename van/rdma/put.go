@@ -1,0 +1,216 @@
+package rdma
+
+import (
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// Put implements rendezvous.Link: the value, and the meta behind it with the
+// notification.
+func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
+	l := p.link
+	id, r, stage, ok := l.begin()
+	if !ok {
+		return false
+	}
+	if err := p.fits(o); err != nil { // it was sent before there was a connection
+		p.reject(id, o, at, err)
+		return true
+	}
+	if o.revoked && !l.ours { // the original would write to the memory all the same
+		p.snd.Unused(at)
+		f := l.finish(id)
+		f.done = o.done
+		go f.end()
+		p.recycle(o)
+		return true
+	}
+	whole := o.whole && l.ours
+	n := len(o.meta)
+	switch {
+	case whole:
+		n = aligned(n) + o.packedLen() + trailerLen
+	case l.ours:
+		n += trailerLen
+	}
+	meta := stage[:min(n, len(stage))]
+	lkey := uint32(0)
+	if !whole && n > metaRoom {
+		b, err := newBlock(l.dev, n, 0)
+		if err != nil {
+			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
+			return true
+		}
+		r.large, meta, lkey = b, b.mem.Host(), b.mr.LKey()
+	}
+	copy(meta, o.meta)
+	if err := p.lend(l, r, o); err != nil {
+		p.reject(id, o, at, err)
+		return true
+	}
+	if o.into.Len() > 0 {
+		if err := p.expect(l, o, meta); err != nil {
+			p.reject(id, o, at, err)
+			return true
+		}
+	}
+	split := p.v.cfg.SplitQPLag && len(l.qps) > 1 && !whole && o.tensor && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+	if split {
+		l.slaves++
+		le.PutUint32(meta[metaSlaves:], uint32(len(l.qps)-1))
+		for i := range 2 {
+			le.PutUint64(meta[metaCounter+8*i:], l.slaves)
+		}
+	}
+	if l.ours {
+		t := trailer{packed: !o.tensor, placed: o.direct && !whole, frames: o.frames, lens: o.lens, inMeta: whole, metaLen: len(o.meta)}
+		if b := p.back.Load(); b != nil {
+			b.take(&t)
+		}
+		t.put(meta[n-trailerLen:])
+	}
+	if whole {
+		o.behind(meta[aligned(len(o.meta)):])
+	} else {
+		p.values(l, id, o, at, stage[metaRoom:], split)
+	}
+	wr := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: at.Index, RemoteAddr: at.Meta, RKey: at.MetaKey}
+	if lkey != 0 || r.large != nil {
+		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), lkey
+	} else {
+		wr = l.staged(wr, meta)
+	}
+	l.add(id, 0, wr)
+	r.done = o.done
+	if o.size >= maxHold {
+		p.flush(false)
+	}
+	p.recycle(o)
+	return true
+}
+
+// behind writes the frames, packed, behind the meta.
+func (o *outgoing) behind(b []byte) {
+	if o.tensor {
+		copy(b, o.copies)
+		return
+	}
+	off, copied := 0, 0
+	for _, n := range o.lens[:o.frames] {
+		off = aligned(off)
+		copied += copy(b[off:off+int(n)], o.copies[copied:])
+		off += int(n)
+	}
+}
+
+// maxHold is the payload from which a message does not wait for more.
+const maxHold = 32 << 10
+
+// minSplit is the length from which a value is split over the queue pairs.
+const minSplit = 8 << 10
+
+// lend makes the caller's memory known to the device.
+func (p *peer) lend(l *link, r *record, o *outgoing) error {
+	for i := range o.frames {
+		if o.data[i].Len() == 0 {
+			continue
+		}
+		reg, err := l.host.regions.get(o.data[i], 0)
+		if err != nil {
+			return fmt.Errorf("value of %d bytes: %w", o.data[i].Len(), err)
+		}
+		r.regions[r.n] = reg
+		r.n++
+	}
+	return nil
+}
+
+// expect makes the memory that the answer is to be put into known to the peer.
+func (p *peer) expect(l *link, o *outgoing, meta []byte) error {
+	reg, err := l.host.regions.get(o.into, verbs.LocalWrite|verbs.RemoteWrite)
+	if err != nil {
+		return fmt.Errorf("memory for the answer, %d bytes: %w", o.into.Len(), err)
+	}
+	if old, again := p.into[o.intoKey]; again {
+		old.region.release()
+	}
+	p.into[o.intoKey] = into{o.into, reg, !l.ours}
+	le.PutUint32(meta[metaOption:], reg.mr.RKey())
+	return nil
+}
+
+// reject drops a message that turns out to be impossible. The requests that wait for
+// its answer fail. p.mu is held.
+func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.Place, err error) {
+	p.snd.Unused(at)
+	f := p.link.finish(id)
+	f.done = o.done
+	go f.end()
+	p.refuse(o, err)
+}
+
+func (p *peer) refuse(o *outgoing, err error) {
+	p.recycle(o)
+	go p.v.tellFailure(p, err)
+}
+
+// values adds the writes of the payload.
+func (p *peer) values(l *link, id uint32, o *outgoing, at *rendezvous.Place, stage []byte, split bool) {
+	r := &l.recs[id]
+	to, rkey := at.Data, at.DataKey
+	if o.direct {
+		to, rkey = o.addr, o.rkey
+	}
+	if o.tensor {
+		if o.request && !o.push || o.frames == 0 || o.lens[1] == 0 {
+			return
+		}
+		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to, RKey: rkey}
+		if o.data[1].Len() == 0 {
+			l.add(id, 0, l.staged(wr, stage[:copy(stage, o.copies)]))
+			return
+		}
+		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.regions[0].mr.LKey()
+		if !split {
+			l.value(id, wr)
+			return
+		}
+		part := wr.Len / uint32(len(l.qps))
+		first := wr
+		first.Len = wr.Len - part*uint32(len(l.qps)-1)
+		l.add(id, 0, first)
+		off := uint64(first.Len)
+		for q := 1; q < len(l.qps); q++ {
+			x := wr
+			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, at.Index|immSlave
+			x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
+			l.add(id, q, x)
+			off += uint64(part)
+		}
+		return
+	}
+	// Packed: runs of copied frames in one write each.
+	off, copied, reg := 0, 0, 0
+	for i := range o.frames {
+		off = aligned(off)
+		n := int(o.lens[i])
+		if n == 0 {
+			continue
+		}
+		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to + uint64(off), RKey: rkey}
+		if o.data[i].Len() == 0 {
+			b := stage[:copy(stage, o.copies[copied:copied+n])]
+			stage = stage[aligned(n):]
+			copied += n
+			l.add(id, 0, l.staged(wr, b))
+		} else {
+			wr.LocalAddr, wr.Len, wr.LKey = o.data[i].Addr(), o.lens[i], r.regions[reg].mr.LKey()
+			reg++
+			l.value(id, wr)
+		}
+		off += n
+	}
+}
