@@ -38,9 +38,8 @@ tags=("$@")
 cuda_headers() {
   local compiler="${CC:-$(go env CC 2>/dev/null || echo cc)}"
   # shellcheck disable=SC2086 # these are lists
-  printf '#include <cuda.h>\nint main(void) { return (int)cuInit(0); }\n' |
-    $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -I/usr/local/cuda/include -x c - -o /dev/null ${CGO_LDFLAGS-} \
-      -L/usr/local/cuda/lib64 -lcuda >/dev/null 2>&1
+  $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -I/usr/local/cuda/include -x c - -o /dev/null ${CGO_LDFLAGS-} \
+    -L/usr/local/cuda/lib64 -lcuda >/dev/null 2>&1 <<<$'#include <cuda.h>\nint main(void) { return (int)cuInit(0); }'
 }
 
 cuda_packages='Debian: nvidia-cuda-dev of non-free; or "tools/install_deps.sh cuda"; elsewhere set CUDA_HOME and use make'
@@ -59,8 +58,8 @@ fi
 rdma_headers() {
   local compiler="${CC:-$(go env CC 2>/dev/null || echo cc)}"
   # shellcheck disable=SC2086 # these are lists
-  printf '#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>\n' |
-    $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -E -o /dev/null - >/dev/null 2>&1
+  $compiler ${CGO_CPPFLAGS-} ${CGO_CFLAGS-} -E -o /dev/null - >/dev/null 2>&1 \
+    <<<$'#include <infiniband/verbs.h>\n#include <rdma/rdma_cma.h>'
 }
 
 rdma_packages='Debian: libibverbs-dev librdmacm-dev; Fedora: rdma-core-devel; tools/install_deps.sh installs them'
