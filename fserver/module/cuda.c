@@ -146,6 +146,14 @@ static PyObject *notify_batch(PyObject *o, PyObject *noargs) {
   }
 }
 
+static PyObject *notify_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+  if (PyTuple_Size(args) > 0 || (named != NULL && PyDict_Size(named) > 0)) {
+    PyErr_SetString(PyExc_TypeError, "SimpleNotify() takes no arguments");
+    return NULL;
+  }
+  return PyType_GenericNew(type, args, named);
+}
+
 static void notify_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
   if (!sf_forked) sf_notify_drop(((notify_object *)o)->id);
@@ -166,7 +174,7 @@ static PyMethodDef notify_methods[] = {
 
 static PyType_Slot notify_slots[] = {
     {Py_tp_doc, DOC_NOTIFY},
-    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_new, notify_new},
     {Py_tp_dealloc, notify_dealloc},
     {Py_tp_methods, notify_methods},
     {0, NULL},

@@ -309,6 +309,7 @@ def test_ctrl_c(cluster):
     (worker,), (server,) = c.start(ctrl_c_worker, ctrl_c_server)
     strike(worker)
     worker.tell("init again")
+    time.sleep(0.4)  # until the scheduler has noticed that the first one has gone: a server that comes before would be told of it
     server.tell("init")
     strike(server)
     strike(worker, 3)

@@ -93,9 +93,9 @@ func (b *blocks) reuse(size int) (mem []byte) {
 	s.free = s.free[:len(s.free)-1]
 	b.kept -= size
 	s.idle = min(s.idle, len(s.free))
-	// Twice as many as there are: whoever holds several at a time has taken them all
+	// As many as there are: whoever holds several at a time has taken them all
 	// again by then.
-	if s.gets++; s.gets >= 2*(s.out+len(s.free)) {
+	if s.gets++; s.gets >= s.out+len(s.free) {
 		b.trim(s)
 	}
 	return mem
