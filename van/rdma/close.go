@@ -47,6 +47,9 @@ func (v *rvan) Close(ctx context.Context) error {
 		in.fail(van.ErrClosed)
 	}
 	v.wg.Wait()
+	v.mu.Lock()
+	v.drained = true
+	v.mu.Unlock()
 	devices := *v.devices.Load()
 	ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second) // ctx may have ended with the connections
 	defer cancel()

@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
@@ -64,6 +65,7 @@ func TestConformance(t *testing.T) {
 		{name: "one queue pair", long: true, change: func(c *env.Config) { c.QPNum = 1 }},
 		{name: "no inline data", long: true, options: func(c *fakeverbs.Config) { c.MaxInline = 0 }},
 		{name: "small queues", change: func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 8, 8 }},
+		{name: "slow to connect", long: true, options: func(c *fakeverbs.Config) { c.EventDelay = 10 * time.Millisecond }},
 		{name: "drop0", long: true, wrap: func(v van.Van) van.Van {
 			d := drop.New(v, 0, 1, nil)
 			d.Enable()

@@ -53,8 +53,8 @@ func TestPollBesideSlowHandler(t *testing.T) {
 		send(second, i)
 		<-got
 	}
-	if each := time.Since(began) / count; each > 800*time.Microsecond {
-		t.Errorf("a message takes %s, want some microseconds", each)
+	if each := time.Since(began) / count; each > 10*time.Millisecond {
+		t.Errorf("a message takes %s, want some microseconds, or a millisecond where processors are emulated", each)
 	}
 	close(stop)
 	<-ended

@@ -71,6 +71,7 @@ type rvan struct {
 	buffers   map[bufferKey]backend.Mem
 	leaving   map[*peer]bool // not in peers any more
 	started   bool
+	drained   bool // nothing is on its way out any more
 	closed    atomic.Bool
 	wg        sync.WaitGroup // goroutines that end by themselves
 	cmEnd     chan struct{}
@@ -253,7 +254,7 @@ func (v *rvan) device(dev verbs.Device) (*device, error) {
 			return d, nil
 		}
 	}
-	if v.closed.Load() {
+	if v.drained { // Close lets connections that are being made carry what waits for them
 		return nil, van.ErrClosed
 	}
 	d := newDevice(v, dev)
