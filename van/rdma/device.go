@@ -114,6 +114,7 @@ func (d *device) newArea(n int, host bool) (*area, error) {
 		return nil, err
 	}
 	a := &area{block: b, host: d}
+	a.mem = a.mem.WithOwner(a)
 	a.refs.Store(1)
 	d.areasMu.Lock()
 	d.areas[a] = true

@@ -485,6 +485,13 @@ func (in *incoming) keyArea(key uint64, n int) (*area, error) {
 	return a, nil
 }
 
+// Retain implements backend.Holder: who answers with what was pushed registers it once
+// more, and must not find other memory at its address later.
+func (a *area) Retain() { a.refs.Add(1) }
+
+// Release implements backend.Holder.
+func (a *area) Release() { a.put() }
+
 func (a *area) put() {
 	if a.refs.Add(-1) == 0 {
 		a.host.forgetArea(a)
