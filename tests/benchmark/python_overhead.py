@@ -128,18 +128,18 @@ def main():
     p.add_argument("--bytes", type=int, default=1024, help="bytes of the tensors (default: %(default)s)")
     p.add_argument("--blocks", type=int, default=20, help="turns of each cluster (default: %(default)s)")
     p.add_argument("--rounds", type=int, default=500, help="round trips of a turn (default: %(default)s)")
-    p.add_argument("--library", default="torch", choices=("torch", "numpy"), help="whose tensors (default: %(default)s)")
+    p.add_argument("--library", dest="arrays", default="torch", choices=("torch", "numpy"), help="whose tensors (default: %(default)s)")
     p.add_argument("--go", default=os.path.join(ROOT, "bin", "python_overhead"), help="the Go program (default: %(default)s, built)")
     p.add_argument("--check", action="store_true", help="status 1 when a limit is passed")
     p.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.node:
-        return node(os.environ["DMLC_ROLE"], args.library, args.bytes, args.hold)
+        return node(os.environ["DMLC_ROLE"], args.arrays, args.bytes, args.hold)
     if args.go == p.get_default("go"):
         subprocess.run(["go", "build", "-o", args.go, "./tests/benchmark/python_overhead"], cwd=ROOT, check=True)
     go = [args.go, "-bytes", str(args.bytes)]
-    python = [sys.executable, os.path.abspath(__file__), "--node", "--library", args.library, "--bytes", str(args.bytes)]
+    python = [sys.executable, os.path.abspath(__file__), "--node", "--library", args.arrays, "--bytes", str(args.bytes)]
     pairs = {"worker": (Cluster("Go worker", (go, go, go)), Cluster("Python worker", (go, go, python))),
              "server": (Cluster("Go server", (go, go + ["-hold"], go)), Cluster("Python server", (go, python + ["--hold"], go)))}
     measure = {"worker": lambda c: c.round_trips(args.rounds), "server": lambda c: c.answers(args.rounds)}
@@ -153,7 +153,7 @@ def main():
         for clusters in pairs.values():
             for c in clusters:
                 c.end()
-    print(f"{args.library}, {args.bytes} bytes each way, {args.blocks * args.rounds} times each, p50 in us")
+    print(f"{args.arrays}, {args.bytes} bytes each way, {args.blocks * args.rounds} times each, p50 in us")
     passed = False
     for kind, what in (("worker", "push_pull + wait"), ("server", "get_batch to respond")):
         base, own = (p50(c.times) for c in pairs[kind])
