@@ -199,6 +199,11 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 		}
 		answer, err := decodeHello(ev.Private)
 		l.ours = err == nil && answer.ours
+		if v.cfg.SplitQPLag && !qps[q].Pinned() { // known only now
+			v.warnPin.Do(func() {
+				v.log.Info("rdma: STEPMESH_SPLIT_QP_LAG: queue pairs are not pinned to ports: not a bonded mlx5 device, or no libmlx5")
+			})
+		}
 	}
 	l.host, err = v.device(dev)
 	if err != nil {
@@ -259,11 +264,6 @@ func (v *rvan) createQP(id verbs.ID, dev verbs.Device, cookie uint64, q int, act
 	if err != nil {
 		v.release(dev)
 		return nil, err
-	}
-	if o.Port > 0 && !qp.Pinned() {
-		v.warnPin.Do(func() {
-			v.log.Info("rdma: STEPMESH_SPLIT_QP_LAG: queue pairs are not pinned to ports: not a bonded mlx5 device, or no libmlx5")
-		})
 	}
 	return qp, nil
 }

@@ -198,7 +198,7 @@ type QP interface {
 	Handle() Handle
 	Num() uint32
 	MaxInline() int // bytes, as granted
-	Pinned() bool   // Port was obeyed
+	Pinned() bool   // Port was obeyed; known once the connection stands
 }
 
 // Device is an open device with its protection domain and completion queue.
