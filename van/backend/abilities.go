@@ -51,6 +51,16 @@ type AsyncCopier interface {
 	WaitEvent(stream uintptr, e Event) error
 }
 
+// StreamIdler is implemented by backends that can tell whether a stream has come to its
+// end. Idle never waits; a stream that is being captured into a graph is not idle.
+type StreamIdler interface {
+	Idle(stream uintptr) (bool, error)
+}
+
+// HealthChecker is implemented by devices that can fail for good. Health returns the
+// error then, which wraps ErrDeviceLost.
+type HealthChecker interface{ Health() error }
+
 // HostPinner is implemented by backends that copy faster, and asynchronously, from
 // and to host memory that is pinned.
 type HostPinner interface {
@@ -115,9 +125,10 @@ type Exporter interface {
 	// for memory that the driver cannot share (of a memory pool, or of PyTorch with
 	// expandable segments).
 	Export(m Mem) (Export, error)
-	// Import maps the allocation that e names and returns all of it; its Device is the
-	// one that holds it. Only another process than the exporting one can do so. Every
-	// Import needs one CloseImport; those of one allocation share the mapping.
+	// Import maps the allocation that e names and returns all of it, as memory of this
+	// device, which reaches it wherever it lies. Only another process than the exporting
+	// one can do so. Every Import needs one CloseImport; those of one allocation share the
+	// mapping. The memory exists until then, also when the exporter frees it or ends.
 	Import(e Export) (Mem, error)
 	// CloseImport gives back what Import returned.
 	CloseImport(Mem) error

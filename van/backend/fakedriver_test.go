@@ -508,7 +508,6 @@ func (f *fakeDriver) addressRange(p uintptr) (uintptr, int, error) {
 func (f *fakeDriver) bufferID(p uintptr) (uint64, error) {
 	return uint64(p) ^ 7, f.call("bufferID", true)
 }
-func (f *fakeDriver) pointerDevice(uintptr) (int, error) { return 1, f.call("pointerDevice", true) }
 
 func (f *fakeDriver) ipcExport(b uintptr) (h [64]byte, err error) {
 	binary.LittleEndian.PutUint64(h[:], uint64(b))

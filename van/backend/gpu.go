@@ -32,7 +32,7 @@ type gpu struct {
 	mu      sync.Mutex
 	mems    map[uintptr]*deviceMem
 	hosts   map[uintptr]*hostMem
-	imports map[[64]byte]*imported
+	imports map[importKey]*imported
 	streams map[uintptr]struct{} // of NewStream
 	events  map[uintptr]struct{} // of the driver
 	idle    []uintptr            // for copies, when none uses them
@@ -66,7 +66,7 @@ func newGPU(d driver, id int) (Backend, error) {
 		return nil, fmt.Errorf("backend GPU: %w: device %d (STEPMESH_GPU): this process sees %d (CUDA_VISIBLE_DEVICES), want 0 to %d", ErrUnavailable, id, n, n-1)
 	}
 	g := &gpu{d: d, id: id, mems: map[uintptr]*deviceMem{}, hosts: map[uintptr]*hostMem{},
-		imports: map[[64]byte]*imported{}, streams: map[uintptr]struct{}{}, events: map[uintptr]struct{}{}}
+		imports: map[importKey]*imported{}, streams: map[uintptr]struct{}{}, events: map[uintptr]struct{}{}}
 	g.Configure(DefaultOptions())
 	if g.dev, err = d.device(id); err != nil {
 		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.failed("open", err))

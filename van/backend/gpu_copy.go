@@ -96,11 +96,11 @@ func (g *gpu) copyable(op string, dst, src Mem) error {
 		return g.invalid("%s of %d bytes into %d", op, src.n, dst.n)
 	}
 	for _, m := range [...]Mem{dst, src} {
-		if m.OnHost() || m.dev == g.Device() {
+		if i, ok := m.owner.(*imported); m.OnHost() || ok && i.g == g || !ok && m.dev == g.Device() {
 			continue
 		}
-		if i, ok := m.owner.(*imported); ok && i.g == g {
-			continue
+		if m.dev == g.Device() {
+			return g.invalid("%s of %d bytes: another process's memory, imported by another backend: %w", op, src.n, ErrWrongDevice)
 		}
 		return fmt.Errorf("%s of %d bytes from %s to %s: %w", op, src.n, src.dev, dst.dev, CheckDevice(g, m))
 	}
@@ -136,6 +136,22 @@ func (g *gpu) putStream(s uintptr) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.idle = append(g.idle, s)
+}
+
+// Idle tells whether all that was queued on stream is done.
+func (g *gpu) Idle(stream uintptr) (idle bool, err error) {
+	err = g.with("Idle", func() error {
+		if capturing, err := g.d.streamCapturing(stream); capturing || err != nil {
+			return err // to query it would spoil the capture
+		}
+		err := g.d.streamQuery(stream)
+		if notReady(err) {
+			return nil
+		}
+		idle = err == nil
+		return err
+	})
+	return idle, err
 }
 
 // NewStream makes a stream.

@@ -177,12 +177,6 @@ func (cuda) bufferID(addr uintptr) (uint64, error) {
 	return uint64(id), result("cuPointerGetAttribute(BUFFER_ID)", int(r))
 }
 
-func (cuda) pointerDevice(addr uintptr) (int, error) {
-	var ordinal C.int
-	r := C.cuPointerGetAttribute(unsafe.Pointer(&ordinal), C.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, C.CUdeviceptr(addr))
-	return int(ordinal), result("cuPointerGetAttribute(DEVICE_ORDINAL)", int(r))
-}
-
 func (cuda) ipcExport(base uintptr) (h [64]byte, err error) {
 	r := C.stepaf_ipc_export(C.CUdeviceptr(base), unsafe.Pointer(&h))
 	return h, result("cuIpcGetMemHandle", int(r))

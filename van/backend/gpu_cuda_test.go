@@ -337,7 +337,7 @@ func childImport(id int) error {
 	if err != nil {
 		return err
 	}
-	if m.Len() != e.Size || m.Device().ID != 0 {
+	if m.Len() != e.Size || m.Device() != g.Device() {
 		return fmt.Errorf("imported %d bytes on %s", m.Len(), m.Device())
 	}
 	local, err := g.Alloc(4096)

@@ -61,7 +61,6 @@ type driver interface {
 
 	addressRange(addr uintptr) (base uintptr, n int, err error)
 	bufferID(addr uintptr) (uint64, error)
-	pointerDevice(addr uintptr) (int, error)
 	ipcExport(base uintptr) ([64]byte, error)
 	ipcOpen(h [64]byte) (uintptr, error)
 	ipcClose(addr uintptr) error

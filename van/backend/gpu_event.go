@@ -107,7 +107,7 @@ func (e *flagEvent) Query() (bool, error) {
 
 func (e *flagEvent) Sync(ctx context.Context) error { return e.g.wait(ctx, e) }
 
-func (e *flagEvent) check() error { return e.g.health() }
+func (e *flagEvent) check() error { return e.g.Health() }
 
 func (e *flagEvent) Close() error {
 	e.mu.Lock()
@@ -269,8 +269,8 @@ func (g *gpu) wait(ctx context.Context, w waitable) error {
 	}
 }
 
-// health returns the error of a device whose context has failed: every call reports it.
-func (g *gpu) health() error {
+// Health returns the error of a device whose context has failed: every call reports it.
+func (g *gpu) Health() error {
 	return g.with("look whether the device works", func() error {
 		s, err := g.takeStream()
 		if err != nil {

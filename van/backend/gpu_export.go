@@ -7,10 +7,17 @@ import (
 
 // imported is the owner of another process's memory.
 type imported struct {
-	g      *gpu
-	handle [64]byte
-	addr   uintptr
+	g    *gpu
+	key  importKey
+	addr uintptr
 	users  int // Imports without CloseImport; under the gpu's mutex
+}
+
+// importKey tells allocations apart also where the driver gives a new one the handle of
+// one that was freed.
+type importKey struct {
+	handle     [64]byte
+	allocation uint64
 }
 
 // Export names the allocation in which m lies.
@@ -18,6 +25,9 @@ func (g *gpu) Export(m Mem) (Export, error) {
 	var e Export
 	if m.n == 0 || m.dev != g.Device() {
 		return e, g.invalid("Export of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
+	}
+	if _, ok := m.owner.(*imported); ok {
+		return e, g.invalid("Export of %d bytes: another process's memory: %w", m.n, ErrNotExportable)
 	}
 	var unshared error // set when the driver knows the memory but does not share it
 	addr := uintptr(m.ptr)
@@ -73,22 +83,22 @@ func (g *gpu) Import(e Export) (Mem, error) {
 	err := g.enter(func() error {
 		g.mu.Lock() // two who import the same share one mapping
 		defer g.mu.Unlock()
-		i := g.imports[e.Handle]
+		key := importKey{e.Handle, e.Allocation}
+		i := g.imports[key]
 		if i == nil {
-			i = &imported{g: g, handle: e.Handle}
+			i = &imported{g: g, key: key}
 			var err error
 			if i.addr, err = g.d.ipcOpen(e.Handle); err != nil {
 				return err
 			}
-			g.imports[e.Handle] = i
+			g.imports[key] = i
 		}
 		i.users++
-		dev, err := g.checkImport(i, e.Size)
-		if err != nil {
+		if err := g.checkImport(i, e.Size); err != nil {
 			_ = g.dropImport(i) // the first error tells more
 			return err
 		}
-		m = At(pointer(i.addr), e.Size, dev, i)
+		m = At(pointer(i.addr), e.Size, g.Device(), i)
 		return nil
 	})
 	if err != nil {
@@ -102,16 +112,12 @@ func (g *gpu) Import(e Export) (Mem, error) {
 }
 
 // checkImport compares the mapping with what the peer said of it.
-func (g *gpu) checkImport(i *imported, size int) (Device, error) {
+func (g *gpu) checkImport(i *imported, size int) error {
 	_, n, err := g.d.addressRange(i.addr)
-	if err != nil {
-		return Device{}, err
+	if err == nil && n < size {
+		err = g.invalid("the peer says %d bytes, the allocation has %d: %w", size, n, ErrNotExportable)
 	}
-	if n < size {
-		return Device{}, g.invalid("the peer says %d bytes, the allocation has %d: %w", size, n, ErrNotExportable)
-	}
-	id, err := g.d.pointerDevice(i.addr)
-	return Device{Type: GPU, ID: int32(id)}, err
+	return err
 }
 
 // dropImport ends one use; the mutex is held and the context is current.
@@ -119,7 +125,7 @@ func (g *gpu) dropImport(i *imported) error {
 	if i.users--; i.users > 0 {
 		return nil
 	}
-	delete(g.imports, i.handle)
+	delete(g.imports, i.key)
 	return g.d.ipcClose(i.addr)
 }
 

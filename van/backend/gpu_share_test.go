@@ -121,7 +121,7 @@ func TestExportImport(t *testing.T) {
 	if err != nil || again.Ptr() != far.Ptr() {
 		t.Fatalf("the second import: %v", err)
 	}
-	if far.Device() != (Device{GPU, 1}) || far.Len() != 8192 {
+	if far.Device() != b.Device() || far.Len() != 8192 {
 		t.Errorf("%d bytes on %s", far.Len(), far.Device())
 	}
 	got := make([]byte, 5)

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -23,8 +24,8 @@ type Options struct {
 	// stay in it when they are received.
 	Pinned, Device int
 	// Direct, if not nil, tells whether the van inside itself takes values on the
-	// device to that peer; they then go as they are, and receive buffers on the device
-	// are registered with it, too.
+	// device to that peer; they then go as they are, unless its Send says
+	// backend.ErrNotExportable. Receive buffers on the device are registered with it, too.
 	Direct func(peer int) bool
 }
 
@@ -36,17 +37,37 @@ type Van struct {
 	van.Van
 	back   backend.Backend
 	log    *slog.Logger
-	pinned *pool
-	device *pool
+	pinned *backend.Pool
+	device *backend.Pool
 	direct func(peer int) bool // nil: never
 
 	sends sync.Pool // of *sending
+	holds sync.Pool // of *held
 
 	mu    sync.RWMutex
 	dsts  map[destination]backend.Mem
 	lower van.BufferRegistrar // of the van inside, nil when it has none
 
-	staged, unpinned, refused atomic.Uint64
+	staged, unpinned, refused, private atomic.Uint64
+}
+
+// held owns a received message whose value lies in a buffer of ours.
+type held struct {
+	v      *Van
+	buf    *backend.Buffer
+	owner  van.Owner
+	native unsafe.Pointer
+}
+
+// Free gives the message back to the transport that it came from, and the buffer to
+// its pool.
+func (h *held) Free(m *van.Message) {
+	buf, owner, native := h.buf, h.owner, h.native
+	h.buf, h.owner, h.native = nil, nil, nil
+	h.v.holds.Put(h)
+	buf.Put()
+	m.Adopt(owner, native)
+	owner.Free(m)
 }
 
 // destination is what a registered buffer is for.
@@ -79,11 +100,11 @@ func New(inner van.Van, o Options) van.Van {
 	v := &Van{Van: inner, back: o.Backend, log: o.Log, direct: o.Direct, dsts: map[destination]backend.Mem{}}
 	v.lower, _ = van.As[van.BufferRegistrar](inner)
 	if p, ok := o.Backend.(backend.HostPinner); ok {
-		v.pinned = newPool(o.Pinned, p.AllocPinned, p.FreePinned)
+		v.pinned = backend.NewPool(o.Pinned, p.AllocPinned, p.FreePinned)
 	} else {
-		v.pinned = newPool(0, nil, nil)
+		v.pinned = backend.NewPool(0, nil, nil)
 	}
-	v.device = newPool(o.Device, o.Backend.Alloc, o.Backend.Free)
+	v.device = backend.NewPool(o.Device, o.Backend.Alloc, o.Backend.Free)
 	return v
 }
 
@@ -100,7 +121,7 @@ func (v *Van) Counts() (staged, unpinned, refused uint64) {
 // sending is a value under way, in a buffer of ours or in ordinary memory.
 type sending struct {
 	v    *Van
-	buf  *buffer
+	buf  *backend.Buffer
 	done van.Completion
 }
 
@@ -114,7 +135,7 @@ func (s *sending) Sent() {
 func (s *sending) release() van.Completion {
 	done, v := s.done, s.v
 	if s.buf != nil {
-		v.pinned.put(s.buf)
+		s.buf.Put()
 	}
 	s.buf, s.done = nil, nil
 	v.sends.Put(s)
@@ -125,8 +146,18 @@ func (s *sending) release() van.Completion {
 // stream may still be writing it. Send returns when it has been copied; Done is told
 // when it has left.
 func (v *Van) Send(m *van.Message) error {
-	if m.Frames < 2 || m.Vals.OnHost() || v.direct != nil && v.direct(m.Receiver) {
+	if m.Frames < 2 || m.Vals.OnHost() {
 		return v.Van.Send(m)
+	}
+	if v.direct != nil && v.direct(m.Receiver) {
+		err := v.Van.Send(m)
+		if !errors.Is(err, backend.ErrNotExportable) {
+			return err
+		}
+		if n := v.private.Add(1); n&(n-1) == 0 {
+			v.log.Warn("a value cannot be shared with its receiver as it lies; it goes through host memory", "to", van.NodeName(m.Receiver),
+				"key", m.Key, "bytes", m.Vals.Len(), "count", n, "err", err)
+		}
 	}
 	fail := func(err error) error {
 		return &van.Error{Op: "send", Peer: van.NodeName(m.Receiver), Detail: m.Meta.String(), Err: err}
@@ -134,13 +165,13 @@ func (v *Van) Send(m *van.Message) error {
 	if err := backend.CheckDevice(v.back, m.Vals); err != nil {
 		return fail(fmt.Errorf("%w: %w", van.ErrInvalid, err))
 	}
-	buf, err := v.pinned.get(m.Vals.Len())
+	buf, err := v.pinned.Get(m.Vals.Len())
 	if err != nil && v.unpinned.Load() == 0 {
 		v.log.Warn("no pinned memory for a value; it goes through ordinary memory", "bytes", m.Vals.Len(), "err", err)
 	}
 	var host backend.Mem
 	if buf != nil {
-		host = buf.mem.Sub(0, m.Vals.Len())
+		host = buf.Mem().Sub(0, m.Vals.Len())
 	} else {
 		v.unpinned.Add(1)
 		host = backend.Bytes(make([]byte, m.Vals.Len()))
@@ -191,22 +222,26 @@ func (v *Van) place(m *van.Message) {
 		v.staged.Add(1)
 		return
 	}
-	b, err := v.device.get(m.Vals.Len())
+	b, err := v.device.Get(m.Vals.Len())
 	if b == nil {
 		if err == nil {
-			err = fmt.Errorf("received values hold %d bytes of the device's memory already: %w", v.device.limit, backend.ErrNoMemory)
+			err = fmt.Errorf("received values hold %d bytes of the device's memory already: %w", v.device.Limit(), backend.ErrNoMemory)
 		}
 		v.refuse(m, err)
 		return
 	}
-	dst := b.mem.Sub(0, m.Vals.Len())
+	dst := b.Mem().Sub(0, m.Vals.Len())
 	if err := v.back.Copy(dst, m.Vals); err != nil {
-		v.device.put(b)
+		b.Put()
 		v.refuse(m, err)
 		return
 	}
-	b.owner, b.native = m.Owner(), m.Native()
-	m.Adopt(b, b.native)
+	h, _ := v.holds.Get().(*held)
+	if h == nil {
+		h = &held{v: v}
+	}
+	h.buf, h.owner, h.native = b, m.Owner(), m.Native()
+	m.Adopt(h, h.native)
 	m.Vals = dst
 	v.staged.Add(1)
 }
@@ -249,5 +284,5 @@ func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error 
 
 // Close implements van.Van.
 func (v *Van) Close(ctx context.Context) error {
-	return errors.Join(v.Van.Close(ctx), v.pinned.close(), v.device.close())
+	return errors.Join(v.Van.Close(ctx), v.pinned.Close(), v.device.Close())
 }

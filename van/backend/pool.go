@@ -1,65 +1,58 @@
-package stage
+package backend
 
 import (
 	"math/bits"
 	"sync"
-	"unsafe"
-
-	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// buffer is memory of a pool. While it carries a received message it is that
-// message's owner.
-type buffer struct {
-	mem    backend.Mem
-	pool   *pool
-	owner  van.Owner
-	native unsafe.Pointer
-}
-
-// Free gives the message back to the transport that it came from, and the buffer to
-// its pool.
-func (b *buffer) Free(m *van.Message) {
-	owner, native := b.owner, b.native
-	b.owner, b.native = nil, nil
-	b.pool.put(b)
-	m.Adopt(owner, native)
-	owner.Free(m)
-}
-
-// pool keeps buffers for use again: allocating device or pinned memory takes as long
+// Pool keeps buffers for use again: allocating device or pinned memory takes as long
 // as sending many values. Sizes are rounded up, by an eighth at most, so that values of
-// about the same length share buffers.
-type pool struct {
-	alloc func(n int) (backend.Mem, error)
-	free  func(backend.Mem) error
-	limit int // bytes in all, in use and idle
+// about the same length share buffers. It is safe for concurrent use.
+type Pool struct {
+	alloc func(n int) (Mem, error)
+	free  func(Mem) error
+	limit int
 
 	mu     sync.Mutex
-	idle   map[int][]*buffer // by size
+	idle   map[int][]*Buffer // by size
 	size   int               // bytes in all
 	closed bool
 }
 
-func newPool(limit int, alloc func(int) (backend.Mem, error), free func(backend.Mem) error) *pool {
-	return &pool{alloc: alloc, free: free, limit: limit, idle: map[int][]*buffer{}}
+// Buffer is memory of a pool.
+type Buffer struct {
+	mem  Mem
+	pool *Pool
 }
 
-const smallest = 4096
+// Mem is the buffer's memory, which may be longer than what Get was asked for.
+func (b *Buffer) Mem() Mem { return b.mem }
+
+// Put gives the buffer back. It does not block before the pool's Close.
+func (b *Buffer) Put() { b.pool.put(b) }
+
+// NewPool makes a pool of at most limit bytes, in use and idle.
+func NewPool(limit int, alloc func(n int) (Mem, error), free func(Mem) error) *Pool {
+	return &Pool{alloc: alloc, free: free, limit: limit, idle: map[int][]*Buffer{}}
+}
+
+// Limit is the number of bytes that the pool keeps at most.
+func (p *Pool) Limit() int { return p.limit }
+
+const smallestBuffer = 4096
 
 // rounded is the size of the buffers for n bytes.
 func rounded(n int) int {
-	if n <= smallest {
-		return smallest
+	if n <= smallestBuffer {
+		return smallestBuffer
 	}
-	step := 1 << max(bits.Len(uint(n-1))-4, bits.Len(smallest)-1)
+	step := 1 << max(bits.Len(uint(n-1))-4, bits.Len(smallestBuffer)-1)
 	return (n + step - 1) / step * step
 }
 
-// get returns a buffer of at least n bytes, nil when the limit leaves no room. It may
+// Get returns a buffer of at least n bytes, nil when the limit leaves no room. It may
 // take long.
-func (p *pool) get(n int) (*buffer, error) {
+func (p *Pool) Get(n int) (*Buffer, error) {
 	size := rounded(n)
 	p.mu.Lock()
 	if l := p.idle[size]; len(l) > 0 {
@@ -68,7 +61,7 @@ func (p *pool) get(n int) (*buffer, error) {
 		p.mu.Unlock()
 		return b, nil
 	}
-	var old []*buffer
+	var old []*Buffer
 	if p.size+size > p.limit {
 		old = p.evict(p.size + size - p.limit)
 	}
@@ -96,10 +89,10 @@ func (p *pool) get(n int) (*buffer, error) {
 			return nil, p.lost(size, err)
 		}
 	}
-	return &buffer{mem: m, pool: p}, nil
+	return &Buffer{mem: m, pool: p}, nil
 }
 
-func (p *pool) lost(size int, err error) error {
+func (p *Pool) lost(size int, err error) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.size -= size
@@ -107,7 +100,7 @@ func (p *pool) lost(size int, err error) error {
 }
 
 // evict takes idle buffers out of the pool until n bytes are free.
-func (p *pool) evict(n int) (old []*buffer) {
+func (p *Pool) evict(n int) (old []*Buffer) {
 	for size, l := range p.idle {
 		for len(l) > 0 && n > 0 {
 			old = append(old, l[len(l)-1])
@@ -122,7 +115,7 @@ func (p *pool) evict(n int) (old []*buffer) {
 	return old
 }
 
-func (p *pool) drop(old []*buffer) error {
+func (p *Pool) drop(old []*Buffer) error {
 	var first error
 	for _, b := range old {
 		if err := p.free(b.mem); first == nil {
@@ -132,8 +125,7 @@ func (p *pool) drop(old []*buffer) error {
 	return first
 }
 
-// put takes b back. It does not block before close.
-func (p *pool) put(b *buffer) {
+func (p *Pool) put(b *Buffer) {
 	p.mu.Lock()
 	if !p.closed {
 		p.idle[b.mem.Len()] = append(p.idle[b.mem.Len()], b)
@@ -145,8 +137,8 @@ func (p *pool) put(b *buffer) {
 	_ = p.free(b.mem) // the backend may be closed by now, and has then freed it
 }
 
-// close frees what is idle; the rest frees itself when it comes back.
-func (p *pool) close() error {
+// Close frees what is idle; the rest frees itself when it comes back.
+func (p *Pool) Close() error {
 	p.mu.Lock()
 	p.closed = true
 	old := p.evict(p.size)
