@@ -2,13 +2,14 @@ package faults
 
 import (
 	"fmt"
-	"sync"
+	"log/slog"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -19,128 +20,107 @@ const soon = 5 * time.Second
 // TestServerKilled: a server that is killed fails the requests that it owes an
 // answer, and those that follow, until another one takes its place.
 func TestServerKilled(t *testing.T) {
-	var victim *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Servers: 2, Elsewhere: elsewhere(t, "server", 1, mute, &victim)})
+	var victim *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Servers: 2, Elsewhere: nodetest.Elsewhere(t, "server", 1, mute, &victim)})
 	serveAll(t, c)
-	ws := []*af.TensorWorker{worker(t, c.Workers[0]), worker(t, c.Workers[1])}
-	victim.expect("ready")
+	ws := []*af.TensorWorker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
+	victim.Ready()
 	h, _, err := request(ws[0], 2, []byte("x"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	victim.expect("got a batch")
+	victim.Expect("got a batch")
 	killed := time.Now()
-	victim.kill()
-	fails(t, ws[0].Wait(t.Context(), h), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h))
+	victim.Kill()
+	nodetest.Fails(t, ws[0].Wait(t.Context(), h), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h))
 	if d := time.Since(killed); d > soon {
 		t.Errorf("it took %s to notice the death of a server, want less than %s", d, soon)
 	}
 	// The other worker learns it as well, and the others go on without.
-	for limit := within(t, soon); c.Workers[1].DeadNodes(0) == nil; {
-		if limit.Err() != nil {
-			t.Fatal("worker 1 does not notice the death of the server")
-		}
-	}
+	nodetest.Eventually(t, soon, "worker 1 notices the death of the server", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
 	for _, w := range ws {
-		fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
+		nodetest.Fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
 	}
-	together(t, c.Workers, func(n *postoffice.Node) error {
-		return n.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup)
+	nodetest.Together(t, c.Workers, func(n *postoffice.Node) error {
+		return n.InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.WorkerGroup)
 	})
 
-	var next *process
-	returns(t, c.Workers[0], 10, func() {
-		returns(t, c.Workers[1], 10, func() { next = spawn(t, c, "server", 1, echo) })
-	})
-	next.expect("ready")
+	var next *nodetest.Process
+	nodetest.Returns(t, c.Workers, 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
+	next.Ready()
 	work(t, 2, ws...)
 }
 
 // TestServerInstanceKilled: the instances of other groups' members do not notice
 // that one was killed.
 func TestServerInstanceKilled(t *testing.T) {
-	var victim *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Group: 2, Elsewhere: elsewhere(t, "server", 1, mute, &victim)})
+	var victim *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Group: 2, Elsewhere: nodetest.Elsewhere(t, "server", 1, mute, &victim)})
 	serveAll(t, c)
-	untouched, w := worker(t, c.Workers[0]), worker(t, c.Workers[1])
-	stop := make(chan struct{})
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for i := 0; ; i++ {
-			select {
-			case <-stop:
-				return
-			default:
-			}
-			if err := roundTrip(t.Context(), untouched, 1, fmt.Append(nil, i)); err != nil {
-				t.Errorf("instance 0, round %d: %v", i, err)
-				return
-			}
-		}
-	})
-	victim.expect("ready")
+	untouched, w := nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])
+	stop := nodetest.Repeat(t, "instance 0", func(i int) error { return roundTrip(t.Context(), untouched, 1, fmt.Append(nil, i)) })
+	victim.Ready()
 	h, _, err := request(w, 1, []byte("x"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	victim.expect("got a batch")
-	victim.kill()
-	fails(t, w.Wait(t.Context(), h), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
-	var next *process
-	returns(t, c.Workers[1], 10, func() { next = spawn(t, c, "server", 1, echo) })
-	next.expect("ready")
+	victim.Expect("got a batch")
+	victim.Kill()
+	nodetest.Fails(t, w.Wait(t.Context(), h), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
+	var next *nodetest.Process
+	nodetest.Returns(t, c.Workers[1:], 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
+	next.Ready()
 	work(t, 1, w)
-	close(stop)
-	wg.Wait()
+	stop()
 }
 
 // TestHandlerPanics: a panic in an application's handler ends its process, as it
 // would anywhere, and is the loss of a peer for the others.
 func TestHandlerPanics(t *testing.T) {
-	var victim *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", 0, panics, &victim)})
-	w := worker(t, c.Workers[0])
-	victim.expect("ready")
-	fails(t, roundTrip(t.Context(), w, 1, []byte("x")), van.ErrPeerLost, "server 0 (id 8) at 127.0.0.1:")
-	<-victim.done
-	if code := victim.cmd.ProcessState.ExitCode(); code != 2 {
-		t.Errorf("the process ended with status %d, want 2", code)
+	var victim *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, panics, &victim)})
+	w := nodetest.Worker(t, c.Workers[0])
+	victim.Ready()
+	nodetest.Fails(t, roundTrip(t.Context(), w, 1, []byte("x")), van.ErrPeerLost, "server 0 (id 8) at 127.0.0.1:")
+	if status := victim.Ended(); status != 2 {
+		t.Errorf("the process ended with status %d, want 2", status)
 	}
-	var next *process
-	returns(t, c.Workers[0], 8, func() { next = spawn(t, c, "server", 0, echo) })
-	next.expect("ready")
+	var next *nodetest.Process
+	nodetest.Returns(t, c.Workers, 8, func() { next = nodetest.Spawn(t, c, "server", 0, echo) })
+	next.Ready()
 	work(t, 1, w)
 }
 
 // TestWorkerKilledInBatch: what a killed worker had begun is given up; the server
 // serves the others, and one that takes the worker's place.
 func TestWorkerKilledInBatch(t *testing.T) {
-	var victim *process
-	l := &logText{}
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Log: l.logger(), Elsewhere: elsewhere(t, "worker", 1, begins, &victim)})
+	var victim *nodetest.Process
+	l := &nodetest.Text{}
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Log: l.Logger(slog.LevelDebug), Elsewhere: nodetest.Elsewhere(t, "worker", 1, begins, &victim)})
 	serveAll(t, c)
-	w := worker(t, c.Workers[0])
-	victim.expect("ready")
-	l.waitFor(t, "msg=recv", `peer="worker 1 (id 11)"`, "head=1")
+	w := nodetest.Worker(t, c.Workers[0])
+	victim.Ready()
+	l.Wait(t, "msg=recv", `peer="worker 1 (id 11)"`, "head=1")
 	work(t, 1, w)
-	victim.kill()
-	l.waitFor(t, "rank=0 id=8", "gave up unfinished batches", "worker 1 (id 11)", "batches=1")
+	victim.Kill()
+	l.Wait(t, "rank=0 id=8", "gave up unfinished batches", "worker 1 (id 11)", "batches=1")
 	work(t, 1, w)
 
-	next := spawn(t, c, "worker", 1, works) // begins at timestamp 0 as the first one did
-	next.expect("ready")
+	next := nodetest.Spawn(t, c, "worker", 1, works) // begins at timestamp 0 as the first one did
+	next.Ready()
 	work(t, 1, w)
 	if dead := c.Scheduler.DeadNodes(0); len(dead) > 0 {
 		t.Errorf("dead nodes are %v, want none: the new worker has the place of the old one", dead)
 	}
-	next.finish()
+	next.End()
+	next.Left()
 }
 
 // TestWorkerKilledBeforeAnswer: an answer to a killed worker is an error, and no
 // trouble to others.
 func TestWorkerKilledBeforeAnswer(t *testing.T) {
-	var victim *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: elsewhere(t, "worker", 1, asks, &victim)})
+	var victim *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: nodetest.Elsewhere(t, "worker", 1, asks, &victim)})
 	arrived := make(chan af.Batch, 1)
 	serve(t, c.Servers[0], func(b af.Batch) {
 		if b.SenderRank() == 1 {
@@ -149,7 +129,7 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 		}
 		echoes(t)(b)
 	})
-	w := worker(t, c.Workers[0])
+	w := nodetest.Worker(t, c.Workers[0])
 	b := <-arrived
 	gone := make(chan struct{}, 16)
 	defer c.Servers[0].OnPeer(func(id int, up bool, _ error) {
@@ -157,10 +137,10 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 			gone <- struct{}{}
 		}
 	})()
-	victim.kill()
+	victim.Kill()
 	<-gone
-	fails(t, answer(b), van.ErrPeerLost, "server 0 (id 8): send with worker 1 (id 11) at 127.0.0.1:")
-	fails(t, answer(b), af.ErrAnswered)
+	nodetest.Fails(t, nodetest.Echo(b), van.ErrPeerLost, "server 0 (id 8): send with worker 1 (id 11) at 127.0.0.1:")
+	nodetest.Fails(t, nodetest.Echo(b), af.ErrAnswered)
 	work(t, 1, w)
 	if n := c.Servers[0].Stats().Pinned; n > 0 {
 		t.Errorf("%d values are still held for the dead worker", n)
@@ -170,44 +150,30 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 // TestSchedulerKilled: without a scheduler nobody can meet or leave in order, and
 // says so; requests between workers and servers go on.
 func TestSchedulerKilled(t *testing.T) {
-	var victim *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "scheduler", 0, rules, &victim),
+	var victim *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "scheduler", 0, rules, &victim),
 		Set: func(c *postoffice.Config) { c.StopTimeout = 5 * time.Second }})
 	serveAll(t, c)
-	w := worker(t, c.Workers[0])
-	victim.expect("ready")
+	w := nodetest.Worker(t, c.Workers[0])
+	victim.Ready()
 	work(t, 1, w)
 	waiting := make(chan error)
 	go func() { waiting <- c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup) }()
 	killed := time.Now()
-	victim.kill()
+	victim.Kill()
 	scheduler := fmt.Sprintf("scheduler (id 1) at 127.0.0.1:%d", c.Port)
-	fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "instance barrier", scheduler)
+	nodetest.Fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "instance barrier", scheduler)
 	if d := time.Since(killed); d > soon {
 		t.Errorf("it took %s to notice the death of the scheduler, want less than %s", d, soon)
 	}
 	work(t, 1, w)
-	fails(t, c.Workers[0].Barrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup), van.ErrPeerLost, scheduler)
+	nodetest.Fails(t, c.Workers[0].Barrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup), van.ErrPeerLost, scheduler)
 	work(t, 1, w)
 
 	_, err := c.Join(t.Context(), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 200 * time.Millisecond })
-	fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", c.Port))
+	nodetest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", c.Port))
 	work(t, 1, w)
 	for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0]} {
-		fails(t, n.Finalize(within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
+		nodetest.Fails(t, n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
 	}
-}
-
-// together calls f for all nodes at once.
-func together(t testing.TB, nodes []*postoffice.Node, f func(n *postoffice.Node) error) {
-	t.Helper()
-	var wg sync.WaitGroup
-	for _, n := range nodes {
-		wg.Go(func() {
-			if err := f(n); err != nil {
-				t.Errorf("%s: %v", n.Name(), err)
-			}
-		})
-	}
-	wg.Wait()
 }

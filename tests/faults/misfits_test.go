@@ -2,6 +2,7 @@ package faults
 
 import (
 	"fmt"
+	"log/slog"
 	"net"
 	"syscall"
 	"testing"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -17,7 +19,7 @@ import (
 func TestMisfits(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2})
 	serveAll(t, c)
-	w0, w1 := worker(t, c.Workers[0]), worker(t, c.Workers[1])
+	w0, w1 := nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])
 	work(t, 1, w0, w1)
 	for _, x := range []struct {
 		name     string
@@ -36,8 +38,8 @@ func TestMisfits(t *testing.T) {
 		}, van.ErrTimeout, []string{"has not answered", "DMLC_PS_ROOT_PORT"}},
 	} {
 		t.Run(x.name, func(t *testing.T) {
-			_, err := c.Join(within(t, 15*time.Second), x.role, x.rank, x.set)
-			fails(t, err, x.sentinel, x.texts...)
+			_, err := c.Join(nodetest.Within(t, 15*time.Second), x.role, x.rank, x.set)
+			nodetest.Fails(t, err, x.sentinel, x.texts...)
 			work(t, 1, w0, w1)
 		})
 	}
@@ -66,17 +68,17 @@ func TestPortInUse(t *testing.T) {
 	}
 	defer taken.Close()
 	port := taken.Addr().(*net.TCPAddr).Port
-	l := &logText{}
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Log: l.logger(), Set: func(c *postoffice.Config) { c.Port = port }})
+	l := &nodetest.Text{}
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Log: l.Logger(slog.LevelDebug), Set: func(c *postoffice.Config) { c.Port = port }})
 	serveAll(t, c)
 	for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0]} {
 		took := portOf(t, c, n)
 		if took == port {
 			t.Errorf("%s says that it has port %d, which is taken", n.Name(), port)
 		}
-		l.waitFor(t, "level=WARN", "DMLC_PORT is in use, took another", fmt.Sprintf("asked=%d took=%d", port, took))
+		l.Wait(t, "level=WARN", "DMLC_PORT is in use, took another", fmt.Sprintf("asked=%d took=%d", port, took))
 	}
-	work(t, 1, worker(t, c.Workers[0]))
+	work(t, 1, nodetest.Worker(t, c.Workers[0]))
 	c.Finalize(t)
 }
 
@@ -84,22 +86,22 @@ func TestPortInUse(t *testing.T) {
 // others have come, do not keep a cluster from starting.
 func TestMisfitsAtStart(t *testing.T) {
 	var without, impatient, early error
-	l := &logText{}
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Log: l.logger(), Elsewhere: func(c *testcluster.Cluster, role string, _ int) bool {
+	l := &nodetest.Text{}
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Log: l.Logger(slog.LevelDebug), Elsewhere: func(c *testcluster.Cluster, role string, _ int) bool {
 		if role == "server" { // the scheduler runs, and nobody else yet
-			_, without = c.Join(within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 3, 2 })
-			_, impatient = c.Join(within(t, 15*time.Second), "worker", 1, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
+			_, without = c.Join(nodetest.Within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 3, 2 })
+			_, impatient = c.Join(nodetest.Within(t, 15*time.Second), "worker", 1, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
 			// The scheduler has seen no reason to look whether it is still there.
-			_, early = c.Join(within(t, 15*time.Second), "worker", 1, nil)
-			l.waitFor(t, "(rank 1) vanished before the cluster was complete", "no connection could be made")
+			_, early = c.Join(nodetest.Within(t, 15*time.Second), "worker", 1, nil)
+			l.Wait(t, "(rank 1) vanished before the cluster was complete", "no connection could be made")
 		}
 		return false
 	}})
-	fails(t, without, postoffice.ErrRefused, "preferred rank 2 of a worker, but there are only ranks 0 to 1", "DMLC_NODE_RANK")
-	fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 300ms")
-	fails(t, early, postoffice.ErrRefused, "both want rank 1", "DMLC_NODE_RANK")
+	nodetest.Fails(t, without, postoffice.ErrRefused, "preferred rank 2 of a worker, but there are only ranks 0 to 1", "DMLC_NODE_RANK")
+	nodetest.Fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 300ms")
+	nodetest.Fails(t, early, postoffice.ErrRefused, "both want rank 1", "DMLC_NODE_RANK")
 	serveAll(t, c)
-	work(t, 1, worker(t, c.Workers[0]), worker(t, c.Workers[1]))
+	work(t, 1, nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1]))
 	c.Finalize(t)
 }
 
@@ -110,15 +112,15 @@ func TestVanishedAtStart(t *testing.T) {
 	join := func(role string) <-chan error {
 		done := make(chan error, 1)
 		go func() {
-			_, err := c.Join(within(t, 15*time.Second), role, 0, nil)
+			_, err := c.Join(nodetest.Within(t, 15*time.Second), role, 0, nil)
 			done <- err
 		}()
 		return done
 	}
 	scheduler := join("scheduler")
-	_, err := c.Join(within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
-	fails(t, err, van.ErrTimeout)
+	_, err := c.Join(nodetest.Within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
+	nodetest.Fails(t, err, van.ErrTimeout)
 	server := join("server")
-	fails(t, <-scheduler, van.ErrPeerLost, "scheduler (id 1)", "worker 0 (id 9) at 127.0.0.1:", "no connection could be made")
-	fails(t, <-server, van.ErrPeerLost, "server 0 (id 8)") // of the worker or of the scheduler
+	nodetest.Fails(t, <-scheduler, van.ErrPeerLost, "scheduler (id 1)", "worker 0 (id 9) at 127.0.0.1:", "no connection could be made")
+	nodetest.Fails(t, <-server, van.ErrPeerLost, "server 0 (id 8)") // of the worker or of the scheduler
 }

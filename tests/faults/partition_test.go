@@ -8,6 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
@@ -20,7 +21,7 @@ func TestPartition(t *testing.T) {
 		c.HeartbeatInterval, c.HeartbeatTimeout = time.Second, 2*time.Second
 	}})
 	serveAll(t, c)
-	ws := []*af.TensorWorker{worker(t, c.Workers[0]), worker(t, c.Workers[1])}
+	ws := []*af.TensorWorker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
 	work(t, 2, ws...)
 	scheduler := fmt.Sprintf("127.0.0.1:%d", c.Port)
 	server := fmt.Sprintf("127.0.0.1:%d", portOf(t, c, c.Servers[1]))
@@ -35,42 +36,38 @@ func TestPartition(t *testing.T) {
 		select {
 		case err := <-events:
 			return err
-		case <-within(t, 20*time.Second).Done():
+		case <-nodetest.Within(t, 20*time.Second).Done():
 			t.Fatal("nothing happened")
 			return nil
 		}
 	}
 	network.Partition(scheduler, server)
-	fails(t, next(), van.ErrPeerLost, "no heartbeat for", "PS_HEARTBEAT_TIMEOUT=2s")
-	for limit := within(t, 20*time.Second); len(c.Workers[1].DeadNodes(0)) == 0; { // it is told as well
-		if limit.Err() != nil {
-			t.Fatal("worker 1 did not learn that the server is silent")
-		}
-	}
+	nodetest.Fails(t, next(), van.ErrPeerLost, "no heartbeat for", "PS_HEARTBEAT_TIMEOUT=2s")
+	nodetest.Eventually(t, 20*time.Second, "worker 1 is told as well that the server is silent", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
 	for _, w := range ws {
 		h, _, err := request(w, 2, []byte("x"))
 		if err == nil {
 			err = w.WaitFor(t.Context(), h, soon)
 		}
-		fails(t, err, van.ErrPeerLost, "push_pull with server 1 (id 10) at "+server, "no heartbeat")
+		nodetest.Fails(t, err, van.ErrPeerLost, "push_pull with server 1 (id 10) at "+server, "no heartbeat")
 	}
-	together(t, c.Workers, func(n *postoffice.Node) error {
-		return n.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup)
+	nodetest.Together(t, c.Workers, func(n *postoffice.Node) error {
+		return n.InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.WorkerGroup)
 	})
 	// The one that is cut off notices that the scheduler is silent.
-	fails(t, c.Servers[1].InstanceBarrier(within(t, 20*time.Second), 0, van.ServerGroup), van.ErrPeerLost, "scheduler (id 1) at "+scheduler, "no heartbeat")
+	nodetest.Fails(t, c.Servers[1].InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.ServerGroup), van.ErrPeerLost, "scheduler (id 1) at "+scheduler, "no heartbeat")
 
 	network.Heal(scheduler, server)
 	if err := next(); err != nil {
 		t.Fatalf("lost again: %v", err)
 	}
-	for limit := within(t, 20*time.Second); len(c.Servers[1].DeadNodes(0))+len(c.Workers[1].DeadNodes(0)) > 0; {
-		if limit.Err() != nil {
-			t.Fatal("not all have noticed that the partition is over")
-		}
-	}
+	nodetest.Eventually(t, 20*time.Second, "all notice that the partition is over", func() bool {
+		return len(c.Servers[1].DeadNodes(0))+len(c.Workers[1].DeadNodes(0)) == 0
+	})
 	work(t, 2, ws...)
-	together(t, c.Nodes(), func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes) })
+	nodetest.Together(t, c.Nodes(), func(n *postoffice.Node) error {
+		return n.InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.AllNodes)
+	})
 	c.Finalize(t)
 }
 
@@ -80,7 +77,7 @@ func TestCutOffWorker(t *testing.T) {
 	network := inproc.NewNetwork()
 	c := testcluster.Start(t, testcluster.Options{Network: network, Workers: 2})
 	serveAll(t, c)
-	cut, other := worker(t, c.Workers[0]), worker(t, c.Workers[1])
+	cut, other := nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])
 	a, b := fmt.Sprintf("127.0.0.1:%d", portOf(t, c, c.Workers[0])), fmt.Sprintf("127.0.0.1:%d", portOf(t, c, c.Servers[0]))
 	network.Partition(a, b)
 	for range 3 {
@@ -88,7 +85,7 @@ func TestCutOffWorker(t *testing.T) {
 		if err == nil {
 			err = cut.WaitFor(t.Context(), h, 50*time.Millisecond)
 		}
-		fails(t, err, van.ErrTimeout, "server 0 (id 8) at "+b, "2 of 2 answers missing")
+		nodetest.Fails(t, err, van.ErrTimeout, "server 0 (id 8) at "+b, "2 of 2 answers missing")
 		work(t, 1, other)
 	}
 	network.Heal(a, b)

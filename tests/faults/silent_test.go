@@ -10,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -40,7 +41,7 @@ func TestNoAnswer(t *testing.T) {
 			}
 			echoes(t)(b)
 		})
-		w := worker(t, c.Workers[0])
+		w := nodetest.Worker(t, c.Workers[0])
 		const limit = 200 * time.Millisecond
 		for _, x := range []struct {
 			name     string
@@ -50,7 +51,7 @@ func TestNoAnswer(t *testing.T) {
 		}{
 			{"WaitFor", func(h int32) error { return w.WaitFor(t.Context(), h, limit) }, van.ErrTimeout, []string{"(limit 200ms)"}},
 			{"Timeout", func(h int32) error { w.Timeout = limit; return w.Wait(t.Context(), h) }, van.ErrTimeout, []string{"(limit 200ms)"}},
-			{"deadline", func(h int32) error { return w.Wait(within(t, limit), h) }, context.DeadlineExceeded, []string{van.ErrTimeout.Error()}},
+			{"deadline", func(h int32) error { return w.Wait(nodetest.Within(t, limit), h) }, context.DeadlineExceeded, []string{van.ErrTimeout.Error()}},
 		} {
 			h, pulls, err := request(w, 2, []byte("never"))
 			if err != nil {
@@ -62,21 +63,21 @@ func TestNoAnswer(t *testing.T) {
 				t.Errorf("%s: waited %s", x.name, d)
 			}
 			w.Timeout = 0
-			fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull", fmt.Sprintf("handler %d: no answer from server 1 (id 10) at 127.0.0.1:", h),
+			nodetest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull", fmt.Sprintf("handler %d: no answer from server 1 (id 10) at 127.0.0.1:", h),
 				"of 2 answers missing)", "after ")...)
-			fails(t, err, van.ErrTimeout)
+			nodetest.Fails(t, err, van.ErrTimeout)
 			if bytes.Contains([]byte(err.Error()), []byte("server 0")) {
 				t.Errorf("%s: %q names a server that has answered", x.name, err)
 			}
 			copy(pulls[1], "mine!")
-			if err := answer(<-late); err != nil {
+			if err := nodetest.Echo(<-late); err != nil {
 				t.Error(err)
 			}
 			work(t, 2, w) // comes after the late answer on the same connection
 			if string(pulls[1]) != "mine!" {
 				t.Errorf("%s: a late answer has written %q to a tensor that is the caller's again", x.name, pulls[1])
 			}
-			fails(t, w.Wait(t.Context(), h), postoffice.ErrUnknownHandler)
+			nodetest.Fails(t, w.Wait(t.Context(), h), postoffice.ErrUnknownHandler)
 		}
 		// A wait that the caller ends is no timeout.
 		h, _, err := request(w, 2, []byte("never"))
@@ -89,7 +90,7 @@ func TestNoAnswer(t *testing.T) {
 			cancel()
 			b.Release() // will never be answered
 		}()
-		fails(t, w.Wait(ctx, h), context.Canceled, "no answer from ", "server 1 (id 10)")
+		nodetest.Fails(t, w.Wait(ctx, h), context.Canceled, "no answer from ", "server 1 (id 10)")
 		work(t, 2, w)
 		c.Finalize(t)
 	})

@@ -3,6 +3,7 @@ package faults
 import (
 	"fmt"
 	"io"
+	"log/slog"
 	"math/rand/v2"
 	"net"
 	"sync"
@@ -12,6 +13,7 @@ import (
 	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -24,23 +26,9 @@ func TestStray(t *testing.T) {
 	const seed = 20240607
 	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Servers: 2})
 	serveAll(t, c)
-	w := worker(t, c.Workers[0])
+	w := nodetest.Worker(t, c.Workers[0])
 	work(t, 2, w)
-	stop := make(chan struct{})
-	var rounds sync.WaitGroup
-	rounds.Go(func() {
-		for i := 0; ; i++ {
-			select {
-			case <-stop:
-				return
-			default:
-			}
-			if err := roundTrip(t.Context(), w, 2, fmt.Append(nil, i)); err != nil {
-				t.Errorf("round %d: %v", i, err)
-				return
-			}
-		}
-	})
+	stop := nodetest.Repeat(t, "meanwhile", func(i int) error { return roundTrip(t.Context(), w, 2, fmt.Append(nil, i)) })
 
 	var wg sync.WaitGroup
 	for i, n := range c.Nodes() {
@@ -60,19 +48,16 @@ func TestStray(t *testing.T) {
 	wg.Wait()
 	// Each node has met nonsense, and said so.
 	for _, n := range c.Nodes() {
-		for limit := within(t, 20*time.Second); n.Stats().Malformed < 10; {
-			if limit.Err() != nil {
-				t.Fatalf("%s has noticed only %d malformed messages", n.Name(), n.Stats().Malformed)
-			}
-		}
+		nodetest.Eventually(t, 20*time.Second, n.Name()+" notices 10 malformed messages", func() bool { return n.Stats().Malformed >= 10 })
 	}
-	close(stop)
-	rounds.Wait()
+	stop()
 	work(t, 2, w)
 	if dead := c.Scheduler.DeadNodes(0); len(dead) > 0 {
 		t.Errorf("dead nodes are %v, want none", dead)
 	}
-	together(t, c.Nodes(), func(n *postoffice.Node) error { return n.InstanceBarrier(within(t, 20*time.Second), 0, van.AllNodes) })
+	nodetest.Together(t, c.Nodes(), func(n *postoffice.Node) error {
+		return n.InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.AllNodes)
+	})
 	c.Finalize(t)
 }
 
@@ -166,10 +151,10 @@ func nearly(r *rand.Rand) [][]byte {
 // TestStrayRequests: requests that are well-formed and make no sense are dropped
 // with a line that says why, and do not disturb the batches of others.
 func TestStrayRequests(t *testing.T) {
-	l := &logText{}
-	c := testcluster.Start(t, testcluster.Options{Workers: 2, Log: l.logger()})
+	l := &nodetest.Text{}
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Log: l.Logger(slog.LevelDebug)})
 	serveAll(t, c)
-	w := worker(t, c.Workers[0])
+	w := nodetest.Worker(t, c.Workers[0])
 	work(t, 1, w)
 	for _, x := range []struct {
 		change func(m *van.Message)
@@ -192,16 +177,16 @@ func TestStrayRequests(t *testing.T) {
 		if err := c.Workers[1].Send(m); err != nil {
 			t.Fatalf("%s: %v", x.text, err)
 		}
-		l.waitFor(t, "rank=0 id=8", "dropped a request", x.text, "worker 1 (id 11) at 127.0.0.1:")
+		l.Wait(t, "rank=0 id=8", "dropped a request", x.text, "worker 1 (id 11) at 127.0.0.1:")
 		work(t, 1, w)
 	}
 	// The one who sent all that is served as well.
-	work(t, 1, worker(t, c.Workers[1]))
+	work(t, 1, nodetest.Worker(t, c.Workers[1]))
 	// A worker serves nobody.
 	if err := c.Servers[0].Send(pushMessage(c.Workers[0].ID(), 0, van.Single, 1, []byte("x"))); err != nil {
 		t.Fatal(err)
 	}
-	l.waitFor(t, "dropped a request: a tensor worker serves none", "server 0 (id 8)")
+	l.Wait(t, "dropped a request: a tensor worker serves none", "server 0 (id 8)")
 	work(t, 1, w)
 	c.Finalize(t)
 }
@@ -236,7 +221,7 @@ func TestWrongAnswers(t *testing.T) {
 			}
 		}
 	}
-	w := worker(t, c.Workers[0])
+	w := nodetest.Worker(t, c.Workers[0])
 	for _, x := range []struct {
 		change   func(m *van.Message)
 		sentinel error
@@ -256,7 +241,7 @@ func TestWrongAnswers(t *testing.T) {
 		if err == nil {
 			err = w.WaitFor(t.Context(), h, soon)
 		}
-		fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull with server 1 (id 10) at ")...)
+		nodetest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull with server 1 (id 10) at ")...)
 		if pulls[1][0] != 0 {
 			t.Errorf("%q: the pull tensor was written all the same", x.texts)
 		}

@@ -1,0 +1,66 @@
+package nodetest
+
+import (
+	"bytes"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// Text is what a process or a log has written. The zero value is ready for use, by
+// several goroutines at once.
+type Text struct {
+	mu      sync.Mutex
+	b       bytes.Buffer
+	changed chan struct{} // closed at the next Write; nil while nobody waits
+}
+
+func (x *Text) Write(p []byte) (int, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.changed != nil {
+		close(x.changed)
+		x.changed = nil
+	}
+	return x.b.Write(p)
+}
+
+func (x *Text) String() string {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.b.String()
+}
+
+// Logger is a log in x of what has this level, or is worse. At slog.LevelDebug nodes
+// write a line for each message.
+func (x *Text) Logger(level slog.Level) *slog.Logger {
+	return slog.New(slog.NewTextHandler(x, &slog.HandlerOptions{Level: level}))
+}
+
+// Wait waits until a line has all of texts.
+func (x *Text) Wait(t testing.TB, texts ...string) {
+	t.Helper()
+	deadline := time.After(patience)
+	for {
+		x.mu.Lock()
+		lines := strings.Split(x.b.String(), "\n")
+		if x.changed == nil {
+			x.changed = make(chan struct{})
+		}
+		changed := x.changed
+		x.mu.Unlock()
+		if slices.ContainsFunc(lines, func(line string) bool {
+			return !slices.ContainsFunc(texts, func(s string) bool { return !strings.Contains(line, s) })
+		}) {
+			return
+		}
+		select {
+		case <-changed:
+		case <-deadline:
+			t.Fatalf("no line ever had %q:\n%s", texts, strings.Join(lines, "\n"))
+		}
+	}
+}

@@ -1,0 +1,116 @@
+package nodetest
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+)
+
+// Within is a context of the test that ends after d.
+func Within(t testing.TB, d time.Duration) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), d)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// Eventually waits, for so long, for what nothing signals.
+func Eventually(t testing.TB, d time.Duration, what string, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.After(d); !ok(); {
+		select {
+		case <-tick.C:
+		case <-end:
+			t.Fatalf("not within %s: %s", d, what)
+		}
+	}
+}
+
+// Returns waits until peer id of all nodes is there again, after join has made it
+// come.
+func Returns(t testing.TB, nodes []*postoffice.Node, id int, join func()) {
+	t.Helper()
+	var waits []chan struct{}
+	for _, n := range nodes {
+		back := make(chan struct{}, 16)
+		defer n.OnPeer(func(i int, up bool, _ error) {
+			if i == id && up {
+				back <- struct{}{}
+			}
+		})()
+		waits = append(waits, back)
+	}
+	join()
+	limit := time.After(patience)
+	for i, back := range waits {
+		select {
+		case <-back:
+		case <-limit:
+			t.Fatalf("%s: node %d did not come back", nodes[i].Name(), id)
+		}
+	}
+}
+
+// Together calls f for all at once, which are nodes or what has the name of one, and
+// ends the test if one fails.
+func Together[T interface{ Name() string }](t testing.TB, all []T, f func(x T) error) {
+	t.Helper()
+	var wg sync.WaitGroup
+	for _, x := range all {
+		wg.Go(func() {
+			if err := f(x); err != nil {
+				t.Errorf("%s: %v", x.Name(), err)
+			}
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		t.FailNow()
+	}
+}
+
+// Repeat calls f with 0, 1, 2 and so on beside everything else, until stop is called,
+// which waits for the last call, or the test ends. An error of f fails the test.
+func Repeat(t testing.TB, name string, f func(i int) error) (stop func()) {
+	over := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for i := 0; ; i++ {
+			select {
+			case <-over:
+				return
+			default:
+			}
+			if err := f(i); err != nil {
+				t.Errorf("%s, round %d: %v", name, i, err)
+				return
+			}
+		}
+	})
+	stop = sync.OnceFunc(func() {
+		close(over)
+		wg.Wait()
+	})
+	t.Cleanup(stop)
+	return stop
+}
+
+// Fails checks that err wraps sentinel and names everything in texts.
+func Fails(t testing.TB, err, sentinel error, texts ...string) {
+	t.Helper()
+	if !errors.Is(err, sentinel) {
+		t.Errorf("got %v, want an error that wraps %q", err, sentinel)
+		return
+	}
+	for _, s := range texts {
+		if !strings.Contains(err.Error(), s) {
+			t.Errorf("%q does not say %q", err, s)
+		}
+	}
+}
