@@ -17,18 +17,19 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // TestValues: every byte arrives, whatever the length.
 func TestValues(t *testing.T) {
-	var p *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", echo, nil, &p)})
-	p.expect("ready")
+	var p *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p)})
+	p.Ready()
 	if !c.Workers[0].SharesMemory(serverID) {
 		t.Fatal("worker and server do not share memory")
 	}
-	w := worker(t, c.Workers[0])
+	w := nodetest.Worker(t, c.Workers[0])
 	seq := 0
 	for _, n := range []int{1, 8, 1000, 4096, 32<<10 - 1, 32 << 10, 32<<10 + 1, 64 << 10, 100_003, 1 << 20, 1<<20 + 8, 5_000_001, 40 << 20} {
 		for range 5 {
@@ -70,10 +71,10 @@ func shm(t testing.TB) []string {
 // TestServerKilled kills a server in the middle of large transfers, again and
 // again. Its requests fail, nothing is left behind, and the next one serves.
 func TestServerKilled(t *testing.T) {
-	var p *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", echo, nil, &p)})
-	p.expect("ready")
-	w := worker(t, c.Workers[0])
+	var p *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p)})
+	p.Ready()
+	w := nodetest.Worker(t, c.Workers[0])
 	if err := roundTrip(w, 1, 1<<20); err != nil {
 		t.Fatal(err)
 	}
@@ -84,7 +85,7 @@ func TestServerKilled(t *testing.T) {
 		victim := p
 		timer := time.AfterFunc(time.Duration(round*round)*time.Millisecond, func() { // some die at the start, some in the midst
 			killed.Store(true)
-			_ = victim.cmd.Process.Signal(syscall.SIGKILL)
+			_ = victim.Signal(syscall.SIGKILL)
 		})
 		for seq := 0; ; seq++ {
 			err := roundTrip(w, seq, 16<<20)
@@ -97,13 +98,13 @@ func TestServerKilled(t *testing.T) {
 			break
 		}
 		timer.Stop()
-		<-victim.done
-		eventually(t, "the dead server's memory is unmapped", func() bool { _, m := held(t); return m < maps })
+		victim.Ended()
+		nodetest.Eventually(t, 20*time.Second, "the dead server's memory is unmapped", func() bool { _, m := held(t); return m < maps })
 		if now := shm(t); !slices.Equal(now, before) {
 			t.Errorf("round %d: /dev/shm has %v, had %v", round, now, before)
 		}
-		returns(t, c.Workers[0], serverID, func() { p = spawn(t, c, "server", 0, echo, nil) })
-		p.expect("ready")
+		nodetest.Returns(t, c.Workers, serverID, func() { p = nodetest.Spawn(t, c, "server", 0, echo) })
+		p.Ready()
 		if err := roundTrip(w, 99, 16<<20); err != nil {
 			t.Fatalf("round %d, next server: %v", round, err)
 		}
@@ -111,56 +112,52 @@ func TestServerKilled(t *testing.T) {
 			t.Errorf("round %d: no memory is shared with the next server", round)
 		}
 	}
-	eventually(t, "as many files and mappings as at first", func() bool { f, m := held(t); return f <= fds+8 && m == maps })
+	nodetest.Eventually(t, 20*time.Second, "as many files and mappings as at first", func() bool { f, m := held(t); return f <= fds+8 && m == maps })
 }
 
 // TestWorkerKilled kills a worker while its large pushes come and answers go.
 func TestWorkerKilled(t *testing.T) {
-	var p *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: elsewhere(t, "worker", floods, nil, &p)})
+	var p *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: nodetest.Elsewhere(t, "worker", 0, floods, &p)})
 	var torn atomic.Pointer[error]
-	s, err := af.NewTensorServer(c.Servers[0], af.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := s.SetRequestHandle(func(b af.Batch) {
+	if err := nodetest.Serve(c.Servers[0], func(b af.Batch) {
 		x := b.Pushes()[0].Val.Bytes()
 		if err := check(x, int(x[4])|int(x[5])<<8); err != nil {
 			torn.Store(&err)
 		}
-		_ = answer(b) // its worker may be gone
+		_ = nodetest.Echo(b) // its worker may be gone
 	}); err != nil {
 		t.Fatal(err)
 	}
-	other := worker(t, c.Workers[1])
+	other := nodetest.Worker(t, c.Workers[1])
 	for round := range 4 {
-		p.expect("begun")
+		p.Expect("begun")
 		timer := time.NewTimer(time.Duration(round) * 3 * time.Millisecond)
 		<-timer.C
-		p.kill()
+		p.Kill()
 		if err := roundTrip(other, round, 1<<20); err != nil {
 			t.Fatalf("round %d, the other worker: %v", round, err)
 		}
-		returns(t, c.Servers[0], workerID, func() { p = spawn(t, c, "worker", 0, floods, nil) })
+		nodetest.Returns(t, c.Servers, workerID, func() { p = nodetest.Spawn(t, c, "worker", 0, floods) })
 		if !c.Servers[0].SharesMemory(workerID) {
 			t.Errorf("round %d: no memory is shared with the next worker", round)
 		}
 	}
-	p.expect("begun")
-	p.kill()
+	p.Expect("begun")
+	p.Kill()
 	if err := torn.Load(); err != nil {
 		t.Error(*err)
 	}
-	eventually(t, "nothing is lent to the dead", func() bool { return c.Servers[0].Stats().Pinned == 0 })
+	nodetest.Eventually(t, 20*time.Second, "nothing is lent to the dead", func() bool { return c.Servers[0].Stats().Pinned == 0 })
 }
 
 // TestServerStops: a server that stops in the middle fails its request in time, and
 // its late answer does not come where the worker has something else by then.
 func TestServerStops(t *testing.T) {
-	var p *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", echo, nil, &p)})
-	p.expect("ready")
-	w := worker(t, c.Workers[0])
+	var p *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p)})
+	p.Ready()
+	w := nodetest.Worker(t, c.Workers[0])
 	for round := range 8 {
 		if err := roundTrip(w, round, 16<<20); err != nil {
 			t.Fatal(err)
@@ -171,7 +168,7 @@ func TestServerStops(t *testing.T) {
 		}
 		timer := time.NewTimer(time.Duration(round) * 700 * time.Microsecond)
 		<-timer.C
-		if err := p.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+		if err := p.Signal(syscall.SIGSTOP); err != nil {
 			t.Fatal(err)
 		}
 		err = w.WaitFor(context.Background(), h, 200*time.Millisecond)
@@ -184,7 +181,7 @@ func TestServerStops(t *testing.T) {
 			t.Fatal(err)
 		}
 		now := bytes.Clone(pull)
-		if err := p.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+		if err := p.Signal(syscall.SIGCONT); err != nil {
 			t.Fatal(err)
 		}
 		if err := roundTrip(w, round, 1<<20); err != nil { // what was sent before has come by then
@@ -210,15 +207,15 @@ func TestOutOfReach(t *testing.T) {
 		{"switched off", nil, func(c *postoffice.Config) { c.EnableIPC = 0 }, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			var p *process
-			var log output
-			cl := testcluster.Start(t, testcluster.Options{ZMQ: true, Set: c.set, Elsewhere: elsewhere(t, "server", echo, c.attr, &p),
-				Log: slog.New(slog.NewTextHandler(&log, nil))})
-			p.expect("ready")
+			var p *nodetest.Process
+			var log nodetest.Text
+			cl := testcluster.Start(t, testcluster.Options{ZMQ: true, Set: c.set, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p, nodetest.Attr(c.attr)),
+				Log: log.Logger(slog.LevelInfo)})
+			p.Ready()
 			if cl.Workers[0].SharesMemory(serverID) {
 				t.Error("memory is shared")
 			}
-			w := worker(t, cl.Workers[0])
+			w := nodetest.Worker(t, cl.Workers[0])
 			for i, n := range []int{100, 3 << 20} {
 				if err := roundTrip(w, i, n); err != nil {
 					t.Fatal(err)
@@ -233,17 +230,17 @@ func TestOutOfReach(t *testing.T) {
 
 // TestIdle: a process whose node waits uses less than 1 % of a core.
 func TestIdle(t *testing.T) {
-	var p *process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: elsewhere(t, "server", echo, nil, &p)})
-	p.expect("ready")
-	w := worker(t, c.Workers[0])
+	var p *nodetest.Process
+	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p)})
+	p.Ready()
+	w := nodetest.Worker(t, c.Workers[0])
 	for i := range 200 {
 		if err := roundTrip(w, i, 1000); err != nil {
 			t.Fatal(err)
 		}
 	}
 	used := func() float64 { // seconds
-		b, err := os.ReadFile("/proc/" + strconv.Itoa(p.cmd.Process.Pid) + "/stat")
+		b, err := os.ReadFile("/proc/" + strconv.Itoa(p.PID()) + "/stat")
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -160,12 +160,12 @@ func (p *Process) Ready() {
 	p.Expect(ready)
 }
 
-// Signal sends a signal, if the child still runs.
-func (p *Process) Signal(s syscall.Signal) { _ = p.cmd.Process.Signal(s) }
+// Signal sends a signal. It is safe for concurrent use.
+func (p *Process) Signal(s syscall.Signal) error { return p.cmd.Process.Signal(s) }
 
 // Kill ends the child as a crash would.
 func (p *Process) Kill() {
-	p.Signal(syscall.SIGKILL)
+	_ = p.Signal(syscall.SIGKILL) // it may have ended
 	<-p.ended
 }
 
