@@ -41,6 +41,7 @@ func checks() []check {
 		{"rdma address", true, (*exam).rdmaAddress},
 		{"rdma loopback", true, (*exam).rdmaLoopback},
 		{"gpu", false, (*exam).gpus},
+		{gpuPairs, false, (*exam).pairs},
 		{"same host", false, (*exam).sameHost},
 	}
 }
@@ -53,11 +54,14 @@ type exam struct {
 
 	needRDMA bool // the configuration chooses ibverbs
 
-	gpuInfo    []backend.Info
-	stack      verbs.Stack // nil until loaded
-	interfaces []choose.Interface
-	devices    []verbs.DeviceInfo // what the verbs show
-	chosen     *choose.Result     // nil when a node could not choose
+	early chan Finding // of a check under way, see say
+
+	gpuInfo     []backend.Info
+	pairResults []pairResult
+	stack       verbs.Stack // nil until loaded
+	interfaces  []choose.Interface
+	devices     []verbs.DeviceInfo // what the verbs show
+	chosen      *choose.Result     // nil when a node could not choose
 }
 
 // grace is how long a check may take to notice that its context has ended.
@@ -67,7 +71,7 @@ const grace = time.Second
 // cause of ctx when that ends; what has not been looked at then is in the report,
 // too. A check that hangs is left behind.
 func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
-	x := &exam{m: m}
+	x := &exam{m: m, early: make(chan Finding)}
 	x.cfg, x.cfgErr = env.LoadFrom(m.Env)
 	x.needRDMA = x.cfg.VanType == ibverbs
 	r := Report{Van: x.cfg.VanType}
@@ -84,7 +88,7 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 		}
 		done := make(chan []Finding, 1)
 		go func() { done <- c.run(x, ctx) }()
-		found, ended := await(ctx, done)
+		found, ended := x.await(ctx, done, add)
 		for _, f := range found {
 			add(f)
 		}
@@ -104,7 +108,7 @@ func (x *exam) unknown(c check) Status {
 	switch {
 	case c.rdma:
 		return x.bad()
-	case c.name == "same host", c.name == "gpu" && !x.needGPU():
+	case c.name == "same host", c.name == gpuPairs, c.name == "gpu" && !x.needGPU():
 		return Warn
 	}
 	return Fail
@@ -127,20 +131,40 @@ func (x *exam) unseen(ctx context.Context, rest []check) Finding {
 	return f
 }
 
-// await waits for a check, and a little longer than ctx.
-func await(ctx context.Context, done <-chan []Finding) (found []Finding, ended bool) {
+// say tells of a finding before the check ends. It is false when ctx has ended: the
+// check returns the finding then.
+func (x *exam) say(ctx context.Context, f Finding) bool {
 	select {
-	case found = <-done:
-		return found, true
+	case x.early <- f:
+		return true
 	case <-ctx.Done():
+		return false
+	}
+}
+
+// await waits for a check, and a little longer than ctx; each is for what it says early.
+func (x *exam) await(ctx context.Context, done <-chan []Finding, each func(Finding)) (found []Finding, ended bool) {
+	for over := false; !over; {
+		select {
+		case found = <-done:
+			return found, true
+		case f := <-x.early:
+			each(f)
+		case <-ctx.Done():
+			over = true
+		}
 	}
 	t := time.NewTimer(grace)
 	defer t.Stop()
-	select {
-	case found = <-done:
-		return found, true
-	case <-t.C:
-		return nil, false
+	for {
+		select {
+		case found = <-done:
+			return found, true
+		case f := <-x.early:
+			each(f)
+		case <-t.C:
+			return nil, false
+		}
 	}
 }
 

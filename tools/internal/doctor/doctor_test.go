@@ -260,9 +260,11 @@ func TestGolden(t *testing.T) {
 			return m
 		}},
 		{"gpu_unbuilt", false, func(testing.TB) *Machine { m, _ := plain("STEPMESH_BAKCEND=GPU", "BYTEPS_ENABLE_IPC=0"); return m }},
-		{"gpus", true, func(testing.TB) *Machine { return withGPUs("STEPMESH_GPU=1") }},
+		{"gpus", true, func(testing.TB) *Machine { return saying(2, answerOf, "STEPMESH_GPU=1") }},
+		{"gpus_many", false, func(testing.TB) *Machine { return saying(8, eightGPUs) }},
+		{"gpus_no_ipc", true, func(testing.TB) *Machine { return withGPUs("BYTEPS_ENABLE_IPC=0", "DMLC_ENABLE_RDMA=zmq") }},
 		{"gpus_ibverbs", false, func(testing.TB) *Machine {
-			return withGPUs("STEPMESH_GPU=2", "STEPMESH_BAKCEND=GPU", "DMLC_ENABLE_RDMA=ibverbs")
+			return saying(2, answerOf, "STEPMESH_GPU=2", "STEPMESH_BAKCEND=GPU", "DMLC_ENABLE_RDMA=ibverbs")
 		}},
 		{"gpus_unused", true, func(testing.TB) *Machine { return withGPUs("STEPMESH_BAKCEND=CPU") }},
 	} {
@@ -445,7 +447,7 @@ func TestTimeout(t *testing.T) {
 	if f := find(t, r, "rdma libraries"); f.Status != Fail || f.Text != "does not end: the time is up" {
 		t.Errorf("%+v", f)
 	}
-	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not looked at: the time is up; nor at rdma port, locked memory, rdma address, rdma loopback, gpu, same host" {
+	if f := find(t, r, "rdma devices"); f.Status != Fail || f.Text != "not looked at: the time is up; nor at rdma port, locked memory, rdma address, rdma loopback, gpu, gpu pairs, same host" {
 		t.Errorf("%+v", f)
 	}
 }

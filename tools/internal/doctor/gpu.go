@@ -94,13 +94,17 @@ func (x *exam) sameHost(context.Context) []Finding {
 		return out
 	}
 	g := Finding{Name: "gpu tensors"}
+	away := "through pinned host memory"
+	if x.cfg.VanType == ibverbs {
+		away = "over ibverbs as they are, registered with the network card"
+	}
 	switch {
-	case x.cfg.VanType == ibverbs && x.cfg.EnableIPC == 0:
-		g.Text = "go over ibverbs as they are, registered with the network card"
-	case x.cfg.VanType == ibverbs:
-		g.Text = "go over ibverbs as they are to other hosts, and through pinned host memory on this one"
+	case x.cfg.Backend != "" && !x.needGPU():
+		g.Text = "none: STEPMESH_BAKCEND=" + x.cfg.Backend
+	case x.cfg.EnableIPC == 0:
+		g.Text = "go " + away
 	default:
-		g.Text = "go through pinned host memory"
+		g.Text = "go to nodes of this host " + x.tensorsHere() + "; to others " + away
 	}
 	return append(out, g)
 }

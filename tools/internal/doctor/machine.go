@@ -45,6 +45,13 @@ type Machine struct {
 	// GPUs describes the GPUs, without opening any; it is only called when there is a
 	// backend GPU.
 	GPUs func() ([]backend.Info, error)
+	// OpenGPU opens one of them.
+	OpenGPU func(id int) (backend.Backend, error)
+	// PairChild runs ChildCommand in another process, which reads request and writes
+	// lines, until that or ctx ends.
+	PairChild func(ctx context.Context, request []byte, line func([]byte)) error
+	// PairBytes is how much is copied between two GPUs to measure their bandwidth.
+	PairBytes int
 	// Verbs loads RDMA; nil when this build has none.
 	Verbs func() (verbs.Stack, error)
 }
@@ -66,6 +73,9 @@ func Host(version string, log *slog.Logger) *Machine {
 		Memlock:    memlock,
 		ZMQ:        zmq.New,
 		GPUs:       backend.GPUs,
+		OpenGPU:    openGPU,
+		PairChild:  startPairChild,
+		PairBytes:  largeCopy,
 		Verbs:      loadVerbs(log),
 	}
 }
