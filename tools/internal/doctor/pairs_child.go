@@ -1,0 +1,267 @@
+package doctor
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+const (
+	pairCommand = "doctor-child"
+	smallRounds = 50
+	smallWarmup = 5
+	largeRounds = 5
+	lastWords   = 4 << 10 // of a child's standard error are kept
+	copyTime    = 5 * time.Second
+)
+
+// ChildCommand is the hidden command of stepaf by which doctor starts itself as the
+// other process of a pair of GPUs. It reads what to try from standard input and
+// writes a line of JSON for each attempt.
+func ChildCommand() *cli.Command {
+	return &cli.Command{
+		Name: pairCommand, Hidden: true, HideHelpCommand: true,
+		Action: func(c *cli.Context) error {
+			return servePairs(c.Context, c.App.Reader, c.App.Writer, openGPU)
+		},
+	}
+}
+
+func openGPU(id int) (backend.Backend, error) { return backend.New("GPU", id) }
+
+// startPairChild runs stepaf's ChildCommand and calls line for each line that it
+// writes, until it ends or ctx does. The child dies with this process.
+func startPairChild(ctx context.Context, request []byte, line func([]byte)) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	return runChild(exec.CommandContext(ctx, self, pairCommand), request, line)
+}
+
+func runChild(cmd *exec.Cmd, request []byte, line func([]byte)) error {
+	runtime.LockOSThread() // the child dies with the thread that starts it
+	defer runtime.UnlockOSThread()
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.WaitDelay = grace / 2
+	cmd.Stdin = bytes.NewReader(request)
+	out := &lines{each: line}
+	cmd.Stdout = out
+	words := &tail{}
+	cmd.Stderr = words
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("the other process: %w", errors.Join(err, words.err()))
+	}
+	return nil
+}
+
+// lines is a writer that calls each for whole lines.
+type lines struct {
+	rest []byte
+	each func([]byte)
+}
+
+func (l *lines) Write(b []byte) (int, error) {
+	l.rest = append(l.rest, b...)
+	for {
+		i := bytes.IndexByte(l.rest, '\n')
+		if i < 0 {
+			return len(b), nil
+		}
+		l.each(l.rest[:i])
+		l.rest = l.rest[i+1:]
+	}
+}
+
+// tail is a writer that keeps the end.
+type tail struct{ b []byte }
+
+func (t *tail) Write(b []byte) (int, error) {
+	t.b = append(t.b, b...)
+	t.b = t.b[max(0, len(t.b)-lastWords):]
+	return len(b), nil
+}
+
+// err is the last line, nil when there is none.
+func (t *tail) err() error {
+	s := strings.TrimSpace(string(t.b))
+	if s == "" {
+		return nil
+	}
+	return errors.New(s[strings.LastIndexByte(s, '\n')+1:])
+}
+
+// servePairs is the child: it opens the GPU that it is told, tries each source, and
+// writes what became of it at once, so that what hangs later hides nothing.
+func servePairs(ctx context.Context, in io.Reader, out io.Writer, open func(int) (backend.Backend, error)) error {
+	var req pairRequest
+	if err := json.NewDecoder(in).Decode(&req); err != nil {
+		return fmt.Errorf("%s is started by stepaf doctor: read what to do: %w", pairCommand, err)
+	}
+	if req.Bytes < smallCopy || req.Bytes%8 != 0 {
+		return fmt.Errorf("%s: %d bytes: want a multiple of 8, at least %d", pairCommand, req.Bytes, smallCopy)
+	}
+	say := json.NewEncoder(out)
+	p, err := openReceiver(req.To, req.Bytes, open)
+	if err != nil {
+		for _, s := range req.Sources {
+			err := say.Encode(pairResult{From: s.From, To: req.To, Fault: newFault(err)})
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	for _, s := range req.Sources {
+		r, err := p.try(ctx, s)
+		r.From, r.To = s.From, req.To
+		if err != nil {
+			r = pairResult{From: s.From, To: req.To, Fault: newFault(err)}
+		}
+		if err := say.Encode(r); err != nil {
+			return errors.Join(err, p.b.Close())
+		}
+	}
+	return p.b.Close()
+}
+
+// sharer is what a backend must be able to do for a pair.
+type sharer interface {
+	backend.AsyncCopier
+	backend.Exporter
+}
+
+// receiver is the importing end of a pair. Close of its backend frees all of it.
+type receiver struct {
+	b      backend.Backend
+	share  sharer
+	dst    backend.Mem
+	host   []byte
+	stream uintptr
+	copied backend.Event
+}
+
+func openReceiver(id, n int, open func(int) (backend.Backend, error)) (*receiver, error) {
+	b, err := open(id)
+	if err != nil {
+		return nil, err
+	}
+	p := &receiver{b: b, host: make([]byte, n)}
+	if err := p.prepare(); err != nil {
+		return nil, errors.Join(err, b.Close())
+	}
+	return p, nil
+}
+
+func (p *receiver) prepare() (err error) {
+	var ok bool
+	if p.share, ok = p.b.(sharer); !ok {
+		return fmt.Errorf("backend %s: %w: it imports no memory", p.b.Name(), backend.ErrUnsupported)
+	}
+	if p.dst, err = p.b.Alloc(len(p.host)); err != nil {
+		return err
+	}
+	if p.stream, err = p.share.NewStream(); err != nil {
+		return err
+	}
+	p.copied, err = p.b.NewEvent()
+	return err
+}
+
+// errWrongBytes is wrapped when a copy differs from its source.
+var errWrongBytes = errors.New("bytes differ")
+
+// try imports s, copies all of it, looks at every byte, and measures.
+func (p *receiver) try(ctx context.Context, s pairSource) (r pairResult, err error) {
+	e, n := s.Export, len(p.host)
+	if e.Offset < 0 || e.Size < n || e.Offset > e.Size-n {
+		return r, fmt.Errorf("an export of %d bytes from %d on: want %d", e.Size, e.Offset, n)
+	}
+	all, err := p.share.Import(e)
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, p.share.CloseImport(all)) }()
+	src := all.Sub(e.Offset, n)
+	if _, err := p.median(ctx, src, 1); err != nil { // the first one maps the memory
+		return r, err
+	}
+	if err := p.b.Copy(backend.Bytes(p.host), p.dst); err != nil {
+		return r, err
+	}
+	if at := differs(p.host, s.Seed); at >= 0 {
+		return r, fmt.Errorf("%w from byte %d of %d on", errWrongBytes, at, n)
+	}
+	if _, err := p.median(ctx, src.Sub(0, smallCopy), smallWarmup); err != nil {
+		return r, err
+	}
+	small, err := p.median(ctx, src.Sub(0, smallCopy), smallRounds)
+	if err != nil {
+		return r, err
+	}
+	large, err := p.median(ctx, src, largeRounds)
+	if err != nil {
+		return r, err
+	}
+	r.SmallNS = small.Nanoseconds()
+	r.BytesPerSecond = float64(n) / max(large, 1).Seconds()
+	return r, nil
+}
+
+// median copies src n times, each until this process knows that it has arrived, and
+// returns the median time.
+func (p *receiver) median(ctx context.Context, src backend.Mem, n int) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(ctx, copyTime)
+	defer cancel()
+	took := make([]time.Duration, n)
+	for i := range took {
+		start := time.Now()
+		if err := p.share.CopyAsync(p.dst.Sub(0, src.Len()), src, p.stream); err != nil {
+			return 0, err
+		}
+		if err := p.copied.Record(p.stream); err != nil {
+			return 0, err
+		}
+		if err := p.copied.Sync(ctx); err != nil {
+			return 0, err
+		}
+		took[i] = time.Since(start)
+	}
+	slices.Sort(took)
+	return took[n/2], nil
+}
+
+// word is number i of the pattern of a seed; no two words or seeds are alike.
+func word(seed uint64, i int) uint64 { return (seed + uint64(i)) * 0x9e3779b97f4a7c15 }
+
+// fillPattern fills b, whose length is a multiple of 8.
+func fillPattern(b []byte, seed uint64) {
+	for i := 0; i < len(b); i += 8 {
+		binary.LittleEndian.PutUint64(b[i:], word(seed, i))
+	}
+}
+
+// differs is where b first differs from the pattern, by word, -1 where it does not.
+func differs(b []byte, seed uint64) int {
+	for i := 0; i < len(b); i += 8 {
+		if binary.LittleEndian.Uint64(b[i:]) != word(seed, i) {
+			return i
+		}
+	}
+	return -1
+}
