@@ -21,15 +21,22 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// pair starts a worker in this process, and a server that echoes in one of its own.
+func pair(t testing.TB, o testcluster.Options, attr *syscall.SysProcAttr) (*testcluster.Cluster, *nodetest.Process, *af.TensorWorker) {
+	t.Helper()
+	var p *nodetest.Process
+	o.ZMQ, o.Elsewhere = true, nodetest.Elsewhere(t, "server", 0, echo, &p, nodetest.Attr(attr))
+	c := testcluster.Start(t, o)
+	p.Ready()
+	return c, p, nodetest.Worker(t, c.Workers[0])
+}
+
 // TestValues: every byte arrives, whatever the length.
 func TestValues(t *testing.T) {
-	var p *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p)})
-	p.Ready()
+	c, _, w := pair(t, testcluster.Options{}, nil)
 	if !c.Workers[0].SharesMemory(serverID) {
 		t.Fatal("worker and server do not share memory")
 	}
-	w := nodetest.Worker(t, c.Workers[0])
 	seq := 0
 	for _, n := range []int{1, 8, 1000, 4096, 32<<10 - 1, 32 << 10, 32<<10 + 1, 64 << 10, 100_003, 1 << 20, 1<<20 + 8, 5_000_001, 40 << 20} {
 		for range 5 {
@@ -71,10 +78,7 @@ func shm(t testing.TB) []string {
 // TestServerKilled kills a server in the middle of large transfers, again and
 // again. Its requests fail, nothing is left behind, and the next one serves.
 func TestServerKilled(t *testing.T) {
-	var p *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p)})
-	p.Ready()
-	w := nodetest.Worker(t, c.Workers[0])
+	c, p, w := pair(t, testcluster.Options{}, nil)
 	if err := roundTrip(w, 1, 1<<20); err != nil {
 		t.Fatal(err)
 	}
@@ -154,10 +158,7 @@ func TestWorkerKilled(t *testing.T) {
 // TestServerStops: a server that stops in the middle fails its request in time, and
 // its late answer does not come where the worker has something else by then.
 func TestServerStops(t *testing.T) {
-	var p *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p)})
-	p.Ready()
-	w := nodetest.Worker(t, c.Workers[0])
+	_, p, w := pair(t, testcluster.Options{}, nil)
 	for round := range 8 {
 		if err := roundTrip(w, round, 16<<20); err != nil {
 			t.Fatal(err)
@@ -207,15 +208,11 @@ func TestOutOfReach(t *testing.T) {
 		{"switched off", nil, func(c *postoffice.Config) { c.EnableIPC = 0 }, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			var p *nodetest.Process
 			var log nodetest.Text
-			cl := testcluster.Start(t, testcluster.Options{ZMQ: true, Set: c.set, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p, nodetest.Attr(c.attr)),
-				Log: log.Logger(slog.LevelInfo)})
-			p.Ready()
+			cl, _, w := pair(t, testcluster.Options{Set: c.set, Log: log.Logger(slog.LevelInfo)}, c.attr)
 			if cl.Workers[0].SharesMemory(serverID) {
 				t.Error("memory is shared")
 			}
-			w := nodetest.Worker(t, cl.Workers[0])
 			for i, n := range []int{100, 3 << 20} {
 				if err := roundTrip(w, i, n); err != nil {
 					t.Fatal(err)
@@ -230,10 +227,7 @@ func TestOutOfReach(t *testing.T) {
 
 // TestIdle: a process whose node waits uses less than 1 % of a core.
 func TestIdle(t *testing.T) {
-	var p *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, echo, &p)})
-	p.Ready()
-	w := nodetest.Worker(t, c.Workers[0])
+	_, p, w := pair(t, testcluster.Options{}, nil)
 	for i := range 200 {
 		if err := roundTrip(w, i, 1000); err != nil {
 			t.Fatal(err)

@@ -7,6 +7,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"golang.org/x/sys/unix"
 )
 
@@ -68,11 +69,11 @@ func TestValues(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			c := start(t, tt.o)
 			for _, p := range c.children {
-				if c.Workers[0] == nil && p.cmd.Env[len(p.cmd.Env)-1] == behaviour+"="+works {
-					p.expect("works")
+				if c.Workers[0] == nil && p.What == works {
+					p.Expect("works")
 				}
 			}
-			together(t, c.clients(), func(c *client) error {
+			nodetest.Together(t, c.clients(), func(c *client) error {
 				if tt.full {
 					return forms(t, c, parts)
 				}
@@ -96,7 +97,7 @@ func TestRegistered(t *testing.T) {
 			c := start(t, options{workers: 2, servers: 2, env: []string{fmt.Sprintf("STEPMESH_SPLIT_QP_LAG=%d", map[bool]int{true: 1}[split])},
 				set:   func(c *postoffice.Config) { c.SplitQPLag = split },
 				place: func(role string, _ int) place { return map[string]place{"server": {what: slots}}[role] }})
-			together(t, c.clients(), func(c *client) error {
+			nodetest.Together(t, c.clients(), func(c *client) error {
 				for _, n := range []int{1, slotSize, 64 << 10, 100, slotSize} { // shrinks and grows
 					push := []part{{3, n}, {1, n}, {4, 77}, {2, slotSize - n + 1}}
 					if err := c.exchange(t.Context(), push, []part{{1, n}}); err != nil {
@@ -128,7 +129,7 @@ func TestResized(t *testing.T) {
 // lets the known ones overtake.
 func TestNewKeys(t *testing.T) {
 	c := start(t, options{workers: 2, servers: 2})
-	together(t, c.clients(), func(c *client) error {
+	nodetest.Together(t, c.clients(), func(c *client) error {
 		known := []part{{1, 1 << 10}, {2, 64 << 10}, {3, 1}}
 		if err := c.exchange(t.Context(), known, known); err != nil {
 			return err
@@ -154,7 +155,7 @@ func TestNewKeys(t *testing.T) {
 // TestInFlight: many requests under the same keys at once, with new ones among them.
 func TestInFlight(t *testing.T) {
 	c := start(t, options{workers: 2, servers: 2})
-	together(t, c.clients(), func(c *client) error {
+	nodetest.Together(t, c.clients(), func(c *client) error {
 		for round := range 3 {
 			var all []*request
 			for i := range 24 {

@@ -1,19 +1,18 @@
 package rdma
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
-	"strings"
+	"slices"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -83,7 +82,7 @@ type cluster struct {
 	t        testing.TB
 	o        options
 	hosts    []string
-	children []*process
+	children []*nodetest.Process
 	mu       sync.Mutex
 }
 
@@ -107,7 +106,7 @@ func start(t testing.TB, o options) *cluster {
 	}
 	c.Cluster = testcluster.Start(t, tc)
 	for _, p := range c.children {
-		p.expect("ready")
+		p.Ready()
 	}
 	return c
 }
@@ -138,20 +137,31 @@ func (c *cluster) testOptions() testcluster.Options {
 		}}
 }
 
+// environ is that of a child.
 func (c *cluster) environ(role string, rank, host int) []string {
-	return append(append(c.Environ(role, rank), "DMLC_ENABLE_RDMA=ibverbs", "BYTEPS_ENABLE_IPC=0", "DMLC_PS_ROOT_URI="+c.hosts[0],
-		"DMLC_NODE_HOST="+c.hosts[host-1], "STEPMESH_BAKCEND=CPU", "STEPAF_START_TIMEOUT=25", "STEPAF_STOP_TIMEOUT=20"), c.o.env...)
+	return slices.Concat(os.Environ(), c.Environ(role, rank), []string{"DMLC_ENABLE_RDMA=ibverbs", "BYTEPS_ENABLE_IPC=0", "DMLC_PS_ROOT_URI=" + c.hosts[0],
+		"DMLC_NODE_HOST=" + c.hosts[host-1], "STEPMESH_BAKCEND=CPU", "STEPAF_START_TIMEOUT=25", "STEPAF_STOP_TIMEOUT=20"}, c.o.env)
+}
+
+// spawn starts the test binary as a node of c on host, which is from 1.
+func (c *cluster) spawn(role string, rank int, what string, host int) *nodetest.Process {
+	c.t.Helper()
+	opts := []nodetest.Option{nodetest.Env(c.environ(role, rank, host))}
+	if host > 1 {
+		opts = append(opts, nodetest.Under("rdma-host", strconv.Itoa(host)))
+	}
+	return nodetest.Spawn(c.t, c.Cluster, role, rank, what, opts...)
 }
 
 // end makes all nodes leave together.
 func (c *cluster) end() {
 	c.t.Helper()
 	for _, p := range c.children {
-		p.leave()
+		p.Leave()
 	}
 	c.Finalize(c.t)
 	for _, p := range c.children {
-		p.left()
+		p.Left()
 	}
 }
 
@@ -167,47 +177,19 @@ func (c *cluster) clients() (all []*client) {
 }
 
 // child finds the process that runs a node.
-func (c *cluster) child(role string, rank int) *process {
+func (c *cluster) child(role string, rank int) *nodetest.Process {
 	c.t.Helper()
-	for _, p := range c.children {
-		if strings.HasPrefix(p.name, fmt.Sprintf("%s %d ", role, rank)) {
-			return p
-		}
+	i := slices.IndexFunc(c.children, func(p *nodetest.Process) bool { return p.Role == role && p.Rank == rank })
+	if i < 0 {
+		c.t.Fatalf("%s %d is no child", role, rank)
 	}
-	c.t.Fatalf("%s %d is no child", role, rank)
-	return nil
-}
-
-func newClient(t testing.TB, n *postoffice.Node) *client {
-	t.Helper()
-	w, err := af.NewTensorWorker(n, af.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return &client{n: n, w: w}
-}
-
-// together calls f for all clients at once.
-func together(t testing.TB, all []*client, f func(c *client) error) {
-	t.Helper()
-	var wg sync.WaitGroup
-	for _, c := range all {
-		wg.Go(func() {
-			if err := f(c); err != nil {
-				t.Errorf("%s: %v", c.n.Name(), err)
-			}
-		})
-	}
-	wg.Wait()
-	if t.Failed() {
-		t.FailNow()
-	}
+	return c.children[i]
 }
 
 // work checks that the requests of all clients are answered.
 func work(t testing.TB, all ...*client) {
 	t.Helper()
-	together(t, all, func(c *client) error {
+	nodetest.Together(t, all, func(c *client) error {
 		for i := range 3 {
 			if err := c.mixed(t.Context(), i); err != nil {
 				return fmt.Errorf("round %d: %w", i, err)
@@ -215,48 +197,4 @@ func work(t testing.TB, all ...*client) {
 		}
 		return nil
 	})
-}
-
-// fails checks that err wraps sentinel and names everything in texts.
-func fails(t testing.TB, err, sentinel error, texts ...string) {
-	t.Helper()
-	if !errors.Is(err, sentinel) {
-		t.Errorf("got %v, want an error that wraps %q", err, sentinel)
-		return
-	}
-	for _, s := range texts {
-		if !strings.Contains(err.Error(), s) {
-			t.Errorf("%q does not say %q", err, s)
-		}
-	}
-}
-
-func within(t testing.TB, d time.Duration) context.Context {
-	ctx, cancel := context.WithTimeout(t.Context(), d)
-	t.Cleanup(cancel)
-	return ctx
-}
-
-// returns waits until peer id of all nodes is there again, after join has made it
-// come.
-func returns(t testing.TB, nodes []*postoffice.Node, id int, join func()) {
-	t.Helper()
-	var waits []chan struct{}
-	for _, n := range nodes {
-		back := make(chan struct{}, 16)
-		defer n.OnPeer(func(i int, up bool, _ error) {
-			if i == id && up {
-				back <- struct{}{}
-			}
-		})()
-		waits = append(waits, back)
-	}
-	join()
-	for i, back := range waits {
-		select {
-		case <-back:
-		case <-within(t, 25*time.Second).Done():
-			t.Fatalf("%s: node %d did not come back", nodes[i].Name(), id)
-		}
-	}
 }

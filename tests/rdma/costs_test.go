@@ -12,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 	vanrdma "github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -184,7 +185,7 @@ func pushPull(t testing.TB, w *af.TensorWorker, push, pull []af.KeyTensor) {
 func serveOne(t testing.TB, c *cluster, answer func() af.Tensor) {
 	t.Helper()
 	out := make([]af.KeyTensor, 1)
-	if err := serve(c.Servers[0], func(b af.Batch) {
+	if err := nodetest.Serve(c.Servers[0], func(b af.Batch) {
 		out[0] = af.KeyTensor{Key: b.Pulls()[0].Key, Val: answer()}
 		if err := b.Response(out, nil); err != nil {
 			t.Error(err)

@@ -1,7 +1,6 @@
 package rdma
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -10,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -37,12 +37,12 @@ func lost(t testing.TB, failed <-chan error, since time.Time, texts ...string) {
 	t.Helper()
 	select {
 	case err := <-failed:
-		fails(t, err, van.ErrPeerLost, texts...)
+		nodetest.Fails(t, err, van.ErrPeerLost, texts...)
 		t.Logf("after %s: %v", time.Since(since).Round(time.Millisecond), err)
 		if d := time.Since(since); d > soon {
 			t.Errorf("it took %s, want less than %s", d, soon)
 		}
-	case <-within(t, 20*time.Second).Done():
+	case <-nodetest.Within(t, 20*time.Second).Done():
 		t.Fatal("nothing has failed")
 	}
 }
@@ -55,34 +55,25 @@ func TestServerKilled(t *testing.T) {
 	all := c.clients()
 	work(t, all...)
 	// Instances 0 of both workers go on with servers 0 and 2, instances 1 lose server 3.
-	stop, cancel := context.WithCancel(t.Context())
-	var others sync.WaitGroup
+	var stops []func()
 	for _, x := range []*client{all[0], all[2]} {
-		others.Go(func() {
-			for i := 0; stop.Err() == nil; i++ {
-				if err := x.mixed(t.Context(), i); err != nil {
-					t.Errorf("%s: %v", x.n.Name(), err)
-					return
-				}
-			}
-		})
+		stops = append(stops, nodetest.Repeat(t, x.Name(), func(i int) error { return x.mixed(t.Context(), i) }))
 	}
-	defer others.Wait()
-	defer cancel()
 	a, b := traffic(t, all[1]), traffic(t, all[3])
 	killed := time.Now()
-	c.child("server", 3).kill()
-	lost(t, a, killed, all[1].n.Name(), "push_pull with server 3", "at "+c.hosts[0])
-	lost(t, b, killed, all[3].n.Name(), "push_pull with server 3")
-	fails(t, all[1].mixed(t.Context(), 0), van.ErrPeerLost, "server 3")
+	c.child("server", 3).Kill()
+	lost(t, a, killed, all[1].Name(), "push_pull with server 3", "at "+c.hosts[0])
+	lost(t, b, killed, all[3].Name(), "push_pull with server 3")
+	nodetest.Fails(t, all[1].mixed(t.Context(), 0), van.ErrPeerLost, "server 3")
 
-	var next *process
+	var next *nodetest.Process
 	id := all[1].n.ServerInstances()[1]
-	returns(t, []*postoffice.Node{all[1].n, all[3].n}, id, func() { next = c.spawn("server", 3, answers, 1) })
-	next.expect("ready")
+	nodetest.Returns(t, []*postoffice.Node{all[1].n, all[3].n}, id, func() { next = c.spawn("server", 3, answers, 1) })
+	next.Ready()
 	work(t, all[1], all[3])
-	cancel()
-	others.Wait()
+	for _, stop := range stops {
+		stop()
+	}
 	work(t, all...)
 }
 
@@ -96,19 +87,19 @@ func TestServerKilledWithRequests(t *testing.T) {
 		t.Fatal(err)
 	}
 	p := c.child("server", 0)
-	p.expect("got a batch")
+	p.Expect("got a batch")
 	failed, killed := make(chan error, 1), time.Now()
 	go func() { failed <- w.end(t.Context(), r) }()
-	p.kill()
+	p.Kill()
 	lost(t, failed, killed, "worker 0 (id 9): push_pull with server 0 (id 8)", fmt.Sprintf("handler %d", r.handler))
 	for range 2 { // the second time it is a replacement that is killed
-		var next *process
-		returns(t, c.Workers, 8, func() { next = c.spawn("server", 0, answers, 1) })
-		next.expect("ready")
+		var next *nodetest.Process
+		nodetest.Returns(t, c.Workers, 8, func() { next = c.spawn("server", 0, answers, 1) })
+		next.Ready()
 		work(t, w)
 		failed := traffic(t, w)
 		killed := time.Now()
-		next.kill()
+		next.Kill()
 		lost(t, failed, killed, "server 0 (id 8)")
 	}
 }
@@ -125,9 +116,9 @@ func TestWorkerKilled(t *testing.T) {
 	w := newClient(t, c.Workers[0])
 	victim := c.child("worker", 1)
 	for range 2 {
-		victim.expect("works")
+		victim.Expect("works")
 		work(t, w)
-		victim.kill()
+		victim.Kill()
 		for i := range 10 {
 			if err := w.mixed(t.Context(), i); err != nil {
 				t.Fatalf("after the death of the other worker: %v", err)
@@ -135,7 +126,7 @@ func TestWorkerKilled(t *testing.T) {
 		}
 		victim = c.spawn("worker", 1, works, 1)
 	}
-	victim.expect("works")
+	victim.Expect("works")
 	work(t, w)
 }
 
@@ -150,11 +141,11 @@ func TestSchedulerKilled(t *testing.T) {
 	failed := make(chan error, 1)
 	go func() { failed <- w.n.InstanceBarrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup) }()
 	killed := time.Now()
-	c.child("scheduler", 0).kill()
+	c.child("scheduler", 0).Kill()
 	scheduler := fmt.Sprintf("scheduler (id 1) at %s:%d", c.hosts[0], c.Port)
 	lost(t, failed, killed, "worker 0 (id 9)", "instance barrier", scheduler)
 	work(t, w)
-	fails(t, w.n.Finalize(within(t, 20*time.Second)), van.ErrPeerLost, w.n.Name(), scheduler)
+	nodetest.Fails(t, w.n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, w.Name(), scheduler)
 }
 
 // TestServerStopped: a server that stands still gets its requests later. Those that
@@ -165,7 +156,9 @@ func TestServerStopped(t *testing.T) {
 	work(t, w)
 	victim := c.child("server", 1)
 	for _, n := range []int{1, 400} {
-		victim.signal(syscall.SIGSTOP)
+		if err := victim.Signal(syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
 		var all []*request
 		for i := range n {
 			r, err := w.begin([]part{{1, 1000}, {2, 20 << 10}}, []part{{1, 1000}})
@@ -179,7 +172,7 @@ func TestServerStopped(t *testing.T) {
 		}
 		for i, r := range all {
 			err := w.w.WaitFor(t.Context(), r.handler, 300*time.Millisecond)
-			fails(t, err, van.ErrTimeout, "worker 0 (id 9): push_pull", "no answer from server 1 (id 10) at "+c.hosts[0])
+			nodetest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9): push_pull", "no answer from server 1 (id 10) at "+c.hosts[0])
 			if t.Failed() {
 				t.Fatalf("request %d", i)
 			}
@@ -187,7 +180,9 @@ func TestServerStopped(t *testing.T) {
 				clear(x.Val.Bytes())
 			}
 		}
-		victim.signal(syscall.SIGCONT)
+		if err := victim.Signal(syscall.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
 		work(t, w)
 		for i, r := range all {
 			if b := r.pull[1].Val.Bytes(); len(b) != 1000 || b[0] != 0 || b[999] != 0 {

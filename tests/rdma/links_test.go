@@ -12,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -44,7 +45,7 @@ func apart(t testing.TB, o options) *cluster {
 // recovers waits until requests are answered again.
 func recovers(t testing.TB, w *client) {
 	t.Helper()
-	for limit, i := within(t, 20*time.Second), 0; ; i++ {
+	for limit, i := nodetest.Within(t, 20*time.Second), 0; ; i++ {
 		err := w.mixed(limit, i)
 		if err == nil {
 			break
@@ -78,8 +79,8 @@ func TestLinkLost(t *testing.T) {
 		cut := time.Now()
 		on(t, 1, "ip", "link", "set", "port2", "nomaster")
 		lost(t, failed, cut, "push_pull with server 0 (id 8) at "+c.hosts[1], "queue pair 0", "transport retries exceeded")
-		fails(t, w.mixed(t.Context(), 0), van.ErrPeerLost, "server 0 (id 8)")
-		returns(t, c.Workers, 8, repair)
+		nodetest.Fails(t, w.mixed(t.Context(), 0), van.ErrPeerLost, "server 0 (id 8)")
+		nodetest.Returns(t, c.Workers, 8, repair)
 		recovers(t, w)
 	}
 	c.end()
@@ -143,15 +144,15 @@ func TestLateScheduler(t *testing.T) {
 	if r.err != nil {
 		t.Fatal(r.err)
 	}
-	server.expect("ready")
+	server.Ready()
 	work(t, newClient(t, r.n))
 }
 
 // TestNoScheduler: a wrong port, and an address where nobody is, end with an error at
 // the deadline which says what was tried.
 func TestNoScheduler(t *testing.T) {
-	var log text
-	c := prepare(t, options{log: slog.New(slog.NewTextHandler(&log, nil))})
+	var log nodetest.Text
+	c := prepare(t, options{log: log.Logger(slog.LevelInfo)})
 	c.Cluster = testcluster.New(t, c.testOptions())
 	for _, tt := range []struct {
 		name, host, text string
@@ -164,7 +165,7 @@ func TestNoScheduler(t *testing.T) {
 			defer cancel()
 			begun := time.Now()
 			_, err := c.Join(ctx, "worker", 0, func(c *postoffice.Config) { c.RootURI, c.StartTimeout = tt.host, 1500*time.Millisecond })
-			fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at %s:%d has not answered", tt.host, c.Port))
+			nodetest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at %s:%d has not answered", tt.host, c.Port))
 			if !strings.Contains(log.String(), tt.text) {
 				t.Errorf("the log does not say %q:\n%s", tt.text, log.String())
 			}

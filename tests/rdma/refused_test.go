@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -36,9 +37,9 @@ func TestMemlock(t *testing.T) {
 	}
 	p := exec.Command("/proc/self/exe")
 	p.Dir = "/"
-	p.Env = append(append(os.Environ(), c.environ("worker", 0, 1)...), behaviour+"=unused", "STEPAF_START_TIMEOUT=3")
+	p.Env = append(c.environ("worker", 0, 1), nodetest.As("unused"), "STEPAF_START_TIMEOUT=3")
 	p.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-	var out text
+	var out nodetest.Text
 	p.Stdout, p.Stderr = &out, &out
 	if err := unix.Setrlimit(unix.RLIMIT_MEMLOCK, &unix.Rlimit{Cur: 64 << 10, Max: old.Max}); err != nil {
 		t.Fatal(err)
@@ -61,7 +62,7 @@ func refused(t *testing.T, command []string, env ...string) string {
 	t.Helper()
 	p := exec.Command(command[0], command[1:]...)
 	p.Env = append(append(os.Environ(), "DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=10.77.0.1", "DMLC_PS_ROOT_PORT=9000",
-		"DMLC_ENABLE_RDMA=ibverbs", "STEPMESH_BAKCEND=CPU", "STEPAF_START_TIMEOUT=3", behaviour+"=unused"), env...)
+		"DMLC_ENABLE_RDMA=ibverbs", "STEPMESH_BAKCEND=CPU", "STEPAF_START_TIMEOUT=3", nodetest.As("unused")), env...)
 	out, err := p.CombinedOutput()
 	if err == nil {
 		t.Errorf("the node has started")

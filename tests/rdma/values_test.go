@@ -6,10 +6,12 @@ import (
 	"encoding/binary"
 	"fmt"
 	"sync"
+	"testing"
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 )
 
 // A server's answer depends on everything that was pushed with the request, or, if
@@ -58,15 +60,6 @@ func digest(all []af.KeyTensor) uint64 {
 
 // seed is that of server's answer under key.
 func seed(digest uint64, server int, key uint64) uint64 { return mix(mix(digest, uint64(server)), key) }
-
-// serve makes n a tensor server.
-func serve(n *postoffice.Node, h af.Handler) error {
-	s, err := af.NewTensorServer(n, af.Options{})
-	if err != nil {
-		return err
-	}
-	return s.SetRequestHandle(h)
-}
 
 // Registered receive buffers: slotKeys of each of slotWorkers.
 const (
@@ -158,6 +151,14 @@ type client struct {
 	round  uint64
 	digest uint64 // of what was pushed last
 }
+
+func newClient(t testing.TB, n *postoffice.Node) *client {
+	t.Helper()
+	return &client{n: n, w: nodetest.Worker(t, n)}
+}
+
+// Name is that of its node.
+func (c *client) Name() string { return c.n.Name() }
 
 // part is one tensor of a batch.
 type part struct {
