@@ -104,10 +104,10 @@ const (
 
 // pairRemedy says what can be done. reaches is what the driver says of peer access.
 func pairRemedy(r pairResult, reaches bool) string {
-	const topology = "they need NVLink or PCIe below one root complex; an IOMMU, PCIe ACS or a virtual machine can forbid it (nvidia-smi topo -p2p r)"
+	const topology = "both GPUs must be joined by NVLink, or by PCIe below one root complex; an IOMMU, PCIe ACS or a virtual machine can forbid it (nvidia-smi topo -p2p r)"
 	switch f := r.Fault; {
 	case f.Kind == faultWrong:
-		return "set BYTEPS_ENABLE_IPC=0 on all nodes, and see whether an IOMMU or PCIe ACS is on: both garble peer copies on some boards"
+		return "set BYTEPS_ENABLE_IPC=0 on all nodes, and see whether an IOMMU or PCIe ACS is on: either can garble copies between GPUs"
 	case f.Code == cudaDeviceUnavailable:
 		return "nvidia-smi -c DEFAULT: the GPU is in exclusive mode, which is for one process"
 	case f.Kind == faultMemory:
