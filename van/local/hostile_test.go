@@ -64,7 +64,7 @@ func TestHostileSender(t *testing.T) {
 			m.Control.Cmd = van.Terminate
 			var r record
 			b := make([]byte, r.plan(m, partStream))
-			if err := r.put(b, len(b), m, nil); err != nil {
+			if err := r.put(b, len(b), m, nil, nil); err != nil {
 				t.Error(err)
 			}
 			l.write(b)
@@ -125,7 +125,7 @@ func streamed(t testing.TB) []byte {
 	m := message(8, streamFrom)
 	var r record
 	b := make([]byte, r.plan(m, partStream))
-	if err := r.put(b, len(b), m, nil); err != nil {
+	if err := r.put(b, len(b), m, nil, nil); err != nil {
 		t.Fatal(err)
 	}
 	return b

@@ -23,8 +23,9 @@ type inLink struct {
 	name   [16]byte // in the peer's token
 	conn   *net.UnixConn
 	seg    *segment
-	bell   *bell   // the peer's
-	source *remote // its memory; nil if it cannot be read
+	bell   *bell         // the peer's
+	source *remote       // its memory; nil if it cannot be read
+	dev    *deviceSource // its device's; nil if it has none, or one out of reach
 
 	head    uint64 // of the ring
 	stream  *parcel
@@ -58,6 +59,11 @@ type parcel struct {
 	dst    [partCount][]byte // where parts that were not inline go
 	left   [partCount][]byte // of dst, what a stream has left to be read
 	landed landing           // of the values, if they are an answer
+
+	onDevice *backend.Buffer // of values on the device without a place of their own
+	copied   backend.Event   // of the device's copy under way
+	mapping  *mapped         // that it reads
+	begun    uint64          // when it was queued
 }
 
 var errGone = errors.New("the sender has taken the message back")
@@ -68,10 +74,13 @@ const maxChunks = 8
 // next takes a message out of the ring. It returns nil when there is none, or, with
 // something left, when a part of a stream was taken.
 func (l *inLink) next() *parcel {
+	if p := l.arrived(); p != nil {
+		return p
+	}
 	for range maxChunks {
 		tail := l.seg.tail().Load()
-		if tail == l.head {
-			return nil
+		if tail == l.head || l.dev.full() {
+			break
 		}
 		avail := tail - l.head
 		if avail > ringLen || avail%recordAlign != 0 {
@@ -99,11 +108,50 @@ func (l *inLink) next() *parcel {
 		if w := l.seg.wants(); w.Load() != 0 && (tail == l.head || tail-l.head < ringLen/2) && w.CompareAndSwap(1, 0) {
 			l.bell.ring()
 		}
-		if p != nil {
+		if p == nil {
+			continue
+		}
+		if p.copied == nil && !l.dev.waiting() {
 			return p
 		}
+		l.dev.push(p)
+	}
+	return l.arrived()
+}
+
+// arrived returns the next of the messages that wait for copies of the device, or
+// behind such, if it is complete.
+func (l *inLink) arrived() *parcel {
+	for l.dev.waiting() {
+		p, err := l.dev.pop()
+		if err != nil {
+			l.fail(err)
+		}
+		if p == nil || !p.rec.has(partDevice) {
+			return p
+		}
+		// What was copied counts only if it has not been taken back meanwhile.
+		gone := l.seg.gen(p.rec.slot).Load() != p.rec.gen
+		p.link = nil
+		l.acknowledge(p.rec.slot)
+		l.unref()
+		if l.v.land(p) == nil && !gone {
+			return p
+		}
+		l.v.release(p)
 	}
 	return nil
+}
+
+// feed begins the copy of a value from the peer's device.
+func (l *inLink) feed(p *parcel) error {
+	if l.dev == nil {
+		return &van.FieldError{Field: "record.part.form", Value: partDevice, Want: "host memory: it was agreed that this process does not copy from the sender's device"}
+	}
+	if err := p.decode(); err != nil {
+		return err
+	}
+	return l.dev.begin(p)
 }
 
 // message takes the record b of a message. It returns nil when parts of it follow.
@@ -118,7 +166,7 @@ func (l *inLink) message(b []byte) (*parcel, error) {
 	switch {
 	case err != nil:
 	case p.rec.lends():
-		if l.source == nil {
+		if l.source == nil && p.rec.has(partLent) {
 			err = &van.FieldError{Field: "record.part.form", Value: partLent, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
 			break
 		}
@@ -128,7 +176,16 @@ func (l *inLink) message(b []byte) (*parcel, error) {
 		}
 		p.link = l
 		l.refs.Add(1)
-		return p, nil // the rest where it keeps nobody waiting
+		if !p.rec.has(partDevice) {
+			return p, nil // the rest where it keeps nobody waiting
+		}
+		if err = l.feed(p); err == nil {
+			return p, nil
+		}
+		if errors.Is(err, errRevoked) {
+			l.v.release(p)
+			return nil, nil
+		}
 	case p.rec.parts[0].form == partInline:
 		err = p.decode()
 	}
@@ -265,7 +322,7 @@ func (v *Van) allot(p *parcel) (err error) {
 			continue
 		}
 		if i == partVals && p.rec.parts[0].form == partInline {
-			if dst, ok := v.places.find(&p.msg, h.n, &p.landed); ok {
+			if dst, ok := v.places.find(&p.msg, h.n, &p.landed, false); ok {
 				p.dst[i] = dst.Host()
 				p.msg.Vals, p.msg.Placed = dst, true
 				continue
@@ -419,6 +476,9 @@ func (l *inLink) unref() {
 	if l.source != nil {
 		l.source.close()
 	}
+	if l.dev != nil {
+		l.dev.close()
+	}
 }
 
 // pool keeps parcels for use again.
@@ -467,6 +527,10 @@ func (v *Van) release(p *parcel) {
 		p.blocks[i], p.dst[i], p.left[i] = nil, nil, nil
 	}
 	p.landed.revoked = false
+	if p.onDevice != nil {
+		p.onDevice.Put()
+		p.onDevice = nil
+	}
 	if l := p.link; l != nil {
 		p.link = nil
 		l.acknowledge(p.rec.slot)

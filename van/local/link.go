@@ -24,17 +24,20 @@ import (
 //	 0  char[4]  "SAFH"           16  u64  address of a number in the sender
 //	 4  u32      version          24  u64  the number
 //	 8  i32      sender's id      32  u32  length of the segment
-//	12  u32      0                36  u32  slots
+//	12  u32      1: has a device  36  u32  slots
 //	                              40  u8[16]  the name in the sender's token
+//	                              56  the export of that name on its device
 //
 //	receiver: reply, with its bell unless it refuses
-//	 0  char[4]  "SAFR"            4  u32  verdict     8  text: why
+//	 0  char[4]  "SAFR"            5  u8   1: copies from the sender's device
+//	 4  u8       verdict           6  u16  length of the first text
+//	                               8  texts: why the verdict, why no device
 const (
 	helloMagic = "SAFH"
 	replyMagic = "SAFR"
-	helloLen   = 56
+	helloLen   = 56 + exportLen
 	replyHead  = 8
-	maxWhy     = 512
+	maxWhy     = 512 // of a text
 
 	verdictNo     = 0 // refused
 	verdictStream = 1 // large parts are to be streamed
@@ -115,7 +118,7 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 	if err := v.hello(conn, fd, nonce); err != nil {
 		return nil, err
 	}
-	text, fds, err := receive(conn, replyHead+maxWhy)
+	text, fds, err := receive(conn, replyHead+2*maxWhy)
 	defer closeAll(fds)
 	if err != nil {
 		return nil, err
@@ -123,7 +126,9 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 	if len(text) < replyHead || string(text[:4]) != replyMagic {
 		return nil, fmt.Errorf("%w: reply of %d bytes", errProtocol, len(text))
 	}
-	verdict, why := binary.LittleEndian.Uint32(text[4:]), string(text[replyHead:])
+	verdict, device, n := text[4], text[5] == 1 && v.device != nil, int(binary.LittleEndian.Uint16(text[6:]))
+	n = min(n, len(text)-replyHead)
+	why, noDevice := string(text[replyHead:replyHead+n]), string(text[replyHead+n:])
 	if verdict == verdictNo {
 		return nil, fmt.Errorf("%w: %s", errRefused, why)
 	}
@@ -142,8 +147,15 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 	if verdict != verdictRead {
 		how = "ring only: " + why
 	}
-	v.log.Info("data goes through shared memory", "peer", van.NodeName(id), "large values", how)
-	return newOutLink(v, id, conn, seg, bell, verdict == verdictRead), nil
+	args := []any{"peer", van.NodeName(id), "large values", how}
+	switch {
+	case device:
+		args = append(args, "values on the device", "from device to device")
+	case v.device != nil:
+		args = append(args, "values on the device", "through host memory: "+noDevice)
+	}
+	v.log.Info("data goes through shared memory", args...)
+	return newOutLink(v, id, conn, seg, bell, verdict == verdictRead, device), nil
 }
 
 // hello introduces this node.
@@ -156,12 +168,18 @@ func (v *Van) hello(conn *net.UnixConn, segment int, nonce *[8]byte) error {
 	b = append(b, helloMagic...)
 	b = le.AppendUint32(b, tokenVersion)
 	b = le.AppendUint32(b, uint32(v.id.Load()))
-	b = le.AppendUint32(b, 0)
+	has, export := uint32(0), [exportLen]byte{}
+	if v.device != nil {
+		has = 1
+		putExport(export[:], &v.device.exports)
+	}
+	b = le.AppendUint32(b, has)
 	b = le.AppendUint64(b, uint64(uintptr(unsafe.Pointer(nonce))))
 	b = append(b, nonce[:]...)
 	b = le.AppendUint32(b, segmentLen)
 	b = le.AppendUint32(b, slotCount)
 	b = append(b, v.token.name[:]...)
+	b = append(b, export[:]...)
 	_, _, err := conn.WriteMsgUnix(b, unix.UnixRights(segment, v.bellFD), nil)
 	return err
 }
@@ -197,13 +215,12 @@ func (v *Van) greet(c *net.UnixConn) {
 		v.mu.Unlock()
 	}()
 	_ = c.SetDeadline(time.Now().Add(linkTime))
-	l, verdict, why, err := v.admit(c)
+	r, err := v.admit(c)
 	if err != nil {
-		verdict, why = verdictNo, err.Error()
+		r = reply{verdict: verdictNo, why: err.Error()}
 		v.log.Info("a peer's link through shared memory was refused", "err", err)
 	}
-	b := binary.LittleEndian.AppendUint32([]byte(replyMagic), verdict)
-	b = append(b, why[:min(len(why), maxWhy)]...)
+	l, b := r.link, r.encode()
 	var fds []byte
 	if err == nil {
 		fds = unix.UnixRights(v.bellFD)
@@ -250,50 +267,74 @@ func exited(fd uintptr) bool {
 	return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
 }
 
-// admit reads and checks a hello and makes the link. why says, when the peer's
-// memory cannot be read, why not.
-func (v *Van) admit(c *net.UnixConn) (l *inLink, verdict uint32, why string, err error) {
+// reply is the answer to a hello.
+type reply struct {
+	link     *inLink
+	verdict  byte
+	why      string // when the peer's memory cannot be read
+	noDevice string // when its device's cannot be copied
+}
+
+func (r *reply) encode() []byte {
+	why, noDevice := r.why[:min(len(r.why), maxWhy)], r.noDevice[:min(len(r.noDevice), maxWhy)]
+	device := byte(0)
+	if r.link != nil && r.link.dev != nil {
+		device = 1
+	}
+	b := append([]byte(replyMagic), r.verdict, device)
+	b = binary.LittleEndian.AppendUint16(b, uint16(len(why)))
+	return append(append(b, why...), noDevice...)
+}
+
+// admit reads and checks a hello and makes the link.
+func (v *Van) admit(c *net.UnixConn) (r reply, err error) {
 	pid, err := sameUser(c)
 	if err != nil {
-		return nil, 0, "", err
+		return r, err
 	}
 	b, fds, err := receive(c, helloLen)
 	defer closeAll(fds)
 	if err != nil {
-		return nil, 0, "", err
+		return r, err
 	}
 	le := binary.LittleEndian
 	if len(b) != helloLen || string(b[:4]) != helloMagic || le.Uint32(b[4:]) != tokenVersion || len(fds) != 2 ||
 		le.Uint32(b[32:]) != segmentLen || le.Uint32(b[36:]) != slotCount {
-		return nil, 0, "", fmt.Errorf("%w: hello of %d bytes with %d files", errProtocol, len(b), len(fds))
+		return r, fmt.Errorf("%w: hello of %d bytes with %d files", errProtocol, len(b), len(fds))
 	}
 	id := int(int32(le.Uint32(b[8:])))
 	if id <= 0 || id >= van.Empty {
-		return nil, 0, "", fmt.Errorf("%w: node id %d", errProtocol, id)
+		return r, fmt.Errorf("%w: node id %d", errProtocol, id)
 	}
 	if err := errors.Join(checkMemory(fds[0], segmentLen), checkMemory(fds[1], bellLen)); err != nil {
-		return nil, 0, "", err
+		return r, err
 	}
 	seg, err := mapSegment(fds[0])
 	if err != nil {
-		return nil, 0, "", err
+		return r, err
 	}
 	bell, err := mapBell(fds[1])
 	if err != nil {
 		seg.unmap()
-		return nil, 0, "", err
+		return r, err
 	}
-	l = &inLink{v: v, from: v.peerOf(id), name: [16]byte(b[40:]), conn: c, seg: seg, bell: bell}
+	l := &inLink{v: v, from: v.peerOf(id), name: [16]byte(b[40:]), conn: c, seg: seg, bell: bell}
 	l.refs.Store(1)
-	verdict = verdictRead
+	r = reply{link: l, verdict: verdictRead}
 	if l.source, err = v.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {
-		verdict, why = verdictStream, err.Error()
+		r.verdict, r.why = verdictStream, err.Error()
+	}
+	if le.Uint32(b[12:]) == 1 {
+		if l.dev, err = v.openDeviceSource(b[56:], l.name[:]); err != nil {
+			r.noDevice = err.Error()
+			v.log.Info("values on a peer's device come through host memory", "peer", van.NodeName(id), "why", err)
+		}
 	}
 	if !v.addIn(l) {
 		l.unref()
-		return nil, 0, "", van.ErrClosed
+		return r, van.ErrClosed
 	}
-	return l, verdict, why, nil
+	return r, nil
 }
 
 // openSource opens process pid for reading, if that works.

@@ -24,6 +24,9 @@ type outLink struct {
 	// canRead says that the peer reads lent parts from this process.
 	canRead bool
 
+	// device says that its device copies values from this node's.
+	device bool
+
 	// busy says that something is lent, streamed or queued, so that it pays to look
 	// for acknowledgements.
 	busy atomic.Bool
@@ -71,8 +74,8 @@ const (
 	queueBytes = 256 << 20
 )
 
-func newOutLink(v *Van, id int, conn *net.UnixConn, seg *segment, bell *bell, canRead bool) *outLink {
-	l := &outLink{v: v, conn: conn, canRead: canRead, seg: seg, bell: bell}
+func newOutLink(v *Van, id int, conn *net.UnixConn, seg *segment, bell *bell, canRead, device bool) *outLink {
+	l := &outLink{v: v, conn: conn, canRead: canRead, device: device, seg: seg, bell: bell}
 	l.id.Store(int32(id))
 	for i := range uint32(slotCount) {
 		l.free = append(l.free, slotCount-1-i)
@@ -82,8 +85,9 @@ func newOutLink(v *Van, id int, conn *net.UnixConn, seg *segment, bell *bell, ca
 
 var errProtocol = errors.New("the peer does not keep to the protocol of the shared memory")
 
-// send takes msg. It reports sent=false when the link has ended.
-func (l *outLink) send(msg *van.Message) (sent bool, err error) {
+// send takes msg, whose values export names if they lie on the device. It reports
+// sent=false when the link has ended.
+func (l *outLink) send(msg *van.Message, export *backend.Export) (sent bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.gone {
@@ -94,6 +98,9 @@ func (l *outLink) send(msg *van.Message) (sent bool, err error) {
 	}
 	var r record
 	size := r.plan(msg, partStream)
+	if export != nil && r.streams() {
+		return true, fmt.Errorf("%w: beside values on the device the other parts must have less than %d bytes", backend.ErrNotExportable, streamFrom)
+	}
 	var meta []byte
 	if r.parts[0].form != partInline {
 		meta = make([]byte, r.parts[0].n)
@@ -102,11 +109,11 @@ func (l *outLink) send(msg *van.Message) (sent bool, err error) {
 		}
 	}
 	if len(l.queue) == 0 && l.room(size, &r) {
-		if err := r.put(l.seg.at(l.tail), size, msg, meta); err != nil {
+		if err := r.put(l.seg.at(l.tail), size, msg, meta, export); err != nil {
 			return true, err
 		}
 		l.publish(&r, size, loanOf(&r, msg, meta))
-	} else if err := l.enqueue(&r, size, msg, meta); err != nil {
+	} else if err := l.enqueue(&r, size, msg, meta, export); err != nil {
 		return true, err
 	}
 	if msg.More {
@@ -180,12 +187,12 @@ func (l *outLink) advance(size int) {
 }
 
 // enqueue keeps msg until there is room. l.mu is held.
-func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte) error {
+func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, export *backend.Export) error {
 	if len(l.queue) >= queueLen || l.queued+size > queueBytes {
 		return fmt.Errorf("%w: %d messages, %d bytes", van.ErrQueueFull, len(l.queue), l.queued)
 	}
 	q := &queued{rec: *r, bytes: make([]byte, size)}
-	if err := r.put(q.bytes, size, msg, meta); err != nil {
+	if err := r.put(q.bytes, size, msg, meta, export); err != nil {
 		return err
 	}
 	q.loan = loanOf(r, msg, meta)

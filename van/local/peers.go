@@ -275,6 +275,9 @@ func (v *Van) removeIn(l *inLink) {
 		v.release(l.stream)
 		l.stream = nil
 	}
+	if l.dev != nil {
+		l.dev.drop()
+	}
 	cause := errLinkBroke
 	if err := l.cause.Load(); err != nil {
 		cause = *err

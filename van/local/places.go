@@ -1,6 +1,7 @@
 package local
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"slices"
@@ -21,9 +22,42 @@ type places struct {
 
 // landing is the memory in which an answer is landing.
 type landing struct {
-	mem     backend.Mem // empty: none
-	mu      sync.Mutex  // held while bytes are written
-	revoked bool        // under mu
+	mem     backend.Mem   // empty: none
+	mu      sync.Mutex    // held while bytes are written
+	revoked bool          // under mu
+	copied  backend.Event // under mu: of the device's copy under way
+}
+
+// fill calls f, which begins a copy of the device that ends with event, unless the
+// landing was revoked.
+func (l *landing) fill(event backend.Event, f func() error) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.revoked {
+		return errRevoked
+	}
+	err := f()
+	if err == nil {
+		l.copied = event
+	}
+	return err
+}
+
+// filled says that the copy has ended.
+func (l *landing) filled() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.copied = nil
+}
+
+// take makes nobody write to the landing any more.
+func (l *landing) take() {
+	l.mu.Lock() // a copy of the host's at most is under way
+	defer l.mu.Unlock()
+	l.revoked = true
+	if l.copied != nil {
+		_ = l.copied.Sync(context.Background()) // it fails with the device, which writes nothing then
+	}
 }
 
 // write calls f, which writes to the landing, unless it was revoked.
@@ -58,10 +92,10 @@ func requestOf(peer int, m *van.Meta) request {
 	return request{peer, m.AppID, m.CustomerID, m.Timestamp}
 }
 
-// expect makes msg.Into, if it is memory of the host, the place of the answer to a
-// pull that is about to be sent. Small answers come without it.
+// expect makes msg.Into the place of the answer to a pull that is about to be sent.
+// Small answers to the host come without it.
 func (p *places) expect(msg *van.Message) bool {
-	if !msg.Request || msg.Push || msg.Into.Len() < streamFrom || !msg.Into.OnHost() {
+	if n := msg.Into.Len(); !msg.Request || msg.Push || n == 0 || msg.Into.OnHost() && n < streamFrom {
 		return false
 	}
 	p.mu.Lock()
@@ -77,15 +111,16 @@ func (p *places) drop(msg *van.Message) {
 	delete(p.into, requestOf(msg.Receiver, &msg.Meta))
 }
 
-// find returns where n bytes of values of a received message are wanted. The
-// answer to a pull makes that l, which must be given to settle in the end.
-func (p *places) find(msg *van.Message, n int, l *landing) (dst backend.Mem, ok bool) {
+// find returns where n bytes of values of a received message are wanted, if that is on
+// the device or on the host, as device says. The answer to a pull makes that l, which
+// must be given to settle in the end.
+func (p *places) find(msg *van.Message, n int, l *landing, device bool) (dst backend.Mem, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
 	case msg.Request && msg.Push && msg.Keys.Len() == 8:
 		dst = p.pushes[push{msg.Sender, binary.LittleEndian.Uint64(msg.Keys.Host())}]
-		if dst.Len() < n || !dst.OnHost() {
+		if dst.Len() < n || dst.OnHost() == device {
 			return backend.Mem{}, false
 		}
 		return dst.Sub(0, n), true
@@ -93,7 +128,7 @@ func (p *places) find(msg *van.Message, n int, l *landing) (dst backend.Mem, ok 
 		r := requestOf(msg.Sender, &msg.Meta)
 		dst, ok = p.into[r]
 		delete(p.into, r)
-		if !ok || dst.Len() != n {
+		if !ok || dst.Len() != n || dst.OnHost() == device {
 			return backend.Mem{}, false
 		}
 		l.mem, l.revoked = dst, false
@@ -130,9 +165,7 @@ func (p *places) revoke(mem backend.Mem) {
 	}
 	for _, l := range p.writing {
 		if overlaps(l.mem) {
-			l.mu.Lock() // a copy at most is under way
-			l.revoked = true
-			l.mu.Unlock()
+			l.take()
 		}
 	}
 }

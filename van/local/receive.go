@@ -103,7 +103,7 @@ func (v *Van) receive() (*parcel, *dispatch.Lane[*parcel], bool) {
 			v.hot = true
 			return p, &p.from.lane, true
 		}
-		if v.spin > 0 && v.hot {
+		if v.spin > 0 && (v.hot || v.copying.Load() > 0) {
 			if p := v.look(); p != nil {
 				return p, &p.from.lane, true
 			}
@@ -142,6 +142,7 @@ func (v *Van) look() *parcel {
 		switch now := clock.Now(); {
 		case v.chunks.Load() != chunks:
 			start, chunks = now, v.chunks.Load()
+		case v.copying.Load() > 0 && now < v.copyUntil.Load():
 		case v.cfg.BusyPoll != env.SpinForever && now-start > uint64(limit):
 			return nil
 		}
@@ -177,8 +178,8 @@ func (v *Van) scan(polling bool) *parcel {
 			if p := l.next(); p != nil {
 				return p
 			}
-			if lost && !l.failed() && l.seg.tail().Load() != l.head {
-				continue // of a stream there is more
+			if lost && !l.failed() && (l.seg.tail().Load() != l.head || l.dev.waiting()) {
+				continue // of a stream there is more, or a copy is under way
 			}
 		}
 		if lost {
@@ -214,10 +215,11 @@ func (v *Van) park() {
 		v.rx.Lock()
 		v.bell.arm(theLoop)
 		found = v.pending()
+		v.tidy()
 		v.rx.Unlock()
 	}
 	if !found && !v.stopping.Load() {
-		if err := v.bell.wait(theLoop, count, maxSleep); err != nil {
+		if err := v.bell.wait(theLoop, count, v.sleepLimit(maxSleep)); err != nil {
 			v.log.Error("cannot sleep", "err", err)
 		}
 	}
@@ -226,6 +228,31 @@ func (v *Van) park() {
 		v.bell.disarm()
 	}
 }
+
+// sleepLimit is how long to sleep at most: the end of a device's copy wakes nobody.
+func (v *Van) sleepLimit(most time.Duration) time.Duration {
+	if v.copying.Load() > 0 {
+		return min(most, copyNap)
+	}
+	return most
+}
+
+// copyNap is between two looks for a copy that takes long.
+const copyNap = 50 * time.Microsecond
+
+// tidy unmaps device memory of peers that was not used for a while. rx is held.
+func (v *Van) tidy() {
+	if now := clock.Now(); v.device != nil && now-v.tidied > uint64(tidyTime) {
+		v.tidied = now
+		for _, l := range *v.ins.Load() {
+			if l.dev != nil {
+				l.dev.tidy(now)
+			}
+		}
+	}
+}
+
+const tidyTime = 5 * time.Second
 
 // Poll implements van.Poller. It receives on the caller's goroutine what comes
 // through memory and, where peers are elsewhere too, what comes over the van
@@ -280,12 +307,16 @@ func (v *Van) poll(done func() bool) {
 			start, chunks = now, v.chunks.Load()
 			continue
 		}
+		if v.copying.Load() > 0 && now < v.copyUntil.Load() && now-begun < uint64(maxPoll) {
+			start = now
+			continue
+		}
 		quiet := time.Duration(now - start)
 		if quiet > maxQuiet || now-begun > uint64(maxPoll) {
 			return
 		}
 		if quiet > v.patience.spin(v.spin) {
-			v.nap(maxQuiet - quiet)
+			v.nap(v.sleepLimit(maxQuiet - quiet))
 		}
 	}
 }

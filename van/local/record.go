@@ -16,10 +16,10 @@ import (
 //	 0  u32  length of the record          0  u32  length of the record
 //	 4  u8   1, 3                          4  u8   2
 //	 5  u8   data frames                   8  u32  bytes
-//	 8  u32  slot of the lent parts       64  the bytes
+//	 8  u32  slot of what is lent         64  the bytes
 //	12  u32  generation of the slot
 //	16  4 parts: meta, keys, values, lengths
-//	128 the inline parts, each on a line of its own
+//	128 the inline parts and exports, each on a line of its own
 //
 // The parts of a rest are what the chunks before it have not brought, inline with
 // length 0 where that is nothing.
@@ -41,7 +41,7 @@ const (
 	partInline = 1
 	partLent   = 2 // the receiver reads it from the sender's memory
 	partStream = 3 // follows in chunks, and perhaps a rest
-	partDevice = 4 // reserved for handles of device memory
+	partDevice = 4 // the receiver's device copies it; the record has its export
 
 	partCount = 1 + van.MaxFrames // meta, keys, values, lengths
 
@@ -79,7 +79,7 @@ func present(frames int) int { return 1 + frames }
 
 // lends tells whether parts are to be read from the sender, streams whether they
 // follow in chunks.
-func (r *record) lends() bool   { return r.has(partLent) }
+func (r *record) lends() bool   { return r.has(partLent) || r.has(partDevice) }
 func (r *record) streams() bool { return r.has(partStream) }
 
 func (r *record) has(form uint32) bool {
@@ -104,9 +104,13 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 		} else {
 			p.n = msg.Frame(i - 1).Len()
 		}
-		if p.n < streamFrom {
+		switch {
+		case i > 0 && !msg.Frame(i-1).OnHost():
+			p.form = partDevice
+			size += align(exportLen)
+		case p.n < streamFrom:
 			size += align(p.n)
-		} else {
+		default:
 			p.form = large
 		}
 	}
@@ -114,8 +118,9 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 }
 
 // put writes the record of msg, as planned, to b. meta is the encoded meta, if it
-// is not to be inline. The slot is written by setSlot.
-func (r *record) put(b []byte, size int, msg *van.Message, meta []byte) error {
+// is not to be inline, export names the values, if they are on the device. The slot is
+// written by setSlot.
+func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *backend.Export) error {
 	if r.parts[0].form == partInline {
 		if err := msg.EncodeTo(b[recordHead : recordHead+r.parts[0].n]); err != nil {
 			return err
@@ -134,6 +139,8 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte) error {
 		switch {
 		case p.form == partLent:
 			p.addr = mem.Addr()
+		case p.form == partDevice:
+			putExport(b[p.off:], export)
 		case p.form == partInline && i > 0:
 			copy(b[p.off:p.off+p.n], mem.Host())
 		}
@@ -186,12 +193,22 @@ func (r *record) parse(b []byte) error {
 				return bad("slot", r.slot, fmt.Sprintf("less than %d", slotCount))
 			}
 		case partStream:
+		case partDevice:
+			if i != partVals || r.slot >= slotCount || len(b)-off < exportLen {
+				return bad(fmt.Sprintf("part[%d]", i), fmt.Sprintf("on the device, slot %d, %d bytes left", r.slot, len(b)-off),
+					fmt.Sprintf("only values on the device, slot less than %d, %d bytes", slotCount, exportLen))
+			}
+			p.off = off
+			off = min(off+align(exportLen), len(b))
 		default:
-			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, lent or streamed")
+			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, lent, streamed or on the device")
 		}
 		if i == 0 && b[4] == kindMessage && (p.n == 0 || p.n > maxMeta) {
 			return bad("meta length", p.n, fmt.Sprintf("1 to %d", maxMeta))
 		}
+	}
+	if r.has(partDevice) && (r.has(partLent) || r.streams() || b[4] != kindMessage) {
+		return bad("part.form", "lent or streamed", "inline, beside values on the device")
 	}
 	return nil
 }

@@ -35,7 +35,7 @@ func TestRecordRoundTrip(t *testing.T) {
 			}
 			b := bytes.Repeat([]byte{0xee}, size)
 			r.slot, r.gen = 5, 9
-			if err := r.put(b, size, m, nil); err != nil {
+			if err := r.put(b, size, m, nil, nil); err != nil {
 				t.Fatal(err)
 			}
 			n, kind, err := peek(b, size)
@@ -75,7 +75,7 @@ func valid(t testing.TB) []byte {
 	m := message(8, 100)
 	var r record
 	b := make([]byte, r.plan(m, partLent))
-	if err := r.put(b, len(b), m, nil); err != nil {
+	if err := r.put(b, len(b), m, nil, nil); err != nil {
 		t.Fatal(err)
 	}
 	return b

@@ -26,7 +26,7 @@ type token struct {
 
 const (
 	tokenMagic   = "SAFL"
-	tokenVersion = 1
+	tokenVersion = 2
 	tokenLen     = 44
 )
 

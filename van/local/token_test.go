@@ -32,7 +32,7 @@ func TestToken(t *testing.T) {
 		{"short", b[:len(b)-1]},
 		{"long", append(bytes.Clone(b), 0)},
 		{"other magic", append([]byte("XAFL"), b[4:]...)},
-		{"later version", append([]byte("SAFL\x02"), b[5:]...)},
+		{"later version", append([]byte("SAFL\x7f"), b[5:]...)},
 		{"of another transport", bytes.Repeat([]byte{7}, van.MaxEndpointName)},
 	} {
 		if got, ok := parseToken(c.b); ok {

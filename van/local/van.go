@@ -26,6 +26,10 @@ type Van struct {
 	cfg         *env.Config
 	log         *slog.Logger
 
+	backend  backend.Backend
+	device   *device // nil when values on the node's device are not shared
+	noDevice error   // then: why
+
 	token    token
 	off      bool // there is no link, and never will be
 	listener *net.UnixListener
@@ -51,6 +55,11 @@ type Van struct {
 	pollers  atomic.Int32
 	parked   atomic.Bool
 	ins      atomic.Pointer[[]*inLink]
+
+	// Of copies by the device; see device.go.
+	copying   atomic.Int32  // under way
+	copyUntil atomic.Uint64 // until when it pays to look for their end without pause
+	tidied    uint64        // when mappings were last looked through; under rx
 
 	links     atomic.Pointer[map[int]*outLink] // by node id
 	outs      atomic.Pointer[[]*outLink]       // the same
@@ -94,7 +103,7 @@ var (
 // had, the van works as inner does, and the log says why. Use van.As to find the
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
-	v := &Van{inner: inner, cfg: o.Config, log: o.Log, bellFD: -1, spin: spinFor(o.Config.BusyPoll),
+	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll),
 		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory}
 	v.losses.current = func(id int, n *neighbour) bool {
 		v.mu.Lock()
@@ -158,6 +167,9 @@ func (v *Van) open() (err error) {
 	if err != nil {
 		v.freeBell()
 		return err
+	}
+	if v.device, v.noDevice = openDevice(v.backend, v.token.name[:]); v.noDevice != nil && v.backend != nil && v.backend.Device().Type != backend.CPU {
+		v.log.Warn("values on the device go through host memory, also on this host", "err", v.noDevice)
 	}
 	if admitted, err := admitReaders(); err != nil {
 		v.log.Warn("peers may have to copy large values twice", "err", err)
@@ -228,14 +240,25 @@ func (v *Van) Send(msg *van.Message) error {
 	if msg.Frames == 1 || msg.Frames < 0 || msg.Frames > van.MaxFrames {
 		return v.sendError(msg, fmt.Errorf("%w: %d data frames, want 0, 2 or 3", van.ErrInvalid, msg.Frames))
 	}
+	var export *backend.Export
+	var e backend.Export
 	for i := range msg.Frames {
-		if f := msg.Frame(i); !f.OnHost() {
+		f := msg.Frame(i)
+		if f.OnHost() {
+			continue
+		}
+		if i != partVals-1 || !l.device {
 			return v.sendError(msg, fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device()))
 		}
+		var err error
+		if e, err = v.device.Export(f); err != nil {
+			return v.sendError(msg, err)
+		}
+		export = &e
 	}
 	size := msg.PayloadLen()
 	expects := v.places.expect(msg)
-	sent, err := l.send(msg)
+	sent, err := l.send(msg, export)
 	if !sent {
 		if now := (*v.links.Load())[msg.Receiver]; now != l {
 			if expects {
@@ -296,6 +319,14 @@ func (v *Van) Revoke(mem backend.Mem) {
 // Linked tells whether data to node id goes through shared memory.
 func (v *Van) Linked(id int) bool { return (*v.links.Load())[id] != nil }
 
+// TakesDevice tells whether values on the node's device go to node id through shared
+// memory as they are. One that cannot be named to other processes is refused then with
+// backend.ErrNotExportable.
+func (v *Van) TakesDevice(id int) bool {
+	l := (*v.links.Load())[id]
+	return l != nil && l.device
+}
+
 // Stats implements van.Meter. It counts what goes over the van inside, too.
 func (v *Van) Stats() van.Stats {
 	s := van.Stats{}
@@ -348,6 +379,9 @@ func (v *Van) Close(ctx context.Context) error {
 	v.wg.Wait()
 	v.freeReceiver(ctx)
 	v.blocks.close()
+	if v.device != nil {
+		err = errors.Join(err, v.device.close())
+	}
 	return errors.Join(err, v.inner.Close(ctx))
 }
 
@@ -375,6 +409,7 @@ func (v *Van) freeReceiver(ctx context.Context) {
 // stats counts without locks.
 type stats struct {
 	sentN, sentB, recvN, recvB, malformed atomic.Uint64
+	refused                               atomic.Uint64 // values for which the device had no memory
 	pinned                                atomic.Int64
 }
 
