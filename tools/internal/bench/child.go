@@ -40,7 +40,7 @@ type cluster struct {
 // startCluster starts the three children. spec is handed to each.
 //
 // The children die with the calling goroutine's thread, to which it is locked.
-func startCluster(ctx context.Context, van, host string, spec []string, stderr io.Writer) (*cluster, error) {
+func startCluster(ctx context.Context, van, host string, at place, spec []string, stderr io.Writer) (*cluster, error) {
 	runtime.LockOSThread()
 	self, err := os.Executable()
 	if err != nil {
@@ -60,6 +60,7 @@ func startCluster(ctx context.Context, van, host string, spec []string, stderr i
 			"DMLC_ROLE="+role, "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI="+host,
 			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
 		cmd.Env = append(cmd.Env, transport(van)...)
+		cmd.Env = append(cmd.Env, at.env(role)...)
 		for _, keep := range passed {
 			if v, ok := os.LookupEnv(keep); ok {
 				cmd.Env = append(cmd.Env, keep+"="+v)
@@ -88,16 +89,18 @@ func startCluster(ctx context.Context, van, host string, spec []string, stderr i
 	return c, nil
 }
 
-// ibverbs is the van with a floor and goals of its own.
-const ibverbs = "ibverbs"
-
-// local is the name here for shared memory, which is not a van by itself.
-const local = "local"
+// Vans, as --van names them. local is the name here for shared memory, which is not a
+// van by itself.
+const (
+	zmq     = "zmq"
+	ibverbs = "ibverbs"
+	local   = "local"
+)
 
 // transport is the variables that choose what data goes over, and nothing else.
 func transport(van string) []string {
 	if van == local {
-		return []string{"DMLC_ENABLE_RDMA=zmq", "BYTEPS_ENABLE_IPC=1"}
+		return []string{"DMLC_ENABLE_RDMA=" + zmq, "BYTEPS_ENABLE_IPC=1"}
 	}
 	return []string{"DMLC_ENABLE_RDMA=" + van, "BYTEPS_ENABLE_IPC=0"}
 }
@@ -118,7 +121,7 @@ func checkTransport(node *postoffice.Node, peers []int) error {
 // passed are the variables of the caller that the children see too.
 var passed = []string{"PS_VERBOSE", "STEPAF_BUSY_POLL_ENABLE", "BYTEPS_ZMQ_NTHREADS", "DMLC_LOCAL", "PS_RESEND", "PS_RESEND_TIMEOUT",
 	"STEPAF_QP_NUM", "STEPMESH_SPLIT_QP_LAG", "BYTEPS_RDMA_START_DEPTH", "BYTEPS_RDMA_RX_DEPTH", "BYTEPS_RDMA_MAX_CONCURR_WR",
-	"BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_PRINT_RDMA_LOG"}
+	"BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_PRINT_RDMA_LOG", "STEPMESH_MEM_SYNC"}
 
 func (c *cluster) kill() {
 	defer runtime.UnlockOSThread()

@@ -65,7 +65,7 @@ func runKV(c *cli.Context) error {
 		}
 		host, floor = run.at.Host.String(), "verbs"
 	}
-	r, cpu, err := runCluster(c, host, spec)
+	r, cpu, err := runCluster(c, host, place{}, spec)
 	if err != nil {
 		return err
 	}

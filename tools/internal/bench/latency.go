@@ -17,7 +17,8 @@ import (
 type latency struct {
 	push, pull    int
 	iters, warmup int
-	rounds        int // blocks of ours and of the floor, alternating
+	rounds        int  // blocks of ours and of the floor, alternating
+	stream        bool // on a GPU: tensors are made in a stream
 }
 
 // page is the distance between stamps in a tensor: what the server answers depends
@@ -50,8 +51,8 @@ func fill(b []byte) {
 	}
 }
 
-// serveLatency answers every batch with a buffer stamped by the batch's seal.
-func serveLatency(node *postoffice.Node, push, pull int) error {
+// serve answers every batch with a buffer stamped by the batch's seal.
+func (l *latency) serve(node *postoffice.Node) error {
 	s, err := af.NewTensorServer(node, af.Options{})
 	if err != nil {
 		return err
@@ -59,7 +60,7 @@ func serveLatency(node *postoffice.Node, push, pull int) error {
 	// Two buffers in turn: one may still be on its way.
 	var bufs [2][]byte
 	for i := range bufs {
-		if bufs[i], err = alloc(node.Backend(), pull); err != nil {
+		if bufs[i], err = alloc(node.Backend(), l.pull); err != nil {
 			return err
 		}
 		fill(bufs[i])
@@ -75,7 +76,7 @@ func serveLatency(node *postoffice.Node, push, pull int) error {
 		if pulls := b.Pulls(); len(pulls) > 0 {
 			turn ^= 1
 			stamp(bufs[turn], seq)
-			t, err := af.FromBytes(bufs[turn], af.Uint8, int64(pull))
+			t, err := af.FromBytes(bufs[turn], af.Uint8, int64(l.pull))
 			if err != nil {
 				node.Log().Error("answer", "err", err)
 				return
@@ -97,41 +98,27 @@ func alloc(b backend.Backend, n int) ([]byte, error) {
 	return m.Host(), nil
 }
 
-// measure does the round trips, in blocks that alternate with the floor's.
-func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor baseline) (ours, base []int64, cpu time.Duration, checked bool, err error) {
+// measure does the round trips with tensors in host memory.
+func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
 	w, err := af.NewTensorWorker(node, af.Options{})
 	if err != nil {
-		return nil, nil, 0, false, err
+		return nil, err
 	}
 	defer w.Close()
 	push, err := alloc(node.Backend(), l.push)
 	if err != nil {
-		return nil, nil, 0, false, err
+		return nil, err
 	}
 	pull, err := alloc(node.Backend(), l.pull)
 	if err != nil {
-		return nil, nil, 0, false, err
+		return nil, err
 	}
 	want := make([]byte, l.pull)
 	fill(want)
 	fill(push)
-	var pushes, pulls []af.KeyTensor
-	for i, b := range [][]byte{push, pull} {
-		if len(b) == 0 {
-			continue
-		}
-		t, err := af.FromBytes(b, af.Uint8, int64(len(b)))
-		if err != nil {
-			return nil, nil, 0, false, err
-		}
-		if kt := (af.KeyTensor{Key: uint64(i + 1), Val: t}); i == 0 {
-			pushes = append(pushes, kt)
-		} else {
-			pulls = append(pulls, kt)
-		}
-	}
-	if len(pushes)+len(pulls) == 0 {
-		return nil, nil, 0, false, fmt.Errorf("%w: --push and --pull are both 0, want at least one byte", van.ErrInvalid)
+	pushes, pulls, err := l.tensors(backend.Bytes(push), backend.Bytes(pull), timedKey)
+	if err != nil {
+		return nil, err
 	}
 	seq := uint64(0)
 	once := func() (int64, error) {
@@ -157,30 +144,63 @@ func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor base
 		clear(pull)
 		return d, nil
 	}
+	return l.blocks(floor, once, func() error { return nil })
+}
+
+// timedKey is the key of a push tensor; that of a pull tensor is the next one.
+const timedKey = 1
+
+// tensors are what a push_pull takes: of memory without bytes there is none.
+func (l *latency) tensors(push, pull backend.Mem, key uint64) (pushes, pulls []af.KeyTensor, err error) {
+	one := func(m backend.Mem, key uint64) []af.KeyTensor {
+		if m.Len() == 0 || err != nil {
+			return nil
+		}
+		t, e := af.New(m, af.Uint8, int64(m.Len()))
+		err = e
+		return []af.KeyTensor{{Key: key, Val: t}}
+	}
+	pushes, pulls = one(push, key), one(pull, key+1)
+	if err == nil && len(pushes)+len(pulls) == 0 {
+		err = fmt.Errorf("%w: --push and --pull are both 0, want at least one byte", van.ErrInvalid)
+	}
+	return pushes, pulls, err
+}
+
+// blocks warms up and measures, in turns with the floor. once does a round trip and
+// returns its nanoseconds; check, which is not timed, is called between the blocks.
+func (l *latency) blocks(floor baseline, once func() (int64, error), check func() error) (*result, error) {
+	if err := check(); err != nil {
+		return nil, err
+	}
 	for range l.warmup {
 		if _, err := once(); err != nil {
-			return nil, nil, 0, false, err
+			return nil, err
 		}
 	}
 	if _, err := floor.measure(l.warmup); err != nil {
-		return nil, nil, 0, false, err
+		return nil, err
 	}
-	for r := range l.rounds {
-		n := l.iters*(r+1)/l.rounds - l.iters*r/l.rounds
+	r := &result{Checked: true}
+	for block := range l.rounds {
+		if err := check(); err != nil {
+			return nil, err
+		}
+		n := l.iters*(block+1)/l.rounds - l.iters*block/l.rounds
 		ns, err := floor.measure(n)
 		if err != nil {
-			return nil, nil, 0, false, err
+			return nil, err
 		}
-		base = append(base, ns...)
+		r.Floor = append(r.Floor, ns...)
 		before := cpuTime()
 		for range n {
 			d, err := once()
 			if err != nil {
-				return nil, nil, 0, false, err
+				return nil, err
 			}
-			ours = append(ours, d)
+			r.Ours = append(r.Ours, d)
 		}
-		cpu += cpuTime() - before
+		r.CPU += (cpuTime() - before).Seconds()
 	}
-	return ours, base, cpu, true, nil
+	return r, check()
 }

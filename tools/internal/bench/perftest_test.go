@@ -93,7 +93,8 @@ func TestCompare(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			r := &rdmaRun{at: choose.Result{Device: "rxe0", Port: 1, GIDIndex: 1}}
 			rep := &latencyReport{PushBytes: c.push, PullBytes: c.pull, P50: c.p50}
-			r.compare(rep, c.f)
+			var v verdict
+			r.compare(rep, c.f, &v)
 			x := rep.RDMA
 			near := func(what string, got, want float64) {
 				if math.Abs(got-want) > 1e-9*math.Abs(want) {
@@ -108,7 +109,7 @@ func TestCompare(t *testing.T) {
 			if x.Missed != c.want.Missed || x.Missing != c.want.Missing {
 				t.Errorf("got missed %t, missing %q; want %t, %q", x.Missed, x.Missing, c.want.Missed, c.want.Missing)
 			}
-			err := r.verdict()
+			err := v.err()
 			if (err != nil) != (c.verdict != "") || err != nil && !strings.Contains(err.Error(), c.verdict) {
 				t.Errorf("verdict %v, want %q", err, c.verdict)
 			}
@@ -120,7 +121,7 @@ func TestReportText(t *testing.T) {
 	r := &rdmaRun{at: choose.Result{Device: "rxe0", Port: 1, GIDIndex: 1}}
 	rep := newLatencyReport(ibverbs, 1024, 1024, 2, &result{Ours: []int64{100000, 120000}, Floor: []int64{30000, 40000}, Checked: true}, nil)
 	rep.Floor = "verbs"
-	r.compare(rep, perfFigures{lat: 16, bw: 60e6})
+	r.compare(rep, perfFigures{lat: 16, bw: 60e6}, &verdict{})
 	var b strings.Builder
 	if err := rep.print(&b, false); err != nil {
 		t.Fatal(err)

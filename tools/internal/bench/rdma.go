@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"strings"
 
 	"github.com/urfave/cli/v2"
 
@@ -18,10 +17,7 @@ import (
 )
 
 // rdmaRun is what bench latency does over RDMA besides.
-type rdmaRun struct {
-	at     choose.Result
-	missed []string
-}
+type rdmaRun struct{ at choose.Result }
 
 // newRDMARun chooses the port: that of host, or without one as a node would.
 func newRDMARun(ctx context.Context, host string) (*rdmaRun, error) {
@@ -112,51 +108,31 @@ type rdmaReport struct {
 	Missed   bool    `json:"missed"`
 }
 
-// goals of the payloads that have any.
-func goals(push, pull int) (lat, bw float64) {
-	switch {
-	case push == 1<<10 && pull == 1<<10:
-		return 12, 0
-	case push == 64<<10 && pull == 64<<10:
-		return 6, 0
-	case push == 917504 && pull == 1835008:
-		return 0, 0.75
-	}
-	return 0, 0
-}
-
-// compare adds the figures to a report.
-func (r *rdmaRun) compare(rep *latencyReport, f perfFigures) {
+// compare adds the figures to a report, and tells v what is missed.
+func (r *rdmaRun) compare(rep *latencyReport, f perfFigures, v *verdict) {
 	x := &rdmaReport{Host: r.at.Host.String(), Device: r.at.Device, Port: r.at.Port, GIDIndex: r.at.GIDIndex, Missing: f.missing,
 		WriteLat: f.lat, WriteBW: f.bw, Bps: float64(rep.PushBytes+rep.PullBytes) / rep.P50 * 1e6}
-	x.LatGoal, x.BWGoal = goals(rep.PushBytes, rep.PullBytes)
+	rep.RDMA = x
 	if f.lat > 0 {
 		x.LatRatio = rep.P50 / f.lat
 	}
 	if f.bw > 0 {
 		x.BWRatio = x.Bps / f.bw
 	}
-	what := fmt.Sprintf("push %d, pull %d: ", rep.PushBytes, rep.PullBytes)
-	switch {
-	case x.LatGoal == 0 && x.BWGoal == 0:
-	case f.missing != "":
-		r.missed = append(r.missed, what+f.missing)
-	case x.LatGoal > 0 && x.LatRatio > x.LatGoal:
-		x.Missed = true
-		r.missed = append(r.missed, fmt.Sprintf("%s%.2f times ib_write_lat, want at most %g", what, x.LatRatio, x.LatGoal))
-	case x.BWGoal > 0 && x.BWRatio < x.BWGoal:
-		x.Missed = true
-		r.missed = append(r.missed, fmt.Sprintf("%s%.2f of ib_write_bw, want at least %g", what, x.BWRatio, x.BWGoal))
+	p := payload{rep.PushBytes, rep.PullBytes}
+	g := course{ibverbs, cpu}.goal(p)
+	ratio := 0.0
+	switch g.of {
+	case ibWriteLat:
+		x.LatGoal, ratio = g.limit, x.LatRatio
+	case ibWriteBW:
+		x.BWGoal, ratio = g.limit, x.BWRatio
 	}
-	rep.RDMA = x
-}
-
-// verdict is the error of --check.
-func (r *rdmaRun) verdict() error {
-	if len(r.missed) == 0 {
-		return nil
+	if g.limit > 0 && f.missing != "" {
+		v.miss(p, f.missing)
+		return
 	}
-	return fmt.Errorf("bench: goals missed: %s", strings.Join(r.missed, "; "))
+	x.Missed = v.judge(p, g, ratio)
 }
 
 func (x *rdmaReport) print(w io.Writer) {

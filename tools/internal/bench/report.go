@@ -9,6 +9,10 @@ import (
 // latencyReport is the JSON line of bench latency.
 type latencyReport struct {
 	Van        string             `json:"van"`
+	Device     string             `json:"device"`           // "cpu" or "gpu"
+	GPUs       []int              `json:"gpus,omitempty"`   // the worker's and the server's
+	Stream     bool               `json:"stream,omitempty"` // whether tensors are said to be made in one
+	Note       string             `json:"note,omitempty"`   // what speaks against the figures
 	PushBytes  int                `json:"push_bytes"`
 	PullBytes  int                `json:"pull_bytes"`
 	Iters      int                `json:"iters"`
@@ -17,13 +21,15 @@ type latencyReport struct {
 	P99        float64            `json:"p99_us"`
 	Max        float64            `json:"max_us"`
 	Mean       float64            `json:"mean_us"`
-	Floor      string             `json:"floor"` // "TCP" or "verbs"
+	Floor      string             `json:"floor"` // "TCP", "verbs" or "GPU"
 	FloorP50   float64            `json:"floor_p50_us"`
 	FloorP90   float64            `json:"floor_p90_us"`
 	FloorP99   float64            `json:"floor_p99_us"`
 	FloorMax   float64            `json:"floor_max_us"`
 	RatioP50   float64            `json:"ratio_p50"`
 	RatioP99   float64            `json:"ratio_p99"`
+	Goal       float64            `json:"goal_ratio_p50,omitempty"` // RatioP50 at most
+	Missed     bool               `json:"missed,omitempty"`
 	CPU        map[string]float64 `json:"cpu_s"`
 	WorkerPart float64            `json:"worker_measured_cpu_s"`
 	Checked    bool               `json:"checked"`
@@ -32,26 +38,49 @@ type latencyReport struct {
 
 func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[string]float64) *latencyReport {
 	ours, floor := summarize(r.Ours), summarize(r.Floor)
-	return &latencyReport{Van: van, PushBytes: push, PullBytes: pull, Iters: iters,
+	return &latencyReport{Van: van, Device: place{}.device(), PushBytes: push, PullBytes: pull, Iters: iters,
 		P50: ours.P50, P90: ours.P90, P99: ours.P99, Max: ours.Max, Mean: ours.Mean,
 		FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
 		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
+}
+
+// placed says where the tensors were.
+func (r *latencyReport) placed(at place) {
+	r.Device, r.GPUs, r.Stream, r.Note = at.device(), at.gpus, at.stream, at.note()
+}
+
+// judge compares the report with a goal that is a ratio to the floor.
+func (r *latencyReport) judge(g goal, v *verdict) {
+	r.Goal = g.limit
+	r.Missed = v.judge(payload{r.PushBytes, r.PullBytes}, g, r.RatioP50)
 }
 
 func (r *latencyReport) print(w io.Writer, asJSON bool) error {
 	if asJSON {
 		return json.NewEncoder(w).Encode(r)
 	}
-	on := ""
-	if r.RDMA != nil {
+	on, checked := "", "all answers checked"
+	switch {
+	case r.GPUs != nil:
+		on, checked = fmt.Sprintf(" (gpu:%d and gpu:%d)", r.GPUs[0], r.GPUs[1]), "values checked around each block"
+		if r.Stream {
+			on = fmt.Sprintf(" (gpu:%d and gpu:%d, in streams)", r.GPUs[0], r.GPUs[1])
+		}
+	case r.RDMA != nil:
 		on = fmt.Sprintf(" (%s port %d, %s)", r.RDMA.Device, r.RDMA.Port, r.RDMA.Host)
 	}
-	fmt.Fprintf(w, "push_pull over %s%s, push %d bytes, pull %d bytes, %d round trips, all answers checked: %t\n",
-		r.Van, on, r.PushBytes, r.PullBytes, r.Iters, r.Checked)
+	fmt.Fprintf(w, "push_pull over %s%s, push %d bytes, pull %d bytes, %d round trips, %s: %t\n",
+		r.Van, on, r.PushBytes, r.PullBytes, r.Iters, checked, r.Checked)
+	if r.Note != "" {
+		fmt.Fprintf(w, "note: %s\n", r.Note)
+	}
 	fmt.Fprintf(w, "%-16s %10s %10s %10s %10s\n", "microseconds", "p50", "p90", "p99", "max")
 	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "push_pull", r.P50, r.P90, r.P99, r.Max)
 	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "floor ("+r.Floor+")", r.FloorP50, r.FloorP90, r.FloorP99, r.FloorMax)
 	fmt.Fprintf(w, "%-16s %10.2f %10.2f %10.2f %10.2f\n", "ratio", r.RatioP50, r.P90/r.FloorP90, r.RatioP99, r.Max/r.FloorMax)
+	if r.Goal > 0 {
+		fmt.Fprintf(w, "push_pull takes %.2f times the floor at p50 (goal: at most %g)\n", r.RatioP50, r.Goal)
+	}
 	if r.RDMA != nil {
 		r.RDMA.print(w)
 	}

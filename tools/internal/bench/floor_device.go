@@ -1,0 +1,406 @@
+package bench
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// The floor from GPU to GPU: each way one copy into the other process's memory, and
+// behind it in the same stream a write of a word into a page of host memory that both
+// processes share. Who waits looks at its word and does nothing else.
+
+// deviceMemory is what the floor needs of a backend.
+type deviceMemory interface {
+	backend.Backend
+	backend.Exporter
+	backend.AsyncCopier
+	backend.HostPinner
+	backend.StreamFlagger
+}
+
+// deviceHello tells the other end what to copy into.
+type deviceHello struct {
+	Handle                         [64]byte
+	Allocation, Base, Size, Offset uint64
+}
+
+// deviceEnd is one end of the floor. It waits for word and writes theirs.
+type deviceEnd struct {
+	back   deviceMemory
+	conn   *net.UnixConn
+	page   []byte // shared by both processes
+	pinned backend.Mem
+	word   *atomic.Uint32
+	theirs backend.Mem
+	stream uintptr
+	send   backend.Mem
+	recv   backend.Mem
+	far    backend.Mem // the other end's recv, imported
+	src    backend.Mem // what is sent of send
+	dst    backend.Mem // and where in far it goes
+	seq    uint32
+	done   atomic.Bool // nobody wants the floor any more
+}
+
+const (
+	serverWord = 0
+	clientWord = 2048
+	// deviceWhole is the granularity of allocations that processes can share: smaller
+	// ones would share what else lies in the same block.
+	deviceWhole = 2 << 20
+)
+
+// newDeviceEnd makes an end which sends out bytes and receives in bytes. fd is the
+// shared page's and stays the caller's; own and other are the offsets of the words.
+func newDeviceEnd(b backend.Backend, conn *net.UnixConn, fd, own, other, out, in int) (_ *deviceEnd, err error) {
+	d, ok := b.(deviceMemory)
+	if !ok {
+		return nil, fmt.Errorf("floor: backend %s cannot share memory with another process", b.Name())
+	}
+	e := &deviceEnd{back: d, conn: conn}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, e.free())
+		}
+	}()
+	if e.page, err = unix.Mmap(fd, 0, os.Getpagesize(), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err != nil {
+		return nil, os.NewSyscallError("mmap", err)
+	}
+	if e.pinned, err = d.RegisterHost(backend.Bytes(e.page)); err != nil {
+		return nil, err
+	}
+	e.word = (*atomic.Uint32)(unsafe.Pointer(&e.page[own]))
+	e.theirs = e.pinned.Sub(other, 4)
+	if e.stream, err = d.NewStream(); err != nil {
+		return nil, err
+	}
+	whole := func(n int) int { return max(n+deviceWhole-1, deviceWhole) / deviceWhole * deviceWhole }
+	if e.send, err = d.Alloc(whole(out)); err != nil {
+		return nil, err
+	}
+	e.src = e.send.Sub(0, out)
+	e.recv, err = d.Alloc(whole(in))
+	return e, err
+}
+
+// hello tells the other end where this one receives.
+func (e *deviceEnd) hello() error {
+	x, err := e.back.Export(e.recv)
+	if err != nil {
+		return err
+	}
+	return binary.Write(e.conn, le, deviceHello{x.Handle, x.Allocation, x.Base, uint64(x.Size), uint64(x.Offset)})
+}
+
+// meet imports what the other end says.
+func (e *deviceEnd) meet() error {
+	var h deviceHello
+	if err := binary.Read(e.conn, le, &h); err != nil {
+		return fmt.Errorf("floor: the other end says nothing: %w", err)
+	}
+	x := backend.Export{Handle: h.Handle, Allocation: h.Allocation, Base: h.Base, Size: int(h.Size), Offset: int(h.Offset)}
+	if n := e.src.Len(); x.Offset < 0 || x.Size < 0 || x.Offset > x.Size-n {
+		return fmt.Errorf("floor: the other end has %d bytes, from %d: want %d", x.Size, x.Offset, n)
+	}
+	var err error
+	if e.far, err = e.back.Import(x); err != nil {
+		return err
+	}
+	e.dst = e.far.Sub(x.Offset, e.src.Len())
+	return nil
+}
+
+// write sends everything and the word behind it.
+func (e *deviceEnd) write() error {
+	if err := e.back.CopyAsync(e.dst, e.src, e.stream); err != nil {
+		return err
+	}
+	return e.back.WriteFlag(e.stream, e.theirs, e.seq)
+}
+
+// arrival waits for the word.
+func (e *deviceEnd) arrival() error {
+	var start time.Time
+	for i := 1; e.word.Load() != e.seq; i++ {
+		if i&(1<<14-1) != 0 {
+			continue
+		}
+		switch {
+		case e.done.Load():
+			return net.ErrClosed
+		case start.IsZero():
+			start = time.Now()
+		case time.Since(start) > floorPatient:
+			return fmt.Errorf("floor: nothing has come within %s", floorPatient)
+		}
+		runtime.Gosched()
+	}
+	return nil
+}
+
+// forget ends the use of the other end's memory.
+func (e *deviceEnd) forget() error {
+	if e.far.Len() == 0 {
+		return nil
+	}
+	err := e.back.CloseImport(e.far)
+	e.far = backend.Mem{}
+	return err
+}
+
+// free gives everything back. The other end does not use this one's memory any more.
+func (e *deviceEnd) free() error {
+	errs := []error{e.forget()}
+	for _, m := range []backend.Mem{e.send, e.recv} {
+		if m.Len() > 0 {
+			errs = append(errs, e.back.Free(m))
+		}
+	}
+	if e.stream != 0 {
+		errs = append(errs, e.back.FreeStream(e.stream))
+	}
+	if e.pinned.Len() > 0 {
+		errs = append(errs, e.back.UnregisterHost(e.pinned))
+	}
+	if e.page != nil {
+		errs = append(errs, os.NewSyscallError("munmap", unix.Munmap(e.page)))
+	}
+	return errors.Join(errs...)
+}
+
+// order reads how many rounds come, 0 for the end, and answers that it is ready.
+func (e *deviceEnd) order() (uint32, error) {
+	var n uint32
+	err := binary.Read(e.conn, le, &n)
+	if err == nil && n == 0 {
+		err = e.forget()
+	}
+	if err == nil {
+		err = binary.Write(e.conn, le, n)
+	}
+	return n, err
+}
+
+// deviceFloorServer answers the rounds of one client.
+type deviceFloorServer struct {
+	back       backend.Backend
+	push, pull int
+	l          *net.UnixListener
+	ended      chan struct{}
+
+	mu     sync.Mutex
+	conn   *net.UnixConn
+	end    *deviceEnd
+	closed bool
+}
+
+func newDeviceServer(b backend.Backend, push, pull int) (*deviceFloorServer, error) {
+	// The kernel chooses an abstract name.
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	s := &deviceFloorServer{back: b, push: push, pull: pull, l: l, ended: make(chan struct{})}
+	go func() {
+		defer close(s.ended)
+		if err := s.serve(); err != nil && !errors.Is(err, net.ErrClosed) && !errors.Is(err, io.EOF) {
+			fmt.Fprintln(os.Stderr, "bench: floor:", err)
+		}
+	}()
+	return s, nil
+}
+
+func (s *deviceFloorServer) addr() string { return s.l.Addr().String() }
+
+// close ends the floor, if the client has not done so.
+func (s *deviceFloorServer) close() {
+	s.mu.Lock()
+	s.closed = true
+	_ = s.l.Close()
+	if s.conn != nil {
+		_ = s.conn.Close()
+	}
+	if s.end != nil {
+		s.end.done.Store(true)
+	}
+	s.mu.Unlock()
+	<-s.ended
+}
+
+// use notes what close has to end. It fails when that was called.
+func (s *deviceFloorServer) use(conn *net.UnixConn, end *deviceEnd) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return net.ErrClosed
+	}
+	s.conn, s.end = conn, end
+	return nil
+}
+
+func (s *deviceFloorServer) serve() error {
+	conn, err := s.l.AcceptUnix()
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	if err := s.use(conn, nil); err != nil {
+		return err
+	}
+	fd, err := unix.MemfdCreate("bench floor", unix.MFD_CLOEXEC)
+	if err != nil {
+		return os.NewSyscallError("memfd_create", err)
+	}
+	defer unix.Close(fd)
+	if err := unix.Ftruncate(fd, int64(os.Getpagesize())); err != nil {
+		return os.NewSyscallError("ftruncate", err)
+	}
+	e, err := newDeviceEnd(s.back, conn, fd, serverWord, clientWord, s.pull, s.push)
+	if err != nil {
+		return err
+	}
+	err = s.use(conn, e)
+	if err == nil {
+		err = s.answer(e, fd)
+	}
+	return errors.Join(err, e.free())
+}
+
+func (s *deviceFloorServer) answer(e *deviceEnd, fd int) error {
+	if _, _, err := e.conn.WriteMsgUnix([]byte{0}, unix.UnixRights(fd), nil); err != nil {
+		return err
+	}
+	if err := e.hello(); err != nil {
+		return err
+	}
+	if err := e.meet(); err != nil {
+		return err
+	}
+	for {
+		// It sleeps here while the library is measured.
+		n, err := e.order()
+		if err != nil {
+			return err
+		}
+		if n == 0 {
+			// The client closes when it has forgotten this end's memory.
+			_ = e.conn.SetReadDeadline(time.Now().Add(floorPatient))
+			_, err := e.conn.Read(make([]byte, 1))
+			return err
+		}
+		for range n {
+			e.seq++
+			if err := e.arrival(); err != nil {
+				return err
+			}
+			if err := e.write(); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// deviceFloorClient measures rounds.
+type deviceFloorClient struct{ e *deviceEnd }
+
+// dialDeviceFloor connects to a deviceFloorServer of another process.
+func dialDeviceFloor(b backend.Backend, to string, push, pull int) (_ *deviceFloorClient, err error) {
+	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: to, Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	fd, err := receiveFD(conn)
+	if err != nil {
+		return nil, errors.Join(err, conn.Close())
+	}
+	defer unix.Close(fd)
+	e, err := newDeviceEnd(b, conn, fd, clientWord, serverWord, push, pull)
+	if err != nil {
+		return nil, errors.Join(err, conn.Close())
+	}
+	if err = e.meet(); err == nil {
+		err = e.hello()
+	}
+	if err != nil {
+		return nil, errors.Join(err, conn.Close(), e.free())
+	}
+	return &deviceFloorClient{e}, nil
+}
+
+// receiveFD receives a file descriptor and the byte that it comes with.
+func receiveFD(conn *net.UnixConn) (int, error) {
+	var b [1]byte
+	oob := make([]byte, unix.CmsgSpace(4))
+	_, n, _, _, err := conn.ReadMsgUnix(b[:], oob)
+	if err != nil {
+		return -1, err
+	}
+	msgs, err := unix.ParseSocketControlMessage(oob[:n])
+	if err != nil || len(msgs) != 1 {
+		return -1, errors.Join(errors.New("floor: no page from the other end"), err)
+	}
+	fds, err := unix.ParseUnixRights(&msgs[0])
+	if err != nil || len(fds) != 1 {
+		return -1, errors.Join(errors.New("floor: no page from the other end"), err)
+	}
+	unix.CloseOnExec(fds[0])
+	return fds[0], nil
+}
+
+// order tells the server how many rounds come and waits until it is ready.
+func (c *deviceFloorClient) order(n uint32) error {
+	_ = c.e.conn.SetDeadline(time.Now().Add(floorPatient))
+	if err := binary.Write(c.e.conn, le, n); err != nil {
+		return err
+	}
+	if err := binary.Read(c.e.conn, le, &n); err != nil {
+		return fmt.Errorf("floor: the other end has gone: %w", err)
+	}
+	return nil
+}
+
+// measure does n rounds and returns the nanoseconds of each.
+func (c *deviceFloorClient) measure(n int) ([]int64, error) {
+	ns := make([]int64, n)
+	if n == 0 {
+		return ns, nil
+	}
+	if err := c.order(uint32(n)); err != nil {
+		return nil, err
+	}
+	for i := range ns {
+		start := time.Now()
+		c.e.seq++
+		if err := c.e.write(); err != nil {
+			return nil, err
+		}
+		if err := c.e.arrival(); err != nil {
+			return nil, err
+		}
+		ns[i] = int64(time.Since(start))
+	}
+	return ns, nil
+}
+
+// close ends the floor: first neither end uses the other's memory any more, then both
+// give back their own.
+func (c *deviceFloorClient) close() {
+	err := c.order(0)
+	err = errors.Join(err, c.e.forget(), c.e.conn.Close(), c.e.free())
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "bench: floor:", err)
+	}
+}

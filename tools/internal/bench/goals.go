@@ -1,0 +1,122 @@
+package bench
+
+import (
+	"fmt"
+	"strings"
+)
+
+// payload is the size of a round trip: bytes from worker to server, and back.
+type payload struct{ push, pull int }
+
+// attention is what one layer of a large model moves.
+var attention = payload{917504, 1835008}
+
+func both(n int) payload { return payload{n, n} }
+
+// What figures are compared with, besides the floor.
+const (
+	ibWriteLat = "ib_write_lat"
+	ibWriteBW  = "ib_write_bw"
+	ourFloor   = "the floor"
+)
+
+// goal bounds the ratio of a payload's figure to another one of the same run. The zero
+// goal is none.
+type goal struct {
+	of    string // what the figure is compared with
+	limit float64
+	least bool // the ratio is to be at least limit, not at most
+}
+
+func (g goal) String() string {
+	if g.least {
+		return fmt.Sprintf("at least %g", g.limit)
+	}
+	return fmt.Sprintf("at most %g", g.limit)
+}
+
+// reached tells whether a ratio is within the goal.
+func (g goal) reached(ratio float64) bool {
+	if g.least {
+		return ratio >= g.limit
+	}
+	return ratio <= g.limit
+}
+
+// course is a way of measuring that has payloads of its own, and goals for some.
+type course struct{ van, device string }
+
+// courses say what is measured when no size is asked for.
+var courses = map[course][]struct {
+	payload
+	goal
+}{
+	{ibverbs, cpu}: {
+		{both(1 << 10), goal{of: ibWriteLat, limit: 12}},
+		{both(64 << 10), goal{of: ibWriteLat, limit: 6}},
+		{attention, goal{of: ibWriteBW, limit: 0.75, least: true}},
+	},
+	{local, gpu}: {
+		{both(1 << 10), goal{of: ourFloor, limit: 2}},
+		{attention, goal{of: ourFloor, limit: 1.6}},
+		{both(16 << 20), goal{}},
+		{both(256 << 20), goal{of: ourFloor, limit: 1.05}},
+	},
+	{zmq, gpu}: {
+		{both(1 << 10), goal{}},
+		{attention, goal{}},
+		{both(16 << 20), goal{}},
+		{both(256 << 20), goal{}},
+	},
+}
+
+// payloads are what is measured when no size is asked for: one, unless way is a course
+// of its own.
+func (way course) payloads(one payload) []payload {
+	var all []payload
+	for _, x := range courses[way] {
+		all = append(all, x.payload)
+	}
+	if all == nil {
+		all = []payload{one}
+	}
+	return all
+}
+
+// goal is that of one payload.
+func (way course) goal(p payload) goal {
+	for _, x := range courses[way] {
+		if x.payload == p {
+			return x.goal
+		}
+	}
+	return goal{}
+}
+
+// verdict collects what --check is told of.
+type verdict struct{ missed []string }
+
+// judge compares a ratio with a goal, and tells whether the goal is missed.
+func (v *verdict) judge(p payload, g goal, ratio float64) bool {
+	if g.limit == 0 || g.reached(ratio) {
+		return false
+	}
+	word := "times"
+	if g.least {
+		word = "of"
+	}
+	v.miss(p, fmt.Sprintf("%.2f %s %s, want %s", ratio, word, g.of, g))
+	return true
+}
+
+func (v *verdict) miss(p payload, why string) {
+	v.missed = append(v.missed, fmt.Sprintf("push %d, pull %d: %s", p.push, p.pull, why))
+}
+
+// err is the error of --check.
+func (v *verdict) err() error {
+	if len(v.missed) == 0 {
+		return nil
+	}
+	return fmt.Errorf("bench: goals missed: %s", strings.Join(v.missed, "; "))
+}

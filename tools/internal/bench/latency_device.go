@@ -1,0 +1,229 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"hash/crc32"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// With tensors on a GPU there are two kinds of round trips. Timed ones only move what
+// lies there; the server answers from two buffers in turn. In checked ones, under keys
+// of their own, the worker pushes new contents, the server writes an answer that
+// depends on every byte of them into the buffer whose turn it is, and the worker looks
+// at every byte of the answer. So the worker knows what each timed answer must be.
+
+const checkedKey = timedKey + 2
+
+// deviceStream is the stream of which an end says that its tensors are made in it.
+func (l *latency) deviceStream(b backend.Backend) (af.Stream, error) {
+	if !l.stream {
+		return af.Complete, nil
+	}
+	a, ok := b.(backend.AsyncCopier)
+	if !ok {
+		return 0, fmt.Errorf("bench: --stream: backend %s has no streams", b.Name())
+	}
+	s, err := a.NewStream()
+	return af.Stream(s), err
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// digest of a checked request with contents b, the count'th.
+func digest(count uint64, b []byte) uint64 {
+	return count<<32 | uint64(crc32.Checksum(b, castagnoli))
+}
+
+// deviceServer answers from device memory.
+type deviceServer struct {
+	l       *latency
+	back    backend.Backend
+	stream  af.Stream
+	bufs    [2]backend.Mem
+	answers [2][]af.KeyTensor
+	turn    int
+	count   uint64 // of checked requests
+	request []byte // of a checked request, on the host
+	image   []byte // of an answer
+}
+
+// serveDevice answers every batch with tensors on the node's device.
+func (l *latency) serveDevice(node *postoffice.Node) error {
+	s, err := af.NewTensorServer(node, af.Options{})
+	if err != nil {
+		return err
+	}
+	d := &deviceServer{l: l, back: node.Backend(), request: make([]byte, l.push), image: make([]byte, l.pull)}
+	fill(d.image)
+	if d.stream, err = l.deviceStream(d.back); err != nil {
+		return err
+	}
+	for i := range d.bufs {
+		if d.bufs[i], err = d.back.Alloc(l.pull); err != nil {
+			return err
+		}
+		if l.pull == 0 {
+			continue
+		}
+		t, err := af.New(d.bufs[i], af.Uint8, int64(l.pull))
+		if err != nil {
+			return err
+		}
+		d.answers[i] = []af.KeyTensor{{Val: t}}
+	}
+	return s.SetRequestHandle(func(b af.Batch) {
+		if err := d.answer(b); err != nil {
+			node.Log().Error("answer", "err", err)
+		}
+	})
+}
+
+func (d *deviceServer) answer(b af.Batch) error {
+	d.turn ^= 1
+	key := uint64(0)
+	if p := b.Pulls(); len(p) > 0 {
+		key = p[0].Key - 1
+		d.answers[d.turn][0].Key = p[0].Key
+	} else if p := b.Pushes(); len(p) > 0 {
+		key = p[0].Key
+	}
+	if key == checkedKey {
+		if err := d.prepare(b); err != nil {
+			return err
+		}
+	}
+	return b.ResponseOn(d.stream, d.answers[d.turn], nil)
+}
+
+// prepare makes the answer to a checked request.
+func (d *deviceServer) prepare(b af.Batch) error {
+	d.count++
+	if p := b.Pushes(); len(p) > 0 {
+		if err := d.back.Copy(backend.Bytes(d.request), p[0].Val.Mem()); err != nil {
+			return err
+		}
+	}
+	if d.l.pull == 0 {
+		return nil
+	}
+	stamp(d.image, digest(d.count, d.request))
+	return d.back.Copy(d.bufs[d.turn], backend.Bytes(d.image))
+}
+
+// deviceTrips is the worker's end.
+type deviceTrips struct {
+	ctx    context.Context
+	l      *latency
+	w      *af.TensorWorker
+	back   backend.Backend
+	stream af.Stream
+	push   backend.Mem
+	pull   backend.Mem
+
+	timedPushes, timedPulls     []af.KeyTensor
+	checkedPushes, checkedPulls []af.KeyTensor
+
+	turn    int
+	moved   bool   // there was a timed round trip since the latest checked one
+	count   uint64 // of checked requests
+	digests [2]uint64
+	request []byte // on the host
+	got     []byte
+	want    []byte
+}
+
+// measureDevice does the round trips with tensors on the node's device.
+func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
+	w, err := af.NewTensorWorker(node, af.Options{})
+	if err != nil {
+		return nil, err
+	}
+	defer w.Close()
+	t := &deviceTrips{ctx: ctx, l: l, w: w, back: node.Backend(), request: make([]byte, l.push), got: make([]byte, l.pull), want: make([]byte, l.pull)}
+	fill(t.request)
+	fill(t.want)
+	if t.stream, err = l.deviceStream(t.back); err != nil {
+		return nil, err
+	}
+	if t.push, err = t.back.Alloc(l.push); err != nil {
+		return nil, err
+	}
+	if t.pull, err = t.back.Alloc(l.pull); err != nil {
+		return nil, err
+	}
+	if t.timedPushes, t.timedPulls, err = l.tensors(t.push, t.pull, timedKey); err != nil {
+		return nil, err
+	}
+	if t.checkedPushes, t.checkedPulls, err = l.tensors(t.push, t.pull, checkedKey); err != nil {
+		return nil, err
+	}
+	return l.blocks(floor, t.timed, t.check)
+}
+
+// timed does one round trip with what is there.
+func (t *deviceTrips) timed() (int64, error) {
+	t.moved = true
+	return t.trip(t.timedPushes, t.timedPulls)
+}
+
+func (t *deviceTrips) trip(pushes, pulls []af.KeyTensor) (int64, error) {
+	t.turn ^= 1
+	start := time.Now()
+	h, err := t.w.ZBatchPushPullOn(t.stream, pushes, pulls)
+	if err == nil {
+		err = t.w.Wait(t.ctx, h)
+	}
+	return int64(time.Since(start)), err
+}
+
+// check looks at the latest answer, does a checked round trip for each of the
+// server's buffers, and leaves the pull tensor cleared.
+func (t *deviceTrips) check() error {
+	if t.moved {
+		t.moved = false
+		if err := t.compare("a timed round trip"); err != nil {
+			return err
+		}
+	}
+	for range t.digests {
+		t.count++
+		stamp(t.request, t.count)
+		if err := t.back.Copy(t.push, backend.Bytes(t.request)); err != nil {
+			return err
+		}
+		if err := t.clear(); err != nil {
+			return err
+		}
+		if _, err := t.trip(t.checkedPushes, t.checkedPulls); err != nil {
+			return err
+		}
+		t.digests[t.turn] = digest(t.count, t.request)
+		if err := t.compare(fmt.Sprintf("checked round trip %d", t.count)); err != nil {
+			return err
+		}
+	}
+	return t.clear()
+}
+
+func (t *deviceTrips) clear() error {
+	clear(t.got)
+	return t.back.Copy(t.pull, backend.Bytes(t.got))
+}
+
+// compare compares the pull tensor with what it must be.
+func (t *deviceTrips) compare(after string) error {
+	if err := t.back.Copy(backend.Bytes(t.got), t.pull); err != nil {
+		return err
+	}
+	stamp(t.want, t.digests[t.turn])
+	if !bytes.Equal(t.got, t.want) {
+		return fmt.Errorf("%s: the answer is not the one to this request", after)
+	}
+	return nil
+}

@@ -1,0 +1,134 @@
+package bench
+
+import (
+	"fmt"
+	"strconv"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// defaults chooses how often to measure so that a run takes seconds, over RDMA also
+// where that is emulated. From GPU to GPU it takes less.
+func defaults(way course, bytes, iters, warmup int) (int, int) {
+	switch {
+	case iters != 0:
+	case way.van == ibverbs:
+		iters = min(max(1<<28/(bytes+1<<17), 100), 2000)
+	case way == course{local, gpu}:
+		iters = min(max(1<<36/(bytes+1<<21), 200), 20000)
+	default:
+		iters = min(max(1<<31/(bytes+1<<17), 100), 20000)
+	}
+	if warmup == 0 {
+		warmup = min(max(iters/10, 20), 1000)
+	}
+	return iters, warmup
+}
+
+// latencyRun is one call of bench latency.
+type latencyRun struct {
+	c    *cli.Context
+	way  course
+	at   place
+	rdma *rdmaRun // nil unless over RDMA
+	v    verdict
+}
+
+func runLatency(c *cli.Context) error {
+	at, err := newPlace(c, backend.GPUs)
+	if err != nil {
+		return err
+	}
+	m := &latencyRun{c: c, at: at, way: course{c.String("van"), at.device()}}
+	all := []payload{{c.Int("push"), c.Int("pull")}}
+	if !c.IsSet("push") && !c.IsSet("pull") {
+		all = m.way.payloads(all[0])
+	}
+	if c.Bool("check") {
+		if err := m.checkable(all); err != nil {
+			return err
+		}
+	}
+	if m.way.van == ibverbs {
+		if m.rdma, err = newRDMARun(c.Context, c.String("host")); err != nil {
+			return err
+		}
+	}
+	for i, p := range all {
+		if i > 0 && !c.Bool("json") {
+			fmt.Fprintln(c.App.Writer)
+		}
+		if err := m.payload(p); err != nil {
+			return err
+		}
+	}
+	if c.Bool("check") {
+		return m.v.err()
+	}
+	return nil
+}
+
+// checkable refuses --check where there is nothing to check.
+func (m *latencyRun) checkable(all []payload) error {
+	for _, p := range all {
+		if m.way.goal(p).limit != 0 {
+			return nil
+		}
+	}
+	for _, x := range courses[m.way] {
+		if x.limit != 0 {
+			return cli.Exit(fmt.Sprintf("bench: --check: there is no goal for --push %d --pull %d", all[0].push, all[0].pull), 2)
+		}
+	}
+	return cli.Exit("bench: --check wants --van ibverbs, or --van local --device gpu: there are no goals for others", 2)
+}
+
+// payload measures one pair of sizes and prints the result.
+func (m *latencyRun) payload(p payload) error {
+	c := m.c
+	const most = 1<<31 - 1
+	if p.push < 0 || p.pull < 0 || p.push > most || p.pull > most || p.push+p.pull == 0 {
+		return cli.Exit(fmt.Sprintf("bench: --push %d --pull %d: want 0 to %d bytes each, not both 0", p.push, p.pull, most), 2)
+	}
+	iters, warmup := defaults(m.way, p.push+p.pull, c.Int("iters"), c.Int("warmup"))
+	rounds := c.Int("rounds")
+	if iters < 1 || warmup < 0 || rounds < 1 {
+		return cli.Exit("bench: --iters, --warmup and --rounds want positive numbers", 2)
+	}
+	rounds = min(rounds, iters)
+	host, floor := c.String("host"), "TCP"
+	var figures perfFigures
+	switch {
+	case m.rdma != nil:
+		host, floor = m.rdma.at.Host.String(), "verbs"
+		var err error
+		if figures, err = m.rdma.perftest(c, p.push, p.pull); err != nil {
+			return err
+		}
+	case m.at.gpus != nil:
+		floor = "GPU"
+	}
+	spec := []string{"latency"}
+	stream := 0
+	if m.at.stream {
+		stream = 1
+	}
+	for _, n := range []int{p.push, p.pull, iters, warmup, rounds, stream} {
+		spec = append(spec, strconv.Itoa(n))
+	}
+	r, cpu, err := runCluster(c, host, m.at, spec)
+	if err != nil {
+		return err
+	}
+	rep := newLatencyReport(m.way.van, p.push, p.pull, iters, r, cpu)
+	rep.Floor = floor
+	rep.placed(m.at)
+	if m.rdma != nil {
+		m.rdma.compare(rep, figures, &m.v)
+	} else {
+		rep.judge(m.way.goal(p), &m.v)
+	}
+	return rep.print(c.App.Writer, c.Bool("json"))
+}

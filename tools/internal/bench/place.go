@@ -1,0 +1,116 @@
+package bench
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Where tensors lie, as --device names it.
+const (
+	cpu = "cpu"
+	gpu = "gpu"
+)
+
+// place says where the tensors of a benchmark lie. The zero place is host memory.
+type place struct {
+	gpus   []int // of the worker and of the server; nil for host memory
+	stream bool  // tensors are said to be made in a stream
+}
+
+// newPlace reads the options. look lists the machine's GPUs.
+func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error) {
+	usage := func(format string, args ...any) (place, error) {
+		return place{}, cli.Exit(fmt.Sprintf("bench: "+format, args...), 2)
+	}
+	switch c.String("device") {
+	case cpu:
+		for _, name := range []string{"gpus", "stream"} {
+			if c.IsSet(name) {
+				return usage("--%s wants --device gpu", name)
+			}
+		}
+		return place{}, nil
+	case gpu:
+	default:
+		return usage("--device %s: want cpu or gpu", c.String("device"))
+	}
+	if v := c.String("van"); v != local && v != zmq {
+		return usage("--device gpu --van %s: want --van local or zmq", v)
+	}
+	asked, err := pair(c.String("gpus"))
+	if err != nil {
+		return usage("%v", err)
+	}
+	have, err := look()
+	if err != nil {
+		return place{}, fmt.Errorf("bench: --device gpu: %w", err)
+	}
+	p := place{gpus: asked, stream: c.Bool("stream")}
+	if p.gpus == nil {
+		p.gpus = []int{0, min(1, len(have)-1)}
+	}
+	for _, id := range p.gpus {
+		if id >= len(have) {
+			return usage("--gpus %s: this machine has %d (CUDA_VISIBLE_DEVICES)", c.String("gpus"), len(have))
+		}
+	}
+	return p, nil
+}
+
+// pair reads two numbers with a comma between them; of an empty text it makes nil.
+func pair(text string) ([]int, error) {
+	if text == "" {
+		return nil, nil
+	}
+	var ids []int
+	for word := range strings.SplitSeq(text, ",") {
+		id, err := strconv.Atoi(word)
+		if err != nil || id < 0 {
+			ids = nil
+			break
+		}
+		ids = append(ids, id)
+	}
+	if len(ids) != 2 {
+		return nil, fmt.Errorf("--gpus %s: want the worker's and the server's number, as in 0,1", text)
+	}
+	return ids, nil
+}
+
+// device is the option's value.
+func (p place) device() string {
+	if p.gpus == nil {
+		return cpu
+	}
+	return gpu
+}
+
+// env is the variables that give a role its device.
+func (p place) env(role string) []string {
+	id := -1
+	if p.gpus != nil {
+		switch role {
+		case "worker":
+			id = p.gpus[0]
+		case "server":
+			id = p.gpus[1]
+		}
+	}
+	if id < 0 {
+		return []string{"STEPMESH_BAKCEND=CPU"}
+	}
+	return []string{"STEPMESH_BAKCEND=GPU", "STEPMESH_GPU=" + strconv.Itoa(id), "DMLC_RANK_OFFSET=" + strconv.Itoa(-id)}
+}
+
+// note is what has to be said of figures from here, "" for nothing.
+func (p place) note() string {
+	if p.gpus == nil || p.gpus[0] != p.gpus[1] {
+		return ""
+	}
+	return fmt.Sprintf("both processes use gpu:%d: they take turns on it, in time slices, so these figures say little", p.gpus[0])
+}
