@@ -32,8 +32,9 @@ const (
 // line sends in order what has to wait for a device. Its goroutine begins with the
 // first turn.
 type line struct {
-	back backend.Backend
-	spin time.Duration // how long it looks for the next turn before it sleeps
+	back  backend.Backend
+	idler backend.StreamIdler // nil if the backend cannot tell
+	spin  time.Duration       // how long it looks for the next turn before it sleeps
 
 	waiting atomic.Int64 // turns that are not over
 	closing atomic.Bool
@@ -66,6 +67,7 @@ type job interface {
 
 func newLine(b backend.Backend, p env.BusyPoll) *line {
 	l := &line{back: b, spin: 50 * time.Microsecond, wake: make(chan struct{}, 1)}
+	l.idler, _ = b.(backend.StreamIdler)
 	switch p {
 	case env.SpinForever:
 		l.spin = -1
@@ -78,10 +80,16 @@ func newLine(b backend.Backend, p env.BusyPoll) *line {
 // busy tells whether something is to be sent before what comes now.
 func (l *line) busy() bool { return l.waiting.Load() > 0 }
 
-// mark returns an event at the present end of stream, nil for Complete.
+// mark returns an event at the present end of stream, nil for Complete and for a
+// stream that has come to its end.
 func (l *line) mark(s Stream) (backend.Event, error) {
 	if s == Complete {
 		return nil, nil
+	}
+	if l.idler != nil {
+		if idle, err := l.idler.Idle(uintptr(s)); idle || err != nil {
+			return nil, err
+		}
 	}
 	var e backend.Event
 	l.mu.Lock()

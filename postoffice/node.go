@@ -306,12 +306,12 @@ func (n *Node) openVan(f van.Factory) error {
 	if err != nil {
 		return err
 	}
-	var linked func(peer int) bool
+	var shared *local.Van
 	if !own && n.cfg.EnableIPC != 0 && n.role != van.Scheduler {
-		l := local.New(v, o)
-		v, linked = l, l.Linked
+		shared = local.New(v, o)
+		v = shared
 	}
-	v = n.staged(v, linked)
+	v = n.staged(v, shared)
 	if n.cfg.DropMsg > 0 {
 		d := drop.New(v, n.cfg.DropMsg, 0, n.log)
 		n.enable = append(n.enable, d.Enable)
@@ -328,15 +328,22 @@ func (n *Node) openVan(f van.Factory) error {
 	return nil
 }
 
-// staged carries values on a device over a van that takes host memory only: one of
-// those inside, or the shared memory of peers that are linked.
-func (n *Node) staged(v van.Van, linked func(peer int) bool) van.Van {
+// staged carries values on a device over a van that takes host memory only. Peers that
+// are linked through shared memory take them as they are, or not, whatever the van inside
+// does.
+func (n *Node) staged(v van.Van, shared *local.Van) van.Van {
 	o := stage.Options{Backend: n.back, Log: n.log}
-	if takesDevices[v.Type()] {
-		if linked == nil {
-			return v
+	takes := takesDevices[v.Type()]
+	switch {
+	case shared != nil:
+		o.Direct = func(peer int) bool {
+			if shared.Linked(peer) {
+				return shared.TakesDevice(peer)
+			}
+			return takes
 		}
-		o.Direct = func(peer int) bool { return !linked(peer) }
+	case takes:
+		return v
 	}
 	return stage.New(v, o)
 }

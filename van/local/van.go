@@ -363,11 +363,16 @@ func (v *Van) Close(ctx context.Context) error {
 	all.Wait()
 	v.stopping.Store(true)
 	v.bell.wakeAll()
+	// The loop has been woken: it ends at once unless a receiver is at work, also when
+	// there is no time left for that.
+	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
+	defer cancel()
+	if ctx.Err() == nil {
+		stop = ctx
+	}
 	var err error
 	if started {
-		if err = v.loop.Stop(ctx); err != nil && !errors.Is(err, dispatch.ErrInDeliver) {
-			err = &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err}
-		} else {
+		if err = v.loop.Stop(stop); errors.Is(err, dispatch.ErrInDeliver) {
 			err = nil
 		}
 	}
@@ -377,13 +382,19 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	v.mu.Unlock()
 	v.wg.Wait()
-	v.freeReceiver(ctx)
+	if err == nil {
+		v.freeReceiver(stop)
+	} else { // what it uses stays
+		err = &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err}
+	}
 	v.blocks.close()
-	if v.device != nil {
-		err = errors.Join(err, v.device.close())
+	if v.device != nil && err == nil {
+		err = v.device.close()
 	}
 	return errors.Join(err, v.inner.Close(ctx))
 }
+
+const stopTime = 200 * time.Millisecond
 
 // freeReceiver frees what who receives uses, unless somebody still does, perhaps
 // the caller.

@@ -2,6 +2,7 @@ package vantest
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"runtime"
@@ -25,6 +26,9 @@ type Device struct {
 	events  int
 	made    int
 	streams map[uintptr]*stream
+	last    uintptr // of NewStream
+	imports int
+	private bool
 	options backend.Options
 	failing error
 	closed  bool
@@ -32,8 +36,9 @@ type Device struct {
 
 // stream runs its functions one after the other.
 type stream struct {
-	work chan func()
-	done chan struct{}
+	work   chan func()
+	done   chan struct{}
+	queued atomic.Int64
 }
 
 var (
@@ -42,6 +47,10 @@ var (
 	_ backend.Tunable    = (*Device)(nil)
 
 	_ backend.StreamFlagger = (*Device)(nil)
+	_ backend.AsyncCopier   = (*Device)(nil)
+	_ backend.StreamIdler   = (*Device)(nil)
+	_ backend.HealthChecker = (*Device)(nil)
+	_ backend.Exporter      = (*Device)(nil)
 )
 
 // NewDevice returns a device with that id.
@@ -154,9 +163,11 @@ func (d *Device) Queue(s uintptr, f func()) {
 			defer close(x.done)
 			for f := range x.work {
 				f()
+				x.queued.Add(-1)
 			}
 		}()
 	}
+	x.queued.Add(1)
 	d.mu.Unlock()
 	x.work <- f
 }
@@ -175,6 +186,130 @@ func (d *Device) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
 		}
 	})
 	return nil
+}
+
+// NewStream implements backend.AsyncCopier.
+func (d *Device) NewStream() (uintptr, error) {
+	if err := d.fails(); err != nil {
+		return 0, err
+	}
+	d.mu.Lock()
+	d.last++
+	s := d.last + 1<<20 // far from those that tests choose
+	d.mu.Unlock()
+	d.Queue(s, func() {})
+	return s, nil
+}
+
+// FreeStream implements backend.AsyncCopier.
+func (d *Device) FreeStream(s uintptr) error {
+	d.mu.Lock()
+	x := d.streams[s]
+	delete(d.streams, s)
+	d.mu.Unlock()
+	if x == nil {
+		return errors.New("freed what is no stream")
+	}
+	close(x.work)
+	return nil
+}
+
+// CopyAsync implements backend.AsyncCopier.
+func (d *Device) CopyAsync(dst, src backend.Mem, s uintptr) error {
+	if err := d.fails(); err != nil {
+		return err
+	}
+	if dst.Len() != src.Len() {
+		return fmt.Errorf("CopyAsync of %d bytes into %d", src.Len(), dst.Len())
+	}
+	d.Queue(s, func() { copy(Raw(dst), Raw(src)) })
+	return nil
+}
+
+// WaitEvent implements backend.AsyncCopier.
+func (d *Device) WaitEvent(s uintptr, e backend.Event) error {
+	mark := e.(*event).latest()
+	d.Queue(s, func() { <-mark })
+	return nil
+}
+
+// Idle implements backend.StreamIdler.
+func (d *Device) Idle(s uintptr) (bool, error) {
+	d.mu.Lock()
+	x := d.streams[s]
+	d.mu.Unlock()
+	return x == nil || x.queued.Load() == 0, d.fails()
+}
+
+// Health implements backend.HealthChecker.
+func (d *Device) Health() error { return d.fails() }
+
+// exported finds the memory that an Export names: these devices are all in one process.
+var exported sync.Map // of []byte, by number
+
+var exports atomic.Uint64
+
+// Private makes Export refuse what follows.
+func (d *Device) Private(private bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.private = private
+}
+
+// Export implements backend.Exporter, for memory of Alloc and for whole values of Mem.
+func (d *Device) Export(m backend.Mem) (e backend.Export, err error) {
+	if err := d.fails(); err != nil {
+		return e, err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	b, _ := m.Owner().([]byte)
+	if d.private || b == nil || m.Device() != d.dev {
+		return e, fmt.Errorf("export of %d bytes: %w", m.Len(), backend.ErrNotExportable)
+	}
+	base := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b))))
+	e.Base, e.Size, e.Offset = base, len(b), int(m.Addr()-base)
+	id, ok := exported.Load(base)
+	if !ok {
+		id = exports.Add(1)
+		exported.Store(base, id)
+		exported.Store(id, b) // for ever, so that no other memory has the address
+	}
+	e.Allocation = id.(uint64)
+	binary.LittleEndian.PutUint64(e.Handle[:], e.Allocation)
+	return e, nil
+}
+
+// Import implements backend.Exporter.
+func (d *Device) Import(e backend.Export) (m backend.Mem, err error) {
+	if err := d.fails(); err != nil {
+		return m, err
+	}
+	b, ok := exported.Load(binary.LittleEndian.Uint64(e.Handle[:]))
+	if !ok || len(b.([]byte)) < e.Size {
+		return m, fmt.Errorf("import of %d bytes: a stale handle: %w", e.Size, backend.ErrNotExportable)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.imports++
+	return d.Mem(b.([]byte)[:e.Size]), nil
+}
+
+// CloseImport implements backend.Exporter.
+func (d *Device) CloseImport(backend.Mem) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.imports--; d.imports < 0 {
+		return errors.New("closed what was not imported")
+	}
+	return nil
+}
+
+// Imports is how many imports are open.
+func (d *Device) Imports() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.imports
 }
 
 // event is done when the stream has come to its latest mark.
@@ -277,7 +412,7 @@ func (d *Device) Leaks(t testing.TB) {
 	t.Helper()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if len(d.held) > 0 || d.events > 0 {
-		t.Errorf("%s: %d buffers and %d events are held", d.dev, len(d.held), d.events)
+	if len(d.held) > 0 || d.events > 0 || d.imports > 0 {
+		t.Errorf("%s: %d buffers, %d events and %d imports are held", d.dev, len(d.held), d.events, d.imports)
 	}
 }
