@@ -7,10 +7,10 @@ import (
 
 // imported is the owner of another process's memory.
 type imported struct {
-	g    *gpu
-	key  importKey
-	addr uintptr
-	users  int // Imports without CloseImport; under the gpu's mutex
+	g     *gpu
+	key   importKey
+	addr  uintptr
+	users int // Imports without CloseImport; under the gpu's mutex
 }
 
 // importKey tells allocations apart also where the driver gives a new one the handle of
