@@ -196,11 +196,15 @@ def test_graph(cluster):
 
 # SimpleNotify: the streams wait, the threads do not.
 
+# CUDA loads a kernel when it is first launched, and may wait for all streams then, also
+# for one that waits for what comes later: kernels are used once before.
+
 def notify_worker(n):
     f = n.f
     notify = f.SimpleNotify()
     notify.init()
     x, y = torch.zeros(4096, device="cuda"), torch.zeros(4096, device="cuda")
+    float((y.fill_(0) + 1)[17])
     for i in range(ROUNDS):
         x.fill_(i)
         notify.stream_wait_event(f.push_pull([x], [1], [y], [2]))
@@ -212,6 +216,7 @@ def notify_worker(n):
 def notify_server(n):
     notify = n.f.SimpleNotify()
     notify.init()
+    float((torch.ones(4096, device="cuda") + torch.ones(4096, device="cuda"))[17])
     for i in range(ROUNDS):
         notify.block_now_stream_and_get_batch()
         one = torch.ones(4096, device="cuda")
