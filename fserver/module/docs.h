@@ -252,7 +252,11 @@
 	"SimpleNotify()\n--\n\n" \
 	"Lets the current CUDA stream wait for a request, or for a batch, while Python goes\n" \
 	"on to queue what comes behind it: a word in pinned host memory, for which the stream\n" \
-	"waits. One wait at a time. Needs a GPU and a build with CUDA."
+	"waits. One wait at a time. Needs a GPU and a build with CUDA.\n" \
+	"\n" \
+	"Launch each kernel once before it is first used behind such a wait, in worker and\n" \
+	"server: CUDA loads a kernel at its first launch, and may wait for all streams then,\n" \
+	"for ever if one waits for what comes later. CUDA_MODULE_LOADING=EAGER serves, too."
 #define DOC_NOTIFY_INIT \
 	"init($self, /)\n--\n\n" \
 	"Make the word. Call it once, after fserver_lib.init(), before the others.\n" \
