@@ -160,7 +160,9 @@ func inProcesses(t *testing.T, parent, child string) *Machine {
 		t.Fatal(err)
 	}
 	m.PairChild = func(ctx context.Context, request []byte, line func([]byte)) error {
-		return runChild(exec.CommandContext(ctx, self, pairCommand, child), request, line)
+		cmd := exec.CommandContext(ctx, self, pairCommand, child)
+		cmd.Env = append(os.Environ(), "GORACE=atexit_sleep_ms=0") // else a second at each end
+		return runChild(cmd, request, line)
 	}
 	return m
 }
