@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net/netip"
 	"strings"
 	"sync"
@@ -18,6 +19,18 @@ import (
 )
 
 var errTest = errors.New("made to fail")
+
+// failing is a function for Fail: the first calls of that kind by n, or by anyone if n
+// is nil, fail with err.
+func failing(n *testNode, k fakeverbs.OpKind, times int32, err error) func(fakeverbs.Op) error {
+	var calls atomic.Int32
+	return func(op fakeverbs.Op) error {
+		if op.Kind == k && (n == nil || op.Stack == n.stack) && calls.Add(1) <= times {
+			return err
+		}
+		return nil
+	}
+}
 
 func TestBindErrors(t *testing.T) {
 	for _, s := range []struct {
@@ -34,12 +47,7 @@ func TestBindErrors(t *testing.T) {
 		t.Run(s.name, func(t *testing.T) {
 			r := newRig(t)
 			n := r.make(8)
-			r.net.Fail(func(op fakeverbs.Op) error {
-				if op.Kind == s.fail {
-					return errTest
-				}
-				return nil
-			})
+			r.net.Fail(failing(nil, s.fail, math.MaxInt32, errTest))
 			self := n.who
 			if self.ID = van.Empty; s.host != "" {
 				self.Hostname = s.host
@@ -64,15 +72,6 @@ func TestBindErrors(t *testing.T) {
 // arrives all the same, and no room in the completion queue is lost.
 func TestDialErrors(t *testing.T) {
 	t.Parallel()
-	fail := func(stack *testNode, k fakeverbs.OpKind, err error) func(fakeverbs.Op) error {
-		var n atomic.Int32
-		return func(op fakeverbs.Op) error {
-			if op.Kind == k && op.Stack == stack.stack && n.Add(1) <= 3 {
-				return err
-			}
-			return nil
-		}
-	}
 	for _, s := range []struct {
 		name string
 		op   fakeverbs.OpKind
@@ -103,7 +102,7 @@ func TestDialErrors(t *testing.T) {
 			if s.peer {
 				at = srv
 			}
-			failing := fail(at, s.op, s.err)
+			fail := failing(at, s.op, 3, s.err)
 			var mu sync.Mutex
 			most := map[*fakeverbs.Stack]int{}
 			r.net.Fail(func(op fakeverbs.Op) error {
@@ -112,7 +111,7 @@ func TestDialErrors(t *testing.T) {
 					most[op.Stack] = max(most[op.Stack], op.Size)
 					mu.Unlock()
 				}
-				return failing(op)
+				return fail(op)
 			})
 			w.connect(srv)
 			v := value(5000, 1)
@@ -313,75 +312,44 @@ func TestFailedWorkRequest(t *testing.T) {
 	}
 }
 
-// TestFailedCalls lets calls fail in mid-traffic.
+// TestFailedCalls lets calls fail in mid-traffic. A connection that is lost by that
+// comes back, and what is sent afterwards arrives.
 func TestFailedCalls(t *testing.T) {
-	t.Run("post", func(t *testing.T) {
-		r := newRig(t)
-		w, s := r.pair()
-		var once sync.Once
-		r.net.Fail(func(op fakeverbs.Op) (err error) {
-			if op.Kind == fakeverbs.OpPost && op.Stack == w.stack {
-				once.Do(func() { err = errTest })
+	anyone := func(_, _ *testNode) *testNode { return nil }
+	worker := func(w, _ *testNode) *testNode { return w }
+	server := func(_, s *testNode) *testNode { return s }
+	for _, c := range []struct {
+		name  string
+		op    fakeverbs.OpKind
+		by    func(w, s *testNode) *testNode
+		times int32
+		used  bool // something has been sent before
+		lost  bool // the connection
+		say   []string
+	}{
+		{name: "post", op: fakeverbs.OpPost, by: worker, times: 1, lost: true, say: []string{"post", "made to fail"}},
+		{name: "answer to a question", op: fakeverbs.OpPost, by: server, times: 1, lost: true},
+		{name: "poll", op: fakeverbs.OpPoll, by: anyone, times: 10},
+		{name: "register a value", op: fakeverbs.OpRegister, by: worker, times: 1, used: true, lost: true, say: []string{"value of 8000 bytes", "made to fail"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			r := newRig(t)
+			w, s := r.pair()
+			if c.used {
+				w.must(push(s, 1, 1, value(8000, 1)))
+				s.wantValue(1, value(8000, 1))
 			}
-			return err
-		})
-		m := push(s, 1, 1, value(8000, 1))
-		m.Done = w
-		w.must(m)
-		w.wantDown(s, "post", "made to fail")
-		w.wantUp(s)
-		r.until("Done", func() bool { return w.dones.Load() == 1 })
-		w.must(push(s, 1, 2, value(8000, 2)))
-		s.wantValue(2, value(8000, 2))
-	})
-	t.Run("answer to a question", func(t *testing.T) {
-		r := newRig(t)
-		w, s := r.pair()
-		var once sync.Once
-		r.net.Fail(func(op fakeverbs.Op) (err error) {
-			if op.Kind == fakeverbs.OpPost && op.Stack == s.stack {
-				once.Do(func() { err = errTest })
+			r.net.Fail(failing(c.by(w, s), c.op, c.times, errTest))
+			if c.lost {
+				m := push(s, 1, 2, value(8000, 2))
+				m.Done = w
+				w.must(m)
+				w.wantDown(s, c.say...)
+				w.wantUp(s)
+				r.until("Done", func() bool { return w.dones.Load() == 1 })
 			}
-			return err
+			w.must(push(s, 1, 3, value(8000, 3)))
+			s.wantValue(3, value(8000, 3))
 		})
-		w.must(push(s, 1, 1, value(8000, 1)))
-		w.wantDown(s)
-		w.wantUp(s)
-		w.must(push(s, 1, 2, value(8000, 2)))
-		s.wantValue(2, value(8000, 2))
-	})
-	t.Run("poll", func(t *testing.T) {
-		r := newRig(t)
-		w, s := r.pair()
-		var n atomic.Int32
-		r.net.Fail(func(op fakeverbs.Op) error {
-			if op.Kind == fakeverbs.OpPoll && n.Add(1) <= 10 {
-				return errTest
-			}
-			return nil
-		})
-		w.must(push(s, 1, 2, value(8000, 2)))
-		s.wantValue(2, value(8000, 2))
-	})
-	t.Run("register a value", func(t *testing.T) {
-		r := newRig(t)
-		w, s := r.pair()
-		w.must(push(s, 1, 1, value(8000, 1)))
-		s.wantValue(1, value(8000, 1))
-		var once sync.Once
-		r.net.Fail(func(op fakeverbs.Op) (err error) {
-			if op.Kind == fakeverbs.OpRegister && op.Stack == w.stack {
-				once.Do(func() { err = errTest })
-			}
-			return err
-		})
-		m := push(s, 1, 2, value(8000, 2))
-		m.Done = w
-		w.must(m)
-		w.wantDown(s, "value of 8000 bytes", "made to fail")
-		w.wantUp(s)
-		r.until("Done", func() bool { return w.dones.Load() == 1 })
-		w.must(push(s, 1, 3, value(8000, 3)))
-		s.wantValue(3, value(8000, 3))
-	})
+	}
 }
