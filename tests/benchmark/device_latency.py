@@ -1,0 +1,496 @@
+"""Round trips between two GPUs of this machine, each beside the others in one run:
+
+- floor: a copy from GPU to GPU each way with a word written behind it, by stepaf bench;
+- Go: push_pull and Wait, by stepaf bench, in turns with the floor;
+- Python: push_pull + wait with PyTorch's tensors, with need_event=True (the default)
+  and with need_event=False;
+- NCCL: send and recv of torch.distributed, up to the end of the stream's work. Its
+  other end is never waited for by a CPU: there, all is queued in advance.
+
+Python and NCCL take turns, block by block. Every byte is checked in round trips that
+are not timed, before and after each block. --check exits with 1 when a goal is missed.
+Without two GPUs it says so, and the status is 0.
+
+    PYTHONPATH=bin/python PATH=$PWD/bin:$PATH python3 tests/benchmark/device_latency.py
+"""
+
+import argparse
+import collections
+import datetime
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+KIB, MIB = 1 << 10, 1 << 20
+SMALL, ATTENTION, LARGE = (KIB, KIB), (917504, 1835008), (256 * MIB, 256 * MIB)
+
+EVENT, COMPLETE = "Python", "Python, need_event=False"
+
+# What has to be at most so many times what. Those of Go are stepaf's.
+GOALS = {
+    SMALL: [(EVENT, "p50", "floor", 2.5), (EVENT, "p50", "NCCL", 0.65)],
+    ATTENTION: [(EVENT, "p50", "floor", 2), (EVENT, "p50", "NCCL", 0.7), (EVENT, "p99", "NCCL", 0.7)],
+    LARGE: [(EVENT, "p50", "floor", 1.05)],
+}
+
+# A push's key is KEYS * payload + one of these, a pull's the next one. Behind the last
+# payload are the keys of what else the server is told.
+KEYS, TIMED, CHECKED = 8, 0, 2
+END, PROFILE, REPORT = 0, 1, 2
+
+SERVER, WORKER = 1, 2  # among the library's processes
+MARK = "@@ "  # of lines for the parent: libraries print, too
+
+
+def say(what):
+    print(MARK + json.dumps(what), flush=True)
+
+
+def answer_to(push, out):
+    """What is answered to a checked request: it depends on every byte of it."""
+    import torch
+
+    for at in range(0, out.numel(), push.numel()):
+        n = min(push.numel(), out.numel() - at)
+        torch.add(push[:n], 1, out=out[at: at + n])
+    return out
+
+
+class Device:
+    """Where the tensors of this process lie: a GPU, or with --device cpu the host."""
+
+    def __init__(self, kind, index):
+        import torch
+
+        self.torch, self.gpu = torch, kind == "cuda"
+        self.device = torch.device(kind, index) if self.gpu else torch.device("cpu")
+        if self.gpu:
+            torch.cuda.set_device(self.device)
+
+    def empty(self, n):
+        return self.torch.empty(n, dtype=self.torch.uint8, device=self.device)
+
+    def finish(self):
+        if self.gpu:
+            self.torch.cuda.synchronize()
+
+
+class Trips:
+    """The end that asks and measures. trip(payload, kind, push, pull, *how) does a round trip."""
+
+    def __init__(self, device, sizes, trip, now):
+        self.device, self.sizes, self.trip, self.now = device, sizes, trip, now
+        self.tensors = {}
+
+    def of(self, payload):
+        """Push and pull tensors, what the other end's two buffers hold, whose turn it was."""
+        if payload not in self.tensors:
+            push, pull = self.sizes[payload]
+            empty = self.device.empty
+            self.tensors[payload] = [empty(push), empty(pull), [empty(pull), empty(pull)], 0]
+        return self.tensors[payload]
+
+    def block(self, payload, count, *how):
+        """Times of so many round trips, in nanoseconds. Checks before and after."""
+        t, finish = self.of(payload), self.device.finish
+        push, pull, held, _ = t
+        for _ in held:
+            push.random_(0, 256)
+            pull.zero_()
+            finish()
+            self.trip(payload, CHECKED, push, pull, *how)
+            t[3] ^= 1
+            answer_to(push, held[t[3]])
+            self.compare(payload, "checked")
+        pull.zero_()
+        finish()
+        times = self.timed(payload, count, *how)
+        self.compare(payload, "timed")
+        finish()
+        return times
+
+    def timed(self, payload, count, *how):
+        """The same, without checks."""
+        t, now, trip = self.of(payload), self.now, self.trip
+        push, pull = t[:2]
+        times = []
+        for _ in range(count):
+            start = now()
+            trip(payload, TIMED, push, pull, *how)
+            times.append(now() - start)
+        t[3] ^= count & 1
+        return times
+
+    def compare(self, payload, kind):
+        _, pull, held, turn = self.of(payload)
+        if not self.device.torch.equal(pull, held[turn]):
+            sys.exit(f"payload {self.sizes[payload]}: after a {kind} round trip: wrong values")
+
+
+class Answers:
+    """The end that answers, from two buffers in turn."""
+
+    def __init__(self, device, sizes):
+        self.device, self.sizes, self.buffers, self.turn = device, sizes, {}, collections.Counter()
+
+    def next(self, payload, push):
+        """What to answer; push is the request of a checked round trip, else None."""
+        if payload not in self.buffers:
+            self.buffers[payload] = [self.device.empty(self.sizes[payload][1]) for _ in range(2)]
+        self.turn[payload] ^= 1
+        out = self.buffers[payload][self.turn[payload]]
+        return out if push is None else answer_to(push, out)
+
+
+class Profile:
+    """What the GPU does for this process, by PyTorch's profiler."""
+
+    def __init__(self):
+        from torch.profiler import ProfilerActivity, profile
+
+        self.profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        self.profile.start()
+
+    def stop(self):
+        """[kind, name, count] of kernels, copies and sets. One kernel of its own shows
+        that it sees any."""
+        import torch
+
+        torch.cuda._sleep(1000)
+        torch.cuda.synchronize()
+        self.profile.stop()
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "trace.json")
+            self.profile.export_chrome_trace(path)
+            with open(path) as f:
+                events = json.load(f)["traceEvents"]
+        seen = collections.Counter((e["cat"], e["name"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+        own = [k for k in seen if k[0] == "kernel" and "spin_kernel" in k[1]]
+        if not own:
+            sys.exit("the profiler does not see kernels here")
+        return [[kind, name, n] for (kind, name), n in seen.items() if (kind, name) not in own]
+
+
+def node(kind, sizes):
+    """A node of fserver_lib; DMLC_ROLE says which."""
+    role = os.environ["DMLC_ROLE"]
+    device = Device(kind, int(os.environ.get("STEPMESH_GPU", 0))) if role != "scheduler" else None
+    import fserver_lib as f
+
+    f.init()
+    if role == "server":
+        serve(f, device, sizes)
+    elif role == "worker":
+        work(f, device, sizes)
+    f.stop()
+
+
+def serve(f, device, sizes):
+    answers, profile, more = Answers(device, sizes), None, True
+    while more:
+        for handler, tensors, keys in f.get_batch():
+            payload, kind = divmod(keys[0], KEYS)
+            if payload < len(sizes):
+                out = answers.next(payload, tensors[0] if kind == CHECKED else None)
+                f.respond([out], handler, kind == CHECKED)
+            else:
+                if kind == PROFILE:
+                    profile = Profile()
+                elif kind == REPORT:
+                    say(profile.stop())
+                more = kind != END
+                f.respond([], handler)
+            del tensors
+
+
+def work(f, device, sizes):
+    def trip(payload, kind, push, pull, event):
+        f.wait(f.push_pull([push], [KEYS * payload + kind], [pull], [KEYS * payload + kind + 1], event))
+
+    def tell(what):
+        f.wait(f.push_pull([word], [KEYS * len(sizes) + what], [], []), 60000)
+
+    import torch
+
+    word = torch.zeros(1)
+    trips = Trips(device, sizes, trip, f.get_nanosecond)
+    for c in map(json.loads, sys.stdin):  # until the parent has enough
+        if c["do"] == "block":
+            say(trips.block(c["payload"], c["count"], c["event"]))
+        else:
+            tell(PROFILE)
+            profile = Profile()
+            trips.timed(c["payload"], c["count"], True)
+            say(profile.stop())
+            tell(REPORT)
+    tell(END)
+
+
+def collective(kind, sizes, rank, port):
+    """A process of torch.distributed."""
+    import torch.distributed as dist
+
+    device = Device(kind, rank)
+    more = {"device_id": device.device} if device.gpu else {}
+    dist.init_process_group("nccl" if device.gpu else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2,
+                            timeout=datetime.timedelta(seconds=60), **more)
+
+    def finish():
+        if device.gpu:
+            device.torch.cuda.current_stream().synchronize()
+
+    def trip(payload, kind, push, pull):
+        dist.send(push, 1)
+        dist.recv(pull, 1)
+        finish()
+
+    trips, answers, requests = Trips(device, sizes, trip, time.perf_counter_ns), Answers(device, sizes), {}
+    for c in map(json.loads, sys.stdin):  # until the parent has enough
+        payload, count = c["payload"], c["count"]
+        if rank == 0:
+            say(trips.block(payload, count))
+            continue
+        if payload not in requests:
+            requests[payload] = device.empty(sizes[payload][0])
+        push = requests[payload]
+        for i in range(2 + count):
+            dist.recv(push, 0)
+            dist.send(answers.next(payload, push if i < 2 else None), 0)
+        device.finish()
+        say(count)
+    dist.destroy_process_group()
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Children:
+    """Processes of one kind, which do what they are told line by line."""
+
+    def __init__(self, name, args, variables, options):
+        self.name = name
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "STEPMESH_"))}
+        command = [sys.executable, os.path.abspath(__file__), "--device", args.device, "--sizes", *map(written, args.sizes)]
+        self.all = [subprocess.Popen(command + o, env=dict(env, **v), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+                    for v, o in zip(variables, options)]
+
+    def tell(self, i, **what):
+        self.all[i].stdin.write(json.dumps(what) + "\n")
+        self.all[i].stdin.flush()
+
+    def hear(self, i):
+        for line in self.all[i].stdout:
+            if line.startswith(MARK):
+                return json.loads(line[len(MARK):])
+            sys.stderr.write(line)
+        sys.exit(f"{self.name}: process {i} has ended, status {self.all[i].wait()}")
+
+    def end(self):
+        """Lets them leave. Returns whether they did so well."""
+        for p in self.all:
+            p.stdin.close()
+        return all([p.wait(60) == 0 for p in self.all])
+
+    def kill(self):
+        for p in self.all:
+            p.kill()
+            p.wait()
+
+
+def library(args):
+    """Scheduler, server and worker of fserver_lib."""
+    common = {"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()),
+              "DMLC_NODE_HOST": "127.0.0.1", "DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1", "STEPMESH_BAKCEND": "CPU"}
+    variables = [dict(common, DMLC_ROLE=role) for role in ("scheduler", "server", "worker")]
+    if args.device == "cuda":
+        for i, gpu in ((WORKER, 0), (SERVER, 1)):
+            variables[i].update(STEPMESH_BAKCEND="GPU", STEPMESH_GPU=str(gpu), DMLC_RANK_OFFSET=str(-gpu))
+    return Children("fserver_lib", args, variables, [["--node"]] * 3)
+
+
+def nccl(args):
+    port = str(free_port())
+    return Children("NCCL", args, [{}] * 2, [["--collective", str(rank), port] for rank in range(2)])
+
+
+def go(args, size):
+    """The JSON line of stepaf bench latency."""
+    program = shutil.which("stepaf") or os.path.join(ROOT, "bin", "stepaf")
+    command = [program, "bench", "latency", "--van", "local", "--json", "--push", str(size[0]), "--pull", str(size[1])]
+    if args.device == "cuda":
+        command += ["--device", "gpu", "--gpus", "0,1"]
+    if args.rounds:
+        command += ["--iters", str(args.rounds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: status {done.returncode}")
+    return json.loads(done.stdout)
+
+
+def quantiles(ns):
+    x = sorted(ns)
+    row = {f"p{p}": x[min(len(x) * p // 100, len(x) - 1)] / 1e3 for p in (50, 90, 99)}
+    return dict(row, max=x[-1] / 1e3)
+
+
+def measure(args, python, other, payload):
+    """All rows of a payload, and what stepaf said."""
+    size = args.sizes[payload]
+    said = go(args, size)
+    times = collections.defaultdict(list)
+    total = args.rounds or min(max((1 << 36) // (sum(size) + (1 << 21)), 200), 5000)
+    count = max(total // args.blocks, 1)
+    for block in range(-1, args.blocks):  # one to warm up
+        for row, event in ((EVENT, True), (COMPLETE, False)):
+            python.tell(WORKER, do="block", payload=payload, count=count, event=event)
+            x = python.hear(WORKER)
+            times[row] += x if block >= 0 else []
+        for rank in (1, 0):
+            other.tell(rank, payload=payload, count=count)
+        x = other.hear(0)
+        other.hear(1)
+        times["NCCL"] += x if block >= 0 else []
+    columns = ("p50", "p90", "p99", "max")
+    rows = {"floor": {c: said[f"floor_{c}_us"] for c in columns}, "Go": {c: said[f"{c}_us"] for c in columns}}
+    rows.update((name, quantiles(times[name])) for name in (EVENT, COMPLETE, "NCCL"))
+    return rows, said, len(times[EVENT])
+
+
+def table(size, rows, said, count):
+    """The lines of a payload's table."""
+    yield f"push {size[0]} bytes, pull {size[1]} bytes; {said['iters']} round trips of floor and Go, {count} of the others; microseconds"
+    yield f"{'':26s}{'p50':>10s}{'p90':>10s}{'p99':>10s}{'max':>10s}{'p50/floor':>12s}{'p50/NCCL':>12s}"
+    for name, r in rows.items():
+        yield (f"{name:26s}" + "".join(f"{r[c]:10.1f}" for c in ("p50", "p90", "p99", "max"))
+               + f"{r['p50'] / rows['floor']['p50']:12.2f}{r['p50'] / rows['NCCL']['p50']:12.2f}")
+
+
+def judge(size, rows, said):
+    """(text, missed) of each goal of a payload."""
+    goals = list(GOALS.get(size, ())) if said["device"] == "gpu" else []
+    if "goal_ratio_p50" in said:
+        goals.insert(0, ("Go", "p50", "floor", said["goal_ratio_p50"]))
+    for row, column, of, limit in goals:
+        ratio = rows[row][column] / rows[of][column]
+        missed = ratio > limit
+        yield f"goal: {column} of {row} at most {limit:g} times that of {of}: {ratio:.2f}{', MISSED' if missed else ''}", missed
+
+
+def kernels(args, python, payload):
+    """(text, missed): what the GPUs do in push_pulls of one payload."""
+    count = 100
+    python.tell(WORKER, do="block", payload=payload, count=count, event=True)
+    python.hear(WORKER)
+    python.tell(WORKER, do="kernels", payload=payload, count=count)
+    for name, i in (("worker", WORKER), ("server", SERVER)):
+        seen = python.hear(i)
+        n = sum(x[2] for x in seen if x[0] == "kernel")
+        yield f"{name}: {n} kernels in {count} push_pulls of {written(args.sizes[payload])} bytes (goal: none){', MISSED' if n else ''}", n > 0
+        for kind, what, times in sorted(seen):
+            yield f"    {times:6d} {kind}: {what}", False
+
+
+def why_not():
+    """Why GPUs cannot be compared here, or None."""
+    try:
+        import torch
+    except ImportError as e:
+        return str(e)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < 2:
+        return f"PyTorch {torch.__version__} sees {gpus} GPUs, and this needs 2"
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return f"PyTorch {torch.__version__} has no NCCL"
+    return None
+
+
+def size(text):
+    """Reads PUSH/PULL, or one number for both; K and M are units."""
+    def number(word):
+        unit = {"K": KIB, "M": MIB}.get(word[-1:].upper(), 1)
+        n = int(word[:-1] if unit > 1 else word) * unit
+        if not 1 <= n < 1 << 31:
+            raise ValueError
+        return n
+
+    try:
+        numbers = tuple(map(number, text.split("/")))
+    except ValueError:
+        numbers = ()
+    if len(numbers) not in (1, 2):
+        raise argparse.ArgumentTypeError(f"{text}: want bytes, as in 917504/1835008 or 16M, from 1 to below 2 GiB")
+    return numbers if len(numbers) == 2 else numbers * 2
+
+
+def written(s):
+    return f"{s[0]}/{s[1]}"
+
+
+def options():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--sizes", type=size, nargs="+", default=[SMALL, ATTENTION, (16 * MIB, 16 * MIB), LARGE], metavar="PUSH/PULL",
+                   help="bytes each way (default: 1K 917504/1835008 16M 256M)")
+    p.add_argument("--blocks", type=int, default=10, help="turns of each (default: %(default)s)")
+    p.add_argument("--rounds", type=int, default=0, help="round trips of each; 0 chooses by size (default: %(default)s)")
+    p.add_argument("--check", action="store_true", help="status 1 when a goal is missed")
+    p.add_argument("--kernels", action="store_true", help="instead: what the GPUs do during 100 push_pulls; the goal is no kernel")
+    p.add_argument("--timeout", type=int, default=900, help="give up after so many seconds (default: %(default)s)")
+    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                   help="cpu: host memory, and Gloo in NCCL's place, to try this program without GPUs")
+    p.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--collective", nargs=2, type=int, help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.blocks < 1 or args.rounds < 0 or args.timeout < 1:
+        p.error("--blocks and --timeout want at least 1, --rounds at least 0")
+    if args.device == "cpu" and (args.check or args.kernels):
+        p.error("--device cpu: there are no goals for host memory, and no kernels")
+    return args
+
+
+def main():
+    args = options()
+    if args.node:
+        return node(args.device, args.sizes)
+    if args.collective:
+        return collective(args.device, args.sizes, *args.collective)
+    why = why_not() if args.device == "cuda" else None
+    if why:
+        print("SKIPPED:", why)
+        return None
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("--timeout has passed"))
+    signal.alarm(args.timeout)
+    goals, groups = [], []
+    try:
+        groups.append(library(args))
+        if not args.kernels:
+            groups.append(nccl(args))
+        for payload, s in enumerate(args.sizes):
+            if args.kernels:
+                judged = list(kernels(args, groups[0], payload))
+            else:
+                rows, said, count = measure(args, *groups, payload)
+                print(*table(s, rows, said, count), sep="\n")
+                judged = list(judge(s, rows, said))
+            goals += judged
+            print(*(text for text, _ in judged), "", sep="\n", flush=True)
+        if not all([g.end() for g in groups]):
+            sys.exit("a process has not ended well")
+    finally:
+        for g in groups:
+            g.kill()
+    if args.check and any(missed for _, missed in goals):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
