@@ -216,7 +216,7 @@ func newDeviceServer(b backend.Backend, push, pull int) (*deviceFloorServer, err
 	s := &deviceFloorServer{back: b, push: push, pull: pull, l: l, ended: make(chan struct{})}
 	go func() {
 		defer close(s.ended)
-		if err := s.serve(); err != nil && !errors.Is(err, net.ErrClosed) && !errors.Is(err, io.EOF) {
+		if err := s.serve(); err != nil {
 			fmt.Fprintln(os.Stderr, "bench: floor:", err)
 		}
 	}()
@@ -254,11 +254,11 @@ func (s *deviceFloorServer) use(conn *net.UnixConn, end *deviceEnd) error {
 func (s *deviceFloorServer) serve() error {
 	conn, err := s.l.AcceptUnix()
 	if err != nil {
-		return err
+		return unlessEnded(err)
 	}
 	defer conn.Close()
 	if err := s.use(conn, nil); err != nil {
-		return err
+		return unlessEnded(err)
 	}
 	fd, err := unix.MemfdCreate("bench floor", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -276,7 +276,15 @@ func (s *deviceFloorServer) serve() error {
 	if err == nil {
 		err = s.answer(e, fd)
 	}
-	return errors.Join(err, e.free())
+	return errors.Join(unlessEnded(err), e.free())
+}
+
+// unlessEnded drops errors that say that either end has gone.
+func unlessEnded(err error) error {
+	if errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) {
+		return nil
+	}
+	return err
 }
 
 func (s *deviceFloorServer) answer(e *deviceEnd, fd int) error {
