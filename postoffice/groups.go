@@ -60,6 +60,13 @@ func (n *Node) SharesMemory(id int) bool {
 	return ok && l.Linked(id)
 }
 
+// SharesDevice tells whether values on the node's device go to node id, which shares
+// memory, from device to device.
+func (n *Node) SharesDevice(id int) bool {
+	l, ok := van.As[*local.Van](n.van)
+	return ok && l.TakesDevice(id)
+}
+
 // Role is the node's role: worker, server or scheduler.
 func (n *Node) Role() van.Role { return n.role }
 

@@ -109,22 +109,8 @@ func (cuda) streamDestroy(s uintptr) error {
 	return fail("cuStreamDestroy", st.Destroy())
 }
 
-func (cuda) streamQuery(s uintptr) error { return fail("cuStreamQuery", stream(s).Query()) }
-
 func (cuda) streamWaitEvent(s, e uintptr) error {
 	return fail("cuStreamWaitEvent", stream(s).Wait(event(e), 0))
-}
-
-func (cuda) copyAsync(dst, src uintptr, n int, s uintptr) error {
-	return fail("cuMemcpyAsync", cu.MemcpyAsync(cu.DevicePtr(dst), cu.DevicePtr(src), int64(n), stream(s)))
-}
-
-func (cuda) copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error {
-	return fail("cuMemcpyHtoDAsync", cu.MemcpyHtoDAsync(cu.DevicePtr(dst), src, int64(n), stream(s)))
-}
-
-func (cuda) copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error {
-	return fail("cuMemcpyDtoHAsync", cu.MemcpyDtoHAsync(dst, cu.DevicePtr(src), int64(n), stream(s)))
 }
 
 func (cuda) eventCreate() (uintptr, error) {
@@ -139,11 +125,4 @@ func (cuda) eventDestroy(e uintptr) error {
 
 func (cuda) eventRecord(e, s uintptr) error {
 	return fail("cuEventRecord", event(e).Record(stream(s)))
-}
-
-func (cuda) eventQuery(e uintptr) error { return fail("cuEventQuery", event(e).Query()) }
-
-func (cuda) addressRange(addr uintptr) (base uintptr, n int, err error) {
-	size, b, err := cu.DevicePtr(addr).AddressRange()
-	return uintptr(b), int(size), fail("cuMemGetAddressRange", err)
 }

@@ -2,13 +2,25 @@
 
 package backend
 
-// What gorgonia.org/cu lacks of the driver API.
+// What gorgonia.org/cu lacks of the driver API, and what is called for every message,
+// without allocating: cu makes an error of "not ready", and takes no host memory that
+// lies in a Go object with pointers.
 //
 // Nothing here or in cu links the driver's library to the program: see gpu_cuda_load.c.
 
 /*
 #cgo linux CFLAGS: -I/usr/local/cuda/include
 #cgo linux LDFLAGS: -Wl,--as-needed -ldl
+#cgo noescape stepaf_enter
+#cgo nocallback stepaf_enter
+#cgo noescape stepaf_capturing
+#cgo nocallback stepaf_capturing
+#cgo noescape stepaf_buffer_id
+#cgo nocallback stepaf_buffer_id
+#cgo noescape stepaf_range
+#cgo nocallback stepaf_range
+#cgo noescape stepaf_ipc_export
+#cgo nocallback stepaf_ipc_export
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -61,6 +73,28 @@ static CUresult stepaf_capturing(uintptr_t s, int *yes) {
 static CUresult stepaf_write(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_write32((CUstream)s, p, v, CU_STREAM_WRITE_VALUE_DEFAULT); }
 static CUresult stepaf_wait(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_wait32((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_GEQ); }
 
+static CUresult stepaf_stream_query(uintptr_t s) { return cuStreamQuery((CUstream)s); }
+static CUresult stepaf_event_query(uintptr_t e) { return cuEventQuery((CUevent)e); }
+
+// Any of the two addresses may be the host's.
+static CUresult stepaf_copy(uintptr_t dst, uintptr_t src, size_t n, uintptr_t s) { return cuMemcpyAsync(dst, src, n, (CUstream)s); }
+static CUresult stepaf_copy_htod(uintptr_t dst, uintptr_t src, size_t n, uintptr_t s) { return cuMemcpyHtoDAsync(dst, (const void *)src, n, (CUstream)s); }
+static CUresult stepaf_copy_dtoh(uintptr_t dst, uintptr_t src, size_t n, uintptr_t s) { return cuMemcpyDtoHAsync((void *)dst, src, n, (CUstream)s); }
+
+static CUresult stepaf_buffer_id(CUdeviceptr p, uint64_t *id) {
+	unsigned long long n = 0;
+	CUresult r = cuPointerGetAttribute(&n, CU_POINTER_ATTRIBUTE_BUFFER_ID, p);
+	*id = n;
+	return r;
+}
+
+static CUresult stepaf_range(CUdeviceptr p, uintptr_t *base, size_t *n) {
+	CUdeviceptr b = 0;
+	CUresult r = cuMemGetAddressRange(&b, n, p);
+	*base = b;
+	return r;
+}
+
 static CUresult stepaf_ipc_export(CUdeviceptr p, void *out) {
 	CUipcMemHandle h;
 	CUresult r = cuIpcGetMemHandle(&h, p);
@@ -93,11 +127,16 @@ var _ [C.sizeof_CUipcMemHandle]byte = [64]byte{}
 
 // result makes a *driverError of a CUresult, or nil of success.
 func result(call string, code int) error {
-	if code == C.CUDA_SUCCESS {
+	switch code {
+	case C.CUDA_SUCCESS:
 		return nil
+	case codeNotReady: // the answer to a question, often
+		return errNotReady
 	}
 	return &driverError{call: call, code: code, name: C.GoString(C.stepaf_name(C.CUresult(code)))}
 }
+
+var errNotReady = &driverError{call: "cuStreamQuery", code: codeNotReady, name: "CUDA_ERROR_NOT_READY"}
 
 // started is the result of opening the driver, which is done once in a process.
 var started = sync.OnceValue(func() error {
@@ -171,9 +210,37 @@ func (cuda) waitValue32(s, addr uintptr, v uint32) error {
 	return result("cuStreamWaitValue32_v2", int(C.stepaf_wait(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint32_t(v))))
 }
 
+func (cuda) streamQuery(s uintptr) error {
+	return result("cuStreamQuery", int(C.stepaf_stream_query(C.uintptr_t(s))))
+}
+
+func (cuda) eventQuery(e uintptr) error {
+	return result("cuEventQuery", int(C.stepaf_event_query(C.uintptr_t(e))))
+}
+
+func (cuda) copyAsync(dst, src uintptr, n int, s uintptr) error {
+	return result("cuMemcpyAsync", int(C.stepaf_copy(C.uintptr_t(dst), C.uintptr_t(src), C.size_t(n), C.uintptr_t(s))))
+}
+
+// The caller keeps host memory alive until the copy is done; Go's does not move.
+func (cuda) copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error {
+	return result("cuMemcpyHtoDAsync", int(C.stepaf_copy_htod(C.uintptr_t(dst), C.uintptr_t(uintptr(src)), C.size_t(n), C.uintptr_t(s))))
+}
+
+func (cuda) copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error {
+	return result("cuMemcpyDtoHAsync", int(C.stepaf_copy_dtoh(C.uintptr_t(uintptr(dst)), C.uintptr_t(src), C.size_t(n), C.uintptr_t(s))))
+}
+
+func (cuda) addressRange(addr uintptr) (base uintptr, n int, err error) {
+	var b C.uintptr_t
+	var size C.size_t
+	r := C.stepaf_range(C.CUdeviceptr(addr), &b, &size)
+	return uintptr(b), int(size), result("cuMemGetAddressRange", int(r))
+}
+
 func (cuda) bufferID(addr uintptr) (uint64, error) {
-	var id C.ulonglong
-	r := C.cuPointerGetAttribute(unsafe.Pointer(&id), C.CU_POINTER_ATTRIBUTE_BUFFER_ID, C.CUdeviceptr(addr))
+	var id C.uint64_t
+	r := C.stepaf_buffer_id(C.CUdeviceptr(addr), &id)
 	return uint64(id), result("cuPointerGetAttribute(BUFFER_ID)", int(r))
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tools/internal/bench"
 	"github.com/stepaf/stepaf-go/tools/internal/demo"
+	"github.com/stepaf/stepaf-go/tools/internal/doctor"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/tools/internal/launch"
 )
@@ -53,6 +54,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 			envCommand(),
 			doctorCommand(),
 			demo.Command(),
+			doctor.ChildCommand(),
 			versionCommand(),
 		},
 		Action: func(c *cli.Context) error {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // A benchmark's nodes are child processes of this one: the same binary, started
@@ -113,6 +114,9 @@ func checkTransport(node *postoffice.Node, peers []int) error {
 	for _, id := range peers {
 		if !node.SharesMemory(id) {
 			return fmt.Errorf("bench: %s and %s do not share memory: see the log of PS_VERBOSE=1", node.Name(), node.PeerName(id))
+		}
+		if node.Backend().Device().Type == backend.GPU && !node.SharesDevice(id) {
+			return fmt.Errorf("bench: %s and %s do not reach each other's device: see the log of PS_VERBOSE=1", node.Name(), node.PeerName(id))
 		}
 	}
 	return nil
