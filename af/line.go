@@ -66,14 +66,8 @@ type job interface {
 }
 
 func newLine(b backend.Backend, p env.BusyPoll) *line {
-	l := &line{back: b, spin: 50 * time.Microsecond, wake: make(chan struct{}, 1)}
+	l := &line{back: b, spin: p.Spin(), wake: make(chan struct{}, 1)}
 	l.idler, _ = b.(backend.StreamIdler)
-	switch p {
-	case env.SpinForever:
-		l.spin = -1
-	case env.AlwaysBlock:
-		l.spin = 0
-	}
 	return l
 }
 

@@ -41,7 +41,7 @@ func TestBackendConfigured(t *testing.T) {
 		poll env.BusyPoll
 		want backend.Options
 	}{
-		{true, env.SpinThenBlock, backend.DefaultOptions()},
+		{true, env.SpinThenBlock, backend.Options{Spin: env.SpinThenBlock.Spin()}},
 		{false, env.SpinForever, backend.Options{DriverEvents: true, Spin: -1}},
 		{true, env.AlwaysBlock, backend.Options{}},
 	} {

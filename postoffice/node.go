@@ -277,12 +277,7 @@ func (n *Node) tuned(b backend.Backend) backend.Backend {
 	if t, ok := b.(backend.Tunable); ok {
 		o := backend.DefaultOptions()
 		o.DriverEvents = !n.cfg.MemSync
-		switch n.cfg.BusyPoll {
-		case env.SpinForever:
-			o.Spin = -1
-		case env.AlwaysBlock:
-			o.Spin = 0
-		}
+		o.Spin = n.cfg.BusyPoll.Spin()
 		t.Configure(o)
 	}
 	return b

@@ -2,6 +2,7 @@ package env
 
 import (
 	"log/slog"
+	"runtime"
 	"time"
 )
 
@@ -103,6 +104,29 @@ const (
 	SpinForever                   // 1
 	AlwaysBlock                   // 0
 )
+
+// How long a wait looks before it sleeps. To wake a sleeper takes some 10 µs, in a
+// virtual machine 50; on a machine with many processors a longer look keeps nobody from
+// working.
+const (
+	shortLook = 50 * time.Microsecond
+	longLook  = 250 * time.Microsecond
+	manyCPUs  = 8
+)
+
+// Spin is how long a wait looks before it sleeps: 0 not at all, negative for ever.
+func (b BusyPoll) Spin() time.Duration {
+	switch {
+	case b == SpinForever:
+		return -1
+	case b == AlwaysBlock:
+		return 0
+	case runtime.NumCPU() >= manyCPUs:
+		return longLook
+	default:
+		return shortLook
+	}
+}
 
 // Rank returns the preferred instance rank of this process, GroupSize*NodeRank +
 // GPU + RankOffset with a NodeRank of 0 when unset, as fserver computes it.

@@ -236,7 +236,7 @@ var table = []variable{
 		help:  "B in the formula below. Give two processes on one GPU different values.",
 	}, {
 		name: "STEPAF_BUSY_POLL_ENABLE", topic: devices, kind: Switch, readers: "all",
-		defNote: "spin briefly, then sleep",
+		defNote: "spin for 50 µs, with 8 processors or more for 250 µs, then sleep",
 		field:   func(c *Config) any { return &c.BusyPoll },
 		help:    "1: waiting threads spin for ever. 0: they sleep at once.",
 		differs: "Unset is a mixture of both. All three are correct with any number of threads.",

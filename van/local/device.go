@@ -187,13 +187,23 @@ func (s *deviceSource) begin(p *parcel) error {
 	m.used = clock.Now()
 	p.copied, p.mapping, p.begun = event, m, m.used
 	s.v.copying.Add(1)
-	s.v.copyUntil.Store(max(s.v.copyUntil.Load(), m.used+uint64(copySpin+time.Duration(h.n/20))))
+	s.v.lookFor(m.used, h.n)
 	return nil
 }
 
-// copySpin, and a nanosecond for every 20 bytes, is how long a copy may take until who
-// receives stops looking without pause.
+// lookFor says that at time now n bytes have begun to be copied by a device, this node's
+// or a peer's: their end, and what a peer answers then, is worth looking for without
+// pause for as long as that takes over PCI Express.
+func (v *Van) lookFor(now uint64, n int) {
+	v.copyUntil.Store(max(v.copyUntil.Load(), now+uint64(copySpin+time.Duration(n/20))))
+}
+
 const copySpin = 100 * time.Microsecond
+
+// copies tells whether to look without pause because of copies.
+func (v *Van) copies(now uint64) bool {
+	return now < v.copyUntil.Load() && (v.copying.Load() > 0 || v.lent.Load() > 0)
+}
 
 // mapOf returns the peer's allocation that e names.
 func (s *deviceSource) mapOf(e *backend.Export) (*mapped, error) {

@@ -50,9 +50,10 @@ type outLink struct {
 
 // loan is what a message has lent until the receiver acknowledges it.
 type loan struct {
-	mems [partCount]backend.Mem
-	done van.Completion
-	busy bool
+	mems   [partCount]backend.Mem
+	done   van.Completion
+	busy   bool
+	device bool // the peer's device copies it
 }
 
 // stream is a message whose large parts are on their way in chunks.
@@ -165,6 +166,11 @@ func (l *outLink) streaming() bool { return l.stream.busy }
 func (l *outLink) publish(r *record, size int, a loan) {
 	switch {
 	case r.lends():
+		if r.has(partDevice) {
+			a.device = true
+			l.v.lent.Add(1)
+			l.v.lookFor(clock.Now(), r.parts[partVals].n)
+		}
 		l.lend(l.seg.at(l.tail), a)
 	case r.streams():
 		a.busy = true
@@ -368,10 +374,18 @@ func (l *outLink) collect() error {
 			return fmt.Errorf("%w: slot %d acknowledged, which is not lent", errProtocol, slot)
 		}
 		l.free = append(l.free, slot)
-		l.slots[slot].end()
-		l.v.stats.pinned.Add(-1)
+		l.giveBack(slot)
 	}
 	return nil
+}
+
+// giveBack ends the loan in a slot. l.mu is held.
+func (l *outLink) giveBack(slot uint32) {
+	if l.slots[slot].device {
+		l.v.lent.Add(-1)
+	}
+	l.slots[slot].end()
+	l.v.stats.pinned.Add(-1)
 }
 
 // service looks what the peer has taken and acknowledged, and goes on.
@@ -476,8 +490,7 @@ func (l *outLink) close(inOrder bool) (lost int) {
 		if l.slots[i].busy {
 			lost++
 			l.seg.gen(uint32(i)).Store(0) // first: the reader looks at it after it has read
-			l.slots[i].end()
-			l.v.stats.pinned.Add(-1)
+			l.giveBack(uint32(i))
 		}
 	}
 	if l.streaming() {

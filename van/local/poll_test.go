@@ -119,18 +119,19 @@ func TestPollsAtOnce(t *testing.T) {
 
 // TestPatience: waits that were short make the next one spin, long ones do not.
 func TestPatience(t *testing.T) {
+	const most = 50 * time.Microsecond
 	var p patience
 	wait := func(d time.Duration) {
 		p.begin(1000)
-		p.came(1000 + uint64(d))
+		p.came(1000+uint64(d), most)
 	}
-	if got := p.spin(spinTime); got != spinTime {
-		t.Errorf("at first it spins for %s, want %s", got, spinTime)
+	if got := p.spin(most); got != most {
+		t.Errorf("at first it spins for %s, want %s", got, most)
 	}
 	for range 3 {
 		wait(time.Second)
 	}
-	if got := p.spin(spinTime); got != shortSpin {
+	if got := p.spin(most); got != shortSpin {
 		t.Errorf("after long waits it spins for %s, want %s", got, shortSpin)
 	}
 	if got := p.spin(0); got != 0 {
@@ -142,8 +143,8 @@ func TestPatience(t *testing.T) {
 	for range maxTrust {
 		wait(time.Microsecond)
 	}
-	if got := p.spin(spinTime); got != spinTime {
-		t.Errorf("after short waits it spins for %s, want %s", got, spinTime)
+	if got := p.spin(most); got != most {
+		t.Errorf("after short waits it spins for %s, want %s", got, most)
 	}
 }
 

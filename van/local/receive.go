@@ -17,10 +17,6 @@ import (
 // the doorbell is armed, which it is when the loop sleeps and nobody polls.
 
 const (
-	// spinTime is how long to look for a message before sleeping: waking a sleeper
-	// costs more than a small message.
-	spinTime = 50 * time.Microsecond
-
 	// maxQuiet and maxPoll bound a Poll, the first one after the last progress: its
 	// caller has a deadline.
 	maxQuiet = time.Millisecond
@@ -30,11 +26,13 @@ const (
 	maxSleep = 500 * time.Millisecond
 )
 
+// spinFor is how long to look for a message before sleeping: waking a sleeper costs
+// more than a small message. Who spins for ever does so in look.
 func spinFor(b env.BusyPoll) time.Duration {
-	if b == env.AlwaysBlock {
-		return 0
+	if b == env.SpinForever {
+		b = env.SpinThenBlock
 	}
-	return spinTime
+	return b.Spin()
 }
 
 // spinner passes the time between two looks. It yields often, since on a busy
@@ -52,7 +50,7 @@ func (s *spinner) pause() {
 }
 
 // patience says for how long to look before sleeping: long while what is awaited
-// has mostly come within spinTime, else hardly at all, since then the core is wanted
+// has mostly come within the longest look, else hardly at all, since then the core is wanted
 // by others, perhaps by the very peer. Who holds rx uses it.
 type patience struct {
 	waiting bool
@@ -75,13 +73,13 @@ func (p *patience) empty(now uint64) {
 // begin begins a wait anew.
 func (p *patience) begin(now uint64) { p.waiting, p.since = true, now }
 
-// came says that a message has come.
-func (p *patience) came(now uint64) {
+// came says that a message has come, where the longest look is most.
+func (p *patience) came(now uint64, most time.Duration) {
 	if !p.waiting {
 		return
 	}
 	p.waiting = false
-	if now-p.since <= uint64(spinTime) {
+	if now-p.since <= uint64(most) {
 		p.trust = min(p.trust+1, maxTrust)
 	} else {
 		p.trust = max(p.trust-1, -maxTrust)
@@ -103,7 +101,7 @@ func (v *Van) receive() (*parcel, *dispatch.Lane[*parcel], bool) {
 			v.hot = true
 			return p, &p.from.lane, true
 		}
-		if v.spin > 0 && (v.hot || v.copying.Load() > 0) {
+		if v.spin > 0 && (v.hot || v.copies(clock.Now())) {
 			if p := v.look(); p != nil {
 				return p, &p.from.lane, true
 			}
@@ -125,7 +123,7 @@ func (v *Van) take() *parcel {
 		v.patience.empty(clock.Now())
 		return nil
 	}
-	v.patience.came(clock.Now())
+	v.patience.came(clock.Now(), v.spin)
 	p.from.inHand.Add(1)
 	return p
 }
@@ -142,7 +140,7 @@ func (v *Van) look() *parcel {
 		switch now := clock.Now(); {
 		case v.chunks.Load() != chunks:
 			start, chunks = now, v.chunks.Load()
-		case v.copying.Load() > 0 && now < v.copyUntil.Load():
+		case v.copies(now):
 		case v.cfg.BusyPoll != env.SpinForever && now-start > uint64(limit):
 			return nil
 		}
@@ -302,12 +300,12 @@ func (v *Van) poll(done func() bool) {
 		}
 		now := clock.Now()
 		if p != nil || v.chunks.Load() != chunks {
-			v.patience.came(now)
+			v.patience.came(now, v.spin)
 			v.patience.begin(now)
 			start, chunks = now, v.chunks.Load()
 			continue
 		}
-		if v.copying.Load() > 0 && now < v.copyUntil.Load() && now-begun < uint64(maxPoll) {
+		if v.copies(now) && now-begun < uint64(maxPoll) {
 			start = now
 			continue
 		}

@@ -57,7 +57,8 @@ type Van struct {
 	ins      atomic.Pointer[[]*inLink]
 
 	// Of copies by the device; see device.go.
-	copying   atomic.Int32  // under way
+	copying   atomic.Int32  // by this node's device, under way
+	lent      atomic.Int32  // values that a peer's device copies
 	copyUntil atomic.Uint64 // until when it pays to look for their end without pause
 	tidied    uint64        // when mappings were last looked through; under rx
 
