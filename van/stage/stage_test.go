@@ -451,3 +451,36 @@ func TestDirect(t *testing.T) {
 	}
 	p.close(t)
 }
+
+// particular is a van that takes no value that lies on a device.
+type particular struct{ van.Van }
+
+func (p particular) Unwrap() van.Van { return p.Van }
+
+func (p particular) Send(m *van.Message) error {
+	if !m.Vals.OnHost() {
+		return &van.Error{Op: "send", Err: backend.ErrNotExportable}
+	}
+	return p.Van.Send(m)
+}
+
+// TestDirectRefused: a value that cannot be shared as it lies is staged.
+func TestDirectRefused(t *testing.T) {
+	net := inproc.NewNetwork().Factory()
+	p := connectOver(t, func(o van.Options) (van.Van, error) {
+		v, err := net(o)
+		return particular{v}, err
+	}, stage.Options{Direct: func(int) bool { return true }})
+	if err := p.worker.Send(push(1, on(bytes.Repeat([]byte{3}, 90), gpu0))); err != nil {
+		t.Fatal(err)
+	}
+	m := take(t, p.atServ)
+	if m.Vals.OnHost() || !bytes.Equal(raw(m.Vals), bytes.Repeat([]byte{3}, 90)) {
+		t.Errorf("%d bytes on %s", m.Vals.Len(), m.Vals.Device())
+	}
+	m.Release()
+	if staged, _, _ := p.worker.(*stage.Van).Counts(); staged != 1 {
+		t.Errorf("%d values were copied", staged)
+	}
+	p.close(t)
+}
