@@ -107,6 +107,7 @@ func TestServerKilled(t *testing.T) {
 		if now := shm(t); !slices.Equal(now, before) {
 			t.Errorf("round %d: /dev/shm has %v, had %v", round, now, before)
 		}
+		nodetest.Lost(t, c.Scheduler, serverID)
 		nodetest.Returns(t, c.Workers, serverID, func() { p = nodetest.Spawn(t, c, "server", 0, echo) })
 		p.Ready()
 		if err := roundTrip(w, 99, 16<<20); err != nil {
@@ -134,20 +135,25 @@ func TestWorkerKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	other := nodetest.Worker(t, c.Workers[1])
-	for round := range 4 {
+	begun := func(round int) {
+		t.Helper()
 		p.Expect("begun")
+		if !c.Servers[0].SharesMemory(workerID) {
+			t.Errorf("round %d: no memory is shared with the worker", round)
+		}
+	}
+	for round := range 4 {
+		begun(round)
 		timer := time.NewTimer(time.Duration(round) * 3 * time.Millisecond)
 		<-timer.C
 		p.Kill()
 		if err := roundTrip(other, round, 1<<20); err != nil {
 			t.Fatalf("round %d, the other worker: %v", round, err)
 		}
+		nodetest.Lost(t, c.Scheduler, workerID)
 		nodetest.Returns(t, c.Servers, workerID, func() { p = nodetest.Spawn(t, c, "worker", 0, floods) })
-		if !c.Servers[0].SharesMemory(workerID) {
-			t.Errorf("round %d: no memory is shared with the next worker", round)
-		}
 	}
-	p.Expect("begun")
+	begun(4)
 	p.Kill()
 	if err := torn.Load(); err != nil {
 		t.Error(*err)
