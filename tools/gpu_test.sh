@@ -66,6 +66,8 @@ export PATH="$PWD/bin:$PATH" PYTHON="$python" PYTHONPATH="$PWD/bin/python${PYTHO
 run bin/backend.test -test.v -test.run CUDA -test.bench CUDA -test.benchtime 200x
 run bin/stepaf doctor --verbose
 run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu.py
+run "$python" -m pytest -q -rs -p no:cacheprovider tests/python/test_gpu_local.py
+run bin/stepaf bench latency --van local --device gpu
 for program in test_fserver test_fserver_diff_stage test_fserver_dynamic; do
   for ipc in 0 1; do
     BYTEPS_ENABLE_IPC=$ipc BIN="$program" BENCHMARK_ITER=8 run tests/fserver/run_single_gpu.sh
@@ -74,6 +76,15 @@ for program in test_fserver test_fserver_diff_stage test_fserver_dynamic; do
     fi
   done
 done
-[ "$gpus" -gt 1 ] || say "SKIPPED: run_multi_gpu.sh and groups: one GPU"
+# Eight processes a role, instance i on GPU i % count.
+shared=
+for i in 0 1 2 3 4 5 6 7; do
+  shared+="${shared:+,}$((i % gpus))"
+done
+for ipc in 0 1; do
+  BYTEPS_ENABLE_IPC=$ipc ROLE=joint BIN=test_fserver_dynamic GROUP_SIZE=8 GPUS="$shared" STEPAF_START_TIMEOUT=200 STEPAF_STOP_TIMEOUT=200 BENCHMARK_ITER=4 \
+    run tests/fserver/run_multi_gpu.sh
+done
+[ "$gpus" -gt 1 ] || say "SKIPPED: run_multi_gpu.sh and groups with a GPU for each process: one GPU"
 [ "$status" -eq 0 ] && say ok
 exit "$status"

@@ -3,7 +3,7 @@
 # with ROLE=joint all of it.
 set -euo pipefail
 
-usage='usage: [ROLE=role] [RNIC=interface] [BIN=test] [NUM_WORKER=n] [NUM_SERVER=n] [NODE_RANK=n] [GROUP_SIZE=n]
+usage='usage: [ROLE=role] [RNIC=interface] [BIN=test] [NUM_WORKER=n] [NUM_SERVER=n] [NODE_RANK=n] [GROUP_SIZE=n] [GPUS=list]
          tests/fserver/run_multi_gpu.sh [scheduler ip] [argument...]
   ROLE        server        scheduler and first server node (default); all arguments go to the servers
               server-slave  one more server node; needs the scheduler ip, and NODE_RANK from 1
@@ -14,6 +14,7 @@ usage='usage: [ROLE=role] [RNIC=interface] [BIN=test] [NUM_WORKER=n] [NUM_SERVER
   NUM_WORKER, NUM_SERVER  nodes in the cluster, the same everywhere (default: 1)
   NODE_RANK   rank of this node within its role (default: 0)
   GROUP_SIZE  processes of a node, the same everywhere (default: 8; joint: one for each GPU, 2 without)
+  GPUS        GPU of each process of a node, as in 0,1,0,1: some may share one (default: 0,1,... up to GROUP_SIZE)
 Variables such as DMLC_ENABLE_RDMA, STEPMESH_BAKCEND and DMLC_PS_ROOT_PORT (8123) are obeyed if set.'
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -57,6 +58,7 @@ case "$role" in
       --default-van auto --default-backend auto)
     ;;
 esac
+[ -z "${GPUS-}" ] || options+=(--gpus "$GPUS")
 if [ "$role" != joint ]; then
   options+=(--node-rank "${NODE_RANK:-0}" --group-size "${GROUP_SIZE:-${DMLC_GROUP_SIZE:-8}}"
     --default-van ibverbs --default-backend GPU)

@@ -39,6 +39,9 @@ def gpu():
         fserver_lib.map_pinned_tensor(torch.zeros(1).pin_memory(), 0)
     except fserver_lib.Error as e:
         pytest.skip("fserver_lib: %s" % e)
+    if GPUS > 1:
+        # What this process allocates itself, it does before memory is measured.
+        torch.cuda.can_device_access_peer(0, 1)
 
 
 def memory_used():
@@ -399,6 +402,11 @@ def bereaved_server(n):
     works(dev)
 
 
+def patient_scheduler(n):
+    """Is not in stop() while nodes are lost and replaced: that would end it."""
+    n.listen()
+
+
 def moments():
     r = random.Random(SEED)
     return [r.uniform(0, 0.4) for _ in range(KILLS)]
@@ -415,7 +423,7 @@ def kill(c, p):
 
 def test_worker_killed(cluster):
     c = gpu_cluster(cluster, workers=2)
-    c.spawn("scheduler", scheduler)
+    manager = c.spawn("scheduler", patient_scheduler)
     spawn(c, "worker", pushing_worker, args=0)
     server = spawn(c, "server", bereaved_server, args=KILLS)
     victim = spawn(c, "worker", pushing_worker, rank=1, args=0)
@@ -426,6 +434,7 @@ def test_worker_killed(cluster):
         hear(c, server, "lost", 30)
         victim = spawn(c, "worker", pushing_worker, rank=1, args=life)
     hear(c, victim, "going")
+    manager.tell("stop")
     c.finish(120)
     assert DIRECT in log(server) and NOT_SHARED not in log(server), reports(c)
 
@@ -508,7 +517,7 @@ def bereaved_worker(n):
 
 def test_server_killed(cluster):
     c = gpu_cluster(cluster, servers=2)
-    c.spawn("scheduler", scheduler)
+    manager = c.spawn("scheduler", patient_scheduler)
     worker = spawn(c, "worker", bereaved_worker, args=KILLS)
     spawn(c, "server", serving_server, args=0)
     victim = spawn(c, "server", serving_server, rank=1, args=0)
@@ -519,6 +528,7 @@ def test_server_killed(cluster):
         hear(c, worker, "lost", 30)
         victim = spawn(c, "server", serving_server, rank=1, args=life)
     hear(c, worker, "going")
+    manager.tell("stop")
     c.finish(120)
     assert DIRECT in log(worker) and NOT_SHARED not in log(worker), reports(c)
 
@@ -576,7 +586,7 @@ def racing_worker(n):
     r, late = random.Random(SEED), 0
     pull, check = torch.zeros(BIG, dtype=torch.uint8, device=dev), torch.zeros(1, dtype=torch.uint8, device=dev)
     for i in range(RACES):
-        pause = torch.tensor([i, r.randrange(0, 3000)], device=dev, **INT)
+        pause = torch.tensor([i, r.randrange(0, 5000)], device=dev, **INT)
         torch.cuda.synchronize()
         h = f.push_pull([pause], [1], [pull], [1], need_event=False)
         try:
@@ -614,7 +624,7 @@ def test_answers_at_the_limit(cluster):
     c = gpu_cluster(cluster)
     pair(c, racing_worker, racing_server)
     got = c.finish(120)
-    print(got[0]["late"], "of", RACES, "answers were late")
+    assert 0 < got[0]["late"] < RACES, "%d of %d answers were late" % (got[0]["late"], RACES)
 
 
 # Many processes on few GPUs.
