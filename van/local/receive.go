@@ -114,7 +114,7 @@ func (v *Van) receive() (*parcel, *dispatch.Lane[*parcel], bool) {
 
 // take takes a message if there is one and nobody polls.
 func (v *Van) take() *parcel {
-	if !v.rx.TryLock() {
+	if v.pollers.Load() > 0 || !v.rx.TryLock() {
 		return nil
 	}
 	defer v.rx.Unlock()
@@ -256,8 +256,8 @@ const tidyTime = 5 * time.Second
 // through memory and, where peers are elsewhere too, what comes over the van
 // inside.
 func (v *Van) Poll(done func() bool) {
-	if v.linked.Load() == 0 || !v.rx.TryLock() {
-		// Who has rx may be another Poll, which serves this caller, too.
+	if v.linked.Load() == 0 || !v.beginPoll() {
+		// Another Poll serves this caller, too.
 		if v.innerPoller != nil && v.elsewhere.Load() > 0 {
 			v.innerPoller.Poll(done)
 		}
@@ -265,9 +265,10 @@ func (v *Van) Poll(done func() bool) {
 	}
 	defer v.rx.Unlock()
 	if v.spin <= 0 || v.closing.Load() {
+		v.pollers.Add(-1)
 		return
 	}
-	v.pollers.Add(1)
+	v.polling.Store(true)
 	v.bell.disarm()
 	if v.elsewhere.Load() > 0 && v.innerPoller != nil {
 		v.innerPoller.Poll(func() bool {
@@ -280,12 +281,33 @@ func (v *Van) Poll(done func() bool) {
 		v.poll(done)
 	}
 	// From now on the loop is to be woken, also for what has come since the last look.
+	v.polling.Store(false)
 	v.pollers.Add(-1)
 	v.bell.arm(theLoop)
 	if v.pending() {
 		v.bell.wake(theLoop)
 	}
 }
+
+// beginPoll counts a Poll and takes rx, unless another Poll has it. The loop, which may
+// have it too, gives it up soon: it leaves it alone while a Poll is counted.
+func (v *Van) beginPoll() bool {
+	v.pollers.Add(1)
+	for begun := clock.Now(); !v.rx.TryLock(); runtime.Gosched() {
+		late := clock.Now()-begun > uint64(rxTime)
+		if late || v.polling.Load() {
+			v.pollers.Add(-1)
+			if late {
+				v.bell.wake(theLoop) // it may have gone to sleep since somebody seemed to poll
+			}
+			return false
+		}
+	}
+	return true
+}
+
+// rxTime is longer than the loop has rx but for what is rare.
+const rxTime = 50 * time.Microsecond
 
 // poll receives and delivers until done, or until nothing has come for a while. It
 // sleeps after a short look: the caller is woken so by the peer itself.

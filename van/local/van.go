@@ -52,7 +52,8 @@ type Van struct {
 	patience patience
 	spin     time.Duration
 	hot      bool // the loop's: a message has come since it last slept
-	pollers  atomic.Int32
+	pollers  atomic.Int32 // that have rx, or are about to try
+	polling  atomic.Bool  // one of them has it
 	parked   atomic.Bool
 	ins      atomic.Pointer[[]*inLink]
 
