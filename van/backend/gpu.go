@@ -23,6 +23,7 @@ type gpu struct {
 	ctx  uintptr
 	info Info
 
+	crowded      bool // goroutines have few threads
 	driverEvents atomic.Bool
 	spin         atomic.Int64 // nanoseconds
 
@@ -65,7 +66,7 @@ func newGPU(d driver, id int) (Backend, error) {
 	if id < 0 || id >= n {
 		return nil, fmt.Errorf("backend GPU: %w: device %d (STEPMESH_GPU): this process sees %d (CUDA_VISIBLE_DEVICES), want 0 to %d", ErrUnavailable, id, n, n-1)
 	}
-	g := &gpu{d: d, id: id, mems: map[uintptr]*deviceMem{}, hosts: map[uintptr]*hostMem{},
+	g := &gpu{d: d, id: id, crowded: runtime.GOMAXPROCS(0) <= 3, mems: map[uintptr]*deviceMem{}, hosts: map[uintptr]*hostMem{},
 		imports: map[importKey]*imported{}, streams: map[uintptr]struct{}{}, events: map[uintptr]struct{}{}}
 	g.Configure(DefaultOptions())
 	if g.dev, err = d.device(id); err != nil {

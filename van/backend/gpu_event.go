@@ -248,7 +248,9 @@ func (g *gpu) wait(ctx context.Context, w waitable) error {
 				return err
 			}
 		}
-		runtime.Gosched()
+		if g.crowded {
+			runtime.Gosched() // it takes long for a goroutine that is bound to its thread
+		}
 	}
 	checked := time.Now()
 	for pause := minNap; ; pause = min(2*pause, maxNap) {

@@ -220,7 +220,7 @@ func (l *outLink) pump() {
 	if !s.busy {
 		return
 	}
-	var pause spinner
+	pause := l.v.spinner()
 	var since uint64 // since when there is no room
 	budget := maxStall + time.Duration(s.left()/16)
 	for streamed := 0; ; {

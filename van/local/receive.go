@@ -37,14 +37,24 @@ func spinFor(b env.BusyPoll) time.Duration {
 
 // spinner passes the time between two looks. It yields often, since on a busy
 // machine the peer may be waiting for this very core: two that spin and yield share
-// one well. To other goroutines it yields less often, which costs more.
-type spinner int
+// one well. To other goroutines it yields less often, and only where they may have no
+// other thread to run on: for a goroutine that is bound to its thread, as Python's
+// callers are, that takes as long as a sleep.
+type spinner struct {
+	n       uint
+	crowded bool
+}
+
+// few is a number of threads for goroutines that those who spin may take up.
+const few = 3
+
+func (v *Van) spinner() spinner { return spinner{crowded: v.crowded} }
 
 func (s *spinner) pause() {
-	switch *s++; {
-	case *s%256 == 0:
+	switch s.n++; {
+	case s.n%256 == 0 && s.crowded:
 		runtime.Gosched()
-	case *s%16 == 0:
+	case s.n%16 == 0:
 		_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
 	}
 }
@@ -130,7 +140,7 @@ func (v *Van) take() *parcel {
 
 // look takes a message that comes soon, without sleeping.
 func (v *Van) look() *parcel {
-	var s spinner
+	s := v.spinner()
 	limit := v.spinLimit()
 	chunks := v.chunks.Load()
 	for start := clock.Now(); !v.stopping.Load() && v.pollers.Load() == 0; s.pause() {
@@ -293,7 +303,8 @@ func (v *Van) Poll(done func() bool) {
 // have it too, gives it up soon: it leaves it alone while a Poll is counted.
 func (v *Van) beginPoll() bool {
 	v.pollers.Add(1)
-	for begun := clock.Now(); !v.rx.TryLock(); runtime.Gosched() {
+	s := v.spinner()
+	for begun := clock.Now(); !v.rx.TryLock(); s.pause() {
 		late := clock.Now()-begun > uint64(rxTime)
 		if late || v.polling.Load() {
 			v.pollers.Add(-1)
@@ -312,7 +323,7 @@ const rxTime = 50 * time.Microsecond
 // poll receives and delivers until done, or until nothing has come for a while. It
 // sleeps after a short look: the caller is woken so by the peer itself.
 func (v *Van) poll(done func() bool) {
-	var s spinner
+	s := v.spinner()
 	begun := clock.Now()
 	v.patience.begin(begun)
 	for start, chunks := begun, v.chunks.Load(); !done() && !v.closing.Load(); s.pause() {

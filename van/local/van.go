@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -51,7 +52,8 @@ type Van struct {
 	chunks   atomic.Uint64 // of streams, received
 	patience patience
 	spin     time.Duration
-	hot      bool // the loop's: a message has come since it last slept
+	crowded  bool         // goroutines have few threads
+	hot      bool         // the loop's: a message has come since it last slept
 	pollers  atomic.Int32 // that have rx, or are about to try
 	polling  atomic.Bool  // one of them has it
 	parked   atomic.Bool
@@ -105,7 +107,7 @@ var (
 // had, the van works as inner does, and the log says why. Use van.As to find the
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
-	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll),
+	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll), crowded: runtime.GOMAXPROCS(0) <= few,
 		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory}
 	v.losses.current = func(id int, n *neighbour) bool {
 		v.mu.Lock()
