@@ -439,8 +439,12 @@ func (b Batch) ReleaseOn(stream Stream) {
 	switch {
 	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
 		b.s.node.Log().Warn("received tensors are never used again", "worker", b.s.node.PeerName(b.instance), "err", err)
-	case err != nil || !b.s.late.add((*reading)(b.work), event):
-		b.unref() // the device is lost, or its memory is freed after that work
+	case err != nil:
+		b.unref() // the device is lost
+	case event == nil && !b.s.late.busy(): // the work is done
+		b.unref()
+	case !b.s.late.add((*reading)(b.work), event):
+		b.unref() // the device's memory is freed after that work
 	}
 }
 

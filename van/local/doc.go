@@ -62,6 +62,25 @@
 //
 // # Devices
 //
-// Values are host memory here; van/stage sees to the others. The form of a record's
-// part has room for handles of device memory (partDevice).
+// A value on the sender's device stays where it is: its record names the allocation
+// (a CUDA IPC handle), and the place in it. The receiver maps the allocation, once, and
+// queues on a stream of its own the copy to where the value is wanted, and an event behind
+// it, which that stream writes into the receiver's own host memory: between the end of the
+// copy and its notice there is no CPU. Messages behind it wait in order meanwhile, their
+// copies are queued, too. The memory is lent as above: until the receiver acknowledges.
+//
+// That the receiver copies, and not the sender, costs a microsecond each way: the sender's
+// record must be noticed before the copy begins. It buys that, here too, only the receiver
+// ever writes to its memory. A sender that writes into memory mapped from its peer cannot
+// be stopped when the peer gives up a request and uses the memory for something else, and
+// needs places, credits and a question before each new size, as RDMA does.
+//
+// When the link is made, the receiver maps and reads a few bytes of the sender's device:
+// where that does not work, for want of peer access, say, both log why, and van/stage
+// takes values through host memory. It also does so with single values that the driver
+// does not share.
+//
+// A mapping keeps the sender's memory, also after the sender has freed it, so it ends when
+// it was not used for a while, when its address is an other allocation's, and with the
+// link. When a peer dies the copies under way are waited for, and their results dropped.
 package local
