@@ -81,6 +81,6 @@
 // does not share.
 //
 // A mapping keeps the sender's memory, also after the sender has freed it, so it ends when
-// it was not used for a while, when its address is an other allocation's, and with the
+// it was not used for a while, when its address is another allocation's, and with the
 // link. When a peer dies the copies under way are waited for, and their results dropped.
 package local
