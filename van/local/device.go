@@ -180,7 +180,8 @@ func (s *deviceSource) begin(p *parcel) error {
 		s.events = append(s.events, event)
 		return err
 	}
-	if err != nil {
+	if err != nil { // the copy may run, so its memory is not used again
+		p.onDevice, p.blocks[partVals] = nil, nil
 		return errors.Join(err, event.Close())
 	}
 	m.busy++

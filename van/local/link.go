@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"runtime"
@@ -48,8 +49,18 @@ const (
 // a millisecond.
 const linkTime = 2 * time.Second
 
-// errRefused is wrapped when a peer listens and does not want the link.
-var errRefused = errors.New("the peer refuses the link")
+var (
+	// errRefused is wrapped when a peer listens and does not want the link.
+	errRefused = errors.New("the peer refuses the link")
+
+	// errDead is wrapped when the process of the peer is not there any more.
+	errDead = errors.New("the peer is gone")
+)
+
+// hungUp tells whether err is from a peer that has ended a handshake without an answer.
+func hungUp(err error) bool {
+	return !errors.Is(err, errDead) && (errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE))
+}
 
 // listen opens the socket of t.
 func listen(t *token) (*net.UnixListener, error) {
@@ -83,18 +94,25 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "unixpacket", t.address())
 	if err != nil {
+		if errors.Is(err, unix.ECONNREFUSED) {
+			err = fmt.Errorf("%w: %w", errDead, err)
+		}
 		return nil, err
 	}
 	conn := c.(*net.UnixConn)
+	pid := 0
 	defer func() {
 		if err != nil {
 			_ = conn.Close()
+			if pid > 0 && ended(pid) { // a child that it has forked has the socket
+				err = fmt.Errorf("%w: %w", errDead, err)
+			}
 		}
 	}()
 	if deadline, ok := ctx.Deadline(); ok {
 		_ = conn.SetDeadline(deadline)
 	}
-	if _, err := sameUser(conn); err != nil {
+	if pid, err = sameUser(conn); err != nil {
 		return nil, err
 	}
 	fd, err := v.memory(segmentLen)
@@ -258,6 +276,16 @@ func awaitEnd(c *net.UnixConn) {
 	}
 	var b [1]byte
 	_, _ = c.Read(b[:]) // nothing is ever sent
+}
+
+// ended tells whether process pid has ended.
+func ended(pid int) bool {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return errors.Is(err, unix.ESRCH)
+	}
+	defer unix.Close(fd)
+	return exited(uintptr(fd))
 }
 
 // exited tells whether the process of a pidfd has ended.

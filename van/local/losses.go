@@ -11,8 +11,7 @@ type losses struct {
 	watch   atomic.Pointer[func(id int, up bool, cause error)]
 	current func(id int, n *neighbour) bool // whether n still is peer id
 
-	mu      sync.Mutex
-	down    map[int]bool
+	mu      sync.Mutex // guards neighbour.down, too
 	events  []loss
 	telling bool
 }
@@ -28,25 +27,30 @@ type loss struct {
 func (l *losses) tell(n *neighbour, id int, up bool, cause error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.down[id] == !up {
+	if n.down != up {
 		return
 	}
-	if l.down == nil {
-		l.down = map[int]bool{}
+	n.down = !up
+	l.add(loss{n, id, up, cause})
+}
+
+// replaced is told that n is peer id now, in place of old. The watcher may have heard
+// of the loss of old when it knew of n already, and have taken it for that of n.
+func (l *losses) replaced(id int, old, n *neighbour) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if old.down {
+		l.add(loss{n, id, true, nil})
 	}
-	l.down[id] = !up
-	l.events = append(l.events, loss{n, id, up, cause})
+}
+
+// add queues an event. l.mu is held.
+func (l *losses) add(e loss) {
+	l.events = append(l.events, e)
 	if !l.telling {
 		l.telling = true
 		go l.run()
 	}
-}
-
-// forget makes the next loss of peer id one to tell of.
-func (l *losses) forget(id int) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	delete(l.down, id)
 }
 
 func (l *losses) run() {

@@ -6,7 +6,6 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"syscall"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -17,6 +16,7 @@ type neighbour struct {
 	token    token
 	admitted bool // not in place of another one, or Admit was called
 	tries    int  // to make a lost link again
+	down     bool // told of as lost; losses.mu guards it
 }
 
 // WatchPeers implements van.PeerWatcher: a peer is also reported as lost when its
@@ -46,7 +46,9 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	n.admitted = was == nil || was.admitted && was.token.name == t.name
 	v.nodes[id] = n
 	v.admitLocked(id)
-	v.losses.forget(id)
+	if was != nil {
+		v.losses.replaced(id, was, n)
+	}
 	v.countLocked()
 	on := !v.closed && v.listener != nil
 	if on {
@@ -142,34 +144,58 @@ func (v *Van) outLost(n *neighbour, l *outLink) {
 	}
 	v.tell(n, id, false, cause)
 	// Until it is settled what follows, Send finds the link, which says ErrPeerLost.
-	var again *outLink
-	var err error
-	if n.tries++; n.tries <= maxTries {
-		again, err = v.dial(v.ctx, id, &n.token)
-	}
-	switch {
-	case again != nil:
+	again, err := v.dialAgain(id, &n.token)
+	if n.tries++; again != nil && n.tries <= maxTries {
 		if v.addOut(id, n, again) {
 			v.tell(n, id, true, nil)
 		}
 		return
-	case errors.Is(err, syscall.ECONNREFUSED):
-		// It is gone. The van inside says when it is there again.
-	default:
+	}
+	if again != nil {
+		again.close(true) // it was only to see whether the peer is there
+	}
+	if v.ctx.Err() != nil {
+		return
+	}
+	// If it is gone, the van inside says when it is there again.
+	gone := errors.Is(err, errDead)
+	if !gone {
 		v.log.Warn("data goes over "+v.Type()+" from now on", "peer", van.NodeName(id), "links lost", n.tries, "err", err)
-		defer v.tell(n, id, true, nil)
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if (*v.links.Load())[id] == l {
 		v.setLink(id, nil)
 	}
+	if !gone {
+		v.tell(n, id, true, nil)
+	}
+}
+
+// dialAgain is dial for a peer that may be about to die. Such a process still has its
+// socket for a moment, on which nobody answers: that is no sign of life.
+func (v *Van) dialAgain(id int, t *token) (l *outLink, err error) {
+	ctx, cancel := context.WithTimeout(v.ctx, linkTime)
+	defer cancel()
+	for pause := time.Millisecond; ; pause *= 2 {
+		l, err = v.dial(ctx, id, t)
+		if err == nil || !hungUp(err) {
+			return l, err
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return nil, err
+		}
+	}
 }
 
 // maxTries is how often a link to the same peer is made again.
 const maxTries = 3
 
-// tell reports that n, peer id, is lost or there again.
+// tell reports that n, peer id, is lost or there again. v.mu may be held.
 func (v *Van) tell(n *neighbour, id int, up bool, cause error) {
 	if !up {
 		v.places.forget(id)
@@ -270,6 +296,7 @@ func (v *Van) removeIn(l *inLink) {
 	ins := slices.DeleteFunc(slices.Clone(*v.ins.Load()), func(x *inLink) bool { return x == l })
 	v.ins.Store(&ins)
 	same, n := v.isOf(l), v.nodes[l.from.id]
+	again := slices.ContainsFunc(ins, func(x *inLink) bool { return x.from == l.from && x.name == l.name && !x.lost.Load() })
 	v.mu.Unlock()
 	if l.stream != nil {
 		v.release(l.stream)
@@ -286,6 +313,9 @@ func (v *Van) removeIn(l *inLink) {
 	l.unref()
 	if !inOrder && same {
 		v.tell(n, l.from.id, false, cause)
+		if again { // it has come back before this link's ring was empty
+			v.tell(n, l.from.id, true, nil)
+		}
 	}
 }
 
@@ -322,7 +352,6 @@ func (v *Van) Disconnect(id int) {
 	delete(v.nodes, id)
 	v.setLink(id, nil)
 	v.mu.Unlock()
-	v.losses.forget(id)
 	if l != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
 		l.linger(ctx)

@@ -291,6 +291,7 @@ func (v *Van) Poll(done func() bool) {
 		v.poll(done)
 	}
 	// From now on the loop is to be woken, also for what has come since the last look.
+	v.tidy()
 	v.polling.Store(false)
 	v.pollers.Add(-1)
 	v.bell.arm(theLoop)
