@@ -1,0 +1,131 @@
+package local
+
+import (
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// stopAccepting makes x a process that is about to die: its socket is there, and
+// nobody answers on it.
+func (x *node) stopAccepting() {
+	x.t.Helper()
+	if err := x.listener.SetDeadline(time.Unix(1, 0)); err != nil {
+		x.t.Fatal(err)
+	}
+}
+
+// breakIn ends the links to x as its death does.
+func (x *node) breakIn() {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for c := range x.greeted {
+		_ = c.Close()
+	}
+}
+
+// down tells whether x has told of peer id as lost, after all that was told before has
+// been settled.
+func (x *node) down(id int) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.losses.mu.Lock()
+	defer x.losses.mu.Unlock()
+	return x.nodes[id].down
+}
+
+// TestDyingPeer: a process that dies still has its socket when its connections have
+// broken. That it takes a connection there is no sign of life.
+func TestDyingPeer(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		tries int // to make the link again, before
+	}{{"at first", 0}, {"after many losses", maxTries}} {
+		t.Run(c.name, func(t *testing.T) {
+			worker, server := pair(t)
+			worker.mu.Lock()
+			worker.nodes[8].tries = c.tries
+			worker.mu.Unlock()
+			server.stopAccepting()
+			server.breakIn()
+			worker.event(8, false)
+			if err := server.listener.SetDeadline(time.Now().Add(limit)); err != nil {
+				t.Fatal(err)
+			}
+			last, err := server.listener.AcceptUnix()
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = server.listener.Close()
+			_ = last.Close()
+			eventually(t, "it is settled that the link is lost", func() bool { return !worker.Linked(8) })
+			if !worker.down(8) {
+				t.Error("the dead peer was said to be there again")
+			}
+		})
+	}
+}
+
+// TestLateLoss: a peer whose old link is emptied only after it has made a new one is
+// there in the end.
+func TestLateLoss(t *testing.T) {
+	worker, server := pair(t)
+	worker.rx.Lock()
+	server.mu.Lock()
+	_ = (*server.links.Load())[9].conn.Close()
+	server.mu.Unlock()
+	eventually(t, "the new link is there, the old one lost", func() bool {
+		ins := *worker.ins.Load()
+		return len(ins) == 2 && ins[0].lost.Load() && !ins[1].lost.Load()
+	})
+	worker.rx.Unlock()
+	worker.event(8, false)
+	worker.event(8, true)
+	eventually(t, "the old link is removed", func() bool { return len(*worker.ins.Load()) == 1 })
+	if worker.down(8) {
+		t.Error("the peer is held for lost")
+	}
+}
+
+// TestReplacedPeer: the loss of a node may be told when the watcher knows already of
+// the one in its place, which then is there in the end.
+func TestReplacedPeer(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker, old, next := newNode(t, n, 9, nil), newNode(t, n, 8, nil), newNode(t, n, 8, nil)
+	for _, x := range []*node{worker, old, next} {
+		x.start()
+	}
+	var first sync.Once
+	telling, replaced := make(chan struct{}), make(chan struct{})
+	worker.WatchPeers(func(id int, up bool, cause error) {
+		first.Do(func() {
+			close(telling)
+			<-replaced
+		})
+		worker.events <- event{id, up, cause}
+	})
+	worker.connect(old)
+	old.breakIn()
+	<-telling // it has been settled that old is meant
+	worker.connect(next)
+	close(replaced)
+	worker.event(8, false)
+	worker.event(8, true)
+	if worker.down(8) {
+		t.Error("the peer is held for lost")
+	}
+}
+
+// TestEndedProcess: a process that has ended is known by its number.
+func TestEndedProcess(t *testing.T) {
+	if ended(unix.Getpid()) {
+		t.Error("this process is said to have ended")
+	}
+	if pid := 1 << 22; !ended(pid) { // the largest is one less
+		t.Errorf("process %d is said to be there", pid)
+	}
+}
