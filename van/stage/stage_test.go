@@ -8,7 +8,6 @@ import (
 	"sync"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
@@ -19,78 +18,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/zmq"
 )
 
-// device is a GPU that is none: memory that says that it lies on gpu:0, and counts.
-type device struct {
-	backend.Backend
-	mu      sync.Mutex
-	allocs  int
-	held    map[uint64][]byte
-	failing error // what Alloc and Copy return
-}
-
-var gpu0 = backend.Device{Type: backend.GPU}
-
-func newDevice() *device { return &device{Backend: backend.NewCPU(), held: map[uint64][]byte{}} }
-
-func (d *device) Name() string           { return "GPU" }
-func (d *device) Device() backend.Device { return gpu0 }
-
-func (d *device) fail(err error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.failing = err
-}
-
-func (d *device) memory(n int, on backend.Device) (backend.Mem, error) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.failing != nil {
-		return backend.Mem{}, d.failing
-	}
-	b := make([]byte, n)
-	m := backend.At(unsafe.Pointer(unsafe.SliceData(b)), n, on, b)
-	d.allocs++
-	d.held[m.Addr()] = b
-	return m, nil
-}
-
-func (d *device) Alloc(n int) (backend.Mem, error)       { return d.memory(n, gpu0) }
-func (d *device) AllocPinned(n int) (backend.Mem, error) { return d.memory(n, backend.Host) }
-func (d *device) Free(m backend.Mem) error {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.held[m.Addr()] == nil {
-		return errors.New("freed what was not allocated")
-	}
-	delete(d.held, m.Addr())
-	return nil
-}
-func (d *device) FreePinned(m backend.Mem) error                  { return d.Free(m) }
-func (d *device) RegisterHost(m backend.Mem) (backend.Mem, error) { return m, nil }
-func (d *device) UnregisterHost(backend.Mem) error                { return nil }
-func raw(m backend.Mem) []byte                                    { return unsafe.Slice((*byte)(m.Ptr()), m.Len()) }
-func on(b []byte, dev backend.Device) backend.Mem {
-	return backend.At(unsafe.Pointer(unsafe.SliceData(b)), len(b), dev, b)
-}
-
-func (d *device) Copy(dst, src backend.Mem) error {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.failing != nil {
-		return d.failing
-	}
-	copy(raw(dst), raw(src))
-	return nil
-}
-
-func (d *device) leaks(t *testing.T) {
-	t.Helper()
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if len(d.held) > 0 {
-		t.Errorf("%d buffers are held", len(d.held))
-	}
-}
+// gpu0 tells where values lie: device 0 of each node is that.
+var gpu0 = vantest.NewDevice(0)
 
 func TestConformance(t *testing.T) {
 	net := inproc.NewNetwork().Factory()
@@ -100,7 +29,7 @@ func TestConformance(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			return stage.New(inner, stage.Options{Backend: newDevice()})
+			return stage.New(inner, stage.Options{Backend: vantest.NewDevice(0)})
 		}}
 	}
 	t.Run("inproc", func(t *testing.T) { vantest.Run(t, suite(net, "no host")) })
@@ -122,7 +51,7 @@ func TestNothingToStage(t *testing.T) {
 // pair is a worker, id 9, and a server, id 8, connected to each other.
 type pair struct {
 	worker, server   van.Van
-	wdev, sdev       *device
+	wdev, sdev       *vantest.Device
 	atWorker, atServ chan *van.Message
 }
 
@@ -140,8 +69,8 @@ func overAll(t *testing.T, test func(t *testing.T, p *pair)) {
 
 func connectOver(t *testing.T, net van.Factory, o stage.Options) *pair {
 	t.Helper()
-	p := &pair{wdev: newDevice(), sdev: newDevice(), atWorker: make(chan *van.Message, 100), atServ: make(chan *van.Message, 100)}
-	node := func(role van.Role, id int, d *device, in chan *van.Message) (van.Van, van.Node) {
+	p := &pair{wdev: vantest.NewDevice(0), sdev: vantest.NewDevice(0), atWorker: make(chan *van.Message, 100), atServ: make(chan *van.Message, 100)}
+	node := func(role van.Role, id int, d *vantest.Device, in chan *van.Message) (van.Van, van.Node) {
 		inner, err := net(van.Options{Config: env.Default()})
 		if err != nil {
 			t.Fatal(err)
@@ -175,8 +104,8 @@ func (p *pair) close(t *testing.T) {
 	if err := errors.Join(p.worker.Close(ctx), p.server.Close(ctx)); err != nil {
 		t.Error(err)
 	}
-	p.wdev.leaks(t)
-	p.sdev.leaks(t)
+	p.wdev.Leaks(t)
+	p.sdev.Leaks(t)
 }
 
 func take(t *testing.T, c chan *van.Message) *van.Message {
@@ -212,20 +141,20 @@ func TestPushFromDeviceToDevice(t *testing.T) {
 func pushFromDeviceToDevice(t *testing.T, p *pair) {
 	for round := range 50 {
 		want := bytes.Repeat([]byte{byte(round + 1)}, 1000+round*997)
-		m := push(5, on(bytes.Clone(want), gpu0))
+		m := push(5, gpu0.Mem(bytes.Clone(want)))
 		vals := m.Vals
 		done := make(told)
 		m.Done = done
 		if err := p.worker.Send(m); err != nil {
 			t.Fatal(err)
 		}
-		if m.Vals.Ptr() != vals.Ptr() || m.Vals.Device() != gpu0 || m.Done != van.Completion(done) || m.RequestTrace.PostSend == 0 {
+		if m.Vals.Ptr() != vals.Ptr() || m.Vals.Device() != gpu0.Device() || m.Done != van.Completion(done) || m.RequestTrace.PostSend == 0 {
 			t.Error("Send has changed the caller's message, or not stamped it")
 		}
-		clear(raw(m.Vals)) // Send has copied it
+		clear(vantest.Raw(m.Vals)) // Send has copied it
 		<-done
 		got := take(t, p.atServ)
-		if got.Vals.Device() != gpu0 || !bytes.Equal(raw(got.Vals), want) || got.Placed || got.Key != 5 {
+		if got.Vals.Device() != gpu0.Device() || !bytes.Equal(vantest.Raw(got.Vals), want) || got.Placed || got.Key != 5 {
 			t.Errorf("round %d: %d bytes on %s arrived", round, got.Vals.Len(), got.Vals.Device())
 		}
 		got.Release()
@@ -234,7 +163,7 @@ func pushFromDeviceToDevice(t *testing.T, p *pair) {
 	if staged != 50 || unpinned != 0 || refused != 0 {
 		t.Errorf("staged %d, unpinned %d, refused %d", staged, unpinned, refused)
 	}
-	if n := p.sdev.allocs; n > 25 {
+	if n := p.sdev.Allocs(); n > 25 {
 		t.Errorf("%d buffers for 50 values of similar sizes", n)
 	}
 	p.close(t)
@@ -246,13 +175,13 @@ func TestBuffersAreUsedAgain(t *testing.T) {
 
 func buffersAreUsedAgain(t *testing.T, p *pair) {
 	for range 1000 {
-		if err := p.worker.Send(push(1, on(make([]byte, 70_000), gpu0))); err != nil {
+		if err := p.worker.Send(push(1, gpu0.Mem(make([]byte, 70_000)))); err != nil {
 			t.Fatal(err)
 		}
 		take(t, p.atServ).Release()
 	}
-	if p.wdev.allocs > 3 || p.sdev.allocs != 1 { // libzmq may let go of a value a little later
-		t.Errorf("%d and %d buffers for one value at a time", p.wdev.allocs, p.sdev.allocs)
+	if p.wdev.Allocs() > 3 || p.sdev.Allocs() != 1 { // libzmq may let go of a value a little later
+		t.Errorf("%d and %d buffers for one value at a time", p.wdev.Allocs(), p.sdev.Allocs())
 	}
 	p.close(t)
 }
@@ -262,13 +191,13 @@ func TestHeldMessages(t *testing.T) {
 	p := connect(t, stage.Options{})
 	var held []*van.Message
 	for i := range 20 {
-		if err := p.worker.Send(push(uint64(i), on(bytes.Repeat([]byte{byte(i)}, 5000), gpu0))); err != nil {
+		if err := p.worker.Send(push(uint64(i), gpu0.Mem(bytes.Repeat([]byte{byte(i)}, 5000)))); err != nil {
 			t.Fatal(err)
 		}
 		held = append(held, take(t, p.atServ))
 	}
 	for i, m := range held {
-		if raw(m.Vals)[0] != byte(i) || raw(m.Vals)[4999] != byte(i) {
+		if vantest.Raw(m.Vals)[0] != byte(i) || vantest.Raw(m.Vals)[4999] != byte(i) {
 			t.Errorf("message %d has another's bytes", i)
 		}
 	}
@@ -281,7 +210,7 @@ func TestHeldMessages(t *testing.T) {
 	if err := p.server.Close(ctx); err != nil {
 		t.Error(err)
 	}
-	if raw(last.Vals)[0] != 0 {
+	if vantest.Raw(last.Vals)[0] != 0 {
 		t.Error("the message that is still held has lost its bytes")
 	}
 	last.Release()
@@ -304,7 +233,7 @@ func hostValuesPass(t *testing.T, p *pair) {
 	got.Release()
 
 	// An answer from the device stays on the host: the worker knows where it goes.
-	a := push(1, on([]byte("an answer of the server"), gpu0))
+	a := push(1, gpu0.Mem([]byte("an answer of the server")))
 	a.Receiver, a.Request, a.Push = 9, false, false
 	if err := p.server.Send(a); err != nil {
 		t.Fatal(err)
@@ -314,8 +243,8 @@ func hostValuesPass(t *testing.T, p *pair) {
 		t.Errorf("%q on %s", got.Vals.Host(), got.Vals.Device())
 	}
 	got.Release()
-	if p.wdev.allocs != 0 {
-		t.Errorf("%d buffers were made at the worker", p.wdev.allocs)
+	if p.wdev.Allocs() != 0 {
+		t.Errorf("%d buffers were made at the worker", p.wdev.Allocs())
 	}
 	p.close(t)
 }
@@ -329,22 +258,22 @@ func registeredBuffer(t *testing.T, p *pair) {
 	if !ok {
 		t.Fatal("no BufferRegistrar")
 	}
-	dst := on(make([]byte, 100), gpu0)
+	dst := gpu0.Mem(make([]byte, 100))
 	if err := errors.Join(reg.RegisterRecvBuffer(9, 7, dst), reg.RegisterRecvBuffer(9, 8, backend.Bytes(make([]byte, 9)))); err != nil {
 		t.Fatal(err)
 	}
-	if err := reg.RegisterRecvBuffer(9, 9, on(make([]byte, 1), backend.Device{Type: backend.GPU, ID: 4})); !errors.Is(err, van.ErrInvalid) || !errors.Is(err, backend.ErrWrongDevice) {
+	if err := reg.RegisterRecvBuffer(9, 9, vantest.NewDevice(4).Mem(make([]byte, 1))); !errors.Is(err, van.ErrInvalid) || !errors.Is(err, backend.ErrWrongDevice) {
 		t.Errorf("another device's buffer: %v", err)
 	}
-	if err := p.worker.Send(push(7, on(bytes.Repeat([]byte{3}, 90), gpu0))); err != nil {
+	if err := p.worker.Send(push(7, gpu0.Mem(bytes.Repeat([]byte{3}, 90)))); err != nil {
 		t.Fatal(err)
 	}
 	m := take(t, p.atServ)
-	if !m.Placed || m.Vals.Ptr() != dst.Ptr() || m.Vals.Len() != 90 || raw(dst)[89] != 3 || raw(dst)[90] != 0 {
+	if !m.Placed || m.Vals.Ptr() != dst.Ptr() || m.Vals.Len() != 90 || vantest.Raw(dst)[89] != 3 || vantest.Raw(dst)[90] != 0 {
 		t.Errorf("placed %t, %d bytes", m.Placed, m.Vals.Len())
 	}
 	m.Release()
-	if err := p.worker.Send(push(7, on(make([]byte, 101), gpu0))); err != nil {
+	if err := p.worker.Send(push(7, gpu0.Mem(make([]byte, 101)))); err != nil {
 		t.Fatal(err)
 	}
 	m = take(t, p.atServ)
@@ -358,7 +287,7 @@ func registeredBuffer(t *testing.T, p *pair) {
 func TestLimitsAndFailures(t *testing.T) {
 	p := connect(t, stage.Options{Pinned: 8192, Device: 8192})
 	// Too large for both limits: through ordinary memory, and left there.
-	if err := p.worker.Send(push(1, on(bytes.Repeat([]byte{4}, 9000), gpu0))); err != nil {
+	if err := p.worker.Send(push(1, gpu0.Mem(bytes.Repeat([]byte{4}, 9000)))); err != nil {
 		t.Fatal(err)
 	}
 	m := take(t, p.atServ)
@@ -373,7 +302,7 @@ func TestLimitsAndFailures(t *testing.T) {
 	}
 	// Idle buffers make room for another size.
 	for _, n := range []int{100, 8000, 100, 5000} {
-		if err := p.worker.Send(push(1, on(make([]byte, n), gpu0))); err != nil {
+		if err := p.worker.Send(push(1, gpu0.Mem(make([]byte, n)))); err != nil {
 			t.Fatal(err)
 		}
 		m := take(t, p.atServ)
@@ -383,27 +312,27 @@ func TestLimitsAndFailures(t *testing.T) {
 		m.Release()
 	}
 	boom := errors.New("the device is gone")
-	p.sdev.fail(boom)
-	if err := p.worker.Send(push(1, on(make([]byte, 50), gpu0))); err != nil {
+	p.sdev.Fail(boom)
+	if err := p.worker.Send(push(1, gpu0.Mem(make([]byte, 50)))); err != nil {
 		t.Fatal(err)
 	}
 	if m = take(t, p.atServ); !m.Vals.OnHost() {
 		t.Error("a copy that failed counts as done")
 	}
 	m.Release()
-	p.sdev.fail(nil)
+	p.sdev.Fail(nil)
 
-	p.wdev.fail(boom)
-	msg := push(1, on(make([]byte, 50), gpu0))
+	p.wdev.Fail(boom)
+	msg := push(1, gpu0.Mem(make([]byte, 50)))
 	if err := p.worker.Send(msg); !errors.Is(err, boom) || !strings.Contains(err.Error(), "server 0 (id 8)") {
 		t.Errorf("Send on a failed device: %v", err)
 	}
-	p.wdev.fail(nil)
-	msg.Vals = on(make([]byte, 50), backend.Device{Type: backend.GPU, ID: 3})
+	p.wdev.Fail(nil)
+	msg.Vals = vantest.NewDevice(3).Mem(make([]byte, 50))
 	if err := p.worker.Send(msg); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "tensor on gpu:3 but this node owns gpu:0") {
 		t.Errorf("another device's value: %v", err)
 	}
-	msg.Vals, msg.Receiver = on(make([]byte, 50), gpu0), 10
+	msg.Vals, msg.Receiver = gpu0.Mem(make([]byte, 50)), 10
 	if err := p.worker.Send(msg); !errors.Is(err, van.ErrUnknownPeer) {
 		t.Errorf("a stranger: %v", err)
 	}
@@ -419,7 +348,7 @@ func manySenders(t *testing.T, p *pair) {
 	for i := range 8 {
 		wg.Go(func() {
 			for j := range 100 {
-				if err := p.worker.Send(push(uint64(i), on(bytes.Repeat([]byte{byte(i)}, 100+37*j), gpu0))); err != nil {
+				if err := p.worker.Send(push(uint64(i), gpu0.Mem(bytes.Repeat([]byte{byte(i)}, 100+37*j)))); err != nil {
 					t.Error(err)
 				}
 			}
@@ -427,7 +356,7 @@ func manySenders(t *testing.T, p *pair) {
 	}
 	for range 800 {
 		m := take(t, p.atServ)
-		if b := raw(m.Vals); b[0] != byte(m.Key) || b[len(b)-1] != byte(m.Key) {
+		if b := vantest.Raw(m.Vals); b[0] != byte(m.Key) || b[len(b)-1] != byte(m.Key) {
 			t.Errorf("key %d has bytes of %d", m.Key, b[0])
 		}
 		m.Release()
@@ -439,11 +368,11 @@ func manySenders(t *testing.T, p *pair) {
 // TestDirect: a peer that takes values on the device gets them as they are.
 func TestDirect(t *testing.T) {
 	p := connect(t, stage.Options{Direct: func(int) bool { return true }})
-	dst := on(make([]byte, 100), gpu0)
+	dst := gpu0.Mem(make([]byte, 100))
 	if err := p.server.(van.BufferRegistrar).RegisterRecvBuffer(9, 7, dst); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.worker.Send(push(1, on(bytes.Repeat([]byte{3}, 90), gpu0))); err == nil {
+	if err := p.worker.Send(push(1, gpu0.Mem(bytes.Repeat([]byte{3}, 90)))); err == nil {
 		t.Error("the van inside, which takes host memory only, was not asked")
 	}
 	if staged, _, _ := p.worker.(*stage.Van).Counts(); staged != 0 {
@@ -471,11 +400,11 @@ func TestDirectRefused(t *testing.T) {
 		v, err := net(o)
 		return particular{v}, err
 	}, stage.Options{Direct: func(int) bool { return true }})
-	if err := p.worker.Send(push(1, on(bytes.Repeat([]byte{3}, 90), gpu0))); err != nil {
+	if err := p.worker.Send(push(1, gpu0.Mem(bytes.Repeat([]byte{3}, 90)))); err != nil {
 		t.Fatal(err)
 	}
 	m := take(t, p.atServ)
-	if m.Vals.OnHost() || !bytes.Equal(raw(m.Vals), bytes.Repeat([]byte{3}, 90)) {
+	if m.Vals.OnHost() || !bytes.Equal(vantest.Raw(m.Vals), bytes.Repeat([]byte{3}, 90)) {
 		t.Errorf("%d bytes on %s", m.Vals.Len(), m.Vals.Device())
 	}
 	m.Release()

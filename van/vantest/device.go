@@ -23,6 +23,7 @@ type Device struct {
 
 	mu      sync.Mutex
 	held    map[uint64][]byte
+	allocs  int
 	events  int
 	made    int
 	streams map[uintptr]*stream
@@ -103,7 +104,15 @@ func (d *Device) memory(n int, on backend.Device) (backend.Mem, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.held[m.Addr()] = b
+	d.allocs++
 	return m, nil
+}
+
+// Allocs is how often Alloc and AllocPinned were done.
+func (d *Device) Allocs() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.allocs
 }
 
 // Alloc implements backend.Backend.
