@@ -28,6 +28,8 @@ type Device struct {
 	made    int
 	streams map[uintptr]*stream
 	last    uintptr // of NewStream
+	own     int     // streams of NewStream
+	pinned  int     // host memory that is registered
 	imports int
 	private bool
 	options backend.Options
@@ -136,10 +138,22 @@ func (d *Device) Free(m backend.Mem) error {
 func (d *Device) FreePinned(m backend.Mem) error { return d.Free(m) }
 
 // RegisterHost implements backend.HostPinner.
-func (d *Device) RegisterHost(m backend.Mem) (backend.Mem, error) { return m, nil }
+func (d *Device) RegisterHost(m backend.Mem) (backend.Mem, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.pinned++
+	return m, nil
+}
 
 // UnregisterHost implements backend.HostPinner.
-func (d *Device) UnregisterHost(backend.Mem) error { return nil }
+func (d *Device) UnregisterHost(backend.Mem) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.pinned--; d.pinned < 0 {
+		return errors.New("unregistered what was not registered")
+	}
+	return nil
+}
 
 // Raw is the memory of a Mem that lies on a device of this kind, or on the host.
 func Raw(m backend.Mem) []byte { return unsafe.Slice((*byte)(m.Ptr()), m.Len()) }
@@ -204,6 +218,7 @@ func (d *Device) NewStream() (uintptr, error) {
 	}
 	d.mu.Lock()
 	d.last++
+	d.own++
 	s := d.last + 1<<20 // far from those that tests choose
 	d.mu.Unlock()
 	d.Queue(s, func() {})
@@ -215,12 +230,22 @@ func (d *Device) FreeStream(s uintptr) error {
 	d.mu.Lock()
 	x := d.streams[s]
 	delete(d.streams, s)
+	if x != nil {
+		d.own--
+	}
 	d.mu.Unlock()
 	if x == nil {
 		return errors.New("freed what is no stream")
 	}
 	close(x.work)
 	return nil
+}
+
+// Streams is how many streams of NewStream there are.
+func (d *Device) Streams() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.own
 }
 
 // CopyAsync implements backend.AsyncCopier.
@@ -416,12 +441,14 @@ func (d *Device) Close() error {
 	return nil
 }
 
-// Leaks fails the test if memory or events are held.
+// Leaks fails the test if anything is held.
 func (d *Device) Leaks(t testing.TB) {
 	t.Helper()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if len(d.held) > 0 || d.events > 0 || d.imports > 0 {
-		t.Errorf("%s: %d buffers, %d events and %d imports are held", d.dev, len(d.held), d.events, d.imports)
+	for what, n := range map[string]int{"buffers": len(d.held), "events": d.events, "imports": d.imports, "streams": d.own, "registered buffers of the host": d.pinned} {
+		if n != 0 {
+			t.Errorf("%s: %d %s are held", d.dev, n, what)
+		}
 	}
 }
