@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // limit is the time that a cluster of processes has.
@@ -38,7 +40,7 @@ func buildAndRun(m *testing.M) (int, error) {
 	defer os.RemoveAll(dir)
 	binDir = dir
 	args := []string{"build", "-o", dir + "/"}
-	if raceEnabled {
+	if vantest.Race {
 		args = append(args, "-race")
 	}
 	args = append(args, "./utests/...", "./fserver/...", "./benchmark/...", "./examples/...", "./testdata/wrong_server")

@@ -24,6 +24,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // Requests leave nothing behind, neither in the Go heap nor in C's.
@@ -405,7 +406,7 @@ func TestTensorLimits(t *testing.T) {
 
 // A scheduler that waits for a cluster uses little memory.
 func TestSchedulerIsSmall(t *testing.T) {
-	if raceEnabled {
+	if vantest.Race {
 		t.Skip("the race detector needs memory of its own")
 	}
 	c := newCluster(t, 1, 1, 1)

@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // size of the tensors in bytes. The original loses 12 KiB for each such request.
@@ -47,7 +48,7 @@ func settled(t testing.TB) usage {
 func flat(t testing.TB, before, after usage, requests int) {
 	t.Helper()
 	noise := 2 << 20
-	if raceEnabled {
+	if vantest.Race {
 		noise = 8 << 20 // its shadow of the heap
 	}
 	t.Logf("resident %d KiB, then %d KiB; goroutines %d, then %d", before.resident>>10, after.resident>>10, before.goroutines, after.goroutines)
@@ -117,7 +118,7 @@ func nothingHeld(t testing.TB, c *testcluster.Cluster) {
 const warmUp = 10_000
 
 func total() int {
-	if raceEnabled {
+	if vantest.Race {
 		return 60_000
 	}
 	return 200_000

@@ -10,11 +10,12 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // slower multiplies limits of time for the race detector.
 func slower(d time.Duration) time.Duration {
-	if raceEnabled {
+	if vantest.Race {
 		return 4 * d
 	}
 	return d

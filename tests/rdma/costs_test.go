@@ -16,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	vanrdma "github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 var pushPulls = flag.Int("push-pulls", 3000, "number of push_pulls in TestFlat")
@@ -255,7 +256,7 @@ func TestFlat(t *testing.T) {
 	t.Logf("before %+v", before)
 	t.Logf("after %d push_pulls %+v", *pushPulls, after)
 	noise := 3 << 20
-	if raceEnabled {
+	if vantest.Race {
 		noise = 12 << 20
 	}
 	if d := after.resident - before.resident; d > noise {
@@ -330,7 +331,7 @@ func TestCalls(t *testing.T) {
 // TestAllocations: a push_pull in steady state allocates nothing, on worker and server
 // together.
 func TestAllocations(t *testing.T) {
-	if raceEnabled {
+	if vantest.Race {
 		t.Skip("the race detector allocates")
 	}
 	for _, size := range []int{100, 20000} {

@@ -2,4 +2,5 @@
 
 package vantest
 
-const raceEnabled = false
+// Race tells whether the race detector is in the binary.
+const Race = false

@@ -2,5 +2,6 @@
 
 package vantest
 
-// raceEnabled: the race detector makes sync.Pool forget on purpose.
-const raceEnabled = true
+// Race tells whether the race detector is in the binary. Then everything is several
+// times slower and larger, calls allocate, and sync.Pool forgets on purpose.
+const Race = true
