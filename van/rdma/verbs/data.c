@@ -12,7 +12,7 @@
 
 enum {
   CHAIN = 32,   // longest chain of work requests
-  BATCH = 64,   // completions taken at a time
+  BATCH = SV_BATCH,
   CLOCK = 8,    // looks at the queue between looks at the clock
   YIELD = 4000, // ns between yields, which others need where cores are few
 };
@@ -126,6 +126,7 @@ static int take_recv(sv_slot *s, const struct ibv_wc *wc, uint32_t pos, sv_wc *o
     if (o->len > SV_RECV_SIZE) o->len = SV_RECV_SIZE;
     memcpy(o->data, s->rx + (size_t)pos * SV_RECV_SIZE, o->len);
   }
+  s->unposted++;
   s->rx_wr[pos].next = s->repost;
   s->repost = &s->rx_wr[pos];
   return 1;
@@ -167,30 +168,39 @@ static int repost(sv_slot *s) {
     errno = 0;
     rc = ibv_post_recv(s->qp, s->repost, &bad);
     s->repost = NULL;
+    s->unposted = 0;
   }
   pthread_mutex_unlock(&s->poll_mu);
   return rc == 0 ? 0 : sv_errno(rc);
 }
 
-// Takes what there is. Returns how many, or -errno.
+static void repost_all(sv_dev *d) {
+  for (int i = 0; i < d->nagain; i++) {
+    int err = repost(d->again[i]);
+    if (err != 0) d->failed = err;
+  }
+  d->nagain = 0;
+}
+
+// Takes what there is. Returns how many, or -errno. Receive requests are posted again by
+// the next call, as the caller has more urgent things to do, unless they become few.
 static int harvest(sv_dev *d, sv_wc *out, int max) {
   struct ibv_wc wc[BATCH];
-  sv_slot *again[BATCH];
   int n = 0, k, want;
   do {
+    if (d->nagain > 0) repost_all(d);
     want = max - n < BATCH ? max - n : BATCH;
     k = ibv_poll_cq(d->cq, want, wc);
     if (k < 0) return n > 0 ? n : -sv_errno(k);
-    int na = 0;
+    int few = 0;
     for (int i = 0; i < k; i++) {
       sv_slot *s;
       n += take(d, &wc[i], &out[n], &s);
-      if (s != NULL && (na == 0 || again[na - 1] != s)) again[na++] = s;
+      if (s == NULL) continue;
+      if (d->nagain == 0 || d->again[d->nagain - 1] != s) d->again[d->nagain++] = s;
+      few |= s->unposted * 2 >= s->recv_depth;
     }
-    for (int i = 0; i < na; i++) {
-      int err = repost(again[i]);
-      if (err != 0) d->failed = err;
-    }
+    if (few) repost_all(d);
   } while (k == want && n < max);
   return n;
 }

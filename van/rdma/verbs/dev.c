@@ -163,6 +163,7 @@ static void free_queues(sv_dev *d, sv_slot *s) {
   s->rx_sge = NULL;
   s->ids = NULL;
   s->repost = NULL;
+  s->unposted = 0;
 }
 
 static int make_queues(sv_dev *d, sv_slot *s, const sv_qp_opts *o, const char **op) {

@@ -86,6 +86,8 @@ struct sv_id {
   uint64_t handle; // of its queue pair, or 0
 };
 
+enum { SV_BATCH = 64 }; // completions taken at a time
+
 enum { SV_SLOTS = 256, SV_CHUNKS = (1 << SV_INDEX_BITS) / SV_SLOTS };
 
 // A place in the table of queue pairs. Its memory stays until the device's goes, so
@@ -113,6 +115,7 @@ typedef struct sv_slot {
   struct ibv_recv_wr *rx_wr;
   struct ibv_sge *rx_sge;
   struct ibv_recv_wr *repost; // to be posted again
+  uint32_t unposted;          // their number
 } sv_slot;
 
 struct sv_dev {
@@ -130,6 +133,8 @@ struct sv_dev {
   int closed, wake, sleeping;
   int resized; // armed may no longer be true
   int armed;  // the completion channel will show the next completion
+  sv_slot *again[SV_BATCH]; // with receive requests to be posted again
+  int nagain;
   int failed; // errno of a receive request that could not be posted again
 
   pthread_mutex_t mu; // the table
