@@ -1,7 +1,6 @@
 package tests
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"net"
@@ -14,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -201,7 +201,7 @@ type process struct {
 	name, role string
 	gpu        int
 	cmd        *exec.Cmd
-	out, errs  buffer
+	out, errs  nodetest.Text
 	done       chan struct{} // closed when it has ended
 }
 
@@ -225,7 +225,7 @@ func (p *process) status() int {
 // waitFor waits until standard error has text.
 func (p *process) waitFor(text string) {
 	p.t.Helper()
-	if !p.errs.waitFor(text, p.done, limit) {
+	if !p.errs.Comes(p.done, limit, text) {
 		p.t.Fatalf("%s never wrote %q; standard error:\n%s", p.name, text, p.stderr())
 	}
 }
@@ -235,51 +235,5 @@ func (p *process) terminate() { p.signal(syscall.SIGTERM) }
 func (p *process) signal(s syscall.Signal) {
 	if err := p.cmd.Process.Signal(s); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		p.t.Error(err)
-	}
-}
-
-// buffer keeps what a process writes and lets others wait for it.
-type buffer struct {
-	mu      sync.Mutex
-	b       bytes.Buffer
-	changed chan struct{}
-}
-
-func (b *buffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.changed != nil {
-		close(b.changed)
-		b.changed = nil
-	}
-	return b.b.Write(p)
-}
-
-func (b *buffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
-}
-
-func (b *buffer) waitFor(text string, done <-chan struct{}, limit time.Duration) bool {
-	deadline := time.After(limit)
-	for {
-		b.mu.Lock()
-		if strings.Contains(b.b.String(), text) {
-			b.mu.Unlock()
-			return true
-		}
-		if b.changed == nil {
-			b.changed = make(chan struct{})
-		}
-		changed := b.changed
-		b.mu.Unlock()
-		select {
-		case <-changed:
-		case <-done:
-			return strings.Contains(b.String(), text)
-		case <-deadline:
-			return false
-		}
 	}
 }

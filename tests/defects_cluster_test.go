@@ -197,7 +197,7 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	if err := c.worker[0].Send(m); err != nil {
 		t.Fatal(err)
 	}
-	c.log.mustHave(t, "continues none of the 0 open batches")
+	c.log.Wait(t, "continues none of the 0 open batches")
 
 	push := func(n int) error {
 		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 7, Val: tensor(t, bytes.Repeat([]byte{byte(n)}, n))}}, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, n))}})
@@ -209,7 +209,7 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	if err := push(9); !errors.Is(err, van.ErrTimeout) {
 		t.Errorf("push larger than its buffer: %v, want a timeout", err)
 	}
-	c.log.mustHave(t, "the registered receive buffer has 8")
+	c.log.Wait(t, "the registered receive buffer has 8")
 	for _, n := range []int{8, 5} {
 		if err := push(n); err != nil || buffer[n-1] != byte(n) {
 			t.Errorf("push of %d bytes: %v, buffer %v", n, err, buffer)
@@ -393,7 +393,7 @@ func TestPortTaken(t *testing.T) {
 	}
 	c.start()
 	c.serveAll(c.echo)
-	c.log.mustHave(t, "DMLC_PORT is in use, took another")
+	c.log.Wait(t, "DMLC_PORT is in use, took another")
 	if err := c.roundTrip(c.tensorWorker(0), []byte("x")); err != nil {
 		t.Error(err)
 	}

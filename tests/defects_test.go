@@ -318,7 +318,7 @@ func TestRequestBeforeHandler(t *testing.T) {
 				}
 				handlers, answers = append(handlers, h), append(answers, pulls[0])
 			}
-			c.log.mustHave(t, "keeping requests until their application is made")
+			c.log.Wait(t, "keeping requests until their application is made")
 			if s == nil {
 				if s, err = af.NewTensorServer(c.server[0], af.Options{}); err != nil {
 					t.Fatal(err)

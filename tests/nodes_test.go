@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
@@ -23,7 +24,7 @@ type nodes struct {
 	port                    int
 	network                 *inproc.Network // nil: ZMQ over the loopback
 	set                     func(*postoffice.Config)
-	log                     *logText
+	log                     *nodetest.Text
 
 	scheduler *postoffice.Node
 	server    []*postoffice.Node
@@ -31,7 +32,7 @@ type nodes struct {
 }
 
 func newNodes(t testing.TB, workers, servers, group int) *nodes {
-	return &nodes{t: t, workers: workers, servers: servers, group: group, log: &logText{}, port: freePort(t),
+	return &nodes{t: t, workers: workers, servers: servers, group: group, log: &nodetest.Text{}, port: freePort(t),
 		server: make([]*postoffice.Node, servers*group), worker: make([]*postoffice.Node, workers*group)}
 }
 
@@ -50,7 +51,7 @@ func (c *nodes) config(role string, rank int) *postoffice.Config {
 
 // startNode starts one node.
 func (c *nodes) startNode(ctx context.Context, role string, rank int) (*postoffice.Node, error) {
-	o := postoffice.Options{Config: c.config(role, rank), Log: slog.New(slog.NewTextHandler(c.log, nil)).With("node", fmt.Sprintf("%s %d", role, rank))}
+	o := postoffice.Options{Config: c.config(role, rank), Log: c.log.Logger(slog.LevelInfo).With("node", fmt.Sprintf("%s %d", role, rank))}
 	if c.network != nil {
 		o.Van = c.network.Factory()
 	}
@@ -193,17 +194,6 @@ func tensor(t testing.TB, b []byte) af.Tensor {
 		t.Fatal(err)
 	}
 	return x
-}
-
-// logText is a log that tests read.
-type logText struct{ buffer }
-
-// mustHave waits until the log has text.
-func (l *logText) mustHave(t testing.TB, text string) {
-	t.Helper()
-	if !l.buffer.waitFor(text, nil, 20*time.Second) {
-		t.Fatalf("the log never had %q:\n%s", text, l)
-	}
 }
 
 // heap is the memory in use after a collection.

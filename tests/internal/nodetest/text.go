@@ -43,8 +43,16 @@ func (x *Text) Logger(level slog.Level) *slog.Logger {
 // Wait waits until a line has all of texts.
 func (x *Text) Wait(t testing.TB, texts ...string) {
 	t.Helper()
-	deadline := time.After(patience)
-	for {
+	if !x.Comes(nil, patience, texts...) {
+		t.Fatalf("no line ever had %q:\n%s", texts, x)
+	}
+}
+
+// Comes waits for the same, until over is closed or so long, and tells whether it has
+// come.
+func (x *Text) Comes(over <-chan struct{}, limit time.Duration, texts ...string) bool {
+	deadline := time.After(limit)
+	for last := false; ; {
 		x.mu.Lock()
 		lines := strings.Split(x.b.String(), "\n")
 		if x.changed == nil {
@@ -55,12 +63,17 @@ func (x *Text) Wait(t testing.TB, texts ...string) {
 		if slices.ContainsFunc(lines, func(line string) bool {
 			return !slices.ContainsFunc(texts, func(s string) bool { return !strings.Contains(line, s) })
 		}) {
-			return
+			return true
+		}
+		if last {
+			return false
 		}
 		select {
 		case <-changed:
+		case <-over:
+			last = true // what was written just before
 		case <-deadline:
-			t.Fatalf("no line ever had %q:\n%s", texts, strings.Join(lines, "\n"))
+			last = true
 		}
 	}
 }
