@@ -45,6 +45,8 @@ type device struct {
 	ending  atomic.Bool
 	recall  chan struct{}
 	nap     *time.Timer
+	doze    time.Duration // the next nap
+	dozing  atomic.Bool
 	ticked  uint64 // of the loop
 	swept   uint64
 	idle    uint64 // since when nothing has come
@@ -61,7 +63,7 @@ const batch = 32
 
 func newDevice(v *rvan, dev verbs.Device) *device {
 	d := &device{v: v, dev: dev, regions: newRegions(dev, v.back), cells: cells{dev: dev}, areas: map[*area]bool{},
-		stopped: make(chan struct{}), recall: make(chan struct{}, 1), nap: time.NewTimer(time.Hour)}
+		stopped: make(chan struct{}), recall: make(chan struct{}, 1), nap: time.NewTimer(time.Hour), doze: pollGrace}
 	d.pool.d = d
 	d.loop = dispatch.NewLoop(d.receive, d.deliver)
 	d.loop.Begin, d.loop.End = d.begin, d.end
@@ -167,19 +169,29 @@ func (d *device) receive() (*van.Message, *lane, bool) {
 			d.rest()
 			continue
 		}
+		d.doze = pollGrace
 		d.look()
 	}
 }
 
-// rest lets those poll who wait for an answer, and looks now and then for what nobody
-// waits for.
+// rest lets those poll who wait for an answer, the longer the longer they do: to wake
+// up disturbs them where processors are few.
 func (d *device) rest() {
-	d.nap.Reset(pollGrace)
+	d.nap.Reset(d.doze)
+	d.dozing.Store(d.doze > pollGrace)
 	select {
 	case <-d.nap.C:
+		d.doze = min(2*d.doze, maxDoze)
 	case <-d.recall:
+		d.doze = pollGrace
 	}
-	d.v.waitHelpers()
+	d.dozing.Store(false)
+	if clock.Now()-d.v.crowded.Load() > uint64(maxDoze) {
+		return
+	}
+	// Who polls does not do so for all who wait.
+	d.doze = pollGrace
+	runtime.Gosched()
 	if d.mu.TryLock() {
 		d.poll(0, 0)
 		d.hand()
@@ -299,10 +311,14 @@ func (d *device) housekeep(sleeping bool) {
 	d.ticked = now
 	v := d.v
 	for _, c := range *v.conns.Load() {
+		busy := false
 		if c.in != nil && c.in.host == d {
-			c.in.tick(now, sleeping)
+			busy = c.in.tick(now, sleeping)
 		} else if c.peer != nil {
-			c.peer.tick(now)
+			busy = c.peer.tick(now)
+		}
+		if busy {
+			d.doze = pollGrace
 		}
 	}
 	sweep := now-d.swept > uint64(sweepTime)
@@ -328,12 +344,18 @@ func (d *device) housekeep(sleeping bool) {
 // until nothing has come for a while. Only one caller at a time polls; others return
 // at once.
 func (v *rvan) Poll(done func() bool) {
-	if v.spin <= 0 || v.busy() {
+	if v.spin <= 0 {
+		return
+	}
+	if v.busy() {
+		v.rouse()
 		return
 	}
 	v.pollers.Add(1)
 	if !v.spinning.CompareAndSwap(false, true) {
 		v.pollers.Add(-1)
+		v.crowded.Store(clock.Now())
+		v.rouse()
 		return
 	}
 	devices := *v.devices.Load()
@@ -343,8 +365,10 @@ func (v *rvan) Poll(done func() bool) {
 		}
 	}
 	begun := clock.Now()
+	looked := false
 	for last := begun; !done(); {
 		got := false
+		looked = true
 		for _, d := range devices {
 			got = d.help(v.spin/time.Duration(4*len(devices))) || got
 		}
@@ -356,9 +380,11 @@ func (v *rvan) Poll(done func() bool) {
 			break
 		}
 	}
-	if done() {
+	switch {
+	case !looked: // nor did it find anything
+	case done():
 		v.polled.Store(clock.Now())
-	} else {
+	default:
 		v.polled.Store(0) // the caller goes to sleep: the loops take over at once
 	}
 	v.spinning.Store(false)
@@ -380,6 +406,15 @@ func (v *rvan) busy() bool {
 	return v.cfg.BusyPoll != env.SpinForever && n-v.moved.Swap(n) > bulk
 }
 
+// rouse ends the long naps of loops: an answer will come for which nobody polls.
+func (v *rvan) rouse() {
+	for _, d := range *v.devices.Load() {
+		if d.dozing.Load() {
+			d.wakeLoop()
+		}
+	}
+}
+
 func (d *device) wakeLoop() {
 	select {
 	case d.recall <- struct{}{}:
@@ -388,19 +423,18 @@ func (d *device) wakeLoop() {
 }
 
 // maxPoll bounds a Poll: its caller has a deadline. pollGrace is how long after a Poll
-// another one is expected.
+// another one is expected. maxDoze is how long it may take until it is noticed that there
+// was none.
 const (
 	maxPoll   = 2 * time.Millisecond
 	pollGrace = time.Millisecond
+	maxDoze   = 4 * time.Millisecond
 )
 
 // polling tells whether somebody polls, or has done so a moment ago.
 func (v *rvan) polling() bool {
 	return v.pollers.Load() > 0 || clock.Now()-v.polled.Load() < uint64(pollGrace)
 }
-
-// waitHelpers does nothing more than let others run.
-func (v *rvan) waitHelpers() { runtime.Gosched() }
 
 // help polls and delivers in place of the loop.
 func (d *device) help(spin time.Duration) bool {

@@ -283,15 +283,17 @@ func (in *incoming) giveBack() {
 // creditAge is how long credits wait for a message that takes them along.
 const creditAge = 1e6 // ns
 
-// tick is called every few milliseconds, and before the receiver sleeps (all).
-func (in *incoming) tick(now uint64, all bool) {
+// tick is called every few milliseconds, and before the receiver sleeps (all). It tells
+// whether credits had to be sent alone.
+func (in *incoming) tick(now uint64, all bool) (gave bool) {
 	if in.owed.Load() > 0 {
 		in.mu.Lock()
-		if all || now-in.since > creditAge {
+		if gave = all || now-in.since > creditAge; gave {
 			in.giveBack()
 		}
 		in.mu.Unlock()
 	}
+	return gave
 }
 
 // question answers a peer that asks for a place. The receiving role is held.

@@ -147,6 +147,9 @@ func (v *rvan) Send(msg *van.Message) error {
 		msg.Done.Sent()
 	}
 	v.stats.sent(msg.EncodedLen() + size)
+	if msg.IsControl() {
+		v.rouse()
+	}
 	return nil
 }
 
@@ -459,12 +462,12 @@ func (p *peer) credit(t *trailer) (ok bool) {
 	return ok
 }
 
-// tick is called every few milliseconds.
-func (p *peer) tick(now uint64) {
+// tick is called every few milliseconds. It tells whether messages wait.
+func (p *peer) tick(now uint64) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
-		return
+		return false
 	}
 	// Several loops may call this, and one that hardly sleeps calls it often.
 	if p.snd.Waiting() > 0 && time.Duration(now-p.ticked) >= tickTime {
@@ -476,6 +479,7 @@ func (p *peer) tick(now uint64) {
 		l.probed = now
 		l.probe()
 	}
+	return p.snd.Waiting() > 0
 }
 
 // probe writes nothing to the peer. A link that is lost shows only in what is sent,

@@ -1,9 +1,11 @@
 package rdma
 
 import (
+	"runtime"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -59,4 +61,64 @@ func TestPollBesideSlowHandler(t *testing.T) {
 	close(stop)
 	<-ended
 	close(block)
+}
+
+// Who has polled and stops leaves what comes then to the loop, however long it was left
+// alone.
+func TestLoopAfterPoll(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	p.until("the worker has a device", func() bool { return len(*p.worker.devices.Load()) > 0 })
+	d := (*p.worker.devices.Load())[0]
+	for i := range 5 {
+		// As if one Poll followed the other, and had found its answer.
+		for began := time.Now(); !d.dozing.Load() || time.Since(began) < 2*maxDoze; {
+			p.worker.Poll(func() bool { return true }) // wakes the loop
+			p.worker.polled.Store(clock.Now())
+			if time.Since(began) > testTime {
+				t.Fatal("the loop polls beside a Poll")
+			}
+			runtime.Gosched()
+		}
+		if err := p.server.Send(tensor(workerID, i, 1, false, true, nil)); err != nil {
+			t.Fatal(err)
+		}
+		if m := p.next(p.atWorker); int(m.Timestamp) != i {
+			t.Errorf("message %d has come, want %d", m.Timestamp, i)
+		}
+	}
+}
+
+// While others wait beside one who polls, the loop looks for what comes to them.
+func TestLoopBesidePoll(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	p.worker.spinning.Store(true) // as if somebody polled, but does not get to it
+	for i := range 20 {
+		if err := p.server.Send(tensor(workerID, i, 1, false, true, nil)); err != nil {
+			t.Fatal(err)
+		}
+		p.until("the message has come", func() bool {
+			p.worker.polled.Store(clock.Now())
+			p.worker.Poll(func() bool { return false })
+			return len(p.atWorker) > 0
+		})
+		if m := p.next(p.atWorker); int(m.Timestamp) != i {
+			t.Errorf("message %d has come, want %d", m.Timestamp, i)
+		}
+	}
+	p.worker.spinning.Store(false)
+}
+
+// A Poll that has nothing to wait for looks at nothing, and so does not keep the loop
+// from it.
+func TestPollOfWhatIsDone(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	for range 100 {
+		p.worker.Poll(func() bool { return true })
+	}
+	if at := p.worker.polled.Load(); at != 0 {
+		t.Errorf("the last Poll was at %d, want none", at)
+	}
 }

@@ -58,6 +58,7 @@ type rvan struct {
 	stats    stats
 	spinning atomic.Bool
 	polled   atomic.Uint64 // when the last Poll ended
+	crowded  atomic.Uint64 // when a Poll last left it to another
 	pollers  atomic.Int32  // callers of Poll
 	moved    atomic.Uint64 // bytes sent and received when busy was last called
 	warnPin  sync.Once
