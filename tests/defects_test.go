@@ -16,13 +16,13 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -41,9 +41,9 @@ func TestMemoryStaysFlat(t *testing.T) {
 		}
 	}
 	rounds(200)
-	heapBefore, rssBefore := heap(), rss(t, os.Getpid())
+	heapBefore, rssBefore := heap(), nodetest.Resident(t, os.Getpid())
 	rounds(1000) // 500 MiB in values: the original would keep all of it
-	heapAfter, rssAfter := heap(), rss(t, os.Getpid())
+	heapAfter, rssAfter := heap(), nodetest.Resident(t, os.Getpid())
 	if heapAfter > heapBefore+4<<20 {
 		t.Errorf("heap grew from %d to %d bytes in 1000 rounds", heapBefore, heapAfter)
 	}
@@ -53,20 +53,6 @@ func TestMemoryStaysFlat(t *testing.T) {
 	if n := c.worker[0].Stats().Pinned + c.server[0].Stats().Pinned; n > 64 {
 		t.Errorf("%d values are still held after all answers have come", n)
 	}
-}
-
-// rss is the resident memory of a process.
-func rss(t testing.TB, pid int) int {
-	t.Helper()
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", pid))
-	if err != nil {
-		t.Fatal(err)
-	}
-	pages, err := strconv.Atoi(strings.Fields(string(text))[1])
-	if err != nil {
-		t.Fatal(err)
-	}
-	return pages * os.Getpagesize()
 }
 
 // A handler may answer with tensors that nobody else refers to: they live until
@@ -117,20 +103,11 @@ func TestIdleClusterSleeps(t *testing.T) {
 		t.Errorf("a round trip of 1 KiB takes %s, the original's spinning receivers need 312ms", p50)
 	}
 	const idle = time.Second
-	before := processorTime(t)
+	before := nodetest.ProcessorTime(t)
 	<-time.After(idle)
-	if used := processorTime(t) - before; used > idle/4 {
+	if used := nodetest.ProcessorTime(t) - before; used > idle/4 {
 		t.Errorf("an idle cluster used %s of the processor in %s", used, idle)
 	}
-}
-
-func processorTime(t testing.TB) time.Duration {
-	t.Helper()
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		t.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
 // Several servers answer several goroutines of a worker: nothing is lost.
@@ -413,7 +390,7 @@ func TestSchedulerIsSmall(t *testing.T) {
 	c.setenv("PS_VERBOSE=1")
 	p := c.launch("ut_scheduler", "scheduler", 0)
 	p.waitFor("Bind to")
-	if used := rss(t, p.cmd.Process.Pid); used > 60<<20 {
+	if used := nodetest.Resident(t, p.cmd.Process.Pid); used > 60<<20 {
 		t.Errorf("a waiting scheduler uses %d bytes", used)
 	}
 }

@@ -9,7 +9,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 )
 
@@ -49,29 +48,12 @@ func roundTrip(ctx context.Context, w *af.TensorWorker, servers int, x []byte) e
 	return nil
 }
 
-// serve makes n a tensor server.
-func serve(t testing.TB, n *postoffice.Node, h af.Handler) {
-	t.Helper()
-	if err := nodetest.Serve(n, h); err != nil {
-		t.Fatal(err)
-	}
-}
-
-// echoes is a handler that reports its errors.
-func echoes(t testing.TB) af.Handler {
-	return func(b af.Batch) {
-		if err := nodetest.Echo(b); err != nil {
-			t.Error(err)
-		}
-	}
-}
-
 // serveAll makes all servers of this process echo.
 func serveAll(t testing.TB, c *testcluster.Cluster) {
 	t.Helper()
 	for _, n := range c.Servers {
 		if n != nil {
-			serve(t, n, echoes(t))
+			nodetest.Server(t, n, nodetest.Echoes(t))
 		}
 	}
 }

@@ -122,12 +122,12 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 	var victim *nodetest.Process
 	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: nodetest.Elsewhere(t, "worker", 1, asks, &victim)})
 	arrived := make(chan af.Batch, 1)
-	serve(t, c.Servers[0], func(b af.Batch) {
+	nodetest.Server(t, c.Servers[0], func(b af.Batch) {
 		if b.SenderRank() == 1 {
 			arrived <- b
 			return
 		}
-		echoes(t)(b)
+		nodetest.Echoes(t)(b)
 	})
 	w := nodetest.Worker(t, c.Workers[0])
 	b := <-arrived

@@ -32,14 +32,14 @@ func TestNoAnswer(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		o.Servers = 2
 		c := testcluster.Start(t, o)
-		serve(t, c.Servers[0], echoes(t))
+		nodetest.Server(t, c.Servers[0], nodetest.Echoes(t))
 		late := make(chan af.Batch, 1)
-		serve(t, c.Servers[1], func(b af.Batch) {
+		nodetest.Server(t, c.Servers[1], func(b af.Batch) {
 			if bytes.Equal(b.Pushes()[0].Val.Bytes(), []byte("never")) {
 				late <- b
 				return
 			}
-			echoes(t)(b)
+			nodetest.Echoes(t)(b)
 		})
 		w := nodetest.Worker(t, c.Workers[0])
 		const limit = 200 * time.Millisecond

@@ -195,7 +195,7 @@ func TestStrayRequests(t *testing.T) {
 // and no other.
 func TestWrongAnswers(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
-	serve(t, c.Servers[0], echoes(t))
+	nodetest.Server(t, c.Servers[0], nodetest.Echoes(t))
 	script := make(chan func(ask *van.Message), 1)
 	var server *postoffice.Customer
 	server, err := c.Servers[1].AddCustomer(0, 0, func(m *van.Message) {
@@ -251,7 +251,7 @@ func TestWrongAnswers(t *testing.T) {
 		}
 	}
 	server.Close()
-	serve(t, c.Servers[1], echoes(t))
+	nodetest.Server(t, c.Servers[1], nodetest.Echoes(t))
 	work(t, 2, w)
 	c.Finalize(t)
 }

@@ -3,17 +3,14 @@
 package limits
 
 import (
-	"bytes"
-	"fmt"
 	"os"
 	"runtime"
-	"runtime/debug"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
-	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -29,19 +26,8 @@ type usage struct {
 // settled collects garbage, gives it back, and looks.
 func settled(t testing.TB) usage {
 	t.Helper()
-	for range 2 {
-		runtime.GC()
-		debug.FreeOSMemory()
-	}
-	b, err := os.ReadFile("/proc/self/statm")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var total, resident int
-	if _, err := fmt.Fscan(bytes.NewReader(b), &total, &resident); err != nil {
-		t.Fatal(err)
-	}
-	return usage{resident * os.Getpagesize(), runtime.NumGoroutine()}
+	nodetest.Settle()
+	return usage{nodetest.Resident(t, os.Getpid()), runtime.NumGoroutine()}
 }
 
 // flat checks that nothing has grown over so many requests.
@@ -64,32 +50,8 @@ func flat(t testing.TB, before, after usage, requests int) {
 func pair(t testing.TB) (*testcluster.Cluster, *af.TensorWorker) {
 	t.Helper()
 	c := testcluster.Start(t, testcluster.Options{ZMQ: true})
-	serveEcho(t, c.Servers[0])
-	w, err := af.NewTensorWorker(c.Workers[0], af.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return c, w
-}
-
-// serveEcho makes n a server that answers each pull with the first push.
-func serveEcho(t testing.TB, n *postoffice.Node) {
-	t.Helper()
-	s, err := af.NewTensorServer(n, af.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := s.SetRequestHandle(func(b af.Batch) {
-		out := make([]af.KeyTensor, len(b.Pulls()))
-		for i, p := range b.Pulls() {
-			out[i] = af.KeyTensor{Key: p.Key, Val: b.Pushes()[0].Val}
-		}
-		if err := b.Response(out, nil); err != nil {
-			t.Error(err)
-		}
-	}); err != nil {
-		t.Fatal(err)
-	}
+	nodetest.Server(t, c.Servers[0], nodetest.Echoes(t))
+	return c, nodetest.Worker(t, c.Workers[0])
 }
 
 func tensor(t testing.TB) af.Tensor {

@@ -3,13 +3,13 @@ package limits
 import (
 	"bytes"
 	"fmt"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -58,17 +58,17 @@ func TestIdle(t *testing.T) {
 					c.HeartbeatInterval, c.HeartbeatTimeout = beat, 5*beat
 				}})
 				for _, n := range c.Servers {
-					serveEcho(t, n)
+					nodetest.Server(t, n, nodetest.Echoes(t))
 				}
 				for _, n := range c.Workers { // what spins does so after traffic
 					busy(t, n)
 				}
 				const idle = 3 * time.Second
-				settled(t)
+				nodetest.Settle()
 				<-time.After(100 * time.Millisecond) // for spinning to end
-				before, began := processorTime(t), time.Now()
+				before, began := nodetest.ProcessorTime(t), time.Now()
 				<-time.After(idle)
-				used, took := processorTime(t)-before, time.Since(began)
+				used, took := nodetest.ProcessorTime(t)-before, time.Since(began)
 				limit := took / 100
 				if beat > 0 {
 					limit = slower(limit)
@@ -83,23 +83,10 @@ func TestIdle(t *testing.T) {
 	}
 }
 
-// processorTime is what this process has used so far.
-func processorTime(t testing.TB) time.Duration {
-	t.Helper()
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		t.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
-}
-
 // busy makes some requests of servers that echo.
 func busy(t testing.TB, n *postoffice.Node) {
 	t.Helper()
-	w, err := af.NewTensorWorker(n, af.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	w := nodetest.Worker(t, n)
 	push := tensor(t)
 	for i := range push.Bytes() {
 		push.Bytes()[i] = byte(i)

@@ -4,7 +4,6 @@ import (
 	"flag"
 	"os"
 	"runtime"
-	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -204,30 +203,12 @@ type holdings struct {
 
 func (c *counted) look(t testing.TB) holdings {
 	t.Helper()
-	for range 2 {
-		runtime.GC()
-		debug.FreeOSMemory()
-	}
-	b, err := os.ReadFile("/proc/self/statm")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var h holdings
-	for field, i := 0, 0; i < len(b) && field < 2; i++ {
-		switch {
-		case b[i] == ' ':
-			field++
-		case field == 1:
-			h.resident = 10*h.resident + int(b[i]-'0')
-		}
-	}
-	h.resident *= os.Getpagesize()
+	nodetest.Settle()
 	files, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
 		t.Fatal(err)
 	}
-	h.files, h.routines, h.regions, h.bytes = len(files), runtime.NumGoroutine(), c.regions.Load(), c.bytes.Load()
-	return h
+	return holdings{nodetest.Resident(t, os.Getpid()), len(files), runtime.NumGoroutine(), c.regions.Load(), c.bytes.Load()}
 }
 
 // TestFlat: nothing grows over many push_pulls with tensors that change.

@@ -16,6 +16,14 @@ func Serve(n *postoffice.Node, h af.Handler) error {
 	return s.SetRequestHandle(h)
 }
 
+// Server makes n a tensor server, or ends the test.
+func Server(t testing.TB, n *postoffice.Node, h af.Handler) {
+	t.Helper()
+	if err := Serve(n, h); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // Worker makes n a tensor worker, or ends the test.
 func Worker(t testing.TB, n *postoffice.Node) *af.TensorWorker {
 	t.Helper()
@@ -33,4 +41,13 @@ func Echo(b af.Batch) error {
 		out[i] = af.KeyTensor{Key: p.Key, Val: b.Pushes()[0].Val}
 	}
 	return b.Response(out, nil)
+}
+
+// Echoes is Echo as a handler, whose errors fail the test.
+func Echoes(t testing.TB) af.Handler {
+	return func(b af.Batch) {
+		if err := Echo(b); err != nil {
+			t.Error(err)
+		}
+	}
 }
