@@ -428,7 +428,7 @@ func (d *device) wakeLoop() {
 const (
 	maxPoll   = 2 * time.Millisecond
 	pollGrace = time.Millisecond
-	maxDoze   = 4 * time.Millisecond
+	maxDoze   = 2 * time.Millisecond
 )
 
 // polling tells whether somebody polls, or has done so a moment ago.
