@@ -3,16 +3,15 @@ package tests
 import (
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -65,35 +64,13 @@ func newCluster(t testing.TB, workers, servers, group int) *cluster {
 	c := &cluster{t: t, workers: workers, servers: servers, group: group}
 	c.env = []string{
 		fmt.Sprintf("DMLC_NUM_WORKER=%d", workers), fmt.Sprintf("DMLC_NUM_SERVER=%d", servers), fmt.Sprintf("DMLC_GROUP_SIZE=%d", group),
-		"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprintf("DMLC_PS_ROOT_PORT=%d", freePort(t)), "DMLC_NODE_HOST=127.0.0.1",
+		"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprintf("DMLC_PS_ROOT_PORT=%d", testcluster.FreePort(t)), "DMLC_NODE_HOST=127.0.0.1",
 		"STEPMESH_BAKCEND=CPU", "STEPAF_START_TIMEOUT=30", "STEPAF_STOP_TIMEOUT=20",
 		"PATH=" + os.Getenv("PATH"), "HOME=" + os.Getenv("HOME"),
 	}
 	t.Cleanup(c.kill)
 	return c
 }
-
-// freePort finds a port for a scheduler. Ports from here are below those that the
-// kernel gives to connections, so that nobody takes it meanwhile by chance.
-func freePort(t testing.TB) int {
-	t.Helper()
-	ports.Lock()
-	defer ports.Unlock()
-	for range 1000 {
-		ports.next = 20000 + (ports.next-20000+1)%10000
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", ports.next)); err == nil {
-			l.Close()
-			return ports.next
-		}
-	}
-	t.Fatal("no free port from 20000 to 29999")
-	return 0
-}
-
-var ports = struct {
-	sync.Mutex
-	next int
-}{next: 20000 + os.Getpid()*13%10000}
 
 // setenv overrides variables of all processes.
 func (c *cluster) setenv(kv ...string) { c.env = append(c.env, kv...) }

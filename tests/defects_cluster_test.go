@@ -18,9 +18,9 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // One pull at each of several servers is a whole batch.
@@ -29,7 +29,7 @@ func TestPullOnly(t *testing.T) {
 		for _, servers := range []int{1, 2, 3} {
 			t.Run(fmt.Sprintf("%d pulls %d servers", pulls, servers), func(t *testing.T) {
 				c := newNodes(t, 1, servers, 1)
-				c.network = inproc.NewNetwork()
+				c.o.ZMQ = false
 				c.start()
 				c.serveAll(func(b af.Batch) {
 					var out []af.KeyTensor
@@ -65,12 +65,12 @@ func TestPullOnly(t *testing.T) {
 // An instance barrier over groups holds until the last instance has come.
 func TestInstanceBarrierOfGroups(t *testing.T) {
 	c := newNodes(t, 2, 1, 2)
-	c.network = inproc.NewNetwork()
+	c.o.ZMQ = false
 	c.start()
 	var came atomic.Int32
 	last := make(chan struct{})
 	var wg sync.WaitGroup
-	members := append(slices.Clone(c.worker), c.server...)
+	members := append(slices.Clone(c.Workers), c.Servers...)
 	for i, n := range members {
 		wg.Go(func() {
 			if i == len(members)-1 {
@@ -99,8 +99,8 @@ func TestSchedulerDies(t *testing.T) {
 	c.serveAll(c.echo)
 	w := c.tensorWorker(0)
 	failed := make(chan error, 1)
-	go func() { failed <- c.worker[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup) }()
-	c.scheduler.Close()
+	go func() { failed <- c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup) }()
+	c.Scheduler.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	select {
@@ -114,7 +114,7 @@ func TestSchedulerDies(t *testing.T) {
 	if err := c.roundTrip(w, []byte("x")); err != nil {
 		t.Errorf("request without scheduler: %v", err)
 	}
-	for _, n := range []*postoffice.Node{c.worker[0], c.server[0]} {
+	for _, n := range []*postoffice.Node{c.Workers[0], c.Servers[0]} {
 		if err := n.Finalize(ctx); !errors.Is(err, van.ErrPeerLost) {
 			t.Errorf("%s: finalize: %v, want the loss of the scheduler", n.Name(), err)
 		}
@@ -131,7 +131,7 @@ func TestFortyClusters(t *testing.T) {
 		if err := c.roundTrip(c.tensorWorker(0), []byte("x")); err != nil {
 			t.Fatal(err)
 		}
-		c.finalize()
+		c.Finalize(t)
 		if t.Failed() {
 			return
 		}
@@ -153,7 +153,7 @@ func TestResendShortTimeout(t *testing.T) {
 	c.start()
 	c.serveAll(c.echo)
 	var wg sync.WaitGroup
-	for i := range c.worker {
+	for i := range c.Workers {
 		w := c.tensorWorker(i)
 		wg.Go(func() {
 			for k := range 30 {
@@ -161,20 +161,20 @@ func TestResendShortTimeout(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			if err := c.worker[i].InstanceBarrier(t.Context(), 0, van.WorkerGroup); err != nil {
+			if err := c.Workers[i].InstanceBarrier(t.Context(), 0, van.WorkerGroup); err != nil {
 				t.Error(err)
 			}
 		})
 	}
 	wg.Wait()
-	c.finalize()
+	c.Finalize(t)
 }
 
 // A push that is no part of a batch, and one that is too large for its registered
 // buffer, are dropped with a log line; others are served.
 func TestRequestsThatMakeNoSense(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
-	s, err := af.NewTensorServer(c.server[0], af.Options{})
+	s, err := af.NewTensorServer(c.Servers[0], af.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,11 +190,11 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	key := binary.LittleEndian.AppendUint64(nil, 1)
 	m := &van.Message{}
 	m.Reset()
-	m.Receiver, m.Request, m.Push, m.AppID, m.CustomerID, m.Timestamp = c.server[0].ID(), true, true, 0, 0, 1000
+	m.Receiver, m.Request, m.Push, m.AppID, m.CustomerID, m.Timestamp = c.Servers[0].ID(), true, true, 0, 0, 1000
 	m.Head, m.Key, m.ValLen, m.IsTensor, m.Dim, m.Shape[0] = van.BatchMiddle, 1, 1, true, 1, 1
 	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
 	m.Frames, m.Keys, m.Vals, m.DataSize = 2, backend.Bytes(key), backend.Bytes([]byte("x")), 9
-	if err := c.worker[0].Send(m); err != nil {
+	if err := c.Workers[0].Send(m); err != nil {
 		t.Fatal(err)
 	}
 	c.log.Wait(t, "continues none of the 0 open batches")
@@ -240,7 +240,7 @@ func TestSlowHandler(t *testing.T) {
 		}
 	}
 	var wg sync.WaitGroup
-	for _, n := range append(slices.Clone(c.worker), c.server[0]) {
+	for _, n := range append(slices.Clone(c.Workers), c.Servers[0]) {
 		wg.Go(func() {
 			if err := n.InstanceBarrier(t.Context(), 0, van.ServerGroup|van.WorkerGroup); err != nil {
 				t.Error(err)
@@ -264,7 +264,7 @@ func TestPullRequestsAreSmall(t *testing.T) {
 		}
 	})
 	w := c.tensorWorker(0)
-	before := c.worker[0].Stats().SentBytes
+	before := c.Workers[0].Stats().SentBytes
 	h, err := w.ZBatchPushPull(nil, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, len(out)))}})
 	if err != nil {
 		t.Fatal(err)
@@ -272,7 +272,7 @@ func TestPullRequestsAreSmall(t *testing.T) {
 	if err := w.Wait(t.Context(), h); err != nil {
 		t.Fatal(err)
 	}
-	if sent := c.worker[0].Stats().SentBytes - before; sent > 4096 {
+	if sent := c.Workers[0].Stats().SentBytes - before; sent > 4096 {
 		t.Errorf("a pull of %d bytes sent %d", len(out), sent)
 	}
 }
@@ -283,7 +283,7 @@ func TestLateJoiner(t *testing.T) {
 	c.serveAll(c.echo)
 	ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
 	defer cancel()
-	n, err := c.startNode(ctx, "worker", 0)
+	n, err := c.Join(ctx, "worker", 0, nil)
 	if err == nil {
 		n.Close()
 		t.Fatal("a second worker of a cluster with one was accepted")
@@ -294,54 +294,51 @@ func TestLateJoiner(t *testing.T) {
 	if err := c.roundTrip(c.tensorWorker(0), []byte("x")); err != nil {
 		t.Error(err)
 	}
-	c.finalize()
+	c.Finalize(t)
 }
 
 // A server that is replaced twice is one that works.
 func TestRecoveryTwice(t *testing.T) {
 	c := newNodes(t, 1, 1, 1)
-	c.network = inproc.NewNetwork()
+	c.o.ZMQ = false
 	c.start()
 	w := c.tensorWorker(0)
 	for range 2 {
 		gone, back := make(chan struct{}, 4), make(chan struct{}, 4)
-		stop := c.worker[0].OnPeer(func(id int, up bool, _ error) {
+		stop := c.Workers[0].OnPeer(func(id int, up bool, _ error) {
 			if up {
 				back <- struct{}{}
 			} else {
 				gone <- struct{}{}
 			}
 		})
-		c.server[0].Close()
+		c.Servers[0].Close()
 		<-gone
 		ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
-		n, err := c.startNode(ctx, "server", 0)
+		n, err := c.Join(ctx, "server", 0, nil)
 		cancel()
 		if err != nil {
 			t.Fatal(err)
 		}
-		c.server[0] = n
+		c.Servers[0] = n
 		if !n.IsRecovery() {
 			t.Error("the new server does not know that it replaces one")
 		}
-		c.serve(n, c.echo)
+		nodetest.Server(t, n, c.echo)
 		<-back
 		stop()
 		if err := c.roundTrip(w, []byte("again")); err != nil {
 			t.Fatal(err)
 		}
 	}
-	c.finalize()
+	c.Finalize(t)
 }
 
 // Several instances of a group live in one process, each for itself.
 func TestInstancesInOneProcess(t *testing.T) {
-	c := newNodes(t, 1, 1, 2)
-	c.network = inproc.NewNetwork()
-	c.start()
-	c.serveAll(c.echo)
+	c := inProcess(t, 1, 1, 2)
 	var exited [2]atomic.Int32
-	for i, n := range c.worker {
+	for i, n := range c.Workers {
 		n.OnExit(func() { exited[i].Add(1) })
 		if err := c.roundTrip(c.tensorWorker(i), []byte{byte(i)}); err != nil {
 			t.Errorf("instance %d: %v", i, err)
@@ -350,7 +347,7 @@ func TestInstancesInOneProcess(t *testing.T) {
 			t.Errorf("instance %d calls itself %d, with %d servers", i, n.Instance(), n.NumServers())
 		}
 	}
-	c.finalize()
+	c.Finalize(t)
 	for i := range exited {
 		if n := exited[i].Load(); n != 1 {
 			t.Errorf("exit function of instance %d ran %d times", i, n)
@@ -360,12 +357,9 @@ func TestInstancesInOneProcess(t *testing.T) {
 
 // More workers than an int32 mask has bits.
 func TestFortyWorkers(t *testing.T) {
-	c := newNodes(t, 40, 1, 1)
-	c.network = inproc.NewNetwork()
-	c.start()
-	c.serveAll(c.echo)
+	c := inProcess(t, 40, 1, 1)
 	var wg sync.WaitGroup
-	for i := range c.worker {
+	for i := range c.Workers {
 		w := c.tensorWorker(i)
 		wg.Go(func() {
 			if err := c.roundTrip(w, []byte{byte(i)}); err != nil {
@@ -374,7 +368,7 @@ func TestFortyWorkers(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	c.finalize()
+	c.Finalize(t)
 }
 
 // A port that is taken is not the one that others are told.
@@ -397,5 +391,5 @@ func TestPortTaken(t *testing.T) {
 	if err := c.roundTrip(c.tensorWorker(0), []byte("x")); err != nil {
 		t.Error(err)
 	}
-	c.finalize()
+	c.Finalize(t)
 }

@@ -50,7 +50,7 @@ func TestMemoryStaysFlat(t *testing.T) {
 	if rssAfter > rssBefore+100<<20 {
 		t.Errorf("resident memory grew from %d to %d bytes in 1000 rounds", rssBefore, rssAfter)
 	}
-	if n := c.worker[0].Stats().Pinned + c.server[0].Stats().Pinned; n > 64 {
+	if n := c.Workers[0].Stats().Pinned + c.Servers[0].Stats().Pinned; n > 64 {
 		t.Errorf("%d values are still held after all answers have come", n)
 	}
 }
@@ -115,7 +115,7 @@ func TestNothingIsLostBetweenReceivers(t *testing.T) {
 	c := newNodes(t, 2, 3, 1).start()
 	c.serveAll(c.echo)
 	var wg sync.WaitGroup
-	for i := range c.worker {
+	for i := range c.Workers {
 		w := c.tensorWorker(i)
 		for g := range 3 {
 			wg.Go(func() {
@@ -140,8 +140,8 @@ func TestTimeoutIsAnError(t *testing.T) {
 	c := newNodes(t, 1, 2, 1).start()
 	var silent atomic.Bool
 	silent.Store(true)
-	c.serve(c.server[0], c.echo)
-	c.serve(c.server[1], func(b af.Batch) {
+	nodetest.Server(t, c.Servers[0], c.echo)
+	nodetest.Server(t, c.Servers[1], func(b af.Batch) {
 		if silent.Load() {
 			b.Release()
 			return
@@ -171,19 +171,19 @@ func TestTimeoutIsAnError(t *testing.T) {
 func TestLostServerFailsItsRequests(t *testing.T) {
 	c := newNodes(t, 1, 2, 1).start()
 	arrived := make(chan struct{})
-	c.serve(c.server[0], c.echo)
-	c.serve(c.server[1], func(b af.Batch) { close(arrived) })
+	nodetest.Server(t, c.Servers[0], c.echo)
+	nodetest.Server(t, c.Servers[1], func(b af.Batch) { close(arrived) })
 	w := c.tensorWorker(0)
 	h, _, err := c.request(w, []byte("x"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	<-arrived
-	c.server[1].Close()
+	c.Servers[1].Close()
 	if err := w.WaitFor(t.Context(), h, 20*time.Second); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "server 1 (id 10)") {
 		t.Errorf("got %v, want the loss of server 1", err)
 	}
-	if err := c.worker[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup); err != nil {
+	if err := c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup); err != nil {
 		t.Errorf("barrier of the workers: %v", err)
 	}
 }
@@ -239,7 +239,7 @@ func TestStrayMessages(t *testing.T) {
 		}
 	}
 	malformed := func() (n uint64) {
-		for _, node := range c.all() {
+		for _, node := range c.Nodes() {
 			n += node.Stats().Malformed
 		}
 		return n
@@ -249,17 +249,17 @@ func TestStrayMessages(t *testing.T) {
 			t.Fatalf("none of %d stray messages was noticed", strays)
 		}
 	}
-	if err := c.worker[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup); err != nil {
+	if err := c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup); err != nil {
 		t.Error(err)
 	}
-	c.finalize()
+	c.Finalize(t)
 }
 
 // ports are those of all nodes.
 func (c *nodes) ports() []int {
-	ports := []int{c.port}
-	for _, n := range append(slices.Clone(c.server), c.worker...) {
-		addr := c.scheduler.PeerName(n.ID())
+	ports := []int{c.Port}
+	for _, n := range append(slices.Clone(c.Servers), c.Workers...) {
+		addr := c.Scheduler.PeerName(n.ID())
 		_, text, err := net.SplitHostPort(addr[strings.LastIndex(addr, " ")+1:])
 		if err != nil {
 			c.t.Fatalf("address of %s: %v", addr, err)
@@ -281,7 +281,7 @@ func TestRequestBeforeHandler(t *testing.T) {
 			var s *af.TensorServer
 			var err error
 			if object {
-				if s, err = af.NewTensorServer(c.server[0], af.Options{}); err != nil {
+				if s, err = af.NewTensorServer(c.Servers[0], af.Options{}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -297,7 +297,7 @@ func TestRequestBeforeHandler(t *testing.T) {
 			}
 			c.log.Wait(t, "keeping requests until their application is made")
 			if s == nil {
-				if s, err = af.NewTensorServer(c.server[0], af.Options{}); err != nil {
+				if s, err = af.NewTensorServer(c.Servers[0], af.Options{}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -332,7 +332,7 @@ func TestWorkerClose(t *testing.T) {
 	if _, _, err := c.request(w, []byte("y")); !errors.Is(err, van.ErrClosed) {
 		t.Errorf("request of a closed worker: %v, want closed", err)
 	}
-	c.finalize()
+	c.Finalize(t)
 }
 
 // DMLC_INTERFACE is enough to find an address.
@@ -350,7 +350,7 @@ func TestInterfaceAlone(t *testing.T) {
 			if err := c.roundTrip(c.tensorWorker(0), []byte("x")); err != nil {
 				t.Error(err)
 			}
-			c.finalize()
+			c.Finalize(t)
 		})
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 )
 
 // scriptRun is one call of a launch script, in another directory and without any
@@ -127,7 +128,7 @@ func TestScripts(t *testing.T) {
 // of its own, as on three machines.
 func TestScriptsAcrossMachines(t *testing.T) {
 	common := []string{"DMLC_ENABLE_RDMA=zmq", "STEPMESH_BAKCEND=CPU", "STEPMESH_BIND_CPU_CORE=0", "DMLC_NODE_HOST=127.0.0.1",
-		"NUM_SERVER=2", "NUM_WORKER=1", "GROUP_SIZE=2", fmt.Sprint("DMLC_PS_ROOT_PORT=", freePort(t))}
+		"NUM_SERVER=2", "NUM_WORKER=1", "GROUP_SIZE=2", fmt.Sprint("DMLC_PS_ROOT_PORT=", testcluster.FreePort(t))}
 	runs := []*scriptRun{
 		{env: []string{"ROLE=server"}},
 		{env: []string{"ROLE=server-slave", "NODE_RANK=1"}, args: []string{"127.0.0.1"}},
