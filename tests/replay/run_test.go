@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"net"
 	"os"
 	"slices"
 	"sync"
@@ -12,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vansession"
@@ -69,7 +69,7 @@ func newRun(t *testing.T, s *vansession.Session, self vansession.Node) *run {
 	r.ports = r.peers.bind(others)
 	root := s.Nodes[slices.IndexFunc(s.Nodes, func(n vansession.Node) bool { return n.ID == van.SchedulerID })]
 	if self.ID == van.SchedulerID {
-		r.ports[root.Port] = freePort(t)
+		r.ports[root.Port] = testcluster.FreePort(t)
 	}
 	o := r.options(r.ports[root.Port])
 	go func() { r.left <- r.live(ctx, o) }()
@@ -177,25 +177,3 @@ func (r *run) live(ctx context.Context, o postoffice.Options) error {
 	}
 	return nil
 }
-
-// freePort finds a port for a scheduler below those that the kernel gives to
-// connections, so that nobody takes it meanwhile by chance.
-func freePort(t *testing.T) int {
-	t.Helper()
-	ports.Lock()
-	defer ports.Unlock()
-	for range 1000 {
-		ports.next = 10000 + (ports.next-10000+1)%10000
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", ports.next)); err == nil {
-			must(t, l.Close())
-			return ports.next
-		}
-	}
-	t.Fatal("no free port from 10000 to 19999")
-	return 0
-}
-
-var ports = struct {
-	sync.Mutex
-	next int
-}{next: 10000 + os.Getpid()*13%10000}
