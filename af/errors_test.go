@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -15,21 +14,8 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
-
-// fails checks that err wraps sentinel and names everything in texts.
-func fails(t testing.TB, err, sentinel error, texts ...string) {
-	t.Helper()
-	if !errors.Is(err, sentinel) {
-		t.Errorf("got %v, want an error that wraps %q", err, sentinel)
-		return
-	}
-	for _, s := range texts {
-		if !strings.Contains(err.Error(), s) {
-			t.Errorf("%q does not say %q", err, s)
-		}
-	}
-}
 
 // echo answers each pull with the first push.
 func echo(b af.Batch) error {
@@ -109,7 +95,7 @@ func TestBadRequests(t *testing.T) {
 		{make([]af.KeyTensor, af.MaxBatch+1), nil, "16385 tensors in one batch, want at most 16384"},
 	} {
 		_, err := w.ZBatchPushPull(tt.push, tt.pull)
-		fails(t, err, van.ErrInvalid, "worker 0 (id 9): push_pull", tt.text)
+		vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9): push_pull", tt.text)
 		works(t, w, 2)
 	}
 	// The same key for each server, and for a push and a pull, is as it should be.
@@ -147,16 +133,16 @@ func TestBadTensors(t *testing.T) {
 		{b, af.Dtype(-1), []int64{8}, "dtype code -1"},
 	} {
 		_, err := af.FromBytes(tt.b, tt.d, tt.shape...)
-		fails(t, err, van.ErrInvalid, tt.text)
+		vantest.Fails(t, err, van.ErrInvalid, tt.text)
 	}
 	_, err := af.FromPointer(nil, backend.Host, nil, af.Float32, 2, 2)
-	fails(t, err, van.ErrInvalid, "tensor of 16 bytes at address 0")
+	vantest.Fails(t, err, van.ErrInvalid, "tensor of 16 bytes at address 0")
 	x, err := af.FromBytes(b, af.Float32, 2)
 	if err != nil {
 		t.Fatal(err)
 	}
 	_, err = af.Slice[int32](x)
-	fails(t, err, van.ErrInvalid, "tensor of float32 taken as int32")
+	vantest.Fails(t, err, van.ErrInvalid, "tensor of float32 taken as int32")
 }
 
 // TestBadResponses: an answer that does not fit is refused with nothing sent, and
@@ -168,7 +154,7 @@ func TestBadResponses(t *testing.T) {
 	serve(t, c.Servers[0], func(b af.Batch) {
 		if late != nil {
 			late.Release() // one too many
-			fails(t, late.Response(nil, nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
+			vantest.Fails(t, late.Response(nil, nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
 		}
 		for _, x := range []struct {
 			out  []af.KeyTensor
@@ -182,12 +168,12 @@ func TestBadResponses(t *testing.T) {
 			{[]af.KeyTensor{{Key: 2}}, "tensor uint8[0] on cpu for key 2 has 0 bytes"},
 			{[]af.KeyTensor{kt(2, 4), kt(3, 4)}, "2 tensors for 1 pulls"},
 		} {
-			fails(t, b.Response(x.out, nil), van.ErrInvalid, "server 0 (id 8): respond with worker 0 (id 9) at 127.0.0.1:", x.text)
+			vantest.Fails(t, b.Response(x.out, nil), van.ErrInvalid, "server 0 (id 8): respond with worker 0 (id 9) at 127.0.0.1:", x.text)
 		}
 		if err := echo(b); err != nil {
 			t.Error(err)
 		}
-		fails(t, b.Response(nil, nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
+		vantest.Fails(t, b.Response(nil, nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
 		late = &b
 	})
 	w := newWorker(t, c.Workers[0])
@@ -254,17 +240,17 @@ func TestUnknownHandlers(t *testing.T) {
 	w := newWorker(t, c.Workers[0])
 	wait := func(h int32) error { return w.Wait(t.Context(), h) }
 	who := "worker 0 (id 9): wait: handler "
-	fails(t, wait(0), postoffice.ErrUnknownHandler, who+"0")
+	vantest.Fails(t, wait(0), postoffice.ErrUnknownHandler, who+"0")
 	works(t, w, 1) // handlers 0, 2, 4
-	fails(t, wait(4), postoffice.ErrUnknownHandler, who+"4", "it has been waited for already", "wait once for each handler")
-	fails(t, wait(6), postoffice.ErrUnknownHandler, who+"6", "handlers up to 5 have been given out")
-	fails(t, wait(1<<30), postoffice.ErrUnknownHandler, "handlers up to 5 have been given out")
-	fails(t, wait(-1), postoffice.ErrUnknownHandler, who+"-1")
+	vantest.Fails(t, wait(4), postoffice.ErrUnknownHandler, who+"4", "it has been waited for already", "wait once for each handler")
+	vantest.Fails(t, wait(6), postoffice.ErrUnknownHandler, who+"6", "handlers up to 5 have been given out")
+	vantest.Fails(t, wait(1<<30), postoffice.ErrUnknownHandler, "handlers up to 5 have been given out")
+	vantest.Fails(t, wait(-1), postoffice.ErrUnknownHandler, who+"-1")
 
 	held.Store(true)
 	h, _ := ask(t, w, 1, "x")
 	b := <-hold
-	fails(t, wait(h+1), postoffice.ErrUnknownHandler, fmt.Sprintf("it is inside the batch of handler %d", h))
+	vantest.Fails(t, wait(h+1), postoffice.ErrUnknownHandler, fmt.Sprintf("it is inside the batch of handler %d", h))
 	if got := w.GetAllHandlers(h); !slices.Equal(got, []int32{h, h + 1}) {
 		t.Errorf("handlers %v, want %d and the next one", got, h)
 	}
@@ -274,10 +260,10 @@ func TestUnknownHandlers(t *testing.T) {
 		}
 	}
 	_, _, err := w.FetchTrace(h + 1)
-	fails(t, err, postoffice.ErrUnknownHandler, fmt.Sprintf("worker 0 (id 9): fetch_trace: handler %d", h+1), "traces of the last 4096")
+	vantest.Fails(t, err, postoffice.ErrUnknownHandler, fmt.Sprintf("worker 0 (id 9): fetch_trace: handler %d", h+1), "traces of the last 4096")
 	for _, other := range []int32{-1, 1000, 1 << 30} {
 		_, _, err := w.FetchTrace(other)
-		fails(t, err, postoffice.ErrUnknownHandler, fmt.Sprintf("handler %d", other))
+		vantest.Fails(t, err, postoffice.ErrUnknownHandler, fmt.Sprintf("handler %d", other))
 	}
 
 	// Of many that wait for one handler, one gets it.
@@ -286,7 +272,7 @@ func TestUnknownHandlers(t *testing.T) {
 		go func() { results <- wait(h) }()
 	}
 	for range cap(results) - 1 {
-		fails(t, <-results, postoffice.ErrUnknownHandler, "another goroutine waits for it already")
+		vantest.Fails(t, <-results, postoffice.ErrUnknownHandler, "another goroutine waits for it already")
 	}
 	if err := echo(b); err != nil {
 		t.Error(err)
@@ -297,15 +283,15 @@ func TestUnknownHandlers(t *testing.T) {
 	if _, _, err := w.FetchTrace(h + 1); err != nil {
 		t.Error(err)
 	}
-	fails(t, wait(h), postoffice.ErrUnknownHandler, "it has been waited for already")
+	vantest.Fails(t, wait(h), postoffice.ErrUnknownHandler, "it has been waited for already")
 
 	// Those in flight when the worker closes fail, and so do calls from then on.
 	h, _ = ask(t, w, 1, "x")
 	<-hold
 	w.Close()
-	fails(t, wait(h), van.ErrClosed, "worker 0 (id 9)")
+	vantest.Fails(t, wait(h), van.ErrClosed, "worker 0 (id 9)")
 	_, err = w.ZBatchPushPull([]af.KeyTensor{{}}, nil)
-	fails(t, err, van.ErrClosed, "worker 0 (id 9): push_pull")
+	vantest.Fails(t, err, van.ErrClosed, "worker 0 (id 9): push_pull")
 	held.Store(false)
 	works(t, newWorker(t, c.Workers[0]), 1)
 	c.Finalize(t)
@@ -315,19 +301,19 @@ func TestUnknownHandlers(t *testing.T) {
 func TestWrongRoles(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	_, err := af.NewTensorWorker(c.Servers[0], af.Options{})
-	fails(t, err, van.ErrInvalid, "tensor worker on server 0 (id 8), want a node with role worker")
+	vantest.Fails(t, err, van.ErrInvalid, "tensor worker on server 0 (id 8), want a node with role worker")
 	_, err = af.NewTensorServer(c.Workers[0], af.Options{})
-	fails(t, err, van.ErrInvalid, "tensor server on worker 0 (id 9), want a node with role server")
+	vantest.Fails(t, err, van.ErrInvalid, "tensor server on worker 0 (id 9), want a node with role server")
 	s := serve(t, c.Servers[0], echoes(t))
-	fails(t, s.SetRequestHandle(echoes(t)), van.ErrInvalid, "this server has one")
+	vantest.Fails(t, s.SetRequestHandle(echoes(t)), van.ErrInvalid, "this server has one")
 	again, err := af.NewTensorServer(c.Servers[0], af.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	fails(t, again.SetRequestHandle(echoes(t)), van.ErrInvalid, "server 0 (id 8)", "application 0, customer 0 exists")
+	vantest.Fails(t, again.SetRequestHandle(echoes(t)), van.ErrInvalid, "server 0 (id 8)", "application 0, customer 0 exists")
 	w := newWorker(t, c.Workers[0])
 	_, err = af.NewTensorWorker(c.Workers[0], af.Options{})
-	fails(t, err, van.ErrInvalid, "worker 0 (id 9)", "application 0, customer 0 exists")
+	vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9)", "application 0, customer 0 exists")
 	other, err := af.NewTensorWorker(c.Workers[0], af.Options{CustomerID: 1})
 	if err != nil {
 		t.Fatal(err)
@@ -347,7 +333,7 @@ func TestWrongRoles(t *testing.T) {
 		{[]int{7}, []uint64{1}, "7"},
 		{[]int{-1}, []uint64{1}, "-1"},
 	} {
-		fails(t, s.RegisterRecvTensor(x, tt.ranks, tt.keys), van.ErrInvalid, "register receive tensor", tt.text)
+		vantest.Fails(t, s.RegisterRecvTensor(x, tt.ranks, tt.keys), van.ErrInvalid, "register receive tensor", tt.text)
 	}
 	works(t, w, 1)
 	c.Finalize(t)
@@ -364,7 +350,7 @@ func TestNodeLeaves(t *testing.T) {
 	waiting := make(chan error)
 	go func() { waiting <- w.WaitFor(t.Context(), h, time.Minute) }()
 	c.Workers[0].Close()
-	fails(t, <-waiting, van.ErrClosed, "worker 0 (id 9)")
+	vantest.Fails(t, <-waiting, van.ErrClosed, "worker 0 (id 9)")
 	_, err := w.ZBatchPushPull([]af.KeyTensor{{}}, nil)
-	fails(t, err, van.ErrClosed, "worker 0 (id 9): push_pull")
+	vantest.Fails(t, err, van.ErrClosed, "worker 0 (id 9): push_pull")
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // peer returns a channel that tells when node id is lost (false) or back (true).
@@ -51,7 +52,7 @@ func TestRetriesWhileAServerIsAway(t *testing.T) {
 	expect(t, second, false)
 	for range 1100 { // more than the batches that a server lets a worker leave open
 		h, _ := ask(t, w, 2, "away")
-		fails(t, w.Wait(t.Context(), h), van.ErrPeerLost)
+		vantest.Fails(t, w.Wait(t.Context(), h), van.ErrPeerLost)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()

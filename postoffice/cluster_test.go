@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // vans runs test over both transports that every build has.
@@ -68,14 +69,14 @@ func TestJoint(t *testing.T) {
 // TestJointFails: what is wrong with one of the two ends both.
 func TestJointFails(t *testing.T) {
 	_, _, err := postoffice.StartJoint(t.Context(), postoffice.Options{})
-	fails(t, err, van.ErrInvalid, "no Config")
+	vantest.Fails(t, err, van.ErrInvalid, "no Config")
 	port := testcluster.FreePort(t)
 	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: discard,
 		Config: config(func(c *postoffice.Config) { c.RootPort, c.StartTimeout = port, 200*time.Millisecond })})
-	fails(t, err, van.ErrTimeout, "worker at 127.0.0.1:", "server at 127.0.0.1:", fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
+	vantest.Fails(t, err, van.ErrTimeout, "worker at 127.0.0.1:", "server at 127.0.0.1:", fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
 	_, _, err = postoffice.StartJoint(t.Context(), postoffice.Options{Log: discard,
 		Config: config(func(c *postoffice.Config) { c.NumServers, c.NodeRank, c.RootPort = 2, 1, port })})
-	fails(t, err, van.ErrInvalid, "DMLC_NUM_WORKER 1") // the server would wait for a worker that cannot be
+	vantest.Fails(t, err, van.ErrInvalid, "DMLC_NUM_WORKER 1") // the server would wait for a worker that cannot be
 }
 
 // together calls f for all nodes at once.
@@ -127,21 +128,21 @@ func TestBarriers(t *testing.T) {
 func TestBarrierErrors(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2})
 	w := c.Workers[0]
-	fails(t, w.Barrier(t.Context(), 0, van.ServerGroup), van.ErrInvalid, "worker 0 (id 9)", "this node is not in it")
-	fails(t, w.Barrier(t.Context(), 0, 8), van.ErrInvalid, "worker 0 (id 9)", "not in it")
-	fails(t, w.InstanceBarrier(t.Context(), 0, 0), van.ErrInvalid, "group 0: want 1 to 7")
-	fails(t, w.InstanceBarrier(t.Context(), -1, van.WorkerGroup), van.ErrInvalid, "customer -1: want 0 or more")
+	vantest.Fails(t, w.Barrier(t.Context(), 0, van.ServerGroup), van.ErrInvalid, "worker 0 (id 9)", "this node is not in it")
+	vantest.Fails(t, w.Barrier(t.Context(), 0, 8), van.ErrInvalid, "worker 0 (id 9)", "not in it")
+	vantest.Fails(t, w.InstanceBarrier(t.Context(), 0, 0), van.ErrInvalid, "group 0: want 1 to 7")
+	vantest.Fails(t, w.InstanceBarrier(t.Context(), -1, van.WorkerGroup), van.ErrInvalid, "customer -1: want 0 or more")
 
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	fails(t, w.InstanceBarrier(ctx, 0, van.WorkerGroup), van.ErrTimeout, "worker 0 (id 9): instance barrier", "the scheduler's log says who has not come")
+	vantest.Fails(t, w.InstanceBarrier(ctx, 0, van.WorkerGroup), van.ErrTimeout, "worker 0 (id 9): instance barrier", "the scheduler's log says who has not come")
 	// The others count the one that gave up: its request cannot be taken back.
 	if err := c.Workers[1].InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup); err != nil {
 		t.Error(err)
 	}
 	ctx, cancel = context.WithCancel(t.Context())
 	cancel()
-	fails(t, w.InstanceBarrier(ctx, 0, van.ServerGroup|van.WorkerGroup), context.Canceled)
+	vantest.Fails(t, w.InstanceBarrier(ctx, 0, van.ServerGroup|van.WorkerGroup), context.Canceled)
 	together(t, c.Workers, func(n *postoffice.Node) error {
 		return n.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup)
 	})
@@ -150,15 +151,15 @@ func TestBarrierErrors(t *testing.T) {
 	waiting := make(chan error)
 	go func() { waiting <- w.InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup) }()
 	c.Workers[1].Close()
-	fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "worker 1 (id 11) at 127.0.0.1:")
-	fails(t, c.Workers[1].Barrier(t.Context(), 0, van.WorkerGroup), van.ErrClosed)
+	vantest.Fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "worker 1 (id 11) at 127.0.0.1:")
+	vantest.Fails(t, c.Workers[1].Barrier(t.Context(), 0, van.WorkerGroup), van.ErrClosed)
 	// Those that do not need it work on.
 	if err := c.Servers[0].InstanceBarrier(within(t, 20*time.Second), 0, van.ServerGroup); err != nil {
 		t.Error(err)
 	}
 	// Finalize does, and names it.
 	for _, n := range []*postoffice.Node{w, c.Servers[0], c.Scheduler} {
-		fails(t, n.Finalize(within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), "worker 1 (id 11)")
+		vantest.Fails(t, n.Finalize(within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), "worker 1 (id 11)")
 	}
 }
 
@@ -168,7 +169,7 @@ func TestFinalizeDeadline(t *testing.T) {
 		o.Set = func(c *postoffice.Config) { c.StopTimeout = 300 * time.Millisecond }
 		c := testcluster.Start(t, o)
 		err := c.Workers[0].Finalize(t.Context())
-		fails(t, err, van.ErrTimeout, "worker 0 (id 9)", "limit 300ms", "see its log")
+		vantest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9)", "limit 300ms", "see its log")
 		if again := c.Workers[0].Finalize(t.Context()); again != err {
 			t.Errorf("a second call returned %v, want the same", again)
 		}
@@ -249,7 +250,7 @@ func TestReplacement(t *testing.T) {
 				if e.id != id || e.up {
 					t.Fatalf("round %d: %s heard %+v, want the loss of %s", round, watcher.Name(), e, van.NodeName(id))
 				}
-				fails(t, e.cause, van.ErrPeerLost)
+				vantest.Fails(t, e.cause, van.ErrPeerLost)
 				for limit := within(t, 20*time.Second); len(c.Scheduler.DeadNodes(0)) == 0; runtime.Gosched() { // it notices by itself
 					if limit.Err() != nil {
 						t.Fatal("the scheduler does not notice")

@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // result is what Start returned.
@@ -55,7 +56,7 @@ func TestNoScheduler(t *testing.T) {
 				if err == nil {
 					n.Close()
 				}
-				fails(t, err, van.ErrTimeout, role, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port),
+				vantest.Fails(t, err, van.ErrTimeout, role, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port),
 					"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "limit 300ms")
 				if d := time.Since(began); d > 10*time.Second {
 					t.Errorf("it took %s", d)
@@ -68,8 +69,8 @@ func TestNoScheduler(t *testing.T) {
 				if n, err = start(ctx, network, cfg); err == nil {
 					n.Close()
 				}
-				fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
-				fails(t, err, context.DeadlineExceeded)
+				vantest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
+				vantest.Fails(t, err, context.DeadlineExceeded)
 			})
 		}
 	}
@@ -88,7 +89,7 @@ func TestMissingNodes(t *testing.T) {
 	s := begin(t, nil, set("scheduler", 0, time.Second))
 	missing := []string{"waiting for 1 of 2 workers (rank 0), 1 of 1 servers (rank 0)", "present: worker 127.0.0.1:", "(rank 1)"}
 	r := <-s
-	fails(t, r.err, van.ErrTimeout, append(missing, "scheduler", "limit 1s")...)
+	vantest.Fails(t, r.err, van.ErrTimeout, append(missing, "scheduler", "limit 1s")...)
 	r = <-w
 	if r.err == nil || !strings.Contains(r.err.Error(), "the scheduler gave up after 1s") {
 		t.Fatalf("worker: %v, want the scheduler's word", r.err)
@@ -139,7 +140,7 @@ func TestRankTwice(t *testing.T) {
 		winner = right
 	case refused = <-right:
 	}
-	fails(t, refused.err, postoffice.ErrRefused, "worker 127.0.0.1:", "both want rank 1", "DMLC_NODE_RANK", "STEPMESH_GPU")
+	vantest.Fails(t, refused.err, postoffice.ErrRefused, "worker 127.0.0.1:", "both want rank 1", "DMLC_NODE_RANK", "STEPMESH_GPU")
 	for _, done := range []<-chan result{s, winner, begin(t, network, set("worker", 0)), begin(t, network, set("server", 0))} {
 		if r := <-done; r.err != nil {
 			t.Error(r.err)
@@ -158,7 +159,7 @@ func TestTooManyNodes(t *testing.T) {
 	}
 	s := begin(t, network, set("scheduler", 1))
 	early := <-begin(t, network, set("worker", 2)) // thinks that there are two of each
-	fails(t, early.err, postoffice.ErrRefused, "preferred rank 1 of a worker, but there are only ranks 0 to 0", "DMLC_NUM_WORKER=1")
+	vantest.Fails(t, early.err, postoffice.ErrRefused, "preferred rank 1 of a worker, but there are only ranks 0 to 0", "DMLC_NUM_WORKER=1")
 	for _, done := range []<-chan result{begin(t, network, set("server", 1)), begin(t, network, set("worker", 1)), s} {
 		if r := <-done; r.err != nil {
 			t.Fatal(r.err)
@@ -166,6 +167,6 @@ func TestTooManyNodes(t *testing.T) {
 	}
 	for _, role := range []string{"worker", "server"} {
 		late := <-begin(t, network, set(role, 1))
-		fails(t, late.err, postoffice.ErrRefused, "the cluster is complete: all 1 places for a "+role+" are taken", "none of its nodes is dead", "rank 0")
+		vantest.Fails(t, late.err, postoffice.ErrRefused, "the cluster is complete: all 1 places for a "+role+" are taken", "none of its nodes is dead", "rank 0")
 	}
 }

@@ -2,9 +2,7 @@ package postoffice_test
 
 import (
 	"context"
-	"errors"
 	"log/slog"
-	"strings"
 	"testing"
 	"time"
 
@@ -12,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // config is that of a worker of a cluster with one worker and one server.
@@ -37,20 +36,6 @@ func start(ctx context.Context, network *inproc.Network, cfg *postoffice.Config)
 	return postoffice.Start(ctx, o)
 }
 
-// fails checks that err wraps sentinel and names everything in texts.
-func fails(t testing.TB, err, sentinel error, texts ...string) {
-	t.Helper()
-	if !errors.Is(err, sentinel) {
-		t.Errorf("got %v, want an error that wraps %q", err, sentinel)
-		return
-	}
-	for _, s := range texts {
-		if !strings.Contains(err.Error(), s) {
-			t.Errorf("%q does not say %q", err, s)
-		}
-	}
-}
-
 // refuses checks that Start refuses a configuration at once.
 func refuses(t *testing.T, cfg *postoffice.Config, sentinel error, texts ...string) {
 	t.Helper()
@@ -58,7 +43,7 @@ func refuses(t *testing.T, cfg *postoffice.Config, sentinel error, texts ...stri
 	if err == nil {
 		n.Close()
 	}
-	fails(t, err, sentinel, texts...)
+	vantest.Fails(t, err, sentinel, texts...)
 }
 
 func TestBadConfig(t *testing.T) {
@@ -99,5 +84,5 @@ func TestBadConfig(t *testing.T) {
 	if err == nil {
 		n.Close()
 	}
-	fails(t, err, van.ErrInvalid, "no Config")
+	vantest.Fails(t, err, van.ErrInvalid, "no Config")
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // soon is well below the limit of a request, and above what a busy machine needs
@@ -32,14 +33,14 @@ func TestServerKilled(t *testing.T) {
 	victim.Expect("got a batch")
 	killed := time.Now()
 	victim.Kill()
-	nodetest.Fails(t, ws[0].Wait(t.Context(), h), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h))
+	vantest.Fails(t, ws[0].Wait(t.Context(), h), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h))
 	if d := time.Since(killed); d > soon {
 		t.Errorf("it took %s to notice the death of a server, want less than %s", d, soon)
 	}
 	// The other worker learns it as well, and the others go on without.
 	nodetest.Eventually(t, soon, "worker 1 notices the death of the server", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
 	for _, w := range ws {
-		nodetest.Fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
+		vantest.Fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
 	}
 	nodetest.Together(t, c.Workers, func(n *postoffice.Node) error {
 		return n.InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.WorkerGroup)
@@ -66,7 +67,7 @@ func TestServerInstanceKilled(t *testing.T) {
 	}
 	victim.Expect("got a batch")
 	victim.Kill()
-	nodetest.Fails(t, w.Wait(t.Context(), h), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
+	vantest.Fails(t, w.Wait(t.Context(), h), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
 	var next *nodetest.Process
 	nodetest.Returns(t, c.Workers[1:], 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
 	next.Ready()
@@ -81,7 +82,7 @@ func TestHandlerPanics(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, panics, &victim)})
 	w := nodetest.Worker(t, c.Workers[0])
 	victim.Ready()
-	nodetest.Fails(t, roundTrip(t.Context(), w, 1, []byte("x")), van.ErrPeerLost, "server 0 (id 8) at 127.0.0.1:")
+	vantest.Fails(t, roundTrip(t.Context(), w, 1, []byte("x")), van.ErrPeerLost, "server 0 (id 8) at 127.0.0.1:")
 	if status := victim.Ended(); status != 2 {
 		t.Errorf("the process ended with status %d, want 2", status)
 	}
@@ -139,8 +140,8 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 	})()
 	victim.Kill()
 	<-gone
-	nodetest.Fails(t, nodetest.Echo(b), van.ErrPeerLost, "server 0 (id 8): send with worker 1 (id 11) at 127.0.0.1:")
-	nodetest.Fails(t, nodetest.Echo(b), af.ErrAnswered)
+	vantest.Fails(t, nodetest.Echo(b), van.ErrPeerLost, "server 0 (id 8): send with worker 1 (id 11) at 127.0.0.1:")
+	vantest.Fails(t, nodetest.Echo(b), af.ErrAnswered)
 	work(t, 1, w)
 	if n := c.Servers[0].Stats().Pinned; n > 0 {
 		t.Errorf("%d values are still held for the dead worker", n)
@@ -162,18 +163,18 @@ func TestSchedulerKilled(t *testing.T) {
 	killed := time.Now()
 	victim.Kill()
 	scheduler := fmt.Sprintf("scheduler (id 1) at 127.0.0.1:%d", c.Port)
-	nodetest.Fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "instance barrier", scheduler)
+	vantest.Fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "instance barrier", scheduler)
 	if d := time.Since(killed); d > soon {
 		t.Errorf("it took %s to notice the death of the scheduler, want less than %s", d, soon)
 	}
 	work(t, 1, w)
-	nodetest.Fails(t, c.Workers[0].Barrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup), van.ErrPeerLost, scheduler)
+	vantest.Fails(t, c.Workers[0].Barrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup), van.ErrPeerLost, scheduler)
 	work(t, 1, w)
 
 	_, err := c.Join(t.Context(), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 200 * time.Millisecond })
-	nodetest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", c.Port))
+	vantest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", c.Port))
 	work(t, 1, w)
 	for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0]} {
-		nodetest.Fails(t, n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
+		vantest.Fails(t, n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestMisfits: nodes that cannot be part of a working cluster are told why, and
@@ -39,7 +40,7 @@ func TestMisfits(t *testing.T) {
 	} {
 		t.Run(x.name, func(t *testing.T) {
 			_, err := c.Join(nodetest.Within(t, 15*time.Second), x.role, x.rank, x.set)
-			nodetest.Fails(t, err, x.sentinel, x.texts...)
+			vantest.Fails(t, err, x.sentinel, x.texts...)
 			work(t, 1, w0, w1)
 		})
 	}
@@ -97,9 +98,9 @@ func TestMisfitsAtStart(t *testing.T) {
 		}
 		return false
 	}})
-	nodetest.Fails(t, without, postoffice.ErrRefused, "preferred rank 2 of a worker, but there are only ranks 0 to 1", "DMLC_NODE_RANK")
-	nodetest.Fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 300ms")
-	nodetest.Fails(t, early, postoffice.ErrRefused, "both want rank 1", "DMLC_NODE_RANK")
+	vantest.Fails(t, without, postoffice.ErrRefused, "preferred rank 2 of a worker, but there are only ranks 0 to 1", "DMLC_NODE_RANK")
+	vantest.Fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 300ms")
+	vantest.Fails(t, early, postoffice.ErrRefused, "both want rank 1", "DMLC_NODE_RANK")
 	serveAll(t, c)
 	work(t, 1, nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1]))
 	c.Finalize(t)
@@ -119,8 +120,8 @@ func TestVanishedAtStart(t *testing.T) {
 	}
 	scheduler := join("scheduler")
 	_, err := c.Join(nodetest.Within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
-	nodetest.Fails(t, err, van.ErrTimeout)
+	vantest.Fails(t, err, van.ErrTimeout)
 	server := join("server")
-	nodetest.Fails(t, <-scheduler, van.ErrPeerLost, "scheduler (id 1)", "worker 0 (id 9) at 127.0.0.1:", "no connection could be made")
-	nodetest.Fails(t, <-server, van.ErrPeerLost, "server 0 (id 8)") // of the worker or of the scheduler
+	vantest.Fails(t, <-scheduler, van.ErrPeerLost, "scheduler (id 1)", "worker 0 (id 9) at 127.0.0.1:", "no connection could be made")
+	vantest.Fails(t, <-server, van.ErrPeerLost, "server 0 (id 8)") // of the worker or of the scheduler
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestPartition: a node that the scheduler no longer hears is dead for everybody,
@@ -42,20 +43,20 @@ func TestPartition(t *testing.T) {
 		}
 	}
 	network.Partition(scheduler, server)
-	nodetest.Fails(t, next(), van.ErrPeerLost, "no heartbeat for", "PS_HEARTBEAT_TIMEOUT=2s")
+	vantest.Fails(t, next(), van.ErrPeerLost, "no heartbeat for", "PS_HEARTBEAT_TIMEOUT=2s")
 	nodetest.Eventually(t, 20*time.Second, "worker 1 is told as well that the server is silent", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
 	for _, w := range ws {
 		h, _, err := request(w, 2, []byte("x"))
 		if err == nil {
 			err = w.WaitFor(t.Context(), h, soon)
 		}
-		nodetest.Fails(t, err, van.ErrPeerLost, "push_pull with server 1 (id 10) at "+server, "no heartbeat")
+		vantest.Fails(t, err, van.ErrPeerLost, "push_pull with server 1 (id 10) at "+server, "no heartbeat")
 	}
 	nodetest.Together(t, c.Workers, func(n *postoffice.Node) error {
 		return n.InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.WorkerGroup)
 	})
 	// The one that is cut off notices that the scheduler is silent.
-	nodetest.Fails(t, c.Servers[1].InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.ServerGroup), van.ErrPeerLost, "scheduler (id 1) at "+scheduler, "no heartbeat")
+	vantest.Fails(t, c.Servers[1].InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.ServerGroup), van.ErrPeerLost, "scheduler (id 1) at "+scheduler, "no heartbeat")
 
 	network.Heal(scheduler, server)
 	if err := next(); err != nil {
@@ -85,7 +86,7 @@ func TestCutOffWorker(t *testing.T) {
 		if err == nil {
 			err = cut.WaitFor(t.Context(), h, 50*time.Millisecond)
 		}
-		nodetest.Fails(t, err, van.ErrTimeout, "server 0 (id 8) at "+b, "2 of 2 answers missing")
+		vantest.Fails(t, err, van.ErrTimeout, "server 0 (id 8) at "+b, "2 of 2 answers missing")
 		work(t, 1, other)
 	}
 	network.Heal(a, b)

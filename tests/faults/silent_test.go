@@ -12,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // vans runs test over every transport, plain and with PS_RESEND.
@@ -63,9 +64,9 @@ func TestNoAnswer(t *testing.T) {
 				t.Errorf("%s: waited %s", x.name, d)
 			}
 			w.Timeout = 0
-			nodetest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull", fmt.Sprintf("handler %d: no answer from server 1 (id 10) at 127.0.0.1:", h),
+			vantest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull", fmt.Sprintf("handler %d: no answer from server 1 (id 10) at 127.0.0.1:", h),
 				"of 2 answers missing)", "after ")...)
-			nodetest.Fails(t, err, van.ErrTimeout)
+			vantest.Fails(t, err, van.ErrTimeout)
 			if bytes.Contains([]byte(err.Error()), []byte("server 0")) {
 				t.Errorf("%s: %q names a server that has answered", x.name, err)
 			}
@@ -77,7 +78,7 @@ func TestNoAnswer(t *testing.T) {
 			if string(pulls[1]) != "mine!" {
 				t.Errorf("%s: a late answer has written %q to a tensor that is the caller's again", x.name, pulls[1])
 			}
-			nodetest.Fails(t, w.Wait(t.Context(), h), postoffice.ErrUnknownHandler)
+			vantest.Fails(t, w.Wait(t.Context(), h), postoffice.ErrUnknownHandler)
 		}
 		// A wait that the caller ends is no timeout.
 		h, _, err := request(w, 2, []byte("never"))
@@ -90,7 +91,7 @@ func TestNoAnswer(t *testing.T) {
 			cancel()
 			b.Release() // will never be answered
 		}()
-		nodetest.Fails(t, w.Wait(ctx, h), context.Canceled, "no answer from ", "server 1 (id 10)")
+		vantest.Fails(t, w.Wait(ctx, h), context.Canceled, "no answer from ", "server 1 (id 10)")
 		work(t, 2, w)
 		c.Finalize(t)
 	})

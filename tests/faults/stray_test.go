@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // greeting is that of ZMTP 3.1 with the NULL mechanism.
@@ -241,7 +242,7 @@ func TestWrongAnswers(t *testing.T) {
 		if err == nil {
 			err = w.WaitFor(t.Context(), h, soon)
 		}
-		nodetest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull with server 1 (id 10) at ")...)
+		vantest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull with server 1 (id 10) at ")...)
 		if pulls[1][0] != 0 {
 			t.Errorf("%q: the pull tensor was written all the same", x.texts)
 		}

@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // traffic exchanges until it fails, then sends the error.
@@ -37,7 +38,7 @@ func lost(t testing.TB, failed <-chan error, since time.Time, texts ...string) {
 	t.Helper()
 	select {
 	case err := <-failed:
-		nodetest.Fails(t, err, van.ErrPeerLost, texts...)
+		vantest.Fails(t, err, van.ErrPeerLost, texts...)
 		t.Logf("after %s: %v", time.Since(since).Round(time.Millisecond), err)
 		if d := time.Since(since); d > soon {
 			t.Errorf("it took %s, want less than %s", d, soon)
@@ -64,7 +65,7 @@ func TestServerKilled(t *testing.T) {
 	c.child("server", 3).Kill()
 	lost(t, a, killed, all[1].Name(), "push_pull with server 3", "at "+c.hosts[0])
 	lost(t, b, killed, all[3].Name(), "push_pull with server 3")
-	nodetest.Fails(t, all[1].mixed(t.Context(), 0), van.ErrPeerLost, "server 3")
+	vantest.Fails(t, all[1].mixed(t.Context(), 0), van.ErrPeerLost, "server 3")
 
 	var next *nodetest.Process
 	id := all[1].n.ServerInstances()[1]
@@ -145,7 +146,7 @@ func TestSchedulerKilled(t *testing.T) {
 	scheduler := fmt.Sprintf("scheduler (id 1) at %s:%d", c.hosts[0], c.Port)
 	lost(t, failed, killed, "worker 0 (id 9)", "instance barrier", scheduler)
 	work(t, w)
-	nodetest.Fails(t, w.n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, w.Name(), scheduler)
+	vantest.Fails(t, w.n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, w.Name(), scheduler)
 }
 
 // TestServerStopped: a server that stands still gets its requests later. Those that
@@ -172,7 +173,7 @@ func TestServerStopped(t *testing.T) {
 		}
 		for i, r := range all {
 			err := w.w.WaitFor(t.Context(), r.handler, 300*time.Millisecond)
-			nodetest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9): push_pull", "no answer from server 1 (id 10) at "+c.hosts[0])
+			vantest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9): push_pull", "no answer from server 1 (id 10) at "+c.hosts[0])
 			if t.Failed() {
 				t.Fatalf("request %d", i)
 			}

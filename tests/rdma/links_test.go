@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // on runs a command on a host of tools/rdma-vm.
@@ -79,7 +80,7 @@ func TestLinkLost(t *testing.T) {
 		cut := time.Now()
 		on(t, 1, "ip", "link", "set", "port2", "nomaster")
 		lost(t, failed, cut, "push_pull with server 0 (id 8) at "+c.hosts[1], "queue pair 0", "transport retries exceeded")
-		nodetest.Fails(t, w.mixed(t.Context(), 0), van.ErrPeerLost, "server 0 (id 8)")
+		vantest.Fails(t, w.mixed(t.Context(), 0), van.ErrPeerLost, "server 0 (id 8)")
 		nodetest.Returns(t, c.Workers, 8, repair)
 		recovers(t, w)
 	}
@@ -165,7 +166,7 @@ func TestNoScheduler(t *testing.T) {
 			defer cancel()
 			begun := time.Now()
 			_, err := c.Join(ctx, "worker", 0, func(c *postoffice.Config) { c.RootURI, c.StartTimeout = tt.host, 1500*time.Millisecond })
-			nodetest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at %s:%d has not answered", tt.host, c.Port))
+			vantest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at %s:%d has not answered", tt.host, c.Port))
 			if !strings.Contains(log.String(), tt.text) {
 				t.Errorf("the log does not say %q:\n%s", tt.text, log.String())
 			}

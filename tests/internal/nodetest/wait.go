@@ -2,10 +2,8 @@ package nodetest
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -108,18 +106,4 @@ func Repeat(t testing.TB, name string, f func(i int) error) (stop func()) {
 	})
 	t.Cleanup(stop)
 	return stop
-}
-
-// Fails checks that err wraps sentinel and names everything in texts.
-func Fails(t testing.TB, err, sentinel error, texts ...string) {
-	t.Helper()
-	if !errors.Is(err, sentinel) {
-		t.Errorf("got %v, want an error that wraps %q", err, sentinel)
-		return
-	}
-	for _, s := range texts {
-		if !strings.Contains(err.Error(), s) {
-			t.Errorf("%q does not say %q", err, s)
-		}
-	}
 }
