@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -80,5 +82,97 @@ func TestCloseWhenAPeerIsLost(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestLossOfThePredecessor: what the transport says of a connection before the node that
+// has the id now has one is not about that node.
+func TestLossOfThePredecessor(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	n, id := c.Workers[0], c.Servers[0].ID()
+	lost := make(chan error, 10)
+	n.OnPeer(func(peer int, up bool, cause error) {
+		if peer == id && !up {
+			lost <- cause
+		}
+	})
+	early, late := errors.New("of the predecessor"), errors.New("of the node itself")
+	n.ConnectDue(id, 1)
+	n.PeerChanged(id, false, early)
+	n.ConnectDue(id, -1)
+	n.PeerChanged(id, false, late)
+	select {
+	case cause := <-lost:
+		if !errors.Is(cause, late) {
+			t.Errorf("lost because of %v, want %v", cause, late)
+		}
+	case <-time.After(20 * time.Second):
+		t.Error("the loss was not told")
+	}
+}
+
+// hooked is a van that says to whom it has connected.
+type hooked struct {
+	van.Van
+	connected func(id int)
+}
+
+func (h hooked) Unwrap() van.Van { return h.Van }
+
+func (h hooked) Connect(ctx context.Context, id int, peer van.Node) error {
+	err := h.Van.Connect(ctx, id, peer)
+	h.connected(id)
+	return err
+}
+
+// TestLossOfTheReplacement: a node that is lost as soon as it has replaced another one is
+// away, and not only for the machine.
+func TestLossOfTheReplacement(t *testing.T) {
+	var connected atomic.Pointer[func(id int)]
+	c := testcluster.Start(t, testcluster.Options{Wrap: func(role string, _ int, f van.Factory) van.Factory {
+		return func(o van.Options) (van.Van, error) {
+			v, err := f(o)
+			if role != "worker" || err != nil {
+				return v, err
+			}
+			return hooked{v, func(id int) {
+				if f := connected.Load(); f != nil {
+					(*f)(id)
+				}
+			}}, nil
+		}
+	}})
+	n, id := c.Workers[0], c.Servers[0].ID()
+	got, stop := events(n, id)
+	defer stop()
+	c.Servers[0].Close()
+	if e := <-got; e.up {
+		t.Fatalf("the worker heard %+v, want the loss", e)
+	}
+	for limit := within(t, 20*time.Second); len(c.Scheduler.DeadNodes(0)) == 0; runtime.Gosched() {
+		if limit.Err() != nil {
+			t.Fatal("the scheduler does not notice")
+		}
+	}
+	late := errors.New("of the replacement")
+	hook := func(to int) {
+		if to == id {
+			n.PeerChanged(id, false, late)
+		}
+	}
+	connected.Store(&hook)
+	next, err := c.Join(within(t, 20*time.Second), "server", 0, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Servers[0] = next
+	if e := <-got; !e.up {
+		t.Errorf("the worker heard %+v, want the replacement", e)
+	}
+	if e := <-got; e.up || !errors.Is(e.cause, late) {
+		t.Errorf("the worker heard %+v, want the loss of the replacement", e)
+	}
+	if err := n.Lost(id); !errors.Is(err, late) {
+		t.Errorf("to requests the server is lost because of %v, want %v", err, late)
 	}
 }

@@ -5,6 +5,19 @@ import "github.com/stepaf/stepaf-go/van"
 // Van is the transport as it is wrapped.
 func (n *Node) Van() van.Van { return n.van }
 
+// ConnectDue counts connections that are still to be made to node id.
+func (n *Node) ConnectDue(id, more int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.connectDue(id, more)
+}
+
+// PeerChanged is what the transport calls.
+func (n *Node) PeerChanged(id int, up bool, cause error) { n.peerChanged(id, up, cause) }
+
+// Lost is why node id is away, nil when it is not.
+func (n *Node) Lost(id int) error { return n.lost(id) }
+
 // SetNext makes ts the next timestamp of c.
 func (c *Customer) SetNext(ts int32) {
 	c.mu.Lock()

@@ -20,6 +20,11 @@ func (n *Node) step(input func(time.Duration)) {
 	input(now())
 	outs := n.machine.Take()
 	n.noteLosses(outs)
+	for _, o := range outs {
+		if c, ok := o.(membership.Connect); ok {
+			n.connectDue(c.ID, 1)
+		}
+	}
 	n.outputs = append(n.outputs, outs...)
 	if n.draining {
 		n.mu.Unlock()
@@ -43,15 +48,32 @@ func (n *Node) step(input func(time.Duration)) {
 	}
 }
 
+// connectDue counts the connections that are still to be made. n.mu is held.
+func (n *Node) connectDue(id, more int) {
+	if n.due == nil {
+		n.due = map[int]int{}
+	}
+	if n.due[id] += more; n.due[id] == 0 {
+		delete(n.due, id)
+	}
+}
+
 // noteLosses brings the table of lost peers up to date at once, so that it never
 // says otherwise than DeadNodes. n.mu is held.
 func (n *Node) noteLosses(outs []membership.Output) {
 	for _, o := range outs {
 		switch o := o.(type) {
 		case membership.PeerDead:
+			if n.dead == nil {
+				n.dead = map[int]bool{}
+			}
+			n.dead[o.ID] = true
 			n.setLost(o.ID, o.Cause)
 		case membership.PeerAlive:
+			delete(n.dead, o.ID)
 			n.setLost(o.ID, nil)
+		case membership.PeerReplaced: // not to be sent to before it is connected
+			delete(n.dead, o.ID)
 		}
 	}
 }
@@ -87,6 +109,9 @@ func (n *Node) peerChanged(id int, up bool, cause error) {
 			n.machine.PeerBack(t, id)
 		case id == van.SchedulerID && !n.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED):
 			// It does not listen yet. Whoever else is known has listened before.
+		case n.due[id] > 0:
+			// This is about the node that had the id before: the one that has it now has
+			// no connection yet that could be lost.
 		default:
 			n.machine.PeerLost(t, id, cause)
 		}
@@ -99,6 +124,9 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.Send:
 		n.sendControl(o)
 	case membership.Connect:
+		n.mu.Lock()
+		n.connectDue(o.ID, -1)
+		n.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
 		if err := n.van.Connect(context.Background(), o.ID, o.Node); err != nil {
 			n.log.Error("connect failed", "peer", n.PeerName(o.ID), "err", err)
@@ -149,7 +177,11 @@ func (n *Node) carryOut(o membership.Output) {
 			n.apps.peerLost(o.ID, cause)
 			n.notify(o.ID, false, cause)
 		}
-		n.setLost(o.ID, nil)
+		n.mu.Lock()
+		if !n.dead[o.ID] { // else the new one has been lost since
+			n.setLost(o.ID, nil)
+		}
+		n.mu.Unlock()
 		n.log.Warn("peer replaced", "peer", n.PeerName(o.ID))
 		n.notify(o.ID, true, nil)
 		if a, ok := van.As[van.Admitter](n.van); ok {

@@ -97,6 +97,8 @@ type Node struct {
 	machine  *membership.Machine
 	outputs  []membership.Output
 	draining bool
+	due      map[int]int        // peers that are to be connected, as outputs say
+	dead     map[int]bool       // peers that are, as the machine says
 	waiters  map[int]chan error // by barrier ticket
 	ready    chan struct{}
 	failed   chan struct{}
