@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -213,152 +212,36 @@ func (s *Session) Barrier(ctx context.Context, servers, workers, instances bool)
 // Nanosecond is the clock of the traces.
 func Nanosecond() uint64 { return clock.Now() }
 
-// Item is one batch handed out, which the caller must release after answering it.
-type Item struct {
-	ID uint64
-	af.Batch
-}
-
-// queue orders complete batches by worker.
-type queue struct {
-	node *postoffice.Node
-
-	mu      sync.Mutex
-	workers [][]Item // by group rank, oldest first
-	filled  int      // workers that have a batch
-	next    uint64
-	out     map[uint64]af.Batch // handed out and not answered
-	acked   map[uint64]struct{} // handed out without pulls: an answer is allowed, but not needed
-	oldest  []uint64            // of acked, in order
-	lost    map[int]error       // workers by group rank
-	changed chan struct{}       // one token when there may be something to take
-}
-
-func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n, workers: make([][]Item, n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
-	n.OnPeer(func(id int, up bool, cause error) {
-		if van.RoleOf(id) != van.Worker {
-			return
-		}
-		q.mu.Lock()
-		defer q.mu.Unlock()
-		rank := van.RankOf(id) / n.GroupSize()
-		if up {
-			delete(q.lost, rank)
-		} else if van.RankOf(id)%n.GroupSize() == n.Instance() {
-			q.lost[rank] = cause
-		}
-		q.signal()
-	})
-	return q
-}
-
-func (q *queue) signal() {
-	select {
-	case q.changed <- struct{}{}:
-	default:
-	}
-}
-
-// put is the server's handler. The batch is held for whoever takes it, beyond its
-// answer.
-func (q *queue) put(b af.Batch) {
-	b.Retain()
-	q.mu.Lock()
-	w := &q.workers[b.SenderRank()]
-	if *w = append(*w, Item{q.next, b}); len(*w) == 1 {
-		q.filled++
-	}
-	q.next++
-	ready := q.filled == len(q.workers)
-	q.mu.Unlock()
-	if ready {
-		q.signal()
-	}
-}
-
-// ready tells whether take has something to return.
-func (q *queue) ready() bool {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.filled == len(q.workers)
-}
-
-// take returns the oldest batch of every worker when all have one, else nil, or an
-// error when one that has none is lost.
-func (q *queue) take() ([]Item, error) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.filled < len(q.workers) {
-		for rank, cause := range q.lost {
-			if len(q.workers[rank]) == 0 {
-				return nil, &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: cause,
-					Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
-			}
-		}
-		return nil, nil
-	}
-	items := make([]Item, len(q.workers))
-	for i := range q.workers {
-		items[i] = q.workers[i][0]
-		q.handOut(items[i])
-		if q.workers[i] = q.workers[i][1:]; len(q.workers[i]) == 0 {
-			q.workers[i] = nil
-			q.filled--
-		}
-	}
-	if q.filled == len(q.workers) {
-		q.signal() // for another caller: its token may have been one with ours
-	}
-	return items, nil
-}
-
-// keepAcked is the number of batches without pulls that can still be answered.
-const keepAcked = 4096
-
-// handOut notes that a batch has left the queue. One of several pushes and no pull
-// was acknowledged as it came, and few programs answer it: its memory is then
-// Python's alone. q.mu is held.
-func (q *queue) handOut(it Item) {
-	if it.Single() || len(it.Pulls()) > 0 || it.ResponseInOrder(nil, nil) != nil {
-		q.out[it.ID] = it.Batch
-		return
-	}
-	q.noteAcked(it.ID)
-}
-
-// noteAcked forgets the oldest when there are too many. q.mu is held.
-func (q *queue) noteAcked(id uint64) {
-	if len(q.oldest) == keepAcked {
-		delete(q.acked, q.oldest[0])
-		q.oldest = q.oldest[1:]
-	}
-	q.acked[id] = struct{}{}
-	q.oldest = append(q.oldest, id)
-}
-
-// GetBatch returns one batch of every worker group, by rank: the oldest of each.
-// It waits for slice at most and returns ErrPending then.
-func (s *Session) GetBatch(slice time.Duration) ([]Item, error) {
+// GetBatch appends one batch of every worker group to items, by rank: the oldest of
+// each. It waits for slice at most and returns ErrPending then.
+func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 	if s.queue == nil {
-		return nil, s.wrongRole("get_batch", "server")
+		return items, s.wrongRole("get_batch", "server")
 	}
-	timer := time.NewTimer(slice)
-	defer timer.Stop()
+	var timer *time.Timer // not made for batches that are there or come soon
+	var end time.Time
 	for {
 		if err := s.node.Alive(); err != nil {
-			return nil, err
-		}
-		if items, err := s.queue.take(); items != nil || err != nil {
 			return items, err
 		}
-		if s.node.Poll(s.queue.ready); s.queue.ready() {
+		items, ok, err := s.queue.take(items)
+		if ok || err != nil {
+			return items, err
+		}
+		if end.IsZero() {
+			end = time.Now().Add(slice)
+		}
+		if s.node.Poll(s.queue.isReady); s.queue.ready() {
 			continue
+		}
+		if timer == nil {
+			timer = time.NewTimer(time.Until(end))
+			defer timer.Stop()
 		}
 		select {
 		case <-s.queue.changed:
 		case <-timer.C:
-			return nil, ErrPending
+			return items, ErrPending
 		}
 	}
 }
@@ -370,18 +253,6 @@ func (s *Session) BatchTimeout(limit time.Duration) error {
 	}
 	return &van.Error{Op: "get_batch", Node: s.node.Name(), Detail: "no batch of " + strings.Join(s.queue.missing(), ", "),
 		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "what has come stays queued; call get_batch again"}
-}
-
-// missing names the workers that have no batch.
-func (q *queue) missing() (names []string) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	for rank := range q.workers {
-		if len(q.workers[rank]) == 0 {
-			names = append(names, q.node.PeerName(q.node.WorkerInstance(rank)))
-		}
-	}
-	return names
 }
 
 // Respond answers the batch that GetBatch gave id: tensors in the order of its
@@ -444,39 +315,4 @@ func (s *Session) CanRespond(ids []uint64, tensors int) error {
 		}
 	}
 	return nil
-}
-
-// unknown says why there is no batch to answer. q.mu is held.
-func (q *queue) unknown(id uint64) error {
-	if q.waits(id) {
-		return fmt.Errorf("respond: %w: get_batch has not returned handler %d yet", ErrMisuse, id)
-	}
-	if id < q.next {
-		return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
-	}
-	return fmt.Errorf("respond: %w: unknown handler %d, get_batch has returned handlers below %d", ErrMisuse, id, q.next)
-}
-
-func misfit(id uint64, pulls, tensors int) error {
-	return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, tensors, id, pulls)
-}
-
-// waits tells whether the batch with that id has not been handed out yet. q.mu is
-// held.
-func (q *queue) waits(id uint64) bool {
-	for _, w := range q.workers {
-		for i := range w {
-			if w[i].ID == id {
-				return true
-			}
-		}
-	}
-	return false
-}
-
-// putBack makes a batch answerable again after an answer that did not fit.
-func (q *queue) putBack(id uint64, b af.Batch) {
-	q.mu.Lock()
-	q.out[id] = b
-	q.mu.Unlock()
 }

@@ -60,7 +60,7 @@ func TestThreads(t *testing.T) {
 	for range 3 {
 		servers.Go(func() {
 			for {
-				items, err := server.GetBatch(5 * time.Millisecond)
+				items, err := server.GetBatch(nil, 5*time.Millisecond)
 				select {
 				case <-stop:
 					return

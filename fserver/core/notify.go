@@ -85,7 +85,7 @@ func (n *Notify) BlockAndGetBatch(stream uintptr) error {
 		return n.s.wrongRole("block_now_stream_and_get_batch", "server")
 	}
 	return n.begin("block_now_stream_and_get_batch", stream, func(w *notice) (err error) {
-		w.items, err = n.s.GetBatch(waitSlice)
+		w.items, err = n.s.GetBatch(nil, waitSlice)
 		return err
 	})
 }

@@ -27,9 +27,9 @@ typedef struct {
   void *owner;
 } sf_tensor;
 
-// A batch from Go. Each tensor must be given back with sf_release(id, stream).
+// A batch from Go. Each tensor must be given back with sf_release(lease, stream).
 typedef struct {
-  uint64_t id;
+  uint64_t id, lease;
   int32_t n;
   sf_tensor *tensors;
 } sf_batch;
@@ -52,5 +52,8 @@ enum { SF_STREAM_WAIT, SF_STREAM_BLOCK, SF_STREAM_GET_BATCH };
 
 // Results of calls that wait in slices.
 enum { SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
+
+// The number of objects that sf_drain has to give back. Only Go writes it.
+extern int32_t sf_dropped;
 
 #endif

@@ -141,7 +141,7 @@ static PyObject *notify_batch(PyObject *o, PyObject *noargs) {
     int rc, n = 0;
     Py_BEGIN_ALLOW_THREADS rc = sf_notify_batch(id, SLICE_MS, &batches, &n, &e);
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
-    if (rc == SF_DONE) return sf_batches_out(batches, n);
+    if (rc == SF_DONE) return sf_batches_out(batches, n, NULL);
     if (PyErr_CheckSignals() < 0) return NULL;
   }
 }

@@ -5,12 +5,13 @@
 #include "tensor.h"
 
 // Of module.c: raises what Go says, begins every call, reads an int, waits for nothing
-// longer than SLICE_MS, and turns n batches, a malloc'ed block, into a list.
+// longer than SLICE_MS, and turns n batches into a list; it frees them unless they are in
+// room.
 #define SLICE_MS 50 // after which Python may look after signals again
 PyObject *sf_raise(sf_error *e);
 int sf_enter(void);
 int sf_int64_arg(PyObject *o, const char *what, int64_t *out);
-PyObject *sf_batches_out(sf_batch *batches, int n);
+PyObject *sf_batches_out(sf_batch *batches, int n, const void *room);
 
 PyObject *sf_py_map_pinned_tensor(PyObject *self, PyObject *args);
 PyObject *sf_py_write_flag(PyObject *self, PyObject *args);

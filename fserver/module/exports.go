@@ -36,9 +36,16 @@ var state struct {
 	session atomic.Pointer[core.Session]
 	ended   atomic.Bool
 
+	mu  sync.Mutex
+	job *job // init, stop or barrier under way
+}
+
+// leases are the batches whose tensors Python holds. Python knows them by their
+// places here, which are used again.
+var leases struct {
 	mu   sync.Mutex
-	job  *job              // init, stop or barrier under way
-	hold map[uint64]*lease // batches whose tensors Python holds
+	all  []lease
+	free []uint64
 }
 
 // lease is a batch with the number of its tensors that Python holds.
@@ -257,8 +264,10 @@ var owners = sync.Pool{New: func() any { return new(owner) }}
 var garbage struct {
 	mu      sync.Mutex
 	objects []unsafe.Pointer
-	some    atomic.Bool
 }
+
+// setDropped tells Python the length of garbage. garbage.mu is held.
+func setDropped() { atomic.StoreInt32((*int32)(&C.sf_dropped), int32(len(garbage.objects))) }
 
 func (o *owner) Retain() { o.refs.Add(1) }
 
@@ -268,7 +277,7 @@ func (o *owner) Release() {
 	}
 	garbage.mu.Lock()
 	garbage.objects = append(garbage.objects, o.object)
-	garbage.some.Store(true)
+	setDropped()
 	garbage.mu.Unlock()
 	o.object = nil
 	owners.Put(o)
@@ -278,67 +287,80 @@ func (o *owner) Release() {
 //
 //export sf_drain
 func sf_drain(out *unsafe.Pointer, n C.int) C.int {
-	if !garbage.some.Load() {
-		return 0
-	}
 	garbage.mu.Lock()
 	defer garbage.mu.Unlock()
 	k := copy(unsafe.Slice(out, int(n)), garbage.objects)
 	rest := copy(garbage.objects, garbage.objects[k:])
 	clear(garbage.objects[rest:])
 	garbage.objects = garbage.objects[:rest]
-	garbage.some.Store(rest > 0)
+	setDropped()
 	return C.int(k)
 }
 
-// tensors turns n tensors of Python into Go's, with one hold on each owner that
-// release gives up. All owners are taken over, also after an error.
-func tensors(t *C.sf_tensor, n C.int, what string) (ts []af.KeyTensor, release func(), err error) {
+// args are the tensors of one call, with one hold on each owner.
+type args struct {
+	held       []*owner
+	push, pull []af.KeyTensor
+	answer     []af.Tensor
+}
+
+var argsPool = sync.Pool{New: func() any { return new(args) }}
+
+// release gives up the holds, and forgets the tensors.
+func (a *args) release() {
+	for _, o := range a.held {
+		o.Release()
+	}
+	clear(a.held)
+	clear(a.push)
+	clear(a.pull)
+	clear(a.answer)
+	a.held, a.push, a.pull, a.answer = a.held[:0], a.push[:0], a.pull[:0], a.answer[:0]
+	if cap(a.held) <= 1024 {
+		argsPool.Put(a)
+	}
+}
+
+// read appends n tensors of Python to ts. All owners are taken over, also after an
+// error.
+func (a *args) read(ts []af.KeyTensor, t *C.sf_tensor, n C.int, what string) (_ []af.KeyTensor, err error) {
 	in := unsafe.Slice(t, int(n))
-	held := make([]*owner, len(in))
-	ts = make([]af.KeyTensor, len(in))
 	for i := range in {
 		c := &in[i]
 		o := owners.Get().(*owner)
 		o.object = c.owner
 		o.refs.Store(1)
-		held[i] = o
+		a.held = append(a.held, o)
 		if err != nil {
 			continue
 		}
-		var shape [C.SF_MAX_DIMS]int64
-		for d := range c.ndim {
-			shape[d] = int64(c.shape[d])
-		}
+		shape := unsafe.Slice((*int64)(&c.shape[0]), len(c.shape))[:c.ndim]
 		dev := backend.Device{Type: backend.DeviceType(c.device_type), ID: int32(c.device_id)}
 		var x af.Tensor
-		if x, err = af.FromPointer(c.ptr, dev, o, af.Dtype(c.dtype), shape[:c.ndim]...); err != nil {
+		if x, err = af.FromPointer(c.ptr, dev, o, af.Dtype(c.dtype), shape...); err != nil {
 			err = fmt.Errorf("%s[%d]: %w", what, i, err)
 			continue
 		}
-		ts[i] = af.KeyTensor{Key: uint64(c.key), Val: x}
+		ts = append(ts, af.KeyTensor{Key: uint64(c.key), Val: x})
 	}
-	return ts, func() {
-		for _, o := range held {
-			o.Release()
-		}
-	}, err
+	return ts, err
 }
 
 //export sf_push_pull
 func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, e *C.sf_error) C.int64_t {
-	ps, freePush, err := tensors(push, nPush, "push_tensors")
-	defer freePush()
-	qs, freePull, err2 := tensors(pull, nPull, "pull_tensors")
-	defer freePull()
-	if err = errors.Join(err, err2); err != nil {
-		return C.int64_t(fail(e, err))
+	a := argsPool.Get().(*args)
+	defer a.release()
+	var err, err2 error
+	a.push, err = a.read(a.push, push, nPush, "push_tensors")
+	a.pull, err2 = a.read(a.pull, pull, nPull, "pull_tensors")
+	if err != nil || err2 != nil {
+		return C.int64_t(fail(e, errors.Join(err, err2)))
 	}
 	s, err := session()
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
-	h, err := s.PushPull(af.Stream(stream), ps, qs)
+	h, err := s.PushPull(af.Stream(stream), a.push, a.pull)
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
@@ -401,59 +423,76 @@ func sf_batch_timeout(ms C.int64_t, e *C.sf_error) C.int {
 	return fail(e, err)
 }
 
-// sf_get_batch waits for one batch of each worker, for sliceMs at most. *out is
-// one malloc'ed block: the caller frees it.
+// sf_get_batch waits for one batch of each worker, for sliceMs at most. *out is in room,
+// of so many bytes, or, if it does not fit, one malloc'ed block that the caller frees.
 //
 //export sf_get_batch
-func sf_get_batch(sliceMs C.int64_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
+func sf_get_batch(sliceMs C.int64_t, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
 	s, err := session()
-	var items []core.Item
-	if err == nil {
-		items, err = s.GetBatch(time.Duration(sliceMs) * time.Millisecond)
-	}
 	if err != nil {
 		return fail(e, err)
 	}
-	return handOut(items, out, n, e)
+	buf := itemPool.Get().(*[]core.Item)
+	defer func() {
+		clear(*buf)
+		itemPool.Put(buf)
+	}()
+	if *buf, err = s.GetBatch((*buf)[:0], time.Duration(sliceMs)*time.Millisecond); err != nil {
+		return fail(e, err)
+	}
+	return handOut(*buf, room, size, out, n, e)
 }
 
-// handOut gives items to Python.
-func handOut(items []core.Item, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
+var itemPool = sync.Pool{New: func() any { return new([]core.Item) }}
+
+// handOut gives items to Python, in room if that is large enough.
+func handOut(items []core.Item, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
 	total := 0
 	for i := range items {
 		total += len(items[i].Pushes())
 	}
-	size := C.size_t(len(items))*C.sizeof_sf_batch + C.size_t(total)*C.sizeof_sf_tensor
-	block := C.calloc(1, size)
-	if block == nil {
-		for i := range items {
-			items[i].Release()
+	block := room
+	if need := C.size_t(len(items))*C.sizeof_sf_batch + C.size_t(total)*C.sizeof_sf_tensor; need > size {
+		if block = C.malloc(need); block == nil {
+			for i := range items {
+				items[i].Release()
+			}
+			return fail(e, errors.New("get_batch: out of memory"))
 		}
-		return fail(e, errors.New("get_batch: out of memory"))
 	}
 	batches := unsafe.Slice((*C.sf_batch)(block), len(items))
 	ts := unsafe.Slice((*C.sf_tensor)(unsafe.Add(block, uintptr(len(items))*C.sizeof_sf_batch)), total)
-	state.mu.Lock()
+	leases.mu.Lock()
 	for i := range items {
 		pushes := items[i].Pushes()
-		batches[i].id, batches[i].n = C.uint64_t(items[i].ID), C.int32_t(len(pushes))
+		b := &batches[i]
+		*b = C.sf_batch{id: C.uint64_t(items[i].ID), n: C.int32_t(len(pushes))}
 		if len(pushes) == 0 {
 			items[i].Release()
 			continue
 		}
-		batches[i].tensors = &ts[0]
+		b.tensors = &ts[0]
 		for k := range pushes {
 			fill(&ts[k], &pushes[k])
 		}
 		ts = ts[len(pushes):]
-		if state.hold == nil {
-			state.hold = map[uint64]*lease{}
-		}
-		state.hold[items[i].ID] = &lease{items[i].Batch, len(pushes)}
+		b.lease = C.uint64_t(lend(items[i].Batch, len(pushes)))
 	}
-	state.mu.Unlock()
+	leases.mu.Unlock()
 	*out, *n = (*C.sf_batch)(block), C.int(len(items))
 	return C.SF_DONE
+}
+
+// lend returns the place of a lease of n tensors. leases.mu is held.
+func lend(b af.Batch, n int) uint64 {
+	if k := len(leases.free); k > 0 {
+		at := leases.free[k-1]
+		leases.free = leases.free[:k-1]
+		leases.all[at] = lease{b, n}
+		return at
+	}
+	leases.all = append(leases.all, lease{b, n})
+	return uint64(len(leases.all) - 1)
 }
 
 func fill(c *C.sf_tensor, kt *af.KeyTensor) {
@@ -462,32 +501,31 @@ func fill(c *C.sf_tensor, kt *af.KeyTensor) {
 	c.dtype, c.key = C.int32_t(kt.Val.Dtype()), C.uint64_t(kt.Key)
 	dev := kt.Val.Device()
 	c.device_type, c.device_id = C.int32_t(dev.Type), C.int32_t(dev.ID)
+	c.ndim = 0
 	for d, n := range kt.Val.Dims() {
 		c.shape[d] = C.int64_t(n)
 		c.ndim = C.int32_t(d + 1)
 	}
 }
 
-// sf_release gives back one tensor of batch id. What is queued in stream, unless it is
+// sf_release gives back one tensor of a lease. What is queued in stream, unless it is
 // SF_COMPLETE, may still read it.
 //
 //export sf_release
-func sf_release(id, stream C.uint64_t) {
-	state.mu.Lock()
-	l := state.hold[uint64(id)]
-	if l == nil {
-		state.mu.Unlock()
-		return
-	}
+func sf_release(at, stream C.uint64_t) {
+	leases.mu.Lock()
+	l := &leases.all[at]
 	batch := l.batch
 	if stream != C.SF_COMPLETE {
 		batch.Retain()
 	}
-	last := l.n == 1
-	if l.n--; last {
-		delete(state.hold, uint64(id))
+	l.n--
+	last := l.n == 0
+	if last {
+		*l = lease{}
+		leases.free = append(leases.free, uint64(at))
 	}
-	state.mu.Unlock()
+	leases.mu.Unlock()
 	if stream != C.SF_COMPLETE {
 		batch.ReleaseOn(af.Stream(stream))
 	}
@@ -517,18 +555,19 @@ func sf_check_respond(ts *C.sf_tensor, n C.int, e *C.sf_error) C.int {
 
 //export sf_respond
 func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, e *C.sf_error) C.int {
-	kts, free, err := tensors(t, n, "tensors")
-	defer free()
+	a := argsPool.Get().(*args)
+	defer a.release()
+	var err error
+	a.pull, err = a.read(a.pull, t, n, "tensors")
 	var s *core.Session
 	if err == nil {
 		s, err = session()
 	}
 	if err == nil {
-		ts := make([]af.Tensor, len(kts))
-		for i := range kts {
-			ts[i] = kts[i].Val
+		for i := range a.pull {
+			a.answer = append(a.answer, a.pull[i].Val)
 		}
-		err = s.Respond(af.Stream(stream), uint64(id), ts)
+		err = s.Respond(af.Stream(stream), uint64(id), a.answer)
 	}
 	if err != nil {
 		return fail(e, err)
@@ -538,7 +577,8 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, e *C.
 
 //export sf_register
 func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e *C.sf_error) C.int {
-	kts, free, err := tensors(t, 1, "tensor")
+	a := new(args) // which keeps its hold: the tensor is the library's for good
+	ts, err := a.read(nil, t, 1, "tensor")
 	var s *core.Session
 	if err == nil {
 		s, err = session()
@@ -548,11 +588,11 @@ func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e 
 		for i := range rs {
 			rs[i], ks[i] = int(unsafe.Slice(ranks, n)[i]), uint64(unsafe.Slice(keys, n)[i])
 		}
-		err = s.RegisterRecvBuffer(kts[0].Val, rs, ks)
+		err = s.RegisterRecvBuffer(ts[0].Val, rs, ks)
 	}
 	if err != nil {
-		free()
+		a.release()
 		return fail(e, err)
 	}
-	return C.SF_DONE // the tensor is the library's for good
+	return C.SF_DONE
 }

@@ -20,6 +20,7 @@
 
 static PyObject *error_base, *error_timeout, *error_connection, *error_value, *error_type;
 int sf_forked;
+int32_t sf_dropped;
 
 static void after_fork(void) { sf_forked = 1; }
 
@@ -37,6 +38,7 @@ PyObject *sf_raise(sf_error *e) {
 
 // Drops what Go needs no more.
 static void drain(void) {
+  if (__atomic_load_n(&sf_dropped, __ATOMIC_RELAXED) == 0) return; // Go is not called for nothing
   void *objects[64];
   int n;
   do {
@@ -89,6 +91,22 @@ static int uint64_arg(PyObject *o, const char *what, Py_ssize_t i, uint64_t *out
   }
   *out = v;
   return 0;
+}
+
+// Reads arguments that were all given by position, in the order of names; those left
+// out stay NULL. Returns 0 when PyArg_ParseTupleAndKeywords must do it.
+static int by_position(PyObject *args, PyObject *kw, Py_ssize_t least, Py_ssize_t most, PyObject **out) {
+  Py_ssize_t n = PyTuple_Size(args);
+  if (kw != NULL || n < least || n > most) return 0;
+  for (Py_ssize_t i = 0; i < n; i++) out[i] = PyTuple_GetItem(args, i);
+  return 1;
+}
+
+// A bool; NULL leaves *out as it is.
+static int bool_arg(PyObject *o, int *out) {
+  int yes = o != NULL ? PyObject_IsTrue(o) : *out;
+  if (yes >= 0) *out = yes;
+  return yes < 0 ? -1 : 0;
 }
 
 // A time limit in milliseconds; None is -1.
@@ -227,17 +245,17 @@ static PyObject *py_barrier(PyObject *self, PyObject *args, PyObject *kw) {
 
 static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event", NULL};
-  PyObject *push, *push_keys, *pull, *pull_keys;
+  PyObject *a[5] = {NULL}; // the arguments
   int need_event = 1;
   Py_ssize_t n = 0, m = 0;
   sf_error e = {0, NULL};
   (void)self;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|p:push_pull", names, &push, &push_keys, &pull, &pull_keys, &need_event))
+  if (!by_position(args, kw, 4, 5, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OOOO|O:push_pull", names, &a[0], &a[1], &a[2], &a[3], &a[4]))
     return NULL;
-  if (sf_enter() < 0) return NULL;
-  sf_tensor *ps = tensor_list(push, "push_tensors", push_keys, "push_keys", 0, &n);
+  if (bool_arg(a[4], &need_event) < 0 || sf_enter() < 0) return NULL;
+  sf_tensor *ps = tensor_list(a[0], "push_tensors", a[1], "push_keys", 0, &n);
   if (ps == NULL) return NULL;
-  sf_tensor *qs = tensor_list(pull, "pull_tensors", pull_keys, "pull_keys", 1, &m);
+  sf_tensor *qs = tensor_list(a[2], "pull_tensors", a[3], "pull_keys", 1, &m);
   if (qs == NULL) {
     drop_list(ps, n);
     return NULL;
@@ -257,11 +275,11 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
 
 static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"handler", "timeout_ms", NULL};
-  PyObject *handler, *timeout = NULL;
+  PyObject *a[2] = {NULL}; // the arguments
   int64_t h, ms = 10000;
   (void)self;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &handler, &timeout)) return NULL;
-  if (sf_enter() < 0 || sf_int64_arg(handler, "handler", &h) < 0 || (timeout != NULL && timeout_arg(timeout, &ms) < 0)) return NULL;
+  if (!by_position(args, kw, 1, 2, a) && !PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &a[0], &a[1])) return NULL;
+  if (sf_enter() < 0 || sf_int64_arg(a[0], "handler", &h) < 0 || (a[1] != NULL && timeout_arg(a[1], &ms) < 0)) return NULL;
   if (ms < 0) ms = (int64_t)1 << 40;
   for (;;) {
     sf_error e = {0, NULL};
@@ -324,7 +342,7 @@ static PyObject *batch_out(sf_batch *b) {
   int i = 0, ok = ts != NULL && keys != NULL && id != NULL;
   for (; ok && i < b->n; i++) {
     PyObject *key = PyLong_FromUnsignedLongLong(b->tensors[i].key);
-    PyObject *t = tensor_out(&b->tensors[i], b->id); // releases its part on failure
+    PyObject *t = tensor_out(&b->tensors[i], b->lease); // releases its part on failure
     ok = key != NULL && t != NULL;
     if (ok) {
       ok = PyList_SetItem(keys, i, key) == 0;
@@ -334,7 +352,7 @@ static PyObject *batch_out(sf_batch *b) {
       Py_XDECREF(t);
     }
   }
-  for (; i < b->n; i++) sf_release(b->id, SF_COMPLETE);
+  for (; i < b->n; i++) sf_release(b->lease, SF_COMPLETE);
   PyObject *tuple = ok ? PyTuple_Pack(3, id, ts, keys) : NULL;
   Py_XDECREF(id);
   Py_XDECREF(ts);
@@ -342,16 +360,16 @@ static PyObject *batch_out(sf_batch *b) {
   return tuple;
 }
 
-PyObject *sf_batches_out(sf_batch *batches, int n) {
+PyObject *sf_batches_out(sf_batch *batches, int n, const void *room) {
   PyObject *list = PyList_New(n);
   for (int i = 0; i < n; i++) {
     PyObject *b = list != NULL ? batch_out(&batches[i]) : NULL;
     if (list == NULL)
-      for (int k = 0; k < batches[i].n; k++) sf_release(batches[i].id, SF_COMPLETE);
+      for (int k = 0; k < batches[i].n; k++) sf_release(batches[i].lease, SF_COMPLETE);
     else if (b == NULL || PyList_SetItem(list, i, b) < 0)
       Py_CLEAR(list);
   }
-  free(batches);
+  if (batches != room) free(batches);
   return list;
 }
 
@@ -360,9 +378,13 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
   PyObject *timeout = NULL;
   int64_t ms;
   (void)self;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:get_batch", names, &timeout)) return NULL;
+  if (!by_position(args, kw, 0, 0, NULL) && !PyArg_ParseTupleAndKeywords(args, kw, "|$O:get_batch", names, &timeout)) return NULL;
   if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
   uint64_t start = ms >= 0 ? sf_now() : 0;
+  union { // what most batches fit in
+    sf_batch first;
+    char all[2048];
+  } room;
   sf_batch *batches = NULL;
   int n = 0;
   for (;;) {
@@ -373,7 +395,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
       int64_t left = ms - (int64_t)((sf_now() - start) / 1000000);
       if (left < slice) slice = left > 0 ? left : 0;
     }
-    Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, &batches, &n, &e);
+    Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, &room, sizeof room, &batches, &n, &e);
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
@@ -383,7 +405,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
       return sf_raise(&e);
     }
   }
-  return sf_batches_out(batches, n);
+  return sf_batches_out(batches, n, &room);
 }
 
 // Answers a batch. Takes over the owners of ts.
@@ -396,14 +418,14 @@ static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream) {
 
 static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"tensors", "handler", "need_event", NULL};
-  PyObject *tensors, *handler;
+  PyObject *a[3] = {NULL}; // the arguments
   int need_event = 0;
   uint64_t id;
   Py_ssize_t n = 0;
   (void)self;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|p:respond", names, &tensors, &handler, &need_event)) return NULL;
-  if (sf_enter() < 0 || uint64_arg(handler, "handler", -1, &id) < 0) return NULL;
-  sf_tensor *ts = tensor_list(tensors, "tensors", NULL, NULL, 0, &n);
+  if (!by_position(args, kw, 2, 3, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OO|O:respond", names, &a[0], &a[1], &a[2])) return NULL;
+  if (bool_arg(a[2], &need_event) < 0 || sf_enter() < 0 || uint64_arg(a[1], "handler", -1, &id) < 0) return NULL;
+  sf_tensor *ts = tensor_list(a[0], "tensors", NULL, NULL, 0, &n);
   if (ts == NULL) return NULL;
   uint64_t stream = SF_COMPLETE;
   if (need_event && tensor_streams(ts, n, &stream) < 0) {

@@ -6,31 +6,9 @@
 #include <string.h>
 
 #include "_cgo_export.h"
+#include "dlpack.h"
 #include "docs.h"
-
-// DLPack's structures, as its specification has them (version 0, unversioned).
-typedef struct {
-  int32_t device_type, device_id;
-} dl_device;
-typedef struct {
-  uint8_t code, bits;
-  uint16_t lanes;
-} dl_dtype;
-typedef struct {
-  void *data;
-  dl_device device;
-  int32_t ndim;
-  dl_dtype dtype;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-} dl_tensor;
-typedef struct dl_managed {
-  dl_tensor t;
-  void *context;
-  void (*deleter)(struct dl_managed *);
-} dl_managed;
-
-enum { DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_CUDA_MANAGED = 13 };
+#include "exchange.h"
 
 #define TAKEN "fserver_lib.dltensor"
 
@@ -53,7 +31,7 @@ static const struct {
     {"int4", 1, 0, 0},       {"int5", 1, 0, 0},       {"int6", 1, 0, 0},       {"int7", 1, 0, 0},
     {"float8_e8m0fnu", 1, 0, 0}, {"float4_e2m1fn_x2", 1, 0, 0}, {"float8_e8m0fnu_x4", 4, 0, 0},
 };
-enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], COMPLEX32 = 8, COMPLEX128 = 10, BOOL = 11, UINT16 = 27, UINT32 = 28, UINT64 = 29 };
+enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], UINT8 = 0, INT8 = 1, COMPLEX32 = 8, COMPLEX128 = 10, BOOL = 11, UINT16 = 27, UINT32 = 28, UINT64 = 29 };
 
 static PyObject *error_value, *error_type, *tensor_class;
 
@@ -63,16 +41,18 @@ static int cuda;
 
 // What is needed of torch, found when the first tensor comes after its import.
 static struct {
-  PyObject *tensor;  // torch.Tensor
+  PyObject *tensor;    // torch.Tensor
+  PyObject *parameter; // torch.nn.Parameter, or NULL
   PyObject *codes;   // dict: torch.dtype -> int
   PyObject *dtypes[NDTYPES];
   PyObject *from_dlpack, *empty;
   PyObject *current_stream; // NULL in a PyTorch without CUDA
+  int gpu;                  // from_dlpack has made a tensor on a GPU: it prepares PyTorch for that
 } torch;
 
-// Gives back one tensor of batch id. Work that is queued on a GPU may still read it:
+// Gives back one tensor of a batch. Work that is queued on a GPU may still read it:
 // the library waits for that.
-static void release(const sf_tensor *t, uint64_t id) {
+static void release(const sf_tensor *t, uint64_t lease) {
   uint64_t stream = SF_COMPLETE;
   if (sf_forked) return;
   if (t->device_type == SF_GPU && Py_IsInitialized()) { // PyTorch may call without the GIL
@@ -83,12 +63,21 @@ static void release(const sf_tensor *t, uint64_t id) {
     PyErr_Restore(type, value, trace);
     PyGILState_Release(g);
   }
-  sf_release(id, stream);
+  sf_release(lease, stream);
 }
 
 // Names that are looked up for every tensor.
 static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_view, *s_interface, *s_is_conj, *s_is_neg, *s_index,
-    *s_dlpack_device;
+    *s_dlpack_device, *s_is_cpu;
+
+// label is the name of an argument for errors: item i of what, or what if i is -1.
+typedef struct {
+  const char *what;
+  Py_ssize_t i;
+  char buf[64];
+} label;
+
+static const char *named(label *name) { return sf_name(name->buf, sizeof name->buf, name->what, name->i); }
 
 const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i) {
   if (i < 0)
@@ -133,15 +122,23 @@ static int torch_ready(void) {
   }
   if (codes == NULL) return -1;
   torch.codes = codes;
-  torch.tensor = PyObject_GetAttrString(m, "Tensor");
-  return torch.tensor != NULL ? 1 : -1;
+  PyObject *nn = PyObject_GetAttrString(m, "nn"), *class = PyObject_GetAttrString(m, "Tensor");
+  if (nn != NULL) torch.parameter = PyObject_GetAttrString(nn, "Parameter");
+  Py_XDECREF(nn);
+  if (class == NULL || sf_not_ours() || exchange_find(class) < 0) {
+    Py_XDECREF(class);
+    return -1;
+  }
+  PyErr_Clear();
+  torch.tensor = class;
+  return 1;
 }
 
 int tensor_stream(int32_t device, uint64_t *stream) {
   int ready = torch_ready();
   if (ready < 0) return -1;
   *stream = 0;
-  if (!ready || torch.current_stream == NULL) return 0;
+  if (!ready || torch.current_stream == NULL || exchange_stream(device, stream)) return 0;
   PyObject *id = PyLong_FromLong(device), *s = id != NULL ? PyObject_CallFunctionObjArgs(torch.current_stream, id, NULL) : NULL;
   Py_XDECREF(id);
   if (s == NULL) return -1;
@@ -156,9 +153,9 @@ int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream) {
   return 0;
 }
 
-static int set_shape(sf_tensor *t, Py_ssize_t ndim, const char *name) {
+static int set_shape(sf_tensor *t, Py_ssize_t ndim, label *name) {
   if (ndim > SF_MAX_DIMS) {
-    PyErr_Format(error_value, "%s has %zd dimensions, want at most %d", name, ndim, SF_MAX_DIMS);
+    PyErr_Format(error_value, "%s has %zd dimensions, want at most %d", named(name), ndim, SF_MAX_DIMS);
     return -1;
   }
   t->ndim = (int32_t)ndim;
@@ -166,7 +163,7 @@ static int set_shape(sf_tensor *t, Py_ssize_t ndim, const char *name) {
 }
 
 // Fills in the length. The sizes are checked for overflow again in Go.
-static int set_bytes(sf_tensor *t, const char *name) {
+static int set_bytes(sf_tensor *t, label *name) {
   int64_t n = dtypes[t->dtype].size;
   for (int i = 0; i < t->ndim; i++) {
     if (t->shape[i] == 0) {
@@ -176,7 +173,7 @@ static int set_bytes(sf_tensor *t, const char *name) {
   }
   for (int i = 0; i < t->ndim; i++) {
     if (t->shape[i] < 0 || n > INT32_MAX / t->shape[i]) {
-      PyErr_Format(error_value, "%s is larger than the %d bytes that a message has room for", name, INT32_MAX);
+      PyErr_Format(error_value, "%s is larger than the %d bytes that a message has room for", named(name), INT32_MAX);
       return -1;
     }
     n *= t->shape[i];
@@ -204,74 +201,6 @@ static int is(PyObject *o, PyObject *method) {
   return yes;
 }
 
-static int torch_in(PyObject *o, sf_tensor *t, const char *name) {
-  char device[16];
-  PyObject *x = PyObject_GetAttr(o, s_device);
-  if (x == NULL) return -1;
-  attr_text(x, s_type, device, sizeof device);
-  int gpu = strcmp(device, "cuda") == 0;
-  if ((!gpu || !cuda) && strcmp(device, "cpu") != 0) {
-    PyErr_Format(error_value, gpu ? "%s is on device %S, " NO_CUDA : "%s is on device %S, want cpu or cuda: this build has no backend for it", name, x);
-    Py_DECREF(x);
-    return -1;
-  }
-  t->device_type = gpu ? SF_GPU : SF_CPU;
-  if (gpu) {
-    PyObject *index = PyObject_GetAttr(x, s_index);
-    t->device_id = index != NULL ? (int32_t)PyLong_AsLong(index) : -1;
-    Py_XDECREF(index);
-  }
-  Py_DECREF(x);
-  if (PyErr_Occurred()) return -1;
-
-  x = PyObject_CallMethodObjArgs(o, s_contiguous, NULL);
-  int contiguous = x != NULL && PyObject_IsTrue(x) == 1;
-  Py_XDECREF(x);
-  if (!contiguous) {
-    PyErr_Clear();
-    PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor: call .contiguous() and keep the result", name);
-    return -1;
-  }
-  x = PyObject_GetAttr(o, s_dtype);
-  PyObject *code = x != NULL ? PyDict_GetItem(torch.codes, x) : NULL; // borrowed
-  if (code == NULL) {
-    PyErr_Clear();
-    PyErr_Format(error_value, "%s has dtype %S, which is not supported", name, x != NULL ? x : Py_None);
-    Py_XDECREF(x);
-    return -1;
-  }
-  t->dtype = (int32_t)PyLong_AsLong(code);
-  Py_DECREF(x);
-  // Such views have the memory of another tensor, and other values.
-  if ((t->dtype >= COMPLEX32 && t->dtype <= COMPLEX128 && is(o, s_is_conj)) || is(o, s_is_neg)) {
-    PyErr_Format(error_value, "%s is a conjugate or negative view: call .resolve_conj().resolve_neg() and keep the result", name);
-    return -1;
-  }
-
-  x = PyObject_GetAttr(o, s_shape); // a tuple
-  Py_ssize_t ndim = x != NULL ? PyTuple_Size(x) : -1;
-  if (ndim < 0 || set_shape(t, ndim, name) < 0) {
-    Py_XDECREF(x);
-    return -1;
-  }
-  for (Py_ssize_t d = 0; d < ndim; d++) t->shape[d] = PyLong_AsLongLong(PyTuple_GetItem(x, d));
-  Py_DECREF(x);
-  if (PyErr_Occurred() || set_bytes(t, name) < 0) return -1;
-
-  x = PyObject_CallMethodObjArgs(o, s_data_ptr, NULL);
-  if (x == NULL) return -1;
-  t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(x);
-  Py_DECREF(x);
-  if (PyErr_Occurred()) return -1;
-  if (t->ptr == NULL && t->nbytes > 0) {
-    PyErr_Format(error_value, "%s has no memory (a meta tensor?)", name);
-    return -1;
-  }
-  Py_INCREF(o);
-  t->owner = o;
-  return 0;
-}
-
 // DLPack 1.1's types of 8-bit floats, and PyTorch's codes for them.
 static const struct {
   uint8_t type;
@@ -292,6 +221,130 @@ static int code_of(dl_dtype d) {
   return -1;
 }
 
+// Whether a view has the memory of another tensor, and other values.
+static int torch_lazy(PyObject *o, int32_t dtype) {
+  return (dtype >= COMPLEX32 && dtype <= COMPLEX128 && is(o, s_is_conj)) || is(o, s_is_neg);
+}
+
+// torch_in by PyTorch's table, for tensors of no subclass. Returns 1, 0 when torch_in
+// must read it or say what is wrong with it, or -1 with an exception.
+static int torch_quick(PyObject *o, sf_tensor *t) {
+  dl_tensor d;
+  int rc = exchange_in(o, &d);
+  if (rc <= 0) return rc;
+  int gpu = cuda && d.device.device_type == DL_CUDA, dtype = code_of(d.dtype);
+  if (dtype == UINT8 || dtype == INT8) { // or a type of fewer bits
+    PyObject *own = PyObject_GetAttr(o, s_dtype);
+    Py_XDECREF(own);
+    PyErr_Clear();
+    if (own == NULL || own != torch.dtypes[dtype]) return 0;
+  }
+  if ((!gpu && d.device.device_type != DL_CPU) || dtype < 0 || d.ndim < 0 || d.ndim > SF_MAX_DIMS) return 0;
+  int64_t n = 1, bytes = dtypes[dtype].size; // n is of the dimensions so far
+  for (int i = d.ndim - 1; i >= 0; i--) {
+    int64_t size = t->shape[i] = d.shape[i];
+    if (size <= 0 || (size != 1 && d.strides[i] != n) || n > INT32_MAX / bytes / size) return 0;
+    n *= size;
+  }
+  t->ptr = (char *)d.data + d.byte_offset;
+  if (d.data == NULL || torch_lazy(o, dtype)) return 0;
+  t->nbytes = n * bytes;
+  t->ndim = d.ndim;
+  t->dtype = dtype;
+  t->device_type = gpu ? SF_GPU : SF_CPU;
+  t->device_id = gpu ? d.device.device_id : 0;
+  Py_INCREF(o);
+  t->owner = o;
+  return 1;
+}
+
+// Whether a torch.Tensor is of no subclass that could see things differently.
+static int plain(PyObject *o) {
+  PyObject *class = (PyObject *)Py_TYPE(o);
+  return class == torch.tensor || class == torch.parameter;
+}
+
+// Whether an attribute is True; it may be missing.
+static int has(PyObject *o, PyObject *attr) {
+  PyObject *x = PyObject_GetAttr(o, attr);
+  int yes = x == Py_True;
+  Py_XDECREF(x);
+  PyErr_Clear();
+  return yes;
+}
+
+static int torch_device(PyObject *o, sf_tensor *t, label *name) {
+  char device[16];
+  t->device_type = SF_CPU;
+  if (plain(o) && has(o, s_is_cpu)) return 0; // by far cheaper than the rest
+  PyObject *x = PyObject_GetAttr(o, s_device);
+  if (x == NULL) return -1;
+  attr_text(x, s_type, device, sizeof device);
+  int gpu = strcmp(device, "cuda") == 0;
+  if ((!gpu || !cuda) && strcmp(device, "cpu") != 0) {
+    PyErr_Format(error_value, gpu ? "%s is on device %S, " NO_CUDA : "%s is on device %S, want cpu or cuda: this build has no backend for it", named(name), x);
+    Py_DECREF(x);
+    return -1;
+  }
+  t->device_type = gpu ? SF_GPU : SF_CPU;
+  if (gpu) {
+    PyObject *index = PyObject_GetAttr(x, s_index);
+    t->device_id = index != NULL ? (int32_t)PyLong_AsLong(index) : -1;
+    Py_XDECREF(index);
+  }
+  Py_DECREF(x);
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+static int torch_in(PyObject *o, sf_tensor *t, label *name) {
+  if (torch_device(o, t, name) < 0) return -1;
+  PyObject *x = PyObject_CallMethodObjArgs(o, s_contiguous, NULL);
+  int contiguous = x != NULL && PyObject_IsTrue(x) == 1;
+  Py_XDECREF(x);
+  if (!contiguous) {
+    PyErr_Clear();
+    PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor: call .contiguous() and keep the result", named(name));
+    return -1;
+  }
+  x = PyObject_GetAttr(o, s_dtype);
+  PyObject *code = x != NULL ? PyDict_GetItem(torch.codes, x) : NULL; // borrowed
+  if (code == NULL) {
+    PyErr_Clear();
+    PyErr_Format(error_value, "%s has dtype %S, which is not supported", named(name), x != NULL ? x : Py_None);
+    Py_XDECREF(x);
+    return -1;
+  }
+  t->dtype = (int32_t)PyLong_AsLong(code);
+  Py_DECREF(x);
+  if (torch_lazy(o, t->dtype)) {
+    PyErr_Format(error_value, "%s is a conjugate or negative view: call .resolve_conj().resolve_neg() and keep the result", named(name));
+    return -1;
+  }
+
+  x = PyObject_GetAttr(o, s_shape); // a tuple
+  Py_ssize_t ndim = x != NULL ? PyTuple_Size(x) : -1;
+  if (ndim < 0 || set_shape(t, ndim, name) < 0) {
+    Py_XDECREF(x);
+    return -1;
+  }
+  for (Py_ssize_t d = 0; d < ndim; d++) t->shape[d] = PyLong_AsLongLong(PyTuple_GetItem(x, d));
+  Py_DECREF(x);
+  if (PyErr_Occurred() || set_bytes(t, name) < 0) return -1;
+
+  x = PyObject_CallMethodObjArgs(o, s_data_ptr, NULL);
+  if (x == NULL) return -1;
+  t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(x);
+  Py_DECREF(x);
+  if (PyErr_Occurred()) return -1;
+  if (t->ptr == NULL && t->nbytes > 0) {
+    PyErr_Format(error_value, "%s has no memory (a meta tensor?)", named(name));
+    return -1;
+  }
+  Py_INCREF(o);
+  t->owner = o;
+  return 0;
+}
+
 // PyTorch's code for NumPy's type string such as "<f4", or -1.
 static int code_of_numpy(const char *s) {
   static const struct {
@@ -306,7 +359,7 @@ static int code_of_numpy(const char *s) {
 
 // NumPy arrays by their array interface, since DLPack does not share read-only
 // ones. Returns 0, -1 with an exception, or 1 when DLPack must do.
-static int numpy_in(PyObject *o, sf_tensor *t, const char *name, int writable) {
+static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   char type[16];
   int rc = 1;
   PyObject *d = PyObject_GetAttr(o, s_interface);
@@ -324,22 +377,22 @@ static int numpy_in(PyObject *o, sf_tensor *t, const char *name, int writable) {
   if ((t->dtype = code_of_numpy(type)) < 0) goto out;
   rc = -1;
   if (PyDict_GetItemString(d, "__ref") != NULL) { // it goes with d
-    PyErr_Format(error_type, "%s is %R, which has no memory of its own, want an array: use numpy.array", name, (PyObject *)Py_TYPE(o));
+    PyErr_Format(error_type, "%s is %R, which has no memory of its own, want an array: use numpy.array", named(name), (PyObject *)Py_TYPE(o));
     goto out;
   }
   if (strides != NULL && strides != Py_None) {
-    PyErr_Format(error_value, "%s is not contiguous, want a contiguous array: use numpy.ascontiguousarray", name);
+    PyErr_Format(error_value, "%s is not contiguous, want a contiguous array: use numpy.ascontiguousarray", named(name));
     goto out;
   }
   if (writable && PyObject_IsTrue(PyTuple_GetItem(data, 1)) != 0) {
-    PyErr_Format(error_value, "%s is read-only, want an array that can be written to", name);
+    PyErr_Format(error_value, "%s is read-only, want an array that can be written to", named(name));
     goto out;
   }
   if (set_shape(t, PyTuple_Size(shape), name) < 0) goto out;
   for (int k = 0; k < t->ndim; k++) t->shape[k] = PyLong_AsLongLong(PyTuple_GetItem(shape, k));
   t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(data, 0));
   if (PyErr_Occurred()) {
-    if (!sf_not_ours()) PyErr_Format(error_type, "%s has an __array_interface__ that NumPy would not give it", name);
+    if (!sf_not_ours()) PyErr_Format(error_type, "%s has an __array_interface__ that NumPy would not give it", named(name));
     goto out;
   }
   if (set_bytes(t, name) < 0) goto out;
@@ -382,13 +435,13 @@ static PyObject *dlpack_of(PyObject *o) {
   return capsule;
 }
 
-static int dlpack_in(PyObject *o, sf_tensor *t, const char *name) {
+static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
   PyObject *capsule = dlpack_of(o);
   if (capsule == NULL) {
     if (sf_not_ours()) return -1;
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    PyErr_Format(error_value, "%s cannot be shared by DLPack: %S", name, value != NULL ? value : Py_None);
+    PyErr_Format(error_value, "%s cannot be shared by DLPack: %S", named(name), value != NULL ? value : Py_None);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);
@@ -397,24 +450,24 @@ static int dlpack_in(PyObject *o, sf_tensor *t, const char *name) {
   dl_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
   if (m == NULL) {
     PyErr_Clear();
-    PyErr_Format(error_type, "%s.__dlpack__() returned %R, want a DLPack capsule", name, capsule);
+    PyErr_Format(error_type, "%s.__dlpack__() returned %R, want a DLPack capsule", named(name), capsule);
     goto fail;
   }
   int32_t on = m->t.device.device_type;
   int gpu = on == DL_CUDA || on == DL_CUDA_MANAGED;
   if (gpu && !cuda) {
-    PyErr_Format(error_value, "%s is on device cuda:%d, " NO_CUDA, name, (int)m->t.device.device_id);
+    PyErr_Format(error_value, "%s is on device cuda:%d, " NO_CUDA, named(name), (int)m->t.device.device_id);
     goto fail;
   }
   if (!gpu && on != DL_CPU && on != DL_CUDA_HOST) {
-    PyErr_Format(error_value, "%s is on DLPack device type %d, want 1 (cpu) or 2 (cuda): this build has no backend for it", name, (int)on);
+    PyErr_Format(error_value, "%s is on DLPack device type %d, want 1 (cpu) or 2 (cuda): this build has no backend for it", named(name), (int)on);
     goto fail;
   }
   t->device_type = gpu ? SF_GPU : SF_CPU;
   t->device_id = gpu ? m->t.device.device_id : 0;
   t->dtype = code_of(m->t.dtype);
   if (t->dtype < 0) {
-    PyErr_Format(error_value, "%s has DLPack type code %d with %d bits and %d lanes, which is not supported", name,
+    PyErr_Format(error_value, "%s has DLPack type code %d with %d bits and %d lanes, which is not supported", named(name),
                  (int)m->t.dtype.code, (int)m->t.dtype.bits, (int)m->t.dtype.lanes);
     goto fail;
   }
@@ -424,7 +477,7 @@ static int dlpack_in(PyObject *o, sf_tensor *t, const char *name) {
   int64_t stride = 1;
   for (int d = t->ndim - 1; m->t.strides != NULL && t->nbytes > 0 && d >= 0; d--) {
     if (t->shape[d] != 1 && m->t.strides[d] != stride) {
-      PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor", name);
+      PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor", named(name));
       goto fail;
     }
     stride *= t->shape[d];
@@ -447,25 +500,29 @@ fail:
 // Tensor is what Python gets from Go when there is no torch.
 typedef struct {
   PyObject_HEAD sf_tensor t;
-  uint64_t id;
+  uint64_t lease;
 } tensor_object;
 
 int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int writable) {
-  char name[64];
+  label at = {.what = what, .i = i}, *name = &at;
   memset(t, 0, sizeof *t);
-  sf_name(name, sizeof name, what, i);
   int ready = torch_ready();
   if (ready < 0) return -1;
+  if (ready && plain(o)) {
+    int rc = torch_quick(o, t);
+    if (rc != 0) return rc > 0 ? 0 : -1;
+    memset(t, 0, sizeof *t);
+  }
   int is_torch = ready ? PyObject_IsInstance(o, torch.tensor) : 0;
   if (is_torch < 0) {
-    if (!sf_not_ours()) PyErr_Format(error_type, "%s does not tell what it is, want a torch.Tensor or another object with __dlpack__", name);
+    if (!sf_not_ours()) PyErr_Format(error_type, "%s does not tell what it is, want a torch.Tensor or another object with __dlpack__", named(name));
     return -1;
   }
   if (is_torch) {
     if (torch_in(o, t, name) == 0) return 0;
     if (!PyErr_ExceptionMatches(error_value) && !sf_not_ours()) {
       PyErr_Clear();
-      PyErr_Format(error_value, "%s is a tensor without an address of its own (sparse, quantised or a subclass)", name);
+      PyErr_Format(error_value, "%s is a tensor without an address of its own (sparse, quantised or a subclass)", named(name));
     }
     return -1;
   }
@@ -478,7 +535,7 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
   int rc = numpy_in(o, t, name, writable);
   if (rc <= 0) return rc;
   if (!PyObject_HasAttr(o, s_dlpack)) {
-    PyErr_Format(error_type, "%s is %R, want a torch.Tensor or another object with __dlpack__", name, (PyObject *)Py_TYPE(o));
+    PyErr_Format(error_type, "%s is %R, want a torch.Tensor or another object with __dlpack__", named(name), (PyObject *)Py_TYPE(o));
     return -1;
   }
   if (writable) {
@@ -489,26 +546,30 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
     Py_XDECREF(text);
     PyErr_Clear();
     if (jax) {
-      PyErr_Format(error_type, "%s is a JAX array, which cannot be written to: pull into a NumPy array or a torch.Tensor", name);
+      PyErr_Format(error_type, "%s is a JAX array, which cannot be written to: pull into a NumPy array or a torch.Tensor", named(name));
       return -1;
     }
   }
   return dlpack_in(o, t, name);
 }
 
-// A capsule over memory of batch id.
+// Memory of a batch in one of DLPack's two forms.
 typedef struct {
-  dl_managed m;
+  union {
+    dl_managed plain; // what a capsule holds
+    dl_versioned versioned;
+  } m;
   int64_t shape[SF_MAX_DIMS + 1], strides[SF_MAX_DIMS + 1];
   sf_tensor tensor;
-  uint64_t id;
-  PyObject *keeper; // a Tensor, or NULL: then the capsule holds the batch itself
+  uint64_t lease;
+  PyObject *keeper; // a Tensor, or NULL: then it holds the batch itself
+  int *gone;        // set when it is freed, unless NULL
 } exported;
 
-static void delete_exported(dl_managed *m) {
-  exported *x = (exported *)m;
+static void delete_exported(exported *x) {
+  if (x->gone != NULL) *x->gone = 1;
   if (x->keeper == NULL) {
-    release(&x->tensor, x->id);
+    release(&x->tensor, x->lease);
   } else {
     PyGILState_STATE g = PyGILState_Ensure();
     Py_DECREF(x->keeper);
@@ -516,6 +577,9 @@ static void delete_exported(dl_managed *m) {
   }
   free(x);
 }
+
+static void delete_plain(dl_managed *m) { delete_exported(m->context); }
+static void delete_versioned(dl_versioned *m) { delete_exported(m->context); }
 
 static void delete_capsule(PyObject *capsule) {
   if (!PyCapsule_IsValid(capsule, "dltensor")) return; // somebody has taken it over
@@ -538,19 +602,14 @@ static dl_dtype type_of(int32_t code) {
   return (dl_dtype){dtypes[code].code, dtypes[code].bits, 1};
 }
 
-// Exports t. With bytes set, as a row of uint8. On failure nothing is released.
-static PyObject *export_tensor(const sf_tensor *t, uint64_t id, PyObject *keeper, int bytes) {
+// Fills in d, which is part of x. With bytes set, it is a row of uint8.
+static void describe(exported *x, dl_tensor *d, const sf_tensor *t, uint64_t lease, PyObject *keeper, int bytes) {
   static char nothing;
-  exported *x = calloc(1, sizeof *x);
-  if (x == NULL) return PyErr_NoMemory();
-  dl_tensor *d = &x->m.t;
   d->data = t->ptr != NULL ? t->ptr : &nothing;
   d->device.device_type = t->device_type == SF_GPU ? DL_CUDA : DL_CPU;
   d->device.device_id = t->device_type == SF_GPU ? t->device_id : 0;
-  d->dtype.lanes = 1;
   if (bytes) {
-    d->dtype.code = 1;
-    d->dtype.bits = 8;
+    d->dtype = (dl_dtype){1, 8, 1};
     d->ndim = 1;
     x->shape[0] = t->nbytes;
   } else {
@@ -565,18 +624,56 @@ static PyObject *export_tensor(const sf_tensor *t, uint64_t id, PyObject *keeper
   }
   d->shape = x->shape;
   d->strides = x->strides;
-  x->m.context = x;
-  x->m.deleter = delete_exported;
+  d->byte_offset = 0;
   x->tensor = *t;
-  x->id = id;
+  x->lease = lease;
+  x->keeper = keeper;
+  x->gone = NULL;
+}
+
+// Exports t. With bytes set, as a row of uint8. On failure nothing is released.
+static PyObject *export_tensor(const sf_tensor *t, uint64_t lease, PyObject *keeper, int bytes) {
+  exported *x = malloc(sizeof *x);
+  if (x == NULL) return PyErr_NoMemory();
+  describe(x, &x->m.plain.t, t, lease, keeper, bytes);
+  x->m.plain.context = x;
+  x->m.plain.deleter = delete_plain;
   PyObject *capsule = PyCapsule_New(x, "dltensor", delete_capsule);
   if (capsule == NULL) {
     free(x);
     return NULL;
   }
-  x->keeper = keeper;
   Py_XINCREF(keeper);
   return capsule;
+}
+
+// torch_out by PyTorch's table. Returns 1, 0 when it must be done by a capsule, or -1
+// with an exception; the batch is then released.
+static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObject **out) {
+  int gone = 0;
+  if (type_of(t->dtype).bits == 0 || (t->device_type == SF_GPU && !torch.gpu)) return 0;
+  exported *x = malloc(sizeof *x);
+  if (x == NULL) return 0;
+  dl_versioned *m = &x->m.versioned;
+  describe(x, &m->t, t, lease, keeper, 0);
+  m->version = (dl_version){1, 0};
+  m->flags = 0;
+  m->context = x;
+  m->deleter = delete_versioned;
+  x->gone = &gone;
+  Py_XINCREF(keeper);
+  *out = exchange_out(m);
+  if (*out != NULL) {
+    x->gone = NULL;
+    return 1;
+  }
+  if (gone) {
+    PyErr_SetString(error_value, "PyTorch makes no tensor of what a worker pushed");
+    return -1;
+  }
+  Py_XDECREF(keeper);
+  free(x);
+  return 0;
 }
 
 static PyObject *shape_tuple(const sf_tensor *t) {
@@ -588,18 +685,18 @@ static PyObject *shape_tuple(const sf_tensor *t) {
   return s;
 }
 
-// keeper may be NULL: then the tensor holds batch id.
-static PyObject *torch_out(const sf_tensor *t, uint64_t id, PyObject *keeper) {
+// keeper may be NULL: then the tensor holds the batch.
+static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper) {
   PyObject *dtype = t->dtype >= 0 && t->dtype < NDTYPES ? torch.dtypes[t->dtype] : NULL;
   if (dtype == NULL) {
-    if (keeper == NULL) release(t, id);
+    if (keeper == NULL) release(t, lease);
     PyErr_Format(error_value, "a worker pushed a tensor with dtype code %d (%s) under key %llu, which this PyTorch does not have",
                  (int)t->dtype, t->dtype >= 0 && t->dtype < NDTYPES ? dtypes[t->dtype].name : "unknown", (unsigned long long)t->key);
     return NULL;
   }
   int direct = dtypes[t->dtype].bits != 0;
   if (t->nbytes == 0) {
-    if (keeper == NULL) release(t, id);
+    if (keeper == NULL) release(t, lease);
     PyObject *s = shape_tuple(t), *kw = PyDict_New(), *args = s != NULL ? PyTuple_Pack(1, s) : NULL, *r = NULL;
     if (args != NULL && kw != NULL && PyDict_SetItemString(kw, "dtype", dtype) == 0) r = PyObject_Call(torch.empty, args, kw);
     Py_XDECREF(s);
@@ -607,13 +704,17 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t id, PyObject *keeper) {
     Py_XDECREF(kw);
     return r;
   }
-  PyObject *capsule = export_tensor(t, id, keeper, !direct);
+  PyObject *r;
+  int done = quick_out(t, lease, keeper, &r);
+  if (done != 0) return done > 0 ? r : NULL;
+  PyObject *capsule = export_tensor(t, lease, keeper, !direct);
   if (capsule == NULL) {
-    if (keeper == NULL) release(t, id);
+    if (keeper == NULL) release(t, lease);
     return NULL;
   }
-  PyObject *r = PyObject_CallFunctionObjArgs(torch.from_dlpack, capsule, NULL);
+  r = PyObject_CallFunctionObjArgs(torch.from_dlpack, capsule, NULL);
   Py_DECREF(capsule); // releases the batch unless torch has taken it over
+  torch.gpu |= r != NULL && t->device_type == SF_GPU;
   if (r == NULL || direct) return r;
   PyObject *v = PyObject_CallMethodObjArgs(r, s_view, dtype, NULL), *s = shape_tuple(t);
   Py_DECREF(r);
@@ -629,28 +730,28 @@ PyObject *tensor_over(const sf_tensor *t, PyObject *keeper) {
   return ready > 0 ? torch_out(t, 0, keeper) : NULL;
 }
 
-PyObject *tensor_out(const sf_tensor *t, uint64_t id) {
+PyObject *tensor_out(const sf_tensor *t, uint64_t lease) {
   int ready = torch_ready();
   if (ready < 0) {
-    release(t, id);
+    release(t, lease);
     return NULL;
   }
-  if (ready) return torch_out(t, id, NULL);
+  if (ready) return torch_out(t, lease, NULL);
   allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)tensor_class, Py_tp_alloc);
   tensor_object *o = (tensor_object *)alloc((PyTypeObject *)tensor_class, 0);
   if (o == NULL) {
-    release(t, id);
+    release(t, lease);
     return NULL;
   }
   o->t = *t;
   o->t.owner = NULL;
-  o->id = id;
+  o->lease = lease;
   return (PyObject *)o;
 }
 
 static void tensor_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
-  release(&((tensor_object *)o)->t, ((tensor_object *)o)->id);
+  release(&((tensor_object *)o)->t, ((tensor_object *)o)->lease);
   freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
   f(o);
   Py_DECREF(type);
@@ -734,7 +835,7 @@ int tensor_init(PyObject *module, PyObject *value, PyObject *type) {
   } names[] = {{&s_contiguous, "is_contiguous"}, {&s_device, "device"}, {&s_type, "type"},       {&s_data_ptr, "data_ptr"},
                {&s_dtype, "dtype"},              {&s_shape, "shape"},   {&s_dlpack, "__dlpack__"}, {&s_view, "view"},
                {&s_interface, "__array_interface__"}, {&s_is_conj, "is_conj"}, {&s_is_neg, "is_neg"},
-               {&s_index, "index"},              {&s_dlpack_device, "__dlpack_device__"}};
+               {&s_index, "index"},              {&s_dlpack_device, "__dlpack_device__"}, {&s_is_cpu, "is_cpu"}};
   error_value = value;
   error_type = type;
   cuda = sf_cuda();

@@ -37,8 +37,8 @@ int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream);
 // Makes a tensor over memory that keeper keeps: a torch.Tensor.
 PyObject *tensor_over(const sf_tensor *t, PyObject *keeper);
 
-// Makes a tensor over memory of batch id: a torch.Tensor when torch was imported,
+// Makes a tensor over memory of a batch with that lease: a torch.Tensor when torch was imported,
 // else a Tensor. It calls sf_release once when it is gone, also on failure.
-PyObject *tensor_out(const sf_tensor *t, uint64_t id);
+PyObject *tensor_out(const sf_tensor *t, uint64_t lease);
 
 #endif

@@ -49,6 +49,108 @@ def test_dtypes_and_shapes(cluster, lib):
     cluster(lib=lib).run(dtypes_worker, dtypes_server)
 
 
+# PyTorch since 2.10 has a table of C functions for its tensors. Without one that is
+# understood, all goes by its methods.
+
+def replace_table(torch, kind):
+    """Takes the table away, or puts in its place one that lacks what matters: of a
+    version that nobody knows yet, or with an old one that cannot describe tensors."""
+    import ctypes
+
+    if kind == "gone":
+        torch.Tensor.__dlpack_c_exchange_api__ = None
+        return
+    pointer, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    words = ctypes.c_uint64 * 7  # version, older table, allocate, describe and keep, make, describe, stream
+    name = b"dlpack_exchange_api"
+    old = words.from_buffer_copy((ctypes.c_char * 56).from_address(pointer(torch.Tensor.__dlpack_c_exchange_api__, name)))
+    assert old[0] & 0xFFFFFFFF == 1
+    old[5] = 0
+    newer = words(2, ctypes.addressof(old) if kind == "older" else 0, *[1] * 5)  # to call any would crash
+    torch.table = old, newer  # keeps them
+    torch.Tensor.__dlpack_c_exchange_api__ = new(ctypes.addressof(newer), name, None)
+
+
+def without_table_worker(n):
+    replace_table(n.lib.torch, n.args)
+    dtypes_worker(n)
+
+
+def without_table_server(n):
+    replace_table(n.lib.torch, n.args)
+    dtypes_server(n)
+
+
+@pytest.mark.parametrize("kind", ["gone", "newer", "older"])
+def test_without_table(cluster, kind):
+    torch = pytest.importorskip("torch", reason="is about PyTorch's tensors")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this PyTorch has no table: all tests are without it")
+    cluster(lib="torch").run(without_table_worker, without_table_server, kind)
+
+
+# Tensors of PyTorch that are more, or less, than a row of memory.
+
+def kinds(torch):
+    """Each with its elements, and the name of its type."""
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+
+    class Own(torch.Tensor):
+        pass
+
+    yield base[1:3], "float32"  # begins in the middle
+    yield base[2:3].t(), "float32"
+    yield base.t()[:, :1].t(), "float32"  # a stride of 1 where there is one row
+    yield torch.arange(3.0)[1], "float32"
+    yield base[:0], "float32"
+    yield torch.zeros(2, 0).expand(2, 0), "float32"
+    yield torch.nn.Parameter(base.clone()), "float32"
+    yield base.clone().requires_grad_(), "float32"
+    yield base.clone().as_subclass(Own), "float32"
+    yield torch.tensor([True, False, True]), "bool"
+    yield torch.tensor([1 + 2j, 3 - 4j]), "complex64"
+    for name in ("int4", "uint4", "uint7", "bits8", "float4_e2m1fn_x2"):
+        if hasattr(torch, name):
+            yield torch.arange(5, dtype=torch.uint8).view(getattr(torch, name)), name
+
+
+def raw(tensor):
+    import ctypes
+
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
+
+
+def kinds_worker(n):
+    torch = n.lib.torch
+    for i, (t, name) in enumerate(kinds(torch)):
+        pull = torch.zeros(max(len(raw(t)), 1), dtype=torch.uint8)[: len(raw(t))]
+        n.f.wait(n.f.push_pull([t], [i], [pull], [100 + i]))
+        assert raw(pull) == raw(t), f"{i}: {name}"
+        del t
+    flipped = torch.ones(3, dtype=torch.complex64).conj()
+    for bad in (flipped, flipped.imag, torch._neg_view(torch.ones(3)), torch.ones(3).expand(3, 3), torch.ones(2, 3).t()):
+        with n.raises(ValueError, "push_tensors[0]", "keep the result"):
+            n.f.push_pull([bad], [1], [], [])
+        with n.raises(ValueError, "pull_tensors[0]", "keep the result"):
+            n.f.push_pull([torch.ones(1)], [1], [bad], [1])
+
+
+def kinds_server(n):
+    torch = n.lib.torch
+    for i, (want, name) in enumerate(kinds(torch)):
+        (handler, (t,), keys), = n.f.get_batch()
+        assert keys == [i] and t.dtype == getattr(torch, name) and t.shape == want.shape, (i, name, t.dtype, t.shape)
+        assert type(t) is torch.Tensor and not t.requires_grad and t.is_contiguous() and raw(t) == raw(want), (i, name)
+        n.f.respond([t], handler)
+
+
+def test_kinds_of_tensors(cluster):
+    pytest.importorskip("torch", reason="is about PyTorch's tensors")
+    cluster(lib="torch").run(kinds_worker, kinds_server)
+
+
 # Tensors of get_batch stay what they are while Python holds them.
 
 KEPT = 200

@@ -1,0 +1,216 @@
+package core
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Item is one batch handed out, which the caller must release after answering it.
+type Item struct {
+	ID uint64
+	af.Batch
+}
+
+// queue orders complete batches by worker.
+type queue struct {
+	node *postoffice.Node
+
+	mu      sync.Mutex
+	workers []backlog // by group rank
+	filled  int       // workers that have a batch
+	next    uint64
+	out     map[uint64]af.Batch // handed out and not answered
+	acked   map[uint64]struct{} // handed out without pulls: an answer is allowed, but not needed
+	oldest  []uint64            // of acked, in order
+	lost    map[int]error       // workers by group rank
+	changed chan struct{}       // one token when there may be something to take
+	isReady func() bool         // ready, made once
+}
+
+// backlog is the batches of one worker, oldest first. Its memory is used again.
+type backlog struct {
+	items []Item
+	head  int // of items: those before it were taken
+}
+
+func (l *backlog) len() int { return len(l.items) - l.head }
+
+func (l *backlog) put(it Item) {
+	if l.head > 0 && len(l.items) == cap(l.items) && l.head >= len(l.items)/2 {
+		n := copy(l.items, l.items[l.head:])
+		clear(l.items[n:])
+		l.items, l.head = l.items[:n], 0
+	}
+	l.items = append(l.items, it)
+}
+
+// take removes the oldest; there must be one.
+func (l *backlog) take() Item {
+	it := l.items[l.head]
+	l.items[l.head] = Item{}
+	if l.head++; l.head == len(l.items) {
+		l.items, l.head = l.items[:0], 0
+		if cap(l.items) > keepBacklog {
+			l.items = nil
+		}
+	}
+	return it
+}
+
+// keepBacklog is the room for batches that a worker keeps when none is queued.
+const keepBacklog = 256
+
+func newQueue(n *postoffice.Node) *queue {
+	q := &queue{node: n, workers: make([]backlog, n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
+	q.isReady = q.ready
+	n.OnPeer(func(id int, up bool, cause error) {
+		if van.RoleOf(id) != van.Worker {
+			return
+		}
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		rank := van.RankOf(id) / n.GroupSize()
+		if up {
+			delete(q.lost, rank)
+		} else if van.RankOf(id)%n.GroupSize() == n.Instance() {
+			q.lost[rank] = cause
+		}
+		q.signal()
+	})
+	return q
+}
+
+func (q *queue) signal() {
+	select {
+	case q.changed <- struct{}{}:
+	default:
+	}
+}
+
+// put is the server's handler. The batch is held for whoever takes it, beyond its
+// answer.
+func (q *queue) put(b af.Batch) {
+	b.Retain()
+	q.mu.Lock()
+	w := &q.workers[b.SenderRank()]
+	if w.put(Item{q.next, b}); w.len() == 1 {
+		q.filled++
+	}
+	q.next++
+	ready := q.filled == len(q.workers)
+	q.mu.Unlock()
+	if ready {
+		q.signal()
+	}
+}
+
+// ready tells whether take has something to return.
+func (q *queue) ready() bool {
+	q.mu.Lock()
+	full := q.filled == len(q.workers)
+	q.mu.Unlock()
+	return full
+}
+
+// take appends the oldest batch of every worker to items when all have one, else it
+// returns false, or an error when one that has none is lost.
+func (q *queue) take(items []Item) ([]Item, bool, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.filled < len(q.workers) {
+		for rank, cause := range q.lost {
+			if q.workers[rank].len() == 0 {
+				return items, false, &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: cause,
+					Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
+			}
+		}
+		return items, false, nil
+	}
+	for i := range q.workers {
+		it := q.workers[i].take()
+		q.handOut(it)
+		items = append(items, it)
+		if q.workers[i].len() == 0 {
+			q.filled--
+		}
+	}
+	if q.filled == len(q.workers) {
+		q.signal() // for another caller: its token may have been one with ours
+	}
+	return items, true, nil
+}
+
+// keepAcked is the number of batches without pulls that can still be answered.
+const keepAcked = 4096
+
+// handOut notes that a batch has left the queue. One of several pushes and no pull
+// was acknowledged as it came, and few programs answer it: its memory is then
+// Python's alone. q.mu is held.
+func (q *queue) handOut(it Item) {
+	if it.Single() || len(it.Pulls()) > 0 || it.ResponseInOrder(nil, nil) != nil {
+		q.out[it.ID] = it.Batch
+		return
+	}
+	q.noteAcked(it.ID)
+}
+
+// noteAcked forgets the oldest when there are too many. q.mu is held.
+func (q *queue) noteAcked(id uint64) {
+	if len(q.oldest) == keepAcked {
+		delete(q.acked, q.oldest[0])
+		q.oldest = q.oldest[1:]
+	}
+	q.acked[id] = struct{}{}
+	q.oldest = append(q.oldest, id)
+}
+
+// missing names the workers that have no batch.
+func (q *queue) missing() (names []string) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for rank := range q.workers {
+		if q.workers[rank].len() == 0 {
+			names = append(names, q.node.PeerName(q.node.WorkerInstance(rank)))
+		}
+	}
+	return names
+}
+
+// unknown says why there is no batch to answer. q.mu is held.
+func (q *queue) unknown(id uint64) error {
+	if q.waits(id) {
+		return fmt.Errorf("respond: %w: get_batch has not returned handler %d yet", ErrMisuse, id)
+	}
+	if id < q.next {
+		return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
+	}
+	return fmt.Errorf("respond: %w: unknown handler %d, get_batch has returned handlers below %d", ErrMisuse, id, q.next)
+}
+
+func misfit(id uint64, pulls, tensors int) error {
+	return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, tensors, id, pulls)
+}
+
+// waits tells whether the batch with that id has not been handed out yet. q.mu is
+// held.
+func (q *queue) waits(id uint64) bool {
+	for i := range q.workers {
+		for _, it := range q.workers[i].items[q.workers[i].head:] {
+			if it.ID == id {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// putBack makes a batch answerable again after an answer that did not fit.
+func (q *queue) putBack(id uint64, b af.Batch) {
+	q.mu.Lock()
+	q.out[id] = b
+	q.mu.Unlock()
+}
