@@ -35,7 +35,7 @@ func flat(t testing.TB, before, after usage, requests int) {
 	t.Helper()
 	noise := 2 << 20
 	if vantest.Race {
-		noise = 8 << 20 // its shadow of the heap
+		noise = 16 << 20 // its shadow of the heap: 3 to 9 MB are seen, as many for 50,000 requests as for 290,000
 	}
 	t.Logf("resident %d KiB, then %d KiB; goroutines %d, then %d", before.resident>>10, after.resident>>10, before.goroutines, after.goroutines)
 	if grown := after.resident - before.resident; grown > noise {
@@ -81,7 +81,7 @@ const warmUp = 10_000
 
 func total() int {
 	if vantest.Race {
-		return 60_000
+		return 100_000
 	}
 	return 200_000
 }
