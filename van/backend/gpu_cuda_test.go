@@ -368,6 +368,36 @@ func BenchmarkCUDARecordSync(b *testing.B) {
 	}
 }
 
+// BenchmarkCUDACalls is what is called for each value between processes of one host.
+func BenchmarkCUDACalls(b *testing.B) {
+	g := openGPU(b, 0)
+	s, d, e := must[uintptr](b)(g.NewStream()), must[Mem](b)(g.Alloc(4096)), must[Event](b)(g.NewEvent())
+	defer e.Close()
+	d2 := must[Mem](b)(g.Alloc(4096))
+	for _, c := range []struct {
+		name string
+		call func() error
+	}{
+		{"enter and leave", func() error { return g.enter(func() error { return nil }) }},
+		{"Idle of the default stream", func() error { _, err := g.Idle(0); return err }},
+		{"Idle", func() error { _, err := g.Idle(s); return err }},
+		{"Export", func() error { _, err := g.Export(d); return err }},
+		{"CopyAsync", func() error { return g.CopyAsync(d2, d, s) }},
+		{"Record", func() error { return e.Record(s) }},
+		{"Query", func() error { _, err := e.Query(); return err }},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := c.call(); err != nil {
+					b.Fatal(err)
+				}
+			}
+			settle(b, g, s)
+		})
+	}
+}
+
 func BenchmarkCUDACopy(b *testing.B) {
 	g := openGPU(b, 0)
 	for _, n := range []int{1 << 10, 917_504, 16 << 20} {

@@ -90,7 +90,7 @@ func TestSignalsFail(t *testing.T) {
 }
 
 // settle waits for all that is queued in stream.
-func settle(t *testing.T, g *gpu, stream uintptr) {
+func settle(t testing.TB, g *gpu, stream uintptr) {
 	t.Helper()
 	e, err := g.NewEvent()
 	if err == nil {
