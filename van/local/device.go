@@ -174,7 +174,11 @@ func (s *deviceSource) begin(p *parcel) error {
 		if err := s.d.CopyAsync(dst, m.mem.Sub(e.Offset, h.n), s.stream); err != nil {
 			return err
 		}
-		return event.Record(s.stream)
+		err := event.Record(s.stream)
+		if err != nil {
+			s.settleStream() // here: who takes the place back now must not find the copy at work
+		}
+		return err
 	})
 	if errors.Is(err, errRevoked) {
 		s.events = append(s.events, event)
@@ -352,16 +356,33 @@ func (s *deviceSource) ask(p *parcel) error {
 	return s.d.health()
 }
 
+// settleStream waits until nothing is under way on the stream, without an event.
+func (s *deviceSource) settleStream() {
+	idler, ok := s.d.Backend.(backend.StreamIdler)
+	for end := clock.Now() + uint64(s.v.dropTime); ok && clock.Now() < end; time.Sleep(copyNap) {
+		if idle, err := idler.Idle(s.stream); idle || err != nil {
+			return
+		}
+	}
+}
+
 // drop waits for the copies under way, which write to memory that is used again, and
-// forgets all messages.
+// forgets all messages. It waits for dropTime at most, however many there are: nothing is
+// received meanwhile.
 func (s *deviceSource) drop() {
+	ctx, cancel := context.WithTimeout(context.Background(), s.v.dropTime)
+	defer cancel()
+	var broken error // of the device: it writes nothing any more
 	for ; s.waiting(); s.first++ {
 		p := s.queue[s.first]
 		if p.copied != nil {
-			ctx, cancel := context.WithTimeout(context.Background(), dropTime)
-			err := p.copied.Sync(ctx)
-			cancel()
-			if err != nil && s.d.health() == nil {
+			done, err := p.copied.Query()
+			if !done && broken == nil {
+				if err = p.copied.Sync(ctx); err != nil {
+					broken = s.d.health()
+				}
+			}
+			if err != nil && broken == nil {
 				s.v.log.Error("a copy from a lost peer does not end; its memory is not used again", "from", van.NodeName(p.from.id), "err", err)
 				p.onDevice, p.blocks[partVals] = nil, nil
 			}

@@ -148,7 +148,7 @@ func (l *inLink) feed(p *parcel) error {
 	if l.dev == nil {
 		return &van.FieldError{Field: "record.part.form", Value: partDevice, Want: "host memory: it was agreed that this process does not copy from the sender's device"}
 	}
-	if err := p.decode(); err != nil {
+	if err := p.decode(l.v.places); err != nil {
 		return err
 	}
 	return l.dev.begin(p)
@@ -165,6 +165,8 @@ func (l *inLink) message(b []byte) (*parcel, error) {
 	err := p.rec.parse(p.buf)
 	switch {
 	case err != nil:
+	case p.buf[4] != kindMessage: // as it was a moment ago
+		err = &van.FieldError{Field: "record.kind", Value: p.buf[4], Want: "what it was when the record was looked at first"}
 	case p.rec.lends():
 		if l.source == nil && p.rec.has(partLent) {
 			err = &van.FieldError{Field: "record.part.form", Value: partLent, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
@@ -187,7 +189,7 @@ func (l *inLink) message(b []byte) (*parcel, error) {
 			return nil, nil
 		}
 	case p.rec.parts[0].form == partInline:
-		err = p.decode()
+		err = p.decode(l.v.places)
 	}
 	if err == nil && p.rec.streams() {
 		if err = l.v.allot(p); err == nil {
@@ -239,7 +241,7 @@ func (l *inLink) chunk(b []byte) (*parcel, error) {
 	}
 	// A meta that was streamed says only now what the other parts are.
 	if l.part == 0 {
-		if err := p.decode(); err != nil {
+		if err := p.decode(l.v.places); err != nil {
 			return nil, err
 		}
 	}
@@ -291,8 +293,9 @@ func (l *inLink) rest(b []byte) (*parcel, error) {
 	return p, nil
 }
 
-// decode reads the meta and finds the inline frames.
-func (p *parcel) decode() error {
+// decode reads the meta and finds the inline frames. An answer whose values have no place
+// to look for is taken out of q.
+func (p *parcel) decode(q *places) error {
 	meta := p.dst[0]
 	if h := &p.rec.parts[0]; h.form == partInline {
 		meta = p.buf[h.off : h.off+h.n]
@@ -309,6 +312,10 @@ func (p *parcel) decode() error {
 		if h := &p.rec.parts[i+1]; h.form == partInline {
 			m.SetFrame(i, backend.Bytes(p.buf[h.off:h.off+h.n:h.off+h.n]))
 		}
+	}
+	// Other values find their place, if they have one, later.
+	if !m.Request && !m.Push && (m.Frames < partVals || p.rec.parts[partVals].form == partInline || p.dst[partVals] != nil) {
+		q.answered(m.Sender, &m.Meta)
 	}
 	return nil
 }
@@ -418,7 +425,7 @@ func (v *Van) fetchFrom(l *inLink, p *parcel) error {
 		}
 	}
 	if p.msg.Sender != p.from.id { // not decoded before, as the message of a stream is
-		if err := p.decode(); err != nil {
+		if err := p.decode(v.places); err != nil {
 			return err
 		}
 		if err := v.allot(p); err != nil {

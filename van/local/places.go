@@ -138,6 +138,14 @@ func (p *places) find(msg *van.Message, n int, l *landing, device bool) (dst bac
 	return backend.Mem{}, false
 }
 
+// answered forgets the place of an answer from peer that has come another way: with it
+// the memory is the caller's again.
+func (p *places) answered(peer int, m *van.Meta) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.into, requestOf(peer, m))
+}
+
 // settle ends the use of a landing, if it is one.
 func (p *places) settle(l *landing) {
 	if l.mem.Len() == 0 {

@@ -130,7 +130,9 @@ func (v *Van) take() *parcel {
 	defer v.rx.Unlock()
 	p := v.scan(false)
 	if p == nil {
-		v.patience.empty(clock.Now())
+		now := clock.Now()
+		v.patience.empty(now)
+		v.tidy(now) // here: who spins for ever never parks
 		return nil
 	}
 	v.patience.came(clock.Now(), v.spin)
@@ -223,7 +225,6 @@ func (v *Van) park() {
 		v.rx.Lock()
 		v.bell.arm(theLoop)
 		found = v.pending()
-		v.tidy()
 		v.rx.Unlock()
 	}
 	if !found && !v.stopping.Load() {
@@ -249,8 +250,8 @@ func (v *Van) sleepLimit(most time.Duration) time.Duration {
 const copyNap = 50 * time.Microsecond
 
 // tidy unmaps device memory of peers that was not used for a while. rx is held.
-func (v *Van) tidy() {
-	if now := clock.Now(); v.device != nil && now-v.tidied > uint64(tidyTime) {
+func (v *Van) tidy(now uint64) {
+	if v.device != nil && now-v.tidied > uint64(tidyTime) {
 		v.tidied = now
 		for _, l := range *v.ins.Load() {
 			if l.dev != nil {
@@ -266,6 +267,9 @@ const tidyTime = 5 * time.Second
 // through memory and, where peers are elsewhere too, what comes over the van
 // inside.
 func (v *Van) Poll(done func() bool) {
+	if v.linked.Load() > 0 && (v.spin <= 0 || v.closing.Load()) {
+		return
+	}
 	if v.linked.Load() == 0 || !v.beginPoll() {
 		// Another Poll serves this caller, too.
 		if v.innerPoller != nil && v.elsewhere.Load() > 0 {
@@ -274,8 +278,8 @@ func (v *Van) Poll(done func() bool) {
 		return
 	}
 	defer v.rx.Unlock()
-	if v.spin <= 0 || v.closing.Load() {
-		v.pollers.Add(-1)
+	if v.closing.Load() {
+		v.countOut(false)
 		return
 	}
 	v.polling.Store(true)
@@ -291,7 +295,7 @@ func (v *Van) Poll(done func() bool) {
 		v.poll(done)
 	}
 	// From now on the loop is to be woken, also for what has come since the last look.
-	v.tidy()
+	v.tidy(clock.Now())
 	v.polling.Store(false)
 	v.pollers.Add(-1)
 	v.bell.arm(theLoop)
@@ -308,14 +312,24 @@ func (v *Van) beginPoll() bool {
 	for begun := clock.Now(); !v.rx.TryLock(); s.pause() {
 		late := clock.Now()-begun > uint64(rxTime)
 		if late || v.polling.Load() {
-			v.pollers.Add(-1)
-			if late {
-				v.bell.wake(theLoop) // it may have gone to sleep since somebody seemed to poll
-			}
+			v.countOut(late)
 			return false
 		}
 	}
 	return true
+}
+
+// countOut ends a Poll that has not received. If it was the last one, or late, the loop
+// may have gone to sleep because of it, with nobody to arm the bell.
+func (v *Van) countOut(late bool) {
+	if v.pollers.Add(-1) > 0 && !late {
+		return
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.bell != nil { // else the van has been closed meanwhile
+		v.bell.wake(theLoop)
+	}
 }
 
 // rxTime is longer than the loop has rx but for what is rare.

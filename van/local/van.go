@@ -45,6 +45,7 @@ type Van struct {
 	// For tests.
 	streamOnly bool                     // as where reading other processes is forbidden
 	memory     func(n int) (int, error) // newMemory
+	dropTime   time.Duration            // dropTime
 
 	// What who receives uses; see receive.go.
 	rx       sync.Mutex
@@ -108,7 +109,7 @@ var (
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
 	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll), crowded: runtime.GOMAXPROCS(0) <= few,
-		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory}
+		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory, dropTime: dropTime}
 	v.losses.current = func(id int, n *neighbour) bool {
 		v.mu.Lock()
 		defer v.mu.Unlock()
@@ -212,7 +213,12 @@ func (v *Van) Start(recv van.Receiver) {
 	start := v.listener != nil && !v.closed
 	v.started = start
 	v.mu.Unlock()
-	v.inner.Start(recv)
+	v.inner.Start(func(m *van.Message) {
+		if !m.Request && !m.Push && !m.IsControl() {
+			v.places.answered(m.Sender, &m.Meta)
+		}
+		recv(m)
+	})
 	if start {
 		v.loop.Start()
 	}
@@ -231,7 +237,11 @@ func (v *Van) Send(msg *van.Message) error {
 	}
 	l := (*v.links.Load())[msg.Receiver]
 	if l == nil {
-		return v.inner.Send(msg)
+		err := v.inner.Send(msg)
+		if errors.Is(err, van.ErrInvalid) && msg.Frames >= partVals && !msg.Vals.OnHost() {
+			err = fmt.Errorf("%w: %w", err, backend.ErrNotExportable) // there has been a link a moment ago
+		}
+		return err
 	}
 	if v.closing.Load() {
 		return v.sendError(msg, van.ErrClosed)
@@ -251,7 +261,10 @@ func (v *Van) Send(msg *van.Message) error {
 		if f.OnHost() {
 			continue
 		}
-		if i != partVals-1 || !l.device {
+		if i == partVals-1 && !l.device { // but that of the link before, perhaps
+			return v.sendError(msg, fmt.Errorf("%w: the values lie on %s, want host memory: %w", van.ErrInvalid, f.Device(), backend.ErrNotExportable))
+		}
+		if i != partVals-1 {
 			return v.sendError(msg, fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device()))
 		}
 		var err error

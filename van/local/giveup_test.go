@@ -1,0 +1,255 @@
+package local
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// linked makes worker 9 and server 8 on these devices, linked both ways.
+func linked(t testing.TB, wdev, sdev backend.Backend, set func(*Van)) (worker, server *node) {
+	n := inproc.NewNetwork()
+	with := func(b backend.Backend) func(*Van) {
+		return func(v *Van) {
+			v.backend = b
+			if set != nil {
+				set(v)
+			}
+		}
+	}
+	worker, server = newNode(t, n, 9, with(wdev)), newNode(t, n, 8, with(sdev))
+	worker.start()
+	server.start()
+	worker.connect(server)
+	server.connect(worker)
+	return worker, server
+}
+
+// TestPollGivenUp: a Poll that leaves the receiving to another one may be the one because
+// of which the loop went to sleep, after that other Poll has ended.
+func TestPollGivenUp(t *testing.T) {
+	x := newNode(t, inproc.NewNetwork(), 9, nil)
+	x.rx.Lock() // as one that ends its Poll just then
+	x.polling.Store(true)
+	before := x.bell.count(theLoop)
+	if x.beginPoll() {
+		t.Fatal("a Poll has what another one holds")
+	}
+	if x.bell.count(theLoop) == before {
+		t.Error("the loop sleeps on, though nobody polls and it has not armed the bell")
+	}
+	x.polling.Store(false)
+	x.rx.Unlock()
+}
+
+// TestPollClosing: Polls while a van ends, for longer than they wait for their turn, do
+// not touch what is freed there.
+func TestPollClosing(t *testing.T) {
+	worker, server, wdev, sdev := devicePair(t)
+	open := block(sdev, server.feedOf())
+	worker.must(value(wdev, 8, 1, pattern(1, 5000)))
+	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	stop := make(chan struct{})
+	var polls sync.WaitGroup
+	for range 3 {
+		polls.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					server.beginPollOnce()
+				}
+			}
+		})
+	}
+	time.AfterFunc(20*time.Millisecond, open)
+	if err := server.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+	close(stop)
+	polls.Wait()
+}
+
+// beginPollOnce is a Poll that has looked whether the van is open a moment ago.
+func (x *node) beginPollOnce() {
+	if x.beginPoll() {
+		x.countOut(false)
+		x.rx.Unlock()
+	}
+}
+
+// TestAnswerElsewhere: an answer that comes another way than was foreseen ends the
+// expectation of it: the memory is the caller's then.
+func TestAnswerElsewhere(t *testing.T) {
+	worker, server, wdev, sdev := devicePair(t)
+	expected := func() int {
+		worker.places.mu.Lock()
+		defer worker.places.mu.Unlock()
+		return len(worker.places.into)
+	}
+	into := wdev.Mem(make([]byte, 3000))
+	for i, answer := range []*van.Message{data(9, 0, pattern(1, 3000)), data(9, 1, nil), data(9, 2, pattern(1, streamFrom))} {
+		worker.must(pullInto(8, i, into))
+		server.next().Release()
+		server.must(asAnswer(answer))
+		worker.next().Release()
+		if n := expected(); n != 0 {
+			t.Errorf("answer %d: %d answers are expected", i, n)
+		}
+		server.must(asAnswer(value(sdev, 9, i, pattern(2, 3000))))
+		m := worker.next()
+		if m.Placed {
+			t.Errorf("answer %d: a second answer went into memory that is the caller's again", i)
+		}
+		m.Release()
+	}
+	// Over the van inside, since the peer could not make a link.
+	if err := server.inner.Connect(t.Context(), 9, worker.self); err != nil {
+		t.Fatal(err)
+	}
+	worker.must(pullInto(8, 9, into))
+	server.next().Release()
+	if err := server.inner.Send(asAnswer(data(9, 9, pattern(1, 3000)))); err != nil {
+		t.Fatal(err)
+	}
+	worker.next().Release()
+	if n := expected(); n != 0 {
+		t.Errorf("over the van inside: %d answers are expected", n)
+	}
+}
+
+// TestDropBounded: a device on which copies do not end keeps the node from receiving for
+// a while, not for a while for each of them.
+func TestDropBounded(t *testing.T) {
+	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() }) // with what the copies may write to
+	worker, server := linked(t, wdev, sdev, nil)
+	server.rx.Lock()
+	server.dropTime = 300 * time.Millisecond
+	server.rx.Unlock()
+	open := block(sdev, server.feedOf())
+	const n = 20
+	for i := range n {
+		worker.must(value(wdev, 8, i, pattern(i, 5000)))
+	}
+	eventually(t, "the copies are queued", func() bool { return server.copying.Load() == n })
+	begun := time.Now()
+	l := (*worker.links.Load())[8]
+	l.mu.Lock()
+	l.write(pattern(3, 4096)) // ends the link
+	l.mu.Unlock()
+	eventually(t, "the link is given up", func() bool { return server.copying.Load() == 0 })
+	if d := time.Since(begun); d > n*server.dropTime/2 {
+		t.Errorf("given up after %s, want about %s", d, server.dropTime)
+	}
+	open()
+}
+
+type pretended = vantest.Device
+
+// unrecordable is a device whose events fail when they are recorded.
+type unrecordable struct {
+	*pretended
+	failing atomic.Bool
+}
+
+type unrecorded struct {
+	backend.Event
+	d *unrecordable
+}
+
+func (d *unrecordable) NewEvent() (backend.Event, error) {
+	e, err := d.pretended.NewEvent()
+	return unrecorded{e, d}, err
+}
+
+var errRecord = errors.New("no flag for the event")
+
+func (e unrecorded) Record(s uintptr) error {
+	if e.d.failing.Load() {
+		return errRecord
+	}
+	return e.Event.Record(s)
+}
+
+// TestDeviceUnrecorded: a copy whose event cannot be recorded is over before its memory is
+// anybody else's.
+func TestDeviceUnrecorded(t *testing.T) {
+	wdev, sdev := &unrecordable{pretended: vantest.NewDevice(1)}, vantest.NewDevice(2)
+	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
+	worker, server := linked(t, wdev, sdev, nil)
+	into := wdev.Mem(make([]byte, 3000))
+	worker.must(pullInto(8, 1, into))
+	server.next().Release()
+	open := block(wdev.pretended, worker.feedOf())
+	time.AfterFunc(20*time.Millisecond, open)
+	wdev.failing.Store(true)
+	server.must(asAnswer(value(sdev, 9, 1, pattern(1, 3000))))
+	if e := worker.event(8, false); !errors.Is(e.cause, errRecord) {
+		t.Errorf("lost because of %v", e.cause)
+	}
+	worker.Revoke(into)
+	clear(vantest.Raw(into)) // the race detector sees a copy that still runs
+}
+
+// TestTidySpinning: a node that never sleeps unmaps what is not used any more, too.
+func TestTidySpinning(t *testing.T) {
+	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
+	worker, server := linked(t, wdev, sdev, func(v *Van) { v.cfg.BusyPoll, v.spin = env.SpinForever, time.Hour })
+	worker.must(value(wdev, 8, 1, pattern(1, 100)))
+	server.next().Release()
+	s := server.feedOf()
+	server.rx.Lock()
+	for _, m := range s.maps {
+		m.used -= uint64(mapTime)
+	}
+	server.tidied = 0
+	server.rx.Unlock()
+	eventually(t, "the mapping is gone", func() bool { return sdev.Imports() == 0 })
+}
+
+// TestRecordChanges: a record that the sender changes between two looks is refused.
+func TestRecordChanges(t *testing.T) {
+	worker, server := pair(t)
+	_ = worker
+	b := valid(t)
+	b[4] = kindRest // it was kindMessage
+	server.rx.Lock()
+	defer server.rx.Unlock()
+	if p, err := (*server.ins.Load())[0].message(b); !errors.Is(err, van.ErrMalformed) {
+		t.Errorf("%v, %v", p, err)
+	}
+}
+
+// TestDeviceLinkGone: a value that was given to a link to a device that is not there any
+// more can be sent in another way.
+func TestDeviceLinkGone(t *testing.T) {
+	worker, server, wdev, _ := devicePair(t)
+	_ = server
+	l := (*worker.links.Load())[8]
+	l.device = false
+	err := worker.Send(value(wdev, 8, 1, pattern(1, 100)))
+	l.device = true
+	if !errors.Is(err, backend.ErrNotExportable) {
+		t.Errorf("a link without a device: %v", err)
+	}
+	worker.mu.Lock()
+	worker.setLink(8, nil)
+	worker.mu.Unlock()
+	if err := worker.Send(value(wdev, 8, 1, pattern(1, 100))); !errors.Is(err, backend.ErrNotExportable) {
+		t.Errorf("no link: %v", err)
+	}
+	worker.mu.Lock()
+	worker.setLink(8, l)
+	worker.mu.Unlock()
+}
