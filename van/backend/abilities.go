@@ -105,6 +105,15 @@ type Signaller interface {
 	MapHost(m Mem) (Mem, error)
 }
 
+// StreamBlocker is implemented by devices whose driver waits for all their streams before
+// it frees or unmaps memory, and begins no copy meanwhile.
+type StreamBlocker interface {
+	// MayBlock tells whether streams may wait for what the CPU does, that is, whether one
+	// was ever told to by WaitFlag or WaitSeq: in a graph it waits at any time. If what
+	// it waits for is a message, whoever receives must not free or unmap anything.
+	MayBlock() bool
+}
+
 // Export names device memory for another process of this host.
 type Export struct {
 	// Handle is the driver's name of the whole allocation (CUipcMemHandle).

@@ -25,6 +25,7 @@ type gpu struct {
 
 	crowded      bool // goroutines have few threads
 	driverEvents atomic.Bool
+	blocking     atomic.Bool  // streams may wait for the CPU
 	spin         atomic.Int64 // nanoseconds
 
 	life   sync.RWMutex // held for reading by every use of the driver
@@ -173,6 +174,12 @@ func (g *gpu) Configure(o Options) {
 	g.driverEvents.Store(o.DriverEvents)
 	g.spin.Store(int64(o.Spin))
 }
+
+var _ StreamBlocker = (*gpu)(nil)
+
+// MayBlock implements StreamBlocker. cuMemFree, cuIpcCloseMemHandle wait for a stream that
+// waits, and cuMemcpyAsync, cuMemAlloc, cuStreamCreate for them (CUDA 13, H200).
+func (g *gpu) MayBlock() bool { return g.blocking.Load() }
 
 // Describe tells what is known of the device, and what memory is free.
 func (g *gpu) Describe() (info Info, free int64, err error) {

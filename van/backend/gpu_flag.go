@@ -145,6 +145,7 @@ func (g *gpu) WriteFlag(stream uintptr, word Mem, v uint32) error {
 
 // WaitFlag makes stream wait until word has reached v.
 func (g *gpu) WaitFlag(stream uintptr, word Mem, v uint32) error {
+	g.blocking.Store(true)
 	return g.with("WaitFlag", func() error {
 		addr, err := g.flagAddr("WaitFlag", word)
 		if err != nil {

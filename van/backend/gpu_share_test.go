@@ -79,10 +79,16 @@ func TestStreamFlags(t *testing.T) {
 		t.Fatal(err)
 	}
 	flag := page.Sub(128, 4)
+	if g.MayBlock() {
+		t.Error("streams may wait for the CPU before one was told to")
+	}
 	if err := errors.Join(g.WaitFlag(waiter, flag, 7), e.Record(waiter)); err != nil {
 		t.Fatal(err)
 	}
 	query(t, e, false)
+	if !g.MayBlock() {
+		t.Error("a stream waits for the CPU, and it is not known")
+	}
 	if err := errors.Join(g.WriteFlag(s, flag, 7), e.Sync(t.Context())); err != nil {
 		t.Fatal(err)
 	}

@@ -74,6 +74,7 @@ func (g *gpu) WriteSeq(stream uintptr, flag, seq Mem) error {
 
 // WaitSeq implements Signaller.
 func (g *gpu) WaitSeq(stream uintptr, flag, seq Mem) error {
+	g.blocking.Store(true)
 	return g.signal("WaitSeq", stream, func(s *signalling) uintptr { return s.wait }, flag, seq)
 }
 

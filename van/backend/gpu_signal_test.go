@@ -35,6 +35,9 @@ func TestSignals(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
+		if !g.MayBlock() {
+			t.Error("a stream waits for the CPU, and it is not known")
+		}
 		for there.Load() < round {
 			nap(minNap)
 		}

@@ -12,6 +12,7 @@ type Pool struct {
 	alloc func(n int) (Mem, error)
 	free  func(Mem) error
 	limit int
+	keeps func() bool // nil: never
 
 	mu     sync.Mutex
 	idle   map[int][]*Buffer // by size
@@ -34,6 +35,15 @@ func (b *Buffer) Put() { b.pool.put(b) }
 // NewPool makes a pool of at most limit bytes, in use and idle.
 func NewPool(limit int, alloc func(n int) (Mem, error), free func(Mem) error) *Pool {
 	return &Pool{alloc: alloc, free: free, limit: limit, idle: map[int][]*Buffer{}}
+}
+
+// For makes the pool free nothing before its Close while b may not (StreamBlocker). It
+// returns the pool. Call it before the first Get.
+func (p *Pool) For(b Backend) *Pool {
+	if s, ok := b.(StreamBlocker); ok {
+		p.keeps = s.MayBlock
+	}
+	return p
 }
 
 // Limit is the number of bytes that the pool keeps at most.
@@ -62,7 +72,8 @@ func (p *Pool) Get(n int) (*Buffer, error) {
 		return b, nil
 	}
 	var old []*Buffer
-	if p.size+size > p.limit {
+	keeps := p.keeps != nil && p.keeps()
+	if p.size+size > p.limit && !keeps {
 		old = p.evict(p.size + size - p.limit)
 	}
 	if p.closed || p.size+size > p.limit {
@@ -76,6 +87,9 @@ func (p *Pool) Get(n int) (*Buffer, error) {
 	}
 	m, err := p.alloc(size)
 	if err != nil {
+		if keeps {
+			return nil, p.lost(size, err)
+		}
 		p.mu.Lock()
 		old = p.evict(p.limit) // the device's memory is short; ours may be in the way
 		p.mu.Unlock()

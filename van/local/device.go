@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -22,6 +23,10 @@ type device struct {
 	health func() error
 	pool   *backend.Pool // for pushes without a registered buffer
 
+	mayBlock func() bool // see backend.StreamBlocker
+	mu       sync.Mutex
+	kept     []backend.Mem // imports that are closed at the end
+
 	probe   backend.Mem // has the name in the van's token
 	exports backend.Export
 }
@@ -35,7 +40,10 @@ func openDevice(b backend.Backend, name []byte) (*device, error) {
 	if b == nil || b.Device().Type == backend.CPU {
 		return nil, errors.New("the node's backend is host memory")
 	}
-	d := &device{Backend: b, health: func() error { return nil }}
+	d := &device{Backend: b, health: func() error { return nil }, mayBlock: func() bool { return false }}
+	if s, ok := b.(backend.StreamBlocker); ok {
+		d.mayBlock = s.MayBlock
+	}
 	var ok, copies bool
 	d.Exporter, ok = b.(backend.Exporter)
 	d.AsyncCopier, copies = b.(backend.AsyncCopier)
@@ -55,12 +63,33 @@ func openDevice(b backend.Backend, name []byte) (*device, error) {
 	if err != nil {
 		return nil, errors.Join(err, b.Free(d.probe))
 	}
-	d.pool = backend.NewPool(poolBytes, b.Alloc, b.Free)
+	d.pool = backend.NewPool(poolBytes, b.Alloc, b.Free).For(b)
 	return d, nil
 }
 
 // close frees what the van has on its device.
-func (d *device) close() error { return errors.Join(d.Free(d.probe), d.pool.Close()) }
+func (d *device) close() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	var errs []error
+	for _, m := range d.kept {
+		errs = append(errs, d.CloseImport(m))
+	}
+	d.kept = nil
+	return errors.Join(append(errs, d.Free(d.probe), d.pool.Close())...)
+}
+
+// unmap closes an import. Where a stream may wait for a message, it does so at the end:
+// the driver would wait for that stream, and every copy for the driver.
+func (d *device) unmap(m backend.Mem) error {
+	if !d.mayBlock() {
+		return d.CloseImport(m)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.kept = append(d.kept, m)
+	return nil
+}
 
 // exportLen is the length of an export as it travels:
 //
@@ -137,7 +166,7 @@ func (v *Van) openDeviceSource(hello, name []byte) (s *deviceSource, err error) 
 		return nil, err
 	}
 	got := make([]byte, len(name))
-	err = errors.Join(s.d.Copy(backend.Bytes(got), m.Sub(e.Offset, len(name))), s.d.CloseImport(m))
+	err = errors.Join(s.d.Copy(backend.Bytes(got), m.Sub(e.Offset, len(name))), s.d.unmap(m))
 	if err == nil && !bytes.Equal(got, name) {
 		err = errors.New("the memory mapped is not the peer's")
 	}
@@ -251,13 +280,16 @@ func (s *deviceSource) mapOf(e *backend.Export) (*mapped, error) {
 
 func (s *deviceSource) unmap(id uint64, m *mapped) {
 	delete(s.maps, id)
-	if err := s.d.CloseImport(m.mem); err != nil {
+	if err := s.d.unmap(m.mem); err != nil {
 		s.v.log.Warn("a peer's device memory stays mapped", "err", err)
 	}
 }
 
 // tidy unmaps what was not used for a while.
 func (s *deviceSource) tidy(now uint64) {
+	if s.d.mayBlock() {
+		return // it would only be kept elsewhere
+	}
 	for id, m := range s.maps {
 		if m.busy == 0 && now-m.used > uint64(mapTime) {
 			s.unmap(id, m)
@@ -401,7 +433,7 @@ func (s *deviceSource) close() {
 	var errs []error
 	for id, m := range s.maps {
 		delete(s.maps, id)
-		errs = append(errs, s.d.CloseImport(m.mem))
+		errs = append(errs, s.d.unmap(m.mem))
 	}
 	for _, e := range s.events {
 		errs = append(errs, e.Close())

@@ -191,9 +191,14 @@ func TestDeviceUnrecorded(t *testing.T) {
 	worker.must(pullInto(8, 1, into))
 	server.next().Release()
 	open := block(wdev.pretended, worker.feedOf())
-	time.AfterFunc(20*time.Millisecond, open)
 	wdev.failing.Store(true)
 	server.must(asAnswer(value(sdev, 9, 1, pattern(1, 3000))))
+	select {
+	case e := <-worker.events:
+		t.Errorf("given up because of %v while the copy is under way", e.cause)
+	case <-time.After(200 * time.Millisecond):
+	}
+	open()
 	if e := worker.event(8, false); !errors.Is(e.cause, errRecord) {
 		t.Errorf("lost because of %v", e.cause)
 	}
@@ -252,4 +257,78 @@ func TestDeviceLinkGone(t *testing.T) {
 	worker.mu.Lock()
 	worker.setLink(8, l)
 	worker.mu.Unlock()
+}
+
+// waiting is a device with a stream that waits for a message: until that has come to its
+// end, who frees or unmaps memory waits, too.
+type waiting struct {
+	*pretended
+	waits atomic.Bool
+	t     *testing.T
+}
+
+func (d *waiting) MayBlock() bool { return d.waits.Load() }
+
+func (d *waiting) Free(m backend.Mem) error {
+	d.ends("Free")
+	return d.pretended.Free(m)
+}
+
+func (d *waiting) CloseImport(m backend.Mem) error {
+	d.ends("CloseImport")
+	return d.pretended.CloseImport(m)
+}
+
+func (d *waiting) ends(what string) {
+	if d.waits.Load() {
+		d.t.Errorf("%s waits for a stream that waits for a message", what)
+	}
+}
+
+// TestDeviceWaits: while a stream waits for a message nothing is freed or unmapped, whatever
+// comes and goes; it is at the end.
+func TestDeviceWaits(t *testing.T) {
+	wdev, sdev := vantest.NewDevice(1), &waiting{pretended: vantest.NewDevice(2), t: t}
+	t.Cleanup(func() { // after the vans
+		_, _ = wdev.Close(), sdev.Close()
+		wdev.Leaks(t)
+		sdev.Leaks(t)
+	})
+	worker, server := linked(t, wdev, sdev, nil)
+	t.Cleanup(func() { sdev.waits.Store(false) }) // before them
+	sdev.waits.Store(true)
+	server.rx.Lock()
+	server.device.pool = backend.NewPool(24000, sdev.Alloc, sdev.Free).For(sdev)
+	server.rx.Unlock()
+	for i, n := range []int{10000, 5000, 20000} { // the last one has no room
+		worker.must(value(wdev, 8, i, pattern(i, n)))
+		dev := sdev.Device()
+		if i == 2 {
+			dev = backend.Host
+		}
+		wantValue(t, server.next(), i, dev, pattern(i, n))
+	}
+	s := server.feedOf()
+	server.rx.Lock()
+	s.tidy(1 << 62)
+	for _, m := range s.maps { // something else lies there now
+		e, err := wdev.Export(wdev.Mem(make([]byte, 100)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		e.Base = m.base
+		if _, err := s.mapOf(&e); err != nil {
+			t.Fatal(err)
+		}
+		break
+	}
+	server.rx.Unlock()
+	l := (*worker.links.Load())[8]
+	l.mu.Lock()
+	l.write(pattern(3, 4096)) // ends the link, and they make another one
+	l.mu.Unlock()
+	server.event(9, false)
+	worker.event(8, true)
+	worker.must(value(wdev, 8, 9, pattern(9, 10000)))
+	wantValue(t, server.next(), 9, sdev.Device(), pattern(9, 10000))
 }

@@ -100,11 +100,11 @@ func New(inner van.Van, o Options) van.Van {
 	v := &Van{Van: inner, back: o.Backend, log: o.Log, direct: o.Direct, dsts: map[destination]backend.Mem{}}
 	v.lower, _ = van.As[van.BufferRegistrar](inner)
 	if p, ok := o.Backend.(backend.HostPinner); ok {
-		v.pinned = backend.NewPool(o.Pinned, p.AllocPinned, p.FreePinned)
+		v.pinned = backend.NewPool(o.Pinned, p.AllocPinned, p.FreePinned).For(o.Backend)
 	} else {
 		v.pinned = backend.NewPool(0, nil, nil)
 	}
-	v.device = backend.NewPool(o.Device, o.Backend.Alloc, o.Backend.Free)
+	v.device = backend.NewPool(o.Device, o.Backend.Alloc, o.Backend.Free).For(o.Backend)
 	return v
 }
 
