@@ -175,6 +175,8 @@ func (v *node) Send(m *van.Message) error {
 	}
 	c := (*v.conns.Load())[m.Receiver]
 	switch {
+	case c == nil && v.closed.Load(): // since the look above
+		return fail(van.ErrClosed, "")
 	case c == nil:
 		return fail(van.ErrUnknownPeer, "")
 	case c.down.Load():
