@@ -1,6 +1,7 @@
 package local
 
 import (
+	"context"
 	"errors"
 	"sync"
 	"sync/atomic"
@@ -331,4 +332,69 @@ func TestDeviceWaits(t *testing.T) {
 	worker.event(8, true)
 	worker.must(value(wdev, 8, 9, pattern(9, 10000)))
 	wantValue(t, server.next(), 9, sdev.Device(), pattern(9, 10000))
+}
+
+// TestPendingCopies: a long copy, of a peer that is lost, or of so many that no more are
+// begun, does not keep the loop from sleeping.
+func TestPendingCopies(t *testing.T) {
+	worker, server, wdev, sdev := devicePair(t)
+	s := server.feedOf()
+	open := block(sdev, s)
+	defer open()
+	for i := range maxCopies + 1 {
+		worker.must(value(wdev, 8, i, pattern(i, 100)))
+	}
+	pending := func() (full, lost, pending bool) {
+		server.rx.Lock()
+		defer server.rx.Unlock()
+		return s.full(), (*server.ins.Load())[0].lost.Load(), server.pending()
+	}
+	eventually(t, "no more is begun", func() bool { full, _, _ := pending(); return full })
+	if _, _, p := pending(); p {
+		t.Error("the loop looks for more without pause while it takes no more")
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_ = worker.Close(ctx)
+	eventually(t, "the loss is noticed", func() bool { _, lost, _ := pending(); return lost })
+	if _, _, p := pending(); p {
+		t.Error("the loop looks without pause for the end of copies from a lost peer")
+	}
+}
+
+// TestCloseInPoll: a delivery of a Poll may close the van.
+func TestCloseInPoll(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
+	closed := make(chan error, 1)
+	var once sync.Once
+	worker.Start(func(*van.Message) {
+		once.Do(func() {
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+			defer cancel()
+			begun := time.Now()
+			err := worker.Close(ctx)
+			if d := time.Since(begun); d > time.Second {
+				t.Errorf("Close took %s", d)
+			}
+			closed <- err
+		})
+	})
+	server.echoing()
+	worker.connect(server)
+	server.connect(worker)
+	for i := 0; len(closed) == 0; i++ {
+		if err := worker.Send(data(8, i, []byte("x"))); err != nil {
+			break
+		}
+		worker.Poll(func() bool { return false })
+	}
+	if err := <-closed; err != nil {
+		t.Error(err)
+	}
+	worker.mu.Lock()
+	defer worker.mu.Unlock()
+	if n := len(*worker.ins.Load()); worker.bell != nil || n != 0 {
+		t.Errorf("the end of the Poll has left %d links and a bell", n)
+	}
 }

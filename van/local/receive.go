@@ -160,9 +160,12 @@ func (v *Van) look() *parcel {
 	return nil
 }
 
-// spinLimit is how long to look now.
+// spinLimit is how long to look now: not at all while somebody polls, who may be closing
+// the van, and waiting for the loop.
 func (v *Van) spinLimit() time.Duration {
-	v.rx.Lock()
+	if !v.rx.TryLock() {
+		return 0
+	}
 	defer v.rx.Unlock()
 	return v.patience.spin(v.spin)
 }
@@ -201,12 +204,14 @@ func (v *Van) scan(polling bool) *parcel {
 }
 
 // pending tells whether there is something to receive, and tells peers of
-// acknowledgements. It is for who is about to stop looking. rx is held.
+// acknowledgements. It is for who is about to stop looking. Copies are none of it: who
+// sleeps while there are some looks again soon. rx is held.
 func (v *Van) pending() bool {
 	found := false
 	for _, l := range *v.ins.Load() {
 		l.tell()
-		found = found || l.lost.Load() || !l.failed() && !l.held.Load() && l.seg.tail().Load() != l.head
+		more := !l.failed() && !l.held.Load() && l.seg.tail().Load() != l.head && !l.dev.full()
+		found = found || more || l.lost.Load() && (l.failed() || !l.dev.waiting())
 	}
 	for _, l := range *v.outs.Load() {
 		found = found || l.pending()
@@ -221,8 +226,7 @@ func (v *Van) park() {
 	found := false
 	// While somebody polls, the bell stays as it is: the end of the Poll arms it and
 	// looks. One that has counted itself out is about to give up rx.
-	if v.pollers.Load() == 0 {
-		v.rx.Lock()
+	if v.lockUnlessPolled() {
 		v.bell.arm(theLoop)
 		found = v.pending()
 		v.rx.Unlock()
@@ -236,6 +240,16 @@ func (v *Van) park() {
 	if v.pollers.Load() == 0 {
 		v.bell.disarm()
 	}
+}
+
+// lockUnlessPolled takes rx unless somebody polls, whose deliveries may wait for the loop.
+func (v *Van) lockUnlessPolled() bool {
+	for s := v.spinner(); v.pollers.Load() == 0; s.pause() {
+		if v.rx.TryLock() {
+			return true
+		}
+	}
+	return false
 }
 
 // sleepLimit is how long to sleep at most: the end of a device's copy wakes nobody.
@@ -293,6 +307,12 @@ func (v *Van) Poll(done func() bool) {
 		})
 	} else {
 		v.poll(done)
+	}
+	if v.leftToPoll.Load() { // a delivery has closed the van
+		v.polling.Store(false)
+		v.pollers.Add(-1)
+		v.freeLinks()
+		return
 	}
 	// From now on the loop is to be woken, also for what has come since the last look.
 	v.tidy(clock.Now())

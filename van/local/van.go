@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -58,7 +59,9 @@ type Van struct {
 	pollers  atomic.Int32 // that have rx, or are about to try
 	polling  atomic.Bool  // one of them has it
 	parked   atomic.Bool
-	ins      atomic.Pointer[[]*inLink]
+
+	leftToPoll atomic.Bool // to free what the receiver uses, since it has closed the van
+	ins        atomic.Pointer[[]*inLink]
 
 	// Of copies by the device; see device.go.
 	copying   atomic.Int32  // by this node's device, under way
@@ -413,12 +416,31 @@ func (v *Van) Close(ctx context.Context) error {
 
 const stopTime = 200 * time.Millisecond
 
-// freeReceiver frees what who receives uses, unless somebody still does, perhaps
-// the caller.
+// inPoll tells whether the caller is called by a Poll.
+func inPoll() bool {
+	pcs := make([]uintptr, 512)
+	frames := runtime.CallersFrames(pcs[:runtime.Callers(2, pcs)])
+	for {
+		f, more := frames.Next()
+		if strings.HasSuffix(f.Function, "van/local.(*Van).Poll") {
+			return true
+		}
+		if !more {
+			return false
+		}
+	}
+}
+
+// freeReceiver frees what who receives uses, unless somebody still does. If that is the
+// caller, by a delivery of its Poll, the end of that does.
 func (v *Van) freeReceiver(ctx context.Context) {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for !v.rx.TryLock() {
+		if inPoll() {
+			v.leftToPoll.Store(true)
+			return
+		}
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
@@ -426,6 +448,11 @@ func (v *Van) freeReceiver(ctx context.Context) {
 		}
 	}
 	defer v.rx.Unlock()
+	v.freeLinks()
+}
+
+// freeLinks ends all that is received. rx is held.
+func (v *Van) freeLinks() {
 	for _, l := range *v.ins.Load() {
 		v.removeIn(l)
 	}
