@@ -410,6 +410,9 @@ func (s *deviceSource) drop() {
 		if p.copied != nil {
 			done, err := p.copied.Query()
 			if !done && broken == nil {
+				broken = s.d.health()
+			}
+			if !done && broken == nil {
 				if err = p.copied.Sync(ctx); err != nil {
 					broken = s.d.health()
 				}

@@ -398,3 +398,30 @@ func TestCloseInPoll(t *testing.T) {
 		t.Errorf("the end of the Poll has left %d links and a bell", n)
 	}
 }
+
+// TestCopyAfterPoll: a copy that a Poll has begun and not seen the end of is looked for by
+// the loop, which slept when it began.
+func TestCopyAfterPoll(t *testing.T) {
+	worker, server, wdev, sdev := devicePair(t)
+	s := server.feedOf()
+	for i := range 6 {
+		eventually(t, "the loop sleeps", server.parked.Load)
+		open := block(sdev, s)
+		polled := make(chan struct{})
+		go func() {
+			defer close(polled)
+			for server.copying.Load() == 0 {
+				server.Poll(func() bool { return server.copying.Load() > 0 })
+			}
+		}()
+		eventually(t, "it polls", server.polling.Load)
+		worker.must(value(wdev, 8, i, pattern(i, 100)))
+		<-polled
+		begun := time.Now()
+		open()
+		wantValue(t, server.next(), i, sdev.Device(), pattern(i, 100))
+		if d := time.Since(begun); d > maxSleep/5 {
+			t.Errorf("round %d: noticed %s after its end", i, d)
+		}
+	}
+}

@@ -319,7 +319,7 @@ func (v *Van) Poll(done func() bool) {
 	v.polling.Store(false)
 	v.pollers.Add(-1)
 	v.bell.arm(theLoop)
-	if v.pending() {
+	if v.pending() || v.copying.Load() > 0 { // it may sleep for longer than copies take
 		v.bell.wake(theLoop)
 	}
 }
