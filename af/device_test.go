@@ -391,13 +391,23 @@ func TestAnswersAtTheEnd(t *testing.T) {
 	}
 }
 
-// TestReleaseOn: the memory of a push is not used again while a stream reads it.
+// TestReleaseOn: the memory of a push is not used again while a stream reads it, also when
+// the server has been closed, and another one receives on its node.
 func TestReleaseOn(t *testing.T) {
+	for name, closes := range map[string]bool{"open": false, "closed": true} {
+		t.Run(name, func(t *testing.T) { releaseOn(t, closes) })
+	}
+}
+
+func releaseOn(t *testing.T, closes bool) {
 	d := startDevices(t, "inproc")
 	batches := make(chan af.Batch, 1)
-	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b.Retain() }); err != nil {
-		t.Fatal(err)
+	serve := func() {
+		if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b.Retain() }); err != nil {
+			t.Fatal(err)
+		}
 	}
+	serve()
 	push := func(v byte) af.Batch {
 		t.Helper()
 		h, err := d.w.ZBatchPushPullOn(af.Complete, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, bytes.Repeat([]byte{v}, 9000))}}, nil)
@@ -418,6 +428,14 @@ func TestReleaseOn(t *testing.T) {
 	gate, read := make(chan struct{}), make(chan byte, 1)
 	d.sdev.Queue(3, func() { <-gate; read <- vantest.Raw(mem)[8999] })
 	first.ReleaseOn(3)
+	if closes {
+		d.s.Close()
+		var err error
+		if d.s, err = af.NewTensorServer(d.Servers[0], af.Options{}); err != nil {
+			t.Fatal(err)
+		}
+		serve()
+	}
 	second := push(2)
 	if second.Pushes()[0].Val.Mem().Ptr() == mem.Ptr() {
 		t.Error("the memory is used again while a stream reads it")

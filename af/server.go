@@ -444,7 +444,7 @@ func (b Batch) ReleaseOn(stream Stream) {
 	case event == nil && !b.s.late.busy(): // the work is done
 		b.unref()
 	case !b.s.late.add((*reading)(b.work), event):
-		b.unref() // the device's memory is freed after that work
+		b.unref() // the node has left; its device's memory is freed after that work
 	}
 }
 
@@ -490,8 +490,7 @@ func (s *TensorServer) Close() {
 	}
 	unwatch()
 	c.Close()
-	s.line.close()
-	s.late.close()
+	s.line.close() // s.late goes on until the node has left: others may receive on it
 	for _, id := range ids {
 		s.dropSender(id)
 	}
