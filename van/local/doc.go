@@ -82,5 +82,6 @@
 //
 // A mapping keeps the sender's memory, also after the sender has freed it, so it ends when
 // it was not used for a while, when its address is another allocation's, and with the
-// link. When a peer dies the copies under way are waited for, and their results dropped.
+// link. While a stream may wait for a message it does not end before the van: see
+// backend.StreamBlocker. When a peer dies the copies under way are waited for, and their results dropped.
 package local
