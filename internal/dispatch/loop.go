@@ -18,6 +18,13 @@ const (
 // some microseconds, which nobody feels after a pause of that length.
 const idleTicks = 8
 
+// After so many ticks without a slow delivery the watchdog looks half as often, at last
+// every maxPace Limits.
+const (
+	calmTicks = 16
+	maxPace   = 4
+)
+
 // ErrInDeliver is returned by Stop when it was called by a delivery, which it
 // cannot wait for.
 var ErrInDeliver = errors.New("dispatch: Stop called from a delivery")
@@ -25,7 +32,8 @@ var ErrInDeliver = errors.New("dispatch: Stop called from a delivery")
 // Loop receives items and delivers them. Set its fields before Start.
 type Loop[T any] struct {
 	// Limit is how long a delivery may keep the receiving role. Another goroutine
-	// has it after one to two Limits (and the kernel's timer slack).
+	// has it after one to two Limits (and the kernel's timer slack), and after eight at
+	// most if all deliveries before were shorter.
 	Limit time.Duration
 
 	// LaneCap is the number of items that may wait in one lane behind a slow

@@ -7,8 +7,9 @@ import (
 	"time"
 )
 
-// watch looks every Limit whether the same delivery is still running. It parks
-// when nothing has come for a while.
+// watch looks every Limit whether the same delivery is still running, less often while
+// all are short: where processors are few, each look takes one from those who work. It
+// parks when nothing has come for a while.
 func (l *Loop[T]) watch() {
 	defer func() {
 		l.mu.Lock()
@@ -19,6 +20,7 @@ func (l *Loop[T]) watch() {
 	ticker := time.NewTicker(l.Limit)
 	defer ticker.Stop()
 	last, idle := l.state.Load(), idleTicks
+	pace, calm := l.Limit, 0
 	for {
 		if idle >= idleTicks {
 			ticker.Stop()
@@ -35,7 +37,8 @@ func (l *Loop[T]) watch() {
 			l.parked.Store(false)
 			idle = 0
 			last = l.state.Load()
-			ticker.Reset(l.Limit)
+			pace, calm = l.Limit, 0
+			ticker.Reset(pace)
 		}
 		select {
 		case <-l.quit:
@@ -46,9 +49,15 @@ func (l *Loop[T]) watch() {
 		switch now := l.state.Load(); {
 		case now != last:
 			last, idle = now, 0
+			if calm++; calm%calmTicks == 0 && pace < maxPace*l.Limit {
+				pace *= 2
+				ticker.Reset(pace)
+			}
 		case now&1 == 1:
 			l.takeOver(now)
 			last, idle = l.state.Load(), 0
+			pace, calm = l.Limit, 0
+			ticker.Reset(pace)
 		default:
 			idle++
 		}
