@@ -18,6 +18,7 @@ import (
 const (
 	resolveTime = 1000 * time.Millisecond
 	connectTime = 5 * time.Second
+	refuseTime  = 5 * time.Millisecond // a round trip: the peer's kernel says no
 	flushTime   = 2 * time.Second
 	flushPause  = 200 * time.Millisecond
 	minBackoff  = 10 * time.Millisecond
@@ -37,6 +38,13 @@ func (p *peer) run(ctx context.Context) {
 	defer close(p.ends)
 	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
+		p.mu.Lock()
+		parts := p.parts
+		p.mu.Unlock()
+		if parts {
+			<-ctx.Done()
+			return
+		}
 		l, err := p.dial(ctx)
 		if err != nil {
 			if ctx.Err() != nil {
@@ -77,7 +85,7 @@ func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + 
 func (p *peer) up(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.ours)
 	p.mu.Lock()
-	p.link, p.lost = l, false
+	p.link, p.lost, p.asks = l, false, false
 	p.ups++
 	p.keys, p.sizes = map[uint64]bool{}, map[uint64]int{}
 	// What was sent before it was known who the peer is.
@@ -186,7 +194,18 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 	}
 	hello := v.hello(l.epoch)
 	l.as = hello.node
+	p.asking(true, l.as)
+	defer func() {
+		if err != nil {
+			p.asking(false, 0)
+		}
+	}()
 	for q, c := range ids {
+		if q == 1 {
+			if err := ids[0].refused(ctx); err != nil {
+				return nil, fmt.Errorf("queue pair 0: connect: %w", err)
+			}
+		}
 		hello.qp = q
 		if err := c.id.Connect(verbs.ConnParam{Private: hello.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
@@ -310,6 +329,27 @@ func (c *cmID) wait(ctx context.Context, want verbs.EventType, limit time.Durati
 		return verbs.Event{}, fmt.Errorf("%w after %s: no answer of the connection manager", van.ErrTimeout, limit)
 	case <-ctx.Done():
 		return verbs.Event{}, ctx.Err()
+	}
+}
+
+// refused waits a moment for the answer to a connect request. It returns the error if that
+// is no; a yes is left for wait. A peer that begins to listen just then, and is of the
+// original's, must not get the second request of a connection without the first, which
+// nobody took: it would count the next connection's wrongly.
+func (c *cmID) refused(ctx context.Context) error {
+	t := time.NewTimer(refuseTime)
+	defer t.Stop()
+	select {
+	case ev := <-c.events:
+		if ev.Type != verbs.Established {
+			return eventError(ev)
+		}
+		c.events <- ev // there is room: it was there
+		return nil
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 }
 

@@ -28,13 +28,16 @@ type peer struct {
 
 	back atomic.Pointer[incoming] // the peer's connection to this node
 
-	mu    sync.Mutex
-	snd   *rendezvous.Sender[*outgoing]
-	link  *link // nil while there is none
-	lost  bool  // there was a connection, and it broke
-	ups   int   // connections there have been
-	ended bool
-	free  []*outgoing
+	mu     sync.Mutex
+	snd    *rendezvous.Sender[*outgoing]
+	link   *link // nil while there is none
+	lost   bool  // there was a connection, and it broke
+	ups    int   // connections there have been
+	parts  bool  // it is not in the table any more: its connection is not made again
+	asks   bool  // connect requests are with the peer,
+	asksAs int   // as those of this node id
+	ended  bool
+	free   []*outgoing
 	// ticked is when Sender.Tick was last called.
 	ticked uint64
 	keys   map[uint64]bool // of a node of this library: whether it has a place of its own

@@ -44,12 +44,23 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 }
 
 // serves tells whether p has connected again, to a node of the original, under this
-// node's id. That one takes a second connection under the same name for more queue
-// pairs of the first, and never hears it.
+// node's id, or is about to. That one takes a second connection under the same name for
+// more queue pairs of the first, and never hears it.
 func (p *peer) serves(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.link != nil && !p.link.ours && p.link.as == id && p.ups > 1
+	if p.link == nil {
+		return p.asks && p.asksAs == id
+	}
+	return !p.link.ours && p.link.as == id && p.ups > 1
+}
+
+// asking says that connect requests are with the peer, sent as those of node id, or that
+// there are none.
+func (p *peer) asking(asks bool, id int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.asks, p.asksAs = asks, id
 }
 
 // replace changes the table of peers. v.mu is held.
@@ -119,6 +130,9 @@ func (v *rvan) Disconnect(id int) {
 // the time is over. v.mu is held.
 func (v *rvan) leave(p *peer, limit time.Duration) {
 	v.leaving[p] = true
+	p.mu.Lock()
+	p.parts = true
+	p.mu.Unlock()
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
