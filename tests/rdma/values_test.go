@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"sync"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // A server's answer depends on everything that was pushed with the request, or, if
@@ -124,7 +126,7 @@ func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
 				fail(err)
 			}
 		}
-		if err := b.Response(out, nil); err != nil {
+		if err := b.Response(out, nil); err != nil && !errors.Is(err, van.ErrPeerLost) { // of a worker that was killed
 			fail(fmt.Errorf("batch of %d pushes and %d pulls of worker %d: %w", len(pushes), len(pulls), b.SenderRank(), err))
 		}
 	})
