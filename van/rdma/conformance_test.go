@@ -74,7 +74,7 @@ func TestConformance(t *testing.T) {
 		{name: "resend-drop20", suite: vantest.Suite{Lossy: true}, wrap: func(v van.Van) van.Van {
 			d := drop.New(v, 20, 1, nil)
 			d.Enable()
-			r := resend.New(d, resend.Options{Timeout: 20e6, MaxTries: 100})
+			r := resend.New(d, resend.Options{Timeout: 20e6, MaxTries: 100, CloseWait: 10 * 20e6}) // else what is dropped four times is lost by Close
 			r.Enable()
 			return r
 		}},

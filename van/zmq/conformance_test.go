@@ -45,7 +45,7 @@ func TestConformance(t *testing.T) {
 			{"resend-drop20", vantest.Suite{MaxAllocs: -1, Lossy: true, New: func(t testing.TB) van.Van {
 				d := drop.New(plain(t), 20, 1, nil)
 				d.Enable()
-				r := resend.New(d, resend.Options{Timeout: 20e6, MaxTries: 100})
+				r := resend.New(d, resend.Options{Timeout: 20e6, MaxTries: 100, CloseWait: 10 * 20e6}) // else what is dropped four times is lost by Close
 				r.Enable()
 				return r
 			}}},
