@@ -1,6 +1,7 @@
 package local
 
 import (
+	"net"
 	"sync"
 	"testing"
 	"time"
@@ -10,13 +11,25 @@ import (
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
-// stopAccepting makes x a process that is about to die: its socket is there, and
-// nobody answers on it.
-func (x *node) stopAccepting() {
+// stopAccepting makes x a process that is about to die: its socket, which is returned,
+// is there, and x does not answer on it.
+func (x *node) stopAccepting() *net.UnixListener {
 	x.t.Helper()
-	if err := x.listener.SetDeadline(time.Unix(1, 0)); err != nil {
+	f, err := x.listener.File()
+	if err != nil {
 		x.t.Fatal(err)
 	}
+	defer f.Close()
+	socket, err := net.FileListener(f)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	// A deadline would do, too, if x were not still on its way to wait for a peer: Close
+	// returns when it has left.
+	if err := x.listener.Close(); err != nil {
+		x.t.Fatal(err)
+	}
+	return socket.(*net.UnixListener)
 }
 
 // breakIn ends the links to x as its death does.
@@ -50,17 +63,17 @@ func TestDyingPeer(t *testing.T) {
 			worker.mu.Lock()
 			worker.nodes[8].tries = c.tries
 			worker.mu.Unlock()
-			server.stopAccepting()
+			socket := server.stopAccepting()
 			server.breakIn()
 			worker.event(8, false)
-			if err := server.listener.SetDeadline(time.Now().Add(limit)); err != nil {
+			if err := socket.SetDeadline(time.Now().Add(limit)); err != nil {
 				t.Fatal(err)
 			}
-			last, err := server.listener.AcceptUnix()
+			last, err := socket.AcceptUnix()
 			if err != nil {
 				t.Fatal(err)
 			}
-			_ = server.listener.Close()
+			_ = socket.Close()
 			_ = last.Close()
 			eventually(t, "it is settled that the link is lost", func() bool { return !worker.Linked(8) })
 			if !worker.down(8) {
