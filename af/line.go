@@ -11,6 +11,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -40,8 +41,7 @@ type line struct {
 	closing atomic.Bool
 
 	mu      sync.Mutex
-	turns   []turn
-	first   int             // in turns
+	turns   fifo.Queue[turn]
 	events  []backend.Event // not in use
 	current job             // whose event is awaited
 	ctx     context.Context // of that wait
@@ -136,14 +136,7 @@ func (l *line) add(j job, e backend.Event) bool {
 		l.ctx, l.cancel = context.WithCancel(context.Background())
 		go l.run()
 	}
-	if l.first == len(l.turns) {
-		l.turns, l.first = l.turns[:0], 0
-	} else if l.first > 64 && 2*l.first > len(l.turns) {
-		n := copy(l.turns, l.turns[l.first:])
-		clear(l.turns[n:])
-		l.turns, l.first = l.turns[:n], 0
-	}
-	l.turns = append(l.turns, turn{j, e})
+	l.turns.Put(turn{j, e})
 	l.waiting.Add(1)
 	l.mu.Unlock()
 	l.ring()
@@ -173,10 +166,8 @@ func (l *line) run() {
 func (l *line) next() (turn, bool) {
 	for begun := uint64(0); ; {
 		l.mu.Lock()
-		if l.first < len(l.turns) {
-			t := l.turns[l.first]
-			l.turns[l.first] = turn{}
-			l.first++
+		if l.turns.Len() > 0 {
+			t := l.turns.Take()
 			l.mu.Unlock()
 			return t, true
 		}

@@ -128,8 +128,8 @@ func TestUnansweredPushes(t *testing.T) {
 		q.next = id + 1
 		q.noteAcked(id)
 	}
-	if len(q.acked) != keepAcked || len(q.oldest) != keepAcked {
-		t.Errorf("%d batches in a list of %d are kept, want %d", len(q.acked), len(q.oldest), keepAcked)
+	if len(q.acked) != keepAcked || q.oldest.Len() != keepAcked {
+		t.Errorf("%d batches in a list of %d are kept, want %d", len(q.acked), q.oldest.Len(), keepAcked)
 	}
 	if err := s.Respond(af.DefaultStream, 9, nil); !errors.Is(err, ErrMisuse) {
 		t.Errorf("answer to a batch long past: %v, want %v", err, ErrMisuse)

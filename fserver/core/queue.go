@@ -5,6 +5,7 @@ import (
 	"sync"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -20,52 +21,19 @@ type queue struct {
 	node *postoffice.Node
 
 	mu      sync.Mutex
-	workers []backlog // by group rank
-	filled  int       // workers that have a batch
+	workers []fifo.Queue[Item] // by group rank, oldest first
+	filled  int                // workers that have a batch
 	next    uint64
 	out     map[uint64]af.Batch // handed out and not answered
 	acked   map[uint64]struct{} // handed out without pulls: an answer is allowed, but not needed
-	oldest  []uint64            // of acked, in order
+	oldest  fifo.Queue[uint64]  // of acked, in order
 	lost    map[int]error       // workers by group rank
 	changed chan struct{}       // one token when there may be something to take
 	isReady func() bool         // ready, made once
 }
 
-// backlog is the batches of one worker, oldest first. Its memory is used again.
-type backlog struct {
-	items []Item
-	head  int // of items: those before it were taken
-}
-
-func (l *backlog) len() int { return len(l.items) - l.head }
-
-func (l *backlog) put(it Item) {
-	if l.head > 0 && len(l.items) == cap(l.items) && l.head >= len(l.items)/2 {
-		n := copy(l.items, l.items[l.head:])
-		clear(l.items[n:])
-		l.items, l.head = l.items[:n], 0
-	}
-	l.items = append(l.items, it)
-}
-
-// take removes the oldest; there must be one.
-func (l *backlog) take() Item {
-	it := l.items[l.head]
-	l.items[l.head] = Item{}
-	if l.head++; l.head == len(l.items) {
-		l.items, l.head = l.items[:0], 0
-		if cap(l.items) > keepBacklog {
-			l.items = nil
-		}
-	}
-	return it
-}
-
-// keepBacklog is the room for batches that a worker keeps when none is queued.
-const keepBacklog = 256
-
 func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n, workers: make([]backlog, n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
+	q := &queue{node: n, workers: make([]fifo.Queue[Item], n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
 	q.isReady = q.ready
 	n.OnPeer(func(id int, up bool, cause error) {
 		if van.RoleOf(id) != van.Worker {
@@ -97,7 +65,7 @@ func (q *queue) put(b af.Batch) {
 	b.Retain()
 	q.mu.Lock()
 	w := &q.workers[b.SenderRank()]
-	if w.put(Item{q.next, b}); w.len() == 1 {
+	if w.Put(Item{q.next, b}); w.Len() == 1 {
 		q.filled++
 	}
 	q.next++
@@ -123,7 +91,7 @@ func (q *queue) take(items []Item) ([]Item, bool, error) {
 	defer q.mu.Unlock()
 	if q.filled < len(q.workers) {
 		for rank, cause := range q.lost {
-			if q.workers[rank].len() == 0 {
+			if q.workers[rank].Len() == 0 {
 				return items, false, &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: cause,
 					Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
 			}
@@ -131,10 +99,10 @@ func (q *queue) take(items []Item) ([]Item, bool, error) {
 		return items, false, nil
 	}
 	for i := range q.workers {
-		it := q.workers[i].take()
+		it := q.workers[i].Take()
 		q.handOut(it)
 		items = append(items, it)
-		if q.workers[i].len() == 0 {
+		if q.workers[i].Len() == 0 {
 			q.filled--
 		}
 	}
@@ -160,12 +128,11 @@ func (q *queue) handOut(it Item) {
 
 // noteAcked forgets the oldest when there are too many. q.mu is held.
 func (q *queue) noteAcked(id uint64) {
-	if len(q.oldest) == keepAcked {
-		delete(q.acked, q.oldest[0])
-		q.oldest = q.oldest[1:]
+	if q.oldest.Len() == keepAcked {
+		delete(q.acked, q.oldest.Take())
 	}
 	q.acked[id] = struct{}{}
-	q.oldest = append(q.oldest, id)
+	q.oldest.Put(id)
 }
 
 // missing names the workers that have no batch.
@@ -173,7 +140,7 @@ func (q *queue) missing() (names []string) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	for rank := range q.workers {
-		if q.workers[rank].len() == 0 {
+		if q.workers[rank].Len() == 0 {
 			names = append(names, q.node.PeerName(q.node.WorkerInstance(rank)))
 		}
 	}
@@ -199,7 +166,7 @@ func misfit(id uint64, pulls, tensors int) error {
 // held.
 func (q *queue) waits(id uint64) bool {
 	for i := range q.workers {
-		for _, it := range q.workers[i].items[q.workers[i].head:] {
+		for _, it := range q.workers[i].All() {
 			if it.ID == id {
 				return true
 			}

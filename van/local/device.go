@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -126,11 +127,10 @@ type deviceSource struct {
 	v      *Van
 	d      *device
 	stream uintptr
-	maps   map[uint64]*mapped // by allocation
-	events []backend.Event    // not in use
-	queue  []*parcel          // from the first that waits for its copy, in the order of the ring
-	first  int                // in queue
-	asked  uint64             // when the device was last asked how it is
+	maps   map[uint64]*mapped  // by allocation
+	events []backend.Event     // not in use
+	queue  fifo.Queue[*parcel] // from the first that waits for its copy, in the order of the ring
+	asked  uint64              // when the device was last asked how it is
 }
 
 // mapped is an allocation of the peer.
@@ -250,24 +250,21 @@ func (s *deviceSource) mapOf(e *backend.Export) (*mapped, error) {
 	}
 	// What lay there before has been freed. Beyond the bound the oldest goes.
 	var oldest *mapped
+	var oldestID uint64
 	for id, m := range s.maps {
 		switch {
 		case m.busy > 0:
 		case m.base < e.Base+uint64(e.Size) && e.Base < m.base+uint64(m.mem.Len()):
 			s.unmap(id, m)
 		case oldest == nil || m.used < oldest.used:
-			oldest = m
+			oldest, oldestID = m, id
 		}
 	}
 	if len(s.maps) >= maxMaps {
 		if oldest == nil {
 			return nil, fmt.Errorf("%w: copies from %d allocations of one peer are under way", van.ErrQueueFull, len(s.maps))
 		}
-		for id, m := range s.maps {
-			if m == oldest {
-				s.unmap(id, m)
-			}
-		}
+		s.unmap(oldestID, oldest)
 	}
 	mem, err := s.d.Import(*e)
 	if err != nil {
@@ -333,24 +330,14 @@ func (s *deviceSource) event() (backend.Event, error) {
 }
 
 // waiting tells whether messages wait for copies, or behind such.
-func (s *deviceSource) waiting() bool { return s != nil && s.first < len(s.queue) }
+func (s *deviceSource) waiting() bool { return s != nil && s.queue.Len() > 0 }
 
 // full tells whether no more is to be taken from the ring for now.
-func (s *deviceSource) full() bool { return s != nil && len(s.queue)-s.first >= maxCopies }
-
-// push puts p behind the messages that wait.
-func (s *deviceSource) push(p *parcel) {
-	if s.first > 0 && len(s.queue) == cap(s.queue) {
-		n := copy(s.queue, s.queue[s.first:])
-		clear(s.queue[n:])
-		s.queue, s.first = s.queue[:n], 0
-	}
-	s.queue = append(s.queue, p)
-}
+func (s *deviceSource) full() bool { return s != nil && s.queue.Len() >= maxCopies }
 
 // pop returns the first message if its copy is done, nil if it is not.
 func (s *deviceSource) pop() (*parcel, error) {
-	p := s.queue[s.first]
+	p := s.queue.Front()
 	if p.copied != nil {
 		done, err := p.copied.Query()
 		if err == nil && !done {
@@ -361,11 +348,7 @@ func (s *deviceSource) pop() (*parcel, error) {
 		}
 		s.settle(p)
 	}
-	s.queue[s.first] = nil
-	if s.first++; s.first == len(s.queue) {
-		s.queue, s.first = s.queue[:0], 0
-	}
-	return p, nil
+	return s.queue.Take(), nil
 }
 
 // settle takes note that the copy of p is over.
@@ -405,8 +388,8 @@ func (s *deviceSource) drop() {
 	ctx, cancel := context.WithTimeout(context.Background(), s.v.dropTime)
 	defer cancel()
 	var broken error // of the device: it writes nothing any more
-	for ; s.waiting(); s.first++ {
-		p := s.queue[s.first]
+	for s.waiting() {
+		p := s.queue.Take()
 		if p.copied != nil {
 			done, err := p.copied.Query()
 			if !done && broken == nil {
@@ -425,7 +408,6 @@ func (s *deviceSource) drop() {
 		}
 		s.v.release(p)
 	}
-	s.queue, s.first = nil, 0
 }
 
 // dropTime is far longer than a copy takes.

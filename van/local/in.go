@@ -114,7 +114,7 @@ func (l *inLink) next() *parcel {
 		if p.copied == nil && !l.dev.waiting() {
 			return p
 		}
-		l.dev.push(p)
+		l.dev.queue.Put(p)
 	}
 	return l.arrived()
 }

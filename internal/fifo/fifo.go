@@ -1,0 +1,47 @@
+// Package fifo has a queue whose memory is used again: who puts in and takes out all the
+// time allocates nothing.
+package fifo
+
+// Queue hands out what was put in, oldest first. The zero value is empty. It is not safe
+// for concurrent use.
+type Queue[T any] struct {
+	items []T
+	head  int // of items: those before it were taken
+}
+
+// keep is the room, in elements, that an empty queue keeps at most.
+const keep = 256
+
+// Len is the number of elements in q.
+func (q *Queue[T]) Len() int { return len(q.items) - q.head }
+
+// Put appends v. Elements move at most once for each that was taken.
+func (q *Queue[T]) Put(v T) {
+	if q.head > 0 && len(q.items) == cap(q.items) && q.head >= len(q.items)/2 {
+		n := copy(q.items, q.items[q.head:])
+		clear(q.items[n:])
+		q.items, q.head = q.items[:n], 0
+	}
+	q.items = append(q.items, v)
+}
+
+// Front returns the oldest element; there must be one.
+func (q *Queue[T]) Front() T { return q.items[q.head] }
+
+// Take removes and returns the oldest element; there must be one.
+func (q *Queue[T]) Take() T {
+	v := q.items[q.head]
+	var none T
+	q.items[q.head] = none
+	if q.head++; q.head == len(q.items) {
+		q.items, q.head = q.items[:0], 0
+		if cap(q.items) > keep {
+			q.items = nil
+		}
+	}
+	return v
+}
+
+// All returns the elements, oldest first, in the queue's own memory: it is valid until
+// the next call of a method that changes q.
+func (q *Queue[T]) All() []T { return q.items[q.head:] }
