@@ -3,6 +3,7 @@ package local
 import (
 	"context"
 	"errors"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -153,6 +154,38 @@ func TestDropBounded(t *testing.T) {
 		t.Errorf("given up after %s, want about %s", d, server.dropTime)
 	}
 	open()
+}
+
+// TestRevokeBounded: who takes back memory to which a device's copy does not end is not
+// kept for ever, and the log says that the memory is not safe.
+func TestRevokeBounded(t *testing.T) {
+	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
+	var log logText
+	worker, server := linked(t, wdev, sdev, func(v *Van) {
+		v.dropTime = 100 * time.Millisecond
+		v.log = log.logger()
+	})
+	into := wdev.Mem(make([]byte, 3000))
+	worker.must(pullInto(8, 1, into))
+	server.next().Release()
+	open := block(wdev, worker.feedOf())
+	server.must(asAnswer(value(sdev, 9, 1, pattern(1, 3000))))
+	eventually(t, "the copy is queued", func() bool { return worker.copying.Load() == 1 })
+	worker.Revoke(into)
+	if want := "a copy to memory that is taken back does not end"; !strings.Contains(log.String(), want) {
+		t.Errorf("the log has no line %q", want)
+	}
+	open()
+}
+
+// TestAnswersApart: who expects no answer in a place of its own does not wait for others
+// who use places.
+func TestAnswersApart(t *testing.T) {
+	q := newPlaces()
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.answered(8, &van.Meta{}) // it would hang
 }
 
 type pretended = vantest.Device

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -16,8 +17,15 @@ import (
 type places struct {
 	mu      sync.Mutex
 	into    map[request]backend.Mem
+	asked   atomic.Int32 // len(into), for who need not look
 	writing []*landing
 	pushes  map[push]backend.Mem
+}
+
+// unlock ends a change of into.
+func (p *places) unlock() {
+	p.asked.Store(int32(len(p.into)))
+	p.mu.Unlock()
 }
 
 // landing is the memory in which an answer is landing.
@@ -50,14 +58,19 @@ func (l *landing) filled() {
 	l.copied = nil
 }
 
-// take makes nobody write to the landing any more.
-func (l *landing) take() {
+// take makes nobody write to the landing any more. It fails when the device's copy under
+// way does not end before ctx.
+func (l *landing) take(ctx context.Context) error {
 	l.mu.Lock() // a copy of the host's at most is under way
 	defer l.mu.Unlock()
 	l.revoked = true
-	if l.copied != nil {
-		_ = l.copied.Sync(context.Background()) // it fails with the device, which writes nothing then
+	if l.copied == nil {
+		return nil
 	}
+	if err := l.copied.Sync(ctx); ctx.Err() != nil {
+		return err
+	}
+	return nil // if it has failed, so has the device, which writes nothing then
 }
 
 // write calls f, which writes to the landing, unless it was revoked.
@@ -99,7 +112,7 @@ func (p *places) expect(msg *van.Message) bool {
 		return false
 	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	defer p.unlock()
 	p.into[requestOf(msg.Receiver, &msg.Meta)] = msg.Into
 	return true
 }
@@ -107,7 +120,7 @@ func (p *places) expect(msg *van.Message) bool {
 // drop forgets what msg, which could not be sent, has named.
 func (p *places) drop(msg *van.Message) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	defer p.unlock()
 	delete(p.into, requestOf(msg.Receiver, &msg.Meta))
 }
 
@@ -116,7 +129,7 @@ func (p *places) drop(msg *van.Message) {
 // must be given to settle in the end.
 func (p *places) find(msg *van.Message, n int, l *landing, device bool) (dst backend.Mem, ok bool) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	defer p.unlock()
 	switch {
 	case msg.Request && msg.Push && msg.Keys.Len() == 8:
 		dst = p.pushes[push{msg.Sender, binary.LittleEndian.Uint64(msg.Keys.Host())}]
@@ -141,8 +154,11 @@ func (p *places) find(msg *van.Message, n int, l *landing, device bool) (dst bac
 // answered forgets the place of an answer from peer that has come another way: with it
 // the memory is the caller's again.
 func (p *places) answered(peer int, m *van.Meta) {
+	if p.asked.Load() == 0 { // the question was noted before it was sent
+		return
+	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	defer p.unlock()
 	delete(p.into, requestOf(peer, m))
 }
 
@@ -159,29 +175,32 @@ func (p *places) settle(l *landing) {
 	l.mem = backend.Mem{}
 }
 
-// revoke takes back memory: when it returns, nobody writes to it any more.
-func (p *places) revoke(mem backend.Mem) {
+// revoke takes back memory: when it returns nil, nobody writes to it any more. It fails
+// when a device's copy to it does not end before ctx.
+func (p *places) revoke(ctx context.Context, mem backend.Mem) error {
 	overlaps := func(m backend.Mem) bool {
 		return m.Addr() < mem.Addr()+uint64(mem.Len()) && mem.Addr() < m.Addr()+uint64(m.Len())
 	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	defer p.unlock()
 	for r, m := range p.into {
 		if overlaps(m) {
 			delete(p.into, r)
 		}
 	}
+	var errs []error
 	for _, l := range p.writing {
 		if overlaps(l.mem) {
-			l.take()
+			errs = append(errs, l.take(ctx))
 		}
 	}
+	return errors.Join(errs...)
 }
 
 // forget drops what peer was asked for: it will not answer any more.
 func (p *places) forget(peer int) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
+	defer p.unlock()
 	for r := range p.into {
 		if r.peer == peer {
 			delete(p.into, r)

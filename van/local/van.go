@@ -330,7 +330,11 @@ func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error 
 
 // Revoke implements van.Revoker.
 func (v *Van) Revoke(mem backend.Mem) {
-	v.places.revoke(mem)
+	ctx, cancel := context.WithTimeout(context.Background(), v.dropTime)
+	defer cancel()
+	if err := v.places.revoke(ctx, mem); err != nil {
+		v.log.Error("a copy to memory that is taken back does not end", "bytes", mem.Len(), "err", err)
+	}
 	if r, ok := van.As[van.Revoker](v.inner); ok {
 		r.Revoke(mem)
 	}
@@ -437,7 +441,7 @@ func (v *Van) freeReceiver(ctx context.Context) {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for !v.rx.TryLock() {
-		if inPoll() {
+		if v.polling.Load() && inPoll() {
 			v.leftToPoll.Store(true)
 			return
 		}
