@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"maps"
+	"slices"
 	"syscall"
 	"time"
 
@@ -64,17 +65,10 @@ func (n *Node) noteLosses(outs []membership.Output) {
 	for _, o := range outs {
 		switch o := o.(type) {
 		case membership.PeerDead:
-			if n.dead == nil {
-				n.dead = map[int]bool{}
-			}
-			n.dead[o.ID] = true
 			n.setLost(o.ID, o.Cause)
 		case membership.PeerAlive:
-			delete(n.dead, o.ID)
 			n.setLost(o.ID, nil)
-		case membership.PeerReplaced: // not to be sent to before it is connected
-			delete(n.dead, o.ID)
-		}
+		} // one that is replaced is not to be sent to before it is connected
 	}
 }
 
@@ -178,7 +172,7 @@ func (n *Node) carryOut(o membership.Output) {
 			n.notify(o.ID, false, cause)
 		}
 		n.mu.Lock()
-		if !n.dead[o.ID] { // else the new one has been lost since
+		if !slices.Contains(n.machine.DeadNodes(now(), 0), o.ID) { // else the new one has been lost since
 			n.setLost(o.ID, nil)
 		}
 		n.mu.Unlock()

@@ -98,7 +98,6 @@ type Node struct {
 	outputs  []membership.Output
 	draining bool
 	due      map[int]int        // peers that are to be connected, as outputs say
-	dead     map[int]bool       // peers that are, as the machine says
 	waiters  map[int]chan error // by barrier ticket
 	ready    chan struct{}
 	failed   chan struct{}
