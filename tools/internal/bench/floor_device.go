@@ -288,6 +288,7 @@ func unlessEnded(err error) error {
 }
 
 func (s *deviceFloorServer) answer(e *deviceEnd, fd int) error {
+	_ = e.conn.SetDeadline(time.Now().Add(floorPatient))
 	if _, _, err := e.conn.WriteMsgUnix([]byte{0}, unix.UnixRights(fd), nil); err != nil {
 		return err
 	}
@@ -297,6 +298,7 @@ func (s *deviceFloorServer) answer(e *deviceEnd, fd int) error {
 	if err := e.meet(); err != nil {
 		return err
 	}
+	_ = e.conn.SetDeadline(time.Time{})
 	for {
 		// It sleeps here while the library is measured.
 		n, err := e.order()
@@ -330,6 +332,7 @@ func dialDeviceFloor(b backend.Backend, to string, push, pull int) (_ *deviceFlo
 	if err != nil {
 		return nil, err
 	}
+	_ = conn.SetDeadline(time.Now().Add(floorPatient))
 	fd, err := receiveFD(conn)
 	if err != nil {
 		return nil, errors.Join(err, conn.Close())
