@@ -239,7 +239,7 @@ static int torch_quick(PyObject *o, sf_tensor *t) {
     PyErr_Clear();
     if (own == NULL || own != torch.dtypes[dtype]) return 0;
   }
-  if ((!gpu && d.device.device_type != DL_CPU) || dtype < 0 || d.ndim < 0 || d.ndim > SF_MAX_DIMS) return 0;
+  if ((!gpu && d.device.device_type != DL_CPU) || dtype < 0 || d.ndim < 0 || d.ndim > SF_MAX_DIMS || (d.ndim > 0 && d.strides == NULL)) return 0;
   int64_t n = 1, bytes = dtypes[dtype].size; // n is of the dimensions so far
   for (int i = d.ndim - 1; i >= 0; i--) {
     int64_t size = t->shape[i] = d.shape[i];
