@@ -130,13 +130,13 @@ func result(call string, code int) error {
 	switch code {
 	case C.CUDA_SUCCESS:
 		return nil
-	case codeNotReady: // the answer to a question, often
+	case codeNotReady: // the answer to a question, often: it is not made each time
 		return errNotReady
 	}
 	return &driverError{call: call, code: code, name: C.GoString(C.stepaf_name(C.CUresult(code)))}
 }
 
-var errNotReady = &driverError{call: "cuStreamQuery", code: codeNotReady, name: "CUDA_ERROR_NOT_READY"}
+var errNotReady = &driverError{call: "cuStreamQuery or cuEventQuery", code: codeNotReady, name: "CUDA_ERROR_NOT_READY"}
 
 // started is the result of opening the driver, which is done once in a process.
 var started = sync.OnceValue(func() error {
