@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -299,6 +300,55 @@ func TestIdleLoopDoesNotTick(t *testing.T) {
 	wait(t, got, "delivery")
 	waitFor(t, "tick", func() bool { return l.Ticks() > 0 })
 	idle()
+	stop(t, l, src)
+}
+
+// TestPace: the watchdog looks less often while all deliveries are short, but never so
+// seldom that a slow one is not found within eight Limits, which is two looks.
+func TestPace(t *testing.T) {
+	p := pace{limit: time.Millisecond}
+	p.begin()
+	var every []time.Duration
+	for i := range 10 * calmTicks {
+		if changed := p.calm(); changed != ((i+1)%calmTicks == 0 && i < 2*calmTicks) {
+			t.Errorf("look %d: the pace changes: %v", i, changed)
+		}
+		if i%calmTicks == calmTicks-2 {
+			every = append(every, p.every/time.Millisecond)
+		}
+	}
+	if want := []time.Duration{1, 2, 4, 4, 4, 4, 4, 4, 4, 4}; !slices.Equal(every, want) {
+		t.Errorf("milliseconds between looks: %d, want %d", every, want)
+	}
+	p.begin()
+	if p.every != p.limit || p.calm() {
+		t.Errorf("after a slow delivery it looks every %s, want %s", p.every, p.limit)
+	}
+}
+
+// TestStuckAfterCalm: a delivery that is stuck after a long time of short ones is found.
+func TestStuckAfterCalm(t *testing.T) {
+	var stuck, free Lane[item]
+	src := newSource()
+	release, got := make(chan struct{}), make(chan struct{})
+	l := NewLoop(src.recv, func(it item) {
+		if it.lane == &stuck {
+			<-release
+			return
+		}
+		got <- struct{}{}
+	})
+	l.Start()
+	one := func() {
+		src.c <- item{lane: &free}
+		wait(t, got, "delivery")
+	}
+	for l.Ticks() < 4*calmTicks {
+		one()
+	}
+	src.c <- item{lane: &stuck}
+	one() // by another goroutine
+	close(release)
 	stop(t, l, src)
 }
 

@@ -20,7 +20,8 @@ func (l *Loop[T]) watch() {
 	ticker := time.NewTicker(l.Limit)
 	defer ticker.Stop()
 	last, idle := l.state.Load(), idleTicks
-	pace, calm := l.Limit, 0
+	p := pace{limit: l.Limit}
+	p.begin()
 	for {
 		if idle >= idleTicks {
 			ticker.Stop()
@@ -37,8 +38,8 @@ func (l *Loop[T]) watch() {
 			l.parked.Store(false)
 			idle = 0
 			last = l.state.Load()
-			pace, calm = l.Limit, 0
-			ticker.Reset(pace)
+			p.begin()
+			ticker.Reset(p.every)
 		}
 		select {
 		case <-l.quit:
@@ -49,19 +50,36 @@ func (l *Loop[T]) watch() {
 		switch now := l.state.Load(); {
 		case now != last:
 			last, idle = now, 0
-			if calm++; calm%calmTicks == 0 && pace < maxPace*l.Limit {
-				pace *= 2
-				ticker.Reset(pace)
+			if p.calm() {
+				ticker.Reset(p.every)
 			}
 		case now&1 == 1:
 			l.takeOver(now)
 			last, idle = l.state.Load(), 0
-			pace, calm = l.Limit, 0
-			ticker.Reset(pace)
+			p.begin()
+			ticker.Reset(p.every)
 		default:
 			idle++
 		}
 	}
+}
+
+// pace is how often the watchdog looks.
+type pace struct {
+	limit, every time.Duration
+	looks        int // since begin
+}
+
+// begin makes it look every Limit.
+func (p *pace) begin() { p.every, p.looks = p.limit, 0 }
+
+// calm says that a look has found nothing slow. It tells whether every has changed.
+func (p *pace) calm() bool {
+	if p.looks++; p.looks%calmTicks != 0 || p.every >= maxPace*p.limit {
+		return false
+	}
+	p.every *= 2
+	return true
 }
 
 func (l *Loop[T]) unpark() {
