@@ -10,25 +10,6 @@ usage='usage: [SCHEDULER_BIN=program] [SERVER_BIN=program] [WORKER_BIN=program] 
   GROUP_SIZE       processes in each group (default: one for each GPU, 2 without)
 Variables such as DMLC_ENABLE_RDMA, STEPMESH_BAKCEND and DMLC_PS_ROOT_PORT (12278) are obeyed if set.'
 
-if [ $# -gt 1 ]; then
-  printf 'stepaf: %s arguments, want at most 1\n%s\n' "$#" "$usage" >&2
-  exit 2
-fi
-if [ $# -eq 1 ]; then
-  printf '%s\n' "$1"
-fi
-# shellcheck source=../launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
-if [ -n "${CUDA_HOME-}" ]; then
-  export LD_LIBRARY_PATH="$CUDA_HOME/lib64${LD_LIBRARY_PATH+:$LD_LIBRARY_PATH}"
-fi
-
-interface brainpf_bond0
-goal SCHEDULER_BIN "${SCHEDULER_BIN:-ut_scheduler}" && scheduler="$PROGRAM"
-goal SERVER_BIN "${SERVER_BIN:-ut_server}" && server="$PROGRAM"
-goal WORKER_BIN "${WORKER_BIN:-ut_tensor_worker}" && worker="$PROGRAM"
-exec "$STEPAF" launch --role joint -n "${DMLC_NUM_WORKER:-1}" -s 1 --group-size "${GROUP_SIZE:-auto}" "${INTERFACE[@]}" --default-port 12278 \
-  --default-van auto --default-backend auto \
-  --default DMLC_INTERFACE=auto --default STEPMESH_SPLIT_QP_LAG=0 \
-  --banner 'SCHEDULER_IP is {host}' --fail-on ' FAILED ' \
-  --scheduler-command "$scheduler" --server-command "$server" --worker-command "$worker"
+# shellcheck source=launch_ut.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch_ut.sh"
+launch_ut "${GROUP_SIZE:-auto}" 0 "$usage" "$@"

@@ -35,6 +35,14 @@ func (n *Node) Put(t af.Tensor, b []byte) error { return n.Backend().Copy(t.Mem(
 // Get copies a tensor's bytes to b, which must have its size.
 func (n *Node) Get(b []byte, t af.Tensor) error { return n.Backend().Copy(backend.Bytes(b), t.Mem()) }
 
+// Contents is what the node of a group rank that has this node's instance index sends
+// where every node sends something else: 2 bytes for each number of Bench.Size.
+func (n *Node) Contents(groupRank int) []byte {
+	b := make([]byte, 2*n.Config().Bench.Size)
+	FillBytes(Random(groupRank, n.Instance()), b)
+	return b
+}
+
 // Equal tells with an error how the bytes of t differ from want. what names t.
 func (n *Node) Equal(what string, t af.Tensor, want []byte) error {
 	if t.Len() != len(want) {

@@ -26,7 +26,7 @@ func serve(_ context.Context, n *prog.Node) error {
 	if err != nil {
 		return err
 	}
-	if err := n.Put(t, contents(n, n.GroupRank())); err != nil {
+	if err := n.Put(t, n.Contents(n.GroupRank())); err != nil {
 		return err
 	}
 	answer := []af.KeyTensor{{Key: key, Val: t}}
@@ -36,14 +36,6 @@ func serve(_ context.Context, n *prog.Node) error {
 			n.Fail(err)
 		}
 	})
-}
-
-// contents is what the server of a group rank holds that has this node's instance
-// index, or what this server holds.
-func contents(n *prog.Node, groupRank int) []byte {
-	data := make([]byte, 2*n.Config().Bench.Size)
-	prog.FillBytes(prog.Random(groupRank, n.Instance()), data)
-	return data
 }
 
 func work(ctx context.Context, n *prog.Node) error {
@@ -56,7 +48,7 @@ func work(ctx context.Context, n *prog.Node) error {
 	want := make([][]byte, n.NumServers())
 	pull := make([]af.KeyTensor, n.NumServers())
 	for s := range pull {
-		want[s] = contents(n, s)
+		want[s] = n.Contents(s)
 		pull[s].Key = key
 		if pull[s].Val, err = n.Tensor(af.BFloat16, int64(size)); err != nil {
 			return err

@@ -22,7 +22,7 @@ func serve(_ context.Context, n *prog.Node) error {
 	}
 	want := make([][]byte, n.NumWorkers())
 	for rank := range want {
-		want[rank] = contents(n, rank)
+		want[rank] = n.Contents(rank)
 	}
 	return s.SetRequestHandle(func(b af.Batch) {
 		if err := check(n, b, want[b.SenderRank()]); err != nil {
@@ -45,14 +45,6 @@ func check(n *prog.Node, b af.Batch, want []byte) error {
 	return n.Equal(fmt.Sprintf("push of worker %d", worker), pushes[0].Val, want)
 }
 
-// contents is what the worker of a group rank pushes to the servers with this
-// node's instance index, or what this worker pushes.
-func contents(n *prog.Node, groupRank int) []byte {
-	data := make([]byte, 2*n.Config().Bench.Size)
-	prog.FillBytes(prog.Random(groupRank, n.Instance()), data)
-	return data
-}
-
 func work(ctx context.Context, n *prog.Node) error {
 	w, err := af.NewTensorWorker(n.Node, af.Options{})
 	if err != nil {
@@ -62,7 +54,7 @@ func work(ctx context.Context, n *prog.Node) error {
 	if err != nil {
 		return err
 	}
-	if err := n.Put(push, contents(n, n.GroupRank())); err != nil {
+	if err := n.Put(push, n.Contents(n.GroupRank())); err != nil {
 		return err
 	}
 	_, err = n.Measure(ctx, "push", 1000, 1, func(int) (time.Duration, error) {
