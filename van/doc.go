@@ -5,9 +5,10 @@
 // # Layers
 //
 // Below this package is van/backend, the memory that data frames point to.
-// Above it are the transports, one package each (van/zmq, van/inproc), and on
-// top of those postoffice, kv and af, which see only the Van interface. A van
-// knows addresses and bytes. It does not know who belongs to the cluster (that
+// Above it are the transports, one package each (van/zmq, van/rdma, van/inproc),
+// around them van/local for peers of the same host and van/stage for values on
+// devices, and on top of those postoffice, kv and af, which see only the Van
+// interface. A van knows addresses and bytes. It does not know who belongs to the cluster (that
 // is postoffice) nor what a message means (kv and af). van/all imports every
 // transport of a build, for its registration.
 //

@@ -65,7 +65,7 @@ var table = []variable{
 		name: "DMLC_INTERFACE", topic: addresses, kind: String, readers: "workers, servers", check: checkInterface,
 		defNote: "first interface that is not loopback; ibverbs: first active RDMA port",
 		field:   func(c *Config) any { return &c.Interface },
-		help:    "Network interface whose address is advertised when `DMLC_NODE_HOST` is unset. `auto` takes the one nearest to the GPU, even if `DMLC_NODE_HOST` is set.",
+		help:    "Network interface whose address is advertised when `DMLC_NODE_HOST` is unset. With ibverbs `auto` takes the one nearest to the GPU, even if `DMLC_NODE_HOST` is set; with zmq it is the same as unset.",
 		differs: "A name works (the original stops with `failed to get ip`). `auto` in any case. If `auto` finds nothing, `DMLC_NODE_HOST` counts.",
 	}, {
 		name: "DMLC_PORT", topic: addresses, kind: Int, min: 0, max: 65535, defNote: "0, any free port", readers: "workers, servers",
@@ -82,7 +82,7 @@ var table = []variable{
 		help:    "Use Unix sockets `/tmp/<port>` instead of TCP. All nodes must be on one machine and agree.",
 		differs: "A dead socket file is removed, a living one is an error, ours is removed at the end.",
 	}, {
-		name: "DMLC_USE_KUBERNETES", topic: addresses, kind: Switch, def: "0", readers: "scheduler, zmq",
+		name: "DMLC_USE_KUBERNETES", topic: addresses, kind: Switch, def: "0", readers: "scheduler",
 		field: func(c *Config) any { return &c.Kubernetes },
 		help:  "The scheduler listens on every address, because `DMLC_PS_ROOT_URI` is not its own. On for values above 0.",
 	},
@@ -179,9 +179,9 @@ var table = []variable{
 		help:    "How long starting waits for the other nodes.",
 		differs: "Ours only; the original waits for ever.",
 	}, {
-		name: "STEPAF_STOP_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "30", readers: "all",
+		name: "STEPAF_STOP_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "30", readers: "workers",
 		field:   func(c *Config) any { return &c.StopTimeout },
-		help:    "How long stopping waits for the other nodes.",
+		help:    "How long a worker's stopping waits for the other nodes. Servers and the scheduler wait for the workers.",
 		differs: "Ours only; the original waits for ever.",
 	},
 
@@ -203,7 +203,7 @@ var table = []variable{
 	},
 
 	{
-		name: "STEPMESH_BAKCEND", aliases: []string{"STEPMESH_BACKEND", "STEPAF_BACKEND"}, topic: devices, kind: String, readers: "workers, servers", check: checkBackend,
+		name: "STEPMESH_BAKCEND", aliases: []string{"STEPMESH_BACKEND", "STEPAF_BACKEND"}, topic: devices, kind: String, readers: "workers, servers; the scheduler if set", check: checkBackend,
 		defNote: "`GPU` if the build and the machine have one, else `CPU`",
 		field:   func(c *Config) any { return &c.Backend },
 		help:    "Where tensors live: `CPU`, `GPU`, or the name under which a program has registered its own device.",
@@ -216,7 +216,7 @@ var table = []variable{
 	}, {
 		name: "STEPMESH_MEM_SYNC", aliases: []string{"STEPAF_MEM_SYNC"}, topic: devices, kind: Switch, def: "1", readers: "GPU backend",
 		field: func(c *Config) any { return &c.MemSync },
-		help:  "1: notice the end of GPU work by a word that the stream copies to host memory. 0: by asking the event.",
+		help:  "1: notice the end of GPU work by a word that the stream writes to host memory. 0: by asking the event.",
 	}, {
 		name: "STEPMESH_BIND_CPU_CORE", topic: devices, kind: Switch, def: "0", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.BindCPUCore },
@@ -236,7 +236,7 @@ var table = []variable{
 		help:  "B in the formula below. Give two processes on one GPU different values.",
 	}, {
 		name: "STEPAF_BUSY_POLL_ENABLE", topic: devices, kind: Switch, readers: "all",
-		defNote: "spin for 50 µs, with 8 processors or more for 250 µs, then sleep",
+		defNote: "look for a while, then sleep: shared memory and GPUs 50 µs, with 8 processors or more 250 µs; zmq 100 µs; ibverbs 1 ms",
 		field:   func(c *Config) any { return &c.BusyPoll },
 		help:    "1: waiting threads spin for ever. 0: they sleep at once.",
 		differs: "Unset is a mixture of both. All three are correct with any number of threads.",

@@ -13,7 +13,7 @@ usage='usage: [ROLE=role] [RNIC=interface] [BIN=test] [NUM_WORKER=n] [NUM_SERVER
   BIN         test beside this script, without .py (default: test_fserver)
   NUM_WORKER, NUM_SERVER  nodes in the cluster, the same everywhere (default: 1)
   NODE_RANK   rank of this node within its role (default: 0)
-  GROUP_SIZE  processes of a node, the same everywhere (default: 8; joint: one for each GPU, 2 without)
+  GROUP_SIZE  processes of a node, the same everywhere (default: 8; joint: one for each GPU, at most 8; 2 without)
   GPUS        GPU of each process of a node, as in 0,1,0,1: some may share one (default: 0,1,... up to GROUP_SIZE)
 Variables such as DMLC_ENABLE_RDMA, STEPMESH_BAKCEND and DMLC_PS_ROOT_PORT (8123) are obeyed if set.'
 

@@ -7,7 +7,7 @@ usage='usage: [SCHEDULER_BIN=program] [SERVER_BIN=program] [WORKER_BIN=program] 
   SCHEDULER_BIN, SERVER_BIN, WORKER_BIN  default: bin/ut_scheduler, bin/ut_server, bin/ut_tensor_worker, built if missing
   DMLC_NUM_WORKER  worker groups (default: 1)
   RNIC             network interface to use (default: brainpf_bond0 if there)
-  GROUP_SIZE       processes in each group (default: one for each GPU, 2 without)
+  GROUP_SIZE       processes in each group (default: one for each GPU, at most 8; 2 without)
 Variables such as DMLC_ENABLE_RDMA, STEPMESH_BAKCEND and DMLC_PS_ROOT_PORT (12278) are obeyed if set.'
 
 # shellcheck source=launch_ut.sh

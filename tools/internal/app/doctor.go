@@ -17,18 +17,20 @@ import (
 func doctorCommand() *cli.Command {
 	return &cli.Command{
 		Name:  "doctor",
-		Usage: "examine this machine: configuration, ZeroMQ, RDMA",
+		Usage: "examine this machine: configuration, ZeroMQ, RDMA, GPUs",
 		Description: `Looks at what a node needs that is started here with this environment, and changes
-nothing: versions, memory, the variables, a message over ZeroMQ, and RDMA from
-libraries and device files over ports and the limit of locked memory up to a round
-trip from each active port to itself.
+nothing: versions, memory, the variables, a message over ZeroMQ, RDMA from libraries
+and device files over ports and the limit of locked memory up to a round trip from
+each active port to itself, the GPUs, and copies between processes from each GPU to
+each other.
 
 Each line is ok, warn, fail or skip, what was looked at, and what was found; below
 it stands what to do. A defect of RDMA fails only if DMLC_ENABLE_RDMA=ibverbs:
 
     DMLC_ENABLE_RDMA=ibverbs DMLC_INTERFACE=auto stepaf doctor
 
-The exit status is 0 if nothing has failed, else 1.`,
+The exit status is 0 if nothing has failed, 1 if something has, 2 for a wrong
+command line, and 130 or 143 after SIGINT or SIGTERM.`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{
 			&cli.BoolFlag{Name: "json", Usage: "print JSON"},

@@ -25,7 +25,11 @@ func (x *exam) gpus(context.Context) []Finding {
 	all, err := x.m.GPUs()
 	x.gpuInfo = all
 	if err != nil {
-		return []Finding{{Name: "gpu", Status: absent, Text: err.Error(), Remedy: "install the driver of NVIDIA, or unset STEPMESH_BAKCEND; " + remedy}}
+		install := "install the driver of NVIDIA; "
+		if x.needGPU() {
+			install = "install the driver of NVIDIA, or unset STEPMESH_BAKCEND; "
+		}
+		return []Finding{{Name: "gpu", Status: absent, Text: err.Error(), Remedy: install + remedy}}
 	}
 	var out []Finding
 	for _, g := range all {

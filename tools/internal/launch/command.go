@@ -79,7 +79,7 @@ func flags() []cli.Flag {
 	return []cli.Flag{
 		&cli.IntFlag{Name: "workers", Aliases: []string{"n"}, Category: shape, DefaultText: "DMLC_NUM_WORKER, else 1", Usage: "worker groups in the cluster"},
 		&cli.IntFlag{Name: "servers", Aliases: []string{"s"}, Category: shape, DefaultText: "DMLC_NUM_SERVER, else 1", Usage: "server groups in the cluster"},
-		&cli.StringFlag{Name: "group-size", Aliases: []string{"g"}, Category: shape, Usage: "processes in each group, or auto: one for each GPU, 2 without", DefaultText: "DMLC_GROUP_SIZE, else 1"},
+		&cli.StringFlag{Name: "group-size", Aliases: []string{"g"}, Category: shape, Usage: "processes in each group, or auto: one for each GPU, at most 8; 2 without", DefaultText: "DMLC_GROUP_SIZE, else 1"},
 		&cli.StringFlag{Name: "role", Category: shape, Value: string(Joint), Usage: "what to start: joint (everything), server (and scheduler), server-slave, worker, or scheduler"},
 		&cli.IntFlag{Name: "node-rank", Category: shape, Value: -1, DefaultText: "DMLC_NODE_RANK, else 0", Usage: "rank of the group, unless everything is started"},
 		&cli.StringFlag{Name: "gpus", Category: shape, Usage: "`LIST` of devices for the processes of a group, as in 0,2 (0,1,...)"},
