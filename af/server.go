@@ -83,6 +83,11 @@ func (s *TensorServer) SetRequestHandle(h Handler) error {
 // ranks) and keys, and makes part i the place where pushes of that worker under
 // that key land; the batch then holds views on it. A push overwrites what the
 // last one under its key left there. Call it before the first such push.
+//
+// All parts are registered, or none: after an error t is the caller's again. Only
+// when the transport refuses a part after others stay those registered, and the error
+// says so. An owner of t's memory that is a backend.Holder is retained for good for
+// each part that is registered.
 func (s *TensorServer) RegisterRecvTensor(t Tensor, workerRanks []int, keys []uint64) error {
 	n := len(keys)
 	if n == 0 || len(workerRanks) != n || t.Len()%n != 0 {
@@ -93,10 +98,12 @@ func (s *TensorServer) RegisterRecvTensor(t Tensor, workerRanks []int, keys []ui
 		return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: fmt.Errorf("%w: %w", van.ErrInvalid, err)}
 	}
 	part := t.Len() / n
+	places := make([]kv.RecvPlace, n)
 	for i, key := range keys {
-		if err := s.buffers.Register(workerRanks[i], key, t.mem.Sub(i*part, part)); err != nil {
-			return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: err}
-		}
+		places[i] = kv.RecvPlace{Worker: workerRanks[i], Key: key, Dst: t.mem.Sub(i*part, part)}
+	}
+	if err := s.buffers.Register(places...); err != nil {
+		return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: err}
 	}
 	return nil
 }

@@ -28,24 +28,61 @@ func NewRecvBuffers(n *postoffice.Node) *RecvBuffers {
 	return &RecvBuffers{node: n, m: map[bufferKey]backend.Mem{}}
 }
 
-// Register makes dst the place of what the worker with the given group rank
-// pushes under key. Register before that worker's first push of the key.
-func (b *RecvBuffers) Register(workerRank int, key Key, dst backend.Mem) error {
-	if workerRank < 0 || workerRank >= b.node.NumWorkers() {
-		return fmt.Errorf("register receive buffer: %w: worker rank %d, want 0 to %d", van.ErrInvalid, workerRank, b.node.NumWorkers()-1)
-	}
-	k := bufferKey{b.node.WorkerInstance(workerRank), key}
+// RecvPlace is the place of what the worker with the given group rank pushes under
+// a key.
+type RecvPlace struct {
+	Worker int
+	Key    Key
+	Dst    backend.Mem
+}
+
+// Register makes all places known, or none when one makes no sense or has been named
+// before. Should the van refuse one after it has taken others, those stay registered,
+// and the error says so. What is registered is retained, for good. Register before the
+// worker's first push of the key.
+func (b *RecvBuffers) Register(places ...RecvPlace) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if _, dup := b.m[k]; dup {
-		return fmt.Errorf("register receive buffer: %w: worker %d, key %d has one already", van.ErrInvalid, workerRank, key)
+	if err := b.check(places); err != nil {
+		return err
 	}
-	if reg, ok := b.node.Registrar(); ok {
-		if err := reg.RegisterRecvBuffer(k.sender, key, dst); err != nil {
-			return err
+	reg, direct := b.node.Registrar()
+	for i, p := range places {
+		k := b.keyOf(p)
+		if direct {
+			if err := reg.RegisterRecvBuffer(k.sender, p.Key, p.Dst); err != nil {
+				if i > 0 {
+					err = fmt.Errorf("worker %d, key %d: %w (the %d before it of %d stay registered)", p.Worker, p.Key, err, i, len(places))
+				}
+				return err
+			}
 		}
+		p.Dst.Retain()
+		b.m[k] = p.Dst
 	}
-	b.m[k] = dst
+	return nil
+}
+
+func (b *RecvBuffers) keyOf(p RecvPlace) bufferKey {
+	return bufferKey{b.node.WorkerInstance(p.Worker), p.Key}
+}
+
+// check tells why places cannot be registered. b.mu is held.
+func (b *RecvBuffers) check(places []RecvPlace) error {
+	first := make(map[bufferKey]int, len(places))
+	for i, p := range places {
+		if p.Worker < 0 || p.Worker >= b.node.NumWorkers() {
+			return fmt.Errorf("register receive buffer: %w: worker rank %d, want 0 to %d", van.ErrInvalid, p.Worker, b.node.NumWorkers()-1)
+		}
+		k := b.keyOf(p)
+		if _, taken := b.m[k]; taken {
+			return fmt.Errorf("register receive buffer: %w: worker %d, key %d has one already", van.ErrInvalid, p.Worker, p.Key)
+		}
+		if j, twice := first[k]; twice {
+			return fmt.Errorf("register receive buffer: %w: worker %d, key %d is there twice, at %d and %d", van.ErrInvalid, p.Worker, p.Key, j, i)
+		}
+		first[k] = i
+	}
 	return nil
 }
 

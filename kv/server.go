@@ -79,7 +79,7 @@ func (s *Server[V]) SimpleApp() *SimpleApp { return s.simple }
 // it. The next such push overwrites it. Register before the first one. A push that
 // does not fit is dropped.
 func (s *Server[V]) RegisterRecvBuffer(workerRank int, key Key, vals []V) error {
-	if err := s.buffers.Register(workerRank, key, backend.Slice(vals)); err != nil {
+	if err := s.buffers.Register(RecvPlace{workerRank, key, backend.Slice(vals)}); err != nil {
 		return &van.Error{Op: "register receive buffer", Node: s.node.Name(), Err: err}
 	}
 	return nil

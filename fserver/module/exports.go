@@ -577,8 +577,10 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, e *C.
 
 //export sf_register
 func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e *C.sf_error) C.int {
-	a := new(args) // which keeps its hold: the tensor is the library's for good
-	ts, err := a.read(nil, t, 1, "tensor")
+	a := argsPool.Get().(*args)
+	defer a.release() // the library has holds of its own on what it has registered
+	var err error
+	a.push, err = a.read(a.push, t, 1, "tensor")
 	var s *core.Session
 	if err == nil {
 		s, err = session()
@@ -588,10 +590,9 @@ func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e 
 		for i := range rs {
 			rs[i], ks[i] = int(unsafe.Slice(ranks, n)[i]), uint64(unsafe.Slice(keys, n)[i])
 		}
-		err = s.RegisterRecvBuffer(ts[0].Val, rs, ks)
+		err = s.RegisterRecvBuffer(a.push[0].Val, rs, ks)
 	}
 	if err != nil {
-		a.release()
 		return fail(e, err)
 	}
 	return C.SF_DONE
