@@ -36,15 +36,15 @@ func newQueue(n *postoffice.Node) *queue {
 	q := &queue{node: n, workers: make([]fifo.Queue[Item], n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
 	q.isReady = q.ready
 	n.OnPeer(func(id int, up bool, cause error) {
-		if van.RoleOf(id) != van.Worker {
-			return
+		if van.RoleOf(id) != van.Worker || van.RankOf(id)%n.GroupSize() != n.Instance() {
+			return // its batches go to another instance
 		}
 		q.mu.Lock()
 		defer q.mu.Unlock()
 		rank := van.RankOf(id) / n.GroupSize()
 		if up {
 			delete(q.lost, rank)
-		} else if van.RankOf(id)%n.GroupSize() == n.Instance() {
+		} else {
 			q.lost[rank] = cause
 		}
 		q.signal()
