@@ -109,8 +109,9 @@ type Signaller interface {
 // it frees or unmaps memory, and begins no copy meanwhile.
 type StreamBlocker interface {
 	// MayBlock tells whether streams may wait for what the CPU does, that is, whether one
-	// was ever told to by WaitFlag or WaitSeq: in a graph it waits at any time. If what
-	// it waits for is a message, whoever receives must not free or unmap anything.
+	// was ever told to by WaitFlag or WaitSeq, of this backend or of another one of the
+	// device in this process: in a graph it waits at any time. If what it waits for is a
+	// message, whoever receives must not free or unmap anything.
 	MayBlock() bool
 }
 

@@ -34,7 +34,8 @@ type fakeDriver struct {
 	events   map[uintptr]*fakeEvent
 	opened   map[uintptr]int
 	modules  int
-	exported *fakeDriver // the process whose handles this one opens
+	blocked  map[int]*atomic.Bool // by device
+	exported *fakeDriver          // the process whose handles this one opens
 
 	captured atomic.Pointer[fakeStream]
 }
@@ -51,7 +52,7 @@ func newFake(devices int) *fakeDriver {
 	return &fakeDriver{devices: devices, fails: map[string]int{}, calls: map[string]int{}, current: map[int][]uintptr{},
 		mode: map[int]int32{}, retained: map[int]int{}, mem: map[uintptr][]byte{}, host: map[uintptr][]byte{},
 		register: map[uintptr]int{}, streams: map[uintptr]*fakeStream{}, events: map[uintptr]*fakeEvent{},
-		opened: map[uintptr]int{}, next: 0x100}
+		opened: map[uintptr]int{}, blocked: map[int]*atomic.Bool{}, next: 0x100}
 }
 
 // call notes a call and returns the failure that a test has ordered. Without a
@@ -143,6 +144,15 @@ func (f *fakeDriver) retain(dev int) (uintptr, error) {
 	defer f.mu.Unlock()
 	f.retained[dev]++
 	return uintptr(1000 + dev), nil
+}
+
+func (f *fakeDriver) mayBlock(dev int) *atomic.Bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.blocked[dev] == nil {
+		f.blocked[dev] = &atomic.Bool{}
+	}
+	return f.blocked[dev]
 }
 
 func (f *fakeDriver) release(dev int) error {

@@ -10,8 +10,8 @@ import (
 )
 
 // gpu is the backend of one CUDA device. It works in the device's primary context,
-// which it shares with PyTorch in the same process. Devices share nothing, so none
-// waits for another.
+// which it shares with PyTorch and with other backends of the device in the same process.
+// Devices share nothing, so none waits for another.
 //
 // Goroutines change threads, and a thread that comes from Python has a context of its
 // own: every use of the driver is between enter and leave, which lock the thread, make
@@ -25,7 +25,7 @@ type gpu struct {
 
 	crowded      bool // goroutines have few threads
 	driverEvents atomic.Bool
-	blocking     atomic.Bool  // streams may wait for the CPU
+	blocking     *atomic.Bool // streams may wait for the CPU; all of the device share it
 	spin         atomic.Int64 // nanoseconds
 
 	life   sync.RWMutex // held for reading by every use of the driver
@@ -73,6 +73,7 @@ func newGPU(d driver, id int) (Backend, error) {
 	if g.dev, err = d.device(id); err != nil {
 		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.failed("open", err))
 	}
+	g.blocking = d.mayBlock(g.dev)
 	if g.info, err = describe(d, id, n); err != nil {
 		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.failed("describe", err))
 	}

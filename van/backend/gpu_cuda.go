@@ -5,6 +5,8 @@ package backend
 import (
 	"errors"
 	"reflect"
+	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"gorgonia.org/cu"
@@ -83,6 +85,16 @@ func (cuda) retain(dev int) (uintptr, error) {
 
 func (cuda) release(dev int) error {
 	return fail("cuDevicePrimaryCtxRelease", cu.Device(dev).ReleasePrimaryCtx())
+}
+
+// blocking has the marks of mayBlock, by device. It is the process's, like the primary
+// contexts that it tells about: what one backend of a device frees waits for the streams
+// of another one, such as that of the Python module's wait_flag.
+var blocking sync.Map
+
+func (cuda) mayBlock(dev int) *atomic.Bool {
+	m, _ := blocking.LoadOrStore(dev, new(atomic.Bool))
+	return m.(*atomic.Bool)
 }
 
 func (cuda) memInfo() (free, total int64, err error) {

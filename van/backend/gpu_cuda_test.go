@@ -418,6 +418,15 @@ func BenchmarkCUDACopy(b *testing.B) {
 	}
 }
 
+// TestCUDAMayBlock: backends get the mark of their device, which is the process's.
+func TestCUDAMayBlock(t *testing.T) {
+	a, b, other := cuda{}.mayBlock(-1), cuda{}.mayBlock(-1), cuda{}.mayBlock(-2)
+	a.Store(true)
+	if !b.Load() || other.Load() {
+		t.Errorf("the device's mark is %t, another one's %t", b.Load(), other.Load())
+	}
+}
+
 // TestCUDASignals: the kernels hand over between a stream and the CPU.
 func TestCUDASignals(t *testing.T) {
 	g := openGPU(t, 0)

@@ -2,6 +2,7 @@ package backend
 
 import (
 	"fmt"
+	"sync/atomic"
 	"unsafe"
 )
 
@@ -23,6 +24,10 @@ type driver interface {
 	canAccessPeer(dev, peer int) (bool, error)
 	retain(dev int) (uintptr, error)
 	release(dev int) error
+
+	// mayBlock is the mark that streams of dev's primary context may wait for the CPU.
+	// All who use that context in this process share it.
+	mayBlock(dev int) *atomic.Bool
 
 	// enter makes ctx current on the calling thread, and calls allowed that a graph
 	// capture elsewhere would forbid; leave restores what was.

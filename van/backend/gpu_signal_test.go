@@ -64,6 +64,51 @@ func TestSignals(t *testing.T) {
 	f.fail("launch", 0)
 }
 
+// TestMayBlockIsTheDevices: the driver's frees wait for the streams of all that use the
+// device in this process, so each of its backends knows.
+func TestMayBlockIsTheDevices(t *testing.T) {
+	for name, wait := range map[string]func(g *gpu, stream uintptr, word Mem) error{
+		"WaitSeq":  func(g *gpu, stream uintptr, word Mem) error { return g.WaitSeq(stream, word, word) },
+		"WaitFlag": func(g *gpu, stream uintptr, word Mem) error { return g.WaitFlag(stream, word, 0) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFake(2)
+			var b [3]*gpu // of devices 0, 0 and 1
+			for i := range b {
+				made, err := newGPU(f, i/2)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer made.Close()
+				b[i] = made.(*gpu)
+			}
+			stream, err := b[0].NewStream()
+			if err != nil {
+				t.Fatal(err)
+			}
+			word, err := b[0].Alloc(8)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := wait(b[0], stream, word); err != nil {
+				t.Fatal(err)
+			}
+			late, err := newGPU(f, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer late.Close()
+			if !b[0].MayBlock() || !b[1].MayBlock() || !late.(*gpu).MayBlock() {
+				t.Error("another backend of the device does not know that its streams may wait")
+			}
+			if b[2].MayBlock() {
+				t.Error("another device is said to wait")
+			}
+			settle(t, b[0], stream)
+		})
+	}
+}
+
 // streamQueryIn is streamQuery in g's context.
 func (f *fakeDriver) streamQueryIn(g *gpu, s uintptr) error {
 	return g.enter(func() error { return f.streamQuery(s) })
