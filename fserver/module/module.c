@@ -481,7 +481,7 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     part.nbytes = buf.shape[0] > 0 ? buf.nbytes / buf.shape[0] * part.shape[0] : 0;
     Py_INCREF((PyObject *)part.owner);
     if (respond(ts[i].key, &part, 1, stream) < 0) goto out;
-    stream = SF_COMPLETE; // answers leave in order, and all are parts of one buffer
+    if (part.nbytes > 0) stream = SF_COMPLETE; // answers leave in order, and all are parts of one buffer
   }
   Py_INCREF(Py_None);
   result = Py_None;
