@@ -194,6 +194,9 @@
 	"at row 0, so all workers get the same leading rows: this does not split a result\n" \
 	"between workers. With GPU tensors it waits for the current CUDA stream once.\n" \
 	"\n" \
+	"When one batch cannot be answered, its worker being lost or its pull tensor of another\n" \
+	"size, the others are answered all the same, and the first such error is raised.\n" \
+	"\n" \
 	"Raises ValueError (lengths differ, more rows than the buffer has, and as respond()),\n" \
 	"TypeError, ConnectionError, Error."
 

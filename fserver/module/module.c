@@ -408,20 +408,13 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
   return sf_batches_out(batches, n, &room);
 }
 
-// Answers a batch. Takes over the owners of ts.
-static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream) {
-  sf_error e = {0, NULL};
-  if (sf_respond(id, ts, (int)n, stream, &e) == SF_DONE) return 0;
-  sf_raise(&e);
-  return -1;
-}
-
 static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"tensors", "handler", "need_event", NULL};
   PyObject *a[3] = {NULL}; // the arguments
   int need_event = 0;
   uint64_t id;
   Py_ssize_t n = 0;
+  sf_error e = {0, NULL};
   (void)self;
   if (!by_position(args, kw, 2, 3, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OO|O:respond", names, &a[0], &a[1], &a[2])) return NULL;
   if (bool_arg(a[2], &need_event) < 0 || sf_enter() < 0 || uint64_arg(a[1], "handler", -1, &id) < 0) return NULL;
@@ -432,9 +425,9 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
     drop_list(ts, n);
     return NULL;
   }
-  int rc = respond(id, ts, n, stream);
+  int rc = sf_respond(id, ts, (int)n, stream, &e); // takes over the owners
   free(ts);
-  if (rc < 0) return NULL;
+  if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
 }
 
@@ -480,8 +473,18 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     part.shape[0] = ts[i].shape[0];
     part.nbytes = buf.shape[0] > 0 ? buf.nbytes / buf.shape[0] * part.shape[0] : 0;
     Py_INCREF((PyObject *)part.owner);
-    if (respond(ts[i].key, &part, 1, stream) < 0) goto out;
-    if (part.nbytes > 0) stream = SF_COMPLETE; // answers leave in order, and all are parts of one buffer
+    sf_error failed = {0, NULL};
+    if (sf_respond(ts[i].key, &part, 1, stream, &failed) == SF_DONE) {
+      if (part.nbytes > 0) stream = SF_COMPLETE; // answers leave in order, and all are parts of one buffer
+    } else if (e.kind == 0) {
+      e = failed; // and the others get theirs
+    } else {
+      free(failed.text);
+    }
+  }
+  if (e.kind != 0) {
+    sf_raise(&e);
+    goto out;
   }
   Py_INCREF(Py_None);
   result = Py_None;
