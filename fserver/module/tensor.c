@@ -570,7 +570,7 @@ static void delete_exported(exported *x) {
   if (x->gone != NULL) *x->gone = 1;
   if (x->keeper == NULL) {
     release(&x->tensor, x->lease);
-  } else {
+  } else if (!sf_forked && Py_IsInitialized()) {
     PyGILState_STATE g = PyGILState_Ensure();
     Py_DECREF(x->keeper);
     PyGILState_Release(g);

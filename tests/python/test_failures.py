@@ -53,3 +53,33 @@ def test_respond_vec_to_a_lost_worker(cluster):
     for p in (workers[1], server):
         p.tell("end")
         assert p.wait(20) == 0, p.report()
+
+
+# A consumer of DLPack may free what it has when the interpreter is gone.
+
+@by_hand
+def late_server(n):
+    n.f.init()
+    (handler, (t,), _), = n.f.get_batch()
+    n.f.respond([t], handler)
+    capsule, get, rename = t.__dlpack__(), ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_SetName
+    get.restype, get.argtypes, rename.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p), (ctypes.py_object, ctypes.c_char_p)
+    managed = get(capsule, b"dltensor")
+    late_server.name = ctypes.c_char_p(b"used_dltensor")
+    rename(capsule, late_server.name)
+    # void deleter(managed) comes after the 48 bytes of the tensor and a pointer.
+    deleter = ctypes.cast(managed + 56, ctypes.POINTER(ctypes.c_void_p))[0]
+    at_exit = ctypes.CDLL(None).__cxa_atexit
+    at_exit.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    assert at_exit(deleter, managed, None) == 0
+    n.f.stop()
+
+
+def late_worker(n):
+    pull = n.lib.zeros("uint8", SIZE)
+    n.f.wait(n.f.push_pull([tensor(n, 1)], [1], [pull], [1]))
+
+
+def test_freed_after_the_interpreter(cluster):
+    pytest.importorskip("numpy", reason="a server without PyTorch gets fserver_lib.Tensor")
+    cluster(lib="numpy").run(late_worker, late_server)
