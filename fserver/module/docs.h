@@ -246,7 +246,11 @@
 	"__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n" \
 	"A DLPack capsule on the memory, for from_dlpack of any library; no copy.\n" \
 	"\n" \
-	"Raises ValueError (a dtype that DLPack has no code for)."
+	"stream, max_version: of no effect; what was received is complete.\n" \
+	"dl_device: None, or what __dlpack_device__() returns. copy: None or False.\n" \
+	"\n" \
+	"Raises ValueError (a dtype that DLPack has no code for, such as bits8 or int4),\n" \
+	"BufferError (a copy, or another device)."
 #define DOC_TENSOR_DLPACK_DEVICE \
 	"__dlpack_device__($self, /)\n--\n\n" \
 	"(device type, device index) as DLPack numbers them; (1, 0) is the CPU."

@@ -214,6 +214,7 @@ static int code_of(dl_dtype d) {
   if (d.code == 1 && d.bits == 16) return UINT16;
   if (d.code == 1 && d.bits == 32) return UINT32;
   if (d.code == 1 && d.bits == 64) return UINT64;
+  if (d.code == 5 && d.bits == 32) return COMPLEX32;
   for (size_t i = 0; d.bits == 8 && i < sizeof float8 / sizeof float8[0]; i++)
     if (float8[i].type == d.code) return float8[i].dtype;
   for (int i = 0; i < NDTYPES; i++)
@@ -595,6 +596,7 @@ static dl_dtype type_of(int32_t code) {
     case UINT16: return (dl_dtype){1, 16, 1};
     case UINT32: return (dl_dtype){1, 32, 1};
     case UINT64: return (dl_dtype){1, 64, 1};
+    case COMPLEX32: return (dl_dtype){5, 32, 1};
   }
   for (size_t i = 0; i < sizeof float8 / sizeof float8[0]; i++)
     if (float8[i].dtype == code) return (dl_dtype){float8[i].type, 8, 1};
@@ -781,17 +783,36 @@ static PyObject *tensor_repr(PyObject *o) {
   return r;
 }
 
-static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
-  const sf_tensor *t = &((tensor_object *)o)->t;
-  (void)args; // what has come is complete; other versions and copies are not offered
-  (void)kw;
-  return export_tensor(t, 0, o, type_of(t->dtype).bits == 0); // what DLPack has no code for goes as bytes
-}
-
 static PyObject *tensor_dlpack_device(PyObject *o, PyObject *noargs) {
   const sf_tensor *t = &((tensor_object *)o)->t;
   (void)noargs;
   return t->device_type == SF_GPU ? Py_BuildValue("(ii)", DL_CUDA, (int)t->device_id) : Py_BuildValue("(ii)", DL_CPU, 0);
+}
+
+// What has come is complete, whatever the consumer's stream, and goes in the form
+// without a version, which every consumer takes.
+static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
+  const sf_tensor *t = &((tensor_object *)o)->t;
+  PyObject *stream, *version, *device = Py_None, *copy = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO:__dlpack__", names, &stream, &version, &device, &copy)) return NULL;
+  int copied = PyObject_IsTrue(copy);
+  if (copied != 0) {
+    if (copied > 0) PyErr_SetString(PyExc_BufferError, "a fserver_lib.Tensor makes no copies: copy what from_dlpack returns");
+    return NULL;
+  }
+  if (device != Py_None) {
+    PyObject *own = tensor_dlpack_device(o, NULL);
+    int same = own != NULL ? PyObject_RichCompareBool(own, device, Py_EQ) : -1;
+    if (same == 0) PyErr_Format(PyExc_BufferError, "a fserver_lib.Tensor on DLPack's device %R does not go to %R", own, device);
+    Py_XDECREF(own);
+    if (same <= 0) return NULL;
+  }
+  if (type_of(t->dtype).bits == 0) {
+    PyErr_Format(error_value, "DLPack has no code for dtype %s", dtype_name(t));
+    return NULL;
+  }
+  return export_tensor(t, 0, o, 0);
 }
 
 static PyMethodDef tensor_methods[] = {

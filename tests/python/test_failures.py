@@ -83,3 +83,44 @@ def late_worker(n):
 def test_freed_after_the_interpreter(cluster):
     pytest.importorskip("numpy", reason="a server without PyTorch gets fserver_lib.Tensor")
     cluster(lib="numpy").run(late_worker, late_server)
+
+
+# fserver_lib.Tensor offers its memory, and nothing else.
+
+def offer_worker(n):
+    torch = arrays.load("torch").torch
+    tensors = [torch.ones(2, 3)]
+    tensors += [torch.arange(8, dtype=torch.uint8).view(getattr(torch, name)) for name in ("complex32", "bits8", "int4") if hasattr(torch, name)]
+    pull = torch.zeros(1)
+    n.f.wait(n.f.push_pull(tensors, range(len(tensors)), [pull], [1]))
+
+
+def offer_server(n):
+    (handler, (t, *others), _), = n.f.get_batch()
+    n.f.respond([arrays.load("numpy").zeros("float32", (1,))], handler)
+    for good in (dict(), dict(copy=None), dict(copy=False), dict(dl_device=None), dict(dl_device=(1, 0)), dict(stream=None),
+                 dict(stream=None, max_version=(1, 1), dl_device=t.__dlpack_device__(), copy=False)):
+        assert "dltensor" in repr(t.__dlpack__(**good)), good
+    for bad, kind, words in ((dict(copy=True), BufferError, "copy"), (dict(dl_device=(2, 0)), BufferError, "(2, 0)"),
+                             (dict(dl_device=(1, 1)), BufferError, "(1, 1)"), (dict(dl_device="cpu"), BufferError, "'cpu'"),
+                             (dict(device=1), TypeError, "device")):
+        with pytest.raises(kind) as e:
+            t.__dlpack__(**bad)
+        assert words in str(e.value), e.value
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    for x in others:
+        if x.dtype == "complex32":
+            c = x.__dlpack__()
+            assert ctypes.string_at(get(c, b"dltensor") + 20, 4) == bytes([5, 32, 1, 0])  # DLPack's type: complex, of 32 bits
+            continue
+        with n.raises(ValueError, x.dtype, "DLPack"):
+            x.__dlpack__()
+    return [x.dtype for x in others]
+
+
+def test_what_a_tensor_offers(cluster):
+    torch = pytest.importorskip("torch", reason="pushes types that NumPy has not")
+    pytest.importorskip("numpy", reason="its server answers with NumPy's arrays")
+    _, names = cluster(lib="").run(offer_worker, offer_server)
+    assert names == [name for name in ("complex32", "bits8", "int4") if hasattr(torch, name)]
