@@ -14,6 +14,7 @@ import (
 type Item struct {
 	ID uint64
 	af.Batch
+	acked bool // it needs no answer
 }
 
 // queue orders complete batches by worker.
@@ -65,7 +66,7 @@ func (q *queue) put(b af.Batch) {
 	b.Retain()
 	q.mu.Lock()
 	w := &q.workers[b.SenderRank()]
-	if w.Put(Item{q.next, b}); w.Len() == 1 {
+	if w.Put(Item{ID: q.next, Batch: b}); w.Len() == 1 {
 		q.filled++
 	}
 	q.next++
@@ -99,9 +100,7 @@ func (q *queue) take(items []Item) ([]Item, bool, error) {
 		return items, false, nil
 	}
 	for i := range q.workers {
-		it := q.workers[i].Take()
-		q.handOut(it)
-		items = append(items, it)
+		items = append(items, q.handOut(q.workers[i].Take()))
 		if q.workers[i].Len() == 0 {
 			q.filled--
 		}
@@ -118,12 +117,15 @@ const keepAcked = 4096
 // handOut notes that a batch has left the queue. One of several pushes and no pull
 // was acknowledged as it came, and few programs answer it: its memory is then
 // Python's alone. q.mu is held.
-func (q *queue) handOut(it Item) {
-	if it.Single() || len(it.Pulls()) > 0 || it.ResponseInOrder(nil, nil) != nil {
+func (q *queue) handOut(it Item) Item {
+	// One that was given back may have been answered here before.
+	it.acked = it.acked || !it.Single() && len(it.Pulls()) == 0 && it.ResponseInOrder(nil, nil) == nil
+	if it.acked {
+		q.noteAcked(it.ID)
+	} else {
 		q.out[it.ID] = it.Batch
-		return
 	}
-	q.noteAcked(it.ID)
+	return it
 }
 
 // noteAcked forgets the oldest when there are too many. q.mu is held.

@@ -25,6 +25,17 @@ func (q *Queue[T]) Put(v T) {
 	q.items = append(q.items, v)
 }
 
+// PutFront puts v before all others. All of them move if none was taken before.
+func (q *Queue[T]) PutFront(v T) {
+	if q.head > 0 {
+		q.head--
+	} else {
+		q.items = append(q.items, v)
+		copy(q.items[1:], q.items)
+	}
+	q.items[q.head] = v
+}
+
 // Front returns the oldest element; there must be one.
 func (q *Queue[T]) Front() T { return q.items[q.head] }
 

@@ -70,3 +70,33 @@ func TestReuse(t *testing.T) {
 		}
 	}
 }
+
+// TestPutFront: what is put back comes out next, also into a queue that is empty or that
+// nothing was taken from.
+func TestPutFront(t *testing.T) {
+	for _, taken := range []int{0, 1, 5, 8} {
+		var q Queue[int]
+		for i := range 8 {
+			q.Put(i)
+		}
+		for range taken {
+			q.Take()
+		}
+		for i := range 4 {
+			q.PutFront(-i)
+		}
+		q.Put(8)
+		want := []int{-3, -2, -1, 0}
+		for i := taken; i < 9; i++ {
+			want = append(want, i)
+		}
+		if !slices.Equal(q.All(), want) {
+			t.Errorf("with %d of 8 taken: %v, want %v", taken, q.All(), want)
+		}
+		for _, v := range want {
+			if got := q.Take(); got != v {
+				t.Errorf("with %d of 8 taken: %d came out, want %d", taken, got, v)
+			}
+		}
+	}
+}
