@@ -20,17 +20,23 @@ type Notify struct {
 	device backend.StreamFlagger
 	word   backend.Mem
 
-	mu      sync.Mutex
-	counter uint32 // what the next wait is for
+	mu      sync.Mutex // not held in WaitFlag, which may block until a release makes room
+	counter uint32     // what the next wait is for
 	under   *notice
+	dropped bool
 }
 
 // notice is one wait that is under way, or whose result nobody has fetched.
 type notice struct {
 	op    string
+	batch bool // it is for a batch, not for a request
 	done  chan struct{}
 	err   error
 	items []Item
+
+	// Of mu:
+	dropped bool // a batch that nobody wants
+	ended   bool // it has let the stream go
 }
 
 // handlerLimit is how long a request may take that a stream waits for, from its
@@ -61,12 +67,24 @@ func (s *Session) NewNotify() (*Notify, error) {
 // set is what a stream waits for. Whatever was written before is visible to it.
 func (n *Notify) set(v uint32) { atomic.StoreUint32((*uint32)(n.word.Ptr()), v) }
 
+// release lets the streams go. n.mu is held.
+func (n *Notify) release() {
+	n.set(n.counter)
+	n.counter++
+}
+
+var errDropped = fmt.Errorf("%w: the object was dropped", ErrMisuse)
+
 // Block makes stream wait for the next release, which StreamWait or BlockAndGetBatch
 // gives.
 func (n *Notify) Block(stream uintptr) error {
 	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.device.WaitFlag(stream, n.word, n.counter)
+	counter, dropped := n.counter, n.dropped
+	n.mu.Unlock()
+	if dropped {
+		return fmt.Errorf("block_now_stream: %w", errDropped)
+	}
+	return n.device.WaitFlag(stream, n.word, counter) // which passes if the release comes first
 }
 
 // StreamWait makes stream wait for a worker's request. When that fails, the stream goes
@@ -75,7 +93,7 @@ func (n *Notify) StreamWait(stream uintptr, handler int64) error {
 	if n.s.worker == nil {
 		return n.s.wrongRole("stream_wait_event", "worker")
 	}
-	return n.begin("stream_wait_event", stream, func(*notice) error { return n.s.Wait(handler, handlerLimit, waitSlice) })
+	return n.begin(&notice{op: "stream_wait_event"}, stream, func(*notice) error { return n.s.Wait(handler, handlerLimit, waitSlice) })
 }
 
 // BlockAndGetBatch makes stream wait until GetBatch has returned, to which Batch gives
@@ -84,71 +102,127 @@ func (n *Notify) BlockAndGetBatch(stream uintptr) error {
 	if n.s.queue == nil {
 		return n.s.wrongRole("block_now_stream_and_get_batch", "server")
 	}
-	return n.begin("block_now_stream_and_get_batch", stream, func(w *notice) (err error) {
+	return n.begin(&notice{op: "block_now_stream_and_get_batch", batch: true}, stream, func(w *notice) (err error) {
 		w.items, err = n.s.GetBatch(nil, waitSlice)
 		return err
 	})
 }
 
 // begin queues the stream's wait, and lets it go when look returns another error than
-// ErrPending.
-func (n *Notify) begin(op string, stream uintptr, look func(*notice) error) error {
+// ErrPending, or when nobody wants the batch that it looks for.
+func (n *Notify) begin(w *notice, stream uintptr, look func(*notice) error) error {
+	w.done = make(chan struct{})
 	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.under != nil {
-		return fmt.Errorf("%s: %w: the result of %s was not fetched: call wait_event_done() or get_future_batch_data() first", op, ErrMisuse, n.under.op)
+	under, dropped, counter := n.under, n.dropped, n.counter // which stays until w has ended
+	if under == nil && !dropped {
+		n.under = w
 	}
-	if err := n.device.WaitFlag(stream, n.word, n.counter); err != nil {
-		return fmt.Errorf("%s: %w", op, err)
+	n.mu.Unlock()
+	switch {
+	case dropped:
+		return fmt.Errorf("%s: %w", w.op, errDropped)
+	case under != nil:
+		fetch := "wait_event_done"
+		if under.batch {
+			fetch = "get_future_batch_data"
+		}
+		return fmt.Errorf("%s: %w: the result of %s was not fetched: call %s() first", w.op, ErrMisuse, under.op, fetch)
 	}
-	w := &notice{op: op, done: make(chan struct{})}
-	n.under = w
+	if err := n.device.WaitFlag(stream, n.word, counter); err != nil {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		if n.under == w {
+			n.under = nil
+		}
+		if n.dropped { // meanwhile, which left that to w
+			n.release()
+		}
+		close(w.done) // for another thread that waits for it already
+		return fmt.Errorf("%s: %w", w.op, err)
+	}
 	go func() {
-		for w.err = look(w); errors.Is(w.err, ErrPending); {
+		for w.err = ErrPending; errors.Is(w.err, ErrPending) && !n.unwanted(w); {
 			w.err = look(w)
 		}
-		n.mu.Lock()
-		n.set(n.counter)
-		n.counter++
-		n.mu.Unlock()
-		close(w.done)
+		n.end(w)
 	}()
 	return nil
 }
 
+func (n *Notify) unwanted(w *notice) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return w.dropped
+}
+
+func (n *Notify) end(w *notice) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	w.ended = true
+	n.giveBack(w)
+	n.release()
+	close(w.done)
+}
+
+// giveBack returns the batches that nobody wants. n.mu is held.
+func (n *Notify) giveBack(w *notice) {
+	if w.ended && w.dropped && len(w.items) > 0 {
+		n.s.GiveBack(w.items)
+		w.items = nil
+	}
+}
+
+// Drop ends the use of n, and does not block. Streams that wait go on, but for one that
+// waits for a request, which its answer lets go. Batches that were not fetched are those
+// of the next GetBatch.
+func (n *Notify) Drop() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.dropped {
+		return
+	}
+	n.dropped = true
+	w := n.under
+	if w == nil || w.ended {
+		n.release() // of those that Block has made wait
+	}
+	if w != nil && w.batch {
+		n.under, w.dropped = nil, true
+		n.giveBack(w)
+	}
+}
+
 // Done waits for the end of what StreamWait has begun, for slice at most, and returns
-// its error, or ErrPending. It returns at once when there is nothing.
+// its error, or ErrPending. It returns at once when there is nothing, as it does for
+// BlockAndGetBatch, whose result is Batch's.
 func (n *Notify) Done(slice time.Duration) error {
-	w, err := n.fetch("wait_event_done", slice)
+	w, err := n.fetch("wait_event_done", slice, false)
 	if w == nil {
 		return err
-	}
-	for i := range w.items { // of a batch that nobody wants
-		w.items[i].Release()
 	}
 	return w.err
 }
 
 // Batch is Done for BlockAndGetBatch.
 func (n *Notify) Batch(slice time.Duration) ([]Item, error) {
-	n.mu.Lock()
-	w := n.under
-	n.mu.Unlock()
-	if w == nil || w.op != "block_now_stream_and_get_batch" {
-		return nil, fmt.Errorf("get_future_batch_data: %w: call block_now_stream_and_get_batch() first, once for each result", ErrMisuse)
-	}
-	if w, err := n.fetch("get_future_batch_data", slice); w == nil {
+	const op = "get_future_batch_data"
+	switch w, err := n.fetch(op, slice, true); {
+	case w != nil:
+		return w.items, w.err
+	case err != nil:
 		return nil, err
+	default:
+		return nil, fmt.Errorf("%s: %w: call block_now_stream_and_get_batch() first, once for each result", op, ErrMisuse)
 	}
-	return w.items, w.err
 }
 
-// fetch waits for what is under way and takes it.
-func (n *Notify) fetch(op string, slice time.Duration) (*notice, error) {
+// fetch waits for what is under way, if that is for a batch or not as asked, and takes
+// it.
+func (n *Notify) fetch(op string, slice time.Duration, batch bool) (*notice, error) {
 	n.mu.Lock()
 	w := n.under
 	n.mu.Unlock()
-	if w == nil {
+	if w == nil || w.batch != batch {
 		return nil, nil
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), slice)
@@ -161,7 +235,7 @@ func (n *Notify) fetch(op string, slice time.Duration) (*notice, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.under != w {
-		return nil, fmt.Errorf("%s: %w: another thread has fetched the result", op, ErrMisuse)
+		return nil, fmt.Errorf("%s: %w: the result is not there any more: another thread has fetched it, or the wait did not begin", op, ErrMisuse)
 	}
 	n.under = nil
 	return w, nil

@@ -162,8 +162,12 @@ func sf_notify_new(id *C.uint64_t, device *C.int32_t, e *C.sf_error) C.int {
 //export sf_notify_drop
 func sf_notify_drop(id C.uint64_t) {
 	notifies.Lock()
-	defer notifies.Unlock()
+	n := notifies.m[uint64(id)]
 	delete(notifies.m, uint64(id))
+	notifies.Unlock()
+	if n != nil {
+		n.Drop()
+	}
 }
 
 func notify(id C.uint64_t) (*core.Notify, error) {

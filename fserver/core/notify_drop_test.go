@@ -1,0 +1,292 @@
+package core
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+type pretended = vantest.Device
+
+// fullDevice is a device whose launch queue can be full: WaitFlag blocks then.
+type fullDevice struct {
+	*pretended
+	full chan struct{} // nil, or closed when there is room again
+	in   chan struct{} // one token for each WaitFlag that blocks
+}
+
+func (d *fullDevice) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
+	if d.full != nil {
+		d.in <- struct{}{}
+		<-d.full
+	}
+	return d.pretended.WaitFlag(s, word, v)
+}
+
+// notifying are a worker and a server with pretended devices.
+func notifying(t *testing.T) (worker, server *Session, wdev, sdev *fullDevice) {
+	t.Helper()
+	wdev, sdev = &fullDevice{pretended: vantest.NewDevice(0)}, &fullDevice{pretended: vantest.NewDevice(0)}
+	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
+		switch role {
+		case "worker":
+			return wdev
+		case "server":
+			return sdev
+		}
+		return nil
+	}})
+	t.Cleanup(func() {
+		if err := errors.Join(wdev.Close(), sdev.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	worker, server = open2(t, c)
+	return worker, server, wdev, sdev
+}
+
+func newNotify(t *testing.T, s *Session) *Notify {
+	t.Helper()
+	n, err := s.NewNotify()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// passes waits until the stream has done what was queued so far.
+func passes(t *testing.T, d *fullDevice, stream uintptr) {
+	t.Helper()
+	on := make(chan struct{})
+	d.Queue(stream, func() { close(on) })
+	select {
+	case <-on:
+	case <-time.After(20 * time.Second):
+		t.Fatalf("stream %d still waits", stream)
+	}
+}
+
+// request pushes one tensor with that value, and as many pulls.
+func request(t *testing.T, s *Session, d *fullDevice, v byte, pushes, pulls int) int32 {
+	t.Helper()
+	var kts [2][]af.KeyTensor
+	for k, n := range []int{pushes, pulls} {
+		for i := range n {
+			kts[k] = append(kts[k], af.KeyTensor{Key: uint64(i), Val: deviceTensor(t, d.pretended, []byte{v})})
+		}
+	}
+	h, err := s.PushPull(af.Complete, kts[0], kts[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+// next is the next batch of the only worker, whose value must be v.
+func next(t *testing.T, s *Session, v byte) Item {
+	t.Helper()
+	var items []Item
+	if err := later(t, func(slice time.Duration) (err error) {
+		items, err = s.GetBatch(nil, slice)
+		return err
+	}); err != nil || len(items) != 1 {
+		t.Fatalf("%d items, %v", len(items), err)
+	}
+	if mem := items[0].Pushes()[0].Val.Mem(); vantest.Raw(mem)[0] != v {
+		t.Errorf("the batch has value %d, want %d", vantest.Raw(mem)[0], v)
+	}
+	return items[0]
+}
+
+// answer answers a batch, whose worker waits for h, once.
+func answer(t *testing.T, worker, server *Session, it Item, h int32) {
+	t.Helper()
+	var out []af.Tensor
+	for range it.Pulls() {
+		out = append(out, it.Pushes()[0].Val)
+	}
+	if err := server.Respond(af.DefaultStream, it.ID, out); err != nil {
+		t.Error(err)
+	}
+	if err := server.Respond(af.DefaultStream, it.ID, out); !errors.Is(err, ErrMisuse) {
+		t.Errorf("second answer: %v, want %v", err, ErrMisuse)
+	}
+	it.Release()
+	if err := worker.waitFor(h); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestDropBeforeBatch: an object that is dropped while it waits for a batch lets its
+// stream go, and takes none from those who call GetBatch.
+func TestDropBeforeBatch(t *testing.T) {
+	worker, server, wdev, sdev := notifying(t)
+	for round := range byte(50) {
+		n := newNotify(t, server)
+		if err := n.BlockAndGetBatch(3); err != nil {
+			t.Fatal(err)
+		}
+		var h int32
+		if round%2 == 0 {
+			h = request(t, worker, wdev, round, 1, 1) // it may have been taken, or not
+			n.Drop()
+		} else {
+			n.Drop()
+			h = request(t, worker, wdev, round, 1, 1)
+		}
+		passes(t, sdev, 3)
+		answer(t, worker, server, next(t, server, round), h)
+		n.Drop()
+		for _, err := range []error{n.Block(3), n.BlockAndGetBatch(3)} {
+			if !errors.Is(err, ErrMisuse) {
+				t.Errorf("a stream waits for an object that was dropped: %v, want %v", err, ErrMisuse)
+			}
+		}
+		if _, err := n.Batch(time.Millisecond); !errors.Is(err, ErrMisuse) {
+			t.Errorf("the batch of an object that was dropped: %v, want %v", err, ErrMisuse)
+		}
+	}
+}
+
+// TestDropAfterBatch: a batch that came, and that nobody has fetched, is the next one
+// again, before those that came later, and can be answered.
+func TestDropAfterBatch(t *testing.T) {
+	worker, server, wdev, sdev := notifying(t)
+	for _, tt := range []struct {
+		name          string
+		pushes, pulls int
+	}{{"push and pull", 1, 1}, {"one push", 1, 0}, {"pushes", 2, 0}} {
+		t.Run(tt.name, func(t *testing.T) {
+			n, m := newNotify(t, server), newNotify(t, server)
+			var hs [3]int32
+			for i, x := range []*Notify{n, m} { // each has the batch of one
+				if err := x.BlockAndGetBatch(3); err != nil {
+					t.Fatal(err)
+				}
+				hs[i] = request(t, worker, wdev, byte(i), tt.pushes, tt.pulls)
+				passes(t, sdev, 3)
+			}
+			hs[2] = request(t, worker, wdev, 2, tt.pushes, tt.pulls)
+			n.Drop()
+			if err := server.Respond(af.DefaultStream, 1<<40, nil); !errors.Is(err, ErrMisuse) {
+				t.Errorf("an unknown handler: %v, want %v", err, ErrMisuse)
+			}
+			m.Drop()
+			for i := range hs {
+				answer(t, worker, server, next(t, server, byte(i)), hs[i])
+			}
+			if n := len(server.queue.out); n != 0 {
+				t.Errorf("%d batches are kept as handed out, want none", n)
+			}
+		})
+	}
+}
+
+// TestDropOthers: streams that wait for the next release of a dropped object go on; one
+// that waits for a request does so still.
+func TestDropOthers(t *testing.T) {
+	worker, server, wdev, _ := notifying(t)
+	n := newNotify(t, worker)
+	if err := n.Block(4); err != nil {
+		t.Fatal(err)
+	}
+	n.Drop()
+	passes(t, wdev, 4)
+
+	n = newNotify(t, worker)
+	h := request(t, worker, wdev, 7, 1, 1)
+	if err := n.StreamWait(4, int64(h)); err != nil {
+		t.Fatal(err)
+	}
+	n.Drop()
+	went := make(chan struct{})
+	wdev.Queue(4, func() { close(went) })
+	it := next(t, server, 7)
+	select {
+	case <-went:
+		t.Error("the stream went on before the answer")
+	case <-time.After(2 * waitSlice):
+	}
+	if err := server.Respond(af.DefaultStream, it.ID, []af.Tensor{it.Pushes()[0].Val}); err != nil {
+		t.Fatal(err)
+	}
+	it.Release()
+	passes(t, wdev, 4)
+}
+
+// TestDoneLeavesBatch: Done is for requests; the batch that the object gets stays.
+func TestDoneLeavesBatch(t *testing.T) {
+	worker, server, wdev, sdev := notifying(t)
+	n := newNotify(t, server)
+	if err := n.BlockAndGetBatch(3); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Done(time.Minute); err != nil {
+		t.Errorf("before the batch: %v", err)
+	}
+	h := request(t, worker, wdev, 1, 1, 1)
+	passes(t, sdev, 3)
+	if err := n.Done(time.Minute); err != nil {
+		t.Errorf("after the batch: %v", err)
+	}
+	var items []Item
+	if err := later(t, func(slice time.Duration) (err error) {
+		items, err = n.Batch(slice)
+		return err
+	}); err != nil || len(items) != 1 {
+		t.Fatalf("%d items, %v", len(items), err)
+	}
+	answer(t, worker, server, items[0], h)
+}
+
+// TestFullLaunchQueue: while a call waits for room in a stream, the result of another
+// comes, which may be what makes room, and the object can be dropped.
+func TestFullLaunchQueue(t *testing.T) {
+	worker, server, wdev, sdev := notifying(t)
+	n, m := newNotify(t, server), newNotify(t, server)
+	if err := n.BlockAndGetBatch(3); err != nil {
+		t.Fatal(err)
+	}
+	sdev.full, sdev.in = make(chan struct{}), make(chan struct{})
+	calls := make(chan error, 2)
+	go func() { calls <- n.Block(4) }()
+	<-sdev.in
+	go func() { calls <- m.BlockAndGetBatch(5) }()
+	<-sdev.in
+	h := request(t, worker, wdev, 1, 1, 1)
+	passes(t, sdev, 3)
+	var items []Item
+	if err := later(t, func(slice time.Duration) (err error) {
+		items, err = n.Batch(slice)
+		return err
+	}); err != nil || len(items) != 1 {
+		t.Fatalf("%d items, %v", len(items), err)
+	}
+	answer(t, worker, server, items[0], h)
+	dropped := make(chan struct{})
+	go func() {
+		defer close(dropped)
+		m.Drop()
+		n.Drop()
+	}()
+	select {
+	case <-dropped:
+	case <-time.After(20 * time.Second):
+		t.Fatal("Drop waits for room in a stream")
+	}
+	close(sdev.full)
+	for range 2 {
+		if err := <-calls; err != nil {
+			t.Error(err)
+		}
+	}
+	passes(t, sdev, 4)
+	passes(t, sdev, 5)
+	h = request(t, worker, wdev, 2, 1, 1)
+	answer(t, worker, server, next(t, server, 2), h)
+}
