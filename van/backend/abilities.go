@@ -111,7 +111,8 @@ type StreamBlocker interface {
 	// MayBlock tells whether streams may wait for what the CPU does, that is, whether one
 	// was ever told to by WaitFlag or WaitSeq, of this backend or of another one of the
 	// device in this process: in a graph it waits at any time. If what it waits for is a
-	// message, whoever receives must not free or unmap anything.
+	// message, whoever receives must not free or unmap anything, but leaves it to the
+	// backend's Close, which frees what is left when the streams have ended.
 	MayBlock() bool
 }
 

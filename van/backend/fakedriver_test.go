@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -38,6 +39,7 @@ type fakeDriver struct {
 	exported *fakeDriver          // the process whose handles this one opens
 
 	captured atomic.Pointer[fakeStream]
+	waits    atomic.Int32 // streams that wait for a word
 }
 
 type fakeStream struct {
@@ -237,8 +239,22 @@ func (f *fakeDriver) memAlloc(n int) (uintptr, error) {
 	return f.allocIn(f.mem, n), nil
 }
 
+// frees is call for what the driver does only when no stream waits. To wait for ever would
+// hang the test, so that is a misuse.
+func (f *fakeDriver) frees(name string) error {
+	for end := time.Now().Add(2 * time.Second); f.waits.Load() > 0; nap(minNap) {
+		if time.Now().After(end) {
+			f.mu.Lock()
+			f.misuses = append(f.misuses, name+" hangs: a stream waits")
+			f.mu.Unlock()
+			break
+		}
+	}
+	return f.call(name, true)
+}
+
 func (f *fakeDriver) memFree(p uintptr) error {
-	if err := f.call("memFree", true); err != nil {
+	if err := f.frees("memFree"); err != nil {
 		return err
 	}
 	return f.freeIn(f.mem, p)
@@ -252,7 +268,7 @@ func (f *fakeDriver) hostAlloc(n int) (unsafe.Pointer, error) {
 }
 
 func (f *fakeDriver) hostFree(p unsafe.Pointer) error {
-	if err := f.call("hostFree", true); err != nil {
+	if err := f.frees("hostFree"); err != nil {
 		return err
 	}
 	return f.freeIn(f.host, uintptr(p))
@@ -269,7 +285,7 @@ func (f *fakeDriver) hostRegister(p unsafe.Pointer, n int) error {
 }
 
 func (f *fakeDriver) hostUnregister(p unsafe.Pointer) error {
-	if err := f.call("hostUnregister", true); err != nil {
+	if err := f.frees("hostUnregister"); err != nil {
 		return err
 	}
 	f.mu.Lock()
@@ -358,6 +374,21 @@ func (f *fakeDriver) streamQuery(s uintptr) error {
 	return nil
 }
 
+func (f *fakeDriver) synchronize() error {
+	if err := f.call("synchronize", true); err != nil {
+		return err
+	}
+	for busy := true; busy; nap(minNap) {
+		busy = false
+		f.mu.Lock()
+		for _, s := range f.streams {
+			busy = busy || s.pending.Load() > 0
+		}
+		f.mu.Unlock()
+	}
+	return nil
+}
+
 func (f *fakeDriver) streamCapturing(s uintptr) (bool, error) {
 	c := f.captured.Load()
 	return c != nil && c == f.stream(s), f.call("streamCapturing", true)
@@ -374,6 +405,8 @@ func (f *fakeDriver) writeValue32(s, addr uintptr, v uint32) error {
 
 func (f *fakeDriver) waitValue32(s, addr uintptr, v uint32) error {
 	return f.queue("waitValue32", s, func() {
+		f.waits.Add(1)
+		defer f.waits.Add(-1)
 		for int32(word(addr).Load()-v) < 0 {
 			nap(minNap)
 		}
@@ -409,10 +442,13 @@ func (f *fakeDriver) moduleLoad(ptx string) (uintptr, error) {
 }
 
 func (f *fakeDriver) moduleUnload(uintptr) error {
+	if err := f.frees("moduleUnload"); err != nil {
+		return err
+	}
 	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.modules--
-	f.mu.Unlock()
-	return f.call("moduleUnload", true)
+	return nil
 }
 
 var fakeFunctions = []string{"stepaf_write", "stepaf_wait", "stepaf_add"}
@@ -429,6 +465,8 @@ func (f *fakeDriver) launch(fn, s, a, b uintptr) error {
 		case "stepaf_write":
 			counterAt(a).Store(counterAt(b).Load())
 		case "stepaf_wait":
+			f.waits.Add(1)
+			defer f.waits.Add(-1)
 			for want := counterAt(b).Load(); counterAt(a).Load() < want; {
 				nap(minNap)
 			}
@@ -548,7 +586,7 @@ func (f *fakeDriver) ipcOpen(h [64]byte) (uintptr, error) {
 }
 
 func (f *fakeDriver) ipcClose(p uintptr) error {
-	if err := f.call("ipcClose", true); err != nil {
+	if err := f.frees("ipcClose"); err != nil {
 		return err
 	}
 	f.mu.Lock()

@@ -6,7 +6,6 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
-	"time"
 )
 
 // gpu is the backend of one CUDA device. It works in the device's primary context,
@@ -301,56 +300,4 @@ func (g *gpu) Free(m Mem) error {
 		g.mu.Unlock()
 		return g.d.memFree(addr)
 	})
-}
-
-// Close releases the device. It waits a moment for flags that streams have yet to
-// write; memory that they would write later is left alone, and the error says so.
-func (g *gpu) Close() error {
-	g.life.Lock()
-	defer g.life.Unlock()
-	if g.closed {
-		return nil
-	}
-	g.closed = true
-	var errs []error
-	note := func(op string, err error) {
-		if err != nil {
-			errs = append(errs, g.failed(op, err))
-		}
-	}
-	err := g.inContext(func() error {
-		if g.signals.module != 0 {
-			note("Close: unload kernels", g.d.moduleUnload(g.signals.module))
-		}
-		for e := range g.events {
-			note("Close: free an event", g.d.eventDestroy(e))
-		}
-		for s := range g.streams {
-			note("Close: free a stream", g.d.streamDestroy(s))
-		}
-		for _, s := range g.idle {
-			note("Close: free a stream", g.d.streamDestroy(s))
-		}
-		for _, i := range g.imports {
-			note("Close: end an import", g.d.ipcClose(i.addr))
-		}
-		for _, m := range g.mems {
-			note("Close: free memory", g.d.memFree(m.addr))
-		}
-		for _, h := range g.hosts {
-			note("Close: free host memory", g.freeHost(h))
-		}
-		if late := g.flags.settle(time.Second); late > 0 {
-			errs = append(errs, g.invalid("Close: %d events are recorded on streams that have not come so far; their flags are not freed", late))
-			return nil
-		}
-		for _, p := range g.flags.pages {
-			note("Close: free host memory", g.d.hostFree(p))
-		}
-		return nil
-	})
-	note("Close", err)
-	note("Close: release the primary context", g.d.release(g.dev))
-	g.mems, g.hosts, g.imports, g.streams, g.events, g.idle = nil, nil, nil, nil, nil, nil
-	return errors.Join(errs...)
 }

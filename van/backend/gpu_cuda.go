@@ -121,6 +121,8 @@ func (cuda) streamDestroy(s uintptr) error {
 	return fail("cuStreamDestroy", st.Destroy())
 }
 
+func (cuda) synchronize() error { return fail("cuCtxSynchronize", cu.Synchronize()) }
+
 func (cuda) streamWaitEvent(s, e uintptr) error {
 	return fail("cuStreamWaitEvent", stream(s).Wait(event(e), 0))
 }

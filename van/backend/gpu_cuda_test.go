@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -425,6 +426,34 @@ func TestCUDAMayBlock(t *testing.T) {
 	if !b.Load() || other.Load() {
 		t.Errorf("the device's mark is %t, another one's %t", b.Load(), other.Load())
 	}
+}
+
+// TestCUDACloseWhileAStreamWaits: Close ends, though to free anything would not.
+func TestCUDACloseWhileAStreamWaits(t *testing.T) {
+	other := openGPU(t, 0)
+	if !other.info.StreamFlags {
+		t.Skip("streams cannot wait for words")
+	}
+	b, err := newGPU(cuda{}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := b.(*gpu)
+	must[Mem](t)(g.Alloc(5000))
+	stream := must[uintptr](t)(other.NewStream())
+	page := must[Mem](t)(other.AllocPinned(8))
+	clear(page.Host())
+	word := (*atomic.Uint32)(page.Ptr())
+	if err := other.WaitFlag(stream, page, 1); err != nil {
+		t.Fatal(err)
+	}
+	rescue := time.AfterFunc(10*time.Second, func() { word.Store(1) })
+	wantError(t, g.Close(), ErrInUse, "5000 bytes of the device")
+	if !rescue.Stop() {
+		t.Error("Close waited for the stream")
+	}
+	word.Store(1)
+	settle(t, other, stream)
 }
 
 // TestCUDASignals: the kernels hand over between a stream and the CPU.

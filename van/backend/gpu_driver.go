@@ -45,6 +45,7 @@ type driver interface {
 
 	streamCreate() (uintptr, error)
 	streamDestroy(s uintptr) error
+	synchronize() error          // waits for all streams of the context
 	streamQuery(s uintptr) error // codeNotReady while busy
 	streamCapturing(s uintptr) (bool, error)
 	streamWaitEvent(s, e uintptr) error

@@ -29,7 +29,8 @@ type Buffer struct {
 // Mem is the buffer's memory, which may be longer than what Get was asked for.
 func (b *Buffer) Mem() Mem { return b.mem }
 
-// Put gives the buffer back. It does not block before the pool's Close.
+// Put gives the buffer back. It does not block before the pool's Close, nor after it while
+// streams may wait.
 func (b *Buffer) Put() { b.pool.put(b) }
 
 // NewPool makes a pool of at most limit bytes, in use and idle.
@@ -37,8 +38,8 @@ func NewPool(limit int, alloc func(n int) (Mem, error), free func(Mem) error) *P
 	return &Pool{alloc: alloc, free: free, limit: limit, idle: map[int][]*Buffer{}}
 }
 
-// For makes the pool free nothing before its Close while b may not (StreamBlocker). It
-// returns the pool. Call it before the first Get.
+// For makes the pool free nothing while b may not (StreamBlocker); what it has at its Close
+// is then left to b's. It returns the pool. Call it before the first Get.
 func (p *Pool) For(b Backend) *Pool {
 	if s, ok := b.(StreamBlocker); ok {
 		p.keeps = s.MayBlock
@@ -148,14 +149,21 @@ func (p *Pool) put(b *Buffer) {
 	}
 	p.size -= b.mem.Len()
 	p.mu.Unlock()
+	if p.keeps != nil && p.keeps() {
+		return
+	}
 	_ = p.free(b.mem) // the backend may be closed by now, and has then freed it
 }
 
-// Close frees what is idle; the rest frees itself when it comes back.
+// Close frees what is idle; the rest frees itself when it comes back. While streams may
+// wait (For) neither is freed: the backend's Close does it.
 func (p *Pool) Close() error {
 	p.mu.Lock()
 	p.closed = true
 	old := p.evict(p.size)
 	p.mu.Unlock()
+	if p.keeps != nil && p.keeps() {
+		return nil
+	}
 	return p.drop(old)
 }

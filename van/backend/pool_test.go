@@ -55,3 +55,35 @@ func TestPoolKeeps(t *testing.T) {
 		t.Errorf("closed: %d of %d freed, %v", frees, allocs, err)
 	}
 }
+
+// TestPoolCloseKeeps: while streams may wait a closed pool leaves its buffers to the
+// backend, those that come back later, too.
+func TestPoolCloseKeeps(t *testing.T) {
+	for _, waits := range []bool{false, true} {
+		b := &waitingBackend{waits: waits}
+		var allocs, frees int
+		p := NewPool(1<<20, func(n int) (Mem, error) { allocs++; return Bytes(make([]byte, n)), nil }, func(Mem) error { frees++; return nil }).For(b)
+		idle, err := p.Get(100)
+		if err != nil {
+			t.Fatal(err)
+		}
+		late, err := p.Get(9000)
+		if err != nil {
+			t.Fatal(err)
+		}
+		idle.Put()
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+		if want := map[bool]int{false: 1, true: 0}[waits]; frees != want {
+			t.Errorf("streams may wait: %t: Close frees %d buffers, want %d", waits, frees, want)
+		}
+		late.Put()
+		if want := map[bool]int{false: allocs, true: 0}[waits]; frees != want {
+			t.Errorf("streams may wait: %t: %d of %d buffers are freed at the end, want %d", waits, frees, allocs, want)
+		}
+		if b, err := p.Get(100); b != nil || err != nil {
+			t.Errorf("streams may wait: %t: a closed pool gives %v, %v", waits, b, err)
+		}
+	}
+}

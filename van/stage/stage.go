@@ -282,7 +282,8 @@ func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error 
 	return nil
 }
 
-// Close implements van.Van.
+// Close implements van.Van. While streams may wait (backend.StreamBlocker) its buffers are
+// left to the backend.
 func (v *Van) Close(ctx context.Context) error {
 	return errors.Join(v.Van.Close(ctx), v.pinned.Close(), v.device.Close())
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -53,7 +54,31 @@ type pair struct {
 	worker, server   van.Van
 	wdev, sdev       *vantest.Device
 	atWorker, atServ chan *van.Message
+	blocking         *blocking
 }
+
+// blocking is of devices whose streams may wait for the CPU.
+type blocking struct {
+	streams atomic.Bool
+	frees   atomic.Int32
+}
+
+type device = vantest.Device // its name is that of a method, too
+
+// blocker is such a device. It counts what is freed.
+type blocker struct {
+	*device
+	b *blocking
+}
+
+func (d blocker) MayBlock() bool { return d.b.streams.Load() }
+
+func (d blocker) Free(m backend.Mem) error {
+	d.b.frees.Add(1)
+	return d.device.Free(m)
+}
+
+func (d blocker) FreePinned(m backend.Mem) error { return d.Free(m) }
 
 func connect(t *testing.T, o stage.Options) *pair {
 	t.Helper()
@@ -69,13 +94,13 @@ func overAll(t *testing.T, test func(t *testing.T, p *pair)) {
 
 func connectOver(t *testing.T, net van.Factory, o stage.Options) *pair {
 	t.Helper()
-	p := &pair{wdev: vantest.NewDevice(0), sdev: vantest.NewDevice(0), atWorker: make(chan *van.Message, 100), atServ: make(chan *van.Message, 100)}
+	p := &pair{wdev: vantest.NewDevice(0), sdev: vantest.NewDevice(0), atWorker: make(chan *van.Message, 100), atServ: make(chan *van.Message, 100), blocking: &blocking{}}
 	node := func(role van.Role, id int, d *vantest.Device, in chan *van.Message) (van.Van, van.Node) {
 		inner, err := net(van.Options{Config: env.Default()})
 		if err != nil {
 			t.Fatal(err)
 		}
-		o.Backend = d
+		o.Backend = blocker{d, p.blocking}
 		v := stage.New(inner, o)
 		n := van.Node{Role: role, ID: id, Hostname: "127.0.0.1"}
 		port, err := v.Bind(t.Context(), n)
@@ -97,13 +122,19 @@ func connectOver(t *testing.T, net van.Factory, o stage.Options) *pair {
 	return p
 }
 
-func (p *pair) close(t *testing.T) {
+// shut closes both vans.
+func (p *pair) shut(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), vantest.Limit)
 	defer cancel()
 	if err := errors.Join(p.worker.Close(ctx), p.server.Close(ctx)); err != nil {
 		t.Error(err)
 	}
+}
+
+func (p *pair) close(t *testing.T) {
+	t.Helper()
+	p.shut(t)
 	p.wdev.Leaks(t)
 	p.sdev.Leaks(t)
 }
@@ -133,6 +164,34 @@ func push(key uint64, vals backend.Mem) *van.Message {
 type told chan struct{}
 
 func (c told) Sent() { close(c) }
+
+// TestCloseWhileStreamsWait: buffers are left to the backend, whose driver would wait for
+// the streams; otherwise they are freed.
+func TestCloseWhileStreamsWait(t *testing.T) {
+	for _, waits := range []bool{false, true} {
+		p := connect(t, stage.Options{})
+		p.blocking.streams.Store(waits)
+		if err := p.worker.Send(push(5, gpu0.Mem(make([]byte, 5000)))); err != nil {
+			t.Fatal(err)
+		}
+		m := take(t, p.atServ)
+		if m.Vals.OnHost() {
+			t.Error("the value is on the host")
+		}
+		m.Release()
+		p.shut(t)
+		want := int32(p.wdev.Allocs() + p.sdev.Allocs())
+		if want < 2 {
+			t.Errorf("%d buffers were made", want)
+		}
+		if waits {
+			want = 0
+		}
+		if n := p.blocking.frees.Load(); n != want {
+			t.Errorf("streams may wait: %t: %d buffers are freed, want %d", waits, n, want)
+		}
+	}
+}
 
 func TestPushFromDeviceToDevice(t *testing.T) {
 	overAll(t, pushFromDeviceToDevice)
