@@ -31,6 +31,9 @@ type result struct {
 	FloorBps    float64
 }
 
+// roles are the children, as DMLC_ROLE names them, in the order in which they are started.
+var roles = []string{"scheduler", "server", "worker"}
+
 // cluster is a scheduler, a server and a worker as processes.
 type cluster struct {
 	cmds map[string]*exec.Cmd
@@ -55,7 +58,7 @@ func startCluster(ctx context.Context, van, host string, at place, spec []string
 		host = "127.0.0.1"
 	}
 	c := &cluster{cmds: map[string]*exec.Cmd{}, outs: map[string]*lineReader{}, ins: map[string]io.WriteCloser{}}
-	for _, role := range []string{"scheduler", "server", "worker"} {
+	for _, role := range roles {
 		cmd := exec.CommandContext(ctx, self, append([]string{"bench", "child"}, spec...)...)
 		cmd.Env = append(env.Strip(os.Environ()),
 			"DMLC_ROLE="+role, "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI="+host,
@@ -135,19 +138,39 @@ func (c *cluster) kill() {
 	}
 }
 
-// wait waits for all children and returns the CPU seconds of each.
+// wait waits for all children and returns the CPU seconds of each. The error names all
+// that failed: first those that a signal ended, since others fail because of them.
 func (c *cluster) wait() (map[string]float64, error) {
 	defer runtime.UnlockOSThread()
+	for _, in := range c.ins {
+		_ = in.Close()
+	}
 	cpu := map[string]float64{}
-	var first error
-	for role, cmd := range c.cmds {
-		_ = c.ins[role].Close()
-		if err := cmd.Wait(); err != nil && first == nil {
-			first = fmt.Errorf("%s: %w", role, err)
+	var killed, failed []error
+	for _, role := range roles {
+		cmd := c.cmds[role]
+		if err := cmd.Wait(); signalled(cmd) {
+			killed = append(killed, fmt.Errorf("%s: %w", role, err))
+		} else if err != nil {
+			failed = append(failed, fmt.Errorf("%s: %w", role, err))
 		}
 		cpu[role] = (cmd.ProcessState.UserTime() + cmd.ProcessState.SystemTime()).Seconds()
 	}
-	return cpu, first
+	var all error
+	for _, err := range append(killed, failed...) {
+		if all == nil {
+			all = err
+		} else {
+			all = fmt.Errorf("%w; %w", all, err) // on one line, unlike errors.Join
+		}
+	}
+	return cpu, all
+}
+
+// signalled tells whether a signal has ended cmd.
+func signalled(cmd *exec.Cmd) bool {
+	s, ok := cmd.ProcessState.Sys().(syscall.WaitStatus)
+	return ok && s.Signaled()
 }
 
 // lineReader reads lines without losing what follows.

@@ -1,0 +1,54 @@
+package bench
+
+import (
+	"errors"
+	"io"
+	"os/exec"
+	"testing"
+)
+
+// children is a cluster of shell commands.
+func children(t *testing.T, scripts map[string]string) *cluster {
+	t.Helper()
+	c := &cluster{cmds: map[string]*exec.Cmd{}, ins: map[string]io.WriteCloser{}}
+	for role, script := range scripts {
+		cmd := exec.CommandContext(t.Context(), "sh", "-c", script)
+		in, err := cmd.StdinPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		c.cmds[role], c.ins[role] = cmd, in
+	}
+	return c
+}
+
+// TestWaitTellsCause: of children that fail, one that was killed comes first, since the
+// others fail because of it.
+func TestWaitTellsCause(t *testing.T) {
+	for _, c := range []struct{ scheduler, server, worker, want string }{
+		{"cat", "kill -9 $$", "exit 1", "server: signal: killed; worker: exit status 1"},
+		{"exit 2", "exit 3", "kill -9 $$", "worker: signal: killed; scheduler: exit status 2; server: exit status 3"},
+		{"exit 2", "cat", "exit 1", "scheduler: exit status 2; worker: exit status 1"},
+		{"cat", "cat", "cat", ""}, // they end with their standard input
+	} {
+		for range 5 {
+			cpu, err := children(t, map[string]string{"scheduler": c.scheduler, "server": c.server, "worker": c.worker}).wait()
+			got := ""
+			if err != nil {
+				got = err.Error()
+				if e := (*exec.ExitError)(nil); !errors.As(err, &e) {
+					t.Errorf("%q is no exec.ExitError", err)
+				}
+			}
+			if got != c.want {
+				t.Errorf("error %q, want %q", got, c.want)
+			}
+			if len(cpu) != 3 {
+				t.Errorf("CPU time of %d children", len(cpu))
+			}
+		}
+	}
+}
