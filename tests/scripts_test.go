@@ -261,6 +261,43 @@ func TestRDMAMachine(t *testing.T) {
 	}
 }
 
+// TestRDMAMachineEnds: how the virtual machine ended is said, here of one that is a script.
+func TestRDMAMachineEnds(t *testing.T) {
+	cache := t.TempDir()
+	if err := os.Mkdir(filepath.Join(cache, "default"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for name, text := range map[string]string{"layout": "1\n", "mode": "addresses\n"} {
+		if err := os.WriteFile(filepath.Join(cache, "default", name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct {
+		name, qemu, timeout string
+		status              int
+		says, not           string
+	}{
+		{"killed", "echo last words >&2; kill -9 $$", "600", 125, "the virtual machine was killed", "timed out"},
+		{"killed, no limit", "echo last words >&2; kill -9 $$", "0", 125, "the virtual machine was killed", "timed out"},
+		{"ended", "echo last words >&2; exit 1", "600", 125, "the virtual machine stopped unexpectedly", "timed out"},
+		{"timed out", "exec sleep 30", "1", 124, "timed out after 1 s", "log:"},
+		{"timed out, deaf", "trap '' TERM; while :; do sleep 1; done", "1", 124, "timed out after 1 s", "killed"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			rdma, _, _ := strings.Cut(fakeProgram(t, "rdma", ""), ":") // needs to be there only
+			path := strings.TrimPrefix(fakeProgram(t, "qemu-system-x86_64", c.qemu), "PATH=")
+			r := tool(t, "rdma-vm --timeout "+c.timeout+" --no-share -- true", rdma+":"+path, "RDMA_VM_CACHE="+cache)
+			if r.status != c.status || !strings.Contains(r.err, c.says) || strings.Contains(r.err, c.not) {
+				t.Errorf("status %d, want %d with %q and without %q: %s", r.status, c.status, c.says, c.not, r.err)
+			}
+			if c.status == 125 && !strings.Contains(r.err, "last words") {
+				t.Errorf("the machine's last words are missing: %s", r.err)
+			}
+		})
+	}
+}
+
 // TestRDMATest: what the packages of testdata/rdma do is noticed.
 func TestRDMATest(t *testing.T) {
 	own := machine(t)
