@@ -9,6 +9,8 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // sessions opens one worker's and one server's session in this process.
@@ -142,5 +144,40 @@ func TestUnansweredPushes(t *testing.T) {
 	}
 	if err := s.Respond(af.DefaultStream, 10, nil); !errors.Is(err, ErrMisuse) {
 		t.Errorf("second answer: %v, want %v", err, ErrMisuse)
+	}
+}
+
+// TestUnknownHandlers: a batch that get_batch has not returned is unknown, one that was
+// answered is not.
+func TestUnknownHandlers(t *testing.T) {
+	worker, server := sessions(t)
+	x := tensor(t, make([]byte, 4))
+	if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(20 * time.Second); !server.queue.ready(); server.node.Poll(server.queue.isReady) {
+		if time.Now().After(end) {
+			t.Fatal("the batch does not come")
+		}
+	}
+	refused := func(id uint64, text string) {
+		t.Helper()
+		for _, err := range []error{server.Respond(af.DefaultStream, id, nil), server.CanRespond([]uint64{id}, 0)} {
+			vantest.Fails(t, err, postoffice.ErrUnknownHandler, text)
+		}
+	}
+	refused(0, "handler 0, get_batch has not returned it yet")
+	refused(1, "handler 1, get_batch has returned handlers below 1")
+	items, err := server.GetBatch(nil, time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	items[0].Release()
+	refused(1, "handler 1")
+	if err := server.Respond(af.DefaultStream, 0, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := server.Respond(af.DefaultStream, 0, nil); !errors.Is(err, ErrMisuse) || errors.Is(err, postoffice.ErrUnknownHandler) {
+		t.Errorf("second answer: %v, want %v alone", err, ErrMisuse)
 	}
 }

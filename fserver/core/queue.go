@@ -149,15 +149,16 @@ func (q *queue) missing() (names []string) {
 	return names
 }
 
-// unknown says why there is no batch to answer. q.mu is held.
+// unknown says why there is no batch to answer. Only one that was answered is no
+// postoffice.ErrUnknownHandler. q.mu is held.
 func (q *queue) unknown(id uint64) error {
 	if q.waits(id) {
-		return fmt.Errorf("respond: %w: get_batch has not returned handler %d yet", ErrMisuse, id)
+		return fmt.Errorf("respond: %w: %w %d, get_batch has not returned it yet", ErrMisuse, postoffice.ErrUnknownHandler, id)
 	}
 	if id < q.next {
 		return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
 	}
-	return fmt.Errorf("respond: %w: unknown handler %d, get_batch has returned handlers below %d", ErrMisuse, id, q.next)
+	return fmt.Errorf("respond: %w: %w %d, get_batch has returned handlers below %d", ErrMisuse, postoffice.ErrUnknownHandler, id, q.next)
 }
 
 func misfit(id uint64, pulls, tensors int) error {

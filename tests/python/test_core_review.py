@@ -66,3 +66,54 @@ def test_refused_registration(cluster):
     assert server.hear() == "registered"
     worker.tell("go")
     c.finish()
+
+
+# The classes of errors about handlers: ValueError for unknown ones, no more than Error
+# for one that was answered.
+
+def handlers_worker(n):
+    f = n.f
+    push, pull = numpy.zeros(4, dtype=numpy.uint8), numpy.zeros(4, dtype=numpy.uint8)
+    n.listen()
+    h = f.push_pull([push], [1], [pull], [2])
+    f.wait(h)
+    f.wait(h)
+    f.fetch_trace(h)
+    for call in (f.wait, f.fetch_trace):
+        for bad in (h + 2, -1, 2**31, 2**40):
+            with n.raises(ValueError, "handler", str(bad)):
+                call(bad)
+    for _ in range(4096):  # traces
+        f.wait(f.push_pull([push], [1], [], []))
+    with n.raises(ValueError, "fetch_trace", "handler %d" % h):
+        f.fetch_trace(h)
+    n.tell("done")
+
+
+def handlers_server(n):
+    f = n.f
+    with n.raises(ValueError, "unknown handler 0"):
+        f.respond([], 0)
+    n.tell("asked")
+    (handler, tensors, _), = f.get_batch()
+    for bad in (handler + 1, 2**63):
+        with n.raises(ValueError, "unknown handler %d" % bad):
+            f.respond(tensors, bad)
+        with n.raises(ValueError, "unknown handler %d" % bad):
+            f.respond_vec(tensors[0], tensors, [bad])
+    f.respond(tensors, handler)
+    for call in (lambda: f.respond(tensors, handler), lambda: f.respond_vec(tensors[0], tensors, [handler])):
+        with n.raises((), "answered already") as e:
+            call()
+        assert not isinstance(e.error, ValueError), e.error
+    for _ in range(4096):
+        (handler, _, _), = f.get_batch()
+        f.respond([], handler)
+
+
+def test_handlers(cluster):
+    c = cluster(lib="numpy")
+    (worker,), (server,) = c.start(handlers_worker, handlers_server)
+    assert server.hear() == "asked"
+    worker.tell("go")
+    c.finish()
