@@ -10,8 +10,7 @@ int exchange_find(PyObject *class) {
   PyObject *capsule = PyObject_GetAttrString(class, "__dlpack_c_exchange_api__");
   const dl_exchange *x = capsule != NULL ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
   Py_XDECREF(capsule); // the table lives as long as the process
-  if (sf_not_ours()) return -1;
-  PyErr_Clear();
+  if (x == NULL && sf_pardon() < 0) return -1;
   while (x != NULL && x->version.major > 1) x = x->older;
   if (x != NULL && x->version.major == 1) table = x;
   return 0;
@@ -20,16 +19,14 @@ int exchange_find(PyObject *class) {
 int exchange_in(PyObject *o, dl_tensor *d) {
   if (table == NULL || table->tensor_from_object == NULL) return 0;
   if (table->tensor_from_object(o, d) == 0) return 1;
-  if (sf_not_ours()) return -1;
-  PyErr_Clear();
-  return 0;
+  return sf_pardon();
 }
 
 PyObject *exchange_out(dl_versioned *m) {
   void *o = NULL;
   if (table == NULL || table->object_from_managed == NULL) return NULL;
   if (table->object_from_managed(m, &o) == 0) return o;
-  PyErr_Clear();
+  sf_pardon();
   return NULL;
 }
 

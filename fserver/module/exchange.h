@@ -15,8 +15,9 @@ int exchange_find(PyObject *class);
 // Returns 1, 0 when it cannot be described, or -1 with an exception that is not ours.
 int exchange_in(PyObject *o, dl_tensor *d);
 
-// Makes a tensor of m, which it takes over. Returns NULL without an exception when
-// that cannot be done; m is then still the caller's unless its deleter was called.
+// Makes a tensor of m, which it takes over. Returns NULL when that cannot be done, with
+// an exception only if it is not ours; m is then still the caller's unless its deleter
+// was called.
 PyObject *exchange_out(dl_versioned *m);
 
 // Finds the current stream of a GPU. Returns 1, or 0 when it cannot tell.

@@ -31,7 +31,7 @@ static const struct {
     {"int4", 1, 0, 0},       {"int5", 1, 0, 0},       {"int6", 1, 0, 0},       {"int7", 1, 0, 0},
     {"float8_e8m0fnu", 1, 0, 0}, {"float4_e2m1fn_x2", 1, 0, 0}, {"float8_e8m0fnu_x4", 4, 0, 0},
 };
-enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], UINT8 = 0, INT8 = 1, COMPLEX32 = 8, COMPLEX128 = 10, BOOL = 11, UINT16 = 27, UINT32 = 28, UINT64 = 29 };
+enum { NDTYPES = sizeof dtypes / sizeof dtypes[0], UINT8 = 0, INT8 = 1, FLOAT32 = 6, COMPLEX32 = 8, COMPLEX128 = 10, BOOL = 11, UINT16 = 27, UINT32 = 28, UINT64 = 29 };
 
 static PyObject *error_value, *error_type, *tensor_class;
 
@@ -40,15 +40,17 @@ static int cuda;
 #define NO_CUDA "want cpu: this build has no CUDA; build with \"make USE_CUDA=1\", see docs/gpu.md"
 
 // What is needed of torch, found when the first tensor comes after its import.
-static struct {
+typedef struct {
   PyObject *tensor;    // torch.Tensor
   PyObject *parameter; // torch.nn.Parameter, or NULL
-  PyObject *codes;   // dict: torch.dtype -> int
+  PyObject *codes;     // dict: torch.dtype -> int
   PyObject *dtypes[NDTYPES];
   PyObject *from_dlpack, *empty;
   PyObject *current_stream; // NULL in a PyTorch without CUDA
   int gpu;                  // from_dlpack has made a tensor on a GPU: it prepares PyTorch for that
-} torch;
+} torch_parts;
+
+static torch_parts torch;
 
 // Gives back one tensor of a batch. Work that is queued on a GPU may still read it:
 // the library waits for that.
@@ -89,49 +91,72 @@ const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i) {
 
 int sf_not_ours(void) { return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception); }
 
+int sf_pardon(void) {
+  if (sf_not_ours()) return -1;
+  PyErr_Clear();
+  return 0;
+}
+
+// Gets an attribute that may be missing. Returns 1, 0, or -1 with an exception that is
+// not ours.
+static int maybe_attr(PyObject *o, const char *name, PyObject **out) {
+  *out = PyObject_GetAttrString(o, name);
+  return *out != NULL ? 1 : sf_pardon();
+}
+
+// Gets the types that this PyTorch has, with their codes.
+static int find_dtypes(PyObject *m, torch_parts *p) {
+  if ((p->codes = PyDict_New()) == NULL) return -1;
+  for (int i = 0; i < NDTYPES; i++) {
+    if (dtypes[i].name[0] == 'q') continue; // quantised tensors are more than their bytes
+    int found = maybe_attr(m, dtypes[i].name, &p->dtypes[i]); // a later PyTorch may
+    PyObject *code = found > 0 ? PyLong_FromLong(i) : NULL;
+    if (found < 0 || (found > 0 && (code == NULL || PyDict_SetItem(p->codes, p->dtypes[i], code) < 0))) {
+      Py_XDECREF(code);
+      return -1;
+    }
+    Py_XDECREF(code);
+  }
+  return 0;
+}
+
+// Fills p. Returns 1, 0 when something is not there yet, or -1 with an exception.
+static int find_parts(PyObject *m, torch_parts *p) {
+  PyObject *c = NULL, *nn = NULL;
+  int rc = maybe_attr(m, "Tensor", &p->tensor);
+  if (rc > 0) rc = maybe_attr(m, "empty", &p->empty);
+  if (rc > 0) rc = maybe_attr(m, "_C", &c);
+  if (rc > 0) rc = maybe_attr(c, "_from_dlpack", &p->from_dlpack);
+  if (rc > 0 && maybe_attr(c, "_cuda_getCurrentRawStream", &p->current_stream) < 0) rc = -1;
+  if (rc > 0 && (maybe_attr(m, "nn", &nn) < 0 || (nn != NULL && maybe_attr(nn, "Parameter", &p->parameter) < 0))) rc = -1;
+  Py_XDECREF(c);
+  Py_XDECREF(nn);
+  if (rc > 0 && (find_dtypes(m, p) < 0 || exchange_find(p->tensor) < 0)) rc = -1;
+  return rc > 0 && p->dtypes[FLOAT32] == NULL ? 0 : rc;
+}
+
 // Finds torch if the program has imported it. Returns 1, 0 also while another
 // thread imports it, or -1 with an exception.
 static int torch_ready(void) {
   if (torch.tensor != NULL) return 1;
-  PyObject *modules = PyImport_GetModuleDict(); // borrowed
-  PyObject *m = PyDict_GetItemString(modules, "torch");
-  if (m == NULL || !PyObject_HasAttrString(m, "Tensor") || !PyObject_HasAttrString(m, "float32")) return 0;
-  PyObject *c = PyObject_GetAttrString(m, "_C");
-  PyObject *from = c != NULL ? PyObject_GetAttrString(c, "_from_dlpack") : NULL;
-  PyObject *empty = from != NULL ? PyObject_GetAttrString(m, "empty") : NULL;
-  if (empty != NULL && torch.current_stream == NULL && (torch.current_stream = PyObject_GetAttrString(c, "_cuda_getCurrentRawStream")) == NULL)
-    PyErr_Clear();
-  Py_XDECREF(c);
-  if (empty == NULL) {
-    Py_XDECREF(from);
-    if (sf_not_ours()) return -1;
-    PyErr_Clear();
-    return 0;
+  torch_parts p = {0};
+  PyObject *m = PyDict_GetItemString(PyImport_GetModuleDict(), "torch"); // borrowed, as the dict
+  if (m == NULL) return 0;
+  Py_INCREF(m);
+  int rc = find_parts(m, &p);
+  Py_DECREF(m);
+  if (rc > 0 && torch.tensor == NULL) { // no other thread was faster
+    torch = p;
+    return 1;
   }
-  torch.from_dlpack = from;
-  torch.empty = empty;
-  PyObject *codes = PyDict_New();
-  for (int i = 0; codes != NULL && i < NDTYPES; i++) {
-    // Quantised tensors are more than their bytes.
-    int quantised = dtypes[i].name[0] == 'q';
-    PyObject *d = quantised ? NULL : PyObject_GetAttrString(m, dtypes[i].name), *code = PyLong_FromLong(i);
-    if (d == NULL) PyErr_Clear(); // a later PyTorch has it
-    if (d != NULL && (code == NULL || PyDict_SetItem(codes, d, code) < 0)) Py_CLEAR(codes);
-    Py_XDECREF(code);
-    torch.dtypes[i] = d;
-  }
-  if (codes == NULL) return -1;
-  torch.codes = codes;
-  PyObject *nn = PyObject_GetAttrString(m, "nn"), *class = PyObject_GetAttrString(m, "Tensor");
-  if (nn != NULL) torch.parameter = PyObject_GetAttrString(nn, "Parameter");
-  Py_XDECREF(nn);
-  if (class == NULL || sf_not_ours() || exchange_find(class) < 0) {
-    Py_XDECREF(class);
-    return -1;
-  }
-  PyErr_Clear();
-  torch.tensor = class;
-  return 1;
+  Py_XDECREF(p.tensor);
+  Py_XDECREF(p.parameter);
+  Py_XDECREF(p.codes);
+  Py_XDECREF(p.from_dlpack);
+  Py_XDECREF(p.empty);
+  Py_XDECREF(p.current_stream);
+  for (int i = 0; i < NDTYPES; i++) Py_XDECREF(p.dtypes[i]);
+  return rc;
 }
 
 int tensor_stream(int32_t device, uint64_t *stream) {
@@ -182,23 +207,37 @@ static int set_bytes(sf_tensor *t, label *name) {
   return 0;
 }
 
-// The C string of a str attribute of an object, in buf; "" on failure.
-static void attr_text(PyObject *o, PyObject *attr, char *buf, size_t n) {
+// The functions from here to torch_lazy return -1 with an exception that is not ours.
+
+// The C string of a str attribute of an object, in buf; "" when it has none.
+static int attr_text(PyObject *o, PyObject *attr, char *buf, size_t n) {
   buf[0] = 0;
   PyObject *s = PyObject_GetAttr(o, attr), *b = s != NULL ? PyUnicode_AsUTF8String(s) : NULL;
   if (b != NULL) PyOS_snprintf(buf, n, "%s", PyBytes_AsString(b));
   Py_XDECREF(s);
   Py_XDECREF(b);
-  PyErr_Clear();
+  return b != NULL ? 0 : sf_pardon();
 }
 
 // Whether a method without arguments returns True; it may be missing.
 static int is(PyObject *o, PyObject *method) {
   PyObject *x = PyObject_CallMethodObjArgs(o, method, NULL);
-  int yes = x != NULL && PyObject_IsTrue(x) == 1;
+  int yes = x != NULL ? PyObject_IsTrue(x) : -1;
   Py_XDECREF(x);
-  PyErr_Clear();
-  return yes;
+  return yes >= 0 ? yes : sf_pardon();
+}
+
+// Whether an attribute is True; it may be missing.
+static int has(PyObject *o, PyObject *attr) {
+  PyObject *x = PyObject_GetAttr(o, attr);
+  Py_XDECREF(x);
+  return x != NULL ? x == Py_True : sf_pardon();
+}
+
+// Whether a view has the memory of another tensor, and other values.
+static int torch_lazy(PyObject *o, int32_t dtype) {
+  int conj = dtype >= COMPLEX32 && dtype <= COMPLEX128 ? is(o, s_is_conj) : 0;
+  return conj != 0 ? conj : is(o, s_is_neg);
 }
 
 // DLPack 1.1's types of 8-bit floats, and PyTorch's codes for them.
@@ -222,11 +261,6 @@ static int code_of(dl_dtype d) {
   return -1;
 }
 
-// Whether a view has the memory of another tensor, and other values.
-static int torch_lazy(PyObject *o, int32_t dtype) {
-  return (dtype >= COMPLEX32 && dtype <= COMPLEX128 && is(o, s_is_conj)) || is(o, s_is_neg);
-}
-
 // torch_in by PyTorch's table, for tensors of no subclass. Returns 1, 0 when torch_in
 // must read it or say what is wrong with it, or -1 with an exception.
 static int torch_quick(PyObject *o, sf_tensor *t) {
@@ -237,8 +271,8 @@ static int torch_quick(PyObject *o, sf_tensor *t) {
   if (dtype == UINT8 || dtype == INT8) { // or a type of fewer bits
     PyObject *own = PyObject_GetAttr(o, s_dtype);
     Py_XDECREF(own);
-    PyErr_Clear();
-    if (own == NULL || own != torch.dtypes[dtype]) return 0;
+    if (own == NULL) return sf_pardon();
+    if (own != torch.dtypes[dtype]) return 0;
   }
   if ((!gpu && d.device.device_type != DL_CPU) || dtype < 0 || d.ndim < 0 || d.ndim > SF_MAX_DIMS || (d.ndim > 0 && d.strides == NULL)) return 0;
   int64_t n = 1, bytes = dtypes[dtype].size; // n is of the dimensions so far
@@ -248,7 +282,8 @@ static int torch_quick(PyObject *o, sf_tensor *t) {
     n *= size;
   }
   t->ptr = (char *)d.data + d.byte_offset;
-  if (d.data == NULL || torch_lazy(o, dtype)) return 0;
+  int lazy = d.data != NULL ? torch_lazy(o, dtype) : 1;
+  if (lazy != 0) return lazy < 0 ? -1 : 0;
   t->nbytes = n * bytes;
   t->ndim = d.ndim;
   t->dtype = dtype;
@@ -265,22 +300,17 @@ static int plain(PyObject *o) {
   return class == torch.tensor || class == torch.parameter;
 }
 
-// Whether an attribute is True; it may be missing.
-static int has(PyObject *o, PyObject *attr) {
-  PyObject *x = PyObject_GetAttr(o, attr);
-  int yes = x == Py_True;
-  Py_XDECREF(x);
-  PyErr_Clear();
-  return yes;
-}
-
 static int torch_device(PyObject *o, sf_tensor *t, label *name) {
   char device[16];
   t->device_type = SF_CPU;
-  if (plain(o) && has(o, s_is_cpu)) return 0; // by far cheaper than the rest
+  int on_cpu = plain(o) ? has(o, s_is_cpu) : 0; // by far cheaper than the rest
+  if (on_cpu != 0) return on_cpu < 0 ? -1 : 0;
   PyObject *x = PyObject_GetAttr(o, s_device);
   if (x == NULL) return -1;
-  attr_text(x, s_type, device, sizeof device);
+  if (attr_text(x, s_type, device, sizeof device) < 0) {
+    Py_DECREF(x);
+    return -1;
+  }
   int gpu = strcmp(device, "cuda") == 0;
   if ((!gpu || !cuda) && strcmp(device, "cpu") != 0) {
     PyErr_Format(error_value, gpu ? "%s is on device %S, " NO_CUDA : "%s is on device %S, want cpu or cuda: this build has no backend for it", named(name), x);
@@ -299,25 +329,25 @@ static int torch_device(PyObject *o, sf_tensor *t, label *name) {
 
 static int torch_in(PyObject *o, sf_tensor *t, label *name) {
   if (torch_device(o, t, name) < 0) return -1;
-  PyObject *x = PyObject_CallMethodObjArgs(o, s_contiguous, NULL);
-  int contiguous = x != NULL && PyObject_IsTrue(x) == 1;
-  Py_XDECREF(x);
+  int contiguous = is(o, s_contiguous);
+  if (contiguous < 0) return -1;
   if (!contiguous) {
-    PyErr_Clear();
     PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor: call .contiguous() and keep the result", named(name));
     return -1;
   }
-  x = PyObject_GetAttr(o, s_dtype);
-  PyObject *code = x != NULL ? PyDict_GetItem(torch.codes, x) : NULL; // borrowed
+  PyObject *x = PyObject_GetAttr(o, s_dtype);
+  PyObject *code = x != NULL ? PyDict_GetItemWithError(torch.codes, x) : NULL; // borrowed
   if (code == NULL) {
-    PyErr_Clear();
-    PyErr_Format(error_value, "%s has dtype %S, which is not supported", named(name), x != NULL ? x : Py_None);
+    if (sf_pardon() == 0)
+      PyErr_Format(error_value, "%s has dtype %S, which is not supported", named(name), x != NULL ? x : Py_None);
     Py_XDECREF(x);
     return -1;
   }
   t->dtype = (int32_t)PyLong_AsLong(code);
   Py_DECREF(x);
-  if (torch_lazy(o, t->dtype)) {
+  int lazy = torch_lazy(o, t->dtype);
+  if (lazy < 0) return -1;
+  if (lazy) {
     PyErr_Format(error_value, "%s is a conjugate or negative view: call .resolve_conj().resolve_neg() and keep the result", named(name));
     return -1;
   }
@@ -364,14 +394,15 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   char type[16];
   int rc = 1;
   PyObject *d = PyObject_GetAttr(o, s_interface);
-  if (d == NULL || !PyDict_Check(d)) {
-    PyErr_Clear();
-    Py_XDECREF(d);
+  if (d == NULL) return sf_pardon() < 0 ? -1 : 1;
+  if (!PyDict_Check(d)) {
+    Py_DECREF(d);
     return 1;
   }
   PyObject *typestr = PyDict_GetItemString(d, "typestr"), *shape = PyDict_GetItemString(d, "shape");
   PyObject *data = PyDict_GetItemString(d, "data"), *strides = PyDict_GetItemString(d, "strides"); // all borrowed
   PyObject *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8String(typestr) : NULL;
+  if (text == NULL) PyErr_Clear(); // no text, or none that UTF-8 has
   if (text == NULL || shape == NULL || !PyTuple_Check(shape) || data == NULL || !PyTuple_Check(data) || PyTuple_Size(data) != 2)
     goto out;
   PyOS_snprintf(type, sizeof type, "%s", PyBytes_AsString(text));
@@ -385,8 +416,10 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
     PyErr_Format(error_value, "%s is not contiguous, want a contiguous array: use numpy.ascontiguousarray", named(name));
     goto out;
   }
-  if (writable && PyObject_IsTrue(PyTuple_GetItem(data, 1)) != 0) {
-    PyErr_Format(error_value, "%s is read-only, want an array that can be written to", named(name));
+  int readonly = writable ? PyObject_IsTrue(PyTuple_GetItem(data, 1)) : 0;
+  if (readonly != 0) {
+    if (readonly > 0 || sf_pardon() == 0)
+      PyErr_Format(error_value, "%s is read-only, want an array that can be written to", named(name));
     goto out;
   }
   if (set_shape(t, PyTuple_Size(shape), name) < 0) goto out;
@@ -422,8 +455,7 @@ static PyObject *dlpack_of(PyObject *o) {
   PyObject *d = cuda ? PyObject_CallMethodObjArgs(o, s_dlpack_device, NULL) : NULL;
   if (d != NULL && (!PyTuple_Check(d) || !PyArg_ParseTuple(d, "ii", &type, &id))) type = 0;
   Py_XDECREF(d);
-  if (sf_not_ours()) return NULL;
-  PyErr_Clear();
+  if (PyErr_Occurred() && sf_pardon() < 0) return NULL;
   if (type != DL_CUDA && type != DL_CUDA_MANAGED) return PyObject_CallMethodObjArgs(o, s_dlpack, NULL);
   uint64_t stream;
   if (tensor_stream(id, &stream) < 0) return NULL;
@@ -535,17 +567,20 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
   }
   int rc = numpy_in(o, t, name, writable);
   if (rc <= 0) return rc;
-  if (!PyObject_HasAttr(o, s_dlpack)) {
-    PyErr_Format(error_type, "%s is %R, want a torch.Tensor or another object with __dlpack__", named(name), (PyObject *)Py_TYPE(o));
+  PyObject *method = PyObject_GetAttr(o, s_dlpack);
+  if (method == NULL) {
+    if (sf_pardon() == 0)
+      PyErr_Format(error_type, "%s is %R, want a torch.Tensor or another object with __dlpack__", named(name), (PyObject *)Py_TYPE(o));
     return -1;
   }
+  Py_DECREF(method);
   if (writable) {
     PyObject *mod = PyObject_GetAttrString((PyObject *)Py_TYPE(o), "__module__");
     PyObject *text = mod != NULL ? PyUnicode_AsUTF8String(mod) : NULL;
     int jax = text != NULL && strncmp(PyBytes_AsString(text), "jax", 3) == 0;
     Py_XDECREF(mod);
     Py_XDECREF(text);
-    PyErr_Clear();
+    if (text == NULL && sf_pardon() < 0) return -1;
     if (jax) {
       PyErr_Format(error_type, "%s is a JAX array, which cannot be written to: pull into a NumPy array or a torch.Tensor", named(name));
       return -1;
@@ -670,12 +705,14 @@ static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObj
     return 1;
   }
   if (gone) {
-    PyErr_SetString(error_value, "PyTorch makes no tensor of what a worker pushed");
+    if (!PyErr_Occurred()) PyErr_SetString(error_value, "PyTorch makes no tensor of what a worker pushed");
     return -1;
   }
   Py_XDECREF(keeper);
   free(x);
-  return 0;
+  if (!PyErr_Occurred()) return 0;
+  if (keeper == NULL) release(t, lease);
+  return -1;
 }
 
 static PyObject *shape_tuple(const sf_tensor *t) {

@@ -16,6 +16,10 @@ extern int sf_forked;
 // of ours.
 int sf_not_ours(void);
 
+// Clears the exception of a step that may fail, if one is set. Returns 0, or -1 when it
+// is one that must not become ours, which stays.
+int sf_pardon(void);
+
 // Writes the name of an argument into buf: item i of what, or what if i is -1.
 const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i);
 

@@ -1,7 +1,6 @@
 """What fails while tensors are read, made and answered with, and that nothing is lost by it."""
 
 import ctypes
-import os
 
 import arrays
 import pytest
@@ -124,3 +123,80 @@ def test_what_a_tensor_offers(cluster):
     pytest.importorskip("numpy", reason="its server answers with NumPy's arrays")
     _, names = cluster(lib="").run(offer_worker, offer_server)
     assert names == [name for name in ("complex32", "bits8", "int4") if hasattr(torch, name)]
+
+
+# An exception of Python's own, as Ctrl-C is, passes through whatever asks a tensor what it
+# is; others become ours.
+
+class Steps:
+    """Raises an exception at one of the steps that count()."""
+
+    def __init__(self):
+        self.left, self.error = -1, None
+
+    def count(self):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("mine")
+
+
+def interrupted(n, steps, push, min_steps):
+    """Pushes push again and again, with an exception at each step on the way."""
+    for kind in (KeyboardInterrupt, SystemExit, ZeroDivisionError):
+        for step in range(1, 100):
+            steps.left, steps.error = step, kind
+            try:
+                h = n.f.push_pull([push()], [1], [n.lib.zeros("uint8", SIZE)], [1])
+                n.f.wait(h)
+                assert steps.left > 0 or kind is ZeroDivisionError, f"{kind.__name__} at step {step} was lost"
+            except kind:
+                assert kind is not ZeroDivisionError
+            except n.f.Error as e:
+                assert kind is ZeroDivisionError and "push_tensors[0]" in str(e), f"{kind.__name__} at step {step}: {e}"
+            if steps.left > 0:
+                break
+        assert step > min_steps, f"only {step - 1} steps"
+    steps.left = -1
+
+
+def interrupted_worker(n):
+    steps = Steps()
+    if n.lib.name == "torch":
+        torch = n.lib.torch
+
+        class Own(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, function, types, args=(), kwargs=None):
+                steps.count()
+                return super().__torch_function__(function, types, args, kwargs or {})
+
+        interrupted(n, steps, lambda: torch.zeros(SIZE, dtype=torch.uint8).as_subclass(Own), 5)
+    else:
+        np = n.lib.np
+
+        class Attributes:
+            """A NumPy array by DLPack, of which every attribute is a step."""
+
+            def __init__(self):
+                self.array = np.zeros(SIZE, "uint8")
+
+            def __getattribute__(self, name):
+                if name != "array":
+                    steps.count()
+                return getattr(object.__getattribute__(self, "array"), name) if "dlpack" in name else object.__getattribute__(self, name)
+
+        interrupted(n, steps, Attributes, 2)
+    n.f.wait(n.f.push_pull([n.lib.make("uint8", (1,), b"e")], [2], [], []))
+
+
+def interrupted_server(n):
+    key = 1
+    while key == 1:
+        (handler, tensors, (key,)), = n.f.get_batch()
+        n.f.respond(tensors if key == 1 else [], handler)
+
+
+def test_interrupted_while_reading(cluster, lib):
+    if lib == "jax":
+        lib = "numpy"  # which JAX's arrays are read like
+    cluster(lib=lib).run(interrupted_worker, interrupted_server)
