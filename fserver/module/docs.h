@@ -156,12 +156,14 @@
 	"\n" \
 	"handler: int, for respond(). tensors, keys: what that worker pushed, in its order,\n" \
 	"with its dtypes and shapes; both are empty for a request that only pulls. The\n" \
-	"tensors are torch.Tensor if torch was imported, else fserver_lib.Tensor. They are\n" \
-	"views of receive memory, which is not used again while Python holds them (but see\n" \
-	"register_recv_buffer), and may be answered with as they are.\n" \
+	"tensors are torch.Tensor if torch was imported and has the dtype, else\n" \
+	"fserver_lib.Tensor. They are views of receive memory, which is not used again while\n" \
+	"Python holds them (but see register_recv_buffer), and may be answered with as they\n" \
+	"are.\n" \
 	"\n" \
 	"Raises TimeoutError (names the workers that have sent nothing), ConnectionError (a\n" \
-	"worker is lost), KeyboardInterrupt, Error (not a server, before init(), stopped)."
+	"worker is lost), KeyboardInterrupt, MemoryError, Error (not a server, before init(),\n" \
+	"stopped). Batches of which no tensors could be made are those of the next call."
 
 #define DOC_RESPOND \
 	"respond($module, /, tensors, handler, need_event=False)\n--\n\n" \
@@ -233,7 +235,7 @@
 
 #define DOC_TENSOR \
 	"A view of memory that a push was received in; what get_batch() returns when torch\n" \
-	"was not imported.\n" \
+	"was not imported or does not have the dtype.\n" \
 	"\n" \
 	"Hand it to numpy.from_dlpack, jax.dlpack.from_dlpack or torch.from_dlpack: no copy.\n" \
 	"The memory lives as long as this object or an array made from it. respond() takes\n" \

@@ -599,13 +599,13 @@ typedef struct {
   sf_tensor tensor;
   uint64_t lease;
   PyObject *keeper; // a Tensor, or NULL: then it holds the batch itself
-  int *gone;        // set when it is freed, unless NULL
+  int *gone;        // while a tensor is made of it: set when it is freed, and the batch then is not released
 } exported;
 
 static void delete_exported(exported *x) {
   if (x->gone != NULL) *x->gone = 1;
   if (x->keeper == NULL) {
-    release(&x->tensor, x->lease);
+    if (x->gone == NULL) release(&x->tensor, x->lease);
   } else if (!sf_forked && Py_IsInitialized()) {
     PyGILState_STATE g = PyGILState_Ensure();
     Py_DECREF(x->keeper);
@@ -668,8 +668,8 @@ static void describe(exported *x, dl_tensor *d, const sf_tensor *t, uint64_t lea
   x->gone = NULL;
 }
 
-// Exports t. With bytes set, as a row of uint8. On failure nothing is released.
-static PyObject *export_tensor(const sf_tensor *t, uint64_t lease, PyObject *keeper, int bytes) {
+// Exports t. With bytes set, as a row of uint8. *out is of the capsule's.
+static PyObject *export_tensor(const sf_tensor *t, uint64_t lease, PyObject *keeper, int bytes, exported **out) {
   exported *x = malloc(sizeof *x);
   if (x == NULL) return PyErr_NoMemory();
   describe(x, &x->m.plain.t, t, lease, keeper, bytes);
@@ -681,11 +681,12 @@ static PyObject *export_tensor(const sf_tensor *t, uint64_t lease, PyObject *kee
     return NULL;
   }
   Py_XINCREF(keeper);
+  *out = x;
   return capsule;
 }
 
 // torch_out by PyTorch's table. Returns 1, 0 when it must be done by a capsule, or -1
-// with an exception; the batch is then released.
+// with an exception.
 static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObject **out) {
   int gone = 0;
   if (type_of(t->dtype).bits == 0 || (t->device_type == SF_GPU && !torch.gpu)) return 0;
@@ -701,18 +702,19 @@ static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObj
   Py_XINCREF(keeper);
   *out = exchange_out(m);
   if (*out != NULL) {
-    x->gone = NULL;
+    if (!gone)
+      x->gone = NULL;
+    else if (keeper == NULL) // it is a copy
+      release(t, lease);
     return 1;
   }
-  if (gone) {
-    if (!PyErr_Occurred()) PyErr_SetString(error_value, "PyTorch makes no tensor of what a worker pushed");
-    return -1;
+  if (!gone) {
+    Py_XDECREF(keeper);
+    free(x);
+  } else if (!PyErr_Occurred()) {
+    PyErr_SetString(error_value, "PyTorch makes no tensor of what a worker pushed");
   }
-  Py_XDECREF(keeper);
-  free(x);
-  if (!PyErr_Occurred()) return 0;
-  if (keeper == NULL) release(t, lease);
-  return -1;
+  return PyErr_Occurred() ? -1 : 0;
 }
 
 static PyObject *shape_tuple(const sf_tensor *t) {
@@ -724,64 +726,79 @@ static PyObject *shape_tuple(const sf_tensor *t) {
   return s;
 }
 
-// keeper may be NULL: then the tensor holds the batch.
-static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper) {
-  PyObject *dtype = t->dtype >= 0 && t->dtype < NDTYPES ? torch.dtypes[t->dtype] : NULL;
-  if (dtype == NULL) {
-    if (keeper == NULL) release(t, lease);
-    PyErr_Format(error_value, "a worker pushed a tensor with dtype code %d (%s) under key %llu, which this PyTorch does not have",
-                 (int)t->dtype, t->dtype >= 0 && t->dtype < NDTYPES ? dtypes[t->dtype].name : "unknown", (unsigned long long)t->key);
-    return NULL;
-  }
-  int direct = dtypes[t->dtype].bits != 0;
+// A tensor without elements, which needs no memory.
+static PyObject *torch_empty(const sf_tensor *t, PyObject *dtype) {
+  PyObject *s = shape_tuple(t), *kw = PyDict_New(), *args = s != NULL ? PyTuple_Pack(1, s) : NULL, *r = NULL;
+  if (args != NULL && kw != NULL && PyDict_SetItemString(kw, "dtype", dtype) == 0) r = PyObject_Call(torch.empty, args, kw);
+  Py_XDECREF(s);
+  Py_XDECREF(args);
+  Py_XDECREF(kw);
+  return r;
+}
+
+// PyTorch's type for a code; NULL when it has none.
+static PyObject *torch_dtype(int32_t code) { return code >= 0 && code < NDTYPES ? torch.dtypes[code] : NULL; }
+
+// Makes a tensor of a type that PyTorch has. keeper may be NULL: then it holds the
+// batch. *kept: see tensor_out.
+static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, int *kept) {
+  PyObject *dtype = torch_dtype(t->dtype), *r, *v = NULL;
+  int direct = dtypes[t->dtype].bits != 0, gone = 0;
   if (t->nbytes == 0) {
-    if (keeper == NULL) release(t, lease);
-    PyObject *s = shape_tuple(t), *kw = PyDict_New(), *args = s != NULL ? PyTuple_Pack(1, s) : NULL, *r = NULL;
-    if (args != NULL && kw != NULL && PyDict_SetItemString(kw, "dtype", dtype) == 0) r = PyObject_Call(torch.empty, args, kw);
-    Py_XDECREF(s);
-    Py_XDECREF(args);
-    Py_XDECREF(kw);
+    r = torch_empty(t, dtype);
+    if (r != NULL && keeper == NULL) release(t, lease);
     return r;
   }
-  PyObject *r;
   int done = quick_out(t, lease, keeper, &r);
   if (done != 0) return done > 0 ? r : NULL;
-  PyObject *capsule = export_tensor(t, lease, keeper, !direct);
-  if (capsule == NULL) {
-    if (keeper == NULL) release(t, lease);
-    return NULL;
-  }
+  exported *x;
+  PyObject *capsule = export_tensor(t, lease, keeper, !direct, &x);
+  if (capsule == NULL) return NULL;
+  x->gone = &gone;
   r = PyObject_CallFunctionObjArgs(torch.from_dlpack, capsule, NULL);
-  Py_DECREF(capsule); // releases the batch unless torch has taken it over
   torch.gpu |= r != NULL && t->device_type == SF_GPU;
-  if (r == NULL || direct) return r;
-  PyObject *v = PyObject_CallMethodObjArgs(r, s_view, dtype, NULL), *s = shape_tuple(t);
-  Py_DECREF(r);
-  r = v != NULL && s != NULL ? PyObject_CallMethodObjArgs(v, s_view, s, NULL) : NULL;
-  Py_XDECREF(v);
-  Py_XDECREF(s);
+  if (r != NULL && !direct) {
+    PyObject *s = shape_tuple(t);
+    v = s != NULL ? PyObject_CallMethodObjArgs(r, s_view, dtype, NULL) : NULL;
+    Py_DECREF(r);
+    r = v != NULL ? PyObject_CallMethodObjArgs(v, s_view, s, NULL) : NULL;
+    Py_XDECREF(v);
+    Py_XDECREF(s);
+  }
+  if (r == NULL) { // the exception must not be lost, nor seen by those who free
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    Py_DECREF(capsule);
+    PyErr_Restore(type, value, trace);
+  } else {
+    Py_DECREF(capsule);
+  }
+  if (!gone)
+    x->gone = NULL; // whoever has it releases the batch
+  else if (r != NULL && keeper == NULL) // it is a copy
+    release(t, lease);
+  *kept = !gone;
   return r;
 }
 
 PyObject *tensor_over(const sf_tensor *t, PyObject *keeper) {
-  int ready = torch_ready();
+  int ready = torch_ready(), kept = 0;
   if (ready == 0) PyErr_SetString(error_type, "a tensor on a GPU is a torch.Tensor: import torch first");
-  return ready > 0 ? torch_out(t, 0, keeper) : NULL;
+  if (ready > 0 && torch_dtype(t->dtype) == NULL) {
+    PyErr_SetString(error_value, "the tensor is of a dtype that this PyTorch does not have");
+    return NULL;
+  }
+  return ready > 0 ? torch_out(t, 0, keeper, &kept) : NULL;
 }
 
-PyObject *tensor_out(const sf_tensor *t, uint64_t lease) {
+PyObject *tensor_out(const sf_tensor *t, uint64_t lease, int *kept) {
+  *kept = 0;
   int ready = torch_ready();
-  if (ready < 0) {
-    release(t, lease);
-    return NULL;
-  }
-  if (ready) return torch_out(t, lease, NULL);
+  if (ready < 0) return NULL;
+  if (ready && torch_dtype(t->dtype) != NULL) return torch_out(t, lease, NULL, kept);
   allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)tensor_class, Py_tp_alloc);
   tensor_object *o = (tensor_object *)alloc((PyTypeObject *)tensor_class, 0);
-  if (o == NULL) {
-    release(t, lease);
-    return NULL;
-  }
+  if (o == NULL) return NULL;
   o->t = *t;
   o->t.owner = NULL;
   o->lease = lease;
@@ -849,7 +866,8 @@ static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
     PyErr_Format(error_value, "DLPack has no code for dtype %s", dtype_name(t));
     return NULL;
   }
-  return export_tensor(t, 0, o, 0);
+  exported *x;
+  return export_tensor(t, 0, o, 0, &x);
 }
 
 static PyMethodDef tensor_methods[] = {

@@ -41,8 +41,9 @@ int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream);
 // Makes a tensor over memory that keeper keeps: a torch.Tensor.
 PyObject *tensor_over(const sf_tensor *t, PyObject *keeper);
 
-// Makes a tensor over memory of a batch with that lease: a torch.Tensor when torch was imported,
-// else a Tensor. It calls sf_release once when it is gone, also on failure.
-PyObject *tensor_out(const sf_tensor *t, uint64_t lease);
+// Makes a tensor over memory of a batch with that lease: a torch.Tensor when torch was
+// imported and has that type, else a Tensor. It calls sf_release once when it is gone. On
+// failure the caller must, unless *kept says that somebody else has the memory and will.
+PyObject *tensor_out(const sf_tensor *t, uint64_t lease, int *kept);
 
 #endif

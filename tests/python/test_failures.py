@@ -200,3 +200,95 @@ def test_interrupted_while_reading(cluster, lib):
     if lib == "jax":
         lib = "numpy"  # which JAX's arrays are read like
     cluster(lib=lib).run(interrupted_worker, interrupted_server)
+
+
+# What PyTorch has no name for comes as fserver_lib.Tensor, beside tensors of PyTorch.
+
+def nameless_worker(n):
+    np = arrays.load("numpy")
+    pull = np.zeros("uint16", (3, 5))
+    for i in range(2):
+        push = [np.make("float32", (2,), bytes(8)), np.make("uint16", (3, 5), arrays.pattern(n.rank, "uint16", (3, 5))), np.make("uint16", (0, 5), b"")]
+        n.f.wait(n.f.push_pull(push, [1, 2, 3], [pull], [4]))
+        assert np.bytes(pull) == arrays.pattern(n.rank, "uint16", (3, 5))
+
+
+def nameless_server(n):
+    torch, np = n.lib.torch, arrays.load("numpy")
+    if hasattr(torch, "uint16"):
+        del torch.uint16  # before fserver_lib looks for it
+    for i in range(2):
+        for rank, (handler, (x, t, empty), keys) in enumerate(n.f.get_batch()):
+            assert type(x) is torch.Tensor and keys == [1, 2, 3]
+            assert type(t) is type(empty) is n.f.Tensor and t.dtype == empty.dtype == "uint16", (t, empty)
+            assert t.shape == (3, 5) and empty.shape == (0, 5)
+            assert np.bytes(t) == arrays.pattern(rank, "uint16", (3, 5))
+            n.f.respond([t], handler)
+
+
+def test_without_a_name(cluster):
+    pytest.importorskip("torch", reason="is about PyTorch's types")
+    pytest.importorskip("numpy", reason="pushes types that PyTorch had not for long")
+    cluster(workers=2, lib="torch").run(nameless_worker, nameless_server)
+
+
+# Batches that cannot be made into tensors are there again for the next get_batch.
+
+BATCHES = ((1, 1), (3, 0), (1, 0), (0, 1), (3, 2))  # pushes and pulls of each
+BIG = 4 << 20
+
+
+def again_worker(n):
+    waits = []
+    for i, (pushes, pulls) in enumerate(BATCHES):
+        pull = [n.lib.zeros("uint8", SIZE) for _ in range(pulls)]
+        waits.append((n.f.push_pull([tensor(n, 100 * n.rank + 10 * i + k) for k in range(pushes)], range(pushes), pull, range(pulls)), pull))
+    for h, pull in waits:
+        n.f.wait(h)
+        assert all(n.lib.bytes(t) == arrays.pattern(7, "uint8", SIZE) for t in pull)
+    for _ in range(40):
+        n.f.wait(n.f.push_pull([n.lib.make("uint8", (BIG,), bytes(BIG))], [1], [], []))
+
+
+def again_server(n):
+    torch, left = n.lib.torch, [0]
+    make = torch._C._from_dlpack
+
+    def fails(capsule):
+        left[0] -= 1
+        if left[0] == 0:
+            raise fails.error("mine")
+        return make(capsule)
+
+    def failing(step, error):
+        left[0], fails.error = step, error
+        with pytest.raises(error, match="mine"):
+            n.f.get_batch(timeout_ms=10000)
+
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        torch.Tensor.__dlpack_c_exchange_api__ = None
+    torch._C._from_dlpack = fails  # before fserver_lib looks for it
+    for i, (pushes, pulls) in enumerate(BATCHES):
+        for step in range(1, 2 * pushes + 1):
+            for error in (MemoryError, KeyboardInterrupt):
+                failing(step, error)
+        batches = n.f.get_batch(timeout_ms=10000)
+        for rank, (handler, tensors, keys) in enumerate(batches):
+            assert keys == list(range(pushes))
+            assert [n.lib.bytes(t) for t in tensors] == [arrays.pattern(100 * rank + 10 * i + k, "uint8", SIZE) for k in keys]
+            n.f.respond([tensor(n, 7)] * pulls, handler)
+    sizes = []
+    for _ in range(40):
+        failing(2, MemoryError)
+        failing(1, MemoryError)
+        for handler, _, _ in n.f.get_batch():
+            n.f.respond([], handler)
+        with open("/proc/self/statm") as s:
+            sizes.append(int(s.read().split()[1]) * 4096)
+    return sizes
+
+
+def test_batches_come_again(cluster):
+    pytest.importorskip("torch", reason="replaces a function of PyTorch's")
+    *_, sizes = cluster(workers=2, lib="torch").run(again_worker, again_server)
+    assert max(sizes[20:]) < max(sizes[:20]) + 8 * BIG, [s >> 20 for s in sizes]

@@ -1,0 +1,95 @@
+package core
+
+import (
+	"bytes"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+)
+
+// TestRetake: batches whose holds were given up, but for one push tensor's, go back to
+// the queue, in their order, and can be taken and answered as before.
+func TestRetake(t *testing.T) {
+	worker, server := sessions(t)
+	var handlers []int32
+	pulls := make([][]byte, 4)
+	for i := range byte(4) {
+		kt := func(key uint64, b []byte) []af.KeyTensor { return []af.KeyTensor{{Key: key, Val: tensor(t, b)}} }
+		push := kt(1, bytes.Repeat([]byte{i}, 64))
+		pulls[i] = make([]byte, 64)
+		pull := kt(2, pulls[i])
+		switch i {
+		case 1: // needs no answer
+			push, pull = append(push, kt(3, []byte{i})...), nil
+		case 2: // has no tensor to hold
+			push = nil
+		case 3: // waits for an empty answer
+			pull = nil
+		}
+		h, err := worker.PushPull(af.DefaultStream, push, pull)
+		if err != nil {
+			t.Fatal(err)
+		}
+		handlers = append(handlers, h)
+	}
+	get := func() (it Item) {
+		t.Helper()
+		var items []Item
+		if err := later(t, func(slice time.Duration) (err error) {
+			items, err = server.GetBatch(nil, slice)
+			return err
+		}); err != nil || len(items) != 1 {
+			t.Fatalf("%d batches, %v", len(items), err)
+		}
+		return items[0]
+	}
+	for i := range 4 {
+		var id uint64
+		for range 3 {
+			it := get()
+			held := &it.Batch
+			if len(it.Pushes()) == 0 {
+				held = nil
+				it.Release()
+			}
+			back, ok := server.Retake(it.ID, held)
+			if !ok {
+				t.Fatalf("batch %d is not taken back", i)
+			}
+			if held != nil {
+				it.Release()
+			}
+			server.GiveBack([]Item{back})
+			id = it.ID
+			if err := server.Respond(af.DefaultStream, id, nil); !errors.Is(err, ErrMisuse) {
+				t.Errorf("an answer to batch %d, which is in the queue again: %v", i, err)
+			}
+		}
+		it := get()
+		if it.ID != id || it.ID != uint64(i) {
+			t.Fatalf("batch %d came as number %d, before as %d", i, it.ID, id)
+		}
+		var answer []af.Tensor
+		if len(it.Pulls()) > 0 {
+			answer = []af.Tensor{tensor(t, bytes.Repeat([]byte{byte(i + 10)}, 64))}
+		}
+		if len(it.Pushes()) > 0 && !bytes.Equal(it.Pushes()[0].Val.Mem().Host(), bytes.Repeat([]byte{byte(i)}, 64)) {
+			t.Errorf("batch %d has other values than were sent", i)
+		}
+		if err := server.Respond(af.DefaultStream, it.ID, answer); err != nil {
+			t.Errorf("batch %d: %v", i, err)
+		}
+		if _, ok := server.Retake(it.ID, &it.Batch); ok {
+			t.Errorf("batch %d was answered, and is taken back", i)
+		}
+		it.Release()
+		if err := worker.waitFor(handlers[i]); err != nil {
+			t.Error(err)
+		}
+		if answer != nil && pulls[i][63] != byte(i+10) {
+			t.Errorf("batch %d pulled %d", i, pulls[i][63])
+		}
+	}
+}

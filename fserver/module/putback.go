@@ -1,0 +1,42 @@
+//go:build fserver
+
+package main
+
+/*
+#include "abi.h"
+*/
+import "C"
+
+import (
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
+)
+
+// sf_put_back puts n batches of sf_get_batch into the queue again, of each of which that has
+// tensors at least one was not given back with sf_release. All of these still must be.
+//
+//export sf_put_back
+func sf_put_back(batches *C.sf_batch, n C.int) {
+	s, err := session()
+	if err != nil {
+		return // it has ended, and so has the queue
+	}
+	var items []core.Item
+	for _, b := range unsafe.Slice(batches, int(n)) {
+		var held *af.Batch
+		if b.n > 0 {
+			leases.mu.Lock()
+			batch := leases.all[b.lease].batch
+			leases.mu.Unlock()
+			held = &batch
+		}
+		if it, ok := s.Retake(uint64(b.id), held); ok {
+			items = append(items, it)
+		}
+	}
+	if len(items) > 0 {
+		s.GiveBack(items)
+	}
+}
