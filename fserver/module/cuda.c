@@ -48,8 +48,9 @@ static PyObject *signal_stream(int what, PyObject *first, const char *first_name
   if (counter(first, first_name, &a) < 0) return NULL;
   if (second == NULL || counter(second, "seq", &b) == 0) {
     if (tensor_stream(a.device_id, &stream) == 0) {
-      failed = sf_signal(what, &a, second != NULL ? &b : &a, stream, &e) != SF_DONE;
-      if (failed) sf_raise(&e);
+      // It waits when the device's queue is full, perhaps for what another thread does.
+      Py_BEGIN_ALLOW_THREADS failed = sf_signal(what, &a, second != NULL ? &b : &a, stream, &e) != SF_DONE;
+      Py_END_ALLOW_THREADS if (failed) sf_raise(&e);
     }
     if (second != NULL) Py_DECREF((PyObject *)b.owner);
   }
@@ -91,13 +92,17 @@ static PyObject *notify_start(PyObject *o, PyObject *noargs) {
   Py_RETURN_NONE;
 }
 
-// Calls Go with the current stream. handler is only for the first of the calls.
+// Calls Go with the current stream, which waits when the device's queue is full, perhaps
+// for what another thread does. handler is only for the first of the calls.
 static PyObject *notify_stream(PyObject *o, int what, int64_t handler) {
   notify_object *n = (notify_object *)o;
   uint64_t stream = 0;
   sf_error e = {0, NULL};
-  if (n->id != 0 && tensor_stream(n->device, &stream) < 0) return NULL;
-  if (sf_notify_stream(n->id, what, handler, stream, &e) != SF_DONE) return sf_raise(&e);
+  uint64_t id = n->id;
+  int rc;
+  if (id != 0 && tensor_stream(n->device, &stream) < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS rc = sf_notify_stream(id, what, handler, stream, &e);
+  Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
 }
 

@@ -266,7 +266,13 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
     drop_list(qs, m);
     return NULL;
   }
-  int64_t h = sf_push_pull(ps, (int)n, qs, (int)m, stream, &e);
+  int64_t h; // in the call Go uses ps, qs and the memory of their owners, which it has taken over
+  if (tensor_on_gpu(ps, n) || tensor_on_gpu(qs, m)) {
+    Py_BEGIN_ALLOW_THREADS h = sf_push_pull(ps, (int)n, qs, (int)m, stream, &e);
+    Py_END_ALLOW_THREADS
+  } else {
+    h = sf_push_pull(ps, (int)n, qs, (int)m, stream, &e);
+  }
   free(ps);
   free(qs);
   if (h < 0) return sf_raise(&e);
@@ -423,6 +429,14 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
   return sf_batches_out(batches, n, &room);
 }
 
+// Answers a batch. Takes over the owners of ts, and keeps no pointer to ts.
+static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream, sf_error *e) {
+  int rc;
+  if (!tensor_on_gpu(ts, n)) return sf_respond(id, ts, (int)n, stream, e);
+  Py_BEGIN_ALLOW_THREADS rc = sf_respond(id, ts, (int)n, stream, e);
+  Py_END_ALLOW_THREADS return rc;
+}
+
 static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"tensors", "handler", "need_event", NULL};
   PyObject *a[3] = {NULL}; // the arguments
@@ -440,7 +454,7 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
     drop_list(ts, n);
     return NULL;
   }
-  int rc = sf_respond(id, ts, (int)n, stream, &e); // takes over the owners
+  int rc = respond(id, ts, n, stream, &e);
   free(ts);
   if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
@@ -489,7 +503,7 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     part.nbytes = buf.shape[0] > 0 ? buf.nbytes / buf.shape[0] * part.shape[0] : 0;
     Py_INCREF((PyObject *)part.owner);
     sf_error failed = {0, NULL};
-    if (sf_respond(ts[i].key, &part, 1, stream, &failed) == SF_DONE) {
+    if (respond(ts[i].key, &part, 1, stream, &failed) == SF_DONE) {
       if (part.nbytes > 0) stream = SF_COMPLETE; // answers leave in order, and all are parts of one buffer
     } else if (e.kind == 0) {
       e = failed; // and the others get theirs

@@ -35,7 +35,12 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
 // current one, the default stream without PyTorch. Returns 0, or -1 with an exception.
 int tensor_stream(int32_t device, uint64_t *stream);
 
-// The same for the first of n tensors that lies on a GPU; without one *stream stays.
+// Whether one of n tensors lies on a GPU, for which a call of Go may copy or wait: others
+// run in Python meanwhile. Calls without one are too short for that.
+int tensor_on_gpu(const sf_tensor *ts, Py_ssize_t n);
+
+// The same as tensor_stream for the first of n tensors that lies on a GPU; without one
+// *stream stays.
 int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream);
 
 // Makes a tensor over memory that keeper keeps: a torch.Tensor.
