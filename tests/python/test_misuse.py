@@ -43,7 +43,7 @@ def worker(n):
             call(*arguments)
     for call in (f.wait, f.fetch_trace):
         for bad in (0, 7, -1, 2**31 - 1, 2**31, -2**31, 2**63, 2**64, -2**100):
-            with n.raises((), "handler", str(bad)):
+            with n.raises(ValueError, "handler", str(bad)):
                 call(bad)
         for bad in (None, "0", 1.5, [], t[0]):
             with n.raises(TypeError, "handler"):
@@ -92,7 +92,7 @@ def server(n):
         f.respond([], 0)
     (handler, (t,), _), = f.get_batch()
     for bad in (handler + 1, 2**63, 2**64 - 1, 2**64, -1, -2**100):
-        with n.raises((), "handler"):
+        with n.raises(ValueError, "handler"):
             f.respond([t], bad)
     for bad in (None, "0", 0.0, [0]):
         with n.raises(TypeError, "handler"):
