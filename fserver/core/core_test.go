@@ -166,7 +166,7 @@ func TestUnknownHandlers(t *testing.T) {
 			vantest.Fails(t, err, postoffice.ErrUnknownHandler, text)
 		}
 	}
-	refused(0, "handler 0, get_batch has not returned it yet")
+	refused(0, "get_batch has not returned handler 0 yet")
 	refused(1, "handler 1, get_batch has returned handlers below 1")
 	items, err := server.GetBatch(nil, time.Minute)
 	if err != nil {

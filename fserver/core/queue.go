@@ -153,7 +153,7 @@ func (q *queue) missing() (names []string) {
 // postoffice.ErrUnknownHandler. q.mu is held.
 func (q *queue) unknown(id uint64) error {
 	if q.waits(id) {
-		return fmt.Errorf("respond: %w: %w %d, get_batch has not returned it yet", ErrMisuse, postoffice.ErrUnknownHandler, id)
+		return fmt.Errorf("respond: %w: %w: get_batch has not returned handler %d yet", ErrMisuse, postoffice.ErrUnknownHandler, id)
 	}
 	if id < q.next {
 		return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
