@@ -27,7 +27,7 @@ var gpus struct {
 
 // gpu returns device id: the session's, if that is the one.
 func gpu(id int) (backend.Backend, error) {
-	if s := state.session.Load(); s != nil && s.Device().Device() == (backend.Device{Type: backend.GPU, ID: int32(id)}) {
+	if s, err := session(); err == nil && s.Device().Device() == (backend.Device{Type: backend.GPU, ID: int32(id)}) {
 		return s.Device(), nil
 	}
 	gpus.Lock()

@@ -17,6 +17,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -32,14 +33,11 @@ import (
 
 func main() {} // never runs: the library is loaded by Python
 
-// state is the module's: a process has at most one session, as in the original.
-var state struct {
-	session atomic.Pointer[core.Session]
-	ended   atomic.Bool
+// process is this one's part in the cluster.
+var process core.Process
 
-	mu  sync.Mutex
-	job *job // init, stop or barrier under way
-}
+// leaveLimit is how long Ctrl-C and the end of the interpreter wait for what they end.
+const leaveLimit = 10 * time.Second
 
 // leases are the batches whose tensors Python holds. Python knows them by their
 // places here, which are used again.
@@ -55,20 +53,7 @@ type lease struct {
 	n     int
 }
 
-var (
-	errNotStarted = fmt.Errorf("%w: the module is not initialised: call init() first", core.ErrMisuse)
-	errEnded      = fmt.Errorf("%w: stop() was called: a process can take part once", core.ErrMisuse)
-)
-
-func session() (*core.Session, error) {
-	if s := state.session.Load(); s != nil {
-		return s, nil
-	}
-	if state.ended.Load() {
-		return nil, errEnded
-	}
-	return nil, errNotStarted
-}
+func session() (*core.Session, error) { return process.Session() }
 
 // fail fills e and returns SF_FAILED, or SF_PENDING for an unfinished wait.
 func fail(e *C.sf_error, err error) C.int {
@@ -89,55 +74,18 @@ func fail(e *C.sf_error, err error) C.int {
 	return C.SF_FAILED
 }
 
-// job is a call that waits for others, run beside the caller so that it can look
-// after signals.
-type job struct {
-	cancel context.CancelFunc
-	done   chan struct{}
-	err    error
-}
-
-// start runs f unless another job is under way. A negative timeout is none.
-func start(timeoutMs C.int64_t, f func(context.Context) error) error {
-	state.mu.Lock()
-	defer state.mu.Unlock()
-	if state.job != nil {
-		return fmt.Errorf("%w: another thread is in init, stop or barrier", core.ErrMisuse)
+// begun is the result of what sf_job waits for now.
+func begun(e *C.sf_error, err error) C.int {
+	if err != nil {
+		return fail(e, err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	if timeoutMs >= 0 {
-		ctx, cancel = context.WithTimeout(context.Background(), time.Duration(timeoutMs)*time.Millisecond)
-	}
-	j := &job{cancel: cancel, done: make(chan struct{})}
-	state.job = j
-	go func() {
-		j.err = f(ctx)
-		cancel()
-		close(j.done)
-	}()
-	return nil
+	return C.SF_DONE
 }
 
 //export sf_init
 func sf_init(timeoutMs C.int64_t, e *C.sf_error) C.int {
-	switch {
-	case state.ended.Load():
-		return fail(e, errEnded)
-	case state.session.Load() != nil:
-		return fail(e, fmt.Errorf("%w: init() was called already", core.ErrMisuse))
-	}
 	lookup, names := environment()
-	if err := start(timeoutMs, func(ctx context.Context) error {
-		s, err := core.Start(ctx, lookup, names)
-		if err != nil {
-			return err
-		}
-		state.session.Store(s)
-		return nil
-	}); err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return begun(e, process.Init(time.Duration(timeoutMs)*time.Millisecond, lookup, names))
 }
 
 // environment is C's: what Python puts into os.environ after the library was
@@ -161,94 +109,45 @@ func environment() (func(string) (string, bool), func() []string) {
 		}
 }
 
+// sf_stop returns SF_PENDING when there is nothing that sf_job has to wait for.
+//
 //export sf_stop
 func sf_stop(timeoutMs C.int64_t, e *C.sf_error) C.int {
-	s := state.session.Load()
-	if s == nil {
-		if state.ended.Load() {
-			return C.SF_PENDING // twice: nothing to wait for
-		}
-		return fail(e, errNotStarted)
+	waits, err := process.Stop(time.Duration(timeoutMs) * time.Millisecond)
+	if err == nil && !waits {
+		return C.SF_PENDING
 	}
-	// Servers and the scheduler often call it as soon as they run, and wait for the
-	// workers.
-	if c := s.Config(); timeoutMs < 0 && c.Role == "worker" {
-		timeoutMs = C.int64_t(c.StopTimeout / time.Millisecond)
-	}
-	if err := start(timeoutMs, func(ctx context.Context) error {
-		state.ended.Store(true)
-		err := s.Stop(ctx)
-		state.session.Store(nil)
-		return err
-	}); err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return begun(e, err)
 }
 
 //export sf_barrier
 func sf_barrier(servers, workers, instances C.int, timeoutMs C.int64_t, e *C.sf_error) C.int {
-	s, err := session()
-	if err == nil {
-		err = start(timeoutMs, func(ctx context.Context) error { return s.Barrier(ctx, servers != 0, workers != 0, instances != 0) })
-	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return begun(e, process.Barrier(time.Duration(timeoutMs)*time.Millisecond, servers != 0, workers != 0, instances != 0))
 }
 
 // sf_job waits for the job under way, for sliceMs at most.
 //
 //export sf_job
 func sf_job(sliceMs C.int64_t, e *C.sf_error) C.int {
-	state.mu.Lock()
-	j := state.job
-	state.mu.Unlock()
-	if j == nil {
-		return C.SF_DONE
-	}
-	timer := time.NewTimer(time.Duration(sliceMs) * time.Millisecond)
-	defer timer.Stop()
-	select {
-	case <-j.done:
-	case <-timer.C:
-		return C.SF_PENDING
-	}
-	state.mu.Lock()
-	state.job = nil
-	state.mu.Unlock()
-	if j.err != nil {
-		return fail(e, j.err)
-	}
-	return C.SF_DONE
+	return begun(e, process.Wait(time.Duration(sliceMs)*time.Millisecond))
 }
 
-// sf_cancel ends the job under way early.
+// sf_cancel ends the job under way early. The caller raises the exception of a signal, so
+// that what does not end can only be logged.
 //
 //export sf_cancel
-func sf_cancel() {
-	state.mu.Lock()
-	j := state.job
-	state.mu.Unlock()
-	if j == nil {
-		return
-	}
-	j.cancel()
-	<-j.done
-	state.mu.Lock()
-	state.job = nil
-	state.mu.Unlock()
-}
+func sf_cancel() { within(process.Cancel) }
 
 // sf_exit leaves at once: the interpreter ends.
 //
 //export sf_exit
-func sf_exit() {
-	sf_cancel()
-	if s := state.session.Swap(nil); s != nil {
-		state.ended.Store(true)
-		s.Close()
+func sf_exit() { within(process.Exit) }
+
+func within(f func(context.Context) error) {
+	ctx, cancel := context.WithTimeout(context.Background(), leaveLimit)
+	defer cancel()
+	if err := f(ctx); err != nil {
+		slog.Error("fserver: "+err.Error(), "limit", leaveLimit)
 	}
 }
 

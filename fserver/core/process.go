@@ -1,0 +1,224 @@
+package core
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Process is this process's part in a cluster, of which there is at most one, once.
+// Init, Stop and Barrier, one at a time, begin what Wait waits for, so that the caller
+// can look after signals meanwhile. The zero value has not begun. All methods are safe
+// for concurrent use.
+type Process struct {
+	open func(context.Context) (*Session, error) // instead of Start, in tests
+
+	session atomic.Pointer[Session]
+	ended   atomic.Bool
+
+	mu  sync.Mutex
+	job *job // under way, or its result was not taken
+}
+
+// job is a call that waits for others.
+type job struct {
+	op     string
+	cancel context.CancelFunc
+	done   chan struct{}
+	err    error
+	left   bool // nobody waits for it: it was cancelled and did not end; Process.mu guards it
+}
+
+var (
+	errNotStarted = fmt.Errorf("%w: the module is not initialised: call init() first", ErrMisuse)
+	errEnded      = fmt.Errorf("%w: stop() was called: a process can take part once", ErrMisuse)
+)
+
+// Session is the session from the end of Init to that of Stop.
+func (p *Process) Session() (*Session, error) {
+	if s := p.session.Load(); s != nil {
+		return s, nil
+	}
+	if p.ended.Load() {
+		return nil, errEnded
+	}
+	return nil, errNotStarted
+}
+
+// begin runs what prepare returns, if anything, unless another job is under way. prepare
+// sees what all jobs before have done, and no other one begins meanwhile. A negative
+// limit is none.
+func (p *Process) begin(op string, limit time.Duration, prepare func() (func(context.Context) error, error)) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.job != nil && p.job.left {
+		select {
+		case <-p.job.done:
+			p.job = nil
+		default:
+			return fmt.Errorf("%s: %w: %s() was interrupted and has not ended yet", op, ErrMisuse, p.job.op)
+		}
+	}
+	f, err := prepare()
+	switch {
+	case err != nil || f == nil:
+		return err
+	case p.job != nil:
+		return fmt.Errorf("%s: %w: another thread is in init, stop or barrier: %s()", op, ErrMisuse, p.job.op)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	if limit >= 0 {
+		ctx, cancel = context.WithTimeout(context.Background(), limit)
+	}
+	j := &job{op: op, cancel: cancel, done: make(chan struct{})}
+	p.job = j
+	go func() {
+		j.err = f(ctx)
+		cancel()
+		close(j.done)
+	}()
+	return nil
+}
+
+// Init begins Start.
+func (p *Process) Init(limit time.Duration, lookup func(string) (string, bool), names func() []string) error {
+	open := p.open
+	if open == nil {
+		open = func(ctx context.Context) (*Session, error) { return Start(ctx, lookup, names) }
+	}
+	return p.begin("init", limit, func() (func(context.Context) error, error) {
+		switch {
+		case p.ended.Load():
+			return nil, errEnded
+		case p.session.Load() != nil:
+			return nil, fmt.Errorf("%w: init() was called already", ErrMisuse)
+		}
+		return func(ctx context.Context) error {
+			s, err := open(ctx)
+			if err == nil {
+				p.session.Store(s)
+			}
+			return err
+		}, nil
+	})
+}
+
+// Stop begins Session.Stop, and tells whether there is something to wait for: not after
+// another one. A worker's limit is STEPAF_STOP_TIMEOUT if it is negative; servers and the
+// scheduler often call it as soon as they run, and wait for the workers.
+func (p *Process) Stop(limit time.Duration) (begun bool, err error) {
+	if s := p.session.Load(); limit < 0 && s != nil && s.Config().Role == "worker" {
+		limit = s.Config().StopTimeout
+	}
+	err = p.begin("stop", limit, func() (func(context.Context) error, error) {
+		s, err := p.Session()
+		if errors.Is(err, errEnded) {
+			return nil, nil
+		}
+		begun = err == nil
+		return func(ctx context.Context) error {
+			p.ended.Store(true)
+			err := s.Stop(ctx)
+			p.session.Store(nil)
+			return err
+		}, err
+	})
+	return begun && err == nil, err
+}
+
+// Barrier begins Session.Barrier.
+func (p *Process) Barrier(limit time.Duration, servers, workers, instances bool) error {
+	return p.begin("barrier", limit, func() (func(context.Context) error, error) {
+		s, err := p.Session()
+		return func(ctx context.Context) error { return s.Barrier(ctx, servers, workers, instances) }, err
+	})
+}
+
+// current is the job under way, or nil.
+func (p *Process) current() *job {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.job
+}
+
+// forget makes room for the next job. This one may not be the current one any more.
+func (p *Process) forget(j *job) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.job == j {
+		p.job = nil
+	}
+}
+
+// Wait waits for the job under way, for slice at most, and returns its error, or
+// ErrPending.
+func (p *Process) Wait(slice time.Duration) error {
+	j := p.current()
+	if j == nil {
+		return nil
+	}
+	timer := time.NewTimer(slice)
+	defer timer.Stop()
+	select {
+	case <-j.done:
+	case <-timer.C:
+		return ErrPending
+	}
+	p.forget(j)
+	return j.err
+}
+
+// Cancel ends the job under way early. It waits for that until ctx ends: a transport or
+// a driver may be in a call that cannot be ended. The job goes on then; to leave it alone
+// is safe, since it still has the place of the one job, so that no other begins beside
+// it, and since what it began is complete or undone when it does end.
+func (p *Process) Cancel(ctx context.Context) error {
+	j := p.current()
+	if j == nil {
+		return nil
+	}
+	j.cancel()
+	select {
+	case <-j.done:
+		p.forget(j)
+		return nil
+	case <-ctx.Done():
+	}
+	p.mu.Lock()
+	j.left = true
+	p.mu.Unlock()
+	return fmt.Errorf("%s() was interrupted, but does not end: it waits for the transport or the device%s, and goes on in the background: %w", j.op, p.who(), ctx.Err())
+}
+
+func (p *Process) who() string {
+	if s := p.session.Load(); s != nil {
+		return " of " + s.node.Name()
+	}
+	return ""
+}
+
+// Exit leaves at once: the process ends. It waits until ctx ends. What has not ended by
+// then goes on until the process does, which is safe: Python does not free what the
+// library has a reference to, also not at its end, and what is left of connections and
+// devices is closed by the system.
+func (p *Process) Exit(ctx context.Context) error {
+	who := p.who()
+	left := make(chan error, 1)
+	go func() {
+		err := p.Cancel(ctx)
+		if s := p.session.Swap(nil); s != nil {
+			p.ended.Store(true)
+			s.Close()
+		}
+		left <- err
+	}()
+	select {
+	case err := <-left:
+		return err
+	case <-ctx.Done():
+		return fmt.Errorf("the end of the process does not wait on for the transport or the device%s to be closed: %w", who, ctx.Err())
+	}
+}

@@ -1,0 +1,199 @@
+package core
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// waited is the result of what was begun.
+func (p *Process) waited(begun error) error {
+	for err := begun; ; {
+		if err != nil {
+			return err
+		}
+		if err = p.Wait(10 * time.Millisecond); !errors.Is(err, ErrPending) {
+			return err
+		}
+		err = nil
+	}
+}
+
+// over is a context that has ended.
+func over(t *testing.T) context.Context {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	return ctx
+}
+
+// TestOneInit: of threads that call Init at once, over and over, one starts a node.
+func TestOneInit(t *testing.T) {
+	s := &Session{node: testcluster.Start(t, testcluster.Options{}).Workers[0]}
+	for range 300 {
+		var starts, done atomic.Int32
+		p := &Process{open: func(context.Context) (*Session, error) {
+			starts.Add(1)
+			return s, nil
+		}}
+		var all sync.WaitGroup
+		for range 4 {
+			all.Go(func() {
+				for done.Load() == 0 {
+					if p.waited(p.Init(-1, nil, nil)) == nil {
+						done.Add(1)
+					}
+				}
+				if err := p.waited(p.Init(-1, nil, nil)); !errors.Is(err, ErrMisuse) {
+					t.Errorf("a second Init: %v, want %v", err, ErrMisuse)
+				}
+			})
+		}
+		all.Wait()
+		if starts.Load() != 1 || done.Load() != 1 {
+			t.Fatalf("%d nodes were started, and %d calls succeeded, want one", starts.Load(), done.Load())
+		}
+	}
+}
+
+// TestOneStop: threads that call Stop at once stop one session, once.
+func TestOneStop(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	p := &Process{}
+	p.session.Store(&Session{node: c.Workers[0]})
+	var others sync.WaitGroup
+	for _, n := range c.Nodes()[:2] {
+		others.Go(func() {
+			if err := (&Session{node: n}).Stop(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	var stops atomic.Int32
+	var all sync.WaitGroup
+	for range 4 {
+		all.Go(func() {
+			for {
+				begun, err := p.Stop(-1)
+				if begun {
+					err = p.waited(nil)
+					stops.Add(1)
+				}
+				if err == nil {
+					break
+				}
+				if !errors.Is(err, ErrMisuse) {
+					t.Error(err)
+					break
+				}
+			}
+		})
+	}
+	all.Wait()
+	others.Wait()
+	if n := stops.Load(); n != 1 {
+		t.Errorf("the session was stopped %d times, want once", n)
+	}
+	for _, err := range []error{p.Init(-1, nil, nil), p.Barrier(-1, true, true, true)} {
+		vantest.Fails(t, err, ErrMisuse, "stop() was called")
+	}
+}
+
+// TestCancelHasALimit: what does not end when it is cancelled is left alone, and what was
+// begun is named; nothing begins beside it, and all goes on when it has ended.
+func TestCancelHasALimit(t *testing.T) {
+	s := &Session{node: testcluster.Start(t, testcluster.Options{}).Workers[0]}
+	for _, fails := range []bool{true, false} {
+		stuck := make(chan struct{})
+		var p *Process
+		p = &Process{open: func(ctx context.Context) (*Session, error) {
+			<-stuck
+			if fails {
+				return nil, ctx.Err()
+			}
+			return s, nil
+		}}
+		if err := p.Init(-1, nil, nil); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			vantest.Fails(t, p.Cancel(over(t)), context.Canceled, "init()", "goes on")
+		}
+		vantest.Fails(t, p.Init(-1, nil, nil), ErrMisuse, "init() was interrupted and has not ended yet")
+		close(stuck)
+		<-p.current().done
+		if fails {
+			p.open = func(context.Context) (*Session, error) { return s, nil }
+			if err := p.waited(p.Init(-1, nil, nil)); err != nil {
+				t.Errorf("Init after one that was interrupted: %v", err)
+			}
+		} else {
+			vantest.Fails(t, p.Init(-1, nil, nil), ErrMisuse, "init() was called already")
+		}
+		if _, err := p.Session(); err != nil {
+			t.Error(err)
+		}
+		if err := p.Cancel(over(t)); err != nil {
+			t.Errorf("nothing to cancel: %v", err)
+		}
+	}
+}
+
+// TestCancel ends a job, and waits for it.
+func TestCancel(t *testing.T) {
+	p := &Process{open: func(ctx context.Context) (*Session, error) {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}}
+	for range 3 {
+		if err := p.Init(-1, nil, nil); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Wait(time.Millisecond); !errors.Is(err, ErrPending) {
+			t.Errorf("under way: %v, want %v", err, ErrPending)
+		}
+		vantest.Fails(t, p.Init(-1, nil, nil), ErrMisuse, "another thread is in", "init()")
+		if err := p.Cancel(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if err := p.Wait(time.Minute); err != nil {
+			t.Errorf("after Cancel: %v", err)
+		}
+	}
+	if err := p.waited(p.Init(0, nil, nil)); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("without time: %v, want %v", err, context.DeadlineExceeded)
+	}
+}
+
+// TestExit leaves, and does not wait for what does not end.
+func TestExit(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	p := &Process{}
+	if err := p.Exit(t.Context()); err != nil {
+		t.Errorf("before Init: %v", err)
+	}
+	p.session.Store(&Session{node: c.Workers[0]})
+	if err := p.Exit(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if c.Workers[0].Alive() == nil {
+		t.Error("the node has not left")
+	}
+	vantest.Fails(t, p.Init(-1, nil, nil), ErrMisuse, "stop() was called")
+
+	stuck, ended := make(chan struct{}), make(chan struct{})
+	c.Servers[0].OnExit(func() {
+		<-stuck
+		close(ended)
+	})
+	p = &Process{}
+	p.session.Store(&Session{node: c.Servers[0]})
+	vantest.Fails(t, p.Exit(over(t)), context.Canceled, "server 0", "transport or the device")
+	close(stuck)
+	<-ended
+}
