@@ -110,8 +110,7 @@ func TestCancelHasALimit(t *testing.T) {
 	s := &Session{node: testcluster.Start(t, testcluster.Options{}).Workers[0]}
 	for _, fails := range []bool{true, false} {
 		stuck := make(chan struct{})
-		var p *Process
-		p = &Process{open: func(ctx context.Context) (*Session, error) {
+		p := &Process{open: func(ctx context.Context) (*Session, error) {
 			<-stuck
 			if fails {
 				return nil, ctx.Err()

@@ -2,9 +2,11 @@
 help texts promise."""
 
 import gc
+import threading
 import weakref
 
 import pytest
+from harness import by_hand
 
 numpy = pytest.importorskip("numpy", reason="weak references to its arrays tell who holds them")
 
@@ -117,3 +119,32 @@ def test_handlers(cluster):
     assert server.hear() == "asked"
     worker.tell("go")
     c.finish()
+
+
+# Threads that call init and stop at once: one node, once.
+
+@by_hand
+def crowd(n):
+    for call, others in ((n.f.init, n.f.Error), (n.f.stop, n.f.Error)):
+        good, bad, go = [], [], threading.Barrier(8)
+
+        def run():
+            go.wait()
+            try:
+                call()
+                good.append(1)
+            except others as e:
+                bad.append(str(e))
+
+        threads = [threading.Thread(target=run) for _ in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert len(good) + len(bad) == 8 and good, (call, bad)
+        assert call is n.f.stop or len(good) == 1, good  # after a stop there is nothing to wait for
+        assert all("another thread" in text or "called already" in text for text in bad), bad
+
+
+def test_crowd(cluster):
+    cluster(lib="numpy").run(crowd, crowd)
