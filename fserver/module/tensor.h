@@ -31,6 +31,12 @@ int tensor_init(PyObject *module, PyObject *value, PyObject *type);
 // there. Returns 0, or -1 with an exception that names the argument.
 int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int writable);
 
+// Prepares tensor_in. value and type are the exceptions to raise.
+int tensor_in_init(PyObject *value, PyObject *type);
+
+// What a Tensor of ours describes, or NULL if o is none.
+const sf_tensor *tensor_own(PyObject *o);
+
 // Finds the stream that the current work of Python is queued in on a GPU: PyTorch's
 // current one, the default stream without PyTorch. Returns 0, or -1 with an exception.
 int tensor_stream(int32_t device, uint64_t *stream);

@@ -1,0 +1,437 @@
+//go:build fserver
+
+// Tensors from Python.
+#include <stdlib.h>
+#include <string.h>
+
+#include "_cgo_export.h"
+#include "dtypes.h"
+#include "exchange.h"
+#include "tensor.h"
+#include "torch.h"
+
+#define TAKEN "fserver_lib.dltensor"
+
+static PyObject *error_value, *error_type;
+
+// Whether the library was built with CUDA, and what is said of a GPU's tensors if not.
+static int cuda;
+#define NO_CUDA "want cpu: this build has no CUDA; build with \"make USE_CUDA=1\", see docs/gpu.md"
+
+// Names that are looked up for every tensor.
+static PyObject *s_contiguous, *s_device, *s_type, *s_data_ptr, *s_dtype, *s_shape, *s_dlpack, *s_interface, *s_is_conj, *s_is_neg, *s_index,
+    *s_dlpack_device, *s_is_cpu;
+
+// label is the name of an argument for errors: item i of what, or what if i is -1.
+typedef struct {
+  const char *what;
+  Py_ssize_t i;
+  char buf[64];
+} label;
+
+static const char *named(label *name) { return sf_name(name->buf, sizeof name->buf, name->what, name->i); }
+
+const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i) {
+  if (i < 0)
+    PyOS_snprintf(buf, n, "%s", what);
+  else
+    PyOS_snprintf(buf, n, "%s[%zd]", what, i);
+  return buf;
+}
+
+int sf_not_ours(void) { return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception); }
+
+int sf_pardon(void) {
+  if (sf_not_ours()) return -1;
+  PyErr_Clear();
+  return 0;
+}
+
+static int set_shape(sf_tensor *t, Py_ssize_t ndim, label *name) {
+  if (ndim > SF_MAX_DIMS) {
+    PyErr_Format(error_value, "%s has %zd dimensions, want at most %d", named(name), ndim, SF_MAX_DIMS);
+    return -1;
+  }
+  t->ndim = (int32_t)ndim;
+  return 0;
+}
+
+// Fills in the length. The sizes are checked for overflow again in Go.
+static int set_bytes(sf_tensor *t, label *name) {
+  int64_t n = sf_dtypes[t->dtype].size;
+  for (int i = 0; i < t->ndim; i++) {
+    if (t->shape[i] == 0) {
+      t->nbytes = 0;
+      return 0;
+    }
+  }
+  for (int i = 0; i < t->ndim; i++) {
+    if (t->shape[i] < 0 || n > INT32_MAX / t->shape[i]) {
+      PyErr_Format(error_value, "%s is larger than the %d bytes that a message has room for", named(name), INT32_MAX);
+      return -1;
+    }
+    n *= t->shape[i];
+  }
+  t->nbytes = n;
+  return 0;
+}
+
+// The functions from here to torch_lazy return -1 with an exception that is not ours.
+
+// The C string of a str attribute of an object, in buf; "" when it has none.
+static int attr_text(PyObject *o, PyObject *attr, char *buf, size_t n) {
+  buf[0] = 0;
+  PyObject *s = PyObject_GetAttr(o, attr), *b = s != NULL ? PyUnicode_AsUTF8String(s) : NULL;
+  if (b != NULL) PyOS_snprintf(buf, n, "%s", PyBytes_AsString(b));
+  Py_XDECREF(s);
+  Py_XDECREF(b);
+  return b != NULL ? 0 : sf_pardon();
+}
+
+// Whether a method without arguments returns True; it may be missing.
+static int is(PyObject *o, PyObject *method) {
+  PyObject *x = PyObject_CallMethodObjArgs(o, method, NULL);
+  int yes = x != NULL ? PyObject_IsTrue(x) : -1;
+  Py_XDECREF(x);
+  return yes >= 0 ? yes : sf_pardon();
+}
+
+// Whether an attribute is True; it may be missing.
+static int has(PyObject *o, PyObject *attr) {
+  PyObject *x = PyObject_GetAttr(o, attr);
+  Py_XDECREF(x);
+  return x != NULL ? x == Py_True : sf_pardon();
+}
+
+// Whether a view has the memory of another tensor, and other values.
+static int torch_lazy(PyObject *o, int32_t dtype) {
+  int conj = dtype >= COMPLEX32 && dtype <= COMPLEX128 ? is(o, s_is_conj) : 0;
+  return conj != 0 ? conj : is(o, s_is_neg);
+}
+
+// torch_in by PyTorch's table, for tensors of no subclass. Returns 1, 0 when torch_in
+// must read it or say what is wrong with it, or -1 with an exception.
+static int torch_quick(PyObject *o, sf_tensor *t) {
+  dl_tensor d;
+  int rc = exchange_in(o, &d);
+  if (rc <= 0) return rc;
+  int gpu = cuda && d.device.device_type == DL_CUDA, dtype = sf_code_of(d.dtype);
+  if (dtype == UINT8 || dtype == INT8) { // or a type of fewer bits
+    PyObject *own = PyObject_GetAttr(o, s_dtype);
+    Py_XDECREF(own);
+    if (own == NULL) return sf_pardon();
+    if (own != sf_torch.dtypes[dtype]) return 0;
+  }
+  if ((!gpu && d.device.device_type != DL_CPU) || dtype < 0 || d.ndim < 0 || d.ndim > SF_MAX_DIMS || (d.ndim > 0 && d.strides == NULL)) return 0;
+  int64_t n = 1, bytes = sf_dtypes[dtype].size; // n is of the dimensions so far
+  for (int i = d.ndim - 1; i >= 0; i--) {
+    int64_t size = t->shape[i] = d.shape[i];
+    if (size <= 0 || (size != 1 && d.strides[i] != n) || n > INT32_MAX / bytes / size) return 0;
+    n *= size;
+  }
+  t->ptr = (char *)d.data + d.byte_offset;
+  int lazy = d.data != NULL ? torch_lazy(o, dtype) : 1;
+  if (lazy != 0) return lazy < 0 ? -1 : 0;
+  t->nbytes = n * bytes;
+  t->ndim = d.ndim;
+  t->dtype = dtype;
+  t->device_type = gpu ? SF_GPU : SF_CPU;
+  t->device_id = gpu ? d.device.device_id : 0;
+  Py_INCREF(o);
+  t->owner = o;
+  return 1;
+}
+
+// Whether a torch.Tensor is of no subclass that could see things differently.
+static int plain(PyObject *o) {
+  PyObject *class = (PyObject *)Py_TYPE(o);
+  return class == sf_torch.tensor || class == sf_torch.parameter;
+}
+
+static int torch_device(PyObject *o, sf_tensor *t, label *name) {
+  char device[16];
+  t->device_type = SF_CPU;
+  int on_cpu = plain(o) ? has(o, s_is_cpu) : 0; // by far cheaper than the rest
+  if (on_cpu != 0) return on_cpu < 0 ? -1 : 0;
+  PyObject *x = PyObject_GetAttr(o, s_device);
+  if (x == NULL) return -1;
+  if (attr_text(x, s_type, device, sizeof device) < 0) {
+    Py_DECREF(x);
+    return -1;
+  }
+  int gpu = strcmp(device, "cuda") == 0;
+  if ((!gpu || !cuda) && strcmp(device, "cpu") != 0) {
+    PyErr_Format(error_value, gpu ? "%s is on device %S, " NO_CUDA : "%s is on device %S, want cpu or cuda: this build has no backend for it", named(name), x);
+    Py_DECREF(x);
+    return -1;
+  }
+  t->device_type = gpu ? SF_GPU : SF_CPU;
+  if (gpu) {
+    PyObject *index = PyObject_GetAttr(x, s_index);
+    t->device_id = index != NULL ? (int32_t)PyLong_AsLong(index) : -1;
+    Py_XDECREF(index);
+  }
+  Py_DECREF(x);
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+static int torch_in(PyObject *o, sf_tensor *t, label *name) {
+  if (torch_device(o, t, name) < 0) return -1;
+  int contiguous = is(o, s_contiguous);
+  if (contiguous < 0) return -1;
+  if (!contiguous) {
+    PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor: call .contiguous() and keep the result", named(name));
+    return -1;
+  }
+  PyObject *x = PyObject_GetAttr(o, s_dtype);
+  PyObject *code = x != NULL ? PyDict_GetItemWithError(sf_torch.codes, x) : NULL; // borrowed
+  if (code == NULL) {
+    if (sf_pardon() == 0)
+      PyErr_Format(error_value, "%s has dtype %S, which is not supported", named(name), x != NULL ? x : Py_None);
+    Py_XDECREF(x);
+    return -1;
+  }
+  t->dtype = (int32_t)PyLong_AsLong(code);
+  Py_DECREF(x);
+  int lazy = torch_lazy(o, t->dtype);
+  if (lazy < 0) return -1;
+  if (lazy) {
+    PyErr_Format(error_value, "%s is a conjugate or negative view: call .resolve_conj().resolve_neg() and keep the result", named(name));
+    return -1;
+  }
+
+  x = PyObject_GetAttr(o, s_shape); // a tuple
+  Py_ssize_t ndim = x != NULL ? PyTuple_Size(x) : -1;
+  if (ndim < 0 || set_shape(t, ndim, name) < 0) {
+    Py_XDECREF(x);
+    return -1;
+  }
+  for (Py_ssize_t d = 0; d < ndim; d++) t->shape[d] = PyLong_AsLongLong(PyTuple_GetItem(x, d));
+  Py_DECREF(x);
+  if (PyErr_Occurred() || set_bytes(t, name) < 0) return -1;
+
+  x = PyObject_CallMethodObjArgs(o, s_data_ptr, NULL);
+  if (x == NULL) return -1;
+  t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(x);
+  Py_DECREF(x);
+  if (PyErr_Occurred()) return -1;
+  if (t->ptr == NULL && t->nbytes > 0) {
+    PyErr_Format(error_value, "%s has no memory (a meta tensor?)", named(name));
+    return -1;
+  }
+  Py_INCREF(o);
+  t->owner = o;
+  return 0;
+}
+
+// NumPy arrays by their array interface, since DLPack does not share read-only
+// ones. Returns 0, -1 with an exception, or 1 when DLPack must do.
+static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
+  char type[16];
+  int rc = 1;
+  PyObject *d = PyObject_GetAttr(o, s_interface);
+  if (d == NULL) return sf_pardon() < 0 ? -1 : 1;
+  if (!PyDict_Check(d)) {
+    Py_DECREF(d);
+    return 1;
+  }
+  PyObject *typestr = PyDict_GetItemString(d, "typestr"), *shape = PyDict_GetItemString(d, "shape");
+  PyObject *data = PyDict_GetItemString(d, "data"), *strides = PyDict_GetItemString(d, "strides"); // all borrowed
+  PyObject *text = typestr != NULL && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8String(typestr) : NULL;
+  if (text == NULL) PyErr_Clear(); // no text, or none that UTF-8 has
+  if (text == NULL || shape == NULL || !PyTuple_Check(shape) || data == NULL || !PyTuple_Check(data) || PyTuple_Size(data) != 2)
+    goto out;
+  PyOS_snprintf(type, sizeof type, "%s", PyBytes_AsString(text));
+  if ((t->dtype = sf_code_of_numpy(type)) < 0) goto out;
+  rc = -1;
+  if (PyDict_GetItemString(d, "__ref") != NULL) { // it goes with d
+    PyErr_Format(error_type, "%s is %R, which has no memory of its own, want an array: use numpy.array", named(name), (PyObject *)Py_TYPE(o));
+    goto out;
+  }
+  if (strides != NULL && strides != Py_None) {
+    PyErr_Format(error_value, "%s is not contiguous, want a contiguous array: use numpy.ascontiguousarray", named(name));
+    goto out;
+  }
+  int readonly = writable ? PyObject_IsTrue(PyTuple_GetItem(data, 1)) : 0;
+  if (readonly != 0) {
+    if (readonly > 0 || sf_pardon() == 0)
+      PyErr_Format(error_value, "%s is read-only, want an array that can be written to", named(name));
+    goto out;
+  }
+  if (set_shape(t, PyTuple_Size(shape), name) < 0) goto out;
+  for (int k = 0; k < t->ndim; k++) t->shape[k] = PyLong_AsLongLong(PyTuple_GetItem(shape, k));
+  t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(data, 0));
+  if (PyErr_Occurred()) {
+    if (!sf_not_ours()) PyErr_Format(error_type, "%s has an __array_interface__ that NumPy would not give it", named(name));
+    goto out;
+  }
+  if (set_bytes(t, name) < 0) goto out;
+  t->device_type = SF_CPU;
+  Py_INCREF(o);
+  t->owner = o;
+  rc = 0;
+out:
+  PyErr_Fetch(&typestr, &shape, &data); // keep an exception across the decrements
+  Py_XDECREF(text);
+  Py_DECREF(d);
+  PyErr_Restore(typestr, shape, data);
+  return rc;
+}
+
+// Frees what a capsule of ours has taken over from a producer.
+static void delete_taken(PyObject *capsule) {
+  dl_managed *m = PyCapsule_GetPointer(capsule, TAKEN);
+  if (m->deleter != NULL) m->deleter(m);
+}
+
+// Calls __dlpack__: of a GPU's array with the stream in which Python's work on that GPU
+// is queued, so that the producer makes that wait for what fills the array.
+static PyObject *dlpack_of(PyObject *o) {
+  int type = 0, id = 0;
+  PyObject *d = cuda ? PyObject_CallMethodObjArgs(o, s_dlpack_device, NULL) : NULL;
+  if (d != NULL && (!PyTuple_Check(d) || !PyArg_ParseTuple(d, "ii", &type, &id))) type = 0;
+  Py_XDECREF(d);
+  if (PyErr_Occurred() && sf_pardon() < 0) return NULL;
+  if (type != DL_CUDA && type != DL_CUDA_MANAGED) return PyObject_CallMethodObjArgs(o, s_dlpack, NULL);
+  uint64_t stream;
+  if (tensor_stream(id, &stream) < 0) return NULL;
+  PyObject *f = PyObject_GetAttr(o, s_dlpack), *args = PyTuple_New(0);
+  PyObject *kw = Py_BuildValue("{s:K}", "stream", (unsigned long long)(stream != 0 ? stream : 1)); // 1 is the default stream
+  PyObject *capsule = f != NULL && args != NULL && kw != NULL ? PyObject_Call(f, args, kw) : NULL;
+  Py_XDECREF(f);
+  Py_XDECREF(args);
+  Py_XDECREF(kw);
+  return capsule;
+}
+
+static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
+  PyObject *capsule = dlpack_of(o);
+  if (capsule == NULL) {
+    if (sf_not_ours()) return -1;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_Format(error_value, "%s cannot be shared by DLPack: %S", named(name), value != NULL ? value : Py_None);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return -1;
+  }
+  dl_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
+  if (m == NULL) {
+    PyErr_Clear();
+    PyErr_Format(error_type, "%s.__dlpack__() returned %R, want a DLPack capsule", named(name), capsule);
+    goto fail;
+  }
+  int32_t on = m->t.device.device_type;
+  int gpu = on == DL_CUDA || on == DL_CUDA_MANAGED;
+  if (gpu && !cuda) {
+    PyErr_Format(error_value, "%s is on device cuda:%d, " NO_CUDA, named(name), (int)m->t.device.device_id);
+    goto fail;
+  }
+  if (!gpu && on != DL_CPU && on != DL_CUDA_HOST) {
+    PyErr_Format(error_value, "%s is on DLPack device type %d, want 1 (cpu) or 2 (cuda): this build has no backend for it", named(name), (int)on);
+    goto fail;
+  }
+  t->device_type = gpu ? SF_GPU : SF_CPU;
+  t->device_id = gpu ? m->t.device.device_id : 0;
+  t->dtype = sf_code_of(m->t.dtype);
+  if (t->dtype < 0) {
+    PyErr_Format(error_value, "%s has DLPack type code %d with %d bits and %d lanes, which is not supported", named(name),
+                 (int)m->t.dtype.code, (int)m->t.dtype.bits, (int)m->t.dtype.lanes);
+    goto fail;
+  }
+  if (m->t.ndim < 0 || set_shape(t, m->t.ndim, name) < 0) goto fail;
+  for (int d = 0; d < t->ndim; d++) t->shape[d] = m->t.shape[d];
+  if (set_bytes(t, name) < 0) goto fail;
+  int64_t stride = 1;
+  for (int d = t->ndim - 1; m->t.strides != NULL && t->nbytes > 0 && d >= 0; d--) {
+    if (t->shape[d] != 1 && m->t.strides[d] != stride) {
+      PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor", named(name));
+      goto fail;
+    }
+    stride *= t->shape[d];
+  }
+  t->ptr = (char *)m->t.data + m->t.byte_offset;
+  // As DLPack wants it, so that nobody else takes it over while Go uses it.
+  PyObject *taken = PyCapsule_New(m, TAKEN, NULL);
+  if (taken == NULL || PyCapsule_SetName(capsule, "used_dltensor") < 0 || PyCapsule_SetDestructor(taken, delete_taken) < 0) {
+    Py_XDECREF(taken);
+    goto fail;
+  }
+  Py_DECREF(capsule);
+  t->owner = taken; // keeps the memory
+  return 0;
+fail:
+  Py_DECREF(capsule);
+  return -1;
+}
+
+int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int writable) {
+  label at = {.what = what, .i = i}, *name = &at;
+  memset(t, 0, sizeof *t);
+  int ready = torch_ready();
+  if (ready < 0) return -1;
+  if (ready && plain(o)) {
+    int rc = torch_quick(o, t);
+    if (rc != 0) return rc > 0 ? 0 : -1;
+    memset(t, 0, sizeof *t);
+  }
+  int is_torch = ready ? PyObject_IsInstance(o, sf_torch.tensor) : 0;
+  if (is_torch < 0) {
+    if (!sf_not_ours()) PyErr_Format(error_type, "%s does not tell what it is, want a torch.Tensor or another object with __dlpack__", named(name));
+    return -1;
+  }
+  if (is_torch) {
+    if (torch_in(o, t, name) == 0) return 0;
+    if (!PyErr_ExceptionMatches(error_value) && !sf_not_ours()) {
+      PyErr_Clear();
+      PyErr_Format(error_value, "%s is a tensor without an address of its own (sparse, quantised or a subclass)", named(name));
+    }
+    return -1;
+  }
+  const sf_tensor *own = tensor_own(o);
+  if (own != NULL) { // keeps its element type
+    *t = *own;
+    Py_INCREF(o);
+    t->owner = o;
+    return 0;
+  }
+  int rc = numpy_in(o, t, name, writable);
+  if (rc <= 0) return rc;
+  PyObject *method = PyObject_GetAttr(o, s_dlpack);
+  if (method == NULL) {
+    if (sf_pardon() == 0)
+      PyErr_Format(error_type, "%s is %R, want a torch.Tensor or another object with __dlpack__", named(name), (PyObject *)Py_TYPE(o));
+    return -1;
+  }
+  Py_DECREF(method);
+  if (writable) {
+    PyObject *mod = PyObject_GetAttrString((PyObject *)Py_TYPE(o), "__module__");
+    PyObject *text = mod != NULL ? PyUnicode_AsUTF8String(mod) : NULL;
+    int jax = text != NULL && strncmp(PyBytes_AsString(text), "jax", 3) == 0;
+    Py_XDECREF(mod);
+    Py_XDECREF(text);
+    if (text == NULL && sf_pardon() < 0) return -1;
+    if (jax) {
+      PyErr_Format(error_type, "%s is a JAX array, which cannot be written to: pull into a NumPy array or a torch.Tensor", named(name));
+      return -1;
+    }
+  }
+  return dlpack_in(o, t, name);
+}
+
+int tensor_in_init(PyObject *value, PyObject *type) {
+  static const struct {
+    PyObject **s;
+    const char *text;
+  } names[] = {{&s_contiguous, "is_contiguous"}, {&s_device, "device"}, {&s_type, "type"}, {&s_data_ptr, "data_ptr"},
+               {&s_dtype, "dtype"}, {&s_shape, "shape"}, {&s_dlpack, "__dlpack__"}, {&s_dlpack_device, "__dlpack_device__"},
+               {&s_interface, "__array_interface__"}, {&s_is_conj, "is_conj"}, {&s_is_neg, "is_neg"}, {&s_index, "index"},
+               {&s_is_cpu, "is_cpu"}};
+  error_value = value;
+  error_type = type;
+  cuda = sf_cuda();
+  for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+    if ((*names[i].s = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;
+  return 0;
+}

@@ -1,0 +1,93 @@
+//go:build fserver
+
+#include "torch.h"
+
+#include "exchange.h"
+#include "tensor.h"
+
+torch_parts sf_torch;
+
+// Gets an attribute that may be missing. Returns 1, 0, or -1 with an exception that is
+// not ours.
+static int maybe_attr(PyObject *o, const char *name, PyObject **out) {
+  *out = PyObject_GetAttrString(o, name);
+  return *out != NULL ? 1 : sf_pardon();
+}
+
+// Gets the types that this PyTorch has, with their codes.
+static int find_dtypes(PyObject *m, torch_parts *p) {
+  if ((p->codes = PyDict_New()) == NULL) return -1;
+  for (int i = 0; i < NDTYPES; i++) {
+    if (sf_dtypes[i].name[0] == 'q') continue; // quantised tensors are more than their bytes
+    int found = maybe_attr(m, sf_dtypes[i].name, &p->dtypes[i]); // a later PyTorch may
+    PyObject *code = found > 0 ? PyLong_FromLong(i) : NULL;
+    if (found < 0 || (found > 0 && (code == NULL || PyDict_SetItem(p->codes, p->dtypes[i], code) < 0))) {
+      Py_XDECREF(code);
+      return -1;
+    }
+    Py_XDECREF(code);
+  }
+  return 0;
+}
+
+// Fills p. Returns 1, 0 when something is not there yet, or -1 with an exception.
+static int find_parts(PyObject *m, torch_parts *p) {
+  PyObject *c = NULL, *nn = NULL;
+  int rc = maybe_attr(m, "Tensor", &p->tensor);
+  if (rc > 0) rc = maybe_attr(m, "empty", &p->empty);
+  if (rc > 0) rc = maybe_attr(m, "_C", &c);
+  if (rc > 0) rc = maybe_attr(c, "_from_dlpack", &p->from_dlpack);
+  if (rc > 0 && maybe_attr(c, "_cuda_getCurrentRawStream", &p->current_stream) < 0) rc = -1;
+  if (rc > 0 && (maybe_attr(m, "nn", &nn) < 0 || (nn != NULL && maybe_attr(nn, "Parameter", &p->parameter) < 0))) rc = -1;
+  Py_XDECREF(c);
+  Py_XDECREF(nn);
+  if (rc > 0 && (find_dtypes(m, p) < 0 || exchange_find(p->tensor) < 0)) rc = -1;
+  return rc > 0 && p->dtypes[FLOAT32] == NULL ? 0 : rc;
+}
+
+int torch_ready(void) {
+  if (sf_torch.tensor != NULL) return 1;
+  torch_parts p = {0};
+  PyObject *m = PyDict_GetItemString(PyImport_GetModuleDict(), "torch"); // borrowed, as the dict
+  if (m == NULL) return 0;
+  Py_INCREF(m);
+  int rc = find_parts(m, &p);
+  Py_DECREF(m);
+  if (rc > 0 && sf_torch.tensor == NULL) { // no other thread was faster
+    sf_torch = p;
+    return 1;
+  }
+  Py_XDECREF(p.tensor);
+  Py_XDECREF(p.parameter);
+  Py_XDECREF(p.codes);
+  Py_XDECREF(p.from_dlpack);
+  Py_XDECREF(p.empty);
+  Py_XDECREF(p.current_stream);
+  for (int i = 0; i < NDTYPES; i++) Py_XDECREF(p.dtypes[i]);
+  return rc;
+}
+
+int tensor_stream(int32_t device, uint64_t *stream) {
+  int ready = torch_ready();
+  if (ready < 0) return -1;
+  *stream = 0;
+  if (!ready || sf_torch.current_stream == NULL || exchange_stream(device, stream)) return 0;
+  PyObject *id = PyLong_FromLong(device), *s = id != NULL ? PyObject_CallFunctionObjArgs(sf_torch.current_stream, id, NULL) : NULL;
+  Py_XDECREF(id);
+  if (s == NULL) return -1;
+  *stream = PyLong_AsUnsignedLongLong(s);
+  Py_DECREF(s);
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+int tensor_on_gpu(const sf_tensor *ts, Py_ssize_t n) {
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (ts[i].device_type == SF_GPU) return 1;
+  return 0;
+}
+
+int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream) {
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (ts[i].device_type == SF_GPU) return tensor_stream(ts[i].device_id, stream);
+  return 0;
+}
