@@ -19,7 +19,7 @@ import (
 //
 //export sf_put_back
 func sf_put_back(batches *C.sf_batch, n C.int) {
-	s, err := process.Session()
+	s, err := session()
 	if err != nil {
 		return // it has ended, and so has the queue
 	}
