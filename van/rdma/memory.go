@@ -19,6 +19,7 @@ type block struct {
 	mr   verbs.MR
 	free func() error
 	once sync.Once // deregisters
+	open error     // why it could not be
 }
 
 const pageSize = 4096
@@ -51,13 +52,18 @@ func newDeviceBlock(dev verbs.Device, back backend.Backend, n int, a verbs.Acces
 }
 
 // deregister ends the device's access; the memory stays until close.
-func (b *block) deregister() (err error) {
-	b.once.Do(func() { err = b.mr.Deregister() })
-	return err
+func (b *block) deregister() error {
+	b.once.Do(func() { b.open = b.mr.Deregister() })
+	return b.open
 }
 
-// close also frees the memory. Call it once.
-func (b *block) close() error { return errors.Join(b.deregister(), b.free()) }
+// close also frees the memory, unless peers may still write there. Call it once.
+func (b *block) close() error {
+	if err := b.deregister(); err != nil {
+		return fmt.Errorf("%d bytes stay: %w", b.mem.Len(), err)
+	}
+	return b.free()
+}
 
 // register makes mem known to the device: host memory as it is; a GPU's as a dma-buf
 // where back can export it, else by its address, which needs the driver's peer memory

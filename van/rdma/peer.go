@@ -414,8 +414,9 @@ func (p *peer) Refuse(o *outgoing, err error) {
 }
 
 // answered ends a request: msg is the answer. It returns the memory that the answer's
-// value was to be put into, if msg means it.
-func (p *peer) answered(msg *van.Meta) (mem backend.Mem) {
+// value was to be put into, if msg means it. A value that is not there yet is copied to it
+// if it has its length: here, since with the lock goes the right to write, see Revoke.
+func (p *peer) answered(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !msg.Push {
@@ -424,6 +425,9 @@ func (p *peer) answered(msg *van.Meta) (mem backend.Mem) {
 			delete(p.into, k)
 			if msg.Addr == x.mem.Addr() && int(msg.ValLen) == x.mem.Len() {
 				mem = x.mem
+				if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
+					copy(mem.Host(), value)
+				}
 			}
 			x.region.release()
 		}
@@ -433,7 +437,7 @@ func (p *peer) answered(msg *van.Meta) (mem backend.Mem) {
 		p.snd.Pump()
 		p.flush(false)
 	}
-	return mem
+	return mem, copied
 }
 
 // unanswered gives up the memory that a node of the original, whose connection has

@@ -69,7 +69,10 @@ func (in *incoming) sent(c *verbs.Completion) {
 	if in.out == nil || in.closed {
 		return
 	}
-	in.out.broken = in.out.broken || c.Status != verbs.StatusOK
+	if c.Status != verbs.StatusOK {
+		in.out.broken = true
+		return // its memory may still be in use; see abandon
+	}
 	in.out.complete(id)
 	in.pump()
 }
@@ -93,7 +96,11 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", van.ErrPeerLost, q, l.qps[q].Num(), c.Status))
 	}
 	p.mu.Lock()
-	l.broken = l.broken || c.Status != verbs.StatusOK // what is posted now would only be flushed
+	if c.Status != verbs.StatusOK {
+		l.broken = true // what is posted now would only be flushed
+		p.mu.Unlock()
+		return // another queue pair may still read the memory; see abandon
+	}
 	f, last := l.complete(id)
 	if last && p.link == l && p.snd.Waiting() > 0 {
 		p.snd.Pump()
@@ -186,7 +193,10 @@ func (d *device) dropHeld(in *incoming) {
 		return
 	}
 	var held []*rxMsg
-	d.exclusive(func() { held, in.held = in.held, nil })
+	d.exclusive(func() {
+		held, in.held = in.held, nil
+		in.holds.Store(false)
+	})
 	for _, rx := range held {
 		rx.msg.Release()
 	}
@@ -349,9 +359,17 @@ func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
 	if m.Request && !m.Push {
 		return nil
 	}
+	if !t.placed && n > room {
+		return &van.FieldError{Field: "trailer value length", Value: n, Want: fmt.Sprintf("up to %d", room)}
+	}
 	var into backend.Mem
+	var copied bool
 	if !m.Request && !m.Push {
-		into = rx.d.v.answered(rx.in.hello.node, &m.Meta)
+		var small []byte
+		if t.inMeta && !t.placed {
+			small = behind[:n]
+		}
+		into, copied = rx.d.v.answered(rx.in.hello.node, &m.Meta, small)
 	}
 	if t.placed {
 		if m.Request || m.Push {
@@ -362,21 +380,16 @@ func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
 		}
 		return nil
 	}
-	if n > room {
-		return &van.FieldError{Field: "trailer value length", Value: n, Want: fmt.Sprintf("up to %d", room)}
-	}
 	if n == 0 {
 		return nil
 	}
-	m.Vals = data.Sub(0, n)
-	switch {
-	case t.inMeta && into.Len() == n && into.OnHost():
-		copy(into.Host(), m.Vals.Host())
+	if copied {
 		m.Vals, m.Placed = into, true
-	default:
-		m.Placed = !t.inMeta && l.Memory.region != nil
-		rx.lease = l
+		return nil
 	}
+	m.Vals = data.Sub(0, n)
+	m.Placed = !t.inMeta && l.Memory.region != nil
+	rx.lease = l
 	return nil
 }
 
@@ -388,7 +401,7 @@ func (rx *rxMsg) original(l *lease) error {
 		return nil
 	}
 	if !m.Request {
-		into := rx.d.v.answered(rx.in.hello.node, &m.Meta)
+		into, _ := rx.d.v.answered(rx.in.hello.node, &m.Meta, nil)
 		if m.Push {
 			return nil
 		}
@@ -422,13 +435,12 @@ func (rx *rxMsg) oneKey() {
 	}
 }
 
-// answered tells the peer's side of an answer. It returns where its value lies, if the
-// request has said where.
-func (v *rvan) answered(node int, m *van.Meta) backend.Mem {
+// answered tells the peer's side of an answer; see peer.answered.
+func (v *rvan) answered(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
 	if p := (*v.peers.Load())[node]; p != nil {
-		return p.answered(m)
+		return p.answered(m, value)
 	}
-	return backend.Mem{}
+	return backend.Mem{}, false
 }
 
 // credited takes the credits that have come with a message.

@@ -29,6 +29,10 @@ type regions struct {
 	// dropping is held for reading while a region is removed: revoke waits for it.
 	dropping sync.RWMutex
 
+	// stuck is told of a region that could not be deregistered: peers may still write
+	// there, so its memory is kept for good.
+	stuck func(*region, error)
+
 	mu     sync.Mutex // guards changes of sorted
 	bytes  int        // registered
 	closed bool
@@ -57,7 +61,7 @@ type region struct {
 const dead = -1 << 30
 
 func newRegions(dev verbs.Device, back backend.Backend) *regions {
-	r := &regions{dev: dev, back: back}
+	r := &regions{dev: dev, back: back, stuck: func(*region, error) {}}
 	r.sorted.Store(&[]*region{})
 	return r
 }
@@ -146,11 +150,19 @@ func (rs *regions) change(f func([]*region) []*region) {
 	rs.sorted.Store(&all)
 }
 
+// forever has the regions that could not be deregistered: whatever becomes of their van,
+// the process must not use their memory for anything else.
+var forever sync.Map
+
 func (r *region) drop() error {
-	err := r.mr.Deregister()
+	if err := r.mr.Deregister(); err != nil {
+		forever.Store(r, true)
+		r.owner.stuck(r, err)
+		return err
+	}
 	r.pin.Unpin()
 	r.mem.Release() // mem stays: find may be looking at it
-	return err
+	return nil
 }
 
 // remove deregisters r unless somebody uses it.

@@ -211,6 +211,9 @@ func (n *Net) tellDisconnected(id *connID) {
 
 func (id *connID) Destroy() error {
 	n := id.net
+	if err := id.stack.hook(Op{Kind: OpDestroy}); err != nil {
+		return err
+	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if id.stack.ended() {

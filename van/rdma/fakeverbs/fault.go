@@ -32,13 +32,16 @@ const (
 	OpPost
 	OpPoll
 	OpReserve
+	OpDeregister
+	OpDestroy
 	opCount
 )
 
 var opNames = [...]string{OpDevices: "devices", OpNewChannel: "new channel", OpNext: "next", OpNewID: "new id", OpBind: "bind",
 	OpListen: "listen", OpResolveAddr: "resolve address", OpResolveRoute: "resolve route", OpSetAckTimeout: "set ack timeout",
 	OpCreateQP: "create queue pair", OpConnect: "connect", OpAccept: "accept", OpReject: "reject", OpDisconnect: "disconnect",
-	OpInfo: "info", OpRegister: "register", OpPost: "post", OpPoll: "poll", OpReserve: "reserve"}
+	OpInfo: "info", OpRegister: "register", OpPost: "post", OpPoll: "poll", OpReserve: "reserve",
+	OpDeregister: "deregister", OpDestroy: "destroy"}
 
 // String names the call.
 func (k OpKind) String() string {
@@ -55,7 +58,7 @@ type Op struct {
 	N     int            // this is the Nth of its kind in its Stack, from 1
 	Local netip.AddrPort // of the ID; only the address, of a device; else invalid
 	Peer  netip.AddrPort // of the ID, once known
-	Size  int            // OpRegister: bytes; OpReserve: entries
+	Size  int            // OpRegister, OpDeregister: bytes; OpReserve: entries
 	WR    *verbs.SendWR  // OpPost: called for each of the work requests
 }
 

@@ -60,7 +60,11 @@ func life(w *world) error {
 	}
 	w.next(c, verbs.Established)
 	b := []byte("x")
-	if _, err = d.Register(pointer(b), 1, 0); err != nil {
+	mr, err := d.Register(pointer(b), 1, 0)
+	if err != nil {
+		return err
+	}
+	if err = mr.Deregister(); err != nil {
 		return err
 	}
 	m := e.memory(8, 0)
@@ -71,6 +75,9 @@ func life(w *world) error {
 		return err
 	}
 	if err = id.Disconnect(); err != nil {
+		return err
+	}
+	if err = id.Destroy(); err != nil {
 		return err
 	}
 	id = must(c.NewID(3))

@@ -37,6 +37,9 @@ func (m *region) RKey() uint32 { return m.rkey }
 
 func (m *region) Deregister() error {
 	d := m.dev
+	if err := d.stack.hook(Op{Kind: OpDeregister, Local: d.addr(), Size: m.size}); err != nil {
+		return err
+	}
 	d.net.mu.Lock()
 	defer d.net.mu.Unlock()
 	if d.stack.ended() {

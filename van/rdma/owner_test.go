@@ -1,0 +1,285 @@
+package rdma
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// TestRevokeOfAnswered: memory that is taken back in the very moment in which its answer
+// comes is not written to any more. The race detector sees more than the values.
+func TestRevokeOfAnswered(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	r.serve(s, 100)
+	rounds := 2000
+	if testing.Short() {
+		rounds = 200
+	}
+	all := make([][]byte, rounds)
+	p := (*w.peers.Load())[8]
+	for i := range all {
+		dst := make([]byte, 100)
+		all[i] = dst
+		w.must(pull(s, uint64(i), i, dst))
+		expected := func() int {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			return len(p.into)
+		}
+		for end := time.Now().Add(patience); expected() > 0; { // in this very moment
+			if time.Now().After(end) {
+				t.Fatal("no answer came")
+			}
+		}
+		w.Revoke(backend.Bytes(dst)) // as another server's loss does
+		for k := range dst {
+			dst[k] = 77
+		}
+		select {
+		case m := <-w.in:
+			m.Release()
+		default:
+		}
+	}
+	for i, dst := range all {
+		if slices.ContainsFunc(dst, func(b byte) bool { return b != 77 }) {
+			t.Errorf("memory %d was written to after it had been taken back", i)
+		}
+	}
+}
+
+// serve answers pulls of n bytes until the test ends.
+func (r *rig) serve(s *testNode, n int) {
+	stop, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		for {
+			select {
+			case q := <-s.in:
+				_ = s.Send(answer(q, value(n, 1)))
+				q.Release()
+			case <-stop:
+				return
+			}
+		}
+	}()
+	r.Cleanup(func() { close(stop); <-ended })
+}
+
+type doneFunc func()
+
+func (f doneFunc) Sent() { f() }
+
+// TestSplitFails: when one queue pair of a split message fails, its memory is lent until
+// the other has ended, too.
+func TestSplitFails(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(func(c *env.Config) { c.QPNum, c.SplitQPLag = 2, true })
+	w.must(push(s, 1, 0, value(64<<10, 0)))
+	s.next().Release()
+	p := (*w.peers.Load())[8]
+	r.until("the message has left", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.link.idle()
+	})
+	second := p.link.qps[1].Num()
+	r.net.HoldQP(second)
+	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
+		if wr.Stack == w.stack && wr.Op == verbs.OpWrite && wr.Len > 0 {
+			return verbs.StatusRemoteAccess
+		}
+		return verbs.StatusOK
+	})
+	m := push(s, 1, 1, value(64<<10, 1))
+	done := make(chan bool, 1)
+	m.Done = doneFunc(func() { done <- slices.Contains(r.net.Pending(), second) })
+	w.must(m)
+	if early := <-done; early {
+		t.Error("the memory was given back while the second queue pair had not ended")
+	}
+	r.net.FailWR(nil)
+	r.net.Release()
+	w.wantDown(s)
+}
+
+// TestStarvedRegistersNothing: who has no place to give takes no memory for one, however
+// often it is asked.
+func TestStarvedRegistersNothing(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8, func(c *env.Config) { c.AddressPoolSize = 4 })
+	r.link(w, s)
+	for i := range 8 {
+		w.must(push(s, 1, i, value(1<<20, i)))
+	}
+	var held []*van.Message
+	r.until("the receiver has given all places away", func() bool {
+		select {
+		case m := <-s.in:
+			held = append(held, m)
+		default:
+		}
+		return s.table.Len() == 4 && r.starved(s)
+	})
+	var registered atomic.Int64
+	r.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpRegister && op.Stack == s.stack {
+			registered.Add(1)
+		}
+		return nil
+	})
+	time.Sleep(50 * tickTime) // in which it must not
+	if n := registered.Load(); n > 0 {
+		t.Errorf("%d registrations while no place was free", n)
+	}
+	r.net.Fail(nil)
+	for _, m := range held {
+		m.Release()
+	}
+	for range 8 - len(held) {
+		s.next().Release()
+	}
+}
+
+// starved tells whether a question for a place waits at s.
+func (r *rig) starved(s *testNode) bool {
+	for _, c := range *s.conns.Load() {
+		if c.in != nil {
+			c.in.mu.Lock()
+			n := len(c.in.later)
+			c.in.mu.Unlock()
+			if n > 0 {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// TestLongMeta: a message with a text of some length costs no registration.
+func TestLongMeta(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	send := func(n int) {
+		m := &van.Message{}
+		m.Reset()
+		m.Receiver, m.SimpleApp, m.Request, m.Timestamp = s.who.ID, true, true, int32(n)
+		m.Body = []byte(strings.Repeat("x", n))
+		w.must(m)
+		got := s.next()
+		if string(got.Body) != string(m.Body) {
+			t.Errorf("a text of %d bytes came with %d, or differs", n, len(got.Body))
+		}
+		got.Release()
+	}
+	send(10)
+	var registered atomic.Int64
+	r.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpRegister && op.Stack == w.stack {
+			registered.Add(1)
+		}
+		return nil
+	})
+	for _, n := range []int{100, 160, 200, 400, 1000, 1500} {
+		send(n)
+	}
+	if n := registered.Load(); n > 0 {
+		t.Errorf("%d registrations for texts, want none", n)
+	}
+	send(3000) // more than a message's staging memory
+	r.net.Fail(nil)
+}
+
+// TestHeldOfEnded: messages whose other part will not come are given up also when they
+// come while the connection is being taken apart.
+func TestHeldOfEnded(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	w.must(push(s, 1, 1, value(5000, 1)))
+	m := s.next()
+	rx := (*rxMsg)(m.Native())
+	in := rx.in
+	var once atomic.Bool
+	r.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpDestroy && op.Stack == s.stack && !once.Swap(true) {
+			in.host.exclusive(func() { // as arrived does
+				in.held = append(in.held, rx)
+				in.holds.Store(true)
+			})
+		}
+		return nil
+	})
+	in.fail(errors.New("the test ends it"))
+	r.until("the message is given up", func() bool {
+		pool := &in.host.pool
+		pool.mu.Lock()
+		defer pool.mu.Unlock()
+		return slices.Contains(pool.free, rx)
+	})
+	r.net.Fail(nil)
+}
+
+// TestStuckMemory: memory that cannot be deregistered is not given back: peers may still
+// write there.
+func TestStuckMemory(t *testing.T) {
+	dev, _, network := bare(t)
+	rs := newRegions(dev, nil)
+	var told []int
+	rs.stuck = func(r *region, err error) {
+		if !errors.Is(err, errTest) {
+			t.Errorf("stuck because of %v, want %v", err, errTest)
+		}
+		told = append(told, r.mem.Len())
+	}
+	h := &holder{}
+	b := make([]byte, 300)
+	var stuck []*region
+	for i := range 2 {
+		r, err := rs.get(backend.At(unsafe.Pointer(&b[100*i]), 100+i, backend.Host, h), both)
+		if err != nil {
+			t.Fatal(err)
+		}
+		stuck = append(stuck, r)
+	}
+	own, err := newBlock(dev, pageSize, both)
+	if err != nil {
+		t.Fatal(err)
+	}
+	network.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpDeregister {
+			return errTest
+		}
+		return nil
+	})
+	rs.revoke(stuck[0].mem, nil)
+	stuck[1].release()
+	if err := rs.close(); !errors.Is(err, errTest) {
+		t.Errorf("close: %v, want %v", err, errTest)
+	}
+	for range 2 {
+		if err := own.close(); !errors.Is(err, errTest) {
+			t.Errorf("close of a block: %v, want %v", err, errTest)
+		}
+	}
+	own.mem.Host()[0] = 1 // it would fault
+	if h.n.Load() != 2 || !slices.Equal(told, []int{100, 101}) {
+		t.Errorf("%d holders of memory that is still registered, want 2; told of regions of %d bytes", h.n.Load(), told)
+	}
+	network.Fail(nil)
+	for _, mr := range []verbs.MR{stuck[0].mr, stuck[1].mr, own.mr} {
+		if err := mr.Deregister(); err != nil {
+			t.Error(err)
+		}
+	}
+}
