@@ -67,8 +67,9 @@ func (v *rvan) Close(ctx context.Context) error {
 // settle waits until the connection manager's events so far have been taken: each
 // connect request has an ID, and all must be gone before the channel is closed.
 func (v *rvan) settle() {
-	if !v.source.IsValid() {
-		return // there is no address to ask for
+	to := v.source
+	if !to.IsValid() { // it listens everywhere; any device will do
+		to = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 	}
 	serial := v.serials.Add(1)
 	defer v.forgetConn(serial)
@@ -77,7 +78,7 @@ func (v *rvan) settle() {
 		return
 	}
 	defer c.id.Destroy()
-	if c.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(v.source, uint16(v.self.Port)), resolveTime) == nil {
+	if c.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(to, uint16(v.self.Port)), resolveTime) == nil {
 		_, _ = c.wait(context.Background(), verbs.AddrResolved, 2*resolveTime)
 	}
 }

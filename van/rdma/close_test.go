@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"context"
+	"net/netip"
 	"testing"
 	"time"
 
@@ -10,7 +11,15 @@ import (
 
 // A connect request that comes during Close is rejected before Close returns.
 func TestConnectRequestDuringClose(t *testing.T) {
+	t.Run("at one address", func(t *testing.T) { testConnectRequestDuringClose(t, false) })
+	t.Run("everywhere", func(t *testing.T) { testConnectRequestDuringClose(t, true) })
+}
+
+func testConnectRequestDuringClose(t *testing.T, everywhere bool) {
 	p := newPair(t, nil)
+	if everywhere { // as a scheduler in Kubernetes listens
+		p.server.source = netip.Addr{}
+	}
 	p.net.Fail(func(op fakeverbs.Op) error {
 		if op.Kind == fakeverbs.OpReject {
 			<-time.After(300 * time.Millisecond) // it takes long

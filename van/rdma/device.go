@@ -46,6 +46,7 @@ type device struct {
 	recall  chan struct{}
 	nap     *time.Timer
 	doze    time.Duration // the next nap
+	turn    turn          // of the loop
 	dozing  atomic.Bool
 	ticked  uint64 // of the loop
 	swept   uint64
@@ -65,6 +66,9 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	d := &device{v: v, dev: dev, regions: newRegions(dev, v.back), cells: cells{dev: dev}, areas: map[*area]bool{},
 		stopped: make(chan struct{}), recall: make(chan struct{}, 1), nap: time.NewTimer(time.Hour), doze: pollGrace}
 	d.pool.d = d
+	d.regions.stuck = func(r *region, err error) {
+		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.mem.Len(), "err", err)
+	}
 	d.loop = dispatch.NewLoop(d.receive, d.deliver)
 	d.loop.Begin, d.loop.End = d.begin, d.end
 	d.loop.Discard = func(m *van.Message) {
@@ -171,6 +175,21 @@ func (d *device) receive() (*van.Message, *lane, bool) {
 		}
 		d.doze = pollGrace
 		d.look()
+		d.turn.take()
+	}
+}
+
+// turn makes a goroutine that polls without end give way before the scheduler takes its
+// processor: that comes after 10 ms, in the midst of C, and keeps the runtime's monitor
+// awake for good, at a cost that is felt where processors are few.
+type turn struct{ last uint64 }
+
+const turnTime = 5 * time.Millisecond
+
+func (t *turn) take() {
+	if now := clock.Now(); now-t.last > uint64(turnTime) {
+		t.last = now
+		runtime.Gosched()
 	}
 }
 
@@ -217,10 +236,10 @@ func (d *device) look() {
 		}
 	}
 	if block > 0 {
-		if d.v.working() || d.hungry.Load() {
+		d.parked.Store(true)
+		if d.v.working() || d.hungry.Load() { // a message that begins to wait from now on wakes
 			block = tickTime
 		}
-		d.parked.Store(true)
 		// Whoever has put something for the loop since, or owes credits, sees parked.
 		d.housekeep(true)
 		if d.v.pollers.Load() > 0 || d.ending.Load() || d.wanted.Load() > 0 || d.pending() {
@@ -372,6 +391,7 @@ func (v *rvan) Poll(done func() bool) {
 		for _, d := range devices {
 			got = d.help(v.spin/time.Duration(4*len(devices))) || got
 		}
+		v.turn.take()
 		now := clock.Now()
 		if got {
 			last = now

@@ -402,22 +402,24 @@ func (in *incoming) lease(s *start, need rendezvous.Need, kind uint64) (*lease, 
 	v := in.v
 	var r reply
 	l := &lease{Owner: in, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
-	meta, err := in.host.cells.get(need.Meta)
-	if err != nil {
+	// First the index: memory is dear to register in vain, and who waits asks often.
+	if err := v.table.Add(l); err != nil {
 		return nil, r, err
 	}
-	l.Memory.meta = meta
-	r.meta, r.metaKey = meta.addr, meta.rkey
 	if in.hello.ours && kind&kindKeyed == 0 {
 		l.Route = rendezvous.Route{Host: need.Route.Host}
 		l.Route.Class, _ = rendezvous.Class(need.Data)
 	}
-	if err := in.place(l, s, need, kind, &r); err != nil {
-		_ = in.host.cells.put(meta)
-		return nil, r, err
+	meta, err := in.host.cells.get(need.Meta)
+	if err == nil {
+		l.Memory.meta = meta
+		r.meta, r.metaKey = meta.addr, meta.rkey
+		err = in.place(l, s, need, kind, &r)
 	}
-	if err := v.table.Add(l); err != nil {
-		in.free(l)
+	if err != nil {
+		if v.table.End(l) {
+			in.free(l)
+		}
 		return nil, r, err
 	}
 	r.index = l.Index()
@@ -595,6 +597,7 @@ func (v *rvan) endIncoming(in *incoming, cause error) {
 			}
 		})
 	})
+	in.host.dropHeld(in) // what has come since
 	for _, a := range areas {
 		a.put()
 	}

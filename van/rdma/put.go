@@ -38,7 +38,11 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 	}
 	meta := stage[:min(n, len(stage))]
 	lkey := uint32(0)
-	if !whole && n > metaRoom {
+	room := metaRoom
+	if len(o.copies) == 0 {
+		room = len(stage)
+	}
+	if !whole && n > room {
 		b, err := newBlock(l.dev, n, 0)
 		if err != nil {
 			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
