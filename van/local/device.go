@@ -68,8 +68,12 @@ func openDevice(b backend.Backend, name []byte) (*device, error) {
 	return d, nil
 }
 
-// close frees what the van has on its device.
+// close frees what the van has on its device. Where a stream may wait for a message that
+// is left to the end of the backend, which knows how long to wait for it.
 func (d *device) close() error {
+	if d.mayBlock() {
+		return d.pool.Close()
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	var errs []error
