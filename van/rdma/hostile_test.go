@@ -73,9 +73,16 @@ func TestHostileQuestions(t *testing.T) {
 			} else {
 				bad = append(bad, func(s *start) { s.data[1] = tooMuch }, func(s *start) { s.data[1] = 1 << 31 })
 			}
-			for _, f := range bad {
+			for i, f := range bad {
 				s := good
+				s.origin = uint64(100 + i)
 				f(&s)
+				if ours { // who asks learns that there is no answer to wait for
+					if r := h.c.ask(s); r.flags != replyRefused {
+						t.Errorf("question %d is answered by %+v, want a refusal", i, r)
+					}
+					continue
+				}
 				var b [startLen]byte
 				s.put(b[:])
 				h.c.send(immStart, b[:])

@@ -347,6 +347,9 @@ func (in *incoming) grant(s *start) error {
 	need, kind, err := s.need(in.hello.ours)
 	if err != nil {
 		v.malformed(in, err)
+		if in.hello.ours { // else it would wait for ever
+			in.reply(&reply{origin: s.origin, flags: replyRefused}, nil)
+		}
 		return nil
 	}
 	if in.enough(need, kind, s.key) {

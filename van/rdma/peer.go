@@ -224,6 +224,9 @@ func (p *peer) fits(o *outgoing) error {
 // fill takes over what msg has.
 func (o *outgoing) fill(msg *van.Message, size int) error {
 	n := msg.EncodedLen()
+	if n > maxMeta-trailerLen {
+		return fmt.Errorf("%w: %d bytes of meta and body, want at most %d", van.ErrInvalid, n, maxMeta-trailerLen)
+	}
 	if cap(o.meta) < n {
 		o.meta = make([]byte, max(n, metaRoom))
 	}
@@ -252,6 +255,9 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 		}
 		o.data[i] = f
 		lent = true
+	}
+	if n := o.packedLen(); n > maxData {
+		return fmt.Errorf("%w: %d bytes of payload, each frame aligned to %d, want at most %d", van.ErrInvalid, n, frameAlign, maxData)
 	}
 	if lent {
 		o.done = msg.Done

@@ -1,0 +1,66 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// What no place is given for is refused by Send, and nothing waits behind it.
+func TestTooLongMeta(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	text := func(ts, n int) *van.Message {
+		m := control(s, ts)
+		m.Control, m.SimpleApp, m.Request = van.Control{}, true, true
+		m.Body = make([]byte, n)
+		return m
+	}
+	empty := text(0, 0)
+	most := maxMeta - trailerLen - empty.EncodedLen()
+	err := w.Send(text(1, most+1))
+	if want := fmt.Sprint(maxMeta - trailerLen); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), want) {
+		t.Errorf("Send of a meta that is too long: %v, want %v that names %s", err, van.ErrInvalid, want)
+	}
+	w.must(text(2, most))
+	w.must(control(s, 3))
+	for i, size := range []int{most, 0} {
+		m := s.next()
+		if int(m.Timestamp) != 2+i || len(m.Body) != size {
+			t.Errorf("timestamp %d with a body of %d bytes, want %d with %d", m.Timestamp, len(m.Body), 2+i, size)
+		}
+		m.Release()
+	}
+}
+
+// Frames that are not of a tensor's form are packed, and may pass the limit only by that.
+func TestTooLongPacked(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	b, err := unix.Mmap(-1, 0, maxData, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_NORESERVE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Munmap(b); err != nil {
+			t.Error(err)
+		}
+	}()
+	m := push(s, 1, 1, nil)
+	m.Keys, m.Vals = backend.Bytes(make([]byte, 16)), backend.Bytes(b[:maxData-16])
+	if err := w.Send(m); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), fmt.Sprint(maxData)) {
+		t.Errorf("Send of %d bytes that are more when packed: %v, want %v that names the limit", m.PayloadLen(), err, van.ErrInvalid)
+	}
+	w.must(control(s, 2))
+	m = s.next()
+	if m.Timestamp != 2 {
+		t.Errorf("timestamp %d, want 2", m.Timestamp)
+	}
+	m.Release()
+}
