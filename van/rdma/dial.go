@@ -124,6 +124,8 @@ func (p *peer) down(l *link, cause error) {
 	ended := p.endLink(l)
 	p.finish(append(ended, p.drop(dropped)...))
 	if cause != nil {
+		p.news.Lock()
+		defer p.news.Unlock()
 		p.v.tell(p, false, cause)
 	}
 }

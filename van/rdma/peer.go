@@ -28,6 +28,8 @@ type peer struct {
 
 	back atomic.Pointer[incoming] // the peer's connection to this node
 
+	news sync.Mutex // held while the watcher is told of a connection that may end meanwhile
+
 	mu     sync.Mutex
 	snd    *rendezvous.Sender[*outgoing]
 	link   *link // nil while there is none

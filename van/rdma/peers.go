@@ -236,9 +236,24 @@ func (v *rvan) tell(p *peer, up bool, cause error) {
 	}
 }
 
-// tellFailure makes the requests fail that wait for p, whose connection stands.
-func (v *rvan) tellFailure(p *peer, err error) {
+// tellFailure makes the requests fail that wait for p, while its connection l stands. The
+// end of l makes them fail, too.
+func (v *rvan) tellFailure(p *peer, l *link, err error) {
 	v.log.Error("rdma: a message could not be sent", "peer", p.name(), "err", err)
+	p.news.Lock()
+	defer p.news.Unlock()
+	if !p.has(l) {
+		return
+	}
 	v.tell(p, false, fmt.Errorf("%w: %w", van.ErrPeerLost, err))
-	v.tell(p, true, nil)
+	if p.has(l) { // its end is told after this
+		v.tell(p, true, nil)
+	}
+}
+
+// has tells whether l is p's connection.
+func (p *peer) has(l *link) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.link == l
 }

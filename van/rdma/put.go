@@ -158,7 +158,7 @@ func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.Place, err error) {
 
 func (p *peer) refuse(o *outgoing, err error) {
 	p.recycle(o)
-	go p.v.tellFailure(p, err)
+	go p.v.tellFailure(p, p.link, err)
 }
 
 // values adds the writes of the payload.
