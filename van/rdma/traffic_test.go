@@ -112,6 +112,34 @@ func TestNoReceiveMemory(t *testing.T) {
 	s.wantValue(4, value(200<<10, 4))
 }
 
+// TestFewPlaces has a receiver with memory for two more places, and a burst that wants
+// many: it goes through those there are, of its key's and of others'.
+func TestFewPlaces(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	w.must(push(s, 1, 0, value(200<<10, 0)))
+	s.wantValue(0, value(200<<10, 0))
+	s.stack.Limit(s.stack.Registered() + 600<<10)
+	const n = 20
+	for i := 1; i <= n; i++ {
+		w.must(push(s, uint64(i%2), i, value(200<<10, i)))
+	}
+	for i := 1; i <= n; i++ {
+		s.wantValue(i, value(200<<10, i))
+	}
+	w.toldNothing()
+}
+
+// toldNothing checks that the watcher has heard nothing bad.
+func (n *testNode) toldNothing() {
+	n.r.Helper()
+	for len(n.told) > 0 {
+		if c := <-n.told; !c.up {
+			n.r.Errorf("%s was told: %v", van.NodeName(n.who.ID), c.cause)
+		}
+	}
+}
+
 // TestNoSendMemory refuses memory to the sender, for values and pull tensors.
 func TestNoSendMemory(t *testing.T) {
 	r := newRig(t)

@@ -286,6 +286,9 @@ func (p *peer) replied(l *link, r *reply) bool {
 		return true
 	}
 	if l.ours && r.flags&replyRefused != 0 {
+		if need, ok := p.snd.Asked(r.origin); ok && p.snd.Shared(need) {
+			p.rememberKey(need.Route.Key, false)
+		}
 		o, need, ok := p.snd.Refused(r.origin)
 		if ok {
 			p.Refuse(o, fmt.Errorf("the peer has no memory for %d bytes", need.Data))

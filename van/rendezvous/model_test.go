@@ -51,6 +51,8 @@ type model struct {
 	unanswered []*item // requests that the original has not answered
 	inFlight   map[Route]*item
 	refuse     float64
+	memory     int // places that there is memory for
+	refusals   int
 	enough     int // places of a class, then Elsewhere
 	last       [2]int
 	arrived    int
@@ -58,7 +60,7 @@ type model struct {
 }
 
 func newModel(t testing.TB, seed uint64, original bool) *model {
-	m := &model{t: t, rng: rand.New(rand.NewPCG(seed, 1)), original: original, room: 1 << 30, credits: true, enough: 1 << 30,
+	m := &model{t: t, rng: rand.New(rand.NewPCG(seed, 1)), original: original, room: 1 << 30, credits: true, enough: 1 << 30, memory: 1 << 30,
 		keys: map[uint64]bool{}, registered: map[uint64]int{}}
 	m.s = NewSender[*item](m)
 	m.forget()
@@ -187,8 +189,12 @@ func (m *model) receive() {
 func (m *model) grant(e event) {
 	reply := func(f func()) { m.answers = append(m.answers, f) }
 	need, origin := e.need, e.origin
-	if !m.original && m.rng.Float64() < m.refuse {
+	if !m.original && (m.rng.Float64() < m.refuse || m.table.Len() >= m.memory) {
+		m.refusals++
 		reply(func() {
+			if m.s.Shared(need) {
+				m.keys[need.Route.Key] = false
+			}
 			if o, _, ok := m.s.Refused(origin); ok {
 				m.drop(o)
 			}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math/bits"
+	"slices"
 )
 
 // ErrGrown: the peer is a node of the original, which cannot receive more under a
@@ -85,6 +86,7 @@ type route struct {
 	free   int
 	asking int
 	queued int // waiting for a place of this route, roughly
+	rests  int // Ticks before another place is asked for, as one was refused
 }
 
 // ask is a question that has not been answered.
@@ -314,6 +316,9 @@ func (s *Sender[T]) request(l *lane[T], i int, need Need) {
 	if s.answered && (r.free < len(r.places) || s.growth(need) != nil) {
 		return // one request of a key at a time
 	}
+	if r.rests > 0 && fits > 0 {
+		return
+	}
 	if a := s.asked(r, need); sized+a >= r.queued || fits+a >= limit {
 		return
 	}
@@ -448,11 +453,40 @@ func (s *Sender[T]) unused(r *route) {
 	}
 }
 
+// Shared tells whether n, of one key, fits in a place that all keys of its size class
+// share, and in none of its key.
+func (s *Sender[T]) Shared(n Need) bool {
+	return !n.OneShot && n.Route.Class == 0 && !s.serves(s.routes[n.Route], n) && s.shared(n) != nil
+}
+
+// shared returns the route that Shared means, or nil.
+func (s *Sender[T]) shared(n Need) *route {
+	n.Route = Route{}
+	n.Route.Class, n.Data = Class(n.Exact)
+	if r := s.routes[n.Route]; s.serves(r, n) {
+		return r
+	}
+	return nil
+}
+
+func (s *Sender[T]) serves(r *route, n Need) bool {
+	return r != nil && slices.ContainsFunc(r.places, func(p *Place) bool { return p.fits(&n) })
+}
+
+// refusedTicks is about a second.
+const refusedTicks = 500
+
 // Refused is the answer that there will be no place. It returns what the question was
-// asked for, or false when it has found another place meanwhile.
+// asked for, or false when it has found another place meanwhile, or waits for one that
+// there is. Where Shared is true, Need names the shared route from now on.
 func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	a := s.asks[origin]
 	if a == nil {
+		return item, need, false
+	}
+	if s.Shared(a.need) {
+		s.shared(a.need).rests = refusedTicks
+		s.Elsewhere(origin)
 		return item, need, false
 	}
 	delete(s.asks, origin)
@@ -460,6 +494,11 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	if a.route != nil {
 		a.route.asking--
 		s.unused(a.route)
+		if s.serves(a.route, a.need) { // a busy one is better than none
+			a.route.rests = refusedTicks
+			s.Pump()
+			return item, need, false
+		}
 	}
 	for i := range l.q.len() {
 		w := l.q.at(i)
@@ -570,13 +609,19 @@ func (s *Sender[T]) Tick() {
 		l.q.mark = 0
 		return
 	}
+	w := l.q.at(0)
+	need := s.link.Need(w.item)
+	r := s.route(need.Route)
+	if r.rests > 0 {
+		if r.rests--; r.rests > 0 {
+			return
+		}
+	}
 	if stamp := l.head + 1; l.q.mark != stamp {
 		l.q.mark = stamp
 		return
 	}
-	w := l.q.at(0)
-	need := s.link.Need(w.item)
-	if r := s.route(need.Route); r.asking == 0 && r.free == 0 {
+	if r.asking == 0 && r.free == 0 {
 		s.ask(w, r, need)
 	}
 }
