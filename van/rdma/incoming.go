@@ -122,8 +122,9 @@ func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, e
 		if h.ours { // the key has the connection's epoch
 			return nil, fmt.Errorf("queue pair %d: %w: the connection has ended, or is complete", h.qp, van.ErrPeerLost)
 		}
-		// The peer has come again before its end was noticed.
-		old.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
+		// The peer has come again before its end was noticed, which is said when the new
+		// connection is known.
+		defer old.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
 	}
 	dev, err := id.Device()
 	if err != nil {
@@ -588,10 +589,14 @@ func (v *rvan) endIncoming(in *incoming, cause error) {
 	if v.endpoints[in.key] == in {
 		delete(v.endpoints, in.key)
 	}
+	again := false
+	for _, x := range v.endpoints {
+		again = again || x.hello.node == in.hello.node && !x.gone.Load()
+	}
 	v.mu.Unlock()
 	v.unlinkBack(in)
 	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.ours {
-		p.unanswered()
+		p.unanswered(again)
 	}
 	in.host.exclusive(func() {
 		v.table.Each(func(l *lease) {

@@ -76,6 +76,7 @@ type into struct {
 	mem      backend.Mem
 	region   *region
 	original bool // the peer is a node of the original
+	link     *link
 }
 
 func keyOf(m *van.Meta) intoKey {
@@ -449,12 +450,13 @@ func (p *peer) answered(msg *van.Meta, value []byte) (mem backend.Mem, copied bo
 }
 
 // unanswered gives up the memory that a node of the original, whose connection has
-// ended, will not write to any more.
-func (p *peer) unanswered() {
+// ended, will not write to any more. again says that it has connected again: that one may
+// have been asked already.
+func (p *peer) unanswered(again bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for k, x := range p.into {
-		if x.original {
+		if x.original && !(again && x.link == p.link) {
 			delete(p.into, k)
 			x.region.release()
 		}

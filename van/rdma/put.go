@@ -141,7 +141,7 @@ func (p *peer) expect(l *link, o *outgoing, meta []byte) error {
 	if old, again := p.into[o.intoKey]; again {
 		old.region.release()
 	}
-	p.into[o.intoKey] = into{o.into, reg, !l.ours}
+	p.into[o.intoKey] = into{o.into, reg, !l.ours, l}
 	le.PutUint32(meta[metaOption:], reg.mr.RKey())
 	return nil
 }

@@ -1,0 +1,107 @@
+package rdma
+
+import (
+	"slices"
+	"testing"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// rawServer is a node of the original that a worker asks.
+type rawServer struct {
+	*raw
+	w   *testNode
+	who *testNode
+}
+
+func newRawServer(r *rig, w *testNode) *rawServer {
+	r.Helper()
+	s := &rawServer{raw: newRaw(r, rawAddr, van.Node{ID: 8}), w: w}
+	s.who = &testNode{who: van.Node{Role: van.Server, ID: 8, Hostname: rawAddr.String(), Port: s.port}}
+	w.connect(s.who)
+	return s
+}
+
+func (s *rawServer) private(int) []byte { return s.hello(false, 0, 0, 0) }
+
+// take takes the worker's connection.
+func (s *rawServer) take() *rawConn {
+	s.r.Helper()
+	c := s.accept(2, s.private)
+	s.w.wantUp(s.who)
+	return c
+}
+
+// open connects to the worker.
+func (s *rawServer) open() *rawConn {
+	s.r.Helper()
+	return s.dial(s.w, 2, s.private)
+}
+
+// pull makes the worker ask for n bytes under key, on its connection c.
+func (s *rawServer) pull(c *rawConn, key uint64, n int) {
+	s.r.Helper()
+	s.w.must(pull(s.who, key, int(key), make([]byte, n)))
+	var q start
+	s.check(q.get(c.receive(immStart)))
+	at := s.mem[len(s.mem)-4096:]
+	var b [replyLen]byte
+	(&reply{origin: q.origin, index: uint32(key), meta: uint64(uintptr(unsafe.Pointer(&at[0]))), metaKey: s.mr.RKey()}).put(b[:])
+	c.send(immReply, b[:])
+	s.r.until("the request has been sent", func() bool { return slices.Contains(s.expected(), key) })
+}
+
+// expected is the keys whose answers may still come.
+func (s *rawServer) expected() (keys []uint64) {
+	p := (*s.w.peers.Load())[s.who.who.ID]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for k := range p.into {
+		keys = append(keys, k.key)
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+// incoming is the serial numbers of the connections to n.
+func (n *testNode) incoming() (all []uint32) {
+	for serial, c := range *n.conns.Load() {
+		if c.in != nil {
+			all = append(all, serial)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+// A server of the original dies silently and comes again: what is pulled from the new one
+// is not given up with the old one's connection.
+func TestOriginalAgain(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	first := s.take()
+	s.open()
+	old := w.incoming()
+	s.pull(first, 1, 1000)
+
+	p := (*w.peers.Load())[s.who.who.ID]
+	p.mu.Lock()
+	l := p.link
+	p.mu.Unlock()
+	l.fail(van.ErrPeerLost)
+	w.wantDown(s.who)
+	second := s.take()
+	s.pull(second, 2, 1000)
+	s.open()
+	r.until("what the old one owed is given up", func() bool { return !slices.Contains(s.expected(), 1) })
+	if now := w.incoming(); len(now) != 1 || now[0] == old[0] {
+		t.Errorf("incoming connections %v, want one that is not %v", now, old)
+	}
+	if keys := s.expected(); !slices.Equal(keys, []uint64{2}) {
+		t.Errorf("answers to keys %v are expected, want those to 2", keys)
+	}
+	s.end()
+	r.until("all is given up with the new one", func() bool { return len(s.expected()) == 0 })
+}
