@@ -85,11 +85,14 @@ func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + 
 func (p *peer) up(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.ours)
 	p.mu.Lock()
-	p.link, p.lost, p.asks = l, false, false
+	p.link, p.half, p.lost, p.asks = l, nil, false, false
 	p.ups++
 	p.keys, p.sizes = map[uint64]bool{}, map[uint64]int{}
 	// What was sent before it was known who the peer is.
 	refused := p.snd.Down(func(o *outgoing) bool { return p.fits(o) == nil })
+	if l.ours {
+		l.greet()
+	}
 	p.snd.Up(!l.ours)
 	p.flush(false)
 	p.mu.Unlock()
@@ -101,11 +104,18 @@ func (p *peer) up(l *link) {
 	}
 }
 
+// greet tells the peer that what it asks from now on can be answered.
+func (l *link) greet() {
+	if id, _, _, ok := l.begin(); ok {
+		l.add(id, 0, verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled | verbs.Inline, Imm: immUp})
+	}
+}
+
 // down takes the connection from p and ends it. Without a cause p is no longer
 // wanted.
 func (p *peer) down(l *link, cause error) {
 	p.mu.Lock()
-	p.link = nil
+	p.link, p.half = nil, nil
 	l.broken = true
 	var dropped []*outgoing
 	if cause != nil {

@@ -92,10 +92,13 @@ func TestHostileQuestions(t *testing.T) {
 			h.c.send(immReply, make([]byte, replyLen))
 			h.c.send(immCredits, make([]byte, trailerLen))
 			h.c.send(0xffffffff, make([]byte, 64))
+			if h.c.send(immUp, nil); ours { // once
+				h.c.send(immUp, nil)
+			}
 			if r := h.c.ask(good); r.meta == 0 || r.data == 0 {
 				t.Errorf("no place after all: %+v", r)
 			}
-			h.ends(uint64(len(bad)) + 5)
+			h.ends(uint64(len(bad)) + 6)
 		})
 	}
 }

@@ -25,6 +25,7 @@ type incoming struct {
 	host   *device
 	once   sync.Once
 	gone   atomic.Bool
+	stands atomic.Bool // its opener knows that it stands, as far as can be told
 
 	// Of who has the receiving role.
 	slaves uint64 // notifications of split messages' other parts
@@ -194,7 +195,11 @@ func (in *incoming) join(id verbs.ID, h hello) error {
 func (in *incoming) fail(err error) {
 	in.once.Do(func() {
 		in.gone.Store(true)
-		in.v.wg.Go(func() { in.v.endIncoming(in, err) })
+		p := (*in.v.peers.Load())[in.hello.node]
+		if p != nil && p.back.Load() != in {
+			p = nil
+		}
+		in.v.wg.Go(func() { in.v.endIncoming(in, p, err) })
 	})
 }
 
@@ -557,10 +562,13 @@ func (in *incoming) name() string {
 }
 
 // endIncoming takes apart a connection: what has come is handed up, then its places
-// end.
-func (v *rvan) endIncoming(in *incoming, cause error) {
+// end. p is the peer whose own connection it is, or nil.
+func (v *rvan) endIncoming(in *incoming, p *peer, cause error) {
 	if cause != nil && !v.closed.Load() {
 		v.log.Info("rdma: a peer's connection ended", "peer", in.name(), "why", cause)
+	}
+	if l := p.current(); l != nil {
+		defer p.halve(l, cause)
 	}
 	in.mu.Lock()
 	ids := in.ids

@@ -1,12 +1,15 @@
 package rdma
 
 import (
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
 // A connection that breaks while the failure of one message is being told is not told to
@@ -72,4 +75,128 @@ func TestFailureOfMessageAsConnectionBreaks(t *testing.T) {
 	w.stack.Limit(1 << 40)
 	r.net.RejectNext(0, 0)
 	w.wantUp(s)
+}
+
+// An answer that is lost with the peer's connection fails the request, though this node's
+// own connection stands.
+func TestAnswerLost(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	lostAnswer(w, s)
+	c := w.wantTold("answers are lost", func(c change) bool { return !c.up })
+	if c.id != s.who.ID || !lost(c.cause) || !strings.Contains(c.cause.Error(), "answers") {
+		t.Errorf("told of %s: %v; want %s and %v", van.NodeName(c.id), c.cause, van.NodeName(s.who.ID), van.ErrPeerLost)
+	}
+	w.wantUp(s)
+	dst := make([]byte, 100<<10)
+	w.must(pull(s, 1, 2, dst))
+	q := s.next()
+	s.must(answer(q, value(len(dst), 2)))
+	q.Release()
+	w.wantValue(2, value(len(dst), 2))
+}
+
+// lostAnswer makes s answer w, and breaks its connection by that.
+func lostAnswer(w, s *testNode) {
+	w.r.Helper()
+	dst := make([]byte, 100<<10)
+	w.must(pull(s, 1, 1, dst))
+	q := s.next()
+	var once sync.Once
+	w.r.net.FailWR(func(wr fakeverbs.WR) (st verbs.Status) {
+		if wr.Stack == s.stack && wr.Op == verbs.OpWrite && wr.Len > 0 {
+			once.Do(func() { st = verbs.StatusRetryExceeded })
+		}
+		return st
+	})
+	s.must(answer(q, value(len(dst), 1)))
+	q.Release()
+	s.wantDown(w)
+}
+
+// A peer that cannot connect again is lost; it is back when it has.
+func TestAnswersLostForLong(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	r.net.RejectNext(1<<30, 8)
+	lostAnswer(w, s)
+	p := (*w.peers.Load())[s.who.ID]
+	r.until("its connection has ended", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.half != nil {
+			p.half.since -= uint64(halfTime)
+		}
+		return p.half != nil
+	})
+	w.wantDown(s, "answers")
+	r.net.RejectNext(0, 0)
+	w.wantUp(s)
+	s.wantUp(w)
+}
+
+// A peer that leaves is not told to be lost before this node's connection to it has ended,
+// and not to be back.
+func TestPeerLeaves(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		end  func(r *rig, w, s *testNode)
+		lost bool
+	}{
+		{"disconnects", func(_ *rig, w, s *testNode) { s.Disconnect(w.who.ID) }, false},
+		{"closes", func(_ *rig, _, s *testNode) { s.close() }, true},
+		{"killed", func(_ *rig, _, s *testNode) { s.kill(false) }, true},
+		{"killed, telling", func(_ *rig, _, s *testNode) { s.kill(true) }, true},
+		{"is replaced", func(r *rig, w, s *testNode) {
+			next := r.make(s.who.ID)
+			next.listenOn(0)
+			next.Start(func(m *van.Message) { next.in <- m.Retain() })
+			w.connect(next)
+			next.connect(w)
+			next.wantUp(w)
+			w.wantUp(next)
+			s.kill(true)
+		}, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t)
+			w, s := r.pair()
+			old := w.incoming()
+			c.end(r, w, s)
+			if c.lost {
+				for range 3 {
+					w.wantTold("the peer is lost", func(c change) bool {
+						if c.up {
+							t.Error("the peer was told to be back")
+						}
+						return !c.up
+					})
+				}
+			}
+			r.until("its connection has ended", func() bool {
+				if c.name == "killed" {
+					return true // nobody notices
+				}
+				now := w.incoming()
+				return len(now) == 0 || now[0] != old[0]
+			})
+			if !c.lost {
+				w.toldNothing()
+			}
+		})
+	}
+}
+
+// A node of the original that connects again has lost its answers, too.
+func TestAnswerOfOriginalLost(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	s.pull(s.take(), 1, 1000)
+	s.open()
+	s.open()
+	w.wantDown(s.who, "answers", "connected again")
+	w.wantUp(s.who)
+	s.end()
 }

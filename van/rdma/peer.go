@@ -39,6 +39,7 @@ type peer struct {
 	asks   bool  // connect requests are with the peer,
 	asksAs int   // as those of this node id
 	ended  bool
+	half   *half // nil while both connections stand, or this node's does not
 	free   []*outgoing
 	// ticked is when Sender.Tick was last called.
 	ticked uint64
@@ -59,6 +60,13 @@ type link struct {
 	slaves uint64 // split messages so far
 	failed chan error
 	once   sync.Once
+}
+
+// half is what is left when a peer's connection to this node has ended.
+type half struct {
+	cause error
+	since uint64
+	told  bool // that the peer is lost
 }
 
 // fail says that the connection has broken. Only the first cause counts.
@@ -491,6 +499,9 @@ func (p *peer) tick(now uint64) bool {
 		p.ticked = now
 		p.snd.Tick()
 		p.flush(false)
+	}
+	if h := p.half; h != nil && !h.told && now-h.since > uint64(halfTime) {
+		go p.v.tellHalf(p)
 	}
 	if l := p.link; l.idle() && now-l.probed > uint64(probeTime) {
 		l.probed = now

@@ -46,6 +46,10 @@ func (d *device) completed(c *verbs.Completion) {
 		v.malformedFrom(x.peer.name(), &van.FieldError{Field: "notification", Value: c.Imm, Want: "none on a connection of this node"})
 	case c.Type == verbs.RecvSend && c.Imm == immStart:
 		x.in.question(recvData(c))
+	case c.Type == verbs.RecvSend && c.Imm == immUp && x.in.hello.ours && !x.in.stands.Swap(true):
+		if p := (*v.peers.Load())[x.in.hello.node]; p != nil {
+			go v.tellHalf(p)
+		}
 	case c.Type == verbs.RecvSend:
 		v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0"})
 	default:

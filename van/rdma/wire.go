@@ -18,6 +18,7 @@ const (
 	immStart   = 0
 	immReply   = 1
 	immCredits = 2
+	immUp      = 3 // the first on a connection: its opener has it
 )
 
 // immSlave marks the notification of a split message's other parts.
