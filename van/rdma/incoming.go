@@ -246,7 +246,7 @@ func (in *incoming) pump() {
 func (in *incoming) credit(l *lease) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.closed || !in.hello.ours || in.v.table.Get(l.Index()) != l {
+	if in.closed || !in.hello.ours || l == nil || in.v.table.Get(l.Index()) != l {
 		return
 	}
 	if len(in.credits) == 0 {
@@ -259,8 +259,8 @@ func (in *incoming) credit(l *lease) {
 	}
 }
 
-// take moves credits to t.
-func (in *incoming) take(t *trailer) {
+// take moves credits to t, which r carries.
+func (in *incoming) take(t *trailer, r *record) {
 	t.epoch = in.hello.epoch
 	if in.owed.Load() == 0 {
 		return
@@ -269,6 +269,10 @@ func (in *incoming) take(t *trailer) {
 	t.n = copy(t.credits[:], in.credits)
 	in.credits = in.credits[:copy(in.credits, in.credits[t.n:])]
 	in.owed.Store(int32(len(in.credits)))
+	r.back, r.given = in, t.n
+	for i, index := range t.credits[:t.n] {
+		r.credits[i] = in.v.table.Get(uint32(index))
+	}
 	in.mu.Unlock()
 }
 

@@ -187,12 +187,44 @@ func (p *peer) left() bool {
 	return p.snd.Waiting() == 0 && (p.link == nil || p.link.idle())
 }
 
+// awaitSent waits for the last completions of a connection that has been broken: they say
+// what the peer has not received.
+func (p *peer) awaitSent(l *link) {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	limit := time.NewTimer(flushPause)
+	defer limit.Stop()
+	p.mu.Lock()
+	unposted := map[uint32]bool{}
+	for i := range l.wrs {
+		_, id := recordOf(l.wrs[i].ID)
+		unposted[id] = true
+	}
+	p.mu.Unlock()
+	for {
+		p.mu.Lock()
+		done := len(l.free)+l.spoilt+len(unposted) >= len(l.recs)
+		p.mu.Unlock()
+		if done {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-limit.C:
+			return
+		case <-l.host.stopped:
+			return
+		}
+	}
+}
+
 // endLink takes apart a connection of this node's, and returns what it held.
 func (p *peer) endLink(l *link) []finished {
 	v := p.v
 	for _, id := range l.ids {
 		_ = id.Disconnect()
 	}
+	p.awaitSent(l)
 	for _, id := range l.ids {
 		_ = id.Destroy()
 		v.release(l.dev)
@@ -200,8 +232,12 @@ func (p *peer) endLink(l *link) []finished {
 	v.forgetConn(l.epoch - v.epoch)
 	p.mu.Lock()
 	all := l.abandon()
+	doubts := l.doubts
 	p.mu.Unlock()
 	_ = l.close()
+	for _, in := range doubts { // a place that is given back twice would be overwritten
+		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back places of this one", van.ErrPeerLost))
+	}
 	return all
 }
 

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -25,6 +26,8 @@ type pipe struct {
 	free   []uint32
 	wrs    []verbs.SendWR // not posted yet
 	broken bool
+	spoilt int         // records of which a work request has failed
+	doubts []*incoming // whose places have been given back, or not
 }
 
 // record is what is in flight under one ID.
@@ -35,6 +38,11 @@ type record struct {
 	regions [van.MaxFrames]*region
 	large   *block // a meta that is too long for the stage
 	n       int    // regions
+	spoilt  bool   // a work request of it has failed
+	// The places that the message gives back, of connection back.
+	back    *incoming
+	credits [maxCredits]*lease
+	given   int
 }
 
 // maxWRs is the number of work requests that one message may need on one queue pair:
@@ -181,8 +189,53 @@ func (p *pipe) finish(id uint32) finished {
 		r.used[q] = 0
 	}
 	r.done, r.regions, r.large, r.n, r.pending = nil, [van.MaxFrames]*region{}, nil, 0, 0
+	r.gave()
+	if r.spoilt {
+		r.spoilt = false
+		p.spoilt--
+	}
 	p.free = append(p.free, id)
 	return f
+}
+
+// spoil notes that a work request of record id has failed. The record ends with the queue
+// pairs.
+func (p *pipe) spoil(id uint32) {
+	if id < uint32(len(p.recs)) && !p.recs[id].spoilt {
+		p.recs[id].spoilt = true
+		p.spoilt++
+	}
+}
+
+// gave forgets the places that the message gives back.
+func (r *record) gave() {
+	clear(r.credits[:r.given])
+	r.back, r.given = nil, 0
+}
+
+// ungiven owes the places again that messages give back which the peer has not received.
+func (p *pipe) ungiven() {
+	for i := range p.recs {
+		r := &p.recs[i]
+		for _, l := range r.credits[:r.given] {
+			r.back.credit(l)
+		}
+		r.gave()
+	}
+}
+
+// doubt notes that the peer may have received a message or not, and with it what it gives
+// back.
+func (p *pipe) doubt(id uint32) {
+	if id >= uint32(len(p.recs)) {
+		return
+	}
+	if r := &p.recs[id]; r.given > 0 {
+		if !slices.Contains(p.doubts, r.back) {
+			p.doubts = append(p.doubts, r.back)
+		}
+		r.gave()
+	}
 }
 
 // idle tells whether everything that was posted has completed.
@@ -193,6 +246,7 @@ func (p *pipe) abandon() (all []finished) {
 	p.broken = true
 	for i := range p.recs {
 		if r := &p.recs[i]; r.pending > 0 || r.done != nil || r.n > 0 || r.large != nil {
+			p.doubt(uint32(i))
 			all = append(all, p.finish(uint32(i)))
 		}
 	}

@@ -72,7 +72,7 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 	if l.ours {
 		t := trailer{packed: !o.tensor, placed: o.direct && !whole, frames: o.frames, lens: o.lens, inMeta: whole, metaLen: len(o.meta)}
 		if b := p.back.Load(); b != nil {
-			b.take(&t)
+			b.take(&t, r)
 		}
 		t.put(meta[n-trailerLen:])
 	}

@@ -101,7 +101,13 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 	}
 	p.mu.Lock()
 	if c.Status != verbs.StatusOK {
+		if q == 0 && refused(c.Status) {
+			l.ungiven()
+		} else {
+			l.doubt(id)
+		}
 		l.broken = true // what is posted now would only be flushed
+		l.spoil(id)
 		p.mu.Unlock()
 		return // another queue pair may still read the memory; see abandon
 	}
@@ -114,6 +120,12 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 	if last {
 		f.end()
 	}
+}
+
+// refused tells whether the peer has said no: it has not received this work request, nor
+// those behind it. Those before it have completed.
+func refused(s verbs.Status) bool {
+	return s == verbs.StatusRemoteInvalid || s == verbs.StatusRemoteAccess || s == verbs.StatusRemoteOp
 }
 
 // told takes what the peer says on this node's connection to it: answers to
