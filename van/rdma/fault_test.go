@@ -344,7 +344,9 @@ func TestFailedCalls(t *testing.T) {
 				m := push(s, 1, 2, value(8000, 2))
 				m.Done = w
 				w.must(m)
-				w.wantDown(s, c.say...)
+				if told := w.wantDown(s, c.say...); !lost(told.cause) {
+					t.Errorf("told %v, want %v", told.cause, van.ErrPeerLost)
+				}
 				w.wantUp(s)
 				r.until("Done", func() bool { return w.dones.Load() == 1 })
 			}

@@ -227,7 +227,7 @@ func (in *incoming) try(n *note) bool {
 	copy(stage, n.data[:n.n])
 	in.out.add(id, 0, in.out.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
 	if err := in.out.post(); err != nil {
-		in.fail(err)
+		in.fail(asLost(err))
 	}
 	return true
 }

@@ -315,7 +315,7 @@ func (p *peer) flush(more bool) {
 		return
 	}
 	if err := l.post(); err != nil {
-		l.fail(err)
+		l.fail(asLost(err))
 	}
 }
 
@@ -519,6 +519,6 @@ func (l *link) probe() {
 	}
 	l.add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
 	if err := l.post(); err != nil {
-		l.fail(err)
+		l.fail(asLost(err))
 	}
 }

@@ -252,10 +252,3 @@ func (rs *regions) close() error {
 	}
 	return errors.Join(errs...)
 }
-
-// stats returns the number of regions and their bytes.
-func (rs *regions) stats() (n, bytes int) {
-	rs.mu.Lock()
-	defer rs.mu.Unlock()
-	return len(*rs.sorted.Load()), rs.bytes
-}

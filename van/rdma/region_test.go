@@ -361,3 +361,10 @@ func TestCells(t *testing.T) {
 		t.Errorf("after close: %v, want %v", err, verbs.ErrClosed)
 	}
 }
+
+// stats returns the number of regions and their bytes.
+func (rs *regions) stats() (n, bytes int) {
+	rs.mu.Lock()
+	defer rs.mu.Unlock()
+	return len(*rs.sorted.Load()), rs.bytes
+}

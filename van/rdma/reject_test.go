@@ -22,11 +22,7 @@ func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
 	send(0, vals)
 	p.next(p.atServer).Release()
 	peer := (*p.worker.peers.Load())[serverID]
-	places := func() int {
-		peer.mu.Lock()
-		defer peer.mu.Unlock()
-		return peer.snd.Places()
-	}
+	places := p.server.table.Len
 	before := places()
 	noMemory := errors.New("no memory")
 	p.net.Fail(func(op fakeverbs.Op) error {

@@ -208,9 +208,9 @@ func (n *testNode) wantUp(peer *testNode) {
 }
 
 // wantDown waits for the news that peer is lost, whose cause has these words.
-func (n *testNode) wantDown(peer *testNode, words ...string) {
+func (n *testNode) wantDown(peer *testNode, words ...string) change {
 	n.r.Helper()
-	n.wantTold("the peer is down: "+strings.Join(words, ", "), func(c change) bool {
+	return n.wantTold("the peer is down: "+strings.Join(words, ", "), func(c change) bool {
 		return c.id == peer.who.ID && !c.up && !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(c.cause.Error(), w) })
 	})
 }

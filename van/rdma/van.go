@@ -144,13 +144,11 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	if err != nil {
 		return fail(errors.Join(err, ch.Close()))
 	}
-	if err := errors.Join(id.Bind(addr)); err == nil {
-		err = id.Listen(backlog)
-		if err != nil {
-			return fail(errors.Join(fmt.Errorf("listen: %w", err), id.Destroy(), ch.Close()))
-		}
-	} else {
+	if err := id.Bind(addr); err != nil {
 		return fail(errors.Join(err, id.Destroy(), ch.Close()))
+	}
+	if err := id.Listen(backlog); err != nil {
+		return fail(errors.Join(fmt.Errorf("listen: %w", err), id.Destroy(), ch.Close()))
 	}
 	v.self, v.channel, v.listen = self, ch, id
 	v.self.Port = int(id.LocalAddr().Port())

@@ -33,19 +33,18 @@ const magic = 0x31464153
 // RequestContext, the private data of a connection: the original's 24 bytes, and
 // what nodes of this library add.
 const (
-	hostField    = 16
-	contextLen   = 24
-	offMagic     = 24
-	offEpoch     = 28
-	offQPIndex   = 32
-	offQPCount   = 33
-	offReason    = 34 // of a rejection, a text
-	contextOurs  = 40
-	maxPrivate   = 56
-	maxReject    = 148
-	offNodePort  = 4
-	offNodeHost  = 6
-	maxNodePorts = 65535
+	hostField   = 16
+	contextLen  = 24
+	offMagic    = 24
+	offEpoch    = 28
+	offQPIndex  = 32
+	offQPCount  = 33
+	offReason   = 34 // of a rejection, a text
+	contextOurs = 40
+	maxPrivate  = 56
+	maxReject   = 148
+	offNodePort = 4
+	offNodeHost = 6
 )
 
 // hello is what one end says of itself when a queue pair is connected.

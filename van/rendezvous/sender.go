@@ -168,12 +168,6 @@ func (s *Sender[T]) Down(keep func(T) bool) (dropped []T) {
 // Waiting is the number of messages that have not been put.
 func (s *Sender[T]) Waiting() int { return s.lanes[0].q.len() + s.lanes[1].q.len() }
 
-// Places is the number of places that the peer has given.
-func (s *Sender[T]) Places() int { return len(s.granted) }
-
-// Asking is the number of questions that have not been answered.
-func (s *Sender[T]) Asking() int { return len(s.asks) }
-
 // Each calls f for what has not been put.
 func (s *Sender[T]) Each(f func(T)) {
 	for i := range s.lanes {

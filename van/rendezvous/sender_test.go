@@ -65,7 +65,7 @@ func TestBatchOverEager(t *testing.T) {
 			t.Errorf("item %d: %q", o.seq, o.done)
 		}
 	}
-	if n := m.s.Places(); n > batch+Eager(size) {
+	if n := len(m.s.granted); n > batch+Eager(size) {
 		t.Errorf("%d places for %d items", n, batch)
 	}
 }
@@ -87,11 +87,11 @@ func TestManyKeys(t *testing.T) {
 	if n := len(m.s.routes); n > 2 {
 		t.Errorf("%d routes", n)
 	}
-	if n := m.s.Places(); n > 16 {
+	if n := len(m.s.granted); n > 16 {
 		t.Errorf("%d places", n)
 	}
-	if m.s.Asking() != 0 || m.arrived != 3000 {
-		t.Errorf("%d questions are open, %d have arrived", m.s.Asking(), m.arrived)
+	if len(m.s.asks) != 0 || m.arrived != 3000 {
+		t.Errorf("%d questions are open, %d have arrived", len(m.s.asks), m.arrived)
 	}
 }
 
