@@ -51,7 +51,7 @@ func (d *device) completed(c *verbs.Completion) {
 			go v.tellHalf(p)
 		}
 	case c.Type == verbs.RecvSend:
-		v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0"})
+		v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, or 3 once"})
 	default:
 		d.arrived(x.in, c)
 	}
