@@ -62,13 +62,6 @@ type link struct {
 	once   sync.Once
 }
 
-// half is what is left when a peer's connection to this node has ended.
-type half struct {
-	cause error
-	since uint64
-	told  bool // that the peer is lost
-}
-
 // fail says that the connection has broken. Only the first cause counts.
 func (l *link) fail(err error) { l.once.Do(func() { l.failed <- err }) }
 
