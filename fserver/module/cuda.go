@@ -222,5 +222,5 @@ func sf_notify_batch(id C.uint64_t, sliceMs C.int64_t, out **C.sf_batch, count *
 	if err != nil {
 		return fail(e, err)
 	}
-	return handOut(items, nil, 0, out, count, e)
+	return handOut(items, nil, 0, out, count)
 }

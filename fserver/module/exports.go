@@ -340,25 +340,20 @@ func sf_get_batch(sliceMs C.int64_t, room unsafe.Pointer, size C.size_t, out **C
 	if *buf, err = s.GetBatch((*buf)[:0], time.Duration(sliceMs)*time.Millisecond); err != nil {
 		return fail(e, err)
 	}
-	return handOut(*buf, room, size, out, n, e)
+	return handOut(*buf, room, size, out, n)
 }
 
 var itemPool = sync.Pool{New: func() any { return new([]core.Item) }}
 
 // handOut gives items to Python, in room if that is large enough.
-func handOut(items []core.Item, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
+func handOut(items []core.Item, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int) C.int {
 	total := 0
 	for i := range items {
 		total += len(items[i].Pushes())
 	}
 	block := room
 	if need := C.size_t(len(items))*C.sizeof_sf_batch + C.size_t(total)*C.sizeof_sf_tensor; need > size {
-		if block = C.malloc(need); block == nil {
-			for i := range items {
-				items[i].Release()
-			}
-			return fail(e, errors.New("get_batch: out of memory"))
-		}
+		block = C.malloc(need) // never nil, see cmd/cgo
 	}
 	batches := unsafe.Slice((*C.sf_batch)(block), len(items))
 	ts := unsafe.Slice((*C.sf_tensor)(unsafe.Add(block, uintptr(len(items))*C.sizeof_sf_batch)), total)
