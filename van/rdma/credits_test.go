@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
@@ -30,10 +31,26 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 			})
 			link := func() *link { return (*w.peers.Load())[s.who.ID].current() }
 			first := link()
+			// arrive sends message i until it comes: connections may be about to end.
+			arrive := func(i int) *van.Message {
+				for again := time.NewTicker(100 * time.Millisecond); ; {
+					w.wantUpOrSend(s, push(s, 1, i, value(40000, i)))
+					for waits := true; waits; {
+						select {
+						case m := <-s.in:
+							if int(m.Timestamp) == i {
+								return m
+							}
+							m.Release()
+						case <-again.C:
+							waits = false
+						}
+					}
+				}
+			}
 			// exchange answers a push. It tells whether the answer has taken the place back.
 			exchange := func(i int) bool {
-				w.wantUpOrSend(s, push(s, 1, i, value(40000, i)))
-				m := s.next()
+				m := arrive(i)
 				back := (*s.peers.Load())[w.who.ID].back.Load()
 				m.Release()
 				owed := back != nil && back.owed.Load() > 0
@@ -43,17 +60,27 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 				s.wantUpOrSend(w, a)
 				return owed && !armed.Swap(false)
 			}
+			// settle waits until the worker has the places that have been given back.
+			settle := func(i int) {
+				r.until("nothing is owed", func() bool {
+					back := (*s.peers.Load())[w.who.ID].back.Load()
+					return back == nil || back.owed.Load() == 0
+				})
+				s.must(control(w, i))
+				for came := false; !came; {
+					m := w.next()
+					came = m.IsControl() && int(m.Timestamp) == i
+					m.Release()
+				}
+			}
 			const losses = 8
 			for i, n := 0, 0; n < losses; i++ {
-				if !exchange(i) {
-					w.next().Release()
-					continue
+				if exchange(i) {
+					s.wantDown(w)
+					s.wantUp(w)
+					n++
 				}
-				s.wantDown(w)
-				s.wantUp(w)
-				w.wantUp(s)
-				r.until("the peer's connection", func() bool { b := (*s.peers.Load())[w.who.ID].back.Load(); return b != nil && !b.gone.Load() })
-				n++
+				settle(i)
 			}
 			if n := s.table.Len(); n >= losses {
 				t.Errorf("%d places are given away, after %d lost answers", n, losses)
