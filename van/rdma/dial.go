@@ -10,6 +10,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -86,6 +87,7 @@ func (p *peer) up(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.ours)
 	p.mu.Lock()
 	p.link, p.half, p.lost, p.asks = l, nil, false, false
+	l.probed = clock.Now() // by connecting
 	p.ups++
 	p.keys, p.sizes = map[uint64]bool{}, map[uint64]int{}
 	// What was sent before it was known who the peer is.
