@@ -105,3 +105,23 @@ func TestOriginalAgain(t *testing.T) {
 	s.end()
 	r.until("all is given up with the new one", func() bool { return len(s.expected()) == 0 })
 }
+
+// Who is told to connect to a node, and is about to, lets messages wait for the connection.
+func TestConnectWhileConnecting(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	s.take()
+	p := (*w.peers.Load())[s.who.who.ID]
+	p.current().fail(van.ErrPeerLost)
+	w.wantDown(s.who)
+	r.until("a connect request is with it", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.asks
+	})
+	w.connect(s.who)
+	w.must(push(s.who, 1, 1, value(1000, 1)))
+	s.take().receive(immStart)
+	s.end()
+}

@@ -45,12 +45,15 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 
 // serves tells whether p has connected again, to a node of the original, under this
 // node's id, or is about to. That one takes a second connection under the same name for
-// more queue pairs of the first, and never hears it.
+// more queue pairs of the first, and never hears it. What is sent from now on waits for the
+// connection, as it would for a new one.
 func (p *peer) serves(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
-		return p.asks && p.asksAs == id
+		serves := p.asks && p.asksAs == id
+		p.lost = p.lost && !serves
+		return serves
 	}
 	return !p.link.ours && p.link.as == id && p.ups > 1
 }
