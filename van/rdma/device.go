@@ -46,7 +46,6 @@ type device struct {
 	recall  chan struct{}
 	nap     *time.Timer
 	doze    time.Duration // the next nap
-	turn    turn          // of the loop
 	dozing  atomic.Bool
 	ticked  uint64 // of the loop
 	swept   uint64
@@ -175,21 +174,6 @@ func (d *device) receive() (*van.Message, *lane, bool) {
 		}
 		d.doze = pollGrace
 		d.look()
-		d.turn.take()
-	}
-}
-
-// turn makes a goroutine that polls without end give way before the scheduler takes its
-// processor: that comes after 10 ms, in the midst of C, and keeps the runtime's monitor
-// awake for good, at a cost that is felt where processors are few.
-type turn struct{ last uint64 }
-
-const turnTime = 5 * time.Millisecond
-
-func (t *turn) take() {
-	if now := clock.Now(); now-t.last > uint64(turnTime) {
-		t.last = now
-		runtime.Gosched()
 	}
 }
 
@@ -256,7 +240,10 @@ func (d *device) look() {
 
 // Times of the loop.
 const (
-	spinSlice = 50 * time.Microsecond // of one call into C
+	// spinSlice is the length of one call into C: shorter than it takes the runtime's
+	// monitor to look twice, which takes its processor from one that lasts longer, and
+	// then hardly sleeps itself.
+	spinSlice = 10 * time.Microsecond
 	maxSleep  = time.Second
 	tickTime  = 2 * time.Millisecond // of housekeeping
 	sweepTime = time.Second
@@ -389,9 +376,8 @@ func (v *rvan) Poll(done func() bool) {
 		got := false
 		looked = true
 		for _, d := range devices {
-			got = d.help(v.spin/time.Duration(4*len(devices))) || got
+			got = d.help(spinSlice) || got
 		}
-		v.turn.take()
 		now := clock.Now()
 		if got {
 			last = now

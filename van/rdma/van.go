@@ -57,7 +57,6 @@ type rvan struct {
 	table    *rendezvous.Table[memory]
 	stats    stats
 	spinning atomic.Bool
-	turn     turn          // of who has spinning
 	polled   atomic.Uint64 // when the last Poll ended
 	crowded  atomic.Uint64 // when a Poll last left it to another
 	pollers  atomic.Int32  // callers of Poll
