@@ -215,6 +215,7 @@ var exceptions = map[string]map[string]string{
 	"C": {
 		"fserver/module/exports.go":     "the extension module for Python",
 		"fserver/module/cuda.go":        "its part for signals between GPU and CPU",
+		"fserver/module/putback.go":     "its part for batches that Python could not take",
 		"van/zmq/native.go":             "libzmq and the shim for it",
 		"van/backend/gpu_cuda_extra.go": "what gorgonia.org/cu lacks of the driver API",
 		"van/rdma/verbs/":               "libibverbs and librdmacm and the shim for them, and nothing else",

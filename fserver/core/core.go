@@ -23,6 +23,9 @@ var ErrMisuse = errors.New("wrong use")
 // ErrPending is returned by calls that wait in slices: call again.
 var ErrPending = postoffice.ErrPending
 
+// ErrUnknownHandler: there is no such handler, or there is none any more.
+var ErrUnknownHandler = postoffice.ErrUnknownHandler
+
 // Session is one process's part in a cluster, from Start to Stop. All methods are
 // safe for concurrent use.
 type Session struct {
@@ -114,7 +117,7 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	}
 	h := int32(handler)
 	if int64(h) != handler || !s.worker.Customer().Given(h) {
-		return fmt.Errorf("wait: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, postoffice.ErrUnknownHandler)
+		return fmt.Errorf("wait: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, ErrUnknownHandler)
 	}
 	first, _, flying, _ := s.worker.Customer().Batch(h)
 	switch {
@@ -122,7 +125,7 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 		return nil
 	case first == h:
 		err := s.worker.WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
-		if errors.Is(err, postoffice.ErrUnknownHandler) {
+		if errors.Is(err, ErrUnknownHandler) {
 			return nil // finished between the two calls
 		}
 		return err
@@ -169,7 +172,7 @@ func (s *Session) FetchTrace(handler int64) (stamps [8]uint64, err error) {
 	}
 	h := int32(handler)
 	if int64(h) != handler || !s.worker.Customer().Given(h) {
-		return stamps, fmt.Errorf("fetch_trace: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, postoffice.ErrUnknownHandler)
+		return stamps, fmt.Errorf("fetch_trace: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, ErrUnknownHandler)
 	}
 	q, r, err := s.worker.FetchTrace(h)
 	if err != nil {

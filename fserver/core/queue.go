@@ -150,15 +150,15 @@ func (q *queue) missing() (names []string) {
 }
 
 // unknown says why there is no batch to answer. Only one that was answered is no
-// postoffice.ErrUnknownHandler. q.mu is held.
+// ErrUnknownHandler. q.mu is held.
 func (q *queue) unknown(id uint64) error {
 	if q.waits(id) {
-		return fmt.Errorf("respond: %w: %w: get_batch has not returned handler %d yet", ErrMisuse, postoffice.ErrUnknownHandler, id)
+		return fmt.Errorf("respond: %w: %w: get_batch has not returned handler %d yet", ErrMisuse, ErrUnknownHandler, id)
 	}
 	if id < q.next {
 		return fmt.Errorf("respond: %w: handler %d was answered already; respond once to each batch", ErrMisuse, id)
 	}
-	return fmt.Errorf("respond: %w: %w %d, get_batch has returned handlers below %d", ErrMisuse, postoffice.ErrUnknownHandler, id, q.next)
+	return fmt.Errorf("respond: %w: %w %d, get_batch has returned handlers below %d", ErrMisuse, ErrUnknownHandler, id, q.next)
 }
 
 func misfit(id uint64, pulls, tensors int) error {

@@ -26,7 +26,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/fserver/core"
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -65,7 +64,7 @@ func fail(e *C.sf_error, err error) C.int {
 		e.kind = C.SF_TIMEOUT
 	case errors.Is(err, van.ErrPeerLost), errors.Is(err, van.ErrUnknownPeer):
 		e.kind = C.SF_CONNECTION
-	case errors.Is(err, van.ErrInvalid), errors.Is(err, postoffice.ErrUnknownHandler):
+	case errors.Is(err, van.ErrInvalid), errors.Is(err, core.ErrUnknownHandler):
 		e.kind = C.SF_VALUE
 	default:
 		e.kind = C.SF_RUNTIME
