@@ -175,7 +175,7 @@ func TestServerStops(t *testing.T) {
 		}
 		timer := time.NewTimer(time.Duration(round) * 700 * time.Microsecond)
 		<-timer.C
-		if err := p.Signal(syscall.SIGSTOP); err != nil {
+		if err := p.Stop(); err != nil {
 			t.Fatal(err)
 		}
 		err = w.WaitFor(context.Background(), h, 200*time.Millisecond)

@@ -157,7 +157,7 @@ func TestServerStopped(t *testing.T) {
 	work(t, w)
 	victim := c.child("server", 1)
 	for _, n := range []int{1, 400} {
-		if err := victim.Signal(syscall.SIGSTOP); err != nil {
+		if err := victim.Stop(); err != nil {
 			t.Fatal(err)
 		}
 		var all []*request

@@ -2,10 +2,13 @@ package nodetest
 
 import (
 	"bufio"
+	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -162,6 +165,45 @@ func (p *Process) Ready() {
 
 // Signal sends a signal. It is safe for concurrent use.
 func (p *Process) Signal(s syscall.Signal) error { return p.cmd.Process.Signal(s) }
+
+// Stop makes the child stand still: when Stop returns, each of its threads does. The signal
+// alone reaches those that run on other processors some time later.
+func (p *Process) Stop() error {
+	if err := p.Signal(syscall.SIGSTOP); err != nil {
+		return err
+	}
+	limit := time.After(patience)
+	for tick := time.Tick(time.Millisecond); ; {
+		still, err := p.still()
+		if err != nil || still {
+			return err
+		}
+		select {
+		case <-tick:
+		case <-limit:
+			return fmt.Errorf("%s has not stopped within %s", p, patience)
+		}
+	}
+}
+
+// still tells whether all threads are stopped.
+func (p *Process) still() (bool, error) {
+	tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", p.cmd.Process.Pid))
+	if err != nil || len(tasks) == 0 {
+		return false, errors.Join(err, fmt.Errorf("%s has no threads", p))
+	}
+	for _, name := range tasks {
+		b, err := os.ReadFile(name)
+		if err != nil {
+			return false, err
+		}
+		// The state follows the name, which is in brackets.
+		if i := bytes.LastIndexByte(b, ')'); i < 0 || !bytes.HasPrefix(b[i:], []byte(") T")) {
+			return false, nil
+		}
+	}
+	return true, nil
+}
 
 // Kill ends the child as a crash would.
 func (p *Process) Kill() {
