@@ -216,9 +216,9 @@
 	"the tensor. Call it right after init(), then barrier(True, True) on both sides, so\n" \
 	"that it precedes the first push.\n" \
 	"\n" \
-	"Raises ValueError (lengths differ, bytes do not divide evenly, no such worker, read-\n" \
-	"only, not contiguous), TypeError, Error (not a server, before init(), the key was\n" \
-	"pushed or registered already)."
+	"Raises ValueError (lengths differ, bytes do not divide evenly, no such worker, a key\n" \
+	"that is registered already, read-only, not contiguous), TypeError, Error (not a\n" \
+	"server, before init())."
 
 #define DOC_BARRIER \
 	"barrier($module, /, include_server, include_client, instance_barrier=True, *, timeout_ms=None)\n--\n\n" \
