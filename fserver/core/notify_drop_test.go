@@ -87,20 +87,27 @@ func request(t *testing.T, s *Session, d *fullDevice, v byte, pushes, pulls int)
 	return h
 }
 
-// next is the next batch of the only worker, whose value must be v.
-func next(t *testing.T, s *Session, v byte) Item {
+// one waits for the only item that f returns.
+func one(t *testing.T, f func(slice time.Duration) ([]Item, error)) Item {
 	t.Helper()
 	var items []Item
 	if err := later(t, func(slice time.Duration) (err error) {
-		items, err = s.GetBatch(nil, slice)
+		items, err = f(slice)
 		return err
 	}); err != nil || len(items) != 1 {
 		t.Fatalf("%d items, %v", len(items), err)
 	}
-	if mem := items[0].Pushes()[0].Val.Mem(); vantest.Raw(mem)[0] != v {
+	return items[0]
+}
+
+// next is the next batch of the only worker, whose value must be v.
+func next(t *testing.T, s *Session, v byte) Item {
+	t.Helper()
+	it := one(t, func(slice time.Duration) ([]Item, error) { return s.GetBatch(nil, slice) })
+	if mem := it.Pushes()[0].Val.Mem(); vantest.Raw(mem)[0] != v {
 		t.Errorf("the batch has value %d, want %d", vantest.Raw(mem)[0], v)
 	}
-	return items[0]
+	return it
 }
 
 // answer answers a batch, whose worker waits for h, once.
@@ -234,14 +241,7 @@ func TestDoneLeavesBatch(t *testing.T) {
 	if err := n.Done(time.Minute); err != nil {
 		t.Errorf("after the batch: %v", err)
 	}
-	var items []Item
-	if err := later(t, func(slice time.Duration) (err error) {
-		items, err = n.Batch(slice)
-		return err
-	}); err != nil || len(items) != 1 {
-		t.Fatalf("%d items, %v", len(items), err)
-	}
-	answer(t, worker, server, items[0], h)
+	answer(t, worker, server, one(t, n.Batch), h)
 }
 
 // TestFullLaunchQueue: while a call waits for room in a stream, the result of another
@@ -260,14 +260,7 @@ func TestFullLaunchQueue(t *testing.T) {
 	<-sdev.in
 	h := request(t, worker, wdev, 1, 1, 1)
 	passes(t, sdev, 3)
-	var items []Item
-	if err := later(t, func(slice time.Duration) (err error) {
-		items, err = n.Batch(slice)
-		return err
-	}); err != nil || len(items) != 1 {
-		t.Fatalf("%d items, %v", len(items), err)
-	}
-	answer(t, worker, server, items[0], h)
+	answer(t, worker, server, one(t, n.Batch), h)
 	dropped := make(chan struct{})
 	go func() {
 		defer close(dropped)

@@ -26,7 +26,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 		return fail(van.ErrClosed)
 	}
 	old := (*v.peers.Load())[id]
-	if old != nil && old.addr == addr && old.serves(int(v.id.Load())) {
+	if old != nil && old.addr == addr && old.keepFor(int(v.id.Load())) {
 		return nil
 	}
 	run, stop := context.WithCancel(context.Background())
@@ -43,17 +43,18 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	return nil
 }
 
-// serves tells whether p has connected again, to a node of the original, under this
-// node's id, or is about to. That one takes a second connection under the same name for
-// more queue pairs of the first, and never hears it. What is sent from now on waits for the
-// connection, as it would for a new one.
-func (p *peer) serves(id int) bool {
+// keepFor tells whether p is to be kept when it is named again, by a node with this id: it
+// has connected again, to a node of the original, under that id, or is about to. That one
+// takes a second connection under the same name for more queue pairs of the first, and
+// never hears it. What is sent from now on waits for the connection, as it would for a new
+// one.
+func (p *peer) keepFor(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
-		serves := p.asks && p.asksAs == id
-		p.lost = p.lost && !serves
-		return serves
+		keep := p.asks && p.asksAs == id
+		p.lost = p.lost && !keep
+		return keep
 	}
 	return !p.link.ours && p.link.as == id && p.ups > 1
 }
