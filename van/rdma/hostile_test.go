@@ -48,6 +48,16 @@ func (h *hostileWorld) ends(n uint64) {
 	}
 }
 
+// seen waits until the server has counted n malformed messages, and checks that it has
+// not counted more: so each case is judged by itself.
+func (h *hostileWorld) seen(n uint64, what string) {
+	h.Helper()
+	h.until(fmt.Sprintf("%s is refused", what), func() bool { return h.s.Stats().Malformed >= n })
+	if got := h.s.Stats().Malformed; got != n {
+		h.Fatalf("%d malformed messages after %s, want %d", got, what, n)
+	}
+}
+
 const tooMuch = math.MaxUint64
 
 // TestHostileQuestions asks for places that there cannot be.
@@ -109,20 +119,28 @@ func TestHostileNotifications(t *testing.T) {
 	s := start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
 	r := h.c.ask(s)
 	n := uint64(0)
-	say := func(imm uint32, b []byte) {
+	say := func(what string, imm uint32, b []byte) {
+		t.Helper()
 		h.c.notify(0, imm, r.meta, r.metaKey, b)
 		n++
+		h.seen(n, what) // else the next one would be written over it
 	}
-	// Places that are not its.
-	say(r.index+1, nil)
-	say(maxIndex-1, nil)
-	for i := range h.s.table.Len() {
-		if uint32(i) != r.index {
-			say(uint32(i), nil)
+	// Places that are not its: another connection's first.
+	h.w.must(push(h.s, 1, 900, value(6000, 1)))
+	h.s.wantValue(900, value(6000, 1))
+	others := 0
+	for i := range uint32(h.s.table.Len()) {
+		if l := h.s.table.Get(i); l != nil && i != r.index {
+			say("place of another", i, encode(h.rig, push(h.s, 6, 1, value(100, 1)), &trailer{frames: 2}))
+			others++
 		}
 	}
-	say(1<<16, nil)
-	say(1<<31, nil)
+	if others == 0 {
+		t.Error("the worker has no place, so none of another connection was tried")
+	}
+	for _, imm := range []uint32{r.index + 1, uint32(h.s.table.Len()) + 5, maxIndex - 1, 1 << 16, 1 << 31} {
+		say(fmt.Sprintf("place %d", imm), imm, nil)
+	}
 	m := push(h.s, 6, 1, value(1000, 1))
 	good := trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}, packed: true}
 	enc := func(f func(*trailer)) []byte {
@@ -130,25 +148,21 @@ func TestHostileNotifications(t *testing.T) {
 		f(&x)
 		return encode(h.rig, m, &x)
 	}
-	// No meta.
-	say(r.index, nil)
-	say(r.index, make([]byte, rawMeta-1))
-	say(r.index, make([]byte, rawMeta))
-	say(r.index, make([]byte, rawMeta+trailerLen))
-	say(r.index, make([]byte, cellSize))
 	whole := enc(func(*trailer) {})
-	say(r.index, whole[:len(whole)-1])
+	for _, b := range [][]byte{nil, make([]byte, rawMeta-1), make([]byte, rawMeta), make([]byte, rawMeta+trailerLen), make([]byte, cellSize),
+		whole[:len(whole)-1]} {
+		say(fmt.Sprintf("no meta, %d bytes", len(b)), r.index, b)
+	}
 	for _, off := range []int{0, 4, 8, 100, 200, 280} {
 		b := append([]byte(nil), whole...)
 		for i := range 4 {
 			b[off+i] = 0xff
 		}
 		if van.DecodeMeta(b[:len(b)-trailerLen], new(van.Meta)) != nil {
-			say(r.index, b)
+			say(fmt.Sprintf("meta with 0xff from byte %d", off), r.index, b)
 		}
 	}
-	// Trailers.
-	for _, f := range []func(*trailer){
+	for i, f := range []func(*trailer){
 		func(t *trailer) { t.lens[1] = 1025 },
 		func(t *trailer) { t.lens[0] = 960 },
 		func(t *trailer) { t.lens[0], t.lens[1] = math.MaxInt32, math.MaxInt32 },
@@ -167,19 +181,17 @@ func TestHostileNotifications(t *testing.T) {
 		func(t *trailer) { t.inMeta, t.metaLen = true, m.EncodedLen()+1000 },
 		func(t *trailer) { t.inMeta, t.metaLen = true, -1 },
 	} {
-		say(r.index, enc(f))
+		say(fmt.Sprintf("trailer %d", i), r.index, enc(f))
 	}
 	// The place is still good.
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: r.data, RKey: r.dataKey}, value(1000, 9))
 	h.c.notify(0, r.index, r.meta, r.metaKey, enc(func(t *trailer) { t.packed = false }))
-	h.until("all have been seen", func() bool { return h.s.Stats().Malformed >= n })
 	got := h.s.next()
 	if string(got.Vals.Host()) != string(value(1000, 9)) || got.Sender != 11 {
 		t.Errorf("%d bytes from %d, want 1000 from 11", got.Vals.Len(), got.Sender)
 	}
 	// It is held: what is written there again is not handed up.
-	say(r.index, enc(func(t *trailer) { t.packed = false }))
-	h.until("the second one is dropped", func() bool { return h.s.Stats().Malformed >= n })
+	say("place in use", r.index, enc(func(t *trailer) { t.packed = false }))
 	got.Release()
 	h.ends(n)
 }
@@ -226,10 +238,11 @@ func TestHostileOriginal(t *testing.T) {
 		le.PutUint32(b[96:], uint32(valLen))
 		h.c.notify(0, r.index, r.meta, r.metaKey, b)
 		n++
+		h.seen(n, fmt.Sprintf("val_len %d", valLen))
 	}
 	h.c.notify(0, r.index, r.meta, r.metaKey, bytes.Repeat([]byte{0xff}, 400))
 	n++
-	h.until("all are counted", func() bool { return h.s.Stats().Malformed >= n })
+	h.seen(n, "0xff")
 	// An answer to nothing is handed up without a value.
 	m := push(h.s, 6, 7, value(600, 1))
 	m.Request, m.Push, m.Addr, m.Option = false, false, 4096, 1
