@@ -222,7 +222,8 @@ var exceptions = map[string]map[string]string{
 		"tools/internal/bench/floor.go": "the floor that benchmarks are compared with",
 	},
 	"time.Sleep": {
-		"internal/dispatch/loop_test.go": "plays a slow handler, and waits for nothing to happen",
+		"internal/dispatch/loop_test.go":   "plays a slow handler, and waits for nothing to happen",
+		"internal/dispatch/budget_test.go": "likewise",
 	},
 }
 

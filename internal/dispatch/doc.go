@@ -7,6 +7,11 @@
 // and the slow one keeps only its peer's lane: what comes for this lane meanwhile
 // queues up behind it, in order, and when the lane is empty that goroutine ends.
 //
+// What queues up is bounded by number and, with a Budget, in bytes, for one peer and for
+// all. A transport with a source for each peer asks MayRead before it receives, and leaves
+// what it must not receive where it is: there the peer's own flow control holds it back,
+// and other peers are served. Only what waits is counted: a quick delivery is not.
+//
 // While deliveries are quick there are two goroutines for each Loop, whatever the
 // number of peers; each delivery that is stuck at the moment adds one.
 package dispatch

@@ -9,71 +9,174 @@ import (
 // the order in which they were received. The zero Lane is ready for use. A Lane
 // belongs to one Loop and must not be copied.
 type Lane[T any] struct {
+	// ID names the peer to Loop.Paused and Loop.Resumed. It is set before the Lane is
+	// used.
+	ID int
+
 	// slow says that a goroutine without the receiving role delivers here, so that
 	// items have to queue. It is set and cleared under mu.
 	slow atomic.Bool
 
 	mu      sync.Mutex
-	ring    []T // len is 0 or a power of two
+	ring    []waiting[T] // len is 0 or a power of two
 	head, n int
-	waiting bool          // the receiver waits for room
+	bytes   int64         // of the items in ring
+	loop    *Loop[T]      // once it was paused
+	paused  bool          // its items are not to be received
+	held    bool          // the receiver waits for room
 	room    chan struct{} // one token when there is room; made when first needed
+}
+
+// waiting is an item in a lane.
+type waiting[T any] struct {
+	item  T
+	bytes int64
 }
 
 // keepRing is the ring size, in items, up to which an empty lane keeps its ring.
 const keepRing = 256
 
-// push appends v. It reports slow=false, without appending, when the lane is not
-// slow any more, and full=true when it has limit items.
-func (l *Lane[T]) push(v T, limit int) (slow, full bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if !l.slow.Load() {
+// push appends v if lane is slow. It reports slow=false, without appending, when the lane
+// is not slow any more, and full=true when it has no room: it is paused then.
+func (l *Loop[T]) push(lane *Lane[T], v T) (slow, full bool) {
+	lane.mu.Lock()
+	if !lane.slow.Load() {
+		lane.mu.Unlock()
 		return false, false
 	}
-	if l.n >= limit {
-		if l.room == nil {
-			l.room = make(chan struct{}, 1)
+	began := l.pause(lane)
+	if full = lane.paused; full {
+		if lane.room == nil {
+			lane.room = make(chan struct{}, 1)
 		}
-		l.waiting = true
-		return true, true
+		lane.held = true
+	} else {
+		w := waiting[T]{item: v}
+		if l.Weight != nil {
+			w.bytes = int64(l.Weight(v))
+		}
+		lane.put(w)
+		l.Budget.add(w.bytes)
 	}
+	lane.mu.Unlock()
+	if began {
+		l.began(lane)
+	}
+	return true, full
+}
+
+func (l *Lane[T]) put(w waiting[T]) {
 	if l.n == len(l.ring) {
 		l.grow()
 	}
-	l.ring[(l.head+l.n)&(len(l.ring)-1)] = v
+	l.ring[(l.head+l.n)&(len(l.ring)-1)] = w
 	l.n++
-	return true, false
+	l.bytes += w.bytes
 }
 
 func (l *Lane[T]) grow() {
-	ring := make([]T, max(16, 2*len(l.ring)))
+	ring := make([]waiting[T], max(16, 2*len(l.ring)))
 	k := copy(ring, l.ring[l.head:])
 	copy(ring[k:], l.ring[:l.head])
 	l.ring, l.head = ring, 0
 }
 
 // pop takes the oldest item. When there is none, the lane stops being slow.
-func (l *Lane[T]) pop() (v T, ok bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.waiting {
-		l.waiting = false
+func (l *Loop[T]) pop(lane *Lane[T]) (v T, ok bool) {
+	lane.mu.Lock()
+	var w waiting[T]
+	if lane.n == 0 {
+		if len(lane.ring) > keepRing {
+			lane.ring, lane.head = nil, 0
+		}
+		lane.slow.Store(false)
+	} else {
+		w, lane.ring[lane.head] = lane.ring[lane.head], w
+		lane.head = (lane.head + 1) & (len(lane.ring) - 1)
+		lane.n--
+		lane.bytes -= w.bytes
+		ok = true
+	}
+	others := l.Budget.sub(w.bytes)
+	resumed := l.resume(lane)
+	lane.mu.Unlock()
+	if resumed && l.Resumed != nil {
+		l.Resumed(lane)
+	}
+	for _, p := range others {
+		p.look()
+	}
+	return w.item, ok
+}
+
+// MayRead tells whether the next item of lane's peer may be received. If not, Resumed
+// says when it may: until then whoever can leaves it where it is, so that it takes no
+// memory here. An item that is received all the same is not lost: the loop waits with it
+// until the lane has room, and other lanes wait, too. MayRead is for who has the receiving
+// role.
+func (l *Loop[T]) MayRead(lane *Lane[T]) bool { return !lane.slow.Load() || l.mayRead(lane) }
+
+func (l *Loop[T]) mayRead(lane *Lane[T]) bool {
+	lane.mu.Lock()
+	began := lane.slow.Load() && l.pause(lane)
+	paused := lane.paused
+	lane.mu.Unlock()
+	if began {
+		l.began(lane)
+	}
+	return !paused
+}
+
+// pause pauses lane, which is slow, if it has no room. It tells whether that is new.
+// lane.mu is held.
+func (l *Loop[T]) pause(lane *Lane[T]) bool {
+	if lane.paused || lane.n < l.LaneCap && !l.Budget.full(lane.bytes) {
+		return false
+	}
+	// First the entry, then another look: who makes room after the look finds the entry.
+	lane.paused, lane.loop = true, l
+	l.Budget.enter(lane)
+	return !l.resume(lane)
+}
+
+// began says that lane is paused.
+func (l *Loop[T]) began(lane *Lane[T]) {
+	l.pauses.Add(1)
+	if l.Paused == nil {
+		return
+	}
+	lane.mu.Lock()
+	bytes := lane.bytes
+	lane.mu.Unlock()
+	l.Paused(lane, bytes)
+}
+
+// resume ends lane's pause if there is room again, and tells whether it did. lane.mu is
+// held.
+func (l *Loop[T]) resume(lane *Lane[T]) bool {
+	room := lane.n <= l.LaneCap/4*3 && l.Budget.roomy(lane.bytes) || !lane.slow.Load()
+	if !lane.paused || !room {
+		return false
+	}
+	lane.paused = false
+	l.Budget.leave(lane)
+	if lane.held {
+		lane.held = false
 		select {
-		case l.room <- struct{}{}:
+		case lane.room <- struct{}{}:
 		default:
 		}
 	}
-	var zero T
-	if l.n == 0 {
-		if len(l.ring) > keepRing {
-			l.ring, l.head = nil, 0
-		}
-		l.slow.Store(false)
-		return zero, false
+	return true
+}
+
+// look is told that there is room in the budget.
+func (l *Lane[T]) look() {
+	l.mu.Lock()
+	loop := l.loop
+	resumed := loop.resume(l)
+	l.mu.Unlock()
+	if resumed && loop.Resumed != nil {
+		loop.Resumed(l)
 	}
-	v, l.ring[l.head] = l.ring[l.head], zero
-	l.head = (l.head + 1) & (len(l.ring) - 1)
-	l.n--
-	return v, true
 }

@@ -37,9 +37,24 @@ type Loop[T any] struct {
 	Limit time.Duration
 
 	// LaneCap is the number of items that may wait in one lane behind a slow
-	// delivery. When a lane is full, nothing is lost: receiving pauses, for all
-	// lanes, until the lane has room.
+	// delivery. A lane with so many is paused; see MayRead.
 	LaneCap int
+
+	// Budget, if not nil, bounds the bytes that wait in lanes behind slow deliveries. A
+	// lane that has used it up is paused; see MayRead. Loops may share one.
+	Budget *Budget
+
+	// Weight is how many bytes an item takes while it waits; nil: none. It is only
+	// asked of items that do.
+	Weight func(T) int
+
+	// Paused, if not nil, is told that MayRead is false of a lane from now on, and how
+	// many bytes wait in it. It is called by who has the receiving role.
+	Paused func(lane *Lane[T], bytes int64)
+
+	// Resumed, if not nil, is told that a paused lane has room again. It is called by
+	// any goroutine and must not block.
+	Resumed func(lane *Lane[T])
 
 	// Discard, if not nil, is given the items that will never be delivered because
 	// of Stop. It may be called by several goroutines at once.
@@ -61,9 +76,12 @@ type Loop[T any] struct {
 	state atomic.Uint64
 	cur   atomic.Pointer[Lane[T]] // of the delivery in state
 
+	taken func() // for tests: called while the role is being taken
+
 	parked  atomic.Bool // the watchdog sleeps without a timer
 	wake    chan struct{}
 	ticks   atomic.Uint64
+	pauses  atomic.Uint64
 	stopped atomic.Bool
 	quit    chan struct{} // closed when nothing will be received any more
 
@@ -141,6 +159,9 @@ func (l *Loop[T]) Stop(ctx context.Context) error {
 
 // Ticks is the number of times that the watchdog's timer has fired.
 func (l *Loop[T]) Ticks() uint64 { return l.ticks.Load() }
+
+// Pauses is how often a lane was paused.
+func (l *Loop[T]) Pauses() uint64 { return l.pauses.Load() }
 
 func (l *Loop[T]) settledLocked(inside bool) bool {
 	if l.watching {
@@ -234,7 +255,7 @@ func (l *Loop[T]) run(epoch uint64) {
 // when there is none any more.
 func (l *Loop[T]) enqueue(lane *Lane[T], item T) bool {
 	for {
-		slow, full := lane.push(item, l.LaneCap)
+		slow, full := l.push(lane, item)
 		if !slow {
 			return false
 		}
@@ -253,7 +274,7 @@ func (l *Loop[T]) enqueue(lane *Lane[T], item T) bool {
 // drain delivers what has come for lane until it is empty.
 func (l *Loop[T]) drain(lane *Lane[T]) {
 	for {
-		item, ok := lane.pop()
+		item, ok := l.pop(lane)
 		switch {
 		case !ok:
 			return

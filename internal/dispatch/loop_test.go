@@ -371,12 +371,17 @@ func TestNoAllocationPerItem(t *testing.T) {
 func TestQueuedItemsDoNotAllocate(t *testing.T) {
 	var lane Lane[item]
 	lane.slow.Store(true)
+	l := NewLoop(nil, func(item) {})
+	l.Budget, l.Weight = NewBudget(1<<20, 1<<20), func(item) int { return 1000 }
 	n := testing.AllocsPerRun(100, func() {
 		for range 16 {
-			lane.push(item{}, DefaultLaneCap)
+			if !l.MayRead(&lane) {
+				t.Fatal("a lane within its budget is paused")
+			}
+			l.push(&lane, item{})
 		}
 		for range 16 {
-			lane.pop()
+			l.pop(&lane)
 		}
 	})
 	if n != 0 {

@@ -104,6 +104,9 @@ func (l *Loop[T]) takeOver(busy uint64) {
 	// the lane slow.
 	lane.mu.Lock()
 	taken := l.state.CompareAndSwap(busy, busy+1)
+	if taken && l.taken != nil {
+		l.taken()
+	}
 	if taken {
 		lane.slow.Store(true)
 	}

@@ -1,0 +1,256 @@
+package dispatch
+
+import (
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// sources has a queue for each lane, which is read only while the loop says that it may.
+type sources struct {
+	l      *Loop[item]
+	lanes  []Lane[item]
+	mu     sync.Mutex
+	queues [][]item
+	turn   int
+	wake   chan struct{}
+	closed chan struct{}
+	once   sync.Once
+}
+
+func newSources(n int, deliver func(item)) *sources {
+	s := &sources{lanes: make([]Lane[item], n), queues: make([][]item, n), wake: make(chan struct{}, 1), closed: make(chan struct{})}
+	for i := range s.lanes {
+		s.lanes[i].ID = i
+	}
+	s.l = NewLoop(s.recv, deliver)
+	s.l.Resumed = func(*Lane[item]) { s.ring() }
+	return s
+}
+
+func (s *sources) ring() {
+	select {
+	case s.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (s *sources) send(peer, n int) {
+	s.mu.Lock()
+	for range n {
+		s.queues[peer] = append(s.queues[peer], item{lane: &s.lanes[peer], peer: peer})
+	}
+	s.mu.Unlock()
+	s.ring()
+}
+
+func (s *sources) left(peer int) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.queues[peer])
+}
+
+func (s *sources) take() (item, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for range s.queues {
+		s.turn = (s.turn + 1) % len(s.queues)
+		if q := s.queues[s.turn]; len(q) > 0 && s.l.MayRead(&s.lanes[s.turn]) {
+			s.queues[s.turn] = q[1:]
+			return q[0], true
+		}
+	}
+	return item{}, false
+}
+
+func (s *sources) recv() (item, *Lane[item], bool) {
+	for {
+		if it, ok := s.take(); ok {
+			return it, it.lane, true
+		}
+		select {
+		case <-s.wake:
+		case <-s.closed:
+			return item{}, nil, false
+		}
+	}
+}
+
+func (s *sources) stop(t *testing.T) {
+	t.Helper()
+	s.once.Do(func() { close(s.closed) })
+	stop(t, s.l, &source{closed: make(chan struct{})})
+}
+
+// TestBudgetOfALane: a peer whose handler is stuck is not read any more once so many
+// bytes wait, others are, and it is read again when there is room.
+func TestBudgetOfALane(t *testing.T) {
+	release, entered, free := make(chan struct{}), make(chan struct{}, 1000), make(chan struct{}, 1000)
+	var stuck, paused, most atomic.Int64
+	s := newSources(2, func(it item) {
+		if it.peer == 1 {
+			free <- struct{}{}
+			return
+		}
+		entered <- struct{}{}
+		<-release
+		stuck.Add(1)
+	})
+	s.l.Budget, s.l.Weight = NewBudget(1000, 0), func(item) int { return 100 }
+	s.l.Paused = func(lane *Lane[item], bytes int64) {
+		paused.Add(1)
+		most.Store(bytes)
+		if lane.ID != 0 {
+			t.Errorf("lane %d is paused, want 0", lane.ID)
+		}
+	}
+	s.l.Start()
+	s.send(0, 100)
+	wait(t, entered, "delivery in the stuck lane")
+	waitFor(t, "pause", func() bool { return paused.Load() == 1 })
+	s.send(1, 500)
+	for range 500 {
+		wait(t, free, "delivery in the other lane")
+	}
+	if n := s.left(0); n != 100-1-10 || most.Load() != 1000 || s.l.Budget.Used() != 1000 {
+		t.Errorf("%d items are left with the peer and %d bytes wait (%d in all), want 89, 1000 and 1000", n, most.Load(), s.l.Budget.Used())
+	}
+	close(release)
+	waitFor(t, "the rest of the stuck lane", func() bool { return stuck.Load() == 100 })
+	if s.l.Budget.Used() != 0 || int64(s.l.Pauses()) != paused.Load() {
+		t.Errorf("%d bytes wait in the end, %d pauses counted, %d told", s.l.Budget.Used(), s.l.Pauses(), paused.Load())
+	}
+	s.stop(t)
+}
+
+// TestBudgetOfAll: what all peers with stuck handlers have waiting is bounded; a peer
+// that was paused because of others goes on when one of those has room, and one whose
+// handler is quick is never paused.
+func TestBudgetOfAll(t *testing.T) {
+	const stuck = 3
+	var release [stuck]chan struct{}
+	for i := range release {
+		release[i] = make(chan struct{})
+	}
+	free := make(chan struct{}, 1000)
+	var got [stuck]atomic.Int64
+	s := newSources(stuck+1, func(it item) {
+		if it.peer == stuck {
+			free <- struct{}{}
+			return
+		}
+		<-release[it.peer]
+		got[it.peer].Add(1)
+	})
+	s.l.Budget, s.l.Weight = NewBudget(0, 1200), func(item) int { return 100 }
+	s.l.Start()
+	for p := range stuck {
+		s.send(p, 50)
+	}
+	waitFor(t, "pause of all stuck lanes", func() bool { return s.l.Pauses() >= stuck })
+	if n := s.l.Budget.Used(); n != 1200 {
+		t.Errorf("%d bytes wait, want 1200", n)
+	}
+	s.send(stuck, 100)
+	for range 100 {
+		wait(t, free, "delivery in the free lane")
+	}
+	for p := range stuck {
+		close(release[p])
+		waitFor(t, "the rest of a stuck lane", func() bool { return got[p].Load() == 50 })
+	}
+	s.stop(t)
+	if n := s.l.Budget.Used(); n != 0 {
+		t.Errorf("%d bytes wait in the end", n)
+	}
+}
+
+// TestBudgetNotAsked: the loop waits with what a transport receives without asking, and
+// loses nothing.
+func TestBudgetNotAsked(t *testing.T) {
+	var lane Lane[item]
+	release := make(chan struct{})
+	var got atomic.Int64
+	src := &source{c: make(chan item), closed: make(chan struct{})}
+	l := NewLoop(src.recv, func(it item) {
+		if it.seq == 0 {
+			<-release
+		}
+		if int64(it.seq) != got.Load() {
+			t.Errorf("got item %d, want %d", it.seq, got.Load())
+		}
+		got.Add(1)
+	})
+	l.Budget, l.Weight = NewBudget(400, 0), func(item) int { return 100 }
+	l.Start()
+	for i := range 6 { // one in delivery, four queued, one in the receiver's hand
+		src.c <- item{&lane, 0, i}
+	}
+	waitFor(t, "pause", func() bool { return l.Pauses() == 1 })
+	if n := l.Budget.Used(); n != 400 {
+		t.Errorf("%d bytes wait, want 400", n)
+	}
+	close(release)
+	waitFor(t, "delivery of 6 items", func() bool { return got.Load() == 6 })
+	stop(t, l, src)
+}
+
+// TestBudgetLosesNoWakeUp: whatever is paused is resumed, also when pauses and room meet.
+func TestBudgetLosesNoWakeUp(t *testing.T) {
+	const peers, each = 6, 3000
+	var left atomic.Int64
+	left.Store(peers * each)
+	done := make(chan struct{})
+	var n atomic.Int64
+	s := newSources(peers, func(it item) {
+		if n.Add(1)%500 == 0 {
+			time.Sleep(time.Millisecond) // the slow handler itself
+		}
+		if left.Add(-1) == 0 {
+			close(done)
+		}
+	})
+	s.l.Limit = 100 * time.Microsecond
+	s.l.LaneCap = 16
+	s.l.Budget, s.l.Weight = NewBudget(1000, 2000), func(item) int { return 100 }
+	s.l.Start()
+	for range each {
+		for p := range peers {
+			s.send(p, 1)
+		}
+	}
+	wait(t, done, "last item")
+	s.stop(t)
+	if n := s.l.Budget.Used(); n != 0 {
+		t.Errorf("%d bytes wait in the end", n)
+	}
+}
+
+// TestTakeOver: a delivery that ends just when the role is taken from it finds its lane
+// slow, and so does not leave it to nobody.
+func TestTakeOver(t *testing.T) {
+	var lane Lane[item]
+	src := newSource()
+	release, got := make(chan struct{}), make(chan struct{}, 1)
+	first := true
+	l := NewLoop(src.recv, func(it item) {
+		if it.seq == 0 {
+			<-release
+			return
+		}
+		got <- struct{}{}
+	})
+	l.taken = func() {
+		if first {
+			first = false
+			close(release)
+			time.Sleep(50 * time.Millisecond) // in which the delivery ends and must go no further
+		}
+	}
+	l.Start()
+	src.c <- item{&lane, 0, 0}
+	src.c <- item{&lane, 0, 1}
+	wait(t, got, "delivery of the second item")
+	stop(t, l, src)
+}
