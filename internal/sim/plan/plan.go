@@ -1,0 +1,257 @@
+// Package plan is what happens to a cluster in a test, as data: its shape, its
+// network, who works how, who is killed, stopped or cut off, and what must come of
+// it. The files are JSON (tests/plans). One runner carries a plan out in a simulation
+// (internal/sim), another on real processes; docs/testing.md has the meaning of every
+// field.
+//
+// What must hold in every plan is not written in it: no call returns wrong bytes, no
+// call outlasts its limit, no push is seen twice, and when all faults are over, all
+// that lives works again, and leaves nothing behind.
+package plan
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Plan is one test.
+type Plan struct {
+	Name    string `json:"name"`
+	About   string `json:"about"`             // one sentence: what happens, and what must not
+	Finding string `json:"finding,omitempty"` // class of faults that it was written for
+	Only    string `json:"only,omitempty"`    // "simulation" or "processes"; both if empty
+
+	Cluster   Cluster   `json:"cluster"`
+	Transport Transport `json:"transport"`
+	Phases    []Phase   `json:"phases"`
+	End       End       `json:"end"`
+}
+
+// Cluster is its shape at the beginning: all nodes start at once.
+type Cluster struct {
+	Workers int    `json:"workers"`
+	Servers int    `json:"servers"`
+	Group   int    `json:"group,omitempty"` // instances of each group, 1 if 0
+	API     string `json:"api,omitempty"`   // "python" (get_batch), "tensor" (a handler), "kv"; tensor if empty
+
+	// Foreign nodes behave like those of the original: they say nothing of
+	// incarnations, and ignore notices.
+	Foreign []Node `json:"foreign,omitempty"`
+
+	// Env has further variables for all nodes, Nodes for some.
+	Env   map[string]string          `json:"env,omitempty"`
+	Nodes map[Node]map[string]string `json:"nodes,omitempty"`
+
+	// FinalizeEarly lets scheduler and servers call Finalize (python: stop) as soon as
+	// they have started, as most programs do. Else they do so at the end.
+	FinalizeEarly bool `json:"finalize_early,omitempty"`
+}
+
+// Transport is the network between the nodes. A runner on real processes takes Kind
+// and Resend only.
+type Transport struct {
+	Kind      string   `json:"kind,omitempty"`      // "tcp", "shm", "rdma"; tcp if empty. A simulation has no shm and takes tcp
+	Delay     Duration `json:"delay,omitempty"`     // of each message, one way; 100us if 0
+	Jitter    Duration `json:"jitter,omitempty"`    // up to so much more
+	Bandwidth int64    `json:"bandwidth,omitempty"` // bytes per second of each connection; no limit if 0
+	Queue     int64    `json:"queue,omitempty"`     // bytes that may wait for one peer, then Send fails; no limit if 0
+	Loss      float64  `json:"loss,omitempty"`      // share of messages that is lost; needs Resend
+	Duplicate float64  `json:"duplicate,omitempty"` // share that comes twice; needs Resend
+	Break     float64  `json:"break,omitempty"`     // share of messages after which the connection breaks
+	Resend    bool     `json:"resend,omitempty"`    // PS_RESEND=1 on all nodes
+
+	// MostlySilent is how long a connection over a cut link stands: until then nobody
+	// is told; 20s if 0.
+	Silence Duration `json:"silence,omitempty"`
+}
+
+// Phase is a part of a plan: its loads run for its whole time, its events happen at their
+// times. What happened in a phase stays so in the next.
+type Phase struct {
+	Name   string   `json:"name"`
+	For    Duration `json:"for"`
+	Loads  []Load   `json:"loads,omitempty"`
+	Events []Event  `json:"events,omitempty"`
+	Expect []Expect `json:"expect,omitempty"` // about this phase
+}
+
+// Load is work: each of the nodes makes a push_pull of all servers and waits for it,
+// again and again. Processes that join in the phase take part.
+type Load struct {
+	Nodes  Nodes    `json:"nodes"`            // workers
+	Every  Duration `json:"every,omitempty"`  // from the end of one call to the next; at once if 0
+	Size   int      `json:"size,omitempty"`   // bytes of each tensor, 64 at least; 1024 if 0
+	Pushes int      `json:"pushes,omitempty"` // tensors; 1 if 0 and no pulls
+	Pulls  int      `json:"pulls,omitempty"`  // from each server; 1 if 0
+	Window int      `json:"window,omitempty"` // calls in flight at once; 1 if 0
+	Limit  Duration `json:"limit,omitempty"`  // of one call; 5s if 0
+	Rounds int      `json:"rounds,omitempty"` // at most so many; no limit if 0
+	// Barrier makes every so many rounds an instance barrier of all workers.
+	Barrier int `json:"barrier,omitempty"`
+}
+
+// Event is something that happens at a time of its phase.
+type Event struct {
+	At   Duration `json:"at"`
+	Do   Action   `json:"do"`
+	Node Node     `json:"node,omitempty"`
+	Peer Node     `json:"peer,omitempty"` // the other end: cut, heal, slow-link, break
+	For  Duration `json:"for,omitempty"`  // it ends by itself after so long: stop, cut, slow-handler, slow-link
+
+	Fork      bool  `json:"fork,omitempty"`      // kill: a child of the process keeps its sockets open
+	NewHost   bool  `json:"new_host,omitempty"`  // join: at another address
+	Bandwidth int64 `json:"bandwidth,omitempty"` // slow-link: bytes per second
+}
+
+// Action is what an Event does.
+type Action string
+
+// Actions.
+const (
+	Kill        Action = "kill"         // SIGKILL of a node's process
+	Stop        Action = "stop"         // SIGSTOP
+	Wake        Action = "wake"         // SIGCONT
+	Join        Action = "join"         // a new process with the role and rank of the node
+	Leave       Action = "leave"        // the process ends its part without waiting (Close), then ends
+	Finalize    Action = "finalize"     // Finalize; python: stop
+	Barrier     Action = "barrier"      // the node calls InstanceBarrier of all workers and servers
+	Cut         Action = "cut"          // nothing crosses the link of two nodes, nobody is told. No peer: of the node and all others
+	Heal        Action = "heal"         // the end of a cut
+	Break       Action = "break"        // the connections of two nodes break, both are told, and they connect again. No peer: all of the node's
+	SlowLink    Action = "slow-link"    // the link of two nodes has Bandwidth only
+	SlowHandler Action = "slow-handler" // the server's handler (python: the caller of get_batch) stands still
+)
+
+var actions = []Action{Kill, Stop, Wake, Join, Leave, Finalize, Barrier, Cut, Heal, Break, SlowLink, SlowHandler}
+
+// Expect is a requirement that goes beyond those of every plan.
+type Expect struct {
+	// Nodes are the processes that it is about: those of these ranks that lived at the
+	// end of the phase, or, with Replaced, those that have been replaced.
+	Nodes    Nodes `json:"nodes"`
+	Replaced bool  `json:"replaced,omitempty"`
+
+	// Rounds of the phase: "all" (at least one, and none failed), "some", "none"
+	// succeeded; "any" or empty says nothing. After leaves out those that began before
+	// that time of the phase.
+	Rounds string   `json:"rounds,omitempty"`
+	After  Duration `json:"after,omitempty"`
+
+	// Barriers that the nodes called in the phase: "pass", "fail", "end" (either).
+	Barriers string `json:"barriers,omitempty"`
+
+	// Within is the longest that a failed call or barrier of the phase took.
+	Within Duration `json:"within,omitempty"`
+
+	// Error is a text that every error of a failed call must contain.
+	Error string `json:"error,omitempty"`
+}
+
+// End is what is done after the last phase. By default all links are healed, stopped
+// processes woken and dead nodes replaced; then all that work must do so, and all nodes
+// finalize.
+type End struct {
+	Settle  Duration `json:"settle,omitempty"`  // from the end of all faults until everything must work; 30s if 0
+	Rounds  int      `json:"rounds,omitempty"`  // of each worker, none of which may fail; 3 if 0
+	Abandon bool     `json:"abandon,omitempty"` // no replacements and no rounds: all are closed as they are
+}
+
+// Node names a process by role and instance rank, "worker 0", or "scheduler".
+type Node string
+
+// Nodes is one node, or "workers", "servers", or "all".
+type Nodes string
+
+// Duration is a time.Duration that is a string such as "1.5s" in JSON.
+type Duration time.Duration
+
+// D is the duration.
+func (d Duration) D() time.Duration { return time.Duration(d) }
+
+// Or is d, or def if it is 0.
+func (d Duration) Or(def time.Duration) time.Duration {
+	if d == 0 {
+		return def
+	}
+	return time.Duration(d)
+}
+
+// UnmarshalJSON reads what time.ParseDuration does.
+func (d *Duration) UnmarshalJSON(b []byte) error {
+	s, err := strconv.Unquote(string(b))
+	if err != nil {
+		return fmt.Errorf("%s: want a duration in quotes, such as \"1.5s\"", b)
+	}
+	x, err := time.ParseDuration(s)
+	if err != nil {
+		return fmt.Errorf("%q: want a duration, such as \"1.5s\"", s)
+	}
+	*d = Duration(x)
+	return nil
+}
+
+// MarshalJSON writes what UnmarshalJSON reads.
+func (d Duration) MarshalJSON() ([]byte, error) {
+	return []byte(strconv.Quote(time.Duration(d).String())), nil
+}
+
+// NodeOf names a node.
+func NodeOf(role string, rank int) Node {
+	if role == "scheduler" {
+		return "scheduler"
+	}
+	return Node(fmt.Sprintf("%s %d", role, rank))
+}
+
+// Role is "worker", "server" or "scheduler".
+func (n Node) Role() string {
+	role, _, _ := strings.Cut(string(n), " ")
+	return role
+}
+
+// Rank is the instance rank; 0 for the scheduler.
+func (n Node) Rank() int {
+	_, rank, _ := strings.Cut(string(n), " ")
+	r, _ := strconv.Atoi(rank)
+	return r
+}
+
+// Has tells whether n is one of s.
+func (s Nodes) Has(n Node) bool {
+	switch s {
+	case "all":
+		return true
+	case "workers":
+		return n.Role() == "worker"
+	case "servers":
+		return n.Role() == "server"
+	}
+	return string(s) == string(n)
+}
+
+// All lists the nodes of the cluster, the scheduler first.
+func (c *Cluster) All() []Node {
+	all := []Node{"scheduler"}
+	g := max(c.Group, 1)
+	for r := range c.Servers * g {
+		all = append(all, NodeOf("server", r))
+	}
+	for r := range c.Workers * g {
+		all = append(all, NodeOf("worker", r))
+	}
+	return all
+}
+
+// IsForeign tells whether n behaves like a node of the original.
+func (c *Cluster) IsForeign(n Node) bool { return slices.Contains(c.Foreign, n) }
+
+// Length is the time of all phases.
+func (p *Plan) Length() (d time.Duration) {
+	for i := range p.Phases {
+		d += p.Phases[i].For.D()
+	}
+	return d
+}

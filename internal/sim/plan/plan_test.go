@@ -1,0 +1,64 @@
+package plan
+
+import (
+	"encoding/json"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+)
+
+const small = `{"name": "x", "about": "x", "cluster": {"workers": 2, "servers": 1}, "transport": {},
+ "phases": [{"name": "a", "for": "10s", "loads": [{"nodes": "workers", "every": "10ms"}],
+  "events": [{"at": "1s", "do": "kill", "node": "worker 0"}], "expect": [{"nodes": "worker 1", "rounds": "all"}]}], "end": {}}`
+
+func TestParse(t *testing.T) {
+	p, err := Parse("x.json", []byte(small))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if p.Length() != 10*time.Second || len(p.Cluster.All()) != 4 || p.Phases[0].Events[0].Do != Kill {
+		t.Errorf("read %+v", p)
+	}
+	b, err := json.Marshal(p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	q, err := Parse("again", b)
+	if err != nil || !reflect.DeepEqual(p, q) {
+		t.Errorf("written and read again: %+v, %v; want %+v", q, err, p)
+	}
+}
+
+// TestRefused: an error names the file, the field and the value.
+func TestRefused(t *testing.T) {
+	for _, c := range []struct{ old, new, want string }{
+		{`"workers": 2`, `"workers": 0`, "cluster.workers is 0, want at least 1"},
+		{`"workers": 2`, `"wrokers": 2`, `unknown field "wrokers"`},
+		{`"workers": 2`, `"workers": 2, "api": "rust"`, `cluster.api is "rust", want one of`},
+		{`"for": "10s"`, `"for": "10"`, `want a duration`},
+		{`"for": "10s"`, `"for": 10`, `want a duration in quotes`},
+		{`"for": "10s"`, `"for": "0s"`, `phases[0].for is 0s, want more than 0`},
+		{`"do": "kill"`, `"do": "shoot"`, `phases[0].events[0].do is "shoot", want one of`},
+		{`"do": "kill"`, `"do": "kill", "for": "1s"`, `phases[0].events[0].for is 1s, want none`},
+		{`"do": "kill"`, `"do": "cut", "peer": "worker 0"`, `phases[0].events[0].peer is "worker 0", want another`},
+		{`"at": "1s"`, `"at": "11s"`, `phases[0].events[0].at is 11s, want 0 to the length`},
+		{`"node": "worker 0"`, `"node": "worker 2"`, `phases[0].events[0].node is "worker 2", want a node of the cluster`},
+		{`"nodes": "worker 1"`, `"nodes": "everybody"`, `phases[0].expect[0].nodes is "everybody", want a node`},
+		{`"rounds": "all"`, `"rounds": "most"`, `phases[0].expect[0].rounds is "most", want one of`},
+		{`"transport": {}`, `"transport": {"loss": 0.1}`, `transport.loss is 0.1, want 0 without resend`},
+		{`"end": {}`, `"end": {},`, "x.json:"},
+	} {
+		text := strings.Replace(small, c.old, c.new, 1)
+		if _, err := Parse("x.json", []byte(text)); err == nil || !strings.Contains(err.Error(), c.want) || !strings.HasPrefix(err.Error(), "x.json") {
+			t.Errorf("%s: %v, want one with %q", c.new, err, c.want)
+		}
+	}
+}
+
+// TestPlans: the plans of this repository are right.
+func TestPlans(t *testing.T) {
+	if _, err := ReadDir("../../../tests/plans"); err != nil {
+		t.Error(err)
+	}
+}
