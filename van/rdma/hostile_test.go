@@ -224,7 +224,15 @@ func TestHostileParts(t *testing.T) {
 		h.c.notify(0, r.index, r.meta, r.metaKey, b)
 		h.c.notify(1, immSlave|r.index, 0, 0, nil)
 	}
+	in := h.s.incomingOf(11)
+	h.until("all wait for their other parts", func() (all bool) {
+		h.s.device0().exclusive(func() { all = len(in.held) == 100 && in.slaves == 100 })
+		return all
+	})
 	h.ends(0)
+	if n := h.s.Stats().Malformed; n != 0 {
+		t.Errorf("%d malformed messages, want none", n)
+	}
 }
 
 // TestHostileOriginal is a node of the original's that writes more than it has asked

@@ -286,3 +286,6 @@ func (n *testNode) must(m *van.Message) {
 }
 
 func lost(err error) bool { return errors.Is(err, van.ErrPeerLost) }
+
+// device0 is the node's first device.
+func (n *testNode) device0() *device { return (*n.devices.Load())[0] }

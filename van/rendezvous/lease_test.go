@@ -3,6 +3,7 @@ package rendezvous
 import (
 	"errors"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -39,6 +40,35 @@ func TestTable(t *testing.T) {
 	tb.Each(func(l *Lease[string]) { order = append(order, l.Index()) })
 	if len(order) != 3 || order[0] != 0 || order[1] != 1 || order[2] != 2 {
 		t.Errorf("Each in order %v", order)
+	}
+}
+
+// TestTableReuse: the index of a lease that has ended is given out again last, so that what
+// is still said of it meets no other.
+func TestTableReuse(t *testing.T) {
+	tb := NewTable[int](4)
+	var order []uint32
+	var held []*Lease[int]
+	add := func() {
+		l := &Lease[int]{}
+		if err := tb.Add(l); err != nil {
+			t.Fatal(err)
+		}
+		order, held = append(order, l.Index()), append(held, l)
+	}
+	add()
+	tb.End(held[0])
+	for range 3 {
+		add()
+	}
+	tb.End(held[2])
+	tb.End(held[1])
+	tb.End(held[3])
+	for range 4 {
+		add()
+	}
+	if want := []uint32{0, 1, 2, 3, 0, 2, 1, 3}; !slices.Equal(order, want) {
+		t.Errorf("indices %v, want %v", order, want)
 	}
 }
 

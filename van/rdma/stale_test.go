@@ -1,0 +1,120 @@
+package rdma
+
+import (
+	"slices"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// incomingOf is the connection that node id has opened to n.
+func (n *testNode) incomingOf(id int) *incoming {
+	n.r.Helper()
+	for _, c := range *n.conns.Load() {
+		if c.in != nil && c.in.hello.node == id && !c.in.gone.Load() {
+			return c.in
+		}
+	}
+	n.r.Fatalf("%s has no connection to %s", van.NodeName(id), van.NodeName(n.who.ID))
+	return nil
+}
+
+// Credits that are owed for a place end with it: its index may be another place's when
+// they arrive.
+func TestCreditOfEndedPlace(t *testing.T) {
+	h := newHostileWorld(t, true)
+	if err := h.s.RegisterRecvBuffer(11, 6, backend.Bytes(make([]byte, 8192))); err != nil {
+		t.Fatal(err)
+	}
+	ask := func(n uint64) uint32 {
+		return h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
+	}
+	small := h.s.table.Get(ask(1000))
+	in := h.s.incomingOf(11)
+	in.mu.Lock()
+	in.credits = append(in.credits, uint16(small.Index()))
+	in.owed.Store(1)
+	large := &lease{Owner: in, Route: small.Route, Data: 2000}
+	if err := h.s.table.Add(large); err != nil {
+		t.Fatal(err)
+	}
+	in.keep(large)
+	owed, credits := in.owed.Load(), slices.Clone(in.credits)
+	in.mu.Unlock()
+	if h.s.table.Get(small.Index()) == small {
+		t.Error("the smaller place has not ended")
+	}
+	if owed != 0 || len(credits) != 0 {
+		t.Errorf("%d credits are owed, of places %v; want none of a place that has ended", owed, credits)
+	}
+	h.ends(0)
+}
+
+// Credits of an earlier connection are not taken, although a place has the same index now.
+func TestCreditOfEarlierConnection(t *testing.T) {
+	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan), into: map[intoKey]into{}, keys: map[uint64]bool{}}
+	put := 0
+	p.snd = rendezvous.NewSender[*outgoing](countingLink{&put})
+	p.snd.Up(false)
+	p.link = &link{pipe: &pipe{}, ours: true, epoch: 7}
+	o := &outgoing{}
+	if err := p.snd.Submit(o); err != nil {
+		t.Fatal(err)
+	}
+	if !p.snd.Reply(1, rendezvous.Place{Index: 3}, nil) || put != 1 {
+		t.Fatalf("%d messages were put, want 1", put)
+	}
+	if err := p.snd.Submit(o); err != nil { // waits for the place
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		epoch uint32
+		puts  int
+	}{{6, 1}, {8, 1}, {7, 2}} {
+		if ok := p.credit(&trailer{epoch: c.epoch, n: 1, credits: [maxCredits]uint16{3}}); !ok || put != c.puts {
+			t.Errorf("credit with epoch %d: taken as good %t, %d messages were put, want %d", c.epoch, ok, put, c.puts)
+		}
+	}
+}
+
+// countingLink has room for everything, and counts what is put.
+type countingLink struct{ puts *int }
+
+func (countingLink) Need(*outgoing) rendezvous.Need {
+	return rendezvous.Need{Route: rendezvous.Route{Class: 1}, Meta: cellSize}
+}
+func (countingLink) Ask(uint64, *outgoing, rendezvous.Need) bool { return true }
+func (l countingLink) Put(*outgoing, *rendezvous.Place) bool     { *l.puts++; return true }
+func (countingLink) Refuse(*outgoing, error)                     {}
+
+// A node of the original that answers with another length than it was asked for, to the
+// right address, has not placed the value: the application must not get the tensor as one.
+func TestOriginalAnswersShort(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	c := s.take()
+	back := s.open()
+	dst := value(600, 3)
+	w.must(pull(s.who, 6, 6, dst))
+	var q start
+	s.check(q.get(c.receive(immStart)))
+	at := s.mem[len(s.mem)-4096:]
+	var b [replyLen]byte
+	(&reply{origin: q.origin, index: 1, meta: backend.Bytes(at).Addr(), metaKey: s.mr.RKey()}).put(b[:])
+	c.send(immReply, b[:])
+	r.until("the request has been sent", func() bool { return slices.Contains(s.expected(), 6) })
+	place := back.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 2, key: 6})
+	a := answer(pull(s.who, 6, 6, dst), value(100, 1))
+	a.Addr, a.Option = backend.Bytes(dst).Addr(), 1
+	back.notify(0, place.index, place.meta, place.metaKey, encode(r, a, nil))
+	got := w.next()
+	if got.Vals.Len() != 0 {
+		t.Errorf("an answer of 100 bytes to a pull of 600 is handed up with %d bytes, want none", got.Vals.Len())
+	}
+	got.Release()
+	s.end()
+}
