@@ -7,17 +7,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
-	"github.com/stepaf/stepaf-go/postoffice"
-	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/inproc"
 )
-
-// start starts a cluster whose configuration set may change. A nil network means
-// ZMQ over loopback.
-func start(t testing.TB, workers, servers, group int, network *inproc.Network, set func(*postoffice.Config)) *testcluster.Cluster {
-	t.Helper()
-	return testcluster.Start(t, testcluster.Options{Workers: workers, Servers: servers, Group: group, ZMQ: network == nil, Network: network, Set: set})
-}
 
 func tensor(t testing.TB, s []float32, shape ...int64) af.Tensor {
 	t.Helper()
@@ -28,157 +18,161 @@ func tensor(t testing.TB, s []float32, shape ...int64) af.Tensor {
 	return x
 }
 
+// all are the transports that need no device.
+var all = []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.SHM}
+
 func TestPushPull(t *testing.T) {
-	for name, mk := range map[string]func() *inproc.Network{"inproc": inproc.NewNetwork, "zmq": func() *inproc.Network { return nil }} {
-		t.Run(name, func(t *testing.T) {
-			c := start(t, 2, 2, 1, mk(), nil)
-			for _, n := range c.Servers {
-				s, err := af.NewTensorServer(n, af.Options{})
-				if err != nil {
-					t.Fatal(err)
-				}
-				rank := float32(n.Rank() + 1)
-				err = s.SetRequestHandle(func(b af.Batch) {
-					sum := make([]float32, 8)
-					for _, p := range b.Pushes() {
-						v, err := af.Slice[float32](p.Val)
-						if err != nil {
-							t.Error(err)
-						}
-						for i := range v {
-							sum[i] += v[i] * rank
-						}
-					}
-					var out []af.KeyTensor
-					for _, p := range b.Pulls() {
-						out = append(out, af.KeyTensor{Key: p.Key, Val: tensor(t, sum, 2, 4)})
-					}
-					if err := b.Response(out, nil); err != nil {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers, o.Servers = 2, 2
+		c := testcluster.Start(t, o)
+		for _, n := range c.Servers {
+			s, err := af.NewTensorServer(n, af.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			rank := float32(n.Rank() + 1)
+			err = s.SetRequestHandle(func(b af.Batch) {
+				sum := make([]float32, 8)
+				for _, p := range b.Pushes() {
+					v, err := af.Slice[float32](p.Val)
+					if err != nil {
 						t.Error(err)
 					}
-				})
-				if err != nil {
-					t.Fatal(err)
+					for i := range v {
+						sum[i] += v[i] * rank
+					}
 				}
+				var out []af.KeyTensor
+				for _, p := range b.Pulls() {
+					out = append(out, af.KeyTensor{Key: p.Key, Val: tensor(t, sum, 2, 4)})
+				}
+				if err := b.Response(out, nil); err != nil {
+					t.Error(err)
+				}
+			})
+			if err != nil {
+				t.Fatal(err)
 			}
-			for _, n := range c.Workers {
-				w, err := af.NewTensorWorker(n, af.Options{})
+		}
+		for _, n := range c.Workers {
+			w, err := af.NewTensorWorker(n, af.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			a, b := make([]float32, 8), make([]float32, 8)
+			for round := range 100 {
+				for i := range a {
+					a[i], b[i] = float32(i+round), float32(10*i)
+				}
+				out := [2][]float32{make([]float32, 8), make([]float32, 8)}
+				h, err := w.ZBatchPushPull(
+					[]af.KeyTensor{{Key: 1, Val: tensor(t, a, 8)}, {Key: 2, Val: tensor(t, b, 8)}},
+					[]af.KeyTensor{{Key: 3, Val: tensor(t, out[0], 8)}, {Key: 3, Val: tensor(t, out[1], 8)}})
 				if err != nil {
 					t.Fatal(err)
 				}
-				a, b := make([]float32, 8), make([]float32, 8)
-				for round := range 100 {
-					for i := range a {
-						a[i], b[i] = float32(i+round), float32(10*i)
-					}
-					out := [2][]float32{make([]float32, 8), make([]float32, 8)}
-					h, err := w.ZBatchPushPull(
-						[]af.KeyTensor{{Key: 1, Val: tensor(t, a, 8)}, {Key: 2, Val: tensor(t, b, 8)}},
-						[]af.KeyTensor{{Key: 3, Val: tensor(t, out[0], 8)}, {Key: 3, Val: tensor(t, out[1], 8)}})
-					if err != nil {
-						t.Fatal(err)
-					}
-					if err := w.Wait(t.Context(), h); err != nil {
-						t.Fatal(err)
-					}
-					for s := range out {
-						for i, got := range out[s] {
-							if want := (a[i] + b[i]) * float32(s+1); got != want {
-								t.Fatalf("round %d server %d element %d: got %g, want %g", round, s, i, got, want)
-							}
+				if err := w.Wait(t.Context(), h); err != nil {
+					t.Fatal(err)
+				}
+				for s := range out {
+					for i, got := range out[s] {
+						if want := (a[i] + b[i]) * float32(s+1); got != want {
+							t.Fatalf("round %d server %d element %d: got %g, want %g", round, s, i, got, want)
 						}
 					}
-					req, res, err := w.FetchTrace(h + 2)
-					if err != nil || !(req.Start <= req.PostSend && req.PostSend <= req.PostRecv && req.PostRecv <= req.Process &&
-						res.Start <= res.PostSend && res.PostSend <= res.PostRecv && res.PostRecv <= res.Process && req.Start > 0 && res.Start >= req.Process) {
-						t.Fatalf("trace %+v %+v %v", req, res, err)
-					}
+				}
+				req, res, err := w.FetchTrace(h + 2)
+				if err != nil || !(req.Start <= req.PostSend && req.PostSend <= req.PostRecv && req.PostRecv <= req.Process &&
+					res.Start <= res.PostSend && res.PostSend <= res.PostRecv && res.PostRecv <= res.Process && req.Start > 0 && res.Start >= req.Process) {
+					t.Fatalf("trace %+v %+v %v", req, res, err)
 				}
 			}
-			_ = van.Empty
-			c.Finalize(t)
-		})
-	}
+		}
+		c.Finalize(t)
+	}, all...)
 }
 
 // TestPipeline keeps several batches in flight and waits for them in order, on two
 // goroutines: no answer may be left lying while nobody waits for it.
 func TestPipeline(t *testing.T) {
 	const flight = 6
-	rounds := 5000
+	rounds := 2500
 	if testing.Short() {
 		rounds = 500
 	}
-	c := start(t, 1, 2, 1, nil, nil)
-	for _, n := range c.Servers {
-		s, err := af.NewTensorServer(n, af.Options{})
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers = 2
+		c := testcluster.Start(t, o)
+		for _, n := range c.Servers {
+			s, err := af.NewTensorServer(n, af.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := s.SetRequestHandle(func(b af.Batch) {
+				v, err := af.Slice[float32](b.Pushes()[0].Val)
+				if err != nil {
+					t.Error(err)
+				}
+				out := append([]float32(nil), v...)
+				if err := b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: tensor(t, out)}}, nil); err != nil {
+					t.Error(err)
+				}
+			}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w, err := af.NewTensorWorker(c.Workers[0], af.Options{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := s.SetRequestHandle(func(b af.Batch) {
-			v, err := af.Slice[float32](b.Pushes()[0].Val)
-			if err != nil {
-				t.Error(err)
-			}
-			out := append([]float32(nil), v...)
-			if err := b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: tensor(t, out)}}, nil); err != nil {
-				t.Error(err)
-			}
-		}); err != nil {
-			t.Fatal(err)
+		type slot struct {
+			h   int32
+			in  []float32
+			out [2][]float32
 		}
-	}
-	w, err := af.NewTensorWorker(c.Workers[0], af.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	type slot struct {
-		h   int32
-		in  []float32
-		out [2][]float32
-	}
-	wait := func(s *slot) error {
-		if err := w.Wait(t.Context(), s.h); err != nil {
-			return err
+		wait := func(s *slot) error {
+			if err := w.Wait(t.Context(), s.h); err != nil {
+				return err
+			}
+			for k := range s.out {
+				if s.out[k][0] != s.in[0] || s.out[k][63] != s.in[63] {
+					return fmt.Errorf("server %d: got %g, want %g", k, s.out[k][0], s.in[0])
+				}
+			}
+			return nil
 		}
-		for k := range s.out {
-			if s.out[k][0] != s.in[0] || s.out[k][63] != s.in[63] {
-				return fmt.Errorf("server %d: got %g, want %g", k, s.out[k][0], s.in[0])
-			}
+		var wg sync.WaitGroup
+		for g := range 2 {
+			wg.Go(func() {
+				var slots [flight]*slot
+				for r := range rounds {
+					s := slots[r%flight]
+					if s == nil {
+						s = &slot{in: make([]float32, 64), out: [2][]float32{make([]float32, 64), make([]float32, 64)}}
+						slots[r%flight] = s
+					} else if err := wait(s); err != nil {
+						t.Errorf("round %d: %v", r, err)
+						return
+					}
+					for i := range s.in {
+						s.in[i] = float32(r + i)
+					}
+					key := uint64(g<<8 | r%flight)
+					var err error
+					if s.h, err = w.ZBatchPushPull([]af.KeyTensor{{Key: key, Val: tensor(t, s.in)}},
+						[]af.KeyTensor{{Key: key, Val: tensor(t, s.out[0])}, {Key: key, Val: tensor(t, s.out[1])}}); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+				for _, s := range slots {
+					if err := wait(s); err != nil {
+						t.Error(err)
+					}
+				}
+			})
 		}
-		return nil
-	}
-	var wg sync.WaitGroup
-	for g := range 2 {
-		wg.Go(func() {
-			var slots [flight]*slot
-			for r := range rounds {
-				s := slots[r%flight]
-				if s == nil {
-					s = &slot{in: make([]float32, 64), out: [2][]float32{make([]float32, 64), make([]float32, 64)}}
-					slots[r%flight] = s
-				} else if err := wait(s); err != nil {
-					t.Errorf("round %d: %v", r, err)
-					return
-				}
-				for i := range s.in {
-					s.in[i] = float32(r + i)
-				}
-				key := uint64(g<<8 | r%flight)
-				var err error
-				if s.h, err = w.ZBatchPushPull([]af.KeyTensor{{Key: key, Val: tensor(t, s.in)}},
-					[]af.KeyTensor{{Key: key, Val: tensor(t, s.out[0])}, {Key: key, Val: tensor(t, s.out[1])}}); err != nil {
-					t.Error(err)
-					return
-				}
-			}
-			for _, s := range slots {
-				if err := wait(s); err != nil {
-					t.Error(err)
-				}
-			}
-		})
-	}
-	wg.Wait()
-	c.Finalize(t)
+		wg.Wait()
+		c.Finalize(t)
+	}, testcluster.TCP, testcluster.SHM)
 }

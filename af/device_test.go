@@ -26,14 +26,8 @@ type devices struct {
 	s          *af.TensorServer
 }
 
-var networks = map[string]func(*postoffice.Config){
-	"inproc": nil,
-	"zmq":    func(c *postoffice.Config) { c.EnableIPC = 0 },
-	"local":  func(*postoffice.Config) {},
-}
-
-// startDevices starts a worker and a server. The network is one of networks.
-func startDevices(t *testing.T, network string) *devices {
+// startDevices starts a worker and a server.
+func startDevices(t *testing.T, over testcluster.Transport) *devices {
 	t.Helper()
 	d := &devices{wdev: vantest.NewDevice(0), sdev: vantest.NewDevice(0)}
 	t.Cleanup(func() { // after the nodes are closed
@@ -44,8 +38,7 @@ func startDevices(t *testing.T, network string) *devices {
 			}
 		}
 	})
-	set := networks[network]
-	d.Cluster = testcluster.Start(t, testcluster.Options{ZMQ: set != nil, Set: set, Backend: func(role string, _ int) backend.Backend {
+	d.Cluster = testcluster.Start(t, testcluster.Options{Over: over, Backend: func(role string, _ int) backend.Backend {
 		return map[string]backend.Backend{"worker": d.wdev, "server": d.sdev}[role]
 	}})
 	var err error
@@ -85,9 +78,9 @@ func fill(b []byte, v byte) {
 // TestDeviceTensors: tensors on a device that a stream is still making, at both ends,
 // arrive whole on the other device.
 func TestDeviceTensors(t *testing.T) {
-	for name := range networks {
-		t.Run(name, func(t *testing.T) {
-			d := startDevices(t, name)
+	for _, over := range all {
+		t.Run(over.String(), func(t *testing.T) {
+			d := startDevices(t, over)
 			if err := d.s.SetRequestHandle(func(b af.Batch) {
 				in := b.Retain().Pushes()[0].Val
 				if in.Device() != d.sdev.Device() {
@@ -138,7 +131,7 @@ func deviceRounds(t *testing.T, d *devices, n int) {
 // TestDeviceOrder: batches are sent in the order of the calls, whether they wait for a
 // stream, have nothing to wait for, or lie on the host.
 func TestDeviceOrder(t *testing.T) {
-	d := startDevices(t, "inproc")
+	d := startDevices(t, testcluster.InProc)
 	got := make(chan uint64, 100)
 	if err := d.s.SetRequestHandle(func(b af.Batch) {
 		got <- b.Pushes()[0].Key
@@ -187,7 +180,7 @@ func TestDeviceOrder(t *testing.T) {
 
 // TestAnswerOrder: so are answers.
 func TestAnswerOrder(t *testing.T) {
-	d := startDevices(t, "inproc")
+	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 10)
 	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
 		t.Fatal(err)
@@ -239,7 +232,7 @@ func (c *counter) Sent() { c.n.Add(1) }
 
 // TestWrongDevice: what the node does not own is refused before anything is sent.
 func TestWrongDevice(t *testing.T) {
-	d := startDevices(t, "inproc")
+	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)
 	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
 		t.Fatal(err)
@@ -310,7 +303,7 @@ func TestDeviceEnds(t *testing.T) {
 		"node closed":  {func(d *devices) { d.Workers[0].Close() }, van.ErrClosed, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := startDevices(t, "inproc")
+			d := startDevices(t, testcluster.InProc)
 			if err := d.s.SetRequestHandle(func(b af.Batch) {
 				if err := b.Response(nil, nil); err != nil {
 					t.Error(err)
@@ -362,7 +355,7 @@ var errBoom = errors.New("boom")
 // TestAnswersAtTheEnd: answers that wait for a stream when the server leaves are given
 // back, and told.
 func TestAnswersAtTheEnd(t *testing.T) {
-	d := startDevices(t, "inproc")
+	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)
 	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
 		t.Fatal(err)
@@ -400,7 +393,7 @@ func TestReleaseOn(t *testing.T) {
 }
 
 func releaseOn(t *testing.T, closes bool) {
-	d := startDevices(t, "inproc")
+	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)
 	serve := func() {
 		if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b.Retain() }); err != nil {

@@ -14,11 +14,11 @@ import (
 
 // everyVan runs test over every transport, plain and with PS_RESEND.
 func everyVan(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
-	for _, van := range []string{"inproc", "tcp", "ipc"} {
+	for _, over := range []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.Unix, testcluster.SHM} {
 		for _, resend := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s resend %t", van, resend), func(t *testing.T) {
-				test(t, testcluster.Options{ZMQ: van != "inproc", Set: func(c *postoffice.Config) {
-					c.Local, c.Resend, c.ResendTimeout = van == "ipc", resend, 200*time.Millisecond
+			t.Run(fmt.Sprintf("%s resend %t", over, resend), func(t *testing.T) {
+				test(t, testcluster.Options{Over: over, Set: func(c *postoffice.Config) {
+					c.Resend, c.ResendTimeout = resend, 200*time.Millisecond
 				}})
 			})
 		}

@@ -13,54 +13,53 @@ import (
 // group, and to no other.
 func TestGroups(t *testing.T) {
 	const groups, size = 2, 2
-	for _, zmq := range []bool{false, true} {
-		t.Run(fmt.Sprintf("zmq %t", zmq), func(t *testing.T) {
-			c := testcluster.Start(t, testcluster.Options{ZMQ: zmq, Workers: groups, Servers: groups, Group: size})
-			for _, n := range c.Servers {
-				serve(t, n, func(b af.Batch) {
-					if want := 2*b.SenderRank() + 9; b.Sender() != want {
-						t.Errorf("batch of group %d is said to come from %d, want %d", b.SenderRank(), b.Sender(), want)
-					}
-					text := fmt.Sprintf("%s to group %d instance %d", b.Pushes()[0].Val.Bytes(), n.GroupRank(), n.Instance())
-					if err := b.Response([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte(text))}}, nil); err != nil {
-						t.Error(err)
-					}
-				})
-			}
-			var wg sync.WaitGroup
-			for rank, n := range c.Workers {
-				if n.GroupRank() != rank/size || n.Instance() != rank%size || n.NumServers() != groups || n.NumServerInstances() != groups*size {
-					t.Errorf("worker %d calls itself group %d instance %d of %d servers", rank, n.GroupRank(), n.Instance(), n.NumServers())
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers, o.Servers, o.Group = groups, groups, size
+		c := testcluster.Start(t, o)
+		for _, n := range c.Servers {
+			serve(t, n, func(b af.Batch) {
+				if want := 2*b.SenderRank() + 9; b.Sender() != want {
+					t.Errorf("batch of group %d is said to come from %d, want %d", b.SenderRank(), b.Sender(), want)
 				}
-				w := newWorker(t, n)
-				wg.Go(func() {
-					for round := range 20 {
-						from := fmt.Sprintf("round %02d group %d instance %d", round, n.GroupRank(), n.Instance())
-						var want []string
-						var pull []af.KeyTensor
-						for g := range groups {
-							text := fmt.Sprintf("%s to group %d instance %d", from, g, n.Instance())
-							want = append(want, text)
-							pull = append(pull, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, len(text)))})
-						}
-						h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(from))}}, pull)
-						if err == nil {
-							err = w.Wait(t.Context(), h)
-						}
-						if err != nil {
-							t.Error(err)
-							return
-						}
-						for g := range pull {
-							if got := string(pull[g].Val.Bytes()); got != want[g] {
-								t.Errorf("got %q, want %q", got, want[g])
-							}
+				text := fmt.Sprintf("%s to group %d instance %d", b.Pushes()[0].Val.Bytes(), n.GroupRank(), n.Instance())
+				if err := b.Response([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte(text))}}, nil); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		var wg sync.WaitGroup
+		for rank, n := range c.Workers {
+			if n.GroupRank() != rank/size || n.Instance() != rank%size || n.NumServers() != groups || n.NumServerInstances() != groups*size {
+				t.Errorf("worker %d calls itself group %d instance %d of %d servers", rank, n.GroupRank(), n.Instance(), n.NumServers())
+			}
+			w := newWorker(t, n)
+			wg.Go(func() {
+				for round := range 20 {
+					from := fmt.Sprintf("round %02d group %d instance %d", round, n.GroupRank(), n.Instance())
+					var want []string
+					var pull []af.KeyTensor
+					for g := range groups {
+						text := fmt.Sprintf("%s to group %d instance %d", from, g, n.Instance())
+						want = append(want, text)
+						pull = append(pull, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, len(text)))})
+					}
+					h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(from))}}, pull)
+					if err == nil {
+						err = w.Wait(t.Context(), h)
+					}
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					for g := range pull {
+						if got := string(pull[g].Val.Bytes()); got != want[g] {
+							t.Errorf("got %q, want %q", got, want[g])
 						}
 					}
-				})
-			}
-			wg.Wait()
-			c.Finalize(t)
-		})
-	}
+				}
+			})
+		}
+		wg.Wait()
+		c.Finalize(t)
+	}, all...)
 }

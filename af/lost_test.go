@@ -68,60 +68,66 @@ func TestRetriesWhileAServerIsAway(t *testing.T) {
 // TestEarlyBatchesOfSeveralWorkers: what came before the handler is served like
 // the rest, so that a handler that waits for another worker gets it.
 func TestEarlyBatchesOfSeveralWorkers(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Workers: 2, ZMQ: true})
-	before := c.Servers[0].Stats().ReceivedMessages
-	var hs [2]int32
-	w := []*af.TensorWorker{newWorker(t, c.Workers[0]), newWorker(t, c.Workers[1])}
-	for i := range w {
-		hs[i], _ = ask(t, w[i], 1, "early")
-	}
-	for end := time.Now().Add(10 * time.Second); c.Servers[0].Stats().ReceivedMessages < before+4; runtime.Gosched() {
-		if time.Now().After(end) {
-			t.Fatal("the requests do not come")
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers = 2
+		c := testcluster.Start(t, o)
+		before := c.Servers[0].Stats().ReceivedMessages
+		var hs [2]int32
+		w := []*af.TensorWorker{newWorker(t, c.Workers[0]), newWorker(t, c.Workers[1])}
+		for i := range w {
+			hs[i], _ = ask(t, w[i], 1, "early")
 		}
-	}
-	var all sync.WaitGroup
-	all.Add(2)
-	serve(t, c.Servers[0], func(b af.Batch) {
-		all.Done()
-		all.Wait()
-		if err := echo(b); err != nil {
-			t.Error(err)
+		for end := time.Now().Add(10 * time.Second); c.Servers[0].Stats().ReceivedMessages < before+4; runtime.Gosched() {
+			if time.Now().After(end) {
+				t.Fatal("the requests do not come")
+			}
 		}
-	})
-	for i := range w {
-		if err := w[i].Wait(t.Context(), hs[i]); err != nil {
-			t.Error(err)
+		var all sync.WaitGroup
+		all.Add(2)
+		serve(t, c.Servers[0], func(b af.Batch) {
+			all.Done()
+			all.Wait()
+			if err := echo(b); err != nil {
+				t.Error(err)
+			}
+		})
+		for i := range w {
+			if err := w[i].Wait(t.Context(), hs[i]); err != nil {
+				t.Error(err)
+			}
 		}
-	}
+	}, testcluster.TCP, testcluster.SHM)
 }
 
 // TestPushesAtOnce: acknowledgements of several workers' batches do not wait for
 // one another.
 func TestPushesAtOnce(t *testing.T) {
 	const workers = 4
-	c := testcluster.Start(t, testcluster.Options{Workers: workers, ZMQ: true})
-	serve(t, c.Servers[0], func(b af.Batch) {
-		if err := b.Response(nil, nil); err != nil {
-			t.Error(err)
-		}
-	})
-	x := bytesOf(t, make([]byte, 8))
-	var wg sync.WaitGroup
-	for _, n := range c.Workers {
-		w := newWorker(t, n)
-		wg.Go(func() {
-			for i := range 2000 {
-				h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, nil)
-				if err == nil {
-					err = w.Wait(t.Context(), h)
-				}
-				if err != nil {
-					t.Errorf("batch %d: %v", i, err)
-					return
-				}
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers = workers
+		c := testcluster.Start(t, o)
+		serve(t, c.Servers[0], func(b af.Batch) {
+			if err := b.Response(nil, nil); err != nil {
+				t.Error(err)
 			}
 		})
-	}
-	wg.Wait()
+		x := bytesOf(t, make([]byte, 8))
+		var wg sync.WaitGroup
+		for _, n := range c.Workers {
+			w := newWorker(t, n)
+			wg.Go(func() {
+				for i := range 2000 {
+					h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, nil)
+					if err == nil {
+						err = w.Wait(t.Context(), h)
+					}
+					if err != nil {
+						t.Errorf("batch %d: %v", i, err)
+						return
+					}
+				}
+			})
+		}
+		wg.Wait()
+	}, testcluster.TCP, testcluster.SHM)
 }

@@ -20,21 +20,23 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-var stress = flag.Duration("stress", time.Second, "how long TestStress runs for each way of waiting")
+var stress = flag.Duration("stress", time.Second/2, "how long TestStress runs for each transport and way of waiting")
 
 // TestStress: many goroutines of two workers push and pull, wait, wait in slices,
 // give up, and leave requests alone, and every answer is the right one. Then
 // nothing is left in flight.
 func TestStress(t *testing.T) {
 	for _, mode := range []env.BusyPoll{env.SpinThenBlock, env.AlwaysBlock, env.SpinForever} {
-		t.Run(fmt.Sprint(mode), func(t *testing.T) { testStress(t, mode) })
+		testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+			t.Run(fmt.Sprint(mode), func(t *testing.T) { testStress(t, mode, o) })
+		}, testcluster.TCP, testcluster.SHM)
 	}
 }
 
-func testStress(t *testing.T, mode env.BusyPoll) {
+func testStress(t *testing.T, mode env.BusyPoll, o testcluster.Options) {
 	const servers, goroutines = 2, 8
-	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: servers, ZMQ: true,
-		Set: func(c *postoffice.Config) { c.BusyPoll = mode }})
+	o.Workers, o.Servers, o.Set = 2, servers, func(c *postoffice.Config) { c.BusyPoll = mode }
+	c := testcluster.Start(t, o)
 	var later sync.WaitGroup
 	for _, n := range c.Servers {
 		serve(t, n, func(b af.Batch) {

@@ -17,11 +17,10 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// vans runs a test over both transports.
+// vans runs a test over every transport that needs no device.
 func vans(t *testing.T, f func(t *testing.T, o testcluster.Options)) {
 	t.Helper()
-	t.Run("inproc", func(t *testing.T) { f(t, testcluster.Options{}) })
-	t.Run("zmq", func(t *testing.T) { f(t, testcluster.Options{ZMQ: true}) })
+	testcluster.Over(t, f, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
 func newWorker[V kv.Value](t testing.TB, n *postoffice.Node) *kv.Worker[V] {

@@ -105,7 +105,7 @@ func BenchmarkLoopback(b *testing.B) {
 	for _, per := range []int{1 << 12, 1 << 14, 1 << 16} {
 		for _, pull := range []bool{false, true} {
 			b.Run(fmt.Sprintf("batch=%d/pull=%t", per, pull), func(b *testing.B) {
-				c := testcluster.Start(b, testcluster.Options{ZMQ: true})
+				c := testcluster.Start(b, testcluster.Options{Over: testcluster.TCP})
 				sums[float32](b, c)
 				w := newWorker[float32](b, c.Workers[0])
 				keys, vals := make([]kv.Key, n), make([]float32, n*k)

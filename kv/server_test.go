@@ -197,7 +197,7 @@ func TestRequestBeforeHandler(t *testing.T) {
 			}
 			tss = append(tss, ts)
 		}
-		eventually(t, "arrival", func() bool { return o.ZMQ == false || c.Servers[0].Stats().ReceivedMessages > 50 })
+		eventually(t, "arrival", func() bool { return o.Over == testcluster.InProc || c.Servers[0].Stats().ReceivedMessages > 50 })
 		var h kv.SummingHandler[float32]
 		if err := s.SetRequestHandle(h.Handle); err != nil {
 			t.Fatal(err)

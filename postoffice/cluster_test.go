@@ -17,10 +17,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// vans runs test over both transports that every build has.
+// vans runs test over every transport that needs no device.
 func vans(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
-	t.Run("inproc", func(t *testing.T) { test(t, testcluster.Options{}) })
-	t.Run("zmq", func(t *testing.T) { test(t, testcluster.Options{ZMQ: true}) })
+	testcluster.Over(t, test, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
 // within is a context that ends when something must have gone wrong.

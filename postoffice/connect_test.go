@@ -3,7 +3,6 @@ package postoffice_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"runtime"
 	"strings"
@@ -51,9 +50,9 @@ func TestCannotConnect(t *testing.T) {
 // noticed the loss.
 func TestCloseWhenAPeerIsLost(t *testing.T) {
 	for _, by := range []string{"connection", "heartbeats"} {
-		for _, zmq := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s zmq %t", by, zmq), func(t *testing.T) {
-				c := testcluster.Start(t, testcluster.Options{ZMQ: zmq, Set: func(c *postoffice.Config) {
+		for _, over := range []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.SHM} {
+			t.Run(by+" "+over.String(), func(t *testing.T) {
+				c := testcluster.Start(t, testcluster.Options{Over: over, Set: func(c *postoffice.Config) {
 					if by == "heartbeats" && c.Role != "worker" {
 						c.HeartbeatTimeout = 300 * time.Millisecond // of beats that never come
 					}

@@ -93,7 +93,7 @@ func TestOneRequestWithoutAnswer(t *testing.T) {
 // TestSlicesOfASpinningWait: a wait in slices ends with its slice, also when waits
 // spin for ever.
 func TestSlicesOfASpinningWait(t *testing.T) {
-	x := customer(t, testcluster.Start(t, testcluster.Options{ZMQ: true, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}))
+	x := customer(t, testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}))
 	r := newRequest()
 	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
 		t.Fatal(err)

@@ -82,17 +82,14 @@ func TestSchedulerNeedsNoGPU(t *testing.T) {
 // others; that of host tensors is as it was.
 func TestStaged(t *testing.T) {
 	for _, c := range []struct {
-		name          string
-		zmq, ipc, gpu bool
+		name string
+		over testcluster.Transport
+		gpu  bool
 	}{
-		{"host", true, true, false}, {"zmq", true, false, true}, {"local", true, true, true}, {"inproc", false, false, true},
+		{"host", testcluster.SHM, false}, {"tcp", testcluster.TCP, true}, {"shm", testcluster.SHM, true}, {"inproc", testcluster.InProc, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			cl := testcluster.Start(t, testcluster.Options{ZMQ: c.zmq, Set: func(cfg *postoffice.Config) {
-				if !c.ipc {
-					cfg.EnableIPC = 0
-				}
-			}, Backend: func(role string, _ int) backend.Backend {
+			cl := testcluster.Start(t, testcluster.Options{Over: c.over, Backend: func(role string, _ int) backend.Backend {
 				if !c.gpu || role == "scheduler" {
 					return nil
 				}
@@ -101,7 +98,7 @@ func TestStaged(t *testing.T) {
 			v := cl.Workers[0].Van()
 			_, staged := van.As[*stage.Van](v)
 			_, linked := van.As[*local.Van](v)
-			if staged != c.gpu || linked != (c.zmq && c.ipc) {
+			if staged != c.gpu || linked != (c.over == testcluster.SHM) {
 				t.Errorf("staged %t, linked %t", staged, linked)
 			}
 			if _, staged := van.As[*stage.Van](cl.Scheduler.Van()); staged {

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
@@ -29,7 +30,7 @@ func TestPullOnly(t *testing.T) {
 		for _, servers := range []int{1, 2, 3} {
 			t.Run(fmt.Sprintf("%d pulls %d servers", pulls, servers), func(t *testing.T) {
 				c := newNodes(t, 1, servers, 1)
-				c.o.ZMQ = false
+				c.o.Over = testcluster.InProc
 				c.start()
 				c.serveAll(func(b af.Batch) {
 					var out []af.KeyTensor
@@ -65,7 +66,7 @@ func TestPullOnly(t *testing.T) {
 // An instance barrier over groups holds until the last instance has come.
 func TestInstanceBarrierOfGroups(t *testing.T) {
 	c := newNodes(t, 2, 1, 2)
-	c.o.ZMQ = false
+	c.o.Over = testcluster.InProc
 	c.start()
 	var came atomic.Int32
 	last := make(chan struct{})
@@ -300,7 +301,7 @@ func TestLateJoiner(t *testing.T) {
 // A server that is replaced twice is one that works.
 func TestRecoveryTwice(t *testing.T) {
 	c := newNodes(t, 1, 1, 1)
-	c.o.ZMQ = false
+	c.o.Over = testcluster.InProc
 	c.start()
 	w := c.tensorWorker(0)
 	for range 2 {

@@ -27,7 +27,7 @@ type nodes struct {
 // newNodes makes a cluster over the loopback.
 func newNodes(t testing.TB, workers, servers, group int) *nodes {
 	c := &nodes{t: t, log: &nodetest.Text{}}
-	c.o = testcluster.Options{Workers: workers, Servers: servers, Group: group, ZMQ: true, Log: c.log.Logger(slog.LevelInfo), Set: func(cfg *postoffice.Config) {
+	c.o = testcluster.Options{Workers: workers, Servers: servers, Group: group, Over: testcluster.TCP, Log: c.log.Logger(slog.LevelInfo), Set: func(cfg *postoffice.Config) {
 		cfg.Backend, cfg.StartTimeout, cfg.StopTimeout = "CPU", 20*time.Second, 20*time.Second
 		if c.set != nil {
 			c.set(cfg)
@@ -40,7 +40,7 @@ func newNodes(t testing.TB, workers, servers, group int) *nodes {
 func inProcess(t testing.TB, workers, servers, group int) *nodes {
 	t.Helper()
 	c := newNodes(t, workers, servers, group)
-	c.o.ZMQ = false
+	c.o.Over = testcluster.InProc
 	c.start()
 	c.serveAll(c.echo)
 	return c

@@ -16,7 +16,7 @@ import (
 // sessions opens one worker's and one server's session in this process.
 func sessions(t *testing.T) (worker, server *Session) {
 	t.Helper()
-	return open2(t, testcluster.Start(t, testcluster.Options{ZMQ: true}))
+	return open2(t, testcluster.Start(t, testcluster.Options{Over: testcluster.SHM}))
 }
 
 // open2 opens the sessions of a cluster's worker and server.

@@ -22,7 +22,7 @@ type Options struct {
 	Workers, Servers int // groups; 0 means 1
 	Group            int // instances of each; 0 means 1
 
-	ZMQ     bool            // ZeroMQ over loopback instead of the in-process van
+	Over    Transport       // what messages go over; InProc unless set
 	Network *inproc.Network // of the in-process van; nil makes one
 
 	// Set, if not nil, may change the configuration of each node.
@@ -84,6 +84,9 @@ func Start(t testing.TB, o Options) *Cluster {
 		run("worker", i, &c.Workers[i])
 	}
 	wg.Wait()
+	if !t.Failed() {
+		c.check(t)
+	}
 	if t.Failed() {
 		t.FailNow()
 	}
@@ -101,7 +104,7 @@ func New(t testing.TB, o Options) *Cluster {
 		o.Network = inproc.NewNetwork()
 	}
 	c := &Cluster{Servers: make([]*postoffice.Node, o.Servers*o.Group), Workers: make([]*postoffice.Node, o.Workers*o.Group), Port: 9000, o: o}
-	if o.ZMQ {
+	if o.Over.sockets() {
 		c.Port = FreePort(t)
 	}
 	t.Cleanup(c.close)
@@ -125,6 +128,7 @@ func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*po
 	cfg.Role, cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = role, c.o.Workers, c.o.Servers, c.o.Group
 	cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", c.Port, "127.0.0.1"
 	cfg.NodeRank, cfg.GPU = rank/c.o.Group, rank%c.o.Group
+	c.o.Over.apply(cfg)
 	if c.o.Set != nil {
 		c.o.Set(cfg)
 	}
@@ -132,14 +136,11 @@ func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*po
 		set(cfg)
 	}
 	po := postoffice.Options{Config: cfg, Log: c.o.Log}
-	if !c.o.ZMQ {
+	if !c.o.Over.sockets() {
 		po.Van = c.o.Network.Factory()
 	}
 	if c.o.Wrap != nil {
-		if po.Van == nil {
-			po.Van = van.New
-		}
-		po.Van = c.o.Wrap(role, rank, po.Van)
+		po.Van = c.o.Wrap(role, rank, c.wrapped(role))
 	}
 	if c.o.Backend != nil {
 		po.Backend = c.o.Backend(role, rank)
@@ -148,14 +149,14 @@ func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*po
 }
 
 // Environ is what a process that runs a node of the cluster has to have in its
-// environment. The cluster must be one over ZMQ.
+// environment. The cluster must be one over sockets.
 func (c *Cluster) Environ(role string, rank int) []string {
-	return []string{
+	return append([]string{
 		"DMLC_ROLE=" + role,
 		fmt.Sprintf("DMLC_NUM_WORKER=%d", c.o.Workers), fmt.Sprintf("DMLC_NUM_SERVER=%d", c.o.Servers), fmt.Sprintf("DMLC_GROUP_SIZE=%d", c.o.Group),
 		"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprintf("DMLC_PS_ROOT_PORT=%d", c.Port), "DMLC_NODE_HOST=127.0.0.1",
 		fmt.Sprintf("DMLC_NODE_RANK=%d", rank/c.o.Group), fmt.Sprintf("STEPMESH_GPU=%d", rank%c.o.Group),
-	}
+	}, c.o.Over.environ()...)
 }
 
 // FreePort finds a port for a scheduler. Ports from here are below those that the

@@ -18,163 +18,181 @@ import (
 // to notice that a process is gone.
 const soon = 5 * time.Second
 
+// overSockets runs a test with data over TCP, and with data over shared memory: the loss
+// of a process shows in other ways there.
+func overSockets(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
+	testcluster.Over(t, test, testcluster.TCP, testcluster.SHM)
+}
+
 // TestServerKilled: a server that is killed fails the requests that it owes an
 // answer, and those that follow, until another one takes its place.
 func TestServerKilled(t *testing.T) {
-	var victim *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Servers: 2, Elsewhere: nodetest.Elsewhere(t, "server", 1, mute, &victim)})
-	serveAll(t, c)
-	ws := []*af.TensorWorker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
-	victim.Ready()
-	h, _, err := request(ws[0], 2, []byte("x"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	victim.Expect("got a batch")
-	killed := time.Now()
-	victim.Kill()
-	vantest.Fails(t, ws[0].Wait(t.Context(), h), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h))
-	if d := time.Since(killed); d > soon {
-		t.Errorf("it took %s to notice the death of a server, want less than %s", d, soon)
-	}
-	// The other worker learns it as well, and the others go on without.
-	nodetest.Eventually(t, soon, "worker 1 notices the death of the server", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
-	for _, w := range ws {
-		vantest.Fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
-	}
-	nodetest.Together(t, c.Workers, func(n *postoffice.Node) error {
-		return n.InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.WorkerGroup)
-	})
+	overSockets(t, func(t *testing.T, o testcluster.Options) {
+		var victim *nodetest.Process
+		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Workers: 2, Servers: 2, Elsewhere: nodetest.Elsewhere(t, "server", 1, mute, &victim)})
+		serveAll(t, c)
+		ws := []*af.TensorWorker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
+		victim.Ready()
+		h, _, err := request(ws[0], 2, []byte("x"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		victim.Expect("got a batch")
+		killed := time.Now()
+		victim.Kill()
+		vantest.Fails(t, ws[0].Wait(t.Context(), h), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h))
+		if d := time.Since(killed); d > soon {
+			t.Errorf("it took %s to notice the death of a server, want less than %s", d, soon)
+		}
+		// The other worker learns it as well, and the others go on without.
+		nodetest.Eventually(t, soon, "worker 1 notices the death of the server", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
+		for _, w := range ws {
+			vantest.Fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
+		}
+		nodetest.Together(t, c.Workers, func(n *postoffice.Node) error {
+			return n.InstanceBarrier(nodetest.Within(t, 20*time.Second), 0, van.WorkerGroup)
+		})
 
-	var next *nodetest.Process
-	nodetest.Returns(t, c.Workers, 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
-	next.Ready()
-	work(t, 2, ws...)
+		var next *nodetest.Process
+		nodetest.Returns(t, c.Workers, 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
+		next.Ready()
+		work(t, 2, ws...)
+	})
 }
 
 // TestServerInstanceKilled: the instances of other groups' members do not notice
 // that one was killed.
 func TestServerInstanceKilled(t *testing.T) {
-	var victim *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Group: 2, Elsewhere: nodetest.Elsewhere(t, "server", 1, mute, &victim)})
-	serveAll(t, c)
-	untouched, w := nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])
-	stop := nodetest.Repeat(t, "instance 0", func(i int) error { return roundTrip(t.Context(), untouched, 1, fmt.Append(nil, i)) })
-	victim.Ready()
-	h, _, err := request(w, 1, []byte("x"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	victim.Expect("got a batch")
-	victim.Kill()
-	vantest.Fails(t, w.Wait(t.Context(), h), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
-	var next *nodetest.Process
-	nodetest.Returns(t, c.Workers[1:], 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
-	next.Ready()
-	work(t, 1, w)
-	stop()
+	overSockets(t, func(t *testing.T, o testcluster.Options) {
+		var victim *nodetest.Process
+		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Group: 2, Elsewhere: nodetest.Elsewhere(t, "server", 1, mute, &victim)})
+		serveAll(t, c)
+		untouched, w := nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])
+		stop := nodetest.Repeat(t, "instance 0", func(i int) error { return roundTrip(t.Context(), untouched, 1, fmt.Append(nil, i)) })
+		victim.Ready()
+		h, _, err := request(w, 1, []byte("x"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		victim.Expect("got a batch")
+		victim.Kill()
+		vantest.Fails(t, w.Wait(t.Context(), h), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
+		var next *nodetest.Process
+		nodetest.Returns(t, c.Workers[1:], 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
+		next.Ready()
+		work(t, 1, w)
+		stop()
+	})
 }
 
 // TestHandlerPanics: a panic in an application's handler ends its process, as it
 // would anywhere, and is the loss of a peer for the others.
 func TestHandlerPanics(t *testing.T) {
-	var victim *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "server", 0, panics, &victim)})
-	w := nodetest.Worker(t, c.Workers[0])
-	victim.Ready()
-	vantest.Fails(t, roundTrip(t.Context(), w, 1, []byte("x")), van.ErrPeerLost, "server 0 (id 8) at 127.0.0.1:")
-	if status := victim.Ended(); status != 2 {
-		t.Errorf("the process ended with status %d, want 2", status)
-	}
-	var next *nodetest.Process
-	nodetest.Returns(t, c.Workers, 8, func() { next = nodetest.Spawn(t, c, "server", 0, echo) })
-	next.Ready()
-	work(t, 1, w)
+	overSockets(t, func(t *testing.T, o testcluster.Options) {
+		var victim *nodetest.Process
+		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Elsewhere: nodetest.Elsewhere(t, "server", 0, panics, &victim)})
+		w := nodetest.Worker(t, c.Workers[0])
+		victim.Ready()
+		vantest.Fails(t, roundTrip(t.Context(), w, 1, []byte("x")), van.ErrPeerLost, "server 0 (id 8) at 127.0.0.1:")
+		if status := victim.Ended(); status != 2 {
+			t.Errorf("the process ended with status %d, want 2", status)
+		}
+		var next *nodetest.Process
+		nodetest.Returns(t, c.Workers, 8, func() { next = nodetest.Spawn(t, c, "server", 0, echo) })
+		next.Ready()
+		work(t, 1, w)
+	})
 }
 
 // TestWorkerKilledInBatch: what a killed worker had begun is given up; the server
 // serves the others, and one that takes the worker's place.
 func TestWorkerKilledInBatch(t *testing.T) {
-	var victim *nodetest.Process
-	l := &nodetest.Text{}
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Log: l.Logger(slog.LevelDebug), Elsewhere: nodetest.Elsewhere(t, "worker", 1, begins, &victim)})
-	serveAll(t, c)
-	w := nodetest.Worker(t, c.Workers[0])
-	victim.Ready()
-	l.Wait(t, "msg=recv", `peer="worker 1 (id 11)"`, "head=1")
-	work(t, 1, w)
-	victim.Kill()
-	l.Wait(t, "rank=0 id=8", "gave up unfinished batches", "worker 1 (id 11)", "batches=1")
-	work(t, 1, w)
+	overSockets(t, func(t *testing.T, o testcluster.Options) {
+		var victim *nodetest.Process
+		l := &nodetest.Text{}
+		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Workers: 2, Log: l.Logger(slog.LevelDebug), Elsewhere: nodetest.Elsewhere(t, "worker", 1, begins, &victim)})
+		serveAll(t, c)
+		w := nodetest.Worker(t, c.Workers[0])
+		victim.Ready()
+		l.Wait(t, "msg=recv", `peer="worker 1 (id 11)"`, "head=1")
+		work(t, 1, w)
+		victim.Kill()
+		l.Wait(t, "rank=0 id=8", "gave up unfinished batches", "worker 1 (id 11)", "batches=1")
+		work(t, 1, w)
 
-	next := nodetest.Spawn(t, c, "worker", 1, works) // begins at timestamp 0 as the first one did
-	next.Ready()
-	work(t, 1, w)
-	if dead := c.Scheduler.DeadNodes(0); len(dead) > 0 {
-		t.Errorf("dead nodes are %v, want none: the new worker has the place of the old one", dead)
-	}
-	next.End()
-	next.Left()
+		next := nodetest.Spawn(t, c, "worker", 1, works) // begins at timestamp 0 as the first one did
+		next.Ready()
+		work(t, 1, w)
+		if dead := c.Scheduler.DeadNodes(0); len(dead) > 0 {
+			t.Errorf("dead nodes are %v, want none: the new worker has the place of the old one", dead)
+		}
+		next.End()
+		next.Left()
+	})
 }
 
 // TestWorkerKilledBeforeAnswer: an answer to a killed worker is an error, and no
 // trouble to others.
 func TestWorkerKilledBeforeAnswer(t *testing.T) {
-	var victim *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: nodetest.Elsewhere(t, "worker", 1, asks, &victim)})
-	arrived := make(chan af.Batch, 1)
-	nodetest.Server(t, c.Servers[0], func(b af.Batch) {
-		if b.SenderRank() == 1 {
-			arrived <- b
-			return
+	overSockets(t, func(t *testing.T, o testcluster.Options) {
+		var victim *nodetest.Process
+		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Workers: 2, Elsewhere: nodetest.Elsewhere(t, "worker", 1, asks, &victim)})
+		arrived := make(chan af.Batch, 1)
+		nodetest.Server(t, c.Servers[0], func(b af.Batch) {
+			if b.SenderRank() == 1 {
+				arrived <- b
+				return
+			}
+			nodetest.Echoes(t)(b)
+		})
+		w := nodetest.Worker(t, c.Workers[0])
+		b := <-arrived
+		gone := make(chan struct{}, 16)
+		defer c.Servers[0].OnPeer(func(id int, up bool, _ error) {
+			if id == 11 && !up {
+				gone <- struct{}{}
+			}
+		})()
+		victim.Kill()
+		<-gone
+		vantest.Fails(t, nodetest.Echo(b), van.ErrPeerLost, "server 0 (id 8): send with worker 1 (id 11) at 127.0.0.1:")
+		vantest.Fails(t, nodetest.Echo(b), af.ErrAnswered)
+		work(t, 1, w)
+		if n := c.Servers[0].Stats().Pinned; n > 0 {
+			t.Errorf("%d values are still held for the dead worker", n)
 		}
-		nodetest.Echoes(t)(b)
 	})
-	w := nodetest.Worker(t, c.Workers[0])
-	b := <-arrived
-	gone := make(chan struct{}, 16)
-	defer c.Servers[0].OnPeer(func(id int, up bool, _ error) {
-		if id == 11 && !up {
-			gone <- struct{}{}
-		}
-	})()
-	victim.Kill()
-	<-gone
-	vantest.Fails(t, nodetest.Echo(b), van.ErrPeerLost, "server 0 (id 8): send with worker 1 (id 11) at 127.0.0.1:")
-	vantest.Fails(t, nodetest.Echo(b), af.ErrAnswered)
-	work(t, 1, w)
-	if n := c.Servers[0].Stats().Pinned; n > 0 {
-		t.Errorf("%d values are still held for the dead worker", n)
-	}
 }
 
 // TestSchedulerKilled: without a scheduler nobody can meet or leave in order, and
 // says so; requests between workers and servers go on.
 func TestSchedulerKilled(t *testing.T) {
-	var victim *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Elsewhere: nodetest.Elsewhere(t, "scheduler", 0, rules, &victim),
-		Set: func(c *postoffice.Config) { c.StopTimeout = 5 * time.Second }})
-	serveAll(t, c)
-	w := nodetest.Worker(t, c.Workers[0])
-	victim.Ready()
-	work(t, 1, w)
-	waiting := make(chan error)
-	go func() { waiting <- c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup) }()
-	killed := time.Now()
-	victim.Kill()
-	scheduler := fmt.Sprintf("scheduler (id 1) at 127.0.0.1:%d", c.Port)
-	vantest.Fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "instance barrier", scheduler)
-	if d := time.Since(killed); d > soon {
-		t.Errorf("it took %s to notice the death of the scheduler, want less than %s", d, soon)
-	}
-	work(t, 1, w)
-	vantest.Fails(t, c.Workers[0].Barrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup), van.ErrPeerLost, scheduler)
-	work(t, 1, w)
+	overSockets(t, func(t *testing.T, o testcluster.Options) {
+		var victim *nodetest.Process
+		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Elsewhere: nodetest.Elsewhere(t, "scheduler", 0, rules, &victim),
+			Set: func(c *postoffice.Config) { c.StopTimeout = 5 * time.Second }})
+		serveAll(t, c)
+		w := nodetest.Worker(t, c.Workers[0])
+		victim.Ready()
+		work(t, 1, w)
+		waiting := make(chan error)
+		go func() { waiting <- c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup) }()
+		killed := time.Now()
+		victim.Kill()
+		scheduler := fmt.Sprintf("scheduler (id 1) at 127.0.0.1:%d", c.Port)
+		vantest.Fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "instance barrier", scheduler)
+		if d := time.Since(killed); d > soon {
+			t.Errorf("it took %s to notice the death of the scheduler, want less than %s", d, soon)
+		}
+		work(t, 1, w)
+		vantest.Fails(t, c.Workers[0].Barrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup), van.ErrPeerLost, scheduler)
+		work(t, 1, w)
 
-	_, err := c.Join(t.Context(), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 200 * time.Millisecond })
-	vantest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", c.Port))
-	work(t, 1, w)
-	for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0]} {
-		vantest.Fails(t, n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
-	}
+		_, err := c.Join(t.Context(), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 200 * time.Millisecond })
+		vantest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", c.Port))
+		work(t, 1, w)
+		for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0]} {
+			vantest.Fails(t, n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
+		}
+	})
 }

@@ -18,7 +18,7 @@ import (
 // TestMisfits: nodes that cannot be part of a working cluster are told why, and
 // the cluster does not notice.
 func TestMisfits(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2})
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2})
 	serveAll(t, c)
 	w0, w1 := nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])
 	work(t, 1, w0, w1)
@@ -70,7 +70,7 @@ func TestPortInUse(t *testing.T) {
 	defer taken.Close()
 	port := taken.Addr().(*net.TCPAddr).Port
 	l := &nodetest.Text{}
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Log: l.Logger(slog.LevelDebug), Set: func(c *postoffice.Config) { c.Port = port }})
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Log: l.Logger(slog.LevelDebug), Set: func(c *postoffice.Config) { c.Port = port }})
 	serveAll(t, c)
 	for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0]} {
 		took := portOf(t, c, n)
@@ -88,7 +88,7 @@ func TestPortInUse(t *testing.T) {
 func TestMisfitsAtStart(t *testing.T) {
 	var without, impatient, early error
 	l := &nodetest.Text{}
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Log: l.Logger(slog.LevelDebug), Elsewhere: func(c *testcluster.Cluster, role string, _ int) bool {
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2, Log: l.Logger(slog.LevelDebug), Elsewhere: func(c *testcluster.Cluster, role string, _ int) bool {
 		if role == "server" { // the scheduler runs, and nobody else yet
 			_, without = c.Join(nodetest.Within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 3, 2 })
 			_, impatient = c.Join(nodetest.Within(t, 15*time.Second), "worker", 1, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
@@ -109,7 +109,7 @@ func TestMisfitsAtStart(t *testing.T) {
 // TestVanishedAtStart: when a node is gone by the time that the last one comes,
 // the others learn it instead of being kept waiting.
 func TestVanishedAtStart(t *testing.T) {
-	c := testcluster.New(t, testcluster.Options{ZMQ: true})
+	c := testcluster.New(t, testcluster.Options{Over: testcluster.TCP})
 	join := func(role string) <-chan error {
 		done := make(chan error, 1)
 		go func() {

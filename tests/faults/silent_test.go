@@ -17,10 +17,10 @@ import (
 
 // vans runs test over every transport, plain and with PS_RESEND.
 func vans(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
-	for _, zmq := range []bool{false, true} {
+	for _, over := range []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.SHM} {
 		for _, resend := range []bool{false, true} {
-			t.Run(fmt.Sprintf("zmq %t resend %t", zmq, resend), func(t *testing.T) {
-				test(t, testcluster.Options{ZMQ: zmq, Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = resend, 100*time.Millisecond }})
+			t.Run(fmt.Sprintf("%s resend %t", over, resend), func(t *testing.T) {
+				test(t, testcluster.Options{Over: over, Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = resend, 100*time.Millisecond }})
 			})
 		}
 	}

@@ -25,7 +25,7 @@ var greeting = append(append([]byte{0xff, 0, 0, 0, 0, 0, 0, 0, 0, 0x7f, 3, 1, 'N
 // broken ZMTP, and messages of it with random or nearly right frames.
 func TestStray(t *testing.T) {
 	const seed = 20240607
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Servers: 2})
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Servers: 2})
 	serveAll(t, c)
 	w := nodetest.Worker(t, c.Workers[0])
 	work(t, 2, w)

@@ -25,7 +25,7 @@ func slower(d time.Duration) time.Duration {
 func TestStartUp(t *testing.T) {
 	limit := slower(3 * time.Second)
 	began := time.Now()
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 4, Servers: 4})
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.SHM, Workers: 4, Servers: 4})
 	if took := time.Since(began); took > limit {
 		t.Errorf("4 workers and 4 servers took %s to start, want less than %s", took, limit)
 	} else {
@@ -51,10 +51,10 @@ func TestManyNodes(t *testing.T) {
 // TestIdle: a cluster in which nothing happens costs next to nothing, with and
 // without heartbeats.
 func TestIdle(t *testing.T) {
-	for _, zmq := range []bool{false, true} {
+	for _, over := range []testcluster.Transport{testcluster.TCP, testcluster.SHM} {
 		for _, beat := range []time.Duration{0, time.Second} {
-			t.Run(fmt.Sprintf("zmq %t heartbeats %s", zmq, beat), func(t *testing.T) {
-				c := testcluster.Start(t, testcluster.Options{ZMQ: zmq, Workers: 2, Servers: 2, Set: func(c *postoffice.Config) {
+			t.Run(fmt.Sprintf("%s heartbeats %s", over, beat), func(t *testing.T) {
+				c := testcluster.Start(t, testcluster.Options{Over: over, Workers: 2, Servers: 2, Set: func(c *postoffice.Config) {
 					c.HeartbeatInterval, c.HeartbeatTimeout = beat, 5*beat
 				}})
 				for _, n := range c.Servers {
@@ -63,19 +63,27 @@ func TestIdle(t *testing.T) {
 				for _, n := range c.Workers { // what spins does so after traffic
 					busy(t, n)
 				}
+				// What burns the processor does so in every window; what else the machine does
+				// makes ours dearer in some.
 				const idle = 3 * time.Second
 				nodetest.Settle()
 				<-time.After(100 * time.Millisecond) // for spinning to end
-				before, began := nodetest.ProcessorTime(t), time.Now()
-				<-time.After(idle)
-				used, took := nodetest.ProcessorTime(t)-before, time.Since(began)
-				limit := took / 100
-				if beat > 0 {
-					limit = slower(limit)
-				}
-				t.Logf("5 idle nodes used %s of the processor in %s", used, took)
-				if used > limit {
-					t.Errorf("5 idle nodes used %s of the processor in %s, want less than %s", used, took, limit)
+				for window := 1; ; window++ {
+					before, began := nodetest.ProcessorTime(t), time.Now()
+					<-time.After(idle)
+					used, took := nodetest.ProcessorTime(t)-before, time.Since(began)
+					limit := took / 100
+					if beat > 0 {
+						limit = slower(limit)
+					}
+					t.Logf("5 idle nodes used %s of the processor in %s", used, took)
+					if used <= limit {
+						break
+					}
+					if window == 3 {
+						t.Errorf("5 idle nodes used %s of the processor in %s, and more than %s before, want less", used, took, limit)
+						break
+					}
 				}
 				c.Finalize(t)
 			})

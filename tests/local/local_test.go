@@ -25,7 +25,10 @@ import (
 func pair(t testing.TB, o testcluster.Options, attr *syscall.SysProcAttr) (*testcluster.Cluster, *nodetest.Process, *af.TensorWorker) {
 	t.Helper()
 	var p *nodetest.Process
-	o.ZMQ, o.Elsewhere = true, nodetest.Elsewhere(t, "server", 0, echo, &p, nodetest.Attr(attr))
+	if o.Over == testcluster.InProc {
+		o.Over = testcluster.SHM
+	}
+	o.Elsewhere = nodetest.Elsewhere(t, "server", 0, echo, &p, nodetest.Attr(attr))
 	c := testcluster.Start(t, o)
 	p.Ready()
 	return c, p, nodetest.Worker(t, c.Workers[0])
@@ -123,7 +126,7 @@ func TestServerKilled(t *testing.T) {
 // TestWorkerKilled kills a worker while its large pushes come and answers go.
 func TestWorkerKilled(t *testing.T) {
 	var p *nodetest.Process
-	c := testcluster.Start(t, testcluster.Options{ZMQ: true, Workers: 2, Elsewhere: nodetest.Elsewhere(t, "worker", 0, floods, &p)})
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.SHM, Workers: 2, Elsewhere: nodetest.Elsewhere(t, "worker", 0, floods, &p)})
 	var torn atomic.Pointer[error]
 	if err := nodetest.Serve(c.Servers[0], func(b af.Batch) {
 		x := b.Pushes()[0].Val.Bytes()
@@ -215,7 +218,7 @@ func TestOutOfReach(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var log nodetest.Text
-			cl, _, w := pair(t, testcluster.Options{Set: c.set, Log: log.Logger(slog.LevelInfo)}, c.attr)
+			cl, _, w := pair(t, testcluster.Options{Over: testcluster.AsSet, Set: c.set, Log: log.Logger(slog.LevelInfo)}, c.attr)
 			if cl.Workers[0].SharesMemory(serverID) {
 				t.Error("memory is shared")
 			}

@@ -127,7 +127,7 @@ func prepare(t testing.TB, o options) *cluster {
 }
 
 func (c *cluster) testOptions() testcluster.Options {
-	return testcluster.Options{ZMQ: true, Workers: c.o.workers, Servers: c.o.servers, Group: c.o.group, Wrap: c.o.wrap, Log: c.o.log,
+	return testcluster.Options{Over: testcluster.AsSet, Workers: c.o.workers, Servers: c.o.servers, Group: c.o.group, Wrap: c.o.wrap, Log: c.o.log,
 		Set: func(cfg *postoffice.Config) {
 			cfg.VanType, cfg.EnableIPC = "ibverbs", 0
 			cfg.RootURI, cfg.NodeHost = c.hosts[0], c.hosts[0]

@@ -1,0 +1,110 @@
+package testcluster
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/local"
+)
+
+// Transport says what the nodes of a cluster send over.
+type Transport int
+
+// What a cluster can be over. Start checks that data takes the way that is named.
+const (
+	InProc Transport = iota // the in-process van, for data as well
+	TCP                     // ZeroMQ over TCP, for data as well
+	Unix                    // ZeroMQ over Unix sockets, for data as well
+	SHM                     // ZeroMQ over TCP, and shared memory for data
+	AsSet                   // what the configuration says; nothing is checked
+)
+
+// String is the name of a test's leg.
+func (x Transport) String() string {
+	if x < 0 || int(x) >= len(transports) {
+		return fmt.Sprintf("transport %d", int(x))
+	}
+	return transports[x]
+}
+
+var transports = [...]string{"inproc", "tcp", "unix", "shm", "as set"}
+
+// Over runs a test once for each transport, as a subtest of its name.
+func Over(t *testing.T, test func(t *testing.T, o Options), transports ...Transport) {
+	for _, x := range transports {
+		t.Run(x.String(), func(t *testing.T) { test(t, Options{Over: x}) })
+	}
+}
+
+// sockets tells whether other processes can be nodes of the cluster.
+func (x Transport) sockets() bool { return x != InProc }
+
+// apply makes the configuration of a node one for the transport.
+func (x Transport) apply(c *postoffice.Config) {
+	switch x {
+	case TCP:
+		c.EnableIPC = 0
+	case Unix:
+		c.EnableIPC, c.Local = 0, true
+	case SHM:
+		c.EnableIPC = 1
+	}
+}
+
+// environ is the same for a node that is a process of its own.
+func (x Transport) environ() []string {
+	switch x {
+	case TCP:
+		return []string{"BYTEPS_ENABLE_IPC=0"}
+	case Unix:
+		return []string{"BYTEPS_ENABLE_IPC=0", "DMLC_LOCAL=1"}
+	case SHM:
+		return []string{"BYTEPS_ENABLE_IPC=1"}
+	}
+	return nil
+}
+
+// wrapped makes the van that Options.Wrap is wrapped around. A node that is given a van
+// does not put shared memory around it, so this does.
+func (c *Cluster) wrapped(role string) van.Factory {
+	if !c.o.Over.sockets() {
+		return c.o.Network.Factory()
+	}
+	if c.o.Over != SHM || role == "scheduler" {
+		return van.New
+	}
+	return func(o van.Options) (van.Van, error) {
+		v, err := van.New(o)
+		if err != nil {
+			return nil, err
+		}
+		return local.New(v, o), nil
+	}
+}
+
+// check fails the test if the data of the nodes in this process takes another way than
+// the one that the cluster is named after.
+func (c *Cluster) check(t testing.TB) {
+	t.Helper()
+	if c.o.Over == AsSet {
+		return
+	}
+	look := func(n *postoffice.Node, id int) {
+		if n == nil {
+			return // runs elsewhere
+		}
+		if got, want := n.SharesMemory(id), c.o.Over == SHM; got != want {
+			t.Errorf("%s shares memory with %s: %t, want %t over %s", n.Name(), van.NodeName(id), got, want, c.o.Over)
+		}
+	}
+	for i, w := range c.Workers {
+		for k, s := range c.Servers {
+			if i%c.o.Group == k%c.o.Group { // the others send each other nothing
+				look(w, van.ServerID(k))
+				look(s, van.WorkerID(i))
+			}
+		}
+	}
+}
