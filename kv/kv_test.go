@@ -175,9 +175,17 @@ func TestVariableLengths(t *testing.T) {
 // TestArrange has sums of lengths that equal the room while the parts differ from
 // an even division, in both directions.
 func TestArrange(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Servers: 3})
-	keys := []kv.Key{1, 2, 1 << 63, 1<<63 + 1, kv.MaxKey - 1, kv.MaxKey}
-	for _, lens := range [][]int32{{2, 2, 2, 2, 2, 2}, {1, 1, 2, 2, 3, 3}, {3, 3, 2, 2, 1, 1}, {0, 0, 2, 2, 4, 4}, {3, 3, 0, 0, 3, 3}, {0, 1, 5, 0, 3, 3}, {6, 6, 0, 0, 0, 0}, {0, 0, 0, 0, 6, 6}, {1, 3, 5, 1, 1, 1}} {
+	arranges(t, 3, []kv.Key{1, 2, 1 << 63, 1<<63 + 1, kv.MaxKey - 1, kv.MaxKey}, [][]int32{{2, 2, 2, 2, 2, 2}, {1, 1, 2, 2, 3, 3}, {3, 3, 2, 2, 1, 1}, {0, 0, 2, 2, 4, 4}, {3, 3, 0, 0, 3, 3}, {0, 1, 5, 0, 3, 3}, {6, 6, 0, 0, 0, 0}, {0, 0, 0, 0, 6, 6}, {1, 3, 5, 1, 1, 1}})
+	// Two parts that move right, one into the place of the other.
+	const quarter = kv.MaxKey / 4
+	arranges(t, 4, []kv.Key{1, 2, quarter + 1, quarter + 2, 2*quarter + 1, 2*quarter + 2, 3*quarter + 1, 3*quarter + 2}, [][]int32{
+		{3, 3, 2, 2, 2, 2, 1, 1}, {1, 1, 2, 2, 2, 2, 3, 3}, {4, 4, 2, 2, 1, 1, 1, 1}})
+}
+
+func arranges(t *testing.T, servers int, keys []kv.Key, all [][]int32) {
+	t.Helper()
+	c := testcluster.Start(t, testcluster.Options{Servers: servers})
+	for _, lens := range all {
 		for _, pullLens := range []bool{false, true} {
 			var vals []int16
 			for i, n := range lens {

@@ -13,9 +13,10 @@ import (
 // as in the original.
 //
 // Every key has the same number of values, which the first push determines; a
-// pull before that gets as many zeros as the worker has room for. A request with
-// another number is dropped with a log line, since the protocol has no answer that
-// says no. Each key's addition is atomic, a request with many keys is not.
+// pull before that gets one zero for each key, as in the original, whatever the worker
+// has room for: a few bytes of a request must not make a server allocate gigabytes. A
+// push with another number is dropped with a log line, since the protocol has no answer
+// that says no. Each key's addition is atomic, a request with many keys is not.
 //
 // The zero value is ready for use:
 //
@@ -53,10 +54,7 @@ func (h *SummingHandler[V]) handle(r Request[V]) error {
 		}
 		return r.Response(Pairs[V]{})
 	}
-	k := h.Each()
-	if k == 0 {
-		k = max(r.Expected()/len(r.Keys), 1)
-	}
+	k := max(h.Each(), 1)
 	if bytes := (k*sizeOf[V]() + 8) * len(r.Keys); bytes > maxPayload {
 		return fmt.Errorf("%w: pull of %d bytes, want at most %d", van.ErrInvalid, bytes, maxPayload)
 	}

@@ -1,0 +1,253 @@
+package kv_test
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// lender is a van that is slow to let go of what it was given: data messages that keep
+// chooses are not sent until the test does so.
+type lender struct {
+	van.Van
+	keep func(m *van.Message) bool
+	recv func(van.Receiver) van.Receiver
+
+	mu   sync.Mutex
+	kept []*van.Message
+}
+
+func (v *lender) Unwrap() van.Van { return v.Van }
+
+func (v *lender) Start(recv van.Receiver) {
+	if v.recv != nil {
+		recv = v.recv(recv)
+	}
+	v.Van.Start(recv)
+}
+
+func (v *lender) Send(m *van.Message) error {
+	if m.IsControl() || v.keep == nil || !v.keep(m) {
+		return v.Van.Send(m)
+	}
+	c := &van.Message{Meta: m.Meta, Receiver: m.Receiver, Frames: m.Frames, Keys: m.Keys, Vals: m.Vals, Lens: m.Lens, Done: m.Done}
+	c.DataTypes = slices.Clone(m.DataTypes)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.kept = append(v.kept, c)
+	return nil
+}
+
+// messages are those kept so far.
+func (v *lender) messages() []*van.Message {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return slices.Clone(v.kept)
+}
+
+// wrap puts v around the van of the node with that role and rank.
+func (v *lender) wrap(role string) func(string, int, van.Factory) van.Factory {
+	return func(r string, rank int, f van.Factory) van.Factory {
+		if r != role || rank != 0 {
+			return f
+		}
+		return func(o van.Options) (van.Van, error) {
+			inner, err := f(o)
+			v.Van = inner
+			return v, err
+		}
+	}
+}
+
+func floats(m backend.Mem) []float32 { return unsafe.Slice((*float32)(m.Ptr()), m.Len()/4) }
+
+func numbers(m backend.Mem) []uint64 { return unsafe.Slice((*uint64)(m.Ptr()), m.Len()/8) }
+
+// TestPullBeforePush: before the first push a pull gets one zero for each key, whatever
+// the worker says that it has room for.
+func TestPullBeforePush(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		sums[float32](t, c)
+		if _, err := c.Workers[0].AddCustomer(0, 5, func(*van.Message) {}); err != nil {
+			t.Fatal(err)
+		}
+		// 304 bytes that ask for 512 MiB.
+		m := &van.Message{}
+		m.Reset()
+		m.Receiver, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, 0, 1, 0, 5
+		m.ValLen = 128 << 20
+		kv.SetData(m, backend.Slice([]kv.Key{1}), backend.Mem{}, backend.Mem{}, van.TypeFloat)
+		before := c.Servers[0].Stats().SentBytes
+		if err := c.Workers[0].Send(m); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "answer", func() bool { return c.Servers[0].Stats().SentBytes > before })
+		if n := c.Servers[0].Stats().SentBytes - before; n > 1024 {
+			t.Errorf("the server answers with %d bytes", n)
+		}
+
+		w := newWorker[float32](t, c.Workers[0])
+		keys := []kv.Key{1, 2, 3}
+		var got []float32
+		do(t, w)(w.Pull(keys, &got))
+		if !slices.Equal(got, make([]float32, 3)) {
+			t.Errorf("got %v, want three zeros", got)
+		}
+		got = make([]float32, 6)
+		ts, err := w.Pull(keys, &got)
+		if err == nil {
+			err = w.Wait(t.Context(), ts)
+		}
+		fails(t, err, van.ErrInvalid, "3 values came, there is room for 6")
+		do(t, w)(w.Push(keys, []float32{1, 2, 3, 4, 5, 6}))
+		do(t, w)(w.Pull(keys, &got))
+		if !slices.Equal(got, []float32{1, 2, 3, 4, 5, 6}) {
+			t.Errorf("got %v", got)
+		}
+		c.Finalize(t)
+	})
+}
+
+// TestBufferBoundary: a push that is one element longer than its registered buffer is
+// dropped with a log line, one that just fits is taken.
+func TestBufferBoundary(t *testing.T) {
+	var l logs
+	c := testcluster.Start(t, testcluster.Options{Log: l.logger()})
+	place := make([]uint8, 7)
+	s, err := kv.NewServer[uint8](c.Servers[0], 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.RegisterRecvBuffer(0, 10, place); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.SetRequestHandle(func(r kv.Request[uint8]) {
+		if err := r.Response(kv.Pairs[uint8]{}); err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	w := newWorker[uint8](t, c.Workers[0])
+	if _, err := w.Push([]kv.Key{10}, make([]uint8, 8)); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "log line", func() bool {
+		return strings.Contains(l.String(), "pushed 8 bytes under key 10, the registered receive buffer has 7")
+	})
+	do(t, w)(w.Push([]kv.Key{10}, []uint8{1, 2, 3, 4, 5, 6, 7}))
+	if !slices.Equal(place, []uint8{1, 2, 3, 4, 5, 6, 7}) {
+		t.Errorf("the buffer has %v", place)
+	}
+}
+
+// TestCopiesOfAFailedPush: what a push has copied is not used again while the transport
+// may still be sending it.
+func TestCopiesOfAFailedPush(t *testing.T) {
+	v := &lender{keep: func(m *van.Message) bool { return m.Request && m.Push }}
+	c := testcluster.Start(t, testcluster.Options{Wrap: v.wrap("worker")})
+	sums[float32](t, c)
+	w := newWorker[float32](t, c.Workers[0])
+	keys := make([]kv.Key, 64)
+	for i := range keys {
+		keys[i] = kv.Key(i)
+	}
+	const rounds = 4
+	for round := range rounds {
+		vals := slices.Repeat([]float32{float32(round)}, len(keys))
+		ts, err := w.Push(keys, vals)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		fails(t, w.Wait(ctx, ts), van.ErrTimeout)
+		cancel()
+	}
+	kept := v.messages()
+	if len(kept) != rounds {
+		t.Fatalf("%d messages were sent, want %d", len(kept), rounds)
+	}
+	for round, m := range kept {
+		if got := floats(m.Vals); !slices.Equal(got, slices.Repeat([]float32{float32(round)}, len(keys))) {
+			t.Errorf("push %d, still being sent, has the values of another one: %v", round, got[:2])
+		}
+	}
+}
+
+// poisoner owns received messages, and spoils the keys of those that nobody holds.
+type poisoner struct {
+	freed chan struct{}
+}
+
+func (p poisoner) Free(m *van.Message) {
+	clear(m.Keys.Host())
+	p.freed <- struct{}{}
+}
+
+// TestAnswerHoldsItsRequest: an answer that has the request's keys keeps the request's
+// memory until it has left.
+func TestAnswerHoldsItsRequest(t *testing.T) {
+	p := poisoner{make(chan struct{}, 16)}
+	v := &lender{
+		keep: func(m *van.Message) bool { return !m.Request && !m.Push },
+		recv: func(recv van.Receiver) van.Receiver {
+			return func(m *van.Message) {
+				if m.IsControl() || !m.Request || m.Push {
+					recv(m)
+					return
+				}
+				c := &van.Message{Meta: m.Meta, Sender: m.Sender, Receiver: m.Receiver, Frames: m.Frames}
+				c.DataTypes = slices.Clone(m.DataTypes)
+				c.Keys = backend.Slice(slices.Clone(numbers(m.Keys)))
+				c.Adopt(p, nil)
+				recv(c)
+				c.Release()
+			}
+		},
+	}
+	c := testcluster.Start(t, testcluster.Options{Wrap: v.wrap("server")})
+	serve(t, c.Servers[0], func(r kv.Request[float32]) {
+		if err := r.Response(kv.Pairs[float32]{Keys: r.Keys, Vals: make([]float32, len(r.Keys))}); err != nil {
+			t.Error(err)
+		}
+	})
+	w := newWorker[float32](t, c.Workers[0])
+	keys := make([]kv.Key, 64)
+	for i := range keys {
+		keys[i] = kv.Key(i + 1)
+	}
+	var got []float32
+	ts, err := w.Pull(keys, &got)
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "answer", func() bool { return len(v.messages()) == 1 })
+	m := v.messages()[0]
+	if sent := numbers(m.Keys); !slices.Equal(sent, keys) {
+		t.Errorf("the answer, which has not left, has the keys %v ...", sent[:4])
+	}
+	select {
+	case <-p.freed:
+		t.Error("the request's memory was given back before the answer has left")
+	default:
+	}
+	if err := v.Van.Send(m); err != nil {
+		t.Fatal(err)
+	}
+	do(t, w)(ts, nil)
+	select {
+	case <-p.freed:
+	case <-time.After(10 * time.Second):
+		t.Error("the request's memory is not given back")
+	}
+}
