@@ -159,10 +159,13 @@ func TestBudgetOfAll(t *testing.T) {
 	for p := range stuck {
 		close(release[p])
 		waitFor(t, "the rest of a stuck lane", func() bool { return got[p].Load() == 50 })
+		if p == 0 {
+			waitFor(t, "what the other two may have waiting now", func() bool { return s.l.Budget.Used() == 1200 })
+		}
 	}
 	s.stop(t)
-	if n := s.l.Budget.Used(); n != 0 {
-		t.Errorf("%d bytes wait in the end", n)
+	if n := s.l.Budget.Used(); n != 0 || len(s.l.Budget.paused) != 0 {
+		t.Errorf("%d bytes wait in the end, %d lanes are paused", n, len(s.l.Budget.paused))
 	}
 }
 
