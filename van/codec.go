@@ -136,26 +136,29 @@ func (n *Node) put(b []byte) {
 // peer may send, it returns a *FieldError, and m's contents are unspecified.
 // Bytes that ps-lite leaves uninitialised are ignored.
 func DecodeMeta(b []byte, m *Meta) error {
-	if err := m.get(b); err != nil {
-		return err
+	body, err := m.get(b)
+	if err == nil {
+		if err = m.check(); err == nil {
+			m.Body = append(m.Body, body...)
+			return nil
+		}
 	}
-	if err := m.check(); err != nil {
-		return err
-	}
-	return nil
+	m.Reset() // what is refused leaves nothing behind
+	return err
 }
 
 // get reads b and checks what it must to do so; what the values mean is left to
-// check. It returns a *FieldError as such so that nil needs no conversion.
-func (m *Meta) get(b []byte) *FieldError {
+// check. The body, which may be long, is returned and not copied. It returns a
+// *FieldError as such so that nil needs no conversion.
+func (m *Meta) get(b []byte) ([]byte, *FieldError) {
 	m.Reset()
 	if len(b) < metaSize {
-		return &FieldError{"meta length", len(b), fmt.Sprintf("at least %d bytes", metaSize)}
+		return nil, &FieldError{"meta length", len(b), fmt.Sprintf("at least %d bytes", metaSize)}
 	}
 	fixed := b[:metaSize]
-	nodes, err := m.getTail(fixed, b[metaSize:])
+	body, nodes, err := m.getTail(fixed, b[metaSize:])
 	if err != nil {
-		return err
+		return nil, err
 	}
 
 	m.Head = get32(fixed, offHead)
@@ -186,59 +189,64 @@ func (m *Meta) get(b []byte) *FieldError {
 	m.SlaveQPNum = get32(fixed, offSlaveQPNum)
 
 	if m.Request, err = getBool(fixed, offRequest, "request"); err != nil {
-		return err
+		return nil, err
 	}
 	if m.Push, err = getBool(fixed, offPush, "push"); err != nil {
-		return err
+		return nil, err
 	}
 	if m.SimpleApp, err = getBool(fixed, offSimpleApp, "simple_app"); err != nil {
-		return err
+		return nil, err
 	}
 	isTensor := get32(fixed, offIsTensor)
 	if isTensor != 0 && isTensor != 1 {
-		return &FieldError{"is_tensor", isTensor, "0 or 1"}
+		return nil, &FieldError{"is_tensor", isTensor, "0 or 1"}
 	}
 	m.IsTensor = isTensor == 1
 	dim := get32(fixed, offDim)
 	if dim < 0 || dim > MaxDims {
-		return &FieldError{"dim", dim, fmt.Sprintf("0 to %d", MaxDims)}
+		return nil, &FieldError{"dim", dim, fmt.Sprintf("0 to %d", MaxDims)}
 	}
 	m.Dim = dim
 	for i := range m.Shape[:dim] {
 		m.Shape[i] = int64(le.Uint64(fixed[offShape+8*i:]))
 	}
-	return m.getNodes(nodes)
+	if err := m.Control.checkHead(len(nodes) / nodeSize); err != nil {
+		return nil, err
+	}
+	if err := m.getNodes(nodes); err != nil {
+		return nil, err
+	}
+	return body, nil
 }
 
 // getTail checks the sizes that the fixed part announces against the tail, reads
-// the body and the data types, and returns the node records.
-func (m *Meta) getTail(fixed, tail []byte) ([]byte, *FieldError) {
+// the data types, and returns the body and the node records.
+func (m *Meta) getTail(fixed, tail []byte) (body, records []byte, err *FieldError) {
 	room := int64(len(tail))
 	bodySize := int64(get32(fixed, offBodySize))
 	if bodySize < 0 || bodySize > room {
-		return nil, &FieldError{"body_size", bodySize, fmt.Sprintf("0 to %d, what the frame has", room)}
+		return nil, nil, &FieldError{"body_size", bodySize, fmt.Sprintf("0 to %d, what the frame has", room)}
 	}
 	room -= bodySize
 	types := int64(get32(fixed, offDataTypeSize))
 	if limit := min(MaxDataTypes, room/dataTypeSize); types < 0 || types > limit {
-		return nil, &FieldError{"data_type_size", types, fmt.Sprintf("0 to %d", limit)}
+		return nil, nil, &FieldError{"data_type_size", types, fmt.Sprintf("0 to %d", limit)}
 	}
 	room -= types * dataTypeSize
 	nodes := int64(get32(fixed, offNodeSize))
 	if nodes < 0 || nodes > room/nodeSize {
-		return nil, &FieldError{"control.node_size", nodes, fmt.Sprintf("0 to %d, what the frame has", room/nodeSize)}
+		return nil, nil, &FieldError{"control.node_size", nodes, fmt.Sprintf("0 to %d, what the frame has", room/nodeSize)}
 	}
 	if room -= nodes * nodeSize; room != 0 {
-		return nil, &FieldError{"meta length", metaSize + len(tail), fmt.Sprintf("%d bytes", metaSize+int64(len(tail))-room)}
+		return nil, nil, &FieldError{"meta length", metaSize + len(tail), fmt.Sprintf("%d bytes", metaSize+int64(len(tail))-room)}
 	}
 
-	m.Body = append(m.Body, tail[:bodySize]...)
-	tail = tail[bodySize:]
+	body, tail = tail[:bodySize], tail[bodySize:]
 	for range types {
 		m.DataTypes = append(m.DataTypes, DataType(get32(tail, 0)))
 		tail = tail[dataTypeSize:]
 	}
-	return tail, nil
+	return body, tail, nil
 }
 
 func (m *Meta) getNodes(b []byte) *FieldError {

@@ -42,13 +42,22 @@ func (m *Meta) check() *FieldError {
 	return m.Control.check()
 }
 
-func (c *Control) check() *FieldError {
+// checkHead checks the command of a message with so many nodes.
+func (c *Control) checkHead(nodes int) *FieldError {
 	switch {
 	case !c.Cmd.Valid():
 		return &FieldError{"control.cmd", int32(c.Cmd), fmt.Sprintf("0 to %d", len(commandNames)-1)}
-	case c.Cmd == EmptyCmd && len(c.Nodes) > 0:
-		return &FieldError{"control.node_size", len(c.Nodes), "0 in a data message"}
-	case (c.Cmd == Barrier || c.Cmd == InstanceBarrier) && (c.BarrierGroup < 0 || c.BarrierGroup > math.MaxInt32):
+	case c.Cmd == EmptyCmd && nodes > 0:
+		return &FieldError{"control.node_size", nodes, "0 in a data message"}
+	}
+	return nil
+}
+
+func (c *Control) check() *FieldError {
+	if err := c.checkHead(len(c.Nodes)); err != nil {
+		return err
+	}
+	if (c.Cmd == Barrier || c.Cmd == InstanceBarrier) && (c.BarrierGroup < 0 || c.BarrierGroup > math.MaxInt32) {
 		return &FieldError{"control.barrier_group", c.BarrierGroup, "a group or node id"}
 	}
 	for i := range c.Nodes {

@@ -44,9 +44,11 @@ func TestDecodeVectors(t *testing.T) {
 				if v.Name != "field_order_probe" {
 					return
 				}
-				if err := m.get(v.packed); err != nil { // without the check of the values
+				body, err := m.get(v.packed) // without the check of the values
+				if err != nil {
 					t.Fatal(err)
 				}
+				m.Body = append(m.Body, body...)
 			} else if err := DecodeMeta(v.packed, &m); err != nil {
 				t.Fatal(err)
 			}
@@ -453,5 +455,53 @@ func wantInvalid(t *testing.T, err error, field string) {
 		}
 	case !errors.Is(err, ErrInvalid) || errors.Is(err, ErrMalformed) || !strings.Contains(err.Error(), ": "+field+" = "):
 		t.Errorf("error %v, want ErrInvalid naming %s", err, field)
+	}
+}
+
+// TestRefusedKeepsNothing: a meta that is refused is refused before its body is
+// copied, and one that was taken does not keep a long body, or many nodes, for ever.
+func TestRefusedKeepsNothing(t *testing.T) {
+	long := make([]byte, 8<<20)
+	pack := func(edit func(*Meta), wrong func([]byte)) []byte {
+		var m Meta
+		m.Reset()
+		edit(&m)
+		b, err := m.AppendTo(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		wrong(b)
+		return b
+	}
+	nodes := func(m *Meta) {
+		m.Control.Cmd = AddNode
+		m.Control.Nodes = make([]Node, 1000)
+	}
+	for name, b := range map[string][]byte{
+		"command":       pack(func(m *Meta) { m.Body = long }, func(b []byte) { b[offCmd] = 99 }),
+		"data size":     pack(func(m *Meta) { m.Body = long }, func(b []byte) { b[offDataSize+3] = 0x80 }),
+		"qp number":     pack(func(m *Meta) { m.Body = long }, func(b []byte) { b[offSlaveQPNum] = 9 }),
+		"shape":         pack(func(m *Meta) { m.Body, m.Dim = long, 1 }, func(b []byte) { b[offShape+7] = 0x80 }),
+		"barrier group": pack(func(m *Meta) { m.Body, m.Control.Cmd = long, Barrier }, func(b []byte) { b[offBarrierGroup+3] = 0x80 }),
+		"last node":     pack(func(m *Meta) { nodes(m); m.Body = long }, func(b []byte) { b[len(b)-nodeSize+nodeOffRole] = 7 }),
+		"nodes of data": pack(nodes, func(b []byte) { b[offCmd] = 0 }),
+	} {
+		t.Run(name, func(t *testing.T) {
+			var m Meta
+			if err := DecodeMeta(b, &m); !errors.Is(err, ErrMalformed) {
+				t.Fatalf("got %v, want %v", err, ErrMalformed)
+			}
+			if cap(m.Body) > 0 || cap(m.Control.Nodes) > keepNodes {
+				t.Errorf("it keeps %d bytes of a body and %d nodes", cap(m.Body), cap(m.Control.Nodes))
+			}
+		})
+	}
+	var m Meta
+	if err := DecodeMeta(pack(func(m *Meta) { nodes(m); m.Body = long }, func([]byte) {}), &m); err != nil || len(m.Body) != len(long) {
+		t.Fatalf("body of %d bytes, %v; want %d", len(m.Body), err, len(long))
+	}
+	m.Reset()
+	if cap(m.Body) > keepBody || cap(m.Control.Nodes) > keepNodes {
+		t.Errorf("Reset keeps %d bytes of a body and %d nodes, want at most %d and %d", cap(m.Body), cap(m.Control.Nodes), keepBody, keepNodes)
 	}
 }

@@ -243,10 +243,23 @@ type Meta struct {
 	Control Control
 }
 
+// What Reset keeps for use again, at most: bytes of a body, records of nodes.
+const (
+	keepBody  = 64 << 10
+	keepNodes = 256
+)
+
 // Reset sets m to ps-lite's defaults for a new message. It keeps the capacity of
-// the slices, so that a Meta that is used again does not allocate.
+// the slices, so that a Meta that is used again does not allocate, but not that of
+// long ones: a message that came once must not hold its memory for ever.
 func (m *Meta) Reset() {
 	body, types, nodes := m.Body[:0], m.DataTypes[:0], m.Control.Nodes[:0]
+	if cap(body) > keepBody {
+		body = nil
+	}
+	if cap(nodes) > keepNodes {
+		nodes = nil
+	}
 	*m = Meta{
 		Head: Empty, AppID: Empty, CustomerID: Empty, Timestamp: Empty,
 		Src: backend.Device{ID: -1}, Dst: backend.Device{ID: -1},
