@@ -504,6 +504,7 @@ func TestRefusedKeepsNothing(t *testing.T) {
 	if cap(m.Body) > keepBody || cap(m.Control.Nodes) > keepNodes {
 		t.Errorf("Reset keeps %d bytes of a body and %d nodes, want at most %d and %d", cap(m.Body), cap(m.Control.Nodes), keepBody, keepNodes)
 	}
+}
 
 // The stamps of both traces lie where the reference has them. The recorded vectors have
 // zeros in most of these places.
