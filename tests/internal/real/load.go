@@ -1,0 +1,395 @@
+package real
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// loads run on a worker until others take their place.
+type loads struct {
+	ctx    context.Context
+	cancel context.CancelFunc
+}
+
+// setLoads makes l the loads that run. Calls of others that are under way go on.
+func (n *node) setLoads(l []plan.Load) {
+	if !n.isWorker() {
+		return
+	}
+	x := &loads{}
+	x.ctx, x.cancel = context.WithCancel(n.ctx)
+	n.mu.Lock()
+	old := n.loads
+	n.loads = x
+	n.mu.Unlock()
+	if old != nil {
+		old.cancel()
+	}
+	for i := range l {
+		left := &atomic.Int64{}
+		if left.Store(int64(l[i].Rounds)); l[i].Rounds == 0 {
+			left.Store(math.MaxInt64)
+		}
+		for w := range max(l[i].Window, 1) {
+			go n.load(x.ctx, &l[i], i<<8|w, left)
+		}
+	}
+}
+
+// lane makes one call after the other, with tensors of its own.
+type lane struct {
+	n          *node
+	push, pull []af.KeyTensor
+	servers    int
+	limit      time.Duration
+	failed     bool          // the last call has
+	current    atomic.Uint64 // the call under way, 0 for none
+}
+
+// untouched is what a worker writes to tensors that are its own again.
+const untouched = 0xee
+
+// callGrace is how much longer than its limit a call may take on a busy machine.
+const callGrace = 10 * time.Second
+
+// limit of a call, and size of a tensor, that a load does not name.
+const (
+	defaultLimit = 5 * time.Second
+	defaultSize  = 1024
+)
+
+func (n *node) lane(p *plan.Load, index int) *lane {
+	l := &lane{n: n, servers: n.cfg().NumServers, limit: p.Limit.Or(defaultLimit)}
+	size, pushes, pulls := max(p.Size, headSize), p.Pushes, max(p.Pulls, 1)
+	if p.Size == 0 {
+		size = defaultSize
+	}
+	if pushes == 0 && p.Pulls == 0 {
+		pushes = 1
+	}
+	add := func(list *[]af.KeyTensor, key int) {
+		x, err := af.FromSlice(bytes.Repeat([]byte{untouched}, size))
+		if err != nil {
+			n.wrong("tensor of %d bytes: %v", size, err)
+		}
+		*list = append(*list, af.KeyTensor{Key: uint64(key), Val: x})
+	}
+	for i := range pushes {
+		add(&l.push, index<<16|i)
+	}
+	for range l.servers {
+		for i := range pulls {
+			add(&l.pull, index<<16|1<<15|i)
+		}
+	}
+	return l
+}
+
+func (n *node) cfg() *postoffice.Config {
+	if n.session != nil {
+		return n.session.Config()
+	}
+	return n.n.Config()
+}
+
+// load makes calls until ctx ends or none is left.
+func (n *node) load(ctx context.Context, p *plan.Load, index int, left *atomic.Int64) {
+	l := n.lane(p, index)
+	pause := time.NewTimer(0)
+	defer pause.Stop()
+	for i := 1; ctx.Err() == nil && left.Add(-1) >= 0; i++ {
+		wait := p.Every.D()
+		err := l.round()
+		if err == nil && p.Barrier > 0 && index&0xff == 0 && i%p.Barrier == 0 {
+			err = n.barrier(ctx, van.WorkerGroup)
+		}
+		if err != nil {
+			if alive := n.alive(); alive != nil && ctx.Err() == nil {
+				n.say(Event{Event: fenced, Text: alive.Error()})
+				n.finish()
+				return
+			}
+			wait = max(wait, 20*time.Millisecond)
+		}
+		if wait > 0 {
+			pause.Reset(wait)
+			select {
+			case <-pause.C:
+			case <-ctx.Done():
+			}
+		}
+	}
+}
+
+// barrier waits at an instance barrier and notes how that ends.
+func (n *node) barrier(ctx context.Context, group int) error {
+	begun, ticks := time.Now(), n.ticks.Load()
+	var err error
+	if n.session != nil {
+		err = n.session.Barrier(ctx, group&van.ServerGroup != 0, group&van.WorkerGroup != 0, true)
+	} else {
+		err = n.n.InstanceBarrier(ctx, 0, group)
+	}
+	if errors.Is(err, context.Canceled) {
+		return err // the others have stopped to make barriers as well
+	}
+	n.note(Call{Begin: begun.UnixMilli(), MS: n.took(begun, ticks).Milliseconds(), Text: text(err), Barrier: true})
+	return err
+}
+
+// note adds to what is reported.
+func (n *node) note(c Call) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.done = append(n.done, c)
+	n.changed = true
+}
+
+func text(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}
+
+// took is how long something took that began then, less the time in which the process
+// stood still.
+func (n *node) took(begun time.Time, ticks int64) time.Duration {
+	return min(time.Since(begun), time.Duration(n.ticks.Load()-ticks+1)*tickTime)
+}
+
+func (n *node) alive() error {
+	if n.session != nil {
+		_, err := n.session.PushPull(af.DefaultStream, nil, nil) // refused for its arguments by one that lives
+		if errors.Is(err, van.ErrInvalid) {
+			return nil
+		}
+		return err
+	}
+	return n.n.Alive()
+}
+
+// round makes a call and checks what came back.
+func (l *lane) round() error {
+	n := l.n
+	call := n.calls.Add(1)
+	if l.failed {
+		l.checkUntouched(call)
+	}
+	for i := range l.push {
+		origin{kind: pushed, rank: n.rank, serial: n.b.Serial, index: uint32(i), call: call}.fill(l.push[i].Val.Bytes())
+	}
+	begun, ticks := time.Now(), n.ticks.Load()
+	limit := l.limit
+	l.current.Store(call)
+	watch := time.AfterFunc(limit+callGrace, func() { l.late(call, ticks, limit) })
+	err := l.call(limit)
+	watch.Stop()
+	l.current.Store(0)
+	took := n.took(begun, ticks)
+	if err == nil {
+		l.checkAnswers(call)
+	} else {
+		for i := range l.pull {
+			b := l.pull[i].Val.Bytes()
+			for k := range b {
+				b[k] = untouched
+			}
+		}
+	}
+	l.failed = err != nil
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.changed = true
+	n.stats.Slow = max(n.stats.Slow, took.Milliseconds())
+	if err != nil {
+		n.stats.Failed++
+		n.stats.Streak = 0
+		n.stats.Last = err.Error()
+		n.done = append(n.done, Call{Begin: begun.UnixMilli(), MS: took.Milliseconds(), Text: err.Error()})
+		return err
+	}
+	n.oks[begun.UnixMilli()/10]++
+	n.stats.OK++
+	n.stats.Streak++
+	return nil
+}
+
+// late is called when a call should have ended. The time in which the process stood
+// still does not count.
+func (l *lane) late(call uint64, since int64, limit time.Duration) {
+	if l.current.Load() != call {
+		return
+	}
+	if ran := time.Duration(l.n.ticks.Load()-since) * tickTime; ran < limit+callGrace/2 {
+		time.AfterFunc(limit+callGrace-ran, func() { l.late(call, since, limit) })
+		return
+	}
+	l.n.wrong("call %d has not ended %s behind its limit of %s", call, callGrace, limit)
+}
+
+func (l *lane) call(limit time.Duration) error {
+	n := l.n
+	if n.session == nil {
+		h, err := n.worker.ZBatchPushPull(l.push, l.pull)
+		if err != nil {
+			return err
+		}
+		return n.worker.WaitFor(context.Background(), h, limit)
+	}
+	h, err := n.session.PushPull(af.DefaultStream, l.push, l.pull)
+	if err != nil {
+		return err
+	}
+	for {
+		if err := n.session.Wait(int64(h), limit, 100*time.Millisecond); !errors.Is(err, core.ErrPending) {
+			return err
+		}
+	}
+}
+
+// checkUntouched looks whether somebody has written to the tensors of a call that has
+// failed: they were the worker's again.
+func (l *lane) checkUntouched(call uint64) {
+	for i := range l.pull {
+		for k, x := range l.pull[i].Val.Bytes() {
+			if x != untouched {
+				l.n.wrong("before call %d: byte %d of pull tensor %d was written to behind the end of the call that it belonged to", call, k, i)
+				break
+			}
+		}
+	}
+}
+
+func (l *lane) checkAnswers(call uint64) {
+	n := l.n
+	q := len(l.pull) / max(l.servers, 1)
+	for i := range l.pull {
+		b := l.pull[i].Val.Bytes()
+		got, err := originOf(b)
+		if err == nil {
+			want := origin{kind: answered, rank: n.rank, serial: n.b.Serial, server: uint32(i / q), by: got.by, index: uint32(i % q), call: call}
+			err = want.check(b)
+		}
+		if err != nil {
+			n.wrong("call %d returned without an error and pull tensor %d of server %d is wrong: %v", call, i%q, i/q, err)
+		}
+	}
+}
+
+// serve is the handler of a plain server.
+func (n *node) serve(b af.Batch) {
+	n.mu.Lock()
+	blocked := n.blocked
+	n.mu.Unlock()
+	if blocked != nil {
+		<-blocked
+	}
+	out := n.answers(b)
+	if len(b.Pulls()) == 0 && !b.Single() {
+		b.Release()
+		return
+	}
+	if err := b.ResponseInOrder(out, nil); err != nil && (errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered)) {
+		n.wrong("answer to worker %d: %v", b.SenderRank(), err)
+	}
+}
+
+// answers checks what a batch has brought and makes the answers to it.
+func (n *node) answers(b af.Batch) []af.Tensor {
+	id := n.batch(b)
+	out := make([]af.Tensor, len(b.Pulls()))
+	for i, p := range b.Pulls() {
+		value := make([]byte, p.Len)
+		origin{kind: answered, rank: id.rank, serial: id.serial, server: n.rank, by: n.b.Serial, index: uint32(i), call: id.call}.fill(value)
+		x, err := af.FromSlice(value)
+		if err != nil {
+			n.wrong("%v", err)
+		}
+		out[i] = x
+	}
+	return out
+}
+
+// batch checks what a batch has brought: all of one call of one process of the worker
+// that it is said to be from, once, and of no process that another one has replaced.
+func (n *node) batch(b af.Batch) (id batchID) {
+	for i := range b.Pushes() {
+		v := b.Pushes()[i].Val.Bytes()
+		o, err := originOf(v)
+		if err == nil {
+			if i == 0 {
+				id = batchID{o.rank, o.serial, o.call}
+			}
+			err = origin{kind: pushed, rank: uint32(b.SenderRank()), serial: id.serial, index: uint32(i), call: id.call}.check(v)
+		}
+		if err != nil {
+			n.wrong("batch of worker %d: push tensor %d: %v", b.SenderRank(), i, err)
+		}
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.stats.Served++
+	n.changed = true
+	if len(b.Pushes()) == 0 || id.call >= 1<<60 {
+		return id
+	}
+	p := batchID{id.rank, id.serial, 0}
+	calls := n.seen[p]
+	if calls == nil {
+		calls = map[uint64]bool{}
+		n.seen[p] = calls
+	}
+	if calls[id.call] {
+		n.wrong("call %d of worker %d, process %d, came twice", id.call, id.rank, id.serial)
+	}
+	calls[id.call] = true
+	delete(calls, id.call-min(id.call, remembered))
+	if last := n.newest[id.rank]; last > id.serial {
+		n.wrong("call %d of worker %d came from process %d behind calls of process %d, which has replaced it", id.call, id.rank, id.serial, last)
+	}
+	n.newest[id.rank] = max(n.newest[id.rank], id.serial)
+	return id
+}
+
+// batches is the loop of a server of the Python module.
+func (n *node) batches() {
+	var items []core.Item
+	for !n.over() {
+		var err error
+		items, err = n.session.GetBatch(items[:0], 50*time.Millisecond)
+		if err != nil {
+			if !errors.Is(err, core.ErrPending) && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
+				n.wrong("get_batch: %v", err)
+				return
+			}
+			if errors.Is(err, van.ErrPeerLost) { // it is told again and again until the worker is replaced
+				select {
+				case <-time.After(20 * time.Millisecond):
+				case <-n.ended:
+				}
+			}
+			continue
+		}
+		for _, it := range items {
+			out := n.answers(it.Batch)
+			if err := n.session.Respond(af.DefaultStream, it.ID, out); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrTimeout) {
+				n.wrong("respond: %v", err)
+			}
+			it.Release()
+		}
+	}
+}
+
+// remembered is how many calls of each process a server knows to have had.
+const remembered = 100_000

@@ -1,0 +1,434 @@
+// Package real runs clusters of real processes and lets happen to them what happens to
+// processes: they are killed, stopped and woken, replaced, cut off, and leave children
+// behind that hold their sockets. The same binary is the test and the nodes. Each value
+// that travels says whose it is, and every byte of it is checked.
+package real
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// variable makes a binary a node; its value is a Behaviour.
+const variable = "STEPAF_TEST_NODE"
+
+// Programs that a node may be.
+const (
+	Plain  = "plain"  // af: scheduler and servers start, then Finalize, from the first second
+	Module = "module" // fserver/core, as a Python program would use it
+)
+
+// Behaviour is what a node is to do.
+type Behaviour struct {
+	Program string
+	Serial  uint32      // of the process among all that the runner has started
+	Loads   []plan.Load // of a worker, from the start
+	Wait    bool        // scheduler and servers do not call Finalize before they are told to
+}
+
+// Millis is a time in milliseconds.
+type Millis int
+
+// Duration is the time as Go has it.
+func (m Millis) Duration() time.Duration { return time.Duration(m) * time.Millisecond }
+
+// Main runs the node that the environment describes and ends the process, or returns if
+// it describes none. Call it first in main or TestMain.
+func Main() {
+	text := os.Getenv(variable)
+	if text == "" {
+		return
+	}
+	var b Behaviour
+	if err := json.Unmarshal([]byte(text), &b); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(2)
+	}
+	_ = os.Unsetenv(variable)
+	n := &node{b: b, out: json.NewEncoder(os.Stdout)}
+	os.Exit(n.run())
+}
+
+// Event is a line that a node writes.
+type Event struct {
+	Event string // one of the constants
+	Text  string `json:",omitempty"` // of an error, or of what was found
+	Call  int    `json:",omitempty"` // the number of a command
+	ID    int    `json:",omitempty"` // of the node
+	MS    int64  `json:",omitempty"` // how long it took
+	Stats *Stats `json:",omitempty"`
+
+	// Of a report: how many calls that ended well began in which hundredth of a second,
+	// and those that did not, and barriers.
+	OK    [][2]int64 `json:",omitempty"`
+	Calls []Call     `json:",omitempty"`
+}
+
+// Call is a push_pull that has failed, or a barrier.
+type Call struct {
+	Begin   int64  // milliseconds since 1970
+	MS      int64  // how long it took, less the time that the process stood still
+	Text    string `json:",omitempty"` // of the error
+	Barrier bool   `json:",omitempty"`
+}
+
+// Events.
+const (
+	started   = "started"   // Start has returned
+	report    = "report"    // of its numbers
+	violation = "violation" // something was wrong
+	answer    = "answer"    // to a command
+	fenced    = "fenced"    // the node cannot be used any more
+	left      = "left"      // the end
+)
+
+// Stats are what a node has counted.
+type Stats struct {
+	OK     int64 // calls that ended with the right bytes
+	Failed int64
+	Streak int64 // calls that ended well since the last that failed
+	Served int64 // batches
+	Last   string
+	Slow   int64 // the longest call in milliseconds, less the time that the process stood still
+}
+
+// Command is a line that a node reads.
+type Command struct {
+	Do    string
+	Call  int // its number, which the answer repeats
+	N     int
+	Size  int
+	Group int
+	Limit Millis
+	Loads []plan.Load
+}
+
+// Commands.
+const (
+	doLoads   = "loads"   // Loads in place of those that run
+	doBarrier = "barrier" // an instance barrier of Group
+	doFork    = "fork"    // a child that holds the sockets and outlives the node; answers its pid
+	doBlock   = "block"   // the handler
+	doUnblock = "unblock"
+	doPush    = "push"   // N pushes of Size without waiting; answers the first error
+	doRounds  = "rounds" // N calls one after the other; answers the first error
+	doFinish  = "finish" // the loads end, then the program in order
+	doLeave   = "leave"  // the node is closed, and the program ends
+)
+
+// node is the program.
+type node struct {
+	b   Behaviour
+	n   *postoffice.Node
+	ctx context.Context
+
+	write sync.Mutex
+	out   *json.Encoder
+
+	server  *af.TensorServer
+	worker  *af.TensorWorker
+	session *core.Session
+	rank    uint32
+
+	calls   atomic.Uint64
+	leave   atomic.Bool
+	ticks   atomic.Int64 // of a clock that stands still with the process
+	mu      sync.Mutex
+	stats   Stats
+	changed bool
+	oks     map[int64]int64
+	done    []Call
+	loads   *loads // that run
+	newest  map[uint32]uint32
+	seen    map[batchID]map[uint64]bool // by process
+	blocked chan struct{}
+	ended   chan struct{} // closed by finish
+	once    sync.Once
+}
+
+// batchID is one call of one process.
+type batchID struct {
+	rank, serial uint32
+	call         uint64
+}
+
+func (n *node) say(e Event) {
+	n.write.Lock()
+	defer n.write.Unlock()
+	_ = n.out.Encode(e)
+}
+
+func (n *node) wrong(format string, args ...any) {
+	n.say(Event{Event: violation, Text: fmt.Sprintf(format, args...)})
+}
+
+// tickTime is the resolution of the node's own clock.
+const tickTime = 50 * time.Millisecond
+
+func (n *node) run() int {
+	n.ended, n.newest, n.seen = make(chan struct{}), map[uint32]uint32{}, map[batchID]map[uint64]bool{}
+	n.oks = map[int64]int64{}
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	n.ctx = ctx
+	begun := time.Now()
+	if err := n.start(ctx); err != nil {
+		n.say(Event{Event: left, Text: "start: " + err.Error()})
+		return 1
+	}
+	n.say(Event{Event: started, ID: n.id(), MS: time.Since(begun).Milliseconds()})
+	go n.tick()
+	go n.commands()
+	if n.isWorker() {
+		n.setLoads(n.b.Loads)
+	}
+	if n.isWorker() || n.b.Wait {
+		<-n.ended
+		n.setLoads(nil)
+	}
+	err := n.end(ctx)
+	n.report(true)
+	e := Event{Event: left}
+	if err != nil {
+		e.Text = err.Error()
+	}
+	n.say(e)
+	if err != nil {
+		return 1
+	}
+	return 0
+}
+
+func (n *node) isWorker() bool {
+	return n.worker != nil || n.session != nil && n.rankRole() == "worker"
+}
+
+func (n *node) rankRole() string {
+	if n.session != nil {
+		return n.session.Config().Role
+	}
+	return n.n.Role().String()
+}
+
+func (n *node) id() int {
+	if n.n != nil {
+		return n.n.ID()
+	}
+	return 0
+}
+
+// start makes the node what its role says.
+func (n *node) start(ctx context.Context) error {
+	if n.b.Program == Module {
+		s, err := core.Start(ctx, os.LookupEnv, nil)
+		if err != nil {
+			return err
+		}
+		n.session, n.rank = s, uint32(s.Config().Rank())
+		if s.Config().Role == "server" {
+			go n.batches()
+		}
+		return nil
+	}
+	cfg, err := postoffice.LoadConfig()
+	if err != nil {
+		return err
+	}
+	n.n, err = postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: logx.New(os.Stderr, cfg)})
+	if err != nil {
+		return err
+	}
+	n.rank = uint32(cfg.Rank())
+	switch n.n.Role() {
+	case van.Server:
+		if n.server, err = af.NewTensorServer(n.n, af.Options{}); err == nil {
+			err = n.server.SetRequestHandle(n.serve)
+		}
+	case van.Worker:
+		n.worker, err = af.NewTensorWorker(n.n, af.Options{})
+	}
+	return err
+}
+
+// end is what comes behind Start: for all but workers at once.
+func (n *node) end(ctx context.Context) error {
+	if n.leave.Load() {
+		if n.session != nil {
+			n.session.Close()
+		} else {
+			n.n.Close()
+		}
+		return nil
+	}
+	if n.session == nil {
+		return n.n.Finalize(ctx)
+	}
+	return n.session.Stop(ctx)
+}
+
+// tick reports what has changed, and counts.
+func (n *node) tick() {
+	for range time.Tick(tickTime) {
+		n.ticks.Add(1)
+		n.report(false)
+	}
+}
+
+func (n *node) report(always bool) {
+	n.mu.Lock()
+	e := Event{Event: report, Calls: n.done}
+	s, changed := n.stats, n.changed
+	e.Stats = &s
+	for at, count := range n.oks {
+		e.OK = append(e.OK, [2]int64{at, count})
+	}
+	clear(n.oks)
+	n.done, n.changed = nil, false
+	n.mu.Unlock()
+	if changed || always {
+		n.say(e)
+	}
+}
+
+func (n *node) finish() { n.once.Do(func() { close(n.ended) }) }
+
+// over tells whether the load is to end.
+func (n *node) over() bool {
+	select {
+	case <-n.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// commands does what the runner says. Without a runner there is no node.
+func (n *node) commands() {
+	in := bufio.NewScanner(os.Stdin)
+	for in.Scan() {
+		var c Command
+		if err := json.Unmarshal(in.Bytes(), &c); err != nil {
+			n.wrong("command %q: %v", in.Text(), err)
+			continue
+		}
+		go n.do(c) // one that takes long holds up no other
+	}
+	os.Exit(0)
+}
+
+func (n *node) do(c Command) {
+	begun := time.Now()
+	e := Event{Event: answer, Call: c.Call}
+	err := n.command(c, &e)
+	if err != nil {
+		e.Text = err.Error()
+	}
+	e.MS = time.Since(begun).Milliseconds()
+	n.say(e)
+}
+
+func (n *node) command(c Command, e *Event) error {
+	switch c.Do {
+	case doLoads:
+		if !n.over() {
+			n.setLoads(c.Loads)
+		}
+	case doBarrier:
+		ctx, cancel := context.WithTimeout(n.ctx, c.Limit.Duration())
+		defer cancel()
+		return n.barrier(ctx, c.Group)
+	case doFork:
+		pid, err := hold()
+		e.ID = pid
+		return err
+	case doBlock, doUnblock:
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		switch {
+		case c.Do == doBlock && n.blocked == nil:
+			n.blocked = make(chan struct{})
+		case c.Do == doUnblock && n.blocked != nil:
+			close(n.blocked)
+			n.blocked = nil
+		}
+	case doPush:
+		return n.flood(c.N, c.Size, e)
+	case doRounds:
+		l := n.lane(&plan.Load{Size: max(c.Size, plan.MinSize), Limit: plan.Duration(c.Limit.Duration())}, 999)
+		for i := range c.N {
+			if err := l.round(); err != nil {
+				return fmt.Errorf("round %d of %d: %w", i, c.N, err)
+			}
+		}
+	case doFinish:
+		n.finish()
+	case doLeave:
+		n.leave.Store(true)
+		n.finish()
+	default:
+		return fmt.Errorf("no such command: %q", c.Do)
+	}
+	return nil
+}
+
+// hold starts a process that has every descriptor of this one open, as a fork would.
+func hold() (pid int, err error) {
+	names, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return 0, err
+	}
+	null, err := syscall.Open("/dev/null", syscall.O_RDWR, 0)
+	if err != nil {
+		return 0, err
+	}
+	defer syscall.Close(null)
+	files := []uintptr{uintptr(null), uintptr(null), uintptr(null)}
+	for _, e := range names {
+		fd, err := strconv.Atoi(e.Name())
+		if err != nil || fd <= 2 || fd == null {
+			continue
+		}
+		if target, err := os.Readlink(filepath.Join("/proc/self/fd", e.Name())); err == nil && target != "" {
+			files = append(files, uintptr(fd))
+		}
+	}
+	return syscall.ForkExec("/bin/sleep", []string{"sleep", "120"}, &syscall.ProcAttr{Files: files})
+}
+
+// flood pushes without waiting for anything.
+func (n *node) flood(count, size int, e *Event) error {
+	if n.worker == nil {
+		return errors.New("only a plain worker can do that")
+	}
+	b := make([]byte, size)
+	origin{kind: pushed, rank: n.rank, serial: n.b.Serial, call: 1 << 60}.fill(b)
+	push, err := af.FromSlice(b)
+	if err != nil {
+		return err
+	}
+	for i := range count {
+		e.ID = i
+		if _, err := n.worker.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, nil); err != nil {
+			return err
+		}
+	}
+	e.ID = count
+	return nil
+}

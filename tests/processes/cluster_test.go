@@ -1,0 +1,80 @@
+package processes
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/real"
+)
+
+// soon is what a busy machine may need for what takes milliseconds.
+const soon = 20 * time.Second
+
+// load is what workers do unless a test says otherwise.
+var load = plan.Load{Nodes: "workers", Every: ms, Size: 3000, Pushes: 2, Pulls: 2}
+
+const ms = plan.Duration(time.Millisecond)
+
+// legs are those that every machine has.
+var legs = []real.Leg{real.TCP, real.SHM}
+
+// start starts a cluster, which ends with the test.
+func start(t *testing.T, o real.Options) *real.Cluster {
+	t.Helper()
+	if o.Loads == nil {
+		o.Loads = []plan.Load{load}
+	}
+	if o.Separate && !real.Privileged() {
+		t.Skip("a network for each process needs the rights of root")
+	}
+	c, err := real.New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		c.Close()
+		for _, w := range c.Wrong() {
+			t.Errorf("wrong: %s", w)
+		}
+		if t.Failed() {
+			t.Logf("timeline:\n%s", c.Timeline())
+			for _, p := range c.All() {
+				t.Logf("the end of the log of %s:\n%s", p, last(p.Log(), 3000))
+			}
+		}
+	})
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func last(s string, n int) string { return s[max(0, len(s)-n):] }
+
+func try(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// onLegs runs a test on each leg.
+func onLegs(t *testing.T, test func(t *testing.T, leg real.Leg)) {
+	for _, leg := range legs {
+		t.Run(string(leg), func(t *testing.T) { test(t, leg) })
+	}
+}
+
+// TestRuns: programs as people write them run, and end in order.
+func TestRuns(t *testing.T) {
+	for _, program := range []string{real.Plain, real.Module} {
+		t.Run(program, func(t *testing.T) {
+			onLegs(t, func(t *testing.T, leg real.Leg) {
+				c := start(t, real.Options{Workers: 2, Servers: 2, Leg: leg, Program: program})
+				try(t, c.Works(50, soon))
+				try(t, c.Finish(soon))
+			})
+		})
+	}
+}
