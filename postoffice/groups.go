@@ -67,6 +67,10 @@ func (n *Node) SharesDevice(id int) bool {
 	return ok && l.TakesDevice(id)
 }
 
+// Incarnation tells this process apart from others that have had the same node id, see
+// van.Identity.
+func (n *Node) Incarnation() uint32 { return n.incarnation }
+
 // Role is the node's role: worker, server or scheduler.
 func (n *Node) Role() van.Role { return n.role }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"os"
 	"sync"
 	"sync/atomic"
@@ -68,6 +69,10 @@ type Options struct {
 	// Config (only with a GroupSize of 1).
 	NoRank bool
 
+	// Rand is where random numbers come from: the incarnation, first timestamps. nil
+	// means the system's. Tests that must repeat themselves set it.
+	Rand func() uint64
+
 	// NoBarrier returns from Start as soon as all nodes are known to this one,
 	// without the barrier over all nodes that the original's entry points do.
 	NoBarrier bool
@@ -88,6 +93,9 @@ type Node struct {
 	keepBack bool
 	enable   []func()
 	profile  *profile // nil unless asked for
+
+	rand        func() uint64
+	incarnation uint32 // of this process, see van.Identity
 
 	id   atomic.Int32
 	name atomic.Pointer[string]
@@ -210,6 +218,10 @@ func newNode(o Options) (*Node, error) {
 	}
 	n := &Node{cfg: cfg, role: role, waiters: map[int]chan error{}, ready: make(chan struct{}), failed: make(chan struct{}),
 		rearm: make(chan struct{}, 1), stop: make(chan struct{}), closing: make(chan struct{})}
+	if n.rand = o.Rand; n.rand == nil {
+		n.rand = rand.Uint64
+	}
+	n.incarnation = max(uint32(n.rand()), 1)
 	n.id.Store(van.Empty)
 	n.setName(role.String())
 	n.lostAt.Store(&map[int]error{})
@@ -293,7 +305,7 @@ func (n *Node) closeBackend() error {
 
 // openVan makes the transport and wraps it as the configuration says.
 func (n *Node) openVan(f van.Factory) error {
-	o := van.Options{Config: n.cfg, Log: n.log, Backend: n.back}
+	o := van.Options{Config: n.cfg, Log: n.log, Backend: n.back, Incarnation: n.incarnation}
 	own := f != nil
 	if !own {
 		f = van.New
@@ -423,9 +435,11 @@ func (n *Node) bind(ctx context.Context) error {
 	}
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
+	identity := van.Identity{Incarnation: n.incarnation}
 	if a, ok := van.As[van.Advertiser](n.van); ok {
-		n.self.Endpoint = a.Endpoint()
+		identity.Local = a.Endpoint()
 	}
+	n.self.Endpoint = identity.Encode()
 	if n.role == van.Scheduler {
 		n.id.Store(van.SchedulerID)
 		n.setName(van.NodeName(van.SchedulerID))

@@ -202,7 +202,7 @@ type Control struct {
 // Trace holds the times at which one direction of a request passed its stations:
 // nanoseconds of the clock of the host that took the stamp (CLOCK_MONOTONIC).
 type Trace struct {
-	PreStart uint64 // not used by anyone
+	PreStart uint64 // of a request, both incarnations, see SetIncarnations; else not used
 	Start    uint64 // handed to Send
 	PostSend uint64 // given to the transport
 	PostRecv uint64 // taken from the transport, at the peer

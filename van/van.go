@@ -82,7 +82,8 @@ type Revoker interface {
 // Advertiser is implemented by vans that tell peers about themselves in the node
 // record.
 type Advertiser interface {
-	// Endpoint is for Node.Endpoint, or nil. It is known after Bind.
+	// Endpoint is for Identity.Local, at most MaxLocalLen bytes, or nil. It is known
+	// after Bind.
 	Endpoint() []byte
 }
 
@@ -147,6 +148,9 @@ type Options struct {
 	// Backend is where buffers for received values are allocated; nil means ordinary
 	// memory. The caller closes it after the van.
 	Backend backend.Backend
+	// Incarnation is the node's, see Identity; 0 makes it speak as a node of the
+	// original does.
+	Incarnation uint32
 }
 
 // Factory makes a van.

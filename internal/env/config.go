@@ -56,6 +56,12 @@ type Config struct {
 	StartTimeout      time.Duration // STEPAF_START_TIMEOUT (s): how long Start waits for the others
 	StopTimeout       time.Duration // STEPAF_STOP_TIMEOUT (s): how long Finalize waits for the others
 
+	// Budgets, in bytes.
+	RecvBudgetPeer int // STEPAF_RECV_BUDGET_PEER: of one peer, waiting for the application
+	RecvBudget     int // STEPAF_RECV_BUDGET: of all peers
+	SendBudget     int // STEPAF_SEND_BUDGET: to one peer, not sent yet
+	StrangerBudget int // STEPAF_STRANGER_BUDGET: held for senders that are not members
+
 	// Devices, threads, queues.
 	Backend           string   // STEPMESH_BAKCEND: "CPU", "GPU", a registered name; "" choose
 	GPU               int      // STEPMESH_GPU

@@ -186,6 +186,28 @@ var table = []variable{
 	},
 
 	{
+		name: "STEPAF_RECV_BUDGET_PEER", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.RecvBudgetPeer },
+		help:    "Bytes of one peer that may wait for this node's application. Then that peer is not read until some have been taken; others are.",
+		differs: "Ours only; the original keeps everything.",
+	}, {
+		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",
+		field:   func(c *Config) any { return &c.RecvBudget },
+		help:    "The same for all peers together.",
+		differs: "Ours only; the original keeps everything.",
+	}, {
+		name: "STEPAF_SEND_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "all",
+		field:   func(c *Config) any { return &c.SendBudget },
+		help:    "Bytes that may wait to be sent to one peer. Beyond that, sending is an error (`van.ErrQueueFull`) until some have left.",
+		differs: "Ours only; the original keeps everything, or aborts.",
+	}, {
+		name: "STEPAF_STRANGER_BUDGET", topic: budgets, kind: Size, min: 1 << 16, max: 1 << 30, def: "16M", readers: "all",
+		field:   func(c *Config) any { return &c.StrangerBudget },
+		help:    "Bytes that senders which are not members of the cluster may make this node hold.",
+		differs: "Ours only.",
+	},
+
+	{
 		name: "PS_VERBOSE", topic: logging, kind: Int, min: -1, max: 1000, def: "0", readers: "all",
 		field:   func(c *Config) any { return &c.Verbose },
 		help:    "-1 nothing, 0 warnings and errors, 1 connection set-up too, 2 every message, 3 and more in greater detail.",

@@ -39,6 +39,12 @@ func (v *variable) parse(s string) (canon, want string) {
 			return "", v.want()
 		}
 		return strconv.FormatInt(n, 10), ""
+	case Size:
+		n, ok := parseSize(s)
+		if !ok || n < v.min || n > v.max {
+			return "", v.want()
+		}
+		return formatSize(n), ""
 	case Switch:
 		n, want := parseSwitch(s)
 		if want != "" {
@@ -79,9 +85,44 @@ func parseSwitch(s string) (n int64, want string) {
 	return 0, "0 (off) or 1 (on)"
 }
 
+// suffixes of sizes, the largest first.
+var suffixes = []struct {
+	letter string
+	n      int
+}{{"G", 1 << 30}, {"M", 1 << 20}, {"K", 1 << 10}}
+
+// parseSize reads a number of bytes: digits, and K, M or G behind them, in any case.
+func parseSize(s string) (n int, ok bool) {
+	unit := 1
+	for _, x := range suffixes {
+		if rest, cut := strings.CutSuffix(strings.ToUpper(s), x.letter); cut {
+			s, unit = rest, x.n
+			break
+		}
+	}
+	n64, err := strconv.ParseUint(s, 10, 31)
+	if err != nil {
+		return 0, false
+	}
+	return int(n64) * unit, true
+}
+
+// formatSize writes n with the largest suffix that leaves a whole number.
+func formatSize(n int) string {
+	for _, x := range suffixes {
+		if n != 0 && n%x.n == 0 {
+			return strconv.Itoa(n/x.n) + x.letter
+		}
+	}
+	return strconv.Itoa(n)
+}
+
 // set stores a canonical form in c; the empty one is unset.
 func (v *variable) set(c *Config, canon string) {
 	n, _ := strconv.Atoi(canon) // canonical numbers parse; 0 for the rest
+	if v.kind == Size {
+		n, _ = parseSize(canon)
+	}
 	switch p := v.field(c).(type) {
 	case *int:
 		if *p = n; canon == "" {
@@ -116,6 +157,9 @@ func (v *variable) get(c *Config) string {
 	case *int:
 		if v.def == "" && *p == v.none {
 			return ""
+		}
+		if v.kind == Size {
+			return formatSize(*p)
 		}
 		return strconv.Itoa(*p)
 	case *bool:

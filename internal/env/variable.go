@@ -17,13 +17,14 @@ const (
 	Seconds                  // integer number of seconds
 	Milliseconds             // integer number of milliseconds
 	Percent                  // integer from 0 to 100
+	Size                     // number of bytes: an integer, with K, M or G behind it for powers of 1024
 	Enum                     // one of a few words
 	List                     // words with commas between them
 )
 
 // String names the kind as the documentation does.
 func (k Kind) String() string {
-	return [...]string{"integer", "switch", "text", "path", "seconds", "milliseconds", "percent", "word", "list"}[k]
+	return [...]string{"integer", "switch", "text", "path", "seconds", "milliseconds", "percent", "size", "word", "list"}[k]
 }
 
 // variable is one row of the table. A row without field is known, but has no
@@ -64,10 +65,11 @@ const (
 	logging     topic = "Logs and profiles"
 	devices     topic = "Devices, threads and queues"
 	ranks       topic = "Ranks given by the scheduler"
+	budgets     topic = "Budgets"
 	programs    topic = "Test programs and benchmarks"
 )
 
-var topics = []topic{cluster, addresses, transport, rdma, reliability, logging, devices, ranks, programs}
+var topics = []topic{cluster, addresses, transport, rdma, reliability, budgets, logging, devices, ranks, programs}
 
 // spellings lists the name and its aliases.
 func (v *variable) spellings() []string { return append([]string{v.name}, v.aliases...) }
@@ -79,6 +81,8 @@ func (v *variable) want() string {
 		return "0 (off) or 1 (on)"
 	case Seconds, Milliseconds:
 		return fmt.Sprintf("a whole number of %s from %d to %d", v.kind, v.min, v.max)
+	case Size:
+		return fmt.Sprintf("a number of bytes from %s to %s, such as 64M or 1G", formatSize(v.min), formatSize(v.max))
 	case Percent:
 		return fmt.Sprintf("a percentage from %d to %d", v.min, v.max)
 	case Enum:
@@ -103,6 +107,8 @@ func (v *variable) allowed() string {
 		return fmt.Sprintf("%d to %d ms", v.min, v.max)
 	case Percent:
 		return fmt.Sprintf("%d to %d %%", v.min, v.max)
+	case Size:
+		return fmt.Sprintf("%s to %s", formatSize(v.min), formatSize(v.max))
 	case Enum:
 		return strings.Join(v.words, ", ")
 	default:

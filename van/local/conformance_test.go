@@ -30,7 +30,7 @@ func (v *told) Bind(ctx context.Context, self van.Node) (int, error) {
 	port, err := v.Van.Bind(ctx, self)
 	if err == nil {
 		self.Port = port
-		v.all.m.Store(self.Addr(), v.Endpoint())
+		v.all.m.Store(self.Addr(), local.Endpoint(v.Endpoint()))
 	}
 	return port, err
 }

@@ -4,8 +4,7 @@
 //
 // # Who uses it
 //
-// A node puts a token into the spare endpoint field of its node record, which
-// schedulers of the original pass on untouched: host, namespaces, user, and the
+// A node adds a token to its identity (van.Identity), which travels in its node record: host, namespaces, user, and the
 // name of an abstract Unix socket. Connect dials that socket when the token is of
 // this host, these namespaces and this user, before the first data message to the
 // peer can be sent, and settles then which way data takes: the link, or for ever

@@ -1,4 +1,12 @@
 package local
 
+import "github.com/stepaf/stepaf-go/van"
+
 // StreamOnly makes v work as where reading other processes is forbidden.
 func StreamOnly(v *Van) { v.streamOnly = true }
+
+// Endpoint is the endpoint field of a node whose transport says local of itself.
+func Endpoint(local []byte) []byte {
+	id := van.Identity{Incarnation: 1, Local: local}
+	return id.Encode()
+}

@@ -358,7 +358,7 @@ func TestUnlike(t *testing.T) {
 			server.start()
 			x := server.token
 			c.change(&x)
-			server.self.Endpoint = x.encode()
+			server.self.Endpoint = Endpoint(x.encode())
 			if err := worker.Connect(t.Context(), 8, server.self); err != nil {
 				t.Fatal(err)
 			}
@@ -487,7 +487,7 @@ func TestSilentPeer(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	server.self.Endpoint = x.encode()
+	server.self.Endpoint = Endpoint(x.encode())
 	begun := time.Now()
 	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
 		t.Fatal(err)

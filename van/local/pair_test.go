@@ -49,7 +49,7 @@ func newNode(t testing.TB, n *inproc.Network, id int, set func(*Van)) *node {
 	if x.self.Port, err = x.Bind(t.Context(), x.self); err != nil {
 		t.Fatal(err)
 	}
-	x.self.ID, x.self.Endpoint = id, x.Endpoint()
+	x.self.ID, x.self.Endpoint = id, Endpoint(x.Endpoint())
 	x.SetID(id)
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)

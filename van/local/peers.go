@@ -40,7 +40,8 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	old := (*v.links.Load())[id]
 	v.setLink(id, nil)
 	n := &neighbour{}
-	t, offers := parseToken(peer.Endpoint)
+	who, _ := peer.Identity()
+	t, offers := parseToken(who.Local)
 	n.token = t
 	was := v.nodes[id]
 	n.admitted = was == nil || was.admitted && was.token.name == t.name

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// token is what a node says of itself in its record's endpoint field. The zero
+// token is van.Identity.Local of a node that shares memory. The zero
 // token is that of a node that cannot be reached here.
 //
 //	0  char[4]  "SAFL"       8  u8[8]   host        24  u32      user id
@@ -65,7 +65,7 @@ func (t *token) encode() []byte {
 	return append(b, t.name[:]...)
 }
 
-// parseToken reads an endpoint field. It reports false when a peer has put
+// parseToken reads van.Identity.Local. It reports false when a peer has put
 // nothing there, or something else.
 func parseToken(b []byte) (t token, ok bool) {
 	if len(b) != tokenLen || string(b[:4]) != tokenMagic || binary.LittleEndian.Uint32(b[4:]) != tokenVersion {
@@ -93,4 +93,4 @@ func (t *token) reach(p *token) string {
 // address is the abstract Unix socket where the node listens.
 func (t *token) address() string { return "@stepaf-" + hex.EncodeToString(t.name[:]) }
 
-var _ = [1]struct{}{}[tokenLen/(van.MaxEndpointName+1)] // it fits
+var _ = [1]struct{}{}[tokenLen/(van.MaxLocalLen+1)] // it fits

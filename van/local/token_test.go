@@ -14,8 +14,8 @@ func TestToken(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := own.encode()
-	if len(b) > van.MaxEndpointName {
-		t.Fatalf("the token has %d bytes, a node record has room for %d", len(b), van.MaxEndpointName)
+	if len(b) > van.MaxLocalLen {
+		t.Fatalf("the token has %d bytes, an identity has room for %d", len(b), van.MaxLocalLen)
 	}
 	same, ok := parseToken(b)
 	if !ok || same != own {

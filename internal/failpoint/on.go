@@ -1,0 +1,25 @@
+//go:build failpoints
+
+package failpoint
+
+import "sync/atomic"
+
+// Enabled says whether faults can be planted in this build.
+const Enabled = true
+
+var planted atomic.Pointer[map[string]bool]
+
+// On tells whether the fault called name is planted.
+func On(name string) bool {
+	p := planted.Load()
+	return p != nil && (*p)[name]
+}
+
+// Plant plants the named faults in this process in place of those planted before.
+func Plant(names ...string) {
+	m := map[string]bool{}
+	for _, n := range names {
+		m[n] = true
+	}
+	planted.Store(&m)
+}

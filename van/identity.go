@@ -1,0 +1,76 @@
+package van
+
+import "fmt"
+
+// Identity is what a node of this library says of itself in the endpoint field of its
+// record, which nodes of the original pass on and do not read. A record without one is
+// that of a node of the original.
+type Identity struct {
+	// Incarnation tells the processes apart that have had the same node id: a random
+	// number that is not 0, chosen when the node starts.
+	Incarnation uint32
+	// Cluster names the cluster. Only the scheduler's record must have it; 0 is none.
+	Cluster uint32
+	// Local is the part of the transport between processes of one host; nil is none.
+	// Parsed ones share the endpoint's memory.
+	Local []byte
+}
+
+// Layout of an endpoint field.
+//
+//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   0
+//	4  u32      version    12  u32  cluster       20  u8[]  local
+const (
+	identityMagic   = "SAFN"
+	identityVersion = 1
+	identityLen     = 20
+)
+
+// MaxLocalLen is how long Identity.Local may be, in bytes.
+const MaxLocalLen = MaxEndpointName - identityLen
+
+// Encode returns the identity as it travels. It panics when Local is longer than
+// MaxLocalLen, which is a mistake of the transport.
+func (id *Identity) Encode() []byte {
+	if len(id.Local) > MaxLocalLen {
+		panic(fmt.Sprintf("van: %d bytes of a transport's own in an endpoint, want at most %d", len(id.Local), MaxLocalLen))
+	}
+	b := make([]byte, 0, identityLen+len(id.Local))
+	b = append(b, identityMagic...)
+	b = le.AppendUint32(b, identityVersion)
+	b = le.AppendUint32(b, id.Incarnation)
+	b = le.AppendUint32(b, id.Cluster)
+	b = le.AppendUint32(b, 0)
+	return append(b, id.Local...)
+}
+
+// ParseIdentity reads the endpoint field of a node record. It reports false when the
+// node has put no identity there: it is one of the original.
+func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
+	if len(endpoint) < identityLen || len(endpoint) > MaxEndpointName || string(endpoint[:4]) != identityMagic ||
+		le.Uint32(endpoint[4:]) != identityVersion || le.Uint32(endpoint[8:]) == 0 {
+		return id, false
+	}
+	id.Incarnation, id.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
+	if len(endpoint) > identityLen {
+		id.Local = endpoint[identityLen:]
+	}
+	return id, true
+}
+
+// Identity returns the identity in n's endpoint field; false says that n is a node of
+// the original.
+func (n *Node) Identity() (Identity, bool) { return ParseIdentity(n.Endpoint) }
+
+// SetIncarnations marks m with the incarnation of the process that sends it and of the
+// one that it is meant for; 0 is unknown, and both are 0 towards nodes of the original.
+// They travel in a stamp of the request's trace that nobody uses, in every message.
+func (m *Meta) SetIncarnations(from, to uint32) {
+	m.RequestTrace.PreStart = uint64(to)<<32 | uint64(from)
+}
+
+// Incarnations returns what SetIncarnations has set. It means something only when the
+// sender is known to be a node of this library.
+func (m *Meta) Incarnations() (from, to uint32) {
+	return uint32(m.RequestTrace.PreStart), uint32(m.RequestTrace.PreStart >> 32)
+}

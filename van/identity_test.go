@@ -1,0 +1,65 @@
+package van_test
+
+import (
+	"bytes"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func TestIdentity(t *testing.T) {
+	for _, id := range []van.Identity{
+		{Incarnation: 1},
+		{Incarnation: 0xfedcba98, Cluster: 0x01020304},
+		{Incarnation: 7, Cluster: 9, Local: []byte("shared memory")},
+		{Incarnation: 7, Local: bytes.Repeat([]byte{0xff}, van.MaxLocalLen)},
+	} {
+		b := id.Encode()
+		got, ok := van.ParseIdentity(b)
+		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || !bytes.Equal(got.Local, id.Local) {
+			t.Errorf("%+v came back as %+v, %t", id, got, ok)
+		}
+		if len(b) > van.MaxEndpointName {
+			t.Errorf("%+v takes %d bytes", id, len(b))
+		}
+	}
+	want := []byte("SAFN\x01\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00ab")
+	if b := (&van.Identity{Incarnation: 0xfedcba98, Cluster: 0x01020304, Local: []byte("ab")}).Encode(); !bytes.Equal(b, want) {
+		t.Errorf("encoded as %q, want %q", b, want)
+	}
+	for what, b := range map[string][]byte{
+		"nothing":         nil,
+		"cut":             want[:19],
+		"other magic":     append([]byte("SAFL"), want[4:]...),
+		"other version":   append([]byte("SAFN\x02\x00\x00\x00"), want[8:]...),
+		"incarnation 0":   append([]byte("SAFN\x01\x00\x00\x00\x00\x00\x00\x00"), want[12:]...),
+		"more than fits":  append(bytes.Clone(want), make([]byte, 64)...),
+		"of the original": make([]byte, 64),
+	} {
+		if id, ok := van.ParseIdentity(b); ok {
+			t.Errorf("%s: parsed as %+v", what, id)
+		}
+	}
+}
+
+// TestIncarnations: they survive the codec at the bytes that nodes of the original read
+// and do not use.
+func TestIncarnations(t *testing.T) {
+	var m van.Meta
+	m.Reset()
+	m.SetIncarnations(0x11223344, 0x55667788)
+	b, err := m.AppendTo(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := []byte{0x44, 0x33, 0x22, 0x11, 0x88, 0x77, 0x66, 0x55}; !bytes.Equal(b[184:192], want) {
+		t.Errorf("bytes 184 to 191 are % x, want % x", b[184:192], want)
+	}
+	var d van.Meta
+	if err := van.DecodeMeta(b, &d); err != nil {
+		t.Fatal(err)
+	}
+	if from, to := d.Incarnations(); from != 0x11223344 || to != 0x55667788 {
+		t.Errorf("decoded as %#x, %#x", from, to)
+	}
+}
