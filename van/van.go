@@ -136,6 +136,10 @@ type Stats struct {
 	ReceivedMessages, ReceivedBytes uint64
 	Malformed                       uint64 // frames that were dropped as nonsense
 	Pinned                          uint64 // values that the transport holds at present
+
+	PausedReads    uint64 // times that a peer was not read any more: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
+	RefusedSends   uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
+	FencedMessages uint64 // dropped: the process that sent them has been replaced
 }
 
 // Meter is implemented by vans that count.
