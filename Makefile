@@ -6,6 +6,7 @@ SHELL := bash
 GO ?= go
 PYTHON ?= python3
 FUZZTIME ?= 10s
+MINUTES ?= 60
 BIN ?= bin
 PROGRAMS := ./tools/stepaf ./tests/utests/... ./tests/fserver/... ./tests/benchmark/...
 export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME PYTHON
@@ -19,7 +20,7 @@ VARIANTS := nordma
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
 .PHONY: help deps build run af programs fserver wheel test check testrace cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
-	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz bench clean
+	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz soak bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -83,6 +84,10 @@ python-test: ## all Python tests, with PyTorch, and with NumPy and JAX
 python-test-full: ## the same with the current PyTorch, NumPy and JAX of PyPI (fetches gigabytes)
 	@tools/python/test_deps.sh full
 	@tools/python/test.sh full
+
+soak: ## random plans on real processes for MINUTES=60, logs in build/soak; SEED=n LEG=tcp or shm repeats one
+	@mkdir -p build/soak; $(GO) build -o build/soak/run ./tests/soak
+	@build/soak/run $(if $(SEED),-seed $(SEED),-minutes $(MINUTES)) $(if $(LEG),-leg $(LEG)) $(SOAKFLAGS)
 
 vet: ## go vet
 	@flags=$$(tools/build_flags.sh -q); set -x; $(GO) vet $$flags ./...

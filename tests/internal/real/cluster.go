@@ -34,14 +34,15 @@ const (
 type Options struct {
 	Workers, Servers int // groups of one; 0 means 1
 	Leg              Leg
-	Program          string      // Plain unless given
-	Under            []string    // a command that each process is an argument of
-	Loads            []plan.Load // of workers, from the start
-	Wait             bool        // scheduler and servers do not call Finalize before they are told to
-	Env              []string    // of all processes, behind what the runner sets
-	Separate         bool        // each process has a network of its own, so that Cut works; needs root, and not with SHM
-	Host             string      // RDMA: the address of the device
-	Dir              string      // where logs are kept; "" keeps the end of each in memory
+	Program          string                               // Plain unless given
+	Under            []string                             // a command that each process is an argument of
+	Loads            []plan.Load                          // of workers, from the start
+	Wait             bool                                 // scheduler and servers do not call Finalize before they are told to
+	Env              []string                             // of all processes, behind what the runner sets
+	NodeEnv          func(role string, rank int) []string // of one
+	Separate         bool                                 // each process has a network of its own, so that Cut works; needs root, and not with SHM
+	Host             string                               // RDMA: the address of the device
+	Dir              string                               // where logs are kept; "" keeps the end of each in memory
 	Log              func(line string)
 	Random           *rand.Rand
 }
@@ -54,6 +55,7 @@ type Cluster struct {
 	network *network
 
 	mu       sync.Mutex
+	closed   bool
 	serial   uint32
 	all      []*Process
 	present  map[string]*Process
@@ -148,6 +150,13 @@ func (c *Cluster) Get(role string, rank int) *Process {
 	return c.present[key(role, rank)]
 }
 
+// takes gives a process its place.
+func (c *Cluster) takes(p *Process) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.present[key(p.Role, p.Rank)] = p
+}
+
 // All are all processes there have been, in order.
 func (c *Cluster) All() []*Process {
 	c.mu.Lock()
@@ -208,7 +217,11 @@ func (c *Cluster) environ(role string, rank int) []string {
 			e = append(e, name+"="+v)
 		}
 	}
-	return append(e, c.o.Env...)
+	e = append(e, c.o.Env...)
+	if c.o.NodeEnv != nil {
+		e = append(e, c.o.NodeEnv(role, rank)...)
+	}
+	return e
 }
 
 // Spawn starts the process of a place. One that has it already, and may be killed,
@@ -218,6 +231,10 @@ func (c *Cluster) Spawn(role string, rank int) (*Process, error) { return c.Spaw
 // SpawnAs is Spawn with a change of what the process is to do.
 func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour)) (*Process, error) {
 	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return nil, errors.New("the cluster is closed")
+	}
 	c.serial++
 	p := &Process{Role: role, Rank: rank, Serial: c.serial, c: c, log: &tail{}, gone: make(chan struct{}), began: time.Now(),
 		changed: make(chan struct{}), answers: map[int]chan Event{}, oks: map[int64]int64{}}
@@ -258,13 +275,19 @@ func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour)) (*Pr
 	if err != nil {
 		return nil, err
 	}
-	if err := p.cmd.Start(); err != nil {
+	c.mu.Lock()
+	if c.closed {
+		err = errors.New("the cluster is closed")
+	} else if err = p.cmd.Start(); err == nil {
+		c.all = append(c.all, p)
+		if now := c.present[key(role, rank)]; now == nil || now.State().Ended {
+			c.present[key(role, rank)] = p
+		} // else it has the place when it has started
+	}
+	c.mu.Unlock()
+	if err != nil {
 		return nil, err
 	}
-	c.mu.Lock()
-	c.all = append(c.all, p)
-	c.present[key(role, rank)] = p
-	c.mu.Unlock()
 	c.note("%s begins, pid %d", p, p.PID())
 	go p.events(stdout)
 	return p, nil
@@ -358,6 +381,13 @@ func (c *Cluster) Heal(roleA string, a int, roleB string, b int) error {
 
 // Close ends all processes.
 func (c *Cluster) Close() {
+	c.mu.Lock()
+	done := c.closed
+	c.closed = true
+	c.mu.Unlock()
+	if done {
+		return
+	}
 	var wg sync.WaitGroup
 	for _, p := range c.All() {
 		wg.Go(func() {

@@ -289,12 +289,7 @@ func (l *lane) checkAnswers(call uint64) {
 
 // serve is the handler of a plain server.
 func (n *node) serve(b af.Batch) {
-	n.mu.Lock()
-	blocked := n.blocked
-	n.mu.Unlock()
-	if blocked != nil {
-		<-blocked
-	}
+	n.stand()
 	out := n.answers(b)
 	if len(b.Pulls()) == 0 && !b.Single() {
 		b.Release()
@@ -302,6 +297,19 @@ func (n *node) serve(b af.Batch) {
 	}
 	if err := b.ResponseInOrder(out, nil); err != nil && (errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered)) {
 		n.wrong("answer to worker %d: %v", b.SenderRank(), err)
+	}
+}
+
+// stand waits as long as the handler is to stand still.
+func (n *node) stand() {
+	n.mu.Lock()
+	blocked := n.blocked
+	n.mu.Unlock()
+	if blocked != nil {
+		select {
+		case <-blocked:
+		case <-n.ended:
+		}
 	}
 }
 
@@ -382,6 +390,7 @@ func (n *node) batches() {
 			continue
 		}
 		for _, it := range items {
+			n.stand() // with batches in its hands
 			out := n.answers(it.Batch)
 			if err := n.session.Respond(af.DefaultStream, it.ID, out); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrTimeout) {
 				n.wrong("respond: %v", err)

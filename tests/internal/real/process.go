@@ -33,7 +33,7 @@ type Process struct {
 	mu      sync.Mutex
 	state   State
 	changed chan struct{}
-	calls   int
+	asked   int
 	answers map[int]chan Event
 	held    []int           // processes that hold its sockets
 	oks     map[int64]int64 // calls that ended well, by the hundredth of a second in which they began
@@ -42,16 +42,17 @@ type Process struct {
 
 // State is what is known of a process.
 type State struct {
-	Started bool
-	ID      int
-	StartMS int64 // how long Start took
-	Stats   Stats
-	Fenced  string // why the node cannot be used any more
-	Left    bool   // the program has ended by itself
-	Error   string // of its end
-	Ended   bool   // the process
-	Killed  bool   // by the runner
-	Stopped bool   // stands still
+	Started   bool
+	ID        int
+	StartMS   int64 // how long Start took
+	Stats     Stats
+	Fenced    string // why the node cannot be used any more
+	Left      bool   // the program has ended by itself
+	Error     string // of its end
+	Ended     bool   // the process
+	Killed    bool   // by the runner
+	Finishing bool   // it was told to end
+	Stopped   bool   // stands still
 }
 
 // Name is "worker 1".
@@ -132,8 +133,9 @@ func (s State) String() string {
 func (p *Process) Begin(c Command) <-chan Event {
 	done := make(chan Event, 1)
 	p.mu.Lock()
-	p.calls++
-	c.Call = p.calls
+	p.state.Finishing = p.state.Finishing || c.Do == doFinish || c.Do == doLeave
+	p.asked++
+	c.Call = p.asked
 	if p.state.Ended {
 		p.mu.Unlock()
 		close(done)
@@ -198,6 +200,7 @@ func (p *Process) events(out io.Reader) {
 func (p *Process) event(e Event) {
 	switch e.Event {
 	case started:
+		p.c.takes(p)
 		p.c.note("%s has started as node %d after %d ms", p, e.ID, e.MS)
 		p.change(func(s *State) { s.Started, s.ID, s.StartMS = true, e.ID, e.MS })
 	case report:
@@ -216,6 +219,9 @@ func (p *Process) event(e Event) {
 	case left:
 		p.c.note("%s ends: %s", p, or(e.Text, "well"))
 		p.change(func(s *State) { s.Left, s.Error = true, e.Text })
+		if s := p.State(); e.Text != "" && s.Started && s.Fenced == "" && !s.Finishing && p.c.Get(p.Role, p.Rank) == p {
+			p.c.wrong("%s ended by itself: %s", p, e.Text)
+		}
 	case answer:
 		p.mu.Lock()
 		done := p.answers[e.Call]

@@ -1,0 +1,540 @@
+package real
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// ErrCannot is wrapped by the error of a plan that these processes cannot carry out.
+var ErrCannot = errors.New("not on real processes")
+
+// PlanOptions say how a plan is carried out.
+type PlanOptions struct {
+	Leg  Leg
+	Host string // RDMA: the address of the device
+	Dir  string // where logs are kept
+	Log  func(line string)
+}
+
+// Result is what a plan came to.
+type Result struct {
+	Wrong    []string // what must not have happened
+	Calls    int64    // that ended well
+	Failed   int64
+	Timeline string
+	Logs     func() string // the end of each process's
+}
+
+// margin is what expectations about time are wider by on a busy machine.
+const margin = 3 * time.Second
+
+// settle is how long everything may take to work again when all faults are over.
+const settle = 30 * time.Second
+
+// Cannot says why a plan cannot be carried out, or nothing.
+func Cannot(p *plan.Plan, leg Leg) string {
+	if p.Only == "simulation" {
+		return "it is for the simulation"
+	}
+	if p.Transport.Loss+p.Transport.Duplicate+p.Transport.Break > 0 {
+		return "the network of the system loses and duplicates nothing"
+	}
+	if k := p.Transport.Kind; k != "" && k != string(leg) {
+		return "it is for " + k
+	}
+	if p.Cluster.API == "kv" || max(p.Cluster.Group, 1) > 1 {
+		return "the processes have tensors and no groups"
+	}
+	if len(p.Cluster.Foreign) > 0 {
+		return "there are no nodes of the original here"
+	}
+	for _, ph := range p.Phases {
+		for _, e := range ph.Events {
+			switch {
+			case e.Do == plan.SlowLink || e.Do == plan.Break:
+				return "links cannot do " + string(e.Do)
+			case e.NewHost || e.Do == plan.Cut:
+				if leg != TCP {
+					return "only processes with networks of their own can be cut off, and they share no memory"
+				}
+				if !Privileged() {
+					return "a network for each process needs the rights of root"
+				}
+			}
+		}
+	}
+	return ""
+}
+
+// RunPlan carries out a plan. The error is about what could not be done, or that of ctx;
+// what was found wrong is in the result.
+func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) {
+	if why := Cannot(p, o.Leg); why != "" {
+		return nil, fmt.Errorf("%s on %s: %w: %s", p.Name, o.Leg, ErrCannot, why)
+	}
+	r := &planRun{p: p, ctx: ctx, stop: make(chan struct{})}
+	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Leg: o.Leg, Program: Plain, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log}
+	if p.Cluster.API == "python" {
+		opts.Program = Module
+	}
+	for name, value := range p.Cluster.Env {
+		opts.Env = append(opts.Env, name+"="+value)
+	}
+	slices.Sort(opts.Env)
+	if p.Transport.Resend {
+		opts.Env = append(opts.Env, "PS_RESEND=1")
+	}
+	opts.NodeEnv = func(role string, rank int) (e []string) {
+		for name, value := range p.Cluster.Nodes[plan.NodeOf(role, rank)] {
+			e = append(e, name+"="+value)
+		}
+		slices.Sort(e)
+		return e
+	}
+	for _, ph := range p.Phases {
+		for _, e := range ph.Events {
+			opts.Separate = opts.Separate || e.Do == plan.Cut || e.NewHost
+		}
+	}
+	c, err := New(opts)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	defer context.AfterFunc(ctx, c.Close)()
+	r.c = c
+	if err := c.Start(); err != nil {
+		c.wrong("%v", err)
+	} else {
+		r.run()
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	res := &Result{Wrong: c.Wrong(), Timeline: c.Timeline()}
+	for _, x := range c.All() {
+		s := x.State().Stats
+		res.Calls, res.Failed = res.Calls+s.OK, res.Failed+s.Failed
+	}
+	res.Logs = func() string {
+		var b strings.Builder
+		for _, x := range c.All() {
+			fmt.Fprintf(&b, "--- %s\n%s", x, tailOf(x.Log(), 4000))
+		}
+		return b.String()
+	}
+	return res, nil
+}
+
+func tailOf(s string, n int) string { return s[max(0, len(s)-n):] }
+
+// planRun is a plan being carried out.
+type planRun struct {
+	p   *plan.Plan
+	c   *Cluster
+	ctx context.Context
+
+	loads  []plan.Load // of the phase
+	phases []phaseRun
+	stop   chan struct{} // closed when faults are over: what is still to happen does not
+	events sync.WaitGroup
+
+	mu    sync.Mutex
+	cuts  map[[2]plan.Node]int
+	gone  map[plan.Node]bool // left or finalized: not to be replaced
+	wants map[plan.Node]bool // a process is to be there
+}
+
+// phaseRun is when a phase was, and who was there at its end.
+type phaseRun struct {
+	from, to time.Time
+	living   []*Process
+	replaced []*Process
+}
+
+func (r *planRun) run() {
+	r.cuts, r.gone, r.wants = map[[2]plan.Node]int{}, map[plan.Node]bool{}, map[plan.Node]bool{}
+	for i := range r.p.Phases {
+		r.phase(&r.p.Phases[i])
+	}
+	close(r.stop)
+	r.events.Wait()
+	if r.ctx.Err() != nil {
+		return
+	}
+	if !r.p.End.Abandon {
+		r.end()
+	}
+	for i := range r.phases {
+		for _, e := range r.p.Phases[i].Expect {
+			r.expect(&r.p.Phases[i], &r.phases[i], &e)
+		}
+	}
+}
+
+// phase is one phase, to its end.
+func (r *planRun) phase(ph *plan.Phase) {
+	r.c.note("phase %q begins", ph.Name)
+	r.mu.Lock()
+	r.loads = ph.Loads
+	r.mu.Unlock()
+	x := phaseRun{from: time.Now()}
+	for _, p := range r.c.Living() {
+		if p.Role == "worker" {
+			p.Begin(Command{Do: doLoads, Loads: r.loadsOf(p)})
+		}
+	}
+	for i := range ph.Events {
+		e := &ph.Events[i]
+		r.events.Go(func() {
+			if r.after(x.from.Add(e.At.D())) {
+				r.event(e)
+			}
+		})
+	}
+	r.after(x.from.Add(ph.For.D()))
+	x.to = time.Now()
+	x.living = r.c.Living()
+	for _, p := range r.c.All() {
+		if r.c.Get(p.Role, p.Rank) != p && p.State().Started {
+			x.replaced = append(x.replaced, p)
+		}
+	}
+	r.phases = append(r.phases, x)
+}
+
+// after waits until a time, and returns false when the faults are over before.
+func (r *planRun) after(at time.Time) bool {
+	timer := time.NewTimer(time.Until(at))
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-r.stop:
+		return false
+	case <-r.ctx.Done():
+		return false
+	}
+}
+
+func (r *planRun) loadsOf(p *Process) (l []plan.Load) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, x := range r.loads {
+		if x.Nodes.Has(plan.NodeOf(p.Role, p.Rank)) {
+			l = append(l, x)
+		}
+	}
+	return l
+}
+
+// event makes something happen.
+func (r *planRun) event(e *plan.Event) {
+	p := r.c.Get(e.Node.Role(), e.Node.Rank())
+	r.c.note("%s %s %s%s", e.Do, e.Node, e.Peer, forHow(e))
+	switch e.Do {
+	case plan.Kill:
+		if e.Fork {
+			r.can(p.Fork())
+		}
+		p.Kill()
+	case plan.Stop:
+		r.can(p.Stop())
+		if e.For > 0 {
+			r.after(time.Now().Add(e.For.D()))
+			r.can(p.Continue())
+		}
+	case plan.Wake:
+		for _, x := range r.c.All() { // the one that has been replaced meanwhile, if so
+			if x.Role == p.Role && x.Rank == p.Rank && x.State().Stopped {
+				r.can(x.Continue())
+			}
+		}
+	case plan.Join:
+		r.join(e.Node)
+	case plan.Leave, plan.Finalize:
+		r.mu.Lock()
+		r.gone[e.Node] = true
+		r.mu.Unlock()
+		if e.Do == plan.Leave {
+			p.Leave()
+		} else {
+			p.Finish()
+		}
+	case plan.Barrier:
+		p.Barrier(van.WorkerGroup|van.ServerGroup, 5*time.Minute)
+	case plan.Cut:
+		pairs := r.pairs(e)
+		r.cut(pairs, true)
+		if e.For > 0 {
+			r.after(time.Now().Add(e.For.D()))
+			r.cut(pairs, false)
+		}
+	case plan.Heal:
+		r.cut(r.pairs(e), false)
+	case plan.SlowHandler:
+		r.can(p.Block(true))
+		r.after(time.Now().Add(e.For.D()))
+		if !p.State().Ended {
+			r.can(p.Block(false))
+		}
+	}
+}
+
+func forHow(e *plan.Event) string {
+	if e.For > 0 {
+		return " for " + e.For.D().String()
+	}
+	return ""
+}
+
+// can notes that something could not be made to happen.
+func (r *planRun) can(err error) {
+	if err != nil {
+		r.c.note("the runner: %v", err)
+	}
+}
+
+// join starts a process for a place, again when it is refused, as those who supervise
+// processes do.
+func (r *planRun) join(n plan.Node) {
+	r.mu.Lock()
+	if r.wants[n] {
+		r.mu.Unlock()
+		return
+	}
+	r.wants[n] = true
+	delete(r.gone, n)
+	r.mu.Unlock()
+	r.events.Go(func() {
+		defer func() {
+			r.mu.Lock()
+			delete(r.wants, n)
+			r.mu.Unlock()
+		}()
+		for end := time.Now().Add(settle); ; {
+			p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil })
+			if err != nil {
+				if r.ctx.Err() == nil {
+					r.c.wrong("the runner: %v", err)
+				}
+				return
+			}
+			if p.Role == "worker" {
+				p.Begin(Command{Do: doLoads, Loads: r.loadsOf(p)}) // which it reads when it has started
+			}
+			err = p.Await(time.Until(end)+patience, "it starts or is refused", func(s State) bool { return s.Started || s.Ended })
+			if s := p.State(); err != nil || s.Started || s.Killed {
+				r.can(err)
+				return
+			}
+			if x := r.c.Get(n.Role(), n.Rank()); x != p && x.State().Started && !x.State().Stopped && !x.State().Ended {
+				r.c.note("%s goes on, and keeps its place", x)
+				return
+			}
+			if time.Now().After(end) {
+				r.c.wrong("%s: no process can take this place: %s", n, p.State().Error)
+				return
+			}
+			<-time.After(100 * time.Millisecond)
+		}
+	})
+}
+
+// pairs are the links that an event is about.
+func (r *planRun) pairs(e *plan.Event) (l [][2]plan.Node) {
+	if e.Peer != "" {
+		return [][2]plan.Node{{e.Node, e.Peer}}
+	}
+	for _, n := range r.p.Cluster.All() {
+		if n != e.Node {
+			l = append(l, [2]plan.Node{e.Node, n})
+		}
+	}
+	return l
+}
+
+func (r *planRun) cut(pairs [][2]plan.Node, on bool) {
+	for _, x := range pairs {
+		if x[0] > x[1] {
+			x[0], x[1] = x[1], x[0]
+		}
+		r.mu.Lock()
+		was := r.cuts[x] > 0
+		if on {
+			r.cuts[x] = 1
+		} else {
+			delete(r.cuts, x)
+		}
+		r.mu.Unlock()
+		if was == on {
+			continue
+		}
+		if on {
+			r.can(r.c.Cut(x[0].Role(), x[0].Rank(), x[1].Role(), x[1].Rank()))
+		} else {
+			r.can(r.c.Heal(x[0].Role(), x[0].Rank(), x[1].Role(), x[1].Rank()))
+		}
+	}
+}
+
+// end ends all faults. Then everything must work, and leave in order.
+func (r *planRun) end() {
+	r.c.note("all faults are over")
+	over := time.Now()
+	limit := r.p.End.Settle.Or(settle) + margin
+	r.mu.Lock()
+	var all [][2]plan.Node
+	for x := range r.cuts {
+		all = append(all, x)
+	}
+	r.loads = []plan.Load{{Nodes: "workers", Every: plan.Duration(5 * time.Millisecond), Limit: plan.Duration(2 * time.Second)}}
+	r.mu.Unlock()
+	r.cut(all, false)
+	var zombies []*Process
+	for _, p := range r.c.All() {
+		if p.State().Stopped {
+			r.can(p.Continue())
+			if r.c.Get(p.Role, p.Rank) != p {
+				zombies = append(zombies, p)
+			}
+		}
+	}
+	for _, n := range r.p.Cluster.All() {
+		p := r.c.Get(n.Role(), n.Rank())
+		r.mu.Lock()
+		gone := r.gone[n]
+		r.mu.Unlock()
+		if p.State().Ended && !gone {
+			r.c.note("join %s", n)
+			r.join(n)
+		}
+	}
+	for _, p := range r.c.Living() {
+		if p.Role == "worker" {
+			p.Begin(Command{Do: doLoads, Loads: r.loadsOf(p)})
+		}
+	}
+	// One that was cut off for so long that it has been declared dead may learn only now
+	// that another process has its place, and one that is told to end needs a successor.
+	for {
+		err := r.c.Works(max(r.p.End.Rounds, 3), min(5*time.Second, limit))
+		if err == nil && r.present() {
+			break
+		}
+		if r.ctx.Err() != nil {
+			return
+		}
+		if time.Since(over) > limit {
+			r.c.wrong("%s behind the end of all faults not everything works: %v", time.Since(over).Round(time.Second), err)
+			return
+		}
+		for _, n := range r.p.Cluster.All() {
+			p := r.c.Get(n.Role(), n.Rank())
+			if r.mu.Lock(); p.State().Ended && !r.gone[n] {
+				r.mu.Unlock()
+				r.join(n)
+				continue
+			}
+			r.mu.Unlock()
+		}
+		<-time.After(50 * time.Millisecond)
+	}
+	r.c.note("everything works, %s behind the end of all faults", time.Since(over).Round(time.Millisecond))
+	r.events.Wait()
+	for _, p := range zombies {
+		if err := p.Await(patience, "it is told that another process has its place, and ends", func(s State) bool { return s.Fenced != "" || s.Ended }); err != nil {
+			r.c.wrong("%v", err)
+		}
+	}
+	if len(r.gone) == 0 {
+		if err := r.c.Finish(patience); err != nil {
+			r.c.wrong("the end: %v", err)
+		}
+	}
+}
+
+// present tells whether each place has a process that has started.
+func (r *planRun) present() bool {
+	for _, n := range r.p.Cluster.All() {
+		r.mu.Lock()
+		gone := r.gone[n]
+		r.mu.Unlock()
+		if s := r.c.Get(n.Role(), n.Rank()).State(); !gone && (!s.Started || s.Ended) {
+			return false
+		}
+	}
+	return true
+}
+
+// expect checks what a phase was to bring.
+func (r *planRun) expect(ph *plan.Phase, x *phaseRun, e *plan.Expect) {
+	list := x.living
+	if e.Replaced {
+		list = x.replaced
+	}
+	from, to := x.from.Add(e.After.D()).UnixMilli(), x.to.UnixMilli()
+	for _, p := range list {
+		if !e.Nodes.Has(plan.NodeOf(p.Role, p.Rank)) {
+			continue
+		}
+		wrong := func(format string, args ...any) {
+			r.c.wrong("phase %q: %s: %s", ph.Name, p, fmt.Sprintf(format, args...))
+		}
+		ok, failed, barriers := p.calls(from, to)
+		switch {
+		case p.Role != "worker" && e.Rounds != "":
+		case e.Rounds == "all" && len(failed) > 0:
+			wrong("%d calls failed, want none; the first: %s", len(failed), failed[0].Text)
+		case (e.Rounds == "all" || e.Rounds == "some") && ok == 0:
+			wrong("no call ended well, want %s", e.Rounds)
+		case e.Rounds == "none" && ok > 0:
+			wrong("%d calls ended well, want none", ok)
+		}
+		for _, b := range barriers {
+			if e.Barriers == "pass" && b.Text != "" || e.Barriers == "fail" && b.Text == "" {
+				wrong("a barrier ended with %q, want it to %s", b.Text, e.Barriers)
+			}
+		}
+		if e.Barriers != "" && len(barriers) == 0 && !p.State().Killed {
+			wrong("no barrier has ended")
+		}
+		for _, f := range slices.Concat(failed, barriers) {
+			if f.Text != "" && e.Within > 0 && f.MS > (e.Within.D()+margin).Milliseconds() {
+				wrong("a call took %d ms to fail, want at most %s: %s", f.MS, e.Within.D(), f.Text)
+			}
+			if f.Text != "" && !f.Barrier && !strings.Contains(f.Text, e.Error) {
+				wrong("a call failed with %q, want %q in it", f.Text, e.Error)
+			}
+		}
+	}
+}
+
+// calls are those that began within a time, in milliseconds since 1970.
+func (p *Process) calls(from, to int64) (ok int64, failed, barriers []Call) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for at, n := range p.oks {
+		if at*10 >= from && at*10 < to {
+			ok += n
+		}
+	}
+	for _, c := range p.done {
+		switch {
+		case c.Begin < from || c.Begin >= to:
+		case c.Barrier:
+			barriers = append(barriers, c)
+		default:
+			failed = append(failed, c)
+		}
+	}
+	return ok, failed, barriers
+}

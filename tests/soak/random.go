@@ -1,0 +1,93 @@
+package main
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/real"
+)
+
+// generator makes a plan by chance.
+type generator struct {
+	r   *rand.Rand
+	leg real.Leg
+	p   *plan.Plan
+}
+
+func (g *generator) pick(words ...string) string { return words[g.r.IntN(len(words))] }
+
+// between is a time from a to b milliseconds.
+func (g *generator) between(a, b int) plan.Duration {
+	return plan.Duration(time.Duration(a+g.r.IntN(b-a+1)) * time.Millisecond)
+}
+
+func (g *generator) plan() {
+	c := &g.p.Cluster
+	c.Workers, c.Servers = 1+g.r.IntN(3), 1+g.r.IntN(2)
+	c.API, c.FinalizeEarly = g.pick("tensor", "tensor", "python"), g.r.IntN(2) == 0
+	if g.r.IntN(3) > 0 { // else those of the defaults
+		c.Env = map[string]string{"PS_HEARTBEAT_INTERVAL": "1"}
+	}
+	if g.r.IntN(5) == 0 {
+		g.p.Transport.Resend = true
+	}
+	for i := range 1 + g.r.IntN(3) {
+		g.phase(i)
+	}
+}
+
+func (g *generator) phase(i int) {
+	ph := plan.Phase{Name: fmt.Sprint("part ", i), For: g.between(2000, 8000)}
+	l := plan.Load{Nodes: "workers", Every: g.between(0, 10), Size: plan.MinSize << g.r.IntN(12), Pushes: 1 + g.r.IntN(3), Pulls: 1 + g.r.IntN(3),
+		Window: 1 + g.r.IntN(4), Limit: g.between(500, 4000)}
+	if g.r.IntN(20) == 0 {
+		l.Size = 4 << 20
+	}
+	if g.p.Cluster.API == "python" && g.r.IntN(2) == 0 {
+		l.Window = 1
+	}
+	ph.Loads = append(ph.Loads, l)
+	all := g.p.Cluster.All()
+	length := int(ph.For.D() / time.Millisecond)
+	for range g.r.IntN(4) {
+		n := all[g.r.IntN(len(all))]
+		at := g.between(0, length-1000)
+		e := plan.Event{At: at, Node: n}
+		switch g.r.IntN(8) {
+		case 0, 1, 2:
+			e.Do, e.Fork = plan.Kill, g.r.IntN(4) == 0
+			ph.Events = append(ph.Events, e, plan.Event{At: min(at+g.between(0, 3000), ph.For), Do: plan.Join, Node: n})
+			continue
+		case 3, 4:
+			e.Do, e.For = plan.Stop, g.between(50, 8000)
+			if g.r.IntN(2) == 0 { // and is replaced meanwhile
+				ph.Events = append(ph.Events, plan.Event{At: min(at+g.between(3000, 5000), ph.For), Do: plan.Join, Node: n})
+			}
+		case 5:
+			if n.Role() != "server" {
+				continue
+			}
+			e.Do, e.For = plan.SlowHandler, g.between(50, 5000)
+		case 6:
+			if n == "scheduler" {
+				continue
+			}
+			e.Do = plan.Barrier
+			for _, other := range all {
+				if other != "scheduler" && other != n {
+					ph.Events = append(ph.Events, plan.Event{At: at, Do: plan.Barrier, Node: other})
+				}
+			}
+		case 7:
+			peer := all[g.r.IntN(len(all))]
+			if g.leg != real.TCP || !real.Privileged() || peer == n {
+				continue
+			}
+			e.Do, e.Peer, e.For = plan.Cut, peer, g.between(50, 6000)
+		}
+		ph.Events = append(ph.Events, e)
+	}
+	g.p.Phases = append(g.p.Phases, ph)
+}
