@@ -1,0 +1,103 @@
+package af_test
+
+import (
+	"fmt"
+	"runtime"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
+)
+
+// eventually waits until ok is true.
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !ok(); runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatalf("%s: not within 20 s", what)
+		}
+	}
+}
+
+// TestSendRefused: a batch of which the transport refuses a message, though no peer is
+// lost, fails at once with the transport's error, whichever message it is. What was sent
+// before is no harm to the next batch.
+func TestSendRefused(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		hook := &hooks.Van{}
+		o.Servers, o.Wrap = 2, hook.Wrap("worker", 0)
+		c := testcluster.Start(t, o)
+		for _, n := range c.Servers {
+			serve(t, n, echoes(t))
+		}
+		w := newWorker(t, c.Workers[0])
+		works(t, w, 2)
+		for nth := range 4 { // a push and a pull for each server
+			sends := 0
+			hook.OnSend(func(*van.Message) hooks.Verdict {
+				if sends++; sends == nth+1 {
+					return hooks.Refuse(fmt.Errorf("the test's queue: %w", van.ErrQueueFull))
+				}
+				return hooks.Pass
+			})
+			h, _ := ask(t, w, 2, "refused")
+			began := time.Now()
+			vantest.Fails(t, w.WaitFor(t.Context(), h, 20*time.Second), van.ErrQueueFull, "the test's queue")
+			if d := time.Since(began); d > 10*time.Second {
+				t.Errorf("message %d: Wait has returned after %s", nth, d)
+			}
+			hook.OnSend(nil)
+			works(t, w, 2)
+		}
+		if n := w.InFlight(); n != 0 {
+			t.Errorf("%d requests are in flight, want none", n)
+		}
+		c.Finalize(t)
+	}, all...)
+}
+
+// TestAnswerRefused: a server whose transport refuses an answer is told, and keeps
+// neither the batch nor what it would have answered with.
+func TestAnswerRefused(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		hook := &hooks.Van{}
+		o.Wrap = hook.Wrap("server", 0)
+		c := testcluster.Start(t, o)
+		answered := make(chan error, 1)
+		text := make([]byte, 100)
+		x, holds := heldTensor(t, text)
+		serve(t, c.Servers[0], func(b af.Batch) {
+			answered <- b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: x}}, nil)
+		})
+		w := newWorker(t, c.Workers[0])
+		for range 3 {
+			hook.OnSend(func(m *van.Message) hooks.Verdict {
+				if m.Frames > 0 {
+					return hooks.Refuse(van.ErrQueueFull)
+				}
+				return hooks.Pass
+			})
+			h, _ := ask(t, w, 1, string(text))
+			vantest.Fails(t, <-answered, van.ErrQueueFull)
+			eventually(t, "no message of the batch is held", func() bool { return hook.Held() == 0 })
+			if n := holds.refs.Load(); n != 0 {
+				t.Errorf("%d holds on an answer that was refused, want none", n)
+			}
+			vantest.Fails(t, w.WaitFor(t.Context(), h, 50*time.Millisecond), van.ErrTimeout)
+			hook.OnSend(nil)
+			h, _ = ask(t, w, 1, string(text))
+			if err := <-answered; err != nil {
+				t.Error(err)
+			}
+			if err := w.Wait(t.Context(), h); err != nil {
+				t.Error(err)
+			}
+		}
+		eventually(t, "nothing is held", func() bool { return hook.Held() == 0 && holds.refs.Load() == 0 })
+		c.Finalize(t)
+	}, all...)
+}

@@ -1,0 +1,241 @@
+// Package hooks is a van around a van, for tests, that does to messages what a
+// transport does only in rare moments: it refuses them, keeps them for a while, lets
+// them overtake each other, and is slow to let go of what it was lent.
+//
+//	hook := &hooks.Van{}
+//	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)})
+//	hook.OnSend(func(m *van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
+package hooks
+
+import (
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Verdict is what is to happen to one message.
+type Verdict struct {
+	what action
+	err  error
+}
+
+type action int
+
+const (
+	pass action = iota
+	refuse
+	keep
+	lose
+)
+
+// What can happen to a message. The zero Verdict is Pass.
+var (
+	Pass = Verdict{}
+	// Keep takes a message and sends it, or hands it up, when LetGo or LetIn is called.
+	Keep = Verdict{what: keep}
+	// Lose takes a message and drops it.
+	Lose = Verdict{what: lose}
+)
+
+// Refuse makes Send return err.
+func Refuse(err error) Verdict { return Verdict{what: refuse, err: err} }
+
+// Van is a van around a van. It is made by Wrap, or by setting the van inside before
+// anything else. What its functions are given to decide is one message at a time, and
+// belongs to the caller.
+type Van struct {
+	van.Van
+
+	mu       sync.Mutex
+	send     func(*van.Message) Verdict
+	receive  func(*van.Message) Verdict
+	up       van.Receiver
+	sent     []*van.Message // kept on the way out
+	received []*van.Message // kept on the way in
+	sends    int
+	held     atomic.Int64
+}
+
+var (
+	_ van.Van     = (*Van)(nil)
+	_ van.Wrapper = (*Van)(nil)
+)
+
+// Wrap is for testcluster.Options: it puts v around the van of one node.
+func (v *Van) Wrap(role string, rank int) func(string, int, van.Factory) van.Factory {
+	return func(r string, i int, f van.Factory) van.Factory {
+		if r != role || i != rank {
+			return f
+		}
+		return func(o van.Options) (van.Van, error) {
+			inner, err := f(o)
+			v.Van = inner
+			return v, err
+		}
+	}
+}
+
+// Unwrap implements van.Wrapper.
+func (v *Van) Unwrap() van.Van { return v.Van }
+
+// OnSend makes f decide about each data message that is sent from now on; nil lets all
+// pass. Control messages always do.
+func (v *Van) OnSend(f func(*van.Message) Verdict) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.send = f
+}
+
+// OnReceive makes f decide about each data message that comes from now on. Those that
+// are not kept overtake those that are.
+func (v *Van) OnReceive(f func(*van.Message) Verdict) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.receive = f
+}
+
+// Sends is how many data messages Send was given.
+func (v *Van) Sends() int {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.sends
+}
+
+// Kept are the messages kept on the way out, as they would leave now: their frames are
+// the sender's memory.
+func (v *Van) Kept() []*van.Message {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return append([]*van.Message(nil), v.sent...)
+}
+
+// Waiting is how many messages are kept on the way in.
+func (v *Van) Waiting() int {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return len(v.received)
+}
+
+// Send implements van.Van.
+func (v *Van) Send(m *van.Message) error {
+	if m.IsControl() {
+		return v.Van.Send(m)
+	}
+	v.mu.Lock()
+	v.sends++
+	d := Pass
+	if v.send != nil {
+		d = v.send(m)
+	}
+	if d.what == keep {
+		v.sent = append(v.sent, lent(m))
+	}
+	v.mu.Unlock()
+	switch d.what {
+	case refuse:
+		return d.err
+	case keep:
+		return nil
+	case lose:
+		if m.Done != nil {
+			m.Done.Sent()
+		}
+		return nil
+	}
+	return v.Van.Send(m)
+}
+
+// lent is what a transport keeps of a message: the meta, a copy of the short frames,
+// and the memory of the long ones.
+func lent(m *van.Message) *van.Message {
+	c := &van.Message{}
+	c.Reset()
+	c.Meta.CopyFrom(&m.Meta)
+	c.Receiver, c.Frames, c.Into, c.Done = m.Receiver, m.Frames, m.Into, m.Done
+	for i := range m.Frames {
+		f := m.Frame(i)
+		if f.OnHost() && f.Len() < van.CopyBelow {
+			f = backend.Bytes(append([]byte(nil), f.Host()...))
+		}
+		f.Retain()
+		c.SetFrame(i, f)
+	}
+	return c
+}
+
+// LetGo sends what is kept, in order, and returns the first error.
+func (v *Van) LetGo() error {
+	v.mu.Lock()
+	all := v.sent
+	v.sent = nil
+	v.mu.Unlock()
+	var first error
+	for _, m := range all {
+		if err := v.Van.Send(m); err != nil && first == nil {
+			first = err
+		}
+		for i := range m.Frames {
+			m.Frame(i).Release()
+		}
+	}
+	return first
+}
+
+// Start implements van.Van.
+func (v *Van) Start(recv van.Receiver) {
+	v.up = recv
+	v.Van.Start(func(m *van.Message) {
+		d := Pass
+		if !m.IsControl() && m.Owner() != nil {
+			h := &hold{v: v, owner: m.Owner(), native: m.Native()}
+			v.held.Add(1)
+			m.Adopt(h, h.native)
+		}
+		if !m.IsControl() {
+			v.mu.Lock()
+			if v.receive != nil {
+				d = v.receive(m)
+			}
+			if d.what == keep {
+				v.received = append(v.received, m.Retain())
+			}
+			v.mu.Unlock()
+		}
+		if d.what == pass {
+			recv(m)
+		}
+	})
+}
+
+// LetIn hands up what is kept on the way in, in order.
+func (v *Van) LetIn() {
+	v.mu.Lock()
+	all := v.received
+	v.received = nil
+	v.mu.Unlock()
+	for _, m := range all {
+		v.up(m)
+		m.Release()
+	}
+}
+
+// Held is how many received data messages somebody still holds, those on their way up
+// and those kept here included.
+func (v *Van) Held() int { return int(v.held.Load()) }
+
+// hold owns a received message in the place of its transport.
+type hold struct {
+	v      *Van
+	owner  van.Owner
+	native unsafe.Pointer
+}
+
+// Free implements van.Owner.
+func (h *hold) Free(m *van.Message) {
+	h.v.held.Add(-1)
+	m.Adopt(h.owner, h.native)
+	h.owner.Free(m)
+}
