@@ -38,7 +38,7 @@ func TestCreditOfEndedPlace(t *testing.T) {
 	in.credits = append(in.credits, uint16(small.Index()))
 	in.owed.Store(1)
 	large := &lease{Owner: in, Route: small.Route, Data: 2000}
-	if err := h.s.table.Add(large); err != nil {
+	if err := h.s.table.Add(large, false); err != nil {
 		t.Fatal(err)
 	}
 	in.keep(large)

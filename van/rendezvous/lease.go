@@ -19,7 +19,8 @@ type Lease[T any] struct {
 	// OneShot leases end with their first message.
 	OneShot bool
 
-	index uint32
+	index   uint32
+	lasting bool // counts against what is not kept for urgent ones
 	// state is the number of holders (messages that lie there), and whether the
 	// peer may still use the place.
 	state atomic.Int32
@@ -57,21 +58,26 @@ func (l *Lease[T]) Held() bool { return l.state.Load()&^ended > 0 }
 // Table is the leases of one node, by index. Get needs no lock.
 type Table[T any] struct {
 	entries []atomic.Pointer[Lease[T]]
+	reserve int // entries that only urgent leases get
 	mu      sync.Mutex
 	free    []uint32
 	used    int // entries that have ever been used
+	lasting int // leases that are not urgent
 }
 
-// NewTable makes a Table of up to n leases.
-func NewTable[T any](n int) *Table[T] {
-	return &Table[T]{entries: make([]atomic.Pointer[Lease[T]], n)}
+// NewTable makes a Table of up to n leases, reserve of them for urgent ones only.
+func NewTable[T any](n, reserve int) *Table[T] {
+	return &Table[T]{entries: make([]atomic.Pointer[Lease[T]], n), reserve: reserve}
 }
 
-// Add gives l an index. The error is ErrNoLease.
-func (t *Table[T]) Add(l *Lease[T]) error {
+// Add gives l an index. The error is ErrNoLease. urgent ones, those of control messages,
+// also get what is kept for them.
+func (t *Table[T]) Add(l *Lease[T], urgent bool) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch {
+	case !urgent && t.lasting >= len(t.entries)-t.reserve:
+		return ErrNoLease
 	case t.used < len(t.entries): // the one freed last longest
 		l.index = uint32(t.used)
 		t.used++
@@ -80,6 +86,9 @@ func (t *Table[T]) Add(l *Lease[T]) error {
 		t.free = t.free[1:]
 	default:
 		return ErrNoLease
+	}
+	if l.lasting = !urgent; l.lasting {
+		t.lasting++
 	}
 	t.entries[l.index].Store(l)
 	return nil
@@ -101,6 +110,9 @@ func (t *Table[T]) End(l *Lease[T]) (free bool) {
 	}
 	t.mu.Lock()
 	t.free = append(t.free, l.index)
+	if l.lasting {
+		t.lasting--
+	}
 	t.mu.Unlock()
 	for {
 		s := l.state.Load()
@@ -118,6 +130,9 @@ func (t *Table[T]) Each(f func(*Lease[T])) {
 		}
 	}
 }
+
+// Room is the number of leases, in all, that there can be of those that are not urgent.
+func (t *Table[T]) Room() int { return len(t.entries) - t.reserve }
 
 // Len is the number of leases.
 func (t *Table[T]) Len() int {

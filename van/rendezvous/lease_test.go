@@ -10,26 +10,26 @@ import (
 )
 
 func TestTable(t *testing.T) {
-	tb := NewTable[string](3)
+	tb := NewTable[string](3, 0)
 	if tb.Get(0) != nil || tb.Get(3) != nil || tb.Get(1<<31) != nil || tb.Len() != 0 {
 		t.Error("an empty table has something")
 	}
 	var all []*Lease[string]
 	for i := range 3 {
 		l := &Lease[string]{Data: i}
-		if err := tb.Add(l); err != nil || l.Index() != uint32(i) || tb.Get(uint32(i)) != l {
+		if err := tb.Add(l, false); err != nil || l.Index() != uint32(i) || tb.Get(uint32(i)) != l {
 			t.Fatalf("lease %d has index %d, error %v", i, l.Index(), err)
 		}
 		all = append(all, l)
 	}
-	if err := tb.Add(&Lease[string]{}); !errors.Is(err, ErrNoLease) {
+	if err := tb.Add(&Lease[string]{}, false); !errors.Is(err, ErrNoLease) {
 		t.Errorf("a full table: %v, want %v", err, ErrNoLease)
 	}
 	if !tb.End(all[1]) || tb.End(all[1]) || tb.Get(1) != nil || tb.Len() != 2 {
 		t.Error("ending once, and twice")
 	}
 	l := &Lease[string]{}
-	if err := tb.Add(l); err != nil || l.Index() != 1 {
+	if err := tb.Add(l, false); err != nil || l.Index() != 1 {
 		t.Errorf("index %d, error %v; want that of the one that ended", l.Index(), err)
 	}
 	// The old one must not end the new one.
@@ -46,12 +46,12 @@ func TestTable(t *testing.T) {
 // TestTableReuse: the index of a lease that has ended is given out again last, so that what
 // is still said of it meets no other.
 func TestTableReuse(t *testing.T) {
-	tb := NewTable[int](4)
+	tb := NewTable[int](4, 0)
 	var order []uint32
 	var held []*Lease[int]
 	add := func() {
 		l := &Lease[int]{}
-		if err := tb.Add(l); err != nil {
+		if err := tb.Add(l, false); err != nil {
 			t.Fatal(err)
 		}
 		order, held = append(order, l.Index()), append(held, l)
@@ -72,12 +72,39 @@ func TestTableReuse(t *testing.T) {
 	}
 }
 
+// TestTableReserve: what is kept for control messages is given to nothing else.
+func TestTableReserve(t *testing.T) {
+	tb := NewTable[int](4, 1)
+	lease := func() *Lease[int] { return &Lease[int]{} }
+	last := lease()
+	for _, l := range []*Lease[int]{lease(), lease(), last} {
+		if err := tb.Add(l, false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := tb.Add(lease(), false); !errors.Is(err, ErrNoLease) {
+		t.Errorf("the fourth of four, one of which is kept: %v, want %v", err, ErrNoLease)
+	}
+	urgent := lease()
+	if err := tb.Add(urgent, true); err != nil {
+		t.Errorf("an urgent one: %v", err)
+	}
+	tb.End(urgent)
+	if err := tb.Add(lease(), false); !errors.Is(err, ErrNoLease) {
+		t.Errorf("after the end of the urgent one: %v, want %v", err, ErrNoLease)
+	}
+	tb.End(last)
+	if err := tb.Add(lease(), false); err != nil {
+		t.Errorf("after the end of another: %v", err)
+	}
+}
+
 // TestLeaseHold is the life of a lease: who frees its memory.
 func TestLeaseHold(t *testing.T) {
-	tb := NewTable[int](1)
+	tb := NewTable[int](1, 0)
 	add := func() *Lease[int] {
 		l := &Lease[int]{}
-		if err := tb.Add(l); err != nil {
+		if err := tb.Add(l, false); err != nil {
 			t.Fatal(err)
 		}
 		return l
@@ -115,7 +142,7 @@ func TestLeaseHold(t *testing.T) {
 
 // TestTableConcurrent holds, drops and ends at once: each memory is freed once.
 func TestTableConcurrent(t *testing.T) {
-	tb := NewTable[*atomic.Int32](16)
+	tb := NewTable[*atomic.Int32](16, 0)
 	var made, freed atomic.Int32
 	free := func(l *Lease[*atomic.Int32]) {
 		if l.Memory.Add(1) != 1 {
@@ -129,7 +156,7 @@ func TestTableConcurrent(t *testing.T) {
 			rng := rand.New(rand.NewPCG(uint64(g), 0))
 			for range 5000 {
 				if rng.IntN(3) == 0 {
-					if tb.Add(&Lease[*atomic.Int32]{Memory: new(atomic.Int32)}) == nil {
+					if tb.Add(&Lease[*atomic.Int32]{Memory: new(atomic.Int32)}, false) == nil {
 						made.Add(1)
 					}
 				}
@@ -163,7 +190,7 @@ func TestTableConcurrent(t *testing.T) {
 		t.Errorf("%d made, %d freed, %d left", made.Load(), freed.Load(), tb.Len())
 	}
 	for i := range 16 {
-		if err := tb.Add(&Lease[*atomic.Int32]{}); err != nil {
+		if err := tb.Add(&Lease[*atomic.Int32]{}, false); err != nil {
 			t.Errorf("index %d is lost: %v", i, err)
 		}
 	}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 )
 
@@ -24,6 +25,7 @@ type event struct {
 	need   Need
 	item   *item // of a message
 	index  uint32
+	back   []uint32 // places that are given back
 }
 
 // answer is what the receiver has sent back, on a path where order is not kept.
@@ -56,6 +58,7 @@ type model struct {
 	enough     int // places of a class, then Elsewhere
 	last       [2]int
 	arrived    int
+	returned   int
 	credits    bool // give them at all
 }
 
@@ -69,7 +72,7 @@ func newModel(t testing.TB, seed uint64, original bool) *model {
 
 // forget is the end of a connection.
 func (m *model) forget() {
-	m.table, m.leases = NewTable[int](1<<12), map[Route][]*Lease[int]{}
+	m.table, m.leases = NewTable[int](1<<12, 0), map[Route][]*Lease[int]{}
 	m.wire, m.answers, m.held, m.unanswered = nil, nil, nil, nil
 	m.inFlight, m.keys = map[Route]*item{}, map[uint64]bool{}
 	m.epoch++
@@ -144,6 +147,10 @@ func (m *model) drop(o *item) {
 func (m *model) receive() {
 	e := m.wire[0]
 	m.wire = m.wire[1:]
+	if e.back != nil {
+		m.takeBack(e.back)
+		return
+	}
 	if e.item == nil {
 		m.grant(e)
 		return
@@ -222,7 +229,7 @@ func (m *model) grant(e event) {
 			}
 		}
 	}
-	if err := m.table.Add(l); err != nil {
+	if err := m.table.Add(l, false); err != nil {
 		m.t.Fatal(err)
 	}
 	if !l.OneShot {
@@ -248,6 +255,31 @@ func (m *model) grant(e event) {
 			m.t.Fatalf("question %d is not open", origin)
 		}
 	})
+}
+
+// reclaim wants places back.
+func (m *model) reclaim(places, bytes int) {
+	m.answers = append(m.answers, func() { m.s.Reclaim(places, bytes) })
+}
+
+// giveBack sends what the sender has given up.
+func (m *model) giveBack() {
+	if b := m.s.Returning(); len(b) > 0 {
+		m.wire = append(m.wire, event{back: slices.Clone(b)})
+		m.s.Returned(len(b))
+	}
+}
+
+func (m *model) takeBack(back []uint32) {
+	for _, i := range back {
+		l := m.table.Get(i)
+		if l == nil || l.Held() {
+			m.t.Fatalf("place %d is given back; it is %+v", i, l)
+		}
+		m.table.End(l)
+		m.leases[l.Route] = slices.DeleteFunc(m.leases[l.Route], func(x *Lease[int]) bool { return x == l })
+		m.returned++
+	}
 }
 
 // consume ends the use of a held place.
@@ -286,6 +318,7 @@ func (m *model) step() bool {
 			f := m.answers[i]
 			m.answers = append(m.answers[:i], m.answers[i+1:]...)
 			f()
+			m.giveBack() // behind all that was put before
 			m.s.Pump()
 		case k == 2 && len(m.held) > 0:
 			m.consume(m.rng.IntN(len(m.held)))
@@ -410,8 +443,12 @@ func testModel(t *testing.T, seed uint64, original bool) {
 		case k < 93:
 			m.room = 1 << 30
 			m.s.Pump()
-		case k < 96:
+		case k < 95:
 			m.s.Tick()
+		case k < 96:
+			if up && !original {
+				m.reclaim(m.rng.IntN(8), m.rng.IntN(2)*m.rng.IntN(1<<16))
+			}
 		case k < 98 && !up:
 			up = true
 			m.forget()

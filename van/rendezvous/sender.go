@@ -1,6 +1,7 @@
 package rendezvous
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math/bits"
@@ -78,6 +79,10 @@ type Sender[T any] struct {
 	asks    map[uint64]*ask
 	origin  uint64
 	lanes   [2]lane[T] // one-shots, others
+
+	// What the receiver wants back, and has not got yet.
+	debt struct{ places, bytes int }
+	back []uint32 // places that are given up; see Returning
 }
 
 type route struct {
@@ -119,6 +124,7 @@ func NewSender[T any](link Link[T]) *Sender[T] {
 
 func (s *Sender[T]) forget() {
 	s.routes, s.granted, s.asks = map[Route]*route{}, map[uint32]*Place{}, map[uint64]*ask{}
+	s.debt.places, s.debt.bytes, s.back = 0, 0, s.back[:0]
 }
 
 // Class returns the size class of n bytes, from 1, and the size of its places: powers
@@ -525,8 +531,57 @@ func (s *Sender[T]) Credit(index uint32) bool {
 		return false
 	}
 	s.untake(p)
+	s.repay(p)
 	return true
 }
+
+// Reclaim says that the receiver wants so many places back, of so many bytes in all. Those
+// that are free are given up now, the others as they become so. What it has wanted before
+// is replaced. Places of a node of the original do not come back.
+func (s *Sender[T]) Reclaim(places, bytes int) {
+	if s.answered {
+		return
+	}
+	s.debt.places, s.debt.bytes = places, bytes
+	var free []*Place
+	for _, p := range s.granted {
+		if !p.busy {
+			free = append(free, p)
+		}
+	}
+	slices.SortFunc(free, func(x, y *Place) int {
+		return cmp.Or(cmp.Compare(min(x.route.queued, 1), min(y.route.queued, 1)), // first those that nobody waits for
+			-cmp.Compare(x.DataLen, y.DataLen), cmp.Compare(x.Index, y.Index))
+	})
+	for _, p := range free {
+		s.repay(p)
+	}
+}
+
+// repay gives up a place that is free, if the receiver wants any.
+func (s *Sender[T]) repay(p *Place) {
+	if s.debt.places <= 0 && s.debt.bytes <= 0 {
+		return
+	}
+	s.debt.places--
+	s.debt.bytes -= p.DataLen + p.MetaLen
+	r := p.route
+	r.places = slices.DeleteFunc(r.places, func(x *Place) bool { return x == p })
+	r.free--
+	p.route = nil
+	delete(s.granted, p.Index)
+	s.back = append(s.back, p.Index)
+	if r.queued == 0 {
+		s.unused(r)
+	}
+}
+
+// Returning is the places that have been given up and of which the receiver has not been
+// told; see Returned.
+func (s *Sender[T]) Returning() []uint32 { return s.back }
+
+// Returned says that the receiver has been told of the first n of Returning.
+func (s *Sender[T]) Returned(n int) { s.back = s.back[:copy(s.back, s.back[n:])] }
 
 // Answered says that the request with this key has been answered, by a node of the
 // original.

@@ -165,3 +165,54 @@ func TestNonsense(t *testing.T) {
 	m.s.Answered(77, true)
 	m.check()
 }
+
+// TestReclaim: free places come back at once, the others when they are free, as many as are
+// wanted; and what waits asks for new ones.
+func TestReclaim(t *testing.T) {
+	m := newModel(t, 1, false)
+	m.s.Up(false)
+	for i := range 10 {
+		m.submit(&item{seq: i + 1, request: true, key: 1, data: 600, meta: 300})
+	}
+	for len(m.wire)+len(m.answers) > 0 { // nothing is consumed
+		if len(m.wire) > 0 {
+			m.receive()
+			continue
+		}
+		m.answers[0]()
+		m.answers = m.answers[1:]
+	}
+	if n := len(m.s.granted); n < 4 {
+		t.Fatalf("%d places, want some", n)
+	}
+	all := len(m.s.granted)
+	m.s.Reclaim(3, 0)
+	if n := len(m.s.Returning()); n != 0 {
+		t.Errorf("%d places are given up, though none is free", n)
+	}
+	for len(m.held) > 0 {
+		m.consume(0)
+	}
+	for len(m.answers) > 0 {
+		m.answers[0]()
+		m.answers = m.answers[1:]
+	}
+	if n := len(m.s.Returning()); n != 3 || len(m.s.granted) != all-3 {
+		t.Errorf("%d of %d places are given up, want 3", n, all)
+	}
+	m.giveBack()
+	m.s.Reclaim(0, 1500) // two of 1024 and a meta each
+	if n := len(m.s.Returning()); n != 2 {
+		t.Errorf("%d places are given up for 1500 bytes, want 2", n)
+	}
+	m.giveBack()
+	m.settle()
+	for i := range 10 {
+		m.submit(&item{seq: 11 + i, request: true, key: 1, data: 600, meta: 300})
+	}
+	m.settle()
+	m.s.Down(func(*item) bool { return false })
+	if m.s.Reclaim(5, 0); len(m.s.Returning()) != 0 {
+		t.Error("places of an ended connection come back")
+	}
+}
