@@ -61,6 +61,8 @@ type Config struct {
 	RecvBudget     int // STEPAF_RECV_BUDGET: of all peers
 	SendBudget     int // STEPAF_SEND_BUDGET: to one peer, not sent yet
 	StrangerBudget int // STEPAF_STRANGER_BUDGET: held for senders that are not members
+	RDMAPeerBudget int // STEPAF_RDMA_PEER_BUDGET: registered for one peer
+	RDMABudget     int // STEPAF_RDMA_BUDGET: registered for all peers
 
 	// Devices, threads, queues.
 	Backend           string   // STEPMESH_BAKCEND: "CPU", "GPU", a registered name; "" choose

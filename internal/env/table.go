@@ -205,6 +205,16 @@ var table = []variable{
 		field:   func(c *Config) any { return &c.StrangerBudget },
 		help:    "Bytes that senders which are not members of the cluster may make this node hold.",
 		differs: "Ours only.",
+	}, {
+		name: "STEPAF_RDMA_PEER_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "ibverbs",
+		field:   func(c *Config) any { return &c.RDMAPeerBudget },
+		help:    "Bytes that this node registers for one peer to write to. A value that needs more fails at its sender; else places that the peer does not use are taken back for those that it needs. Buffers that the application has registered do not count.",
+		differs: "Ours only; the original registers what it is asked for.",
+	}, {
+		name: "STEPAF_RDMA_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "16G", readers: "ibverbs",
+		field:   func(c *Config) any { return &c.RDMABudget },
+		help:    "The same for all peers together. Who asks for more waits until others have given back what they do not use.",
+		differs: "Ours only.",
 	},
 
 	{

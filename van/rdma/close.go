@@ -92,5 +92,5 @@ func (d *device) close() error {
 		errs = append(errs, a.deregister())
 	}
 	d.areasMu.Unlock()
-	return errors.Join(append(errs, d.cells.close())...)
+	return errors.Join(errs...)
 }

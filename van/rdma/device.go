@@ -22,7 +22,6 @@ type device struct {
 	v       *rvan
 	dev     verbs.Device
 	regions *regions
-	cells   cells
 	loop    *dispatch.Loop[*van.Message]
 	lanes   lanes
 
@@ -62,7 +61,7 @@ type device struct {
 const batch = 32
 
 func newDevice(v *rvan, dev verbs.Device) *device {
-	d := &device{v: v, dev: dev, regions: newRegions(dev, v.back), cells: cells{dev: dev}, areas: map[*area]bool{},
+	d := &device{v: v, dev: dev, regions: newRegions(dev, v.back), areas: map[*area]bool{},
 		stopped: make(chan struct{}), recall: make(chan struct{}, 1), nap: time.NewTimer(time.Hour), doze: pollGrace}
 	d.pool.d = d
 	d.regions.stuck = func(r *region, err error) {
@@ -339,7 +338,7 @@ func (d *device) housekeep(sleeping bool) {
 		}
 		for _, c := range *v.conns.Load() {
 			if c.in != nil && c.in.host == d {
-				c.in.again()
+				c.in.again(now)
 			}
 		}
 	}

@@ -1,10 +1,8 @@
 package rdma
 
 import (
-	"errors"
 	"fmt"
 	"net/netip"
-	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -31,9 +29,8 @@ type incoming struct {
 	slaves uint64 // notifications of split messages' other parts
 	held   []*rxMsg
 	warned bool
-	// starved is set when there was no place for it, and that was logged.
-	starved bool
-	holds   atomic.Bool // len(held) > 0
+	holds  atomic.Bool // len(held) > 0
+	over   int64       // bytes that the last question was over the peer's budget
 
 	flushed atomic.Int32  // receive requests that have ended
 	drained chan struct{} // closed when all have
@@ -44,12 +41,19 @@ type incoming struct {
 	qps     []verbs.QP
 	leases  map[rendezvous.Route][]*lease
 	areas   map[uint64]*area // of a node of the original, by key
+	cells   cells            // for metas: what one peer may write to, no other may
 	credits []uint16
-	since   uint64 // when the oldest of them came
-	backlog []note // what found no room
-	later   []start
-	closed  bool
-	owed    atomic.Int32 // len(credits)
+	since   uint64        // when the oldest of them came
+	backlog []note        // what found no room
+	later   [2][]question // that wait for a place: of control messages, and others
+	wanted  struct {      // places that the peer is asked to give back
+		at, since uint64 // when it was last asked, and first without an answer
+	}
+	closed   bool
+	owed     atomic.Int32 // len(credits)
+	bytes    atomic.Int64 // registered for it
+	oneShots atomic.Int32 // places for control messages
+	stalled  atomic.Bool  // what it has sent waits for its handler, and is too much
 }
 
 // note is a SEND that waits for room.
@@ -67,6 +71,7 @@ type memory struct {
 	data   backend.Mem
 	area   *area   // that data lies in
 	region *region // of a registered receive buffer
+	bytes  int     // registered for meta
 }
 
 // area is memory for values that several leases may share: those of one key of a
@@ -75,6 +80,7 @@ type area struct {
 	*block
 	host *device
 	refs atomic.Int32
+	of   *incoming // for whom it was registered; nil in tests
 }
 
 // accept takes a connect request.
@@ -135,7 +141,7 @@ func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, e
 	if err != nil {
 		return nil, err
 	}
-	in := &incoming{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}),
+	in := &incoming{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: cells{dev: dev},
 		leases: map[rendezvous.Route][]*lease{}, areas: map[uint64]*area{}}
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -306,261 +312,6 @@ func (in *incoming) tick(now uint64, all bool) (gave bool) {
 	return gave
 }
 
-// question answers a peer that asks for a place. The receiving role is held.
-func (in *incoming) question(b []byte) {
-	var s start
-	if err := s.get(b); err != nil {
-		in.v.malformed(in, err)
-		return
-	}
-	in.mu.Lock()
-	wait := len(in.later) > 0 // who has asked first must get a place first: the others wait for it
-	in.mu.Unlock()
-	if wait || errors.Is(in.grant(&s), rendezvous.ErrNoLease) {
-		in.host.hungry.Store(true)
-		if !in.starved {
-			in.starved = true
-			in.v.log.Warn("rdma: a peer waits for a place: all are given away", "peer", in.name(), "BYTEPS_ADDRESS_POOL_SIZE", in.v.table.Len())
-		}
-		in.mu.Lock()
-		full := len(in.later) >= maxIndex
-		if !full {
-			in.later = append(in.later, s)
-		}
-		in.mu.Unlock()
-		if full {
-			in.fail(fmt.Errorf("%w: %d questions for a place are open", van.ErrMalformed, maxIndex))
-		}
-	}
-}
-
-// again answers the questions that had to wait.
-func (in *incoming) again() {
-	in.mu.Lock()
-	all := in.later
-	in.later = nil
-	in.mu.Unlock()
-	for i := range all {
-		if err := in.grant(&all[i]); errors.Is(err, rendezvous.ErrNoLease) {
-			in.mu.Lock()
-			in.later = append(in.later, all[i:]...)
-			in.host.hungry.Store(true)
-			in.mu.Unlock()
-			return
-		}
-	}
-}
-
-// grant makes a place and tells the peer. The error is ErrNoLease: try again later.
-func (in *incoming) grant(s *start) error {
-	v := in.v
-	need, kind, err := s.need(in.hello.ours)
-	if err != nil {
-		v.malformed(in, err)
-		if in.hello.ours { // else it would wait for ever
-			in.reply(&reply{origin: s.origin, flags: replyRefused}, nil)
-		}
-		return nil
-	}
-	if in.enough(need, kind, s.key) {
-		in.reply(&reply{origin: s.origin, flags: replyShared | replyNone}, nil)
-		return nil
-	}
-	l, r, err := in.lease(s, need, kind)
-	if errors.Is(err, rendezvous.ErrNoLease) {
-		return err
-	}
-	r.origin = s.origin
-	if err != nil {
-		v.log.Error("rdma: no place for a message of a peer", "peer", in.name(), "key", s.key, "bytes", need.Data, "err", err)
-		if !in.hello.ours {
-			return nil // its protocol has no word for it
-		}
-		r = reply{origin: s.origin, flags: replyRefused}
-	}
-	in.reply(&r, l)
-	return nil
-}
-
-// reply answers a question. l is the place, or nil.
-func (in *incoming) reply(r *reply, l *lease) {
-	var b [replyLen]byte
-	r.put(b[:])
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	if l != nil {
-		in.keep(l)
-	}
-	in.send(immReply, b[:])
-}
-
-// enough tells whether a place of a key is not needed: the key has no buffer of its
-// own, and the places of its size class are many. Else their number would follow that
-// of the keys.
-func (in *incoming) enough(need rendezvous.Need, kind uint64, key uint64) bool {
-	if !in.hello.ours || kind&kindKeyed == 0 || need.Data == 0 {
-		return false
-	}
-	if dst, ok := in.v.buffer(in.hello.node, key); ok && dst.Len() >= need.Exact {
-		return false
-	}
-	class, size := rendezvous.Class(need.Data)
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	return len(in.leases[rendezvous.Route{Class: class}]) >= rendezvous.Eager(size)
-}
-
-// lease makes the memory that a peer has asked for.
-func (in *incoming) lease(s *start, need rendezvous.Need, kind uint64) (*lease, reply, error) {
-	v := in.v
-	var r reply
-	l := &lease{Owner: in, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
-	// First the index: memory is dear to register in vain, and who waits asks often.
-	if err := v.table.Add(l); err != nil {
-		return nil, r, err
-	}
-	if in.hello.ours && kind&kindKeyed == 0 {
-		l.Route = rendezvous.Route{Host: need.Route.Host}
-		l.Route.Class, _ = rendezvous.Class(need.Data)
-	}
-	meta, err := in.host.cells.get(need.Meta)
-	if err == nil {
-		l.Memory.meta = meta
-		r.meta, r.metaKey = meta.addr, meta.rkey
-		err = in.place(l, s, need, kind, &r)
-	}
-	if err != nil {
-		if v.table.End(l) {
-			in.free(l)
-		}
-		return nil, r, err
-	}
-	r.index = l.Index()
-	return l, r, nil
-}
-
-// place finds memory for the value.
-func (in *incoming) place(l *lease, s *start, need rendezvous.Need, kind uint64, r *reply) error {
-	v, m := in.v, &l.Memory
-	if need.Data == 0 || !in.hello.ours && v.self.Role != van.Server {
-		return nil
-	}
-	if !in.hello.ours || kind&kindKeyed != 0 {
-		if dst, ok := v.buffer(in.hello.node, s.key); ok && dst.Len() >= need.Exact {
-			reg, err := in.host.regions.get(dst, verbs.LocalWrite|verbs.RemoteWrite)
-			if err != nil {
-				return fmt.Errorf("registered receive buffer: %w", err)
-			}
-			m.data, m.region = dst, reg
-			l.Data = need.Exact
-			r.data, r.dataKey = dst.Addr(), reg.mr.RKey()
-			return nil
-		}
-	}
-	if in.hello.ours {
-		if kind&kindKeyed != 0 {
-			r.flags |= replyShared
-			l.Route = rendezvous.Route{}
-			l.Route.Class, l.Data = rendezvous.Class(need.Data)
-		}
-		a, err := in.host.newArea(l.Data, need.Route.Host)
-		if err != nil {
-			return err
-		}
-		m.area, m.data = a, a.mem
-	} else {
-		a, err := in.keyArea(s.key, need.Data)
-		if err != nil {
-			return err
-		}
-		m.area, m.data = a, a.mem
-	}
-	r.data, r.dataKey = m.area.mem.Addr(), m.area.mr.RKey()
-	return nil
-}
-
-// keyArea returns the memory for values of n bytes under key, with one more user.
-func (in *incoming) keyArea(key uint64, n int) (*area, error) {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	a := in.areas[key]
-	if a == nil || a.mem.Len() < n {
-		if in.closed {
-			return nil, van.ErrClosed
-		}
-		grown, err := in.host.newArea(n, false)
-		if err != nil {
-			return nil, err
-		}
-		in.areas[key] = grown
-		if a != nil {
-			a.put()
-		}
-		a = grown
-	}
-	a.refs.Add(1)
-	return a, nil
-}
-
-// Retain implements backend.Holder: who answers with what was pushed registers it once
-// more, and must not find other memory at its address later.
-func (a *area) Retain() { a.refs.Add(1) }
-
-// Release implements backend.Holder.
-func (a *area) Release() { a.put() }
-
-func (a *area) put() {
-	if a.refs.Add(-1) == 0 {
-		a.host.forgetArea(a)
-		_ = a.close()
-	}
-}
-
-// keep records a lease, and ends the smaller ones of its key: who asks for a larger
-// place will not use them again. in.mu is held.
-func (in *incoming) keep(l *lease) {
-	if in.closed {
-		if in.v.table.End(l) {
-			in.free(l)
-		}
-		return
-	}
-	all := in.leases[l.Route]
-	if !l.OneShot && in.hello.ours && l.Route.Class == 0 {
-		kept := all[:0]
-		for _, x := range all {
-			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.mem) >= len(l.Memory.meta.mem) {
-				kept = append(kept, x)
-				continue
-			}
-			// Its index may soon be another place's.
-			in.credits = slices.DeleteFunc(in.credits, func(i uint16) bool { return uint32(i) == x.Index() })
-			if in.v.table.End(x) {
-				in.free(x)
-			}
-		}
-		clear(all[len(kept):])
-		all = kept
-		in.owed.Store(int32(len(in.credits)))
-	}
-	if !l.OneShot && in.hello.ours {
-		in.leases[l.Route] = append(all, l)
-	}
-}
-
-// free gives back the memory of a lease that has ended and that nobody holds.
-func (in *incoming) free(l *lease) {
-	m := &l.Memory
-	_ = in.host.cells.put(m.meta)
-	if m.area != nil {
-		m.area.put()
-	}
-	if m.region != nil {
-		m.region.release()
-	}
-	l.Memory = memory{}
-}
-
 func (in *incoming) name() string {
 	return fmt.Sprintf("%s at %s:%d", van.NodeName(in.hello.node), in.hello.host, in.hello.port)
 }
@@ -587,7 +338,7 @@ func (v *rvan) endIncoming(in *incoming, p *peer, cause error) {
 	in.mu.Lock()
 	in.closed = true
 	areas, out, qps := in.areas, in.out, len(in.qps)
-	in.leases, in.areas, in.later, in.credits = nil, nil, nil, nil
+	in.leases, in.areas, in.later, in.credits = nil, nil, [2][]question{}, nil
 	in.owed.Store(0)
 	in.mu.Unlock()
 	for _, id := range ids {
@@ -620,6 +371,9 @@ func (v *rvan) endIncoming(in *incoming, p *peer, cause error) {
 	in.host.dropHeld(in) // what has come since
 	for _, a := range areas {
 		a.put()
+	}
+	if err := in.cells.close(); err != nil {
+		v.log.Error("rdma: memory for metas stays registered", "peer", in.name(), "err", err)
 	}
 	if out != nil {
 		in.mu.Lock()

@@ -475,6 +475,7 @@ func (p *peer) credit(t *trailer) (ok bool) {
 	for _, i := range t.credits[:t.n] {
 		ok = p.snd.Credit(uint32(i)) && ok
 	}
+	p.giveBack()
 	p.snd.Pump()
 	p.flush(false)
 	return ok
@@ -488,8 +489,9 @@ func (p *peer) tick(now uint64) bool {
 		return false
 	}
 	// Several loops may call this, and one that hardly sleeps calls it often.
-	if p.snd.Waiting() > 0 && time.Duration(now-p.ticked) >= tickTime {
+	if p.waiting() && time.Duration(now-p.ticked) >= tickTime {
 		p.ticked = now
+		p.giveBack()
 		p.snd.Tick()
 		p.flush(false)
 	}
@@ -500,8 +502,11 @@ func (p *peer) tick(now uint64) bool {
 		l.probed = now
 		l.probe()
 	}
-	return p.snd.Waiting() > 0
+	return p.waiting()
 }
+
+// waiting tells whether something waits for room or for a place. p.mu is held.
+func (p *peer) waiting() bool { return p.snd.Waiting() > 0 || len(p.snd.Returning()) > 0 }
 
 // probe writes nothing to the peer. A link that is lost shows only in what is sent,
 // and who waits for an answer sends nothing.

@@ -270,5 +270,5 @@ func (v *rvan) working() bool {
 func (p *peer) waits() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.link != nil && p.snd.Waiting() > 0
+	return p.link != nil && p.waiting()
 }

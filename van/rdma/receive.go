@@ -50,8 +50,15 @@ func (d *device) completed(c *verbs.Completion) {
 		if p := (*v.peers.Load())[x.in.hello.node]; p != nil {
 			go v.tellHalf(p)
 		}
+	case c.Type == verbs.RecvSend && c.Imm == immReturn && x.in.hello.ours:
+		t := &d.trailer
+		if err := t.get(recvData(c)); err != nil {
+			v.malformed(x.in, err)
+			return
+		}
+		x.in.returned(t)
 	case c.Type == verbs.RecvSend:
-		v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, or 3 once"})
+		v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, 5, or 3 once"})
 	default:
 		d.arrived(x.in, c)
 	}
@@ -112,7 +119,8 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 		return // another queue pair may still read the memory; see abandon
 	}
 	f, last := l.complete(id)
-	if last && p.link == l && p.snd.Waiting() > 0 {
+	if last && p.link == l && p.waiting() {
+		p.giveBack()
 		p.snd.Pump()
 		p.flush(false)
 	}
@@ -151,8 +159,15 @@ func (p *peer) told(d *device, l *link, c *verbs.Completion) {
 		if !p.credit(t) {
 			p.v.malformedFrom(p.name(), &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "places that are in use"})
 		}
+	case immReclaim:
+		var r reclaim
+		if err := r.get(b); err != nil {
+			p.v.malformedFrom(p.name(), err)
+			return
+		}
+		p.reclaimed(l, &r)
 	default:
-		p.v.malformedFrom(p.name(), &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1 or 2"})
+		p.v.malformedFrom(p.name(), &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"})
 	}
 }
 

@@ -41,20 +41,25 @@ type rvan struct {
 	stack verbs.Stack
 	spin  time.Duration // how long to look for completions before sleeping
 
-	self    van.Node // set by Bind
-	id      atomic.Int32
-	channel verbs.Channel
-	listen  verbs.ID
-	source  netip.Addr // what outgoing connections bind; invalid: any
-	recv    van.Receiver
-	watch   func(id int, up bool, cause error)
-	epoch   uint32 // added to serials to tell connections of different processes apart
+	self                    van.Node // set by Bind
+	id                      atomic.Int32
+	channel                 verbs.Channel
+	listen                  verbs.ID
+	source                  netip.Addr // what outgoing connections bind; invalid: any
+	recv                    van.Receiver
+	watch                   func(id int, up bool, cause error)
+	incarnation             uint32 // this process; 0: not said
+	peerBudget, totalBudget int64  // of leased bytes; 0: no bound
+
+	epoch uint32 // added to serials to tell connections of different processes apart
 
 	peers    atomic.Pointer[map[int]*peer]
 	conns    atomic.Pointer[map[uint32]*conn]
 	devices  atomic.Pointer[[]*device]
 	serials  atomic.Uint32
 	table    *rendezvous.Table[memory]
+	leased   atomic.Int64  // bytes that are registered for peers
+	scanned  atomic.Uint64 // when all places were last looked at
 	stats    stats
 	spinning atomic.Bool
 	polled   atomic.Uint64 // when the last Poll ended
@@ -89,8 +94,9 @@ func New(o van.Options) (van.Van, error) {
 
 // NewOn makes a van on the given stack.
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
-	v := &rvan{cfg: o.Config, log: o.Log, back: o.Backend, stack: stack, spin: spinTime(o.Config.BusyPoll), epoch: rand.Uint32(),
-		table: rendezvous.NewTable[memory](min(o.Config.AddressPoolSize, maxIndex)), reserved: map[verbs.Device]int{},
+	v := &rvan{cfg: o.Config, log: o.Log, back: o.Backend, stack: stack, incarnation: o.Incarnation,
+		peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget), spin: spinTime(o.Config.BusyPoll), epoch: rand.Uint32(),
+		table: newTable(min(o.Config.AddressPoolSize, maxIndex)), reserved: map[verbs.Device]int{},
 		ids: map[uint64]*cmID{}, endpoints: map[string]*incoming{}, buffers: map[bufferKey]backend.Mem{},
 		leaving: map[*peer]bool{}, cmEnd: make(chan struct{})}
 	if v.log == nil {
@@ -101,6 +107,12 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	v.devices.Store(&[]*device{})
 	v.id.Store(van.Empty)
 	return v
+}
+
+// newTable makes the table of n places. Some are kept for control messages, whatever data
+// is on its way.
+func newTable(n int) *rendezvous.Table[memory] {
+	return rendezvous.NewTable[memory](n, min(max(n/8, 1), 256, n-1))
 }
 
 // spinTime is how long to look for completions before sleeping: waking a sleeper
@@ -287,7 +299,10 @@ func (p *peer) replied(l *link, r *reply) bool {
 			p.rememberKey(need.Route.Key, false)
 		}
 		o, need, ok := p.snd.Refused(r.origin)
-		if ok {
+		switch {
+		case ok && r.flags&replyBudget != 0:
+			p.Refuse(o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data))
+		case ok:
 			p.Refuse(o, fmt.Errorf("the peer has no memory for %d bytes", need.Data))
 		}
 		p.flush(false)
@@ -360,6 +375,9 @@ func (v *rvan) malformedFrom(who string, err error) {
 // stats counts without locks.
 type stats struct {
 	sentN, sentB, recvN, recvB, malformed atomic.Uint64
+
+	overBudget  atomic.Uint64 // questions that were refused for good
+	placesShort atomic.Uint64 // questions that had to wait
 }
 
 func (s *stats) sent(bytes int) { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }

@@ -19,6 +19,8 @@ const (
 	immReply   = 1
 	immCredits = 2
 	immUp      = 3 // the first on a connection: its opener has it
+	immReclaim = 4 // the receiver wants places back
+	immReturn  = 5 // places that the sender gives up
 )
 
 // immSlave marks the notification of a split message's other parts.
@@ -202,6 +204,7 @@ const (
 	replyShared  = 1 << iota // the place serves all keys of its size class
 	replyRefused             // there is no place
 	replyNone                // with replyShared: there are enough of them
+	replyBudget              // with replyRefused: it is more than one peer may have
 )
 
 func (r *reply) put(b []byte) {
@@ -317,6 +320,31 @@ func (t *trailer) get(b []byte) error {
 	for i := range t.credits {
 		t.credits[i] = le.Uint16(b[24+2*i:])
 	}
+	return nil
+}
+
+// reclaim is what a receiver wants back: places, of so many bytes in all.
+type reclaim struct {
+	places uint32
+	bytes  uint64
+}
+
+const reclaimLen = 16
+
+// maxReclaim is more than a peer can have.
+const maxReclaim = maxIndex * roundedData
+
+func (r *reclaim) put(b []byte) {
+	le.PutUint32(b, magic)
+	le.PutUint32(b[4:], r.places)
+	le.PutUint64(b[8:], r.bytes)
+}
+
+func (r *reclaim) get(b []byte) error {
+	if len(b) != reclaimLen || le.Uint32(b) != magic {
+		return &van.FieldError{Field: "places that are wanted back", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", reclaimLen, magic)}
+	}
+	r.places, r.bytes = le.Uint32(b[4:]), le.Uint64(b[8:])
 	return nil
 }
 
