@@ -50,6 +50,11 @@ func Start(ctx context.Context, lookup func(string) (string, bool), names func()
 	if err != nil {
 		return nil, err
 	}
+	return Open(ctx, node)
+}
+
+// Open makes the session of a node that has started. It closes the node if it fails.
+func Open(ctx context.Context, node *postoffice.Node) (*Session, error) {
 	s := &Session{node: node}
 	if err := s.open(ctx); err != nil {
 		node.Close()

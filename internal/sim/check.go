@@ -1,0 +1,206 @@
+package sim
+
+import (
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+)
+
+// checker judges what happens.
+type checker struct {
+	n *Net
+
+	mu      sync.Mutex
+	bad     []Violation
+	handled map[handledKey]bool   // batches that a server's application has had
+	seen    map[seenKey]int       // pushes
+	calls   map[callID]*call      // that have begun
+	votes   map[plan.Node][]*vote // barriers
+}
+
+// Violation is something that must not happen.
+type Violation struct {
+	At   time.Duration // since the beginning
+	Kind string        // "wrong data", "late", ...
+	Text string
+}
+
+func (v Violation) String() string {
+	return fmt.Sprintf("at %.6fs: %s: %s", v.At.Seconds(), v.Kind, v.Text)
+}
+
+type handledKey struct {
+	id           callID
+	server, sgen int
+}
+
+type seenKey struct {
+	id     callID
+	server int
+	tensor int
+}
+
+// call is one push_pull.
+type call struct {
+	id     callID
+	start  time.Duration
+	end    time.Duration // 0 while it is under way
+	err    error
+	gaveUp bool // it ended because its time was over
+	guard  *time.Timer
+}
+
+// vote is one call of a barrier.
+type vote struct {
+	p          *proc
+	start, end time.Duration
+	ended      bool
+}
+
+func newChecker(n *Net) *checker {
+	return &checker{n: n, handled: map[handledKey]bool{}, seen: map[seenKey]int{}, calls: map[callID]*call{}, votes: map[plan.Node][]*vote{}}
+}
+
+// maxViolations are noted: the first ones tell most.
+const maxViolations = 20
+
+// fail notes a violation.
+func (k *checker) fail(kind, format string, args ...any) {
+	text := fmt.Sprintf(format, args...)
+	at := k.n.now()
+	k.n.note("CHECK", "VIOLATION "+kind+": "+text)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if len(k.bad) < maxViolations {
+		k.bad = append(k.bad, Violation{at, kind, text})
+	}
+}
+
+func (k *checker) violations() []Violation {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.bad
+}
+
+// slack is how much later than its limit something may end.
+const slack = time.Second
+
+// within calls fail if the function that it returns is not called in time.
+func (k *checker) within(limit time.Duration, who, what string) (done func()) {
+	t := time.AfterFunc(limit+slack, func() {
+		k.fail("never ends", "%s: %s has not ended, limit %s", who, what, limit)
+	})
+	return func() { t.Stop() }
+}
+
+// begin notes the beginning of a call, before anything of it is sent.
+func (k *checker) begin(id callID) *call {
+	c := &call{id: id, start: k.n.now()}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.calls[id] = c
+	return c
+}
+
+// end notes its end.
+func (k *checker) end(c *call, err error, gaveUp bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	c.end, c.err, c.gaveUp = k.n.now(), err, gaveUp
+}
+
+func (k *checker) find(id callID) (call, bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	c, ok := k.calls[id]
+	if !ok {
+		return call{}, false
+	}
+	return *c, true
+}
+
+// push judges one push tensor that an application has got.
+func (k *checker) push(at *proc, worker, tensor int, b []byte) (label, bool) {
+	l, err := read(b, pushMagic)
+	if err != nil {
+		k.fail("wrong data", "%s got a push of worker %d, tensor %d: %v", at.name, worker, tensor, err)
+		return l, false
+	}
+	if l.id.worker != worker || l.index != tensor {
+		k.fail("wrong data", "%s got tensor %d of worker %d: it is tensor %d of %s", at.name, tensor, worker, l.index, l.id)
+		return l, false
+	}
+	if _, ok := k.find(l.id); !ok {
+		k.fail("wrong data", "%s got a push of %s, which has not been made", at.name, l.id)
+		return l, false
+	}
+	key := seenKey{l.id, at.who.Rank(), tensor}
+	k.mu.Lock()
+	k.seen[key]++
+	n := k.seen[key]
+	k.mu.Unlock()
+	if n > 1 {
+		k.fail("seen twice", "%s got push tensor %d of %s for the %d. time", at.name, tensor, l.id, n)
+	}
+	return l, true
+}
+
+// handle notes that a batch was handed to the application of a server.
+func (k *checker) handle(id callID, at *proc) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.handled[handledKey{id, at.who.Rank(), at.gen}] = true
+}
+
+// answer judges one pull tensor of a call that has succeeded.
+func (k *checker) answer(id callID, server, index int, b []byte) {
+	l, err := read(b, answerMagic)
+	if err != nil {
+		k.fail("wrong data", "%s succeeded; the tensor %d of server %d: %v", id, index, server, err)
+		return
+	}
+	if l.id != id || l.server != server || l.index != index {
+		k.fail("wrong data", "%s succeeded with tensor %d of server %d, which is tensor %d of %s for %s", id, index, server,
+			l.index, procName(plan.NodeOf("server", l.server), l.sgen), l.id)
+		return
+	}
+	k.mu.Lock()
+	ok := k.handled[handledKey{id, l.server, l.sgen}]
+	k.mu.Unlock()
+	if !ok {
+		k.fail("wrong data", "%s was answered by %s, which has not had the batch", id, procName(plan.NodeOf("server", l.server), l.sgen))
+	}
+}
+
+// vote notes the call of a barrier.
+func (k *checker) vote(p *proc) *vote {
+	v := &vote{p: p, start: k.n.now()}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.votes[p.who] = append(k.votes[p.who], v)
+	return v
+}
+
+// passed judges a barrier that has returned: all of the group have called it. current is
+// the process of each node.
+func (k *checker) voted(v *vote, err error, group []*proc) {
+	now := k.n.now()
+	k.mu.Lock()
+	v.end, v.ended = now, true
+	var missing *proc
+	for _, p := range group {
+		ok := false
+		for _, x := range k.votes[p.who] {
+			ok = ok || x.p == p && x.start <= now && (!x.ended || x.end >= v.start)
+		}
+		if !ok && missing == nil {
+			missing = p
+		}
+	}
+	k.mu.Unlock()
+	if err == nil && missing != nil {
+		k.fail("wrong barrier", "%s: the barrier that it called at %.6fs is over, and %s has not called it", v.p.name, v.start.Seconds(), missing.name)
+	}
+}

@@ -1,0 +1,377 @@
+package sim
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// cluster is all processes of a plan.
+type cluster struct {
+	plan   *plan.Plan
+	seed   seed
+	net    *Net
+	check  *checker
+	fabric *fabric // of RDMA; nil for others
+	gentle bool    // nothing happens but slow handlers: what is sent arrives
+
+	mu      sync.Mutex
+	procs   []*proc // all there have ever been
+	current map[plan.Node]*proc
+	gens    map[plan.Node]int
+	phase   int
+	rounds  []*round
+	loads   sync.WaitGroup
+}
+
+func newCluster(p *plan.Plan, s seed) *cluster {
+	tl := &timeline{}
+	n := newNet(s, p.Transport, tl)
+	c := &cluster{plan: p, seed: s, net: n, check: newChecker(n), current: map[plan.Node]*proc{}, gens: map[plan.Node]int{}, gentle: true}
+	for _, ph := range p.Phases {
+		for _, e := range ph.Events {
+			c.gentle = c.gentle && (e.Do == plan.SlowHandler || e.Do == plan.Barrier)
+		}
+	}
+	t := p.Transport
+	c.gentle = c.gentle && t.Break == 0 && t.Loss == 0 && t.Queue == 0 && t.Bandwidth == 0
+	if t.Kind == "rdma" {
+		c.fabric = newFabric(c)
+	}
+	return c
+}
+
+func (c *cluster) group() int { return max(c.plan.Cluster.Group, 1) }
+
+// schedulerPort is where the scheduler listens.
+const schedulerPort = 9000
+
+// host is the address of a node's machine.
+func (c *cluster) host(n plan.Node) string {
+	net := map[string]string{"scheduler": "127.0.0.1", "server": "127.0.1.", "worker": "127.0.2."}[n.Role()]
+	if n.Role() == "scheduler" {
+		return net
+	}
+	return net + strconv.Itoa(n.Rank()+1)
+}
+
+// environ is the environment of a process.
+func (c *cluster) environ(p *proc) map[string]string {
+	s := &c.plan.Cluster
+	g := c.group()
+	env := map[string]string{
+		"DMLC_ROLE": p.who.Role(), "DMLC_NUM_WORKER": strconv.Itoa(s.Workers), "DMLC_NUM_SERVER": strconv.Itoa(s.Servers),
+		"DMLC_GROUP_SIZE": strconv.Itoa(g), "DMLC_PS_ROOT_URI": c.host("scheduler"), "DMLC_PS_ROOT_PORT": strconv.Itoa(schedulerPort),
+		"DMLC_NODE_RANK": strconv.Itoa(p.who.Rank() / g), "STEPMESH_GPU": strconv.Itoa(p.who.Rank() % g),
+		"STEPMESH_BAKCEND": "CPU", "STEPAF_BUSY_POLL_ENABLE": "0", "BYTEPS_ENABLE_IPC": "0", "STEPAF_START_TIMEOUT": "60",
+	}
+	if c.plan.Transport.Resend {
+		env["PS_RESEND"] = "1"
+	}
+	maps.Copy(env, s.Env)
+	maps.Copy(env, s.Nodes[p.who])
+	return env
+}
+
+// startLimit is how long Start may take.
+func (c *cluster) startLimit() time.Duration {
+	if s, err := strconv.Atoi(c.plan.Cluster.Env["STEPAF_START_TIMEOUT"]); err == nil {
+		return time.Duration(s) * time.Second
+	}
+	return time.Minute
+}
+
+// factory makes the van of a process.
+func (c *cluster) factory(p *proc) van.Factory {
+	return func(o van.Options) (van.Van, error) {
+		if c.fabric != nil {
+			return c.fabric.newVan(p, o)
+		}
+		foreign := c.plan.Cluster.IsForeign(p.who)
+		if foreign {
+			o.Incarnation = 0
+		}
+		v := c.net.newNode(p.who, p.name, p.host, o)
+		c.mu.Lock()
+		p.van = v
+		dead := p.dead
+		c.mu.Unlock()
+		if dead {
+			v.kill(false)
+		}
+		if foreign {
+			return &foreignVan{Van: v}, nil
+		}
+		return v, nil
+	}
+}
+
+// options has what is random in a node.
+func (c *cluster) options(p *proc, o *postoffice.Options) {
+	var mu sync.Mutex
+	r := stream{s: c.seed.of("node").of(p.name)}
+	o.Rand = func() uint64 {
+		mu.Lock()
+		defer mu.Unlock()
+		return uint64(r.next())
+	}
+}
+
+// process is one of all that have been. c.mu is held.
+func (c *cluster) process(who plan.Node, gen int) *proc {
+	for _, p := range c.procs {
+		if p.who == who && p.gen == gen {
+			return p
+		}
+	}
+	return nil
+}
+
+// heard judges whether a batch comes from a process that another has replaced before it
+// began the call.
+func (c *cluster) heard(at *proc, id callID) {
+	call, ok := c.check.find(id)
+	c.mu.Lock()
+	from := c.process(plan.NodeOf("worker", id.worker), id.gen)
+	replaced := from != nil && from.replaced != 0 && ok && call.start > from.replaced+slack
+	now := c.current[plan.NodeOf("worker", id.worker)]
+	foreign := len(c.plan.Cluster.Foreign) > 0
+	c.mu.Unlock()
+	if replaced && !foreign {
+		c.check.fail("replaced, and heard", "%s got the batch of %s, which was made at %.6fs; %s had taken its place at %.6fs",
+			at.name, id, call.start.Seconds(), now.name, from.replaced.Seconds())
+	}
+}
+
+// living lists the processes of nodes that run, in order.
+func (c *cluster) living(nodes plan.Nodes) (all []*proc) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, p := range c.procs {
+		if nodes.Has(p.who) && !p.dead {
+			all = append(all, p)
+		}
+	}
+	return all
+}
+
+// now is the process of each node, in order.
+func (c *cluster) members(nodes plan.Nodes) (all []*proc) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, n := range c.plan.Cluster.All() {
+		if p := c.current[n]; p != nil && nodes.Has(n) {
+			all = append(all, p)
+		}
+	}
+	return all
+}
+
+// live is the process of a node that events are about: the latest that lives.
+func (c *cluster) live(n plan.Node, want func(*proc) bool) *proc {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, p := range slices.Backward(c.procs) {
+		if p.who == n && !p.dead && want(p) {
+			return p
+		}
+	}
+	return nil
+}
+
+// do carries out an event.
+func (c *cluster) do(e *plan.Event) {
+	any := func(*proc) bool { return true }
+	p := c.live(e.Node, any)
+	what := string(e.Do)
+	if e.Peer != "" {
+		what += " " + string(e.Peer)
+	}
+	c.net.note(string(e.Node), "plan: "+what)
+	switch e.Do {
+	case plan.Kill:
+		c.kill(p, e.Fork)
+	case plan.Stop:
+		c.stop(p)
+		c.later(e.For, func() { c.wake(p) })
+	case plan.Wake:
+		c.wake(c.live(e.Node, func(p *proc) bool { return p.frozen }))
+	case plan.Join:
+		c.start(e.Node, e.NewHost)
+	case plan.Leave:
+		if p != nil {
+			c.leave(p)
+		}
+	case plan.Finalize:
+		if p != nil {
+			p.apps.Go(func() {
+				select {
+				case <-p.started:
+					if p.err == nil {
+						p.leave()
+					}
+				case <-p.ctx.Done():
+				}
+			})
+		}
+	case plan.Barrier:
+		if p != nil {
+			c.loads.Go(func() { c.barrier(p, van.WorkerGroup|van.ServerGroup) })
+		}
+	case plan.Cut:
+		c.each(e, c.net.cut, true)
+		c.later(e.For, func() { c.each(e, c.net.heal, false) })
+	case plan.Heal:
+		c.each(e, c.net.heal, false)
+	case plan.Break:
+		c.each(e, c.net.breakLink, false)
+	case plan.SlowLink:
+		c.net.slow(e.Node, e.Peer, e.Bandwidth)
+		c.later(e.For, func() { c.net.slow(e.Node, e.Peer, 0) })
+	case plan.SlowHandler:
+		if p != nil {
+			c.mu.Lock()
+			p.slow = c.net.now() + e.For.D()
+			c.mu.Unlock()
+		}
+	}
+}
+
+func (c *cluster) later(d plan.Duration, f func()) {
+	if d > 0 {
+		c.net.after(d.D(), f)
+	}
+}
+
+// each calls f for the two nodes of an event, or for the one and all others.
+func (c *cluster) each(e *plan.Event, f func(a, b plan.Node), disturbs bool) {
+	for _, n := range c.plan.Cluster.All() {
+		if n == e.Node || e.Peer != "" && n != e.Peer {
+			continue
+		}
+		f(e.Node, n)
+		if c.fabric != nil {
+			c.fabric.link(e.Node, n, e.Do)
+		}
+		if disturbs {
+			c.mu.Lock()
+			for _, m := range []plan.Node{n, e.Node} {
+				if p := c.current[m]; p != nil {
+					p.disturbed = true
+				}
+			}
+			c.mu.Unlock()
+		}
+	}
+}
+
+// kill ends a process.
+func (c *cluster) kill(p *proc, fork bool) {
+	if p == nil {
+		return
+	}
+	c.mu.Lock()
+	p.dead = true
+	frozen := p.frozen
+	p.frozen = false
+	v := p.van
+	c.mu.Unlock()
+	if v != nil {
+		v.kill(fork)
+	}
+	if frozen {
+		close(p.thawed)
+	}
+	c.sweep(p)
+}
+
+// sweep ends the goroutines of a process that has died.
+func (c *cluster) sweep(p *proc) {
+	p.end()
+	p.apps.Go(func() {
+		<-p.started
+		if n := p.node.Load(); n != nil {
+			n.Close()
+		}
+	})
+}
+
+// leave ends a process without waiting for anybody.
+func (c *cluster) leave(p *proc) {
+	c.mu.Lock()
+	p.dead = true
+	c.mu.Unlock()
+	c.net.note(p.name, "leaves")
+	c.sweep(p)
+}
+
+func (c *cluster) stop(p *proc) {
+	if p == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if p.frozen || p.van == nil {
+		return
+	}
+	p.frozen, p.disturbed = true, true
+	p.thawed = make(chan struct{})
+	p.van.stop()
+}
+
+func (c *cluster) wake(p *proc) {
+	if p == nil {
+		return
+	}
+	c.mu.Lock()
+	if !p.frozen {
+		c.mu.Unlock()
+		return
+	}
+	p.frozen = false
+	close(p.thawed)
+	v := p.van
+	c.mu.Unlock()
+	v.wake()
+}
+
+// barrierLimit is how long a program waits in a barrier.
+const barrierLimit = 30 * time.Second
+
+// barrier calls the barrier of all instances of a group.
+func (c *cluster) barrier(p *proc, group int) error {
+	if !p.runs() {
+		return p.ctx.Err()
+	}
+	v := c.check.vote(p)
+	c.net.note(p.name, fmt.Sprintf("barrier of group %d", group))
+	done := c.check.within(barrierLimit, p.name, "barrier")
+	ctx, cancel := context.WithTimeout(p.ctx, barrierLimit)
+	defer cancel()
+	err := p.node.Load().InstanceBarrier(ctx, 0, group)
+	done()
+	if p.ctx.Err() != nil {
+		return err
+	}
+	var all []*proc
+	for _, n := range []struct {
+		bit   int
+		nodes plan.Nodes
+	}{{van.ServerGroup, "servers"}, {van.WorkerGroup, "workers"}} {
+		if group&n.bit != 0 {
+			all = append(all, c.members(n.nodes)...)
+		}
+	}
+	c.check.voted(v, err, all)
+	c.net.note(p.name, "barrier: "+brief(err))
+	c.note(&round{p: p, phase: c.at(), barrier: true, start: v.start, end: c.net.now(), err: err})
+	return err
+}

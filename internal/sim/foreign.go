@@ -1,0 +1,57 @@
+package sim
+
+import (
+	"bytes"
+	"context"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// foreignVan makes a node behave like one of the original towards the others: its record
+// has no identity, its messages carry no incarnations, it passes over those of others,
+// and it does not read notices.
+type foreignVan struct {
+	van.Van
+	self van.Node
+}
+
+// Bind implements van.Van.
+func (f *foreignVan) Bind(ctx context.Context, self van.Node) (int, error) {
+	port, err := f.Van.Bind(ctx, self)
+	f.self = self
+	f.self.Port = port
+	return port, err
+}
+
+// Unwrap implements van.Wrapper.
+func (f *foreignVan) Unwrap() van.Van { return f.Van }
+
+// Send implements van.Van.
+func (f *foreignVan) Send(msg *van.Message) error {
+	msg.RequestTrace.PreStart = 0
+	for i := range msg.Control.Nodes { // a scheduler of the original passes on what others say of themselves
+		if n := &msg.Control.Nodes[i]; n.Hostname == f.self.Hostname && n.Port == f.self.Port {
+			n.Endpoint = nil
+		}
+	}
+	return f.Van.Send(msg)
+}
+
+// strip takes away what the original does not know.
+func (f *foreignVan) strip(m *van.Meta) {
+	m.RequestTrace.PreStart = 0
+	for i := range m.Control.Nodes {
+		m.Control.Nodes[i].Endpoint = nil
+	}
+}
+
+// Start implements van.Van.
+func (f *foreignVan) Start(recv van.Receiver) {
+	f.Van.Start(func(m *van.Message) {
+		if m.Control.Cmd == van.Heartbeat && bytes.HasPrefix(m.Body, []byte("stepaf/1")) {
+			return
+		}
+		f.strip(&m.Meta)
+		recv(m)
+	})
+}

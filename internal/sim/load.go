@@ -1,0 +1,229 @@
+package sim
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// round is one call or barrier, for the expectations of a phase.
+type round struct {
+	p          *proc
+	phase      int
+	barrier    bool
+	start, end time.Duration
+	err        error
+}
+
+func (c *cluster) note(r *round) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.rounds = append(c.rounds, r)
+}
+
+// at is the number of the phase.
+func (c *cluster) at() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.phase
+}
+
+// Defaults of a load.
+const (
+	defaultSize  = 1024
+	defaultLimit = 5 * time.Second
+)
+
+// flight is a call under way.
+type flight struct {
+	call    *call
+	round   *round
+	handler int32
+	tensors *tensors
+	done    func()
+}
+
+// tensors are those of one call. Pull tensors are used again by the next call of the
+// place; push tensors only after a call that has succeeded.
+type tensors struct {
+	push, pull   []af.KeyTensor
+	pushB, pullB [][]byte
+	clean        bool // the pull tensors have been the program's since a call failed
+}
+
+// untouched is what a pull tensor has in it before a call, and after one that failed.
+const untouched = 0xee
+
+func newTensors(l *plan.Load, servers int) *tensors {
+	size, pushes, pulls := l.Size, max(l.Pushes, 1), max(l.Pulls, 1)
+	if size == 0 {
+		size = defaultSize
+	}
+	t := &tensors{}
+	for i := range pushes {
+		b := make([]byte, size)
+		x, _ := af.FromBytes(b, af.Uint8, int64(size))
+		t.push, t.pushB = append(t.push, af.KeyTensor{Key: uint64(1000 + i), Val: x}), append(t.pushB, b)
+	}
+	for range servers {
+		for i := range pulls {
+			b := make([]byte, size)
+			x, _ := af.FromBytes(b, af.Uint8, int64(size))
+			t.pull, t.pullB = append(t.pull, af.KeyTensor{Key: uint64(2000 + i), Val: x}), append(t.pullB, b)
+		}
+	}
+	return t
+}
+
+// fill makes the tensors those of a call.
+func (t *tensors) fill(id callID) {
+	for i, b := range t.pushB {
+		label{magic: pushMagic, id: id, index: i}.write(b)
+	}
+	for _, b := range t.pullB {
+		for i := range b {
+			b[i] = untouched
+		}
+	}
+	t.clean = false
+}
+
+// servers is how many server instances a worker talks to.
+func (c *cluster) servers() int { return c.plan.Cluster.Servers }
+
+// run makes the calls of one load by one process until stop is closed.
+func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
+	select {
+	case <-p.started:
+	case <-p.ctx.Done():
+		return
+	}
+	if p.err != nil {
+		return
+	}
+	c := p.c
+	s := c.seed.of("load").of(p.name).at(uint64(number))
+	window := max(l.Window, 1)
+	limit := l.Limit.Or(defaultLimit)
+	free := make([]*tensors, window)
+	for i := range free {
+		free[i] = newTensors(l, c.servers())
+	}
+	var flying []*flight
+	finish := func() {
+		f := flying[0]
+		flying = flying[1:]
+		err := p.wait(f.handler, limit)
+		f.done()
+		free = append(free, p.over(f, err, l))
+	}
+	defer func() {
+		for len(flying) > 0 && p.runs() {
+			finish()
+		}
+		for _, f := range flying {
+			f.done()
+		}
+	}()
+	for n := 0; l.Rounds == 0 || n < l.Rounds; n++ {
+		select {
+		case <-stop:
+			return
+		default:
+		}
+		// Never at once and never at the same time as another process.
+		wait := l.Every.D() + s.at(uint64(n)).upTo(l.Every.D()/4+50*time.Microsecond)
+		if !p.pause(wait) {
+			return
+		}
+		select {
+		case <-stop:
+			return
+		default:
+		}
+		if l.Barrier > 0 && n%l.Barrier == l.Barrier-1 {
+			for len(flying) > 0 {
+				if finish(); !p.runs() {
+					return
+				}
+			}
+			_ = c.barrier(p, van.WorkerGroup) // noted
+			continue
+		}
+		t := free[0]
+		free = free[1:]
+		id := callID{p.who.Rank(), p.gen, int(p.calls.Add(1))}
+		if t.clean {
+			p.checkClean(t, id)
+		}
+		t.fill(id)
+		f := &flight{call: c.check.begin(id), tensors: t, round: &round{p: p, phase: c.at(), start: c.net.now()}}
+		f.done = c.check.within(limit, p.name, "call "+fmt.Sprint(id.call))
+		h, err := p.pushPull(t.push, t.pull)
+		if err != nil {
+			f.done()
+			free = append(free, p.over(f, err, l))
+			if !p.pause(10*time.Millisecond + s.at(uint64(n)).of("again").upTo(time.Millisecond)) {
+				return
+			}
+			continue
+		}
+		f.handler = h
+		flying = append(flying, f)
+		for len(flying) >= window {
+			if finish(); !p.runs() {
+				return
+			}
+		}
+	}
+}
+
+// checkClean tells whether something has written into tensors that were the program's.
+func (p *proc) checkClean(t *tensors, next callID) {
+	for i, b := range t.pullB {
+		for j := range b {
+			if b[j] != 0xcc {
+				p.c.check.fail("late write", "%s: byte %d of pull tensor %d changed after the call that it was for had failed, before %s", p.name, j, i, next)
+				return
+			}
+		}
+	}
+}
+
+// over judges a call that has ended, and returns tensors for the next one.
+func (p *proc) over(f *flight, err error, l *plan.Load) *tensors {
+	c := p.c
+	if p.ctx.Err() != nil { // the process has been killed: what its calls return is nobody's
+		return f.tensors
+	}
+	c.check.end(f.call, err, errors.Is(err, van.ErrTimeout))
+	f.round.end, f.round.err = c.net.now(), err
+	c.note(f.round)
+	id := f.call.id
+	if err != nil {
+		c.net.note(p.name, fmt.Sprintf("call %d failed: %s", id.call, brief(err)))
+		c.net.tl.log(entry{at: c.net.now(), who: p.name, what: err.Error()})
+		t := newTensors(l, c.servers()) // those pushed may still be under way
+		t.pull, t.pullB = f.tensors.pull, f.tensors.pullB
+		for _, b := range t.pullB {
+			for i := range b {
+				b[i] = 0xcc
+			}
+		}
+		t.clean = true
+		return t
+	}
+	c.net.note(p.name, fmt.Sprintf("call %d succeeded", id.call))
+	pulls := len(f.tensors.pullB) / c.servers()
+	for s := range c.servers() {
+		rank := s*c.group() + p.who.Rank()%c.group()
+		for q := range pulls {
+			c.check.answer(id, rank, q, f.tensors.pullB[s*pulls+q])
+		}
+	}
+	return f.tensors
+}

@@ -1,0 +1,95 @@
+package sim
+
+import (
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// parcel is one message on its way.
+type parcel struct {
+	msg    van.Message
+	flow   *flow // that has brought it
+	sender int   // as the receiver is told
+	size   int64
+	lent   bool // the values are still the sender's memory
+	done   van.Completion
+	at     *node // who has received it
+	fin    bool  // no message: the sender has closed the connection
+	lane   string
+}
+
+// pack makes a parcel of a message. Values that the sender lends until it is told are
+// read when they arrive: whoever changes them before is found out.
+func pack(m *van.Message, sender int) *parcel {
+	p := &parcel{sender: sender, done: m.Done}
+	p.msg.Meta.CopyFrom(&m.Meta)
+	p.msg.Frames = m.Frames
+	for i := range m.Frames {
+		f := m.Frame(i)
+		if i == 1 && m.Done != nil && f.Len() >= van.CopyBelow {
+			p.lent = true
+			p.msg.SetFrame(i, f)
+			continue
+		}
+		p.msg.SetFrame(i, copied(f))
+	}
+	return p
+}
+
+func copied(f backend.Mem) backend.Mem {
+	return backend.Bytes(append(make([]byte, 0, f.Len()), f.Host()...))
+}
+
+// clone is the same message once more.
+func (p *parcel) clone() *parcel {
+	q := &parcel{sender: p.sender, size: p.size, flow: p.flow, lane: p.lane}
+	q.msg.Meta.CopyFrom(&p.msg.Meta)
+	q.msg.Frames = p.msg.Frames
+	for i := range p.msg.Frames {
+		q.msg.SetFrame(i, copied(p.msg.Frame(i)))
+	}
+	return q
+}
+
+// land makes the values the receiver's own.
+func (p *parcel) land() {
+	if p.lent {
+		p.lent = false
+		p.msg.Vals = copied(p.msg.Vals)
+	}
+}
+
+// sent tells the sender that its memory is its own again.
+func (p *parcel) sent() {
+	if d := p.done; d != nil {
+		p.done = nil
+		d.Sent()
+	}
+}
+
+// free ends a parcel that nobody has received.
+func (p *parcel) free() {
+	if p.flow != nil {
+		p.flow.bytes -= p.size
+	}
+}
+
+// adopt makes it a received message.
+func (p *parcel) adopt() { p.msg.Adopt(postman{}, unsafe.Pointer(p)) }
+
+// postman takes back received messages.
+type postman struct{}
+
+// Free implements van.Owner.
+func (postman) Free(m *van.Message) {
+	p := (*parcel)(m.Native())
+	p.at.holds.Add(-1)
+	for i := range m.Frames { // who looks at it now reads nonsense
+		b := m.Frame(i).Host()
+		for j := range b {
+			b[j] = 0xdd
+		}
+	}
+}

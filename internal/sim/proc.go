@@ -1,0 +1,412 @@
+package sim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// proc is one process: a node of the library and the program on it.
+type proc struct {
+	c    *cluster
+	who  plan.Node
+	gen  int // its number among the processes of who, from 1
+	name string
+	host string
+	ctx  context.Context
+	end  context.CancelFunc
+
+	node    atomic.Pointer[postoffice.Node]
+	session *core.Session
+	worker  *af.TensorWorker
+	started chan struct{} // closed when Start has returned
+	err     error         // of Start, then
+	calls   atomic.Int64
+	apps    sync.WaitGroup // what the program does
+
+	finalize  sync.Once
+	finalized chan struct{} // closed when Finalize has returned
+	finalErr  error
+
+	// Guarded by c.mu.
+	van       transport
+	dead      bool
+	frozen    bool
+	disturbed bool // it was stopped or cut off
+	thawed    chan struct{}
+	replaced  time.Duration // when the process that has taken its place had started
+	slow      time.Duration // its handler stands still until then
+	downs     map[int]time.Duration
+}
+
+// transport is how a plan gets at the van of a process.
+type transport interface {
+	kill(fork bool)
+	bury()
+	stop()
+	wake()
+	setReady()
+	held() int64
+}
+
+// rpc is what all APIs for tensors have in common.
+type rpc interface {
+	pushPull(push, pull []af.KeyTensor) (int32, error)
+	wait(handler int32, limit time.Duration) error
+}
+
+// start begins a process. It does not wait until it has started.
+func (c *cluster) start(who plan.Node, newHost bool) *proc {
+	c.mu.Lock()
+	c.gens[who]++
+	p := &proc{c: c, who: who, gen: c.gens[who], started: make(chan struct{}), finalized: make(chan struct{}), downs: map[int]time.Duration{}}
+	p.name = procName(who, p.gen)
+	p.host = c.host(who)
+	if newHost {
+		p.host = c.host(who) + strconv.Itoa(p.gen)
+	}
+	p.ctx, p.end = context.WithCancel(context.Background())
+	old := c.current[who]
+	c.current[who] = p
+	c.procs = append(c.procs, p)
+	c.mu.Unlock()
+	c.net.note(p.name, "starts")
+	done := c.check.within(c.startLimit(), p.name, "Start")
+	p.apps.Go(func() {
+		err := p.join()
+		done()
+		p.err = err
+		if err != nil {
+			c.net.note(p.name, "has not started: "+err.Error())
+		} else {
+			c.net.note(p.name, "has started")
+			c.mu.Lock()
+			if p.van != nil {
+				p.van.setReady()
+			}
+			if old != nil && old.replaced == 0 {
+				old.replaced = c.net.now()
+			}
+			c.mu.Unlock()
+		}
+		close(p.started)
+		if err == nil && c.plan.Cluster.FinalizeEarly && who.Role() != "worker" {
+			p.leave()
+		}
+	})
+	return p
+}
+
+// join starts the node and what serves on it.
+func (p *proc) join() error {
+	c := p.c
+	env := c.environ(p)
+	names := func() []string { return nil }
+	cfg, err := postoffice.LoadConfigFrom(func(name string) (string, bool) { v, ok := env[name]; return v, ok }, names)
+	if err != nil {
+		return err
+	}
+	o := postoffice.Options{Config: cfg, Log: slog.New(&logger{p: p}), Van: c.factory(p), KeepBackend: true}
+	c.options(p, &o)
+	n, err := postoffice.Start(p.ctx, o)
+	if err != nil {
+		return err
+	}
+	p.node.Store(n)
+	n.OnPeer(func(id int, up bool, cause error) {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if up {
+			delete(p.downs, id)
+		} else {
+			p.downs[id] = c.net.now()
+		}
+		c.net.note(p.name, fmt.Sprintf("is told: %s up=%t", van.NodeName(id), up))
+	})
+	role := p.who.Role()
+	switch {
+	case c.plan.Cluster.API == "python":
+		if p.session, err = core.Open(p.ctx, n); err == nil && role == "server" {
+			p.apps.Go(p.serve)
+		}
+	case role == "server":
+		var s *af.TensorServer
+		if s, err = af.NewTensorServer(n, af.Options{}); err == nil {
+			err = s.SetRequestHandle(p.handle)
+		}
+	case role == "worker":
+		p.worker, err = af.NewTensorWorker(n, af.Options{})
+	}
+	if err != nil {
+		n.Close()
+	}
+	return err
+}
+
+// pushPull begins a call.
+func (p *proc) pushPull(push, pull []af.KeyTensor) (int32, error) {
+	if p.session != nil {
+		return p.session.PushPull(af.DefaultStream, push, pull)
+	}
+	return p.worker.ZBatchPushPull(push, pull)
+}
+
+// slice is how long one wait of the Python module is.
+const slice = time.Second
+
+func (p *proc) wait(h int32, limit time.Duration) error {
+	if p.session == nil {
+		return p.worker.WaitFor(context.Background(), h, limit)
+	}
+	for {
+		if err := p.session.Wait(int64(h), limit, slice); !errors.Is(err, core.ErrPending) {
+			return err
+		}
+	}
+}
+
+// runs waits until the process may run, and tells whether it lives.
+func (p *proc) runs() bool {
+	for {
+		p.c.mu.Lock()
+		dead, thawed := p.dead, p.thawed
+		if !p.frozen {
+			thawed = nil
+		}
+		p.c.mu.Unlock()
+		if dead || thawed == nil {
+			return !dead
+		}
+		select {
+		case <-thawed:
+		case <-p.ctx.Done():
+			return false
+		}
+	}
+}
+
+// pause is a time in which the program does nothing. It tells whether the process lives.
+func (p *proc) pause(d time.Duration) bool {
+	if d > 0 {
+		select {
+		case <-time.After(d):
+		case <-p.ctx.Done():
+			return false
+		}
+	}
+	return p.runs()
+}
+
+// stand lets a handler stand still for as long as the plan says.
+func (p *proc) stand() {
+	for {
+		p.c.mu.Lock()
+		left := p.slow - p.c.net.now()
+		p.c.mu.Unlock()
+		if left <= 0 || !p.pause(left) {
+			return
+		}
+	}
+}
+
+// handle is the handler of a tensor server.
+func (p *proc) handle(b af.Batch) {
+	p.stand()
+	if !p.runs() {
+		b.Release()
+		return
+	}
+	if answers, ok := p.take(b); ok {
+		if err := b.ResponseInOrder(answers, nil); err != nil {
+			p.c.net.note(p.name, "answer refused: "+brief(err))
+			if errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered) {
+				p.c.check.fail("refused answer", "%s: %v", p.name, err)
+			}
+		}
+		return
+	}
+	b.Release()
+}
+
+// serve is the program of a server in Python.
+func (p *proc) serve() {
+	var items []core.Item
+	for {
+		if !p.runs() {
+			return
+		}
+		p.stand()
+		var err error
+		items, err = p.session.GetBatch(items[:0], slice)
+		if !p.runs() {
+			return
+		}
+		switch {
+		case err == nil:
+			p.respond(items)
+		case errors.Is(err, core.ErrPending):
+		case p.node.Load().Alive() != nil:
+			return
+		case !p.pause(50 * time.Millisecond):
+			return
+		}
+	}
+}
+
+// respond answers one batch of every worker.
+func (p *proc) respond(items []core.Item) {
+	for _, it := range items {
+		answers, ok := p.take(it.Batch)
+		if ok {
+			p.stale(it.Batch)
+			if err := p.session.Respond(af.DefaultStream, it.ID, answers); err != nil {
+				p.c.net.note(p.name, "answer refused: "+brief(err))
+				if errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered) {
+					p.c.check.fail("refused answer", "%s: %v", p.name, err)
+				}
+			}
+		}
+		it.Release()
+	}
+}
+
+// instance is the rank of the process that has sent a batch: of the worker group that is
+// this server's counterpart.
+func (p *proc) instance(b af.Batch) int {
+	g := p.c.group()
+	return b.SenderRank()*g + p.who.Rank()%g
+}
+
+// take judges a batch and makes its answers.
+func (p *proc) take(b af.Batch) (answers []af.Tensor, ok bool) {
+	c := p.c
+	worker := p.instance(b)
+	var id callID
+	for i, t := range b.Pushes() {
+		l, ok := c.check.push(p, worker, i, t.Val.Bytes())
+		if !ok {
+			return nil, false
+		}
+		if i > 0 && l.id != id {
+			c.check.fail("wrong data", "%s got a batch with tensors of %s and %s", p.name, id, l.id)
+			return nil, false
+		}
+		id = l.id
+	}
+	if len(b.Pushes()) == 0 {
+		c.check.fail("wrong data", "%s got a batch of worker %d without a push", p.name, worker)
+		return nil, false
+	}
+	c.net.note(p.name, "has the batch of "+id.String())
+	c.check.handle(id, p)
+	c.heard(p, id)
+	for i, q := range b.Pulls() {
+		buf := make([]byte, q.Len)
+		label{magic: answerMagic, id: id, index: i, server: p.who.Rank(), sgen: p.gen}.write(buf)
+		t, err := af.FromBytes(buf, q.Dtype, q.Shape...)
+		if err != nil {
+			c.check.fail("wrong data", "%s: pull %d of %s: %v", p.name, i, id, err)
+			return nil, false
+		}
+		answers = append(answers, t)
+	}
+	return answers, true
+}
+
+// stale judges whether a batch that get_batch has returned should have gone before.
+func (p *proc) stale(b af.Batch) {
+	c := p.c
+	l, err := read(b.Pushes()[0].Val.Bytes(), pushMagic)
+	if err != nil {
+		return
+	}
+	now := c.net.now()
+	id := van.WorkerID(l.id.worker)
+	c.mu.Lock()
+	from := c.process(plan.NodeOf("worker", l.id.worker), l.id.gen)
+	down, lost := p.downs[id]
+	replaced := from != nil && from.replaced != 0 && now > from.replaced+slack && from.dead
+	foreign := c.plan.Cluster.IsForeign(p.who) || c.plan.Cluster.IsForeign(plan.NodeOf("worker", l.id.worker))
+	c.mu.Unlock()
+	switch {
+	case replaced:
+		c.check.fail("batch of a lost worker", "%s: get_batch returned %s, which was killed and replaced before", p.name, l.id)
+	case lost && now > down+slack && from != nil && from.dead:
+		c.check.fail("batch of a lost worker", "%s: get_batch returned %s; it was told at %.6fs that this worker is lost", p.name, l.id, down.Seconds())
+	}
+	call, ok := c.check.find(l.id)
+	if ok && call.gaveUp && call.end > 0 && now > call.end+slack && !foreign && c.gentle {
+		c.check.fail("abandoned batch", "%s: get_batch returned %s, which was given up at %.6fs", p.name, l.id, call.end.Seconds())
+	}
+}
+
+// leave is what ends a program: Finalize, stop() in Python.
+func (p *proc) leave() {
+	p.finalize.Do(func() {
+		p.c.net.note(p.name, "finalizes")
+		if p.session != nil {
+			p.finalErr = p.session.Stop(context.Background())
+		} else {
+			p.finalErr = p.node.Load().Finalize(context.Background())
+		}
+		p.c.net.note(p.name, "has finalized: "+brief(p.finalErr))
+		close(p.finalized)
+	})
+}
+
+// brief is an error without what differs between equal runs: nothing of the library's
+// numbers is in it.
+func brief(err error) string {
+	if err == nil {
+		return "ok"
+	}
+	for _, k := range []struct {
+		err  error
+		text string
+	}{{postoffice.ErrRefused, "refused"}, {van.ErrPeerLost, "peer lost"}, {van.ErrTimeout, "timed out"}, {van.ErrClosed, "closed"},
+		{van.ErrQueueFull, "queue full"}, {van.ErrUnknownPeer, "unknown peer"}, {van.ErrMalformed, "malformed"}, {van.ErrInvalid, "invalid"}} {
+		if errors.Is(err, k.err) {
+			return k.text
+		}
+	}
+	return "failed"
+}
+
+// logger puts what a node logs into the timeline.
+type logger struct {
+	p     *proc
+	attrs string
+}
+
+// Enabled implements slog.Handler.
+func (l *logger) Enabled(_ context.Context, level slog.Level) bool { return level >= slog.LevelWarn }
+
+// Handle implements slog.Handler.
+func (l *logger) Handle(_ context.Context, r slog.Record) error {
+	var b strings.Builder
+	b.WriteString("log: " + r.Message)
+	r.Attrs(func(a slog.Attr) bool {
+		fmt.Fprintf(&b, " %s=%v", a.Key, a.Value)
+		return true
+	})
+	l.p.c.net.tl.log(entry{at: l.p.c.net.now(), who: l.p.name, what: b.String()})
+	return nil
+}
+
+// WithAttrs implements slog.Handler.
+func (l *logger) WithAttrs([]slog.Attr) slog.Handler { return l }
+
+// WithGroup implements slog.Handler.
+func (l *logger) WithGroup(string) slog.Handler { return l }

@@ -1,0 +1,431 @@
+package sim
+
+import (
+	"fmt"
+	"io"
+	"runtime"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Result is what has come of a run.
+type Result struct {
+	Plan       *plan.Plan
+	Seed       uint64
+	Violations []Violation
+	Hash       uint64        // of the timeline
+	Virtual    time.Duration // how long it was in the cluster
+	Calls      int
+	Failed     int // calls that ended with an error
+	timeline   *timeline
+}
+
+// WriteTimeline writes the last lines of what has happened.
+func (r *Result) WriteTimeline(w io.Writer, lines int) {
+	fmt.Fprintf(w, "plan %s, seed %d\n", r.Plan.Name, r.Seed)
+	r.timeline.write(w, lines)
+}
+
+// Run carries out a plan with a seed, in a bubble of its own. t is only for the bubble:
+// what is wrong is in the Result.
+func Run(t *testing.T, p *plan.Plan, number uint64) (r *Result) {
+	r = &Result{Plan: p, Seed: number}
+	defer func() {
+		// Goroutines that stay blocked are a deadlock for synctest; the run has noted them.
+		if e := recover(); e != nil {
+			if text := fmt.Sprint(e); !strings.HasPrefix(text, "deadlock:") || len(r.Violations) == 0 {
+				r.Violations = append(r.Violations, Violation{Kind: "panic", Text: text})
+			}
+		}
+	}()
+	synctest.Test(t, func(*testing.T) {
+		// The host's clock counts from when the process began: not before it.
+		time.Sleep(100 * 365 * 24 * time.Hour)
+		c := newCluster(p, seed(mix(number)).of(p.Name))
+		r.timeline = c.net.tl
+		c.run()
+		r.Violations = c.check.violations()
+		r.Virtual = c.net.now()
+		r.Hash = c.net.tl.hash()
+		for _, x := range c.rounds {
+			if !x.barrier {
+				r.Calls++
+				if x.err != nil {
+					r.Failed++
+				}
+			}
+		}
+	})
+	return r
+}
+
+// run is the whole story.
+func (c *cluster) run() {
+	defer c.shutdown()
+	if !c.startAll() {
+		return
+	}
+	c.net.mu.Lock()
+	c.net.lossy = true
+	c.net.mu.Unlock()
+	for i := range c.plan.Phases {
+		c.runPhase(i)
+	}
+	if !c.plan.End.Abandon {
+		c.recover()
+	}
+}
+
+// startAll starts all nodes at about the same time.
+func (c *cluster) startAll() bool {
+	for i, n := range c.plan.Cluster.All() {
+		time.Sleep(c.seed.of("start").at(uint64(i)).upTo(5*time.Millisecond) + time.Microsecond)
+		c.start(n, false)
+	}
+	ok := true
+	for _, p := range c.members("all") {
+		<-p.started
+		if p.err != nil {
+			c.check.fail("not started", "%s: %v", p.name, p.err)
+			ok = false
+		}
+	}
+	return ok
+}
+
+// runPhase runs the loads and events of one phase.
+func (c *cluster) runPhase(i int) {
+	ph := &c.plan.Phases[i]
+	c.mu.Lock()
+	c.phase = i
+	c.mu.Unlock()
+	begin := c.net.now()
+	c.net.note("PHASE", ph.Name)
+	stop := make(chan struct{})
+	work := func(p *proc) {
+		for j := range ph.Loads {
+			if l := &ph.Loads[j]; l.Nodes.Has(p.who) && p.who.Role() == "worker" {
+				c.loads.Go(func() { p.run(l, i<<16|j, stop) })
+			}
+		}
+	}
+	for _, p := range c.living("workers") {
+		work(p)
+	}
+	over := false
+	for j := range ph.Events {
+		e := &ph.Events[j]
+		at := e.At.D() + c.seed.of("event").at(uint64(i<<16|j)).upTo(50*time.Microsecond)
+		c.net.after(at, func() {
+			c.mu.Lock()
+			ended := over
+			c.mu.Unlock()
+			if ended {
+				return
+			}
+			if e.Do == plan.Join {
+				work(c.start(e.Node, e.NewHost))
+				return
+			}
+			c.do(e)
+		})
+	}
+	time.Sleep(ph.For.D() + time.Millisecond)
+	close(stop)
+	c.mu.Lock()
+	over = true
+	c.mu.Unlock()
+	c.net.note("PHASE", ph.Name+": ends")
+	c.loads.Wait()
+	c.expect(ph, i, begin)
+}
+
+// expect judges what the plan says about a phase.
+func (c *cluster) expect(ph *plan.Phase, i int, begin time.Duration) {
+	c.mu.Lock()
+	rounds := c.rounds
+	procs := c.procs
+	c.mu.Unlock()
+	for j := range ph.Expect {
+		e := &ph.Expect[j]
+		for _, p := range procs {
+			if !e.Nodes.Has(p.who) || p.dead || (p.replaced != 0) != e.Replaced {
+				continue
+			}
+			good, bad := map[bool]int{}, map[bool]int{}
+			for _, r := range rounds {
+				if r.p != p || r.phase != i || r.start < begin+e.After.D() {
+					continue
+				}
+				if r.err == nil {
+					good[r.barrier]++
+					continue
+				}
+				if r.end > begin+ph.For.D() {
+					continue // get_batch waits for workers that have nothing more to do
+				}
+				bad[r.barrier]++
+				if e.Within > 0 && r.end-r.start > e.Within.D() {
+					c.check.fail("late", "%s in phase %q: a call failed after %s, want within %s: %v", p.name, ph.Name, r.end-r.start, e.Within.D(), r.err)
+				}
+				if e.Error != "" && !strings.Contains(r.err.Error(), e.Error) {
+					c.check.fail("wrong error", "%s in phase %q: %v; want one with %q", p.name, ph.Name, r.err, e.Error)
+				}
+				if e.Rounds == "all" && !r.barrier || e.Barriers == "pass" && r.barrier {
+					c.check.fail("failed", "%s in phase %q: none may fail, and the one of %.6fs did: %v", p.name, ph.Name, r.start.Seconds(), r.err)
+				}
+			}
+			if p.who.Role() == "worker" && good[false] == 0 && (e.Rounds == "all" || e.Rounds == "some") {
+				c.check.fail("failed", "%s in phase %q: no call succeeded, %d failed", p.name, ph.Name, bad[false])
+			}
+			if e.Rounds == "none" && good[false] > 0 {
+				c.check.fail("succeeded", "%s in phase %q: %d calls succeeded, want none", p.name, ph.Name, good[false])
+			}
+			if e.Barriers == "pass" && good[true] == 0 {
+				c.check.fail("failed", "%s in phase %q: no barrier has passed", p.name, ph.Name)
+			}
+			if e.Barriers == "fail" && good[true] > 0 {
+				c.check.fail("succeeded", "%s in phase %q: a barrier has passed, want none", p.name, ph.Name)
+			}
+		}
+	}
+}
+
+// Times of the end.
+const (
+	defaultSettle = 30 * time.Second
+	defaultRounds = 3
+	schedulerTime = 5 * time.Second // in which a scheduler that was restarted learns its cluster
+	finalizeLimit = 60 * time.Second
+)
+
+// recover ends all faults, replaces who is dead, and judges whether everything works.
+func (c *cluster) recover() {
+	c.mu.Lock()
+	c.phase = len(c.plan.Phases)
+	procs := append([]*proc(nil), c.procs...)
+	c.mu.Unlock()
+	c.net.note("END", "all faults are over")
+	c.net.calm()
+	if c.fabric != nil {
+		c.fabric.calm()
+	}
+	for _, p := range procs {
+		c.mu.Lock()
+		p.slow = 0
+		c.mu.Unlock()
+		c.wake(p)
+		if p.van != nil {
+			p.van.bury()
+		}
+	}
+	for _, n := range c.plan.Cluster.All() {
+		c.mu.Lock()
+		p := c.current[n]
+		gone := p.dead
+		c.mu.Unlock()
+		select {
+		case <-p.started:
+			gone = gone || p.err != nil
+		default:
+		}
+		if !gone {
+			continue
+		}
+		if p = c.start(n, false); n == "scheduler" {
+			time.Sleep(schedulerTime)
+		}
+	}
+	for _, p := range c.members("all") {
+		select {
+		case <-p.started:
+		case <-time.After(c.startLimit() + 2*slack):
+		}
+		select {
+		case <-p.started:
+			if p.err != nil {
+				c.check.fail("not replaced", "%s has not started although all faults are over: %v", p.name, p.err)
+				return
+			}
+		default:
+			return // noted
+		}
+	}
+	time.Sleep(c.plan.End.Settle.Or(defaultSettle))
+	for _, p := range procs { // those in whose place others are
+		c.mu.Lock()
+		old := c.current[p.who] != p && !p.dead
+		c.mu.Unlock()
+		if old {
+			c.leave(p)
+		}
+	}
+	if c.works() {
+		c.finish()
+	}
+}
+
+// works tells whether all workers' calls and a barrier of all succeed.
+func (c *cluster) works() bool {
+	for _, p := range c.members("all") {
+		if p.finalErr != nil || !c.plan.Cluster.FinalizeEarly && isClosed(p.finalized) {
+			return false // noted, or the plan wants it
+		}
+	}
+	rounds := c.plan.End.Rounds
+	if rounds == 0 {
+		rounds = defaultRounds
+	}
+	c.net.note("END", "everybody works")
+	phase := c.at()
+	l := &plan.Load{Every: plan.Duration(time.Millisecond), Rounds: rounds, Limit: plan.Duration(10 * time.Second)}
+	for _, p := range c.members("workers") {
+		c.loads.Go(func() { p.run(l, 1<<20, nil) })
+	}
+	c.loads.Wait()
+	c.mu.Lock()
+	all := c.rounds
+	c.mu.Unlock()
+	good := map[*proc]int{}
+	ok := true
+	for _, r := range all {
+		if r.phase != phase || r.barrier {
+			continue
+		}
+		if r.err == nil {
+			good[r.p]++
+		} else if ok {
+			ok = false
+			c.check.fail("does not recover", "%s, %s after the end of all faults: %v", r.p.name, c.plan.End.Settle.Or(defaultSettle), r.err)
+		}
+	}
+	for _, p := range c.members("workers") {
+		if good[p] < rounds && ok {
+			ok = false
+			c.check.fail("does not recover", "%s has made %d of %d rounds", p.name, good[p], rounds)
+		}
+	}
+	if !ok {
+		return false
+	}
+	group := van.WorkerGroup
+	if !c.plan.Cluster.FinalizeEarly {
+		group |= van.ServerGroup
+	}
+	for _, p := range c.members("all") {
+		if p.who.Role() == "worker" || p.who.Role() == "server" && group&van.ServerGroup != 0 {
+			c.loads.Go(func() {
+				if err := c.barrier(p, group); err != nil {
+					c.check.fail("does not recover", "%s: barrier: %v", p.name, err)
+				}
+			})
+		}
+	}
+	c.loads.Wait()
+	return len(c.check.violations()) == 0
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// finish lets all leave together.
+func (c *cluster) finish() {
+	c.net.note("END", "everybody leaves")
+	for _, p := range c.members("all") {
+		done := c.check.within(finalizeLimit, p.name, "Finalize")
+		c.loads.Go(func() {
+			if p.leave(); p.finalErr == nil {
+				<-p.finalized
+			}
+			done()
+			if p.finalErr != nil {
+				c.check.fail("not finalized", "%s: %v", p.name, p.finalErr)
+			}
+		})
+	}
+	limit := time.After(finalizeLimit + 2*slack)
+	all := make(chan struct{})
+	go func() {
+		c.loads.Wait()
+		close(all)
+	}()
+	select {
+	case <-all:
+		for _, p := range c.members("all") {
+			if n := p.van.held(); n != 0 {
+				c.check.fail("leak", "%s has left and holds %d received messages", p.name, n)
+			}
+		}
+	case <-limit:
+	}
+}
+
+// shutdown ends what is left, and looks what does not end.
+func (c *cluster) shutdown() {
+	c.mu.Lock()
+	procs := append([]*proc(nil), c.procs...)
+	c.mu.Unlock()
+	for _, p := range procs {
+		c.wake(p)
+		c.mu.Lock()
+		dead := p.dead
+		p.dead = true
+		p.slow = 0
+		c.mu.Unlock()
+		if !dead {
+			c.sweep(p)
+		}
+	}
+	time.Sleep(10 * time.Second)
+	c.net.close()
+	if c.fabric != nil {
+		c.fabric.close()
+	}
+	time.Sleep(30 * time.Second)
+	synctest.Wait()
+	if left := others(); len(left) > 0 && len(c.check.violations()) == 0 {
+		c.check.fail("goroutines", "%d do not end: %s", len(left), strings.Join(left, "\n"))
+	}
+}
+
+// others lists the goroutines of this bubble besides the caller's.
+func others() (list []string) {
+	buf := make([]byte, 1<<16)
+	for {
+		if n := runtime.Stack(buf, true); n < len(buf) {
+			buf = buf[:n]
+			break
+		}
+		buf = make([]byte, 2*len(buf))
+	}
+	all := strings.Split(string(buf), "\n\n")
+	mark := bubble(all[0])
+	for _, g := range all[1:] {
+		if mark != "" && bubble(g) == mark && !strings.Contains(g, "testing/synctest.") && !strings.Contains(g, "internal/synctest.Run") {
+			list = append(list, g)
+		}
+	}
+	return list
+}
+
+// bubble is the bubble in the first line of a goroutine's stack.
+func bubble(stack string) string {
+	line, _, _ := strings.Cut(stack, "\n")
+	i := strings.Index(line, "synctest bubble ")
+	if i < 0 {
+		return ""
+	}
+	rest := line[i:]
+	return rest[:strings.IndexAny(rest+"]", "],")]
+}
