@@ -23,6 +23,9 @@ func NewBudget(lane, total int64) *Budget {
 
 // Used is how many bytes wait in all lanes.
 func (b *Budget) Used() int64 {
+	if b == nil {
+		return 0
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.used

@@ -32,6 +32,7 @@ type inLink struct {
 	part    int // of stream, that chunks go to
 	off     int
 	held    atomic.Bool // nothing is taken yet: this node does not know the peer
+	fenced  atomic.Bool // nothing is taken any more: another process is the peer
 	lost    atomic.Bool // the connection has ended: what is in the ring is all there is
 	refs    atomic.Int32
 	ackMu   sync.Mutex
@@ -52,6 +53,7 @@ type peer struct {
 type parcel struct {
 	msg    van.Message
 	from   *peer
+	in     *inLink
 	rec    record
 	buf    []byte            // copy of the record
 	blocks [partCount][]byte // of parts that were not inline, if they have no place of their own
@@ -160,7 +162,7 @@ func (l *inLink) message(b []byte) (*parcel, error) {
 		return nil, &van.FieldError{Field: "record.kind", Value: kindMessage, Want: "the rest of a stream"}
 	}
 	p := l.v.pool.get()
-	p.from = l.from
+	p.from, p.in = l.from, l
 	p.buf = append(p.buf[:0], b...)
 	err := p.rec.parse(p.buf)
 	switch {
@@ -544,7 +546,7 @@ func (v *Van) release(p *parcel) {
 		l.unref()
 	}
 	p.msg.Reset()
-	p.from = nil
+	p.from, p.in = nil, nil
 	v.pool.mu.Lock()
 	defer v.pool.mu.Unlock()
 	if len(v.pool.free) < poolLen {

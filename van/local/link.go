@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -43,6 +44,7 @@ const (
 	verdictNo     = 0 // refused
 	verdictStream = 1 // large parts are to be streamed
 	verdictRead   = 2 // large parts are read
+	verdictFenced = 3 // refused: another process is the sender's node now
 )
 
 // linkTime is how long a handshake may take: a peer that is there answers within
@@ -147,6 +149,9 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 	verdict, device, n := text[4], text[5] == 1 && v.device != nil, int(binary.LittleEndian.Uint16(text[6:]))
 	n = min(n, len(text)-replyHead)
 	why, noDevice := string(text[replyHead:replyHead+n]), string(text[replyHead+n:])
+	if verdict == verdictFenced {
+		return nil, fmt.Errorf("%w: %w", errRefused, errReplaced)
+	}
 	if verdict == verdictNo {
 		return nil, fmt.Errorf("%w: %s", errRefused, why)
 	}
@@ -205,14 +210,27 @@ func (v *Van) hello(conn *net.UnixConn, segment int, nonce *[8]byte) error {
 // accept serves the socket until it is closed.
 func (v *Van) accept() {
 	defer v.wg.Done()
+	var failed logx.Sparse
+	pause := time.Duration(0)
 	for {
-		c, err := v.listener.AcceptUnix()
-		if err != nil {
-			if !errors.Is(err, net.ErrClosed) {
-				v.log.Warn("no more peers are accepted through shared memory", "err", err)
-			}
+		c, err := v.acceptOne()
+		if errors.Is(err, net.ErrClosed) {
 			return
 		}
+		if err != nil { // as when there are no files left: that may pass
+			pause = min(max(2*pause, minPause), maxPause)
+			if n, speak := failed.Next(); speak {
+				v.log.Warn("no peer can be accepted through shared memory for now", "err", err, "next try in", pause, "so far", n)
+			}
+			timer := time.NewTimer(pause)
+			select {
+			case <-timer.C:
+			case <-v.ctx.Done():
+				timer.Stop()
+			}
+			continue
+		}
+		pause = 0
 		v.mu.Lock()
 		if v.closed {
 			_ = c.Close()
@@ -222,6 +240,21 @@ func (v *Van) accept() {
 		}
 		v.mu.Unlock()
 	}
+}
+
+// Pauses before the listener is tried again, as those of net/http.
+const (
+	minPause = 5 * time.Millisecond
+	maxPause = time.Second
+)
+
+func (v *Van) acceptOne() (*net.UnixConn, error) {
+	if v.refuse != nil {
+		if err := v.refuse(); err != nil {
+			return nil, err
+		}
+	}
+	return v.listener.AcceptUnix()
 }
 
 // greet answers a peer's hello and then watches its link.
@@ -236,6 +269,9 @@ func (v *Van) greet(c *net.UnixConn) {
 	r, err := v.admit(c)
 	if err != nil {
 		r = reply{verdict: verdictNo, why: err.Error()}
+		if errors.Is(err, errReplaced) {
+			r.verdict = verdictFenced
+		}
 		v.log.Info("a peer's link through shared memory was refused", "err", err)
 	}
 	l, b := r.link, r.encode()
@@ -358,9 +394,9 @@ func (v *Van) admit(c *net.UnixConn) (r reply, err error) {
 			v.log.Info("values on a peer's device come through host memory", "peer", van.NodeName(id), "why", err)
 		}
 	}
-	if !v.addIn(l) {
+	if err := v.addIn(l); err != nil {
 		l.unref()
-		return r, van.ErrClosed
+		return r, err
 	}
 	return r, nil
 }

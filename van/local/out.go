@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -41,7 +42,8 @@ type outLink struct {
 	gen    uint32
 	stream stream
 	queue  []*queued
-	queued int   // bytes in queue
+	unsent int64 // bytes that are lent, streamed or queued
+	seen   taken // when they were too many last
 	gone   bool  // nothing can be sent any more
 	cause  error // why
 
@@ -51,6 +53,7 @@ type outLink struct {
 // loan is what a message has lent until the receiver acknowledges it.
 type loan struct {
 	mems   [partCount]backend.Mem
+	bytes  int64
 	done   van.Completion
 	busy   bool
 	device bool // the peer's device copies it
@@ -69,15 +72,13 @@ type queued struct {
 	loan  loan
 }
 
-// Bounds of a link's queue. The values of queued messages are not in it.
-const (
-	queueLen   = 65536
-	queueBytes = 256 << 20
-)
+// queueLen is how many messages wait for room at most.
+const queueLen = 65536
 
 func newOutLink(v *Van, id int, conn *net.UnixConn, seg *segment, bell *bell, canRead, device bool) *outLink {
 	l := &outLink{v: v, conn: conn, canRead: canRead, device: device, seg: seg, bell: bell}
 	l.id.Store(int32(id))
+	l.seen.head = math.MaxUint64 // nothing yet
 	for i := range uint32(slotCount) {
 		l.free = append(l.free, slotCount-1-i)
 	}
@@ -96,6 +97,9 @@ func (l *outLink) send(msg *van.Message, export *backend.Export) (sent bool, err
 	}
 	if err := l.collect(); err != nil {
 		return true, l.fail(err)
+	}
+	if l.unsent >= l.v.afford && !l.relieved() {
+		return true, l.tooMuch()
 	}
 	var r record
 	size := r.plan(msg, partStream)
@@ -134,9 +138,11 @@ func loanOf(r *record, msg *van.Message, meta []byte) loan {
 		case r.parts[i].form == partInline:
 		case i == 0:
 			l.mems[0] = backend.Bytes(meta)
+			l.bytes += int64(len(meta))
 		default:
 			l.mems[i] = msg.Frame(i - 1)
 			l.mems[i].Retain()
+			l.bytes += int64(l.mems[i].Len())
 		}
 	}
 	l.done = msg.Done
@@ -179,6 +185,7 @@ func (l *outLink) publish(r *record, size int, a loan) {
 	default:
 		a.end()
 	}
+	l.unsent += a.bytes
 	l.advance(size)
 	if l.streaming() {
 		l.bell.ring() // so that the receiver is awake when the chunks come
@@ -194,8 +201,8 @@ func (l *outLink) advance(size int) {
 
 // enqueue keeps msg until there is room. l.mu is held.
 func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, export *backend.Export) error {
-	if len(l.queue) >= queueLen || l.queued+size > queueBytes {
-		return fmt.Errorf("%w: %d messages, %d bytes", van.ErrQueueFull, len(l.queue), l.queued)
+	if len(l.queue) >= queueLen {
+		return l.tooMuch()
 	}
 	q := &queued{rec: *r, bytes: make([]byte, size)}
 	if err := r.put(q.bytes, size, msg, meta, export); err != nil {
@@ -206,7 +213,7 @@ func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, ex
 		q.loan.end()
 	}
 	l.queue = append(l.queue, q)
-	l.queued += size
+	l.unsent += int64(size) + q.loan.bytes
 	l.busy.Store(true)
 	l.drain()
 	return nil
@@ -228,6 +235,7 @@ func (l *outLink) pump() {
 			s.part, s.off = s.part+1, 0
 		}
 		if s.part == partCount {
+			l.unsent -= s.loan.bytes
 			s.loan.end()
 			l.stream = stream{}
 			return
@@ -342,7 +350,7 @@ func (l *outLink) drain() {
 			copy(l.seg.at(l.tail), q.bytes)
 			l.queue[0] = nil
 			l.queue = l.queue[1:]
-			l.queued -= len(q.bytes)
+			l.unsent -= int64(len(q.bytes)) + q.loan.bytes
 			l.publish(&q.rec, len(q.bytes), q.loan)
 		}
 		if l.tail != before {
@@ -384,6 +392,7 @@ func (l *outLink) giveBack(slot uint32) {
 	if l.slots[slot].device {
 		l.v.lent.Add(-1)
 	}
+	l.unsent -= l.slots[slot].bytes
 	l.slots[slot].end()
 	l.v.stats.pinned.Add(-1)
 }
@@ -446,6 +455,16 @@ func (l *outLink) fail(err error) error {
 	}
 	_ = l.conn.Close()
 	return fmt.Errorf("%w: %w", van.ErrPeerLost, err)
+}
+
+// why says what has ended the link.
+func (l *outLink) why() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.cause != nil {
+		return l.cause
+	}
+	return errLinkBroke
 }
 
 // linger waits until the peer has taken everything, at most until ctx ends. It

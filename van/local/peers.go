@@ -3,20 +3,23 @@ package local
 import (
 	"context"
 	"errors"
-	"log/slog"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // neighbour is a peer that data goes to.
 type neighbour struct {
+	id       int // Van.mu guards it
 	token    token
-	admitted bool // not in place of another one, or Admit was called
-	tries    int  // to make a lost link again
-	down     bool // told of as lost; losses.mu guards it
+	admitted bool          // not in place of another one, or Admit was called
+	tries    int           // to make a lost link again
+	down     bool          // told of as lost; losses.mu guards it
+	settled  chan struct{} // closed when it is settled which way data takes
 }
 
 // WatchPeers implements van.PeerWatcher: a peer is also reported as lost when its
@@ -26,62 +29,6 @@ func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
 	if w, ok := van.As[van.PeerWatcher](v.inner); ok {
 		w.WatchPeers(f)
 	}
-}
-
-// Connect implements van.Van. It also makes the link to a peer within reach.
-func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
-	if err := v.inner.Connect(ctx, id, peer); err != nil {
-		return err
-	}
-	if id <= 0 || id == van.SchedulerID || v.role.Load() == int32(van.Scheduler) || v.id.Load() == van.Empty {
-		return nil // no data goes there
-	}
-	v.mu.Lock()
-	old := (*v.links.Load())[id]
-	v.setLink(id, nil)
-	n := &neighbour{}
-	who, _ := peer.Identity()
-	t, offers := parseToken(who.Local)
-	n.token = t
-	was := v.nodes[id]
-	n.admitted = was == nil || was.admitted && was.token.name == t.name
-	v.nodes[id] = n
-	v.admitLocked(id)
-	if was != nil {
-		v.losses.replaced(id, was, n)
-	}
-	v.countLocked()
-	on := !v.closed && v.listener != nil
-	if on {
-		v.wg.Add(1)
-		defer v.wg.Done()
-	}
-	v.mu.Unlock()
-	if old != nil {
-		old.close(true)
-	}
-	if !on {
-		return nil
-	}
-	if !offers {
-		v.log.Debug("no shared memory with a peer", "peer", van.NodeName(id), "why", "it does not offer it")
-		return nil
-	}
-	if why := v.token.reach(&t); why != "" {
-		level := slog.LevelInfo
-		if t.host != v.token.host {
-			level = slog.LevelDebug // nobody would expect it
-		}
-		v.log.Log(ctx, level, "data goes over "+v.Type(), "peer", van.NodeName(id), "why", why)
-		return nil
-	}
-	l, err := v.dial(ctx, id, &t)
-	if err != nil {
-		v.log.Warn("data goes over "+v.Type()+", not through shared memory", "peer", van.NodeName(id), "err", err)
-		return nil
-	}
-	v.addOut(id, n, l)
-	return nil
 }
 
 // setLink makes l, which may be nil, the link to id. v.mu is held.
@@ -111,13 +58,15 @@ func (v *Van) countLocked() {
 }
 
 // addOut installs a new link to node n. It tells whether it is wanted.
-func (v *Van) addOut(id int, n *neighbour, l *outLink) bool {
+func (v *Van) addOut(n *neighbour, l *outLink) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	id := n.id
 	if v.closed || v.nodes[id] != n {
 		l.close(true)
 		return false
 	}
+	l.id.Store(int32(id))
 	v.setLink(id, l)
 	v.wg.Go(func() {
 		awaitEnd(l.conn)
@@ -139,15 +88,11 @@ func (v *Van) outLost(n *neighbour, l *outLink) {
 	if !current {
 		return
 	}
-	cause := errLinkBroke
-	if l.cause != nil {
-		cause = l.cause
-	}
-	v.tell(n, id, false, cause)
+	v.tell(n, id, false, l.why())
 	// Until it is settled what follows, Send finds the link, which says ErrPeerLost.
 	again, err := v.dialAgain(id, &n.token)
 	if n.tries++; again != nil && n.tries <= maxTries {
-		if v.addOut(id, n, again) {
+		if v.addOut(n, again) {
 			v.tell(n, id, true, nil)
 		}
 		return
@@ -156,6 +101,13 @@ func (v *Van) outLost(n *neighbour, l *outLink) {
 		again.close(true) // it was only to see whether the peer is there
 	}
 	if v.ctx.Err() != nil {
+		return
+	}
+	if errors.Is(err, errReplaced) { // the van inside is not a way round that
+		l.mu.Lock()
+		l.cause = errReplaced
+		l.mu.Unlock()
+		v.log.Error("a peer does not hear this process any more", "peer", van.NodeName(id), "why", err)
 		return
 	}
 	// If it is gone, the van inside says when it is there again.
@@ -210,23 +162,33 @@ func (v *Van) peerOf(id int) *peer {
 	defer v.mu.Unlock()
 	p := v.peers[id]
 	if p == nil {
-		p = &peer{id: id}
+		p = &peer{id: id, lane: dispatch.Lane[*parcel]{ID: id}}
 		v.peers[id] = p
 	}
 	return p
 }
 
-// addIn begins to receive from l. It tells whether the van is open.
-func (v *Van) addIn(l *inLink) bool {
+// addIn begins to receive from l. It refuses one of a process that was replaced.
+func (v *Van) addIn(l *inLink) error {
 	v.mu.Lock()
-	if v.closed {
-		v.mu.Unlock()
-		return false
+	if v.closed || v.wasReplacedLocked(l.name) {
+		defer v.mu.Unlock()
+		if v.closed {
+			return van.ErrClosed
+		}
+		return fmt.Errorf("%s: %w", van.NodeName(l.from.id), errReplaced)
 	}
 	ins := append(slices.Clone(*v.ins.Load()), l)
 	v.ins.Store(&ins)
 	same, n := v.isOf(l), v.nodes[l.from.id]
-	if !same || !n.admitted {
+	switch {
+	case n == nil:
+		l.held.Store(true)
+		time.AfterFunc(holdTime, func() { v.unhold(l) })
+	case !same:
+		l.held.Store(true)
+		time.AfterFunc(v.unknownTime, func() { v.unhold(l) })
+	case !n.admitted:
 		l.held.Store(true)
 		time.AfterFunc(holdTime, func() { v.unhold(l) })
 	}
@@ -235,20 +197,7 @@ func (v *Van) addIn(l *inLink) bool {
 	if same {
 		v.tell(n, l.from.id, true, nil)
 	}
-	return true
-}
-
-// holdTime is the longest that messages of a peer wait until this node knows it:
-// the scheduler tells both at the same time.
-const holdTime = time.Second
-
-// unhold begins to take messages from l.
-func (v *Van) unhold(l *inLink) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if l.held.Swap(false) && v.bell != nil {
-		v.bell.wakeAll()
-	}
+	return nil
 }
 
 // Admit implements van.Admitter.
@@ -328,7 +277,7 @@ func (v *Van) Rename(old, id int) error {
 	v.mu.Lock()
 	l, other := (*v.links.Load())[old], (*v.links.Load())[id]
 	if n := v.nodes[old]; n != nil {
-		v.nodes[id] = n
+		v.nodes[id], n.id = n, id
 		delete(v.nodes, old)
 	}
 	if l != nil {
@@ -341,24 +290,4 @@ func (v *Van) Rename(old, id int) error {
 		other.close(true)
 	}
 	return nil
-}
-
-// leaveTime is how long Disconnect lets sent messages leave.
-const leaveTime = 500 * time.Millisecond
-
-// Disconnect implements van.Van.
-func (v *Van) Disconnect(id int) {
-	v.mu.Lock()
-	l := (*v.links.Load())[id]
-	delete(v.nodes, id)
-	v.setLink(id, nil)
-	v.mu.Unlock()
-	if l != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), leaveTime)
-		l.linger(ctx)
-		cancel()
-		l.close(true)
-	}
-	v.inner.Disconnect(id)
-	v.places.forget(id)
 }

@@ -184,10 +184,17 @@ func (v *Van) scan(polling bool) *parcel {
 		}
 		l := ins[v.turn]
 		lost := l.lost.Load() // before the look: what was sent is in the ring by then
-		if polling && l.from.inHand.Load() != 0 || l.held.Load() && !lost {
+		if l.fenced.Load() {
+			v.removeIn(l)
+			return nil // the list has changed
+		}
+		if polling && l.from.inHand.Load() != 0 || l.held.Load() {
 			continue
 		}
 		if !l.failed() {
+			if !v.loop.MayRead(&l.from.lane) {
+				continue // enough waits for its handler; the rest stays with the peer
+			}
 			if p := l.next(); p != nil {
 				return p
 			}
@@ -210,8 +217,9 @@ func (v *Van) pending() bool {
 	found := false
 	for _, l := range *v.ins.Load() {
 		l.tell()
-		more := !l.failed() && !l.held.Load() && l.seg.tail().Load() != l.head && !l.dev.full()
-		found = found || more || l.lost.Load() && (l.failed() || !l.dev.waiting())
+		failed, may := l.failed(), v.loop.MayRead(&l.from.lane)
+		more := may && !failed && !l.held.Load() && l.seg.tail().Load() != l.head && !l.dev.full()
+		found = found || more || l.fenced.Load() || l.lost.Load() && !l.held.Load() && (failed || may && !l.dev.waiting())
 	}
 	for _, l := range *v.outs.Load() {
 		found = found || l.pending()
@@ -402,6 +410,11 @@ func (v *Van) nap(limit time.Duration) {
 // deliver hands up one message, after the parts that are still with the sender
 // have been read.
 func (v *Van) deliver(p *parcel) {
+	if p.in.fenced.Load() {
+		v.stats.fenced.Add(1)
+		v.release(p)
+		return
+	}
 	if err := v.fetch(p); err != nil {
 		v.log.Debug("a message was lost", "from", van.NodeName(p.from.id), "err", err)
 		v.release(p)

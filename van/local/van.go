@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -44,9 +46,13 @@ type Van struct {
 	loop *dispatch.Loop[*parcel]
 
 	// For tests.
-	streamOnly bool                     // as where reading other processes is forbidden
-	memory     func(n int) (int, error) // newMemory
-	dropTime   time.Duration            // dropTime
+	streamOnly  bool                     // as where reading other processes is forbidden
+	memory      func(n int) (int, error) // newMemory
+	dropTime    time.Duration            // dropTime
+	relief      time.Duration            // relief
+	leaveTime   time.Duration            // leaveTime
+	unknownTime time.Duration            // unknownTime
+	refuse      func() error             // what accepting fails with
 
 	// What who receives uses; see receive.go.
 	rx       sync.Mutex
@@ -72,24 +78,30 @@ type Van struct {
 	links     atomic.Pointer[map[int]*outLink] // by node id
 	outs      atomic.Pointer[[]*outLink]       // the same
 	linked    atomic.Int32                     // peers with a link
+	dialling  atomic.Int32                     // peers of which it is not settled whether they will have one
 	elsewhere atomic.Int32                     // peers without one that send data
 
 	closing  atomic.Bool // nothing is sent any more
 	stopping atomic.Bool // nothing is received any more
 	ctx      context.Context
 	cancel   context.CancelFunc
+	late     context.Context // ends when nothing more is to leave
+	tooLate  context.CancelFunc
 
-	mu      sync.Mutex // guards changes of the above, and what follows
-	started bool
-	closed  bool
-	nodes   map[int]*neighbour
-	peers   map[int]*peer
-	greeted map[*net.UnixConn]bool // connections of peers
-	wg      sync.WaitGroup
-	losses  losses
+	mu       sync.Mutex // guards changes of the above, and what follows
+	started  bool
+	closed   bool
+	nodes    map[int]*neighbour
+	peers    map[int]*peer
+	greeted  map[*net.UnixConn]bool // connections of peers
+	leaving  map[int]chan struct{}  // closed when what was sent has left
+	replaced [][16]byte             // names of processes whose place others have taken
+	wg       sync.WaitGroup
+	losses   losses
 
 	places *places
 	blocks blocks
+	afford int64 // bytes unsent to one peer
 	pool   pool
 	stats  stats
 }
@@ -112,13 +124,14 @@ var (
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
 	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll), crowded: runtime.GOMAXPROCS(0) <= few,
-		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory, dropTime: dropTime}
+		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory, dropTime: dropTime, relief: relief, leaveTime: leaveTime, unknownTime: unknownTime, leaving: map[int]chan struct{}{}, afford: int64(o.Config.SendBudget)}
 	v.losses.current = func(id int, n *neighbour) bool {
 		v.mu.Lock()
 		defer v.mu.Unlock()
 		return v.nodes[id] == n && !v.closed
 	}
 	v.ctx, v.cancel = context.WithCancel(context.Background())
+	v.late, v.tooLate = context.WithCancel(context.Background())
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
 	}
@@ -128,6 +141,7 @@ func New(inner van.Van, o van.Options) *Van {
 	v.links.Store(&map[int]*outLink{})
 	v.id.Store(van.Empty)
 	v.loop = dispatch.NewLoop(v.receive, v.deliverOne)
+	v.limitReceived(o.Config)
 	v.loop.Discard = func(p *parcel) {
 		p.from.inHand.Add(-1)
 		v.release(p)
@@ -238,7 +252,7 @@ func (v *Van) Send(msg *van.Message) error {
 	if msg.IsControl() {
 		return v.inner.Send(msg)
 	}
-	l := (*v.links.Load())[msg.Receiver]
+	l := v.linkTo(msg.Receiver)
 	if l == nil {
 		err := v.inner.Send(msg)
 		if errors.Is(err, van.ErrInvalid) && msg.Frames >= partVals && !msg.Vals.OnHost() {
@@ -286,7 +300,7 @@ func (v *Van) Send(msg *van.Message) error {
 			}
 			return v.Send(msg) // the link has been replaced in between, or given up
 		}
-		err = van.ErrPeerLost
+		err = fmt.Errorf("%w: %w", van.ErrPeerLost, l.why())
 		if v.closing.Load() {
 			err = van.ErrClosed
 		}
@@ -308,7 +322,7 @@ func (v *Van) sendError(msg *van.Message, err error) error {
 
 // Flush implements van.Flusher.
 func (v *Van) Flush(id int) {
-	if l := (*v.links.Load())[id]; l != nil {
+	if l := v.linkTo(id); l != nil {
 		l.flush()
 		return
 	}
@@ -340,14 +354,15 @@ func (v *Van) Revoke(mem backend.Mem) {
 	}
 }
 
-// Linked tells whether data to node id goes through shared memory.
-func (v *Van) Linked(id int) bool { return (*v.links.Load())[id] != nil }
+// Linked tells whether data to node id goes through shared memory. It waits, as Send does,
+// until that is settled.
+func (v *Van) Linked(id int) bool { return v.linkTo(id) != nil }
 
 // TakesDevice tells whether values on the node's device go to node id through shared
 // memory as they are. One that cannot be named to other processes is refused then with
 // backend.ErrNotExportable.
 func (v *Van) TakesDevice(id int) bool {
-	l := (*v.links.Load())[id]
+	l := v.linkTo(id)
 	return l != nil && l.device
 }
 
@@ -357,7 +372,9 @@ func (v *Van) Stats() van.Stats {
 	if m, ok := van.As[van.Meter](v.inner); ok {
 		s = m.Stats()
 	}
-	return v.stats.add(s)
+	s = v.stats.add(s)
+	s.PausedReads += v.loop.Pauses()
+	return s
 }
 
 // Close implements van.Van.
@@ -370,7 +387,7 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	v.closed = true
 	v.closing.Store(true)
-	links, started := *v.links.Load(), v.started
+	links, leaving, started := *v.links.Load(), slices.Collect(maps.Values(v.leaving)), v.started
 	v.mu.Unlock()
 	_ = v.listener.Close()
 	v.cancel()
@@ -384,6 +401,13 @@ func (v *Van) Close(ctx context.Context) error {
 			}
 		})
 	}
+	for _, left := range leaving {
+		select {
+		case <-left:
+		case <-ctx.Done():
+		}
+	}
+	v.tooLate()
 	all.Wait()
 	v.stopping.Store(true)
 	v.bell.wakeAll()
@@ -469,6 +493,8 @@ func (v *Van) freeLinks() {
 type stats struct {
 	sentN, sentB, recvN, recvB, malformed atomic.Uint64
 	refused                               atomic.Uint64 // values for which the device had no memory
+	unsent                                atomic.Uint64 // messages refused because too much was unsent
+	fenced                                atomic.Uint64 // messages dropped because their process was replaced
 	pinned                                atomic.Int64
 }
 
@@ -478,5 +504,6 @@ func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes))
 func (s *stats) add(o van.Stats) van.Stats {
 	return van.Stats{SentMessages: o.SentMessages + s.sentN.Load(), SentBytes: o.SentBytes + s.sentB.Load(),
 		ReceivedMessages: o.ReceivedMessages + s.recvN.Load(), ReceivedBytes: o.ReceivedBytes + s.recvB.Load(),
-		Malformed: o.Malformed + s.malformed.Load(), Pinned: o.Pinned + uint64(s.pinned.Load())}
+		Malformed: o.Malformed + s.malformed.Load(), Pinned: o.Pinned + uint64(s.pinned.Load()), PausedReads: o.PausedReads,
+		RefusedSends: o.RefusedSends + s.unsent.Load(), FencedMessages: o.FencedMessages + s.fenced.Load()}
 }

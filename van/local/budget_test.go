@@ -1,0 +1,180 @@
+package local
+
+import (
+	"bytes"
+	"errors"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/dispatch"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// inUse is how many bytes of received values a node holds.
+func (b *blocks) inUse() (n int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for size, s := range b.of {
+		n += size * s.out
+	}
+	return n
+}
+
+// heard is a message that has been delivered.
+type heard struct{ from, number int }
+
+func await(t *testing.T, got <-chan heard, want heard) {
+	t.Helper()
+	select {
+	case h := <-got:
+		if h != want {
+			t.Fatalf("got message %d of node %d, want %d of node %d", h.number, h.from, want.number, want.from)
+		}
+	case <-time.After(limit):
+		t.Fatalf("no message %d of node %d within %s", want.number, want.from, limit)
+	}
+}
+
+// TestReceiveBudget: a peer whose handler is stuck is not read beyond the budget, so that
+// this node does not hold what it sends; another one is served meanwhile, and then
+// everything arrives.
+func TestReceiveBudget(t *testing.T) {
+	for _, mode := range []struct {
+		name string
+		size int
+		set  func(*Van)
+	}{
+		{"read", 1 << 20, nil},
+		{"stream", 1 << 20, func(v *Van) { v.streamOnly = true }},
+		{"inline", 10_000, nil},
+	} {
+		t.Run(mode.name, func(t *testing.T) {
+			const budget = 8 << 20
+			n := inproc.NewNetwork()
+			worker, other := newNode(t, n, 9, nil), newNode(t, n, 11, nil)
+			server := newNode(t, n, 8, func(v *Van) {
+				v.loop.Budget = dispatch.NewBudget(budget, 0)
+				if mode.set != nil {
+					mode.set(v)
+				}
+			})
+			release, got := make(chan struct{}), make(chan heard, 1<<12)
+			var held atomic.Int64
+			server.Start(func(m *van.Message) {
+				if m.Sender == 9 && m.Timestamp == 0 {
+					<-release
+				}
+				held.Store(max(held.Load(), int64(server.blocks.inUse())))
+				if m.Sender == 9 {
+					if want := pattern(int(m.Timestamp)%7, mode.size); !bytes.Equal(m.Vals.Host(), want) {
+						t.Errorf("values of message %d differ", m.Timestamp)
+					}
+				}
+				got <- heard{m.Sender, int(m.Timestamp)}
+			})
+			worker.start()
+			other.start()
+			worker.connect(server)
+			other.connect(server)
+			server.connect(worker)
+			sent := 5 * budget / mode.size
+			for i := range sent {
+				worker.must(data(8, i, pattern(i%7, mode.size)))
+			}
+			eventually(t, "the peer is not read any more", func() bool { return server.Stats().PausedReads == 1 })
+			for i := range 100 {
+				other.must(data(8, i, pattern(i, 100)))
+				await(t, got, heard{11, i})
+			}
+			if n := server.loop.Budget.Used(); n < budget || n > budget+int64(2*mode.size)+2*parcelBytes {
+				t.Errorf("%d bytes wait, want about %d", n, budget)
+			}
+			close(release)
+			for i := range sent {
+				await(t, got, heard{9, i})
+			}
+			if n := held.Load(); n > budget+4<<20 {
+				t.Errorf("the server has held up to %d bytes of received values, want %d and a few more", n, budget)
+			}
+			eventually(t, "everything lent is given back", func() bool { return worker.Stats().Pinned == 0 })
+		})
+	}
+}
+
+// TestSendBudget: what a peer that takes nothing makes its sender keep is bounded; the
+// error says whose and which bound. When the peer goes on, so does the sender.
+func TestSendBudget(t *testing.T) {
+	for _, mode := range []struct {
+		name string
+		size int
+		set  func(*Van)
+	}{
+		{"read", 1 << 20, nil},
+		{"stream", 1 << 20, func(v *Van) { v.streamOnly = true }},
+		{"inline", 10_000, nil},
+	} {
+		t.Run(mode.name, func(t *testing.T) {
+			const budget = 8 << 20
+			n := inproc.NewNetwork()
+			worker := newNode(t, n, 9, func(v *Van) { v.afford = budget })
+			server := newNode(t, n, 8, mode.set)
+			worker.start()
+			worker.connect(server)
+			sent := 0
+			var err error
+			for ; err == nil; sent++ {
+				err = worker.Send(data(8, sent, pattern(sent%7, mode.size)))
+				if sent > 3*budget/mode.size {
+					t.Fatal("there is no bound")
+				}
+			}
+			sent--
+			if !errors.Is(err, van.ErrQueueFull) || !strings.Contains(err.Error(), "server 0") || !strings.Contains(err.Error(), "STEPAF_SEND_BUDGET") {
+				t.Errorf("%v, want %v that names the server and STEPAF_SEND_BUDGET", err, van.ErrQueueFull)
+			}
+			if least := budget / mode.size; sent < least {
+				t.Errorf("%d messages were taken, want at least %d", sent, least)
+			}
+			if n := worker.Stats().RefusedSends; n != 1 {
+				t.Errorf("%d refused messages are counted, want 1", n)
+			}
+			server.start()
+			for i := range sent {
+				m := server.next()
+				if int(m.Timestamp) != i || !bytes.Equal(m.Vals.Host(), pattern(i%7, mode.size)) {
+					t.Fatalf("message %d came when %d was due, or its values differ", m.Timestamp, i)
+				}
+				m.Release()
+			}
+			link := (*worker.links.Load())[8]
+			eventually(t, "nothing is unsent", func() bool {
+				link.mu.Lock()
+				defer link.mu.Unlock()
+				return link.unsent == 0
+			})
+			worker.must(data(8, sent, pattern(1, mode.size)))
+			server.next().Release()
+		})
+	}
+}
+
+// TestSendBudgetWaits: a peer that keeps taking is waited for, however much is sent.
+func TestSendBudgetWaits(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker := newNode(t, n, 9, func(v *Van) { v.afford, v.relief = 4<<20, limit })
+	server := newNode(t, n, 8, nil)
+	worker.start()
+	got := make(chan heard, 100)
+	server.Start(func(m *van.Message) { got <- heard{m.Sender, int(m.Timestamp)} })
+	worker.connect(server)
+	server.connect(worker)
+	for i := range 100 {
+		worker.must(data(8, i, pattern(0, 1<<20)))
+	}
+	for i := range 100 {
+		await(t, got, heard{9, i})
+	}
+}

@@ -1,0 +1,111 @@
+package local
+
+import (
+	"bytes"
+	"fmt"
+	"sync/atomic"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// TestConnectGoesOn: Connect does not wait for a peer that takes its time. What is sent
+// meanwhile does, and comes in order.
+func TestConnectGoesOn(t *testing.T) {
+	n := inproc.NewNetwork()
+	answer := make(chan struct{})
+	worker := newNode(t, n, 9, nil)
+	server := newNode(t, n, 8, func(v *Van) {
+		v.refuse = func() error {
+			<-answer
+			return nil
+		}
+	})
+	worker.start()
+	server.start()
+	server.connect(worker)
+	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+		t.Fatal(err)
+	}
+	var sent atomic.Int32
+	done := make(chan error, 1)
+	go func() {
+		for i := range 10 {
+			if err := worker.Send(data(8, i, pattern(i, 5000))); err != nil {
+				done <- err
+				return
+			}
+			sent.Add(1)
+		}
+		done <- nil
+	}()
+	if n := sent.Load(); n != 0 {
+		t.Errorf("%d messages were sent before it was settled how", n)
+	}
+	close(answer)
+	if err := <-done; err != nil {
+		t.Fatal(err)
+	}
+	if !worker.Linked(8) {
+		t.Fatal("there is no link: Connect has waited for one until it gave up")
+	}
+	for i := range 10 {
+		m := server.next()
+		if int(m.Timestamp) != i || !bytes.Equal(m.Vals.Host(), pattern(i, 5000)) {
+			t.Fatalf("message %d came when %d was due, or its values differ", m.Timestamp, i)
+		}
+		m.Release()
+	}
+}
+
+// TestListenerSurvives: a listener that cannot accept for a while, for want of files, say,
+// accepts again.
+func TestListenerSurvives(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker := newNode(t, n, 9, nil)
+	var fails atomic.Int32
+	server := newNode(t, n, 8, func(v *Van) {
+		v.refuse = func() error {
+			switch fails.Add(1) {
+			case 1:
+				return fmt.Errorf("accept4: %w", unix.EMFILE)
+			case 2:
+				return fmt.Errorf("accept4: %w", unix.ECONNABORTED)
+			}
+			return nil
+		}
+	})
+	worker.start()
+	server.start()
+	worker.connect(server)
+	worker.must(data(8, 1, []byte("x")))
+	server.next().Release()
+}
+
+// TestDisconnectGoesOn: Disconnect does not wait for a peer that takes nothing. What was
+// sent before leaves, and comes before what is sent after the next Connect.
+func TestDisconnectGoesOn(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker, server := newNode(t, n, 9, func(v *Van) { v.leaveTime = limit }), newNode(t, n, 8, nil)
+	worker.start()
+	worker.connect(server)
+	const before = 8
+	for i := range before {
+		worker.must(data(8, i, pattern(i, 1<<20)))
+	}
+	worker.Disconnect(8)
+	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+		t.Fatal(err)
+	}
+	server.start()
+	worker.must(data(8, before, pattern(before, 1<<20)))
+	for i := range before + 1 {
+		m := server.next()
+		if int(m.Timestamp) != i || !bytes.Equal(m.Vals.Host(), pattern(i, 1<<20)) {
+			t.Fatalf("message %d came when %d was due, or its values differ", m.Timestamp, i)
+		}
+		m.Release()
+	}
+}

@@ -1,0 +1,88 @@
+package local
+
+import (
+	"errors"
+
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// TestFenced: a process whose place another one has taken is not heard any more, whatever
+// it has sent or sends, small or large, and cannot come back; the one in its place is.
+func TestFenced(t *testing.T) {
+	for _, mode := range []struct {
+		name string
+		set  func(*Van)
+	}{{"read", nil}, {"stream", func(v *Van) { v.streamOnly = true }}} {
+		t.Run(mode.name, func(t *testing.T) {
+			n := inproc.NewNetwork()
+			server := newNode(t, n, 8, mode.set)
+			old, next := newNode(t, n, 9, nil), newNode(t, n, 9, nil)
+			buffer := make([]byte, 1<<20)
+			if err := server.RegisterRecvBuffer(9, 1, backend.Bytes(buffer)); err != nil {
+				t.Fatal(err)
+			}
+			entered, release := make(chan struct{}), make(chan struct{})
+			var first atomic.Bool
+			var zombie atomic.Int32
+			first.Store(true)
+			server.Start(func(m *van.Message) {
+				if first.Swap(false) {
+					close(entered)
+					<-release
+				} else if m.Timestamp < 1000 {
+					zombie.Add(1)
+				}
+				server.in <- m.Retain()
+			})
+			old.start()
+			next.start()
+			old.connect(server)
+			server.connect(old)
+			old.must(data(8, 0, pattern(1, 100)))
+			select {
+			case <-entered:
+			case <-time.After(limit):
+				t.Fatal("no delivery")
+			}
+			// These wait behind the first one's handler, some of them in the ring.
+			for i := range 20 {
+				old.must(data(8, 1+i, pattern(2, []int{100, 1 << 20}[i%2])))
+			}
+			server.connect(next)
+			server.Admit(9)
+			clear(buffer)
+			close(release)
+			server.next().Release()
+			old.event(8, false) // it learns that it is not heard
+			var err error
+			eventually(t, "it learns why", func() bool {
+				if err = old.Send(data(8, 100, pattern(3, 1<<20))); err != nil && !errors.Is(err, van.ErrPeerLost) {
+					t.Fatal(err)
+				}
+				return errors.Is(err, errReplaced)
+			})
+			if !strings.Contains(err.Error(), "server 0") {
+				t.Errorf("%v does not name the peer", err)
+			}
+			next.connect(server)
+			next.must(data(8, 1000, pattern(4, 1<<20)))
+			for m := server.next(); m.Timestamp != 1000; m = server.next() {
+				t.Errorf("message %d of the replaced process was handed up", m.Timestamp)
+			}
+			if n := zombie.Load(); n > 0 {
+				t.Errorf("%d messages of the replaced process were handed up", n)
+			}
+			if n := server.Stats().FencedMessages; n == 0 {
+				t.Error("no dropped message is counted")
+			}
+			eventually(t, "no link of the replaced process is left", func() bool { return len(*server.ins.Load()) == 1 })
+		})
+	}
+}
