@@ -14,6 +14,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
@@ -215,6 +216,11 @@ func newNode(o Options) (*Node, error) {
 	}
 	if err := cfg.Validate(); err != nil {
 		return nil, fmt.Errorf("start: %w: %w", van.ErrInvalid, err)
+	}
+	if o.Van == nil { // else nobody knows what it needs
+		if err := limits.Check(cfg, cfg.Role); err != nil {
+			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
+		}
 	}
 	n := &Node{cfg: cfg, role: role, waiters: map[int]chan error{}, ready: make(chan struct{}), failed: make(chan struct{}),
 		rearm: make(chan struct{}, 1), stop: make(chan struct{}), closing: make(chan struct{})}

@@ -32,6 +32,7 @@ func checks() []check {
 		{"versions", false, (*exam).versions},
 		{"system", false, (*exam).system},
 		{"environment", false, (*exam).environment},
+		{limitsName, false, (*exam).limits},
 		{"zmq loopback", false, (*exam).zmqLoopback},
 		{"rdma build", true, (*exam).rdmaBuild},
 		{"rdma libraries", true, (*exam).rdmaLibraries},

@@ -57,6 +57,7 @@ func plain(environ ...string) (*Machine, tree) {
 		},
 		Resolve: resolve,
 		Open:    func(string) error { return nil },
+		Files:   func() (uint64, uint64, error) { return 1024, 4096, nil },
 		Memlock: func() (uint64, error) { return math.MaxUint64, nil },
 		ZMQ:     inproc.NewNetwork().Factory(),
 		Verbs:   func() (verbs.Stack, error) { return nil, fmt.Errorf("%w: no libibverbs.so.1", verbs.ErrUnavailable) },
@@ -495,5 +496,29 @@ func TestStatusText(t *testing.T) {
 	}
 	if err := s.UnmarshalText([]byte("ill")); err == nil || !strings.Contains(err.Error(), "ok, warn, fail, skip") {
 		t.Errorf("%v", err)
+	}
+}
+
+// TestLimits: a limit that a node of the configured cluster would run into has failed.
+func TestLimits(t *testing.T) {
+	shape := func(more ...string) []string {
+		return append([]string{"DMLC_NUM_WORKER=300", "DMLC_NUM_SERVER=500", "DMLC_PS_ROOT_URI=10.1.0.1", "DMLC_PS_ROOT_PORT=9000"}, more...)
+	}
+	for _, x := range []struct {
+		name    string
+		environ []string
+		status  Status
+		text    string
+	}{
+		{"no cluster", nil, OK, "4096 open files, enough for 455 peers"},
+		{"server", shape("DMLC_ROLE=server"), OK, "enough for a node of this cluster"},
+		{"worker", shape("DMLC_ROLE=worker"), Fail, "too few open files for a worker: RLIMIT_NOFILE is 4096, and it needs 4531 (9 for each of 501 peers"},
+		{"any", shape(), Fail, "too few open files for a scheduler"},
+		{"sockets", shape("DMLC_ROLE=server", "BYTEPS_ZMQ_MAX_SOCKET=300"), Fail, "BYTEPS_ZMQ_MAX_SOCKET is 300, and it needs 302"},
+	} {
+		m, _ := plain(x.environ...)
+		if f := find(t, examine(t, m), limitsName); f.Status != x.status || !strings.Contains(f.Text, x.text) || f.Status == Fail && f.Remedy == "" {
+			t.Errorf("%s: %+v; want %s, %q", x.name, f, x.status, x.text)
+		}
 	}
 }

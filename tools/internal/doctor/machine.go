@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
@@ -38,6 +39,8 @@ type Machine struct {
 	Resolve func(ctx context.Context, host string) (netip.Addr, error)
 	// Open opens a device for reading and writing, and closes it.
 	Open func(name string) error
+	// Files are the soft and the hard limit of open files.
+	Files func() (soft, hard uint64, err error)
 	// Memlock is RLIMIT_MEMLOCK in bytes; the largest uint64 is no limit.
 	Memlock func() (uint64, error)
 	// ZMQ makes vans of ZeroMQ.
@@ -70,6 +73,7 @@ func Host(version string, log *slog.Logger) *Machine {
 		Interfaces: choose.Interfaces,
 		Resolve:    resolve,
 		Open:       open,
+		Files:      limits.OS().Files,
 		Memlock:    memlock,
 		ZMQ:        zmq.New,
 		GPUs:       backend.GPUs,

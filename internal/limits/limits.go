@@ -1,0 +1,193 @@
+// Package limits compares what a node will need of the system and of libzmq with what it
+// may have, before it starts: a node that finds out later fails in the middle of a
+// cluster, where the error says something else.
+package limits
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+)
+
+// What a node costs. Each is a little less than what is seen, so that a node which would
+// just do is not refused; tests compare.
+const (
+	// FilesPerPeer are the descriptors of a connection over ZeroMQ, both ways: a socket
+	// and its monitor each have some.
+	FilesPerPeer = 9
+	// filesOfNode are those of a node without peers.
+	filesOfNode = 14
+	// lockedPerPeer is the memory that a connection over RDMA registers before there is
+	// a tensor, both ways, and lockedOfNode what a node without peers does.
+	lockedPerPeer = 512 << 10
+	lockedOfNode  = 1 << 20
+)
+
+// NoLimit is the value of a limit that is none.
+const NoLimit = math.MaxUint64
+
+// Need is something that a node needs, and what it may have.
+type Need struct {
+	What   string // "open files"
+	Name   string // of the limit: "RLIMIT_NOFILE", "BYTEPS_ZMQ_MAX_SOCKET"
+	Needed uint64
+	Have   uint64 // NoLimit if there is none
+	Why    string // what Needed is made up of
+	Raise  string // how to raise the limit
+	Bytes  bool   // of the numbers
+}
+
+// Enough tells whether the node may have what it needs.
+func (n *Need) Enough() bool { return n.Needed <= n.Have }
+
+// Error is a limit that is too low. It is found before the node has done anything.
+type Error struct{ Need }
+
+// Error implements error.
+func (e *Error) Error() string {
+	unit := ""
+	if e.Bytes {
+		unit = " bytes"
+	}
+	return fmt.Sprintf("too few %s: %s is %d%s, this node needs %d (%s): %s", e.What, e.Name, e.Have, unit, e.Needed, e.Why, e.Raise)
+}
+
+// System is where limits are read.
+type System struct {
+	// Files are the soft and the hard limit of open files.
+	Files func() (soft, hard uint64, err error)
+	// Open is how many files are open.
+	Open func() int
+	// Memlock is the memory in bytes that the process may lock, NoLimit if there is no
+	// limit or none that binds it.
+	Memlock func() (uint64, error)
+}
+
+// OS is this process.
+func OS() System { return System{Files: files, Open: openFiles, Memlock: memlock} }
+
+// Peers is how many nodes a node of a cluster with that shape is connected to. role is
+// "worker", "server" or "scheduler".
+func Peers(c *env.Config, role string) int {
+	workers, servers := c.NumWorkers*max(c.GroupSize, 1), c.NumServers*max(c.GroupSize, 1)
+	switch role {
+	case "worker":
+		return servers + 1
+	case "server":
+		return workers + 1
+	}
+	return workers + servers
+}
+
+// Of lists what a node with this configuration needs. It is not for role joint, which is
+// two nodes.
+func Of(c *env.Config, role string, s System) (needs []Need, err error) {
+	peers := uint64(Peers(c, role))
+	if c.VanType == "ibverbs" {
+		have, err := s.Memlock()
+		if err != nil {
+			return nil, err
+		}
+		return []Need{{What: "bytes of memory that it may lock", Name: "RLIMIT_MEMLOCK", Needed: lockedOfNode + peers*lockedPerPeer, Have: have, Bytes: true,
+			Why:   fmt.Sprintf("%d for each of %d peers, besides tensors", lockedPerPeer, peers),
+			Raise: "ulimit -l unlimited (limits.conf: memlock; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"}}, nil
+	}
+	if c.VanType != "zmq" {
+		return nil, nil
+	}
+	open := uint64(s.Open())
+	_, hard, err := s.Files()
+	if err != nil {
+		return nil, err
+	}
+	return []Need{
+		{What: "open files", Name: "RLIMIT_NOFILE", Needed: open + filesOfNode + peers*FilesPerPeer, Have: hard,
+			Why:   fmt.Sprintf("%d for each of %d peers, %d of its own, %d open already", FilesPerPeer, peers, filesOfNode, open),
+			Raise: "ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
+		{What: "sockets of libzmq", Name: "BYTEPS_ZMQ_MAX_SOCKET", Needed: peers + 1, Have: uint64(c.ZMQMaxSockets),
+			Why:   fmt.Sprintf("1 for each of %d peers, and its own", peers),
+			Raise: fmt.Sprintf("set BYTEPS_ZMQ_MAX_SOCKET=%d or more on this node", peers+1)},
+	}, nil
+}
+
+// Check raises the soft limit of open files if it has to, and returns an error that wraps
+// an *Error for each limit that is too low for the node. Limits that cannot be read are
+// taken for high enough.
+func Check(c *env.Config, role string) error {
+	needs, err := Of(c, role, OS())
+	if err != nil {
+		return nil
+	}
+	var errs []error
+	for _, n := range needs {
+		switch {
+		case !n.Enough():
+			errs = append(errs, &Error{n})
+		case n.Name == "RLIMIT_NOFILE":
+			raise()
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func files() (soft, hard uint64, err error) {
+	var l syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &l); err != nil {
+		return 0, 0, os.NewSyscallError("getrlimit", err)
+	}
+	return l.Cur, l.Max, nil
+}
+
+// raise makes the soft limit of open files the hard one. Go does so at the start of a
+// program; a program of another language that has loaded this library has not.
+func raise() {
+	var l syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &l); err == nil && l.Cur < l.Max {
+		l.Cur = l.Max
+		_ = syscall.Setrlimit(syscall.RLIMIT_NOFILE, &l)
+	}
+}
+
+func openFiles() int {
+	names, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return 0
+	}
+	return len(names)
+}
+
+func memlock() (uint64, error) {
+	var l unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
+		return 0, os.NewSyscallError("getrlimit", err)
+	}
+	if l.Cur == unix.RLIM_INFINITY || mayLock() {
+		return NoLimit, nil
+	}
+	return l.Cur, nil
+}
+
+const capIPCLock = 14
+
+// mayLock tells whether the limit of locked memory does not bind this process.
+func mayLock() bool {
+	text, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return false
+	}
+	for line := range strings.Lines(string(text)) {
+		if s, ok := strings.CutPrefix(line, "CapEff:"); ok {
+			caps, err := strconv.ParseUint(strings.TrimSpace(s), 16, 64)
+			return err == nil && caps>>capIPCLock&1 == 1
+		}
+	}
+	return false
+}

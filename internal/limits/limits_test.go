@@ -1,0 +1,82 @@
+package limits
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+)
+
+func config(workers, servers, group int, van string) *env.Config {
+	c := env.Default()
+	c.NumWorkers, c.NumServers, c.GroupSize, c.VanType = workers, servers, group, van
+	return c
+}
+
+func system(files, open, memlock uint64) System {
+	return System{
+		Files:   func() (uint64, uint64, error) { return 1024, files, nil },
+		Open:    func() int { return int(open) },
+		Memlock: func() (uint64, error) { return memlock, nil },
+	}
+}
+
+// TestOf: what is needed follows from the role and the shape of the cluster.
+func TestOf(t *testing.T) {
+	for _, x := range []struct {
+		name string
+		c    *env.Config
+		role string
+		s    System
+		low  string // the limits that are too low
+		text string // of the first
+	}{
+		{"small", config(1, 1, 1, "zmq"), "scheduler", system(1024, 10, NoLimit), "", ""},
+		{"files of a worker", config(500, 500, 1, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 4096, this node needs 4543 (9 for each of 501 peers, 14 of its own, 20 open already): ulimit -Hn"},
+		{"just enough", config(500, 500, 1, "zmq"), "worker", system(4543, 20, NoLimit), "", ""},
+		{"the scheduler has all as peers", config(500, 500, 1, "zmq"), "scheduler", system(8000, 20, NoLimit), "RLIMIT_NOFILE", "1000 peers"},
+		{"groups", config(10, 64, 8, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE", "513 peers"},
+		{"sockets", config(512, 512, 1, "zmq"), "scheduler", system(1<<20, 20, NoLimit), "BYTEPS_ZMQ_MAX_SOCKET",
+			"too few sockets of libzmq: BYTEPS_ZMQ_MAX_SOCKET is 1024, this node needs 1025 (1 for each of 1024 peers, and its own): set BYTEPS_ZMQ_MAX_SOCKET=1025"},
+		{"sockets are just enough", config(511, 512, 1, "zmq"), "scheduler", system(1<<20, 20, NoLimit), "", ""},
+		{"memory", config(2, 2, 1, "ibverbs"), "server", system(64, 20, 65536), "RLIMIT_MEMLOCK", "RLIMIT_MEMLOCK is 65536 bytes, this node needs 2621440"},
+		{"memory without limit", config(2, 2, 1, "ibverbs"), "server", system(64, 20, NoLimit), "", ""},
+	} {
+		needs, err := Of(x.c, x.role, x.s)
+		if err != nil {
+			t.Fatalf("%s: %v", x.name, err)
+		}
+		var low []string
+		text := ""
+		for _, n := range needs {
+			if n.Enough() {
+				continue
+			}
+			low = append(low, n.Name)
+			if text == "" {
+				text = (&Error{n}).Error()
+			}
+		}
+		if got := strings.Join(low, " "); got != x.low || !strings.Contains(text, x.text) {
+			t.Errorf("%s: %q is too low: %s; want %q: %s", x.name, got, text, x.low, x.text)
+		}
+	}
+}
+
+// TestCheck: the limits of this process are enough for a small cluster, and not for a
+// large one.
+func TestCheck(t *testing.T) {
+	if err := Check(config(1, 1, 1, "zmq"), "worker"); err != nil {
+		t.Error(err)
+	}
+	err := Check(config(16000, 16000, 1, "zmq"), "scheduler")
+	var e *Error
+	if !errors.As(err, &e) {
+		t.Errorf("%v, want an *Error", err)
+	}
+	if soft, hard, err := files(); err != nil || soft != hard {
+		t.Errorf("the limits of open files are %d and %d (%v), want the same", soft, hard, err)
+	}
+}
