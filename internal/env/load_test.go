@@ -65,6 +65,8 @@ func TestRead(t *testing.T) {
 		{"STEPAF_RECV_BUDGET", "1G 2048M>2G", "0", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_SEND_BUDGET", "256M 262144K>256M", "1.5G", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_STRANGER_BUDGET", "64K 65536>64K", "2G", "a number of bytes from 64K to 1G, such as 64M or 1G"},
+		{"STEPAF_RDMA_PEER_BUDGET", "1M 64m>64M", "1K", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
+		{"STEPAF_RDMA_BUDGET", "1M 1g>1G", "1K", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"PS_VERBOSE", "-1 0 4 100", "info -2", "an integer from -1 to 1000"},
 		{"ENABLE_PROFILING", "0 1", "y", "0 (off) or 1 (on); write 1"},
 		{"PROFILE_PATH", "/tmp/p p", "", ""},

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -232,6 +233,9 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 		}
 		answer, err := decodeHello(ev.Private)
 		l.ours = err == nil && answer.ours
+		if l.ours && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {
+			return nil, fmt.Errorf("queue pair %d: another process answers than the one that was named (incarnation %#x, want %#x)", q, answer.incarnation, p.incarnation)
+		}
 		if v.cfg.SplitQPLag && !qps[q].Pinned() { // known only now
 			v.warnPin.Do(func() {
 				v.log.Info("rdma: STEPMESH_SPLIT_QP_LAG: queue pairs are not pinned to ports: not a bonded mlx5 device, or no libmlx5")
@@ -369,7 +373,10 @@ func (c *cmID) refused(ctx context.Context) error {
 
 // eventError says what an event means that is not the one hoped for.
 func eventError(ev verbs.Event) error {
+	ours := ev.Type == verbs.Rejected && len(ev.Private) > offReason && le.Uint32(ev.Private[offMagic:]) == magic
 	switch {
+	case ours && le.Uint32(ev.Private[offCode:]) == codeReplaced:
+		return fmt.Errorf("rejected by the peer: %w: %s", errReplaced, text(ev.Private[offReason:]))
 	case ev.Type == verbs.Rejected && len(ev.Private) >= offReason && le.Uint32(ev.Private[offMagic:]) == magic:
 		return fmt.Errorf("rejected by the peer: %s", text(ev.Private[offReason:]))
 	case ev.Type == verbs.Rejected && ev.Status == 8:
@@ -393,9 +400,15 @@ func text(b []byte) string {
 }
 
 // refusal is the private data of a rejection.
-func refusal(why string) []byte {
+func refusal(why string) []byte { return refusalOf(0, why) }
+
+// codeReplaced in a rejection says that the process has been replaced.
+const codeReplaced = 1
+
+func refusalOf(code uint32, why string) []byte {
 	b := make([]byte, maxReject)
 	le.PutUint32(b[offMagic:], magic)
+	le.PutUint32(b[offCode:], code)
 	copy(b[offReason:maxReject-1], why)
 	return b
 }

@@ -5,8 +5,10 @@ import (
 	"net/netip"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -23,7 +25,12 @@ type incoming struct {
 	host   *device
 	once   sync.Once
 	gone   atomic.Bool
-	stands atomic.Bool // its opener knows that it stands, as far as can be told
+	// foreign is set while its process is not the one that the table names: a newer one, of
+	// which this node has not heard yet.
+	foreign atomic.Bool
+	probed  atomic.Uint64 // when something empty was last written to it
+	old     atomic.Uint64 // since when there is a newer one of the same process
+	stands  atomic.Bool   // its opener knows that it stands, as far as can be told
 
 	// Of who has the receiving role.
 	slaves uint64 // notifications of split messages' other parts
@@ -93,6 +100,11 @@ func (v *rvan) accept(ev verbs.Event) {
 		why = err.Error()
 	case v.closed.Load():
 		why = "the node is closing"
+	case h.ours && v.isReplaced(h.incarnation):
+		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
+		_ = id.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
+		_ = id.Destroy()
+		return
 	case h.ours && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
 	}
@@ -148,7 +160,14 @@ func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, e
 	if v.closed.Load() {
 		return nil, van.ErrClosed
 	}
+	for _, x := range v.endpoints {
+		if h.ours && x.hello.ours && x.hello.node == h.node && x.hello.incarnation == h.incarnation && x.hello.port == h.port && x.hello.host == h.host {
+			x.old.CompareAndSwap(0, max(clock.Now(), 1)) // it may carry the last of what was sent
+		}
+	}
+	in.probed.Store(clock.Now())
 	v.endpoints[key] = in
+	v.judgeLocked()
 	v.rememberConnLocked(in.serial, &conn{in: in})
 	return in, nil
 }
@@ -309,7 +328,33 @@ func (in *incoming) tick(now uint64, all bool) (gave bool) {
 		}
 		in.mu.Unlock()
 	}
+	if since := in.old.Load(); since != 0 && now-since > uint64(oldTime) {
+		in.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
+	}
+	if in.hello.ours && now-in.probed.Load() > uint64(probeTime) && !failpoint.On("rdma-reclaim") {
+		in.probed.Store(now)
+		in.mu.Lock()
+		in.probe()
+		in.mu.Unlock()
+	}
 	return gave
+}
+
+// oldTime is how long a connection may stand when its process has made a newer one.
+const oldTime = 2 * time.Second
+
+// probe writes nothing to the peer: one that has gone without a word shows only in what
+// is sent to it. in.mu is held.
+func (in *incoming) probe() {
+	if in.closed || in.out == nil || !in.out.idle() {
+		return
+	}
+	if id, _, _, ok := in.out.begin(); ok {
+		in.out.add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
+		if err := in.out.post(); err != nil {
+			in.fail(asLost(err))
+		}
+	}
 }
 
 func (in *incoming) name() string {

@@ -23,8 +23,10 @@ type peer struct {
 	id   atomic.Int32
 	node van.Node
 	addr netip.AddrPort
-	stop context.CancelFunc
-	ends chan struct{} // closed when the goroutine has ended
+	// incarnation is that of the process that the table names; 0 when it does not.
+	incarnation uint32
+	stop        context.CancelFunc
+	ends        chan struct{} // closed when the goroutine has ended
 
 	back atomic.Pointer[incoming] // the peer's connection to this node
 

@@ -26,14 +26,22 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 		return fail(van.ErrClosed)
 	}
 	old := (*v.peers.Load())[id]
-	if old != nil && old.addr == addr && old.keepFor(int(v.id.Load())) {
+	incarnation := uint32(0)
+	if identity, ok := node.Identity(); ok && id != van.SchedulerID { // which may come back as another process
+		incarnation = identity.Incarnation
+	}
+	if old != nil && old.addr == addr && old.incarnation == incarnation && old.keepFor(int(v.id.Load())) {
 		return nil
 	}
 	run, stop := context.WithCancel(context.Background())
-	p := &peer{v: v, node: node, addr: addr, stop: stop, ends: make(chan struct{}), into: map[intoKey]into{}}
+	p := &peer{v: v, node: node, addr: addr, incarnation: incarnation, stop: stop, ends: make(chan struct{}), into: map[intoKey]into{}}
 	p.id.Store(int32(id))
 	p.snd = rendezvous.NewSender[*outgoing](p)
 	v.replace(func(m map[int]*peer) { m[id] = p })
+	if old != nil {
+		v.retireLocked(id, old, p)
+	}
+	v.judgeLocked()
 	v.linkBackLocked()
 	if old != nil {
 		v.leave(old, leaveTime)
@@ -85,7 +93,7 @@ func (v *rvan) linkBackLocked() {
 	for id, p := range *v.peers.Load() {
 		var back *incoming
 		for _, in := range v.endpoints {
-			if in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
+			if in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() && !in.foreign.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
 				back = in // the latest: the end of others has not been noticed yet
 			}
 		}
@@ -112,6 +120,7 @@ func (v *rvan) Rename(old, new int) error {
 	other := (*v.peers.Load())[new]
 	p.id.Store(int32(new))
 	v.replace(func(m map[int]*peer) { delete(m, old); m[new] = p })
+	v.judgeLocked()
 	v.linkBackLocked()
 	if other != nil && other != p {
 		v.leave(other, 0)

@@ -108,7 +108,7 @@ func (in *incoming) grant(q *question) error {
 		}
 		return nil
 	}
-	if !need.OneShot && in.stalled.Load() {
+	if !need.OneShot && (in.stalled.Load() || in.foreign.Load()) {
 		return errStalled
 	}
 	if in.enough(need, kind, s.key) {

@@ -303,6 +303,14 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 		return nil, err
 	}
 	rx.in = in
+	if in.foreign.Load() && !m.IsControl() {
+		v := d.v
+		if n := v.stats.fenced.Add(1); n&(n-1) == 0 {
+			v.log.Warn("rdma: dropped a message of a process that the cluster's table does not name", "from", in.name(), "dropped so far", n)
+		}
+		m.Release()
+		return nil, nil
+	}
 	m.Sender, m.Receiver = in.hello.node, int(d.v.id.Load())
 	now := clock.Now()
 	if m.Request {

@@ -20,8 +20,8 @@ var (
 	errNever = errors.New("more than STEPAF_RDMA_PEER_BUDGET allows one peer")
 	// errTotal: all peers together have as many as they may have.
 	errTotal = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
-	// errStalled: what it has sent is not taken.
-	errStalled = errors.New("its messages wait for a handler that is slow")
+	// errStalled: what it has sent is not taken, or the table does not name its process.
+	errStalled = errors.New("its messages are not taken now")
 )
 
 // How places are taken back. A peer that is asked gives up what it does not use at once, and

@@ -76,8 +76,9 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 		told: make(chan change, 1<<12)}
 	n.stack = r.net.Stack(n.addr)
 	n.stack.SetName(van.NodeName(id))
-	n.rvan = NewOn(n.stack, van.Options{Config: cfg}).(*rvan)
-	n.who = van.Node{Role: van.RoleOf(id), ID: id, Hostname: n.addr.String(), AuxID: -1}
+	identity := van.Identity{Incarnation: uint32(1000 + len(r.nodes))}
+	n.rvan = NewOn(n.stack, van.Options{Config: cfg, Incarnation: identity.Incarnation}).(*rvan)
+	n.who = van.Node{Role: van.RoleOf(id), ID: id, Hostname: n.addr.String(), AuxID: -1, Endpoint: identity.Encode()}
 	n.WatchPeers(func(id int, up bool, cause error) {
 		select {
 		case n.told <- change{id, up, cause}:

@@ -76,6 +76,7 @@ type rvan struct {
 	endpoints map[string]*incoming
 	buffers   map[bufferKey]backend.Mem
 	leaving   map[*peer]bool // not in peers any more
+	replaced  []uint32       // incarnations of processes that others have replaced, the latest last
 	started   bool
 	drained   bool // nothing is on its way out any more
 	closed    atomic.Bool
@@ -132,7 +133,7 @@ func (v *rvan) SetID(id int) { v.id.Store(int32(id)) }
 
 // hello is what this node says of itself.
 func (v *rvan) hello(epoch uint32) hello {
-	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, ours: true, epoch: epoch, qpCount: v.cfg.QPNum}
+	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, ours: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
 }
 
 // Bind listens for connections.
@@ -378,6 +379,8 @@ type stats struct {
 
 	overBudget  atomic.Uint64 // questions that were refused for good
 	placesShort atomic.Uint64 // questions that had to wait
+
+	fenced, refusedSends, paused atomic.Uint64
 }
 
 func (s *stats) sent(bytes int) { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
@@ -387,7 +390,8 @@ func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes))
 // Stats implements van.Meter. Pinned is the number of registered regions in use.
 func (v *rvan) Stats() van.Stats {
 	s := van.Stats{SentMessages: v.stats.sentN.Load(), SentBytes: v.stats.sentB.Load(), ReceivedMessages: v.stats.recvN.Load(),
-		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load()}
+		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(),
+		PausedReads: v.stats.paused.Load()}
 	for _, d := range *v.devices.Load() {
 		for _, r := range *d.regions.sorted.Load() {
 			if r.refs.Load() > 0 {

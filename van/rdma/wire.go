@@ -42,6 +42,8 @@ const (
 	offQPIndex  = 32
 	offQPCount  = 33
 	offReason   = 34 // of a rejection, a text
+	offCode     = 28 // of a rejection
+	offIncarn   = 36
 	contextOurs = 40
 	maxPrivate  = 56
 	maxReject   = 148
@@ -59,6 +61,8 @@ type hello struct {
 	epoch   uint32 // of the connection; the same for all its queue pairs
 	qp      int    // number of the queue pair, from 0
 	qpCount int
+	// incarnation is that of the process; 0 is not said.
+	incarnation uint32
 }
 
 // key names the endpoint that the queue pairs of one connection have in common.
@@ -77,6 +81,7 @@ func (h *hello) encode() []byte {
 	le.PutUint32(b[offMagic:], magic)
 	le.PutUint32(b[offEpoch:], h.epoch)
 	b[offQPIndex], b[offQPCount] = byte(h.qp), byte(h.qpCount)
+	le.PutUint32(b[offIncarn:], h.incarnation)
 	return b
 }
 
@@ -94,6 +99,7 @@ func decodeHello(b []byte) (hello, error) {
 	if len(b) >= contextOurs && le.Uint32(b[offMagic:]) == magic {
 		h.ours, h.epoch = true, le.Uint32(b[offEpoch:])
 		h.qp, h.qpCount = int(b[offQPIndex]), int(b[offQPCount])
+		h.incarnation = le.Uint32(b[offIncarn:])
 		if h.qp >= h.qpCount {
 			return h, &van.FieldError{Field: "private data: queue pair", Value: h.qp, Want: fmt.Sprintf("below their number, %d", h.qpCount)}
 		}

@@ -1,0 +1,66 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// errReplaced is what a process learns that has been replaced.
+var errReplaced = errors.New("another process has taken the place of this one")
+
+// maxReplaced bounds what is remembered of processes that were replaced.
+const maxReplaced = 4096
+
+// isReplaced tells whether the process with this incarnation has been replaced.
+func (v *rvan) isReplaced(incarnation uint32) bool {
+	if incarnation == 0 || failpoint.On("fencing") {
+		return false
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return slices.Contains(v.replaced, incarnation)
+}
+
+// retireLocked ends what the process of old has opened to this node: now that of p has its
+// id. What the old one writes from now on fails, and its places come back. v.mu is held.
+func (v *rvan) retireLocked(id int, old, p *peer) {
+	if failpoint.On("fencing") {
+		return
+	}
+	if x := old.incarnation; x != 0 && p.incarnation != x {
+		if p.incarnation != 0 && !slices.Contains(v.replaced, x) {
+			if len(v.replaced) >= maxReplaced {
+				v.replaced = slices.Delete(v.replaced, 0, maxReplaced/2)
+			}
+			v.replaced = append(v.replaced, x)
+		}
+	}
+	// It may have come back, under another id even.
+	v.replaced = slices.DeleteFunc(v.replaced, func(x uint32) bool { return x == p.incarnation })
+	for _, in := range v.endpoints {
+		h := &in.hello
+		var gone bool
+		if h.incarnation != 0 {
+			gone = slices.Contains(v.replaced, h.incarnation)
+		} else {
+			gone = h.node == id && old.addr != p.addr && h.port == old.node.Port && h.port != p.node.Port
+		}
+		if gone {
+			in.fail(fmt.Errorf("%w: %s is another process by now", van.ErrPeerLost, van.NodeName(id)))
+		}
+	}
+}
+
+// judgeLocked finds out which connections are of processes that the table does not name.
+// They may say control messages, by which a newcomer becomes known; data has to wait.
+// v.mu is held.
+func (v *rvan) judgeLocked() {
+	for _, in := range v.endpoints {
+		p := (*v.peers.Load())[in.hello.node]
+		in.foreign.Store(p != nil && p.incarnation != 0 && in.hello.incarnation != 0 && p.incarnation != in.hello.incarnation && !failpoint.On("fencing"))
+	}
+}

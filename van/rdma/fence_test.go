@@ -1,0 +1,128 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// A process that stood still, was replaced and goes on is not heard any more: its queue pairs
+// are ended, its places taken back, it is not let in again, and learns why.
+func TestReplacedProcessIsFenced(t *testing.T) {
+	r := newRig(t)
+	s, old := r.node(8), r.node(9)
+	r.link(old, s)
+	dst := make([]byte, 100<<10)
+	old.must(pull(s, 1, 1, dst))
+	q := s.next()
+	old.must(push(s, 1, 2, value(3000, 2)))
+	s.wantValue(2, value(3000, 2))
+	before := len(s.incoming())
+
+	next := r.node(9)
+	next.connect(s)
+	s.connect(next)
+	s.wantUp(next)
+	next.wantUp(s)
+	c := old.wantTold("why", func(c change) bool { return !c.up && errors.Is(c.cause, errReplaced) })
+	if c.id != s.who.ID {
+		t.Errorf("told of %s", van.NodeName(c.id))
+	}
+	if err := old.Send(push(s, 1, 3, value(3000, 3))); !lost(err) {
+		t.Errorf("Send of a process that was replaced: %v, want %v", err, van.ErrPeerLost)
+	}
+	_ = old.Send(control(s, 4)) // waits for a connection that does not come
+	// What it was asked for goes to nobody.
+	_ = s.Send(answer(q, value(len(dst), 7)))
+	q.Release()
+	next.must(push(s, 1, 5, value(3000, 5)))
+	s.wantValue(5, value(3000, 5))
+	r.until("one connection is left", func() bool { return len(s.incoming()) == before })
+	if n := s.incomingOf(9).hello.incarnation; n != next.incarnation {
+		t.Errorf("the connection left is of incarnation %d, want %d", n, next.incarnation)
+	}
+	if len(s.in) > 0 {
+		m := <-s.in
+		t.Errorf("a message with timestamp %d came", m.Timestamp)
+		m.Release()
+	}
+}
+
+// Data of a process of which a node has not heard yet waits until it has; control messages
+// come at once.
+func TestNewcomerWaitsForTheTable(t *testing.T) {
+	r := newRig(t)
+	s, old := r.node(8), r.node(9)
+	r.link(old, s)
+	next := r.node(9)
+	next.connect(s)
+	next.wantUp(s)
+	next.must(push(s, 1, 1, value(3000, 1)))
+	next.must(control(s, 2))
+	m := s.next()
+	if !m.IsControl() || m.Timestamp != 2 {
+		t.Errorf("timestamp %d came first, want the control message", m.Timestamp)
+	}
+	m.Release()
+	old.must(push(s, 1, 3, value(3000, 3))) // it is still who the table says
+	s.wantValue(3, value(3000, 3))
+	if len(s.in) > 0 {
+		t.Error("data of a process came that the table does not name")
+	}
+	s.connect(next)
+	s.wantValue(1, value(3000, 1))
+}
+
+// A node does not take another process for the one that it was told to connect to.
+func TestAnotherProcessAnswers(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8)
+	who := s.who
+	who.Endpoint = (&van.Identity{Incarnation: 77}).Encode()
+	w.connect(&testNode{who: who})
+	w.wantTold("another one answers", func(c change) bool { return !c.up && c.id == 8 })
+	if (*w.peers.Load())[8].current() != nil {
+		t.Error("it has connected")
+	}
+	w.connect(s)
+	w.wantUp(s)
+}
+
+// A host that loses its power leaves nothing behind at its peers: neither a connection, nor
+// places, nor registered bytes.
+func TestPowerLossLeavesNothing(t *testing.T) {
+	r := newRig(t)
+	s := r.node(8)
+	type level struct{ connections, places, bytes int }
+	look := func() level { return level{len(s.incoming()), s.table.Len(), int(s.leased.Load())} }
+	var first level
+	for i := range 5 {
+		n := r.node(9)
+		r.link(n, s)
+		hoard(n, s, 16, 60<<10)
+		if i == 0 {
+			first = look()
+		}
+		r.until(fmt.Sprintf("all of predecessor %d is given back: %+v", i, first), func() bool {
+			now := look()
+			return now.connections == 1 && now.places <= first.places+2 && now.bytes <= first.bytes+first.bytes/4
+		})
+		if i == 4 {
+			break
+		}
+		n.kill(false)
+	}
+}
+
+// A peer that has gone without a word, and is not replaced, leaves nothing behind either.
+func TestSilentLossLeavesNothing(t *testing.T) {
+	r := newRig(t)
+	s, n := r.node(8), r.node(9)
+	n.connect(s)
+	n.wantUp(s)
+	hoard(n, s, 8, 60<<10)
+	n.kill(false)
+	r.until("all of it is given back", func() bool { return len(s.incoming()) == 0 && s.table.Len() == 0 && s.leased.Load() == 0 })
+}
