@@ -17,6 +17,7 @@ import (
 const (
 	echo   = "echo"   // a server that answers with what was pushed
 	floods = "floods" // a worker that makes large requests without end
+	slow   = "slow"   // a server that lets worker 0 wait; see serveSlowly
 )
 
 func TestMain(m *testing.M) { nodetest.Main(m, child) }
@@ -29,6 +30,9 @@ func child(c *nodetest.Child, what string) error {
 				fmt.Fprintln(os.Stderr, err)
 			}
 		})
+	}
+	if what == slow {
+		return serveSlowly(c)
 	}
 	w, err := af.NewTensorWorker(c.Node, af.Options{})
 	if err != nil {

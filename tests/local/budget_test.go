@@ -1,0 +1,136 @@
+package local
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// serveSlowly makes a server that answers the first batch of worker 0 only when worker 1
+// has pushed under the key goOn.
+func serveSlowly(c *nodetest.Child) error {
+	release := make(chan struct{})
+	first := true
+	return nodetest.Serve(c.Node, func(b af.Batch) {
+		switch {
+		case b.Pushes()[0].Key == goOn:
+			close(release)
+		case b.SenderRank() == 0 && first:
+			first = false
+			<-release // worker 1's handler is called meanwhile
+		}
+		if err := nodetest.Echo(b); err != nil {
+			c.Fail(err)
+		}
+	})
+}
+
+const goOn = 99
+
+// TestReceiveBudget: a server whose handler is stuck keeps no more of what its worker
+// pushes than its budget says. It serves another worker meanwhile, and in the end
+// everything.
+func TestReceiveBudget(t *testing.T) {
+	const pushes, each, budget = 1500, 1 << 20, 256 << 20
+	var p *nodetest.Process
+	var log nodetest.Text
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.SHM, Workers: 2, Log: log.Logger(slog.LevelWarn),
+		Set:       func(c *postoffice.Config) { c.SendBudget = 4 << 30 },
+		Elsewhere: nodetest.Elsewhere(t, "server", 0, slow, &p)})
+	p.Ready()
+	w, other := nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])
+	if err := roundTrip(other, 1, each); err != nil {
+		t.Fatal(err)
+	}
+	before := nodetest.Resident(t, p.PID())
+	x := make([]byte, each)
+	fill(x, 1)
+	val, err := af.FromSlice(x)
+	if err != nil {
+		t.Fatal(err)
+	}
+	push := []af.KeyTensor{{Key: 1, Val: val}}
+	handles := make([]int32, pushes)
+	for i := range handles {
+		if handles[i], err = w.ZBatchPushPull(push, nil); err != nil {
+			t.Fatalf("push %d: %v", i, err)
+		}
+	}
+	most := 0
+	for end := time.Now().Add(2 * time.Second); time.Now().Before(end); { // for as long as it could go on
+		if err := roundTrip(other, 2, each); err != nil {
+			t.Fatal(err)
+		}
+		most = max(most, nodetest.Resident(t, p.PID())-before)
+	}
+	if most > budget+64<<20 || most < budget/2 {
+		t.Errorf("the server has grown by %d MiB, want %d and a few more", most>>20, budget>>20)
+	}
+	h, err := other.ZBatchPushPull([]af.KeyTensor{{Key: goOn, Val: val}}, nil)
+	if err == nil {
+		err = other.Wait(context.Background(), h)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, h := range handles {
+		if err := w.Wait(context.Background(), h); err != nil {
+			t.Fatalf("push %d: %v", i, err)
+		}
+	}
+	p.End()
+}
+
+// TestSendBudget: pushes to a server that has been stopped fail, with an error that names
+// it, before the worker has grown by much more than its budget.
+func TestSendBudget(t *testing.T) {
+	const budget = 64 << 20
+	c, p, w := pair(t, testcluster.Options{Set: func(c *postoffice.Config) { c.SendBudget = budget }}, nil)
+	if err := roundTrip(w, 1, 1000); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	val, err := af.FromSlice(make([]byte, 2000))
+	if err != nil {
+		t.Fatal(err)
+	}
+	push := []af.KeyTensor{{Key: 1, Val: val}}
+	before := nodetest.Resident(t, os.Getpid())
+	sent, refused := 0, int32(0)
+	for ; sent < 400_000; sent++ {
+		h, err := w.ZBatchPushPull(push, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if refused == 0 && c.Workers[0].Stats().RefusedSends > 0 {
+			refused = h
+			if err := w.Wait(context.Background(), refused); !errors.Is(err, van.ErrQueueFull) || !strings.Contains(err.Error(), "server 0") {
+				t.Errorf("%v, want %v that names the server", err, van.ErrQueueFull)
+			}
+		}
+	}
+	if refused == 0 {
+		t.Fatalf("%d pushes were taken", sent)
+	}
+	nodetest.Settle()
+	if grown := nodetest.Resident(t, os.Getpid()) - before; grown > budget+128<<20 {
+		t.Errorf("the worker has grown by %d MiB, want %d and a few more", grown>>20, budget>>20)
+	}
+	if err := p.Signal(syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	nodetest.Eventually(t, 20*time.Second, "a round trip", func() bool { return roundTrip(w, 2, 1000) == nil })
+}
