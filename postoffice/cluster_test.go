@@ -289,3 +289,27 @@ func TestReplacement(t *testing.T) {
 		c.Finalize(t)
 	})
 }
+
+// TestServerKeyRanges: whatever the number of servers, their ranges cover all keys without
+// a gap, and the largest key is the last one's.
+func TestServerKeyRanges(t *testing.T) {
+	for servers := 1; servers <= 8; servers++ {
+		c := testcluster.Start(t, testcluster.Options{Servers: servers})
+		rs := c.Workers[0].ServerKeyRanges()
+		if len(rs) != servers {
+			t.Fatalf("%d ranges for %d servers", len(rs), servers)
+		}
+		const all = 1<<64 - 1
+		next := uint64(0)
+		for i, r := range rs {
+			if want := all / uint64(servers) * uint64(i); r.Begin != next || r.Begin != want || r.End <= r.Begin {
+				t.Errorf("%d servers: range %d is %#x to %#x, want it to begin at %#x", servers, i, r.Begin, r.End, want)
+			}
+			next = r.End
+		}
+		if next != all {
+			t.Errorf("%d servers: the last range ends at %#x, want %#x", servers, next, uint64(all))
+		}
+		c.Finalize(t)
+	}
+}

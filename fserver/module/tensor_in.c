@@ -266,6 +266,10 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
     goto out;
   }
   if (set_bytes(t, name) < 0) goto out;
+  if (t->ptr == NULL && t->nbytes > 0) {
+    PyErr_Format(error_value, "%s has no memory: its __array_interface__ says address 0", named(name));
+    goto out;
+  }
   t->device_type = SF_CPU;
   Py_INCREF(o);
   t->owner = o;
@@ -340,7 +344,11 @@ static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
                  (int)m->t.dtype.code, (int)m->t.dtype.bits, (int)m->t.dtype.lanes);
     goto fail;
   }
-  if (m->t.ndim < 0 || set_shape(t, m->t.ndim, name) < 0) goto fail;
+  if (m->t.ndim < 0 || (m->t.ndim > 0 && m->t.shape == NULL)) {
+    PyErr_Format(error_value, "%s has %d DLPack dimensions%s", named(name), (int)m->t.ndim, m->t.ndim < 0 ? "" : " and no shape");
+    goto fail;
+  }
+  if (set_shape(t, m->t.ndim, name) < 0) goto fail;
   for (int d = 0; d < t->ndim; d++) t->shape[d] = m->t.shape[d];
   if (set_bytes(t, name) < 0) goto fail;
   int64_t stride = 1;
@@ -350,6 +358,10 @@ static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
       goto fail;
     }
     stride *= t->shape[d];
+  }
+  if (m->t.data == NULL && t->nbytes > 0) {
+    PyErr_Format(error_value, "%s has no memory: its DLPack data pointer is NULL", named(name));
+    goto fail;
   }
   t->ptr = (char *)m->t.data + m->t.byte_offset;
   // As DLPack wants it, so that nobody else takes it over while Go uses it.

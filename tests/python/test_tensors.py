@@ -382,8 +382,9 @@ def refused_worker(n):
     class Faked:
         """Says that it is a NumPy array."""
 
-        def __init__(self, typestr, shape, a):
-            self.__array_interface__ = dict(typestr=typestr, shape=shape, data=a.__array_interface__["data"], version=3)
+        def __init__(self, typestr, shape, a, address=None):
+            data = a.__array_interface__["data"] if address is None else (address, False)
+            self.__array_interface__ = dict(typestr=typestr, shape=shape, data=data, version=3)
 
     class Nameless:
         @property
@@ -453,6 +454,8 @@ def refused_worker(n):
             ([Faked("<i32", (2,), good)], [target], TypeError, ("push_tensors[0]",)),
             ([Faked("<i0", (2,), good)], [target], TypeError, ("push_tensors[0]",)),
             ([Faked("<i4", ("x",), good)], [target], TypeError, ("push_tensors[0]",)),
+            ([Faked("<i4", (2,), good, 0)], [target], ValueError, ("push_tensors[0]", "memory")),
+            ([good], [Faked("<f4", (4, 4), good, 0)], ValueError, ("pull_tensors[0]", "memory")),
         ]
     if lib.name == "jax":
         cases += [([good], [lib.jnp.zeros((4, 4))], (ValueError, TypeError), ("pull_tensors[0]", "JAX", "written"))]
