@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -121,7 +122,9 @@ func (b *work) send(err error) {
 		}
 	}
 	if err != nil {
-		s.node.Log().Warn("answers did not leave", "worker", s.node.PeerName(b.instance), "answers", len(b.answers)-sent, "err", err)
+		if n, speak := s.node.Rarely("af: answers: " + logx.Kind(err)); speak {
+			s.node.Log().Warn("answers did not leave", "worker", s.node.PeerName(b.instance), "answers", len(b.answers)-sent, "err", err, "so far", n)
+		}
 		for range b.answers[sent:] {
 			if b.done != nil {
 				b.done.Sent()

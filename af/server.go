@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -190,7 +191,9 @@ func (s *TensorServer) receive(msg *van.Message) {
 // takeOne takes one message and says when it makes no sense.
 func (s *TensorServer) takeOne(msg *van.Message) {
 	if err := s.accept(msg); err != nil {
-		s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
+		if n, speak := s.node.Rarely("af: " + logx.Kind(err)); speak {
+			s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String(), "so far", n)
+		}
 	}
 }
 
@@ -232,7 +235,9 @@ func (s *TensorServer) accept(msg *van.Message) error {
 	// application answers it.
 	if msg.Push && !b.single {
 		if err := s.acknowledge(msg); err != nil {
-			s.node.Log().Warn("push not acknowledged", "err", err)
+			if n, speak := s.node.Rarely("af: push not acknowledged: " + logx.Kind(err)); speak {
+				s.node.Log().Warn("push not acknowledged", "err", err, "so far", n)
+			}
 		}
 	}
 	if complete {
@@ -287,7 +292,9 @@ func (x *sender) batchOf(s *TensorServer, msg *van.Message) (*work, error) {
 			x.remove(old)
 			last := old.last
 			old.unref()
-			s.node.Log().Warn("gave up a batch that has not ended", "worker", s.node.PeerName(msg.Sender), "last timestamp", last, "begun since", maxOpen)
+			if n, speak := s.node.Rarely("af: open batches"); speak {
+				s.node.Log().Warn("gave up a batch that has not ended", "worker", s.node.PeerName(msg.Sender), "last timestamp", last, "begun since", maxOpen, "so far", n)
+			}
 		}
 		b := s.take(msg)
 		x.open = append(x.open, b)

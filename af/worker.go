@@ -44,7 +44,9 @@ func NewTensorWorker(node *postoffice.Node, o Options) (*TensorWorker, error) {
 	}
 	w := &TensorWorker{node: node, servers: node.ServerInstances(), revoker: node.Revoker()}
 	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
-		node.Log().Warn("dropped a request: a tensor worker serves none", "from", van.NodeName(msg.Sender))
+		if n, speak := node.Rarely("af: request to a worker"); speak {
+			node.Log().Warn("dropped a request: a tensor worker serves none", "from", van.NodeName(msg.Sender), "so far", n)
+		}
 	})
 	if err != nil {
 		return nil, err

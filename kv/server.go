@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -135,7 +136,9 @@ var tickets = sync.Pool{New: func() any { return new(ticket) }}
 func (s *Server[V]) receive(msg *van.Message) {
 	r, err := s.accept(msg)
 	if err != nil {
-		s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String())
+		if n, speak := s.node.Rarely("kv: " + logx.Kind(err)); speak {
+			s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String(), "so far", n)
+		}
 		return
 	}
 	s.handler(r)

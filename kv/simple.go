@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -56,7 +57,9 @@ func NewSimpleApp(node *postoffice.Node, appID, customerID int, request SimpleHa
 	c, err := node.AddCustomer(appID, customerID, func(msg *van.Message) {
 		<-ready
 		if !msg.SimpleApp {
-			node.Log().Warn("dropped a request: not one for a simple application", "from", van.NodeName(msg.Sender), "message", msg.Meta.String())
+			if n, speak := node.Rarely("kv: not a simple request"); speak {
+				node.Log().Warn("dropped a request: not one for a simple application", "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "so far", n)
+			}
 			return
 		}
 		a.receive(msg)
@@ -80,7 +83,9 @@ func (a *SimpleApp) SetRequestHandle(h SimpleHandler) {
 	if h == nil {
 		h = func(d SimpleData, a *SimpleApp) {
 			if err := a.Response(d, nil); err != nil {
-				a.node.Log().Warn("request not answered", "err", err)
+				if n, speak := a.node.Rarely("kv: not answered: " + logx.Kind(err)); speak {
+					a.node.Log().Warn("request not answered", "err", err, "so far", n)
+				}
 			}
 		}
 	}
@@ -105,7 +110,9 @@ func dataOf(msg *van.Message) SimpleData {
 // receive takes a request.
 func (a *SimpleApp) receive(msg *van.Message) {
 	if msg.Sender == van.Empty {
-		a.node.Log().Warn("dropped a request of a node without an id", "message", msg.Meta.String())
+		if n, speak := a.node.Rarely("kv: no id"); speak {
+			a.node.Log().Warn("dropped a request of a node without an id", "message", msg.Meta.String(), "so far", n)
+		}
 		return
 	}
 	(*a.request.Load())(dataOf(msg), a)

@@ -5,6 +5,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -43,7 +44,9 @@ func (r *result[V]) Sent() { r.h.results.Put(r) }
 // Handle is the Handler.
 func (h *SummingHandler[V]) Handle(r Request[V]) {
 	if err := h.handle(r); err != nil {
-		r.s.node.Log().Warn("summing handler: request failed", "err", err, "worker", r.SenderRank(), "handler", r.Timestamp)
+		if n, speak := r.s.node.Rarely("kv: summing: " + logx.Kind(err)); speak {
+			r.s.node.Log().Warn("summing handler: request failed", "err", err, "worker", r.SenderRank(), "handler", r.Timestamp, "so far", n)
+		}
 	}
 }
 

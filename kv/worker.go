@@ -72,7 +72,9 @@ func NewWorker[V Value](node *postoffice.Node, appID, customerID int) (*Worker[V
 			w.simple.receive(msg)
 			return
 		}
-		node.Log().Warn("dropped a request: a key-value worker serves none", "from", van.NodeName(msg.Sender))
+		if n, speak := node.Rarely("kv: request to a worker"); speak {
+			node.Log().Warn("dropped a request: a key-value worker serves none", "from", van.NodeName(msg.Sender), "so far", n)
+		}
 	})
 	if err != nil {
 		return nil, err

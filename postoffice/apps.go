@@ -127,10 +127,14 @@ func (a *apps) keep(n *Node, k appKey, msg *van.Message) *Customer {
 	switch {
 	case a.closed:
 	case !msg.Request:
-		n.log.Info("dropped an answer", "err", errNoApp, "from", van.NodeName(msg.Sender), "message", msg.Meta.String())
+		if k, speak := n.Rarely("no app: answer"); speak {
+			n.log.Info("dropped an answer", "err", errNoApp, "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "so far", k)
+		}
 	case a.earlyCount >= maxEarly || a.earlyBytes+msg.PayloadLen() > maxEarlyBytes:
-		n.log.Warn("dropped a request: too many came for applications that this node does not have", "err", errNoApp,
-			"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "kept", a.earlyCount)
+		if k, speak := n.Rarely("no app: request"); speak {
+			n.log.Warn("dropped a request: too many came for applications that this node does not have", "err", errNoApp,
+				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "kept", a.earlyCount, "so far", k)
+		}
 	default:
 		if a.earlyCount == 0 {
 			n.log.Info("keeping requests until their application is made", "app", k.app, "customer", k.customer)

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -343,7 +344,8 @@ func (c *Customer) deliver(msg *van.Message) {
 	if err == nil {
 		return
 	}
-	if n := c.late.Add(1); err != errLate || n&(n-1) == 0 {
+	n := c.late.Add(1)
+	if _, speak := c.node.Rarely("answer: " + logx.Kind(err)); speak {
 		c.node.log.Info("dropped an answer", "err", err, "from", van.NodeName(msg.Sender), "handler", msg.Timestamp, "late so far", n)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -123,7 +124,9 @@ func (n *Node) carryOut(o membership.Output) {
 		n.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
 		if err := n.van.Connect(context.Background(), o.ID, o.Node); err != nil {
-			n.log.Error("connect failed", "peer", n.PeerName(o.ID), "err", err)
+			if k, speak := n.Rarely("connect: " + logx.Kind(err)); speak {
+				n.log.Error("connect failed", "peer", n.PeerName(o.ID), "err", err, "so far", k)
+			}
 			if n.role != van.Scheduler && !n.started() { // what a scheduler was told to connect to may be nonsense
 				n.fail(err)
 			}
@@ -184,7 +187,9 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:
-		n.log.Warn(o.Text)
+		if k, speak := n.Rarely("machine: " + logx.Kind(errors.New(o.Text))); speak {
+			n.log.Warn(o.Text, "so far", k)
+		}
 	}
 }
 
@@ -210,7 +215,9 @@ func (n *Node) sendControl(o membership.Send) {
 	msg := &van.Message{Meta: o.Meta, Sender: int(n.id.Load()), Receiver: o.To}
 	n.logMessage("send", o.To, &msg.Meta)
 	if err := n.van.Send(msg); err != nil {
-		n.log.Warn("control message not sent", "err", err)
+		if k, speak := n.Rarely("not sent: " + logx.Kind(err)); speak {
+			n.log.Warn("control message not sent", "err", err, "so far", k)
+		}
 	}
 }
 
@@ -295,7 +302,9 @@ func (n *Node) receive(msg *van.Message) {
 	}
 	n.step(func(t time.Duration) {
 		if err := n.machine.Step(t, msg.Sender, &msg.Meta); err != nil {
-			n.log.Warn("dropped a control message", "err", err)
+			if k, speak := n.Rarely("control: " + logx.Kind(err)); speak {
+				n.log.Warn("dropped a control message", "err", err, "so far", k)
+			}
 		}
 	})
 }

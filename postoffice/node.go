@@ -125,7 +125,8 @@ type Node struct {
 	lostAt   atomic.Pointer[map[int]error]
 	watchers []*watcher
 
-	apps apps
+	apps   apps
+	causes logx.Causes // of lines about what others send
 }
 
 type watcher struct {
@@ -580,6 +581,11 @@ func (n *Node) OnExit(f func()) {
 	n.onExit = append(n.onExit, f)
 }
 
+// Rarely is for log lines about what others send, of which there may be a flood: it
+// counts one more of a cause, and says how many there were and whether this one is worth
+// a line. Errors of one cause have the same logx.Kind.
+func (n *Node) Rarely(cause string) (count uint64, speak bool) { return n.causes.Next(cause) }
+
 // Alive returns why the node cannot be used, or nil: it has left, or cannot be
 // part of the cluster.
 func (n *Node) Alive() error {
@@ -594,7 +600,9 @@ func (n *Node) Alive() error {
 // givenUp is told by the resending van of a message that its peer never
 // acknowledged.
 func (n *Node) givenUp(f resend.Failure) {
-	n.log.Warn("gave up a message", "peer", n.PeerName(f.Peer), "message", f.Meta.String(), "err", f.Err)
+	if k, speak := n.Rarely("gave up a message"); speak {
+		n.log.Warn("gave up a message", "peer", n.PeerName(f.Peer), "message", f.Meta.String(), "err", f.Err, "so far", k)
+	}
 	if !f.Meta.IsControl() && f.Meta.Request {
 		n.apps.failRequest(&f.Meta, f.Peer, f.Err)
 	}

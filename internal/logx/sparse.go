@@ -48,3 +48,19 @@ func (c *Causes) Next(cause string) (n uint64, speak bool) {
 	c.mu.Unlock()
 	return s.Next()
 }
+
+// maxKind bounds the text of a cause.
+const maxKind = 160
+
+// Kind is the text of err without its digits, for Causes: the same for errors that
+// differ in numbers, ids and addresses only.
+func Kind(err error) string {
+	text := err.Error()
+	b := make([]byte, 0, min(len(text), maxKind))
+	for i := 0; i < len(text) && len(b) < maxKind; i++ {
+		if c := text[i]; c < '0' || c > '9' {
+			b = append(b, c)
+		}
+	}
+	return string(b)
+}

@@ -1,7 +1,9 @@
 package logx_test
 
 import (
+	"errors"
 	"fmt"
+	"strings"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/logx"
@@ -36,5 +38,16 @@ func TestSparse(t *testing.T) {
 	}
 	if n := testing.AllocsPerRun(100, func() { c.Next("a"); s.Next() }); n != 0 {
 		t.Errorf("%v allocations", n)
+	}
+}
+
+// TestKind: errors that differ in numbers only are of one kind.
+func TestKind(t *testing.T) {
+	a, b := logx.Kind(errors.New("push 12 from 127.0.0.1:99")), logx.Kind(errors.New("push 7 from 10.0.0.100:1234"))
+	if a != b || a != "push  from ...:" {
+		t.Errorf("%q and %q, want them to be the same", a, b)
+	}
+	if n := len(logx.Kind(errors.New(strings.Repeat("x", 1000)))); n != 160 {
+		t.Errorf("a long text has a kind of %d bytes, want 160", n)
 	}
 }
