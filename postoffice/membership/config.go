@@ -24,13 +24,26 @@ type Config struct {
 	GroupSize  int // DMLC_GROUP_SIZE: instances a group; 0 means 1
 
 	// Self holds the address that this node listens at and advertises, and in
-	// AuxID its preferred instance rank, or -1. The scheduler's is Scheduler.
+	// AuxID its preferred instance rank, or -1; the scheduler's address is Scheduler.
+	// Its endpoint has the identity of this process; without one the node speaks as
+	// one of the original.
 	Self      van.Node
 	Scheduler van.Node // host and port
 
 	HeartbeatInterval time.Duration // PS_HEARTBEAT_INTERVAL; 0: none are sent
 	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT; 0: silence is no death
-	StartTimeout      time.Duration // how long start-up may take; 0: for ever
+	// NativeHeartbeats limits both to nodes of this library: none are sent to a
+	// scheduler of the original, and only nodes that have sent one are missed.
+	NativeHeartbeats bool
+	// NamedCluster says that the cluster in Self's identity is STEPAF_CLUSTER_ID's,
+	// which all nodes must have. Otherwise the scheduler's is any number, and the
+	// others' 0.
+	NamedCluster bool
+	StartTimeout time.Duration // how long start-up may take; 0: for ever
+	// ReplaceTimeout is how long a barrier waits for the replacement of a dead node, or
+	// for the scheduler, when there is nobody else to wait for.
+	ReplaceTimeout time.Duration
+	BarrierTimeout time.Duration // how long Barrier may take; 0: for ever
 	// StopTimeout is how long a worker's Finalize waits for the others; 0: for
 	// ever. Servers and the scheduler often enter Finalize as soon as they run, so
 	// only a death ends theirs early.
@@ -88,7 +101,8 @@ func (c *Config) check() error {
 		name string
 		d    time.Duration
 	}{{"HeartbeatInterval", c.HeartbeatInterval}, {"HeartbeatTimeout", c.HeartbeatTimeout},
-		{"StartTimeout", c.StartTimeout}, {"StopTimeout", c.StopTimeout}, {"ReportEvery", c.ReportEvery}} {
+		{"StartTimeout", c.StartTimeout}, {"StopTimeout", c.StopTimeout},
+		{"ReplaceTimeout", c.ReplaceTimeout}, {"BarrierTimeout", c.BarrierTimeout}, {"ReportEvery", c.ReportEvery}} {
 		if d.d < 0 {
 			return invalid(fmt.Sprintf("%s=%s: want 0 or more", d.name, d.d), "")
 		}

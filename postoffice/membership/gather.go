@@ -3,10 +3,12 @@ package membership
 import (
 	"cmp"
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -17,9 +19,29 @@ type gatherKey struct {
 	instance bool
 }
 
+// gather is a barrier that somebody has asked for.
+type gather struct {
+	came []arrival
+	// stuck: only dead nodes have yet to come, since the time in since. When it has
+	// lasted for Config.ReplaceTimeout those who can be told are told, once.
+	stuck, told bool
+	since       time.Duration
+}
+
 // arrival is one counted request. customer is 0 unless several customers of one
-// process registered, each of which has a place of its own.
-type arrival struct{ id, customer int }
+// process registered, each of which has a place of its own. stamp is the timestamp
+// of the request, by which a release names it; only nodes of this library look at it.
+type arrival struct {
+	id, customer int
+	stamp        int32
+}
+
+// answer is the last release that a node of this library was sent for a barrier, so
+// that a request that comes again is not counted for the next one.
+type answer struct {
+	stamp int32
+	owed  bool // the node was down then
+}
 
 // stepRequest counts a request and releases the barrier when it is complete.
 func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error {
@@ -33,35 +55,53 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 		return m.bad(from, msg, "control.barrier_group", group, "1 to 7")
 	}
 	key := gatherKey{group, instance}
-	a := arrival{id: from}
+	a := arrival{id: from, stamp: msg.Timestamp}
 	if m.sched.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
-	came := m.sched.gathers[key]
-	if instance && slices.Contains(came, a) {
-		return nil // a resent request
+	g := m.sched.gathers[key]
+	if g == nil {
+		g = &gather{}
+		m.sched.gathers[key] = g
 	}
-	came = append(came, a)
-	m.sched.gathers[key] = came
-	if len(came) < m.cfg.expected(group, instance) {
-		m.recheckBarriers()
+	same := func(o arrival) bool { return o.id == a.id && o.customer == a.customer }
+	switch i := slices.IndexFunc(g.came, same); {
+	case m.native(from) && m.answered(from, key, a.stamp):
+		m.dropEmpty()
+		return nil
+	case i >= 0 && (instance || m.native(from)):
+		g.came[i] = a // asked again, or given up and asked anew
+		return nil
+	}
+	g.came = append(g.came, a)
+	if len(g.came) < m.cfg.expected(group, instance) {
+		g.told = false
+		m.recheckBarriers(now)
 		return nil
 	}
 	delete(m.sched.gathers, key)
-	to := make([]int, 0, len(came))
+	to := make([]int, 0, len(g.came))
 	if instance {
 		to = m.Members(group)
 	} else {
-		for _, a := range came {
+		for _, a := range g.came {
 			to = append(to, a.id)
 		}
 	}
 	for _, id := range to {
-		if m.isDown(id) {
+		owed := m.isDown(id)
+		i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id })
+		if i >= 0 && m.native(id) {
+			m.sched.note(id, key, answer{g.came[i].stamp, owed})
+		}
+		if owed {
 			continue
 		}
 		meta := m.control(msg.Control.Cmd)
 		meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
+		if i >= 0 && m.native(id) {
+			meta.Key = named(g.came[i].stamp)
+		}
 		m.send(id, meta)
 	}
 	if t := m.finalizing(); t != nil && instance && group == t.group {
@@ -70,18 +110,84 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 	return nil
 }
 
-// recheckBarriers fails the barriers that can no longer be complete.
-func (m *Machine) recheckBarriers() {
-	if !m.anyDown() {
-		return
+// named is what a release or a notice carries in its key, which nodes of the original
+// pass over, to say which request it answers; 0 names none.
+func named(stamp int32) uint64 { return uint64(uint32(stamp)) + 1 }
+
+func (s *scheduler) note(id int, key gatherKey, a answer) {
+	if s.answers[id] == nil {
+		s.answers[id] = map[gatherKey]answer{}
 	}
+	s.answers[id][key] = a
+}
+
+// answered tells whether a request of a node of this library belongs to a barrier that
+// is over, and repeats the release if it is the last one.
+func (m *Machine) answered(from int, key gatherKey, stamp int32) bool {
+	last, ok := m.sched.answers[from][key]
+	if !ok {
+		return false
+	}
+	const half = 1 << 30 // timestamps count to 1<<31 and begin again
+	if age := (last.stamp - stamp) & math.MaxInt32; age >= half {
+		return false // newer than that
+	} else if age == 0 {
+		m.release(from, key, last.stamp)
+	}
+	return true
+}
+
+// release repeats a release.
+func (m *Machine) release(id int, key gatherKey, stamp int32) {
+	m.sched.note(id, key, answer{stamp: stamp})
+	cmd := van.Barrier
+	if key.instance {
+		cmd = van.InstanceBarrier
+	}
+	meta := m.control(cmd)
+	meta.AppID, meta.CustomerID, meta.Key = 0, 0, named(stamp)
+	m.send(id, meta)
+}
+
+// owedReleases sends what could not be sent while id was down.
+func (m *Machine) owedReleases(id int) {
+	for _, key := range sortedKeys(m.sched.answers[id]) {
+		if a := m.sched.answers[id][key]; a.owed {
+			m.release(id, key, a.stamp)
+		}
+	}
+}
+
+// forget takes back what a process that has been replaced had asked for.
+func (m *Machine) forget(id int) {
+	for _, g := range m.sched.gathers {
+		g.came = slices.DeleteFunc(g.came, func(a arrival) bool { return a.id == id })
+	}
+	m.dropEmpty()
+	delete(m.sched.answers, id)
+}
+
+func (m *Machine) dropEmpty() {
+	for key, g := range m.sched.gathers {
+		if len(g.came) == 0 {
+			delete(m.sched.gathers, key)
+		}
+	}
+}
+
+// recheckBarriers looks which barriers only dead nodes keep from being complete. Each
+// waits for a replacement for Config.ReplaceTimeout; then it fails for those who can be
+// told. While a living member has yet to come there is time: a barrier over all nodes
+// in which some wait from the first second, as that of Finalize, is no reason to end the
+// others' work.
+func (m *Machine) recheckBarriers(now time.Duration) {
 	for _, key := range m.sched.openBarriers() {
-		came := m.sched.gathers[key]
-		possible := len(came)
+		g := m.sched.gathers[key]
+		possible, living := len(g.came), 0
 		dead := ""
 		for _, id := range m.Members(key.group) {
 			missing := m.places(id)
-			for _, a := range came {
+			for _, a := range g.came {
 				if a.id == id {
 					missing--
 				}
@@ -91,34 +197,85 @@ func (m *Machine) recheckBarriers() {
 			case m.isDown(id):
 				dead += fmt.Sprintf("; %s is dead: %s", m.peer(id), m.health[id].cause)
 			default:
-				possible += missing
+				living += missing
 			}
 		}
-		if dead == "" || possible >= m.cfg.expected(key.group, key.instance) {
+		possible += living
+		hopeless := dead != "" && possible < m.cfg.expected(key.group, key.instance)
+		// Of a group only one instance need come to a group barrier: the others are not
+		// waited for.
+		yetToCome := living > 0 && (key.instance || m.cfg.GroupSize == 1)
+		if failpoint.On("barrier-death") {
+			yetToCome = false
+		}
+		if !hopeless || yetToCome {
+			g.stuck, g.told = false, false
 			continue
 		}
-		text := strings.TrimPrefix(dead, "; ")
+		if !g.stuck {
+			g.stuck, g.since = true, now
+		}
+		if !g.told && (now-g.since >= m.cfg.ReplaceTimeout || failpoint.On("barrier-death")) {
+			m.failBarrier(key, g, strings.TrimPrefix(dead, "; "))
+		}
+	}
+	m.dropEmpty()
+}
+
+// failBarrier tells those who wait, as far as they can read it, that a barrier cannot be
+// complete. What nodes of the original have asked for stays asked for: they cannot be
+// told, and do not ask again.
+func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
+	g.told = true
+	var told []arrival
+	g.came = slices.DeleteFunc(g.came, func(a arrival) bool {
+		if a.id != van.SchedulerID && !m.native(a.id) && !failpoint.On("foreign-barrier") {
+			return false
+		}
+		told = append(told, a)
+		return true
+	})
+	if len(g.came) == 0 {
 		delete(m.sched.gathers, key)
-		told := map[int]bool{}
-		for _, a := range came {
-			if told[a.id] || m.isDown(a.id) {
-				continue
-			}
-			told[a.id] = true
-			n := notice{verb: verbBarrier, group: key.group, instance: key.instance, text: text}
-			if a.id == van.SchedulerID {
-				m.barrierRefused(n)
-			} else {
-				m.tell(a.id, n)
-			}
+	}
+	for _, a := range told {
+		n := notice{verb: verbBarrier, group: key.group, instance: key.instance, text: text}
+		switch {
+		case a.id == van.SchedulerID:
+			m.barrierRefused(n, named(a.stamp))
+		case !m.isDown(a.id):
+			m.tellAbout(a.id, n, named(a.stamp))
 		}
 	}
 }
 
+func (m *Machine) tickBarriers(now time.Duration) {
+	if m.sched != nil && now >= m.nextBarrierTick() {
+		m.recheckBarriers(now)
+	}
+}
+
+func (m *Machine) nextBarrierTick() time.Duration {
+	next := time.Duration(math.MaxInt64)
+	if m.sched == nil {
+		return next
+	}
+	for _, g := range m.sched.gathers {
+		if g.stuck && !g.told {
+			next = min(next, g.since+m.cfg.ReplaceTimeout)
+		}
+	}
+	return next
+}
+
 // openBarriers lists the barriers that somebody waits for, in a fixed order.
 func (s *scheduler) openBarriers() []gatherKey {
-	keys := make([]gatherKey, 0, len(s.gathers))
-	for k := range s.gathers {
+	return sortedKeys(s.gathers)
+}
+
+func sortedKeys[V any](m map[gatherKey]V) []gatherKey {
+	keys := make([]gatherKey, 0, len(m))
+	for k := range m {
 		keys = append(keys, k)
 	}
 	slices.SortFunc(keys, func(a, b gatherKey) int {
@@ -142,7 +299,7 @@ func (m *Machine) places(id int) int {
 func (m *Machine) barriersText() string {
 	var parts []string
 	for _, key := range m.sched.openBarriers() {
-		came := m.sched.gathers[key]
+		came := m.sched.gathers[key].came
 		var missing []string
 		for _, id := range m.Members(key.group) {
 			if !slices.ContainsFunc(came, func(a arrival) bool { return a.id == id }) {

@@ -3,14 +3,15 @@ package membership
 import (
 	"fmt"
 	"math"
+	"slices"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// leaveGrace is how long a Finalize still waits for its release when the
-// scheduler has gone: the scheduler closes right after sending it, and the two
-// come on different connections.
+// leaveGrace is how long a Finalize keeps the loss of a peer back: nodes close right
+// after the last barrier, and its release may come on another connection.
 const leaveGrace = time.Second
 
 // reason says why a node is held for dead. Each is taken back on its own.
@@ -25,7 +26,19 @@ const (
 type health struct {
 	seen  time.Duration // when it was last heard
 	down  reason        // 0: alive
+	since time.Duration // when it came down, or when the scheduler was replaced
 	cause error
+
+	lost     time.Duration // when its connection was last lost
+	beats    bool          // it has sent a heartbeat
+	interval time.Duration // between its heartbeats, as it says
+	stale    bool          // its last heartbeat said that its table is old
+}
+
+// loss is a loss that may turn out to be orderly.
+type loss struct {
+	cause error
+	at    time.Duration
 }
 
 func (m *Machine) isDown(id int) bool {
@@ -72,17 +85,15 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	if m.health[id] == nil {
 		return
 	}
+	m.health[id].lost = now
 	err := &lossError{"connection lost: " + cause.Error(), cause}
 	if m.sched == nil && m.finalizing() != nil {
 		if _, known := m.held[id]; !known && !m.isDown(id) {
-			m.held[id] = err
-			if id == van.SchedulerID {
-				m.heldAt = now
-			}
+			m.held[id] = loss{err, now}
 		}
 		return
 	}
-	m.markDown(id, connLost, err)
+	m.markDown(now, id, connLost, err)
 }
 
 // PeerBack tells that the connection to id stands again. It is harmless for one
@@ -106,6 +117,9 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 	if m.health[id] != nil {
 		m.markUp(now, id, connLost)
 	}
+	if m.sched == nil && id == van.SchedulerID && m.phase == ready && m.native(id) && !m.leaving {
+		m.beat([]van.Node{m.self}) // it may be another process now
+	}
 }
 
 // Leaving tells that this node is about to go, so that the loss of a peer is no
@@ -116,23 +130,24 @@ func (m *Machine) Leaving(time.Duration) {
 }
 
 // markDown notes that id is dead for reason r and tells everybody who must know.
-func (m *Machine) markDown(id int, r reason, cause error) {
+func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	h := m.health[id]
 	first := h.down == 0
 	h.down |= r
 	if !first {
 		return
 	}
-	h.cause = cause
+	h.cause, h.since = cause, now
+	delete(m.held, id)
 	if m.leaving {
 		return
 	}
 	m.emit(PeerDead{id, cause})
 	if m.sched != nil {
 		m.tellAll(id, notice{verb: verbDead, id: id, text: cause.Error()})
-		m.recheckBarriers()
-	} else if id == van.SchedulerID {
-		m.failTickets(func(*ticket) bool { return true }, van.Error{Peer: m.peer(van.SchedulerID), Err: cause})
+		m.recheckBarriers(now)
+	} else {
+		m.failWithoutScheduler(now)
 	}
 }
 
@@ -143,61 +158,107 @@ func (m *Machine) markUp(now time.Duration, id int, r reason) {
 		h.down &^= r
 		return
 	}
-	*h = health{seen: max(h.seen, now)}
+	h.seen, h.down, h.cause = max(h.seen, now), 0, nil
 	if m.leaving {
 		return
 	}
 	m.emit(PeerAlive{id})
 	if m.sched != nil {
 		m.tellAll(id, notice{verb: verbBack, id: id})
+		m.owedReleases(id)
+		m.recheckBarriers(now)
+	} else if id == van.SchedulerID {
+		m.askAgain()
 	}
 }
 
-// watched lists the nodes whose silence counts: on the scheduler all others;
-// elsewhere the scheduler, if it has heartbeats to answer.
+// watched lists the nodes whose silence counts: on the scheduler all others, or those that
+// have sent a heartbeat; elsewhere the scheduler, if it has heartbeats to answer.
 func (m *Machine) watched() []int {
 	if m.cfg.HeartbeatTimeout == 0 || m.leaving {
 		return nil
 	}
 	if m.sched != nil {
-		return m.Members(van.WorkerGroup | van.ServerGroup)
+		ids := m.Members(van.WorkerGroup | van.ServerGroup)
+		if m.cfg.NativeHeartbeats {
+			ids = slices.DeleteFunc(ids, func(id int) bool { return !m.health[id].beats })
+		}
+		return ids
 	}
-	if m.cfg.HeartbeatInterval == 0 {
+	if !m.beats() {
 		return nil
 	}
 	return []int{van.SchedulerID}
 }
 
+// patience is how long id may be silent. One that says that it sends heartbeats more
+// rarely than is expected here is given more time.
+func (m *Machine) patience(id int) time.Duration {
+	return max(m.cfg.HeartbeatTimeout, 3*m.health[id].interval)
+}
+
 func (m *Machine) beats() bool {
-	return m.sched == nil && m.cfg.HeartbeatInterval > 0 && !m.leaving
+	return m.sched == nil && m.cfg.HeartbeatInterval > 0 && !m.leaving &&
+		(!m.cfg.NativeHeartbeats || m.native(van.SchedulerID)) && !failpoint.On("heartbeat")
+}
+
+// beat sends a heartbeat with the own record and perhaps others.
+func (m *Machine) beat(nodes []van.Node) {
+	meta := m.control(van.Heartbeat)
+	meta.Control.Nodes = nodes
+	if m.native(van.SchedulerID) {
+		meta.Key = beatKey(m.generation, m.cfg.HeartbeatInterval)
+	}
+	m.send(van.SchedulerID, meta)
 }
 
 func (m *Machine) tickHealth(now time.Duration) {
-	if m.beats() && now >= m.nextBeat {
-		for m.nextBeat <= now {
-			m.nextBeat += m.cfg.HeartbeatInterval
-		}
-		meta := m.control(van.Heartbeat)
-		meta.Control.Nodes = []van.Node{m.self}
-		m.send(van.SchedulerID, meta)
+	if (m.beats() || m.rejoining && !m.leaving) && now >= m.nextBeat {
+		m.nextBeat = now + m.beatInterval()
+		m.beat([]van.Node{m.self})
 	}
-	for _, id := range m.watched() {
-		if h := m.health[id]; h.down&silent == 0 && now-h.seen >= m.cfg.HeartbeatTimeout {
-			m.markDown(id, silent, &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-h.seen,
-				m.cfg.HeartbeatTimeout)})
+	watched := m.watched()
+	if len(watched) == 0 {
+		m.lastLook = now
+		return
+	}
+	overslept := now-m.lastLook > m.cfg.HeartbeatTimeout/2
+	m.lastLook = now
+	for _, id := range watched {
+		h := m.health[id]
+		if overslept {
+			// This process was stopped, or had no processor: what the others sent
+			// meanwhile may not have been read yet.
+			h.seen = max(h.seen, now-m.cfg.HeartbeatTimeout/2)
+		}
+		if h.down&silent == 0 && now-h.seen >= m.patience(id) {
+			m.markDown(now, id, silent, &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-h.seen,
+				m.patience(id))})
 		}
 	}
+}
+
+func (m *Machine) beatInterval() time.Duration {
+	if m.rejoining {
+		return returnBeat
+	}
+	return m.cfg.HeartbeatInterval
 }
 
 func (m *Machine) nextHealthTick() time.Duration {
 	next := time.Duration(math.MaxInt64)
-	if m.beats() {
+	if m.beats() || m.rejoining && !m.leaving {
 		next = m.nextBeat
 	}
+	any := false
 	for _, id := range m.watched() {
 		if h := m.health[id]; h.down&silent == 0 {
-			next = min(next, h.seen+m.cfg.HeartbeatTimeout)
+			next = min(next, h.seen+m.patience(id))
+			any = true
 		}
+	}
+	if any { // so that a look that comes too late is noticed
+		next = min(next, m.lastLook+m.cfg.HeartbeatTimeout/4+1)
 	}
 	return next
 }
@@ -209,6 +270,14 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 			return m.bad(from, msg, "sender", from, "the scheduler")
 		}
 		m.heard(now, from)
+		if len(msg.Body) == 0 || !m.native(from) {
+			m.resumed()
+			return nil
+		}
+		n, err := parseNotice(msg.Body)
+		if err == nil && n.verb == verbRejoin {
+			m.stepRejoin(n)
+		}
 		return nil
 	}
 	for i := range msg.Control.Nodes {
@@ -221,11 +290,23 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 		if n.ID != from {
 			return m.bad(from, msg, field, n.ID, fmt.Sprintf("the sender's, %d", from))
 		}
-		if cur := &m.table[at]; !sameAddr(cur, n) {
-			m.refuse(n, fmt.Sprintf("it was taken for dead and its place as %s given to %s", van.NodeName(n.ID), cur.Addr()))
+		if cur := &m.table[at]; another(cur, n) && !failpoint.On("fencing") {
+			m.refuse(now, n, m.whyStray(from, m.own.Cluster))
 			continue
 		}
 		m.heard(now, from)
+		h := m.health[from]
+		h.beats = true
+		if m.native(from) {
+			var generation uint32
+			generation, h.interval = parseBeatKey(msg.Key)
+			old := generation != m.generation
+			if old && h.stale { // it has missed a record
+				m.sendTable(from, m.fullTable())
+				m.tellDead(from)
+			}
+			h.stale = old
+		}
 		meta := m.control(van.Heartbeat)
 		meta.Control.Nodes = []van.Node{m.self}
 		m.send(n.ID, meta)

@@ -48,11 +48,22 @@ type Machine struct {
 	// may go. While a Finalize waits, losses are kept in held until it is known
 	// whether they were orderly.
 	leaving bool
-	held    map[int]error
-	heldAt  time.Duration // when the scheduler was lost during Finalize
+	held    map[int]loss
+
+	// own is this process's identity, with the cluster's as soon as it is known; incs are
+	// the incarnations of the nodes of this library, by id. See identity.go.
+	own              van.Identity
+	incs             map[int]uint32
+	generation       uint32   // of the table: how many replacements it has seen
+	formerSchedulers []uint32 // incarnations
+	recovered        bool     // on the scheduler: it has resumed an earlier one's cluster
+
+	lastLook  time.Duration // when the silence of others was last looked at
+	rejoining bool          // the scheduler is another process, which does not know the cluster yet
 
 	schedulerLost error  // while joining
 	schedulerSaid string // the last waiting notice, while joining
+	barrierSaid   string // the last one since: who has not come to a barrier
 
 	sched *scheduler // nil on workers and servers
 }
@@ -63,12 +74,16 @@ func New(cfg Config) (*Machine, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
 	}
-	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]error{}}
+	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]loss{}, incs: map[int]uint32{}}
 	m.cfg.Scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
 		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
 		DevTypes: []int32{int32(backend.CPU)}, DevIDs: []int32{0}, AuxID: -1}
+	m.own, _ = cfg.Self.Identity()
+	m.own.Local = slices.Clone(m.own.Local)
 	if cfg.Role == van.Scheduler {
 		m.self = m.cfg.Scheduler
+		m.sign()
+		m.learn(van.SchedulerID, &m.self)
 		hosts, err := hostOrder(cfg.OrderedHosts)
 		if err != nil {
 			return nil, err
@@ -108,6 +123,14 @@ func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 	if m.phase == created {
 		return m.bad(from, msg, "control.cmd", msg.Control.Cmd, "nothing before Start")
 	}
+	if !m.genuine(now, from, msg) {
+		if m.stray(now, from, msg) {
+			return nil
+		}
+		by, to := msg.Incarnations()
+		return m.bad(from, msg, "incarnations", fmt.Sprintf("%08x to %08x", by, to),
+			fmt.Sprintf("%08x to %08x", m.incs[from], m.own.Incarnation))
+	}
 	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) == 0 {
 		m.heard(now, from) // a heartbeat may be that of a node that was replaced
 	}
@@ -137,11 +160,16 @@ func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 func (m *Machine) Tick(now time.Duration) {
 	switch m.phase {
 	case joining:
-		m.tickStart(now)
+		m.tickReturn(now)
+		if m.phase == joining {
+			m.tickStart(now)
+		}
 	case ready:
 		m.tickTickets(now)
+		m.tickBarriers(now)
 		m.tickHealth(now)
 	}
+	m.tickRefusals(now)
 }
 
 // NextTick says when Tick is wanted next. It is false when only a message or a
@@ -154,8 +182,9 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 		if m.cfg.StartTimeout > 0 {
 			next = min(next, m.started+m.cfg.StartTimeout)
 		}
+		next = min(next, m.nextReturnTick(), m.nextRefusal())
 	case ready:
-		next = min(m.nextTicketTick(), m.nextHealthTick())
+		next = min(m.nextTicketTick(), m.nextBarrierTick(), m.nextHealthTick(), m.nextRefusal())
 	}
 	return next, next != math.MaxInt64
 }
@@ -217,7 +246,9 @@ func (m *Machine) Ready() bool { return m.phase == ready }
 
 // IsRecovery tells whether this node took the place of a dead one. The others
 // are past the start-up barrier then.
-func (m *Machine) IsRecovery() bool { return m.self.IsRecovery }
+//
+// A scheduler says so when it has resumed the cluster of an earlier one.
+func (m *Machine) IsRecovery() bool { return m.self.IsRecovery || m.recovered }
 
 // Node returns the record of a node; before start-up is complete only the own
 // one and the scheduler's are known.
@@ -271,18 +302,33 @@ func (m *Machine) control(cmd van.Command) van.Meta {
 // send emits a message, unless there is no connection that could carry it.
 func (m *Machine) send(to int, meta van.Meta) {
 	if m.conns[to] || to == m.self.ID {
+		if inc := m.incs[to]; inc != 0 {
+			meta.SetIncarnations(m.own.Incarnation, inc)
+		}
 		m.emit(Send{to, meta})
 	}
 }
 
 func (m *Machine) connect(id int, n van.Node) {
 	m.conns[id] = true
+	if id < 0 {
+		m.learn(id, &n)
+	}
 	m.emit(Connect{id, n})
+}
+
+// rename makes the connection under a temporary id that of a member.
+func (m *Machine) rename(temp, id int) {
+	delete(m.conns, temp)
+	delete(m.incs, temp)
+	m.conns[id] = true
+	m.emit(Rename{temp, id})
 }
 
 func (m *Machine) disconnect(id int) {
 	if m.conns[id] {
 		delete(m.conns, id)
+		delete(m.incs, id)
 		m.emit(Disconnect{id})
 	}
 }

@@ -119,9 +119,15 @@ func TestBarrierErrors(t *testing.T) {
 // startWorld makes a complete cluster: sched, w0.., s0...
 func startWorld(t testing.TB, workers, servers int) *world {
 	t.Helper()
+	return startWorldOf(t, workers, servers, func(c Config) Config { return c })
+}
+
+func startWorldOf(t testing.TB, workers, servers int, change func(Config) Config) *world {
+	t.Helper()
 	w := newWorld(t)
 	w.log = func(string, ...any) {}
 	must := func(name string, cfg Config) {
+		cfg = change(cfg)
 		if _, err := w.add(name, cfg); err != nil {
 			t.Fatal(err)
 		}

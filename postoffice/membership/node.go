@@ -2,6 +2,7 @@ package membership
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -27,6 +28,7 @@ func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 	if m.phase == joining {
 		return m.join(now, msg)
 	}
+	m.tableSeen(msg)
 	for i := range msg.Control.Nodes {
 		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler {
 			m.update(now, n)
@@ -35,7 +37,17 @@ func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 			return nil
 		}
 	}
+	m.resumed()
 	return nil
+}
+
+// tableSeen notes how new the table is that msg has, or makes: a scheduler that is told an
+// old number in a heartbeat sends all of it again.
+func (m *Machine) tableSeen(msg *van.Meta) {
+	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
+	if g := uint32(msg.Key); m.native(van.SchedulerID) && (whole || g == m.generation+1) {
+		m.generation = g
+	}
 }
 
 // checkRecords refuses a message if any of its records cannot be true.
@@ -74,7 +86,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	for i := range nodes {
 		n := &nodes[i]
 		count[n.Role]++
-		if own == nil && n.Role == m.self.Role && n.Hostname == m.self.Hostname && n.Port == m.self.Port {
+		if own == nil && n.Role == m.self.Role && sameAddr(n, &m.self) && incarnationOf(n) == m.own.Incarnation {
 			own = n
 		}
 	}
@@ -116,9 +128,22 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 			m.shared[id] = van.Empty // stands for no node of its own
 		}
 	}
+	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 && !m.enter(&nodes[i]) {
+		m.fail(&van.Error{Op: "start", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: "its STEPAF_CLUSTER_ID is another",
+			Err: ErrRefused})
+		return nil
+	}
+	m.tableSeen(msg)
+	for i := range table {
+		m.learn(table[i].ID, &table[i])
+	}
 	m.self = m.table[m.at[own.ID]]
+	m.sign()
 	m.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
-	m.nextBeat = now + m.cfg.HeartbeatInterval
+	m.nextBeat, m.lastLook = now+m.cfg.HeartbeatInterval, now
+	if m.cfg.NativeHeartbeats { // at once, for who has sent one is watched
+		m.nextBeat = now
+	}
 	m.emit(SetID{own.ID})
 	m.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
 	seen := map[int]bool{}
@@ -148,12 +173,12 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 func (m *Machine) update(now time.Duration, n *van.Node) {
 	i, ok := m.at[n.ID]
 	if !ok {
-		m.emit(Warning{fmt.Sprintf("%s: the scheduler announced %s at %s, which was not in its table", m.name(),
+		m.emit(Warning{Text: fmt.Sprintf("%s: the scheduler announced %s at %s, which was not in its table", m.name(),
 			van.NodeName(n.ID), n.Addr())})
 		return
 	}
 	old, h := &m.table[i], m.health[n.ID]
-	moved := !sameAddr(old, n)
+	moved := another(old, n)
 	if n.ID == m.self.ID {
 		if moved {
 			m.fail(&van.Error{Op: "stay in the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID),
@@ -162,10 +187,14 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 		}
 		return
 	}
-	if !moved && (!n.IsRecovery || h.down == 0 && old.IsRecovery) {
+	if !moved && (m.native(n.ID) || !n.IsRecovery || h.down == 0 && old.IsRecovery) {
+		if m.rejoining {
+			m.markUp(now, n.ID, declared)
+		}
 		return // known
 	}
 	m.table[i] = cloneNode(*n)
+	m.learn(n.ID, n)
 	*h = health{seen: now}
 	delete(m.held, n.ID)
 	if n.Role != m.self.Role {
@@ -193,9 +222,11 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 	case verbWaiting:
 		if m.phase == joining {
 			m.schedulerSaid = n.text
+		} else {
+			m.barrierSaid = n.text
 		}
 	case verbBarrier:
-		m.barrierRefused(n)
+		m.barrierRefused(n, msg.Key)
 	case verbDead, verbBack:
 		if _, ok := m.at[n.id]; !ok {
 			if m.phase == joining {
@@ -205,12 +236,12 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		}
 		if n.id == m.self.ID {
 			if n.verb == verbDead {
-				m.emit(Warning{m.name() + ": the scheduler takes this node for dead: " + n.text})
+				m.emit(Warning{Text: m.name() + ": the scheduler takes this node for dead: " + n.text})
 			}
 			return nil
 		}
 		if n.verb == verbDead {
-			m.markDown(n.id, declared, &lossError{text: "the scheduler says: " + n.text})
+			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})
 		} else {
 			m.markUp(now, n.id, declared)
 		}

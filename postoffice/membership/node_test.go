@@ -91,7 +91,7 @@ func TestRecordsAfterStart(t *testing.T) {
 		{"moved, though alive", server(2000, false), false, "connect 8 at 10.2.0.1:2000, PEER REPLACED 8 by 10.2.0.1:2000"},
 		{"another worker", withID(rec(van.Worker, "c", 1, 1), 11), false, "PEER REPLACED 11 by c:1"},
 	} {
-		m := startWorld(t, 2, 1).node("w0").m
+		m := startWorldOf(t, 2, 1, foreign).node("w0").m
 		if c.down {
 			m.PeerLost(0, 8, nil)
 			m.Take()
@@ -117,7 +117,7 @@ func TestRecordsAfterStart(t *testing.T) {
 
 // TestReplacedSelf: a node whose place was given away must not go on.
 func TestReplacedSelf(t *testing.T) {
-	m := startWorld(t, 1, 1).node("w0").m
+	m := startWorldOf(t, 1, 1, foreign).node("w0").m
 	ticket, err := m.Barrier(0, 0, van.AllNodes, true)
 	if err != nil {
 		t.Fatal(err)

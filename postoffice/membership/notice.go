@@ -21,6 +21,7 @@ const (
 	verbWaiting = "waiting" // <text>: who is missing
 	verbDead    = "dead"    // <id> <text>: the node is dead, and why
 	verbBack    = "back"    // <id>: the node answers again
+	verbRejoin  = "rejoin"  // [table]: the scheduler is another process; with table, the node's table is wanted
 	verbBarrier = "barrier-failed"
 	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
 )
@@ -92,6 +93,10 @@ func parseNotice(body []byte) (notice, error) {
 		n.text = rest
 		if n.text == "" {
 			return bad("body "+n.verb, `""`, "a text")
+		}
+	case verbRejoin:
+		if n.text = rest; n.text != "" && n.text != "table" {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "table, or nothing")
 		}
 	case verbDead, verbBack:
 		id, ok := number(word())

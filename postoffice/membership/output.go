@@ -88,7 +88,8 @@ type PeerReplaced struct {
 type Failed struct{ Err error }
 
 // Warning is text worth a log line.
-type Warning struct{ Text string }
+// Cause, if not empty, is what it has in common with others of which there may be many.
+type Warning struct{ Text, Cause string }
 
 func (Send) output()          {}
 func (Connect) output()       {}

@@ -18,7 +18,12 @@ type scheduler struct {
 	lastTemp int            // last temporary id
 	stamps   map[int]int32  // timestamp of the ADD_NODE of each node
 	several  map[int]bool   // ids of processes that registered several customers
-	gathers  map[gatherKey][]arrival
+	gathers  map[gatherKey]*gather
+	answers  map[int]map[gatherKey]answer
+	back     *returning    // an earlier scheduler's cluster, while joining
+	former   []former      // processes that were replaced, oldest first
+	claims   map[int]*join // of places whose holder may live: by id
+	refusals refusals
 	refused  []string
 	vanished []string
 }
@@ -27,13 +32,14 @@ type scheduler struct {
 type join struct {
 	node  van.Node
 	stamp int32
-	temp  int   // temporary id, or 0
-	lost  error // not nil: the connection broke, so its place is free
+	temp  int           // temporary id, or 0
+	since time.Duration // of a claim
+	lost  error         // not nil: the connection broke, so its place is free
 }
 
 func newScheduler(hosts map[string]int) *scheduler {
 	return &scheduler{hosts: hosts, stamps: map[int]int32{}, several: map[int]bool{},
-		gathers: map[gatherKey][]arrival{}}
+		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, claims: map[int]*join{}}
 }
 
 // stepJoin takes the registration of a node.
@@ -56,8 +62,12 @@ func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
 	case rec.AuxID < -1:
 		return m.bad(from, msg, "control.node[0].aux_id", rec.AuxID, "a rank, or -1")
 	case rec.Role == van.Scheduler || rec.Role == van.Joint:
-		m.refuse(&rec, fmt.Sprintf("a node cannot register as %s: the scheduler is %s; set DMLC_ROLE to worker or server",
+		m.refuse(now, &rec, fmt.Sprintf("a node cannot register as %s: the scheduler is %s; set DMLC_ROLE to worker or server",
 			rec.Role, m.self.Addr()))
+		return nil
+	}
+	if why := m.ofThisCluster(&rec); why != "" {
+		m.refuse(now, &rec, why)
 		return nil
 	}
 	if m.phase == ready {
@@ -78,8 +88,8 @@ func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 	i := slices.IndexFunc(s.joins, same)
 	if i >= 0 {
 		old := s.joins[i]
-		if stamp <= old.stamp {
-			m.emit(Warning{fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
+		if a, b := incarnationOf(&old.node), incarnationOf(&rec); a != b || a == 0 && stamp <= old.stamp {
+			m.emit(Warning{Text: fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
 				"(check DMLC_NODE_HOST)", rec.Addr(), describe(&rec))})
 		}
 		s.joins = slices.Delete(s.joins, i, i+1)
@@ -92,7 +102,7 @@ func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 		if j.temp != 0 {
 			m.disconnect(j.temp)
 		}
-		m.refuse(&rec, why)
+		m.refuse(now, &rec, why)
 		return
 	}
 	if i >= 0 { // keep its turn
@@ -157,7 +167,8 @@ func (m *Machine) complete(now time.Duration) {
 	for _, first := range m.shared {
 		s.several[first] = true
 	}
-	m.phase = ready
+	m.noReturn()
+	m.phase, m.lastLook = ready, now
 	m.table = present
 	m.health[van.SchedulerID] = &health{seen: now}
 	for i := range present {
@@ -169,10 +180,9 @@ func (m *Machine) complete(now time.Duration) {
 		m.health[n.ID] = &health{seen: now}
 		k := slices.IndexFunc(s.joins, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })
 		s.stamps[n.ID] = s.joins[k].stamp
+		m.learn(n.ID, n)
 		if t := s.joins[k].temp; t != 0 {
-			delete(m.conns, t)
-			m.conns[n.ID] = true
-			m.emit(Rename{t, n.ID})
+			m.rename(t, n.ID)
 		} else {
 			m.connect(n.ID, *n)
 		}
@@ -197,6 +207,9 @@ func (m *Machine) fullTable() []van.Node { return append(slices.Clone(m.table), 
 func (m *Machine) sendTable(id int, nodes []van.Node) {
 	meta := m.control(van.AddNode)
 	meta.Control.Nodes = nodes
+	if m.native(id) {
+		meta.Key = uint64(m.generation)
+	}
 	m.send(id, meta)
 }
 
@@ -209,13 +222,21 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		if !sameAddr(n, &rec) || n.Role != rec.Role {
 			continue
 		}
-		if stamp > m.sched.stamps[n.ID] && !m.isDown(n.ID) {
+		inc := incarnationOf(&rec)
+		again := inc == 0 && stamp > m.sched.stamps[n.ID] && !m.isDown(n.ID)
+		if again || inc != 0 && !another(n, &rec) {
 			// It registered a second time before the table came.
 			m.sched.stamps[n.ID] = stamp
+			m.markUp(now, n.ID, connLost|silent|declared)
 			m.sendTable(n.ID, m.fullTable())
 			return
 		}
-		m.markDown(n.ID, connLost, &lossError{text: "restarted at " + rec.Addr()})
+		if h := m.health[n.ID]; h.down == 0 && h.beats && m.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.seen) {
+			// Its holder may live: anybody can register under another's address.
+			m.sched.claims[n.ID] = &join{node: rec, stamp: stamp, since: now}
+			return
+		}
+		m.markDown(now, n.ID, connLost, &lossError{text: "restarted at " + rec.Addr()})
 		if rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID) {
 			id = n.ID
 		}
@@ -228,19 +249,18 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		}
 	}
 	if id == 0 {
-		m.refuse(&rec, m.noPlace(&rec))
+		m.refuse(now, &rec, m.noPlace(&rec))
 		return
 	}
+	m.replaced(&m.table[m.at[id]])
+	m.generation++
+	delete(m.sched.claims, id)
 	rec.ID, rec.IsRecovery = id, true
 	m.table[m.at[id]] = rec
 	m.sched.stamps[id] = stamp
+	m.learn(id, &rec)
 	*m.health[id] = health{seen: now}
-	for key, came := range m.sched.gathers { // the newcomer has not come to any barrier
-		m.sched.gathers[key] = slices.DeleteFunc(came, func(a arrival) bool { return a.id == id })
-		if len(m.sched.gathers[key]) == 0 {
-			delete(m.sched.gathers, key)
-		}
-	}
+	m.forget(id) // the newcomer has not come to any barrier
 	m.connect(id, rec)
 	all, one := m.fullTable(), []van.Node{rec}
 	for _, to := range m.Members(van.WorkerGroup | van.ServerGroup) {
@@ -253,7 +273,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		}
 	}
 	m.emit(PeerReplaced{id, rec})
-	m.recheckBarriers()
+	m.recheckBarriers(now)
 }
 
 // noPlace says why a late node cannot come in.
@@ -283,7 +303,7 @@ func (m *Machine) joinLost(temp int, cause error) {
 		if j.temp == temp && j.lost == nil {
 			j.lost = cause
 			m.remember(&m.sched.vanished, gone(j, cause))
-			m.emit(Warning{fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
+			m.emit(Warning{Text: fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
 		}
 	}
 }
@@ -299,7 +319,7 @@ func (m *Machine) joinBack(now time.Duration, temp int) {
 		if why, _ := m.misfit(&j.node); why != "" {
 			m.sched.joins = slices.Delete(m.sched.joins, i, i+1)
 			m.disconnect(temp)
-			m.refuse(&j.node, why)
+			m.refuse(now, &j.node, why)
 			return
 		}
 		m.sched.vanished = slices.DeleteFunc(m.sched.vanished, func(s string) bool { return s == gone(j, j.lost) })
@@ -318,17 +338,6 @@ func (m *Machine) reach(j *join) {
 	}
 }
 
-// refuse tells a node without an id that it cannot be part of the cluster.
-func (m *Machine) refuse(rec *van.Node, why string) {
-	m.sched.lastTemp--
-	temp := m.sched.lastTemp
-	m.connect(temp, *rec)
-	m.tell(temp, notice{verb: verbError, text: describe(rec) + ": " + why})
-	m.disconnect(temp)
-	m.remember(&m.sched.refused, describe(rec)+": "+why)
-	m.emit(Warning{fmt.Sprintf("refused %s: %s", describe(rec), why)})
-}
-
 func (m *Machine) remember(list *[]string, what string) {
 	if slices.Contains(*list, what) {
 		return
@@ -340,8 +349,12 @@ func (m *Machine) remember(list *[]string, what string) {
 }
 
 // tell sends a notice.
-func (m *Machine) tell(id int, n notice) {
+func (m *Machine) tell(id int, n notice) { m.tellAbout(id, n, 0) }
+
+// tellAbout sends a notice that answers a request.
+func (m *Machine) tellAbout(id int, n notice, request uint64) {
 	meta := m.control(van.Heartbeat)
+	meta.Key = request
 	meta.Body = n.body()
 	m.send(id, meta)
 }

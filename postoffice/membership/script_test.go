@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -19,8 +20,10 @@ var update = flag.Bool("update", false, "rewrite the expected output of the scri
 // TestScripts runs testdata/*.txt. A script has one command a line, indented
 // lines below it with what it must print, and comments. Commands:
 //
-//	cluster workers=2 servers=2 [group=1] [heartbeat=1s timeout=3s start=60s stop=9s hosts=a,b]
-//	add NAME ROLE [ADDR] [rank=0] [and what cluster takes, for this node only]
+//	cluster workers=2 servers=2 [group=1] [heartbeat=1s timeout=3s natives=1 start=60s stop=9s
+//	        replace=10s barrier=60s named=7 hosts=a,b]
+//	add NAME ROLE [ADDR] [foreign] [rank=0] [and what cluster takes, for this node only]
+//	                     foreign is a node of the original
 //	deliver [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
 //	drop [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
 //	tick 5s              time passes; nothing is delivered
@@ -30,7 +33,7 @@ var update = flag.Bool("update", false, "rewrite the expected output of the scri
 //	kill NAME            it is gone; nobody is told
 //	lose NAME PEER       NAME's transport loses the connection to PEER
 //	back NAME PEER       ... and has it again
-//	inject to=NAME from=ID cmd=BARRIER [group=9] [request] [body="..."] [node="worker 9 host:port"]
+//	inject to=NAME from=ID cmd=BARRIER [group=9] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
 //	report NAME, state NAME
 //	verbose on|off       show messages and actions, not only events
 func TestScripts(t *testing.T) {
@@ -231,6 +234,10 @@ func (s *script) add(words []string, opts map[string]string) error {
 		}
 		cfg.Self.AuxID = r
 	}
+	if i := slices.Index(words, "foreign"); i >= 0 {
+		words = slices.Delete(words, i, i+1)
+		opts["foreign"] = "1"
+	}
 	if len(words) > 3 {
 		host, port, err := hostPort(words[3])
 		if err != nil {
@@ -240,6 +247,9 @@ func (s *script) add(words []string, opts map[string]string) error {
 	}
 	if err := configure(&cfg, opts); err != nil {
 		return err
+	}
+	if opts["foreign"] != "" {
+		cfg = foreign(cfg)
 	}
 	_, err := s.w.add(words[1], cfg)
 	return err
@@ -274,7 +284,18 @@ func configure(cfg *Config, opts map[string]string) error {
 			cfg.StopTimeout, err = time.ParseDuration(v)
 		case "hosts":
 			cfg.OrderedHosts = strings.Split(v, ",")
-		case "rank":
+		case "replace":
+			cfg.ReplaceTimeout, err = time.ParseDuration(v)
+		case "barrier":
+			cfg.BarrierTimeout, err = time.ParseDuration(v)
+		case "natives":
+			cfg.NativeHeartbeats = v == "1"
+		case "named": // STEPAF_CLUSTER_ID
+			var n int
+			n, err = strconv.Atoi(v)
+			id := van.Identity{Incarnation: 1, Cluster: uint32(n)}
+			cfg.Self.Endpoint, cfg.NamedCluster = id.Encode(), true
+		case "rank", "foreign":
 		default:
 			err = fmt.Errorf("unknown option %s", k)
 		}
@@ -344,7 +365,13 @@ func (s *script) inject(words []string, opts map[string]string) error {
 		}
 		meta.Timestamp = int32(ts)
 	}
-	meta.Request = len(words) > 1 && words[1] == "request"
+	meta.Request = slices.Contains(words, "request")
+	if !slices.Contains(words, "untagged") {
+		meta.SetIncarnations(n.m.Incarnation(from), n.m.own.Incarnation)
+	}
+	if v := opts["by"]; v != "" { // the process of that node sends it
+		meta.SetIncarnations(s.w.node(v).m.own.Incarnation, n.m.own.Incarnation)
+	}
 	meta.Body = []byte(opts["body"])
 	meta.Control.BarrierGroup, _ = strconv.Atoi(opts["group"])
 	if v := opts["node"]; v != "" {

@@ -18,7 +18,9 @@ type ticket struct {
 	group    int
 	instance bool
 	final    bool // the barrier of Finalize
+	starting bool // the barrier of start-up
 	sent     bool
+	stamp    int32 // of the request, once it is sent
 	since    time.Duration
 	deadline time.Duration // 0: none
 }
@@ -35,10 +37,24 @@ func (t *ticket) name() string { return kindName(t.instance) + " barrier over " 
 // customer that already waits for one of the same kind is asked for only when
 // that one has ended, and a release ends the oldest one of its customer and kind.
 //
+// It ends after Config.BarrierTimeout at the latest. When the scheduler is lost it waits
+// for Config.ReplaceTimeout: the request is asked again when the same scheduler is back,
+// and fails when another one has taken its place, which cannot know what it was asked.
+//
 // The error wraps van.ErrInvalid, van.ErrPeerLost when the scheduler is gone, or
 // van.ErrClosed.
 func (m *Machine) Barrier(now time.Duration, customer, group int, instance bool) (int, error) {
-	return m.barrier(now, ticket{customer: customer, group: group, instance: instance})
+	t := ticket{customer: customer, group: group, instance: instance}
+	if d := m.cfg.BarrierTimeout; d > 0 {
+		t.deadline = now + d
+	}
+	return m.barrier(now, t)
+}
+
+// StartBarrier is the barrier over all nodes that start-up ends with. It fails at
+// deadline, unless that is 0; on the scheduler that is the end of start-up for all.
+func (m *Machine) StartBarrier(now, deadline time.Duration) (int, error) {
+	return m.barrier(now, ticket{group: van.AllNodes, instance: true, starting: true, deadline: deadline})
 }
 
 // Finalize starts the last barrier, over all instances of all nodes. When it is
@@ -70,7 +86,7 @@ func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 		t.group <= van.AllNodes && t.group&groupBit(m.self.Role) == 0:
 		return refuse("this node is not in it", van.ErrInvalid)
 	}
-	if m.isDown(van.SchedulerID) {
+	if m.isDown(van.SchedulerID) && now >= m.health[van.SchedulerID].since+m.cfg.ReplaceTimeout {
 		return 0, &van.Error{Op: t.name(), Node: m.name(), Peer: m.peer(van.SchedulerID),
 			Err: m.health[van.SchedulerID].cause}
 	}
@@ -87,6 +103,9 @@ func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 
 // ask sends the requests that no earlier barrier holds back.
 func (m *Machine) ask() {
+	if m.isDown(van.SchedulerID) || m.rejoining {
+		return
+	}
 	for i, t := range m.tickets {
 		held := slices.ContainsFunc(m.tickets[:i], func(e *ticket) bool {
 			return e.instance == t.instance && (e.group == t.group || e.customer == t.customer)
@@ -95,15 +114,38 @@ func (m *Machine) ask() {
 			continue
 		}
 		t.sent = true
-		cmd := van.Barrier
-		if t.instance {
-			cmd = van.InstanceBarrier
-		}
-		meta := m.control(cmd)
-		meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
-		meta.Control.BarrierGroup = t.group
-		m.send(van.SchedulerID, meta)
+		t.stamp = m.request(t)
 	}
+}
+
+// request sends the request of t.
+func (m *Machine) request(t *ticket) (stamp int32) {
+	cmd := van.Barrier
+	if t.instance {
+		cmd = van.InstanceBarrier
+	}
+	meta := m.control(cmd)
+	meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
+	meta.Control.BarrierGroup = t.group
+	m.send(van.SchedulerID, meta)
+	return meta.Timestamp
+}
+
+// askAgain repeats the requests whose answers may have been lost with the connection to
+// the scheduler, under their old timestamps, so that they count once. A scheduler of the
+// original would count them twice.
+func (m *Machine) askAgain() {
+	if m.native(van.SchedulerID) && !m.rejoining {
+		for _, t := range m.tickets {
+			if t.sent {
+				next := m.stamp
+				m.stamp = t.stamp
+				m.request(t)
+				m.stamp = next
+			}
+		}
+	}
+	m.ask()
 }
 
 // CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. The
@@ -131,18 +173,21 @@ func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error 
 		return m.bad(from, msg, "sender", from, "the scheduler")
 	}
 	instance := msg.Control.Cmd == van.InstanceBarrier
-	at := func(any bool) int {
-		return slices.IndexFunc(m.tickets, func(t *ticket) bool {
-			return t.sent && t.instance == instance && (any || t.customer == int(msg.CustomerID))
-		})
+	at := func(fits func(*ticket) bool) int {
+		return slices.IndexFunc(m.tickets, func(t *ticket) bool { return t.sent && t.instance == instance && fits(t) })
 	}
-	// The release repeats the customer of whoever came last, who need not be ours.
-	i := at(false)
-	if i < 0 {
-		i = at(true)
+	var i int
+	if m.native(van.SchedulerID) {
+		i = at(func(t *ticket) bool { return named(t.stamp) == msg.Key })
+	} else {
+		// The release repeats the customer of whoever came last, who need not be ours.
+		i = at(func(t *ticket) bool { return t.customer == int(msg.CustomerID) })
+		if i < 0 {
+			i = at(func(*ticket) bool { return true })
+		}
 	}
 	if i < 0 {
-		return nil // of a barrier that was cancelled
+		return nil // of a barrier that was cancelled, or a second one
 	}
 	t := m.tickets[i]
 	m.tickets = slices.Delete(m.tickets, i, i+1)
@@ -154,10 +199,11 @@ func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error 
 	return nil
 }
 
-// barrierRefused takes the scheduler's word that a barrier cannot be complete.
-func (m *Machine) barrierRefused(n notice) {
+// barrierRefused takes the scheduler's word that a barrier cannot be complete. request
+// is what named made of the one that it means.
+func (m *Machine) barrierRefused(n notice, request uint64) {
 	i := slices.IndexFunc(m.tickets, func(t *ticket) bool {
-		return t.sent && t.instance == n.instance && t.group == n.group
+		return t.sent && t.instance == n.instance && t.group == n.group && named(t.stamp) == request
 	})
 	if i < 0 {
 		return
@@ -204,10 +250,19 @@ func (m *Machine) finalizing() *ticket {
 
 // reportHeld reports the losses that turned out not to be orderly.
 func (m *Machine) reportHeld() {
+	m.reportHeldUntil(math.MaxInt64)
+}
+
+// reportHeldUntil reports the losses that were noticed at least leaveGrace ago: had
+// everybody been about to leave, the release would have come by now.
+func (m *Machine) reportHeldUntil(now time.Duration) {
+	if len(m.held) == 0 {
+		return
+	}
 	for _, id := range m.Members(van.AllNodes) {
-		if err, ok := m.held[id]; ok {
+		if l, ok := m.held[id]; ok && now >= l.at+leaveGrace {
 			delete(m.held, id)
-			m.markDown(id, connLost, err)
+			m.markDown(l.at, id, connLost, l.cause)
 		}
 	}
 }
@@ -215,13 +270,52 @@ func (m *Machine) reportHeld() {
 func (m *Machine) tickTickets(now time.Duration) {
 	for _, t := range slices.Clone(m.tickets) {
 		if t.deadline > 0 && now >= t.deadline {
-			m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t.deadline-t.since))
+			m.expire(t)
 		}
 	}
-	if err, ok := m.held[van.SchedulerID]; ok && now >= m.heldAt+leaveGrace && m.finalizing() != nil {
-		m.failTickets(func(*ticket) bool { return true }, van.Error{Peer: m.peer(van.SchedulerID),
-			Detail: "it went before its release came", Err: err})
+	m.reportHeldUntil(now)
+	m.failWithoutScheduler(now)
+}
+
+// expire ends a barrier at its deadline.
+func (m *Machine) expire(t *ticket) {
+	limit := t.deadline - t.since
+	if t.starting && m.sched != nil {
+		text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, m.barriersText())
+		m.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
 	}
+	m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(limit))
+}
+
+// failWithoutScheduler ends the barriers that wait for a scheduler that has been lost for
+// Config.ReplaceTimeout. A server that is in Finalize stays as long as a worker lives: the
+// workers do not need the scheduler for their requests.
+func (m *Machine) failWithoutScheduler(now time.Duration) {
+	at, waits := m.schedulerDeadline()
+	if !waits || now < at {
+		return
+	}
+	m.failTickets(m.needsScheduler, van.Error{Peer: m.peer(van.SchedulerID), Err: m.health[van.SchedulerID].cause})
+}
+
+// schedulerDeadline says until when those who wait for a lost scheduler do so.
+func (m *Machine) schedulerDeadline() (time.Duration, bool) {
+	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.rejoining || !slices.ContainsFunc(m.tickets, m.needsScheduler) {
+		return 0, false
+	}
+	return m.health[van.SchedulerID].since + m.cfg.ReplaceTimeout, true
+}
+
+func (m *Machine) needsScheduler(t *ticket) bool {
+	if !t.final || m.self.Role != van.Server {
+		return true
+	}
+	for _, id := range m.Members(van.WorkerGroup) {
+		if !m.isDown(id) {
+			return false
+		}
+	}
+	return true
 }
 
 func (m *Machine) nextTicketTick() time.Duration {
@@ -231,8 +325,11 @@ func (m *Machine) nextTicketTick() time.Duration {
 			next = min(next, t.deadline)
 		}
 	}
-	if _, ok := m.held[van.SchedulerID]; ok && m.finalizing() != nil {
-		next = min(next, m.heldAt+leaveGrace)
+	if at, waits := m.schedulerDeadline(); waits {
+		next = min(next, at)
+	}
+	for _, l := range m.held {
+		next = min(next, l.at+leaveGrace)
 	}
 	return next
 }

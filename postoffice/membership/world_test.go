@@ -21,6 +21,8 @@ type world struct {
 	// verbose shows actions and messages, not only events.
 	verbose bool
 	seen    func(*testNode, Output) // if not nil, is shown every output
+
+	processes uint32 // so far
 }
 
 type testNode struct {
@@ -44,7 +46,24 @@ type packet struct {
 	meta van.Meta
 }
 
+// foreign makes a node of the original of cfg, for add.
+func foreign(cfg Config) Config {
+	cfg.Self.Endpoint = []byte("foreign")
+	return cfg
+}
+
 func (w *world) add(name string, cfg Config) (*testNode, error) {
+	if string(cfg.Self.Endpoint) == "foreign" {
+		cfg.Self.Endpoint = nil
+	} else {
+		w.processes++
+		id, _ := cfg.Self.Identity()
+		id.Incarnation = w.processes
+		if cfg.Role == van.Scheduler && id.Cluster == 0 {
+			id.Cluster = 1<<16 + w.processes
+		}
+		cfg.Self.Endpoint = id.Encode()
+	}
 	m, err := New(cfg)
 	if err != nil {
 		return nil, err

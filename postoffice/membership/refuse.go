@@ -1,0 +1,120 @@
+package membership
+
+import (
+	"fmt"
+	"math"
+	"net"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// This file is about strangers: nodes that the scheduler turns away. To tell one why, it
+// must open a connection to an address that the stranger has named, so their number in a
+// time is bounded, and names, which would have to be looked up, are not connected to.
+
+const (
+	refusalTime   = time.Second
+	maxRefusing   = 32  // in refusalTime
+	maxRefusalsIn = 256 // that wait for their turn
+)
+
+type refusals struct {
+	recent  []refusal // in the last refusalTime
+	waiting []refusal
+}
+
+type refusal struct {
+	node van.Node
+	why  string
+	at   time.Duration
+}
+
+// refuse tells a node without an id that it cannot be part of the cluster.
+func (m *Machine) refuse(now time.Duration, rec *van.Node, why string) {
+	r := &m.sched.refusals
+	r.expire(now)
+	same := func(o refusal) bool { return sameAddr(&o.node, rec) }
+	m.remember(&m.sched.refused, describe(rec)+": "+why)
+	switch {
+	case net.ParseIP(rec.Hostname) == nil || slices.ContainsFunc(r.recent, same) || slices.ContainsFunc(r.waiting, same):
+	case len(r.recent) < maxRefusing:
+		m.tellStranger(now, refusal{node: cloneNode(*rec), why: why})
+	case len(r.waiting) < maxRefusalsIn:
+		r.waiting = append(r.waiting, refusal{node: cloneNode(*rec), why: why})
+	}
+	m.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why), Cause: "refused"})
+}
+
+func (m *Machine) tellStranger(now time.Duration, r refusal) {
+	r.at = now
+	m.sched.refusals.recent = append(m.sched.refusals.recent, r)
+	m.sched.lastTemp--
+	temp := m.sched.lastTemp
+	m.connect(temp, r.node)
+	m.tell(temp, notice{verb: verbError, text: describe(&r.node) + ": " + r.why})
+	m.disconnect(temp)
+}
+
+func (r *refusals) expire(now time.Duration) {
+	r.recent = slices.DeleteFunc(r.recent, func(o refusal) bool { return now >= o.at+refusalTime })
+}
+
+func (m *Machine) tickRefusals(now time.Duration) {
+	if m.sched == nil || m.phase == failed {
+		return
+	}
+	m.tickClaims(now)
+	r := &m.sched.refusals
+	if len(r.waiting) == 0 {
+		return
+	}
+	r.expire(now)
+	for len(r.waiting) > 0 && len(r.recent) < maxRefusing {
+		first := r.waiting[0]
+		r.waiting = r.waiting[1:]
+		m.tellStranger(now, first)
+	}
+}
+
+func (m *Machine) nextRefusal() time.Duration {
+	next := time.Duration(math.MaxInt64)
+	if m.sched == nil {
+		return next
+	}
+	if r := &m.sched.refusals; len(r.waiting) > 0 && len(r.recent) > 0 {
+		next = r.recent[0].at + refusalTime
+	}
+	for id := range m.sched.claims {
+		next = min(next, m.claimEnd(id))
+	}
+	return next
+}
+
+// claimEnd is when who registered under the address of member id is believed.
+func (m *Machine) claimEnd(id int) time.Duration {
+	h, c := m.health[id], m.sched.claims[id]
+	if h.down != 0 || h.seen > c.since {
+		return c.since
+	}
+	return c.since + 2*h.interval + time.Second
+}
+
+// tickClaims decides who has an address that two processes want: the member if it has
+// been heard since, else the other one.
+func (m *Machine) tickClaims(now time.Duration) {
+	for _, id := range sortedIDs(m.sched.claims) {
+		c := m.sched.claims[id]
+		h := m.health[id]
+		switch {
+		case h.down == 0 && h.seen > c.since:
+			delete(m.sched.claims, id)
+			m.refuse(now, &c.node, fmt.Sprintf("%s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", m.peer(id)))
+		case h.down != 0 || now >= m.claimEnd(id):
+			delete(m.sched.claims, id)
+			m.markDown(now, id, connLost, &lossError{text: "restarted at " + c.node.Addr()})
+			m.joinLate(now, c.node, c.stamp)
+		}
+	}
+}

@@ -1,0 +1,304 @@
+package membership
+
+import (
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// This file is about a scheduler that was started again. It knows nothing; the nodes
+// notice by its incarnation that it is another process, and their heartbeats, which have
+// their records with id and cluster, tell it who they are. When most have come back it
+// resumes the cluster. See also the package documentation.
+
+const (
+	// returnGrace is how long the scheduler waits for the rest when the first node has
+	// come back.
+	returnGrace = 2 * time.Second
+	// returnBeat is the time between two heartbeats of a node whose scheduler does not
+	// know the cluster yet.
+	returnBeat = time.Second
+)
+
+// comeback is a node of the cluster of an earlier scheduler.
+type comeback struct {
+	node       van.Node
+	cluster    uint32
+	generation uint32
+	temp       int
+}
+
+// returning is what a scheduler knows of an earlier one's cluster.
+type returning struct {
+	nodes map[int]*comeback // by id
+	since time.Duration     // of the first one
+	// table is what one of them knows of the rest; it is asked for when it is needed.
+	table      []van.Node
+	generation uint32 // of the table
+	cluster    uint32 // of the table
+	nextAsk    time.Duration
+}
+
+// beatKey is what a heartbeat to a scheduler of this library carries in its key: how new
+// the node's table is, and the milliseconds between its heartbeats, 0 for none.
+func beatKey(generation uint32, interval time.Duration) uint64 {
+	return uint64(min(interval.Milliseconds(), math.MaxUint32))<<32 | uint64(generation)
+}
+
+func parseBeatKey(key uint64) (generation uint32, interval time.Duration) {
+	return uint32(key), time.Duration(key>>32) * time.Millisecond
+}
+
+// comeBack takes the heartbeat of a node that this scheduler does not know, during
+// start-up.
+func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
+	s := m.sched
+	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= m.cfg.instances(rec.Role) || who.Cluster == 0 {
+		return
+	}
+	if m.cfg.NamedCluster && who.Cluster != m.own.Cluster && !failpoint.On("cluster-id") {
+		m.refuse(now, rec, "its STEPAF_CLUSTER_ID is not that of the scheduler")
+		return
+	}
+	if s.back == nil {
+		s.back = &returning{nodes: map[int]*comeback{}, since: now, nextAsk: now + returnGrace}
+		m.emit(Warning{Text: fmt.Sprintf("%s at %s belongs to the cluster (%08x) of an earlier scheduler: waiting for the rest of it, or for a new cluster",
+			van.NodeName(rec.ID), rec.Addr(), who.Cluster)})
+	}
+	b := s.back
+	generation, _ := parseBeatKey(msg.Key)
+	c := b.nodes[rec.ID]
+	switch {
+	case c == nil:
+		s.lastTemp--
+		c = &comeback{temp: s.lastTemp}
+		b.nodes[rec.ID] = c
+	case !another(&c.node, rec):
+	case generation <= c.generation:
+		return // it was replaced by the one that has come before
+	default:
+		m.disconnect(c.temp)
+		s.lastTemp--
+		c.temp = s.lastTemp
+	}
+	c.node, c.cluster, c.generation = *rec, who.Cluster, generation
+	if !m.conns[c.temp] {
+		m.connect(c.temp, *rec)
+	}
+	if nodes := msg.Control.Nodes; len(nodes) > 1 && m.checkRecords(msg) == nil && (b.table == nil || generation > b.generation) {
+		b.table, b.generation, b.cluster = nil, generation, who.Cluster
+		for i := range nodes {
+			b.table = append(b.table, cloneNode(nodes[i]))
+		}
+	}
+	m.answerReturn(c, "")
+	m.resumeIfComplete(now)
+}
+
+// answerReturn tells a node that this scheduler is another process. what is "table" to
+// ask for the whole table.
+func (m *Machine) answerReturn(c *comeback, what string) {
+	meta := m.control(van.Heartbeat)
+	meta.Control.Nodes = []van.Node{m.self}
+	meta.Body = notice{verb: verbRejoin, text: what}.body()
+	m.send(c.temp, meta)
+}
+
+// resumeIfComplete resumes an earlier scheduler's cluster if enough of it has come back:
+// all, or after returnGrace more than half, or anybody when the cluster has a name.
+func (m *Machine) resumeIfComplete(now time.Duration) {
+	b := m.sched.back
+	if b == nil {
+		return
+	}
+	count, newest := map[uint32]int{}, map[uint32]uint32{}
+	var cluster uint32
+	for _, id := range sortedIDs(b.nodes) {
+		c := b.nodes[id]
+		count[c.cluster]++
+		newest[c.cluster] = max(newest[c.cluster], c.generation)
+		if count[c.cluster] > count[cluster] {
+			cluster = c.cluster
+		}
+	}
+	all := m.cfg.groupLen(van.WorkerGroup | van.ServerGroup)
+	if count[cluster] == all {
+		m.resume(now, cluster, newest[cluster])
+		return
+	}
+	if now < b.since+returnGrace || count[cluster]*2 <= all && !m.cfg.NamedCluster {
+		return
+	}
+	if b.table != nil && b.cluster == cluster && b.generation >= newest[cluster] {
+		m.resume(now, cluster, newest[cluster])
+		return
+	}
+	if now < b.nextAsk {
+		return
+	}
+	b.nextAsk = now + returnBeat
+	for _, id := range sortedIDs(b.nodes) { // any that has the newest table
+		if c := b.nodes[id]; c.cluster == cluster && c.generation == newest[cluster] {
+			m.answerReturn(c, "table")
+		}
+	}
+}
+
+func sortedIDs[V any](m map[int]V) []int { return slices.Sorted(maps.Keys(m)) }
+
+// resume makes this the scheduler of an earlier one's cluster.
+func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
+	s, b := m.sched, m.sched.back
+	known := map[int]van.Node{}
+	if b.cluster == cluster {
+		for _, n := range b.table {
+			known[n.ID] = n
+		}
+	}
+	var table []van.Node
+	var missing []int
+	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
+		rec, isKnown := known[id]
+		c := b.nodes[id]
+		here := c != nil && c.cluster == cluster && (!isKnown || c.generation >= b.generation || !another(&rec, &c.node))
+		switch {
+		case here:
+			rec = c.node
+		case isKnown:
+			missing = append(missing, id)
+		default:
+			return // nobody knows it
+		}
+		table = append(table, rec)
+	}
+	m.own.Cluster, m.generation, m.recovered = cluster, generation, true
+	m.sign()
+	m.phase, m.table = ready, table
+	m.lastLook = now
+	m.health[van.SchedulerID] = &health{seen: now}
+	for i := range table {
+		n := &table[i]
+		m.at[n.ID] = i
+		m.health[n.ID] = &health{seen: now}
+		m.learn(n.ID, n)
+	}
+	m.emit(Assigned{ID: van.SchedulerID, Recovery: true})
+	for _, id := range sortedIDs(b.nodes) {
+		c := b.nodes[id]
+		if slices.Contains(missing, id) || c.cluster != cluster {
+			m.disconnect(c.temp)
+			continue
+		}
+		m.rename(c.temp, id)
+		m.conns[id] = true
+		m.health[id].beats = true
+	}
+	joins := s.joins
+	s.joins, s.back = nil, nil
+	full := m.fullTable()
+	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		m.sendTable(id, full)
+	}
+	m.emit(Ready{})
+	for _, id := range missing {
+		m.markDown(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
+	}
+	for _, j := range joins {
+		if j.temp != 0 {
+			m.disconnect(j.temp)
+		}
+		m.joinLate(now, j.node, j.stamp)
+	}
+}
+
+// lateReturn takes back a node that comes after the cluster was resumed without it.
+func (m *Machine) lateReturn(now time.Duration, id int, rec *van.Node) {
+	m.table[m.at[id]] = *rec
+	m.connect(id, *rec)
+	m.health[id].beats = true
+	m.sendTable(id, m.fullTable())
+	m.tellDead(id)
+	m.markUp(now, id, connLost|silent|declared)
+}
+
+// noReturn ends the wait for an earlier scheduler's cluster: a new one has formed. Its
+// nodes are refused when they speak again.
+func (m *Machine) noReturn() {
+	if b := m.sched.back; b != nil {
+		for _, id := range sortedIDs(b.nodes) {
+			m.disconnect(b.nodes[id].temp)
+		}
+		m.sched.back = nil
+	}
+}
+
+func (m *Machine) nextReturnTick() time.Duration {
+	if m.sched == nil || m.sched.back == nil {
+		return math.MaxInt64
+	}
+	return max(m.sched.back.since+returnGrace, m.sched.back.nextAsk)
+}
+
+func (m *Machine) tickReturn(now time.Duration) {
+	if m.sched == nil || m.sched.back == nil || now < m.nextReturnTick() {
+		return
+	}
+	m.resumeIfComplete(now)
+	if b := m.sched.back; b != nil && b.nextAsk <= now {
+		b.nextAsk = now + returnBeat
+	}
+}
+
+// schedulerChanged takes note that the scheduler is another process, with the record n.
+// Barriers that the earlier one was asked for fail: nobody knows whether it released them
+// for others. Finalize asks the new one. It reports false when the new one is of another
+// cluster, or too old a message.
+func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
+	who, ok := n.Identity()
+	if !ok || m.health[van.SchedulerID] == nil {
+		return false
+	}
+	old := m.incs[van.SchedulerID]
+	if len(m.formerSchedulers) == maxFormer {
+		m.formerSchedulers = slices.Delete(m.formerSchedulers, 0, 1)
+	}
+	m.formerSchedulers = append(m.formerSchedulers, old)
+	m.cfg.Scheduler.Endpoint = slices.Clone(n.Endpoint)
+	m.incs[van.SchedulerID] = who.Incarnation
+	m.rejoining = true
+	m.nextBeat = now + returnBeat
+	delete(m.held, van.SchedulerID)
+	*m.health[van.SchedulerID] = health{seen: now, since: now,
+		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
+	m.connect(van.SchedulerID, m.cfg.Scheduler)
+	m.emit(PeerReplaced{van.SchedulerID, m.cfg.Scheduler})
+	for _, t := range m.tickets {
+		if t.final {
+			t.sent = false
+		}
+	}
+	m.failTickets(func(t *ticket) bool { return t.sent }, van.Error{Peer: m.peer(van.SchedulerID),
+		Err: &lossError{text: "the scheduler was started again; whether others have passed this barrier is not known"}})
+	return true
+}
+
+// stepRejoin answers what a scheduler that was started again wants to know.
+func (m *Machine) stepRejoin(n notice) {
+	if n.text == "table" && m.rejoining {
+		others := slices.DeleteFunc(slices.Clone(m.table), func(r van.Node) bool { return r.ID == m.self.ID })
+		m.beat(append([]van.Node{m.self}, others...))
+	}
+}
+
+// resumed takes note that the scheduler knows the cluster again.
+func (m *Machine) resumed() {
+	if m.rejoining {
+		m.rejoining = false
+		m.ask()
+	}
+}
