@@ -26,6 +26,8 @@ type gather struct {
 	// lasted for Config.ReplaceTimeout those who can be told are told, once.
 	stuck, told bool
 	since       time.Duration
+	// nextWord is when those who wait are told next who has not come.
+	nextWord time.Duration
 }
 
 // arrival is one counted request. customer is 0 unless several customers of one
@@ -34,7 +36,11 @@ type gather struct {
 type arrival struct {
 	id, customer int
 	stamp        int32
+	final        bool // of Finalize, which may wait from the first second
 }
+
+// finalRequest is the key of a Finalize's request. See named for who looks at it.
+const finalRequest = 1
 
 // answer is the last release that a node of this library was sent for a barrier, so
 // that a request that comes again is not counted for the next one.
@@ -55,13 +61,13 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 		return m.bad(from, msg, "control.barrier_group", group, "1 to 7")
 	}
 	key := gatherKey{group, instance}
-	a := arrival{id: from, stamp: msg.Timestamp}
+	a := arrival{id: from, stamp: msg.Timestamp, final: m.native(from) && msg.Key == finalRequest}
 	if m.sched.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
 	g := m.sched.gathers[key]
 	if g == nil {
-		g = &gather{}
+		g = &gather{nextWord: now + m.cfg.ReportEvery}
 		m.sched.gathers[key] = g
 	}
 	same := func(o arrival) bool { return o.id == a.id && o.customer == a.customer }
@@ -250,8 +256,27 @@ func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
 }
 
 func (m *Machine) tickBarriers(now time.Duration) {
-	if m.sched != nil && now >= m.nextBarrierTick() {
-		m.recheckBarriers(now)
+	if m.sched == nil || now < m.nextBarrierTick() {
+		return
+	}
+	m.recheckBarriers(now)
+	for _, key := range m.sched.openBarriers() {
+		if g := m.sched.gathers[key]; now >= g.nextWord {
+			for g.nextWord <= now {
+				g.nextWord += m.cfg.ReportEvery
+			}
+			m.sayWhoIsMissing(key, g)
+		}
+	}
+}
+
+// sayWhoIsMissing tells those who wait for a barrier, other than that of Finalize, so that
+// they can say it when they give up.
+func (m *Machine) sayWhoIsMissing(key gatherKey, g *gather) {
+	for _, a := range g.came {
+		if a.id != van.SchedulerID && !a.final && m.native(a.id) && !m.isDown(a.id) {
+			m.tellAbout(a.id, notice{verb: verbWaiting, text: m.barrierText(key, g)}, named(a.stamp))
+		}
 	}
 }
 
@@ -263,6 +288,9 @@ func (m *Machine) nextBarrierTick() time.Duration {
 	for _, g := range m.sched.gathers {
 		if g.stuck && !g.told {
 			next = min(next, g.since+m.cfg.ReplaceTimeout)
+		}
+		if slices.ContainsFunc(g.came, func(a arrival) bool { return !a.final && m.native(a.id) && a.id != van.SchedulerID }) {
+			next = min(next, g.nextWord)
 		}
 	}
 	return next
@@ -299,15 +327,18 @@ func (m *Machine) places(id int) int {
 func (m *Machine) barriersText() string {
 	var parts []string
 	for _, key := range m.sched.openBarriers() {
-		came := m.sched.gathers[key].came
-		var missing []string
-		for _, id := range m.Members(key.group) {
-			if !slices.ContainsFunc(came, func(a arrival) bool { return a.id == id }) {
-				missing = append(missing, m.peer(id))
-			}
-		}
-		parts = append(parts, fmt.Sprintf("%s barrier over %s: %d of %d requests, not from %s", kindName(key.instance),
-			groupName(key.group), len(came), m.cfg.expected(key.group, key.instance), list(missing)))
+		parts = append(parts, m.barrierText(key, m.sched.gathers[key]))
 	}
 	return strings.Join(parts, "; ")
+}
+
+func (m *Machine) barrierText(key gatherKey, g *gather) string {
+	var missing []string
+	for _, id := range m.Members(key.group) {
+		if !slices.ContainsFunc(g.came, func(a arrival) bool { return a.id == id }) {
+			missing = append(missing, m.peer(id))
+		}
+	}
+	return fmt.Sprintf("%s barrier over %s: %d of %d requests, not from %s", kindName(key.instance),
+		groupName(key.group), len(g.came), m.cfg.expected(key.group, key.instance), list(missing))
 }

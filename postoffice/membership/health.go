@@ -113,13 +113,19 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 		}
 		return
 	}
+	_, held := m.held[id]
 	delete(m.held, id)
-	if m.health[id] != nil {
-		m.markUp(now, id, connLost)
+	h := m.health[id]
+	if h == nil {
+		return
 	}
-	if m.sched == nil && id == van.SchedulerID && m.phase == ready && m.native(id) && !m.leaving {
+	if m.sched == nil && id == van.SchedulerID && m.native(id) && !m.leaving && (held || h.down != 0) {
 		m.beat([]van.Node{m.self}) // it may be another process now
 	}
+	if held && id == van.SchedulerID {
+		m.askAgain()
+	}
+	m.markUp(now, id, connLost)
 }
 
 // Leaving tells that this node is about to go, so that the loss of a peer is no
@@ -280,8 +286,12 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 		}
 		return nil
 	}
-	for i := range msg.Control.Nodes {
-		n := &msg.Control.Nodes[i]
+	nodes := msg.Control.Nodes
+	if m.native(from) {
+		nodes = nodes[:1] // the rest is for a scheduler that was started again
+	}
+	for i := range nodes {
+		n := &nodes[i]
 		field := fmt.Sprintf("control.node[%d].id", i)
 		at, ok := m.at[n.ID]
 		if !ok {

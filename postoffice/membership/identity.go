@@ -147,7 +147,7 @@ func (m *Machine) stray(now time.Duration, from int, msg *van.Meta) bool {
 		m.refuse(now, &s.former[i].node, m.whyStray(from, m.own.Cluster))
 		return true
 	}
-	return false
+	return m.phase == joining // its heartbeat will say who it is
 }
 
 // isMember tells whether a record has the id of a worker or server.

@@ -63,7 +63,6 @@ type Machine struct {
 
 	schedulerLost error  // while joining
 	schedulerSaid string // the last waiting notice, while joining
-	barrierSaid   string // the last one since: who has not come to a barrier
 
 	sched *scheduler // nil on workers and servers
 }

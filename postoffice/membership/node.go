@@ -223,7 +223,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		if m.phase == joining {
 			m.schedulerSaid = n.text
 		} else {
-			m.barrierSaid = n.text
+			m.barrierWaits(n.text, msg.Key)
 		}
 	case verbBarrier:
 		m.barrierRefused(n, msg.Key)

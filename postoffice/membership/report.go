@@ -20,6 +20,7 @@ type Report struct {
 	// during start-up, the latest 16 of each.
 	Vanished, Refused []string
 	Dead              []string // with the cause
+	Returned          string   // on a scheduler that was started again: who has come back
 	Barriers          string   // on the scheduler: who has not come to the open barriers
 	Note              string   // on workers and servers: what is known of the scheduler
 }
@@ -46,6 +47,10 @@ func (m *Machine) Report(now time.Duration) Report {
 				}
 			}
 			r.Missing = m.missing(r.Present)
+			if s.back != nil {
+				r.Returned = fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have come back", len(s.back.nodes),
+					m.cfg.groupLen(van.WorkerGroup|van.ServerGroup))
+			}
 		}
 		return r
 	}
@@ -129,6 +134,9 @@ func (r Report) String() string {
 		if len(part.items) > 0 {
 			fmt.Fprintf(&b, "; %s: %s", part.name, strings.Join(part.items, "; "))
 		}
+	}
+	if r.Returned != "" {
+		b.WriteString("; " + r.Returned)
 	}
 	if r.Barriers != "" {
 		b.WriteString("; " + r.Barriers)

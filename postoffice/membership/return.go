@@ -116,7 +116,7 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 	if b == nil {
 		return
 	}
-	count, newest := map[uint32]int{}, map[uint32]uint32{}
+	count, newest, current := map[uint32]int{}, map[uint32]uint32{}, 0
 	var cluster uint32
 	for _, id := range sortedIDs(b.nodes) {
 		c := b.nodes[id]
@@ -126,8 +126,13 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 			cluster = c.cluster
 		}
 	}
+	for _, c := range b.nodes {
+		if c.cluster == cluster && c.generation == newest[cluster] {
+			current++
+		}
+	}
 	all := m.cfg.groupLen(van.WorkerGroup | van.ServerGroup)
-	if count[cluster] == all {
+	if current == all {
 		m.resume(now, cluster, newest[cluster])
 		return
 	}

@@ -30,7 +30,9 @@ var update = flag.Bool("update", false, "rewrite the expected output of the scri
 //	run 5s               time passes; everything is delivered at once
 //	barrier NAME group=6 kind=group [customer=0]
 //	finalize NAME, leaving NAME, cancel NAME TICKET
+//	startbarrier NAME 30s
 //	kill NAME            it is gone; nobody is told
+//	freeze NAME, thaw NAME   it is stopped and woken; what is sent to it is kept
 //	lose NAME PEER       NAME's transport loses the connection to PEER
 //	back NAME PEER       ... and has it again
 //	inject to=NAME from=ID cmd=BARRIER [group=9] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
@@ -185,6 +187,18 @@ func (s *script) command(line string) error {
 		n.m.Leaving(w.now)
 	case "kill":
 		n.dead = true
+	case "freeze", "thaw":
+		n.frozen = words[0] == "freeze"
+	case "startbarrier":
+		limit, err := time.ParseDuration(arg(2))
+		if err != nil {
+			return err
+		}
+		ticket, err := n.m.StartBarrier(w.now, w.now+limit)
+		if err == nil {
+			w.log("%s: ticket %d", n.name, ticket)
+		}
+		return err
 	case "lose", "back":
 		id, ok := peerID(n, w.node(arg(2)))
 		if !ok {

@@ -20,7 +20,8 @@ type ticket struct {
 	final    bool // the barrier of Finalize
 	starting bool // the barrier of start-up
 	sent     bool
-	stamp    int32 // of the request, once it is sent
+	stamp    int32  // of the request, once it is sent
+	said     string // the scheduler's last word on who has not come
 	since    time.Duration
 	deadline time.Duration // 0: none
 }
@@ -33,9 +34,10 @@ func (t *ticket) name() string { return kindName(t.instance) + " barrier over " 
 // for every instance; else for one request per group of instances, as the
 // original counts. A group with nothing to wait for is done at once.
 //
-// A release does not say which barrier it ends. So a barrier over a group or of a
+// A release of the original does not say which barrier it ends. So there a barrier over a group or of a
 // customer that already waits for one of the same kind is asked for only when
-// that one has ended, and a release ends the oldest one of its customer and kind.
+// that one has ended, and a release ends the oldest one of its customer and kind. A scheduler of this
+// library names the request; only barriers over one group wait for each other.
 //
 // It ends after Config.BarrierTimeout at the latest. When the scheduler is lost it waits
 // for Config.ReplaceTimeout: the request is asked again when the same scheduler is back,
@@ -106,9 +108,10 @@ func (m *Machine) ask() {
 	if m.isDown(van.SchedulerID) || m.rejoining {
 		return
 	}
+	named := m.native(van.SchedulerID)
 	for i, t := range m.tickets {
 		held := slices.ContainsFunc(m.tickets[:i], func(e *ticket) bool {
-			return e.instance == t.instance && (e.group == t.group || e.customer == t.customer)
+			return e.instance == t.instance && (e.group == t.group || e.customer == t.customer && !named)
 		})
 		if t.sent || held {
 			continue
@@ -127,6 +130,9 @@ func (m *Machine) request(t *ticket) (stamp int32) {
 	meta := m.control(cmd)
 	meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
 	meta.Control.BarrierGroup = t.group
+	if t.final && m.native(van.SchedulerID) {
+		meta.Key = finalRequest
+	}
 	m.send(van.SchedulerID, meta)
 	return meta.Timestamp
 }
@@ -152,15 +158,21 @@ func (m *Machine) askAgain() {
 // request cannot be taken back, so others may count this node as present. An
 // unknown ticket, or one that has ended, is ignored.
 func (m *Machine) CancelBarrier(n int) {
-	m.failTickets(func(t *ticket) bool { return t.n == n }, m.tooLate(0))
+	if i := slices.IndexFunc(m.tickets, func(t *ticket) bool { return t.n == n }); i >= 0 {
+		t := m.tickets[i]
+		m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t, 0))
+	}
 }
 
 // tooLate is the error of a barrier that this node no longer waits for.
-func (m *Machine) tooLate(limit time.Duration) van.Error {
+func (m *Machine) tooLate(t *ticket, limit time.Duration) van.Error {
 	err := van.Error{Limit: limit, Err: van.ErrTimeout}
-	if m.sched != nil {
+	switch {
+	case m.sched != nil:
 		err.Detail = m.barriersText()
-	} else {
+	case t.said != "":
+		err.Detail = "the scheduler says: " + t.said
+	default:
 		err.Detail = "only the scheduler knows who has not come"
 		err.Hint = "see its log"
 	}
@@ -197,6 +209,15 @@ func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error 
 	m.emit(BarrierDone{t.n})
 	m.ask()
 	return nil
+}
+
+// barrierWaits takes the scheduler's word on who has not come.
+func (m *Machine) barrierWaits(text string, request uint64) {
+	for _, t := range m.tickets {
+		if t.sent && named(t.stamp) == request {
+			t.said = text
+		}
+	}
 }
 
 // barrierRefused takes the scheduler's word that a barrier cannot be complete. request
@@ -284,7 +305,7 @@ func (m *Machine) expire(t *ticket) {
 		text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, m.barriersText())
 		m.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
 	}
-	m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(limit))
+	m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t, limit))
 }
 
 // failWithoutScheduler ends the barriers that wait for a scheduler that has been lost for

@@ -32,6 +32,8 @@ type testNode struct {
 	conns map[int]testConn
 	id    int // as SetID told
 	dead  bool
+
+	frozen bool
 }
 
 type testConn struct {
@@ -140,7 +142,7 @@ func (w *world) take(n *testNode) {
 func (w *world) deliver(n int, pick func(*packet) bool) (delivered int) {
 	for delivered < n {
 		i := slices.IndexFunc(w.queue, func(p packet) bool {
-			return (pick == nil || pick(&p)) && (w.at(p.to) != nil || w.gone(p.to))
+			return (pick == nil || pick(&p)) && (w.at(p.to) != nil && !w.at(p.to).frozen || w.gone(p.to))
 		})
 		if i < 0 {
 			return delivered
@@ -163,8 +165,9 @@ func (w *world) deliver(n int, pick func(*packet) bool) (delivered int) {
 	return delivered
 }
 
+// gone tells whether what is sent to addr is lost: who listened there is dead.
 func (w *world) gone(addr string) bool {
-	return slices.ContainsFunc(w.nodes, func(n *testNode) bool { return n.addr == addr && n.dead })
+	return w.at(addr) == nil && slices.ContainsFunc(w.nodes, func(n *testNode) bool { return n.addr == addr && n.dead })
 }
 
 // pass lets time go by; with deliver messages arrive at once.
@@ -176,13 +179,13 @@ func (w *world) pass(d time.Duration, deliver bool) {
 		}
 		next := end
 		for _, n := range w.nodes {
-			if t, ok := n.m.NextTick(); ok && !n.dead {
+			if t, ok := n.m.NextTick(); ok && !n.dead && !n.frozen {
 				next = min(next, max(t, w.now))
 			}
 		}
 		w.now = next
 		for _, n := range w.nodes {
-			if t, ok := n.m.NextTick(); ok && !n.dead && t <= w.now {
+			if t, ok := n.m.NextTick(); ok && !n.dead && !n.frozen && t <= w.now {
 				n.m.Tick(w.now)
 				w.take(n)
 				if t2, ok := n.m.NextTick(); ok && t2 <= w.now {
