@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"log/slog"
 	"math/rand/v2"
 	"os"
@@ -15,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/internal/limits"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
@@ -139,6 +141,7 @@ type watcher struct {
 //
 // Config.Role must be worker, server or scheduler; for joint see StartJoint.
 func Start(ctx context.Context, o Options) (*Node, error) {
+	began := now()
 	n, err := newNode(o)
 	if err != nil {
 		return nil, err
@@ -152,7 +155,11 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 		return nil, err
 	}
 	if !o.NoBarrier && !n.IsRecovery() { // the others have passed it
-		if err := n.barrier(ctx, "start barrier", 0, van.AllNodes, true); err != nil {
+		deadline := began + n.cfg.StartTimeout
+		if failpoint.On("start-deadline") {
+			deadline = 0
+		}
+		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, deadline) }); err != nil {
 			n.Close()
 			return nil, err
 		}
@@ -371,11 +378,14 @@ func (n *Node) join(ctx context.Context) error {
 	if err := n.bind(ctx); err != nil {
 		return err
 	}
+	interval, silence := n.cfg.Heartbeats()
 	m, err := membership.New(membership.Config{
 		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
-		Self: n.self, Scheduler: n.scheduler(),
-		HeartbeatInterval: n.cfg.HeartbeatInterval, HeartbeatTimeout: n.cfg.HeartbeatTimeout,
-		StartTimeout: n.cfg.StartTimeout, StopTimeout: n.cfg.StopTimeout, OrderedHosts: n.cfg.OrderedHosts,
+		Self: n.self, Scheduler: n.scheduler(), NamedCluster: n.cfg.ClusterID != "",
+		HeartbeatInterval: interval, HeartbeatTimeout: silence,
+		NativeInterval: n.cfg.HeartbeatInterval < 0, NativeTimeout: n.cfg.HeartbeatTimeout < 0,
+		StartTimeout: n.cfg.StartTimeout, StopTimeout: n.cfg.StopTimeout,
+		BarrierTimeout: n.cfg.BarrierTimeout, ReplaceTimeout: n.cfg.ReplaceTimeout, OrderedHosts: n.cfg.OrderedHosts,
 	})
 	if err != nil {
 		return err
@@ -442,7 +452,7 @@ func (n *Node) bind(ctx context.Context) error {
 	}
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
-	identity := van.Identity{Incarnation: n.incarnation}
+	identity := van.Identity{Incarnation: n.incarnation, Cluster: n.cluster()}
 	if a, ok := van.As[van.Advertiser](n.van); ok {
 		identity.Local = a.Endpoint()
 	}
@@ -457,10 +467,26 @@ func (n *Node) bind(ctx context.Context) error {
 	return nil
 }
 
+// cluster is the identity of the cluster as far as this node knows it beforehand: what
+// STEPAF_CLUSTER_ID makes it; without that the scheduler chooses one, and the others ask.
+func (n *Node) cluster() uint32 {
+	switch {
+	case n.cfg.ClusterID != "":
+		h := fnv.New32a()
+		h.Write([]byte(n.cfg.ClusterID))
+		return max(h.Sum32(), 1)
+	case n.role == van.Scheduler:
+		return max(uint32(n.rand()), 1)
+	}
+	return 0
+}
+
 // Barrier waits until as many members of the group have called it as the
 // original's group barrier counts: one for each group of instances. It is
 // released for those who asked. customer is usually 0. A call that ends with ctx
-// still counts for the others: the protocol has no way to take a request back.
+// still counts for the others: the protocol has no way to take a request back. It ends
+// after STEPAF_BARRIER_TIMEOUT; or, when only lost members have yet to come, after
+// STEPAF_REPLACE_TIMEOUT unless they are replaced.
 func (n *Node) Barrier(ctx context.Context, customer, group int) error {
 	return n.barrier(ctx, "barrier", customer, group, false)
 }
@@ -468,6 +494,13 @@ func (n *Node) Barrier(ctx context.Context, customer, group int) error {
 // InstanceBarrier waits until every instance of the group has called it.
 func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
 	return n.barrier(ctx, "instance barrier", customer, group, true)
+}
+
+// StopBarrier is the instance barrier over all nodes that a program has before Finalize.
+// The scheduler and servers may wait in it from the first second on, so it has no limit
+// of its own: it lasts as long as members that live have yet to come.
+func (n *Node) StopBarrier(ctx context.Context) error {
+	return n.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.machine.StopBarrier(t, 0) })
 }
 
 func (n *Node) barrier(ctx context.Context, op string, customer, group int, instance bool) error {
@@ -496,12 +529,17 @@ func (n *Node) await(ctx context.Context, op string, begin func(time.Duration) (
 	case <-n.closing:
 		return &van.Error{Op: op, Node: n.Name(), Elapsed: time.Since(start), Err: van.ErrClosed}
 	case <-ctx.Done():
+		missing := ""
 		n.step(func(time.Duration) {
 			delete(n.waiters, ticket)
+			missing = n.machine.Missing(ticket)
 			n.machine.CancelBarrier(ticket)
 		})
-		return &van.Error{Op: op, Node: n.Name(), Elapsed: time.Since(start), Err: timeout(context.Cause(ctx)),
-			Hint: "the scheduler's log says who has not come"}
+		e := &van.Error{Op: op, Node: n.Name(), Detail: missing, Elapsed: time.Since(start), Err: timeout(context.Cause(ctx))}
+		if missing == "" {
+			e.Hint = "the scheduler's log says who has not come"
+		}
+		return e
 	}
 }
 
@@ -514,8 +552,9 @@ func timeout(cause error) error {
 }
 
 // Finalize waits until every node of the cluster has called it, then leaves. It
-// returns with an error, having left all the same, when ctx ends, when a node it
-// needs is lost, or, on a worker, after STEPAF_STOP_TIMEOUT. Only the first call
+// returns with an error, having left all the same, when ctx ends, when only lost nodes
+// have yet to call it and STEPAF_REPLACE_TIMEOUT has passed without replacements, or, on a
+// worker, after STEPAF_STOP_TIMEOUT. Only the first call
 // does anything; others return its result.
 func (n *Node) Finalize(ctx context.Context) error {
 	n.finalize.Do(func() {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -39,6 +40,7 @@ type Session struct {
 // original with a barrier over all nodes, then, for workers and servers, one over
 // these. A server takes requests before the second one.
 func Start(ctx context.Context, lookup func(string) (string, bool), names func() []string) (*Session, error) {
+	began := time.Now()
 	cfg, err := postoffice.LoadConfigFrom(lookup, names)
 	if err != nil {
 		return nil, err
@@ -50,12 +52,22 @@ func Start(ctx context.Context, lookup func(string) (string, bool), names func()
 	if err != nil {
 		return nil, err
 	}
-	return Open(ctx, node)
+	return open(ctx, node, cfg.StartTimeout-time.Since(began))
 }
 
 // Open makes the session of a node that has started. It closes the node if it fails.
 func Open(ctx context.Context, node *postoffice.Node) (*Session, error) {
+	return open(ctx, node, node.Config().StartTimeout)
+}
+
+// open takes at most limit for the second barrier of start-up.
+func open(ctx context.Context, node *postoffice.Node, limit time.Duration) (*Session, error) {
 	s := &Session{node: node}
+	if !failpoint.On("start-deadline") {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, limit)
+		defer cancel()
+	}
 	if err := s.open(ctx); err != nil {
 		node.Close()
 		return nil, err
@@ -83,7 +95,7 @@ func (s *Session) open(ctx context.Context) (err error) {
 
 // Stop waits for every node to stop and leaves. It leaves in any case.
 func (s *Session) Stop(ctx context.Context) error {
-	err := s.node.InstanceBarrier(ctx, 0, van.AllNodes)
+	err := s.node.StopBarrier(ctx)
 	if err != nil {
 		s.node.Close()
 		return err

@@ -18,6 +18,7 @@ type Config struct {
 	NodeRank   int    // DMLC_NODE_RANK: group rank; -1 when unset
 	RankOffset int    // DMLC_RANK_OFFSET
 	InstanceID int    // DMLC_INSTANCE_ID; -1 when unset
+	ClusterID  string // STEPAF_CLUSTER_ID: a name for the cluster
 
 	// Addresses.
 	RootURI    string // DMLC_PS_ROOT_URI: scheduler host
@@ -49,12 +50,14 @@ type Config struct {
 	DropMsg           int           // PS_DROP_MSG: percent of received messages
 	Resend            bool          // PS_RESEND
 	ResendTimeout     time.Duration // PS_RESEND_TIMEOUT (ms)
-	HeartbeatInterval time.Duration // PS_HEARTBEAT_INTERVAL (s); 0 off
-	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT (s); 0 off
+	HeartbeatInterval time.Duration // PS_HEARTBEAT_INTERVAL (s); 0 off, -1 unset, see Heartbeats
+	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT (s); 0 off, -1 unset, see Heartbeats
 	Profiling         bool          // ENABLE_PROFILING
 	ProfilePath       string        // PROFILE_PATH
 	StartTimeout      time.Duration // STEPAF_START_TIMEOUT (s): how long Start waits for the others
 	StopTimeout       time.Duration // STEPAF_STOP_TIMEOUT (s): how long Finalize waits for the others
+	BarrierTimeout    time.Duration // STEPAF_BARRIER_TIMEOUT (s): how long a barrier waits for the others
+	ReplaceTimeout    time.Duration // STEPAF_REPLACE_TIMEOUT (s): how long a barrier waits for replacements
 
 	// Budgets, in bytes.
 	RecvBudgetPeer int // STEPAF_RECV_BUDGET_PEER: of one peer, waiting for the application
@@ -134,6 +137,30 @@ func (b BusyPoll) Spin() time.Duration {
 	default:
 		return shortLook
 	}
+}
+
+// Heartbeats of nodes of this library when nothing is set.
+const (
+	heartbeatInterval = 2 * time.Second
+	heartbeatTimeout  = 10 * time.Second
+	heartbeatsMissed  = 3 // intervals that make a timeout, when only one of the two is set
+)
+
+// Heartbeats returns the time between two heartbeats and how long silence is no death, 0
+// for none and for ever. What was not set itself is meant for nodes of this library only.
+func (c *Config) Heartbeats() (interval, timeout time.Duration) {
+	interval, timeout = c.HeartbeatInterval, c.HeartbeatTimeout
+	switch {
+	case interval < 0 && timeout < 0:
+		return heartbeatInterval, heartbeatTimeout
+	case interval < 0 && timeout == 0:
+		interval = 0
+	case interval < 0:
+		interval = min(heartbeatInterval, timeout/heartbeatsMissed)
+	case timeout < 0:
+		timeout = interval * heartbeatsMissed
+	}
+	return interval, timeout
 }
 
 // Rank returns the preferred instance rank of this process, GroupSize*NodeRank +

@@ -34,6 +34,7 @@ func TestRead(t *testing.T) {
 		{"DMLC_NODE_RANK", "0 3", "-1 16379", "an integer from 0 to 16378"},
 		{"DMLC_RANK_OFFSET", "0 -7 7", "x -16380", "an integer from -16379 to 16379"},
 		{"DMLC_INSTANCE_ID", "0 7", "-1", "an integer from 0 to 16378"},
+		{"STEPAF_CLUSTER_ID", "run-7 a", "", ""},
 		{"DMLC_PS_ROOT_URI", "10.0.0.1 node-1.example ::1", "10.0.0.1:8123 tcp://x a/b", "a host name or address without port"},
 		{"DMLC_PS_ROOT_PORT", "1 8123 65535", "0 65536 http", "an integer from 1 to 65535"},
 		{"DMLC_NODE_HOST", "127.0.0.1", "127.0.0.1:1", "a host name or address without port"},
@@ -61,6 +62,8 @@ func TestRead(t *testing.T) {
 		{"PS_HEARTBEAT_TIMEOUT", "0 15", "1.5", "a whole number of seconds from 0 to 86400"},
 		{"STEPAF_START_TIMEOUT", "1 300", "0", "a whole number of seconds from 1 to 604800"},
 		{"STEPAF_STOP_TIMEOUT", "1 30", "0", "a whole number of seconds from 1 to 604800"},
+		{"STEPAF_BARRIER_TIMEOUT", "1 3600", "0", "a whole number of seconds from 1 to 604800"},
+		{"STEPAF_REPLACE_TIMEOUT", "0 10", "-1", "a whole number of seconds from 0 to 86400"},
 		{"STEPAF_RECV_BUDGET_PEER", "1M 256m>256M 1048577 1073741824>1G", "1K 1T -1M M", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_RECV_BUDGET", "1G 2048M>2G", "0", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_SEND_BUDGET", "256M 262144K>256M", "1.5G", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
@@ -330,4 +333,28 @@ func FuzzLoad(f *testing.F) {
 			t.Fatalf("%q became %q", values(c), values(again))
 		}
 	})
+}
+
+// TestHeartbeats: on between our nodes, unless something is set.
+func TestHeartbeats(t *testing.T) {
+	const s = time.Second
+	for _, c := range []struct {
+		env               string
+		interval, timeout time.Duration
+	}{
+		{"", 2 * s, 10 * s},
+		{"PS_HEARTBEAT_INTERVAL=1", 1 * s, 3 * s},
+		{"PS_HEARTBEAT_INTERVAL=0", 0, 0},
+		{"PS_HEARTBEAT_TIMEOUT=0", 0, 0},
+		{"PS_HEARTBEAT_TIMEOUT=3", 1 * s, 3 * s},
+		{"PS_HEARTBEAT_TIMEOUT=60", 2 * s, 60 * s},
+		{"PS_HEARTBEAT_INTERVAL=5 PS_HEARTBEAT_TIMEOUT=15", 5 * s, 15 * s},
+		{"PS_HEARTBEAT_INTERVAL=0 PS_HEARTBEAT_TIMEOUT=15", 0, 15 * s},
+		{"PS_HEARTBEAT_INTERVAL=5 PS_HEARTBEAT_TIMEOUT=0", 5 * s, 0},
+	} {
+		i, o := load(t, strings.Fields(c.env)...).Heartbeats()
+		if i != c.interval || o != c.timeout {
+			t.Errorf("%q: %s, %s; want %s, %s", c.env, i, o, c.interval, c.timeout)
+		}
+	}
 }

@@ -44,6 +44,12 @@ var table = []variable{
 		field:   func(c *Config) any { return &c.InstanceID },
 		help:    "Index of this instance in its group. Only one value is right, so leave it unset.",
 		differs: "Any value but rank mod `DMLC_GROUP_SIZE` is an error.",
+	}, {
+		name: "STEPAF_CLUSTER_ID", topic: cluster, kind: String, readers: "all",
+		field:   func(c *Config) any { return &c.ClusterID },
+		help:    "A name for the cluster, the same on all nodes: nodes with another one are refused, and a scheduler that is started again knows its nodes by it.",
+		defNote: "the scheduler makes one up",
+		differs: "Ours only.",
 	},
 
 	{
@@ -164,24 +170,34 @@ var table = []variable{
 		help:    "For tests: share of received messages that is thrown away. Needs `PS_RESEND=1`.",
 		differs: "Each message is drawn on its own; the seed is logged.",
 	}, {
-		name: "PS_HEARTBEAT_INTERVAL", topic: reliability, kind: Seconds, min: 0, max: day, def: "0", readers: "workers, servers",
+		name: "PS_HEARTBEAT_INTERVAL", topic: reliability, kind: Seconds, min: 0, max: day, none: -1, defNote: "2 towards a scheduler of this library, else 0", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.HeartbeatInterval },
 		help:    "Time between signs of life to the scheduler. 0 sends none.",
-		differs: "Stopping does not wait for it.",
+		differs: "On by default between our nodes. Stopping does not wait for it.",
 	}, {
-		name: "PS_HEARTBEAT_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "0", readers: "all",
+		name: "PS_HEARTBEAT_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, none: -1, defNote: "10, or 3 times the interval if that is set; nodes that send none are not missed", readers: "all",
 		field:   func(c *Config) any { return &c.HeartbeatTimeout },
 		help:    "A node silent for longer is dead, and a new one may take its place. 0 never declares one dead. Must exceed the interval.",
-		differs: "A dead peer fails the requests that need it.",
+		differs: "On by default between our nodes. A dead peer fails the requests that need it.",
 	}, {
 		name: "STEPAF_START_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "300", readers: "all",
 		field:   func(c *Config) any { return &c.StartTimeout },
-		help:    "How long starting waits for the other nodes.",
+		help:    "How long starting waits for the other nodes, its barrier included.",
 		differs: "Ours only; the original waits for ever.",
 	}, {
 		name: "STEPAF_STOP_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "30", readers: "workers",
 		field:   func(c *Config) any { return &c.StopTimeout },
-		help:    "How long a worker's stopping waits for the other nodes. Servers and the scheduler wait for the workers.",
+		help:    "How long a worker's stopping waits for the other nodes. Servers and the scheduler wait for the workers that live.",
+		differs: "Ours only; the original waits for ever.",
+	}, {
+		name: "STEPAF_BARRIER_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "3600", readers: "all",
+		field:   func(c *Config) any { return &c.BarrierTimeout },
+		help:    "How long a barrier that a program asks for waits for the other nodes.",
+		differs: "Ours only; the original waits for ever.",
+	}, {
+		name: "STEPAF_REPLACE_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, def: "10", readers: "all",
+		field:   func(c *Config) any { return &c.ReplaceTimeout },
+		help:    "How long a barrier to which only dead nodes have yet to come waits for their replacements, or for the scheduler.",
 		differs: "Ours only; the original waits for ever.",
 	},
 

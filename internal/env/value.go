@@ -137,7 +137,9 @@ func (v *variable) set(c *Config, canon string) {
 			*p = strings.Split(canon, ",")
 		}
 	case *time.Duration:
-		*p = time.Duration(n) * v.unit()
+		if *p = time.Duration(n) * v.unit(); canon == "" {
+			*p = time.Duration(v.none)
+		}
 	case *BusyPoll:
 		switch canon {
 		case "":
@@ -172,6 +174,9 @@ func (v *variable) get(c *Config) string {
 	case *[]string:
 		return strings.Join(*p, ",")
 	case *time.Duration:
+		if v.def == "" && *p == time.Duration(v.none) {
+			return ""
+		}
 		n := *p / v.unit()
 		if *p%v.unit() > 0 {
 			n++

@@ -47,7 +47,7 @@ type variable struct {
 	// field points into a Config: *int, *bool, *string, *[]string,
 	// *time.Duration or *BusyPoll.
 	field func(*Config) any
-	none  int // an *int field's value for unset, when def is ""
+	none  int // an *int or *time.Duration field's value for unset, when def is ""
 
 	// check normalises a String, Enum or List value; a want that is not empty
 	// says why it was refused.

@@ -32,9 +32,9 @@ type Config struct {
 
 	HeartbeatInterval time.Duration // PS_HEARTBEAT_INTERVAL; 0: none are sent
 	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT; 0: silence is no death
-	// NativeHeartbeats limits both to nodes of this library: none are sent to a
-	// scheduler of the original, and only nodes that have sent one are missed.
-	NativeHeartbeats bool
+	// NativeInterval sends heartbeats only to a scheduler of this library, the first one
+	// at once. With NativeTimeout only nodes that have sent one are missed.
+	NativeInterval, NativeTimeout bool
 	// NamedCluster says that the cluster in Self's identity is STEPAF_CLUSTER_ID's,
 	// which all nodes must have. Otherwise the scheduler's is any number, and the
 	// others' 0.

@@ -36,10 +36,10 @@ type gather struct {
 type arrival struct {
 	id, customer int
 	stamp        int32
-	final        bool // of Finalize, which may wait from the first second
+	final        bool // of the end of a program, which may wait from the first second
 }
 
-// finalRequest is the key of a Finalize's request. See named for who looks at it.
+// finalRequest is the key of the request of a barrier that ends a program. See named for who looks at it.
 const finalRequest = 1
 
 // answer is the last release that a node of this library was sent for a barrier, so

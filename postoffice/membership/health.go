@@ -186,7 +186,7 @@ func (m *Machine) watched() []int {
 	}
 	if m.sched != nil {
 		ids := m.Members(van.WorkerGroup | van.ServerGroup)
-		if m.cfg.NativeHeartbeats {
+		if m.cfg.NativeTimeout {
 			ids = slices.DeleteFunc(ids, func(id int) bool { return !m.health[id].beats })
 		}
 		return ids
@@ -205,7 +205,7 @@ func (m *Machine) patience(id int) time.Duration {
 
 func (m *Machine) beats() bool {
 	return m.sched == nil && m.cfg.HeartbeatInterval > 0 && !m.leaving &&
-		(!m.cfg.NativeHeartbeats || m.native(van.SchedulerID)) && !failpoint.On("heartbeat")
+		(!m.cfg.NativeInterval || m.native(van.SchedulerID)) && !failpoint.On("heartbeat")
 }
 
 // beat sends a heartbeat with the own record and perhaps others.

@@ -283,7 +283,7 @@ func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 	m.connect(van.SchedulerID, m.cfg.Scheduler)
 	m.emit(PeerReplaced{van.SchedulerID, m.cfg.Scheduler})
 	for _, t := range m.tickets {
-		if t.final {
+		if t.ending {
 			t.sent = false
 		}
 	}

@@ -303,7 +303,7 @@ func configure(cfg *Config, opts map[string]string) error {
 		case "barrier":
 			cfg.BarrierTimeout, err = time.ParseDuration(v)
 		case "natives":
-			cfg.NativeHeartbeats = v == "1"
+			cfg.NativeInterval, cfg.NativeTimeout = v == "1", v == "1"
 		case "named": // STEPAF_CLUSTER_ID
 			var n int
 			n, err = strconv.Atoi(v)

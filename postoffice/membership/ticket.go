@@ -18,6 +18,7 @@ type ticket struct {
 	group    int
 	instance bool
 	final    bool // the barrier of Finalize
+	ending   bool // that, or the barrier that a program has before it
 	starting bool // the barrier of start-up
 	sent     bool
 	stamp    int32  // of the request, once it is sent
@@ -64,11 +65,18 @@ func (m *Machine) StartBarrier(now, deadline time.Duration) (int, error) {
 // it waits are reported only if it fails. After a failure call Leaving before the
 // van is closed.
 func (m *Machine) Finalize(now time.Duration, customer int) (int, error) {
-	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true}
+	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true, ending: true}
 	if m.self.Role == van.Worker && m.cfg.StopTimeout > 0 {
 		t.deadline = now + m.cfg.StopTimeout
 	}
 	return m.barrier(now, t)
+}
+
+// StopBarrier is a barrier over all instances of all nodes that a program has before
+// Finalize. As with that, some may wait in it from the first second on: it has no limit,
+// and outlives a scheduler.
+func (m *Machine) StopBarrier(now time.Duration, customer int) (int, error) {
+	return m.barrier(now, ticket{customer: customer, group: van.AllNodes, instance: true, ending: true})
 }
 
 func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
@@ -130,7 +138,7 @@ func (m *Machine) request(t *ticket) (stamp int32) {
 	meta := m.control(cmd)
 	meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
 	meta.Control.BarrierGroup = t.group
-	if t.final && m.native(van.SchedulerID) {
+	if t.ending && m.native(van.SchedulerID) {
 		meta.Key = finalRequest
 	}
 	m.send(van.SchedulerID, meta)
@@ -164,15 +172,24 @@ func (m *Machine) CancelBarrier(n int) {
 	}
 }
 
+// Missing says who has not come to a barrier that waits, as far as this node knows, or "".
+func (m *Machine) Missing(n int) string {
+	for _, t := range m.tickets {
+		switch {
+		case t.n != n:
+		case m.sched != nil:
+			return m.barriersText()
+		case t.said != "":
+			return "the scheduler says: " + t.said
+		}
+	}
+	return ""
+}
+
 // tooLate is the error of a barrier that this node no longer waits for.
 func (m *Machine) tooLate(t *ticket, limit time.Duration) van.Error {
 	err := van.Error{Limit: limit, Err: van.ErrTimeout}
-	switch {
-	case m.sched != nil:
-		err.Detail = m.barriersText()
-	case t.said != "":
-		err.Detail = "the scheduler says: " + t.said
-	default:
+	if err.Detail = m.Missing(t.n); err.Detail == "" {
 		err.Detail = "only the scheduler knows who has not come"
 		err.Hint = "see its log"
 	}
@@ -328,7 +345,7 @@ func (m *Machine) schedulerDeadline() (time.Duration, bool) {
 }
 
 func (m *Machine) needsScheduler(t *ticket) bool {
-	if !t.final || m.self.Role != van.Server {
+	if !t.ending || m.self.Role != van.Server {
 		return true
 	}
 	for _, id := range m.Members(van.WorkerGroup) {
