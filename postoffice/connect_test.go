@@ -53,6 +53,7 @@ func TestCloseWhenAPeerIsLost(t *testing.T) {
 		for _, over := range []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.SHM} {
 			t.Run(by+" "+over.String(), func(t *testing.T) {
 				c := testcluster.Start(t, testcluster.Options{Over: over, Set: func(c *postoffice.Config) {
+					c.HeartbeatInterval = 0
 					if by == "heartbeats" && c.Role != "worker" {
 						c.HeartbeatTimeout = 300 * time.Millisecond // of beats that never come
 					}
