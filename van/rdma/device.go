@@ -50,6 +50,9 @@ type device struct {
 	swept   uint64
 	idle    uint64 // since when nothing has come
 
+	asides  []*lane     // with messages that were put aside; of who has the receiving role
+	resumed atomic.Bool // one of them may go on
+
 	readyMu sync.Mutex
 	ready   []*rxMsg
 	first   int
@@ -69,11 +72,38 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	}
 	d.loop = dispatch.NewLoop(d.receive, d.deliver)
 	d.loop.Begin, d.loop.End = d.begin, d.end
+	d.loop.Budget, d.loop.Weight = v.recvBudget, weight
+	d.loop.Paused = d.pausedLane
+	d.loop.Resumed = func(*dispatch.Lane[*van.Message]) {
+		d.resumed.Store(true)
+		d.dev.Wake()
+		d.wakeLoop()
+	}
 	d.loop.Discard = func(m *van.Message) {
 		d.inHand.Add(-1)
 		m.Release()
 	}
 	return d
+}
+
+// weight is what a message costs while it waits for its handler.
+func weight(m *van.Message) int {
+	n := messageBytes + len(m.Body)
+	if !m.Placed { // else it lies in memory of the application
+		n += m.PayloadLen()
+	}
+	return n
+}
+
+// messageBytes is about what a message itself takes.
+const messageBytes = 1 << 10
+
+// pausedLane is told that a sender's messages are not taken any more for a while.
+func (d *device) pausedLane(l *dispatch.Lane[*van.Message], bytes int64) {
+	if n := d.v.stats.paused.Add(1); n&(n-1) == 0 {
+		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more places until some have been taken",
+			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
+	}
 }
 
 // begin gives the goroutine that polls a thread of its own, on the core that the
@@ -158,10 +188,18 @@ func (d *device) awaitFlush(in *incoming) {
 }
 
 // receive has the receiving role: it returns the next message.
-func (d *device) receive() (*van.Message, *lane, bool) {
+func (d *device) receive() (*van.Message, *dispatch.Lane[*van.Message], bool) {
 	for {
+		if len(d.asides) > 0 {
+			if rx, l := d.readmit(); rx != nil {
+				return &rx.msg, &l.Lane, true
+			}
+		}
 		if rx := d.next(); rx != nil {
-			return &rx.msg, d.lanes.of(rx.msg.Sender), true
+			if l, ok := d.admit(rx); ok {
+				return &rx.msg, &l.Lane, true
+			}
+			continue
 		}
 		if d.ending.Load() {
 			return nil, nil, false
@@ -284,7 +322,7 @@ func (d *device) hand() {
 func (d *device) pending() bool {
 	d.readyMu.Lock()
 	defer d.readyMu.Unlock()
-	return d.first < len(d.ready)
+	return d.first < len(d.ready) || d.resumed.Swap(false)
 }
 
 func (d *device) next() *rxMsg {
@@ -477,6 +515,14 @@ func (d *device) stop(ctx context.Context) error {
 	err := d.loop.Stop(ctx)
 	for rx := d.next(); rx != nil; rx = d.next() {
 		d.loop.Discard(&rx.msg)
+	}
+	if err == nil { // else the role is still held
+		for _, l := range d.asides {
+			for _, rx := range l.aside {
+				d.loop.Discard(&rx.msg)
+			}
+			l.aside = nil
+		}
 	}
 	close(d.stopped)
 	return err

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -43,6 +44,7 @@ type peer struct {
 	ended  bool
 	half   *half // nil while both connections stand, or this node's does not
 	free   []*outgoing
+	unsent int // bytes of payload that wait
 	// ticked is when Sender.Tick was last called.
 	ticked uint64
 	keys   map[uint64]bool // of a node of this library: whether it has a place of its own
@@ -107,6 +109,7 @@ type outgoing struct {
 	copies []byte                     // of small frames, each aligned
 	done   van.Completion
 	size   int  // payload
+	unsent int  // of it, in the sum of those that wait
 	whole  bool // all frames were copied, and fit behind the meta
 }
 
@@ -171,6 +174,11 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		return false, van.ErrClosed
 	case p.lost && data:
 		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
+	case data && p.snd.Waiting() > 0 && p.unsent+size > p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
+		if n := p.v.stats.refusedSends.Add(1); n&(n-1) == 0 {
+			p.v.log.Warn("rdma: a message is refused: too much waits for its peer", "peer", p.name(), "bytes that wait", p.unsent, "STEPAF_SEND_BUDGET", p.v.cfg.SendBudget, "refused so far", n)
+		}
+		return false, fmt.Errorf("%w: %d bytes wait, with %d more that is over STEPAF_SEND_BUDGET, %d", van.ErrQueueFull, p.unsent, size, p.v.cfg.SendBudget)
 	case p.snd.Waiting() >= p.v.cfg.RDMAMaxConcurrWR:
 		return false, fmt.Errorf("%w: %d messages wait (BYTEPS_RDMA_MAX_CONCURR_WR)", van.ErrQueueFull, p.snd.Waiting())
 	}
@@ -190,6 +198,8 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 			return false, err
 		}
 	}
+	o.unsent = size
+	p.unsent += size
 	done = msg.Done != nil && o.done == nil
 	idle := p.snd.Waiting() == 0
 	err = p.snd.Submit(o)
@@ -297,6 +307,8 @@ func (o *outgoing) original(msg *van.Message) {
 }
 
 func (p *peer) recycle(o *outgoing) {
+	p.unsent -= o.unsent
+	o.unsent = 0
 	o.done, o.into, o.data = nil, backend.Mem{}, [van.MaxFrames]backend.Mem{}
 	if len(p.free) < 256 && cap(o.meta) <= 4*metaRoom && cap(o.copies) <= 2*stageEach {
 		p.free = append(p.free, o)

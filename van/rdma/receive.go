@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"unsafe"
 
@@ -265,6 +266,22 @@ type rxMsg struct {
 	slaves uint64 // notifications of other parts that must have come
 	key    [8]byte
 	lens   [4]byte
+	own    []byte // copies of keys and lengths of many
+}
+
+// keepOwn is the most that a message keeps for the next one.
+const keepOwn = 64 << 10
+
+// copied returns a copy of b, a frame of keys or lengths, of a message with trailer t, which
+// has been checked.
+func (rx *rxMsg) copied(b []byte, t *trailer) backend.Mem {
+	from := aligned(len(rx.own))
+	if most := aligned(int(t.lens[0])) + int(t.lens[2]); cap(rx.own) < most { // for both: it must not move
+		rx.own = make([]byte, 0, most)
+	}
+	rx.own = rx.own[:from+len(b)]
+	copy(rx.own[from:], b)
+	return backend.Bytes(rx.own[from:])
 }
 
 // message makes a message of a notification. A nil rxMsg with a nil error is no
@@ -375,18 +392,34 @@ func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
 	}
 	if t.packed {
 		off := 0
+		for i := range t.frames { // before anything is made of it
+			off = aligned(off)
+			n := int(t.lens[i])
+			if n > 0 && n > room-off {
+				return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", max(room-off, 0))}
+			}
+			off += n
+		}
+		off = 0
 		for i := range t.frames {
 			off = aligned(off)
 			n := int(t.lens[i])
 			if n == 0 {
 				continue
 			}
-			if n > room-off {
-				return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", max(room-off, 0))}
-			}
-			m.SetFrame(i, data.Sub(off, n))
-			rx.lease = l
+			frame := data.Sub(off, n)
 			off += n
+			if i == 1 {
+				rx.lease = l
+			} else {
+				// Keys and lengths are checked, and then used: the peer must not be able to
+				// change them in between.
+				if !frame.OnHost() {
+					return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
+				}
+				frame = rx.copied(frame.Host(), t)
+			}
+			m.SetFrame(i, frame)
 		}
 		return nil
 	}
@@ -493,19 +526,67 @@ func (v *rvan) credited(in *incoming, t *trailer) {
 	}
 }
 
-type lane = dispatch.Lane[*van.Message]
+// lane is the order of a sender's messages. aside is what has come while its handler has
+// too much to do: the places that it lies in are not given back, so the sender has to stop.
+type lane struct {
+	dispatch.Lane[*van.Message]
+	aside []*rxMsg // of who has the receiving role
+}
 
-// lanes gives each sender its lane. Senders without an id share one.
+// lanes gives each sender two lanes: control messages do not wait for data, nor for the
+// handler of data. Senders without an id share theirs.
 type lanes struct {
 	m sync.Map // int to *lane
 }
 
-func (l *lanes) of(sender int) *lane {
-	if p, ok := l.m.Load(sender); ok {
+func (l *lanes) of(m *van.Message) *lane {
+	key := m.Sender << 1
+	if m.IsControl() {
+		key++
+	}
+	if p, ok := l.m.Load(key); ok {
 		return p.(*lane)
 	}
-	p, _ := l.m.LoadOrStore(sender, new(lane))
+	x := &lane{}
+	x.ID = m.Sender
+	p, _ := l.m.LoadOrStore(key, x)
 	return p.(*lane)
+}
+
+// admit tells whether rx may be handed to its lane. If not it is put aside.
+func (d *device) admit(rx *rxMsg) (*lane, bool) {
+	l := d.lanes.of(&rx.msg)
+	if len(l.aside) == 0 && d.loop.MayRead(&l.Lane) {
+		return l, true
+	}
+	if len(l.aside) == 0 {
+		d.asides = append(d.asides, l)
+	}
+	l.aside = append(l.aside, rx)
+	rx.in.stalled.Store(true)
+	return nil, false
+}
+
+// readmit returns what was put aside and may be handed up now.
+func (d *device) readmit() (*rxMsg, *lane) {
+	for i, l := range d.asides {
+		if !d.loop.MayRead(&l.Lane) {
+			continue
+		}
+		rx := l.aside[0]
+		l.aside[0] = nil
+		if l.aside = l.aside[1:]; len(l.aside) == 0 {
+			l.aside = nil
+			d.asides = slices.Delete(d.asides, i, i+1)
+			for _, c := range *d.v.conns.Load() {
+				if c.in != nil && c.in.host == d && c.in.hello.node == rx.msg.Sender {
+					c.in.stalled.Store(false)
+				}
+			}
+		}
+		return rx, l
+	}
+	return nil, nil
 }
 
 // pool reuses messages.
@@ -544,6 +625,9 @@ func (p *pool) Free(m *van.Message) {
 		}
 	}
 	rx.in, rx.lease, rx.slaves = nil, nil, 0
+	if rx.own = rx.own[:0]; cap(rx.own) > keepOwn {
+		rx.own = nil
+	}
 	m.Reset()
 	m.Adopt(p, unsafe.Pointer(rx))
 	p.mu.Lock()

@@ -12,7 +12,9 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -53,20 +55,21 @@ type rvan struct {
 
 	epoch uint32 // added to serials to tell connections of different processes apart
 
-	peers    atomic.Pointer[map[int]*peer]
-	conns    atomic.Pointer[map[uint32]*conn]
-	devices  atomic.Pointer[[]*device]
-	serials  atomic.Uint32
-	table    *rendezvous.Table[memory]
-	leased   atomic.Int64  // bytes that are registered for peers
-	scanned  atomic.Uint64 // when all places were last looked at
-	stats    stats
-	spinning atomic.Bool
-	polled   atomic.Uint64 // when the last Poll ended
-	crowded  atomic.Uint64 // when a Poll last left it to another
-	pollers  atomic.Int32  // callers of Poll
-	moved    atomic.Uint64 // bytes sent and received when busy was last called
-	warnPin  sync.Once
+	peers      atomic.Pointer[map[int]*peer]
+	conns      atomic.Pointer[map[uint32]*conn]
+	devices    atomic.Pointer[[]*device]
+	serials    atomic.Uint32
+	table      *rendezvous.Table[memory]
+	leased     atomic.Int64     // bytes that are registered for peers
+	recvBudget *dispatch.Budget // of messages that wait for their handlers
+	scanned    atomic.Uint64    // when all places were last looked at
+	stats      stats
+	spinning   atomic.Bool
+	polled     atomic.Uint64 // when the last Poll ended
+	crowded    atomic.Uint64 // when a Poll last left it to another
+	pollers    atomic.Int32  // callers of Poll
+	moved      atomic.Uint64 // bytes sent and received when busy was last called
+	warnPin    sync.Once
 
 	reserve  sync.Mutex
 	reserved map[verbs.Device]int // room in completion queues
@@ -100,6 +103,9 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 		table: newTable(min(o.Config.AddressPoolSize, maxIndex)), reserved: map[verbs.Device]int{},
 		ids: map[uint64]*cmID{}, endpoints: map[string]*incoming{}, buffers: map[bufferKey]backend.Mem{},
 		leaving: map[*peer]bool{}, cmEnd: make(chan struct{})}
+	if !failpoint.On("recv-budget") {
+		v.recvBudget = dispatch.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
+	}
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
 	}

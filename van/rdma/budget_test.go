@@ -1,0 +1,148 @@
+package rdma
+
+import (
+	"bytes"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// What waits for a peer that takes nothing is bounded in bytes.
+func TestSendBudget(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9, func(c *env.Config) { c.SendBudget = 1 << 20 }), r.node(8, places(4))
+	r.link(w, s)
+	v := value(100<<10, 1)
+	var err error
+	sent := 0
+	for ; err == nil && sent < 100; sent++ {
+		err = w.Send(push(s, 1, sent, v))
+	}
+	if !errors.Is(err, van.ErrQueueFull) || !strings.Contains(err.Error(), "STEPAF_SEND_BUDGET") || !strings.Contains(err.Error(), van.NodeName(8)) {
+		t.Fatalf("Send of message %d: %v, want %v that names the variable and the peer", sent, err, van.ErrQueueFull)
+	}
+	if n := w.Stats().RefusedSends; n != 1 {
+		t.Errorf("%d messages are counted as refused, want 1", n)
+	}
+	w.must(control(s, 1000)) // not these
+	got := 0
+	for range sent {
+		m := s.next()
+		if !m.IsControl() {
+			got++
+		}
+		m.Release()
+	}
+	if got != sent-1 {
+		t.Errorf("%d messages came, want %d", got, sent-1)
+	}
+	w.must(push(s, 1, 2000, v)) // there is room again
+	s.wantValue(2000, v)
+	p := (*w.peers.Load())[8]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.unsent != 0 {
+		t.Errorf("%d bytes are said to wait, want none", p.unsent)
+	}
+}
+
+// A handler that is slow for one peer keeps at most the budget of its messages here; others
+// go on, and in the end all have come, in order.
+func TestReceiveBudget(t *testing.T) {
+	r := newRig(t)
+	const budget, size, count = 1 << 20, 64 << 10, 200
+	s := r.make(8, func(c *env.Config) { c.RecvBudgetPeer = budget })
+	s.listenOn(0)
+	gate := make(chan bool)
+	next := 0
+	done := make(chan bool)
+	s.Start(func(m *van.Message) {
+		if m.IsControl() || m.Sender != 9 {
+			s.in <- m.Retain()
+			return
+		}
+		<-gate
+		if int(m.Timestamp) != next || !bytes.Equal(m.Vals.Host(), value(size, next)) {
+			t.Errorf("timestamp %d, want %d, or the value has changed", m.Timestamp, next)
+		}
+		if next++; next == count {
+			close(done)
+		}
+	})
+	w, other := r.node(9), r.node(11)
+	r.link(w, s)
+	r.link(other, s)
+	for i := range count {
+		w.must(push(s, 1, i, value(size, i)))
+	}
+	r.until("the peer is paused", func() bool { return s.Stats().PausedReads > 0 })
+	for i := range 20 { // meanwhile
+		other.must(push(s, 1, i, value(size, i)))
+		s.wantValue(i, value(size, i))
+		w.must(control(s, i))
+		m := s.next()
+		if !m.IsControl() {
+			t.Errorf("timestamp %d, want a control message", m.Timestamp)
+		}
+		m.Release()
+	}
+	// Those that had a place when it was paused, and the budget.
+	if n := s.incomingOf(9).bytes.Load(); n > 2*budget+64*size {
+		t.Errorf("%d bytes are registered for the peer", n)
+	}
+	close(gate)
+	<-done
+	r.until("nothing waits", func() bool { return s.recvBudget.Used() == 0 })
+}
+
+// Keys and lengths are copied before they are handed up: the peer can go on writing to its
+// place.
+func TestKeysAreCopied(t *testing.T) {
+	h := newHostileWorld(t, true)
+	r := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
+	keys, vals, lens := value(800, 1), value(1000, 2), value(400, 3)
+	data := make([]byte, 4096)
+	copy(data, keys)
+	copy(data[aligned(800):], vals)
+	copy(data[aligned(aligned(800)+1000):], lens)
+	tr := &trailer{packed: true, frames: 3, lens: [van.MaxFrames]uint32{800, 1000, 400}}
+	write := func(b []byte) {
+		h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: r.data, RKey: r.dataKey}, b)
+		h.c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, push(h.s, 1, 1, vals), tr))
+	}
+	write(data)
+	m := h.s.next()
+	defer m.Release()
+	// It writes other keys while the message is in use, which is refused and yet done.
+	for i := range data {
+		data[i] = 0xff
+	}
+	before := h.s.Stats().Malformed
+	write(data)
+	h.seen(before+1, "place in use")
+	if !bytes.Equal(m.Keys.Host(), keys) || !bytes.Equal(m.Lens.Host(), lens) {
+		t.Error("keys or lengths changed while they were in use")
+	}
+	if bytes.Equal(m.Vals.Host(), vals) {
+		t.Error("the peer has not written to its place")
+	}
+	h.ends(before + 1)
+}
+
+// Metas of two peers lie in different registrations: who may write to one cannot to others.
+func TestMetasOfPeersAreApart(t *testing.T) {
+	h := newHostileWorld(t, true)
+	h.w.must(push(h.s, 1, 1, value(100, 1)))
+	h.s.wantValue(1, value(100, 1))
+	a := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, 0}, origin: 1})
+	h.s.table.Each(func(l *lease) {
+		if l.Owner.(*incoming).hello.node == 9 && l.Memory.meta.rkey == a.metaKey {
+			t.Errorf("place %d of another peer has the same key", l.Index())
+		}
+	})
+	h.ends(0)
+}
