@@ -204,7 +204,7 @@ func (r *planRun) phase(ph *plan.Phase) {
 	x.to = time.Now()
 	x.living = r.c.Living()
 	for _, p := range r.c.All() {
-		if r.c.Get(p.Role, p.Rank) != p && p.State().Started {
+		if s := p.State(); r.c.Get(p.Role, p.Rank) != p && s.Started && !s.Killed {
 			x.replaced = append(x.replaced, p)
 		}
 	}
@@ -448,6 +448,10 @@ func (r *planRun) end() {
 		}
 		<-time.After(50 * time.Millisecond)
 	}
+	if err := r.barrier(); err != nil {
+		r.c.wrong("behind the end of all faults: %v", err)
+		return
+	}
 	r.c.note("everything works, %s behind the end of all faults", time.Since(over).Round(time.Millisecond))
 	r.events.Wait()
 	for _, p := range zombies {
@@ -460,6 +464,25 @@ func (r *planRun) end() {
 			r.c.wrong("the end: %v", err)
 		}
 	}
+}
+
+// barrier makes all that can meet: servers are in Finalize already in some plans.
+func (r *planRun) barrier() error {
+	group := van.WorkerGroup
+	if !r.p.Cluster.FinalizeEarly {
+		group |= van.ServerGroup
+	}
+	var errs []error
+	var all []<-chan error
+	for _, p := range r.c.Living() {
+		if p.Role == "worker" || p.Role == "server" && group&van.ServerGroup != 0 {
+			all = append(all, p.Barrier(group, patience))
+		}
+	}
+	for _, c := range all {
+		errs = append(errs, <-c)
+	}
+	return errors.Join(errs...)
 }
 
 // present tells whether each place has a process that has started.
@@ -530,6 +553,7 @@ func (p *Process) calls(from, to int64) (ok int64, failed, barriers []Call) {
 	for _, c := range p.done {
 		switch {
 		case c.Begin < from || c.Begin >= to:
+		case c.Text != "" && c.Begin+c.MS > to: // others have nothing more to do by then
 		case c.Barrier:
 			barriers = append(barriers, c)
 		default:
