@@ -322,3 +322,42 @@ func TestManyNodes(t *testing.T) {
 		t.Errorf("%d goroutines for %d nodes, want about 2 for each", g, 2*side)
 	}
 }
+
+// TestGivenUp: what one sender takes away from an address where nobody listens leaves the
+// messages of others, before and after, in order.
+func TestGivenUp(t *testing.T) {
+	n := inproc.NewNetwork()
+	at := van.Node{Role: van.Server, ID: 8, Hostname: "a", Port: 7}
+	first, second := newVan(t, n), newVan(t, n)
+	connect(t, first, at)
+	connect(t, second, at)
+	for _, s := range []struct {
+		v  van.Van
+		ts int
+	}{{first, 100}, {second, 1}, {first, 101}, {second, 2}, {first, 102}} {
+		if err := s.v.Send(message(8, s.ts)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	now, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := first.Close(now); !errors.Is(err, context.Canceled) {
+		t.Errorf("Close with messages that nobody takes: %v, want %v", err, context.Canceled)
+	}
+	for ts := 3; ts <= 4; ts++ {
+		if err := second.Send(message(8, ts)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	listener := newVan(t, n)
+	got := make(chan int, 10)
+	if _, err := listener.Bind(context.Background(), at); err != nil {
+		t.Fatal(err)
+	}
+	listener.Start(func(m *van.Message) { got <- int(m.Timestamp) })
+	for want := 1; want <= 4; want++ {
+		if ts := receive(t, got); ts != want {
+			t.Errorf("message %d came when %d was due", ts, want)
+		}
+	}
+}

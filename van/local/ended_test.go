@@ -6,10 +6,14 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
 // dialer is the variable that makes the test binary a process that connects to a
@@ -24,7 +28,31 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(0)
 	}
+	if addr := os.Getenv(stranger); addr != "" {
+		if err := dialAndAsk(addr); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
 	os.Exit(m.Run())
+}
+
+// stranger is the variable that makes the test binary a process that connects to a socket
+// and writes what it is told to its standard output.
+const stranger = "LOCAL_HELLO"
+
+func dialAndAsk(addr string) error {
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: addr, Net: "unixpacket"})
+	if err != nil {
+		return err
+	}
+	b := make([]byte, replyHead+2*maxWhy)
+	n, err := c.Read(b)
+	if err == nil {
+		_, err = os.Stdout.Write(b[:n])
+	}
+	return err
 }
 
 func dialAndShare(addr string) error {
@@ -94,4 +122,30 @@ func TestEndOfProcess(t *testing.T) {
 		t.Error("the end of the process was not noticed")
 	}
 	_ = cmd.Wait()
+}
+
+// TestOtherUser: a process of another user, which the socket does not keep away, is
+// refused, whatever it says of itself.
+func TestOtherUser(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can start a process of another user")
+	}
+	server := newNode(t, inproc.NewNetwork(), 8, nil)
+	server.start()
+	self, err := os.Open("/proc/self/exe") // which the other user may not find
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer self.Close()
+	cmd := exec.Command("/proc/self/fd/3")
+	cmd.ExtraFiles, cmd.Dir, cmd.Stderr = []*os.File{self}, "/", os.Stderr
+	cmd.Env = []string{stranger + "=" + server.token.address()}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	b, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(b) < replyHead || b[4] != verdictNo || !strings.Contains(string(b), "runs as user 65534, want 0") {
+		t.Errorf("the answer is %q, want no, because of the user", b)
+	}
 }

@@ -224,6 +224,9 @@ func (v *Van) pending() bool {
 	for _, l := range *v.outs.Load() {
 		found = found || l.pending()
 	}
+	if v.looked != nil {
+		v.looked()
+	}
 	return found
 }
 
@@ -240,7 +243,7 @@ func (v *Van) park() {
 		v.rx.Unlock()
 	}
 	if !found && !v.stopping.Load() {
-		if err := v.bell.wait(theLoop, count, v.sleepLimit(maxSleep)); err != nil {
+		if err := v.bell.wait(theLoop, count, v.sleepLimit(v.maxSleep)); err != nil {
 			v.log.Error("cannot sleep", "err", err)
 		}
 	}
