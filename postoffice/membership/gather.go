@@ -183,14 +183,15 @@ func (m *Machine) dropEmpty() {
 
 // recheckBarriers looks which barriers only dead nodes keep from being complete. Each
 // waits for a replacement for Config.ReplaceTimeout; then it fails for those who can be
-// told. While a living member has yet to come there is time: a barrier over all nodes
+// told. One other than that of Finalize does not wait any more for a node that has been
+// silent for so long that it is held for dead. While a living member has yet to come there is time: a barrier over all nodes
 // in which some wait from the first second, as that of Finalize, is no reason to end the
 // others' work.
 func (m *Machine) recheckBarriers(now time.Duration) {
 	for _, key := range m.sched.openBarriers() {
 		g := m.sched.gathers[key]
 		possible, living := len(g.came), 0
-		dead := ""
+		dead, fell := "", false
 		for _, id := range m.Members(key.group) {
 			missing := m.places(id)
 			for _, a := range g.came {
@@ -201,6 +202,7 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 			switch {
 			case missing <= 0:
 			case m.isDown(id):
+				fell = fell || m.health[id].down&silent == 0
 				dead += fmt.Sprintf("; %s is dead: %s", m.peer(id), m.health[id].cause)
 			default:
 				living += missing
@@ -221,7 +223,11 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 		if !g.stuck {
 			g.stuck, g.since = true, now
 		}
-		if !g.told && (now-g.since >= m.cfg.ReplaceTimeout || failpoint.On("barrier-death")) {
+		wait := m.cfg.ReplaceTimeout
+		if !fell && !slices.ContainsFunc(g.came, func(a arrival) bool { return a.final }) {
+			wait = 0 // those who wait have waited for all of the silence
+		}
+		if !g.told && (now-g.since >= wait || failpoint.On("barrier-death")) {
 			m.failBarrier(key, g, strings.TrimPrefix(dead, "; "))
 		}
 	}

@@ -141,7 +141,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	m.sign()
 	m.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
 	m.nextBeat, m.lastLook = now+m.cfg.HeartbeatInterval, now
-	if m.cfg.NativeInterval { // at once, for who has sent one is watched
+	if m.cfg.NativeInterval || m.native(van.SchedulerID) { // at once, for who has sent one is watched
 		m.nextBeat = now
 	}
 	m.emit(SetID{own.ID})
