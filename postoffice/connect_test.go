@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -82,6 +83,110 @@ func TestCloseWhenAPeerIsLost(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// refusing is a van that cannot connect to some.
+type refusing struct {
+	van.Van
+	to func(id int) bool
+}
+
+func (r refusing) Unwrap() van.Van { return r.Van }
+
+func (r refusing) Connect(ctx context.Context, id int, peer van.Node) error {
+	if r.to(id) {
+		return &van.Error{Op: "connect", Err: syscall.EMFILE}
+	}
+	return r.Van.Connect(ctx, id, peer)
+}
+
+// TestSchedulerCannotConnect: a scheduler that has given out the ids and then cannot
+// connect to a node ends start-up, and says why to those that it reaches.
+func TestSchedulerCannotConnect(t *testing.T) {
+	network := inproc.NewNetwork()
+	results := map[string]<-chan result{}
+	for _, role := range []string{"scheduler", "server", "worker"} {
+		done := make(chan result, 1)
+		results[role] = done
+		go func() {
+			n, err := postoffice.Start(t.Context(), postoffice.Options{Log: discard,
+				Config: config(func(c *postoffice.Config) { c.Role, c.StartTimeout = role, 5*time.Second }),
+				Van: func(o van.Options) (van.Van, error) {
+					v, err := network.Factory()(o)
+					return refusing{v, func(id int) bool { return role == "scheduler" && id == 9 }}, err
+				}})
+			if err == nil {
+				n.Close()
+			}
+			done <- result{n, err}
+		}()
+	}
+	for role, text := range map[string]string{"scheduler": "too many open files", "server": "the scheduler cannot connect to worker 0 (id 9)", "worker": ""} {
+		select {
+		case r := <-results[role]:
+			if r.err == nil || !strings.Contains(r.err.Error(), text) {
+				t.Errorf("%s: %v, want an error with %q", role, r.err, text)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatalf("%s is still starting", role)
+		}
+	}
+}
+
+// slow is a van whose connections to some take until they are let go.
+type slow struct {
+	van.Van
+	held func(id int)
+}
+
+func (s slow) Unwrap() van.Van { return s.Van }
+
+func (s slow) Connect(ctx context.Context, id int, peer van.Node) error {
+	s.held(id)
+	return s.Van.Connect(ctx, id, peer)
+}
+
+// TestSlowConnect: while a connection to one peer is being made, which may take seconds,
+// heartbeats and notices go out.
+func TestSlowConnect(t *testing.T) {
+	var hold atomic.Bool
+	release := make(chan struct{})
+	c := testcluster.Start(t, testcluster.Options{Workers: 2,
+		Set: func(c *postoffice.Config) {
+			c.HeartbeatInterval, c.HeartbeatTimeout = 50*time.Millisecond, 2*time.Second
+		},
+		Wrap: func(role string, rank int, f van.Factory) van.Factory {
+			return func(o van.Options) (van.Van, error) {
+				v, err := f(o)
+				return slow{v, func(id int) {
+					if hold.Load() && (id == 11 || role == "worker" && rank == 1) {
+						<-release
+					}
+				}}, err
+			}
+		}})
+	let := sync.OnceFunc(func() { close(release) })
+	defer let()
+	c.Workers[1].Close()
+	for limit := within(t, 20*time.Second); len(c.Scheduler.DeadNodes(0)) == 0 || len(c.Servers[0].DeadNodes(0)) == 0; runtime.Gosched() {
+		if limit.Err() != nil {
+			t.Fatal("nobody notices")
+		}
+	}
+	hold.Store(true)
+	joined := make(chan error, 1)
+	go func() {
+		_, err := c.Join(within(t, 40*time.Second), "worker", 1, nil)
+		joined <- err
+	}()
+	time.Sleep(3 * time.Second) // longer than silence is borne
+	if dead := slices.DeleteFunc(c.Scheduler.DeadNodes(0), func(id int) bool { return id == 11 }); len(dead) > 0 {
+		t.Errorf("%v are dead for the scheduler, because a connection to another node takes long", dead)
+	}
+	let()
+	if err := <-joined; err != nil {
+		t.Error(err)
 	}
 }
 

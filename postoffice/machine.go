@@ -38,7 +38,7 @@ func (n *Node) step(input func(time.Duration)) {
 		n.outputs = nil
 		n.mu.Unlock()
 		for _, o := range outs {
-			n.carryOut(o)
+			n.arrange(o)
 		}
 		n.mu.Lock()
 	}
@@ -127,9 +127,7 @@ func (n *Node) carryOut(o membership.Output) {
 			if k, speak := n.Rarely("connect: " + logx.Kind(err)); speak {
 				n.log.Error("connect failed", "peer", n.PeerName(o.ID), "err", err, "so far", k)
 			}
-			if n.role != van.Scheduler && !n.started() { // what a scheduler was told to connect to may be nonsense
-				n.fail(err)
-			}
+			n.step(func(t time.Duration) { n.machine.ConnectFailed(t, o.ID, err) })
 		}
 	case membership.Disconnect:
 		n.van.Disconnect(o.ID)
@@ -190,16 +188,6 @@ func (n *Node) carryOut(o membership.Output) {
 		if k, speak := n.Rarely("machine: " + logx.Kind(errors.New(o.Text))); speak {
 			n.log.Warn(o.Text, "so far", k)
 		}
-	}
-}
-
-// started tells whether all nodes were known once.
-func (n *Node) started() bool {
-	select {
-	case <-n.ready:
-		return true
-	default:
-		return false
 	}
 }
 

@@ -122,7 +122,12 @@ type Node struct {
 	closing  chan struct{} // closed by Close, so that a Finalize does not wait on
 	hurry    sync.Once
 
-	peers    sync.Map // node id to "host:port"
+	peers      sync.Map // node id to "host:port"
+	lanesMu    sync.Mutex
+	lanes      map[int]*lane       // of peers that something slow is being done about
+	afterLanes []membership.Output // wait until there is none
+	lanesIdle  []chan struct{}     // closed when there is none
+
 	lostMu   sync.Mutex
 	lostAt   atomic.Pointer[map[int]error]
 	watchers []*watcher
@@ -603,6 +608,7 @@ func (n *Node) leave(linger time.Duration) error {
 
 	close(n.stop) // the end of tick is not awaited: a callback that it makes may be what closes
 	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
+	n.settle()
 	ctx, cancel := context.WithTimeout(context.Background(), linger)
 	defer cancel()
 	err := n.van.Close(ctx)

@@ -41,6 +41,8 @@ type Machine struct {
 	shared map[int]int // ids without a node: those of second records of one address
 	health map[int]*health
 
+	first map[int]bool // ids whose first connections end start-up
+
 	tickets    []*ticket
 	lastTicket int
 
@@ -73,7 +75,7 @@ func New(cfg Config) (*Machine, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
 	}
-	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]loss{}, incs: map[int]uint32{}}
+	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]loss{}, incs: map[int]uint32{}, first: map[int]bool{}}
 	m.cfg.Scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
 		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
 		DevTypes: []int32{int32(backend.CPU)}, DevIDs: []int32{0}, AuxID: -1}
@@ -151,6 +153,25 @@ func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 		return m.stepHeartbeat(now, from, msg)
 	default:
 		return m.bad(from, msg, "control.cmd", c.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
+	}
+}
+
+// ConnectFailed tells that the connection to id that was asked for cannot be made at all.
+// If it is one of those that start-up ends with, that is the end of it for all who can be
+// told; later the peer is lost until another one takes its place. What concerns a node
+// without an id, whose address may be nonsense, is only noted.
+func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
+	switch {
+	case m.phase == failed || m.leaving:
+	case id < 0:
+		m.PeerLost(now, id, cause)
+	case m.phase == joining && id == van.SchedulerID || m.first[id]:
+		if m.sched != nil {
+			m.tellAll(id, notice{verb: verbError, text: fmt.Sprintf("start-up has failed: the scheduler cannot connect to %s: %s", m.peer(id), cause)})
+		}
+		m.fail(&van.Error{Op: "start: connect", Node: m.name(), Peer: m.peer(id), Err: cause})
+	default:
+		m.PeerLost(now, id, cause)
 	}
 }
 

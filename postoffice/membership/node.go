@@ -158,6 +158,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 		case n.Role == van.Scheduler:
 			m.connect(van.SchedulerID, m.cfg.Scheduler)
 		case n.Role != m.self.Role:
+			m.first[n.ID] = true
 			m.connect(n.ID, m.table[m.at[n.ID]])
 		}
 	}
@@ -195,6 +196,7 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 	}
 	m.table[i] = cloneNode(*n)
 	m.learn(n.ID, n)
+	delete(m.first, n.ID)
 	*h = health{seen: now}
 	delete(m.held, n.ID)
 	if n.Role != m.self.Role {

@@ -88,8 +88,7 @@ type PeerReplaced struct {
 type Failed struct{ Err error }
 
 // Warning is text worth a log line.
-// Cause, if not empty, is what it has in common with others of which there may be many.
-type Warning struct{ Text, Cause string }
+type Warning struct{ Text string }
 
 func (Send) output()          {}
 func (Connect) output()       {}

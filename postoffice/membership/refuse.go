@@ -44,7 +44,7 @@ func (m *Machine) refuse(now time.Duration, rec *van.Node, why string) {
 	case len(r.waiting) < maxRefusalsIn:
 		r.waiting = append(r.waiting, refusal{node: cloneNode(*rec), why: why})
 	}
-	m.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why), Cause: "refused"})
+	m.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why)})
 }
 
 func (m *Machine) tellStranger(now time.Duration, r refusal) {

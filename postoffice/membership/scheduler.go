@@ -186,6 +186,7 @@ func (m *Machine) complete(now time.Duration) {
 		} else {
 			m.connect(n.ID, *n)
 		}
+		m.first[n.ID] = true
 	}
 	joins := s.joins
 	s.joins = nil
@@ -259,6 +260,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	m.table[m.at[id]] = rec
 	m.sched.stamps[id] = stamp
 	m.learn(id, &rec)
+	delete(m.first, id)
 	*m.health[id] = health{seen: now}
 	m.forget(id) // the newcomer has not come to any barrier
 	m.connect(id, rec)
