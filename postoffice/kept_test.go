@@ -1,0 +1,253 @@
+package postoffice_test
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
+)
+
+// ask sends a request for an application from the first worker to the first server.
+func ask(t testing.TB, c *testcluster.Cluster, app, ts, size int) {
+	t.Helper()
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Request, m.Push, m.Timestamp = van.ServerID(0), true, true, int32(ts)
+	m.AppID, m.CustomerID = int32(app), int32(app)
+	m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, size))
+	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
+	if err := c.Workers[0].Send(m); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// until waits until ok is true.
+func until(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !ok(); runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatalf("%s: not within 20 s", what)
+		}
+	}
+}
+
+// TestOrderBehindEarlyRequests: what comes while a handler is still busy with what came
+// before it was there waits its turn.
+func TestOrderBehindEarlyRequests(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		hook := &hooks.Van{}
+		o.Wrap = hook.Wrap("server", 0)
+		c := testcluster.Start(t, o)
+		ask(t, c, 7, 0, 10)
+		until(t, "the first request is kept", func() bool { return hook.Held() == 1 })
+		var mu sync.Mutex
+		var seen []int32
+		entered, release := make(chan struct{}), make(chan struct{})
+		all := make(chan struct{})
+		_, err := c.Servers[0].AddCustomer(7, 7, func(m *van.Message) {
+			if m.Timestamp == 0 {
+				close(entered)
+				<-release
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			if seen = append(seen, m.Timestamp); len(seen) == 4 {
+				close(all)
+			}
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		<-entered
+		for ts := range 3 {
+			ask(t, c, 7, ts+1, 10)
+		}
+		handed := func() int {
+			mu.Lock()
+			defer mu.Unlock()
+			return len(seen)
+		}
+		until(t, "the others have come", func() bool { return hook.Held() == 4 || handed() > 0 })
+		if n := handed(); n > 0 {
+			t.Errorf("%d requests were handed over while the first one was", n)
+		}
+		close(release)
+		select {
+		case <-all:
+		case <-time.After(20 * time.Second):
+			t.Fatal("not all requests come")
+		}
+		if want := []int32{0, 1, 2, 3}; !slices.Equal(seen, want) {
+			t.Errorf("requests came as %v, want %v", seen, want)
+		}
+		until(t, "nothing is held", func() bool { return hook.Held() == 0 })
+		c.Finalize(t)
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
+
+// TestEarlyRequestsGiveBackTheirRoom: requests that wait for their application have a
+// bound, which is that of those that wait, not of all that ever did.
+func TestEarlyRequestsGiveBackTheirRoom(t *testing.T) {
+	const budget, size = 1 << 20, 700 << 10
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Set: func(c *postoffice.Config) {
+		c.RecvBudgetPeer, c.RecvBudget = budget, budget
+	}})
+	for round := range 10 {
+		ask(t, c, 7, round, size)
+		until(t, "the request is kept", func() bool { return hook.Held() == 1 })
+		came := make(chan struct{})
+		x, err := c.Servers[0].AddCustomer(7, 7, func(m *van.Message) {
+			if m.Vals.Len() == size {
+				close(came)
+			}
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-came:
+		case <-time.After(20 * time.Second):
+			t.Fatalf("request %d is not there", round)
+		}
+		x.Close()
+		until(t, "nothing is held", func() bool { return hook.Held() == 0 })
+	}
+	c.Finalize(t)
+}
+
+// TestEarlyRequestsAtTheEnd: a node that closes lets go of what waited for applications
+// that never came.
+func TestEarlyRequestsAtTheEnd(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		hook := &hooks.Van{}
+		o.Wrap = hook.Wrap("server", 0)
+		c := testcluster.Start(t, o)
+		for ts := range 5 {
+			ask(t, c, 7+ts%2, ts, 100)
+		}
+		until(t, "the requests are kept", func() bool { return hook.Held() == 5 })
+		c.Servers[0].Close()
+		if n := hook.Held(); n != 0 {
+			t.Errorf("%d messages are held after Close, want none", n)
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
+
+// slow is a Request whose answer takes as long as the test wants.
+type slow struct {
+	postoffice.Request
+	entered, release, finished chan struct{}
+}
+
+func (r *slow) Answer(int, int, *van.Message) error {
+	close(r.entered)
+	<-r.release
+	return nil
+}
+func (r *slow) Finished(error) { close(r.finished) }
+func (r *slow) Recycle()       {}
+
+// TestGivenUpWhileAnswered: who gives a request up while an answer to it is being taken
+// gets the memory back when that is done, not before.
+func TestGivenUpWhileAnswered(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	if _, err := c.Servers[0].AddCustomer(5, 5, func(m *van.Message) {
+		a := &van.Message{}
+		a.Reset()
+		a.Receiver, a.Push, a.AppID, a.CustomerID, a.Timestamp = m.Sender, true, m.AppID, m.CustomerID, m.Timestamp
+		if err := c.Servers[0].Send(a); err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	x := customer(t, c)
+	for _, how := range []string{"context", "limit"} {
+		r := &slow{entered: make(chan struct{}), release: make(chan struct{}), finished: make(chan struct{})}
+		// Two answers are owed, and one comes.
+		if err := x.Open(&r.Request, "test", r, 2, []int{van.ServerID(0)}); err != nil {
+			t.Fatal(err)
+		}
+		m := &van.Message{}
+		m.Reset()
+		m.Receiver, m.Request, m.Push, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, true, r.First(), 5, 0
+		if err := c.Workers[0].Send(m); err != nil {
+			t.Fatal(err)
+		}
+		<-r.entered
+		ctx, cancel := context.WithCancel(t.Context())
+		limit := time.Duration(0)
+		if how == "limit" {
+			limit = time.Millisecond
+		}
+		waited := make(chan error, 1)
+		go func() { waited <- x.Wait(ctx, r.First(), limit) }()
+		if how == "context" {
+			cancel()
+		}
+		select {
+		case err := <-waited:
+			t.Errorf("%s: Wait has returned %v while an answer is being taken", how, err)
+			waited <- err
+		case <-time.After(100 * time.Millisecond):
+		}
+		close(r.release)
+		select {
+		case err := <-waited:
+			if !errors.Is(err, van.ErrTimeout) && !errors.Is(err, context.Canceled) {
+				t.Errorf("%s: %v", how, err)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatalf("%s: Wait does not return", how)
+		}
+		select {
+		case <-r.finished:
+		default:
+			t.Errorf("%s: Wait has returned before Finished", how)
+		}
+		cancel()
+	}
+	c.Finalize(t)
+}
+
+// TestFinishedRequestsAreRecycled: requests that nobody waits for go back to their owner,
+// except for the newest 4096.
+func TestFinishedRequestsAreRecycled(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	x := customer(t, c)
+	const kept, more = 4096, 50
+	var rs []*request
+	for range kept + more {
+		r := newRequest()
+		if err := x.Open(&r.Request, "test", r, 1, nil); err != nil {
+			t.Fatal(err)
+		}
+		rs = append(rs, r)
+	}
+	for i, r := range rs {
+		select {
+		case <-r.finished:
+		default:
+			t.Fatalf("request %d has not finished", i)
+		}
+		if got := len(r.recycled) == 1; got != (i < more) {
+			t.Fatalf("request %d of %d: recycled %t, want %t", i, len(rs), got, i < more)
+		}
+	}
+	if err := x.Wait(t.Context(), rs[0].First(), 0); !errors.Is(err, postoffice.ErrUnknownHandler) {
+		t.Errorf("Wait for the oldest one: %v, want %v", err, postoffice.ErrUnknownHandler)
+	}
+	if err := x.Wait(t.Context(), rs[more].First(), 0); err != nil {
+		t.Errorf("Wait for the oldest one that is kept: %v", err)
+	}
+}
