@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -59,4 +60,39 @@ func TestLostInstance(t *testing.T) {
 	join(0)
 	_, err := s.GetBatch(nil, time.Millisecond)
 	vantest.Fails(t, err, ErrPending)
+}
+
+// TestTwoBatchesTwoCallers: when two rounds of batches have come before anybody woke, the
+// first caller to take one wakes the second.
+func TestTwoBatchesTwoCallers(t *testing.T) {
+	worker, server := sessions(t)
+	q := server.queue
+	for i := range 2 {
+		if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: uint64(i), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for end := time.Now().Add(20 * time.Second); ; {
+		q.mu.Lock()
+		n := q.workers[0].Len()
+		q.mu.Unlock()
+		if n == 2 {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("the batches do not come")
+		}
+	}
+	for i := range 2 {
+		select { // as a caller that sleeps
+		case <-q.changed:
+		case <-time.After(20 * time.Second):
+			t.Fatalf("caller %d sleeps though a batch is there", i)
+		}
+		items, ok, err := q.take(nil)
+		if !ok || err != nil || len(items) != 1 {
+			t.Fatalf("caller %d got %d batches, %v", i, len(items), err)
+		}
+		items[0].Release()
+	}
 }
