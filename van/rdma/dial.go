@@ -1,12 +1,14 @@
 package rdma
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"syscall"
 	"time"
 
@@ -19,7 +21,6 @@ import (
 // Times of making a connection. The first is the original's.
 const (
 	resolveTime = 1000 * time.Millisecond
-	connectTime = 5 * time.Second
 	refuseTime  = 5 * time.Millisecond // a round trip: the peer's kernel says no
 	flushTime   = 2 * time.Second
 	flushPause  = 200 * time.Millisecond
@@ -27,12 +28,24 @@ const (
 	maxBackoff  = 1 * time.Second
 )
 
+// times are those that depend on how fast the peer is.
+type times struct {
+	connect, connectOriginal time.Duration // for the answer to a connect request
+	allAsk                   time.Duration // until all queue pairs of a connection have asked; the original may have fewer
+	quiet                    time.Duration // a lost connection that carried no data is made again before it is told
+	letGo                    time.Duration // that a request may be held after its answer
+}
+
+// A node of the original aborts when a connect request is withdrawn: there the connection
+// manager, which tries for about a minute, has to say that nobody answers.
+var defaultTimes = times{connect: 5 * time.Second, connectOriginal: 90 * time.Second, allAsk: 10 * time.Second, quiet: time.Second, letGo: 100 * time.Millisecond}
+
 // Retries of the transport itself. 7 would be for ever on some providers, so that a
 // write to a dead peer would never end.
 const (
 	retryCount    = 6
-	rnrRetryCount = 7 // for ever: the peer is there, it is only slow
-	ackTimeout    = 14
+	rnrRetryCount = 7  // for ever: the peer is there, it is only slow
+	ackTimeout    = 16 // 4.096 us << 16, 0.27 s: two seconds in all, as a busy host may need
 )
 
 // run keeps the connection of p: it makes it, and makes it again, until ctx ends.
@@ -60,6 +73,9 @@ func (p *peer) run(ctx context.Context) {
 				late = true // once: a busy host is no lost peer
 				continue
 			}
+			p.mu.Lock()
+			p.lost = p.lost || p.ups > 0
+			p.mu.Unlock()
 			p.v.tell(p, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
 			select {
 			case <-time.After(backoff/2 + rand.N(backoff)):
@@ -122,10 +138,13 @@ func (p *peer) down(l *link, cause error) {
 	l.broken = true
 	var dropped []*outgoing
 	if cause != nil {
-		p.lost = true
 		dropped = p.snd.Down(func(o *outgoing) bool { return o.oneShot })
 	}
 	inFlight := len(p.into) > 0 || !l.idle()
+	// Where only control messages were under way nothing is lost: they are sent again.
+	quiet := cause != nil && l.numbered && len(p.into) == 0 && len(dropped) == 0 && !l.carries() && errors.Is(cause, errUnacknowledged)
+	p.lost = p.lost || cause != nil && !quiet
+	ups := p.ups
 	p.mu.Unlock()
 	if cause != nil {
 		level := slog.LevelInfo // peers come and go
@@ -135,12 +154,49 @@ func (p *peer) down(l *link, cause error) {
 		p.v.log.Log(context.Background(), level, "rdma: the connection broke", "peer", p.name(), "err", cause, "dropped", len(dropped))
 	}
 	ended := p.endLink(l)
+	p.again(l, ended, cause != nil)
 	p.finish(append(ended, p.drop(dropped)...))
-	if cause != nil {
+	switch {
+	case quiet:
+		time.AfterFunc(p.v.times.quiet, func() { p.notBack(ups, cause) })
+	case cause != nil:
 		p.news.Lock()
 		defer p.news.Unlock()
 		p.v.tell(p, false, cause)
 	}
+}
+
+// notBack tells that the connection is lost unless it has been made again since there were
+// so many.
+func (p *peer) notBack(ups int, cause error) {
+	p.news.Lock()
+	defer p.news.Unlock()
+	p.mu.Lock()
+	lost := p.ups == ups && !p.lost && !p.ended
+	p.lost = p.lost || lost
+	p.mu.Unlock()
+	if lost {
+		p.v.tell(p, false, cause)
+	}
+}
+
+// again lets the control messages among all, which may not have arrived, wait for the next
+// connection, in their order. The peer knows them by their numbers.
+func (p *peer) again(l *link, all []finished, wanted bool) {
+	slices.SortFunc(all, func(x, y finished) int { return cmp.Compare(x.seq, y.seq) })
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var kept []*outgoing
+	for i := range all {
+		switch o := all[i].control; {
+		case o == nil:
+		case wanted && l.numbered && !p.ended:
+			kept = append(kept, o)
+		default:
+			p.recycle(o)
+		}
+	}
+	p.snd.Resubmit(kept)
 }
 
 // drop is the end of messages that will not be sent.
@@ -215,6 +271,10 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 			p.asking(false, 0)
 		}
 	}()
+	limit := v.times.connect
+	if p.incarnation == 0 && !p.ours.Load() {
+		limit = v.times.connectOriginal
+	}
 	for q, c := range ids {
 		if q == 1 {
 			if err := ids[0].refused(ctx); err != nil {
@@ -227,12 +287,14 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 		}
 	}
 	for q, c := range ids {
-		ev, err := c.wait(ctx, verbs.Established, connectTime)
+		ev, err := c.wait(ctx, verbs.Established, limit)
 		if err != nil {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
 		}
 		answer, err := decodeHello(ev.Private)
 		l.ours = err == nil && answer.ours
+		l.numbered = l.ours && answer.incarnation != 0 && v.incarnation != 0
+		p.ours.Store(l.ours)
 		if l.ours && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {
 			return nil, fmt.Errorf("queue pair %d: another process answers than the one that was named (incarnation %#x, want %#x)", q, answer.incarnation, p.incarnation)
 		}

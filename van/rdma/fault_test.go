@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
@@ -163,7 +164,8 @@ func TestSilentPeer(t *testing.T) {
 	a := netip.MustParseAddr("10.77.2.1")
 	p := newRaw(r, a, van.Node{ID: 8})
 	defer p.end()
-	w.connect(&testNode{who: van.Node{ID: 8, Hostname: a.String(), Port: p.port}})
+	w.times.connect = 100 * time.Millisecond
+	w.connect(&testNode{who: van.Node{ID: 8, Hostname: a.String(), Port: p.port, Endpoint: (&van.Identity{Incarnation: 1}).Encode()}})
 	c := w.wantTold("it cannot connect", func(c change) bool { return !c.up })
 	if !errors.Is(c.cause, van.ErrTimeout) || !strings.Contains(c.cause.Error(), "no answer") {
 		t.Errorf("told %v, want a time-out", c.cause)

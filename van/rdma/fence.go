@@ -64,3 +64,29 @@ func (v *rvan) judgeLocked() {
 		in.foreign.Store(p != nil && p.incarnation != 0 && in.hello.incarnation != 0 && p.incarnation != in.hello.incarnation && !failpoint.On("fencing"))
 	}
 }
+
+// numbered is who numbers control messages: a process, and one of its ways to this node.
+type numbered struct{ incarnation, tag uint32 }
+
+// maxNumbered bounds what is remembered of them.
+const maxNumbered = 1 << 14
+
+// repeated tells whether a control message has come before, on a connection that broke
+// before its sender knew that it has arrived.
+func (v *rvan) repeated(in *incoming, t *trailer) bool {
+	if in.hello.incarnation == 0 || failpoint.On("duplicate") {
+		return false
+	}
+	k, n := numbered{in.hello.incarnation, t.lens[1]}, t.lens[0]
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	last, known := v.numbers[k]
+	if known && (n-last-1)&maxData >= maxData/2 {
+		return true
+	}
+	if !known && len(v.numbers) >= maxNumbered {
+		clear(v.numbers)
+	}
+	v.numbers[k] = n
+	return false
+}

@@ -35,20 +35,27 @@ type incoming struct {
 	// Of who has the receiving role.
 	slaves uint64 // notifications of split messages' other parts
 	held   []*rxMsg
-	warned bool
 	holds  atomic.Bool // len(held) > 0
 	over   int64       // bytes that the last question was over the peer's budget
 
 	flushed atomic.Int32  // receive requests that have ended
 	drained chan struct{} // closed when all have
 
-	mu      sync.Mutex
-	out     *pipe // for answers to questions, and credits
-	ids     []verbs.ID
-	qps     []verbs.QP
-	leases  map[rendezvous.Route][]*lease
-	areas   map[uint64]*area // of a node of the original, by key
-	cells   cells            // for metas: what one peer may write to, no other may
+	mu       sync.Mutex
+	out      *pipe // for answers to questions, and credits
+	ids      []verbs.ID
+	qps      []verbs.QP
+	accepted int         // of them
+	waits    *time.Timer // for the others of a node of the original
+	leases   map[rendezvous.Route][]*lease
+	areas    map[uint64]*area // of a node of the original, by key
+	cells    cells            // for metas: what one peer may write to, no other may
+	suspect  struct {         // a place to which a node of the original has written while a message lay there
+		lease *lease
+		key   uint64
+		since uint64
+	}
+	warned  bool // that it has overwritten a value in use
 	credits []uint16
 	since   uint64        // when the oldest of them came
 	backlog []note        // what found no room
@@ -60,6 +67,7 @@ type incoming struct {
 	owed     atomic.Int32 // len(credits)
 	bytes    atomic.Int64 // registered for it
 	oneShots atomic.Int32 // places for control messages
+	doubts   atomic.Bool  // suspect.lease is not nil
 	stalled  atomic.Bool  // what it has sent waits for its handler, and is too much
 }
 
@@ -203,17 +211,42 @@ func (in *incoming) join(id verbs.ID, h hello) error {
 		v.release(dev)
 		return err
 	}
-	mine := v.hello(h.epoch)
-	mine.qp = q
-	if err := id.Accept(verbs.ConnParam{Private: mine.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
-		in.fail(err)
-		return nil // fail ends the ID
+	if !h.ours && q+1 < v.cfg.QPNum {
+		// The original counts the routes that it has resolved and the answers with one
+		// counter: an answer that comes before all its queue pairs have asked makes it wait
+		// for ever.
+		in.mu.Lock()
+		if in.waits == nil {
+			in.waits = time.AfterFunc(v.times.allAsk, in.acceptAll)
+		}
+		in.mu.Unlock()
+		return nil
 	}
-	if q == 0 {
-		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", dev.Name(), "stepaf", h.ours)
+	in.acceptAll()
+	return nil
+}
+
+// acceptAll accepts the queue pairs that have asked.
+func (in *incoming) acceptAll() {
+	v, h := in.v, &in.hello
+	in.mu.Lock()
+	first := in.accepted == 0
+	var failed error
+	for failed == nil && in.accepted < len(in.ids) && !in.gone.Load() && !in.closed {
+		mine := v.hello(h.epoch)
+		mine.qp = in.accepted
+		failed = in.ids[in.accepted].Accept(verbs.ConnParam{Private: mine.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount})
+		in.accepted++
+	}
+	in.mu.Unlock()
+	if failed != nil {
+		in.fail(failed) // ends the IDs
+		return
+	}
+	if first {
+		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", in.host.dev.Name(), "stepaf", h.ours)
 		v.linkBack()
 	}
-	return nil
 }
 
 // fail ends the connection.
@@ -328,6 +361,9 @@ func (in *incoming) tick(now uint64, all bool) (gave bool) {
 		}
 		in.mu.Unlock()
 	}
+	if in.doubts.Load() {
+		in.clear(now)
+	}
 	if since := in.old.Load(); since != 0 && now-since > uint64(oldTime) {
 		in.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
 	}
@@ -338,6 +374,37 @@ func (in *incoming) tick(now uint64, all bool) (gave bool) {
 		in.mu.Unlock()
 	}
 	return gave
+}
+
+// overwritten notes that a message has come to a place where another one lies. That one may
+// have been answered, and be about to be let go.
+func (in *incoming) overwritten(l *lease, key uint64) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if !in.warned && in.suspect.lease == nil {
+		in.suspect.lease, in.suspect.key, in.suspect.since = l, key, clock.Now()
+		in.doubts.Store(true)
+	}
+}
+
+// clear warns if the place has had two messages for a while.
+func (in *incoming) clear(now uint64) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	x := &in.suspect
+	switch {
+	case x.lease == nil:
+		return
+	case x.lease.Holders() < 2:
+	case now-x.since < uint64(in.v.times.letGo):
+		return
+	default:
+		in.warned = true
+		in.v.log.Warn("rdma: a peer has overwritten a value that is still in use: over RDMA a node of the C++ library may use a key again once it has its answer",
+			"peer", in.name(), "key", x.key)
+	}
+	x.lease = nil
+	in.doubts.Store(false)
 }
 
 // oldTime is how long a connection may stand when its process has made a newer one.
@@ -371,12 +438,15 @@ func (v *rvan) endIncoming(in *incoming, p *peer, cause error) {
 		defer p.halve(l, cause)
 	}
 	in.mu.Lock()
-	ids := in.ids
+	ids, accepted := in.ids, in.accepted
+	if in.waits != nil {
+		in.waits.Stop()
+	}
 	in.mu.Unlock()
 	for _, id := range ids {
 		_ = id.Disconnect()
 	}
-	if len(ids) > 0 {
+	if accepted > 0 {
 		in.host.awaitFlush(in)
 	}
 	in.host.dropHeld(in)

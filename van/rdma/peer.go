@@ -29,6 +29,9 @@ type peer struct {
 	stop        context.CancelFunc
 	ends        chan struct{} // closed when the goroutine has ended
 
+	ours atomic.Bool // the last connection was to a node of this library
+	tag  uint32      // with the number of a control message: of this peer
+
 	back atomic.Pointer[incoming] // the peer's connection to this node
 
 	news sync.Mutex // held while the watcher is told of a connection that may end meanwhile
@@ -45,6 +48,8 @@ type peer struct {
 	half   *half // nil while both connections stand, or this node's does not
 	free   []*outgoing
 	unsent int // bytes of payload that wait
+	// numbers is the number of the last control message.
+	numbers uint32
 	// ticked is when Sender.Tick was last called.
 	ticked uint64
 	keys   map[uint64]bool // of a node of this library: whether it has a place of its own
@@ -55,15 +60,18 @@ type peer struct {
 // link is one standing connection.
 type link struct {
 	*pipe
-	ids    []verbs.ID
-	host   *device
-	ours   bool // a node of this library
-	as     int  // the id that this node had when it connected
-	epoch  uint32
-	probed uint64 // when probe was called
-	slaves uint64 // split messages so far
-	failed chan error
-	once   sync.Once
+	ids  []verbs.ID
+	host *device
+	ours bool // a node of this library
+	// numbered: control messages have numbers, so that those that may have arrived can be
+	// sent again.
+	numbered bool
+	as       int // the id that this node had when it connected
+	epoch    uint32
+	probed   uint64 // when probe was called
+	slaves   uint64 // split messages so far
+	failed   chan error
+	once     sync.Once
 }
 
 // fail says that the connection has broken. Only the first cause counts.
@@ -92,6 +100,8 @@ func keyOf(m *van.Meta) intoKey {
 type outgoing struct {
 	meta          []byte
 	oneShot       bool // a control or simple-app message
+	control       bool
+	number        uint32 // of control messages
 	request, push bool
 	tensor        bool // of the original's form: one key, which the meta repeats
 	key           uint64
@@ -198,6 +208,10 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 			return false, err
 		}
 	}
+	if o.control {
+		p.numbers++
+		o.number = p.numbers
+	}
 	o.unsent = size
 	p.unsent += size
 	done = msg.Done != nil && o.done == nil
@@ -251,6 +265,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 		return err
 	}
 	control := msg.IsControl() || msg.SimpleApp
+	o.control = msg.IsControl()
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
 	o.into, o.direct, o.tensor, o.pullLen, o.revoked = backend.Mem{}, false, false, 0, false

@@ -34,7 +34,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 		return nil
 	}
 	run, stop := context.WithCancel(context.Background())
-	p := &peer{v: v, node: node, addr: addr, incarnation: incarnation, stop: stop, ends: make(chan struct{}), into: map[intoKey]into{}}
+	p := &peer{v: v, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), stop: stop, ends: make(chan struct{}), into: map[intoKey]into{}}
 	p.id.Store(int32(id))
 	p.snd = rendezvous.NewSender[*outgoing](p)
 	v.replace(func(m map[int]*peer) { m[id] = p })

@@ -26,6 +26,7 @@ type pipe struct {
 	free   []uint32
 	wrs    []verbs.SendWR // not posted yet
 	broken bool
+	seq    uint64
 	spoilt int         // records of which a work request has failed
 	doubts []*incoming // whose places have been given back, or not
 }
@@ -36,9 +37,12 @@ type record struct {
 	pending int   // completions to come
 	done    van.Completion
 	regions [van.MaxFrames]*region
-	large   *block // a meta that is too long for the stage
-	n       int    // regions
-	spoilt  bool   // a work request of it has failed
+	large   *block    // a meta that is too long for the stage
+	n       int       // regions
+	control *outgoing // a control message, until it has arrived
+	seq     uint64    // of control messages
+	data    bool      // it has data
+	spoilt  bool      // a work request of it has failed
 	// The places that the message gives back, of connection back.
 	back    *incoming
 	credits [maxCredits]*lease
@@ -149,6 +153,8 @@ type finished struct {
 	done    van.Completion
 	regions [van.MaxFrames]*region
 	large   *block
+	control *outgoing
+	seq     uint64
 }
 
 func (f *finished) end() {
@@ -183,12 +189,12 @@ func (p *pipe) complete(id uint32) (f finished, ok bool) {
 
 func (p *pipe) finish(id uint32) finished {
 	r := &p.recs[id]
-	f := finished{r.done, r.regions, r.large}
+	f := finished{r.done, r.regions, r.large, r.control, r.seq}
 	for q, n := range r.used {
 		p.room[q] += n
 		r.used[q] = 0
 	}
-	r.done, r.regions, r.large, r.n, r.pending = nil, [van.MaxFrames]*region{}, nil, 0, 0
+	r.done, r.regions, r.large, r.n, r.pending, r.control, r.data = nil, [van.MaxFrames]*region{}, nil, 0, 0, nil, false
 	r.gave()
 	if r.spoilt {
 		r.spoilt = false
@@ -236,6 +242,11 @@ func (p *pipe) doubt(id uint32) {
 		}
 		r.gave()
 	}
+}
+
+// carries tells whether data is under way.
+func (p *pipe) carries() bool {
+	return slices.ContainsFunc(p.recs, func(r record) bool { return r.data })
 }
 
 // idle tells whether everything that was posted has completed.

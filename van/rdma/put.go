@@ -71,6 +71,9 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 	}
 	if l.ours {
 		t := trailer{packed: !o.tensor, placed: o.direct && !whole, frames: o.frames, lens: o.lens, inMeta: whole, metaLen: len(o.meta)}
+		if o.control && l.numbered {
+			t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
+		}
 		if b := p.back.Load(); b != nil {
 			b.take(&t, r)
 		}
@@ -89,6 +92,13 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 	}
 	l.add(id, 0, wr)
 	r.done = o.done
+	r.data = !o.control
+	if o.control && l.numbered {
+		l.seq++
+		r.control, r.seq = o, l.seq
+		p.unsent, o.unsent = p.unsent-o.unsent, 0
+		return true // it is recycled when it has arrived
+	}
 	if o.size >= maxHold {
 		p.flush(false)
 	}

@@ -116,6 +116,7 @@ func (p *raw) use(id verbs.ID) verbs.QP {
 func (p *raw) dial(to *testNode, qps int, hello func(q int) []byte) *rawConn {
 	p.r.Helper()
 	c := &rawConn{raw: p}
+	var ids []verbs.ID
 	for q := range qps {
 		id, err := p.ch.NewID(uint64(q + 1))
 		p.check(err)
@@ -123,8 +124,12 @@ func (p *raw) dial(to *testNode, qps int, hello func(q int) []byte) *rawConn {
 		p.event(verbs.AddrResolved)
 		p.check(id.ResolveRoute(time.Second))
 		p.event(verbs.RouteResolved)
-		c.qps = append(c.qps, p.use(id))
+		c.qps, ids = append(c.qps, p.use(id)), append(ids, id)
+	}
+	for q, id := range ids {
 		p.check(id.Connect(verbs.ConnParam{Private: hello(q), RetryCount: 6, RNRRetryCount: 7}))
+	}
+	for range qps {
 		p.event(verbs.Established)
 	}
 	return c

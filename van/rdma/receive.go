@@ -105,7 +105,11 @@ func (in *incoming) flush(c *verbs.Completion) {
 func (p *peer) sent(l *link, c *verbs.Completion) {
 	q, id := recordOf(c.ID)
 	if c.Status != verbs.StatusOK {
-		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", van.ErrPeerLost, q, l.qps[q].Num(), c.Status))
+		why := van.ErrPeerLost
+		if c.Status == verbs.StatusRetryExceeded {
+			why = errUnacknowledged
+		}
+		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.qps[q].Num(), c.Status))
 	}
 	p.mu.Lock()
 	if c.Status != verbs.StatusOK {
@@ -120,6 +124,10 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 		return // another queue pair may still read the memory; see abandon
 	}
 	f, last := l.complete(id)
+	if last && f.control != nil {
+		p.recycle(f.control)
+		f.control = nil
+	}
 	if last && p.link == l && p.waiting() {
 		p.giveBack()
 		p.snd.Pump()
@@ -130,6 +138,10 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 		f.end()
 	}
 }
+
+// errUnacknowledged: nobody has acknowledged what was written: the peer has gone, or its
+// host is too busy.
+var errUnacknowledged = fmt.Errorf("%w", van.ErrPeerLost)
 
 // refused tells whether the peer has said no: it has not received this work request, nor
 // those behind it. Those before it have completed.
@@ -339,6 +351,10 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 		rx.slaves = m.SlaveQPCounter[1]
 		m.SlaveQPNum, m.SlaveQPCounter = 0, [2]uint64{}
 	}
+	if t.numbered && m.IsControl() && d.v.repeated(in, t) {
+		m.Release()
+		return nil, nil
+	}
 	var err error
 	if in.hello.ours {
 		err = rx.frames(l, t, behind)
@@ -361,10 +377,8 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 			m.Release()
 			return nil, &van.FieldError{Field: "place", Value: l.Index(), Want: "one that has been given back"}
 		}
-		if over && !in.warned {
-			in.warned = true
-			d.v.log.Warn("rdma: a peer has overwritten a value that is still in use: over RDMA a node of the C++ library may use a key again once it has its answer",
-				"peer", in.name(), "key", m.Key)
+		if over {
+			in.overwritten(rx.lease, m.Key)
 		}
 		if l.OneShot {
 			d.v.table.End(l)

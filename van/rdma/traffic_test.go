@@ -380,8 +380,8 @@ func TestOverwritten(t *testing.T) {
 	for _, c := range *h.s.conns.Load() {
 		if c.in != nil && c.in.hello.node == 11 {
 			h.until("the warning", func() bool {
-				c.in.host.mu.Lock()
-				defer c.in.host.mu.Unlock()
+				c.in.mu.Lock()
+				defer c.in.mu.Unlock()
 				return c.in.warned
 			})
 		}

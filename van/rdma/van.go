@@ -55,6 +55,7 @@ type rvan struct {
 
 	epoch uint32 // added to serials to tell connections of different processes apart
 
+	times      times // for tests to change
 	peers      atomic.Pointer[map[int]*peer]
 	conns      atomic.Pointer[map[uint32]*conn]
 	devices    atomic.Pointer[[]*device]
@@ -78,8 +79,9 @@ type rvan struct {
 	ids       map[uint64]*cmID
 	endpoints map[string]*incoming
 	buffers   map[bufferKey]backend.Mem
-	leaving   map[*peer]bool // not in peers any more
-	replaced  []uint32       // incarnations of processes that others have replaced, the latest last
+	numbers   map[numbered]uint32 // of the last control message
+	leaving   map[*peer]bool      // not in peers any more
+	replaced  []uint32            // incarnations of processes that others have replaced, the latest last
 	started   bool
 	drained   bool // nothing is on its way out any more
 	closed    atomic.Bool
@@ -98,11 +100,11 @@ func New(o van.Options) (van.Van, error) {
 
 // NewOn makes a van on the given stack.
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
-	v := &rvan{cfg: o.Config, log: o.Log, back: o.Backend, stack: stack, incarnation: o.Incarnation,
+	v := &rvan{cfg: o.Config, log: o.Log, back: o.Backend, stack: stack, incarnation: o.Incarnation, times: defaultTimes,
 		peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget), spin: spinTime(o.Config.BusyPoll), epoch: rand.Uint32(),
 		table: newTable(min(o.Config.AddressPoolSize, maxIndex)), reserved: map[verbs.Device]int{},
 		ids: map[uint64]*cmID{}, endpoints: map[string]*incoming{}, buffers: map[bufferKey]backend.Mem{},
-		leaving: map[*peer]bool{}, cmEnd: make(chan struct{})}
+		leaving: map[*peer]bool{}, numbers: map[numbered]uint32{}, cmEnd: make(chan struct{})}
 	if !failpoint.On("recv-budget") {
 		v.recvBudget = dispatch.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
 	}

@@ -247,15 +247,16 @@ const (
 
 // trailer follows the meta between nodes of this library.
 type trailer struct {
-	packed  bool // the frames lie one behind the other in the place's data
-	placed  bool // the value has been written where the request wanted it
-	frames  int
-	lens    [van.MaxFrames]uint32 // of the frames in bytes
-	epoch   uint32                // of the connection whose places come back
-	credits [maxCredits]uint16
-	n       int  // credits
-	inMeta  bool // the frames lie between the meta and the trailer
-	metaLen int  // of the meta, when inMeta
+	packed   bool // the frames lie one behind the other in the place's data
+	placed   bool // the value has been written where the request wanted it
+	frames   int
+	lens     [van.MaxFrames]uint32 // of the frames in bytes
+	epoch    uint32                // of the connection whose places come back
+	credits  [maxCredits]uint16
+	n        int  // credits
+	numbered bool // of a control message: lens[0] is its number, lens[1] tells its senders apart
+	inMeta   bool // the frames lie between the meta and the trailer
+	metaLen  int  // of the meta, when inMeta
 }
 
 // maxCredits is how many places a trailer, or a message of credits, gives back.
@@ -268,6 +269,7 @@ const (
 	trailerPacked = 1 << iota
 	trailerPlaced
 	trailerInMeta
+	trailerNumbered
 )
 
 // Offset of the meta's length in a trailer.
@@ -289,6 +291,9 @@ func (t *trailer) put(b []byte) {
 	if t.inMeta {
 		flags |= trailerInMeta
 	}
+	if t.numbered {
+		flags |= trailerNumbered
+	}
 	le.PutUint32(b, magic)
 	le.PutUint16(b[4:], flags)
 	le.PutUint32(b[offMetaLen:], uint32(t.metaLen))
@@ -308,6 +313,7 @@ func (t *trailer) get(b []byte) error {
 	}
 	flags := le.Uint16(b[4:])
 	t.packed, t.placed, t.inMeta = flags&trailerPacked != 0, flags&trailerPlaced != 0, flags&trailerInMeta != 0
+	t.numbered = flags&trailerNumbered != 0
 	t.metaLen = int(min(le.Uint32(b[offMetaLen:]), maxMeta))
 	t.n, t.frames = int(b[6]), int(b[7])
 	if t.n > maxCredits {

@@ -52,6 +52,9 @@ func (l *Lease[T]) Drop() (ended_, free bool) {
 	return s&ended != 0, s == ended
 }
 
+// Holders is the number of messages that lie there.
+func (l *Lease[T]) Holders() int { return int(l.state.Load() &^ ended) }
+
 // Held tells whether a message lies there.
 func (l *Lease[T]) Held() bool { return l.state.Load()&^ended > 0 }
 

@@ -171,6 +171,22 @@ func (s *Sender[T]) Down(keep func(T) bool) (dropped []T) {
 	return dropped
 }
 
+// Resubmit lets one-shots wait for the next connection, before those that do already. It
+// is for use between Down and Up.
+func (s *Sender[T]) Resubmit(items []T) {
+	if len(items) == 0 {
+		return
+	}
+	l := &s.lanes[0]
+	n := l.q.len()
+	for _, x := range items {
+		l.q.push(waiting[T]{item: x})
+	}
+	for range n {
+		l.q.push(l.q.pop())
+	}
+}
+
 // Waiting is the number of messages that have not been put.
 func (s *Sender[T]) Waiting() int { return s.lanes[0].q.len() + s.lanes[1].q.len() }
 
