@@ -17,7 +17,8 @@ const MaxKey Key = 1<<64 - 1
 // ReplyTo is what an answer needs of the request it answers. It is a small value
 // that may be kept after the request's message is gone.
 type ReplyTo struct {
-	Sender     int // node id of the instance that asked
+	Sender     int    // node id of the instance that asked
+	Epoch      uint32 // of its process, see van.Message
 	AppID      int32
 	CustomerID int32
 	Head       int32
@@ -33,14 +34,14 @@ type ReplyTo struct {
 
 // ReplyOf collects what an answer to msg needs.
 func ReplyOf(msg *van.Message) ReplyTo {
-	return ReplyTo{Sender: msg.Sender, AppID: msg.AppID, CustomerID: msg.CustomerID, Head: msg.Head, Timestamp: msg.Timestamp,
+	return ReplyTo{Sender: msg.Sender, Epoch: msg.Epoch, AppID: msg.AppID, CustomerID: msg.CustomerID, Head: msg.Head, Timestamp: msg.Timestamp,
 		Push: msg.Push, Key: msg.Key, Addr: msg.Addr, ValLen: msg.ValLen, Option: msg.Option, Trace: msg.RequestTrace}
 }
 
 // Fill makes m the answer to r, without data: the acknowledgement of a push.
 func (r *ReplyTo) Fill(m *van.Message) {
 	m.Reset()
-	m.Receiver = r.Sender
+	m.Receiver, m.Epoch = r.Sender, r.Epoch
 	m.Request, m.Push = false, r.Push
 	m.AppID, m.CustomerID, m.Head, m.Timestamp = r.AppID, r.CustomerID, r.Head, r.Timestamp
 	m.Key, m.Addr, m.ValLen, m.Option = r.Key, r.Addr, r.ValLen, r.Option

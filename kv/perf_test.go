@@ -32,6 +32,7 @@ func TestAllocations(t *testing.T) {
 			keys[i] = kv.Key(i * 3)
 		}
 		vals, got := make([]float32, 4000), make([]float32, 4000)
+		do(t, w)(w.ZPush(keys, vals))
 		var grown []float32
 		for name, f := range map[string]func() (int32, error){
 			"ZPush":        func() (int32, error) { return w.ZPush(keys, vals) },

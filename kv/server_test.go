@@ -18,7 +18,7 @@ import (
 )
 
 func TestRequestFields(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Workers: 2, Group: 2})
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Group: 2, Rand: testcluster.Zero})
 	type seen struct {
 		sender, rank int
 		cmd, ts      int32

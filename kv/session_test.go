@@ -83,7 +83,7 @@ func TestSessions(t *testing.T) {
 	}{{"s1w1_kv", 1, false}, {"s2w1_kv", 2, false}, {"s1w1_simple", 1, true}, {"s2w1_simple", 2, true}} {
 		t.Run(x.name, func(t *testing.T) {
 			rec := &recorder{}
-			c := testcluster.Start(t, testcluster.Options{Servers: x.servers, Wrap: func(_ string, _ int, f van.Factory) van.Factory {
+			c := testcluster.Start(t, testcluster.Options{Servers: x.servers, Rand: testcluster.Zero, Wrap: func(_ string, _ int, f van.Factory) van.Factory {
 				return func(o van.Options) (van.Van, error) {
 					v, err := f(o)
 					return &recording{Van: v, r: rec}, err

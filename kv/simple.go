@@ -21,6 +21,8 @@ type SimpleData struct {
 	Sender     int    // node id
 	Timestamp  int32  // the requester's
 	CustomerID int32  // the requester's
+
+	epoch uint32 // of the requester's process, see van.Message
 }
 
 // SimpleHandler takes a request or an answer. It runs on the transport's
@@ -104,7 +106,7 @@ func (a *SimpleApp) SetResponseHandle(h SimpleHandler) {
 }
 
 func dataOf(msg *van.Message) SimpleData {
-	return SimpleData{Head: msg.Head, Body: slices.Clone(msg.Body), Sender: msg.Sender, Timestamp: msg.Timestamp, CustomerID: msg.CustomerID}
+	return SimpleData{Head: msg.Head, Body: slices.Clone(msg.Body), Sender: msg.Sender, Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.Epoch}
 }
 
 // receive takes a request.
@@ -188,7 +190,7 @@ func (a *SimpleApp) Response(req SimpleData, body []byte) error {
 	}
 	m := messages.Get().(*van.Message)
 	m.Reset()
-	m.Receiver = req.Sender
+	m.Receiver, m.Epoch = req.Sender, req.epoch
 	m.SimpleApp, m.Head, m.Timestamp = true, req.Head, req.Timestamp
 	m.AppID, m.CustomerID = int32(a.app), req.CustomerID
 	m.Body = append(m.Body[:0], body...)

@@ -6,7 +6,9 @@ import (
 	"maps"
 	"sync"
 	"sync/atomic"
+	"time"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -16,29 +18,27 @@ var errReplaced = fmt.Errorf("%w: another process has taken its place", van.ErrP
 // errNoApp: a message came for an application that this node does not have.
 var errNoApp = errors.New("no such application")
 
-// Bounds of what is kept for an application that has not been made yet.
-const (
-	maxEarly      = 4096
-	maxEarlyBytes = 1 << 30
-)
-
 // apps routes data messages to customers. What comes for an application before it
 // exists is kept, so that a peer that is quicker is not lost.
 type apps struct {
 	table atomic.Pointer[map[appKey]*Customer]
 
-	mu         sync.Mutex
-	early      map[appKey][]*van.Message
-	earlyBytes int
-	earlyCount int
-	closed     bool
+	mu       sync.Mutex
+	early    map[appKey][]early
+	by       map[int]account // of early, by sender
+	messages int             // of early
+	bytes    int
+	expiry   *time.Timer
+	closed   bool
+	noApp    logx.Sparse
+	tooMany  logx.Sparse
 }
 
 type appKey struct{ app, customer int32 }
 
 func (a *apps) init() {
 	a.table.Store(&map[appKey]*Customer{})
-	a.early = map[appKey][]*van.Message{}
+	a.early, a.by = map[appKey][]early{}, map[int]account{}
 }
 
 // key says whom a message is for: on a worker the customer id selects the
@@ -70,19 +70,7 @@ func (n *Node) AddCustomer(app, customer int, handle func(*van.Message)) (*Custo
 	if (*a.table.Load())[k] != nil {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", app, customer), Err: van.ErrInvalid}
 	}
-	if early := a.early[k]; len(early) > 0 {
-		delete(a.early, k)
-		a.earlyCount -= len(early)
-		c.early = map[int][]*van.Message{}
-		for _, m := range early {
-			a.earlyBytes -= m.PayloadLen()
-			c.early[m.Sender] = append(c.early[m.Sender], m)
-		}
-		c.behind.Store(true)
-		for sender := range maps.Clone(c.early) {
-			go c.catchUp(sender)
-		}
-	}
+	a.takeEarly(k, c)
 	m := maps.Clone(*a.table.Load())
 	m[k] = c
 	a.table.Store(&m)
@@ -116,67 +104,6 @@ func (a *apps) deliver(n *Node, msg *van.Message) {
 	c.deliver(msg)
 }
 
-// keep stores a request for an application that does not exist yet. It returns
-// the customer if it has come meanwhile.
-func (a *apps) keep(n *Node, k appKey, msg *van.Message) *Customer {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if c := (*a.table.Load())[k]; c != nil {
-		return c
-	}
-	switch {
-	case a.closed:
-	case !msg.Request:
-		if k, speak := n.Rarely("no app: answer"); speak {
-			n.log.Info("dropped an answer", "err", errNoApp, "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "so far", k)
-		}
-	case a.earlyCount >= maxEarly || a.earlyBytes+msg.PayloadLen() > maxEarlyBytes:
-		if k, speak := n.Rarely("no app: request"); speak {
-			n.log.Warn("dropped a request: too many came for applications that this node does not have", "err", errNoApp,
-				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "kept", a.earlyCount, "so far", k)
-		}
-	default:
-		if a.earlyCount == 0 {
-			n.log.Info("keeping requests until their application is made", "app", k.app, "customer", k.customer)
-		}
-		a.early[k] = append(a.early[k], msg.Retain())
-		a.earlyCount++
-		a.earlyBytes += msg.PayloadLen()
-	}
-	return nil
-}
-
-// keepEarly queues msg behind those of its sender that came before the customer.
-func (c *Customer) keepEarly(msg *van.Message) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	queue, behind := c.early[msg.Sender]
-	if behind {
-		c.early[msg.Sender] = append(queue, msg.Retain())
-	}
-	return behind
-}
-
-// catchUp delivers what one sender sent before the customer was there. A handler
-// that blocks holds up that sender only, as it always does.
-func (c *Customer) catchUp(sender int) {
-	for {
-		c.mu.Lock()
-		queue := c.early[sender]
-		if len(queue) == 0 {
-			delete(c.early, sender)
-			c.behind.Store(len(c.early) > 0)
-			c.mu.Unlock()
-			return
-		}
-		msg := queue[0]
-		c.early[sender] = queue[1:]
-		c.mu.Unlock()
-		c.deliver(msg)
-		msg.Release()
-	}
-}
-
 func (a *apps) customers() []*Customer {
 	m := *a.table.Load()
 	cs := make([]*Customer, 0, len(m))
@@ -186,7 +113,12 @@ func (a *apps) customers() []*Customer {
 	return cs
 }
 
+// peerLost fails what node id owes, and forgets what it has sent for applications that
+// have not been made.
 func (a *apps) peerLost(id int, cause error) {
+	a.mu.Lock()
+	a.forget(func(_ appKey, e *early) bool { return e.msg.Sender == id })
+	a.mu.Unlock()
 	for _, c := range a.customers() {
 		c.peerLost(id, cause)
 	}
@@ -195,6 +127,7 @@ func (a *apps) peerLost(id int, cause error) {
 func (a *apps) abort(err error) {
 	for _, c := range a.customers() {
 		c.abortAll(err)
+		c.endEarly()
 	}
 }
 
@@ -205,20 +138,6 @@ func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 			if r := c.lookup(meta.Timestamp); r != nil {
 				r.lose(peer, err)
 			}
-		}
-	}
-}
-
-// discard lets go of what was kept for applications that never came.
-func (a *apps) discard() {
-	a.mu.Lock()
-	a.closed = true
-	early := a.early
-	a.early = map[appKey][]*van.Message{}
-	a.mu.Unlock()
-	for _, msgs := range early {
-		for _, m := range msgs {
-			m.Release()
 		}
 	}
 }

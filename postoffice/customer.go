@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -38,6 +39,8 @@ type Customer struct {
 
 	mu       sync.Mutex
 	closed   bool
+	base     int32 // the first timestamp
+	wrapped  bool  // timestamps have begun from 0 again
 	next     int32
 	table    atomic.Pointer[[]atomic.Pointer[Request]] // by timestamp; the length is a power of two
 	live     map[*Request]struct{}
@@ -47,12 +50,24 @@ type Customer struct {
 	timers   []*time.Timer
 	late     atomic.Uint64
 
-	behind atomic.Bool            // messages that came before the customer are being delivered
-	early  map[int][]*van.Message // those, by sender, and what has come behind them
+	behind atomic.Bool      // messages that came before the customer are being delivered
+	early  map[int]*backlog // those, by sender, and what has come behind them
+	room   sync.Cond        // of mu: there is less in early, or it is over
+	ended  bool             // the node leaves
+
+	withdrawals withdrawals
+	onWithdrawn atomic.Pointer[func(Withdrawn)]
 }
 
 func newCustomer(n *Node, app, id int, handle func(*van.Message)) *Customer {
 	c := &Customer{node: n, app: app, id: id, handle: handle, live: map[*Request]struct{}{}}
+	c.room.L = &c.mu
+	if !failpoint.On("incarnation") {
+		// A process that takes the place of another does not count as that one did, whose
+		// answers may still come.
+		c.base = int32(n.rand() % (1 << 30))
+	}
+	c.next = c.base
 	table := make([]atomic.Pointer[Request], 1024)
 	c.table.Store(&table)
 	return c
@@ -87,6 +102,7 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		c.mu.Unlock()
 		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
 	}
+	c.wrapped = c.wrapped || first < c.next
 	c.next = first + int32(n)
 	c.inUse += n
 	r.mu.Lock()
@@ -107,6 +123,9 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	}
 	for _, id := range receivers {
 		if cause := c.node.lost(id); cause != nil {
+			r.mu.Lock()
+			r.unsent = true
+			r.mu.Unlock()
 			r.lose(id, cause)
 			return nil
 		}
@@ -194,9 +213,12 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 	r := c.lookup(ts)
 	if r == nil || r.first != ts || r.waiting {
 		waiting := r != nil && r.first == ts && r.waiting
-		next := c.next
+		base, next, given := c.base, c.next, c.given(ts)
 		c.mu.Unlock()
-		return c.unknown(ts, next, waiting, r)
+		if !given {
+			return c.never(ts, base, next)
+		}
+		return c.unknown(ts, waiting, r)
 	}
 	r.mu.Lock()
 	r.waiting = true
@@ -263,19 +285,34 @@ func (c *Customer) Elapsed(ts int32) time.Duration {
 func (c *Customer) Given(ts int32) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return ts >= 0 && ts < c.next
+	return c.given(ts)
 }
 
-// unknown says why a handler cannot be waited for.
-func (c *Customer) unknown(ts, next int32, waiting bool, r *Request) error {
+// given is Given. c.mu is held.
+func (c *Customer) given(ts int32) bool {
+	if c.wrapped {
+		return ts >= 0 && (ts < c.next || ts >= c.base)
+	}
+	return ts >= c.base && ts < c.next
+}
+
+// never says that a handler was not given out.
+func (c *Customer) never(ts, base, next int32) error {
+	hint := "none has been given out"
+	if base != next {
+		hint = fmt.Sprintf("handlers from %d to %d have been given out", base, next-1)
+	}
+	return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: hint}
+}
+
+// unknown says why a handler cannot be waited for any more, or now.
+func (c *Customer) unknown(ts int32, waiting bool, r *Request) error {
 	e := &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler}
 	switch {
 	case waiting:
 		e.Hint = "another goroutine waits for it already; wait once for each handler"
 	case r != nil && ts >= r.first && ts < r.first+r.n:
 		e.Hint = fmt.Sprintf("it is inside the batch of handler %d; wait for that one", r.first)
-	case ts >= next:
-		e.Hint = fmt.Sprintf("handlers up to %d have been given out", next-1)
 	default:
 		e.Hint = fmt.Sprintf("it has been waited for already, or finished more than %d requests ago; wait once for each handler", keepFinished)
 	}
@@ -332,6 +369,9 @@ func (c *Customer) recycle(r *Request) {
 func (c *Customer) deliver(msg *van.Message) {
 	now := clock.Now()
 	if msg.Request {
+		if c.withdrawals.has(msg.Sender, msg.Epoch, msg.CustomerID, msg.Timestamp) {
+			return // nobody waits for an answer
+		}
 		msg.RequestTrace.Process = now
 		c.handle(msg)
 		return
@@ -399,5 +439,6 @@ func (c *Customer) Close() {
 	c.closed = true
 	c.mu.Unlock()
 	c.node.removeCustomer(c)
+	c.endEarly()
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

@@ -22,7 +22,7 @@ func (n *Node) Lost(id int) error { return n.lost(id) }
 func (c *Customer) SetNext(ts int32) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.next = ts
+	c.base, c.next, c.wrapped = min(c.base, ts), ts, false
 }
 
 // Places is the size of c's table of requests in flight.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"maps"
 	"slices"
 	"syscall"
 	"time"
@@ -21,6 +20,7 @@ func (n *Node) step(input func(time.Duration)) {
 	n.mu.Lock()
 	input(now())
 	outs := n.machine.Take()
+	n.noteProcesses(outs)
 	n.noteLosses(outs)
 	for _, o := range outs {
 		if c, ok := o.(membership.Connect); ok {
@@ -236,18 +236,12 @@ func (n *Node) fail(err error) {
 }
 
 // lost returns why node id is considered dead, or nil.
-func (n *Node) lost(id int) error { return (*n.lostAt.Load())[id] }
+func (n *Node) lost(id int) error { return n.processes.of(id).lost }
 
 func (n *Node) setLost(id int, cause error) {
 	n.lostMu.Lock()
 	defer n.lostMu.Unlock()
-	m := maps.Clone(*n.lostAt.Load())
-	if cause == nil {
-		delete(m, id)
-	} else {
-		m[id] = cause
-	}
-	n.lostAt.Store(&m)
+	n.processes.change(id, func(p *process) { p.lost = cause })
 }
 
 // OnPeer makes the node call f when a peer is lost (up false, with the cause) and
@@ -283,9 +277,26 @@ func (n *Node) notify(id int, up bool, cause error) {
 // receive takes every message from the van.
 func (n *Node) receive(msg *van.Message) {
 	n.logMessage("recv", msg.Sender, &msg.Meta)
-	if !msg.IsControl() {
-		n.profile.received(&msg.Meta)
-		n.apps.deliver(n, msg)
+	if msg.IsControl() {
+		n.receiveControl(msg)
+		return
+	}
+	p := n.processes.of(msg.Sender)
+	switch n.judge(msg, p) {
+	case discard:
+		n.dropStale(msg, p)
+		return
+	case detain:
+		if n.hold(msg) {
+			return
+		}
+		p = n.processes.of(msg.Sender)
+	}
+	n.deliver(msg, p)
+}
+
+func (n *Node) receiveControl(msg *van.Message) {
+	if n.withdrawn(msg) {
 		return
 	}
 	n.step(func(t time.Duration) {
@@ -297,7 +308,18 @@ func (n *Node) receive(msg *van.Message) {
 	})
 }
 
-// Send stamps and sends a data message. Errors name the peer.
+// deliver hands a data message of p to its application.
+func (n *Node) deliver(msg *van.Message, p *process) {
+	msg.Epoch = p.epoch
+	if p.incarnation != 0 {
+		msg.RequestTrace.PreStart = 0 // is no stamp
+	}
+	n.profile.received(&msg.Meta)
+	n.apps.deliver(n, msg)
+}
+
+// Send stamps and sends a data message. Errors name the peer. An answer to a process that
+// was replaced meanwhile is van.ErrPeerLost.
 func (n *Node) Send(msg *van.Message) error {
 	t := clock.Now()
 	if msg.Request {
@@ -310,9 +332,15 @@ func (n *Node) Send(msg *van.Message) error {
 		n.apps.loop(n, msg)
 		return nil
 	}
-	if cause := n.lost(msg.Receiver); cause != nil {
+	p := n.processes.of(msg.Receiver)
+	cause := p.lost
+	if cause == nil {
+		cause = n.answerTo(msg, p)
+	}
+	if cause != nil {
 		return &van.Error{Op: "send", Node: n.Name(), Peer: n.PeerName(msg.Receiver), Detail: msg.Meta.String(), Err: cause}
 	}
+	n.stamp(&msg.Meta, p)
 	return n.van.Send(msg)
 }
 

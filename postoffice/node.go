@@ -108,6 +108,7 @@ type Node struct {
 	machine  *membership.Machine
 	outputs  []membership.Output
 	draining bool
+	nameless map[int]van.Node   // records of nodes with temporary ids
 	due      map[int]int        // peers that are to be connected, as outputs say
 	waiters  map[int]chan error // by barrier ticket
 	ready    chan struct{}
@@ -128,9 +129,11 @@ type Node struct {
 	afterLanes []membership.Output // wait until there is none
 	lanesIdle  []chan struct{}     // closed when there is none
 
-	lostMu   sync.Mutex
-	lostAt   atomic.Pointer[map[int]error]
-	watchers []*watcher
+	lostMu    sync.Mutex
+	processes processes
+	strangers strangers
+	stale     logx.Sparse // messages of or for other processes
+	watchers  []*watcher
 
 	apps   apps
 	causes logx.Causes // of lines about what others send
@@ -243,7 +246,7 @@ func newNode(o Options) (*Node, error) {
 	n.incarnation = max(uint32(n.rand()), 1)
 	n.id.Store(van.Empty)
 	n.setName(role.String())
-	n.lostAt.Store(&map[int]error{})
+	n.strangers.init()
 	n.apps.init()
 	n.baseLog = o.Log
 	if n.baseLog == nil {
@@ -609,6 +612,7 @@ func (n *Node) leave(linger time.Duration) error {
 	close(n.stop) // the end of tick is not awaited: a callback that it makes may be what closes
 	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
 	n.settle()
+	n.strangers.close()
 	ctx, cancel := context.WithTimeout(context.Background(), linger)
 	defer cancel()
 	err := n.van.Close(ctx)

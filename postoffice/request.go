@@ -50,6 +50,7 @@ type Request struct {
 	start     uint64 // clock.Now at Open
 	waiting   bool
 	gen       uint64        // counts uses, so that a late look at r notices the next one
+	unsent    bool          // nothing of it has left
 	place     int           // in the customer's list of finished requests, -1 when not there
 	done      chan struct{} // one token when finished
 	isDone    func() bool   // tells whether there is one
@@ -85,7 +86,7 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 		}
 	}
 	r.left, r.busy, r.err = n*len(receivers), 0, nil
-	r.state, r.waiting = open, false
+	r.state, r.waiting, r.unsent = open, false, false
 	r.gen++
 	r.place = -1
 	r.start = clock.Now()
@@ -184,6 +185,9 @@ func (r *Request) settle() {
 	r.busy = 1 // keeps r from being recycled while Finished runs
 	r.mu.Unlock()
 
+	if err != nil && !r.unsent {
+		r.tell()
+	}
 	sink.Finished(err)
 
 	r.mu.Lock()
@@ -196,6 +200,23 @@ func (r *Request) settle() {
 	r.mu.Unlock()
 	if !waiting {
 		c.completed(r, gen)
+	}
+}
+
+// tell says to those who still owe answers that nobody waits for them any more. Nothing
+// else looks at r meanwhile.
+func (r *Request) tell() {
+	n := r.c.node
+	if n.Alive() != nil {
+		return // the end of the connections says it
+	}
+	for k, id := range r.receivers {
+		for i := range int(r.n) {
+			if r.owed[i*r.words+k/64]&(1<<(k%64)) != 0 {
+				n.withdraw(id, r.c.app, Withdrawn{Customer: int32(r.c.id), First: r.first, Count: r.n})
+				break
+			}
+		}
 	}
 }
 

@@ -22,6 +22,11 @@ type Message struct {
 	Sender   int // node id; Empty when the sender has none yet
 	Receiver int
 
+	// Epoch tells, of a received message, which of the processes that have had the
+	// sender's id it came from: the node sets it. An answer has that of its request, so
+	// that it does not go to another process; 0 is for whoever has the id.
+	Epoch uint32
+
 	// Frames is the number of data frames: 0, 2 (keys, values) or 3 (and lengths).
 	Frames int
 	Keys   backend.Mem // 8 bytes each
@@ -103,6 +108,7 @@ func (m *Message) Release() {
 func (m *Message) Reset() {
 	m.Meta.Reset()
 	m.Sender, m.Receiver = Empty, Empty
+	m.Epoch = 0
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens = backend.Mem{}, backend.Mem{}, backend.Mem{}
 	m.Into, m.Placed, m.More, m.Done = backend.Mem{}, false, false, nil

@@ -40,9 +40,16 @@ type Options struct {
 	// that it starts itself, in other processes.
 	Elsewhere func(c *Cluster, role string, rank int) bool
 
+	// Rand is where nodes get random numbers from, nil for the system's. Zero makes
+	// timestamps begin at 0.
+	Rand func() uint64
+
 	// Log takes the logs of all nodes; nil discards them.
 	Log *slog.Logger
 }
+
+// Zero is for Options.Rand.
+func Zero() uint64 { return 0 }
 
 // Cluster is the running nodes, by instance rank. Those that run elsewhere are
 // nil.
@@ -135,7 +142,7 @@ func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*po
 	if set != nil {
 		set(cfg)
 	}
-	po := postoffice.Options{Config: cfg, Log: c.o.Log}
+	po := postoffice.Options{Config: cfg, Log: c.o.Log, Rand: c.o.Rand}
 	if !c.o.Over.sockets() {
 		po.Van = c.o.Network.Factory()
 	}

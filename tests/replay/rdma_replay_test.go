@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma"
@@ -160,6 +161,7 @@ func (r *rdmaRun) rdmaOptions() postoffice.Options {
 		level = slog.LevelInfo
 	}
 	return postoffice.Options{
+		Rand:   testcluster.Zero, // recorded timestamps begin at 0
 		Config: cfg,
 		Log:    slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level})),
 		Van: func(o van.Options) (van.Van, error) {

@@ -101,6 +101,7 @@ func (r *run) options(rootPort int) postoffice.Options {
 		level = slog.LevelWarn
 	}
 	return postoffice.Options{
+		Rand:   testcluster.Zero, // recorded timestamps begin at 0
 		Config: cfg,
 		Log:    slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level})),
 		NoRank: r.session.Name == "s2w2_norank",

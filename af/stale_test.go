@@ -1,0 +1,69 @@
+package af_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// take waits for the next batch.
+func take(t testing.TB, batches <-chan af.Batch) af.Batch {
+	t.Helper()
+	select {
+	case b := <-batches:
+		return b
+	case <-time.After(20 * time.Second):
+		t.Fatal("no batch comes")
+		panic("unreachable")
+	}
+}
+
+// replace starts another process, as it were, in the place of a lost worker, and returns
+// when server has it.
+func replace(t testing.TB, c *testcluster.Cluster, rank int) *postoffice.Node {
+	t.Helper()
+	heard := peer(t, c.Servers[0], van.WorkerID(rank))
+	c.Workers[rank].Close()
+	expect(t, heard, false)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	n, err := c.Join(ctx, "worker", rank, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	expect(t, heard, true)
+	return n
+}
+
+// TestStaleAnswer: a server answers the batch of a worker that was killed and replaced
+// meanwhile. The one in its place, which has asked for the same, does not get that
+// answer; the server is told whose it was.
+func TestStaleAnswer(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		batches := make(chan af.Batch, 4)
+		serve(t, c.Servers[0], func(b af.Batch) { batches <- b })
+		ask(t, newWorker(t, c.Workers[0]), 1, "OLD-DATA")
+		old := take(t, batches)
+
+		w := newWorker(t, replace(t, c, 0))
+		h, pulls := ask(t, w, 1, "NEW-DATA")
+		fresh := take(t, batches)
+		vantest.Fails(t, echo(old), van.ErrPeerLost, van.NodeName(van.WorkerID(0)), "the one that asked")
+		if err := echo(fresh); err != nil {
+			t.Error(err)
+		}
+		if err := w.Wait(t.Context(), h); err != nil {
+			t.Fatal(err)
+		}
+		if got := string(pulls[0].Val.Bytes()); got != "NEW-DATA" {
+			t.Errorf("pulled %q, want its own data", got)
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.Unix, testcluster.SHM)
+}

@@ -1,0 +1,189 @@
+package postoffice
+
+import (
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// strangerTime is how long data of a process that the table does not have is kept: that
+// a process has joined may be known here a moment later than its first messages come.
+const strangerTime = 10 * time.Second
+
+// strangers keeps data messages of processes that this node does not know yet, in the
+// order in which they came.
+type strangers struct {
+	mu      sync.Mutex
+	room    sync.Cond // something was delivered, or closed was set
+	held    map[int]*visitor
+	bytes   int
+	expiry  *time.Timer
+	closed  bool
+	refused logx.Sparse
+}
+
+// visitor is what came under one node id.
+type visitor struct {
+	queue   []early
+	bytes   int
+	running bool // catchUp delivers
+}
+
+func (s *strangers) init() {
+	s.room.L = &s.mu
+	s.held = map[int]*visitor{}
+}
+
+// waits tells whether something of that process waits for the node to know it. mu is
+// held.
+func (s *strangers) waits(id int, incarnation uint32) bool {
+	if v := s.held[id]; v != nil && incarnation != 0 {
+		for _, e := range v.queue {
+			if from, _ := e.msg.Incarnations(); from == incarnation {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// hold keeps msg, and tells whether it did so, or dropped it. If not, the table has its
+// sender by now, and nothing of it waits.
+func (n *Node) hold(msg *van.Message) bool {
+	s := &n.strangers
+	size := weight(msg)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for {
+		p := n.processes.of(msg.Sender)
+		switch n.judge(msg, p) {
+		case accept:
+			return false
+		case discard:
+			n.dropStale(msg, p)
+			return true
+		}
+		v := s.held[msg.Sender]
+		if v == nil {
+			v = &visitor{}
+			s.held[msg.Sender] = v
+		}
+		switch {
+		case s.closed:
+			return true
+		case p.behind && v.bytes+size > n.cfg.RecvBudgetPeer && len(v.queue) > 0:
+			s.room.Wait()
+			continue
+		case !p.behind && (!n.mayJoin(msg.Sender) || len(v.queue) >= maxEarly || s.bytes+size > n.cfg.StrangerBudget && !failpoint.On("stranger-budget")):
+			if count, speak := s.refused.Next(); speak {
+				n.log.Warn("dropped a message of a process that this node does not know", "from", n.PeerName(msg.Sender), "message", msg.Meta.String(),
+					"kept", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", n.cfg.StrangerBudget, "dropped so far", count)
+			}
+			return true
+		}
+		v.queue = append(v.queue, early{msg.Retain(), clock.Now()})
+		v.bytes += size
+		s.bytes += size
+		if s.expiry == nil {
+			s.expireIn(n, strangerTime)
+		}
+		return true
+	}
+}
+
+// shift takes the oldest message of v. mu is held.
+func (s *strangers) shift(v *visitor) *van.Message {
+	msg := v.queue[0].msg
+	v.queue[0] = early{}
+	v.queue = v.queue[1:]
+	v.bytes -= weight(msg)
+	s.bytes -= weight(msg)
+	return msg
+}
+
+// expireIn looks after d for what has waited too long. mu is held.
+func (s *strangers) expireIn(n *Node, d time.Duration) {
+	s.expiry = time.AfterFunc(d, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.expiry = nil
+		now, wait, gone := clock.Now(), time.Duration(-1), 0
+		for id, v := range s.held {
+			if v.running {
+				continue
+			}
+			for len(v.queue) > 0 && time.Duration(now-v.queue[0].at) >= strangerTime {
+				s.shift(v).Release()
+				gone++
+			}
+			if len(v.queue) == 0 {
+				delete(s.held, id)
+			} else if left := strangerTime - time.Duration(now-v.queue[0].at); wait < 0 || left < wait {
+				wait = left
+			}
+		}
+		if gone > 0 {
+			n.log.Warn("dropped messages of processes that did not become members", "messages", gone, "limit", strangerTime)
+		}
+		if wait >= 0 && !s.closed {
+			s.expireIn(n, max(wait, time.Millisecond))
+		}
+	})
+}
+
+// catchUp delivers what a process sent before this node knew it, and what has come behind
+// that meanwhile.
+func (n *Node) catchUp(id int) {
+	s := &n.strangers
+	for {
+		n.lostMu.Lock()
+		s.mu.Lock()
+		v := s.held[id]
+		if v == nil || len(v.queue) == 0 || s.closed {
+			if v != nil {
+				v.running = false
+				if len(v.queue) == 0 {
+					delete(s.held, id)
+				}
+			}
+			n.processes.change(id, func(p *process) { p.behind = false })
+			s.room.Broadcast()
+			s.mu.Unlock()
+			n.lostMu.Unlock()
+			return
+		}
+		msg := s.shift(v)
+		s.room.Broadcast()
+		s.mu.Unlock()
+		n.lostMu.Unlock()
+		p := *n.processes.of(id)
+		p.behind = false
+		switch n.judge(msg, &p) {
+		case accept:
+			n.deliver(msg, &p)
+		default: // of a process before that one
+			n.dropStale(msg, &p)
+		}
+		msg.Release()
+	}
+}
+
+// close drops what is kept, and lets those go who wait for room.
+func (s *strangers) close() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	if s.expiry != nil {
+		s.expiry.Stop()
+	}
+	for _, v := range s.held {
+		for len(v.queue) > 0 {
+			s.shift(v).Release()
+		}
+	}
+	s.room.Broadcast()
+}

@@ -1,0 +1,161 @@
+package postoffice
+
+import (
+	"bytes"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Withdrawn says that a worker does not wait any more for the answers to consecutive
+// timestamps: it has given the request up, or could not send all of it.
+type Withdrawn struct {
+	Sender   int   // node id of the worker's instance
+	Customer int32 // its customer id
+	First    int32 // timestamp
+	Count    int32
+}
+
+// has tells whether timestamp ts of that customer is among those given up.
+func (w *Withdrawn) has(customer, ts int32) bool {
+	return customer == w.Customer && ts >= w.First && ts-w.First < w.Count
+}
+
+// A worker tells it in a HEARTBEAT without node records, as the scheduler its notices,
+// and only to servers of this library: a node of the original never sees one. It may
+// overtake the request, or come when that was answered long ago.
+const withdrawPrefix = "stepaf/1 given-up "
+
+// withdraw tells node id that nobody waits for these answers any more.
+func (n *Node) withdraw(id, app int, w Withdrawn) {
+	p := n.processes.of(id)
+	if p.incarnation == 0 || p.lost != nil || failpoint.On("abandon") {
+		return
+	}
+	msg := &van.Message{}
+	msg.Reset()
+	msg.Sender, msg.Receiver = int(n.id.Load()), id
+	msg.Control.Cmd, msg.Timestamp = van.Heartbeat, w.First
+	msg.Body = fmt.Appendf(nil, "%s%d %d %d %d", withdrawPrefix, app, w.Customer, w.First, w.Count)
+	n.stamp(&msg.Meta, p)
+	n.logMessage("send", id, &msg.Meta)
+	if err := n.van.Send(msg); err != nil {
+		n.log.Info("a server does not learn that a request was given up", "err", err)
+	}
+}
+
+// withdrawn takes such a message, and tells whether it is one.
+func (n *Node) withdrawn(msg *van.Message) bool {
+	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) > 0 || !bytes.HasPrefix(msg.Body, []byte(withdrawPrefix)) {
+		return false
+	}
+	p := n.processes.of(msg.Sender)
+	from, to := msg.Incarnations()
+	w, app := Withdrawn{Sender: msg.Sender}, 0
+	k, err := fmt.Sscanf(string(msg.Body[len(withdrawPrefix):min(len(msg.Body), 128)]), "%d %d %d %d", &app, &w.Customer, &w.First, &w.Count)
+	switch {
+	case from != p.incarnation || to != n.incarnation || p.incarnation == 0:
+		n.dropStale(msg, p)
+	case err != nil || k != 4 || w.First < 0 || w.Count < 1:
+		n.log.Warn("dropped a control message", "err", &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, first timestamp and count"},
+			"from", n.PeerName(msg.Sender))
+	default:
+		n.apps.withdraw(n, app, w, p.epoch)
+	}
+	return true
+}
+
+// rememberWithdrawn is how long what was given up is remembered, since its messages may
+// still be on their way, or wait behind a slow handler, and how much of each sender.
+const (
+	rememberWithdrawn = 5 * time.Minute
+	maxWithdrawn      = 1024
+)
+
+// withdrawals are what senders have given up lately.
+type withdrawals struct {
+	count atomic.Int32 // of all: most of the time there are none
+	mu    sync.Mutex
+	by    map[int][]withdrawal // by sender, oldest first
+}
+
+type withdrawal struct {
+	Withdrawn
+	epoch uint32
+	at    uint64
+}
+
+func (ws *withdrawals) add(w Withdrawn, epoch uint32) {
+	ws.mu.Lock()
+	defer ws.mu.Unlock()
+	now := clock.Now()
+	if ws.by == nil {
+		ws.by = map[int][]withdrawal{}
+	}
+	for sender, list := range ws.by {
+		for len(list) > 0 && (time.Duration(now-list[0].at) > rememberWithdrawn || sender == w.Sender && len(list) >= maxWithdrawn) {
+			list = list[1:]
+			ws.count.Add(-1)
+		}
+		if ws.by[sender] = list; len(list) == 0 {
+			delete(ws.by, sender)
+		}
+	}
+	ws.by[w.Sender] = append(ws.by[w.Sender], withdrawal{w, epoch, now})
+	ws.count.Add(1)
+}
+
+func (ws *withdrawals) has(sender int, epoch uint32, customer, ts int32) bool {
+	if ws.count.Load() == 0 {
+		return false
+	}
+	ws.mu.Lock()
+	defer ws.mu.Unlock()
+	now := clock.Now()
+	for _, w := range ws.by[sender] {
+		if w.epoch == epoch && w.has(customer, ts) && time.Duration(now-w.at) <= rememberWithdrawn {
+			return true
+		}
+	}
+	return false
+}
+
+// Wanted tells whether the sender of a request still waits for its answer: it has not
+// given it up, is not lost, and was not replaced by another process. epoch is that of
+// the request's message.
+func (c *Customer) Wanted(sender int, epoch uint32, customer, ts int32) bool {
+	p := c.node.processes.of(sender)
+	return p.epoch == epoch && p.lost == nil && !c.withdrawals.has(sender, epoch, customer, ts)
+}
+
+// OnWithdrawn makes f the function that learns what senders have given up; Wanted knows
+// of it by then. f must not block.
+func (c *Customer) OnWithdrawn(f func(Withdrawn)) { c.onWithdrawn.Store(&f) }
+
+// withdraw finds the customer, and forgets what is kept for one that does not exist yet.
+func (a *apps) withdraw(n *Node, app int, w Withdrawn, epoch uint32) {
+	k := appKey{int32(app), int32(app)}
+	if n.role == van.Worker {
+		k.customer = w.Customer
+	}
+	a.mu.Lock()
+	c := (*a.table.Load())[k]
+	if c == nil {
+		a.forget(func(of appKey, e *early) bool {
+			return of == k && e.msg.Sender == w.Sender && e.msg.Epoch == epoch && w.has(e.msg.CustomerID, e.msg.Timestamp)
+		})
+	}
+	a.mu.Unlock()
+	if c == nil {
+		return
+	}
+	c.withdrawals.add(w, epoch)
+	if f := c.onWithdrawn.Load(); f != nil {
+		(*f)(w)
+	}
+}
