@@ -170,7 +170,7 @@ func TestSchedulerKilled(t *testing.T) {
 	overSockets(t, func(t *testing.T, o testcluster.Options) {
 		var victim *nodetest.Process
 		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Elsewhere: nodetest.Elsewhere(t, "scheduler", 0, rules, &victim),
-			Set: func(c *postoffice.Config) { c.StopTimeout = 5 * time.Second }})
+			Set: func(c *postoffice.Config) { c.StopTimeout, c.ReplaceTimeout = 5*time.Second, time.Second }})
 		serveAll(t, c)
 		w := nodetest.Worker(t, c.Workers[0])
 		victim.Ready()

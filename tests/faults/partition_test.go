@@ -19,7 +19,7 @@ import (
 func TestPartition(t *testing.T) {
 	network := inproc.NewNetwork()
 	c := testcluster.Start(t, testcluster.Options{Network: network, Workers: 2, Servers: 2, Set: func(c *postoffice.Config) {
-		c.HeartbeatInterval, c.HeartbeatTimeout = time.Second, 2*time.Second
+		c.HeartbeatInterval, c.HeartbeatTimeout = 500*time.Millisecond, 2*time.Second
 	}})
 	serveAll(t, c)
 	ws := []*af.TensorWorker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
