@@ -425,7 +425,11 @@ func (n *node) flood(count, size int, e *Event) error {
 	}
 	for i := range count {
 		e.ID = i
-		if _, err := n.worker.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, nil); err != nil {
+		h, err := n.worker.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, nil)
+		if err == nil {
+			_, _, _, err = n.worker.Customer().Batch(h) // what could not be sent
+		}
+		if err != nil {
 			return err
 		}
 	}

@@ -66,7 +66,7 @@ func Resolve(s Spec, environ []string, m *Machine) (*Plan, error) {
 	}
 	p := &planner{Plan: Plan{Spec: s}, m: m, cfg: cfg, environ: environ, lookup: src.Lookup}
 	p.Messages = slices.Clone(s.Notes)
-	for _, step := range []func() error{p.shape, p.backend, p.van, p.groupSize, p.ranks, p.address, p.port} {
+	for _, step := range []func() error{p.shape, p.backend, p.van, p.groupSize, p.ranks, p.address, p.port, p.cluster} {
 		if err := step(); err != nil {
 			return nil, err
 		}
@@ -321,6 +321,16 @@ func (p *planner) port() error {
 		}
 	}
 	return exit.Usage("no free port on %s: %w", s.Host, first)
+}
+
+// cluster names the cluster, so that processes of an earlier run at the same port have no
+// part in it. Shares of one that are launched on several machines do not know of each
+// other: there only the user can name it.
+func (p *planner) cluster() error {
+	if p.Spec.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
+		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", rand.Uint64())})
+	}
+	return nil
 }
 
 // children lists the processes: scheduler, servers, workers.

@@ -246,3 +246,36 @@ func TestParseDefault(t *testing.T) {
 		}
 	}
 }
+
+// TestClusterName: all processes of a launch have a name for their cluster that no other
+// launch has. Shares on several machines have the user's, or none.
+func TestClusterName(t *testing.T) {
+	names := func(spec func(*Spec), environ ...string) []string {
+		s := base()
+		spec(&s)
+		p, err := Resolve(s, environ, laptop())
+		if err != nil {
+			t.Fatal(err)
+		}
+		var all []string
+		for _, c := range p.Children {
+			all = append(all, seen(t, c).ClusterID)
+		}
+		return slices.Compact(all)
+	}
+	local := func(*Spec) {}
+	share := func(s *Spec) { s.Part, s.Port = Server, 1 }
+	a, b := names(local), names(local)
+	if len(a) != 1 || len(b) != 1 || a[0] == "" || a[0] == b[0] {
+		t.Errorf("two launches have the names %q and %q, want one each, that differ", a, b)
+	}
+	for _, x := range []struct {
+		spec func(*Spec)
+		env  []string
+		want string
+	}{{local, []string{"STEPAF_CLUSTER_ID=mine"}, "mine"}, {share, []string{"STEPAF_CLUSTER_ID=mine"}, "mine"}, {share, nil, ""}} {
+		if got := names(x.spec, x.env...); len(got) != 1 || got[0] != x.want {
+			t.Errorf("with %q the names are %q, want %q", x.env, got, x.want)
+		}
+	}
+}
