@@ -87,12 +87,34 @@ func (k *checker) violations() []Violation {
 // slack is how much later than its limit something may end.
 const slack = time.Second
 
-// within calls fail if the function that it returns is not called in time.
-func (k *checker) within(limit time.Duration, who, what string) (done func()) {
-	t := time.AfterFunc(limit+slack, func() {
-		k.fail("never ends", "%s: %s has not ended, limit %s", who, what, limit)
-	})
-	return func() { t.Stop() }
+// within notes a violation if the function that it returns is not called in time. The
+// time in which the process stands still does not count.
+func (k *checker) within(p *proc, limit time.Duration, what string) (done func()) {
+	var mu sync.Mutex
+	var t *time.Timer
+	over := false
+	var look func()
+	look = func() {
+		mu.Lock()
+		defer mu.Unlock()
+		if over {
+			return
+		}
+		if left := p.excused(); left > 0 {
+			t = time.AfterFunc(left, look)
+			return
+		}
+		k.fail("never ends", "%s: %s has not ended, limit %s", p.name, what, limit)
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	t = time.AfterFunc(max(limit, 0)+slack, look)
+	return func() {
+		mu.Lock()
+		defer mu.Unlock()
+		over = true
+		t.Stop()
+	}
 }
 
 // begin notes the beginning of a call, before anything of it is sent.

@@ -28,6 +28,7 @@ type cluster struct {
 	current map[plan.Node]*proc
 	gens    map[plan.Node]int
 	phase   int
+	over    bool // no process is started any more
 	rounds  []*round
 	loads   sync.WaitGroup
 }
@@ -205,7 +206,7 @@ func (c *cluster) do(e *plan.Event) {
 	case plan.Wake:
 		c.wake(c.live(e.Node, func(p *proc) bool { return p.frozen }))
 	case plan.Join:
-		c.start(e.Node, e.NewHost)
+		c.supervise(c.start(e.Node, e.NewHost), e.NewHost, func(*proc) {})
 	case plan.Leave:
 		if p != nil {
 			c.leave(p)
@@ -216,7 +217,7 @@ func (c *cluster) do(e *plan.Event) {
 				select {
 				case <-p.started:
 					if p.err == nil {
-						p.leave()
+						_ = p.leave() // judged later
 					}
 				case <-p.ctx.Done():
 				}
@@ -271,6 +272,38 @@ func (c *cluster) each(e *plan.Event, f func(a, b plan.Node), disturbs bool) {
 			c.mu.Unlock()
 		}
 	}
+}
+
+// joinTime is how long a process that is refused is started again.
+const joinTime = 30 * time.Second
+
+// supervise starts a process again when it is refused, as what restarts processes does:
+// the scheduler may not know yet that the one before has died. begun is called for each
+// that follows.
+func (c *cluster) supervise(p *proc, newHost bool, begun func(*proc)) {
+	first := c.net.now()
+	p.apps.Go(func() {
+		for {
+			<-p.started
+			c.mu.Lock()
+			stay := p.err == nil || p.dead || c.current[p.who] != p || c.net.now() > first+joinTime || c.over
+			c.mu.Unlock()
+			if stay {
+				return
+			}
+			time.Sleep(time.Second + c.seed.of("again").of(p.name).upTo(100*time.Millisecond))
+			c.mu.Lock()
+			stay = p.dead || c.current[p.who] != p || c.over
+			p.dead = true
+			c.mu.Unlock()
+			if stay {
+				return
+			}
+			p.end()
+			p = c.start(p.who, newHost)
+			begun(p)
+		}
+	})
 }
 
 // kill ends a process.
@@ -336,7 +369,7 @@ func (c *cluster) wake(p *proc) {
 		c.mu.Unlock()
 		return
 	}
-	p.frozen = false
+	p.frozen, p.woken = false, c.net.now()
 	close(p.thawed)
 	v := p.van
 	c.mu.Unlock()
@@ -353,7 +386,7 @@ func (c *cluster) barrier(p *proc, group int) error {
 	}
 	v := c.check.vote(p)
 	c.net.note(p.name, fmt.Sprintf("barrier of group %d", group))
-	done := c.check.within(barrierLimit, p.name, "barrier")
+	done := c.check.within(p, barrierLimit, "barrier")
 	ctx, cancel := context.WithTimeout(p.ctx, barrierLimit)
 	defer cancel()
 	err := p.node.Load().InstanceBarrier(ctx, 0, group)

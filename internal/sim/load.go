@@ -44,7 +44,6 @@ type flight struct {
 	round   *round
 	handler int32
 	tensors *tensors
-	done    func()
 }
 
 // tensors are those of one call. Pull tensors are used again by the next call of the
@@ -117,16 +116,14 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 	finish := func() {
 		f := flying[0]
 		flying = flying[1:]
+		done := c.check.within(p, limit-(c.net.now()-f.call.start), "wait for call "+fmt.Sprint(f.call.id.call))
 		err := p.wait(f.handler, limit)
-		f.done()
+		done()
 		free = append(free, p.over(f, err, l))
 	}
 	defer func() {
 		for len(flying) > 0 && p.runs() {
 			finish()
-		}
-		for _, f := range flying {
-			f.done()
 		}
 	}()
 	for n := 0; l.Rounds == 0 || n < l.Rounds; n++ {
@@ -162,10 +159,10 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 		}
 		t.fill(id)
 		f := &flight{call: c.check.begin(id), tensors: t, round: &round{p: p, phase: c.at(), start: c.net.now()}}
-		f.done = c.check.within(limit, p.name, "call "+fmt.Sprint(id.call))
+		done := c.check.within(p, 0, "push_pull "+fmt.Sprint(id.call))
 		h, err := p.pushPull(t.push, t.pull)
+		done()
 		if err != nil {
-			f.done()
 			free = append(free, p.over(f, err, l))
 			if !p.pause(10*time.Millisecond + s.at(uint64(n)).of("again").upTo(time.Millisecond)) {
 				return

@@ -36,7 +36,7 @@ type proc struct {
 	calls   atomic.Int64
 	apps    sync.WaitGroup // what the program does
 
-	finalize  sync.Once
+	leaving   atomic.Bool   // Finalize has begun
 	finalized chan struct{} // closed when Finalize has returned
 	finalErr  error
 
@@ -44,7 +44,8 @@ type proc struct {
 	van       transport
 	dead      bool
 	frozen    bool
-	disturbed bool // it was stopped or cut off
+	woken     time.Duration // when it last went on
+	disturbed bool          // it was stopped or cut off
 	thawed    chan struct{}
 	replaced  time.Duration // when the process that has taken its place had started
 	slow      time.Duration // its handler stands still until then
@@ -83,7 +84,7 @@ func (c *cluster) start(who plan.Node, newHost bool) *proc {
 	c.procs = append(c.procs, p)
 	c.mu.Unlock()
 	c.net.note(p.name, "starts")
-	done := c.check.within(c.startLimit(), p.name, "Start")
+	done := c.check.within(p, c.startLimit(), "Start")
 	p.apps.Go(func() {
 		err := p.join()
 		done()
@@ -103,7 +104,7 @@ func (c *cluster) start(who plan.Node, newHost bool) *proc {
 		}
 		close(p.started)
 		if err == nil && c.plan.Cluster.FinalizeEarly && who.Role() != "worker" {
-			p.leave()
+			_ = p.leave() // judged later
 		}
 	})
 	return p
@@ -195,6 +196,21 @@ func (p *proc) runs() bool {
 			return false
 		}
 	}
+}
+
+// excused is how long the process may still take for what it should have done by now.
+func (p *proc) excused() time.Duration {
+	p.c.mu.Lock()
+	defer p.c.mu.Unlock()
+	switch {
+	case p.dead:
+		return time.Hour
+	case p.frozen:
+		return slack
+	case p.woken != 0:
+		return p.woken + slack - p.c.net.now()
+	}
+	return 0
 }
 
 // pause is a time in which the program does nothing. It tells whether the process lives.
@@ -352,18 +368,22 @@ func (p *proc) stale(b af.Batch) {
 	}
 }
 
-// leave is what ends a program: Finalize, stop() in Python.
-func (p *proc) leave() {
-	p.finalize.Do(func() {
-		p.c.net.note(p.name, "finalizes")
-		if p.session != nil {
-			p.finalErr = p.session.Stop(context.Background())
-		} else {
-			p.finalErr = p.node.Load().Finalize(context.Background())
-		}
-		p.c.net.note(p.name, "has finalized: "+brief(p.finalErr))
-		close(p.finalized)
-	})
+// leave is what ends a program: Finalize, stop() in Python. It returns when that has
+// ended, whoever has begun it.
+func (p *proc) leave() error {
+	if p.leaving.Swap(true) {
+		<-p.finalized
+		return p.finalErr
+	}
+	p.c.net.note(p.name, "finalizes")
+	if p.session != nil {
+		p.finalErr = p.session.Stop(context.Background())
+	} else {
+		p.finalErr = p.node.Load().Finalize(context.Background())
+	}
+	p.c.net.note(p.name, "has finalized: "+brief(p.finalErr))
+	close(p.finalized)
+	return p.finalErr
 }
 
 // brief is an error without what differs between equal runs: nothing of the library's

@@ -129,7 +129,9 @@ func (c *cluster) runPhase(i int) {
 				return
 			}
 			if e.Do == plan.Join {
-				work(c.start(e.Node, e.NewHost))
+				p := c.start(e.Node, e.NewHost)
+				work(p)
+				c.supervise(p, e.NewHost, work)
 				return
 			}
 			c.do(e)
@@ -239,7 +241,12 @@ func (c *cluster) recover() {
 		}
 		if p = c.start(n, false); n == "scheduler" {
 			time.Sleep(schedulerTime)
+		} else {
+			c.supervise(p, false, func(*proc) {})
 		}
+	}
+	for until := c.net.now() + joinTime + 2*slack; c.net.now() < until && !c.complete(); {
+		time.Sleep(100 * time.Millisecond)
 	}
 	for _, p := range c.members("all") {
 		select {
@@ -270,11 +277,29 @@ func (c *cluster) recover() {
 	}
 }
 
+// complete tells whether every node has a process that has started.
+func (c *cluster) complete() bool {
+	for _, p := range c.members("all") {
+		select {
+		case <-p.started:
+			if p.err != nil {
+				return false
+			}
+		default:
+			return false
+		}
+	}
+	return true
+}
+
 // works tells whether all workers' calls and a barrier of all succeed.
 func (c *cluster) works() bool {
 	for _, p := range c.members("all") {
-		if p.finalErr != nil || !c.plan.Cluster.FinalizeEarly && isClosed(p.finalized) {
-			return false // noted, or the plan wants it
+		if isClosed(p.finalized) {
+			if p.finalErr != nil {
+				c.check.fail("not finalized", "%s, although the others have not left: %v", p.name, p.finalErr)
+			}
+			return false
 		}
 	}
 	rounds := c.plan.End.Rounds
@@ -343,14 +368,12 @@ func isClosed(c <-chan struct{}) bool {
 func (c *cluster) finish() {
 	c.net.note("END", "everybody leaves")
 	for _, p := range c.members("all") {
-		done := c.check.within(finalizeLimit, p.name, "Finalize")
+		done := c.check.within(p, finalizeLimit, "Finalize")
 		c.loads.Go(func() {
-			if p.leave(); p.finalErr == nil {
-				<-p.finalized
-			}
+			err := p.leave()
 			done()
-			if p.finalErr != nil {
-				c.check.fail("not finalized", "%s: %v", p.name, p.finalErr)
+			if err != nil {
+				c.check.fail("not finalized", "%s: %v", p.name, err)
 			}
 		})
 	}
@@ -374,6 +397,7 @@ func (c *cluster) finish() {
 // shutdown ends what is left, and looks what does not end.
 func (c *cluster) shutdown() {
 	c.mu.Lock()
+	c.over = true
 	procs := append([]*proc(nil), c.procs...)
 	c.mu.Unlock()
 	for _, p := range procs {

@@ -8,29 +8,45 @@ import (
 	"github.com/stepaf/stepaf-go/internal/sim/plan"
 )
 
-const plansDir = "../plans"
-
 // known are plans that fail because of what has not been mended yet.
 var known = map[string]bool{"worker-replaced": true}
 
+// TestPlans carries out each plan with a seed.
 func TestPlans(t *testing.T) {
-	plans, err := plan.ReadDir(plansDir)
+	all, err := plans()
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, p := range plans {
+	for _, p := range all {
 		t.Run(p.Name, func(t *testing.T) {
-			r := sim.Run(t, p, 1)
-			if known[p.Name] {
-				t.Skipf("known to fail: %d violations", len(r.Violations))
+			if p.Only == "processes" {
+				t.Skip("only for real processes")
 			}
-			for _, v := range r.Violations {
-				t.Error(v)
-			}
-			t.Logf("%d calls, %d failed, %s virtual, hash %x", r.Calls, r.Failed, r.Virtual, r.Hash)
-			if t.Failed() {
-				r.WriteTimeline(os.Stderr, 200)
+			for seed := range uint64(3) {
+				r := sim.Run(t, p, seed)
+				if known[p.Name] {
+					t.Skipf("known to fail: %v", r.Violations)
+				}
+				for _, v := range r.Violations {
+					t.Errorf("seed %d: %s", seed, v)
+				}
+				if t.Failed() {
+					r.WriteTimeline(os.Stderr, 100)
+					return
+				}
 			}
 		})
+	}
+}
+
+// TestRepeats: a seed tells everything: the same one gives the same story.
+func TestRepeats(t *testing.T) {
+	for seed := range uint64(6) {
+		want := sim.Run(t, plan.Random(seed), seed)
+		for i := range 4 {
+			if got := sim.Run(t, plan.Random(seed), seed); got.Hash != want.Hash {
+				t.Errorf("seed %d: story %x, then, run %d, %x", seed, want.Hash, i+2, got.Hash)
+			}
+		}
 	}
 }

@@ -62,3 +62,16 @@ func TestPlans(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestRandom: plans from seeds are right, and the same ones each time.
+func TestRandom(t *testing.T) {
+	for seed := range uint64(500) {
+		p := Random(seed)
+		if err := p.Check(); err != nil {
+			t.Fatalf("seed %d: %v", seed, err)
+		}
+		if !reflect.DeepEqual(p, Random(seed)) {
+			t.Fatalf("seed %d gives two plans", seed)
+		}
+	}
+}

@@ -1,0 +1,173 @@
+package plan
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"time"
+)
+
+// Random makes a plan from a seed: the same one for the same seed. It has a phase without
+// faults, then one in which a few things go wrong, after each other or at once. What it
+// does can be survived: at no time is more than one part of the cluster gone for good.
+func Random(seed uint64) *Plan {
+	g := &generator{Rand: rand.New(rand.NewPCG(seed, 0x73746570))}
+	return g.plan(seed)
+}
+
+type generator struct {
+	*rand.Rand
+	p        *Plan
+	used     map[Node]bool // nodes with a story of their own
+	duration time.Duration
+}
+
+func (g *generator) chance(p float64) bool { return g.Float64() < p }
+
+// between is a duration from a to b, small ones more often.
+func (g *generator) between(a, b time.Duration) Duration {
+	x := g.Float64()
+	return Duration(a + time.Duration(x*x*float64(b-a))).rounded()
+}
+
+// rounded leaves out what nobody wants to read.
+func (d Duration) rounded() Duration { return Duration(d.D().Round(10 * time.Microsecond)) }
+
+func pick[T any](g *generator, l ...T) T { return l[g.IntN(len(l))] }
+
+func (g *generator) plan(seed uint64) *Plan {
+	g.p = &Plan{Name: fmt.Sprintf("random-%d", seed), About: "Made from a seed."}
+	g.used = map[Node]bool{}
+	p := g.p
+	c := &p.Cluster
+	c.Workers, c.Servers = 1+g.IntN(3), 1+g.IntN(2)
+	c.API = pick(g, "tensor", "tensor", "python")
+	if g.chance(0.08) {
+		c.Workers, c.Servers, c.Group = 1, 1, 2
+	}
+	c.Env = map[string]string{}
+	if g.chance(0.4) {
+		c.Env["PS_HEARTBEAT_INTERVAL"], c.Env["PS_HEARTBEAT_TIMEOUT"] = "1", "3"
+	}
+	c.FinalizeEarly = g.chance(0.3)
+	if c.API == "tensor" && g.chance(0.1) {
+		for range 1 + g.IntN(2) {
+			c.Foreign = append(c.Foreign, pick(g, c.All()[1:]...))
+		}
+	}
+	g.transport()
+	g.duration = time.Duration(10+g.IntN(30)) * time.Second
+	load := Load{Nodes: "workers", Every: g.between(20*time.Millisecond, 400*time.Millisecond), Size: MinSize << g.IntN(7), Pushes: 1 + g.IntN(3),
+		Pulls: 1 + g.IntN(2), Window: 1 + g.IntN(4), Limit: g.between(500*time.Millisecond, 5*time.Second)}
+	if g.chance(0.3) {
+		load.Barrier = 4 + g.IntN(12)
+	}
+	calm := load
+	calm.Limit = Duration(5 * time.Second)
+	p.Phases = []Phase{
+		{Name: "calm", For: Duration(time.Second), Loads: []Load{calm}},
+		{Name: "faults", For: Duration(g.duration), Loads: []Load{load}},
+	}
+	if p.Transport.Break == 0 && p.Transport.Loss == 0 && c.API != "python" {
+		p.Phases[0].Expect = []Expect{{Nodes: "workers", Rounds: "all"}}
+	}
+	for range 1 + g.IntN(3) {
+		g.story()
+	}
+	return p
+}
+
+func (g *generator) transport() {
+	t := &g.p.Transport
+	t.Delay, t.Jitter = g.between(20*time.Microsecond, 5*time.Millisecond), g.between(0, 5*time.Millisecond)
+	switch g.IntN(10) {
+	case 0, 1:
+		t.Resend = true
+		t.Loss, t.Duplicate = float64(g.IntN(5))/100, float64(g.IntN(5))/100
+	case 2:
+		t.Break = float64(1+g.IntN(10)) / 1000
+	case 3:
+		t.Bandwidth = int64(1+g.IntN(20)) << 20
+	}
+	t.Silence = Duration(time.Duration(10+g.IntN(20)) * time.Second)
+}
+
+func (g *generator) add(e Event) {
+	ph := &g.p.Phases[1]
+	if e.At.D() <= g.duration {
+		ph.Events = append(ph.Events, e)
+	}
+}
+
+// fresh chooses a worker or server that has no story yet.
+func (g *generator) fresh(role string) (Node, bool) {
+	var all []Node
+	for _, n := range g.p.Cluster.All() {
+		if n.Role() != "scheduler" && (role == "" || n.Role() == role) && !g.used[n] {
+			all = append(all, n)
+		}
+	}
+	if len(all) == 0 {
+		return "", false
+	}
+	n := all[g.IntN(len(all))]
+	g.used[n] = true
+	return n, true
+}
+
+// story is one thing that goes wrong, and what follows.
+func (g *generator) story() {
+	at := g.between(0, g.duration)
+	c := &g.p.Cluster
+	foreign := len(c.Foreign) > 0
+	switch k := g.IntN(16); {
+	case k < 5: // a death, mostly of one that is replaced
+		n, ok := g.fresh("")
+		if !ok {
+			return
+		}
+		fork := g.chance(0.2) && !foreign
+		g.add(Event{At: at, Do: Kill, Node: n, Fork: fork})
+		if g.chance(0.8) {
+			wait := g.between(0, 5*time.Second)
+			if fork {
+				wait += Duration(12 * time.Second)
+			}
+			g.add(Event{At: at + wait, Do: Join, Node: n, NewHost: g.chance(0.3)})
+		}
+	case k < 8: // one stands still; sometimes another takes its place before it goes on
+		n, ok := g.fresh("")
+		if !ok {
+			return
+		}
+		e := Event{At: at, Do: Stop, Node: n, For: g.between(100*time.Millisecond, 40*time.Second)}
+		if g.chance(0.4) && !foreign && !c.FinalizeEarly {
+			e.For = Duration(20*time.Second) + g.between(0, 10*time.Second)
+			g.add(Event{At: at + Duration(16*time.Second) + g.between(0, 3*time.Second), Do: Join, Node: n})
+		}
+		g.add(e)
+	case k < 10: // a partition
+		e := Event{At: at, Do: Cut, Node: pick(g, c.All()...), For: g.between(100*time.Millisecond, 45*time.Second)}
+		if peer := pick(g, c.All()...); g.chance(0.6) && peer != e.Node {
+			e.Peer = peer
+		}
+		g.add(e)
+	case k < 11:
+		g.add(Event{At: at, Do: Break, Node: pick(g, c.All()...)})
+	case k < 13: // the scheduler comes back
+		if g.used["scheduler"] || foreign {
+			return
+		}
+		g.used["scheduler"] = true
+		g.add(Event{At: at, Do: Kill, Node: "scheduler"})
+		g.add(Event{At: at + g.between(10*time.Millisecond, 8*time.Second), Do: Join, Node: "scheduler"})
+	case k < 15:
+		g.add(Event{At: at, Do: SlowHandler, Node: NodeOf("server", g.IntN(c.Servers*max(c.Group, 1))), For: g.between(100*time.Millisecond, 10*time.Second)})
+	default: // all meet in a barrier
+		if c.FinalizeEarly {
+			return
+		}
+		for _, n := range c.All()[1:] {
+			g.add(Event{At: at + g.between(0, 200*time.Millisecond), Do: Barrier, Node: n})
+		}
+	}
+}
