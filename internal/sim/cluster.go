@@ -1,7 +1,6 @@
 package sim
 
 import (
-	"context"
 	"fmt"
 	"maps"
 	"slices"
@@ -30,13 +29,14 @@ type cluster struct {
 	phase   int
 	over    bool // no process is started any more
 	rounds  []*round
-	loads   sync.WaitGroup
+	jobs    []*job
 }
 
 func newCluster(p *plan.Plan, s seed) *cluster {
 	tl := &timeline{}
 	n := newNet(s, p.Transport, tl)
 	c := &cluster{plan: p, seed: s, net: n, check: newChecker(n), current: map[plan.Node]*proc{}, gens: map[plan.Node]int{}, gentle: true}
+	n.storm = func() { c.check.fail("storm", "%d messages have been sent", maxSent) }
 	for _, ph := range p.Phases {
 		for _, e := range ph.Events {
 			c.gentle = c.gentle && (e.Do == plan.SlowHandler || e.Do == plan.Barrier)
@@ -73,6 +73,7 @@ func (c *cluster) environ(p *proc) map[string]string {
 		"DMLC_GROUP_SIZE": strconv.Itoa(g), "DMLC_PS_ROOT_URI": c.host("scheduler"), "DMLC_PS_ROOT_PORT": strconv.Itoa(schedulerPort),
 		"DMLC_NODE_RANK": strconv.Itoa(p.who.Rank() / g), "STEPMESH_GPU": strconv.Itoa(p.who.Rank() % g),
 		"STEPMESH_BAKCEND": "CPU", "STEPAF_BUSY_POLL_ENABLE": "0", "BYTEPS_ENABLE_IPC": "0", "STEPAF_START_TIMEOUT": "60",
+		"STEPAF_BARRIER_TIMEOUT": strconv.Itoa(int(barrierLimit / time.Second)),
 	}
 	if c.plan.Transport.Resend {
 		env["PS_RESEND"] = "1"
@@ -225,7 +226,7 @@ func (c *cluster) do(e *plan.Event) {
 		}
 	case plan.Barrier:
 		if p != nil {
-			c.loads.Go(func() { c.barrier(p, van.WorkerGroup|van.ServerGroup) })
+			c.work(p, func() { _ = c.barrier(p, van.WorkerGroup|van.ServerGroup) }) // noted
 		}
 	case plan.Cut:
 		c.each(e, c.net.cut, true)
@@ -376,6 +377,60 @@ func (c *cluster) wake(p *proc) {
 	v.wake()
 }
 
+// job is something that the program of a process does.
+type job struct {
+	p    *proc
+	done chan struct{}
+}
+
+// work makes the program of p do something, which a phase waits for.
+func (c *cluster) work(p *proc, f func()) {
+	j := &job{p, make(chan struct{})}
+	c.mu.Lock()
+	c.jobs = append(c.jobs, j)
+	c.mu.Unlock()
+	go func() {
+		defer close(j.done)
+		f()
+	}()
+}
+
+// workTime is the longest that what is under way may take.
+const workTime = 2 * time.Minute
+
+// rest waits until all jobs have ended but those of processes that stand still.
+func (c *cluster) rest() {
+	c.mu.Lock()
+	jobs := c.jobs
+	c.jobs = nil
+	c.mu.Unlock()
+	var left []*job
+	until := c.net.now() + workTime
+	for _, j := range jobs {
+		for j != nil {
+			c.mu.Lock()
+			frozen := j.p.frozen
+			c.mu.Unlock()
+			if frozen {
+				left = append(left, j)
+				break
+			}
+			select {
+			case <-j.done:
+				j = nil
+			case <-time.After(20 * time.Millisecond):
+				if c.net.now() > until {
+					c.check.fail("never ends", "%s: what its program does has not ended after %s", j.p.name, workTime)
+					j = nil
+				}
+			}
+		}
+	}
+	c.mu.Lock()
+	c.jobs = append(c.jobs, left...)
+	c.mu.Unlock()
+}
+
 // barrierLimit is how long a program waits in a barrier.
 const barrierLimit = 30 * time.Second
 
@@ -387,9 +442,7 @@ func (c *cluster) barrier(p *proc, group int) error {
 	v := c.check.vote(p)
 	c.net.note(p.name, fmt.Sprintf("barrier of group %d", group))
 	done := c.check.within(p, barrierLimit, "barrier")
-	ctx, cancel := context.WithTimeout(p.ctx, barrierLimit)
-	defer cancel()
-	err := p.node.Load().InstanceBarrier(ctx, 0, group)
+	err := p.node.Load().InstanceBarrier(p.ctx, 0, group)
 	done()
 	if p.ctx.Err() != nil {
 		return err

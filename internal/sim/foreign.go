@@ -3,6 +3,7 @@ package sim
 import (
 	"bytes"
 	"context"
+	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -13,6 +14,7 @@ import (
 type foreignVan struct {
 	van.Van
 	self van.Node
+	own  atomic.Pointer[[]byte] // what it would say of itself
 }
 
 // Bind implements van.Van.
@@ -31,6 +33,10 @@ func (f *foreignVan) Send(msg *van.Message) error {
 	msg.RequestTrace.PreStart = 0
 	for i := range msg.Control.Nodes { // a scheduler of the original passes on what others say of themselves
 		if n := &msg.Control.Nodes[i]; n.Hostname == f.self.Hostname && n.Port == f.self.Port {
+			if n.Endpoint != nil {
+				own := append([]byte(nil), n.Endpoint...)
+				f.own.Store(&own)
+			}
 			n.Endpoint = nil
 		}
 	}
@@ -41,7 +47,11 @@ func (f *foreignVan) Send(msg *van.Message) error {
 func (f *foreignVan) strip(m *van.Meta) {
 	m.RequestTrace.PreStart = 0
 	for i := range m.Control.Nodes {
-		m.Control.Nodes[i].Endpoint = nil
+		n := &m.Control.Nodes[i]
+		n.Endpoint = nil
+		if own := f.own.Load(); own != nil && n.Hostname == f.self.Hostname && n.Port == f.self.Port {
+			n.Endpoint = *own // the node knows itself by it
+		}
 	}
 }
 

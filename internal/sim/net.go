@@ -27,7 +27,12 @@ type Net struct {
 	ports     int
 	lossy     bool // start-up is over: messages may be lost
 	closed    bool
+	sent      int
+	storm     func() // called when more is sent than anything can explain
 }
+
+// maxSent is how many messages a run may need.
+const maxSent = 300_000
 
 // pair is two nodes of a plan, in order.
 type pair struct{ a, b plan.Node }
@@ -335,6 +340,10 @@ func (f *flow) send(p *parcel) {
 	n := f.c.n
 	from, to := f.ends()
 	f.seq++
+	if n.sent++; n.sent == maxSent {
+		n.closed = true
+		go n.storm()
+	}
 	s := f.seed.at(f.seq)
 	p.flow = f
 	p.size = int64(p.msg.PayloadLen()) + 300

@@ -110,7 +110,7 @@ func (c *cluster) runPhase(i int) {
 	work := func(p *proc) {
 		for j := range ph.Loads {
 			if l := &ph.Loads[j]; l.Nodes.Has(p.who) && p.who.Role() == "worker" {
-				c.loads.Go(func() { p.run(l, i<<16|j, stop) })
+				c.work(p, func() { p.run(l, i<<16|j, stop) })
 			}
 		}
 	}
@@ -143,7 +143,7 @@ func (c *cluster) runPhase(i int) {
 	over = true
 	c.mu.Unlock()
 	c.net.note("PHASE", ph.Name+": ends")
-	c.loads.Wait()
+	c.rest()
 	c.expect(ph, i, begin)
 }
 
@@ -310,9 +310,9 @@ func (c *cluster) works() bool {
 	phase := c.at()
 	l := &plan.Load{Every: plan.Duration(time.Millisecond), Rounds: rounds, Limit: plan.Duration(10 * time.Second)}
 	for _, p := range c.members("workers") {
-		c.loads.Go(func() { p.run(l, 1<<20, nil) })
+		c.work(p, func() { p.run(l, 1<<20, nil) })
 	}
-	c.loads.Wait()
+	c.rest()
 	c.mu.Lock()
 	all := c.rounds
 	c.mu.Unlock()
@@ -344,14 +344,14 @@ func (c *cluster) works() bool {
 	}
 	for _, p := range c.members("all") {
 		if p.who.Role() == "worker" || p.who.Role() == "server" && group&van.ServerGroup != 0 {
-			c.loads.Go(func() {
+			c.work(p, func() {
 				if err := c.barrier(p, group); err != nil {
 					c.check.fail("does not recover", "%s: barrier: %v", p.name, err)
 				}
 			})
 		}
 	}
-	c.loads.Wait()
+	c.rest()
 	return len(c.check.violations()) == 0
 }
 
@@ -369,7 +369,7 @@ func (c *cluster) finish() {
 	c.net.note("END", "everybody leaves")
 	for _, p := range c.members("all") {
 		done := c.check.within(p, finalizeLimit, "Finalize")
-		c.loads.Go(func() {
+		c.work(p, func() {
 			err := p.leave()
 			done()
 			if err != nil {
@@ -380,7 +380,7 @@ func (c *cluster) finish() {
 	limit := time.After(finalizeLimit + 2*slack)
 	all := make(chan struct{})
 	go func() {
-		c.loads.Wait()
+		c.rest()
 		close(all)
 	}()
 	select {
