@@ -20,7 +20,7 @@ VARIANTS := nordma
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
 .PHONY: help deps build run af programs fserver wheel test check testrace cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
-	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz soak bench clean
+	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -84,6 +84,14 @@ python-test: ## all Python tests, with PyTorch, and with NumPy and JAX
 python-test-full: ## the same with the current PyTorch, NumPy and JAX of PyPI (fetches gigabytes)
 	@tools/python/test_deps.sh full
 	@tools/python/test.sh full
+
+sim: ## simulated clusters: SEEDS=1000 from FIRST=1 on, PLAN=name for one plan, FAULT=name to plant one; a seed repeats itself
+	@mkdir -p build/sim; $(GO) test -c -o build/sim/$(if $(FAULT),planted,run) $(if $(FAULT),-tags failpoints) ./tests/sim
+	@cd tests/sim && exec ../../build/sim/$(if $(FAULT),planted,run) -sim.seeds=$(or $(SEEDS),1000) -sim.first=$(or $(FIRST),1) \
+	  $(if $(PLAN),-sim.plan=$(PLAN)) $(if $(FAULT),-sim.fault=$(FAULT)) $(SIMFLAGS)
+
+simfaults: ## plant each fault of docs/testing.md, and find it
+	$(GO) test -tags failpoints -run TestFaults -v ./tests/sim
 
 soak: ## random plans on real processes for MINUTES=60, logs in build/soak; SEED=n LEG=tcp or shm repeats one
 	@mkdir -p build/soak; $(GO) build -o build/soak/run ./tests/soak
