@@ -139,6 +139,7 @@ type Stats struct {
 
 	PausedReads    uint64 // times that a peer was not read any more: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
 	RefusedSends   uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
+	Strangers      uint64 // connections ended and messages dropped: STEPAF_STRANGER_BUDGET
 	FencedMessages uint64 // dropped: the process that sent them has been replaced
 }
 

@@ -202,6 +202,9 @@ func (v *Van) addIn(l *inLink) error {
 
 // Admit implements van.Admitter.
 func (v *Van) Admit(id int) {
+	if a, ok := van.As[van.Admitter](v.inner); ok {
+		a.Admit(id)
+	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if n := v.nodes[id]; n != nil {

@@ -8,10 +8,10 @@ import (
 	zmq4 "github.com/pebbe/zmq4"
 )
 
-// monitor watches the connection of one DEALER: libzmq reports its state on a
+// monitor watches the connections of one socket: libzmq reports their state on a
 // socket pair inside the process.
 type monitor struct {
-	z    *zmq4.Socket // the DEALER
+	z    *zmq4.Socket // the socket
 	pair *zmq4.Socket
 	sock *socket
 	once sync.Once
@@ -21,9 +21,12 @@ type monitor struct {
 	closed  bool
 }
 
-func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int) (*monitor, error) {
+// connEvents are those of a DEALER that change whether the peer is there.
+const connEvents = zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED
+
+func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
-	if err := z.Monitor(addr, zmq4.EVENT_DISCONNECTED|zmq4.EVENT_HANDSHAKE_SUCCEEDED|zmq4.EVENT_CLOSED); err != nil {
+	if err := z.Monitor(addr, events); err != nil {
 		return nil, fmt.Errorf("monitor: %w", err)
 	}
 	pair, err := ctx.NewSocket(zmq4.PAIR)
@@ -60,7 +63,7 @@ func (m *monitor) start(v *zvan, c *conn) {
 	var event zmq4.Event
 	try := func(uintptr) bool {
 		var end bool
-		event, end = m.next()
+		event, _, end = m.next()
 		return end || event != 0
 	}
 	go func() {
@@ -69,6 +72,7 @@ func (m *monitor) start(v *zvan, c *conn) {
 			switch event {
 			case zmq4.EVENT_DISCONNECTED:
 				c.lost.Store(true)
+				c.goOn()
 				v.tell(c, false, errDisconnected)
 			case zmq4.EVENT_CLOSED: // before it was a connection
 				v.tell(c, false, errRefused)
@@ -80,21 +84,22 @@ func (m *monitor) start(v *zvan, c *conn) {
 	}()
 }
 
-// next returns the next event, 0 if there is none, and whether m is closed.
-func (m *monitor) next() (event zmq4.Event, end bool) {
+// next returns the next event with its value, 0 if there is none, and whether m is
+// closed.
+func (m *monitor) next() (event zmq4.Event, value int, end bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed {
-		return 0, true
+		return 0, 0, true
 	}
-	event, _, _, err := m.pair.RecvEvent(zmq4.DONTWAIT)
+	event, _, value, err := m.pair.RecvEvent(zmq4.DONTWAIT)
 	if err != nil {
-		return 0, false
+		return 0, 0, false
 	}
-	return event, false
+	return event, value, false
 }
 
-// close ends the monitor, before its DEALER is closed. A watcher call that is under
+// close ends the monitor, before its socket is closed. A watcher call that is under
 // way may outlast it.
 func (m *monitor) close() {
 	m.once.Do(func() {

@@ -9,6 +9,8 @@ package zmq
 #cgo nocallback sa_send
 #cgo noescape sa_flush
 #cgo nocallback sa_flush
+#cgo noescape sa_pump
+#cgo nocallback sa_pump
 #cgo noescape sa_recv
 #cgo nocallback sa_recv
 */
@@ -46,6 +48,7 @@ type socket struct {
 	raw    syscall.RawConn
 	closed atomic.Bool
 	held   atomic.Bool // messages may wait for a flush
+	waits  atomic.Bool // messages may wait for a pump
 
 	use sync.RWMutex // held, for reading, by whoever is in a call with c; close waits for them
 }
@@ -130,6 +133,9 @@ func (s *socket) close(linger time.Duration) error {
 	defer s.use.Unlock()
 	if s.c == nil {
 		return nil
+	}
+	if linger > 0 {
+		C.sa_pump(s.c, 1) // what waits here leaves like what libzmq has
 	}
 	C.sa_sock_free(s.c)
 	s.c = nil
@@ -227,6 +233,39 @@ func (f *frames) len() int { return int(f.n) }
 // excess is the number of frames beyond the most that a message may have.
 func (f *frames) excess() int { return int(f.extra) }
 
+// probe tells whether f is what a DEALER sends by itself to say whose it is.
+func (f *frames) probe() bool { return f.n == 2 && f.extra == 0 && f.size[1] == 0 }
+
+// source is the descriptor of the connection that f came from, or -1.
+func (f *frames) source() int { return int(C.sa_msg_fd((*C.sa_msg)(f))) }
+
+// dataLen is the length of all frames but the sender's name.
+func (f *frames) dataLen() (n int) {
+	for i := 1; i < f.len(); i++ {
+		n += int(f.size[i])
+	}
+	return n
+}
+
+// wire is how many bytes f was on a ROUTER's connection, where the name is not.
+func (f *frames) wire() (n int64) {
+	for i := 1; i < f.len(); i++ {
+		if n += int64(f.size[i]) + 2; f.size[i] > 255 {
+			n += 7
+		}
+	}
+	return n + int64(f.surplus)
+}
+
+// setWeight notes what f counts while it waits, and for whom.
+func (f *frames) setWeight(n, kind int) { f.weight, f.kind = C.int64_t(n), C.int(kind) }
+
+// weight is what setWeight has noted of msg.
+func weight(msg *van.Message) (n int64, kind int) {
+	f := (*frames)(msg.Native())
+	return int64(f.weight), int(f.kind)
+}
+
 // bytes is frame i as a view on libzmq's memory, valid until release.
 func (f *frames) bytes(i int) []byte {
 	return unsafe.Slice((*byte)(f.data[i]), int(f.size[i]))
@@ -237,21 +276,32 @@ func (f *frames) mem(i int) backend.Mem {
 	return backend.At(f.data[i], int(f.size[i]), backend.Host, nil)
 }
 
-// send hands msg to the socket without blocking: to dest over a ROUTER when dest is
-// not empty, with self as the visible sender.
-func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent) error {
+// route is how a message leaves: to dest over a ROUTER when dest is not empty, with
+// self as the visible sender.
+type route struct {
+	dest, self string
+	acct       *account // of the peer
+	limit      int64    // of acct
+	urgent     bool     // ahead of data that waits
+}
+
+// send hands msg to the socket without blocking.
+func (s *socket) send(to *route, meta []byte, msg *van.Message, l *lent) error {
 	var f [van.MaxFrames]struct {
 		ptr  C.uintptr_t
 		len  C.size_t
 		lend C.int
 	}
-	lend := 0
+	lend, own, lentBytes := 0, int64(messageCost+len(meta)), int64(0)
 	for i := range msg.Frames {
 		m := msg.Frame(i)
 		f[i].ptr, f[i].len = C.uintptr_t(uintptr(m.Ptr())), C.size_t(m.Len())
 		if m.Len() >= van.CopyBelow {
 			f[i].lend = 1
+			lentBytes += int64(m.Len())
 			lend++
+		} else {
+			own += int64(m.Len())
 		}
 	}
 	s.use.RLock()
@@ -259,29 +309,34 @@ func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent)
 	if s.c == nil || s.closed.Load() {
 		return van.ErrClosed
 	}
-	var more C.int
+	if !to.acct.take(own+lentBytes, to.limit) {
+		return van.ErrQueueFull
+	}
+	var flags C.int
 	if msg.More {
-		more = 1
+		flags |= C.SA_MORE
+	}
+	if to.urgent {
+		flags |= C.SA_URGENT
 	}
 	var slot *C.sa_slot
 	if lend > 0 {
-		slot = l.lend(msg, lend)
+		slot = l.lend(msg, lend, to.acct, lentBytes)
 	}
-	rc := C.sa_send(s.c, (*C.char)(unsafe.Pointer(unsafe.StringData(dest))), C.int(len(dest)),
-		(*C.char)(unsafe.Pointer(unsafe.StringData(self))), C.int(len(self)),
+	rc := C.sa_send(s.c, (*C.char)(unsafe.Pointer(unsafe.StringData(to.dest))), C.int(len(to.dest)),
+		(*C.char)(unsafe.Pointer(unsafe.StringData(to.self))), C.int(len(to.self)),
 		unsafe.Pointer(unsafe.SliceData(meta)), C.size_t(len(meta)), C.int(msg.Frames),
-		f[0].ptr, f[0].len, f[0].lend, f[1].ptr, f[1].len, f[1].lend, f[2].ptr, f[2].len, f[2].lend, slot, more)
+		f[0].ptr, f[0].len, f[0].lend, f[1].ptr, f[1].len, f[1].lend, f[2].ptr, f[2].len, f[2].lend, slot,
+		to.acct.c, C.int64_t(own), flags)
 	runtime.KeepAlive(msg)
 	if msg.More {
 		s.held.Store(true) // after the message is: a flush for another sender must not take the mark away before
 	}
+	s.followLocked(rc, l)
+	l.reap() // here, where close cannot have freed the list
 	if rc < 0 {
 		return syscall.Errno(-rc)
 	}
-	if rc == 1 {
-		s.wakeLocked()
-	}
-	l.reap() // here, where close cannot have freed the list
 	if lend == 0 && msg.Done != nil {
 		msg.Done.Sent()
 	}
@@ -289,7 +344,7 @@ func (s *socket) send(dest, self string, meta []byte, msg *van.Message, l *lent)
 }
 
 // flush sends what is held.
-func (s *socket) flush() {
+func (s *socket) flush(l *lent) {
 	if !s.held.Load() {
 		return
 	}
@@ -299,9 +354,80 @@ func (s *socket) flush() {
 		return
 	}
 	s.held.Store(false)
-	if C.sa_flush(s.c) == 1 {
+	s.followLocked(C.sa_flush(s.c), l)
+}
+
+// followLocked does what a call into C asks for. s.use is held.
+func (s *socket) followLocked(rc C.int, l *lent) {
+	if rc < 0 || rc&C.SA_WAKE != 0 { // also a send that failed may have taken the receiver's signal
 		s.wakeLocked()
 	}
+	if rc > 0 && rc&C.SA_QUEUED != 0 && !s.waits.Swap(true) {
+		l.rouse()
+	}
+}
+
+// pump sends what waits and may leave now, all of it if force is set. It tells whether
+// something still waits.
+func (s *socket) pump(force bool, l *lent) bool {
+	s.use.RLock()
+	defer s.use.RUnlock()
+	if s.c == nil {
+		s.waits.Store(false)
+		return false
+	}
+	s.waits.Store(false) // before the look: who queues meanwhile sets it again
+	var all C.int
+	if force {
+		all = 1
+	}
+	rc := C.sa_pump(s.c, all)
+	s.followLocked(rc, l)
+	return s.waits.Load()
+}
+
+// hold makes data messages wait, or go on with the next pump.
+func (s *socket) hold(on bool) {
+	s.use.RLock()
+	defer s.use.RUnlock()
+	if s.c == nil {
+		return
+	}
+	var c C.int
+	if on {
+		c = 1
+	}
+	C.sa_hold(s.c, c)
+}
+
+// limit makes data messages wait while libzmq has window bytes for the peer of a.
+func (s *socket) limit(a *account, window int64) {
+	s.c.acct, s.c.window = a.c, C.int64_t(window)
+}
+
+// account counts what one peer has not taken yet.
+type account struct{ c *C.sa_acct }
+
+// messageCost is what a message takes besides its bytes, about: libzmq's parts and
+// allocations, and the slot that keeps its values.
+const messageCost = 1024
+
+func newAccount() *account { return &account{(*C.sa_acct)(C.calloc(1, C.sizeof_sa_acct))} }
+
+func (a *account) free() { C.free(unsafe.Pointer(a.c)) }
+
+// unsent is how many bytes the peer has not taken.
+func (a *account) unsent() int64 { return atomic.LoadInt64((*int64)(unsafe.Pointer(&a.c.unsent))) }
+
+// take adds n bytes, unless they would be more than limit. One message of any length is
+// always taken.
+func (a *account) take(n, limit int64) bool {
+	p := (*int64)(unsafe.Pointer(&a.c.unsent))
+	if now := atomic.AddInt64(p, n); limit <= 0 || now <= limit || now == n {
+		return true
+	}
+	atomic.AddInt64(p, -n)
+	return false
 }
 
 // lent keeps the values that libzmq holds pinned and reachable until it lets go.
@@ -314,6 +440,7 @@ type lent struct {
 	slots []*lentSlot
 	free  []*lentSlot
 	held  atomic.Int64 // slots in libzmq's hands
+	pump  func() bool  // sends what waits in sockets, and tells whether there is more
 	wake  chan struct{}
 	idle  atomic.Bool // the sweeper sleeps
 	done  chan struct{}
@@ -328,8 +455,8 @@ type lentSlot struct {
 	gone  atomic.Bool // with libzmq: orders the fields above for the race detector
 }
 
-func newLent() *lent {
-	l := &lent{list: (*C.sa_list)(C.calloc(1, C.sizeof_sa_list)), wake: make(chan struct{}, 1),
+func newLent(pump func() bool) *lent {
+	l := &lent{pump: pump, list: (*C.sa_list)(C.calloc(1, C.sizeof_sa_list)), wake: make(chan struct{}, 1),
 		done: make(chan struct{}), end: make(chan struct{})}
 	l.idle.Store(true)
 	go l.sweep()
@@ -337,7 +464,7 @@ func newLent() *lent {
 }
 
 // lend reserves a slot for n frames of msg and pins their memory.
-func (l *lent) lend(msg *van.Message, n int) *C.sa_slot {
+func (l *lent) lend(msg *van.Message, n int, a *account, bytes int64) *C.sa_slot {
 	l.mu.Lock()
 	var s *lentSlot
 	if k := len(l.free); k > 0 {
@@ -355,13 +482,18 @@ func (l *lent) lend(msg *van.Message, n int) *C.sa_slot {
 		}
 	}
 	s.done = msg.Done
-	s.c.refs, s.c.failed = C.int(n), 0
+	s.c.refs, s.c.failed, s.c.acct, s.c.bytes = C.int(n), 0, a.c, C.int64_t(bytes)
 	s.gone.Store(true)
 	l.held.Add(1)
+	l.rouse()
+	return s.c
+}
+
+// rouse makes the sweeper look.
+func (l *lent) rouse() {
 	if l.idle.Load() && l.idle.CompareAndSwap(true, false) {
 		l.wake <- struct{}{}
 	}
-	return s.c
 }
 
 // reap takes back what libzmq has released. It is cheap when there is nothing.
@@ -392,8 +524,11 @@ func (l *lent) reap() {
 	}
 }
 
-// sweep reaps on behalf of a node that neither sends nor receives. It sleeps when
-// libzmq holds nothing.
+// testIdle, if not nil, is called between the two looks of a sweeper that goes to sleep.
+var testIdle func()
+
+// sweep reaps on behalf of a node that neither sends nor receives, and sends what waits.
+// It sleeps when libzmq holds nothing and nothing waits.
 func (l *lent) sweep() {
 	defer close(l.end)
 	const every = 2 * time.Millisecond
@@ -408,11 +543,14 @@ func (l *lent) sweep() {
 			tick.Reset(every)
 		case <-tick.C:
 			l.reap()
-			if l.held.Load() > 0 {
+			if waits := l.pump(); waits || l.held.Load() > 0 {
 				continue
 			}
 			l.idle.Store(true)
-			if l.held.Load() > 0 && l.idle.CompareAndSwap(true, false) {
+			if testIdle != nil {
+				testIdle()
+			}
+			if (l.held.Load() > 0 || l.pump()) && l.idle.CompareAndSwap(true, false) {
 				continue // lent meanwhile, by one who still saw the sweeper awake
 			}
 			tick.Stop()

@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -25,13 +26,16 @@ type receiver struct {
 	loop   *dispatch.Loop[*van.Message]
 	spins  bool // looks for a while before it sleeps
 	helped bool // Poll receives from this socket, too
+	router bool // the socket is the ROUTER, else the DEALER of peer
+	peer   *conn
 	nap    *time.Timer
 	recall chan struct{} // ends a nap
 	hot    bool          // a message has come lately
 	next   *van.Message
 	err    error
+	turn   bool // a message that was kept is ready
 	try    func(uintptr) bool
-	lanes  lanes
+	lanes  *lanes
 	pool   pool
 
 	// mu is held by who receives from the socket: the loop, or a Poll, which holds
@@ -43,18 +47,24 @@ type receiver struct {
 	inHand atomic.Int32 // messages that the loop has received and not delivered
 }
 
-func newReceiver(v *zvan, s *socket, spins, helped bool) *receiver {
-	r := &receiver{v: v, sock: s, spins: spins && v.spin > 0, helped: helped,
+func newReceiver(v *zvan, s *socket, peer *conn, spins, helped bool) *receiver {
+	r := &receiver{v: v, sock: s, router: peer == nil, peer: peer, lanes: new(lanes), spins: spins && v.spin > 0, helped: helped,
 		nap: time.NewTimer(time.Hour), recall: make(chan struct{}, 1)}
 	r.try = func(uintptr) bool {
 		r.away = r.helped && v.polling()
 		return r.away || r.poll(0, true)
 	}
+	if r.router {
+		r.lanes = &v.senders
+	}
 	r.loop = dispatch.NewLoop(r.receive, r.deliver)
 	r.loop.Discard = func(msg *van.Message) {
 		r.inHand.Add(-1)
-		msg.Release()
+		r.done(msg)
 	}
+	r.loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
+	r.loop.Budget = v.flow.budget(r.router)
+	v.flow.watch(r.loop)
 	return r
 }
 
@@ -80,9 +90,16 @@ func (r *receiver) stop(ctx context.Context) {
 // poll tries to receive into r.next. It returns true when there is a message or
 // an error.
 func (r *receiver) poll(spin time.Duration, park bool) bool {
+	if r.router && r.v.early.n.Load() > 0 {
+		r.turn = true
+		return true
+	}
 	if !r.mu.TryLock() {
 		// The holder looks at missed after it has unlocked.
 		r.missed.Store(true)
+		if testMissed != nil {
+			testMissed()
+		}
 		if !r.mu.TryLock() {
 			return false
 		}
@@ -96,14 +113,28 @@ func (r *receiver) poll(spin time.Duration, park bool) bool {
 	return ok || err != nil
 }
 
+// testMissed, if not nil, is called by a loop that was kept from looking, between its two
+// tries.
+var testMissed func()
+
 // receive blocks until a well-formed message has come.
 func (r *receiver) receive() (*van.Message, *lane, bool) {
 	for {
+		if r.router {
+			if msg := r.v.early.next(); msg != nil {
+				r.inHand.Add(1)
+				return msg, &r.lanes.of(msg.Sender).lane, true
+			}
+		}
 		if r.next == nil {
 			r.next = r.pool.get()
 		}
 		if !r.await() {
 			return nil, nil, false
+		}
+		if r.turn {
+			r.turn = false
+			continue
 		}
 		if r.err != nil {
 			if r.sock.closed.Load() {
@@ -113,39 +144,119 @@ func (r *receiver) receive() (*van.Message, *lane, bool) {
 			continue
 		}
 		msg := r.next
-		if !r.accept(msg) {
+		what := r.accept(msg)
+		if what != deliver {
 			r.inHand.Add(-1)
+			if what == kept {
+				r.next = nil
+			}
 			continue
 		}
 		r.next = nil
-		return msg, r.lanes.of(msg.Sender), true
+		return msg, &r.lanes.of(msg.Sender).lane, true
 	}
 }
 
-// accept turns received frames into a message. It reports false when they are
-// nonsense, and leaves msg empty then.
-func (r *receiver) accept(msg *van.Message) bool {
+// What accept makes of received frames.
+type verdict int
+
+const (
+	nothing verdict = iota // there is nothing to deliver, and msg is empty
+	kept                   // msg has another owner now
+	deliver                // msg is to be delivered
+)
+
+// accept turns received frames into a message.
+func (r *receiver) accept(msg *van.Message) verdict {
 	f := (*frames)(msg.Native())
 	now := clock.Now()
-	if err := parse(msg, f); err != nil {
-		r.v.malformed(err, f)
-		f.release()
-		msg.Meta.Reset()
-		return false
+	name, c := r.senderOf(f)
+	probe := r.router && f.probe()
+	var err error
+	if !probe {
+		err = parse(msg, f)
 	}
+	member := c != nil && c.isOf(name)
+	if r.router && (!member || !c.seen.Load()) {
+		var who *conn
+		if member {
+			who = c
+		}
+		r.v.guard.heard(f.source(), f.wire(), name, who)
+	}
+	switch {
+	case err != nil:
+		r.v.malformed(err, f)
+	case !msg.IsControl() && r.fenced(c, name):
+		r.v.fenced(name, f)
+	case probe, member && msg.Control.Cmd == van.Heartbeat && r.v.noticed(c, msg.Body):
+	default:
+		return r.take(msg, f, now, name, c, member)
+	}
+	r.pool.clear(msg)
+	return nothing
+}
+
+// take takes a message of the node that calls itself name, for which c is the
+// connection, and which is a member.
+func (r *receiver) take(msg *van.Message, f *frames, now uint64, name peerName, c *conn, member bool) verdict {
+	msg.Sender = name.id
 	if msg.Request {
 		msg.RequestTrace.PostRecv = now
 	} else {
 		msg.ResponseTrace.PostRecv = now
 	}
 	msg.Receiver = int(r.v.id.Load())
-	size := 0
-	for i := 1; i < f.len(); i++ {
-		size += int(f.size[i])
-	}
+	size := f.dataLen()
 	r.v.stats.received(size)
+	kind := ofStranger
+	switch {
+	case !r.router:
+		kind = ofServer
+	case member:
+		kind = ofMember
+	}
+	f.setWeight(size+messageCost, kind)
+	if !r.v.flow.arrived(msg) {
+		r.pool.clear(msg)
+		return nothing
+	}
 	msg.Adopt(&r.pool, msg.Native())
-	return true
+	if r.router && c != nil && !msg.IsControl() && (!member || r.v.early.n.Load() > 0) && !failpoint.On("incarnation") &&
+		r.v.early.keep(r.v, msg, name) {
+		return kept
+	}
+	return deliver
+}
+
+// senderOf reads who sent a message, and finds the connection to the node that has that
+// id, if there is one.
+func (r *receiver) senderOf(f *frames) (peerName, *conn) {
+	name := peerName{id: van.Empty}
+	if f.len() > 0 {
+		name = nameOf(f.bytes(0))
+	}
+	if !r.router {
+		return name, r.peer
+	}
+	if name.id == van.Empty {
+		return name, nil
+	}
+	return name, (*r.v.peers.Load())[name.id]
+}
+
+// fenced tells whether data that calls itself name's is not to be heard: another process
+// has taken its place, or, on the connection that this node has made to c, it is
+// another's. Control messages say themselves which process sends them, and the rules of
+// the cluster judge that: a process that was replaced is told so.
+func (r *receiver) fenced(c *conn, name peerName) bool {
+	if c == nil || failpoint.On("incarnation") {
+		return false
+	}
+	if r.router {
+		return name.incarnation != 0 && name.incarnation == c.before
+	}
+	return name != peerName{c.who.Load().id, c.incarnation}
 }
 
 // await looks for a message for a while if one has come lately, then sleeps until
@@ -286,24 +397,37 @@ func (r *receiver) help(spin time.Duration) bool {
 }
 
 func (r *receiver) helpLocked(spin time.Duration) bool {
-	if r.sock.closed.Load() || r.inHand.Load() != 0 {
+	if r.sock.closed.Load() || r.inHand.Load() != 0 || r.router && r.v.early.n.Load() > 0 {
 		return false // an earlier message is still being delivered
 	}
 	msg := r.pool.get()
 	ok, err := r.sock.recv((*frames)(msg.Native()), spin, false, r.v.lent)
-	if err != nil || !ok || !r.accept(msg) {
+	if err != nil || !ok {
+		r.pool.Free(msg)
+		return false
+	}
+	switch r.accept(msg) {
+	case kept:
+		return false
+	case nothing:
 		r.pool.Free(msg)
 		return false
 	}
 	r.v.recv(msg)
-	msg.Release()
+	r.done(msg)
 	return true
 }
 
 func (r *receiver) deliver(msg *van.Message) {
 	r.v.recv(msg)
-	msg.Release()
+	r.done(msg)
 	r.inHand.Add(-1)
+}
+
+// done gives up a message that was delivered, or never will be.
+func (r *receiver) done(msg *van.Message) {
+	r.v.flow.left(msg)
+	msg.Release()
 }
 
 // parse checks the frames of a message and decodes them into msg. Frame 0 names
@@ -320,31 +444,11 @@ func parse(msg *van.Message, f *frames) error {
 	if data == 1 {
 		return &van.FieldError{Field: "data frames", Value: data, Want: "0, 2 or 3"}
 	}
-	msg.Sender = senderOf(f.bytes(0))
 	msg.Frames = data
 	for i := range data {
 		msg.SetFrame(i, f.mem(i+2))
 	}
 	return nil
-}
-
-// senderOf reads a node id from a routing id: "ps" and digits. Anything else is a
-// node that has no id yet.
-func senderOf(routing []byte) int {
-	if len(routing) < 3 || len(routing) > 8 || routing[0] != 'p' || routing[1] != 's' {
-		return van.Empty
-	}
-	id := 0
-	for _, c := range routing[2:] {
-		if c < '0' || c > '9' {
-			return van.Empty
-		}
-		id = id*10 + int(c-'0')
-	}
-	if id == 0 || id > van.Empty {
-		return van.Empty
-	}
-	return id
 }
 
 // malformed counts and reports nonsense from the network: the 1st, 2nd, 4th, ...
@@ -361,19 +465,29 @@ func (v *zvan) malformed(err error, f *frames) {
 	v.log.Warn("dropped a malformed message", "err", err, "from", from, "frames", f.len(), "dropped so far", n)
 }
 
+// fenced counts and reports messages of processes that have been replaced, like
+// malformed.
+func (v *zvan) fenced(name peerName, f *frames) {
+	if n := v.stats.stale.Add(1); n&(n-1) == 0 {
+		v.log.Warn("dropped a message of a process that was replaced", "from", strconv.QuoteToASCII(string(f.bytes(0))), "as", van.NodeName(name.id), "dropped so far", n)
+	}
+}
+
 type lane = dispatch.Lane[*van.Message]
 
 // lanes gives each sender its lane. Senders without an id share one.
 type lanes struct {
-	m sync.Map // int to *lane
+	m sync.Map // int to *sender
 }
 
-func (l *lanes) of(sender int) *lane {
-	if p, ok := l.m.Load(sender); ok {
-		return p.(*lane)
+func (l *lanes) of(id int) *sender {
+	if p, ok := l.m.Load(id); ok {
+		return p.(*sender)
 	}
-	p, _ := l.m.LoadOrStore(sender, new(lane))
-	return p.(*lane)
+	s := &sender{id: id}
+	s.lane.ID = id
+	p, _ := l.m.LoadOrStore(id, s)
+	return p.(*sender)
 }
 
 // pool reuses messages together with their memory in C.
@@ -401,17 +515,22 @@ func (p *pool) get() *van.Message {
 
 // Free takes back a message that nobody holds any more.
 func (p *pool) Free(m *van.Message) {
+	p.clear(m)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed || len(p.free) >= poolCap {
+		(*frames)(m.Native()).free()
+		return
+	}
+	p.free = append(p.free, m)
+}
+
+// clear makes m empty, so that it can be received into.
+func (p *pool) clear(m *van.Message) {
 	f := (*frames)(m.Native())
 	f.release()
 	m.Reset()
 	m.Adopt(p, unsafe.Pointer(f))
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.closed || len(p.free) >= poolCap {
-		f.free()
-		return
-	}
-	p.free = append(p.free, m)
 }
 
 // close frees what the pool holds; messages still held elsewhere free themselves.
@@ -427,12 +546,13 @@ func (p *pool) close() {
 
 // stats counts without locks.
 type stats struct {
-	sentN, sentB, recvN, recvB, malformed atomic.Uint64
+	sentN, sentB, recvN, recvB, malformed, stale, strangers, refused, paused atomic.Uint64
 }
 
 func (s *stats) sent(bytes int)     { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
 func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
 func (s *stats) get() van.Stats {
 	return van.Stats{SentMessages: s.sentN.Load(), SentBytes: s.sentB.Load(), ReceivedMessages: s.recvN.Load(),
-		ReceivedBytes: s.recvB.Load(), Malformed: s.malformed.Load()}
+		ReceivedBytes: s.recvB.Load(), Malformed: s.malformed.Load(),
+		PausedReads: s.paused.Load(), RefusedSends: s.refused.Load(), Strangers: s.strangers.Load(), FencedMessages: s.stale.Load()}
 }

@@ -23,9 +23,17 @@ sa_sock *sa_sock_new(void *soc, int fd) {
   return s;
 }
 
+static void close_held(sa_held *h) {
+  for (int i = 0; i < h->n; i++) zmq_msg_close(&h->part[i]);
+}
+
 void sa_sock_free(sa_sock *s) {
-  for (int i = 0; i < s->nheld; i++)
-    for (int j = 0; j < s->held[i].n; j++) zmq_msg_close(&s->held[i].part[j]);
+  for (int i = 0; i < s->nheld; i++) close_held(&s->held[i]);
+  for (sa_held *h = s->first, *next; h != NULL; h = next) {
+    next = h->next;
+    close_held(h);
+    free(h);
+  }
   pthread_mutex_destroy(&s->mu);
   close(s->wake);
   free(s);
@@ -44,12 +52,15 @@ void sa_msg_free(sa_msg *m) {
   free(m);
 }
 
+int sa_msg_fd(sa_msg *m) { return m->n > 0 ? zmq_msg_get(&m->part[m->n - 1], ZMQ_SRCFD) : -1; }
+
 // A multipart message arrives whole: after its first part no receive can fail
 // for want of data. s->mu is held.
 static int recv_parts(sa_sock *s, sa_msg *m) {
   int more = 1;
   m->n = 0;
   m->extra = 0;
+  m->surplus = 0;
   while (more) {
     zmq_msg_t surplus, *p = m->n < SA_MAX_PARTS ? &m->part[m->n] : &surplus;
     zmq_msg_init(p);
@@ -66,6 +77,7 @@ static int recv_parts(sa_sock *s, sa_msg *m) {
     more = zmq_msg_more(p);
     if (p == &surplus) {
       m->extra++;
+      m->surplus += (size_t)n + 9;
       zmq_msg_close(p);
       continue;
     }
@@ -115,10 +127,38 @@ static void release(void *data, void *hint) {
   (void)data;
   sa_slot *slot = hint;
   if (__atomic_sub_fetch(&slot->refs, 1, __ATOMIC_ACQ_REL) > 0) return;
+  __atomic_sub_fetch(&slot->acct->unsent, slot->bytes, __ATOMIC_RELAXED);
   sa_list *l = slot->list;
   slot->next = __atomic_load_n(&l->head, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(&l->head, &slot->next, slot, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
   }
+}
+
+// The meta of a message to send. It is the one part that every message has once, so
+// that letting it go tells that the message has left.
+typedef struct {
+  sa_acct *acct;
+  int64_t own;
+  char meta[];
+} sa_head;
+
+// Runs on a thread of libzmq like release.
+static void release_head(void *data, void *hint) {
+  (void)data;
+  sa_head *h = hint;
+  __atomic_sub_fetch(&h->acct->unsent, h->own, __ATOMIC_RELAXED);
+  free(h);
+}
+
+static int head_part(zmq_msg_t *p, const void *meta, size_t n, sa_acct *acct, int64_t own) {
+  sa_head *h = malloc(sizeof *h + n);
+  if (h == NULL) return -1;
+  h->acct = acct;
+  h->own = own;
+  memcpy(h->meta, meta, n);
+  if (zmq_msg_init_data(p, h->meta, n, release_head, h) == 0) return 0;
+  free(h);
+  return -1;
 }
 
 static int copy_part(zmq_msg_t *p, const void *data, size_t n) {
@@ -144,20 +184,71 @@ static int send_parts(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot) {
   return 0;
 }
 
+static int64_t unsent(sa_sock *s) { return s->acct == NULL ? 0 : __atomic_load_n(&s->acct->unsent, __ATOMIC_RELAXED); }
+
+// Whether a message of that many bytes, which are counted already, has to wait.
+static int must_wait(sa_sock *s, int64_t bytes) {
+  return s->first != NULL || s->hold || (s->window > 0 && unsent(s) - s->queued - bytes >= s->window);
+}
+
+static void move_parts(sa_held *h, zmq_msg_t *part, int n, sa_slot *slot, int64_t bytes) {
+  for (h->n = 0; h->n < n; h->n++) {
+    zmq_msg_init(&h->part[h->n]);
+    zmq_msg_move(&h->part[h->n], &part[h->n]);
+  }
+  h->slot = slot;
+  h->bytes = bytes;
+  h->next = NULL;
+}
+
+// Sends a message or lets it wait. Returns like send_parts.
+static int pass(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot, int64_t bytes) {
+  if (!must_wait(s, bytes)) return send_parts(s, part, n, slot);
+  sa_held *h = malloc(sizeof *h);
+  if (h == NULL) {
+    if (slot != NULL) slot->failed = 1;
+    for (int i = 0; i < n; i++) zmq_msg_close(&part[i]);
+    return -ENOMEM;
+  }
+  move_parts(h, part, n, slot, bytes);
+  if (s->last != NULL) s->last->next = h;
+  else s->first = h;
+  s->last = h;
+  s->queued += bytes;
+  return 0;
+}
+
+// Sends what waits and may leave now.
+static void pump(sa_sock *s, int force) {
+  while (s->first != NULL) {
+    sa_held *h = s->first;
+    if (!force && (s->hold || (s->window > 0 && unsent(s) - s->queued >= s->window))) return;
+    s->first = h->next;
+    if (s->first == NULL) s->last = NULL;
+    s->queued -= h->bytes;
+    send_parts(s, h->part, h->n, h->slot);
+    free(h);
+  }
+}
+
 // Sends what is held. A message that is refused is lost, as it would be had it
 // been sent a moment before its peer went.
 static void send_held(sa_sock *s) {
-  for (int i = 0; i < s->nheld; i++) send_parts(s, s->held[i].part, s->held[i].n, s->held[i].slot);
+  for (int i = 0; i < s->nheld; i++) {
+    sa_held *h = &s->held[i];
+    s->queued -= h->bytes;
+    pass(s, h->part, h->n, h->slot, h->bytes);
+  }
   s->nheld = 0;
 }
 
 // Sending may have taken the signal that would have woken the receiver.
-static int must_wake(sa_sock *s) {
-  int events = 0;
+static int bits(sa_sock *s) {
+  int rc = s->first != NULL ? SA_QUEUED : 0, events = 0;
   size_t len = sizeof events;
-  if (!s->waiting || zmq_getsockopt(s->soc, ZMQ_EVENTS, &events, &len) != 0 || !(events & ZMQ_POLLIN)) return 0;
+  if (!s->waiting || zmq_getsockopt(s->soc, ZMQ_EVENTS, &events, &len) != 0 || !(events & ZMQ_POLLIN)) return rc;
   s->waiting = 0;
-  return 1;
+  return rc | SA_WAKE;
 }
 
 int sa_flush(sa_sock *s) {
@@ -165,18 +256,37 @@ int sa_flush(sa_sock *s) {
   pthread_mutex_lock(&s->mu);
   if (s->nheld > 0) {
     send_held(s);
-    rc = must_wake(s);
+    rc = bits(s);
   }
   pthread_mutex_unlock(&s->mu);
   return rc;
 }
 
+int sa_pump(sa_sock *s, int force) {
+  int rc = 0;
+  pthread_mutex_lock(&s->mu);
+  if (force) send_held(s);
+  if (s->first != NULL) {
+    pump(s, force);
+    rc = bits(s);
+  }
+  pthread_mutex_unlock(&s->mu);
+  return rc;
+}
+
+void sa_hold(sa_sock *s, int on) {
+  pthread_mutex_lock(&s->mu);
+  s->hold = on;
+  pthread_mutex_unlock(&s->mu);
+}
+
 int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int selflen, const void *meta, size_t metalen,
             int nframes, uintptr_t p0, size_t n0, int lend0, uintptr_t p1, size_t n1, int lend1, uintptr_t p2,
-            size_t n2, int lend2, sa_slot *slot, int more) {
+            size_t n2, int lend2, sa_slot *slot, sa_acct *acct, int64_t own, int flags) {
   zmq_msg_t part[SA_MAX_SEND];
   sa_frame frame[SA_MAX_DATA] = {{(void *)p0, n0, lend0}, {(void *)p1, n1, lend1}, {(void *)p2, n2, lend2}};
   int n = 0, next = 0, rc = 0;
+  int64_t bytes = own + (slot != NULL ? slot->bytes : 0), unheaded = own;
 
   if (destlen > 0) {
     if (copy_part(&part[n], dest, (size_t)destlen) != 0) goto nomem;
@@ -184,7 +294,8 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
     if (copy_part(&part[n], self, (size_t)selflen) != 0) goto nomem;
     n++;
   }
-  if (copy_part(&part[n], meta, metalen) != 0) goto nomem;
+  if (head_part(&part[n], meta, metalen, acct, own) != 0) goto nomem;
+  unheaded = 0;
   n++;
   for (; next < nframes; next++, n++) {
     sa_frame *f = &frame[next];
@@ -193,23 +304,20 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
   }
 
   pthread_mutex_lock(&s->mu);
-  if (more && s->nheld < SA_MAX_HELD) {
-    sa_held *h = &s->held[s->nheld++];
-    for (h->n = 0; h->n < n; h->n++) {
-      zmq_msg_init(&h->part[h->n]);
-      zmq_msg_move(&h->part[h->n], &part[h->n]);
-    }
-    h->slot = slot;
+  if ((flags & SA_MORE) && s->nheld < SA_MAX_HELD) {
+    move_parts(&s->held[s->nheld++], part, n, slot, bytes);
+    s->queued += bytes;
   } else {
+    if (s->first != NULL) pump(s, 0);
     send_held(s);
-    rc = send_parts(s, part, n, slot);
-    int wake = must_wake(s);
-    if (rc == 0) rc = wake;
+    rc = flags & SA_URGENT ? send_parts(s, part, n, slot) : pass(s, part, n, slot, bytes);
+    if (rc == 0) rc = bits(s);
   }
   pthread_mutex_unlock(&s->mu);
   return rc;
 
 nomem:
+  __atomic_sub_fetch(&acct->unsent, unheaded, __ATOMIC_RELAXED);
   if (slot != NULL) slot->failed = 1;
   for (int i = 0; i < n; i++) zmq_msg_close(&part[i]);
   for (; next < nframes; next++)

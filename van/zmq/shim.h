@@ -18,11 +18,20 @@
 // Messages that a socket holds back for more to come.
 #define SA_MAX_HELD 16
 
-// A message that waits for the next one, so that both leave together.
+// What one peer has not taken yet, in bytes. libzmq's threads take off what they let
+// go, also after the socket was closed.
 typedef struct {
+  int64_t unsent;
+} sa_acct;
+
+// A message that waits for the next one, so that both leave together, or for the
+// socket to send again.
+typedef struct sa_held {
   zmq_msg_t part[SA_MAX_SEND];
   int n;
   struct sa_slot *slot;
+  int64_t bytes;
+  struct sa_held *next;
 } sa_held;
 
 // A socket and the lock that makes it usable from every thread. waiting is set
@@ -35,6 +44,14 @@ typedef struct {
   int waiting;
   int nheld;
   sa_held held[SA_MAX_HELD];
+
+  // Data messages that libzmq is not to have yet, since it has enough of the peer's
+  // already (window; 0: no limit), or the peer has asked to wait (hold).
+  sa_acct *acct;
+  int64_t window;
+  int hold;
+  sa_held *first, *last;
+  int64_t queued; // bytes from first to last, and in held
 } sa_sock;
 
 // A received message. The parts stay valid until sa_msg_close.
@@ -44,6 +61,9 @@ typedef struct {
   size_t size[SA_MAX_PARTS];
   int n;     // parts held
   int extra; // parts beyond SA_MAX_PARTS, received and dropped
+  size_t surplus; // bytes that these were on the connection
+  int64_t weight; // the caller's
+  int kind;       // the caller's
 } sa_msg;
 
 // Values in the hands of libzmq: refs frames of the message in slot index are
@@ -53,6 +73,8 @@ typedef struct { struct sa_slot *head; } sa_list;
 typedef struct sa_slot {
   struct sa_slot *next;
   sa_list *list;
+  sa_acct *acct;
+  int64_t bytes; // of the lent frames
   int refs;
   int failed; // the send failed: nothing left, nobody is to be told
   uint32_t index;
@@ -73,6 +95,9 @@ sa_msg *sa_msg_new(void);
 void sa_msg_close(sa_msg *m);
 void sa_msg_free(sa_msg *m);
 
+// Returns the descriptor of the connection that m came from, or -1.
+int sa_msg_fd(sa_msg *m);
+
 // Receives one message, looking for it for spin_ns nanoseconds at most. Returns 1,
 // 0 when there is none, or -errno. While it looks it yields the processor to
 // whoever is to bring the message. With park, a receiver without a message is
@@ -83,15 +108,32 @@ int sa_recv(sa_sock *s, sa_msg *m, int64_t spin_ns, int park);
 void sa_wait(sa_sock *s);
 void sa_wake(sa_sock *s);
 
+// How to send: after what is held, with more to come; ahead of all that waits.
+#define SA_MORE 1
+#define SA_URGENT 2
+
+// What sa_send, sa_flush and sa_pump return besides -errno: the sleeping receiver of s
+// must be woken; something waits for sa_pump.
+#define SA_WAKE 1
+#define SA_QUEUED 2
+
 // Sends dest and self (if destlen > 0), meta, and nframes data frames, without
-// blocking, after what is held. With more, holds the message if there is room. slot, whose refs is the number of lent frames, joins its list when
-// libzmq has let go of all of them, also after a failure. Returns 0, or 1 when the
-// sleeping receiver of s must be woken, or -errno when nothing was sent.
+// blocking, after what is held. With SA_MORE, holds the message if there is room. slot,
+// whose refs is the number of lent frames, joins its list when libzmq has let go of all
+// of them, also after a failure. The caller has added own, the bytes of everything that
+// is not lent, and slot's bytes to acct; they are taken off when libzmq lets go, also
+// after a failure. Returns bits, or -errno when nothing was sent.
 int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int selflen, const void *meta, size_t metalen,
             int nframes, uintptr_t p0, size_t n0, int lend0, uintptr_t p1, size_t n1, int lend1, uintptr_t p2,
-            size_t n2, int lend2, sa_slot *slot, int more);
+            size_t n2, int lend2, sa_slot *slot, sa_acct *acct, int64_t own, int flags);
 
 // Sends what is held. Returns like sa_send.
 int sa_flush(sa_sock *s);
+
+// Sends what waits and may leave now: all of it with force. Returns like sa_send.
+int sa_pump(sa_sock *s, int force);
+
+// Makes data messages wait, or go on.
+void sa_hold(sa_sock *s, int on);
 
 #endif

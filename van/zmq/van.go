@@ -46,15 +46,22 @@ type zvan struct {
 	zctx *zmq4.Context
 	lent *lent
 
+	incarnation uint32 // own; 0: the node speaks as one of the original
+
 	self   van.Node     // set by Bind
 	id     atomic.Int32 // own node id
-	idText atomic.Pointer[string]
+	names  atomic.Pointer[ownNames]
 	router *socket
 	recv   van.Receiver
 	watch  func(id int, up bool, cause error)
 	unbind func()
 
 	peers    atomic.Pointer[map[int]*conn]
+	accounts accounts
+	flow     flow
+	guard    *guard // of the ROUTER's connections; nil without one
+	early    early
+	senders  lanes // of the ROUTER
 	stats    stats
 	spin     time.Duration // how long to look for a message before sleeping
 	spinning atomic.Bool   // somebody looks without sleeping
@@ -78,7 +85,14 @@ type conn struct {
 	sock *socket
 	mon  *monitor
 	rx   *receiver
+	acct *account
 	lost atomic.Bool // the connection broke and has not been restored
+
+	incarnation uint32        // of the peer; 0: a node of the original
+	before      uint32        // of the process that it has replaced
+	admitted    atomic.Bool   // this node knows it as the peer
+	seen        atomic.Bool   // it has a connection to this node's ROUTER
+	holdUntil   atomic.Uint64 // the peer has asked for no data until then; 0: it has not
 }
 
 // identity is whom a connection serves.
@@ -86,6 +100,20 @@ type identity struct {
 	id     int
 	dest   string // the peer's routing id, for answers over the ROUTER
 	viaOwn bool   // data answers to this peer leave over the own ROUTER
+}
+
+// ownNames is what the node calls itself.
+type ownNames struct {
+	plain string // towards nodes of the original
+	full  string // towards nodes of this library
+}
+
+// nameFor is what the node calls itself towards c.
+func (v *zvan) nameFor(c *conn) string {
+	if c.incarnation != 0 {
+		return v.names.Load().full
+	}
+	return v.names.Load().plain
 }
 
 // socketsEach is how many sockets a connection takes: the DEALER and the two ends
@@ -105,12 +133,14 @@ func New(o van.Options) (van.Van, error) {
 	); err != nil {
 		return nil, errors.Join(err, zctx.Term())
 	}
-	v := &zvan{cfg: o.Config, log: o.Log, zctx: zctx, spin: spinTime(o.Config.BusyPoll), lent: newLent(), unbind: func() {}}
+	v := &zvan{cfg: o.Config, log: o.Log, zctx: zctx, spin: spinTime(o.Config.BusyPoll), unbind: func() {}, incarnation: o.Incarnation}
+	v.peers.Store(&map[int]*conn{})
+	v.lent = newLent(v.pump)
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
 	}
+	v.flow.init(v)
 	v.bindThreads()
-	v.peers.Store(&map[int]*conn{})
 	v.helped.Store(&[]*receiver{})
 	v.setID(van.Empty)
 	return v, nil
@@ -150,13 +180,9 @@ func (v *zvan) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 func (v *zvan) SetID(id int) { v.setID(id) }
 
 func (v *zvan) setID(id int) {
-	text := routingID(id)
 	v.id.Store(int32(id))
-	v.idText.Store(&text)
+	v.names.Store(&ownNames{routingID(peerName{id: id}), routingID(peerName{id, v.incarnation})})
 }
-
-// routingID is how a node with an id presents itself.
-func routingID(id int) string { return "ps" + strconv.Itoa(id) }
 
 // Bind opens the ROUTER. A busy port is an error that wraps syscall.EADDRINUSE.
 func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
@@ -165,7 +191,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 		return 0, fmt.Errorf("zmq: ROUTER: %w", err)
 	}
 	// A peer that comes back takes over the routing id of its old connection.
-	err = errors.Join(z.SetRouterMandatory(1), z.SetRouterHandover(true), z.SetSndhwm(0), tune(z))
+	err = errors.Join(z.SetRouterMandatory(1), z.SetRouterHandover(true), z.SetSndhwm(0), z.SetRcvhwm(routerQueue), tune(z))
 	if err != nil {
 		return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
 	}
@@ -173,18 +199,31 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	if err != nil {
 		return 0, errors.Join(&van.Error{Op: "bind", Node: van.NodeName(self.ID), Detail: self.Addr(), Err: err}, z.Close())
 	}
+	var g *guard
+	if !v.cfg.Local {
+		v.serial++
+		if g, err = newGuard(v, z, v.serial); err != nil {
+			unbind()
+			return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
+		}
+	}
 	s, err := newSocket(z, true)
 	if err != nil {
+		g.close()
 		unbind()
 		return 0, err
 	}
-	v.self, v.router, v.unbind = self, s, unbind
+	v.self, v.router, v.unbind, v.guard = self, s, unbind, g
 	v.self.Port = port
 	if self.ID != van.Empty {
 		v.setID(self.ID)
 	}
 	return port, nil
 }
+
+// routerQueue is how many messages of one peer libzmq receives ahead of this node. More
+// stay in the system's buffers, and with their sender.
+const routerQueue = 128
 
 // maxFrame is the longest frame that is received: lengths are signed 32-bit numbers.
 const maxFrame = math.MaxInt32
@@ -285,16 +324,17 @@ func (v *zvan) Start(recv van.Receiver) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.recv, v.started = recv, true
-	v.receiveFrom(v.router, true, v.self.Role == van.Server)
+	v.guard.start()
+	v.receiveFrom(v.router, nil, true, v.self.Role == van.Server)
 	for _, c := range *v.peers.Load() {
 		v.listen(c)
 	}
 }
 
-// receiveFrom starts a receiver on s, which spins for itself if spins is set, and
+// receiveFrom starts a receiver on s, the ROUTER or peer's DEALER, which spins for itself if spins is set, and
 // which Poll helps if helped is. v.mu is held.
-func (v *zvan) receiveFrom(s *socket, spins, helped bool) *receiver {
-	r := newReceiver(v, s, spins, helped)
+func (v *zvan) receiveFrom(s *socket, peer *conn, spins, helped bool) *receiver {
+	r := newReceiver(v, s, peer, spins, helped)
 	v.loops = append(v.loops, r)
 	if helped {
 		all := append(slices.Clone(*v.helped.Load()), r)
@@ -308,7 +348,7 @@ func (v *zvan) receiveFrom(s *socket, spins, helped bool) *receiver {
 // v.mu is held.
 func (v *zvan) listen(c *conn) {
 	if v.self.Role == van.Worker && c.rx == nil {
-		c.rx = v.receiveFrom(c.sock, false, van.RoleOf(c.who.Load().id) == van.Server)
+		c.rx = v.receiveFrom(c.sock, c, false, van.RoleOf(c.who.Load().id) == van.Server)
 	}
 	c.mon.start(v, c)
 }
@@ -323,8 +363,12 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	fail := func(err error) error {
 		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
 	}
+	c := &conn{addr: peer.Addr()}
+	c.incarnation = v.peerIncarnation(&peer)
+	c.admitted.Store(true)
 	old := (*v.peers.Load())[id]
 	if old != nil {
+		v.succeed(c, old)
 		v.drop(old, 0)
 	}
 	z, err := v.zctx.NewSocket(zmq4.DEALER)
@@ -336,12 +380,17 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 		return fail(errors.Join(err, z.Close()))
 	}
 	if own := int(v.id.Load()); own != van.Empty {
-		if err := z.SetIdentity(*v.idText.Load()); err != nil {
+		if err := z.SetIdentity(v.nameFor(c)); err != nil {
+			return fail(errors.Join(err, z.Close()))
+		}
+	}
+	if c.incarnation != 0 {
+		if err := v.tuneNative(z); err != nil {
 			return fail(errors.Join(err, z.Close()))
 		}
 	}
 	v.serial++
-	mon, err := newMonitor(v.zctx, z, v.serial)
+	mon, err := newMonitor(v.zctx, z, v.serial, connEvents)
 	if err != nil {
 		return fail(errors.Join(err, z.Close()))
 	}
@@ -358,9 +407,14 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 		mon.close()
 		return fail(err)
 	}
-	c := &conn{addr: peer.Addr(), sock: s, mon: mon}
+	c.sock, c.mon, c.acct = s, mon, v.accounts.open()
+	s.limit(c.acct, sendWindow)
 	v.name(c, id)
 	v.replace(func(m map[int]*conn) { m[id] = c })
+	v.guard.known(c)
+	if old != nil && !c.admitted.Load() {
+		time.AfterFunc(earlyTime, func() { v.admit(c) })
+	}
 	if v.started {
 		v.listen(c)
 	}
@@ -368,9 +422,30 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	return nil
 }
 
+// peerIncarnation is which process peer is, if this node and it can tell such things.
+func (v *zvan) peerIncarnation(peer *van.Node) uint32 {
+	if identity, ok := peer.Identity(); ok && v.incarnation != 0 {
+		return identity.Incarnation
+	}
+	return 0
+}
+
+// tuneNative sets what a connection to another node of this library has besides.
+func (v *zvan) tuneNative(z *zmq4.Socket) error {
+	// An empty message, so that the peer knows at once whose connection it is.
+	errs := []error{z.SetProbeRouter(1)}
+	if every, limit := v.cfg.Heartbeats(); every > 0 && limit > 0 {
+		// libzmq's own threads ask and answer, so that neither a busy process nor
+		// Python's lock looks like a dead one. No TTL: the peer would end a connection
+		// that it does not read for a while.
+		errs = append(errs, z.SetHeartbeatIvl(every), z.SetHeartbeatTimeout(limit), z.SetTcpMaxrt(limit))
+	}
+	return errors.Join(errs...)
+}
+
 // name makes c the connection to id.
 func (v *zvan) name(c *conn, id int) {
-	c.who.Store(&identity{id, routingID(id), v.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker})
+	c.who.Store(&identity{id, routingID(peerName{id, c.incarnation}), v.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker})
 }
 
 // replace changes the table of peers. v.mu is held.
@@ -391,7 +466,11 @@ func (v *zvan) Rename(old, new int) error {
 	other := (*v.peers.Load())[new]
 	v.replace(func(m map[int]*conn) { delete(m, old) })
 	v.name(c, new)
+	if other != nil && other != c {
+		c.before = other.incarnation
+	}
 	v.replace(func(m map[int]*conn) { m[new] = c })
+	v.guard.known(c)
 	if other != nil && other != c {
 		v.drop(other, 0)
 	}
@@ -423,7 +502,7 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 	c.mon.close()
 	c.sock.stop()
 	if c.rx == nil {
-		_ = c.sock.close(linger)
+		_ = v.end(c, linger)
 		return
 	}
 	isRx := func(r *receiver) bool { return r == c.rx }
@@ -434,8 +513,15 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 		ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
 		defer cancel()
 		c.rx.stop(ctx)
-		_ = c.sock.close(linger)
+		_ = v.end(c, linger)
 	})
+}
+
+// end closes c's socket.
+func (v *zvan) end(c *conn, linger time.Duration) error {
+	err := c.sock.close(linger)
+	v.accounts.close(c.acct)
+	return err
 }
 
 // Send hands msg to the socket that the protocol wants it on.
@@ -481,13 +567,18 @@ func (v *zvan) send(msg *van.Message, c *conn) error {
 		}
 	}
 	size := msg.PayloadLen()
-	var err error
-	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
-		err = v.router.send(who.dest, *v.idText.Load(), meta, msg, v.lent)
-	} else {
-		err = c.sock.send("", "", meta, msg, v.lent)
+	to := route{acct: c.acct, limit: v.flow.send}
+	if msg.IsControl() {
+		to.urgent, to.limit = true, v.flow.controlLimit()
 	}
-	if err != nil {
+	sock := c.sock
+	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
+		sock, to.dest, to.self = v.router, who.dest, v.nameFor(c)
+	}
+	if err := sock.send(&to, meta, msg, v.lent); err != nil {
+		if errors.Is(err, van.ErrQueueFull) {
+			err = v.overBudget(c, &to)
+		}
 		return v.sendError(msg, c, err)
 	}
 	v.stats.sent(len(meta) + size)
@@ -500,9 +591,9 @@ func (v *zvan) Flush(id int) {
 	if c == nil {
 		return
 	}
-	c.sock.flush()
+	c.sock.flush(v.lent)
 	if c.who.Load().viaOwn {
-		v.router.flush()
+		v.router.flush(v.lent)
 	}
 }
 
@@ -515,6 +606,8 @@ func (v *zvan) sendError(msg *van.Message, c *conn, err error) error {
 	switch {
 	case errors.Is(err, syscall.EHOSTUNREACH):
 		e.Err = fmt.Errorf("%w: it is not connected to this node", van.ErrPeerLost)
+	case errors.Is(err, van.ErrQueueFull):
+		e.Err = err
 	case errors.Is(err, syscall.EAGAIN):
 		e.Err = van.ErrQueueFull
 	case errors.Is(err, syscall.Errno(zmq4.ETERM)), errors.Is(err, syscall.ENOTSOCK):
@@ -553,13 +646,15 @@ func (v *zvan) Close(ctx context.Context) error {
 	if d, ok := ctx.Deadline(); ok {
 		linger = min(max(time.Until(d), 0), maxLinger)
 	}
+	v.guard.close()
+	v.flow.stop()
 	var errs []error
 	for _, c := range peers {
 		c.mon.close()
 		if c.lost.Load() {
-			errs = append(errs, c.sock.close(0)) // nobody to wait for
+			errs = append(errs, v.end(c, 0)) // nobody to wait for
 		} else {
-			errs = append(errs, c.sock.close(linger))
+			errs = append(errs, v.end(c, linger))
 		}
 	}
 	if v.router != nil {
@@ -568,6 +663,8 @@ func (v *zvan) Close(ctx context.Context) error {
 	v.wg.Wait()
 	errs = append(errs, v.zctx.Term())
 	v.lent.close()
+	v.accounts.free()
+	v.early.close()
 	v.unbind()
 	return errors.Join(errs...)
 }

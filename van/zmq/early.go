@@ -1,0 +1,154 @@
+package zmq
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// early keeps messages of processes that are to take the place of another one, of which
+// the scheduler has told them before it told this node.
+type early struct {
+	mu     sync.Mutex
+	kept   []earlyMessage
+	ready  []*van.Message // of those that this node knows by now
+	n      atomic.Int32   // of ready
+	timer  *time.Timer
+	closed bool
+}
+
+type earlyMessage struct {
+	msg  *van.Message
+	name peerName
+	at   uint64
+}
+
+// earlyTime is the longest that the scheduler may take to tell all of a new process.
+const earlyTime = time.Second
+
+// isOf tells whether c is the connection to the process that calls itself name.
+func (c *conn) isOf(name peerName) bool {
+	return c.incarnation == name.incarnation && c.admitted.Load()
+}
+
+// keep takes a message of a process that this node does not know as the peer yet. It
+// reports false if it does know it by now.
+func (e *early) keep(v *zvan, msg *van.Message, name peerName) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if c := (*v.peers.Load())[name.id]; c != nil && c.isOf(name) {
+		if !slices.ContainsFunc(e.ready, func(m *van.Message) bool { return m.Sender == msg.Sender }) {
+			return false
+		}
+		e.ready = append(e.ready, msg)
+		e.n.Store(int32(len(e.ready)))
+		return true
+	}
+	if e.closed {
+		v.flow.left(msg)
+		msg.Release()
+		return true
+	}
+	e.kept = append(e.kept, earlyMessage{msg, name, clock.Now()})
+	if e.timer == nil {
+		e.timer = time.AfterFunc(2*earlyTime, func() { e.expire(v) })
+	}
+	return true
+}
+
+// admit makes c the peer, and its messages ready.
+func (v *zvan) admit(c *conn) {
+	e := &v.early
+	e.mu.Lock()
+	id := c.who.Load().id
+	e.kept = slices.DeleteFunc(e.kept, func(k earlyMessage) bool {
+		if k.name != (peerName{id, c.incarnation}) {
+			return false
+		}
+		e.ready = append(e.ready, k.msg)
+		return true
+	})
+	e.n.Store(int32(len(e.ready))) // before admitted is: what comes now goes behind
+	c.admitted.Store(true)
+	wake := len(e.ready) > 0
+	e.mu.Unlock()
+	if wake && v.router != nil {
+		v.router.wake()
+	}
+}
+
+// Admit implements van.Admitter.
+func (v *zvan) Admit(id int) {
+	if c := (*v.peers.Load())[id]; c != nil && !c.admitted.Load() {
+		v.admit(c)
+	}
+}
+
+// succeed makes c the connection that takes old's place.
+func (v *zvan) succeed(c, old *conn) {
+	c.before = old.incarnation
+	if c.incarnation == old.incarnation {
+		c.before = old.before
+		c.admitted.Store(old.admitted.Load())
+		return
+	}
+	c.admitted.Store(c.incarnation == 0)
+}
+
+// next returns a message that is ready, or nil.
+func (e *early) next() *van.Message {
+	if e.n.Load() == 0 {
+		return nil
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if len(e.ready) == 0 {
+		return nil
+	}
+	msg := e.ready[0]
+	e.ready = slices.Delete(e.ready, 0, 1)
+	e.n.Store(int32(len(e.ready)))
+	return msg
+}
+
+// expire drops messages of processes that have not become peers.
+func (e *early) expire(v *zvan) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	now := clock.Now()
+	e.kept = slices.DeleteFunc(e.kept, func(k earlyMessage) bool {
+		if !e.closed && now-k.at < uint64(2*earlyTime) {
+			return false
+		}
+		v.stats.stale.Add(1)
+		v.flow.left(k.msg)
+		k.msg.Release()
+		return true
+	})
+	e.timer = nil
+	if len(e.kept) > 0 {
+		e.timer = time.AfterFunc(earlyTime/4, func() { e.expire(v) })
+	}
+}
+
+// close drops everything.
+func (e *early) close() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.closed = true
+	if e.timer != nil {
+		e.timer.Stop()
+	}
+	for _, k := range e.kept {
+		k.msg.Release()
+	}
+	for _, m := range e.ready {
+		m.Release()
+	}
+	e.kept, e.ready = nil, nil
+	e.n.Store(0)
+}

@@ -1,0 +1,323 @@
+package zmq
+
+import (
+	"bytes"
+	"fmt"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/dispatch"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// flow keeps the bytes that wait within the budgets.
+//
+// To send: an account for each peer counts what libzmq has not let go of; beyond the
+// budget Send refuses. Of that libzmq has sendWindow at most, so that a peer that asks to
+// wait soon has nothing more coming.
+//
+// To receive: a worker has a socket for each server, which it does not read while the
+// server's messages wait. But a server reads all its workers from one ROUTER, of which
+// libzmq hands up one worker's messages after the other's. So a server asks a worker of
+// this library whose messages wait for the application to hold back its data; its control
+// messages, and other workers' messages, come on. Workers of the original are not asked:
+// they are bounded by the budget for all, at which the ROUTER is not read.
+type flow struct {
+	v         *zvan
+	send      int64 // STEPAF_SEND_BUDGET; 0: no limit
+	recvAll   int64 // STEPAF_RECV_BUDGET; 0: no limit
+	strangers int64 // STEPAF_STRANGER_BUDGET; 0: no limit
+	holdAt    int64 // bytes of one peer at which it is asked to wait; 0: never
+
+	dealers *dispatch.Budget
+	router  *dispatch.Budget
+
+	waiting atomic.Int64 // bytes of members that are received and not delivered
+	strange atomic.Int64 // the same of strangers
+
+	refusals, holds, drops logx.Sparse
+
+	mu     sync.Mutex
+	asked  []*sender // who is asked to wait
+	ticker *time.Timer
+	ended  bool
+}
+
+// sendWindow is how much libzmq has at most for one peer, besides one message.
+const sendWindow = 32 << 20
+
+// controlReserve is what control messages may use beyond the budget for sending.
+const controlReserve = 16 << 20
+
+// holdShare is the part of a peer's budget at which it is asked to wait. The rest is for
+// what is on its way.
+const holdShare = 4
+
+// crowdedHold is used in its place when half of the budget for all is used up.
+const crowdedHold = 1 << 20
+
+// sender is who sends to this node.
+type sender struct {
+	id      int
+	lane    lane
+	waiting atomic.Int64 // bytes received and not delivered
+	asked   atomic.Bool  // to wait
+}
+
+func (f *flow) init(v *zvan) {
+	cfg := v.cfg
+	f.v = v
+	if !failpoint.On("send-budget") {
+		f.send = int64(cfg.SendBudget)
+	}
+	f.strangers = int64(cfg.StrangerBudget)
+	if failpoint.On("recv-budget") {
+		return
+	}
+	f.recvAll = int64(cfg.RecvBudget)
+	f.holdAt = int64(cfg.RecvBudgetPeer) / holdShare
+	f.dealers = dispatch.NewBudget(int64(cfg.RecvBudgetPeer), f.recvAll)
+	f.router = dispatch.NewBudget(0, f.recvAll)
+}
+
+func (f *flow) budget(router bool) *dispatch.Budget {
+	if router {
+		return f.router
+	}
+	return f.dealers
+}
+
+// watch reports when loop does not read.
+func (f *flow) watch(loop *dispatch.Loop[*van.Message]) {
+	loop.Paused = func(l *lane, bytes int64) { f.paused("not read", l.ID, bytes) }
+}
+
+// paused counts and logs that messages of peer id wait.
+func (f *flow) paused(how string, id int, bytes int64) {
+	f.v.stats.paused.Add(1)
+	if n, speak := f.holds.Next(); speak {
+		f.v.log.Warn("a peer is "+how+" until the application has taken some of its messages", "peer", van.NodeName(id), "bytes waiting", bytes,
+			"limits", fmt.Sprintf("%d of one peer (STEPAF_RECV_BUDGET_PEER), %d of all (STEPAF_RECV_BUDGET)", f.v.cfg.RecvBudgetPeer, f.v.cfg.RecvBudget), "so far", n)
+	}
+}
+
+// overBudget says why a message for c was refused.
+func (v *zvan) overBudget(c *conn, to *route) error {
+	unsent := c.acct.unsent()
+	v.stats.refused.Add(1)
+	if n, speak := v.flow.refusals.Next(); speak {
+		v.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.addr,
+			"bytes unsent", unsent, "limit", fmt.Sprintf("%d (STEPAF_SEND_BUDGET)", to.limit), "refused so far", n)
+	}
+	return fmt.Errorf("%w: it has not taken %d bytes yet, want at most %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, unsent, to.limit)
+}
+
+// controlLimit is the budget for control messages.
+func (f *flow) controlLimit() int64 {
+	if f.send <= 0 {
+		return 0
+	}
+	return f.send + controlReserve
+}
+
+// limits returns how many bytes of one peer may wait before it is asked to wait, and at
+// how many it is let go on.
+func (f *flow) limits() (ask, letGo int64) {
+	ask = f.holdAt
+	if f.recvAll > 0 && f.waiting.Load() > f.recvAll/2 {
+		ask = min(ask, crowdedHold)
+	}
+	return ask, ask / 2
+}
+
+// Whose a message is, for what it counts.
+const (
+	ofStranger = iota
+	ofServer   // received by a worker, over its own connection
+	ofMember   // received over the ROUTER
+)
+
+// arrived counts a message that was received. It reports false when a stranger's is to be
+// dropped.
+func (f *flow) arrived(msg *van.Message) bool {
+	n, kind := weight(msg)
+	switch kind {
+	case ofStranger:
+		if all := f.strange.Add(n); all <= f.strangers || f.strangers <= 0 || failpoint.On("stranger-budget") {
+			return true
+		}
+		f.strange.Add(-n)
+		f.v.stats.strangers.Add(1)
+		if k, speak := f.drops.Next(); speak {
+			f.v.log.Warn("dropped a message of a stranger, who is not a member of the cluster", "as", van.NodeName(msg.Sender), "bytes", n,
+				"limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", f.strangers), "dropped so far", k)
+		}
+		return false
+	case ofMember:
+		f.waiting.Add(n)
+		s := f.v.senders.of(msg.Sender)
+		if w := s.waiting.Add(n); f.holdAt > 0 && w > crowdedHold/2 && !s.asked.Load() {
+			if ask, _ := f.limits(); w > ask {
+				f.ask(s)
+			}
+		}
+	}
+	return true
+}
+
+// left counts a message that was delivered, or never will be.
+func (f *flow) left(msg *van.Message) {
+	switch n, kind := weight(msg); kind {
+	case ofStranger:
+		f.strange.Add(-n)
+	case ofMember:
+		f.waiting.Add(-n)
+		s := f.v.senders.of(msg.Sender)
+		if w := s.waiting.Add(-n); s.asked.Load() {
+			if _, letGo := f.limits(); w <= letGo {
+				f.letGo(s)
+			}
+		}
+	}
+}
+
+// A peer that is asked to wait does so for holdFor, so that it does not wait for ever for
+// a node that has gone; it is asked again every askEvery.
+const (
+	holdFor  = 2 * time.Second
+	askEvery = 500 * time.Millisecond
+)
+
+// The notices between nodes of this library that make data wait and go on, in the body
+// of a HEARTBEAT. Vans do not hand them up.
+var (
+	noticeHold = []byte("stepaf/1 hold ") // and for how many milliseconds
+	noticeGo   = []byte("stepaf/1 go")
+)
+
+// ask asks s to wait.
+func (f *flow) ask(s *sender) {
+	f.mu.Lock()
+	ask, _ := f.limits()
+	w := s.waiting.Load()
+	if f.ended || s.asked.Load() || w <= ask || !f.tell(s, holdFor) {
+		f.mu.Unlock()
+		return
+	}
+	s.asked.Store(true)
+	f.asked = append(f.asked, s)
+	if f.ticker == nil {
+		f.ticker = time.AfterFunc(askEvery, f.askAgain)
+	}
+	f.mu.Unlock()
+	f.paused("asked to wait", s.id, w)
+	if _, letGo := f.limits(); s.waiting.Load() <= letGo {
+		f.letGo(s) // all was delivered before it was marked
+	}
+}
+
+// askAgain asks those who are to wait still, and lets go the others.
+func (f *flow) askAgain() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, s := range f.asked {
+		f.tell(s, holdFor)
+	}
+	if f.ticker = nil; len(f.asked) > 0 && !f.ended {
+		f.ticker = time.AfterFunc(askEvery, f.askAgain)
+	}
+}
+
+// letGo lets s go on.
+func (f *flow) letGo(s *sender) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if _, letGo := f.limits(); !s.asked.Load() || s.waiting.Load() > letGo {
+		return
+	}
+	s.asked.Store(false)
+	f.asked = slices.DeleteFunc(f.asked, func(x *sender) bool { return x == s })
+	f.tell(s, 0)
+}
+
+// tell sends a notice. It reports false when the node does not understand it.
+func (f *flow) tell(s *sender, hold time.Duration) bool {
+	c := (*f.v.peers.Load())[s.id]
+	if c == nil || c.incarnation == 0 {
+		return false
+	}
+	var msg van.Message
+	msg.Reset()
+	msg.Receiver = s.id
+	msg.Control.Cmd = van.Heartbeat
+	msg.Body = noticeGo
+	if hold > 0 {
+		msg.Body = strconv.AppendInt(slices.Clone(noticeHold), hold.Milliseconds(), 10)
+	}
+	if err := f.v.send(&msg, c); err != nil {
+		f.v.log.Debug("a notice was not sent", "err", err)
+	}
+	return true
+}
+
+func (f *flow) stop() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ended = true
+	if f.ticker != nil {
+		f.ticker.Stop()
+	}
+}
+
+// noticed takes a notice from c's peer. It reports false for what is none.
+func (v *zvan) noticed(c *conn, body []byte) bool {
+	if bytes.Equal(body, noticeGo) {
+		c.goOn()
+		v.lent.rouse()
+		return true
+	}
+	text, ok := bytes.CutPrefix(body, noticeHold)
+	if !ok {
+		return false
+	}
+	ms, err := strconv.ParseUint(string(text), 10, 32)
+	if err != nil {
+		return false
+	}
+	until := clock.Now() + uint64(min(time.Duration(ms)*time.Millisecond, holdFor))
+	if c.holdUntil.Swap(until) == 0 {
+		c.sock.hold(true)
+	}
+	v.lent.rouse()
+	return true
+}
+
+// goOn lets data for c's peer leave again.
+func (c *conn) goOn() {
+	if c.holdUntil.Swap(0) != 0 {
+		c.sock.hold(false)
+	}
+}
+
+// pump sends what waits and may leave now, to all peers. It tells whether there is more.
+func (v *zvan) pump() (more bool) {
+	for _, c := range *v.peers.Load() {
+		if until := c.holdUntil.Load(); until != 0 {
+			if clock.Now() < until {
+				more = true
+			} else {
+				c.goOn()
+			}
+		}
+		if c.sock.waits.Load() && c.sock.pump(false, v.lent) {
+			more = true
+		}
+	}
+	return more
+}

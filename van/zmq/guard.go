@@ -1,0 +1,331 @@
+package zmq
+
+import (
+	"cmp"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"strconv"
+	"sync"
+	"syscall"
+
+	zmq4 "github.com/pebbe/zmq4"
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// guard bounds what strangers can make the node's ROUTER hold. libzmq puts a multipart
+// message together inside, however many parts come, and shows it when it is whole. So
+// the guard compares, for each connection that libzmq has accepted, what the kernel has
+// received with what was handed up as messages. When all connections that are not known
+// to be a member's hold more than the budget, it ends the one that holds most. Members'
+// connections are not looked at.
+//
+// The descriptors are libzmq's, and may have been closed and used again at any time: what
+// was learned of one counts only if the socket's cookie is the same.
+type guard struct {
+	v      *zvan
+	mon    *monitor
+	poll   *os.File // an epoll instance with the connections of strangers
+	raw    syscall.RawConn
+	port   int
+	budget int64
+	lines  logx.Sparse
+	wg     sync.WaitGroup
+
+	mu    sync.Mutex
+	conns map[int]*incoming // by descriptor
+	held  int64             // of strangers
+}
+
+// incoming is a connection that was accepted.
+type incoming struct {
+	cookie uint64
+	name   peerName // what its messages said
+	member *conn    // nil: a stranger
+	taken  int64    // bytes of the messages that came from it
+	held   int64    // bytes received that were not handed up
+	ended  bool     // by the guard; libzmq has not noticed yet
+}
+
+// greeting is about how many bytes a connection carries before the first message.
+const greeting = 256
+
+func newGuard(v *zvan, z *zmq4.Socket, serial int) (*guard, error) {
+	if v.flow.strangers <= 0 {
+		return nil, nil
+	}
+	ep, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err != nil {
+		return nil, os.NewSyscallError("epoll_create1", err)
+	}
+	if err := unix.SetNonblock(ep, true); err != nil {
+		_ = unix.Close(ep)
+		return nil, os.NewSyscallError("fcntl", err)
+	}
+	g := &guard{v: v, budget: v.flow.strangers, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
+	if g.raw, err = g.poll.SyscallConn(); err == nil {
+		g.mon, err = newMonitor(v.zctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED)
+	}
+	if err != nil {
+		_ = g.poll.Close()
+		return nil, err
+	}
+	return g, nil
+}
+
+func (g *guard) start() {
+	if g == nil {
+		return
+	}
+	g.wg.Go(g.follow)
+	g.wg.Go(g.look)
+}
+
+func (g *guard) close() {
+	if g == nil {
+		return
+	}
+	g.mon.close()
+	_ = g.poll.Close()
+	g.wg.Wait()
+}
+
+// follow learns from libzmq which connections there are.
+func (g *guard) follow() {
+	var event zmq4.Event
+	var fd int
+	try := func(uintptr) bool {
+		var end bool
+		event, fd, end = g.mon.next()
+		return end || event != 0
+	}
+	for g.mon.sock.wait(try) && !g.mon.sock.closed.Load() {
+		switch event {
+		case zmq4.EVENT_ACCEPTED:
+			g.accepted(fd)
+		case zmq4.EVENT_DISCONNECTED, zmq4.EVENT_CLOSED:
+			g.gone(fd)
+		}
+	}
+}
+
+func (g *guard) accepted(fd int) {
+	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+	if err != nil {
+		return // it has gone already
+	}
+	g.mu.Lock()
+	in := g.at(fd)
+	in.cookie = cookie
+	g.mu.Unlock()
+	// EPOLLOUT, since the kernel drops an event when libzmq has read the bytes already,
+	// but not when the connection can be written to as well.
+	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLOUT | unix.EPOLLET&0xffffffff, Fd: int32(fd)})
+	g.check(fd)
+}
+
+// epoll is the descriptor of g.poll.
+func (g *guard) epoll() int {
+	ep := -1
+	_ = g.raw.Control(func(fd uintptr) { ep = int(fd) })
+	return ep
+}
+
+// at returns the connection of fd. g.mu is held.
+func (g *guard) at(fd int) *incoming {
+	in := g.conns[fd]
+	if in == nil {
+		in = &incoming{name: peerName{id: van.Empty}}
+		g.conns[fd] = in
+	}
+	return in
+}
+
+func (g *guard) gone(fd int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	in := g.conns[fd]
+	if in == nil {
+		return
+	}
+	delete(g.conns, fd)
+	g.held -= in.held
+	if in.member != nil {
+		in.member.seen.Store(false)
+	}
+}
+
+// heard is told of a message of size bytes from connection fd, which says that it is
+// name's, and c's if c is not nil.
+func (g *guard) heard(fd int, size int64, name peerName, c *conn) {
+	if g == nil || fd < 0 {
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	in := g.at(fd)
+	in.name = name
+	in.taken += size
+	less := min(in.held, size)
+	in.held -= less
+	g.held -= less
+	if c != nil {
+		g.joins(fd, in, c)
+	}
+}
+
+// known is told that c is a member from now on.
+func (g *guard) known(c *conn) {
+	if g == nil {
+		return
+	}
+	name := peerName{c.who.Load().id, c.incarnation}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for fd, in := range g.conns {
+		if in.name == name {
+			g.joins(fd, in, c)
+		}
+	}
+}
+
+// joins makes in the connection of a member. g.mu is held.
+func (g *guard) joins(fd int, in *incoming, c *conn) {
+	g.held -= in.held
+	in.member, in.held = c, 0
+	c.seen.Store(true)
+	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_DEL, fd, nil)
+	if every, limit := g.v.cfg.Heartbeats(); every > 0 && limit > 0 && c.incarnation != 0 {
+		// An answer that nobody acknowledges ends the connection, as a request does on
+		// the other side.
+		g.use(fd, in, func(fd int) {
+			_ = unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(limit.Milliseconds()))
+		})
+	}
+}
+
+// use calls f with a descriptor of in's socket, if fd still is one.
+func (g *guard) use(fd int, in *incoming, f func(int)) {
+	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return
+	}
+	defer func() { _ = unix.Close(dup) }()
+	if cookie, err := unix.GetsockoptUint64(dup, unix.SOL_SOCKET, unix.SO_COOKIE); err == nil && cookie == in.cookie {
+		f(dup)
+	}
+}
+
+// look waits until strangers send something.
+func (g *guard) look() {
+	events := make([]unix.EpollEvent, 64)
+	n := 0
+	try := func(ep uintptr) bool {
+		var err error
+		n, err = unix.EpollWait(int(ep), events, 0)
+		return n > 0 || err != nil && err != unix.EINTR
+	}
+	for g.raw.Read(try) == nil && n >= 0 {
+		for _, e := range events[:n] {
+			g.check(int(e.Fd))
+		}
+	}
+}
+
+// check counts what connection fd holds, and ends connections when it is too much.
+func (g *guard) check(fd int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	in := g.conns[fd]
+	if in == nil || in.member != nil || in.cookie == 0 || in.ended {
+		return
+	}
+	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+	if err != nil || cookie != in.cookie {
+		return
+	}
+	info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+	if err != nil {
+		return
+	}
+	// What libzmq has not read yet counts, too: nobody says when it does.
+	held := max(int64(info.Bytes_received)-in.taken-greeting, 0)
+	g.held += held - in.held
+	in.held = held
+	if g.held > g.budget && !failpoint.On("stranger-budget") {
+		g.relieve()
+	}
+}
+
+// relieve ends connections until the strangers hold no more than the budget. g.mu is
+// held.
+func (g *guard) relieve() {
+	type entry struct {
+		fd int
+		*incoming
+	}
+	var all []entry
+	for fd, in := range g.conns {
+		if in.member == nil && in.held > 0 {
+			all = append(all, entry{fd, in})
+		}
+	}
+	slices.SortFunc(all, func(a, b entry) int { return cmp.Compare(b.held, a.held) })
+	excess := g.held - g.budget
+	for i, doubt := 0, g.v.unseen(); i < len(all) && excess > 0; i++ {
+		e := all[i]
+		if i < doubt && e.held < 2*maxFrame {
+			excess -= e.held // it may be a worker whose first message is long
+			continue
+		}
+		excess -= e.held
+		g.held -= e.held
+		g.end(e.fd, e.incoming)
+		e.held, e.ended = 0, true
+	}
+}
+
+// end closes a connection: libzmq sees the end of it and lets go of what it holds.
+func (g *guard) end(fd int, in *incoming) {
+	from := "unknown"
+	g.use(fd, in, func(fd int) {
+		if a, err := unix.Getpeername(fd); err == nil {
+			from = addrText(a)
+		}
+		_ = unix.Shutdown(fd, unix.SHUT_RDWR)
+	})
+	g.v.stats.strangers.Add(1)
+	if n, speak := g.lines.Next(); speak {
+		g.v.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from,
+			"bytes of unfinished messages", in.held, "limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
+	}
+}
+
+func addrText(a unix.Sockaddr) string {
+	switch a := a.(type) {
+	case *unix.SockaddrInet4:
+		return net.JoinHostPort(net.IP(a.Addr[:]).String(), strconv.Itoa(a.Port))
+	case *unix.SockaddrInet6:
+		return net.JoinHostPort(net.IP(a.Addr[:]).String(), strconv.Itoa(a.Port))
+	}
+	return "unknown"
+}
+
+// unseen is how many connections without a message may be those of members whose first
+// message is long: only workers send such ones, and only to servers.
+func (v *zvan) unseen() (n int) {
+	if v.self.Role != van.Server {
+		return 0
+	}
+	for _, c := range *v.peers.Load() {
+		if id := c.who.Load().id; id > 0 && van.RoleOf(id) == van.Worker && !c.seen.Load() {
+			n++
+		}
+	}
+	return n
+}

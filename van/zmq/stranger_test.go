@@ -1,0 +1,160 @@
+package zmq
+
+import (
+	"math"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// endless sends frames of one message that never ends until the connection breaks, and
+// returns how many bytes it got rid of.
+func endless(r *raw) (sent int64) {
+	f := frame(make([]byte, 1<<20), true)
+	_ = r.SetDeadline(time.Now().Add(limit))
+	for sent < 512<<20 {
+		n, err := r.Write(f)
+		sent += int64(n)
+		if err != nil {
+			break
+		}
+	}
+	return sent
+}
+
+// TestEndlessMessage: a stranger whose message never ends loses his connection before the
+// node holds twice the budget, the memory comes back, and a member notices nothing.
+func TestEndlessMessage(t *testing.T) {
+	for name, id := range map[string]string{"no id": "", "not canonical": "ps09", "not in the table": "ps11"} {
+		t.Run(name, func(t *testing.T) {
+			scheduler, member := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+			link(t, scheduler, member)
+			member.must(t, heartbeat(1, 1))
+			scheduler.next(t)
+			before := resident(t)
+			stranger := dialRaw(t, scheduler, id)
+			// What he got rid of is in the system's buffers, too, which are a few MiB.
+			if sent := endless(stranger); sent > 48<<20 {
+				t.Errorf("the stranger got rid of %d MiB", sent>>20)
+			}
+			if n := scheduler.Stats().Strangers; n != 1 {
+				t.Errorf("%d connections were ended, want 1", n)
+			}
+			until(t, "memory given back", func() bool { return resident(t)-before < 8<<20 })
+			member.must(t, heartbeat(1, 2))
+			if m := scheduler.next(t); m.Sender != 9 || m.Timestamp != 2 {
+				t.Errorf("got message %d of %d, want 2 of 9", m.Timestamp, m.Sender)
+			}
+		})
+	}
+}
+
+// TestManyStrangers: the budget is for all strangers together.
+func TestManyStrangers(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.StrangerBudget = 4 << 20 })
+	before := resident(t)
+	part := frame(make([]byte, 1<<20), true)
+	ended := 0
+	for range 20 {
+		r := dialRaw(t, scheduler, "")
+		_, _ = r.Write(part)
+	}
+	until(t, "end of connections", func() bool { ended = int(scheduler.Stats().Strangers); return ended >= 15 })
+	if ended > 18 {
+		t.Errorf("%d connections were ended, want 16 or so: four are within the budget", ended)
+	}
+	until(t, "memory given back", func() bool { return resident(t)-before < 16<<20 })
+}
+
+// TestLongFirstMessage: a member's connection is not a stranger's, also before its first
+// message is whole.
+func TestLongFirstMessage(t *testing.T) {
+	for name, incarnation := range map[string]uint32{"native": 7, "original": 0} {
+		t.Run(name, func(t *testing.T) {
+			small := func(c *env.Config) { c.StrangerBudget = 64 << 10 }
+			server, worker := newNode(t, 8, 5, nil, small), newNode(t, 9, incarnation, nil, small)
+			link(t, server, worker)
+			for i := range 3 {
+				worker.must(t, push(8, i, make([]byte, 32<<20)))
+				if m := server.next(t); m.Sender != 9 || int(m.Timestamp) != i {
+					t.Fatalf("got message %d of %d, want %d of 9", m.Timestamp, m.Sender, i)
+				}
+			}
+			if n := server.Stats().Strangers; n != 0 {
+				t.Errorf("%d connections were ended", n)
+			}
+		})
+	}
+}
+
+// TestStrangersMessages: what strangers send whole counts, too, while it waits.
+func TestStrangersMessages(t *testing.T) {
+	release, entered := make(chan struct{}), make(chan struct{}, 1000)
+	n := newNode(t, 1, 5, func(m *van.Message) {
+		entered <- struct{}{}
+		<-release
+	}, func(c *env.Config) { c.StrangerBudget = 1 << 20 })
+	r := dialRaw(t, n, "")
+	m := heartbeat(1, 0)
+	m.Body = make([]byte, 64<<10)
+	for i := range 100 {
+		r.send(packed(t, m))
+		until(t, "receipt", func() bool { return n.Stats().ReceivedMessages == uint64(i+1) })
+	}
+	if got := n.Stats().Strangers; got < 80 {
+		t.Errorf("%d messages were refused, want more than 80", got)
+	}
+	close(release)
+	until(t, "rest", func() bool { return n.flow.strange.Load() == 0 })
+	if got := len(entered); got > 17 {
+		t.Errorf("%d messages were handed up, want 1 MiB of 64 KiB each", got)
+	}
+}
+
+// TestMalformedKeepsNothing: a message that is refused leaves no memory behind, nor does
+// a long one that was taken.
+func TestMalformedKeepsNothing(t *testing.T) {
+	n := newNode(t, 1, 5, nil, func(c *env.Config) { c.StrangerBudget = math.MaxInt32 })
+	r := dialRaw(t, n, "")
+	m := heartbeat(1, 0)
+	m.Body = make([]byte, 64<<20)
+	b := packed(t, m)
+	m.Body = nil
+	before := heap()
+	r.send(b)
+	n.next(t)
+	b[8] = 99 // the command
+	for range 3 {
+		r.send(b)
+	}
+	b[8] = byte(van.Heartbeat)
+	until(t, "refusal", func() bool { return n.Stats().Malformed == 3 })
+	if after := heap(); after > before+16<<20 {
+		t.Errorf("the heap has grown by %d MiB", (after-before)>>20)
+	}
+}
+
+// TestFrames: a message has no, two or three data frames.
+func TestFrames(t *testing.T) {
+	n := newNode(t, 8, 5, nil, nil)
+	r := dialRaw(t, n, "ps9")
+	meta, data := packed(t, push(8, 0, nil)), make([]byte, 8)
+	for i, frames := range [][][]byte{
+		{meta, data}, {meta, data, data, data, data}, {meta, data, data, data, data, data, data}, {data}, {{}},
+	} {
+		r.send(frames...)
+		want := uint64(min(i+1, 4)) // the last is an empty message: a greeting
+		until(t, "refusal", func() bool { return n.Stats().Malformed == want })
+	}
+	for _, frames := range [][][]byte{{meta}, {meta, data, data}, {meta, data, data, data}} {
+		r.send(frames...)
+		if m := n.next(t); m.Sender != 9 {
+			t.Errorf("message of %d, want 9", m.Sender)
+		}
+	}
+	if got := n.Stats().Malformed; got != 4 {
+		t.Errorf("%d malformed messages, want 4", got)
+	}
+}
