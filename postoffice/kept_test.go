@@ -143,19 +143,19 @@ func TestEarlyRequestsAtTheEnd(t *testing.T) {
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
-// slow is a Request whose answer takes as long as the test wants.
-type slow struct {
+// slowAnswer is a Request whose answer takes as long as the test wants.
+type slowAnswer struct {
 	postoffice.Request
 	entered, release, finished chan struct{}
 }
 
-func (r *slow) Answer(int, int, *van.Message) error {
+func (r *slowAnswer) Answer(int, int, *van.Message) error {
 	close(r.entered)
 	<-r.release
 	return nil
 }
-func (r *slow) Finished(error) { close(r.finished) }
-func (r *slow) Recycle()       {}
+func (r *slowAnswer) Finished(error) { close(r.finished) }
+func (r *slowAnswer) Recycle()       {}
 
 // TestGivenUpWhileAnswered: who gives a request up while an answer to it is being taken
 // gets the memory back when that is done, not before.
@@ -173,7 +173,7 @@ func TestGivenUpWhileAnswered(t *testing.T) {
 	}
 	x := customer(t, c)
 	for _, how := range []string{"context", "limit"} {
-		r := &slow{entered: make(chan struct{}), release: make(chan struct{}), finished: make(chan struct{})}
+		r := &slowAnswer{entered: make(chan struct{}), release: make(chan struct{}), finished: make(chan struct{})}
 		// Two answers are owed, and one comes.
 		if err := x.Open(&r.Request, "test", r, 2, []int{van.ServerID(0)}); err != nil {
 			t.Fatal(err)
