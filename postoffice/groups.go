@@ -71,6 +71,16 @@ func (n *Node) SharesDevice(id int) bool {
 // van.Identity.
 func (n *Node) Incarnation() uint32 { return n.incarnation }
 
+// Addresses are the port at which this node listens and, as "host:port", the addresses of
+// those that it is connected to.
+func (n *Node) Addresses() (port int, peers []string) {
+	n.peers.Range(func(_, addr any) bool {
+		peers = append(peers, addr.(string))
+		return true
+	})
+	return n.self.Port, peers
+}
+
 // Role is the node's role: worker, server or scheduler.
 func (n *Node) Role() van.Role { return n.role }
 

@@ -43,6 +43,12 @@ typedef struct {
   char *text;
 } sf_error;
 
+// A descriptor, and the inode behind it.
+typedef struct {
+  int fd;
+  uint64_t device, num;
+} sf_file;
+
 // What sf_signal does: flag = seq, wait until flag >= seq, seq += 1.
 enum { SF_WRITE_FLAG, SF_WAIT_FLAG, SF_SEQ_ADD_ONE };
 

@@ -182,6 +182,22 @@ func (o *owner) Release() {
 	owners.Put(o)
 }
 
+// sf_files lists the descriptors that a child which is forked now must not keep.
+//
+//export sf_files
+func sf_files(files *C.sf_file, n C.int) C.int {
+	s, err := session()
+	if err != nil {
+		return 0
+	}
+	all := unsafe.Slice(files, int(n))
+	own := s.Files()
+	for i, f := range own[:min(len(own), len(all))] {
+		all[i].fd, all[i].device, all[i].num = C.int(f.FD), C.uint64_t(f.Device), C.uint64_t(f.Num)
+	}
+	return C.int(min(len(own), len(all)))
+}
+
 // sf_drain moves up to n objects that Go needs no more to out.
 //
 //export sf_drain

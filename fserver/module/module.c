@@ -6,9 +6,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "_cgo_export.h"
 #include "cuda.h"
@@ -18,11 +21,36 @@
 // The longest list that is read.
 #define MAX_ITEMS (1 << 20)
 
+// The most descriptors that are closed in a child.
+#define MAX_FILES (1 << 14)
+
 static PyObject *error_base, *error_timeout, *error_connection, *error_value, *error_type;
 int sf_forked;
 int32_t sf_dropped;
 
-static void after_fork(void) { sf_forked = 1; }
+// What a child must not keep: as long as it has them, a peer does not notice that this
+// process has ended. They are found before the fork: afterwards only system calls are safe.
+static sf_file files[MAX_FILES];
+static int files_len;
+static pthread_mutex_t forking = PTHREAD_MUTEX_INITIALIZER;
+
+static void before_fork(void) {
+  pthread_mutex_lock(&forking);
+  files_len = sf_forked ? 0 : sf_files(files, MAX_FILES);
+}
+
+static void parent_after_fork(void) { pthread_mutex_unlock(&forking); }
+
+static void after_fork(void) {
+  int before = errno;
+  sf_forked = 1;
+  for (int i = 0; i < files_len; i++) {
+    struct stat st; // another thread may have closed it, and opened something else, just before the fork
+    if (fstat(files[i].fd, &st) == 0 && st.st_dev == files[i].device && st.st_ino == files[i].num) close(files[i].fd);
+  }
+  pthread_mutex_unlock(&forking);
+  errno = before;
+}
 
 // Raises what Go says.
 PyObject *sf_raise(sf_error *e) {
@@ -243,6 +271,16 @@ static PyObject *py_barrier(PyObject *self, PyObject *args, PyObject *kw) {
   return wait_job();
 }
 
+// Values of so many bytes take long enough to copy that other threads are to run meanwhile.
+#define LONG_COPY (256 << 10)
+
+// Tells whether handing over tensors may take long: Python's lock is then released.
+static int takes_long(const sf_tensor *ts, Py_ssize_t n) {
+  int64_t bytes = 0;
+  for (Py_ssize_t i = 0; i < n; i++) bytes += ts[i].nbytes;
+  return bytes >= LONG_COPY || tensor_on_gpu(ts, n);
+}
+
 static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event", NULL};
   PyObject *a[5] = {NULL}; // the arguments
@@ -267,7 +305,7 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
     return NULL;
   }
   int64_t h; // in the call Go uses ps, qs and the memory of their owners, which it has taken over
-  if (tensor_on_gpu(ps, n) || tensor_on_gpu(qs, m)) {
+  if (takes_long(ps, n) || tensor_on_gpu(qs, m)) {
     Py_BEGIN_ALLOW_THREADS h = sf_push_pull(ps, (int)n, qs, (int)m, stream, &e);
     Py_END_ALLOW_THREADS
   } else {
@@ -432,7 +470,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
 // Answers a batch. Takes over the owners of ts, and keeps no pointer to ts.
 static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream, sf_error *e) {
   int rc;
-  if (!tensor_on_gpu(ts, n)) return sf_respond(id, ts, (int)n, stream, e);
+  if (!takes_long(ts, n)) return sf_respond(id, ts, (int)n, stream, e);
   Py_BEGIN_ALLOW_THREADS rc = sf_respond(id, ts, (int)n, stream, e);
   Py_END_ALLOW_THREADS return rc;
 }
@@ -641,6 +679,6 @@ PyMODINIT_FUNC PyInit_fserver_lib(void) {
     Py_DECREF(module);
     return NULL;
   }
-  pthread_atfork(NULL, NULL, after_fork);
+  pthread_atfork(before_fork, parent_after_fork, after_fork);
   return module;
 }

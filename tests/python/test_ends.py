@@ -56,6 +56,48 @@ def test_server_killed_in_wait(cluster):
 
 
 @by_hand
+def parent_server(n):
+    n.f.init()
+    if os.fork() == 0:
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)  # or the test would wait for its end
+        time.sleep(40)
+        os._exit(0)
+    (handler, tensors, _), = n.f.get_batch()
+    n.f.respond(tensors, handler)
+    n.f.get_batch()
+    n.tell("got")
+    n.listen()
+
+
+@by_hand
+def parent_worker(n):
+    n.f.init()
+    n.f.wait(request(n))
+    h = request(n)
+    n.tell("waiting")
+    with n.raises(ConnectionError, "server 0"):
+        n.f.wait(h, 30000)
+    n.tell("lost")
+
+
+@pytest.mark.parametrize("env", [{"BYTEPS_ENABLE_IPC": "0"}, {}], ids=["tcp", "memory"])
+def test_killed_with_a_living_child(cluster, env):
+    """A server that is killed is dead for all at once, though a child that it has forked
+    lives, which has inherited its connections. Heartbeats would take longer."""
+    c = cluster(env=dict(env, PS_HEARTBEAT_INTERVAL="30", PS_HEARTBEAT_TIMEOUT="300"))
+    (worker,), (server,) = c.start(parent_worker, parent_server)
+    assert server.hear() == "got"
+    assert worker.hear() == "waiting"
+    server.kill()
+    start = time.monotonic()
+    assert worker.hear(30) == "lost"
+    assert time.monotonic() - start < 8
+    assert worker.wait(20) == 0, worker.report()
+
+
+@by_hand
 def orphan_server(n):
     n.f.init()
     n.tell("waiting")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -385,3 +386,33 @@ def alarm_worker(n):
 
 def test_other_signals(cluster):
     cluster().run(alarm_worker, alarm_server)
+
+
+def large_worker(n):
+    # Without this, threads would take turns also where nothing lets them.
+    sys.setswitchinterval(1000)
+    push = [n.lib.make("uint8", (32 << 20,), bytes(32 << 20))]
+    small = [n.lib.zeros("uint8", SIZE)]
+    others = 0
+    for _ in range(20):
+        gate, ran = threading.Lock(), []
+        gate.acquire()
+        thread = threading.Thread(target=lambda: (gate.acquire(), ran.append(1)))
+        thread.start()
+        gate.release()
+        ran.clear()
+        h = n.f.push_pull(push, [1], small, [1])
+        others += len(ran)
+        n.f.wait(h)
+        thread.join()
+    assert others > 0, "no other thread has run while a large tensor was handed over"
+
+
+def large_server(n):
+    for _ in range(20):
+        (handler, _, _), = n.f.get_batch()
+        n.f.respond([n.lib.make("uint8", SIZE, bytes(16))], handler)
+
+
+def test_large_tensors_let_others_run(cluster):
+    cluster(lib="numpy").run(large_worker, large_server)
