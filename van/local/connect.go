@@ -32,6 +32,9 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		v.fenceLocked(id, was)
 	}
 	v.admitLocked(id)
+	if !n.admitted {
+		time.AfterFunc(holdTime, func() { v.admitLate(n) })
+	}
 	if was != nil {
 		v.losses.replaced(id, was, n)
 	}
@@ -75,11 +78,22 @@ func (v *Van) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
 
 // link makes the link to n, if it can be had.
 func (v *Van) link(n *neighbour, id int) {
+	v.admitted.Do(v.letRead)
 	l, err := v.dial(v.ctx, id, &n.token)
 	if err == nil {
 		v.addOut(n, l)
 	} else if v.ctx.Err() == nil {
 		v.log.Warn("data goes over "+v.Type()+", not through shared memory", "peer", van.NodeName(id), "err", err)
+	}
+}
+
+// letRead lets peers read what this process lends them. Where Yama asks for that it holds
+// for every process of the user, and so only once there is a peer that shares memory.
+func (v *Van) letRead() {
+	if admitted, err := v.readers(); err != nil {
+		v.log.Warn("peers may have to copy large values twice", "err", err)
+	} else if admitted {
+		v.log.Info("processes of the same user may read this one's memory", "why", yamaScope+" is 1")
 	}
 }
 

@@ -109,3 +109,32 @@ func TestDisconnectGoesOn(t *testing.T) {
 		m.Release()
 	}
 }
+
+// TestReadersAreAdmittedLate: that other processes may read this one's memory is said once,
+// and only when there is a peer that does.
+func TestReadersAreAdmittedLate(t *testing.T) {
+	n := inproc.NewNetwork()
+	var said atomic.Int32
+	worker := newNode(t, n, 9, func(v *Van) {
+		v.readers = func() (bool, error) {
+			said.Add(1)
+			return true, nil
+		}
+	})
+	server, other, elsewhere := newNode(t, n, 8, nil), newNode(t, n, 10, nil), newNode(t, n, 12, nil)
+	for _, x := range []*node{worker, server, other, elsewhere} {
+		x.start()
+	}
+	elsewhere.self.Endpoint = nil
+	if err := worker.Connect(t.Context(), 12, elsewhere.self); err != nil || worker.Linked(12) {
+		t.Fatalf("linked %t, %v", worker.Linked(12), err)
+	}
+	if n := said.Load(); n != 0 {
+		t.Errorf("said %d times before there was a peer", n)
+	}
+	worker.connect(server)
+	worker.connect(other)
+	if n := said.Load(); n != 1 {
+		t.Errorf("said %d times, want once", n)
+	}
+}

@@ -18,6 +18,16 @@ import (
 // scheduler tells both at the same time.
 const holdTime = time.Second
 
+// admitLate admits n if nobody has until now.
+func (v *Van) admitLate(n *neighbour) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.nodes[n.id] == n && !n.admitted {
+		n.admitted = true
+		v.admitLocked(n.id)
+	}
+}
+
 // unknownTime is the longest that a link of a process waits for Connect to name it in
 // place of the one that has its id. Then it ends: it is of no node of this cluster.
 const unknownTime = 10 * time.Second

@@ -54,6 +54,7 @@ type Van struct {
 	looked      func()                   // called after the last look before a sleep
 	leaveTime   time.Duration            // leaveTime
 	unknownTime time.Duration            // unknownTime
+	readers     func() (bool, error)     // admitReaders
 	refuse      func() error             // what accepting fails with
 
 	// What who receives uses; see receive.go.
@@ -82,6 +83,8 @@ type Van struct {
 	linked    atomic.Int32                     // peers with a link
 	dialling  atomic.Int32                     // peers of which it is not settled whether they will have one
 	elsewhere atomic.Int32                     // peers without one that send data
+
+	admitted sync.Once // readers of this process, where that has to be said
 
 	closing  atomic.Bool // nothing is sent any more
 	stopping atomic.Bool // nothing is received any more
@@ -126,7 +129,7 @@ var (
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
 	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll), crowded: runtime.GOMAXPROCS(0) <= few,
-		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory, dropTime: dropTime, relief: relief, leaveTime: leaveTime, maxSleep: maxSleep, unknownTime: unknownTime, leaving: map[int]chan struct{}{}, afford: int64(o.Config.SendBudget)}
+		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory, dropTime: dropTime, relief: relief, leaveTime: leaveTime, readers: admitReaders, maxSleep: maxSleep, unknownTime: unknownTime, leaving: map[int]chan struct{}{}, afford: int64(o.Config.SendBudget)}
 	v.losses.current = func(id int, n *neighbour) bool {
 		v.mu.Lock()
 		defer v.mu.Unlock()
@@ -194,11 +197,6 @@ func (v *Van) open() (err error) {
 	}
 	if v.device, v.noDevice = openDevice(v.backend, v.token.name[:]); v.noDevice != nil && v.backend != nil && v.backend.Device().Type != backend.CPU {
 		v.log.Warn("values on the device go through host memory, also on this host", "err", v.noDevice)
-	}
-	if admitted, err := admitReaders(); err != nil {
-		v.log.Warn("peers may have to copy large values twice", "err", err)
-	} else if admitted {
-		v.log.Info("processes of the same user may read this one's memory", "why", yamaScope+" is 1")
 	}
 	v.wg.Add(1)
 	go v.accept()
