@@ -1,0 +1,266 @@
+package zmq
+
+import (
+	"io"
+	"net"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// listenRaw is a node that shakes hands and then takes nothing.
+func listenRaw(t *testing.T) (rec van.Node, accepted chan *raw) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	accepted = make(chan *raw, 16)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			r := &raw{c, t}
+			r.shake("ROUTER", "")
+			_ = r.SetDeadline(time.Time{})
+			accepted <- r
+		}
+	}()
+	t.Cleanup(func() { _ = l.Close() })
+	return van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: l.Addr().(*net.TCPAddr).Port}, accepted
+}
+
+// TestSendBudget: to a peer that takes nothing, Send refuses what is beyond the budget,
+// says why, and keeps nothing of it; control messages still leave; and when the peer
+// takes what was sent, all goes on.
+func TestSendBudget(t *testing.T) {
+	for name, size := range map[string]int{"copied": 16, "lent": 200 << 10} {
+		t.Run(name, func(t *testing.T) {
+			const budget = 24 << 20
+			rec, accepted := listenRaw(t)
+			worker := newNode(t, 9, 7, nil, func(c *env.Config) { c.SendBudget = budget })
+			if err := worker.Connect(t.Context(), 8, rec); err != nil {
+				t.Fatal(err)
+			}
+			peer := <-accepted
+			defer peer.Close()
+			before := resident(t)
+			vals := make([]byte, size)
+			var done counter
+			var refused error
+			sent := 0
+			for ; sent < 400_000 && refused == nil; sent++ {
+				m := push(8, sent, vals)
+				m.Done = &done
+				refused = worker.Send(m)
+			}
+			vantest.Fails(t, refused, van.ErrQueueFull, "server 0 (id 8)", rec.Addr(), strconv.Itoa(budget), "STEPAF_SEND_BUDGET")
+			if most := budget/(size+messageCost) + 16<<20/size; sent > most {
+				t.Errorf("%d messages were taken, want at most %d", sent, most)
+			}
+			if grown := resident(t) - before; grown > 2*budget {
+				t.Errorf("memory has grown by %d MiB, the budget is %d", grown>>20, budget>>20)
+			}
+			if n := worker.Stats().RefusedSends; n != 1 {
+				t.Errorf("%d refused sends, want 1", n)
+			}
+			if err := worker.Send(heartbeat(8, 0)); err != nil {
+				t.Errorf("a control message: %v", err)
+			}
+			go io.Copy(io.Discard, peer)
+			var c *conn = (*worker.peers.Load())[8]
+			until(t, "end of what waits", func() bool { return c.acct.unsent() == 0 })
+			until(t, "release of all", func() bool { return done.n.Load() == int64(sent-1) })
+			if err := worker.Send(push(8, 0, vals)); err != nil {
+				t.Errorf("once it has taken all: %v", err)
+			}
+		})
+	}
+}
+
+// TestOneLongMessage: a message longer than the budget leaves when nothing else waits.
+func TestOneLongMessage(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	worker := newNode(t, 9, 7, nil, func(c *env.Config) { c.SendBudget = 1 << 20 })
+	link(t, server, worker)
+	worker.must(t, push(8, 1, make([]byte, 8<<20)))
+	server.next(t)
+	until(t, "release", func() bool { return (*worker.peers.Load())[8].acct.unsent() == 0 })
+}
+
+// TestAnswersBudget: answers over the ROUTER count as well.
+func TestAnswersBudget(t *testing.T) {
+	server := newNode(t, 8, 0, nil, func(c *env.Config) { c.SendBudget = 8 << 20 })
+	l, _ := listenRaw(t)
+	if err := server.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: l.Hostname, Port: l.Port}); err != nil {
+		t.Fatal(err)
+	}
+	r := dialRaw(t, server, "ps9")
+	r.send(packed(t, push(8, 0, nil)))
+	server.next(t)
+	var err error
+	for i := 0; i < 1000 && err == nil; i++ {
+		m := push(9, i, make([]byte, 256<<10))
+		m.Request = false
+		err = server.Send(m)
+	}
+	vantest.Fails(t, err, van.ErrQueueFull, "worker 0 (id 9)")
+	_ = r.Close() // what libzmq has for the connection is let go with it
+	until(t, "release", func() bool { return (*server.peers.Load())[9].acct.unsent() < 8<<10 })
+}
+
+// TestSlowHandler: the messages of a worker whose handler is stuck stay within its budget
+// while another worker is served, and all come, in order, once the handler goes on.
+func TestSlowHandler(t *testing.T) {
+	const budget, n = 128 << 20, 400
+	release := make(chan struct{})
+	var once sync.Once
+	free := func() { once.Do(func() { close(release) }) }
+	defer free()
+	var next, wrong atomic.Int64
+	other := make(chan int, 1000)
+	server := newNode(t, 8, 5, func(m *van.Message) {
+		if m.Sender != 9 {
+			other <- int(m.Timestamp)
+			return
+		}
+		<-release
+		if m.IsControl() {
+			return
+		}
+		if int64(m.Timestamp) != next.Load() {
+			wrong.Add(1)
+		}
+		next.Add(1)
+	}, func(c *env.Config) { c.RecvBudgetPeer = budget })
+	worker, second := newNode(t, 9, 7, nil, func(c *env.Config) { c.SendBudget = 1 << 30 }), newNode(t, 11, 9, nil, nil)
+	link(t, server, worker)
+	link(t, server, second)
+	vals := make([]byte, 1<<20)
+	before := resident(t)
+	for i := range n {
+		worker.must(t, push(8, i, vals))
+	}
+	s := server.senders.of(9)
+	until(t, "request to wait", s.asked.Load)
+	for i := range 200 { // the other worker goes on, for longer than a request to wait lasts
+		second.must(t, push(8, i, vals[:1000]))
+		select {
+		case got := <-other:
+			if got != i {
+				t.Fatalf("message %d, want %d", got, i)
+			}
+		case <-time.After(limit):
+			t.Fatalf("the other worker's message %d did not come within %s", i, limit)
+		}
+		time.Sleep(12 * time.Millisecond)
+	}
+	if w := s.waiting.Load(); w > budget {
+		t.Errorf("%d MiB wait, the budget is %d", w>>20, budget>>20)
+	}
+	if grown := resident(t) - before; grown > budget+sendWindow {
+		t.Errorf("memory has grown by %d MiB, the budget is %d", grown>>20, budget>>20)
+	}
+	worker.must(t, heartbeat(8, 0)) // does not wait behind data
+	if server.Stats().PausedReads == 0 {
+		t.Error("nothing was counted")
+	}
+	free()
+	until(t, "the rest", func() bool { return next.Load() >= n })
+	if w := wrong.Load(); w != 0 {
+		t.Errorf("%d messages were out of order", w)
+	}
+	until(t, "end of what waits", func() bool { return server.flow.waiting.Load() == 0 && !s.asked.Load() })
+}
+
+// TestSlowHandlerOfOriginal: a worker of the original cannot be asked to wait. Its messages
+// stay within the budget for all.
+func TestSlowHandlerOfOriginal(t *testing.T) {
+	const budget, n = 32 << 20, 400
+	release := make(chan struct{})
+	var got atomic.Int64
+	server := newNode(t, 8, 5, func(*van.Message) { <-release; got.Add(1) }, func(c *env.Config) { c.RecvBudget = budget })
+	worker := newNode(t, 9, 0, nil, func(c *env.Config) { c.SendBudget = 1 << 30 })
+	link(t, server, worker)
+	vals := make([]byte, 256<<10)
+	for i := range n {
+		worker.must(t, push(8, i, vals))
+	}
+	until(t, "pause", func() bool { return server.Stats().PausedReads > 0 })
+	if w := server.flow.waiting.Load(); w > budget+1<<20 {
+		t.Errorf("%d MiB wait, the budget is %d", w>>20, budget>>20)
+	}
+	close(release)
+	until(t, "the rest", func() bool { return got.Load() == n })
+}
+
+// TestHoldEnds: a peer that was asked to wait goes on by itself when it is not asked
+// again, and when the connection breaks.
+func TestHoldEnds(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	worker.must(t, push(8, 0, make([]byte, 100)))
+	server.next(t)
+	c := (*worker.peers.Load())[8]
+	if !worker.noticed(c, []byte("stepaf/1 hold 300")) {
+		t.Fatal("the notice was not taken")
+	}
+	at := time.Now()
+	worker.must(t, push(8, 1, make([]byte, 100)))
+	worker.must(t, heartbeat(8, 7))
+	if m := server.next(t); m.Timestamp != 7 {
+		t.Errorf("got message %d, want the control message", m.Timestamp)
+	}
+	if m := server.next(t); m.Timestamp != 1 || time.Since(at) < 250*time.Millisecond {
+		t.Errorf("got message %d after %s, want 1 after 300 ms", m.Timestamp, time.Since(at))
+	}
+	for _, s := range []string{"stepaf/1 hold", "stepaf/1 hold x", "stepaf/1 hold -1", "stepaf/1 hold 99999999999999", "stepaf/1 error x", "", "stepaf/1 goo"} {
+		if worker.noticed(c, []byte(s)) {
+			t.Errorf("%q was taken for a notice", s)
+		}
+	}
+}
+
+// TestCloseSendsWhatWaits: what a peer has asked to wait for leaves when the van closes.
+func TestCloseSendsWhatWaits(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	worker.must(t, push(8, 0, make([]byte, 100)))
+	server.next(t)
+	worker.noticed((*worker.peers.Load())[8], []byte("stepaf/1 hold 2000"))
+	for i := range 100 {
+		worker.must(t, push(8, 1+i, make([]byte, 100<<10)))
+	}
+	if err := worker.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 100 {
+		if m := server.next(t); int(m.Timestamp) != 1+i {
+			t.Fatalf("got message %d, want %d", m.Timestamp, 1+i)
+		}
+	}
+}
+
+// TestNoticeIsNotForStrangers: only the peer itself makes a node wait.
+func TestNoticeIsNotForStrangers(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	for _, id := range []string{"", "ps8", "ps8.00000006", "ps1"} {
+		r := dialRaw(t, worker, id)
+		m := heartbeat(9, 0)
+		m.Body = []byte("stepaf/1 hold 2000")
+		r.send(packed(t, m))
+		worker.next(t) // handed up, for others to judge
+	}
+	if until := (*worker.peers.Load())[8].holdUntil.Load(); until != 0 {
+		t.Error("a stranger made the worker wait")
+	}
+}

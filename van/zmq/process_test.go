@@ -1,0 +1,337 @@
+package zmq
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestNativeName: nodes of this library tell each other which process they are in the
+// routing id; a node of the original sees what it always saw, both ways.
+func TestNativeName(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	native, original := newNode(t, 9, 0xabc, nil, nil), newNode(t, 11, 0, nil, nil)
+	link(t, server, native)
+	link(t, server, original)
+	for _, w := range []*node{native, original} {
+		id := w.self.ID
+		w.must(t, push(8, 1, make([]byte, 100)))
+		if m := server.next(t); m.Sender != id {
+			t.Errorf("message of %d, want %d", m.Sender, id)
+		}
+		m := push(id, 1, make([]byte, 100))
+		m.Request = false
+		server.must(t, m)
+		if m := w.next(t); m.Sender != 8 {
+			t.Errorf("answer of %d, want 8", m.Sender)
+		}
+	}
+	for id, want := range map[int]string{9: "ps9.00000abc", 11: "ps11"} {
+		c := (*server.peers.Load())[id]
+		if c.who.Load().dest != want || !c.seen.Load() {
+			t.Errorf("answers for %d go to %q, and its connection was seen: %v; want %q", id, c.who.Load().dest, c.seen.Load(), want)
+		}
+	}
+}
+
+// TestReplaced: data of a process that was replaced is not heard, whatever it calls
+// itself, nor does it get its successor's answers; that of the successor that comes
+// before this node knows it is kept, in order, and handed up then.
+func TestReplaced(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	rec := func(incarnation uint32) van.Node {
+		return van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: incarnation}).Encode()}
+	}
+	connect := func(incarnation uint32) {
+		if err := server.Connect(t.Context(), 9, rec(incarnation)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	connect(1)
+	old := dialRaw(t, server, "ps9.00000001")
+	say := func(r *raw, ts int) { r.send(packed(t, push(8, ts, nil))) }
+	hear := func(want ...int) {
+		t.Helper()
+		for _, ts := range want {
+			if m := server.next(t); m.Sender != 9 || int(m.Timestamp) != ts {
+				t.Errorf("got message %d of %d, want %d of 9", m.Timestamp, m.Sender, ts)
+			}
+		}
+	}
+	say(old, 1)
+	hear(1)
+	fresh := dialRaw(t, server, "ps9.00000002")
+	say(fresh, 100)
+	say(fresh, 101)
+	until(t, "kept messages", func() bool {
+		server.early.mu.Lock()
+		defer server.early.mu.Unlock()
+		return len(server.early.kept) == 2
+	})
+	connect(2)
+	say(fresh, 102)
+	until(t, "kept message", func() bool {
+		server.early.mu.Lock()
+		defer server.early.mu.Unlock()
+		return len(server.early.kept) == 3
+	})
+	server.Admit(9)
+	hear(100, 101, 102)
+	say(old, 2)
+	until(t, "refusal", func() bool { return server.Stats().FencedMessages == 1 })
+	say(dialRaw(t, server, "ps9"), 3)          // as a node of the original
+	say(dialRaw(t, server, "ps9.00000003"), 4) // as one that nobody knows
+	say(fresh, 103)
+	hear(103)
+	until(t, "end of what was kept", func() bool { return server.Stats().FencedMessages == 3 })
+	answer := push(9, 103, make([]byte, 100))
+	answer.Request = false
+	server.must(t, answer)
+	_ = fresh.SetReadDeadline(time.Now().Add(limit))
+	if _, err := io.ReadFull(fresh, make([]byte, 100)); err != nil {
+		t.Errorf("the answer did not come to the successor: %v", err)
+	}
+	select {
+	case m := <-server.in:
+		t.Errorf("message %d of %d was handed up", m.Timestamp, m.Sender)
+	default:
+	}
+	if n := server.flow.strange.Load(); n != 0 {
+		t.Errorf("%d bytes of strangers are still counted", n)
+	}
+}
+
+// TestControlOfReplaced: control messages of a process that was replaced are handed up:
+// it has to be told.
+func TestControlOfReplaced(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, nil)
+	for _, incarnation := range []uint32{1, 2} {
+		if err := scheduler.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1,
+			Endpoint: (&van.Identity{Incarnation: incarnation}).Encode()}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := dialRaw(t, scheduler, "ps9.00000001")
+	r.send(packed(t, heartbeat(1, 4)))
+	if m := scheduler.next(t); m.Sender != 9 || m.Timestamp != 4 {
+		t.Errorf("got message %d of %d, want 4 of 9", m.Timestamp, m.Sender)
+	}
+}
+
+// watched makes a worker with heartbeats and returns what its van says of its peers.
+func watched(t *testing.T) (*node, chan error) {
+	t.Helper()
+	cfg := env.Default()
+	cfg.HeartbeatInterval, cfg.HeartbeatTimeout = time.Second, 2*time.Second
+	v, err := New(van.Options{Config: cfg, Incarnation: 7})
+	if err != nil {
+		t.Fatal(err)
+	}
+	lost := make(chan error, 16)
+	v.(*zvan).WatchPeers(func(id int, up bool, cause error) {
+		if !up {
+			lost <- fmt.Errorf("%d: %w", id, cause)
+		}
+	})
+	if _, err := v.Bind(t.Context(), van.Node{Role: van.Worker, ID: van.Empty, Hostname: "127.0.0.1"}); err != nil {
+		t.Fatal(err)
+	}
+	v.SetID(9)
+	v.Start(func(*van.Message) {})
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Millisecond)
+		defer cancel()
+		_ = v.Close(ctx)
+	})
+	return &node{zvan: v.(*zvan)}, lost
+}
+
+func noticed(t *testing.T, lost chan error, since time.Time) {
+	t.Helper()
+	select {
+	case err := <-lost:
+		t.Logf("noticed after %s: %v", time.Since(since), err)
+	case <-time.After(limit):
+		t.Fatalf("nobody noticed within %s", limit)
+	}
+}
+
+// TestSilentHost: a peer of which nothing comes any more, though its connection stands, is
+// noticed while requests are under way and while nothing is.
+func TestSilentHost(t *testing.T) {
+	for name, busy := range map[string]bool{"idle": false, "requests under way": true} {
+		t.Run(name, func(t *testing.T) {
+			server := newNode(t, 8, 5, nil, nil)
+			worker, lost := watched(t)
+			proxy, cut := proxyTo(t, server.self.Addr())
+			rec := server.self
+			rec.Port = proxy
+			if err := worker.Connect(t.Context(), 8, rec); err != nil {
+				t.Fatal(err)
+			}
+			worker.must(t, push(8, 1, make([]byte, 1000)))
+			server.next(t)
+			cut()
+			since := time.Now()
+			if busy {
+				for i := range 10 {
+					worker.must(t, push(8, 2+i, make([]byte, 1<<20)))
+				}
+			}
+			noticed(t, lost, since)
+		})
+	}
+}
+
+// proxyTo forwards one connection to addr, until cut is called: then it stands still.
+func proxyTo(t *testing.T, addr string) (port int, cut func()) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex // held while something is forwarded, and once cut
+	var conns []net.Conn
+	go func() {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		d, err := net.Dial("tcp", addr)
+		if err != nil {
+			return
+		}
+		conns = append(conns, c, d)
+		forward := func(to, from net.Conn) {
+			buf := make([]byte, 64<<10)
+			for {
+				n, err := from.Read(buf)
+				if err != nil {
+					return
+				}
+				mu.Lock()
+				_, err = to.Write(buf[:n])
+				mu.Unlock()
+				if err != nil {
+					return
+				}
+			}
+		}
+		go forward(d, c)
+		forward(c, d)
+	}()
+	locked := false
+	t.Cleanup(func() {
+		if locked {
+			mu.Unlock()
+		}
+		_ = l.Close()
+		for _, c := range conns {
+			_ = c.Close()
+		}
+	})
+	return l.Addr().(*net.TCPAddr).Port, func() { mu.Lock(); locked = true }
+}
+
+// TestKilledWithChild: a killed process is noticed though a child of it holds all its
+// sockets open, as one that was forked does.
+func TestKilledWithChild(t *testing.T) {
+	if os.Getenv("STEPAF_TEST_PARENT") != "" {
+		parent(t)
+		return
+	}
+	cmd := exec.Command(os.Args[0], "-test.run=^TestKilledWithChild$", "-test.v")
+	cmd.Env = append(os.Environ(), "STEPAF_TEST_PARENT=1")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	line := func(prefix string) string {
+		var b [1]byte
+		for s := ""; ; {
+			if _, err := out.Read(b[:]); err != nil {
+				t.Fatalf("%q: %v", s, err)
+			}
+			if b[0] != '\n' {
+				s += string(b[0])
+				continue
+			}
+			if v, ok := strings.CutPrefix(s, prefix); ok {
+				return v
+			}
+			s = ""
+		}
+	}
+	port, err := strconv.Atoi(line("port "))
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker, lost := watched(t)
+	rec := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.Identity{Incarnation: 5}).Encode()}
+	if err := worker.Connect(t.Context(), 8, rec); err != nil {
+		t.Fatal(err)
+	}
+	worker.must(t, push(8, 1, make([]byte, 1000)))
+	line("message")
+	fmt.Fprintln(in, "fork")
+	child, err := strconv.Atoi(line("child "))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer syscall.Kill(child, syscall.SIGKILL)
+	_ = cmd.Process.Kill()
+	_, _ = cmd.Process.Wait()
+	since := time.Now()
+	select {
+	case err := <-lost:
+		t.Fatalf("noticed at once (%v): the child does not hold the connection open", err)
+	case <-time.After(100 * time.Millisecond):
+	}
+	noticed(t, lost, since)
+}
+
+// parent is the process that is killed.
+func parent(t *testing.T) {
+	n := newNode(t, 8, 5, nil, nil)
+	fmt.Printf("port %d\n", n.self.Port)
+	n.next(t)
+	fmt.Println("message")
+	fmt.Scanln(new(string))
+	cmd := exec.Command("sleep", "60")
+	fds, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range fds {
+		fd, _ := strconv.Atoi(e.Name())
+		if link, _ := os.Readlink("/proc/self/fd/" + e.Name()); strings.HasPrefix(link, "socket:") {
+			if dup, err := syscall.Dup(fd); err == nil {
+				cmd.ExtraFiles = append(cmd.ExtraFiles, os.NewFile(uintptr(dup), link))
+			}
+		}
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	fmt.Printf("child %d\n", cmd.Process.Pid)
+	select {}
+}
