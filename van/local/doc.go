@@ -52,6 +52,23 @@
 // sends before this node has been told of it waits, for holdTime at most; so no
 // answer is sought for one that takes a lost node's place before that is known.
 //
+// When Connect names another process for a node, the one before is not heard any more,
+// also not if it was only stopped and wakes up: its links end, nothing of them that has
+// not been handed up is, and its next hello is refused. It is told why, does not turn to
+// the main van, and its Sends fail.
+//
+// # Bounds
+//
+// A peer whose messages wait for a slow handler is read until they take
+// STEPAF_RECV_BUDGET_PEER bytes of this node's memory. Then its ring fills, and what it
+// sends beyond that stays lent, streamed or queued at its end, STEPAF_SEND_BUDGET bytes at
+// most; after those Send fails, unless the peer is just taking some: then Send waits.
+//
+// # Making links
+//
+// Connect and Disconnect do not wait for the peer. A data message to a peer of which it is
+// not settled whether there will be a link waits until it is, for linkTime at most.
+//
 // # Trust
 //
 // Peers are processes of the same user (the kernel says so at both ends). Still
