@@ -4,10 +4,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -35,7 +37,9 @@ type TensorServer struct {
 
 	handler  Handler
 	customer *postoffice.Customer
+	serving  atomic.Pointer[postoffice.Customer] // the same
 	unwatch  func()
+	unwanted atomic.Pointer[func(worker int)]
 	early    atomic.Int32 // messages that senders hold
 	reorders bool         // messages may overtake each other
 
@@ -72,6 +76,8 @@ func (s *TensorServer) SetRequestHandle(h Handler) error {
 		return err
 	}
 	s.customer = c
+	s.serving.Store(c)
+	c.OnWithdrawn(s.giveUp)
 	s.unwatch = s.node.OnPeer(func(id int, up bool, _ error) {
 		if !up {
 			s.dropSender(id)
@@ -131,12 +137,16 @@ type Batch struct {
 // work is the state behind a Batch; it is used again for later ones.
 type work struct {
 	s        *TensorServer
-	instance int // node id of the worker's instance
+	instance int    // node id of the worker's instance
+	epoch    uint32 // of the worker's process, see van.Message
+	customer int32  // the worker's
 	single   bool
+	first    int32 // timestamps
 	last     int32
 	pushes   []KeyTensor
 	pulls    []Pull
 	msgs     []*van.Message
+	bytes    int           // of msgs
 	ack      kv.ReplyTo    // of a single push
 	state    atomic.Uint64 // generation<<1 | answered
 	refs     atomic.Int32
@@ -168,6 +178,9 @@ type sender struct {
 	mu   sync.Mutex
 	open []*work        // begun and not ended; the last one is the current one
 	held []*van.Message // came before the message that they follow
+
+	openBytes int // of the messages in open
+	heldBytes int
 }
 
 // maxOpen bounds the batches that a worker may have begun and not ended, of which
@@ -212,14 +225,18 @@ func (s *TensorServer) accept(msg *van.Message) error {
 	x.mu.Lock()
 	b, err := x.batchOf(s, msg)
 	if err != nil {
-		if s.reorders && x.hold(msg) {
+		if s.reorders && x.hold(msg, s.node.Config().RecvBudgetPeer) {
 			s.early.Add(1)
 			err = nil
 		}
 		x.mu.Unlock()
 		return err
 	}
-	if err := b.add(msg); err != nil {
+	err = b.add(msg)
+	if err == nil {
+		err = x.charge(b, msg)
+	}
+	if err != nil {
 		x.remove(b)
 		x.mu.Unlock()
 		b.unref()
@@ -270,6 +287,7 @@ func (s *TensorServer) dropSender(id int) {
 	x.mu.Lock()
 	open, held := x.open, x.held
 	x.open, x.held = nil, nil
+	x.openBytes, x.heldBytes = 0, 0
 	x.mu.Unlock()
 	s.early.Add(int32(-len(held)))
 	for _, m := range held {
@@ -281,6 +299,57 @@ func (s *TensorServer) dropSender(id int) {
 	if len(open) > 0 {
 		s.node.Log().Warn("gave up unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", len(open))
 	}
+}
+
+// giveUp drops what has come of a request that its worker does not wait for any more.
+func (s *TensorServer) giveUp(w postoffice.Withdrawn) {
+	s.mu.Lock()
+	x := s.senders[w.Sender]
+	s.mu.Unlock()
+	if x != nil {
+		x.mu.Lock()
+		var open []*work
+		for _, b := range slices.Clone(x.open) {
+			if w.Has(b.customer, b.first) {
+				x.remove(b)
+				open = append(open, b)
+			}
+		}
+		held := 0
+		x.held = slices.DeleteFunc(x.held, func(m *van.Message) bool {
+			if !w.Has(m.CustomerID, m.Timestamp) {
+				return false
+			}
+			x.heldBytes -= m.PayloadLen()
+			m.Release()
+			held++
+			return true
+		})
+		x.mu.Unlock()
+		s.early.Add(int32(-held))
+		for _, b := range open {
+			b.unref()
+		}
+	}
+	if f := s.unwanted.Load(); f != nil {
+		(*f)(w.Sender)
+	}
+}
+
+// OnUnwanted makes f the function that is told, with the node id of the worker's
+// instance, that some of its batches may not be Wanted any more: it has given them up.
+// f must not block. That a worker is lost, Node.OnPeer tells.
+func (s *TensorServer) OnUnwanted(f func(worker int)) { s.unwanted.Store(&f) }
+
+// Wanted tells whether the worker still waits for the answer: it has not given the batch
+// up, which workers of this library tell, is not lost, and was not replaced by another
+// process.
+func (b Batch) Wanted() bool {
+	if b.state.Load()>>1 != b.gen {
+		return false
+	}
+	c := b.s.serving.Load()
+	return c == nil || c.Wanted(b.instance, b.epoch, b.customer, b.first)
 }
 
 // batchOf finds or begins the batch that msg belongs to: batches of one worker
@@ -301,20 +370,50 @@ func (x *sender) batchOf(s *TensorServer, msg *van.Message) (*work, error) {
 		return b, nil
 	}
 	for i := len(x.open) - 1; i >= 0; i-- {
-		if b := x.open[i]; b.last+1 == msg.Timestamp {
+		if b := x.open[i]; b.last+1 == msg.Timestamp && b.epoch == msg.Epoch {
 			return b, nil
 		}
 	}
 	return nil, fmt.Errorf("%w: batch flag %d at timestamp %d continues none of the %d open batches", van.ErrMalformed, msg.Head, msg.Timestamp, len(x.open))
 }
 
+// charge puts what the last message of b keeps in memory on its sender's account. Batches
+// that have not ended have STEPAF_RECV_BUDGET_PEER bytes, the older ones are given up
+// before the last; that one alone may have STEPAF_RECV_BUDGET. x.mu is held.
+func (x *sender) charge(b *work, msg *van.Message) error {
+	s := b.s
+	size := 0
+	if n := len(b.msgs); n > 0 && b.msgs[n-1] == msg {
+		size = msg.PayloadLen()
+	}
+	x.openBytes += size
+	c := s.node.Config()
+	for x.openBytes > c.RecvBudgetPeer && len(x.open) > 1 && !failpoint.On("recv-budget") {
+		old := x.open[0]
+		if old == b {
+			old = x.open[1]
+		}
+		x.remove(old)
+		if n, speak := s.node.Rarely("af: bytes of open batches"); speak {
+			s.node.Log().Warn("gave up a batch that has not ended: its worker has begun too much", "worker", s.node.PeerName(msg.Sender),
+				"last timestamp", old.last, "limit (STEPAF_RECV_BUDGET_PEER)", c.RecvBudgetPeer, "so far", n)
+		}
+		old.unref()
+	}
+	if b.bytes > max(c.RecvBudget, c.RecvBudgetPeer) && !failpoint.On("recv-budget") {
+		return fmt.Errorf("%w: a batch of %d bytes before its end, want at most %d (STEPAF_RECV_BUDGET)", van.ErrInvalid, b.bytes, max(c.RecvBudget, c.RecvBudgetPeer))
+	}
+	return nil
+}
+
 // hold keeps a message that continues no open batch, if there is room. One that was lost
 // and sent again comes after those that follow it; so does, over RDMA, one with a new
 // key of a worker of the original's. x.mu is held.
-func (x *sender) hold(msg *van.Message) bool {
-	if len(x.held) >= maxOpen {
+func (x *sender) hold(msg *van.Message, limit int) bool {
+	if len(x.held) >= maxOpen || x.heldBytes+msg.PayloadLen() > limit {
 		return false
 	}
+	x.heldBytes += msg.PayloadLen()
 	x.held = append(x.held, msg.Retain())
 	return true
 }
@@ -328,6 +427,7 @@ func (x *sender) unhold() *van.Message {
 		for _, b := range x.open {
 			if b.last+1 == m.Timestamp {
 				x.held = append(x.held[:i], x.held[i+1:]...)
+				x.heldBytes -= m.PayloadLen()
 				return m
 			}
 		}
@@ -340,6 +440,7 @@ func (x *sender) remove(b *work) {
 	for i := range x.open {
 		if x.open[i] == b {
 			x.open = append(x.open[:i], x.open[i+1:]...)
+			x.openBytes -= b.bytes
 			return
 		}
 	}
@@ -356,9 +457,10 @@ func (s *TensorServer) take(msg *van.Message) *work {
 	if b == nil {
 		b = &work{s: s}
 	}
-	b.instance = msg.Sender
+	b.instance, b.epoch, b.customer, b.first = msg.Sender, msg.Epoch, msg.CustomerID, msg.Timestamp
 	b.single = msg.Head == van.Single
 	b.pushes, b.pulls, b.msgs = b.pushes[:0], b.pulls[:0], b.msgs[:0]
+	b.bytes = 0
 	b.refs.Store(1)
 	return b
 }
@@ -395,6 +497,7 @@ func (b *work) add(msg *van.Message) error {
 		b.ack = kv.ReplyOf(msg)
 	}
 	if !owned {
+		b.bytes += msg.PayloadLen()
 		b.msgs = append(b.msgs, msg.Retain())
 	}
 	return nil

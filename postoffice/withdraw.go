@@ -21,8 +21,8 @@ type Withdrawn struct {
 	Count    int32
 }
 
-// has tells whether timestamp ts of that customer is among those given up.
-func (w *Withdrawn) has(customer, ts int32) bool {
+// Has tells whether timestamp ts of that customer is among those given up.
+func (w *Withdrawn) Has(customer, ts int32) bool {
 	return customer == w.Customer && ts >= w.First && ts-w.First < w.Count
 }
 
@@ -118,7 +118,7 @@ func (ws *withdrawals) has(sender int, epoch uint32, customer, ts int32) bool {
 	defer ws.mu.Unlock()
 	now := clock.Now()
 	for _, w := range ws.by[sender] {
-		if w.epoch == epoch && w.has(customer, ts) && time.Duration(now-w.at) <= rememberWithdrawn {
+		if w.epoch == epoch && w.Has(customer, ts) && time.Duration(now-w.at) <= rememberWithdrawn {
 			return true
 		}
 	}
@@ -147,7 +147,7 @@ func (a *apps) withdraw(n *Node, app int, w Withdrawn, epoch uint32) {
 	c := (*a.table.Load())[k]
 	if c == nil {
 		a.forget(func(of appKey, e *early) bool {
-			return of == k && e.msg.Sender == w.Sender && e.msg.Epoch == epoch && w.has(e.msg.CustomerID, e.msg.Timestamp)
+			return of == k && e.msg.Sender == w.Sender && e.msg.Epoch == epoch && w.Has(e.msg.CustomerID, e.msg.Timestamp)
 		})
 	}
 	a.mu.Unlock()

@@ -82,6 +82,7 @@ func (s *Session) open(ctx context.Context) (err error) {
 	case van.Server:
 		s.queue = newQueue(s.node)
 		if s.server, err = af.NewTensorServer(s.node, af.Options{}); err == nil {
+			s.server.OnUnwanted(s.queue.unwanted)
 			err = s.server.SetRequestHandle(s.queue.put)
 		}
 	default:
@@ -251,7 +252,7 @@ func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 		if end.IsZero() {
 			end = time.Now().Add(slice)
 		}
-		if s.node.Poll(s.queue.isReady); s.queue.ready() {
+		if s.node.Poll(s.queue.poll); s.queue.ready() {
 			continue
 		}
 		if timer == nil {
@@ -278,6 +279,9 @@ func (s *Session) BatchTimeout(limit time.Duration) error {
 // Respond answers the batch that GetBatch gave id: tensors in the order of its
 // pulls. The tensors must stay as they are until their owners are released. Those on
 // the device are sent when the work in stream is done.
+//
+// An answer that nobody waits for, since its worker was lost, replaced, or has given the
+// request up, is dropped with a log line: a program that serves others goes on.
 func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.Tensor) error {
 	if s.queue == nil {
 		return s.wrongRole("respond", "server")
@@ -304,9 +308,19 @@ func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.Tensor) erro
 		q.putBack(id, b)
 		return misfit(id, len(b.Pulls()), len(tensors))
 	}
+	worker := b.SenderRank()
+	if !b.Wanted() && !failpoint.On("incarnation") {
+		q.unanswered(worker)
+		b.Release()
+		return nil
+	}
 	err := b.ResponseInOrderOn(stream, tensors, nil)
-	if errors.Is(err, van.ErrInvalid) {
+	switch {
+	case errors.Is(err, van.ErrInvalid):
 		q.putBack(id, b)
+	case errors.Is(err, van.ErrPeerLost):
+		q.unanswered(worker)
+		return nil
 	}
 	return err
 }

@@ -1,10 +1,14 @@
 package core
 
-import "github.com/stepaf/stepaf-go/af"
+import (
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+)
 
 // GiveBack returns to the queue batches of GetBatch that could not be used: the next
 // GetBatch has them, each before those of its worker that came later. The items are not
-// the caller's any more. A batch that was answered meanwhile is released.
+// the caller's any more. A batch that was answered meanwhile, or that its worker does not
+// wait for any more, is released.
 func (s *Session) GiveBack(items []Item) { s.queue.giveBack(items) }
 
 func (q *queue) giveBack(items []Item) {
@@ -19,6 +23,11 @@ func (q *queue) giveBack(items []Item) {
 			it.Release()
 			continue
 		}
+		if !it.Wanted() && !failpoint.On("lost-batches") {
+			forget(it)
+			continue
+		}
+		q.charge(it.SenderRank(), weight(&it.Batch))
 		w := &q.workers[it.SenderRank()]
 		w.PutFront(it)
 		for i, all := 0, w.All(); i+1 < len(all) && all[i].ID > all[i+1].ID; i++ {

@@ -2,9 +2,12 @@ package core
 
 import (
 	"fmt"
+	"math"
 	"sync"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -28,14 +31,29 @@ type queue struct {
 	out     map[uint64]af.Batch // handed out and not answered
 	acked   map[uint64]struct{} // handed out without pulls: an answer is allowed, but not needed
 	oldest  fifo.Queue[uint64]  // of acked, in order
-	lost    map[int]error       // workers by group rank
+	lost    map[int]loss        // workers by group rank
+	bytes   []int               // that wait of each worker, by group rank
+	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
+	room    chan struct{}       // closed and replaced when less waits of one
 	changed chan struct{}       // one token when there may be something to take
-	isReady func() bool         // ready, made once
+	poll    func() bool         // tells whether GetBatch is not to receive itself, made once
+}
+
+// loss is why and since when a worker is away.
+type loss struct {
+	cause error
+	at    time.Time
 }
 
 func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n, workers: make([]fifo.Queue[Item], n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]error{}, changed: make(chan struct{}, 1)}
-	q.isReady = q.ready
+	q := &queue{node: n, workers: make([]fifo.Queue[Item], n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]loss{},
+		bytes: make([]int, n.NumWorkers()), room: make(chan struct{}), changed: make(chan struct{}, 1)}
+	q.poll = func() bool {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		// What comes of a worker that has used up its budget would wait for this caller.
+		return q.filled == len(q.workers) || q.full > 0
+	}
 	n.OnPeer(func(id int, up bool, cause error) {
 		if van.RoleOf(id) != van.Worker || van.RankOf(id)%n.GroupSize() != n.Instance() {
 			return // its batches go to another instance
@@ -46,7 +64,8 @@ func newQueue(n *postoffice.Node) *queue {
 		if up {
 			delete(q.lost, rank)
 		} else {
-			q.lost[rank] = cause
+			q.lost[rank] = loss{cause, time.Now()}
+			q.sweep(rank)
 		}
 		q.signal()
 	})
@@ -60,20 +79,116 @@ func (q *queue) signal() {
 	}
 }
 
+// weight is the memory that a batch takes, about.
+func weight(b *af.Batch) int {
+	n := 512
+	for _, p := range b.Pushes() {
+		n += p.Val.Len()
+	}
+	return n
+}
+
 // put is the server's handler. The batch is held for whoever takes it, beyond its
-// answer.
+// answer. One of a worker that has used up its budget waits until some have been taken,
+// and so does what comes behind it of that worker.
 func (q *queue) put(b af.Batch) {
 	b.Retain()
+	rank := b.SenderRank()
 	q.mu.Lock()
-	w := &q.workers[b.SenderRank()]
+	for q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil {
+		if n, speak := q.node.Rarely("fserver: budget"); speak {
+			q.node.Log().Warn("a worker's batches wait for get_batch: what else it sends is not read for now", "worker", q.node.PeerName(q.node.WorkerInstance(rank)),
+				"bytes", q.bytes[rank], "limit (STEPAF_RECV_BUDGET_PEER)", q.budget(), "so far", n)
+		}
+		room := q.room
+		q.mu.Unlock()
+		select {
+		case <-room:
+		case <-time.After(100 * time.Millisecond): // the worker or the node may be lost
+		}
+		q.mu.Lock()
+	}
+	if !b.Wanted() && !failpoint.On("lost-batches") {
+		q.mu.Unlock()
+		forget(Item{Batch: b})
+		return
+	}
+	w := &q.workers[rank]
 	if w.Put(Item{ID: q.next, Batch: b}); w.Len() == 1 {
 		q.filled++
 	}
+	q.charge(rank, weight(&b))
 	q.next++
 	ready := q.filled == len(q.workers)
 	q.mu.Unlock()
 	if ready {
 		q.signal()
+	}
+}
+
+func (q *queue) budget() int {
+	if failpoint.On("recv-budget") {
+		return math.MaxInt
+	}
+	return q.node.Config().RecvBudgetPeer
+}
+
+// charge adds bytes to a worker's account. q.mu is held.
+func (q *queue) charge(rank, bytes int) {
+	was, budget := q.bytes[rank] >= q.budget(), q.budget()
+	q.bytes[rank] += bytes
+	switch is := q.bytes[rank] >= budget; {
+	case is && !was:
+		q.full++
+	case was && !is:
+		q.full--
+		close(q.room)
+		q.room = make(chan struct{})
+	}
+}
+
+// forget gives up a batch that nobody will answer.
+func forget(it Item) {
+	if !it.acked { // else its answer has given up the first hold
+		it.Release()
+	}
+	it.Release()
+}
+
+// sweep takes batches off the queue that their worker does not wait for any more. q.mu is
+// held.
+func (q *queue) sweep(rank int) {
+	if failpoint.On("lost-batches") {
+		return
+	}
+	w := &q.workers[rank]
+	had := w.Len()
+	for range had {
+		it := w.Take()
+		if it.Wanted() {
+			w.Put(it)
+			continue
+		}
+		q.charge(rank, -weight(&it.Batch))
+		forget(it)
+	}
+	if had > 0 && w.Len() == 0 {
+		q.filled--
+	}
+	if gone := had - w.Len(); gone > 0 {
+		q.node.Log().Info("dropped batches that their worker does not wait for any more", "worker", q.node.PeerName(q.node.WorkerInstance(rank)), "batches", gone)
+	}
+}
+
+// unwanted is told that a worker has given batches up.
+func (q *queue) unwanted(worker int) {
+	if van.RankOf(worker)%q.node.GroupSize() != q.node.Instance() {
+		return
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if rank := van.RankOf(worker) / q.node.GroupSize(); rank < len(q.workers) {
+		q.sweep(rank)
 	}
 }
 
@@ -86,21 +201,26 @@ func (q *queue) ready() bool {
 }
 
 // take appends the oldest batch of every worker to items when all have one, else it
-// returns false, or an error when one that has none is lost.
+// returns false, or an error when one that has none is lost and was not replaced within
+// STEPAF_REPLACE_TIMEOUT.
 func (q *queue) take(items []Item) ([]Item, bool, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.filled < len(q.workers) {
-		for rank, cause := range q.lost {
-			if q.workers[rank].Len() == 0 {
-				return items, false, &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: cause,
+		limit := q.node.Config().ReplaceTimeout
+		for rank, l := range q.lost {
+			if away := time.Since(l.at); q.workers[rank].Len() == 0 && away >= limit {
+				return items, false, &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: l.cause,
+					Elapsed: away, Limit: limit,
 					Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
 			}
 		}
 		return items, false, nil
 	}
 	for i := range q.workers {
-		items = append(items, q.handOut(q.workers[i].Take()))
+		it := q.workers[i].Take()
+		q.charge(i, -weight(&it.Batch))
+		items = append(items, q.handOut(it))
 		if q.workers[i].Len() == 0 {
 			q.filled--
 		}
@@ -176,6 +296,13 @@ func (q *queue) waits(id uint64) bool {
 		}
 	}
 	return false
+}
+
+// unanswered says that nobody waits for the answer to b.
+func (q *queue) unanswered(worker int) {
+	if n, speak := q.node.Rarely("fserver: answer"); speak {
+		q.node.Log().Info("dropped an answer: its worker is gone, or does not wait for it any more", "worker", q.node.PeerName(q.node.WorkerInstance(worker)), "so far", n)
+	}
 }
 
 // putBack makes a batch answerable again after an answer that did not fit.

@@ -7,6 +7,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -14,7 +15,7 @@ import (
 // TestLostInstance: a server waits for its own instance of each worker. Another one that
 // comes back does not make up for it.
 func TestLostInstance(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Group: 2})
+	c := testcluster.Start(t, testcluster.Options{Group: 2, Set: func(c *postoffice.Config) { c.ReplaceTimeout = 0 }})
 	n := c.Servers[0]
 	s := &Session{node: n, queue: newQueue(n)}
 	type event struct {

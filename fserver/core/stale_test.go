@@ -1,0 +1,289 @@
+package core
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// openAll opens the sessions of all workers and of the server.
+func openAll(t *testing.T, c *testcluster.Cluster) (workers []*Session, server *Session) {
+	t.Helper()
+	server = &Session{node: c.Servers[0]}
+	all := []*Session{server}
+	for _, n := range c.Workers {
+		all = append(all, &Session{node: n})
+	}
+	var opening sync.WaitGroup
+	for _, s := range all {
+		opening.Go(func() {
+			if err := s.open(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	opening.Wait()
+	return all[1:], server
+}
+
+// asked is one number pushed, for which another one is pulled.
+type asked struct {
+	w    *Session
+	h    int32
+	pull []byte
+}
+
+func (s *Session) ask(t *testing.T, number byte, size int) *asked {
+	t.Helper()
+	r := &asked{w: s, pull: make([]byte, size)}
+	h, err := s.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: tensor(t, bytes.Repeat([]byte{number}, size))}},
+		[]af.KeyTensor{{Key: 2, Val: tensor(t, r.pull)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.h = h
+	return r
+}
+
+// pulls waits for r and compares what it got.
+func (r *asked) pulls(t *testing.T, want byte) {
+	t.Helper()
+	if err := r.w.waitFor(r.h); err != nil {
+		t.Errorf("%s: %v", r.w.node.Name(), err)
+	} else if want := bytes.Repeat([]byte{want}, len(r.pull)); !bytes.Equal(r.pull, want) {
+		t.Errorf("%s pulled %d, want %d", r.w.node.Name(), r.pull[0], want[0])
+	}
+}
+
+// await looks until ok.
+func await(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.Now().Add(20 * time.Second); !ok(); <-tick.C {
+		if time.Now().After(end) {
+			t.Fatalf("no %s", what)
+		}
+	}
+}
+
+// queued is the number of a worker's batches that wait, and their bytes.
+func (s *Session) queued(rank int) (n, bytes int) {
+	s.queue.mu.Lock()
+	defer s.queue.mu.Unlock()
+	return s.queue.workers[rank].Len(), s.queue.bytes[rank]
+}
+
+// row takes a batch of each worker.
+func (s *Session) row(t *testing.T) (items []Item) {
+	t.Helper()
+	if err := later(t, func(slice time.Duration) (err error) {
+		items, err = s.GetBatch(nil, slice)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return items
+}
+
+// numbers are what the workers have pushed.
+func numbers(items []Item) (ns []byte) {
+	for _, it := range items {
+		ns = append(ns, it.Pushes()[0].Val.Bytes()[0])
+	}
+	return ns
+}
+
+// answer answers each batch with its number and ten.
+func (s *Session) answer(t *testing.T, items []Item) {
+	t.Helper()
+	for _, it := range items {
+		x := it.Pushes()[0].Val.Bytes()
+		if err := s.Respond(af.DefaultStream, it.ID, []af.Tensor{tensor(t, bytes.Repeat([]byte{x[0] + 10}, len(x)))}); err != nil {
+			t.Error(err)
+		}
+		it.Release()
+	}
+}
+
+// replace ends worker 0 and starts another in its place.
+func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) *Session {
+	t.Helper()
+	heard := make(chan bool, 16)
+	t.Cleanup(c.Servers[0].OnPeer(func(id int, up bool, _ error) {
+		if id == van.WorkerID(0) {
+			heard <- up
+		}
+	}))
+	hear := func(want bool) {
+		t.Helper()
+		select {
+		case up := <-heard:
+			if up != want {
+				t.Fatalf("worker 0 is up: %t, want %t", up, want)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatalf("nothing is heard of worker 0, want up: %t", want)
+		}
+	}
+	end()
+	hear(false)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	n, err := c.Join(ctx, "worker", 0, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hear(true)
+	w := &Session{node: n}
+	if err := w.open(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return w
+}
+
+// TestReplacedWorker: worker 0 is killed and replaced while get_batch waits for worker 1.
+// What it had asked for leaves the queue, and the new one gets the answer to its own
+// request.
+func TestReplacedWorker(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers = 2
+		c := testcluster.Start(t, o)
+		workers, server := openAll(t, c)
+		workers[0].ask(t, 100, 64)
+		await(t, "batch", func() bool { n, _ := server.queued(0); return n == 1 })
+		fresh := replace(t, c, server, c.Workers[0].Close)
+		if n, size := server.queued(0); n != 0 || size != 0 {
+			t.Errorf("%d batches of the lost worker, %d bytes, are in the queue", n, size)
+		}
+		r0, r1 := fresh.ask(t, 7, 64), workers[1].ask(t, 8, 64)
+		items := server.row(t)
+		if got := numbers(items); got[0] != 7 || got[1] != 8 {
+			t.Errorf("a row of %d, want 7 and 8", got)
+		}
+		server.answer(t, items)
+		r0.pulls(t, 17)
+		r1.pulls(t, 18)
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
+
+// TestAnswersOfALostWorker: a batch that the application has when its worker is lost is
+// answered in vain, without an error, or can be given back, which frees it.
+func TestAnswersOfALostWorker(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2})
+	workers, server := openAll(t, c)
+	var rows [2][]Item
+	var living []*asked
+	for i := range rows {
+		workers[0].ask(t, 100, 64)
+		living = append(living, workers[1].ask(t, 8, 64))
+		rows[i] = server.row(t)
+	}
+	fresh := replace(t, c, server, c.Workers[0].Close)
+	server.answer(t, rows[0])
+	server.GiveBack(rows[1])
+	r := fresh.ask(t, 7, 64)
+	items := server.row(t)
+	if got := numbers(items); got[0] != 7 || got[1] != 8 {
+		t.Errorf("a row of %d, want 7 and 8", got)
+	}
+	server.answer(t, items)
+	r.pulls(t, 17)
+	for _, r := range living {
+		r.pulls(t, 18)
+	}
+}
+
+// TestGetBatchWaitsForAReplacement: a worker that is lost has STEPAF_REPLACE_TIMEOUT to be
+// replaced before get_batch fails.
+func TestGetBatchWaitsForAReplacement(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Hour }})
+	_, server := openAll(t, c)
+	fresh := replace(t, c, server, func() {
+		c.Workers[0].Close()
+		await(t, "loss", func() bool {
+			_, err := server.GetBatch(nil, time.Millisecond)
+			vantest.Fails(t, err, ErrPending)
+			server.queue.mu.Lock()
+			defer server.queue.mu.Unlock()
+			return len(server.queue.lost) == 1
+		})
+	})
+	r := fresh.ask(t, 7, 64)
+	server.answer(t, server.row(t))
+	r.pulls(t, 17)
+}
+
+// TestStalledWorker: what worker 0 gave up while worker 1 stood still is not handed out
+// any more: the rows are of what both still wait for.
+func TestStalledWorker(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers = 2
+		c := testcluster.Start(t, o)
+		workers, server := openAll(t, c)
+		for i := range byte(3) {
+			r := workers[0].ask(t, 100+i, 64)
+			await(t, "batch", func() bool { n, _ := server.queued(0); return n > 0 })
+			if err := workers[0].Wait(int64(r.h), time.Millisecond, time.Second); !errors.Is(err, van.ErrTimeout) {
+				t.Fatalf("%v, want %v", err, van.ErrTimeout)
+			}
+			await(t, "end of what was given up", func() bool { n, size := server.queued(0); return n == 0 && size == 0 })
+		}
+		for round := range byte(3) {
+			r0, r1 := workers[0].ask(t, 10*round, 64), workers[1].ask(t, 10*round+1, 64)
+			items := server.row(t)
+			if got := numbers(items); got[0] != 10*round || got[1] != 10*round+1 {
+				t.Errorf("a row of %d, want %d and %d", got, 10*round, 10*round+1)
+			}
+			server.answer(t, items)
+			r0.pulls(t, 10*round+10)
+			r1.pulls(t, 10*round+11)
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
+
+// TestQueueBudget: a worker whose batches nobody takes is not read any more when they have
+// used up its budget; others are, and everything is served in the end.
+func TestQueueBudget(t *testing.T) {
+	const size, count, budget = 300 << 10, 12, 1 << 20
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers = 2
+		o.Set = func(c *postoffice.Config) { c.RecvBudgetPeer = budget }
+		c := testcluster.Start(t, o)
+		workers, server := openAll(t, c)
+		var first, second []*asked
+		for i := range byte(count) {
+			first = append(first, workers[0].ask(t, i, size))
+		}
+		await(t, "full budget", func() bool { _, n := server.queued(0); return n >= budget })
+		for i := range byte(count) {
+			second = append(second, workers[1].ask(t, 100+i, size))
+			if _, n := server.queued(0); n > budget+2*size {
+				t.Fatalf("%d bytes of one worker are in the queue, want at most %d and a batch", n, budget)
+			}
+		}
+		for i := range byte(count) {
+			items := server.row(t)
+			if got := numbers(items); got[0] != i || got[1] != 100+i {
+				t.Errorf("row %d is of %d", i, got)
+			}
+			server.answer(t, items)
+		}
+		for i := range byte(count) {
+			first[i].pulls(t, i+10)
+			second[i].pulls(t, i+110)
+		}
+		if _, n := server.queued(0); n != 0 {
+			t.Errorf("%d bytes are in an empty queue", n)
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
