@@ -15,11 +15,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"maps"
 	"math"
 	"net"
-	"os"
 	"slices"
 	"strconv"
 	"sync"
@@ -279,46 +279,6 @@ func addressError(err error) error {
 	}
 }
 
-// localPath is the Unix socket of a port, as the original names it.
-func localPath(port int) string { return "/tmp/" + strconv.Itoa(port) }
-
-// bindLocal binds a Unix socket. Ports are still port numbers: a free one is held
-// by a TCP listener for as long as the node lives, so that no other node of this
-// host takes the same path.
-func (v *zvan) bindLocal(z *zmq4.Socket, self van.Node) (int, func(), error) {
-	l, err := net.Listen("tcp", net.JoinHostPort(self.Hostname, "0"))
-	if err != nil {
-		return 0, nil, err
-	}
-	port, release := self.Port, func() { _ = l.Close() }
-	if port == 0 {
-		port = l.Addr().(*net.TCPAddr).Port
-	}
-	path := localPath(port)
-	c, err := net.DialTimeout("unix", path, time.Second)
-	if err == nil {
-		_ = c.Close()
-		release()
-		return 0, nil, fmt.Errorf("%w: a process answers at %s", syscall.EADDRINUSE, path)
-	}
-	// Left behind by a dead process; a plain file there is not ours to remove.
-	if st, err := os.Lstat(path); err == nil {
-		if st.Mode()&os.ModeSocket == 0 {
-			release()
-			return 0, nil, fmt.Errorf("%w: %s exists and is not a socket", syscall.EADDRINUSE, path)
-		}
-		if err := os.Remove(path); err != nil {
-			release()
-			return 0, nil, err
-		}
-	}
-	if err := z.Bind("ipc://" + path); err != nil {
-		release()
-		return 0, nil, addressError(err)
-	}
-	return port, func() { _ = os.Remove(path); release() }, nil
-}
-
 // Start begins to receive.
 func (v *zvan) Start(recv van.Receiver) {
 	v.mu.Lock()
@@ -396,7 +356,12 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	}
 	endpoint := "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port))
 	if v.cfg.Local {
-		endpoint = "ipc://" + localPath(peer.Port)
+		path := localPath(peer.Port)
+		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // it may come later
+			mon.close()
+			return fail(errors.Join(err, z.Close()))
+		}
+		endpoint = "ipc://" + path
 	}
 	if err := z.Connect(endpoint); err != nil {
 		mon.close()

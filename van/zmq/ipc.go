@@ -1,0 +1,98 @@
+package zmq
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"syscall"
+	"time"
+
+	zmq4 "github.com/pebbe/zmq4"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// localPath is the Unix socket of a port, as the original names it.
+func localPath(port int) string { return filepath.Join(localDir, strconv.Itoa(port)) }
+
+// localDir is where the sockets are; tests have a directory of their own.
+var localDir = "/tmp"
+
+// checkLocal refuses what is not a socket of this user: anybody may make a file of that
+// name.
+func checkLocal(path string) error {
+	st, err := os.Lstat(path)
+	if err != nil {
+		return err
+	}
+	if st.Mode()&os.ModeSocket == 0 {
+		return fmt.Errorf("%w: %s exists and is not a socket", syscall.EADDRINUSE, path)
+	}
+	if sys, ok := st.Sys().(*syscall.Stat_t); ok && int(sys.Uid) != localUser() {
+		return fmt.Errorf("%w: %s belongs to user %d, want %d, who runs this process: %w", syscall.EADDRINUSE, path, sys.Uid, localUser(), van.ErrInvalid)
+	}
+	return nil
+}
+
+// localUser is whose sockets are used.
+var localUser = os.Geteuid
+
+// bindLocal binds a Unix socket. Ports are still port numbers: a free one is held
+// by a TCP listener for as long as the node lives, so that no other node of this
+// host takes the same path.
+func (v *zvan) bindLocal(z *zmq4.Socket, self van.Node) (int, func(), error) {
+	l, err := net.Listen("tcp", net.JoinHostPort(self.Hostname, "0"))
+	if err != nil {
+		return 0, nil, err
+	}
+	port, release := self.Port, func() { _ = l.Close() }
+	if port == 0 {
+		port = l.Addr().(*net.TCPAddr).Port
+	}
+	path := localPath(port)
+	if err := makeLocal(z, path); err != nil {
+		release()
+		return 0, nil, err
+	}
+	return port, func() { _ = os.Remove(path); release() }, nil
+}
+
+// makeLocal binds z to path, which only this user may connect to.
+func makeLocal(z *zmq4.Socket, path string) error {
+	switch err := checkLocal(path); {
+	case errors.Is(err, fs.ErrNotExist):
+	case err != nil:
+		return err
+	default:
+		c, err := net.DialTimeout("unix", path, time.Second)
+		if err == nil {
+			_ = c.Close()
+			return fmt.Errorf("%w: a process answers at %s", syscall.EADDRINUSE, path)
+		}
+		if err := os.Remove(path); err != nil { // left behind by a dead process
+			return err
+		}
+	}
+	// The socket gets its rights where nobody else can reach it, and then its name.
+	dir, err := os.MkdirTemp(localDir, ".stepaf-")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	private := filepath.Join(dir, "s")
+	if err := z.Bind("ipc://" + private); err != nil {
+		return addressError(err)
+	}
+	if err := os.Chmod(private, 0o600); err != nil {
+		return err
+	}
+	// Unlike Rename, Link takes nobody's name.
+	if err := os.Link(private, path); err != nil {
+		return fmt.Errorf("%w: %w", syscall.EADDRINUSE, err)
+	}
+	return nil
+}
