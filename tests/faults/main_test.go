@@ -4,9 +4,12 @@ package faults
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -24,6 +27,7 @@ const (
 	asks   = "asks"   // a worker that asks once, and waits
 	works  = "works"  // a worker that makes 20 round trips, and waits
 	rules  = "rules"  // a scheduler
+	learns = "learns" // a worker that says when its place was given to another
 )
 
 func TestMain(m *testing.M) { nodetest.Main(m, child) }
@@ -41,6 +45,17 @@ func child(c *nodetest.Child, what string) error {
 		return nodetest.Serve(c.Node, func(af.Batch) { c.Say("got a batch") })
 	case panics:
 		return nodetest.Serve(c.Node, func(af.Batch) { panic("no idea what to do with this batch") })
+	case learns:
+		c.Go(func(context.Context) error {
+			for c.Node.Alive() == nil {
+				time.Sleep(10 * time.Millisecond)
+			}
+			err := c.Node.InstanceBarrier(context.Background(), 0, van.WorkerGroup)
+			if errors.Is(err, postoffice.ErrRefused) && strings.Contains(err.Error(), "was taken for dead and its place as worker 1 (id 11) given to") {
+				c.Say("refused")
+			}
+			return nil
+		})
 	case begins, asks, works:
 		return childWorker(c.Node, what)
 	}

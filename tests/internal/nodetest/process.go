@@ -46,6 +46,11 @@ func Env(env []string) Option {
 	return func(c *exec.Cmd) { c.Env = append(slices.Clone(env), c.Env[0]) }
 }
 
+// Set adds variables to the environment of a child.
+func Set(vars ...string) Option {
+	return func(c *exec.Cmd) { c.Env = append(slices.Clone(c.Env), vars...) }
+}
+
 // Under starts a child as the last argument of another command.
 func Under(command ...string) Option {
 	return func(c *exec.Cmd) {
