@@ -50,6 +50,7 @@ type Machine struct {
 	// may go. While a Finalize waits, losses are kept in held until it is known
 	// whether they were orderly.
 	leaving bool
+	failure error // what ended the machine
 	held    map[int]loss
 
 	// own is this process's identity, with the cluster's as soon as it is known; incs are
@@ -246,7 +247,7 @@ func (m *Machine) fail(err error) {
 		return
 	}
 	m.failTickets(func(*ticket) bool { return true }, van.Error{Err: err})
-	m.phase = failed
+	m.phase, m.failure = failed, err
 	m.emit(Failed{err})
 }
 

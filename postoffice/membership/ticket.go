@@ -84,7 +84,9 @@ func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 		return 0, &van.Error{Op: t.name(), Node: m.name(), Detail: detail, Err: err}
 	}
 	switch {
-	case m.phase == failed || m.leaving:
+	case m.phase == failed && !m.leaving:
+		return refuse("", m.failure)
+	case m.leaving:
 		return refuse("", van.ErrClosed)
 	case m.phase != ready:
 		return refuse("start-up is not complete", van.ErrInvalid)
