@@ -191,7 +191,8 @@ func TestSchedulerKilled(t *testing.T) {
 		_, err := c.Join(t.Context(), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 200 * time.Millisecond })
 		vantest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", c.Port))
 		work(t, 1, w)
-		for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0]} {
+		// The server stays as long as there is a worker.
+		for _, n := range []*postoffice.Node{c.Workers[0], c.Servers[0]} {
 			vantest.Fails(t, n.Finalize(nodetest.Within(t, 20*time.Second)), van.ErrPeerLost, n.Name(), scheduler)
 		}
 	})
