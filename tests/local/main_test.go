@@ -17,6 +17,7 @@ import (
 const (
 	echo   = "echo"   // a server that answers with what was pushed
 	floods = "floods" // a worker that makes large requests without end
+	marks  = "marks"  // a worker that pushes its process ID until it fails
 	slow   = "slow"   // a server that lets worker 0 wait; see serveSlowly
 )
 
@@ -37,6 +38,10 @@ func child(c *nodetest.Child, what string) error {
 	w, err := af.NewTensorWorker(c.Node, af.Options{})
 	if err != nil {
 		return err
+	}
+	if what == marks {
+		go pushMarks(c, w)
+		return nil
 	}
 	go func() {
 		for i := 0; ; i++ {
