@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/tests/internal/real"
 )
 
 // What children do.
@@ -23,7 +24,10 @@ const (
 	rules   = "rules"   // a scheduler
 )
 
-func TestMain(m *testing.M) { nodetest.Main(m, child) }
+func TestMain(m *testing.M) {
+	real.Main() // in the processes of plans
+	nodetest.Main(m, child)
+}
 
 // child makes a node of a process of its own do what.
 func child(c *nodetest.Child, what string) error {

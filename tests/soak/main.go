@@ -22,6 +22,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
 )
@@ -33,9 +34,10 @@ func main() {
 
 // soak is what has been done so far.
 type soak struct {
-	dir   string
-	began time.Time
-	until time.Time
+	dir    string
+	faults []string
+	began  time.Time
+	until  time.Time
 
 	mu            sync.Mutex
 	plans, wrong  int
@@ -49,12 +51,17 @@ func run() int {
 	first := flag.Uint64("first", 0, "the first seed (0: by the clock)")
 	leg := flag.String("leg", "", "tcp or shm only")
 	file := flag.String("plan", "", "carry out the plan of this file, on the leg of -leg")
+	faults := flag.String("faults", "", "fail points to plant in all processes, with commas; for a build with the tag failpoints")
 	jobs := flag.Int("jobs", 2, "plans at once")
 	dir := flag.String("dir", "build/soak", "where logs of plans in which something was wrong are kept")
 	flag.Parse()
 	legs := []real.Leg{real.TCP, real.SHM}
 	if *leg != "" {
 		legs = []real.Leg{real.Leg(*leg)}
+	}
+	if *faults != "" && !failpoint.Enabled {
+		fmt.Fprintln(os.Stderr, "soak: -faults needs a build with the tag failpoints")
+		return 2
 	}
 	if *leg != "" && *leg != string(real.TCP) && *leg != string(real.SHM) || flag.NArg() > 0 || *jobs < 1 || *minutes <= 0 {
 		fmt.Fprintln(os.Stderr, "soak: want -leg tcp or shm, -jobs of 1 or more, -minutes above 0, and no arguments")
@@ -63,6 +70,9 @@ func run() int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	s := &soak{dir: *dir, began: time.Now()}
+	if *faults != "" {
+		s.faults = strings.Split(*faults, ",")
+	}
 	s.until = s.began.Add(time.Duration(*minutes * float64(time.Minute)))
 	if *seed != 0 || *file != "" {
 		p := random(*seed, legs[0])
@@ -117,7 +127,7 @@ func run() int {
 func (s *soak) one(ctx context.Context, p *plan.Plan, seed uint64, leg real.Leg, log func(string)) {
 	dir := filepath.Join(s.dir, fmt.Sprintf("%s-%s", p.Name, leg))
 	_ = os.RemoveAll(dir)
-	res, err := real.RunPlan(ctx, p, real.PlanOptions{Leg: leg, Dir: dir, Log: log})
+	res, err := real.RunPlan(ctx, p, real.PlanOptions{Leg: leg, Dir: dir, Log: log, Faults: s.faults})
 	if ctx.Err() != nil {
 		_ = os.RemoveAll(dir)
 		return

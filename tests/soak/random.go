@@ -62,7 +62,7 @@ func (g *generator) phase(i int) {
 			continue
 		case 3, 4:
 			e.Do, e.For = plan.Stop, g.between(50, 8000)
-			if g.r.IntN(2) == 0 { // and is replaced meanwhile
+			if g.r.IntN(2) == 0 && n != "scheduler" { // and is replaced meanwhile
 				ph.Events = append(ph.Events, plan.Event{At: min(at+g.between(3000, 5000), ph.For), Do: plan.Join, Node: n})
 			}
 		case 5:

@@ -44,7 +44,7 @@ type Options struct {
 	Host             string                               // RDMA: the address of the device
 	Dir              string                               // where logs are kept; "" keeps the end of each in memory
 	Log              func(line string)
-	Random           *rand.Rand
+	Faults           []string // planted in all processes
 }
 
 // Cluster is processes and what was found wrong with them.
@@ -239,7 +239,7 @@ func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour)) (*Pr
 	p := &Process{Role: role, Rank: rank, Serial: c.serial, c: c, log: &tail{}, gone: make(chan struct{}), began: time.Now(),
 		changed: make(chan struct{}), answers: map[int]chan Event{}, oks: map[int64]int64{}}
 	c.mu.Unlock()
-	b := Behaviour{Program: c.o.Program, Serial: p.Serial, Loads: c.o.Loads, Wait: c.o.Wait}
+	b := Behaviour{Program: c.o.Program, Serial: p.Serial, Loads: c.o.Loads, Wait: c.o.Wait, Faults: c.o.Faults}
 	if change != nil {
 		change(&b)
 	}

@@ -20,6 +20,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/fserver/core"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -40,6 +41,7 @@ type Behaviour struct {
 	Program string
 	Serial  uint32      // of the process among all that the runner has started
 	Loads   []plan.Load // of a worker, from the start
+	Faults  []string    // fail points that are on
 	Wait    bool        // scheduler and servers do not call Finalize before they are told to
 }
 
@@ -62,6 +64,7 @@ func Main() {
 		os.Exit(2)
 	}
 	_ = os.Unsetenv(variable)
+	failpoint.Plant(b.Faults...)
 	n := &node{b: b, out: json.NewEncoder(os.Stdout)}
 	os.Exit(n.run())
 }

@@ -22,6 +22,11 @@ type PlanOptions struct {
 	Host string // RDMA: the address of the device
 	Dir  string // where logs are kept
 	Log  func(line string)
+
+	// Margin is how much longer things may take than the plan says, 3s if 0.
+	Margin time.Duration
+	// Faults are planted in all processes: names of fail points, in a build that has them.
+	Faults []string
 }
 
 // Result is what a plan came to.
@@ -33,8 +38,8 @@ type Result struct {
 	Logs     func() string // the end of each process's
 }
 
-// margin is what expectations about time are wider by on a busy machine.
-const margin = 3 * time.Second
+// defaultMargin is what expectations about time are wider by on a busy machine.
+const defaultMargin = 3 * time.Second
 
 // settle is how long everything may take to work again when all faults are over.
 const settle = 30 * time.Second
@@ -80,8 +85,11 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	if why := Cannot(p, o.Leg); why != "" {
 		return nil, fmt.Errorf("%s on %s: %w: %s", p.Name, o.Leg, ErrCannot, why)
 	}
-	r := &planRun{p: p, ctx: ctx, stop: make(chan struct{})}
-	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Leg: o.Leg, Program: Plain, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log}
+	r := &planRun{p: p, ctx: ctx, stop: make(chan struct{}), margin: o.Margin}
+	if r.margin == 0 {
+		r.margin = defaultMargin
+	}
+	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Leg: o.Leg, Program: Plain, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults}
 	if p.Cluster.API == "python" {
 		opts.Program = Module
 	}
@@ -141,6 +149,8 @@ type planRun struct {
 	p   *plan.Plan
 	c   *Cluster
 	ctx context.Context
+
+	margin time.Duration
 
 	loads  []plan.Load // of the phase
 	phases []phaseRun
@@ -320,6 +330,9 @@ func (r *planRun) join(n plan.Node) {
 			delete(r.wants, n)
 			r.mu.Unlock()
 		}()
+		if n == "scheduler" {
+			r.c.Get("scheduler", 0).release() // a child that holds the port keeps everybody from it
+		}
 		for end := time.Now().Add(settle); ; {
 			p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil })
 			if err != nil {
@@ -390,7 +403,7 @@ func (r *planRun) cut(pairs [][2]plan.Node, on bool) {
 func (r *planRun) end() {
 	r.c.note("all faults are over")
 	over := time.Now()
-	limit := r.p.End.Settle.Or(settle) + margin
+	limit := r.p.End.Settle.Or(settle) + r.margin
 	r.mu.Lock()
 	var all [][2]plan.Node
 	for x := range r.cuts {
@@ -466,21 +479,29 @@ func (r *planRun) end() {
 	}
 }
 
-// barrier makes all that can meet: servers are in Finalize already in some plans.
+// barrier makes all that can meet: servers are in Finalize already in some plans. Some may
+// still wait at an earlier barrier, whose others have died, or have given up one that counts
+// all the same: then the first one ends that, and another one is for all.
 func (r *planRun) barrier() error {
 	group := van.WorkerGroup
 	if !r.p.Cluster.FinalizeEarly {
 		group |= van.ServerGroup
 	}
 	var errs []error
-	var all []<-chan error
-	for _, p := range r.c.Living() {
-		if p.Role == "worker" || p.Role == "server" && group&van.ServerGroup != 0 {
-			all = append(all, p.Barrier(group, patience))
+	for range 3 {
+		var all []<-chan error
+		for _, p := range r.c.Living() {
+			if p.Role == "worker" || p.Role == "server" && group&van.ServerGroup != 0 {
+				all = append(all, p.Barrier(group, 8*time.Second))
+			}
 		}
-	}
-	for _, c := range all {
-		errs = append(errs, <-c)
+		errs = nil
+		for _, c := range all {
+			errs = append(errs, <-c)
+		}
+		if errors.Join(errs...) == nil {
+			return nil
+		}
 	}
 	return errors.Join(errs...)
 }
@@ -531,7 +552,7 @@ func (r *planRun) expect(ph *plan.Phase, x *phaseRun, e *plan.Expect) {
 			wrong("no barrier has ended")
 		}
 		for _, f := range slices.Concat(failed, barriers) {
-			if f.Text != "" && e.Within > 0 && f.MS > (e.Within.D()+margin).Milliseconds() {
+			if f.Text != "" && e.Within > 0 && f.MS > (e.Within.D()+r.margin).Milliseconds() {
 				wrong("a call took %d ms to fail, want at most %s: %s", f.MS, e.Within.D(), f.Text)
 			}
 			if f.Text != "" && !f.Barrier && !strings.Contains(f.Text, e.Error) {
