@@ -53,9 +53,11 @@ func (v *Van) fenceLocked(id int, was *neighbour) {
 	}
 }
 
-// fenceLinkLocked makes nothing of l be handed up any more. v.mu is held.
+// fenceLinkLocked makes nothing of l be handed up or written any more. v.mu is held.
 func (v *Van) fenceLinkLocked(l *inLink) {
+	l.placing.Lock() // a copy at most is under way
 	l.fenced.Store(true)
+	l.placing.Unlock()
 	_ = l.conn.Close()
 	if v.bell != nil {
 		v.bell.wakeAll()

@@ -3,6 +3,7 @@ package local
 import (
 	"errors"
 
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -70,6 +71,9 @@ func TestFenced(t *testing.T) {
 			})
 			if !strings.Contains(err.Error(), "server 0") {
 				t.Errorf("%v does not name the peer", err)
+			}
+			if slices.ContainsFunc(buffer, func(b byte) bool { return b != 0 }) {
+				t.Error("values of the replaced process came to the registered buffer")
 			}
 			next.connect(server)
 			next.must(data(8, 1000, pattern(4, 1<<20)))

@@ -31,9 +31,10 @@ type inLink struct {
 	stream  *parcel
 	part    int // of stream, that chunks go to
 	off     int
-	held    atomic.Bool // nothing is taken yet: this node does not know the peer
-	fenced  atomic.Bool // nothing is taken any more: another process is the peer
-	lost    atomic.Bool // the connection has ended: what is in the ring is all there is
+	held    atomic.Bool  // nothing is taken yet: this node does not know the peer
+	fenced  atomic.Bool  // nothing is taken any more: another process is the peer
+	placing sync.RWMutex // read-held while a value is being written; fenced is set under it
+	lost    atomic.Bool  // the connection has ended: what is in the ring is all there is
 	refs    atomic.Int32
 	ackMu   sync.Mutex
 	acked   uint32
@@ -227,15 +228,19 @@ func (l *inLink) chunk(b []byte) (*parcel, error) {
 	if p == nil || n > len(b)-chunkHead || n == 0 || n > len(p.dst[l.part])-l.off {
 		return nil, &van.FieldError{Field: "chunk.length", Value: n, Want: "what is left of the stream's part"}
 	}
-	if l.part == partVals && p.landed.mem.Len() > 0 {
+	l.placing.RLock()
+	switch {
+	case l.fenced.Load():
+	case l.part == partVals && p.landed.mem.Len() > 0:
 		p.landed.mu.Lock()
 		if !p.landed.revoked {
 			copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
 		}
 		p.landed.mu.Unlock()
-	} else {
+	default:
 		copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
 	}
+	l.placing.RUnlock()
 	l.off += n
 	l.v.chunks.Add(1)
 	if l.off < len(p.dst[l.part]) {
@@ -403,10 +408,15 @@ func (v *Van) fetchFrom(l *inLink, p *parcel) error {
 		if p.left[i] != nil {
 			dst = p.left[i]
 		}
-		err := p.write(i, func() error { return l.source.read(dst, h.addr) })
+		l.placing.RLock()
+		err := errGone
+		if !l.fenced.Load() {
+			err = p.write(i, func() error { return l.source.read(dst, h.addr) })
+		}
+		l.placing.RUnlock()
 		// What is read counts only if the sender has not taken it back meanwhile, and
-		// is still the process that it was.
-		if !l.source.alive() || l.seg.gen(p.rec.slot).Load() != p.rec.gen {
+		// is still the process that it was, and the peer.
+		if l.fenced.Load() || !l.source.alive() || l.seg.gen(p.rec.slot).Load() != p.rec.gen {
 			return errGone
 		}
 		if err != nil && !errors.Is(err, errRevoked) {
