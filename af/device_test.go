@@ -440,3 +440,41 @@ func releaseOn(t *testing.T, closes bool) {
 	}
 	d.Finalize(t)
 }
+
+// TestNextAfterGivenUp: a batch behind one that was given up while its stream was not done
+// waits for its own stream, and is sent then.
+func TestNextAfterGivenUp(t *testing.T) {
+	d := startDevices(t, testcluster.InProc)
+	if err := d.s.SetRequestHandle(func(b af.Batch) {
+		if err := b.Response(nil, nil); err != nil {
+			t.Error(err)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+	var gates [2]chan struct{}
+	for i := range gates {
+		gates[i] = make(chan struct{})
+		d.wdev.Queue(uintptr(3+i), func() { <-gates[i] })
+	}
+	first, second := sync.OnceFunc(func() { close(gates[0]) }), sync.OnceFunc(func() { close(gates[1]) })
+	t.Cleanup(first)
+	t.Cleanup(second)
+	h, err := d.w.ZBatchPushPullOn(3, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, make([]byte, 64))}}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	next, err := d.w.ZBatchPushPullOn(4, []af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, make([]byte, 64))}}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.w.WaitFor(t.Context(), h, 50*time.Millisecond); !errors.Is(err, van.ErrTimeout) {
+		t.Errorf("got %v, want %v", err, van.ErrTimeout)
+	}
+	time.AfterFunc(150*time.Millisecond, second) // by then its turn has come
+	if err := d.w.WaitFor(t.Context(), next, 20*time.Second); err != nil {
+		t.Errorf("the next batch: %v", err)
+	}
+	first()
+	d.w.Close()
+}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
@@ -100,4 +101,28 @@ func TestAnswerRefused(t *testing.T) {
 		eventually(t, "nothing is held", func() bool { return hook.Held() == 0 && holds.refs.Load() == 0 })
 		c.Finalize(t)
 	}, all...)
+}
+
+// TestEarlyMessagesOfALostWorker: messages that wait for a lost one before them are given
+// up with their worker, and counted no more.
+func TestEarlyMessagesOfALostWorker(t *testing.T) {
+	in, out := &hooks.Van{}, &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 50*time.Millisecond }, Wrap: func(role string, rank int, f van.Factory) van.Factory {
+		return in.Wrap("server", 0)(role, rank, out.Wrap("worker", 1)(role, rank, f))
+	}})
+	s := serve(t, c.Servers[0], echoes(t))
+	out.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Head == van.BatchStart {
+			return hooks.Lose
+		}
+		return hooks.Pass
+	})
+	x := bytesOf(t, make([]byte, 8))
+	if _, err := newWorker(t, c.Workers[1]).ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}, {Key: 3, Val: x}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "two messages wait", func() bool { return s.Early() == 2 && in.Held() == 2 })
+	c.Workers[1].Close()
+	eventually(t, "no message waits", func() bool { return s.Early() == 0 && in.Held() == 0 })
+	works(t, newWorker(t, c.Workers[0]), 1)
 }

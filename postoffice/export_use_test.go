@@ -1,0 +1,23 @@
+package postoffice
+
+import "github.com/stepaf/stepaf-go/postoffice/membership"
+
+// CarryOut does what the machine says.
+func (n *Node) CarryOut(o membership.Output) { n.carryOut(o) }
+
+// Completed is called, by whoever ends a request, after it has let go of it.
+func (c *Customer) Completed(r *Request, use uint64) { c.completed(r, use) }
+
+// Use counts the uses of r.
+func (r *Request) Use() uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.gen
+}
+
+// Kept tells whether r is among the finished ones that nobody has waited for.
+func (r *Request) Kept() bool {
+	r.c.mu.Lock()
+	defer r.c.mu.Unlock()
+	return r.place >= 0
+}

@@ -1,0 +1,72 @@
+package postoffice_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// TestReplacedWithoutLoss: when the scheduler tells of a replacement and nobody had noticed
+// the loss, what the old process owes fails at once all the same, and only that.
+func TestReplacedWithoutLoss(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	n := c.Workers[0]
+	x := customer(t, c)
+	var rs [2]*request
+	for i := range rs {
+		rs[i] = newRequest()
+		if err := x.Open(&rs[i].Request, "test", rs[i], 2, []int{van.ServerID(i)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	events := make(chan bool, 4)
+	defer n.OnPeer(func(id int, up bool, _ error) {
+		if id == van.ServerID(0) {
+			events <- up
+		}
+	})()
+	n.CarryOut(membership.PeerReplaced{ID: van.ServerID(0), Node: van.Node{ID: van.ServerID(0), Role: van.Server}})
+	began := time.Now()
+	vantest.Fails(t, x.Wait(t.Context(), rs[0].First(), 20*time.Second), van.ErrPeerLost, "server 0 (id 8)", "taken its place")
+	if d := time.Since(began); d > 10*time.Second {
+		t.Errorf("Wait has returned after %s", d)
+	}
+	if down, up := <-events, <-events; down || !up {
+		t.Errorf("the peer is told to be up %t, then %t; want down, then up", down, up)
+	}
+	if err := n.Lost(van.ServerID(0)); err != nil {
+		t.Errorf("the one in its place is lost as well: %v", err)
+	}
+	vantest.Fails(t, x.Wait(t.Context(), rs[1].First(), time.Millisecond), van.ErrTimeout)
+}
+
+// TestFinishedTooLate: who notes the end of a request when it is in use again does not end
+// the next use.
+func TestFinishedTooLate(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 1, nil); err != nil {
+		t.Fatal(err)
+	}
+	use := r.Use()
+	if err := x.Wait(t.Context(), r.First(), time.Second); err != nil {
+		t.Fatal(err)
+	}
+	<-r.finished
+	<-r.recycled
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	x.Completed(&r.Request, use)
+	if r.Kept() {
+		t.Error("a request in flight is kept as one that is finished")
+	}
+	x.Completed(&r.Request, r.Use())
+	if !r.Kept() {
+		t.Error("a request of which the end is noted in time is not kept")
+	}
+}
