@@ -36,6 +36,7 @@ func newCluster(p *plan.Plan, s seed) *cluster {
 	tl := &timeline{}
 	n := newNet(s, p.Transport, tl)
 	c := &cluster{plan: p, seed: s, net: n, check: newChecker(n), current: map[plan.Node]*proc{}, gens: map[plan.Node]int{}, gentle: true}
+	n.fat = func(who, what string) { c.check.fail("budget", "%s: %s", who, what) }
 	n.storm = func() { c.check.fail("storm", "%d messages have been sent", maxSent) }
 	for _, ph := range p.Phases {
 		for _, e := range ph.Events {

@@ -28,11 +28,19 @@ type Net struct {
 	lossy     bool // start-up is over: messages may be lost
 	closed    bool
 	sent      int
-	storm     func() // called when more is sent than anything can explain
+	fat       func(who, what string) // called when a node holds more than its budget
+	storm     func()                 // called when more is sent than anything can explain
 }
 
 // maxSent is how many messages a run may need.
 const maxSent = 300_000
+
+// tooMuch tells that v holds more than its budget, once.
+func (n *Net) tooMuch(v *node, what string) {
+	if !v.over.Swap(true) && n.fat != nil {
+		n.fat(v.name, what)
+	}
+}
 
 // pair is two nodes of a plan, in order.
 type pair struct{ a, b plan.Node }
@@ -422,10 +430,10 @@ func (f *flow) take(p *parcel) {
 	_, to := f.ends()
 	if p.fin {
 		c := f.c
-		f.finish()
+		lost, id := f.finish(), c.peer
 		n.mu.Unlock()
-		if f.back {
-			c.from.tell(c.peer, false, errDisconnected)
+		if lost {
+			c.from.tell(id, false, errDisconnected)
 		}
 		return
 	}
@@ -438,22 +446,23 @@ func (f *flow) take(p *parcel) {
 	to.ring()
 }
 
-// finish carries out the end of the connection that the other side has announced. mu is
-// held.
-func (f *flow) finish() {
+// finish carries out the end of the connection that the other side has announced. It tells
+// whether the dialler has lost what it wants. mu is held.
+func (f *flow) finish() bool {
 	c := f.c
 	if c.to == nil {
-		return
+		return false
 	}
 	c.n.note(f.name(), "closed")
 	c.detach()
 	if !f.back || c.state != up {
 		c.state = ended
-		return
+		return false
 	}
 	c.state = dialing
 	c.lost = true
 	c.dial(firstRetry + c.seed.of("again").at(uint64(c.attempt)).upTo(firstRetry))
+	return true
 }
 
 // drop loses what is under way. mu is held.

@@ -85,17 +85,27 @@ func (c *cluster) run() {
 func (c *cluster) startAll() bool {
 	for i, n := range c.plan.Cluster.All() {
 		time.Sleep(c.seed.of("start").at(uint64(i)).upTo(5*time.Millisecond) + time.Microsecond)
-		c.start(n, false)
+		p := c.start(n, false)
+		if n == c.plan.Cluster.Stuck {
+			c.net.after(c.seed.of("stuck").upTo(c.plan.Cluster.StuckBy.D()), func() { c.stop(p) })
+		}
 	}
 	ok := true
 	for _, p := range c.members("all") {
-		<-p.started
-		if p.err != nil {
+		select {
+		case <-p.started:
+		case <-time.After(c.startLimit() + 2*slack):
+			if p.who != c.plan.Cluster.Stuck { // else noted
+				ok = false
+			}
+			continue
+		}
+		if p.err != nil && c.plan.Cluster.Stuck == "" {
 			c.check.fail("not started", "%s: %v", p.name, p.err)
 			ok = false
 		}
 	}
-	return ok
+	return ok && c.plan.Cluster.Stuck == ""
 }
 
 // runPhase runs the loads and events of one phase.
@@ -160,6 +170,13 @@ func (c *cluster) expect(ph *plan.Phase, i int, begin time.Duration) {
 				continue
 			}
 			good, bad := map[bool]int{}, map[bool]int{}
+			told := map[string]bool{} // the first of its kind says enough
+			fail := func(kind, format string, args ...any) {
+				if !told[kind] {
+					told[kind] = true
+					c.check.fail(kind, format, args...)
+				}
+			}
 			for _, r := range rounds {
 				if r.p != p || r.phase != i || r.start < begin+e.After.D() {
 					continue
@@ -173,26 +190,26 @@ func (c *cluster) expect(ph *plan.Phase, i int, begin time.Duration) {
 				}
 				bad[r.barrier]++
 				if e.Within > 0 && r.end-r.start > e.Within.D() {
-					c.check.fail("late", "%s in phase %q: a call failed after %s, want within %s: %v", p.name, ph.Name, r.end-r.start, e.Within.D(), r.err)
+					fail("late", "%s in phase %q: a call failed after %s, want within %s: %v", p.name, ph.Name, r.end-r.start, e.Within.D(), r.err)
 				}
 				if e.Error != "" && !strings.Contains(r.err.Error(), e.Error) {
-					c.check.fail("wrong error", "%s in phase %q: %v; want one with %q", p.name, ph.Name, r.err, e.Error)
+					fail("wrong error", "%s in phase %q: %v; want one with %q", p.name, ph.Name, r.err, e.Error)
 				}
 				if e.Rounds == "all" && !r.barrier || e.Barriers == "pass" && r.barrier {
-					c.check.fail("failed", "%s in phase %q: none may fail, and the one of %.6fs did: %v", p.name, ph.Name, r.start.Seconds(), r.err)
+					fail("failed", "%s in phase %q: none may fail, and the one of %.6fs did: %v", p.name, ph.Name, r.start.Seconds(), r.err)
 				}
 			}
 			if p.who.Role() == "worker" && good[false] == 0 && (e.Rounds == "all" || e.Rounds == "some") {
-				c.check.fail("failed", "%s in phase %q: no call succeeded, %d failed", p.name, ph.Name, bad[false])
+				fail("failed", "%s in phase %q: no call succeeded, %d failed", p.name, ph.Name, bad[false])
 			}
 			if e.Rounds == "none" && good[false] > 0 {
-				c.check.fail("succeeded", "%s in phase %q: %d calls succeeded, want none", p.name, ph.Name, good[false])
+				fail("succeeded", "%s in phase %q: %d calls succeeded, want none", p.name, ph.Name, good[false])
 			}
 			if e.Barriers == "pass" && good[true] == 0 {
-				c.check.fail("failed", "%s in phase %q: no barrier has passed", p.name, ph.Name)
+				fail("failed", "%s in phase %q: no barrier has passed", p.name, ph.Name)
 			}
 			if e.Barriers == "fail" && good[true] > 0 {
-				c.check.fail("succeeded", "%s in phase %q: a barrier has passed, want none", p.name, ph.Name)
+				fail("succeeded", "%s in phase %q: a barrier has passed, want none", p.name, ph.Name)
 			}
 		}
 	}

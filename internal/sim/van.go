@@ -28,14 +28,16 @@ type node struct {
 	seed seed
 	opts van.Options
 
-	id    atomic.Int64
-	watch func(id int, up bool, cause error)
-	recv  van.Receiver
-	loop  *dispatch.Loop[*parcel]
-	bell  chan struct{}
-	quit  chan struct{}
-	once  sync.Once
-	holds atomic.Int64 // received messages that somebody holds
+	id      atomic.Int64
+	watch   func(id int, up bool, cause error)
+	recv    van.Receiver
+	loop    *dispatch.Loop[*parcel]
+	bell    chan struct{}
+	quit    chan struct{}
+	once    sync.Once
+	waiting atomic.Int64 // bytes that have been read and not delivered
+	over    atomic.Bool  // a budget was exceeded
+	holds   atomic.Int64 // received messages that somebody holds
 
 	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
 
@@ -73,6 +75,7 @@ func (n *Net) newNode(who plan.Node, name, host string, o van.Options) *node {
 	v.loop = dispatch.NewLoop(v.next, v.deliver)
 	v.loop.Limit = 5 * time.Millisecond
 	v.loop.Discard = func(p *parcel) {
+		v.waiting.Add(-p.size)
 		p.msg.Release()
 	}
 	if o.Config != nil && !failpoint.On("recv-budget") {
@@ -309,8 +312,16 @@ func (v *node) Send(msg *van.Message) error {
 	if !v.later(put) {
 		put()
 	}
+	if v.opts.Config != nil && v.opts.Config.SendBudget > 0 && n.tr.Queue == 0 && !msg.IsControl() {
+		if most := int64(v.opts.Config.SendBudget) + 2*p.size + window; c.unsent() > most {
+			go n.tooMuch(v, fmt.Sprintf("%d bytes wait for %s, the budget is %d", c.unsent(), van.NodeName(c.peer), v.opts.Config.SendBudget))
+		}
+	}
 	return nil
 }
+
+// window is how much of what has been sent may be under way in kernels.
+const window = 64 << 10
 
 // pack counts a message and makes it a parcel.
 func (v *node) pack(msg *van.Message, sender int) *parcel {
@@ -400,6 +411,7 @@ func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
 				v.n.mu.Unlock()
 				p.flow = nil
 				v.holds.Add(1)
+				v.inLane(p, int64(len(v.lanes)))
 				p.adopt()
 				p.msg.Receiver = int(v.id.Load())
 				now := clock.Now()
@@ -422,7 +434,21 @@ func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
 	}
 }
 
+// inLane counts what has been read and not been delivered, and says when that is more
+// than the budget of all peers.
+func (v *node) inLane(p *parcel, lanes int64) {
+	bytes := v.waiting.Add(p.size)
+	c := v.opts.Config
+	if c == nil || c.RecvBudgetPeer <= 0 {
+		return
+	}
+	if most := lanes*(int64(c.RecvBudgetPeer)+2*p.size) + window; bytes > most {
+		v.n.tooMuch(v, fmt.Sprintf("%d bytes of %d peers wait for the handler, the budget is %d for each", bytes, lanes, c.RecvBudgetPeer))
+	}
+}
+
 func (v *node) deliver(p *parcel) {
+	v.waiting.Add(-p.size)
 	v.recv(&p.msg)
 	p.msg.Release()
 }

@@ -175,7 +175,11 @@ func (c *checker) plan() {
 	c.share("transport.break", t.Break)
 	c.need(t.Resend || t.Loss == 0, "transport.loss", t.Loss, "0 without resend")
 	c.need(t.Resend || t.Duplicate == 0, "transport.duplicate", t.Duplicate, "0 without resend")
-	c.need(len(p.Phases) > 0, "phases", len(p.Phases), "at least one")
+	if s.Stuck != "" {
+		c.node("cluster.stuck", s.Stuck)
+	}
+	c.need((s.Stuck != "") == (s.StuckBy > 0), "cluster.stuck_by", s.StuckBy.D(), "a time if somebody is stuck")
+	c.need(len(p.Phases) > 0 || s.Stuck != "", "phases", len(p.Phases), "at least one")
 	for i := range p.Phases {
 		c.phase(fmt.Sprintf("phases[%d]", i), &p.Phases[i])
 	}

@@ -48,6 +48,12 @@ type Cluster struct {
 	// FinalizeEarly lets scheduler and servers call Finalize (python: stop) as soon as
 	// they have started, as most programs do. Else they do so at the end.
 	FinalizeEarly bool `json:"finalize_early,omitempty"`
+
+	// Stuck is a node that stands still at some time before StuckBy after its start: the
+	// others must give up within STEPAF_START_TIMEOUT, or start. There are no phases then,
+	// and nothing is expected of the end.
+	Stuck   Node     `json:"stuck,omitempty"`
+	StuckBy Duration `json:"stuck_by,omitempty"`
 }
 
 // Transport is the network between the nodes. A runner on real processes takes Kind
