@@ -261,7 +261,8 @@ func (c *conn) breakOff(silent bool, why string) {
 		cause = errSilent
 	}
 	from, id := c.from, c.peer
-	c.n.after(from.moment(), func() { from.tell(id, false, cause) })
+	soon := time.Microsecond + c.seed.of("soon").at(uint64(c.attempt)).upTo(10*time.Microsecond)
+	c.n.after(soon, func() { from.tell(id, false, cause) })
 }
 
 // detach forgets the far end and what is under way. mu is held.

@@ -44,15 +44,14 @@ type node struct {
 	// Guarded by n.mu.
 	self     van.Node
 	conns    map[int]*conn
-	old      []*conn // that end
-	dialled  int
+	old      []*conn        // that end
+	dials    map[string]int // by address
 	accepted map[*conn]bool
 	routes   map[string]*conn // by routing id
 	queue    []*parcel
 	lanes    map[string]*dispatch.Lane[*parcel]
 	outbox   []func() // sent while the process stood still
-	told     int
-	ready    bool // started: its messages are repeated if that is asked for
+	ready    bool     // started: its messages are repeated if that is asked for
 	frozen   bool
 	ghost    bool // killed, but its sockets are open
 	dead     bool
@@ -70,7 +69,7 @@ var (
 // newNode makes the van of a process.
 func (n *Net) newNode(who plan.Node, name, host string, o van.Options) *node {
 	v := &node{n: n, who: who, name: name, host: host, seed: n.seed.of(name), opts: o, bell: make(chan struct{}, 1), quit: make(chan struct{}),
-		conns: map[int]*conn{}, accepted: map[*conn]bool{}, routes: map[string]*conn{}, lanes: map[string]*dispatch.Lane[*parcel]{}}
+		conns: map[int]*conn{}, dials: map[string]int{}, accepted: map[*conn]bool{}, routes: map[string]*conn{}, lanes: map[string]*dispatch.Lane[*parcel]{}}
 	v.id.Store(van.Empty)
 	v.loop = dispatch.NewLoop(v.next, v.deliver)
 	v.loop.Limit = 5 * time.Millisecond
@@ -105,12 +104,6 @@ func (v *node) SetID(id int) { v.id.Store(int64(id)) }
 func (v *node) Stats() van.Stats {
 	return van.Stats{SentMessages: v.sentMessages.Load(), SentBytes: v.sentBytes.Load(),
 		ReceivedMessages: v.receivedMessages.Load(), ReceivedBytes: v.receivedBytes.Load(), Pinned: uint64(v.holds.Load())}
-}
-
-// moment is a short time, another one for each call. n.mu is held.
-func (v *node) moment() time.Duration {
-	v.told++
-	return time.Microsecond + v.seed.of("moment").at(uint64(v.told)).upTo(10*time.Microsecond)
 }
 
 // tell reports a change of a connection, as long as the process runs.
@@ -170,10 +163,11 @@ func (v *node) Connect(_ context.Context, id int, peer van.Node) error {
 	if old := v.conns[id]; old != nil {
 		old.end(0)
 	}
-	v.dialled++
 	own := int(v.id.Load())
-	c := &conn{n: n, from: v, peer: id, addr: net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port)),
-		seed: v.seed.of("conn").at(uint64(v.dialled)), senderID: own, ident: v.routingID(own, peer)}
+	addr := net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port))
+	v.dials[addr]++ // not over all peers: several may be connected to at once, in any order
+	c := &conn{n: n, from: v, peer: id, addr: addr,
+		seed: v.seed.of("conn").of(addr).at(uint64(v.dials[addr])), senderID: own, ident: v.routingID(own, peer)}
 	c.name = v.name + " > " + c.addr
 	identity, native := peer.Identity()
 	c.route = routingID(id, identity.Incarnation, native && v.opts.Incarnation != 0)

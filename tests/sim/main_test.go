@@ -74,7 +74,7 @@ func plansDir() string {
 	return "../plans"
 }
 
-// choose is the plan of a seed: every fourth is one of the files, the others are made from
+// choose is the plan of a seed: every second is one of the files, the others are made from
 // the seed.
 func choose(seed uint64) (*plan.Plan, error) {
 	if strings.HasSuffix(*planName, ".json") {
@@ -92,7 +92,7 @@ func choose(seed uint64) (*plan.Plan, error) {
 		}
 		return nil, fmt.Errorf("no plan %q in %s", *planName, plansDir())
 	}
-	if seed%4 == 0 {
+	if seed%2 == 0 {
 		var fit []*plan.Plan
 		for _, p := range all {
 			if p.Only != "processes" && !known[p.Name] {
@@ -100,7 +100,7 @@ func choose(seed uint64) (*plan.Plan, error) {
 			}
 		}
 		if len(fit) > 0 {
-			return fit[seed/4%uint64(len(fit))], nil
+			return fit[seed/2%uint64(len(fit))], nil
 		}
 	}
 	return plan.Random(seed), nil
