@@ -68,6 +68,9 @@ type rpc interface {
 	wait(handler int32, limit time.Duration) error
 }
 
+// startLinger is how long a node that gives up starting lets its last messages leave.
+const startLinger = 2 * time.Second
+
 // start begins a process. It does not wait until it has started.
 func (c *cluster) start(who plan.Node, newHost bool) *proc {
 	c.mu.Lock()
@@ -84,7 +87,7 @@ func (c *cluster) start(who plan.Node, newHost bool) *proc {
 	c.procs = append(c.procs, p)
 	c.mu.Unlock()
 	c.net.note(p.name, "starts")
-	done := c.check.within(p, c.startLimit(), "Start")
+	done := c.check.within(p, c.startLimit()+startLinger, "Start")
 	p.apps.Go(func() {
 		err := p.join()
 		done()

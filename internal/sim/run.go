@@ -94,7 +94,7 @@ func (c *cluster) startAll() bool {
 	for _, p := range c.members("all") {
 		select {
 		case <-p.started:
-		case <-time.After(c.startLimit() + 2*slack):
+		case <-time.After(c.startLimit() + startLinger + 2*slack):
 			if p.who != c.plan.Cluster.Stuck { // else noted
 				ok = false
 			}
@@ -268,7 +268,7 @@ func (c *cluster) recover() {
 	for _, p := range c.members("all") {
 		select {
 		case <-p.started:
-		case <-time.After(c.startLimit() + 2*slack):
+		case <-time.After(c.startLimit() + startLinger + 2*slack):
 		}
 		select {
 		case <-p.started:

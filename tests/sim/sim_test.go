@@ -9,8 +9,7 @@ import (
 )
 
 // known are plans that fail because of what has not been mended yet.
-var known = map[string]bool{"worker-replaced": true, "abandoned": true, "barrier-open-when-scheduler-dies": true, "killed-with-forked-child": true,
-	"reconnects": true, "replaced-node-wakes": true}
+var known = map[string]bool{}
 
 // TestPlans carries out each plan with a seed.
 func TestPlans(t *testing.T) {

@@ -114,6 +114,9 @@ func (g *generator) fresh(role string) (Node, bool) {
 	return n, true
 }
 
+// short is a time in which nobody is taken for dead.
+const short = Duration(1500 * time.Millisecond)
+
 // story is one thing that goes wrong, and what follows.
 func (g *generator) story() {
 	at := g.between(0, g.duration)
@@ -126,8 +129,11 @@ func (g *generator) story() {
 			return
 		}
 		fork := g.chance(0.2) && !foreign
+		if c.FinalizeEarly && (at.D() > g.duration-5*time.Second || fork) {
+			return
+		}
 		g.add(Event{At: at, Do: Kill, Node: n, Fork: fork})
-		if g.chance(0.8) {
+		if g.chance(0.8) || c.FinalizeEarly {
 			wait := g.between(0, 5*time.Second)
 			if fork {
 				wait += Duration(12 * time.Second)
@@ -144,11 +150,17 @@ func (g *generator) story() {
 			e.For = Duration(20*time.Second) + g.between(0, 10*time.Second)
 			g.add(Event{At: at + Duration(16*time.Second) + g.between(0, 3*time.Second), Do: Join, Node: n})
 		}
+		if c.FinalizeEarly { // else it is dead, and the end fails because nobody replaces it
+			e.For = min(e.For, short)
+		}
 		g.add(e)
 	case k < 10: // a partition
 		e := Event{At: at, Do: Cut, Node: pick(g, c.All()...), For: g.between(100*time.Millisecond, 45*time.Second)}
 		if peer := pick(g, c.All()...); g.chance(0.6) && peer != e.Node {
 			e.Peer = peer
+		}
+		if c.FinalizeEarly {
+			e.For = min(e.For, short)
 		}
 		g.add(e)
 	case k < 11:
