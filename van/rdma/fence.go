@@ -47,7 +47,7 @@ func (v *rvan) retireLocked(id int, old, p *peer) {
 		if h.incarnation != 0 {
 			gone = slices.Contains(v.replaced, h.incarnation)
 		} else {
-			gone = h.node == id && old.addr != p.addr && h.port == old.node.Port && h.port != p.node.Port
+			gone = h.node == id && old.addr != p.addr && h.port == old.node.Port && (h.port != p.node.Port || in.from.Addr() != p.addr.Addr())
 		}
 		if gone {
 			in.fail(fmt.Errorf("%w: %s is another process by now", van.ErrPeerLost, van.NodeName(id)))

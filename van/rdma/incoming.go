@@ -36,6 +36,7 @@ type incoming struct {
 	slaves uint64 // notifications of split messages' other parts
 	held   []*rxMsg
 	holds  atomic.Bool // len(held) > 0
+	lanes  [2]*lane    // of its messages, once known: data's, and control messages'
 	over   int64       // bytes that the last question was over the peer's budget
 
 	flushed atomic.Int32  // receive requests that have ended

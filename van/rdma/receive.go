@@ -567,9 +567,21 @@ func (l *lanes) of(m *van.Message) *lane {
 	return p.(*lane)
 }
 
+// lane is that of rx.
+func (d *device) lane(rx *rxMsg) *lane {
+	l := &rx.in.lanes[0]
+	if rx.msg.IsControl() {
+		l = &rx.in.lanes[1]
+	}
+	if *l == nil {
+		*l = d.lanes.of(&rx.msg)
+	}
+	return *l
+}
+
 // admit tells whether rx may be handed to its lane. If not it is put aside.
 func (d *device) admit(rx *rxMsg) (*lane, bool) {
-	l := d.lanes.of(&rx.msg)
+	l := d.lane(rx)
 	if len(l.aside) == 0 && d.loop.MayRead(&l.Lane) {
 		return l, true
 	}

@@ -1,8 +1,11 @@
 package rdma
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
@@ -40,10 +43,11 @@ func (in *incoming) charge(n int) {
 	in.v.leased.Add(int64(n))
 }
 
-// metaBytes is what a meta of n bytes costs.
+// metaBytes is what a meta of n bytes costs. The usual ones, of which there cannot be more
+// than places, are not counted.
 func metaBytes(n int) int {
 	if n <= cellSize {
-		return cellSize
+		return 0
 	}
 	return (n + pageSize - 1) &^ (pageSize - 1)
 }
@@ -159,7 +163,9 @@ func (in *incoming) wants(err error, now uint64) {
 	})
 	fair := v.table.Room() / len(shares)
 	over := false
-	for of, x := range shares {
+	order := slices.SortedFunc(maps.Keys(shares), func(x, y *incoming) int { return cmp.Compare(x.serial, y.serial) })
+	for _, of := range order {
+		x := shares[of]
 		x.bytes = int(of.bytes.Load())
 		all.bytes += x.bytes
 		if of != in && x.places > fair && !errors.Is(err, errTotal) {
@@ -169,8 +175,8 @@ func (in *incoming) wants(err error, now uint64) {
 	}
 	if errors.Is(err, errTotal) {
 		fair = all.bytes / len(shares)
-		for of, x := range shares {
-			if of != in && x.bytes > fair {
+		for _, of := range order {
+			if x := shares[of]; of != in && x.bytes > fair {
 				over = true
 				of.askBack(0, x.bytes-fair, now)
 			}

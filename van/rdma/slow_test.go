@@ -80,7 +80,8 @@ func TestSlowOriginalIsWaitedFor(t *testing.T) {
 		defer p.mu.Unlock()
 		return p.asks
 	})
-	time.Sleep(20 * time.Millisecond) // it is slow
+	begun := time.Now()
+	r.until("the time has passed that a node of this library has", func() bool { return time.Since(begun) > 10*w.times.connect })
 	s.take().receive(immStart)
 	p.mu.Lock()
 	if p.ups != 1 {
