@@ -116,7 +116,7 @@ def orphan_worker(n):
 
 
 def test_worker_killed_in_get_batch(cluster):
-    c = cluster(workers=2)
+    c = cluster(workers=2, env={"STEPAF_REPLACE_TIMEOUT": "1"})
     workers, (server,) = c.start(orphan_worker, orphan_server)
     assert server.hear() == "waiting"
     for p in workers:

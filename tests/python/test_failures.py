@@ -34,15 +34,15 @@ def vec_server(n):
     batches = n.f.get_batch()
     n.tell("got")
     with n.raises(ConnectionError, "worker 0"):
-        n.f.get_batch()
-    with n.raises(ConnectionError, "worker 0"):
-        n.f.respond_vec(tensor(n, 5), [b[1][0] for b in batches], [b[0] for b in batches])
+        n.f.get_batch()  # which waits for a replacement first
+    # The answer that nobody waits for is dropped: the program serves the others.
+    n.f.respond_vec(tensor(n, 5), [b[1][0] for b in batches], [b[0] for b in batches])
     n.tell("went on")
     n.listen()
 
 
 def test_respond_vec_to_a_lost_worker(cluster):
-    c = cluster(workers=2)
+    c = cluster(workers=2, env={"STEPAF_REPLACE_TIMEOUT": "1"})
     workers, (server,) = c.start(vec_worker, vec_server)
     assert [p.hear() for p in workers] == ["sent", "sent"]
     assert server.hear() == "got"
