@@ -66,8 +66,16 @@ const crowdedHold = 1 << 20
 type sender struct {
 	id      int
 	lane    lane
+	control lane         // of control messages, which do not wait for the handler of data
 	waiting atomic.Int64 // bytes received and not delivered
 	asked   atomic.Bool  // to wait
+}
+
+func (s *sender) of(msg *van.Message) *lane {
+	if msg.IsControl() {
+		return &s.control
+	}
+	return &s.lane
 }
 
 func (f *flow) init(v *zvan) {

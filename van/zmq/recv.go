@@ -123,7 +123,7 @@ func (r *receiver) receive() (*van.Message, *lane, bool) {
 		if r.router {
 			if msg := r.v.early.next(); msg != nil {
 				r.inHand.Add(1)
-				return msg, &r.lanes.of(msg.Sender).lane, true
+				return msg, r.lanes.of(msg.Sender).of(msg), true
 			}
 		}
 		if r.next == nil {
@@ -153,7 +153,7 @@ func (r *receiver) receive() (*van.Message, *lane, bool) {
 			continue
 		}
 		r.next = nil
-		return msg, &r.lanes.of(msg.Sender).lane, true
+		return msg, r.lanes.of(msg.Sender).of(msg), true
 	}
 }
 
@@ -485,7 +485,7 @@ func (l *lanes) of(id int) *sender {
 		return p.(*sender)
 	}
 	s := &sender{id: id}
-	s.lane.ID = id
+	s.lane.ID, s.control.ID = id, id
 	p, _ := l.m.LoadOrStore(id, s)
 	return p.(*sender)
 }

@@ -1,0 +1,121 @@
+package af_test
+
+import (
+	"errors"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// rawPush is a push of value under key 1, at any place of a batch.
+func rawPush(ts int32, place van.BatchFlag, value []byte) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Request, m.Push, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, true, place, ts, 0, 0
+	m.Key, m.ValLen, m.Option = 1, int32(len(value)), 0
+	m.IsTensor, m.Dim, m.Shape[0] = true, 1, int64(len(value))
+	m.DataTypes = append(m.DataTypes, van.TypeUint64, van.TypeOther)
+	m.Src, m.Dst = backend.Host, backend.Host
+	m.Frames, m.Keys, m.Vals = 2, backend.Bytes([]byte{1, 0, 0, 0, 0, 0, 0, 0}), backend.Bytes(value)
+	m.DataSize = int32(m.PayloadLen())
+	return m
+}
+
+// TestGivenUpBehindASlowHandler: batches that wait behind a handler, and that their worker
+// gives up meanwhile, are not handed to the handler any more. Later ones are.
+func TestGivenUpBehindASlowHandler(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		busy, free := make(chan struct{}), make(chan struct{})
+		var mu sync.Mutex
+		var served []string
+		var told atomic.Int32
+		s := serve(t, c.Servers[0], func(b af.Batch) {
+			mu.Lock()
+			served = append(served, string(b.Pushes()[0].Val.Bytes()))
+			first := len(served) == 1
+			mu.Unlock()
+			if first {
+				close(busy)
+				<-free
+			}
+			if err := echo(b); err != nil {
+				t.Error(err)
+			}
+		})
+		s.OnUnwanted(func(worker int) {
+			if worker != van.WorkerID(0) {
+				t.Errorf("told of node %d", worker)
+			}
+			told.Add(1)
+		})
+		w := newWorker(t, c.Workers[0])
+		first, _ := ask(t, w, 1, "first")
+		<-busy
+		for range 3 {
+			h, _ := ask(t, w, 1, "given up")
+			if err := w.WaitFor(t.Context(), h, time.Millisecond); !errors.Is(err, van.ErrTimeout) {
+				t.Fatalf("%v, want %v", err, van.ErrTimeout)
+			}
+		}
+		last, _ := ask(t, w, 1, "last")
+		eventually(t, "the server is told", func() bool { return told.Load() == 3 })
+		close(free)
+		for _, h := range []int32{first, last} {
+			if err := w.Wait(t.Context(), h); err != nil {
+				t.Error(err)
+			}
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		if want := []string{"first", "last"}; !slices.Equal(served, want) {
+			t.Errorf("the handler had %q, want %q", served, want)
+		}
+	}, testcluster.TCP, testcluster.SHM)
+}
+
+// TestOpenBatchBudget: a worker that begins batches and does not end them has its budget
+// of the server's memory; the oldest are given up.
+func TestOpenBatchBudget(t *testing.T) {
+	const size = 256 << 10
+	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 20 }})
+	s := serve(t, c.Servers[0], echoes(t))
+	value := make([]byte, size)
+	for i := range 12 {
+		m := rawPush(int32(100*i), van.BatchStart, value)
+		if err := c.Workers[0].Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	works(t, newWorker(t, c.Workers[0]), 1) // behind them
+	if n, bytes := af.OpenBatches(s, van.WorkerID(0)); n != 3 || bytes > 1<<20 {
+		t.Errorf("%d batches, %d bytes are open, want 3 below %d", n, bytes, 1<<20)
+	}
+}
+
+// TestHeldOfALostWorker: messages that came before those that they follow are forgotten
+// with their worker, and counted no more.
+func TestHeldOfALostWorker(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.Resend = true }})
+	s := serve(t, c.Servers[0], echoes(t))
+	for i := range 3 {
+		if err := c.Workers[1].Send(rawPush(int32(10*i+5), van.BatchEnd, make([]byte, 64))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	id := van.WorkerID(1)
+	eventually(t, "the server holds them", func() bool { n, bytes := af.Held(s, id); return n == 3 && bytes == 3*72 })
+	lost := peer(t, c.Servers[0], id)
+	c.Workers[1].Close()
+	expect(t, lost, false)
+	eventually(t, "the server has forgotten them", func() bool { n, bytes := af.Held(s, id); return n == 0 && bytes == 0 })
+	works(t, newWorker(t, c.Workers[0]), 1)
+}
