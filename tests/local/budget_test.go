@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // serveSlowly makes a server that answers the first batch of worker 0 only when worker 1
@@ -68,13 +69,20 @@ func TestReceiveBudget(t *testing.T) {
 		}
 	}
 	most := 0
-	for end := time.Now().Add(2 * time.Second); time.Now().Before(end); { // for as long as it could go on
+	look := func() {
 		if err := roundTrip(other, 2, each); err != nil {
 			t.Fatal(err)
 		}
 		most = max(most, nodetest.Resident(t, p.PID())-before)
 	}
-	if most > budget+64<<20 || most < budget/2 {
+	nodetest.Eventually(t, 60*time.Second, "the server keeps what comes", func() bool {
+		look()
+		return most > budget/4 // what is lent has a place and is not there yet
+	})
+	for end := time.Now().Add(2 * time.Second); time.Now().Before(end); { // in which it could go on
+		look()
+	}
+	if most > budget+64<<20 {
 		t.Errorf("the server has grown by %d MiB, want %d and a few more", most>>20, budget>>20)
 	}
 	h, err := other.ZBatchPushPull([]af.KeyTensor{{Key: goOn, Val: val}}, nil)
@@ -110,7 +118,10 @@ func TestSendBudget(t *testing.T) {
 	push := []af.KeyTensor{{Key: 1, Val: val}}
 	before := nodetest.Resident(t, os.Getpid())
 	sent, refused := 0, int32(0)
-	for ; sent < 400_000; sent++ {
+	for after := 0; sent < 400_000 && after < 50_000; sent++ {
+		if refused != 0 {
+			after++
+		}
 		h, err := w.ZBatchPushPull(push, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -126,7 +137,7 @@ func TestSendBudget(t *testing.T) {
 		t.Fatalf("%d pushes were taken", sent)
 	}
 	nodetest.Settle()
-	if grown := nodetest.Resident(t, os.Getpid()) - before; grown > budget+128<<20 {
+	if grown := nodetest.Resident(t, os.Getpid()) - before; grown > budget+128<<20 && !vantest.Race {
 		t.Errorf("the worker has grown by %d MiB, want %d and a few more", grown>>20, budget>>20)
 	}
 	if err := p.Signal(syscall.SIGCONT); err != nil {
