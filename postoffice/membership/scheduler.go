@@ -389,4 +389,15 @@ func (m *Machine) tellDead(to int) {
 	}
 }
 
+// tellHealth tells a node that is back who is dead and who is not: what it was told while
+// its connection was broken is lost.
+func (m *Machine) tellHealth(to int) {
+	m.tellDead(to)
+	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		if id != to && !m.isDown(id) {
+			m.tell(to, notice{verb: verbBack, id: id})
+		}
+	}
+}
+
 func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && a.Hostname == b.Hostname }
