@@ -115,8 +115,7 @@ func (n *node) load(ctx context.Context, p *plan.Load, index int, left *atomic.I
 		}
 		if err != nil {
 			if alive := n.alive(); alive != nil && ctx.Err() == nil {
-				n.say(Event{Event: fenced, Text: alive.Error()})
-				n.finish()
+				n.leaveWith(alive)
 				return
 			}
 			wait = max(wait, 20*time.Millisecond)
@@ -377,6 +376,10 @@ func (n *node) batches() {
 		var err error
 		items, err = n.session.GetBatch(items[:0], 50*time.Millisecond)
 		if err != nil {
+			if errors.Is(err, postoffice.ErrRefused) {
+				n.leaveWith(err)
+				return
+			}
 			if !errors.Is(err, core.ErrPending) && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
 				n.wrong("get_batch: %v", err)
 				return

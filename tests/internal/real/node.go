@@ -291,7 +291,18 @@ func (n *node) tick() {
 	for range time.Tick(tickTime) {
 		n.ticks.Add(1)
 		n.report(false)
+		if n.n != nil && !n.isWorker() && !n.over() {
+			if err := n.n.Alive(); errors.Is(err, postoffice.ErrRefused) {
+				n.leaveWith(err)
+			}
+		}
 	}
+}
+
+// leaveWith says that the node cannot be used any more, and ends the program.
+func (n *node) leaveWith(err error) {
+	n.say(Event{Event: fenced, Text: err.Error()})
+	n.finish()
 }
 
 func (n *node) report(always bool) {

@@ -1,0 +1,287 @@
+package processes
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// within checks how long something took.
+func within(t *testing.T, since time.Time, limit time.Duration, what string) {
+	t.Helper()
+	took := time.Since(since)
+	t.Logf("%s: %s (limit %s)", what, took.Round(time.Millisecond), limit)
+	if took > limit {
+		t.Errorf("%s took %s, want at most %s", what, took, limit)
+	}
+}
+
+// result waits for what comes from a channel.
+func result(t *testing.T, c <-chan error, limit time.Duration, what string) error {
+	t.Helper()
+	select {
+	case err := <-c:
+		return err
+	case <-time.After(limit):
+		t.Fatalf("not within %s: %s", limit, what)
+		return nil
+	}
+}
+
+// settings are the defaults, and heartbeats that somebody has set.
+var settings = []struct {
+	name  string
+	env   []string
+	limit time.Duration
+}{
+	{"defaults", nil, 15 * time.Second},
+	{"heartbeats each second", []string{"PS_HEARTBEAT_INTERVAL=1"}, 4 * time.Second},
+}
+
+// patient is a load whose calls end because something has happened, not because the time
+// is up.
+var patient = []plan.Load{{Nodes: "workers", Every: ms, Size: 3000, Limit: 60_000 * ms}}
+
+// slack is for processes that compete for few processors.
+const slack = 2 * time.Second
+
+// TestWorkerStopped: others do not wait for a worker that stands still. They get an error
+// or go on, and another process may take its place. The one that wakes up then is heard
+// nowhere, and is told.
+func TestWorkerStopped(t *testing.T) {
+	for _, s := range settings {
+		t.Run(s.name, func(t *testing.T) {
+			t.Parallel()
+			onLegs(t, func(t *testing.T, leg real.Leg) {
+				t.Parallel()
+				c := start(t, real.Options{Workers: 2, Leg: leg, Env: s.env})
+				try(t, c.Works(20, soon))
+				other, victim := c.Get("worker", 0), c.Get("worker", 1)
+				try(t, victim.Stop())
+				stopped := time.Now()
+				barrier := other.Barrier(van.WorkerGroup, time.Minute)
+				err := result(t, barrier, 40*time.Second, "a barrier with a worker that stands still ends")
+				within(t, stopped, s.limit+slack, "the barrier")
+				if err == nil || !strings.Contains(err.Error(), "worker 1 (id 11)") {
+					t.Errorf("the barrier: %v, want an error that names worker 1", err)
+				}
+				try(t, c.Works(20, soon))
+				next, err := c.Spawn("worker", 1)
+				try(t, err)
+				try(t, next.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+				try(t, c.Works(20, soon))
+				woken := time.Now()
+				try(t, victim.Continue())
+				try(t, victim.Await(soon, "it is told", func(s real.State) bool { return s.Fenced != "" || s.Ended }))
+				within(t, woken, time.Second+slack, "the process that was replaced learns it")
+				try(t, c.Works(50, soon))
+				try(t, c.Finish(soon))
+			})
+		})
+	}
+}
+
+// TestServerStopped: so does a server.
+func TestServerStopped(t *testing.T) {
+	for _, s := range settings {
+		t.Run(s.name, func(t *testing.T) {
+			t.Parallel()
+			onLegs(t, func(t *testing.T, leg real.Leg) {
+				t.Parallel()
+				c := start(t, real.Options{Servers: 2, Leg: leg, Env: s.env, Loads: patient})
+				try(t, c.Works(20, soon))
+				w, victim := c.Get("worker", 0), c.Get("server", 1)
+				try(t, victim.Stop())
+				stopped := time.Now()
+				try(t, w.Await(40*time.Second, "a call fails", func(s real.State) bool { return s.Stats.Failed > 0 }))
+				within(t, stopped, s.limit+slack, "the call")
+				if text := w.State().Stats.Last; !strings.Contains(text, "server 1 (id 10)") {
+					t.Errorf("the error does not name server 1: %s", text)
+				}
+				next, err := c.Spawn("server", 1)
+				try(t, err)
+				try(t, next.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+				try(t, c.Works(20, soon))
+				woken := time.Now()
+				try(t, victim.Continue())
+				try(t, victim.Await(soon, "it is told", func(s real.State) bool { return s.Ended }))
+				within(t, woken, time.Second+slack, "the process that was replaced learns it")
+				try(t, c.Works(50, soon))
+				try(t, c.Finish(soon))
+			})
+		})
+	}
+}
+
+// TestSchedulerBack: a scheduler that was killed and started again knows the cluster:
+// barriers work, and who dies is replaced. Data never stopped.
+func TestSchedulerBack(t *testing.T) {
+	onLegs(t, func(t *testing.T, leg real.Leg) {
+		t.Parallel()
+		c := start(t, real.Options{Workers: 2, Leg: leg})
+		try(t, c.Works(20, soon))
+		c.Get("scheduler", 0).Kill()
+		try(t, c.Works(20, soon))
+		back := time.Now()
+		_, err := c.Spawn("scheduler", 0)
+		try(t, err)
+		for {
+			a, b := c.Get("worker", 0).Barrier(van.WorkerGroup, time.Minute), c.Get("worker", 1).Barrier(van.WorkerGroup, time.Minute)
+			errA, errB := result(t, a, soon, "the barrier of worker 0 ends"), result(t, b, soon, "the barrier of worker 1 ends")
+			if errA == nil && errB == nil {
+				break
+			}
+			if time.Since(back) > soon {
+				t.Fatalf("no barrier works: %v; %v", errA, errB)
+			}
+		}
+		within(t, back, 5*time.Second, "the next barrier")
+		for i := range 2 {
+			if s := c.Get("worker", i).State(); s.Stats.Failed > 0 {
+				t.Errorf("worker %d: %s: want no call that failed", i, s)
+			}
+		}
+		c.Get("worker", 1).Kill()
+		next, err := c.Spawn("worker", 1)
+		try(t, err)
+		try(t, next.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+		try(t, c.Works(20, soon))
+		try(t, c.Finish(soon))
+	})
+}
+
+// TestWorkerKilledInFinalize: scheduler and server are in Finalize all the time, as in
+// ordinary programs. The death of a worker is nothing to the other one, and another
+// process takes its place.
+func TestWorkerKilledInFinalize(t *testing.T) {
+	onLegs(t, func(t *testing.T, leg real.Leg) {
+		t.Parallel()
+		c := start(t, real.Options{Workers: 2, Leg: leg})
+		try(t, c.Works(20, soon))
+		try(t, c.Get("worker", 0).Loads())
+		c.Get("worker", 1).Kill()
+		try(t, c.Get("worker", 0).Rounds(1000, 2*soon))
+		next, err := c.Spawn("worker", 1)
+		try(t, err)
+		try(t, next.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+		try(t, c.Get("worker", 0).Loads(load))
+		try(t, c.Works(50, soon))
+		try(t, c.Finish(soon))
+	})
+}
+
+// TestKilledWithFork: a child that holds the sockets of a killed process does not keep it
+// alive, neither for the scheduler nor for its peers.
+func TestKilledWithFork(t *testing.T) {
+	for _, role := range []string{"worker", "server"} {
+		t.Run(role, func(t *testing.T) {
+			t.Parallel()
+			onLegs(t, func(t *testing.T, leg real.Leg) {
+				t.Parallel()
+				c := start(t, real.Options{Workers: 2, Servers: 2, Leg: leg, Env: []string{"PS_HEARTBEAT_INTERVAL=1"}, Loads: patient})
+				try(t, c.Works(20, soon))
+				victim, w := c.Get(role, 1), c.Get("worker", 0)
+				try(t, victim.Fork())
+				victim.Kill()
+				killed := time.Now()
+				if role == "server" {
+					try(t, w.Await(soon, "a call fails", func(s real.State) bool { return s.Stats.Failed > 0 }))
+					within(t, killed, 4*time.Second+slack, "the worker's call")
+				}
+				var next *real.Process
+				for { // until the scheduler knows
+					var err error
+					next, err = c.Spawn(role, 1)
+					try(t, err)
+					try(t, next.Await(soon, "it joins or is refused", func(s real.State) bool { return s.Started || s.Ended }))
+					if next.State().Started {
+						break
+					}
+					<-time.After(200 * time.Millisecond)
+					if time.Since(killed) > soon {
+						t.Fatalf("the place is not free: %s", next.State())
+					}
+				}
+				within(t, killed, 6*time.Second+slack, "the place is free and taken")
+				try(t, c.Works(50, soon))
+				try(t, c.Finish(soon))
+			})
+		})
+	}
+}
+
+// mib is a mebibyte.
+const mib = 1 << 20
+
+// TestHandlerBlocked: a server whose handler is blocked holds at most the budget.
+func TestHandlerBlocked(t *testing.T) {
+	onLegs(t, func(t *testing.T, leg real.Leg) {
+		c := start(t, real.Options{Workers: 2, Leg: leg, Env: []string{"PS_HEARTBEAT_INTERVAL=0"}})
+		try(t, c.Works(20, soon))
+		s, w := c.Get("server", 0), c.Get("worker", 0)
+		for i := range 2 {
+			try(t, c.Get("worker", i).Loads())
+		}
+		before := s.Resident()
+		try(t, s.Block(true))
+		n, err := w.Flood(1500, mib, 2*soon)
+		t.Logf("%d pushes: %v", n, err)
+		most := grows(s, before, 320*mib)
+		t.Logf("the server has grown by %d MiB", most/mib)
+		if most > 320*mib {
+			t.Errorf("the server has grown by %d MiB, want at most the 256 of STEPAF_RECV_BUDGET_PEER and 64", most/mib)
+		}
+		if n == 1500 && err == nil {
+			t.Log("all have left the worker")
+		}
+		try(t, s.Block(false))
+		for i := range 2 {
+			try(t, c.Get("worker", i).Loads(load))
+		}
+		try(t, c.Works(20, 2*soon))
+	})
+}
+
+// grows is by how many bytes a process has grown when it does not any more, or has grown
+// by too much.
+func grows(p *real.Process, before, tooMuch int) int {
+	most := 0
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for quiet := 0; quiet < 20 && most <= tooMuch; quiet++ {
+		<-tick.C
+		if now := p.Resident() - before; now > most+mib {
+			most, quiet = now, 0
+		}
+	}
+	return most
+}
+
+// TestServerStoppedQueue: what waits for a server that stands still is bounded, and then
+// the error says so.
+func TestServerStoppedQueue(t *testing.T) {
+	onLegs(t, func(t *testing.T, leg real.Leg) {
+		c := start(t, real.Options{Leg: leg, Env: []string{"PS_HEARTBEAT_INTERVAL=0"}})
+		try(t, c.Works(20, soon))
+		s, w := c.Get("server", 0), c.Get("worker", 0)
+		try(t, w.Loads())
+		try(t, s.Stop())
+		before := w.Resident()
+		n, err := w.Flood(400_000, 1024, 3*soon)
+		grown := w.Resident() - before
+		t.Logf("%d pushes, the worker has grown by %d MiB: %v", n, grown/mib, err)
+		if err == nil || !strings.Contains(err.Error(), van.ErrQueueFull.Error()) || !strings.Contains(err.Error(), "server 0 (id 8)") {
+			t.Errorf("%v, want %q that names server 0", err, van.ErrQueueFull)
+		}
+		if grown > 512*mib {
+			t.Errorf("the worker has grown by %d MiB, want at most the 256 of STEPAF_SEND_BUDGET and as much for what is known of each", grown/mib)
+		}
+		try(t, s.Continue())
+		try(t, w.Loads(load))
+		try(t, c.Works(20, 2*soon))
+	})
+}
