@@ -1,16 +1,24 @@
 package processes
 
 import (
+	"cmp"
 	"errors"
+	"slices"
 	"sync"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // atOnce is how many plans run at a time: most of the time their processes wait.
-const atOnce = 6
+func atOnce() int {
+	if vantest.Race {
+		return 8 // and use more time when they do not
+	}
+	return 12
+}
 
 // TestPlans carries out each plan on each leg that can.
 func TestPlans(t *testing.T) {
@@ -22,19 +30,26 @@ func TestPlans(t *testing.T) {
 	}
 	results := map[string]chan done{}
 	var wg sync.WaitGroup
-	room := make(chan struct{}, atOnce)
-	for _, p := range plans {
+	room := make(chan struct{}, atOnce())
+	var queue []func()
+	byLength := slices.SortedStableFunc(slices.Values(plans), func(a, b *plan.Plan) int { return cmp.Compare(b.Length(), a.Length()) })
+	for _, p := range byLength {
 		for _, leg := range legs {
 			c := make(chan done, 1)
 			results[p.Name+string(leg)] = c
-			wg.Go(func() {
-				room <- struct{}{}
+			queue = append(queue, func() {
 				defer func() { <-room }()
 				res, err := real.RunPlan(t.Context(), p, real.PlanOptions{Leg: leg})
 				c <- done{res, err}
 			})
 		}
 	}
+	go func() {
+		for _, f := range queue { // the longest first
+			room <- struct{}{}
+			wg.Go(f)
+		}
+	}()
 	for _, p := range plans {
 		t.Run(p.Name, func(t *testing.T) {
 			for _, leg := range legs {
