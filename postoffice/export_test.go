@@ -1,6 +1,10 @@
 package postoffice
 
-import "github.com/stepaf/stepaf-go/van"
+import (
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
 
 // Van is the transport as it is wrapped.
 func (n *Node) Van() van.Van { return n.van }
@@ -27,3 +31,9 @@ func (c *Customer) SetNext(ts int32) {
 
 // Places is the size of c's table of requests in flight.
 func (c *Customer) Places() int { return len(*c.table.Load()) }
+
+// NoteProcess notes that record's process has id.
+func (n *Node) NoteProcess(id int, record *van.Node) { n.noteProcess(id, record, true) }
+
+// SetStartTimeout changes how long requests for applications that are not made are kept.
+func (n *Node) SetStartTimeout(d time.Duration) { n.cfg.StartTimeout = d }

@@ -1,0 +1,176 @@
+package postoffice_test
+
+import (
+	"bytes"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
+)
+
+// collector is an application that notes what comes.
+type collector struct {
+	mu   sync.Mutex
+	seen []int32
+}
+
+func (c *collector) take(m *van.Message) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.seen = append(c.seen, m.Timestamp)
+}
+
+func (c *collector) all() []int32 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.seen)
+}
+
+// logs is a log that a test looks into.
+type logs struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logs) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *logs) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+func (l *logs) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
+
+// rawRequest is a push for an application of the first server.
+func rawRequest(app int32, ts int32, size int) *van.Message {
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Request, m.Push, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, true, ts, app, app
+	m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, size))
+	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
+	return m
+}
+
+// TestMessagesOfOtherProcesses: data of a process that the table does not have, or meant
+// for one that was here before, does not reach an application. What comes of a process
+// that takes its place a moment later does, in order, behind nothing and before nothing
+// else of it.
+func TestMessagesOfOtherProcesses(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		w, s := c.Workers[0], c.Servers[0]
+		var app collector
+		if _, err := s.AddCustomer(7, 7, app.take); err != nil {
+			t.Fatal(err)
+		}
+		ts := int32(0)
+		send := func(from, to uint32) int32 {
+			t.Helper()
+			ts++
+			m := &van.Message{}
+			m.Reset()
+			m.Receiver, m.Request, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, ts, 7, 7
+			m.SetIncarnations(from, to)
+			if err := w.Van().Send(m); err != nil {
+				t.Fatal(err)
+			}
+			return ts
+		}
+		mine, its, next := w.Incarnation(), s.Incarnation(), w.Incarnation()^0x5555
+		want := []int32{send(mine, its)}
+		send(mine, its^1) // meant for the server before
+		send(mine, 0)
+		send(0, its)
+		early := []int32{send(next, its), send(next, its)} // of a worker that takes this one's place
+		send(next^0x3333, its)                             // of one that never does
+		want = append(want, send(mine, its))
+		until(t, "what is right comes", func() bool { return len(app.all()) >= 2 })
+		if got := app.all(); !slices.Equal(got, want) {
+			t.Fatalf("the application has %v, want %v", got, want)
+		}
+		epoch := s.Epoch(van.WorkerID(0))
+		record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.Identity{Incarnation: next}).Encode()}
+		s.NoteProcess(van.WorkerID(0), &record)
+		late := send(next, its)
+		send(mine, its) // too late
+		want = append(append(want, early...), late)
+		until(t, "what waited comes", func() bool { return len(app.all()) >= len(want) })
+		if got := app.all(); !slices.Equal(got, want) {
+			t.Errorf("the application has %v, want %v", got, want)
+		}
+		if e := s.Epoch(van.WorkerID(0)); e != epoch+1 {
+			t.Errorf("epoch %d, want %d", e, epoch+1)
+		}
+	}, testcluster.InProc)
+}
+
+// TestStrangersHaveABudget: what a process that the table does not have can make a node
+// keep is bounded in bytes.
+func TestStrangersHaveABudget(t *testing.T) {
+	const size, budget = 100 << 10, 1 << 20
+	hook := &hooks.Van{}
+	var logged logs
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Log: logged.logger(),
+		Set: func(c *postoffice.Config) { c.StrangerBudget = budget }})
+	w, s := c.Workers[0], c.Servers[0]
+	var app collector
+	if _, err := s.AddCustomer(7, 7, app.take); err != nil {
+		t.Fatal(err)
+	}
+	for ts := range int32(30) {
+		m := rawRequest(7, ts, size)
+		m.SetIncarnations(w.Incarnation()^1, s.Incarnation())
+		if err := w.Van().Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m := rawRequest(7, 1000, 0)
+	if err := w.Send(m); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "the worker's own comes", func() bool { return len(app.all()) > 0 })
+	if n := hook.Held(); n*size > budget || n < budget/size-2 {
+		t.Errorf("%d messages of %d bytes are kept, the budget is %d", n, size, budget)
+	}
+	if !strings.Contains(logged.String(), "STEPAF_STRANGER_BUDGET") {
+		t.Error("the log does not name the budget")
+	}
+	s.Close()
+	if n := hook.Held(); n != 0 {
+		t.Errorf("%d messages are held after Close", n)
+	}
+}
+
+// TestEarlyRequestsExpire: requests for an application that is not made are given up after
+// STEPAF_START_TIMEOUT, with a line that names it; those of a worker that is lost at once.
+func TestEarlyRequestsExpire(t *testing.T) {
+	hook := &hooks.Van{}
+	var logged logs
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Log: logged.logger()})
+	c.Servers[0].SetStartTimeout(200 * time.Millisecond)
+	ask(t, c, 7, 1, 100)
+	until(t, "the request is given up", func() bool {
+		return hook.Held() == 0 && strings.Contains(logged.String(), "gave up requests for an application that was not made")
+	})
+	if !strings.Contains(logged.String(), "app=7") {
+		t.Error("the log does not name the application")
+	}
+	c.Servers[0].SetStartTimeout(time.Hour)
+	ask(t, c, 8, 1, 100)
+	until(t, "the request is kept", func() bool { return hook.Held() == 1 })
+	c.Workers[0].Close()
+	until(t, "it is forgotten", func() bool { return hook.Held() == 0 })
+}
