@@ -47,7 +47,7 @@ func count(kept []bool) (dropped int) {
 func TestShare(t *testing.T) {
 	const n = 5000
 	for _, c := range []struct{ percent, min, max int }{
-		{0, 0, 0}, {-5, 0, 0}, {20, 1800, 2200}, {50, 4800, 5200}, {100, 2 * n, 2 * n}, {300, 2 * n, 2 * n},
+		{0, 0, 0}, {-5, 0, 0}, {1, 60, 140}, {20, 1800, 2200}, {50, 4800, 5200}, {100, 2 * n, 2 * n}, {300, 2 * n, 2 * n},
 	} {
 		s := &source{}
 		v := New(s, c.percent, 1, nil)
