@@ -19,8 +19,19 @@ import (
 )
 
 // serveSlowly makes a server that answers the first batch of worker 0 only when worker 1
-// has pushed under the key goOn.
+// has pushed under the key goOn. It says when it does not read a peer any more.
 func serveSlowly(c *nodetest.Child) error {
+	c.Go(func(ctx context.Context) error {
+		for tick := time.Tick(time.Millisecond); c.Stats().PausedReads == 0; {
+			select {
+			case <-tick:
+			case <-ctx.Done():
+				return nil
+			}
+		}
+		c.Say("paused")
+		return nil
+	})
 	release := make(chan struct{})
 	first := true
 	return nodetest.Serve(c.Node, func(b af.Batch) {
@@ -75,10 +86,7 @@ func TestReceiveBudget(t *testing.T) {
 		}
 		most = max(most, nodetest.Resident(t, p.PID())-before)
 	}
-	nodetest.Eventually(t, 60*time.Second, "the server keeps what comes", func() bool {
-		look()
-		return most > budget/4 // what is lent has a place and is not there yet
-	})
+	p.Expect("paused")
 	for end := time.Now().Add(2 * time.Second); time.Now().Before(end); { // in which it could go on
 		look()
 	}
