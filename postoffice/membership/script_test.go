@@ -212,8 +212,15 @@ func (s *script) command(line string) error {
 	case "report":
 		w.log("%s", n.m.Report(w.now))
 	case "state":
+		var silent time.Duration
+		if opts["silent"] != "" {
+			var err error
+			if silent, err = time.ParseDuration(opts["silent"]); err != nil {
+				return err
+			}
+		}
 		w.log("id=%d rank=%d ready=%t recovery=%t peers=%v dead=%v", n.m.ID(), n.m.Rank(), n.m.Ready(), n.m.IsRecovery(),
-			n.m.KnownPeers(), n.m.DeadNodes(w.now, 0))
+			n.m.KnownPeers(), n.m.DeadNodes(w.now, silent))
 	default:
 		return fmt.Errorf("unknown command %q", words[0])
 	}
