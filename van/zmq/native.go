@@ -525,7 +525,7 @@ func (l *lent) reap() {
 }
 
 // testIdle, if not nil, is called between the two looks of a sweeper that goes to sleep.
-var testIdle func()
+var testIdle atomic.Pointer[func(*lent)]
 
 // sweep reaps on behalf of a node that neither sends nor receives, and sends what waits.
 // It sleeps when libzmq holds nothing and nothing waits.
@@ -547,8 +547,8 @@ func (l *lent) sweep() {
 				continue
 			}
 			l.idle.Store(true)
-			if testIdle != nil {
-				testIdle()
+			if f := testIdle.Load(); f != nil {
+				(*f)(l)
 			}
 			if (l.held.Load() > 0 || l.pump()) && l.idle.CompareAndSwap(true, false) {
 				continue // lent meanwhile, by one who still saw the sweeper awake

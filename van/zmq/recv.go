@@ -97,8 +97,8 @@ func (r *receiver) poll(spin time.Duration, park bool) bool {
 	if !r.mu.TryLock() {
 		// The holder looks at missed after it has unlocked.
 		r.missed.Store(true)
-		if testMissed != nil {
-			testMissed()
+		if f := testMissed.Load(); f != nil {
+			(*f)()
 		}
 		if !r.mu.TryLock() {
 			return false
@@ -115,7 +115,7 @@ func (r *receiver) poll(spin time.Duration, park bool) bool {
 
 // testMissed, if not nil, is called by a loop that was kept from looking, between its two
 // tries.
-var testMissed func()
+var testMissed atomic.Pointer[func()]
 
 // receive blocks until a well-formed message has come.
 func (r *receiver) receive() (*van.Message, *lane, bool) {

@@ -1,0 +1,208 @@
+package zmq
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestPollKeepsOrder: a Poll does not deliver what came after a message that the loop is
+// still delivering.
+func TestPollKeepsOrder(t *testing.T) {
+	entered, release := make(chan struct{}, 10), make(chan struct{})
+	var mu sync.Mutex
+	var order []int32
+	var inside atomic.Int32
+	server := newNode(t, 8, 5, nil, nil)
+	worker := newNode(t, 9, 7, func(m *van.Message) {
+		if inside.Add(1) > 1 {
+			t.Error("two deliveries of one peer at once")
+		}
+		entered <- struct{}{}
+		if m.Timestamp == 0 {
+			<-release
+		}
+		mu.Lock()
+		order = append(order, m.Timestamp)
+		mu.Unlock()
+		inside.Add(-1)
+	}, nil)
+	link(t, worker, server)
+	worker.must(t, push(8, 0, nil))
+	server.next(t)
+	answer := func(ts int) {
+		m := push(9, ts, make([]byte, 100))
+		m.Request = false
+		server.must(t, m)
+	}
+	answer(0)
+	<-entered // the loop has it
+	r := (*worker.peers.Load())[8].rx
+	until(t, "the role's change", func() bool { return r.inHand.Load() == 1 })
+	for ts := 1; ts <= 3; ts++ {
+		answer(ts)
+	}
+	for end := time.Now().Add(200 * time.Millisecond); time.Now().Before(end); {
+		worker.Poll(func() bool { return false })
+		r.help(time.Millisecond) // as a Poll does that finds nobody else looking
+	}
+	close(release)
+	for range 3 {
+		<-entered
+	}
+	until(t, "all", func() bool { mu.Lock(); defer mu.Unlock(); return len(order) == 4 })
+	for i, ts := range order {
+		if int(ts) != i {
+			t.Fatalf("delivered in the order %v", order)
+		}
+	}
+}
+
+// TestFailedSendIsNotDone: Done is not called for a message that was not taken.
+func TestFailedSendIsNotDone(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	if err := server.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1}); err != nil {
+		t.Fatal(err)
+	}
+	for _, size := range []int{0, 1, van.CopyBelow - 1, van.CopyBelow, 1 << 20} {
+		var done counter
+		m := push(9, 0, make([]byte, size))
+		m.Request = false
+		m.Done = &done
+		if err := server.Send(m); !errors.Is(err, van.ErrPeerLost) { // nobody has connected as 9
+			t.Fatalf("%d bytes: %v, want %v", size, err, van.ErrPeerLost)
+		}
+		until(t, "release", func() bool { server.lent.reap(); return server.Stats().Pinned == 0 })
+		if n := done.n.Load(); n != 0 {
+			t.Errorf("%d bytes: Done was called %d times", size, n)
+		}
+		if n := (*server.peers.Load())[9].acct.unsent(); n != 0 {
+			t.Errorf("%d bytes: %d are counted as unsent", size, n)
+		}
+	}
+}
+
+// TestMissedLook: a loop that is kept from looking by a Poll, and is not woken again, does
+// not miss what came in between.
+func TestMissedLook(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	worker := newNode(t, 9, 7, nil, nil)
+	link(t, worker, server)
+	worker.must(t, push(8, 0, nil))
+	server.next(t)
+	r := (*worker.peers.Load())[8].rx
+	var once sync.Once
+	kept := make(chan struct{})
+	hook := func() { once.Do(func() { close(kept) }) }
+	testMissed.Store(&hook)
+	defer testMissed.Store(nil)
+	r.mu.Lock() // as a Poll does, which looks before the answer is there
+	m := push(9, 0, make([]byte, 100))
+	m.Request = false
+	server.must(t, m)
+	select {
+	case <-kept:
+	case <-time.After(limit):
+		t.Fatal("the loop did not look")
+	}
+	// The loop has asked its descriptor and been turned away: that will not wake it again.
+	until(t, "mark", r.missed.Load)
+	time.Sleep(20 * time.Millisecond) // in which the loop goes to sleep
+	r.mu.Unlock()
+	if r.missed.Swap(false) { // what help does after it has unlocked
+		r.sock.wake()
+	} else {
+		t.Error("the loop did not say that it was kept from looking")
+	}
+	worker.next(t)
+}
+
+// TestQuietNodeReleases: a value that is lent while the sweeper goes to sleep is released
+// on a node that does nothing any more.
+func TestQuietNodeReleases(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	worker := newNode(t, 9, 7, nil, nil)
+	link(t, worker, server)
+	var done, second counter
+	var once sync.Once
+	hook := func(l *lent) {
+		if l != worker.lent {
+			return
+		}
+		once.Do(func() {
+			// As by a sender who has seen the sweeper awake: it is not roused.
+			l.idle.Store(false)
+			m := push(8, 1, make([]byte, 1000))
+			m.Done = &second
+			if err := worker.Send(m); err != nil {
+				t.Error(err)
+			}
+			l.idle.Store(true)
+		})
+	}
+	testIdle.Store(&hook)
+	defer testIdle.Store(nil)
+	m := push(8, 0, make([]byte, 1000))
+	m.Done = &done
+	worker.must(t, m)
+	until(t, "first release", func() bool { return done.n.Load() == 1 })
+	until(t, "release on a quiet node", func() bool { return second.n.Load() == 1 })
+}
+
+// TestRenameClosesOther: a connection whose id another one takes over is closed.
+func TestRenameClosesOther(t *testing.T) {
+	scheduler, worker := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	scheduler.connect(t, worker)
+	other := (*scheduler.peers.Load())[9]
+	if err := scheduler.Connect(t.Context(), -1, worker.self); err != nil {
+		t.Fatal(err)
+	}
+	if err := scheduler.Rename(-1, 9); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "end of the other connection", func() bool {
+		other.sock.use.RLock()
+		defer other.sock.use.RUnlock()
+		return other.sock.c == nil
+	})
+	scheduler.must(t, heartbeat(9, 3))
+	if m := worker.next(t); m.Timestamp != 3 {
+		t.Errorf("message %d, want 3", m.Timestamp)
+	}
+}
+
+// TestHeldMessages: more messages with More than a socket holds, to a peer and over the
+// ROUTER, all come, in order; the last leave with Flush.
+func TestHeldMessages(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	worker.must(t, push(8, -1, nil))
+	server.next(t)
+	const n = 100
+	for _, c := range []struct {
+		from, to *node
+		request  bool
+	}{{worker, server, true}, {server, worker, false}} {
+		for _, size := range []int{0, 1, van.CopyBelow - 1, van.CopyBelow, van.CopyBelow + 1, 5000} {
+			var done counter
+			for i := range n {
+				m := push(c.to.self.ID, i, make([]byte, size))
+				m.Request, m.More, m.Done = c.request, true, &done
+				c.from.must(t, m)
+			}
+			c.from.Flush(c.to.self.ID)
+			for i := range n {
+				if m := c.to.next(t); int(m.Timestamp) != i || m.Vals.Len() != size {
+					t.Fatalf("got message %d with %d bytes, want %d with %d", m.Timestamp, m.Vals.Len(), i, size)
+				}
+			}
+			until(t, "release", func() bool { return done.n.Load() == n && c.from.Stats().Pinned == 0 })
+			peer := (*c.from.peers.Load())[c.to.self.ID]
+			until(t, "even account", func() bool { return peer.acct.unsent() == 0 })
+		}
+	}
+}
