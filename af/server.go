@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -58,6 +59,7 @@ func NewTensorServer(node *postoffice.Node, o Options) (*TensorServer, error) {
 		line: newLine(node.Backend(), node.Config().BusyPoll), late: newLine(node.Backend(), env.AlwaysBlock)}
 	node.OnExit(s.late.close)
 	node.OnExit(s.line.close)
+	node.OnExit(s.dropSenders)
 	return s, nil
 }
 
@@ -278,11 +280,18 @@ func (s *TensorServer) sender(id int) *sender {
 
 // dropSender gives up the unfinished batches of a worker that is gone.
 func (s *TensorServer) dropSender(id int) {
+	if open := s.dropOpen(id); open > 0 {
+		s.node.Log().Warn("gave up unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", open)
+	}
+}
+
+// dropOpen gives up the unfinished batches of a worker and returns their number.
+func (s *TensorServer) dropOpen(id int) int {
 	s.mu.Lock()
 	x := s.senders[id]
 	s.mu.Unlock()
 	if x == nil {
-		return
+		return 0
 	}
 	x.mu.Lock()
 	open, held := x.open, x.held
@@ -296,9 +305,7 @@ func (s *TensorServer) dropSender(id int) {
 	for _, b := range open {
 		b.unref()
 	}
-	if len(open) > 0 {
-		s.node.Log().Warn("gave up unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", len(open))
-	}
+	return len(open)
 }
 
 // giveUp drops what has come of a request that its worker does not wait for any more.
@@ -597,10 +604,6 @@ func (b *work) Sent() { b.unref() }
 func (s *TensorServer) Close() {
 	s.mu.Lock()
 	c, unwatch := s.customer, s.unwatch
-	ids := make([]int, 0, len(s.senders))
-	for id := range s.senders {
-		ids = append(ids, id)
-	}
 	s.mu.Unlock()
 	if c == nil {
 		return
@@ -608,7 +611,16 @@ func (s *TensorServer) Close() {
 	unwatch()
 	c.Close()
 	s.line.close() // s.late goes on until the node has left: others may receive on it
+	s.dropSenders()
+}
+
+// dropSenders gives up the unfinished batches of all workers: a worker whose connection
+// broke in the middle of a batch may never have ended it.
+func (s *TensorServer) dropSenders() {
+	s.mu.Lock()
+	ids := slices.Collect(maps.Keys(s.senders))
+	s.mu.Unlock()
 	for _, id := range ids {
-		s.dropSender(id)
+		s.dropOpen(id)
 	}
 }
