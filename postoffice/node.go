@@ -168,7 +168,7 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 			deadline = 0
 		}
 		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, deadline) }); err != nil {
-			n.Close()
+			n.close(shortLinger) // somebody who does not come may not read, either
 			return nil, err
 		}
 	}

@@ -171,7 +171,7 @@ func (m *Machine) markUp(now time.Duration, id int, r reason) {
 	m.emit(PeerAlive{id})
 	if m.sched != nil {
 		m.tellAll(id, notice{verb: verbBack, id: id})
-		m.tellHealth(id)
+		m.catchUp(id)
 		m.owedReleases(id)
 		m.recheckBarriers(now)
 	} else if id == van.SchedulerID {

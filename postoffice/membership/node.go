@@ -229,6 +229,17 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		}
 	case verbBarrier:
 		m.barrierRefused(n, msg.Key)
+	case verbDown:
+		dead := n.ids()
+		for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+			switch h := m.health[id]; {
+			case id == m.self.ID || h == nil:
+			case slices.Contains(dead, id):
+				m.markDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
+			case h.down&declared != 0:
+				m.markUp(now, id, declared)
+			}
+		}
 	case verbDead, verbBack:
 		if _, ok := m.at[n.id]; !ok {
 			if m.phase == joining {

@@ -21,6 +21,7 @@ const (
 	verbWaiting = "waiting" // <text>: who is missing
 	verbDead    = "dead"    // <id> <text>: the node is dead, and why
 	verbBack    = "back"    // <id>: the node answers again
+	verbDown    = "down"    // <id>,<id>...: these nodes are dead, and no others
 	verbRejoin  = "rejoin"  // [table]: the scheduler is another process; with table, the node's table is wanted
 	verbBarrier = "barrier-failed"
 	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
@@ -50,6 +51,19 @@ func (n notice) body() []byte {
 		s = strings.ToValidUTF8(s[:maxNotice-3], "") + "..."
 	}
 	return []byte(s)
+}
+
+// ids are those that a notice lists, or nil if they are none.
+func (n *notice) ids() []int {
+	var ids []int
+	for _, w := range strings.Split(n.text, ",") {
+		id, ok := number(w)
+		if !ok || id < 8 || id >= van.Empty {
+			return nil
+		}
+		ids = append(ids, id)
+	}
+	return ids
 }
 
 // printable makes s fit for a notice and a log line.
@@ -93,6 +107,10 @@ func parseNotice(body []byte) (notice, error) {
 		n.text = rest
 		if n.text == "" {
 			return bad("body "+n.verb, `""`, "a text")
+		}
+	case verbDown:
+		if n.text = rest; n.ids() == nil && n.text != "" {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "ids of workers and servers with commas between them")
 		}
 	case verbRejoin:
 		if n.text = rest; n.text != "" && n.text != "table" {

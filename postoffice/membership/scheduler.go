@@ -3,6 +3,8 @@ package membership
 import (
 	"fmt"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -13,19 +15,20 @@ const maxRefusals = 16
 
 // scheduler is what only the scheduler's machine has.
 type scheduler struct {
-	hosts    map[string]int // BYTEPS_ORDERED_HOSTS, or nil
-	joins    []*join        // registered nodes without an id, in order of arrival
-	lastTemp int            // last temporary id
-	stamps   map[int]int32  // timestamp of the ADD_NODE of each node
-	several  map[int]bool   // ids of processes that registered several customers
-	gathers  map[gatherKey]*gather
-	answers  map[int]map[gatherKey]answer
-	back     *returning    // an earlier scheduler's cluster, while joining
-	former   []former      // processes that were replaced, oldest first
-	claims   map[int]*join // of places whose holder may live: by id
-	refusals refusals
-	refused  []string
-	vanished []string
+	hosts        map[string]int // BYTEPS_ORDERED_HOSTS, or nil
+	joins        []*join        // registered nodes without an id, in order of arrival
+	lastTemp     int            // last temporary id
+	stamps       map[int]int32  // timestamp of the ADD_NODE of each node
+	several      map[int]bool   // ids of processes that registered several customers
+	gathers      map[gatherKey]*gather
+	answers      map[int]map[gatherKey]answer
+	back         *returning    // an earlier scheduler's cluster, while joining
+	former       []former      // processes that were replaced, oldest first
+	claims       map[int]*join // of places whose holder may live: by id
+	refusals     refusals
+	lastReplaced time.Duration // when a place was last given to another process; 0: never
+	refused      []string
+	vanished     []string
 }
 
 // join is a node that has registered and waits for the others.
@@ -254,6 +257,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		return
 	}
 	m.replaced(&m.table[m.at[id]])
+	m.sched.lastReplaced = max(now, 1)
 	m.generation++
 	delete(m.sched.claims, id)
 	rec.ID, rec.IsRecovery = id, true
@@ -380,22 +384,29 @@ func (m *Machine) tellAll(but int, n notice) {
 	}
 }
 
+// catchUp tells a node that is back what it may have missed: notices and records that were
+// sent while its connection did not stand, or were under way when it broke.
+func (m *Machine) catchUp(id int) {
+	if !m.native(id) {
+		return
+	}
+	if m.sched.lastReplaced > 0 && m.sched.lastReplaced >= m.health[id].since-time.Second {
+		m.sendTable(id, m.fullTable())
+	}
+	var dead []string
+	for _, o := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		if o != id && m.isDown(o) {
+			dead = append(dead, strconv.Itoa(o))
+		}
+	}
+	m.tell(id, notice{verb: verbDown, text: strings.Join(dead, ",")})
+}
+
 // tellDead tells a newcomer which nodes of the table are dead.
 func (m *Machine) tellDead(to int) {
 	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
 		if id != to && m.isDown(id) {
 			m.tell(to, notice{verb: verbDead, id: id, text: m.health[id].cause.Error()})
-		}
-	}
-}
-
-// tellHealth tells a node that is back who is dead and who is not: what it was told while
-// its connection was broken is lost.
-func (m *Machine) tellHealth(to int) {
-	m.tellDead(to)
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		if id != to && !m.isDown(id) {
-			m.tell(to, notice{verb: verbBack, id: id})
 		}
 	}
 }
