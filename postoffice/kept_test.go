@@ -184,7 +184,11 @@ func TestGivenUpWhileAnswered(t *testing.T) {
 		if err := c.Workers[0].Send(m); err != nil {
 			t.Fatal(err)
 		}
-		<-r.entered
+		select {
+		case <-r.entered:
+		case <-time.After(20 * time.Second):
+			t.Fatalf("%s: no answer comes", how)
+		}
 		ctx, cancel := context.WithCancel(t.Context())
 		limit := time.Duration(0)
 		if how == "limit" {

@@ -1,10 +1,12 @@
 package postoffice_test
 
 import (
+	"math"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -68,5 +70,22 @@ func TestFinishedTooLate(t *testing.T) {
 	x.Completed(&r.Request, r.Use())
 	if !r.Kept() {
 		t.Error("a request of which the end is noted in time is not kept")
+	}
+}
+
+// TestWithdrawn: a request that was given up is its own timestamps, and no other.
+func TestWithdrawn(t *testing.T) {
+	w := postoffice.Withdrawn{Sender: van.WorkerID(0), Customer: 3, First: 100, Count: 2}
+	for _, x := range []struct {
+		customer, ts int32
+		want         bool
+	}{{3, 99, false}, {3, 100, true}, {3, 101, true}, {3, 102, false}, {2, 100, false}, {3, -100, false}} {
+		if got := w.Has(x.customer, x.ts); got != x.want {
+			t.Errorf("customer %d, timestamp %d: %t, want %t", x.customer, x.ts, got, x.want)
+		}
+	}
+	last := postoffice.Withdrawn{First: math.MaxInt32, Count: 1}
+	if !last.Has(0, math.MaxInt32) || last.Has(0, 0) || last.Has(0, math.MaxInt32-1) {
+		t.Error("the largest timestamp is not the only one of its request")
 	}
 }
