@@ -89,3 +89,52 @@ func TestWithdrawn(t *testing.T) {
 		t.Error("the largest timestamp is not the only one of its request")
 	}
 }
+
+// TestWithdrawalsFromTheNetwork: what says which requests are given up is checked before
+// it is believed.
+func TestWithdrawalsFromTheNetwork(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := c.Workers[0], c.Servers[0]
+	served, err := s.AddCustomer(7, 7, func(*van.Message) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := make(chan postoffice.Withdrawn, 16)
+	served.OnWithdrawn(func(w postoffice.Withdrawn) { told <- w })
+	say := func(body string, from, to uint32) {
+		t.Helper()
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Receiver, m.Control.Cmd, m.Timestamp, m.Body = w.ID(), s.ID(), van.Heartbeat, 1, []byte(body)
+		m.SetIncarnations(from, to)
+		if err := w.Van().Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	mine, its := w.Incarnation(), s.Incarnation()
+	for _, body := range []string{"7 0 -5 10", "7 0 5 0", "7 0 5 -1", "7 0 5", "7 0 x 1", "", "99999999999999 0 5 1", "7 0 5 99999999999", "8 0 5 1"} {
+		say("stepaf/1 given-up "+body, mine, its)
+	}
+	say("stepaf/1 given-up 7 0 6 1", mine^1, its)
+	say("stepaf/1 given-up 7 0 7 1", mine, its^1)
+	say("stepaf/1 given-up 7 2 40 3", mine, its)
+	want := postoffice.Withdrawn{Sender: w.ID(), Customer: 2, First: 40, Count: 3}
+	select {
+	case got := <-told:
+		if got != want {
+			t.Errorf("told of %+v, want only %+v", got, want)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("not told of what was given up")
+	}
+	epoch := s.Epoch(w.ID())
+	for _, x := range []struct {
+		customer, ts int32
+		epoch        uint32
+		want         bool
+	}{{2, 39, epoch, true}, {2, 40, epoch, false}, {2, 42, epoch, false}, {2, 43, epoch, true}, {1, 41, epoch, true}, {0, 5, epoch, true}, {0, 6, epoch, true}, {0, 7, epoch, true}, {2, 39, epoch + 1, false}} {
+		if got := served.Wanted(w.ID(), x.epoch, x.customer, x.ts); got != x.want {
+			t.Errorf("customer %d, timestamp %d, epoch %d: wanted %t, want %t", x.customer, x.ts, x.epoch, got, x.want)
+		}
+	}
+}
