@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/van"
@@ -196,7 +197,7 @@ func (s *TensorServer) reply(r kv.ReplyTo, kt *KeyTensor, b *work, done van.Comp
 		a.msg.Done = &sent{b, done}
 	}
 	err := s.node.Send(&a.msg)
-	if err != nil {
+	if err != nil && !failpoint.On("leak") {
 		b.unref()
 	}
 	a.msg.Done = nil
