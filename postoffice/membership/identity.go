@@ -43,6 +43,13 @@ func (m *Machine) learn(id int, n *van.Node) {
 // native tells whether id is a node of this library.
 func (m *Machine) native(id int) bool { return m.incs[id] != 0 }
 
+// mine tells whether a record with this node's address is that of this process. A
+// scheduler of the original may leave out what it does not know.
+func (m *Machine) mine(n *van.Node) bool {
+	inc := incarnationOf(n)
+	return inc == 0 || inc == m.own.Incarnation
+}
+
 // Incarnation is that of the process that has id, or 0 for a node of the original or
 // one that is not known.
 func (m *Machine) Incarnation(id int) uint32 { return m.incs[id] }

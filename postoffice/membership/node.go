@@ -86,7 +86,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	for i := range nodes {
 		n := &nodes[i]
 		count[n.Role]++
-		if own == nil && n.Role == m.self.Role && sameAddr(n, &m.self) && incarnationOf(n) == m.own.Incarnation {
+		if own == nil && n.Role == m.self.Role && sameAddr(n, &m.self) && m.mine(n) {
 			own = n
 		}
 	}
