@@ -21,3 +21,10 @@ func (r *Request) Kept() bool {
 	defer r.c.mu.Unlock()
 	return r.place >= 0
 }
+
+// NoteProcesses is what happens first with what the machine says.
+func (n *Node) NoteProcesses(outs ...membership.Output) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.noteProcesses(outs)
+}

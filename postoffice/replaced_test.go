@@ -10,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // TestReplacedWithoutLoss: when the scheduler tells of a replacement and nobody had noticed
@@ -137,4 +138,67 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 			t.Errorf("customer %d, timestamp %d, epoch %d: wanted %t, want %t", x.customer, x.ts, x.epoch, got, x.want)
 		}
 	}
+}
+
+// TestEpochs: each process that has an id has a number of its own, also one of the original
+// that replaces another one of the original; saying the same again changes nothing.
+func TestEpochs(t *testing.T) {
+	n := testcluster.Start(t, testcluster.Options{}).Servers[0]
+	id := van.WorkerID(0)
+	record := func(incarnation uint32) van.Node {
+		r := van.Node{Role: van.Worker, ID: id, Hostname: "h", Port: 1, Ports: []int32{1}}
+		if incarnation != 0 {
+			r.Endpoint = (&van.Identity{Incarnation: incarnation}).Encode()
+		}
+		return r
+	}
+	last := n.Epoch(id)
+	for i, x := range []struct {
+		what  membership.Output
+		newer bool
+	}{
+		{membership.PeerReplaced{ID: id, Node: record(5)}, true},
+		{membership.Connect{ID: id, Node: record(5)}, false},
+		{membership.PeerReplaced{ID: id, Node: record(6)}, true},
+		{membership.PeerReplaced{ID: id, Node: record(6)}, false},
+		{membership.PeerReplaced{ID: id, Node: record(0)}, true}, // of the original
+		{membership.Connect{ID: id, Node: record(0)}, false},
+		{membership.PeerReplaced{ID: id, Node: record(0)}, true},
+	} {
+		n.NoteProcesses(x.what)
+		if now := n.Epoch(id); now > last != x.newer || now < last {
+			t.Errorf("step %d: epoch %d after %d, want a new one: %t", i, now, last, x.newer)
+		}
+		last = n.Epoch(id)
+	}
+}
+
+// TestMeantForAnother: a message for an earlier process of this node's id is dropped at
+// once: nothing that may come later makes it one for this process.
+func TestMeantForAnother(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	w, s := c.Workers[0], c.Servers[0]
+	came := make(chan int32, 16)
+	if _, err := s.AddCustomer(7, 7, func(m *van.Message) { came <- m.Timestamp }); err != nil {
+		t.Fatal(err)
+	}
+	for ts, to := range []uint32{s.Incarnation() ^ 1, s.Incarnation()} {
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Receiver, m.Request, m.Push, m.Timestamp, m.AppID, m.CustomerID = w.ID(), s.ID(), true, true, int32(ts), 7, 7
+		m.SetIncarnations(w.Incarnation(), to)
+		if err := w.Van().Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	select {
+	case ts := <-came:
+		if ts != 1 {
+			t.Errorf("message %d was handed over, want only 1", ts)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("nothing comes")
+	}
+	until(t, "nothing is held", func() bool { return hook.Held() == 0 })
 }
