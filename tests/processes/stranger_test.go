@@ -39,7 +39,7 @@ func TestEndlessMessage(t *testing.T) {
 			if sent > 32*mib {
 				t.Errorf("%s: %d MiB sent before the connection ended, want at most 32", role, sent/mib)
 			}
-			if i == 0 && grown > 32*mib || grown > 64*mib {
+			if i == 0 && grown > memory(32*mib) || grown > memory(64*mib) {
 				t.Errorf("%s has grown by %d MiB with stranger %d, want at most 32 with the first and 64 with all", role, grown/mib, i)
 			}
 		}
