@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/sim/plan"
 )
 
-// known are plans that fail because of what has not been mended yet.
+// known are plans that fail because of what has not been mended yet: none.
 var known = map[string]bool{}
 
 // TestPlans carries out each plan with a seed.
