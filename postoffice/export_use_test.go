@@ -28,3 +28,6 @@ func (n *Node) NoteProcesses(outs ...membership.Output) {
 	defer n.mu.Unlock()
 	n.noteProcesses(outs)
 }
+
+// MayJoin tells whether the cluster has a place for id.
+func (n *Node) MayJoin(id int) bool { return n.mayJoin(id) }

@@ -255,3 +255,36 @@ func TestFinishedRequestsAreRecycled(t *testing.T) {
 		t.Errorf("Wait for the oldest one that is kept: %v", err)
 	}
 }
+
+// TestEarlyRequestsAreCounted: of small requests, 4096 of one sender are kept.
+func TestEarlyRequestsAreCounted(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	last := make(chan struct{})
+	if _, err := c.Servers[0].AddCustomer(8, 8, func(*van.Message) { close(last) }); err != nil {
+		t.Fatal(err)
+	}
+	for ts := range 4096 + 20 {
+		ask(t, c, 7, ts, 1)
+	}
+	ask(t, c, 8, 0, 1) // behind all of them
+	select {
+	case <-last:
+	case <-time.After(20 * time.Second):
+		t.Fatal("the last request does not come")
+	}
+	until(t, "4096 requests are held", func() bool { return hook.Held() == 4096 })
+}
+
+// TestPlaces: only ids that the cluster has a place for may join it.
+func TestPlaces(t *testing.T) {
+	n := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 1}).Servers[0]
+	for id, want := range map[int]bool{
+		van.SchedulerID: true, van.ServerID(0): true, van.WorkerID(0): true, van.WorkerID(1): true,
+		van.ServerID(1): false, van.WorkerID(2): false, 0: false, -1: false, van.AllNodes: false, van.Empty: false, 1 << 20: false,
+	} {
+		if got := n.MayJoin(id); got != want {
+			t.Errorf("id %d: %t, want %t", id, got, want)
+		}
+	}
+}
