@@ -32,7 +32,6 @@ type guard struct {
 	mon    *monitor
 	poll   *os.File // an epoll instance with the connections of strangers
 	raw    syscall.RawConn
-	port   int
 	budget int64
 	lines  logx.Sparse
 	wg     sync.WaitGroup
