@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -140,5 +141,62 @@ func TestReplacedSelf(t *testing.T) {
 	}
 	if m.Ready() {
 		t.Error("still ready")
+	}
+}
+
+// TestRefusalsAreBounded: whoever floods the scheduler with registrations makes it open few
+// connections, and none to a name that would have to be looked up.
+func TestRefusalsAreBounded(t *testing.T) {
+	w := startWorld(t, 1, 1)
+	m := w.node("sched").m
+	connects := func(host func(i int) string) (n int) {
+		for i := range 5000 {
+			var meta van.Meta
+			meta.Reset()
+			meta.Control.Cmd, meta.Timestamp = van.AddNode, 0
+			meta.Control.Nodes = []van.Node{rec(van.Worker, host(i), 1+i%60000, -1)}
+			if err := m.Step(w.now, van.Empty, &meta); err != nil {
+				t.Fatal(err)
+			}
+			for _, o := range m.Take() {
+				if _, ok := o.(Connect); ok {
+					n++
+				}
+			}
+		}
+		return n
+	}
+	if n := connects(func(i int) string { return fmt.Sprintf("10.9.%d.%d", i/250, i%250) }); n != maxRefusing {
+		t.Errorf("%d connections to strangers at once, want %d", n, maxRefusing)
+	}
+	total := 0
+	w.seen = func(_ *testNode, o Output) {
+		if _, ok := o.(Connect); ok {
+			total++
+		}
+	}
+	w.pass(60*time.Second, false)
+	if total > maxRefusalsIn {
+		t.Errorf("%d connections to strangers later, want at most %d", total, maxRefusalsIn)
+	}
+	if n := connects(func(i int) string { return fmt.Sprintf("stranger-%d.example", i) }); n != 0 {
+		t.Errorf("%d connections to names", n)
+	}
+}
+
+// TestDeadNodesBySilence: with t > 0 silence for longer than t counts, before it is a
+// death for everybody.
+func TestDeadNodesBySilence(t *testing.T) {
+	w := startWorld(t, 1, 1)
+	m := w.node("sched").m
+	heard := w.now
+	if dead := m.DeadNodes(heard+4*time.Second, 5*time.Second); len(dead) > 0 {
+		t.Errorf("%v are dead after 4s of silence, and 5s count", dead)
+	}
+	if dead := m.DeadNodes(heard+6*time.Second, 5*time.Second); len(dead) != 2 {
+		t.Errorf("%v are dead after 6s of silence, want worker 0 and server 0", dead)
+	}
+	if dead := m.DeadNodes(heard+6*time.Second, 0); len(dead) > 0 {
+		t.Errorf("%v are dead, though silence does not count", dead)
 	}
 }
