@@ -34,11 +34,12 @@ type times struct {
 	allAsk                   time.Duration // until all queue pairs of a connection have asked; the original may have fewer
 	quiet                    time.Duration // a lost connection that carried no data is made again before it is told
 	letGo                    time.Duration // that a request may be held after its answer
+	budget                   time.Duration // that a question waits for bytes of its own peer
 }
 
 // A node of the original aborts when a connect request is withdrawn: there the connection
 // manager, which tries for about a minute, has to say that nobody answers.
-var defaultTimes = times{connect: 5 * time.Second, connectOriginal: 90 * time.Second, allAsk: 10 * time.Second, quiet: time.Second, letGo: 100 * time.Millisecond}
+var defaultTimes = times{connect: 5 * time.Second, connectOriginal: 90 * time.Second, allAsk: 10 * time.Second, quiet: time.Second, letGo: 100 * time.Millisecond, budget: 5 * time.Second}
 
 // Retries of the transport itself. 7 would be for ever on some providers, so that a
 // write to a dead peer would never end.

@@ -74,7 +74,7 @@ func (in *incoming) again(now uint64) {
 			if err == nil {
 				continue
 			}
-			if errors.Is(err, errBudget) && now-q.since > uint64(budgetTime) {
+			if errors.Is(err, errBudget) && now-q.since > uint64(in.v.times.budget) {
 				in.overBudget(q, err)
 				continue
 			}

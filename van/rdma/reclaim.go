@@ -30,7 +30,6 @@ var (
 // How places are taken back. A peer that is asked gives up what it does not use at once, and
 // the rest as it comes free.
 const (
-	budgetTime   = 5 * time.Second        // that a question waits for bytes of its own peer
 	askAgain     = 100 * time.Millisecond // between two requests to one peer
 	scanPause    = 10 * time.Millisecond  // between two looks at all places
 	giveBackTime = 2 * time.Second        // a peer with free places that gives none back is cut off

@@ -4,9 +4,13 @@ import (
 	"errors"
 	"fmt"
 	"testing"
+	"time"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
 func places(n int) func(*env.Config) {
@@ -242,5 +246,192 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 		}
 		n.close()
 		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.leased.Load() == 0 && s.table.Len() == 0 })
+	}
+}
+
+// A value that could be put only where others lie that are in use waits for a while, then
+// fails.
+func TestBudgetInUse(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(peerBudget(1 << 20))
+	s.times.budget = 20 * time.Millisecond
+	for i := range 2 {
+		w.must(push(s, 1, i, value(400<<10, i)))
+	}
+	held := []*van.Message{s.next(), s.next()}
+	w.must(push(s, 2, 2, value(50<<10, 2)))
+	if c := w.wantDown(s, "STEPAF_RDMA_PEER_BUDGET"); !errors.Is(c.cause, van.ErrQueueFull) {
+		t.Errorf("told %v, want %v", c.cause, van.ErrQueueFull)
+	}
+	w.wantUp(s)
+	for _, m := range held {
+		m.Release()
+	}
+	w.must(push(s, 2, 3, value(50<<10, 3)))
+	s.wantValue(3, value(50<<10, 3))
+}
+
+// Buffers that the application has registered are not the peer's.
+func TestRegisteredBuffersDoNotCount(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(peerBudget(1 << 20))
+	if err := s.RegisterRecvBuffer(9, 1, backend.Bytes(make([]byte, 3<<20))); err != nil {
+		t.Fatal(err)
+	}
+	w.must(push(s, 1, 1, value(3<<20, 1)))
+	s.wantValue(1, value(3<<20, 1))
+	w.toldNothing()
+	if n := s.incomingOf(9).bytes.Load(); n != 0 {
+		t.Errorf("%d bytes are counted", n)
+	}
+}
+
+// A node of the original that asks for too much cannot be told: its connection ends.
+func TestOriginalOverBudget(t *testing.T) {
+	h := newHostileWorld(t, false)
+	var b [startLen]byte
+	(&start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 2<<30 - 1}, origin: 1, key: 6}).put(b[:])
+	h.c.send(immStart, b[:])
+	h.until("its connection has ended", func() bool { return len(h.s.incoming()) == 1 })
+	h.ends(0)
+}
+
+// Who asks for places for control messages and does not use them gets some, and leaves some
+// for others.
+func TestUnusedOneShots(t *testing.T) {
+	r := newRig(t)
+	s, w := r.node(8, places(64)), r.node(9)
+	r.link(w, s)
+	p := newRaw(r, rawAddr, van.Node{ID: 11})
+	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
+	for i := range 100 {
+		var b [startLen]byte
+		(&start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, kindOneShot}, origin: uint64(i)}).put(b[:])
+		c.send(immStart, b[:])
+	}
+	in := s.incomingOf(11)
+	most := s.table.Room() / oneShotShare
+	r.until("all have been seen", func() bool {
+		in.mu.Lock()
+		defer in.mu.Unlock()
+		return len(in.later[urgentLane]) == 100-most
+	})
+	if n := int(in.oneShots.Load()); n != most {
+		t.Errorf("it has %d places for control messages, want %d", n, most)
+	}
+	w.must(control(s, 1))
+	s.next().Release()
+	hoard(w, s, 20, 3000)
+	p.end()
+}
+
+// Nonsense about places that come back is refused: those of others, and those in use.
+func TestHostileReturns(t *testing.T) {
+	h := newHostileWorld(t, true)
+	h.w.must(push(h.s, 1, 900, value(6000, 1)))
+	h.s.wantValue(900, value(6000, 1))
+	mine := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1})
+	shot := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, kindOneShot}, origin: 2})
+	n := uint64(0)
+	say := func(what string, index int, refused bool) {
+		t.Helper()
+		var b [trailerLen]byte
+		(&trailer{n: 1, credits: [maxCredits]uint16{uint16(index)}}).put(b[:])
+		h.c.send(immReturn, b[:])
+		if refused {
+			n++
+			h.seen(n, what)
+		}
+	}
+	var others []*lease
+	h.s.table.Each(func(l *lease) {
+		if l.Owner.(*incoming).hello.node != 11 {
+			others = append(others, l)
+		}
+	})
+	for _, l := range others {
+		say("place of another", int(l.Index()), true)
+		if h.s.table.Get(l.Index()) != l {
+			t.Error("the place of another has ended")
+		}
+	}
+	if len(others) == 0 {
+		t.Error("no place of another was tried")
+	}
+	say("place for one message", int(shot.index), true)
+	say("no place", h.s.table.Len()+5, true)
+	say("no place that can be", 1<<16-1, true)
+	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: mine.data, RKey: mine.dataKey}, value(1000, 9))
+	h.c.notify(0, mine.index, mine.meta, mine.metaKey, encode(h.rig, push(h.s, 6, 1, value(1000, 9)), &trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}}))
+	m := h.s.next()
+	say("place in use", int(mine.index), true)
+	if string(m.Vals.Host()) != string(value(1000, 9)) {
+		t.Error("the value has changed")
+	}
+	m.Release()
+	say("mine", int(mine.index), false)
+	h.until("it has come back", func() bool { return h.s.table.Get(mine.index) == nil })
+	h.c.send(immReturn, nil)
+	n++
+	h.seen(n, "no trailer")
+	h.ends(n)
+}
+
+// A sender gives back what it is asked for, and refuses nonsense.
+func TestHostileReclaims(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	p := newRaw(r, rawAddr, van.Node{ID: 10})
+	bad := &testNode{who: van.Node{ID: 10, Hostname: rawAddr.String(), Port: p.port}}
+	w.connect(bad)
+	c := p.accept(2, func(q int) []byte { return p.hello(true, 0, q, 2) })
+	w.wantUp(bad)
+	w.must(push(bad, 1, 1, value(5000, 1)))
+	var q start
+	p.check(q.get(c.receive(immStart)))
+	at := uint64(uintptr(unsafe.Pointer(&p.mem[len(p.mem)-16384])))
+	var b [replyLen]byte
+	(&reply{origin: q.origin, index: 7, meta: at, metaKey: p.mr.RKey(), data: at + cellSize, dataKey: p.mr.RKey(), flags: replyShared}).put(b[:])
+	c.send(immReply, b[:])
+	for i, bad := range [][]byte{nil, make([]byte, reclaimLen), make([]byte, reclaimLen-1), make([]byte, startLen)} {
+		c.send(immReclaim, bad)
+		r.until("it is refused", func() bool { return w.Stats().Malformed == uint64(i+1) })
+	}
+	var ask [reclaimLen]byte
+	(&reclaim{places: 1<<32 - 1, bytes: 1<<64 - 1}).put(ask[:])
+	c.send(immReclaim, ask[:])
+	var credit [trailerLen]byte
+	epoch := uint32(0)
+	for _, x := range *w.conns.Load() {
+		if x.peer != nil {
+			epoch = x.link.epoch
+		}
+	}
+	(&trailer{epoch: epoch, n: 1, credits: [maxCredits]uint16{7}}).put(credit[:])
+	c.send(immCredits, credit[:])
+	var back trailer
+	p.check(back.get(c.receive(immReturn)))
+	if back.n != 1 || back.credits[0] != 7 {
+		t.Errorf("places %v come back, want 7", back.credits[:back.n])
+	}
+	w.must(push(bad, 1, 2, value(5000, 1)))
+	p.check(q.get(c.receive(immStart))) // it asks for a new one
+	w.Disconnect(10)
+	p.end()
+}
+
+// Credits that come up while the loop sleeps are sent at once.
+func TestCreditsWhileAsleep(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	for i := range 20 {
+		w.must(push(s, 1, i, value(3000, i)))
+		m := s.next()
+		in := s.incomingOf(9)
+		r.until("the receiver sleeps", in.host.parked.Load)
+		m.Release()
+		if n := in.owed.Load(); n != 0 && in.host.parked.Load() {
+			t.Errorf("%d credits wait while the loop sleeps", n)
+		}
 	}
 }
