@@ -90,8 +90,8 @@ func TestReceiveBudget(t *testing.T) {
 		}
 		m.Release()
 	}
-	// Those that had a place when it was paused, and the budget.
-	if n := s.incomingOf(9).bytes.Load(); n > 2*budget+64*size {
+	// Those that had a place when it was paused, and the budget: not places for all.
+	if n := s.incomingOf(9).bytes.Load(); n > count*size*3/4 {
 		t.Errorf("%d bytes are registered for the peer", n)
 	}
 	close(gate)

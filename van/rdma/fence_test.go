@@ -123,6 +123,12 @@ func TestSilentLossLeavesNothing(t *testing.T) {
 	n.connect(s)
 	n.wantUp(s)
 	hoard(n, s, 8, 60<<10)
+	in := s.incomingOf(9)
+	r.until("nothing is under way to it", func() bool {
+		in.mu.Lock()
+		defer in.mu.Unlock()
+		return in.owed.Load() == 0 && in.out.idle()
+	})
 	n.kill(false)
 	r.until("all of it is given back", func() bool { return len(s.incoming()) == 0 && s.table.Len() == 0 && s.leased.Load() == 0 })
 }
