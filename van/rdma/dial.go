@@ -46,7 +46,7 @@ var defaultTimes = times{connect: 5 * time.Second, connectOriginal: 90 * time.Se
 const (
 	retryCount    = 6
 	rnrRetryCount = 7  // for ever: the peer is there, it is only slow
-	ackTimeout    = 16 // 4.096 us << 16, 0.27 s: two seconds in all, as a busy host may need
+	ackTimeout    = 15 // 4.096 us << 15, 0.13 s: a second in all, as a busy host may need
 )
 
 // run keeps the connection of p: it makes it, and makes it again, until ctx ends.
