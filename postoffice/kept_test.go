@@ -288,3 +288,30 @@ func TestPlaces(t *testing.T) {
 		}
 	}
 }
+
+// TestUsedAgainAfterWait: a request that was waited for after its end is the caller's
+// again: those that finish later do not displace its next use.
+func TestUsedAgainAfterWait(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 1, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := x.Wait(t.Context(), r.First(), 0); err != nil {
+		t.Fatal(err)
+	}
+	<-r.finished
+	<-r.recycled
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	for range 4200 {
+		o := newRequest()
+		if err := x.Open(&o.Request, "test", o, 1, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if h, _, ok, err := x.Batch(r.First()); !ok || h != r.First() || err != nil || len(r.recycled) > 0 {
+		t.Errorf("the request in flight is not there any more: found %t, %v; recycled %d times", ok, err, len(r.recycled))
+	}
+}
