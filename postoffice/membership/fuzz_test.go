@@ -118,7 +118,11 @@ func chaos(t *testing.T, b []byte) {
 				n.m.CancelBarrier(in.pick(6))
 			}
 		case 11:
-			if n.name != "sched" && extra < 8 { // dies, and perhaps another comes
+			if n.name == "sched" && extra < 8 && in.pick(4) == 0 { // is started again
+				extra++
+				n.dead = true
+				add("sched", cfg(van.Scheduler, "", 0))
+			} else if n.name != "sched" && extra < 8 { // dies, and perhaps another comes
 				n.dead = true
 				extra++
 				role := []van.Role{van.Worker, van.Server}[in.pick(2)]
