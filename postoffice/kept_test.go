@@ -315,3 +315,32 @@ func TestUsedAgainAfterWait(t *testing.T) {
 		t.Errorf("the request in flight is not there any more: found %t, %v; recycled %d times", ok, err, len(r.recycled))
 	}
 }
+
+// TestAnswerOfAnother: an answer of a server that was not asked does not count.
+func TestAnswerOfAnother(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	x := customer(t, c)
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	answer := func(server int) {
+		t.Helper()
+		m := &van.Message{}
+		m.Reset()
+		m.Receiver, m.Push, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), true, r.First(), 5, 0
+		if err := c.Servers[server].Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	before := c.Workers[0].Stats().ReceivedMessages
+	answer(1)
+	until(t, "the wrong answer has come", func() bool { return c.Workers[0].Stats().ReceivedMessages > before })
+	if err := x.WaitSlice(t.Context(), r.First(), 0, 50*time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
+		t.Errorf("after the answer of another server: %v, want %v", err, postoffice.ErrPending)
+	}
+	answer(0)
+	if err := x.Wait(t.Context(), r.First(), 20*time.Second); err != nil {
+		t.Error(err)
+	}
+}
