@@ -555,7 +555,7 @@ type lanes struct {
 
 func (l *lanes) of(m *van.Message) *lane {
 	key := m.Sender << 1
-	if m.IsControl() {
+	if m.IsControl() || m.SimpleApp { // whose order is kept among them
 		key++
 	}
 	if p, ok := l.m.Load(key); ok {
@@ -570,7 +570,7 @@ func (l *lanes) of(m *van.Message) *lane {
 // lane is that of rx.
 func (d *device) lane(rx *rxMsg) *lane {
 	l := &rx.in.lanes[0]
-	if rx.msg.IsControl() {
+	if rx.msg.IsControl() || rx.msg.SimpleApp {
 		l = &rx.in.lanes[1]
 	}
 	if *l == nil {
