@@ -2,6 +2,7 @@ package sim
 
 import (
 	"os"
+	"runtime"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/sim"
@@ -43,7 +44,8 @@ func TestPlans(t *testing.T) {
 func TestRepeats(t *testing.T) {
 	for seed := range uint64(6) {
 		want := sim.Run(t, plan.Random(seed), seed)
-		for i := range 4 {
+		for i := range 4 { // with one processor and with two
+			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1 + i%2))
 			if got := sim.Run(t, plan.Random(seed), seed); got.Hash != want.Hash {
 				t.Errorf("seed %d: story %x, then, run %d, %x", seed, want.Hash, i+2, got.Hash)
 			}
