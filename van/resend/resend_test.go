@@ -4,10 +4,12 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -396,6 +398,11 @@ func TestLostPeer(t *testing.T) {
 			if err := f.Send(m); err != nil {
 				t.Fatal(err)
 			}
+		}
+		// It does not listen yet: nothing has been lost.
+		f.p.watch(8, false, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
+		if len(f.failed()) != 0 || f.count != 3 || dones.Load() != 0 {
+			t.Fatalf("a refused attempt to connect: %d failures, %d kept, Done %d times; want 0, 3, 0", len(f.failed()), f.count, dones.Load())
 		}
 		f.p.watch(8, false, nil)
 		if len(f.failed()) != 2 || f.count != 1 || dones.Load() != 2 {
