@@ -46,15 +46,6 @@ func (m *Machine) isDown(id int) bool {
 	return h != nil && h.down != 0
 }
 
-func (m *Machine) anyDown() bool {
-	for _, h := range m.health {
-		if h.down != 0 {
-			return true
-		}
-	}
-	return false
-}
-
 // heard notes a sign of life.
 func (m *Machine) heard(now time.Duration, from int) {
 	if h := m.health[from]; h != nil {
