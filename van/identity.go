@@ -1,7 +1,5 @@
 package van
 
-import "fmt"
-
 // Identity is what a node of this library says of itself in the endpoint field of its
 // record, which nodes of the original pass on and do not read. A record without one is
 // that of a node of the original.
@@ -29,19 +27,20 @@ const (
 // MaxLocalLen is how long Identity.Local may be, in bytes.
 const MaxLocalLen = MaxEndpointName - identityLen
 
-// Encode returns the identity as it travels. It panics when Local is longer than
-// MaxLocalLen, which is a mistake of the transport.
+// Encode returns the identity as it travels. A Local that is longer than MaxLocalLen is
+// left out.
 func (id *Identity) Encode() []byte {
-	if len(id.Local) > MaxLocalLen {
-		panic(fmt.Sprintf("van: %d bytes of a transport's own in an endpoint, want at most %d", len(id.Local), MaxLocalLen))
+	local := id.Local
+	if len(local) > MaxLocalLen {
+		local = nil
 	}
-	b := make([]byte, 0, identityLen+len(id.Local))
+	b := make([]byte, 0, identityLen+len(local))
 	b = append(b, identityMagic...)
 	b = le.AppendUint32(b, identityVersion)
 	b = le.AppendUint32(b, id.Incarnation)
 	b = le.AppendUint32(b, id.Cluster)
 	b = le.AppendUint32(b, 0)
-	return append(b, id.Local...)
+	return append(b, local...)
 }
 
 // ParseIdentity reads the endpoint field of a node record. It reports false when the
