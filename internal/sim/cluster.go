@@ -81,6 +81,7 @@ func (c *cluster) environ(p *proc) map[string]string {
 	}
 	maps.Copy(env, s.Env)
 	maps.Copy(env, s.Nodes[p.who])
+	maps.Copy(env, p.env)
 	return env
 }
 
@@ -208,7 +209,7 @@ func (c *cluster) do(e *plan.Event) {
 	case plan.Wake:
 		c.wake(c.live(e.Node, func(p *proc) bool { return p.frozen }))
 	case plan.Join:
-		c.supervise(c.start(e.Node, e.NewHost), e.NewHost, func(*proc) {})
+		c.supervise(c.start(e.Node, e.NewHost, e.Env), e.NewHost, func(*proc) {})
 	case plan.Leave:
 		if p != nil {
 			c.leave(p)
@@ -302,7 +303,7 @@ func (c *cluster) supervise(p *proc, newHost bool, begun func(*proc)) {
 				return
 			}
 			p.end()
-			p = c.start(p.who, newHost)
+			p = c.start(p.who, newHost, nil)
 			begun(p)
 		}
 	})

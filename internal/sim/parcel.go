@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -18,6 +19,7 @@ type parcel struct {
 	at     *node // who has received it
 	fin    bool  // no message: the sender has closed the connection
 	lane   string
+	waits  *atomic.Int64 // of its lane
 }
 
 // pack makes a parcel of a message. Values that the sender lends until it is told are

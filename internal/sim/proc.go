@@ -28,6 +28,7 @@ type proc struct {
 	ctx  context.Context
 	end  context.CancelFunc
 
+	env     map[string]string // that others of its place do not have
 	node    atomic.Pointer[postoffice.Node]
 	session *core.Session
 	worker  *af.TensorWorker
@@ -72,10 +73,10 @@ type rpc interface {
 const startLinger = 2 * time.Second
 
 // start begins a process. It does not wait until it has started.
-func (c *cluster) start(who plan.Node, newHost bool) *proc {
+func (c *cluster) start(who plan.Node, newHost bool, env map[string]string) *proc {
 	c.mu.Lock()
 	c.gens[who]++
-	p := &proc{c: c, who: who, gen: c.gens[who], started: make(chan struct{}), finalized: make(chan struct{}), downs: map[int]time.Duration{}}
+	p := &proc{c: c, who: who, gen: c.gens[who], env: env, started: make(chan struct{}), finalized: make(chan struct{}), downs: map[int]time.Duration{}}
 	p.name = procName(who, p.gen)
 	p.host = c.host(who)
 	if newHost {
@@ -96,6 +97,7 @@ func (c *cluster) start(who plan.Node, newHost bool) *proc {
 			c.net.note(p.name, "has not started: "+err.Error())
 		} else {
 			c.net.note(p.name, "has started")
+			c.sameCluster(p)
 			c.mu.Lock()
 			if p.van != nil {
 				p.van.setReady()
@@ -111,6 +113,17 @@ func (c *cluster) start(who plan.Node, newHost bool) *proc {
 		}
 	})
 	return p
+}
+
+// sameCluster judges whether a process that has started may be in this cluster.
+func (c *cluster) sameCluster(p *proc) {
+	c.mu.Lock()
+	scheduler := c.current["scheduler"]
+	c.mu.Unlock()
+	const name = "STEPAF_CLUSTER_ID"
+	if want, got := c.environ(scheduler)[name], c.environ(p)[name]; want != got {
+		c.check.fail("another cluster", "%s has started, its %s is %q, that of the scheduler is %q", p.name, name, got, want)
+	}
 }
 
 // join starts the node and what serves on it.

@@ -85,7 +85,7 @@ func (c *cluster) run() {
 func (c *cluster) startAll() bool {
 	for i, n := range c.plan.Cluster.All() {
 		time.Sleep(c.seed.of("start").at(uint64(i)).upTo(5*time.Millisecond) + time.Microsecond)
-		p := c.start(n, false)
+		p := c.start(n, false, nil)
 		if n == c.plan.Cluster.Stuck {
 			c.net.after(c.seed.of("stuck").upTo(c.plan.Cluster.StuckBy.D()), func() { c.stop(p) })
 		}
@@ -139,7 +139,7 @@ func (c *cluster) runPhase(i int) {
 				return
 			}
 			if e.Do == plan.Join {
-				p := c.start(e.Node, e.NewHost)
+				p := c.start(e.Node, e.NewHost, e.Env)
 				work(p)
 				c.supervise(p, e.NewHost, work)
 				return
@@ -256,7 +256,7 @@ func (c *cluster) recover() {
 		if !gone {
 			continue
 		}
-		if p = c.start(n, false); n == "scheduler" {
+		if p = c.start(n, false, nil); n == "scheduler" {
 			time.Sleep(schedulerTime)
 		} else {
 			c.supervise(p, false, func(*proc) {})

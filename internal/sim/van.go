@@ -28,16 +28,15 @@ type node struct {
 	seed seed
 	opts van.Options
 
-	id      atomic.Int64
-	watch   func(id int, up bool, cause error)
-	recv    van.Receiver
-	loop    *dispatch.Loop[*parcel]
-	bell    chan struct{}
-	quit    chan struct{}
-	once    sync.Once
-	waiting atomic.Int64 // bytes that have been read and not delivered
-	over    atomic.Bool  // a budget was exceeded
-	holds   atomic.Int64 // received messages that somebody holds
+	id    atomic.Int64
+	watch func(id int, up bool, cause error)
+	recv  van.Receiver
+	loop  *dispatch.Loop[*parcel]
+	bell  chan struct{}
+	quit  chan struct{}
+	once  sync.Once
+	over  atomic.Bool  // a budget was exceeded
+	holds atomic.Int64 // received messages that somebody holds
 
 	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
 
@@ -49,7 +48,7 @@ type node struct {
 	accepted map[*conn]bool
 	routes   map[string]*conn // by routing id
 	queue    []*parcel
-	lanes    map[string]*dispatch.Lane[*parcel]
+	lanes    map[string]*lane
 	outbox   []func() // sent while the process stood still
 	ready    bool     // started: its messages are repeated if that is asked for
 	frozen   bool
@@ -66,15 +65,21 @@ var (
 	_ van.HostChooser = (*node)(nil)
 )
 
+// lane is what one peer sends.
+type lane struct {
+	dispatch.Lane[*parcel]
+	waits atomic.Int64 // bytes that have been read and not delivered
+}
+
 // newNode makes the van of a process.
 func (n *Net) newNode(who plan.Node, name, host string, o van.Options) *node {
 	v := &node{n: n, who: who, name: name, host: host, seed: n.seed.of(name), opts: o, bell: make(chan struct{}, 1), quit: make(chan struct{}),
-		conns: map[int]*conn{}, dials: map[string]int{}, accepted: map[*conn]bool{}, routes: map[string]*conn{}, lanes: map[string]*dispatch.Lane[*parcel]{}}
+		conns: map[int]*conn{}, dials: map[string]int{}, accepted: map[*conn]bool{}, routes: map[string]*conn{}, lanes: map[string]*lane{}}
 	v.id.Store(van.Empty)
 	v.loop = dispatch.NewLoop(v.next, v.deliver)
 	v.loop.Limit = 5 * time.Millisecond
 	v.loop.Discard = func(p *parcel) {
-		v.waiting.Add(-p.size)
+		p.waits.Add(-p.size)
 		p.msg.Release()
 	}
 	if o.Config != nil && !failpoint.On("recv-budget") {
@@ -392,20 +397,20 @@ func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
 		v.n.mu.Lock()
 		if !v.dead {
 			for i, p := range v.queue {
-				lane := v.lanes[p.lane]
-				if lane == nil {
-					lane = &dispatch.Lane[*parcel]{ID: p.sender}
-					v.lanes[p.lane] = lane
+				in := v.lanes[p.lane]
+				if in == nil {
+					in = &lane{Lane: dispatch.Lane[*parcel]{ID: p.sender}}
+					v.lanes[p.lane] = in
 				}
-				if !v.loop.MayRead(lane) {
+				if !v.loop.MayRead(&in.Lane) {
 					continue
 				}
 				v.queue = append(v.queue[:i], v.queue[i+1:]...)
 				p.free()
 				v.n.mu.Unlock()
-				p.flow = nil
+				p.flow, p.waits = nil, &in.waits
 				v.holds.Add(1)
-				v.inLane(p, int64(len(v.lanes)))
+				v.inLane(p)
 				p.adopt()
 				p.msg.Receiver = int(v.id.Load())
 				now := clock.Now()
@@ -416,7 +421,7 @@ func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
 				}
 				v.receivedMessages.Add(1)
 				v.receivedBytes.Add(uint64(p.msg.PayloadLen()))
-				return p, lane, true
+				return p, &in.Lane, true
 			}
 		}
 		v.n.mu.Unlock()
@@ -428,21 +433,21 @@ func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
 	}
 }
 
-// inLane counts what has been read and not been delivered, and says when that is more
-// than the budget of all peers.
-func (v *node) inLane(p *parcel, lanes int64) {
-	bytes := v.waiting.Add(p.size)
+// inLane counts what has been read of a peer and not been delivered, and says when that is
+// more than its budget.
+func (v *node) inLane(p *parcel) {
+	bytes := p.waits.Add(p.size)
 	c := v.opts.Config
 	if c == nil || c.RecvBudgetPeer <= 0 {
 		return
 	}
-	if most := lanes*(int64(c.RecvBudgetPeer)+2*p.size) + window; bytes > most {
-		v.n.tooMuch(v, fmt.Sprintf("%d bytes of %d peers wait for the handler, the budget is %d for each", bytes, lanes, c.RecvBudgetPeer))
+	if most := int64(c.RecvBudgetPeer) + 2*p.size + window; bytes > most {
+		v.n.tooMuch(v, fmt.Sprintf("%d bytes of %s wait for the handler, the budget is %d", bytes, van.NodeName(p.sender), c.RecvBudgetPeer))
 	}
 }
 
 func (v *node) deliver(p *parcel) {
-	v.waiting.Add(-p.size)
+	p.waits.Add(-p.size)
 	v.recv(&p.msg)
 	p.msg.Release()
 }

@@ -10,6 +10,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -253,7 +254,7 @@ func (v *Van) receive(m *van.Message) {
 	if v.enabled.Load() {
 		v.acknowledge(m)
 	}
-	if duplicate {
+	if duplicate && !failpoint.On("duplicate") {
 		v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
 		return
 	}

@@ -234,6 +234,7 @@ func (c *checker) event(at string, ph *Phase, e *Event) {
 	c.time(at+".for", e.For, maxPhase)
 	c.need(e.Do != SlowHandler || e.For > 0 && e.Node.Role() == "server", at+".for", e.For.D(), "a time, and a server")
 	c.need(!e.Fork || e.Do == Kill, at+".fork", e.Fork, "false: only kill knows it")
+	c.need(len(e.Env) == 0 || e.Do == Join, at+".env", e.Env, "none: only join knows it")
 	c.need(!e.NewHost || e.Do == Join, at+".new_host", e.NewHost, "false: only join knows it")
 	c.need((e.Bandwidth > 0) == (e.Do == SlowLink), at+".bandwidth", e.Bandwidth, "more than 0 for slow-link, else none")
 	c.need(e.Node != "scheduler" || e.Do != Barrier, at+".node", string(e.Node), "a worker or server")

@@ -110,6 +110,10 @@ type Event struct {
 	Fork      bool  `json:"fork,omitempty"`      // kill: a child of the process keeps its sockets open
 	NewHost   bool  `json:"new_host,omitempty"`  // join: at another address
 	Bandwidth int64 `json:"bandwidth,omitempty"` // slow-link: bytes per second
+
+	// Env has further variables of the process that joins. If it is refused, the next one
+	// has them no more. Real processes never have them.
+	Env map[string]string `json:"env,omitempty"`
 }
 
 // Action is what an Event does.
