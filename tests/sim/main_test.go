@@ -149,12 +149,20 @@ func TestChild(t *testing.T) {
 }
 
 const (
-	mark      = "outcome "
-	oneTime   = 20 * time.Second // of a seed, in real time
-	oneLife   = 1000             // seeds of one process
-	most      = 20               // failures are told
-	showEvery = 2 * time.Second
+	mark    = "outcome "
+	oneTime = 20 * time.Second // of a seed, in real time
+	oneLife = 1000             // seeds of one process
+	most    = 20               // failures are told
 )
+
+// showEvery is how often it is told how far it is: less often to a file than to somebody
+// who waits.
+var showEvery = sync.OnceValue(func() time.Duration {
+	if st, err := os.Stdout.Stat(); err == nil && st.Mode()&os.ModeCharDevice != 0 {
+		return 2 * time.Second
+	}
+	return 20 * time.Second
+})
 
 // process is a child.
 type process struct {
@@ -180,8 +188,8 @@ func (t *tail) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-func begin() (*process, error) {
-	args := []string{"-test.run=^TestChild$", "-test.timeout=0", "-sim.child", "-sim.plan=" + *planName, "-sim.fault=" + *planted,
+func begin(fault string) (*process, error) {
+	args := []string{"-test.run=^TestChild$", "-test.timeout=0", "-sim.child", "-sim.plan=" + *planName, "-sim.fault=" + fault,
 		"-sim.seeds=" + strconv.FormatUint(*seeds, 10), "-sim.lines=" + strconv.Itoa(*story)}
 	p := &process{cmd: exec.Command(os.Args[0], args...), err: &tail{}}
 	p.cmd.Env = append(os.Environ(), "GOMAXPROCS=1", "GOGC=400")
@@ -281,7 +289,7 @@ func spread(first, count uint64) int {
 			}
 		}
 	}()
-	t := &totals{begun: time.Now()}
+	t := &totals{begun: time.Now(), lastTold: time.Now()}
 	var wg sync.WaitGroup
 	for range max(1, min(uint64(*procs), count)) {
 		wg.Go(func() {
@@ -289,7 +297,7 @@ func spread(first, count uint64) int {
 			for seed := range todo {
 				if p == nil {
 					var err error
-					if p, err = begin(); err != nil {
+					if p, err = begin(*planted); err != nil {
 						fmt.Fprintln(os.Stderr, "sim:", err)
 						once.Do(func() { close(quit) })
 						return
@@ -347,7 +355,7 @@ func (t *totals) show(count uint64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now := time.Now()
-	if t.done == count || now.Sub(t.lastTold) < showEvery {
+	if t.done == count || now.Sub(t.lastTold) < showEvery() {
 		return
 	}
 	t.lastTold = now
@@ -361,6 +369,7 @@ func (t *totals) summary(first, count uint64, interrupted bool) int {
 	spent := time.Since(t.begun)
 	fmt.Printf("%d seeds from %d on, %d failed; %d calls, %d of them ended with an error as they should; %s in the clusters, %s here, %.1f seeds/s\n",
 		t.done, first, t.badCount, t.calls, t.failed, t.virtual.Round(time.Second), spent.Round(100*time.Millisecond), float64(t.done)/spent.Seconds())
+	fmt.Printf("%d passed, %d failed: seeds %d to %d\n", t.done-uint64(t.badCount), t.badCount, first, first+count-1)
 	switch {
 	case t.badCount > 0:
 		return 1
