@@ -45,8 +45,9 @@ const finalRequest = 1
 // answer is the last release that a node of this library was sent for a barrier, so
 // that a request that comes again is not counted for the next one.
 type answer struct {
-	stamp int32
-	owed  bool // the node was down then
+	stamp     int32
+	owed      bool // the node was down then
+	withdrawn bool // there was no release: the node has given the request up
 }
 
 // stepRequest counts a request and releases the barrier when it is complete.
@@ -98,7 +99,7 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 		owed := m.isDown(id)
 		i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id })
 		if i >= 0 && m.native(id) {
-			m.sched.note(id, key, answer{g.came[i].stamp, owed})
+			m.sched.note(id, key, answer{stamp: g.came[i].stamp, owed: owed})
 		}
 		if owed {
 			continue
@@ -131,16 +132,40 @@ func (s *scheduler) note(id int, key gatherKey, a answer) {
 // is over, and repeats the release if it is the last one.
 func (m *Machine) answered(from int, key gatherKey, stamp int32) bool {
 	last, ok := m.sched.answers[from][key]
-	if !ok {
+	if !ok || newer(stamp, last.stamp) {
 		return false
 	}
-	const half = 1 << 30 // timestamps count to 1<<31 and begin again
-	if age := (last.stamp - stamp) & math.MaxInt32; age >= half {
-		return false // newer than that
-	} else if age == 0 {
+	if stamp == last.stamp && !last.withdrawn {
 		m.release(from, key, last.stamp)
 	}
 	return true
+}
+
+// newer compares timestamps, which count to 1<<31 and begin again.
+func newer(a, b int32) bool { return (b-a)&math.MaxInt32 >= 1<<30 }
+
+// stepWithdraw takes back a request that its caller has given up. One that comes again
+// afterwards, or that the notice has overtaken, does not count either.
+func (m *Machine) stepWithdraw(now time.Duration, from int, msg *van.Meta, n notice) error {
+	switch _, known := m.at[from]; {
+	case n.verb != verbWithdraw:
+		return m.bad(from, msg, "sender", from, "notices come from the scheduler only")
+	case m.sched == nil:
+		return m.bad(from, msg, "body", n.verb, "a notice for others than the scheduler")
+	case m.phase != ready || from != van.SchedulerID && (!known || !m.native(from)):
+		return m.bad(from, msg, "sender", from, "a node of this cluster and of this library")
+	case msg.Key < 1 || msg.Key > math.MaxInt32+1:
+		return m.bad(from, msg, "key", msg.Key, "1 to 2147483648: the name of a request")
+	}
+	key, stamp := gatherKey{n.group, n.instance}, int32(msg.Key-1)
+	if last, ok := m.sched.answers[from][key]; !ok || newer(stamp, last.stamp) {
+		m.sched.note(from, key, answer{stamp: stamp, withdrawn: true})
+	}
+	if g := m.sched.gathers[key]; g != nil {
+		g.came = slices.DeleteFunc(g.came, func(a arrival) bool { return a.id == from && a.stamp == stamp })
+		m.recheckBarriers(now)
+	}
+	return nil
 }
 
 // release repeats a release.

@@ -44,6 +44,7 @@ type Machine struct {
 	first map[int]bool // ids whose first connections end start-up
 
 	tickets    []*ticket
+	withdrawn  []*ticket // whose requests the scheduler was told not to count
 	lastTicket int
 
 	// leaving: the final barrier is over (or Leaving was called), so that others

@@ -205,17 +205,21 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 	m.emit(PeerReplaced{n.ID, m.table[i]})
 }
 
-// stepNotice takes what the scheduler tells beyond the protocol.
+// stepNotice takes what the scheduler tells beyond the protocol, and on the scheduler what
+// was withdrawn.
 func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 	if len(msg.Body) == 0 {
 		return nil
 	}
-	if m.sched != nil || from != van.SchedulerID {
+	if m.sched == nil && from != van.SchedulerID {
 		return m.bad(from, msg, "sender", from, "notices come from the scheduler only")
 	}
 	n, err := parseNotice(msg.Body)
 	if err != nil {
 		return m.badErr(from, msg, err)
+	}
+	if m.sched != nil || n.verb == verbWithdraw {
+		return m.stepWithdraw(now, from, msg, n)
 	}
 	switch n.verb {
 	case verbError:

@@ -25,13 +25,15 @@ const (
 	verbRejoin  = "rejoin"  // [table]: the scheduler is another process; with table, the node's table is wanted
 	verbBarrier = "barrier-failed"
 	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
+	verbWithdraw = "withdraw"
+	// withdraw <group> <instance|group>: to the scheduler, the request that the key names is given up
 )
 
-// notice is what the scheduler tells a node beyond the protocol.
+// notice is what the scheduler tells a node beyond the protocol, or with withdraw a node the scheduler.
 type notice struct {
 	verb     string
 	id       int // dead, back
-	group    int // barrier-failed
+	group    int // barrier-failed, withdraw
 	instance bool
 	text     string
 }
@@ -41,7 +43,7 @@ func (n notice) body() []byte {
 	switch n.verb {
 	case verbDead, verbBack:
 		s += " " + strconv.Itoa(n.id)
-	case verbBarrier:
+	case verbBarrier, verbWithdraw:
 		s += " " + strconv.Itoa(n.group) + " " + kindName(n.instance)
 	}
 	if n.text != "" {
@@ -125,7 +127,7 @@ func parseNotice(body []byte) (notice, error) {
 			return bad("body back", strconv.Quote(head(s)), "nothing after the id")
 		}
 		n.id, n.text = id, rest
-	case verbBarrier:
+	case verbBarrier, verbWithdraw:
 		group, ok := number(word())
 		if !ok || group < 1 || group > van.AllNodes {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "a group from 1 to 7")
@@ -133,6 +135,9 @@ func parseNotice(body []byte) (notice, error) {
 		kind := word()
 		if kind != kindName(true) && kind != kindName(false) {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "instance or group")
+		}
+		if n.verb == verbWithdraw && rest != "" {
+			return bad("body withdraw", strconv.Quote(head(s)), "nothing after the kind")
 		}
 		n.group, n.instance, n.text = group, kind == kindName(true), rest
 	default:

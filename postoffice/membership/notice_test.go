@@ -17,6 +17,8 @@ func TestNoticeRoundTrip(t *testing.T) {
 		{verb: verbBack, id: 9},
 		{verb: verbBarrier, group: 7, instance: true, text: "server 0 is dead"},
 		{verb: verbBarrier, group: 1, text: "x"},
+		{verb: verbWithdraw, group: 4, instance: true},
+		{verb: verbWithdraw, group: 1},
 	} {
 		got, err := parseNotice(n.body())
 		if err != nil || got != n {
@@ -42,7 +44,8 @@ func TestNoticeNonsense(t *testing.T) {
 		"stepaf/1 waiting", "stepaf/1 dead", "stepaf/1 dead x y", "stepaf/1 dead 7 x", "stepaf/1 dead +8 x",
 		"stepaf/1 dead 08 x", "stepaf/1 dead 32767 x", "stepaf/1 dead 99999999999999999999 x", "stepaf/1 back 8 x",
 		"stepaf/1 back -8", "stepaf/1 barrier-failed", "stepaf/1 barrier-failed 0 group x", "stepaf/1 barrier-failed 8 group x",
-		"stepaf/1 barrier-failed 7 both x", "stepaf/1 error a\nb", "stepaf/1 error \xff", "STEPAF/1 error x", " stepaf/1 error x",
+		"stepaf/1 barrier-failed 7 both x", "stepaf/1 withdraw", "stepaf/1 withdraw 0 group", "stepaf/1 withdraw 7 both", "stepaf/1 withdraw 7 group x",
+		"stepaf/1 error a\nb", "stepaf/1 error \xff", "STEPAF/1 error x", " stepaf/1 error x",
 		"stepaf/1 error " + strings.Repeat("x", maxNotice)} {
 		n, err := parseNotice([]byte(s))
 		if !errors.Is(err, van.ErrMalformed) || n != (notice{}) {

@@ -282,6 +282,7 @@ func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
 	m.connect(van.SchedulerID, m.cfg.Scheduler)
 	m.emit(PeerReplaced{van.SchedulerID, m.cfg.Scheduler})
+	m.withdrawn = nil // it knows of no request
 	for _, t := range m.tickets {
 		if t.ending {
 			t.sent = false

@@ -35,7 +35,7 @@ var update = flag.Bool("update", false, "rewrite the expected output of the scri
 //	freeze NAME, thaw NAME   it is stopped and woken; what is sent to it is kept
 //	lose NAME PEER       NAME's transport loses the connection to PEER
 //	back NAME PEER       ... and has it again
-//	inject to=NAME from=ID cmd=BARRIER [group=9] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
+//	inject to=NAME from=ID cmd=BARRIER [group=9] [ts=2] [key=3] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
 //	report NAME, state NAME
 //	verbose on|off       show messages and actions, not only events
 func TestScripts(t *testing.T) {
@@ -386,6 +386,7 @@ func (s *script) inject(words []string, opts map[string]string) error {
 		}
 		meta.Timestamp = int32(ts)
 	}
+	meta.Key, _ = strconv.ParseUint(opts["key"], 10, 64)
 	meta.Request = slices.Contains(words, "request")
 	if !slices.Contains(words, "untagged") {
 		meta.SetIncarnations(n.m.Incarnation(from), n.m.own.Incarnation)

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -128,6 +129,9 @@ func (m *Machine) ask() {
 		}
 		t.sent = true
 		t.stamp = m.request(t)
+		m.withdrawn = slices.DeleteFunc(m.withdrawn, func(e *ticket) bool {
+			return e.instance == t.instance && e.group == t.group && e.customer == t.customer
+		})
 	}
 }
 
@@ -152,6 +156,9 @@ func (m *Machine) request(t *ticket) (stamp int32) {
 // original would count them twice.
 func (m *Machine) askAgain() {
 	if m.native(van.SchedulerID) && !m.rejoining {
+		for _, t := range m.withdrawn {
+			m.sendWithdrawal(t)
+		}
 		for _, t := range m.tickets {
 			if t.sent {
 				next := m.stamp
@@ -164,14 +171,32 @@ func (m *Machine) askAgain() {
 	m.ask()
 }
 
-// CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. The
-// request cannot be taken back, so others may count this node as present. An
-// unknown ticket, or one that has ended, is ignored.
+// CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. A scheduler
+// of this library is told, and does not count this node as present any more; one of the
+// original cannot be told. An unknown ticket, or one that has ended, is ignored.
 func (m *Machine) CancelBarrier(n int) {
 	if i := slices.IndexFunc(m.tickets, func(t *ticket) bool { return t.n == n }); i >= 0 {
 		t := m.tickets[i]
+		m.withdraw(t)
 		m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t, 0))
 	}
+}
+
+// withdraw tells a scheduler of this library that nobody waits any more for the release
+// that t has asked for. It is told again when its connection was lost, until there is
+// another request in its place. That of Finalize stays: who gives up there leaves.
+func (m *Machine) withdraw(t *ticket) {
+	if !t.sent || t.final || m.sched == nil && !m.native(van.SchedulerID) || failpoint.On("abandon") {
+		return
+	}
+	m.withdrawn = append(m.withdrawn, t)
+	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.rejoining {
+		m.sendWithdrawal(t)
+	}
+}
+
+func (m *Machine) sendWithdrawal(t *ticket) {
+	m.tellAbout(van.SchedulerID, notice{verb: verbWithdraw, group: t.group, instance: t.instance}, named(t.stamp))
 }
 
 // Missing says who has not come to a barrier that waits, as far as this node knows, or "".
@@ -324,6 +349,7 @@ func (m *Machine) expire(t *ticket) {
 		text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, m.barriersText())
 		m.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
 	}
+	m.withdraw(t)
 	m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t, limit))
 }
 
@@ -334,6 +360,11 @@ func (m *Machine) failWithoutScheduler(now time.Duration) {
 	at, waits := m.schedulerDeadline()
 	if !waits || now < at {
 		return
+	}
+	for _, t := range m.tickets {
+		if m.needsScheduler(t) {
+			m.withdraw(t)
+		}
 	}
 	m.failTickets(m.needsScheduler, van.Error{Peer: m.peer(van.SchedulerID), Err: m.health[van.SchedulerID].cause})
 }
