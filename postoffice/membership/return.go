@@ -110,7 +110,8 @@ func (m *Machine) answerReturn(c *comeback, what string) {
 }
 
 // resumeIfComplete resumes an earlier scheduler's cluster if enough of it has come back:
-// all, or after returnGrace more than half, or anybody when the cluster has a name.
+// all, or after returnGrace more than half, or anybody when the cluster has a name, or
+// after Config.ReplaceTimeout half of it if others have registered for all other places.
 func (m *Machine) resumeIfComplete(now time.Duration) {
 	b := m.sched.back
 	if b == nil {
@@ -136,7 +137,11 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 		m.resume(now, cluster, newest[cluster])
 		return
 	}
-	if now < b.since+returnGrace || count[cluster]*2 <= all && !m.cfg.NamedCluster {
+	switch half := 2 * count[cluster]; {
+	case now < b.since+returnGrace:
+		return
+	case half > all || m.cfg.NamedCluster:
+	case half < all || now < b.since+m.cfg.ReplaceTimeout || !m.othersCame(cluster):
 		return
 	}
 	if b.table != nil && b.cluster == cluster && b.generation >= newest[cluster] {
@@ -152,6 +157,30 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 			m.answerReturn(c, "table")
 		}
 	}
+}
+
+// othersCame tells whether there is a registered node for each place of an earlier
+// scheduler's cluster whose holder has not come back: nobody more is to be expected.
+func (m *Machine) othersCame(cluster uint32) bool {
+	var joins []van.Node
+	for _, j := range m.sched.joins {
+		if j.lost == nil {
+			joins = append(joins, j.node)
+		}
+	}
+	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
+		if c := m.sched.back.nodes[id]; c != nil && c.cluster == cluster {
+			continue
+		}
+		i := slices.IndexFunc(joins, func(n van.Node) bool {
+			return n.Role == van.RoleOf(id) && (n.AuxID == -1 || n.AuxID == van.RankOf(id))
+		})
+		if i < 0 {
+			return false
+		}
+		joins = slices.Delete(joins, i, i+1)
+	}
+	return true
 }
 
 func sortedIDs[V any](m map[int]V) []int { return slices.Sorted(maps.Keys(m)) }
