@@ -49,7 +49,6 @@ type call struct {
 	end    time.Duration // 0 while it is under way
 	err    error
 	gaveUp bool // it ended because its time was over
-	guard  *time.Timer
 }
 
 // vote is one call of a barrier.

@@ -63,12 +63,6 @@ type transport interface {
 	held() int64
 }
 
-// rpc is what all APIs for tensors have in common.
-type rpc interface {
-	pushPull(push, pull []af.KeyTensor) (int32, error)
-	wait(handler int32, limit time.Duration) error
-}
-
 // startLinger is how long a node that gives up starting lets its last messages leave.
 const startLinger = 2 * time.Second
 
@@ -422,8 +416,7 @@ func brief(err error) string {
 
 // logger puts what a node logs into the timeline.
 type logger struct {
-	p     *proc
-	attrs string
+	p *proc
 }
 
 // Enabled implements slog.Handler.

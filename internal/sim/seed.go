@@ -28,14 +28,6 @@ func (s seed) at(n uint64) seed { return seed(mix(uint64(s) ^ mix(n))) }
 // share is in [0, 1).
 func (s seed) share() float64 { return float64(uint64(s)>>11) / (1 << 53) }
 
-// below is in [0, n).
-func (s seed) below(n int) int {
-	if n <= 0 {
-		return 0
-	}
-	return int(uint64(s) % uint64(n))
-}
-
 // chance is true with probability p.
 func (s seed) chance(p float64) bool { return s.share() < p }
 
@@ -52,7 +44,3 @@ func (r *stream) next() seed {
 	r.n++
 	return r.s.at(r.n)
 }
-
-func (r *stream) below(n int) int                          { return r.next().below(n) }
-func (r *stream) chance(p float64) bool                    { return r.next().chance(p) }
-func (r *stream) between(a, b time.Duration) time.Duration { return a + r.next().upTo(b-a) }

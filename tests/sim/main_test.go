@@ -262,7 +262,6 @@ type totals struct {
 	virtual         time.Duration
 	bad             []outcome
 	badCount        int
-	foundAt         time.Time
 	begun, lastTold time.Time
 }
 
