@@ -32,9 +32,10 @@ type device struct {
 	// too.
 	mu      sync.Mutex
 	wcs     [batch]verbs.Completion
-	came    []*rxMsg // by the last poll
-	trailer trailer  // of the message being looked at
-	failed  int      // polls, one after the other
+	came    []*rxMsg    // by the last poll
+	trailer trailer     // of the message being looked at
+	failed  int         // polls, one after the other
+	gone    atomic.Bool // the device: many have failed
 	parked  atomic.Bool
 	wanted  atomic.Int32 // who waits for mu
 	hungry  atomic.Bool  // peers wait for a place
@@ -210,7 +211,9 @@ func (d *device) receive() (*van.Message, *dispatch.Lane[*van.Message], bool) {
 			continue
 		}
 		d.doze = pollGrace
-		d.look()
+		if d.look(); d.gone.Load() {
+			time.Sleep(tickTime) // it will not get better; not in look: nobody else would get mu
+		}
 	}
 }
 
@@ -291,15 +294,17 @@ const (
 func (d *device) poll(spin, block time.Duration) int {
 	n, err := d.dev.Poll(d.wcs[:], spin, block)
 	if err != nil {
-		if d.failed++; d.failed&(d.failed-1) == 0 && !d.ending.Load() && !d.v.closed.Load() {
+		d.failed++
+		d.gone.Store(d.failed > 8)
+		if d.failed&(d.failed-1) == 0 && !d.ending.Load() && !d.v.closed.Load() {
 			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err, "so far", d.failed)
-		}
-		if d.failed > 8 {
-			time.Sleep(tickTime) // the device is gone, it will not get better
 		}
 		return 0
 	}
-	d.failed = 0
+	if d.failed > 0 {
+		d.failed = 0
+		d.gone.Store(false)
+	}
 	for i := range d.wcs[:n] {
 		d.completed(&d.wcs[i])
 	}
