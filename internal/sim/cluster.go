@@ -79,6 +79,9 @@ func (c *cluster) environ(p *proc) map[string]string {
 	if c.plan.Transport.Resend {
 		env["PS_RESEND"] = "1"
 	}
+	if c.fabric != nil {
+		env["DMLC_ENABLE_RDMA"] = "ibverbs"
+	}
 	maps.Copy(env, s.Env)
 	maps.Copy(env, s.Nodes[p.who])
 	maps.Copy(env, p.env)

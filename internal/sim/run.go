@@ -22,6 +22,7 @@ type Result struct {
 	Virtual    time.Duration // how long it was in the cluster
 	Calls      int
 	Failed     int // calls that ended with an error
+	Posted     int // work requests of RDMA devices
 	timeline   *timeline
 }
 
@@ -34,7 +35,13 @@ func (r *Result) WriteTimeline(w io.Writer, lines int) {
 // Run carries out a plan with a seed, in a bubble of its own. t is only for the bubble:
 // what is wrong is in the Result.
 func Run(t *testing.T, p *plan.Plan, number uint64) (r *Result) {
-	r = &Result{Plan: p, Seed: number}
+	r = &Result{Plan: p, Seed: number, timeline: &timeline{}}
+	if p.Transport.Kind == "rdma" {
+		if err := rdmaLacks(p); err != nil {
+			r.Violations = append(r.Violations, Violation{Kind: "not simulated", Text: err.Error()})
+			return r
+		}
+	}
 	defer func() {
 		// Goroutines that stay blocked are a deadlock for synctest; the run has noted them.
 		if e := recover(); e != nil {
@@ -52,6 +59,9 @@ func Run(t *testing.T, p *plan.Plan, number uint64) (r *Result) {
 		r.Violations = c.check.violations()
 		r.Virtual = c.net.now()
 		r.Hash = c.net.tl.hash()
+		if c.fabric != nil {
+			r.Posted = c.fabric.posted()
+		}
 		for _, x := range c.rounds {
 			if !x.barrier {
 				r.Calls++

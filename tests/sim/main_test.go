@@ -92,10 +92,21 @@ func choose(seed uint64) (*plan.Plan, error) {
 		}
 		return nil, fmt.Errorf("no plan %q in %s", *planName, plansDir())
 	}
+	if seed%20 == 19 {
+		var fit []*plan.Plan
+		for _, p := range all {
+			if p.Transport.Kind == "rdma" && p.Only != "processes" {
+				fit = append(fit, p)
+			}
+		}
+		if len(fit) > 0 {
+			return fit[seed/20%uint64(len(fit))], nil
+		}
+	}
 	if seed%2 == 0 {
 		var fit []*plan.Plan
 		for _, p := range all {
-			if p.Only != "processes" && !known[p.Name] {
+			if p.Only != "processes" && !known[p.Name] && p.Transport.Kind != "rdma" {
 				fit = append(fit, p)
 			}
 		}
