@@ -156,7 +156,7 @@ func (c *checker) plan() {
 	if c.err != nil {
 		return
 	}
-	c.oneOf("cluster.api", s.API, "", "python", "tensor", "kv")
+	c.oneOf("cluster.api", s.API, "", "python", "tensor")
 	for i, n := range s.Foreign {
 		c.node(fmt.Sprintf("cluster.foreign[%d]", i), n)
 	}

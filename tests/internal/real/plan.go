@@ -55,7 +55,7 @@ func Cannot(p *plan.Plan, leg Leg) string {
 	if k := p.Transport.Kind; k != "" && k != string(leg) {
 		return "it is for " + k
 	}
-	if p.Cluster.API == "kv" || max(p.Cluster.Group, 1) > 1 {
+	if max(p.Cluster.Group, 1) > 1 {
 		return "the processes have tensors and no groups"
 	}
 	if len(p.Cluster.Foreign) > 0 {
