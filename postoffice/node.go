@@ -118,7 +118,8 @@ type Node struct {
 	onExit   []func()
 	rearm    chan struct{}
 	stop     chan struct{}
-	finalize sync.Once
+	leaving  atomic.Bool
+	left     chan struct{} // closed when the node has left; finalErr is set then
 	finalErr error
 	closing  chan struct{} // closed by Close, so that a Finalize does not wait on
 	hurry    sync.Once
@@ -239,7 +240,7 @@ func newNode(o Options) (*Node, error) {
 		}
 	}
 	n := &Node{cfg: cfg, role: role, waiters: map[int]chan error{}, ready: make(chan struct{}), failed: make(chan struct{}),
-		rearm: make(chan struct{}, 1), stop: make(chan struct{}), closing: make(chan struct{})}
+		rearm: make(chan struct{}, 1), stop: make(chan struct{}), closing: make(chan struct{}), left: make(chan struct{})}
 	if n.rand = o.Rand; n.rand == nil {
 		n.rand = rand.Uint64
 	}
@@ -565,11 +566,22 @@ func timeout(cause error) error {
 // worker, after STEPAF_STOP_TIMEOUT. Only the first call
 // does anything; others return its result.
 func (n *Node) Finalize(ctx context.Context) error {
-	n.finalize.Do(func() {
+	n.leaveOnce(func() error {
 		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
-		n.finalErr = errors.Join(err, n.leave(lingerTime))
+		return errors.Join(err, n.leave(lingerTime))
 	})
 	return n.finalErr
+}
+
+// leaveOnce calls leave the first time and waits for its end the other times. It is no
+// sync.Once, in which others would wait for a mutex: that stops the virtual time of tests.
+func (n *Node) leaveOnce(leave func() error) {
+	if n.leaving.Swap(true) {
+		<-n.left
+		return
+	}
+	defer close(n.left)
+	n.finalErr = leave()
 }
 
 // Close leaves at once, without waiting for anyone. Requests in flight fail with
@@ -578,7 +590,7 @@ func (n *Node) Close() { n.close(lingerTime) }
 
 func (n *Node) close(linger time.Duration) {
 	n.hurry.Do(func() { close(n.closing) })
-	n.finalize.Do(func() { n.finalErr = n.leave(linger) })
+	n.leaveOnce(func() error { return n.leave(linger) })
 }
 
 // How long a leaving node lets its last messages leave, and one that has never

@@ -72,7 +72,7 @@ type Van struct {
 	monitor sync.WaitGroup
 
 	seenMu sync.Mutex
-	seen   map[int]*history
+	seen   map[int]*peer
 }
 
 var (
@@ -97,7 +97,7 @@ func New(inner van.Van, opts Options) *Van {
 		opts.Log = slog.New(slog.DiscardHandler)
 	}
 	v := &Van{inner: inner, opts: opts, log: opts.Log,
-		kept: map[key]*entry{}, conns: map[int]string{}, quiet: map[int]bool{}, seen: map[int]*history{},
+		kept: map[key]*entry{}, conns: map[int]string{}, quiet: map[int]bool{}, seen: map[int]*peer{},
 		wake: make(chan struct{}, 1), quit: make(chan struct{})}
 	v.id.Store(van.Empty)
 	if w, ok := van.As[van.PeerWatcher](inner); ok {
@@ -156,8 +156,9 @@ func (v *Van) warnAbout(id int) {
 }
 
 // Connect implements van.Van. A peer that comes again under the same id is taken
-// for one that has been started again: it may use its timestamps anew. What is
-// kept for it is sent again only if its address is the same.
+// for one that has been started again: it may use its timestamps anew, unless its record
+// says that it is the same process. What is kept for it is sent again only if its address
+// is the same.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.warnAbout(id)
 	if err := v.inner.Connect(ctx, id, peer); err != nil {
@@ -169,11 +170,9 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.conns[id] = addr
 	delete(v.quiet, id)
 	v.mu.Unlock()
-	if again {
-		v.forget(id)
-		if old != addr {
-			v.giveUp(id, &van.Error{Op: "connection", Peer: van.NodeName(id) + " at " + old, Detail: "replaced by " + addr, Err: van.ErrPeerLost})
-		}
+	v.begin(id, &peer)
+	if again && old != addr {
+		v.giveUp(id, &van.Error{Op: "connection", Peer: van.NodeName(id) + " at " + old, Detail: "replaced by " + addr, Err: van.ErrPeerLost})
 	}
 	return nil
 }
@@ -191,6 +190,7 @@ func (v *Van) Rename(old, id int) error {
 		delete(v.conns, old)
 	}
 	v.mu.Unlock()
+	v.rename(old, id)
 	return nil
 }
 

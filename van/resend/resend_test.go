@@ -528,8 +528,14 @@ func TestMemoryIsBounded(t *testing.T) {
 		m.AppID = app
 		f.p.recv(from(8, m))
 	}
-	if n := len(f.seen[8].streams); n != maxStreams {
+	if n := len(f.seen[8].lives[0].streams); n != maxStreams {
 		t.Errorf("%d streams of one peer, want %d", n, maxStreams)
+	}
+	for from := range uint32(10) {
+		f.p.recv(of(from, 8, request(9, 0)))
+	}
+	if n := len(f.seen[8].lives); n != maxLives {
+		t.Errorf("%d processes of one peer, want %d", n, maxLives)
 	}
 	for id := range 2 * maxPeers {
 		f.note(from(100+id, request(9, 0)))

@@ -2,7 +2,9 @@ package resend
 
 import (
 	"math"
+	"slices"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -11,6 +13,7 @@ const (
 	windowSize = 1 << 16 // timestamps of one stream: 8 KiB
 	maxStreams = 64      // streams of one peer
 	maxPeers   = 256     // more only if they are connected
+	maxLives   = 2       // processes of one peer
 )
 
 // stream is one sequence of timestamps. It has what signatures lack.
@@ -20,10 +23,41 @@ type stream struct {
 	request, push, simple bool
 }
 
-// history is what has been received from one peer.
+// peer is what is remembered of one node id. Requests of a process may come before the
+// record that says that it has taken the id: each process has a history of its own.
+type peer struct {
+	connected   bool
+	incarnation uint32 // of the record; 0: a node of the original, or the scheduler
+	lives       []*history
+}
+
+// history is what has been received from one process.
 type history struct {
-	clock   uint64
-	streams map[stream]*window
+	incarnation uint32 // 0: not known
+	clock       uint64
+	streams     map[stream]*window
+}
+
+// of returns the history of the process that marks its messages with from.
+func (p *peer) of(id int, from uint32) *history {
+	if p.connected && p.incarnation == 0 && id != van.SchedulerID || failpoint.On("incarnation") {
+		from = 0 // a mark of the original's means nothing
+	}
+	for _, h := range p.lives {
+		if h.incarnation == from {
+			return h
+		}
+	}
+	if len(p.lives) >= maxLives {
+		i := 0
+		if p.connected && p.lives[0].incarnation == p.incarnation {
+			i = 1
+		}
+		p.lives = slices.Delete(p.lives, i, i+1)
+	}
+	h := &history{incarnation: from, streams: map[stream]*window{}}
+	p.lives = append(p.lives, h)
+	return h
 }
 
 // window remembers the last windowSize timestamps up to top.
@@ -65,14 +99,16 @@ func (w *window) add(ts int32) bool {
 func (v *Van) note(m *van.Message) bool {
 	v.seenMu.Lock()
 	defer v.seenMu.Unlock()
-	h := v.seen[m.Sender]
-	if h == nil {
-		if len(v.seen) >= maxPeers && !v.connected(m.Sender) {
+	p := v.seen[m.Sender]
+	if p == nil {
+		if len(v.seen) >= maxPeers {
 			return false
 		}
-		h = &history{streams: map[stream]*window{}}
-		v.seen[m.Sender] = h
+		p = &peer{}
+		v.seen[m.Sender] = p
 	}
+	from, _ := m.Incarnations()
+	h := p.of(m.Sender, from)
 	h.clock++
 	s := stream{m.AppID, m.CustomerID, m.Control.Cmd, m.Request, m.Push, m.SimpleApp}
 	w := h.streams[s]
@@ -99,11 +135,48 @@ func (h *history) evict() {
 	delete(h.streams, oldest)
 }
 
-func (v *Van) connected(id int) bool {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	_, ok := v.conns[id]
-	return ok
+// begin notes that peer id is connected as node says. A peer that was connected before
+// has been started again, unless it is the same process: what another one has sent is
+// forgotten, what this one has sent already is not.
+func (v *Van) begin(id int, node *van.Node) {
+	who, _ := node.Identity()
+	v.seenMu.Lock()
+	defer v.seenMu.Unlock()
+	p := v.seen[id]
+	if p == nil {
+		p = &peer{}
+		v.seen[id] = p
+	}
+	p.follow(id, who.Incarnation)
+}
+
+// follow says that the process with the given incarnation has the id now.
+func (p *peer) follow(id int, incarnation uint32) {
+	if p.connected {
+		p.lives = slices.DeleteFunc(p.lives, func(h *history) bool {
+			if id == van.SchedulerID { // its record does not say which process it is
+				return h.incarnation == 0
+			}
+			return h.incarnation == 0 || h.incarnation != incarnation
+		})
+	}
+	p.connected, p.incarnation = true, incarnation
+}
+
+// rename gives a connected peer another id, by which it may have been heard already.
+func (v *Van) rename(old, id int) {
+	v.seenMu.Lock()
+	defer v.seenMu.Unlock()
+	p := v.seen[old]
+	if p == nil {
+		return
+	}
+	delete(v.seen, old)
+	if was := v.seen[id]; was != nil {
+		was.follow(id, p.incarnation)
+		p.lives = was.lives
+	}
+	v.seen[id] = p
 }
 
 // forget lets a peer begin anew.

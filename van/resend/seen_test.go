@@ -1,8 +1,11 @@
 package resend
 
 import (
+	"context"
 	"math"
 	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // TestWindowWraps: after the largest timestamp, the small ones are new, once.
@@ -42,5 +45,93 @@ func TestWindowForgets(t *testing.T) {
 	}
 	if w.add(windowSize + 19) {
 		t.Error("a timestamp inside the window is taken for a duplicate")
+	}
+}
+
+// of is a message of the process that has the incarnation inc.
+func of(inc uint32, sender int, m *van.Message) *van.Message {
+	m.SetIncarnations(inc, 1)
+	return from(sender, m)
+}
+
+// What a process has sent before its record came is still known afterwards: the
+// acknowledgements may not have reached it, and it sends again.
+func TestSentBeforeItsRecord(t *testing.T) {
+	record := func(inc uint32, port int32) van.Node {
+		n := van.Node{Hostname: "a", Ports: []int32{port}}
+		if inc != 0 {
+			n.Endpoint = (&van.Identity{Incarnation: inc}).Encode()
+		}
+		return n
+	}
+	for _, c := range []struct {
+		name         string
+		id           int
+		before, next uint32 // of the records; 0: none
+		mark         uint32 // of the messages of the process that comes next
+		up           bool   // a repetition after the record is handed up
+	}{
+		{"replaced", 9, 5, 6, 6, false},
+		{"the same again", 9, 6, 6, 6, false},
+		{"another one follows", 9, 5, 7, 6, true},
+		{"the original's", 9, 0, 0, 0, true}, // which count from 0 again
+		{"the original's with trace stamps", 9, 0, 0, 6, true},
+		{"the scheduler", van.SchedulerID, 0, 0, 6, false}, // its record says nothing
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f := newFixture(t, Options{})
+			connect := func(inc uint32, port int32) {
+				t.Helper()
+				if err := f.Connect(context.Background(), c.id, record(inc, port)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			handed := func(inc uint32, ts int) bool {
+				before := len(f.up)
+				f.p.recv(of(inc, c.id, request(8, ts)))
+				return len(f.up) > before
+			}
+			connect(c.before, 1)
+			if !handed(c.before, 1) {
+				t.Error("the first message was dropped")
+			}
+			if !handed(c.mark, 70) {
+				t.Error("a message before its sender's record was dropped")
+			}
+			if handed(c.mark, 70) {
+				t.Error("handed up twice before the record")
+			}
+			connect(c.next, 2)
+			if up := handed(c.mark, 70); up != c.up {
+				t.Errorf("sent again after the record: handed up %t, want %t", up, c.up)
+			}
+			if !handed(c.mark, 71) {
+				t.Error("a new message was dropped")
+			}
+		})
+	}
+}
+
+// A process that has no name yet gets one by Rename; the same holds.
+func TestSentBeforeItsName(t *testing.T) {
+	f := newFixture(t, Options{})
+	who := van.Node{Hostname: "a", Ports: []int32{1}, Endpoint: (&van.Identity{Incarnation: 6}).Encode()}
+	if err := f.Connect(context.Background(), 9, van.Node{Hostname: "a", Endpoint: (&van.Identity{Incarnation: 5}).Encode()}); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Connect(context.Background(), -2, who); err != nil {
+		t.Fatal(err)
+	}
+	f.p.recv(of(5, 9, request(8, 1)))
+	f.p.recv(of(6, 9, request(8, 2)))
+	if err := f.Rename(-2, 9); err != nil {
+		t.Fatal(err)
+	}
+	f.p.recv(of(6, 9, request(8, 2)))
+	if n := len(f.up); n != 2 {
+		t.Errorf("%d messages handed up, want 2", n)
+	}
+	if n := len(f.seen[9].lives); n != 1 {
+		t.Errorf("%d processes are remembered, want 1", n)
 	}
 }
