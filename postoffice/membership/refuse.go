@@ -3,7 +3,7 @@ package membership
 import (
 	"fmt"
 	"math"
-	"net"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -38,7 +38,7 @@ func (m *Machine) refuse(now time.Duration, rec *van.Node, why string) {
 	same := func(o refusal) bool { return sameAddr(&o.node, rec) }
 	m.remember(&m.sched.refused, describe(rec)+": "+why)
 	switch {
-	case net.ParseIP(rec.Hostname) == nil || slices.ContainsFunc(r.recent, same) || slices.ContainsFunc(r.waiting, same):
+	case !numeric(rec.Hostname) || slices.ContainsFunc(r.recent, same) || slices.ContainsFunc(r.waiting, same):
 	case len(r.recent) < maxRefusing:
 		m.tellStranger(now, refusal{node: cloneNode(*rec), why: why})
 	case len(r.waiting) < maxRefusalsIn:
@@ -117,4 +117,10 @@ func (m *Machine) tickClaims(now time.Duration) {
 			m.joinLate(now, c.node, c.stamp)
 		}
 	}
+}
+
+// numeric tells whether host is an address, for which nobody has to be asked.
+func numeric(host string) bool {
+	_, err := netip.ParseAddr(host)
+	return err == nil
 }
