@@ -59,7 +59,7 @@ func (f *foreignVan) strip(m *van.Meta) {
 func (f *foreignVan) Start(recv van.Receiver) {
 	f.Van.Start(func(m *van.Message) {
 		if m.Control.Cmd == van.Heartbeat && bytes.HasPrefix(m.Body, []byte("stepaf/1")) {
-			return
+			m.Body = nil // and acknowledged, with PS_RESEND, as any other message
 		}
 		f.strip(&m.Meta)
 		recv(m)
