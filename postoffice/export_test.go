@@ -35,5 +35,18 @@ func (c *Customer) Places() int { return len(*c.table.Load()) }
 // NoteProcess notes that record's process has id.
 func (n *Node) NoteProcess(id int, record *van.Node) { n.noteProcess(id, record, true) }
 
+// Held counts the messages of processes that the table does not have.
+func (n *Node) Held() (count int) {
+	n.strangers.mu.Lock()
+	defer n.strangers.mu.Unlock()
+	for _, v := range n.strangers.held {
+		count += len(v.queue)
+	}
+	return count
+}
+
+// SetLost makes node id be considered dead because of cause, or not with nil.
+func (n *Node) SetLost(id int, cause error) { n.setLost(id, cause) }
+
 // SetStartTimeout changes how long requests for applications that are not made are kept.
 func (n *Node) SetStartTimeout(d time.Duration) { n.cfg.StartTimeout = d }

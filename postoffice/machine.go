@@ -164,6 +164,7 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.PeerAlive:
 		n.log.Warn("peer is back", "peer", n.PeerName(o.ID))
 		n.notify(o.ID, true, nil)
+		n.admit(o.ID)
 	case membership.PeerReplaced:
 		// What the dead node owed will not come from the new one.
 		cause := n.lost(o.ID)
@@ -182,6 +183,7 @@ func (n *Node) carryOut(o membership.Output) {
 		if a, ok := van.As[van.Admitter](n.van); ok {
 			a.Admit(o.ID)
 		}
+		n.admit(o.ID)
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:

@@ -114,10 +114,30 @@ func (n *Node) note(id int, incarnation uint32, replaced bool) {
 		p.known, p.incarnation = true, incarnation
 		p.behind = n.strangers.waits(id, incarnation)
 	})
-	if v := n.strangers.held[id]; n.processes.of(id).behind && !v.running {
-		v.running = true
-		go n.catchUp(id)
+	if n.processes.of(id).lost == nil { // else nothing can be answered before it is connected
+		n.catchUpLocked(id)
 	}
+}
+
+// admit delivers what has waited until node id could be answered.
+func (n *Node) admit(id int) {
+	n.lostMu.Lock()
+	defer n.lostMu.Unlock()
+	n.strangers.mu.Lock()
+	defer n.strangers.mu.Unlock()
+	n.catchUpLocked(id)
+}
+
+// catchUpLocked starts catchUp if there is something to do. lostMu and strangers.mu are held.
+func (n *Node) catchUpLocked(id int) {
+	v := n.strangers.held[id]
+	if !n.processes.of(id).behind || v != nil && v.running {
+		return
+	}
+	if v != nil {
+		v.running = true
+	}
+	go n.catchUp(id)
 }
 
 // stamp marks a message to node id with this process and the one that it is meant for.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
@@ -115,6 +116,43 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 			t.Errorf("epoch %d, want %d", e, epoch+1)
 		}
 	}, testcluster.InProc)
+}
+
+// TestAnsweredWhenReplaced: what the process that takes the place of a lost one has sent
+// before its record came is delivered when it can be answered, not before.
+func TestAnsweredWhenReplaced(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := c.Workers[0], c.Servers[0]
+	id, next := van.WorkerID(0), w.Incarnation()^0x5555
+	lost := make(chan error, 1)
+	if _, err := s.AddCustomer(7, 7, func(*van.Message) { lost <- s.Lost(id) }); err != nil {
+		t.Fatal(err)
+	}
+	s.SetLost(id, van.ErrPeerLost)
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Request, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, 1, 7, 7
+	m.SetIncarnations(next, s.Incarnation())
+	if err := w.Van().Send(m); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "it waits", func() bool { return s.Held() == 1 })
+	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: next}).Encode()}
+	s.NoteProcess(id, &record)
+	select {
+	case err := <-lost:
+		t.Fatalf("delivered before its sender can be answered: %v", err)
+	case <-time.After(100 * time.Millisecond): // in which it would have come
+	}
+	s.CarryOut(membership.PeerReplaced{ID: id, Node: record})
+	select {
+	case err := <-lost:
+		if err != nil {
+			t.Errorf("its sender is still lost: %v", err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("it is not delivered")
+	}
 }
 
 // TestStrangersHaveABudget: what a process that the table does not have can make a node
