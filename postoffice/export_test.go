@@ -50,3 +50,6 @@ func (n *Node) SetLost(id int, cause error) { n.setLost(id, cause) }
 
 // SetStartTimeout changes how long requests for applications that are not made are kept.
 func (n *Node) SetStartTimeout(d time.Duration) { n.cfg.StartTimeout = d }
+
+// Withdraw tells a server that a request is given up.
+func (n *Node) Withdraw(id, app int, w Withdrawn) { n.withdraw(id, app, w) }

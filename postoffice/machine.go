@@ -163,6 +163,7 @@ func (n *Node) carryOut(o membership.Output) {
 		n.notify(o.ID, false, o.Cause)
 	case membership.PeerAlive:
 		n.log.Warn("peer is back", "peer", n.PeerName(o.ID))
+		n.sayAgain(o.ID)
 		n.notify(o.ID, true, nil)
 		n.admit(o.ID)
 	case membership.PeerReplaced:

@@ -132,6 +132,7 @@ type Node struct {
 
 	lostMu    sync.Mutex
 	processes processes
+	said      sayings
 	strangers strangers
 	stale     logx.Sparse // messages of or for other processes
 	watchers  []*watcher

@@ -140,6 +140,30 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 	}
 }
 
+// TestWithdrawnWhileLost: what is given up while a server is considered lost, it learns when
+// it is back; it may not have noticed anything itself.
+func TestWithdrawnWhileLost(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := c.Workers[0], c.Servers[0]
+	served, err := s.AddCustomer(7, 7, func(*van.Message) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := make(chan postoffice.Withdrawn, 16)
+	served.OnWithdrawn(func(w postoffice.Withdrawn) { told <- w })
+	w.PeerChanged(s.ID(), false, van.ErrPeerLost)
+	w.Withdraw(s.ID(), 7, postoffice.Withdrawn{Customer: 2, First: 40, Count: 3})
+	w.PeerChanged(s.ID(), true, nil)
+	select {
+	case got := <-told:
+		if want := (postoffice.Withdrawn{Sender: w.ID(), Customer: 2, First: 40, Count: 3}); got != want {
+			t.Errorf("told of %+v, want %+v", got, want)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("not told of what was given up")
+	}
+}
+
 // TestEpochs: each process that has an id has a number of its own, also one of the original
 // that replaces another one of the original; saying the same again changes nothing.
 func TestEpochs(t *testing.T) {

@@ -34,19 +34,84 @@ const withdrawPrefix = "stepaf/1 given-up "
 // withdraw tells node id that nobody waits for these answers any more.
 func (n *Node) withdraw(id, app int, w Withdrawn) {
 	p := n.processes.of(id)
-	if p.incarnation == 0 || p.lost != nil || failpoint.On("abandon") {
+	if p.incarnation == 0 || failpoint.On("abandon") {
 		return
 	}
+	n.said.add(id, saying{app: app, w: w, to: p.incarnation, at: clock.Now()})
+	if n.processes.of(id).lost == nil { // else sayAgain follows when it is back
+		n.say(id, app, w)
+	}
+}
+
+func (n *Node) say(id, app int, w Withdrawn) {
 	msg := &van.Message{}
 	msg.Reset()
 	msg.Sender, msg.Receiver = int(n.id.Load()), id
 	msg.Control.Cmd, msg.Timestamp = van.Heartbeat, w.First
 	msg.Body = fmt.Appendf(nil, "%s%d %d %d %d", withdrawPrefix, app, w.Customer, w.First, w.Count)
-	n.stamp(&msg.Meta, p)
+	n.stamp(&msg.Meta, n.processes.of(id))
 	n.logMessage("send", id, &msg.Meta)
 	if err := n.van.Send(msg); err != nil {
 		n.log.Info("a server does not learn that a request was given up", "err", err)
 	}
+}
+
+// sayAgain tells node id, which was lost and is back, what was given up lately: it could
+// not be told meanwhile, and what was on its way when the connection broke did not come.
+// The node may have noticed nothing, and still hold the requests. Told twice is told once.
+func (n *Node) sayAgain(id int) {
+	incarnation := n.processes.of(id).incarnation
+	for _, s := range n.said.lately(id) {
+		if s.to == incarnation {
+			n.say(id, s.app, s.w)
+		}
+	}
+}
+
+// maxSaid is how many requests that were given up a node remembers for each peer.
+const maxSaid = 256
+
+// saying is one of them.
+type saying struct {
+	app int
+	w   Withdrawn
+	to  uint32 // incarnation
+	at  uint64
+}
+
+// sayings are what this node has given up, by peer, oldest first.
+type sayings struct {
+	mu sync.Mutex
+	by map[int][]saying
+}
+
+func (s *sayings) add(id int, x saying) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.by == nil {
+		s.by = map[int][]saying{}
+	}
+	list := s.by[id]
+	if len(list) >= maxSaid {
+		list = list[:copy(list, list[1:])]
+	}
+	s.by[id] = append(list, x)
+}
+
+// lately returns what is not older than anybody remembers, and forgets the rest.
+func (s *sayings) lately(id int) []saying {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	list, now := s.by[id], clock.Now()
+	for len(list) > 0 && time.Duration(now-list[0].at) > rememberWithdrawn {
+		list = list[1:]
+	}
+	if len(list) == 0 {
+		delete(s.by, id)
+		return nil
+	}
+	s.by[id] = list
+	return append([]saying(nil), list...)
 }
 
 // withdrawn takes such a message, and tells whether it is one.
