@@ -534,8 +534,10 @@ func (n *Net) heal(a, b plan.Node) {
 	l.cut = 0
 	n.note(string(a)+" - "+string(b), "healed")
 	n.across(a, b, func(c *conn) {
-		if !c.from.frozen && !c.to.frozen {
+		if !c.to.frozen { // else wake does it
 			c.fwd.resume()
+		}
+		if !c.from.frozen {
 			c.back.resume()
 		}
 	})
