@@ -275,13 +275,15 @@ func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
 	if len(g.came) == 0 {
 		delete(m.sched.gathers, key)
 	}
+	n := notice{verb: verbBarrier, group: key.group, instance: key.instance, text: text}
 	for _, a := range told {
-		n := notice{verb: verbBarrier, group: key.group, instance: key.instance, text: text}
-		switch {
-		case a.id == van.SchedulerID:
-			m.barrierRefused(n, named(a.stamp))
-		case !m.isDown(a.id):
+		if a.id != van.SchedulerID && !m.isDown(a.id) {
 			m.tellAbout(a.id, n, named(a.stamp))
+		}
+	}
+	for _, a := range told { // the scheduler last: it may leave as soon as it knows
+		if a.id == van.SchedulerID {
+			m.barrierRefused(n, named(a.stamp))
 		}
 	}
 }

@@ -257,6 +257,9 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 			}
 			return nil
 		}
+		if about, known := msg.Key, uint64(m.Incarnation(n.id)); about != 0 && known != 0 && about != known {
+			return nil // it speaks of a process before or after the one in the table
+		}
 		if n.verb == verbDead {
 			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})
 		} else {

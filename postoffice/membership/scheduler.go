@@ -357,10 +357,11 @@ func (m *Machine) remember(list *[]string, what string) {
 // tell sends a notice.
 func (m *Machine) tell(id int, n notice) { m.tellAbout(id, n, 0) }
 
-// tellAbout sends a notice that answers a request.
-func (m *Machine) tellAbout(id int, n notice, request uint64) {
+// tellAbout sends a notice with a key that says which request it answers, or which
+// incarnation of a node it is about.
+func (m *Machine) tellAbout(id int, n notice, key uint64) {
 	meta := m.control(van.Heartbeat)
-	meta.Key = request
+	meta.Key = key
 	meta.Body = n.body()
 	m.send(id, meta)
 }
@@ -375,11 +376,12 @@ func (m *Machine) tellJoining(n notice) {
 	}
 }
 
-// tellAll sends a notice to every live worker and server but one.
-func (m *Machine) tellAll(but int, n notice) {
+// tellAll sends a notice about one worker or server to every other that lives. It names the
+// process that it is about: it may come after the record of the next one.
+func (m *Machine) tellAll(about int, n notice) {
 	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		if id != but && !m.isDown(id) {
-			m.tell(id, n)
+		if id != about && !m.isDown(id) {
+			m.tellAbout(id, n, uint64(m.Incarnation(about)))
 		}
 	}
 }
@@ -406,7 +408,7 @@ func (m *Machine) catchUp(id int) {
 func (m *Machine) tellDead(to int) {
 	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
 		if id != to && m.isDown(id) {
-			m.tell(to, notice{verb: verbDead, id: id, text: m.health[id].cause.Error()})
+			m.tellAbout(to, notice{verb: verbDead, id: id, text: m.health[id].cause.Error()}, uint64(m.Incarnation(id)))
 		}
 	}
 }

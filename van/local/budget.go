@@ -57,6 +57,15 @@ type taken struct {
 
 func (l *outLink) taken() taken { return taken{l.seg.head().Load(), l.seg.acked().Load()} }
 
+// allowance is how much may be unsent for msg to be taken. Short messages may be a little
+// beyond the budget: one value that uses it up is not to keep the request behind it.
+func (l *outLink) allowance(msg *van.Message) int64 {
+	if msg.PayloadLen() < streamFrom {
+		return l.v.afford + l.v.afford/16
+	}
+	return l.v.afford
+}
+
 // relieved waits while too much is unsent and the peer goes on taking it, and tells
 // whether there is room now. A peer that has taken nothing since the last time is not
 // waited for. l.mu is held.

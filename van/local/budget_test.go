@@ -178,3 +178,26 @@ func TestSendBudgetWaits(t *testing.T) {
 		await(t, got, heard{9, i})
 	}
 }
+
+// TestOneLongValue: a value that uses the budget up does not keep the short message behind
+// it from being sent, though the peer takes nothing yet.
+func TestOneLongValue(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker := newNode(t, n, 9, func(v *Van) { v.afford = 4 << 20 })
+	server := newNode(t, n, 8, nil)
+	worker.start()
+	worker.connect(server)
+	worker.must(data(8, 0, pattern(0, 4<<20)))
+	worker.must(data(8, 1, pattern(1, 8)))
+	if err := worker.Send(data(8, 2, pattern(2, 4<<20))); !errors.Is(err, van.ErrQueueFull) {
+		t.Errorf("a second long value: %v, want %v", err, van.ErrQueueFull)
+	}
+	server.start()
+	for i := range 2 {
+		m := server.next()
+		if int(m.Timestamp) != i {
+			t.Errorf("message %d came, want %d", m.Timestamp, i)
+		}
+		m.Release()
+	}
+}

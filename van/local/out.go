@@ -98,7 +98,7 @@ func (l *outLink) send(msg *van.Message, export *backend.Export) (sent bool, err
 	if err := l.collect(); err != nil {
 		return true, l.fail(err)
 	}
-	if l.unsent >= l.v.afford && !l.relieved() {
+	if l.unsent >= l.allowance(msg) && !l.relieved() {
 		return true, l.tooMuch()
 	}
 	var r record
@@ -142,7 +142,9 @@ func loanOf(r *record, msg *van.Message, meta []byte) loan {
 		default:
 			l.mems[i] = msg.Frame(i - 1)
 			l.mems[i].Retain()
-			l.bytes += int64(l.mems[i].Len())
+			if l.mems[i].OnHost() { // the device's memory is read where it is, and has no budget
+				l.bytes += int64(l.mems[i].Len())
+			}
 		}
 	}
 	l.done = msg.Done
