@@ -5,6 +5,7 @@ import (
 	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -292,6 +293,13 @@ func (c *cluster) supervise(p *proc, newHost bool, begun func(*proc)) {
 		for {
 			<-p.started
 			c.mu.Lock()
+			if holder := c.holderLocked(p); holder != nil {
+				p.dead = true
+				c.current[p.who] = holder
+				c.mu.Unlock()
+				p.end()
+				return
+			}
 			stay := p.err == nil || p.dead || c.current[p.who] != p || c.net.now() > first+joinTime || c.over
 			c.mu.Unlock()
 			if stay {
@@ -310,6 +318,29 @@ func (c *cluster) supervise(p *proc, newHost bool, begun func(*proc)) {
 			begun(p)
 		}
 	})
+}
+
+// holderLocked is the process whose place p was refused, since it lives: it stood still or
+// was cut off, and was there again before p could take its place. It goes on then. c.mu is
+// held.
+func (c *cluster) holderLocked(p *proc) *proc {
+	if c.current[p.who] != p || p.err == nil || !strings.Contains(p.err.Error(), "none of its nodes is dead") {
+		return nil
+	}
+	for _, o := range slices.Backward(c.procs) {
+		if o == p || o.who != p.who || o.dead || o.frozen {
+			continue
+		}
+		select {
+		case <-o.started:
+		default:
+			continue
+		}
+		if n := o.node.Load(); o.err == nil && n != nil && n.Alive() == nil {
+			return o
+		}
+	}
+	return nil
 }
 
 // kill ends a process.
