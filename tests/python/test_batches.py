@@ -134,16 +134,17 @@ def test_handler_from_the_middle(cluster):
 # One worker ahead of the other: get_batch waits for both, and gives one of each.
 
 def ahead_worker(n):
+    handlers = []
     for i in range(5):
         if n.rank == 1:
             n.listen()
-        h = n.f.push_pull([tensor(n, 100 * n.rank + i)], [i], [], [])
+        handlers.append(n.f.push_pull([tensor(n, 100 * n.rank + i)], [i], [], []))
         if n.rank == 0 and i == 4:
             n.tell("all sent")
-        n.f.wait(h) if n.rank == 1 else None
+        n.f.wait(handlers[-1]) if n.rank == 1 else None
     if n.rank == 0:
-        for x in range(h + 1):
-            n.f.wait(x)
+        for h in handlers:
+            n.f.wait(h)
 
 
 def ahead_server(n):

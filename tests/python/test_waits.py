@@ -49,7 +49,7 @@ def limits_worker(n):
     # A tensor in the middle of a batch has the same limit as the batch.
     h = request(n)
     start = time.monotonic()
-    with n.raises(TimeoutError, "handler 7 of batch 6", "300ms"):
+    with n.raises(TimeoutError, f"handler {h + 1} of batch {h}", "300ms"):
         f.wait(h + 1, timeout_ms=300)
     assert 0.29 <= elapsed(start) < 2
     with n.raises(TimeoutError, "barrier"):
