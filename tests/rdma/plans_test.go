@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"errors"
+	"flag"
 	"sync"
 	"testing"
 	"time"
@@ -13,8 +14,13 @@ import (
 // atOnce is how many plans run at a time. The processors of the virtual machine are slow.
 const atOnce = 3
 
+var withPlans = flag.Bool("plans", false, "carry out the plans of tests/plans, too, which takes many minutes")
+
 // TestPlans carries out each plan that can be over RDMA.
 func TestPlans(t *testing.T) {
+	if !*withPlans {
+		t.Skip("takes longer than the other tests together: make rdma-test PKGS=./tests/rdma RUN=TestPlans ARGS=-plans")
+	}
 	host := addresses(t)[0]
 	plans, err := plan.ReadDir("../plans")
 	if err != nil {
