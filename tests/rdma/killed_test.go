@@ -134,7 +134,7 @@ func TestWorkerKilled(t *testing.T) {
 // TestSchedulerKilled: requests between workers and servers go on without a
 // scheduler; barriers fail and name it.
 func TestSchedulerKilled(t *testing.T) {
-	c := start(t, options{set: func(c *postoffice.Config) { c.StopTimeout = 5 * time.Second }, place: func(role string, _ int) place {
+	c := start(t, options{set: func(c *postoffice.Config) { c.StopTimeout, c.ReplaceTimeout = 5*time.Second, time.Second }, place: func(role string, _ int) place {
 		return map[string]place{"server": {what: answers}, "scheduler": {what: rules}}[role]
 	}})
 	w := c.clients()[0]
