@@ -6,7 +6,7 @@ import (
 	"net"
 	"strings"
 
-	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
 )
 

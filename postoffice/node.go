@@ -13,8 +13,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/internal/logx"

@@ -8,8 +8,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/env"
 	"github.com/stepaf/stepaf-go/van"
 )
 

@@ -89,17 +89,18 @@ var layers = []struct {
 	{"tests/", []string{"*"}},
 	{"internal/testcluster", []string{"*"}}, // only tests may import it, see below
 	{"internal/sim", []string{"*"}},         // likewise
-	{"internal/", []string{"internal/"}},
-	{"van/backend/", []string{"internal/"}},
+	{"env", nil},
+	{"internal/", []string{"internal/", "env"}},
+	{"van/backend/", []string{"env", "internal/"}},
 	{"van/all", []string{"van/"}},
-	{"van/rdma/", []string{"van/rdma/", "van/rendezvous", "van", "van/backend", "internal/"}},
-	{"van/", []string{"van", "van/backend", "internal/"}},
-	{"postoffice/membership", []string{"van", "van/backend", "internal/"}},
-	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "van/stage", "internal/"}},
-	{"kv/", []string{"postoffice", "van", "van/backend", "internal/"}},
-	{"af/", []string{"kv", "postoffice", "van", "van/backend", "internal/"}},
+	{"van/rdma/", []string{"van/rdma/", "van/rendezvous", "van", "van/backend", "env", "internal/"}},
+	{"van/", []string{"van", "van/backend", "env", "internal/"}},
+	{"postoffice/membership", []string{"van", "van/backend", "env", "internal/"}},
+	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "van/stage", "env", "internal/"}},
+	{"kv/", []string{"postoffice", "van", "van/backend", "env", "internal/"}},
+	{"af/", []string{"kv", "postoffice", "van", "van/backend", "env", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},
-	{"fserver/core", []string{"af", "postoffice", "van", "van/backend", "internal/"}},
+	{"fserver/core", []string{"af", "postoffice", "van", "van/backend", "env", "internal/"}},
 }
 
 // fits tells whether pkg is what the pattern means.
@@ -150,8 +151,8 @@ func TestAllowed(t *testing.T) {
 	}{
 		{"af", "kv", true}, {"kv", "af", false}, {"postoffice", "kv", false}, {"postoffice", "van/zmq", false},
 		{"van/zmq", "van/inproc", false}, {"van/zmq", "van", true}, {"van", "van/zmq", false}, {"van", "postoffice", false},
-		{"van", "van/backend", true}, {"van/backend", "van", false}, {"internal/env", "van", false},
-		{"internal/logx", "internal/env", true}, {"postoffice/membership", "postoffice", false}, {"van/rdma", "van/rdma/verbs", true},
+		{"van", "van/backend", true}, {"van/backend", "van", false}, {"env", "van", false},
+		{"internal/logx", "env", true}, {"postoffice/membership", "postoffice", false}, {"van/rdma", "van/rdma/verbs", true},
 		{"van/rdma/choose", "van/rdma/verbs", true}, {"van/rdma", "van/zmq", false}, {"postoffice", "van/rdma/choose", false},
 		{"tools/internal/app", "af", true}, {"af", "tools/internal/app", false},
 		{"fserver/module", "fserver/core", true}, {"fserver/core", "fserver/module", false}, {"fserver/core", "kv", false}, {"af", "fserver/core", false},
@@ -255,8 +256,8 @@ func TestHouseRules(t *testing.T) {
 			seen[name+" "+s.path] = true
 			switch name {
 			case "os.Getenv", "os.LookupEnv", "os.Environ", "os.ExpandEnv":
-				if !program && !s.test && s.pkg != "internal/env" {
-					t.Errorf("%s: %s; internal/env reads the environment", s.at(n), name)
+				if !program && !s.test && s.pkg != "env" {
+					t.Errorf("%s: %s; env reads the environment", s.at(n), name)
 				}
 			case "panic":
 				if !program && !s.test && !excepted("panic", s) {

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/logx"
 )
 

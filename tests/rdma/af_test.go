@@ -5,7 +5,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"golang.org/x/sys/unix"

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"

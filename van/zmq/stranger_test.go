@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
 )
 

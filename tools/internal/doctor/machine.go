@@ -13,7 +13,7 @@ import (
 	zmq4 "github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
 
-	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/env"
+	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
 )
 
