@@ -40,6 +40,7 @@ type Machine struct {
 	at     map[int]int
 	shared map[int]int // ids without a node: those of second records of one address
 	health map[int]*health
+	news   map[int]int32 // timestamps of the scheduler's last word on each node, see outdated
 
 	first map[int]bool // ids whose first connections end start-up
 
@@ -77,7 +78,7 @@ func New(cfg Config) (*Machine, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
 	}
-	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]loss{}, incs: map[int]uint32{}, first: map[int]bool{}}
+	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]loss{}, incs: map[int]uint32{}, first: map[int]bool{}, news: map[int]int32{}}
 	m.cfg.Scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
 		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
 		DevTypes: []int32{int32(backend.CPU)}, DevIDs: []int32{0}, AuxID: -1}

@@ -30,7 +30,7 @@ func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 	}
 	m.tableSeen(msg)
 	for i := range msg.Control.Nodes {
-		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler {
+		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && !m.outdated(n.ID, msg) {
 			m.update(now, n)
 		}
 		if m.phase == failed {
@@ -39,6 +39,19 @@ func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 	}
 	m.resumed()
 	return nil
+}
+
+// outdated notes what the scheduler says about id, and tells whether it has said something
+// newer before: with PS_RESEND a message that was lost comes after later ones.
+func (m *Machine) outdated(id int, msg *van.Meta) bool {
+	if _, known := m.at[id]; !known || msg.Timestamp == van.Empty {
+		return false
+	}
+	if last, ok := m.news[id]; ok && newer(last, msg.Timestamp) {
+		return true
+	}
+	m.news[id] = msg.Timestamp
+	return false
 }
 
 // tableSeen notes how new the table is that msg has, or makes: a scheduler that is told an
@@ -136,6 +149,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	m.tableSeen(msg)
 	for i := range table {
 		m.learn(table[i].ID, &table[i])
+		m.outdated(table[i].ID, msg)
 	}
 	m.self = m.table[m.at[own.ID]]
 	m.sign()
@@ -237,7 +251,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		dead := n.ids()
 		for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
 			switch h := m.health[id]; {
-			case id == m.self.ID || h == nil:
+			case id == m.self.ID || h == nil || m.outdated(id, msg):
 			case slices.Contains(dead, id):
 				m.markDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
 			case h.down&declared != 0:
@@ -259,6 +273,9 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		}
 		if about, known := msg.Key, uint64(m.Incarnation(n.id)); about != 0 && known != 0 && about != known {
 			return nil // it speaks of a process before or after the one in the table
+		}
+		if m.outdated(n.id, msg) {
+			return nil
 		}
 		if n.verb == verbDead {
 			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})

@@ -312,6 +312,7 @@ func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 	m.connect(van.SchedulerID, m.cfg.Scheduler)
 	m.emit(PeerReplaced{van.SchedulerID, m.cfg.Scheduler})
 	m.withdrawn = nil // it knows of no request
+	clear(m.news)     // it counts its messages anew
 	for _, t := range m.tickets {
 		if t.ending {
 			t.sent = false

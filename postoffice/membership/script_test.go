@@ -26,6 +26,7 @@ var update = flag.Bool("update", false, "rewrite the expected output of the scri
 //	                     foreign is a node of the original
 //	deliver [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
 //	drop [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
+//	late [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]   comes after all that is under way
 //	tick 5s              time passes; nothing is delivered
 //	run 5s               time passes; everything is delivered at once
 //	barrier NAME group=6 kind=group [customer=0]
@@ -156,6 +157,8 @@ func (s *script) command(line string) error {
 		return err
 	case "drop":
 		return s.drop(opts)
+	case "late":
+		return s.late(opts)
 	case "inject":
 		return s.inject(words, opts)
 	}
@@ -359,6 +362,22 @@ func (s *script) drop(opts map[string]string) error {
 		kept = append(kept, p)
 	}
 	s.w.queue = kept
+	return err
+}
+
+// late makes messages arrive after all others, as one does that was lost and is sent again.
+func (s *script) late(opts map[string]string) error {
+	n, pick, err := choice(s.w, opts)
+	var kept, late []packet
+	for _, p := range s.w.queue {
+		if n > 0 && pick(&p) {
+			late = append(late, p)
+			n--
+			continue
+		}
+		kept = append(kept, p)
+	}
+	s.w.queue = append(kept, late...)
 	return err
 }
 
