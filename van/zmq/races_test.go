@@ -86,6 +86,26 @@ func TestFailedSendIsNotDone(t *testing.T) {
 	}
 }
 
+// TestHeldMessageLost: Done is called once for a message that was taken, also when it is
+// refused later since its peer has gone by then.
+func TestHeldMessageLost(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	if err := server.Connect(t.Context(), 9, van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1}); err != nil {
+		t.Fatal(err)
+	}
+	for _, size := range []int{1, van.CopyBelow, 1 << 20} {
+		var done counter
+		m := push(9, 0, make([]byte, size))
+		m.Request, m.More, m.Done = false, true, &done
+		server.must(t, m) // it waits for a Flush
+		server.Flush(9)   // nobody has connected as 9
+		until(t, "Done", func() bool { server.lent.reap(); return done.n.Load() == 1 && server.Stats().Pinned == 0 })
+		if n := (*server.peers.Load())[9].acct.unsent(); n != 0 {
+			t.Errorf("%d bytes: %d are counted as unsent", size, n)
+		}
+	}
+}
+
 // TestMissedLook: a loop that is kept from looking by a Poll, and is not woken again, does
 // not miss what came in between.
 func TestMissedLook(t *testing.T) {

@@ -168,7 +168,8 @@ static int copy_part(zmq_msg_t *p, const void *data, size_t n) {
 }
 
 // Sends the n parts of one message. Only the first part can be refused: the queue
-// takes a message whole. Returns 0 or -errno, with all parts closed.
+// takes a message whole. Returns 0 or -errno, with all parts closed. slot, NULL for a
+// message that the caller of sa_send was told is taken, is marked when it is refused.
 static int send_parts(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot) {
   for (int i = 0; i < n; i++) {
     int sent, flags = ZMQ_DONTWAIT | (i < n - 1 ? ZMQ_SNDMORE : 0);
@@ -191,12 +192,11 @@ static int must_wait(sa_sock *s, int64_t bytes) {
   return s->first != NULL || s->hold || (s->window > 0 && unsent(s) - s->queued - bytes >= s->window);
 }
 
-static void move_parts(sa_held *h, zmq_msg_t *part, int n, sa_slot *slot, int64_t bytes) {
+static void move_parts(sa_held *h, zmq_msg_t *part, int n, int64_t bytes) {
   for (h->n = 0; h->n < n; h->n++) {
     zmq_msg_init(&h->part[h->n]);
     zmq_msg_move(&h->part[h->n], &part[h->n]);
   }
-  h->slot = slot;
   h->bytes = bytes;
   h->next = NULL;
 }
@@ -210,7 +210,7 @@ static int pass(sa_sock *s, zmq_msg_t *part, int n, sa_slot *slot, int64_t bytes
     for (int i = 0; i < n; i++) zmq_msg_close(&part[i]);
     return -ENOMEM;
   }
-  move_parts(h, part, n, slot, bytes);
+  move_parts(h, part, n, bytes);
   if (s->last != NULL) s->last->next = h;
   else s->first = h;
   s->last = h;
@@ -226,18 +226,19 @@ static void pump(sa_sock *s, int force) {
     s->first = h->next;
     if (s->first == NULL) s->last = NULL;
     s->queued -= h->bytes;
-    send_parts(s, h->part, h->n, h->slot);
+    send_parts(s, h->part, h->n, NULL);
     free(h);
   }
 }
 
 // Sends what is held. A message that is refused is lost, as it would be had it
-// been sent a moment before its peer went.
+// been sent a moment before its peer went, and its memory is let go like that of one
+// that has left.
 static void send_held(sa_sock *s) {
   for (int i = 0; i < s->nheld; i++) {
     sa_held *h = &s->held[i];
     s->queued -= h->bytes;
-    pass(s, h->part, h->n, h->slot, h->bytes);
+    pass(s, h->part, h->n, NULL, h->bytes);
   }
   s->nheld = 0;
 }
@@ -305,7 +306,7 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
 
   pthread_mutex_lock(&s->mu);
   if ((flags & SA_MORE) && s->nheld < SA_MAX_HELD) {
-    move_parts(&s->held[s->nheld++], part, n, slot, bytes);
+    move_parts(&s->held[s->nheld++], part, n, bytes);
     s->queued += bytes;
   } else {
     if (s->first != NULL) pump(s, 0);

@@ -29,7 +29,6 @@ typedef struct {
 typedef struct sa_held {
   zmq_msg_t part[SA_MAX_SEND];
   int n;
-  struct sa_slot *slot;
   int64_t bytes;
   struct sa_held *next;
 } sa_held;
@@ -76,7 +75,7 @@ typedef struct sa_slot {
   sa_acct *acct;
   int64_t bytes; // of the lent frames
   int refs;
-  int failed; // the send failed: nothing left, nobody is to be told
+  int failed; // sa_send failed: nothing left, nobody is to be told
   uint32_t index;
 } sa_slot;
 
