@@ -14,10 +14,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 var stress = flag.Duration("stress", time.Second/2, "how long TestStress runs for each transport and way of waiting")

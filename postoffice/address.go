@@ -6,8 +6,8 @@ import (
 	"net"
 	"strings"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // advertise chooses the address that a node binds and tells others, and says why.

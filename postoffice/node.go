@@ -13,7 +13,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/limits"
@@ -23,6 +22,7 @@ import (
 	_ "github.com/stepaf/stepaf-go/van/all" // the transports that a configuration may name
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/drop"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/resend"
 	"github.com/stepaf/stepaf-go/van/stage"

@@ -8,9 +8,9 @@ import (
 	"sync"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // Sink is what a request is made for: it takes the answers.

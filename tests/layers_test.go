@@ -89,18 +89,31 @@ var layers = []struct {
 	{"tests/", []string{"*"}},
 	{"internal/testcluster", []string{"*"}}, // only tests may import it, see below
 	{"internal/sim", []string{"*"}},         // likewise
-	{"env", nil},
-	{"internal/", []string{"internal/", "env"}},
-	{"van/backend/", []string{"env", "internal/"}},
+	{"van/env", nil},
+	{"internal/", []string{"internal/", "van/env"}},
+	{"van/backend/", []string{"van/env", "internal/"}},
 	{"van/all", []string{"van/"}},
-	{"van/rdma/", []string{"van/rdma/", "van/rendezvous", "van", "van/backend", "env", "internal/"}},
-	{"van/", []string{"van", "van/backend", "env", "internal/"}},
-	{"postoffice/membership", []string{"van", "van/backend", "env", "internal/"}},
-	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "van/stage", "env", "internal/"}},
-	{"kv/", []string{"postoffice", "van", "van/backend", "env", "internal/"}},
-	{"af/", []string{"kv", "postoffice", "van", "van/backend", "env", "internal/"}},
+	{"van/rdma/", []string{"van/rdma/", "van/rendezvous", "van", "van/backend", "van/env", "internal/"}},
+	{"van/", []string{"van", "van/backend", "van/env", "internal/"}},
+	{"postoffice/membership", []string{"van", "van/backend", "van/env", "internal/"}},
+	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "van/stage", "van/env", "internal/"}},
+	{"kv/", []string{"postoffice", "van", "van/backend", "van/env", "internal/"}},
+	{"af/", []string{"kv", "postoffice", "van", "van/backend", "van/env", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},
-	{"fserver/core", []string{"af", "postoffice", "van", "van/backend", "env", "internal/"}},
+	{"fserver/core", []string{"af", "postoffice", "van", "van/backend", "van/env", "internal/"}},
+}
+
+// atTop are the packages' directories at the top level; the users of the project have
+// chosen them.
+var atTop = []string{"postoffice", "van", "kv", "af", "fserver", "tools", "tests", "internal"}
+
+// TestTopLevel finds Go code in other directories of the top level.
+func TestTopLevel(t *testing.T) {
+	for _, s := range tree(t) {
+		if top, _, _ := strings.Cut(s.path, "/"); !slices.Contains(atTop, top) {
+			t.Errorf("%s: want it below one of %s", s.path, strings.Join(atTop, ", "))
+		}
+	}
 }
 
 // fits tells whether pkg is what the pattern means.
@@ -151,8 +164,8 @@ func TestAllowed(t *testing.T) {
 	}{
 		{"af", "kv", true}, {"kv", "af", false}, {"postoffice", "kv", false}, {"postoffice", "van/zmq", false},
 		{"van/zmq", "van/inproc", false}, {"van/zmq", "van", true}, {"van", "van/zmq", false}, {"van", "postoffice", false},
-		{"van", "van/backend", true}, {"van/backend", "van", false}, {"env", "van", false},
-		{"internal/logx", "env", true}, {"postoffice/membership", "postoffice", false}, {"van/rdma", "van/rdma/verbs", true},
+		{"van", "van/backend", true}, {"van/backend", "van", false}, {"van/env", "van", false},
+		{"internal/logx", "van/env", true}, {"postoffice/membership", "postoffice", false}, {"van/rdma", "van/rdma/verbs", true},
 		{"van/rdma/choose", "van/rdma/verbs", true}, {"van/rdma", "van/zmq", false}, {"postoffice", "van/rdma/choose", false},
 		{"tools/internal/app", "af", true}, {"af", "tools/internal/app", false},
 		{"fserver/module", "fserver/core", true}, {"fserver/core", "fserver/module", false}, {"fserver/core", "kv", false}, {"af", "fserver/core", false},
@@ -256,8 +269,8 @@ func TestHouseRules(t *testing.T) {
 			seen[name+" "+s.path] = true
 			switch name {
 			case "os.Getenv", "os.LookupEnv", "os.Environ", "os.ExpandEnv":
-				if !program && !s.test && s.pkg != "env" {
-					t.Errorf("%s: %s; env reads the environment", s.at(n), name)
+				if !program && !s.test && s.pkg != "van/env" {
+					t.Errorf("%s: %s; van/env reads the environment", s.at(n), name)
 				}
 			case "panic":
 				if !program && !s.test && !excepted("panic", s) {

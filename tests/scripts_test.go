@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // scriptRun is one call of a launch script, in another directory and without any

@@ -8,8 +8,8 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // Van carries messages between one node and its peers. It knows addresses and

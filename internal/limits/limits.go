@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/stepaf/stepaf-go/env"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // What a node costs. Each is a little less than what is seen, so that a node which would

@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/env"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 func config(workers, servers, group int, van string) *env.Config {

@@ -6,8 +6,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // changing is a value that becomes known later.

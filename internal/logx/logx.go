@@ -16,7 +16,7 @@ import (
 	"strconv"
 	"sync"
 
-	"github.com/stepaf/stepaf-go/env"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // Keys of the attributes that fill the columns in front of the message when they

@@ -13,8 +13,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 func config(t testing.TB, environ ...string) *env.Config {

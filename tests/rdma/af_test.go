@@ -5,9 +5,9 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/van/env"
 	"golang.org/x/sys/unix"
 )
 

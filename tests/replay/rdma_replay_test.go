@@ -14,10 +14,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/vansession"

@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 

@@ -4,7 +4,7 @@ import (
 	"bytes"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/env"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // The shortest queues that the configuration allows carry messages.

@@ -3,8 +3,8 @@ package rdma_test
 import (
 	"testing"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/vantest"

@@ -13,8 +13,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )

@@ -12,11 +12,11 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )

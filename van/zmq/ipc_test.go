@@ -7,8 +7,8 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 

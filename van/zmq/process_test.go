@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // TestNativeName: nodes of this library tell each other which process they are in the

@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // endless sends frames of one message that never ends until the connection breaks, and

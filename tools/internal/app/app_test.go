@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // The test binary is also the stepaf command, for what it starts.

@@ -10,10 +10,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/tools/internal/doctor"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // patient is this machine with another environment.

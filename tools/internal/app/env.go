@@ -9,8 +9,8 @@ import (
 
 	"github.com/urfave/cli/v2"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 func envCommand() *cli.Command {

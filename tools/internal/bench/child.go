@@ -13,9 +13,9 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // A benchmark's nodes are child processes of this one: the same binary, started

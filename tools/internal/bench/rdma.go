@@ -11,7 +11,7 @@ import (
 
 	"github.com/urfave/cli/v2"
 
-	"github.com/stepaf/stepaf-go/env"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )

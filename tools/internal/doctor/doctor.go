@@ -13,8 +13,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )

@@ -19,9 +19,9 @@ import (
 	"testing/fstest"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"

@@ -13,10 +13,10 @@ import (
 	zmq4 "github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/zmq"

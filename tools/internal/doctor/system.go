@@ -10,8 +10,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 func join3(a, b, c int) string { return fmt.Sprintf("%d.%d.%d", a, b, c) }

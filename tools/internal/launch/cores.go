@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/stepaf/stepaf-go/env"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // cores turns binding to CPU cores off for all children when two threads would

@@ -8,8 +8,8 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // Child is one process to start.

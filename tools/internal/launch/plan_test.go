@@ -7,8 +7,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/env"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // machines that plans are made for.

@@ -11,7 +11,7 @@ import (
 var update = flag.Bool("update", false, "rewrite docs/env.md")
 
 func TestDocument(t *testing.T) {
-	const file = "../docs/env.md"
+	const file = "../../docs/env.md"
 	want := Markdown()
 	if *update {
 		if err := os.WriteFile(file, []byte(want), 0o644); err != nil {
@@ -23,7 +23,7 @@ func TestDocument(t *testing.T) {
 		t.Fatal(err)
 	}
 	if string(got) != want {
-		t.Errorf("%s is stale: rewrite it with go test ./env -run TestDocument -update", file)
+		t.Errorf("%s is stale: rewrite it with go test ./van/env -run TestDocument -update", file)
 	}
 	for i := range table {
 		if strings.Count(want, "| `"+table[i].name+"`") != 1 {
