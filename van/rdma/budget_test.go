@@ -90,8 +90,8 @@ func TestReceiveBudget(t *testing.T) {
 		}
 		m.Release()
 	}
-	// Those that had a place when it was paused, and the budget: not places for all.
-	if n := s.incomingOf(9).bytes.Load(); n > count*size*3/4 {
+	// Those that had a slot when it was paused, and the budget: not slots for all.
+	if n := s.incomingOf(9).registeredBytes.Load(); n > count*size*3/4 {
 		t.Errorf("%d bytes are registered for the peer", n)
 	}
 	close(gate)
@@ -100,10 +100,10 @@ func TestReceiveBudget(t *testing.T) {
 }
 
 // Keys and lengths are copied before they are handed up: the peer can go on writing to its
-// place.
+// slot.
 func TestKeysAreCopied(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
+	r := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
 	keys, vals, lens := value(800, 1), value(1000, 2), value(400, 3)
 	data := make([]byte, 4096)
 	copy(data, keys)
@@ -123,12 +123,12 @@ func TestKeysAreCopied(t *testing.T) {
 	}
 	before := h.s.Stats().Malformed
 	write(data)
-	h.seen(before+1, "place in use")
+	h.seen(before+1, "slot in use")
 	if !bytes.Equal(m.Keys.Host(), keys) || !bytes.Equal(m.Lens.Host(), lens) {
 		t.Error("keys or lengths changed while they were in use")
 	}
 	if bytes.Equal(m.Vals.Host(), vals) {
-		t.Error("the peer has not written to its place")
+		t.Error("the peer has not written to its slot")
 	}
 	h.ends(before + 1)
 }
@@ -138,10 +138,10 @@ func TestMetasOfPeersAreApart(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 1, value(100, 1)))
 	h.s.wantValue(1, value(100, 1))
-	a := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, 0}, origin: 1})
-	h.s.table.Each(func(l *lease) {
-		if l.Owner.(*incoming).hello.node == 9 && l.Memory.meta.rkey == a.metaKey {
-			t.Errorf("place %d of another peer has the same key", l.Index())
+	a := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
+	h.s.slots.Each(func(l *receiveSlot) {
+		if l.Owner.(*inbound).hello.node == 9 && l.Memory.meta.rkey == a.metaKey {
+			t.Errorf("slot %d of another peer has the same key", l.Index())
 		}
 	})
 	h.ends(0)

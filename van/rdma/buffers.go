@@ -37,19 +37,19 @@ func (v *rvan) Revoke(m backend.Mem) {
 		return
 	}
 	var kept []*region
-	for _, p := range v.everyPeer() {
+	for _, p := range v.allPeers() {
 		p.mu.Lock()
-		for k, x := range p.into {
+		for k, x := range p.pulls {
 			switch {
 			case !overlap(x.mem, m):
-			case x.original:
+			case x.stepmesh:
 				kept = append(kept, x.region)
 			default:
-				delete(p.into, k)
+				delete(p.pulls, k)
 				x.region.release()
 			}
 		}
-		p.snd.Each(func(o *outgoing) {
+		p.sender.Each(func(o *outgoing) {
 			if overlap(o.into, m) {
 				o.into, o.revoked = backend.Mem{}, true
 			}

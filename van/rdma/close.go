@@ -38,17 +38,17 @@ func (v *rvan) Close(ctx context.Context) error {
 	}
 	all.Wait()
 	errs := []error{v.listen.Destroy()}
-	v.settle()
+	v.drainEvents()
 	v.mu.Lock()
-	ins := v.endpoints
-	v.endpoints = map[string]*incoming{}
+	ins := v.inbounds
+	v.inbounds = map[string]*inbound{}
 	v.mu.Unlock()
 	for _, in := range ins {
 		in.fail(van.ErrClosed)
 	}
 	v.wg.Wait()
 	v.mu.Lock()
-	v.drained = true
+	v.noMoreDevices = true
 	v.mu.Unlock()
 	devices := *v.devices.Load()
 	ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second) // ctx may have ended with the connections
@@ -60,13 +60,13 @@ func (v *rvan) Close(ctx context.Context) error {
 		errs = append(errs, d.close())
 	}
 	errs = append(errs, v.channel.Close())
-	<-v.cmEnd
+	<-v.eventsEnded
 	return errors.Join(errs...)
 }
 
-// settle waits until the connection manager's events so far have been taken: each
+// drainEvents waits until the connection manager's events so far have been taken: each
 // connect request has an ID, and all must be gone before the channel is closed.
-func (v *rvan) settle() {
+func (v *rvan) drainEvents() {
 	to := v.source
 	if !to.IsValid() { // it listens everywhere; any device will do
 		to = netip.AddrFrom4([4]byte{127, 0, 0, 1})

@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Places that were given back with an answer that was lost are not lost with it. A peer
+// Slots that were given back with an answer that was lost are not lost with it. A peer
 // that has refused the answer has not heard of them; else nobody knows, and the connection
 // that they belong to ends.
 func TestCreditsOfLostAnswer(t *testing.T) {
@@ -29,7 +29,7 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 				}
 				return verbs.StatusOK
 			})
-			link := func() *link { return (*w.peers.Load())[s.who.ID].current() }
+			link := func() *link { return (*w.peers.Load())[s.who.ID].currentLink() }
 			first := link()
 			// arrive sends message i until it comes: connections may be about to end.
 			arrive := func(i int) *van.Message {
@@ -48,23 +48,23 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 					}
 				}
 			}
-			// exchange answers a push. It tells whether the answer has taken the place back.
+			// exchange answers a push. It tells whether the answer has taken the slot back.
 			exchange := func(i int) bool {
 				m := arrive(i)
-				back := (*s.peers.Load())[w.who.ID].back.Load()
+				back := (*s.peers.Load())[w.who.ID].inbound.Load()
 				m.Release()
-				owed := back != nil && back.owed.Load() > 0
+				owed := back != nil && back.creditsOwed.Load() > 0
 				armed.Store(owed)
 				a := push(&testNode{who: van.Node{ID: w.who.ID}}, 1, i, nil)
 				a.Request = false
 				s.wantUpOrSend(w, a)
 				return owed && !armed.Swap(false)
 			}
-			// settle waits until the worker has the places that have been given back.
+			// settle waits until the worker has the slots that have been given back.
 			settle := func(i int) {
 				r.until("nothing is owed", func() bool {
-					back := (*s.peers.Load())[w.who.ID].back.Load()
-					return back == nil || back.owed.Load() == 0
+					back := (*s.peers.Load())[w.who.ID].inbound.Load()
+					return back == nil || back.creditsOwed.Load() == 0
 				})
 				s.must(control(w, i))
 				for came := false; !came; {
@@ -82,8 +82,8 @@ func TestCreditsOfLostAnswer(t *testing.T) {
 				}
 				settle(i)
 			}
-			if n := s.table.Len(); n >= losses {
-				t.Errorf("%d places are given away, after %d lost answers", n, losses)
+			if n := s.slots.Len(); n >= losses {
+				t.Errorf("%d slots are given away, after %d lost answers", n, losses)
 			}
 			if now := link(); (now == first) != c.stays {
 				t.Errorf("the worker's connection stands as it did: %t, want %t", now == first, c.stays)

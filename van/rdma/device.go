@@ -30,43 +30,43 @@ type device struct {
 
 	// mu is held by who polls: the loop, or a Poll, which holds it while it delivers,
 	// too.
-	mu      sync.Mutex
-	wcs     [batch]verbs.Completion
-	came    []*rxMsg    // by the last poll
-	trailer trailer     // of the message being looked at
-	failed  int         // polls, one after the other
-	gone    atomic.Bool // the device: many have failed
-	parked  atomic.Bool
-	wanted  atomic.Int32 // who waits for mu
-	hungry  atomic.Bool  // peers wait for a place
-	// inHand counts messages that have come and have not been delivered by the loop.
-	inHand  atomic.Int32
-	stopped chan struct{}
-	ending  atomic.Bool
-	recall  chan struct{}
-	nap     *time.Timer
-	doze    time.Duration // the next nap
-	dozing  atomic.Bool
-	ticked  uint64 // of the loop
-	swept   uint64
-	idle    uint64 // since when nothing has come
+	mu           sync.Mutex
+	wcs          [pollBatch]verbs.Completion
+	polled       []*received // by the last poll
+	trailer      trailer     // of the message being looked at
+	pollFailures int         // polls, one after the other
+	dead         atomic.Bool // the device: many have failed
+	sleeping     atomic.Bool
+	lockWaiters  atomic.Int32 // who waits for mu
+	requestsWait atomic.Bool  // peers wait for a slot
+	// undelivered counts messages that have come and have not been delivered by the loop.
+	undelivered atomic.Int32
+	stopped     chan struct{}
+	ending      atomic.Bool
+	wakeup      chan struct{}
+	idleTimer   *time.Timer
+	idleTime    time.Duration // the next nap
+	idlesLong   atomic.Bool
+	housekeptAt uint64 // of the loop
+	evictedAt   uint64
+	completedAt uint64 // since when nothing has come
 
-	asides  []*lane     // with messages that were put aside; of who has the receiving role
-	resumed atomic.Bool // one of them may go on
+	deferredLanes []*lane     // with messages that were put aside; of who has the receiving role
+	resumed       atomic.Bool // one of them may go on
 
 	readyMu sync.Mutex
-	ready   []*rxMsg
+	ready   []*received
 	first   int
 
 	pool pool
 }
 
-// batch is the number of completions that are polled at once.
-const batch = 32
+// pollBatch is the number of completions that are polled at once.
+const pollBatch = 32
 
 func newDevice(v *rvan, dev verbs.Device) *device {
-	d := &device{v: v, dev: dev, regions: newRegions(dev, v.back), areas: map[*area]bool{},
-		stopped: make(chan struct{}), recall: make(chan struct{}, 1), nap: time.NewTimer(time.Hour), doze: pollGrace}
+	d := &device{v: v, dev: dev, regions: newRegions(dev, v.backend), areas: map[*area]bool{},
+		stopped: make(chan struct{}), wakeup: make(chan struct{}, 1), idleTimer: time.NewTimer(time.Hour), idleTime: minIdleWait}
 	d.pool.d = d
 	d.regions.stuck = func(r *region, err error) {
 		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.mem.Len(), "err", err)
@@ -81,7 +81,7 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 		d.wakeLoop()
 	}
 	d.loop.Discard = func(m *van.Message) {
-		d.inHand.Add(-1)
+		d.undelivered.Add(-1)
 		m.Release()
 	}
 	return d
@@ -102,7 +102,7 @@ const messageBytes = 1 << 10
 // pausedLane is told that a sender's messages are not taken any more for a while.
 func (d *device) pausedLane(l *dispatch.Lane[*van.Message], bytes int64) {
 	if n := d.v.stats.paused.Add(1); n&(n-1) == 0 {
-		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more places until some have been taken",
+		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more slots until some have been taken",
 			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
 	}
 }
@@ -140,7 +140,7 @@ func (d *device) newArea(n int, host bool) (*area, error) {
 	const access = verbs.LocalWrite | verbs.RemoteWrite
 	var b *block
 	var err error
-	if back := d.v.back; !host && back != nil && back.Device() != backend.Host {
+	if back := d.v.backend; !host && back != nil && back.Device() != backend.Host {
 		b, err = newDeviceBlock(d.dev, back, n, access)
 	} else {
 		b, err = newBlock(d.dev, n, access)
@@ -166,7 +166,7 @@ func (d *device) forgetArea(a *area) {
 // awaitFlush waits for the last completions of a connection that has been broken.
 // There may be fewer than receive requests: Soft-RoCE does not see those that are
 // posted once a queue pair has ended.
-func (d *device) awaitFlush(in *incoming) {
+func (d *device) awaitFlush(in *inbound) {
 	limit, look := time.NewTimer(flushTime), time.NewTicker(flushPause)
 	defer limit.Stop()
 	defer look.Stop()
@@ -191,7 +191,7 @@ func (d *device) awaitFlush(in *incoming) {
 // receive has the receiving role: it returns the next message.
 func (d *device) receive() (*van.Message, *dispatch.Lane[*van.Message], bool) {
 	for {
-		if len(d.asides) > 0 {
+		if len(d.deferredLanes) > 0 {
 			if rx, l := d.readmit(); rx != nil {
 				return &rx.msg, &l.Lane, true
 			}
@@ -206,44 +206,44 @@ func (d *device) receive() (*van.Message, *dispatch.Lane[*van.Message], bool) {
 			return nil, nil, false
 		}
 		d.housekeep(false)
-		if d.v.polling() && d.inHand.Load() == 0 { // else they cannot: see help
-			d.rest()
+		if d.v.waitersPoll() && d.undelivered.Load() == 0 { // else they cannot: see help
+			d.idleWait()
 			continue
 		}
-		d.doze = pollGrace
-		if d.look(); d.gone.Load() {
+		d.idleTime = minIdleWait
+		if d.pollOnce(); d.dead.Load() {
 			time.Sleep(tickTime) // it will not get better; not in look: nobody else would get mu
 		}
 	}
 }
 
-// rest lets those poll who wait for an answer, the longer the longer they do: to wake
+// idleWait lets those poll who wait for an answer, the longer the longer they do: to wake
 // up disturbs them where processors are few.
-func (d *device) rest() {
-	d.nap.Reset(d.doze)
-	d.dozing.Store(d.doze > pollGrace)
+func (d *device) idleWait() {
+	d.idleTimer.Reset(d.idleTime)
+	d.idlesLong.Store(d.idleTime > minIdleWait)
 	select {
-	case <-d.nap.C:
-		d.doze = min(2*d.doze, maxDoze)
-	case <-d.recall:
-		d.doze = pollGrace
+	case <-d.idleTimer.C:
+		d.idleTime = min(2*d.idleTime, maxIdleWait)
+	case <-d.wakeup:
+		d.idleTime = minIdleWait
 	}
-	d.dozing.Store(false)
-	if clock.Now()-d.v.crowded.Load() > uint64(maxDoze) {
+	d.idlesLong.Store(false)
+	if clock.Now()-d.v.oversubscribedAt.Load() > uint64(maxIdleWait) {
 		return
 	}
 	// Who polls does not do so for all who wait.
-	d.doze = pollGrace
+	d.idleTime = minIdleWait
 	runtime.Gosched()
 	if d.mu.TryLock() {
 		d.poll(0, 0)
-		d.hand()
+		d.enqueue()
 		d.mu.Unlock()
 	}
 }
 
-// look polls once: for a while, and when nothing has come for long it sleeps.
-func (d *device) look() {
+// pollOnce polls once: for a while, and when nothing has come for long it sleeps.
+func (d *device) pollOnce() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	spin, block := spinSlice, time.Duration(0)
@@ -252,30 +252,30 @@ func (d *device) look() {
 	case env.AlwaysBlock:
 		spin, block = 0, maxSleep
 	default:
-		if d.v.busy() {
-			d.idle = 0
+		if d.v.movedMuch() {
+			d.completedAt = 0
 		}
-		if clock.Now()-d.idle > uint64(d.v.spin) {
+		if clock.Now()-d.completedAt > uint64(d.v.spin) {
 			spin, block = 0, maxSleep
 		}
 	}
 	if block > 0 {
-		d.parked.Store(true)
-		if d.v.working() || d.hungry.Load() { // a message that begins to wait from now on wakes
+		d.sleeping.Store(true)
+		if d.v.somethingDue() || d.requestsWait.Load() { // a message that begins to wait from now on wakes
 			block = tickTime
 		}
 		// Whoever has put something for the loop since, or owes credits, sees parked.
 		d.housekeep(true)
-		if d.v.pollers.Load() > 0 || d.ending.Load() || d.wanted.Load() > 0 || d.pending() {
+		if d.v.pollers.Load() > 0 || d.ending.Load() || d.lockWaiters.Load() > 0 || d.pending() {
 			block = 0
 		}
 	}
 	d.poll(spin, block)
-	d.parked.Store(false)
-	if len(d.came) > 0 {
-		d.idle = clock.Now()
+	d.sleeping.Store(false)
+	if len(d.polled) > 0 {
+		d.completedAt = clock.Now()
 	}
-	d.hand()
+	d.enqueue()
 }
 
 // Times of the loop.
@@ -294,16 +294,16 @@ const (
 func (d *device) poll(spin, block time.Duration) int {
 	n, err := d.dev.Poll(d.wcs[:], spin, block)
 	if err != nil {
-		d.failed++
-		d.gone.Store(d.failed > 8)
-		if d.failed&(d.failed-1) == 0 && !d.ending.Load() && !d.v.closed.Load() {
-			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err, "so far", d.failed)
+		d.pollFailures++
+		d.dead.Store(d.pollFailures > 8)
+		if d.pollFailures&(d.pollFailures-1) == 0 && !d.ending.Load() && !d.v.closed.Load() {
+			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err, "so far", d.pollFailures)
 		}
 		return 0
 	}
-	if d.failed > 0 {
-		d.failed = 0
-		d.gone.Store(false)
+	if d.pollFailures > 0 {
+		d.pollFailures = 0
+		d.dead.Store(false)
 	}
 	for i := range d.wcs[:n] {
 		d.completed(&d.wcs[i])
@@ -311,17 +311,17 @@ func (d *device) poll(spin, block time.Duration) int {
 	return n
 }
 
-// hand puts what has come into the loop's queue. d.mu is held.
-func (d *device) hand() {
-	if len(d.came) == 0 {
+// enqueue puts what has come into the loop's queue. d.mu is held.
+func (d *device) enqueue() {
+	if len(d.polled) == 0 {
 		return
 	}
-	d.inHand.Add(int32(len(d.came)))
+	d.undelivered.Add(int32(len(d.polled)))
 	d.readyMu.Lock()
-	d.ready = append(d.ready, d.came...)
+	d.ready = append(d.ready, d.polled...)
 	d.readyMu.Unlock()
-	clear(d.came)
-	d.came = d.came[:0]
+	clear(d.polled)
+	d.polled = d.polled[:0]
 }
 
 func (d *device) pending() bool {
@@ -330,7 +330,7 @@ func (d *device) pending() bool {
 	return d.first < len(d.ready) || d.resumed.Swap(false)
 }
 
-func (d *device) next() *rxMsg {
+func (d *device) next() *received {
 	d.readyMu.Lock()
 	defer d.readyMu.Unlock()
 	if d.first == len(d.ready) {
@@ -347,16 +347,16 @@ func (d *device) next() *rxMsg {
 func (d *device) deliver(m *van.Message) {
 	d.v.recv(m)
 	m.Release()
-	d.inHand.Add(-1)
+	d.undelivered.Add(-1)
 }
 
 // housekeep does now and then what nobody else does.
 func (d *device) housekeep(sleeping bool) {
 	now := clock.Now()
-	if !sleeping && now-d.ticked < uint64(tickTime) {
+	if !sleeping && now-d.housekeptAt < uint64(tickTime) {
 		return
 	}
-	d.ticked = now
+	d.housekeptAt = now
 	v := d.v
 	for _, c := range *v.conns.Load() {
 		busy := false
@@ -366,22 +366,22 @@ func (d *device) housekeep(sleeping bool) {
 			busy = c.peer.tick(now)
 		}
 		if busy {
-			d.doze = pollGrace
+			d.idleTime = minIdleWait
 		}
 	}
-	sweep := now-d.swept > uint64(sweepTime)
+	sweep := now-d.evictedAt > uint64(sweepTime)
 	if sweep {
-		d.swept = now
+		d.evictedAt = now
 		d.regions.evict(now)
 	}
-	if d.hungry.Swap(false) || sweep {
+	if d.requestsWait.Swap(false) || sweep {
 		if !sleeping {
-			d.mu.Lock() // as for any question
+			d.mu.Lock() // as for any slot request
 			defer d.mu.Unlock()
 		}
 		for _, c := range *v.conns.Load() {
 			if c.in != nil && c.in.host == d {
-				c.in.again(now)
+				c.in.retryRequests(now)
 			}
 		}
 	}
@@ -395,20 +395,20 @@ func (v *rvan) Poll(done func() bool) {
 	if v.spin <= 0 {
 		return
 	}
-	if v.busy() {
-		v.rouse()
+	if v.movedMuch() {
+		v.wakeIdleLoops()
 		return
 	}
 	v.pollers.Add(1)
-	if !v.spinning.CompareAndSwap(false, true) {
+	if !v.waiterPolls.CompareAndSwap(false, true) {
 		v.pollers.Add(-1)
-		v.crowded.Store(clock.Now())
-		v.rouse()
+		v.oversubscribedAt.Store(clock.Now())
+		v.wakeIdleLoops()
 		return
 	}
 	devices := *v.devices.Load()
 	for _, d := range devices {
-		if d.parked.Load() {
+		if d.sleeping.Load() {
 			d.dev.Wake()
 		}
 	}
@@ -418,7 +418,7 @@ func (v *rvan) Poll(done func() bool) {
 		got := false
 		looked = true
 		for _, d := range devices {
-			got = d.help(spinSlice) || got
+			got = d.pollInPlace(spinSlice) || got
 		}
 		now := clock.Now()
 		if got {
@@ -431,33 +431,33 @@ func (v *rvan) Poll(done func() bool) {
 	switch {
 	case !looked: // nor did it find anything
 	case done():
-		v.polled.Store(clock.Now())
+		v.waiterPolledAt.Store(clock.Now())
 	default:
-		v.polled.Store(0) // the caller goes to sleep: the loops take over at once
+		v.waiterPolledAt.Store(0) // the caller goes to sleep: the loops take over at once
 	}
-	v.spinning.Store(false)
+	v.waiterPolls.Store(false)
 	v.pollers.Add(-1)
-	if v.polled.Load() == 0 {
+	if v.waiterPolledAt.Load() == 0 {
 		for _, d := range devices {
 			d.wakeLoop()
 		}
 	}
 }
 
-// bulk is the number of bytes, sent or received since the last look, that take longer
+// pollBulk is the number of bytes, sent or received since the last look, that take longer
 // than it pays to look for what comes next.
-const bulk = 256 << 10
+const pollBulk = 256 << 10
 
-// busy tells whether much has been sent or received since it was last called.
-func (v *rvan) busy() bool {
+// movedMuch tells whether much has been sent or received since it was last called.
+func (v *rvan) movedMuch() bool {
 	n := v.stats.sentB.Load() + v.stats.recvB.Load()
-	return v.cfg.BusyPoll != env.SpinForever && n-v.moved.Swap(n) > bulk
+	return v.cfg.BusyPoll != env.SpinForever && n-v.movedBytes.Swap(n) > pollBulk
 }
 
-// rouse ends the long naps of loops: an answer will come for which nobody polls.
-func (v *rvan) rouse() {
+// wakeIdleLoops ends the long naps of loops: an answer will come for which nobody polls.
+func (v *rvan) wakeIdleLoops() {
 	for _, d := range *v.devices.Load() {
-		if d.dozing.Load() {
+		if d.idlesLong.Load() {
 			d.wakeLoop()
 		}
 	}
@@ -465,7 +465,7 @@ func (v *rvan) rouse() {
 
 func (d *device) wakeLoop() {
 	select {
-	case d.recall <- struct{}{}:
+	case d.wakeup <- struct{}{}:
 	default:
 	}
 }
@@ -474,41 +474,41 @@ func (d *device) wakeLoop() {
 // another one is expected. maxDoze is how long it may take until it is noticed that there
 // was none.
 const (
-	maxPoll   = 2 * time.Millisecond
-	pollGrace = time.Millisecond
-	maxDoze   = 2 * time.Millisecond
+	maxPoll     = 2 * time.Millisecond
+	minIdleWait = time.Millisecond
+	maxIdleWait = 2 * time.Millisecond
 )
 
-// polling tells whether somebody polls, or has done so a moment ago.
-func (v *rvan) polling() bool {
-	return v.pollers.Load() > 0 || clock.Now()-v.polled.Load() < uint64(pollGrace)
+// waitersPoll tells whether somebody polls, or has done so a moment ago.
+func (v *rvan) waitersPoll() bool {
+	return v.pollers.Load() > 0 || clock.Now()-v.waiterPolledAt.Load() < uint64(minIdleWait)
 }
 
-// help polls and delivers in place of the loop.
-func (d *device) help(spin time.Duration) bool {
+// pollInPlace polls and delivers in place of the loop.
+func (d *device) pollInPlace(spin time.Duration) bool {
 	if !d.mu.TryLock() {
 		runtime.Gosched()
 		return false
 	}
 	defer d.mu.Unlock()
-	if d.ending.Load() || d.inHand.Load() != 0 {
+	if d.ending.Load() || d.undelivered.Load() != 0 {
 		runtime.Gosched()
 		return false // an earlier message is still being delivered
 	}
 	n := d.poll(spin, 0)
-	for i, rx := range d.came {
+	for i, rx := range d.polled {
 		if m := &rx.msg; m.IsControl() || m.SimpleApp || m.Request != (d.v.self.Role == van.Server) {
 			// Its handler may take long: for the loop, and what comes behind it, too.
-			d.came = d.came[:copy(d.came, d.came[i:])]
-			d.hand()
+			d.polled = d.polled[:copy(d.polled, d.polled[i:])]
+			d.enqueue()
 			d.wakeLoop()
 			return true
 		}
 		d.v.recv(&rx.msg)
 		rx.msg.Release()
 	}
-	clear(d.came)
-	d.came = d.came[:0]
+	clear(d.polled)
+	d.polled = d.polled[:0]
 	return n > 0
 }
 
@@ -522,11 +522,11 @@ func (d *device) stop(ctx context.Context) error {
 		d.loop.Discard(&rx.msg)
 	}
 	if err == nil { // else the role is still held
-		for _, l := range d.asides {
-			for _, rx := range l.aside {
+		for _, l := range d.deferredLanes {
+			for _, rx := range l.deferred {
 				d.loop.Discard(&rx.msg)
 			}
-			l.aside = nil
+			l.deferred = nil
 		}
 	}
 	close(d.stopped)

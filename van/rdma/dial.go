@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Times of making a connection. The first is the original's.
+// Times of making a connection. The first is StepMesh's.
 const (
 	resolveTime = 1000 * time.Millisecond
 	refuseTime  = 5 * time.Millisecond // a round trip: the peer's kernel says no
@@ -30,16 +30,16 @@ const (
 
 // times are those that depend on how fast the peer is.
 type times struct {
-	connect, connectOriginal time.Duration // for the answer to a connect request
-	allAsk                   time.Duration // until all queue pairs of a connection have asked; the original may have fewer
+	connect, connectStepMesh time.Duration // for the answer to a connect request
+	allQueuePairs            time.Duration // until all queue pairs of a connection have asked; StepMesh may have fewer
 	quiet                    time.Duration // a lost connection that carried no data is made again before it is told
-	letGo                    time.Duration // that a request may be held after its answer
-	budget                   time.Duration // that a question waits for bytes of its own peer
+	overwriteGrace           time.Duration // that a request may be held after its answer
+	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
 }
 
-// A node of the original aborts when a connect request is withdrawn: there the connection
+// A StepMesh node aborts when a connect request is withdrawn: there the connection
 // manager, which tries for about a minute, has to say that nobody answers.
-var defaultTimes = times{connect: 5 * time.Second, connectOriginal: 90 * time.Second, allAsk: 10 * time.Second, quiet: time.Second, letGo: 100 * time.Millisecond, budget: 5 * time.Second}
+var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second}
 
 // Retries of the transport itself. 7 would be for ever on some providers, so that a
 // write to a dead peer would never end.
@@ -49,13 +49,13 @@ const (
 	ackTimeout    = 15 // 4.096 us << 15, 0.13 s: a second in all, as a busy host may need
 )
 
-// run keeps the connection of p: it makes it, and makes it again, until ctx ends.
-func (p *peer) run(ctx context.Context) {
+// keepConnected keeps the connection of p: it makes it, and makes it again, until ctx ends.
+func (p *peer) keepConnected(ctx context.Context) {
 	defer close(p.ends)
 	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
 		p.mu.Lock()
-		parts := p.parts
+		parts := p.detached
 		p.mu.Unlock()
 		if parts {
 			<-ctx.Done()
@@ -75,9 +75,9 @@ func (p *peer) run(ctx context.Context) {
 				continue
 			}
 			p.mu.Lock()
-			p.lost = p.lost || p.ups > 0
+			p.lost = p.lost || p.connects > 0
 			p.mu.Unlock()
-			p.v.tell(p, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
+			p.v.notify(p, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
 			select {
 			case <-time.After(backoff/2 + rand.N(backoff)):
 			case <-ctx.Done():
@@ -87,65 +87,65 @@ func (p *peer) run(ctx context.Context) {
 			continue
 		}
 		backoff, told, late = minBackoff, false, false
-		p.up(l)
+		p.connected(l)
 		select {
 		case err = <-l.failed:
 		case <-ctx.Done():
 			err = nil
 		}
-		p.down(l, err)
+		p.disconnected(l, err)
 	}
 }
 
 // name says whom p leads to.
 func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + p.node.Addr() }
 
-// up gives p a connection.
-func (p *peer) up(l *link) {
-	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.ours)
+// connected gives p a connection.
+func (p *peer) connected(l *link) {
+	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.native)
 	p.mu.Lock()
-	p.link, p.half, p.lost, p.asks = l, nil, false, false
-	l.probed = clock.Now() // by connecting
-	p.ups++
-	p.keys, p.sizes = map[uint64]bool{}, map[uint64]int{}
+	p.link, p.inboundDown, p.lost, p.connecting = l, nil, false, false
+	l.probedAt = clock.Now() // by connecting
+	p.connects++
+	p.keySlots, p.keySizes = map[uint64]bool{}, map[uint64]int{}
 	// What was sent before it was known who the peer is.
-	refused := p.snd.Down(func(o *outgoing) bool { return p.fits(o) == nil })
-	if l.ours {
-		l.greet()
+	refused := p.sender.Disconnect(func(o *outgoing) bool { return p.check(o) == nil })
+	if l.native {
+		l.announce()
 	}
-	p.snd.Up(!l.ours)
+	p.sender.Connect(!l.native)
 	p.flush(false)
 	p.mu.Unlock()
-	p.v.tell(p, true, nil)
+	p.v.notify(p, true, nil)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, o := range refused {
-		p.Refuse(o, p.fits(o))
+		p.Refuse(o, p.check(o))
 	}
 }
 
-// greet tells the peer that what it asks from now on can be answered.
-func (l *link) greet() {
+// announce tells the peer that what it asks from now on can be answered.
+func (l *link) announce() {
 	if id, _, _, ok := l.begin(); ok {
 		l.add(id, 0, verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled | verbs.Inline, Imm: immUp})
 	}
 }
 
-// down takes the connection from p and ends it. Without a cause p is no longer
+// disconnected takes the connection from p and ends it. Without a cause p is no longer
 // wanted.
-func (p *peer) down(l *link, cause error) {
+func (p *peer) disconnected(l *link, cause error) {
 	p.mu.Lock()
-	p.link, p.half = nil, nil
+	p.link, p.inboundDown = nil, nil
 	l.broken = true
 	var dropped []*outgoing
 	if cause != nil {
-		dropped = p.snd.Down(func(o *outgoing) bool { return o.oneShot })
+		dropped = p.sender.Disconnect(func(o *outgoing) bool { return o.oneShot })
 	}
-	inFlight := len(p.into) > 0 || !l.idle()
+	inFlight := len(p.pulls) > 0 || !l.idle()
 	// Where only control messages were under way nothing is lost: they are sent again.
-	quiet := cause != nil && l.numbered && len(p.into) == 0 && len(dropped) == 0 && !l.carries() && errors.Is(cause, errUnacknowledged)
+	quiet := cause != nil && l.numbered && len(p.pulls) == 0 && len(dropped) == 0 && !l.carriesData() && errors.Is(cause, errUnacknowledged)
 	p.lost = p.lost || cause != nil && !quiet
-	ups := p.ups
+	ups := p.connects
 	p.mu.Unlock()
 	if cause != nil {
 		level := slog.LevelInfo // peers come and go
@@ -155,35 +155,35 @@ func (p *peer) down(l *link, cause error) {
 		p.v.log.Log(context.Background(), level, "rdma: the connection broke", "peer", p.name(), "err", cause, "dropped", len(dropped))
 	}
 	ended := p.endLink(l)
-	p.again(l, ended, cause != nil)
-	p.finish(append(ended, p.drop(dropped)...))
+	p.resubmit(l, ended, cause != nil)
+	p.endAll(append(ended, p.dropMessages(dropped)...))
 	switch {
 	case quiet:
-		time.AfterFunc(p.v.times.quiet, func() { p.notBack(ups, cause) })
+		time.AfterFunc(p.v.times.quiet, func() { p.notifyUnlessReconnected(ups, cause) })
 	case cause != nil:
-		p.news.Lock()
-		defer p.news.Unlock()
-		p.v.tell(p, false, cause)
+		p.notifying.Lock()
+		defer p.notifying.Unlock()
+		p.v.notify(p, false, cause)
 	}
 }
 
-// notBack tells that the connection is lost unless it has been made again since there were
+// notifyUnlessReconnected tells that the connection is lost unless it has been made again since there were
 // so many.
-func (p *peer) notBack(ups int, cause error) {
-	p.news.Lock()
-	defer p.news.Unlock()
+func (p *peer) notifyUnlessReconnected(ups int, cause error) {
+	p.notifying.Lock()
+	defer p.notifying.Unlock()
 	p.mu.Lock()
-	lost := p.ups == ups && !p.lost && !p.ended
+	lost := p.connects == ups && !p.lost && !p.ended
 	p.lost = p.lost || lost
 	p.mu.Unlock()
 	if lost {
-		p.v.tell(p, false, cause)
+		p.v.notify(p, false, cause)
 	}
 }
 
-// again lets the control messages among all, which may not have arrived, wait for the next
+// resubmit lets the control messages among all, which may not have arrived, wait for the next
 // connection, in their order. The peer knows them by their numbers.
-func (p *peer) again(l *link, all []finished, wanted bool) {
+func (p *peer) resubmit(l *link, all []finished, wanted bool) {
 	slices.SortFunc(all, func(x, y finished) int { return cmp.Compare(x.seq, y.seq) })
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -197,11 +197,11 @@ func (p *peer) again(l *link, all []finished, wanted bool) {
 			p.recycle(o)
 		}
 	}
-	p.snd.Resubmit(kept)
+	p.sender.Resubmit(kept)
 }
 
-// drop is the end of messages that will not be sent.
-func (p *peer) drop(all []*outgoing) (ended []finished) {
+// dropMessages is the end of messages that will not be sent.
+func (p *peer) dropMessages(all []*outgoing) (ended []finished) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, o := range all {
@@ -211,7 +211,7 @@ func (p *peer) drop(all []*outgoing) (ended []finished) {
 	return ended
 }
 
-func (p *peer) finish(all []finished) {
+func (p *peer) endAll(all []finished) {
 	for i := range all {
 		all[i].end()
 	}
@@ -226,7 +226,7 @@ func numbers(qps []verbs.QP) []uint32 {
 }
 
 // dial opens the queue pairs of a connection. The peer numbers them as they come, and
-// the original's counts connect requests and ends of connecting with one counter: all
+// StepMesh's counts connect requests and ends of connecting with one counter: all
 // requests must be with it before the first is answered, or it loses a queue pair and
 // crashes later.
 func (p *peer) dial(ctx context.Context) (_ *link, err error) {
@@ -265,16 +265,16 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 		qps, dev = append(qps, qp), d
 	}
 	hello := v.hello(l.epoch)
-	l.as = hello.node
-	p.asking(true, l.as)
+	l.connectedAs = hello.node
+	p.setConnecting(true, l.connectedAs)
 	defer func() {
 		if err != nil {
-			p.asking(false, 0)
+			p.setConnecting(false, 0)
 		}
 	}()
 	limit := v.times.connect
-	if p.incarnation == 0 && !p.ours.Load() {
-		limit = v.times.connectOriginal
+	if p.incarnation == 0 && !p.native.Load() {
+		limit = v.times.connectStepMesh
 	}
 	for q, c := range ids {
 		if q == 1 {
@@ -293,10 +293,10 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
 		}
 		answer, err := decodeHello(ev.Private)
-		l.ours = err == nil && answer.ours
-		l.numbered = l.ours && answer.incarnation != 0 && v.incarnation != 0
-		p.ours.Store(l.ours)
-		if l.ours && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {
+		l.native = err == nil && answer.native
+		l.numbered = l.native && answer.incarnation != 0 && v.incarnation != 0
+		p.native.Store(l.native)
+		if l.native && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {
 			return nil, fmt.Errorf("queue pair %d: another process answers than the one that was named (incarnation %#x, want %#x)", q, answer.incarnation, p.incarnation)
 		}
 		if v.cfg.SplitQPLag && !qps[q].Pinned() { // known only now
@@ -310,7 +310,7 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 		return nil, err
 	}
 	depth, _ := v.depths()
-	l.pipe, err = newPipe(dev, qps, serial, depth, depth/2, stageEach)
+	l.sendQueue, err = newSendQueue(dev, qps, serial, depth, depth/2, stageEach)
 	return l, err
 }
 
@@ -345,7 +345,7 @@ func (p *peer) prepare(ctx context.Context, c *cmID, q int) (qp verbs.QP, dev ve
 }
 
 // createQP makes the queue pair of an ID. Each direction has as many receive
-// requests as the original's.
+// requests as StepMesh's.
 func (v *rvan) createQP(id verbs.ID, dev verbs.Device, cookie uint64, q int, active bool) (verbs.QP, error) {
 	send, recv := v.depths()
 	v.reserve.Lock()
@@ -376,7 +376,7 @@ func (v *rvan) release(dev verbs.Device) {
 	v.reserve.Unlock()
 }
 
-// depths are those of one queue pair: the original's, and room for one message at
+// depths are those of one queue pair: StepMesh's, and room for one message at
 // least.
 func (v *rvan) depths() (send, recv int) {
 	start, rx := v.cfg.RDMADepths()

@@ -330,7 +330,7 @@ func TestFailedCalls(t *testing.T) {
 		say   []string
 	}{
 		{name: "post", op: fakeverbs.OpPost, by: worker, times: 1, lost: true, say: []string{"post", "made to fail"}},
-		{name: "answer to a question", op: fakeverbs.OpPost, by: server, times: 1, lost: true},
+		{name: "answer to a slot request", op: fakeverbs.OpPost, by: server, times: 1, lost: true},
 		{name: "poll", op: fakeverbs.OpPoll, by: anyone, times: 10},
 		{name: "register a value", op: fakeverbs.OpRegister, by: worker, times: 1, used: true, lost: true, say: []string{"value of 8000 bytes", "made to fail"}},
 	} {

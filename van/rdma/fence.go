@@ -25,9 +25,9 @@ func (v *rvan) isReplaced(incarnation uint32) bool {
 	return slices.Contains(v.replaced, incarnation)
 }
 
-// retireLocked ends what the process of old has opened to this node: now that of p has its
-// id. What the old one writes from now on fails, and its places come back. v.mu is held.
-func (v *rvan) retireLocked(id int, old, p *peer) {
+// fenceLocked ends what the process of old has opened to this node: now that of p has its
+// id. What the old one writes from now on fails, and its slots come back. v.mu is held.
+func (v *rvan) fenceLocked(id int, old, p *peer) {
 	if failpoint.On("fencing") {
 		return
 	}
@@ -41,7 +41,7 @@ func (v *rvan) retireLocked(id int, old, p *peer) {
 	}
 	// It may have come back, under another id even.
 	v.replaced = slices.DeleteFunc(v.replaced, func(x uint32) bool { return x == p.incarnation })
-	for _, in := range v.endpoints {
+	for _, in := range v.inbounds {
 		h := &in.hello
 		var gone bool
 		if h.incarnation != 0 {
@@ -55,38 +55,38 @@ func (v *rvan) retireLocked(id int, old, p *peer) {
 	}
 }
 
-// judgeLocked finds out which connections are of processes that the table does not name.
+// markUnlistedLocked finds out which connections are of processes that the table does not name.
 // They may say control messages, by which a newcomer becomes known; data has to wait.
 // v.mu is held.
-func (v *rvan) judgeLocked() {
-	for _, in := range v.endpoints {
+func (v *rvan) markUnlistedLocked() {
+	for _, in := range v.inbounds {
 		p := (*v.peers.Load())[in.hello.node]
-		in.foreign.Store(p != nil && p.incarnation != 0 && in.hello.incarnation != 0 && p.incarnation != in.hello.incarnation && !failpoint.On("fencing"))
+		in.unlisted.Store(p != nil && p.incarnation != 0 && in.hello.incarnation != 0 && p.incarnation != in.hello.incarnation && !failpoint.On("fencing"))
 	}
 }
 
-// numbered is who numbers control messages: a process, and one of its ways to this node.
-type numbered struct{ incarnation, tag uint32 }
+// controlSource is who numbers control messages: a process, and one of its ways to this node.
+type controlSource struct{ incarnation, tag uint32 }
 
-// maxNumbered bounds what is remembered of them.
-const maxNumbered = 1 << 14
+// maxControlSources bounds what is remembered of them.
+const maxControlSources = 1 << 14
 
-// repeated tells whether a control message has come before, on a connection that broke
+// isRepeated tells whether a control message has come before, on a connection that broke
 // before its sender knew that it has arrived.
-func (v *rvan) repeated(in *incoming, t *trailer) bool {
+func (v *rvan) isRepeated(in *inbound, t *trailer) bool {
 	if in.hello.incarnation == 0 || failpoint.On("duplicate") {
 		return false
 	}
-	k, n := numbered{in.hello.incarnation, t.lens[1]}, t.lens[0]
+	k, n := controlSource{in.hello.incarnation, t.lens[1]}, t.lens[0]
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	last, known := v.numbers[k]
+	last, known := v.lastControl[k]
 	if known && (n-last-1)&maxData >= maxData/2 {
 		return true
 	}
-	if !known && len(v.numbers) >= maxNumbered {
-		clear(v.numbers)
+	if !known && len(v.lastControl) >= maxControlSources {
+		clear(v.lastControl)
 	}
-	v.numbers[k] = n
+	v.lastControl[k] = n
 	return false
 }

@@ -9,7 +9,7 @@ import (
 )
 
 // A process that stood still, was replaced and goes on is not heard any more: its queue pairs
-// are ended, its places taken back, it is not let in again, and learns why.
+// are ended, its slots taken back, it is not let in again, and learns why.
 func TestReplacedProcessIsFenced(t *testing.T) {
 	r := newRig(t)
 	s, old := r.node(8), r.node(9)
@@ -83,7 +83,7 @@ func TestAnotherProcessAnswers(t *testing.T) {
 	who.Endpoint = (&van.Identity{Incarnation: 77}).Encode()
 	w.connect(&testNode{who: who})
 	w.wantTold("another one answers", func(c change) bool { return !c.up && c.id == 8 })
-	if (*w.peers.Load())[8].current() != nil {
+	if (*w.peers.Load())[8].currentLink() != nil {
 		t.Error("it has connected")
 	}
 	w.connect(s)
@@ -91,12 +91,12 @@ func TestAnotherProcessAnswers(t *testing.T) {
 }
 
 // A host that loses its power leaves nothing behind at its peers: neither a connection, nor
-// places, nor registered bytes.
+// slots, nor registered bytes.
 func TestPowerLossLeavesNothing(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8)
 	type level struct{ connections, places, bytes int }
-	look := func() level { return level{len(s.incoming()), s.table.Len(), int(s.leased.Load())} }
+	look := func() level { return level{len(s.incoming()), s.slots.Len(), int(s.leased.Load())} }
 	var first level
 	for i := range 5 {
 		n := r.node(9)
@@ -127,8 +127,8 @@ func TestSilentLossLeavesNothing(t *testing.T) {
 	r.until("nothing is under way to it", func() bool {
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		return in.owed.Load() == 0 && in.out.idle()
+		return in.creditsOwed.Load() == 0 && in.sends.idle()
 	})
 	n.kill(false)
-	r.until("all of it is given back", func() bool { return len(s.incoming()) == 0 && s.table.Len() == 0 && s.leased.Load() == 0 })
+	r.until("all of it is given back", func() bool { return len(s.incoming()) == 0 && s.slots.Len() == 0 && s.leased.Load() == 0 })
 }

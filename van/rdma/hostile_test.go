@@ -60,12 +60,12 @@ func (h *hostileWorld) seen(n uint64, what string) {
 
 const tooMuch = math.MaxUint64
 
-// TestHostileQuestions asks for places that there cannot be.
+// TestHostileQuestions asks for slots that there cannot be.
 func TestHostileQuestions(t *testing.T) {
 	for _, ours := range []bool{true, false} {
 		t.Run(fmt.Sprintf("ours %t", ours), func(t *testing.T) {
 			h := newHostileWorld(t, ours)
-			good := start{metaLen: 300, dataNum: ourStart, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
+			good := start{metaLen: 300, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 600}, origin: 5, key: 6}
 			if !ours {
 				good.dataNum, good.data = 2, [4]uint64{8, 600}
 			}
@@ -89,7 +89,7 @@ func TestHostileQuestions(t *testing.T) {
 				f(&s)
 				if ours { // who asks learns that there is no answer to wait for
 					if r := h.c.ask(s); r.flags != replyRefused {
-						t.Errorf("question %d is answered by %+v, want a refusal", i, r)
+						t.Errorf("slot request %d is answered by %+v, want a refusal", i, r)
 					}
 					continue
 				}
@@ -106,17 +106,17 @@ func TestHostileQuestions(t *testing.T) {
 				h.c.send(immUp, nil)
 			}
 			if r := h.c.ask(good); r.meta == 0 || r.data == 0 {
-				t.Errorf("no place after all: %+v", r)
+				t.Errorf("no slot after all: %+v", r)
 			}
 			h.ends(uint64(len(bad)) + 6)
 		})
 	}
 }
 
-// TestHostileNotifications writes nonsense, in and out of places.
+// TestHostileNotifications writes nonsense, in and out of slots.
 func TestHostileNotifications(t *testing.T) {
 	h := newHostileWorld(t, true)
-	s := start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
+	s := start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
 	r := h.c.ask(s)
 	n := uint64(0)
 	say := func(what string, imm uint32, b []byte) {
@@ -125,21 +125,21 @@ func TestHostileNotifications(t *testing.T) {
 		n++
 		h.seen(n, what) // else the next one would be written over it
 	}
-	// Places that are not its: another connection's first.
+	// Slots that are not its: another connection's first.
 	h.w.must(push(h.s, 1, 900, value(6000, 1)))
 	h.s.wantValue(900, value(6000, 1))
 	others := 0
-	for i := range uint32(h.s.table.Len()) {
-		if l := h.s.table.Get(i); l != nil && i != r.index {
-			say("place of another", i, encode(h.rig, push(h.s, 6, 1, value(100, 1)), &trailer{frames: 2}))
+	for i := range uint32(h.s.slots.Len()) {
+		if l := h.s.slots.Get(i); l != nil && i != r.index {
+			say("slot of another", i, encode(h.rig, push(h.s, 6, 1, value(100, 1)), &trailer{frames: 2}))
 			others++
 		}
 	}
 	if others == 0 {
-		t.Error("the worker has no place, so none of another connection was tried")
+		t.Error("the worker has no slot, so none of another connection was tried")
 	}
-	for _, imm := range []uint32{r.index + 1, uint32(h.s.table.Len()) + 5, maxIndex - 1, 1 << 16, 1 << 31} {
-		say(fmt.Sprintf("place %d", imm), imm, nil)
+	for _, imm := range []uint32{r.index + 1, uint32(h.s.slots.Len()) + 5, maxIndex - 1, 1 << 16, 1 << 31} {
+		say(fmt.Sprintf("slot %d", imm), imm, nil)
 	}
 	m := push(h.s, 6, 1, value(1000, 1))
 	good := trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}, packed: true}
@@ -183,7 +183,7 @@ func TestHostileNotifications(t *testing.T) {
 	} {
 		say(fmt.Sprintf("trailer %d", i), r.index, enc(f))
 	}
-	// The place is still good.
+	// The slot is still good.
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: r.data, RKey: r.dataKey}, value(1000, 9))
 	h.c.notify(0, r.index, r.meta, r.metaKey, enc(func(t *trailer) { t.packed = false }))
 	got := h.s.next()
@@ -191,15 +191,15 @@ func TestHostileNotifications(t *testing.T) {
 		t.Errorf("%d bytes from %d, want 1000 from 11", got.Vals.Len(), got.Sender)
 	}
 	// It is held: what is written there again is not handed up.
-	say("place in use", r.index, enc(func(t *trailer) { t.packed = false }))
+	say("slot in use", r.index, enc(func(t *trailer) { t.packed = false }))
 	got.Release()
 	h.ends(n)
 }
 
-// TestHostileOneShot uses a place for one message twice.
+// TestHostileOneShot uses a slot for one message twice.
 func TestHostileOneShot(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, kindOneShot}, origin: 1})
+	r := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 1})
 	b := encode(h.rig, control(h.s, 5), &trailer{})
 	for range 3 {
 		h.c.notify(0, r.index, r.meta, r.metaKey, b)
@@ -215,7 +215,7 @@ func TestHostileOneShot(t *testing.T) {
 // TestHostileParts claims parts of split messages that do not come.
 func TestHostileParts(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, 0}, origin: 1})
+	r := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
 	m := push(h.s, 1, 1, nil)
 	m.Push = false
 	m.SlaveQPNum, m.SlaveQPCounter = 1, [2]uint64{math.MaxUint64, math.MaxUint64}
@@ -226,7 +226,7 @@ func TestHostileParts(t *testing.T) {
 	}
 	in := h.s.incomingOf(11)
 	h.until("all wait for their other parts", func() (all bool) {
-		h.s.device0().exclusive(func() { all = len(in.held) == 100 && in.slaves == 100 })
+		h.s.device0().exclusive(func() { all = len(in.held) == 100 && in.splits == 100 })
 		return all
 	})
 	h.ends(0)
@@ -235,7 +235,7 @@ func TestHostileParts(t *testing.T) {
 	}
 }
 
-// TestHostileOriginal is a node of the original's that writes more than it has asked
+// TestHostileOriginal is a StepMesh node that writes more than it has asked
 // for.
 func TestHostileOriginal(t *testing.T) {
 	h := newHostileWorld(t, false)
@@ -314,7 +314,7 @@ func TestHostileServer(t *testing.T) {
 			epoch = w.epoch + x
 		}
 	}
-	// It sends to the bad server, which sees the question.
+	// It sends to the bad server, which sees the slot request.
 	m := push(bad, 1, 1, value(5000, 1))
 	m.Done = w
 	w.must(m)
@@ -339,7 +339,7 @@ func TestHostileServer(t *testing.T) {
 		t.put(b[:])
 		c.send(immCredits, b[:])
 	}
-	n += 2 // a credit for an unknown place is that of one that was retired
+	n += 2 // a credit for an unknown slot is that of one that was retired
 	c.send(immCredits, nil)
 	c.send(immReply, nil)
 	c.send(immStart, make([]byte, startLen))
@@ -352,7 +352,7 @@ func TestHostileServer(t *testing.T) {
 	w.wantDown(bad, "no memory for")
 	w.wantUp(bad)
 	r.until("Done", func() bool { return w.dones.Load() == 1 })
-	// A place that does not exist breaks the connection, nothing else.
+	// A slot that does not exist breaks the connection, nothing else.
 	w.must(push(bad, 1, 2, value(5000, 1)))
 	p.check(q.get(c.receive(immStart)))
 	sendReply(reply{origin: q.origin, index: 1, meta: addr, metaKey: 12345, data: addr, dataKey: 12345})

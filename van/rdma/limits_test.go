@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// What no place is given for is refused by Send, and nothing waits behind it.
+// What no slot is given for is refused by Send, and nothing waits behind it.
 func TestTooLongMeta(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()

@@ -35,7 +35,7 @@ func TestRevokeOfAnswered(t *testing.T) {
 		expected := func() int {
 			p.mu.Lock()
 			defer p.mu.Unlock()
-			return len(p.into)
+			return len(p.pulls)
 		}
 		for end := time.Now().Add(patience); expected() > 0; { // in this very moment
 			if time.Now().After(end) {
@@ -114,7 +114,7 @@ func TestSplitFails(t *testing.T) {
 	w.wantDown(s)
 }
 
-// TestStarvedRegistersNothing: who has no place to give takes no memory for one, however
+// TestStarvedRegistersNothing: who has no slot to give takes no memory for one, however
 // often it is asked.
 func TestStarvedRegistersNothing(t *testing.T) {
 	r := newRig(t)
@@ -124,13 +124,13 @@ func TestStarvedRegistersNothing(t *testing.T) {
 		w.must(push(s, 1, i, value(1<<20, i)))
 	}
 	var held []*van.Message
-	r.until("the receiver has given all places away", func() bool {
+	r.until("the receiver has given all slots away", func() bool {
 		select {
 		case m := <-s.in:
 			held = append(held, m)
 		default:
 		}
-		return s.table.Len() == s.table.Room() && r.starved(s)
+		return s.slots.Len() == s.slots.Room() && r.starved(s)
 	})
 	var registered, looks atomic.Int64
 	r.net.Fail(func(op fakeverbs.Op) error {
@@ -143,9 +143,9 @@ func TestStarvedRegistersNothing(t *testing.T) {
 		}
 		return nil
 	})
-	r.until("the receiver has looked for free places again and again", func() bool { return looks.Load() > 300 })
+	r.until("the receiver has looked for free slots again and again", func() bool { return looks.Load() > 300 })
 	if n := registered.Load(); n > 0 {
-		t.Errorf("%d registrations while no place was free", n)
+		t.Errorf("%d registrations while no slot was free", n)
 	}
 	r.net.Fail(nil)
 	for _, m := range held {
@@ -156,12 +156,12 @@ func TestStarvedRegistersNothing(t *testing.T) {
 	}
 }
 
-// starved tells whether a question for a place waits at s.
+// starved tells whether a slot request waits at s.
 func (r *rig) starved(s *testNode) bool {
 	for _, c := range *s.conns.Load() {
 		if c.in != nil {
 			c.in.mu.Lock()
-			n := len(c.in.later[lastingLane])
+			n := len(c.in.waiting[dataLane])
 			c.in.mu.Unlock()
 			if n > 0 {
 				return true
@@ -212,7 +212,7 @@ func TestHeldOfEnded(t *testing.T) {
 	w, s := r.pair()
 	w.must(push(s, 1, 1, value(5000, 1)))
 	m := s.next()
-	rx := (*rxMsg)(m.Native())
+	rx := (*received)(m.Native())
 	in := rx.in
 	var once atomic.Bool
 	r.net.Fail(func(op fakeverbs.Op) error {

@@ -29,71 +29,71 @@ type peer struct {
 	stop        context.CancelFunc
 	ends        chan struct{} // closed when the goroutine has ended
 
-	ours atomic.Bool // the last connection was to a node of this library
-	tag  uint32      // with the number of a control message: of this peer
+	native atomic.Bool // the last connection was to a native node
+	tag    uint32      // with the number of a control message: of this peer
 
-	back atomic.Pointer[incoming] // the peer's connection to this node
+	inbound atomic.Pointer[inbound] // the peer's connection to this node
 
-	news sync.Mutex // held while the watcher is told of a connection that may end meanwhile
+	notifying sync.Mutex // held while the watcher is told of a connection that may end meanwhile
 
-	mu     sync.Mutex
-	snd    *rendezvous.Sender[*outgoing]
-	link   *link // nil while there is none
-	lost   bool  // there was a connection, and it broke
-	ups    int   // connections there have been
-	parts  bool  // it is not in the table any more: its connection is not made again
-	asks   bool  // connect requests are with the peer,
-	asksAs int   // as those of this node id
-	ended  bool
-	half   *half // nil while both connections stand, or this node's does not
-	free   []*outgoing
-	unsent int // bytes of payload that wait
-	// numbers is the number of the last control message.
-	numbers uint32
-	// ticked is when Sender.Tick was last called.
-	ticked uint64
-	keys   map[uint64]bool // of a node of this library: whether it has a place of its own
-	sizes  map[uint64]int  // of a node of the original: bytes that it has for the requests of a key
-	into   map[intoKey]into
+	mu           sync.Mutex
+	sender       *rendezvous.Sender[*outgoing]
+	link         *link // nil while there is none
+	lost         bool  // there was a connection, and it broke
+	connects     int   // connections there have been
+	detached     bool  // it is not in the table any more: its connection is not made again
+	connecting   bool  // connect requests are with the peer,
+	connectingAs int   // as those of this node id
+	ended        bool
+	inboundDown  *inboundDown // nil while both connections stand, or this node's does not
+	free         []*outgoing
+	unsent       int // bytes of payload that wait
+	// lastNumber is the number of the last control message.
+	lastNumber uint32
+	// tickedAt is when Sender.Tick was last called.
+	tickedAt uint64
+	keySlots map[uint64]bool // of a native node: whether it has a slot of its own
+	keySizes map[uint64]int  // of a StepMesh node: bytes that it has for the requests of a key
+	pulls    map[pullKey]pullDestination
 }
 
 // link is one standing connection.
 type link struct {
-	*pipe
-	ids  []verbs.ID
-	host *device
-	ours bool // a node of this library
+	*sendQueue
+	ids    []verbs.ID
+	host   *device
+	native bool // a native node
 	// numbered: control messages have numbers, so that those that may have arrived can be
 	// sent again.
-	numbered bool
-	as       int // the id that this node had when it connected
-	epoch    uint32
-	probed   uint64 // when probe was called
-	slaves   uint64 // split messages so far
-	failed   chan error
-	once     sync.Once
+	numbered    bool
+	connectedAs int // the id that this node had when it connected
+	epoch       uint32
+	probedAt    uint64 // when probe was called
+	splits      uint64 // split messages so far
+	failed      chan error
+	once        sync.Once
 }
 
 // fail says that the connection has broken. Only the first cause counts.
 func (l *link) fail(err error) { l.once.Do(func() { l.failed <- err }) }
 
-// intoKey names a pull request in flight.
-type intoKey struct {
+// pullKey names a pull request in flight.
+type pullKey struct {
 	ts            int32
 	app, customer int16
 	key           uint64
 }
 
-// into is where the answer to a pull request is to be put.
-type into struct {
+// pullDestination is where the answer to a pull request is to be put.
+type pullDestination struct {
 	mem      backend.Mem
 	region   *region
-	original bool // the peer is a node of the original
+	stepmesh bool // the peer is a StepMesh node
 	link     *link
 }
 
-func keyOf(m *van.Meta) intoKey {
-	return intoKey{m.Timestamp, int16(m.AppID), int16(m.CustomerID), m.Key}
+func keyOf(m *van.Meta) pullKey {
+	return pullKey{m.Timestamp, int16(m.AppID), int16(m.CustomerID), m.Key}
 }
 
 // outgoing is a message on its way out.
@@ -103,10 +103,10 @@ type outgoing struct {
 	control       bool
 	number        uint32 // of control messages
 	request, push bool
-	tensor        bool // of the original's form: one key, which the meta repeats
+	singleKey     bool // of StepMesh form: one key, which the meta repeats
 	key           uint64
 	into          backend.Mem
-	intoKey       intoKey
+	pullKey       pullKey
 	direct        bool // the value goes to addr with rkey
 	addr          uint64
 	rkey          uint32
@@ -120,7 +120,7 @@ type outgoing struct {
 	done   van.Completion
 	size   int  // payload
 	unsent int  // of it, in the sum of those that wait
-	whole  bool // all frames were copied, and fit behind the meta
+	inMeta bool // all frames were copied, and fit behind the meta
 }
 
 // smallPayload is the payload up to which frames are copied by Send: it costs less
@@ -170,7 +170,7 @@ func (v *rvan) Send(msg *van.Message) error {
 	}
 	v.stats.sent(msg.EncodedLen() + size)
 	if msg.IsControl() {
-		v.rouse()
+		v.wakeIdleLoops()
 	}
 	return nil
 }
@@ -184,13 +184,13 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		return false, van.ErrClosed
 	case p.lost && data:
 		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
-	case data && p.snd.Waiting() > 0 && p.unsent+size > p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
+	case data && p.sender.Waiting() > 0 && p.unsent+size > p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
 		if n := p.v.stats.refusedSends.Add(1); n&(n-1) == 0 {
 			p.v.log.Warn("rdma: a message is refused: too much waits for its peer", "peer", p.name(), "bytes that wait", p.unsent, "STEPAF_SEND_BUDGET", p.v.cfg.SendBudget, "refused so far", n)
 		}
 		return false, fmt.Errorf("%w: %d bytes wait, with %d more that is over STEPAF_SEND_BUDGET, %d", van.ErrQueueFull, p.unsent, size, p.v.cfg.SendBudget)
-	case p.snd.Waiting() >= p.v.cfg.RDMAMaxConcurrWR:
-		return false, fmt.Errorf("%w: %d messages wait (BYTEPS_RDMA_MAX_CONCURR_WR)", van.ErrQueueFull, p.snd.Waiting())
+	case p.sender.Waiting() >= p.v.cfg.RDMAMaxConcurrWR:
+		return false, fmt.Errorf("%w: %d messages wait (BYTEPS_RDMA_MAX_CONCURR_WR)", van.ErrQueueFull, p.sender.Waiting())
 	}
 	var o *outgoing
 	if n := len(p.free); n > 0 {
@@ -203,44 +203,44 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		return false, err
 	}
 	if p.link != nil {
-		if err := p.fits(o); err != nil {
+		if err := p.check(o); err != nil {
 			p.recycle(o)
 			return false, err
 		}
 	}
 	if o.control {
-		p.numbers++
-		o.number = p.numbers
+		p.lastNumber++
+		o.number = p.lastNumber
 	}
 	o.unsent = size
 	p.unsent += size
 	done = msg.Done != nil && o.done == nil
-	idle := p.snd.Waiting() == 0
-	err = p.snd.Submit(o)
+	idle := p.sender.Waiting() == 0
+	err = p.sender.Submit(o)
 	if err != nil {
 		p.recycle(o)
 		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
 	}
-	if idle && data && p.link != nil && p.snd.Waiting() > 0 && p.link.host.parked.Load() {
+	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.host.sleeping.Load() {
 		p.link.host.dev.Wake() // the loop sleeps too long for tick
 	}
 	p.flush(msg.More)
 	return done, nil
 }
 
-// fits refuses what a node of the original would not understand, or would abort over.
+// check refuses what a StepMesh node would not understand, or would abort over.
 // p.mu is held.
-func (p *peer) fits(o *outgoing) error {
+func (p *peer) check(o *outgoing) error {
 	switch {
-	case p.link.ours, o.revoked, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+	case p.link.native, o.revoked, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
 		return nil
-	case o.request && o.tensor && (o.push && o.lens[1] > 0 || !o.push && o.into.Len() > 0):
+	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.into.Len() > 0):
 		// It has one buffer for all requests of a key, as large as the first one said,
 		// but puts only pushes there. Pulls it answers where they say.
 		n := max(int(o.lens[1]), o.pullLen)
-		have, known := p.sizes[o.key]
+		have, known := p.keySizes[o.key]
 		if !known {
-			p.sizes[o.key] = n
+			p.keySizes[o.key] = n
 		} else if o.push && n > have {
 			return fmt.Errorf("%w: %w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
 				van.ErrInvalid, rendezvous.ErrGrown, o.key, n, have)
@@ -268,16 +268,16 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	o.control = msg.IsControl()
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
-	o.into, o.direct, o.tensor, o.pullLen, o.revoked = backend.Mem{}, false, false, 0, false
+	o.into, o.direct, o.singleKey, o.pullLen, o.revoked = backend.Mem{}, false, false, 0, false
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
-		o.original(msg)
+		o.useSingleKeyForm(msg)
 	}
 	o.copies = o.copies[:0]
 	lent := false
 	for i := range msg.Frames {
 		f := msg.Frame(i)
 		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
-		if o.tensor && i != 1 || f.Len() == 0 {
+		if o.singleKey && i != 1 || f.Len() == 0 {
 			continue // the receiver makes them from the meta
 		}
 		if f.OnHost() && (f.Len() < small || size <= smallPayload-van.MaxFrames*frameAlign) {
@@ -293,13 +293,13 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	if lent {
 		o.done = msg.Done
 	}
-	o.whole = !lent && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= cellSize
+	o.inMeta = !lent && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= cellSize
 	return nil
 }
 
-// original finds out whether msg has the form that the original can send: one key,
+// useSingleKeyForm finds out whether msg has the form that StepMesh can send: one key,
 // which the meta repeats, and val_len bytes.
-func (o *outgoing) original(msg *van.Message) {
+func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	key := le.Uint64(msg.Keys.Host())
 	pull := msg.Request && !msg.Push
 	vals := msg.Vals.Len() == int(msg.ValLen) || pull && msg.Vals.Len() == 0
@@ -307,13 +307,13 @@ func (o *outgoing) original(msg *van.Message) {
 	if !vals || !lens || key != msg.Key && msg.Key != 0 {
 		return
 	}
-	// As the original does.
+	// As StepMesh does.
 	le.PutUint64(o.meta[metaKey:], key)
-	o.tensor, o.key = true, key
+	o.singleKey, o.key = true, key
 	if pull {
 		o.pullLen = int(msg.ValLen)
 		if msg.Into.Len() == o.pullLen && msg.Addr == msg.Into.Addr() {
-			o.into, o.intoKey = msg.Into, keyOf(&msg.Meta)
+			o.into, o.pullKey = msg.Into, keyOf(&msg.Meta)
 		}
 	}
 	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {
@@ -333,7 +333,7 @@ func (p *peer) recycle(o *outgoing) {
 // flush posts what waits, unless more follows at once. p.mu is held.
 func (p *peer) flush(more bool) {
 	l := p.link
-	if l == nil || len(l.wrs) == 0 || more && len(l.wrs) < maxHeld {
+	if l == nil || len(l.unposted) == 0 || more && len(l.unposted) < maxHeld {
 		return
 	}
 	if err := l.post(); err != nil {
@@ -359,7 +359,7 @@ func (p *peer) Need(o *outgoing) rendezvous.Need {
 	if p.link == nil {
 		return n
 	}
-	if !p.link.ours {
+	if !p.link.native {
 		n.Route = rendezvous.Route{Key: o.key, Push: o.push, Request: o.request}
 		if o.push && o.request && !o.oneShot { // other values do not go there
 			n.Data = int(o.lens[1])
@@ -368,20 +368,20 @@ func (p *peer) Need(o *outgoing) rendezvous.Need {
 		return n
 	}
 	if n.Meta += trailerLen; n.Meta > cellSize {
-		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // so that places fit other metas, too
+		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // so that slots fit other metas, too
 	}
 	n.Meta = max(n.Meta, cellSize)
-	if !o.direct && !o.whole && !(o.request && !o.push && o.tensor) {
+	if !o.direct && !o.inMeta && !(o.request && !o.push && o.singleKey) {
 		n.Exact = o.packedLen()
 	}
 	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
-	n.Route.Host = n.Exact > 0 && !o.tensor // there are keys in it
+	n.Route.Host = n.Exact > 0 && !o.singleKey // there are keys in it
 	if o.oneShot {
 		n.Data = n.Exact
 		return n
 	}
-	if o.request && o.push && o.tensor && n.Exact > 0 {
-		if own, known := p.keys[o.key]; own || !known {
+	if o.request && o.push && o.singleKey && n.Exact > 0 {
+		if own, known := p.keySlots[o.key]; own || !known {
 			n.Route = rendezvous.Route{Key: o.key, Push: true, Request: true}
 			if own {
 				n.Data = n.Exact
@@ -391,9 +391,9 @@ func (p *peer) Need(o *outgoing) rendezvous.Need {
 	return n
 }
 
-// packedLen is the length of the data that is written to the place.
+// packedLen is the length of the data that is written to the slot.
 func (o *outgoing) packedLen() int {
-	if o.tensor {
+	if o.singleKey {
 		return int(o.lens[1])
 	}
 	n := 0
@@ -411,8 +411,8 @@ func (p *peer) Ask(origin uint64, o *outgoing, need rendezvous.Need) bool {
 		return false
 	}
 	s := start{metaLen: uint64(need.Meta), origin: origin}
-	if l.ours {
-		s.dataNum = ourStart
+	if l.native {
+		s.dataNum = nativeStart
 		s.data[0], s.data[2] = uint64(need.Data), uint64(need.Exact)
 		if o.push {
 			s.data[1] |= kindPush
@@ -435,7 +435,7 @@ func (p *peer) Ask(origin uint64, o *outgoing, need rendezvous.Need) bool {
 			s.data[i] = uint64(o.lens[i])
 		}
 		if o.pullLen > 0 {
-			s.data[1] = uint64(min(o.pullLen, p.sizes[o.key]))
+			s.data[1] = uint64(min(o.pullLen, p.keySizes[o.key]))
 		}
 	}
 	s.put(stage[:startLen])
@@ -449,19 +449,19 @@ func (p *peer) Refuse(o *outgoing, err error) {
 	if o.done != nil {
 		go o.done.Sent()
 	}
-	p.refuse(o, err)
+	p.failMessage(o, err)
 }
 
-// answered ends a request: msg is the answer. It returns the memory that the answer's
+// endPull ends a request: msg is the answer. It returns the memory that the answer's
 // value was to be put into, if msg means it. A value that is not there yet is copied to it
 // if it has its length: here, since with the lock goes the right to write, see Revoke.
-func (p *peer) answered(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
+func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !msg.Push {
 		k := keyOf(msg)
-		if x, ok := p.into[k]; ok {
-			delete(p.into, k)
+		if x, ok := p.pulls[k]; ok {
+			delete(p.pulls, k)
 			if msg.Addr == x.mem.Addr() && int(msg.ValLen) == x.mem.Len() {
 				mem = x.mem
 				if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
@@ -471,30 +471,30 @@ func (p *peer) answered(msg *van.Meta, value []byte) (mem backend.Mem, copied bo
 			x.region.release()
 		}
 	}
-	if l := p.link; l != nil && !l.ours {
-		p.snd.Answered(msg.Key, msg.Push)
-		p.snd.Pump()
+	if l := p.link; l != nil && !l.native {
+		p.sender.Answered(msg.Key, msg.Push)
+		p.sender.Pump()
 		p.flush(false)
 	}
 	return mem, copied
 }
 
-// unanswered gives up the memory that a node of the original, whose connection has
+// abandonPulls gives up the memory that a StepMesh node, whose connection has
 // ended, will not write to any more. again says that it has connected again: that one may
 // have been asked already.
-func (p *peer) unanswered(again bool) {
+func (p *peer) abandonPulls(again bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for k, x := range p.into {
-		if x.original && !(again && x.link == p.link) {
-			delete(p.into, k)
+	for k, x := range p.pulls {
+		if x.stepmesh && !(again && x.link == p.link) {
+			delete(p.pulls, k)
 			x.region.release()
 		}
 	}
 }
 
-// credit takes back the places that the peer has given back.
-func (p *peer) credit(t *trailer) (ok bool) {
+// takeCredits takes back the slots that the peer has given back.
+func (p *peer) takeCredits(t *trailer) (ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil || p.link.epoch != t.epoch {
@@ -502,10 +502,10 @@ func (p *peer) credit(t *trailer) (ok bool) {
 	}
 	ok = true
 	for _, i := range t.credits[:t.n] {
-		ok = p.snd.Credit(uint32(i)) && ok
+		ok = p.sender.Credit(uint32(i)) && ok
 	}
-	p.giveBack()
-	p.snd.Pump()
+	p.returnSlots()
+	p.sender.Pump()
 	p.flush(false)
 	return ok
 }
@@ -518,24 +518,24 @@ func (p *peer) tick(now uint64) bool {
 		return false
 	}
 	// Several loops may call this, and one that hardly sleeps calls it often.
-	if p.waiting() && time.Duration(now-p.ticked) >= tickTime {
-		p.ticked = now
-		p.giveBack()
-		p.snd.Tick()
+	if p.waiting() && time.Duration(now-p.tickedAt) >= tickTime {
+		p.tickedAt = now
+		p.returnSlots()
+		p.sender.Tick()
 		p.flush(false)
 	}
-	if h := p.half; h != nil && !h.told && now-h.since > uint64(halfTime) {
-		go p.v.tellHalf(p)
+	if h := p.inboundDown; h != nil && !h.told && now-h.since > uint64(inboundDownTime) {
+		go p.v.notifyInboundDown(p)
 	}
-	if l := p.link; l.idle() && now-l.probed > uint64(probeTime) {
-		l.probed = now
+	if l := p.link; l.idle() && now-l.probedAt > uint64(probeTime) {
+		l.probedAt = now
 		l.probe()
 	}
 	return p.waiting()
 }
 
-// waiting tells whether something waits for room or for a place. p.mu is held.
-func (p *peer) waiting() bool { return p.snd.Waiting() > 0 || len(p.snd.Returning()) > 0 }
+// waiting tells whether something waits for room or for a slot. p.mu is held.
+func (p *peer) waiting() bool { return p.sender.Waiting() > 0 || len(p.sender.Returns()) > 0 }
 
 // probe writes nothing to the peer. A link that is lost shows only in what is sent,
 // and who waits for an answer sends nothing.

@@ -34,25 +34,25 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 		return nil
 	}
 	run, stop := context.WithCancel(context.Background())
-	p := &peer{v: v, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), stop: stop, ends: make(chan struct{}), into: map[intoKey]into{}}
+	p := &peer{v: v, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), stop: stop, ends: make(chan struct{}), pulls: map[pullKey]pullDestination{}}
 	p.id.Store(int32(id))
-	p.snd = rendezvous.NewSender[*outgoing](p)
+	p.sender = rendezvous.NewSender[*outgoing](p)
 	v.replace(func(m map[int]*peer) { m[id] = p })
 	if old != nil {
-		v.retireLocked(id, old, p)
+		v.fenceLocked(id, old, p)
 	}
-	v.judgeLocked()
-	v.linkBackLocked()
+	v.markUnlistedLocked()
+	v.linkInboundsLocked()
 	if old != nil {
 		v.leave(old, leaveTime)
 	}
-	v.wg.Go(func() { p.run(run) })
+	v.wg.Go(func() { p.keepConnected(run) })
 	v.log.Info("connect", "peer", van.NodeName(id), "addr", addr.String())
 	return nil
 }
 
 // keepFor tells whether p is to be kept when it is named again, by a node with this id: it
-// has connected again, to a node of the original, under that id, or is about to. That one
+// has connected again, to a StepMesh node, under that id, or is about to. That one
 // takes a second connection under the same name for more queue pairs of the first, and
 // never hears it. What is sent from now on waits for the connection, as it would for a new
 // one.
@@ -60,19 +60,19 @@ func (p *peer) keepFor(id int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
-		keep := p.asks && p.asksAs == id
+		keep := p.connecting && p.connectingAs == id
 		p.lost = p.lost && !keep
 		return keep
 	}
-	return !p.link.ours && p.link.as == id && p.ups > 1
+	return !p.link.native && p.link.connectedAs == id && p.connects > 1
 }
 
-// asking says that connect requests are with the peer, sent as those of node id, or that
+// setConnecting says that connect requests are with the peer, sent as those of node id, or that
 // there are none.
-func (p *peer) asking(asks bool, id int) {
+func (p *peer) setConnecting(asks bool, id int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.asks, p.asksAs = asks, id
+	p.connecting, p.connectingAs = asks, id
 }
 
 // replace changes the table of peers. v.mu is held.
@@ -82,30 +82,30 @@ func (v *rvan) replace(change func(map[int]*peer)) {
 	v.peers.Store(&m)
 }
 
-// linkBack tells each peer which connection it has opened to this node.
-func (v *rvan) linkBack() {
+// linkInbounds tells each peer which connection it has opened to this node.
+func (v *rvan) linkInbounds() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.linkBackLocked()
+	v.linkInboundsLocked()
 }
 
-func (v *rvan) linkBackLocked() {
+func (v *rvan) linkInboundsLocked() {
 	for id, p := range *v.peers.Load() {
-		var back *incoming
-		for _, in := range v.endpoints {
-			if in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() && !in.foreign.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
+		var back *inbound
+		for _, in := range v.inbounds {
+			if in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() && !in.unlisted.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
 				back = in // the latest: the end of others has not been noticed yet
 			}
 		}
-		if back != nil && p.back.Swap(back) != back {
-			go v.tellHalf(p)
+		if back != nil && p.inbound.Swap(back) != back {
+			go v.notifyInboundDown(p)
 		}
 	}
 }
 
-func (v *rvan) unlinkBack(in *incoming) {
+func (v *rvan) unlinkInbound(in *inbound) {
 	for _, p := range *v.peers.Load() {
-		p.back.CompareAndSwap(in, nil)
+		p.inbound.CompareAndSwap(in, nil)
 	}
 }
 
@@ -120,8 +120,8 @@ func (v *rvan) Rename(old, new int) error {
 	other := (*v.peers.Load())[new]
 	p.id.Store(int32(new))
 	v.replace(func(m map[int]*peer) { delete(m, old); m[new] = p })
-	v.judgeLocked()
-	v.linkBackLocked()
+	v.markUnlistedLocked()
+	v.linkInboundsLocked()
 	if other != nil && other != p {
 		v.leave(other, 0)
 	}
@@ -148,7 +148,7 @@ func (v *rvan) Disconnect(id int) {
 func (v *rvan) leave(p *peer, limit time.Duration) {
 	v.leaving[p] = true
 	p.mu.Lock()
-	p.parts = true
+	p.detached = true
 	p.mu.Unlock()
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
@@ -164,22 +164,22 @@ func (v *rvan) leave(p *peer, limit time.Duration) {
 func (p *peer) end(ctx context.Context) {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
-	for !p.left() {
+	for !p.drained() {
 		select {
 		case <-tick.C: // completions of the last messages have no signal of their own
 			continue
 		case <-ctx.Done():
-		case <-p.v.cmEnd:
+		case <-p.v.eventsEnded:
 		}
 		break
 	}
 	p.mu.Lock()
 	p.ended = true
-	dropped := p.snd.Down(func(*outgoing) bool { return false })
-	expected := p.into
-	p.into = map[intoKey]into{}
+	dropped := p.sender.Disconnect(func(*outgoing) bool { return false })
+	expected := p.pulls
+	p.pulls = map[pullKey]pullDestination{}
 	p.mu.Unlock()
-	p.finish(p.drop(dropped))
+	p.endAll(p.dropMessages(dropped))
 	for _, x := range expected {
 		x.region.release()
 	}
@@ -187,15 +187,15 @@ func (p *peer) end(ctx context.Context) {
 	<-p.ends
 }
 
-// left tells whether everything has left.
-func (p *peer) left() bool {
+// drained tells whether everything has left.
+func (p *peer) drained() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.flush(false)
 	if p.lost {
 		return true // nobody to wait for
 	}
-	return p.snd.Waiting() == 0 && (p.link == nil || p.link.idle())
+	return p.sender.Waiting() == 0 && (p.link == nil || p.link.idle())
 }
 
 // awaitSent waits for the last completions of a connection that has been broken: they say
@@ -207,14 +207,14 @@ func (p *peer) awaitSent(l *link) {
 	defer limit.Stop()
 	p.mu.Lock()
 	unposted := map[uint32]bool{}
-	for i := range l.wrs {
-		_, id := recordOf(l.wrs[i].ID)
+	for i := range l.unposted {
+		_, id := recordOf(l.unposted[i].ID)
 		unposted[id] = true
 	}
 	p.mu.Unlock()
 	for {
 		p.mu.Lock()
-		done := len(l.free)+l.spoilt+len(unposted) >= len(l.recs)
+		done := len(l.free)+l.failedRecords+len(unposted) >= len(l.recs)
 		p.mu.Unlock()
 		if done {
 			return
@@ -243,17 +243,17 @@ func (p *peer) endLink(l *link) []finished {
 	v.forgetConn(l.epoch - v.epoch)
 	p.mu.Lock()
 	all := l.abandon()
-	doubts := l.doubts
+	doubts := l.uncertain
 	p.mu.Unlock()
 	_ = l.close()
-	for _, in := range doubts { // a place that is given back twice would be overwritten
-		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back places of this one", van.ErrPeerLost))
+	for _, in := range doubts { // a slot that is given back twice would be overwritten
+		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back slots of this one", van.ErrPeerLost))
 	}
 	return all
 }
 
-// everyPeer is the peers, and those that are leaving.
-func (v *rvan) everyPeer() (all []*peer) {
+// allPeers is the peers, and those that are leaving.
+func (v *rvan) allPeers() (all []*peer) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for _, p := range *v.peers.Load() {
@@ -265,18 +265,18 @@ func (v *rvan) everyPeer() (all []*peer) {
 	return all
 }
 
-// working tells whether somebody waits for something that only a look at the clock
+// somethingDue tells whether somebody waits for something that only a look at the clock
 // brings about.
-func (v *rvan) working() bool {
+func (v *rvan) somethingDue() bool {
 	for _, c := range *v.conns.Load() {
-		if c.peer != nil && c.peer.waits() || c.in != nil && c.in.owed.Load() > 0 {
+		if c.peer != nil && c.peer.isWaiting() || c.in != nil && c.in.creditsOwed.Load() > 0 {
 			return true
 		}
 	}
 	return false
 }
 
-func (p *peer) waits() bool {
+func (p *peer) isWaiting() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.link != nil && p.waiting()

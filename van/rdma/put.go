@@ -10,30 +10,30 @@ import (
 
 // Put implements rendezvous.Link: the value, and the meta behind it with the
 // notification.
-func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
+func (p *peer) Put(o *outgoing, at *rendezvous.RemoteSlot) bool {
 	l := p.link
 	id, r, stage, ok := l.begin()
 	if !ok {
 		return false
 	}
-	if err := p.fits(o); err != nil { // it was sent before there was a connection
+	if err := p.check(o); err != nil { // it was sent before there was a connection
 		p.reject(id, o, at, err)
 		return true
 	}
-	if o.revoked && !l.ours { // the original would write to the memory all the same
-		p.snd.Unused(at)
+	if o.revoked && !l.native { // StepMesh would write to the memory all the same
+		p.sender.Release(at)
 		f := l.finish(id)
 		f.done = o.done
 		go f.end()
 		p.recycle(o)
 		return true
 	}
-	whole := o.whole && l.ours
+	whole := o.inMeta && l.native
 	n := len(o.meta)
 	switch {
 	case whole:
 		n = aligned(n) + o.packedLen() + trailerLen
-	case l.ours:
+	case l.native:
 		n += trailerLen
 	}
 	meta := stage[:min(n, len(stage))]
@@ -51,38 +51,38 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 		r.large, meta, lkey = b, b.mem.Host(), b.mr.LKey()
 	}
 	copy(meta, o.meta)
-	if err := p.lend(l, r, o); err != nil {
+	if err := p.pin(l, r, o); err != nil {
 		p.reject(id, o, at, err)
 		return true
 	}
 	if o.into.Len() > 0 {
-		if err := p.expect(l, o, meta); err != nil {
+		if err := p.exposeDestination(l, o, meta); err != nil {
 			p.reject(id, o, at, err)
 			return true
 		}
 	}
-	split := p.v.cfg.SplitQPLag && len(l.qps) > 1 && !whole && o.tensor && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+	split := p.v.cfg.SplitQPLag && len(l.qps) > 1 && !whole && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 	if split {
-		l.slaves++
+		l.splits++
 		le.PutUint32(meta[metaSlaves:], uint32(len(l.qps)-1))
 		for i := range 2 {
-			le.PutUint64(meta[metaCounter+8*i:], l.slaves)
+			le.PutUint64(meta[metaCounter+8*i:], l.splits)
 		}
 	}
-	if l.ours {
-		t := trailer{packed: !o.tensor, placed: o.direct && !whole, frames: o.frames, lens: o.lens, inMeta: whole, metaLen: len(o.meta)}
+	if l.native {
+		t := trailer{packed: !o.singleKey, placed: o.direct && !whole, frames: o.frames, lens: o.lens, inMeta: whole, metaLen: len(o.meta)}
 		if o.control && l.numbered {
 			t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
 		}
-		if b := p.back.Load(); b != nil {
-			b.take(&t, r)
+		if b := p.inbound.Load(); b != nil {
+			b.takeCredits(&t, r)
 		}
 		t.put(meta[n-trailerLen:])
 	}
 	if whole {
 		o.behind(meta[aligned(len(o.meta)):])
 	} else {
-		p.values(l, id, o, at, stage[metaRoom:], split)
+		p.addPayload(l, id, o, at, stage[metaRoom:], split)
 	}
 	wr := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: at.Index, RemoteAddr: at.Meta, RKey: at.MetaKey}
 	if lkey != 0 || r.large != nil {
@@ -108,7 +108,7 @@ func (p *peer) Put(o *outgoing, at *rendezvous.Place) bool {
 
 // behind writes the frames, packed, behind the meta.
 func (o *outgoing) behind(b []byte) {
-	if o.tensor {
+	if o.singleKey {
 		copy(b, o.copies)
 		return
 	}
@@ -126,8 +126,8 @@ const maxHold = 32 << 10
 // minSplit is the length from which a value is split over the queue pairs.
 const minSplit = 8 << 10
 
-// lend makes the caller's memory known to the device.
-func (p *peer) lend(l *link, r *record, o *outgoing) error {
+// pin makes the caller's memory known to the device.
+func (p *peer) pin(l *link, r *record, o *outgoing) error {
 	for i := range o.frames {
 		if o.data[i].Len() == 0 {
 			continue
@@ -142,43 +142,43 @@ func (p *peer) lend(l *link, r *record, o *outgoing) error {
 	return nil
 }
 
-// expect makes the memory that the answer is to be put into known to the peer.
-func (p *peer) expect(l *link, o *outgoing, meta []byte) error {
+// exposeDestination makes the memory that the answer is to be put into known to the peer.
+func (p *peer) exposeDestination(l *link, o *outgoing, meta []byte) error {
 	reg, err := l.host.regions.get(o.into, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {
 		return fmt.Errorf("memory for the answer, %d bytes: %w", o.into.Len(), err)
 	}
-	if old, again := p.into[o.intoKey]; again {
+	if old, again := p.pulls[o.pullKey]; again {
 		old.region.release()
 	}
-	p.into[o.intoKey] = into{o.into, reg, !l.ours, l}
+	p.pulls[o.pullKey] = pullDestination{o.into, reg, !l.native, l}
 	le.PutUint32(meta[metaOption:], reg.mr.RKey())
 	return nil
 }
 
 // reject drops a message that turns out to be impossible. The requests that wait for
 // its answer fail. p.mu is held.
-func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.Place, err error) {
-	p.snd.Unused(at)
+func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.RemoteSlot, err error) {
+	p.sender.Release(at)
 	f := p.link.finish(id)
 	f.done = o.done
 	go f.end()
-	p.refuse(o, err)
+	p.failMessage(o, err)
 }
 
-func (p *peer) refuse(o *outgoing, err error) {
+func (p *peer) failMessage(o *outgoing, err error) {
 	p.recycle(o)
-	go p.v.tellFailure(p, p.link, err)
+	go p.v.notifyFailure(p, p.link, err)
 }
 
-// values adds the writes of the payload.
-func (p *peer) values(l *link, id uint32, o *outgoing, at *rendezvous.Place, stage []byte, split bool) {
+// addPayload adds the writes of the payload.
+func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, split bool) {
 	r := &l.recs[id]
 	to, rkey := at.Data, at.DataKey
 	if o.direct {
 		to, rkey = o.addr, o.rkey
 	}
-	if o.tensor {
+	if o.singleKey {
 		if o.request && !o.push || o.frames == 0 || o.lens[1] == 0 {
 			return
 		}
@@ -189,7 +189,7 @@ func (p *peer) values(l *link, id uint32, o *outgoing, at *rendezvous.Place, sta
 		}
 		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.regions[0].mr.LKey()
 		if !split {
-			l.value(id, wr)
+			l.addValue(id, wr)
 			return
 		}
 		part := wr.Len / uint32(len(l.qps))
@@ -223,7 +223,7 @@ func (p *peer) values(l *link, id uint32, o *outgoing, at *rendezvous.Place, sta
 		} else {
 			wr.LocalAddr, wr.Len, wr.LKey = o.data[i].Addr(), o.lens[i], r.regions[reg].mr.LKey()
 			reg++
-			l.value(id, wr)
+			l.addValue(id, wr)
 		}
 		off += n
 	}

@@ -189,7 +189,7 @@ func (c *rawConn) receive(imm uint32) []byte {
 	return nil
 }
 
-// ask asks for a place and returns the answer.
+// ask asks for a slot and returns the answer.
 func (c *rawConn) ask(s start) reply {
 	c.r.Helper()
 	var b [startLen]byte

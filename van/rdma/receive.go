@@ -18,7 +18,7 @@ import (
 type conn struct {
 	link *link
 	peer *peer
-	in   *incoming
+	in   *inbound
 }
 
 // completed takes one completion. d.mu is held.
@@ -34,34 +34,34 @@ func (d *device) completed(c *verbs.Completion) {
 	}
 	switch {
 	case c.Type == verbs.SendDone && x.in != nil:
-		x.in.sent(c)
+		x.in.sendCompleted(c)
 	case c.Type == verbs.SendDone:
-		x.peer.sent(x.link, c)
+		x.peer.sendCompleted(x.link, c)
 	case c.Type == verbs.RecvFailed && x.in != nil:
-		x.in.flush(c)
+		x.in.receiveFailed(c)
 	case c.Type == verbs.RecvFailed:
 		x.link.fail(statusError(c.Status, "receive on queue pair", int(c.Cookie&0xff)))
 	case x.in == nil && c.Type == verbs.RecvSend:
-		x.peer.told(d, x.link, c)
+		x.peer.receiveSend(d, x.link, c)
 	case x.in == nil:
 		v.malformedFrom(x.peer.name(), &van.FieldError{Field: "notification", Value: c.Imm, Want: "none on a connection of this node"})
 	case c.Type == verbs.RecvSend && c.Imm == immStart:
-		x.in.question(recvData(c))
-	case c.Type == verbs.RecvSend && c.Imm == immUp && x.in.hello.ours && !x.in.stands.Swap(true):
+		x.in.slotRequested(recvData(c))
+	case c.Type == verbs.RecvSend && c.Imm == immUp && x.in.hello.native && !x.in.confirmed.Swap(true):
 		if p := (*v.peers.Load())[x.in.hello.node]; p != nil {
-			go v.tellHalf(p)
+			go v.notifyInboundDown(p)
 		}
-	case c.Type == verbs.RecvSend && c.Imm == immReturn && x.in.hello.ours:
+	case c.Type == verbs.RecvSend && c.Imm == immReturn && x.in.hello.native:
 		t := &d.trailer
 		if err := t.get(recvData(c)); err != nil {
 			v.malformed(x.in, err)
 			return
 		}
-		x.in.returned(t)
+		x.in.slotsReturned(t)
 	case c.Type == verbs.RecvSend:
 		v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, 5, or 3 once"})
 	default:
-		d.arrived(x.in, c)
+		d.notification(x.in, c)
 	}
 }
 
@@ -69,28 +69,28 @@ func statusError(s verbs.Status, what string, q int) error {
 	return fmt.Errorf("%w: %s %d: %s", van.ErrPeerLost, what, q, s)
 }
 
-// sent takes the completion of what an answer to a question, or credits, were posted
+// sendCompleted takes the completion of what an answer to a slot request, or credits, were posted
 // with.
-func (in *incoming) sent(c *verbs.Completion) {
+func (in *inbound) sendCompleted(c *verbs.Completion) {
 	q, id := recordOf(c.ID)
 	if c.Status != verbs.StatusOK {
 		in.fail(statusError(c.Status, "answer to a rendezvous on queue pair", q))
 	}
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.out == nil || in.closed {
+	if in.sends == nil || in.closed {
 		return
 	}
 	if c.Status != verbs.StatusOK {
-		in.out.broken = true
+		in.sends.broken = true
 		return // its memory may still be in use; see abandon
 	}
-	in.out.complete(id)
-	in.pump()
+	in.sends.complete(id)
+	in.sendQueued()
 }
 
-// flush counts a receive request that has ended with its queue pair.
-func (in *incoming) flush(c *verbs.Completion) {
+// receiveFailed counts a receive request that has ended with its queue pair.
+func (in *inbound) receiveFailed(c *verbs.Completion) {
 	in.fail(statusError(c.Status, "receive on queue pair", int(c.Cookie&0xff)))
 	in.mu.Lock()
 	qps := len(in.qps)
@@ -101,8 +101,8 @@ func (in *incoming) flush(c *verbs.Completion) {
 	}
 }
 
-// sent takes the completion of a message's last part.
-func (p *peer) sent(l *link, c *verbs.Completion) {
+// sendCompleted takes the completion of a message's last part.
+func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 	q, id := recordOf(c.ID)
 	if c.Status != verbs.StatusOK {
 		why := van.ErrPeerLost
@@ -113,13 +113,13 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 	}
 	p.mu.Lock()
 	if c.Status != verbs.StatusOK {
-		if q == 0 && refused(c.Status) {
-			l.ungiven()
+		if q == 0 && peerRefused(c.Status) {
+			l.restoreCredits()
 		} else {
-			l.doubt(id)
+			l.markUncertain(id)
 		}
 		l.broken = true // what is posted now would only be flushed
-		l.spoil(id)
+		l.markFailed(id)
 		p.mu.Unlock()
 		return // another queue pair may still read the memory; see abandon
 	}
@@ -129,8 +129,8 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 		f.control = nil
 	}
 	if last && p.link == l && p.waiting() {
-		p.giveBack()
-		p.snd.Pump()
+		p.returnSlots()
+		p.sender.Pump()
 		p.flush(false)
 	}
 	p.mu.Unlock()
@@ -143,15 +143,15 @@ func (p *peer) sent(l *link, c *verbs.Completion) {
 // host is too busy.
 var errUnacknowledged = fmt.Errorf("%w", van.ErrPeerLost)
 
-// refused tells whether the peer has said no: it has not received this work request, nor
+// peerRefused tells whether the peer has said no: it has not received this work request, nor
 // those behind it. Those before it have completed.
-func refused(s verbs.Status) bool {
+func peerRefused(s verbs.Status) bool {
 	return s == verbs.StatusRemoteInvalid || s == verbs.StatusRemoteAccess || s == verbs.StatusRemoteOp
 }
 
-// told takes what the peer says on this node's connection to it: answers to
-// questions, and credits.
-func (p *peer) told(d *device, l *link, c *verbs.Completion) {
+// receiveSend takes what the peer says on this node's connection to it: answers to
+// slot requests, and credits.
+func (p *peer) receiveSend(d *device, l *link, c *verbs.Completion) {
 	b := recvData(c)
 	switch c.Imm {
 	case immReply:
@@ -160,8 +160,8 @@ func (p *peer) told(d *device, l *link, c *verbs.Completion) {
 			p.v.malformedFrom(p.name(), err)
 			return
 		}
-		if !p.replied(l, &r) {
-			p.v.malformedFrom(p.name(), &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open question"})
+		if !p.slotReply(l, &r) {
+			p.v.malformedFrom(p.name(), &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open slot request"})
 		}
 	case immCredits:
 		t := &d.trailer
@@ -169,8 +169,8 @@ func (p *peer) told(d *device, l *link, c *verbs.Completion) {
 			p.v.malformedFrom(p.name(), err)
 			return
 		}
-		if !p.credit(t) {
-			p.v.malformedFrom(p.name(), &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "places that are in use"})
+		if !p.takeCredits(t) {
+			p.v.malformedFrom(p.name(), &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
 		}
 	case immReclaim:
 		var r reclaim
@@ -178,36 +178,36 @@ func (p *peer) told(d *device, l *link, c *verbs.Completion) {
 			p.v.malformedFrom(p.name(), err)
 			return
 		}
-		p.reclaimed(l, &r)
+		p.reclaimRequested(l, &r)
 	default:
 		p.v.malformedFrom(p.name(), &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"})
 	}
 }
 
-// arrived takes a notification.
-func (d *device) arrived(in *incoming, c *verbs.Completion) {
+// notification takes a notification.
+func (d *device) notification(in *inbound, c *verbs.Completion) {
 	v := d.v
 	if c.Imm&immSlave != 0 {
-		in.slaves++
+		in.splits++
 		d.releaseHeld(in)
 		return
 	}
-	l := v.table.Get(c.Imm)
+	l := v.slots.Get(c.Imm)
 	if l == nil || l.Owner != in {
-		v.malformed(in, &van.FieldError{Field: "place", Value: c.Imm, Want: "one that this connection was given"})
+		v.malformed(in, &van.FieldError{Field: "slot", Value: c.Imm, Want: "one that this connection was given"})
 		return
 	}
-	rx, err := d.message(in, l, c)
+	rx, err := d.decode(in, l, c)
 	if rx == nil {
 		if err != nil {
 			v.malformed(in, err)
 		}
 		if !l.Held() {
-			d.consumed(in, l)
+			d.slotConsumed(in, l)
 		}
 		return
 	}
-	if len(in.held) > 0 || rx.slaves > in.slaves {
+	if len(in.held) > 0 || rx.splits > in.splits {
 		if len(in.held) >= maxIndex {
 			in.fail(fmt.Errorf("%w: %d messages wait for the other part of one", van.ErrMalformed, len(in.held)))
 			rx.msg.Release()
@@ -217,14 +217,14 @@ func (d *device) arrived(in *incoming, c *verbs.Completion) {
 		in.holds.Store(true)
 		return
 	}
-	d.accept(rx)
+	d.appendPolled(rx)
 }
 
 // releaseHeld hands up messages whose other parts have come.
-func (d *device) releaseHeld(in *incoming) {
+func (d *device) releaseHeld(in *inbound) {
 	n := 0
-	for n < len(in.held) && in.held[n].slaves <= in.slaves {
-		d.accept(in.held[n])
+	for n < len(in.held) && in.held[n].splits <= in.splits {
+		d.appendPolled(in.held[n])
 		n++
 	}
 	in.held = append(in.held[:0], in.held[n:]...)
@@ -232,11 +232,11 @@ func (d *device) releaseHeld(in *incoming) {
 }
 
 // dropHeld gives up messages whose other parts will not come.
-func (d *device) dropHeld(in *incoming) {
+func (d *device) dropHeld(in *inbound) {
 	if !in.holds.Load() {
 		return
 	}
-	var held []*rxMsg
+	var held []*received
 	d.exclusive(func() {
 		held, in.held = in.held, nil
 		in.holds.Store(false)
@@ -248,57 +248,57 @@ func (d *device) dropHeld(in *incoming) {
 
 // exclusive calls f while nobody polls.
 func (d *device) exclusive(f func()) {
-	d.wanted.Add(1)
-	defer d.wanted.Add(-1)
+	d.lockWaiters.Add(1)
+	defer d.lockWaiters.Add(-1)
 	d.dev.Wake() // the loop holds mu while it sleeps
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	f()
 }
 
-func (d *device) accept(rx *rxMsg) { d.came = append(d.came, rx) }
+func (d *device) appendPolled(rx *received) { d.polled = append(d.polled, rx) }
 
-// consumed gives back a place that nothing is read from any more.
-func (d *device) consumed(in *incoming, l *lease) {
+// slotConsumed gives back a slot that nothing is read from any more.
+func (d *device) slotConsumed(in *inbound, l *receiveSlot) {
 	if l.OneShot {
-		if d.v.table.End(l) {
-			in.free(l)
+		if d.v.slots.End(l) {
+			in.freeSlot(l)
 		}
 		return
 	}
-	in.credit(l)
+	in.returnCredit(l)
 }
 
-// rxMsg is a received message.
-type rxMsg struct {
+// received is a received message.
+type received struct {
 	msg    van.Message
 	d      *device
-	in     *incoming
-	lease  *lease // that the frames lie in; nil when they do not
-	slaves uint64 // notifications of other parts that must have come
+	in     *inbound
+	slot   *receiveSlot // that the frames lie in; nil when they do not
+	splits uint64       // notifications of other parts that must have come
 	key    [8]byte
 	lens   [4]byte
-	own    []byte // copies of keys and lengths of many
+	copies []byte // copies of keys and lengths of many
 }
 
-// keepOwn is the most that a message keeps for the next one.
-const keepOwn = 64 << 10
+// maxKeptCopies is the most that a message keeps for the next one.
+const maxKeptCopies = 64 << 10
 
-// copied returns a copy of b, a frame of keys or lengths, of a message with trailer t, which
+// copyFrame returns a copy of b, a frame of keys or lengths, of a message with trailer t, which
 // has been checked.
-func (rx *rxMsg) copied(b []byte, t *trailer) backend.Mem {
-	from := aligned(len(rx.own))
-	if most := aligned(int(t.lens[0])) + int(t.lens[2]); cap(rx.own) < most { // for both: it must not move
-		rx.own = make([]byte, 0, most)
+func (rx *received) copyFrame(b []byte, t *trailer) backend.Mem {
+	from := aligned(len(rx.copies))
+	if most := aligned(int(t.lens[0])) + int(t.lens[2]); cap(rx.copies) < most { // for both: it must not move
+		rx.copies = make([]byte, 0, most)
 	}
-	rx.own = rx.own[:from+len(b)]
-	copy(rx.own[from:], b)
-	return backend.Bytes(rx.own[from:])
+	rx.copies = rx.copies[:from+len(b)]
+	copy(rx.copies[from:], b)
+	return backend.Bytes(rx.copies[from:])
 }
 
-// message makes a message of a notification. A nil rxMsg with a nil error is no
+// decode makes a message of a notification. A nil rxMsg with a nil error is no
 // message, but nothing wrong either.
-func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, error) {
+func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*received, error) {
 	b := l.Memory.meta.mem
 	if c.Len < rawMeta || int(c.Len) > len(b) {
 		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", c.Len), Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
@@ -307,7 +307,7 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 	t := &d.trailer
 	*t = trailer{}
 	var behind []byte // the frames, when they lie with the meta
-	if in.hello.ours {
+	if in.hello.native {
 		if len(b) < rawMeta+trailerLen {
 			return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
 		}
@@ -322,7 +322,7 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 			behind, b = b[aligned(t.metaLen):], b[:t.metaLen]
 		}
 		if t.n > 0 {
-			d.v.credited(in, t)
+			d.v.creditsArrived(in, t)
 		}
 	}
 	rx := d.pool.get()
@@ -332,7 +332,7 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 		return nil, err
 	}
 	rx.in = in
-	if in.foreign.Load() && !m.IsControl() {
+	if in.unlisted.Load() && !m.IsControl() {
 		v := d.v
 		if n := v.stats.fenced.Add(1); n&(n-1) == 0 {
 			v.log.Warn("rdma: dropped a message of a process that the cluster's table does not name", "from", in.name(), "dropped so far", n)
@@ -348,56 +348,56 @@ func (d *device) message(in *incoming, l *lease, c *verbs.Completion) (*rxMsg, e
 		m.ResponseTrace.PostRecv = now
 	}
 	if m.SlaveQPNum > 0 {
-		rx.slaves = m.SlaveQPCounter[1]
+		rx.splits = m.SlaveQPCounter[1]
 		m.SlaveQPNum, m.SlaveQPCounter = 0, [2]uint64{}
 	}
-	if t.numbered && m.IsControl() && d.v.repeated(in, t) {
+	if t.numbered && m.IsControl() && d.v.isRepeated(in, t) {
 		m.Release()
 		return nil, nil
 	}
 	var err error
-	if in.hello.ours {
-		err = rx.frames(l, t, behind)
+	if in.hello.native {
+		err = rx.nativeFrames(l, t, behind)
 	} else {
-		err = rx.original(l)
+		err = rx.stepmeshFrames(l)
 	}
 	if err != nil {
-		rx.lease = nil // it does not hold it yet
+		rx.slot = nil // it does not hold it yet
 		m.Release()
 		return nil, err
 	}
-	if rx.lease != nil {
-		ok, over := rx.lease.Hold()
+	if rx.slot != nil {
+		ok, over := rx.slot.Hold()
 		if !ok {
-			rx.lease = nil
+			rx.slot = nil
 			m.Release()
 			return nil, nil // the connection has ended
 		}
-		if over && in.hello.ours {
+		if over && in.hello.native {
 			m.Release()
-			return nil, &van.FieldError{Field: "place", Value: l.Index(), Want: "one that has been given back"}
+			return nil, &van.FieldError{Field: "slot", Value: l.Index(), Want: "one that has been given back"}
 		}
 		if over {
-			in.overwritten(rx.lease, m.Key)
+			in.noteOverwrite(rx.slot, m.Key)
 		}
 		if l.OneShot {
-			d.v.table.End(l)
+			d.v.slots.End(l)
 		}
-	} else if !in.hello.ours && (m.IsControl() || m.SimpleApp) {
-		// The original asks anew for each of these.
-		if d.v.table.End(l) {
-			in.free(l)
+	} else if !in.hello.native && (m.IsControl() || m.SimpleApp) {
+		// StepMesh asks anew for each of these.
+		if d.v.slots.End(l) {
+			in.freeSlot(l)
 		}
 	} else {
-		d.consumed(in, l)
+		d.slotConsumed(in, l)
 	}
 	d.v.stats.received(len(b) + m.PayloadLen())
 	return rx, nil
 }
 
-// frames finds the frames of a message of this library's. behind is what lies with the
+// nativeFrames finds the frames of a message of a native node. behind is what lies with the
 // meta.
-func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
+func (rx *received) nativeFrames(l *receiveSlot, t *trailer, behind []byte) error {
 	m := &rx.msg
 	m.Frames = t.frames
 	data, room := l.Memory.data, min(l.Data, l.Memory.data.Len())
@@ -424,14 +424,14 @@ func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
 			frame := data.Sub(off, n)
 			off += n
 			if i == 1 {
-				rx.lease = l
+				rx.slot = l
 			} else {
 				// Keys and lengths are checked, and then used: the peer must not be able to
 				// change them in between.
 				if !frame.OnHost() {
 					return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
 				}
-				frame = rx.copied(frame.Host(), t)
+				frame = rx.copyFrame(frame.Host(), t)
 			}
 			m.SetFrame(i, frame)
 		}
@@ -455,7 +455,7 @@ func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
 		if t.inMeta && !t.placed {
 			small = behind[:n]
 		}
-		into, copied = rx.d.v.answered(rx.in.hello.node, &m.Meta, small)
+		into, copied = rx.d.v.endPull(rx.in.hello.node, &m.Meta, small)
 	}
 	if t.placed {
 		if m.Request || m.Push {
@@ -475,19 +475,19 @@ func (rx *rxMsg) frames(l *lease, t *trailer, behind []byte) error {
 	}
 	m.Vals = data.Sub(0, n)
 	m.Placed = !t.inMeta && l.Memory.region != nil
-	rx.lease = l
+	rx.slot = l
 	return nil
 }
 
-// original finds the frames of a message of the original's, which says nothing of
+// stepmeshFrames finds the frames of a message of StepMesh, which says nothing of
 // them: they follow from what the message is.
-func (rx *rxMsg) original(l *lease) error {
+func (rx *received) stepmeshFrames(l *receiveSlot) error {
 	m := &rx.msg
 	if m.IsControl() || m.SimpleApp {
 		return nil
 	}
 	if !m.Request {
-		into, _ := rx.d.v.answered(rx.in.hello.node, &m.Meta, nil)
+		into, _ := rx.d.v.endPull(rx.in.hello.node, &m.Meta, nil)
 		if m.Push {
 			return nil
 		}
@@ -504,12 +504,12 @@ func (rx *rxMsg) original(l *lease) error {
 	}
 	m.Vals = l.Memory.data.Sub(0, int(m.ValLen))
 	m.Placed = l.Memory.region != nil
-	rx.lease = l
+	rx.slot = l
 	return nil
 }
 
 // oneKey makes the frames that the meta repeats.
-func (rx *rxMsg) oneKey() {
+func (rx *received) oneKey() {
 	m := &rx.msg
 	m.Frames = 2
 	le.PutUint64(rx.key[:], m.Key)
@@ -521,30 +521,30 @@ func (rx *rxMsg) oneKey() {
 	}
 }
 
-// answered tells the peer's side of an answer; see peer.answered.
-func (v *rvan) answered(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
+// endPull tells the peer's side of an answer; see peer.answered.
+func (v *rvan) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
 	if p := (*v.peers.Load())[node]; p != nil {
-		return p.answered(m, value)
+		return p.endPull(m, value)
 	}
 	return backend.Mem{}, false
 }
 
-// credited takes the credits that have come with a message.
-func (v *rvan) credited(in *incoming, t *trailer) {
+// creditsArrived takes the credits that have come with a message.
+func (v *rvan) creditsArrived(in *inbound, t *trailer) {
 	x := (*v.conns.Load())[t.epoch-v.epoch]
 	if x == nil || x.peer == nil {
 		return // of an earlier connection
 	}
-	if int(x.peer.id.Load()) != in.hello.node && in.hello.node != van.Empty || !x.peer.credit(t) {
-		v.malformed(in, &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "places that are in use"})
+	if int(x.peer.id.Load()) != in.hello.node && in.hello.node != van.Empty || !x.peer.takeCredits(t) {
+		v.malformed(in, &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
 	}
 }
 
 // lane is the order of a sender's messages. aside is what has come while its handler has
-// too much to do: the places that it lies in are not given back, so the sender has to stop.
+// too much to do: the slots that it lies in are not given back, so the sender has to stop.
 type lane struct {
 	dispatch.Lane[*van.Message]
-	aside []*rxMsg // of who has the receiving role
+	deferred []*received // of who has the receiving role
 }
 
 // lanes gives each sender two lanes: control messages do not wait for data, nor for the
@@ -568,7 +568,7 @@ func (l *lanes) of(m *van.Message) *lane {
 }
 
 // lane is that of rx.
-func (d *device) lane(rx *rxMsg) *lane {
+func (d *device) lane(rx *received) *lane {
 	l := &rx.in.lanes[0]
 	if rx.msg.IsControl() || rx.msg.SimpleApp {
 		l = &rx.in.lanes[1]
@@ -580,30 +580,30 @@ func (d *device) lane(rx *rxMsg) *lane {
 }
 
 // admit tells whether rx may be handed to its lane. If not it is put aside.
-func (d *device) admit(rx *rxMsg) (*lane, bool) {
+func (d *device) admit(rx *received) (*lane, bool) {
 	l := d.lane(rx)
-	if len(l.aside) == 0 && d.loop.MayRead(&l.Lane) {
+	if len(l.deferred) == 0 && d.loop.MayRead(&l.Lane) {
 		return l, true
 	}
-	if len(l.aside) == 0 {
-		d.asides = append(d.asides, l)
+	if len(l.deferred) == 0 {
+		d.deferredLanes = append(d.deferredLanes, l)
 	}
-	l.aside = append(l.aside, rx)
+	l.deferred = append(l.deferred, rx)
 	rx.in.stalled.Store(true)
 	return nil, false
 }
 
 // readmit returns what was put aside and may be handed up now.
-func (d *device) readmit() (*rxMsg, *lane) {
-	for i, l := range d.asides {
+func (d *device) readmit() (*received, *lane) {
+	for i, l := range d.deferredLanes {
 		if !d.loop.MayRead(&l.Lane) {
 			continue
 		}
-		rx := l.aside[0]
-		l.aside[0] = nil
-		if l.aside = l.aside[1:]; len(l.aside) == 0 {
-			l.aside = nil
-			d.asides = slices.Delete(d.asides, i, i+1)
+		rx := l.deferred[0]
+		l.deferred[0] = nil
+		if l.deferred = l.deferred[1:]; len(l.deferred) == 0 {
+			l.deferred = nil
+			d.deferredLanes = slices.Delete(d.deferredLanes, i, i+1)
 			for _, c := range *d.v.conns.Load() {
 				if c.in != nil && c.in.host == d && c.in.hello.node == rx.msg.Sender {
 					c.in.stalled.Store(false)
@@ -619,12 +619,12 @@ func (d *device) readmit() (*rxMsg, *lane) {
 type pool struct {
 	d    *device
 	mu   sync.Mutex
-	free []*rxMsg
+	free []*received
 }
 
 const poolCap = 256
 
-func (p *pool) get() *rxMsg {
+func (p *pool) get() *received {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if n := len(p.free); n > 0 {
@@ -632,7 +632,7 @@ func (p *pool) get() *rxMsg {
 		p.free = p.free[:n-1]
 		return rx
 	}
-	rx := &rxMsg{d: p.d}
+	rx := &received{d: p.d}
 	rx.msg.Reset()
 	rx.msg.Adopt(p, unsafe.Pointer(rx))
 	return rx
@@ -640,19 +640,19 @@ func (p *pool) get() *rxMsg {
 
 // Free implements van.Owner.
 func (p *pool) Free(m *van.Message) {
-	rx := (*rxMsg)(m.Native())
-	if l := rx.lease; l != nil {
+	rx := (*received)(m.Native())
+	if l := rx.slot; l != nil {
 		in := rx.in
 		switch over, free := l.Drop(); {
 		case free:
-			in.free(l)
+			in.freeSlot(l)
 		case !over && !l.Held():
-			in.credit(l)
+			in.returnCredit(l)
 		}
 	}
-	rx.in, rx.lease, rx.slaves = nil, nil, 0
-	if rx.own = rx.own[:0]; cap(rx.own) > keepOwn {
-		rx.own = nil
+	rx.in, rx.slot, rx.splits = nil, nil, 0
+	if rx.copies = rx.copies[:0]; cap(rx.copies) > maxKeptCopies {
+		rx.copies = nil
 	}
 	m.Reset()
 	m.Adopt(p, unsafe.Pointer(rx))

@@ -32,7 +32,7 @@ func hoard(w, s *testNode, n, size int) {
 	}
 }
 
-// A peer that once had all places, and is idle, does not keep another from sending: it
+// A peer that once had all slots, and is idle, does not keep another from sending: it
 // gives back what it does not use.
 func TestIdlePeerGivesBack(t *testing.T) {
 	r := newRig(t)
@@ -40,7 +40,7 @@ func TestIdlePeerGivesBack(t *testing.T) {
 	a, b := r.node(9), r.node(11)
 	r.link(a, s)
 	r.link(b, s)
-	hoard(a, s, s.table.Room(), 3000)
+	hoard(a, s, s.slots.Room(), 3000)
 	b.must(control(s, 1))
 	b.must(push(s, 1, 2, value(3000, 2)))
 	seen := map[int32]bool{}
@@ -61,17 +61,17 @@ func TestIdlePeerGivesBack(t *testing.T) {
 	b.toldNothing()
 }
 
-// A peer whose places all have the wrong size gets some of the right one for them.
+// A peer whose slots all have the wrong size gets some of the right one for them.
 func TestPlacesOfOtherSizes(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(places(8))
 	for i, size := range []int{3000, 6000, 20000, 1500, 3000} {
-		hoard(w, s, s.table.Room(), size+i)
+		hoard(w, s, s.slots.Room(), size+i)
 	}
 	w.toldNothing()
 }
 
-// Control messages come while data holds all places that it can get.
+// Control messages come while data holds all slots that it can get.
 func TestControlIsNotStarved(t *testing.T) {
 	r := newRig(t)
 	s := r.node(8, places(8))
@@ -82,10 +82,10 @@ func TestControlIsNotStarved(t *testing.T) {
 		a.must(push(s, 1, i, value(3000, i)))
 	}
 	var held []*van.Message
-	for range s.table.Room() {
+	for range s.slots.Room() {
 		held = append(held, s.next())
 	}
-	r.until("a question waits", func() bool { return r.starved(s) })
+	r.until("a slot request waits", func() bool { return r.starved(s) })
 	for i := range 50 {
 		a.must(control(s, 100+i))
 		b.must(control(s, 200+i))
@@ -105,8 +105,8 @@ func TestControlIsNotStarved(t *testing.T) {
 	}
 }
 
-// Many peers with bursts in three sizes share too few places: all is carried. It is 64
-// peers with bursts of 64 and 10,240 places, a thirty-second of it.
+// Many peers with bursts in three sizes share too few slots: all is carried. It is 64
+// peers with bursts of 64 and 10,240 slots, a thirty-second of it.
 func TestBurstsOfManyPeers(t *testing.T) {
 	const peers, burst = 8, 16
 	r := newRig(t)
@@ -141,8 +141,8 @@ func TestHoarderIsCutOff(t *testing.T) {
 	r.link(w, s)
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
-	for i := range s.table.Room() {
-		c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
+	for i := range s.slots.Room() {
+		c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
 	}
 	w.must(push(s, 1, 1, value(3000, 1)))
 	s.wantValue(1, value(3000, 1))
@@ -161,11 +161,11 @@ func TestPeerBudget(t *testing.T) {
 	h := newHostileWorld(t, true)
 	before := h.s.stack.Registered()
 	ask := func(n uint64) reply {
-		return h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{n, kindPush | kindRequest, n}, origin: n, key: 6})
+		return h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest, n}, origin: n, key: 6})
 	}
 	for range 8 {
 		if r := ask(2 << 30); r.flags != replyRefused|replyBudget {
-			t.Errorf("a question for 2 GiB is answered by %+v, want a refusal", r)
+			t.Errorf("a slot request for 2 GiB is answered by %+v, want a refusal", r)
 		}
 	}
 	if now := h.s.stack.Registered(); now > before+1<<20 {
@@ -189,7 +189,7 @@ func TestOverPeerBudget(t *testing.T) {
 	s.wantValue(2, value(3000, 2))
 }
 
-// Bytes that an idle peer has in places of one size come back for those of another.
+// Bytes that an idle peer has in slots of one size come back for those of another.
 func TestBudgetIsReclaimed(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(peerBudget(1 << 20))
@@ -201,7 +201,7 @@ func TestBudgetIsReclaimed(t *testing.T) {
 			for k := range 8 {
 				s.wantValue(k, value(size, round+i))
 			}
-			if n := s.incomingOf(9).bytes.Load(); n > 1<<20 {
+			if n := s.incomingOf(9).registeredBytes.Load(); n > 1<<20 {
 				t.Errorf("%d bytes are registered for the worker, want at most %d", n, 1<<20)
 			}
 		}
@@ -245,7 +245,7 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 			t.Error("nothing is counted")
 		}
 		n.close()
-		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.leased.Load() == 0 && s.table.Len() == 0 })
+		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.leased.Load() == 0 && s.slots.Len() == 0 })
 	}
 }
 
@@ -254,7 +254,7 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 func TestBudgetInUse(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(peerBudget(1 << 20))
-	s.times.budget = 20 * time.Millisecond
+	s.times.budgetWait = 20 * time.Millisecond
 	for i := range 2 {
 		w.must(push(s, 1, i, value(400<<10, i)))
 	}
@@ -281,12 +281,12 @@ func TestRegisteredBuffersDoNotCount(t *testing.T) {
 	w.must(push(s, 1, 1, value(3<<20, 1)))
 	s.wantValue(1, value(3<<20, 1))
 	w.toldNothing()
-	if n := s.incomingOf(9).bytes.Load(); n != 0 {
+	if n := s.incomingOf(9).registeredBytes.Load(); n != 0 {
 		t.Errorf("%d bytes are counted", n)
 	}
 }
 
-// A node of the original that asks for too much cannot be told: its connection ends.
+// A StepMesh node that asks for too much cannot be told: its connection ends.
 func TestOriginalOverBudget(t *testing.T) {
 	h := newHostileWorld(t, false)
 	var b [startLen]byte
@@ -296,7 +296,7 @@ func TestOriginalOverBudget(t *testing.T) {
 	h.ends(0)
 }
 
-// Who asks for places for control messages and does not use them gets some, and leaves some
+// Who asks for slots for control messages and does not use them gets some, and leaves some
 // for others.
 func TestUnusedOneShots(t *testing.T) {
 	r := newRig(t)
@@ -306,18 +306,18 @@ func TestUnusedOneShots(t *testing.T) {
 	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
 	for i := range 100 {
 		var b [startLen]byte
-		(&start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, kindOneShot}, origin: uint64(i)}).put(b[:])
+		(&start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: uint64(i)}).put(b[:])
 		c.send(immStart, b[:])
 	}
 	in := s.incomingOf(11)
-	most := s.table.Room() / oneShotShare
+	most := s.slots.Room() / oneShotShare
 	r.until("all have been seen", func() bool {
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		return len(in.later[urgentLane]) == 100-most
+		return len(in.waiting[controlLane]) == 100-most
 	})
 	if n := int(in.oneShots.Load()); n != most {
-		t.Errorf("it has %d places for control messages, want %d", n, most)
+		t.Errorf("it has %d slots for control messages, want %d", n, most)
 	}
 	w.must(control(s, 1))
 	s.next().Release()
@@ -325,13 +325,13 @@ func TestUnusedOneShots(t *testing.T) {
 	p.end()
 }
 
-// Nonsense about places that come back is refused: those of others, and those in use.
+// Nonsense about slots that come back is refused: those of others, and those in use.
 func TestHostileReturns(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 900, value(6000, 1)))
 	h.s.wantValue(900, value(6000, 1))
-	mine := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1})
-	shot := h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, kindOneShot}, origin: 2})
+	mine := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1})
+	shot := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 2})
 	n := uint64(0)
 	say := func(what string, index int, refused bool) {
 		t.Helper()
@@ -343,34 +343,34 @@ func TestHostileReturns(t *testing.T) {
 			h.seen(n, what)
 		}
 	}
-	var others []*lease
-	h.s.table.Each(func(l *lease) {
-		if l.Owner.(*incoming).hello.node != 11 {
+	var others []*receiveSlot
+	h.s.slots.Each(func(l *receiveSlot) {
+		if l.Owner.(*inbound).hello.node != 11 {
 			others = append(others, l)
 		}
 	})
 	for _, l := range others {
-		say("place of another", int(l.Index()), true)
-		if h.s.table.Get(l.Index()) != l {
-			t.Error("the place of another has ended")
+		say("slot of another", int(l.Index()), true)
+		if h.s.slots.Get(l.Index()) != l {
+			t.Error("the slot of another has ended")
 		}
 	}
 	if len(others) == 0 {
-		t.Error("no place of another was tried")
+		t.Error("no slot of another was tried")
 	}
-	say("place for one message", int(shot.index), true)
-	say("no place", h.s.table.Len()+5, true)
-	say("no place that can be", 1<<16-1, true)
+	say("slot for one message", int(shot.index), true)
+	say("no slot", h.s.slots.Len()+5, true)
+	say("no slot that can be", 1<<16-1, true)
 	h.c.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: mine.data, RKey: mine.dataKey}, value(1000, 9))
 	h.c.notify(0, mine.index, mine.meta, mine.metaKey, encode(h.rig, push(h.s, 6, 1, value(1000, 9)), &trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 1000}}))
 	m := h.s.next()
-	say("place in use", int(mine.index), true)
+	say("slot in use", int(mine.index), true)
 	if string(m.Vals.Host()) != string(value(1000, 9)) {
 		t.Error("the value has changed")
 	}
 	m.Release()
 	say("mine", int(mine.index), false)
-	h.until("it has come back", func() bool { return h.s.table.Get(mine.index) == nil })
+	h.until("it has come back", func() bool { return h.s.slots.Get(mine.index) == nil })
 	h.c.send(immReturn, nil)
 	n++
 	h.seen(n, "no trailer")
@@ -412,7 +412,7 @@ func TestHostileReclaims(t *testing.T) {
 	var back trailer
 	p.check(back.get(c.receive(immReturn)))
 	if back.n != 1 || back.credits[0] != 7 {
-		t.Errorf("places %v come back, want 7", back.credits[:back.n])
+		t.Errorf("slots %v come back, want 7", back.credits[:back.n])
 	}
 	w.must(push(bad, 1, 2, value(5000, 1)))
 	p.check(q.get(c.receive(immStart))) // it asks for a new one
@@ -428,9 +428,9 @@ func TestCreditsWhileAsleep(t *testing.T) {
 		w.must(push(s, 1, i, value(3000, i)))
 		m := s.next()
 		in := s.incomingOf(9)
-		r.until("the receiver sleeps", in.host.parked.Load)
+		r.until("the receiver sleeps", in.host.sleeping.Load)
 		m.Release()
-		if n := in.owed.Load(); n != 0 && in.host.parked.Load() {
+		if n := in.creditsOwed.Load(); n != 0 && in.host.sleeping.Load() {
 			t.Errorf("%d credits wait while the loop sleeps", n)
 		}
 	}

@@ -58,7 +58,7 @@ type region struct {
 	owner *regions
 }
 
-const dead = -1 << 30
+const regionDead = -1 << 30
 
 func newRegions(dev verbs.Device, back backend.Backend) *regions {
 	r := &regions{dev: dev, back: back, stuck: func(*region, error) {}}
@@ -86,8 +86,8 @@ func (r *region) release() {
 	}
 }
 
-// steps is how far find looks back for a region that begins before another one.
-const steps = 4
+// findSteps is how far find looks back for a region that begins before another one.
+const findSteps = 4
 
 // find returns a region that covers m, in use.
 func (rs *regions) find(m backend.Mem, a verbs.Access) *region {
@@ -99,7 +99,7 @@ func (rs *regions) find(m backend.Mem, a verbs.Access) *region {
 		}
 		return 1
 	})
-	for k := i - 1; k >= 0 && k >= i-steps; k-- {
+	for k := i - 1; k >= 0 && k >= i-findSteps; k-- {
 		r := all[k]
 		if off := addr - r.mem.Addr(); off+uint64(m.Len()) <= uint64(r.mem.Len()) && r.access&a == a && r.mem.Device() == m.Device() && r.acquire() {
 			return r
@@ -169,7 +169,7 @@ func (r *region) drop() error {
 func (rs *regions) remove(r *region) {
 	rs.dropping.RLock()
 	defer rs.dropping.RUnlock()
-	if r.refs.CompareAndSwap(0, dead) {
+	if r.refs.CompareAndSwap(0, regionDead) {
 		rs.mu.Lock()
 		rs.take(r)
 		rs.mu.Unlock()
@@ -226,7 +226,7 @@ func (rs *regions) revoke(m backend.Mem, kept []*region) {
 		}
 		r.gone.Store(true)
 		// Its users find out from their completions.
-		if n := r.refs.Swap(dead); n < 0 {
+		if n := r.refs.Swap(regionDead); n < 0 {
 			continue
 		}
 		rs.mu.Lock()
@@ -246,7 +246,7 @@ func (rs *regions) close() error {
 	rs.mu.Unlock()
 	var errs []error
 	for _, r := range all {
-		if r.refs.Swap(dead) >= 0 {
+		if r.refs.Swap(regionDead) >= 0 {
 			errs = append(errs, r.drop())
 		}
 	}

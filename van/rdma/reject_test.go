@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
-// A message whose memory cannot be registered does not take its place with it.
+// A message whose memory cannot be registered does not take its slot with it.
 func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
@@ -22,7 +22,7 @@ func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
 	send(0, vals)
 	p.next(p.atServer).Release()
 	peer := (*p.worker.peers.Load())[serverID]
-	places := p.server.table.Len
+	places := p.server.slots.Len
 	before := places()
 	noMemory := errors.New("no memory")
 	p.net.Fail(func(op fakeverbs.Op) error {
@@ -36,7 +36,7 @@ func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
 		p.until("end of a message", func() bool {
 			peer.mu.Lock()
 			defer peer.mu.Unlock()
-			return peer.snd.Waiting() == 0
+			return peer.sender.Waiting() == 0
 		})
 	}
 	p.net.Fail(nil)
@@ -45,7 +45,7 @@ func TestRejectedMessageGivesItsPlaceBack(t *testing.T) {
 		t.Errorf("message %d came, want 1000", m.Timestamp)
 	}
 	if n := places(); n > before+1 {
-		t.Errorf("%d places after messages that could not be sent, %d before", n, before)
+		t.Errorf("%d slots after messages that could not be sent, %d before", n, before)
 	}
 }
 
@@ -55,17 +55,17 @@ func TestMoreBeforeError(t *testing.T) {
 	p.both()
 	vals := make([]byte, 100)
 	m := tensor(serverID, 1, 1, true, true, vals)
-	if err := p.worker.Send(m); err != nil { // finds a place
+	if err := p.worker.Send(m); err != nil { // finds a slot
 		t.Fatal(err)
 	}
 	p.next(p.atServer).Release()
 	// The credit has come, which would send what waits.
 	p.until("quiet", func() bool {
-		quiet := (*p.worker.devices.Load())[0].parked.Load()
+		quiet := (*p.worker.devices.Load())[0].sleeping.Load()
 		for _, c := range *p.server.conns.Load() {
 			if in := c.in; in != nil {
 				in.mu.Lock()
-				quiet = quiet && len(in.credits) == 0 && in.out.idle()
+				quiet = quiet && len(in.credits) == 0 && in.sends.idle()
 				in.mu.Unlock()
 			}
 		}

@@ -26,14 +26,14 @@ func (p *raw) begin(to *testNode, qps int) (c *rawConn, ids []verbs.ID) {
 	return c, ids
 }
 
-// A node of the original is answered when all its queue pairs have asked: it counts resolved
+// A StepMesh node is answered when all its queue pairs have asked: it counts resolved
 // routes and answers with one counter. (Fault 3 of the runs with C++ nodes.)
 func TestOriginalIsAnsweredAtOnce(t *testing.T) {
 	for _, all := range []bool{true, false} {
 		r := newRig(t)
 		s := r.node(8)
 		if !all {
-			s.times.allAsk = 50 * time.Millisecond // it has fewer queue pairs than the server
+			s.times.allQueuePairs = 50 * time.Millisecond // it has fewer queue pairs than the server
 		}
 		p := newRaw(r, rawAddr, van.Node{ID: 9})
 		_, ids := p.begin(s, 2)
@@ -66,7 +66,7 @@ func TestOriginalIsAnsweredAtOnce(t *testing.T) {
 	}
 }
 
-// A slow node of the original is waited for: it would abort if the connect request were
+// A slow StepMesh node is waited for: it would abort if the connect request were
 // withdrawn. (Fault 4.)
 func TestSlowOriginalIsWaitedFor(t *testing.T) {
 	r := newRig(t)
@@ -78,14 +78,14 @@ func TestSlowOriginalIsWaitedFor(t *testing.T) {
 	r.until("a connect request is with it", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.asks
+		return p.connecting
 	})
 	begun := time.Now()
-	r.until("the time has passed that a node of this library has", func() bool { return time.Since(begun) > 10*w.times.connect })
+	r.until("the time has passed that a native node has", func() bool { return time.Since(begun) > 10*w.times.connect })
 	s.take().receive(immStart)
 	p.mu.Lock()
-	if p.ups != 1 {
-		t.Errorf("%d connections, want the first", p.ups)
+	if p.connects != 1 {
+		t.Errorf("%d connections, want the first", p.connects)
 	}
 	p.mu.Unlock()
 	if len(s.early) > 0 {
@@ -102,7 +102,7 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 	w, s := r.pair()
 	w.times.quiet = patience
 	for round := range 3 {
-		first := (*w.peers.Load())[8].current()
+		first := (*w.peers.Load())[8].currentLink()
 		failed := false
 		r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
 			if wr.Stack == w.stack && wr.Op == verbs.OpWriteImm && !failed {
@@ -121,7 +121,7 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 			}
 			m.Release()
 		}
-		if (*w.peers.Load())[8].current() == first {
+		if (*w.peers.Load())[8].currentLink() == first {
 			t.Error("the connection was not lost")
 		}
 		w.toldNothing()
@@ -134,12 +134,12 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 func TestRepeatedControl(t *testing.T) {
 	h := newHostileWorld(t, true)
 	send := func(c *rawConn, ts int, number uint32) {
-		r := c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{0, kindOneShot}, origin: uint64(ts)})
+		r := c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: uint64(ts)})
 		c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, control(h.s, ts), &trailer{numbered: true, lens: [van.MaxFrames]uint32{number, 5}}))
 	}
 	hello := func(epoch uint32) func(int) []byte {
 		return func(q int) []byte {
-			x := hello{node: 13, port: h.p.port, host: h.p.addr.String(), ours: true, epoch: epoch, qp: q, qpCount: 2, incarnation: 5555}
+			x := hello{node: 13, port: h.p.port, host: h.p.addr.String(), native: true, epoch: epoch, qp: q, qpCount: 2, incarnation: 5555}
 			return x.encode()
 		}
 	}
@@ -159,11 +159,11 @@ func TestRepeatedControl(t *testing.T) {
 	h.ends(0)
 }
 
-// A value that is let go right after the next one has come to its place is no reason for a
+// A value that is let go right after the next one has come to its slot is no reason for a
 // warning.
 func TestAnsweredValueIsLetGo(t *testing.T) {
 	h := newHostileWorld(t, false)
-	h.s.times.letGo = patience
+	h.s.times.overwriteGrace = patience
 	r := h.c.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 600}, origin: 1, key: 6})
 	var last *van.Message
 	for i := range 20 {
@@ -176,7 +176,7 @@ func TestAnsweredValueIsLetGo(t *testing.T) {
 	}
 	last.Release()
 	in := h.s.incomingOf(11)
-	h.until("it has been looked at", func() bool { return !in.doubts.Load() })
+	h.until("it has been looked at", func() bool { return !in.overwritten.Load() })
 	in.mu.Lock()
 	if in.warned {
 		t.Error("it was warned of")

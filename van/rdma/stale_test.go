@@ -11,7 +11,7 @@ import (
 )
 
 // incomingOf is the connection that node id has opened to n.
-func (n *testNode) incomingOf(id int) *incoming {
+func (n *testNode) incomingOf(id int) *inbound {
 	n.r.Helper()
 	for _, c := range *n.conns.Load() {
 		if c.in != nil && c.in.hello.node == id && !c.in.gone.Load() {
@@ -22,7 +22,7 @@ func (n *testNode) incomingOf(id int) *incoming {
 	return nil
 }
 
-// Credits that are owed for a place end with it: its index may be another place's when
+// Credits that are owed for a slot end with it: its index may be another slot's when
 // they arrive.
 func TestCreditOfEndedPlace(t *testing.T) {
 	h := newHostileWorld(t, true)
@@ -30,51 +30,51 @@ func TestCreditOfEndedPlace(t *testing.T) {
 		t.Fatal(err)
 	}
 	ask := func(n uint64) uint32 {
-		return h.c.ask(start{metaLen: cellSize, dataNum: ourStart, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
+		return h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
 	}
-	small := h.s.table.Get(ask(1000))
+	small := h.s.slots.Get(ask(1000))
 	in := h.s.incomingOf(11)
 	in.mu.Lock()
 	in.credits = append(in.credits, uint16(small.Index()))
-	in.owed.Store(1)
-	large := &lease{Owner: in, Route: small.Route, Data: 2000}
-	if err := h.s.table.Add(large, false); err != nil {
+	in.creditsOwed.Store(1)
+	large := &receiveSlot{Owner: in, Route: small.Route, Data: 2000}
+	if err := h.s.slots.Add(large, false); err != nil {
 		t.Fatal(err)
 	}
-	in.keep(large)
-	owed, credits := in.owed.Load(), slices.Clone(in.credits)
+	in.recordSlot(large)
+	owed, credits := in.creditsOwed.Load(), slices.Clone(in.credits)
 	in.mu.Unlock()
-	if h.s.table.Get(small.Index()) == small {
-		t.Error("the smaller place has not ended")
+	if h.s.slots.Get(small.Index()) == small {
+		t.Error("the smaller slot has not ended")
 	}
 	if owed != 0 || len(credits) != 0 {
-		t.Errorf("%d credits are owed, of places %v; want none of a place that has ended", owed, credits)
+		t.Errorf("%d credits are owed, of slots %v; want none of a slot that has ended", owed, credits)
 	}
 	h.ends(0)
 }
 
-// Credits of an earlier connection are not taken, although a place has the same index now.
+// Credits of an earlier connection are not taken, although a slot has the same index now.
 func TestCreditOfEarlierConnection(t *testing.T) {
-	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan), into: map[intoKey]into{}, keys: map[uint64]bool{}}
+	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan), pulls: map[pullKey]pullDestination{}, keySlots: map[uint64]bool{}}
 	put := 0
-	p.snd = rendezvous.NewSender[*outgoing](countingLink{&put})
-	p.snd.Up(false)
-	p.link = &link{pipe: &pipe{}, ours: true, epoch: 7}
+	p.sender = rendezvous.NewSender[*outgoing](countingLink{&put})
+	p.sender.Connect(false)
+	p.link = &link{sendQueue: &sendQueue{}, native: true, epoch: 7}
 	o := &outgoing{}
-	if err := p.snd.Submit(o); err != nil {
+	if err := p.sender.Submit(o); err != nil {
 		t.Fatal(err)
 	}
-	if !p.snd.Reply(1, rendezvous.Place{Index: 3}, nil) || put != 1 {
+	if !p.sender.Reply(1, rendezvous.RemoteSlot{Index: 3}, nil) || put != 1 {
 		t.Fatalf("%d messages were put, want 1", put)
 	}
-	if err := p.snd.Submit(o); err != nil { // waits for the place
+	if err := p.sender.Submit(o); err != nil { // waits for the slot
 		t.Fatal(err)
 	}
 	for _, c := range []struct {
 		epoch uint32
 		puts  int
 	}{{6, 1}, {8, 1}, {7, 2}} {
-		if ok := p.credit(&trailer{epoch: c.epoch, n: 1, credits: [maxCredits]uint16{3}}); !ok || put != c.puts {
+		if ok := p.takeCredits(&trailer{epoch: c.epoch, n: 1, credits: [maxCredits]uint16{3}}); !ok || put != c.puts {
 			t.Errorf("credit with epoch %d: taken as good %t, %d messages were put, want %d", c.epoch, ok, put, c.puts)
 		}
 	}
@@ -86,11 +86,11 @@ type countingLink struct{ puts *int }
 func (countingLink) Need(*outgoing) rendezvous.Need {
 	return rendezvous.Need{Route: rendezvous.Route{Class: 1}, Meta: cellSize}
 }
-func (countingLink) Ask(uint64, *outgoing, rendezvous.Need) bool { return true }
-func (l countingLink) Put(*outgoing, *rendezvous.Place) bool     { *l.puts++; return true }
-func (countingLink) Refuse(*outgoing, error)                     {}
+func (countingLink) Ask(uint64, *outgoing, rendezvous.Need) bool  { return true }
+func (l countingLink) Put(*outgoing, *rendezvous.RemoteSlot) bool { *l.puts++; return true }
+func (countingLink) Refuse(*outgoing, error)                      {}
 
-// A node of the original that answers with another length than it was asked for, to the
+// A StepMesh node that answers with another length than it was asked for, to the
 // right address, has not placed the value: the application must not get the tensor as one.
 func TestOriginalAnswersShort(t *testing.T) {
 	r := newRig(t)

@@ -15,7 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
-// TestManyKeys sends more keys than there are places.
+// TestManyKeys sends more keys than there are slots.
 func TestManyKeys(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(func(c *env.Config) { c.AddressPoolSize = 200 })
@@ -26,12 +26,12 @@ func TestManyKeys(t *testing.T) {
 	for i := range keys {
 		s.wantValue(i, value(3000, i))
 	}
-	if n := s.table.Len(); n > 150 {
-		t.Errorf("%d places for %d keys of one size", n, keys)
+	if n := s.slots.Len(); n > 150 {
+		t.Errorf("%d slots for %d keys of one size", n, keys)
 	}
 }
 
-// TestPlacesRunOut lets a node hold all messages until there is no place left, then
+// TestPlacesRunOut lets a node hold all messages until there is no slot left, then
 // lets go.
 func TestPlacesRunOut(t *testing.T) {
 	r := newRig(t)
@@ -41,15 +41,15 @@ func TestPlacesRunOut(t *testing.T) {
 		w.must(push(s, 1, i, value(3000, i)))
 	}
 	var held []*van.Message
-	for len(held) < s.table.Room() {
+	for len(held) < s.slots.Room() {
 		held = append(held, s.next())
 	}
-	r.until("a question waits", func() bool {
+	r.until("a slot request waits", func() bool {
 		found := false
 		for _, c := range *s.conns.Load() {
 			if c.in != nil {
 				c.in.mu.Lock()
-				found = found || len(c.in.later[lastingLane]) > 0
+				found = found || len(c.in.waiting[dataLane]) > 0
 				c.in.mu.Unlock()
 			}
 		}
@@ -69,7 +69,7 @@ func TestPlacesRunOut(t *testing.T) {
 	}
 }
 
-// TestOneShotsRunOut sends many control messages through few places.
+// TestOneShotsRunOut sends many control messages through few slots.
 func TestOneShotsRunOut(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair(func(c *env.Config) { c.AddressPoolSize = 3 })
@@ -83,7 +83,7 @@ func TestOneShotsRunOut(t *testing.T) {
 		}
 		m.Release()
 	}
-	r.until("the places are free", func() bool { return s.table.Len() == 0 })
+	r.until("the slots are free", func() bool { return s.slots.Len() == 0 })
 }
 
 // TestNoReceiveMemory refuses memory to the receiver for a while.
@@ -106,7 +106,7 @@ func TestNoReceiveMemory(t *testing.T) {
 	s.wantValue(4, value(200<<10, 4))
 }
 
-// TestFewPlaces has a receiver with memory for two more places, and a burst that wants
+// TestFewPlaces has a receiver with memory for two more slots, and a burst that wants
 // many: it goes through those there are, of its key's and of others'.
 func TestFewPlaces(t *testing.T) {
 	r := newRig(t)
@@ -364,7 +364,7 @@ func TestSplitLost(t *testing.T) {
 	}
 }
 
-// TestOverwritten is a peer that overwrites what is still in use, as the original may:
+// TestOverwritten is a peer that overwrites what is still in use, as StepMesh may:
 // both messages are handed up.
 func TestOverwritten(t *testing.T) {
 	h := newHostileWorld(t, false)

@@ -37,11 +37,11 @@ func init() {
 
 // rvan is one node's RDMA van.
 type rvan struct {
-	cfg   *env.Config
-	log   *slog.Logger
-	back  backend.Backend
-	stack verbs.Stack
-	spin  time.Duration // how long to look for completions before sleeping
+	cfg     *env.Config
+	log     *slog.Logger
+	backend backend.Backend
+	stack   verbs.Stack
+	spin    time.Duration // how long to look for completions before sleeping
 
 	self                    van.Node // set by Bind
 	id                      atomic.Int32
@@ -55,38 +55,38 @@ type rvan struct {
 
 	epoch uint32 // added to serials to tell connections of different processes apart
 
-	times      times // for tests to change
-	peers      atomic.Pointer[map[int]*peer]
-	conns      atomic.Pointer[map[uint32]*conn]
-	devices    atomic.Pointer[[]*device]
-	serials    atomic.Uint32
-	table      *rendezvous.Table[memory]
-	leased     atomic.Int64     // bytes that are registered for peers
-	recvBudget *dispatch.Budget // of messages that wait for their handlers
-	scanned    atomic.Uint64    // when all places were last looked at
-	stats      stats
-	spinning   atomic.Bool
-	polled     atomic.Uint64 // when the last Poll ended
-	crowded    atomic.Uint64 // when a Poll last left it to another
-	pollers    atomic.Int32  // callers of Poll
-	moved      atomic.Uint64 // bytes sent and received when busy was last called
-	warnPin    sync.Once
+	times            times // for tests to change
+	peers            atomic.Pointer[map[int]*peer]
+	conns            atomic.Pointer[map[uint32]*conn]
+	devices          atomic.Pointer[[]*device]
+	serials          atomic.Uint32
+	slots            *rendezvous.SlotTable[slotMemory]
+	leased           atomic.Int64     // bytes that are registered for peers
+	recvBudget       *dispatch.Budget // of messages that wait for their handlers
+	slotsScannedAt   atomic.Uint64    // when all slots were last looked at
+	stats            stats
+	waiterPolls      atomic.Bool
+	waiterPolledAt   atomic.Uint64 // when the last Poll ended
+	oversubscribedAt atomic.Uint64 // when a Poll last left it to another
+	pollers          atomic.Int32  // callers of Poll
+	movedBytes       atomic.Uint64 // bytes sent and received when busy was last called
+	warnPin          sync.Once
 
 	reserve  sync.Mutex
 	reserved map[verbs.Device]int // room in completion queues
 
-	mu        sync.Mutex // guards changes of the tables above, and what follows
-	ids       map[uint64]*cmID
-	endpoints map[string]*incoming
-	buffers   map[bufferKey]backend.Mem
-	numbers   map[numbered]uint32 // of the last control message
-	leaving   map[*peer]bool      // not in peers any more
-	replaced  []uint32            // incarnations of processes that others have replaced, the latest last
-	started   bool
-	drained   bool // nothing is on its way out any more
-	closed    atomic.Bool
-	wg        sync.WaitGroup // goroutines that end by themselves
-	cmEnd     chan struct{}
+	mu            sync.Mutex // guards changes of the tables above, and what follows
+	ids           map[uint64]*cmID
+	inbounds      map[string]*inbound
+	buffers       map[bufferKey]backend.Mem
+	lastControl   map[controlSource]uint32 // of the last control message
+	leaving       map[*peer]bool           // not in peers any more
+	replaced      []uint32                 // incarnations of processes that others have replaced, the latest last
+	started       bool
+	noMoreDevices bool // nothing is on its way out any more
+	closed        atomic.Bool
+	wg            sync.WaitGroup // goroutines that end by themselves
+	eventsEnded   chan struct{}
 }
 
 // New makes a van that has not bound yet, on the RDMA libraries of this machine.
@@ -100,11 +100,11 @@ func New(o van.Options) (van.Van, error) {
 
 // NewOn makes a van on the given stack.
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
-	v := &rvan{cfg: o.Config, log: o.Log, back: o.Backend, stack: stack, incarnation: o.Incarnation, times: defaultTimes,
+	v := &rvan{cfg: o.Config, log: o.Log, backend: o.Backend, stack: stack, incarnation: o.Incarnation, times: defaultTimes,
 		peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget), spin: spinTime(o.Config.BusyPoll), epoch: rand.Uint32(),
-		table: newTable(min(o.Config.AddressPoolSize, maxIndex)), reserved: map[verbs.Device]int{},
-		ids: map[uint64]*cmID{}, endpoints: map[string]*incoming{}, buffers: map[bufferKey]backend.Mem{},
-		leaving: map[*peer]bool{}, numbers: map[numbered]uint32{}, cmEnd: make(chan struct{})}
+		slots: newTable(min(o.Config.AddressPoolSize, maxIndex)), reserved: map[verbs.Device]int{},
+		ids: map[uint64]*cmID{}, inbounds: map[string]*inbound{}, buffers: map[bufferKey]backend.Mem{},
+		leaving: map[*peer]bool{}, lastControl: map[controlSource]uint32{}, eventsEnded: make(chan struct{})}
 	if !failpoint.On("recv-budget") {
 		v.recvBudget = dispatch.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
 	}
@@ -118,10 +118,10 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	return v
 }
 
-// newTable makes the table of n places. Some are kept for control messages, whatever data
+// newTable makes the table of n slots. Some are kept for control messages, whatever data
 // is on its way.
-func newTable(n int) *rendezvous.Table[memory] {
-	return rendezvous.NewTable[memory](n, min(max(n/8, 1), 256, n-1))
+func newTable(n int) *rendezvous.SlotTable[slotMemory] {
+	return rendezvous.NewSlotTable[slotMemory](n, min(max(n/8, 1), 256, n-1))
 }
 
 // spinTime is how long to look for completions before sleeping: waking a sleeper
@@ -141,7 +141,7 @@ func (v *rvan) SetID(id int) { v.id.Store(int32(id)) }
 
 // hello is what this node says of itself.
 func (v *rvan) hello(epoch uint32) hello {
-	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, ours: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
+	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
 }
 
 // Bind listens for connections.
@@ -182,12 +182,12 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	return v.self.Port, nil
 }
 
-// backlog is the original's.
+// backlog is StepMesh's.
 const backlog = 128
 
 // events takes what the connection manager says, until the channel is closed.
 func (v *rvan) events() {
-	defer close(v.cmEnd)
+	defer close(v.eventsEnded)
 	for {
 		ev, err := v.channel.Next()
 		if err != nil {
@@ -274,7 +274,7 @@ func (v *rvan) device(dev verbs.Device) (*device, error) {
 			return d, nil
 		}
 	}
-	if v.drained { // Close lets connections that are being made carry what waits for them
+	if v.noMoreDevices { // Close lets connections that are being made carry what waits for them
 		return nil, van.ErrClosed
 	}
 	d := newDevice(v, dev)
@@ -296,18 +296,18 @@ func (v *rvan) Start(recv van.Receiver) {
 	}
 }
 
-// replied takes the answer to a question.
-func (p *peer) replied(l *link, r *reply) bool {
+// slotReply takes the answer to a slot request.
+func (p *peer) slotReply(l *link, r *reply) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link != l || p.ended {
 		return true
 	}
-	if l.ours && r.flags&replyRefused != 0 {
-		if need, ok := p.snd.Asked(r.origin); ok && p.snd.Shared(need) {
-			p.rememberKey(need.Route.Key, false)
+	if l.native && r.flags&replyRefused != 0 {
+		if need, ok := p.sender.Requested(r.origin); ok && p.sender.Shared(need) {
+			p.rememberKeySlot(need.Route.Key, false)
 		}
-		o, need, ok := p.snd.Refused(r.origin)
+		o, need, ok := p.sender.Refused(r.origin)
 		switch {
 		case ok && r.flags&replyBudget != 0:
 			p.Refuse(o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data))
@@ -317,48 +317,48 @@ func (p *peer) replied(l *link, r *reply) bool {
 		p.flush(false)
 		return true
 	}
-	place := rendezvous.Place{Meta: r.meta, MetaKey: r.metaKey, Data: r.data, DataKey: r.dataKey, Index: r.index}
+	place := rendezvous.RemoteSlot{Meta: r.meta, MetaKey: r.metaKey, Data: r.data, DataKey: r.dataKey, Index: r.index}
 	if r.index >= maxIndex {
 		return false
 	}
-	need, ok := p.snd.Asked(r.origin)
+	need, ok := p.sender.Requested(r.origin)
 	if !ok {
 		return false
 	}
 	var shared *rendezvous.Route
 	if r.flags&replyNone != 0 {
-		if !l.ours || need.OneShot || need.Route.Class != 0 {
+		if !l.native || need.OneShot || need.Route.Class != 0 {
 			return false
 		}
-		p.rememberKey(need.Route.Key, false)
-		p.snd.Elsewhere(r.origin)
+		p.rememberKeySlot(need.Route.Key, false)
+		p.sender.UseShared(r.origin)
 		p.flush(false)
 		return true
 	}
-	if l.ours && !need.OneShot && need.Route.Class == 0 {
-		p.rememberKey(need.Route.Key, r.flags&replyShared == 0)
+	if l.native && !need.OneShot && need.Route.Class == 0 {
+		p.rememberKeySlot(need.Route.Key, r.flags&replyShared == 0)
 		if r.flags&replyShared != 0 {
 			class, _ := rendezvous.Class(need.Data)
 			shared = &rendezvous.Route{Class: class}
 		}
 	}
-	p.snd.Reply(r.origin, place, shared)
+	p.sender.Reply(r.origin, place, shared)
 	p.flush(false)
 	return true
 }
 
-// maxKeys bounds what is remembered of keys without a place of their own.
+// maxKeys bounds what is remembered of keys without a slot of their own.
 const maxKeys = 1 << 16
 
-func (p *peer) rememberKey(key uint64, own bool) {
-	if len(p.keys) >= maxKeys {
-		for k, own := range p.keys {
+func (p *peer) rememberKeySlot(key uint64, own bool) {
+	if len(p.keySlots) >= maxKeys {
+		for k, own := range p.keySlots {
 			if !own {
-				delete(p.keys, k)
+				delete(p.keySlots, k)
 			}
 		}
 	}
-	p.keys[key] = own
+	p.keySlots[key] = own
 }
 
 // sendError says what went wrong with a message for a peer.
@@ -373,7 +373,7 @@ func (v *rvan) sendError(msg *van.Message, p *peer, err error) error {
 
 // malformed counts and reports nonsense from the network: the 1st, 2nd, 4th, ... so
 // that a flood of it does not become a flood of lines.
-func (v *rvan) malformed(in *incoming, err error) { v.malformedFrom(in.name(), err) }
+func (v *rvan) malformed(in *inbound, err error) { v.malformedFrom(in.name(), err) }
 
 func (v *rvan) malformedFrom(who string, err error) {
 	if n := v.stats.malformed.Add(1); n&(n-1) == 0 {
@@ -385,8 +385,8 @@ func (v *rvan) malformedFrom(who string, err error) {
 type stats struct {
 	sentN, sentB, recvN, recvB, malformed atomic.Uint64
 
-	overBudget  atomic.Uint64 // questions that were refused for good
-	placesShort atomic.Uint64 // questions that had to wait
+	overBudget atomic.Uint64 // slot requests that were refused for good
+	slotWaits  atomic.Uint64 // slot requests that had to wait
 
 	fenced, refusedSends, paused atomic.Uint64
 }

@@ -7,7 +7,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// The receiver may hold more messages than there are places: more are asked for after
+// The receiver may hold more messages than there are slots: more are asked for after
 // a few milliseconds, also when nothing else happens.
 func TestMorePlacesWhileIdle(t *testing.T) {
 	p := newPair(t, nil)
@@ -24,7 +24,7 @@ func TestMorePlacesWhileIdle(t *testing.T) {
 		}
 		defer p.next(p.atServer).Release()
 		if i >= many {
-			p.until("sleep", (*p.worker.devices.Load())[0].parked.Load)
+			p.until("sleep", (*p.worker.devices.Load())[0].sleeping.Load)
 		}
 	}
 	if d := time.Since(began); d > 3*time.Second {

@@ -13,42 +13,42 @@ import (
 
 var le = binary.LittleEndian
 
-// Immediate values of SENDs. The original knows the first two.
+// Immediate values of SENDs. StepMesh knows the first two.
 const (
 	immStart   = 0
 	immReply   = 1
 	immCredits = 2
 	immUp      = 3 // the first on a connection: its opener has it
-	immReclaim = 4 // the receiver wants places back
-	immReturn  = 5 // places that the sender gives up
+	immReclaim = 4 // the receiver wants slots back
+	immReturn  = 5 // slots that the sender gives up
 )
 
 // immSlave marks the notification of a split message's other parts.
 const immSlave = 0x8000
 
-// maxIndex is the number of places that an immediate can name.
+// maxIndex is the number of slots that an immediate can name.
 const maxIndex = immSlave
 
-// magic tells nodes of this library, in private data and trailers: "SAF1".
+// magic tells native nodes, in private data and trailers: "SAF1".
 const magic = 0x31464153
 
-// RequestContext, the private data of a connection: the original's 24 bytes, and
-// what nodes of this library add.
+// RequestContext, the private data of a connection: StepMesh's 24 bytes, and
+// what native nodes add.
 const (
-	hostField   = 16
-	contextLen  = 24
-	offMagic    = 24
-	offEpoch    = 28
-	offQPIndex  = 32
-	offQPCount  = 33
-	offReason   = 34 // of a rejection, a text
-	offCode     = 28 // of a rejection
-	offIncarn   = 36
-	contextOurs = 40
-	maxPrivate  = 56
-	maxReject   = 148
-	offNodePort = 4
-	offNodeHost = 6
+	hostField        = 16
+	contextLen       = 24
+	offMagic         = 24
+	offEpoch         = 28
+	offQPIndex       = 32
+	offQPCount       = 33
+	offReason        = 34 // of a rejection, a text
+	offCode          = 28 // of a rejection
+	offIncarn        = 36
+	nativeContextLen = 40
+	maxPrivate       = 56
+	maxReject        = 148
+	offNodePort      = 4
+	offNodeHost      = 6
 )
 
 // hello is what one end says of itself when a queue pair is connected.
@@ -57,7 +57,7 @@ type hello struct {
 	port int
 	host string // cut to 15 bytes
 
-	ours    bool   // a node of this library; the rest is set only then
+	native  bool   // a native node; the rest is set only then
 	epoch   uint32 // of the connection; the same for all its queue pairs
 	qp      int    // number of the queue pair, from 0
 	qpCount int
@@ -67,14 +67,14 @@ type hello struct {
 
 // key names the endpoint that the queue pairs of one connection have in common.
 func (h *hello) key() string {
-	if h.ours {
+	if h.native {
 		return fmt.Sprintf("%s,%d,%d,%d", h.host, h.node, h.port, h.epoch)
 	}
 	return fmt.Sprintf("%s,%d,%d", h.host, h.node, h.port)
 }
 
 func (h *hello) encode() []byte {
-	b := make([]byte, contextOurs)
+	b := make([]byte, nativeContextLen)
 	le.PutUint32(b, uint32(h.node))
 	le.PutUint16(b[offNodePort:], uint16(h.port))
 	copy(b[offNodeHost:offNodeHost+hostField-1], h.host)
@@ -96,8 +96,8 @@ func decodeHello(b []byte) (hello, error) {
 	}
 	host, _, _ := bytes.Cut(b[offNodeHost:offNodeHost+hostField], []byte{0})
 	h.node, h.port, h.host = int(node), int(le.Uint16(b[offNodePort:])), string(host)
-	if len(b) >= contextOurs && le.Uint32(b[offMagic:]) == magic {
-		h.ours, h.epoch = true, le.Uint32(b[offEpoch:])
+	if len(b) >= nativeContextLen && le.Uint32(b[offMagic:]) == magic {
+		h.native, h.epoch = true, le.Uint32(b[offEpoch:])
 		h.qp, h.qpCount = int(b[offQPIndex]), int(b[offQPCount])
 		h.incarnation = le.Uint32(b[offIncarn:])
 		if h.qp >= h.qpCount {
@@ -107,7 +107,7 @@ func decodeHello(b []byte) (hello, error) {
 	return h, nil
 }
 
-// start is RendezvousStart: the question for a place. Nodes of this library say with
+// start is RendezvousStart: the slot request. Native nodes say with
 // dataNum = ourStart that data[0] is the number of bytes wanted, data[1] the kind of
 // message, and data[2] the number of bytes of its value.
 type start struct {
@@ -116,15 +116,15 @@ type start struct {
 	origin, key      uint64
 }
 
-const ourStart = 4
+const nativeStart = 4
 
 // Kinds in a start of ours.
 const (
 	kindPush = 1 << iota
 	kindRequest
 	kindOneShot
-	kindKeyed // asks for the place of a key
-	kindHost  // the place must lie in ordinary memory
+	kindKeyed // asks for the slot of a key
+	kindHost  // the slot must lie in ordinary memory
 )
 
 const startLen = 64
@@ -151,7 +151,7 @@ func (s *start) get(b []byte) error {
 	return nil
 }
 
-// maxMeta is the longest meta that a place is given for: a table of all nodes that
+// maxMeta is the longest meta that a slot is given for: a table of all nodes that
 // can be.
 const maxMeta = 16 << 20
 
@@ -166,8 +166,8 @@ func (s *start) need(ours bool) (n rendezvous.Need, kind uint64, err error) {
 	n.Meta = int(s.metaLen)
 	n.Route.Key = s.key
 	if ours {
-		if s.dataNum != ourStart {
-			return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(ourStart)}
+		if s.dataNum != nativeStart {
+			return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(nativeStart)}
 		}
 		kind = s.data[1]
 		n.Route.Push, n.Route.Request = kind&kindPush != 0, kind&kindRequest != 0
@@ -194,7 +194,7 @@ func (s *start) need(ours bool) (n rendezvous.Need, kind uint64, err error) {
 // roundedData is maxData as a size class has it.
 const roundedData = 1 << 31
 
-// reply is RendezvousReply of the GDR build. The flags are ours: the original's four
+// reply is RendezvousReply of the GDR build. The flags are ours: StepMesh's four
 // bytes of padding.
 type reply struct {
 	meta, data       uint64
@@ -205,10 +205,10 @@ type reply struct {
 
 const replyLen = 48
 
-// Flags of a reply to a node of this library.
+// Flags of a reply to a native node.
 const (
-	replyShared  = 1 << iota // the place serves all keys of its size class
-	replyRefused             // there is no place
+	replyShared  = 1 << iota // the slot serves all keys of its size class
+	replyRefused             // there is no slot
 	replyNone                // with replyShared: there are enough of them
 	replyBudget              // with replyRefused: it is more than one peer may have
 )
@@ -245,13 +245,13 @@ const (
 	metaSlaves  = 280
 )
 
-// trailer follows the meta between nodes of this library.
+// trailer follows the meta between native nodes.
 type trailer struct {
-	packed   bool // the frames lie one behind the other in the place's data
+	packed   bool // the frames lie one behind the other in the slot's data
 	placed   bool // the value has been written where the request wanted it
 	frames   int
 	lens     [van.MaxFrames]uint32 // of the frames in bytes
-	epoch    uint32                // of the connection whose places come back
+	epoch    uint32                // of the connection whose slots come back
 	credits  [maxCredits]uint16
 	n        int  // credits
 	numbered bool // of a control message: lens[0] is its number, lens[1] tells its senders apart
@@ -259,7 +259,7 @@ type trailer struct {
 	metaLen  int  // of the meta, when inMeta
 }
 
-// maxCredits is how many places a trailer, or a message of credits, gives back.
+// maxCredits is how many slots a trailer, or a message of credits, gives back.
 const maxCredits = 18
 
 const trailerLen = 64
@@ -335,7 +335,7 @@ func (t *trailer) get(b []byte) error {
 	return nil
 }
 
-// reclaim is what a receiver wants back: places, of so many bytes in all.
+// reclaim is what a receiver wants back: slots, of so many bytes in all.
 type reclaim struct {
 	places uint32
 	bytes  uint64
@@ -354,7 +354,7 @@ func (r *reclaim) put(b []byte) {
 
 func (r *reclaim) get(b []byte) error {
 	if len(b) != reclaimLen || le.Uint32(b) != magic {
-		return &van.FieldError{Field: "places that are wanted back", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", reclaimLen, magic)}
+		return &van.FieldError{Field: "slots that are wanted back", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", reclaimLen, magic)}
 	}
 	r.places, r.bytes = le.Uint32(b[4:]), le.Uint64(b[8:])
 	return nil

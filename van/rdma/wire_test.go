@@ -11,7 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// TestLayout compares offsets and sizes with those of the original's structs.
+// TestLayout compares offsets and sizes with those of StepMesh structs.
 func TestLayout(t *testing.T) {
 	b := bytes.Repeat([]byte{0xee}, startLen)
 	(&start{metaLen: 0x0102030405060708, dataNum: 2, data: [4]uint64{8, 0x1112131415161718, 3, 4}, origin: 0x2122232425262728,
@@ -28,8 +28,8 @@ func TestLayout(t *testing.T) {
 	if got := fmt.Sprintf("%x", b); got != want {
 		t.Errorf("RendezvousReply:\n got %s\nwant %s", got, want)
 	}
-	// RequestContext; the original reads its first 24 bytes.
-	h := hello{node: 9, port: 0x1234, host: "a-host-name-that-is-long", ours: true, epoch: 0x01020304, qp: 1, qpCount: 2}
+	// RequestContext; StepMesh reads its first 24 bytes.
+	h := hello{node: 9, port: 0x1234, host: "a-host-name-that-is-long", native: true, epoch: 0x01020304, qp: 1, qpCount: 2}
 	want = "09000000" + "3412" + fmt.Sprintf("%x", "a-host-name-tha") + "00" + "0000" + "53414631" + "04030201" + "0102" + "000000000000"
 	if got := fmt.Sprintf("%x", h.encode()); got != want {
 		t.Errorf("RequestContext:\n got %s\nwant %s", got, want)
@@ -49,8 +49,8 @@ func TestLayout(t *testing.T) {
 
 func TestHello(t *testing.T) {
 	for _, h := range []hello{
-		{node: 1, port: 65535, host: "10.0.0.1", ours: true, epoch: math.MaxUint32, qp: 0, qpCount: 1},
-		{node: van.Empty, host: "fifteen-letters", ours: true, qp: 1, qpCount: 2},
+		{node: 1, port: 65535, host: "10.0.0.1", native: true, epoch: math.MaxUint32, qp: 0, qpCount: 1},
+		{node: van.Empty, host: "fifteen-letters", native: true, qp: 1, qpCount: 2},
 	} {
 		got, err := decodeHello(h.encode())
 		if err != nil || got != h {
@@ -60,7 +60,7 @@ func TestHello(t *testing.T) {
 		padded := append(h.encode()[:contextLen:contextLen], make([]byte, maxPrivate-contextLen)...)
 		theirs := hello{node: h.node, port: h.port, host: h.host}
 		if got, err = decodeHello(padded); err != nil || got != theirs {
-			t.Errorf("of the original's: got %+v, error %v; want %+v", got, err, theirs)
+			t.Errorf("of StepMesh: got %+v, error %v; want %+v", got, err, theirs)
 		}
 	}
 	for i := range contextLen {
@@ -98,10 +98,10 @@ func FuzzHello(f *testing.F) {
 			return
 		}
 		if h.node < 1 || h.node > van.Empty || h.port < 0 || h.port > math.MaxUint16 || len(h.host) > hostField || strings.Contains(h.host, "\x00") ||
-			h.ours && (h.qp < 0 || h.qp >= h.qpCount) {
+			h.native && (h.qp < 0 || h.qp >= h.qpCount) {
 			t.Errorf("accepted %+v", h)
 		}
-		if h.ours && len(h.host) < hostField {
+		if h.native && len(h.host) < hostField {
 			if again, err := decodeHello(h.encode()); err != nil || again != h {
 				t.Errorf("again %+v, error %v; want %+v", again, err, h)
 			}
@@ -111,7 +111,7 @@ func FuzzHello(f *testing.F) {
 
 func FuzzStart(f *testing.F) {
 	b := make([]byte, startLen)
-	(&start{metaLen: 300, dataNum: ourStart, data: [4]uint64{1024, 3, 600}, origin: 1, key: 2}).put(b)
+	(&start{metaLen: 300, dataNum: nativeStart, data: [4]uint64{1024, 3, 600}, origin: 1, key: 2}).put(b)
 	f.Add(b, true)
 	f.Add(bytes.Repeat([]byte{0xff}, startLen), false)
 	f.Fuzz(func(t *testing.T, b []byte, ours bool) {

@@ -2,17 +2,17 @@
 // for transports with one-sided writes: put the value, then the meta, then notify.
 // It knows neither verbs nor sockets, holds no lock and starts no goroutine.
 //
-// The sender asks for a place before the first message of a kind (a rendezvous) and
+// The sender asks for a slot before the first message of a kind (a rendezvous) and
 // remembers the answer, so that all later ones go without asking. Messages that
-// wait for a place are kept in order, and so are those behind them.
+// wait for a slot are kept in order, and so are those behind them.
 //
-// When is a place free again? Between nodes of this library the receiver gives it
+// When is a slot free again? Between native nodes the receiver gives it
 // back: each message carries some credits, and who has none to send with sends them
-// alone. A node of the original gives nothing back; there, ps-lite's rule holds that
-// a key has one request in flight, so that a place is free when the answer has come.
+// alone. A StepMesh node gives nothing back; there, ps-lite's rule holds that
+// a key has one request in flight, so that a slot is free when the answer has come.
 //
-// Places between nodes of this library are shared by all keys of a size class, so
+// Slots between native nodes are shared by all keys of a size class, so
 // that their number follows what is in flight, not the number of keys. Keys for
-// which the receiver has registered a buffer have places of their own, and so have
-// all keys of the original.
+// which the receiver has registered a buffer have slots of their own, and so have
+// all keys of StepMesh.
 package rendezvous

@@ -19,13 +19,13 @@ type item struct {
 	done string // "put", "dropped"; "" while it waits
 }
 
-// event is what the sender has sent: a question or a message.
+// event is what the sender has sent: a slot request or a message.
 type event struct {
-	origin uint64 // of a question
+	origin uint64 // of a slot request
 	need   Need
 	item   *item // of a message
 	index  uint32
-	back   []uint32 // places that are given back
+	back   []uint32 // slots that are given back
 }
 
 // answer is what the receiver has sent back, on a path where order is not kept.
@@ -40,22 +40,22 @@ type model struct {
 	original bool
 	room     int // calls of Ask and Put that succeed
 
-	keys    map[uint64]bool // the sender's: whether it has places of its own
+	keys    map[uint64]bool // the sender's: whether it has slots of its own
 	wire    []event
 	answers []answer
 	epoch   int
 
 	// Of the receiver.
-	table      *Table[int] // meta bytes
-	leases     map[Route][]*Lease[int]
+	table      *SlotTable[int] // meta bytes
+	leases     map[Route][]*ReceiveSlot[int]
 	registered map[uint64]int
-	held       []*Lease[int]
-	unanswered []*item // requests that the original has not answered
+	held       []*ReceiveSlot[int]
+	unanswered []*item // requests that StepMesh has not answered
 	inFlight   map[Route]*item
 	refuse     float64
-	memory     int // places that there is memory for
+	memory     int // slots that there is memory for
 	refusals   int
-	enough     int // places of a class, then Elsewhere
+	enough     int // slots of a class, then Elsewhere
 	last       [2]int
 	arrived    int
 	returned   int
@@ -72,7 +72,7 @@ func newModel(t testing.TB, seed uint64, original bool) *model {
 
 // forget is the end of a connection.
 func (m *model) forget() {
-	m.table, m.leases = NewTable[int](1<<12, 0), map[Route][]*Lease[int]{}
+	m.table, m.leases = NewSlotTable[int](1<<12, 0), map[Route][]*ReceiveSlot[int]{}
 	m.wire, m.answers, m.held, m.unanswered = nil, nil, nil, nil
 	m.inFlight, m.keys = map[Route]*item{}, map[uint64]bool{}
 	m.epoch++
@@ -114,7 +114,7 @@ func (m *model) Ask(origin uint64, o *item, need Need) bool {
 	return true
 }
 
-func (m *model) Put(o *item, at *Place) bool {
+func (m *model) Put(o *item, at *RemoteSlot) bool {
 	if !m.takeRoom() {
 		return false
 	}
@@ -123,7 +123,7 @@ func (m *model) Put(o *item, at *Place) bool {
 	}
 	o.done = "put"
 	if at.MetaLen < o.meta || at.DataLen < o.data {
-		m.t.Fatalf("item %d with %d and %d bytes is put in a place with %d and %d", o.seq, o.meta, o.data, at.MetaLen, at.DataLen)
+		m.t.Fatalf("item %d with %d and %d bytes is put in a slot with %d and %d", o.seq, o.meta, o.data, at.MetaLen, at.DataLen)
 	}
 	m.wire = append(m.wire, event{item: o, index: at.Index})
 	return true
@@ -157,11 +157,11 @@ func (m *model) receive() {
 	}
 	l := m.table.Get(e.index)
 	if l == nil {
-		m.t.Fatalf("item %d came to place %d, which there is not", e.item.seq, e.index)
+		m.t.Fatalf("item %d came to slot %d, which there is not", e.item.seq, e.index)
 	}
 	ok, over := l.Hold()
 	if !ok {
-		m.t.Fatalf("item %d came to place %d, which has ended", e.item.seq, e.index)
+		m.t.Fatalf("item %d came to slot %d, which has ended", e.item.seq, e.index)
 	}
 	lane := 1
 	if e.item.oneShot {
@@ -184,7 +184,7 @@ func (m *model) receive() {
 		return
 	}
 	if over {
-		m.t.Fatalf("item %d came to place %d, which was in use", e.item.seq, e.index)
+		m.t.Fatalf("item %d came to slot %d, which was in use", e.item.seq, e.index)
 	}
 	if l.OneShot {
 		m.table.End(l)
@@ -192,7 +192,7 @@ func (m *model) receive() {
 	m.held = append(m.held, l)
 }
 
-// grant answers a question as package rdma does.
+// grant answers a slot request as package rdma does.
 func (m *model) grant(e event) {
 	reply := func(f func()) { m.answers = append(m.answers, f) }
 	need, origin := e.need, e.origin
@@ -208,7 +208,7 @@ func (m *model) grant(e event) {
 		})
 		return
 	}
-	l := &Lease[int]{Memory: need.Meta, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
+	l := &ReceiveSlot[int]{Memory: need.Meta, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
 	var shared *Route
 	own := false
 	if !m.original && !need.OneShot && need.Route.Class == 0 {
@@ -221,8 +221,8 @@ func (m *model) grant(e event) {
 			if len(m.leases[l.Route]) >= m.enough {
 				reply(func() {
 					m.keys[need.Route.Key] = false
-					if !m.s.Elsewhere(origin) {
-						m.t.Fatalf("question %d is not open", origin)
+					if !m.s.UseShared(origin) {
+						m.t.Fatalf("slot request %d is not open", origin)
 					}
 				})
 				return
@@ -251,22 +251,22 @@ func (m *model) grant(e event) {
 		if !m.original && !need.OneShot && need.Route.Class == 0 {
 			m.keys[need.Route.Key] = own
 		}
-		if !m.s.Reply(origin, Place{Index: l.Index()}, shared) {
-			m.t.Fatalf("question %d is not open", origin)
+		if !m.s.Reply(origin, RemoteSlot{Index: l.Index()}, shared) {
+			m.t.Fatalf("slot request %d is not open", origin)
 		}
 	})
 }
 
-// reclaim wants places back.
+// reclaim wants slots back.
 func (m *model) reclaim(places, bytes int) {
 	m.answers = append(m.answers, func() { m.s.Reclaim(places, bytes) })
 }
 
 // giveBack sends what the sender has given up.
 func (m *model) giveBack() {
-	if b := m.s.Returning(); len(b) > 0 {
+	if b := m.s.Returns(); len(b) > 0 {
 		m.wire = append(m.wire, event{back: slices.Clone(b)})
-		m.s.Returned(len(b))
+		m.s.ReturnsSent(len(b))
 	}
 }
 
@@ -274,15 +274,15 @@ func (m *model) takeBack(back []uint32) {
 	for _, i := range back {
 		l := m.table.Get(i)
 		if l == nil || l.Held() {
-			m.t.Fatalf("place %d is given back; it is %+v", i, l)
+			m.t.Fatalf("slot %d is given back; it is %+v", i, l)
 		}
 		m.table.End(l)
-		m.leases[l.Route] = slices.DeleteFunc(m.leases[l.Route], func(x *Lease[int]) bool { return x == l })
+		m.leases[l.Route] = slices.DeleteFunc(m.leases[l.Route], func(x *ReceiveSlot[int]) bool { return x == l })
 		m.returned++
 	}
 }
 
-// consume ends the use of a held place.
+// consume ends the use of a held slot.
 func (m *model) consume(i int) {
 	l := m.held[i]
 	m.held = append(m.held[:i], m.held[i+1:]...)
@@ -291,12 +291,12 @@ func (m *model) consume(i int) {
 	}
 	m.answers = append(m.answers, func() {
 		if m.table.Get(l.Index()) == l && !m.s.Credit(l.Index()) {
-			m.t.Fatalf("credit for place %d is refused", l.Index())
+			m.t.Fatalf("credit for slot %d is refused", l.Index())
 		}
 	})
 }
 
-// respond answers a request, as a node of the original.
+// respond answers a request, as a StepMesh node.
 func (m *model) respond(i int) {
 	o := m.unanswered[i]
 	m.unanswered = append(m.unanswered[:i], m.unanswered[i+1:]...)
@@ -337,12 +337,12 @@ func (m *model) step() bool {
 func (m *model) check() {
 	s := m.s
 	asking, queued := map[*route]int{}, map[*route]int{}
-	for origin, a := range s.asks {
+	for origin, a := range s.requests {
 		if a.route != nil {
 			asking[a.route]++
 		}
 		if origin > s.origin {
-			m.t.Fatalf("question %d is open, the last was %d", origin, s.origin)
+			m.t.Fatalf("slot request %d is open, the last was %d", origin, s.origin)
 		}
 	}
 	for i := range s.lanes[1].q.len() {
@@ -353,24 +353,24 @@ func (m *model) check() {
 	places := 0
 	for key, r := range s.routes {
 		free := 0
-		for _, p := range r.places {
+		for _, p := range r.slots {
 			if !p.busy {
 				free++
 			}
 			if p.route != r || s.granted[p.Index] != p {
-				m.t.Fatalf("place %d of route %+v is not what the tables say", p.Index, key)
+				m.t.Fatalf("slot %d of route %+v is not what the tables say", p.Index, key)
 			}
 		}
-		places += len(r.places)
-		if r.free != free || r.asking != asking[r] || r.queued != queued[r] {
-			m.t.Fatalf("route %+v: free %d, asking %d, queued %d; want %d, %d, %d", key, r.free, r.asking, r.queued, free, asking[r], queued[r])
+		places += len(r.slots)
+		if r.free != free || r.requests != asking[r] || r.queued != queued[r] {
+			m.t.Fatalf("route %+v: free %d, asking %d, queued %d; want %d, %d, %d", key, r.free, r.requests, r.queued, free, asking[r], queued[r])
 		}
 		if r.Route != key {
 			m.t.Fatalf("route %+v is at %+v", r.Route, key)
 		}
 	}
 	if len(s.granted) != places {
-		m.t.Fatalf("%d places by index, %d by route", len(s.granted), places)
+		m.t.Fatalf("%d slots by index, %d by route", len(s.granted), places)
 	}
 }
 
@@ -389,7 +389,7 @@ func (m *model) settle() {
 			m.s.Tick()
 		}
 	}
-	m.t.Fatalf("%d items wait for ever: %d questions, %d places", m.s.Waiting(), len(m.s.asks), len(m.s.granted))
+	m.t.Fatalf("%d items wait for ever: %d slot requests, %d slots", m.s.Waiting(), len(m.s.requests), len(m.s.granted))
 }
 
 func (m *model) submit(o *item) {
@@ -452,10 +452,10 @@ func testModel(t *testing.T, seed uint64, original bool) {
 		case k < 98 && !up:
 			up = true
 			m.forget()
-			m.s.Up(original)
+			m.s.Connect(original)
 		case up && m.rng.IntN(3) == 0:
 			up = false
-			for _, o := range m.s.Down(func(o *item) bool { return o.oneShot }) {
+			for _, o := range m.s.Disconnect(func(o *item) bool { return o.oneShot }) {
 				m.drop(o)
 			}
 			m.forget()
@@ -464,7 +464,7 @@ func testModel(t *testing.T, seed uint64, original bool) {
 	}
 	if !up {
 		m.forget()
-		m.s.Up(original)
+		m.s.Connect(original)
 	}
 	m.settle()
 	for _, o := range all {
@@ -473,11 +473,11 @@ func testModel(t *testing.T, seed uint64, original bool) {
 		}
 	}
 	for _, r := range m.s.routes {
-		if r.queued != 0 || r.asking != 0 || r.free != len(r.places) {
-			t.Errorf("route %+v at the end: %d queued, %d asking, %d of %d places free", r.Route, r.queued, r.asking, r.free, len(r.places))
+		if r.queued != 0 || r.requests != 0 || r.free != len(r.slots) {
+			t.Errorf("route %+v at the end: %d queued, %d asking, %d of %d slots free", r.Route, r.queued, r.requests, r.free, len(r.slots))
 		}
 	}
-	if len(m.s.asks) != 0 {
-		t.Errorf("%d questions are open at the end", len(m.s.asks))
+	if len(m.s.requests) != 0 {
+		t.Errorf("%d slot requests are open at the end", len(m.s.requests))
 	}
 }

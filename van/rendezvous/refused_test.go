@@ -2,10 +2,10 @@ package rendezvous
 
 import "testing"
 
-// refusing is a model whose receiver has memory for a few places only.
+// refusing is a model whose receiver has memory for a few slots only.
 func refusing(t *testing.T, places int) (m *model, submit func(key uint64, data int) *item) {
 	m = newModel(t, 1, false)
-	m.s.Up(false)
+	m.s.Connect(false)
 	m.memory = places
 	n := 0
 	return m, func(key uint64, data int) *item {
@@ -16,7 +16,7 @@ func refusing(t *testing.T, places int) (m *model, submit func(key uint64, data 
 	}
 }
 
-// A burst that wants more places than there is memory for goes through those there are.
+// A burst that wants more slots than there is memory for goes through those there are.
 func TestRefusedBurst(t *testing.T) {
 	m, submit := refusing(t, 2)
 	for i := range 40 {
@@ -29,11 +29,11 @@ func TestRefusedBurst(t *testing.T) {
 		t.Errorf("%d of 40 have arrived", m.arrived)
 	}
 	if m.refusals > 40 { // each message has asked once at most
-		t.Errorf("%d questions were refused", m.refusals)
+		t.Errorf("%d slot requests were refused", m.refusals)
 	}
 }
 
-// A key that there is no place of its own for uses those of its size.
+// A key that there is no slot of its own for uses those of its size.
 func TestRefusedKey(t *testing.T) {
 	m, submit := refusing(t, 1)
 	submit(1, 1000)
@@ -45,7 +45,7 @@ func TestRefusedKey(t *testing.T) {
 	}
 }
 
-// Where no place is large enough the message is dropped, and those behind it go on.
+// Where no slot is large enough the message is dropped, and those behind it go on.
 func TestRefusedWithoutPlace(t *testing.T) {
 	m, submit := refusing(t, 1)
 	submit(1, 1000)
@@ -58,7 +58,7 @@ func TestRefusedWithoutPlace(t *testing.T) {
 	}
 }
 
-// Memory that has become free is asked for again, though no place is given back.
+// Memory that has become free is asked for again, though no slot is given back.
 func TestRefusedAgain(t *testing.T) {
 	m, submit := refusing(t, 1)
 	m.credits = false
@@ -68,7 +68,7 @@ func TestRefusedAgain(t *testing.T) {
 	for m.step() {
 	}
 	m.memory = 2
-	for range 10 * refusedTicks {
+	for range 10 * refusedCooldown {
 		m.s.Tick()
 		for m.step() {
 		}
@@ -77,6 +77,6 @@ func TestRefusedAgain(t *testing.T) {
 		t.Errorf("%d of 2 have arrived", m.arrived)
 	}
 	if m.refusals > 2 {
-		t.Errorf("%d questions were refused", m.refusals)
+		t.Errorf("%d slot requests were refused", m.refusals)
 	}
 }

@@ -8,30 +8,30 @@ import (
 	"slices"
 )
 
-// ErrGrown: the peer is a node of the original, which cannot receive more under a
+// ErrGrown: the peer is a StepMesh node, which cannot receive more under a
 // key than the first time.
 var ErrGrown = errors.New("larger than the first message of its key")
 
-// Route is what a place is remembered by.
+// Route is what a slot is remembered by.
 type Route struct {
 	Key           uint64 // 0 when Class is used
 	Push, Request bool
-	Class         int8 // of the size, for places shared by all keys; 0 for one key's
-	// Host is set for places in ordinary memory, whatever the receiver's device.
+	Class         int8 // of the size, for slots shared by all keys; 0 for one key's
+	// Host is set for slots in ordinary memory, whatever the receiver's device.
 	Host bool
 }
 
 // Need is what a message needs at its receiver.
 type Need struct {
 	Route Route
-	// OneShot is set for messages whose place is used once: control messages.
+	// OneShot is set for messages whose slot is used once: control messages.
 	OneShot    bool
 	Meta, Data int // bytes
-	// Exact is Data without rounding: what a place of one key has.
+	// Exact is Data without rounding: what a slot of one key has.
 	Exact int
 }
 
-// size is what a place of the route must have.
+// size is what a slot of the route must have.
 func (n *Need) size() int {
 	if n.Route.Class == 0 {
 		return n.Exact
@@ -39,14 +39,14 @@ func (n *Need) size() int {
 	return n.Data
 }
 
-func (p *Place) fits(n *Need) bool { return p.MetaLen >= n.Meta && p.DataLen >= n.size() }
+func (p *RemoteSlot) fits(n *Need) bool { return p.MetaLen >= n.Meta && p.DataLen >= n.size() }
 
-// Place is memory at the receiver, as it has described it.
-type Place struct {
+// RemoteSlot is memory at the receiver, as it has described it.
+type RemoteSlot struct {
 	Meta, Data       uint64 // addresses; Data is 0 when there is none
 	MetaKey, DataKey uint32
 	MetaLen, DataLen int
-	Index            uint32 // names the place in notifications and credits
+	Index            uint32 // names the slot in notifications and credits
 
 	route *route
 	busy  bool
@@ -57,11 +57,11 @@ type Place struct {
 type Link[T any] interface {
 	// Need says what item needs. It may change while item waits.
 	Need(item T) Need
-	// Ask sends the question for a place; the answer is given to Sender.Reply with the
+	// Ask sends the slot request; the answer is given to Sender.Reply with the
 	// same origin. false: there is no room to send now, call Pump later.
 	Ask(origin uint64, item T, need Need) bool
-	// Put sends item to its place. false as for Ask.
-	Put(item T, at *Place) bool
+	// Put sends item to its slot. false as for Ask.
+	Put(item T, at *RemoteSlot) bool
 	// Refuse drops item, which cannot be put. err wraps ErrGrown.
 	Refuse(item T, err error)
 }
@@ -69,33 +69,33 @@ type Link[T any] interface {
 // Sender is the sending side of one connection. It is not safe for concurrent use.
 type Sender[T any] struct {
 	link Link[T]
-	// answered is set for peers of the original: a request's place is free when it has
+	// freedByAnswer is set for peers of StepMesh: a request's slot is free when it has
 	// been answered, an answer's always.
-	answered bool
-	up       bool
+	freedByAnswer bool
+	connected     bool
 
-	routes  map[Route]*route
-	granted map[uint32]*Place
-	asks    map[uint64]*ask
-	origin  uint64
-	lanes   [2]lane[T] // one-shots, others
+	routes   map[Route]*route
+	granted  map[uint32]*RemoteSlot
+	requests map[uint64]*request
+	origin   uint64
+	lanes    [2]lane[T] // one-shots, others
 
 	// What the receiver wants back, and has not got yet.
-	debt struct{ places, bytes int }
-	back []uint32 // places that are given up; see Returning
+	wanted  struct{ places, bytes int }
+	returns []uint32 // slots that are given up; see Returning
 }
 
 type route struct {
 	Route
-	places []*Place
-	free   int
-	asking int
-	queued int // waiting for a place of this route, roughly
-	rests  int // Ticks before another place is asked for, as one was refused
+	slots    []*RemoteSlot
+	free     int
+	requests int
+	queued   int // waiting for a slot of this route, roughly
+	cooldown int // Ticks before another slot is asked for, as one was refused
 }
 
-// ask is a question that has not been answered.
-type ask struct {
+// request is a slot request that has not been answered.
+type request struct {
 	route   *route
 	need    Need
 	seq     uint64 // of the one-shot that it is for
@@ -104,15 +104,15 @@ type ask struct {
 
 // lane is a queue. One-shots do not wait for the others, and the others not for them.
 type lane[T any] struct {
-	q    fifo[waiting[T]]
+	q    fifo[waitingItem[T]]
 	head uint64 // number of the first in q
 }
 
-type waiting[T any] struct {
-	item  T
-	asked bool
-	place *Place // of a one-shot
-	route *route // that counts it as queued
+type waitingItem[T any] struct {
+	item      T
+	requested bool
+	slot      *RemoteSlot // of a one-shot
+	route     *route      // that counts it as queued
 }
 
 // NewSender makes a Sender without a connection: what is submitted waits for Up.
@@ -123,11 +123,11 @@ func NewSender[T any](link Link[T]) *Sender[T] {
 }
 
 func (s *Sender[T]) forget() {
-	s.routes, s.granted, s.asks = map[Route]*route{}, map[uint32]*Place{}, map[uint64]*ask{}
-	s.debt.places, s.debt.bytes, s.back = 0, 0, s.back[:0]
+	s.routes, s.granted, s.requests = map[Route]*route{}, map[uint32]*RemoteSlot{}, map[uint64]*request{}
+	s.wanted.places, s.wanted.bytes, s.returns = 0, 0, s.returns[:0]
 }
 
-// Class returns the size class of n bytes, from 1, and the size of its places: powers
+// Class returns the size class of n bytes, from 1, and the size of its slots: powers
 // of two from 512 bytes, and 0 for class 1.
 func Class(n int) (class int8, size int) {
 	if n <= 0 {
@@ -137,31 +137,31 @@ func Class(n int) (class int8, size int) {
 	return int8(b), 1 << b
 }
 
-// Eager is how many places of a route, of data bytes each, are asked for without
+// Eager is how many slots of a route, of data bytes each, are asked for without
 // hesitation: 64 MiB in all, but at least 4 and at most 64. Beyond it the credits of
 // others are awaited for a while; see Tick.
 func Eager(data int) int { return min(max(64<<20/max(data, 1), 4), 64) }
 
-// Up begins a connection. answered is set for a peer of the original. Places of an
+// Connect begins a connection. answered is set for a peer of StepMesh. Slots of an
 // earlier connection are forgotten.
-func (s *Sender[T]) Up(answered bool) {
+func (s *Sender[T]) Connect(answered bool) {
 	s.forget()
-	s.up, s.answered = true, answered
+	s.connected, s.freedByAnswer = true, answered
 	s.Pump()
 }
 
-// Down ends the connection. It returns what had not been put of those for which keep
+// Disconnect ends the connection. It returns what had not been put of those for which keep
 // is false; the others wait for the next connection.
-func (s *Sender[T]) Down(keep func(T) bool) (dropped []T) {
+func (s *Sender[T]) Disconnect(keep func(T) bool) (dropped []T) {
 	s.forget()
-	s.up = false
+	s.connected = false
 	for i := range s.lanes {
 		l := &s.lanes[i]
 		for range l.q.len() {
 			w := l.q.pop()
 			l.head++
 			if keep(w.item) {
-				l.q.push(waiting[T]{item: w.item})
+				l.q.push(waitingItem[T]{item: w.item})
 			} else {
 				dropped = append(dropped, w.item)
 			}
@@ -180,7 +180,7 @@ func (s *Sender[T]) Resubmit(items []T) {
 	l := &s.lanes[0]
 	n := l.q.len()
 	for _, x := range items {
-		l.q.push(waiting[T]{item: x})
+		l.q.push(waitingItem[T]{item: x})
 	}
 	for range n {
 		l.q.push(l.q.pop())
@@ -203,8 +203,8 @@ func (s *Sender[T]) Each(f func(T)) {
 func (s *Sender[T]) Submit(item T) error {
 	need := s.link.Need(item)
 	l := s.lane(need)
-	if s.up && !need.OneShot && l.q.len() == 0 {
-		if s.answered {
+	if s.connected && !need.OneShot && l.q.len() == 0 {
+		if s.freedByAnswer {
 			if err := s.growth(need); err != nil {
 				return err
 			}
@@ -213,16 +213,16 @@ func (s *Sender[T]) Submit(item T) error {
 			if s.link.Put(item, p) {
 				return nil
 			}
-			s.untake(p)
+			s.release(p)
 		}
-	} else if s.up && s.answered {
+	} else if s.connected && s.freedByAnswer {
 		if err := s.growth(need); err != nil {
 			return err
 		}
 	}
-	l.q.push(waiting[T]{item: item})
-	if s.up {
-		s.request(l, l.q.len()-1, need)
+	l.q.push(waitingItem[T]{item: item})
+	if s.connected {
+		s.considerRequest(l, l.q.len()-1, need)
 	}
 	return nil
 }
@@ -234,17 +234,17 @@ func (s *Sender[T]) lane(need Need) *lane[T] {
 	return &s.lanes[1]
 }
 
-// growth refuses what would make a node of the original abort.
+// growth refuses what would make a StepMesh node abort.
 func (s *Sender[T]) growth(need Need) error {
 	r := s.routes[need.Route]
 	if r == nil || need.OneShot {
 		return nil
 	}
 	have := -1
-	for _, p := range r.places {
+	for _, p := range r.slots {
 		have = max(have, p.DataLen)
 	}
-	for _, a := range s.asks {
+	for _, a := range s.requests {
 		if a.route == r {
 			have = max(have, a.need.Exact)
 		}
@@ -265,15 +265,15 @@ func (s *Sender[T]) route(r Route) *route {
 	return t
 }
 
-// take finds a free place that is large enough, and marks it.
-func (s *Sender[T]) take(need Need) *Place {
+// take finds a free slot that is large enough, and marks it.
+func (s *Sender[T]) take(need Need) *RemoteSlot {
 	r := s.routes[need.Route]
 	if r == nil || r.free == 0 {
 		return nil
 	}
-	for _, p := range r.places {
+	for _, p := range r.slots {
 		if !p.busy && p.fits(&need) {
-			if s.answered && !need.Route.Request {
+			if s.freedByAnswer && !need.Route.Request {
 				return p
 			}
 			p.busy = true
@@ -284,27 +284,27 @@ func (s *Sender[T]) take(need Need) *Place {
 	return nil
 }
 
-func (s *Sender[T]) untake(p *Place) {
+func (s *Sender[T]) release(p *RemoteSlot) {
 	if p.busy {
 		p.busy = false
 		p.route.free++
 	}
 }
 
-// Unused takes back the place of a Put that has dropped its message.
-func (s *Sender[T]) Unused(p *Place) { s.untake(p) }
+// Release takes back the slot of a Put that has dropped its message.
+func (s *Sender[T]) Release(p *RemoteSlot) { s.release(p) }
 
-// request asks for a place for entry i of l, unless enough have been asked for.
-func (s *Sender[T]) request(l *lane[T], i int, need Need) {
+// considerRequest asks for a slot for entry i of l, unless enough have been asked for.
+func (s *Sender[T]) considerRequest(l *lane[T], i int, need Need) {
 	w := l.q.at(i)
-	if w.asked || w.place != nil {
+	if w.requested || w.slot != nil {
 		return
 	}
 	if need.OneShot {
 		s.origin++
 		if s.link.Ask(s.origin, w.item, need) {
-			w.asked = true
-			s.asks[s.origin] = &ask{need: need, seq: l.head + uint64(i)}
+			w.requested = true
+			s.requests[s.origin] = &request{need: need, seq: l.head + uint64(i)}
 		}
 		return
 	}
@@ -317,11 +317,11 @@ func (s *Sender[T]) request(l *lane[T], i int, need Need) {
 		r.queued++
 	}
 	limit := 1
-	if !s.answered {
+	if !s.freedByAnswer {
 		limit = Eager(need.Data)
 	}
 	fits, sized := 0, 0
-	for _, p := range r.places {
+	for _, p := range r.slots {
 		if p.fits(&need) {
 			fits++
 			if !p.busy {
@@ -329,24 +329,24 @@ func (s *Sender[T]) request(l *lane[T], i int, need Need) {
 			}
 		}
 	}
-	if s.answered && (r.free < len(r.places) || s.growth(need) != nil) {
+	if s.freedByAnswer && (r.free < len(r.slots) || s.growth(need) != nil) {
 		return // one request of a key at a time
 	}
-	if r.rests > 0 && fits > 0 {
+	if r.cooldown > 0 && fits > 0 {
 		return
 	}
-	if a := s.asked(r, need); sized+a >= r.queued || fits+a >= limit {
+	if a := s.openRequests(r, need); sized+a >= r.queued || fits+a >= limit {
 		return
 	}
-	s.ask(w, r, need)
+	s.sendRequest(w, r, need)
 }
 
-// asked counts the open questions whose answers will be large enough.
-func (s *Sender[T]) asked(r *route, need Need) (n int) {
-	if r.asking == 0 {
+// openRequests counts the open slot requests whose answers will be large enough.
+func (s *Sender[T]) openRequests(r *route, need Need) (n int) {
+	if r.requests == 0 {
 		return 0
 	}
-	for _, a := range s.asks {
+	for _, a := range s.requests {
 		if a.route == r && !a.retired && a.need.Meta >= need.Meta && a.need.size() >= need.size() {
 			n++
 		}
@@ -354,25 +354,25 @@ func (s *Sender[T]) asked(r *route, need Need) (n int) {
 	return n
 }
 
-func (s *Sender[T]) ask(w *waiting[T], r *route, need Need) bool {
+func (s *Sender[T]) sendRequest(w *waitingItem[T], r *route, need Need) bool {
 	s.origin++
 	if !s.link.Ask(s.origin, w.item, need) {
 		return false
 	}
-	w.asked = true
-	r.asking++
+	w.requested = true
+	r.requests++
 	if r.Class == 0 {
 		s.retire(r, need)
 	}
-	s.asks[s.origin] = &ask{route: r, need: need}
+	s.requests[s.origin] = &request{route: r, need: need}
 	return true
 }
 
-// retire forgets the places of one key that are smaller than need. The receiver does
+// retire forgets the slots of one key that are smaller than need. The receiver does
 // so when it is asked for a larger one; all messages to them have been sent before.
 func (s *Sender[T]) retire(r *route, need Need) {
-	kept := r.places[:0]
-	for _, p := range r.places {
+	kept := r.slots[:0]
+	for _, p := range r.slots {
 		if p.fits(&need) {
 			kept = append(kept, p)
 			continue
@@ -383,33 +383,33 @@ func (s *Sender[T]) retire(r *route, need Need) {
 		}
 		p.route = nil
 	}
-	clear(r.places[len(kept):])
-	r.places = kept
-	for _, a := range s.asks {
+	clear(r.slots[len(kept):])
+	r.slots = kept
+	for _, a := range s.requests {
 		if a.route == r && (a.need.Meta < need.Meta || a.need.size() < need.size()) {
 			a.retired = true
 		}
 	}
 }
 
-// Asked returns what an open question was asked for.
-func (s *Sender[T]) Asked(origin uint64) (Need, bool) {
-	a := s.asks[origin]
+// Requested returns what an open slot request was asked for.
+func (s *Sender[T]) Requested(origin uint64) (Need, bool) {
+	a := s.requests[origin]
 	if a == nil {
 		return Need{}, false
 	}
 	return a.need, true
 }
 
-// Reply is the answer to a question: p, whose lengths need not be set. shared is the
-// route that the place belongs to instead of the one asked for, if not nil. It
+// Reply is the answer to a slot request: p, whose lengths need not be set. shared is the
+// route that the slot belongs to instead of the one asked for, if not nil. It
 // reports false for an answer to nothing.
-func (s *Sender[T]) Reply(origin uint64, p Place, shared *Route) bool {
-	a := s.asks[origin]
+func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
+	a := s.requests[origin]
 	if a == nil {
 		return false
 	}
-	delete(s.asks, origin)
+	delete(s.requests, origin)
 	place := &p
 	place.MetaLen, place.DataLen = a.need.Meta, a.need.Exact
 	if !a.need.OneShot && (shared != nil || a.need.Route.Class != 0) {
@@ -418,58 +418,58 @@ func (s *Sender[T]) Reply(origin uint64, p Place, shared *Route) bool {
 	if a.need.OneShot {
 		l := &s.lanes[0]
 		if i := a.seq - l.head; i < uint64(l.q.len()) {
-			l.q.at(int(i)).place = place
+			l.q.at(int(i)).slot = place
 		}
 		s.Pump()
 		return true
 	}
-	a.route.asking--
+	a.route.requests--
 	r := a.route
 	if shared != nil && *shared != r.Route {
-		s.unused(r)
+		s.forgetIfEmpty(r)
 		r = s.route(*shared)
 	} else if a.retired {
 		s.Pump()
 		return true
 	}
 	place.route, place.busy = r, false
-	r.places = append(r.places, place)
+	r.slots = append(r.slots, place)
 	r.free++
 	s.granted[place.Index] = place
 	s.Pump()
 	return true
 }
 
-// Elsewhere is the answer that the route asked for has no places, and that there are
+// UseShared is the answer that the route asked for has no slots, and that there are
 // enough of the route that Need names from now on. It reports false for an answer to
 // nothing.
-func (s *Sender[T]) Elsewhere(origin uint64) bool {
-	a := s.asks[origin]
+func (s *Sender[T]) UseShared(origin uint64) bool {
+	a := s.requests[origin]
 	if a == nil || a.route == nil {
 		return false
 	}
-	delete(s.asks, origin)
-	a.route.asking--
-	s.unused(a.route)
+	delete(s.requests, origin)
+	a.route.requests--
+	s.forgetIfEmpty(a.route)
 	l := &s.lanes[1]
 	for i := range l.q.len() {
 		if w := l.q.at(i); w.route == a.route {
-			w.asked = false
-			s.request(l, i, s.link.Need(w.item))
+			w.requested = false
+			s.considerRequest(l, i, s.link.Need(w.item))
 		}
 	}
 	s.Pump()
 	return true
 }
 
-// unused forgets r when it has nothing.
-func (s *Sender[T]) unused(r *route) {
-	if len(r.places) == 0 && r.asking == 0 && s.routes[r.Route] == r {
+// forgetIfEmpty forgets r when it has nothing.
+func (s *Sender[T]) forgetIfEmpty(r *route) {
+	if len(r.slots) == 0 && r.requests == 0 && s.routes[r.Route] == r {
 		delete(s.routes, r.Route)
 	}
 }
 
-// Shared tells whether n, of one key, fits in a place that all keys of its size class
+// Shared tells whether n, of one key, fits in a slot that all keys of its size class
 // share, and in none of its key.
 func (s *Sender[T]) Shared(n Need) bool {
 	return !n.OneShot && n.Route.Class == 0 && !s.serves(s.routes[n.Route], n) && s.shared(n) != nil
@@ -486,32 +486,32 @@ func (s *Sender[T]) shared(n Need) *route {
 }
 
 func (s *Sender[T]) serves(r *route, n Need) bool {
-	return r != nil && slices.ContainsFunc(r.places, func(p *Place) bool { return p.fits(&n) })
+	return r != nil && slices.ContainsFunc(r.slots, func(p *RemoteSlot) bool { return p.fits(&n) })
 }
 
-// refusedTicks is about a second.
-const refusedTicks = 500
+// refusedCooldown is about a second.
+const refusedCooldown = 500
 
-// Refused is the answer that there will be no place. It returns what the question was
-// asked for, or false when it has found another place meanwhile, or waits for one that
+// Refused is the answer that there will be no slot. It returns what the slot request was
+// asked for, or false when it has found another slot meanwhile, or waits for one that
 // there is. Where Shared is true, Need names the shared route from now on.
 func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
-	a := s.asks[origin]
+	a := s.requests[origin]
 	if a == nil {
 		return item, need, false
 	}
 	if s.Shared(a.need) {
-		s.shared(a.need).rests = refusedTicks
-		s.Elsewhere(origin)
+		s.shared(a.need).cooldown = refusedCooldown
+		s.UseShared(origin)
 		return item, need, false
 	}
-	delete(s.asks, origin)
+	delete(s.requests, origin)
 	l := s.lane(a.need)
 	if a.route != nil {
-		a.route.asking--
-		s.unused(a.route)
+		a.route.requests--
+		s.forgetIfEmpty(a.route)
 		if s.serves(a.route, a.need) { // a busy one is better than none
-			a.route.rests = refusedTicks
+			a.route.cooldown = refusedCooldown
 			s.Pump()
 			return item, need, false
 		}
@@ -524,7 +524,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 				w.route.queued--
 			}
 			l.q.remove(i)
-			for _, o := range s.asks {
+			for _, o := range s.requests {
 				if o.need.OneShot && a.need.OneShot && o.seq > a.seq {
 					o.seq--
 				}
@@ -536,75 +536,75 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	return item, need, ok
 }
 
-// Credit says that the place with this index is free again. It reports false when
+// Credit says that the slot with this index is free again. It reports false when
 // that cannot be.
 func (s *Sender[T]) Credit(index uint32) bool {
 	p := s.granted[index]
 	if p == nil {
 		return true // retired since, as far as can be told
 	}
-	if !p.busy || s.answered {
+	if !p.busy || s.freedByAnswer {
 		return false
 	}
-	s.untake(p)
-	s.repay(p)
+	s.release(p)
+	s.giveUp(p)
 	return true
 }
 
-// Reclaim says that the receiver wants so many places back, of so many bytes in all. Those
+// Reclaim says that the receiver wants so many slots back, of so many bytes in all. Those
 // that are free are given up now, the others as they become so. What it has wanted before
-// is replaced. Places of a node of the original do not come back.
+// is replaced. Slots of a StepMesh node do not come back.
 func (s *Sender[T]) Reclaim(places, bytes int) {
-	if s.answered {
+	if s.freedByAnswer {
 		return
 	}
-	s.debt.places, s.debt.bytes = places, bytes
-	var free []*Place
+	s.wanted.places, s.wanted.bytes = places, bytes
+	var free []*RemoteSlot
 	for _, p := range s.granted {
 		if !p.busy {
 			free = append(free, p)
 		}
 	}
-	slices.SortFunc(free, func(x, y *Place) int {
+	slices.SortFunc(free, func(x, y *RemoteSlot) int {
 		return cmp.Or(cmp.Compare(min(x.route.queued, 1), min(y.route.queued, 1)), // first those that nobody waits for
 			-cmp.Compare(x.DataLen, y.DataLen), cmp.Compare(x.Index, y.Index))
 	})
 	for _, p := range free {
-		s.repay(p)
+		s.giveUp(p)
 	}
 }
 
-// repay gives up a place that is free, if the receiver wants any.
-func (s *Sender[T]) repay(p *Place) {
-	if s.debt.places <= 0 && s.debt.bytes <= 0 {
+// giveUp gives up a slot that is free, if the receiver wants any.
+func (s *Sender[T]) giveUp(p *RemoteSlot) {
+	if s.wanted.places <= 0 && s.wanted.bytes <= 0 {
 		return
 	}
-	s.debt.places--
-	s.debt.bytes -= p.DataLen + p.MetaLen
+	s.wanted.places--
+	s.wanted.bytes -= p.DataLen + p.MetaLen
 	r := p.route
-	r.places = slices.DeleteFunc(r.places, func(x *Place) bool { return x == p })
+	r.slots = slices.DeleteFunc(r.slots, func(x *RemoteSlot) bool { return x == p })
 	r.free--
 	p.route = nil
 	delete(s.granted, p.Index)
-	s.back = append(s.back, p.Index)
+	s.returns = append(s.returns, p.Index)
 	if r.queued == 0 {
-		s.unused(r)
+		s.forgetIfEmpty(r)
 	}
 }
 
-// Returning is the places that have been given up and of which the receiver has not been
-// told; see Returned.
-func (s *Sender[T]) Returning() []uint32 { return s.back }
+// Returns is the slots that have been given up and of which the receiver has not been
+// told; see ReturnsSent.
+func (s *Sender[T]) Returns() []uint32 { return s.returns }
 
-// Returned says that the receiver has been told of the first n of Returning.
-func (s *Sender[T]) Returned(n int) { s.back = s.back[:copy(s.back, s.back[n:])] }
+// ReturnsSent says that the receiver has been told of the first n of Returns.
+func (s *Sender[T]) ReturnsSent(n int) { s.returns = s.returns[:copy(s.returns, s.returns[n:])] }
 
 // Answered says that the request with this key has been answered, by a node of the
 // original.
 func (s *Sender[T]) Answered(key uint64, push bool) {
 	if r := s.routes[Route{Key: key, Push: push, Request: true}]; r != nil {
-		for _, p := range r.places {
-			s.untake(p)
+		for _, p := range r.slots {
+			s.release(p)
 		}
 	}
 }
@@ -612,12 +612,12 @@ func (s *Sender[T]) Answered(key uint64, push bool) {
 // Pump puts what can be put. Call it after Credit, Answered, and when there is room
 // again.
 func (s *Sender[T]) Pump() {
-	if !s.up {
+	if !s.connected {
 		return
 	}
 	for i := range s.lanes {
 		l := &s.lanes[i]
-		for l.q.len() > 0 && s.first(l) {
+		for l.q.len() > 0 && s.putFirst(l) {
 			w := l.q.pop()
 			l.head++
 			if w.route != nil {
@@ -627,24 +627,24 @@ func (s *Sender[T]) Pump() {
 	}
 	// One-shots ask ahead, each for itself.
 	for l, i := &s.lanes[0], 0; i < l.q.len(); i++ {
-		if w := l.q.at(i); !w.asked {
-			s.request(l, i, s.link.Need(w.item))
-			if !w.asked {
+		if w := l.q.at(i); !w.requested {
+			s.considerRequest(l, i, s.link.Need(w.item))
+			if !w.requested {
 				break
 			}
 		}
 	}
 }
 
-// first tries to put the first of l.
-func (s *Sender[T]) first(l *lane[T]) bool {
+// putFirst tries to put the first of l.
+func (s *Sender[T]) putFirst(l *lane[T]) bool {
 	w := l.q.at(0)
 	need := s.link.Need(w.item)
-	p := w.place
+	p := w.slot
 	if !need.OneShot {
 		p = s.take(need)
 	}
-	if p == nil && s.answered && !need.OneShot {
+	if p == nil && s.freedByAnswer && !need.OneShot {
 		if err := s.growth(need); err != nil {
 			s.link.Refuse(w.item, err)
 			return true
@@ -652,33 +652,33 @@ func (s *Sender[T]) first(l *lane[T]) bool {
 	}
 	if p == nil {
 		// What it has asked for may have gone to another, or be too small.
-		w.asked = w.asked && (need.OneShot || s.asked(s.route(need.Route), need) > 0)
-		s.request(l, 0, need)
+		w.requested = w.requested && (need.OneShot || s.openRequests(s.route(need.Route), need) > 0)
+		s.considerRequest(l, 0, need)
 		return false
 	}
 	if s.link.Put(w.item, p) {
 		return true
 	}
 	if !need.OneShot {
-		s.untake(p)
+		s.release(p)
 	}
 	return false
 }
 
 // Tick is called every few milliseconds. Where the first message has waited since the
-// last Tick for one of many places, which may be held by messages that wait for it in
+// last Tick for one of many slots, which may be held by messages that wait for it in
 // turn, it asks for one more.
 func (s *Sender[T]) Tick() {
 	l := &s.lanes[1]
-	if !s.up || s.answered || l.q.len() == 0 {
+	if !s.connected || s.freedByAnswer || l.q.len() == 0 {
 		l.q.mark = 0
 		return
 	}
 	w := l.q.at(0)
 	need := s.link.Need(w.item)
 	r := s.route(need.Route)
-	if r.rests > 0 {
-		if r.rests--; r.rests > 0 {
+	if r.cooldown > 0 {
+		if r.cooldown--; r.cooldown > 0 {
 			return
 		}
 	}
@@ -686,8 +686,8 @@ func (s *Sender[T]) Tick() {
 		l.q.mark = stamp
 		return
 	}
-	if r.asking == 0 && r.free == 0 {
-		s.ask(w, r, need)
+	if r.requests == 0 && r.free == 0 {
+		s.sendRequest(w, r, need)
 	}
 }
 

@@ -29,11 +29,11 @@ func TestClass(t *testing.T) {
 }
 
 // TestBatchOverEager has a receiver that gives nothing back before it has a whole
-// batch, which needs more places than are asked for at once.
+// batch, which needs more slots than are asked for at once.
 func TestBatchOverEager(t *testing.T) {
 	m := newModel(t, 1, false)
 	m.credits = false
-	m.s.Up(false)
+	m.s.Connect(false)
 	const batch, size = 20, 32 << 20
 	if Eager(size) >= batch {
 		t.Fatal("the batch is too small")
@@ -66,7 +66,7 @@ func TestBatchOverEager(t *testing.T) {
 		}
 	}
 	if n := len(m.s.granted); n > batch+Eager(size) {
-		t.Errorf("%d places for %d items", n, batch)
+		t.Errorf("%d slots for %d items", n, batch)
 	}
 }
 
@@ -74,7 +74,7 @@ func TestBatchOverEager(t *testing.T) {
 func TestManyKeys(t *testing.T) {
 	m := newModel(t, 2, false)
 	m.enough = 8
-	m.s.Up(false)
+	m.s.Connect(false)
 	for i := range 3000 {
 		m.submit(&item{seq: i + 1, key: uint64(i), request: true, push: true, meta: 300, data: 1000})
 		if i%5 == 0 {
@@ -88,21 +88,21 @@ func TestManyKeys(t *testing.T) {
 		t.Errorf("%d routes", n)
 	}
 	if n := len(m.s.granted); n > 16 {
-		t.Errorf("%d places", n)
+		t.Errorf("%d slots", n)
 	}
-	if len(m.s.asks) != 0 || m.arrived != 3000 {
-		t.Errorf("%d questions are open, %d have arrived", len(m.s.asks), m.arrived)
+	if len(m.s.requests) != 0 || m.arrived != 3000 {
+		t.Errorf("%d slot requests are open, %d have arrived", len(m.s.requests), m.arrived)
 	}
 }
 
-// TestGrown: a node of the original is never asked for more under a key than at first.
+// TestGrown: a StepMesh node is never asked for more under a key than at first.
 func TestGrown(t *testing.T) {
 	send := func(m *model, seq, data int) *item {
 		return &item{seq: seq, key: 5, request: true, push: true, meta: 300, data: data}
 	}
 	t.Run("after the answer", func(t *testing.T) {
 		m := newModel(t, 1, true)
-		m.s.Up(true)
+		m.s.Connect(true)
 		m.submit(send(m, 1, 100))
 		m.settle()
 		if err := m.s.Submit(send(m, 2, 101)); !errors.Is(err, ErrGrown) {
@@ -117,7 +117,7 @@ func TestGrown(t *testing.T) {
 	})
 	t.Run("before the answer", func(t *testing.T) {
 		m := newModel(t, 1, true)
-		m.s.Up(true)
+		m.s.Connect(true)
 		m.submit(send(m, 1, 100))
 		if err := m.s.Submit(send(m, 2, 101)); !errors.Is(err, ErrGrown) {
 			t.Errorf("error %v, want %v", err, ErrGrown)
@@ -130,7 +130,7 @@ func TestGrown(t *testing.T) {
 		m.submit(send(m, 1, 100))
 		m.submit(grown)
 		m.submit(send(m, 3, 50))
-		m.s.Up(true)
+		m.s.Connect(true)
 		m.settle()
 		if m.arrived != 2 || grown.done != "dropped" {
 			t.Errorf("%d have arrived, want 2; the larger one was %q", m.arrived, grown.done)
@@ -141,11 +141,11 @@ func TestGrown(t *testing.T) {
 // TestNonsense: what a hostile peer may say changes nothing.
 func TestNonsense(t *testing.T) {
 	m := newModel(t, 1, false)
-	m.s.Up(false)
+	m.s.Connect(false)
 	o := &item{seq: 1, key: 5, request: true, push: true, meta: 300, data: 100}
 	m.submit(o)
 	origin := m.wire[0].origin
-	if m.s.Reply(origin+1, Place{}, nil) || m.s.Reply(0, Place{}, nil) || m.s.Elsewhere(origin+1) {
+	if m.s.Reply(origin+1, RemoteSlot{}, nil) || m.s.Reply(0, RemoteSlot{}, nil) || m.s.UseShared(origin+1) {
 		t.Error("an answer to nothing is taken")
 	}
 	if _, _, ok := m.s.Refused(origin + 1); ok {
@@ -154,23 +154,23 @@ func TestNonsense(t *testing.T) {
 	m.settle()
 	for m.step() {
 	}
-	if m.s.Reply(origin, Place{Index: 9}, nil) || m.s.Elsewhere(origin) {
+	if m.s.Reply(origin, RemoteSlot{Index: 9}, nil) || m.s.UseShared(origin) {
 		t.Error("a second answer is taken")
 	}
 	for i := range uint32(20) {
 		if ok := m.s.Credit(i); ok == (m.s.granted[i] != nil) {
-			t.Errorf("a credit for place %d, which nobody uses: %t", i, ok)
+			t.Errorf("a credit for slot %d, which nobody uses: %t", i, ok)
 		}
 	}
 	m.s.Answered(77, true)
 	m.check()
 }
 
-// TestReclaim: free places come back at once, the others when they are free, as many as are
+// TestReclaim: free slots come back at once, the others when they are free, as many as are
 // wanted; and what waits asks for new ones.
 func TestReclaim(t *testing.T) {
 	m := newModel(t, 1, false)
-	m.s.Up(false)
+	m.s.Connect(false)
 	for i := range 10 {
 		m.submit(&item{seq: i + 1, request: true, key: 1, data: 600, meta: 300})
 	}
@@ -183,12 +183,12 @@ func TestReclaim(t *testing.T) {
 		m.answers = m.answers[1:]
 	}
 	if n := len(m.s.granted); n < 4 {
-		t.Fatalf("%d places, want some", n)
+		t.Fatalf("%d slots, want some", n)
 	}
 	all := len(m.s.granted)
 	m.s.Reclaim(3, 0)
-	if n := len(m.s.Returning()); n != 0 {
-		t.Errorf("%d places are given up, though none is free", n)
+	if n := len(m.s.Returns()); n != 0 {
+		t.Errorf("%d slots are given up, though none is free", n)
 	}
 	for len(m.held) > 0 {
 		m.consume(0)
@@ -197,13 +197,13 @@ func TestReclaim(t *testing.T) {
 		m.answers[0]()
 		m.answers = m.answers[1:]
 	}
-	if n := len(m.s.Returning()); n != 3 || len(m.s.granted) != all-3 {
-		t.Errorf("%d of %d places are given up, want 3", n, all)
+	if n := len(m.s.Returns()); n != 3 || len(m.s.granted) != all-3 {
+		t.Errorf("%d of %d slots are given up, want 3", n, all)
 	}
 	m.giveBack()
 	m.s.Reclaim(0, 1500) // two of 1024 and a meta each
-	if n := len(m.s.Returning()); n != 2 {
-		t.Errorf("%d places are given up for 1500 bytes, want 2", n)
+	if n := len(m.s.Returns()); n != 2 {
+		t.Errorf("%d slots are given up for 1500 bytes, want 2", n)
 	}
 	m.giveBack()
 	m.settle()
@@ -211,8 +211,8 @@ func TestReclaim(t *testing.T) {
 		m.submit(&item{seq: 11 + i, request: true, key: 1, data: 600, meta: 300})
 	}
 	m.settle()
-	m.s.Down(func(*item) bool { return false })
-	if m.s.Reclaim(5, 0); len(m.s.Returning()) != 0 {
-		t.Error("places of an ended connection come back")
+	m.s.Disconnect(func(*item) bool { return false })
+	if m.s.Reclaim(5, 0); len(m.s.Returns()) != 0 {
+		t.Error("slots of an ended connection come back")
 	}
 }

@@ -10,47 +10,47 @@ import (
 )
 
 func TestTable(t *testing.T) {
-	tb := NewTable[string](3, 0)
+	tb := NewSlotTable[string](3, 0)
 	if tb.Get(0) != nil || tb.Get(3) != nil || tb.Get(1<<31) != nil || tb.Len() != 0 {
 		t.Error("an empty table has something")
 	}
-	var all []*Lease[string]
+	var all []*ReceiveSlot[string]
 	for i := range 3 {
-		l := &Lease[string]{Data: i}
+		l := &ReceiveSlot[string]{Data: i}
 		if err := tb.Add(l, false); err != nil || l.Index() != uint32(i) || tb.Get(uint32(i)) != l {
-			t.Fatalf("lease %d has index %d, error %v", i, l.Index(), err)
+			t.Fatalf("slot %d has index %d, error %v", i, l.Index(), err)
 		}
 		all = append(all, l)
 	}
-	if err := tb.Add(&Lease[string]{}, false); !errors.Is(err, ErrNoLease) {
-		t.Errorf("a full table: %v, want %v", err, ErrNoLease)
+	if err := tb.Add(&ReceiveSlot[string]{}, false); !errors.Is(err, ErrNoSlot) {
+		t.Errorf("a full table: %v, want %v", err, ErrNoSlot)
 	}
 	if !tb.End(all[1]) || tb.End(all[1]) || tb.Get(1) != nil || tb.Len() != 2 {
 		t.Error("ending once, and twice")
 	}
-	l := &Lease[string]{}
+	l := &ReceiveSlot[string]{}
 	if err := tb.Add(l, false); err != nil || l.Index() != 1 {
 		t.Errorf("index %d, error %v; want that of the one that ended", l.Index(), err)
 	}
 	// The old one must not end the new one.
 	if tb.End(all[1]) || tb.Get(1) != l {
-		t.Error("a lease that has ended ends another one")
+		t.Error("a slot that has ended ends another one")
 	}
 	var order []uint32
-	tb.Each(func(l *Lease[string]) { order = append(order, l.Index()) })
+	tb.Each(func(l *ReceiveSlot[string]) { order = append(order, l.Index()) })
 	if len(order) != 3 || order[0] != 0 || order[1] != 1 || order[2] != 2 {
 		t.Errorf("Each in order %v", order)
 	}
 }
 
-// TestTableReuse: the index of a lease that has ended is given out again last, so that what
+// TestTableReuse: the index of a slot that has ended is given out again last, so that what
 // is still said of it meets no other.
 func TestTableReuse(t *testing.T) {
-	tb := NewTable[int](4, 0)
+	tb := NewSlotTable[int](4, 0)
 	var order []uint32
-	var held []*Lease[int]
+	var held []*ReceiveSlot[int]
 	add := func() {
-		l := &Lease[int]{}
+		l := &ReceiveSlot[int]{}
 		if err := tb.Add(l, false); err != nil {
 			t.Fatal(err)
 		}
@@ -74,24 +74,24 @@ func TestTableReuse(t *testing.T) {
 
 // TestTableReserve: what is kept for control messages is given to nothing else.
 func TestTableReserve(t *testing.T) {
-	tb := NewTable[int](4, 1)
-	lease := func() *Lease[int] { return &Lease[int]{} }
+	tb := NewSlotTable[int](4, 1)
+	lease := func() *ReceiveSlot[int] { return &ReceiveSlot[int]{} }
 	last := lease()
-	for _, l := range []*Lease[int]{lease(), lease(), last} {
+	for _, l := range []*ReceiveSlot[int]{lease(), lease(), last} {
 		if err := tb.Add(l, false); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := tb.Add(lease(), false); !errors.Is(err, ErrNoLease) {
-		t.Errorf("the fourth of four, one of which is kept: %v, want %v", err, ErrNoLease)
+	if err := tb.Add(lease(), false); !errors.Is(err, ErrNoSlot) {
+		t.Errorf("the fourth of four, one of which is kept: %v, want %v", err, ErrNoSlot)
 	}
 	urgent := lease()
 	if err := tb.Add(urgent, true); err != nil {
 		t.Errorf("an urgent one: %v", err)
 	}
 	tb.End(urgent)
-	if err := tb.Add(lease(), false); !errors.Is(err, ErrNoLease) {
-		t.Errorf("after the end of the urgent one: %v, want %v", err, ErrNoLease)
+	if err := tb.Add(lease(), false); !errors.Is(err, ErrNoSlot) {
+		t.Errorf("after the end of the urgent one: %v, want %v", err, ErrNoSlot)
 	}
 	tb.End(last)
 	if err := tb.Add(lease(), false); err != nil {
@@ -99,11 +99,11 @@ func TestTableReserve(t *testing.T) {
 	}
 }
 
-// TestLeaseHold is the life of a lease: who frees its memory.
+// TestLeaseHold is the life of a slot: who frees its memory.
 func TestLeaseHold(t *testing.T) {
-	tb := NewTable[int](1, 0)
-	add := func() *Lease[int] {
-		l := &Lease[int]{}
+	tb := NewSlotTable[int](1, 0)
+	add := func() *ReceiveSlot[int] {
+		l := &ReceiveSlot[int]{}
 		if err := tb.Add(l, false); err != nil {
 			t.Fatal(err)
 		}
@@ -142,9 +142,9 @@ func TestLeaseHold(t *testing.T) {
 
 // TestTableConcurrent holds, drops and ends at once: each memory is freed once.
 func TestTableConcurrent(t *testing.T) {
-	tb := NewTable[*atomic.Int32](16, 0)
+	tb := NewSlotTable[*atomic.Int32](16, 0)
 	var made, freed atomic.Int32
-	free := func(l *Lease[*atomic.Int32]) {
+	free := func(l *ReceiveSlot[*atomic.Int32]) {
 		if l.Memory.Add(1) != 1 {
 			t.Error("freed twice")
 		}
@@ -156,7 +156,7 @@ func TestTableConcurrent(t *testing.T) {
 			rng := rand.New(rand.NewPCG(uint64(g), 0))
 			for range 5000 {
 				if rng.IntN(3) == 0 {
-					if tb.Add(&Lease[*atomic.Int32]{Memory: new(atomic.Int32)}, false) == nil {
+					if tb.Add(&ReceiveSlot[*atomic.Int32]{Memory: new(atomic.Int32)}, false) == nil {
 						made.Add(1)
 					}
 				}
@@ -181,7 +181,7 @@ func TestTableConcurrent(t *testing.T) {
 		})
 	}
 	all.Wait()
-	tb.Each(func(l *Lease[*atomic.Int32]) {
+	tb.Each(func(l *ReceiveSlot[*atomic.Int32]) {
 		if tb.End(l) {
 			free(l)
 		}
@@ -190,7 +190,7 @@ func TestTableConcurrent(t *testing.T) {
 		t.Errorf("%d made, %d freed, %d left", made.Load(), freed.Load(), tb.Len())
 	}
 	for i := range 16 {
-		if err := tb.Add(&Lease[*atomic.Int32]{}, false); err != nil {
+		if err := tb.Add(&ReceiveSlot[*atomic.Int32]{}, false); err != nil {
 			t.Errorf("index %d is lost: %v", i, err)
 		}
 	}

@@ -39,11 +39,11 @@ type counter int
 
 func (c *counter) Sent() { *c++ }
 
-func newTestPipe(t *testing.T, depth, n int) (*pipe, *stubDevice) {
+func newTestPipe(t *testing.T, depth, n int) (*sendQueue, *stubDevice) {
 	t.Helper()
 	real, _, _ := bare(t)
 	dev := &stubDevice{Device: real}
-	p, err := newPipe(dev, []verbs.QP{stubQP{n: 0, inline: 300}, stubQP{n: 1, inline: 200}}, 5, depth, n, stageEach)
+	p, err := newSendQueue(dev, []verbs.QP{stubQP{n: 0, inline: 300}, stubQP{n: 1, inline: 200}}, 5, depth, n, stageEach)
 	if err != nil {
 		t.Fatal(err)
 	}

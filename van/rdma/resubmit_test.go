@@ -8,7 +8,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// rawServer is a node of the original that a worker asks.
+// rawServer is a StepMesh node that a worker asks.
 type rawServer struct {
 	*raw
 	w   *testNode
@@ -57,7 +57,7 @@ func (s *rawServer) expected() (keys []uint64) {
 	p := (*s.w.peers.Load())[s.who.who.ID]
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for k := range p.into {
+	for k := range p.pulls {
 		keys = append(keys, k.key)
 	}
 	slices.Sort(keys)
@@ -75,7 +75,7 @@ func (n *testNode) incoming() (all []uint32) {
 	return all
 }
 
-// A server of the original dies silently and comes again: what is pulled from the new one
+// A server of StepMesh dies silently and comes again: what is pulled from the new one
 // is not given up with the old one's connection.
 func TestOriginalAgain(t *testing.T) {
 	r := newRig(t)
@@ -113,12 +113,12 @@ func TestConnectWhileConnecting(t *testing.T) {
 	s := newRawServer(r, w)
 	s.take()
 	p := (*w.peers.Load())[s.who.who.ID]
-	p.current().fail(van.ErrPeerLost)
+	p.currentLink().fail(van.ErrPeerLost)
 	w.wantDown(s.who)
 	r.until("a connect request is with it", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.asks
+		return p.connecting
 	})
 	w.connect(s.who)
 	w.must(push(s.who, 1, 1, value(1000, 1)))

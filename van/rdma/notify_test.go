@@ -124,10 +124,10 @@ func TestAnswersLostForLong(t *testing.T) {
 	r.until("its connection has ended", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		if p.half != nil {
-			p.half.since -= uint64(halfTime)
+		if p.inboundDown != nil {
+			p.inboundDown.since -= uint64(inboundDownTime)
 		}
-		return p.half != nil
+		return p.inboundDown != nil
 	})
 	w.wantDown(s, "answers")
 	r.net.RejectNext(0, 0)
@@ -188,7 +188,7 @@ func TestPeerLeaves(t *testing.T) {
 	}
 }
 
-// A node of the original that connects again has lost its answers, too.
+// A StepMesh node that connects again has lost its answers, too.
 func TestAnswerOfOriginalLost(t *testing.T) {
 	r := newRig(t)
 	w := r.node(9)

@@ -9,26 +9,26 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// pipe posts work requests to the queue pairs of one connection, and keeps what they
+// sendQueue posts work requests to the queue pairs of one connection, and keeps what they
 // use until they have completed. Its user locks.
-type pipe struct {
-	dev    verbs.Device
-	qps    []verbs.QP
-	serial uint32 // of the connection, in the IDs of work requests
-	inline int    // bytes that all queue pairs take inline
-	depth  int
-	most   int    // work requests that one record may need on one queue pair
-	write  uint32 // the longest
-	room   []int  // work requests that each queue pair takes
-	stage  *block
-	each   int // bytes of stage for each record
-	recs   []record
-	free   []uint32
-	wrs    []verbs.SendWR // not posted yet
-	broken bool
-	seq    uint64
-	spoilt int         // records of which a work request has failed
-	doubts []*incoming // whose places have been given back, or not
+type sendQueue struct {
+	dev           verbs.Device
+	qps           []verbs.QP
+	serial        uint32 // of the connection, in the IDs of work requests
+	inline        int    // bytes that all queue pairs take inline
+	depth         int
+	perRecord     int    // work requests that one record may need on one queue pair
+	longest       uint32 // the longest
+	room          []int  // work requests that each queue pair takes
+	stage         *block
+	stageEach     int // bytes of stage for each record
+	recs          []record
+	free          []uint32
+	unposted      []verbs.SendWR // not posted yet
+	broken        bool
+	seq           uint64
+	failedRecords int        // records of which a work request has failed
+	uncertain     []*inbound // whose slots have been given back, or not
 }
 
 // record is what is in flight under one ID.
@@ -42,11 +42,11 @@ type record struct {
 	control *outgoing // a control message, until it has arrived
 	seq     uint64    // of control messages
 	data    bool      // it has data
-	spoilt  bool      // a work request of it has failed
-	// The places that the message gives back, of connection back.
-	back    *incoming
-	credits [maxCredits]*lease
-	given   int
+	failed  bool      // a work request of it has failed
+	// The slots that the message gives back, of connection back.
+	creditsOf *inbound
+	credits   [maxCredits]*receiveSlot
+	returned  int
 }
 
 // maxWRs is the number of work requests that one message may need on one queue pair:
@@ -57,13 +57,13 @@ const maxWRs = van.MaxFrames + 2
 // maxWrite is the longest write that all devices take: ConnectX's max_msg_sz.
 const maxWrite = 1 << 30
 
-// newPipe makes a pipe of n records with each bytes of staging memory.
-func newPipe(dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, each int) (*pipe, error) {
+// newSendQueue makes a pipe of n records with each bytes of staging memory.
+func newSendQueue(dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, each int) (*sendQueue, error) {
 	stage, err := newBlock(dev, n*each, 0)
 	if err != nil {
 		return nil, fmt.Errorf("staging memory of %d bytes: %w", n*each, err)
 	}
-	p := &pipe{dev: dev, qps: qps, serial: serial, inline: 1 << 30, depth: depth, most: min(depth, maxWRs), write: maxWrite, stage: stage, each: each, recs: make([]record, n)}
+	p := &sendQueue{dev: dev, qps: qps, serial: serial, inline: 1 << 30, depth: depth, perRecord: min(depth, maxWRs), longest: maxWrite, stage: stage, stageEach: each, recs: make([]record, n)}
 	for _, q := range qps {
 		p.inline = min(p.inline, q.MaxInline())
 		p.room = append(p.room, depth)
@@ -76,23 +76,23 @@ func newPipe(dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, each int
 }
 
 // begin takes a record if there is room for its work requests.
-func (p *pipe) begin() (id uint32, r *record, stage []byte, ok bool) {
+func (p *sendQueue) begin() (id uint32, r *record, stage []byte, ok bool) {
 	if p.broken || len(p.free) == 0 {
 		return 0, nil, nil, false
 	}
 	for _, n := range p.room {
-		if n < p.most {
+		if n < p.perRecord {
 			return 0, nil, nil, false
 		}
 	}
 	id = p.free[len(p.free)-1]
 	p.free = p.free[:len(p.free)-1]
-	stage = p.stage.mem.Host()[int(id)*p.each : (int(id)+1)*p.each]
+	stage = p.stage.mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach]
 	return id, &p.recs[id], stage, true
 }
 
 // add appends a work request on queue pair q.
-func (p *pipe) add(id uint32, q int, wr verbs.SendWR) {
+func (p *sendQueue) add(id uint32, q int, wr verbs.SendWR) {
 	r := &p.recs[id]
 	r.used[q]++
 	p.room[q]--
@@ -101,14 +101,14 @@ func (p *pipe) add(id uint32, q int, wr verbs.SendWR) {
 	if wr.Flags&verbs.Signaled != 0 {
 		r.pending++
 	}
-	p.wrs = append(p.wrs, wr)
+	p.unposted = append(p.unposted, wr)
 }
 
 // recordOf returns the queue pair and the record of a work request's ID.
 func recordOf(id uint64) (q int, record uint32) { return int(id >> 24 & 0xff), uint32(id) & 0xffffff }
 
 // staged completes wr with bytes of the stage: inline if they fit.
-func (p *pipe) staged(wr verbs.SendWR, b []byte) verbs.SendWR {
+func (p *sendQueue) staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 	wr.LocalAddr, wr.Len = backend.Bytes(b).Addr(), uint32(len(b))
 	if len(b) <= p.inline {
 		wr.Flags |= verbs.Inline
@@ -118,28 +118,28 @@ func (p *pipe) staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 	return wr
 }
 
-// value appends a write that may be longer than one work request can be.
-func (p *pipe) value(id uint32, wr verbs.SendWR) {
-	for ; wr.Len > p.write; wr.Len -= p.write {
+// addValue appends a write that may be longer than one work request can be.
+func (p *sendQueue) addValue(id uint32, wr verbs.SendWR) {
+	for ; wr.Len > p.longest; wr.Len -= p.longest {
 		x := wr
-		x.Len = p.write
+		x.Len = p.longest
 		p.add(id, 0, x)
-		wr.LocalAddr += uint64(p.write)
-		wr.RemoteAddr += uint64(p.write)
+		wr.LocalAddr += uint64(p.longest)
+		wr.RemoteAddr += uint64(p.longest)
 	}
 	p.add(id, 0, wr)
 }
 
 // post hands what was added to the device. When that fails, the connection is broken.
-func (p *pipe) post() error {
-	if len(p.wrs) == 0 {
+func (p *sendQueue) post() error {
+	if len(p.unposted) == 0 {
 		return nil
 	}
-	n, err := p.dev.Post(p.wrs)
-	if n < len(p.wrs) && err == nil {
-		err = fmt.Errorf("%d of %d work requests were posted", n, len(p.wrs))
+	n, err := p.dev.Post(p.unposted)
+	if n < len(p.unposted) && err == nil {
+		err = fmt.Errorf("%d of %d work requests were posted", n, len(p.unposted))
 	}
-	p.wrs = p.wrs[:0]
+	p.unposted = p.unposted[:0]
 	if err != nil {
 		p.broken = true
 		return fmt.Errorf("post: %w", err)
@@ -173,7 +173,7 @@ func (f *finished) end() {
 
 // complete takes a completion of record id. ok is false when it is nonsense or not
 // the last.
-func (p *pipe) complete(id uint32) (f finished, ok bool) {
+func (p *sendQueue) complete(id uint32) (f finished, ok bool) {
 	if id >= uint32(len(p.recs)) {
 		return f, false
 	}
@@ -187,7 +187,7 @@ func (p *pipe) complete(id uint32) (f finished, ok bool) {
 	return p.finish(id), true
 }
 
-func (p *pipe) finish(id uint32) finished {
+func (p *sendQueue) finish(id uint32) finished {
 	r := &p.recs[id]
 	f := finished{r.done, r.regions, r.large, r.control, r.seq}
 	for q, n := range r.used {
@@ -195,69 +195,69 @@ func (p *pipe) finish(id uint32) finished {
 		r.used[q] = 0
 	}
 	r.done, r.regions, r.large, r.n, r.pending, r.control, r.data = nil, [van.MaxFrames]*region{}, nil, 0, 0, nil, false
-	r.gave()
-	if r.spoilt {
-		r.spoilt = false
-		p.spoilt--
+	r.forgetCredits()
+	if r.failed {
+		r.failed = false
+		p.failedRecords--
 	}
 	p.free = append(p.free, id)
 	return f
 }
 
-// spoil notes that a work request of record id has failed. The record ends with the queue
+// markFailed notes that a work request of record id has failed. The record ends with the queue
 // pairs.
-func (p *pipe) spoil(id uint32) {
-	if id < uint32(len(p.recs)) && !p.recs[id].spoilt {
-		p.recs[id].spoilt = true
-		p.spoilt++
+func (p *sendQueue) markFailed(id uint32) {
+	if id < uint32(len(p.recs)) && !p.recs[id].failed {
+		p.recs[id].failed = true
+		p.failedRecords++
 	}
 }
 
-// gave forgets the places that the message gives back.
-func (r *record) gave() {
-	clear(r.credits[:r.given])
-	r.back, r.given = nil, 0
+// forgetCredits forgets the slots that the message gives back.
+func (r *record) forgetCredits() {
+	clear(r.credits[:r.returned])
+	r.creditsOf, r.returned = nil, 0
 }
 
-// ungiven owes the places again that messages give back which the peer has not received.
-func (p *pipe) ungiven() {
+// restoreCredits owes the slots again that messages give back which the peer has not received.
+func (p *sendQueue) restoreCredits() {
 	for i := range p.recs {
 		r := &p.recs[i]
-		for _, l := range r.credits[:r.given] {
-			r.back.credit(l)
+		for _, l := range r.credits[:r.returned] {
+			r.creditsOf.returnCredit(l)
 		}
-		r.gave()
+		r.forgetCredits()
 	}
 }
 
-// doubt notes that the peer may have received a message or not, and with it what it gives
+// markUncertain notes that the peer may have received a message or not, and with it what it gives
 // back.
-func (p *pipe) doubt(id uint32) {
+func (p *sendQueue) markUncertain(id uint32) {
 	if id >= uint32(len(p.recs)) {
 		return
 	}
-	if r := &p.recs[id]; r.given > 0 {
-		if !slices.Contains(p.doubts, r.back) {
-			p.doubts = append(p.doubts, r.back)
+	if r := &p.recs[id]; r.returned > 0 {
+		if !slices.Contains(p.uncertain, r.creditsOf) {
+			p.uncertain = append(p.uncertain, r.creditsOf)
 		}
-		r.gave()
+		r.forgetCredits()
 	}
 }
 
-// carries tells whether data is under way.
-func (p *pipe) carries() bool {
+// carriesData tells whether data is under way.
+func (p *sendQueue) carriesData() bool {
 	return slices.ContainsFunc(p.recs, func(r record) bool { return r.data })
 }
 
 // idle tells whether everything that was posted has completed.
-func (p *pipe) idle() bool { return len(p.free) == len(p.recs) && len(p.wrs) == 0 }
+func (p *sendQueue) idle() bool { return len(p.free) == len(p.recs) && len(p.unposted) == 0 }
 
 // abandon ends all records of a connection whose queue pairs are gone.
-func (p *pipe) abandon() (all []finished) {
+func (p *sendQueue) abandon() (all []finished) {
 	p.broken = true
 	for i := range p.recs {
 		if r := &p.recs[i]; r.pending > 0 || r.done != nil || r.n > 0 || r.large != nil {
-			p.doubt(uint32(i))
+			p.markUncertain(uint32(i))
 			all = append(all, p.finish(uint32(i)))
 		}
 	}
@@ -265,4 +265,4 @@ func (p *pipe) abandon() (all []finished) {
 }
 
 // close frees the staging memory. The queue pairs are gone.
-func (p *pipe) close() error { return p.stage.close() }
+func (p *sendQueue) close() error { return p.stage.close() }

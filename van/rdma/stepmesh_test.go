@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// original is a node of the original that sends with one queue pair.
+// original is a StepMesh node that sends with one queue pair.
 type original struct {
 	*pair
 	ch  verbs.Channel
@@ -103,7 +103,7 @@ func (o *original) completion(want verbs.CompletionType) verbs.Completion {
 	return verbs.Completion{}
 }
 
-// ask asks for a place.
+// ask asks for a slot.
 func (o *original) ask(s start) (r reply) {
 	o.Helper()
 	b := make([]byte, startLen)
@@ -116,7 +116,7 @@ func (o *original) ask(s start) (r reply) {
 	return r
 }
 
-// send writes m to the place.
+// send writes m to the slot.
 func (o *original) send(m *van.Message, at reply) {
 	o.Helper()
 	b := make([]byte, m.EncodedLen())
@@ -129,7 +129,7 @@ func (o *original) send(m *van.Message, at reply) {
 
 func oneQP(c *env.Config) { c.QPNum = 1 }
 
-// The original asks for a new place for each control message and never gives one
+// StepMesh asks for a new slot for each control message and never gives one
 // back.
 func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
 	p := newPair(t, oneQP)
@@ -142,12 +142,12 @@ func TestControlOfOriginalKeepsNoPlace(t *testing.T) {
 		o.send(m, o.ask(start{metaLen: uint64(m.EncodedLen())}))
 		p.next(p.atServer).Release()
 	}
-	if n := p.server.table.Len(); n > 1 {
-		t.Errorf("%d places are given away after 50 control messages, want at most 1", n)
+	if n := p.server.slots.Len(); n > 1 {
+		t.Errorf("%d slots are given away after 50 control messages, want at most 1", n)
 	}
 }
 
-// Places of one key of the original lie in the same memory, until a larger one is
+// Slots of one key of StepMesh lie in the same memory, until a larger one is
 // wanted; none is given on a connection that has ended.
 func TestAreaOfKey(t *testing.T) {
 	p := newPair(t, oneQP)
@@ -175,7 +175,7 @@ func TestAreaOfKey(t *testing.T) {
 	}
 }
 
-// What a node of the original would abort over is refused.
+// What a StepMesh node would abort over is refused.
 func TestFitsOriginal(t *testing.T) {
 	some := make([]byte, 100)
 	answer := tensor(workerID, 1, 5, false, false, some)
@@ -211,8 +211,8 @@ func TestFitsOriginal(t *testing.T) {
 		if err := o.fill(c.m, c.m.PayloadLen()); err != nil {
 			t.Fatalf("%s: %v", c.name, err)
 		}
-		p := &peer{link: &link{}, sizes: map[uint64]int{}}
-		if err := p.fits(o); (err == nil) != c.want || err != nil && !errors.Is(err, van.ErrInvalid) {
+		p := &peer{link: &link{}, keySizes: map[uint64]int{}}
+		if err := p.check(o); (err == nil) != c.want || err != nil && !errors.Is(err, van.ErrInvalid) {
 			t.Errorf("%s: %v, want it to fit: %t", c.name, err, c.want)
 		}
 	}

@@ -15,8 +15,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// incoming is a connection that a peer has opened to this node.
-type incoming struct {
+// inbound is a connection that a peer has opened to this node.
+type inbound struct {
 	v      *rvan
 	serial uint32
 	hello  hello // of its first queue pair
@@ -25,64 +25,64 @@ type incoming struct {
 	host   *device
 	once   sync.Once
 	gone   atomic.Bool
-	// foreign is set while its process is not the one that the table names: a newer one, of
+	// unlisted is set while its process is not the one that the table names: a newer one, of
 	// which this node has not heard yet.
-	foreign atomic.Bool
-	probed  atomic.Uint64 // when something empty was last written to it
-	old     atomic.Uint64 // since when there is a newer one of the same process
-	stands  atomic.Bool   // its opener knows that it stands, as far as can be told
+	unlisted     atomic.Bool
+	probedAt     atomic.Uint64 // when something empty was last written to it
+	supersededAt atomic.Uint64 // since when there is a newer one of the same process
+	confirmed    atomic.Bool   // its opener knows that it stands, as far as can be told
 
 	// Of who has the receiving role.
-	slaves uint64 // notifications of split messages' other parts
-	held   []*rxMsg
-	holds  atomic.Bool // len(held) > 0
-	lanes  [2]*lane    // of its messages, once known: data's, and control messages'
-	over   int64       // bytes that the last question was over the peer's budget
+	splits       uint64 // notifications of split messages' other parts
+	held         []*received
+	holds        atomic.Bool // len(held) > 0
+	lanes        [2]*lane    // of its messages, once known: data's, and control messages'
+	overBudgetBy int64       // bytes that the last slot request was over the peer's budget
 
 	flushed atomic.Int32  // receive requests that have ended
 	drained chan struct{} // closed when all have
 
-	mu       sync.Mutex
-	out      *pipe // for answers to questions, and credits
-	ids      []verbs.ID
-	qps      []verbs.QP
-	accepted int         // of them
-	waits    *time.Timer // for the others of a node of the original
-	leases   map[rendezvous.Route][]*lease
-	areas    map[uint64]*area // of a node of the original, by key
-	cells    cells            // for metas: what one peer may write to, no other may
-	suspect  struct {         // a place to which a node of the original has written while a message lay there
-		lease *lease
+	mu          sync.Mutex
+	sends       *sendQueue // for answers to slot requests, and credits
+	ids         []verbs.ID
+	qps         []verbs.QP
+	accepted    int         // of them
+	acceptTimer *time.Timer // for the others of a StepMesh node
+	slots       map[rendezvous.Route][]*receiveSlot
+	areas       map[uint64]*area // of a StepMesh node, by key
+	cells       cells            // for metas: what one peer may write to, no other may
+	suspect     struct {         // a slot to which a StepMesh node has written while a message lay there
+		lease *receiveSlot
 		key   uint64
 		since uint64
 	}
-	warned  bool // that it has overwritten a value in use
-	credits []uint16
-	since   uint64        // when the oldest of them came
-	backlog []note        // what found no room
-	later   [2][]question // that wait for a place: of control messages, and others
-	wanted  struct {      // places that the peer is asked to give back
+	warned       bool // that it has overwritten a value in use
+	credits      []uint16
+	creditsSince uint64           // when the oldest of them came
+	backlog      []queuedSend     // what found no room
+	waiting      [2][]slotRequest // that wait for a slot: of control messages, and others
+	reclaim      struct {         // slots that the peer is asked to give back
 		at, since uint64 // when it was last asked, and first without an answer
 	}
-	closed   bool
-	owed     atomic.Int32 // len(credits)
-	bytes    atomic.Int64 // registered for it
-	oneShots atomic.Int32 // places for control messages
-	doubts   atomic.Bool  // suspect.lease is not nil
-	stalled  atomic.Bool  // what it has sent waits for its handler, and is too much
+	closed          bool
+	creditsOwed     atomic.Int32 // len(credits)
+	registeredBytes atomic.Int64 // registered for it
+	oneShots        atomic.Int32 // slots for control messages
+	overwritten     atomic.Bool  // suspect.slot is not nil
+	stalled         atomic.Bool  // what it has sent waits for its handler, and is too much
 }
 
-// note is a SEND that waits for room.
-type note struct {
+// queuedSend is a SEND that waits for room.
+type queuedSend struct {
 	imm  uint32
 	n    int
 	data [verbs.RecvSize]byte
 }
 
-type lease = rendezvous.Lease[memory]
+type receiveSlot = rendezvous.ReceiveSlot[slotMemory]
 
-// memory is a lease's.
-type memory struct {
+// slotMemory is a slot's.
+type slotMemory struct {
 	meta   cell
 	data   backend.Mem
 	area   *area   // that data lies in
@@ -90,13 +90,13 @@ type memory struct {
 	bytes  int     // registered for meta
 }
 
-// area is memory for values that several leases may share: those of one key of a
-// node of the original.
+// area is memory for values that several slots may share: those of one key of a
+// StepMesh node.
 type area struct {
 	*block
 	host *device
 	refs atomic.Int32
-	of   *incoming // for whom it was registered; nil in tests
+	of   *inbound // for whom it was registered; nil in tests
 }
 
 // accept takes a connect request.
@@ -109,12 +109,12 @@ func (v *rvan) accept(ev verbs.Event) {
 		why = err.Error()
 	case v.closed.Load():
 		why = "the node is closing"
-	case h.ours && v.isReplaced(h.incarnation):
+	case h.native && v.isReplaced(h.incarnation):
 		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
 		_ = id.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
 		_ = id.Destroy()
 		return
-	case h.ours && h.qpCount != v.cfg.QPNum:
+	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
 	}
 	if why != "" {
@@ -123,9 +123,9 @@ func (v *rvan) accept(ev verbs.Event) {
 		_ = id.Destroy()
 		return
 	}
-	in, err := v.endpoint(h, id, ev.Peer)
+	in, err := v.inboundFor(h, id, ev.Peer)
 	if err == nil {
-		err = in.join(id, h)
+		err = in.addQueuePair(id, h)
 	}
 	if err != nil {
 		v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err)
@@ -137,17 +137,17 @@ func (v *rvan) accept(ev verbs.Event) {
 	}
 }
 
-// endpoint finds or makes the incoming connection that a queue pair belongs to.
-func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, error) {
+// inboundFor finds or makes the incoming connection that a queue pair belongs to.
+func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, error) {
 	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
 	v.mu.Lock()
-	old := v.endpoints[key]
+	old := v.inbounds[key]
 	v.mu.Unlock()
 	if old != nil && !old.gone.Load() && len(old.qps) < v.cfg.QPNum {
 		return old, nil // connect requests may overtake each other
 	}
 	if old != nil {
-		if h.ours { // the key has the connection's epoch
+		if h.native { // the key has the connection's epoch
 			return nil, fmt.Errorf("queue pair %d: %w: the connection has ended, or is complete", h.qp, van.ErrPeerLost)
 		}
 		// The peer has come again before its end was noticed, which is said when the new
@@ -162,27 +162,27 @@ func (v *rvan) endpoint(h hello, id verbs.ID, from netip.AddrPort) (*incoming, e
 	if err != nil {
 		return nil, err
 	}
-	in := &incoming{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: cells{dev: dev},
-		leases: map[rendezvous.Route][]*lease{}, areas: map[uint64]*area{}}
+	in := &inbound{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: cells{dev: dev},
+		slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.closed.Load() {
 		return nil, van.ErrClosed
 	}
-	for _, x := range v.endpoints {
-		if h.ours && x.hello.ours && x.hello.node == h.node && x.hello.incarnation == h.incarnation && x.hello.port == h.port && x.hello.host == h.host {
-			x.old.CompareAndSwap(0, max(clock.Now(), 1)) // it may carry the last of what was sent
+	for _, x := range v.inbounds {
+		if h.native && x.hello.native && x.hello.node == h.node && x.hello.incarnation == h.incarnation && x.hello.port == h.port && x.hello.host == h.host {
+			x.supersededAt.CompareAndSwap(0, max(clock.Now(), 1)) // it may carry the last of what was sent
 		}
 	}
-	in.probed.Store(clock.Now())
-	v.endpoints[key] = in
-	v.judgeLocked()
+	in.probedAt.Store(clock.Now())
+	v.inbounds[key] = in
+	v.markUnlistedLocked()
 	v.rememberConnLocked(in.serial, &conn{in: in})
 	return in, nil
 }
 
-// join adds a queue pair and accepts it.
-func (in *incoming) join(id verbs.ID, h hello) error {
+// addQueuePair adds a queue pair and accepts it.
+func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 	v, q := in.v, len(in.qps)
 	dev, err := id.Device()
 	if err != nil {
@@ -201,8 +201,8 @@ func (in *incoming) join(id verbs.ID, h hello) error {
 	in.mu.Lock()
 	if in.gone.Load() {
 		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endIncoming has looked at in.ids
-	} else if in.out == nil {
-		in.out, err = newPipe(dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
+	} else if in.sends == nil {
+		in.sends, err = newSendQueue(dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
 	if err == nil {
 		in.ids, in.qps = append(in.ids, id), append(in.qps, qp)
@@ -212,13 +212,13 @@ func (in *incoming) join(id verbs.ID, h hello) error {
 		v.release(dev)
 		return err
 	}
-	if !h.ours && q+1 < v.cfg.QPNum {
-		// The original counts the routes that it has resolved and the answers with one
+	if !h.native && q+1 < v.cfg.QPNum {
+		// StepMesh counts the routes that it has resolved and the answers with one
 		// counter: an answer that comes before all its queue pairs have asked makes it wait
 		// for ever.
 		in.mu.Lock()
-		if in.waits == nil {
-			in.waits = time.AfterFunc(v.times.allAsk, in.acceptAll)
+		if in.acceptTimer == nil {
+			in.acceptTimer = time.AfterFunc(v.times.allQueuePairs, in.acceptAll)
 		}
 		in.mu.Unlock()
 		return nil
@@ -228,7 +228,7 @@ func (in *incoming) join(id verbs.ID, h hello) error {
 }
 
 // acceptAll accepts the queue pairs that have asked.
-func (in *incoming) acceptAll() {
+func (in *inbound) acceptAll() {
 	v, h := in.v, &in.hello
 	in.mu.Lock()
 	first := in.accepted == 0
@@ -245,17 +245,17 @@ func (in *incoming) acceptAll() {
 		return
 	}
 	if first {
-		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", in.host.dev.Name(), "stepaf", h.ours)
-		v.linkBack()
+		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", in.host.dev.Name(), "stepaf", h.native)
+		v.linkInbounds()
 	}
 }
 
 // fail ends the connection.
-func (in *incoming) fail(err error) {
+func (in *inbound) fail(err error) {
 	in.once.Do(func() {
 		in.gone.Store(true)
 		p := (*in.v.peers.Load())[in.hello.node]
-		if p != nil && p.back.Load() != in {
+		if p != nil && p.inbound.Load() != in {
 			p = nil
 		}
 		in.v.wg.Go(func() { in.v.endIncoming(in, p, err) })
@@ -263,13 +263,13 @@ func (in *incoming) fail(err error) {
 }
 
 // send posts b with imm on the connection's first queue pair. in.mu is held.
-func (in *incoming) send(imm uint32, b []byte) {
-	if in.closed || in.out == nil {
+func (in *inbound) send(imm uint32, b []byte) {
+	if in.closed || in.sends == nil {
 		return
 	}
-	n := note{imm: imm, n: len(b)}
+	n := queuedSend{imm: imm, n: len(b)}
 	copy(n.data[:], b)
-	if len(in.backlog) > 0 || !in.try(&n) {
+	if len(in.backlog) > 0 || !in.trySend(&n) {
 		if len(in.backlog) >= maxIndex {
 			in.fail(fmt.Errorf("%w: it does not take %d answers", van.ErrMalformed, maxIndex))
 			return
@@ -278,22 +278,22 @@ func (in *incoming) send(imm uint32, b []byte) {
 	}
 }
 
-func (in *incoming) try(n *note) bool {
-	id, _, stage, ok := in.out.begin()
+func (in *inbound) trySend(n *queuedSend) bool {
+	id, _, stage, ok := in.sends.begin()
 	if !ok {
-		return in.out.broken // the message is lost with the connection
+		return in.sends.broken // the message is lost with the connection
 	}
 	copy(stage, n.data[:n.n])
-	in.out.add(id, 0, in.out.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
-	if err := in.out.post(); err != nil {
+	in.sends.add(id, 0, in.sends.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
+	if err := in.sends.post(); err != nil {
 		in.fail(asLost(err))
 	}
 	return true
 }
 
-// pump sends what has waited for room. in.mu is held.
-func (in *incoming) pump() {
-	for len(in.backlog) > 0 && in.try(&in.backlog[0]) {
+// sendQueued sends what has waited for room. in.mu is held.
+func (in *inbound) sendQueued() {
+	for len(in.backlog) > 0 && in.trySend(&in.backlog[0]) {
 		in.backlog = in.backlog[1:]
 	}
 	if len(in.backlog) == 0 {
@@ -301,42 +301,42 @@ func (in *incoming) pump() {
 	}
 }
 
-// credit gives a place back to the peer: with the next message to it, or soon.
-func (in *incoming) credit(l *lease) {
+// returnCredit gives a slot back to the peer: with the next message to it, or soon.
+func (in *inbound) returnCredit(l *receiveSlot) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.closed || !in.hello.ours || l == nil || in.v.table.Get(l.Index()) != l {
+	if in.closed || !in.hello.native || l == nil || in.v.slots.Get(l.Index()) != l {
 		return
 	}
 	if len(in.credits) == 0 {
-		in.since = clock.Now()
+		in.creditsSince = clock.Now()
 	}
 	in.credits = append(in.credits, uint16(l.Index()))
-	in.owed.Store(int32(len(in.credits)))
-	if len(in.credits) >= maxCredits || in.host.parked.Load() {
-		in.giveBack()
+	in.creditsOwed.Store(int32(len(in.credits)))
+	if len(in.credits) >= maxCredits || in.host.sleeping.Load() {
+		in.sendCredits()
 	}
 }
 
-// take moves credits to t, which r carries.
-func (in *incoming) take(t *trailer, r *record) {
+// takeCredits moves credits to t, which r carries.
+func (in *inbound) takeCredits(t *trailer, r *record) {
 	t.epoch = in.hello.epoch
-	if in.owed.Load() == 0 {
+	if in.creditsOwed.Load() == 0 {
 		return
 	}
 	in.mu.Lock()
 	t.n = copy(t.credits[:], in.credits)
 	in.credits = in.credits[:copy(in.credits, in.credits[t.n:])]
-	in.owed.Store(int32(len(in.credits)))
-	r.back, r.given = in, t.n
+	in.creditsOwed.Store(int32(len(in.credits)))
+	r.creditsOf, r.returned = in, t.n
 	for i, index := range t.credits[:t.n] {
-		r.credits[i] = in.v.table.Get(uint32(index))
+		r.credits[i] = in.v.slots.Get(uint32(index))
 	}
 	in.mu.Unlock()
 }
 
-// giveBack sends the credits. in.mu is held.
-func (in *incoming) giveBack() {
+// sendCredits sends the credits. in.mu is held.
+func (in *inbound) sendCredits() {
 	for len(in.credits) > 0 {
 		var t trailer
 		t.epoch = in.hello.epoch
@@ -346,30 +346,30 @@ func (in *incoming) giveBack() {
 		t.put(b[:])
 		in.send(immCredits, b[:])
 	}
-	in.owed.Store(0)
+	in.creditsOwed.Store(0)
 }
 
-// creditAge is how long credits wait for a message that takes them along.
-const creditAge = 1e6 // ns
+// creditDelay is how long credits wait for a message that takes them along.
+const creditDelay = 1e6 // ns
 
 // tick is called every few milliseconds, and before the receiver sleeps (all). It tells
 // whether credits had to be sent alone.
-func (in *incoming) tick(now uint64, all bool) (gave bool) {
-	if in.owed.Load() > 0 {
+func (in *inbound) tick(now uint64, all bool) (gave bool) {
+	if in.creditsOwed.Load() > 0 {
 		in.mu.Lock()
-		if gave = all || now-in.since > creditAge; gave {
-			in.giveBack()
+		if gave = all || now-in.creditsSince > creditDelay; gave {
+			in.sendCredits()
 		}
 		in.mu.Unlock()
 	}
-	if in.doubts.Load() {
-		in.clear(now)
+	if in.overwritten.Load() {
+		in.checkOverwrite(now)
 	}
-	if since := in.old.Load(); since != 0 && now-since > uint64(oldTime) {
+	if since := in.supersededAt.Load(); since != 0 && now-since > uint64(supersededTime) {
 		in.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
 	}
-	if in.hello.ours && now-in.probed.Load() > uint64(probeTime) && !failpoint.On("rdma-reclaim") {
-		in.probed.Store(now)
+	if in.hello.native && now-in.probedAt.Load() > uint64(probeTime) && !failpoint.On("rdma-reclaim") {
+		in.probedAt.Store(now)
 		in.mu.Lock()
 		in.probe()
 		in.mu.Unlock()
@@ -377,19 +377,19 @@ func (in *incoming) tick(now uint64, all bool) (gave bool) {
 	return gave
 }
 
-// overwritten notes that a message has come to a place where another one lies. That one may
+// noteOverwrite notes that a message has come to a slot where another one lies. That one may
 // have been answered, and be about to be let go.
-func (in *incoming) overwritten(l *lease, key uint64) {
+func (in *inbound) noteOverwrite(l *receiveSlot, key uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	if !in.warned && in.suspect.lease == nil {
 		in.suspect.lease, in.suspect.key, in.suspect.since = l, key, clock.Now()
-		in.doubts.Store(true)
+		in.overwritten.Store(true)
 	}
 }
 
-// clear warns if the place has had two messages for a while.
-func (in *incoming) clear(now uint64) {
+// checkOverwrite warns if the slot has had two messages for a while.
+func (in *inbound) checkOverwrite(now uint64) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	x := &in.suspect
@@ -397,7 +397,7 @@ func (in *incoming) clear(now uint64) {
 	case x.lease == nil:
 		return
 	case x.lease.Holders() < 2:
-	case now-x.since < uint64(in.v.times.letGo):
+	case now-x.since < uint64(in.v.times.overwriteGrace):
 		return
 	default:
 		in.warned = true
@@ -405,43 +405,43 @@ func (in *incoming) clear(now uint64) {
 			"peer", in.name(), "key", x.key)
 	}
 	x.lease = nil
-	in.doubts.Store(false)
+	in.overwritten.Store(false)
 }
 
-// oldTime is how long a connection may stand when its process has made a newer one.
-const oldTime = 2 * time.Second
+// supersededTime is how long a connection may stand when its process has made a newer one.
+const supersededTime = 2 * time.Second
 
 // probe writes nothing to the peer: one that has gone without a word shows only in what
 // is sent to it. in.mu is held.
-func (in *incoming) probe() {
-	if in.closed || in.out == nil || !in.out.idle() {
+func (in *inbound) probe() {
+	if in.closed || in.sends == nil || !in.sends.idle() {
 		return
 	}
-	if id, _, _, ok := in.out.begin(); ok {
-		in.out.add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
-		if err := in.out.post(); err != nil {
+	if id, _, _, ok := in.sends.begin(); ok {
+		in.sends.add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
+		if err := in.sends.post(); err != nil {
 			in.fail(asLost(err))
 		}
 	}
 }
 
-func (in *incoming) name() string {
+func (in *inbound) name() string {
 	return fmt.Sprintf("%s at %s:%d", van.NodeName(in.hello.node), in.hello.host, in.hello.port)
 }
 
-// endIncoming takes apart a connection: what has come is handed up, then its places
+// endIncoming takes apart a connection: what has come is handed up, then its slots
 // end. p is the peer whose own connection it is, or nil.
-func (v *rvan) endIncoming(in *incoming, p *peer, cause error) {
+func (v *rvan) endIncoming(in *inbound, p *peer, cause error) {
 	if cause != nil && !v.closed.Load() {
 		v.log.Info("rdma: a peer's connection ended", "peer", in.name(), "why", cause)
 	}
-	if l := p.current(); l != nil {
-		defer p.halve(l, cause)
+	if l := p.currentLink(); l != nil {
+		defer p.noteInboundDown(l, cause)
 	}
 	in.mu.Lock()
 	ids, accepted := in.ids, in.accepted
-	if in.waits != nil {
-		in.waits.Stop()
+	if in.acceptTimer != nil {
+		in.acceptTimer.Stop()
 	}
 	in.mu.Unlock()
 	for _, id := range ids {
@@ -453,9 +453,9 @@ func (v *rvan) endIncoming(in *incoming, p *peer, cause error) {
 	in.host.dropHeld(in)
 	in.mu.Lock()
 	in.closed = true
-	areas, out, qps := in.areas, in.out, len(in.qps)
-	in.leases, in.areas, in.later, in.credits = nil, nil, [2][]question{}, nil
-	in.owed.Store(0)
+	areas, out, qps := in.areas, in.sends, len(in.qps)
+	in.slots, in.areas, in.waiting, in.credits = nil, nil, [2][]slotRequest{}, nil
+	in.creditsOwed.Store(0)
 	in.mu.Unlock()
 	for _, id := range ids {
 		_ = id.Destroy()
@@ -465,22 +465,22 @@ func (v *rvan) endIncoming(in *incoming, p *peer, cause error) {
 	}
 	v.forgetConn(in.serial)
 	v.mu.Lock()
-	if v.endpoints[in.key] == in {
-		delete(v.endpoints, in.key)
+	if v.inbounds[in.key] == in {
+		delete(v.inbounds, in.key)
 	}
 	again := false
-	for _, x := range v.endpoints {
+	for _, x := range v.inbounds {
 		again = again || x.hello.node == in.hello.node && !x.gone.Load()
 	}
 	v.mu.Unlock()
-	v.unlinkBack(in)
-	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.ours {
-		p.unanswered(again)
+	v.unlinkInbound(in)
+	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.native {
+		p.abandonPulls(again)
 	}
 	in.host.exclusive(func() {
-		v.table.Each(func(l *lease) {
-			if l.Owner == in && v.table.End(l) {
-				in.free(l)
+		v.slots.Each(func(l *receiveSlot) {
+			if l.Owner == in && v.slots.End(l) {
+				in.freeSlot(l)
 			}
 		})
 	})

@@ -1,0 +1,344 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// slotRequest is one that waits for its answer.
+type slotRequest struct {
+	start
+	since uint64
+}
+
+// Lanes of slot requests that wait: those of control messages do not wait for others.
+const (
+	controlLane = iota
+	dataLane
+)
+
+func (s *start) lane() int {
+	if s.dataNum == nativeStart && s.data[1]&kindOneShot != 0 || s.dataNum == 0 {
+		return controlLane // StepMesh's have no data
+	}
+	return dataLane
+}
+
+// slotRequested answers a peer that asks for a slot. The receiving role is held.
+func (in *inbound) slotRequested(b []byte) {
+	q := slotRequest{since: clock.Now()}
+	if err := q.get(b); err != nil {
+		in.v.malformed(in, err)
+		return
+	}
+	later := &in.waiting[q.lane()]
+	in.mu.Lock()
+	wait := len(*later) > 0 // who has asked first must get a slot first: the others wait for it
+	in.mu.Unlock()
+	if !wait {
+		err := in.grant(&q)
+		if err == nil {
+			return
+		}
+		in.makeRoom(err, q.since)
+	}
+	in.host.requestsWait.Store(true)
+	in.mu.Lock()
+	full := len(*later) >= maxIndex
+	if !full && !in.closed {
+		*later = append(*later, q)
+	}
+	in.mu.Unlock()
+	if full {
+		in.fail(fmt.Errorf("%w: %d slot requests are open", van.ErrMalformed, maxIndex))
+	}
+}
+
+// retryRequests answers the slot requests that had to wait.
+func (in *inbound) retryRequests(now uint64) {
+	for k := range in.waiting {
+		in.mu.Lock()
+		all := in.waiting[k]
+		in.waiting[k] = nil
+		in.mu.Unlock()
+		var kept []slotRequest
+		for i := range all {
+			q := &all[i]
+			err := in.grant(q)
+			if err == nil {
+				continue
+			}
+			if errors.Is(err, errPeerBudget) && now-q.since > uint64(in.v.times.budgetWait) {
+				in.overBudget(q, err)
+				continue
+			}
+			kept = append(kept, *q)
+			in.makeRoom(err, now)
+			if !errors.Is(err, errPeerBudget) { // else a smaller one behind it may be served
+				kept = append(kept, all[i+1:]...)
+				break
+			}
+		}
+		if len(kept) > 0 {
+			in.mu.Lock()
+			if !in.closed {
+				in.waiting[k] = append(kept, in.waiting[k]...)
+				in.host.requestsWait.Store(true)
+			}
+			in.mu.Unlock()
+		}
+	}
+}
+
+// grant makes a slot and tells the peer. With an error the slot request has to wait: the
+// error is one of ErrNoSlot, errBudget, errTotal and errStalled.
+func (in *inbound) grant(q *slotRequest) error {
+	v, s := in.v, &q.start
+	need, kind, err := s.need(in.hello.native)
+	if err != nil {
+		v.malformed(in, err)
+		if in.hello.native { // else it would wait for ever
+			in.reply(&reply{origin: s.origin, flags: replyRefused}, nil)
+		}
+		return nil
+	}
+	if !need.OneShot && (in.stalled.Load() || in.unlisted.Load()) {
+		return errNotTaken
+	}
+	if in.sharedSlotsSuffice(need, kind, s.key) {
+		in.reply(&reply{origin: s.origin, flags: replyShared | replyNone}, nil)
+		return nil
+	}
+	switch err := in.withinBudget(s, need, kind); {
+	case errors.Is(err, errOverPeerBudget):
+		in.overBudget(q, err)
+		return nil
+	case err != nil:
+		return err
+	}
+	l, r, err := in.newSlot(s, need, kind)
+	if errors.Is(err, rendezvous.ErrNoSlot) {
+		return err
+	}
+	r.origin = s.origin
+	if err != nil {
+		v.log.Error("rdma: no slot for a message of a peer", "peer", in.name(), "key", s.key, "bytes", need.Data, "err", err)
+		if !in.hello.native {
+			return nil // its protocol has no word for it
+		}
+		r = reply{origin: s.origin, flags: replyRefused}
+	}
+	in.reply(&r, l)
+	return nil
+}
+
+// reply answers a slot request. l is the slot, or nil.
+func (in *inbound) reply(r *reply, l *receiveSlot) {
+	var b [replyLen]byte
+	r.put(b[:])
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if l != nil {
+		in.recordSlot(l)
+	}
+	in.send(immReply, b[:])
+}
+
+// sharedSlotsSuffice tells whether a slot of a key is not needed: the key has no buffer of its
+// own, and the slots of its size class are many. Else their number would follow that
+// of the keys.
+func (in *inbound) sharedSlotsSuffice(need rendezvous.Need, kind uint64, key uint64) bool {
+	if !in.hello.native || kind&kindKeyed == 0 || need.Data == 0 {
+		return false
+	}
+	if dst, ok := in.v.buffer(in.hello.node, key); ok && dst.Len() >= need.Exact {
+		return false
+	}
+	class, size := rendezvous.Class(need.Data)
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	return len(in.slots[rendezvous.Route{Class: class}]) >= rendezvous.Eager(size)
+}
+
+// newSlot makes the memory that a peer has asked for.
+func (in *inbound) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiveSlot, reply, error) {
+	v := in.v
+	var r reply
+	l := &receiveSlot{Owner: in, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
+	urgent := s.lane() == controlLane
+	if l.OneShot && int(in.oneShots.Load()) >= max(2, v.slots.Room()/oneShotShare) {
+		return nil, r, rendezvous.ErrNoSlot // it does not use those that it has
+	}
+	// First the index: memory is dear to register in vain, and who waits asks often.
+	if err := v.slots.Add(l, urgent); err != nil {
+		return nil, r, err
+	}
+	if l.OneShot {
+		in.oneShots.Add(1)
+	}
+	if in.hello.native && kind&kindKeyed == 0 {
+		l.Route = rendezvous.Route{Host: need.Route.Host}
+		l.Route.Class, _ = rendezvous.Class(need.Data)
+	}
+	meta, err := in.cells.get(need.Meta)
+	if err == nil {
+		l.Memory.meta, l.Memory.bytes = meta, metaBytes(need.Meta)
+		in.charge(l.Memory.bytes)
+		r.meta, r.metaKey = meta.addr, meta.rkey
+		err = in.allocate(l, s, need, kind, &r)
+	}
+	if err != nil {
+		if v.slots.End(l) {
+			in.freeSlot(l)
+		}
+		return nil, r, err
+	}
+	r.index = l.Index()
+	return l, r, nil
+}
+
+// allocate finds memory for the value.
+func (in *inbound) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind uint64, r *reply) error {
+	v, m := in.v, &l.Memory
+	if need.Data == 0 || !in.hello.native && v.self.Role != van.Server {
+		return nil
+	}
+	if !in.hello.native || kind&kindKeyed != 0 {
+		if dst, ok := in.registeredBuffer(s, need); ok {
+			reg, err := in.host.regions.get(dst, verbs.LocalWrite|verbs.RemoteWrite)
+			if err != nil {
+				return fmt.Errorf("registered receive buffer: %w", err)
+			}
+			m.data, m.region = dst, reg
+			l.Data = need.Exact
+			r.data, r.dataKey = dst.Addr(), reg.mr.RKey()
+			return nil
+		}
+	}
+	if in.hello.native {
+		if kind&kindKeyed != 0 {
+			r.flags |= replyShared
+			l.Route = rendezvous.Route{}
+			l.Route.Class, l.Data = rendezvous.Class(need.Data)
+		}
+		a, err := in.newArea(l.Data, need.Route.Host)
+		if err != nil {
+			return err
+		}
+		m.area, m.data = a, a.mem
+	} else {
+		a, err := in.keyArea(s.key, need.Data)
+		if err != nil {
+			return err
+		}
+		m.area, m.data = a, a.mem
+	}
+	r.data, r.dataKey = m.area.mem.Addr(), m.area.mr.RKey()
+	return nil
+}
+
+// keyArea returns the memory for values of n bytes under key, with one more user.
+func (in *inbound) keyArea(key uint64, n int) (*area, error) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	a := in.areas[key]
+	if a == nil || a.mem.Len() < n {
+		if in.closed {
+			return nil, van.ErrClosed
+		}
+		grown, err := in.newArea(n, false)
+		if err != nil {
+			return nil, err
+		}
+		in.areas[key] = grown
+		if a != nil {
+			a.put()
+		}
+		a = grown
+	}
+	a.refs.Add(1)
+	return a, nil
+}
+
+// Retain implements backend.Holder: who answers with what was pushed registers it once
+// more, and must not find other memory at its address later.
+func (a *area) Retain() { a.refs.Add(1) }
+
+// Release implements backend.Holder.
+func (a *area) Release() { a.put() }
+
+func (a *area) put() {
+	if a.refs.Add(-1) == 0 {
+		a.host.forgetArea(a)
+		_ = a.close()
+		if a.of != nil {
+			a.of.charge(-a.mem.Len())
+		}
+	}
+}
+
+// recordSlot records a slot, and ends the smaller ones of its key: who asks for a larger
+// slot will not use them again. in.mu is held.
+func (in *inbound) recordSlot(l *receiveSlot) {
+	if in.closed {
+		if in.v.slots.End(l) {
+			in.freeSlot(l)
+		}
+		return
+	}
+	all := in.slots[l.Route]
+	if !l.OneShot && in.hello.native && l.Route.Class == 0 {
+		kept := all[:0]
+		for _, x := range all {
+			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.mem) >= len(l.Memory.meta.mem) {
+				kept = append(kept, x)
+				continue
+			}
+			in.endSlot(x)
+		}
+		clear(all[len(kept):])
+		all = kept
+	}
+	if !l.OneShot && in.hello.native {
+		in.slots[l.Route] = append(all, l)
+	}
+}
+
+// endSlot ends a slot, and what is owed for it: its index may soon be another slot's.
+// in.mu is held.
+func (in *inbound) endSlot(l *receiveSlot) {
+	in.credits = slices.DeleteFunc(in.credits, func(i uint16) bool { return uint32(i) == l.Index() })
+	in.creditsOwed.Store(int32(len(in.credits)))
+	if in.v.slots.End(l) {
+		in.freeSlot(l)
+	}
+}
+
+// dropSlot ends a slot that the peer has given up. in.mu is held.
+func (in *inbound) dropSlot(l *receiveSlot) {
+	in.slots[l.Route] = slices.DeleteFunc(in.slots[l.Route], func(x *receiveSlot) bool { return x == l })
+	in.endSlot(l)
+}
+
+// freeSlot gives back the memory of a slot that has ended and that nobody holds.
+func (in *inbound) freeSlot(l *receiveSlot) {
+	m := &l.Memory
+	_ = in.cells.put(m.meta)
+	in.charge(-m.bytes)
+	if l.OneShot {
+		in.oneShots.Add(-1)
+	}
+	if m.area != nil {
+		m.area.put()
+	}
+	if m.region != nil {
+		m.region.release()
+	}
+	l.Memory = slotMemory{}
+}
