@@ -146,7 +146,7 @@ var table = []variable{
 	}, {
 		name: "BYTEPS_ADDRESS_POOL_SIZE", topic: rdma, kind: Int, min: 1, max: 32768, def: "10240", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.AddressPoolSize },
-		help:    "Places that this node gives to its peers to write to.",
+		help:    "Receive slots: memory that this node gives to its peers to write to.",
 		differs: "Towards our nodes their number follows what is in flight, not the keys. Those of control messages come back.",
 	}, {
 		name: "BYTEPS_PRINT_RDMA_LOG", topic: rdma, kind: Switch, def: "0", readers: "ibverbs",
