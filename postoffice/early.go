@@ -141,6 +141,9 @@ func (n *Node) earlyTime() time.Duration {
 
 // expireIn looks after d for requests that have waited too long. a.mu is held.
 func (a *apps) expireIn(n *Node, d time.Duration) {
+	if a.expiry != nil {
+		a.expiry.Stop()
+	}
 	a.expiry = time.AfterFunc(d, func() {
 		a.mu.Lock()
 		defer a.mu.Unlock()
