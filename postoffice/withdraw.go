@@ -3,6 +3,8 @@ package postoffice
 import (
 	"bytes"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -52,7 +54,7 @@ func (n *Node) say(id, app int, w Withdrawn) {
 	n.stamp(&msg.Meta, n.processes.of(id))
 	n.logMessage("send", id, &msg.Meta)
 	if err := n.van.Send(msg); err != nil {
-		n.log.Info("a server does not learn that a request was given up", "err", err)
+		n.log.Info("a server does not learn that a request was given up", "server", n.PeerName(id), "handler", w.First, "err", err)
 	}
 }
 
@@ -142,11 +144,18 @@ const (
 	maxWithdrawn      = 1024
 )
 
-// withdrawals are what senders have given up lately.
+// withdrawals are what senders have given up lately. Each sender has a list and a lock of
+// its own: every request is looked up here.
 type withdrawals struct {
-	count atomic.Int32 // of all: most of the time there are none
+	mu sync.Mutex // of changes of by
+	by atomic.Pointer[map[int]*givenUp]
+}
+
+// givenUp is what one sender has given up, oldest first.
+type givenUp struct {
+	count atomic.Int32 // of list: most of the time there are none
 	mu    sync.Mutex
-	by    map[int][]withdrawal // by sender, oldest first
+	list  []withdrawal
 }
 
 type withdrawal struct {
@@ -155,39 +164,66 @@ type withdrawal struct {
 	at    uint64
 }
 
+// of returns the list of sender, nil if it has never given anything up.
+func (ws *withdrawals) of(sender int) *givenUp {
+	by := ws.by.Load()
+	if by == nil {
+		return nil
+	}
+	return (*by)[sender]
+}
+
 func (ws *withdrawals) add(w Withdrawn, epoch uint32) {
 	ws.mu.Lock()
-	defer ws.mu.Unlock()
+	g := ws.of(w.Sender)
+	if g == nil {
+		by := map[int]*givenUp{}
+		if old := ws.by.Load(); old != nil {
+			by = maps.Clone(*old)
+		}
+		g = &givenUp{}
+		by[w.Sender] = g
+		ws.by.Store(&by)
+	}
+	ws.mu.Unlock()
+
+	g.mu.Lock()
+	defer g.mu.Unlock()
 	now := clock.Now()
-	if ws.by == nil {
-		ws.by = map[int][]withdrawal{}
-	}
-	for sender, list := range ws.by {
-		for len(list) > 0 && (time.Duration(now-list[0].at) > rememberWithdrawn || sender == w.Sender && len(list) >= maxWithdrawn) {
-			list = list[1:]
-			ws.count.Add(-1)
-		}
-		if ws.by[sender] = list; len(list) == 0 {
-			delete(ws.by, sender)
-		}
-	}
-	ws.by[w.Sender] = append(ws.by[w.Sender], withdrawal{w, epoch, now})
-	ws.count.Add(1)
+	g.expire(now, maxWithdrawn-1)
+	g.list = append(g.list, withdrawal{w, epoch, now})
+	g.count.Store(int32(len(g.list)))
 }
 
 func (ws *withdrawals) has(sender int, epoch uint32, customer, ts int32) bool {
-	if ws.count.Load() == 0 {
+	g := ws.of(sender)
+	if g == nil || g.count.Load() == 0 {
 		return false
 	}
-	ws.mu.Lock()
-	defer ws.mu.Unlock()
-	now := clock.Now()
-	for _, w := range ws.by[sender] {
-		if w.epoch == epoch && w.Has(customer, ts) && time.Duration(now-w.at) <= rememberWithdrawn {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.expire(clock.Now(), maxWithdrawn)
+	for i := range g.list {
+		if w := &g.list[i]; w.epoch == epoch && w.Has(customer, ts) {
 			return true
 		}
 	}
 	return false
+}
+
+// expire forgets what is too old, and keeps at most so many. g.mu is held.
+func (g *givenUp) expire(now uint64, most int) {
+	old := max(len(g.list)-most, 0)
+	for old < len(g.list) && time.Duration(now-g.list[old].at) > rememberWithdrawn {
+		old++
+	}
+	if old == 0 {
+		return
+	}
+	if g.list = slices.Delete(g.list, 0, old); len(g.list) == 0 {
+		g.list = nil
+	}
+	g.count.Store(int32(len(g.list)))
 }
 
 // Wanted tells whether the sender of a request still waits for its answer: it has not
