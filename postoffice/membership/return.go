@@ -111,7 +111,8 @@ func (m *Machine) answerReturn(c *comeback, what string) {
 
 // resumeIfComplete resumes an earlier scheduler's cluster if enough of it has come back:
 // all, or after returnGrace more than half, or anybody when the cluster has a name, or
-// after Config.ReplaceTimeout half of it if others have registered for all other places.
+// after half of Config.ReplaceTimeout half of it if others have registered for all other
+// places: when all of that time is over, those that have come back give up.
 func (m *Machine) resumeIfComplete(now time.Duration) {
 	b := m.sched.back
 	if b == nil {
@@ -141,7 +142,7 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 	case now < b.since+returnGrace:
 		return
 	case half > all || m.cfg.NamedCluster:
-	case half < all || now < b.since+m.cfg.ReplaceTimeout || !m.othersCame(cluster):
+	case half < all || now < b.since+m.cfg.ReplaceTimeout/2 || !m.othersCame(cluster):
 		return
 	}
 	if b.table != nil && b.cluster == cluster && b.generation >= newest[cluster] {
