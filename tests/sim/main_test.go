@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -163,7 +164,7 @@ const (
 	mark    = "outcome "
 	oneTime = 20 * time.Second // of a seed, in real time
 	oneLife = 1000             // seeds of one process
-	most    = 20               // failures are told
+	most    = 20               // failures are told in full; the summary names all
 )
 
 // showEvery is how often it is told how far it is: less often to a file than to somebody
@@ -271,8 +272,7 @@ type totals struct {
 	done            uint64
 	calls, failed   int
 	virtual         time.Duration
-	bad             []outcome
-	badCount        int
+	bad             []uint64 // seeds
 	begun, lastTold time.Time
 }
 
@@ -342,9 +342,7 @@ func (t *totals) add(o outcome) {
 	if len(o.Violations) == 0 {
 		return
 	}
-	t.badCount++
-	if len(t.bad) < most {
-		t.bad = append(t.bad, o)
+	if t.bad = append(t.bad, o.Seed); len(t.bad) <= most {
 		fmt.Printf("FAIL seed %d (%s): %s\n     make sim SEEDS=1 FIRST=%d%s\n%s", o.Seed, o.Plan, o.Violations[0], o.Seed, o.replay(), o.Story)
 	}
 }
@@ -372,16 +370,20 @@ func (t *totals) show(count uint64) {
 	spent := now.Sub(t.begun)
 	rate := float64(t.done) / spent.Seconds()
 	left := time.Duration(float64(count-t.done)/rate) * time.Second
-	fmt.Printf("%d of %d seeds, %.1f seeds/s, %s left, %d failed\n", t.done, count, rate, left.Round(time.Second), t.badCount)
+	fmt.Printf("%d of %d seeds, %.1f seeds/s, %s left, %d failed\n", t.done, count, rate, left.Round(time.Second), len(t.bad))
 }
 
 func (t *totals) summary(first, count uint64, interrupted bool) int {
 	spent := time.Since(t.begun)
 	fmt.Printf("%d seeds from %d on, %d failed; %d calls, %d of them ended with an error as they should; %s in the clusters, %s here, %.1f seeds/s\n",
-		t.done, first, t.badCount, t.calls, t.failed, t.virtual.Round(time.Second), spent.Round(100*time.Millisecond), float64(t.done)/spent.Seconds())
-	fmt.Printf("%d passed, %d failed: seeds %d to %d\n", t.done-uint64(t.badCount), t.badCount, first, first+count-1)
+		t.done, first, len(t.bad), t.calls, t.failed, t.virtual.Round(time.Second), spent.Round(100*time.Millisecond), float64(t.done)/spent.Seconds())
+	fmt.Printf("%d passed, %d failed: seeds %d to %d\n", t.done-uint64(len(t.bad)), len(t.bad), first, first+count-1)
+	if len(t.bad) > 0 {
+		slices.Sort(t.bad)
+		fmt.Printf("failed: %s\n", strings.Trim(fmt.Sprint(t.bad), "[]"))
+	}
 	switch {
-	case t.badCount > 0:
+	case len(t.bad) > 0:
 		return 1
 	case interrupted:
 		fmt.Printf("interrupted: %d seeds have not run\n", count-t.done)
