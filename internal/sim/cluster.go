@@ -153,10 +153,33 @@ func (c *cluster) heard(at *proc, id callID) {
 	now := c.current[plan.NodeOf("worker", id.worker)]
 	foreign := len(c.plan.Cluster.Foreign) > 0
 	c.mu.Unlock()
-	if replaced && !foreign {
+	if replaced && !foreign && !c.unaware(at) {
 		c.check.fail("replaced, and heard", "%s got the batch of %s, which was made at %.6fs; %s had taken its place at %.6fs",
 			at.name, id, call.start.Seconds(), now.name, from.replaced.Seconds())
 	}
+}
+
+// nameless tells whether a call is of a process of the original in whose place another is.
+// Nothing in a message says which of the two has sent it, so with PS_RESEND one that comes
+// again after the record of the next process looks like that one's first.
+func (c *cluster) nameless(id callID) bool {
+	who := plan.NodeOf("worker", id.worker)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	from := c.process(who, id.gen)
+	return c.plan.Transport.Resend && c.plan.Cluster.IsForeign(who) && from != nil && from.replaced != 0
+}
+
+// unaware tells whether a process may not have heard yet what the scheduler has told the
+// others: it was woken, or the link to the scheduler was healed, less than slack ago, or
+// that is still to come. What others have sent it meanwhile comes at the same time as the
+// scheduler's word, so it may take a message of a process that has been replaced.
+func (c *cluster) unaware(p *proc) bool {
+	now := c.net.now()
+	c.mu.Lock()
+	asleep := p.frozen || p.woken != 0 && now <= p.woken+slack
+	c.mu.Unlock()
+	return asleep || c.net.apart(p.who, "scheduler", now-slack)
 }
 
 // living lists the processes of nodes that run, in order.
@@ -181,6 +204,25 @@ func (c *cluster) members(nodes plan.Nodes) (all []*proc) {
 		}
 	}
 	return all
+}
+
+// holders lists the processes that may have p's place in the eyes of the scheduler: p, and
+// before it has started the one before, which goes on until p takes its place. If p is
+// killed or refused before, it never does.
+func (c *cluster) holders(p *proc) []*proc {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	list := []*proc{p}
+	for _, o := range slices.Backward(c.procs[:slices.Index(c.procs, p)]) {
+		if isClosed(p.started) && p.err == nil {
+			break
+		}
+		if o.who == p.who {
+			p = o
+			list = append(list, o)
+		}
+	}
+	return list
 }
 
 // live is the process of a node that events are about: the latest that lives.
@@ -221,18 +263,18 @@ func (c *cluster) do(e *plan.Event) {
 	case plan.Finalize:
 		if p != nil {
 			p.apps.Go(func() {
-				select {
-				case <-p.started:
-					if p.err == nil {
-						_ = p.leave() // judged later
-					}
-				case <-p.ctx.Done():
+				if p.begins() {
+					_ = p.leave() // judged later
 				}
 			})
 		}
 	case plan.Barrier:
 		if p != nil {
-			c.work(p, func() { _ = c.barrier(p, van.WorkerGroup|van.ServerGroup) }) // noted
+			c.work(p, func() {
+				if p.begins() {
+					_ = c.barrier(p, van.WorkerGroup|van.ServerGroup) // noted
+				}
+			})
 		}
 	case plan.Cut:
 		c.each(e, c.net.cut, true)
@@ -483,13 +525,15 @@ func (c *cluster) barrier(p *proc, group int) error {
 	if p.ctx.Err() != nil {
 		return err
 	}
-	var all []*proc
+	var all [][]*proc
 	for _, n := range []struct {
 		bit   int
 		nodes plan.Nodes
 	}{{van.ServerGroup, "servers"}, {van.WorkerGroup, "workers"}} {
 		if group&n.bit != 0 {
-			all = append(all, c.members(n.nodes)...)
+			for _, p := range c.members(n.nodes) {
+				all = append(all, c.holders(p))
+			}
 		}
 	}
 	c.check.voted(v, err, all)

@@ -96,12 +96,7 @@ func (c *cluster) servers() int { return c.plan.Cluster.Servers }
 
 // run makes the calls of one load by one process until stop is closed.
 func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
-	select {
-	case <-p.started:
-	case <-p.ctx.Done():
-		return
-	}
-	if p.err != nil {
+	if !p.begins() {
 		return
 	}
 	c := p.c

@@ -56,6 +56,7 @@ func pairOf(a, b plan.Node) pair {
 type link struct {
 	cut       int // number of the cut, 0 without
 	cuts      int
+	healed    time.Duration // when the last one ended
 	bandwidth int64
 }
 
@@ -509,6 +510,14 @@ func (n *Net) cut(a, b plan.Node) {
 	})
 }
 
+// apart tells whether the link of two nodes was cut at some time after t.
+func (n *Net) apart(a, b plan.Node, t time.Duration) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	l := n.link(a, b)
+	return l.cuts > 0 && (l.cut != 0 || l.healed >= t)
+}
+
 // across calls f for each connection that stands between two nodes. mu is held.
 func (n *Net) across(a, b plan.Node, f func(*conn)) {
 	for _, v := range n.nodes {
@@ -531,7 +540,7 @@ func (n *Net) heal(a, b plan.Node) {
 	if l.cut == 0 {
 		return
 	}
-	l.cut = 0
+	l.cut, l.healed = 0, n.now()
 	n.note(string(a)+" - "+string(b), "healed")
 	n.across(a, b, func(c *conn) {
 		if !c.to.frozen { // else wake does it

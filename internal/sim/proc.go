@@ -188,6 +188,16 @@ func (p *proc) wait(h int32, limit time.Duration) error {
 	}
 }
 
+// begins waits until the process has started, and tells whether it has.
+func (p *proc) begins() bool {
+	select {
+	case <-p.started:
+		return p.err == nil
+	case <-p.ctx.Done():
+		return false
+	}
+}
+
 // runs waits until the process may run, and tells whether it lives.
 func (p *proc) runs() bool {
 	for {
@@ -367,7 +377,7 @@ func (p *proc) stale(b af.Batch) {
 	foreign := c.plan.Cluster.IsForeign(p.who) || c.plan.Cluster.IsForeign(plan.NodeOf("worker", l.id.worker))
 	c.mu.Unlock()
 	switch {
-	case replaced:
+	case replaced && !c.unaware(p):
 		c.check.fail("batch of a lost worker", "%s: get_batch returned %s, which was killed and replaced before", p.name, l.id)
 	case lost && now > down+slack && from != nil && from.dead:
 		c.check.fail("batch of a lost worker", "%s: get_batch returned %s; it was told at %.6fs that this worker is lost", p.name, l.id, down.Seconds())

@@ -1,9 +1,11 @@
 package sim
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -138,9 +140,17 @@ func (c *cluster) runPhase(i int) {
 		work(p)
 	}
 	over := false
-	for j := range ph.Events {
+	order := make([]int, len(ph.Events))
+	for j := range order {
+		order[j] = j
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(ph.Events[a].At, ph.Events[b].At) })
+	var last time.Duration
+	for _, j := range order {
 		e := &ph.Events[j]
 		at := e.At.D() + c.seed.of("event").at(uint64(i<<16|j)).upTo(50*time.Microsecond)
+		at = max(at, last+time.Microsecond) // who is killed and started again at the same time is killed first
+		last = at
 		c.net.after(at, func() {
 			c.mu.Lock()
 			ended := over

@@ -73,7 +73,24 @@ func (g *generator) plan(seed uint64) *Plan {
 	for range 1 + g.IntN(3) {
 		g.story()
 	}
+	g.name()
 	return p
+}
+
+// name gives the cluster a name if so many die that those who live are too few for a
+// scheduler that is started again to know their cluster by: that is what the name is for.
+func (g *generator) name() {
+	c := &g.p.Cluster
+	dead := map[Node]bool{}
+	for _, e := range g.p.Phases[1].Events {
+		if e.Do == Kill {
+			dead[e.Node] = true
+		}
+	}
+	all := len(c.All()) - 1
+	if dead["scheduler"] && 2*(all-(len(dead)-1)) < all {
+		c.Env["STEPAF_CLUSTER_ID"] = "sim"
+	}
 }
 
 func (g *generator) transport() {
