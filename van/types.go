@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -208,6 +209,10 @@ type Trace struct {
 	PostRecv uint64 // taken from the transport, at the peer
 	Process  uint64 // handed to the application, at the peer
 }
+
+// Now is the time that a Trace holds, for transports to stamp PostSend and PostRecv with.
+// It costs one reading of the clock, without a system call.
+func Now() uint64 { return clock.Now() }
 
 // Meta is everything of a message but its data frames and its two ends. It
 // mirrors ps-lite's Meta; see the package documentation for the layout.
