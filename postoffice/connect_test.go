@@ -137,7 +137,8 @@ func TestSchedulerCannotConnect(t *testing.T) {
 // slow is a van whose connections to some take until they are let go.
 type slow struct {
 	van.Van
-	held func(id int)
+	held  func(id int)
+	beats *atomic.Int32 // that it has sent to the scheduler
 }
 
 func (s slow) Unwrap() van.Van { return s.Van }
@@ -147,23 +148,35 @@ func (s slow) Connect(ctx context.Context, id int, peer van.Node) error {
 	return s.Van.Connect(ctx, id, peer)
 }
 
+func (s slow) Send(m *van.Message) error {
+	err := s.Van.Send(m)
+	if err == nil && m.Control.Cmd == van.Heartbeat && m.Receiver == van.SchedulerID {
+		s.beats.Add(1)
+	}
+	return err
+}
+
 // TestSlowConnect: while a connection to one peer is being made, which may take seconds,
 // heartbeats and notices go out.
 func TestSlowConnect(t *testing.T) {
 	var hold atomic.Bool
+	var beats [2]atomic.Int32 // of the server, of workers
+	const interval, silence = 50 * time.Millisecond, 2 * time.Second
 	release := make(chan struct{})
 	c := testcluster.Start(t, testcluster.Options{Workers: 2,
-		Set: func(c *postoffice.Config) {
-			c.HeartbeatInterval, c.HeartbeatTimeout = 50*time.Millisecond, 2*time.Second
-		},
+		Set: func(c *postoffice.Config) { c.HeartbeatInterval, c.HeartbeatTimeout = interval, silence },
 		Wrap: func(role string, rank int, f van.Factory) van.Factory {
 			return func(o van.Options) (van.Van, error) {
 				v, err := f(o)
+				of := &beats[0]
+				if role == "worker" {
+					of = &beats[1]
+				}
 				return slow{v, func(id int) {
 					if hold.Load() && (id == 11 || role == "worker" && rank == 1) {
 						<-release
 					}
-				}}, err
+				}, of}, err
 			}
 		}})
 	let := sync.OnceFunc(func() { close(release) })
@@ -180,7 +193,17 @@ func TestSlowConnect(t *testing.T) {
 		_, err := c.Join(within(t, 40*time.Second), "worker", 1, nil)
 		joined <- err
 	}()
-	time.Sleep(3 * time.Second) // longer than silence is borne
+	begun := []int32{beats[0].Load(), beats[1].Load()}
+	tick := time.NewTicker(interval)
+	defer tick.Stop()
+	const many = int32(silence/interval) * 5 / 4 // for longer than silence is borne
+	for limit := within(t, 20*time.Second); beats[0].Load()-begun[0] < many || beats[1].Load()-begun[1] < many; {
+		select {
+		case <-tick.C:
+		case <-limit.Done():
+			t.Fatal("no heartbeats go out while a connection is being made")
+		}
+	}
 	if dead := slices.DeleteFunc(c.Scheduler.DeadNodes(0), func(id int) bool { return id == 11 }); len(dead) > 0 {
 		t.Errorf("%v are dead for the scheduler, because a connection to another node takes long", dead)
 	}

@@ -239,11 +239,6 @@ var exceptions = map[string]map[string]string{
 	"time.Sleep": {
 		"internal/dispatch/loop_test.go":   "plays a slow handler, and waits for nothing to happen",
 		"internal/dispatch/budget_test.go": "likewise",
-		"postoffice/connect_test.go":       "lets the time of two heartbeats pass while a connection takes long",
-		"tests/faults/main_test.go":        "a process that looks now and then whether it may still take part, as programs do",
-		"van/zmq/flow_test.go":             "plays a peer that sends now and then",
-		"van/zmq/node_test.go":             "waits for what nothing signals",
-		"van/zmq/races_test.go":            "lets a goroutine go to sleep, which nothing signals",
 	},
 }
 

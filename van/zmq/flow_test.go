@@ -151,7 +151,7 @@ func TestSlowHandler(t *testing.T) {
 	}
 	s := server.senders.of(9)
 	until(t, "request to wait", s.asked.Load)
-	for i := range 200 { // the other worker goes on, for longer than a request to wait lasts
+	for i, begun := 0, time.Now(); time.Since(begun) < holdFor+askEvery; i++ { // the other worker goes on, for longer than a request to wait lasts
 		second.must(t, push(8, i, vals[:1000]))
 		select {
 		case got := <-other:
@@ -161,7 +161,6 @@ func TestSlowHandler(t *testing.T) {
 		case <-time.After(limit):
 			t.Fatalf("the other worker's message %d did not come within %s", i, limit)
 		}
-		time.Sleep(12 * time.Millisecond)
 	}
 	if w := s.waiting.Load(); w > budget {
 		t.Errorf("%d MiB wait, the budget is %d", w>>20, budget>>20)

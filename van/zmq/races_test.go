@@ -131,7 +131,6 @@ func TestMissedLook(t *testing.T) {
 	}
 	// The loop has asked its descriptor and been turned away: that will not wake it again.
 	until(t, "mark", r.missed.Load)
-	time.Sleep(20 * time.Millisecond) // in which the loop goes to sleep
 	r.mu.Unlock()
 	if r.missed.Swap(false) { // what help does after it has unlocked
 		r.sock.wake()
