@@ -389,10 +389,14 @@ func (m *Machine) tellAll(about int, n notice) {
 // catchUp tells a node that is back what it may have missed: notices and records that were
 // sent while its connection did not stand, or were under way when it broke.
 func (m *Machine) catchUp(id int) {
+	replaced := m.sched.lastReplaced > 0 && m.sched.lastReplaced >= m.health[id].since-time.Second
 	if !m.native(id) {
+		if replaced {
+			m.repeatRecords(id)
+		}
 		return
 	}
-	if m.sched.lastReplaced > 0 && m.sched.lastReplaced >= m.health[id].since-time.Second {
+	if replaced {
 		m.sendTable(id, m.fullTable())
 	}
 	var dead []string
@@ -402,6 +406,17 @@ func (m *Machine) catchUp(id int) {
 		}
 	}
 	m.tell(id, notice{verb: verbDown, text: strings.Join(dead, ",")})
+}
+
+// repeatRecords sends a node of the original the records of all who have replaced others
+// and live, each as it was sent first. It passes over those to whose address it is
+// connected.
+func (m *Machine) repeatRecords(to int) {
+	for i := range m.table {
+		if n := &m.table[i]; n.ID != to && n.IsRecovery && !m.isDown(n.ID) {
+			m.sendTable(to, []van.Node{*n})
+		}
+	}
 }
 
 // tellDead tells a newcomer which nodes of the table are dead.

@@ -69,6 +69,7 @@ var failed = []struct {
 	{3549, "a message that came again after its sender, of the original, had been replaced"},
 	{4127, "a scheduler that came back to less than half of a cluster without a name"},
 	{5637, "a process that was killed before it had taken its place"},
+	{16447, "a server of the original was not sent the record that it had missed"},
 	{11333, "a barrier of the process before one that had not taken its place yet"},
 }
 
