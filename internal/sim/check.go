@@ -57,6 +57,7 @@ type vote struct {
 	p          *proc
 	start, end time.Duration
 	ended      bool
+	stays      bool // it has failed, but the request of a node of the original stays asked for
 }
 
 func newChecker(n *Net) *checker {
@@ -211,12 +212,17 @@ func (k *checker) voted(v *vote, err error, group [][]*proc) {
 	now := k.n.now()
 	k.mu.Lock()
 	v.end, v.ended = now, true
+	if v.stays = err != nil && v.p.c.plan.Cluster.IsForeign(v.p.who); err == nil {
+		for _, x := range k.votes[v.p.who] {
+			x.stays = x.stays && x.p != v.p // the barrier that has passed has used it up
+		}
+	}
 	var missing *proc
 	for _, holders := range group {
 		p := holders[0]
 		ok := false
 		for _, x := range k.votes[p.who] {
-			ok = ok || slices.Contains(holders, x.p) && x.start <= now && (!x.ended || x.end >= v.start)
+			ok = ok || slices.Contains(holders, x.p) && x.start <= now && (!x.ended || x.end >= v.start || x.stays)
 		}
 		if !ok && missing == nil {
 			missing = p
