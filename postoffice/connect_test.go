@@ -138,7 +138,7 @@ func TestSchedulerCannotConnect(t *testing.T) {
 type slow struct {
 	van.Van
 	held  func(id int)
-	beats *atomic.Int32 // that it has sent to the scheduler
+	beats *atomic.Int32 // heartbeats that it has sent
 }
 
 func (s slow) Unwrap() van.Van { return s.Van }
@@ -150,33 +150,41 @@ func (s slow) Connect(ctx context.Context, id int, peer van.Node) error {
 
 func (s slow) Send(m *van.Message) error {
 	err := s.Van.Send(m)
-	if err == nil && m.Control.Cmd == van.Heartbeat && m.Receiver == van.SchedulerID {
+	if err == nil && m.Control.Cmd == van.Heartbeat {
 		s.beats.Add(1)
 	}
 	return err
 }
 
-// TestSlowConnect: while a connection to one peer is being made, which may take seconds,
-// heartbeats and notices go out.
+// TestSlowConnect: while a node connects to a newcomer, which may take seconds, its
+// heartbeats and notices go out: the scheduler to one that has no id yet, the server to
+// one that has.
 func TestSlowConnect(t *testing.T) {
+	for _, who := range []string{"scheduler", "server"} {
+		t.Run(who, func(t *testing.T) { slowConnect(t, who) })
+	}
+}
+
+func slowConnect(t *testing.T, who string) {
 	var hold atomic.Bool
-	var beats [2]atomic.Int32 // of the server, of workers
+	var beats, others atomic.Int32
 	const interval, silence = 50 * time.Millisecond, 2 * time.Second
-	release := make(chan struct{})
+	connects, release := make(chan struct{}), make(chan struct{})
+	once := sync.OnceFunc(func() { close(connects) })
 	c := testcluster.Start(t, testcluster.Options{Workers: 2,
 		Set: func(c *postoffice.Config) { c.HeartbeatInterval, c.HeartbeatTimeout = interval, silence },
 		Wrap: func(role string, rank int, f van.Factory) van.Factory {
 			return func(o van.Options) (van.Van, error) {
 				v, err := f(o)
-				of := &beats[0]
-				if role == "worker" {
-					of = &beats[1]
+				if role != who {
+					return slow{v, func(int) {}, &others}, err
 				}
 				return slow{v, func(id int) {
-					if hold.Load() && (id == 11 || role == "worker" && rank == 1) {
+					if hold.Load() && (id < 0 || id == 11) {
+						once()
 						<-release
 					}
-				}, of}, err
+				}, &beats}, err
 			}
 		}})
 	let := sync.OnceFunc(func() { close(release) })
@@ -193,19 +201,25 @@ func TestSlowConnect(t *testing.T) {
 		_, err := c.Join(within(t, 40*time.Second), "worker", 1, nil)
 		joined <- err
 	}()
-	begun := []int32{beats[0].Load(), beats[1].Load()}
+	limit := within(t, 20*time.Second)
+	select {
+	case <-connects:
+	case <-limit.Done():
+		t.Fatal("nobody connects to the newcomer")
+	}
 	tick := time.NewTicker(interval)
 	defer tick.Stop()
-	const many = int32(silence/interval) * 5 / 4 // for longer than silence is borne
-	for limit := within(t, 20*time.Second); beats[0].Load()-begun[0] < many || beats[1].Load()-begun[1] < many; {
+	for begun := beats.Load(); beats.Load()-begun < int32(silence/interval)*5/4; { // for longer than silence is borne
 		select {
 		case <-tick.C:
 		case <-limit.Done():
-			t.Fatal("no heartbeats go out while a connection is being made")
+			t.Fatalf("no heartbeats of the %s go out while it connects", who)
 		}
 	}
-	if dead := slices.DeleteFunc(c.Scheduler.DeadNodes(0), func(id int) bool { return id == 11 }); len(dead) > 0 {
-		t.Errorf("%v are dead for the scheduler, because a connection to another node takes long", dead)
+	for _, n := range []*postoffice.Node{c.Scheduler, c.Servers[0], c.Workers[0]} {
+		if dead := slices.DeleteFunc(n.DeadNodes(0), func(id int) bool { return id == 11 }); len(dead) > 0 {
+			t.Errorf("%v are dead for the %s, because a connection to another node takes long", dead, n.Role())
+		}
 	}
 	let()
 	if err := <-joined; err != nil {
