@@ -569,7 +569,7 @@ func timeout(cause error) error {
 func (n *Node) Finalize(ctx context.Context) error {
 	n.leaveOnce(func() error {
 		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
-		return errors.Join(err, n.leave(lingerTime))
+		return errors.Join(err, n.leave(ctx, lingerTime))
 	})
 	return n.finalErr
 }
@@ -586,12 +586,13 @@ func (n *Node) leaveOnce(leave func() error) {
 }
 
 // Close leaves at once, without waiting for anyone. Requests in flight fail with
-// van.ErrClosed, and so does a Finalize that waits.
+// van.ErrClosed, and so does a Finalize that waits. A handler calls it on a goroutine of
+// its own: it waits for handlers.
 func (n *Node) Close() { n.close(lingerTime) }
 
 func (n *Node) close(linger time.Duration) {
 	n.hurry.Do(func() { close(n.closing) })
-	n.leaveOnce(func() error { return n.leave(linger) })
+	n.leaveOnce(func() error { return n.leave(context.Background(), linger) })
 }
 
 // How long a leaving node lets its last messages leave, and one that has never
@@ -601,7 +602,7 @@ const (
 	shortLinger = 300 * time.Millisecond
 )
 
-func (n *Node) leave(linger time.Duration) error {
+func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	n.mu.Lock()
 	if n.closed {
 		n.mu.Unlock()
@@ -626,7 +627,7 @@ func (n *Node) leave(linger time.Duration) error {
 	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
 	n.settle()
 	n.strangers.close()
-	ctx, cancel := context.WithTimeout(context.Background(), linger)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), linger)
 	defer cancel()
 	err := n.van.Close(ctx)
 	n.apps.discard()

@@ -93,8 +93,9 @@ var layers = []struct {
 	{"internal/", []string{"internal/", "van/env"}},
 	{"van/backend/", []string{"van/env", "internal/"}},
 	{"van/all", []string{"van/"}},
-	{"van/rdma/", []string{"van/rdma/", "van/rendezvous", "van", "van/backend", "van/env", "internal/"}},
-	{"van/", []string{"van", "van/backend", "van/env", "internal/"}},
+	{"van/rdma/", []string{"van/rdma/", "van/rendezvous", "van", "van/backend", "van/engine", "van/env", "internal/"}},
+	{"van/engine", []string{"van/env", "internal/"}},
+	{"van/", []string{"van", "van/backend", "van/engine", "van/env", "internal/"}},
 	{"postoffice/membership", []string{"van", "van/backend", "van/env", "internal/"}},
 	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "van/stage", "van/env", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "van/env", "internal/"}},
@@ -237,8 +238,8 @@ var exceptions = map[string]map[string]string{
 		"tools/internal/bench/floor.go": "the floor that benchmarks are compared with",
 	},
 	"time.Sleep": {
-		"internal/dispatch/loop_test.go":   "plays a slow handler, and waits for nothing to happen",
-		"internal/dispatch/budget_test.go": "likewise",
+		"van/engine/loop_test.go":   "plays a slow handler, and waits for nothing to happen",
+		"van/engine/budget_test.go": "likewise",
 	},
 }
 

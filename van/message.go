@@ -5,6 +5,7 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // Message is a Meta, its data frames, and its two ends.
@@ -51,6 +52,10 @@ type Message struct {
 	// transport no longer needs the frames' bytes. It may run on any goroutine,
 	// also before Send returns, and must neither block nor send.
 	Done Completion
+
+	// Turn says on whose goroutine a received message is handed up. A receiver that
+	// closes its van passes it on: Close(engine.Within(ctx, m.Turn)).
+	Turn *engine.Turn
 
 	refs   atomic.Int32
 	owner  Owner
@@ -112,6 +117,7 @@ func (m *Message) Reset() {
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens = backend.Mem{}, backend.Mem{}, backend.Mem{}
 	m.Into, m.Placed, m.More, m.Done = backend.Mem{}, false, false, nil
+	m.Turn = nil
 	m.owner, m.native = nil, nil
 }
 

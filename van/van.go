@@ -56,7 +56,9 @@ type Van interface {
 	Send(msg *Message) error
 
 	// Close stops receiving, lets what was sent leave until ctx ends, and frees
-	// everything. No receiver runs after it returns. Close twice is harmless.
+	// everything. No receiver runs after it returns; a receiver that calls it gives it a
+	// ctx made by engine.Within for its message's Turn, so that it does not wait for
+	// itself. Close twice is harmless.
 	Close(ctx context.Context) error
 }
 

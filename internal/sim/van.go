@@ -13,10 +13,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // node is the van of one process.
@@ -31,7 +31,7 @@ type node struct {
 	id    atomic.Int64
 	watch func(id int, up bool, cause error)
 	recv  van.Receiver
-	loop  *dispatch.Loop[*parcel]
+	loop  *engine.Loop[*parcel]
 	bell  chan struct{}
 	quit  chan struct{}
 	once  sync.Once
@@ -67,7 +67,7 @@ var (
 
 // lane is what one peer sends.
 type lane struct {
-	dispatch.Lane[*parcel]
+	engine.Lane[*parcel]
 	waits atomic.Int64 // bytes that have been read and not delivered
 }
 
@@ -76,17 +76,17 @@ func (n *Net) newNode(who plan.Node, name, host string, o van.Options) *node {
 	v := &node{n: n, who: who, name: name, host: host, seed: n.seed.of(name), opts: o, bell: make(chan struct{}, 1), quit: make(chan struct{}),
 		conns: map[int]*conn{}, dials: map[string]int{}, accepted: map[*conn]bool{}, routes: map[string]*conn{}, lanes: map[string]*lane{}}
 	v.id.Store(van.Empty)
-	v.loop = dispatch.NewLoop(v.next, v.deliver)
+	v.loop = engine.NewLoop(v.next, v.deliver)
 	v.loop.Limit = 5 * time.Millisecond
 	v.loop.Discard = func(p *parcel) {
 		p.waits.Add(-p.size)
 		p.msg.Release()
 	}
 	if o.Config != nil && !failpoint.On("recv-budget") {
-		v.loop.Budget = dispatch.NewBudget(int64(o.Config.RecvBudgetPeer), int64(o.Config.RecvBudget))
+		v.loop.Budget = engine.NewBudget(int64(o.Config.RecvBudgetPeer), int64(o.Config.RecvBudget))
 	}
 	v.loop.Weight = func(p *parcel) int { return int(p.size) }
-	v.loop.Resumed = func(*dispatch.Lane[*parcel]) { v.ring() }
+	v.loop.Resumed = func(*engine.Lane[*parcel]) { v.ring() }
 	n.mu.Lock()
 	n.nodes = append(n.nodes, v)
 	n.mu.Unlock()
@@ -392,14 +392,14 @@ func (v *node) ring() {
 }
 
 // next is the receiving side of the loop.
-func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
+func (v *node) next() (*parcel, *engine.Lane[*parcel], bool) {
 	for {
 		v.n.mu.Lock()
 		if !v.dead {
 			for i, p := range v.queue {
 				in := v.lanes[p.lane]
 				if in == nil {
-					in = &lane{Lane: dispatch.Lane[*parcel]{ID: p.sender}}
+					in = &lane{Lane: engine.Lane[*parcel]{ID: p.sender}}
 					v.lanes[p.lane] = in
 				}
 				if !v.loop.MayRead(&in.Lane) {
@@ -446,8 +446,9 @@ func (v *node) inLane(p *parcel) {
 	}
 }
 
-func (v *node) deliver(p *parcel) {
+func (v *node) deliver(p *parcel, turn *engine.Turn) {
 	p.waits.Add(-p.size)
+	p.msg.Turn = turn
 	v.recv(&p.msg)
 	p.msg.Release()
 }
@@ -497,7 +498,7 @@ func (v *node) Close(ctx context.Context) error {
 func (v *node) halt(ctx context.Context) error {
 	v.once.Do(func() { close(v.quit) })
 	err := v.loop.Stop(ctx)
-	if errors.Is(err, dispatch.ErrInDeliver) {
+	if errors.Is(err, engine.ErrInDeliver) {
 		return nil
 	}
 	if err != nil {

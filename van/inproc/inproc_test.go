@@ -11,6 +11,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
@@ -259,11 +260,11 @@ func TestCloseFromReceiver(t *testing.T) {
 	errs := make(chan error, 1)
 	var v van.Van
 	ready := make(chan struct{})
-	v, self := start(t, n, 8, "a", func(*van.Message) {
+	v, self := start(t, n, 8, "a", func(m *van.Message) {
 		<-ready
 		ctx, cancel := context.WithTimeout(context.Background(), limit)
 		defer cancel()
-		errs <- v.Close(ctx)
+		errs <- v.Close(engine.Within(ctx, m.Turn))
 	})
 	close(ready)
 	connect(t, v, self)

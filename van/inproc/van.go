@@ -10,8 +10,8 @@ import (
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // node is one node's van.
@@ -29,8 +29,8 @@ type node struct {
 
 	ep    atomic.Pointer[endpoint] // set by Bind, under Network.mu
 	recv  van.Receiver
-	loop  *dispatch.Loop[*parcel]
-	lanes map[*node]*dispatch.Lane[*parcel] // of the goroutine that receives
+	loop  *engine.Loop[*parcel]
+	lanes map[*node]*engine.Lane[*parcel] // of the goroutine that receives
 
 	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
 }
@@ -45,10 +45,10 @@ func newNode(n *Network, log *slog.Logger) *node {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
-	v := &node{net: n, log: log, lanes: map[*node]*dispatch.Lane[*parcel]{}}
+	v := &node{net: n, log: log, lanes: map[*node]*engine.Lane[*parcel]{}}
 	v.id.Store(van.Empty)
 	v.conns.Store(&map[int]*conn{})
-	v.loop = dispatch.NewLoop(v.next, v.deliver)
+	v.loop = engine.NewLoop(v.next, v.deliver)
 	// Connections are bounded where they are filled, so that a lane never holds up
 	// the others.
 	v.loop.LaneCap = int(^uint(0) >> 1)
@@ -214,7 +214,7 @@ func (v *node) Send(m *van.Message) error {
 }
 
 // next is the receiving side of the loop.
-func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
+func (v *node) next() (*parcel, *engine.Lane[*parcel], bool) {
 	e := v.ep.Load()
 	if e == nil {
 		return nil, nil, false // Start without Bind: a node that only sends
@@ -225,13 +225,13 @@ func (v *node) next() (*parcel, *dispatch.Lane[*parcel], bool) {
 	}
 	lane := v.lanes[p.conn.from]
 	if lane == nil {
-		lane = new(dispatch.Lane[*parcel])
+		lane = new(engine.Lane[*parcel])
 		v.lanes[p.conn.from] = lane
 	}
 	return p, lane, true
 }
 
-func (v *node) deliver(p *parcel) {
+func (v *node) deliver(p *parcel, turn *engine.Turn) {
 	p.conn.queued.Add(-1)
 	v.receivedMessages.Add(1)
 	v.receivedBytes.Add(uint64(p.msg.PayloadLen()))
@@ -240,6 +240,7 @@ func (v *node) deliver(p *parcel) {
 		trace(&p.msg).PostRecv = clock.Now()
 	}
 	p.adopt()
+	p.msg.Turn = turn
 	v.recv(&p.msg)
 	p.msg.Release()
 }
@@ -250,7 +251,7 @@ func (v *node) deliver(p *parcel) {
 func (v *node) Close(ctx context.Context) error {
 	lingerErr := v.linger(ctx)
 	v.net.detach(v, "it was closed")
-	if err := v.loop.Stop(ctx); err != nil && !errors.Is(err, dispatch.ErrInDeliver) {
+	if err := v.loop.Stop(ctx); err != nil && !errors.Is(err, engine.ErrInDeliver) {
 		return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err}
 	}
 	return lingerErr

@@ -5,9 +5,9 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -15,16 +15,16 @@ import (
 // share is not read: what it sends stays in its ring, and in its own memory.
 func (v *Van) limitReceived(c *env.Config) {
 	if !failpoint.On("recv-budget") {
-		v.loop.Budget = dispatch.NewBudget(int64(c.RecvBudgetPeer), int64(c.RecvBudget))
+		v.loop.Budget = engine.NewBudget(int64(c.RecvBudgetPeer), int64(c.RecvBudget))
 	}
 	v.loop.Weight = (*parcel).weight
-	v.loop.Paused = func(lane *dispatch.Lane[*parcel], bytes int64) {
+	v.loop.Paused = func(lane *engine.Lane[*parcel], bytes int64) {
 		if n := v.loop.Pauses(); n&(n-1) == 0 {
 			v.log.Warn("a peer is not read for now: its handler is slow", "peer", van.NodeName(lane.ID), "bytes that wait for it", bytes,
 				"STEPAF_RECV_BUDGET_PEER", c.RecvBudgetPeer, "of all peers", v.loop.Budget.Used(), "STEPAF_RECV_BUDGET", c.RecvBudget, "so far", n)
 		}
 	}
-	v.loop.Resumed = func(*dispatch.Lane[*parcel]) {
+	v.loop.Resumed = func(*engine.Lane[*parcel]) {
 		v.mu.Lock()
 		defer v.mu.Unlock()
 		if v.bell != nil {

@@ -8,8 +8,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
@@ -56,7 +56,7 @@ func TestReceiveBudget(t *testing.T) {
 			n := inproc.NewNetwork()
 			worker, other := newNode(t, n, 9, nil), newNode(t, n, 11, nil)
 			server := newNode(t, n, 8, func(v *Van) {
-				v.loop.Budget = dispatch.NewBudget(budget, 0)
+				v.loop.Budget = engine.NewBudget(budget, 0)
 				if mode.set != nil {
 					mode.set(v)
 				}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -410,12 +411,12 @@ func TestCloseInPoll(t *testing.T) {
 	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
 	closed := make(chan error, 1)
 	var once sync.Once
-	worker.Start(func(*van.Message) {
+	worker.Start(func(m *van.Message) {
 		once.Do(func() {
 			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 			defer cancel()
 			begun := time.Now()
-			err := worker.Close(ctx)
+			err := worker.Close(engine.Within(ctx, m.Turn))
 			if d := time.Since(begun); d > time.Second {
 				t.Errorf("Close took %s", d)
 			}

@@ -10,9 +10,9 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // inLink brings messages from one peer. But for refs, acks and lost it is used by
@@ -46,7 +46,7 @@ type inLink struct {
 // peer is the order of one sender's messages, over whichever link they come.
 type peer struct {
 	id     int
-	lane   dispatch.Lane[*parcel]
+	lane   engine.Lane[*parcel]
 	inHand atomic.Int32 // messages that the loop has received and not delivered
 }
 

@@ -8,8 +8,8 @@ import (
 	"slices"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // neighbour is a peer that data goes to.
@@ -162,7 +162,7 @@ func (v *Van) peerOf(id int) *peer {
 	defer v.mu.Unlock()
 	p := v.peers[id]
 	if p == nil {
-		p = &peer{id: id, lane: dispatch.Lane[*parcel]{ID: id}}
+		p = &peer{id: id, lane: engine.Lane[*parcel]{ID: id}}
 		v.peers[id] = p
 	}
 	return p

@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -105,7 +105,7 @@ func (p *patience) spin(most time.Duration) time.Duration {
 }
 
 // receive blocks until a message has come. It is the loop's.
-func (v *Van) receive() (*parcel, *dispatch.Lane[*parcel], bool) {
+func (v *Van) receive() (*parcel, *engine.Lane[*parcel], bool) {
 	for !v.stopping.Load() {
 		if p := v.take(); p != nil {
 			v.hot = true
@@ -312,7 +312,7 @@ func (v *Van) Poll(done func() bool) {
 	if v.elsewhere.Load() > 0 && v.innerPoller != nil {
 		v.innerPoller.Poll(func() bool {
 			for p := v.scan(true); p != nil; p = v.scan(true) {
-				v.deliver(p)
+				v.deliver(p, &v.pollTurn)
 			}
 			return done()
 		})
@@ -375,7 +375,7 @@ func (v *Van) poll(done func() bool) {
 	for start, chunks := begun, v.chunks.Load(); !done() && !v.closing.Load(); s.pause() {
 		p := v.scan(true)
 		if p != nil {
-			v.deliver(p)
+			v.deliver(p, &v.pollTurn)
 		}
 		now := clock.Now()
 		if p != nil || v.chunks.Load() != chunks {
@@ -412,7 +412,7 @@ func (v *Van) nap(limit time.Duration) {
 
 // deliver hands up one message, after the parts that are still with the sender
 // have been read.
-func (v *Van) deliver(p *parcel) {
+func (v *Van) deliver(p *parcel, turn *engine.Turn) {
 	if p.in.fenced.Load() {
 		v.stats.fenced.Add(1)
 		v.release(p)
@@ -424,14 +424,15 @@ func (v *Van) deliver(p *parcel) {
 		return
 	}
 	v.adopt(p)
+	p.msg.Turn = turn
 	v.stats.received(p.msg.PayloadLen())
 	v.recv(&p.msg)
 	p.msg.Release()
 }
 
 // deliverOne is deliver for what the loop has taken.
-func (v *Van) deliverOne(p *parcel) {
+func (v *Van) deliverOne(p *parcel, turn *engine.Turn) {
 	from := p.from
-	v.deliver(p)
+	v.deliver(p, turn)
 	from.inHand.Add(-1)
 }

@@ -9,7 +9,6 @@ import (
 	"net"
 	"runtime"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,9 +16,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -43,7 +42,7 @@ type Van struct {
 	id   atomic.Int32
 	role atomic.Int32
 	recv van.Receiver
-	loop *dispatch.Loop[*parcel]
+	loop *engine.Loop[*parcel]
 
 	// For tests.
 	streamOnly  bool                     // as where reading other processes is forbidden
@@ -69,6 +68,7 @@ type Van struct {
 	polling  atomic.Bool  // one of them has it
 	parked   atomic.Bool
 
+	pollTurn   engine.Turn // of a Poll
 	leftToPoll atomic.Bool // to free what the receiver uses, since it has closed the van
 	ins        atomic.Pointer[[]*inLink]
 
@@ -145,7 +145,7 @@ func New(inner van.Van, o van.Options) *Van {
 	v.outs.Store(&[]*outLink{})
 	v.links.Store(&map[int]*outLink{})
 	v.id.Store(van.Empty)
-	v.loop = dispatch.NewLoop(v.receive, v.deliverOne)
+	v.loop = engine.NewLoop(v.receive, v.deliverOne)
 	v.limitReceived(o.Config)
 	v.loop.Discard = func(p *parcel) {
 		p.from.inHand.Add(-1)
@@ -420,7 +420,7 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	var err error
 	if started {
-		if err = v.loop.Stop(stop); errors.Is(err, dispatch.ErrInDeliver) {
+		if err = v.loop.Stop(stop); errors.Is(err, engine.ErrInDeliver) {
 			err = nil
 		}
 	}
@@ -444,28 +444,13 @@ func (v *Van) Close(ctx context.Context) error {
 
 const stopTime = 200 * time.Millisecond
 
-// inPoll tells whether the caller is called by a Poll.
-func inPoll() bool {
-	pcs := make([]uintptr, 512)
-	frames := runtime.CallersFrames(pcs[:runtime.Callers(2, pcs)])
-	for {
-		f, more := frames.Next()
-		if strings.HasSuffix(f.Function, "van/local.(*Van).Poll") {
-			return true
-		}
-		if !more {
-			return false
-		}
-	}
-}
-
 // freeReceiver frees what who receives uses, unless somebody still does. If that is the
 // caller, by a delivery of its Poll, the end of that does.
 func (v *Van) freeReceiver(ctx context.Context) {
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for !v.rx.TryLock() {
-		if v.polling.Load() && inPoll() {
+		if v.polling.Load() && engine.IsWithin(ctx, &v.pollTurn) {
 			v.leftToPoll.Store(true)
 			return
 		}

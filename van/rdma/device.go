@@ -9,9 +9,9 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/affinity"
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -22,7 +22,7 @@ type device struct {
 	v       *rvan
 	dev     verbs.Device
 	regions *regions
-	loop    *dispatch.Loop[*van.Message]
+	loop    *engine.Loop[*van.Message]
 	lanes   lanes
 
 	areasMu sync.Mutex
@@ -71,11 +71,11 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	d.regions.stuck = func(r *region, err error) {
 		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.mem.Len(), "err", err)
 	}
-	d.loop = dispatch.NewLoop(d.receive, d.deliver)
+	d.loop = engine.NewLoop(d.receive, d.deliver)
 	d.loop.Begin, d.loop.End = d.begin, d.end
 	d.loop.Budget, d.loop.Weight = v.recvBudget, weight
 	d.loop.Paused = d.pausedLane
-	d.loop.Resumed = func(*dispatch.Lane[*van.Message]) {
+	d.loop.Resumed = func(*engine.Lane[*van.Message]) {
 		d.resumed.Store(true)
 		d.dev.Wake()
 		d.wakeLoop()
@@ -100,7 +100,7 @@ func weight(m *van.Message) int {
 const messageBytes = 1 << 10
 
 // pausedLane is told that a sender's messages are not taken any more for a while.
-func (d *device) pausedLane(l *dispatch.Lane[*van.Message], bytes int64) {
+func (d *device) pausedLane(l *engine.Lane[*van.Message], bytes int64) {
 	if n := d.v.stats.paused.Add(1); n&(n-1) == 0 {
 		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more slots until some have been taken",
 			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
@@ -189,7 +189,7 @@ func (d *device) awaitFlush(in *inbound) {
 }
 
 // receive has the receiving role: it returns the next message.
-func (d *device) receive() (*van.Message, *dispatch.Lane[*van.Message], bool) {
+func (d *device) receive() (*van.Message, *engine.Lane[*van.Message], bool) {
 	for {
 		if len(d.deferredLanes) > 0 {
 			if rx, l := d.readmit(); rx != nil {
@@ -344,7 +344,8 @@ func (d *device) next() *received {
 	return rx
 }
 
-func (d *device) deliver(m *van.Message) {
+func (d *device) deliver(m *van.Message, turn *engine.Turn) {
+	m.Turn = turn
 	d.v.recv(m)
 	m.Release()
 	d.undelivered.Add(-1)

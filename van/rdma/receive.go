@@ -7,9 +7,9 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -543,7 +543,7 @@ func (v *rvan) creditsArrived(in *inbound, t *trailer) {
 // lane is the order of a sender's messages. aside is what has come while its handler has
 // too much to do: the slots that it lies in are not given back, so the sender has to stop.
 type lane struct {
-	dispatch.Lane[*van.Message]
+	engine.Lane[*van.Message]
 	deferred []*received // of who has the receiving role
 }
 

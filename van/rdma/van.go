@@ -12,10 +12,10 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
@@ -61,9 +61,9 @@ type rvan struct {
 	devices          atomic.Pointer[[]*device]
 	serials          atomic.Uint32
 	slots            *rendezvous.SlotTable[slotMemory]
-	leased           atomic.Int64     // bytes that are registered for peers
-	recvBudget       *dispatch.Budget // of messages that wait for their handlers
-	slotsScannedAt   atomic.Uint64    // when all slots were last looked at
+	leased           atomic.Int64   // bytes that are registered for peers
+	recvBudget       *engine.Budget // of messages that wait for their handlers
+	slotsScannedAt   atomic.Uint64  // when all slots were last looked at
 	stats            stats
 	waiterPolls      atomic.Bool
 	waiterPolledAt   atomic.Uint64 // when the last Poll ended
@@ -106,7 +106,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 		ids: map[uint64]*cmID{}, inbounds: map[string]*inbound{}, buffers: map[bufferKey]backend.Mem{},
 		leaving: map[*peer]bool{}, lastControl: map[controlSource]uint32{}, eventsEnded: make(chan struct{})}
 	if !failpoint.On("recv-budget") {
-		v.recvBudget = dispatch.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
+		v.recvBudget = engine.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
 	}
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)

@@ -10,10 +10,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // flow keeps the bytes that wait within the budgets.
@@ -35,8 +35,8 @@ type flow struct {
 	strangers int64 // STEPAF_STRANGER_BUDGET; 0: no limit
 	holdAt    int64 // bytes of one peer at which it is asked to wait; 0: never
 
-	dealers *dispatch.Budget
-	router  *dispatch.Budget
+	dealers *engine.Budget
+	router  *engine.Budget
 
 	waiting atomic.Int64 // bytes of members that are received and not delivered
 	strange atomic.Int64 // the same of strangers
@@ -90,11 +90,11 @@ func (f *flow) init(v *zvan) {
 	}
 	f.recvAll = int64(cfg.RecvBudget)
 	f.holdAt = int64(cfg.RecvBudgetPeer) / holdShare
-	f.dealers = dispatch.NewBudget(int64(cfg.RecvBudgetPeer), f.recvAll)
-	f.router = dispatch.NewBudget(0, f.recvAll)
+	f.dealers = engine.NewBudget(int64(cfg.RecvBudgetPeer), f.recvAll)
+	f.router = engine.NewBudget(0, f.recvAll)
 }
 
-func (f *flow) budget(router bool) *dispatch.Budget {
+func (f *flow) budget(router bool) *engine.Budget {
 	if router {
 		return f.router
 	}
@@ -102,7 +102,7 @@ func (f *flow) budget(router bool) *dispatch.Budget {
 }
 
 // watch reports when loop does not read.
-func (f *flow) watch(loop *dispatch.Loop[*van.Message]) {
+func (f *flow) watch(loop *engine.Loop[*van.Message]) {
 	loop.Paused = func(l *lane, bytes int64) { f.paused("not read", l.ID, bytes) }
 }
 

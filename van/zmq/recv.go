@@ -11,9 +11,9 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/dispatch"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -23,7 +23,7 @@ var errDisconnected = errors.New("its connection was closed")
 type receiver struct {
 	v      *zvan
 	sock   *socket
-	loop   *dispatch.Loop[*van.Message]
+	loop   *engine.Loop[*van.Message]
 	spins  bool // looks for a while before it sleeps
 	helped bool // Poll receives from this socket, too
 	router bool // the socket is the ROUTER, else the DEALER of peer
@@ -57,7 +57,7 @@ func newReceiver(v *zvan, s *socket, peer *conn, spins, helped bool) *receiver {
 	if r.router {
 		r.lanes = &v.senders
 	}
-	r.loop = dispatch.NewLoop(r.receive, r.deliver)
+	r.loop = engine.NewLoop(r.receive, r.deliver)
 	r.loop.Discard = func(msg *van.Message) {
 		r.inHand.Add(-1)
 		r.done(msg)
@@ -418,7 +418,8 @@ func (r *receiver) helpLocked(spin time.Duration) bool {
 	return true
 }
 
-func (r *receiver) deliver(msg *van.Message) {
+func (r *receiver) deliver(msg *van.Message, turn *engine.Turn) {
+	msg.Turn = turn
 	r.v.recv(msg)
 	r.done(msg)
 	r.inHand.Add(-1)
@@ -473,7 +474,7 @@ func (v *zvan) fenced(name peerName, f *frames) {
 	}
 }
 
-type lane = dispatch.Lane[*van.Message]
+type lane = engine.Lane[*van.Message]
 
 // lanes gives each sender its lane. Senders without an id share one.
 type lanes struct {

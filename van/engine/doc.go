@@ -1,4 +1,4 @@
-// Package dispatch hands what a transport receives to the layer above so that a
+// Package engine hands what a transport receives to the layer above so that a
 // handler that is slow for one peer never holds up another peer, and so that the
 // common case, a quick handler, costs no goroutine hop.
 //
@@ -14,4 +14,4 @@
 //
 // While deliveries are quick there are two goroutines for each Loop, whatever the
 // number of peers; each delivery that is stuck at the moment adds one.
-package dispatch
+package engine

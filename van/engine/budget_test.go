@@ -1,4 +1,4 @@
-package dispatch
+package engine
 
 import (
 	"sync"
@@ -19,7 +19,7 @@ type sources struct {
 	once   sync.Once
 }
 
-func newSources(n int, deliver func(item)) *sources {
+func newSources(n int, deliver func(item, *Turn)) *sources {
 	s := &sources{lanes: make([]Lane[item], n), queues: make([][]item, n), wake: make(chan struct{}, 1), closed: make(chan struct{})}
 	for i := range s.lanes {
 		s.lanes[i].ID = i
@@ -88,7 +88,7 @@ func (s *sources) stop(t *testing.T) {
 func TestBudgetOfALane(t *testing.T) {
 	release, entered, free := make(chan struct{}), make(chan struct{}, 1000), make(chan struct{}, 1000)
 	var stuck, paused, most atomic.Int64
-	s := newSources(2, func(it item) {
+	s := newSources(2, func(it item, _ *Turn) {
 		if it.peer == 1 {
 			free <- struct{}{}
 			return
@@ -135,7 +135,7 @@ func TestBudgetOfAll(t *testing.T) {
 	}
 	free := make(chan struct{}, 1000)
 	var got [stuck]atomic.Int64
-	s := newSources(stuck+1, func(it item) {
+	s := newSources(stuck+1, func(it item, _ *Turn) {
 		if it.peer == stuck {
 			free <- struct{}{}
 			return
@@ -176,7 +176,7 @@ func TestBudgetNotAsked(t *testing.T) {
 	release := make(chan struct{})
 	var got atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item) {
+	l := NewLoop(src.recv, func(it item, _ *Turn) {
 		if it.seq == 0 {
 			<-release
 		}
@@ -206,7 +206,7 @@ func TestBudgetLosesNoWakeUp(t *testing.T) {
 	left.Store(peers * each)
 	done := make(chan struct{})
 	var n atomic.Int64
-	s := newSources(peers, func(it item) {
+	s := newSources(peers, func(it item, _ *Turn) {
 		if n.Add(1)%500 == 0 {
 			time.Sleep(time.Millisecond) // the slow handler itself
 		}
@@ -237,7 +237,7 @@ func TestTakeOver(t *testing.T) {
 	src := newSource()
 	release, got := make(chan struct{}), make(chan struct{}, 1)
 	first := true
-	l := NewLoop(src.recv, func(it item) {
+	l := NewLoop(src.recv, func(it item, _ *Turn) {
 		if it.seq == 0 {
 			<-release
 			return

@@ -1,4 +1,4 @@
-package dispatch
+package engine
 
 import (
 	"context"
@@ -27,7 +27,7 @@ const (
 
 // ErrInDeliver is returned by Stop when it was called by a delivery, which it
 // cannot wait for.
-var ErrInDeliver = errors.New("dispatch: Stop called from a delivery")
+var ErrInDeliver = errors.New("engine: Stop called from a delivery")
 
 // Loop receives items and delivers them. Set its fields before Start.
 type Loop[T any] struct {
@@ -68,7 +68,7 @@ type Loop[T any] struct {
 	End func()
 
 	recv    func() (T, *Lane[T], bool)
-	deliver func(T)
+	deliver func(T, *Turn)
 
 	// state is epoch<<1 | delivering. Who has the receiving role counts the epoch
 	// up with each delivery, so that the watchdog can tell one that is slow from
@@ -87,7 +87,7 @@ type Loop[T any] struct {
 
 	mu       sync.Mutex
 	quitting bool
-	runners  map[uint64]bool // goroutine id: whether it waits in Stop
+	runners  map[*Turn]struct{}
 	watching bool
 	changed  chan struct{} // closed and replaced when one of the above changes
 }
@@ -97,14 +97,14 @@ type Loop[T any] struct {
 // recv waits for the next item and says which lane it belongs to; with ok false
 // the loop ends. It is called by one goroutine at a time, not always the same.
 //
-// deliver hands up one item. It may block: the deliveries of other lanes go on.
-// Deliveries of one lane never overlap.
-func NewLoop[T any](recv func() (item T, lane *Lane[T], ok bool), deliver func(T)) *Loop[T] {
+// deliver hands up one item in a turn. It may block: the deliveries of other lanes go
+// on. Deliveries of one lane never overlap.
+func NewLoop[T any](recv func() (item T, lane *Lane[T], ok bool), deliver func(T, *Turn)) *Loop[T] {
 	return &Loop[T]{
 		Limit: DefaultLimit, LaneCap: DefaultLaneCap,
 		recv: recv, deliver: deliver,
 		wake: make(chan struct{}, 1), quit: make(chan struct{}),
-		runners: map[uint64]bool{}, changed: make(chan struct{}),
+		runners: map[*Turn]struct{}{}, changed: make(chan struct{}),
 	}
 }
 
@@ -126,18 +126,19 @@ func (l *Loop[T]) Start() {
 // sees to it that a recv that is waiting returns, before Stop or meanwhile.
 // What waits in lanes is discarded. Stop may be called more than once.
 //
-// When a delivery calls Stop, it waits for all other deliveries (but not for
-// those that are waiting in Stop like itself) and returns ErrInDeliver; the loop
-// has ended when that delivery has returned. A delivery that waits for another
-// goroutine to Stop the loop waits until that one's ctx ends.
+// When a delivery calls Stop, with a ctx that Within has made for its turn, it waits for
+// all other deliveries (but not for those that are waiting in Stop like itself) and
+// returns ErrInDeliver; the loop has ended when that delivery has returned. A delivery
+// that calls Stop with another ctx, or waits for another goroutine to Stop the loop,
+// waits until that ctx ends.
 func (l *Loop[T]) Stop(ctx context.Context) error {
 	l.stopped.Store(true)
-	self := goroutineID()
+	self := turnOf(ctx)
 	l.mu.Lock()
 	l.quitLocked()
 	_, inside := l.runners[self]
 	if inside {
-		l.runners[self] = true
+		self.stopping = true
 		l.changedLocked()
 	}
 	for !l.settledLocked(inside) {
@@ -167,8 +168,8 @@ func (l *Loop[T]) settledLocked(inside bool) bool {
 	if l.watching {
 		return false
 	}
-	for _, stopping := range l.runners {
-		if !inside || !stopping {
+	for t := range l.runners {
+		if !inside || !t.stopping {
 			return false
 		}
 	}
@@ -189,34 +190,29 @@ func (l *Loop[T]) changedLocked() {
 
 // spawn starts a goroutine that has the receiving role. The caller holds l.mu.
 func (l *Loop[T]) spawn(epoch uint64) {
-	// The id is known only once the goroutine runs; Stop must not overlook it
-	// until then.
-	ready := make(chan struct{})
+	turn := new(Turn)
+	l.runners[turn] = struct{}{}
 	go func() {
-		id := goroutineID()
-		l.runners[id] = false // under the spawning goroutine's lock
-		close(ready)
-		defer l.leave(id)
+		defer l.leave(turn)
 		if l.End != nil {
 			defer l.End()
 		}
 		if l.Begin != nil {
 			l.Begin()
 		}
-		l.run(epoch)
+		l.run(epoch, turn)
 	}()
-	<-ready
 }
 
-func (l *Loop[T]) leave(id uint64) {
+func (l *Loop[T]) leave(t *Turn) {
 	l.mu.Lock()
-	delete(l.runners, id)
+	delete(l.runners, t)
 	l.changedLocked()
 	l.mu.Unlock()
 }
 
 // run has the receiving role until it loses it or the loop ends.
-func (l *Loop[T]) run(epoch uint64) {
+func (l *Loop[T]) run(epoch uint64, turn *Turn) {
 	var last *Lane[T]
 	for !l.stopped.Load() {
 		item, lane, ok := l.recv()
@@ -243,9 +239,9 @@ func (l *Loop[T]) run(epoch uint64) {
 		if l.parked.Load() {
 			l.unpark()
 		}
-		l.deliver(item)
+		l.deliver(item, turn)
 		if !l.state.CompareAndSwap(busy, busy-1) {
-			l.drain(lane)
+			l.drain(lane, turn)
 			return
 		}
 	}
@@ -272,7 +268,7 @@ func (l *Loop[T]) enqueue(lane *Lane[T], item T) bool {
 }
 
 // drain delivers what has come for lane until it is empty.
-func (l *Loop[T]) drain(lane *Lane[T]) {
+func (l *Loop[T]) drain(lane *Lane[T], turn *Turn) {
 	for {
 		item, ok := l.pop(lane)
 		switch {
@@ -281,7 +277,7 @@ func (l *Loop[T]) drain(lane *Lane[T]) {
 		case l.stopped.Load():
 			l.discard(item)
 		default:
-			l.deliver(item)
+			l.deliver(item, turn)
 		}
 	}
 }

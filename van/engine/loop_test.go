@@ -1,4 +1,4 @@
-package dispatch
+package engine
 
 import (
 	"context"
@@ -80,7 +80,7 @@ func goroutines() int {
 	buf := make([]byte, 1<<20)
 	n := 0
 	for _, g := range strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n") {
-		if strings.Contains(g, "dispatch.(*Loop[...])") {
+		if strings.Contains(g, "engine.(*Loop[...])") {
 			n++
 		}
 	}
@@ -98,7 +98,7 @@ func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 	left.Store(peers * each)
 	done := make(chan struct{})
 	src := newSource()
-	l := NewLoop(src.recv, func(it item) {
+	l := NewLoop(src.recv, func(it item, _ *Turn) {
 		if inside[it.peer].Swap(true) {
 			fail("two deliveries of lane %d at once", it.peer)
 		}
@@ -139,7 +139,7 @@ func TestOtherLanesGoOnWhileOneBlocks(t *testing.T) {
 	const n = 1000
 	src := newSource()
 	drained := make(chan struct{})
-	l := NewLoop(src.recv, func(it item) {
+	l := NewLoop(src.recv, func(it item, _ *Turn) {
 		if it.peer == 0 {
 			order = append(order, it.seq)
 			if it.seq == 0 {
@@ -177,7 +177,7 @@ func TestFullLanePausesWithoutLoss(t *testing.T) {
 	release := make(chan struct{})
 	var got atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item) {
+	l := NewLoop(src.recv, func(it item, _ *Turn) {
 		if it.seq == 0 {
 			<-release
 		}
@@ -206,7 +206,7 @@ func TestStopDiscardsWhatWaits(t *testing.T) {
 	release, entered := make(chan struct{}), make(chan struct{})
 	var delivered, discarded atomic.Int64
 	src := &source{c: make(chan item), closed: make(chan struct{})}
-	l := NewLoop(src.recv, func(it item) {
+	l := NewLoop(src.recv, func(it item, _ *Turn) {
 		delivered.Add(1)
 		close(entered)
 		<-release
@@ -242,13 +242,13 @@ func TestStopFromDeliveries(t *testing.T) {
 	both := sync.WaitGroup{}
 	both.Add(2)
 	var l *Loop[item]
-	l = NewLoop(src.recv, func(it item) {
+	l = NewLoop(src.recv, func(it item, turn *Turn) {
 		both.Done()
 		both.Wait() // so that two deliveries call Stop
 		src.close()
 		ctx, cancel := context.WithTimeout(context.Background(), deadline)
 		defer cancel()
-		errs <- l.Stop(ctx)
+		errs <- l.Stop(Within(ctx, turn))
 	})
 	l.Start()
 	src.c <- item{&a, 0, 0}
@@ -266,7 +266,7 @@ func TestStopFromDeliveries(t *testing.T) {
 
 func TestLoopEndsWhenRecvDoes(t *testing.T) {
 	src := newSource()
-	l := NewLoop(src.recv, func(item) {})
+	l := NewLoop(src.recv, func(item, *Turn) {})
 	l.Start()
 	src.close()
 	waitFor(t, "end of the loop", func() bool { return goroutines() == 0 })
@@ -281,7 +281,7 @@ func TestIdleLoopDoesNotTick(t *testing.T) {
 	var lane Lane[item]
 	src := newSource()
 	got := make(chan struct{}, 1)
-	l := NewLoop(src.recv, func(item) { got <- struct{}{} })
+	l := NewLoop(src.recv, func(item, *Turn) { got <- struct{}{} })
 	l.Start()
 	idle := func() {
 		t.Helper()
@@ -331,7 +331,7 @@ func TestStuckAfterCalm(t *testing.T) {
 	var stuck, free Lane[item]
 	src := newSource()
 	release, got := make(chan struct{}), make(chan struct{})
-	l := NewLoop(src.recv, func(it item) {
+	l := NewLoop(src.recv, func(it item, _ *Turn) {
 		if it.lane == &stuck {
 			<-release
 			return
@@ -356,7 +356,7 @@ func TestNoAllocationPerItem(t *testing.T) {
 	var lane Lane[item]
 	src := newSource()
 	ack := make(chan struct{})
-	l := NewLoop(src.recv, func(item) { ack <- struct{}{} })
+	l := NewLoop(src.recv, func(item, *Turn) { ack <- struct{}{} })
 	l.Start()
 	n := testing.AllocsPerRun(2000, func() {
 		src.c <- item{&lane, 0, 0}
@@ -371,7 +371,7 @@ func TestNoAllocationPerItem(t *testing.T) {
 func TestQueuedItemsDoNotAllocate(t *testing.T) {
 	var lane Lane[item]
 	lane.slow.Store(true)
-	l := NewLoop(nil, func(item) {})
+	l := NewLoop(nil, func(item, *Turn) {})
 	l.Budget, l.Weight = NewBudget(1<<20, 1<<20), func(item) int { return 1000 }
 	n := testing.AllocsPerRun(100, func() {
 		for range 16 {
@@ -395,7 +395,7 @@ func BenchmarkLoop(b *testing.B) {
 	l := NewLoop(func() (item, *Lane[item], bool) {
 		n++
 		return item{}, &lane, n <= b.N
-	}, func(item) {})
+	}, func(item, *Turn) {})
 	b.ReportAllocs()
 	b.ResetTimer()
 	l.Start()

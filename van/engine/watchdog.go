@@ -1,11 +1,6 @@
-package dispatch
+package engine
 
-import (
-	"bytes"
-	"runtime"
-	"strconv"
-	"time"
-)
+import "time"
 
 // watch looks every Limit whether the same delivery is still running, less often while
 // all are short: where processors are few, each look takes one from those who work. It
@@ -114,17 +109,4 @@ func (l *Loop[T]) takeOver(busy uint64) {
 	if taken {
 		l.spawn((busy + 1) >> 1)
 	}
-}
-
-// goroutineID reads the id of the calling goroutine from its stack trace. Only
-// Stop needs it, to know whether a delivery called it, so it is read once for
-// each goroutine of a Loop and never for an item.
-func goroutineID() uint64 {
-	var buf [64]byte
-	s := bytes.TrimPrefix(buf[:runtime.Stack(buf[:], false)], []byte("goroutine "))
-	if i := bytes.IndexByte(s, ' '); i > 0 {
-		s = s[:i]
-	}
-	id, _ := strconv.ParseUint(string(s), 10, 64)
-	return id
 }

@@ -1,0 +1,29 @@
+package engine
+
+import "context"
+
+// Turn stands for a goroutine that delivers. Each delivery is told whose turn it is: what
+// it calls that waits for the end of deliveries, as Stop does, must not wait for itself,
+// and is given a context made by Within.
+type Turn struct {
+	stopping bool // it waits in Stop; Loop.mu guards it
+}
+
+type turnKey struct{}
+
+// Within returns ctx for what a delivery calls in turn t; nil is no turn.
+func Within(ctx context.Context, t *Turn) context.Context {
+	if t == nil {
+		return ctx
+	}
+	return context.WithValue(ctx, turnKey{}, t)
+}
+
+// turnOf returns whose turn ctx was made for, or nil.
+func turnOf(ctx context.Context) *Turn {
+	t, _ := ctx.Value(turnKey{}).(*Turn)
+	return t
+}
+
+// IsWithin tells whether ctx was made for turn t.
+func IsWithin(ctx context.Context, t *Turn) bool { return t != nil && turnOf(ctx) == t }
