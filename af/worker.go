@@ -120,8 +120,9 @@ func (w *TensorWorker) ZBatchPushPullOn(stream Stream, push, pull []KeyTensor) (
 	}
 	handler = b.First()
 	if !b.queued {
-		if b.Pending() { // else a server is away: Wait says so, and the others get nothing that they could not answer
+		if b.Begin() { // else a server is away: Wait says so, and the others get nothing that they could not answer
 			b.sendAll(handler)
+			b.End()
 		}
 		return handler, nil
 	}

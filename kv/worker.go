@@ -206,20 +206,21 @@ const maxPayload = math.MaxInt32
 
 // begin opens the request and sends its messages.
 func (w *Worker[V]) begin(c *call[V]) (int32, error) {
-	// What c holds of the caller is given up as soon as the request ends, which a
-	// lost peer or a timeout may do while messages are still being sent.
 	keys, vals, lens := c.keys, c.vals, c.lens
 	if err := w.customer.Open(&c.Request, c.op, c, 1, c.ids); err != nil {
 		c.discard()
 		return 0, err
 	}
 	ts := c.First()
-	for i := range c.parts {
-		c.asked.Store(int32(i + 1))
-		if err := c.send(ts, i, keys, vals, lens); err != nil {
-			w.customer.Abort(&c.Request, err)
-			break
+	if c.Begin() { // else a server is away, or all of them: Wait says so
+		for i := range c.parts {
+			c.asked.Store(int32(i + 1))
+			if err := c.send(ts, i, keys, vals, lens); err != nil {
+				w.customer.Abort(&c.Request, err)
+				break
+			}
 		}
+		c.End()
 	}
 	c.msg.Reset() // holds on to nothing of the caller
 	c.unhold()

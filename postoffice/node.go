@@ -89,8 +89,9 @@ type Node struct {
 	log      *slog.Logger
 	debug    bool // every message is logged
 	van      van.Van
-	flusher  van.Flusher // nil when the van holds nothing
-	poller   van.Poller  // nil when only the van receives
+	flusher  van.Flusher  // nil when the van holds nothing
+	recaller van.Recaller // nil when the van reads no memory later
+	poller   van.Poller   // nil when only the van receives
 	back     backend.Backend
 	ownBack  bool
 	keepBack bool
@@ -356,6 +357,7 @@ func (n *Node) openVan(f van.Factory) error {
 	}
 	n.van = v
 	n.flusher, _ = van.As[van.Flusher](v)
+	n.recaller, _ = van.As[van.Recaller](v)
 	n.poller, _ = van.As[van.Poller](v)
 	return nil
 }

@@ -22,7 +22,8 @@ type Sink interface {
 	Answer(i, from int, msg *van.Message) error
 
 	// Finished is called once, before any Wait returns: with nil after the last
-	// answer, else with the reason. No Answer runs any more.
+	// answer, else with the reason. No Answer runs any more, and after a failure the
+	// transport does not use the memory of what was sent before it.
 	Finished(err error)
 
 	// Recycle is called once after Finished, when nobody refers to the request any
@@ -186,6 +187,9 @@ func (r *Request) settle() {
 	r.mu.Unlock()
 
 	if err != nil && !r.unsent {
+		if x := c.node.recaller; x != nil {
+			x.Recall(van.Requests{App: int32(c.app), Customer: int32(c.id), First: r.first, Count: r.n})
+		}
 		r.tell()
 	}
 	sink.Finished(err)

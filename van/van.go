@@ -81,6 +81,28 @@ type Revoker interface {
 	Revoke(backend.Mem)
 }
 
+// Recaller is implemented by vans that read the memory of messages after Send has
+// returned.
+type Recaller interface {
+	// Recall says that these requests are given up. When it returns, the bytes of their
+	// frames are the caller's again, whether or not Done has been called: a receiver of
+	// this library gets such a message as it was sent, or not at all. One of the original
+	// may get what is in that memory later.
+	Recall(Requests)
+}
+
+// Requests are those of one customer with consecutive timestamps.
+type Requests struct {
+	App, Customer int32
+	First         int32 // timestamp
+	Count         int32
+}
+
+// Has tells whether a message with that meta is one of the requests.
+func (r *Requests) Has(m *Meta) bool {
+	return m.Request && !m.IsControl() && m.AppID == r.App && m.CustomerID == r.Customer && m.Timestamp >= r.First && m.Timestamp-r.First < r.Count
+}
+
 // Advertiser is implemented by vans that tell peers about themselves in the node
 // record.
 type Advertiser interface {

@@ -42,16 +42,18 @@ type outLink struct {
 	gen    uint32
 	stream stream
 	queue  []*queued
-	unsent int64 // bytes that are lent, streamed or queued
-	seen   taken // when they were too many last
-	gone   bool  // nothing can be sent any more
-	cause  error // why
+	queued purposes // of which queue has lent parts
+	unsent int64    // bytes that are lent, streamed or queued
+	seen   taken    // when they were too many last
+	gone   bool     // nothing can be sent any more
+	cause  error    // why
 
 	held atomic.Bool // the peer has not been rung for the last messages
 }
 
 // loan is what a message has lent until the receiver acknowledges it.
 type loan struct {
+	of     purpose
 	mems   [partCount]backend.Mem
 	bytes  int64
 	done   van.Completion
@@ -147,7 +149,7 @@ func loanOf(r *record, msg *van.Message, meta []byte) loan {
 			}
 		}
 	}
-	l.done = msg.Done
+	l.of, l.done = sentFor(&msg.Meta), msg.Done
 	return l
 }
 
@@ -213,6 +215,8 @@ func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, ex
 	q.loan = loanOf(r, msg, meta)
 	if !r.lends() && !r.streams() {
 		q.loan.end()
+	} else {
+		l.queued.add(q.loan.of)
 	}
 	l.queue = append(l.queue, q)
 	l.unsent += int64(size) + q.loan.bytes
@@ -353,6 +357,7 @@ func (l *outLink) drain() {
 			l.queue[0] = nil
 			l.queue = l.queue[1:]
 			l.unsent -= int64(len(q.bytes)) + q.loan.bytes
+			l.queued.remove(q.loan.of)
 			l.publish(&q.rec, len(q.bytes), q.loan)
 		}
 		if l.tail != before {
@@ -524,7 +529,7 @@ func (l *outLink) close(inOrder bool) (lost int) {
 			q.loan.end()
 		}
 	}
-	l.queue = nil
+	l.queue, l.queued = nil, nil
 	l.busy.Store(false)
 	l.bell.ring()
 	_ = l.conn.Close()

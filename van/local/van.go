@@ -120,6 +120,7 @@ var (
 	_ van.Meter           = (*Van)(nil)
 	_ van.BufferRegistrar = (*Van)(nil)
 	_ van.Revoker         = (*Van)(nil)
+	_ van.Recaller        = (*Van)(nil)
 	_ van.Advertiser      = (*Van)(nil)
 	_ van.Admitter        = (*Van)(nil)
 )
@@ -351,6 +352,16 @@ func (v *Van) Revoke(mem backend.Mem) {
 	}
 	if r, ok := van.As[van.Revoker](v.inner); ok {
 		r.Revoke(mem)
+	}
+}
+
+// Recall implements van.Recaller.
+func (v *Van) Recall(q van.Requests) {
+	for _, l := range *v.outs.Load() {
+		l.recall(&q)
+	}
+	if r, ok := van.As[van.Recaller](v.inner); ok {
+		r.Recall(q)
 	}
 }
 

@@ -239,9 +239,9 @@ func (f *frames) probe() bool { return f.n == 2 && f.extra == 0 && f.size[1] == 
 // source is the descriptor of the connection that f came from, or -1.
 func (f *frames) source() int { return int(C.sa_msg_fd((*C.sa_msg)(f))) }
 
-// dataLen is the length of all frames but the sender's name.
-func (f *frames) dataLen() (n int) {
-	for i := 1; i < f.len(); i++ {
+// dataLen is the length of the meta and so many data frames.
+func (f *frames) dataLen(data int) (n int) {
+	for i := 1; i < 2+data; i++ {
 		n += int(f.size[i])
 	}
 	return n
@@ -256,6 +256,10 @@ func (f *frames) wire() (n int64) {
 	}
 	return n + int64(f.surplus)
 }
+
+// recall makes the mark say that the values are not as they were sent. The lock of the
+// caller orders it before what is put there next.
+func (s *lentSlot) recall() { s.c.mark = markRecalled }
 
 // setWeight notes what f counts while it waits, and for whom.
 func (f *frames) setWeight(n, kind int) { f.weight, f.kind = C.int64_t(n), C.int(kind) }
@@ -283,6 +287,7 @@ type route struct {
 	acct       *account // of the peer
 	limit      int64    // of acct
 	urgent     bool     // ahead of data that waits
+	marks      bool     // the peer knows marks
 }
 
 // send hands msg to the socket without blocking.
@@ -313,6 +318,10 @@ func (s *socket) send(to *route, meta []byte, msg *van.Message, l *lent) error {
 		return van.ErrQueueFull
 	}
 	var flags C.int
+	if to.marks && lend > 0 && msg.Request {
+		flags |= C.SA_MARK
+		lend++
+	}
 	if msg.More {
 		flags |= C.SA_MORE
 	}
@@ -321,7 +330,7 @@ func (s *socket) send(to *route, meta []byte, msg *van.Message, l *lent) error {
 	}
 	var slot *C.sa_slot
 	if lend > 0 {
-		slot = l.lend(msg, lend, to.acct, lentBytes)
+		slot = l.lend(msg, lend, to, lentBytes)
 	}
 	rc := C.sa_send(s.c, (*C.char)(unsafe.Pointer(unsafe.StringData(to.dest))), C.int(len(to.dest)),
 		(*C.char)(unsafe.Pointer(unsafe.StringData(to.self))), C.int(len(to.self)),
@@ -439,6 +448,7 @@ type lent struct {
 	mu    sync.Mutex
 	slots []*lentSlot
 	free  []*lentSlot
+	lent  recalls
 	held  atomic.Int64 // slots in libzmq's hands
 	pump  func() bool  // sends what waits in sockets, and tells whether there is more
 	wake  chan struct{}
@@ -453,6 +463,7 @@ type lentSlot struct {
 	done  van.Completion
 	index uint32
 	gone  atomic.Bool // with libzmq: orders the fields above for the race detector
+	entry entry       // of a request
 }
 
 func newLent(pump func() bool) *lent {
@@ -464,7 +475,7 @@ func newLent(pump func() bool) *lent {
 }
 
 // lend reserves a slot for n frames of msg and pins their memory.
-func (l *lent) lend(msg *van.Message, n int, a *account, bytes int64) *C.sa_slot {
+func (l *lent) lend(msg *van.Message, n int, to *route, bytes int64) *C.sa_slot {
 	l.mu.Lock()
 	var s *lentSlot
 	if k := len(l.free); k > 0 {
@@ -475,6 +486,10 @@ func (l *lent) lend(msg *van.Message, n int, a *account, bytes int64) *C.sa_slot
 		s.c.list, s.c.index = l.list, C.uint32_t(s.index)
 		l.slots = append(l.slots, s)
 	}
+	s.c.mark = markSent
+	if msg.Request {
+		l.lent.add(s, msg, to.marks)
+	}
 	l.mu.Unlock()
 	for i := range msg.Frames {
 		if m := msg.Frame(i); m.Len() >= van.CopyBelow {
@@ -482,7 +497,7 @@ func (l *lent) lend(msg *van.Message, n int, a *account, bytes int64) *C.sa_slot
 		}
 	}
 	s.done = msg.Done
-	s.c.refs, s.c.failed, s.c.acct, s.c.bytes = C.int(n), 0, a.c, C.int64_t(bytes)
+	s.c.refs, s.c.failed, s.c.acct, s.c.bytes = C.int(n), 0, to.acct.c, C.int64_t(bytes)
 	s.gone.Store(true)
 	l.held.Add(1)
 	l.rouse()
@@ -514,6 +529,7 @@ func (l *lent) reap() {
 			s.pin[i].drop()
 		}
 		l.mu.Lock()
+		l.lent.remove(s)
 		l.free = append(l.free, s)
 		l.mu.Unlock()
 		l.held.Add(-1)

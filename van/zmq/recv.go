@@ -173,8 +173,9 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	name, c := r.senderOf(f)
 	probe := r.router && f.probe()
 	var err error
+	mark := byte(markSent)
 	if !probe {
-		err = parse(msg, f)
+		mark, err = parse(msg, f, name.incarnation != 0)
 	}
 	member := c != nil && c.isOf(name)
 	if r.router && (!member || !c.seen.Load()) {
@@ -189,6 +190,8 @@ func (r *receiver) accept(msg *van.Message) verdict {
 		r.v.malformed(err, f)
 	case !msg.IsControl() && r.fenced(c, name):
 		r.v.fenced(name, f)
+	case mark == markRecalled:
+		r.v.log.Debug("dropped a message that was given up while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
 	case probe, member && msg.Control.Cmd == van.Heartbeat && r.v.noticed(c, msg.Body):
 	default:
 		return r.take(msg, f, now, name, c, member)
@@ -207,7 +210,7 @@ func (r *receiver) take(msg *van.Message, f *frames, now uint64, name peerName, 
 		msg.ResponseTrace.PostRecv = now
 	}
 	msg.Receiver = int(r.v.id.Load())
-	size := f.dataLen()
+	size := f.dataLen(msg.Frames)
 	r.v.stats.received(size)
 	kind := ofStranger
 	switch {
@@ -432,24 +435,30 @@ func (r *receiver) done(msg *van.Message) {
 }
 
 // parse checks the frames of a message and decodes them into msg. Frame 0 names
-// the sender, frame 1 is the meta, the rest is data.
-func parse(msg *van.Message, f *frames) error {
+// the sender, frame 1 is the meta, the rest is data, and, in requests of nodes of this
+// library, native, perhaps a mark.
+func parse(msg *van.Message, f *frames, native bool) (mark byte, err error) {
 	n := f.len()
 	if n < 2 || f.excess() > 0 {
-		return &van.FieldError{Field: "frames", Value: n + f.excess(), Want: "a sender, a meta, and up to 3 data frames"}
+		return 0, &van.FieldError{Field: "frames", Value: n + f.excess(), Want: "a sender, a meta, and up to 3 data frames"}
 	}
 	if err := van.DecodeMeta(f.bytes(1), &msg.Meta); err != nil {
-		return err
+		return 0, err
 	}
 	data := n - 2
-	if data == 1 {
-		return &van.FieldError{Field: "data frames", Value: data, Want: "0, 2 or 3"}
+	if native && msg.Request && !msg.IsControl() {
+		if data, mark, err = takeMark(f, data); err != nil {
+			return 0, err
+		}
+	}
+	if data == 1 || data > van.MaxFrames {
+		return 0, &van.FieldError{Field: "data frames", Value: data, Want: "0, 2 or 3"}
 	}
 	msg.Frames = data
 	for i := range data {
 		msg.SetFrame(i, f.mem(i+2))
 	}
-	return nil
+	return mark, nil
 }
 
 // malformed counts and reports nonsense from the network: the 1st, 2nd, 4th, ...

@@ -286,7 +286,7 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
             size_t n2, int lend2, sa_slot *slot, sa_acct *acct, int64_t own, int flags) {
   zmq_msg_t part[SA_MAX_SEND];
   sa_frame frame[SA_MAX_DATA] = {{(void *)p0, n0, lend0}, {(void *)p1, n1, lend1}, {(void *)p2, n2, lend2}};
-  int n = 0, next = 0, rc = 0;
+  int n = 0, next = 0, rc = 0, unmarked = flags & SA_MARK;
   int64_t bytes = own + (slot != NULL ? slot->bytes : 0), unheaded = own;
 
   if (destlen > 0) {
@@ -302,6 +302,11 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
     sa_frame *f = &frame[next];
     if (f->lend ? zmq_msg_init_data(&part[n], f->ptr, f->len, release, slot) : copy_part(&part[n], f->ptr, f->len))
       goto nomem;
+  }
+  if (unmarked) {
+    if (zmq_msg_init_data(&part[n], &slot->mark, 1, release, slot) != 0) goto nomem;
+    unmarked = 0;
+    n++;
   }
 
   pthread_mutex_lock(&s->mu);
@@ -323,5 +328,6 @@ nomem:
   for (int i = 0; i < n; i++) zmq_msg_close(&part[i]);
   for (; next < nframes; next++)
     if (frame[next].lend) release(NULL, slot);
+  if (unmarked) release(NULL, slot);
   return -ENOMEM;
 }

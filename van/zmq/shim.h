@@ -8,13 +8,13 @@
 #include <stdint.h>
 #include <zmq.h>
 
-// Frames of the largest message: sender, meta, keys, values, lengths.
-#define SA_MAX_PARTS 5
+// Frames of the largest message: sender, meta, keys, values, lengths, mark.
+#define SA_MAX_PARTS 6
 // Data frames of a message to send.
 #define SA_MAX_DATA 3
 
-// Frames of the largest message to send: destination and sender, meta, data.
-#define SA_MAX_SEND (SA_MAX_DATA + 3)
+// Frames of the largest message to send: destination and sender, meta, data, mark.
+#define SA_MAX_SEND (SA_MAX_DATA + 4)
 // Messages that a socket holds back for more to come.
 #define SA_MAX_HELD 16
 
@@ -77,6 +77,9 @@ typedef struct sa_slot {
   int refs;
   int failed; // sa_send failed: nothing left, nobody is to be told
   uint32_t index;
+  // What the last frame of a message with SA_MARK says. libzmq reads it after the lent
+  // frames before it have left: 0 says that they were as they had been lent.
+  uint8_t mark;
 } sa_slot;
 
 // One data frame to send: lent to libzmq, or copied.
@@ -110,6 +113,8 @@ void sa_wake(sa_sock *s);
 // How to send: after what is held, with more to come; ahead of all that waits.
 #define SA_MORE 1
 #define SA_URGENT 2
+// With slot's mark as the last frame, which slot's refs counts, too.
+#define SA_MARK 4
 
 // What sa_send, sa_flush and sa_pump return besides -errno: the sleeping receiver of s
 // must be woken; something waits for sa_pump.

@@ -91,6 +91,7 @@ type conn struct {
 	incarnation uint32        // of the peer; 0: a node of the original
 	before      uint32        // of the process that it has replaced
 	admitted    atomic.Bool   // this node knows it as the peer
+	named       bool          // it knows which process this is
 	seen        atomic.Bool   // it has a connection to this node's ROUTER
 	holdUntil   atomic.Uint64 // the peer has asked for no data until then; 0: it has not
 }
@@ -343,6 +344,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 		if err := z.SetIdentity(v.nameFor(c)); err != nil {
 			return fail(errors.Join(err, z.Close()))
 		}
+		c.named = c.incarnation != 0
 	}
 	if c.incarnation != 0 {
 		if err := v.tuneNative(z); err != nil {
@@ -532,13 +534,13 @@ func (v *zvan) send(msg *van.Message, c *conn) error {
 		}
 	}
 	size := msg.PayloadLen()
-	to := route{acct: c.acct, limit: v.flow.send}
+	to := route{acct: c.acct, limit: v.flow.send, marks: c.named}
 	if msg.IsControl() {
 		to.urgent, to.limit = true, v.flow.controlLimit()
 	}
 	sock := c.sock
 	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
-		sock, to.dest, to.self = v.router, who.dest, v.nameFor(c)
+		sock, to.dest, to.self, to.marks = v.router, who.dest, v.nameFor(c), c.incarnation != 0
 	}
 	if err := sock.send(&to, meta, msg, v.lent); err != nil {
 		if errors.Is(err, van.ErrQueueFull) {
