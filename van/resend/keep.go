@@ -26,6 +26,7 @@ type entry struct {
 
 	sending sync.Mutex // around inner.Send, which writes to msg
 	msg     van.Message
+	dropped bool // not to be sent any more: its memory is the caller's again
 	short   [van.MaxFrames][van.CopyBelow]byte // frames that Send copies
 
 	// Under Van.mu:
@@ -62,6 +63,9 @@ func (e *entry) release() {
 func (v *Van) transmit(e *entry) error {
 	e.sending.Lock()
 	defer e.sending.Unlock()
+	if e.dropped {
+		return nil
+	}
 	e.refs.Add(1)
 	err := v.inner.Send(&e.msg)
 	if err != nil {
@@ -82,7 +86,7 @@ func (v *Van) Send(m *van.Message) error {
 	e.msg.Reset()
 	e.msg.Meta.CopyFrom(&m.Meta)
 	e.msg.Receiver, e.msg.Frames = m.Receiver, m.Frames
-	e.msg.Placed = m.Placed
+	e.msg.Placed, e.dropped = m.Placed, false
 	for i := range m.Frames {
 		f := m.Frame(i)
 		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may use it again at once

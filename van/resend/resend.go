@@ -79,6 +79,7 @@ var (
 	_ van.Van         = (*Van)(nil)
 	_ van.Wrapper     = (*Van)(nil)
 	_ van.PeerWatcher = (*Van)(nil)
+	_ van.Recaller    = (*Van)(nil)
 )
 
 // New wraps inner, which must not have been started. Until Enable is called,

@@ -1,0 +1,63 @@
+package resend
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestRecall: requests that were given up are not sent again, or for the first time, and
+// nobody is told that they failed; their memory is given back. Others of the same name
+// are.
+func TestRecall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second, MaxTries: 3})
+		if err := f.Connect(t.Context(), 8, van.Node{Hostname: "h", Port: 1}); err != nil {
+			t.Fatal(err)
+		}
+		var done counter
+		send := func(ts, customer int) {
+			m := request(8, ts)
+			m.CustomerID, m.Done = int32(customer), &done
+			if err := f.Send(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		// Of name 5: sent, not sent, not sent.
+		for _, customer := range []int{1, 0, 0} {
+			send(5, customer)
+		}
+		for _, customer := range []int{0, 1} {
+			send(6, customer)
+		}
+		send(7, 0)
+		if s := f.p.take(); len(s) != 3 {
+			t.Fatalf("%d messages were sent, want 3", len(s))
+		}
+		f.Recall(van.Requests{First: 5, Count: 2})
+		if n := done.Load(); n != 3 {
+			t.Errorf("%d messages were given back, want 3", n)
+		}
+		if s := f.p.take(); len(s) != 1 || s[0].meta.Timestamp != 6 || s[0].meta.CustomerID != 1 {
+			t.Errorf("sent: %v, want the other customer's, which has waited", s)
+		}
+		time.Sleep(1500 * time.Millisecond)
+		for _, s := range f.p.take() {
+			if m := s.meta; m.CustomerID == 0 && m.Timestamp != 7 {
+				t.Errorf("%s was sent after it was given up", &m)
+			}
+		}
+		for _, ts := range []int{5, 6, 7} {
+			f.p.recv(ack(8, signature(&request(8, ts).Meta, 9, 8)))
+		}
+		if f.count != 0 || len(f.kept) != 0 || f.first != nil || done.Load() != 6 {
+			t.Errorf("%d messages are kept after their acknowledgement, %d were given back", f.count, done.Load())
+		}
+		time.Sleep(10 * time.Second)
+		if x := f.failed(); len(x) != 0 {
+			t.Errorf("failures: %v", x)
+		}
+	})
+}
