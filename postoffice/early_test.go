@@ -1,8 +1,13 @@
 package postoffice
 
 import (
+	"log/slog"
 	"testing"
+	"testing/synctest"
 	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // TestOneExpiry: requests that are kept, taken and kept again, for whatever application,
@@ -18,5 +23,69 @@ func TestOneExpiry(t *testing.T) {
 	a.discard()
 	if a.expiry.Stop() {
 		t.Error("a timer runs on after the end")
+	}
+}
+
+// TestEachExpires: a request that was kept later is given up later, and is given up.
+func TestEachExpires(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &Node{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}
+		a := &n.apps
+		a.init()
+		keep := func(sender int) {
+			a.mu.Lock()
+			defer a.mu.Unlock()
+			msg := (&van.Message{Sender: sender}).Retain()
+			a.early[appKey{7, 7}] = append(a.early[appKey{7, 7}], early{msg, clock.Now()})
+			a.count(msg, 1)
+		}
+		kept := func() int {
+			a.mu.Lock()
+			defer a.mu.Unlock()
+			return a.messages
+		}
+		keep(9)
+		a.expireIn(n, time.Second)
+		time.Sleep(600 * time.Millisecond)
+		keep(11)
+		for _, want := range []int{1, 0} {
+			time.Sleep(500 * time.Millisecond)
+			if got := kept(); got != want {
+				t.Errorf("%d requests are kept, want %d", got, want)
+			}
+		}
+	})
+}
+
+// sent is a van that keeps what is sent.
+type sent struct {
+	van.Van
+	bodies []string
+}
+
+func (s *sent) Send(m *van.Message) error {
+	s.bodies = append(s.bodies, string(m.Body))
+	return nil
+}
+
+// TestSayAgain: a server that is back is told what was given up meanwhile; another process
+// in its place, which has none of it, is not.
+func TestSayAgain(t *testing.T) {
+	out := &sent{}
+	n := &Node{van: out, log: slog.New(slog.DiscardHandler)}
+	n.processes.change(8, func(p *process) { p.known, p.incarnation, p.lost = true, 5, van.ErrPeerLost })
+	n.withdraw(8, 7, Withdrawn{Customer: 1, First: 20, Count: 3})
+	if len(out.bodies) > 0 {
+		t.Fatalf("a lost server is told %q", out.bodies)
+	}
+	n.processes.change(8, func(p *process) { p.lost = nil })
+	n.sayAgain(8)
+	if len(out.bodies) != 1 || out.bodies[0] != "stepaf/1 given-up 7 1 20 3" {
+		t.Fatalf("a server that is back is told %q", out.bodies)
+	}
+	n.processes.change(8, func(p *process) { p.incarnation = 6 })
+	n.sayAgain(8)
+	if len(out.bodies) != 1 {
+		t.Errorf("another process is told %q", out.bodies[1:])
 	}
 }

@@ -276,6 +276,27 @@ func TestEarlyRequestsAreCounted(t *testing.T) {
 	until(t, "4096 requests are held", func() bool { return hook.Held() == 4096 })
 }
 
+// TestEarlyRequestsHaveABudget: what is kept of one sender is not more than its budget.
+func TestEarlyRequestsHaveABudget(t *testing.T) {
+	const budget, size = 1 << 20, 100 << 10
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Set: func(c *postoffice.Config) { c.RecvBudgetPeer = budget }})
+	last := make(chan struct{})
+	if _, err := c.Servers[0].AddCustomer(8, 8, func(*van.Message) { close(last) }); err != nil {
+		t.Fatal(err)
+	}
+	for ts := range 20 {
+		ask(t, c, 7, ts, size)
+	}
+	ask(t, c, 8, 0, 1) // behind all of them
+	select {
+	case <-last:
+	case <-time.After(20 * time.Second):
+		t.Fatal("the last request does not come")
+	}
+	until(t, "the rest is held", func() bool { return hook.Held() == budget/size })
+}
+
 // TestPlaces: only ids that the cluster has a place for may join it.
 func TestPlaces(t *testing.T) {
 	n := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 1}).Servers[0]

@@ -186,6 +186,18 @@ func TestStrangersHaveABudget(t *testing.T) {
 	if !strings.Contains(logged.String(), "STEPAF_STRANGER_BUDGET") {
 		t.Error("the log does not name the budget")
 	}
+	// What has been delivered does not count any more.
+	record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.Identity{Incarnation: w.Incarnation() ^ 1}).Encode()}
+	s.NoteProcess(van.WorkerID(0), &record)
+	until(t, "what was kept is delivered", func() bool { return hook.Held() == 0 })
+	for ts := range int32(30) {
+		m := rawRequest(7, ts, size)
+		m.SetIncarnations(w.Incarnation()^3, s.Incarnation())
+		if err := w.Van().Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	until(t, "a stranger's messages are kept again", func() bool { return hook.Held() >= budget/size-2 })
 	s.Close()
 	if n := hook.Held(); n != 0 {
 		t.Errorf("%d messages are held after Close", n)

@@ -169,6 +169,24 @@ func TestBudgetOfAll(t *testing.T) {
 	}
 }
 
+// TestBudgetOfAllWakesAll: all lanes that others have paused look again when there is room
+// for all: which of them something comes for is not known.
+func TestBudgetOfAllWakesAll(t *testing.T) {
+	b := NewBudget(0, 400)
+	b.add(400)
+	b.enter(new(Lane[item]))
+	b.enter(new(Lane[item]))
+	if n := len(b.sub(90)); n != 0 {
+		t.Errorf("%d lanes are to look at %d bytes of 400, want none before three quarters", n, b.Used())
+	}
+	if n := len(b.sub(20)); n != 2 {
+		t.Errorf("%d lanes are to look at %d bytes of 400, want both", n, b.Used())
+	}
+	if n := len(b.sub(20)); n != 0 {
+		t.Errorf("%d lanes are to look once more", n)
+	}
+}
+
 // TestBudgetNotAsked: the loop waits with what a transport receives without asking, and
 // loses nothing.
 func TestBudgetNotAsked(t *testing.T) {

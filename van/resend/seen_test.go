@@ -135,3 +135,17 @@ func TestSentBeforeItsName(t *testing.T) {
 		t.Errorf("%d processes are remembered, want 1", n)
 	}
 }
+
+// TestLivesOfOthers: processes that claim an id do not make forget what the one that has it
+// has sent.
+func TestLivesOfOthers(t *testing.T) {
+	p := &peer{}
+	p.follow(9, 5)
+	mine := p.of(9, 5)
+	for inc := uint32(6); inc < 10; inc++ {
+		p.of(9, inc)
+		if p.of(9, 5) != mine || len(p.lives) > maxLives {
+			t.Fatalf("after a message of %d, the history of the process that has the id is another, or there are too many (%d)", inc, len(p.lives))
+		}
+	}
+}

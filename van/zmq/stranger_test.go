@@ -68,6 +68,27 @@ func TestManyStrangers(t *testing.T) {
 	until(t, "memory given back", func() bool { return resident(t)-before < 16<<20 })
 }
 
+// TestStrangersGiveBack: what strangers held who have gone does not count any more.
+func TestStrangersGiveBack(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, func(c *env.Config) { c.StrangerBudget = 4 << 20 })
+	held := func() int64 {
+		scheduler.guard.mu.Lock()
+		defer scheduler.guard.mu.Unlock()
+		return scheduler.guard.held
+	}
+	part := frame(make([]byte, 3<<20), true)
+	for range 3 {
+		r := dialRaw(t, scheduler, "")
+		_, _ = r.Write(part)
+		until(t, "what he holds", func() bool { return held() > 2<<20 })
+		_ = r.Close()
+		until(t, "end of what he held", func() bool { return held() == 0 })
+	}
+	if n := scheduler.Stats().Strangers; n != 0 {
+		t.Errorf("%d connections were ended, want none: each was within the budget", n)
+	}
+}
+
 // TestLongFirstMessage: a member's connection is not a stranger's, also before its first
 // message is whole.
 func TestLongFirstMessage(t *testing.T) {
