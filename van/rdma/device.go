@@ -37,8 +37,12 @@ type device struct {
 	pollFailures int         // polls, one after the other
 	dead         atomic.Bool // the device: many have failed
 	sleeping     atomic.Bool
-	lockWaiters  atomic.Int32 // who waits for mu
-	requestsWait atomic.Bool  // peers wait for a slot
+	lockWaiters  atomic.Int32 // goroutines that wait for mu
+
+	// What housekeeping looks at: connections with credits to send or messages that wait,
+	// those whose peers' slot requests wait, and those that nothing is sent on.
+	active, requests, probes dueQueue
+
 	// undelivered counts messages that have come and have not been delivered by the loop.
 	undelivered atomic.Int32
 	stopped     chan struct{}
@@ -68,6 +72,7 @@ func newDevice(v *rvan, dev verbs.Device) *device {
 	d := &device{v: v, dev: dev, regions: newRegions(dev, v.backend), areas: map[*area]bool{},
 		stopped: make(chan struct{}), wakeup: make(chan struct{}, 1), idleTimer: time.NewTimer(time.Hour), idleTime: minIdleWait}
 	d.pool.d = d
+	d.probes.delay = probeTime
 	d.regions.stuck = func(r *region, err error) {
 		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.mem.Len(), "err", err)
 	}
@@ -261,11 +266,13 @@ func (d *device) pollOnce() {
 	}
 	if block > 0 {
 		d.sleeping.Store(true)
-		if d.v.somethingDue() || d.requestsWait.Load() { // a message that begins to wait from now on wakes
-			block = tickTime
-		}
-		// Whoever has put something for the loop since, or owes credits, sees parked.
+		// Credits that come to be owed from now on are sent at once, and a message that begins
+		// to wait wakes the loop: their senders see that it sleeps.
 		d.housekeep(true)
+		block = d.probes.wait(clock.Now(), maxSleep)
+		if !d.active.empty() || !d.requests.empty() {
+			block = min(block, tickTime)
+		}
 		if d.v.pollers.Load() > 0 || d.ending.Load() || d.lockWaiters.Load() > 0 || d.pending() {
 			block = 0
 		}
@@ -286,8 +293,8 @@ const (
 	spinSlice = 10 * time.Microsecond
 	maxSleep  = time.Second
 	tickTime  = 2 * time.Millisecond // of housekeeping
-	sweepTime = time.Second
-	probeTime = time.Second // of idle connections
+	evictTime = time.Second          // between two looks for regions that nothing uses
+	probeTime = time.Second          // of idle connections
 )
 
 // poll takes completions and turns them into messages in d.came. d.mu is held.
@@ -351,41 +358,29 @@ func (d *device) deliver(m *van.Message, turn *engine.Turn) {
 	d.undelivered.Add(-1)
 }
 
-// housekeep does now and then what nobody else does.
+// housekeep does what is due. Idle connections cost nothing but a probe each second.
 func (d *device) housekeep(sleeping bool) {
 	now := clock.Now()
 	if !sleeping && now-d.housekeptAt < uint64(tickTime) {
 		return
 	}
 	d.housekeptAt = now
-	v := d.v
-	for _, c := range *v.conns.Load() {
-		busy := false
-		if c.in != nil && c.in.host == d {
-			busy = c.in.tick(now, sleeping)
-		} else if c.peer != nil {
-			busy = c.peer.tick(now)
-		}
-		if busy {
-			d.idleTime = minIdleWait
-		}
+	if d.active.run(now, sleeping) {
+		d.idleTime = minIdleWait
 	}
-	sweep := now-d.evictedAt > uint64(sweepTime)
-	if sweep {
+	d.probes.run(now, false)
+	if now-d.evictedAt > uint64(evictTime) {
 		d.evictedAt = now
 		d.regions.evict(now)
 	}
-	if d.requestsWait.Swap(false) || sweep {
-		if !sleeping {
-			d.mu.Lock() // as for any slot request
-			defer d.mu.Unlock()
-		}
-		for _, c := range *v.conns.Load() {
-			if c.in != nil && c.in.host == d {
-				c.in.retryRequests(now)
-			}
-		}
+	if d.requests.empty() {
+		return
 	}
+	if !sleeping {
+		d.mu.Lock() // as for any slot request
+		defer d.mu.Unlock()
+	}
+	d.requests.run(now, false)
 }
 
 // Poll implements van.Poller: it receives and delivers on the caller's goroutine the

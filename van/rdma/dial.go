@@ -12,7 +12,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -32,6 +31,7 @@ const (
 type times struct {
 	connect, connectStepMesh time.Duration // for the answer to a connect request
 	allQueuePairs            time.Duration // until all queue pairs of a connection have asked; StepMesh may have fewer
+	inboundDown              time.Duration // that a peer may be without its own connection to this node
 	quiet                    time.Duration // a lost connection that carried no data is made again before it is told
 	overwriteGrace           time.Duration // that a request may be held after its answer
 	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
@@ -39,7 +39,7 @@ type times struct {
 
 // A StepMesh node aborts when a connect request is withdrawn: there the connection
 // manager, which tries for about a minute, has to say that nobody answers.
-var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second}
+var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime}
 
 // Retries of the transport itself. 7 would be for ever on some providers, so that a
 // write to a dead peer would never end.
@@ -105,7 +105,8 @@ func (p *peer) connected(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.native)
 	p.mu.Lock()
 	p.link, p.inboundDown, p.lost, p.connecting = l, nil, false, false
-	l.probedAt = clock.Now() // by connecting
+	l.probeDue.run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
+	l.host.probes.add(&l.probeDue)
 	p.connects++
 	p.keySlots, p.keySizes = map[uint64]bool{}, map[uint64]int{}
 	// What was sent before it was known who the peer is.

@@ -27,10 +27,12 @@ type inbound struct {
 	gone   atomic.Bool
 	// unlisted is set while its process is not the one that the table names: a newer one, of
 	// which this node has not heard yet.
-	unlisted     atomic.Bool
-	probedAt     atomic.Uint64 // when something empty was last written to it
-	supersededAt atomic.Uint64 // since when there is a newer one of the same process
-	confirmed    atomic.Bool   // its opener knows that it stands, as far as can be told
+	unlisted    atomic.Bool
+	superseded  atomic.Bool // there is a newer one of the same process
+	activeDue   dueItem     // for credits, and slots that may have been overwritten
+	probeDue    dueItem
+	requestsDue dueItem     // for slot requests that wait
+	confirmed   atomic.Bool // its opener knows that it stands, as far as can be told
 
 	// Of who has the receiving role.
 	splits       uint64 // notifications of split messages' other parts
@@ -171,10 +173,17 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 	}
 	for _, x := range v.inbounds {
 		if h.native && x.hello.native && x.hello.node == h.node && x.hello.incarnation == h.incarnation && x.hello.port == h.port && x.hello.host == h.host {
-			x.supersededAt.CompareAndSwap(0, max(clock.Now(), 1)) // it may carry the last of what was sent
+			if !x.superseded.Swap(true) {
+				time.AfterFunc(supersededTime, func() { // until then it may carry the last of what was sent
+					x.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
+				})
+			}
 		}
 	}
-	in.probedAt.Store(clock.Now())
+	in.activeDue.run, in.requestsDue.run, in.probeDue.run = in.tick, in.retryRequests, in.probe
+	if h.native && !failpoint.On("rdma-reclaim") {
+		host.probes.add(&in.probeDue)
+	}
 	v.inbounds[key] = in
 	v.markUnlistedLocked()
 	v.rememberConnLocked(in.serial, &conn{in: in})
@@ -313,6 +322,7 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 	}
 	in.credits = append(in.credits, uint16(l.Index()))
 	in.creditsOwed.Store(int32(len(in.credits)))
+	in.host.active.add(&in.activeDue)
 	if len(in.credits) >= maxCredits || in.host.sleeping.Load() {
 		in.sendCredits()
 	}
@@ -352,12 +362,12 @@ func (in *inbound) sendCredits() {
 // creditDelay is how long credits wait for a message that takes them along.
 const creditDelay = 1e6 // ns
 
-// tick is called every few milliseconds, and before the receiver sleeps (all). It tells
-// whether credits had to be sent alone.
-func (in *inbound) tick(now uint64, all bool) (gave bool) {
+// tick sends credits that have waited for long, or all that there are, and looks at a slot
+// that may have been overwritten. It tells whether credits had to be sent alone.
+func (in *inbound) tick(now uint64, all bool) (sent bool) {
 	if in.creditsOwed.Load() > 0 {
 		in.mu.Lock()
-		if gave = all || now-in.creditsSince > creditDelay; gave {
+		if sent = all || now-in.creditsSince > creditDelay; sent {
 			in.sendCredits()
 		}
 		in.mu.Unlock()
@@ -365,16 +375,10 @@ func (in *inbound) tick(now uint64, all bool) (gave bool) {
 	if in.overwritten.Load() {
 		in.checkOverwrite(now)
 	}
-	if since := in.supersededAt.Load(); since != 0 && now-since > uint64(supersededTime) {
-		in.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
+	if in.creditsOwed.Load() > 0 || in.overwritten.Load() {
+		in.host.active.add(&in.activeDue)
 	}
-	if in.hello.native && now-in.probedAt.Load() > uint64(probeTime) && !failpoint.On("rdma-reclaim") {
-		in.probedAt.Store(now)
-		in.mu.Lock()
-		in.probe()
-		in.mu.Unlock()
-	}
-	return gave
+	return sent
 }
 
 // noteOverwrite notes that a message has come to a slot where another one lies. That one may
@@ -385,6 +389,7 @@ func (in *inbound) noteOverwrite(l *receiveSlot, key uint64) {
 	if !in.warned && in.suspect.lease == nil {
 		in.suspect.lease, in.suspect.key, in.suspect.since = l, key, clock.Now()
 		in.overwritten.Store(true)
+		in.host.active.add(&in.activeDue)
 	}
 }
 
@@ -412,10 +417,16 @@ func (in *inbound) checkOverwrite(now uint64) {
 const supersededTime = 2 * time.Second
 
 // probe writes nothing to the peer: one that has gone without a word shows only in what
-// is sent to it. in.mu is held.
-func (in *inbound) probe() {
-	if in.closed || in.sends == nil || !in.sends.idle() {
-		return
+// is sent to it.
+func (in *inbound) probe(uint64, bool) bool {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.closed || in.gone.Load() {
+		return false
+	}
+	in.host.probes.add(&in.probeDue)
+	if in.sends == nil || !in.sends.idle() {
+		return false
 	}
 	if id, _, _, ok := in.sends.begin(); ok {
 		in.sends.add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
@@ -423,6 +434,7 @@ func (in *inbound) probe() {
 			in.fail(asLost(err))
 		}
 	}
+	return false
 }
 
 func (in *inbound) name() string {

@@ -76,6 +76,7 @@ func (p *peer) noteInboundDown(l *link, cause error) {
 	p.mu.Lock()
 	if p.link == l && p.inboundDown == nil {
 		p.inboundDown = &inboundDown{cause: cause, since: clock.Now()}
+		time.AfterFunc(p.v.times.inboundDown, func() { p.v.notifyInboundDown(p) })
 	}
 	p.mu.Unlock()
 	p.v.notifyInboundDown(p)
@@ -94,7 +95,7 @@ func (v *rvan) notifyInboundDown(p *peer) {
 	}
 	back := p.inbound.Load()
 	again := back != nil && !back.gone.Load() && (back.confirmed.Load() || !back.hello.native)
-	down := !h.told && (again || clock.Now()-h.since > uint64(inboundDownTime))
+	down := !h.told && (again || clock.Now()-h.since >= uint64(v.times.inboundDown))
 	h.told = h.told || down
 	if again {
 		p.inboundDown = nil

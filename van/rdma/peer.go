@@ -52,6 +52,7 @@ type peer struct {
 	lastNumber uint32
 	// tickedAt is when Sender.Tick was last called.
 	tickedAt uint64
+	waitDue  dueItem         // for messages, and returned slots, that wait
 	keySlots map[uint64]bool // of a native node: whether it has a slot of its own
 	keySizes map[uint64]int  // of a StepMesh node: bytes that it has for the requests of a key
 	pulls    map[pullKey]pullDestination
@@ -68,7 +69,7 @@ type link struct {
 	numbered    bool
 	connectedAs int // the id that this node had when it connected
 	epoch       uint32
-	probedAt    uint64 // when probe was called
+	probeDue    dueItem
 	splits      uint64 // split messages so far
 	failed      chan error
 	once        sync.Once
@@ -333,6 +334,9 @@ func (p *peer) recycle(o *outgoing) {
 // flush posts what waits, unless more follows at once. p.mu is held.
 func (p *peer) flush(more bool) {
 	l := p.link
+	if l != nil && p.waiting() {
+		l.host.active.add(&p.waitDue)
+	}
 	if l == nil || len(l.unposted) == 0 || more && len(l.unposted) < maxHeld {
 		return
 	}
@@ -510,35 +514,42 @@ func (p *peer) takeCredits(t *trailer) (ok bool) {
 	return ok
 }
 
-// tick is called every few milliseconds. It tells whether messages wait.
-func (p *peer) tick(now uint64) bool {
+// tick is called every few milliseconds while something waits. It tells whether it still
+// does.
+func (p *peer) tick(now uint64, _ bool) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.link == nil {
+	if p.link == nil || !p.waiting() {
 		return false
 	}
-	// Several loops may call this, and one that hardly sleeps calls it often.
-	if p.waiting() && time.Duration(now-p.tickedAt) >= tickTime {
+	if time.Duration(now-p.tickedAt) >= tickTime { // a loop that hardly sleeps calls it often
 		p.tickedAt = now
 		p.returnSlots()
 		p.sender.Tick()
-		p.flush(false)
 	}
-	if h := p.inboundDown; h != nil && !h.told && now-h.since > uint64(inboundDownTime) {
-		go p.v.notifyInboundDown(p)
+	p.flush(false)
+	return p.waiting()
+}
+
+// probeLink probes l if nothing is under way on it.
+func (p *peer) probeLink(l *link, now uint64) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link != l {
+		return false
 	}
-	if l := p.link; l.idle() && now-l.probedAt > uint64(probeTime) {
-		l.probedAt = now
+	l.host.probes.add(&l.probeDue)
+	if l.idle() {
 		l.probe()
 	}
-	return p.waiting()
+	return false
 }
 
 // waiting tells whether something waits for room or for a slot. p.mu is held.
 func (p *peer) waiting() bool { return p.sender.Waiting() > 0 || len(p.sender.Returns()) > 0 }
 
-// probe writes nothing to the peer. A link that is lost shows only in what is sent,
-// and who waits for an answer sends nothing.
+// probe writes nothing to the peer: a link that is lost shows only in what is sent, and a
+// node that waits for an answer sends nothing.
 func (l *link) probe() {
 	id, _, _, ok := l.begin()
 	if !ok {

@@ -35,6 +35,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	}
 	run, stop := context.WithCancel(context.Background())
 	p := &peer{v: v, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), stop: stop, ends: make(chan struct{}), pulls: map[pullKey]pullDestination{}}
+	p.waitDue.run = p.tick
 	p.id.Store(int32(id))
 	p.sender = rendezvous.NewSender[*outgoing](p)
 	v.replace(func(m map[int]*peer) { m[id] = p })
@@ -263,21 +264,4 @@ func (v *rvan) allPeers() (all []*peer) {
 		all = append(all, p)
 	}
 	return all
-}
-
-// somethingDue tells whether somebody waits for something that only a look at the clock
-// brings about.
-func (v *rvan) somethingDue() bool {
-	for _, c := range *v.conns.Load() {
-		if c.peer != nil && c.peer.isWaiting() || c.in != nil && c.in.creditsOwed.Load() > 0 {
-			return true
-		}
-	}
-	return false
-}
-
-func (p *peer) isWaiting() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.link != nil && p.waiting()
 }

@@ -544,7 +544,8 @@ func (v *rvan) creditsArrived(in *inbound, t *trailer) {
 // too much to do: the slots that it lies in are not given back, so the sender has to stop.
 type lane struct {
 	engine.Lane[*van.Message]
-	deferred []*received // of who has the receiving role
+	deferred []*received // these two belong to the goroutine with the receiving role
+	stalled  []*inbound  // the connections that they came on
 }
 
 // lanes gives each sender two lanes: control messages do not wait for data, nor for the
@@ -589,7 +590,9 @@ func (d *device) admit(rx *received) (*lane, bool) {
 		d.deferredLanes = append(d.deferredLanes, l)
 	}
 	l.deferred = append(l.deferred, rx)
-	rx.in.stalled.Store(true)
+	if !rx.in.stalled.Swap(true) {
+		l.stalled = append(l.stalled, rx.in)
+	}
 	return nil, false
 }
 
@@ -604,11 +607,10 @@ func (d *device) readmit() (*received, *lane) {
 		if l.deferred = l.deferred[1:]; len(l.deferred) == 0 {
 			l.deferred = nil
 			d.deferredLanes = slices.Delete(d.deferredLanes, i, i+1)
-			for _, c := range *d.v.conns.Load() {
-				if c.in != nil && c.in.host == d && c.in.hello.node == rx.msg.Sender {
-					c.in.stalled.Store(false)
-				}
+			for _, in := range l.stalled {
+				in.stalled.Store(false)
 			}
+			l.stalled = nil
 		}
 		return rx, l
 	}

@@ -48,11 +48,11 @@ func (in *inbound) slotRequested(b []byte) {
 		}
 		in.makeRoom(err, q.since)
 	}
-	in.host.requestsWait.Store(true)
 	in.mu.Lock()
 	full := len(*later) >= maxIndex
 	if !full && !in.closed {
 		*later = append(*later, q)
+		in.host.requests.add(&in.requestsDue)
 	}
 	in.mu.Unlock()
 	if full {
@@ -61,7 +61,7 @@ func (in *inbound) slotRequested(b []byte) {
 }
 
 // retryRequests answers the slot requests that had to wait.
-func (in *inbound) retryRequests(now uint64) {
+func (in *inbound) retryRequests(now uint64, _ bool) bool {
 	for k := range in.waiting {
 		in.mu.Lock()
 		all := in.waiting[k]
@@ -89,11 +89,12 @@ func (in *inbound) retryRequests(now uint64) {
 			in.mu.Lock()
 			if !in.closed {
 				in.waiting[k] = append(kept, in.waiting[k]...)
-				in.host.requestsWait.Store(true)
+				in.host.requests.add(&in.requestsDue)
 			}
 			in.mu.Unlock()
 		}
 	}
+	return true
 }
 
 // grant makes a slot and tells the peer. With an error the slot request has to wait: the
