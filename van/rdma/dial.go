@@ -115,13 +115,14 @@ func (p *peer) connected(l *link) {
 		l.announce()
 	}
 	p.sender.Connect(!l.native)
+	p.pump()
 	p.flush(false)
 	p.mu.Unlock()
 	p.v.notify(p, true, nil)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, o := range refused {
-		p.Refuse(o, p.check(o))
+		p.dropOne(o, p.check(o))
 	}
 }
 

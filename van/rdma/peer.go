@@ -222,6 +222,7 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		p.recycle(o)
 		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
 	}
+	p.pump()
 	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.host.sleeping.Load() {
 		p.link.host.dev.Wake() // the loop sleeps too long for tick
 	}
@@ -357,8 +358,26 @@ func (v *rvan) Flush(id int) {
 	}
 }
 
-// Need implements rendezvous.Link. p.mu is held, and so for Ask and Put.
-func (p *peer) Need(o *outgoing) rendezvous.Need {
+// pump does what the rendezvous says, as long as the link has room. p.mu is held.
+func (p *peer) pump() {
+	for l := p.link; l != nil && l.hasRoom(); {
+		a, ok := p.sender.Next()
+		if !ok {
+			return
+		}
+		switch a.Kind {
+		case rendezvous.Put:
+			p.put(a.Item, a.Slot)
+		case rendezvous.Request:
+			p.requestSlot(a.Origin, a.Item, a.Need)
+		case rendezvous.Drop:
+			p.dropOne(a.Item, a.Err)
+		}
+	}
+}
+
+// need says what o needs at its receiver. p.mu is held.
+func (p *peer) need(o *outgoing) rendezvous.Need {
 	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
 	if p.link == nil {
 		return n
@@ -407,13 +426,10 @@ func (o *outgoing) packedLen() int {
 	return n
 }
 
-// Ask implements rendezvous.Link.
-func (p *peer) Ask(origin uint64, o *outgoing, need rendezvous.Need) bool {
+// requestSlot sends a slot request. The link has room. p.mu is held.
+func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	l := p.link
-	id, _, stage, ok := l.begin()
-	if !ok {
-		return false
-	}
+	id, _, stage, _ := l.begin()
 	s := start{metaLen: uint64(need.Meta), origin: origin}
 	if l.native {
 		s.dataNum = nativeStart
@@ -445,11 +461,11 @@ func (p *peer) Ask(origin uint64, o *outgoing, need rendezvous.Need) bool {
 	s.put(stage[:startLen])
 	l.add(id, 0, l.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immStart}, stage[:startLen]))
 	p.flush(false)
-	return true
 }
 
-// Refuse implements rendezvous.Link.
-func (p *peer) Refuse(o *outgoing, err error) {
+// dropOne drops a message that waits, and fails the requests that wait for its answer.
+// p.mu is held.
+func (p *peer) dropOne(o *outgoing, err error) {
 	if o.done != nil {
 		go o.done.Sent()
 	}
@@ -477,7 +493,7 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 	}
 	if l := p.link; l != nil && !l.native {
 		p.sender.Answered(msg.Key, msg.Push)
-		p.sender.Pump()
+		p.pump()
 		p.flush(false)
 	}
 	return mem, copied
@@ -509,7 +525,7 @@ func (p *peer) takeCredits(t *trailer) (ok bool) {
 		ok = p.sender.Credit(uint32(i)) && ok
 	}
 	p.returnSlots()
-	p.sender.Pump()
+	p.pump()
 	p.flush(false)
 	return ok
 }
@@ -526,6 +542,7 @@ func (p *peer) tick(now uint64, _ bool) bool {
 		p.tickedAt = now
 		p.returnSlots()
 		p.sender.Tick()
+		p.pump()
 	}
 	p.flush(false)
 	return p.waiting()

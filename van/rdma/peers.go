@@ -37,7 +37,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	p := &peer{v: v, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), stop: stop, ends: make(chan struct{}), pulls: map[pullKey]pullDestination{}}
 	p.waitDue.run = p.tick
 	p.id.Store(int32(id))
-	p.sender = rendezvous.NewSender[*outgoing](p)
+	p.sender = rendezvous.NewSender(p.need)
 	v.replace(func(m map[int]*peer) { m[id] = p })
 	if old != nil {
 		v.fenceLocked(id, old, p)

@@ -8,17 +8,14 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// Put implements rendezvous.Link: the value, and the meta behind it with the
-// notification.
-func (p *peer) Put(o *outgoing, at *rendezvous.RemoteSlot) bool {
+// put sends o to its slot: the value, and the meta behind it with the notification. The link
+// has room. p.mu is held.
+func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	l := p.link
-	id, r, stage, ok := l.begin()
-	if !ok {
-		return false
-	}
+	id, r, stage, _ := l.begin()
 	if err := p.check(o); err != nil { // it was sent before there was a connection
 		p.reject(id, o, at, err)
-		return true
+		return
 	}
 	if o.revoked && !l.native { // StepMesh would write to the memory all the same
 		p.sender.Release(at)
@@ -26,7 +23,7 @@ func (p *peer) Put(o *outgoing, at *rendezvous.RemoteSlot) bool {
 		f.done = o.done
 		go f.end()
 		p.recycle(o)
-		return true
+		return
 	}
 	whole := o.inMeta && l.native
 	n := len(o.meta)
@@ -46,19 +43,19 @@ func (p *peer) Put(o *outgoing, at *rendezvous.RemoteSlot) bool {
 		b, err := newBlock(l.dev, n, 0)
 		if err != nil {
 			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
-			return true
+			return
 		}
 		r.large, meta, lkey = b, b.mem.Host(), b.mr.LKey()
 	}
 	copy(meta, o.meta)
 	if err := p.pin(l, r, o); err != nil {
 		p.reject(id, o, at, err)
-		return true
+		return
 	}
 	if o.into.Len() > 0 {
 		if err := p.exposeDestination(l, o, meta); err != nil {
 			p.reject(id, o, at, err)
-			return true
+			return
 		}
 	}
 	split := p.v.cfg.SplitQPLag && len(l.qps) > 1 && !whole && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
@@ -97,13 +94,12 @@ func (p *peer) Put(o *outgoing, at *rendezvous.RemoteSlot) bool {
 		l.seq++
 		r.control, r.seq = o, l.seq
 		p.unsent, o.unsent = p.unsent-o.unsent, 0
-		return true // it is recycled when it has arrived
+		return // it is recycled when it has arrived
 	}
 	if o.size >= maxHold {
 		p.flush(false)
 	}
 	p.recycle(o)
-	return true
 }
 
 // behind writes the frames, packed, behind the meta.

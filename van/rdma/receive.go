@@ -130,7 +130,7 @@ func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 	}
 	if last && p.link == l && p.waiting() {
 		p.returnSlots()
-		p.sender.Pump()
+		p.pump()
 		p.flush(false)
 	}
 	p.mu.Unlock()

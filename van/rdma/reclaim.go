@@ -277,6 +277,6 @@ func (p *peer) reclaimRequested(l *link, r *reclaim) {
 	}
 	p.sender.Reclaim(int(r.places), int(min(r.bytes, maxReclaim)))
 	p.returnSlots()
-	p.sender.Pump()
+	p.pump()
 	p.flush(false)
 }

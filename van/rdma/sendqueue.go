@@ -75,15 +75,23 @@ func newSendQueue(dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, eac
 	return p, nil
 }
 
-// begin takes a record if there is room for its work requests.
-func (p *sendQueue) begin() (id uint32, r *record, stage []byte, ok bool) {
+// hasRoom tells whether begin would succeed.
+func (p *sendQueue) hasRoom() bool {
 	if p.broken || len(p.free) == 0 {
-		return 0, nil, nil, false
+		return false
 	}
 	for _, n := range p.room {
 		if n < p.perRecord {
-			return 0, nil, nil, false
+			return false
 		}
+	}
+	return true
+}
+
+// begin takes a record if there is room for its work requests.
+func (p *sendQueue) begin() (id uint32, r *record, stage []byte, ok bool) {
+	if !p.hasRoom() {
+		return 0, nil, nil, false
 	}
 	id = p.free[len(p.free)-1]
 	p.free = p.free[:len(p.free)-1]

@@ -57,14 +57,24 @@ func TestCreditOfEndedPlace(t *testing.T) {
 func TestCreditOfEarlierConnection(t *testing.T) {
 	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan), pulls: map[pullKey]pullDestination{}, keySlots: map[uint64]bool{}}
 	put := 0
-	p.sender = rendezvous.NewSender[*outgoing](countingLink{&put})
+	p.sender = rendezvous.NewSender(func(*outgoing) rendezvous.Need {
+		return rendezvous.Need{Route: rendezvous.Route{Class: 1}, Meta: cellSize}
+	})
+	puts := func() int {
+		for a, ok := p.sender.Next(); ok; a, ok = p.sender.Next() {
+			if a.Kind == rendezvous.Put {
+				put++
+			}
+		}
+		return put
+	}
 	p.sender.Connect(false)
-	p.link = &link{sendQueue: &sendQueue{}, native: true, epoch: 7}
+	p.link = &link{sendQueue: &sendQueue{}, host: &device{}, native: true, epoch: 7}
 	o := &outgoing{}
 	if err := p.sender.Submit(o); err != nil {
 		t.Fatal(err)
 	}
-	if !p.sender.Reply(1, rendezvous.RemoteSlot{Index: 3}, nil) || put != 1 {
+	if puts(); !p.sender.Reply(1, rendezvous.RemoteSlot{Index: 3}, nil) || puts() != 1 {
 		t.Fatalf("%d messages were put, want 1", put)
 	}
 	if err := p.sender.Submit(o); err != nil { // waits for the slot
@@ -74,21 +84,11 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 		epoch uint32
 		puts  int
 	}{{6, 1}, {8, 1}, {7, 2}} {
-		if ok := p.takeCredits(&trailer{epoch: c.epoch, n: 1, credits: [maxCredits]uint16{3}}); !ok || put != c.puts {
+		if ok := p.takeCredits(&trailer{epoch: c.epoch, n: 1, credits: [maxCredits]uint16{3}}); !ok || puts() != c.puts {
 			t.Errorf("credit with epoch %d: taken as good %t, %d messages were put, want %d", c.epoch, ok, put, c.puts)
 		}
 	}
 }
-
-// countingLink has room for everything, and counts what is put.
-type countingLink struct{ puts *int }
-
-func (countingLink) Need(*outgoing) rendezvous.Need {
-	return rendezvous.Need{Route: rendezvous.Route{Class: 1}, Meta: cellSize}
-}
-func (countingLink) Ask(uint64, *outgoing, rendezvous.Need) bool  { return true }
-func (l countingLink) Put(*outgoing, *rendezvous.RemoteSlot) bool { *l.puts++; return true }
-func (countingLink) Refuse(*outgoing, error)                      {}
 
 // A StepMesh node that answers with another length than it was asked for, to the
 // right address, has not placed the value: the application must not get the tensor as one.

@@ -310,10 +310,11 @@ func (p *peer) slotReply(l *link, r *reply) bool {
 		o, need, ok := p.sender.Refused(r.origin)
 		switch {
 		case ok && r.flags&replyBudget != 0:
-			p.Refuse(o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data))
+			p.dropOne(o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data))
 		case ok:
-			p.Refuse(o, fmt.Errorf("the peer has no memory for %d bytes", need.Data))
+			p.dropOne(o, fmt.Errorf("the peer has no memory for %d bytes", need.Data))
 		}
+		p.pump()
 		p.flush(false)
 		return true
 	}
@@ -332,6 +333,7 @@ func (p *peer) slotReply(l *link, r *reply) bool {
 		}
 		p.rememberKeySlot(need.Route.Key, false)
 		p.sender.UseShared(r.origin)
+		p.pump()
 		p.flush(false)
 		return true
 	}
@@ -343,6 +345,7 @@ func (p *peer) slotReply(l *link, r *reply) bool {
 		}
 	}
 	p.sender.Reply(r.origin, place, shared)
+	p.pump()
 	p.flush(false)
 	return true
 }

@@ -38,7 +38,7 @@ type model struct {
 	rng      *rand.Rand
 	s        *Sender[*item]
 	original bool
-	room     int // calls of Ask and Put that succeed
+	room     int // actions that are done
 
 	keys    map[uint64]bool // the sender's: whether it has slots of its own
 	wire    []event
@@ -65,7 +65,7 @@ type model struct {
 func newModel(t testing.TB, seed uint64, original bool) *model {
 	m := &model{t: t, rng: rand.New(rand.NewPCG(seed, 1)), original: original, room: 1 << 30, credits: true, enough: 1 << 30, memory: 1 << 30,
 		keys: map[uint64]bool{}, registered: map[uint64]int{}}
-	m.s = NewSender[*item](m)
+	m.s = NewSender(m.need)
 	m.forget()
 	return m
 }
@@ -78,7 +78,7 @@ func (m *model) forget() {
 	m.epoch++
 }
 
-func (m *model) Need(o *item) Need {
+func (m *model) need(o *item) Need {
 	n := Need{OneShot: o.oneShot, Meta: o.meta, Exact: o.data}
 	if m.original {
 		n.Route, n.Data = Route{Key: o.key, Push: o.push, Request: o.request}, o.data
@@ -98,26 +98,38 @@ func (m *model) Need(o *item) Need {
 	return n
 }
 
-func (m *model) takeRoom() bool {
-	if m.room == 0 {
-		return false
+// pump does what the Sender says, as long as there is room.
+func (m *model) pump() {
+	for ; m.room > 0; m.room-- {
+		a, ok := m.s.Next()
+		if !ok {
+			return
+		}
+		switch a.Kind {
+		case Request:
+			m.wire = append(m.wire, event{origin: a.Origin, need: a.Need})
+		case Put:
+			m.put(a.Item, a.Slot)
+		case Drop:
+			if !m.original || !errors.Is(a.Err, ErrGrown) {
+				m.t.Fatalf("item %d is dropped: %v", a.Item.seq, a.Err)
+			}
+			m.drop(a.Item)
+		}
 	}
-	m.room--
-	return true
 }
 
-func (m *model) Ask(origin uint64, o *item, need Need) bool {
-	if !m.takeRoom() {
-		return false
-	}
-	m.wire = append(m.wire, event{origin: origin, need: need})
-	return true
+func (m *model) connect() {
+	m.s.Connect(m.original)
+	m.pump()
 }
 
-func (m *model) Put(o *item, at *RemoteSlot) bool {
-	if !m.takeRoom() {
-		return false
-	}
+func (m *model) tick() {
+	m.s.Tick()
+	m.pump()
+}
+
+func (m *model) put(o *item, at *RemoteSlot) {
 	if o.done != "" {
 		m.t.Fatalf("item %d is put, it was %s", o.seq, o.done)
 	}
@@ -126,14 +138,6 @@ func (m *model) Put(o *item, at *RemoteSlot) bool {
 		m.t.Fatalf("item %d with %d and %d bytes is put in a slot with %d and %d", o.seq, o.meta, o.data, at.MetaLen, at.DataLen)
 	}
 	m.wire = append(m.wire, event{item: o, index: at.Index})
-	return true
-}
-
-func (m *model) Refuse(o *item, err error) {
-	if !m.original || !errors.Is(err, ErrGrown) {
-		m.t.Fatalf("item %d is refused: %v", o.seq, err)
-	}
-	m.drop(o)
 }
 
 func (m *model) drop(o *item) {
@@ -194,7 +198,7 @@ func (m *model) receive() {
 
 // grant answers a slot request as package rdma does.
 func (m *model) grant(e event) {
-	reply := func(f func()) { m.answers = append(m.answers, f) }
+	reply := func(f func()) { m.answers = append(m.answers, func() { f(); m.pump() }) }
 	need, origin := e.need, e.origin
 	if !m.original && (m.rng.Float64() < m.refuse || m.table.Len() >= m.memory) {
 		m.refusals++
@@ -303,7 +307,7 @@ func (m *model) respond(i int) {
 	delete(m.inFlight, Route{Key: o.key, Push: o.push, Request: true})
 	m.answers = append(m.answers, func() {
 		m.s.Answered(o.key, o.push)
-		m.s.Pump()
+		m.pump()
 	})
 }
 
@@ -319,7 +323,7 @@ func (m *model) step() bool {
 			m.answers = append(m.answers[:i], m.answers[i+1:]...)
 			f()
 			m.giveBack() // behind all that was put before
-			m.s.Pump()
+			m.pump()
 		case k == 2 && len(m.held) > 0:
 			m.consume(m.rng.IntN(len(m.held)))
 		case k == 3 && len(m.unanswered) > 0:
@@ -378,7 +382,7 @@ func (m *model) check() {
 func (m *model) settle() {
 	m.t.Helper()
 	m.room = 1 << 30
-	m.s.Pump()
+	m.pump()
 	for idle := 0; idle < 1000; idle++ {
 		if m.step() {
 			idle = 0
@@ -386,7 +390,7 @@ func (m *model) settle() {
 			return
 		}
 		if idle > 0 {
-			m.s.Tick()
+			m.tick()
 		}
 	}
 	m.t.Fatalf("%d items wait for ever: %d slot requests, %d slots", m.s.Waiting(), len(m.s.requests), len(m.s.granted))
@@ -400,6 +404,7 @@ func (m *model) submit(o *item) {
 		}
 		m.drop(o)
 	}
+	m.pump()
 }
 
 // TestModel runs random traffic through a Sender and a model of its receiver.
@@ -442,9 +447,9 @@ func testModel(t *testing.T, seed uint64, original bool) {
 			m.room = m.rng.IntN(4)
 		case k < 93:
 			m.room = 1 << 30
-			m.s.Pump()
+			m.pump()
 		case k < 95:
-			m.s.Tick()
+			m.tick()
 		case k < 96:
 			if up && !original {
 				m.reclaim(m.rng.IntN(8), m.rng.IntN(2)*m.rng.IntN(1<<16))
@@ -452,7 +457,7 @@ func testModel(t *testing.T, seed uint64, original bool) {
 		case k < 98 && !up:
 			up = true
 			m.forget()
-			m.s.Connect(original)
+			m.connect()
 		case up && m.rng.IntN(3) == 0:
 			up = false
 			for _, o := range m.s.Disconnect(func(o *item) bool { return o.oneShot }) {
@@ -464,7 +469,7 @@ func testModel(t *testing.T, seed uint64, original bool) {
 	}
 	if !up {
 		m.forget()
-		m.s.Connect(original)
+		m.connect()
 	}
 	m.settle()
 	for _, o := range all {

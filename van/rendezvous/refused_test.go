@@ -5,7 +5,7 @@ import "testing"
 // refusing is a model whose receiver has memory for a few slots only.
 func refusing(t *testing.T, places int) (m *model, submit func(key uint64, data int) *item) {
 	m = newModel(t, 1, false)
-	m.s.Connect(false)
+	m.connect()
 	m.memory = places
 	n := 0
 	return m, func(key uint64, data int) *item {
@@ -69,7 +69,7 @@ func TestRefusedAgain(t *testing.T) {
 	}
 	m.memory = 2
 	for range 10 * refusedCooldown {
-		m.s.Tick()
+		m.tick()
 		for m.step() {
 		}
 	}

@@ -52,23 +52,34 @@ type RemoteSlot struct {
 	busy  bool
 }
 
-// Link is what a Sender sends with. Its methods are called from within those of the
-// Sender, under whatever lock the caller holds.
-type Link[T any] interface {
-	// Need says what item needs. It may change while item waits.
-	Need(item T) Need
-	// Ask sends the slot request; the answer is given to Sender.Reply with the
-	// same origin. false: there is no room to send now, call Pump later.
-	Ask(origin uint64, item T, need Need) bool
-	// Put sends item to its slot. false as for Ask.
-	Put(item T, at *RemoteSlot) bool
-	// Refuse drops item, which cannot be put. err wraps ErrGrown.
-	Refuse(item T, err error)
+// Kind is what an Action asks for.
+type Kind int
+
+// The kinds of actions.
+const (
+	// Put: send Item to Slot.
+	Put Kind = iota
+	// Request: send a slot request with Origin, for Need; the reply is given to Reply,
+	// UseShared or Refused with the same origin. Item is the message that it is for.
+	Request
+	// Drop: Item cannot be put, and is forgotten. Err wraps ErrGrown.
+	Drop
+)
+
+// Action is what is to be done next. Each needs room to send one message.
+type Action[T any] struct {
+	Kind   Kind
+	Item   T
+	Slot   *RemoteSlot
+	Origin uint64
+	Need   Need
+	Err    error
 }
 
-// Sender is the sending side of one connection. It is not safe for concurrent use.
+// Sender is the sending side of one connection: its methods take what has happened, and
+// Next returns what is to be done about it. It is not safe for concurrent use.
 type Sender[T any] struct {
-	link Link[T]
+	need func(T) Need
 	// freedByAnswer is set for peers of StepMesh: a request's slot is free when it has
 	// been answered, an answer's always.
 	freedByAnswer bool
@@ -80,9 +91,13 @@ type Sender[T any] struct {
 	origin   uint64
 	lanes    [2]lane[T] // one-shots, others
 
+	// extra is set when the first message of the second lane has waited for long: one more
+	// slot is requested.
+	extra bool
+
 	// What the receiver wants back, and has not got yet.
 	wanted  struct{ places, bytes int }
-	returns []uint32 // slots that are given up; see Returning
+	returns []uint32 // slots that are given up; see Returns
 }
 
 type route struct {
@@ -91,7 +106,7 @@ type route struct {
 	free     int
 	requests int
 	queued   int // waiting for a slot of this route, roughly
-	cooldown int // Ticks before another slot is asked for, as one was refused
+	cooldown int // Ticks before another slot is requested, as one was refused
 }
 
 // request is a slot request that has not been answered.
@@ -99,25 +114,32 @@ type request struct {
 	route   *route
 	need    Need
 	seq     uint64 // of the one-shot that it is for
-	retired bool   // a larger one has been asked for since
+	retired bool   // a larger one has been requested since
 }
 
 // lane is a queue. One-shots do not wait for the others, and the others not for them.
 type lane[T any] struct {
 	q    fifo[waitingItem[T]]
 	head uint64 // number of the first in q
+	// changed is set when the first of q may be put, or may need a slot request.
+	changed bool
+	// scanned is the number of the first entry that may not have been considered for a slot
+	// request of its own.
+	scanned uint64
 }
 
 type waitingItem[T any] struct {
-	item      T
-	requested bool
-	slot      *RemoteSlot // of a one-shot
-	route     *route      // that counts it as queued
+	item       T
+	requested  bool
+	considered bool        // for a slot request of its own
+	slot       *RemoteSlot // of a one-shot
+	route      *route      // that counts it as queued
 }
 
-// NewSender makes a Sender without a connection: what is submitted waits for Up.
-func NewSender[T any](link Link[T]) *Sender[T] {
-	s := &Sender[T]{link: link}
+// NewSender makes a Sender without a connection: what is submitted waits for Connect. need
+// says what an item needs, which may change while it waits.
+func NewSender[T any](need func(T) Need) *Sender[T] {
+	s := &Sender[T]{need: need}
 	s.forget()
 	return s
 }
@@ -137,31 +159,34 @@ func Class(n int) (class int8, size int) {
 	return int8(b), 1 << b
 }
 
-// Eager is how many slots of a route, of data bytes each, are asked for without
+// Eager is how many slots of a route, of data bytes each, are requested without
 // hesitation: 64 MiB in all, but at least 4 and at most 64. Beyond it the credits of
 // others are awaited for a while; see Tick.
 func Eager(data int) int { return min(max(64<<20/max(data, 1), 4), 64) }
 
-// Connect begins a connection. answered is set for a peer of StepMesh. Slots of an
+// Connect begins a connection. freedByAnswer is set for a StepMesh peer. Slots of an
 // earlier connection are forgotten.
-func (s *Sender[T]) Connect(answered bool) {
+func (s *Sender[T]) Connect(freedByAnswer bool) {
 	s.forget()
-	s.connected, s.freedByAnswer = true, answered
-	s.Pump()
+	s.connected, s.freedByAnswer = true, freedByAnswer
+	for i := range s.lanes {
+		l := &s.lanes[i]
+		l.changed, l.scanned = true, l.head
+	}
 }
 
 // Disconnect ends the connection. It returns what had not been put of those for which keep
 // is false; the others wait for the next connection.
 func (s *Sender[T]) Disconnect(keep func(T) bool) (dropped []T) {
 	s.forget()
-	s.connected = false
+	s.connected, s.extra = false, false
 	for i := range s.lanes {
 		l := &s.lanes[i]
 		for range l.q.len() {
 			w := l.q.pop()
 			l.head++
 			if keep(w.item) {
-				l.q.push(waitingItem[T]{item: w.item})
+				l.q.push(waitingItem[T]{item: w.item, considered: i == 1})
 			} else {
 				dropped = append(dropped, w.item)
 			}
@@ -199,31 +224,19 @@ func (s *Sender[T]) Each(f func(T)) {
 	}
 }
 
-// Submit puts item, or keeps it until it can be put. The error wraps ErrGrown.
+// Submit adds item to those that wait. The error wraps ErrGrown; item is not added then.
 func (s *Sender[T]) Submit(item T) error {
-	need := s.link.Need(item)
+	need := s.need(item)
 	l := s.lane(need)
-	if s.connected && !need.OneShot && l.q.len() == 0 {
-		if s.freedByAnswer {
-			if err := s.growth(need); err != nil {
-				return err
-			}
-		}
-		if p := s.take(need); p != nil {
-			if s.link.Put(item, p) {
-				return nil
-			}
-			s.release(p)
-		}
-	} else if s.connected && s.freedByAnswer {
+	if s.connected && s.freedByAnswer {
 		if err := s.growth(need); err != nil {
 			return err
 		}
 	}
-	l.q.push(waitingItem[T]{item: item})
-	if s.connected {
-		s.considerRequest(l, l.q.len()-1, need)
+	if l.q.len() == 0 {
+		l.changed = true
 	}
+	l.q.push(waitingItem[T]{item: item, considered: !s.connected && !need.OneShot})
 	return nil
 }
 
@@ -288,25 +301,24 @@ func (s *Sender[T]) release(p *RemoteSlot) {
 	if p.busy {
 		p.busy = false
 		p.route.free++
+		s.lanes[1].changed = true
 	}
 }
 
-// Release takes back the slot of a Put that has dropped its message.
+// Release takes back the slot of a Put whose message was dropped.
 func (s *Sender[T]) Release(p *RemoteSlot) { s.release(p) }
 
-// considerRequest asks for a slot for entry i of l, unless enough have been asked for.
-func (s *Sender[T]) considerRequest(l *lane[T], i int, need Need) {
+// considerRequest returns the slot request for entry i of l, unless enough are open.
+func (s *Sender[T]) considerRequest(l *lane[T], i int, need Need) (a Action[T], ok bool) {
 	w := l.q.at(i)
 	if w.requested || w.slot != nil {
-		return
+		return a, false
 	}
 	if need.OneShot {
 		s.origin++
-		if s.link.Ask(s.origin, w.item, need) {
-			w.requested = true
-			s.requests[s.origin] = &request{need: need, seq: l.head + uint64(i)}
-		}
-		return
+		w.requested = true
+		s.requests[s.origin] = &request{need: need, seq: l.head + uint64(i)}
+		return Action[T]{Kind: Request, Item: w.item, Origin: s.origin, Need: need}, true
 	}
 	r := s.route(need.Route)
 	if w.route != r {
@@ -330,15 +342,15 @@ func (s *Sender[T]) considerRequest(l *lane[T], i int, need Need) {
 		}
 	}
 	if s.freedByAnswer && (r.free < len(r.slots) || s.growth(need) != nil) {
-		return // one request of a key at a time
+		return a, false // one request of a key at a time
 	}
 	if r.cooldown > 0 && fits > 0 {
-		return
+		return a, false
 	}
-	if a := s.openRequests(r, need); sized+a >= r.queued || fits+a >= limit {
-		return
+	if n := s.openRequests(r, need); sized+n >= r.queued || fits+n >= limit {
+		return a, false
 	}
-	s.sendRequest(w, r, need)
+	return s.newRequest(w, r, need), true
 }
 
 // openRequests counts the open slot requests whose answers will be large enough.
@@ -354,18 +366,15 @@ func (s *Sender[T]) openRequests(r *route, need Need) (n int) {
 	return n
 }
 
-func (s *Sender[T]) sendRequest(w *waitingItem[T], r *route, need Need) bool {
+func (s *Sender[T]) newRequest(w *waitingItem[T], r *route, need Need) Action[T] {
 	s.origin++
-	if !s.link.Ask(s.origin, w.item, need) {
-		return false
-	}
 	w.requested = true
 	r.requests++
 	if r.Class == 0 {
 		s.retire(r, need)
 	}
 	s.requests[s.origin] = &request{route: r, need: need}
-	return true
+	return Action[T]{Kind: Request, Item: w.item, Origin: s.origin, Need: need}
 }
 
 // retire forgets the slots of one key that are smaller than need. The receiver does
@@ -392,7 +401,7 @@ func (s *Sender[T]) retire(r *route, need Need) {
 	}
 }
 
-// Requested returns what an open slot request was asked for.
+// Requested returns what an open slot request is for.
 func (s *Sender[T]) Requested(origin uint64) (Need, bool) {
 	a := s.requests[origin]
 	if a == nil {
@@ -419,24 +428,23 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 		l := &s.lanes[0]
 		if i := a.seq - l.head; i < uint64(l.q.len()) {
 			l.q.at(int(i)).slot = place
+			l.changed = true
 		}
-		s.Pump()
 		return true
 	}
+	s.lanes[1].changed = true
 	a.route.requests--
 	r := a.route
 	if shared != nil && *shared != r.Route {
 		s.forgetIfEmpty(r)
 		r = s.route(*shared)
 	} else if a.retired {
-		s.Pump()
 		return true
 	}
 	place.route, place.busy = r, false
 	r.slots = append(r.slots, place)
 	r.free++
 	s.granted[place.Index] = place
-	s.Pump()
 	return true
 }
 
@@ -454,11 +462,10 @@ func (s *Sender[T]) UseShared(origin uint64) bool {
 	l := &s.lanes[1]
 	for i := range l.q.len() {
 		if w := l.q.at(i); w.route == a.route {
-			w.requested = false
-			s.considerRequest(l, i, s.link.Need(w.item))
+			w.requested, w.considered = false, false
 		}
 	}
-	s.Pump()
+	l.changed, l.scanned = true, l.head
 	return true
 }
 
@@ -512,7 +519,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 		s.forgetIfEmpty(a.route)
 		if s.serves(a.route, a.need) { // a busy one is better than none
 			a.route.cooldown = refusedCooldown
-			s.Pump()
+			l.changed = true
 			return item, need, false
 		}
 	}
@@ -524,6 +531,9 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 				w.route.queued--
 			}
 			l.q.remove(i)
+			if l.scanned > l.head+uint64(i) {
+				l.scanned--
+			}
 			for _, o := range s.requests {
 				if o.need.OneShot && a.need.OneShot && o.seq > a.seq {
 					o.seq--
@@ -532,7 +542,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 			break
 		}
 	}
-	s.Pump()
+	l.changed = true
 	return item, need, ok
 }
 
@@ -609,65 +619,101 @@ func (s *Sender[T]) Answered(key uint64, push bool) {
 	}
 }
 
-// Pump puts what can be put. Call it after Credit, Answered, and when there is room
-// again.
-func (s *Sender[T]) Pump() {
+// Next returns what is to be done next. Call it when there is room to send a message, until
+// ok is false.
+func (s *Sender[T]) Next() (a Action[T], ok bool) {
 	if !s.connected {
-		return
+		return a, false
 	}
 	for i := range s.lanes {
 		l := &s.lanes[i]
-		for l.q.len() > 0 && s.putFirst(l) {
-			w := l.q.pop()
-			l.head++
-			if w.route != nil {
-				w.route.queued--
+		for l.changed {
+			if a, ok = s.nextOf(l); ok {
+				return a, true
 			}
+			l.changed = false
 		}
 	}
-	// One-shots ask ahead, each for itself.
-	for l, i := &s.lanes[0], 0; i < l.q.len(); i++ {
-		if w := l.q.at(i); !w.requested {
-			s.considerRequest(l, i, s.link.Need(w.item))
-			if !w.requested {
-				break
-			}
+	for i := range s.lanes {
+		if a, ok = s.nextRequest(&s.lanes[i]); ok {
+			return a, true
 		}
 	}
+	return s.extraRequest()
 }
 
-// putFirst tries to put the first of l.
-func (s *Sender[T]) putFirst(l *lane[T]) bool {
+// nextOf is what is to be done for the first of l.
+func (s *Sender[T]) nextOf(l *lane[T]) (a Action[T], ok bool) {
+	if l.q.len() == 0 {
+		return a, false
+	}
 	w := l.q.at(0)
-	need := s.link.Need(w.item)
+	need := s.need(w.item)
 	p := w.slot
 	if !need.OneShot {
 		p = s.take(need)
 	}
-	if p == nil && s.freedByAnswer && !need.OneShot {
+	switch {
+	case p != nil:
+		return Action[T]{Kind: Put, Item: s.popFirst(l), Slot: p}, true
+	case s.freedByAnswer && !need.OneShot:
 		if err := s.growth(need); err != nil {
-			s.link.Refuse(w.item, err)
-			return true
+			return Action[T]{Kind: Drop, Item: s.popFirst(l), Err: err}, true
 		}
 	}
-	if p == nil {
-		// What it has asked for may have gone to another, or be too small.
-		w.requested = w.requested && (need.OneShot || s.openRequests(s.route(need.Route), need) > 0)
-		s.considerRequest(l, 0, need)
-		return false
+	// What it has requested may have gone to another, or be too small.
+	w.requested = w.requested && (need.OneShot || s.openRequests(s.route(need.Route), need) > 0)
+	return s.considerRequest(l, 0, need)
+}
+
+func (s *Sender[T]) popFirst(l *lane[T]) T {
+	w := l.q.pop()
+	l.head++
+	if w.route != nil {
+		w.route.queued--
 	}
-	if s.link.Put(w.item, p) {
-		return true
+	return w.item
+}
+
+// nextRequest is the slot request of an entry of l that has not been considered. One-shots
+// request their slots ahead, each for itself.
+func (s *Sender[T]) nextRequest(l *lane[T]) (a Action[T], ok bool) {
+	l.scanned = max(l.scanned, l.head)
+	for l.scanned < l.head+uint64(l.q.len()) {
+		i := int(l.scanned - l.head)
+		l.scanned++
+		w := l.q.at(i)
+		if w.considered {
+			continue
+		}
+		w.considered = true
+		if a, ok = s.considerRequest(l, i, s.need(w.item)); ok {
+			return a, true
+		}
 	}
-	if !need.OneShot {
-		s.release(p)
+	return a, false
+}
+
+// extraRequest is the slot request that Tick has found to be needed.
+func (s *Sender[T]) extraRequest() (a Action[T], ok bool) {
+	l := &s.lanes[1]
+	if !s.extra || l.q.len() == 0 {
+		s.extra = false
+		return a, false
 	}
-	return false
+	s.extra = false
+	w := l.q.at(0)
+	need := s.need(w.item)
+	r := s.route(need.Route)
+	if r.requests > 0 || r.free > 0 {
+		return a, false
+	}
+	return s.newRequest(w, r, need), true
 }
 
 // Tick is called every few milliseconds. Where the first message has waited since the
 // last Tick for one of many slots, which may be held by messages that wait for it in
-// turn, it asks for one more.
+// turn, Next will request one more.
 func (s *Sender[T]) Tick() {
 	l := &s.lanes[1]
 	if !s.connected || s.freedByAnswer || l.q.len() == 0 {
@@ -675,7 +721,7 @@ func (s *Sender[T]) Tick() {
 		return
 	}
 	w := l.q.at(0)
-	need := s.link.Need(w.item)
+	need := s.need(w.item)
 	r := s.route(need.Route)
 	if r.cooldown > 0 {
 		if r.cooldown--; r.cooldown > 0 {
@@ -686,9 +732,7 @@ func (s *Sender[T]) Tick() {
 		l.q.mark = stamp
 		return
 	}
-	if r.requests == 0 && r.free == 0 {
-		s.sendRequest(w, r, need)
-	}
+	s.extra = r.requests == 0 && r.free == 0
 }
 
 // fifo is a queue in a ring.

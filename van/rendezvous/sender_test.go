@@ -33,7 +33,7 @@ func TestClass(t *testing.T) {
 func TestBatchOverEager(t *testing.T) {
 	m := newModel(t, 1, false)
 	m.credits = false
-	m.s.Connect(false)
+	m.connect()
 	const batch, size = 20, 32 << 20
 	if Eager(size) >= batch {
 		t.Fatal("the batch is too small")
@@ -55,7 +55,7 @@ func TestBatchOverEager(t *testing.T) {
 			f()
 		}
 		m.check()
-		m.s.Tick()
+		m.tick()
 	}
 	if m.arrived != batch {
 		t.Errorf("%d of %d have arrived", m.arrived, batch)
@@ -74,7 +74,7 @@ func TestBatchOverEager(t *testing.T) {
 func TestManyKeys(t *testing.T) {
 	m := newModel(t, 2, false)
 	m.enough = 8
-	m.s.Connect(false)
+	m.connect()
 	for i := range 3000 {
 		m.submit(&item{seq: i + 1, key: uint64(i), request: true, push: true, meta: 300, data: 1000})
 		if i%5 == 0 {
@@ -102,7 +102,7 @@ func TestGrown(t *testing.T) {
 	}
 	t.Run("after the answer", func(t *testing.T) {
 		m := newModel(t, 1, true)
-		m.s.Connect(true)
+		m.connect()
 		m.submit(send(m, 1, 100))
 		m.settle()
 		if err := m.s.Submit(send(m, 2, 101)); !errors.Is(err, ErrGrown) {
@@ -117,7 +117,7 @@ func TestGrown(t *testing.T) {
 	})
 	t.Run("before the answer", func(t *testing.T) {
 		m := newModel(t, 1, true)
-		m.s.Connect(true)
+		m.connect()
 		m.submit(send(m, 1, 100))
 		if err := m.s.Submit(send(m, 2, 101)); !errors.Is(err, ErrGrown) {
 			t.Errorf("error %v, want %v", err, ErrGrown)
@@ -130,7 +130,7 @@ func TestGrown(t *testing.T) {
 		m.submit(send(m, 1, 100))
 		m.submit(grown)
 		m.submit(send(m, 3, 50))
-		m.s.Connect(true)
+		m.connect()
 		m.settle()
 		if m.arrived != 2 || grown.done != "dropped" {
 			t.Errorf("%d have arrived, want 2; the larger one was %q", m.arrived, grown.done)
@@ -141,7 +141,7 @@ func TestGrown(t *testing.T) {
 // TestNonsense: what a hostile peer may say changes nothing.
 func TestNonsense(t *testing.T) {
 	m := newModel(t, 1, false)
-	m.s.Connect(false)
+	m.connect()
 	o := &item{seq: 1, key: 5, request: true, push: true, meta: 300, data: 100}
 	m.submit(o)
 	origin := m.wire[0].origin
@@ -170,7 +170,7 @@ func TestNonsense(t *testing.T) {
 // wanted; and what waits asks for new ones.
 func TestReclaim(t *testing.T) {
 	m := newModel(t, 1, false)
-	m.s.Connect(false)
+	m.connect()
 	for i := range 10 {
 		m.submit(&item{seq: i + 1, request: true, key: 1, data: 600, meta: 300})
 	}
