@@ -62,6 +62,7 @@ func TestTimestampsWrap(t *testing.T) {
 // waits for, does not keep the others from going on for ever.
 func TestOneRequestWithoutAnswer(t *testing.T) {
 	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	x.SetNext(0) // the first timestamp is at random
 	stuck := newRequest()
 	if err := x.Open(&stuck.Request, "test", stuck, 2, []int{van.ServerID(0)}); err != nil {
 		t.Fatal(err)
@@ -87,6 +88,21 @@ func TestOneRequestWithoutAnswer(t *testing.T) {
 	}
 	if h, answered, ok, err := x.Batch(stuck.First() + 1); h != stuck.First() || answered || !ok || err != nil {
 		t.Errorf("the stuck request is %d, answered %t, in flight %t, %v", h, answered, ok, err)
+	}
+}
+
+// TestLimitCountsFromTheBegin: the limit of a request is not that of each wait for it.
+func TestLimitCountsFromTheBegin(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	r.Age(time.Hour)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	if err := x.Wait(ctx, r.First(), 30*time.Minute); !errors.Is(err, van.ErrTimeout) || ctx.Err() != nil {
+		t.Errorf("a wait with a limit that has passed: %v (%v)", err, ctx.Err())
 	}
 }
 

@@ -1,6 +1,10 @@
 package postoffice
 
-import "github.com/stepaf/stepaf-go/postoffice/membership"
+import (
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+)
 
 // CarryOut does what the machine says.
 func (n *Node) CarryOut(o membership.Output) { n.carryOut(o) }
@@ -31,3 +35,10 @@ func (n *Node) NoteProcesses(outs ...membership.Output) {
 
 // MayJoin tells whether the cluster has a place for id.
 func (n *Node) MayJoin(id int) bool { return n.mayJoin(id) }
+
+// Age makes r have begun earlier by d.
+func (r *Request) Age(d time.Duration) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.start -= uint64(d)
+}
