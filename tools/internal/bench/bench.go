@@ -72,6 +72,7 @@ func Command() *cli.Command {
 				}, common...),
 				Action: runKV,
 			},
+			softwareCommand(),
 			{Name: "child", Hidden: true, Action: runChild, SkipFlagParsing: true},
 		},
 	}

@@ -6,6 +6,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -17,11 +18,14 @@ type device struct {
 	ch      *channel
 	host    *host
 	cond    sync.Cond
-	cq      []entryCQ
+	cq      fifo.Queue[entryCQ]
 	size    int
 	overrun error
 	wake    bool
 	polling bool
+	timer   *time.Timer // ends the wait of Poll; used again
+	until   time.Time   // when
+	expired bool
 	lkeys   map[uint32]*region
 	rkeys   map[uint32]*region
 }
@@ -88,7 +92,7 @@ func (d *device) complete(e entryCQ) {
 	if d.ended() || d.overrun != nil {
 		return
 	}
-	if len(d.cq) >= d.size {
+	if d.cq.Len() >= d.size {
 		d.overrun = fault("completion queue", syscall.EOVERFLOW, "%s: %s: more than %d completions, want them polled or reserved",
 			d.stack.name, d.host.name, d.size)
 		d.net.report(d.overrun)
@@ -98,7 +102,7 @@ func (d *device) complete(e entryCQ) {
 			}
 		}
 	} else {
-		d.cq = append(d.cq, e)
+		d.cq.Put(e)
 	}
 	d.cond.Broadcast()
 }
@@ -133,7 +137,7 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 	switch {
 	case d.ended():
 		return 0, fault("poll", verbs.ErrClosed, "%s: %s", d.stack.name, d.host.name)
-	case len(d.cq) == 0:
+	case d.cq.Len() == 0:
 		return 0, d.overrun
 	}
 	return d.take(out), nil
@@ -142,39 +146,50 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 // wait waits as Poll does.
 func (d *device) wait(spin, block time.Duration) {
 	limit := spin + max(block, 0)
-	if len(d.cq) > 0 || d.ended() || d.overrun != nil || spin >= 0 && limit <= 0 {
+	if d.cq.Len() > 0 || d.ended() || d.overrun != nil || spin >= 0 && limit <= 0 {
 		return
 	}
-	expired := false
+	d.expired = false
 	if spin >= 0 {
-		t := time.AfterFunc(limit, func() {
-			d.net.mu.Lock()
-			defer d.net.mu.Unlock()
-			expired = true
-			d.cond.Broadcast()
-		})
-		defer t.Stop()
+		d.alarm(limit)
+		defer d.timer.Stop()
 	}
-	for len(d.cq) == 0 && !d.wake && !expired && !d.ended() && d.overrun == nil {
+	for d.cq.Len() == 0 && !d.wake && !d.expired && !d.ended() && d.overrun == nil {
 		d.cond.Wait()
 	}
-	if len(d.cq) == 0 {
+	if d.cq.Len() == 0 {
 		d.wake = false
 	}
+}
+
+// alarm ends the wait that begins now after limit.
+func (d *device) alarm(limit time.Duration) {
+	d.until = time.Now().Add(limit)
+	if d.timer != nil {
+		d.timer.Reset(limit)
+		return
+	}
+	d.timer = time.AfterFunc(limit, func() {
+		d.net.mu.Lock()
+		defer d.net.mu.Unlock()
+		if time.Now().Before(d.until) {
+			return // it was set again meanwhile
+		}
+		d.expired = true
+		d.cond.Broadcast()
+	})
 }
 
 // take takes completions from the queue, frees what they stand for, and posts the
 // receive requests again.
 func (d *device) take(out []verbs.Completion) int {
-	k := min(len(out), len(d.cq))
-	entries := d.cq[:k]
-	d.cq = d.cq[k:]
+	k := min(len(out), d.cq.Len())
 	d.stack.counters.Completions += k
-	var again []*qp
-	for i := range entries {
-		e := &entries[i]
+	again := make([]*qp, 0, 16)
+	for i := range k {
+		e := d.cq.Take()
 		out[i] = e.Completion
-		d.net.recordCompletion(e)
+		d.net.recordCompletion(&e)
 		switch e.Type {
 		case verbs.SendDone:
 			e.qp.tail = max(e.qp.tail, e.pos+1)

@@ -17,7 +17,7 @@ func (n *Net) deliver(q *qp) {
 
 // run executes what q has, as far as it can be.
 func (n *Net) run(q *qp) {
-	for len(q.sq) > 0 && !n.held && !n.heldPairs[q.num] && n.step(q) {
+	for q.sq.Len() > 0 && !n.held && !n.heldPairs[q.num] && n.step(q) {
 	}
 }
 
@@ -34,7 +34,7 @@ func (n *Net) step(q *qp) bool {
 	case p.state == qpInit: // it has not read that it is connected
 		return false
 	}
-	if q.sq[0].Op != verbs.OpWrite && p.free == 0 {
+	if q.sq.All()[0].Op != verbs.OpWrite && p.free == 0 {
 		q.wait(noReceive)
 		return false
 	}
@@ -53,14 +53,13 @@ func (n *Net) step(q *qp) bool {
 	case w.Flags&verbs.Signaled != 0:
 		q.done(&w, s)
 	}
+	n.recycle(w.data)
 	return true
 }
 
 // next takes the first work request off the queue.
 func (q *qp) next() work {
-	w := q.sq[0]
-	q.sq[0] = work{}
-	q.sq = q.sq[1:]
+	w := q.sq.Take()
 	q.stalled = moving
 	q.stallSeq++
 	return w

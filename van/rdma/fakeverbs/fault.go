@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -186,7 +187,7 @@ func (n *Net) Step(num uint32) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for _, q := range n.byAge() {
-		if q.num == num && len(q.sq) > 0 {
+		if q.num == num && q.sq.Len() > 0 {
 			return n.step(q)
 		}
 	}
@@ -200,7 +201,7 @@ func (n *Net) Pending() []uint32 {
 	defer n.mu.Unlock()
 	var nums []uint32
 	for _, q := range n.byAge() {
-		if len(q.sq) > 0 {
+		if q.sq.Len() > 0 {
 			nums = append(nums, q.num)
 		}
 	}
@@ -232,7 +233,7 @@ func (n *Net) kill(s *Stack, tell bool) {
 		for _, d := range c.devices {
 			clear(d.lkeys)
 			clear(d.rkeys)
-			d.cq = nil
+			d.cq = fifo.Queue[entryCQ]{}
 		}
 	}
 	clear(s.channels)

@@ -44,6 +44,7 @@ type Net struct {
 	traceSeq  int
 	errs      []error
 	onError   func(error)
+	buffers   [][]byte // of inline data, for use again
 
 	agenda    agenda
 	agendaSeq uint64

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"syscall"
 
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -40,9 +41,9 @@ type qp struct {
 	peer     *qp // from when it works
 	retry    int
 	rnr      int
-	sq       []work // posted and not executed
-	head     uint64 // work requests posted
-	tail     uint64 // of them, known to be complete by a polled completion
+	sq       fifo.Queue[work] // posted and not executed
+	head     uint64           // work requests posted
+	tail     uint64           // of them, known to be complete by a polled completion
 	executed int
 	sent     []sent
 	free     int // receive requests posted
@@ -104,10 +105,9 @@ func (n *Net) breakQP(q *qp) {
 	q.state = qpError
 	q.stalled = moving
 	q.stallSeq++
-	sq := q.sq
-	q.sq = nil
-	for i := range sq {
-		q.done(&sq[i], verbs.StatusFlushed)
+	for q.sq.Len() > 0 {
+		w := q.sq.Take()
+		q.done(&w, verbs.StatusFlushed)
 	}
 	for ; q.free > 0; q.free-- {
 		q.flushReceive()
@@ -125,12 +125,16 @@ func (q *qp) flushReceive() {
 // endQP destroys q with its completions.
 func (n *Net) endQP(q *qp) {
 	q.state = qpGone
-	q.sq = nil
+	q.sq = fifo.Queue[work]{}
 	q.stalled = moving
 	q.stallSeq++
 	delete(n.qps, q.Handle())
 	delete(n.heldPairs, q.num)
-	q.dev.cq = slices.DeleteFunc(q.dev.cq, func(e entryCQ) bool { return e.qp == q })
+	for range q.dev.cq.Len() {
+		if e := q.dev.cq.Take(); e.qp != q {
+			q.dev.cq.Put(e)
+		}
+	}
 	if q.peer != nil {
 		n.run(q.peer)
 	}
@@ -158,6 +162,23 @@ func vendor(s verbs.Status) uint32 {
 	return 0x80 + uint32(s)
 }
 
+// inlineBuffer returns an empty buffer for inline data; recycle takes it back.
+func (n *Net) inlineBuffer() []byte {
+	last := len(n.buffers) - 1
+	if last < 0 {
+		return nil
+	}
+	b := n.buffers[last]
+	n.buffers = n.buffers[:last]
+	return b[:0]
+}
+
+func (n *Net) recycle(b []byte) {
+	if cap(b) > 0 {
+		n.buffers = append(n.buffers, b)
+	}
+}
+
 func (d *device) Post(wrs []verbs.SendWR) (int, error) {
 	limit := len(wrs)
 	var failed error
@@ -175,7 +196,7 @@ func (d *device) Post(wrs []verbs.SendWR) (int, error) {
 	}
 	d.stack.counters.Posts++
 	posted, chain := 0, 0
-	var touched []*qp
+	touched := make([]*qp, 0, 8)
 	for i := range wrs[:limit] {
 		w := &wrs[i]
 		if chain++; i == 0 || w.QP != wrs[i-1].QP {
@@ -226,7 +247,7 @@ func (d *device) post(w *verbs.SendWR, chain int) (*qp, error) {
 	}
 	k := work{SendWR: *w, pos: q.head}
 	if w.Flags&verbs.Inline != 0 && w.Len > 0 {
-		k.data = slices.Clone(at(w.LocalAddr, w.Len))
+		k.data = append(d.net.inlineBuffer(), at(w.LocalAddr, w.Len)...)
 	}
 	q.watch(&k)
 	q.head++
@@ -234,7 +255,7 @@ func (d *device) post(w *verbs.SendWR, chain int) (*qp, error) {
 	if q.state == qpError {
 		q.done(&k, verbs.StatusFlushed)
 	} else {
-		q.sq = append(q.sq, k)
+		q.sq.Put(k)
 	}
 	return q, nil
 }

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Runs "stepaf bench software" in a build that counts how often sync.Mutex and
+# sync.RWMutex are taken. The build has copies of two files of Go's package sync, in
+# which taking a lock calls a hook; nothing of it is in other builds. Its times are
+# longer than those of an ordinary build: only the lock operations are of interest.
+#   count_locks.sh [OPTION of bench software...]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+out=build/locks
+mkdir -p $out
+source="$(go env GOROOT)/src"
+
+# hook FILE FUNCTION...: prints the file with a call of the hook at the beginning of
+# each function.
+hook() {
+  local file="$1" expressions=() f
+  shift
+  for f in "$@"; do
+    grep -qF "$f {" "$source/$file" || {
+      echo "count_locks: $(go version): no \"$f\" in $file" >&2
+      exit 1
+    }
+    expressions+=(-e "s/^$(printf '%s' "$f" | sed 's/[*]/\\*/g') {\$/& if hook := ${HOOK}; hook != nil { hook() };/")
+  done
+  sed "${expressions[@]}" "$source/$file"
+}
+
+HOOK=OnLock hook internal/sync/mutex.go 'func (m *Mutex) Lock()' 'func (m *Mutex) TryLock() bool' >$out/mutex.go
+echo '// OnLock is called by who takes a lock.
+var OnLock func()' >>$out/mutex.go
+HOOK=onLock hook sync/rwmutex.go 'func (rw *RWMutex) RLock()' 'func (rw *RWMutex) TryRLock() bool' >$out/rwmutex.go
+cat >$out/onlock.go <<'GO'
+package sync
+
+import isync "internal/sync"
+
+var onLock func()
+
+// OnLock makes f be called each time that a lock is taken.
+func OnLock(f func()) { onLock, isync.OnLock = f, f }
+GO
+cat >$out/overlay.json <<JSON
+{"Replace": {
+  "$source/internal/sync/mutex.go": "$out/mutex.go",
+  "$source/sync/rwmutex.go": "$out/rwmutex.go",
+  "$source/sync/onlock.go": "$out/onlock.go"
+}}
+JSON
+# shellcheck disable=SC2046 # the flags are a list
+go build $(tools/build_flags.sh -q countlocks) -overlay $out/overlay.json -o $out/stepaf ./tools/stepaf
+exec $out/stepaf bench software "$@"

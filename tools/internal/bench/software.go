@@ -1,0 +1,367 @@
+package bench
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"math"
+	"net/netip"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+)
+
+// The cost of the software alone: a cluster in this process, on one core, over
+// transports that have no wire.
+
+// softwareVans are the transports of bench software, as --van names them.
+var softwareVans = []string{"null", "rdma"}
+
+func softwareCommand() *cli.Command {
+	return &cli.Command{
+		Name:      "software",
+		Usage:     "what a push_pull costs without a wire: time, allocations and lock operations",
+		UsageText: "stepaf bench software [--van null|rdma] [--push BYTES --pull BYTES] [--iters N]",
+		Description: "Runs a scheduler, a server and a worker in this process on one core (GOMAXPROCS=1), and times push_pulls of one\n" +
+			"tensor each way, one at a time. What is measured is what both nodes do together: what a NIC's latency is added to.\n\n" +
+			"null hands each message over by reference and leaves the bytes of answers where they are: the layers above a\n" +
+			"transport. rdma is van/rdma on devices in memory, which check and copy what is sent: the transport as well, with\n" +
+			"what plays the NICs. Its answers are checked.\n\n" +
+			"Without sizes it measures 1 KiB each way and one layer of a large model. Times are of the calling goroutine, CPU is\n" +
+			"of the process. Lock operations are of sync.Mutex and sync.RWMutex, in a build that counts them: tools/count_locks.sh.",
+		Flags: []cli.Flag{
+			&cli.StringFlag{Name: "van", Usage: "null or rdma (default: both)"},
+			&cli.IntFlag{Name: "push", Usage: "bytes from worker to server"},
+			&cli.IntFlag{Name: "pull", Usage: "bytes from server to worker"},
+			&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
+			&cli.IntFlag{Name: "warmup", Usage: "round trips before; 0 chooses by size"},
+			&cli.DurationFlag{Name: "timeout", Value: 2 * time.Minute, Usage: "give up after this long"},
+			&cli.BoolFlag{Name: "json", Usage: "print one line of JSON for each measurement instead of a table"},
+		},
+		Action: runSoftware,
+	}
+}
+
+// softwareReport is the JSON line of bench software.
+type softwareReport struct {
+	Van       string `json:"van"` // "null" or "rdma"
+	PushBytes int    `json:"push_bytes"`
+	PullBytes int    `json:"pull_bytes"`
+	Iters     int    `json:"iters"`
+
+	P50  int64 `json:"p50_ns"`
+	P90  int64 `json:"p90_ns"`
+	P99  int64 `json:"p99_ns"`
+	Max  int64 `json:"max_ns"`
+	Mean int64 `json:"mean_ns"`
+	CPU  int64 `json:"cpu_ns"` // of the process
+
+	// For each push_pull.
+	Allocs     float64 `json:"allocs"`
+	AllocBytes float64 `json:"alloc_bytes"`
+	// Locks is how often a lock was taken, by package; nil in a build that does not
+	// count. What plays the wire is not among them.
+	Locks map[string]float64 `json:"locks,omitempty"`
+
+	Checked bool `json:"checked"` // whether the bytes of answers were
+}
+
+func runSoftware(c *cli.Context) error {
+	vans := softwareVans
+	if v := c.String("van"); v != "" {
+		if !slices.Contains(softwareVans, v) {
+			return cli.Exit(fmt.Sprintf("bench software: --van %s: want null or rdma", v), 2)
+		}
+		vans = []string{v}
+	}
+	sizes := []payload{both(1024), attention}
+	if c.IsSet("push") || c.IsSet("pull") {
+		sizes = []payload{{c.Int("push"), c.Int("pull")}}
+	}
+	for _, p := range sizes {
+		if p.push < 1 || p.pull < 1 || p.push > math.MaxInt32 || p.pull > math.MaxInt32 {
+			return cli.Exit(fmt.Sprintf("bench software: --push %d --pull %d: want 1 to %d bytes each", p.push, p.pull, math.MaxInt32), 2)
+		}
+	}
+	if c.Int("iters") < 0 || c.Int("warmup") < 0 {
+		return cli.Exit("bench software: --iters and --warmup want positive numbers", 2)
+	}
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
+	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
+	defer cancel()
+	if !c.Bool("json") {
+		softwareHead(c.App.Writer)
+	}
+	for _, name := range vans {
+		all, err := measureSoftware(ctx, name, sizes, c.Int("iters"), c.Int("warmup"))
+		if err != nil {
+			return fmt.Errorf("bench software: %s: %w", name, err)
+		}
+		for _, r := range all {
+			if err := r.print(c.App.Writer, c.Bool("json")); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func softwareHead(w io.Writer) {
+	fmt.Fprintln(w, "a push_pull without a wire, worker and server together on one core")
+	fmt.Fprintf(w, "%-5s %19s %7s %9s %9s %9s %9s %9s %7s %7s\n", "van", "push / pull bytes", "iters",
+		"p50 ns", "p90 ns", "p99 ns", "max ns", "CPU ns", "allocs", "locks")
+}
+
+func (r *softwareReport) print(w io.Writer, asJSON bool) error {
+	if asJSON {
+		return json.NewEncoder(w).Encode(r)
+	}
+	locks := "-"
+	if r.Locks != nil {
+		sum := 0.0
+		for _, n := range r.Locks {
+			sum += n
+		}
+		locks = fmt.Sprintf("%.1f", sum)
+	}
+	fmt.Fprintf(w, "%-5s %19s %7d %9d %9d %9d %9d %9d %7.2f %7s\n", r.Van, fmt.Sprintf("%d / %d", r.PushBytes, r.PullBytes), r.Iters,
+		r.P50, r.P90, r.P99, r.Max, r.CPU, r.Allocs, locks)
+	for _, name := range slices.SortedFunc(maps.Keys(r.Locks), func(a, b string) int { return cmp.Compare(r.Locks[b], r.Locks[a]) }) {
+		if r.Locks[name] >= 0.05 {
+			fmt.Fprintf(w, "%12.1f locks in %s\n", r.Locks[name], name)
+		}
+	}
+	return nil
+}
+
+// measureSoftware measures all sizes over one transport.
+func measureSoftware(ctx context.Context, name string, sizes []payload, iters, warmup int) ([]*softwareReport, error) {
+	factory, end := softwareNet(name)
+	defer end()
+	nodes, err := startHere(ctx, name, factory)
+	defer func() {
+		for _, n := range nodes {
+			n.Close()
+		}
+	}()
+	if err != nil {
+		return nil, err
+	}
+	s, err := newSoftware(nodes[1], nodes[2], sizes)
+	if err != nil {
+		return nil, err
+	}
+	defer s.worker.Close()
+	var all []*softwareReport
+	for i, p := range sizes {
+		n, warm := defaults(course{zmq, cpu}, p.push+p.pull, iters, warmup)
+		r, err := s.measure(ctx, i, n, warm, name == "rdma")
+		if err != nil {
+			return nil, err
+		}
+		r.Van, r.PushBytes, r.PullBytes = name, p.push, p.pull
+		all = append(all, r)
+	}
+	return all, finalizeAll(ctx, nodes)
+}
+
+// softwareNet makes what plays the wire.
+func softwareNet(name string) (factory func(role string) van.Factory, end func()) {
+	if name == "null" {
+		n := newNullNet()
+		return func(string) van.Factory { return n.factory }, n.close
+	}
+	n := fakeverbs.NewNet()
+	return func(role string) van.Factory {
+		at := deviceAddr(role)
+		stack := n.Stack(at)
+		return func(o van.Options) (van.Van, error) { return placedVan{rdma.NewOn(stack, o), at.String()}, nil }
+	}, n.Close
+}
+
+// deviceAddr is the address of a role's device in memory.
+func deviceAddr(role string) netip.Addr {
+	return netip.AddrFrom4([4]byte{10, 77, 0, byte(slices.Index(roles, role) + 1)})
+}
+
+// placedVan is a van at an address that no interface of this host has.
+type placedVan struct {
+	van.Van
+	host string
+}
+
+// Unwrap returns the van inside, for van.As.
+func (v placedVan) Unwrap() van.Van { return v.Van }
+
+// ChooseHost implements van.HostChooser.
+func (v placedVan) ChooseHost() (host, why string, err error) { return v.host, "device in memory", nil }
+
+// startHere starts one node of each role in this process, in the order of roles. On
+// errors it returns those that did start.
+func startHere(ctx context.Context, name string, factory func(role string) van.Factory) ([]*postoffice.Node, error) {
+	nodes := make([]*postoffice.Node, len(roles))
+	ctx, failed := context.WithCancelCause(ctx)
+	defer failed(nil)
+	var all sync.WaitGroup
+	for i, role := range roles {
+		cfg := postoffice.DefaultConfig()
+		cfg.Role, cfg.NumWorkers, cfg.NumServers = role, 1, 1
+		cfg.Backend = "CPU"
+		cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", 9000, "127.0.0.1"
+		if name == "rdma" {
+			// Devices in memory have addresses that this host does not.
+			cfg.RootURI, cfg.NodeHost, cfg.Kubernetes = deviceAddr(roles[0]).String(), "", true
+		}
+		o := postoffice.Options{Config: cfg, Log: slog.New(slog.DiscardHandler), Van: factory(role)}
+		all.Go(func() {
+			n, err := postoffice.Start(ctx, o)
+			if nodes[i] = n; err != nil {
+				failed(err) // the others wait for it
+			}
+		})
+	}
+	all.Wait()
+	return slices.DeleteFunc(nodes, func(n *postoffice.Node) bool { return n == nil }), context.Cause(ctx)
+}
+
+func finalizeAll(ctx context.Context, nodes []*postoffice.Node) error {
+	ctx, failed := context.WithCancelCause(ctx)
+	defer failed(nil)
+	var all sync.WaitGroup
+	for _, n := range nodes {
+		all.Go(func() {
+			if err := n.Finalize(ctx); err != nil {
+				failed(err)
+			}
+		})
+	}
+	all.Wait()
+	return context.Cause(ctx)
+}
+
+// software is a worker, a server, and the tensors of a push_pull of each size.
+type software struct {
+	worker                 *af.TensorWorker
+	server                 *postoffice.Node
+	pushes, pulls, answers [][]af.KeyTensor
+	answered               atomic.Bool
+	isAnswered             func() bool
+}
+
+// once does a push_pull of size i. Its goroutine plays both sides, so that no time goes
+// into waking another one.
+func (s *software) once(ctx context.Context, i int) error {
+	s.answered.Store(false)
+	h, err := s.worker.ZBatchPushPull(s.pushes[i], s.pulls[i])
+	if err != nil {
+		return err
+	}
+	s.server.Poll(s.isAnswered)
+	return s.worker.Wait(ctx, h)
+}
+
+// newSoftware makes the worker, and a server that answers a pull with key 2i+1 by
+// the tensor of size i.
+func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, error) {
+	s := &software{server: server}
+	s.isAnswered = s.answered.Load
+	for i, p := range sizes {
+		for _, x := range []struct {
+			to   *[][]af.KeyTensor
+			key  uint64
+			size int
+		}{{&s.pushes, uint64(2 * i), p.push}, {&s.pulls, uint64(2*i + 1), p.pull}, {&s.answers, uint64(2*i + 1), p.pull}} {
+			b, err := alloc(worker.Backend(), x.size)
+			if err != nil {
+				return nil, err
+			}
+			fill(b)
+			t, err := af.FromBytes(b, af.Uint8, int64(x.size))
+			if err != nil {
+				return nil, err
+			}
+			*x.to = append(*x.to, []af.KeyTensor{{Key: x.key, Val: t}})
+		}
+	}
+	srv, err := af.NewTensorServer(server, af.Options{})
+	if err != nil {
+		return nil, err
+	}
+	if err := srv.SetRequestHandle(func(b af.Batch) {
+		if err := b.Response(s.answers[b.Pulls()[0].Key/2], nil); err != nil {
+			server.Log().Error("respond", "err", err) // the worker waits, and gives up
+		}
+		s.answered.Store(true)
+	}); err != nil {
+		return nil, err
+	}
+	s.worker, err = af.NewTensorWorker(worker, af.Options{})
+	return s, err
+}
+
+// measure times push_pulls of size i. With check, the last answer is compared with
+// what the server has.
+func (s *software) measure(ctx context.Context, i, iters, warmup int, check bool) (*softwareReport, error) {
+	for range warmup {
+		if err := s.once(ctx, i); err != nil {
+			return nil, err
+		}
+	}
+	got := s.pulls[i][0].Val.Bytes()
+	if check {
+		clear(got)
+	}
+	ns := make([]int64, iters)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	locks, used := countLocks(), cpuTime()
+	for k := range ns {
+		start := time.Now()
+		if err := s.once(ctx, i); err != nil {
+			return nil, err
+		}
+		ns[k] = int64(time.Since(start))
+	}
+	used, taken := cpuTime()-used, countLocks()
+	runtime.ReadMemStats(&after)
+	if check && !bytes.Equal(got, s.answers[i][0].Val.Bytes()) {
+		return nil, fmt.Errorf("the answer of %d bytes is not the server's", len(got))
+	}
+	q, n := summarize(ns), float64(iters)
+	r := &softwareReport{Iters: iters, P50: int64(q.P50 * 1e3), P90: int64(q.P90 * 1e3), P99: int64(q.P99 * 1e3), Max: int64(q.Max * 1e3),
+		Mean: int64(q.Mean * 1e3), CPU: int64(used) / int64(iters), Allocs: float64(after.Mallocs-before.Mallocs) / n,
+		AllocBytes: float64(after.TotalAlloc-before.TotalAlloc) / n, Checked: check}
+	for name, count := range taken {
+		if playsWire(name) {
+			continue
+		}
+		if r.Locks == nil {
+			r.Locks = map[string]float64{}
+		}
+		if d := count - locks[name]; d > 0 {
+			r.Locks[strings.TrimPrefix(name, "github.com/stepaf/stepaf-go/")] = float64(d) / n
+		}
+	}
+	return r, nil
+}
+
+// playsWire tells whether a package's locks are those of what stands for hardware.
+func playsWire(pkg string) bool {
+	return strings.HasSuffix(pkg, "/van/rdma/fakeverbs") || strings.HasSuffix(pkg, "/tools/internal/bench")
+}

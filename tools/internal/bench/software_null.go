@@ -1,0 +1,261 @@
+package bench
+
+import (
+	"context"
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// nullNet is a transport without a wire, for nodes of one process: what a node sends is
+// handed to its peer by reference. Only frames that Send has to copy are copied. The
+// answer to a pull is handed up as one that lies in its place already, and its bytes
+// stay where they are: what a push_pull costs is what the layers above a transport cost.
+//
+// One goroutine at a time delivers, for all nodes: one that waits for an answer, or,
+// when nobody polls, the net's own after at most nullTick.
+type nullNet struct {
+	turn sync.Mutex // held by the one who delivers
+
+	mu          sync.Mutex
+	ends        map[string]*nullEnd // by address
+	port        int                 // the last one given to a node
+	first, last *nullMessage        // sent and not delivered
+	free        *nullMessage
+
+	stop    chan struct{}
+	stopped sync.WaitGroup
+}
+
+// nullTick is how long a message waits at most when nobody polls.
+const nullTick = 200 * time.Microsecond
+
+// nullEnd is an address: who listens there, or what waits for the one who will.
+type nullEnd struct {
+	recv  van.Receiver // nil: nobody listens; under nullNet.mu
+	early []*nullMessage
+}
+
+// nullMessage is a message on its way.
+type nullMessage struct {
+	msg   van.Message
+	to    *nullEnd
+	done  van.Completion // of the sender's message
+	short [3][van.CopyBelow]byte
+	next  *nullMessage
+}
+
+func newNullNet() *nullNet {
+	n := &nullNet{ends: map[string]*nullEnd{}, port: 20000, stop: make(chan struct{})}
+	n.stopped.Go(func() {
+		tick := time.NewTicker(nullTick)
+		defer tick.Stop()
+		for {
+			select {
+			case <-n.stop:
+				return
+			case <-tick.C:
+				n.deliver(func() bool { return false })
+			}
+		}
+	})
+	return n
+}
+
+func (n *nullNet) close() {
+	close(n.stop)
+	n.stopped.Wait()
+}
+
+// factory makes a node's transport.
+func (n *nullNet) factory(van.Options) (van.Van, error) {
+	v := &nullVan{net: n}
+	v.id.Store(van.Empty)
+	v.peers.Store(&map[int]*nullEnd{})
+	return v, nil
+}
+
+func (n *nullNet) pushLocked(p *nullMessage) {
+	if n.last == nil {
+		n.first = p
+	} else {
+		n.last.next = p
+	}
+	n.last = p
+}
+
+// deliver hands up what has been sent until done or until there is nothing.
+func (n *nullNet) deliver(done func() bool) {
+	if !n.turn.TryLock() {
+		return
+	}
+	defer n.turn.Unlock()
+	for !done() {
+		n.mu.Lock()
+		p := n.first
+		if p == nil {
+			n.mu.Unlock()
+			return
+		}
+		if n.first, p.next = p.next, nil; n.first == nil {
+			n.last = nil
+		}
+		recv := p.to.recv
+		if recv == nil {
+			p.to.early = append(p.to.early, p)
+		}
+		n.mu.Unlock()
+		if recv != nil {
+			recv(&p.msg)
+			p.msg.Release()
+		}
+	}
+}
+
+// Free implements van.Owner.
+func (n *nullNet) Free(m *van.Message) {
+	p := (*nullMessage)(m.Native())
+	if p.done != nil {
+		p.done.Sent()
+	}
+	p.msg.Reset()
+	p.to, p.done = nil, nil
+	n.mu.Lock()
+	n.free, p.next = p, n.free
+	n.mu.Unlock()
+}
+
+// nullVan is the transport of one node.
+type nullVan struct {
+	net   *nullNet
+	id    atomic.Int64
+	self  *nullEnd
+	peers atomic.Pointer[map[int]*nullEnd] // replaced, never changed, under net.mu
+}
+
+var (
+	_ van.Van    = (*nullVan)(nil)
+	_ van.Poller = (*nullVan)(nil)
+)
+
+// Type implements van.Van.
+func (v *nullVan) Type() string { return "null" }
+
+// SetID implements van.Van.
+func (v *nullVan) SetID(id int) { v.id.Store(int64(id)) }
+
+func (n *nullNet) endLocked(addr string) *nullEnd {
+	e := n.ends[addr]
+	if e == nil {
+		e = &nullEnd{}
+		n.ends[addr] = e
+	}
+	return e
+}
+
+// Bind implements van.Van.
+func (v *nullVan) Bind(_ context.Context, self van.Node) (int, error) {
+	v.net.mu.Lock()
+	defer v.net.mu.Unlock()
+	if self.Port == 0 {
+		v.net.port++
+		self.Port = v.net.port
+	}
+	v.self = v.net.endLocked(self.Addr())
+	v.SetID(self.ID)
+	return self.Port, nil
+}
+
+// Start implements van.Van.
+func (v *nullVan) Start(recv van.Receiver) {
+	v.net.mu.Lock()
+	defer v.net.mu.Unlock()
+	v.self.recv = recv
+	for _, p := range v.self.early {
+		v.net.pushLocked(p)
+	}
+	v.self.early = nil
+}
+
+// change replaces the table of peers by one that f has changed.
+func (v *nullVan) change(f func(peers map[int]*nullEnd)) {
+	v.net.mu.Lock()
+	defer v.net.mu.Unlock()
+	peers := maps.Clone(*v.peers.Load())
+	f(peers)
+	v.peers.Store(&peers)
+}
+
+// Connect implements van.Van.
+func (v *nullVan) Connect(_ context.Context, id int, peer van.Node) error {
+	v.change(func(peers map[int]*nullEnd) { peers[id] = v.net.endLocked(peer.Addr()) })
+	return nil
+}
+
+// Rename implements van.Van.
+func (v *nullVan) Rename(old, id int) error {
+	v.change(func(peers map[int]*nullEnd) {
+		peers[id] = peers[old]
+		if old != id {
+			delete(peers, old)
+		}
+	})
+	return nil
+}
+
+// Disconnect implements van.Van.
+func (v *nullVan) Disconnect(id int) {
+	v.change(func(peers map[int]*nullEnd) { delete(peers, id) })
+}
+
+// Send implements van.Van.
+func (v *nullVan) Send(m *van.Message) error {
+	to := (*v.peers.Load())[m.Receiver]
+	if to == nil {
+		return &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(m.Receiver), Err: van.ErrUnknownPeer}
+	}
+	n := v.net
+	n.mu.Lock()
+	p := n.free
+	if p != nil {
+		n.free, p.next = p.next, nil
+	}
+	n.mu.Unlock()
+	if p == nil {
+		p = &nullMessage{}
+	}
+	p.msg.CopyFrom(&m.Meta)
+	p.msg.Sender, p.msg.Receiver, p.msg.Frames = int(v.id.Load()), m.Receiver, m.Frames
+	p.msg.Placed = !m.Request && !m.Push
+	for i := range m.Frames {
+		f := m.Frame(i)
+		if f.Len() < van.CopyBelow {
+			f = backend.Bytes(p.short[i][:copy(p.short[i][:], f.Host())])
+		}
+		p.msg.SetFrame(i, f)
+	}
+	p.to, p.done = to, m.Done
+	p.msg.Adopt(n, unsafe.Pointer(p))
+	n.mu.Lock()
+	n.pushLocked(p)
+	n.mu.Unlock()
+	return nil
+}
+
+// Poll implements van.Poller.
+func (v *nullVan) Poll(done func() bool) { v.net.deliver(done) }
+
+// Close implements van.Van. What is on its way to other nodes is still delivered.
+func (v *nullVan) Close(context.Context) error {
+	v.net.mu.Lock()
+	defer v.net.mu.Unlock()
+	if v.self != nil {
+		v.self.recv = func(*van.Message) {}
+	}
+	return nil
+}
