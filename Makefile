@@ -20,7 +20,7 @@ VARIANTS := nordma
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
 .PHONY: help deps build run af programs fserver wheel test check testrace cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
-	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak bench clean
+	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak locks bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -95,6 +95,9 @@ sim: ## simulated clusters: SEEDS=1000 from FIRST=1 on, PLAN=name for one plan, 
 
 simfaults: ## plant each fault of docs/testing.md, and find it within 500 seeds; prints the table
 	$(GO) test -tags failpoints -count=1 -run '^TestFaults$$' -v ./tests/sim
+
+locks: ## what a push_pull takes without a wire, in a build that counts lock operations; ARGS="--van null"
+	@tools/count_locks.sh $(ARGS)
 
 soak: ## random plans on real processes for MINUTES=60, logs in build/soak; SEED=n LEG=tcp or shm repeats one
 	@mkdir -p build/soak; $(GO) build -o build/soak/run ./tests/soak

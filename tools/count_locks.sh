@@ -26,11 +26,11 @@ hook() {
   sed "${expressions[@]}" "$source/$file"
 }
 
-HOOK=OnLock hook internal/sync/mutex.go 'func (m *Mutex) Lock()' 'func (m *Mutex) TryLock() bool' >$out/mutex.go
+HOOK=OnLock hook internal/sync/mutex.go 'func (m *Mutex) Lock()' 'func (m *Mutex) TryLock() bool' >$out/mutex.txt
 echo '// OnLock is called by who takes a lock.
-var OnLock func()' >>$out/mutex.go
-HOOK=onLock hook sync/rwmutex.go 'func (rw *RWMutex) RLock()' 'func (rw *RWMutex) TryRLock() bool' >$out/rwmutex.go
-cat >$out/onlock.go <<'GO'
+var OnLock func()' >>$out/mutex.txt
+HOOK=onLock hook sync/rwmutex.go 'func (rw *RWMutex) RLock()' 'func (rw *RWMutex) TryRLock() bool' >$out/rwmutex.txt
+cat >$out/onlock.txt <<'GO'
 package sync
 
 import isync "internal/sync"
@@ -42,9 +42,9 @@ func OnLock(f func()) { onLock, isync.OnLock = f, f }
 GO
 cat >$out/overlay.json <<JSON
 {"Replace": {
-  "$source/internal/sync/mutex.go": "$out/mutex.go",
-  "$source/sync/rwmutex.go": "$out/rwmutex.go",
-  "$source/sync/onlock.go": "$out/onlock.go"
+  "$source/internal/sync/mutex.go": "$out/mutex.txt",
+  "$source/sync/rwmutex.go": "$out/rwmutex.txt",
+  "$source/sync/onlock.go": "$out/onlock.txt"
 }}
 JSON
 # shellcheck disable=SC2046 # the flags are a list

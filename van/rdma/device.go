@@ -392,7 +392,7 @@ func (v *rvan) Poll(done func() bool) {
 		return
 	}
 	if v.movedMuch() {
-		v.wakeIdleLoops()
+		v.leaveToLoops()
 		return
 	}
 	v.pollers.Add(1)
@@ -429,14 +429,20 @@ func (v *rvan) Poll(done func() bool) {
 	case done():
 		v.waiterPolledAt.Store(clock.Now())
 	default:
-		v.waiterPolledAt.Store(0) // the caller goes to sleep: the loops take over at once
+		v.waiterPolledAt.Store(0)
 	}
 	v.waiterPolls.Store(false)
 	v.pollers.Add(-1)
 	if v.waiterPolledAt.Load() == 0 {
-		for _, d := range devices {
-			d.wakeLoop()
-		}
+		v.leaveToLoops()
+	}
+}
+
+// leaveToLoops is for a caller of Poll that goes to sleep: the loops take over at once.
+func (v *rvan) leaveToLoops() {
+	v.waiterPolledAt.Store(0)
+	for _, d := range *v.devices.Load() {
+		d.wakeLoop()
 	}
 }
 

@@ -122,3 +122,16 @@ func TestPollOfWhatIsDone(t *testing.T) {
 		t.Errorf("the last Poll was at %d, want none", at)
 	}
 }
+
+// A Poll that returns at once because much has been moved leaves what comes to the loop,
+// which does not expect the next Poll first.
+func TestPollOfMuch(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	p.worker.waiterPolledAt.Store(clock.Now()) // as if one had found its answer just now
+	p.worker.stats.sentB.Add(pollBulk + 1)
+	p.worker.Poll(func() bool { t.Error("it looks for an answer"); return true })
+	if at := p.worker.waiterPolledAt.Load(); at != 0 {
+		t.Errorf("the last Poll was at %d, want none: the loop waits for the next", at)
+	}
+}
