@@ -1,0 +1,44 @@
+package van
+
+import (
+	"reflect"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+type nothing struct{}
+
+func (nothing) Sent()         {}
+func (nothing) Free(*Message) {}
+
+// TestResetForgets: a message that is used again has nothing of its last use.
+func TestResetForgets(t *testing.T) {
+	fresh, used := &Message{}, &Message{}
+	fresh.Reset()
+	b := backend.Bytes([]byte{1})
+	used.Sender, used.Receiver, used.Epoch, used.Frames = 8, 9, 3, 3
+	used.Keys, used.Vals, used.Lens, used.Into = b, b, b, b
+	used.Placed, used.More, used.Done = true, true, nothing{}
+	used.Adopt(nothing{}, nil)
+	v := reflect.ValueOf(used).Elem()
+	for i := range v.NumField() {
+		if f := v.Type().Field(i); f.IsExported() && f.Type.Kind() == reflect.Pointer {
+			v.Field(i).Set(reflect.New(f.Type.Elem()))
+		}
+	}
+	for i := range v.NumField() {
+		if f := v.Type().Field(i); f.IsExported() && f.Name != "Meta" && v.Field(i).IsZero() {
+			t.Errorf("the test does not set %s", f.Name)
+		}
+	}
+	used.Reset()
+	for i, want := range reflect.ValueOf(fresh).Elem().Fields() {
+		if got := v.FieldByIndex(i.Index); i.IsExported() && i.Name != "Meta" && !reflect.DeepEqual(got.Interface(), want.Interface()) {
+			t.Errorf("%s is %v after Reset, want %v", i.Name, got, want)
+		}
+	}
+	if used.Owner() != nil {
+		t.Error("the owner is kept")
+	}
+}
