@@ -2,6 +2,7 @@ package sim
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -57,7 +58,7 @@ type vote struct {
 	p          *proc
 	start, end time.Duration
 	ended      bool
-	stays      bool // it has failed, but the request of a node of the original stays asked for
+	counts     time.Duration // until when its request may still count
 }
 
 func newChecker(n *Net) *checker {
@@ -212,17 +213,24 @@ func (k *checker) voted(v *vote, err error, group [][]*proc) {
 	now := k.n.now()
 	k.mu.Lock()
 	v.end, v.ended = now, true
-	if v.stays = err != nil && v.p.c.plan.Cluster.IsForeign(v.p.who); err == nil {
+	switch {
+	case err == nil:
 		for _, x := range k.votes[v.p.who] {
-			x.stays = x.stays && x.p != v.p // the barrier that has passed has used it up
+			if x.p == v.p && x.ended {
+				x.counts = 0 // the barrier that has passed has used it up
+			}
 		}
+	case v.p.c.plan.Cluster.IsForeign(v.p.who):
+		v.counts = math.MaxInt64 // the original cannot take it back
+	case v.p.c.plan.Transport.Resend:
+		v.counts = now + 2*slack // what takes it back may be lost, and comes again after a second
 	}
 	var missing *proc
 	for _, holders := range group {
 		p := holders[0]
 		ok := false
 		for _, x := range k.votes[p.who] {
-			ok = ok || slices.Contains(holders, x.p) && x.start <= now && (!x.ended || x.end >= v.start || x.stays)
+			ok = ok || slices.Contains(holders, x.p) && x.start <= now && (!x.ended || x.end >= v.start || x.counts >= now)
 		}
 		if !ok && missing == nil {
 			missing = p

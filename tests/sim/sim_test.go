@@ -71,6 +71,7 @@ var failed = []struct {
 	{5637, "a process that was killed before it had taken its place"},
 	{16447, "a server of the original was not sent the record that it had missed"},
 	{18327, "a barrier that counts what a node of the original asked for before it gave up"},
+	{21849, "a barrier that counts a request that was given up, before that was known"},
 	{11333, "a barrier of the process before one that had not taken its place yet"},
 }
 
