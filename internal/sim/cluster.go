@@ -159,15 +159,20 @@ func (c *cluster) heard(at *proc, id callID) {
 	}
 }
 
-// nameless tells whether a call is of a process of the original in whose place another is.
-// Nothing in a message says which of the two has sent it, so with PS_RESEND one that comes
-// again after the record of the next process looks like that one's first.
+// nameless tells whether a call is of a process of the original that another has replaced,
+// or that has just replaced another. Nothing in its messages says which of the two has sent
+// them, so with PS_RESEND one that comes again after the record of the next process, which
+// may itself have been lost and come late, looks like that one's first.
 func (c *cluster) nameless(id callID) bool {
 	who := plan.NodeOf("worker", id.worker)
+	if !c.plan.Transport.Resend || !c.plan.Cluster.IsForeign(who) {
+		return false
+	}
+	call, ok := c.check.find(id)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	from := c.process(who, id.gen)
-	return c.plan.Transport.Resend && c.plan.Cluster.IsForeign(who) && from != nil && from.replaced != 0
+	from, before := c.process(who, id.gen), c.process(who, id.gen-1)
+	return from != nil && from.replaced != 0 || ok && before != nil && before.replaced != 0 && call.start <= before.replaced+2*slack
 }
 
 // unaware tells whether a process may not have heard yet what the scheduler has told the

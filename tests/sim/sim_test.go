@@ -67,6 +67,7 @@ var failed = []struct {
 	{1087, "a server that was woken got what it had been sent before it heard who was replaced"},
 	{6535, "the same, of a server that had been cut off"},
 	{3549, "a message that came again after its sender, of the original, had been replaced"},
+	{24641, "the same, of one whose record came late"},
 	{4127, "a scheduler that came back to less than half of a cluster without a name"},
 	{5637, "a process that was killed before it had taken its place"},
 	{16447, "a server of the original was not sent the record that it had missed"},
