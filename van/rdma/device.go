@@ -219,6 +219,9 @@ func (d *device) receive() (*van.Message, *engine.Lane[*van.Message], bool) {
 		if d.pollOnce(); d.dead.Load() {
 			time.Sleep(tickTime) // it will not get better; not in look: nobody else would get mu
 		}
+		if d.lockWaiters.Load() > 0 {
+			runtime.Gosched() // who wakes up for mu finds it taken again where processors are few
+		}
 	}
 }
 
