@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // openAll opens the sessions of all workers and of the server.
@@ -174,6 +175,38 @@ func TestReplacedWorker(t *testing.T) {
 		r0.pulls(t, 17)
 		r1.pulls(t, 18)
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
+
+// TestGiveBackOfALostWorker: a batch without pulls, which GetBatch answers, is given back
+// after its worker was lost: it is freed once, as is one that waits for its answer.
+func TestGiveBackOfALostWorker(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	workers, server := openAll(t, c)
+	push := []af.KeyTensor{{Key: 1, Val: tensor(t, make([]byte, 64))}, {Key: 2, Val: tensor(t, make([]byte, 64))}}
+	if _, err := workers[0].PushPull(af.DefaultStream, push, nil); err != nil {
+		t.Fatal(err)
+	}
+	items := server.row(t)
+	workers[0].ask(t, 100, 64)
+	items = append(items, server.row(t)...)
+	replace(t, c, server, c.Workers[0].Close)
+	if !items[0].acked || items[1].acked || items[0].Wanted() || items[1].Wanted() {
+		t.Fatalf("answered %t and %t, wanted %t and %t", items[0].acked, items[1].acked, items[0].Wanted(), items[1].Wanted())
+	}
+	looking := []af.Batch{items[0].Retain(), items[1].Retain()} // somebody who looks at them still
+	before := hook.Held()
+	server.GiveBack(items)
+	if n := hook.Held(); n != before {
+		t.Errorf("%d messages are held while somebody looks at their batches, want %d", n, before)
+	}
+	for _, b := range looking {
+		b.Release()
+	}
+	await(t, "end of what is held", func() bool { return hook.Held() == 0 })
+	if n, size := server.queued(0); n != 0 || size != 0 {
+		t.Errorf("%d batches of the lost worker, %d bytes, are in the queue", n, size)
+	}
 }
 
 // TestAnswersOfALostWorker: a batch that the application has when its worker is lost is
