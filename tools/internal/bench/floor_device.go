@@ -22,6 +22,8 @@ import (
 // behind it in the same stream a write of a word into a page of host memory that both
 // processes share. Who waits looks at its word and does nothing else.
 
+var le = binary.LittleEndian
+
 // deviceMemory is what the floor needs of a backend.
 type deviceMemory interface {
 	backend.Backend
