@@ -1,12 +1,9 @@
 package kv_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
-	"log/slog"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -82,26 +79,6 @@ func fails(t testing.TB, err, want error, texts ...string) {
 		}
 	}
 }
-
-// logs is a log that tests look into.
-type logs struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logs) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logs) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
-func (l *logs) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
 
 // eventually waits until ok is true.
 func eventually(t testing.TB, what string, ok func() bool) {

@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // lender is a van that is slow to let go of what it was given: data messages that keep
@@ -121,8 +122,8 @@ func TestPullBeforePush(t *testing.T) {
 // TestBufferBoundary: a push that is one element longer than its registered buffer is
 // dropped with a log line, one that just fits is taken.
 func TestBufferBoundary(t *testing.T) {
-	var l logs
-	c := testcluster.Start(t, testcluster.Options{Log: l.logger()})
+	var l vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Log: l.Logger()})
 	place := make([]uint8, 7)
 	s, err := kv.NewServer[uint8](c.Servers[0], 0)
 	if err != nil {

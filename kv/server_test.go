@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 func TestRequestFields(t *testing.T) {
@@ -285,8 +286,8 @@ func TestRegisterRecvBuffer(t *testing.T) {
 // TestMalformedRequests sends what no worker would, and that the server then
 // still serves.
 func TestMalformedRequests(t *testing.T) {
-	var l logs
-	c := testcluster.Start(t, testcluster.Options{Workers: 2, Log: l.logger()})
+	var l vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Log: l.Logger()})
 	hs := sums[float32](t, c)
 	k := []kv.Key{1, 2}
 	send := func(keys []kv.Key, vals, lens any, change func(*van.Message)) {

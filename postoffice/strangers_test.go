@@ -1,8 +1,6 @@
 package postoffice_test
 
 import (
-	"bytes"
-	"log/slog"
 	"slices"
 	"strings"
 	"sync"
@@ -14,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
@@ -34,26 +33,6 @@ func (c *collector) all() []int32 {
 	defer c.mu.Unlock()
 	return slices.Clone(c.seen)
 }
-
-// logs is a log that a test looks into.
-type logs struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logs) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logs) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
-func (l *logs) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
 
 // rawRequest is a push for an application of the first server.
 func rawRequest(app int32, ts int32, size int) *van.Message {
@@ -160,8 +139,8 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 func TestStrangersHaveABudget(t *testing.T) {
 	const size, budget = 100 << 10, 1 << 20
 	hook := &hooks.Van{}
-	var logged logs
-	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Log: logged.logger(),
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Log: logged.Logger(),
 		Set: func(c *postoffice.Config) { c.StrangerBudget = budget }})
 	w, s := c.Workers[0], c.Servers[0]
 	var app collector
@@ -208,8 +187,8 @@ func TestStrangersHaveABudget(t *testing.T) {
 // STEPAF_START_TIMEOUT, with a line that names it; those of a worker that is lost at once.
 func TestEarlyRequestsExpire(t *testing.T) {
 	hook := &hooks.Van{}
-	var logged logs
-	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Log: logged.logger()})
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Log: logged.Logger()})
 	c.Servers[0].SetStartTimeout(200 * time.Millisecond)
 	ask(t, c, 7, 1, 100)
 	until(t, "the request is given up", func() bool {

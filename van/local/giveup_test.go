@@ -162,10 +162,10 @@ func TestDropBounded(t *testing.T) {
 func TestRevokeBounded(t *testing.T) {
 	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
-	var log logText
+	var log vantest.Log
 	worker, server := linked(t, wdev, sdev, func(v *Van) {
 		v.dropTime = 100 * time.Millisecond
-		v.log = log.logger()
+		v.log = log.Logger()
 	})
 	into := wdev.Mem(make([]byte, 3000))
 	worker.must(pullInto(8, 1, into))

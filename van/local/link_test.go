@@ -19,6 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // done counts completions.
@@ -352,8 +353,8 @@ func TestUnlike(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			n := inproc.NewNetwork()
-			var log logText
-			worker, server := newNode(t, n, 9, func(v *Van) { v.log = log.logger() }), newNode(t, n, 8, nil)
+			var log vantest.Log
+			worker, server := newNode(t, n, 9, func(v *Van) { v.log = log.Logger() }), newNode(t, n, 8, nil)
 			worker.start()
 			server.start()
 			x := server.token
@@ -381,8 +382,8 @@ func TestUnlike(t *testing.T) {
 // TestNoMemory: a link for which there is no memory is done without.
 func TestNoMemory(t *testing.T) {
 	n := inproc.NewNetwork()
-	var log logText
-	worker, server := newNode(t, n, 9, func(v *Van) { v.log = log.logger() }), newNode(t, n, 8, nil)
+	var log vantest.Log
+	worker, server := newNode(t, n, 9, func(v *Van) { v.log = log.Logger() }), newNode(t, n, 8, nil)
 	worker.start()
 	server.start()
 	worker.memory = func(int) (int, error) { return -1, fmt.Errorf("no shared memory: %w", syscall.ENOMEM) }
