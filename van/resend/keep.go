@@ -26,7 +26,7 @@ type entry struct {
 
 	sending sync.Mutex // around inner.Send, which writes to msg
 	msg     van.Message
-	dropped bool // not to be sent any more: its memory is the caller's again
+	dropped bool                               // not to be sent any more: its memory is the caller's again
 	short   [van.MaxFrames][van.CopyBelow]byte // frames that Send copies
 
 	// Under Van.mu:
