@@ -1,5 +1,7 @@
 package van
 
+// The packed form of a Meta: encoding, and decoding of what the network brings.
+
 import (
 	"encoding/binary"
 	"fmt"
@@ -8,8 +10,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// MaxDataTypes is how many data types a meta may have. No application sends more
-// than three data frames; the rest is room for others.
+// MaxDataTypes is how many data types a meta may have. A message has at most three
+// data frames; the limit is wider than that so as not to refuse other senders.
 const MaxDataTypes = 16
 
 var le = binary.LittleEndian
@@ -46,7 +48,7 @@ func (m *Meta) EncodeTo(dst []byte) error {
 	return nil
 }
 
-// put writes m, which must fit the layout, to b, which must have EncodedLen bytes.
+// put writes m to b. m has passed check, and b has EncodedLen bytes.
 func (m *Meta) put(b []byte) {
 	fixed := b[:metaSize]
 	clear(fixed)
@@ -132,8 +134,8 @@ func (n *Node) put(b []byte) {
 // data message decodes without allocation once they are large enough.
 //
 // b comes from the network: whatever it holds, DecodeMeta neither panics nor
-// allocates more than b's own length justifies. Where b is not a meta that a
-// peer may send, it returns a *FieldError, and m's contents are unspecified.
+// allocates more than b's own length justifies. If b is not a meta that a peer
+// may send, it returns a *FieldError and resets m.
 // Bytes that ps-lite leaves uninitialised are ignored.
 func DecodeMeta(b []byte, m *Meta) error {
 	body, err := m.get(b)
@@ -143,13 +145,12 @@ func DecodeMeta(b []byte, m *Meta) error {
 			return nil
 		}
 	}
-	m.Reset() // what is refused leaves nothing behind
+	m.Reset()
 	return err
 }
 
-// get reads b and checks what it must to do so; what the values mean is left to
-// check. The body, which may be long, is returned and not copied. It returns a
-// *FieldError as such so that nil needs no conversion.
+// get reads b and checks what reading it needs; check judges the values. The body,
+// which may be long, is returned and not copied.
 func (m *Meta) get(b []byte) ([]byte, *FieldError) {
 	m.Reset()
 	if len(b) < metaSize {
@@ -254,7 +255,7 @@ func (m *Meta) getNodes(b []byte) *FieldError {
 	if count == 0 {
 		return nil
 	}
-	// All of the old array, so that its nodes' slices serve again.
+	// The whole old array, to reuse the slices of its nodes.
 	nodes := m.Control.Nodes[:cap(m.Control.Nodes)]
 	if grow := count - len(nodes); grow > 0 {
 		nodes = append(nodes, make([]Node, grow)...)
@@ -287,7 +288,7 @@ func (n *Node) get(b []byte) *FieldError {
 	if n.IsRecovery, err = getBool(b, nodeOffIsRecovery, "is_recovery"); err != nil {
 		return err
 	}
-	if n.Hostname != string(name[:end]) { // keeps the string of an earlier message
+	if n.Hostname != string(name[:end]) { // an equal string is not allocated anew
 		n.Hostname = string(name[:end])
 	}
 	n.Role = Role(get32(b, nodeOffRole))

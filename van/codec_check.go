@@ -1,15 +1,17 @@
 package van
 
+// The limits that a Meta must keep, whether it is to be sent or was received.
+
 import (
 	"fmt"
 	"math"
 	"strings"
 )
 
-// Validate tells whether m can go over the wire whole and a peer will take it.
-// The error wraps ErrInvalid and names the field. Validate does not judge
-// whether the fields make sense together; control fields that do not belong to
-// the command are simply not sent.
+// Validate tells whether m can be sent without loss and a peer will accept it.
+// The error wraps ErrInvalid and names the field. Validate does not check the
+// fields against each other; control fields that do not belong to the command
+// are not sent.
 func (m *Meta) Validate() error {
 	if err := m.check(); err != nil {
 		return &Error{Op: "encode message", Detail: fmt.Sprintf("%s = %v, want %s", err.Field, err.Value, err.Want), Err: ErrInvalid}
@@ -17,7 +19,7 @@ func (m *Meta) Validate() error {
 	return nil
 }
 
-// check holds for metas to send as well as for received ones.
+// check applies to metas to send and to received ones.
 func (m *Meta) check() *FieldError {
 	switch {
 	case len(m.Body) > math.MaxInt32:

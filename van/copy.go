@@ -1,7 +1,9 @@
 package van
 
-// CopyFrom makes m a deep copy of src. It uses the capacity of m's slices, so
-// that copying into the same Meta again and again does not allocate.
+// Deep copies of a Meta that reuse the destination's memory.
+
+// CopyFrom makes m a deep copy of src. It reuses the capacity of m's slices, so
+// that copying into the same Meta repeatedly does not allocate.
 func (m *Meta) CopyFrom(src *Meta) {
 	body, types, nodes := m.Body[:0], m.DataTypes[:0], m.Control.Nodes[:0]
 	*m = *src

@@ -23,9 +23,8 @@
 //
 // Receiving: the Message belongs to the transport, which lends it to the
 // Receiver until that returns. Retain keeps the message and its frames until
-// Release. The transport uses the Message again afterwards, its slices
-// included: strings may be kept, but Body, DataTypes and nodes must be copied
-// (Node.Clone).
+// Release. The transport then reuses the Message and its slices: strings may be
+// kept, but Body, DataTypes and nodes must be copied (Node.Clone).
 //
 // # Packed meta
 //
@@ -76,15 +75,15 @@
 // A C++ node does not initialise everything it sends: the padding of a node
 // record, ports beyond num_ports, dev_types, dev_ids, the endpoint_name beyond
 // its length, and the customer_id of the scheduler's record hold leftovers of
-// its memory. DecodeMeta takes them as they come, or not at all; EncodeTo writes
+// its memory. DecodeMeta does not check or does not read them; EncodeTo writes
 // zeros.
 //
 // # What a frame may say
 //
-// Frames come from the network, so DecodeMeta believes none of them. A frame
-// must be as long as its counts say, to the byte. Booleans are 0 or 1, commands
+// Frames come from the network, so DecodeMeta checks all of a frame. Its length
+// must be what its counts add up to, to the byte. Booleans are 0 or 1, commands
 // and roles known, sizes and dimensions not negative, names terminated, counts
-// within the room that the layout has. The first field that is not so is named
-// in a *FieldError. Whether the data frames are those that the meta announces
-// is for the receiver of the message to check, as is every address and key.
+// within what the layout has room for. A *FieldError names the first field that
+// breaks this. The receiver of the message must check that the data frames are
+// those that the meta announces, and every address and key.
 package van

@@ -1,5 +1,7 @@
 package van
 
+// The errors that callers tell apart, and the types that carry their circumstances.
+
 import (
 	"errors"
 	"fmt"
@@ -16,11 +18,11 @@ var (
 	ErrPeerLost = errors.New("peer lost")
 	// ErrUnknownPeer: there is no connection to that node.
 	ErrUnknownPeer = errors.New("no such peer")
-	// ErrQueueFull: the peer takes nothing and the transport's queue is full.
+	// ErrQueueFull: the peer does not read and the transport's queue is full.
 	ErrQueueFull = errors.New("send queue full")
 	// ErrTimeout: a wait reached its limit.
 	ErrTimeout = errors.New("timed out")
-	// ErrMalformed: a frame from the network is not what the protocol says.
+	// ErrMalformed: a frame from the network breaks the protocol.
 	ErrMalformed = errors.New("malformed message")
 	// ErrNoTransport: the chosen van is not in this build.
 	ErrNoTransport = errors.New("unsupported van type")

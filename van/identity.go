@@ -1,16 +1,19 @@
 package van
 
+// The endpoint field of a node record, in which nodes of this library tell each other
+// what C++ StepMesh has no field for.
+
 // Identity is what a node of this library says of itself in the endpoint field of its
-// record, which nodes of the original pass on and do not read. A record without one is
-// that of a node of the original.
+// record. C++ StepMesh nodes pass the field on without reading it. A record without an
+// identity is that of a C++ StepMesh node.
 type Identity struct {
-	// Incarnation tells the processes apart that have had the same node id: a random
-	// number that is not 0, chosen when the node starts.
+	// Incarnation tells apart the processes that have had the same node id: a random
+	// number other than 0, chosen when the node starts.
 	Incarnation uint32
 	// Cluster names the cluster. Only the scheduler's record must have it; 0 is none.
 	Cluster uint32
-	// Local is the part of the transport between processes of one host; nil is none.
-	// Parsed ones share the endpoint's memory.
+	// Local belongs to the transport between processes of one host; nil is none. After
+	// ParseIdentity it shares the endpoint's memory.
 	Local []byte
 }
 
@@ -43,8 +46,8 @@ func (id *Identity) Encode() []byte {
 	return append(b, local...)
 }
 
-// ParseIdentity reads the endpoint field of a node record. It reports false when the
-// node has put no identity there: it is one of the original.
+// ParseIdentity reads the endpoint field of a node record. It reports false when there is
+// no identity in it: the node is a C++ StepMesh node.
 func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
 	if len(endpoint) < identityLen || len(endpoint) > MaxEndpointName || string(endpoint[:4]) != identityMagic ||
 		le.Uint32(endpoint[4:]) != identityVersion || le.Uint32(endpoint[8:]) == 0 {
@@ -57,13 +60,13 @@ func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
 	return id, true
 }
 
-// Identity returns the identity in n's endpoint field; false says that n is a node of
-// the original.
+// Identity returns the identity in n's endpoint field; false says that n is a C++
+// StepMesh node.
 func (n *Node) Identity() (Identity, bool) { return ParseIdentity(n.Endpoint) }
 
-// SetIncarnations marks m with the incarnation of the process that sends it and of the
-// one that it is meant for; 0 is unknown, and both are 0 towards nodes of the original.
-// They travel in a stamp of the request's trace that nobody uses, in every message.
+// SetIncarnations marks m with the incarnations of the process that sends it and of the
+// one that it is meant for; 0 is unknown, and both are 0 towards C++ StepMesh nodes.
+// They travel in every message, in the request trace's PreStart, which is unused there.
 func (m *Meta) SetIncarnations(from, to uint32) {
 	m.RequestTrace.PreStart = uint64(to)<<32 | uint64(from)
 }

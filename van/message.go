@@ -1,5 +1,7 @@
 package van
 
+// Message, the unit that transports carry, and the counting of its holders.
+
 import (
 	"sync/atomic"
 	"unsafe"
@@ -16,16 +18,16 @@ import (
 // has come). Frames shorter than CopyBelow are copied by Send.
 //
 // A received Message belongs to the transport. It is valid until the receiver
-// function returns; who needs it or its frames longer calls Retain first and
+// function returns; to keep it or its frames longer, call Retain before that and
 // Release afterwards.
 type Message struct {
 	Meta
 	Sender   int // node id; Empty when the sender has none yet
 	Receiver int
 
-	// Epoch tells, of a received message, which of the processes that have had the
-	// sender's id it came from: the node sets it. An answer has that of its request, so
-	// that it does not go to another process; 0 is for whoever has the id.
+	// Epoch tells apart the processes that have had the sender's id one after the
+	// other. The node sets it in received messages; an answer has its request's, so that
+	// it does not go to another process. 0 means whichever process has the id.
 	Epoch uint32
 
 	// Frames is the number of data frames: 0, 2 (keys, values) or 3 (and lengths).
@@ -34,14 +36,14 @@ type Message struct {
 	Vals   backend.Mem
 	Lens   backend.Mem // 4 bytes each
 
-	// Into is set in a pull request by who wants the answer's value in this memory,
-	// Addr and ValLen bytes long. Transports that can put it there do so; the others
+	// Into, in a pull request, is the memory at Addr, ValLen bytes long, that the
+	// answer's value is wanted in. Transports that can write it there do so; the others
 	// ignore it. It belongs to the transport until the answer has come or Revoker's
 	// Revoke has returned.
 	Into backend.Mem
 
-	// Placed says that the transport has put the value where the request asked
-	// for it, so that nobody need copy Vals.
+	// Placed says that the transport has written the value to where the request asked
+	// for it, so that Vals need not be copied.
 	Placed bool
 
 	// More promises that another message to the same receiver, or a Flush, follows
@@ -63,10 +65,10 @@ type Message struct {
 }
 
 // CopyBelow is the length in bytes from which a frame is lent to the transport
-// rather than copied by Send: a key, for one, is shorter.
+// rather than copied by Send. A key frame is shorter.
 const CopyBelow = 34
 
-// Completion is told that a transport has let go of a message's bytes.
+// Completion is called when a transport no longer needs a message's bytes.
 type Completion interface{ Sent() }
 
 // Owner is the transport a received message came from. It is only of interest
@@ -84,8 +86,8 @@ func (m *Message) Adopt(owner Owner, native unsafe.Pointer) {
 }
 
 // Owner returns the transport that a received message came from, nil for others. A
-// van around a van that must know when nobody holds m any more adopts it with an owner
-// of its own, before anybody else can hold it, and that one gives it back.
+// wrapper that must know when m is free adopts it with an owner of its own before it
+// delivers m; that owner's Free then returns m to the transport's.
 func (m *Message) Owner() Owner { return m.owner }
 
 // Native returns what Adopt was given.
@@ -99,7 +101,7 @@ func (m *Message) Retain() *Message {
 	return m
 }
 
-// Release gives up one hold. After the last one m and its frames are gone.
+// Release removes a holder. After the last one m and its frames are gone.
 func (m *Message) Release() {
 	switch n := m.refs.Add(-1); {
 	case n == 0 && m.owner != nil:

@@ -1,5 +1,7 @@
 package van
 
+// Roles, ids, commands, node records and the Meta: the fields of a message as Go types.
+
 import (
 	"fmt"
 	"slices"
@@ -141,10 +143,10 @@ const (
 	TypeOther  DataType = 11
 )
 
-// BatchFlag is the head of a tensor message: its place in a batch.
+// BatchFlag is the head of a tensor message: its position in a batch.
 type BatchFlag = int32
 
-// Places of a message in a batch.
+// Positions of a message in a batch.
 const (
 	Single      BatchFlag = 0
 	BatchStart  BatchFlag = 1
@@ -181,8 +183,8 @@ type Node struct {
 // Addr returns "host:port".
 func (n *Node) Addr() string { return fmt.Sprintf("%s:%d", n.Hostname, n.Port) }
 
-// Clone returns a copy of n that shares nothing with it. Whoever keeps the node
-// of a received message must keep a clone: the message's own is used again.
+// Clone returns a copy of n that shares nothing with it. To keep the node of a
+// received message, keep a clone: the transport reuses the message's own.
 func (n *Node) Clone() Node {
 	c := *n
 	c.Ports = slices.Clone(n.Ports)
@@ -203,7 +205,7 @@ type Control struct {
 // Trace holds the times at which one direction of a request passed its stations:
 // nanoseconds of the clock of the host that took the stamp (CLOCK_MONOTONIC).
 type Trace struct {
-	PreStart uint64 // of a request, both incarnations, see SetIncarnations; else not used
+	PreStart uint64 // in a request both incarnations, see SetIncarnations; otherwise not used
 	Start    uint64 // handed to Send
 	PostSend uint64 // given to the transport
 	PostRecv uint64 // taken from the transport, at the peer
@@ -248,15 +250,15 @@ type Meta struct {
 	Control Control
 }
 
-// What Reset keeps for use again, at most: bytes of a body, records of nodes.
+// Largest capacities that Reset keeps: bytes of a body, records of nodes.
 const (
 	keepBody  = 64 << 10
 	keepNodes = 256
 )
 
 // Reset sets m to ps-lite's defaults for a new message. It keeps the capacity of
-// the slices, so that a Meta that is used again does not allocate, but not that of
-// long ones: a message that came once must not hold its memory for ever.
+// the slices, so that reusing a Meta does not allocate, but drops long ones: one
+// large message must not occupy memory for ever.
 func (m *Meta) Reset() {
 	body, types, nodes := m.Body[:0], m.DataTypes[:0], m.Control.Nodes[:0]
 	if cap(body) > keepBody {
@@ -276,7 +278,7 @@ func (m *Meta) Reset() {
 // ShapeSlice returns the dimensions as a slice of m's own array.
 func (m *Meta) ShapeSlice() []int64 { return m.Shape[:m.Dim] }
 
-// Control tells whether m is a control message.
+// IsControl tells whether m is a control message.
 func (m *Meta) IsControl() bool { return m.Control.Cmd != EmptyCmd }
 
 // String describes the message on one line, for logs at PS_VERBOSE=2.

@@ -1,5 +1,7 @@
 package van
 
+// The Van interface, the optional abilities of a transport, and the registry of transports.
+
 import (
 	"context"
 	"fmt"
@@ -68,8 +70,8 @@ type Receiver func(*Message)
 // BufferRegistrar is implemented by vans that can put a push straight into
 // memory that the application has named.
 type BufferRegistrar interface {
-	// RegisterRecvBuffer makes dst the place where values that sender pushes under
-	// key land. Such messages are handed up with Placed set and Vals inside dst.
+	// RegisterRecvBuffer makes dst the destination of values that sender pushes under
+	// key. Such messages are delivered with Placed set and Vals inside dst.
 	RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 }
 
@@ -111,11 +113,11 @@ type Advertiser interface {
 	Endpoint() []byte
 }
 
-// Admitter is implemented by vans over which a node that takes the place of a lost
-// one could be heard before this node knows of it.
+// Admitter is implemented by vans on which messages of a process that replaces a
+// lost one could arrive before this node knows of the replacement.
 type Admitter interface {
-	// Admit says that what Connect has made of peer id in place of another one is
-	// known everywhere, and that its messages may be handed up.
+	// Admit lets messages of peer id be delivered: all of this node knows the process
+	// that the latest Connect named in place of the former one.
 	Admit(id int)
 }
 
@@ -125,8 +127,8 @@ type Flusher interface {
 	Flush(id int)
 }
 
-// Poller is implemented by vans on which the one who waits for an answer can
-// receive it itself, which saves waking it.
+// Poller is implemented by vans on which a goroutine that waits for an answer can
+// receive it itself, which saves a wake-up.
 type Poller interface {
 	// Poll receives and delivers on the caller's goroutine until done returns true
 	// or nothing has come for a short time.
@@ -136,9 +138,9 @@ type Poller interface {
 // PeerWatcher is implemented by vans that notice when a peer goes away.
 type PeerWatcher interface {
 	// WatchPeers makes the van call f when the connection to a peer breaks (up
-	// false) and when it stands again. A van may also call it when an attempt to
-	// connect fails, with a cause that wraps syscall.ECONNREFUSED; it still tries
-	// again then. f must not block. Call it before Start.
+	// false) and when it is back (up true). A van may also call it when an attempt to
+	// connect fails, with a cause that wraps syscall.ECONNREFUSED; it keeps
+	// trying. f must not block. Call WatchPeers before Start.
 	WatchPeers(f func(id int, up bool, cause error))
 }
 
@@ -158,16 +160,16 @@ type HostChooser interface {
 type Stats struct {
 	SentMessages, SentBytes         uint64
 	ReceivedMessages, ReceivedBytes uint64
-	Malformed                       uint64 // frames that were dropped as nonsense
+	Malformed                       uint64 // frames dropped because they were malformed
 	Pinned                          uint64 // values that the transport holds at present
 
-	PausedReads    uint64 // times that a peer was not read any more: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
+	PausedReads    uint64 // times that reading from a peer paused: STEPAF_RECV_BUDGET_PEER, STEPAF_RECV_BUDGET
 	RefusedSends   uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
 	Strangers      uint64 // connections ended and messages dropped: STEPAF_STRANGER_BUDGET
 	FencedMessages uint64 // dropped: the process that sent them has been replaced
 }
 
-// Meter is implemented by vans that count.
+// Meter is implemented by vans that keep Stats.
 type Meter interface{ Stats() Stats }
 
 // Options is what a transport is made with.
@@ -177,8 +179,8 @@ type Options struct {
 	// Backend is where buffers for received values are allocated; nil means ordinary
 	// memory. The caller closes it after the van.
 	Backend backend.Backend
-	// Incarnation is the node's, see Identity; 0 makes it speak as a node of the
-	// original does.
+	// Incarnation is the node's, see Identity; with 0 the van speaks as a C++ StepMesh
+	// node does.
 	Incarnation uint32
 }
 
@@ -190,7 +192,7 @@ var transports = struct {
 	m map[string]Factory
 }{m: map[string]Factory{}}
 
-// Register makes a transport known by the name that DMLC_ENABLE_RDMA and
+// Register adds a transport under the name that DMLC_ENABLE_RDMA and
 // DMLC_PS_VAN_TYPE use. It is meant for init functions and panics when the name
 // is taken.
 func Register(name string, f Factory) {

@@ -1,5 +1,5 @@
 // Package all links every transport of this build into the program, so that
-// van.New finds them by name. The postoffice imports it; nobody else need.
+// van.New finds them by name. Only the postoffice needs to import it.
 package all
 
 import (

@@ -1,5 +1,7 @@
 package backend
 
+// Optional abilities of a device beyond Backend, and the errors that devices report.
+
 import (
 	"context"
 	"errors"
@@ -23,7 +25,7 @@ type Options struct {
 	// DriverEvents chooses the driver's own events (STEPMESH_MEM_SYNC=0) instead of a
 	// word in host memory that the stream writes. It is for events made afterwards.
 	DriverEvents bool
-	// Spin is how long a wait looks before it sleeps: 0 not at all, negative for ever.
+	// Spin is how long a wait spins before it sleeps: 0 not at all, negative for ever.
 	Spin time.Duration
 }
 
@@ -51,27 +53,27 @@ type AsyncCopier interface {
 	WaitEvent(stream uintptr, e Event) error
 }
 
-// StreamIdler is implemented by backends that can tell whether a stream has come to its
-// end. Idle never waits; a stream that is being captured into a graph is not idle.
+// StreamIdler is implemented by backends that can tell whether all work queued on a stream
+// is done. Idle never waits; a stream that is being captured into a graph is not idle.
 type StreamIdler interface {
 	Idle(stream uintptr) (bool, error)
 }
 
-// HealthChecker is implemented by devices that can fail for good. Health returns the
-// error then, which wraps ErrDeviceLost.
+// HealthChecker is implemented by devices that can fail permanently. Health then returns
+// an error that wraps ErrDeviceLost.
 type HealthChecker interface{ Health() error }
 
 // HostPinner is implemented by backends that copy faster, and asynchronously, from
 // and to host memory that is pinned.
 type HostPinner interface {
-	// AllocPinned returns n bytes of pinned host memory, aligned to pages. It is the
-	// host's (OnHost) and mapped into the device.
+	// AllocPinned returns n bytes of pinned host memory (OnHost), aligned to pages and
+	// mapped into the device.
 	AllocPinned(n int) (Mem, error)
 	// FreePinned gives back what AllocPinned returned.
 	FreePinned(Mem) error
 	// RegisterHost pins the caller's host memory, such as a shared-memory segment, and
 	// returns it as memory that the device can use. The range must not overlap another
-	// one. Go heap memory is refused by nobody and a mistake.
+	// registered one. It must not be Go heap memory, which no check detects.
 	RegisterHost(Mem) (Mem, error)
 	// UnregisterHost ends a RegisterHost. It takes what that returned.
 	UnregisterHost(Mem) error
@@ -80,39 +82,39 @@ type HostPinner interface {
 // StreamFlagger is implemented by backends whose streams write and await 32-bit words
 // without the CPU and without a kernel.
 type StreamFlagger interface {
-	// WriteFlag makes stream write v into the first 4 bytes of word when all queued
-	// before it is done and visible. word is 4-byte aligned and pinned or registered
+	// WriteFlag makes stream write v into the first 4 bytes of word when all work queued
+	// before is done and visible. word is 4-byte aligned and pinned or registered
 	// host memory of this backend, or memory of the device.
 	WriteFlag(stream uintptr, word Mem, v uint32) error
 	// WaitFlag makes stream wait until int32(*word - v) >= 0.
 	WaitFlag(stream uintptr, word Mem, v uint32) error
 }
 
-// Signaller is implemented by backends whose streams set, await and count words of 64
-// bits, also inside a graph, which repeats it with the numbers that are in memory then.
+// Signaller is implemented by backends whose streams set, await and increment 64-bit
+// words, also inside a graph: each replay uses the numbers that are in memory then.
 // Each word is 8 aligned bytes of the device, or of MapHost.
 type Signaller interface {
-	// WriteSeq makes stream set *flag to *seq when all queued before it is done, visible
-	// to the CPU and to other devices.
+	// WriteSeq makes stream set *flag to *seq, visible to the CPU and to other devices,
+	// when all work queued before is done.
 	WriteSeq(stream uintptr, flag, seq Mem) error
 	// WaitSeq makes stream wait until *flag >= *seq, as signed numbers; *seq is read
-	// once, when the wait begins. It occupies a little of the device meanwhile.
+	// once, when the wait begins. One thread of the device is busy meanwhile.
 	WaitSeq(stream uintptr, flag, seq Mem) error
 	// AddSeq makes stream add 1 to *seq.
 	AddSeq(stream uintptr, seq Mem) error
-	// MapHost returns pinned host memory, whoever has pinned it, as memory of the
-	// device, with the same owner.
+	// MapHost returns pinned host memory as memory of the device, with the same owner. It
+	// need not have been pinned by this backend.
 	MapHost(m Mem) (Mem, error)
 }
 
 // StreamBlocker is implemented by devices whose driver waits for all their streams before
 // it frees or unmaps memory, and begins no copy meanwhile.
 type StreamBlocker interface {
-	// MayBlock tells whether streams may wait for what the CPU does, that is, whether one
-	// was ever told to by WaitFlag or WaitSeq, of this backend or of another one of the
-	// device in this process: in a graph it waits at any time. If what it waits for is a
-	// message, whoever receives must not free or unmap anything, but leaves it to the
-	// backend's Close, which frees what is left when the streams have ended.
+	// MayBlock tells whether streams may be waiting for the CPU: whether WaitFlag or
+	// WaitSeq was ever called on any backend of the device in this process. A captured
+	// wait may run whenever its graph is launched. If a stream waits for a message, a
+	// receiver that freed or unmapped memory would deadlock with it; it must leave that
+	// to the backend's Close, which frees what is left when the streams have ended.
 	MayBlock() bool
 }
 
@@ -120,8 +122,8 @@ type StreamBlocker interface {
 type Export struct {
 	// Handle is the driver's name of the whole allocation (CUipcMemHandle).
 	Handle [64]byte
-	// Allocation is different for every allocation that the process ever makes, so that
-	// freed memory is told from new memory at the same address.
+	// Allocation is different for every allocation that the process ever makes. It
+	// distinguishes freed memory from new memory at the same address.
 	Allocation uint64
 	// Base and Size are the allocation's address here and its length in bytes.
 	Base uint64
@@ -132,14 +134,14 @@ type Export struct {
 
 // Exporter is implemented by backends that share device memory between processes.
 type Exporter interface {
-	// Export describes m, which must lie in one allocation. It wraps ErrNotExportable
-	// for memory that the driver cannot share (of a memory pool, or of PyTorch with
-	// expandable segments).
+	// Export describes m, which must lie in one allocation. The error wraps
+	// ErrNotExportable for memory that the driver cannot share (of a memory pool, or of
+	// PyTorch with expandable segments).
 	Export(m Mem) (Export, error)
 	// Import maps the allocation that e names and returns all of it, as memory of this
-	// device, which reaches it wherever it lies. Only another process than the exporting
-	// one can do so. Every Import needs one CloseImport; those of one allocation share the
-	// mapping. The memory exists until then, also when the exporter frees it or ends.
+	// device, also if it lies on another one. It fails in the exporting process. Every
+	// Import needs one CloseImport; Imports of one allocation share the mapping. The
+	// memory exists until then, even if the exporter frees it or ends.
 	Import(e Export) (Mem, error)
 	// CloseImport gives back what Import returned.
 	CloseImport(Mem) error
@@ -148,8 +150,8 @@ type Exporter interface {
 // DMABufExporter is implemented by backends that give device memory to other devices,
 // such as a network card, as a Linux dma-buf.
 type DMABufExporter interface {
-	// ExportDMABuf returns a file descriptor, which the caller closes, and where in it m
-	// begins, in bytes. It wraps ErrUnsupported or ErrNotExportable.
+	// ExportDMABuf returns a file descriptor, which the caller closes, and the offset of m
+	// in it, in bytes. The error wraps ErrUnsupported or ErrNotExportable.
 	ExportDMABuf(m Mem) (fd int, offset int, err error)
 }
 
@@ -168,8 +170,8 @@ type Info struct {
 	Peers        []int // devices of this process that it reaches directly
 }
 
-// Describer is implemented by backends that know their device. Free is the memory that
-// nobody uses, in bytes.
+// Describer is implemented by backends that know their device. free is the unused memory
+// in bytes.
 type Describer interface {
 	Describe() (info Info, free int64, err error)
 }
@@ -180,8 +182,8 @@ type DeviceError struct {
 	Op     string // what was being done, such as "Alloc of 4096 bytes"
 	Call   string // the driver's function
 	Code   int    // its result
-	Name   string // and that in words, such as "CUDA_ERROR_OUT_OF_MEMORY"
-	Detail string // more of the circumstances; may be empty
+	Name   string // the name of Code, such as "CUDA_ERROR_OUT_OF_MEMORY"
+	Detail string // circumstances; may be empty
 	Kind   error  // one of the errors above, or nil
 }
 
@@ -200,8 +202,8 @@ func (e *DeviceError) Error() string {
 // Unwrap returns Kind.
 func (e *DeviceError) Unwrap() error { return e.Kind }
 
-// CheckDevice refuses memory that a node with backend b cannot use: that of another
-// device. Host memory is always fine. The error wraps ErrWrongDevice.
+// CheckDevice returns an error that wraps ErrWrongDevice if m lies on a device other than
+// b's. Host memory is always accepted.
 func CheckDevice(b Backend, m Mem) error {
 	switch own := b.Device(); {
 	case m.OnHost() || m.dev == own:
@@ -213,8 +215,8 @@ func CheckDevice(b Backend, m Mem) error {
 	}
 }
 
-// SyncCopy is Copy for memory whose contents another stream is still making: it waits
-// for e first, which may be nil.
+// SyncCopy is Copy for memory that another stream may still be writing: it first waits for
+// e, which may be nil.
 func SyncCopy(ctx context.Context, b Backend, dst, src Mem, e Event) error {
 	if e != nil {
 		if err := e.Sync(ctx); err != nil {

@@ -1,6 +1,6 @@
-// Package backend is the memory of a device and the events that say when its
-// contents are ready: plain Go memory here, a GPU in a file behind a build tag,
-// other chips by Register. It knows nothing of messages.
+// Package backend owns device memory, and the events that say when its contents are
+// ready: for ordinary host memory, for GPUs in builds with the tag cuda, and for other
+// devices by Register. It knows nothing of messages.
 package backend
 
 import (
@@ -12,8 +12,8 @@ import (
 	"sync"
 )
 
-// ErrUnavailable is wrapped by New when the named backend exists in name but
-// not in this build or on this machine.
+// ErrUnavailable is wrapped by New's error when the named backend is not in this build
+// or has no device on this machine.
 var ErrUnavailable = errors.New("backend not available")
 
 // Backend allocates the memory of one device and makes events on it.
@@ -57,8 +57,8 @@ var registry = struct {
 	m map[string]Factory
 }{m: map[string]Factory{"CPU": func(int) (Backend, error) { return NewCPU(), nil }}}
 
-// Register makes a backend known by name (in any case). It is meant to be called
-// from init functions and panics when the name is taken, as database drivers do.
+// Register adds a backend under name (in any case). It is meant to be called from init
+// functions and panics when the name is taken, as database/sql.Register does.
 func Register(name string, f Factory) {
 	registry.Lock()
 	defer registry.Unlock()

@@ -1,5 +1,7 @@
 package backend
 
+// The backend of ordinary host memory.
+
 import (
 	"context"
 	"fmt"
@@ -32,7 +34,7 @@ func (cpu) Alloc(n int) (Mem, error) {
 	return m, nil
 }
 
-func (cpu) Free(Mem) error { return nil } // the garbage collector's work
+func (cpu) Free(Mem) error { return nil } // the garbage collector frees it
 
 func (cpu) NewEvent() (Event, error) { return cpuEvent{}, nil }
 

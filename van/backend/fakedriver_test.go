@@ -242,7 +242,7 @@ func (f *fakeDriver) memAlloc(n int) (uintptr, error) {
 // frees is call for what the driver does only when no stream waits. To wait for ever would
 // hang the test, so that is a misuse.
 func (f *fakeDriver) frees(name string) error {
-	for end := time.Now().Add(2 * time.Second); f.waits.Load() > 0; nap(minNap) {
+	for end := time.Now().Add(2 * time.Second); f.waits.Load() > 0; sleep(minPause) {
 		if time.Now().After(end) {
 			f.mu.Lock()
 			f.misuses = append(f.misuses, name+" hangs: a stream waits")
@@ -378,7 +378,7 @@ func (f *fakeDriver) synchronize() error {
 	if err := f.call("synchronize", true); err != nil {
 		return err
 	}
-	for busy := true; busy; nap(minNap) {
+	for busy := true; busy; sleep(minPause) {
 		busy = false
 		f.mu.Lock()
 		for _, s := range f.streams {
@@ -408,7 +408,7 @@ func (f *fakeDriver) waitValue32(s, addr uintptr, v uint32) error {
 		f.waits.Add(1)
 		defer f.waits.Add(-1)
 		for int32(word(addr).Load()-v) < 0 {
-			nap(minNap)
+			sleep(minPause)
 		}
 	})
 }
@@ -468,7 +468,7 @@ func (f *fakeDriver) launch(fn, s, a, b uintptr) error {
 			f.waits.Add(1)
 			defer f.waits.Add(-1)
 			for want := counterAt(b).Load(); counterAt(a).Load() < want; {
-				nap(minNap)
+				sleep(minPause)
 			}
 		case "stepaf_add":
 			counterAt(a).Add(1)
@@ -531,7 +531,7 @@ func (f *fakeDriver) streamWaitEvent(s, e uintptr) error {
 	m := f.mark(e)
 	return f.queue("streamWaitEvent", s, func() {
 		for m != nil && !m.Load() {
-			nap(minNap)
+			sleep(minPause)
 		}
 	})
 }

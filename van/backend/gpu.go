@@ -1,5 +1,8 @@
 package backend
 
+// The GPU backend: opening a device, its context, its memory, and the conversion of
+// driver errors. All of it goes through the driver interface and is tested without a GPU.
+
 import (
 	"errors"
 	"fmt"
@@ -10,11 +13,11 @@ import (
 
 // gpu is the backend of one CUDA device. It works in the device's primary context,
 // which it shares with PyTorch and with other backends of the device in the same process.
-// Devices share nothing, so none waits for another.
+// Backends of different devices share no lock.
 //
-// Goroutines change threads, and a thread that comes from Python has a context of its
-// own: every use of the driver is between enter and leave, which lock the thread, make
-// the context current and put back what was.
+// Goroutines change threads, and a thread of Python's has a context of its own: every use
+// of the driver is between enter and leave, which lock the thread, make the device's
+// context current and restore the former one.
 type gpu struct {
 	d    driver
 	id   int
@@ -22,10 +25,10 @@ type gpu struct {
 	ctx  uintptr
 	info Info
 
-	crowded      bool // goroutines have few threads
-	driverEvents atomic.Bool
-	blocking     *atomic.Bool // streams may wait for the CPU; all of the device share it
-	spin         atomic.Int64 // nanoseconds
+	oversubscribed bool // GOMAXPROCS is so small that a spinning wait must yield
+	driverEvents   atomic.Bool
+	blocking       *atomic.Bool // streams may wait for the CPU; shared by all backends of the device
+	spin           atomic.Int64 // nanoseconds
 
 	life   sync.RWMutex // held for reading by every use of the driver
 	closed bool
@@ -36,7 +39,7 @@ type gpu struct {
 	imports map[importKey]*imported
 	streams map[uintptr]struct{} // of NewStream
 	events  map[uintptr]struct{} // of the driver
-	idle    []uintptr            // for copies, when none uses them
+	idle    []uintptr            // streams for Copy, not in use
 	flags   flagPool
 	signals signalling
 }
@@ -44,7 +47,7 @@ type gpu struct {
 // deviceAlign is what cuMemAlloc promises.
 const deviceAlign = 256
 
-// deviceMem is the owner of memory that Alloc made. It counts those who use it.
+// deviceMem is the owner of memory that Alloc returned. It counts the holders.
 type deviceMem struct {
 	addr uintptr
 	n    int
@@ -66,7 +69,7 @@ func newGPU(d driver, id int) (Backend, error) {
 	if id < 0 || id >= n {
 		return nil, fmt.Errorf("backend GPU: %w: device %d (STEPMESH_GPU): this process sees %d (CUDA_VISIBLE_DEVICES), want 0 to %d", ErrUnavailable, id, n, n-1)
 	}
-	g := &gpu{d: d, id: id, crowded: runtime.GOMAXPROCS(0) <= 3, mems: map[uintptr]*deviceMem{}, hosts: map[uintptr]*hostMem{},
+	g := &gpu{d: d, id: id, oversubscribed: runtime.GOMAXPROCS(0) <= 3, mems: map[uintptr]*deviceMem{}, hosts: map[uintptr]*hostMem{},
 		imports: map[importKey]*imported{}, streams: map[uintptr]struct{}{}, events: map[uintptr]struct{}{}}
 	g.Configure(DefaultOptions())
 	if g.dev, err = d.device(id); err != nil {
@@ -85,7 +88,7 @@ func newGPU(d driver, id int) (Backend, error) {
 	return g, nil
 }
 
-// startDriver adds to a failure what it usually means.
+// startDriver starts the driver. It adds the usual cause to an error.
 func startDriver(d driver) error {
 	err := d.start()
 	var de *driverError
@@ -101,7 +104,7 @@ func startDriver(d driver) error {
 	}
 }
 
-// describe tells what the driver knows of device id without opening it.
+// describe returns what the driver knows of device id, without opening it.
 func describe(d driver, id, count int) (Info, error) {
 	i := Info{Device: Device{Type: GPU, ID: int32(id)}}
 	dev, err := d.device(id)
@@ -116,7 +119,7 @@ func describe(d driver, id, count int) (Info, error) {
 	attr := func(a deviceAttribute) int {
 		n, err := d.attribute(dev, a)
 		if err != nil {
-			return 0 // an old driver does not know it
+			return 0 // an old driver does not know the attribute
 		}
 		return n
 	}
@@ -169,7 +172,7 @@ func describeAll(d driver) ([]Info, error) {
 func (g *gpu) Name() string   { return "GPU" }
 func (g *gpu) Device() Device { return Device{Type: GPU, ID: int32(g.id)} }
 
-// Configure sets the kind of new events, and how waits look.
+// Configure sets the kind of new events, and how long waits spin.
 func (g *gpu) Configure(o Options) {
 	g.driverEvents.Store(o.DriverEvents)
 	g.spin.Store(int64(o.Spin))
@@ -177,11 +180,12 @@ func (g *gpu) Configure(o Options) {
 
 var _ StreamBlocker = (*gpu)(nil)
 
-// MayBlock implements StreamBlocker. cuMemFree, cuIpcCloseMemHandle wait for a stream that
-// waits, and cuMemcpyAsync, cuMemAlloc, cuStreamCreate for them (CUDA 13, H200).
+// MayBlock implements StreamBlocker. While a stream waits, cuMemFree and
+// cuIpcCloseMemHandle block, and cuMemcpyAsync, cuMemAlloc and cuStreamCreate block
+// behind those (observed with CUDA 13 on an H200).
 func (g *gpu) MayBlock() bool { return g.blocking.Load() }
 
-// Describe tells what is known of the device, and what memory is free.
+// Describe implements Describer.
 func (g *gpu) Describe() (info Info, free int64, err error) {
 	err = g.with("Describe", func() error {
 		free, _, err = g.d.memInfo()
@@ -192,8 +196,8 @@ func (g *gpu) Describe() (info Info, free int64, err error) {
 	return info, free, err
 }
 
-// with runs f on a thread where the device's context is current. f calls the driver;
-// its error is told with op.
+// with runs f, which calls the driver, on a thread where the device's context is current.
+// An error of f is returned with op.
 func (g *gpu) with(op string, f func() error) error {
 	err := g.enter(f)
 	if err != nil && err != ErrClosed {
@@ -228,12 +232,12 @@ func (g *gpu) inContext(f func() error) (err error) {
 	return err
 }
 
-// failed makes a DeviceError of what the driver said; other errors pass.
+// failed makes a DeviceError of a driver's error; other errors pass unchanged.
 func (g *gpu) failed(op string, err error) error {
 	return g.failedAs(op, "", err, nil)
 }
 
-// failedAs adds circumstances, and a kind for results that have none of their own.
+// failedAs is failed with a detail, and with a kind for results that have none.
 func (g *gpu) failedAs(op, detail string, err, kind error) error {
 	de, ok := err.(*driverError)
 	if !ok {
@@ -261,7 +265,7 @@ func (g *gpu) Alloc(n int) (Mem, error) {
 	var free, total int64
 	err := g.enter(func() (err error) {
 		if m.addr, err = g.d.memAlloc(n); err != nil {
-			free, total, _ = g.d.memInfo() // 0 of 0 when that fails too
+			free, total, _ = g.d.memInfo() // both 0 when that fails too
 			return err
 		}
 		g.mu.Lock()

@@ -1,5 +1,7 @@
 package backend
 
+// Closing a GPU backend without blocking behind streams that wait for the CPU.
+
 import (
 	"errors"
 	"fmt"
@@ -9,12 +11,12 @@ import (
 // closeLimit is how long Close waits for streams.
 const closeLimit = time.Second
 
-// Close releases the device. It waits a moment for flags that streams have yet to write;
-// memory that they would write later is left alone, and the error says so.
+// Close releases the device. It waits up to closeLimit for flags that streams have yet to
+// write; flags that are still to be written then are not freed, and the error says so.
 //
-// Where streams may wait for the CPU and do not end in that time, nothing at all is freed:
-// the driver would wait for them, perhaps for ever. The error wraps ErrInUse and says how
-// much is left until the process ends.
+// If streams may wait for the CPU and do not end within closeLimit, nothing is freed: the
+// driver would wait for them, perhaps for ever. The error wraps ErrInUse and says how much
+// stays allocated until the process ends.
 func (g *gpu) Close() error {
 	g.life.Lock()
 	defer g.life.Unlock()
@@ -24,7 +26,7 @@ func (g *gpu) Close() error {
 	g.closed = true
 	defer func() { g.mems, g.hosts, g.imports, g.streams, g.events, g.idle = nil, nil, nil, nil, nil, nil }()
 	if g.MayBlock() {
-		if err := g.standStill(closeLimit); err != nil {
+		if err := g.awaitStreams(closeLimit); err != nil {
 			return g.invalid("Close: %w: %w; nothing is freed, since the driver waits for streams first: %s", ErrInUse, err, g.holdings())
 		}
 	}
@@ -57,7 +59,7 @@ func (g *gpu) Close() error {
 		for _, h := range g.hosts {
 			note("Close: free host memory", g.freeHost(h))
 		}
-		if late := g.flags.settle(0); late > 0 { // the driver may have waited for them just now
+		if late := g.flags.settle(0); late > 0 { // freeing may have waited for the streams
 			errs = append(errs, g.invalid("Close: %d events are recorded on streams that have not come so far; their flags are not freed", late))
 			return nil
 		}
@@ -71,12 +73,12 @@ func (g *gpu) Close() error {
 	return errors.Join(errs...)
 }
 
-// standStill waits until no stream of the device has anything to do, those of others in
-// this process included, and tells why not.
-func (g *gpu) standStill(limit time.Duration) error {
+// awaitStreams waits until all streams of the device are idle, including those that other
+// code of this process has made. It returns an error at the limit.
+func (g *gpu) awaitStreams(limit time.Duration) error {
 	done := make(chan error, 1)
-	// At the limit this thread stays with the driver until the streams end: it has no
-	// such wait with a limit, and the streams of others are not known here.
+	// The driver's wait has no limit, and other code's streams are not known here. After
+	// the limit this goroutine's thread stays in the driver until the streams end.
 	go func() { done <- g.inContext(g.d.synchronize) }()
 	late := time.NewTimer(limit)
 	defer late.Stop()
@@ -84,14 +86,14 @@ func (g *gpu) standStill(limit time.Duration) error {
 	case <-late.C:
 		return fmt.Errorf("streams of the device have not ended after %s, and may wait for the CPU", limit)
 	case err := <-done:
-		if err = g.failed("look whether streams wait", err); errors.Is(err, ErrDeviceLost) {
-			return nil // nothing waits on it any more
+		if err = g.failed("wait for streams", err); errors.Is(err, ErrDeviceLost) {
+			return nil // no stream runs on a failed device
 		}
 		return err
 	}
 }
 
-// holdings says what Close leaves behind.
+// holdings describes what Close leaves allocated.
 func (g *gpu) holdings() string {
 	device, host := 0, len(g.flags.pages)*flagPage
 	for _, m := range g.mems {

@@ -52,7 +52,7 @@ func waitingGPU(t *testing.T, wait func(g *gpu, stream uintptr, word Mem) error)
 		t.Fatal(err)
 	}
 	for f.waits.Load() == 0 {
-		nap(minNap)
+		sleep(minPause)
 	}
 	return f, g, func() { there.Store(7); settle(t, other, stream) }
 }

@@ -1,5 +1,7 @@
 package backend
 
+// Copies between host and device, and the streams that they run on.
+
 import (
 	"context"
 	"fmt"
@@ -7,8 +9,8 @@ import (
 )
 
 // Copy copies between host and device or within the device, on a stream of its own,
-// and returns when the bytes have arrived. It does not wait for what other streams are
-// doing to src: see SyncCopy.
+// and returns when the bytes have arrived. It does not wait for other streams that still
+// write src: see SyncCopy.
 func (g *gpu) Copy(dst, src Mem) error {
 	if err := g.copyable("Copy", dst, src); err != nil || src.n == 0 {
 		return err
@@ -29,8 +31,8 @@ func (g *gpu) Copy(dst, src Mem) error {
 		return err
 	})
 	if err == nil {
-		// The caller's memory is in use until the stream is empty, so this wait has no
-		// end but that and a failed device.
+		// The copy uses the caller's memory until the stream is idle, so only that or a
+		// failed device ends this wait.
 		err = g.wait(context.Background(), &c)
 		if e := g.with("Copy", func() error { g.putStream(c.stream); return nil }); err == nil {
 			err = e
@@ -40,7 +42,7 @@ func (g *gpu) Copy(dst, src Mem) error {
 	return g.copyError("Copy", dst, src, err)
 }
 
-// keep makes memory that only the caller's Mem refers to live until here.
+// keep keeps memory reachable up to this call if only the caller's Mem refers to it.
 func keep(ms ...Mem) {
 	for _, m := range ms {
 		runtime.KeepAlive(m.ptr)
@@ -48,7 +50,7 @@ func keep(ms ...Mem) {
 	}
 }
 
-// copying is the wait for a stream that only copies.
+// copying is a stream with one copy, for wait.
 type copying struct {
 	g      *gpu
 	stream uintptr
@@ -118,8 +120,8 @@ func (g *gpu) copyError(op string, dst, src Mem, err error) error {
 	return g.failed(op, err)
 }
 
-// takeStream returns a stream for a copy, the context being current. Each copy under
-// way has one to itself, so that none waits for another.
+// takeStream returns a stream for a copy; the context must be current. Copies do not share
+// streams, so none waits for another.
 func (g *gpu) takeStream() (uintptr, error) {
 	g.mu.Lock()
 	if n := len(g.idle); n > 0 {
@@ -142,7 +144,7 @@ func (g *gpu) putStream(s uintptr) {
 func (g *gpu) Idle(stream uintptr) (idle bool, err error) {
 	err = g.with("Idle", func() error {
 		if capturing, err := g.d.streamCapturing(stream); capturing || err != nil {
-			return err // to query it would spoil the capture
+			return err // a query would invalidate the capture
 		}
 		err := g.d.streamQuery(stream)
 		if notReady(err) {

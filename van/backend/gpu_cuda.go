@@ -14,19 +14,19 @@ import (
 
 func init() { Register("GPU", func(id int) (Backend, error) { return newGPU(cuda{}, id) }) }
 
-// missing says why a backend that this project has is not in this build.
+// missing says why a backend of this library is not in this build.
 var missing = map[string]string{}
 
 // GPUs describes the GPUs that this process sees, without opening any. The error wraps
 // ErrUnavailable when there is no driver or no GPU.
 func GPUs() ([]Info, error) { return describeAll(cuda{}) }
 
-// cuda is CUDA's driver API: through gorgonia.org/cu what that has, the rest in
+// cuda is the CUDA driver API: the functions that gorgonia.org/cu has here, the others in
 // gpu_cuda_extra.go.
 type cuda struct{}
 
-// fail makes a *driverError of what cu returns. The type of cu's results is not
-// exported; it is an integer, perhaps wrapped.
+// fail makes a *driverError of cu's error. Its type is not exported; it is an integer,
+// perhaps wrapped.
 func fail(call string, err error) error {
 	for e := err; e != nil; e = errors.Unwrap(e) {
 		if v := reflect.ValueOf(e); v.Kind() == reflect.Int {
@@ -87,9 +87,9 @@ func (cuda) release(dev int) error {
 	return fail("cuDevicePrimaryCtxRelease", cu.Device(dev).ReleasePrimaryCtx())
 }
 
-// blocking has the marks of mayBlock, by device. It is the process's, like the primary
-// contexts that it tells about: what one backend of a device frees waits for the streams
-// of another one, such as that of the Python module's wait_flag.
+// blocking has mayBlock's marks by device. It is global because the primary contexts are:
+// when one backend of a device frees memory, the driver waits for the streams of all of
+// them, such as those of the Python module's wait_flag.
 var blocking sync.Map
 
 func (cuda) mayBlock(dev int) *atomic.Bool {

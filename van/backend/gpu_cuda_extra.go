@@ -2,11 +2,11 @@
 
 package backend
 
-// What gorgonia.org/cu lacks of the driver API, and what is called for every message,
-// without allocating: cu makes an error of "not ready", and takes no host memory that
-// lies in a Go object with pointers.
+// Functions of the driver API that gorgonia.org/cu lacks, and those that are called for
+// every message: cu allocates an error for "not ready", and does not accept host memory
+// that lies in a Go object with pointers.
 //
-// Nothing here or in cu links the driver's library to the program: see gpu_cuda_load.c.
+// The program is not linked with the driver's library: see gpu_cuda_load.c.
 
 /*
 #cgo linux CFLAGS: -I/usr/local/cuda/include
@@ -41,8 +41,8 @@ static const char *stepaf_name(CUresult r) {
 	return cuGetErrorName(r, &s) == CUDA_SUCCESS && s ? s : "unknown result";
 }
 
-// Makes ctx current, unless it is, and lifts what a capture of a graph on another
-// thread would forbid this one. *mode and *pushed are for stepaf_leave.
+// Makes ctx current, unless it is, and allows calls on this thread that a graph capture on
+// another one would forbid. *mode and *pushed are for stepaf_leave.
 static CUresult stepaf_enter(uintptr_t ctx, int32_t *mode, int32_t *pushed) {
 	CUcontext now = NULL;
 	CUstreamCaptureMode m = CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -76,7 +76,7 @@ static CUresult stepaf_wait(uintptr_t s, CUdeviceptr p, uint32_t v) { return ste
 static CUresult stepaf_stream_query(uintptr_t s) { return cuStreamQuery((CUstream)s); }
 static CUresult stepaf_event_query(uintptr_t e) { return cuEventQuery((CUevent)e); }
 
-// Any of the two addresses may be the host's.
+// Either address may be in host memory.
 static CUresult stepaf_copy(uintptr_t dst, uintptr_t src, size_t n, uintptr_t s) { return cuMemcpyAsync(dst, src, n, (CUstream)s); }
 static CUresult stepaf_copy_htod(uintptr_t dst, uintptr_t src, size_t n, uintptr_t s) { return cuMemcpyHtoDAsync(dst, (const void *)src, n, (CUstream)s); }
 static CUresult stepaf_copy_dtoh(uintptr_t dst, uintptr_t src, size_t n, uintptr_t s) { return cuMemcpyDtoHAsync((void *)dst, src, n, (CUstream)s); }
@@ -130,7 +130,7 @@ func result(call string, code int) error {
 	switch code {
 	case C.CUDA_SUCCESS:
 		return nil
-	case codeNotReady: // the answer to a question, often: it is not made each time
+	case codeNotReady: // frequent, so it must not allocate
 		return errNotReady
 	}
 	return &driverError{call: call, code: code, name: C.GoString(C.stepaf_name(C.CUresult(code)))}
@@ -138,7 +138,7 @@ func result(call string, code int) error {
 
 var errNotReady = &driverError{call: "cuStreamQuery or cuEventQuery", code: codeNotReady, name: "CUDA_ERROR_NOT_READY"}
 
-// started is the result of opening the driver, which is done once in a process.
+// started opens the driver, once in a process.
 var started = sync.OnceValue(func() error {
 	var text [256]C.char
 	code := C.stepaf_cuda_init(&text[0], C.size_t(len(text)))
@@ -222,7 +222,8 @@ func (cuda) copyAsync(dst, src uintptr, n int, s uintptr) error {
 	return result("cuMemcpyAsync", int(C.stepaf_copy(C.uintptr_t(dst), C.uintptr_t(src), C.size_t(n), C.uintptr_t(s))))
 }
 
-// The caller keeps host memory alive until the copy is done; Go's does not move.
+// The caller keeps the host memory reachable until the copy is done. Go does not move heap
+// memory.
 func (cuda) copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error {
 	return result("cuMemcpyHtoDAsync", int(C.stepaf_copy_htod(C.uintptr_t(dst), C.uintptr_t(uintptr(src)), C.size_t(n), C.uintptr_t(s))))
 }

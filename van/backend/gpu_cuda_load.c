@@ -1,15 +1,15 @@
 //go:build cuda
 
-// libcuda.so.1, opened when the first GPU is wanted. gorgonia.org/cu is linked with it;
-// the functions that it and gpu_cuda_extra.go use are therefore defined here, hidden
-// from other libraries, and jump to the true ones. So a program with CUDA starts on a
-// machine without a driver too. What is missing in the list would still be found, at
-// the price that the program needs libcuda.so.1 to start: TestCUDANeedsNoLibrary fails
-// then, and says what to add.
+// Opens libcuda.so.1 when the first GPU is used, so that a program with CUDA also starts
+// on a machine without a driver. gorgonia.org/cu expects to be linked with the library;
+// the functions that it and gpu_cuda_extra.go use are therefore defined here, hidden from
+// other libraries, and jump to the real ones. A function that is missing in the list
+// would make the program need libcuda.so.1 to start: TestCUDANeedsNoLibrary fails then,
+// and says what to add.
 //
 // cu also calls cuInit when the program starts, and ends the program when that fails.
-// It would, further, fix CUDA_VISIBLE_DEVICES and forbid to fork before Python has said
-// what it wants. So that call does nothing here; the true one is stepaf_cuda_init.
+// cuInit would also fix CUDA_VISIBLE_DEVICES, and forbid forking, before Python code runs.
+// So cuInit does nothing here; stepaf_cuda_init calls the real one.
 
 #include <dlfcn.h>
 #include <stddef.h>
@@ -77,8 +77,8 @@ __attribute__((visibility("hidden"))) int cuInit(unsigned int flags) {
 	return SUCCESS;
 }
 
-// Opens libcuda.so.1 and calls its cuInit. When there is none it returns -1, and why in
-// text. Call it once.
+// Opens libcuda.so.1 and calls its cuInit. If there is none it returns -1 and the reason
+// in text. Call it once.
 __attribute__((visibility("hidden"))) int stepaf_cuda_init(char *text, size_t n) {
 	static const struct {
 		void **address;

@@ -476,7 +476,7 @@ func TestCUDASignals(t *testing.T) {
 			}
 		}
 		for there.Load() < round {
-			nap(minNap)
+			sleep(minPause)
 		}
 		back.Store(round)
 		settle(t, g, stream)

@@ -1,14 +1,16 @@
 package backend
 
+// The interface between the GPU backend and the CUDA driver.
+
 import (
 	"fmt"
 	"sync/atomic"
 	"unsafe"
 )
 
-// driver is what the GPU backend asks of CUDA's driver API: one method for one
-// function, so that all decisions can be tested on another implementation. Handles
-// and device addresses are integers. Errors are *driverError.
+// driver is the part of the CUDA driver API that the GPU backend uses: one method for one
+// function, so that the backend's logic can be tested with a fake driver. Handles and
+// device addresses are integers. Errors are *driverError.
 //
 // Methods that need a context run between enter and leave, on one thread.
 type driver interface {
@@ -25,12 +27,12 @@ type driver interface {
 	retain(dev int) (uintptr, error)
 	release(dev int) error
 
-	// mayBlock is the mark that streams of dev's primary context may wait for the CPU.
-	// All who use that context in this process share it.
+	// mayBlock is set when streams of dev's primary context may wait for the CPU. All
+	// backends of dev in this process share it.
 	mayBlock(dev int) *atomic.Bool
 
-	// enter makes ctx current on the calling thread, and calls allowed that a graph
-	// capture elsewhere would forbid; leave restores what was.
+	// enter makes ctx current on the calling thread, and allows calls that a graph
+	// capture on another thread would forbid; leave restores the former state.
 	enter(ctx uintptr) (driverState, error)
 	leave(driverState) error
 
@@ -73,7 +75,7 @@ type driver interface {
 	dmabuf(addr uintptr, n int) (fd int, err error)
 }
 
-// driverState is what leave puts back.
+// driverState is what leave restores.
 type driverState struct {
 	pushed bool
 	mode   int32
@@ -88,7 +90,7 @@ const (
 	attrDMABuf       deviceAttribute = 124
 )
 
-// Results of the driver that mean something to us (CUresult).
+// Results of the driver that the backend distinguishes (CUresult).
 const (
 	codeInvalidValue       = 1
 	codeOutOfMemory        = 2
@@ -117,12 +119,12 @@ const (
 type driverError struct {
 	call string // the function
 	code int
-	name string // the result in words
+	name string // of the code
 }
 
 func (e *driverError) Error() string { return fmt.Sprintf("%s: %s (%d)", e.call, e.name, e.code) }
 
-// kind sorts a result into the package's errors.
+// kind returns the package's error for the code, or nil.
 func (e *driverError) kind() error {
 	switch e.code {
 	case codeOutOfMemory:
@@ -136,11 +138,11 @@ func (e *driverError) kind() error {
 	return nil
 }
 
-// notReady tells whether err is the driver's way to say "busy".
+// notReady tells whether err is the driver's result for "not done yet".
 func notReady(err error) bool {
 	e, ok := err.(*driverError) // never wrapped here, and errors.As would allocate
 	return ok && e.code == codeNotReady
 }
 
-// pointer is address addr, which is not of Go's heap, as a pointer.
+// pointer converts addr, which must not be on Go's heap, to a pointer.
 func pointer(addr uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&addr)) }

@@ -1,5 +1,8 @@
 package backend
 
+// Events of the GPU backend, by words that streams write or by the driver, and the
+// wait that they share with copies.
+
 import (
 	"context"
 	"errors"
@@ -9,11 +12,11 @@ import (
 	"time"
 )
 
-// Pauses between looks of a wait that has stopped spinning, and how often it makes
-// sure meanwhile that the device is well: a flag does not come from one that failed.
+// The back-off of a wait that has stopped spinning, and how often it checks that the
+// device works: a failed device never writes the flag.
 const (
-	minNap      = 20 * time.Microsecond
-	maxNap      = 200 * time.Microsecond
+	minPause    = 20 * time.Microsecond
+	maxPause    = 200 * time.Microsecond
 	healthCheck = 10 * time.Millisecond
 )
 
@@ -43,7 +46,7 @@ func (g *gpu) NewEvent() (Event, error) {
 	return e, nil
 }
 
-// flagEvent is an event by a word in host memory. To look at it is one load.
+// flagEvent is an event whose completion is a word in host memory. Query is one load.
 type flagEvent struct {
 	g       *gpu
 	mu      sync.Mutex
@@ -59,7 +62,7 @@ func (e *flagEvent) Record(stream uintptr) error {
 		if e.closed {
 			return e.g.invalid("%w", errEventClosed)
 		}
-		// A write that is captured comes when the graph runs, perhaps never.
+		// A captured write happens when the graph runs, perhaps never.
 		if capturing, err := e.g.d.streamCapturing(stream); err != nil {
 			return err
 		} else if capturing {
@@ -96,7 +99,7 @@ func (e *flagEvent) Query() (bool, error) {
 	if !e.pending {
 		return true, nil
 	}
-	e.g.life.RLock() // the word is there until the backend is closed
+	e.g.life.RLock() // Close frees the word
 	defer e.g.life.RUnlock()
 	if e.g.closed {
 		return false, e.g.invalid("Query: %w", ErrClosed)
@@ -125,7 +128,7 @@ func (e *flagEvent) Close() error {
 	return nil
 }
 
-// driverEvent is an event of CUDA.
+// driverEvent is an event of the driver.
 type driverEvent struct {
 	g      *gpu
 	mu     sync.Mutex
@@ -181,7 +184,7 @@ func (e *driverEvent) Close() error {
 		return e.g.d.eventDestroy(e.ev)
 	})
 	if errors.Is(err, ErrClosed) {
-		return nil // the backend has freed it
+		return nil // the backend's Close has freed it
 	}
 	return err
 }
@@ -223,10 +226,10 @@ func (g *gpu) WaitEvent(stream uintptr, e Event) error {
 // waitable is what wait waits for.
 type waitable interface {
 	Query() (bool, error)
-	check() error // whether it can still come
+	check() error // an error means that Query will never be true
 }
 
-// wait looks at w for as long as the options say, then with pauses.
+// wait spins on w for as long as the options say, then backs off.
 func (g *gpu) wait(ctx context.Context, w waitable) error {
 	spin := time.Duration(g.spin.Load())
 	start := time.Now()
@@ -248,13 +251,13 @@ func (g *gpu) wait(ctx context.Context, w waitable) error {
 				return err
 			}
 		}
-		if g.crowded {
-			runtime.Gosched() // it takes long for a goroutine that is bound to its thread
+		if g.oversubscribed {
+			runtime.Gosched() // not always: it is slow for a goroutine that is locked to its thread
 		}
 	}
 	checked := time.Now()
-	for pause := minNap; ; pause = min(2*pause, maxNap) {
-		nap(pause)
+	for pause := minPause; ; pause = min(2*pause, maxPause) {
+		sleep(pause)
 		if done, err := w.Query(); done || err != nil {
 			return err
 		}
@@ -271,9 +274,9 @@ func (g *gpu) wait(ctx context.Context, w waitable) error {
 	}
 }
 
-// Health returns the error of a device whose context has failed: every call reports it.
+// Health implements HealthChecker. Once a context has failed, every call returns its error.
 func (g *gpu) Health() error {
-	return g.with("look whether the device works", func() error {
+	return g.with("check the device", func() error {
 		s, err := g.takeStream()
 		if err != nil {
 			return err

@@ -190,7 +190,7 @@ func TestLateFlags(t *testing.T) {
 	if err := errors.Join(closed.Record(slow), closed.Close()); err != nil {
 		t.Fatal(err)
 	}
-	if n := len(g.flags.resting); n != 2 {
+	if n := len(g.flags.pending); n != 2 {
 		t.Errorf("%d flags rest, want 2", n)
 	}
 	var events []Event
@@ -215,7 +215,7 @@ func TestLateFlags(t *testing.T) {
 	if err := errors.Join(last.Record(slow), last.Sync(t.Context()), last.Record(slow), last.Sync(t.Context()), last.Close()); err != nil {
 		t.Error(err)
 	}
-	if n := len(g.flags.resting); n != 0 || len(g.flags.pages) != pages {
+	if n := len(g.flags.pending); n != 0 || len(g.flags.pages) != pages {
 		t.Errorf("%d flags rest; %d pages, before %d", n, len(g.flags.pages), pages)
 	}
 	if total := len(g.flags.free); total != pages*flagPage/flagStride {

@@ -1,5 +1,7 @@
 package backend
 
+// Device memory shared with other processes (CUDA IPC) and with other devices (dma-buf).
+
 import (
 	"fmt"
 	"os"
@@ -13,8 +15,8 @@ type imported struct {
 	users int // Imports without CloseImport; under the gpu's mutex
 }
 
-// importKey tells allocations apart also where the driver gives a new one the handle of
-// one that was freed.
+// importKey identifies an allocation. The handle is not enough: the driver may give a new
+// allocation that of a freed one.
 type importKey struct {
 	handle     [64]byte
 	allocation uint64
@@ -29,7 +31,7 @@ func (g *gpu) Export(m Mem) (Export, error) {
 	if _, ok := m.owner.(*imported); ok {
 		return e, g.invalid("Export of %d bytes: another process's memory: %w", m.n, ErrNotExportable)
 	}
-	var unshared error // set when the driver knows the memory but does not share it
+	var unshared error // set once the driver knows the memory: a later failure is about sharing
 	addr := uintptr(m.ptr)
 	err := g.enter(func() error {
 		base, n, err := g.allocation(m)
@@ -81,7 +83,7 @@ func (g *gpu) Import(e Export) (Mem, error) {
 	}
 	var m Mem
 	err := g.enter(func() error {
-		g.mu.Lock() // two who import the same share one mapping
+		g.mu.Lock() // held during ipcOpen: concurrent Imports of one allocation share its mapping
 		defer g.mu.Unlock()
 		key := importKey{e.Handle, e.Allocation}
 		i := g.imports[key]
@@ -111,7 +113,7 @@ func (g *gpu) Import(e Export) (Mem, error) {
 	return m, nil
 }
 
-// checkImport compares the mapping with what the peer said of it.
+// checkImport compares the mapping with the size that the peer has announced.
 func (g *gpu) checkImport(i *imported, size int) error {
 	_, n, err := g.d.addressRange(i.addr)
 	if err == nil && n < size {
@@ -120,7 +122,7 @@ func (g *gpu) checkImport(i *imported, size int) error {
 	return err
 }
 
-// dropImport ends one use; the mutex is held and the context is current.
+// dropImport removes one user; the mutex is held and the context is current.
 func (g *gpu) dropImport(i *imported) error {
 	if i.users--; i.users > 0 {
 		return nil
@@ -145,8 +147,7 @@ func (g *gpu) CloseImport(m Mem) error {
 	})
 }
 
-// ExportDMABuf returns m as a dma-buf: of the host's pages that it touches, since the
-// driver wants whole ones.
+// ExportDMABuf returns m as a dma-buf. It covers whole pages, as the driver demands.
 func (g *gpu) ExportDMABuf(m Mem) (fd, offset int, err error) {
 	if m.n == 0 || m.dev != g.Device() {
 		return -1, 0, g.invalid("ExportDMABuf of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)

@@ -1,5 +1,7 @@
 package backend
 
+// The 32-bit words that streams write and await: flags of events, and those of callers.
+
 import (
 	"errors"
 	"sync/atomic"
@@ -7,12 +9,12 @@ import (
 	"unsafe"
 )
 
-// A flag is a 32-bit word in pinned host memory that a stream writes. To record an
-// event is to queue the write of a number; the event is done when the word has it.
+// A flag is a 32-bit word in pinned host memory that a stream writes. Recording an
+// event queues the write of a number; the event is done when the word has it.
 //
 // At most one write is ever queued for a word: an event that is recorded again, or
-// closed, before its write has come takes or leaves another word, and the old one
-// rests until its write arrives. So equality is enough, and late writes do no harm.
+// closed, before its write has arrived gives the word up, and the word is not used until
+// the write arrives. So comparing for equality is enough, and late writes do no harm.
 type flag struct {
 	word *atomic.Uint32
 	addr uintptr // of word, for the device
@@ -25,21 +27,21 @@ func (f *flag) arrived() bool { return f.word.Load() == f.seq }
 type flagPool struct {
 	all     []*flag
 	free    []*flag
-	resting []*flag // given back before their write has come
+	pending []*flag // given back before their write has arrived
 	pages   []unsafe.Pointer
 }
 
 const (
 	flagPage   = 4096
-	flagStride = 64 // a cache line each, so that those who look do not disturb
+	flagStride = 64 // a cache line each, against false sharing
 )
 
-// take returns a flag, the driver's context being current.
+// takeFlag returns a flag; the context must be current.
 func (g *gpu) takeFlag() (*flag, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	p := &g.flags
-	p.wake()
+	p.reclaim()
 	if len(p.free) == 0 {
 		page, err := g.d.hostAlloc(flagPage)
 		if err != nil {
@@ -65,28 +67,28 @@ func (g *gpu) takeFlag() (*flag, error) {
 func (g *gpu) putFlag(f *flag) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.flags.resting = append(g.flags.resting, f)
-	g.flags.wake()
+	g.flags.pending = append(g.flags.pending, f)
+	g.flags.reclaim()
 }
 
-// wake frees the flags whose write has come.
-func (p *flagPool) wake() {
-	rest := p.resting[:0]
-	for _, f := range p.resting {
+// reclaim frees the flags whose write has arrived.
+func (p *flagPool) reclaim() {
+	rest := p.pending[:0]
+	for _, f := range p.pending {
 		if f.arrived() {
 			p.free = append(p.free, f)
 		} else {
 			rest = append(rest, f)
 		}
 	}
-	clear(p.resting[len(rest):])
-	p.resting = rest
+	clear(p.pending[len(rest):])
+	p.pending = rest
 }
 
-// settle waits until no stream has a flag to write, and returns how many are left at
-// the limit. Nothing may record an event meanwhile.
+// settle waits until all queued writes have arrived, and returns how many have not at the
+// limit. No event may be recorded meanwhile.
 func (p *flagPool) settle(limit time.Duration) int {
-	for end := time.Now().Add(limit); ; nap(time.Millisecond) {
+	for end := time.Now().Add(limit); ; sleep(time.Millisecond) {
 		late := 0
 		for _, f := range p.all {
 			if !f.arrived() {
@@ -99,8 +101,8 @@ func (p *flagPool) settle(limit time.Duration) int {
 	}
 }
 
-// probeFlags finds out whether streams can write words, by doing it: what the driver
-// says of itself is about an older interface, which newer drivers do not offer.
+// probeFlags finds out whether streams can write words, by doing it: the driver's
+// attribute is about an older interface, which newer drivers do not offer.
 func (g *gpu) probeFlags() error {
 	return g.with("try a stream's write to host memory", func() error {
 		s, err := g.takeStream()
@@ -116,7 +118,7 @@ func (g *gpu) probeFlags() error {
 		if err := g.d.writeValue32(s, f.addr, f.seq); err != nil {
 			f.seq--
 			g.putFlag(f)
-			return nil // events are the driver's then
+			return nil // not supported: events are the driver's
 		}
 		for end := time.Now().Add(time.Second); !f.arrived(); {
 			if err := g.d.streamQuery(s); err != nil && !notReady(err) {

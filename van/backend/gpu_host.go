@@ -1,5 +1,7 @@
 package backend
 
+// Pinned host memory of the GPU backend.
+
 import (
 	"fmt"
 	"sync/atomic"
@@ -14,11 +16,11 @@ type hostMem struct {
 	n      int
 	addr   uintptr // of ptr, for the device
 	caller any     // the owner of registered memory
-	ours   bool    // allocated, not registered
+	ours   bool    // from AllocPinned, not registered
 	held   atomic.Int32
 }
 
-// Retain counts a user, and passes it on to the owner of registered memory.
+// Retain adds a holder, also to the owner of registered memory.
 func (h *hostMem) Retain() {
 	h.held.Add(1)
 	if c, ok := h.caller.(Holder); ok {
@@ -82,7 +84,7 @@ func (g *gpu) RegisterHost(m Mem) (Mem, error) {
 // UnregisterHost ends a RegisterHost.
 func (g *gpu) UnregisterHost(m Mem) error { return g.dropHost("UnregisterHost", m, false) }
 
-// keepHost notes pinned memory, or lets go of it when the device cannot see it.
+// keepHost records pinned memory. It frees it when the device cannot map it.
 func (g *gpu) keepHost(h *hostMem) error {
 	var err error
 	if h.addr, err = g.d.hostDeviceAddr(h.ptr); err != nil {

@@ -1,5 +1,7 @@
 package backend
 
+// The 64-bit counters by which streams and the CPU synchronise, written in PTX.
+
 import (
 	_ "embed"
 	"fmt"
@@ -16,7 +18,7 @@ type signalling struct {
 	write, wait, add uintptr
 }
 
-// loadSignals loads the kernels unless they are. The context is current.
+// loadSignals returns the kernels, loaded at the first call. The context is current.
 func (g *gpu) loadSignals() (signalling, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -46,7 +48,7 @@ func (g *gpu) signal(op string, stream uintptr, which func(*signalling) uintptr,
 			return g.invalid("%s on %d bytes at %#x: want 8, aligned", op, m.n, uintptr(m.ptr))
 		}
 		if m.dev != g.Device() {
-			return fmt.Errorf("%s: %w", op, g.elsewhere(m))
+			return fmt.Errorf("%s: %w", op, g.wrongDevice(m))
 		}
 		addr[i] = uintptr(m.ptr)
 	}
@@ -59,8 +61,8 @@ func (g *gpu) signal(op string, stream uintptr, which func(*signalling) uintptr,
 	})
 }
 
-// elsewhere is CheckDevice for memory that must not be the host's.
-func (g *gpu) elsewhere(m Mem) error {
+// wrongDevice is the error of memory that is not the device's.
+func (g *gpu) wrongDevice(m Mem) error {
 	if m.OnHost() {
 		return g.invalid("memory of the host: %w; MapHost makes pinned memory the device's", ErrWrongDevice)
 	}

@@ -39,7 +39,7 @@ func TestSignals(t *testing.T) {
 			t.Error("a stream waits for the CPU, and it is not known")
 		}
 		for there.Load() < round {
-			nap(minNap)
+			sleep(minPause)
 		}
 		if err := f.streamQueryIn(g, stream); !notReady(err) {
 			t.Errorf("round %d: the stream does not wait: %v", round, err)

@@ -7,7 +7,7 @@ import "fmt"
 // noCUDA is what a build without CUDA says of the GPU backend.
 const noCUDA = "built without CUDA; build with \"make USE_CUDA=1\", see docs/gpu.md"
 
-// missing says why a backend that this project has is not in this build.
+// missing says why a backend of this library is not in this build.
 var missing = map[string]string{"GPU": noCUDA}
 
 // GPUs describes the GPUs that this process sees, without opening any. A build without

@@ -1,5 +1,7 @@
 package backend
 
+// Addresses on devices: DeviceType, Device, and Mem.
+
 import (
 	"fmt"
 	"unsafe"
@@ -49,8 +51,8 @@ func (d Device) String() string {
 // stay reachable while the range is in use. It is a small value; copy it freely.
 // The zero Mem is an empty host range.
 //
-// A Mem does not own its bytes. Who does, and until when, is said by the
-// function that takes or returns it.
+// A Mem does not own its bytes. The function that takes or returns it says who does, and
+// until when.
 type Mem struct {
 	ptr   unsafe.Pointer
 	n     int
@@ -76,15 +78,15 @@ func At(p unsafe.Pointer, n int, d Device, owner any) Mem {
 	return Mem{ptr: p, n: n, dev: d, owner: owner}
 }
 
-// Holder is an owner that counts who uses its memory, for memory that is freed by
-// hand. A transport that keeps a Mem beyond Send retains its owner until it lets
-// go. Both methods may be called on any goroutine and must not block.
+// Holder is an owner that counts the users of its memory, for memory that is freed
+// explicitly. A transport that uses a Mem beyond Send retains its owner meanwhile.
+// Both methods may be called on any goroutine and must not block.
 type Holder interface {
 	Retain()
 	Release()
 }
 
-// Retain keeps the memory if its owner is a Holder.
+// Retain adds a user to the memory if its owner is a Holder.
 func (m Mem) Retain() {
 	if h, ok := m.owner.(Holder); ok {
 		h.Retain()

@@ -1,18 +1,20 @@
 package backend
 
+// Reuse of device and pinned buffers.
+
 import (
 	"math/bits"
 	"sync"
 )
 
-// Pool keeps buffers for use again: allocating device or pinned memory takes as long
-// as sending many values. Sizes are rounded up, by an eighth at most, so that values of
-// about the same length share buffers. It is safe for concurrent use.
+// Pool reuses buffers, because allocating device or pinned memory takes as long as
+// sending many values. Sizes are rounded up, by an eighth at most, so that values of
+// similar length share buffers. It is safe for concurrent use.
 type Pool struct {
 	alloc func(n int) (Mem, error)
 	free  func(Mem) error
 	limit int
-	keeps func() bool // nil: never
+	keeps func() bool // true: nothing may be freed now; nil: never
 
 	mu     sync.Mutex
 	idle   map[int][]*Buffer // by size
@@ -29,8 +31,8 @@ type Buffer struct {
 // Mem is the buffer's memory, which may be longer than what Get was asked for.
 func (b *Buffer) Mem() Mem { return b.mem }
 
-// Put gives the buffer back. It does not block before the pool's Close, nor after it while
-// streams may wait.
+// Put returns the buffer to the pool. It may block only after the pool's Close, and not
+// while streams may wait for the CPU.
 func (b *Buffer) Put() { b.pool.put(b) }
 
 // NewPool makes a pool of at most limit bytes, in use and idle.
@@ -38,8 +40,8 @@ func NewPool(limit int, alloc func(n int) (Mem, error), free func(Mem) error) *P
 	return &Pool{alloc: alloc, free: free, limit: limit, idle: map[int][]*Buffer{}}
 }
 
-// For makes the pool free nothing while b may not (StreamBlocker); what it has at its Close
-// is then left to b's. It returns the pool. Call it before the first Get.
+// For makes the pool free nothing while freeing may block (StreamBlocker); b's Close then
+// frees what the pool has. For returns the pool. Call it before the first Get.
 func (p *Pool) For(b Backend) *Pool {
 	if s, ok := b.(StreamBlocker); ok {
 		p.keeps = s.MayBlock
@@ -92,7 +94,7 @@ func (p *Pool) Get(n int) (*Buffer, error) {
 			return nil, p.lost(size, err)
 		}
 		p.mu.Lock()
-		old = p.evict(p.limit) // the device's memory is short; ours may be in the way
+		old = p.evict(p.limit) // idle buffers of other sizes may use the memory that is short
 		p.mu.Unlock()
 		if len(old) == 0 {
 			return nil, p.lost(size, err)
@@ -155,8 +157,8 @@ func (p *Pool) put(b *Buffer) {
 	_ = p.free(b.mem) // the backend may be closed by now, and has then freed it
 }
 
-// Close frees what is idle; the rest frees itself when it comes back. While streams may
-// wait (For) neither is freed: the backend's Close does it.
+// Close frees the idle buffers; each of the others is freed by its Put. While streams may
+// wait for the CPU (For), the backend's Close frees them instead.
 func (p *Pool) Close() error {
 	p.mu.Lock()
 	p.closed = true

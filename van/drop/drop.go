@@ -1,6 +1,6 @@
-// Package drop is PS_DROP_MSG: a van around a van that loses a share of what it
-// receives, to test that the rest of the system copes. Unlike ps-lite, which
-// draws once for all messages of a second, it draws for each message.
+// Package drop implements PS_DROP_MSG: a wrapper around a van that drops a share of
+// the received messages, to test recovery. Unlike ps-lite, which draws once for all
+// messages of a second, it draws for each message.
 package drop
 
 import (
@@ -13,7 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Van is a van that loses messages. The van.Van inside does all else.
+// Van drops received messages. The embedded van.Van does everything else.
 type Van struct {
 	van.Van
 	percent int
@@ -30,14 +30,13 @@ var (
 	_ van.Wrapper = (*Van)(nil)
 )
 
-// New wraps inner. percent, 0 to 100, is the share of received messages of every
-// kind, control messages too, that are lost after Enable. Values outside count
-// as the nearer end. A seed of 0 is replaced by one from the time; the seed in
-// use is logged, so that the draws, in the order in which messages come, can be
-// repeated. log may be nil.
+// New wraps inner. percent is the share of received messages, control messages
+// included, that are dropped after Enable; it is limited to 0 to 100. A seed of 0 is
+// replaced by one from the time. The seed is logged, so that the sequence of draws can
+// be repeated. log may be nil.
 //
-// A van that resends must be wrapped around this one. Use van.As to find the
-// optional abilities of inner.
+// resend must wrap this van, not the other way round. Use van.As to find the optional
+// abilities of inner.
 func New(inner van.Van, percent int, seed uint64, log *slog.Logger) *Van {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
@@ -83,7 +82,7 @@ func (v *Van) draw() bool {
 	return v.rng.IntN(100) < v.percent
 }
 
-// metaString puts off the formatting until a line is really logged.
+// metaString formats a Meta only when a line is logged.
 type metaString van.Meta
 
 // LogValue implements slog.LogValuer.

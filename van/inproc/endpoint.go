@@ -1,11 +1,14 @@
 package inproc
 
+// The queue of messages at one address of a Network.
+
 import (
 	"sync"
 	"sync/atomic"
 )
 
-// endpoint is one address of a Network: what was sent there, and who listens.
+// endpoint is one address of a Network: the messages sent to it and the node that
+// listens there.
 type endpoint struct {
 	addr  string
 	conns map[*conn]struct{} // under Network.mu
@@ -13,7 +16,7 @@ type endpoint struct {
 	mu          sync.Mutex
 	filled      sync.Cond
 	owner       *node // nil: nobody listens
-	first, last *parcel
+	first, last *inbound
 }
 
 // conn is a connection from one node to an address.
@@ -23,7 +26,7 @@ type conn struct {
 	senderID int          // the id of from when it was opened
 	peerID   atomic.Int64 // changed by Rename
 	queued   atomic.Int64 // messages that wait in the endpoint or in a lane
-	down     atomic.Bool  // the peer has gone; written under to.mu
+	down     atomic.Bool  // the peer no longer listens; written under to.mu
 }
 
 func newEndpoint(addr string) *endpoint {
@@ -33,7 +36,7 @@ func newEndpoint(addr string) *endpoint {
 }
 
 // push appends p unless its connection is down.
-func (e *endpoint) push(p *parcel) bool {
+func (e *endpoint) push(p *inbound) bool {
 	e.mu.Lock()
 	if p.conn.down.Load() {
 		e.mu.Unlock()
@@ -51,9 +54,8 @@ func (e *endpoint) push(p *parcel) bool {
 	return true
 }
 
-// pop waits for the next parcel. It returns nil when owner does not listen here
-// any more.
-func (e *endpoint) pop(owner *node) *parcel {
+// pop waits for the next message. It returns nil when owner no longer listens here.
+func (e *endpoint) pop(owner *node) *inbound {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for {
@@ -71,7 +73,7 @@ func (e *endpoint) pop(owner *node) *parcel {
 	}
 }
 
-// waiting counts what from has sent and nobody has taken.
+// waiting counts the queued messages that from has sent.
 func (e *endpoint) waiting(from *node) (n int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -83,10 +85,10 @@ func (e *endpoint) waiting(from *node) (n int) {
 	return n
 }
 
-// takeLocked removes and returns, as a list, what waits here: everything, or
-// only what from has sent. The caller holds mu.
-func (e *endpoint) takeLocked(from *node) *parcel {
-	var keep, taken parcel
+// takeLocked removes queued messages and returns them as a list: those that from
+// has sent, or all for nil. The caller holds mu.
+func (e *endpoint) takeLocked(from *node) *inbound {
+	var keep, taken inbound
 	k, t := &keep, &taken
 	for p := e.first; p != nil; p = p.next {
 		if from == nil || p.conn.from == from {
@@ -103,8 +105,8 @@ func (e *endpoint) takeLocked(from *node) *parcel {
 	return taken.next
 }
 
-// lose frees a list of parcels that nobody will receive.
-func lose(p *parcel) {
+// discard frees a list of messages that will not be delivered.
+func discard(p *inbound) {
 	for p != nil {
 		next := p.next
 		p.conn.queued.Add(-1)

@@ -1,5 +1,7 @@
 package inproc
 
+// The addresses that nodes of one process share, and simulated failures.
+
 import (
 	"fmt"
 	"net"
@@ -33,7 +35,7 @@ type Network struct {
 	nextPort  int
 	bound     chan struct{} // closed and replaced at each Bind
 	events    []event       // for watchers, in order
-	telling   bool          // someone is working off events
+	notifying bool          // a goroutine is in notify
 }
 
 // link is a pair of addresses in order.
@@ -64,10 +66,10 @@ func (n *Network) Factory() van.Factory {
 	return func(opts van.Options) (van.Van, error) { return newNode(n, opts.Log), nil }
 }
 
-// Kill ends the node that listens at addr ("host:port") as a crash would: what it
-// had sent and what is delivered stays so, what waited for it is lost, and its
-// Send returns van.ErrClosed from now on. Those connected to it are told. It
-// reports whether there was such a node. The node's van still has to be closed.
+// Kill ends the node that listens at addr ("host:port") as a crash would: messages
+// that wait for it are lost, those that it has sent are not, and its Send returns
+// van.ErrClosed from now on. Watchers of nodes connected to it are called. Kill
+// reports whether there was such a node. The node's van must still be closed.
 func (n *Network) Kill(addr string) bool {
 	n.mu.Lock()
 	e := n.endpoints[addr]
@@ -83,11 +85,11 @@ func (n *Network) Kill(addr string) bool {
 	return true
 }
 
-// Partition makes the network lose, without notice to anyone, what the nodes
-// that listen at a and b send each other.
+// Partition makes the network drop, without any error, what the nodes that listen
+// at a and b send each other.
 func (n *Network) Partition(a, b string) { n.setCut(linkOf(a, b), true) }
 
-// Heal ends a Partition. What was lost stays lost.
+// Heal ends a Partition. Dropped messages stay lost.
 func (n *Network) Heal(a, b string) { n.setCut(linkOf(a, b), false) }
 
 func (n *Network) setCut(l link, cut bool) {
@@ -134,7 +136,7 @@ func (n *Network) bind(v *node, host string, port int) (int, error) {
 		return fail(fmt.Sprintf("port %d: want 0 (any) to 65535", port), van.ErrInvalid)
 	}
 	n.mu.Lock()
-	defer n.tell()
+	defer n.notify()
 	defer n.mu.Unlock()
 	if v.closed.Load() {
 		return fail(address(host, port), van.ErrClosed)
@@ -188,8 +190,7 @@ func (n *Network) endpointLocked(addr string) *endpoint {
 	return e
 }
 
-// dropLocked takes c off its endpoint and forgets the endpoint if nothing is
-// left of it.
+// dropLocked removes c from its endpoint, and the endpoint if it is unused then.
 func (n *Network) dropLocked(c *conn) {
 	delete(c.to.conns, c)
 	n.forgetLocked(c.to)
@@ -204,11 +205,11 @@ func (n *Network) forgetLocked(e *endpoint) {
 	}
 }
 
-// detach takes v off the network: it neither receives nor sends any more, and
-// those connected to it learn why.
+// detach takes v off the network: it neither receives nor sends any more, and the
+// watchers of nodes connected to it are called with why.
 func (n *Network) detach(v *node, why string) {
 	n.mu.Lock()
-	defer n.tell()
+	defer n.notify()
 	defer n.mu.Unlock()
 	v.closed.Store(true)
 	for _, c := range v.takeConnsLocked() {
@@ -229,18 +230,18 @@ func (n *Network) detach(v *node, why string) {
 	}
 	e.mu.Unlock()
 	e.filled.Broadcast()
-	lose(lost)
+	discard(lost)
 	n.forgetLocked(e)
 }
 
-// tell calls the watchers, without locks and in the order of the events.
-func (n *Network) tell() {
+// notify calls the watchers, without locks and in the order of the events.
+func (n *Network) notify() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.telling {
+	if n.notifying {
 		return
 	}
-	n.telling = true
+	n.notifying = true
 	for len(n.events) > 0 {
 		ev := n.events[0]
 		n.events = n.events[1:]
@@ -251,5 +252,5 @@ func (n *Network) tell() {
 		}
 	}
 	n.events = nil
-	n.telling = false
+	n.notifying = false
 }

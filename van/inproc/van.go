@@ -1,5 +1,7 @@
 package inproc
 
+// One node of a Network, as a van.Van.
+
 import (
 	"context"
 	"errors"
@@ -22,15 +24,15 @@ type node struct {
 	closed atomic.Bool
 	watch  atomic.Pointer[func(int, bool, error)]
 
-	// conns is replaced, never changed, under Network.mu; Send reads it without.
+	// conns is replaced as a whole under Network.mu; Send reads it without the lock.
 	conns atomic.Pointer[map[int]*conn]
-	// parted are closed connections that have messages waiting; under Network.mu.
-	parted []*conn
+	// detached are closed connections that have messages waiting; under Network.mu.
+	detached []*conn
 
 	ep    atomic.Pointer[endpoint] // set by Bind, under Network.mu
 	recv  van.Receiver
-	loop  *engine.Loop[*parcel]
-	lanes map[*node]*engine.Lane[*parcel] // of the goroutine that receives
+	loop  *engine.Loop[*inbound]
+	lanes map[*node]*engine.Lane[*inbound] // used by the receiving goroutine only
 
 	sentMessages, sentBytes, receivedMessages, receivedBytes atomic.Uint64
 }
@@ -45,14 +47,14 @@ func newNode(n *Network, log *slog.Logger) *node {
 	if log == nil {
 		log = slog.New(slog.DiscardHandler)
 	}
-	v := &node{net: n, log: log, lanes: map[*node]*engine.Lane[*parcel]{}}
+	v := &node{net: n, log: log, lanes: map[*node]*engine.Lane[*inbound]{}}
 	v.id.Store(van.Empty)
 	v.conns.Store(&map[int]*conn{})
 	v.loop = engine.NewLoop(v.next, v.deliver)
-	// Connections are bounded where they are filled, so that a lane never holds up
-	// the others.
+	// Send bounds what is queued on a connection, so lanes need no bound, and a full
+	// one never blocks the others.
 	v.loop.LaneCap = int(^uint(0) >> 1)
-	v.loop.Discard = func(p *parcel) {
+	v.loop.Discard = func(p *inbound) {
 		p.conn.queued.Add(-1)
 		p.free()
 	}
@@ -109,7 +111,7 @@ func (v *node) Connect(ctx context.Context, id int, peer van.Node) error {
 	c.peerID.Store(int64(id))
 	c.to.conns[c] = struct{}{}
 	conns := maps.Clone(*v.conns.Load())
-	v.partLocked(conns[id])
+	v.detachLocked(conns[id])
 	conns[id] = c
 	v.conns.Store(&conns)
 	return nil
@@ -127,7 +129,7 @@ func (v *node) Rename(old, id int) error {
 	if old == id {
 		return nil
 	}
-	v.partLocked(conns[id])
+	v.detachLocked(conns[id])
 	delete(conns, old)
 	conns[id] = c
 	c.peerID.Store(int64(id))
@@ -135,24 +137,24 @@ func (v *node) Rename(old, id int) error {
 	return nil
 }
 
-// Disconnect implements van.Van. What was sent before the peer listened is kept
-// for it until Close.
+// Disconnect implements van.Van. Messages sent before the peer listens are kept for
+// it until Close.
 func (v *node) Disconnect(id int) {
 	v.net.mu.Lock()
 	defer v.net.mu.Unlock()
 	conns := maps.Clone(*v.conns.Load())
-	v.partLocked(conns[id])
+	v.detachLocked(conns[id])
 	delete(conns, id)
 	v.conns.Store(&conns)
 }
 
-// partLocked closes c, which may be nil.
-func (v *node) partLocked(c *conn) {
+// detachLocked closes c, which may be nil.
+func (v *node) detachLocked(c *conn) {
 	if c == nil {
 		return
 	}
 	if c.to.owner == nil && c.queued.Load() > 0 {
-		v.parted = append(v.parted, c)
+		v.detached = append(v.detached, c)
 	}
 	v.net.dropLocked(c)
 }
@@ -175,7 +177,7 @@ func (v *node) Send(m *van.Message) error {
 	}
 	c := (*v.conns.Load())[m.Receiver]
 	switch {
-	case c == nil && v.closed.Load(): // since the look above
+	case c == nil && v.closed.Load(): // closed after the first check
 		return fail(van.ErrClosed, "")
 	case c == nil:
 		return fail(van.ErrUnknownPeer, "")
@@ -213,8 +215,8 @@ func (v *node) Send(m *van.Message) error {
 	return nil
 }
 
-// next is the receiving side of the loop.
-func (v *node) next() (*parcel, *engine.Lane[*parcel], bool) {
+// next waits for a message and returns it with the lane of its sender.
+func (v *node) next() (*inbound, *engine.Lane[*inbound], bool) {
 	e := v.ep.Load()
 	if e == nil {
 		return nil, nil, false // Start without Bind: a node that only sends
@@ -225,13 +227,13 @@ func (v *node) next() (*parcel, *engine.Lane[*parcel], bool) {
 	}
 	lane := v.lanes[p.conn.from]
 	if lane == nil {
-		lane = new(engine.Lane[*parcel])
+		lane = new(engine.Lane[*inbound])
 		v.lanes[p.conn.from] = lane
 	}
 	return p, lane, true
 }
 
-func (v *node) deliver(p *parcel, turn *engine.Turn) {
+func (v *node) deliver(p *inbound, turn *engine.Turn) {
 	p.conn.queued.Add(-1)
 	v.receivedMessages.Add(1)
 	v.receivedBytes.Add(uint64(p.msg.PayloadLen()))
@@ -245,9 +247,9 @@ func (v *node) deliver(p *parcel, turn *engine.Turn) {
 	p.msg.Release()
 }
 
-// Close implements van.Van. What was sent to peers that listen has left; for
-// those that do not yet, it waits. A receiver may call it: then it waits for all
-// others.
+// Close implements van.Van. It waits for messages to peers that do not listen yet;
+// those to peers that listen have arrived. A receiver may call it: then it waits for
+// all other receivers.
 func (v *node) Close(ctx context.Context) error {
 	lingerErr := v.linger(ctx)
 	v.net.detach(v, "it was closed")
@@ -257,7 +259,7 @@ func (v *node) Close(ctx context.Context) error {
 	return lingerErr
 }
 
-// linger waits until nothing that was sent waits for a listener.
+// linger waits until no sent message waits for a listener.
 func (v *node) linger(ctx context.Context) error {
 	for {
 		v.net.mu.Lock()
@@ -274,12 +276,12 @@ func (v *node) linger(ctx context.Context) error {
 				e.mu.Lock()
 				lost := e.takeLocked(v)
 				e.mu.Unlock()
-				lose(lost)
+				discard(lost)
 				v.net.forgetLocked(e)
 			}
 			v.net.mu.Unlock()
 			return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Peer: waiting[0].addr,
-				Detail: fmt.Sprintf("%d messages lost, nobody listens", count), Err: ctx.Err()}
+				Detail: fmt.Sprintf("%d messages lost, no node listens", count), Err: ctx.Err()}
 		}
 		v.net.mu.Unlock()
 		select {
@@ -292,16 +294,16 @@ func (v *node) linger(ctx context.Context) error {
 // waitingLocked lists the addresses where messages wait for a listener.
 func (v *node) waitingLocked() []*endpoint {
 	var waiting []*endpoint
-	look := func(c *conn) {
+	add := func(c *conn) {
 		if e := c.to; e.owner == nil && !slices.Contains(waiting, e) && e.waiting(v) > 0 {
 			waiting = append(waiting, e)
 		}
 	}
 	for _, c := range *v.conns.Load() {
-		look(c)
+		add(c)
 	}
-	for _, c := range v.parted {
-		look(c)
+	for _, c := range v.detached {
+		add(c)
 	}
 	return waiting
 }

@@ -1,5 +1,7 @@
 package resend
 
+// The sent messages that wait for their acknowledgement.
+
 import (
 	"errors"
 	"sync"
@@ -10,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// key names a kept message: the peer, whose whole id is known here, and the
-// signature that it will acknowledge.
+// key names a kept message: the peer's id, which the signature has only 8 bits of, and
+// the signature that the peer will acknowledge.
 type key struct {
 	peer int
 	sig  uint64
@@ -21,26 +23,26 @@ type key struct {
 type entry struct {
 	key   key
 	done  van.Completion // the caller's
-	refs  atomic.Int32   // one while kept, one for each Send that inner has not completed
+	refs  atomic.Int32   // one while kept, one for each Send that the wrapped van has not completed
 	start time.Time
 
-	sending sync.Mutex // around inner.Send, which writes to msg
+	sending sync.Mutex // held during inner.Send, which writes to msg
 	msg     van.Message
 	dropped bool                               // not to be sent any more: its memory is the caller's again
 	short   [van.MaxFrames][van.CopyBelow]byte // frames that Send copies
 
 	// Under Van.mu:
-	held       bool // it is in the table
-	queued     bool // it is in the list, and not behind another one of its key
+	held       bool // in the table
+	queued     bool // in the list, not behind another entry with its key
 	tries      int
 	due        time.Time
-	prev, next *entry // in the list by due
-	behind     *entry // the next message with the same key
+	prev, next *entry // in the list, ordered by due
+	behind     *entry // the next entry with the same key
 }
 
 var entries = sync.Pool{New: func() any { return new(entry) }}
 
-// Sent implements van.Completion for the inner van.
+// Sent implements van.Completion for the wrapped van.
 func (e *entry) Sent() { e.release() }
 
 func (e *entry) release() {
@@ -59,7 +61,7 @@ func (e *entry) release() {
 	}
 }
 
-// transmit hands e to the inner van. The caller has a hold on e.
+// transmit sends e over the wrapped van. The caller holds a reference to e.
 func (v *Van) transmit(e *entry) error {
 	e.sending.Lock()
 	defer e.sending.Unlock()
@@ -69,14 +71,14 @@ func (v *Van) transmit(e *entry) error {
 	e.refs.Add(1)
 	err := v.inner.Send(&e.msg)
 	if err != nil {
-		e.refs.Add(-1) // the caller's hold remains
+		e.refs.Add(-1) // not the last one: the caller has its own
 	}
 	return err
 }
 
 // Send implements van.Van. The message's frames are kept, not copied, until it is
-// acknowledged or given up; then Done is called. A message without Done may have
-// its frames' bytes changed after its answer has come, as usual.
+// acknowledged or fails; then Done is called. Without Done, the frames' bytes may be
+// changed after the answer has come, as with any van.
 func (v *Van) Send(m *van.Message) error {
 	self := int(v.id.Load())
 	if !v.enabled.Load() || !tracked(m) || m.Receiver < 0 || self == van.Empty {
@@ -89,7 +91,7 @@ func (v *Van) Send(m *van.Message) error {
 	e.msg.Placed, e.dropped = m.Placed, false
 	for i := range m.Frames {
 		f := m.Frame(i)
-		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may use it again at once
+		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may reuse it when Send returns
 			f = backend.Bytes(e.short[i][:copy(e.short[i][:], f.Host())])
 		}
 		f.Retain()
@@ -128,11 +130,11 @@ func (v *Van) Send(m *van.Message) error {
 	err := v.transmit(e)
 	if err != nil {
 		if next, ok := v.remove(e); ok {
-			e.done = nil // the caller learns it from the error
+			e.done = nil // the error is returned instead
 			e.release()
 			defer v.launch(next)
 		} else {
-			err = nil // given up meanwhile, which has been told
+			err = nil // failed meanwhile, which OnFail has reported
 		}
 	} else if !m.IsControl() {
 		e.sending.Lock()
@@ -143,7 +145,8 @@ func (v *Van) Send(m *van.Message) error {
 	return err
 }
 
-// scheduleLocked puts e at the end of the list: all wait equally long.
+// scheduleLocked appends e to the list, which keeps it in order: the timeout is the
+// same for all.
 func (v *Van) scheduleLocked(e *entry) {
 	e.tries++
 	e.due = time.Now().Add(v.opts.Timeout)
@@ -179,9 +182,9 @@ func (v *Van) unlinkLocked(e *entry) {
 	e.prev, e.next = nil, nil
 }
 
-// remove takes e, the first of its key, out of the table. It reports false when
-// somebody else has done so. Otherwise the caller has the table's hold on e, and
-// passes next, if any, to launch.
+// remove takes e, the first of its key, out of the table. It reports false when e has
+// been removed already. Otherwise the table's reference to e is the caller's, which
+// must pass next, if not nil, to launch.
 func (v *Van) remove(e *entry) (next *entry, ok bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -213,7 +216,7 @@ func (v *Van) fewerLocked(n int) {
 	}
 }
 
-// launch sends, for the first time, what has waited behind another message.
+// launch sends an entry that has waited behind another one with the same key.
 func (v *Van) launch(e *entry) {
 	for e != nil {
 		var next *entry
@@ -228,7 +231,7 @@ func (v *Van) launch(e *entry) {
 	}
 }
 
-// acknowledged ends the keeping of a message.
+// acknowledged removes the message that k names.
 func (v *Van) acknowledged(k key) {
 	v.mu.Lock()
 	e := v.kept[k]
@@ -248,7 +251,7 @@ func (v *Van) acknowledged(k key) {
 	}
 }
 
-// fail tells of a message that has been removed because of err.
+// fail reports e, which has been removed, with err.
 func (v *Van) fail(e *entry, err error) {
 	if v.opts.OnFail != nil {
 		f := Failure{Peer: e.key.peer, Err: err}
@@ -260,7 +263,7 @@ func (v *Van) fail(e *entry, err error) {
 	e.release()
 }
 
-// take removes everything that is kept for peer, or for all with all.
+// take removes and returns all entries of peer, or with all those of every peer.
 func (v *Van) take(peer int, all bool) []*entry {
 	v.mu.Lock()
 	defer v.mu.Unlock()

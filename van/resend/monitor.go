@@ -1,5 +1,7 @@
 package resend
 
+// The goroutine that resends messages, or fails them after the last try.
+
 import (
 	"errors"
 	"fmt"
@@ -8,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// monitorRun sends again what is due. It sleeps while nothing is kept.
+// monitorRun resends what is due. It sleeps while no message is kept.
 func (v *Van) monitorRun() {
 	defer v.monitor.Done()
 	timer := time.NewTimer(0)
@@ -31,7 +33,7 @@ func (v *Van) monitorRun() {
 	}
 }
 
-// retry sends again, or gives up, what was due by now.
+// retry resends, or fails, the entries due by now.
 func (v *Van) retry(now time.Time) {
 	for {
 		v.mu.Lock()

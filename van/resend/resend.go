@@ -1,5 +1,7 @@
 package resend
 
+// The wrapper around a van: its options, its life, and the handling of acknowledgements.
+
 import (
 	"context"
 	"errors"
@@ -20,32 +22,31 @@ const (
 	DefaultMaxTries = 10
 )
 
-// Options says how patient a Van is. The zero Options are the defaults.
+// Options are the timeouts of a Van. The zero Options are the defaults.
 type Options struct {
-	// Timeout is PS_RESEND_TIMEOUT: a message is sent again whenever so much time
-	// has passed without an acknowledgement.
+	// Timeout is PS_RESEND_TIMEOUT: the time without an acknowledgement after which a
+	// message is resent.
 	Timeout time.Duration
 	// MaxTries is how often a message is sent before it fails, the first time
 	// included.
 	MaxTries int
-	// CloseWait is how long Close waits at most for the last acknowledgements; by
-	// default three Timeouts. A peer that has gone too would never answer.
+	// CloseWait limits how long Close waits for the last acknowledgements; by default
+	// three Timeouts. A peer that has also closed never acknowledges.
 	CloseWait time.Duration
-	// OnFail is told of messages that were given up: MaxTries times unanswered
-	// (Err wraps van.ErrTimeout), or their peer is lost (van.ErrPeerLost). It must
-	// not block.
+	// OnFail is called with messages that failed: not acknowledged after MaxTries (Err
+	// wraps van.ErrTimeout), or their peer is lost (van.ErrPeerLost). It must not block.
 	OnFail func(Failure)
 	Log    *slog.Logger
 }
 
-// Failure is a message that was given up. Meta is the callee's to keep.
+// Failure is a message that failed. The callee may keep Meta.
 type Failure struct {
 	Peer int
 	Meta van.Meta
 	Err  error
 }
 
-// Van is a van that resends.
+// Van wraps a van and resends.
 type Van struct {
 	inner van.Van
 	opts  Options
@@ -59,9 +60,9 @@ type Van struct {
 	closing sync.Once
 
 	mu      sync.Mutex
-	kept    map[key]*entry // the first of each key; others hang on it
-	count   int            // all of them
-	first   *entry         // of a list by the time of the next try
+	kept    map[key]*entry // the first entry of each key; others are behind it
+	count   int            // of all entries
+	first   *entry         // of the list ordered by the time of the next try
 	last    *entry
 	conns   map[int]string // peers and their addresses
 	quiet   map[int]bool   // peers that have let a message time out
@@ -83,7 +84,7 @@ var (
 )
 
 // New wraps inner, which must not have been started. Until Enable is called,
-// messages pass as they are. Use van.As to find the other abilities of inner.
+// messages pass unchanged. Use van.As to find the optional abilities of inner.
 func New(inner van.Van, opts Options) *Van {
 	if opts.Timeout <= 0 {
 		opts.Timeout = DefaultTimeout
@@ -122,9 +123,9 @@ func (v *Van) Enable() {
 // Unwrap implements van.Wrapper.
 func (v *Van) Unwrap() van.Van { return v.inner }
 
-// WatchPeers implements van.PeerWatcher, whether or not the inner van does: a
-// peer is also reported as down when it has let a message time out, and as up
-// when it acknowledges one again.
+// WatchPeers implements van.PeerWatcher, whether or not the wrapped van does: a peer
+// is also reported as down when a message to it times out, and as up when it
+// acknowledges one again.
 func (v *Van) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 
 // Type implements van.Van.
@@ -156,10 +157,9 @@ func (v *Van) warnAbout(id int) {
 	}
 }
 
-// Connect implements van.Van. A peer that comes again under the same id is taken
-// for one that has been started again: it may use its timestamps anew, unless its record
-// says that it is the same process. What is kept for it is sent again only if its address
-// is the same.
+// Connect implements van.Van. A peer that connects a second time under the same id counts
+// as restarted, so its timestamps begin anew, unless its record says that it is the same
+// process. Kept messages are resent to it only if its address is the same.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	v.warnAbout(id)
 	if err := v.inner.Connect(ctx, id, peer); err != nil {
@@ -195,7 +195,7 @@ func (v *Van) Rename(old, id int) error {
 	return nil
 }
 
-// Disconnect implements van.Van. What was not acknowledged is not sent again.
+// Disconnect implements van.Van. Messages that were not acknowledged are dropped.
 func (v *Van) Disconnect(id int) {
 	v.mu.Lock()
 	delete(v.conns, id)
@@ -206,8 +206,8 @@ func (v *Van) Disconnect(id int) {
 	v.inner.Disconnect(id)
 }
 
-// Close implements van.Van. Before that it waits for acknowledgements, no longer
-// than Options.CloseWait.
+// Close implements van.Van. It first waits for acknowledgements, no longer than
+// Options.CloseWait.
 func (v *Van) Close(ctx context.Context) error {
 	v.closing.Do(func() {
 		v.mu.Lock()
@@ -241,7 +241,7 @@ func (v *Van) awaitAcks(ctx context.Context) {
 	v.log.Warn("closed with messages that were not acknowledged", "node", van.NodeName(int(v.id.Load())))
 }
 
-// receive takes a message from the inner van.
+// receive handles a message that the wrapped van has received.
 func (v *Van) receive(m *van.Message) {
 	if m.Control.Cmd == van.Ack {
 		v.acknowledged(key{m.Sender, m.Control.MsgSig})
@@ -277,7 +277,7 @@ func (v *Van) acknowledge(m *van.Message) {
 }
 
 // tracked tells whether a message is acknowledged. A control message without a
-// timestamp has nothing by which to name it.
+// timestamp cannot be: its signature would not identify it.
 func tracked(m *van.Message) bool {
 	switch m.Control.Cmd {
 	case van.Ack, van.Terminate:
@@ -288,7 +288,7 @@ func tracked(m *van.Message) bool {
 	return m.Timestamp != van.Empty
 }
 
-// signature is the name of a message in acknowledgements.
+// signature identifies a message in acknowledgements; see the package documentation.
 func signature(m *van.Meta, sender, receiver int) uint64 {
 	low := m.Timestamp << 1
 	if m.Request {
@@ -297,14 +297,14 @@ func signature(m *van.Meta, sender, receiver int) uint64 {
 	return uint64(uint16(m.AppID))<<48 | uint64(uint8(sender))<<40 | uint64(uint8(receiver))<<32 | uint64(int64(low))
 }
 
-// metaString puts off the formatting until a line is really logged.
+// metaString formats a Meta only when a line is logged.
 type metaString van.Meta
 
 func (m *metaString) LogValue() slog.Value { return slog.StringValue((*van.Meta)(m).String()) }
 
-// peerChanged is told by the inner van.
+// peerChanged is called by the wrapped van.
 func (v *Van) peerChanged(id int, up bool, cause error) {
-	if !up && !errors.Is(cause, syscall.ECONNREFUSED) { // else nothing has been lost
+	if !up && !errors.Is(cause, syscall.ECONNREFUSED) { // a refused connection has lost nothing
 		if cause == nil {
 			cause = fmt.Errorf("connection to %s: %w", van.NodeName(id), van.ErrPeerLost)
 		}

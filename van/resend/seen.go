@@ -1,5 +1,7 @@
 package resend
 
+// The received messages, as far as they are remembered to recognise duplicates.
+
 import (
 	"math"
 	"slices"
@@ -8,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Bounds of what is remembered of received messages.
+// Bounds on the memory of received messages.
 const (
 	windowSize = 1 << 16 // timestamps of one stream: 8 KiB
 	maxStreams = 64      // streams of one peer
@@ -16,18 +18,18 @@ const (
 	maxLives   = 2       // processes of one peer
 )
 
-// stream is one sequence of timestamps. It has what signatures lack.
+// stream identifies a sequence of timestamps, by fields that signatures lack, too.
 type stream struct {
 	app, customer         int32
 	cmd                   van.Command
 	request, push, simple bool
 }
 
-// peer is what is remembered of one node id. Requests of a process may come before the
-// record that says that it has taken the id: each process has a history of its own.
+// peer is the memory of one node id. A process's requests may arrive before the record
+// that says that it has taken the id, so each process has a history of its own.
 type peer struct {
 	connected   bool
-	incarnation uint32 // of the record; 0: a node of the original, or the scheduler
+	incarnation uint32 // in its record; 0: a C++ StepMesh node, or the scheduler
 	lives       []*history
 }
 
@@ -41,7 +43,7 @@ type history struct {
 // of returns the history of the process that marks its messages with from.
 func (p *peer) of(id int, from uint32) *history {
 	if p.connected && p.incarnation == 0 && id != van.SchedulerID || failpoint.On("incarnation") {
-		from = 0 // a mark of the original's means nothing
+		from = 0 // C++ StepMesh does not set the field
 	}
 	for _, h := range p.lives {
 		if h.incarnation == from {
@@ -60,7 +62,7 @@ func (p *peer) of(id int, from uint32) *history {
 	return h
 }
 
-// window remembers the last windowSize timestamps up to top.
+// window holds which of the last windowSize timestamps up to top have been received.
 type window struct {
 	used uint64 // history.clock at the last use
 	any  bool
@@ -123,7 +125,7 @@ func (v *Van) note(m *van.Message) bool {
 	return w.add(m.Timestamp)
 }
 
-// evict forgets the stream that was silent for longest.
+// evict removes the stream that was used least recently.
 func (h *history) evict() {
 	var oldest stream
 	at := h.clock + 1
@@ -135,9 +137,8 @@ func (h *history) evict() {
 	delete(h.streams, oldest)
 }
 
-// begin notes that peer id is connected as node says. A peer that was connected before
-// has been started again, unless it is the same process: what another one has sent is
-// forgotten, what this one has sent already is not.
+// begin notes that peer id is connected as node says. If it was connected before, what
+// other processes with that id have sent is forgotten; what this process has sent is not.
 func (v *Van) begin(id int, node *van.Node) {
 	who, _ := node.Identity()
 	v.seenMu.Lock()
@@ -150,7 +151,7 @@ func (v *Van) begin(id int, node *van.Node) {
 	p.follow(id, who.Incarnation)
 }
 
-// follow says that the process with the given incarnation has the id now.
+// follow makes the process with the given incarnation the holder of the id.
 func (p *peer) follow(id int, incarnation uint32) {
 	if p.connected {
 		p.lives = slices.DeleteFunc(p.lives, func(h *history) bool {
@@ -163,7 +164,7 @@ func (p *peer) follow(id int, incarnation uint32) {
 	p.connected, p.incarnation = true, incarnation
 }
 
-// rename gives a connected peer another id, by which it may have been heard already.
+// rename gives a connected peer another id, from which messages may have come already.
 func (v *Van) rename(old, id int) {
 	v.seenMu.Lock()
 	defer v.seenMu.Unlock()
@@ -179,7 +180,7 @@ func (v *Van) rename(old, id int) {
 	v.seen[id] = p
 }
 
-// forget lets a peer begin anew.
+// forget removes all that is known of a peer.
 func (v *Van) forget(id int) {
 	v.seenMu.Lock()
 	defer v.seenMu.Unlock()

@@ -1,13 +1,13 @@
-// Package stage lets tensors on a device travel over a transport that knows host
-// memory only, such as zmq: it is a van around that van.
+// Package stage wraps a van that handles host memory only, such as zmq, so that tensors
+// on a device can be sent over it.
 //
-// A value on its way out is copied into a pinned host buffer, and that is lent to the
-// transport, which sends while the next value is copied. A pushed value whose sender
-// says that it belongs on a GPU is copied into device memory when it comes in, before
-// it is handed up: into the registered buffer, or into one of the library's. A value
-// that answers a pull stays in host memory, since who pulled knows its place and copies
-// it there itself. What is on the wire is the same as from a C++ node.
+// A value to be sent is copied into a pinned host buffer, which is lent to the
+// transport; it sends while the next value is copied. A received push whose sender names
+// a GPU as its destination is copied into device memory before it is delivered: into the
+// registered buffer, or into one of the library's. A value that answers a pull stays in
+// host memory; the puller knows its destination and copies it there. The bytes on the
+// wire are the same as from a C++ node.
 //
-// A value is one frame on the wire, so a transport cannot begin to send before the
-// whole of it has been copied.
+// A value is one frame on the wire, so sending begins only when all of it has been
+// copied.
 package stage

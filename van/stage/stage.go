@@ -1,5 +1,7 @@
 package stage
 
+// The wrapper: copies of outgoing and incoming values, and the pools of their buffers.
+
 import (
 	"context"
 	"errors"
@@ -19,20 +21,20 @@ type Options struct {
 	Backend backend.Backend
 	// Log may be nil.
 	Log *slog.Logger
-	// Pinned and Device limit what the library keeps of each kind of memory, in bytes.
-	// 0 means DefaultLimit. Values beyond that go through ordinary host memory, and
-	// stay in it when they are received.
+	// Pinned and Device limit the buffers of each kind of memory, in bytes. 0 means
+	// DefaultLimit. Beyond that, values are sent through ordinary host memory, and
+	// received values stay in host memory.
 	Pinned, Device int
-	// Direct, if not nil, tells whether the van inside itself takes values on the
-	// device to that peer; they then go as they are, unless its Send says
-	// backend.ErrNotExportable. Receive buffers on the device are registered with it, too.
+	// Direct, if not nil, tells whether the wrapped van can send values on the device to
+	// that peer; they are then not copied here, unless its Send returns
+	// backend.ErrNotExportable. Receive buffers on the device are also registered with it.
 	Direct func(peer int) bool
 }
 
 // DefaultLimit is 4 GiB.
 const DefaultLimit = 4 << 30
 
-// Van is a van that carries values on a device. The van.Van inside does all else.
+// Van carries values on a device. The embedded van.Van does everything else.
 type Van struct {
 	van.Van
 	back   backend.Backend
@@ -46,12 +48,12 @@ type Van struct {
 
 	mu    sync.RWMutex
 	dsts  map[destination]backend.Mem
-	lower van.BufferRegistrar // of the van inside, nil when it has none
+	lower van.BufferRegistrar // of the wrapped van, nil when it has none
 
 	staged, unpinned, refused, private atomic.Uint64
 }
 
-// held owns a received message whose value lies in a buffer of ours.
+// held owns a received message whose value is in a buffer of this van.
 type held struct {
 	v      *Van
 	buf    *backend.Buffer
@@ -59,8 +61,8 @@ type held struct {
 	native unsafe.Pointer
 }
 
-// Free gives the message back to the transport that it came from, and the buffer to
-// its pool.
+// Free returns the message to the transport that it came from, and the buffer to its
+// pool.
 func (h *held) Free(m *van.Message) {
 	buf, owner, native := h.buf, h.owner, h.native
 	h.buf, h.owner, h.native = nil, nil, nil
@@ -70,7 +72,7 @@ func (h *held) Free(m *van.Message) {
 	owner.Free(m)
 }
 
-// destination is what a registered buffer is for.
+// destination identifies a registered buffer.
 type destination struct {
 	sender int
 	key    uint64
@@ -82,8 +84,8 @@ var (
 	_ van.BufferRegistrar = (*Van)(nil)
 )
 
-// New wraps inner. A node whose backend is ordinary memory, or none, has nothing to
-// stage and gets inner itself.
+// New wraps inner. Without a backend, or with that of ordinary memory, there is nothing
+// to stage and New returns inner itself.
 func New(inner van.Van, o Options) van.Van {
 	if o.Backend == nil || o.Backend.Device().Type == backend.CPU {
 		return inner
@@ -111,14 +113,13 @@ func New(inner van.Van, o Options) van.Van {
 // Unwrap implements van.Wrapper.
 func (v *Van) Unwrap() van.Van { return v.Van }
 
-// Counts returns the numbers of values copied, those of them that
-// were sent without pinned memory, and the received ones left in host memory for want
-// of device memory.
+// Counts returns the numbers of values copied, of values sent without pinned memory, and
+// of received values left in host memory because they could not be copied to the device.
 func (v *Van) Counts() (staged, unpinned, refused uint64) {
 	return v.staged.Load(), v.unpinned.Load(), v.refused.Load()
 }
 
-// sending is a value under way, in a buffer of ours or in ordinary memory.
+// sending is a value under way, in a pinned buffer or in ordinary memory.
 type sending struct {
 	v    *Van
 	buf  *backend.Buffer
@@ -142,9 +143,9 @@ func (s *sending) release() van.Completion {
 	return done
 }
 
-// Send implements van.Van. A value on the device must be complete: nothing on any
-// stream may still be writing it. Send returns when it has been copied; Done is told
-// when it has left.
+// Send implements van.Van. A value on the device must be complete: no stream may still be
+// writing it. Send returns when the value has been copied; Done is called when the
+// transport no longer needs the copy.
 func (v *Van) Send(m *van.Message) error {
 	if m.Frames < 2 || m.Vals.OnHost() {
 		return v.Van.Send(m)
@@ -191,7 +192,7 @@ func (v *Van) Send(m *van.Message) error {
 	err = v.Van.Send(m)
 	m.Vals, m.Done = vals, done
 	if err != nil {
-		s.release() // a Send that fails does not tell Done
+		s.release() // Done is not called when Send fails
 	}
 	return err
 }
@@ -206,12 +207,12 @@ func (v *Van) Start(recv van.Receiver) {
 	})
 }
 
-// place puts the value of a received push into device memory. When it cannot, the
-// value stays where it is, which whoever gets it sees by its device.
+// place copies the value of a received push into device memory. If that fails the value
+// stays in host memory, as Vals.Device tells the receiver.
 func (v *Van) place(m *van.Message) {
 	if dst, ok := v.registered(m); ok {
 		if m.Vals.Len() > dst.Len() {
-			return // kv says so to whom it concerns
+			return // kv reports the value that is too long for its buffer
 		}
 		dst = dst.Sub(0, m.Vals.Len())
 		if err := v.back.Copy(dst, m.Vals); err != nil {
@@ -259,8 +260,8 @@ func (v *Van) registered(m *van.Message) (backend.Mem, bool) {
 	return dst, ok
 }
 
-// RegisterRecvBuffer implements van.BufferRegistrar: buffers on the device are filled
-// here, those on the host by the van inside, if it can.
+// RegisterRecvBuffer implements van.BufferRegistrar: this van fills buffers on the device,
+// the wrapped one those on the host, if it can.
 func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error {
 	if dst.OnHost() {
 		if v.lower != nil {
@@ -282,8 +283,8 @@ func (v *Van) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error 
 	return nil
 }
 
-// Close implements van.Van. While streams may wait (backend.StreamBlocker) its buffers are
-// left to the backend.
+// Close implements van.Van. If streams may wait for the CPU (backend.StreamBlocker), the
+// backend's Close frees the buffers.
 func (v *Van) Close(ctx context.Context) error {
 	return errors.Join(v.Van.Close(ctx), v.pinned.Close(), v.device.Close())
 }

@@ -1,10 +1,12 @@
 package vansession
 
+// Which recorded receive belongs to which recorded send.
+
 import "fmt"
 
 // Sent returns, for each event of type Recv, the index in s.Events of the Send
 // that it received: what one socket of a node sends to another node arrives in
-// order. A Send that is nobody's value never arrived.
+// order. A Send that is no value of the map never arrived.
 func (s *Session) Sent() (map[int]int, error) {
 	type channel struct {
 		from, to int // from is 0 while the sender had no id

@@ -4,4 +4,4 @@ package backend
 
 import "time"
 
-func nap(d time.Duration) { time.Sleep(d) }
+func sleep(d time.Duration) { time.Sleep(d) }

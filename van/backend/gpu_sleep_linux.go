@@ -6,9 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// nap sleeps in the kernel: when nothing else runs, the timers of Go's scheduler fire
-// a millisecond late.
-func nap(d time.Duration) {
+// sleep sleeps in the kernel: when nothing else runs, timers of Go's scheduler fire a
+// millisecond late.
+func sleep(d time.Duration) {
 	ts := unix.NsecToTimespec(int64(d))
 	_ = unix.Nanosleep(&ts, nil) // woken early is fine
 }

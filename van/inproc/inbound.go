@@ -1,5 +1,7 @@
 package inproc
 
+// Messages under way between two nodes, and the pools of their buffers.
+
 import (
 	"math/bits"
 	"sync"
@@ -9,32 +11,32 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// parcel is one message on its way, with the memory of its frames.
-type parcel struct {
+// inbound is one message under way, with the memory of its frames.
+type inbound struct {
 	msg  van.Message
 	conn *conn
 	buf  []byte
-	next *parcel // in a queue
+	next *inbound // in a queue
 }
 
-// frameAlign is the alignment of the frames within a parcel's buffer.
+// frameAlign is the alignment of the frames within the buffer.
 const frameAlign = 64
 
-// parcels are pooled by the size of their buffer, a power of two, so that a
-// small message does not hold on to the memory of a large one.
+// Messages are pooled by the size of their buffer, a power of two, so that a small
+// one does not occupy the memory of a large one.
 var (
-	parcels [bits.UintSize]sync.Pool
-	postman           = freer{}
-	_       van.Owner = postman
+	pools  [bits.UintSize]sync.Pool
+	pooled           = freer{}
+	_      van.Owner = pooled
 )
 
 type freer struct{}
 
 // Free implements van.Owner.
-func (freer) Free(m *van.Message) { (*parcel)(m.Native()).free() }
+func (freer) Free(m *van.Message) { (*inbound)(m.Native()).free() }
 
 // pack copies m. Its frames must be on the host.
-func pack(m *van.Message) *parcel {
+func pack(m *van.Message) *inbound {
 	size := 0
 	for i := range m.Frames {
 		size += (m.Frame(i).Len() + frameAlign - 1) &^ (frameAlign - 1)
@@ -43,9 +45,9 @@ func pack(m *van.Message) *parcel {
 	if size > 0 {
 		class = bits.Len(uint(size - 1))
 	}
-	p, _ := parcels[class].Get().(*parcel)
+	p, _ := pools[class].Get().(*inbound)
 	if p == nil {
-		p = &parcel{}
+		p = &inbound{}
 		if size > 0 {
 			p.buf = make([]byte, 1<<class)
 		}
@@ -63,16 +65,16 @@ func pack(m *van.Message) *parcel {
 	return p
 }
 
-// adopt makes the parcel's message a received one.
-func (p *parcel) adopt() { p.msg.Adopt(postman, unsafe.Pointer(p)) }
+// adopt makes p's message a received one.
+func (p *inbound) adopt() { p.msg.Adopt(pooled, unsafe.Pointer(p)) }
 
-// free puts the parcel back.
-func (p *parcel) free() {
+// free returns p to its pool.
+func (p *inbound) free() {
 	p.msg.Reset()
 	p.conn, p.next = nil, nil
 	class := 0
 	if n := len(p.buf); n > 0 {
 		class = bits.Len(uint(n - 1))
 	}
-	parcels[class].Put(p)
+	pools[class].Put(p)
 }
