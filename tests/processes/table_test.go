@@ -21,6 +21,14 @@ func within(t *testing.T, since time.Time, limit time.Duration, what string) {
 	}
 }
 
+// joins starts a process in the place of another, and waits until it takes part.
+func joins(t *testing.T, c *real.Cluster, role string, rank int) {
+	t.Helper()
+	p, err := c.Spawn(role, rank)
+	try(t, err)
+	try(t, p.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+}
+
 // result waits for what comes from a channel.
 func result(t *testing.T, c <-chan error, limit time.Duration, what string) error {
 	t.Helper()
@@ -71,9 +79,7 @@ func TestWorkerStopped(t *testing.T) {
 					t.Errorf("the barrier: %v, want an error that names worker 1", err)
 				}
 				try(t, c.Works(20, soon))
-				next, err := c.Spawn("worker", 1)
-				try(t, err)
-				try(t, next.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+				joins(t, c, "worker", 1)
 				try(t, c.Works(20, soon))
 				woken := time.Now()
 				try(t, victim.Continue())
@@ -103,9 +109,7 @@ func TestServerStopped(t *testing.T) {
 				if text := w.State().Stats.Last; !strings.Contains(text, "server 1 (id 10)") {
 					t.Errorf("the error does not name server 1: %s", text)
 				}
-				next, err := c.Spawn("server", 1)
-				try(t, err)
-				try(t, next.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+				joins(t, c, "server", 1)
 				try(t, c.Works(20, soon))
 				woken := time.Now()
 				try(t, victim.Continue())
@@ -147,9 +151,7 @@ func TestSchedulerBack(t *testing.T) {
 			}
 		}
 		c.Get("worker", 1).Kill()
-		next, err := c.Spawn("worker", 1)
-		try(t, err)
-		try(t, next.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+		joins(t, c, "worker", 1)
 		try(t, c.Works(20, soon))
 		try(t, c.Finish(soon))
 	})
@@ -166,9 +168,7 @@ func TestWorkerKilledInFinalize(t *testing.T) {
 		try(t, c.Get("worker", 0).Loads())
 		c.Get("worker", 1).Kill()
 		try(t, c.Get("worker", 0).Rounds(1000, 2*soon))
-		next, err := c.Spawn("worker", 1)
-		try(t, err)
-		try(t, next.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+		joins(t, c, "worker", 1)
 		try(t, c.Get("worker", 0).Loads(load))
 		try(t, c.Works(50, soon))
 		try(t, c.Finish(soon))

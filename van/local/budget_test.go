@@ -38,19 +38,22 @@ func await(t *testing.T, got <-chan heard, want heard) {
 	}
 }
 
+// ways are those in which values reach a peer.
+var ways = []struct {
+	name string
+	size int
+	set  func(*Van)
+}{
+	{"read", 1 << 20, nil},
+	{"stream", 1 << 20, func(v *Van) { v.streamOnly = true }},
+	{"inline", 10_000, nil},
+}
+
 // TestReceiveBudget: a peer whose handler is stuck is not read beyond the budget, so that
 // this node does not hold what it sends; another one is served meanwhile, and then
 // everything arrives.
 func TestReceiveBudget(t *testing.T) {
-	for _, mode := range []struct {
-		name string
-		size int
-		set  func(*Van)
-	}{
-		{"read", 1 << 20, nil},
-		{"stream", 1 << 20, func(v *Van) { v.streamOnly = true }},
-		{"inline", 10_000, nil},
-	} {
+	for _, mode := range ways {
 		t.Run(mode.name, func(t *testing.T) {
 			const budget = 8 << 20
 			n := inproc.NewNetwork()
@@ -107,15 +110,7 @@ func TestReceiveBudget(t *testing.T) {
 // TestSendBudget: what a peer that takes nothing makes its sender keep is bounded; the
 // error says whose and which bound. When the peer goes on, so does the sender.
 func TestSendBudget(t *testing.T) {
-	for _, mode := range []struct {
-		name string
-		size int
-		set  func(*Van)
-	}{
-		{"read", 1 << 20, nil},
-		{"stream", 1 << 20, func(v *Van) { v.streamOnly = true }},
-		{"inline", 10_000, nil},
-	} {
+	for _, mode := range ways {
 		t.Run(mode.name, func(t *testing.T) {
 			const budget = 8 << 20
 			n := inproc.NewNetwork()

@@ -241,8 +241,16 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 			n.must(push(s, uint64(k), k, value(size, k)))
 			s.wantValue(k, value(size, k))
 		}
-		if b := s.leased.Load(); b == 0 {
+		if s.leased.Load() == 0 {
 			t.Error("nothing is counted")
+		}
+		long := control(s, 10) // its meta does not fit into a cell
+		long.Body = make([]byte, 20*cellSize)
+		n.must(long)
+		if m := s.next(); m.Timestamp != 10 || len(m.Body) != len(long.Body) {
+			t.Errorf("message %d with %d bytes, want 10 with %d", m.Timestamp, len(m.Body), len(long.Body))
+		} else {
+			m.Release()
 		}
 		n.close()
 		r.until(fmt.Sprintf("all of peer %d is given back", i), func() bool { return s.leased.Load() == 0 && s.slots.Len() == 0 })
