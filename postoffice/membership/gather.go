@@ -42,12 +42,13 @@ type arrival struct {
 // finalRequest is the key of the request of a barrier that ends a program. See named for who looks at it.
 const finalRequest = 1
 
-// answer is the last release that a node of this library was sent for a barrier, so
-// that a request that comes again is not counted for the next one.
+// answer is the last release that a node of this library was sent for a barrier, or the
+// word that it has failed, so that a request that comes again is not counted for the next one.
 type answer struct {
 	stamp     int32
-	owed      bool // the node was down then
-	withdrawn bool // there was no release: the node has given the request up
+	owed      bool   // the node was down then
+	withdrawn bool   // there was no release: the node has given the request up
+	failed    string // there was no release: the node was told why
 }
 
 // stepRequest counts a request and releases the barrier when it is complete.
@@ -135,7 +136,11 @@ func (m *Machine) answered(from int, key gatherKey, stamp int32) bool {
 	if !ok || newer(stamp, last.stamp) {
 		return false
 	}
-	if stamp == last.stamp && !last.withdrawn {
+	switch {
+	case stamp != last.stamp || last.withdrawn:
+	case last.failed != "":
+		m.tellFailed(from, key, last)
+	default:
 		m.release(from, key, last.stamp)
 	}
 	return true
@@ -275,17 +280,27 @@ func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
 	if len(g.came) == 0 {
 		delete(m.sched.gathers, key)
 	}
-	n := notice{verb: verbBarrier, group: key.group, instance: key.instance, text: text}
 	for _, a := range told {
 		if a.id != van.SchedulerID && !m.isDown(a.id) {
-			m.tellAbout(a.id, n, named(a.stamp))
+			failed := answer{stamp: a.stamp, failed: text}
+			m.sched.note(a.id, key, failed)
+			m.tellFailed(a.id, key, failed)
 		}
 	}
 	for _, a := range told { // the scheduler last: it may leave as soon as it knows
 		if a.id == van.SchedulerID {
-			m.barrierRefused(n, named(a.stamp))
+			m.barrierRefused(failedNotice(key, text), named(a.stamp))
 		}
 	}
+}
+
+func failedNotice(key gatherKey, text string) notice {
+	return notice{verb: verbBarrier, group: key.group, instance: key.instance, text: text}
+}
+
+// tellFailed tells a node of this library that what it has asked for cannot be complete.
+func (m *Machine) tellFailed(id int, key gatherKey, a answer) {
+	m.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
 }
 
 func (m *Machine) tickBarriers(now time.Duration) {

@@ -66,6 +66,8 @@ var failed = []struct {
 	{5215, "a barrier of a process that had not started"},
 	{1087, "a server that was woken got what it had been sent before it heard who was replaced"},
 	{6535, "the same, of a server that had been cut off"},
+	{13971, "a request that was repeated when its barrier had failed counted for the next one"},
+	{26257, "the same"},
 	{3549, "a message that came again after its sender, of the original, had been replaced"},
 	{24641, "the same, of one whose record came late"},
 	{4127, "a scheduler that came back to less than half of a cluster without a name"},
