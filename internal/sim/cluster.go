@@ -211,21 +211,22 @@ func (c *cluster) members(nodes plan.Nodes) (all []*proc) {
 	return all
 }
 
-// holders lists the processes that may have p's place in the eyes of the scheduler: p, and
-// before it has started the one before, which goes on until p takes its place. If p is
-// killed or refused before, it never does.
-func (c *cluster) holders(p *proc) []*proc {
+// holders lists the processes that may have p's place in the eyes of the scheduler at some
+// time since then: p, and the one before until p has started. That one goes on until p takes
+// its place; if p is killed or refused before, it never does.
+func (c *cluster) holders(p *proc, since time.Duration) []*proc {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	list := []*proc{p}
 	for _, o := range slices.Backward(c.procs[:slices.Index(c.procs, p)]) {
-		if isClosed(p.started) && p.err == nil {
+		if o.who != p.who {
+			continue
+		}
+		if isClosed(p.started) && p.err == nil && o.replaced < since {
 			break
 		}
-		if o.who == p.who {
-			p = o
-			list = append(list, o)
-		}
+		p = o
+		list = append(list, o)
 	}
 	return list
 }
@@ -537,7 +538,7 @@ func (c *cluster) barrier(p *proc, group int) error {
 	}{{van.ServerGroup, "servers"}, {van.WorkerGroup, "workers"}} {
 		if group&n.bit != 0 {
 			for _, p := range c.members(n.nodes) {
-				all = append(all, c.holders(p))
+				all = append(all, c.holders(p, v.start))
 			}
 		}
 	}

@@ -74,6 +74,8 @@ var failed = []struct {
 	{5637, "a process that was killed before it had taken its place"},
 	{16447, "a server of the original was not sent the record that it had missed"},
 	{18327, "a barrier that counts what a node of the original asked for before it gave up"},
+	{30035, "a barrier whose release was lost: before it came again, a member was replaced"},
+	{32673, "the same, of a release that came to a process that stood still"},
 	{21849, "a barrier that counts a request that was given up, before that was known"},
 	{11333, "a barrier of the process before one that had not taken its place yet"},
 }
