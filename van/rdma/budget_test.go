@@ -8,6 +8,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -103,7 +104,7 @@ func TestReceiveBudget(t *testing.T) {
 // slot.
 func TestKeysAreCopied(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
+	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
 	keys, vals, lens := value(800, 1), value(1000, 2), value(400, 3)
 	data := make([]byte, 4096)
 	copy(data, keys)
@@ -138,9 +139,9 @@ func TestMetasOfPeersAreApart(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 1, value(100, 1)))
 	h.s.wantValue(1, value(100, 1))
-	a := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
+	a := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
 	h.s.slots.Each(func(l *receiveSlot) {
-		if l.Owner.(*inbound).hello.node == 9 && l.Memory.meta.rkey == a.metaKey {
+		if l.Owner.(*inbound).hello.node == 9 && l.Memory.meta.RKey == a.metaKey {
 			t.Errorf("slot %d of another peer has the same key", l.Index())
 		}
 	})

@@ -5,6 +5,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
 // bufferKey names a registered receive buffer.
@@ -36,7 +37,7 @@ func (v *rvan) Revoke(m backend.Mem) {
 	if m.Len() == 0 {
 		return
 	}
-	var kept []*region
+	var kept []*conn.Region
 	for _, p := range v.allPeers() {
 		p.mu.Lock()
 		for k, x := range p.pulls {
@@ -46,7 +47,7 @@ func (v *rvan) Revoke(m backend.Mem) {
 				kept = append(kept, x.region)
 			default:
 				delete(p.pulls, k)
-				x.region.release()
+				x.region.Release()
 			}
 		}
 		p.sender.Each(func(o *outgoing) {
@@ -61,7 +62,7 @@ func (v *rvan) Revoke(m backend.Mem) {
 			"bytes", m.Len(), "requests", len(kept))
 	}
 	for _, d := range *v.devices.Load() {
-		d.regions.revoke(m, kept)
+		d.regions.Revoke(m, kept)
 	}
 }
 

@@ -86,10 +86,10 @@ func (v *rvan) drainEvents() {
 // close deregisters everything on the device. Memory of messages that somebody still
 // holds stays until then.
 func (d *device) close() error {
-	errs := []error{d.regions.close()}
+	errs := []error{d.regions.Close()}
 	d.areasMu.Lock()
 	for a := range d.areas {
-		errs = append(errs, a.deregister())
+		errs = append(errs, a.Deregister())
 	}
 	d.areasMu.Unlock()
 	return errors.Join(errs...)

@@ -35,7 +35,7 @@ func TestLongWrites(t *testing.T) {
 		peer.mu.Lock()
 		defer peer.mu.Unlock()
 		if peer.link != nil {
-			peer.link.longest = 64 << 10
+			peer.link.Longest = 64 << 10
 		}
 		return peer.link != nil
 	})

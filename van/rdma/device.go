@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -21,7 +22,7 @@ import (
 type device struct {
 	v       *rvan
 	dev     verbs.Device
-	regions *regions
+	regions *conn.Regions
 	loop    *engine.Loop[*van.Message]
 	lanes   lanes
 
@@ -41,7 +42,7 @@ type device struct {
 
 	// What housekeeping looks at: connections with credits to send or messages that wait,
 	// those whose peers' slot requests wait, and those that nothing is sent on.
-	active, requests, probes dueQueue
+	active, requests, probes conn.DueQueue
 
 	// undelivered counts messages that have come and have not been delivered by the loop.
 	undelivered atomic.Int32
@@ -69,12 +70,12 @@ type device struct {
 const pollBatch = 32
 
 func newDevice(v *rvan, dev verbs.Device) *device {
-	d := &device{v: v, dev: dev, regions: newRegions(dev, v.backend), areas: map[*area]bool{},
+	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areas: map[*area]bool{},
 		stopped: make(chan struct{}), wakeup: make(chan struct{}, 1), idleTimer: time.NewTimer(time.Hour), idleTime: minIdleWait}
 	d.pool.d = d
-	d.probes.delay = probeTime
-	d.regions.stuck = func(r *region, err error) {
-		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.mem.Len(), "err", err)
+	d.probes.Delay = probeTime
+	d.regions.OnStuck = func(r *conn.Region, err error) {
+		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
 	}
 	d.loop = engine.NewLoop(d.receive, d.deliver)
 	d.loop.Begin, d.loop.End = d.begin, d.end
@@ -143,18 +144,18 @@ func (d *device) bound() bool {
 // newArea makes registered memory of n bytes on the node's device, or on the host.
 func (d *device) newArea(n int, host bool) (*area, error) {
 	const access = verbs.LocalWrite | verbs.RemoteWrite
-	var b *block
+	var b *conn.Block
 	var err error
 	if back := d.v.backend; !host && back != nil && back.Device() != backend.Host {
-		b, err = newDeviceBlock(d.dev, back, n, access)
+		b, err = conn.NewDeviceBlock(d.dev, back, n, access)
 	} else {
-		b, err = newBlock(d.dev, n, access)
+		b, err = conn.NewBlock(d.dev, n, access)
 	}
 	if err != nil {
 		return nil, err
 	}
-	a := &area{block: b, host: d}
-	a.mem = a.mem.WithOwner(a)
+	a := &area{Block: b, host: d}
+	a.Mem = a.Mem.WithOwner(a)
 	a.refs.Store(1)
 	d.areasMu.Lock()
 	d.areas[a] = true
@@ -272,8 +273,8 @@ func (d *device) pollOnce() {
 		// Credits that come to be owed from now on are sent at once, and a message that begins
 		// to wait wakes the loop: their senders see that it sleeps.
 		d.housekeep(true)
-		block = d.probes.wait(clock.Now(), maxSleep)
-		if !d.active.empty() || !d.requests.empty() {
+		block = d.probes.Wait(clock.Now(), maxSleep)
+		if !d.active.Empty() || !d.requests.Empty() {
 			block = min(block, tickTime)
 		}
 		if d.v.pollers.Load() > 0 || d.ending.Load() || d.lockWaiters.Load() > 0 || d.pending() {
@@ -368,22 +369,22 @@ func (d *device) housekeep(sleeping bool) {
 		return
 	}
 	d.housekeptAt = now
-	if d.active.run(now, sleeping) {
+	if d.active.Run(now, sleeping) {
 		d.idleTime = minIdleWait
 	}
-	d.probes.run(now, false)
+	d.probes.Run(now, false)
 	if now-d.evictedAt > uint64(evictTime) {
 		d.evictedAt = now
-		d.regions.evict(now)
+		d.regions.Evict(now)
 	}
-	if d.requests.empty() {
+	if d.requests.Empty() {
 		return
 	}
 	if !sleeping {
 		d.mu.Lock() // as for any slot request
 		defer d.mu.Unlock()
 	}
-	d.requests.run(now, false)
+	d.requests.Run(now, false)
 }
 
 // Poll implements van.Poller: it receives and delivers on the caller's goroutine the

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -102,11 +103,11 @@ func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + 
 
 // connected gives p a connection.
 func (p *peer) connected(l *link) {
-	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.dev.Name(), "qps", numbers(l.qps), "inline", l.inline, "stepaf", l.native)
+	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QPs), "inline", l.Inline, "stepaf", l.native)
 	p.mu.Lock()
 	p.link, p.inboundDown, p.lost, p.connecting = l, nil, false, false
-	l.probeDue.run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
-	l.host.probes.add(&l.probeDue)
+	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
+	l.host.probes.Add(&l.probeDue)
 	p.connects++
 	p.keySlots, p.keySizes = map[uint64]bool{}, map[uint64]int{}
 	// What was sent before it was known who the peer is.
@@ -128,8 +129,8 @@ func (p *peer) connected(l *link) {
 
 // announce tells the peer that what it asks from now on can be answered.
 func (l *link) announce() {
-	if id, _, _, ok := l.begin(); ok {
-		l.add(id, 0, verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled | verbs.Inline, Imm: immUp})
+	if id, _, _, ok := l.Begin(); ok {
+		l.Add(id, 0, verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled | verbs.Inline, Imm: immUp})
 	}
 }
 
@@ -138,12 +139,12 @@ func (l *link) announce() {
 func (p *peer) disconnected(l *link, cause error) {
 	p.mu.Lock()
 	p.link, p.inboundDown = nil, nil
-	l.broken = true
+	l.Broken = true
 	var dropped []*outgoing
 	if cause != nil {
 		dropped = p.sender.Disconnect(func(o *outgoing) bool { return o.oneShot })
 	}
-	inFlight := len(p.pulls) > 0 || !l.idle()
+	inFlight := len(p.pulls) > 0 || !l.Idle()
 	// Where only control messages were under way nothing is lost: they are sent again.
 	quiet := cause != nil && l.numbered && len(p.pulls) == 0 && len(dropped) == 0 && !l.carriesData() && errors.Is(cause, errUnacknowledged)
 	p.lost = p.lost || cause != nil && !quiet
@@ -186,12 +187,12 @@ func (p *peer) notifyUnlessReconnected(ups int, cause error) {
 // resubmit lets the control messages among all, which may not have arrived, wait for the next
 // connection, in their order. The peer knows them by their numbers.
 func (p *peer) resubmit(l *link, all []finished, wanted bool) {
-	slices.SortFunc(all, func(x, y finished) int { return cmp.Compare(x.seq, y.seq) })
+	slices.SortFunc(all, func(x, y finished) int { return cmp.Compare(x.Note.seq, y.Note.seq) })
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var kept []*outgoing
 	for i := range all {
-		switch o := all[i].control; {
+		switch o := all[i].Note.control; {
 		case o == nil:
 		case wanted && l.numbered && !p.ended:
 			kept = append(kept, o)
@@ -207,7 +208,7 @@ func (p *peer) dropMessages(all []*outgoing) (ended []finished) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, o := range all {
-		ended = append(ended, finished{done: o.done})
+		ended = append(ended, finished{Note: sentMessage{done: o.done}})
 		p.recycle(o)
 	}
 	return ended
@@ -215,7 +216,7 @@ func (p *peer) dropMessages(all []*outgoing) (ended []finished) {
 
 func (p *peer) endAll(all []finished) {
 	for i := range all {
-		all[i].end()
+		endSent(&all[i])
 	}
 }
 
@@ -249,7 +250,7 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 			}
 		}
 	}()
-	v.rememberConn(serial, &conn{link: l, peer: p})
+	v.rememberConn(serial, &connection{link: l, peer: p})
 	for q := range v.cfg.QPNum {
 		c, err := v.newID(cookie(serial, q))
 		if err != nil {
@@ -312,7 +313,7 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 		return nil, err
 	}
 	depth, _ := v.depths()
-	l.sendQueue, err = newSendQueue(dev, qps, serial, depth, depth/2, stageEach)
+	l.SendQueue, err = conn.NewSendQueue[sentMessage](dev, qps, serial, depth, depth/2, stageEach)
 	return l, err
 }
 
@@ -382,7 +383,7 @@ func (v *rvan) release(dev verbs.Device) {
 // least.
 func (v *rvan) depths() (send, recv int) {
 	start, rx := v.cfg.RDMADepths()
-	return max(start+rx, maxWRs), max(rx/v.cfg.QPNum, 1)
+	return max(start+rx, conn.MaxWRs), max(rx/v.cfg.QPNum, 1)
 }
 
 // inlineWanted is for a meta with its trailer.

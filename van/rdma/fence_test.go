@@ -127,7 +127,7 @@ func TestSilentLossLeavesNothing(t *testing.T) {
 	r.until("nothing is under way to it", func() bool {
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		return in.creditsOwed.Load() == 0 && in.sends.idle()
+		return in.creditsOwed.Load() == 0 && in.sends.Idle()
 	})
 	n.kill(false)
 	r.until("all of it is given back", func() bool { return len(s.incoming()) == 0 && s.slots.Len() == 0 && s.leased.Load() == 0 })

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -116,7 +117,7 @@ func TestHostileQuestions(t *testing.T) {
 // TestHostileNotifications writes nonsense, in and out of slots.
 func TestHostileNotifications(t *testing.T) {
 	h := newHostileWorld(t, true)
-	s := start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
+	s := start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1, key: 6}
 	r := h.c.ask(s)
 	n := uint64(0)
 	say := func(what string, imm uint32, b []byte) {
@@ -149,7 +150,7 @@ func TestHostileNotifications(t *testing.T) {
 		return encode(h.rig, m, &x)
 	}
 	whole := enc(func(*trailer) {})
-	for _, b := range [][]byte{nil, make([]byte, rawMeta-1), make([]byte, rawMeta), make([]byte, rawMeta+trailerLen), make([]byte, cellSize),
+	for _, b := range [][]byte{nil, make([]byte, rawMeta-1), make([]byte, rawMeta), make([]byte, rawMeta+trailerLen), make([]byte, conn.CellSize),
 		whole[:len(whole)-1]} {
 		say(fmt.Sprintf("no meta, %d bytes", len(b)), r.index, b)
 	}
@@ -199,7 +200,7 @@ func TestHostileNotifications(t *testing.T) {
 // TestHostileOneShot uses a slot for one message twice.
 func TestHostileOneShot(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 1})
+	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 1})
 	b := encode(h.rig, control(h.s, 5), &trailer{})
 	for range 3 {
 		h.c.notify(0, r.index, r.meta, r.metaKey, b)
@@ -215,7 +216,7 @@ func TestHostileOneShot(t *testing.T) {
 // TestHostileParts claims parts of split messages that do not come.
 func TestHostileParts(t *testing.T) {
 	h := newHostileWorld(t, true)
-	r := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
+	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, 0}, origin: 1})
 	m := push(h.s, 1, 1, nil)
 	m.Push = false
 	m.SlaveQPNum, m.SlaveQPCounter = 1, [2]uint64{math.MaxUint64, math.MaxUint64}

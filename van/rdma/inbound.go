@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
@@ -28,11 +29,11 @@ type inbound struct {
 	// unlisted is set while its process is not the one that the table names: a newer one, of
 	// which this node has not heard yet.
 	unlisted    atomic.Bool
-	superseded  atomic.Bool // there is a newer one of the same process
-	activeDue   dueItem     // for credits, and slots that may have been overwritten
-	probeDue    dueItem
-	requestsDue dueItem     // for slot requests that wait
-	confirmed   atomic.Bool // its opener knows that it stands, as far as can be told
+	superseded  atomic.Bool  // there is a newer one of the same process
+	activeDue   conn.DueItem // for credits, and slots that may have been overwritten
+	probeDue    conn.DueItem
+	requestsDue conn.DueItem // for slot requests that wait
+	confirmed   atomic.Bool  // its opener knows that it stands, as far as can be told
 
 	// Of who has the receiving role.
 	splits       uint64 // notifications of split messages' other parts
@@ -45,14 +46,14 @@ type inbound struct {
 	drained chan struct{} // closed when all have
 
 	mu          sync.Mutex
-	sends       *sendQueue // for answers to slot requests, and credits
+	sends       *conn.SendQueue[struct{}] // for answers to slot requests, and credits
 	ids         []verbs.ID
 	qps         []verbs.QP
 	accepted    int         // of them
 	acceptTimer *time.Timer // for the others of a StepMesh node
 	slots       map[rendezvous.Route][]*receiveSlot
 	areas       map[uint64]*area // of a StepMesh node, by key
-	cells       cells            // for metas: what one peer may write to, no other may
+	cells       conn.Cells       // for metas: what one peer may write to, no other may
 	suspect     struct {         // a slot to which a StepMesh node has written while a message lay there
 		lease *receiveSlot
 		key   uint64
@@ -85,17 +86,17 @@ type receiveSlot = rendezvous.ReceiveSlot[slotMemory]
 
 // slotMemory is a slot's.
 type slotMemory struct {
-	meta   cell
+	meta   conn.Cell
 	data   backend.Mem
-	area   *area   // that data lies in
-	region *region // of a registered receive buffer
-	bytes  int     // registered for meta
+	area   *area        // that data lies in
+	region *conn.Region // of a registered receive buffer
+	bytes  int          // registered for meta
 }
 
 // area is memory for values that several slots may share: those of one key of a
 // StepMesh node.
 type area struct {
-	*block
+	*conn.Block
 	host *device
 	refs atomic.Int32
 	of   *inbound // for whom it was registered; nil in tests
@@ -164,7 +165,7 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 	if err != nil {
 		return nil, err
 	}
-	in := &inbound{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: cells{dev: dev},
+	in := &inbound{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: conn.Cells{Device: dev},
 		slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -180,13 +181,13 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 			}
 		}
 	}
-	in.activeDue.run, in.requestsDue.run, in.probeDue.run = in.tick, in.retryRequests, in.probe
+	in.activeDue.Run, in.requestsDue.Run, in.probeDue.Run = in.tick, in.retryRequests, in.probe
 	if h.native && !failpoint.On("rdma-reclaim") {
-		host.probes.add(&in.probeDue)
+		host.probes.Add(&in.probeDue)
 	}
 	v.inbounds[key] = in
 	v.markUnlistedLocked()
-	v.rememberConnLocked(in.serial, &conn{in: in})
+	v.rememberConnLocked(in.serial, &connection{in: in})
 	return in, nil
 }
 
@@ -211,7 +212,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 	if in.gone.Load() {
 		err = fmt.Errorf("%w meanwhile", van.ErrClosed) // endIncoming has looked at in.ids
 	} else if in.sends == nil {
-		in.sends, err = newSendQueue(dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
+		in.sends, err = conn.NewSendQueue[struct{}](dev, []verbs.QP{qp}, in.serial, rx, rx, verbs.RecvSize)
 	}
 	if err == nil {
 		in.ids, in.qps = append(in.ids, id), append(in.qps, qp)
@@ -288,13 +289,13 @@ func (in *inbound) send(imm uint32, b []byte) {
 }
 
 func (in *inbound) trySend(n *queuedSend) bool {
-	id, _, stage, ok := in.sends.begin()
+	id, _, stage, ok := in.sends.Begin()
 	if !ok {
-		return in.sends.broken // the message is lost with the connection
+		return in.sends.Broken // the message is lost with the connection
 	}
 	copy(stage, n.data[:n.n])
-	in.sends.add(id, 0, in.sends.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
-	if err := in.sends.post(); err != nil {
+	in.sends.Add(id, 0, in.sends.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: n.imm}, stage[:n.n]))
+	if err := in.sends.Post(); err != nil {
 		in.fail(asLost(err))
 	}
 	return true
@@ -322,14 +323,14 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 	}
 	in.credits = append(in.credits, uint16(l.Index()))
 	in.creditsOwed.Store(int32(len(in.credits)))
-	in.host.active.add(&in.activeDue)
+	in.host.active.Add(&in.activeDue)
 	if len(in.credits) >= maxCredits || in.host.sleeping.Load() {
 		in.sendCredits()
 	}
 }
 
-// takeCredits moves credits to t, which r carries.
-func (in *inbound) takeCredits(t *trailer, r *record) {
+// takeCredits moves credits to t, which m carries.
+func (in *inbound) takeCredits(t *trailer, m *sentMessage) {
 	t.epoch = in.hello.epoch
 	if in.creditsOwed.Load() == 0 {
 		return
@@ -338,9 +339,9 @@ func (in *inbound) takeCredits(t *trailer, r *record) {
 	t.n = copy(t.credits[:], in.credits)
 	in.credits = in.credits[:copy(in.credits, in.credits[t.n:])]
 	in.creditsOwed.Store(int32(len(in.credits)))
-	r.creditsOf, r.returned = in, t.n
+	m.creditsOf, m.returned = in, t.n
 	for i, index := range t.credits[:t.n] {
-		r.credits[i] = in.v.slots.Get(uint32(index))
+		m.credits[i] = in.v.slots.Get(uint32(index))
 	}
 	in.mu.Unlock()
 }
@@ -376,7 +377,7 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 		in.checkOverwrite(now)
 	}
 	if in.creditsOwed.Load() > 0 || in.overwritten.Load() {
-		in.host.active.add(&in.activeDue)
+		in.host.active.Add(&in.activeDue)
 	}
 	return sent
 }
@@ -389,7 +390,7 @@ func (in *inbound) noteOverwrite(l *receiveSlot, key uint64) {
 	if !in.warned && in.suspect.lease == nil {
 		in.suspect.lease, in.suspect.key, in.suspect.since = l, key, clock.Now()
 		in.overwritten.Store(true)
-		in.host.active.add(&in.activeDue)
+		in.host.active.Add(&in.activeDue)
 	}
 }
 
@@ -424,13 +425,13 @@ func (in *inbound) probe(uint64, bool) bool {
 	if in.closed || in.gone.Load() {
 		return false
 	}
-	in.host.probes.add(&in.probeDue)
-	if in.sends == nil || !in.sends.idle() {
+	in.host.probes.Add(&in.probeDue)
+	if in.sends == nil || !in.sends.Idle() {
 		return false
 	}
-	if id, _, _, ok := in.sends.begin(); ok {
-		in.sends.add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
-		if err := in.sends.post(); err != nil {
+	if id, _, _, ok := in.sends.Begin(); ok {
+		in.sends.Add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
+		if err := in.sends.Post(); err != nil {
 			in.fail(asLost(err))
 		}
 	}
@@ -500,16 +501,16 @@ func (v *rvan) endIncoming(in *inbound, p *peer, cause error) {
 	for _, a := range areas {
 		a.put()
 	}
-	if err := in.cells.close(); err != nil {
+	if err := in.cells.Close(); err != nil {
 		v.log.Error("rdma: memory for metas stays registered", "peer", in.name(), "err", err)
 	}
 	if out != nil {
 		in.mu.Lock()
-		all := out.abandon()
+		all := out.Abandon()
 		in.mu.Unlock()
 		for i := range all {
-			all[i].end()
+			all[i].End()
 		}
-		_ = out.close()
+		_ = out.Close()
 	}
 }

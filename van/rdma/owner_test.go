@@ -7,7 +7,6 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -92,9 +91,9 @@ func TestSplitFails(t *testing.T) {
 	r.until("the message has left", func() bool {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		return p.link.idle()
+		return p.link.Idle()
 	})
-	second := p.link.qps[1].Num()
+	second := p.link.QPs[1].Num()
 	r.net.HoldQP(second)
 	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
 		if wr.Stack == w.stack && wr.Op == verbs.OpWrite && wr.Len > 0 {
@@ -232,58 +231,4 @@ func TestHeldOfEnded(t *testing.T) {
 		return slices.Contains(pool.free, rx)
 	})
 	r.net.Fail(nil)
-}
-
-// TestStuckMemory: memory that cannot be deregistered is not given back: peers may still
-// write there.
-func TestStuckMemory(t *testing.T) {
-	dev, _, network := bare(t)
-	rs := newRegions(dev, nil)
-	var told []int
-	rs.stuck = func(r *region, err error) {
-		if !errors.Is(err, errTest) {
-			t.Errorf("stuck because of %v, want %v", err, errTest)
-		}
-		told = append(told, r.mem.Len())
-	}
-	h := &holder{}
-	b := make([]byte, 300)
-	var stuck []*region
-	for i := range 2 {
-		r, err := rs.get(backend.At(unsafe.Pointer(&b[100*i]), 100+i, backend.Host, h), both)
-		if err != nil {
-			t.Fatal(err)
-		}
-		stuck = append(stuck, r)
-	}
-	own, err := newBlock(dev, pageSize, both)
-	if err != nil {
-		t.Fatal(err)
-	}
-	network.Fail(func(op fakeverbs.Op) error {
-		if op.Kind == fakeverbs.OpDeregister {
-			return errTest
-		}
-		return nil
-	})
-	rs.revoke(stuck[0].mem, nil)
-	stuck[1].release()
-	if err := rs.close(); !errors.Is(err, errTest) {
-		t.Errorf("close: %v, want %v", err, errTest)
-	}
-	for range 2 {
-		if err := own.close(); !errors.Is(err, errTest) {
-			t.Errorf("close of a block: %v, want %v", err, errTest)
-		}
-	}
-	own.mem.Host()[0] = 1 // it would fault
-	if h.n.Load() != 2 || !slices.Equal(told, []int{100, 101}) {
-		t.Errorf("%d holders of memory that is still registered, want 2; told of regions of %d bytes", h.n.Load(), told)
-	}
-	network.Fail(nil)
-	for _, mr := range []verbs.MR{stuck[0].mr, stuck[1].mr, own.mr} {
-		if err := mr.Deregister(); err != nil {
-			t.Error(err)
-		}
-	}
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
@@ -52,7 +53,7 @@ type peer struct {
 	lastNumber uint32
 	// tickedAt is when Sender.Tick was last called.
 	tickedAt uint64
-	waitDue  dueItem         // for messages, and returned slots, that wait
+	waitDue  conn.DueItem    // for messages, and returned slots, that wait
 	keySlots map[uint64]bool // of a native node: whether it has a slot of its own
 	keySizes map[uint64]int  // of a StepMesh node: bytes that it has for the requests of a key
 	pulls    map[pullKey]pullDestination
@@ -60,7 +61,7 @@ type peer struct {
 
 // link is one standing connection.
 type link struct {
-	*sendQueue
+	*conn.SendQueue[sentMessage]
 	ids    []verbs.ID
 	host   *device
 	native bool // a native node
@@ -69,9 +70,11 @@ type link struct {
 	numbered    bool
 	connectedAs int // the id that this node had when it connected
 	epoch       uint32
-	probeDue    dueItem
+	probeDue    conn.DueItem
 	splits      uint64 // split messages so far
+	seq         uint64 // of control messages that have numbers
 	failed      chan error
+	uncertain   []*inbound // whose credits may have been lost with this link
 	once        sync.Once
 }
 
@@ -88,7 +91,7 @@ type pullKey struct {
 // pullDestination is where the answer to a pull request is to be put.
 type pullDestination struct {
 	mem      backend.Mem
-	region   *region
+	region   *conn.Region
 	stepmesh bool // the peer is a StepMesh node
 	link     *link
 }
@@ -131,7 +134,7 @@ const smallPayload = stageEach - metaRoom
 // stageEach is the staging memory of a message: its meta, up to metaRoom bytes, and
 // its copied frames.
 const (
-	stageEach = cellSize
+	stageEach = conn.CellSize
 	metaRoom  = 512
 )
 
@@ -295,7 +298,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	if lent {
 		o.done = msg.Done
 	}
-	o.inMeta = !lent && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= cellSize
+	o.inMeta = !lent && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
 	return nil
 }
 
@@ -336,12 +339,12 @@ func (p *peer) recycle(o *outgoing) {
 func (p *peer) flush(more bool) {
 	l := p.link
 	if l != nil && p.waiting() {
-		l.host.active.add(&p.waitDue)
+		l.host.active.Add(&p.waitDue)
 	}
-	if l == nil || len(l.unposted) == 0 || more && len(l.unposted) < maxHeld {
+	if l == nil || l.Unposted() == 0 || more && l.Unposted() < maxHeld {
 		return
 	}
-	if err := l.post(); err != nil {
+	if err := l.Post(); err != nil {
 		l.fail(asLost(err))
 	}
 }
@@ -360,7 +363,7 @@ func (v *rvan) Flush(id int) {
 
 // pump does what the rendezvous says, as long as the link has room. p.mu is held.
 func (p *peer) pump() {
-	for l := p.link; l != nil && l.hasRoom(); {
+	for l := p.link; l != nil && l.HasRoom(); {
 		a, ok := p.sender.Next()
 		if !ok {
 			return
@@ -390,10 +393,10 @@ func (p *peer) need(o *outgoing) rendezvous.Need {
 		n.Exact = n.Data
 		return n
 	}
-	if n.Meta += trailerLen; n.Meta > cellSize {
+	if n.Meta += trailerLen; n.Meta > conn.CellSize {
 		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // so that slots fit other metas, too
 	}
-	n.Meta = max(n.Meta, cellSize)
+	n.Meta = max(n.Meta, conn.CellSize)
 	if !o.direct && !o.inMeta && !(o.request && !o.push && o.singleKey) {
 		n.Exact = o.packedLen()
 	}
@@ -429,7 +432,7 @@ func (o *outgoing) packedLen() int {
 // requestSlot sends a slot request. The link has room. p.mu is held.
 func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	l := p.link
-	id, _, stage, _ := l.begin()
+	id, _, stage, _ := l.Begin()
 	s := start{metaLen: uint64(need.Meta), origin: origin}
 	if l.native {
 		s.dataNum = nativeStart
@@ -459,7 +462,7 @@ func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 		}
 	}
 	s.put(stage[:startLen])
-	l.add(id, 0, l.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immStart}, stage[:startLen]))
+	l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immStart}, stage[:startLen]))
 	p.flush(false)
 }
 
@@ -488,7 +491,7 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 					copy(mem.Host(), value)
 				}
 			}
-			x.region.release()
+			x.region.Release()
 		}
 	}
 	if l := p.link; l != nil && !l.native {
@@ -508,7 +511,7 @@ func (p *peer) abandonPulls(again bool) {
 	for k, x := range p.pulls {
 		if x.stepmesh && !(again && x.link == p.link) {
 			delete(p.pulls, k)
-			x.region.release()
+			x.region.Release()
 		}
 	}
 }
@@ -555,8 +558,8 @@ func (p *peer) probeLink(l *link, now uint64) bool {
 	if p.link != l {
 		return false
 	}
-	l.host.probes.add(&l.probeDue)
-	if l.idle() {
+	l.host.probes.Add(&l.probeDue)
+	if l.Idle() {
 		l.probe()
 	}
 	return false
@@ -568,12 +571,12 @@ func (p *peer) waiting() bool { return p.sender.Waiting() > 0 || len(p.sender.Re
 // probe writes nothing to the peer: a link that is lost shows only in what is sent, and a
 // node that waits for an answer sends nothing.
 func (l *link) probe() {
-	id, _, _, ok := l.begin()
+	id, _, _, ok := l.Begin()
 	if !ok {
 		return
 	}
-	l.add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
-	if err := l.post(); err != nil {
+	l.Add(id, 0, verbs.SendWR{Op: verbs.OpWrite, Flags: verbs.Signaled | verbs.Inline})
+	if err := l.Post(); err != nil {
 		l.fail(asLost(err))
 	}
 }

@@ -35,7 +35,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	}
 	run, stop := context.WithCancel(context.Background())
 	p := &peer{v: v, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), stop: stop, ends: make(chan struct{}), pulls: map[pullKey]pullDestination{}}
-	p.waitDue.run = p.tick
+	p.waitDue.Run = p.tick
 	p.id.Store(int32(id))
 	p.sender = rendezvous.NewSender(p.need)
 	v.replace(func(m map[int]*peer) { m[id] = p })
@@ -182,7 +182,7 @@ func (p *peer) end(ctx context.Context) {
 	p.mu.Unlock()
 	p.endAll(p.dropMessages(dropped))
 	for _, x := range expected {
-		x.region.release()
+		x.region.Release()
 	}
 	p.stop()
 	<-p.ends
@@ -196,7 +196,7 @@ func (p *peer) drained() bool {
 	if p.lost {
 		return true // nobody to wait for
 	}
-	return p.sender.Waiting() == 0 && (p.link == nil || p.link.idle())
+	return p.sender.Waiting() == 0 && (p.link == nil || p.link.Idle())
 }
 
 // awaitSent waits for the last completions of a connection that has been broken: they say
@@ -206,16 +206,9 @@ func (p *peer) awaitSent(l *link) {
 	defer tick.Stop()
 	limit := time.NewTimer(flushPause)
 	defer limit.Stop()
-	p.mu.Lock()
-	unposted := map[uint32]bool{}
-	for i := range l.unposted {
-		_, id := recordOf(l.unposted[i].ID)
-		unposted[id] = true
-	}
-	p.mu.Unlock()
 	for {
 		p.mu.Lock()
-		done := len(l.free)+l.failedRecords+len(unposted) >= len(l.recs)
+		done := l.Outstanding() <= 0
 		p.mu.Unlock()
 		if done {
 			return
@@ -239,15 +232,15 @@ func (p *peer) endLink(l *link) []finished {
 	p.awaitSent(l)
 	for _, id := range l.ids {
 		_ = id.Destroy()
-		v.release(l.dev)
+		v.release(l.Device)
 	}
 	v.forgetConn(l.epoch - v.epoch)
 	p.mu.Lock()
-	all := l.abandon()
-	doubts := l.uncertain
+	l.Each(l.markUncertain)
+	all, uncertain := l.Abandon(), l.uncertain
 	p.mu.Unlock()
-	_ = l.close()
-	for _, in := range doubts { // a slot that is given back twice would be overwritten
+	_ = l.Close()
+	for _, in := range uncertain { // a slot that is given back twice would be overwritten
 		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back slots of this one", van.ErrPeerLost))
 	}
 	return all

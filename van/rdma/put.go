@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
@@ -12,16 +13,14 @@ import (
 // has room. p.mu is held.
 func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	l := p.link
-	id, r, stage, _ := l.begin()
+	id, r, stage, _ := l.Begin()
 	if err := p.check(o); err != nil { // it was sent before there was a connection
 		p.reject(id, o, at, err)
 		return
 	}
 	if o.revoked && !l.native { // StepMesh would write to the memory all the same
 		p.sender.Release(at)
-		f := l.finish(id)
-		f.done = o.done
-		go f.end()
+		l.dropRecord(id, o)
 		p.recycle(o)
 		return
 	}
@@ -40,12 +39,12 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		room = len(stage)
 	}
 	if !whole && n > room {
-		b, err := newBlock(l.dev, n, 0)
+		b, err := conn.NewBlock(l.Device, n, 0)
 		if err != nil {
 			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
 			return
 		}
-		r.large, meta, lkey = b, b.mem.Host(), b.mr.LKey()
+		r.Large, meta, lkey = b, b.Mem.Host(), b.MR.LKey()
 	}
 	copy(meta, o.meta)
 	if err := p.pin(l, r, o); err != nil {
@@ -58,10 +57,10 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			return
 		}
 	}
-	split := p.v.cfg.SplitQPLag && len(l.qps) > 1 && !whole && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+	split := p.v.cfg.SplitQPLag && len(l.QPs) > 1 && !whole && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 	if split {
 		l.splits++
-		le.PutUint32(meta[metaSlaves:], uint32(len(l.qps)-1))
+		le.PutUint32(meta[metaSlaves:], uint32(len(l.QPs)-1))
 		for i := range 2 {
 			le.PutUint64(meta[metaCounter+8*i:], l.splits)
 		}
@@ -72,7 +71,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
 		}
 		if b := p.inbound.Load(); b != nil {
-			b.takeCredits(&t, r)
+			b.takeCredits(&t, &r.Note)
 		}
 		t.put(meta[n-trailerLen:])
 	}
@@ -82,17 +81,16 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.addPayload(l, id, o, at, stage[metaRoom:], split)
 	}
 	wr := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: at.Index, RemoteAddr: at.Meta, RKey: at.MetaKey}
-	if lkey != 0 || r.large != nil {
+	if lkey != 0 || r.Large != nil {
 		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), lkey
 	} else {
-		wr = l.staged(wr, meta)
+		wr = l.Staged(wr, meta)
 	}
-	l.add(id, 0, wr)
-	r.done = o.done
-	r.data = !o.control
+	l.Add(id, 0, wr)
+	r.Note.done, r.Note.data = o.done, !o.control
 	if o.control && l.numbered {
 		l.seq++
-		r.control, r.seq = o, l.seq
+		r.Note.control, r.Note.seq = o, l.seq
 		p.unsent, o.unsent = p.unsent-o.unsent, 0
 		return // it is recycled when it has arrived
 	}
@@ -123,42 +121,47 @@ const maxHold = 32 << 10
 const minSplit = 8 << 10
 
 // pin makes the caller's memory known to the device.
-func (p *peer) pin(l *link, r *record, o *outgoing) error {
+func (p *peer) pin(l *link, r *conn.Record[sentMessage], o *outgoing) error {
 	for i := range o.frames {
 		if o.data[i].Len() == 0 {
 			continue
 		}
-		reg, err := l.host.regions.get(o.data[i], 0)
+		reg, err := l.host.regions.Get(o.data[i], 0)
 		if err != nil {
 			return fmt.Errorf("value of %d bytes: %w", o.data[i].Len(), err)
 		}
-		r.regions[r.n] = reg
-		r.n++
+		r.Regions[r.N] = reg
+		r.N++
 	}
 	return nil
 }
 
 // exposeDestination makes the memory that the answer is to be put into known to the peer.
 func (p *peer) exposeDestination(l *link, o *outgoing, meta []byte) error {
-	reg, err := l.host.regions.get(o.into, verbs.LocalWrite|verbs.RemoteWrite)
+	reg, err := l.host.regions.Get(o.into, verbs.LocalWrite|verbs.RemoteWrite)
 	if err != nil {
 		return fmt.Errorf("memory for the answer, %d bytes: %w", o.into.Len(), err)
 	}
 	if old, again := p.pulls[o.pullKey]; again {
-		old.region.release()
+		old.region.Release()
 	}
 	p.pulls[o.pullKey] = pullDestination{o.into, reg, !l.native, l}
-	le.PutUint32(meta[metaOption:], reg.mr.RKey())
+	le.PutUint32(meta[metaOption:], reg.MR.RKey())
 	return nil
+}
+
+// dropRecord ends record id, of a message that is not sent.
+func (l *link) dropRecord(id uint32, o *outgoing) {
+	f := l.Finish(id)
+	f.Note.done = o.done
+	go endSent(&f)
 }
 
 // reject drops a message that turns out to be impossible. The requests that wait for
 // its answer fail. p.mu is held.
 func (p *peer) reject(id uint32, o *outgoing, at *rendezvous.RemoteSlot, err error) {
 	p.sender.Release(at)
-	f := p.link.finish(id)
-	f.done = o.done
-	go f.end()
+	p.link.dropRecord(id, o)
 	p.failMessage(o, err)
 }
 
@@ -169,7 +172,7 @@ func (p *peer) failMessage(o *outgoing, err error) {
 
 // addPayload adds the writes of the payload.
 func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.RemoteSlot, stage []byte, split bool) {
-	r := &l.recs[id]
+	r := l.Record(id)
 	to, rkey := at.Data, at.DataKey
 	if o.direct {
 		to, rkey = o.addr, o.rkey
@@ -180,24 +183,24 @@ func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.Remote
 		}
 		wr := verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: to, RKey: rkey}
 		if o.data[1].Len() == 0 {
-			l.add(id, 0, l.staged(wr, stage[:copy(stage, o.copies)]))
+			l.Add(id, 0, l.Staged(wr, stage[:copy(stage, o.copies)]))
 			return
 		}
-		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.regions[0].mr.LKey()
+		wr.LocalAddr, wr.Len, wr.LKey = o.data[1].Addr(), o.lens[1], r.Regions[0].MR.LKey()
 		if !split {
-			l.addValue(id, wr)
+			l.AddValue(id, wr)
 			return
 		}
-		part := wr.Len / uint32(len(l.qps))
+		part := wr.Len / uint32(len(l.QPs))
 		first := wr
-		first.Len = wr.Len - part*uint32(len(l.qps)-1)
-		l.add(id, 0, first)
+		first.Len = wr.Len - part*uint32(len(l.QPs)-1)
+		l.Add(id, 0, first)
 		off := uint64(first.Len)
-		for q := 1; q < len(l.qps); q++ {
+		for q := 1; q < len(l.QPs); q++ {
 			x := wr
 			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, at.Index|immSlave
 			x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part
-			l.add(id, q, x)
+			l.Add(id, q, x)
 			off += uint64(part)
 		}
 		return
@@ -215,11 +218,11 @@ func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.Remote
 			b := stage[:copy(stage, o.copies[copied:copied+n])]
 			stage = stage[aligned(n):]
 			copied += n
-			l.add(id, 0, l.staged(wr, b))
+			l.Add(id, 0, l.Staged(wr, b))
 		} else {
-			wr.LocalAddr, wr.Len, wr.LKey = o.data[i].Addr(), o.lens[i], r.regions[reg].mr.LKey()
+			wr.LocalAddr, wr.Len, wr.LKey = o.data[i].Addr(), o.lens[i], r.Regions[reg].MR.LKey()
 			reg++
-			l.addValue(id, wr)
+			l.AddValue(id, wr)
 		}
 		off += n
 	}

@@ -10,12 +10,13 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
 // conn is what a serial number names: an outgoing connection with its peer, or an
 // incoming one.
-type conn struct {
+type connection struct {
 	link *link
 	peer *peer
 	in   *inbound
@@ -72,7 +73,7 @@ func statusError(s verbs.Status, what string, q int) error {
 // sendCompleted takes the completion of what an answer to a slot request, or credits, were posted
 // with.
 func (in *inbound) sendCompleted(c *verbs.Completion) {
-	q, id := recordOf(c.ID)
+	q, id := conn.RecordOf(c.ID)
 	if c.Status != verbs.StatusOK {
 		in.fail(statusError(c.Status, "answer to a rendezvous on queue pair", q))
 	}
@@ -82,10 +83,10 @@ func (in *inbound) sendCompleted(c *verbs.Completion) {
 		return
 	}
 	if c.Status != verbs.StatusOK {
-		in.sends.broken = true
+		in.sends.Broken = true
 		return // its memory may still be in use; see abandon
 	}
-	in.sends.complete(id)
+	in.sends.Complete(id)
 	in.sendQueued()
 }
 
@@ -103,30 +104,30 @@ func (in *inbound) receiveFailed(c *verbs.Completion) {
 
 // sendCompleted takes the completion of a message's last part.
 func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
-	q, id := recordOf(c.ID)
+	q, id := conn.RecordOf(c.ID)
 	if c.Status != verbs.StatusOK {
 		why := van.ErrPeerLost
 		if c.Status == verbs.StatusRetryExceeded {
 			why = errUnacknowledged
 		}
-		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.qps[q].Num(), c.Status))
+		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.QPs[q].Num(), c.Status))
 	}
 	p.mu.Lock()
 	if c.Status != verbs.StatusOK {
 		if q == 0 && peerRefused(c.Status) {
 			l.restoreCredits()
-		} else {
-			l.markUncertain(id)
+		} else if r := l.Record(id); r != nil {
+			l.markUncertain(&r.Note)
 		}
-		l.broken = true // what is posted now would only be flushed
-		l.markFailed(id)
+		l.Broken = true // what is posted now would only be flushed
+		l.MarkFailed(id)
 		p.mu.Unlock()
 		return // another queue pair may still read the memory; see abandon
 	}
-	f, last := l.complete(id)
-	if last && f.control != nil {
-		p.recycle(f.control)
-		f.control = nil
+	f, last := l.Complete(id)
+	if last && f.Note.control != nil {
+		p.recycle(f.Note.control)
+		f.Note.control = nil
 	}
 	if last && p.link == l && p.waiting() {
 		p.returnSlots()
@@ -135,7 +136,7 @@ func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 	}
 	p.mu.Unlock()
 	if last {
-		f.end()
+		endSent(&f)
 	}
 }
 
@@ -299,7 +300,7 @@ func (rx *received) copyFrame(b []byte, t *trailer) backend.Mem {
 // decode makes a message of a notification. A nil rxMsg with a nil error is no
 // message, but nothing wrong either.
 func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*received, error) {
-	b := l.Memory.meta.mem
+	b := l.Memory.meta.Mem
 	if c.Len < rawMeta || int(c.Len) > len(b) {
 		return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", c.Len), Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
@@ -45,10 +46,10 @@ func (in *inbound) charge(n int) {
 // metaBytes is what a meta of n bytes costs. The usual ones, of which there cannot be more
 // than slots, are not counted.
 func metaBytes(n int) int {
-	if n <= cellSize {
+	if n <= conn.CellSize {
 		return 0
 	}
-	return (n + pageSize - 1) &^ (pageSize - 1)
+	return (n + conn.PageSize - 1) &^ (conn.PageSize - 1)
 }
 
 // registeredBuffer is the buffer that the application has registered for the message, if it
@@ -73,7 +74,7 @@ func (in *inbound) cost(s *start, need rendezvous.Need, kind uint64) int {
 	if !in.hello.native {
 		in.mu.Lock()
 		defer in.mu.Unlock()
-		if a := in.areas[s.key]; a != nil && a.mem.Len() >= need.Data {
+		if a := in.areas[s.key]; a != nil && a.Mem.Len() >= need.Data {
 			return n
 		}
 		return n + need.Data
@@ -110,7 +111,7 @@ func (in *inbound) newArea(n int, host bool) (*area, error) {
 	a, err := in.host.newArea(n, host)
 	if err == nil {
 		a.of = in
-		in.charge(a.mem.Len())
+		in.charge(a.Mem.Len())
 	}
 	return a, err
 }
@@ -253,7 +254,7 @@ func (p *peer) returnSlots() {
 		if len(back) == 0 {
 			return
 		}
-		id, _, stage, ok := l.begin()
+		id, _, stage, ok := l.Begin()
 		if !ok {
 			return // tick tries again
 		}
@@ -263,7 +264,7 @@ func (p *peer) returnSlots() {
 			t.n++
 		}
 		t.put(stage[:trailerLen])
-		l.add(id, 0, l.staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
+		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
 		p.sender.ReturnsSent(t.n)
 	}
 }

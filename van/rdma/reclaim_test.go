@@ -10,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -142,7 +143,7 @@ func TestHoarderIsCutOff(t *testing.T) {
 	p := newRaw(r, rawAddr, van.Node{ID: 11})
 	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
 	for i := range s.slots.Room() {
-		c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
+		c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: uint64(i), key: 6})
 	}
 	w.must(push(s, 1, 1, value(3000, 1)))
 	s.wantValue(1, value(3000, 1))
@@ -161,7 +162,7 @@ func TestPeerBudget(t *testing.T) {
 	h := newHostileWorld(t, true)
 	before := h.s.stack.Registered()
 	ask := func(n uint64) reply {
-		return h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest, n}, origin: n, key: 6})
+		return h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest, n}, origin: n, key: 6})
 	}
 	for range 8 {
 		if r := ask(2 << 30); r.flags != replyRefused|replyBudget {
@@ -314,7 +315,7 @@ func TestUnusedOneShots(t *testing.T) {
 	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
 	for i := range 100 {
 		var b [startLen]byte
-		(&start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: uint64(i)}).put(b[:])
+		(&start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: uint64(i)}).put(b[:])
 		c.send(immStart, b[:])
 	}
 	in := s.incomingOf(11)
@@ -338,8 +339,8 @@ func TestHostileReturns(t *testing.T) {
 	h := newHostileWorld(t, true)
 	h.w.must(push(h.s, 1, 900, value(6000, 1)))
 	h.s.wantValue(900, value(6000, 1))
-	mine := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1})
-	shot := h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 2})
+	mine := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{1024, kindPush | kindRequest, 1024}, origin: 1})
+	shot := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 2})
 	n := uint64(0)
 	say := func(what string, index int, refused bool) {
 		t.Helper()
@@ -399,7 +400,7 @@ func TestHostileReclaims(t *testing.T) {
 	p.check(q.get(c.receive(immStart)))
 	at := uint64(uintptr(unsafe.Pointer(&p.mem[len(p.mem)-16384])))
 	var b [replyLen]byte
-	(&reply{origin: q.origin, index: 7, meta: at, metaKey: p.mr.RKey(), data: at + cellSize, dataKey: p.mr.RKey(), flags: replyShared}).put(b[:])
+	(&reply{origin: q.origin, index: 7, meta: at, metaKey: p.mr.RKey(), data: at + conn.CellSize, dataKey: p.mr.RKey(), flags: replyShared}).put(b[:])
 	c.send(immReply, b[:])
 	for i, bad := range [][]byte{nil, make([]byte, reclaimLen), make([]byte, reclaimLen-1), make([]byte, startLen)} {
 		c.send(immReclaim, bad)

@@ -65,7 +65,7 @@ func TestMoreBeforeError(t *testing.T) {
 		for _, c := range *p.server.conns.Load() {
 			if in := c.in; in != nil {
 				in.mu.Lock()
-				quiet = quiet && len(in.credits) == 0 && in.sends.idle()
+				quiet = quiet && len(in.credits) == 0 && in.sends.Idle()
 				in.mu.Unlock()
 			}
 		}

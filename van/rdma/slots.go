@@ -52,7 +52,7 @@ func (in *inbound) slotRequested(b []byte) {
 	full := len(*later) >= maxIndex
 	if !full && !in.closed {
 		*later = append(*later, q)
-		in.host.requests.add(&in.requestsDue)
+		in.host.requests.Add(&in.requestsDue)
 	}
 	in.mu.Unlock()
 	if full {
@@ -89,7 +89,7 @@ func (in *inbound) retryRequests(now uint64, _ bool) bool {
 			in.mu.Lock()
 			if !in.closed {
 				in.waiting[k] = append(kept, in.waiting[k]...)
-				in.host.requests.add(&in.requestsDue)
+				in.host.requests.Add(&in.requestsDue)
 			}
 			in.mu.Unlock()
 		}
@@ -187,11 +187,11 @@ func (in *inbound) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiv
 		l.Route = rendezvous.Route{Host: need.Route.Host}
 		l.Route.Class, _ = rendezvous.Class(need.Data)
 	}
-	meta, err := in.cells.get(need.Meta)
+	meta, err := in.cells.Get(need.Meta)
 	if err == nil {
 		l.Memory.meta, l.Memory.bytes = meta, metaBytes(need.Meta)
 		in.charge(l.Memory.bytes)
-		r.meta, r.metaKey = meta.addr, meta.rkey
+		r.meta, r.metaKey = meta.Addr, meta.RKey
 		err = in.allocate(l, s, need, kind, &r)
 	}
 	if err != nil {
@@ -212,13 +212,13 @@ func (in *inbound) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind
 	}
 	if !in.hello.native || kind&kindKeyed != 0 {
 		if dst, ok := in.registeredBuffer(s, need); ok {
-			reg, err := in.host.regions.get(dst, verbs.LocalWrite|verbs.RemoteWrite)
+			reg, err := in.host.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
 			if err != nil {
 				return fmt.Errorf("registered receive buffer: %w", err)
 			}
 			m.data, m.region = dst, reg
 			l.Data = need.Exact
-			r.data, r.dataKey = dst.Addr(), reg.mr.RKey()
+			r.data, r.dataKey = dst.Addr(), reg.MR.RKey()
 			return nil
 		}
 	}
@@ -232,15 +232,15 @@ func (in *inbound) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind
 		if err != nil {
 			return err
 		}
-		m.area, m.data = a, a.mem
+		m.area, m.data = a, a.Mem
 	} else {
 		a, err := in.keyArea(s.key, need.Data)
 		if err != nil {
 			return err
 		}
-		m.area, m.data = a, a.mem
+		m.area, m.data = a, a.Mem
 	}
-	r.data, r.dataKey = m.area.mem.Addr(), m.area.mr.RKey()
+	r.data, r.dataKey = m.area.Mem.Addr(), m.area.MR.RKey()
 	return nil
 }
 
@@ -249,7 +249,7 @@ func (in *inbound) keyArea(key uint64, n int) (*area, error) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	a := in.areas[key]
-	if a == nil || a.mem.Len() < n {
+	if a == nil || a.Mem.Len() < n {
 		if in.closed {
 			return nil, van.ErrClosed
 		}
@@ -277,9 +277,9 @@ func (a *area) Release() { a.put() }
 func (a *area) put() {
 	if a.refs.Add(-1) == 0 {
 		a.host.forgetArea(a)
-		_ = a.close()
+		_ = a.Close()
 		if a.of != nil {
-			a.of.charge(-a.mem.Len())
+			a.of.charge(-a.Mem.Len())
 		}
 	}
 }
@@ -297,7 +297,7 @@ func (in *inbound) recordSlot(l *receiveSlot) {
 	if !l.OneShot && in.hello.native && l.Route.Class == 0 {
 		kept := all[:0]
 		for _, x := range all {
-			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.mem) >= len(l.Memory.meta.mem) {
+			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.Mem) >= len(l.Memory.meta.Mem) {
 				kept = append(kept, x)
 				continue
 			}
@@ -330,7 +330,7 @@ func (in *inbound) dropSlot(l *receiveSlot) {
 // freeSlot gives back the memory of a slot that has ended and that nobody holds.
 func (in *inbound) freeSlot(l *receiveSlot) {
 	m := &l.Memory
-	_ = in.cells.put(m.meta)
+	_ = in.cells.Put(m.meta)
 	in.charge(-m.bytes)
 	if l.OneShot {
 		in.oneShots.Add(-1)
@@ -339,7 +339,7 @@ func (in *inbound) freeSlot(l *receiveSlot) {
 		m.area.put()
 	}
 	if m.region != nil {
-		m.region.release()
+		m.region.Release()
 	}
 	l.Memory = slotMemory{}
 }

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -134,7 +135,7 @@ func TestControlSurvivesALostConnection(t *testing.T) {
 func TestRepeatedControl(t *testing.T) {
 	h := newHostileWorld(t, true)
 	send := func(c *rawConn, ts int, number uint32) {
-		r := c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: uint64(ts)})
+		r := c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: uint64(ts)})
 		c.notify(0, r.index, r.meta, r.metaKey, encode(h.rig, control(h.s, ts), &trailer{numbered: true, lens: [van.MaxFrames]uint32{number, 5}}))
 	}
 	hello := func(epoch uint32) func(int) []byte {

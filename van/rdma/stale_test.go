@@ -7,6 +7,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
@@ -30,7 +31,7 @@ func TestCreditOfEndedPlace(t *testing.T) {
 		t.Fatal(err)
 	}
 	ask := func(n uint64) uint32 {
-		return h.c.ask(start{metaLen: cellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
+		return h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: n, key: 6}).index
 	}
 	small := h.s.slots.Get(ask(1000))
 	in := h.s.incomingOf(11)
@@ -58,7 +59,7 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan), pulls: map[pullKey]pullDestination{}, keySlots: map[uint64]bool{}}
 	put := 0
 	p.sender = rendezvous.NewSender(func(*outgoing) rendezvous.Need {
-		return rendezvous.Need{Route: rendezvous.Route{Class: 1}, Meta: cellSize}
+		return rendezvous.Need{Route: rendezvous.Route{Class: 1}, Meta: conn.CellSize}
 	})
 	puts := func() int {
 		for a, ok := p.sender.Next(); ok; a, ok = p.sender.Next() {
@@ -69,7 +70,7 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 		return put
 	}
 	p.sender.Connect(false)
-	p.link = &link{sendQueue: &sendQueue{}, host: &device{}, native: true, epoch: 7}
+	p.link = &link{SendQueue: &conn.SendQueue[sentMessage]{}, host: &device{}, native: true, epoch: 7}
 	o := &outgoing{}
 	if err := p.sender.Submit(o); err != nil {
 		t.Fatal(err)

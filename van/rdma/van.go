@@ -57,7 +57,7 @@ type rvan struct {
 
 	times            times // for tests to change
 	peers            atomic.Pointer[map[int]*peer]
-	conns            atomic.Pointer[map[uint32]*conn]
+	conns            atomic.Pointer[map[uint32]*connection]
 	devices          atomic.Pointer[[]*device]
 	serials          atomic.Uint32
 	slots            *rendezvous.SlotTable[slotMemory]
@@ -112,7 +112,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 		v.log = slog.New(slog.DiscardHandler)
 	}
 	v.peers.Store(&map[int]*peer{})
-	v.conns.Store(&map[uint32]*conn{})
+	v.conns.Store(&map[uint32]*connection{})
 	v.devices.Store(&[]*device{})
 	v.id.Store(van.Empty)
 	return v
@@ -242,13 +242,13 @@ func (v *rvan) newID(cookie uint64) (*cmID, error) {
 	return c, nil
 }
 
-func (v *rvan) rememberConn(serial uint32, c *conn) {
+func (v *rvan) rememberConn(serial uint32, c *connection) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.rememberConnLocked(serial, c)
 }
 
-func (v *rvan) rememberConnLocked(serial uint32, c *conn) {
+func (v *rvan) rememberConnLocked(serial uint32, c *connection) {
 	m := maps.Clone(*v.conns.Load())
 	m[serial] = c
 	v.conns.Store(&m)
@@ -404,11 +404,7 @@ func (v *rvan) Stats() van.Stats {
 		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(),
 		PausedReads: v.stats.paused.Load()}
 	for _, d := range *v.devices.Load() {
-		for _, r := range *d.regions.sorted.Load() {
-			if r.refs.Load() > 0 {
-				s.Pinned++
-			}
-		}
+		s.Pinned += uint64(d.regions.InUse())
 	}
 	return s
 }

@@ -1,4 +1,4 @@
-package rdma
+package conn
 
 import (
 	"cmp"
@@ -14,24 +14,24 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// regions is the cache of the memory regions of callers' tensors on one device. A
+// Regions is the cache of the memory regions of callers' tensors on one device. A
 // region holds its memory (Go's is pinned, others' retained) until it is evicted, so
 // that an address always means the memory that was registered there.
 //
 // Finding a region takes no lock. What nothing uses is evicted when there is too much
 // of it, or after a while.
-type regions struct {
+type Regions struct {
 	dev  verbs.Device
 	back backend.Backend // of device memory
 
-	sorted atomic.Pointer[[]*region] // by address
+	sorted atomic.Pointer[[]*Region] // by address
 
 	// dropping is held for reading while a region is removed: revoke waits for it.
 	dropping sync.RWMutex
 
-	// stuck is told of a region that could not be deregistered: peers may still write
+	// OnStuck is told of a region that could not be deregistered: peers may still write
 	// there, so its memory is kept for good.
-	stuck func(*region, error)
+	OnStuck func(*Region, error)
 
 	mu     sync.Mutex // guards changes of sorted
 	bytes  int        // registered
@@ -45,28 +45,28 @@ const (
 	maxIdle      = 30 * time.Second
 )
 
-// region is registered memory of a caller.
-type region struct {
-	mem    backend.Mem
+// Region is registered memory of a caller.
+type Region struct {
+	Mem    backend.Mem
 	access verbs.Access
-	mr     verbs.MR
+	MR     verbs.MR
 	pin    runtime.Pinner
 	last   atomic.Uint64 // when it was used
 	// refs counts users; dead is when it is negative.
 	refs  atomic.Int32
 	gone  atomic.Bool // revoked: do not find it
-	owner *regions
+	owner *Regions
 }
 
 const regionDead = -1 << 30
 
-func newRegions(dev verbs.Device, back backend.Backend) *regions {
-	r := &regions{dev: dev, back: back, stuck: func(*region, error) {}}
-	r.sorted.Store(&[]*region{})
+func NewRegions(dev verbs.Device, back backend.Backend) *Regions {
+	r := &Regions{dev: dev, back: back, OnStuck: func(*Region, error) {}}
+	r.sorted.Store(&[]*Region{})
 	return r
 }
 
-func (r *region) acquire() bool {
+func (r *Region) acquire() bool {
 	for {
 		n := r.refs.Load()
 		if n < 0 || r.gone.Load() {
@@ -78,8 +78,8 @@ func (r *region) acquire() bool {
 	}
 }
 
-// release ends a use. The last one of a revoked region deregisters it.
-func (r *region) release() {
+// Release ends a use. The last one of a revoked region deregisters it.
+func (r *Region) Release() {
 	r.last.Store(clock.Now())
 	if r.refs.Add(-1) == 0 && r.gone.Load() {
 		r.owner.remove(r)
@@ -90,32 +90,32 @@ func (r *region) release() {
 const findSteps = 4
 
 // find returns a region that covers m, in use.
-func (rs *regions) find(m backend.Mem, a verbs.Access) *region {
+func (rs *Regions) find(m backend.Mem, a verbs.Access) *Region {
 	all := *rs.sorted.Load()
 	addr := m.Addr()
-	i, _ := slices.BinarySearchFunc(all, addr, func(r *region, addr uint64) int {
-		if r.mem.Addr() <= addr {
+	i, _ := slices.BinarySearchFunc(all, addr, func(r *Region, addr uint64) int {
+		if r.Mem.Addr() <= addr {
 			return -1
 		}
 		return 1
 	})
 	for k := i - 1; k >= 0 && k >= i-findSteps; k-- {
 		r := all[k]
-		if off := addr - r.mem.Addr(); off+uint64(m.Len()) <= uint64(r.mem.Len()) && r.access&a == a && r.mem.Device() == m.Device() && r.acquire() {
+		if off := addr - r.Mem.Addr(); off+uint64(m.Len()) <= uint64(r.Mem.Len()) && r.access&a == a && r.Mem.Device() == m.Device() && r.acquire() {
 			return r
 		}
 	}
 	return nil
 }
 
-// get returns a region that covers m, registering it if need be. The caller releases
+// Get returns a region that covers m, registering it if need be. The caller releases
 // it.
-func (rs *regions) get(m backend.Mem, a verbs.Access) (*region, error) {
+func (rs *Regions) Get(m backend.Mem, a verbs.Access) (*Region, error) {
 	if r := rs.find(m, a); r != nil {
 		return r, nil
 	}
-	rs.evict(clock.Now())
-	r := &region{mem: m, access: a, owner: rs}
+	rs.Evict(clock.Now())
+	r := &Region{Mem: m, access: a, owner: rs}
 	if m.OnHost() {
 		r.pin.Pin((*byte)(m.Ptr()))
 	}
@@ -126,13 +126,13 @@ func (rs *regions) get(m backend.Mem, a verbs.Access) (*region, error) {
 		m.Release()
 		return nil, err
 	}
-	r.mr = mr
+	r.MR = mr
 	r.refs.Store(1)
 	rs.mu.Lock()
 	closed := rs.closed
 	if !closed {
-		rs.change(func(all []*region) []*region {
-			i, _ := slices.BinarySearchFunc(all, r, func(x, y *region) int { return cmp.Compare(x.mem.Addr(), y.mem.Addr()) })
+		rs.change(func(all []*Region) []*Region {
+			i, _ := slices.BinarySearchFunc(all, r, func(x, y *Region) int { return cmp.Compare(x.Mem.Addr(), y.Mem.Addr()) })
 			return slices.Insert(all, i, r)
 		})
 		rs.bytes += m.Len()
@@ -145,7 +145,7 @@ func (rs *regions) get(m backend.Mem, a verbs.Access) (*region, error) {
 }
 
 // change replaces the table. rs.mu is held.
-func (rs *regions) change(f func([]*region) []*region) {
+func (rs *Regions) change(f func([]*Region) []*Region) {
 	all := f(slices.Clone(*rs.sorted.Load()))
 	rs.sorted.Store(&all)
 }
@@ -154,19 +154,19 @@ func (rs *regions) change(f func([]*region) []*region) {
 // the process must not use their memory for anything else.
 var forever sync.Map
 
-func (r *region) drop() error {
-	if err := r.mr.Deregister(); err != nil {
+func (r *Region) drop() error {
+	if err := r.MR.Deregister(); err != nil {
 		forever.Store(r, true)
-		r.owner.stuck(r, err)
+		r.owner.OnStuck(r, err)
 		return err
 	}
 	r.pin.Unpin()
-	r.mem.Release() // mem stays: find may be looking at it
+	r.Mem.Release() // mem stays: find may be looking at it
 	return nil
 }
 
 // remove deregisters r unless somebody uses it.
-func (rs *regions) remove(r *region) {
+func (rs *Regions) remove(r *Region) {
 	rs.dropping.RLock()
 	defer rs.dropping.RUnlock()
 	if r.refs.CompareAndSwap(0, regionDead) {
@@ -177,16 +177,26 @@ func (rs *regions) remove(r *region) {
 	}
 }
 
-func (rs *regions) take(r *region) {
-	rs.change(func(all []*region) []*region { return slices.DeleteFunc(all, func(x *region) bool { return x == r }) })
-	rs.bytes -= r.mem.Len()
+func (rs *Regions) take(r *Region) {
+	rs.change(func(all []*Region) []*Region { return slices.DeleteFunc(all, func(x *Region) bool { return x == r }) })
+	rs.bytes -= r.Mem.Len()
 }
 
 // idle is for how long r has not been used.
-func (r *region) idle(now uint64) time.Duration { return time.Duration(now - r.last.Load()) }
+func (r *Region) idle(now uint64) time.Duration { return time.Duration(now - r.last.Load()) }
 
-// evict deregisters what has not been used for long, or is too much.
-func (rs *regions) evict(now uint64) {
+// InUse is the number of regions that somebody uses.
+func (rs *Regions) InUse() (n int) {
+	for _, r := range *rs.sorted.Load() {
+		if r.refs.Load() > 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// Evict deregisters what has not been used for long, or is too much.
+func (rs *Regions) Evict(now uint64) {
 	all := *rs.sorted.Load()
 	if len(all) == 0 {
 		return
@@ -194,18 +204,18 @@ func (rs *regions) evict(now uint64) {
 	rs.mu.Lock()
 	over := rs.bytes > maxIdleBytes || len(all) >= maxRegions
 	rs.mu.Unlock()
-	var idle []*region
+	var idle []*Region
 	bytes := 0
 	for _, r := range all {
 		if r.refs.Load() == 0 && (over || r.idle(now) > maxIdle) {
 			idle = append(idle, r)
-			bytes += r.mem.Len()
+			bytes += r.Mem.Len()
 		}
 	}
-	slices.SortFunc(idle, func(x, y *region) int { return cmp.Compare(x.last.Load(), y.last.Load()) })
+	slices.SortFunc(idle, func(x, y *Region) int { return cmp.Compare(x.last.Load(), y.last.Load()) })
 	left := len(all)
 	for _, r := range idle {
-		n := r.mem.Len()
+		n := r.Mem.Len()
 		if r.idle(now) <= maxIdle && bytes <= maxIdleBytes/2 && left <= maxRegions*3/4 {
 			break
 		}
@@ -215,13 +225,13 @@ func (rs *regions) evict(now uint64) {
 	}
 }
 
-// revoke makes sure that no peer can write to m any more, but for the regions in kept.
-func (rs *regions) revoke(m backend.Mem, kept []*region) {
+// Revoke makes sure that no peer can write to m any more, but for the regions in kept.
+func (rs *Regions) Revoke(m backend.Mem, kept []*Region) {
 	rs.dropping.Lock()
 	defer rs.dropping.Unlock()
 	lo, hi := m.Addr(), m.Addr()+uint64(m.Len())
 	for _, r := range *rs.sorted.Load() {
-		if a := r.mem.Addr(); r.access&verbs.RemoteWrite == 0 || a >= hi || a+uint64(r.mem.Len()) <= lo || slices.Contains(kept, r) {
+		if a := r.Mem.Addr(); r.access&verbs.RemoteWrite == 0 || a >= hi || a+uint64(r.Mem.Len()) <= lo || slices.Contains(kept, r) {
 			continue
 		}
 		r.gone.Store(true)
@@ -236,12 +246,12 @@ func (rs *regions) revoke(m backend.Mem, kept []*region) {
 	}
 }
 
-// close deregisters everything.
-func (rs *regions) close() error {
+// Close deregisters everything.
+func (rs *Regions) Close() error {
 	rs.mu.Lock()
 	rs.closed = true
 	all := *rs.sorted.Load()
-	rs.sorted.Store(&[]*region{})
+	rs.sorted.Store(&[]*Region{})
 	rs.bytes = 0
 	rs.mu.Unlock()
 	var errs []error

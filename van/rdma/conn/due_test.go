@@ -1,4 +1,4 @@
-package rdma
+package conn
 
 import (
 	"slices"
@@ -10,15 +10,15 @@ import (
 // TestDueQueue: items run once each, in the order in which they were added, those that
 // are not due yet stay, and an item that adds itself again runs the next time.
 func TestDueQueue(t *testing.T) {
-	var q dueQueue
+	var q DueQueue
 	var ran []int
-	items := make([]dueItem, 5)
+	items := make([]DueItem, 5)
 	again := true
 	for i := range items {
-		items[i].run = func(uint64, bool) bool {
+		items[i].Run = func(uint64, bool) bool {
 			ran = append(ran, i)
 			if i == 1 && again {
-				q.add(&items[i])
+				q.Add(&items[i])
 			}
 			return i == 3
 		}
@@ -31,24 +31,24 @@ func TestDueQueue(t *testing.T) {
 		}
 		ran = nil
 	}
-	want("empty", q.run(later, false), false)
-	if !q.empty() || q.wait(0, time.Second) != time.Second {
+	want("empty", q.Run(later, false), false)
+	if !q.Empty() || q.Wait(0, time.Second) != time.Second {
 		t.Error("an empty queue is not empty")
 	}
 	for _, i := range []int{2, 1, 1, 2} {
-		q.add(&items[i])
+		q.Add(&items[i])
 	}
-	want("not due yet", q.run(0, false), false)
-	if q.empty() || q.wait(items[2].at-5, time.Second) != 5 || q.wait(later, time.Second) != 0 {
+	want("not due yet", q.Run(0, false), false)
+	if q.Empty() || q.Wait(items[2].at-5, time.Second) != 5 || q.Wait(later, time.Second) != 0 {
 		t.Error("what is due later is not waited for")
 	}
-	q.add(&items[3])
-	want("due", q.run(later, false), true, 2, 1, 3)
+	q.Add(&items[3])
+	want("due", q.Run(later, false), true, 2, 1, 3)
 	again = false
-	want("added again", q.run(later, false), false, 1)
-	q.add(&items[0])
-	want("early", q.run(0, true), false, 0)
-	if !q.empty() {
+	want("added again", q.Run(later, false), false, 1)
+	q.Add(&items[0])
+	want("early", q.Run(0, true), false, 0)
+	if !q.Empty() {
 		t.Error("it is not empty at the end")
 	}
 }
@@ -56,12 +56,12 @@ func TestDueQueue(t *testing.T) {
 // TestDueQueueAdders: nothing that is added while the queue runs is lost.
 func TestDueQueueAdders(t *testing.T) {
 	const adders, each = 4, 2000
-	var q dueQueue
-	var items [adders]dueItem
+	var q DueQueue
+	var items [adders]DueItem
 	var asked, served [adders]int
 	var mu sync.Mutex
 	for i := range items {
-		items[i].run = func(uint64, bool) bool {
+		items[i].Run = func(uint64, bool) bool {
 			mu.Lock()
 			defer mu.Unlock()
 			served[i] = asked[i]
@@ -75,7 +75,7 @@ func TestDueQueueAdders(t *testing.T) {
 				mu.Lock()
 				asked[i]++
 				mu.Unlock()
-				q.add(&items[i])
+				q.Add(&items[i])
 			}
 		})
 	}
@@ -90,7 +90,7 @@ func TestDueQueueAdders(t *testing.T) {
 			ended = true
 		default:
 		}
-		q.run(0, true)
+		q.Run(0, true)
 	}
 	if served != asked {
 		t.Errorf("served %v, want %v", served, asked)

@@ -1,4 +1,4 @@
-package rdma
+package conn
 
 import (
 	"errors"
@@ -8,6 +8,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
+
+const eachStage = 2048
 
 // stubDevice takes work requests and does nothing.
 type stubDevice struct {
@@ -35,98 +37,102 @@ type stubQP struct {
 func (q stubQP) Handle() verbs.Handle { return verbs.Handle(q.n + 1) }
 func (q stubQP) MaxInline() int       { return q.inline }
 
+// counter counts records that have ended.
 type counter int
 
-func (c *counter) Sent() { *c++ }
+func end(f Finished[*counter]) {
+	f.End()
+	*f.Note++
+}
 
-func newTestPipe(t *testing.T, depth, n int) (*sendQueue, *stubDevice) {
+func newTestSendQueue(t *testing.T, depth, n int) (*SendQueue[*counter], *stubDevice) {
 	t.Helper()
 	real, _, _ := bare(t)
 	dev := &stubDevice{Device: real}
-	p, err := newSendQueue(dev, []verbs.QP{stubQP{n: 0, inline: 300}, stubQP{n: 1, inline: 200}}, 5, depth, n, stageEach)
+	p, err := NewSendQueue[*counter](dev, []verbs.QP{stubQP{n: 0, inline: 300}, stubQP{n: 1, inline: 200}}, 5, depth, n, eachStage)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := p.close(); err != nil {
+		if err := p.Close(); err != nil {
 			t.Error(err)
 		}
 	})
 	return p, dev
 }
 
-// TestPipe uses a pipe at random and compares its accounts.
-func TestPipe(t *testing.T) {
+// TestSendQueue uses a send queue at random and compares its accounts.
+func TestSendQueue(t *testing.T) {
 	const depth, n = 20, 6
-	p, dev := newTestPipe(t, depth, n)
+	p, dev := newTestSendQueue(t, depth, n)
 	rng := rand.New(rand.NewPCG(1, 1))
 	open := map[uint32]int{} // completions to come
 	var sent, begun counter
 	for range 5000 {
 		if rng.IntN(2) == 0 {
-			id, r, stage, ok := p.begin()
+			id, r, stage, ok := p.Begin()
 			if !ok {
 				continue
 			}
-			if len(stage) != stageEach || open[id] != 0 {
+			if len(stage) != eachStage || open[id] != 0 {
 				t.Fatalf("record %d with %d bytes is begun, %d completions are to come", id, len(stage), open[id])
 			}
 			begun++
-			r.done = &sent
-			for q := range p.qps {
+			r.Note = &sent
+			for q := range p.QPs {
 				for range rng.IntN(2) {
-					p.add(id, q, verbs.SendWR{Op: verbs.OpWrite})
+					p.Add(id, q, verbs.SendWR{Op: verbs.OpWrite})
 				}
 				if q == 0 || rng.IntN(2) == 0 {
-					p.add(id, q, verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled})
+					p.Add(id, q, verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled})
 					open[id]++
 				}
 			}
 			if rng.IntN(3) == 0 {
-				if err := p.post(); err != nil {
+				if err := p.Post(); err != nil {
 					t.Fatal(err)
 				}
 			}
 			continue
 		}
-		if err := p.post(); err != nil {
+		if err := p.Post(); err != nil {
 			t.Fatal(err)
 		}
 		for id, left := range open {
 			if left == 0 {
 				continue
 			}
-			f, last := p.complete(id)
+			f, last := p.Complete(id)
 			if open[id]--; last != (open[id] == 0) {
 				t.Fatalf("record %d: last %t with %d completions to come", id, last, open[id])
 			}
 			if last {
-				f.end()
+				end(f)
 			}
 			break
 		}
-		if _, ok := p.complete(uint32(n + rng.IntN(100))); ok {
+		if _, ok := p.Complete(uint32(n + rng.IntN(100))); ok {
 			t.Fatal("a record that does not exist completes")
 		}
 	}
-	if err := p.post(); err != nil {
+	if err := p.Post(); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.post(); err != nil {
+	if err := p.Post(); err != nil {
 		t.Fatal(err)
 	}
 	for id, left := range open {
 		for range left {
-			if f, last := p.complete(id); last {
-				f.end()
+			if f, last := p.Complete(id); last {
+				end(f)
 			}
 		}
-		if _, ok := p.complete(id); ok {
+		if _, ok := p.Complete(id); ok {
 			t.Error("a record completes twice")
 		}
 	}
-	if !p.idle() || sent != begun {
-		t.Errorf("idle %t; Done %d times, %d were begun", p.idle(), sent, begun)
+	if !p.Idle() || sent != begun {
+		t.Errorf("idle %t; Done %d times, %d were begun", p.Idle(), sent, begun)
 	}
 	for q, room := range p.room {
 		if room != depth {
@@ -134,55 +140,55 @@ func TestPipe(t *testing.T) {
 		}
 	}
 	for _, wr := range dev.posted {
-		if q, id := recordOf(wr.ID); wr.QP != p.qps[q].Handle() || id >= n || wr.ID>>32 != 5 {
+		if q, id := RecordOf(wr.ID); wr.QP != p.QPs[q].Handle() || id >= n || wr.ID>>32 != 5 {
 			t.Fatalf("work request %#x on queue pair %d", wr.ID, wr.QP)
 		}
 	}
 }
 
-func TestPipeInline(t *testing.T) {
-	p, _ := newTestPipe(t, 20, 2)
-	_, _, stage, _ := p.begin()
-	if wr := p.staged(verbs.SendWR{}, stage[:200]); wr.Flags&verbs.Inline == 0 || wr.LocalAddr != backend.Bytes(stage).Addr() || wr.Len != 200 {
+func TestSendQueueInline(t *testing.T) {
+	p, _ := newTestSendQueue(t, 20, 2)
+	_, _, stage, _ := p.Begin()
+	if wr := p.Staged(verbs.SendWR{}, stage[:200]); wr.Flags&verbs.Inline == 0 || wr.LocalAddr != backend.Bytes(stage).Addr() || wr.Len != 200 {
 		t.Errorf("%+v, want 200 bytes inline", wr)
 	}
 	// No queue pair may be asked for more than it takes.
-	if wr := p.staged(verbs.SendWR{}, stage[:201]); wr.Flags&verbs.Inline != 0 || wr.LKey != p.stage.mr.LKey() {
+	if wr := p.Staged(verbs.SendWR{}, stage[:201]); wr.Flags&verbs.Inline != 0 || wr.LKey != p.stage.MR.LKey() {
 		t.Errorf("%+v, want 201 bytes with a key", wr)
 	}
 }
 
-// TestPipeBroken lets a post fail: nothing begins any more, and each record ends once.
-func TestPipeBroken(t *testing.T) {
+// TestSendQueueBroken lets a post fail: nothing begins any more, and each record ends once.
+func TestSendQueueBroken(t *testing.T) {
 	for _, s := range []struct {
 		take int
 		err  error
 	}{{0, errTest}, {1, errTest}, {1, nil}} {
-		p, dev := newTestPipe(t, 20, 4)
+		p, dev := newTestSendQueue(t, 20, 4)
 		var sent counter
 		for range 2 {
-			id, r, _, ok := p.begin()
+			id, r, _, ok := p.Begin()
 			if !ok {
 				t.Fatal("no record")
 			}
-			r.done = &sent
-			p.add(id, 0, verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled})
+			r.Note = &sent
+			p.Add(id, 0, verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled})
 		}
 		dev.take, dev.fail = s.take, s.err
 		if s.err == nil {
-			p.dev = shortDevice{dev}
+			p.Device = shortDevice{dev}
 		}
-		if err := p.post(); err == nil || s.err != nil && !errors.Is(err, s.err) {
+		if err := p.Post(); err == nil || s.err != nil && !errors.Is(err, s.err) {
 			t.Errorf("post: %v, want an error", err)
 		}
-		if _, _, _, ok := p.begin(); ok {
-			t.Error("a broken pipe begins a record")
+		if _, _, _, ok := p.Begin(); ok {
+			t.Error("a broken queue begins a record")
 		}
-		all := p.abandon()
+		all := p.Abandon()
 		for i := range all {
-			all[i].end()
+			end(all[i])
 		}
-		for i := range p.abandon() {
+		for i := range p.Abandon() {
 			t.Errorf("record %d is abandoned twice", i)
 		}
 		if sent != 2 {

@@ -1,4 +1,4 @@
-package rdma
+package conn
 
 import (
 	"errors"
@@ -12,21 +12,21 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// block is memory of the library's own, outside of the Go heap, registered with one
+// Block is memory of the library's own, outside of the Go heap, registered with one
 // device.
-type block struct {
-	mem  backend.Mem
-	mr   verbs.MR
+type Block struct {
+	Mem  backend.Mem
+	MR   verbs.MR
 	free func() error
 	once sync.Once // deregisters
 	open error     // why it could not be
 }
 
-const pageSize = 4096
+const PageSize = 4096
 
-// newBlock maps and registers n bytes of host memory.
-func newBlock(dev verbs.Device, n int, a verbs.Access) (*block, error) {
-	b, err := unix.Mmap(-1, 0, (n+pageSize-1)&^(pageSize-1), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+// NewBlock maps and registers n bytes of host memory.
+func NewBlock(dev verbs.Device, n int, a verbs.Access) (*Block, error) {
+	b, err := unix.Mmap(-1, 0, (n+PageSize-1)&^(PageSize-1), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
 		return nil, fmt.Errorf("map %d bytes: %w", n, err)
 	}
@@ -35,11 +35,11 @@ func newBlock(dev verbs.Device, n int, a verbs.Access) (*block, error) {
 	if err != nil {
 		return nil, errors.Join(err, unix.Munmap(b))
 	}
-	return &block{mem: mem, mr: mr, free: func() error { return unix.Munmap(b) }}, nil
+	return &Block{Mem: mem, MR: mr, free: func() error { return unix.Munmap(b) }}, nil
 }
 
-// newDeviceBlock allocates and registers n bytes of back's memory.
-func newDeviceBlock(dev verbs.Device, back backend.Backend, n int, a verbs.Access) (*block, error) {
+// NewDeviceBlock allocates and registers n bytes of back's memory.
+func NewDeviceBlock(dev verbs.Device, back backend.Backend, n int, a verbs.Access) (*Block, error) {
 	mem, err := back.Alloc(n)
 	if err != nil {
 		return nil, err
@@ -48,19 +48,19 @@ func newDeviceBlock(dev verbs.Device, back backend.Backend, n int, a verbs.Acces
 	if err != nil {
 		return nil, errors.Join(err, back.Free(mem))
 	}
-	return &block{mem: mem, mr: mr, free: func() error { return back.Free(mem) }}, nil
+	return &Block{Mem: mem, MR: mr, free: func() error { return back.Free(mem) }}, nil
 }
 
-// deregister ends the device's access; the memory stays until close.
-func (b *block) deregister() error {
-	b.once.Do(func() { b.open = b.mr.Deregister() })
+// Deregister ends the device's access; the memory stays until close.
+func (b *Block) Deregister() error {
+	b.once.Do(func() { b.open = b.MR.Deregister() })
 	return b.open
 }
 
-// close also frees the memory, unless peers may still write there. Call it once.
-func (b *block) close() error {
-	if err := b.deregister(); err != nil {
-		return fmt.Errorf("%d bytes stay: %w", b.mem.Len(), err)
+// Close also frees the memory, unless peers may still write there. Call it once.
+func (b *Block) Close() error {
+	if err := b.Deregister(); err != nil {
+		return fmt.Errorf("%d bytes stay: %w", b.Mem.Len(), err)
 	}
 	return b.free()
 }
@@ -97,58 +97,58 @@ func registerDMABuf(dev verbs.Device, back backend.Backend, mem backend.Mem, a v
 	return dev.RegisterDMABuf(fd, uint64(off), uint64(mem.Len()), mem.Addr(), a)
 }
 
-// cells gives out small pieces of registered memory for metas.
-type cells struct {
-	dev    verbs.Device
+// Cells gives out small pieces of registered memory for metas.
+type Cells struct {
+	Device verbs.Device
 	mu     sync.Mutex
-	blocks []*block
-	free   []cell
-	large  map[*block]bool // given out
+	blocks []*Block
+	free   []Cell
+	large  map[*Block]bool // given out
 	out    int             // cells of blocks that are given out
 	closed bool
 }
 
-// cell is registered memory for one meta.
-type cell struct {
-	mem   []byte
-	addr  uint64
-	rkey  uint32
-	large *block // of its own
+// Cell is registered memory for one meta.
+type Cell struct {
+	Mem   []byte
+	Addr  uint64
+	RKey  uint32
+	large *Block // of its own
 }
 
 const (
-	cellSize  = 2048 // a meta with a small payload
+	CellSize  = 2048 // a meta with a small payload
 	cellsEach = 64   // in a block
 )
 
-func (c *cells) get(n int) (cell, error) {
+func (c *Cells) Get(n int) (Cell, error) {
 	const access = verbs.LocalWrite | verbs.RemoteWrite
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
-		return cell{}, verbs.ErrClosed
+		return Cell{}, verbs.ErrClosed
 	}
-	if n > cellSize {
-		b, err := newBlock(c.dev, n, access)
+	if n > CellSize {
+		b, err := NewBlock(c.Device, n, access)
 		if err != nil {
-			return cell{}, err
+			return Cell{}, err
 		}
 		if c.large == nil {
-			c.large = map[*block]bool{}
+			c.large = map[*Block]bool{}
 		}
 		c.large[b] = true
-		return cell{b.mem.Host(), b.mem.Addr(), b.mr.RKey(), b}, nil
+		return Cell{b.Mem.Host(), b.Mem.Addr(), b.MR.RKey(), b}, nil
 	}
 	if len(c.free) == 0 {
-		b, err := newBlock(c.dev, cellSize*cellsEach, access)
+		b, err := NewBlock(c.Device, CellSize*cellsEach, access)
 		if err != nil {
-			return cell{}, err
+			return Cell{}, err
 		}
 		c.blocks = append(c.blocks, b)
-		mem := b.mem.Host()
+		mem := b.Mem.Host()
 		for i := cellsEach - 1; i >= 0; i-- {
-			m := mem[i*cellSize : (i+1)*cellSize : (i+1)*cellSize]
-			c.free = append(c.free, cell{m, uint64(uintptr(unsafe.Pointer(&m[0]))), b.mr.RKey(), nil})
+			m := mem[i*CellSize : (i+1)*CellSize : (i+1)*CellSize]
+			c.free = append(c.free, Cell{m, uint64(uintptr(unsafe.Pointer(&m[0]))), b.MR.RKey(), nil})
 		}
 	}
 	last := len(c.free) - 1
@@ -158,14 +158,14 @@ func (c *cells) get(n int) (cell, error) {
 	return x, nil
 }
 
-func (c *cells) put(x cell) error {
+func (c *Cells) Put(x Cell) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	switch {
 	case x.large != nil:
 		delete(c.large, x.large)
-		return x.large.close()
-	case x.mem == nil:
+		return x.large.Close()
+	case x.Mem == nil:
 		return nil
 	}
 	c.out--
@@ -176,18 +176,18 @@ func (c *cells) put(x cell) error {
 	return nil
 }
 
-// close deregisters everything. Memory that somebody still reads stays until it is put
+// Close deregisters everything. Memory that somebody still reads stays until it is put
 // back.
-func (c *cells) close() error {
+func (c *Cells) Close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.closed = true
 	var errs []error
 	for b := range c.large {
-		errs = append(errs, b.deregister())
+		errs = append(errs, b.Deregister())
 	}
 	for _, b := range c.blocks {
-		errs = append(errs, b.deregister())
+		errs = append(errs, b.Deregister())
 	}
 	if c.out == 0 {
 		errs = append(errs, c.unmap())
@@ -196,10 +196,10 @@ func (c *cells) close() error {
 }
 
 // unmap frees the blocks. c.mu is held.
-func (c *cells) unmap() error {
+func (c *Cells) unmap() error {
 	var errs []error
 	for _, b := range c.blocks {
-		errs = append(errs, b.close())
+		errs = append(errs, b.Close())
 	}
 	c.blocks, c.free = nil, nil
 	return errors.Join(errs...)

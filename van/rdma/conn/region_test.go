@@ -1,10 +1,11 @@
-package rdma
+package conn
 
 import (
 	"errors"
 	"math/rand/v2"
 	"net/netip"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -19,39 +20,56 @@ import (
 
 const both = verbs.LocalWrite | verbs.RemoteWrite
 
+var errTest = errors.New("made to fail")
+
 // bare is a device without a van.
 func bare(t *testing.T, options ...func(*fakeverbs.Config)) (verbs.Device, *fakeverbs.Stack, *fakeverbs.Net) {
 	t.Helper()
-	r := &rig{T: t, net: fakeverbs.NewNet(options...)}
-	r.net.OnError(func(err error) { t.Errorf("the network: %v", err) })
+	check := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	network := fakeverbs.NewNet(options...)
+	network.OnError(func(err error) { t.Errorf("the network: %v", err) })
 	a := netip.MustParseAddr("10.77.3.1")
-	p := newRaw(r, a, testNode{}.who)
-	id, err := p.ch.NewID(1)
-	p.check(err)
-	p.check(id.ResolveAddr(a, netip.AddrPortFrom(a, uint16(p.port)), time.Second))
-	p.event(verbs.AddrResolved)
+	stack := network.Stack(a)
+	stack.SetName("bare")
+	ch, err := stack.NewChannel()
+	check(err)
+	listen, err := ch.NewID(0)
+	check(err)
+	check(listen.Bind(netip.AddrPortFrom(a, 0)))
+	check(listen.Listen(8))
+	id, err := ch.NewID(1)
+	check(err)
+	check(id.ResolveAddr(a, listen.LocalAddr(), time.Second))
+	if ev, err := ch.Next(); err != nil || ev.Type != verbs.AddrResolved {
+		t.Fatalf("event %v, error %v; want that the address is resolved", ev.Type, err)
+	}
 	dev, err := id.Device()
-	p.check(err)
+	check(err)
 	t.Cleanup(func() {
-		if n := p.stack.Registered(); n != 0 {
+		if n := stack.Registered(); n != 0 {
 			t.Errorf("%d bytes are registered at the end", n)
 		}
-		r.net.Close()
+		network.Close()
 	})
-	return dev, p.stack, r.net
+	return dev, stack, network
 }
 
 func TestRegionsFind(t *testing.T) {
 	dev, stack, _ := bare(t)
-	rs := newRegions(dev, nil)
+	rs := NewRegions(dev, nil)
 	buf := make([]byte, 1<<20)
-	get := func(lo, hi int, a verbs.Access) *region {
+	get := func(lo, hi int, a verbs.Access) *Region {
 		t.Helper()
-		r, err := rs.get(backend.Bytes(buf[lo:hi]), a)
+		r, err := rs.Get(backend.Bytes(buf[lo:hi]), a)
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.release()
+		r.Release()
 		return r
 	}
 	middle := get(1000, 2000, both)
@@ -89,32 +107,32 @@ func TestRegionsFind(t *testing.T) {
 	if n, bytes := rs.stats(); n != 3 || bytes != 3000 {
 		t.Errorf("%d regions of %d bytes, want 3 of 3000", n, bytes)
 	}
-	if err := rs.close(); err != nil {
+	if err := rs.Close(); err != nil {
 		t.Error(err)
 	}
-	if _, err := rs.get(backend.Bytes(buf), 0); !errors.Is(err, verbs.ErrClosed) {
+	if _, err := rs.Get(backend.Bytes(buf), 0); !errors.Is(err, verbs.ErrClosed) {
 		t.Errorf("after close: %v, want %v", err, verbs.ErrClosed)
 	}
 }
 
 func TestRegionsEvict(t *testing.T) {
 	dev, stack, _ := bare(t)
-	rs := newRegions(dev, nil)
+	rs := NewRegions(dev, nil)
 	// Tensors that overlap, so that they need little memory.
 	const size, step = 4 << 20, 4 << 10
 	tensors := make([][]byte, 2*maxIdleBytes/size)
 	buf := make([]byte, size+len(tensors)*step)
-	held, err := rs.get(backend.Bytes(make([]byte, size)), 0)
+	held, err := rs.Get(backend.Bytes(make([]byte, size)), 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for i := range tensors {
 		tensors[i] = buf[i*step:][:size]
-		r, err := rs.get(backend.Bytes(tensors[i]), 0)
+		r, err := rs.Get(backend.Bytes(tensors[i]), 0)
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.release()
+		r.Release()
 		if n, bytes := rs.stats(); bytes > maxIdleBytes+2*size || bytes != stack.Registered() || n > maxRegions {
 			t.Fatalf("%d regions of %d bytes, %d registered", n, bytes, stack.Registered())
 		}
@@ -123,33 +141,33 @@ func TestRegionsEvict(t *testing.T) {
 	if r := rs.find(backend.Bytes(tensors[len(tensors)-1]), 0); r == nil {
 		t.Error("what was used last has been evicted")
 	} else {
-		r.release()
+		r.Release()
 	}
 	if rs.find(backend.Bytes(tensors[0]), 0) != nil {
 		t.Error("what was used first has not been evicted")
 	}
 	// Without use all but the one in use end.
-	rs.evict(clock.Now())
-	rs.evict(clock.Now() + uint64(maxIdle) + 1e9)
+	rs.Evict(clock.Now())
+	rs.Evict(clock.Now() + uint64(maxIdle) + 1e9)
 	if n, bytes := rs.stats(); n != 1 || bytes != size {
 		t.Errorf("%d regions of %d bytes, want the one in use", n, bytes)
 	}
-	held.release()
-	rs.evict(held.last.Load() - 1) // used a moment after the clock was read
+	held.Release()
+	rs.Evict(held.last.Load() - 1) // used a moment after the clock was read
 	if n, _ := rs.stats(); n != 1 {
 		t.Error("what has just been used is evicted")
 	}
 	for range 2 * maxRegions {
-		r, err := rs.get(backend.Bytes(make([]byte, 100)), 0)
+		r, err := rs.Get(backend.Bytes(make([]byte, 100)), 0)
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.release()
+		r.Release()
 		if n, _ := rs.stats(); n > maxRegions {
 			t.Fatalf("%d regions, want up to %d", n, maxRegions)
 		}
 	}
-	if err := rs.close(); err != nil {
+	if err := rs.Close(); err != nil {
 		t.Error(err)
 	}
 }
@@ -162,17 +180,17 @@ func (h *holder) Release() { h.n.Add(-1) }
 
 func TestRegionsHoldMemory(t *testing.T) {
 	dev, _, network := bare(t)
-	rs := newRegions(dev, nil)
+	rs := NewRegions(dev, nil)
 	// Go memory stays while it is registered.
 	var gone atomic.Bool
 	func() {
 		b := new([4096]byte)
 		runtime.SetFinalizer(b, func(*[4096]byte) { gone.Store(true) })
-		r, err := rs.get(backend.Bytes(b[:]), 0)
+		r, err := rs.Get(backend.Bytes(b[:]), 0)
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.release()
+		r.Release()
 	}()
 	for range 3 {
 		runtime.GC()
@@ -180,20 +198,20 @@ func TestRegionsHoldMemory(t *testing.T) {
 	if gone.Load() {
 		t.Fatal("registered memory was collected")
 	}
-	rs.evict(clock.Now() + uint64(maxIdle) + 1e9)
+	rs.Evict(clock.Now() + uint64(maxIdle) + 1e9)
 	// Others' is retained.
 	h := &holder{}
 	b := make([]byte, 100)
 	m := backend.At(unsafe.Pointer(&b[0]), len(b), backend.Host, h)
-	r, err := rs.get(m, both)
+	r, err := rs.Get(m, both)
 	if err != nil || h.n.Load() != 1 {
 		t.Fatalf("error %v, %d holders", err, h.n.Load())
 	}
-	r.release()
+	r.Release()
 	if h.n.Load() != 1 {
 		t.Error("the memory is let go while it is registered")
 	}
-	rs.revoke(m, nil)
+	rs.Revoke(m, nil)
 	if h.n.Load() != 0 {
 		t.Errorf("%d holders after revoke", h.n.Load())
 	}
@@ -204,41 +222,41 @@ func TestRegionsHoldMemory(t *testing.T) {
 		}
 		return nil
 	})
-	if _, err := rs.get(m, both); !errors.Is(err, errTest) || h.n.Load() != 0 {
+	if _, err := rs.Get(m, both); !errors.Is(err, errTest) || h.n.Load() != 0 {
 		t.Errorf("error %v, %d holders", err, h.n.Load())
 	}
 	network.Fail(nil)
-	if err := rs.close(); err != nil {
+	if err := rs.Close(); err != nil {
 		t.Error(err)
 	}
 }
 
 func TestRegionsRevoke(t *testing.T) {
 	dev, stack, _ := bare(t)
-	rs := newRegions(dev, nil)
+	rs := NewRegions(dev, nil)
 	buf := make([]byte, 10000)
-	get := func(lo, hi int, a verbs.Access) *region {
-		r, err := rs.get(backend.Bytes(buf[lo:hi]), a)
+	get := func(lo, hi int, a verbs.Access) *Region {
+		r, err := rs.Get(backend.Bytes(buf[lo:hi]), a)
 		if err != nil {
 			t.Fatal(err)
 		}
 		return r
 	}
 	used, idle, sending, other := get(0, 1000, both), get(1000, 2000, both), get(2000, 3000, 0), get(3000, 4000, both)
-	idle.release()
-	rs.revoke(backend.Bytes(buf[500:3000]), nil)
+	idle.Release()
+	rs.Revoke(backend.Bytes(buf[500:3000]), nil)
 	if n, bytes := rs.stats(); n != 2 || bytes != 2000 || stack.Registered() != 2000 {
 		t.Errorf("%d regions of %d bytes, %d registered; want the one for sending and the one elsewhere", n, bytes, stack.Registered())
 	}
-	used.release()
-	sending.release()
-	other.release()
+	used.Release()
+	sending.Release()
+	other.Release()
 	if r := get(0, 1000, both); r == used {
 		t.Error("a revoked region is found")
 	} else {
-		r.release()
+		r.Release()
 	}
-	if err := rs.close(); err != nil {
+	if err := rs.Close(); err != nil {
 		t.Error(err)
 	}
 }
@@ -247,7 +265,7 @@ func TestRegionsRevoke(t *testing.T) {
 // rely on it.
 func TestRegionsConcurrent(t *testing.T) {
 	dev, stack, _ := bare(t)
-	rs := newRegions(dev, nil)
+	rs := NewRegions(dev, nil)
 	buf := make([]byte, 64<<10)
 	var all sync.WaitGroup
 	for g := range 4 {
@@ -255,7 +273,7 @@ func TestRegionsConcurrent(t *testing.T) {
 			rng := rand.New(rand.NewPCG(uint64(g), 1))
 			for range 1500 {
 				lo := rng.IntN(60) << 10
-				r, err := rs.get(backend.Bytes(buf[lo:lo+1024*(1+rng.IntN(3))]), []verbs.Access{0, both}[rng.IntN(2)])
+				r, err := rs.Get(backend.Bytes(buf[lo:lo+1024*(1+rng.IntN(3))]), []verbs.Access{0, both}[rng.IntN(2)])
 				if err != nil {
 					t.Error(err)
 					return
@@ -263,12 +281,12 @@ func TestRegionsConcurrent(t *testing.T) {
 				if r.refs.Load() <= 0 && !r.gone.Load() {
 					t.Error("a region in use has no users")
 				}
-				r.release()
+				r.Release()
 				switch rng.IntN(40) {
 				case 0:
-					rs.evict(clock.Now() + uint64(2*maxIdle))
+					rs.Evict(clock.Now() + uint64(2*maxIdle))
 				case 1:
-					rs.revoke(backend.Bytes(buf[lo:lo+4096]), nil)
+					rs.Revoke(backend.Bytes(buf[lo:lo+4096]), nil)
 				}
 			}
 		})
@@ -278,61 +296,61 @@ func TestRegionsConcurrent(t *testing.T) {
 		t.Errorf("%d regions of %d bytes, %d registered", n, bytes, stack.Registered())
 	}
 	// After a revoke nothing there can be written to, whatever else goes on.
-	rs.revoke(backend.Bytes(buf), nil)
+	rs.Revoke(backend.Bytes(buf), nil)
 	for _, r := range *rs.sorted.Load() {
 		if r.access&verbs.RemoteWrite != 0 {
 			t.Error("a writable region is left")
 		}
 	}
-	if err := rs.close(); err != nil {
+	if err := rs.Close(); err != nil {
 		t.Error(err)
 	}
 }
 
 func TestCells(t *testing.T) {
 	dev, stack, network := bare(t)
-	c := &cells{dev: dev}
-	get := func(n int) cell {
+	c := &Cells{Device: dev}
+	get := func(n int) Cell {
 		t.Helper()
-		x, err := c.get(n)
-		if err != nil || len(x.mem) < n {
-			t.Fatalf("%d bytes for %d, error %v", len(x.mem), n, err)
+		x, err := c.Get(n)
+		if err != nil || len(x.Mem) < n {
+			t.Fatalf("%d bytes for %d, error %v", len(x.Mem), n, err)
 		}
 		return x
 	}
 	seen := map[uint64]bool{}
-	var all []cell
+	var all []Cell
 	for range 2*cellsEach + 1 {
-		x := get(rawMeta)
-		if seen[x.addr] {
+		x := get(288)
+		if seen[x.Addr] {
 			t.Fatal("a cell was given out twice")
 		}
-		seen[x.addr] = true
+		seen[x.Addr] = true
 		all = append(all, x)
 	}
-	if n := stack.Registered(); n != 3*cellsEach*cellSize {
+	if n := stack.Registered(); n != 3*cellsEach*CellSize {
 		t.Errorf("%d bytes registered", n)
 	}
 	for _, x := range all {
-		if err := c.put(x); err != nil {
+		if err := c.Put(x); err != nil {
 			t.Fatal(err)
 		}
 	}
 	before := stack.Counters().Registrations
 	for range 10000 {
-		x := get(cellSize)
-		if !seen[x.addr] {
+		x := get(CellSize)
+		if !seen[x.Addr] {
 			t.Fatal("a cell is not used again")
 		}
-		if err := c.put(x); err != nil {
+		if err := c.Put(x); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if stack.Counters().Registrations != before {
 		t.Error("used cells cost registrations")
 	}
-	large := get(cellSize + 1)
-	if err := c.put(large); err != nil {
+	large := get(CellSize + 1)
+	if err := c.Put(large); err != nil {
 		t.Fatal(err)
 	}
 	network.Fail(func(op fakeverbs.Op) error {
@@ -341,30 +359,84 @@ func TestCells(t *testing.T) {
 		}
 		return nil
 	})
-	if _, err := c.get(cellSize + 1); !errors.Is(err, errTest) {
+	if _, err := c.Get(CellSize + 1); !errors.Is(err, errTest) {
 		t.Errorf("error %v, want %v", err, errTest)
 	}
 	network.Fail(nil)
 	// What is out at the end can be read until it is put back.
-	x, y := get(10), get(cellSize+1)
-	x.mem[0], y.mem[0] = 1, 2
-	if err := c.close(); err != nil {
+	x, y := get(10), get(CellSize+1)
+	x.Mem[0], y.Mem[0] = 1, 2
+	if err := c.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if stack.Registered() != 0 || x.mem[0] != 1 || y.mem[0] != 2 {
+	if stack.Registered() != 0 || x.Mem[0] != 1 || y.Mem[0] != 2 {
 		t.Errorf("%d bytes registered after close", stack.Registered())
 	}
-	if err := errors.Join(c.put(x), c.put(y)); err != nil {
+	if err := errors.Join(c.Put(x), c.Put(y)); err != nil {
 		t.Error(err)
 	}
-	if _, err := c.get(10); !errors.Is(err, verbs.ErrClosed) {
+	if _, err := c.Get(10); !errors.Is(err, verbs.ErrClosed) {
 		t.Errorf("after close: %v, want %v", err, verbs.ErrClosed)
 	}
 }
 
 // stats returns the number of regions and their bytes.
-func (rs *regions) stats() (n, bytes int) {
+func (rs *Regions) stats() (n, bytes int) {
 	rs.mu.Lock()
 	defer rs.mu.Unlock()
 	return len(*rs.sorted.Load()), rs.bytes
+}
+
+// TestStuckMemory: memory that cannot be deregistered is not given back: peers may still
+// write there.
+func TestStuckMemory(t *testing.T) {
+	dev, _, network := bare(t)
+	rs := NewRegions(dev, nil)
+	var told []int
+	rs.OnStuck = func(r *Region, err error) {
+		if !errors.Is(err, errTest) {
+			t.Errorf("stuck because of %v, want %v", err, errTest)
+		}
+		told = append(told, r.Mem.Len())
+	}
+	h := &holder{}
+	b := make([]byte, 300)
+	var stuck []*Region
+	for i := range 2 {
+		r, err := rs.Get(backend.At(unsafe.Pointer(&b[100*i]), 100+i, backend.Host, h), both)
+		if err != nil {
+			t.Fatal(err)
+		}
+		stuck = append(stuck, r)
+	}
+	own, err := NewBlock(dev, PageSize, both)
+	if err != nil {
+		t.Fatal(err)
+	}
+	network.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpDeregister {
+			return errTest
+		}
+		return nil
+	})
+	rs.Revoke(stuck[0].Mem, nil)
+	stuck[1].Release()
+	if err := rs.Close(); !errors.Is(err, errTest) {
+		t.Errorf("close: %v, want %v", err, errTest)
+	}
+	for range 2 {
+		if err := own.Close(); !errors.Is(err, errTest) {
+			t.Errorf("close of a block: %v, want %v", err, errTest)
+		}
+	}
+	own.Mem.Host()[0] = 1 // it would fault
+	if h.n.Load() != 2 || !slices.Equal(told, []int{100, 101}) {
+		t.Errorf("%d holders of memory that is still registered, want 2; told of regions of %d bytes", h.n.Load(), told)
+	}
+	network.Fail(nil)
+	for _, mr := range []verbs.MR{stuck[0].MR, stuck[1].MR, own.MR} {
+		if err := mr.Deregister(); err != nil {
+			t.Error(err)
+		}
+	}
 }

@@ -1,0 +1,262 @@
+package conn
+
+import (
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// SendQueue posts work requests to the queue pairs of one connection, and keeps what they
+// use until they have completed. T is what its user notes of each message. It takes no lock:
+// its user does.
+type SendQueue[T any] struct {
+	Device verbs.Device
+	QPs    []verbs.QP
+	serial uint32 // of the connection, in the IDs of work requests
+	Inline int    // bytes that all queue pairs take inline
+	depth  int
+	room   []int // work requests that each queue pair takes
+
+	perRecord int    // work requests that one record may need on one queue pair
+	Longest   uint32 // write
+
+	stage     *Block
+	stageEach int // bytes of stage for each record
+	recs      []Record[T]
+	free      []uint32
+	unposted  []verbs.SendWR
+	Broken    bool
+
+	failedRecords int // of which a work request has failed
+}
+
+// Record is what is in flight under one ID.
+type Record[T any] struct {
+	Note    T
+	Regions [van.MaxFrames]*Region
+	N       int    // regions
+	Large   *Block // memory of its own, for what is too long for the stage
+	used    []int  // work requests on each queue pair
+	pending int    // completions to come
+	failed  bool   // a work request of it has failed
+}
+
+// MaxWRs is the number of work requests that one message may need on one queue pair:
+// one for each frame, one more as maxData bytes can be longer than maxWrite, and the
+// meta.
+const MaxWRs = van.MaxFrames + 2
+
+// maxWrite is the Longest write that all devices take: ConnectX's max_msg_sz.
+const maxWrite = 1 << 30
+
+// NewSendQueue makes a pipe of n records with each bytes of staging memory.
+func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth, n, each int) (*SendQueue[T], error) {
+	stage, err := NewBlock(dev, n*each, 0)
+	if err != nil {
+		return nil, fmt.Errorf("staging memory of %d bytes: %w", n*each, err)
+	}
+	p := &SendQueue[T]{Device: dev, QPs: qps, serial: serial, Inline: 1 << 30, depth: depth, perRecord: min(depth, MaxWRs), Longest: maxWrite, stage: stage, stageEach: each, recs: make([]Record[T], n)}
+	for _, q := range qps {
+		p.Inline = min(p.Inline, q.MaxInline())
+		p.room = append(p.room, depth)
+	}
+	for i := n - 1; i >= 0; i-- {
+		p.free = append(p.free, uint32(i))
+		p.recs[i].used = make([]int, len(qps))
+	}
+	return p, nil
+}
+
+// HasRoom tells whether begin would succeed.
+func (p *SendQueue[T]) HasRoom() bool {
+	if p.Broken || len(p.free) == 0 {
+		return false
+	}
+	for _, n := range p.room {
+		if n < p.perRecord {
+			return false
+		}
+	}
+	return true
+}
+
+// Begin takes a record if there is room for its work requests.
+func (p *SendQueue[T]) Begin() (id uint32, r *Record[T], stage []byte, ok bool) {
+	if !p.HasRoom() {
+		return 0, nil, nil, false
+	}
+	id = p.free[len(p.free)-1]
+	p.free = p.free[:len(p.free)-1]
+	stage = p.stage.Mem.Host()[int(id)*p.stageEach : (int(id)+1)*p.stageEach]
+	return id, &p.recs[id], stage, true
+}
+
+// Add appends a work request on queue pair q.
+func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
+	r := &p.recs[id]
+	r.used[q]++
+	p.room[q]--
+	wr.QP = p.QPs[q].Handle()
+	wr.ID = uint64(p.serial)<<32 | uint64(q)<<24 | uint64(id)
+	if wr.Flags&verbs.Signaled != 0 {
+		r.pending++
+	}
+	p.unposted = append(p.unposted, wr)
+}
+
+// RecordOf returns the queue pair and the record of a work request's ID.
+func RecordOf(id uint64) (q int, record uint32) { return int(id >> 24 & 0xff), uint32(id) & 0xffffff }
+
+// Staged completes wr with bytes of the stage: inline if they fit.
+func (p *SendQueue[T]) Staged(wr verbs.SendWR, b []byte) verbs.SendWR {
+	wr.LocalAddr, wr.Len = backend.Bytes(b).Addr(), uint32(len(b))
+	if len(b) <= p.Inline {
+		wr.Flags |= verbs.Inline
+	} else {
+		wr.LKey = p.stage.MR.LKey()
+	}
+	return wr
+}
+
+// AddValue appends a write that may be longer than one work request can be.
+func (p *SendQueue[T]) AddValue(id uint32, wr verbs.SendWR) {
+	for ; wr.Len > p.Longest; wr.Len -= p.Longest {
+		x := wr
+		x.Len = p.Longest
+		p.Add(id, 0, x)
+		wr.LocalAddr += uint64(p.Longest)
+		wr.RemoteAddr += uint64(p.Longest)
+	}
+	p.Add(id, 0, wr)
+}
+
+// Post hands what was added to the device. When that fails, the connection is broken.
+func (p *SendQueue[T]) Post() error {
+	if len(p.unposted) == 0 {
+		return nil
+	}
+	n, err := p.Device.Post(p.unposted)
+	if n < len(p.unposted) && err == nil {
+		err = fmt.Errorf("%d of %d work requests were posted", n, len(p.unposted))
+	}
+	p.unposted = p.unposted[:0]
+	if err != nil {
+		p.Broken = true
+		return fmt.Errorf("post: %w", err)
+	}
+	return nil
+}
+
+// Finished is what has become free with a completion. Its user ends it without its lock.
+type Finished[T any] struct {
+	Note    T
+	regions [van.MaxFrames]*Region
+	large   *Block
+}
+
+// End gives back the memory.
+func (f *Finished[T]) End() {
+	for _, r := range f.regions {
+		if r != nil {
+			r.Release()
+		}
+	}
+	if f.large != nil {
+		_ = f.large.Close()
+	}
+}
+
+// Complete takes a completion of record id. ok is false when it is nonsense or not
+// the last.
+func (p *SendQueue[T]) Complete(id uint32) (f Finished[T], ok bool) {
+	if id >= uint32(len(p.recs)) {
+		return f, false
+	}
+	r := &p.recs[id]
+	if r.pending == 0 {
+		return f, false
+	}
+	if r.pending--; r.pending > 0 {
+		return f, false
+	}
+	return p.Finish(id), true
+}
+
+// Finish ends record id, of which nothing is in flight.
+func (p *SendQueue[T]) Finish(id uint32) Finished[T] {
+	r := &p.recs[id]
+	f := Finished[T]{r.Note, r.Regions, r.Large}
+	for q, n := range r.used {
+		p.room[q] += n
+		r.used[q] = 0
+	}
+	if r.failed {
+		p.failedRecords--
+	}
+	*r = Record[T]{used: r.used}
+	p.free = append(p.free, id)
+	return f
+}
+
+// Record is the one with this ID, or nil.
+func (p *SendQueue[T]) Record(id uint32) *Record[T] {
+	if id >= uint32(len(p.recs)) {
+		return nil
+	}
+	return &p.recs[id]
+}
+
+// Each calls f with what is noted of each record.
+func (p *SendQueue[T]) Each(f func(note *T)) {
+	for i := range p.recs {
+		f(&p.recs[i].Note)
+	}
+}
+
+// MarkFailed notes that a work request of record id has failed. The record ends with the
+// queue pairs.
+func (p *SendQueue[T]) MarkFailed(id uint32) {
+	if r := p.Record(id); r != nil && !r.failed {
+		r.failed = true
+		p.failedRecords++
+	}
+}
+
+// Outstanding is the number of records of which completions may come.
+func (p *SendQueue[T]) Outstanding() int {
+	unposted := map[uint32]bool{}
+	for i := range p.unposted {
+		_, id := RecordOf(p.unposted[i].ID)
+		unposted[id] = true
+	}
+	return len(p.recs) - len(p.free) - p.failedRecords - len(unposted)
+}
+
+// Unposted is the number of work requests that were added and not posted.
+func (p *SendQueue[T]) Unposted() int { return len(p.unposted) }
+
+// Idle tells whether everything that was posted has completed.
+func (p *SendQueue[T]) Idle() bool { return len(p.free) == len(p.recs) && len(p.unposted) == 0 }
+
+// Abandon ends all records of a connection whose queue pairs are gone.
+func (p *SendQueue[T]) Abandon() (all []Finished[T]) {
+	p.Broken = true
+	taken := make([]bool, len(p.recs))
+	for i := range taken {
+		taken[i] = true
+	}
+	for _, id := range p.free {
+		taken[id] = false
+	}
+	for i, t := range taken {
+		if t {
+			all = append(all, p.Finish(uint32(i)))
+		}
+	}
+	return all
+}
+
+// Close frees the staging memory. The queue pairs are gone.
+func (p *SendQueue[T]) Close() error { return p.stage.Close() }

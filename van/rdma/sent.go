@@ -1,0 +1,68 @@
+package rdma
+
+import (
+	"slices"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+)
+
+// This file owns what a link notes of the messages that are under way on it, and with them
+// the credits that they carry.
+
+// sentMessage is what is noted of a message until its last completion.
+type sentMessage struct {
+	done    van.Completion
+	control *outgoing // a control message that has a number, until it has arrived
+	seq     uint64    // the order of those
+	data    bool      // it is no control message
+	// The credits that the message carries, of connection creditsOf.
+	creditsOf *inbound
+	credits   [maxCredits]*receiveSlot
+	returned  int
+}
+
+// finished is a message that is under way no more.
+type finished = conn.Finished[sentMessage]
+
+// endSent gives back what a finished message has used. It is called without a lock.
+func endSent(f *finished) {
+	f.End()
+	if f.Note.done != nil {
+		f.Note.done.Sent()
+	}
+}
+
+// forgetCredits forgets the credits that the message carries.
+func (m *sentMessage) forgetCredits() {
+	clear(m.credits[:m.returned])
+	m.creditsOf, m.returned = nil, 0
+}
+
+// restoreCredits owes again what messages carry that the peer has not received.
+func (l *link) restoreCredits() {
+	l.Each(func(m *sentMessage) {
+		for _, s := range m.credits[:m.returned] {
+			m.creditsOf.returnCredit(s)
+		}
+		m.forgetCredits()
+	})
+}
+
+// markUncertain notes that the peer may have received m or not, and with it the credits that
+// it carries.
+func (l *link) markUncertain(m *sentMessage) {
+	if m.returned == 0 {
+		return
+	}
+	if !slices.Contains(l.uncertain, m.creditsOf) {
+		l.uncertain = append(l.uncertain, m.creditsOf)
+	}
+	m.forgetCredits()
+}
+
+// carriesData tells whether data is under way.
+func (l *link) carriesData() (carries bool) {
+	l.Each(func(m *sentMessage) { carries = carries || m.data })
+	return carries
+}
