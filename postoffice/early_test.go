@@ -46,10 +46,10 @@ func TestEachExpires(t *testing.T) {
 		}
 		keep(9)
 		a.expireIn(n, time.Second)
-		time.Sleep(600 * time.Millisecond)
+		time.Sleep(500 * time.Millisecond)
 		keep(11)
 		for _, want := range []int{1, 0} {
-			time.Sleep(500 * time.Millisecond)
+			time.Sleep(550 * time.Millisecond) // a moment after what is to happen
 			if got := kept(); got != want {
 				t.Errorf("%d requests are kept, want %d", got, want)
 			}
