@@ -246,7 +246,7 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 			t.Error("nothing is counted")
 		}
 		long := control(s, 10) // its meta does not fit into a cell
-		long.Body = make([]byte, 20*cellSize)
+		long.Body = make([]byte, 20*conn.CellSize)
 		n.must(long)
 		if m := s.next(); m.Timestamp != 10 || len(m.Body) != len(long.Body) {
 			t.Errorf("message %d with %d bytes, want 10 with %d", m.Timestamp, len(m.Body), len(long.Body))
