@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -187,7 +188,7 @@ func (r *Request) settle() {
 	r.mu.Unlock()
 
 	if err != nil && !r.unsent {
-		if x := c.node.recaller; x != nil {
+		if x := c.node.recaller; x != nil && !failpoint.On("recall") {
 			x.Recall(van.Requests{App: int32(c.app), Customer: int32(c.id), First: r.first, Count: r.n})
 		}
 		r.tell()

@@ -46,8 +46,8 @@ type flight struct {
 	tensors *tensors
 }
 
-// tensors are those of one call. Pull tensors are used again by the next call of the
-// place; push tensors only after a call that has succeeded.
+// tensors are those of one call. They are used again by the next call of the place; push
+// tensors where there are nodes of the original only after a call that has succeeded.
 type tensors struct {
 	push, pull   []af.KeyTensor
 	pushB, pullB [][]byte
@@ -199,8 +199,11 @@ func (p *proc) over(f *flight, err error, l *plan.Load) *tensors {
 	if err != nil {
 		c.net.note(p.name, fmt.Sprintf("call %d failed: %s", id.call, brief(err)))
 		c.net.tl.log(entry{at: c.net.now(), who: p.name, what: err.Error()})
-		t := newTensors(l, c.servers()) // those pushed may still be under way
-		t.pull, t.pullB = f.tensors.pull, f.tensors.pullB
+		t := f.tensors
+		if len(c.plan.Cluster.Foreign) > 0 { // those pushed may still be under way
+			t = newTensors(l, c.servers())
+			t.pull, t.pullB = f.tensors.pull, f.tensors.pullB
+		}
 		for _, b := range t.pullB {
 			for i := range b {
 				b[i] = 0xcc

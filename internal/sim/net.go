@@ -439,6 +439,13 @@ func (f *flow) take(p *parcel) {
 		}
 		return
 	}
+	if p.lent && p.gone {
+		n.noteMsg(f.name(), "given up", &p.msg)
+		p.sent()
+		p.free()
+		n.mu.Unlock()
+		return
+	}
 	p.land()
 	p.sent()
 	n.noteMsg(f.name(), "came", &p.msg)

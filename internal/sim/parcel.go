@@ -15,6 +15,7 @@ type parcel struct {
 	sender int   // as the receiver is told
 	size   int64
 	lent   bool // the values are still the sender's memory
+	gone   bool // its request was given up
 	done   van.Completion
 	at     *node // who has received it
 	fin    bool  // no message: the sender has closed the connection
@@ -22,15 +23,15 @@ type parcel struct {
 	waits  *atomic.Int64 // of its lane
 }
 
-// pack makes a parcel of a message. Values that the sender lends until it is told are
-// read when they arrive: whoever changes them before is found out.
-func pack(m *van.Message, sender int) *parcel {
+// pack makes a parcel of a message. Values that the sender lends, until it is told or the
+// request is given up, are read when they arrive: whoever changes them before is found out.
+func pack(m *van.Message, sender int, recalls bool) *parcel {
 	p := &parcel{sender: sender, done: m.Done}
 	p.msg.Meta.CopyFrom(&m.Meta)
 	p.msg.Frames = m.Frames
 	for i := range m.Frames {
 		f := m.Frame(i)
-		if i == 1 && m.Done != nil && f.Len() >= van.CopyBelow {
+		if i == 1 && (m.Done != nil || recalls && m.Request) && f.Len() >= van.CopyBelow {
 			p.lent = true
 			p.msg.SetFrame(i, f)
 			continue

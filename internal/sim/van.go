@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -48,6 +49,7 @@ type node struct {
 	accepted map[*conn]bool
 	routes   map[string]*conn // by routing id
 	queue    []*parcel
+	lent     []*parcel // requests whose values are the application's, and some that have arrived
 	lanes    map[string]*lane
 	outbox   []func() // sent while the process stood still
 	ready    bool     // started: its messages are repeated if that is asked for
@@ -63,6 +65,7 @@ var (
 	_ van.Flusher     = (*node)(nil)
 	_ van.Meter       = (*node)(nil)
 	_ van.HostChooser = (*node)(nil)
+	_ van.Recaller    = (*node)(nil)
 )
 
 // lane is what one peer sends.
@@ -278,7 +281,7 @@ func (v *node) Send(msg *van.Message) error {
 		if back == nil || back.back == nil {
 			return fail(fmt.Errorf("%w: it is not connected to this node", van.ErrPeerLost))
 		}
-		p := v.pack(msg, own)
+		p := v.pack(msg, own, false)
 		if !v.later(func() {
 			if back.back != nil {
 				back.back.send(p)
@@ -293,7 +296,7 @@ func (v *node) Send(msg *van.Message) error {
 	if limit := n.queueLimit(v); limit > 0 && !msg.IsControl() && c.unsent() > limit {
 		return fail(van.ErrQueueFull)
 	}
-	p := v.pack(msg, c.senderID)
+	p := v.pack(msg, c.senderID, v.opts.Incarnation != 0 && strings.Contains(c.route, "."))
 	if c.senderID == van.Empty {
 		p.sender = van.Empty
 	}
@@ -323,12 +326,25 @@ func (v *node) Send(msg *van.Message) error {
 const window = 64 << 10
 
 // pack counts a message and makes it a parcel.
-func (v *node) pack(msg *van.Message, sender int) *parcel {
+func (v *node) pack(msg *van.Message, sender int, recalls bool) *parcel {
 	v.sentMessages.Add(1)
 	v.sentBytes.Add(uint64(msg.PayloadLen()))
-	p := pack(msg, sender)
+	p := pack(msg, sender, recalls)
 	p.size = int64(msg.PayloadLen()) + 300
+	if p.lent && msg.Request {
+		v.lent = append(slices.DeleteFunc(v.lent, func(p *parcel) bool { return !p.lent || p.gone }), p)
+	}
 	return p
+}
+
+// Recall implements van.Recaller, as van/zmq does it: what has not arrived is dropped by
+// the receiver.
+func (v *node) Recall(q van.Requests) {
+	v.n.mu.Lock()
+	defer v.n.mu.Unlock()
+	for _, p := range v.lent {
+		p.gone = p.gone || q.Has(&p.msg.Meta)
+	}
 }
 
 // later keeps what a process does while it stands still until it runs again. n.mu is held.

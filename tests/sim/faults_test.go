@@ -22,6 +22,7 @@ var faults = []struct{ name, what string }{
 	{"cluster-id", "processes of an earlier cluster take part"},
 	{"lost-batches", "get_batch returns batches of a worker that was lost"},
 	{"abandon", "get_batch returns batches that were given up"},
+	{"recall", "memory of a request that was given up is sent with what is put there next"},
 	{"recv-budget", "what waits for a handler has no bound"},
 	{"send-budget", "what waits to be sent has no bound"},
 	{"duplicate", "a message that comes twice is handed up twice"},

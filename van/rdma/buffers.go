@@ -66,6 +66,27 @@ func (v *rvan) Revoke(m backend.Mem) {
 	}
 }
 
+// requestOf is the request that a message is one of.
+type requestOf struct{ app, customer, ts int32 }
+
+func (r requestOf) in(q *van.Requests) bool {
+	return r.app == q.App && r.customer == q.Customer && r.ts >= q.First && r.ts-q.First < q.Count
+}
+
+// Recall implements van.Recaller for messages that wait for their turn or for a slot: they
+// are dropped. A message that is with the device has left unless the connection breaks.
+func (v *rvan) Recall(q van.Requests) {
+	for _, p := range v.allPeers() {
+		p.mu.Lock()
+		p.sender.Each(func(o *outgoing) {
+			if o.request && !o.oneShot && o.of.in(&q) && o.data != [van.MaxFrames]backend.Mem{} {
+				o.recalled = true
+			}
+		})
+		p.mu.Unlock()
+	}
+}
+
 func overlap(x, y backend.Mem) bool {
 	return x.Addr() < y.Addr()+uint64(y.Len()) && y.Addr() < x.Addr()+uint64(x.Len())
 }

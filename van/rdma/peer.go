@@ -116,6 +116,8 @@ type outgoing struct {
 	rkey          uint32
 	pullLen       int  // of a pull request's answer
 	revoked       bool // nobody waits for the answer any more
+	of            requestOf
+	recalled      bool // the lent frames are the caller's again
 
 	frames int
 	lens   [van.MaxFrames]uint32
@@ -274,6 +276,7 @@ func (o *outgoing) fill(msg *van.Message, size int) error {
 	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
 	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
 	o.into, o.direct, o.singleKey, o.pullLen, o.revoked = backend.Mem{}, false, false, 0, false
+	o.of, o.recalled = requestOf{msg.AppID, msg.CustomerID, msg.Timestamp}, false
 	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
 		o.useSingleKeyForm(msg)
 	}

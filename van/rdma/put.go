@@ -18,7 +18,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		p.reject(id, o, at, err)
 		return
 	}
-	if o.revoked && !l.native { // StepMesh would write to the memory all the same
+	if o.recalled || o.revoked && !l.native { // StepMesh would write to the memory all the same
 		p.sender.Release(at)
 		l.dropRecord(id, o)
 		p.recycle(o)

@@ -1,9 +1,12 @@
 package rdma
 
 import (
+	"bytes"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -51,3 +54,45 @@ func TestRevokeWhileLeaving(t *testing.T) {
 	case <-time.After(leaveTime): // it has not left, that is right, too
 	}
 }
+
+// Requests that were given up before they could be sent do not leave with what is in
+// their memory then; others do, also from the same memory.
+func TestRecallOfWaitingRequests(t *testing.T) {
+	p := newPair(t, nil)
+	end := p.rejectAll()
+	p.connect(p.worker, serverID, p.server)
+	values := make([][]byte, 5)
+	var dones atomic.Int32
+	for i := range values {
+		values[i] = bytes.Repeat([]byte{byte(i)}, 64<<10)
+		m := tensor(serverID, i, 1, true, true, values[i])
+		m.Done = completion(func() { dones.Add(1) })
+		if err := p.worker.Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := p.worker.Send(tensor(serverID, 9, 1, true, true, values[4])); err != nil {
+		t.Fatal(err)
+	}
+	p.worker.Recall(van.Requests{First: 1, Count: 2})
+	p.worker.Recall(van.Requests{First: 3, Count: 1, Customer: 1})
+	p.worker.Recall(van.Requests{First: 4, Count: 1})
+	for _, i := range []int{1, 2} {
+		clear(values[i])
+	}
+	end()
+	for _, ts := range []int{0, 3, 9} {
+		m := p.next(p.atServer)
+		want := values[min(ts, 4)]
+		if int(m.Timestamp) != ts || !bytes.Equal(m.Vals.Host(), want) {
+			t.Errorf("request %d came, with the right bytes: %t; want %d", m.Timestamp, bytes.Equal(m.Vals.Host(), want), ts)
+		}
+		m.Release()
+	}
+	p.until("all memory is given back", func() bool { return dones.Load() == int32(len(values)) })
+}
+
+// completion is a van.Completion.
+type completion func()
+
+func (f completion) Sent() { f() }

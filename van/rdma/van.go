@@ -24,6 +24,7 @@ import (
 var (
 	_ van.BufferRegistrar = (*rvan)(nil)
 	_ van.Revoker         = (*rvan)(nil)
+	_ van.Recaller        = (*rvan)(nil)
 	_ van.Flusher         = (*rvan)(nil)
 	_ van.Poller          = (*rvan)(nil)
 	_ van.PeerWatcher     = (*rvan)(nil)
