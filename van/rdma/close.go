@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -27,7 +28,7 @@ func (v *rvan) Close(ctx context.Context) error {
 		v.leaving[p] = true
 	}
 	v.mu.Unlock()
-	if v.channel == nil {
+	if v.cm.Channel == nil {
 		return nil
 	}
 	linger, cancel := context.WithTimeout(ctx, maxLinger)
@@ -59,7 +60,7 @@ func (v *rvan) Close(ctx context.Context) error {
 	for _, d := range devices {
 		errs = append(errs, d.close())
 	}
-	errs = append(errs, v.channel.Close())
+	errs = append(errs, v.cm.Channel.Close())
 	<-v.eventsEnded
 	return errors.Join(errs...)
 }
@@ -67,19 +68,19 @@ func (v *rvan) Close(ctx context.Context) error {
 // drainEvents waits until the connection manager's events so far have been taken: each
 // connect request has an ID, and all must be gone before the channel is closed.
 func (v *rvan) drainEvents() {
-	to := v.source
+	to := v.cm.Source
 	if !to.IsValid() { // it listens everywhere; any device will do
 		to = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 	}
 	serial := v.serials.Add(1)
 	defer v.forgetConn(serial)
-	c, err := v.newID(cookie(serial, 0))
+	c, err := v.cm.NewID(conn.Cookie(serial, 0))
 	if err != nil {
 		return
 	}
-	defer c.id.Destroy()
-	if c.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(to, uint16(v.self.Port)), resolveTime) == nil {
-		_, _ = c.wait(context.Background(), verbs.AddrResolved, 2*resolveTime)
+	defer c.Destroy()
+	if c.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(to, uint16(v.self.Port)), conn.ResolveTime) == nil {
+		_, _ = v.cm.Wait(context.Background(), c, verbs.AddrResolved, 2*conn.ResolveTime)
 	}
 }
 

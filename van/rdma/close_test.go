@@ -18,7 +18,7 @@ func TestConnectRequestDuringClose(t *testing.T) {
 func testConnectRequestDuringClose(t *testing.T, everywhere bool) {
 	p := newPair(t, nil)
 	if everywhere { // as a scheduler in Kubernetes listens
-		p.server.source = netip.Addr{}
+		p.server.cm.Source = netip.Addr{}
 	}
 	p.net.Fail(func(op fakeverbs.Op) error {
 		if op.Kind == fakeverbs.OpReject {

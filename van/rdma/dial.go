@@ -18,14 +18,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// Times of making a connection. The first is StepMesh's.
+// Times of making and ending a connection.
 const (
-	resolveTime = 1000 * time.Millisecond
-	refuseTime  = 5 * time.Millisecond // a round trip: the peer's kernel says no
-	flushTime   = 2 * time.Second
-	flushPause  = 200 * time.Millisecond
-	minBackoff  = 10 * time.Millisecond
-	maxBackoff  = 1 * time.Second
+	flushTime  = 2 * time.Second
+	flushPause = 200 * time.Millisecond
+	minBackoff = 10 * time.Millisecond
+	maxBackoff = 1 * time.Second
 )
 
 // times are those that depend on how fast the peer is.
@@ -46,8 +44,7 @@ var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Se
 // write to a dead peer would never end.
 const (
 	retryCount    = 6
-	rnrRetryCount = 7  // for ever: the peer is there, it is only slow
-	ackTimeout    = 15 // 4.096 us << 15, 0.13 s: a second in all, as a busy host may need
+	rnrRetryCount = 7 // for ever: the peer is there, it is only slow
 )
 
 // keepConnected keeps the connection of p: it makes it, and makes it again, until ctx ends.
@@ -236,7 +233,7 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 	v := p.v
 	serial := v.serials.Add(1)
 	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1)}
-	var ids []*cmID
+	var ids []*conn.ID
 	var qps []verbs.QP
 	var dev verbs.Device
 	defer func() {
@@ -246,23 +243,23 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 				_ = id.Destroy()
 			}
 			for range qps {
-				v.release(dev)
+				v.cm.Release(dev)
 			}
 		}
 	}()
 	v.rememberConn(serial, &connection{link: l, peer: p})
 	for q := range v.cfg.QPNum {
-		c, err := v.newID(cookie(serial, q))
+		c, err := v.cm.NewID(conn.Cookie(serial, q))
 		if err != nil {
 			return nil, err
 		}
-		ids, l.ids = append(ids, c), append(l.ids, c.id)
-		qp, d, err := p.prepare(ctx, c, q)
+		ids, l.ids = append(ids, c), append(l.ids, c.ID)
+		qp, d, err := v.cm.Prepare(ctx, c, p.addr, q)
 		if err != nil {
 			return nil, fmt.Errorf("queue pair %d: %w", q, err)
 		}
 		if q > 0 && d != dev {
-			v.release(d)
+			v.cm.Release(d)
 			return nil, fmt.Errorf("queue pair %d came to lie on device %s, the others on %s", q, d.Name(), dev.Name())
 		}
 		qps, dev = append(qps, qp), d
@@ -281,17 +278,17 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 	}
 	for q, c := range ids {
 		if q == 1 {
-			if err := ids[0].refused(ctx); err != nil {
+			if err := v.cm.WaitRefused(ctx, ids[0]); err != nil {
 				return nil, fmt.Errorf("queue pair 0: connect: %w", err)
 			}
 		}
 		hello.qp = q
-		if err := c.id.Connect(verbs.ConnParam{Private: hello.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
+		if err := c.Connect(verbs.ConnParam{Private: hello.encode(), RetryCount: retryCount, RNRRetryCount: rnrRetryCount}); err != nil {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
 		}
 	}
 	for q, c := range ids {
-		ev, err := c.wait(ctx, verbs.Established, limit)
+		ev, err := v.cm.Wait(ctx, c, verbs.Established, limit)
 		if err != nil {
 			return nil, fmt.Errorf("queue pair %d: connect: %w", q, err)
 		}
@@ -317,68 +314,6 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 	return l, err
 }
 
-// prepare makes one queue pair and finds the way to the peer.
-func (p *peer) prepare(ctx context.Context, c *cmID, q int) (qp verbs.QP, dev verbs.Device, err error) {
-	v, id := p.v, c.id
-	fail := func(what string, err error) (verbs.QP, verbs.Device, error) {
-		return nil, nil, fmt.Errorf("%s: %w", what, err)
-	}
-	if err := id.ResolveAddr(v.source, p.addr, resolveTime); err != nil {
-		return fail("resolve address", err)
-	}
-	if _, err := c.wait(ctx, verbs.AddrResolved, 2*resolveTime); err != nil {
-		return fail("resolve address", err)
-	}
-	if err := id.SetAckTimeout(ackTimeout); err != nil {
-		v.log.Debug("rdma: the provider keeps its time-out of acknowledgements", "err", err)
-	}
-	if err := id.ResolveRoute(resolveTime); err != nil {
-		return fail("resolve route", err)
-	}
-	if _, err := c.wait(ctx, verbs.RouteResolved, 2*resolveTime); err != nil {
-		return fail("resolve route", err)
-	}
-	if dev, err = id.Device(); err != nil {
-		return fail("device", err)
-	}
-	if qp, err = v.createQP(id, dev, c.cookie, q, true); err != nil {
-		return fail("create queue pair", err)
-	}
-	return qp, dev, nil
-}
-
-// createQP makes the queue pair of an ID. Each direction has as many receive
-// requests as StepMesh's.
-func (v *rvan) createQP(id verbs.ID, dev verbs.Device, cookie uint64, q int, active bool) (verbs.QP, error) {
-	send, recv := v.depths()
-	v.reserve.Lock()
-	v.reserved[dev] += send + recv
-	err := dev.Reserve(v.reserved[dev])
-	v.reserve.Unlock()
-	if err != nil {
-		v.release(dev)
-		return nil, err
-	}
-	o := verbs.QPOptions{Cookie: cookie, SendDepth: send, RecvDepth: recv, Inline: inlineWanted}
-	if active && v.cfg.SplitQPLag {
-		o.Port = 1 + q%2
-	}
-	qp, err := id.CreateQP(o)
-	if err != nil {
-		v.release(dev)
-		return nil, err
-	}
-	return qp, nil
-}
-
-// release takes back the room of one queue pair in the completion queue.
-func (v *rvan) release(dev verbs.Device) {
-	send, recv := v.depths()
-	v.reserve.Lock()
-	v.reserved[dev] -= send + recv
-	v.reserve.Unlock()
-}
-
 // depths are those of one queue pair: StepMesh's, and room for one message at
 // least.
 func (v *rvan) depths() (send, recv int) {
@@ -389,71 +324,15 @@ func (v *rvan) depths() (send, recv int) {
 // inlineWanted is for a meta with its trailer.
 const inlineWanted = 512
 
-// cmID is an ID whose events somebody waits for.
-type cmID struct {
-	id     verbs.ID
-	cookie uint64
-	events chan verbs.Event
-}
-
-// cookie names one queue pair of a connection.
-func cookie(serial uint32, q int) uint64 { return uint64(serial)<<8 | uint64(q) }
-
-// wait waits for the event that ends a step.
-func (c *cmID) wait(ctx context.Context, want verbs.EventType, limit time.Duration) (verbs.Event, error) {
-	t := time.NewTimer(limit)
-	defer t.Stop()
-	select {
-	case ev := <-c.events:
-		if ev.Type != want {
-			return ev, eventError(ev)
-		}
-		return ev, nil
-	case <-t.C:
-		return verbs.Event{}, fmt.Errorf("%w after %s: no answer of the connection manager", van.ErrTimeout, limit)
-	case <-ctx.Done():
-		return verbs.Event{}, ctx.Err()
-	}
-}
-
-// refused waits a moment for the answer to a connect request. It returns the error if that
-// is no; a yes is left for wait. A peer that begins to listen just then, and is of the
-// original's, must not get the second request of a connection without the first, which
-// nobody took: it would count the next connection's wrongly.
-func (c *cmID) refused(ctx context.Context) error {
-	t := time.NewTimer(refuseTime)
-	defer t.Stop()
-	select {
-	case ev := <-c.events:
-		if ev.Type != verbs.Established {
-			return eventError(ev)
-		}
-		c.events <- ev // there is room: it was there
+// rejection reads what a native peer says with a rejection; nil: it is no native peer.
+func rejection(private []byte) error {
+	if len(private) < offReason || le.Uint32(private[offMagic:]) != magic {
 		return nil
-	case <-t.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
 	}
-}
-
-// eventError says what an event means that is not the one hoped for.
-func eventError(ev verbs.Event) error {
-	ours := ev.Type == verbs.Rejected && len(ev.Private) > offReason && le.Uint32(ev.Private[offMagic:]) == magic
-	switch {
-	case ours && le.Uint32(ev.Private[offCode:]) == codeReplaced:
-		return fmt.Errorf("rejected by the peer: %w: %s", errReplaced, text(ev.Private[offReason:]))
-	case ev.Type == verbs.Rejected && len(ev.Private) >= offReason && le.Uint32(ev.Private[offMagic:]) == magic:
-		return fmt.Errorf("rejected by the peer: %s", text(ev.Private[offReason:]))
-	case ev.Type == verbs.Rejected && ev.Status == 8:
-		return errors.New("rejected (8): nobody listens there yet")
-	case ev.Type == verbs.Rejected:
-		return fmt.Errorf("rejected by the peer (%d)", ev.Status)
-	case ev.Status < 0:
-		return fmt.Errorf("%s: %w", ev.Type, syscall.Errno(-ev.Status))
-	default:
-		return fmt.Errorf("%s (%d)", ev.Type, ev.Status)
+	if len(private) > offReason && le.Uint32(private[offCode:]) == codeReplaced {
+		return fmt.Errorf("rejected by the peer: %w: %s", errReplaced, text(private[offReason:]))
 	}
+	return fmt.Errorf("rejected by the peer: %s", text(private[offReason:]))
 }
 
 func text(b []byte) string {

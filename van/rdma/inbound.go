@@ -201,9 +201,9 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 	if dev != in.host.dev {
 		return fmt.Errorf("queue pair %d came to device %s, the others to %s", q, dev.Name(), in.host.dev.Name())
 	}
-	c := cookie(in.serial, q)
+	c := conn.Cookie(in.serial, q)
 	id.SetCookie(c)
-	qp, err := v.createQP(id, dev, c, q, false)
+	qp, err := v.cm.CreateQP(id, dev, c, 0)
 	if err != nil {
 		return err
 	}
@@ -219,7 +219,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 	}
 	in.mu.Unlock()
 	if err != nil {
-		v.release(dev)
+		v.cm.Release(dev)
 		return err
 	}
 	if !h.native && q+1 < v.cfg.QPNum {
@@ -474,7 +474,7 @@ func (v *rvan) endIncoming(in *inbound, p *peer, cause error) {
 		_ = id.Destroy()
 	}
 	for range qps {
-		v.release(in.host.dev)
+		v.cm.Release(in.host.dev)
 	}
 	v.forgetConn(in.serial)
 	v.mu.Lock()

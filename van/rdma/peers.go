@@ -22,7 +22,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.closed.Load() || v.channel == nil {
+	if v.closed.Load() || v.cm.Channel == nil {
 		return fail(van.ErrClosed)
 	}
 	old := (*v.peers.Load())[id]
@@ -232,7 +232,7 @@ func (p *peer) endLink(l *link) []finished {
 	p.awaitSent(l)
 	for _, id := range l.ids {
 		_ = id.Destroy()
-		v.release(l.Device)
+		v.cm.Release(l.Device)
 	}
 	v.forgetConn(l.epoch - v.epoch)
 	p.mu.Lock()

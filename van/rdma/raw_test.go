@@ -6,6 +6,7 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -74,7 +75,7 @@ func (p *raw) event(want verbs.EventType) verbs.Event {
 			return ev
 		}
 		if ev.Type == verbs.Rejected {
-			p.r.Fatalf("rejected: %v", eventError(ev))
+			p.r.Fatalf("rejected: %v", (&conn.Manager{Rejection: rejection}).EventError(ev))
 		}
 		p.early = append(p.early, ev)
 	}

@@ -45,7 +45,7 @@ func newOriginalOn(p *pair, id int, addr, host string) *original {
 	must(err)
 	o.id, err = o.ch.NewID(1)
 	must(err)
-	must(o.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(p.server.source, uint16(p.server.self.Port)), time.Second))
+	must(o.id.ResolveAddr(netip.Addr{}, netip.AddrPortFrom(p.server.cm.Source, uint16(p.server.self.Port)), time.Second))
 	o.event(verbs.AddrResolved)
 	must(o.id.ResolveRoute(time.Second))
 	o.event(verbs.RouteResolved)

@@ -17,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
@@ -46,9 +47,8 @@ type rvan struct {
 
 	self                    van.Node // set by Bind
 	id                      atomic.Int32
-	channel                 verbs.Channel
 	listen                  verbs.ID
-	source                  netip.Addr // what outgoing connections bind; invalid: any
+	cm                      conn.Manager // IDs and queue pairs
 	recv                    van.Receiver
 	watch                   func(id int, up bool, cause error)
 	incarnation             uint32 // this process; 0: not said
@@ -73,11 +73,7 @@ type rvan struct {
 	movedBytes       atomic.Uint64 // bytes sent and received when busy was last called
 	warnPin          sync.Once
 
-	reserve  sync.Mutex
-	reserved map[verbs.Device]int // room in completion queues
-
 	mu            sync.Mutex // guards changes of the tables above, and what follows
-	ids           map[uint64]*cmID
 	inbounds      map[string]*inbound
 	buffers       map[bufferKey]backend.Mem
 	lastControl   map[controlSource]uint32 // of the last control message
@@ -103,8 +99,8 @@ func New(o van.Options) (van.Van, error) {
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	v := &rvan{cfg: o.Config, log: o.Log, backend: o.Backend, stack: stack, incarnation: o.Incarnation, times: defaultTimes,
 		peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget), spin: spinTime(o.Config.BusyPoll), epoch: rand.Uint32(),
-		slots: newTable(min(o.Config.AddressPoolSize, maxIndex)), reserved: map[verbs.Device]int{},
-		ids: map[uint64]*cmID{}, inbounds: map[string]*inbound{}, buffers: map[bufferKey]backend.Mem{},
+		slots:    newTable(min(o.Config.AddressPoolSize, maxIndex)),
+		inbounds: map[string]*inbound{}, buffers: map[bufferKey]backend.Mem{},
 		leaving: map[*peer]bool{}, lastControl: map[controlSource]uint32{}, eventsEnded: make(chan struct{})}
 	if !failpoint.On("recv-budget") {
 		v.recvBudget = engine.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
@@ -112,6 +108,8 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
 	}
+	v.cm.Log, v.cm.Rejection, v.cm.Inline, v.cm.SplitPorts = v.log, rejection, inlineWanted, v.cfg.SplitQPLag
+	v.cm.SendDepth, v.cm.RecvDepth = v.depths()
 	v.peers.Store(&map[int]*peer{})
 	v.conns.Store(&map[uint32]*connection{})
 	v.devices.Store(&[]*device{})
@@ -171,10 +169,10 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	if err := id.Listen(backlog); err != nil {
 		return fail(errors.Join(fmt.Errorf("listen: %w", err), id.Destroy(), ch.Close()))
 	}
-	v.self, v.channel, v.listen = self, ch, id
+	v.self, v.cm.Channel, v.listen = self, ch, id
 	v.self.Port = int(id.LocalAddr().Port())
 	if !addr.Addr().IsUnspecified() {
-		v.source = addr.Addr()
+		v.cm.Source = addr.Addr()
 	}
 	if self.ID != van.Empty {
 		v.SetID(self.ID)
@@ -190,7 +188,7 @@ const backlog = 128
 func (v *rvan) events() {
 	defer close(v.eventsEnded)
 	for {
-		ev, err := v.channel.Next()
+		ev, err := v.cm.Channel.Next()
 		if err != nil {
 			if !errors.Is(err, verbs.ErrClosed) {
 				v.log.Error("rdma: the connection manager's events ended", "err", err)
@@ -201,46 +199,25 @@ func (v *rvan) events() {
 			v.accept(ev)
 			continue
 		}
-		v.mu.Lock()
-		c := v.ids[ev.Cookie]
-		x := (*v.conns.Load())[uint32(ev.Cookie>>8)]
-		v.mu.Unlock()
+		serial, q := conn.CookieOf(ev.Cookie)
+		x := (*v.conns.Load())[serial]
 		if v.cfg.PrintRDMALog {
-			v.log.Info("rdma: event", "type", ev.Type.String(), "status", ev.Status, "connection", ev.Cookie>>8, "qp", ev.Cookie&0xff)
+			v.log.Info("rdma: event", "type", ev.Type.String(), "status", ev.Status, "connection", serial, "qp", q)
 		}
 		switch {
 		case x == nil:
 		case x.in != nil:
 			switch ev.Type {
 			case verbs.Disconnected, verbs.DeviceRemoval, verbs.Unreachable, verbs.Rejected:
-				x.in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, eventError(ev)))
+				x.in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, v.cm.EventError(ev)))
 			}
 		default:
 			if ev.Type == verbs.Disconnected || ev.Type == verbs.DeviceRemoval {
-				x.link.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, eventError(ev)))
+				x.link.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, v.cm.EventError(ev)))
 			}
 		}
-		if c != nil && ev.Type != verbs.TimewaitExit {
-			select {
-			case c.events <- ev:
-			default: // nobody waits
-			}
-		}
+		v.cm.Deliver(ev)
 	}
-}
-
-// newID makes an ID whose events can be waited for.
-func (v *rvan) newID(cookie uint64) (*cmID, error) {
-	c := &cmID{cookie: cookie, events: make(chan verbs.Event, 8)}
-	v.mu.Lock()
-	v.ids[cookie] = c
-	v.mu.Unlock()
-	id, err := v.channel.NewID(cookie)
-	if err != nil {
-		return nil, err
-	}
-	c.id = id
-	return c, nil
 }
 
 func (v *rvan) rememberConn(serial uint32, c *connection) {
@@ -261,9 +238,7 @@ func (v *rvan) forgetConn(serial uint32) {
 	m := maps.Clone(*v.conns.Load())
 	delete(m, serial)
 	v.conns.Store(&m)
-	for q := range v.cfg.QPNum {
-		delete(v.ids, cookie(serial, q))
-	}
+	v.cm.Forget(serial, v.cfg.QPNum)
 }
 
 // device returns the van's part on dev, and starts polling it.

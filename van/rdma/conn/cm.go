@@ -1,0 +1,218 @@
+package conn
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// This file owns the IDs of the connection manager and the steps that connect one queue
+// pair.
+
+// Times of making a connection.
+const (
+	ResolveTime = 1000 * time.Millisecond // StepMesh's
+	refuseTime  = 5 * time.Millisecond    // a round trip: the peer's kernel says no
+)
+
+// ackTimeout is 4.096 us << 15, 0.13 s: a second with all retries, as a busy host may need.
+const ackTimeout = 15
+
+// Manager makes IDs and queue pairs. Set the exported fields before use. Its methods may be
+// called by any goroutine.
+type Manager struct {
+	Log     *slog.Logger
+	Channel verbs.Channel
+	Source  netip.Addr // what outgoing connections bind; invalid: any
+	// SendDepth and RecvDepth are those of one queue pair; it takes Inline bytes inline if
+	// the device can.
+	SendDepth, RecvDepth, Inline int
+	// SplitPorts pins the queue pairs of outgoing connections to the ports of a bonded device
+	// in turn.
+	SplitPorts bool
+	// Rejection, if not nil, reads the private data of a rejection; nil: it says nothing.
+	Rejection func(private []byte) error
+
+	mu       sync.Mutex
+	ids      map[uint64]*ID
+	reserved map[verbs.Device]int // room in completion queues
+}
+
+// ID is an ID of the connection manager whose events somebody waits for.
+type ID struct {
+	verbs.ID
+	cookie uint64
+	events chan verbs.Event
+}
+
+// Cookie names queue pair q of the connection with this serial number.
+func Cookie(serial uint32, q int) uint64 { return uint64(serial)<<8 | uint64(q) }
+
+// CookieOf is the serial number of the connection and the queue pair of a cookie.
+func CookieOf(cookie uint64) (serial uint32, q int) { return uint32(cookie >> 8), int(cookie & 0xff) }
+
+// NewID makes an ID whose events can be waited for, until Forget.
+func (m *Manager) NewID(cookie uint64) (*ID, error) {
+	x := &ID{cookie: cookie, events: make(chan verbs.Event, 8)}
+	m.mu.Lock()
+	if m.ids == nil {
+		m.ids = map[uint64]*ID{}
+	}
+	m.ids[cookie] = x
+	m.mu.Unlock()
+	id, err := m.Channel.NewID(cookie)
+	if err != nil {
+		return nil, err
+	}
+	x.ID = id
+	return x, nil
+}
+
+// Forget forgets the IDs of n queue pairs of a connection. It does not destroy them.
+func (m *Manager) Forget(serial uint32, n int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for q := range n {
+		delete(m.ids, Cookie(serial, q))
+	}
+}
+
+// Deliver gives an event to the goroutine that waits for it, if any does.
+func (m *Manager) Deliver(ev verbs.Event) {
+	m.mu.Lock()
+	x := m.ids[ev.Cookie]
+	m.mu.Unlock()
+	if x == nil || ev.Type == verbs.TimewaitExit {
+		return
+	}
+	select {
+	case x.events <- ev:
+	default: // nobody waits
+	}
+}
+
+// Prepare resolves the way to a peer and makes queue pair q of a connection to it.
+func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q int) (qp verbs.QP, dev verbs.Device, err error) {
+	fail := func(what string, err error) (verbs.QP, verbs.Device, error) {
+		return nil, nil, fmt.Errorf("%s: %w", what, err)
+	}
+	if err := x.ResolveAddr(m.Source, to, ResolveTime); err != nil {
+		return fail("resolve address", err)
+	}
+	if _, err := m.Wait(ctx, x, verbs.AddrResolved, 2*ResolveTime); err != nil {
+		return fail("resolve address", err)
+	}
+	if err := x.SetAckTimeout(ackTimeout); err != nil {
+		m.Log.Debug("rdma: the provider keeps its time-out of acknowledgements", "err", err)
+	}
+	if err := x.ResolveRoute(ResolveTime); err != nil {
+		return fail("resolve route", err)
+	}
+	if _, err := m.Wait(ctx, x, verbs.RouteResolved, 2*ResolveTime); err != nil {
+		return fail("resolve route", err)
+	}
+	if dev, err = x.Device(); err != nil {
+		return fail("device", err)
+	}
+	port := 0
+	if m.SplitPorts {
+		port = 1 + q%2
+	}
+	if qp, err = m.CreateQP(x.ID, dev, x.cookie, port); err != nil {
+		return fail("create queue pair", err)
+	}
+	return qp, dev, nil
+}
+
+// CreateQP makes the queue pair of an ID, on a port if that is not 0, and reserves its room
+// in the completion queue; see Release.
+func (m *Manager) CreateQP(id verbs.ID, dev verbs.Device, cookie uint64, port int) (verbs.QP, error) {
+	m.mu.Lock()
+	if m.reserved == nil {
+		m.reserved = map[verbs.Device]int{}
+	}
+	m.reserved[dev] += m.SendDepth + m.RecvDepth
+	err := dev.Reserve(m.reserved[dev])
+	m.mu.Unlock()
+	var qp verbs.QP
+	if err == nil {
+		qp, err = id.CreateQP(verbs.QPOptions{Cookie: cookie, SendDepth: m.SendDepth, RecvDepth: m.RecvDepth, Inline: m.Inline, Port: port})
+	}
+	if err != nil {
+		m.Release(dev)
+		return nil, err
+	}
+	return qp, nil
+}
+
+// Release takes back the room of one queue pair in the completion queue.
+func (m *Manager) Release(dev verbs.Device) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.reserved[dev] -= m.SendDepth + m.RecvDepth
+}
+
+// Wait waits for the event that ends a step.
+func (m *Manager) Wait(ctx context.Context, x *ID, want verbs.EventType, limit time.Duration) (verbs.Event, error) {
+	t := time.NewTimer(limit)
+	defer t.Stop()
+	select {
+	case ev := <-x.events:
+		if ev.Type != want {
+			return ev, m.EventError(ev)
+		}
+		return ev, nil
+	case <-t.C:
+		return verbs.Event{}, fmt.Errorf("%w after %s: no answer of the connection manager", van.ErrTimeout, limit)
+	case <-ctx.Done():
+		return verbs.Event{}, ctx.Err()
+	}
+}
+
+// WaitRefused waits a moment for the answer to a connect request. It returns the error if
+// that is no; a yes is left for Wait. A StepMesh peer that begins to listen just then must
+// not get the second request of a connection without the first, which nobody took: it would
+// count the next connection's wrongly.
+func (m *Manager) WaitRefused(ctx context.Context, x *ID) error {
+	t := time.NewTimer(refuseTime)
+	defer t.Stop()
+	select {
+	case ev := <-x.events:
+		if ev.Type != verbs.Established {
+			return m.EventError(ev)
+		}
+		x.events <- ev // there is room: it was there
+		return nil
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// EventError says what an event means that is not the one hoped for.
+func (m *Manager) EventError(ev verbs.Event) error {
+	if ev.Type == verbs.Rejected && m.Rejection != nil {
+		if err := m.Rejection(ev.Private); err != nil {
+			return err
+		}
+	}
+	switch {
+	case ev.Type == verbs.Rejected && ev.Status == 8:
+		return errors.New("rejected (8): nobody listens there yet")
+	case ev.Type == verbs.Rejected:
+		return fmt.Errorf("rejected by the peer (%d)", ev.Status)
+	case ev.Status < 0:
+		return fmt.Errorf("%s: %w", ev.Type, syscall.Errno(-ev.Status))
+	default:
+		return fmt.Errorf("%s (%d)", ev.Type, ev.Status)
+	}
+}
