@@ -26,12 +26,12 @@ func TestPushPull(t *testing.T) {
 		o.Workers, o.Servers = 2, 2
 		c := testcluster.Start(t, o)
 		for _, n := range c.Servers {
-			s, err := af.NewTensorServer(n, af.Options{})
+			s, err := af.NewServer(n, af.ServerOptions{})
 			if err != nil {
 				t.Fatal(err)
 			}
 			rank := float32(n.Rank() + 1)
-			err = s.SetRequestHandle(func(b af.Batch) {
+			err = s.Handle(func(b af.Batch) {
 				sum := make([]float32, 8)
 				for _, p := range b.Pushes() {
 					v, err := af.Slice[float32](p.Val)
@@ -46,7 +46,7 @@ func TestPushPull(t *testing.T) {
 				for _, p := range b.Pulls() {
 					out = append(out, af.KeyTensor{Key: p.Key, Val: tensor(t, sum, 2, 4)})
 				}
-				if err := b.Response(out, nil); err != nil {
+				if err := b.Respond(out, af.ByKey); err != nil {
 					t.Error(err)
 				}
 			})
@@ -55,7 +55,7 @@ func TestPushPull(t *testing.T) {
 			}
 		}
 		for _, n := range c.Workers {
-			w, err := af.NewTensorWorker(n, af.Options{})
+			w, err := af.NewWorker(n, af.WorkerOptions{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -65,13 +65,13 @@ func TestPushPull(t *testing.T) {
 					a[i], b[i] = float32(i+round), float32(10*i)
 				}
 				out := [2][]float32{make([]float32, 8), make([]float32, 8)}
-				h, err := w.ZBatchPushPull(
+				h, err := w.PushPull(
 					[]af.KeyTensor{{Key: 1, Val: tensor(t, a, 8)}, {Key: 2, Val: tensor(t, b, 8)}},
 					[]af.KeyTensor{{Key: 3, Val: tensor(t, out[0], 8)}, {Key: 3, Val: tensor(t, out[1], 8)}})
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := w.Wait(t.Context(), h); err != nil {
+				if err := h.Wait(t.Context()); err != nil {
 					t.Fatal(err)
 				}
 				for s := range out {
@@ -81,10 +81,11 @@ func TestPushPull(t *testing.T) {
 						}
 					}
 				}
-				req, res, err := w.FetchTrace(h + 2)
-				if err != nil || !(req.Start <= req.PostSend && req.PostSend <= req.PostRecv && req.PostRecv <= req.Process &&
+				x := h.Traces()[2]
+				req, res := x.Request, x.Response
+				if !(req.Start <= req.PostSend && req.PostSend <= req.PostRecv && req.PostRecv <= req.Process &&
 					res.Start <= res.PostSend && res.PostSend <= res.PostRecv && res.PostRecv <= res.Process && req.Start > 0 && res.Start >= req.Process) {
-					t.Fatalf("trace %+v %+v %v", req, res, err)
+					t.Fatalf("trace %+v", x)
 				}
 			}
 		}
@@ -104,34 +105,34 @@ func TestPipeline(t *testing.T) {
 		o.Servers = 2
 		c := testcluster.Start(t, o)
 		for _, n := range c.Servers {
-			s, err := af.NewTensorServer(n, af.Options{})
+			s, err := af.NewServer(n, af.ServerOptions{})
 			if err != nil {
 				t.Fatal(err)
 			}
-			if err := s.SetRequestHandle(func(b af.Batch) {
+			if err := s.Handle(func(b af.Batch) {
 				v, err := af.Slice[float32](b.Pushes()[0].Val)
 				if err != nil {
 					t.Error(err)
 				}
 				out := append([]float32(nil), v...)
-				if err := b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: tensor(t, out)}}, nil); err != nil {
+				if err := b.Respond([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: tensor(t, out)}}, af.ByKey); err != nil {
 					t.Error(err)
 				}
 			}); err != nil {
 				t.Fatal(err)
 			}
 		}
-		w, err := af.NewTensorWorker(c.Workers[0], af.Options{})
+		w, err := af.NewWorker(c.Workers[0], af.WorkerOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		type slot struct {
-			h   int32
+			h   af.Call
 			in  []float32
 			out [2][]float32
 		}
 		wait := func(s *slot) error {
-			if err := w.Wait(t.Context(), s.h); err != nil {
+			if err := s.h.Wait(t.Context()); err != nil {
 				return err
 			}
 			for k := range s.out {
@@ -159,7 +160,7 @@ func TestPipeline(t *testing.T) {
 					}
 					key := uint64(g<<8 | r%flight)
 					var err error
-					if s.h, err = w.ZBatchPushPull([]af.KeyTensor{{Key: key, Val: tensor(t, s.in)}},
+					if s.h, err = w.PushPull([]af.KeyTensor{{Key: key, Val: tensor(t, s.in)}},
 						[]af.KeyTensor{{Key: key, Val: tensor(t, s.out[0])}, {Key: key, Val: tensor(t, s.out[1])}}); err != nil {
 						t.Error(err)
 						return

@@ -4,6 +4,7 @@ package af_test
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
@@ -15,40 +16,53 @@ func TestAllocations(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
 		defer c.Finalize(t)
-		s, err := af.NewTensorServer(c.Servers[0], af.Options{})
+		s, err := af.NewServer(c.Servers[0], af.ServerOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		answer := []af.KeyTensor{{Val: tensor(t, make([]float32, 256))}}
-		if err := s.SetRequestHandle(func(b af.Batch) {
-			answer[0].Key = b.Pulls()[0].Key
-			if err := b.Response(answer, nil); err != nil {
+		var left counter
+		stream, limit, server := af.OnStream(1<<20), 20*time.Second, 0 // of which none is a constant
+		if err := s.Handle(func(b af.Batch) {
+			var err error
+			if answer[0].Key = b.Pulls()[0].Key; answer[0].Key == 2 {
+				err = b.Respond(answer)
+			} else {
+				err = b.Respond(answer, af.ByKey, stream, af.OnSent(&left))
+			}
+			if err != nil {
 				t.Error(err)
 			}
 		}); err != nil {
 			t.Fatal(err)
 		}
-		w, err := af.NewTensorWorker(c.Workers[0], af.Options{})
+		w, err := af.NewWorker(c.Workers[0], af.WorkerOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		push := []af.KeyTensor{{Key: 1, Val: tensor(t, make([]float32, 256))}}
 		pull := []af.KeyTensor{{Key: 2, Val: tensor(t, make([]float32, 256))}}
+		chosen := []af.KeyTensor{{Key: 3, Val: pull[0].Val}}
 		ctx := t.Context()
-		once := func() {
-			h, err := w.ZBatchPushPull(push, pull)
-			if err == nil {
-				err = w.Wait(ctx, h)
+		for name, call := range map[string]func() (af.Call, error){
+			"plain":   func() (af.Call, error) { return w.PushPull(push, pull) },
+			"options": func() (af.Call, error) { return w.PushPull(push, chosen, stream, af.To{server}, af.Within(limit)) },
+		} {
+			once := func() {
+				h, err := call()
+				if err == nil {
+					err = h.Wait(ctx)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
 			}
-			if err != nil {
-				t.Fatal(err)
+			for range 2000 {
+				once()
 			}
-		}
-		for range 2000 {
-			once()
-		}
-		if n := testing.AllocsPerRun(2000, once); n > 0 {
-			t.Errorf("%.2f allocations for each push_pull, want 0", n)
+			if n := testing.AllocsPerRun(2000, once); n > 0 {
+				t.Errorf("%s: %.2f allocations for each push_pull, want 0", name, n)
+			}
 		}
 	}, all...)
 }

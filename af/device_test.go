@@ -22,8 +22,8 @@ import (
 type devices struct {
 	*testcluster.Cluster
 	wdev, sdev *vantest.Device
-	w          *af.TensorWorker
-	s          *af.TensorServer
+	w          *af.Worker
+	s          *af.Server
 }
 
 // startDevices starts a worker and a server.
@@ -42,10 +42,10 @@ func startDevices(t *testing.T, over testcluster.Transport) *devices {
 		return map[string]backend.Backend{"worker": d.wdev, "server": d.sdev}[role]
 	}})
 	var err error
-	if d.w, err = af.NewTensorWorker(d.Workers[0], af.Options{}); err != nil {
+	if d.w, err = af.NewWorker(d.Workers[0], af.WorkerOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	if d.s, err = af.NewTensorServer(d.Servers[0], af.Options{}); err != nil {
+	if d.s, err = af.NewServer(d.Servers[0], af.ServerOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	return d
@@ -81,7 +81,7 @@ func TestDeviceTensors(t *testing.T) {
 	for _, over := range all {
 		t.Run(over.String(), func(t *testing.T) {
 			d := startDevices(t, over)
-			if err := d.s.SetRequestHandle(func(b af.Batch) {
+			if err := d.s.Handle(func(b af.Batch) {
 				in := b.Retain().Pushes()[0].Val
 				if in.Device() != d.sdev.Device() {
 					t.Errorf("a push of %d bytes lies on %s", in.Len(), in.Device())
@@ -93,7 +93,7 @@ func TestDeviceTensors(t *testing.T) {
 					}
 					b.Release()
 				})
-				if err := b.ResponseOn(7, []af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.sdev, out)}}, nil); err != nil {
+				if err := b.Respond([]af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.sdev, out)}}, af.ByKey, af.Stream(7)); err != nil {
 					t.Error(err)
 				}
 			}); err != nil {
@@ -114,12 +114,12 @@ func deviceRounds(t *testing.T, d *devices, n int) {
 	push, pull := make([]byte, n), make([]byte, n)
 	for r := range 20 {
 		d.wdev.Queue(5, func() { fill(push, byte(r)) })
-		h, err := d.w.ZBatchPushPullOn(5, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, push)}},
-			[]af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, pull)}})
+		h, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, push)}},
+			[]af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, pull)}}, af.OnStream(5))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := d.w.Wait(t.Context(), h); err != nil {
+		if err := h.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(pull, bytes.Repeat([]byte{byte(r + 1)}, n)) {
@@ -133,17 +133,17 @@ func deviceRounds(t *testing.T, d *devices, n int) {
 func TestDeviceOrder(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	got := make(chan uint64, 100)
-	if err := d.s.SetRequestHandle(func(b af.Batch) {
+	if err := d.s.Handle(func(b af.Batch) {
 		got <- b.Pushes()[0].Key
-		if err := b.Response(nil, nil); err != nil {
+		if err := b.Respond(nil); err != nil {
 			t.Error(err)
 		}
 	}); err != nil {
 		t.Fatal(err)
 	}
-	on := func(stream af.Stream, key uint64, v af.Tensor) int32 {
+	on := func(stream af.Stream, key uint64, v af.Tensor) af.Call {
 		t.Helper()
-		h, err := d.w.ZBatchPushPullOn(stream, []af.KeyTensor{{Key: key, Val: v}}, nil)
+		h, err := d.w.PushPull([]af.KeyTensor{{Key: key, Val: v}}, nil, stream)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -153,7 +153,7 @@ func TestDeviceOrder(t *testing.T) {
 	for r := range uint64(20) {
 		gate := make(chan struct{})
 		d.wdev.Queue(3, func() { <-gate })
-		hs := []int32{
+		hs := []af.Call{
 			on(3, 5*r, deviceTensor(t, d.wdev, mem)),
 			on(af.DefaultStream, 5*r+1, hostTensor(t, mem)),
 			on(af.Complete, 5*r+2, deviceTensor(t, d.wdev, mem)),
@@ -167,7 +167,7 @@ func TestDeviceOrder(t *testing.T) {
 		close(gate)
 		hs = append(hs, on(af.DefaultStream, 5*r+4, hostTensor(t, mem)))
 		for i, h := range hs {
-			if err := d.w.Wait(t.Context(), h); err != nil {
+			if err := h.Wait(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			if k := <-got; k != 5*r+uint64(i) {
@@ -182,15 +182,15 @@ func TestDeviceOrder(t *testing.T) {
 func TestAnswerOrder(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 10)
-	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
+	if err := d.s.Handle(func(b af.Batch) { batches <- b }); err != nil {
 		t.Fatal(err)
 	}
 	var pulls [3][]byte
-	var hs [3]int32
+	var hs [3]af.Call
 	for i := range pulls {
 		pulls[i] = make([]byte, 50)
 		var err error
-		if hs[i], err = d.w.ZBatchPushPull(nil, []af.KeyTensor{{Key: 1, Val: hostTensor(t, pulls[i])}}); err != nil {
+		if hs[i], err = d.w.PushPull(nil, []af.KeyTensor{{Key: 1, Val: hostTensor(t, pulls[i])}}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -201,19 +201,19 @@ func TestAnswerOrder(t *testing.T) {
 	for i, v := range []af.Tensor{deviceTensor(t, d.sdev, out), hostTensor(t, bytes.Repeat([]byte{8}, 50)), deviceTensor(t, d.sdev, make([]byte, 50))} {
 		b := <-batches
 		stream := []af.Stream{3, af.DefaultStream, af.Complete}[i]
-		if err := b.ResponseInOrderOn(stream, []af.Tensor{v}, &left); err != nil {
+		if err := b.Respond([]af.KeyTensor{{Val: v}}, stream, af.OnSent(&left)); err != nil {
 			t.Fatal(err)
 		}
-		if err := b.ResponseInOrderOn(stream, []af.Tensor{v}, nil); !errors.Is(err, af.ErrAnswered) {
+		if err := b.Respond([]af.KeyTensor{{Val: v}}, stream); !errors.Is(err, af.ErrAnswered) {
 			t.Errorf("answered again: %v", err)
 		}
 	}
-	if err := d.w.WaitSlice(t.Context(), hs[2], time.Second, time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
+	if err := d.w.Customer().WaitSlice(t.Context(), hs[2].Timestamp(), time.Second, time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
 		t.Fatalf("an answer overtook the first one: %v", err)
 	}
 	close(gate)
 	for i, h := range hs {
-		if err := d.w.Wait(t.Context(), h); err != nil {
+		if err := h.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if want := []byte{9, 8, 0}[i]; pulls[i][49] != want {
@@ -234,7 +234,7 @@ func (c *counter) Sent() { c.n.Add(1) }
 func TestWrongDevice(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)
-	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
+	if err := d.s.Handle(func(b af.Batch) { batches <- b }); err != nil {
 		t.Fatal(err)
 	}
 	other := deviceTensor(t, vantest.NewDevice(3), make([]byte, 8))
@@ -246,27 +246,27 @@ func TestWrongDevice(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	_, err := d.w.ZBatchPushPull(wrong, nil)
+	_, err := d.w.PushPull(wrong, nil)
 	refused("push", err)
-	_, err = d.w.ZBatchPushPull(own, wrong)
+	_, err = d.w.PushPull(own, wrong)
 	refused("pull", err)
 	refused("register", d.s.RegisterRecvTensor(other, []int{0}, []uint64{5}))
 	pull := make([]byte, 8)
-	h, err := d.w.ZBatchPushPull(own, []af.KeyTensor{{Key: 2, Val: hostTensor(t, pull)}})
+	h, err := d.w.PushPull(own, []af.KeyTensor{{Key: 2, Val: hostTensor(t, pull)}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	b := <-batches
-	refused("answer", b.Response(wrong, nil))
-	if err := b.Response([]af.KeyTensor{{Key: 2, Val: hostTensor(t, []byte("12345678"))}}, nil); err != nil {
+	refused("answer", b.Respond(wrong, af.ByKey))
+	if err := b.Respond([]af.KeyTensor{{Key: 2, Val: hostTensor(t, []byte("12345678"))}}, af.ByKey); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.w.Wait(t.Context(), h); err != nil || string(pull) != "12345678" {
+	if err := h.Wait(t.Context()); err != nil || string(pull) != "12345678" {
 		t.Errorf("%q, %v", pull, err)
 	}
 	boom := errors.New("the device is gone")
 	d.wdev.Fail(boom)
-	if _, err := d.w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, make([]byte, 8))}}, nil); !errors.Is(err, boom) {
+	if _, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, make([]byte, 8))}}, nil); !errors.Is(err, boom) {
 		t.Errorf("on a failed device: %v", err)
 	}
 	d.wdev.Fail(nil)
@@ -304,8 +304,8 @@ func TestDeviceEnds(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := startDevices(t, testcluster.InProc)
-			if err := d.s.SetRequestHandle(func(b af.Batch) {
-				if err := b.Response(nil, nil); err != nil {
+			if err := d.s.Handle(func(b af.Batch) {
+				if err := b.Respond(nil); err != nil {
 					t.Error(err)
 				}
 			}); err != nil {
@@ -317,11 +317,11 @@ func TestDeviceEnds(t *testing.T) {
 			d.wdev.Queue(3, func() { <-gate })
 			var o owner
 			mem := make([]byte, 64)
-			h, err := d.w.ZBatchPushPullOn(3, []af.KeyTensor{{Key: 1, Val: owned(t, d.wdev, mem, &o)}}, nil)
+			h, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: owned(t, d.wdev, mem, &o)}}, nil, af.Stream(3))
 			if err != nil {
 				t.Fatal(err)
 			}
-			next, err := d.w.ZBatchPushPullOn(4, []af.KeyTensor{{Key: 2, Val: owned(t, d.wdev, mem, &o)}}, nil)
+			next, err := d.w.PushPull([]af.KeyTensor{{Key: 2, Val: owned(t, d.wdev, mem, &o)}}, nil, af.Stream(4))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -332,11 +332,11 @@ func TestDeviceEnds(t *testing.T) {
 			if errors.Is(end.want, errBoom) {
 				open()
 			}
-			if err := d.w.WaitFor(t.Context(), h, 300*time.Millisecond); !errors.Is(err, end.want) {
+			if err := d.w.Customer().Wait(t.Context(), h.Timestamp(), 300*time.Millisecond); !errors.Is(err, end.want) {
 				t.Errorf("got %v, want %v", err, end.want)
 			}
 			d.wdev.Fail(nil)
-			err = d.w.WaitFor(t.Context(), next, 5*time.Second)
+			err = d.w.Customer().Wait(t.Context(), next.Timestamp(), 5*time.Second)
 			if ok := err == nil; !end.over && !errors.Is(end.want, errBoom) && !ok {
 				t.Errorf("the next batch: %v", err)
 			}
@@ -357,10 +357,10 @@ var errBoom = errors.New("boom")
 func TestAnswersAtTheEnd(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)
-	if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b }); err != nil {
+	if err := d.s.Handle(func(b af.Batch) { batches <- b }); err != nil {
 		t.Fatal(err)
 	}
-	h, err := d.w.ZBatchPushPull(nil, []af.KeyTensor{{Key: 1, Val: hostTensor(t, make([]byte, 64))}})
+	h, err := d.w.PushPull(nil, []af.KeyTensor{{Key: 1, Val: hostTensor(t, make([]byte, 64))}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -369,7 +369,7 @@ func TestAnswersAtTheEnd(t *testing.T) {
 	d.sdev.Queue(3, func() { <-gate })
 	var o owner
 	var left counter
-	if err := (<-batches).ResponseInOrderOn(3, []af.Tensor{owned(t, d.sdev, make([]byte, 64), &o)}, &left); err != nil {
+	if err := (<-batches).Respond([]af.KeyTensor{{Val: owned(t, d.sdev, make([]byte, 64), &o)}}, af.Stream(3), af.OnSent(&left)); err != nil {
 		t.Fatal(err)
 	}
 	if o.n.Load() != 1 {
@@ -379,14 +379,14 @@ func TestAnswersAtTheEnd(t *testing.T) {
 	if o.n.Load() != 0 || left.n.Load() != 1 {
 		t.Errorf("%d holds, %d told", o.n.Load(), left.n.Load())
 	}
-	if err := d.w.Wait(t.Context(), h); !errors.Is(err, van.ErrPeerLost) {
+	if err := h.Wait(t.Context()); !errors.Is(err, van.ErrPeerLost) {
 		t.Errorf("the worker: %v", err)
 	}
 }
 
-// TestReleaseOn: the memory of a push is not used again while a stream reads it, also when
+// TestReleaseOnStream: the memory of a push is not used again while a stream reads it, also when
 // the server has been closed, and another one receives on its node.
-func TestReleaseOn(t *testing.T) {
+func TestReleaseOnStream(t *testing.T) {
 	for name, closes := range map[string]bool{"open": false, "closed": true} {
 		t.Run(name, func(t *testing.T) { releaseOn(t, closes) })
 	}
@@ -396,22 +396,22 @@ func releaseOn(t *testing.T, closes bool) {
 	d := startDevices(t, testcluster.InProc)
 	batches := make(chan af.Batch, 1)
 	serve := func() {
-		if err := d.s.SetRequestHandle(func(b af.Batch) { batches <- b.Retain() }); err != nil {
+		if err := d.s.Handle(func(b af.Batch) { batches <- b.Retain() }); err != nil {
 			t.Fatal(err)
 		}
 	}
 	serve()
 	push := func(v byte) af.Batch {
 		t.Helper()
-		h, err := d.w.ZBatchPushPullOn(af.Complete, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, bytes.Repeat([]byte{v}, 9000))}}, nil)
+		h, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, bytes.Repeat([]byte{v}, 9000))}}, nil, af.Complete)
 		if err != nil {
 			t.Fatal(err)
 		}
 		b := <-batches
-		if err := b.Response(nil, nil); err != nil {
+		if err := b.Respond(nil); err != nil {
 			t.Fatal(err)
 		}
-		if err := d.w.Wait(t.Context(), h); err != nil {
+		if err := h.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		return b
@@ -420,11 +420,11 @@ func releaseOn(t *testing.T, closes bool) {
 	mem := first.Pushes()[0].Val.Mem()
 	gate, read := make(chan struct{}), make(chan byte, 1)
 	d.sdev.Queue(3, func() { <-gate; read <- vantest.Raw(mem)[8999] })
-	first.ReleaseOn(3)
+	first.Release(af.Stream(3))
 	if closes {
 		d.s.Close()
 		var err error
-		if d.s, err = af.NewTensorServer(d.Servers[0], af.Options{}); err != nil {
+		if d.s, err = af.NewServer(d.Servers[0], af.ServerOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		serve()
@@ -433,7 +433,7 @@ func releaseOn(t *testing.T, closes bool) {
 	if second.Pushes()[0].Val.Mem().Ptr() == mem.Ptr() {
 		t.Error("the memory is used again while a stream reads it")
 	}
-	second.ReleaseOn(4)
+	second.Release(af.Stream(4))
 	close(gate)
 	if v := <-read; v != 1 {
 		t.Errorf("read %d, want 1", v)
@@ -445,8 +445,8 @@ func releaseOn(t *testing.T, closes bool) {
 // waits for its own stream, and is sent then.
 func TestNextAfterGivenUp(t *testing.T) {
 	d := startDevices(t, testcluster.InProc)
-	if err := d.s.SetRequestHandle(func(b af.Batch) {
-		if err := b.Response(nil, nil); err != nil {
+	if err := d.s.Handle(func(b af.Batch) {
+		if err := b.Respond(nil); err != nil {
 			t.Error(err)
 		}
 	}); err != nil {
@@ -460,19 +460,19 @@ func TestNextAfterGivenUp(t *testing.T) {
 	first, second := sync.OnceFunc(func() { close(gates[0]) }), sync.OnceFunc(func() { close(gates[1]) })
 	t.Cleanup(first)
 	t.Cleanup(second)
-	h, err := d.w.ZBatchPushPullOn(3, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, make([]byte, 64))}}, nil)
+	h, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, make([]byte, 64))}}, nil, af.Stream(3))
 	if err != nil {
 		t.Fatal(err)
 	}
-	next, err := d.w.ZBatchPushPullOn(4, []af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, make([]byte, 64))}}, nil)
+	next, err := d.w.PushPull([]af.KeyTensor{{Key: 2, Val: deviceTensor(t, d.wdev, make([]byte, 64))}}, nil, af.Stream(4))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := d.w.WaitFor(t.Context(), h, 50*time.Millisecond); !errors.Is(err, van.ErrTimeout) {
+	if err := d.w.Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond); !errors.Is(err, van.ErrTimeout) {
 		t.Errorf("got %v, want %v", err, van.ErrTimeout)
 	}
 	time.AfterFunc(150*time.Millisecond, second) // by then its turn has come
-	if err := d.w.WaitFor(t.Context(), next, 20*time.Second); err != nil {
+	if err := d.w.Customer().Wait(t.Context(), next.Timestamp(), 20*time.Second); err != nil {
 		t.Errorf("the next batch: %v", err)
 	}
 	first()

@@ -38,11 +38,11 @@ func bytesOf(t testing.TB, b []byte, shape ...int64) af.Tensor {
 }
 
 // serve makes n a tensor server.
-func serve(t testing.TB, n *postoffice.Node, h af.Handler) *af.TensorServer {
+func serve(t testing.TB, n *postoffice.Node, h af.Handler) *af.Server {
 	t.Helper()
-	s, err := af.NewTensorServer(n, af.Options{})
+	s, err := af.NewServer(n, af.ServerOptions{})
 	if err == nil {
-		err = s.SetRequestHandle(h)
+		err = s.Handle(h)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -50,9 +50,9 @@ func serve(t testing.TB, n *postoffice.Node, h af.Handler) *af.TensorServer {
 	return s
 }
 
-func newWorker(t testing.TB, n *postoffice.Node) *af.TensorWorker {
+func newWorker(t testing.TB, n *postoffice.Node) *af.Worker {
 	t.Helper()
-	w, err := af.NewTensorWorker(n, af.Options{})
+	w, err := af.NewWorker(n, af.WorkerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +95,7 @@ func TestEmptyTensors(t *testing.T) {
 					}
 					out = append(out, values(p.Key, 1)...)
 				}
-				if err := b.Response(out, nil); err != nil {
+				if err := b.Respond(out, af.ByKey); err != nil {
 					t.Error(err)
 				}
 				seen[s] <- keys
@@ -118,9 +118,9 @@ func TestEmptyTensors(t *testing.T) {
 					pull = append(pull, kt)
 				}
 			}
-			h, err := w.ZBatchPushPull(push, pull)
+			h, err := w.PushPull(push, pull)
 			if err == nil {
-				err = w.Wait(t.Context(), h)
+				err = h.Wait(t.Context())
 			}
 			if err != nil {
 				t.Fatalf("push %v pull %v: %v", x.push, x.pull, err)
@@ -153,15 +153,15 @@ func TestEmptyKinds(t *testing.T) {
 	}
 	c := testcluster.Start(t, testcluster.Options{})
 	serve(t, c.Servers[0], func(b af.Batch) {
-		if err := b.Response([]af.KeyTensor{{Key: 9}}, nil); err != nil { // the zero Tensor
+		if err := b.Respond([]af.KeyTensor{{Key: 9}}, af.ByKey); err != nil { // the zero Tensor
 			t.Error(err)
 		}
 	})
 	w := newWorker(t, c.Workers[0])
 	for _, x := range []af.Tensor{zero, none, flat} {
-		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: x}}, []af.KeyTensor{{Key: 9, Val: x}})
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}}, []af.KeyTensor{{Key: 9, Val: x}})
 		if err == nil {
-			err = w.Wait(t.Context(), h)
+			err = h.Wait(t.Context())
 		}
 		if err != nil || x.Len() != 0 {
 			t.Errorf("%s of %d bytes: %v", x.String(), x.Len(), err)

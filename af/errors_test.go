@@ -23,7 +23,7 @@ func echo(b af.Batch) error {
 	for i, p := range b.Pulls() {
 		out[i] = af.KeyTensor{Key: p.Key, Val: b.Pushes()[0].Val}
 	}
-	return b.Response(out, nil)
+	return b.Respond(out, af.ByKey)
 }
 
 func echoes(t testing.TB) af.Handler {
@@ -35,12 +35,12 @@ func echoes(t testing.TB) af.Handler {
 }
 
 // ask pushes text under key 1, and pulls as much from each server under key 2.
-func ask(t testing.TB, w *af.TensorWorker, servers int, text string) (handler int32, pulls []af.KeyTensor) {
+func ask(t testing.TB, w *af.Worker, servers int, text string) (call af.Call, pulls []af.KeyTensor) {
 	t.Helper()
 	for range servers {
 		pulls = append(pulls, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, len(text)))})
 	}
-	h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(text))}}, pulls)
+	h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(text))}}, pulls)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,12 +48,12 @@ func ask(t testing.TB, w *af.TensorWorker, servers int, text string) (handler in
 }
 
 // works checks that servers which echo do so.
-func works(t testing.TB, w *af.TensorWorker, servers int) {
+func works(t testing.TB, w *af.Worker, servers int) {
 	t.Helper()
 	for i := range 3 {
 		text := fmt.Sprintf("round %d", i)
 		h, pulls := ask(t, w, servers, text)
-		if err := w.Wait(t.Context(), h); err != nil {
+		if err := h.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		for s := range pulls {
@@ -94,14 +94,14 @@ func TestBadRequests(t *testing.T) {
 		{nil, list(1, 2, 5, 5), "key 5, want different keys in a batch for server 1"},
 		{make([]af.KeyTensor, af.MaxBatch+1), nil, "16385 tensors in one batch, want at most 16384"},
 	} {
-		_, err := w.ZBatchPushPull(tt.push, tt.pull)
+		_, err := w.PushPull(tt.push, tt.pull)
 		vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9): push_pull", tt.text)
 		works(t, w, 2)
 	}
 	// The same key for each server, and for a push and a pull, is as it should be.
-	h, err := w.ZBatchPushPull(list(1), list(1, 1))
+	h, err := w.PushPull(list(1), list(1, 1))
 	if err == nil {
-		err = w.Wait(t.Context(), h)
+		err = h.Wait(t.Context())
 	}
 	if err != nil {
 		t.Error(err)
@@ -154,7 +154,7 @@ func TestBadResponses(t *testing.T) {
 	serve(t, c.Servers[0], func(b af.Batch) {
 		if late != nil {
 			late.Release() // one too many
-			vantest.Fails(t, late.Response(nil, nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
+			vantest.Fails(t, late.Respond(nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
 		}
 		for _, x := range []struct {
 			out  []af.KeyTensor
@@ -168,18 +168,18 @@ func TestBadResponses(t *testing.T) {
 			{[]af.KeyTensor{{Key: 2}}, "tensor uint8[0] on cpu for key 2 has 0 bytes"},
 			{[]af.KeyTensor{kt(2, 4), kt(3, 4)}, "2 tensors for 1 pulls"},
 		} {
-			vantest.Fails(t, b.Response(x.out, nil), van.ErrInvalid, "server 0 (id 8): respond with worker 0 (id 9) at 127.0.0.1:", x.text)
+			vantest.Fails(t, b.Respond(x.out, af.ByKey), van.ErrInvalid, "server 0 (id 8): respond with worker 0 (id 9) at 127.0.0.1:", x.text)
 		}
 		if err := echo(b); err != nil {
 			t.Error(err)
 		}
-		vantest.Fails(t, b.Response(nil, nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
+		vantest.Fails(t, b.Respond(nil), af.ErrAnswered, "server 0 (id 8): respond", "respond once to each batch")
 		late = &b
 	})
 	w := newWorker(t, c.Workers[0])
 	for range 5 {
 		h, pulls := ask(t, w, 1, "four")
-		if err := w.Wait(t.Context(), h); err != nil {
+		if err := h.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if got := string(pulls[0].Val.Bytes()); got != "four" {
@@ -206,7 +206,7 @@ func TestAnsweredTwice(t *testing.T) {
 			stale := slices.Clone(old)
 			mu.Unlock()
 			for _, x := range stale {
-				if err := x.Response([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte("junk!!!"))}}, nil); !errors.Is(err, af.ErrAnswered) {
+				if err := x.Respond([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte("junk!!!"))}}, af.ByKey); !errors.Is(err, af.ErrAnswered) {
 					t.Errorf("response to a batch that was answered: %v", err)
 				}
 			}
@@ -238,7 +238,7 @@ func TestUnknownHandlers(t *testing.T) {
 		echoes(t)(b)
 	})
 	w := newWorker(t, c.Workers[0])
-	wait := func(h int32) error { return w.Wait(t.Context(), h) }
+	wait := func(ts int32) error { return w.Customer().Wait(t.Context(), ts, 10*time.Second) }
 	who := "worker 0 (id 9): wait: handler "
 	vantest.Fails(t, wait(0), postoffice.ErrUnknownHandler, who+"0")
 	works(t, w, 1) // handlers 0, 2, 4
@@ -248,22 +248,25 @@ func TestUnknownHandlers(t *testing.T) {
 	vantest.Fails(t, wait(-1), postoffice.ErrUnknownHandler, who+"-1")
 
 	held.Store(true)
-	h, _ := ask(t, w, 1, "x")
+	call, _ := ask(t, w, 1, "x")
+	h := call.Timestamp()
 	b := <-hold
 	vantest.Fails(t, wait(h+1), postoffice.ErrUnknownHandler, fmt.Sprintf("it is inside the batch of handler %d", h))
-	if got := w.GetAllHandlers(h); !slices.Equal(got, []int32{h, h + 1}) {
-		t.Errorf("handlers %v, want %d and the next one", got, h)
+	if n := w.Customer().Timestamps(h); n != 2 || call.Len() != 2 {
+		t.Errorf("the call has %d timestamps, and says %d, want 2", n, call.Len())
 	}
 	for _, other := range []int32{h + 1, 0, 1000, -1} {
-		if got := w.GetAllHandlers(other); !slices.Equal(got, []int32{other}) {
-			t.Errorf("handlers of %d are %v, want just that", other, got)
+		if n := w.Customer().Timestamps(other); n != 0 {
+			t.Errorf("there is no call that begins at %d, but it has %d timestamps", other, n)
 		}
 	}
-	_, _, err := w.FetchTrace(h + 1)
-	vantest.Fails(t, err, postoffice.ErrUnknownHandler, fmt.Sprintf("worker 0 (id 9): fetch_trace: handler %d", h+1), "traces of the last 4096")
-	for _, other := range []int32{-1, 1000, 1 << 30} {
-		_, _, err := w.FetchTrace(other)
-		vantest.Fails(t, err, postoffice.ErrUnknownHandler, fmt.Sprintf("handler %d", other))
+	for _, other := range []int32{h + 1, -1, 1000, 1 << 30} {
+		if x, ok := w.Customer().Trace(other); ok {
+			t.Errorf("timestamp %d, which was not answered, has the trace %+v", other, x)
+		}
+	}
+	if ts := call.Traces(); len(ts) != 2 || ts[1] != (postoffice.Trace{}) {
+		t.Errorf("traces %+v, want two without an answer to the pull", ts)
 	}
 
 	// Of many that wait for one handler, one gets it.
@@ -280,17 +283,18 @@ func TestUnknownHandlers(t *testing.T) {
 	if err := <-results; err != nil {
 		t.Error(err)
 	}
-	if _, _, err := w.FetchTrace(h + 1); err != nil {
-		t.Error(err)
+	if x := call.Traces()[1]; x.Request.Start == 0 || x.Response.Process == 0 {
+		t.Errorf("the trace of the pull is %+v", x)
 	}
-	vantest.Fails(t, wait(h), postoffice.ErrUnknownHandler, "it has been waited for already")
+	vantest.Fails(t, call.Wait(t.Context()), postoffice.ErrUnknownHandler, "it has been waited for already")
+	vantest.Fails(t, af.Call{}.Wait(t.Context()), postoffice.ErrUnknownHandler, "never made")
 
 	// Those in flight when the worker closes fail, and so do calls from then on.
-	h, _ = ask(t, w, 1, "x")
+	call, _ = ask(t, w, 1, "x")
 	<-hold
 	w.Close()
-	vantest.Fails(t, wait(h), van.ErrClosed, "worker 0 (id 9)")
-	_, err = w.ZBatchPushPull([]af.KeyTensor{{}}, nil)
+	vantest.Fails(t, call.Wait(t.Context()), van.ErrClosed, "worker 0 (id 9)")
+	_, err := w.PushPull([]af.KeyTensor{{}}, nil)
 	vantest.Fails(t, err, van.ErrClosed, "worker 0 (id 9): push_pull")
 	held.Store(false)
 	works(t, newWorker(t, c.Workers[0]), 1)
@@ -300,21 +304,21 @@ func TestUnknownHandlers(t *testing.T) {
 // TestWrongRoles: workers and servers belong on nodes of their roles, once.
 func TestWrongRoles(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
-	_, err := af.NewTensorWorker(c.Servers[0], af.Options{})
+	_, err := af.NewWorker(c.Servers[0], af.WorkerOptions{})
 	vantest.Fails(t, err, van.ErrInvalid, "tensor worker on server 0 (id 8), want a node with role worker")
-	_, err = af.NewTensorServer(c.Workers[0], af.Options{})
+	_, err = af.NewServer(c.Workers[0], af.ServerOptions{})
 	vantest.Fails(t, err, van.ErrInvalid, "tensor server on worker 0 (id 9), want a node with role server")
 	s := serve(t, c.Servers[0], echoes(t))
-	vantest.Fails(t, s.SetRequestHandle(echoes(t)), van.ErrInvalid, "this server has one")
-	again, err := af.NewTensorServer(c.Servers[0], af.Options{})
+	vantest.Fails(t, s.Handle(echoes(t)), van.ErrInvalid, "this server has one")
+	again, err := af.NewServer(c.Servers[0], af.ServerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	vantest.Fails(t, again.SetRequestHandle(echoes(t)), van.ErrInvalid, "server 0 (id 8)", "application 0, customer 0 exists")
+	vantest.Fails(t, again.Handle(echoes(t)), van.ErrInvalid, "server 0 (id 8)", "application 0, customer 0 exists")
 	w := newWorker(t, c.Workers[0])
-	_, err = af.NewTensorWorker(c.Workers[0], af.Options{})
+	_, err = af.NewWorker(c.Workers[0], af.WorkerOptions{})
 	vantest.Fails(t, err, van.ErrInvalid, "worker 0 (id 9)", "application 0, customer 0 exists")
-	other, err := af.NewTensorWorker(c.Workers[0], af.Options{CustomerID: 1})
+	other, err := af.NewWorker(c.Workers[0], af.WorkerOptions{CustomerID: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -348,9 +352,9 @@ func TestNodeLeaves(t *testing.T) {
 	h, _ := ask(t, w, 1, "x")
 	<-arrived
 	waiting := make(chan error)
-	go func() { waiting <- w.WaitFor(t.Context(), h, time.Minute) }()
+	go func() { waiting <- w.Customer().Wait(t.Context(), h.Timestamp(), time.Minute) }()
 	c.Workers[0].Close()
 	vantest.Fails(t, <-waiting, van.ErrClosed, "worker 0 (id 9)")
-	_, err := w.ZBatchPushPull([]af.KeyTensor{{}}, nil)
+	_, err := w.PushPull([]af.KeyTensor{{}}, nil)
 	vantest.Fails(t, err, van.ErrClosed, "worker 0 (id 9): push_pull")
 }

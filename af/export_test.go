@@ -1,10 +1,17 @@
 package af
 
 // Early is how many messages wait for those before them, by the server's count.
-func (s *TensorServer) Early() int { return int(s.early.Load()) }
+func (s *Server) Early() int { return early(s) }
+
+func early(s *Server) (n int) {
+	for _, x := range s.senders {
+		n += int(x.early.Load())
+	}
+	return n
+}
 
 // OpenBatches are the batches that a worker has begun and not ended, and their bytes.
-func OpenBatches(s *TensorServer, worker int) (n, bytes int) {
+func OpenBatches(s *Server, worker int) (n, bytes int) {
 	x := s.sender(worker)
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -13,9 +20,9 @@ func OpenBatches(s *TensorServer, worker int) (n, bytes int) {
 
 // Held are the messages that came before those that they follow, as counted for all
 // workers, and their bytes of one worker.
-func Held(s *TensorServer, worker int) (n, bytes int) {
+func Held(s *Server, worker int) (n, bytes int) {
 	x := s.sender(worker)
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	return int(s.early.Load()), x.heldBytes
+	return early(s), x.heldBytes
 }

@@ -18,11 +18,8 @@ func TestGroups(t *testing.T) {
 		c := testcluster.Start(t, o)
 		for _, n := range c.Servers {
 			serve(t, n, func(b af.Batch) {
-				if want := 2*b.SenderRank() + 9; b.Sender() != want {
-					t.Errorf("batch of group %d is said to come from %d, want %d", b.SenderRank(), b.Sender(), want)
-				}
 				text := fmt.Sprintf("%s to group %d instance %d", b.Pushes()[0].Val.Bytes(), n.GroupRank(), n.Instance())
-				if err := b.Response([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte(text))}}, nil); err != nil {
+				if err := b.Respond([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte(text))}}, af.ByKey); err != nil {
 					t.Error(err)
 				}
 			})
@@ -43,9 +40,9 @@ func TestGroups(t *testing.T) {
 						want = append(want, text)
 						pull = append(pull, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, len(text)))})
 					}
-					h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(from))}}, pull)
+					h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte(from))}}, pull)
 					if err == nil {
-						err = w.Wait(t.Context(), h)
+						err = h.Wait(t.Context())
 					}
 					if err != nil {
 						t.Error(err)

@@ -47,7 +47,7 @@ func TestSendRefused(t *testing.T) {
 			})
 			h, _ := ask(t, w, 2, "refused")
 			began := time.Now()
-			vantest.Fails(t, w.WaitFor(t.Context(), h, 20*time.Second), van.ErrQueueFull, "the test's queue")
+			vantest.Fails(t, w.Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second), van.ErrQueueFull, "the test's queue")
 			if d := time.Since(began); d > 10*time.Second {
 				t.Errorf("message %d: Wait has returned after %s", nth, d)
 			}
@@ -72,7 +72,7 @@ func TestAnswerRefused(t *testing.T) {
 		text := make([]byte, 100)
 		x, holds := heldTensor(t, text)
 		serve(t, c.Servers[0], func(b af.Batch) {
-			answered <- b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: x}}, nil)
+			answered <- b.Respond([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: x}}, af.ByKey)
 		})
 		w := newWorker(t, c.Workers[0])
 		for range 3 {
@@ -88,13 +88,13 @@ func TestAnswerRefused(t *testing.T) {
 			if n := holds.refs.Load(); n != 0 {
 				t.Errorf("%d holds on an answer that was refused, want none", n)
 			}
-			vantest.Fails(t, w.WaitFor(t.Context(), h, 50*time.Millisecond), van.ErrTimeout)
+			vantest.Fails(t, w.Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond), van.ErrTimeout)
 			hook.OnSend(nil)
 			h, _ = ask(t, w, 1, string(text))
 			if err := <-answered; err != nil {
 				t.Error(err)
 			}
-			if err := w.Wait(t.Context(), h); err != nil {
+			if err := h.Wait(t.Context()); err != nil {
 				t.Error(err)
 			}
 		}
@@ -118,7 +118,7 @@ func TestEarlyMessagesOfALostWorker(t *testing.T) {
 		return hooks.Pass
 	})
 	x := bytesOf(t, make([]byte, 8))
-	if _, err := newWorker(t, c.Workers[1]).ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}, {Key: 3, Val: x}}, nil); err != nil {
+	if _, err := newWorker(t, c.Workers[1]).PushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}, {Key: 3, Val: x}}, nil); err != nil {
 		t.Fatal(err)
 	}
 	eventually(t, "two messages wait", func() bool { return s.Early() == 2 && in.Held() == 2 })

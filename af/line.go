@@ -16,20 +16,6 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Stream is a queue of work on the node's device: the driver's handle (CUstream,
-// cudaStream_t). Tensors on the device are taken when the work that is in the stream
-// at the time of the call is done; until then the call's messages wait, on a goroutine
-// of the library. Tensors on the host are complete by themselves.
-type Stream uintptr
-
-const (
-	// DefaultStream is the device's default stream.
-	DefaultStream Stream = 0
-	// Complete says that there is nothing to wait for: who calls vouches that the
-	// tensors are complete, and, if they are to be filled, not in use.
-	Complete = ^Stream(0)
-)
-
 // line sends in order what has to wait for a device. Its goroutine begins with the
 // first turn.
 type line struct {

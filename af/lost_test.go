@@ -52,7 +52,7 @@ func TestRetriesWhileAServerIsAway(t *testing.T) {
 	expect(t, second, false)
 	for range 1100 { // more than the batches that a server lets a worker leave open
 		h, _ := ask(t, w, 2, "away")
-		vantest.Fails(t, w.Wait(t.Context(), h), van.ErrPeerLost)
+		vantest.Fails(t, h.Wait(t.Context()), van.ErrPeerLost)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
@@ -72,8 +72,8 @@ func TestEarlyBatchesOfSeveralWorkers(t *testing.T) {
 		o.Workers = 2
 		c := testcluster.Start(t, o)
 		before := c.Servers[0].Stats().ReceivedMessages
-		var hs [2]int32
-		w := []*af.TensorWorker{newWorker(t, c.Workers[0]), newWorker(t, c.Workers[1])}
+		var hs [2]af.Call
+		w := []*af.Worker{newWorker(t, c.Workers[0]), newWorker(t, c.Workers[1])}
 		for i := range w {
 			hs[i], _ = ask(t, w[i], 1, "early")
 		}
@@ -92,7 +92,7 @@ func TestEarlyBatchesOfSeveralWorkers(t *testing.T) {
 			}
 		})
 		for i := range w {
-			if err := w[i].Wait(t.Context(), hs[i]); err != nil {
+			if err := hs[i].Wait(t.Context()); err != nil {
 				t.Error(err)
 			}
 		}
@@ -107,7 +107,7 @@ func TestPushesAtOnce(t *testing.T) {
 		o.Workers = workers
 		c := testcluster.Start(t, o)
 		serve(t, c.Servers[0], func(b af.Batch) {
-			if err := b.Response(nil, nil); err != nil {
+			if err := b.Respond(nil); err != nil {
 				t.Error(err)
 			}
 		})
@@ -117,9 +117,9 @@ func TestPushesAtOnce(t *testing.T) {
 			w := newWorker(t, n)
 			wg.Go(func() {
 				for i := range 2000 {
-					h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, nil)
+					h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, nil)
 					if err == nil {
-						err = w.Wait(t.Context(), h)
+						err = h.Wait(t.Context())
 					}
 					if err != nil {
 						t.Errorf("batch %d: %v", i, err)

@@ -46,11 +46,11 @@ func (r *registrar) RegisterRecvBuffer(int, uint64, backend.Mem) error {
 }
 
 // push sends text under key and waits for the answer.
-func push(t testing.TB, w *af.TensorWorker, key uint64, text string) {
+func push(t testing.TB, w *af.Worker, key uint64, text string) {
 	t.Helper()
-	h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: key, Val: bytesOf(t, []byte(text))}}, nil)
+	h, err := w.PushPull([]af.KeyTensor{{Key: key, Val: bytesOf(t, []byte(text))}}, nil)
 	if err == nil {
-		err = w.Wait(t.Context(), h)
+		err = h.Wait(t.Context())
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -62,7 +62,7 @@ func push(t testing.TB, w *af.TensorWorker, key uint64, text string) {
 func TestRegisterAllOrNothing(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	s := serve(t, c.Servers[0], func(b af.Batch) {
-		if err := b.Response(nil, nil); err != nil {
+		if err := b.Respond(nil); err != nil {
 			t.Error(err)
 		}
 	})
@@ -125,7 +125,7 @@ func TestTransportRefusesAPart(t *testing.T) {
 		}
 	}})
 	s := serve(t, c.Servers[0], func(b af.Batch) {
-		if err := b.Response(nil, nil); err != nil {
+		if err := b.Respond(nil); err != nil {
 			t.Error(err)
 		}
 	})

@@ -59,7 +59,7 @@ func TestStaleAnswer(t *testing.T) {
 		if err := echo(fresh); err != nil {
 			t.Error(err)
 		}
-		if err := w.Wait(t.Context(), h); err != nil {
+		if err := h.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if got := string(pulls[0].Val.Bytes()); got != "NEW-DATA" {

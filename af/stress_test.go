@@ -45,7 +45,7 @@ func testStress(t *testing.T, mode env.BusyPoll, o testcluster.Options) {
 				for i, p := range b.Pulls() {
 					out[i] = af.KeyTensor{Key: p.Key, Val: b.Pushes()[0].Val}
 				}
-				if err := b.Response(out, nil); err != nil {
+				if err := b.Respond(out, af.ByKey); err != nil {
 					t.Error(err)
 				}
 			}
@@ -59,7 +59,7 @@ func testStress(t *testing.T, mode env.BusyPoll, o testcluster.Options) {
 	var done, gaveUp atomic.Int64
 	end := time.Now().Add(*stress)
 	var all sync.WaitGroup
-	var ws []*af.TensorWorker
+	var ws []*af.Worker
 	for _, n := range c.Workers {
 		w := newWorker(t, n)
 		ws = append(ws, w)
@@ -91,7 +91,7 @@ func testStress(t *testing.T, mode env.BusyPoll, o testcluster.Options) {
 }
 
 // stressOne makes one push_pull and waits for it, or gives it up.
-func stressOne(t *testing.T, w *af.TensorWorker, servers int, mark uint64) (answered bool, err error) {
+func stressOne(t *testing.T, w *af.Worker, servers int, mark uint64) (answered bool, err error) {
 	size := 8
 	if rand.IntN(3) == 0 {
 		size = 8 << rand.IntN(13)
@@ -105,7 +105,7 @@ func stressOne(t *testing.T, w *af.TensorWorker, servers int, mark uint64) (answ
 	for range servers {
 		pull = append(pull, af.KeyTensor{Key: 3, Val: bytesOf(t, make([]byte, size))})
 	}
-	h, err := w.ZBatchPushPull(push, pull)
+	h, err := w.PushPull(push, pull)
 	if err != nil {
 		return false, err
 	}
@@ -113,7 +113,7 @@ func stressOne(t *testing.T, w *af.TensorWorker, servers int, mark uint64) (answ
 	case 0:
 		ctx, cancel := context.WithTimeout(t.Context(), time.Duration(rand.IntN(400))*time.Microsecond)
 		defer cancel()
-		if err := w.Wait(ctx, h); errors.Is(err, van.ErrTimeout) {
+		if err := h.Wait(ctx); errors.Is(err, van.ErrTimeout) {
 			return false, nil
 		} else if err != nil {
 			return false, err
@@ -121,19 +121,19 @@ func stressOne(t *testing.T, w *af.TensorWorker, servers int, mark uint64) (answ
 	case 1:
 		slice := time.Duration(1+rand.IntN(300)) * time.Microsecond
 		for err = postoffice.ErrPending; errors.Is(err, postoffice.ErrPending); {
-			err = w.WaitSlice(t.Context(), h, 20*time.Second, slice)
+			err = w.Customer().WaitSlice(t.Context(), h.Timestamp(), 20*time.Second, slice)
 		}
 		if err != nil {
 			return false, err
 		}
 	default:
-		if err := w.Wait(t.Context(), h); err != nil {
+		if err := h.Wait(t.Context()); err != nil {
 			return false, err
 		}
 	}
 	for s := range pull {
 		if !bytes.Equal(pull[s].Val.Bytes(), data) {
-			return false, fmt.Errorf("handler %d: the answer of server %d is another one's", h, s)
+			return false, fmt.Errorf("handler %d: the answer of server %d is another one's", h.Timestamp(), s)
 		}
 	}
 	return true, nil

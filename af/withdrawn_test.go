@@ -62,15 +62,15 @@ func TestGivenUpBehindASlowHandler(t *testing.T) {
 		<-busy
 		for range 3 {
 			h, _ := ask(t, w, 1, "given up")
-			if err := w.WaitFor(t.Context(), h, time.Millisecond); !errors.Is(err, van.ErrTimeout) {
+			if err := w.Customer().Wait(t.Context(), h.Timestamp(), time.Millisecond); !errors.Is(err, van.ErrTimeout) {
 				t.Fatalf("%v, want %v", err, van.ErrTimeout)
 			}
 		}
 		last, _ := ask(t, w, 1, "last")
 		eventually(t, "the server is told", func() bool { return told.Load() == 3 })
 		close(free)
-		for _, h := range []int32{first, last} {
-			if err := w.Wait(t.Context(), h); err != nil {
+		for _, h := range []af.Call{first, last} {
+			if err := h.Wait(t.Context()); err != nil {
 				t.Error(err)
 			}
 		}

@@ -1,7 +1,6 @@
 package af
 
 import (
-	"context"
 	"encoding/binary"
 	"fmt"
 	"sync"
@@ -14,20 +13,26 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// DefaultTimeout is how long Wait waits when its context has no deadline, counted
-// from the push_pull. It is the original's default.
-const DefaultTimeout = 10 * time.Second
+// Call is a PushPull in flight, see postoffice.Call.
+type Call = postoffice.Call
 
-// TensorWorker pushes tensors to all servers and pulls results back. All methods
-// are safe for concurrent use.
-type TensorWorker struct {
-	// Timeout replaces DefaultTimeout; negative means none. Set it before use.
+// WorkerOptions of NewWorker. The zero value is what StepMesh uses.
+type WorkerOptions struct {
+	AppID      int
+	CustomerID int // tells the workers of one application on this node apart
+
+	// Timeout is how long Call.Wait waits when its context has no deadline, counted from
+	// the PushPull: 0 is postoffice.DefaultTimeout, negative no limit.
 	Timeout time.Duration
+}
 
+// Worker pushes tensors to all servers and pulls results back. All methods are safe for
+// concurrent use.
+type Worker struct {
 	node     *postoffice.Node
 	customer *postoffice.Customer
 	servers  []int // node ids by server group rank, ascending
-	traces   postoffice.Traces
+	timeout  time.Duration
 	revoker  van.Revoker // nil when no peer writes into pull tensors
 
 	line *line // of batches with tensors on the device, and those behind them
@@ -36,13 +41,13 @@ type TensorWorker struct {
 	free []*batch
 }
 
-// NewTensorWorker makes a worker on node, which must have the worker role. A
-// cluster's servers must be known: call it after postoffice.Start.
-func NewTensorWorker(node *postoffice.Node, o Options) (*TensorWorker, error) {
+// NewWorker makes a worker on node, which must have the worker role. A cluster's servers
+// must be known: call it after postoffice.Start.
+func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: tensor worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &TensorWorker{node: node, servers: node.ServerInstances(), revoker: node.Revoker()}
+	w := &Worker{node: node, servers: node.ServerInstances(), timeout: o.Timeout, revoker: node.Revoker()}
 	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		if n, speak := node.Rarely("af: request to a worker"); speak {
 			node.Log().Warn("dropped a request: a tensor worker serves none", "from", van.NodeName(msg.Sender), "so far", n)
@@ -51,86 +56,104 @@ func NewTensorWorker(node *postoffice.Node, o Options) (*TensorWorker, error) {
 	if err != nil {
 		return nil, err
 	}
+	c.KeepTraces()
 	w.customer = c
 	w.line = newLine(node.Backend(), node.Config().BusyPoll)
 	node.OnExit(w.line.close)
 	return w, nil
 }
 
-// Options of a tensor worker or server. The zero value is what StepMesh uses.
-type Options struct {
-	AppID      int
-	CustomerID int // workers only; servers use the AppID
-}
-
-// batch is one push_pull in flight.
+// batch is one PushPull in flight.
 type batch struct {
 	postoffice.Request
-	w      *TensorWorker
-	pushes []KeyTensor
-	pulls  []KeyTensor // server-major: server*q + i
-	p, q   int
-	keys   [][8]byte // key frames: pushes, then pulls
-	skip   []bool    // by server: sending to it has failed
-	msg    van.Message
-	queued bool         // in the worker's line
-	refs   atomic.Int32 // the request, and the line while it is there
+	w       *Worker
+	servers []int // node ids, ascending: w.servers, or to
+	to      []int // room for some of them
+	pushes  []KeyTensor
+	pulls   []KeyTensor // server-major: server*q + i
+	p, q    int
+	keys    [][8]byte // key frames: pushes, then pulls
+	skip    []bool    // by server: sending to it has failed
+	msg     van.Message
+	queued  bool         // in the worker's line
+	refs    atomic.Int32 // the request, and the line while it is there
 }
 
-// ZBatchPushPull sends every push tensor to every server, and asks server s for
+// PushPull sends every push tensor to every server, and asks server s for
 // the pull tensors pull[s*Q : (s+1)*Q], where Q is len(pull) divided by the number
-// of servers. It returns the handler: the first of P+Q consecutive timestamps,
-// pushes first. Either list may be empty, not both.
+// of servers. It returns at once; the call has P+Q consecutive timestamps,
+// pushes first. Either list may be empty, not both. Options are To, Within and a Stream.
 //
 // Keys of one list must differ (for pulls: those of one server). Tensors must
-// stay as they are until Wait has returned for the handler. A pull tensor is
+// stay as they are until Call.Wait has returned. A pull tensor is
 // filled by the time Wait returns nil; its size must be that of the answer.
 //
-// Batches are sent in the order of the calls. If a tensor lies on the node's device,
-// the batch waits for the device's default stream, see ZBatchPushPullOn.
-func (w *TensorWorker) ZBatchPushPull(push, pull []KeyTensor) (handler int32, err error) {
-	return w.ZBatchPushPullOn(DefaultStream, push, pull)
-}
-
-// ZBatchPushPullOn is ZBatchPushPull for tensors on the node's device that the work in
-// stream makes, or, if they are to be filled, uses. It does not wait for that work: a
-// goroutine of the worker does, and sends then. When that work fails, so does Wait.
-func (w *TensorWorker) ZBatchPushPullOn(stream Stream, push, pull []KeyTensor) (handler int32, err error) {
-	device, err := w.check(push, pull)
+// Batches are sent in the order of the calls. A batch with tensors on the node's device
+// waits for work on that device, see Stream; when that work fails, so does Wait.
+func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, error) {
+	o, err := callOptionsOf(w.timeout, opts)
+	b := w.take()
+	if err == nil {
+		err = b.address(o.to)
+	}
+	var device bool
+	if err == nil {
+		device, err = w.check(push, pull, len(b.servers))
+	}
 	var event backend.Event
 	if err == nil && device {
-		event, err = w.line.mark(stream)
+		event, err = w.line.mark(o.stream)
 	}
 	if err != nil {
-		return 0, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
+		b.unref()
+		return Call{}, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
 	}
-	b := w.take()
 	b.queued = event != nil || w.line.busy()
 	b.pushes = append(b.pushes[:0], push...)
 	b.pulls = append(b.pulls[:0], pull...)
 	b.hold()
-	b.p, b.q = len(push), len(pull)/len(w.servers)
+	b.p, b.q = len(push), len(pull)/len(b.servers)
 	b.fillKeys()
-	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, w.servers); err != nil {
+	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
 		w.line.unmark(event)
 		b.queued = false
 		b.Finished(err)
 		b.Recycle()
-		return 0, err
+		return Call{}, err
 	}
-	handler = b.First()
+	call := b.Call(o.limit)
 	if !b.queued {
 		if b.Begin() { // else a server is away: Wait says so, and the others get nothing that they could not answer
-			b.sendAll(handler)
+			b.sendAll(call.Timestamp())
 			b.End()
 		}
-		return handler, nil
+		return call, nil
 	}
 	b.refs.Add(1)
 	if !w.line.add(b, event) {
 		b.send(van.ErrClosed)
 	}
-	return handler, nil
+	return call, nil
+}
+
+// address sets the servers of b: those with the given ranks, or all.
+func (b *batch) address(to To) error {
+	all := b.w.servers
+	if b.servers = all; to == nil {
+		return nil
+	}
+	if err := to.check(len(all)); err != nil {
+		return err
+	}
+	if len(to) == 0 {
+		return fmt.Errorf("%w: to no server, want at least one", van.ErrInvalid)
+	}
+	b.to = b.to[:0]
+	for _, r := range to {
+		b.to = append(b.to, all[r])
+	}
+	b.servers = b.to
+	return nil
 }
 
 // dead implements job.
@@ -154,7 +177,7 @@ func (b *batch) send(err error) {
 func (b *batch) sendAll(ts int32) {
 	if err := b.sendMessages(ts); err != nil {
 		b.w.customer.Abort(&b.Request, err)
-		for _, id := range b.w.servers {
+		for _, id := range b.servers {
 			b.w.node.Flush(id)
 		}
 	}
@@ -162,8 +185,8 @@ func (b *batch) sendAll(ts int32) {
 
 // check refuses what cannot be sent, before anything is. It tells whether a tensor
 // lies on the device.
-func (w *TensorWorker) check(push, pull []KeyTensor) (device bool, err error) {
-	if err := w.checkLists(push, pull); err != nil {
+func (w *Worker) check(push, pull []KeyTensor, servers int) (device bool, err error) {
+	if err := checkLists(push, pull, servers); err != nil {
 		return false, err
 	}
 	a, err := onDevice(w.node.Backend(), push, "push")
@@ -174,8 +197,8 @@ func (w *TensorWorker) check(push, pull []KeyTensor) (device bool, err error) {
 	return a || b, err
 }
 
-func (w *TensorWorker) checkLists(push, pull []KeyTensor) error {
-	n := len(w.servers)
+// checkLists refuses lists that make no sense for n servers.
+func checkLists(push, pull []KeyTensor, n int) error {
 	switch {
 	case len(push)+len(pull) == 0:
 		return fmt.Errorf("%w: no push and no pull tensors, want at least one", van.ErrInvalid)
@@ -226,7 +249,7 @@ func duplicate(kind string, key uint64, i, j int) error {
 	return fmt.Errorf("%w: %s tensors %d and %d both have key %d, want different keys in a batch", van.ErrInvalid, kind, i, j, key)
 }
 
-func (w *TensorWorker) take() *batch {
+func (w *Worker) take() *batch {
 	w.mu.Lock()
 	var b *batch
 	if n := len(w.free); n > 0 {
@@ -280,12 +303,12 @@ func (b *batch) fillKeys() {
 // returns the first error.
 func (b *batch) sendMessages(ts int32) error {
 	var failed error
-	b.skip = append(b.skip[:0], make([]bool, len(b.w.servers))...)
+	b.skip = append(b.skip[:0], make([]bool, len(b.servers))...)
 	one := func(s int, push bool, i int, kt *KeyTensor, key []byte) {
 		if b.skip[s] {
 			return
 		}
-		if err := b.sendOne(b.w.servers[s], ts, push, b.flag(i), kt, key); err != nil {
+		if err := b.sendOne(b.servers[s], ts, push, b.flag(i), kt, key); err != nil {
 			b.skip[s] = true
 			if failed == nil {
 				failed = err
@@ -293,13 +316,13 @@ func (b *batch) sendMessages(ts int32) error {
 		}
 	}
 	for i := range b.pushes {
-		for s := range b.w.servers {
+		for s := range b.servers {
 			one(s, true, i, &b.pushes[i], b.keys[i][:])
 		}
 		ts++
 	}
 	for i := range b.q {
-		for s := range b.w.servers {
+		for s := range b.servers {
 			k := s*b.q + i
 			one(s, false, b.p+i, &b.pulls[k], b.keys[b.p+k][:])
 		}
@@ -347,7 +370,6 @@ func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *Key
 
 // Answer takes one answer: the acknowledgement of a push, or a pull's value.
 func (b *batch) Answer(i, from int, msg *van.Message) error {
-	b.w.traces.Put(msg)
 	push := i < b.p
 	if msg.Push != push {
 		return fmt.Errorf("%w: answer to timestamp %d is for a push=%t, want %t", van.ErrMalformed, msg.Timestamp, msg.Push, push)
@@ -400,66 +422,16 @@ func (b *batch) Finished(err error) {
 	}
 }
 
-// Wait waits until all servers have answered everything of the batch that
-// ZBatchPushPull returned handler for, and forgets it: its tensors are the
-// caller's again. Without a deadline in ctx it waits for w.Timeout from the
-// push_pull. Errors wrap van.ErrTimeout, van.ErrPeerLost, van.ErrClosed,
-// van.ErrMalformed, postoffice.ErrUnknownHandler, or ctx's error, and name the
-// servers concerned.
-func (w *TensorWorker) Wait(ctx context.Context, handler int32) error {
-	limit := w.Timeout
-	if limit == 0 {
-		limit = DefaultTimeout
-	}
-	if _, has := ctx.Deadline(); has || limit < 0 {
-		limit = 0
-	}
-	return w.customer.Wait(ctx, handler, limit)
-}
+// Customer is the worker's share of its node. Bindings to other languages, which know a
+// call by its timestamp, wait and look up traces with it.
+func (w *Worker) Customer() *postoffice.Customer { return w.customer }
 
-// WaitFor is Wait with a limit counted from the push_pull, as the original's Wait
-// counts it.
-func (w *TensorWorker) WaitFor(ctx context.Context, handler int32, limit time.Duration) error {
-	return w.customer.Wait(ctx, handler, max(limit, time.Nanosecond))
-}
-
-// WaitSlice is WaitFor for those who have to look after something else now and
-// then: when slice passes first it returns postoffice.ErrPending, and the batch
-// stays in flight. A limit of 0 is none.
-func (w *TensorWorker) WaitSlice(ctx context.Context, handler int32, limit, slice time.Duration) error {
-	return w.customer.WaitSlice(ctx, handler, limit, slice)
-}
-
-// Customer is the worker's share of its node, which knows its requests in flight.
-func (w *TensorWorker) Customer() *postoffice.Customer { return w.customer }
-
-// GetAllHandlers returns the timestamps of the batch with the given handler:
-// pushes, then pull indices. For a handler that has been waited for, or is
-// unknown, it returns just that handler, as the original does.
-func (w *TensorWorker) GetAllHandlers(handler int32) []int32 {
-	n := max(w.customer.Timestamps(handler), 1)
-	hs := make([]int32, n)
-	for i := range hs {
-		hs[i] = handler + int32(i)
-	}
-	return hs
-}
-
-// FetchTrace returns the stamps of the request and of the answer for one
-// timestamp, with several servers those of the last answer. Worker stamps are on
-// this host's clock, server stamps on the server's. Traces of the last 4096
-// timestamps are kept; others, and those without an answer yet, are an error that
-// wraps postoffice.ErrUnknownHandler.
-func (w *TensorWorker) FetchTrace(handler int32) (request, response van.Trace, err error) {
-	return w.traces.Fetch(w.node, handler)
-}
-
-// InFlight is the number of push_pulls that are not finished or not waited for. Of
+// InFlight is the number of calls that are not finished or not waited for. Of
 // those finished that nobody waits for, the latest 4096 are remembered.
-func (w *TensorWorker) InFlight() int { return w.customer.InFlight() }
+func (w *Worker) InFlight() int { return w.customer.InFlight() }
 
 // Close fails what is in flight and takes the worker off its node.
-func (w *TensorWorker) Close() {
+func (w *Worker) Close() {
 	w.customer.Close()
 	w.line.close()
 }

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -90,8 +91,8 @@ func (c *call[V]) cut(vals int) error {
 	n := len(w.servers)
 	c.cuts = slices.Grow(c.cuts[:0], n)[:n]
 	clear(c.cuts)
-	if s := w.slicer.Load(); s != nil {
-		(*s)(c.keys, w.ranges, c.cuts)
+	if w.o.Slicer != nil {
+		w.o.Slicer(c.keys, w.ranges, c.cuts)
 	} else {
 		sliceByRange(c.keys, w.ranges, c.cuts)
 	}
@@ -175,13 +176,12 @@ func (c *call[V]) send(ts int32, i int, keys []Key, vals []V, lens []int32) erro
 	} else if len(lens) > 0 {
 		l = backend.Slice(lens[p.k0:p.k1])
 	}
-	SetData(m, backend.Slice(keys[p.k0:p.k1]), v, l, typeOf[V]())
+	datamsg.SetData(m, backend.Slice(keys[p.k0:p.k1]), v, l, typeOf[V]())
 	return c.w.node.Send(m)
 }
 
 // Answer takes the answer of the server of part from.
 func (c *call[V]) Answer(_, from int, msg *van.Message) error {
-	c.w.traces.Put(msg)
 	switch {
 	case msg.SimpleApp || msg.Push != c.push:
 		return fmt.Errorf("%w: answer to timestamp %d: push=%t simple=%t, want push=%t", van.ErrMalformed, msg.Timestamp, msg.Push, msg.SimpleApp, c.push)

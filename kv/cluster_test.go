@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -22,7 +23,7 @@ func vans(t *testing.T, f func(t *testing.T, o testcluster.Options)) {
 
 func newWorker[V kv.Value](t testing.TB, n *postoffice.Node) *kv.Worker[V] {
 	t.Helper()
-	w, err := kv.NewWorker[V](n, 0, 0)
+	w, err := kv.NewWorker[V](n, kv.WorkerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -31,11 +32,11 @@ func newWorker[V kv.Value](t testing.TB, n *postoffice.Node) *kv.Worker[V] {
 
 func serve[V kv.Value](t testing.TB, n *postoffice.Node, h kv.Handler[V]) *kv.Server[V] {
 	t.Helper()
-	s, err := kv.NewServer[V](n, 0)
+	s, err := kv.NewServer[V](n, kv.ServerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := s.SetRequestHandle(h); err != nil {
+	if err := s.Handle(h); err != nil {
 		t.Fatal(err)
 	}
 	return s
@@ -54,11 +55,11 @@ func sums[V kv.Value](t testing.TB, c *testcluster.Cluster) []*kv.SummingHandler
 }
 
 // do waits for a request just made.
-func do[V kv.Value](t testing.TB, w *kv.Worker[V]) func(ts int32, err error) {
-	return func(ts int32, err error) {
+func do[V kv.Value](t testing.TB, w *kv.Worker[V]) func(call kv.Call, err error) {
+	return func(call kv.Call, err error) {
 		t.Helper()
 		if err == nil {
-			err = w.Wait(context.Background(), ts)
+			err = call.Wait(context.Background())
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -109,10 +110,10 @@ func raw(t testing.TB, n *postoffice.Node, script func(s *rawServer, req *van.Me
 // answer sends the answer to req after change has spoilt it.
 func (s *rawServer) answer(t testing.TB, req *van.Message, keys []kv.Key, vals, lens any, change func(m *van.Message)) {
 	m := &van.Message{}
-	r := kv.ReplyOf(req)
+	r := datamsg.ReplyTo(req)
 	r.Fill(m)
 	if keys != nil {
-		kv.SetData(m, backend.Slice(keys), mem(vals), mem(lens), van.TypeFloat)
+		datamsg.SetData(m, backend.Slice(keys), mem(vals), mem(lens), van.TypeFloat)
 	}
 	if change != nil {
 		change(m)

@@ -4,8 +4,7 @@
 // A Worker cuts a request by the servers' key ranges and sends each server its
 // part. A Server hands every part to a Handler, which answers it; SummingHandler
 // is one that adds up what is pushed. A SimpleApp exchanges small messages, a
-// number and some bytes, between any nodes. RecvBuffers and the message helpers
-// are shared with package af.
+// number and some bytes, between any nodes.
 //
 // The semantics are those that ps-lite documents for KVWorker, KVServer and
 // SimpleApp, with errors where StepMesh aborts, hangs or loses values. The last
@@ -13,8 +12,8 @@
 //
 // # Memory
 //
-// ZPush and ZPull use the caller's slices until the request is done: until Wait
-// has returned or the callback runs. Push and Pull copy keys and pushed values.
+// Push and Pull copy keys and pushed values. With NoCopy they use the caller's slices
+// until the request is done: until Wait has returned or the function of Done runs.
 // What a Handler gets are views on receive memory. Such views need not be
 // aligned for their type, which Go allows for types without pointers on the
 // processors that this module supports (amd64, arm64; both little endian, as the

@@ -9,6 +9,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/van"
@@ -87,7 +88,7 @@ func TestPullBeforePush(t *testing.T) {
 		m.Reset()
 		m.Receiver, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, 0, 1, 0, 5
 		m.ValLen = 128 << 20
-		kv.SetData(m, backend.Slice([]kv.Key{1}), backend.Mem{}, backend.Mem{}, van.TypeFloat)
+		datamsg.SetData(m, backend.Slice([]kv.Key{1}), backend.Mem{}, backend.Mem{}, van.TypeFloat)
 		before := c.Servers[0].Stats().SentBytes
 		if err := c.Workers[0].Send(m); err != nil {
 			t.Fatal(err)
@@ -107,7 +108,7 @@ func TestPullBeforePush(t *testing.T) {
 		got = make([]float32, 6)
 		ts, err := w.Pull(keys, &got)
 		if err == nil {
-			err = w.Wait(t.Context(), ts)
+			err = ts.Wait(t.Context())
 		}
 		fails(t, err, van.ErrInvalid, "3 values came, there is room for 6")
 		do(t, w)(w.Push(keys, []float32{1, 2, 3, 4, 5, 6}))
@@ -125,15 +126,15 @@ func TestBufferBoundary(t *testing.T) {
 	var l vantest.Log
 	c := testcluster.Start(t, testcluster.Options{Log: l.Logger()})
 	place := make([]uint8, 7)
-	s, err := kv.NewServer[uint8](c.Servers[0], 0)
+	s, err := kv.NewServer[uint8](c.Servers[0], kv.ServerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := s.RegisterRecvBuffer(0, 10, place); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.SetRequestHandle(func(r kv.Request[uint8]) {
-		if err := r.Response(kv.Pairs[uint8]{}); err != nil {
+	if err := s.Handle(func(r kv.Request[uint8]) {
+		if err := r.Respond(kv.Pairs[uint8]{}); err != nil {
 			t.Error(err)
 		}
 	}); err != nil {
@@ -171,7 +172,7 @@ func TestCopiesOfAFailedPush(t *testing.T) {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
-		fails(t, w.Wait(ctx, ts), van.ErrTimeout)
+		fails(t, ts.Wait(ctx), van.ErrTimeout)
 		cancel()
 	}
 	kept := v.messages()
@@ -218,7 +219,7 @@ func TestAnswerHoldsItsRequest(t *testing.T) {
 	}
 	c := testcluster.Start(t, testcluster.Options{Wrap: v.wrap("server")})
 	serve(t, c.Servers[0], func(r kv.Request[float32]) {
-		if err := r.Response(kv.Pairs[float32]{Keys: r.Keys, Vals: make([]float32, len(r.Keys))}); err != nil {
+		if err := r.Respond(kv.Pairs[float32]{Keys: r.Keys, Vals: make([]float32, len(r.Keys))}); err != nil {
 			t.Error(err)
 		}
 	})

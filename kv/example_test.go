@@ -30,23 +30,23 @@ func Example() {
 	wg.Go(func() { node("scheduler").Finalize(ctx) })
 	wg.Go(func() {
 		n := node("server")
-		s, _ := kv.NewServer[float32](n, 0)
+		s, _ := kv.NewServer[float32](n, kv.ServerOptions{})
 		var sums kv.SummingHandler[float32]
-		s.SetRequestHandle(sums.Handle)
+		s.Handle(sums.Handle)
 		n.Finalize(ctx) // returns when the worker has finished too
 	})
 	n := node("worker")
-	w, _ := kv.NewWorker[float32](n, 0, 0)
+	w, _ := kv.NewWorker[float32](n, kv.WorkerOptions{})
 	keys := []kv.Key{1, 3, kv.MaxKey}
 	for range 2 {
 		ts, _ := w.Push(keys, []float32{1, 10, 100})
-		if err := w.Wait(ctx, ts); err != nil {
+		if err := ts.Wait(ctx); err != nil {
 			fmt.Println(err)
 		}
 	}
 	var vals []float32
 	ts, _ := w.Pull(keys, &vals)
-	err := w.Wait(ctx, ts)
+	err := ts.Wait(ctx)
 	fmt.Println(vals, err)
 	n.Finalize(ctx)
 	wg.Wait()
@@ -70,14 +70,14 @@ func ExampleServer() {
 					res.Vals = append(res.Vals, m[k])
 				}
 			}
-			r.Response(res)
+			r.Respond(res)
 		}
 	}
 	_ = func(n *postoffice.Node) error { // n: a node with the server role
-		s, err := kv.NewServer[int64](n, 0)
+		s, err := kv.NewServer[int64](n, kv.ServerOptions{})
 		if err != nil {
 			return err
 		}
-		return s.SetRequestHandle(last(new(sync.Mutex), map[kv.Key]int64{}))
+		return s.Handle(last(new(sync.Mutex), map[kv.Key]int64{}))
 	}
 }

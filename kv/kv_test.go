@@ -54,7 +54,7 @@ func TestPushPull(t *testing.T) {
 					}
 					sized, grown := make([]float64, 2*len(spread)), []float64(nil)
 					do(t, w)(w.Pull(spread, &sized))
-					do(t, w)(w.ZPull(spread, &grown))
+					do(t, w)(w.Pull(spread, &grown, kv.NoCopy))
 					for j := range sized {
 						if want := factor * float64(j); sized[j] != want || grown[j] != want {
 							t.Fatalf("worker %d value %d: %g and %g, want %g", i, j, sized[j], grown[j], want)
@@ -77,7 +77,7 @@ func TestPushPull(t *testing.T) {
 // secondWorker makes a second customer on a node.
 func secondWorker[V kv.Value](t testing.TB, n *postoffice.Node) *kv.Worker[V] {
 	t.Helper()
-	w, err := kv.NewWorker[V](n, 0, 5)
+	w, err := kv.NewWorker[V](n, kv.WorkerOptions{AppID: 0, CustomerID: 5})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -112,7 +112,7 @@ func (l *lists) handle(t testing.TB) kv.Handler[int16] {
 				res.Lens = append(res.Lens, int32(len(l.m[k])))
 			}
 		}
-		if err := r.Response(res); err != nil {
+		if err := r.Respond(res); err != nil {
 			t.Error(err)
 		}
 	}
@@ -137,17 +137,17 @@ func TestVariableLengths(t *testing.T) {
 					vals = append(vals, int16(r.Uint32()))
 				}
 			}
-			do(t, w)(w.Push(spread, vals, kv.Op{Lens: lens}))
+			do(t, w)(w.Push(spread, vals, kv.Lens(lens)))
 
 			var got []int16
 			var gotLens []int32
-			do(t, w)(w.Pull(spread, &got, kv.Op{PullLens: &gotLens}))
+			do(t, w)(w.Pull(spread, &got, kv.LensInto(&gotLens)))
 			if !slices.Equal(got, vals) || !slices.Equal(gotLens, lens) {
 				t.Fatalf("round %d: got %v %v, want %v %v", round, got, gotLens, vals, lens)
 			}
 			// With more room, which starts out cut evenly among the servers.
 			room := make([]int16, 7*len(spread))
-			do(t, w)(w.Pull(spread, &room, kv.Op{PullLens: &gotLens}))
+			do(t, w)(w.Pull(spread, &room, kv.LensInto(&gotLens)))
 			if !slices.Equal(room[:len(vals)], vals) || len(room) != 7*len(spread) || !slices.Equal(gotLens, lens) {
 				t.Fatalf("round %d: got %v, want %v first", round, room, vals)
 			}
@@ -163,9 +163,9 @@ func TestVariableLengths(t *testing.T) {
 		small := make([]int16, len(spread))
 		var lens []int32
 		do(t, w)(w.Push(spread, make([]int16, 3*len(spread))))
-		ts, err := w.Pull(spread, &small, kv.Op{PullLens: &lens})
+		ts, err := w.Pull(spread, &small, kv.LensInto(&lens))
 		if err == nil {
-			err = w.Wait(t.Context(), ts)
+			err = ts.Wait(t.Context())
 		}
 		fails(t, err, van.ErrInvalid, "33 values", "room for 11")
 		c.Finalize(t)
@@ -199,13 +199,13 @@ func arranges(t *testing.T, servers int, keys []kv.Key, all [][]int32) {
 				servers = append(servers, serve(t, n, l.handle(t)))
 			}
 			w := newWorker[int16](t, c.Workers[0])
-			do(t, w)(w.ZPush(keys, vals, kv.Op{Lens: lens}))
+			do(t, w)(w.Push(keys, vals, kv.Lens(lens), kv.NoCopy))
 			got, gotLens := make([]int16, len(vals)), []int32(nil)
-			var op kv.Op
+			opts := []kv.PullOption{kv.NoCopy}
 			if pullLens {
-				op.PullLens = &gotLens
+				opts = append(opts, kv.LensInto(&gotLens))
 			}
-			do(t, w)(w.ZPull(keys, &got, op))
+			do(t, w)(w.Pull(keys, &got, opts...))
 			if !slices.Equal(got, vals) || pullLens && !slices.Equal(gotLens, lens) {
 				t.Errorf("lengths %v: got %v %v, want %v", lens, got, gotLens, vals)
 			}
@@ -220,9 +220,15 @@ func arranges(t *testing.T, servers int, keys []kv.Key, all [][]int32) {
 func TestSlicer(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 3})
 	hs := sums[int32](t, c)
-	w := newWorker[int32](t, c.Workers[0])
+	with := func(customer int, s kv.Slicer) *kv.Worker[int32] {
+		w, err := kv.NewWorker[int32](c.Workers[0], kv.WorkerOptions{CustomerID: customer, Slicer: s})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return w
+	}
 	// The servers backwards, the middle one without keys.
-	w.SetSlicer(func(keys []kv.Key, _ []postoffice.KeyRange, out []kv.Slice) {
+	w := with(0, func(keys []kv.Key, _ []postoffice.KeyRange, out []kv.Slice) {
 		out[2], out[0] = kv.Slice{Begin: 0, End: 2}, kv.Slice{Begin: 2, End: len(keys)}
 	})
 	keys, vals := []kv.Key{5, 6, 7, 8, 9}, []int32{1, 2, 3, 4, 5}
@@ -243,17 +249,18 @@ func TestSlicer(t *testing.T) {
 			out[0], out[1] = kv.Slice{Begin: 0, End: 5}, kv.Slice{Begin: 4, End: 5}
 		},
 	} {
-		w.SetSlicer(bad)
+		w := with(1, bad)
 		if _, err := w.Push(keys, vals); err == nil {
 			t.Errorf("%s: no error", name)
 		} else {
 			fails(t, err, van.ErrInvalid)
 		}
+		w.Close()
 	}
-	w.SetSlicer(nil)
+	w = with(1, nil)
 	do(t, w)(w.Push(keys, vals))
 	if hs[0].Len() != 5 {
-		t.Errorf("after SetSlicer(nil): %d keys on server 0, want 5", hs[0].Len())
+		t.Errorf("without a slicer: %d keys on server 0, want 5", hs[0].Len())
 	}
 }
 
@@ -264,16 +271,16 @@ func TestInvalidArguments(t *testing.T) {
 	w := newWorker[float32](t, c.Workers[0])
 	f := func(n int) []float32 { return make([]float32, n) }
 	huge := reserve(t, 1<<31)
-	push := func(keys []kv.Key, vals []float32, op ...kv.Op) error {
-		_, err := w.Push(keys, vals, op...)
-		_, err2 := w.ZPush(keys, vals, op...)
+	push := func(keys []kv.Key, vals []float32, opts ...kv.PushOption) error {
+		_, err := w.Push(keys, vals, opts...)
+		_, err2 := w.Push(keys, vals, append(opts, kv.NoCopy)...)
 		if (err == nil) != (err2 == nil) {
-			t.Errorf("Push: %v, ZPush: %v", err, err2)
+			t.Errorf("with copies: %v, without: %v", err, err2)
 		}
 		return err
 	}
-	pull := func(keys []kv.Key, vals []float32, op ...kv.Op) error {
-		_, err := w.Pull(keys, &vals, op...)
+	pull := func(keys []kv.Key, vals []float32, opts ...kv.PullOption) error {
+		_, err := w.Pull(keys, &vals, opts...)
 		return err
 	}
 	big := make([]int32, 1)
@@ -287,14 +294,13 @@ func TestInvalidArguments(t *testing.T) {
 		{push([]kv.Key{1, 2}, f(3)), []string{"3 values for 2 keys"}},
 		{push(nil, f(3)), []string{"3 values for 0 keys"}},
 		{pull([]kv.Key{1, 2}, f(3)), []string{"3 values for 2 keys"}},
-		{push([]kv.Key{1, 2}, f(3), kv.Op{Lens: []int32{3}}), []string{"1 lengths for 2 keys"}},
-		{push([]kv.Key{1, 2}, f(3), kv.Op{Lens: []int32{4, -1}}), []string{"lens[1] = -1", "key 2"}},
-		{push([]kv.Key{1, 2}, f(3), kv.Op{Lens: []int32{1, 1}}), []string{"add up to 2", "3 values"}},
-		{push([]kv.Key{1, 2}, f(2), kv.Op{Lens: []int32{math.MaxInt32, math.MaxInt32}}), []string{"add up to 4294967294"}},
-		{push([]kv.Key{1}, f(1), kv.Op{PullLens: &big}), []string{"PullLens"}},
-		{pull([]kv.Key{1}, nil, kv.Op{Lens: big}), []string{"Lens"}},
-		{pull([]kv.Key{1, 2}, nil, kv.Op{PullLens: &big}), []string{"1 entries for 2 keys"}},
-		{push([]kv.Key{1}, f(1), kv.Op{}, kv.Op{}), []string{"2 ops"}},
+		{push([]kv.Key{1, 2}, f(3), kv.Lens([]int32{3})), []string{"1 lengths for 2 keys"}},
+		{push([]kv.Key{1, 2}, f(3), kv.Lens([]int32{4, -1})), []string{"lens[1] = -1", "key 2"}},
+		{push([]kv.Key{1, 2}, f(3), kv.Lens([]int32{1, 1})), []string{"add up to 2", "3 values"}},
+		{push([]kv.Key{1, 2}, f(2), kv.Lens([]int32{math.MaxInt32, math.MaxInt32})), []string{"add up to 4294967294"}},
+		{pull([]kv.Key{1, 2}, nil, kv.LensInto(&big)), []string{"1 entries for 2 keys"}},
+		{push([]kv.Key{1}, f(1), kv.Cmd(1), nil), []string{"option 1 is nil"}},
+		{pull([]kv.Key{1}, nil, nil), []string{"option 0 is nil"}},
 		{push([]kv.Key{1}, huge), []string{"keys[0:1]", "2147483656 bytes"}},
 		{pull([]kv.Key{1}, huge), []string{"keys[0:1]", "2147483656 bytes"}},
 	} {
@@ -303,10 +309,10 @@ func TestInvalidArguments(t *testing.T) {
 	if _, err := w.Pull([]kv.Key{1}, nil); err == nil {
 		t.Error("pull into nil: no error")
 	}
-	if _, err := kv.NewWorker[int8](c.Servers[0], 0, 0); err == nil {
+	if _, err := kv.NewWorker[int8](c.Servers[0], kv.WorkerOptions{}); err == nil {
 		t.Error("worker on a server: no error")
 	}
-	if _, err := kv.NewServer[int8](c.Workers[0], 0); err == nil {
+	if _, err := kv.NewServer[int8](c.Workers[0], kv.ServerOptions{}); err == nil {
 		t.Error("server on a worker: no error")
 	}
 	if w.InFlight() != 0 {
@@ -336,9 +342,9 @@ func TestEmptyRequest(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2})
 	w := newWorker[int8](t, c.Workers[0])
 	called := 0
-	do(t, w)(w.Push(nil, nil, kv.Op{Done: func(err error) { called++ }}))
+	do(t, w)(w.Push(nil, nil, kv.Done(func(err error) { called++ })))
 	var vals []int8
-	do(t, w)(w.Pull(nil, &vals, kv.Op{Done: func(err error) { called++ }}))
+	do(t, w)(w.Pull(nil, &vals, kv.Done(func(err error) { called++ })))
 	if called != 2 || len(vals) != 0 {
 		t.Errorf("%d callbacks, %d values, want 2 and none", called, len(vals))
 	}
@@ -356,7 +362,7 @@ func TestCallbacks(t *testing.T) {
 		for range rounds {
 			// The callback of the push pulls, the callback of that is the end.
 			calls := 0
-			ts, err := w.Push(keys, []uint32{1, 2}, kv.Op{Done: func(err error) {
+			ts, err := w.Push(keys, []uint32{1, 2}, kv.Done(func(err error) {
 				if calls++; calls != 1 || err != nil {
 					t.Errorf("push callback: %v, call %d", err, calls)
 				}
@@ -367,10 +373,10 @@ func TestCallbacks(t *testing.T) {
 					}
 					finished <- got
 				}
-				if _, err := w.Pull(keys, &got, kv.Op{Done: pulled}); err != nil {
+				if _, err := w.Pull(keys, &got, kv.Done(pulled)); err != nil {
 					t.Errorf("pull in a callback: %v", err)
 				}
-			}})
+			}))
 			do(t, w)(ts, err)
 			if calls != 1 {
 				t.Fatal("Wait returned before the callback")
@@ -395,18 +401,18 @@ func TestCallbackOnFailure(t *testing.T) {
 	w := newWorker[float32](t, c.Workers[0])
 	var errs []error
 	var vals []float32
-	ts, err := w.Pull([]kv.Key{1}, &vals, kv.Op{Done: func(err error) { errs = append(errs, err) }})
+	ts, err := w.Pull([]kv.Key{1}, &vals, kv.Done(func(err error) { errs = append(errs, err) }))
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	err = w.Wait(ctx, ts)
+	err = ts.Wait(ctx)
 	fails(t, err, van.ErrTimeout, "server 0", "pull")
 	if len(errs) != 1 || errs[0] != err {
 		t.Errorf("callback got %v, Wait %v", errs, err)
 	}
-	if err := w.Wait(t.Context(), ts); err == nil {
+	if err := ts.Wait(t.Context()); err == nil {
 		t.Error("second Wait: no error")
 	} else {
 		fails(t, err, postoffice.ErrUnknownHandler)

@@ -32,14 +32,23 @@ func TestAllocations(t *testing.T) {
 			keys[i] = kv.Key(i * 3)
 		}
 		vals, got := make([]float32, 4000), make([]float32, 4000)
-		do(t, w)(w.ZPush(keys, vals))
+		do(t, w)(w.Push(keys, vals, kv.NoCopy))
 		var grown []float32
-		for name, f := range map[string]func() (int32, error){
-			"ZPush":        func() (int32, error) { return w.ZPush(keys, vals) },
-			"ZPull":        func() (int32, error) { return w.ZPull(keys, &got) },
-			"Push":         func() (int32, error) { return w.Push(keys, vals) },
-			"Pull":         func() (int32, error) { return w.Pull(keys, &got) },
-			"Pull resized": func() (int32, error) { grown = grown[:0]; return w.Pull(keys, &grown) },
+		lens, into := slices.Repeat([]int32{4}, 1000), make([]int32, 1000)
+		n, limit, finished := int32(700), 20*time.Second, 0
+		done := func(error) { finished++ }
+		for name, f := range map[string]func() (kv.Call, error){
+			"Push NoCopy": func() (kv.Call, error) { return w.Push(keys, vals, kv.NoCopy) },
+			"Pull NoCopy": func() (kv.Call, error) { return w.Pull(keys, &got, kv.NoCopy) },
+			"Push options": func() (kv.Call, error) {
+				return w.Push(keys, vals, kv.Lens(lens), kv.Cmd(n), kv.Done(done), kv.Within(limit))
+			},
+			"Pull options": func() (kv.Call, error) {
+				return w.Pull(keys, &got, kv.LensInto(&into), kv.Cmd(n), kv.Done(done), kv.Within(limit))
+			},
+			"Push":         func() (kv.Call, error) { return w.Push(keys, vals) },
+			"Pull":         func() (kv.Call, error) { return w.Pull(keys, &got) },
+			"Pull resized": func() (kv.Call, error) { grown = grown[:0]; return w.Pull(keys, &grown) },
 		} {
 			once := func() { do(t, w)(f()) }
 			for range 100 {
@@ -68,7 +77,7 @@ func TestConcurrent(t *testing.T) {
 					mine := []kv.Key{kv.Key(n.ID()*100 + u), 1 << 62, kv.MaxKey - kv.Key(n.ID()*100+u), kv.MaxKey}
 					for round := range int64(rounds) {
 						done := make(chan error, 1)
-						if _, err := w.Push(mine, []int64{1, 1, 1, 1}, kv.Op{Done: func(err error) { done <- err }}); err != nil {
+						if _, err := w.Push(mine, []int64{1, 1, 1, 1}, kv.Done(func(err error) { done <- err })); err != nil {
 							t.Error(err)
 							return
 						}
@@ -78,7 +87,7 @@ func TestConcurrent(t *testing.T) {
 						var got []int64
 						ts, err := w.Pull(mine, &got)
 						if err == nil {
-							err = w.Wait(t.Context(), ts)
+							err = ts.Wait(t.Context())
 						}
 						if err != nil || got[0] != round+1 || got[2] != round+1 || got[1] <= round || got[3] <= round {
 							t.Errorf("round %d: %v %v", round, got, err)
@@ -113,16 +122,16 @@ func BenchmarkLoopback(b *testing.B) {
 				for i := range keys {
 					keys[i] = kv.Key(i) * 5
 				}
-				var inFlight []int32
+				var inFlight []kv.Call
 				all := func(pull bool) {
 					for i := 0; i < n; i += per {
 						part := vals[i*k : (i+per)*k]
-						var ts int32
+						var ts kv.Call
 						var err error
 						if pull {
-							ts, err = w.ZPull(keys[i:i+per], &part)
+							ts, err = w.Pull(keys[i:i+per], &part, kv.NoCopy)
 						} else {
-							ts, err = w.ZPush(keys[i:i+per], part)
+							ts, err = w.Push(keys[i:i+per], part, kv.NoCopy)
 						}
 						if err != nil {
 							b.Fatal(err)
@@ -206,7 +215,7 @@ func TestFlood(t *testing.T) {
 		var ok, full atomic.Int64
 		wg.Add(total)
 		for range total {
-			if _, err := w.Push([]kv.Key{1}, []int64{1}, kv.Op{Done: func(err error) {
+			if _, err := w.Push([]kv.Key{1}, []int64{1}, kv.Done(func(err error) {
 				switch {
 				case err == nil:
 					ok.Add(1)
@@ -216,7 +225,7 @@ func TestFlood(t *testing.T) {
 					t.Error(err)
 				}
 				wg.Done()
-			}}); err != nil {
+			})); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -244,8 +253,8 @@ func TestResend(t *testing.T) {
 	keys := []kv.Key{1, kv.MaxKey}
 	got := make([]int64, 2)
 	for i := range int64(60) {
-		do(t, w)(w.ZPush(keys, []int64{1, 2}))
-		do(t, w)(w.ZPull(keys, &got))
+		do(t, w)(w.Push(keys, []int64{1, 2}, kv.NoCopy))
+		do(t, w)(w.Pull(keys, &got, kv.NoCopy))
 		if !slices.Equal(got, []int64{i + 1, 2 * (i + 1)}) {
 			t.Fatalf("round %d: %v", i, got)
 		}

@@ -5,15 +5,17 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
+	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// ErrAnswered: Response was called a second time for a request.
+// ErrAnswered: Respond was called a second time for a request.
 var ErrAnswered = errors.New("request answered already")
 
 // Handler takes one request of one worker. It may answer before it returns or
@@ -26,7 +28,7 @@ type Handler[V Value] func(Request[V])
 type Server[V Value] struct {
 	node    *postoffice.Node
 	appID   int
-	buffers *RecvBuffers
+	buffers *datamsg.RecvBuffers
 	simple  *SimpleApp
 
 	mu       sync.Mutex
@@ -34,22 +36,34 @@ type Server[V Value] struct {
 	customer *postoffice.Customer
 }
 
+// ServerOptions of NewServer. The zero value is what StepMesh uses.
+type ServerOptions struct {
+	AppID int
+
+	// Timeout is how long waits for requests of the server's SimpleApp last, see
+	// WorkerOptions.
+	Timeout time.Duration
+}
+
 // NewServer makes a server on node, which must have the server role. Requests are
-// kept until SetRequestHandle is called.
-func NewServer[V Value](node *postoffice.Node, appID int) (*Server[V], error) {
+// kept until Handle is called.
+func NewServer[V Value](node *postoffice.Node, o ServerOptions) (*Server[V], error) {
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: key-value server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	return &Server[V]{node: node, appID: appID, buffers: NewRecvBuffers(node), simple: newSimpleApp(node, appID, nil)}, nil
+	return &Server[V]{node: node, appID: o.AppID, buffers: datamsg.NewRecvBuffers(node), simple: newSimpleApp(node, o.AppID, o.Timeout, nil)}, nil
 }
 
-// SetRequestHandle names the handler and begins to serve, first what has come
-// before. It may be called once.
-func (s *Server[V]) SetRequestHandle(h Handler[V]) error {
+// Handle names the handler and begins to serve, first what has come before. It may be
+// called once.
+func (s *Server[V]) Handle(h Handler[V]) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if h == nil || s.handler != nil {
-		return fmt.Errorf("set request handle: %w: want a handler, once", van.ErrInvalid)
+	if h == nil {
+		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: no handler (nil)", van.ErrInvalid)}
+	}
+	if s.handler != nil {
+		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: this server has one", van.ErrInvalid)}
 	}
 	s.handler = h
 	ready := make(chan struct{})
@@ -72,15 +86,15 @@ func (s *Server[V]) SetRequestHandle(h Handler[V]) error {
 }
 
 // SimpleApp is the exchange of small messages under the server's application id.
-// It serves from SetRequestHandle on.
+// It serves from Handle on.
 func (s *Server[V]) SimpleApp() *SimpleApp { return s.simple }
 
-// RegisterRecvBuffer makes vals the place of what the worker with the given group
+// RegisterRecvBuffer makes vals the memory of what the worker with the given group
 // rank pushes in messages that begin with key; a request's Vals are then a part of
 // it. The next such push overwrites it. Register before the first one. A push that
 // does not fit is dropped.
 func (s *Server[V]) RegisterRecvBuffer(workerRank int, key Key, vals []V) error {
-	if err := s.buffers.Register(RecvPlace{workerRank, key, backend.Slice(vals)}); err != nil {
+	if err := s.buffers.Register(datamsg.RecvBuffer{Worker: workerRank, Key: key, Dst: backend.Slice(vals)}); err != nil {
 		return &van.Error{Op: "register receive buffer", Node: s.node.Name(), Err: err}
 	}
 	return nil
@@ -109,7 +123,7 @@ type Pairs[V Value] struct {
 // returns, or longer with Retain; they must not be written to. The rest, and the
 // right to answer, stay.
 type Request[V Value] struct {
-	Sender    int // node id of the worker's group: 2*rank + 9
+	Worker    int // group rank of the worker
 	Cmd       int32
 	Push      bool
 	Timestamp int32 // the worker's
@@ -118,7 +132,7 @@ type Request[V Value] struct {
 	Lens      []int32
 
 	s      *Server[V]
-	reply  ReplyTo
+	reply  datamsg.Reply
 	keys   int
 	msg    *van.Message
 	ticket *ticket
@@ -146,7 +160,7 @@ func (s *Server[V]) receive(msg *van.Message) {
 
 // accept checks msg and makes it a request.
 func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
-	if err := CheckSender(s.node, msg); err != nil {
+	if err := datamsg.CheckSender(s.node, msg); err != nil {
 		return r, err
 	}
 	f, err := parse[V](msg)
@@ -165,14 +179,11 @@ func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
 	}
 	t := tickets.Get().(*ticket)
 	return Request[V]{
-		Sender: van.WorkerID(van.RankOf(msg.Sender) / s.node.GroupSize()), Cmd: msg.Head, Push: msg.Push, Timestamp: msg.Timestamp,
+		Worker: van.RankOf(msg.Sender) / s.node.GroupSize(), Cmd: msg.Head, Push: msg.Push, Timestamp: msg.Timestamp,
 		Keys: f.keys, Vals: f.vals, Lens: f.lens,
-		s: s, reply: ReplyOf(msg), keys: len(f.keys), msg: msg, ticket: t, gen: t.state.Load() >> 1,
+		s: s, reply: datamsg.ReplyTo(msg), keys: len(f.keys), msg: msg, ticket: t, gen: t.state.Load() >> 1,
 	}, nil
 }
-
-// SenderRank is the group rank of the worker.
-func (r Request[V]) SenderRank() int { return van.RankOf(r.Sender) }
 
 // Expected is the number of values for which the worker of a pull has room, 0 when
 // it takes any number.
@@ -188,19 +199,23 @@ func (r Request[V]) Retain() Request[V] {
 // Release gives up one hold got by Retain.
 func (r Request[V]) Release() { r.msg.Release() }
 
-// Response answers the request: a push with empty Pairs, a pull with the values of
+// Respond answers the request: a push with empty Pairs, a pull with the values of
 // its keys. Slices of res must not change until they have left, which is told only
-// by ResponseDone; slices of the request may be among them while those are valid.
+// by OnSent; slices of the request may be among them while those are valid.
 //
 // Pairs that do not fit the request are an error that wraps van.ErrInvalid; then
-// nothing was sent and the request can still be answered. A second Response is
+// nothing was sent and the request can still be answered. A second Respond is
 // ErrAnswered.
-func (r Request[V]) Response(res Pairs[V]) error { return r.ResponseDone(res, nil) }
-
-// ResponseDone is Response with a completion, which is called once, from any
-// goroutine, when the transport does not need the slices any more; it must neither
-// block nor send. It is not called when ResponseDone returns an error.
-func (r Request[V]) ResponseDone(res Pairs[V], done van.Completion) error {
+func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
+	var done van.Completion
+	for i, opt := range opts {
+		switch opt := opt.(type) {
+		case Sent:
+			done = opt.done
+		default:
+			return r.wrap(fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i))
+		}
+	}
 	s := r.s
 	if !r.ticket.state.CompareAndSwap(r.gen<<1, r.gen<<1|1) {
 		return r.wrap(ErrAnswered)
@@ -216,7 +231,7 @@ func (r Request[V]) ResponseDone(res Pairs[V], done van.Completion) error {
 	r.reply.Fill(m)
 	var hold *answer
 	if !r.Push {
-		SetData(m, backend.Slice(res.Keys), backend.Slice(res.Vals), backend.Slice(res.Lens), typeOf[V]())
+		datamsg.SetData(m, backend.Slice(res.Keys), backend.Slice(res.Vals), backend.Slice(res.Lens), typeOf[V]())
 		m.Done = done
 		if shares(res.Keys, r.Keys) || shares(res.Vals, r.Vals) || shares(res.Lens, r.Lens) {
 			hold = answers.Get().(*answer)

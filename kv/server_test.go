@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -21,42 +22,43 @@ import (
 func TestRequestFields(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Group: 2, Rand: testcluster.Zero})
 	type seen struct {
-		sender, rank int
-		cmd, ts      int32
-		push         bool
-		keys, vals   int
-		lens         []int32
-		room         int
+		rank       int
+		cmd, ts    int32
+		push       bool
+		keys, vals int
+		lens       []int32
+		room       int
 	}
 	got := make(chan seen, 1)
 	for _, n := range c.Servers {
 		serve(t, n, func(r kv.Request[int64]) {
-			got <- seen{r.Sender, r.SenderRank(), r.Cmd, r.Timestamp, r.Push, len(r.Keys), len(r.Vals), slices.Clone(r.Lens), r.Expected()}
+			got <- seen{r.Worker, r.Cmd, r.Timestamp, r.Push, len(r.Keys), len(r.Vals), slices.Clone(r.Lens), r.Expected()}
 			res := kv.Pairs[int64]{}
 			if !r.Push {
 				res = kv.Pairs[int64]{Keys: r.Keys, Vals: make([]int64, 2*len(r.Keys))}
 			}
-			if err := r.Response(res); err != nil {
+			if err := r.Respond(res); err != nil {
 				t.Error(err)
 			}
 		})
 	}
 	for i, n := range c.Workers {
 		w := newWorker[int64](t, n)
-		do(t, w)(w.Push([]kv.Key{3, 4}, make([]int64, 5), kv.Op{Lens: []int32{2, 3}, Cmd: -7}))
-		if g, want := <-got, (seen{9 + 2*(i/2), i / 2, -7, 0, true, 2, 5, []int32{2, 3}, 5}); fmt.Sprint(g) != fmt.Sprint(want) {
+		do(t, w)(w.Push([]kv.Key{3, 4}, make([]int64, 5), kv.Lens([]int32{2, 3}), kv.Cmd(-7)))
+		if g, want := <-got, (seen{i / 2, -7, 0, true, 2, 5, []int32{2, 3}, 5}); fmt.Sprint(g) != fmt.Sprint(want) {
 			t.Errorf("worker %d push: %+v, want %+v", i, g, want)
 		}
 		vals := make([]int64, 4)
-		do(t, w)(w.Pull([]kv.Key{3, 4}, &vals, kv.Op{Cmd: 9}))
-		if g, want := <-got, (seen{9 + 2*(i/2), i / 2, 9, 1, false, 2, 0, nil, 4}); fmt.Sprint(g) != fmt.Sprint(want) {
+		pull, err := w.Pull([]kv.Key{3, 4}, &vals, kv.Cmd(9))
+		do(t, w)(pull, err)
+		if g, want := <-got, (seen{i / 2, 9, 1, false, 2, 0, nil, 4}); fmt.Sprint(g) != fmt.Sprint(want) {
 			t.Errorf("worker %d pull: %+v, want %+v", i, g, want)
 		}
-		if req, res, err := w.FetchTrace(1); err != nil || req.Start == 0 || req.PostSend < req.Start || res.Process < req.PostSend {
-			t.Errorf("trace %+v %+v %v", req, res, err)
+		x := pull.Traces()
+		if req, res := x[0].Request, x[0].Response; len(x) != 1 || req.Start == 0 || req.PostSend < req.Start || res.Process < req.PostSend {
+			t.Errorf("trace %+v", x)
 		}
-		_, _, err := w.FetchTrace(2)
-		fails(t, err, postoffice.ErrUnknownHandler)
+		fails(t, pull.Wait(t.Context()), postoffice.ErrUnknownHandler)
 	}
 	c.Finalize(t)
 }
@@ -69,18 +71,18 @@ func TestResponseChecks(t *testing.T) {
 		later := make(chan kv.Request[int16], 1)
 		serve(t, c.Servers[0], func(r kv.Request[int16]) {
 			if r.Push {
-				fails(t, r.Response(P{Keys: k, Vals: []int16{1, 2}}), van.ErrInvalid, "answer to a push")
+				fails(t, r.Respond(P{Keys: k, Vals: []int16{1, 2}}), van.ErrInvalid, "answer to a push")
 				later <- r // answered by another goroutine after this returned
 				return
 			}
 			for _, bad := range []P{{}, {Keys: k[:1], Vals: []int16{1}}, {Keys: k, Vals: []int16{1}}, {Keys: k, Vals: []int16{1, 2}, Lens: []int32{2}},
 				{Keys: k, Vals: []int16{1, 2}, Lens: []int32{3, -1}}, {Keys: k, Vals: []int16{1, 2}, Lens: []int32{1, 2}}} {
-				fails(t, r.Response(bad), van.ErrInvalid, "worker 0", "handler")
+				fails(t, r.Respond(bad), van.ErrInvalid, "worker 0", "handler")
 			}
-			if err := r.Response(P{Keys: r.Keys, Vals: []int16{5, 6}}); err != nil {
+			if err := r.Respond(P{Keys: r.Keys, Vals: []int16{5, 6}}); err != nil {
 				t.Error(err)
 			}
-			fails(t, r.Response(P{Keys: k, Vals: []int16{1, 2}}), kv.ErrAnswered)
+			fails(t, r.Respond(P{Keys: k, Vals: []int16{1, 2}}), kv.ErrAnswered)
 		})
 		w := newWorker[int16](t, c.Workers[0])
 		ts, err := w.Push(k, []int16{1, 2})
@@ -88,7 +90,7 @@ func TestResponseChecks(t *testing.T) {
 			t.Fatal(err)
 		}
 		r := <-later
-		if err := r.Response(P{}); err != nil {
+		if err := r.Respond(P{}); err != nil {
 			t.Error(err)
 		}
 		do(t, w)(ts, nil)
@@ -99,7 +101,7 @@ func TestResponseChecks(t *testing.T) {
 				t.Errorf("got %v", got)
 			}
 		}
-		fails(t, r.Response(P{}), kv.ErrAnswered) // its state is used by later requests
+		fails(t, r.Respond(P{}), kv.ErrAnswered) // its state is used by later requests
 		c.Finalize(t)
 	})
 }
@@ -116,14 +118,14 @@ func TestEcho(t *testing.T) {
 				}
 				r.Retain()
 				kept = &r
-				if err := r.Response(kv.Pairs[uint64]{}); err != nil {
+				if err := r.Respond(kv.Pairs[uint64]{}); err != nil {
 					t.Error(err)
 				}
 				return
 			}
 			// The values are those of kept, which stays until the next push; the
 			// keys are the request's own and gone when this returns.
-			if err := r.Response(kv.Pairs[uint64]{Keys: r.Keys, Vals: kept.Vals}); err != nil {
+			if err := r.Respond(kv.Pairs[uint64]{Keys: r.Keys, Vals: kept.Vals}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -137,8 +139,8 @@ func TestEcho(t *testing.T) {
 			for i := range vals {
 				vals[i] = uint64(i + round)
 			}
-			do(t, w)(w.ZPush(keys, vals))
-			do(t, w)(w.ZPull(keys, &got))
+			do(t, w)(w.Push(keys, vals, kv.NoCopy))
+			do(t, w)(w.Pull(keys, &got, kv.NoCopy))
 			if !slices.Equal(got, vals) {
 				t.Fatalf("round %d: other values came back", round)
 			}
@@ -151,7 +153,7 @@ type counter struct{ n atomic.Int64 }
 
 func (c *counter) Sent() { c.n.Add(1) }
 
-func TestResponseDone(t *testing.T) {
+func TestOnSent(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
 		var sent counter
@@ -163,16 +165,16 @@ func TestResponseDone(t *testing.T) {
 					res.Keys = r.Keys
 				}
 			}
-			if err := r.ResponseDone(res, &sent); err != nil {
+			if err := r.Respond(res, kv.OnSent(&sent)); err != nil {
 				t.Error(err)
 			}
-			fails(t, r.ResponseDone(res, &sent), kv.ErrAnswered)
+			fails(t, r.Respond(res, kv.OnSent(&sent)), kv.ErrAnswered)
 		})
 		w := newWorker[uint8](t, c.Workers[0])
 		for i := range 10 {
 			do(t, w)(w.Push([]kv.Key{1}, []uint8{1}))
 			var got []uint8
-			do(t, w)(w.Pull([]kv.Key{1, 2}, &got, kv.Op{Cmd: int32(i % 2)}))
+			do(t, w)(w.Pull([]kv.Key{1, 2}, &got, kv.Cmd(int32(i%2))))
 		}
 		eventually(t, "completion of each answer", func() bool { return sent.n.Load() == 20 })
 		c.Finalize(t)
@@ -186,11 +188,11 @@ func TestRequestBeforeHandler(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
 		w := newWorker[float32](t, c.Workers[0])
-		s, err := kv.NewServer[float32](c.Servers[0], 0)
+		s, err := kv.NewServer[float32](c.Servers[0], kv.ServerOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		var tss []int32
+		var tss []kv.Call
 		for i := range 50 {
 			ts, err := w.Push([]kv.Key{7}, []float32{float32(i)})
 			if err != nil {
@@ -200,10 +202,10 @@ func TestRequestBeforeHandler(t *testing.T) {
 		}
 		eventually(t, "arrival", func() bool { return o.Over == testcluster.InProc || c.Servers[0].Stats().ReceivedMessages > 50 })
 		var h kv.SummingHandler[float32]
-		if err := s.SetRequestHandle(h.Handle); err != nil {
+		if err := s.Handle(h.Handle); err != nil {
 			t.Fatal(err)
 		}
-		fails(t, s.SetRequestHandle(h.Handle), van.ErrInvalid)
+		fails(t, s.Handle(h.Handle), van.ErrInvalid)
 		for _, ts := range tss {
 			do(t, w)(ts, nil)
 		}
@@ -224,11 +226,11 @@ func TestSlowHandler(t *testing.T) {
 		c := testcluster.Start(t, o)
 		release, stuck := make(chan struct{}), make(chan struct{}, 1)
 		serve(t, c.Servers[0], func(r kv.Request[int8]) {
-			if r.SenderRank() == 0 {
+			if r.Worker == 0 {
 				stuck <- struct{}{}
 				<-release
 			}
-			if err := r.Response(kv.Pairs[int8]{}); err != nil {
+			if err := r.Respond(kv.Pairs[int8]{}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -251,7 +253,7 @@ func TestRegisterRecvBuffer(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2})
 	place := make([]float32, 6)
 	var in atomic.Int32
-	s, err := kv.NewServer[float32](c.Servers[0], 0)
+	s, err := kv.NewServer[float32](c.Servers[0], kv.ServerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -260,11 +262,11 @@ func TestRegisterRecvBuffer(t *testing.T) {
 	}
 	fails(t, s.RegisterRecvBuffer(1, 10, place), van.ErrInvalid, "key 10")
 	fails(t, s.RegisterRecvBuffer(2, 10, place), van.ErrInvalid, "rank 2")
-	if err := s.SetRequestHandle(func(r kv.Request[float32]) {
+	if err := s.Handle(func(r kv.Request[float32]) {
 		if &r.Vals[0] == &place[0] {
 			in.Add(1)
 		}
-		if err := r.Response(kv.Pairs[float32]{}); err != nil {
+		if err := r.Respond(kv.Pairs[float32]{}); err != nil {
 			t.Error(err)
 		}
 	}); err != nil {
@@ -296,7 +298,7 @@ func TestMalformedRequests(t *testing.T) {
 		m.Reset()
 		m.Receiver, m.Request, m.Push, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, true, 0, 100, 0, 0
 		m.ValLen = 2
-		kv.SetData(m, backend.Slice(keys), mem(vals), mem(lens), van.TypeFloat)
+		datamsg.SetData(m, backend.Slice(keys), mem(vals), mem(lens), van.TypeFloat)
 		if change != nil {
 			change(m)
 		}
@@ -345,7 +347,7 @@ func TestMalformedRequests(t *testing.T) {
 	}
 	eventually(t, "log line", func() bool { return strings.Contains(l.String(), "2 values for each key (1 to 2), the store has 1") })
 	w.Close()
-	fails(t, w.Wait(t.Context(), ts), van.ErrClosed)
+	fails(t, ts.Wait(t.Context()), van.ErrClosed)
 	c.Finalize(t)
 }
 
@@ -396,7 +398,7 @@ func TestWrongAnswers(t *testing.T) {
 		vals := f(8)
 		ts, err := w.Pull(keys, &vals)
 		if err == nil {
-			err = w.Wait(t.Context(), ts)
+			err = ts.Wait(t.Context())
 		}
 		fails(t, err, x.err, x.want, "server ")
 		if x.lens == nil && x.change == nil {
@@ -407,7 +409,7 @@ func TestWrongAnswers(t *testing.T) {
 	bad <- honest
 	var lens []int32
 	var vals []float32
-	do(t, w)(w.Pull(keys, &vals, kv.Op{PullLens: &lens}))
+	do(t, w)(w.Pull(keys, &vals, kv.LensInto(&lens)))
 	if !slices.Equal(lens, []int32{2, 2, 2, 2}) || len(vals) != 8 {
 		t.Errorf("%d values, lengths %v", len(vals), lens)
 	}
@@ -432,14 +434,14 @@ func TestKilledServer(t *testing.T) {
 		w := newWorker[float32](t, c.Workers[0])
 		vals := make([]float32, 2)
 		keys := []kv.Key{1, kv.MaxKey}
-		ts, err := w.ZPull(keys, &vals)
+		ts, err := w.Pull(keys, &vals, kv.NoCopy)
 		if err != nil {
 			t.Fatal(err)
 		}
 		<-asked
 		start := time.Now()
 		c.Servers[1].Close()
-		fails(t, w.Wait(t.Context(), ts), van.ErrPeerLost, "server 1 (id 10)", "pull")
+		fails(t, ts.Wait(t.Context()), van.ErrPeerLost, "server 1 (id 10)", "pull")
 		if d := time.Since(start); d > 5*time.Second {
 			t.Errorf("took %s", d)
 		}
@@ -448,7 +450,7 @@ func TestKilledServer(t *testing.T) {
 		do(t, w)(w.Pull(keys[:1], &one))
 		ts, err = w.Push(keys, vals)
 		if err == nil {
-			err = w.Wait(t.Context(), ts)
+			err = ts.Wait(t.Context())
 		}
 		fails(t, err, van.ErrPeerLost, "server 1 (id 10)")
 	})
@@ -473,18 +475,23 @@ func TestNoGrowth(t *testing.T) {
 		return m.HeapAlloc
 	}
 	var before uint64
+	var first kv.Call
 	for i := range total {
 		if i == total/5 {
 			before = heap()
 		}
 		window <- struct{}{}
-		if _, err := w.Push(keys, vals, kv.Op{Done: func(err error) {
+		call, err := w.Push(keys, vals, kv.Done(func(err error) {
 			if err != nil {
 				failed.Store(&err)
 			}
 			<-window
-		}}); err != nil {
+		}))
+		if err != nil {
 			t.Fatal(err)
+		}
+		if i == 0 {
+			first = call
 		}
 	}
 	for range cap(window) {
@@ -499,7 +506,7 @@ func TestNoGrowth(t *testing.T) {
 	if n := w.InFlight(); n > 4096 {
 		t.Errorf("%d requests remembered, want at most 4096", n)
 	}
-	err := w.Wait(t.Context(), 0)
+	err := first.Wait(t.Context())
 	if !errors.Is(err, postoffice.ErrUnknownHandler) {
 		t.Errorf("Wait for a forgotten request: %v", err)
 	}

@@ -119,8 +119,8 @@ func kvSession(t *testing.T, c *testcluster.Cluster, servers int) {
 
 func simpleSession(t *testing.T, c *testcluster.Cluster) {
 	for _, n := range c.Servers {
-		simple(t, n, func(d kv.SimpleData, a *kv.SimpleApp) {
-			if err := a.Response(d, append([]byte("re:"), d.Body...)); err != nil {
+		simple(t, n, func(d kv.SimpleMessage) {
+			if err := d.Respond(append([]byte("re:"), d.Body...)); err != nil {
 				t.Error(err)
 			}
 		})
@@ -128,7 +128,7 @@ func simpleSession(t *testing.T, c *testcluster.Cluster) {
 	a := simple(t, c.Workers[0], nil)
 	ts, err := a.Request(42, []byte("hello"), van.ServerGroup)
 	if err == nil {
-		err = a.Wait(context.Background(), ts)
+		err = ts.Wait(context.Background())
 	}
 	if err != nil {
 		t.Error(err)

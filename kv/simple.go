@@ -1,7 +1,6 @@
 package kv
 
 import (
-	"context"
 	"fmt"
 	"math"
 	"slices"
@@ -14,30 +13,48 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// SimpleData is a request or an answer that a SimpleApp has received.
-type SimpleData struct {
+// SimpleMessage is a request or an answer that a SimpleApp has received.
+type SimpleMessage struct {
 	Head       int32
 	Body       []byte // the receiver's own
 	Sender     int    // node id
 	Timestamp  int32  // the requester's
 	CustomerID int32  // the requester's
 
+	app   *SimpleApp
 	epoch uint32 // of the requester's process, see van.Message
 }
 
 // SimpleHandler takes a request or an answer. It runs on the transport's
 // goroutine and holds up the messages of that sender, no others.
-type SimpleHandler func(data SimpleData, app *SimpleApp)
+type SimpleHandler func(SimpleMessage)
+
+// SimpleOptions of NewSimpleApp.
+type SimpleOptions struct {
+	AppID int
+
+	// CustomerID tells, on a worker, the applications with one AppID apart; a server or
+	// scheduler reaches only the one whose CustomerID is the AppID, since that is what its
+	// requests carry.
+	CustomerID int
+
+	// Timeout is how long Call.Wait waits when its context has no deadline, counted from
+	// the request: 0 is postoffice.DefaultTimeout, negative no limit.
+	Timeout time.Duration
+
+	// Handler takes requests and must answer each with Respond; nil answers with an empty
+	// body, as the original does. Handle can replace it, but what comes before that goes
+	// to the first one.
+	Handler SimpleHandler
+}
 
 // SimpleApp exchanges small messages, a number and some bytes, between any nodes
 // that are connected: those of different roles, and a node and itself. All
 // methods are safe for concurrent use.
 type SimpleApp struct {
-	// Timeout replaces DefaultTimeout; negative means none. Set it before use.
-	Timeout time.Duration
-
 	node     *postoffice.Node
 	app      int
+	timeout  time.Duration
 	customer atomic.Pointer[postoffice.Customer]
 	own      bool // made by NewSimpleApp
 	request  atomic.Pointer[SimpleHandler]
@@ -45,18 +62,12 @@ type SimpleApp struct {
 	calls    sync.Pool // of *simpleCall
 }
 
-// NewSimpleApp makes an application on node. On a worker customerID tells the
-// applications with one appID apart; a server or scheduler reaches only the one
-// whose customerID is the appID, since that is what its requests carry.
-//
-// request takes requests and must answer each with Response; nil answers with an
-// empty body, as the original does. SetRequestHandle can replace it, but what comes
-// before that goes to the first one.
-func NewSimpleApp(node *postoffice.Node, appID, customerID int, request SimpleHandler) (*SimpleApp, error) {
-	a := newSimpleApp(node, appID, request)
+// NewSimpleApp makes an application on node.
+func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
+	a := newSimpleApp(node, o.AppID, o.Timeout, o.Handler)
 	a.own = true
 	ready := make(chan struct{})
-	c, err := node.AddCustomer(appID, customerID, func(msg *van.Message) {
+	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		<-ready
 		if !msg.SimpleApp {
 			if n, speak := node.Rarely("kv: not a simple request"); speak {
@@ -74,17 +85,17 @@ func NewSimpleApp(node *postoffice.Node, appID, customerID int, request SimpleHa
 	return a, nil
 }
 
-func newSimpleApp(node *postoffice.Node, appID int, request SimpleHandler) *SimpleApp {
-	a := &SimpleApp{node: node, app: appID}
-	a.SetRequestHandle(request)
+func newSimpleApp(node *postoffice.Node, appID int, timeout time.Duration, h SimpleHandler) *SimpleApp {
+	a := &SimpleApp{node: node, app: appID, timeout: timeout}
+	a.Handle(h)
 	return a
 }
 
-// SetRequestHandle names who takes requests; nil answers them with an empty body.
-func (a *SimpleApp) SetRequestHandle(h SimpleHandler) {
+// Handle names who takes requests; nil answers them with an empty body.
+func (a *SimpleApp) Handle(h SimpleHandler) {
 	if h == nil {
-		h = func(d SimpleData, a *SimpleApp) {
-			if err := a.Response(d, nil); err != nil {
+		h = func(m SimpleMessage) {
+			if err := m.Respond(nil); err != nil {
 				if n, speak := a.node.Rarely("kv: not answered: " + logx.Kind(err)); speak {
 					a.node.Log().Warn("request not answered", "err", err, "so far", n)
 				}
@@ -94,10 +105,10 @@ func (a *SimpleApp) SetRequestHandle(h SimpleHandler) {
 	a.request.Store(&h)
 }
 
-// SetResponseHandle names who takes the answers to this application's requests,
+// OnAnswer names who takes the answers to this application's requests,
 // before Wait returns; nil ignores them. Answers of different nodes may come at the
 // same time.
-func (a *SimpleApp) SetResponseHandle(h SimpleHandler) {
+func (a *SimpleApp) OnAnswer(h SimpleHandler) {
 	if h == nil {
 		a.response.Store(nil)
 		return
@@ -105,8 +116,8 @@ func (a *SimpleApp) SetResponseHandle(h SimpleHandler) {
 	a.response.Store(&h)
 }
 
-func dataOf(msg *van.Message) SimpleData {
-	return SimpleData{Head: msg.Head, Body: slices.Clone(msg.Body), Sender: msg.Sender, Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.Epoch}
+func (a *SimpleApp) messageOf(msg *van.Message) SimpleMessage {
+	return SimpleMessage{app: a, Head: msg.Head, Body: slices.Clone(msg.Body), Sender: msg.Sender, Timestamp: msg.Timestamp, CustomerID: msg.CustomerID, epoch: msg.Epoch}
 }
 
 // receive takes a request.
@@ -117,27 +128,27 @@ func (a *SimpleApp) receive(msg *van.Message) {
 		}
 		return
 	}
-	(*a.request.Load())(dataOf(msg), a)
+	(*a.request.Load())(a.messageOf(msg))
 }
 
 // Request sends head and body to node id to, or to every member of group to: a
 // sum of van.ServerGroup, van.WorkerGroup and van.SchedulerID. Each owes an
-// answer. It returns the timestamp for Wait.
+// answer.
 //
 // A group without members, or with one that this node has no connection to (other
 // nodes of its own role), is an error that wraps van.ErrInvalid; then nothing was
 // sent.
-func (a *SimpleApp) Request(head int32, body []byte, to int) (ts int32, err error) {
+func (a *SimpleApp) Request(head int32, body []byte, to int) (Call, error) {
 	c := a.customer.Load()
 	if c == nil {
-		return 0, a.refuse(fmt.Errorf("%w: this server does not serve yet: set its request handle first", van.ErrInvalid))
+		return Call{}, a.refuse(fmt.Errorf("%w: this server does not serve yet: call its Handle first", van.ErrInvalid))
 	}
 	if len(body) > math.MaxInt32 {
-		return 0, a.refuse(fmt.Errorf("%w: body of %d bytes, want at most %d", van.ErrInvalid, len(body), math.MaxInt32))
+		return Call{}, a.refuse(fmt.Errorf("%w: body of %d bytes, want at most %d", van.ErrInvalid, len(body), math.MaxInt32))
 	}
 	ids, err := a.receivers(to)
 	if err != nil {
-		return 0, a.refuse(err)
+		return Call{}, a.refuse(err)
 	}
 	r, _ := a.calls.Get().(*simpleCall)
 	if r == nil {
@@ -145,9 +156,10 @@ func (a *SimpleApp) Request(head int32, body []byte, to int) (ts int32, err erro
 	}
 	r.holds.Store(2)
 	if err := c.Open(&r.Request, "simple request", r, 1, ids); err != nil {
-		return 0, err
+		return Call{}, err
 	}
-	ts = r.First()
+	call := r.Call(a.timeout)
+	ts := call.Timestamp()
 	for _, id := range ids {
 		m := &r.msg
 		m.Reset()
@@ -161,7 +173,7 @@ func (a *SimpleApp) Request(head int32, body []byte, to int) (ts int32, err erro
 		}
 	}
 	r.Recycle()
-	return ts, nil
+	return call, nil
 }
 
 // receivers lists the nodes that to names.
@@ -183,16 +195,20 @@ func (a *SimpleApp) refuse(err error) error {
 	return &van.Error{Op: "simple request", Node: a.node.Name(), Err: err}
 }
 
-// Response answers a request. Answer each once: the requester drops a second one.
-func (a *SimpleApp) Response(req SimpleData, body []byte) error {
+// Respond answers a request. Answer each once: the requester drops a second one.
+func (d SimpleMessage) Respond(body []byte) error {
+	a := d.app
+	if a == nil {
+		return &van.Error{Op: "respond", Err: fmt.Errorf("%w: this message has not come to a SimpleApp", van.ErrInvalid)}
+	}
 	if len(body) > math.MaxInt32 {
 		return &van.Error{Op: "respond", Node: a.node.Name(), Err: fmt.Errorf("%w: body of %d bytes, want at most %d", van.ErrInvalid, len(body), math.MaxInt32)}
 	}
 	m := messages.Get().(*van.Message)
 	m.Reset()
-	m.Receiver, m.Epoch = req.Sender, req.epoch
-	m.SimpleApp, m.Head, m.Timestamp = true, req.Head, req.Timestamp
-	m.AppID, m.CustomerID = int32(a.app), req.CustomerID
+	m.Receiver, m.Epoch = d.Sender, d.epoch
+	m.SimpleApp, m.Head, m.Timestamp = true, d.Head, d.Timestamp
+	m.AppID, m.CustomerID = int32(a.app), d.CustomerID
 	m.Body = append(m.Body[:0], body...)
 	err := a.node.Send(m)
 	messages.Put(m)
@@ -200,16 +216,6 @@ func (a *SimpleApp) Response(req SimpleData, body []byte) error {
 }
 
 var messages = sync.Pool{New: func() any { return new(van.Message) }}
-
-// Wait waits until every receiver of the request with timestamp ts has answered,
-// and forgets it. Limits and errors are those of Worker.Wait.
-func (a *SimpleApp) Wait(ctx context.Context, ts int32) error {
-	c := a.customer.Load()
-	if c == nil {
-		return &van.Error{Op: "wait", Node: a.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: postoffice.ErrUnknownHandler}
-	}
-	return waitFor(ctx, c, ts, a.Timeout)
-}
 
 // Close fails what is in flight and takes the application off its node. One that
 // belongs to a Worker or Server is closed with that.
@@ -232,7 +238,7 @@ func (r *simpleCall) Answer(_, _ int, msg *van.Message) error {
 		return fmt.Errorf("%w: answer to timestamp %d is not one of a simple application", van.ErrMalformed, msg.Timestamp)
 	}
 	if h := r.a.response.Load(); h != nil {
-		(*h)(dataOf(msg), r.a)
+		(*h)(r.a.messageOf(msg))
 	}
 	return nil
 }

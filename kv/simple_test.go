@@ -17,7 +17,7 @@ import (
 
 func simple(t testing.TB, n *postoffice.Node, h kv.SimpleHandler) *kv.SimpleApp {
 	t.Helper()
-	a, err := kv.NewSimpleApp(n, 7, 7, h)
+	a, err := kv.NewSimpleApp(n, kv.SimpleOptions{AppID: 7, CustomerID: 7, Handler: h})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -30,8 +30,8 @@ func TestSimpleApp(t *testing.T) {
 		c := testcluster.Start(t, o)
 		apps := map[int]*kv.SimpleApp{}
 		for _, n := range c.Nodes() {
-			apps[n.ID()] = simple(t, n, func(d kv.SimpleData, a *kv.SimpleApp) {
-				if err := a.Response(d, fmt.Appendf(nil, "%s from %d", d.Body, n.ID())); err != nil {
+			apps[n.ID()] = simple(t, n, func(d kv.SimpleMessage) {
+				if err := d.Respond(fmt.Appendf(nil, "%s from %d", d.Body, n.ID())); err != nil {
 					t.Error(err)
 				}
 			})
@@ -50,7 +50,7 @@ func TestSimpleApp(t *testing.T) {
 			var got []int
 			a := apps[x.from]
 			body := fmt.Sprintf("from %d to %d", x.from, x.to)
-			a.SetResponseHandle(func(d kv.SimpleData, _ *kv.SimpleApp) {
+			a.OnAnswer(func(d kv.SimpleMessage) {
 				if want := fmt.Sprintf("%s from %d", body, d.Sender); d.Head != -42 || string(d.Body) != want || d.CustomerID != 7 {
 					t.Errorf("answer %+v, want head -42 and body %q", d, want)
 				}
@@ -60,7 +60,7 @@ func TestSimpleApp(t *testing.T) {
 			})
 			ts, err := a.Request(-42, []byte(body), x.to)
 			if err == nil {
-				err = a.Wait(t.Context(), ts)
+				err = ts.Wait(t.Context())
 			}
 			if err != nil {
 				t.Fatalf("%s: %v", body, err)
@@ -87,31 +87,31 @@ func TestSimpleApp(t *testing.T) {
 func TestSimpleAppDefaults(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	a, b := simple(t, c.Workers[0], nil), simple(t, c.Servers[0], nil)
-	got := make(chan kv.SimpleData, 1)
-	a.SetResponseHandle(func(d kv.SimpleData, _ *kv.SimpleApp) { got <- d })
+	got := make(chan kv.SimpleMessage, 1)
+	a.OnAnswer(func(d kv.SimpleMessage) { got <- d })
 	ts, err := a.Request(5, []byte("x"), van.ServerGroup)
 	if err == nil {
-		err = a.Wait(t.Context(), ts)
+		err = ts.Wait(t.Context())
 	}
 	if d := <-got; err != nil || d.Head != 5 || len(d.Body) != 0 || d.Sender != 8 {
 		t.Errorf("%+v, %v: want an empty answer", d, err)
 	}
 	// One that does not answer.
-	b.SetRequestHandle(func(kv.SimpleData, *kv.SimpleApp) {})
+	b.Handle(func(kv.SimpleMessage) {})
 	if ts, err = a.Request(5, nil, van.ServerGroup); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	fails(t, a.Wait(ctx, ts), van.ErrTimeout, "server 0")
+	fails(t, ts.Wait(ctx), van.ErrTimeout, "server 0")
 	// One that is gone.
 	if ts, err = a.Request(5, nil, 8); err != nil {
 		t.Fatal(err)
 	}
 	c.Servers[0].Close()
-	fails(t, a.Wait(t.Context(), ts), van.ErrPeerLost, "server 0")
+	fails(t, ts.Wait(t.Context()), van.ErrPeerLost, "server 0")
 	a.Close()
-	_, err = kv.NewSimpleApp(c.Workers[0], 7, 7, nil)
+	_, err = kv.NewSimpleApp(c.Workers[0], kv.SimpleOptions{AppID: 7, CustomerID: 7})
 	if err != nil {
 		t.Errorf("new application after Close: %v", err)
 	}
@@ -122,23 +122,23 @@ func TestSimpleAppDefaults(t *testing.T) {
 func TestSimpleOfKV(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	var h kv.SummingHandler[int32]
-	s, err := kv.NewServer[int32](c.Servers[0], 0)
+	s, err := kv.NewServer[int32](c.Servers[0], kv.ServerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	_, err = s.SimpleApp().Request(1, nil, van.WorkerGroup)
-	fails(t, err, van.ErrInvalid, "request handle")
-	s.SimpleApp().SetRequestHandle(func(d kv.SimpleData, a *kv.SimpleApp) {
-		if err := a.Response(d, []byte("ok")); err != nil {
+	fails(t, err, van.ErrInvalid, "call its Handle first")
+	s.SimpleApp().Handle(func(d kv.SimpleMessage) {
+		if err := d.Respond([]byte("ok")); err != nil {
 			t.Error(err)
 		}
 	})
-	if err := s.SetRequestHandle(h.Handle); err != nil {
+	if err := s.Handle(h.Handle); err != nil {
 		t.Fatal(err)
 	}
 	w := newWorker[int32](t, c.Workers[0])
 	var body string
-	w.SimpleApp().SetResponseHandle(func(d kv.SimpleData, _ *kv.SimpleApp) { body = string(d.Body) })
+	w.SimpleApp().OnAnswer(func(d kv.SimpleMessage) { body = string(d.Body) })
 	for range 3 {
 		do(t, w)(w.Push([]kv.Key{1}, []int32{1}))
 		do(t, w)(w.SimpleApp().Request(3, []byte("?"), van.ServerGroup))
@@ -148,7 +148,7 @@ func TestSimpleOfKV(t *testing.T) {
 	}
 	ts, err := s.SimpleApp().Request(4, nil, 9)
 	if err == nil {
-		err = s.SimpleApp().Wait(t.Context(), ts)
+		err = ts.Wait(t.Context())
 	}
 	if err != nil {
 		t.Error(err)

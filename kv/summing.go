@@ -22,7 +22,7 @@ import (
 // The zero value is ready for use:
 //
 //	var sums kv.SummingHandler[float32]
-//	err := server.SetRequestHandle(sums.Handle)
+//	err := server.Handle(sums.Handle)
 //
 // It is safe for concurrent use, by several servers too, and costs little more than
 // the memory traffic of the values when keys come in ascending batches.
@@ -45,7 +45,7 @@ func (r *result[V]) Sent() { r.h.results.Put(r) }
 func (h *SummingHandler[V]) Handle(r Request[V]) {
 	if err := h.handle(r); err != nil {
 		if n, speak := r.s.node.Rarely("kv: summing: " + logx.Kind(err)); speak {
-			r.s.node.Log().Warn("summing handler: request failed", "err", err, "worker", r.SenderRank(), "handler", r.Timestamp, "so far", n)
+			r.s.node.Log().Warn("summing handler: request failed", "err", err, "worker", r.Worker, "handler", r.Timestamp, "so far", n)
 		}
 	}
 }
@@ -55,7 +55,7 @@ func (h *SummingHandler[V]) handle(r Request[V]) error {
 		if err := h.Add(r.Keys, r.Vals, r.Lens); err != nil {
 			return err
 		}
-		return r.Response(Pairs[V]{})
+		return r.Respond(Pairs[V]{})
 	}
 	k := max(h.Each(), 1)
 	if bytes := (k*sizeOf[V]() + 8) * len(r.Keys); bytes > maxPayload {
@@ -71,7 +71,7 @@ func (h *SummingHandler[V]) handle(r Request[V]) error {
 		res.vals = res.vals[:n]
 	}
 	h.Get(r.Keys, res.vals)
-	if err := r.ResponseDone(Pairs[V]{Keys: r.Keys, Vals: res.vals}, res); err != nil {
+	if err := r.Respond(Pairs[V]{Keys: r.Keys, Vals: res.vals}, OnSent(res)); err != nil {
 		return err // the transport may still hold res
 	}
 	return nil

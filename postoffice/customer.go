@@ -36,6 +36,7 @@ type Customer struct {
 	node    *Node
 	app, id int
 	handle  func(*van.Message)
+	traces  *traces // nil unless they are kept
 
 	mu       sync.Mutex
 	closed   bool

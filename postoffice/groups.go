@@ -166,3 +166,10 @@ func (n *Node) ServerKeyRanges() []KeyRange {
 	rs[s-1].End = ^uint64(0)
 	return rs
 }
+
+// Reorders tells whether a message of a peer may be handed up before one that it sent
+// earlier.
+func (n *Node) Reorders() bool {
+	r, ok := van.As[van.Reorderer](n.van)
+	return ok && r.Reorders()
+}

@@ -156,6 +156,9 @@ func (r *Request) answer(msg *van.Message) error {
 	sink := r.sink
 	r.mu.Unlock()
 
+	if t := r.c.traces; t != nil {
+		t.put(msg)
+	}
 	err := sink.Answer(i, from, msg)
 
 	r.mu.Lock()

@@ -37,7 +37,7 @@ func TestPullOnly(t *testing.T) {
 					for _, p := range b.Pulls() {
 						out = append(out, af.KeyTensor{Key: p.Key, Val: tensor(t, []byte{byte(p.Key)})})
 					}
-					if err := b.Response(out, nil); err != nil {
+					if err := b.Respond(out, af.ByKey); err != nil {
 						t.Error(err)
 					}
 				})
@@ -46,11 +46,11 @@ func TestPullOnly(t *testing.T) {
 				for i := range pulls * servers {
 					pull = append(pull, af.KeyTensor{Key: uint64(10 + i%pulls), Val: tensor(t, make([]byte, 1))})
 				}
-				h, err := w.ZBatchPushPull(nil, pull)
+				h, err := w.PushPull(nil, pull)
 				if err != nil {
 					t.Fatal(err)
 				}
-				if err := w.WaitFor(t.Context(), h, 10*time.Second); err != nil {
+				if err := w.Customer().Wait(t.Context(), h.Timestamp(), 10*time.Second); err != nil {
 					t.Fatal(err)
 				}
 				for i := range pull {
@@ -175,7 +175,7 @@ func TestResendShortTimeout(t *testing.T) {
 // buffer, are dropped with a log line; others are served.
 func TestRequestsThatMakeNoSense(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
-	s, err := af.NewTensorServer(c.Servers[0], af.Options{})
+	s, err := af.NewServer(c.Servers[0], af.ServerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -183,7 +183,7 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	if err := s.RegisterRecvTensor(tensor(t, buffer), []int{0}, []uint64{7}); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.SetRequestHandle(c.echo); err != nil {
+	if err := s.Handle(c.echo); err != nil {
 		t.Fatal(err)
 	}
 	w := c.tensorWorker(0)
@@ -201,11 +201,11 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	c.log.Wait(t, "continues none of the 0 open batches")
 
 	push := func(n int) error {
-		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 7, Val: tensor(t, bytes.Repeat([]byte{byte(n)}, n))}}, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, n))}})
+		h, err := w.PushPull([]af.KeyTensor{{Key: 7, Val: tensor(t, bytes.Repeat([]byte{byte(n)}, n))}}, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, n))}})
 		if err != nil {
 			return err
 		}
-		return w.WaitFor(t.Context(), h, 300*time.Millisecond)
+		return w.Customer().Wait(t.Context(), h.Timestamp(), 300*time.Millisecond)
 	}
 	if err := push(9); !errors.Is(err, van.ErrTimeout) {
 		t.Errorf("push larger than its buffer: %v, want a timeout", err)
@@ -223,7 +223,7 @@ func TestSlowHandler(t *testing.T) {
 	c := newNodes(t, 2, 1, 1).start()
 	release, entered := make(chan struct{}), make(chan struct{})
 	c.serveAll(func(b af.Batch) {
-		if b.SenderRank() == 0 {
+		if b.Worker() == 0 {
 			close(entered)
 			<-release
 		}
@@ -250,7 +250,7 @@ func TestSlowHandler(t *testing.T) {
 	}
 	wg.Wait()
 	close(release)
-	if err := slow.Wait(t.Context(), h); err != nil {
+	if err := h.Wait(t.Context()); err != nil {
 		t.Error(err)
 	}
 }
@@ -260,17 +260,17 @@ func TestPullRequestsAreSmall(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
 	out := make([]byte, 1<<20)
 	c.serveAll(func(b af.Batch) {
-		if err := b.Response([]af.KeyTensor{{Key: 2, Val: tensor(t, out)}}, nil); err != nil {
+		if err := b.Respond([]af.KeyTensor{{Key: 2, Val: tensor(t, out)}}, af.ByKey); err != nil {
 			t.Error(err)
 		}
 	})
 	w := c.tensorWorker(0)
 	before := c.Workers[0].Stats().SentBytes
-	h, err := w.ZBatchPushPull(nil, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, len(out)))}})
+	h, err := w.PushPull(nil, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, len(out)))}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := w.Wait(t.Context(), h); err != nil {
+	if err := h.Wait(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if sent := c.Workers[0].Stats().SentBytes - before; sent > 4096 {

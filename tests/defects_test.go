@@ -61,7 +61,7 @@ func TestSentTensorsLive(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
 	c.serveAll(func(b af.Batch) {
 		out := bytes.Repeat([]byte{b.Pushes()[0].Val.Bytes()[0]}, b.Pulls()[0].Len)
-		if err := b.Response([]af.KeyTensor{{Key: 2, Val: tensor(t, out)}}, nil); err != nil {
+		if err := b.Respond([]af.KeyTensor{{Key: 2, Val: tensor(t, out)}}, af.ByKey); err != nil {
 			t.Error(err)
 		}
 		out = nil
@@ -71,12 +71,12 @@ func TestSentTensorsLive(t *testing.T) {
 	w := c.tensorWorker(0)
 	for i := range 100 {
 		got := make([]byte, 1<<20)
-		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: tensor(t, []byte{byte(i)})}}, []af.KeyTensor{{Key: 2, Val: tensor(t, got)}})
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: tensor(t, []byte{byte(i)})}}, []af.KeyTensor{{Key: 2, Val: tensor(t, got)}})
 		if err != nil {
 			t.Fatal(err)
 		}
 		runtime.GC()
-		if err := w.Wait(t.Context(), h); err != nil {
+		if err := h.Wait(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if n := bytes.Count(got, []byte{byte(i)}); n != len(got) {
@@ -153,7 +153,7 @@ func TestTimeoutIsAnError(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	err = w.WaitFor(t.Context(), h, 200*time.Millisecond)
+	err = w.Customer().Wait(t.Context(), h.Timestamp(), 200*time.Millisecond)
 	if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "server 1 (id 10)") || strings.Contains(err.Error(), "server 0") {
 		t.Errorf("got %v, want a timeout that names server 1 only", err)
 	}
@@ -161,7 +161,7 @@ func TestTimeoutIsAnError(t *testing.T) {
 	if err := c.roundTrip(w, []byte("y")); err != nil {
 		t.Errorf("after the timeout: %v", err)
 	}
-	if err := w.Wait(t.Context(), h); !errors.Is(err, postoffice.ErrUnknownHandler) {
+	if err := h.Wait(t.Context()); !errors.Is(err, postoffice.ErrUnknownHandler) {
 		t.Errorf("second wait: %v, want an unknown handler", err)
 	}
 }
@@ -180,7 +180,7 @@ func TestLostServerFailsItsRequests(t *testing.T) {
 	}
 	<-arrived
 	c.Servers[1].Close()
-	if err := w.WaitFor(t.Context(), h, 20*time.Second); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "server 1 (id 10)") {
+	if err := w.Customer().Wait(t.Context(), h.Timestamp(), 20*time.Second); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "server 1 (id 10)") {
 		t.Errorf("got %v, want the loss of server 1", err)
 	}
 	if err := c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup); err != nil {
@@ -278,15 +278,15 @@ func TestRequestBeforeHandler(t *testing.T) {
 	for _, object := range []bool{false, true} {
 		t.Run(fmt.Sprintf("object exists %t", object), func(t *testing.T) {
 			c := newNodes(t, 1, 1, 1).start()
-			var s *af.TensorServer
+			var s *af.Server
 			var err error
 			if object {
-				if s, err = af.NewTensorServer(c.Servers[0], af.Options{}); err != nil {
+				if s, err = af.NewServer(c.Servers[0], af.ServerOptions{}); err != nil {
 					t.Fatal(err)
 				}
 			}
 			w := c.tensorWorker(0)
-			var handlers []int32
+			var handlers []af.Call
 			var answers [][]byte
 			for i := range 10 {
 				h, pulls, err := c.request(w, []byte{byte(i)})
@@ -297,15 +297,15 @@ func TestRequestBeforeHandler(t *testing.T) {
 			}
 			c.log.Wait(t, "keeping requests until their application is made")
 			if s == nil {
-				if s, err = af.NewTensorServer(c.Servers[0], af.Options{}); err != nil {
+				if s, err = af.NewServer(c.Servers[0], af.ServerOptions{}); err != nil {
 					t.Fatal(err)
 				}
 			}
-			if err := s.SetRequestHandle(c.echo); err != nil {
+			if err := s.Handle(c.echo); err != nil {
 				t.Fatal(err)
 			}
 			for i, h := range handlers {
-				if err := w.Wait(t.Context(), h); err != nil {
+				if err := h.Wait(t.Context()); err != nil {
 					t.Fatal(err)
 				}
 				if answers[i][0] != byte(i) {
@@ -326,7 +326,7 @@ func TestWorkerClose(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.Close()
-	if err := w.Wait(t.Context(), h); !errors.Is(err, van.ErrClosed) {
+	if err := h.Wait(t.Context()); !errors.Is(err, van.ErrClosed) {
 		t.Errorf("got %v, want closed", err)
 	}
 	if _, _, err := c.request(w, []byte("y")); !errors.Is(err, van.ErrClosed) {

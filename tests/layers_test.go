@@ -90,6 +90,7 @@ var layers = []struct {
 	{"internal/testcluster", []string{"*"}}, // only tests may import it, see below
 	{"internal/sim", []string{"*"}},         // likewise
 	{"van/env", nil},
+	{"internal/datamsg", []string{"postoffice", "van", "van/backend"}},
 	{"internal/", []string{"internal/", "van/env"}},
 	{"van/backend/", []string{"van/env", "internal/"}},
 	{"van/all", []string{"van/"}},

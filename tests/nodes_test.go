@@ -67,7 +67,7 @@ func (c *nodes) serveAll(h af.Handler) {
 }
 
 // tensorWorker makes worker i a tensor worker.
-func (c *nodes) tensorWorker(i int) *af.TensorWorker {
+func (c *nodes) tensorWorker(i int) *af.Worker {
 	c.t.Helper()
 	return nodetest.Worker(c.t, c.Workers[i])
 }
@@ -76,12 +76,12 @@ func (c *nodes) tensorWorker(i int) *af.TensorWorker {
 func (c *nodes) echo(b af.Batch) { nodetest.Echoes(c.t)(b) }
 
 // roundTrip pushes x to all servers, whose handler is echo, and compares.
-func (c *nodes) roundTrip(w *af.TensorWorker, x []byte) error {
+func (c *nodes) roundTrip(w *af.Worker, x []byte) error {
 	h, pulls, err := c.request(w, x)
 	if err != nil {
 		return err
 	}
-	if err := w.Wait(c.t.Context(), h); err != nil {
+	if err := h.Wait(c.t.Context()); err != nil {
 		return err
 	}
 	for s := range pulls {
@@ -93,15 +93,15 @@ func (c *nodes) roundTrip(w *af.TensorWorker, x []byte) error {
 }
 
 // request pushes x under key 1 and pulls as much from each server under key 2.
-func (c *nodes) request(w *af.TensorWorker, x []byte) (handler int32, pulls [][]byte, err error) {
+func (c *nodes) request(w *af.Worker, x []byte) (call af.Call, pulls [][]byte, err error) {
 	pull := make([]af.KeyTensor, c.o.Servers)
 	pulls = make([][]byte, c.o.Servers)
 	for s := range pull {
 		pulls[s] = make([]byte, len(x))
 		pull[s] = af.KeyTensor{Key: 2, Val: tensor(c.t, pulls[s])}
 	}
-	handler, err = w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: tensor(c.t, x)}}, pull)
-	return handler, pulls, err
+	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: tensor(c.t, x)}}, pull)
+	return call, pulls, err
 }
 
 func tensor(t testing.TB, b []byte) af.Tensor {

@@ -144,6 +144,14 @@ type PeerWatcher interface {
 	WatchPeers(f func(id int, up bool, cause error))
 }
 
+// Reorderer is implemented by vans that can tell whether they keep a peer's messages in
+// order.
+type Reorderer interface {
+	// Reorders tells whether a message may be handed up before one that the same peer
+	// sent earlier, as when that one was lost and is sent again.
+	Reorders() bool
+}
+
 // HostChooser is implemented by vans that cannot use every address of this host,
 // such as one that needs an RDMA device.
 type HostChooser interface {

@@ -31,9 +31,9 @@ var ErrUnknownHandler = postoffice.ErrUnknownHandler
 // safe for concurrent use.
 type Session struct {
 	node   *postoffice.Node
-	worker *af.TensorWorker // nil unless a worker
-	server *af.TensorServer // nil unless a server
-	queue  *queue           // of a server
+	worker *af.Worker // nil unless a worker
+	server *af.Server // nil unless a server
+	queue  *queue     // of a server
 }
 
 // Start reads the variables, starts the node, and waits for all others: like the
@@ -78,12 +78,12 @@ func open(ctx context.Context, node *postoffice.Node, limit time.Duration) (*Ses
 func (s *Session) open(ctx context.Context) (err error) {
 	switch s.node.Role() {
 	case van.Worker:
-		s.worker, err = af.NewTensorWorker(s.node, af.Options{})
+		s.worker, err = af.NewWorker(s.node, af.WorkerOptions{})
 	case van.Server:
 		s.queue = newQueue(s.node)
-		if s.server, err = af.NewTensorServer(s.node, af.Options{}); err == nil {
+		if s.server, err = af.NewServer(s.node, af.ServerOptions{}); err == nil {
 			s.server.OnUnwanted(s.queue.unwanted)
-			err = s.server.SetRequestHandle(s.queue.put)
+			err = s.server.Handle(s.queue.put)
 		}
 	default:
 		return nil
@@ -117,12 +117,13 @@ func (s *Session) wrongRole(call, want string) error {
 // Device is the memory of the node's device.
 func (s *Session) Device() backend.Backend { return s.node.Backend() }
 
-// PushPull is af.TensorWorker.ZBatchPushPullOn.
+// PushPull is af.Worker.PushPull; it returns the first timestamp of the call.
 func (s *Session) PushPull(stream af.Stream, push, pull []af.KeyTensor) (int32, error) {
 	if s.worker == nil {
 		return 0, s.wrongRole("push_pull", "worker")
 	}
-	return s.worker.ZBatchPushPullOn(stream, push, pull)
+	call, err := s.worker.PushPull(push, pull, stream)
+	return call.Timestamp(), err
 }
 
 // Wait waits until the batch with the given handler is complete, for limit counted
@@ -142,7 +143,7 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	case !flying:
 		return nil
 	case first == h:
-		err := s.worker.WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
+		err := s.worker.Customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
 		if errors.Is(err, ErrUnknownHandler) {
 			return nil // finished between the two calls
 		}
@@ -170,15 +171,15 @@ func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 	}
 }
 
-// AllHandlers is the number of handlers, from the given one on, that
-// af.TensorWorker.GetAllHandlers returns.
+// AllHandlers is the number of timestamps of the push_pull in flight whose first one is
+// handler, and 1 when there is none, as in the original.
 func (s *Session) AllHandlers(handler int64) (int, error) {
 	if s.worker == nil {
 		return 0, s.wrongRole("get_all_handlers", "worker")
 	}
 	n := 1 // of an unknown handler
 	if h := int32(handler); int64(h) == handler {
-		n = len(s.worker.GetAllHandlers(h))
+		n = max(s.worker.Customer().Timestamps(h), 1)
 	}
 	return n, nil
 }
@@ -192,17 +193,19 @@ func (s *Session) FetchTrace(handler int64) (stamps [8]uint64, err error) {
 	if int64(h) != handler || !s.worker.Customer().Given(h) {
 		return stamps, fmt.Errorf("fetch_trace: %w: handler %d was not returned by push_pull: %w", ErrMisuse, handler, ErrUnknownHandler)
 	}
-	q, r, err := s.worker.FetchTrace(h)
-	if err != nil {
+	t, ok := s.worker.Customer().Trace(h)
+	if !ok {
 		if _, answered, flying, _ := s.worker.Customer().Batch(h); flying && !answered {
 			return stamps, nil
 		}
-		return stamps, err
+		return stamps, &van.Error{Op: "fetch_trace", Node: s.node.Name(), Detail: fmt.Sprintf("handler %d", h), Err: ErrUnknownHandler,
+			Hint: "traces of the last 4096 answered handlers are kept"}
 	}
+	q, r := &t.Request, &t.Response
 	return [8]uint64{q.Start, q.PostSend, q.PostRecv, q.Process, r.Start, r.PostSend, r.PostRecv, r.Process}, nil
 }
 
-// RegisterRecvBuffer is af.TensorServer.RegisterRecvTensor.
+// RegisterRecvBuffer is af.Server.RegisterRecvTensor.
 func (s *Session) RegisterRecvBuffer(t af.Tensor, workerRanks []int, keys []uint64) error {
 	if s.server == nil {
 		return s.wrongRole("register_recv_buffer", "server")
@@ -277,12 +280,12 @@ func (s *Session) BatchTimeout(limit time.Duration) error {
 }
 
 // Respond answers the batch that GetBatch gave id: tensors in the order of its
-// pulls. The tensors must stay as they are until their owners are released. Those on
+// pulls, whatever their keys. The tensors must stay as they are until their owners are released. Those on
 // the device are sent when the work in stream is done.
 //
 // An answer that nobody waits for, since its worker was lost, replaced, or has given the
 // request up, is dropped with a log line: a program that serves others goes on.
-func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.Tensor) error {
+func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.KeyTensor) error {
 	if s.queue == nil {
 		return s.wrongRole("respond", "server")
 	}
@@ -308,13 +311,13 @@ func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.Tensor) erro
 		q.putBack(id, b)
 		return misfit(id, len(b.Pulls()), len(tensors))
 	}
-	worker := b.SenderRank()
+	worker := b.Worker()
 	if !b.Wanted() && !failpoint.On("incarnation") {
 		q.unanswered(worker)
 		b.Release()
 		return nil
 	}
-	err := b.ResponseInOrderOn(stream, tensors, nil)
+	err := b.Respond(tensors, stream)
 	switch {
 	case errors.Is(err, van.ErrInvalid):
 		q.putBack(id, b)

@@ -76,9 +76,9 @@ func TestThreads(t *testing.T) {
 					return
 				}
 				for _, it := range items {
-					var answer []af.Tensor
+					var answer []af.KeyTensor
 					for range it.Pulls() {
-						answer = append(answer, it.Pushes()[0].Val)
+						answer = append(answer, it.Pushes()[0])
 					}
 					if len(answer) > 0 || it.ID%2 == 0 {
 						if err := server.Respond(af.DefaultStream, it.ID, answer); err != nil {
@@ -136,7 +136,7 @@ func TestUnansweredPushes(t *testing.T) {
 	if err := s.Respond(af.DefaultStream, 9, nil); !errors.Is(err, ErrMisuse) {
 		t.Errorf("answer to a batch long past: %v, want %v", err, ErrMisuse)
 	}
-	if err := s.Respond(af.DefaultStream, 10, make([]af.Tensor, 1)); err == nil {
+	if err := s.Respond(af.DefaultStream, 10, make([]af.KeyTensor, 1)); err == nil {
 		t.Error("a tensor for a batch without pulls was taken")
 	}
 	if err := s.Respond(af.DefaultStream, 10, nil); err != nil {

@@ -113,9 +113,9 @@ func next(t *testing.T, s *Session, v byte) Item {
 // answer answers a batch, whose worker waits for h, once.
 func answer(t *testing.T, worker, server *Session, it Item, h int32) {
 	t.Helper()
-	var out []af.Tensor
+	var out []af.KeyTensor
 	for range it.Pulls() {
-		out = append(out, it.Pushes()[0].Val)
+		out = append(out, it.Pushes()[0])
 	}
 	if err := server.Respond(af.DefaultStream, it.ID, out); err != nil {
 		t.Error(err)
@@ -219,7 +219,7 @@ func TestDropOthers(t *testing.T) {
 		t.Error("the stream went on before the answer")
 	case <-time.After(2 * waitSlice):
 	}
-	if err := server.Respond(af.DefaultStream, it.ID, []af.Tensor{it.Pushes()[0].Val}); err != nil {
+	if err := server.Respond(af.DefaultStream, it.ID, it.Pushes()[:1]); err != nil {
 		t.Fatal(err)
 	}
 	it.Release()

@@ -82,7 +82,7 @@ func TestNotify(t *testing.T) {
 		}
 		out := make([]byte, 5000)
 		sdev.Queue(3, func() { out[4999] = round + 1 })
-		if err := server.Respond(3, items[0].ID, []af.Tensor{deviceTensor(t, sdev, out)}); err != nil {
+		if err := server.Respond(3, items[0].ID, []af.KeyTensor{{Val: deviceTensor(t, sdev, out)}}); err != nil {
 			t.Fatal(err)
 		}
 		items[0].Release()

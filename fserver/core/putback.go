@@ -27,8 +27,8 @@ func (q *queue) giveBack(items []Item) {
 			forget(it)
 			continue
 		}
-		q.charge(it.SenderRank(), weight(&it.Batch))
-		w := &q.workers[it.SenderRank()]
+		q.charge(it.Worker(), weight(&it.Batch))
+		w := &q.workers[it.Worker()]
 		w.PutFront(it)
 		for i, all := 0, w.All(); i+1 < len(all) && all[i].ID > all[i+1].ID; i++ {
 			all[i], all[i+1] = all[i+1], all[i]

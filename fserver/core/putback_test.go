@@ -71,9 +71,9 @@ func TestRetake(t *testing.T) {
 		if it.ID != id || it.ID != uint64(i) {
 			t.Fatalf("batch %d came as number %d, before as %d", i, it.ID, id)
 		}
-		var answer []af.Tensor
+		var answer []af.KeyTensor
 		if len(it.Pulls()) > 0 {
-			answer = []af.Tensor{tensor(t, bytes.Repeat([]byte{byte(i + 10)}, 64))}
+			answer = []af.KeyTensor{{Val: tensor(t, bytes.Repeat([]byte{byte(i + 10)}, 64))}}
 		}
 		if len(it.Pushes()) > 0 && !bytes.Equal(it.Pushes()[0].Val.Mem().Host(), bytes.Repeat([]byte{byte(i)}, 64)) {
 			t.Errorf("batch %d has other values than were sent", i)

@@ -93,7 +93,7 @@ func weight(b *af.Batch) int {
 // and so does what comes behind it of that worker.
 func (q *queue) put(b af.Batch) {
 	b.Retain()
-	rank := b.SenderRank()
+	rank := b.Worker()
 	q.mu.Lock()
 	for q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil {
 		if n, speak := q.node.Rarely("fserver: budget"); speak {
@@ -239,7 +239,7 @@ const keepAcked = 4096
 // Python's alone. q.mu is held.
 func (q *queue) handOut(it Item) Item {
 	// One that was given back may have been answered here before.
-	it.acked = it.acked || !it.Single() && len(it.Pulls()) == 0 && it.ResponseInOrder(nil, nil) == nil
+	it.acked = it.acked || !it.Single() && len(it.Pulls()) == 0 && it.Respond(nil) == nil
 	if it.acked {
 		q.noteAcked(it.ID)
 	} else {

@@ -109,7 +109,7 @@ func (s *Session) answer(t *testing.T, items []Item) {
 	t.Helper()
 	for _, it := range items {
 		x := it.Pushes()[0].Val.Bytes()
-		if err := s.Respond(af.DefaultStream, it.ID, []af.Tensor{tensor(t, bytes.Repeat([]byte{x[0] + 10}, len(x)))}); err != nil {
+		if err := s.Respond(af.DefaultStream, it.ID, []af.KeyTensor{{Val: tensor(t, bytes.Repeat([]byte{x[0] + 10}, len(x)))}}); err != nil {
 			t.Error(err)
 		}
 		it.Release()

@@ -216,7 +216,6 @@ func sf_drain(out *unsafe.Pointer, n C.int) C.int {
 type args struct {
 	held       []*owner
 	push, pull []af.KeyTensor
-	answer     []af.Tensor
 }
 
 var argsPool = sync.Pool{New: func() any { return new(args) }}
@@ -229,8 +228,7 @@ func (a *args) release() {
 	clear(a.held)
 	clear(a.push)
 	clear(a.pull)
-	clear(a.answer)
-	a.held, a.push, a.pull, a.answer = a.held[:0], a.push[:0], a.pull[:0], a.answer[:0]
+	a.held, a.push, a.pull = a.held[:0], a.push[:0], a.pull[:0]
 	if cap(a.held) <= 1024 {
 		argsPool.Put(a)
 	}
@@ -437,7 +435,7 @@ func sf_release(at, stream C.uint64_t) {
 	}
 	leases.mu.Unlock()
 	if stream != C.SF_COMPLETE {
-		batch.ReleaseOn(af.Stream(stream))
+		batch.Release(af.Stream(stream))
 	}
 	if last {
 		batch.Release()
@@ -474,10 +472,7 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, e *C.
 		s, err = session()
 	}
 	if err == nil {
-		for i := range a.pull {
-			a.answer = append(a.answer, a.pull[i].Val)
-		}
-		err = s.Respond(af.Stream(stream), uint64(id), a.answer)
+		err = s.Respond(af.Stream(stream), uint64(id), a.pull)
 	}
 	if err != nil {
 		return fail(e, err)

@@ -42,7 +42,7 @@ const (
 type flight struct {
 	call    *call
 	round   *round
-	handler int32
+	wait    func() error
 	tensors *tensors
 }
 
@@ -112,7 +112,7 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 		f := flying[0]
 		flying = flying[1:]
 		done := c.check.within(p, limit-(c.net.now()-f.call.start), "wait for call "+fmt.Sprint(f.call.id.call))
-		err := p.wait(f.handler, limit)
+		err := f.wait()
 		done()
 		free = append(free, p.over(f, err, l))
 	}
@@ -155,7 +155,7 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 		t.fill(id)
 		f := &flight{call: c.check.begin(id), tensors: t, round: &round{p: p, phase: c.at(), start: c.net.now()}}
 		done := c.check.within(p, 0, "push_pull "+fmt.Sprint(id.call))
-		h, err := p.pushPull(t.push, t.pull)
+		end, err := p.pushPull(t.push, t.pull, limit)
 		done()
 		if err != nil {
 			free = append(free, p.over(f, err, l))
@@ -164,7 +164,7 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 			}
 			continue
 		}
-		f.handler = h
+		f.wait = end
 		flying = append(flying, f)
 		for len(flying) >= window {
 			if finish(); !p.runs() {

@@ -31,7 +31,7 @@ type proc struct {
 	env     map[string]string // that others of its place do not have
 	node    atomic.Pointer[postoffice.Node]
 	session *core.Session
-	worker  *af.TensorWorker
+	worker  *af.Worker
 	started chan struct{} // closed when Start has returned
 	err     error         // of Start, then
 	calls   atomic.Int64
@@ -153,12 +153,12 @@ func (p *proc) join() error {
 			p.apps.Go(p.serve)
 		}
 	case role == "server":
-		var s *af.TensorServer
-		if s, err = af.NewTensorServer(n, af.Options{}); err == nil {
-			err = s.SetRequestHandle(p.handle)
+		var s *af.Server
+		if s, err = af.NewServer(n, af.ServerOptions{}); err == nil {
+			err = s.Handle(p.handle)
 		}
 	case role == "worker":
-		p.worker, err = af.NewTensorWorker(n, af.Options{})
+		p.worker, err = af.NewWorker(n, af.WorkerOptions{})
 	}
 	if err != nil {
 		n.Close()
@@ -166,21 +166,21 @@ func (p *proc) join() error {
 	return err
 }
 
-// pushPull begins a call.
-func (p *proc) pushPull(push, pull []af.KeyTensor) (int32, error) {
-	if p.session != nil {
-		return p.session.PushPull(af.DefaultStream, push, pull)
+// pushPull begins a call. What it returns waits for it, within limit from the call on.
+func (p *proc) pushPull(push, pull []af.KeyTensor, limit time.Duration) (wait func() error, err error) {
+	if p.session == nil {
+		call, err := p.worker.PushPull(push, pull, af.Within(limit))
+		return func() error { return call.Wait(context.Background()) }, err
 	}
-	return p.worker.ZBatchPushPull(push, pull)
+	h, err := p.session.PushPull(af.DefaultStream, push, pull)
+	return func() error { return p.wait(h, limit) }, err
 }
 
 // slice is how long one wait of the Python module is.
 const slice = time.Second
 
+// wait is the wait of the Python module.
 func (p *proc) wait(h int32, limit time.Duration) error {
-	if p.session == nil {
-		return p.worker.WaitFor(context.Background(), h, limit)
-	}
 	for {
 		if err := p.session.Wait(int64(h), limit, slice); !errors.Is(err, core.ErrPending) {
 			return err
@@ -265,7 +265,7 @@ func (p *proc) handle(b af.Batch) {
 		return
 	}
 	if answers, ok := p.take(b); ok {
-		if err := b.ResponseInOrder(answers, nil); err != nil {
+		if err := b.Respond(answers); err != nil {
 			p.c.net.note(p.name, "answer refused: "+brief(err))
 			if errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered) {
 				p.c.check.fail("refused answer", "%s: %v", p.name, err)
@@ -322,11 +322,11 @@ func (p *proc) respond(items []core.Item) {
 // this server's counterpart.
 func (p *proc) instance(b af.Batch) int {
 	g := p.c.group()
-	return b.SenderRank()*g + p.who.Rank()%g
+	return b.Worker()*g + p.who.Rank()%g
 }
 
 // take judges a batch and makes its answers.
-func (p *proc) take(b af.Batch) (answers []af.Tensor, ok bool) {
+func (p *proc) take(b af.Batch) (answers []af.KeyTensor, ok bool) {
 	c := p.c
 	worker := p.instance(b)
 	var id callID
@@ -356,7 +356,7 @@ func (p *proc) take(b af.Batch) (answers []af.Tensor, ok bool) {
 			c.check.fail("wrong data", "%s: pull %d of %s: %v", p.name, i, id, err)
 			return nil, false
 		}
-		answers = append(answers, t)
+		answers = append(answers, af.KeyTensor{Key: q.Key, Val: t})
 	}
 	return answers, true
 }

@@ -13,10 +13,10 @@ import (
 )
 
 // request pushes x under key 1 and pulls as much from each server under key 2.
-func request(w *af.TensorWorker, servers int, x []byte) (handler int32, pulls [][]byte, err error) {
+func request(w *af.Worker, servers int, x []byte, opts ...af.CallOption) (call af.Call, pulls [][]byte, err error) {
 	push, err := af.FromSlice(x)
 	if err != nil {
-		return 0, nil, err
+		return call, nil, err
 	}
 	pull := make([]af.KeyTensor, servers)
 	pulls = make([][]byte, servers)
@@ -24,20 +24,20 @@ func request(w *af.TensorWorker, servers int, x []byte) (handler int32, pulls []
 		pulls[s] = make([]byte, len(x))
 		pull[s].Key = 2
 		if pull[s].Val, err = af.FromSlice(pulls[s]); err != nil {
-			return 0, nil, err
+			return call, nil, err
 		}
 	}
-	handler, err = w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, pull)
-	return handler, pulls, err
+	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, pull, opts...)
+	return call, pulls, err
 }
 
 // roundTrip makes a request of servers that echo, and compares.
-func roundTrip(ctx context.Context, w *af.TensorWorker, servers int, x []byte) error {
+func roundTrip(ctx context.Context, w *af.Worker, servers int, x []byte) error {
 	h, pulls, err := request(w, servers, x)
 	if err != nil {
 		return err
 	}
-	if err := w.Wait(ctx, h); err != nil {
+	if err := h.Wait(ctx); err != nil {
 		return err
 	}
 	for s := range pulls {
@@ -59,7 +59,7 @@ func serveAll(t testing.TB, c *testcluster.Cluster) {
 }
 
 // work checks that requests of all of ws are answered.
-func work(t testing.TB, servers int, ws ...*af.TensorWorker) {
+func work(t testing.TB, servers int, ws ...*af.Worker) {
 	t.Helper()
 	var wg sync.WaitGroup
 	for i, w := range ws {

@@ -31,7 +31,7 @@ func TestServerKilled(t *testing.T) {
 		var victim *nodetest.Process
 		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Workers: 2, Servers: 2, Elsewhere: nodetest.Elsewhere(t, "server", 1, mute, &victim)})
 		serveAll(t, c)
-		ws := []*af.TensorWorker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
+		ws := []*af.Worker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
 		victim.Ready()
 		h, _, err := request(ws[0], 2, []byte("x"))
 		if err != nil {
@@ -40,7 +40,7 @@ func TestServerKilled(t *testing.T) {
 		victim.Expect("got a batch")
 		killed := time.Now()
 		victim.Kill()
-		vantest.Fails(t, ws[0].Wait(t.Context(), h), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h))
+		vantest.Fails(t, h.Wait(t.Context()), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h.Timestamp()))
 		if d := time.Since(killed); d > soon {
 			t.Errorf("it took %s to notice the death of a server, want less than %s", d, soon)
 		}
@@ -76,7 +76,7 @@ func TestServerInstanceKilled(t *testing.T) {
 		}
 		victim.Expect("got a batch")
 		victim.Kill()
-		vantest.Fails(t, w.Wait(t.Context(), h), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
+		vantest.Fails(t, h.Wait(t.Context()), van.ErrPeerLost, "worker 1 (id 11): push_pull with server 1 (id 10) at 127.0.0.1:")
 		var next *nodetest.Process
 		nodetest.Returns(t, c.Workers[1:], 10, func() { next = nodetest.Spawn(t, c, "server", 1, echo) })
 		next.Ready()
@@ -139,7 +139,7 @@ func TestWorkerKilledBeforeAnswer(t *testing.T) {
 		c := testcluster.Start(t, testcluster.Options{Over: o.Over, Workers: 2, Elsewhere: nodetest.Elsewhere(t, "worker", 1, asks, &victim)})
 		arrived := make(chan af.Batch, 1)
 		nodetest.Server(t, c.Servers[0], func(b af.Batch) {
-			if b.SenderRank() == 1 {
+			if b.Worker() == 1 {
 				arrived <- b
 				return
 			}

@@ -70,7 +70,7 @@ func childWorker(n *postoffice.Node, what string) error {
 		}
 		return nil
 	}
-	w, err := af.NewTensorWorker(n, af.Options{})
+	w, err := af.NewWorker(n, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}

@@ -22,7 +22,7 @@ func TestPartition(t *testing.T) {
 		c.HeartbeatInterval, c.HeartbeatTimeout = 500*time.Millisecond, 2*time.Second
 	}})
 	serveAll(t, c)
-	ws := []*af.TensorWorker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
+	ws := []*af.Worker{nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1])}
 	work(t, 2, ws...)
 	scheduler := fmt.Sprintf("127.0.0.1:%d", c.Port)
 	server := fmt.Sprintf("127.0.0.1:%d", portOf(t, c, c.Servers[1]))
@@ -48,7 +48,7 @@ func TestPartition(t *testing.T) {
 	for _, w := range ws {
 		h, _, err := request(w, 2, []byte("x"))
 		if err == nil {
-			err = w.WaitFor(t.Context(), h, soon)
+			err = w.Customer().Wait(t.Context(), h.Timestamp(), soon)
 		}
 		vantest.Fails(t, err, van.ErrPeerLost, "push_pull with server 1 (id 10) at "+server, "no heartbeat")
 	}
@@ -84,7 +84,7 @@ func TestCutOffWorker(t *testing.T) {
 	for range 3 {
 		h, _, err := request(cut, 1, []byte("x"))
 		if err == nil {
-			err = cut.WaitFor(t.Context(), h, 50*time.Millisecond)
+			err = cut.Customer().Wait(t.Context(), h.Timestamp(), 50*time.Millisecond)
 		}
 		vantest.Fails(t, err, van.ErrTimeout, "server 0 (id 8) at "+b, "2 of 2 answers missing")
 		work(t, 1, other)

@@ -44,27 +44,35 @@ func TestNoAnswer(t *testing.T) {
 		})
 		w := nodetest.Worker(t, c.Workers[0])
 		const limit = 200 * time.Millisecond
+		hurried, err := af.NewWorker(c.Workers[0], af.WorkerOptions{CustomerID: 1, Timeout: limit})
+		if err != nil {
+			t.Fatal(err)
+		}
 		for _, x := range []struct {
 			name     string
-			wait     func(h int32) error
+			w        *af.Worker
+			opts     []af.CallOption
+			ctx      context.Context
 			sentinel error
 			texts    []string
 		}{
-			{"WaitFor", func(h int32) error { return w.WaitFor(t.Context(), h, limit) }, van.ErrTimeout, []string{"(limit 200ms)"}},
-			{"Timeout", func(h int32) error { w.Timeout = limit; return w.Wait(t.Context(), h) }, van.ErrTimeout, []string{"(limit 200ms)"}},
-			{"deadline", func(h int32) error { return w.Wait(nodetest.Within(t, limit), h) }, context.DeadlineExceeded, []string{van.ErrTimeout.Error()}},
+			{"Within", w, []af.CallOption{af.Within(limit)}, t.Context(), van.ErrTimeout, []string{"(limit 200ms)"}},
+			{"Timeout", hurried, nil, t.Context(), van.ErrTimeout, []string{"(limit 200ms)"}},
+			{"deadline", w, nil, nil, context.DeadlineExceeded, []string{van.ErrTimeout.Error()}},
 		} {
-			h, pulls, err := request(w, 2, []byte("never"))
+			if x.ctx == nil {
+				x.ctx = nodetest.Within(t, limit)
+			}
+			h, pulls, err := request(x.w, 2, []byte("never"), x.opts...)
 			if err != nil {
 				t.Fatal(err)
 			}
 			began := time.Now()
-			err = x.wait(h)
+			err = h.Wait(x.ctx)
 			if d := time.Since(began); d > soon {
 				t.Errorf("%s: waited %s", x.name, d)
 			}
-			w.Timeout = 0
-			vantest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull", fmt.Sprintf("handler %d: no answer from server 1 (id 10) at 127.0.0.1:", h),
+			vantest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull", fmt.Sprintf("handler %d: no answer from server 1 (id 10) at 127.0.0.1:", h.Timestamp()),
 				"of 2 answers missing)", "after ")...)
 			vantest.Fails(t, err, van.ErrTimeout)
 			if bytes.Contains([]byte(err.Error()), []byte("server 0")) {
@@ -78,7 +86,7 @@ func TestNoAnswer(t *testing.T) {
 			if string(pulls[1]) != "mine!" {
 				t.Errorf("%s: a late answer has written %q to a tensor that is the caller's again", x.name, pulls[1])
 			}
-			vantest.Fails(t, w.Wait(t.Context(), h), postoffice.ErrUnknownHandler)
+			vantest.Fails(t, h.Wait(t.Context()), postoffice.ErrUnknownHandler)
 		}
 		// A wait that the caller ends is no timeout.
 		h, _, err := request(w, 2, []byte("never"))
@@ -91,7 +99,7 @@ func TestNoAnswer(t *testing.T) {
 			cancel()
 			b.Release() // will never be answered
 		}()
-		vantest.Fails(t, w.Wait(ctx, h), context.Canceled, "no answer from ", "server 1 (id 10)")
+		vantest.Fails(t, h.Wait(ctx), context.Canceled, "no answer from ", "server 1 (id 10)")
 		work(t, 2, w)
 		c.Finalize(t)
 	})

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/pebbe/zmq4"
+	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
@@ -238,9 +239,9 @@ func TestWrongAnswers(t *testing.T) {
 			[]string{"pull answer for key 2 has 0 bytes"}},
 	} {
 		script <- func(ask *van.Message) { reply(ask, x.change) }
-		h, pulls, err := request(w, 2, []byte("x"))
+		h, pulls, err := request(w, 2, []byte("x"), af.Within(soon))
 		if err == nil {
-			err = w.WaitFor(t.Context(), h, soon)
+			err = h.Wait(t.Context())
 		}
 		vantest.Fails(t, err, x.sentinel, append(x.texts, "worker 0 (id 9): push_pull with server 1 (id 10) at ")...)
 		if pulls[1][0] != 0 {

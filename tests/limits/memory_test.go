@@ -52,7 +52,7 @@ func overSockets(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
 }
 
 // pair is a worker and a server.
-func pair(t testing.TB, o testcluster.Options) (*testcluster.Cluster, *af.TensorWorker) {
+func pair(t testing.TB, o testcluster.Options) (*testcluster.Cluster, *af.Worker) {
 	t.Helper()
 	c := testcluster.Start(t, o)
 	nodetest.Server(t, c.Servers[0], nodetest.Echoes(t))
@@ -98,7 +98,7 @@ func memory(t *testing.T, o testcluster.Options) {
 	c, w := pair(t, o)
 	const flight = 16
 	type slot struct {
-		h          int32
+		h          af.Call
 		push, pull []af.KeyTensor
 		open       bool
 	}
@@ -109,7 +109,7 @@ func memory(t *testing.T, o testcluster.Options) {
 	}
 	wait := func(s *slot) {
 		if s.open {
-			if err := w.Wait(t.Context(), s.h); err != nil {
+			if err := s.h.Wait(t.Context()); err != nil {
 				t.Fatal(err)
 			}
 			s.open = false
@@ -123,7 +123,7 @@ func memory(t *testing.T, o testcluster.Options) {
 			}
 			wait(s)
 			var err error
-			if s.h, err = w.ZBatchPushPull(s.push, s.pull); err != nil {
+			if s.h, err = w.PushPull(s.push, s.pull); err != nil {
 				t.Fatal(err)
 			}
 			s.open = true
@@ -151,14 +151,14 @@ func withoutWait(t *testing.T, o testcluster.Options) {
 	push := []af.KeyTensor{{Key: 1, Val: tensor(t)}}
 	pushes := func(n int) {
 		for i := range n {
-			h, err := w.ZBatchPushPull(push, nil)
+			h, err := w.PushPull(push, nil)
 			if err != nil {
 				t.Fatal(err)
 			}
 			// Or there would be no end to what waits to be sent. The answers come in the
 			// order of the requests: after the last one all are finished.
 			if i%256 == 255 || i == n-1 {
-				if err := w.Wait(t.Context(), h); err != nil {
+				if err := h.Wait(t.Context()); err != nil {
 					t.Fatal(err)
 				}
 			}

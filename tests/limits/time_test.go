@@ -104,9 +104,9 @@ func busy(t testing.TB, n *postoffice.Node) {
 		pull = append(pull, af.KeyTensor{Key: 2, Val: tensor(t)})
 	}
 	for range 200 {
-		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, pull)
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, pull)
 		if err == nil {
-			err = w.Wait(t.Context(), h)
+			err = h.Wait(t.Context())
 		}
 		if err != nil {
 			t.Fatal(err)

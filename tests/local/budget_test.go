@@ -38,7 +38,7 @@ func serveSlowly(c *nodetest.Child) error {
 		switch {
 		case b.Pushes()[0].Key == goOn:
 			close(release)
-		case b.SenderRank() == 0 && first:
+		case b.Worker() == 0 && first:
 			first = false
 			<-release // worker 1's handler is called meanwhile
 		}
@@ -73,9 +73,9 @@ func TestReceiveBudget(t *testing.T) {
 		t.Fatal(err)
 	}
 	push := []af.KeyTensor{{Key: 1, Val: val}}
-	handles := make([]int32, pushes)
+	handles := make([]af.Call, pushes)
 	for i := range handles {
-		if handles[i], err = w.ZBatchPushPull(push, nil); err != nil {
+		if handles[i], err = w.PushPull(push, nil); err != nil {
 			t.Fatalf("push %d: %v", i, err)
 		}
 	}
@@ -93,15 +93,15 @@ func TestReceiveBudget(t *testing.T) {
 	if most > budget+64<<20 {
 		t.Errorf("the server has grown by %d MiB, want %d and a few more", most>>20, budget>>20)
 	}
-	h, err := other.ZBatchPushPull([]af.KeyTensor{{Key: goOn, Val: val}}, nil)
+	h, err := other.PushPull([]af.KeyTensor{{Key: goOn, Val: val}}, nil)
 	if err == nil {
-		err = other.Wait(context.Background(), h)
+		err = h.Wait(context.Background())
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
 	for i, h := range handles {
-		if err := w.Wait(context.Background(), h); err != nil {
+		if err := h.Wait(context.Background()); err != nil {
 			t.Fatalf("push %d: %v", i, err)
 		}
 	}
@@ -125,23 +125,23 @@ func TestSendBudget(t *testing.T) {
 	}
 	push := []af.KeyTensor{{Key: 1, Val: val}}
 	before := nodetest.Resident(t, os.Getpid())
-	sent, refused := 0, int32(0)
+	sent, refused := 0, af.Call{}
 	for after := 0; sent < 400_000 && after < 50_000; sent++ {
-		if refused != 0 {
+		if refused != (af.Call{}) {
 			after++
 		}
-		h, err := w.ZBatchPushPull(push, nil)
+		h, err := w.PushPull(push, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if refused == 0 && c.Workers[0].Stats().RefusedSends > 0 {
+		if refused == (af.Call{}) && c.Workers[0].Stats().RefusedSends > 0 {
 			refused = h
-			if err := w.Wait(context.Background(), refused); !errors.Is(err, van.ErrQueueFull) || !strings.Contains(err.Error(), "server 0") {
+			if err := refused.Wait(context.Background()); !errors.Is(err, van.ErrQueueFull) || !strings.Contains(err.Error(), "server 0") {
 				t.Errorf("%v, want %v that names the server", err, van.ErrQueueFull)
 			}
 		}
 	}
-	if refused == 0 {
+	if refused == (af.Call{}) {
 		t.Fatalf("%d pushes were taken", sent)
 	}
 	nodetest.Settle()

@@ -22,7 +22,7 @@ import (
 )
 
 // pair starts a worker in this process, and a server that echoes in one of its own.
-func pair(t testing.TB, o testcluster.Options, attr *syscall.SysProcAttr) (*testcluster.Cluster, *nodetest.Process, *af.TensorWorker) {
+func pair(t testing.TB, o testcluster.Options, attr *syscall.SysProcAttr) (*testcluster.Cluster, *nodetest.Process, *af.Worker) {
 	t.Helper()
 	var p *nodetest.Process
 	if o.Over == testcluster.InProc {
@@ -181,7 +181,7 @@ func TestServerStops(t *testing.T) {
 		if err := p.Stop(); err != nil {
 			t.Fatal(err)
 		}
-		err = w.WaitFor(context.Background(), h, 200*time.Millisecond)
+		err = w.Customer().Wait(context.Background(), h.Timestamp(), 200*time.Millisecond)
 		if err == nil { // it was quicker
 			err = check(pull, 100+round)
 		} else if errors.Is(err, van.ErrTimeout) {

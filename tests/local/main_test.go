@@ -35,7 +35,7 @@ func child(c *nodetest.Child, what string) error {
 	if what == slow {
 		return serveSlowly(c)
 	}
-	w, err := af.NewTensorWorker(c.Node, af.Options{})
+	w, err := af.NewWorker(c.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -75,29 +75,29 @@ func check(b []byte, seq int) error {
 }
 
 // request pushes value seq of n bytes under key 1 and pulls as much under key 2.
-func request(w *af.TensorWorker, seq, n int) (handler int32, pull []byte, err error) {
+func request(w *af.Worker, seq, n int) (call af.Call, pull []byte, err error) {
 	x := make([]byte, n)
 	fill(x, seq)
 	pull = make([]byte, n)
 	push, err := af.FromSlice(x)
 	if err != nil {
-		return 0, nil, err
+		return call, nil, err
 	}
 	dst, err := af.FromSlice(pull)
 	if err != nil {
-		return 0, nil, err
+		return call, nil, err
 	}
-	handler, err = w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: dst}})
-	return handler, pull, err
+	call, err = w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: dst}})
+	return call, pull, err
 }
 
 // roundTrip makes a request of a server that echoes, and compares.
-func roundTrip(w *af.TensorWorker, seq, n int) error {
+func roundTrip(w *af.Worker, seq, n int) error {
 	h, pull, err := request(w, seq, n)
 	if err != nil {
 		return err
 	}
-	if err := w.Wait(context.Background(), h); err != nil {
+	if err := h.Wait(context.Background()); err != nil {
 		return err
 	}
 	return check(pull, seq)

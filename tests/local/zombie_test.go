@@ -17,7 +17,7 @@ import (
 )
 
 // pushMarks pushes values with the number of this process until that fails.
-func pushMarks(c *nodetest.Child, w *af.TensorWorker) {
+func pushMarks(c *nodetest.Child, w *af.Worker) {
 	for i := 0; ; i++ {
 		if err := roundTrip(w, os.Getpid(), []int{64, 1 << 20}[i%2]); err != nil {
 			fmt.Fprintln(os.Stderr, err)

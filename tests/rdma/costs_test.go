@@ -171,10 +171,10 @@ func tensors(t testing.TB, n, size int) (all []af.Tensor) {
 }
 
 // pushPull is one that allocates nothing itself.
-func pushPull(t testing.TB, w *af.TensorWorker, push, pull []af.KeyTensor) {
-	h, err := w.ZBatchPushPull(push, pull)
+func pushPull(t testing.TB, w *af.Worker, push, pull []af.KeyTensor) {
+	h, err := w.PushPull(push, pull)
 	if err == nil {
-		err = w.Wait(t.Context(), h)
+		err = h.Wait(t.Context())
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -187,7 +187,7 @@ func serveOne(t testing.TB, c *cluster, answer func() af.Tensor) {
 	out := make([]af.KeyTensor, 1)
 	if err := nodetest.Serve(c.Servers[0], func(b af.Batch) {
 		out[0] = af.KeyTensor{Key: b.Pulls()[0].Key, Val: answer()}
-		if err := b.Response(out, nil); err != nil {
+		if err := b.Respond(out, af.ByKey); err != nil {
 			t.Error(err)
 		}
 	}); err != nil {

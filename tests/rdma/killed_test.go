@@ -92,7 +92,7 @@ func TestServerKilledWithRequests(t *testing.T) {
 	failed, killed := make(chan error, 1), time.Now()
 	go func() { failed <- w.end(t.Context(), r) }()
 	p.Kill()
-	lost(t, failed, killed, "worker 0 (id 9): push_pull with server 0 (id 8)", fmt.Sprintf("handler %d", r.handler))
+	lost(t, failed, killed, "worker 0 (id 9): push_pull with server 0 (id 8)", fmt.Sprintf("handler %d", r.call.Timestamp()))
 	for range 2 { // the second time it is a replacement that is killed
 		var next *nodetest.Process
 		nodetest.Returns(t, c.Workers, 8, func() { next = c.spawn("server", 0, answers, 1) })
@@ -172,7 +172,7 @@ func TestServerStopped(t *testing.T) {
 			all = append(all, r)
 		}
 		for i, r := range all {
-			err := w.w.WaitFor(t.Context(), r.handler, 300*time.Millisecond)
+			err := w.w.Customer().Wait(t.Context(), r.call.Timestamp(), 300*time.Millisecond)
 			vantest.Fails(t, err, van.ErrTimeout, "worker 0 (id 9): push_pull", "no answer from server 1 (id 10) at "+c.hosts[0])
 			if t.Failed() {
 				t.Fatalf("request %d", i)

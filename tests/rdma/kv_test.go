@@ -19,7 +19,7 @@ func TestKV(t *testing.T) {
 	}})
 	var all []*kv.Worker[float32]
 	for _, n := range c.Workers {
-		w, err := kv.NewWorker[float32](n, 0, 0)
+		w, err := kv.NewWorker[float32](n, kv.WorkerOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -31,16 +31,16 @@ func TestKV(t *testing.T) {
 		many[i] = kv.Key(i) * (kv.MaxKey / 300)
 	}
 	var pushed sync.WaitGroup
-	push := func(w *kv.Worker[float32], keys []kv.Key, x float32, op ...kv.Op) error {
+	push := func(w *kv.Worker[float32], keys []kv.Key, x float32, opts ...kv.PushOption) error {
 		vals := make([]float32, len(keys)*each)
 		for i := range vals {
 			vals[i] = x * float32(i)
 		}
-		ts, err := w.ZPush(keys, vals, op...)
+		ts, err := w.Push(keys, vals, append(opts, kv.NoCopy)...)
 		if err != nil {
 			return err
 		}
-		return w.Wait(t.Context(), ts)
+		return ts.Wait(t.Context())
 	}
 	for i, w := range all {
 		pushed.Go(func() {
@@ -50,7 +50,7 @@ func TestKV(t *testing.T) {
 				}
 			}
 			lens := slices.Repeat([]int32{each}, 10)
-			if err := push(w, many[145:155], 1, kv.Op{Lens: lens, Cmd: 5}); err != nil {
+			if err := push(w, many[145:155], 1, kv.Lens(lens), kv.Cmd(5)); err != nil {
 				t.Errorf("worker %d, with lengths: %v", i, err)
 			}
 			if err := push(w, many[7:8], 1); err != nil {
@@ -70,14 +70,14 @@ func TestKV(t *testing.T) {
 	}
 	pull := func(w *kv.Worker[float32], first, n int, lens bool, room int) error {
 		got := make([]float32, room)
-		var op kv.Op
+		opts := []kv.PullOption{kv.NoCopy}
 		var pulled []int32
 		if lens {
-			op.PullLens = &pulled
+			opts = append(opts, kv.LensInto(&pulled))
 		}
-		ts, err := w.ZPull(many[first:first+n], &got, op)
+		ts, err := w.Pull(many[first:first+n], &got, opts...)
 		if err == nil {
-			err = w.Wait(t.Context(), ts)
+			err = ts.Wait(t.Context())
 		}
 		if err != nil {
 			return err
@@ -103,7 +103,7 @@ func TestKV(t *testing.T) {
 		app := w.SimpleApp()
 		var mu sync.Mutex
 		var got []string
-		app.SetResponseHandle(func(d kv.SimpleData, _ *kv.SimpleApp) {
+		app.OnAnswer(func(d kv.SimpleMessage) {
 			mu.Lock()
 			defer mu.Unlock()
 			got = append(got, string(d.Body))
@@ -116,7 +116,7 @@ func TestKV(t *testing.T) {
 			}
 			ts, err := app.Request(int32(n), body, van.ServerGroup)
 			if err == nil {
-				err = app.Wait(t.Context(), ts)
+				err = ts.Wait(t.Context())
 			}
 			if err != nil {
 				t.Fatalf("worker %d, request of %d bytes: %v", i, n, err)

@@ -37,7 +37,7 @@ func child(c *nodetest.Child, what string) error {
 	case mute:
 		return nodetest.Serve(c.Node, func(af.Batch) { c.Say("got a batch") })
 	case works:
-		w, err := af.NewTensorWorker(c.Node, af.Options{})
+		w, err := af.NewWorker(c.Node, af.WorkerOptions{})
 		if err != nil {
 			return err
 		}
@@ -53,16 +53,16 @@ func child(c *nodetest.Child, what string) error {
 			return nil
 		})
 	case sums:
-		s, err := kv.NewServer[float32](c.Node, 0)
+		s, err := kv.NewServer[float32](c.Node, kv.ServerOptions{})
 		if err != nil {
 			return err
 		}
-		s.SimpleApp().SetRequestHandle(func(d kv.SimpleData, a *kv.SimpleApp) {
-			if err := a.Response(d, fmt.Appendf(nil, "%d %s", d.Head, d.Body)); err != nil {
+		s.SimpleApp().Handle(func(d kv.SimpleMessage) {
+			if err := d.Respond(fmt.Appendf(nil, "%d %s", d.Head, d.Body)); err != nil {
 				c.Fail(err)
 			}
 		})
-		return s.SetRequestHandle(new(kv.SummingHandler[float32]).Handle)
+		return s.Handle(new(kv.SummingHandler[float32]).Handle)
 	}
 	return nil
 }

@@ -72,7 +72,7 @@ const (
 
 // serveAnswers makes n a server that answers as above.
 func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
-	s, err := af.NewTensorServer(n, af.Options{})
+	s, err := af.NewServer(n, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
@@ -96,7 +96,7 @@ func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
 	}
 	var mu sync.Mutex
 	last := map[int]uint64{}
-	return s.SetRequestHandle(func(b af.Batch) {
+	return s.Handle(func(b af.Batch) {
 		pushes, pulls := b.Pushes(), b.Pulls()
 		if registered {
 			if err := inSlots(buf, b); err != nil {
@@ -105,9 +105,9 @@ func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
 		}
 		mu.Lock()
 		if len(pushes) > 0 {
-			last[b.Sender()] = digest(pushes)
+			last[b.Worker()] = digest(pushes)
 		}
-		d := last[b.Sender()]
+		d := last[b.Worker()]
 		mu.Unlock()
 		out := make([]af.KeyTensor, len(pulls))
 		for i := range pulls {
@@ -126,8 +126,8 @@ func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
 				fail(err)
 			}
 		}
-		if err := b.Response(out, nil); err != nil && !errors.Is(err, van.ErrPeerLost) { // of a worker that was killed
-			fail(fmt.Errorf("batch of %d pushes and %d pulls of worker %d: %w", len(pushes), len(pulls), b.SenderRank(), err))
+		if err := b.Respond(out, af.ByKey); err != nil && !errors.Is(err, van.ErrPeerLost) { // of a worker that was killed
+			fail(fmt.Errorf("batch of %d pushes and %d pulls of worker %d: %w", len(pushes), len(pulls), b.Worker(), err))
 		}
 	})
 }
@@ -135,12 +135,12 @@ func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
 // inSlots checks that what was pushed under the first keys lies in its slot.
 func inSlots(buf []byte, b af.Batch) error {
 	for _, x := range b.Pushes() {
-		if x.Key > slotKeys || x.Val.Len() == 0 || b.SenderRank() >= slotWorkers {
+		if x.Key > slotKeys || x.Val.Len() == 0 || b.Worker() >= slotWorkers {
 			continue
 		}
-		want := &buf[(b.SenderRank()*slotKeys+int(x.Key-1))*slotSize]
+		want := &buf[(b.Worker()*slotKeys+int(x.Key-1))*slotSize]
 		if got := unsafe.SliceData(x.Val.Bytes()); got != want {
-			return fmt.Errorf("the push of worker %d under key %d lies at %p, want its registered buffer at %p", b.SenderRank(), x.Key, got, want)
+			return fmt.Errorf("the push of worker %d under key %d lies at %p, want its registered buffer at %p", b.Worker(), x.Key, got, want)
 		}
 	}
 	return nil
@@ -149,7 +149,7 @@ func inSlots(buf []byte, b af.Batch) error {
 // client is a worker that checks what it gets.
 type client struct {
 	n      *postoffice.Node
-	w      *af.TensorWorker
+	w      *af.Worker
 	round  uint64
 	digest uint64 // of what was pushed last
 }
@@ -170,11 +170,11 @@ type part struct {
 
 // request is a batch on its way.
 type request struct {
-	handler int32
-	push    []af.KeyTensor
-	pulls   []part
-	pull    []af.KeyTensor // server by server
-	digest  uint64
+	call   af.Call
+	push   []af.KeyTensor
+	pulls  []part
+	pull   []af.KeyTensor // server by server
+	digest uint64
 }
 
 // begin pushes and pulls in new memory.
@@ -209,13 +209,13 @@ func (c *client) send(r *request) (err error) {
 		c.digest = digest(r.push)
 	}
 	r.digest = c.digest
-	r.handler, err = c.w.ZBatchPushPull(r.push, r.pull)
+	r.call, err = c.w.PushPull(r.push, r.pull)
 	return err
 }
 
 // end waits for the answers and checks them.
 func (c *client) end(ctx context.Context, r *request) error {
-	if err := c.w.Wait(ctx, r.handler); err != nil {
+	if err := r.call.Wait(ctx); err != nil {
 		return err
 	}
 	for i, x := range r.pull {

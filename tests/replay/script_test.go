@@ -75,18 +75,18 @@ func filled(x float32, shape []int64) (af.Tensor, error) {
 func tensors(calls batches, s shapes, offset int) script {
 	return script{
 		serve: func(r *run, n *postoffice.Node) error {
-			server, err := af.NewTensorServer(n, af.Options{})
+			server, err := af.NewServer(n, af.ServerOptions{})
 			if err != nil {
 				return err
 			}
-			return server.SetRequestHandle(func(b af.Batch) {
+			return server.Handle(func(b af.Batch) {
 				if err := s.answer(b); err != nil {
 					r.t.Error(err)
 				}
 			})
 		},
 		work: func(r *run, n *postoffice.Node) ([]action, error) {
-			w, err := af.NewTensorWorker(n, af.Options{})
+			w, err := af.NewWorker(n, af.WorkerOptions{})
 			if err != nil {
 				return nil, err
 			}
@@ -120,11 +120,11 @@ func (s *shapes) answer(b af.Batch) error {
 		}
 		out = append(out, af.KeyTensor{Key: p.Key, Val: t})
 	}
-	return b.Response(out, nil)
+	return b.Respond(out, af.ByKey)
 }
 
 // pushPull makes one call and checks what was pulled.
-func (s *shapes) pushPull(ctx context.Context, w *af.TensorWorker, servers, keys, push, pull int) error {
+func (s *shapes) pushPull(ctx context.Context, w *af.Worker, servers, keys, push, pull int) error {
 	var pushes, pulls []af.KeyTensor
 	for i := range push {
 		t, err := s.pushed(i)
@@ -142,11 +142,11 @@ func (s *shapes) pushPull(ctx context.Context, w *af.TensorWorker, servers, keys
 			pulls = append(pulls, af.KeyTensor{Key: pullKey(keys, server, i), Val: t})
 		}
 	}
-	h, err := w.ZBatchPushPull(pushes, pulls)
+	h, err := w.PushPull(pushes, pulls)
 	if err != nil {
 		return err
 	}
-	if err := w.Wait(ctx, h); err != nil {
+	if err := h.Wait(ctx); err != nil {
 		return err
 	}
 	for k, p := range pulls {
@@ -172,15 +172,15 @@ func equal(got, want af.Tensor) error {
 }
 
 func serveSums(r *run, n *postoffice.Node) error {
-	s, err := kv.NewServer[float32](n, 0)
+	s, err := kv.NewServer[float32](n, kv.ServerOptions{})
 	if err != nil {
 		return err
 	}
-	return s.SetRequestHandle(new(kv.SummingHandler[float32]).Handle)
+	return s.Handle(new(kv.SummingHandler[float32]).Handle)
 }
 
 func pushPullKeys(_ *run, n *postoffice.Node) ([]action, error) {
-	w, err := kv.NewWorker[float32](n, 0, 0)
+	w, err := kv.NewWorker[float32](n, kv.WorkerOptions{})
 	if err != nil {
 		return nil, err
 	}
@@ -188,24 +188,24 @@ func pushPullKeys(_ *run, n *postoffice.Node) ([]action, error) {
 	if n.NumServers() == 2 { // a key of the second one
 		keys, vals, want = append(keys, kv.MaxKey/2+5), append(vals, 3.5), append(want, 3.5)
 	}
-	wait := func(ctx context.Context, ts int32, err error) error {
+	wait := func(ctx context.Context, call kv.Call, err error) error {
 		if err != nil {
 			return err
 		}
-		return w.Wait(ctx, ts)
+		return call.Wait(ctx)
 	}
 	return []action{
 		func(ctx context.Context) error {
-			ts, err := w.ZPush(keys, vals)
+			ts, err := w.Push(keys, vals, kv.NoCopy)
 			return wait(ctx, ts, err)
 		},
 		func(ctx context.Context) error {
-			ts, err := w.ZPush([]kv.Key{3}, []float32{9})
+			ts, err := w.Push([]kv.Key{3}, []float32{9}, kv.NoCopy)
 			return wait(ctx, ts, err)
 		},
 		func(ctx context.Context) error {
 			got := make([]float32, len(keys))
-			ts, err := w.ZPull(keys, &got)
+			ts, err := w.Pull(keys, &got, kv.NoCopy)
 			if err := wait(ctx, ts, err); err != nil {
 				return err
 			}
@@ -221,30 +221,30 @@ func pushPullKeys(_ *run, n *postoffice.Node) ([]action, error) {
 const simpleID = 7
 
 func serveSimple(r *run, n *postoffice.Node) error {
-	_, err := kv.NewSimpleApp(n, simpleID, simpleID, func(d kv.SimpleData, a *kv.SimpleApp) {
+	_, err := kv.NewSimpleApp(n, kv.SimpleOptions{AppID: simpleID, CustomerID: simpleID, Handler: func(d kv.SimpleMessage) {
 		if d.Head != 42 || string(d.Body) != "hello" {
 			r.t.Errorf("request %d %q, want 42 hello", d.Head, d.Body)
 		}
-		if err := a.Response(d, append([]byte("re:"), d.Body...)); err != nil {
+		if err := d.Respond(append([]byte("re:"), d.Body...)); err != nil {
 			r.t.Error(err)
 		}
-	})
+	}})
 	return err
 }
 
 func askServers(_ *run, n *postoffice.Node) ([]action, error) {
-	a, err := kv.NewSimpleApp(n, simpleID, simpleID, nil)
+	a, err := kv.NewSimpleApp(n, kv.SimpleOptions{AppID: simpleID, CustomerID: simpleID})
 	if err != nil {
 		return nil, err
 	}
-	answers := make(chan kv.SimpleData, n.NumServers())
-	a.SetResponseHandle(func(d kv.SimpleData, _ *kv.SimpleApp) { answers <- d })
+	answers := make(chan kv.SimpleMessage, n.NumServers())
+	a.OnAnswer(func(d kv.SimpleMessage) { answers <- d })
 	return []action{func(ctx context.Context) error {
 		ts, err := a.Request(42, []byte("hello"), van.ServerGroup)
 		if err != nil {
 			return err
 		}
-		if err := a.Wait(ctx, ts); err != nil {
+		if err := ts.Wait(ctx); err != nil {
 			return err
 		}
 		for range n.NumServers() {

@@ -134,6 +134,10 @@ func spinTime(b env.BusyPoll) time.Duration {
 
 func (v *rvan) Type() string { return "ibverbs" }
 
+// Reorders implements van.Reorderer: a message with a key that is new waits for its
+// rendezvous, those behind it do not, when the peer is a node of the original.
+func (v *rvan) Reorders() bool { return true }
+
 func (v *rvan) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 
 func (v *rvan) SetID(id int) { v.id.Store(int32(id)) }

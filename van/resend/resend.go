@@ -131,6 +131,9 @@ func (v *Van) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 // Type implements van.Van.
 func (v *Van) Type() string { return v.inner.Type() }
 
+// Reorders implements van.Reorderer: a message that was lost comes after those behind it.
+func (v *Van) Reorders() bool { return true }
+
 // Bind implements van.Van.
 func (v *Van) Bind(ctx context.Context, self van.Node) (int, error) {
 	v.id.Store(int64(self.ID))

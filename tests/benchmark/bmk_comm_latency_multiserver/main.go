@@ -44,7 +44,7 @@ func main() {
 
 // serve answers at once, with the first rows of a buffer filled beforehand.
 func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
@@ -55,13 +55,13 @@ func serve(_ context.Context, n *prog.Node) error {
 	if err := n.Put(buffer, contents(n.GroupRank())); err != nil {
 		return err
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
+	return s.Handle(func(b af.Batch) {
 		out := make([]af.KeyTensor, len(b.Pulls()))
 		for i, p := range b.Pulls() {
 			out[i] = af.KeyTensor{Key: p.Key, Val: buffer}
 		}
-		if err := b.Response(out, nil); err != nil {
-			n.Log().Error("batch not answered", "worker", b.SenderRank(), "err", err)
+		if err := b.Respond(out, af.ByKey); err != nil {
+			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
 			n.Fail(err)
 		}
 	})
@@ -103,7 +103,7 @@ func makeBuffers(n *prog.Node, mb int) (b buffers, err error) {
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -123,17 +123,15 @@ func work(ctx context.Context, n *prog.Node) error {
 	for i := range prog.Rounds(total) {
 		b := all[i%microBatches]
 		start := clock.Now()
-		h, err := w.ZBatchPushPull(b.push, b.pull)
+		h, err := w.PushPull(b.push, b.pull)
 		if err != nil {
 			return err
 		}
-		handlers := w.GetAllHandlers(h)
-		if err := w.Wait(ctx, h); err != nil {
+		if err := h.Wait(ctx); err != nil {
 			return err
 		}
-		if err := r.add(w, handlers, start, clock.Now()); err != nil {
-			return err
-		}
+		end := clock.Now()
+		r.add(h.Traces(), start, end)
 		if r.len() == *every {
 			r.print(os.Stdout)
 		}

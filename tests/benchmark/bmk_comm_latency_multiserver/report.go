@@ -7,7 +7,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -51,18 +51,14 @@ func newReport(gpu int) *report {
 func (r *report) len() int { return len(r.overall) }
 
 // add adds one round.
-func (r *report) add(w *af.TensorWorker, handlers []int32, start, end uint64) error {
+func (r *report) add(traces []postoffice.Trace, start, end uint64) {
 	r.overall = append(r.overall, ms(int64(end-start)))
 	for i := range r.parts {
-		req, res, err := w.FetchTrace(handlers[i])
-		if err != nil {
-			return err
-		}
+		t := &traces[i]
 		for k, leg := range legs {
-			r.parts[i][k] = append(r.parts[i][k], ms(leg.ns(start, end, &req, &res)))
+			r.parts[i][k] = append(r.parts[i][k], ms(leg.ns(start, end, &t.Request, &t.Response)))
 		}
 	}
-	return nil
 }
 
 func ms(ns int64) float64 { return float64(ns) / 1e6 }

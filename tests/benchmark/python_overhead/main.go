@@ -39,7 +39,7 @@ func main() {
 }
 
 func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
@@ -47,19 +47,19 @@ func serve(_ context.Context, n *prog.Node) error {
 	if *hold {
 		go answerHeld(n, held)
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
+	return s.Handle(func(b af.Batch) {
 		if *hold {
 			b.Retain()
 			held <- b
 		} else if err := answer(b); err != nil {
-			n.Log().Error("batch not answered", "worker", b.SenderRank(), "err", err)
+			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
 			n.Fail(err)
 		}
 	})
 }
 
 func answer(b af.Batch) error {
-	return b.Response([]af.KeyTensor{{Key: 2, Val: b.Pushes()[0].Val}}, nil)
+	return b.Respond([]af.KeyTensor{{Key: 2, Val: b.Pushes()[0].Val}}, af.ByKey)
 }
 
 // answerHeld answers as many batches as each line of the standard input says.
@@ -87,7 +87,7 @@ func answerHeld(n *prog.Node, held <-chan af.Batch) {
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -99,7 +99,7 @@ func work(ctx context.Context, n *prog.Node) error {
 	if err != nil {
 		return err
 	}
-	var flying []int32
+	var flying []af.Call
 	lines := bufio.NewScanner(os.Stdin)
 	for lines.Scan() {
 		count, err := strconv.Atoi(lines.Text())
@@ -109,7 +109,7 @@ func work(ctx context.Context, n *prog.Node) error {
 		times := []uint64{}
 		for range max(count, -count) {
 			start := clock.Now()
-			h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+			h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
 			if err != nil {
 				return err
 			}
@@ -117,14 +117,14 @@ func work(ctx context.Context, n *prog.Node) error {
 				flying = append(flying, h)
 				continue
 			}
-			if err := w.Wait(ctx, h); err != nil {
+			if err := h.Wait(ctx); err != nil {
 				return err
 			}
 			times = append(times, clock.Now()-start)
 		}
 		if count == 0 {
 			for _, h := range flying {
-				if err := w.Wait(ctx, h); err != nil {
+				if err := h.Wait(ctx); err != nil {
 					return err
 				}
 			}

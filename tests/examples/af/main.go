@@ -20,27 +20,27 @@ func main() {
 	check(err)
 	switch node.Role() {
 	case van.Server:
-		server, err := af.NewTensorServer(node, af.Options{})
+		server, err := af.NewServer(node, af.ServerOptions{})
 		check(err)
-		check(server.SetRequestHandle(func(b af.Batch) {
+		check(server.Handle(func(b af.Batch) {
 			x, err := af.Slice[float32](b.Pushes()[0].Val)
 			check(err)
 			for i := range x {
 				x[i] *= 2
 			}
-			check(b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: b.Pushes()[0].Val}}, nil))
+			check(b.Respond([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: b.Pushes()[0].Val}}, af.ByKey))
 		}))
 	case van.Worker:
-		worker, err := af.NewTensorWorker(node, af.Options{})
+		worker, err := af.NewWorker(node, af.WorkerOptions{})
 		check(err)
 		in, out := []float32{1, 2, 3, 4}, make([]float32, 4)
 		push, err := af.FromSlice(in, 2, 2)
 		check(err)
 		pull, err := af.FromSlice(out, 2, 2)
 		check(err)
-		handler, err := worker.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		handler, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
 		check(err)
-		check(worker.Wait(ctx, handler)) // from here on the tensors are ours again
+		check(handler.Wait(ctx)) // from here on the tensors are ours again
 		fmt.Println(in, "doubled is", out)
 	}
 	check(node.Finalize(ctx)) // waits for everybody

@@ -20,22 +20,22 @@ func main() {
 	check(err)
 	switch node.Role() {
 	case van.Server:
-		server, err := kv.NewServer[float32](node, 0)
+		server, err := kv.NewServer[float32](node, kv.ServerOptions{})
 		check(err)
 		var sums kv.SummingHandler[float32]
-		check(server.SetRequestHandle(sums.Handle))
+		check(server.Handle(sums.Handle))
 	case van.Worker:
-		worker, err := kv.NewWorker[float32](node, 0, 0)
+		worker, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
 		check(err)
 		keys := []kv.Key{1, 3, kv.MaxKey} // ascending; cut by the servers' key ranges
 		push, err := worker.Push(keys, []float32{1, 2, 3})
 		check(err)
-		check(worker.Wait(ctx, push))
+		check(push.Wait(ctx))
 		check(node.InstanceBarrier(ctx, 0, van.WorkerGroup)) // all workers have pushed
 		var sums []float32
 		pull, err := worker.Pull(keys, &sums)
 		check(err)
-		check(worker.Wait(ctx, pull))
+		check(pull.Wait(ctx))
 		fmt.Println("worker", node.Rank(), "pulled", sums)
 	}
 	check(node.Finalize(ctx)) // waits for everybody

@@ -18,14 +18,14 @@ const (
 func main() { prog.Main(prog.Program{FServer: true, Server: serve, Worker: work}) }
 
 func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
-		fmt.Printf("server %d: batch of worker %d: %d pushes, %d pulls\n", n.Rank(), b.SenderRank(), len(b.Pushes()), len(b.Pulls()))
+	return s.Handle(func(b af.Batch) {
+		fmt.Printf("server %d: batch of worker %d: %d pushes, %d pulls\n", n.Rank(), b.Worker(), len(b.Pushes()), len(b.Pulls()))
 		if err := answer(n, b); err != nil {
-			n.Log().Error("batch not answered", "worker", b.SenderRank(), "err", err)
+			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
 			n.Fail(err)
 		}
 	})
@@ -51,11 +51,11 @@ func answer(n *prog.Node, b af.Batch) error {
 		b.Release()
 		return err
 	}
-	return b.Response([]af.KeyTensor{{Key: 0, Val: out}}, nil)
+	return b.Respond([]af.KeyTensor{{Key: 0, Val: out}}, af.ByKey)
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -81,11 +81,11 @@ func work(ctx context.Context, n *prog.Node) error {
 		}
 		pull = append(pull, af.KeyTensor{Key: 0, Val: t})
 	}
-	h, err := w.ZBatchPushPull(push, pull)
+	h, err := w.PushPull(push, pull)
 	if err != nil {
 		return err
 	}
-	if err := w.Wait(ctx, h); err != nil {
+	if err := h.Wait(ctx); err != nil {
 		return err
 	}
 	for s := range pull {

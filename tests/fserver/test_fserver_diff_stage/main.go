@@ -23,7 +23,7 @@ func main() {
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -49,12 +49,12 @@ func work(ctx context.Context, n *prog.Node) error {
 			if err := n.Put(push[stage], data); err != nil {
 				return err
 			}
-			h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: uint64(stage), Val: push[stage]}}, pull[stage])
+			h, err := w.PushPull([]af.KeyTensor{{Key: uint64(stage), Val: push[stage]}}, pull[stage])
 			if err != nil {
 				return err
 			}
-			fmt.Printf("iter: %d, stage: %d, handler: %d\n", i, stage, h)
-			if err := w.Wait(ctx, h); err != nil {
+			fmt.Printf("iter: %d, stage: %d, handler: %d\n", i, stage, h.Timestamp())
+			if err := h.Wait(ctx); err != nil {
 				return err
 			}
 			for s, p := range pull[stage] {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/prog"
 )
 
@@ -25,7 +26,7 @@ func main() {
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -67,15 +68,15 @@ func work(ctx context.Context, n *prog.Node) error {
 					return err
 				}
 			}
-			h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: uint64(stage) + 1e6, Val: out}}, in)
+			h, err := w.PushPull([]af.KeyTensor{{Key: uint64(stage) + 1e6, Val: out}}, in, af.Within(limit))
 			if err != nil {
 				return err
 			}
-			if err := w.WaitFor(ctx, h, limit); err != nil {
+			if err := h.Wait(ctx); err != nil {
 				return err
 			}
-			if _, _, err := w.FetchTrace(h); err != nil {
-				return err
+			if h.Traces()[0] == (postoffice.Trace{}) {
+				return fmt.Errorf("iteration %d, stage %d: no trace", i, stage)
 			}
 			for s := range in {
 				if err := n.Equal(fmt.Sprintf("iteration %d, stage %d, server %d", i, stage, s), in[s].Val, part); err != nil {

@@ -9,11 +9,11 @@ import (
 
 // Serve makes n a tensor server.
 func Serve(n *postoffice.Node, h af.Handler) error {
-	s, err := af.NewTensorServer(n, af.Options{})
+	s, err := af.NewServer(n, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
-	return s.SetRequestHandle(h)
+	return s.Handle(h)
 }
 
 // Server makes n a tensor server, or ends the test.
@@ -25,9 +25,9 @@ func Server(t testing.TB, n *postoffice.Node, h af.Handler) {
 }
 
 // Worker makes n a tensor worker, or ends the test.
-func Worker(t testing.TB, n *postoffice.Node) *af.TensorWorker {
+func Worker(t testing.TB, n *postoffice.Node) *af.Worker {
 	t.Helper()
-	w, err := af.NewTensorWorker(n, af.Options{})
+	w, err := af.NewWorker(n, af.WorkerOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -40,7 +40,7 @@ func Echo(b af.Batch) error {
 	for i, p := range b.Pulls() {
 		out[i] = af.KeyTensor{Key: p.Key, Val: b.Pushes()[0].Val}
 	}
-	return b.Response(out, nil)
+	return b.Respond(out, af.ByKey)
 }
 
 // Echoes is Echo as a handler, whose errors fail the test.

@@ -148,18 +148,18 @@ func Echo(b af.Batch) error {
 	for i := range out {
 		out[i] = af.KeyTensor{Key: pulls[i].Key, Val: pushes[i].Val}
 	}
-	return b.Response(out, nil)
+	return b.Respond(out, af.ByKey)
 }
 
 // ServeEcho makes the node a tensor server that echoes.
 func ServeEcho(_ context.Context, n *Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
+	return s.Handle(func(b af.Batch) {
 		if err := Echo(b); err != nil {
-			n.Log().Error("batch not answered", "worker", b.SenderRank(), "err", err)
+			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
 			n.Fail(err)
 		}
 	})

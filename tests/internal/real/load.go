@@ -240,11 +240,11 @@ func (l *lane) late(call uint64, since int64, limit time.Duration) {
 func (l *lane) call(limit time.Duration) error {
 	n := l.n
 	if n.session == nil {
-		h, err := n.worker.ZBatchPushPull(l.push, l.pull)
+		call, err := n.worker.PushPull(l.push, l.pull, af.Within(limit))
 		if err != nil {
 			return err
 		}
-		return n.worker.WaitFor(context.Background(), h, limit)
+		return call.Wait(context.Background())
 	}
 	h, err := n.session.PushPull(af.DefaultStream, l.push, l.pull)
 	if err != nil {
@@ -294,8 +294,8 @@ func (n *node) serve(b af.Batch) {
 		b.Release()
 		return
 	}
-	if err := b.ResponseInOrder(out, nil); err != nil && (errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered)) {
-		n.wrong("answer to worker %d: %v", b.SenderRank(), err)
+	if err := b.Respond(out); err != nil && (errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered)) {
+		n.wrong("answer to worker %d: %v", b.Worker(), err)
 	}
 }
 
@@ -313,9 +313,9 @@ func (n *node) stand() {
 }
 
 // answers checks what a batch has brought and makes the answers to it.
-func (n *node) answers(b af.Batch) []af.Tensor {
+func (n *node) answers(b af.Batch) []af.KeyTensor {
 	id := n.batch(b)
-	out := make([]af.Tensor, len(b.Pulls()))
+	out := make([]af.KeyTensor, len(b.Pulls()))
 	for i, p := range b.Pulls() {
 		value := make([]byte, p.Len)
 		origin{kind: answered, rank: id.rank, serial: id.serial, server: n.rank, by: n.b.Serial, index: uint32(i), call: id.call}.fill(value)
@@ -323,7 +323,7 @@ func (n *node) answers(b af.Batch) []af.Tensor {
 		if err != nil {
 			n.wrong("%v", err)
 		}
-		out[i] = x
+		out[i] = af.KeyTensor{Key: p.Key, Val: x}
 	}
 	return out
 }
@@ -338,10 +338,10 @@ func (n *node) batch(b af.Batch) (id batchID) {
 			if i == 0 {
 				id = batchID{o.rank, o.serial, o.call}
 			}
-			err = origin{kind: pushed, rank: uint32(b.SenderRank()), serial: id.serial, index: uint32(i), call: id.call}.check(v)
+			err = origin{kind: pushed, rank: uint32(b.Worker()), serial: id.serial, index: uint32(i), call: id.call}.check(v)
 		}
 		if err != nil {
-			n.wrong("batch of worker %d: push tensor %d: %v", b.SenderRank(), i, err)
+			n.wrong("batch of worker %d: push tensor %d: %v", b.Worker(), i, err)
 		}
 	}
 	n.mu.Lock()

@@ -145,8 +145,8 @@ type node struct {
 	write sync.Mutex
 	out   *json.Encoder
 
-	server  *af.TensorServer
-	worker  *af.TensorWorker
+	server  *af.Server
+	worker  *af.Worker
 	session *core.Session
 	rank    uint32
 
@@ -261,11 +261,11 @@ func (n *node) start(ctx context.Context) error {
 	n.rank = uint32(cfg.Rank())
 	switch n.n.Role() {
 	case van.Server:
-		if n.server, err = af.NewTensorServer(n.n, af.Options{}); err == nil {
-			err = n.server.SetRequestHandle(n.serve)
+		if n.server, err = af.NewServer(n.n, af.ServerOptions{}); err == nil {
+			err = n.server.Handle(n.serve)
 		}
 	case van.Worker:
-		n.worker, err = af.NewTensorWorker(n.n, af.Options{})
+		n.worker, err = af.NewWorker(n.n, af.WorkerOptions{})
 	}
 	return err
 }
@@ -439,9 +439,9 @@ func (n *node) flood(count, size int, e *Event) error {
 	}
 	for i := range count {
 		e.ID = i
-		h, err := n.worker.ZBatchPushPull([]af.KeyTensor{{Key: 1, Val: push}}, nil)
+		call, err := n.worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, nil)
 		if err == nil {
-			_, _, _, err = n.worker.Customer().Batch(h) // what could not be sent
+			_, _, _, err = n.worker.Customer().Batch(call.Timestamp()) // what could not be sent
 		}
 		if err != nil {
 			return err

@@ -13,12 +13,12 @@ import (
 func main() { prog.Main(prog.Program{Server: serve, Ready: van.ServerGroup | van.WorkerGroup}) }
 
 func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
-		if err := b.Response([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: b.Pushes()[0].Val}}, nil); err != nil {
+	return s.Handle(func(b af.Batch) {
+		if err := b.Respond([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: b.Pushes()[0].Val}}, af.ByKey); err != nil {
 			n.Fail(err)
 		}
 	})

@@ -16,7 +16,7 @@ import (
 func main() { prog.Main(prog.Program{Server: prog.ServeEcho, Worker: work, Ready: van.WorkerGroup}) }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -45,11 +45,11 @@ func work(ctx context.Context, n *prog.Node) error {
 			}
 		}
 		start := time.Now()
-		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 0, Val: push}}, pull)
+		h, err := w.PushPull([]af.KeyTensor{{Key: 0, Val: push}}, pull)
 		if err != nil {
 			return 0, err
 		}
-		if err := w.Wait(ctx, h); err != nil {
+		if err := h.Wait(ctx); err != nil {
 			return 0, err
 		}
 		took := time.Since(start)

@@ -18,7 +18,7 @@ func main() { prog.Main(prog.Program{Server: serve, Worker: work, Ready: van.Wor
 const key = 1
 
 func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
@@ -30,16 +30,16 @@ func serve(_ context.Context, n *prog.Node) error {
 		return err
 	}
 	answer := []af.KeyTensor{{Key: key, Val: t}}
-	return s.SetRequestHandle(func(b af.Batch) {
-		if err := b.Response(answer, nil); err != nil {
-			n.Log().Error("pull not answered", "worker", b.SenderRank(), "err", err)
+	return s.Handle(func(b af.Batch) {
+		if err := b.Respond(answer, af.ByKey); err != nil {
+			n.Log().Error("pull not answered", "worker", b.Worker(), "err", err)
 			n.Fail(err)
 		}
 	})
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -61,11 +61,11 @@ func work(ctx context.Context, n *prog.Node) error {
 			}
 		}
 		start := time.Now()
-		h, err := w.ZBatchPushPull(nil, pull)
+		h, err := w.PushPull(nil, pull)
 		if err != nil {
 			return 0, err
 		}
-		if err := w.Wait(ctx, h); err != nil {
+		if err := h.Wait(ctx); err != nil {
 			return 0, err
 		}
 		took := time.Since(start)

@@ -16,7 +16,7 @@ import (
 func main() { prog.Main(prog.Program{Server: serve, Worker: work, Ready: van.WorkerGroup}) }
 
 func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
@@ -24,9 +24,9 @@ func serve(_ context.Context, n *prog.Node) error {
 	for rank := range want {
 		want[rank] = n.Contents(rank)
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
-		if err := check(n, b, want[b.SenderRank()]); err != nil {
-			n.Log().Error("wrong push", "worker", b.SenderRank(), "err", err)
+	return s.Handle(func(b af.Batch) {
+		if err := check(n, b, want[b.Worker()]); err != nil {
+			n.Log().Error("wrong push", "worker", b.Worker(), "err", err)
 			n.Fail(err)
 		}
 	})
@@ -35,8 +35,8 @@ func serve(_ context.Context, n *prog.Node) error {
 // check answers first, so that comparing is not measured.
 func check(n *prog.Node, b af.Batch, want []byte) error {
 	defer b.Retain().Release()
-	pushes, worker := b.Pushes(), b.SenderRank()
-	if err := b.Response(nil, nil); err != nil {
+	pushes, worker := b.Pushes(), b.Worker()
+	if err := b.Respond(nil); err != nil {
 		return err
 	}
 	if len(pushes) != 1 || pushes[0].Key != 0 {
@@ -46,7 +46,7 @@ func check(n *prog.Node, b af.Batch, want []byte) error {
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -59,11 +59,11 @@ func work(ctx context.Context, n *prog.Node) error {
 	}
 	_, err = n.Measure(ctx, "push", 1000, 1, func(int) (time.Duration, error) {
 		start := time.Now()
-		h, err := w.ZBatchPushPull([]af.KeyTensor{{Key: 0, Val: push}}, nil)
+		h, err := w.PushPull([]af.KeyTensor{{Key: 0, Val: push}}, nil)
 		if err != nil {
 			return 0, err
 		}
-		err = w.Wait(ctx, h)
+		err = h.Wait(ctx)
 		return time.Since(start), err
 	})
 	return err

@@ -25,7 +25,7 @@ func main() {
 }
 
 func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
@@ -43,9 +43,9 @@ func serve(_ context.Context, n *prog.Node) error {
 			return err
 		}
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
-		if err := answer(b, buffers[b.SenderRank()], size); err != nil {
-			n.Log().Error("batch not answered", "worker", b.SenderRank(), "err", err)
+	return s.Handle(func(b af.Batch) {
+		if err := answer(b, buffers[b.Worker()], size); err != nil {
+			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
 			n.Fail(err)
 		}
 	})
@@ -62,11 +62,11 @@ func answer(b af.Batch, buffer af.Tensor, size int) error {
 		b.Release()
 		return fmt.Errorf("push with key %d lies at %#x, want the registered %#x", pushes[0].Key, addr, place)
 	}
-	return b.Response([]af.KeyTensor{{Key: pulls[0].Key, Val: pushes[0].Val}}, nil)
+	return b.Respond([]af.KeyTensor{{Key: pulls[0].Key, Val: pushes[0].Val}}, af.ByKey)
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -101,11 +101,11 @@ func work(ctx context.Context, n *prog.Node) error {
 			}
 		}
 		start := time.Now()
-		h, err := w.ZBatchPushPull(push[mb:mb+1], pull[mb])
+		h, err := w.PushPull(push[mb:mb+1], pull[mb])
 		if err != nil {
 			return 0, err
 		}
-		if err := w.Wait(ctx, h); err != nil {
+		if err := h.Wait(ctx); err != nil {
 			return 0, err
 		}
 		took := time.Since(start)

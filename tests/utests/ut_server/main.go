@@ -17,13 +17,13 @@ func main() {
 }
 
 func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewTensorServer(n.Node, af.Options{})
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
+	return s.Handle(func(b af.Batch) {
 		if err := answer(n, b); err != nil {
-			n.Log().Error("batch not answered", "worker", b.SenderRank(), "err", err)
+			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
 			n.Fail(err)
 		}
 	})
@@ -39,7 +39,7 @@ func answer(n *prog.Node, b af.Batch) error {
 	for i, p := range b.Pulls() {
 		out[i] = af.KeyTensor{Key: p.Key, Val: sum}
 	}
-	return b.Response(out, nil)
+	return b.Respond(out, af.ByKey)
 }
 
 // add returns the sum of the push tensors, which must be alike.

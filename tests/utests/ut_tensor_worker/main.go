@@ -23,7 +23,7 @@ func main() {
 }
 
 func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewTensorWorker(n.Node, af.Options{})
+	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -46,7 +46,7 @@ func work(ctx context.Context, n *prog.Node) error {
 }
 
 // batch does all rounds with tensors of b rows and counts those that failed.
-func batch(ctx context.Context, n *prog.Node, w *af.TensorWorker, b int) (failed int, err error) {
+func batch(ctx context.Context, n *prog.Node, w *af.Worker, b int) (failed int, err error) {
 	tensors := n.Config().Bench.Tensors
 	size := b * columns * af.BFloat16.Size()
 	sum, zero, got := make([]byte, size), make([]byte, size), make([]byte, size)
@@ -72,11 +72,11 @@ func batch(ctx context.Context, n *prog.Node, w *af.TensorWorker, b int) (failed
 				return 0, err
 			}
 		}
-		h, err := w.ZBatchPushPull(push, pull)
+		h, err := w.PushPull(push, pull)
 		if err != nil {
 			return 0, err
 		}
-		if err := w.Wait(ctx, h); err != nil {
+		if err := h.Wait(ctx); err != nil {
 			return 0, err
 		}
 		ok := true

@@ -100,12 +100,12 @@ func childKV(c *cli.Context, node *postoffice.Node, s *kvSpec) error {
 	out, in := s.floorBytes()
 	switch node.Role() {
 	case van.Server:
-		server, err := kv.NewServer[float32](node, 0)
+		server, err := kv.NewServer[float32](node, kv.ServerOptions{})
 		if err != nil {
 			return err
 		}
 		var sums kv.SummingHandler[float32]
-		if err := server.SetRequestHandle(sums.Handle); err != nil {
+		if err := server.Handle(sums.Handle); err != nil {
 			return err
 		}
 		return announceFloor(c.App.Writer, node, out, in)
@@ -126,7 +126,7 @@ func childKV(c *cli.Context, node *postoffice.Node, s *kvSpec) error {
 
 // measure runs the rounds, each beside the floor's, after one to warm up.
 func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
-	w, err := kv.NewWorker[float32](node, 0, 0)
+	w, err := kv.NewWorker[float32](node, kv.WorkerOptions{})
 	if err != nil {
 		return nil, err
 	}
@@ -149,15 +149,15 @@ func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor basel
 			return nil, err
 		}
 		cpu, start := cpuTime(), time.Now()
-		pushed, err := s.pass(ctx, w, batches, func(lo, hi int) (int32, error) {
-			return w.ZPush(keys[lo:hi], vals[lo*s.values:hi*s.values])
+		pushed, err := s.pass(ctx, batches, func(lo, hi int) (kv.Call, error) {
+			return w.Push(keys[lo:hi], vals[lo*s.values:hi*s.values], kv.NoCopy)
 		})
 		if err != nil {
 			return nil, fmt.Errorf("round %d: push: %w", round, err)
 		}
-		pulled, err := s.pass(ctx, w, batches, func(lo, hi int) (int32, error) {
+		pulled, err := s.pass(ctx, batches, func(lo, hi int) (kv.Call, error) {
 			dst := got[lo*s.values : hi*s.values]
-			return w.ZPull(keys[lo:hi], &dst)
+			return w.Pull(keys[lo:hi], &dst, kv.NoCopy)
 		})
 		if err != nil {
 			return nil, fmt.Errorf("round %d: pull: %w", round, err)
@@ -189,17 +189,17 @@ func (s *kvSpec) measure(ctx context.Context, node *postoffice.Node, floor basel
 
 // pass sends all batches, keeping flight requests in the air, and returns the time
 // of each from its call to the end of its Wait.
-func (s *kvSpec) pass(ctx context.Context, w *kv.Worker[float32], batches int, send func(lo, hi int) (int32, error)) ([]int64, error) {
+func (s *kvSpec) pass(ctx context.Context, batches int, send func(lo, hi int) (kv.Call, error)) ([]int64, error) {
 	ns := make([]int64, 0, batches)
 	type request struct {
-		ts    int32
+		call  kv.Call
 		start time.Time
 	}
 	var flight []request
 	await := func() error {
 		q := flight[0]
 		flight = flight[1:]
-		err := w.Wait(ctx, q.ts)
+		err := q.call.Wait(ctx)
 		ns = append(ns, int64(time.Since(q.start)))
 		return err
 	}
@@ -210,11 +210,11 @@ func (s *kvSpec) pass(ctx context.Context, w *kv.Worker[float32], batches int, s
 			}
 		}
 		start := time.Now()
-		ts, err := send(b*s.batch, min((b+1)*s.batch, s.keys))
+		call, err := send(b*s.batch, min((b+1)*s.batch, s.keys))
 		if err != nil {
 			return nil, err
 		}
-		flight = append(flight, request{ts, start})
+		flight = append(flight, request{call, start})
 	}
 	for len(flight) > 0 {
 		if err := await(); err != nil {

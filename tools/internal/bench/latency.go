@@ -53,7 +53,7 @@ func fill(b []byte) {
 
 // serve answers every batch with a buffer stamped by the batch's seal.
 func (l *latency) serve(node *postoffice.Node) error {
-	s, err := af.NewTensorServer(node, af.Options{})
+	s, err := af.NewServer(node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
@@ -67,7 +67,7 @@ func (l *latency) serve(node *postoffice.Node) error {
 	}
 	turn := 0
 	answer := make([]af.KeyTensor, 1)
-	return s.SetRequestHandle(func(b af.Batch) {
+	return s.Handle(func(b af.Batch) {
 		var seq uint64
 		if p := b.Pushes(); len(p) > 0 && p[0].Val.Len() > 0 {
 			seq = seal(p[0].Val.Bytes())
@@ -84,7 +84,7 @@ func (l *latency) serve(node *postoffice.Node) error {
 			answer[0] = af.KeyTensor{Key: pulls[0].Key, Val: t}
 			out = answer
 		}
-		if err := b.Response(out, nil); err != nil {
+		if err := b.Respond(out, af.ByKey); err != nil {
 			node.Log().Error("respond", "err", err)
 		}
 	})
@@ -100,7 +100,7 @@ func alloc(b backend.Backend, n int) ([]byte, error) {
 
 // measure does the round trips with tensors in host memory.
 func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
-	w, err := af.NewTensorWorker(node, af.Options{})
+	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {
 		return nil, err
 	}
@@ -125,9 +125,9 @@ func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor base
 		seq++
 		stamp(push, seq)
 		start := time.Now()
-		h, err := w.ZBatchPushPull(pushes, pulls)
+		h, err := w.PushPull(pushes, pulls)
 		if err == nil {
-			err = w.Wait(ctx, h)
+			err = h.Wait(ctx)
 		}
 		d := int64(time.Since(start))
 		if err != nil {

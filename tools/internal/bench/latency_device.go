@@ -55,7 +55,7 @@ type deviceServer struct {
 
 // serveDevice answers every batch with tensors on the node's device.
 func (l *latency) serveDevice(node *postoffice.Node) error {
-	s, err := af.NewTensorServer(node, af.Options{})
+	s, err := af.NewServer(node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
@@ -77,7 +77,7 @@ func (l *latency) serveDevice(node *postoffice.Node) error {
 		}
 		d.answers[i] = []af.KeyTensor{{Val: t}}
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
+	return s.Handle(func(b af.Batch) {
 		if err := d.answer(b); err != nil {
 			node.Log().Error("answer", "err", err)
 		}
@@ -98,7 +98,7 @@ func (d *deviceServer) answer(b af.Batch) error {
 			return err
 		}
 	}
-	return b.ResponseOn(d.stream, d.answers[d.turn], nil)
+	return b.Respond(d.answers[d.turn], af.ByKey, d.stream)
 }
 
 // prepare makes the answer to a checked request.
@@ -120,7 +120,7 @@ func (d *deviceServer) prepare(b af.Batch) error {
 type deviceTrips struct {
 	ctx    context.Context
 	l      *latency
-	w      *af.TensorWorker
+	w      *af.Worker
 	back   backend.Backend
 	stream af.Stream
 	push   backend.Mem
@@ -140,7 +140,7 @@ type deviceTrips struct {
 
 // measureDevice does the round trips with tensors on the node's device.
 func (l *latency) measureDevice(ctx context.Context, node *postoffice.Node, floor baseline) (*result, error) {
-	w, err := af.NewTensorWorker(node, af.Options{})
+	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {
 		return nil, err
 	}
@@ -175,9 +175,9 @@ func (t *deviceTrips) timed() (int64, error) {
 func (t *deviceTrips) trip(pushes, pulls []af.KeyTensor) (int64, error) {
 	t.turn ^= 1
 	start := time.Now()
-	h, err := t.w.ZBatchPushPullOn(t.stream, pushes, pulls)
+	h, err := t.w.PushPull(pushes, pulls, t.stream)
 	if err == nil {
-		err = t.w.Wait(t.ctx, h)
+		err = h.Wait(t.ctx)
 	}
 	return int64(time.Since(start)), err
 }

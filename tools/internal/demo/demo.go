@@ -78,11 +78,11 @@ func run(ctx context.Context, cfg *postoffice.Config, out io.Writer, rounds int)
 
 // serve answers each batch with the sum of its tensors, until the node leaves.
 func serve(node *postoffice.Node) error {
-	s, err := af.NewTensorServer(node, af.Options{})
+	s, err := af.NewServer(node, af.ServerOptions{})
 	if err != nil {
 		return err
 	}
-	return s.SetRequestHandle(func(b af.Batch) {
+	return s.Handle(func(b af.Batch) {
 		if err := answer(b); err != nil {
 			node.Log().Warn("demo: a batch is not answered", "err", err)
 		}
@@ -111,12 +111,12 @@ func answer(b af.Batch) error {
 	for _, p := range b.Pulls() {
 		answers = append(answers, af.KeyTensor{Key: p.Key, Val: t})
 	}
-	return b.Response(answers, nil)
+	return b.Respond(answers, af.ByKey)
 }
 
 // work pushes, pulls and compares.
 func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int) error {
-	w, err := af.NewTensorWorker(node, af.Options{})
+	w, err := af.NewWorker(node, af.WorkerOptions{})
 	if err != nil {
 		return err
 	}
@@ -150,11 +150,11 @@ func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int)
 			}
 		}
 		begin := time.Now()
-		handler, err := w.ZBatchPushPull(push, pull)
+		handler, err := w.PushPull(push, pull)
 		if err != nil {
 			return err
 		}
-		if err := w.Wait(ctx, handler); err != nil {
+		if err := handler.Wait(ctx); err != nil {
 			return err
 		}
 		times = append(times, time.Since(begin))

@@ -1,26 +1,31 @@
-package kv
+package datamsg
 
 import (
 	"fmt"
+	"maps"
 	"sync"
+	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// RecvBuffers are the places that a server has registered for pushes, by sender
-// and key. A van that can put values there itself does; for others Place copies.
-// It is safe for concurrent use.
+// RecvBuffers is the memory that a server has registered for pushes, by sender and key. A
+// van that can put values there itself does so; for others Place copies. It is safe for
+// concurrent use.
 type RecvBuffers struct {
 	node *postoffice.Node
-	mu   sync.RWMutex
-	m    map[bufferKey]backend.Mem
+	used atomic.Bool                               // something has been registered
+	seen atomic.Pointer[map[bufferKey]backend.Mem] // a copy of m, nil while that is newer
+
+	mu sync.Mutex
+	m  map[bufferKey]backend.Mem
 }
 
 type bufferKey struct {
 	sender int
-	key    Key
+	key    uint64
 }
 
 // NewRecvBuffers returns an empty set of buffers for a node.
@@ -28,49 +33,51 @@ func NewRecvBuffers(n *postoffice.Node) *RecvBuffers {
 	return &RecvBuffers{node: n, m: map[bufferKey]backend.Mem{}}
 }
 
-// RecvPlace is the place of what the worker with the given group rank pushes under
-// a key.
-type RecvPlace struct {
+// RecvBuffer is the memory for what the worker with the given group rank pushes under a
+// key.
+type RecvBuffer struct {
 	Worker int
-	Key    Key
+	Key    uint64
 	Dst    backend.Mem
 }
 
-// Register makes all places known, or none when one makes no sense or has been named
+// Register makes all buffers known, or none when one makes no sense or has been named
 // before. Should the van refuse one after it has taken others, those stay registered,
 // and the error says so. What is registered is retained, for good. Register before the
 // worker's first push of the key.
-func (b *RecvBuffers) Register(places ...RecvPlace) error {
+func (b *RecvBuffers) Register(buffers ...RecvBuffer) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if err := b.check(places); err != nil {
+	if err := b.check(buffers); err != nil {
 		return err
 	}
 	reg, direct := b.node.Registrar()
-	for i, p := range places {
+	for i, p := range buffers {
 		k := b.keyOf(p)
 		if direct {
 			if err := reg.RegisterRecvBuffer(k.sender, p.Key, p.Dst); err != nil {
 				if i > 0 {
-					err = fmt.Errorf("worker %d, key %d: %w (the %d before it of %d stay registered)", p.Worker, p.Key, err, i, len(places))
+					err = fmt.Errorf("worker %d, key %d: %w (the %d before it of %d stay registered)", p.Worker, p.Key, err, i, len(buffers))
 				}
 				return err
 			}
 		}
 		p.Dst.Retain()
 		b.m[k] = p.Dst
+		b.used.Store(true)
+		b.seen.Store(nil)
 	}
 	return nil
 }
 
-func (b *RecvBuffers) keyOf(p RecvPlace) bufferKey {
+func (b *RecvBuffers) keyOf(p RecvBuffer) bufferKey {
 	return bufferKey{b.node.WorkerInstance(p.Worker), p.Key}
 }
 
-// check tells why places cannot be registered. b.mu is held.
-func (b *RecvBuffers) check(places []RecvPlace) error {
-	first := make(map[bufferKey]int, len(places))
-	for i, p := range places {
+// check tells why buffers cannot be registered. b.mu is held.
+func (b *RecvBuffers) check(buffers []RecvBuffer) error {
+	first := make(map[bufferKey]int, len(buffers))
+	for i, p := range buffers {
 		if p.Worker < 0 || p.Worker >= b.node.NumWorkers() {
 			return fmt.Errorf("register receive buffer: %w: worker rank %d, want 0 to %d", van.ErrInvalid, p.Worker, b.node.NumWorkers()-1)
 		}
@@ -86,16 +93,32 @@ func (b *RecvBuffers) check(places []RecvPlace) error {
 	return nil
 }
 
+// find looks a buffer up without a lock: pushes of all workers come here. The copy is
+// made again by the first push after a Register.
+func (b *RecvBuffers) find(k bufferKey) (backend.Mem, bool) {
+	if !b.used.Load() {
+		return backend.Mem{}, false
+	}
+	m := b.seen.Load()
+	if m == nil {
+		b.mu.Lock()
+		c := maps.Clone(b.m)
+		b.seen.Store(&c)
+		b.mu.Unlock()
+		m = &c
+	}
+	mem, ok := (*m)[k]
+	return mem, ok
+}
+
 // Place returns where the value of a push lies: in the registered buffer, to
 // which it is copied unless the van has done so, or in the message itself. owned
 // tells that it is the registered buffer, so that the message is not needed.
-func (b *RecvBuffers) Place(msg *van.Message, key Key) (vals backend.Mem, owned bool, err error) {
+func (b *RecvBuffers) Place(msg *van.Message, key uint64) (vals backend.Mem, owned bool, err error) {
 	if msg.Placed {
 		return msg.Vals, true, nil
 	}
-	b.mu.RLock()
-	dst, ok := b.m[bufferKey{msg.Sender, key}]
-	b.mu.RUnlock()
+	dst, ok := b.find(bufferKey{msg.Sender, key})
 	if !ok {
 		return msg.Vals, false, nil
 	}

@@ -6,75 +6,48 @@ import (
 	"fmt"
 	"sync"
 
+	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
-	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Response answers the pulls of the batch: each gets the first of tensors with
-// its key, whose size must be the pull's. A batch without pulls takes none. The
-// tensors must stay as they are until they have left, which Release'd push tensors
-// do by themselves; done, if not nil, is called once for each pull when its answer
-// has left, from any goroutine; it must neither block nor send.
+// Respond answers the pulls of the batch: tensor i is for pull i, whatever its key, and
+// must have the pull's size. With ByKey, each pull gets the first of outs that has its
+// key. A batch without pulls takes none. Options are ByKey, OnSent and a Stream.
+//
+// The tensors must stay as they are until they have left, which push tensors of the batch
+// do by themselves; OnSent tells when.
 //
 // Answers leave in the order of the calls. If a tensor lies on the node's device, they
-// wait for the device's default stream, see ResponseOn.
+// wait for work on that device, see Stream: a goroutine of the server waits, and sends
+// then. What fails there is logged.
 //
 // A missing key or a wrong size is an error that wraps van.ErrInvalid; then
-// nothing was sent and the batch can still be answered. A second Response is
+// nothing was sent and the batch can still be answered. A second Respond is
 // ErrAnswered.
-func (b Batch) Response(tensors []KeyTensor, done van.Completion) error {
-	return b.ResponseOn(DefaultStream, tensors, done)
-}
-
-// ResponseOn is Response with tensors on the node's device that the work in stream
-// makes. It does not wait for that work: a goroutine of the server does, and sends
-// then. What fails there is logged, and done is told of answers that will not leave, as
-// of those that have.
-func (b Batch) ResponseOn(stream Stream, tensors []KeyTensor, done van.Completion) error {
-	return b.respond(stream, len(tensors), func(i int) *Tensor {
-		if kt := find(tensors, b.pulls[i].Key); kt != nil {
-			return &kt.Val
-		}
-		return nil
-	}, done)
-}
-
-// ResponseInOrder is Response with tensors in the order of the pulls, of which
-// there must be as many.
-func (b Batch) ResponseInOrder(tensors []Tensor, done van.Completion) error {
-	return b.ResponseInOrderOn(DefaultStream, tensors, done)
-}
-
-// ResponseInOrderOn is ResponseOn with tensors in the order of the pulls.
-func (b Batch) ResponseInOrderOn(stream Stream, tensors []Tensor, done van.Completion) error {
-	return b.respond(stream, len(tensors), func(i int) *Tensor {
-		if i < len(tensors) {
-			return &tensors[i]
-		}
-		return nil
-	}, done)
-}
-
-// respond answers each pull with what answer has for it.
-func (b Batch) respond(stream Stream, n int, answer func(pull int) *Tensor, done van.Completion) error {
+func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	s := b.s // all else may be another batch's by now
+	o, err := respondOptionsOf(opts)
+	if err != nil {
+		return &van.Error{Op: "respond", Node: s.node.Name(), Err: err}
+	}
 	if !b.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
 		return &van.Error{Op: "respond", Node: s.node.Name(), Err: ErrAnswered, Hint: "respond once to each batch"}
 	}
-	device, err := b.checkAnswer(n, answer)
+	var device bool
+	device, err = b.checkAnswer(outs, o.order)
 	var event backend.Event
 	if err == nil && device {
-		event, err = s.line.mark(stream)
+		event, err = s.line.mark(o.stream)
 	}
 	if err != nil {
 		b.state.Store(b.gen << 1)
 		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(b.instance), Err: err}
 	}
 	if event != nil || s.line.busy() {
-		return b.enqueue(event, answer, done)
+		return b.enqueue(event, outs, o)
 	}
 	defer b.unref()
 	if b.single && len(b.pulls) == 0 {
@@ -83,22 +56,38 @@ func (b Batch) respond(stream Stream, n int, answer func(pull int) *Tensor, done
 	var errs []error
 	for i := range b.pulls {
 		p := &b.pulls[i]
-		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *answer(i)}, b.work, done); err != nil {
+		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *b.answer(i, outs, o.order)}, b.work, o.done); err != nil {
 			errs = append(errs, err)
 		}
 	}
 	return errors.Join(errs...)
 }
 
+// answer is what outs has for pull i, or nil.
+func (b *work) answer(i int, outs []KeyTensor, order Order) *Tensor {
+	if order == ByKey {
+		for j := range outs {
+			if outs[j].Key == b.pulls[i].Key {
+				return &outs[j].Val
+			}
+		}
+		return nil
+	}
+	if i < len(outs) {
+		return &outs[i].Val
+	}
+	return nil
+}
+
 // enqueue puts the answers into the line, which has the batch until they are sent.
-func (b Batch) enqueue(event backend.Event, answer func(pull int) *Tensor, done van.Completion) error {
+func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o respondOptions) error {
 	s, w := b.s, b.work
 	for i := range w.pulls {
-		t := answer(i)
+		t := b.answer(i, outs, o.order)
 		t.mem.Retain()
 		w.answers = append(w.answers, KeyTensor{Key: w.pulls[i].Key, Val: *t})
 	}
-	w.done = done
+	w.done = o.done
 	if s.line.add(w, event) {
 		return nil
 	}
@@ -147,13 +136,15 @@ func (b *work) forget() {
 
 // checkAnswer refuses tensors that do not fit the pulls, or lie on a device that the
 // node does not own. It tells whether one lies on the node's.
-func (b *work) checkAnswer(n int, answer func(pull int) *Tensor) (device bool, err error) {
+func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err error) {
 	for i := range b.pulls {
 		p := &b.pulls[i]
-		t := answer(i)
+		t := b.answer(i, outs, order)
 		switch {
+		case t == nil && order == InOrder:
+			return false, fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, len(outs), len(b.pulls))
 		case t == nil:
-			return false, fmt.Errorf("%w: no tensor with key %d among the %d given", van.ErrInvalid, p.Key, n)
+			return false, fmt.Errorf("%w: no tensor with key %d among the %d given", van.ErrInvalid, p.Key, len(outs))
 		case t.Len() != p.Len:
 			return false, fmt.Errorf("%w: tensor %s for key %d has %d bytes, the worker's pull tensor %s%v has %d", van.ErrInvalid,
 				t.String(), p.Key, t.Len(), p.Dtype, p.Shape, p.Len)
@@ -164,24 +155,15 @@ func (b *work) checkAnswer(n int, answer func(pull int) *Tensor) (device bool, e
 			}
 		}
 	}
-	if len(b.pulls) < n {
-		return false, fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, n, len(b.pulls))
+	if len(b.pulls) < len(outs) {
+		return false, fmt.Errorf("%w: %d tensors for %d pulls", van.ErrInvalid, len(outs), len(b.pulls))
 	}
 	return device, nil
 }
 
-func find(tensors []KeyTensor, key uint64) *KeyTensor {
-	for i := range tensors {
-		if tensors[i].Key == key {
-			return &tensors[i]
-		}
-	}
-	return nil
-}
-
 // reply sends one answer: kt, or an empty one. b, if not nil, is held until the
 // answer has left.
-func (s *TensorServer) reply(r kv.ReplyTo, kt *KeyTensor, b *work, done van.Completion) error {
+func (s *Server) reply(r datamsg.Reply, kt *KeyTensor, b *work, done van.Completion) error {
 	a := answers.Get().(*answer)
 	r.Fill(&a.msg)
 	if kt == nil {
@@ -190,15 +172,21 @@ func (s *TensorServer) reply(r kv.ReplyTo, kt *KeyTensor, b *work, done van.Comp
 		return err
 	}
 	binary.LittleEndian.PutUint64(a.key[:], kt.Key)
-	kv.SetData(&a.msg, backend.Bytes(a.key[:]), kt.Val.mem, backend.Mem{}, van.TypeOther)
+	datamsg.SetData(&a.msg, backend.Bytes(a.key[:]), kt.Val.mem, backend.Mem{}, van.TypeOther)
 	b.refs.Add(1)
 	a.msg.Done = b
+	var both *sent
 	if done != nil {
-		a.msg.Done = &sent{b, done}
+		both = sents.Get().(*sent)
+		both.b, both.done = b, done
+		a.msg.Done = both
 	}
 	err := s.node.Send(&a.msg)
 	if err != nil && !failpoint.On("leak") {
 		b.unref()
+		if both != nil {
+			both.put()
+		}
 	}
 	a.msg.Done = nil
 	answers.Put(a)
@@ -211,17 +199,27 @@ type sent struct {
 	done van.Completion
 }
 
+// Sent is called when an answer has left.
 func (s *sent) Sent() {
-	s.done.Sent()
-	s.b.unref()
+	b, done := s.b, s.done
+	s.put()
+	done.Sent()
+	b.unref()
+}
+
+var sents = sync.Pool{New: func() any { return new(sent) }}
+
+func (s *sent) put() {
+	s.b, s.done = nil, nil
+	sents.Put(s)
 }
 
 // acknowledge answers a push of a batch. Nobody waits for it before the batch is
 // complete, so it may leave together with what follows.
-func (s *TensorServer) acknowledge(msg *van.Message) error {
+func (s *Server) acknowledge(msg *van.Message) error {
 	a := answers.Get().(*answer)
 	defer answers.Put(a)
-	r := kv.ReplyOf(msg)
+	r := datamsg.ReplyTo(msg)
 	r.Fill(&a.msg)
 	a.msg.More = true
 	return s.node.Send(&a.msg)

@@ -1,0 +1,203 @@
+package af
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/datamsg"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Pull is one request for a tensor.
+type Pull struct {
+	Key   uint64
+	Len   int // bytes that the answer must have
+	Dtype Dtype
+	Shape []int64 // of the worker's pull tensor
+
+	reply datamsg.Reply
+}
+
+// Batch is a handle on what one worker sent in one call: its push tensors, and
+// the pulls it wants answered. It is a small value. Push tensors are views on
+// receive memory; they and the lists are valid until Respond returns, or longer
+// with Retain.
+type Batch struct {
+	*work
+	gen uint64
+}
+
+// work is the state behind a Batch; it is used again for later ones.
+type work struct {
+	s        *Server
+	x        *sender // whose batch it is
+	instance int     // node id of the worker's instance
+	epoch    uint32  // of the worker's process, see van.Message
+	customer int32   // the worker's
+	single   bool
+	first    int32 // timestamps
+	last     int32
+	pushes   []KeyTensor
+	pulls    []Pull
+	msgs     []*van.Message
+	bytes    int           // of msgs
+	ack      datamsg.Reply // of a single push
+	state    atomic.Uint64 // generation<<1 | answered
+	refs     atomic.Int32
+
+	answers []KeyTensor // to the pulls, while the batch is in the server's line
+	done    van.Completion
+}
+
+// Worker is the group rank of the worker.
+func (b Batch) Worker() int { return van.RankOf(b.instance) / b.s.node.GroupSize() }
+
+// Single tells that the batch is one message, not marked as part of a batch.
+func (b Batch) Single() bool { return b.single }
+
+// Pushes are the push tensors in the order sent.
+func (b Batch) Pushes() []KeyTensor { return b.pushes }
+
+// Pulls are the wanted answers in the order asked for.
+func (b Batch) Pulls() []Pull { return b.pulls }
+
+// Wanted tells whether the worker still waits for the answer: it has not given the batch
+// up, which workers of this library tell, is not lost, and was not replaced by another
+// process.
+func (b Batch) Wanted() bool {
+	if b.state.Load()>>1 != b.gen {
+		return false
+	}
+	c := b.s.serving.Load()
+	return c == nil || c.Wanted(b.instance, b.epoch, b.customer, b.first)
+}
+
+// add adds one message to the batch.
+func (b *work) add(msg *van.Message) error {
+	if len(b.pushes)+len(b.pulls) >= MaxBatch {
+		return fmt.Errorf("%w: batch of more than %d tensors", van.ErrMalformed, MaxBatch)
+	}
+	b.last = msg.Timestamp
+	key := binary.LittleEndian.Uint64(msg.Keys.Host())
+	d := Dtype(msg.Dtype)
+	if !msg.Push {
+		size, err := byteSize(d, msg.ShapeSlice())
+		if err != nil || size != int(msg.ValLen) {
+			return fmt.Errorf("%w: pull of key %d: %s%v is not the announced %d bytes (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), msg.ValLen, errOr(err))
+		}
+		p := b.growPulls()
+		p.Key, p.Len, p.Dtype, p.reply = key, size, d, datamsg.ReplyTo(msg)
+		p.Shape = append(p.Shape[:0], msg.ShapeSlice()...)
+		return nil
+	}
+	mem, owned, err := b.s.buffers.Place(msg, key)
+	if err != nil {
+		return err
+	}
+	size, err := byteSize(d, msg.ShapeSlice())
+	if err != nil || size != mem.Len() {
+		return fmt.Errorf("%w: push of key %d: %s%v is not the %d bytes that came (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), mem.Len(), errOr(err))
+	}
+	t := Tensor{mem: mem, dtype: d, ndim: int8(msg.Dim), shape: msg.Shape}
+	b.pushes = append(b.pushes, KeyTensor{Key: key, Val: t})
+	if b.single {
+		b.ack = datamsg.ReplyTo(msg)
+	}
+	if !owned {
+		b.bytes += msg.PayloadLen()
+		b.msgs = append(b.msgs, msg.Retain())
+	}
+	return nil
+}
+
+var errSizes = errors.New("sizes differ")
+
+func errOr(err error) error {
+	if err == nil {
+		return errSizes
+	}
+	return err
+}
+
+// growPulls appends an entry whose shape slice is used again.
+func (b *work) growPulls() *Pull {
+	if n := len(b.pulls); n < cap(b.pulls) {
+		b.pulls = b.pulls[:n+1]
+	} else {
+		b.pulls = append(b.pulls, Pull{})
+	}
+	return &b.pulls[len(b.pulls)-1]
+}
+
+// Retain keeps the push tensors valid until a matching Release, also beyond
+// Respond. Call it before Respond.
+func (b Batch) Retain() Batch {
+	b.refs.Add(1)
+	return b
+}
+
+// Release gives up one hold on the batch. Respond gives up the first one; call
+// Release only after Retain, or for a batch that will never be answered. It does
+// nothing once all holds are given up.
+//
+// With a stream, in which work still reads push tensors that lie on the node's device, it
+// returns at once, and the hold ends with that work.
+func (b Batch) Release(on ...Stream) {
+	if b.state.Load()>>1 != b.gen {
+		return
+	}
+	if len(on) == 0 || on[0] == Complete {
+		b.unref()
+		return
+	}
+	device := false
+	for i := range b.pushes {
+		device = device || !b.pushes[i].Val.mem.OnHost()
+	}
+	if !device {
+		b.unref()
+		return
+	}
+	event, err := b.s.late.mark(on[0])
+	switch {
+	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
+		b.s.node.Log().Warn("received tensors are never used again", "worker", b.s.node.PeerName(b.instance), "err", err)
+	case err != nil:
+		b.unref() // the device is lost
+	case event == nil && !b.s.late.busy(): // the work is done
+		b.unref()
+	case !b.s.late.add((*reading)(b.work), event):
+		b.unref() // the node has left; its device's memory is freed after that work
+	}
+}
+
+// reading is a batch that the device still reads.
+type reading work
+
+func (*reading) dead() bool   { return false }
+func (r *reading) send(error) { (*work)(r).unref() }
+
+// unref gives up one hold; after the last one the state is used again.
+func (b *work) unref() {
+	if b.refs.Add(-1) > 0 {
+		return
+	}
+	b.state.Store((b.state.Load()>>1 + 1) << 1)
+	for i, m := range b.msgs {
+		m.Release()
+		b.msgs[i] = nil
+	}
+	clear(b.pushes)
+	x := b.x
+	x.freeMu.Lock()
+	defer x.freeMu.Unlock()
+	if len(x.free) < keepBatches {
+		x.free = append(x.free, b)
+	}
+}
+
+// Sent is called when an answer has left.
+func (b *work) Sent() { b.unref() }

@@ -1,0 +1,128 @@
+package af
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// CallOption changes one PushPull: a Stream, To, Within. It costs no allocation.
+type CallOption interface{ callOption() }
+
+// RespondOption changes one Respond: a Stream, ByKey, OnSent. It costs no allocation.
+type RespondOption interface{ respondOption() }
+
+// Stream is a queue of work on the node's device: the driver's handle (CUstream,
+// cudaStream_t). As an option it says that the work which is in the stream at the time of
+// the call makes the tensors on the device that are sent, or uses those that are to be
+// filled. The call does not wait for that work: a goroutine of the library does, and
+// sends then. Tensors on the host are complete by themselves.
+type Stream uintptr
+
+const (
+	// DefaultStream is the device's default stream, which is waited for without an option.
+	DefaultStream Stream = 0
+	// Complete says that there is nothing to wait for: who calls vouches that the
+	// tensors are complete, and, if they are to be filled, not in use.
+	Complete = ^Stream(0)
+)
+
+// OnStream is the Stream with that driver's handle.
+func OnStream(handle uintptr) Stream { return Stream(handle) }
+
+func (Stream) callOption()    {}
+func (Stream) respondOption() {}
+
+// To sends a PushPull to some servers only: those with these group ranks, ascending. The
+// pull list then has as many parts as there are ranks.
+type To []int
+
+func (To) callOption() {}
+
+// Within is how long Wait waits for a PushPull, counted from it, when Wait's context has
+// no deadline. It replaces WorkerOptions.Timeout; negative means no limit.
+type Within time.Duration
+
+func (Within) callOption() {}
+
+// Order says which tensor of a Respond answers which pull.
+type Order uint8
+
+const (
+	// InOrder answers pull i with tensor i, whatever its key; it needs no option.
+	InOrder Order = iota
+	// ByKey answers each pull with the first tensor that has its key.
+	ByKey
+)
+
+func (Order) respondOption() {}
+
+// Sent is the option that OnSent returns.
+type Sent struct{ done van.Completion }
+
+// OnSent has done called once for each pull when its answer has left and the tensor is
+// the caller's again, from any goroutine; done must neither block nor send. Answers that
+// will not leave after all are told like those that have.
+func OnSent(done van.Completion) Sent { return Sent{done} }
+
+func (Sent) respondOption() {}
+
+// callOptions are those of one PushPull.
+type callOptions struct {
+	stream Stream
+	to     To
+	limit  time.Duration
+}
+
+// callOptionsOf returns a value, not through a pointer: the compiler would take what opts
+// refer to for stored, and allocate it.
+func callOptionsOf(limit time.Duration, opts []CallOption) (o callOptions, err error) {
+	o.limit = limit
+	for i, opt := range opts {
+		switch opt := opt.(type) {
+		case Stream:
+			o.stream = opt
+		case To:
+			o.to = opt
+		case Within:
+			o.limit = time.Duration(opt)
+		default:
+			return o, fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i)
+		}
+	}
+	return o, nil
+}
+
+// check refuses ranks that are not those of some of n servers.
+func (t To) check(n int) error {
+	for i, r := range t {
+		if r < 0 || r >= n || i > 0 && r <= t[i-1] {
+			return fmt.Errorf("%w: to servers %v, want ranks from 0 to %d, ascending", van.ErrInvalid, append([]int(nil), t...), n-1)
+		}
+	}
+	return nil
+}
+
+// respondOptions are those of one Respond.
+type respondOptions struct {
+	stream Stream
+	order  Order
+	done   van.Completion
+}
+
+func respondOptionsOf(opts []RespondOption) (o respondOptions, err error) {
+	for i, opt := range opts {
+		switch opt := opt.(type) {
+		case Stream:
+			o.stream = opt
+		case Order:
+			o.order = opt
+		case Sent:
+			o.done = opt.done
+		default:
+			return o, fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i)
+		}
+	}
+	return o, nil
+}

@@ -1,0 +1,203 @@
+package af
+
+import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// sender assembles the batches of one worker. Its messages come one at a time.
+type sender struct {
+	s     *Server
+	early atomic.Int32 // messages that are held
+
+	mu   sync.Mutex
+	open []*work        // begun and not ended; the last one is the current one
+	held []*van.Message // came before the message that they follow
+
+	openBytes int // of the messages in open
+	heldBytes int
+
+	freeMu sync.Mutex
+	free   []*work // to be used again
+}
+
+// maxOpen bounds the batches that a worker may have begun and not ended, of which
+// the oldest is given up then, and its messages that are held.
+const maxOpen = 1024
+
+// takeOne takes one message and says when it makes no sense.
+func (x *sender) takeOne(msg *van.Message) {
+	if err := x.accept(msg); err != nil {
+		x.s.dropped(msg, err)
+	}
+}
+
+// accept adds msg to its batch and hands the batch on when it is complete.
+func (x *sender) accept(msg *van.Message) error {
+	s := x.s
+	if msg.SimpleApp || msg.Frames < 2 || msg.Keys.Len() != 8 {
+		return fmt.Errorf("%w: tensor request with %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, msg.Frames, msg.Keys.Len())
+	}
+	if msg.Head < van.Single || msg.Head > van.BatchEnd {
+		return fmt.Errorf("%w: batch flag %d, want 0 to 3", van.ErrMalformed, msg.Head)
+	}
+	x.mu.Lock()
+	b, err := x.batchOf(msg)
+	if err != nil {
+		if s.reorders && x.hold(msg, s.node.Config().RecvBudgetPeer) {
+			x.early.Add(1)
+			err = nil
+		}
+		x.mu.Unlock()
+		return err
+	}
+	err = b.add(msg)
+	if err == nil {
+		err = x.charge(b, msg)
+	}
+	if err != nil {
+		x.remove(b)
+		x.mu.Unlock()
+		b.unref()
+		return err
+	}
+	complete := b.single || msg.Head == van.BatchEnd
+	if complete {
+		x.remove(b)
+	}
+	x.mu.Unlock()
+
+	// Pushes of a batch are acknowledged on arrival; a single one when the
+	// application answers it.
+	if msg.Push && !b.single {
+		if err := s.acknowledge(msg); err != nil {
+			if n, speak := s.node.Rarely("af: push not acknowledged: " + logx.Kind(err)); speak {
+				s.node.Log().Warn("push not acknowledged", "err", err, "so far", n)
+			}
+		}
+	}
+	if complete {
+		instance := b.instance
+		s.handler(Batch{b, b.state.Load() >> 1})
+		s.node.Flush(instance) // unless the answers have taken the acknowledgements along
+	}
+	return nil
+}
+
+// batchOf finds or begins the batch that msg belongs to: batches of one worker
+// may interleave as long as the timestamps of each are consecutive. x.mu is held.
+func (x *sender) batchOf(msg *van.Message) (*work, error) {
+	if msg.Head == van.Single || msg.Head == van.BatchStart {
+		if s := x.s; len(x.open) >= maxOpen { // nobody will end the oldest
+			old := x.open[0]
+			x.remove(old)
+			last := old.last
+			old.unref()
+			if n, speak := s.node.Rarely("af: open batches"); speak {
+				s.node.Log().Warn("gave up a batch that has not ended", "worker", s.node.PeerName(msg.Sender), "last timestamp", last, "begun since", maxOpen, "so far", n)
+			}
+		}
+		b := x.take(msg)
+		x.open = append(x.open, b)
+		return b, nil
+	}
+	for i := len(x.open) - 1; i >= 0; i-- {
+		if b := x.open[i]; b.last+1 == msg.Timestamp && b.epoch == msg.Epoch {
+			return b, nil
+		}
+	}
+	return nil, fmt.Errorf("%w: batch flag %d at timestamp %d continues none of the %d open batches", van.ErrMalformed, msg.Head, msg.Timestamp, len(x.open))
+}
+
+// charge puts what the last message of b keeps in memory on its sender's account. Batches
+// that have not ended have STEPAF_RECV_BUDGET_PEER bytes, the older ones are given up
+// before the last; that one alone may have STEPAF_RECV_BUDGET. x.mu is held.
+func (x *sender) charge(b *work, msg *van.Message) error {
+	s := b.s
+	size := 0
+	if n := len(b.msgs); n > 0 && b.msgs[n-1] == msg {
+		size = msg.PayloadLen()
+	}
+	x.openBytes += size
+	c := s.node.Config()
+	for x.openBytes > c.RecvBudgetPeer && len(x.open) > 1 && !failpoint.On("recv-budget") {
+		old := x.open[0]
+		if old == b {
+			old = x.open[1]
+		}
+		x.remove(old)
+		if n, speak := s.node.Rarely("af: bytes of open batches"); speak {
+			s.node.Log().Warn("gave up a batch that has not ended: its worker has begun too much", "worker", s.node.PeerName(msg.Sender),
+				"last timestamp", old.last, "limit (STEPAF_RECV_BUDGET_PEER)", c.RecvBudgetPeer, "so far", n)
+		}
+		old.unref()
+	}
+	if b.bytes > max(c.RecvBudget, c.RecvBudgetPeer) && !failpoint.On("recv-budget") {
+		return fmt.Errorf("%w: a batch of %d bytes before its end, want at most %d (STEPAF_RECV_BUDGET)", van.ErrInvalid, b.bytes, max(c.RecvBudget, c.RecvBudgetPeer))
+	}
+	return nil
+}
+
+// hold keeps a message that continues no open batch, if there is room. One that was lost
+// and sent again comes after those that follow it; so does, over RDMA, one with a new
+// key of a worker of the original's. x.mu is held.
+func (x *sender) hold(msg *van.Message, limit int) bool {
+	if len(x.held) >= maxOpen || x.heldBytes+msg.PayloadLen() > limit {
+		return false
+	}
+	x.heldBytes += msg.PayloadLen()
+	x.held = append(x.held, msg.Retain())
+	return true
+}
+
+// unhold returns a held message whose turn has come, or nil. The caller releases
+// it.
+func (x *sender) unhold() *van.Message {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for i, m := range x.held {
+		for _, b := range x.open {
+			if b.last+1 == m.Timestamp {
+				x.held = append(x.held[:i], x.held[i+1:]...)
+				x.heldBytes -= m.PayloadLen()
+				return m
+			}
+		}
+	}
+	return nil
+}
+
+// remove takes b off the open batches. x.mu is held.
+func (x *sender) remove(b *work) {
+	for i := range x.open {
+		if x.open[i] == b {
+			x.open = append(x.open[:i], x.open[i+1:]...)
+			x.openBytes -= b.bytes
+			return
+		}
+	}
+}
+
+// take begins a batch.
+func (x *sender) take(msg *van.Message) *work {
+	x.freeMu.Lock()
+	var b *work
+	if n := len(x.free); n > 0 {
+		b, x.free = x.free[n-1], x.free[:n-1]
+	}
+	x.freeMu.Unlock()
+	if b == nil {
+		b = &work{s: x.s, x: x}
+	}
+	b.instance, b.epoch, b.customer, b.first = msg.Sender, msg.Epoch, msg.CustomerID, msg.Timestamp
+	b.single = msg.Head == van.Single
+	b.pushes, b.pulls, b.msgs = b.pushes[:0], b.pulls[:0], b.msgs[:0]
+	b.bytes = 0
+	b.refs.Store(1)
+	return b
+}

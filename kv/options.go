@@ -1,0 +1,140 @@
+package kv
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// PushOption changes one Push: Lens, Cmd, Within, Done, NoCopy. It costs no allocation.
+type PushOption interface{ pushOption() }
+
+// PullOption changes one Pull: LensInto, Cmd, Within, Done, NoCopy. It costs no allocation.
+type PullOption interface{ pullOption() }
+
+// Lens is the number of values of each key of a push. Without it all keys have the same
+// number.
+type Lens []int32
+
+func (Lens) pushOption() {}
+
+// LensOf is the option that LensInto returns.
+type LensOf struct {
+	lens *[]int32
+	noPointer
+}
+
+// noPointer makes an option more than a pointer. One that is just a pointer would lie in
+// the interface itself; the compiler then takes all options for stored, and allocates them.
+type noPointer struct{ _ uintptr }
+
+// LensInto has lens filled with the number of values of each key of a pull. An empty
+// slice is resized; another one must have one entry for each key.
+func LensInto(lens *[]int32) LensOf { return LensOf{lens: lens} }
+
+func (LensOf) pullOption() {}
+
+// Cmd travels to the server's handler. It is 0 without an option.
+type Cmd int32
+
+func (Cmd) pushOption() {}
+func (Cmd) pullOption() {}
+
+// Within is how long Wait waits for a request, counted from it, when Wait's context has no
+// deadline. It replaces the Timeout of the worker's options; negative means no limit.
+type Within time.Duration
+
+func (Within) pushOption() {}
+func (Within) pullOption() {}
+
+// DoneOption is what Done returns.
+type DoneOption struct {
+	f func(error)
+	noPointer
+}
+
+// Done has f called exactly once when the request is finished: with nil when its
+// values have arrived, else with what Wait returns. It runs before Wait
+// returns, on the transport's goroutine or, when nothing was sent, on the
+// caller's before the call returns. It may make further requests; it must not
+// wait for them. It is not called when the call itself returns an error. A
+// request that nobody waits for has no time limit; it ends when its servers have
+// answered or one of them is lost.
+func Done(f func(error)) DoneOption { return DoneOption{f: f} }
+
+func (DoneOption) pushOption() {}
+func (DoneOption) pullOption() {}
+
+// Copying says whether the library copies what a request sends.
+type Copying uint8
+
+// NoCopy lends keys, and in a push values and lengths, to the library: they must stay as
+// they are until the request is done. Without it they are copied.
+const NoCopy Copying = 1
+
+func (Copying) pushOption() {}
+func (Copying) pullOption() {}
+
+// RespondOption changes one Respond: OnSent.
+type RespondOption interface{ respondOption() }
+
+// Sent is the option that OnSent returns.
+type Sent struct{ done van.Completion }
+
+// OnSent has done called once, from any goroutine, when the transport does not need the
+// slices of an answer any more; it must neither block nor send. It is not called when
+// Respond returns an error.
+func OnSent(done van.Completion) Sent { return Sent{done} }
+
+func (Sent) respondOption() {}
+
+// options are those of one request.
+type options struct {
+	lens   []int32
+	into   *[]int32
+	cmd    int32
+	limit  time.Duration
+	done   func(error)
+	noCopy bool
+}
+
+func (o *options) set(i int, opt any) error {
+	switch opt := opt.(type) {
+	case Lens:
+		o.lens = opt
+	case LensOf:
+		o.into = opt.lens
+	case Cmd:
+		o.cmd = int32(opt)
+	case Within:
+		o.limit = time.Duration(opt)
+	case DoneOption:
+		o.done = opt.f
+	case Copying:
+		o.noCopy = opt == NoCopy
+	default:
+		return fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i)
+	}
+	return nil
+}
+
+func pushOptions(limit time.Duration, opts []PushOption) (options, error) {
+	o := options{limit: limit}
+	for i, opt := range opts {
+		if err := o.set(i, opt); err != nil {
+			return o, err
+		}
+	}
+	return o, nil
+}
+
+func pullOptions(limit time.Duration, opts []PullOption) (options, error) {
+	o := options{limit: limit}
+	for i, opt := range opts {
+		if err := o.set(i, opt); err != nil {
+			return o, err
+		}
+	}
+	return o, nil
+}
