@@ -26,7 +26,7 @@ type Pull struct {
 // receive memory; they and the lists are valid until Respond returns, or longer
 // with Retain.
 type Batch struct {
-	*work
+	w   *work
 	gen uint64
 }
 
@@ -53,26 +53,26 @@ type work struct {
 }
 
 // Worker is the group rank of the worker.
-func (b Batch) Worker() int { return van.RankOf(b.instance) / b.s.node.GroupSize() }
+func (b Batch) Worker() int { return van.RankOf(b.w.instance) / b.w.s.node.GroupSize() }
 
 // Single tells that the batch is one message, not marked as part of a batch.
-func (b Batch) Single() bool { return b.single }
+func (b Batch) Single() bool { return b.w.single }
 
 // Pushes are the push tensors in the order sent.
-func (b Batch) Pushes() []KeyTensor { return b.pushes }
+func (b Batch) Pushes() []KeyTensor { return b.w.pushes }
 
 // Pulls are the wanted answers in the order asked for.
-func (b Batch) Pulls() []Pull { return b.pulls }
+func (b Batch) Pulls() []Pull { return b.w.pulls }
 
 // Wanted tells whether the worker still waits for the answer: it has not given the batch
 // up, which workers of this library tell, is not lost, and was not replaced by another
 // process.
 func (b Batch) Wanted() bool {
-	if b.state.Load()>>1 != b.gen {
+	if b.w.state.Load()>>1 != b.gen {
 		return false
 	}
-	c := b.s.serving.Load()
-	return c == nil || c.Wanted(b.instance, b.epoch, b.customer, b.first)
+	c := b.w.s.serving.Load()
+	return c == nil || c.Wanted(b.w.instance, b.w.epoch, b.w.customer, b.w.first)
 }
 
 // add adds one message to the batch.
@@ -135,7 +135,7 @@ func (b *work) growPulls() *Pull {
 // Retain keeps the push tensors valid until a matching Release, also beyond
 // Respond. Call it before Respond.
 func (b Batch) Retain() Batch {
-	b.refs.Add(1)
+	b.w.refs.Add(1)
 	return b
 }
 
@@ -146,31 +146,31 @@ func (b Batch) Retain() Batch {
 // With a stream, in which work still reads push tensors that lie on the node's device, it
 // returns at once, and the hold ends with that work.
 func (b Batch) Release(on ...Stream) {
-	if b.state.Load()>>1 != b.gen {
+	if b.w.state.Load()>>1 != b.gen {
 		return
 	}
 	if len(on) == 0 || on[0] == Complete {
-		b.unref()
+		b.w.unref()
 		return
 	}
 	device := false
-	for i := range b.pushes {
-		device = device || !b.pushes[i].Val.mem.OnHost()
+	for i := range b.w.pushes {
+		device = device || !b.w.pushes[i].Val.mem.OnHost()
 	}
 	if !device {
-		b.unref()
+		b.w.unref()
 		return
 	}
-	event, err := b.s.late.mark(on[0])
+	event, err := b.w.s.late.mark(on[0])
 	switch {
 	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
-		b.s.node.Log().Warn("received tensors are never used again", "worker", b.s.node.PeerName(b.instance), "err", err)
+		b.w.s.node.Log().Warn("received tensors are never used again", "worker", b.w.s.node.PeerName(b.w.instance), "err", err)
 	case err != nil:
-		b.unref() // the device is lost
-	case event == nil && !b.s.late.busy(): // the work is done
-		b.unref()
-	case !b.s.late.add((*reading)(b.work), event):
-		b.unref() // the node has left; its device's memory is freed after that work
+		b.w.unref() // the device is lost
+	case event == nil && !b.w.s.late.busy(): // the work is done
+		b.w.unref()
+	case !b.w.s.late.add((*reading)(b.w), event):
+		b.w.unref() // the node has left; its device's memory is freed after that work
 	}
 }
 

@@ -1,18 +1,18 @@
 // Package af is the tensor API: attention processes (workers) push tensors to
 // FFN processes (servers) and pull results back.
 //
-// A TensorWorker's ZBatchPushPull sends every push tensor to every server and
-// asks each server for its own pull tensors. The call returns a handler at once;
-// Wait blocks until all servers have answered everything. A TensorServer collects
+// A Worker's PushPull sends every push tensor to every server and
+// asks each server for its own pull tensors. It returns a Call at once, whose
+// Wait blocks until all servers have answered everything. A Server collects
 // what one worker sent as one Batch, hands it to the application, and sends the
-// answers that Response gives.
+// answers that Respond gives.
 //
 // Memory: tensors of a call belong to the library until Wait returns. The push
 // tensors of a Batch are views on receive memory, valid until the Batch is
-// released; Response releases it as soon as the answers have left.
+// released; Respond releases it as soon as the answers have left.
 //
-// Tensors may lie on the node's device: calls with On take the stream in which the
-// work on them is queued, wait for it on a goroutine of the library, and keep the order
+// Tensors may lie on the node's device: a Stream among the options is the one in which the
+// work on them is queued. A goroutine of the library waits for it, and keeps the order
 // of the calls.
 //
 // The semantics are those of StepMesh's AFTensorWorker and AFTensorServer, with

@@ -28,35 +28,35 @@ import (
 // nothing was sent and the batch can still be answered. A second Respond is
 // ErrAnswered.
 func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
-	s := b.s // all else may be another batch's by now
+	s := b.w.s // all else may be another batch's by now
 	o, err := respondOptionsOf(opts)
 	if err != nil {
 		return &van.Error{Op: "respond", Node: s.node.Name(), Err: err}
 	}
-	if !b.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
+	if !b.w.state.CompareAndSwap(b.gen<<1, b.gen<<1|1) {
 		return &van.Error{Op: "respond", Node: s.node.Name(), Err: ErrAnswered, Hint: "respond once to each batch"}
 	}
 	var device bool
-	device, err = b.checkAnswer(outs, o.order)
+	device, err = b.w.checkAnswer(outs, o.order)
 	var event backend.Event
 	if err == nil && device {
 		event, err = s.line.mark(o.stream)
 	}
 	if err != nil {
-		b.state.Store(b.gen << 1)
-		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(b.instance), Err: err}
+		b.w.state.Store(b.gen << 1)
+		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(b.w.instance), Err: err}
 	}
 	if event != nil || s.line.busy() {
 		return b.enqueue(event, outs, o)
 	}
-	defer b.unref()
-	if b.single && len(b.pulls) == 0 {
-		return s.reply(b.ack, nil, nil, nil)
+	defer b.w.unref()
+	if b.w.single && len(b.w.pulls) == 0 {
+		return s.reply(b.w.ack, nil, nil, nil)
 	}
 	var errs []error
-	for i := range b.pulls {
-		p := &b.pulls[i]
-		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *b.answer(i, outs, o.order)}, b.work, o.done); err != nil {
+	for i := range b.w.pulls {
+		p := &b.w.pulls[i]
+		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *b.w.answer(i, outs, o.order)}, b.w, o.done); err != nil {
 			errs = append(errs, err)
 		}
 	}
@@ -81,9 +81,9 @@ func (b *work) answer(i int, outs []KeyTensor, order Order) *Tensor {
 
 // enqueue puts the answers into the line, which has the batch until they are sent.
 func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o respondOptions) error {
-	s, w := b.s, b.work
+	s, w := b.w.s, b.w
 	for i := range w.pulls {
-		t := b.answer(i, outs, o.order)
+		t := b.w.answer(i, outs, o.order)
 		t.mem.Retain()
 		w.answers = append(w.answers, KeyTensor{Key: w.pulls[i].Key, Val: *t})
 	}

@@ -55,7 +55,7 @@ func TestDocumentLinks(t *testing.T) {
 		t.Fatal(err)
 	}
 	link := regexp.MustCompile(`\]\(([^)#:]+)(#[^)]*)?\)`)
-	program := regexp.MustCompile("(?s)```.*?```")
+	program := regexp.MustCompile("(?s)```.*?```|`[^`\n]*`")
 	for _, doc := range append(docs, "../README.md") {
 		text, err := os.ReadFile(doc)
 		if err != nil {

@@ -39,7 +39,7 @@ var scripts = map[string]script{
 	"s1w1_heartbeat": {func(*run, *postoffice.Node) error { return nil }, func(*run, *postoffice.Node) ([]action, error) { return nil, nil }},
 }
 
-// batches are calls of ZBatchPushPull: the numbers of push tensors and of pull
+// batches are calls of PushPull: the numbers of push tensors and of pull
 // tensors for each server.
 type batches [][2]int
 

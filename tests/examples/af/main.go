@@ -28,7 +28,7 @@ func main() {
 			for i := range x {
 				x[i] *= 2
 			}
-			check(b.Respond([]af.KeyTensor{{Key: b.Pulls()[0].Key, Val: b.Pushes()[0].Val}}, af.ByKey))
+			check(b.Respond(b.Pushes())) // the first push answers the first pull
 		}))
 	case van.Worker:
 		worker, err := af.NewWorker(node, af.WorkerOptions{})
@@ -38,9 +38,9 @@ func main() {
 		check(err)
 		pull, err := af.FromSlice(out, 2, 2)
 		check(err)
-		handler, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
 		check(err)
-		check(handler.Wait(ctx)) // from here on the tensors are ours again
+		check(call.Wait(ctx)) // from here on the tensors are ours again
 		fmt.Println(in, "doubled is", out)
 	}
 	check(node.Finalize(ctx)) // waits for everybody

@@ -257,7 +257,7 @@ func finalizeAll(ctx context.Context, nodes []*postoffice.Node) error {
 
 // software is a worker, a server, and the tensors of a push_pull of each size.
 type software struct {
-	worker                 *af.TensorWorker
+	worker                 *af.Worker
 	server                 *postoffice.Node
 	pushes, pulls, answers [][]af.KeyTensor
 	answered               atomic.Bool
@@ -268,12 +268,12 @@ type software struct {
 // into waking another one.
 func (s *software) once(ctx context.Context, i int) error {
 	s.answered.Store(false)
-	h, err := s.worker.ZBatchPushPull(s.pushes[i], s.pulls[i])
+	call, err := s.worker.PushPull(s.pushes[i], s.pulls[i])
 	if err != nil {
 		return err
 	}
 	s.server.Poll(s.isAnswered)
-	return s.worker.Wait(ctx, h)
+	return call.Wait(ctx)
 }
 
 // newSoftware makes the worker, and a server that answers a pull with key 2i+1 by
@@ -299,19 +299,19 @@ func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, e
 			*x.to = append(*x.to, []af.KeyTensor{{Key: x.key, Val: t}})
 		}
 	}
-	srv, err := af.NewTensorServer(server, af.Options{})
+	srv, err := af.NewServer(server, af.ServerOptions{})
 	if err != nil {
 		return nil, err
 	}
-	if err := srv.SetRequestHandle(func(b af.Batch) {
-		if err := b.Response(s.answers[b.Pulls()[0].Key/2], nil); err != nil {
+	if err := srv.Handle(func(b af.Batch) {
+		if err := b.Respond(s.answers[b.Pulls()[0].Key/2]); err != nil {
 			server.Log().Error("respond", "err", err) // the worker waits, and gives up
 		}
 		s.answered.Store(true)
 	}); err != nil {
 		return nil, err
 	}
-	s.worker, err = af.NewTensorWorker(worker, af.Options{})
+	s.worker, err = af.NewWorker(worker, af.WorkerOptions{})
 	return s, err
 }
 
