@@ -257,8 +257,8 @@ func exposed(x ast.Expr) (nodes []ast.Node) {
 	return nodes
 }
 
-// TestAPIDocument: docs/api.md lists the exported names, each with the first sentence of
-// its comment. With -update it is written anew.
+// TestAPIDocument: docs/api.md lists the exported names as they are declared. With -update
+// it is written anew, with the first sentences of their comments.
 func TestAPIDocument(t *testing.T) {
 	const file = "../docs/api.md"
 	before := read(t, "docs/api.md")
@@ -293,7 +293,17 @@ func TestAPIDocument(t *testing.T) {
 		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
 			t.Fatal(err)
 		}
-	} else if text != before {
-		t.Errorf("%s is stale: rewrite it with go test ./tests -run TestAPIDocument -update", file)
+	} else if have, want := firstCells(before), firstCells(text); !slices.Equal(have, want) {
+		t.Errorf("%s does not list the names that there are: rewrite it with go test ./tests -run TestAPIDocument -update", file)
 	}
+}
+
+// firstCells are those of all rows of tables.
+func firstCells(text string) (cells []string) {
+	for line := range strings.Lines(text) {
+		if cell, _, ok := strings.Cut(strings.TrimPrefix(line, "| "), " | "); ok && strings.HasPrefix(line, "| `") {
+			cells = append(cells, cell)
+		}
+	}
+	return cells
 }
