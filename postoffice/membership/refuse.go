@@ -31,20 +31,41 @@ type refusal struct {
 	at   time.Duration
 }
 
-// refuse tells a node without an id that it cannot be part of the cluster.
+// refuse tells a node without an id that it cannot be part of the cluster. A process is told
+// once in refusalTime; of the original's, which do not say which process they are, one at an
+// address.
 func (m *Machine) refuse(now time.Duration, rec *van.Node, why string) {
 	r := &m.sched.refusals
 	r.expire(now)
-	same := func(o refusal) bool { return sameAddr(&o.node, rec) }
+	n := refusal{node: cloneNode(*rec), why: why}
 	m.remember(&m.sched.refused, describe(rec)+": "+why)
 	switch {
-	case !numeric(rec.Hostname) || slices.ContainsFunc(r.recent, same) || slices.ContainsFunc(r.waiting, same):
-	case len(r.recent) < maxRefusing:
-		m.tellStranger(now, refusal{node: cloneNode(*rec), why: why})
-	case len(r.waiting) < maxRefusalsIn:
-		r.waiting = append(r.waiting, refusal{node: cloneNode(*rec), why: why})
+	case !numeric(rec.Hostname) || slices.ContainsFunc(r.recent, n.sameProcess):
+	case len(r.recent) < maxRefusing && !r.tooSoon(&n):
+		m.tellStranger(now, n)
+	default:
+		if i := slices.IndexFunc(r.waiting, n.sameAddr); i >= 0 {
+			r.waiting[i] = n // who asked before has gone, or asks again
+		} else if len(r.waiting) < maxRefusalsIn {
+			r.waiting = append(r.waiting, n)
+		}
 	}
 	m.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why)})
+}
+
+func (r *refusal) sameAddr(o refusal) bool { return sameAddr(&o.node, &r.node) }
+
+// sameProcess tells whether o is known to be about the same process.
+func (r *refusal) sameProcess(o refusal) bool {
+	mine, ok := r.node.Identity()
+	other, _ := o.node.Identity()
+	return ok && r.sameAddr(o) && mine.Incarnation == other.Incarnation
+}
+
+// tooSoon tells whether n may be what has been answered at its address a moment ago.
+func (r *refusals) tooSoon(n *refusal) bool {
+	_, named := n.node.Identity()
+	return !named && slices.ContainsFunc(r.recent, n.sameAddr)
 }
 
 func (m *Machine) tellStranger(now time.Duration, r refusal) {
@@ -71,10 +92,13 @@ func (m *Machine) tickRefusals(now time.Duration) {
 		return
 	}
 	r.expire(now)
-	for len(r.waiting) > 0 && len(r.recent) < maxRefusing {
-		first := r.waiting[0]
-		r.waiting = r.waiting[1:]
-		m.tellStranger(now, first)
+	for i := 0; i < len(r.waiting) && len(r.recent) < maxRefusing; {
+		if n := r.waiting[i]; r.tooSoon(&n) {
+			i++
+		} else {
+			r.waiting = slices.Delete(r.waiting, i, i+1)
+			m.tellStranger(now, n)
+		}
 	}
 }
 
