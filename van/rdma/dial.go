@@ -106,9 +106,8 @@ func (p *peer) connected(l *link) {
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
 	l.host.probes.Add(&l.probeDue)
 	p.connects++
-	p.keySlots, p.keySizes = map[uint64]bool{}, map[uint64]int{}
 	// What was sent before it was known who the peer is.
-	refused := p.sender.Disconnect(func(o *outgoing) bool { return p.check(o) == nil })
+	refused := p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil })
 	if l.native {
 		l.announce()
 	}
@@ -120,7 +119,7 @@ func (p *peer) connected(l *link) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, o := range refused {
-		p.dropOne(o, p.check(o))
+		p.dropOne(o, l.dialect.check(o))
 	}
 }
 
@@ -304,6 +303,11 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 				v.log.Info("rdma: STEPMESH_SPLIT_QP_LAG: queue pairs are not pinned to ports: not a bonded mlx5 device, or no libmlx5")
 			})
 		}
+	}
+	if l.native {
+		l.dialect = &nativeOut{keySlots: map[uint64]bool{}}
+	} else {
+		l.dialect = &stepmeshOut{keySizes: map[uint64]int{}}
 	}
 	l.host, err = v.device(dev)
 	if err != nil {

@@ -18,14 +18,15 @@ import (
 
 // inbound is a connection that a peer has opened to this node.
 type inbound struct {
-	v      *rvan
-	serial uint32
-	hello  hello // of its first queue pair
-	key    string
-	from   netip.AddrPort
-	host   *device
-	once   sync.Once
-	gone   atomic.Bool
+	v       *rvan
+	serial  uint32
+	hello   hello // of its first queue pair
+	dialect inboundDialect
+	key     string
+	from    netip.AddrPort
+	host    *device
+	once    sync.Once
+	gone    atomic.Bool
 	// unlisted is set while its process is not the one that the table names: a newer one, of
 	// which this node has not heard yet.
 	unlisted    atomic.Bool
@@ -167,6 +168,10 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 	}
 	in := &inbound{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: conn.Cells{Device: dev},
 		slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}
+	in.dialect = stepmeshIn{in}
+	if h.native {
+		in.dialect = nativeIn{in}
+	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.closed.Load() {
@@ -315,7 +320,7 @@ func (in *inbound) sendQueued() {
 func (in *inbound) returnCredit(l *receiveSlot) {
 	in.mu.Lock()
 	defer in.mu.Unlock()
-	if in.closed || !in.hello.native || l == nil || in.v.slots.Get(l.Index()) != l {
+	if in.closed || !in.dialect.returnsCredits() || l == nil || in.v.slots.Get(l.Index()) != l {
 		return
 	}
 	if len(in.credits) == 0 {

@@ -3,7 +3,6 @@ package rdma
 import (
 	"context"
 	"fmt"
-	"math/bits"
 	"net/netip"
 	"sync"
 	"sync/atomic"
@@ -53,18 +52,17 @@ type peer struct {
 	lastNumber uint32
 	// tickedAt is when Sender.Tick was last called.
 	tickedAt uint64
-	waitDue  conn.DueItem    // for messages, and returned slots, that wait
-	keySlots map[uint64]bool // of a native node: whether it has a slot of its own
-	keySizes map[uint64]int  // of a StepMesh node: bytes that it has for the requests of a key
+	waitDue  conn.DueItem // for messages, and returned slots, that wait
 	pulls    map[pullKey]pullDestination
 }
 
 // link is one standing connection.
 type link struct {
 	*conn.SendQueue[sentMessage]
-	ids    []verbs.ID
-	host   *device
-	native bool // a native node
+	ids     []verbs.ID
+	host    *device
+	dialect outboundDialect
+	native  bool // a native node
 	// numbered: control messages have numbers, so that those that may have arrived can be
 	// sent again.
 	numbered    bool
@@ -209,7 +207,7 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		return false, err
 	}
 	if p.link != nil {
-		if err := p.check(o); err != nil {
+		if err := p.link.dialect.check(o); err != nil {
 			p.recycle(o)
 			return false, err
 		}
@@ -233,29 +231,6 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	}
 	p.flush(msg.More)
 	return done, nil
-}
-
-// check refuses what a StepMesh node would not understand, or would abort over.
-// p.mu is held.
-func (p *peer) check(o *outgoing) error {
-	switch {
-	case p.link.native, o.revoked, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
-		return nil
-	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.into.Len() > 0):
-		// It has one buffer for all requests of a key, as large as the first one said,
-		// but puts only pushes there. Pulls it answers where they say.
-		n := max(int(o.lens[1]), o.pullLen)
-		have, known := p.keySizes[o.key]
-		if !known {
-			p.keySizes[o.key] = n
-		} else if o.push && n > have {
-			return fmt.Errorf("%w: %w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
-				van.ErrInvalid, rendezvous.ErrGrown, o.key, n, have)
-		}
-		return nil
-	}
-	return fmt.Errorf("%w: the peer is a node of the C++ library: over RDMA a message to it has one key of 8 bytes and a value of val_len bytes, at least 1; a pull says where its answer is to be put, and an answer goes there",
-		van.ErrInvalid)
 }
 
 // fill takes over what msg has.
@@ -384,40 +359,10 @@ func (p *peer) pump() {
 
 // need says what o needs at its receiver. p.mu is held.
 func (p *peer) need(o *outgoing) rendezvous.Need {
-	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
 	if p.link == nil {
-		return n
+		return rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
 	}
-	if !p.link.native {
-		n.Route = rendezvous.Route{Key: o.key, Push: o.push, Request: o.request}
-		if o.push && o.request && !o.oneShot { // other values do not go there
-			n.Data = int(o.lens[1])
-		}
-		n.Exact = n.Data
-		return n
-	}
-	if n.Meta += trailerLen; n.Meta > conn.CellSize {
-		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // so that slots fit other metas, too
-	}
-	n.Meta = max(n.Meta, conn.CellSize)
-	if !o.direct && !o.inMeta && !(o.request && !o.push && o.singleKey) {
-		n.Exact = o.packedLen()
-	}
-	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
-	n.Route.Host = n.Exact > 0 && !o.singleKey // there are keys in it
-	if o.oneShot {
-		n.Data = n.Exact
-		return n
-	}
-	if o.request && o.push && o.singleKey && n.Exact > 0 {
-		if own, known := p.keySlots[o.key]; own || !known {
-			n.Route = rendezvous.Route{Key: o.key, Push: true, Request: true}
-			if own {
-				n.Data = n.Exact
-			}
-		}
-	}
-	return n
+	return p.link.dialect.need(o)
 }
 
 // packedLen is the length of the data that is written to the slot.
@@ -437,33 +382,7 @@ func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
 	l := p.link
 	id, _, stage, _ := l.Begin()
 	s := start{metaLen: uint64(need.Meta), origin: origin}
-	if l.native {
-		s.dataNum = nativeStart
-		s.data[0], s.data[2] = uint64(need.Data), uint64(need.Exact)
-		if o.push {
-			s.data[1] |= kindPush
-		}
-		if o.request {
-			s.data[1] |= kindRequest
-		}
-		if need.Route.Host {
-			s.data[1] |= kindHost
-		}
-		if o.oneShot {
-			s.data[1] |= kindOneShot
-		} else if need.Route.Class == 0 {
-			s.data[1] |= kindKeyed
-			s.key = need.Route.Key
-		}
-	} else if !o.oneShot {
-		s.key, s.dataNum = o.key, uint64(o.frames)
-		for i := range o.frames {
-			s.data[i] = uint64(o.lens[i])
-		}
-		if o.pullLen > 0 {
-			s.data[1] = uint64(min(o.pullLen, p.keySizes[o.key]))
-		}
-	}
+	l.dialect.request(&s, o, need)
 	s.put(stage[:startLen])
 	l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immStart}, stage[:startLen]))
 	p.flush(false)
@@ -497,8 +416,7 @@ func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied boo
 			x.region.Release()
 		}
 	}
-	if l := p.link; l != nil && !l.native {
-		p.sender.Answered(msg.Key, msg.Push)
+	if l := p.link; l != nil && l.dialect.answered(p.sender, msg.Key, msg.Push) {
 		p.pump()
 		p.flush(false)
 	}

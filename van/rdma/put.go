@@ -14,31 +14,24 @@ import (
 func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	l := p.link
 	id, r, stage, _ := l.Begin()
-	if err := p.check(o); err != nil { // it was sent before there was a connection
+	if err := l.dialect.check(o); err != nil { // it was sent before there was a connection
 		p.reject(id, o, at, err)
 		return
 	}
-	if o.recalled || o.revoked && !l.native { // StepMesh would write to the memory all the same
+	if o.recalled || !l.dialect.wanted(o) {
 		p.sender.Release(at)
 		l.dropRecord(id, o)
 		p.recycle(o)
 		return
 	}
-	whole := o.inMeta && l.native
-	n := len(o.meta)
-	switch {
-	case whole:
-		n = aligned(n) + o.packedLen() + trailerLen
-	case l.native:
-		n += trailerLen
-	}
+	n, inMeta := l.dialect.layout(o)
 	meta := stage[:min(n, len(stage))]
 	lkey := uint32(0)
 	room := metaRoom
 	if len(o.copies) == 0 {
 		room = len(stage)
 	}
-	if !whole && n > room {
+	if !inMeta && n > room {
 		b, err := conn.NewBlock(l.Device, n, 0)
 		if err != nil {
 			p.reject(id, o, at, fmt.Errorf("a meta of %d bytes: %w", n, err))
@@ -57,7 +50,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			return
 		}
 	}
-	split := p.v.cfg.SplitQPLag && len(l.QPs) > 1 && !whole && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+	split := p.v.cfg.SplitQPLag && len(l.QPs) > 1 && !inMeta && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 	if split {
 		l.splits++
 		le.PutUint32(meta[metaSlaves:], uint32(len(l.QPs)-1))
@@ -65,8 +58,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			le.PutUint64(meta[metaCounter+8*i:], l.splits)
 		}
 	}
-	if l.native {
-		t := trailer{packed: !o.singleKey, placed: o.direct && !whole, frames: o.frames, lens: o.lens, inMeta: whole, metaLen: len(o.meta)}
+	if t, ok := l.dialect.trailer(o, inMeta); ok {
 		if o.control && l.numbered {
 			t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
 		}
@@ -75,7 +67,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 		}
 		t.put(meta[n-trailerLen:])
 	}
-	if whole {
+	if inMeta {
 		o.behind(meta[aligned(len(o.meta)):])
 	} else {
 		p.addPayload(l, id, o, at, stage[metaRoom:], split)

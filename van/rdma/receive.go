@@ -48,19 +48,10 @@ func (d *device) completed(c *verbs.Completion) {
 		v.malformedFrom(x.peer.name(), &van.FieldError{Field: "notification", Value: c.Imm, Want: "none on a connection of this node"})
 	case c.Type == verbs.RecvSend && c.Imm == immStart:
 		x.in.slotRequested(recvData(c))
-	case c.Type == verbs.RecvSend && c.Imm == immUp && x.in.hello.native && !x.in.confirmed.Swap(true):
-		if p := (*v.peers.Load())[x.in.hello.node]; p != nil {
-			go v.notifyInboundDown(p)
-		}
-	case c.Type == verbs.RecvSend && c.Imm == immReturn && x.in.hello.native:
-		t := &d.trailer
-		if err := t.get(recvData(c)); err != nil {
-			v.malformed(x.in, err)
-			return
-		}
-		x.in.slotsReturned(t)
 	case c.Type == verbs.RecvSend:
-		v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, 5, or 3 once"})
+		if !x.in.dialect.control(c, &d.trailer) {
+			v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, 5, or 3 once"})
+		}
 	default:
 		d.notification(x.in, c)
 	}
@@ -307,24 +298,9 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 	b = b[:c.Len]
 	t := &d.trailer
 	*t = trailer{}
-	var behind []byte // the frames, when they lie with the meta
-	if in.hello.native {
-		if len(b) < rawMeta+trailerLen {
-			return nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
-		}
-		if err := t.get(b[len(b)-trailerLen:]); err != nil {
-			return nil, err
-		}
-		b = b[:len(b)-trailerLen]
-		if t.inMeta {
-			if t.metaLen < rawMeta || aligned(t.metaLen) > len(b) {
-				return nil, &van.FieldError{Field: "trailer meta length", Value: t.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
-			}
-			behind, b = b[aligned(t.metaLen):], b[:t.metaLen]
-		}
-		if t.n > 0 {
-			d.v.creditsArrived(in, t)
-		}
+	b, behind, err := in.dialect.split(b, t) // behind is the frames, when they lie with the meta
+	if err != nil {
+		return nil, err
 	}
 	rx := d.pool.get()
 	m := &rx.msg
@@ -356,13 +332,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 		m.Release()
 		return nil, nil
 	}
-	var err error
-	if in.hello.native {
-		err = rx.nativeFrames(l, t, behind)
-	} else {
-		err = rx.stepmeshFrames(l)
-	}
-	if err != nil {
+	if err := in.dialect.frames(rx, l, t, behind); err != nil {
 		rx.slot = nil // it does not hold it yet
 		m.Release()
 		return nil, err
@@ -374,18 +344,16 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 			m.Release()
 			return nil, nil // the connection has ended
 		}
-		if over && in.hello.native {
-			m.Release()
-			return nil, &van.FieldError{Field: "slot", Value: l.Index(), Want: "one that has been given back"}
-		}
 		if over {
-			in.noteOverwrite(rx.slot, m.Key)
+			if err := in.dialect.overwrite(rx.slot, m.Key); err != nil {
+				m.Release()
+				return nil, err
+			}
 		}
 		if l.OneShot {
 			d.v.slots.End(l)
 		}
-	} else if !in.hello.native && (m.IsControl() || m.SimpleApp) {
-		// StepMesh asks anew for each of these.
+	} else if in.dialect.endsSlot(m) {
 		if d.v.slots.End(l) {
 			in.freeSlot(l)
 		}
@@ -394,119 +362,6 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 	}
 	d.v.stats.received(len(b) + m.PayloadLen())
 	return rx, nil
-}
-
-// nativeFrames finds the frames of a message of a native node. behind is what lies with the
-// meta.
-func (rx *received) nativeFrames(l *receiveSlot, t *trailer, behind []byte) error {
-	m := &rx.msg
-	m.Frames = t.frames
-	data, room := l.Memory.data, min(l.Data, l.Memory.data.Len())
-	if t.inMeta {
-		data, room = backend.Bytes(behind), len(behind)
-	}
-	if t.packed {
-		off := 0
-		for i := range t.frames { // before anything is made of it
-			off = aligned(off)
-			n := int(t.lens[i])
-			if n > 0 && n > room-off {
-				return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", max(room-off, 0))}
-			}
-			off += n
-		}
-		off = 0
-		for i := range t.frames {
-			off = aligned(off)
-			n := int(t.lens[i])
-			if n == 0 {
-				continue
-			}
-			frame := data.Sub(off, n)
-			off += n
-			if i == 1 {
-				rx.slot = l
-			} else {
-				// Keys and lengths are checked, and then used: the peer must not be able to
-				// change them in between.
-				if !frame.OnHost() {
-					return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
-				}
-				frame = rx.copyFrame(frame.Host(), t)
-			}
-			m.SetFrame(i, frame)
-		}
-		return nil
-	}
-	if t.frames == 0 {
-		return nil
-	}
-	rx.oneKey()
-	n := int(t.lens[1])
-	if m.Request && !m.Push {
-		return nil
-	}
-	if !t.placed && n > room {
-		return &van.FieldError{Field: "trailer value length", Value: n, Want: fmt.Sprintf("up to %d", room)}
-	}
-	var into backend.Mem
-	var copied bool
-	if !m.Request && !m.Push {
-		var small []byte
-		if t.inMeta && !t.placed {
-			small = behind[:n]
-		}
-		into, copied = rx.d.v.endPull(rx.in.hello.node, &m.Meta, small)
-	}
-	if t.placed {
-		if m.Request || m.Push {
-			return &van.FieldError{Field: "trailer flags", Value: "placed", Want: "that only in answers to pull requests"}
-		}
-		if into.Len() == n { // else it is too late: nobody waits
-			m.Vals, m.Placed = into, true
-		}
-		return nil
-	}
-	if n == 0 {
-		return nil
-	}
-	if copied {
-		m.Vals, m.Placed = into, true
-		return nil
-	}
-	m.Vals = data.Sub(0, n)
-	m.Placed = !t.inMeta && l.Memory.region != nil
-	rx.slot = l
-	return nil
-}
-
-// stepmeshFrames finds the frames of a message of StepMesh, which says nothing of
-// them: they follow from what the message is.
-func (rx *received) stepmeshFrames(l *receiveSlot) error {
-	m := &rx.msg
-	if m.IsControl() || m.SimpleApp {
-		return nil
-	}
-	if !m.Request {
-		into, _ := rx.d.v.endPull(rx.in.hello.node, &m.Meta, nil)
-		if m.Push {
-			return nil
-		}
-		rx.oneKey()
-		m.Vals, m.Placed = into, true
-		return nil
-	}
-	rx.oneKey()
-	if !m.Push || m.ValLen == 0 {
-		return nil
-	}
-	if int(m.ValLen) < 0 || int(m.ValLen) > l.Data || int(m.ValLen) > l.Memory.data.Len() {
-		return &van.FieldError{Field: "val_len", Value: m.ValLen, Want: fmt.Sprintf("0 to %d, what it has asked for", l.Data)}
-	}
-	m.Vals = l.Memory.data.Sub(0, int(m.ValLen))
-	m.Placed = l.Memory.region != nil
-	rx.slot = l
-	return nil
 }
 
 // oneKey makes the frames that the meta repeats.

@@ -59,31 +59,18 @@ func (in *inbound) registeredBuffer(s *start, need rendezvous.Need) (backend.Mem
 	return dst, ok && dst.Len() >= need.Exact
 }
 
-// cost is what a slot costs that is asked for: see slot.
+// cost is the number of bytes that the requested slot would add to what is registered.
 func (in *inbound) cost(s *start, need rendezvous.Need, kind uint64) int {
 	n := metaBytes(need.Meta)
-	if need.Data == 0 || !in.hello.native && in.v.self.Role != van.Server {
+	if !in.dialect.wantsData(need) {
 		return n
 	}
-	keyed := kind&kindKeyed != 0
-	if !in.hello.native || keyed {
+	if in.dialect.usesBuffer(kind) {
 		if _, ok := in.registeredBuffer(s, need); ok {
 			return n
 		}
 	}
-	if !in.hello.native {
-		in.mu.Lock()
-		defer in.mu.Unlock()
-		if a := in.areas[s.key]; a != nil && a.Mem.Len() >= need.Data {
-			return n
-		}
-		return n + need.Data
-	}
-	if keyed {
-		_, size := rendezvous.Class(need.Data)
-		return n + size
-	}
-	return n + need.Data
+	return n + in.dialect.dataCost(s, need, kind)
 }
 
 // withinBudget tells whether the bytes that a slot request wants are within the budgets. Control
@@ -122,11 +109,7 @@ func (in *inbound) overBudget(q *slotRequest, why error) {
 	if n := v.stats.overBudget.Add(1); n&(n-1) == 0 {
 		v.log.Warn("rdma: a peer gets no more memory", "peer", in.name(), "key", q.key, "why", why, "refused so far", n)
 	}
-	if !in.hello.native { // its protocol has no word for it, and it would wait for ever
-		in.fail(why)
-		return
-	}
-	in.reply(&reply{origin: q.origin, flags: replyRefused | replyBudget}, nil)
+	in.dialect.refuse(q.origin, replyBudget, why)
 }
 
 // makeRoom takes slots back, so that the slot request that err has made wait can be answered. The
@@ -202,7 +185,7 @@ func (in *inbound) requestReclaim(places, bytes int, now uint64) {
 	if in.closed || now-w.at < uint64(reclaimPause) {
 		return
 	}
-	if w.since != 0 && now-w.since > uint64(reclaimTime) && in.hasFreeSlots() {
+	if w.since != 0 && now-w.since > uint64(reclaimTime) && in.dialect.hasFreeSlots() {
 		in.fail(fmt.Errorf("%w: it has slots that it does not use, and has not given them back within %s", van.ErrPeerLost, reclaimTime))
 		return
 	}
@@ -213,18 +196,6 @@ func (in *inbound) requestReclaim(places, bytes int, now uint64) {
 	var b [reclaimLen]byte
 	(&reclaim{places: uint32(places), bytes: uint64(bytes)}).put(b[:])
 	in.send(immReclaim, b[:])
-}
-
-// hasFreeSlots tells whether the peer has a slot in which no message lies. in.mu is held.
-func (in *inbound) hasFreeSlots() bool {
-	for _, all := range in.slots {
-		for _, l := range all {
-			if !l.Held() {
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // slotsReturned takes slots back that the peer has given up. What it had written there before

@@ -101,18 +101,16 @@ func (in *inbound) retryRequests(now uint64, _ bool) bool {
 // error is one of ErrNoSlot, errBudget, errTotal and errStalled.
 func (in *inbound) grant(q *slotRequest) error {
 	v, s := in.v, &q.start
-	need, kind, err := s.need(in.hello.native)
+	need, kind, err := in.dialect.need(s)
 	if err != nil {
 		v.malformed(in, err)
-		if in.hello.native { // else it would wait for ever
-			in.reply(&reply{origin: s.origin, flags: replyRefused}, nil)
-		}
+		in.dialect.refuse(s.origin, 0, err)
 		return nil
 	}
 	if !need.OneShot && (in.stalled.Load() || in.unlisted.Load()) {
 		return errNotTaken
 	}
-	if in.sharedSlotsSuffice(need, kind, s.key) {
+	if in.dialect.sharedSlotsSuffice(need, kind, s.key) {
 		in.reply(&reply{origin: s.origin, flags: replyShared | replyNone}, nil)
 		return nil
 	}
@@ -130,10 +128,8 @@ func (in *inbound) grant(q *slotRequest) error {
 	r.origin = s.origin
 	if err != nil {
 		v.log.Error("rdma: no slot for a message of a peer", "peer", in.name(), "key", s.key, "bytes", need.Data, "err", err)
-		if !in.hello.native {
-			return nil // its protocol has no word for it
-		}
-		r = reply{origin: s.origin, flags: replyRefused}
+		in.dialect.refuse(s.origin, 0, err)
+		return nil
 	}
 	in.reply(&r, l)
 	return nil
@@ -149,22 +145,6 @@ func (in *inbound) reply(r *reply, l *receiveSlot) {
 		in.recordSlot(l)
 	}
 	in.send(immReply, b[:])
-}
-
-// sharedSlotsSuffice tells whether a slot of a key is not needed: the key has no buffer of its
-// own, and the slots of its size class are many. Else their number would follow that
-// of the keys.
-func (in *inbound) sharedSlotsSuffice(need rendezvous.Need, kind uint64, key uint64) bool {
-	if !in.hello.native || kind&kindKeyed == 0 || need.Data == 0 {
-		return false
-	}
-	if dst, ok := in.v.buffer(in.hello.node, key); ok && dst.Len() >= need.Exact {
-		return false
-	}
-	class, size := rendezvous.Class(need.Data)
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	return len(in.slots[rendezvous.Route{Class: class}]) >= rendezvous.Eager(size)
 }
 
 // newSlot makes the memory that a peer has asked for.
@@ -183,10 +163,7 @@ func (in *inbound) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiv
 	if l.OneShot {
 		in.oneShots.Add(1)
 	}
-	if in.hello.native && kind&kindKeyed == 0 {
-		l.Route = rendezvous.Route{Host: need.Route.Host}
-		l.Route.Class, _ = rendezvous.Class(need.Data)
-	}
+	l.Route = in.dialect.route(need, kind)
 	meta, err := in.cells.Get(need.Meta)
 	if err == nil {
 		l.Memory.meta, l.Memory.bytes = meta, metaBytes(need.Meta)
@@ -206,11 +183,11 @@ func (in *inbound) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiv
 
 // allocate finds memory for the value.
 func (in *inbound) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind uint64, r *reply) error {
-	v, m := in.v, &l.Memory
-	if need.Data == 0 || !in.hello.native && v.self.Role != van.Server {
+	if !in.dialect.wantsData(need) {
 		return nil
 	}
-	if !in.hello.native || kind&kindKeyed != 0 {
+	m := &l.Memory
+	if in.dialect.usesBuffer(kind) {
 		if dst, ok := in.registeredBuffer(s, need); ok {
 			reg, err := in.host.regions.Get(dst, verbs.LocalWrite|verbs.RemoteWrite)
 			if err != nil {
@@ -222,25 +199,12 @@ func (in *inbound) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind
 			return nil
 		}
 	}
-	if in.hello.native {
-		if kind&kindKeyed != 0 {
-			r.flags |= replyShared
-			l.Route = rendezvous.Route{}
-			l.Route.Class, l.Data = rendezvous.Class(need.Data)
-		}
-		a, err := in.newArea(l.Data, need.Route.Host)
-		if err != nil {
-			return err
-		}
-		m.area, m.data = a, a.Mem
-	} else {
-		a, err := in.keyArea(s.key, need.Data)
-		if err != nil {
-			return err
-		}
-		m.area, m.data = a, a.Mem
+	a, err := in.dialect.area(l, s, need, kind, r)
+	if err != nil {
+		return err
 	}
-	r.data, r.dataKey = m.area.Mem.Addr(), m.area.MR.RKey()
+	m.area, m.data = a, a.Mem
+	r.data, r.dataKey = a.Mem.Addr(), a.MR.RKey()
 	return nil
 }
 
@@ -284,30 +248,12 @@ func (a *area) put() {
 	}
 }
 
-// recordSlot records a slot, and ends the smaller ones of its key: who asks for a larger
-// slot will not use them again. in.mu is held.
+// recordSlot records a slot that the peer is told of. in.mu is held.
 func (in *inbound) recordSlot(l *receiveSlot) {
-	if in.closed {
-		if in.v.slots.End(l) {
-			in.freeSlot(l)
-		}
-		return
-	}
-	all := in.slots[l.Route]
-	if !l.OneShot && in.hello.native && l.Route.Class == 0 {
-		kept := all[:0]
-		for _, x := range all {
-			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.Mem) >= len(l.Memory.meta.Mem) {
-				kept = append(kept, x)
-				continue
-			}
-			in.endSlot(x)
-		}
-		clear(all[len(kept):])
-		all = kept
-	}
-	if !l.OneShot && in.hello.native {
-		in.slots[l.Route] = append(all, l)
+	if !in.closed {
+		in.dialect.record(l)
+	} else if in.v.slots.End(l) {
+		in.freeSlot(l)
 	}
 }
 

@@ -56,7 +56,7 @@ func TestCreditOfEndedPlace(t *testing.T) {
 
 // Credits of an earlier connection are not taken, although a slot has the same index now.
 func TestCreditOfEarlierConnection(t *testing.T) {
-	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan), pulls: map[pullKey]pullDestination{}, keySlots: map[uint64]bool{}}
+	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan), pulls: map[pullKey]pullDestination{}}
 	put := 0
 	p.sender = rendezvous.NewSender(func(*outgoing) rendezvous.Need {
 		return rendezvous.Need{Route: rendezvous.Route{Class: 1}, Meta: conn.CellSize}
@@ -70,7 +70,7 @@ func TestCreditOfEarlierConnection(t *testing.T) {
 		return put
 	}
 	p.sender.Connect(false)
-	p.link = &link{SendQueue: &conn.SendQueue[sentMessage]{}, host: &device{}, native: true, epoch: 7}
+	p.link = &link{SendQueue: &conn.SendQueue[sentMessage]{}, host: &device{}, dialect: &nativeOut{}, native: true, epoch: 7}
 	o := &outgoing{}
 	if err := p.sender.Submit(o); err != nil {
 		t.Fatal(err)

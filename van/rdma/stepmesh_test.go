@@ -211,8 +211,8 @@ func TestFitsOriginal(t *testing.T) {
 		if err := o.fill(c.m, c.m.PayloadLen()); err != nil {
 			t.Fatalf("%s: %v", c.name, err)
 		}
-		p := &peer{link: &link{}, keySizes: map[uint64]int{}}
-		if err := p.check(o); (err == nil) != c.want || err != nil && !errors.Is(err, van.ErrInvalid) {
+		d := &stepmeshOut{keySizes: map[uint64]int{}}
+		if err := d.check(o); (err == nil) != c.want || err != nil && !errors.Is(err, van.ErrInvalid) {
 			t.Errorf("%s: %v, want it to fit: %t", c.name, err, c.want)
 		}
 	}

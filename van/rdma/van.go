@@ -276,72 +276,20 @@ func (v *rvan) Start(recv van.Receiver) {
 	}
 }
 
-// slotReply takes the answer to a slot request.
+// slotReply takes the reply to a slot request. It tells whether it can be one.
 func (p *peer) slotReply(l *link, r *reply) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link != l || p.ended {
 		return true
 	}
-	if l.native && r.flags&replyRefused != 0 {
-		if need, ok := p.sender.Requested(r.origin); ok && p.sender.Shared(need) {
-			p.rememberKeySlot(need.Route.Key, false)
-		}
-		o, need, ok := p.sender.Refused(r.origin)
-		switch {
-		case ok && r.flags&replyBudget != 0:
-			p.dropOne(o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data))
-		case ok:
-			p.dropOne(o, fmt.Errorf("the peer has no memory for %d bytes", need.Data))
-		}
-		p.pump()
-		p.flush(false)
-		return true
+	refused, why, ok := l.dialect.reply(p.sender, r)
+	if refused != nil {
+		p.dropOne(refused, why)
 	}
-	place := rendezvous.RemoteSlot{Meta: r.meta, MetaKey: r.metaKey, Data: r.data, DataKey: r.dataKey, Index: r.index}
-	if r.index >= maxIndex {
-		return false
-	}
-	need, ok := p.sender.Requested(r.origin)
-	if !ok {
-		return false
-	}
-	var shared *rendezvous.Route
-	if r.flags&replyNone != 0 {
-		if !l.native || need.OneShot || need.Route.Class != 0 {
-			return false
-		}
-		p.rememberKeySlot(need.Route.Key, false)
-		p.sender.UseShared(r.origin)
-		p.pump()
-		p.flush(false)
-		return true
-	}
-	if l.native && !need.OneShot && need.Route.Class == 0 {
-		p.rememberKeySlot(need.Route.Key, r.flags&replyShared == 0)
-		if r.flags&replyShared != 0 {
-			class, _ := rendezvous.Class(need.Data)
-			shared = &rendezvous.Route{Class: class}
-		}
-	}
-	p.sender.Reply(r.origin, place, shared)
 	p.pump()
 	p.flush(false)
-	return true
-}
-
-// maxKeys bounds what is remembered of keys without a slot of their own.
-const maxKeys = 1 << 16
-
-func (p *peer) rememberKeySlot(key uint64, own bool) {
-	if len(p.keySlots) >= maxKeys {
-		for k, own := range p.keySlots {
-			if !own {
-				delete(p.keySlots, k)
-			}
-		}
-	}
-	p.keySlots[key] = own
+	return ok
 }
 
 // sendError says what went wrong with a message for a peer.

@@ -1,0 +1,357 @@
+package rdma
+
+import (
+	"fmt"
+	"math/bits"
+	"slices"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// This file owns the dialect between two nodes of this library: slots that all keys of a
+// size class share, credits, refusals, and a trailer behind each meta.
+
+// nativeOut is the dialect of a link to a native node.
+type nativeOut struct {
+	keySlots map[uint64]bool // whether a key has slots of its own, where it is known
+}
+
+// maxKeys bounds what is remembered of keys without slots of their own.
+const maxKeys = 1 << 16
+
+func (d *nativeOut) rememberKeySlot(key uint64, own bool) {
+	if len(d.keySlots) >= maxKeys {
+		for k, own := range d.keySlots {
+			if !own {
+				delete(d.keySlots, k)
+			}
+		}
+	}
+	d.keySlots[key] = own
+}
+
+func (d *nativeOut) check(*outgoing) error { return nil }
+
+func (d *nativeOut) need(o *outgoing) rendezvous.Need {
+	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta) + trailerLen}
+	if n.Meta > conn.CellSize {
+		n.Meta = 1 << bits.Len(uint(n.Meta-1)) // so that slots fit other metas, too
+	}
+	n.Meta = max(n.Meta, conn.CellSize)
+	if !o.direct && !o.inMeta && !(o.request && !o.push && o.singleKey) {
+		n.Exact = o.packedLen()
+	}
+	n.Route.Class, n.Data = rendezvous.Class(n.Exact)
+	n.Route.Host = n.Exact > 0 && !o.singleKey // there are keys in it
+	if o.oneShot {
+		n.Data = n.Exact
+		return n
+	}
+	if o.request && o.push && o.singleKey && n.Exact > 0 {
+		if own, known := d.keySlots[o.key]; own || !known {
+			n.Route = rendezvous.Route{Key: o.key, Push: true, Request: true}
+			if own {
+				n.Data = n.Exact
+			}
+		}
+	}
+	return n
+}
+
+func (d *nativeOut) request(s *start, o *outgoing, need rendezvous.Need) {
+	s.dataNum = nativeStart
+	s.data[0], s.data[2] = uint64(need.Data), uint64(need.Exact)
+	if o.push {
+		s.data[1] |= kindPush
+	}
+	if o.request {
+		s.data[1] |= kindRequest
+	}
+	if need.Route.Host {
+		s.data[1] |= kindHost
+	}
+	if o.oneShot {
+		s.data[1] |= kindOneShot
+	} else if need.Route.Class == 0 {
+		s.data[1] |= kindKeyed
+		s.key = need.Route.Key
+	}
+}
+
+func (d *nativeOut) reply(snd *rendezvous.Sender[*outgoing], r *reply) (refused *outgoing, why error, ok bool) {
+	need, known := snd.Requested(r.origin)
+	keyed := known && !need.OneShot && need.Route.Class == 0
+	switch {
+	case r.flags&replyRefused != 0:
+		if known && snd.Shared(need) {
+			d.rememberKeySlot(need.Route.Key, false)
+		}
+		o, need, dropped := snd.Refused(r.origin)
+		switch {
+		case !dropped:
+			return nil, nil, true
+		case r.flags&replyBudget != 0:
+			return o, fmt.Errorf("%w: %d bytes, with what it has registered for this node, are more than STEPAF_RDMA_PEER_BUDGET of the peer allows", van.ErrQueueFull, need.Data), true
+		}
+		return o, fmt.Errorf("the peer has no memory for %d bytes", need.Data), true
+	case r.index >= maxIndex || !known || r.flags&replyNone != 0 && !keyed:
+		return nil, nil, false
+	case r.flags&replyNone != 0:
+		d.rememberKeySlot(need.Route.Key, false)
+		snd.UseShared(r.origin)
+		return nil, nil, true
+	}
+	var shared *rendezvous.Route
+	if keyed {
+		d.rememberKeySlot(need.Route.Key, r.flags&replyShared == 0)
+		if r.flags&replyShared != 0 {
+			class, _ := rendezvous.Class(need.Data)
+			shared = &rendezvous.Route{Class: class}
+		}
+	}
+	snd.Reply(r.origin, r.slot(), shared)
+	return nil, nil, true
+}
+
+func (d *nativeOut) answered(*rendezvous.Sender[*outgoing], uint64, bool) bool { return false }
+
+// wanted: the receiver drops the answer to a revoked request.
+func (d *nativeOut) wanted(*outgoing) bool { return true }
+
+func (d *nativeOut) layout(o *outgoing) (n int, inMeta bool) {
+	if o.inMeta {
+		return aligned(len(o.meta)) + o.packedLen() + trailerLen, true
+	}
+	return len(o.meta) + trailerLen, false
+}
+
+func (d *nativeOut) trailer(o *outgoing, inMeta bool) (trailer, bool) {
+	return trailer{packed: !o.singleKey, placed: o.direct && !inMeta, frames: o.frames, lens: o.lens, inMeta: inMeta, metaLen: len(o.meta)}, true
+}
+
+// nativeIn is the dialect of a connection that a native node has opened.
+type nativeIn struct{ *inbound }
+
+func (d nativeIn) need(s *start) (n rendezvous.Need, kind uint64, err error) { return s.need(true) }
+
+func (d nativeIn) refuse(origin uint64, flags uint32, _ error) {
+	d.reply(&reply{origin: origin, flags: replyRefused | flags}, nil)
+}
+
+// sharedSlotsSuffice tells whether a slot of a key is not needed: the key has no buffer of
+// its own, and the slots of its size class are many. Else their number would follow that of
+// the keys.
+func (d nativeIn) sharedSlotsSuffice(need rendezvous.Need, kind uint64, key uint64) bool {
+	if kind&kindKeyed == 0 || need.Data == 0 {
+		return false
+	}
+	if dst, ok := d.v.buffer(d.hello.node, key); ok && dst.Len() >= need.Exact {
+		return false
+	}
+	class, size := rendezvous.Class(need.Data)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(d.slots[rendezvous.Route{Class: class}]) >= rendezvous.Eager(size)
+}
+
+func (d nativeIn) route(need rendezvous.Need, kind uint64) rendezvous.Route {
+	if kind&kindKeyed != 0 {
+		return need.Route
+	}
+	class, _ := rendezvous.Class(need.Data)
+	return rendezvous.Route{Host: need.Route.Host, Class: class}
+}
+
+func (d nativeIn) usesBuffer(kind uint64) bool { return kind&kindKeyed != 0 }
+
+func (d nativeIn) wantsData(need rendezvous.Need) bool { return need.Data > 0 }
+
+func (d nativeIn) dataCost(_ *start, need rendezvous.Need, kind uint64) int {
+	if kind&kindKeyed != 0 {
+		_, size := rendezvous.Class(need.Data)
+		return size
+	}
+	return need.Data
+}
+
+func (d nativeIn) area(l *receiveSlot, _ *start, need rendezvous.Need, kind uint64, r *reply) (*area, error) {
+	if kind&kindKeyed != 0 {
+		r.flags |= replyShared
+		l.Route = rendezvous.Route{}
+		l.Route.Class, l.Data = rendezvous.Class(need.Data)
+	}
+	return d.newArea(l.Data, need.Route.Host)
+}
+
+// record ends the smaller slots of l's key: a peer that requests a larger one will not use
+// them again. in.mu is held.
+func (d nativeIn) record(l *receiveSlot) {
+	if l.OneShot {
+		return
+	}
+	all := d.slots[l.Route]
+	if l.Route.Class == 0 {
+		kept := all[:0]
+		for _, x := range all {
+			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.Mem) >= len(l.Memory.meta.Mem) {
+				kept = append(kept, x)
+				continue
+			}
+			d.endSlot(x)
+		}
+		clear(all[len(kept):])
+		all = kept
+	}
+	d.slots[l.Route] = append(all, l)
+}
+
+func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
+	switch c.Imm {
+	case immUp:
+		if d.confirmed.Swap(true) {
+			return false
+		}
+		if p := (*d.v.peers.Load())[d.hello.node]; p != nil {
+			go d.v.notifyInboundDown(p)
+		}
+	case immReturn:
+		if err := t.get(recvData(c)); err != nil {
+			d.v.malformed(d.inbound, err)
+			return true
+		}
+		d.slotsReturned(t)
+	default:
+		return false
+	}
+	return true
+}
+
+func (d nativeIn) split(b []byte, t *trailer) (meta, behind []byte, err error) {
+	if len(b) < rawMeta+trailerLen {
+		return nil, nil, &van.FieldError{Field: "meta", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("at least %d", rawMeta+trailerLen)}
+	}
+	if err := t.get(b[len(b)-trailerLen:]); err != nil {
+		return nil, nil, err
+	}
+	b = b[:len(b)-trailerLen]
+	if t.inMeta {
+		if t.metaLen < rawMeta || aligned(t.metaLen) > len(b) {
+			return nil, nil, &van.FieldError{Field: "trailer meta length", Value: t.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, len(b))}
+		}
+		behind, b = b[aligned(t.metaLen):], b[:t.metaLen]
+	}
+	if t.n > 0 {
+		d.v.creditsArrived(d.inbound, t)
+	}
+	return b, behind, nil
+}
+
+func (d nativeIn) overwrite(l *receiveSlot, _ uint64) error {
+	return &van.FieldError{Field: "slot", Value: l.Index(), Want: "one that has been given back"}
+}
+
+func (d nativeIn) endsSlot(*van.Message) bool { return false }
+
+func (d nativeIn) returnsCredits() bool { return true }
+
+// frames finds the frames of a message. behind is what lies with the meta.
+func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte) error {
+	m := &rx.msg
+	m.Frames = t.frames
+	data, room := l.Memory.data, min(l.Data, l.Memory.data.Len())
+	if t.inMeta {
+		data, room = backend.Bytes(behind), len(behind)
+	}
+	switch {
+	case t.packed:
+		return rx.packedFrames(l, t, data, room)
+	case t.frames == 0:
+		return nil
+	}
+	rx.oneKey()
+	n := int(t.lens[1])
+	if m.Request && !m.Push {
+		return nil
+	}
+	if !t.placed && n > room {
+		return &van.FieldError{Field: "trailer value length", Value: n, Want: fmt.Sprintf("up to %d", room)}
+	}
+	var into backend.Mem
+	var copied bool
+	if !m.Request && !m.Push {
+		var small []byte
+		if t.inMeta && !t.placed {
+			small = behind[:n]
+		}
+		into, copied = d.v.endPull(d.hello.node, &m.Meta, small)
+	}
+	if t.placed {
+		if m.Request || m.Push {
+			return &van.FieldError{Field: "trailer flags", Value: "placed", Want: "that only in answers to pull requests"}
+		}
+		if into.Len() == n { // else it is too late: nobody waits
+			m.Vals, m.Placed = into, true
+		}
+		return nil
+	}
+	if n == 0 {
+		return nil
+	}
+	if copied {
+		m.Vals, m.Placed = into, true
+		return nil
+	}
+	m.Vals = data.Sub(0, n)
+	m.Placed = !t.inMeta && l.Memory.region != nil
+	rx.slot = l
+	return nil
+}
+
+// packedFrames finds frames that lie one behind the other in data, of room bytes.
+func (rx *received) packedFrames(l *receiveSlot, t *trailer, data backend.Mem, room int) error {
+	off := 0
+	for i := range t.frames { // before anything is made of it
+		off = aligned(off)
+		n := int(t.lens[i])
+		if n > 0 && n > room-off {
+			return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", max(room-off, 0))}
+		}
+		off += n
+	}
+	off = 0
+	for i := range t.frames {
+		off = aligned(off)
+		n := int(t.lens[i])
+		if n == 0 {
+			continue
+		}
+		frame := data.Sub(off, n)
+		off += n
+		if i == 1 {
+			rx.slot = l
+		} else {
+			// Keys and lengths are checked, and then used: the peer must not be able to change
+			// them in between.
+			if !frame.OnHost() {
+				return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
+			}
+			frame = rx.copyFrame(frame.Host(), t)
+		}
+		rx.msg.SetFrame(i, frame)
+	}
+	return nil
+}
+
+// hasFreeSlots tells whether the peer has a slot in which no message lies. in.mu is held.
+func (d nativeIn) hasFreeSlots() bool {
+	for _, all := range d.slots {
+		if slices.ContainsFunc(all, func(l *receiveSlot) bool { return !l.Held() }) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,164 @@
+package rdma
+
+import (
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// This file owns the dialect between a node of this library and one of the C++ library: a
+// slot for each key, as large as its first message, and nothing but the meta to describe a
+// message. What it has no room for is refused before it is sent.
+
+// stepmeshOut is the dialect of a link to a StepMesh node.
+type stepmeshOut struct {
+	keySizes map[uint64]int // bytes that the peer has for the requests of a key
+}
+
+func (d *stepmeshOut) check(o *outgoing) error {
+	switch {
+	case o.revoked, o.oneShot && o.size == 0, !o.oneShot && !o.request && (o.size == 0 || o.direct):
+		return nil
+	case o.request && o.singleKey && (o.push && o.lens[1] > 0 || !o.push && o.into.Len() > 0):
+		// It has one buffer for all requests of a key, as large as the first one said, but puts
+		// only pushes there. Pulls it answers where they say.
+		n := max(int(o.lens[1]), o.pullLen)
+		have, known := d.keySizes[o.key]
+		if !known {
+			d.keySizes[o.key] = n
+		} else if o.push && n > have {
+			return fmt.Errorf("%w: %w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
+				van.ErrInvalid, rendezvous.ErrGrown, o.key, n, have)
+		}
+		return nil
+	}
+	return fmt.Errorf("%w: the peer is a node of the C++ library: over RDMA a message to it has one key of 8 bytes and a value of val_len bytes, at least 1; a pull says where its answer is to be put, and an answer goes there",
+		van.ErrInvalid)
+}
+
+func (d *stepmeshOut) need(o *outgoing) rendezvous.Need {
+	n := rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
+	n.Route = rendezvous.Route{Key: o.key, Push: o.push, Request: o.request}
+	if o.push && o.request && !o.oneShot { // other values do not go there
+		n.Data = int(o.lens[1])
+	}
+	n.Exact = n.Data
+	return n
+}
+
+func (d *stepmeshOut) request(s *start, o *outgoing, _ rendezvous.Need) {
+	if o.oneShot {
+		return
+	}
+	s.key, s.dataNum = o.key, uint64(o.frames)
+	for i := range o.frames {
+		s.data[i] = uint64(o.lens[i])
+	}
+	if o.pullLen > 0 {
+		s.data[1] = uint64(min(o.pullLen, d.keySizes[o.key]))
+	}
+}
+
+func (d *stepmeshOut) reply(snd *rendezvous.Sender[*outgoing], r *reply) (refused *outgoing, why error, ok bool) {
+	if r.index >= maxIndex || r.flags&replyNone != 0 {
+		return nil, nil, false
+	}
+	return nil, nil, snd.Reply(r.origin, r.slot(), nil)
+}
+
+func (d *stepmeshOut) answered(snd *rendezvous.Sender[*outgoing], key uint64, push bool) bool {
+	snd.Answered(key, push)
+	return true
+}
+
+// wanted: the peer would write to the memory all the same.
+func (d *stepmeshOut) wanted(o *outgoing) bool { return !o.revoked }
+
+func (d *stepmeshOut) layout(o *outgoing) (n int, inMeta bool) { return len(o.meta), false }
+
+func (d *stepmeshOut) trailer(*outgoing, bool) (t trailer, ok bool) { return t, false }
+
+// stepmeshIn is the dialect of a connection that a StepMesh node has opened.
+type stepmeshIn struct{ *inbound }
+
+func (d stepmeshIn) need(s *start) (n rendezvous.Need, kind uint64, err error) { return s.need(false) }
+
+// refuse ends the connection where the peer would wait for ever: its protocol has no word
+// for a refusal.
+func (d stepmeshIn) refuse(_ uint64, flags uint32, why error) {
+	if flags&replyBudget != 0 {
+		d.fail(why)
+	}
+}
+
+func (d stepmeshIn) sharedSlotsSuffice(rendezvous.Need, uint64, uint64) bool { return false }
+
+func (d stepmeshIn) route(need rendezvous.Need, _ uint64) rendezvous.Route { return need.Route }
+
+func (d stepmeshIn) usesBuffer(uint64) bool { return true }
+
+func (d stepmeshIn) wantsData(need rendezvous.Need) bool {
+	return need.Data > 0 && d.v.self.Role == van.Server
+}
+
+func (d stepmeshIn) dataCost(s *start, need rendezvous.Need, _ uint64) int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if a := d.areas[s.key]; a != nil && a.Mem.Len() >= need.Data {
+		return 0
+	}
+	return need.Data
+}
+
+func (d stepmeshIn) area(_ *receiveSlot, s *start, need rendezvous.Need, _ uint64, _ *reply) (*area, error) {
+	return d.keyArea(s.key, need.Data)
+}
+
+// record: the slots of a key are never given back.
+func (d stepmeshIn) record(*receiveSlot) {}
+
+func (d stepmeshIn) control(*verbs.Completion, *trailer) (known bool) { return false }
+
+func (d stepmeshIn) split(b []byte, _ *trailer) (meta, behind []byte, err error) { return b, nil, nil }
+
+func (d stepmeshIn) overwrite(l *receiveSlot, key uint64) error {
+	d.noteOverwrite(l, key)
+	return nil
+}
+
+// endsSlot: the peer requests a slot anew for each of these.
+func (d stepmeshIn) endsSlot(m *van.Message) bool { return m.IsControl() || m.SimpleApp }
+
+func (d stepmeshIn) returnsCredits() bool { return false }
+
+// frames finds the frames of a message: they follow from what the message is.
+func (d stepmeshIn) frames(rx *received, l *receiveSlot, _ *trailer, _ []byte) error {
+	m := &rx.msg
+	if m.IsControl() || m.SimpleApp {
+		return nil
+	}
+	if !m.Request {
+		into, _ := d.v.endPull(d.hello.node, &m.Meta, nil)
+		if m.Push {
+			return nil
+		}
+		rx.oneKey()
+		m.Vals, m.Placed = into, true
+		return nil
+	}
+	rx.oneKey()
+	if !m.Push || m.ValLen == 0 {
+		return nil
+	}
+	if int(m.ValLen) < 0 || int(m.ValLen) > l.Data || int(m.ValLen) > l.Memory.data.Len() {
+		return &van.FieldError{Field: "val_len", Value: m.ValLen, Want: fmt.Sprintf("0 to %d, what it has asked for", l.Data)}
+	}
+	m.Vals = l.Memory.data.Sub(0, int(m.ValLen))
+	m.Placed = l.Memory.region != nil
+	rx.slot = l
+	return nil
+}
+
+func (d stepmeshIn) hasFreeSlots() bool { return false }
