@@ -4,8 +4,6 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
-
-	"github.com/stepaf/stepaf-go/van"
 )
 
 // model is the store that is easily seen to be right.
@@ -38,18 +36,20 @@ func batch(r *rand.Rand, n int, limit Key) []Key {
 
 func (s *store[V]) checkInvariants(t *testing.T) {
 	t.Helper()
-	var last Key
-	for i, b := range s.blocks {
-		if len(b.keys) == 0 || len(b.keys) > s.max || len(b.vals) != len(b.keys)*s.k {
-			t.Fatalf("block %d: %d keys, %d values", i, len(b.keys), len(b.vals))
+	row := 0
+	for i, c := range s.chunks {
+		if full := i < len(s.chunks)-1; len(c.keys) == 0 || len(c.keys) > s.max || full && len(c.keys) != s.max || len(c.vals) != len(c.keys)*s.k {
+			t.Fatalf("chunk %d: %d keys, %d values", i, len(c.keys), len(c.vals))
 		}
-		if i > 0 && (s.firsts[i] <= last || s.firsts[i] > b.keys[0]) {
-			t.Fatalf("block %d: bound %d, last key before %d, first key %d", i, s.firsts[i], last, b.keys[0])
+		for _, key := range c.keys {
+			if at, ok := s.rows[key]; !ok || at != row {
+				t.Fatalf("key %d is in row %d (%t), want %d", key, at, ok, row)
+			}
+			row++
 		}
-		if err := checkKeys(van.ErrInvalid, b.keys); err != nil {
-			t.Fatal(err)
-		}
-		last = b.keys[len(b.keys)-1]
+	}
+	if row != len(s.rows) {
+		t.Fatalf("%d keys in chunks, %d in the map", row, len(s.rows))
 	}
 }
 
@@ -58,7 +58,7 @@ func TestStoreLikeMap(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		k := []int{1, 3, 8, 17}[seed%4]
 		s, m := newStore[int64](k), model{}
-		s.max = 4 + int(seed)*5 // many splits
+		s.max = 4 + int(seed)*5 // many chunks
 		limit := []Key{300, 3000, MaxKey}[seed%3]
 		for round := range 150 {
 			n := []int{1, 5, 300}[round%3]

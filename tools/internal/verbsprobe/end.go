@@ -26,7 +26,6 @@ import (
 // goroutine, Write and Arrival for one at a time.
 type End struct {
 	opts Options
-	in   int
 
 	ch     verbs.Channel
 	events chan verbs.Event
