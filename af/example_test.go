@@ -1,0 +1,96 @@
+package af_test
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/inproc"
+)
+
+// cluster runs a scheduler, a server and a worker in this process. Usually each is a
+// process of its own, whose configuration comes from postoffice.LoadConfig.
+func cluster(server, worker func(*postoffice.Node)) {
+	ctx, network := context.Background(), inproc.NewNetwork()
+	var all sync.WaitGroup
+	for role, program := range map[string]func(*postoffice.Node){"scheduler": func(*postoffice.Node) {}, "server": server, "worker": worker} {
+		cfg := postoffice.DefaultConfig()
+		cfg.Role, cfg.NumWorkers, cfg.NumServers = role, 1, 1
+		cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", 9000, "127.0.0.1"
+		all.Go(func() {
+			n, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Van: network.Factory(), Log: slog.New(slog.DiscardHandler)})
+			if err != nil {
+				panic(err)
+			}
+			program(n)
+			if err := n.Finalize(ctx); err != nil { // returns when all have called it
+				panic(err)
+			}
+		})
+	}
+	all.Wait()
+}
+
+// A worker pushes a tensor, the server doubles it, and the worker pulls the result.
+func Example() {
+	cluster(func(n *postoffice.Node) {
+		server, _ := af.NewServer(n, af.ServerOptions{})
+		_ = server.Handle(func(b af.Batch) {
+			x, _ := af.Slice[float32](b.Pushes()[0].Val)
+			for i := range x {
+				x[i] *= 2
+			}
+			_ = b.Respond(b.Pushes()) // the first push answers the first pull
+		})
+	}, func(n *postoffice.Node) {
+		worker, _ := af.NewWorker(n, af.WorkerOptions{})
+		in, out := []float32{1, 2, 3}, make([]float32, 3)
+		push, _ := af.FromSlice(in)
+		pull, _ := af.FromSlice(out)
+		call, err := worker.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		if err == nil {
+			err = call.Wait(context.Background()) // from here on the tensors are ours again
+		}
+		traces := call.Traces()
+		fmt.Println(out, err, len(traces), traces[1].Response.Process > traces[1].Request.Start)
+	})
+	// Output: [2 4 6] <nil> 2 true
+}
+
+// A server that answers by key, from any goroutine, and learns when its tensors are its
+// own again.
+func ExampleBatch_Respond() {
+	weights := []af.KeyTensor{}
+	for key := range uint64(3) {
+		x, _ := af.FromSlice([]uint64{key * key})
+		weights = append(weights, af.KeyTensor{Key: key, Val: x})
+	}
+	var left sync.WaitGroup
+	left.Add(2)
+	cluster(func(n *postoffice.Node) {
+		server, _ := af.NewServer(n, af.ServerOptions{})
+		_ = server.Handle(func(b af.Batch) {
+			go b.Respond(weights[1:], af.ByKey, af.OnSent(completion(left.Done)))
+		})
+	}, func(n *postoffice.Node) {
+		worker, _ := af.NewWorker(n, af.WorkerOptions{})
+		one, two := make([]uint64, 1), make([]uint64, 1)
+		x1, _ := af.FromSlice(one)
+		x2, _ := af.FromSlice(two)
+		call, err := worker.PushPull(nil, []af.KeyTensor{{Key: 2, Val: x2}, {Key: 1, Val: x1}})
+		if err == nil {
+			err = call.Wait(context.Background())
+		}
+		fmt.Println(one, two, err)
+	})
+	left.Wait()
+	// Output: [1] [4] <nil>
+}
+
+// completion is a function as a van.Completion.
+type completion func()
+
+func (f completion) Sent() { f() }
