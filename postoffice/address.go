@@ -1,5 +1,7 @@
 package postoffice
 
+// Which address a node binds and tells the others.
+
 import (
 	"errors"
 	"fmt"
@@ -10,11 +12,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// advertise chooses the address that a node binds and tells others, and says why.
-// The scheduler's is DMLC_PS_ROOT_URI. For others DMLC_NODE_HOST comes first, then
-// DMLC_INTERFACE, then the first interface that is not the loopback, then the
-// loopback. A van that chooses decides in place of DMLC_INTERFACE and of what
-// follows; with DMLC_INTERFACE=auto what it has found comes before DMLC_NODE_HOST.
+// advertise chooses the address that a node binds and tells others, and returns the
+// reason. The scheduler's is DMLC_PS_ROOT_URI. For others the order is DMLC_NODE_HOST,
+// DMLC_INTERFACE, the first interface that is not the loopback, the loopback. A van that
+// is a HostChooser decides in place of DMLC_INTERFACE and the rest; with
+// DMLC_INTERFACE=auto it comes before DMLC_NODE_HOST.
 func advertise(cfg *env.Config, role van.Role, v van.Van) (host, why string, err error) {
 	if role == van.Scheduler {
 		return schedulerHost(cfg)
@@ -104,7 +106,7 @@ func isLocal(host string) bool {
 	}
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {
-		return true // not known; binding will tell
+		return true // not known; Bind fails if it is wrong
 	}
 	for _, a := range addrs {
 		if n, ok := a.(*net.IPNet); ok && n.IP.Equal(ip) {
@@ -114,8 +116,8 @@ func isLocal(host string) bool {
 	return false
 }
 
-// interfaceAddr finds the IPv4 address of the interface called name, or of the
-// only one whose name begins so.
+// interfaceAddr finds the IPv4 address of the interface called name, or of the only one
+// whose name begins with it.
 func interfaceAddr(name string) (host, full string, err error) {
 	all, err := net.Interfaces()
 	if err != nil {
@@ -168,7 +170,7 @@ func ipv4(i net.Interface) string {
 	return ""
 }
 
-// interfaces lists what this host has, for errors.
+// interfaces lists this host's interfaces, for errors.
 func interfaces() string {
 	all, _ := net.Interfaces()
 	var names []string

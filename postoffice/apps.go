@@ -1,5 +1,7 @@
 package postoffice
 
+// The routing of data messages to the customers of a node.
+
 import (
 	"errors"
 	"fmt"
@@ -18,8 +20,8 @@ var errReplaced = fmt.Errorf("%w: another process has taken its place", van.ErrP
 // errNoApp: a message came for an application that this node does not have.
 var errNoApp = errors.New("no such application")
 
-// apps routes data messages to customers. What comes for an application before it
-// exists is kept, so that a peer that is quicker is not lost.
+// apps routes data messages to customers. Requests for an application that does not
+// exist yet are kept, since peers may start sending before this process has made it.
 type apps struct {
 	table atomic.Pointer[map[appKey]*Customer]
 
@@ -41,8 +43,8 @@ func (a *apps) init() {
 	a.early, a.by = map[appKey][]early{}, map[int]account{}
 }
 
-// key says whom a message is for: on a worker the customer id selects the
-// customer, elsewhere the customer is the application.
+// key returns the customer that a message is for: on a worker the customer id selects
+// it, elsewhere the application id is the customer id.
 func (n *Node) key(m *van.Meta) appKey {
 	if n.role == van.Worker {
 		return appKey{m.AppID, m.CustomerID}
@@ -53,8 +55,8 @@ func (n *Node) key(m *van.Meta) appKey {
 // AddCustomer makes handle the receiver of the requests for an application.
 // Answers are matched to the customer's own requests. On a worker several
 // customers of one application are told apart by customer id; elsewhere the
-// customer id is the application id. handle may block; see van.Receiver. What
-// came before is delivered first.
+// customer id is the application id. handle may block; see van.Receiver. Messages that
+// were kept are delivered first.
 func (n *Node) AddCustomer(app, customer int, handle func(*van.Message)) (*Customer, error) {
 	if n.role != van.Worker {
 		customer = app
@@ -89,7 +91,7 @@ func (n *Node) removeCustomer(c *Customer) {
 	a.table.Store(&m)
 }
 
-// deliver hands a data message to its customer, or keeps it for one to come.
+// deliver hands a data message to its customer, or keeps it until there is one.
 func (a *apps) deliver(n *Node, msg *van.Message) {
 	k := n.key(&msg.Meta)
 	c := (*a.table.Load())[k]
@@ -113,8 +115,8 @@ func (a *apps) customers() []*Customer {
 	return cs
 }
 
-// peerLost fails what node id owes, and forgets what it has sent for applications that
-// have not been made.
+// peerLost fails the requests that node id has not answered, and drops its requests for
+// applications that have not been made.
 func (a *apps) peerLost(id int, cause error) {
 	a.mu.Lock()
 	a.forget(func(_ appKey, e *early) bool { return e.msg.Sender == id })
@@ -136,7 +138,7 @@ func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 	for _, c := range a.customers() {
 		if int32(c.app) == meta.AppID && int32(c.id) == meta.CustomerID {
 			if r := c.lookup(meta.Timestamp); r != nil {
-				r.lose(peer, err)
+				r.failPeer(peer, err)
 			}
 		}
 	}

@@ -1,5 +1,8 @@
 package postoffice
 
+// Customer: the timestamps of requests in flight, waiting for them, and the delivery of
+// messages to an application.
+
 import (
 	"context"
 	"errors"
@@ -16,22 +19,22 @@ import (
 )
 
 // ErrUnknownHandler: the timestamp was never given out, has been waited for
-// already, or finished so long ago that it was forgotten.
+// already, or belongs to a request that finished too long ago to be remembered.
 var ErrUnknownHandler = errors.New("unknown handler")
 
 // ErrPending: WaitSlice ended before the request did. Wait again.
 var ErrPending = errors.New("not finished yet")
 
-// errLate marks an answer that nobody waits for any more.
+// errLate marks an answer to a request that has ended.
 var errLate = errors.New("late or unknown answer")
 
-// keepFinished is the number of finished requests that nobody has waited for
-// which a customer remembers. Older ones are forgotten, so that an application
-// that relies on callbacks alone does not grow.
+// keepFinished is the number of finished requests without a Wait that a customer
+// remembers. Older ones are forgotten, so that the memory of an application that only
+// uses callbacks does not grow.
 const keepFinished = 4096
 
-// Customer is one application object's share of a node: the requests it has in
-// flight, and the messages that come for it. It is safe for concurrent use.
+// Customer is an application object's end at a node: its requests in flight, and the
+// messages for it. It is safe for concurrent use.
 type Customer struct {
 	node    *Node
 	app, id int
@@ -41,19 +44,19 @@ type Customer struct {
 	mu       sync.Mutex
 	closed   bool
 	base     int32 // the first timestamp
-	wrapped  bool  // timestamps have begun from 0 again
+	wrapped  bool  // timestamps have passed the largest and begun from 0
 	next     int32
 	table    atomic.Pointer[[]atomic.Pointer[Request]] // by timestamp; the length is a power of two
 	live     map[*Request]struct{}
-	inUse    int                    // timestamps of those in live
-	finished [keepFinished]*Request // finished and not waited for: a ring, by place
-	newest   int                    // place of the next; places count up for ever
+	inUse    int                    // timestamps of the requests in live
+	finished [keepFinished]*Request // a ring of requests that finished without a Wait
+	newest   int                    // index of the next one; never wraps, used modulo keepFinished
 	timers   []*time.Timer
 	late     atomic.Uint64
 
-	behind atomic.Bool      // messages that came before the customer are being delivered
-	early  map[int]*backlog // those, by sender, and what has come behind them
-	room   sync.Cond        // of mu: there is less in early, or it is over
+	behind atomic.Bool      // early is not empty
+	early  map[int]*backlog // by sender, messages that came before the customer was made, and later ones
+	room   sync.Cond        // of mu: a backlog has shrunk, or ended is set
 	ended  bool             // the node leaves
 
 	withdrawals withdrawals
@@ -64,8 +67,8 @@ func newCustomer(n *Node, app, id int, handle func(*van.Message)) *Customer {
 	c := &Customer{node: n, app: app, id: id, handle: handle, live: map[*Request]struct{}{}}
 	c.room.L = &c.mu
 	if !failpoint.On("incarnation") {
-		// A process that takes the place of another does not count as that one did, whose
-		// answers may still come.
+		// A replacement must not use the timestamps of the former process: answers to
+		// those may still come.
 		c.base = int32(n.rand() % (1 << 30))
 	}
 	c.next = c.base
@@ -116,8 +119,9 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	c.live[r] = struct{}{}
 	c.mu.Unlock()
 
-	// A peer lost before the request was in the table has failed nobody; one lost
-	// from here on finds it there. The same goes for this node's end.
+	// A peer that was lost before the request was in the table has not failed it, so it
+	// is checked here; a later loss finds the request in the table. The same holds for
+	// the end of this node.
 	if err := c.node.Alive(); err != nil {
 		r.fail(&van.Error{Op: op, Node: c.node.Name(), Err: err})
 		return nil
@@ -127,7 +131,7 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 			r.mu.Lock()
 			r.unsent = true
 			r.mu.Unlock()
-			r.lose(id, cause)
+			r.failPeer(id, cause)
 			return nil
 		}
 	}
@@ -138,9 +142,9 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 	return nil
 }
 
-// reserve finds n consecutive timestamps, from c.next on, whose places are free. It
-// grows the table while it is crowded, and otherwise leaves out what a request that
-// has been in flight for long still occupies. c.mu is held.
+// reserve finds n consecutive timestamps, from c.next on, whose table slots are free. It
+// grows the table when it is half full, and skips slots of requests that have been in
+// flight for long. c.mu is held.
 func (c *Customer) reserve(n int) (first int32, err error) {
 	for c.inUse+n > len(*c.table.Load())/2 {
 		if len(*c.table.Load()) >= maxTable {
@@ -152,9 +156,9 @@ func (c *Customer) reserve(n int) (first int32, err error) {
 	first = c.next
 	for free, tried := 0, 0; free < n; tried++ {
 		if first > math.MaxInt32-int32(n) {
-			first, free = 0, 0 // timestamps of one request are consecutive
+			first, free = 0, 0 // a request's timestamps must not wrap
 		}
-		if tried == 2*len(table) { // a table is left half empty, but with many holes
+		if tried == 2*len(table) { // half of the slots are free, but scattered
 			if len(table) >= maxTable {
 				return 0, fmt.Errorf("%w: no %d consecutive timestamps are free: Wait for some", van.ErrQueueFull, n)
 			}
@@ -183,7 +187,7 @@ func (c *Customer) grow() {
 	c.table.Store(&bigger)
 }
 
-// maxTable bounds the table; half of its places may be in use.
+// maxTable bounds the table; half of its slots may be in use.
 const maxTable = 1 << 23
 
 // lookup finds the request that ts belongs to, which may have been recycled.
@@ -200,15 +204,14 @@ func (c *Customer) Abort(r *Request, err error) { r.fail(err) }
 
 // Wait waits until the request with handler ts is finished, and forgets it. limit
 // counts from Open; 0 means that only ctx ends the wait. When the wait ends before
-// the request does, the request is given up and the error names who has not
+// the request does, the request is given up and the error names the peers that have not
 // answered.
 func (c *Customer) Wait(ctx context.Context, ts int32, limit time.Duration) error {
 	return c.WaitSlice(ctx, ts, limit, 0)
 }
 
-// WaitSlice is Wait for those who have to look after something else now and then:
-// when slice passes first it returns ErrPending, and the request stays as it is.
-// A slice of 0 is Wait.
+// WaitSlice is Wait for callers that have other work from time to time: when slice passes
+// first, it returns ErrPending and the request goes on. A slice of 0 is Wait.
 func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Duration) error {
 	c.mu.Lock()
 	r := c.lookup(ts)
@@ -246,7 +249,7 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 		done, gen := r.state == finished, r.gen
 		r.mu.Unlock()
 		c.mu.Unlock()
-		if done { // meanwhile, and left to this waiter
+		if done { // settle has left it to this waiter
 			c.completed(r, gen)
 		}
 		return err
@@ -257,8 +260,8 @@ func (c *Customer) WaitSlice(ctx context.Context, ts int32, limit, slice time.Du
 	return err
 }
 
-// Batch returns the handler of the request in flight that timestamp ts belongs to,
-// and whether all answers to ts itself are in; ok is false when there is none.
+// Batch returns the handler of the request in flight that timestamp ts belongs to, and
+// whether all answers to ts have come; ok is false when there is no such request.
 func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -297,7 +300,7 @@ func (c *Customer) given(ts int32) bool {
 	return ts >= c.base && ts < c.next
 }
 
-// never says that a handler was not given out.
+// never is the error of a handler that was not given out.
 func (c *Customer) never(ts, base, next int32) error {
 	hint := "none has been given out"
 	if base != next {
@@ -306,7 +309,7 @@ func (c *Customer) never(ts, base, next int32) error {
 	return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: hint}
 }
 
-// unknown says why a handler cannot be waited for any more, or now.
+// unknown is the error of a handler that was given out and cannot be waited for.
 func (c *Customer) unknown(ts int32, waiting bool, r *Request) error {
 	e := &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler}
 	switch {
@@ -320,11 +323,11 @@ func (c *Customer) unknown(ts int32, waiting bool, r *Request) error {
 	return e
 }
 
-// completed notes that r is finished and nobody waits for it. The one that it
-// displaces is forgotten.
+// completed puts r, which has finished without a waiter, into the ring. The request that
+// it displaces is forgotten.
 func (c *Customer) completed(r *Request, gen uint64) {
 	c.mu.Lock()
-	if _, ok := c.live[r]; !ok || r.waiting || r.gen != gen || r.place >= 0 {
+	if _, ok := c.live[r]; !ok || r.waiting || r.gen != gen || r.ringIndex >= 0 {
 		c.mu.Unlock()
 		return
 	}
@@ -334,7 +337,7 @@ func (c *Customer) completed(r *Request, gen uint64) {
 		c.forget(old)
 	}
 	*slot = r
-	r.place = c.newest
+	r.ringIndex = c.newest
 	c.newest++
 	c.mu.Unlock()
 	if old != nil {
@@ -350,14 +353,14 @@ func (c *Customer) forget(r *Request) {
 	}
 	delete(c.live, r)
 	c.inUse -= int(r.n)
-	if r.place >= 0 {
-		c.finished[r.place%keepFinished] = nil
-		r.place = -1
+	if r.ringIndex >= 0 {
+		c.finished[r.ringIndex%keepFinished] = nil
+		r.ringIndex = -1
 	}
 }
 
-// recycle gives r back to its owner. A late answer may still hold a pointer to
-// it; it will find that its timestamp is not there.
+// recycle gives r back to its owner. The goroutine of a late answer may still hold a
+// pointer to r; answer then finds that the timestamp is not r's.
 func (c *Customer) recycle(r *Request) {
 	r.mu.Lock()
 	sink := r.sink
@@ -366,12 +369,12 @@ func (c *Customer) recycle(r *Request) {
 	sink.Recycle()
 }
 
-// deliver takes a message for this customer from the van.
+// deliver handles a message for this customer.
 func (c *Customer) deliver(msg *van.Message) {
 	now := clock.Now()
 	if msg.Request {
 		if c.withdrawals.has(msg.Sender, msg.Epoch, msg.CustomerID, msg.Timestamp) {
-			return // nobody waits for an answer
+			return // the sender has given the request up
 		}
 		msg.RequestTrace.Process = now
 		c.handle(msg)
@@ -386,15 +389,15 @@ func (c *Customer) deliver(msg *van.Message) {
 		return
 	}
 	n := c.late.Add(1)
-	if _, speak := c.node.Rarely("answer: " + logx.Kind(err)); speak {
+	if _, show := c.node.Rarely("answer: " + logx.Kind(err)); show {
 		c.node.log.Info("dropped an answer", "err", err, "from", van.NodeName(msg.Sender), "handler", msg.Timestamp, "late so far", n)
 	}
 }
 
-// peerLost fails the requests that node id owes an answer.
+// peerLost fails the requests that node id has not answered.
 func (c *Customer) peerLost(id int, cause error) {
 	for _, r := range c.requests() {
-		r.lose(id, cause)
+		r.failPeer(id, cause)
 	}
 }
 
@@ -426,14 +429,14 @@ func (c *Customer) Timestamps(handler int32) int {
 	return 0
 }
 
-// InFlight is the number of requests that are not finished or not waited for.
+// InFlight is the number of requests that are not finished, or not waited for yet.
 func (c *Customer) InFlight() int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return len(c.live)
 }
 
-// Close fails what is in flight and takes the customer off its node. Open fails
+// Close fails the requests in flight and removes the customer from its node. Open fails
 // from then on.
 func (c *Customer) Close() {
 	c.mu.Lock()

@@ -1,5 +1,8 @@
 package postoffice
 
+// Requests that arrive before their application exists: how many are kept, how long, and
+// how they are delivered.
+
 import (
 	"fmt"
 	"time"
@@ -9,8 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// maxEarly bounds, besides the budgets in bytes, how many messages of one sender are kept
-// for applications that have not been made.
+// maxEarly bounds the number of messages of one sender that are kept, besides the budgets
+// in bytes.
 const maxEarly = 4096
 
 // earlyTime is how long they are kept when STEPAF_START_TIMEOUT is no limit.
@@ -22,14 +25,14 @@ type early struct {
 	at  uint64 // clock.Now
 }
 
-// account is what is kept of one sender.
+// account is how much is kept of one sender.
 type account struct{ messages, bytes int }
 
-// weight is the memory that a message takes, about.
+// weight estimates the memory that a message takes, in bytes.
 func weight(m *van.Message) int { return m.PayloadLen() + len(m.Body) + 512 }
 
-// keep stores a request for an application that does not exist yet. It returns
-// the customer if it has come meanwhile.
+// keep stores a request for an application that does not exist yet. It returns the
+// customer if it has been made meanwhile.
 func (a *apps) keep(n *Node, k appKey, msg *van.Message) *Customer {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -40,13 +43,13 @@ func (a *apps) keep(n *Node, k appKey, msg *van.Message) *Customer {
 		return nil
 	}
 	if !msg.Request {
-		if count, speak := a.noApp.Next(); speak {
+		if count, show := a.noApp.Next(); show {
 			n.log.Info("dropped an answer", "err", errNoApp, "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "dropped so far", count)
 		}
 		return nil
 	}
 	if why := a.full(n, msg); why != "" {
-		if count, speak := a.tooMany.Next(); speak {
+		if count, show := a.tooMany.Next(); show {
 			n.log.Warn("dropped a request for an application that this node does not have: "+why, "err", errNoApp,
 				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "kept", a.messages, "bytes", a.bytes, "dropped so far", count)
 		}
@@ -61,7 +64,7 @@ func (a *apps) keep(n *Node, k appKey, msg *van.Message) *Customer {
 	return nil
 }
 
-// full tells why msg cannot be kept, "" if it can. a.mu is held.
+// full returns why msg cannot be kept, or "". a.mu is held.
 func (a *apps) full(n *Node, msg *van.Message) string {
 	size, of := weight(msg), a.by[msg.Sender]
 	what, limit, used := "STEPAF_RECV_BUDGET_PEER", n.cfg.RecvBudgetPeer, of.bytes
@@ -85,7 +88,7 @@ func (a *apps) full(n *Node, msg *van.Message) string {
 	return ""
 }
 
-// mayJoin tells whether id is that of a worker or server that the cluster has a place for.
+// mayJoin tells whether a cluster of this size has a node with that id.
 func (n *Node) mayJoin(id int) bool {
 	switch {
 	case id == van.SchedulerID:
@@ -99,7 +102,7 @@ func (n *Node) mayJoin(id int) bool {
 	}
 }
 
-// count adds msg to the accounts, or takes it off. a.mu is held.
+// count adds msg to the accounts (sign 1) or subtracts it (sign -1). a.mu is held.
 func (a *apps) count(msg *van.Message, sign int) {
 	of := a.by[msg.Sender]
 	of.messages += sign
@@ -111,7 +114,7 @@ func (a *apps) count(msg *van.Message, sign int) {
 	a.bytes += sign * weight(msg)
 }
 
-// forget lets go of the kept requests that match, and says how many. a.mu is held.
+// forget drops the kept requests that match and returns their number. a.mu is held.
 func (a *apps) forget(match func(appKey, *early) bool) (forgotten int) {
 	for k, list := range a.early {
 		rest := list[:0]
@@ -139,7 +142,7 @@ func (n *Node) earlyTime() time.Duration {
 	return earlyTime
 }
 
-// expireIn looks after d for requests that have waited too long. a.mu is held.
+// expireIn drops, after d, the requests that have waited too long. a.mu is held.
 func (a *apps) expireIn(n *Node, d time.Duration) {
 	if a.expiry != nil {
 		a.expiry.Stop()
@@ -169,7 +172,7 @@ func (a *apps) expireIn(n *Node, d time.Duration) {
 	})
 }
 
-// discard lets go of what was kept for applications that never came.
+// discard drops all kept requests and keeps no more.
 func (a *apps) discard() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -180,13 +183,14 @@ func (a *apps) discard() {
 	a.forget(func(appKey, *early) bool { return true })
 }
 
-// backlog is what came for a customer before it was made, and behind that.
+// backlog is the queue of one sender's messages that came before their customer was made,
+// and of later ones, which must not overtake them.
 type backlog struct {
 	queue []*van.Message
 	bytes int
 }
 
-// takeEarly gives c what was kept for it. a.mu is held.
+// takeEarly gives c the requests that were kept for it. a.mu is held.
 func (a *apps) takeEarly(k appKey, c *Customer) {
 	kept := a.early[k]
 	if len(kept) == 0 {
@@ -214,8 +218,9 @@ func (a *apps) takeEarly(k appKey, c *Customer) {
 	}
 }
 
-// keepEarly queues msg behind those of its sender that came before the customer. If there
-// are too many bytes of them it waits, and what comes of that sender waits with it.
+// keepEarly queues msg behind its sender's backlog, if there is one, and reports whether
+// it did. While the backlog has too many bytes it blocks, and with it the receiving of
+// that sender's messages.
 func (c *Customer) keepEarly(msg *van.Message) bool {
 	limit := c.node.cfg.RecvBudgetPeer
 	c.mu.Lock()
@@ -236,8 +241,8 @@ func (c *Customer) keepEarly(msg *van.Message) bool {
 	}
 }
 
-// catchUp delivers what one sender sent before the customer was there. A handler
-// that blocks holds up that sender only, as it always does.
+// catchUp delivers the backlog of one sender. Each sender has a goroutine, so that a
+// handler that blocks delays that sender only.
 func (c *Customer) catchUp(sender int) {
 	for {
 		c.mu.Lock()
@@ -263,7 +268,7 @@ func (c *Customer) catchUp(sender int) {
 	}
 }
 
-// endEarly lets those go who wait for room, and drops what waits.
+// endEarly ends waits in keepEarly and drops the backlogs.
 func (c *Customer) endEarly() {
 	c.mu.Lock()
 	c.ended = true

@@ -79,12 +79,12 @@ func TestSayAgain(t *testing.T) {
 		t.Fatalf("a lost server is told %q", out.bodies)
 	}
 	n.processes.change(8, func(p *process) { p.lost = nil })
-	n.sayAgain(8)
+	n.resendNotices(8)
 	if len(out.bodies) != 1 || out.bodies[0] != "stepaf/1 given-up 7 1 20 3" {
 		t.Fatalf("a server that is back is told %q", out.bodies)
 	}
 	n.processes.change(8, func(p *process) { p.incarnation = 6 })
-	n.sayAgain(8)
+	n.resendNotices(8)
 	if len(out.bodies) != 1 {
 		t.Errorf("another process is told %q", out.bodies[1:])
 	}

@@ -23,7 +23,7 @@ func (r *Request) Use() uint64 {
 func (r *Request) Kept() bool {
 	r.c.mu.Lock()
 	defer r.c.mu.Unlock()
-	return r.place >= 0
+	return r.ringIndex >= 0
 }
 
 // NoteProcesses is what happens first with what the machine says.

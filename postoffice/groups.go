@@ -1,5 +1,8 @@
 package postoffice
 
+// What a node tells about itself and the cluster: names, ids, ranks, groups, key ranges,
+// and the abilities of its transport.
+
 import (
 	"fmt"
 	"log/slog"
@@ -15,7 +18,7 @@ func (n *Node) Name() string { return *n.name.Load() }
 
 func (n *Node) setName(s string) { n.name.Store(&s) }
 
-// PeerName says who node id is and where: "server 1 (id 10) at 10.0.0.7:4021".
+// PeerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
 func (n *Node) PeerName(id int) string {
 	if addr, ok := n.peers.Load(id); ok {
 		return fmt.Sprintf("%s at %s", van.NodeName(id), addr)
@@ -32,7 +35,7 @@ func (n *Node) Config() *Config { return n.cfg }
 // Backend is the memory of the node's device.
 func (n *Node) Backend() backend.Backend { return n.back }
 
-// Registrar returns the transport's ability to place pushes in named memory.
+// Registrar returns the transport's ability to write pushes into registered memory.
 func (n *Node) Registrar() (van.BufferRegistrar, bool) { return van.As[van.BufferRegistrar](n.van) }
 
 // Revoker returns the transport's ability to take back memory that a pull request has
@@ -67,12 +70,12 @@ func (n *Node) SharesDevice(id int) bool {
 	return ok && l.TakesDevice(id)
 }
 
-// Incarnation tells this process apart from others that have had the same node id, see
+// Incarnation distinguishes this process from others that have had the same node id; see
 // van.Identity.
 func (n *Node) Incarnation() uint32 { return n.incarnation }
 
-// Addresses are the port at which this node listens and, as "host:port", the addresses of
-// those that it is connected to.
+// Addresses returns the port at which this node listens and the addresses of the peers
+// that it is connected to, as "host:port".
 func (n *Node) Addresses() (port int, peers []string) {
 	n.peers.Range(func(_, addr any) bool {
 		peers = append(peers, addr.(string))
@@ -111,7 +114,7 @@ func (n *Node) NumWorkerInstances() int { return n.cfg.NumWorkers * n.cfg.GroupS
 // NumServerInstances counts servers.
 func (n *Node) NumServerInstances() int { return n.cfg.NumServers * n.cfg.GroupSize }
 
-// IsRecovery tells whether this node has taken the place of a dead one.
+// IsRecovery tells whether this node replaces a dead one.
 func (n *Node) IsRecovery() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -142,8 +145,8 @@ func (n *Node) Members(group int) []int {
 	return n.machine.Members(group)
 }
 
-// DeadNodes lists the nodes that have been silent for longer than t, or are known
-// to be lost. The scheduler sees everybody, other nodes the scheduler.
+// DeadNodes lists the nodes that have been silent for longer than t, or are known to be
+// lost. The scheduler hears all nodes, the others only the scheduler.
 func (n *Node) DeadNodes(t time.Duration) []int {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -154,8 +157,8 @@ func (n *Node) DeadNodes(t time.Duration) []int {
 // the largest key.
 type KeyRange struct{ Begin, End uint64 }
 
-// ServerKeyRanges divides the keys among the servers as ps-lite does: server i
-// begins at (2^64-1)/S*i. What the division leaves over belongs to the last one.
+// ServerKeyRanges divides the keys among the servers as ps-lite does: server i of S
+// begins at (2^64-1)/S*i, and the last one also has the remainder.
 func (n *Node) ServerKeyRanges() []KeyRange {
 	s := uint64(n.cfg.NumServers)
 	step := ^uint64(0) / s

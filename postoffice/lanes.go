@@ -6,11 +6,13 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 )
 
-// To connect to a peer, or to let a connection end, may take seconds. What concerns other
-// peers, heartbeats above all, does not wait for it: from such an action on, a peer's
-// outputs are carried out by a goroutine of their own, in order, until none is left.
+// The order in which outputs of the membership machine are carried out.
+//
+// Connecting to a peer or closing a connection may take seconds. Outputs about other
+// peers, such as heartbeats, must not wait for it: from a slow output on, a peer's outputs
+// are carried out by a goroutine of their own, in order, until none is left.
 
-// lane is what is to be done about one peer after what is being done.
+// lane is the queue of a peer's outputs behind the one being carried out.
 type lane struct{ outputs []membership.Output }
 
 // peerOf is the peer that an output is about.
@@ -43,9 +45,9 @@ func slow(o membership.Output) bool {
 	return false
 }
 
-// arrange carries an output out, or leaves that to the goroutine that does so for its
-// peer. Ready waits for all connections.
-func (n *Node) arrange(o membership.Output) {
+// dispatch carries an output out, or queues it in its peer's lane. Ready waits until all
+// lanes are empty, and so all connections made.
+func (n *Node) dispatch(o membership.Output) {
 	id, about := peerOf(o)
 	n.lanesMu.Lock()
 	l := n.lanes[id]
@@ -56,7 +58,7 @@ func (n *Node) arrange(o membership.Output) {
 		n.lanesMu.Unlock()
 	case about && l != nil:
 		l.outputs = append(l.outputs, o)
-		if r, ok := o.(membership.Rename); ok { // what is sent under the new id comes behind
+		if r, ok := o.(membership.Rename); ok { // outputs with the new id must follow the Rename
 			n.lanes[r.New] = l
 		}
 		n.lanesMu.Unlock()
@@ -67,16 +69,16 @@ func (n *Node) arrange(o membership.Output) {
 		l = &lane{outputs: []membership.Output{o}}
 		n.lanes[id] = l
 		n.lanesMu.Unlock()
-		go n.follow(l)
+		go n.runLane(l)
 	default:
 		n.lanesMu.Unlock()
 		n.carryOut(o)
 	}
 }
 
-// settle gives what was said last, such as why start-up has failed, a short time to get
-// as far as the transport.
-func (n *Node) settle() {
+// awaitLanes waits a short time until the last outputs, such as a message with the reason
+// why start-up has failed, have reached the transport.
+func (n *Node) awaitLanes() {
 	n.lanesMu.Lock()
 	if len(n.lanes) == 0 {
 		n.lanesMu.Unlock()
@@ -91,9 +93,9 @@ func (n *Node) settle() {
 	}
 }
 
-// follow carries out what is in l until it is empty, and then what has waited for the
-// last lane.
-func (n *Node) follow(l *lane) {
+// runLane carries out l's outputs until it is empty, and after the last lane the outputs
+// that wait for all lanes.
+func (n *Node) runLane(l *lane) {
 	for {
 		n.lanesMu.Lock()
 		if len(l.outputs) == 0 {

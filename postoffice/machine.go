@@ -1,5 +1,8 @@
 package postoffice
 
+// Runs the membership machine: feeds it messages and time, carries out its outputs, and
+// routes data messages.
+
 import (
 	"context"
 	"errors"
@@ -14,8 +17,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// step gives the machine an input and carries out what it says, in order. Inputs
-// that come meanwhile, also from what is being carried out, queue up.
+// step gives the machine an input and carries out its outputs in order. If outputs are
+// being carried out already, by another goroutine or by a caller of step further up, the
+// new ones are left to it.
 func (n *Node) step(input func(time.Duration)) {
 	n.mu.Lock()
 	input(now())
@@ -38,7 +42,7 @@ func (n *Node) step(input func(time.Duration)) {
 		n.outputs = nil
 		n.mu.Unlock()
 		for _, o := range outs {
-			n.arrange(o)
+			n.dispatch(o)
 		}
 		n.mu.Lock()
 	}
@@ -50,7 +54,7 @@ func (n *Node) step(input func(time.Duration)) {
 	}
 }
 
-// connectDue counts the connections that are still to be made. n.mu is held.
+// connectDue counts the Connect outputs that are not carried out yet. n.mu is held.
 func (n *Node) connectDue(id, more int) {
 	if n.due == nil {
 		n.due = map[int]int{}
@@ -60,8 +64,8 @@ func (n *Node) connectDue(id, more int) {
 	}
 }
 
-// noteLosses brings the table of lost peers up to date at once, so that it never
-// says otherwise than DeadNodes. n.mu is held.
+// noteLosses updates the table of lost peers before the outputs are carried out, so that
+// it always agrees with DeadNodes. n.mu is held.
 func (n *Node) noteLosses(outs []membership.Output) {
 	for _, o := range outs {
 		switch o := o.(type) {
@@ -69,11 +73,11 @@ func (n *Node) noteLosses(outs []membership.Output) {
 			n.setLost(o.ID, o.Cause)
 		case membership.PeerAlive:
 			n.setLost(o.ID, nil)
-		} // one that is replaced is not to be sent to before it is connected
+		} // PeerReplaced clears it when carried out: nothing can be sent before Connect
 	}
 }
 
-// tick tells the machine the time when it wants to know.
+// tick steps the machine at the times that it asks for.
 func (n *Node) tick() {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
@@ -103,17 +107,17 @@ func (n *Node) peerChanged(id int, up bool, cause error) {
 		case up:
 			n.machine.PeerBack(t, id)
 		case id == van.SchedulerID && !n.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED):
-			// It does not listen yet. Whoever else is known has listened before.
+			// The scheduler does not listen yet. All other known peers listen.
 		case n.due[id] > 0:
-			// This is about the node that had the id before: the one that has it now has
-			// no connection yet that could be lost.
+			// The lost connection is that of the process that had the id before: this
+			// one's has not been made yet.
 		default:
 			n.machine.PeerLost(t, id, cause)
 		}
 	})
 }
 
-// carryOut does one thing that the machine said.
+// carryOut carries out one output of the machine.
 func (n *Node) carryOut(o membership.Output) {
 	switch o := o.(type) {
 	case membership.Send:
@@ -124,7 +128,7 @@ func (n *Node) carryOut(o membership.Output) {
 		n.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
 		if err := n.van.Connect(context.Background(), o.ID, o.Node); err != nil {
-			if k, speak := n.Rarely("connect: " + logx.Kind(err)); speak {
+			if k, show := n.Rarely("connect: " + logx.Kind(err)); show {
 				n.log.Error("connect failed", "peer", n.PeerName(o.ID), "err", err, "so far", k)
 			}
 			n.step(func(t time.Duration) { n.machine.ConnectFailed(t, o.ID, err) })
@@ -163,11 +167,11 @@ func (n *Node) carryOut(o membership.Output) {
 		n.notify(o.ID, false, o.Cause)
 	case membership.PeerAlive:
 		n.log.Warn("peer is back", "peer", n.PeerName(o.ID))
-		n.sayAgain(o.ID)
+		n.resendNotices(o.ID)
 		n.notify(o.ID, true, nil)
 		n.admit(o.ID)
 	case membership.PeerReplaced:
-		// What the dead node owed will not come from the new one.
+		// The new process does not answer requests to the former one.
 		cause := n.lost(o.ID)
 		if cause == nil {
 			cause = errReplaced
@@ -175,7 +179,7 @@ func (n *Node) carryOut(o membership.Output) {
 			n.notify(o.ID, false, cause)
 		}
 		n.mu.Lock()
-		if !slices.Contains(n.machine.DeadNodes(now(), 0), o.ID) { // else the new one has been lost since
+		if !slices.Contains(n.machine.DeadNodes(now(), 0), o.ID) { // the new one may be lost already
 			n.setLost(o.ID, nil)
 		}
 		n.mu.Unlock()
@@ -188,7 +192,7 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:
-		if k, speak := n.Rarely("machine: " + logx.Kind(errors.New(o.Text))); speak {
+		if k, show := n.Rarely("machine: " + logx.Kind(errors.New(o.Text))); show {
 			n.log.Warn(o.Text, "so far", k)
 		}
 	}
@@ -206,7 +210,7 @@ func (n *Node) sendControl(o membership.Send) {
 	msg := &van.Message{Meta: o.Meta, Sender: int(n.id.Load()), Receiver: o.To}
 	n.logMessage("send", o.To, &msg.Meta)
 	if err := n.van.Send(msg); err != nil {
-		if k, speak := n.Rarely("not sent: " + logx.Kind(err)); speak {
+		if k, show := n.Rarely("not sent: " + logx.Kind(err)); show {
 			n.log.Warn("control message not sent", "err", err, "so far", k)
 		}
 	}
@@ -222,7 +226,7 @@ func (n *Node) endBarrier(ticket int, err error) {
 	}
 }
 
-// fail makes the node unusable: it cannot be part of the cluster.
+// fail makes the node unusable, with err as the reason.
 func (n *Node) fail(err error) {
 	n.mu.Lock()
 	select {
@@ -247,9 +251,9 @@ func (n *Node) setLost(id int, cause error) {
 	n.processes.change(id, func(p *process) { p.lost = cause })
 }
 
-// OnPeer makes the node call f when a peer is lost (up false, with the cause) and
-// when it, or its replacement, is there again. f must not block, but may close the
-// node. The function returned ends that.
+// OnPeer makes the node call f when a peer is lost (up false, with the cause) and when
+// it or its replacement is back (up true). f must not block, but may close the node. The
+// returned function removes f.
 func (n *Node) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
 	w := &watcher{f}
 	n.lostMu.Lock()
@@ -277,7 +281,7 @@ func (n *Node) notify(id int, up bool, cause error) {
 	}
 }
 
-// receive takes every message from the van.
+// receive handles every message from the van.
 func (n *Node) receive(msg *van.Message) {
 	n.logMessage("recv", msg.Sender, &msg.Meta)
 	if msg.IsControl() {
@@ -289,7 +293,7 @@ func (n *Node) receive(msg *van.Message) {
 	case discard:
 		n.dropStale(msg, p)
 		return
-	case detain:
+	case holdBack:
 		if n.hold(msg) {
 			return
 		}
@@ -304,7 +308,7 @@ func (n *Node) receiveControl(msg *van.Message) {
 	}
 	n.step(func(t time.Duration) {
 		if err := n.machine.Step(t, msg.Sender, &msg.Meta); err != nil {
-			if k, speak := n.Rarely("control: " + logx.Kind(err)); speak {
+			if k, show := n.Rarely("control: " + logx.Kind(err)); show {
 				n.log.Warn("dropped a control message", "err", err, "so far", k)
 			}
 		}
@@ -315,14 +319,14 @@ func (n *Node) receiveControl(msg *van.Message) {
 func (n *Node) deliver(msg *van.Message, p *process) {
 	msg.Epoch = p.epoch
 	if p.incarnation != 0 {
-		msg.RequestTrace.PreStart = 0 // is no stamp
+		msg.RequestTrace.PreStart = 0 // it holds the incarnations, not a time
 	}
 	n.profile.received(&msg.Meta)
 	n.apps.deliver(n, msg)
 }
 
 // Send stamps and sends a data message. Errors name the peer. An answer to a process that
-// was replaced meanwhile is van.ErrPeerLost.
+// has been replaced fails with van.ErrPeerLost.
 func (n *Node) Send(msg *van.Message) error {
 	t := clock.Now()
 	if msg.Request {
@@ -347,16 +351,15 @@ func (n *Node) Send(msg *van.Message) error {
 	return n.van.Send(msg)
 }
 
-// Poll receives on the caller's goroutine, if the van can, until done or until
-// nothing has come for a short time. Handlers run on it, too, so it is for those
-// whose handlers never block.
+// Poll receives on the caller's goroutine, if the van can, until done returns true or
+// nothing has come for a short time. Handlers run on it, too, so they must never block.
 func (n *Node) Poll(done func() bool) {
 	if n.poller != nil {
 		n.poller.Poll(done)
 	}
 }
 
-// Flush sends what was sent to node id with More.
+// Flush sends messages to node id that the van holds because of More.
 func (n *Node) Flush(id int) {
 	if n.flusher != nil {
 		n.flusher.Flush(id)

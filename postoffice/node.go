@@ -1,5 +1,7 @@
 package postoffice
 
+// Node: how it starts, which transport and device it opens, its barriers, and its end.
+
 import (
 	"context"
 	"errors"
@@ -28,8 +30,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/stage"
 )
 
-// ErrRefused is wrapped by the error of Start when the scheduler has no place for
-// the node: the error has the scheduler's reason.
+// ErrRefused is wrapped by the error of Start when the scheduler refuses the node. The
+// error has the scheduler's reason.
 var ErrRefused = membership.ErrRefused
 
 // Config is the configuration of a node; see docs/env.md for what each field
@@ -39,12 +41,12 @@ type Config = env.Config
 // DefaultConfig returns a configuration with every setting at its default.
 func DefaultConfig() *Config { return env.Default() }
 
-// LoadConfig reads the environment. The error names every variable that makes no
-// sense.
+// LoadConfig reads the environment. The error names every variable with an invalid
+// value.
 func LoadConfig() (*Config, error) { return env.LoadFrom(env.OS()) }
 
-// LoadConfigFrom reads variables from somewhere else: lookup returns a value and
-// whether it is set, names, which may be nil, lists what is set.
+// LoadConfigFrom reads variables from another source: lookup returns a value and
+// whether it is set; names, which may be nil, lists the names that are set.
 func LoadConfigFrom(lookup func(name string) (string, bool), names func() []string) (*Config, error) {
 	return env.LoadFrom(env.Source{Lookup: lookup, Names: names})
 }
@@ -53,8 +55,7 @@ func LoadConfigFrom(lookup func(name string) (string, bool), names func() []stri
 type Options struct {
 	Config *Config // required
 
-	// Log takes the node's log; nil means a log to standard error at the level of
-	// PS_VERBOSE.
+	// Log receives the node's log; nil means standard error at the level of PS_VERBOSE.
 	Log *slog.Logger
 
 	// Van makes the transport; nil means the one that Config.VanType names.
@@ -64,20 +65,20 @@ type Options struct {
 	// The node neither configures nor closes it.
 	Backend backend.Backend
 
-	// KeepBackend leaves the backend that Config names open when the node has left, for
-	// programs that still have received tensors in its memory.
+	// KeepBackend leaves the backend that Config names open after the node has left, for
+	// programs that still use received tensors in its memory.
 	KeepBackend bool
 
 	// NoRank lets the scheduler choose the rank instead of computing it from
 	// Config (only with a GroupSize of 1).
 	NoRank bool
 
-	// Rand is where random numbers come from: the incarnation, first timestamps. nil
-	// means the system's. Tests that must repeat themselves set it.
+	// Rand is the source of random numbers: the incarnation, first timestamps. nil means
+	// the system's. Reproducible tests set it.
 	Rand func() uint64
 
-	// NoBarrier returns from Start as soon as all nodes are known to this one,
-	// without the barrier over all nodes that the original's entry points do.
+	// NoBarrier makes Start return as soon as this node knows all others, without the
+	// barrier over all nodes that C++ StepMesh programs begin with.
 	NoBarrier bool
 }
 
@@ -87,7 +88,7 @@ type Node struct {
 	role     van.Role
 	baseLog  *slog.Logger
 	log      *slog.Logger
-	debug    bool // every message is logged
+	debug    bool // log every message
 	van      van.Van
 	flusher  van.Flusher  // nil when the van holds nothing
 	recaller van.Recaller // nil when the van reads no memory later
@@ -105,41 +106,41 @@ type Node struct {
 	name atomic.Pointer[string]
 	self van.Node
 
-	mu       sync.Mutex // guards machine and what follows
-	machine  *membership.Machine
-	outputs  []membership.Output
-	draining bool
-	nameless map[int]van.Node   // records of nodes with temporary ids
-	due      map[int]int        // peers that are to be connected, as outputs say
-	waiters  map[int]chan error // by barrier ticket
-	ready    chan struct{}
-	failed   chan struct{}
-	err      error
-	closed   bool
-	onExit   []func()
-	rearm    chan struct{}
-	stop     chan struct{}
-	leaving  atomic.Bool
-	left     chan struct{} // closed when the node has left; finalErr is set then
-	finalErr error
-	closing  chan struct{} // closed by Close, so that a Finalize does not wait on
-	hurry    sync.Once
+	mu        sync.Mutex // guards machine and what follows
+	machine   *membership.Machine
+	outputs   []membership.Output
+	draining  bool               // a goroutine carries outputs out
+	unnamed   map[int]van.Node   // records of nodes with temporary ids
+	due       map[int]int        // by peer, Connect outputs that are not carried out yet
+	waiters   map[int]chan error // by barrier ticket
+	ready     chan struct{}
+	failed    chan struct{}
+	err       error
+	closed    bool
+	onExit    []func()
+	rearm     chan struct{}
+	stop      chan struct{}
+	leaving   atomic.Bool
+	left      chan struct{} // closed when the node has left; finalErr is set then
+	finalErr  error
+	closing   chan struct{} // closed by Close, to end a Finalize that waits
+	closeOnce sync.Once     // closes closing
 
 	peers      sync.Map // node id to "host:port"
 	lanesMu    sync.Mutex
-	lanes      map[int]*lane       // of peers that something slow is being done about
-	afterLanes []membership.Output // wait until there is none
-	lanesIdle  []chan struct{}     // closed when there is none
+	lanes      map[int]*lane       // of peers for which a slow output is being carried out
+	afterLanes []membership.Output // to be carried out when lanes is empty
+	lanesIdle  []chan struct{}     // closed when lanes is empty
 
 	lostMu    sync.Mutex
 	processes processes
-	said      sayings
+	notices   notices
 	strangers strangers
 	stale     logx.Sparse // messages of or for other processes
 	watchers  []*watcher
 
 	apps   apps
-	causes logx.Causes // of lines about what others send
+	causes logx.Causes // of log lines about peers
 }
 
 type watcher struct {
@@ -158,20 +159,20 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 		return nil, err
 	}
 	if err := n.join(ctx); err != nil {
-		linger := shortLinger // nobody waits for what this node has to say
+		linger := shortLinger
 		if n.role == van.Scheduler {
-			linger = lingerTime // everybody does
+			linger = lingerTime // all nodes wait for the scheduler's refusal
 		}
 		n.close(linger)
 		return nil, err
 	}
-	if !o.NoBarrier && !n.IsRecovery() { // the others have passed it
+	if !o.NoBarrier && !n.IsRecovery() { // a replacement comes after the start barrier
 		deadline := began + n.cfg.StartTimeout
 		if failpoint.On("start-deadline") {
 			deadline = 0
 		}
 		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, deadline) }); err != nil {
-			n.close(shortLinger) // somebody who does not come may not read, either
+			n.close(shortLinger) // a node that has not come does not read its messages, either
 			return nil, err
 		}
 	}
@@ -199,7 +200,7 @@ func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error
 		wg.Go(func() {
 			var n *Node
 			if n, errs[i] = Start(ctx, oi); errs[i] != nil {
-				cancel() // the other one would wait in vain
+				cancel() // the other node cannot start without this one
 			}
 			if i == 0 {
 				server = n
@@ -236,7 +237,7 @@ func newNode(o Options) (*Node, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, fmt.Errorf("start: %w: %w", van.ErrInvalid, err)
 	}
-	if o.Van == nil { // else nobody knows what it needs
+	if o.Van == nil { // the needs of a van of the program's own are not known
 		if err := limits.Check(cfg, cfg.Role); err != nil {
 			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
 		}
@@ -310,7 +311,7 @@ func (n *Node) openBackend(b backend.Backend) error {
 	return nil
 }
 
-// tuned makes b wait as the configuration says.
+// tuned sets b's options for waits as the configuration says.
 func (n *Node) tuned(b backend.Backend) backend.Backend {
 	if t, ok := b.(backend.Tunable); ok {
 		o := backend.DefaultOptions()
@@ -362,9 +363,9 @@ func (n *Node) openVan(f van.Factory) error {
 	return nil
 }
 
-// staged carries values on a device over a van that takes host memory only. Peers that
-// are linked through shared memory take them as they are, or not, whatever the van inside
-// does.
+// staged wraps a van that takes host memory only, so that it carries values on a device.
+// For peers that are linked through shared memory, the link decides whether values are
+// copied to the host, and not the van inside.
 func (n *Node) staged(v van.Van, shared *local.Van) van.Van {
 	o := stage.Options{Backend: n.back, Log: n.log}
 	takes := takesDevices[v.Type()]
@@ -382,7 +383,7 @@ func (n *Node) staged(v van.Van, shared *local.Van) van.Van {
 	return stage.New(v, o)
 }
 
-// takesDevices are the transports that take values on a device as they are.
+// takesDevices are the transports that send values from device memory without staging.
 var takesDevices = map[string]bool{"ibverbs": true}
 
 // join binds, starts the machine and waits until it is ready.
@@ -479,8 +480,9 @@ func (n *Node) bind(ctx context.Context) error {
 	return nil
 }
 
-// cluster is the identity of the cluster as far as this node knows it beforehand: what
-// STEPAF_CLUSTER_ID makes it; without that the scheduler chooses one, and the others ask.
+// cluster is the identity of the cluster as this node knows it before it joins: derived
+// from STEPAF_CLUSTER_ID if set; otherwise the scheduler chooses one and the others learn
+// it from the scheduler.
 func (n *Node) cluster() uint32 {
 	switch {
 	case n.cfg.ClusterID != "":
@@ -493,12 +495,12 @@ func (n *Node) cluster() uint32 {
 	return 0
 }
 
-// Barrier waits until as many members of the group have called it as the
-// original's group barrier counts: one for each group of instances. It is
-// released for those who asked. customer is usually 0. A call that ends with ctx
-// still counts for the others: the protocol has no way to take a request back. It ends
-// after STEPAF_BARRIER_TIMEOUT; or, when only lost members have yet to come, after
-// STEPAF_REPLACE_TIMEOUT unless they are replaced.
+// Barrier waits until as many members of the group have called it as C++ StepMesh's
+// group barrier counts: one for each group of instances. Only members that have called
+// it are released. customer is usually 0. A call that ends with ctx still counts for the
+// others: the protocol cannot cancel it. Barrier fails after STEPAF_BARRIER_TIMEOUT; or,
+// when only lost members are missing, after STEPAF_REPLACE_TIMEOUT unless they are
+// replaced.
 func (n *Node) Barrier(ctx context.Context, customer, group int) error {
 	return n.barrier(ctx, "barrier", customer, group, false)
 }
@@ -508,9 +510,9 @@ func (n *Node) InstanceBarrier(ctx context.Context, customer, group int) error {
 	return n.barrier(ctx, "instance barrier", customer, group, true)
 }
 
-// StopBarrier is the instance barrier over all nodes that a program has before Finalize.
-// The scheduler and servers may wait in it from the first second on, so it has no limit
-// of its own: it lasts as long as members that live have yet to come.
+// StopBarrier is the instance barrier over all nodes that a program calls before
+// Finalize. The scheduler and servers may call it as soon as they have started, so it has
+// no limit of its own: it waits as long as a live member is missing.
 func (n *Node) StopBarrier(ctx context.Context) error {
 	return n.await(ctx, "stop barrier", func(t time.Duration) (int, error) { return n.machine.StopBarrier(t, 0) })
 }
@@ -563,11 +565,10 @@ func timeout(cause error) error {
 	return cause
 }
 
-// Finalize waits until every node of the cluster has called it, then leaves. It
-// returns with an error, having left all the same, when ctx ends, when only lost nodes
-// have yet to call it and STEPAF_REPLACE_TIMEOUT has passed without replacements, or, on a
-// worker, after STEPAF_STOP_TIMEOUT. Only the first call
-// does anything; others return its result.
+// Finalize waits until every node of the cluster has called it, then leaves. It leaves
+// and returns an error when ctx ends; when only lost nodes are missing and
+// STEPAF_REPLACE_TIMEOUT passes without replacements; or, on a worker, after
+// STEPAF_STOP_TIMEOUT. Only the first call has an effect; others return its result.
 func (n *Node) Finalize(ctx context.Context) error {
 	n.leaveOnce(func() error {
 		err := n.await(ctx, "finalize", func(t time.Duration) (int, error) { return n.machine.Finalize(t, 0) })
@@ -576,8 +577,8 @@ func (n *Node) Finalize(ctx context.Context) error {
 	return n.finalErr
 }
 
-// leaveOnce calls leave the first time and waits for its end the other times. It is no
-// sync.Once, in which others would wait for a mutex: that stops the virtual time of tests.
+// leaveOnce calls leave the first time; other calls wait for its end. They wait for a
+// channel, not for the mutex of a sync.Once, which would stop the virtual time of tests.
 func (n *Node) leaveOnce(leave func() error) {
 	if n.leaving.Swap(true) {
 		<-n.left
@@ -587,18 +588,18 @@ func (n *Node) leaveOnce(leave func() error) {
 	n.finalErr = leave()
 }
 
-// Close leaves at once, without waiting for anyone. Requests in flight fail with
-// van.ErrClosed, and so does a Finalize that waits. A handler calls it on a goroutine of
-// its own: it waits for handlers.
+// Close leaves at once, without waiting for other nodes. Requests in flight fail with
+// van.ErrClosed, and so does a Finalize that waits. Close waits for handlers, so a handler
+// must call it on another goroutine.
 func (n *Node) Close() { n.close(lingerTime) }
 
 func (n *Node) close(linger time.Duration) {
-	n.hurry.Do(func() { close(n.closing) })
+	n.closeOnce.Do(func() { close(n.closing) })
 	n.leaveOnce(func() error { return n.leave(context.Background(), linger) })
 }
 
-// How long a leaving node lets its last messages leave, and one that has never
-// belonged to a cluster.
+// How long a leaving node waits for its last messages to be sent: normally, and when it
+// has not started.
 const (
 	lingerTime  = 2 * time.Second
 	shortLinger = 300 * time.Millisecond
@@ -625,9 +626,9 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	exits := n.onExit
 	n.mu.Unlock()
 
-	close(n.stop) // the end of tick is not awaited: a callback that it makes may be what closes
+	close(n.stop) // without waiting for tick: leave may run in a callback of it
 	n.apps.abort(&van.Error{Op: "wait", Node: n.Name(), Err: van.ErrClosed})
-	n.settle()
+	n.awaitLanes()
 	n.strangers.close()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), linger)
 	defer cancel()
@@ -646,13 +647,12 @@ func (n *Node) OnExit(f func()) {
 	n.onExit = append(n.onExit, f)
 }
 
-// Rarely is for log lines about what others send, of which there may be a flood: it
-// counts one more of a cause, and says how many there were and whether this one is worth
-// a line. Errors of one cause have the same logx.Kind.
-func (n *Node) Rarely(cause string) (count uint64, speak bool) { return n.causes.Next(cause) }
+// Rarely limits log lines about what peers send, of which there may be a flood: it counts
+// one more event of a cause, and returns the count and whether to log this one. Errors of
+// one cause have the same logx.Kind.
+func (n *Node) Rarely(cause string) (count uint64, show bool) { return n.causes.Next(cause) }
 
-// Alive returns why the node cannot be used, or nil: it has left, or cannot be
-// part of the cluster.
+// Alive returns nil, or why the node cannot be used: it has left, or failed.
 func (n *Node) Alive() error {
 	select {
 	case <-n.failed:
@@ -662,10 +662,9 @@ func (n *Node) Alive() error {
 	}
 }
 
-// givenUp is told by the resending van of a message that its peer never
-// acknowledged.
+// givenUp is called by the resending van with a message that was never acknowledged.
 func (n *Node) givenUp(f resend.Failure) {
-	if k, speak := n.Rarely("gave up a message"); speak {
+	if k, show := n.Rarely("gave up a message"); show {
 		n.log.Warn("gave up a message", "peer", n.PeerName(f.Peer), "message", f.Meta.String(), "err", f.Err, "so far", k)
 	}
 	if !f.Meta.IsControl() && f.Meta.Request {
@@ -673,7 +672,7 @@ func (n *Node) givenUp(f resend.Failure) {
 	}
 }
 
-// nodeRank and nodeID put the rank and id into log lines as soon as they are known.
+// nodeRank and nodeID make log lines show the rank and id as soon as they are known.
 type nodeRank struct{ n *Node }
 
 func (r nodeRank) LogValue() slog.Value {

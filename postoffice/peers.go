@@ -1,5 +1,8 @@
 package postoffice
 
+// Which process has a node id, as far as this node knows, and which received messages
+// are that process's.
+
 import (
 	"fmt"
 	"sync/atomic"
@@ -9,21 +12,21 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// process is what a node knows of the process behind a node id. It is never changed: a
-// new one takes its place.
+// process is what a node knows of the process that has a node id. It is immutable; a
+// change stores a new one.
 type process struct {
 	epoch       uint32 // counts the processes that have had the id, from 1
-	incarnation uint32 // see van.Identity; 0: not known, or one of the original
+	incarnation uint32 // see van.Identity; 0: not known, or a C++ StepMesh node
 	known       bool   // its record has come
-	behind      bool   // messages that came before its record are being delivered
+	behind      bool   // messages that came before its record are not all delivered yet
 	lost        error  // why it is considered dead
 }
 
-// nobody stands for an id of which nothing is known.
-var nobody = process{epoch: 1}
+// unknownProcess is that of an id of which nothing is known.
+var unknownProcess = process{epoch: 1}
 
-// processes is the table of processes by node id. Looking costs no lock, so that every
-// message can be checked against it; changes are under Node.lostMu.
+// processes is the table of processes by node id. It is read without a lock, for every
+// message; changes are under Node.lostMu.
 type processes struct {
 	at atomic.Pointer[[]atomic.Pointer[process]]
 }
@@ -34,10 +37,10 @@ func (t *processes) of(id int) *process {
 			return p
 		}
 	}
-	return &nobody
+	return &unknownProcess
 }
 
-// change replaces what is known of id. Ids that no member can have are not remembered.
+// change replaces the entry of id. Ids that no member can have are ignored.
 func (t *processes) change(id int, f func(*process)) {
 	if id < 0 || id >= van.Empty {
 		return
@@ -59,8 +62,8 @@ func (t *processes) change(id int, f func(*process)) {
 	(*old)[id].Store(&p)
 }
 
-// noteProcesses brings the table up to date with what the machine says, at once, so that
-// nothing of a process that was replaced is taken for its successor's.
+// noteProcesses updates the table before the outputs are carried out, so that no message
+// of a replaced process counts as its successor's.
 func (n *Node) noteProcesses(outs []membership.Output) {
 	if who := n.machine.Incarnation(van.SchedulerID); who != 0 && n.role != van.Scheduler && who != n.processes.of(van.SchedulerID).incarnation {
 		n.note(van.SchedulerID, who, false)
@@ -76,18 +79,18 @@ func (n *Node) noteProcesses(outs []membership.Output) {
 			if o.ID > 0 {
 				n.noteProcess(o.ID, &o.Node, false)
 			} else {
-				if n.nameless == nil {
-					n.nameless = map[int]van.Node{}
+				if n.unnamed == nil {
+					n.unnamed = map[int]van.Node{}
 				}
-				n.nameless[o.ID] = o.Node
+				n.unnamed[o.ID] = o.Node
 			}
 		case membership.Rename:
-			if record, ok := n.nameless[o.Old]; ok {
+			if record, ok := n.unnamed[o.Old]; ok {
 				n.noteProcess(o.New, &record, false)
 			}
-			delete(n.nameless, o.Old)
+			delete(n.unnamed, o.Old)
 		case membership.Disconnect:
-			delete(n.nameless, o.ID)
+			delete(n.unnamed, o.ID)
 		}
 	}
 }
@@ -95,13 +98,13 @@ func (n *Node) noteProcesses(outs []membership.Output) {
 // noteProcess notes the record of id.
 func (n *Node) noteProcess(id int, record *van.Node, replaced bool) {
 	if id == van.SchedulerID {
-		return // where it is comes from the environment; the machine learns which process it is
+		return // its record is made from the environment; noteProcesses asks the machine for its incarnation
 	}
 	who, _ := record.Identity()
 	n.note(id, who.Incarnation, replaced)
 }
 
-// note notes which process has id; 0 is one of the original.
+// note records which process has id; incarnation 0 is a C++ StepMesh node.
 func (n *Node) note(id int, incarnation uint32, replaced bool) {
 	n.lostMu.Lock()
 	defer n.lostMu.Unlock()
@@ -114,12 +117,12 @@ func (n *Node) note(id int, incarnation uint32, replaced bool) {
 		p.known, p.incarnation = true, incarnation
 		p.behind = n.strangers.waits(id, incarnation)
 	})
-	if n.processes.of(id).lost == nil { // else nothing can be answered before it is connected
+	if n.processes.of(id).lost == nil { // otherwise admit does it, when answers can be sent
 		n.catchUpLocked(id)
 	}
 }
 
-// admit delivers what has waited until node id could be answered.
+// admit delivers the messages that were held until node id could be answered.
 func (n *Node) admit(id int) {
 	n.lostMu.Lock()
 	defer n.lostMu.Unlock()
@@ -128,7 +131,7 @@ func (n *Node) admit(id int) {
 	n.catchUpLocked(id)
 }
 
-// catchUpLocked starts catchUp if there is something to do. lostMu and strangers.mu are held.
+// catchUpLocked starts catchUp if messages are held. lostMu and strangers.mu are held.
 func (n *Node) catchUpLocked(id int) {
 	v := n.strangers.held[id]
 	if !n.processes.of(id).behind || v != nil && v.running {
@@ -140,42 +143,42 @@ func (n *Node) catchUpLocked(id int) {
 	go n.catchUp(id)
 }
 
-// stamp marks a message to node id with this process and the one that it is meant for.
-// Nodes of the original get none: their messages stay as they are.
+// stamp marks a message with this process and p, which it is meant for. Messages to C++
+// StepMesh nodes are not marked.
 func (n *Node) stamp(m *van.Meta, p *process) {
 	if p.incarnation != 0 && !failpoint.On("incarnation") {
 		m.SetIncarnations(n.incarnation, p.incarnation)
 	}
 }
 
-// verdict is what becomes of a received message.
+// verdict is what to do with a received message.
 type verdict int
 
 const (
-	accept  verdict = iota
-	discard         // of another process than the table's, or meant for another one
-	detain          // of a process that the table may have soon
+	accept   verdict = iota
+	discard          // it is of another process than the table's, or meant for another one
+	holdBack         // it is of a process that the table may have soon
 )
 
 // judge compares a data message's marks with the table. Most messages need only the
-// first comparison. The machine judges control messages.
+// first comparison. The machine does this for control messages.
 func (n *Node) judge(msg *van.Message, p *process) verdict {
 	from, to := msg.Incarnations()
 	switch {
 	case from == p.incarnation && to == n.incarnation && from != 0 && !p.behind:
 		return accept
 	case failpoint.On("incarnation"), p.known && p.incarnation == 0, from == 0 && !p.known:
-		return accept // of a node of the original, or of one that cannot know this node yet
+		return accept // of a C++ StepMesh node, or of one that does not know this node yet
 	case from == 0 || to != n.incarnation:
 		return discard
 	default:
-		return detain
+		return holdBack
 	}
 }
 
 // dropStale counts a message of another process than the table's.
 func (n *Node) dropStale(msg *van.Message, p *process) {
-	if count, speak := n.stale.Next(); speak {
+	if count, show := n.stale.Next(); show {
 		from, to := msg.Incarnations()
 		n.log.Warn("dropped a message of a process that was replaced, or for one", "from", n.PeerName(msg.Sender), "message", msg.Meta.String(),
 			"its incarnation", fmt.Sprintf("%08x", from), "want", fmt.Sprintf("%08x", p.incarnation),
@@ -187,7 +190,7 @@ func (n *Node) dropStale(msg *van.Message, p *process) {
 // to a request of an earlier one is refused.
 func (n *Node) Epoch(id int) uint32 { return n.processes.of(id).epoch }
 
-// answerTo is the error of an answer to a process that is not there any more.
+// answerTo returns errStale for an answer to a process that has been replaced.
 func (n *Node) answerTo(msg *van.Message, p *process) error {
 	if msg.Epoch == 0 || msg.Epoch == p.epoch || msg.Request || failpoint.On("incarnation") {
 		return nil
@@ -195,5 +198,5 @@ func (n *Node) answerTo(msg *van.Message, p *process) error {
 	return errStale
 }
 
-// errStale: the process that asked was replaced by another.
+// errStale: the process that sent the request has been replaced.
 var errStale = fmt.Errorf("%w: another process has taken the place of the one that asked", van.ErrPeerLost)

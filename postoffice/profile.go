@@ -1,5 +1,7 @@
 package postoffice
 
+// The profile of received messages that ENABLE_PROFILING asks for.
+
 import (
 	"fmt"
 	"os"
@@ -9,17 +11,16 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// profile writes a line for each data message received, in the original's format:
-// the low 16 bits of the key, what was received where, and the time in
-// microseconds since 1970.
+// profile writes a line for each data message received, in C++ StepMesh's format: the low
+// 16 bits of the key, role and operation, and the time in microseconds since 1970.
 type profile struct {
 	mu   sync.Mutex
 	f    *os.File
 	role string
 }
 
-// openProfile opens the file that PROFILE_PATH and the role name, when
-// ENABLE_PROFILING asks for it and the role moves data.
+// openProfile opens the file that PROFILE_PATH and the role name. It returns nil when
+// ENABLE_PROFILING is off, and for the scheduler.
 func openProfile(cfg *Config, role van.Role) (*profile, error) {
 	if !cfg.Profiling || role == van.Scheduler {
 		return nil, nil

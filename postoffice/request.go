@@ -1,5 +1,7 @@
 package postoffice
 
+// Request: who still owes which answer, and how a request finishes, fails or is given up.
+
 import (
 	"context"
 	"fmt"
@@ -14,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// Sink is what a request is made for: it takes the answers.
+// Sink takes the answers to a request.
 type Sink interface {
 	// Answer takes one answer to timestamp index i of the request, from receiver
 	// index from. It runs on the transport's goroutine; answers of different
@@ -23,18 +25,18 @@ type Sink interface {
 	Answer(i, from int, msg *van.Message) error
 
 	// Finished is called once, before any Wait returns: with nil after the last
-	// answer, else with the reason. No Answer runs any more, and after a failure the
-	// transport does not use the memory of what was sent before it.
+	// answer, or with the error. No Answer runs any more, and after a failure the
+	// transport no longer uses the memory of messages sent before.
 	Finished(err error)
 
-	// Recycle is called once after Finished, when nobody refers to the request any
-	// more; the sink may then be used for another request.
+	// Recycle is called once after Finished, when the request is no longer referred to;
+	// the sink may then be used for another request.
 	Recycle()
 }
 
-// Request is one or several consecutive timestamps in flight, each of which is
-// owed an answer by every receiver. It is part of a larger object that pools it;
-// the zero value is ready for Customer.Open.
+// Request is one or several consecutive timestamps in flight, to each of which every
+// receiver owes an answer. It is part of a larger object that pools it; the zero value is
+// ready for Customer.Open.
 type Request struct {
 	mu        sync.Mutex
 	c         *Customer
@@ -46,16 +48,16 @@ type Request struct {
 	owed      []uint64 // n rows of words bits, set while an answer is owed
 	words     int
 	left      int // answers owed
-	busy      int // answers being taken, and Begin without End
+	busy      int // calls of Answer that run, and Begin without End
 	state     state
 	err       error
 	start     uint64 // clock.Now at Open
 	waiting   bool
-	gen       uint64        // counts uses, so that a late look at r notices the next one
-	unsent    bool          // nothing of it has left
-	place     int           // in the customer's list of finished requests, -1 when not there
+	gen       uint64        // counts uses, so that a late access notices that r was reused
+	unsent    bool          // no message of it was sent
+	ringIndex int           // in Customer.finished, -1 when not there
 	done      chan struct{} // one token when finished
-	isDone    func() bool   // tells whether there is one
+	isDone    func() bool   // tells whether done has its token
 }
 
 type state uint8
@@ -63,7 +65,7 @@ type state uint8
 const (
 	unused   state = iota
 	open           // answers are awaited
-	failing        // failed, answers are still being taken
+	failing        // failed, calls of Answer still run
 	finished       // Finished has been called
 )
 
@@ -90,7 +92,7 @@ func (r *Request) reset(c *Customer, op string, sink Sink, first int32, n int, r
 	r.left, r.busy, r.err = n*len(receivers), 0, nil
 	r.state, r.waiting, r.unsent = open, false, false
 	r.gen++
-	r.place = -1
+	r.ringIndex = -1
 	r.start = clock.Now()
 	if r.done == nil {
 		r.done = make(chan struct{}, 1)
@@ -113,9 +115,9 @@ func (r *Request) Pending() bool {
 	return r.state == open
 }
 
-// Begin keeps r from ending while another goroutine than the one that opened it sends
-// its messages: Finished is not called before End. It returns false, and End must not
-// be called, when r has been answered or has failed.
+// Begin keeps r from finishing while a goroutine other than the one that opened it sends
+// its messages: Finished is not called before End. When r has been answered or has failed
+// it returns false, and End must not be called.
 func (r *Request) Begin() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -136,7 +138,7 @@ func (r *Request) End() {
 // Started is when the request was opened, in nanoseconds of the host's clock.
 func (r *Request) Started() uint64 { return r.start }
 
-// answer gives msg to the sink if the request still owes it a place.
+// answer gives msg to the sink if its sender still owes this answer.
 func (r *Request) answer(msg *van.Message) error {
 	r.mu.Lock()
 	i := int(msg.Timestamp - r.first)
@@ -171,7 +173,7 @@ func (r *Request) answer(msg *van.Message) error {
 	return nil
 }
 
-// take clears the mark of an owed answer and tells whether it was set.
+// take clears the bit of an owed answer and tells whether it was set.
 func (r *Request) take(i, from int) bool {
 	w, bit := &r.owed[i*r.words+from/64], uint64(1)<<(from%64)
 	was := *w&bit != 0
@@ -179,7 +181,8 @@ func (r *Request) take(i, from int) bool {
 	return was
 }
 
-// settle finishes the request when nothing is awaited any more. It unlocks r.mu.
+// settle finishes the request when all answers are in, or it has failed, and no call of
+// Answer runs. It unlocks r.mu.
 func (r *Request) settle() {
 	if r.busy > 0 || r.state == finished || r.state == unused || (r.state == open && r.left > 0) {
 		r.mu.Unlock()
@@ -194,7 +197,7 @@ func (r *Request) settle() {
 		if x := c.node.recaller; x != nil && !failpoint.On("recall") {
 			x.Recall(van.Requests{App: int32(c.app), Customer: int32(c.id), First: r.first, Count: r.n})
 		}
-		r.tell()
+		r.notifyOwing()
 	}
 	sink.Finished(err)
 
@@ -211,12 +214,12 @@ func (r *Request) settle() {
 	}
 }
 
-// tell says to those who still owe answers that nobody waits for them any more. Nothing
-// else looks at r meanwhile.
-func (r *Request) tell() {
+// notifyOwing tells the peers that still owe answers that the request is given up. No
+// other goroutine uses r meanwhile.
+func (r *Request) notifyOwing() {
 	n := r.c.node
 	if n.Alive() != nil {
-		return // the end of the connections says it
+		return // the peers will see the connections end
 	}
 	for k, id := range r.receivers {
 		for i := range int(r.n) {
@@ -228,7 +231,7 @@ func (r *Request) tell() {
 	}
 }
 
-// fail ends the request with err, once the answers being taken are in.
+// fail ends the request with err, once no call of Answer runs.
 func (r *Request) fail(err error) {
 	r.mu.Lock()
 	if r.state != open {
@@ -239,8 +242,8 @@ func (r *Request) fail(err error) {
 	r.settle()
 }
 
-// lose fails the request if it is owed an answer by node id.
-func (r *Request) lose(id int, cause error) {
+// failPeer fails the request if node id owes an answer.
+func (r *Request) failPeer(id int, cause error) {
 	r.mu.Lock()
 	from, known := slices.BinarySearch(r.receivers, id)
 	owes := false
@@ -255,7 +258,7 @@ func (r *Request) lose(id int, cause error) {
 	r.settle()
 }
 
-// wrap says whose request failed at which peer. r.mu is held.
+// wrap adds operation, node, peer and handler to err. r.mu is held.
 func (r *Request) wrap(err error, peer int) error {
 	return &van.Error{
 		Op: r.op, Node: r.c.node.Name(), Peer: r.c.node.PeerName(peer),
@@ -264,7 +267,7 @@ func (r *Request) wrap(err error, peer int) error {
 	}
 }
 
-// owing lists who still owes an answer, for errors. r.mu is held.
+// owing lists the peers that still owe answers, for errors. r.mu is held.
 func (r *Request) owing() string {
 	var names []string
 	total := 0
@@ -336,28 +339,28 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 		}
 		r.giveUp(van.ErrTimeout, limit)
 	}
-	<-r.done // answers that are being taken end soon
+	<-r.done // running calls of Answer end soon
 	return r.err
 }
 
-// poll receives on behalf of the transport for a short time, or, when waits are to
-// spin for ever, until r is finished or left (0: none) is over.
+// poll receives in place of the transport for a short time, or, when waits are to spin for
+// ever, until r is finished or left (0: no limit) has passed.
 func (r *Request) poll(ctx context.Context, left time.Duration) {
 	p := r.c.node.poller
 	if p == nil || r.c.node.role != van.Worker {
-		return // on a server it would run the handlers of others' requests
+		return // on a server, polling would run request handlers
 	}
 	begun := clock.Now()
 	p.Poll(r.isDone)
 	for r.c.node.cfg.BusyPoll == env.SpinForever && !r.isDone() && ctx.Err() == nil &&
 		(left <= 0 || time.Duration(clock.Now()-begun) < left) {
-		runtime.Gosched() // another waiter may be the one who polls
+		runtime.Gosched() // another waiter may be polling
 		p.Poll(r.isDone)
 	}
 }
 
-// answered tells whether nobody owes an answer to timestamp index i any more, or r
-// has failed, and why.
+// answered tells whether all answers to timestamp ts have come or r has failed, with r's
+// error.
 func (r *Request) answered(ts int32) (bool, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -373,7 +376,7 @@ func (r *Request) answered(ts int32) (bool, error) {
 	return r.busy == 0, nil
 }
 
-// giveUp fails r because its waiter does not want to wait longer.
+// giveUp fails r because its waiter's time is over.
 func (r *Request) giveUp(cause error, limit time.Duration) {
 	r.mu.Lock()
 	if r.state != open {

@@ -1,5 +1,8 @@
 package postoffice
 
+// Data messages of processes whose record has not arrived: how long and how many are
+// held, and their delivery.
+
 import (
 	"sync"
 	"time"
@@ -10,36 +13,35 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// strangerTime is how long data of a process that the table does not have is kept: that
-// a process has joined may be known here a moment later than its first messages come.
+// strangerTime is how long data of an unknown process is held: its first messages may
+// arrive before the scheduler's news that it has joined.
 const strangerTime = 10 * time.Second
 
-// strangers keeps data messages of processes that this node does not know yet, in the
-// order in which they came.
+// strangers holds data messages of processes that this node does not know yet, in order
+// of arrival.
 type strangers struct {
 	mu      sync.Mutex
-	room    sync.Cond // something was delivered, or closed was set
-	held    map[int]*visitor
+	room    sync.Cond // a message was delivered, or closed was set
+	held    map[int]*heldQueue
 	bytes   int
 	expiry  *time.Timer
 	closed  bool
 	refused logx.Sparse
 }
 
-// visitor is what came under one node id.
-type visitor struct {
+// heldQueue has the messages that came under one node id.
+type heldQueue struct {
 	queue   []early
 	bytes   int
-	running bool // catchUp delivers
+	running bool // catchUp is delivering it
 }
 
 func (s *strangers) init() {
 	s.room.L = &s.mu
-	s.held = map[int]*visitor{}
+	s.held = map[int]*heldQueue{}
 }
 
-// waits tells whether something of that process waits for the node to know it. mu is
-// held.
+// waits tells whether a message of that process is held. mu is held.
 func (s *strangers) waits(id int, incarnation uint32) bool {
 	if v := s.held[id]; v != nil && incarnation != 0 {
 		for _, e := range v.queue {
@@ -51,8 +53,8 @@ func (s *strangers) waits(id int, incarnation uint32) bool {
 	return false
 }
 
-// hold keeps msg, and tells whether it did so, or dropped it. If not, the table has its
-// sender by now, and nothing of it waits.
+// hold keeps or drops msg and returns true. It returns false if msg can be delivered: its
+// sender has become known, and no message of it is held.
 func (n *Node) hold(msg *van.Message) bool {
 	s := &n.strangers
 	size := weight(msg)
@@ -69,7 +71,7 @@ func (n *Node) hold(msg *van.Message) bool {
 		}
 		v := s.held[msg.Sender]
 		if v == nil {
-			v = &visitor{}
+			v = &heldQueue{}
 			s.held[msg.Sender] = v
 		}
 		switch {
@@ -79,7 +81,7 @@ func (n *Node) hold(msg *van.Message) bool {
 			s.room.Wait()
 			continue
 		case !p.behind && (!n.mayJoin(msg.Sender) || len(v.queue) >= maxEarly || s.bytes+size > n.cfg.StrangerBudget && !failpoint.On("stranger-budget")):
-			if count, speak := s.refused.Next(); speak {
+			if count, show := s.refused.Next(); show {
 				n.log.Warn("dropped a message of a process that this node does not know", "from", n.PeerName(msg.Sender), "message", msg.Meta.String(),
 					"kept", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", n.cfg.StrangerBudget, "dropped so far", count)
 			}
@@ -96,7 +98,7 @@ func (n *Node) hold(msg *van.Message) bool {
 }
 
 // shift takes the oldest message of v. mu is held.
-func (s *strangers) shift(v *visitor) *van.Message {
+func (s *strangers) shift(v *heldQueue) *van.Message {
 	msg := v.queue[0].msg
 	v.queue[0] = early{}
 	v.queue = v.queue[1:]
@@ -105,7 +107,7 @@ func (s *strangers) shift(v *visitor) *van.Message {
 	return msg
 }
 
-// expireIn looks after d for what has waited too long. mu is held.
+// expireIn drops, after d, the messages that have been held too long. mu is held.
 func (s *strangers) expireIn(n *Node, d time.Duration) {
 	s.expiry = time.AfterFunc(d, func() {
 		s.mu.Lock()
@@ -135,8 +137,8 @@ func (s *strangers) expireIn(n *Node, d time.Duration) {
 	})
 }
 
-// catchUp delivers what a process sent before this node knew it, and what has come behind
-// that meanwhile.
+// catchUp delivers the held messages of node id, including those that are queued
+// meanwhile.
 func (n *Node) catchUp(id int) {
 	s := &n.strangers
 	for {
@@ -165,14 +167,14 @@ func (n *Node) catchUp(id int) {
 		switch n.judge(msg, &p) {
 		case accept:
 			n.deliver(msg, &p)
-		default: // of a process before that one
+		default: // of an earlier process
 			n.dropStale(msg, &p)
 		}
 		msg.Release()
 	}
 }
 
-// close drops what is kept, and lets those go who wait for room.
+// close drops the held messages and ends waits in hold.
 func (s *strangers) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -1,5 +1,7 @@
 package postoffice
 
+// The stamps of recently answered requests.
+
 import (
 	"sync"
 
@@ -24,7 +26,7 @@ type traceEntry struct {
 	Trace
 }
 
-// put keeps the stamps of an answer, in place of those 4096 timestamps older.
+// put stores the stamps of an answer. They replace those of the timestamp 4096 before.
 func (r *traces) put(msg *van.Message) {
 	e := &r.entries[uint32(msg.Timestamp)%traceDepth]
 	e.mu.Lock()

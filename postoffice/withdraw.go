@@ -1,5 +1,8 @@
 package postoffice
 
+// Requests that were given up: telling the servers, so that they drop them, and
+// remembering what workers have given up.
+
 import (
 	"bytes"
 	"fmt"
@@ -14,8 +17,8 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Withdrawn says that a worker does not wait any more for the answers to consecutive
-// timestamps: it has given the request up, or could not send all of it.
+// Withdrawn says that a worker no longer waits for the answers to consecutive timestamps:
+// it has given the request up, or could not send all of it.
 type Withdrawn struct {
 	Sender   int   // node id of the worker's instance
 	Customer int32 // its customer id
@@ -28,24 +31,24 @@ func (w *Withdrawn) Has(customer, ts int32) bool {
 	return customer == w.Customer && ts >= w.First && ts-w.First < w.Count
 }
 
-// A worker tells it in a HEARTBEAT without node records, as the scheduler its notices,
-// and only to servers of this library: a node of the original never sees one. It may
-// overtake the request, or come when that was answered long ago.
+// A worker sends it in the body of a HEARTBEAT without node records, as the scheduler
+// sends its notices, and only to servers of this library. It may overtake the request, or
+// arrive when that was answered long ago.
 const withdrawPrefix = "stepaf/1 given-up "
 
-// withdraw tells node id that nobody waits for these answers any more.
+// withdraw tells node id that these answers are no longer awaited.
 func (n *Node) withdraw(id, app int, w Withdrawn) {
 	p := n.processes.of(id)
 	if p.incarnation == 0 || failpoint.On("abandon") {
 		return
 	}
-	n.said.add(id, saying{app: app, w: w, to: p.incarnation, at: clock.Now()})
-	if n.processes.of(id).lost == nil { // else sayAgain follows when it is back
-		n.say(id, app, w)
+	n.notices.add(id, notice{app: app, w: w, to: p.incarnation, at: clock.Now()})
+	if n.processes.of(id).lost == nil { // otherwise resendNotices sends it when the peer is back
+		n.sendNotice(id, app, w)
 	}
 }
 
-func (n *Node) say(id, app int, w Withdrawn) {
+func (n *Node) sendNotice(id, app int, w Withdrawn) {
 	msg := &van.Message{}
 	msg.Reset()
 	msg.Sender, msg.Receiver = int(n.id.Load()), id
@@ -54,54 +57,55 @@ func (n *Node) say(id, app int, w Withdrawn) {
 	n.stamp(&msg.Meta, n.processes.of(id))
 	n.logMessage("send", id, &msg.Meta)
 	if err := n.van.Send(msg); err != nil {
-		n.log.Info("a server does not learn that a request was given up", "server", n.PeerName(id), "handler", w.First, "err", err)
+		n.log.Info("could not tell a server that a request was given up", "server", n.PeerName(id), "handler", w.First, "err", err)
 	}
 }
 
-// sayAgain tells node id, which was lost and is back, what was given up lately: it could
-// not be told meanwhile, and what was on its way when the connection broke did not come.
-// The node may have noticed nothing, and still hold the requests. Told twice is told once.
-func (n *Node) sayAgain(id int) {
+// resendNotices sends recent notices to node id, which was lost and is back: those of the
+// meantime were not sent, and some may have been lost with the connection. The peer may
+// not have noticed the break, and still hold the requests. Duplicates do no harm.
+func (n *Node) resendNotices(id int) {
 	incarnation := n.processes.of(id).incarnation
-	for _, s := range n.said.lately(id) {
+	for _, s := range n.notices.recent(id) {
 		if s.to == incarnation {
-			n.say(id, s.app, s.w)
+			n.sendNotice(id, s.app, s.w)
 		}
 	}
 }
 
-// maxSaid is how many requests that were given up a node remembers for each peer.
-const maxSaid = 256
+// maxNotices is how many notices a node remembers for each peer.
+const maxNotices = 256
 
-// saying is one of them.
-type saying struct {
+// notice is a Withdrawn that was sent, or was to be sent, to a peer.
+type notice struct {
 	app int
 	w   Withdrawn
 	to  uint32 // incarnation
 	at  uint64
 }
 
-// sayings are what this node has given up, by peer, oldest first.
-type sayings struct {
+// notices has the notices by peer, oldest first.
+type notices struct {
 	mu sync.Mutex
-	by map[int][]saying
+	by map[int][]notice
 }
 
-func (s *sayings) add(id int, x saying) {
+func (s *notices) add(id int, x notice) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.by == nil {
-		s.by = map[int][]saying{}
+		s.by = map[int][]notice{}
 	}
 	list := s.by[id]
-	if len(list) >= maxSaid {
+	if len(list) >= maxNotices {
 		list = list[:copy(list, list[1:])]
 	}
 	s.by[id] = append(list, x)
 }
 
-// lately returns what is not older than anybody remembers, and forgets the rest.
-func (s *sayings) lately(id int) []saying {
+// recent returns the notices that are not older than rememberWithdrawn, and forgets the
+// others.
+func (s *notices) recent(id int) []notice {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	list, now := s.by[id], clock.Now()
@@ -113,10 +117,10 @@ func (s *sayings) lately(id int) []saying {
 		return nil
 	}
 	s.by[id] = list
-	return append([]saying(nil), list...)
+	return append([]notice(nil), list...)
 }
 
-// withdrawn takes such a message, and tells whether it is one.
+// withdrawn handles msg if it is such a notice, and tells whether it is.
 func (n *Node) withdrawn(msg *van.Message) bool {
 	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) > 0 || !bytes.HasPrefix(msg.Body, []byte(withdrawPrefix)) {
 		return false
@@ -137,15 +141,15 @@ func (n *Node) withdrawn(msg *van.Message) bool {
 	return true
 }
 
-// rememberWithdrawn is how long what was given up is remembered, since its messages may
-// still be on their way, or wait behind a slow handler, and how much of each sender.
+// How long a withdrawal is remembered, since messages of the request may still be under
+// way or wait behind a slow handler, and how many of each sender.
 const (
 	rememberWithdrawn = 5 * time.Minute
 	maxWithdrawn      = 1024
 )
 
-// withdrawals are what senders have given up lately. Each sender has a list and a lock of
-// its own: every request is looked up here.
+// withdrawals has what senders have given up recently. Every received request is looked up
+// here, so each sender has a list and a lock of its own.
 type withdrawals struct {
 	mu sync.Mutex // of changes of by
 	by atomic.Pointer[map[int]*givenUp]
@@ -153,7 +157,7 @@ type withdrawals struct {
 
 // givenUp is what one sender has given up, oldest first.
 type givenUp struct {
-	count atomic.Int32 // of list: most of the time there are none
+	count atomic.Int32 // of list; usually 0, which saves the lock
 	mu    sync.Mutex
 	list  []withdrawal
 }
@@ -211,7 +215,7 @@ func (ws *withdrawals) has(sender int, epoch uint32, customer, ts int32) bool {
 	return false
 }
 
-// expire forgets what is too old, and keeps at most so many. g.mu is held.
+// expire removes old entries, and the oldest beyond most. g.mu is held.
 func (g *givenUp) expire(now uint64, most int) {
 	old := max(len(g.list)-most, 0)
 	for old < len(g.list) && time.Duration(now-g.list[old].at) > rememberWithdrawn {
@@ -227,18 +231,19 @@ func (g *givenUp) expire(now uint64, most int) {
 }
 
 // Wanted tells whether the sender of a request still waits for its answer: it has not
-// given it up, is not lost, and was not replaced by another process. epoch is that of
-// the request's message.
+// given the request up, is not lost, and has not been replaced. epoch is that of the
+// request's message.
 func (c *Customer) Wanted(sender int, epoch uint32, customer, ts int32) bool {
 	p := c.node.processes.of(sender)
 	return p.epoch == epoch && p.lost == nil && !c.withdrawals.has(sender, epoch, customer, ts)
 }
 
-// OnWithdrawn makes f the function that learns what senders have given up; Wanted knows
-// of it by then. f must not block.
+// OnWithdrawn makes the customer call f with what senders give up, after Wanted has begun
+// to return false for it. f must not block.
 func (c *Customer) OnWithdrawn(f func(Withdrawn)) { c.onWithdrawn.Store(&f) }
 
-// withdraw finds the customer, and forgets what is kept for one that does not exist yet.
+// withdraw passes w to its customer. If there is none yet, it drops the kept requests that
+// w names.
 func (a *apps) withdraw(n *Node, app int, w Withdrawn, epoch uint32) {
 	k := appKey{int32(app), int32(app)}
 	if n.role == van.Worker {

@@ -1,5 +1,7 @@
 package membership
 
+// Which id each registered node gets.
+
 import (
 	"cmp"
 	"slices"
@@ -7,9 +9,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// sortJoins puts registered nodes into the order in which ids are given: hosts
-// descending and ports ascending, or, with BYTEPS_ORDERED_HOSTS, hosts in that
-// order. The original leaves equal hosts in any order there; here ports decide.
+// sortJoins puts registered nodes into the order in which they get ids: by host,
+// descending, then by port; with BYTEPS_ORDERED_HOSTS hosts are in that order. There
+// C++ StepMesh leaves the order of nodes on one host undefined; here ports decide it.
 func sortJoins(nodes []van.Node, hosts map[string]int) {
 	slices.SortStableFunc(nodes, func(a, b van.Node) int {
 		byHost := cmp.Compare(b.Hostname, a.Hostname)
@@ -23,10 +25,10 @@ func sortJoins(nodes []van.Node, hosts map[string]int) {
 	})
 }
 
-// assignIDs gives every node of a sorted list its id: by preferred rank if the
-// nodes have them, else by counting. The second record of one address, which is
-// another customer of one process, gets the id of the first; the id that it
-// would have had is returned in shared, with the one it stands for.
+// assignIDs gives every node of a sorted list its id: by preferred rank if it has one,
+// otherwise by counting. A second record with the same address, which is another
+// customer of the same process, gets the first one's id; shared maps the id that it
+// would have had to the one it got.
 func assignIDs(nodes []van.Node) (shared map[int]int) {
 	next := map[van.Role]int{}
 	byAddr := map[string]int{}

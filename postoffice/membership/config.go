@@ -1,5 +1,7 @@
 package membership
 
+// The configuration of a Machine and its checks.
+
 import (
 	"fmt"
 	"strings"
@@ -14,8 +16,7 @@ const maxInstances = (van.Empty - 9) / 2
 
 const defaultReportEvery = 5 * time.Second
 
-// Config says who a node is and what the cluster looks like. The counts must be
-// the same on all nodes.
+// Config describes a node and its cluster. The counts must be the same on all nodes.
 type Config struct {
 	// Role is Server, Worker or Scheduler. A joint process runs two machines.
 	Role       van.Role
@@ -23,35 +24,36 @@ type Config struct {
 	NumServers int // DMLC_NUM_SERVER: groups
 	GroupSize  int // DMLC_GROUP_SIZE: instances a group; 0 means 1
 
-	// Self holds the address that this node listens at and advertises, and in
-	// AuxID its preferred instance rank, or -1; the scheduler's address is Scheduler.
-	// Its endpoint has the identity of this process; without one the node speaks as
-	// one of the original.
+	// Self has the address that this node listens at and advertises, and in AuxID its
+	// preferred instance rank, or -1; the scheduler's address is Scheduler. Its endpoint
+	// has the identity of this process; without one the node behaves as a C++ StepMesh
+	// node.
 	Self      van.Node
 	Scheduler van.Node // host and port
 
 	HeartbeatInterval time.Duration // PS_HEARTBEAT_INTERVAL; 0: none are sent
-	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT; 0: silence is no death
-	// NativeInterval sends heartbeats only to a scheduler of this library, the first one
-	// at once. With NativeTimeout only nodes that have sent one are missed.
+	HeartbeatTimeout  time.Duration // PS_HEARTBEAT_TIMEOUT; 0: silent nodes are not dead
+	// With NativeInterval heartbeats are sent only to a scheduler of this library, the
+	// first one at once. With NativeTimeout the timeout applies only to nodes that have
+	// sent a heartbeat.
 	NativeInterval, NativeTimeout bool
-	// NamedCluster says that the cluster in Self's identity is STEPAF_CLUSTER_ID's,
-	// which all nodes must have. Otherwise the scheduler's is any number, and the
-	// others' 0.
+	// NamedCluster says that the cluster in Self's identity is that of
+	// STEPAF_CLUSTER_ID, which all nodes must have. Otherwise the scheduler's is any
+	// number, and that of other nodes 0.
 	NamedCluster bool
 	StartTimeout time.Duration // how long start-up may take; 0: for ever
 	// ReplaceTimeout is how long a barrier waits for the replacement of a dead node, or
-	// for the scheduler, when there is nobody else to wait for.
+	// for the scheduler, when no live node is missing.
 	ReplaceTimeout time.Duration
 	BarrierTimeout time.Duration // how long Barrier may take; 0: for ever
 	// StopTimeout is how long a worker's Finalize waits for the others; 0: for
-	// ever. Servers and the scheduler often enter Finalize as soon as they run, so
-	// only a death ends theirs early.
+	// ever. It does not apply to servers and the scheduler, which often call Finalize
+	// as soon as they run.
 	StopTimeout time.Duration
-	ReportEvery time.Duration // between two reports of who is missing; 0 means 5 s
+	ReportEvery time.Duration // between two reports of missing nodes; 0 means 5 s
 
 	// OrderedHosts is BYTEPS_ORDERED_HOSTS ("ip" or "ip:port"), used by the
-	// scheduler. If not empty, ranks follow it and other hosts are refused.
+	// scheduler. If not empty, ranks follow it and nodes on other hosts are refused.
 	OrderedHosts []string
 }
 
@@ -62,7 +64,7 @@ func (c *Config) instances(role van.Role) int {
 	return c.NumServers * c.GroupSize
 }
 
-// formula shows how many nodes of a role there are and which variables say so.
+// formula shows the variables that determine the number of nodes of a role.
 func (c *Config) formula(role van.Role) string {
 	name, n := "DMLC_NUM_SERVER", c.NumServers
 	if role == van.Worker {
@@ -138,8 +140,8 @@ func checkAddr(n *van.Node, what string) error {
 	return nil
 }
 
-// hostOrder maps each host of BYTEPS_ORDERED_HOSTS to its place; the ports are
-// ignored, as in the original.
+// hostOrder maps each host of BYTEPS_ORDERED_HOSTS to its position; ports are ignored,
+// as in C++ StepMesh.
 func hostOrder(hosts []string) (map[string]int, error) {
 	if len(hosts) == 0 {
 		return nil, nil

@@ -1,17 +1,18 @@
 package membership
 
+// The errors of a refused and of a lost node.
+
 import (
 	"errors"
 
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// ErrRefused is wrapped by the error of Failed when the scheduler has no place
-// for this node.
+// ErrRefused is wrapped by the error of Failed when the scheduler refuses this node.
 var ErrRefused = errors.New("refused by the scheduler")
 
-// lossError says why a node is held for dead. It is van.ErrPeerLost, and its
-// cause if the transport named one.
+// lossError says why a node is considered dead. It wraps van.ErrPeerLost and the
+// transport's error, if there is one.
 type lossError struct {
 	text  string
 	cause error

@@ -12,43 +12,47 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// This file is the scheduler's side of barriers: counting requests.
+// The scheduler's side of barriers: counting requests, releasing or failing barriers, and
+// telling waiting nodes which others are missing.
 
 type gatherKey struct {
 	group    int
 	instance bool
 }
 
-// gather is a barrier that somebody has asked for.
+// gather is a barrier that was requested and is not complete.
 type gather struct {
 	came []arrival
-	// stuck: only dead nodes have yet to come, since the time in since. When it has
-	// lasted for Config.ReplaceTimeout those who can be told are told, once.
+	// stuck: since the time in since, only dead nodes are missing. After
+	// Config.ReplaceTimeout the barrier fails and told is set: the nodes that can be told
+	// have been told, once.
 	stuck, told bool
 	since       time.Duration
-	// nextWord is when those who wait are told next who has not come.
-	nextWord time.Duration
+	// nextNews is when the waiting nodes are told next which nodes are missing.
+	nextNews time.Duration
 }
 
 // arrival is one counted request. customer is 0 unless several customers of one
-// process registered, each of which has a place of its own. stamp is the timestamp
-// of the request, by which a release names it; only nodes of this library look at it.
+// process registered, each of which is counted. stamp is the timestamp of the request,
+// by which a release names it to nodes of this library.
 type arrival struct {
 	id, customer int
 	stamp        int32
-	final        bool // of the end of a program, which may wait from the first second
+	final        bool // at the end of a program; such a request may wait as long as the program runs
 }
 
-// finalRequest is the key of the request of a barrier that ends a program. See named for who looks at it.
+// finalRequest is the key of a request for a barrier that ends a program. Only a scheduler
+// of this library reads it.
 const finalRequest = 1
 
-// answer is the last release that a node of this library was sent for a barrier, or the
-// word that it has failed, so that a request that comes again is not counted for the next one.
+// answer is the last release that was sent to a node of this library for a barrier, or the
+// notice that it has failed. A repeated request with that timestamp is not counted for the
+// next barrier.
 type answer struct {
 	stamp     int32
-	owed      bool   // the node was down then
-	withdrawn bool   // there was no release: the node has given the request up
-	failed    string // there was no release: the node was told why
+	owed      bool   // not sent: the node was down
+	withdrawn bool   // not released: the node has given the request up
+	failed    string // not released: the reason that the node was told
 }
 
 // stepRequest counts a request and releases the barrier when it is complete.
@@ -69,7 +73,7 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 	}
 	g := m.sched.gathers[key]
 	if g == nil {
-		g = &gather{nextWord: now + m.cfg.ReportEvery}
+		g = &gather{nextNews: now + m.cfg.ReportEvery}
 		m.sched.gathers[key] = g
 	}
 	same := func(o arrival) bool { return o.id == a.id && o.customer == a.customer }
@@ -78,7 +82,7 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 		m.dropEmpty()
 		return nil
 	case i >= 0 && (instance || m.native(from)):
-		g.came[i] = a // asked again, or given up and asked anew
+		g.came[i] = a // repeated, or given up and requested anew
 		return nil
 	}
 	g.came = append(g.came, a)
@@ -113,13 +117,13 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 		m.send(id, meta)
 	}
 	if t := m.finalizing(); t != nil && instance && group == t.group {
-		m.Leaving(now) // the others go as soon as they have this
+		m.Leaving(now) // the others leave when they have the release
 	}
 	return nil
 }
 
-// named is what a release or a notice carries in its key, which nodes of the original
-// pass over, to say which request it answers; 0 names none.
+// named returns the key by which a release or a notice names the request that it answers;
+// 0 names none. C++ StepMesh nodes do not read the key.
 func named(stamp int32) uint64 { return uint64(uint32(stamp)) + 1 }
 
 func (s *scheduler) note(id int, key gatherKey, a answer) {
@@ -146,11 +150,11 @@ func (m *Machine) answered(from int, key gatherKey, stamp int32) bool {
 	return true
 }
 
-// newer compares timestamps, which count to 1<<31 and begin again.
+// newer compares timestamps, which wrap at 1<<31.
 func newer(a, b int32) bool { return (b-a)&math.MaxInt32 >= 1<<30 }
 
-// stepWithdraw takes back a request that its caller has given up. One that comes again
-// afterwards, or that the notice has overtaken, does not count either.
+// stepWithdraw removes a request that was given up. If the request itself arrives later,
+// repeated or overtaken by the notice, it is not counted either.
 func (m *Machine) stepWithdraw(now time.Duration, from int, msg *van.Meta, n notice) error {
 	switch _, known := m.at[from]; {
 	case n.verb != verbWithdraw:
@@ -173,7 +177,7 @@ func (m *Machine) stepWithdraw(now time.Duration, from int, msg *van.Meta, n not
 	return nil
 }
 
-// release repeats a release.
+// release repeats the release of a request.
 func (m *Machine) release(id int, key gatherKey, stamp int32) {
 	m.sched.note(id, key, answer{stamp: stamp})
 	cmd := van.Barrier
@@ -185,7 +189,7 @@ func (m *Machine) release(id int, key gatherKey, stamp int32) {
 	m.send(id, meta)
 }
 
-// owedReleases sends what could not be sent while id was down.
+// owedReleases sends the releases that could not be sent while id was down.
 func (m *Machine) owedReleases(id int) {
 	for _, key := range sortedKeys(m.sched.answers[id]) {
 		if a := m.sched.answers[id][key]; a.owed {
@@ -194,7 +198,7 @@ func (m *Machine) owedReleases(id int) {
 	}
 }
 
-// forget takes back what a process that has been replaced had asked for.
+// forget removes the requests of a process that has been replaced.
 func (m *Machine) forget(id int) {
 	for _, g := range m.sched.gathers {
 		g.came = slices.DeleteFunc(g.came, func(a arrival) bool { return a.id == id })
@@ -211,12 +215,11 @@ func (m *Machine) dropEmpty() {
 	}
 }
 
-// recheckBarriers looks which barriers only dead nodes keep from being complete. Each
-// waits for a replacement for Config.ReplaceTimeout; then it fails for those who can be
-// told. One other than that of Finalize does not wait any more for a node that has been
-// silent for so long that it is held for dead. While a living member has yet to come there is time: a barrier over all nodes
-// in which some wait from the first second, as that of Finalize, is no reason to end the
-// others' work.
+// recheckBarriers finds the barriers at which only dead nodes are missing. Such a barrier
+// fails after Config.ReplaceTimeout without a replacement; it fails at once, unless it is
+// at the end of a program, if the nodes died by silence: their timeout has passed already.
+// While a live member is missing a barrier does not fail: some nodes wait in the barrier
+// of Finalize from the beginning, which must not end the work of the others.
 func (m *Machine) recheckBarriers(now time.Duration) {
 	for _, key := range m.sched.openBarriers() {
 		g := m.sched.gathers[key]
@@ -240,8 +243,8 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 		}
 		possible += living
 		hopeless := dead != "" && possible < m.cfg.expected(key.group, key.instance)
-		// Of a group only one instance need come to a group barrier: the others are not
-		// waited for.
+		// A group barrier needs one instance of each group, and does not wait for the
+		// other instances.
 		yetToCome := living > 0 && (key.instance || m.cfg.GroupSize == 1)
 		if failpoint.On("barrier-death") {
 			yetToCome = false
@@ -255,7 +258,7 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 		}
 		wait := m.cfg.ReplaceTimeout
 		if !fell && !slices.ContainsFunc(g.came, func(a arrival) bool { return a.final }) {
-			wait = 0 // those who wait have waited for all of the silence
+			wait = 0
 		}
 		if !g.told && (now-g.since >= wait || failpoint.On("barrier-death")) {
 			m.failBarrier(key, g, strings.TrimPrefix(dead, "; "))
@@ -264,9 +267,9 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 	m.dropEmpty()
 }
 
-// failBarrier tells those who wait, as far as they can read it, that a barrier cannot be
-// complete. What nodes of the original have asked for stays asked for: they cannot be
-// told, and do not ask again.
+// failBarrier tells the waiting nodes of this library that a barrier cannot be complete,
+// and removes their requests. Requests of C++ StepMesh nodes stay: they cannot be told,
+// and do not repeat them.
 func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
 	g.told = true
 	var told []arrival
@@ -287,7 +290,7 @@ func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
 			m.tellFailed(a.id, key, failed)
 		}
 	}
-	for _, a := range told { // the scheduler last: it may leave as soon as it knows
+	for _, a := range told { // the scheduler last: it may leave then
 		if a.id == van.SchedulerID {
 			m.barrierRefused(failedNotice(key, text), named(a.stamp))
 		}
@@ -309,18 +312,18 @@ func (m *Machine) tickBarriers(now time.Duration) {
 	}
 	m.recheckBarriers(now)
 	for _, key := range m.sched.openBarriers() {
-		if g := m.sched.gathers[key]; now >= g.nextWord {
-			for g.nextWord <= now {
-				g.nextWord += m.cfg.ReportEvery
+		if g := m.sched.gathers[key]; now >= g.nextNews {
+			for g.nextNews <= now {
+				g.nextNews += m.cfg.ReportEvery
 			}
-			m.sayWhoIsMissing(key, g)
+			m.sendMissing(key, g)
 		}
 	}
 }
 
-// sayWhoIsMissing tells those who wait for a barrier, other than that of Finalize, so that
-// they can say it when they give up.
-func (m *Machine) sayWhoIsMissing(key gatherKey, g *gather) {
+// sendMissing tells the nodes that wait for a barrier, other than one at the end of a
+// program, which nodes are missing: they say so in their error if they give up.
+func (m *Machine) sendMissing(key gatherKey, g *gather) {
 	for _, a := range g.came {
 		if a.id != van.SchedulerID && !a.final && m.native(a.id) && !m.isDown(a.id) {
 			m.tellAbout(a.id, notice{verb: verbWaiting, text: m.barrierText(key, g)}, named(a.stamp))
@@ -338,13 +341,13 @@ func (m *Machine) nextBarrierTick() time.Duration {
 			next = min(next, g.since+m.cfg.ReplaceTimeout)
 		}
 		if slices.ContainsFunc(g.came, func(a arrival) bool { return !a.final && m.native(a.id) && a.id != van.SchedulerID }) {
-			next = min(next, g.nextWord)
+			next = min(next, g.nextNews)
 		}
 	}
 	return next
 }
 
-// openBarriers lists the barriers that somebody waits for, in a fixed order.
+// openBarriers lists the requested barriers in a fixed order.
 func (s *scheduler) openBarriers() []gatherKey {
 	return sortedKeys(s.gathers)
 }
@@ -360,7 +363,7 @@ func sortedKeys[V any](m map[gatherKey]V) []gatherKey {
 	return keys
 }
 
-// places is how many ids node id stands for.
+// places is the number of ids that node id stands for.
 func (m *Machine) places(id int) int {
 	n := 1
 	for _, first := range m.shared {
@@ -371,7 +374,7 @@ func (m *Machine) places(id int) int {
 	return n
 }
 
-// barriersText says who has not come to the barriers that are open.
+// barriersText lists the missing nodes of all open barriers.
 func (m *Machine) barriersText() string {
 	var parts []string
 	for _, key := range m.sched.openBarriers() {

@@ -1,5 +1,7 @@
 package membership
 
+// Which nodes belong to a group, and how many requests release a barrier over it.
+
 import (
 	"fmt"
 	"strings"
@@ -8,8 +10,8 @@ import (
 )
 
 // members lists the node ids of a group: workers by rank, servers by rank, the
-// scheduler. The id of a worker or server is a group of its own. It returns nil
-// for what is no group of this cluster.
+// scheduler. The id of a worker or server is a group of its own. It returns nil if
+// this cluster has no such group.
 func (c *Config) members(group int) []int {
 	workers, servers := c.instances(van.Worker), c.instances(van.Server)
 	if group > van.AllNodes {
@@ -72,7 +74,7 @@ func (c *Config) expected(group int, instance bool) int {
 	}
 }
 
-// trivial tells whether a barrier over group needs no message at all.
+// trivial tells whether a barrier over group is complete without any message.
 func (c *Config) trivial(group int, instance bool) bool {
 	n := 1
 	if group <= van.AllNodes {
@@ -96,7 +98,7 @@ func groupBit(r van.Role) int {
 	}
 }
 
-// groupName says what a group id means: "group 6 (workers, servers)".
+// groupName describes a group id: "group 6 (workers, servers)".
 func groupName(group int) string {
 	if group > van.AllNodes {
 		return van.NodeName(group)

@@ -1,5 +1,7 @@
 package membership
 
+// Which nodes are alive: lost connections, heartbeats, and what the scheduler says.
+
 import (
 	"fmt"
 	"math"
@@ -10,23 +12,23 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// leaveGrace is how long a Finalize keeps the loss of a peer back: nodes close right
-// after the last barrier, and its release may come on another connection.
+// leaveGrace is how long the report of a lost peer is delayed during Finalize: nodes close
+// their connections right after the last barrier, perhaps before this node has its release.
 const leaveGrace = time.Second
 
-// reason says why a node is held for dead. Each is taken back on its own.
+// reason is why a node is considered dead. Each reason is cleared on its own.
 type reason uint8
 
 const (
 	connLost reason = 1 << iota // the transport lost the connection
 	silent                      // no heartbeats
-	declared                    // the scheduler said so
+	declared                    // the scheduler says so
 )
 
 type health struct {
 	seen  time.Duration // when it was last heard
 	down  reason        // 0: alive
-	since time.Duration // when it came down, or when the scheduler was replaced
+	since time.Duration // when it went down, or when the scheduler was replaced
 	cause error
 
 	lost     time.Duration // when its connection was last lost
@@ -35,7 +37,7 @@ type health struct {
 	stale    bool          // its last heartbeat said that its table is old
 }
 
-// loss is a loss that may turn out to be orderly.
+// loss is a lost connection during Finalize: the peer may have died, or left in order.
 type loss struct {
 	cause error
 	at    time.Duration
@@ -46,7 +48,7 @@ func (m *Machine) isDown(id int) bool {
 	return h != nil && h.down != 0
 }
 
-// heard notes a sign of life.
+// heard notes that a message of from has come.
 func (m *Machine) heard(now time.Duration, from int) {
 	if h := m.health[from]; h != nil {
 		h.seen = max(h.seen, now)
@@ -56,8 +58,8 @@ func (m *Machine) heard(now time.Duration, from int) {
 	}
 }
 
-// PeerLost tells that the transport lost the connection to id, a temporary id
-// too. It means nothing after Leaving or the final barrier.
+// PeerLost says that the transport lost the connection to id, which may be a temporary
+// id. It is ignored after Leaving and after the final barrier.
 func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	if cause == nil {
 		cause = van.ErrPeerLost
@@ -87,8 +89,7 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	m.markDown(now, id, connLost, err)
 }
 
-// PeerBack tells that the connection to id stands again. It is harmless for one
-// that never broke.
+// PeerBack says that the connection to id is back. It does nothing if it was not lost.
 func (m *Machine) PeerBack(now time.Duration, id int) {
 	if m.phase == failed {
 		return
@@ -111,7 +112,7 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 		return
 	}
 	if m.sched == nil && id == van.SchedulerID && m.native(id) && !m.leaving && (held || h.down != 0) {
-		m.beat([]van.Node{m.self}) // it may be another process now
+		m.beat([]van.Node{m.self}) // another process may listen there now; its answer tells
 	}
 	if held && id == van.SchedulerID {
 		m.askAgain()
@@ -119,14 +120,14 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 	m.markUp(now, id, connLost)
 }
 
-// Leaving tells that this node is about to go, so that the loss of a peer is no
-// failure any more.
+// Leaving says that this node is about to leave: lost peers are no longer reported.
 func (m *Machine) Leaving(time.Duration) {
 	m.leaving = true
 	clear(m.held)
 }
 
-// markDown notes that id is dead for reason r and tells everybody who must know.
+// markDown marks id as dead for reason r and, if it was alive, tells the application and,
+// on the scheduler, the other nodes.
 func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	h := m.health[id]
 	first := h.down == 0
@@ -148,7 +149,7 @@ func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	}
 }
 
-// markUp takes back reasons; without any left, id is alive again.
+// markUp clears reasons; with none left, id is alive again.
 func (m *Machine) markUp(now time.Duration, id int, r reason) {
 	h := m.health[id]
 	if h.down == 0 || h.down&^r != 0 {
@@ -170,8 +171,9 @@ func (m *Machine) markUp(now time.Duration, id int, r reason) {
 	}
 }
 
-// watched lists the nodes whose silence counts: on the scheduler all others, or those that
-// have sent a heartbeat; elsewhere the scheduler, if it has heartbeats to answer.
+// watched lists the nodes to which the heartbeat timeout applies: on the scheduler all
+// others, or those that have sent a heartbeat; elsewhere the scheduler, if this node sends
+// heartbeats, which it answers.
 func (m *Machine) watched() []int {
 	if m.cfg.HeartbeatTimeout == 0 || m.leaving {
 		return nil
@@ -189,9 +191,9 @@ func (m *Machine) watched() []int {
 	return []int{van.SchedulerID}
 }
 
-// patience is how long id may be silent. One that says that it sends heartbeats more
-// rarely than is expected here is given more time.
-func (m *Machine) patience(id int) time.Duration {
+// maxSilence is how long id may be silent: the timeout, or three of the intervals that id
+// announces, if that is longer.
+func (m *Machine) maxSilence(id int) time.Duration {
 	return max(m.cfg.HeartbeatTimeout, 3*m.health[id].interval)
 }
 
@@ -200,7 +202,7 @@ func (m *Machine) beats() bool {
 		(!m.cfg.NativeInterval || m.native(van.SchedulerID)) && !failpoint.On("heartbeat")
 }
 
-// beat sends a heartbeat with the own record and perhaps others.
+// beat sends a heartbeat with these records, this node's first.
 func (m *Machine) beat(nodes []van.Node) {
 	meta := m.control(van.Heartbeat)
 	meta.Control.Nodes = nodes
@@ -217,21 +219,21 @@ func (m *Machine) tickHealth(now time.Duration) {
 	}
 	watched := m.watched()
 	if len(watched) == 0 {
-		m.lastLook = now
+		m.lastCheck = now
 		return
 	}
-	overslept := now-m.lastLook > m.cfg.HeartbeatTimeout/2
-	m.lastLook = now
+	overslept := now-m.lastCheck > m.cfg.HeartbeatTimeout/2
+	m.lastCheck = now
 	for _, id := range watched {
 		h := m.health[id]
 		if overslept {
-			// This process was stopped, or had no processor: what the others sent
-			// meanwhile may not have been read yet.
+			// This process was stopped or starved: messages that came meanwhile may not
+			// have been handled yet.
 			h.seen = max(h.seen, now-m.cfg.HeartbeatTimeout/2)
 		}
-		if h.down&silent == 0 && now-h.seen >= m.patience(id) {
+		if h.down&silent == 0 && now-h.seen >= m.maxSilence(id) {
 			m.markDown(now, id, silent, &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-h.seen,
-				m.patience(id))})
+				m.maxSilence(id))})
 		}
 	}
 }
@@ -251,12 +253,12 @@ func (m *Machine) nextHealthTick() time.Duration {
 	any := false
 	for _, id := range m.watched() {
 		if h := m.health[id]; h.down&silent == 0 {
-			next = min(next, h.seen+m.patience(id))
+			next = min(next, h.seen+m.maxSilence(id))
 			any = true
 		}
 	}
-	if any { // so that a look that comes too late is noticed
-		next = min(next, m.lastLook+m.cfg.HeartbeatTimeout/4+1)
+	if any { // regular ticks, so that one that comes too late is noticed
+		next = min(next, m.lastCheck+m.cfg.HeartbeatTimeout/4+1)
 	}
 	return next
 }
@@ -280,7 +282,7 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 	}
 	nodes := msg.Control.Nodes
 	if m.native(from) {
-		nodes = nodes[:1] // the rest is for a scheduler that was started again
+		nodes = nodes[:1] // the others are for a restarted scheduler
 	}
 	for i := range nodes {
 		n := &nodes[i]
@@ -303,7 +305,7 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 			var generation uint32
 			generation, h.interval = parseBeatKey(msg.Key)
 			old := generation != m.generation
-			if old && h.stale { // it has missed a record
+			if old && h.stale { // two in a row: it has missed a record
 				m.sendTable(from, m.fullTable())
 				m.tellDead(from)
 			}
@@ -316,10 +318,9 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 	return nil
 }
 
-// DeadNodes lists the nodes that are known to be dead or were not heard for t,
-// in the order of Members: on the scheduler of all workers and servers, elsewhere
-// of all nodes known to be dead, and the scheduler if silent. With t = 0 silence
-// does not count.
+// DeadNodes lists, in the order of Members, the nodes that are known to be dead, and
+// those that have been silent for longer than t, which the scheduler knows of all
+// nodes and others only of the scheduler. With t = 0 silence does not count.
 func (m *Machine) DeadNodes(now, t time.Duration) []int {
 	var dead []int
 	if m.phase != ready {

@@ -9,14 +9,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// This file is about which process speaks: nodes of this library mark what they send
-// each other with their incarnations, so that nothing of an earlier process counts as
-// its successor's.
+// Which process a message comes from: nodes of this library mark messages to each other
+// with their incarnations, so that no message of a former process counts as its
+// successor's.
 
-// maxFormer bounds what the scheduler remembers of processes that were replaced.
+// maxFormer bounds how many replaced processes are remembered.
 const maxFormer = 256
 
-// former is a process whose place was given to another.
+// former is a process whose id was given to another.
 type former struct {
 	incarnation uint32
 	id          int
@@ -28,10 +28,10 @@ func incarnationOf(n *van.Node) uint32 {
 	return who.Incarnation
 }
 
-// learn notes which process has the id of n's record now.
+// learn records that the process of record n has id.
 func (m *Machine) learn(id int, n *van.Node) {
 	if m.own.Incarnation == 0 {
-		return // this node speaks as one of the original
+		return // this node behaves as a C++ StepMesh node
 	}
 	if inc := incarnationOf(n); inc != 0 {
 		m.incs[id] = inc
@@ -43,23 +43,23 @@ func (m *Machine) learn(id int, n *van.Node) {
 // native tells whether id is a node of this library.
 func (m *Machine) native(id int) bool { return m.incs[id] != 0 }
 
-// mine tells whether a record with this node's address is that of this process. A
-// scheduler of the original may leave out what it does not know.
+// mine tells whether a record with this node's address is that of this process. A C++
+// StepMesh scheduler may drop the identity.
 func (m *Machine) mine(n *van.Node) bool {
 	inc := incarnationOf(n)
 	return inc == 0 || inc == m.own.Incarnation
 }
 
-// Incarnation is that of the process that has id, or 0 for a node of the original or
-// one that is not known.
+// Incarnation is that of the process that has id, or 0 for a C++ StepMesh node and for an
+// unknown one.
 func (m *Machine) Incarnation(id int) uint32 { return m.incs[id] }
 
-// Cluster is the identity of the cluster, or 0 before it is known or under a scheduler of
-// the original.
+// Cluster is the identity of the cluster, or 0 before it is known and under a C++ StepMesh
+// scheduler.
 func (m *Machine) Cluster() uint32 { return m.own.Cluster }
 
-// another tells whether two records are of two processes. What nodes of the original
-// register is told apart by the address only.
+// another tells whether two records are of different processes. Those of C++ StepMesh
+// nodes are distinguished by the address only.
 func another(a, b *van.Node) bool {
 	x, y := incarnationOf(a), incarnationOf(b)
 	if failpoint.On("incarnation") {
@@ -68,8 +68,8 @@ func another(a, b *van.Node) bool {
 	return x != y || x == 0 && !sameAddr(a, b)
 }
 
-// join the cluster of the scheduler that has sent its record; false says that it is
-// another one than this node belongs to.
+// enter joins the cluster of the scheduler with record n. It returns false if this node
+// belongs to another cluster.
 func (m *Machine) enter(n *van.Node) bool {
 	who, ok := n.Identity()
 	if !ok {
@@ -84,15 +84,15 @@ func (m *Machine) enter(n *van.Node) bool {
 	return true
 }
 
-// sign puts the own identity into the own record.
+// sign puts this process's identity into its record.
 func (m *Machine) sign() {
 	if m.own.Incarnation != 0 {
 		m.self.Endpoint = m.own.Encode()
 	}
 }
 
-// genuine tells whether msg comes from the process that has the id it is sent under, and
-// is meant for this one.
+// genuine tells whether msg comes from the process that has its sender's id, and is meant
+// for this process.
 func (m *Machine) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	if m.own.Incarnation == 0 || from == van.Empty || failpoint.On("incarnation") {
 		return true
@@ -104,9 +104,9 @@ func (m *Machine) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	}
 	switch {
 	case from != van.SchedulerID:
-		return true // what is wrong with it is said elsewhere
+		return true // the handlers refuse what only a scheduler may send
 	case by == 0:
-		return want == 0 && len(msg.Body) == 0 // nodes of the original send no notices
+		return want == 0 && len(msg.Body) == 0 // C++ StepMesh sends no notices
 	case to != m.own.Incarnation || slices.Contains(m.formerSchedulers, by):
 		return false
 	case want == by || m.phase == joining:
@@ -114,7 +114,7 @@ func (m *Machine) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	case want == 0:
 		return false
 	}
-	// Another scheduler, and it knows who this is.
+	// A message of another scheduler process, which knows this process's incarnation.
 	if n, err := parseNotice(msg.Body); err == nil && n.verb == verbError {
 		return true
 	}
@@ -126,9 +126,9 @@ func (m *Machine) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	return m.schedulerChanged(now, &nodes[i])
 }
 
-// stray takes what a process says that has no place here: one that was replaced, one of
-// an earlier cluster, or one whose scheduler this is the successor of. It reports false
-// when the message says too little to answer it.
+// stray handles a message of a process that has no id in this cluster: it was replaced, or
+// belongs to an earlier cluster, or to the former process of this scheduler. It returns
+// false when the message does not have what an answer needs.
 func (m *Machine) stray(now time.Duration, from int, msg *van.Meta) bool {
 	s := m.sched
 	by, _ := msg.Incarnations()
@@ -154,7 +154,7 @@ func (m *Machine) stray(now time.Duration, from int, msg *van.Meta) bool {
 		m.refuse(now, &s.former[i].node, m.whyStray(from, m.own.Cluster))
 		return true
 	}
-	return m.phase == joining // its heartbeat will say who it is
+	return m.phase == joining // its heartbeat will have its record
 }
 
 // isMember tells whether a record has the id of a worker or server.
@@ -174,7 +174,7 @@ func (m *Machine) whyStray(from int, cluster uint32) string {
 	return fmt.Sprintf("it was taken for dead and its place as %s given to %s", van.NodeName(from), at)
 }
 
-// replaced notes that the process with the id of old has lost its place.
+// replaced remembers the process with record old as a former one.
 func (m *Machine) replaced(old *van.Node) {
 	inc := incarnationOf(old)
 	if inc == 0 {
@@ -187,7 +187,7 @@ func (m *Machine) replaced(old *van.Node) {
 	s.former = append(s.former, former{inc, old.ID, *old})
 }
 
-// ofThisCluster says why a registering node is of another cluster, or "".
+// ofThisCluster returns "", or why a registering node belongs to another cluster.
 func (m *Machine) ofThisCluster(rec *van.Node) string {
 	who, ok := rec.Identity()
 	switch {

@@ -1,5 +1,7 @@
 package membership
 
+// Machine: its state, its inputs, and how it sends.
+
 import (
 	"fmt"
 	"math"
@@ -15,7 +17,7 @@ type phase int
 
 const (
 	created phase = iota
-	joining       // Start was called; somebody is missing
+	joining       // Start was called; nodes are missing
 	ready
 	failed
 )
@@ -32,42 +34,42 @@ type Machine struct {
 	stamp      int32         // the control counter: timestamp of the next control message
 
 	out   []Output
-	conns map[int]bool // ids that Send may name, besides the own one
+	conns map[int]bool // ids that Send may name, besides this node's
 
 	// table holds all records in the scheduler's order; at finds them by id.
 	// Both are empty until start-up is complete.
 	table  []van.Node
 	at     map[int]int
-	shared map[int]int // ids without a node: those of second records of one address
+	shared map[int]int // ids without a node of their own, see assignIDs
 	health map[int]*health
-	news   map[int]int32 // timestamps of the scheduler's last word on each node, see outdated
+	news   map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
 
 	first map[int]bool // ids whose first connections end start-up
 
 	tickets    []*ticket
-	withdrawn  []*ticket // whose requests the scheduler was told not to count
+	withdrawn  []*ticket // given up; the scheduler is told not to count their requests
 	lastTicket int
 
-	// leaving: the final barrier is over (or Leaving was called), so that others
-	// may go. While a Finalize waits, losses are kept in held until it is known
-	// whether they were orderly.
+	// leaving: the final barrier is over, or Leaving was called, so peers may leave.
+	// While a Finalize waits, losses are kept in held until it is known whether the
+	// peers have left in order.
 	leaving bool
 	failure error // what ended the machine
 	held    map[int]loss
 
-	// own is this process's identity, with the cluster's as soon as it is known; incs are
-	// the incarnations of the nodes of this library, by id. See identity.go.
+	// own is this process's identity, with the cluster's when it is known; incs has the
+	// incarnations of nodes of this library, by id. See identity.go.
 	own              van.Identity
 	incs             map[int]uint32
 	generation       uint32   // of the table: how many replacements it has seen
 	formerSchedulers []uint32 // incarnations
 	recovered        bool     // on the scheduler: it has resumed an earlier one's cluster
 
-	lastLook  time.Duration // when the silence of others was last looked at
-	rejoining bool          // the scheduler is another process, which does not know the cluster yet
+	lastCheck time.Duration // when silence was last checked
+	rejoining bool          // the scheduler is a new process, which does not know the cluster yet
 
 	schedulerLost error  // while joining
-	schedulerSaid string // the last waiting notice, while joining
+	schedulerSaid string // text of the last waiting notice, while joining
 
 	sched *scheduler // nil on workers and servers
 }
@@ -116,10 +118,10 @@ func (m *Machine) Start(now time.Duration) {
 	}
 }
 
-// Step takes one control message from node from (van.Empty if it has no id). It
-// does not keep msg. The error, which wraps van.ErrMalformed, says that the
-// message was nonsense, from whom, and in which field; it was dropped then and
-// counts only as a sign of life. A failed machine ignores every message.
+// Step handles one control message from node from (van.Empty if it has no id). It
+// does not keep msg. The error, which wraps van.ErrMalformed, names the sender and the
+// invalid field; the message was dropped then, but counts as a sign of life. A failed
+// machine ignores every message.
 func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 	if m.phase == failed {
 		return nil
@@ -136,7 +138,7 @@ func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 			fmt.Sprintf("%08x to %08x", m.incs[from], m.own.Incarnation))
 	}
 	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) == 0 {
-		m.heard(now, from) // a heartbeat may be that of a node that was replaced
+		m.heard(now, from) // stepHeartbeat first checks that the record is the node's
 	}
 	switch c := &msg.Control; c.Cmd {
 	case van.AddNode:
@@ -159,10 +161,10 @@ func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 	}
 }
 
-// ConnectFailed tells that the connection to id that was asked for cannot be made at all.
-// If it is one of those that start-up ends with, that is the end of it for all who can be
-// told; later the peer is lost until another one takes its place. What concerns a node
-// without an id, whose address may be nonsense, is only noted.
+// ConnectFailed says that a Connect to id failed permanently. If start-up needs the
+// connection, start-up fails, on all nodes that can be told; later the peer is lost until
+// it is replaced. For a node without an id, whose address may be invalid, its registration
+// is dropped.
 func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 	switch {
 	case m.phase == failed || m.leaving:
@@ -178,8 +180,8 @@ func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 	}
 }
 
-// Tick lets time pass. It may be called at any time and need not be before the
-// one that NextTick gives.
+// Tick advances time. It may be called at any time, and need not be called before the
+// time that NextTick returns.
 func (m *Machine) Tick(now time.Duration) {
 	switch m.phase {
 	case joining:
@@ -195,8 +197,8 @@ func (m *Machine) Tick(now time.Duration) {
 	m.tickRefusals(now)
 }
 
-// NextTick says when Tick is wanted next. It is false when only a message or a
-// call can change anything.
+// NextTick returns when Tick must be called next. It is false when time alone changes
+// nothing.
 func (m *Machine) NextTick() (time.Duration, bool) {
 	next := time.Duration(math.MaxInt64)
 	switch m.phase {
@@ -212,15 +214,15 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 	return next, next != math.MaxInt64
 }
 
-// Take returns what has come out since the last call, oldest first, and forgets
-// it. Node lists of several messages may share memory: do not modify them.
+// Take removes and returns the outputs since the last call, oldest first. Node lists of
+// several messages may share memory: do not modify them.
 func (m *Machine) Take() []Output {
 	out := m.out
 	m.out = nil
 	return out
 }
 
-// tickStart reports who is missing, or gives up.
+// tickStart reports the missing nodes, or gives up.
 func (m *Machine) tickStart(now time.Duration) {
 	if d := m.cfg.StartTimeout; d > 0 && now-m.started >= d {
 		err := &van.Error{Op: "start", Node: m.name(), Detail: m.Report(now).String(), Limit: d, Err: van.ErrTimeout}
@@ -267,14 +269,12 @@ func (m *Machine) Rank() int {
 // Ready tells whether start-up is complete and the node is part of the cluster.
 func (m *Machine) Ready() bool { return m.phase == ready }
 
-// IsRecovery tells whether this node took the place of a dead one. The others
-// are past the start-up barrier then.
-//
-// A scheduler says so when it has resumed the cluster of an earlier one.
+// IsRecovery tells whether this node replaces a dead one, or is a scheduler that has
+// resumed the cluster of a former one. The others have passed the start-up barrier then.
 func (m *Machine) IsRecovery() bool { return m.self.IsRecovery || m.recovered }
 
-// Node returns the record of a node; before start-up is complete only the own
-// one and the scheduler's are known.
+// Node returns the record of a node; before start-up is complete only this node's and the
+// scheduler's are known.
 func (m *Machine) Node(id int) (van.Node, bool) {
 	switch i, ok := m.at[id]; {
 	case id == m.self.ID && id != van.Empty:
@@ -288,8 +288,8 @@ func (m *Machine) Node(id int) (van.Node, bool) {
 }
 
 // Members returns the ids of a group (1 to 7): workers by rank, servers by rank,
-// the scheduler. A node id of 8 or more is a group of its own. It returns nil for
-// what is no group of this cluster.
+// the scheduler. A node id of 8 or more is a group of its own. It returns nil if this
+// cluster has no such group.
 func (m *Machine) Members(group int) []int {
 	ids := m.cfg.members(group)
 	return slices.DeleteFunc(ids, func(id int) bool { _, no := m.shared[id]; return no })
@@ -322,7 +322,7 @@ func (m *Machine) control(cmd van.Command) van.Meta {
 	return meta
 }
 
-// send emits a message, unless there is no connection that could carry it.
+// send emits a message if there is a connection to the node.
 func (m *Machine) send(to int, meta van.Meta) {
 	if m.conns[to] || to == m.self.ID {
 		if inc := m.incs[to]; inc != 0 {
@@ -340,7 +340,7 @@ func (m *Machine) connect(id int, n van.Node) {
 	m.emit(Connect{id, n})
 }
 
-// rename makes the connection under a temporary id that of a member.
+// rename gives the connection with a temporary id the id of a member.
 func (m *Machine) rename(temp, id int) {
 	delete(m.conns, temp)
 	delete(m.incs, temp)
@@ -356,7 +356,7 @@ func (m *Machine) disconnect(id int) {
 	}
 }
 
-// name says who this node is, for errors.
+// name names this node, for errors.
 func (m *Machine) name() string {
 	if m.self.ID != van.Empty {
 		return van.NodeName(m.self.ID)
@@ -364,7 +364,7 @@ func (m *Machine) name() string {
 	return fmt.Sprintf("%s at %s", m.self.Role, m.self.Addr())
 }
 
-// peer says who id is and where, for errors.
+// peer names node id and its address, for errors.
 func (m *Machine) peer(id int) string {
 	if n, ok := m.Node(id); ok {
 		return van.NodeName(id) + " at " + n.Addr()
@@ -380,7 +380,7 @@ func (m *Machine) badErr(from int, msg *van.Meta, err error) error {
 	return &van.Error{Op: "receive " + msg.Control.Cmd.String(), Node: m.name(), Peer: m.peer(from), Err: err}
 }
 
-// cloneNode copies what a record may share with a message.
+// cloneNode returns a copy of a record that shares no memory with a message.
 func cloneNode(n van.Node) van.Node {
 	n.Hostname = strings.Clone(n.Hostname)
 	n.Ports = slices.Clone(n.Ports)

@@ -8,16 +8,16 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// This file is the worker's and server's side of start-up and recovery.
+// The worker's and server's side of start-up and recovery.
 
-// register sends the own record to the scheduler.
+// register sends this node's record to the scheduler.
 func (m *Machine) register() {
 	meta := m.control(van.AddNode)
 	meta.Control.Nodes = []van.Node{m.self}
 	m.send(van.SchedulerID, meta)
 }
 
-// stepTable takes the node table, or later the record of a replacement.
+// stepTable handles the node table, or later the record of a replacement.
 func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 	if from != van.SchedulerID {
 		return m.bad(from, msg, "sender", from, "the scheduler")
@@ -41,8 +41,8 @@ func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 	return nil
 }
 
-// outdated notes what the scheduler says about id, and tells whether it has said something
-// newer before: with PS_RESEND a message that was lost comes after later ones.
+// outdated tells whether the scheduler has sent something newer than msg about id; if not,
+// it notes msg as the latest. With PS_RESEND a lost message arrives after later ones.
 func (m *Machine) outdated(id int, msg *van.Meta) bool {
 	if _, known := m.at[id]; !known || msg.Timestamp == van.Empty {
 		return false
@@ -54,8 +54,8 @@ func (m *Machine) outdated(id int, msg *van.Meta) bool {
 	return false
 }
 
-// tableSeen notes how new the table is that msg has, or makes: a scheduler that is told an
-// old number in a heartbeat sends all of it again.
+// tableSeen notes the generation of the table that msg has, or completes. Heartbeats carry
+// it; the scheduler answers an old one with the whole table.
 func (m *Machine) tableSeen(msg *van.Meta) {
 	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
 	if g := uint32(msg.Key); m.native(van.SchedulerID) && (whole || g == m.generation+1) {
@@ -63,7 +63,7 @@ func (m *Machine) tableSeen(msg *van.Meta) {
 	}
 }
 
-// checkRecords refuses a message if any of its records cannot be true.
+// checkRecords returns an error if any record of msg is invalid.
 func (m *Machine) checkRecords(msg *van.Meta) error {
 	nodes := msg.Control.Nodes
 	if len(nodes) == 0 {
@@ -91,7 +91,7 @@ func (m *Machine) checkRecords(msg *van.Meta) error {
 	return nil
 }
 
-// join takes the full table: the own id, and everyone to connect to.
+// join handles the full table: this node's id, and the nodes to connect to.
 func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	nodes := msg.Control.Nodes
 	count := map[van.Role]int{}
@@ -138,7 +138,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	m.table, m.at, m.shared = table, at, map[int]int{}
 	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
 		if _, ok := at[id]; !ok {
-			m.shared[id] = van.Empty // stands for no node of its own
+			m.shared[id] = van.Empty // no node has this id
 		}
 	}
 	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 && !m.enter(&nodes[i]) {
@@ -154,8 +154,8 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	m.self = m.table[m.at[own.ID]]
 	m.sign()
 	m.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
-	m.nextBeat, m.lastLook = now+m.cfg.HeartbeatInterval, now
-	if m.cfg.NativeInterval || m.native(van.SchedulerID) { // at once, for who has sent one is watched
+	m.nextBeat, m.lastCheck = now+m.cfg.HeartbeatInterval, now
+	if m.cfg.NativeInterval || m.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
 		m.nextBeat = now
 	}
 	m.emit(SetID{own.ID})
@@ -176,7 +176,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 			m.connect(n.ID, m.table[m.at[n.ID]])
 		}
 	}
-	if !seen[van.SchedulerID] { // so that it learns our id in any case
+	if !seen[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
 		m.health[van.SchedulerID] = &health{seen: now}
 		m.connect(van.SchedulerID, m.cfg.Scheduler)
 	}
@@ -184,7 +184,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	return nil
 }
 
-// update takes one record after start-up: normally that of a replacement.
+// update handles one record after start-up: usually that of a replacement.
 func (m *Machine) update(now time.Duration, n *van.Node) {
 	i, ok := m.at[n.ID]
 	if !ok {
@@ -219,8 +219,7 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 	m.emit(PeerReplaced{n.ID, m.table[i]})
 }
 
-// stepNotice takes what the scheduler tells beyond the protocol, and on the scheduler what
-// was withdrawn.
+// stepNotice handles a notice of the scheduler, and on the scheduler a withdrawal.
 func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 	if len(msg.Body) == 0 {
 		return nil
@@ -261,7 +260,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 	case verbDead, verbBack:
 		if _, ok := m.at[n.id]; !ok {
 			if m.phase == joining {
-				return nil // the table will say who lives
+				return nil // notices after the table will say which nodes are dead
 			}
 			return m.bad(from, msg, "body "+n.verb, n.id, "the id of a node of this cluster")
 		}
@@ -272,7 +271,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 			return nil
 		}
 		if about, known := msg.Key, uint64(m.Incarnation(n.id)); about != 0 && known != 0 && about != known {
-			return nil // it speaks of a process before or after the one in the table
+			return nil // about a process before or after the one in the table
 		}
 		if m.outdated(n.id, msg) {
 			return nil

@@ -1,5 +1,8 @@
 package membership
 
+// Notices: what nodes of this library tell each other beyond ps-lite's messages, as text
+// in the body of a HEARTBEAT.
+
 import (
 	"fmt"
 	"strconv"
@@ -18,18 +21,18 @@ const (
 // Verbs of a notice.
 const (
 	verbError   = "error"   // <text>: the receiver is not, or no longer, part of the cluster
-	verbWaiting = "waiting" // <text>: who is missing
+	verbWaiting = "waiting" // <text>: which nodes are missing
 	verbDead    = "dead"    // <id> <text>: the node is dead, and why
 	verbBack    = "back"    // <id>: the node answers again
 	verbDown    = "down"    // <id>,<id>...: these nodes are dead, and no others
-	verbRejoin  = "rejoin"  // [table]: the scheduler is another process; with table, the node's table is wanted
+	verbRejoin  = "rejoin"  // [table]: the scheduler is a new process; with table, send the node's table
 	verbBarrier = "barrier-failed"
 	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
 	verbWithdraw = "withdraw"
 	// withdraw <group> <instance|group>: to the scheduler, the request that the key names is given up
 )
 
-// notice is what the scheduler tells a node beyond the protocol, or with withdraw a node the scheduler.
+// notice is sent by the scheduler to a node, or, with withdraw, by a node to the scheduler.
 type notice struct {
 	verb     string
 	id       int // dead, back
@@ -55,7 +58,7 @@ func (n notice) body() []byte {
 	return []byte(s)
 }
 
-// ids are those that a notice lists, or nil if they are none.
+// ids returns the ids that the text of a down notice lists, or nil if it is no such list.
 func (n *notice) ids() []int {
 	var ids []int
 	for _, w := range strings.Split(n.text, ",") {
@@ -68,7 +71,7 @@ func (n *notice) ids() []int {
 	return ids
 }
 
-// printable makes s fit for a notice and a log line.
+// printable replaces characters that may not be in a notice or a log line.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {

@@ -1,10 +1,12 @@
 package membership
 
+// The outputs of a Machine: actions for its caller and events for the application.
+
 import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Output is an Action or an Event, in the order in which they came about.
+// Output is an Action or an Event.
 type Output interface{ output() }
 
 // Action is something that the caller must do with its van.
@@ -13,7 +15,7 @@ type Action interface {
 	action()
 }
 
-// Event is something that the caller or the application wants to know.
+// Event tells the caller or the application about a change.
 type Event interface {
 	Output
 	event()
@@ -33,17 +35,17 @@ type Connect struct {
 	Node van.Node
 }
 
-// Disconnect asks to close the connection to ID after what was sent has left.
+// Disconnect asks to close the connection to ID after sending what is queued.
 type Disconnect struct{ ID int }
 
-// Rename asks to let the connection to Old serve New.
+// Rename asks to give the connection to Old the id New.
 type Rename struct{ Old, New int }
 
 // SetID tells the id under which connections are made from now on.
 type SetID struct{ ID int }
 
-// Assigned says that the scheduler has given this node its id. Recovery is true
-// when it takes the place of a dead node.
+// Assigned says that the scheduler has given this node its id. Recovery is true when it
+// replaces a dead node.
 type Assigned struct {
 	ID, Rank int
 	Recovery bool
@@ -52,21 +54,21 @@ type Assigned struct {
 // Ready says that start-up is complete: every node is known and connected.
 type Ready struct{}
 
-// Waiting says, every Config.ReportEvery while start-up is incomplete, who is
+// Waiting says, every Config.ReportEvery while start-up is incomplete, which nodes are
 // missing.
 type Waiting struct{ Report Report }
 
-// BarrierDone says that everybody has come to the barrier.
+// BarrierDone says that the barrier was released.
 type BarrierDone struct{ Ticket int }
 
-// BarrierFailed says that the barrier will not be complete. Err is a
-// *van.Error that wraps van.ErrPeerLost or van.ErrTimeout, or what ended the node.
+// BarrierFailed says that the barrier was not released. Err is a *van.Error that wraps
+// van.ErrPeerLost, van.ErrTimeout, or the error of Failed.
 type BarrierFailed struct {
 	Ticket int
 	Err    error
 }
 
-// PeerDead says that node ID is gone. Cause wraps van.ErrPeerLost. It comes once
+// PeerDead says that node ID is dead. Cause wraps van.ErrPeerLost. It is not repeated
 // until the node is back or replaced.
 type PeerDead struct {
 	ID    int
@@ -82,9 +84,8 @@ type PeerReplaced struct {
 	Node van.Node
 }
 
-// Failed says that this node cannot be part of the cluster: the start-up
-// deadline, a refusal by the scheduler, or its place given to another. Nothing
-// comes after it.
+// Failed says that this node cannot be part of the cluster: the start-up deadline has
+// passed, the scheduler has refused it, or it was replaced. It is the last output.
 type Failed struct{ Err error }
 
 // Warning is text worth a log line.

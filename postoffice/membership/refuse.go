@@ -10,14 +10,14 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// This file is about strangers: nodes that the scheduler turns away. To tell one why, it
-// must open a connection to an address that the stranger has named, so their number in a
-// time is bounded, and names, which would have to be looked up, are not connected to.
+// Nodes that the scheduler refuses. To tell a node the reason, the scheduler must connect
+// to an address that the node has named. The rate of these connections is bounded, and
+// only numeric addresses are used, since looking a name up may block.
 
 const (
 	refusalTime   = time.Second
 	maxRefusing   = 32  // in refusalTime
-	maxRefusalsIn = 256 // that wait for their turn
+	maxRefusalsIn = 256 // waiting to be sent
 )
 
 type refusals struct {
@@ -116,7 +116,8 @@ func (m *Machine) nextRefusal() time.Duration {
 	return next
 }
 
-// claimEnd is when who registered under the address of member id is believed.
+// claimEnd is when the claim on member id's address is granted, unless the member is heard
+// before.
 func (m *Machine) claimEnd(id int) time.Duration {
 	h, c := m.health[id], m.sched.claims[id]
 	if h.down != 0 || h.seen > c.since {
@@ -125,8 +126,8 @@ func (m *Machine) claimEnd(id int) time.Duration {
 	return c.since + 2*h.interval + time.Second
 }
 
-// tickClaims decides who has an address that two processes want: the member if it has
-// been heard since, else the other one.
+// tickClaims decides claims on the address of a member: the member keeps it if it has been
+// heard since; otherwise the claimant replaces it.
 func (m *Machine) tickClaims(now time.Duration) {
 	for _, id := range sortedIDs(m.sched.claims) {
 		c := m.sched.claims[id]
@@ -143,7 +144,7 @@ func (m *Machine) tickClaims(now time.Duration) {
 	}
 }
 
-// numeric tells whether host is an address, for which nobody has to be asked.
+// numeric tells whether host is an address, which needs no look-up.
 func numeric(host string) bool {
 	_, err := netip.ParseAddr(host)
 	return err == nil

@@ -1,5 +1,7 @@
 package membership
 
+// Reports of the state of start-up and of the cluster, for logs and errors.
+
 import (
 	"fmt"
 	"slices"
@@ -9,19 +11,19 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Report says how far a node is: who is there, with what it advertised, and who
-// is missing.
+// Report describes the state of start-up or of the cluster: which nodes are present, with
+// the records that they have sent, and which are missing.
 type Report struct {
 	Elapsed time.Duration // since Start
 	Ready   bool
 	Present []van.Node // in order of arrival, later of assignment
 	Missing []string   // "1 of 2 workers (rank 1)"
-	// Vanished and Refused are the nodes that went away or could not be taken
-	// during start-up, the latest 16 of each.
+	// Vanished and Refused are the nodes that disconnected or were refused during
+	// start-up, the latest 16 of each.
 	Vanished, Refused []string
 	Dead              []string // with the cause
-	Returned          string   // on a scheduler that was started again: who has come back
-	Barriers          string   // on the scheduler: who has not come to the open barriers
+	Returned          string   // on a restarted scheduler: how many nodes have come back
+	Barriers          string   // on the scheduler: the missing nodes of open barriers
 	Note              string   // on workers and servers: what is known of the scheduler
 }
 
@@ -154,7 +156,7 @@ func (m *Machine) joinedText(role van.Role) string {
 	return list(names)
 }
 
-// describe says who a node without an id is: "worker 10.0.0.1:4000 (rank 0)".
+// describe names a node without an id: "worker 10.0.0.1:4000 (rank 0)".
 func describe(n *van.Node) string {
 	return fmt.Sprintf("%s %s (%s)", n.Role, n.Addr(), rankText(n))
 }

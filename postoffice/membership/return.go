@@ -11,13 +11,13 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// This file is about a scheduler that was started again. It knows nothing; the nodes
-// notice by its incarnation that it is another process, and their heartbeats, which have
-// their records with id and cluster, tell it who they are. When most have come back it
-// resumes the cluster. See also the package documentation.
+// Recovery from a restart of the scheduler. The new process knows nothing of the cluster.
+// The nodes notice by its incarnation that it is a new process; their heartbeats, which
+// have their records with id and cluster, tell it about them. When most have come back,
+// it resumes the cluster.
 
 const (
-	// returnGrace is how long the scheduler waits for the rest when the first node has
+	// returnGrace is how long the scheduler waits for other nodes after the first one has
 	// come back.
 	returnGrace = 2 * time.Second
 	// returnBeat is the time between two heartbeats of a node whose scheduler does not
@@ -25,7 +25,7 @@ const (
 	returnBeat = time.Second
 )
 
-// comeback is a node of the cluster of an earlier scheduler.
+// comeback is a node of the cluster of a former scheduler process.
 type comeback struct {
 	node       van.Node
 	cluster    uint32
@@ -33,19 +33,19 @@ type comeback struct {
 	temp       int
 }
 
-// returning is what a scheduler knows of an earlier one's cluster.
+// returning is what a scheduler knows of a former one's cluster.
 type returning struct {
 	nodes map[int]*comeback // by id
 	since time.Duration     // of the first one
-	// table is what one of them knows of the rest; it is asked for when it is needed.
+	// table is the node table of one of them; it is requested when it is needed.
 	table      []van.Node
 	generation uint32 // of the table
 	cluster    uint32 // of the table
 	nextAsk    time.Duration
 }
 
-// beatKey is what a heartbeat to a scheduler of this library carries in its key: how new
-// the node's table is, and the milliseconds between its heartbeats, 0 for none.
+// beatKey is the key of a heartbeat to a scheduler of this library: the generation of the
+// node's table, and the milliseconds between its heartbeats, 0 for none.
 func beatKey(generation uint32, interval time.Duration) uint64 {
 	return uint64(min(interval.Milliseconds(), math.MaxUint32))<<32 | uint64(generation)
 }
@@ -54,8 +54,8 @@ func parseBeatKey(key uint64) (generation uint32, interval time.Duration) {
 	return uint32(key), time.Duration(key>>32) * time.Millisecond
 }
 
-// comeBack takes the heartbeat of a node that this scheduler does not know, during
-// start-up.
+// comeBack handles, during start-up, the heartbeat of a node of a former scheduler's
+// cluster.
 func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
 	s := m.sched
 	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= m.cfg.instances(rec.Role) || who.Cluster == 0 {
@@ -80,7 +80,7 @@ func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, m
 		b.nodes[rec.ID] = c
 	case !another(&c.node, rec):
 	case generation <= c.generation:
-		return // it was replaced by the one that has come before
+		return // it has been replaced by the process that came first
 	default:
 		m.disconnect(c.temp)
 		s.lastTemp--
@@ -100,8 +100,8 @@ func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, m
 	m.resumeIfComplete(now)
 }
 
-// answerReturn tells a node that this scheduler is another process. what is "table" to
-// ask for the whole table.
+// answerReturn tells a node that this scheduler is a new process. what is "table" to ask
+// for the whole table.
 func (m *Machine) answerReturn(c *comeback, what string) {
 	meta := m.control(van.Heartbeat)
 	meta.Control.Nodes = []van.Node{m.self}
@@ -109,10 +109,10 @@ func (m *Machine) answerReturn(c *comeback, what string) {
 	m.send(c.temp, meta)
 }
 
-// resumeIfComplete resumes an earlier scheduler's cluster if enough of it has come back:
-// all, or after returnGrace more than half, or anybody when the cluster has a name, or
-// after half of Config.ReplaceTimeout half of it if others have registered for all other
-// places: when all of that time is over, those that have come back give up.
+// resumeIfComplete resumes a former scheduler's cluster if enough of its nodes have come
+// back: all; or, after returnGrace, more than half, or any number if the cluster has a
+// name; or, after half of Config.ReplaceTimeout, half of them if new nodes have registered
+// for all the other ids. After all of ReplaceTimeout the returned nodes would give up.
 func (m *Machine) resumeIfComplete(now time.Duration) {
 	b := m.sched.back
 	if b == nil {
@@ -153,15 +153,15 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 		return
 	}
 	b.nextAsk = now + returnBeat
-	for _, id := range sortedIDs(b.nodes) { // any that has the newest table
+	for _, id := range sortedIDs(b.nodes) { // all that have the newest table
 		if c := b.nodes[id]; c.cluster == cluster && c.generation == newest[cluster] {
 			m.answerReturn(c, "table")
 		}
 	}
 }
 
-// othersCame tells whether there is a registered node for each place of an earlier
-// scheduler's cluster whose holder has not come back: nobody more is to be expected.
+// othersCame tells whether a new node has registered for each id of a former scheduler's
+// cluster whose node has not come back, so that no more nodes are expected.
 func (m *Machine) othersCame(cluster uint32) bool {
 	var joins []van.Node
 	for _, j := range m.sched.joins {
@@ -186,7 +186,7 @@ func (m *Machine) othersCame(cluster uint32) bool {
 
 func sortedIDs[V any](m map[int]V) []int { return slices.Sorted(maps.Keys(m)) }
 
-// resume makes this the scheduler of an earlier one's cluster.
+// resume makes this the scheduler of a former one's cluster.
 func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 	s, b := m.sched, m.sched.back
 	known := map[int]van.Node{}
@@ -207,14 +207,14 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 		case isKnown:
 			missing = append(missing, id)
 		default:
-			return // nobody knows it
+			return // no record of it is known
 		}
 		table = append(table, rec)
 	}
 	m.own.Cluster, m.generation, m.recovered = cluster, generation, true
 	m.sign()
 	m.phase, m.table = ready, table
-	m.lastLook = now
+	m.lastCheck = now
 	m.health[van.SchedulerID] = &health{seen: now}
 	for i := range table {
 		n := &table[i]
@@ -251,7 +251,7 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 	}
 }
 
-// lateReturn takes back a node that comes after the cluster was resumed without it.
+// lateReturn takes a node back that returns after the cluster was resumed without it.
 func (m *Machine) lateReturn(now time.Duration, id int, rec *van.Node) {
 	m.table[m.at[id]] = *rec
 	m.connect(id, *rec)
@@ -261,8 +261,8 @@ func (m *Machine) lateReturn(now time.Duration, id int, rec *van.Node) {
 	m.markUp(now, id, connLost|silent|declared)
 }
 
-// noReturn ends the wait for an earlier scheduler's cluster: a new one has formed. Its
-// nodes are refused when they speak again.
+// noReturn ends the wait for a former scheduler's cluster, since a new one has formed.
+// Later messages of the former cluster's nodes are refused.
 func (m *Machine) noReturn() {
 	if b := m.sched.back; b != nil {
 		for _, id := range sortedIDs(b.nodes) {
@@ -289,10 +289,10 @@ func (m *Machine) tickReturn(now time.Duration) {
 	}
 }
 
-// schedulerChanged takes note that the scheduler is another process, with the record n.
-// Barriers that the earlier one was asked for fail: nobody knows whether it released them
-// for others. Finalize asks the new one. It reports false when the new one is of another
-// cluster, or too old a message.
+// schedulerChanged handles that the scheduler is a new process, with the record n. Barriers
+// that were requested from the former one fail, since it may have released them for
+// others; those at the end of a program are requested from the new one. It returns false
+// if n has no identity, or start-up is not complete.
 func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 	who, ok := n.Identity()
 	if !ok || m.health[van.SchedulerID] == nil {
@@ -312,8 +312,8 @@ func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
 	m.connect(van.SchedulerID, m.cfg.Scheduler)
 	m.emit(PeerReplaced{van.SchedulerID, m.cfg.Scheduler})
-	m.withdrawn = nil // it knows of no request
-	clear(m.news)     // it counts its messages anew
+	m.withdrawn = nil // the new process knows of no request
+	clear(m.news)     // its timestamps begin anew
 	for _, t := range m.tickets {
 		if t.ending {
 			t.sent = false
@@ -324,7 +324,7 @@ func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 	return true
 }
 
-// stepRejoin answers what a scheduler that was started again wants to know.
+// stepRejoin sends the table to a restarted scheduler that has asked for it.
 func (m *Machine) stepRejoin(n notice) {
 	if n.text == "table" && m.rejoining {
 		others := slices.DeleteFunc(slices.Clone(m.table), func(r van.Node) bool { return r.ID == m.self.ID })
@@ -332,7 +332,7 @@ func (m *Machine) stepRejoin(n notice) {
 	}
 }
 
-// resumed takes note that the scheduler knows the cluster again.
+// resumed notes that the scheduler knows the cluster again.
 func (m *Machine) resumed() {
 	if m.rejoining {
 		m.rejoining = false

@@ -1,5 +1,7 @@
 package membership
 
+// The scheduler's side of start-up and recovery: registrations, ids, and the node table.
+
 import (
 	"fmt"
 	"slices"
@@ -10,10 +12,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// maxRefusals bounds what the scheduler remembers for its reports.
+// maxRefusals bounds the lists in the scheduler's reports.
 const maxRefusals = 16
 
-// scheduler is what only the scheduler's machine has.
+// scheduler is the state that only the scheduler's machine has.
 type scheduler struct {
 	hosts        map[string]int // BYTEPS_ORDERED_HOSTS, or nil
 	joins        []*join        // registered nodes without an id, in order of arrival
@@ -22,11 +24,11 @@ type scheduler struct {
 	several      map[int]bool   // ids of processes that registered several customers
 	gathers      map[gatherKey]*gather
 	answers      map[int]map[gatherKey]answer
-	back         *returning    // an earlier scheduler's cluster, while joining
+	back         *returning    // a former scheduler's cluster, while joining
 	former       []former      // processes that were replaced, oldest first
-	claims       map[int]*join // of places whose holder may live: by id
+	claims       map[int]*join // by id, registrations under the address of a member that may be alive
 	refusals     refusals
-	lastReplaced time.Duration // when a place was last given to another process; 0: never
+	lastReplaced time.Duration // when a node was last replaced; 0: never
 	refused      []string
 	vanished     []string
 }
@@ -37,7 +39,7 @@ type join struct {
 	stamp int32
 	temp  int           // temporary id, or 0
 	since time.Duration // of a claim
-	lost  error         // not nil: the connection broke, so its place is free
+	lost  error         // not nil: the connection broke, so the node does not count
 }
 
 func newScheduler(hosts map[string]int) *scheduler {
@@ -45,7 +47,7 @@ func newScheduler(hosts map[string]int) *scheduler {
 		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, claims: map[int]*join{}}
 }
 
-// stepJoin takes the registration of a node.
+// stepJoin handles the registration of a node.
 func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
 	nodes := msg.Control.Nodes
 	if from != van.Empty {
@@ -81,7 +83,7 @@ func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
 	return nil
 }
 
-// joinEarly takes a registration while places are free.
+// joinEarly handles a registration during start-up.
 func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 	s := m.sched
 	j := &join{node: rec, stamp: stamp}
@@ -100,7 +102,7 @@ func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 	}
 	if why, rival := m.misfit(&rec); why != "" {
 		if rival != nil {
-			m.reach(rival) // so that it is noticed if it no longer runs
+			m.reach(rival) // the connection shows whether it still runs
 		}
 		if j.temp != 0 {
 			m.disconnect(j.temp)
@@ -108,7 +110,7 @@ func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 		m.refuse(now, &rec, why)
 		return
 	}
-	if i >= 0 { // keep its turn
+	if i >= 0 { // keep its position
 		s.joins = slices.Insert(s.joins, i, j)
 	} else {
 		s.joins = append(s.joins, j)
@@ -116,8 +118,8 @@ func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 	m.complete(now)
 }
 
-// misfit says why a node cannot have a place, or "". rival is the one that it
-// contends with, if there is one.
+// misfit returns "", or why a node cannot be accepted. rival is the registered node that
+// it conflicts with, if there is one.
 func (m *Machine) misfit(rec *van.Node) (why string, rival *join) {
 	n := m.cfg.instances(rec.Role)
 	if rec.AuxID >= n {
@@ -153,7 +155,7 @@ func (m *Machine) misfit(rec *van.Node) (why string, rival *join) {
 	return "", nil
 }
 
-// complete gives out the ids when everybody is there.
+// complete assigns the ids when all nodes have registered.
 func (m *Machine) complete(now time.Duration) {
 	s := m.sched
 	present := make([]van.Node, 0, len(s.joins))
@@ -171,7 +173,7 @@ func (m *Machine) complete(now time.Duration) {
 		s.several[first] = true
 	}
 	m.noReturn()
-	m.phase, m.lastLook = ready, now
+	m.phase, m.lastCheck = ready, now
 	m.table = present
 	m.health[van.SchedulerID] = &health{seen: now}
 	for i := range present {
@@ -217,8 +219,8 @@ func (m *Machine) sendTable(id int, nodes []van.Node) {
 	m.send(id, meta)
 }
 
-// joinLate takes a registration when all places are taken: it may replace a dead
-// node of its role.
+// joinLate handles a registration after start-up: the node may replace a dead one of its
+// role.
 func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	id := 0
 	for i := range m.table {
@@ -229,14 +231,14 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		inc := incarnationOf(&rec)
 		again := inc == 0 && stamp > m.sched.stamps[n.ID] && !m.isDown(n.ID)
 		if again || inc != 0 && !another(n, &rec) {
-			// It registered a second time before the table came.
+			// It registered a second time before it had the table.
 			m.sched.stamps[n.ID] = stamp
 			m.markUp(now, n.ID, connLost|silent|declared)
 			m.sendTable(n.ID, m.fullTable())
 			return
 		}
 		if h := m.health[n.ID]; h.down == 0 && h.beats && m.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.seen) {
-			// Its holder may live: anybody can register under another's address.
+			// The member may be alive, and the registration false.
 			m.sched.claims[n.ID] = &join{node: rec, stamp: stamp, since: now}
 			return
 		}
@@ -266,7 +268,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	m.learn(id, &rec)
 	delete(m.first, id)
 	*m.health[id] = health{seen: now}
-	m.forget(id) // the newcomer has not come to any barrier
+	m.forget(id) // the replacement has not requested any barrier
 	m.connect(id, rec)
 	all, one := m.fullTable(), []van.Node{rec}
 	for _, to := range m.Members(van.WorkerGroup | van.ServerGroup) {
@@ -282,7 +284,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	m.recheckBarriers(now)
 }
 
-// noPlace says why a late node cannot come in.
+// noPlace says why a node cannot join a complete cluster.
 func (m *Machine) noPlace(rec *van.Node) string {
 	dead := ""
 	for i := range m.table {
@@ -303,7 +305,7 @@ func (m *Machine) noPlace(rec *van.Node) string {
 		m.cfg.instances(rec.Role), rec.Role, m.cfg.formula(rec.Role), list(names))
 }
 
-// joinLost frees the place of a registered node whose connection broke.
+// joinLost discounts a registered node whose connection broke.
 func (m *Machine) joinLost(temp int, cause error) {
 	for _, j := range m.sched.joins {
 		if j.temp == temp && j.lost == nil {
@@ -316,7 +318,7 @@ func (m *Machine) joinLost(temp int, cause error) {
 
 func gone(j *join, cause error) string { return fmt.Sprintf("%s (%s)", describe(&j.node), cause) }
 
-// joinBack gives a node its place back, unless another has it by now.
+// joinBack counts a node again whose connection is back, if it can still be accepted.
 func (m *Machine) joinBack(now time.Duration, temp int) {
 	for i, j := range m.sched.joins {
 		if j.temp != temp || j.lost == nil {
@@ -357,8 +359,8 @@ func (m *Machine) remember(list *[]string, what string) {
 // tell sends a notice.
 func (m *Machine) tell(id int, n notice) { m.tellAbout(id, n, 0) }
 
-// tellAbout sends a notice with a key that says which request it answers, or which
-// incarnation of a node it is about.
+// tellAbout sends a notice with a key: the request that it answers, or the incarnation of
+// the node that it is about.
 func (m *Machine) tellAbout(id int, n notice, key uint64) {
 	meta := m.control(van.Heartbeat)
 	meta.Key = key
@@ -376,8 +378,8 @@ func (m *Machine) tellJoining(n notice) {
 	}
 }
 
-// tellAll sends a notice about one worker or server to every other that lives. It names the
-// process that it is about: it may come after the record of the next one.
+// tellAll sends a notice about one worker or server to every other live one. Its key names
+// the process that it is about, since it may arrive after the record of the next one.
 func (m *Machine) tellAll(about int, n notice) {
 	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
 		if id != about && !m.isDown(id) {
@@ -387,7 +389,7 @@ func (m *Machine) tellAll(about int, n notice) {
 }
 
 // catchUp tells a node that is back what it may have missed: notices and records that were
-// sent while its connection did not stand, or were under way when it broke.
+// sent while its connection was down, or were under way when it broke.
 func (m *Machine) catchUp(id int) {
 	replaced := m.sched.lastReplaced > 0 && m.sched.lastReplaced >= m.health[id].since-time.Second
 	if !m.native(id) {
@@ -408,9 +410,8 @@ func (m *Machine) catchUp(id int) {
 	m.tell(id, notice{verb: verbDown, text: strings.Join(dead, ",")})
 }
 
-// repeatRecords sends a node of the original the records of all who have replaced others
-// and live, each as it was sent first. It passes over those to whose address it is
-// connected.
+// repeatRecords sends a C++ StepMesh node the records of all live replacements, each in a
+// message of its own, as at first. The node ignores those whose address it is connected to.
 func (m *Machine) repeatRecords(to int) {
 	for i := range m.table {
 		if n := &m.table[i]; n.ID != to && n.IsRecovery && !m.isDown(n.ID) {

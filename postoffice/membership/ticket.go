@@ -10,7 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// This file is the asking side of barriers.
+// The requesting side of barriers.
 
 // ticket is one call of Barrier that has not ended.
 type ticket struct {
@@ -19,33 +19,34 @@ type ticket struct {
 	group    int
 	instance bool
 	final    bool // the barrier of Finalize
-	ending   bool // that, or the barrier that a program has before it
+	ending   bool // that of Finalize, or StopBarrier
 	starting bool // the barrier of start-up
 	sent     bool
 	stamp    int32  // of the request, once it is sent
-	said     string // the scheduler's last word on who has not come
+	missing  string // the scheduler's latest text about missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
 }
 
 func (t *ticket) name() string { return kindName(t.instance) + " barrier over " + groupName(t.group) }
 
-// Barrier starts a barrier of customer (usually 0) over a group (1 to 7, or a
-// node id, which needs nobody else) that this node belongs to, and returns a
-// ticket that BarrierDone or BarrierFailed will name. With instance true it waits
-// for every instance; else for one request per group of instances, as the
-// original counts. A group with nothing to wait for is done at once.
+// Barrier starts a barrier of customer (usually 0) over a group (1 to 7, or this node's
+// id) that this node belongs to, and returns a ticket that BarrierDone or BarrierFailed
+// will name. With instance true it waits for every instance; otherwise for one request
+// per group of instances, as C++ StepMesh counts. A barrier that needs no other node is
+// done at once.
 //
-// A release of the original does not say which barrier it ends. So there a barrier over a group or of a
-// customer that already waits for one of the same kind is asked for only when
-// that one has ended, and a release ends the oldest one of its customer and kind. A scheduler of this
-// library names the request; only barriers over one group wait for each other.
+// A release of a C++ StepMesh scheduler does not say which barrier it ends. With one, a
+// barrier is requested only when no earlier one of the same kind over the same group or
+// of the same customer waits, and a release ends the oldest one of its customer and kind.
+// A scheduler of this library names the request; only barriers over the same group wait
+// for each other.
 //
 // It ends after Config.BarrierTimeout at the latest. When the scheduler is lost it waits
-// for Config.ReplaceTimeout: the request is asked again when the same scheduler is back,
-// and fails when another one has taken its place, which cannot know what it was asked.
+// for Config.ReplaceTimeout: the request is repeated when the same scheduler is back, and
+// fails when a new process has replaced it, which does not know of the request.
 //
-// The error wraps van.ErrInvalid, van.ErrPeerLost when the scheduler is gone, or
+// The error wraps van.ErrInvalid, van.ErrPeerLost when the scheduler is lost, or
 // van.ErrClosed.
 func (m *Machine) Barrier(now time.Duration, customer, group int, instance bool) (int, error) {
 	t := ticket{customer: customer, group: group, instance: instance}
@@ -55,16 +56,15 @@ func (m *Machine) Barrier(now time.Duration, customer, group int, instance bool)
 	return m.barrier(now, t)
 }
 
-// StartBarrier is the barrier over all nodes that start-up ends with. It fails at
-// deadline, unless that is 0; on the scheduler that is the end of start-up for all.
+// StartBarrier is the barrier over all nodes at the end of start-up. It fails at deadline,
+// unless that is 0; on the scheduler this fails start-up on all nodes.
 func (m *Machine) StartBarrier(now, deadline time.Duration) (int, error) {
 	return m.barrier(now, ticket{group: van.AllNodes, instance: true, starting: true, deadline: deadline})
 }
 
-// Finalize starts the last barrier, over all instances of all nodes. When it is
-// done the machine is leaving: others may go without being reported. Losses while
-// it waits are reported only if it fails. After a failure call Leaving before the
-// van is closed.
+// Finalize starts the last barrier, over all instances of all nodes. When it is done the
+// machine is leaving: peers may leave without being reported. Losses while it waits are
+// reported only if it fails. After a failure call Leaving before the van is closed.
 func (m *Machine) Finalize(now time.Duration, customer int) (int, error) {
 	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true, ending: true}
 	if m.self.Role == van.Worker && m.cfg.StopTimeout > 0 {
@@ -73,9 +73,9 @@ func (m *Machine) Finalize(now time.Duration, customer int) (int, error) {
 	return m.barrier(now, t)
 }
 
-// StopBarrier is a barrier over all instances of all nodes that a program has before
-// Finalize. As with that, some may wait in it from the first second on: it has no limit,
-// and outlives a scheduler.
+// StopBarrier is a barrier over all instances of all nodes that a program calls before
+// Finalize. As with Finalize, some nodes may call it as soon as they run: it has no limit,
+// and is requested again from a new scheduler process.
 func (m *Machine) StopBarrier(now time.Duration, customer int) (int, error) {
 	return m.barrier(now, ticket{customer: customer, group: van.AllNodes, instance: true, ending: true})
 }
@@ -114,7 +114,7 @@ func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 	return t.n, nil
 }
 
-// ask sends the requests that no earlier barrier holds back.
+// ask sends the requests that need not wait for an earlier barrier.
 func (m *Machine) ask() {
 	if m.isDown(van.SchedulerID) || m.rejoining {
 		return
@@ -152,8 +152,8 @@ func (m *Machine) request(t *ticket) (stamp int32) {
 }
 
 // askAgain repeats the requests whose answers may have been lost with the connection to
-// the scheduler, under their old timestamps, so that they count once. A scheduler of the
-// original would count them twice.
+// the scheduler, with their old timestamps, so that they are counted once. A C++ StepMesh
+// scheduler would count them twice.
 func (m *Machine) askAgain() {
 	if m.native(van.SchedulerID) && !m.rejoining {
 		for _, t := range m.withdrawn {
@@ -172,8 +172,8 @@ func (m *Machine) askAgain() {
 }
 
 // CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. A scheduler
-// of this library is told, and does not count this node as present any more; one of the
-// original cannot be told. An unknown ticket, or one that has ended, is ignored.
+// of this library is told, and no longer counts this node's request; a C++ StepMesh one
+// cannot be told. An unknown ticket, or one that has ended, is ignored.
 func (m *Machine) CancelBarrier(n int) {
 	if i := slices.IndexFunc(m.tickets, func(t *ticket) bool { return t.n == n }); i >= 0 {
 		t := m.tickets[i]
@@ -182,9 +182,9 @@ func (m *Machine) CancelBarrier(n int) {
 	}
 }
 
-// withdraw tells a scheduler of this library that nobody waits any more for the release
-// that t has asked for. It is told again when its connection was lost, until there is
-// another request in its place. That of Finalize stays: who gives up there leaves.
+// withdraw tells a scheduler of this library that t's request is given up. This is repeated
+// after a lost connection, until there is a new request for the barrier. The request of
+// Finalize stays: a node that gives up there leaves.
 func (m *Machine) withdraw(t *ticket) {
 	if !t.sent || t.final || m.sched == nil && !m.native(van.SchedulerID) || failpoint.On("abandon") {
 		return
@@ -199,15 +199,16 @@ func (m *Machine) sendWithdrawal(t *ticket) {
 	m.tellAbout(van.SchedulerID, notice{verb: verbWithdraw, group: t.group, instance: t.instance}, named(t.stamp))
 }
 
-// Missing says who has not come to a barrier that waits, as far as this node knows, or "".
+// Missing lists the missing nodes of a barrier that waits, as far as this node knows, or
+// "".
 func (m *Machine) Missing(n int) string {
 	for _, t := range m.tickets {
 		switch {
 		case t.n != n:
 		case m.sched != nil:
 			return m.barriersText()
-		case t.said != "":
-			return "the scheduler says: " + t.said
+		case t.missing != "":
+			return "the scheduler says: " + t.missing
 		}
 	}
 	return ""
@@ -236,14 +237,14 @@ func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error 
 	if m.native(van.SchedulerID) {
 		i = at(func(t *ticket) bool { return named(t.stamp) == msg.Key })
 	} else {
-		// The release repeats the customer of whoever came last, who need not be ours.
+		// The release has the customer of the last request, which may be another node's.
 		i = at(func(t *ticket) bool { return t.customer == int(msg.CustomerID) })
 		if i < 0 {
 			i = at(func(*ticket) bool { return true })
 		}
 	}
 	if i < 0 {
-		return nil // of a barrier that was cancelled, or a second one
+		return nil // of a cancelled barrier, or a duplicate
 	}
 	t := m.tickets[i]
 	m.tickets = slices.Delete(m.tickets, i, i+1)
@@ -255,17 +256,17 @@ func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error 
 	return nil
 }
 
-// barrierWaits takes the scheduler's word on who has not come.
+// barrierWaits handles the scheduler's notice of missing nodes.
 func (m *Machine) barrierWaits(text string, request uint64) {
 	for _, t := range m.tickets {
 		if t.sent && named(t.stamp) == request {
-			t.said = text
+			t.missing = text
 		}
 	}
 }
 
-// barrierRefused takes the scheduler's word that a barrier cannot be complete. request
-// is what named made of the one that it means.
+// barrierRefused handles the scheduler's notice that a barrier cannot be complete. request
+// is the key of the request, see named.
 func (m *Machine) barrierRefused(n notice, request uint64) {
 	i := slices.IndexFunc(m.tickets, func(t *ticket) bool {
 		return t.sent && t.instance == n.instance && t.group == n.group && named(t.stamp) == request
@@ -278,8 +279,8 @@ func (m *Machine) barrierRefused(n notice, request uint64) {
 		Err: &lossError{text: n.text}})
 }
 
-// failTickets ends the barriers that which selects, and reports the losses that a
-// Finalize among them kept back.
+// failTickets fails the barriers that which selects. If Finalize is among them, the losses
+// that it has held are reported.
 func (m *Machine) failTickets(which func(*ticket) bool, why van.Error) {
 	var out []*ticket
 	m.tickets = slices.DeleteFunc(m.tickets, func(t *ticket) bool {
@@ -313,13 +314,13 @@ func (m *Machine) finalizing() *ticket {
 	return nil
 }
 
-// reportHeld reports the losses that turned out not to be orderly.
+// reportHeld reports all held losses.
 func (m *Machine) reportHeld() {
 	m.reportHeldUntil(math.MaxInt64)
 }
 
-// reportHeldUntil reports the losses that were noticed at least leaveGrace ago: had
-// everybody been about to leave, the release would have come by now.
+// reportHeldUntil reports the losses that were noticed at least leaveGrace before now: if
+// the peers had left in order, the release of the last barrier would have come.
 func (m *Machine) reportHeldUntil(now time.Duration) {
 	if len(m.held) == 0 {
 		return
@@ -353,9 +354,9 @@ func (m *Machine) expire(t *ticket) {
 	m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t, limit))
 }
 
-// failWithoutScheduler ends the barriers that wait for a scheduler that has been lost for
-// Config.ReplaceTimeout. A server that is in Finalize stays as long as a worker lives: the
-// workers do not need the scheduler for their requests.
+// failWithoutScheduler fails the barriers that wait for a scheduler that has been lost for
+// Config.ReplaceTimeout. A server's Finalize waits as long as a worker is alive: workers
+// do not need the scheduler for their requests.
 func (m *Machine) failWithoutScheduler(now time.Duration) {
 	at, waits := m.schedulerDeadline()
 	if !waits || now < at {
@@ -369,7 +370,8 @@ func (m *Machine) failWithoutScheduler(now time.Duration) {
 	m.failTickets(m.needsScheduler, van.Error{Peer: m.peer(van.SchedulerID), Err: m.health[van.SchedulerID].cause})
 }
 
-// schedulerDeadline says until when those who wait for a lost scheduler do so.
+// schedulerDeadline returns when barriers that wait for a lost scheduler fail, if there are
+// any.
 func (m *Machine) schedulerDeadline() (time.Duration, bool) {
 	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.rejoining || !slices.ContainsFunc(m.tickets, m.needsScheduler) {
 		return 0, false
