@@ -2,13 +2,17 @@ package rdma
 
 import (
 	"context"
+	"fmt"
 	"io/fs"
 	"net"
 	"net/netip"
 	"os"
 
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
 // ChooseHost implements van.HostChooser: the address of the RDMA port that the
@@ -49,4 +53,28 @@ func (v *rvan) gpu(root fs.FS) string {
 
 var lookup = func(ctx context.Context, host string) ([]netip.Addr, error) {
 	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+}
+
+// resolve turns a node's host and port into an address.
+func resolve(ctx context.Context, n van.Node) (netip.AddrPort, error) {
+	if a, err := netip.ParseAddr(n.Hostname); err == nil {
+		return netip.AddrPortFrom(a.Unmap(), uint16(n.Port)), nil
+	}
+	all, err := lookup(ctx, n.Hostname)
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	for _, a := range all {
+		if a = a.Unmap(); a.Is4() {
+			return netip.AddrPortFrom(a, uint16(n.Port)), nil
+		}
+	}
+	return netip.AddrPort{}, fmt.Errorf("host %q has no IPv4 address: %v", n.Hostname, all)
+}
+
+// depths are those of one queue pair: StepMesh's, and room for one message at
+// least.
+func depths(cfg *env.Config) (send, recv int) {
+	start, rx := cfg.RDMADepths()
+	return max(start+rx, conn.MaxWRs), max(rx/cfg.QPNum, 1)
 }

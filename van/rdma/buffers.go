@@ -5,7 +5,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
 // bufferKey names a registered receive buffer.
@@ -15,7 +14,7 @@ type bufferKey struct {
 }
 
 // RegisterRecvBuffer implements van.BufferRegistrar.
-func (v *rvan) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error {
+func (v *node) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error {
 	if dst.Len() == 0 {
 		return fmt.Errorf("register receive buffer: %w: 0 bytes for key %d of %s", van.ErrInvalid, key, van.NodeName(sender))
 	}
@@ -25,68 +24,9 @@ func (v *rvan) RegisterRecvBuffer(sender int, key uint64, dst backend.Mem) error
 	return nil
 }
 
-func (v *rvan) buffer(sender int, key uint64) (backend.Mem, bool) {
+func (v *node) buffer(sender int, key uint64) (backend.Mem, bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m, ok := v.buffers[bufferKey{sender, key}]
 	return m, ok
-}
-
-// Revoke implements van.Revoker.
-func (v *rvan) Revoke(m backend.Mem) {
-	if m.Len() == 0 {
-		return
-	}
-	var kept []*conn.Region
-	for _, p := range v.allPeers() {
-		p.mu.Lock()
-		for k, x := range p.pulls {
-			switch {
-			case !overlap(x.mem, m):
-			case x.stepmesh:
-				kept = append(kept, x.region)
-			default:
-				delete(p.pulls, k)
-				x.region.Release()
-			}
-		}
-		p.sender.Each(func(o *outgoing) {
-			if overlap(o.into, m) {
-				o.into, o.revoked = backend.Mem{}, true
-			}
-		})
-		p.mu.Unlock()
-	}
-	if len(kept) > 0 {
-		v.log.Warn("rdma: memory stays open for a late answer of a node of the C++ library, which would abort if it were refused",
-			"bytes", m.Len(), "requests", len(kept))
-	}
-	for _, d := range *v.devices.Load() {
-		d.regions.Revoke(m, kept)
-	}
-}
-
-// requestOf is the request that a message is one of.
-type requestOf struct{ app, customer, ts int32 }
-
-func (r requestOf) in(q *van.Requests) bool {
-	return r.app == q.App && r.customer == q.Customer && r.ts >= q.First && r.ts-q.First < q.Count
-}
-
-// Recall implements van.Recaller for messages that wait for their turn or for a slot: they
-// are dropped. A message that is with the device has left unless the connection breaks.
-func (v *rvan) Recall(q van.Requests) {
-	for _, p := range v.allPeers() {
-		p.mu.Lock()
-		p.sender.Each(func(o *outgoing) {
-			if o.request && !o.oneShot && o.of.in(&q) && o.data != [van.MaxFrames]backend.Mem{} {
-				o.recalled = true
-			}
-		})
-		p.mu.Unlock()
-	}
-}
-
-func overlap(x, y backend.Mem) bool {
-	return x.Addr() < y.Addr()+uint64(y.Len()) && y.Addr() < x.Addr()+uint64(x.Len())
 }

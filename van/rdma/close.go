@@ -83,15 +83,3 @@ func (v *rvan) drainEvents() {
 		_, _ = v.cm.Wait(context.Background(), c, verbs.AddrResolved, 2*conn.ResolveTime)
 	}
 }
-
-// close deregisters everything on the device. Memory of messages that somebody still
-// holds stays until then.
-func (d *device) close() error {
-	errs := []error{d.regions.Close()}
-	d.areasMu.Lock()
-	for a := range d.areas {
-		errs = append(errs, a.Deregister())
-	}
-	d.areasMu.Unlock()
-	return errors.Join(errs...)
-}

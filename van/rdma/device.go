@@ -1,18 +1,14 @@
 package rdma
 
 import (
-	"context"
-	"runtime"
+	"errors"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/affinity"
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
@@ -64,81 +60,6 @@ type device struct {
 	first   int
 
 	pool pool
-}
-
-// pollBatch is the number of completions that are polled at once.
-const pollBatch = 32
-
-func newDevice(v *rvan, dev verbs.Device) *device {
-	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areas: map[*area]bool{},
-		stopped: make(chan struct{}), wakeup: make(chan struct{}, 1), idleTimer: time.NewTimer(time.Hour), idleTime: minIdleWait}
-	d.pool.d = d
-	d.probes.Delay = probeTime
-	d.regions.OnStuck = func(r *conn.Region, err error) {
-		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
-	}
-	d.loop = engine.NewLoop(d.receive, d.deliver)
-	d.loop.Begin, d.loop.End = d.begin, d.end
-	d.loop.Budget, d.loop.Weight = v.recvBudget, weight
-	d.loop.Paused = d.pausedLane
-	d.loop.Resumed = func(*engine.Lane[*van.Message]) {
-		d.resumed.Store(true)
-		d.dev.Wake()
-		d.wakeLoop()
-	}
-	d.loop.Discard = func(m *van.Message) {
-		d.undelivered.Add(-1)
-		m.Release()
-	}
-	return d
-}
-
-// weight is what a message costs while it waits for its handler.
-func weight(m *van.Message) int {
-	n := messageBytes + len(m.Body)
-	if !m.Placed { // else it lies in memory of the application
-		n += m.PayloadLen()
-	}
-	return n
-}
-
-// messageBytes is about what a message itself takes.
-const messageBytes = 1 << 10
-
-// pausedLane is told that a sender's messages are not taken any more for a while.
-func (d *device) pausedLane(l *engine.Lane[*van.Message], bytes int64) {
-	if n := d.v.stats.paused.Add(1); n&(n-1) == 0 {
-		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more slots until some have been taken",
-			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
-	}
-}
-
-// begin gives the goroutine that polls a thread of its own, on the core that the
-// original gives it.
-func (d *device) begin() {
-	runtime.LockOSThread()
-	if !d.bound() {
-		return
-	}
-	core := d.v.cfg.Core(env.CorePoller)
-	if err := affinity.Bind(core); err != nil {
-		d.v.log.Warn("STEPMESH_BIND_CPU_CORE: the thread that polls completions is not bound", "err", err)
-		return
-	}
-	d.v.log.Info("the thread that polls completions is bound", "device", d.dev.Name(), "core", core)
-}
-
-// end gives back the thread, which would end with a goroutine that has locked it. One
-// that was bound must.
-func (d *device) end() {
-	if !d.bound() {
-		runtime.UnlockOSThread()
-	}
-}
-
-func (d *device) bound() bool {
-	cfg := d.v.cfg
-	return cfg.BindCPUCore && cfg.GPU >= 0 && d.v.self.Role != van.Scheduler
 }
 
 // newArea makes registered memory of n bytes on the node's device, or on the host.
@@ -194,274 +115,8 @@ func (d *device) awaitFlush(in *inbound) {
 	}
 }
 
-// receive has the receiving role: it returns the next message.
-func (d *device) receive() (*van.Message, *engine.Lane[*van.Message], bool) {
-	for {
-		if len(d.deferredLanes) > 0 {
-			if rx, l := d.readmit(); rx != nil {
-				return &rx.msg, &l.Lane, true
-			}
-		}
-		if rx := d.next(); rx != nil {
-			if l, ok := d.admit(rx); ok {
-				return &rx.msg, &l.Lane, true
-			}
-			continue
-		}
-		if d.ending.Load() {
-			return nil, nil, false
-		}
-		d.housekeep(false)
-		if d.v.waitersPoll() && d.undelivered.Load() == 0 { // else they cannot: see help
-			d.idleWait()
-			continue
-		}
-		d.idleTime = minIdleWait
-		if d.pollOnce(); d.dead.Load() {
-			time.Sleep(tickTime) // it will not get better; not in look: nobody else would get mu
-		}
-		if d.lockWaiters.Load() > 0 {
-			runtime.Gosched() // who wakes up for mu finds it taken again where processors are few
-		}
-	}
-}
-
-// idleWait lets those poll who wait for an answer, the longer the longer they do: to wake
-// up disturbs them where processors are few.
-func (d *device) idleWait() {
-	d.idleTimer.Reset(d.idleTime)
-	d.idlesLong.Store(d.idleTime > minIdleWait)
-	select {
-	case <-d.idleTimer.C:
-		d.idleTime = min(2*d.idleTime, maxIdleWait)
-	case <-d.wakeup:
-		d.idleTime = minIdleWait
-	}
-	d.idlesLong.Store(false)
-	if clock.Now()-d.v.oversubscribedAt.Load() > uint64(maxIdleWait) {
-		return
-	}
-	// Who polls does not do so for all who wait.
-	d.idleTime = minIdleWait
-	runtime.Gosched()
-	if d.mu.TryLock() {
-		d.poll(0, 0)
-		d.enqueue()
-		d.mu.Unlock()
-	}
-}
-
-// pollOnce polls once: for a while, and when nothing has come for long it sleeps.
-func (d *device) pollOnce() {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	spin, block := spinSlice, time.Duration(0)
-	switch d.v.cfg.BusyPoll {
-	case env.SpinForever:
-	case env.AlwaysBlock:
-		spin, block = 0, maxSleep
-	default:
-		if d.v.movedMuch() {
-			d.completedAt = 0
-		}
-		if clock.Now()-d.completedAt > uint64(d.v.spin) {
-			spin, block = 0, maxSleep
-		}
-	}
-	if block > 0 {
-		d.sleeping.Store(true)
-		// Credits that come to be owed from now on are sent at once, and a message that begins
-		// to wait wakes the loop: their senders see that it sleeps.
-		d.housekeep(true)
-		block = d.probes.Wait(clock.Now(), maxSleep)
-		if !d.active.Empty() || !d.requests.Empty() {
-			block = min(block, tickTime)
-		}
-		if d.v.pollers.Load() > 0 || d.ending.Load() || d.lockWaiters.Load() > 0 || d.pending() {
-			block = 0
-		}
-	}
-	d.poll(spin, block)
-	d.sleeping.Store(false)
-	if len(d.polled) > 0 {
-		d.completedAt = clock.Now()
-	}
-	d.enqueue()
-}
-
-// Times of the loop.
-const (
-	// spinSlice is the length of one call into C: shorter than it takes the runtime's
-	// monitor to look twice, which takes its processor from one that lasts longer, and
-	// then hardly sleeps itself.
-	spinSlice = 10 * time.Microsecond
-	maxSleep  = time.Second
-	tickTime  = 2 * time.Millisecond // of housekeeping
-	evictTime = time.Second          // between two looks for regions that nothing uses
-	probeTime = time.Second          // of idle connections
-)
-
-// poll takes completions and turns them into messages in d.came. d.mu is held.
-func (d *device) poll(spin, block time.Duration) int {
-	n, err := d.dev.Poll(d.wcs[:], spin, block)
-	if err != nil {
-		d.pollFailures++
-		d.dead.Store(d.pollFailures > 8)
-		if d.pollFailures&(d.pollFailures-1) == 0 && !d.ending.Load() && !d.v.closed.Load() {
-			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err, "so far", d.pollFailures)
-		}
-		return 0
-	}
-	if d.pollFailures > 0 {
-		d.pollFailures = 0
-		d.dead.Store(false)
-	}
-	for i := range d.wcs[:n] {
-		d.completed(&d.wcs[i])
-	}
-	return n
-}
-
-// enqueue puts what has come into the loop's queue. d.mu is held.
-func (d *device) enqueue() {
-	if len(d.polled) == 0 {
-		return
-	}
-	d.undelivered.Add(int32(len(d.polled)))
-	d.readyMu.Lock()
-	d.ready = append(d.ready, d.polled...)
-	d.readyMu.Unlock()
-	clear(d.polled)
-	d.polled = d.polled[:0]
-}
-
-func (d *device) pending() bool {
-	d.readyMu.Lock()
-	defer d.readyMu.Unlock()
-	return d.first < len(d.ready) || d.resumed.Swap(false)
-}
-
-func (d *device) next() *received {
-	d.readyMu.Lock()
-	defer d.readyMu.Unlock()
-	if d.first == len(d.ready) {
-		return nil
-	}
-	rx := d.ready[d.first]
-	d.ready[d.first] = nil
-	if d.first++; d.first == len(d.ready) {
-		d.ready, d.first = d.ready[:0], 0
-	}
-	return rx
-}
-
-func (d *device) deliver(m *van.Message, turn *engine.Turn) {
-	m.Turn = turn
-	d.v.recv(m)
-	m.Release()
-	d.undelivered.Add(-1)
-}
-
-// housekeep does what is due. Idle connections cost nothing but a probe each second.
-func (d *device) housekeep(sleeping bool) {
-	now := clock.Now()
-	if !sleeping && now-d.housekeptAt < uint64(tickTime) {
-		return
-	}
-	d.housekeptAt = now
-	if d.active.Run(now, sleeping) {
-		d.idleTime = minIdleWait
-	}
-	d.probes.Run(now, false)
-	if now-d.evictedAt > uint64(evictTime) {
-		d.evictedAt = now
-		d.regions.Evict(now)
-	}
-	if d.requests.Empty() {
-		return
-	}
-	if !sleeping {
-		d.mu.Lock() // as for any slot request
-		defer d.mu.Unlock()
-	}
-	d.requests.Run(now, false)
-}
-
-// Poll implements van.Poller: it receives and delivers on the caller's goroutine the
-// answers that come to a worker, or the requests that come to a server, until done or
-// until nothing has come for a while. Only one caller at a time polls; others return
-// at once.
-func (v *rvan) Poll(done func() bool) {
-	if v.spin <= 0 {
-		return
-	}
-	if v.movedMuch() {
-		v.leaveToLoops()
-		return
-	}
-	v.pollers.Add(1)
-	if !v.waiterPolls.CompareAndSwap(false, true) {
-		v.pollers.Add(-1)
-		v.oversubscribedAt.Store(clock.Now())
-		v.wakeIdleLoops()
-		return
-	}
-	devices := *v.devices.Load()
-	for _, d := range devices {
-		if d.sleeping.Load() {
-			d.dev.Wake()
-		}
-	}
-	begun := clock.Now()
-	looked := false
-	for last := begun; !done(); {
-		got := false
-		looked = true
-		for _, d := range devices {
-			got = d.pollInPlace(spinSlice) || got
-		}
-		now := clock.Now()
-		if got {
-			last = now
-		}
-		if len(devices) == 0 || now-last > uint64(v.spin) || now-begun > uint64(maxPoll) {
-			break
-		}
-	}
-	switch {
-	case !looked: // nor did it find anything
-	case done():
-		v.waiterPolledAt.Store(clock.Now())
-	default:
-		v.waiterPolledAt.Store(0)
-	}
-	v.waiterPolls.Store(false)
-	v.pollers.Add(-1)
-	if v.waiterPolledAt.Load() == 0 {
-		v.leaveToLoops()
-	}
-}
-
-// leaveToLoops is for a caller of Poll that goes to sleep: the loops take over at once.
-func (v *rvan) leaveToLoops() {
-	v.waiterPolledAt.Store(0)
-	for _, d := range *v.devices.Load() {
-		d.wakeLoop()
-	}
-}
-
-// pollBulk is the number of bytes, sent or received since the last look, that take longer
-// than it pays to look for what comes next.
-const pollBulk = 256 << 10
-
-// movedMuch tells whether much has been sent or received since it was last called.
-func (v *rvan) movedMuch() bool {
-	n := v.stats.sentB.Load() + v.stats.recvB.Load()
-	return v.cfg.BusyPoll != env.SpinForever && n-v.movedBytes.Swap(n) > pollBulk
-}
-
 // wakeIdleLoops ends the long naps of loops: an answer will come for which nobody polls.
-func (v *rvan) wakeIdleLoops() {
+func (v *node) wakeIdleLoops() {
 	for _, d := range *v.devices.Load() {
 		if d.idlesLong.Load() {
 			d.wakeLoop()
@@ -476,65 +131,24 @@ func (d *device) wakeLoop() {
 	}
 }
 
-// maxPoll bounds a Poll: its caller has a deadline. pollGrace is how long after a Poll
-// another one is expected. maxDoze is how long it may take until it is noticed that there
-// was none.
-const (
-	maxPoll     = 2 * time.Millisecond
-	minIdleWait = time.Millisecond
-	maxIdleWait = 2 * time.Millisecond
-)
-
-// waitersPoll tells whether somebody polls, or has done so a moment ago.
-func (v *rvan) waitersPoll() bool {
-	return v.pollers.Load() > 0 || clock.Now()-v.waiterPolledAt.Load() < uint64(minIdleWait)
-}
-
-// pollInPlace polls and delivers in place of the loop.
-func (d *device) pollInPlace(spin time.Duration) bool {
-	if !d.mu.TryLock() {
-		runtime.Gosched()
-		return false
-	}
+// exclusive calls f while nobody polls.
+func (d *device) exclusive(f func()) {
+	d.lockWaiters.Add(1)
+	defer d.lockWaiters.Add(-1)
+	d.dev.Wake() // the loop holds mu while it sleeps
+	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.ending.Load() || d.undelivered.Load() != 0 {
-		runtime.Gosched()
-		return false // an earlier message is still being delivered
-	}
-	n := d.poll(spin, 0)
-	for i, rx := range d.polled {
-		if m := &rx.msg; m.IsControl() || m.SimpleApp || m.Request != (d.v.self.Role == van.Server) {
-			// Its handler may take long: for the loop, and what comes behind it, too.
-			d.polled = d.polled[:copy(d.polled, d.polled[i:])]
-			d.enqueue()
-			d.wakeLoop()
-			return true
-		}
-		d.v.recv(&rx.msg)
-		rx.msg.Release()
-	}
-	clear(d.polled)
-	d.polled = d.polled[:0]
-	return n > 0
+	f()
 }
 
-// stop ends the loop.
-func (d *device) stop(ctx context.Context) error {
-	d.ending.Store(true)
-	d.dev.Wake()
-	d.wakeLoop()
-	err := d.loop.Stop(ctx)
-	for rx := d.next(); rx != nil; rx = d.next() {
-		d.loop.Discard(&rx.msg)
+// close deregisters everything on the device. Memory of messages that somebody still
+// holds stays until then.
+func (d *device) close() error {
+	errs := []error{d.regions.Close()}
+	d.areasMu.Lock()
+	for a := range d.areas {
+		errs = append(errs, a.Deregister())
 	}
-	if err == nil { // else the role is still held
-		for _, l := range d.deferredLanes {
-			for _, rx := range l.deferred {
-				d.loop.Discard(&rx.msg)
-			}
-			l.deferred = nil
-		}
-	}
-	close(d.stopped)
-	return err
+	d.areasMu.Unlock()
+	return errors.Join(errs...)
 }

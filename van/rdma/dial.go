@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"net/netip"
 	"slices"
 	"syscall"
 	"time"
@@ -25,20 +24,6 @@ const (
 	minBackoff = 10 * time.Millisecond
 	maxBackoff = 1 * time.Second
 )
-
-// times are those that depend on how fast the peer is.
-type times struct {
-	connect, connectStepMesh time.Duration // for the answer to a connect request
-	allQueuePairs            time.Duration // until all queue pairs of a connection have asked; StepMesh may have fewer
-	inboundDown              time.Duration // that a peer may be without its own connection to this node
-	quiet                    time.Duration // a lost connection that carried no data is made again before it is told
-	overwriteGrace           time.Duration // that a request may be held after its answer
-	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
-}
-
-// A StepMesh node aborts when a connect request is withdrawn: there the connection
-// manager, which tries for about a minute, has to say that nobody answers.
-var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime}
 
 // Retries of the transport itself. 7 would be for ever on some providers, so that a
 // write to a dead peer would never end.
@@ -94,9 +79,6 @@ func (p *peer) keepConnected(ctx context.Context) {
 		p.disconnected(l, err)
 	}
 }
-
-// name says whom p leads to.
-func (p *peer) name() string { return van.NodeName(int(p.id.Load())) + " at " + p.node.Addr() }
 
 // connected gives p a connection.
 func (p *peer) connected(l *link) {
@@ -309,72 +291,99 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 	} else {
 		l.dialect = &stepmeshOut{keySizes: map[uint64]int{}}
 	}
-	l.host, err = v.device(dev)
+	l.host, err = v.owner.device(dev)
 	if err != nil {
 		return nil, err
 	}
-	depth, _ := v.depths()
+	depth, _ := depths(v.cfg)
 	l.SendQueue, err = conn.NewSendQueue[sentMessage](dev, qps, serial, depth, depth/2, stageEach)
 	return l, err
-}
-
-// depths are those of one queue pair: StepMesh's, and room for one message at
-// least.
-func (v *rvan) depths() (send, recv int) {
-	start, rx := v.cfg.RDMADepths()
-	return max(start+rx, conn.MaxWRs), max(rx/v.cfg.QPNum, 1)
 }
 
 // inlineWanted is for a meta with its trailer.
 const inlineWanted = 512
 
-// rejection reads what a native peer says with a rejection; nil: it is no native peer.
-func rejection(private []byte) error {
-	if len(private) < offReason || le.Uint32(private[offMagic:]) != magic {
-		return nil
+// end lets what was sent leave until ctx ends, then ends the connection.
+func (p *peer) end(ctx context.Context) {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for !p.drained() {
+		select {
+		case <-tick.C: // completions of the last messages have no signal of their own
+			continue
+		case <-ctx.Done():
+		case <-p.v.eventsEnded:
+		}
+		break
 	}
-	if len(private) > offReason && le.Uint32(private[offCode:]) == codeReplaced {
-		return fmt.Errorf("rejected by the peer: %w: %s", errReplaced, text(private[offReason:]))
+	p.mu.Lock()
+	p.ended = true
+	dropped := p.sender.Disconnect(func(*outgoing) bool { return false })
+	expected := p.pulls
+	p.pulls = map[pullKey]pullDestination{}
+	p.mu.Unlock()
+	p.endAll(p.dropMessages(dropped))
+	for _, x := range expected {
+		x.region.Release()
 	}
-	return fmt.Errorf("rejected by the peer: %s", text(private[offReason:]))
+	p.stop()
+	<-p.ends
 }
 
-func text(b []byte) string {
-	for i, c := range b {
-		if c < ' ' || c > '~' {
-			return string(b[:i])
+// drained tells whether everything has left.
+func (p *peer) drained() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.flush(false)
+	if p.lost {
+		return true // nobody to wait for
+	}
+	return p.sender.Waiting() == 0 && (p.link == nil || p.link.Idle())
+}
+
+// awaitSent waits for the last completions of a connection that has been broken: they say
+// what the peer has not received.
+func (p *peer) awaitSent(l *link) {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	limit := time.NewTimer(flushPause)
+	defer limit.Stop()
+	for {
+		p.mu.Lock()
+		done := l.Outstanding() <= 0
+		p.mu.Unlock()
+		if done {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-limit.C:
+			return
+		case <-l.host.stopped:
+			return
 		}
 	}
-	return string(b)
 }
 
-// refusal is the private data of a rejection.
-func refusal(why string) []byte { return refusalOf(0, why) }
-
-// codeReplaced in a rejection says that the process has been replaced.
-const codeReplaced = 1
-
-func refusalOf(code uint32, why string) []byte {
-	b := make([]byte, maxReject)
-	le.PutUint32(b[offMagic:], magic)
-	le.PutUint32(b[offCode:], code)
-	copy(b[offReason:maxReject-1], why)
-	return b
-}
-
-// resolve turns a node's host and port into an address.
-func resolve(ctx context.Context, n van.Node) (netip.AddrPort, error) {
-	if a, err := netip.ParseAddr(n.Hostname); err == nil {
-		return netip.AddrPortFrom(a.Unmap(), uint16(n.Port)), nil
+// endLink takes apart a connection of this node's, and returns what it held.
+func (p *peer) endLink(l *link) []finished {
+	v := p.v
+	for _, id := range l.ids {
+		_ = id.Disconnect()
 	}
-	all, err := lookup(ctx, n.Hostname)
-	if err != nil {
-		return netip.AddrPort{}, err
+	p.awaitSent(l)
+	for _, id := range l.ids {
+		_ = id.Destroy()
+		v.cm.Release(l.Device)
 	}
-	for _, a := range all {
-		if a = a.Unmap(); a.Is4() {
-			return netip.AddrPortFrom(a, uint16(n.Port)), nil
-		}
+	v.forgetConn(l.epoch - v.epoch)
+	p.mu.Lock()
+	l.Each(l.markUncertain)
+	all, uncertain := l.Abandon(), l.uncertain
+	p.mu.Unlock()
+	_ = l.Close()
+	for _, in := range uncertain { // a slot that is given back twice would be overwritten
+		in.fail(fmt.Errorf("%w: the other connection broke, and with it messages that gave back slots of this one", van.ErrPeerLost))
 	}
-	return netip.AddrPort{}, fmt.Errorf("host %q has no IPv4 address: %v", n.Hostname, all)
+	return all
 }

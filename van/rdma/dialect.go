@@ -67,8 +67,3 @@ type inboundDialect interface {
 	// endsSlot tells whether the slot of m ends with it, though it is no one-shot.
 	endsSlot(m *van.Message) bool
 }
-
-// slot is the remote slot that a reply describes.
-func (r *reply) slot() rendezvous.RemoteSlot {
-	return rendezvous.RemoteSlot{Meta: r.meta, MetaKey: r.metaKey, Data: r.data, DataKey: r.dataKey, Index: r.index}
-}

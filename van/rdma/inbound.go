@@ -8,9 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
@@ -18,7 +16,7 @@ import (
 
 // inbound is a connection that a peer has opened to this node.
 type inbound struct {
-	v       *rvan
+	v       *node
 	serial  uint32
 	hello   hello // of its first queue pair
 	dialect inboundDialect
@@ -81,119 +79,6 @@ type queuedSend struct {
 	imm  uint32
 	n    int
 	data [verbs.RecvSize]byte
-}
-
-type receiveSlot = rendezvous.ReceiveSlot[slotMemory]
-
-// slotMemory is a slot's.
-type slotMemory struct {
-	meta   conn.Cell
-	data   backend.Mem
-	area   *area        // that data lies in
-	region *conn.Region // of a registered receive buffer
-	bytes  int          // registered for meta
-}
-
-// area is memory for values that several slots may share: those of one key of a
-// StepMesh node.
-type area struct {
-	*conn.Block
-	host *device
-	refs atomic.Int32
-	of   *inbound // for whom it was registered; nil in tests
-}
-
-// accept takes a connect request.
-func (v *rvan) accept(ev verbs.Event) {
-	id := ev.New
-	h, err := decodeHello(ev.Private)
-	why := ""
-	switch {
-	case err != nil:
-		why = err.Error()
-	case v.closed.Load():
-		why = "the node is closing"
-	case h.native && v.isReplaced(h.incarnation):
-		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
-		_ = id.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
-		_ = id.Destroy()
-		return
-	case h.native && h.qpCount != v.cfg.QPNum:
-		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
-	}
-	if why != "" {
-		v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", why)
-		_ = id.Reject(refusal(why))
-		_ = id.Destroy()
-		return
-	}
-	in, err := v.inboundFor(h, id, ev.Peer)
-	if err == nil {
-		err = in.addQueuePair(id, h)
-	}
-	if err != nil {
-		v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err)
-		_ = id.Reject(refusal(err.Error()))
-		_ = id.Destroy()
-		if in != nil {
-			in.fail(err)
-		}
-	}
-}
-
-// inboundFor finds or makes the incoming connection that a queue pair belongs to.
-func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, error) {
-	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
-	v.mu.Lock()
-	old := v.inbounds[key]
-	v.mu.Unlock()
-	if old != nil && !old.gone.Load() && len(old.qps) < v.cfg.QPNum {
-		return old, nil // connect requests may overtake each other
-	}
-	if old != nil {
-		if h.native { // the key has the connection's epoch
-			return nil, fmt.Errorf("queue pair %d: %w: the connection has ended, or is complete", h.qp, van.ErrPeerLost)
-		}
-		// The peer has come again before its end was noticed, which is said when the new
-		// connection is known.
-		defer old.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
-	}
-	dev, err := id.Device()
-	if err != nil {
-		return nil, err
-	}
-	host, err := v.device(dev)
-	if err != nil {
-		return nil, err
-	}
-	in := &inbound{v: v, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: conn.Cells{Device: dev},
-		slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}
-	in.dialect = stepmeshIn{in}
-	if h.native {
-		in.dialect = nativeIn{in}
-	}
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.closed.Load() {
-		return nil, van.ErrClosed
-	}
-	for _, x := range v.inbounds {
-		if h.native && x.hello.native && x.hello.node == h.node && x.hello.incarnation == h.incarnation && x.hello.port == h.port && x.hello.host == h.host {
-			if !x.superseded.Swap(true) {
-				time.AfterFunc(supersededTime, func() { // until then it may carry the last of what was sent
-					x.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
-				})
-			}
-		}
-	}
-	in.activeDue.Run, in.requestsDue.Run, in.probeDue.Run = in.tick, in.retryRequests, in.probe
-	if h.native && !failpoint.On("rdma-reclaim") {
-		host.probes.Add(&in.probeDue)
-	}
-	v.inbounds[key] = in
-	v.markUnlistedLocked()
-	v.rememberConnLocked(in.serial, &connection{in: in})
-	return in, nil
 }
 
 // addQueuePair adds a queue pair and accepts it.
@@ -261,7 +146,7 @@ func (in *inbound) acceptAll() {
 	}
 	if first {
 		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", in.host.dev.Name(), "stepaf", h.native)
-		v.linkInbounds()
+		v.owner.accepted()
 	}
 }
 
@@ -273,7 +158,7 @@ func (in *inbound) fail(err error) {
 		if p != nil && p.inbound.Load() != in {
 			p = nil
 		}
-		in.v.wg.Go(func() { in.v.endIncoming(in, p, err) })
+		in.v.wg.Go(func() { in.v.owner.endInbound(in, p, err) })
 	})
 }
 
@@ -419,9 +304,6 @@ func (in *inbound) checkOverwrite(now uint64) {
 	in.overwritten.Store(false)
 }
 
-// supersededTime is how long a connection may stand when its process has made a newer one.
-const supersededTime = 2 * time.Second
-
 // probe writes nothing to the peer: one that has gone without a word shows only in what
 // is sent to it.
 func (in *inbound) probe(uint64, bool) bool {
@@ -447,75 +329,34 @@ func (in *inbound) name() string {
 	return fmt.Sprintf("%s at %s:%d", van.NodeName(in.hello.node), in.hello.host, in.hello.port)
 }
 
-// endIncoming takes apart a connection: what has come is handed up, then its slots
-// end. p is the peer whose own connection it is, or nil.
-func (v *rvan) endIncoming(in *inbound, p *peer, cause error) {
-	if cause != nil && !v.closed.Load() {
-		v.log.Info("rdma: a peer's connection ended", "peer", in.name(), "why", cause)
-	}
-	if l := p.currentLink(); l != nil {
-		defer p.noteInboundDown(l, cause)
+// sendCompleted takes the completion of what an answer to a slot request, or credits, were posted
+// with.
+func (in *inbound) sendCompleted(c *verbs.Completion) {
+	q, id := conn.RecordOf(c.ID)
+	if c.Status != verbs.StatusOK {
+		in.fail(statusError(c.Status, "answer to a rendezvous on queue pair", q))
 	}
 	in.mu.Lock()
-	ids, accepted := in.ids, in.accepted
-	if in.acceptTimer != nil {
-		in.acceptTimer.Stop()
+	defer in.mu.Unlock()
+	if in.sends == nil || in.closed {
+		return
 	}
-	in.mu.Unlock()
-	for _, id := range ids {
-		_ = id.Disconnect()
+	if c.Status != verbs.StatusOK {
+		in.sends.Broken = true
+		return // its memory may still be in use; see abandon
 	}
-	if accepted > 0 {
-		in.host.awaitFlush(in)
-	}
-	in.host.dropHeld(in)
+	in.sends.Complete(id)
+	in.sendQueued()
+}
+
+// receiveFailed counts a receive request that has ended with its queue pair.
+func (in *inbound) receiveFailed(c *verbs.Completion) {
+	in.fail(statusError(c.Status, "receive on queue pair", int(c.Cookie&0xff)))
 	in.mu.Lock()
-	in.closed = true
-	areas, out, qps := in.areas, in.sends, len(in.qps)
-	in.slots, in.areas, in.waiting, in.credits = nil, nil, [2][]slotRequest{}, nil
-	in.creditsOwed.Store(0)
+	qps := len(in.qps)
 	in.mu.Unlock()
-	for _, id := range ids {
-		_ = id.Destroy()
-	}
-	for range qps {
-		v.cm.Release(in.host.dev)
-	}
-	v.forgetConn(in.serial)
-	v.mu.Lock()
-	if v.inbounds[in.key] == in {
-		delete(v.inbounds, in.key)
-	}
-	again := false
-	for _, x := range v.inbounds {
-		again = again || x.hello.node == in.hello.node && !x.gone.Load()
-	}
-	v.mu.Unlock()
-	v.unlinkInbound(in)
-	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.native {
-		p.abandonPulls(again)
-	}
-	in.host.exclusive(func() {
-		v.slots.Each(func(l *receiveSlot) {
-			if l.Owner == in && v.slots.End(l) {
-				in.freeSlot(l)
-			}
-		})
-	})
-	in.host.dropHeld(in) // what has come since
-	for _, a := range areas {
-		a.put()
-	}
-	if err := in.cells.Close(); err != nil {
-		v.log.Error("rdma: memory for metas stays registered", "peer", in.name(), "err", err)
-	}
-	if out != nil {
-		in.mu.Lock()
-		all := out.Abandon()
-		in.mu.Unlock()
-		for i := range all {
-			all[i].End()
-		}
-		_ = out.Close()
+	_, rx := in.v.cfg.RDMADepths()
+	if int(in.flushed.Add(1)) == qps*max(rx/in.v.cfg.QPNum, 1) {
+		close(in.drained)
 	}
 }

@@ -311,41 +311,6 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 	return nil
 }
 
-// packedFrames finds frames that lie one behind the other in data, of room bytes.
-func (rx *received) packedFrames(l *receiveSlot, t *trailer, data backend.Mem, room int) error {
-	off := 0
-	for i := range t.frames { // before anything is made of it
-		off = aligned(off)
-		n := int(t.lens[i])
-		if n > 0 && n > room-off {
-			return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", max(room-off, 0))}
-		}
-		off += n
-	}
-	off = 0
-	for i := range t.frames {
-		off = aligned(off)
-		n := int(t.lens[i])
-		if n == 0 {
-			continue
-		}
-		frame := data.Sub(off, n)
-		off += n
-		if i == 1 {
-			rx.slot = l
-		} else {
-			// Keys and lengths are checked, and then used: the peer must not be able to change
-			// them in between.
-			if !frame.OnHost() {
-				return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
-			}
-			frame = rx.copyFrame(frame.Host(), t)
-		}
-		rx.msg.SetFrame(i, frame)
-	}
-	return nil
-}
-
 // hasFreeSlots tells whether the peer has a slot in which no message lies. in.mu is held.
 func (d nativeIn) hasFreeSlots() bool {
 	for _, all := range d.slots {

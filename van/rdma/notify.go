@@ -1,12 +1,10 @@
 package rdma
 
 import (
-	"errors"
 	"fmt"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 // inboundDown is what is left when a peer's connection to this node has ended.
@@ -17,7 +15,7 @@ type inboundDown struct {
 }
 
 // notify reports a change of p's connection to the watcher.
-func (v *rvan) notify(p *peer, up bool, cause error) {
+func (v *node) notify(p *peer, up bool, cause error) {
 	if v.watch != nil && !v.closed.Load() && (*v.peers.Load())[int(p.id.Load())] == p {
 		v.watch(int(p.id.Load()), up, cause)
 	}
@@ -25,7 +23,7 @@ func (v *rvan) notify(p *peer, up bool, cause error) {
 
 // notifyFailure makes the requests fail that wait for p, while its connection l stands. The
 // end of l makes them fail, too.
-func (v *rvan) notifyFailure(p *peer, l *link, err error) {
+func (v *node) notifyFailure(p *peer, l *link, err error) {
 	v.log.Error("rdma: a message could not be sent", "peer", p.name(), "err", err)
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
@@ -41,34 +39,9 @@ func (v *rvan) notifyFailure(p *peer, l *link, err error) {
 	}
 }
 
-// asLost wraps err in van.ErrPeerLost, once.
-func asLost(err error) error {
-	if errors.Is(err, van.ErrPeerLost) {
-		return err
-	}
-	return fmt.Errorf("%w: %w", van.ErrPeerLost, err)
-}
-
-// hasLink tells whether l is p's connection.
-func (p *peer) hasLink(l *link) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.link == l
-}
-
 // inboundDownTime is how long a peer may be without its own connection to this node. One that
 // leaves is without it for as long as its last messages to others take.
 const inboundDownTime = maxLinger + time.Second
-
-// currentLink is p's connection, or nil. p may be nil.
-func (p *peer) currentLink() *link {
-	if p == nil {
-		return nil
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.link
-}
 
 // noteInboundDown notes that the peer's own connection to this node has ended, while l was this
 // node's to it: the answers on it are lost.
@@ -84,7 +57,7 @@ func (p *peer) noteInboundDown(l *link, cause error) {
 
 // notifyInboundDown makes the requests fail whose answers are lost. It does so when the peer has
 // connected again, as one that leaves does not, or after halfTime.
-func (v *rvan) notifyInboundDown(p *peer) {
+func (v *node) notifyInboundDown(p *peer) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()

@@ -74,7 +74,7 @@ func TestLoopAfterPoll(t *testing.T) {
 		// As if one Poll followed the other, and had found its answer.
 		for began := time.Now(); !d.idlesLong.Load() || time.Since(began) < 2*maxIdleWait; {
 			p.worker.Poll(func() bool { return true }) // wakes the loop
-			p.worker.waiterPolledAt.Store(clock.Now())
+			p.worker.polling.endedAt.Store(clock.Now())
 			if time.Since(began) > testTime {
 				t.Fatal("the loop polls beside a Poll")
 			}
@@ -93,13 +93,13 @@ func TestLoopAfterPoll(t *testing.T) {
 func TestLoopBesidePoll(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	p.worker.waiterPolls.Store(true) // as if somebody polled, but does not get to it
+	p.worker.polling.busy.Store(true) // as if somebody polled, but does not get to it
 	for i := range 20 {
 		if err := p.server.Send(tensor(workerID, i, 1, false, true, nil)); err != nil {
 			t.Fatal(err)
 		}
 		p.until("the message has come", func() bool {
-			p.worker.waiterPolledAt.Store(clock.Now())
+			p.worker.polling.endedAt.Store(clock.Now())
 			p.worker.Poll(func() bool { return false })
 			return len(p.atWorker) > 0
 		})
@@ -107,7 +107,7 @@ func TestLoopBesidePoll(t *testing.T) {
 			t.Errorf("message %d has come, want %d", m.Timestamp, i)
 		}
 	}
-	p.worker.waiterPolls.Store(false)
+	p.worker.polling.busy.Store(false)
 }
 
 // A Poll that has nothing to wait for looks at nothing, and so does not keep the loop
@@ -118,7 +118,7 @@ func TestPollOfWhatIsDone(t *testing.T) {
 	for range 100 {
 		p.worker.Poll(func() bool { return true })
 	}
-	if at := p.worker.waiterPolledAt.Load(); at != 0 {
+	if at := p.worker.polling.endedAt.Load(); at != 0 {
 		t.Errorf("the last Poll was at %d, want none", at)
 	}
 }
@@ -128,10 +128,10 @@ func TestPollOfWhatIsDone(t *testing.T) {
 func TestPollOfMuch(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	p.worker.waiterPolledAt.Store(clock.Now()) // as if one had found its answer just now
+	p.worker.polling.endedAt.Store(clock.Now()) // as if one had found its answer just now
 	p.worker.stats.sentB.Add(pollBulk + 1)
 	p.worker.Poll(func() bool { t.Error("it looks for an answer"); return true })
-	if at := p.worker.waiterPolledAt.Load(); at != 0 {
+	if at := p.worker.polling.endedAt.Load(); at != 0 {
 		t.Errorf("the last Poll was at %d, want none: the loop waits for the next", at)
 	}
 }

@@ -92,20 +92,6 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	p.recycle(o)
 }
 
-// behind writes the frames, packed, behind the meta.
-func (o *outgoing) behind(b []byte) {
-	if o.singleKey {
-		copy(b, o.copies)
-		return
-	}
-	off, copied := 0, 0
-	for _, n := range o.lens[:o.frames] {
-		off = aligned(off)
-		copied += copy(b[off:off+int(n)], o.copies[copied:])
-		off += int(n)
-	}
-}
-
 // maxHold is the payload from which a message does not wait for more.
 const maxHold = 32 << 10
 
@@ -217,5 +203,47 @@ func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.Remote
 			l.AddValue(id, wr)
 		}
 		off += n
+	}
+}
+
+// requestSlot sends a slot request. The link has room. p.mu is held.
+func (p *peer) requestSlot(origin uint64, o *outgoing, need rendezvous.Need) {
+	l := p.link
+	id, _, stage, _ := l.Begin()
+	s := start{metaLen: uint64(need.Meta), origin: origin}
+	l.dialect.request(&s, o, need)
+	s.put(stage[:startLen])
+	l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immStart}, stage[:startLen]))
+	p.flush(false)
+}
+
+// dropOne drops a message that waits, and fails the requests that wait for its answer.
+// p.mu is held.
+func (p *peer) dropOne(o *outgoing, err error) {
+	if o.done != nil {
+		go o.done.Sent()
+	}
+	p.failMessage(o, err)
+}
+
+// returnSlots tells the peer which slots are its own again. p.mu is held.
+func (p *peer) returnSlots() {
+	for l := p.link; l != nil; {
+		back := p.sender.Returns()
+		if len(back) == 0 {
+			return
+		}
+		id, _, stage, ok := l.Begin()
+		if !ok {
+			return // tick tries again
+		}
+		t := trailer{epoch: l.epoch}
+		for t.n < min(len(back), maxCredits) {
+			t.credits[t.n] = uint16(back[t.n])
+			t.n++
+		}
+		t.put(stage[:trailerLen])
+		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
+		p.sender.ReturnsSent(t.n)
 	}
 }

@@ -4,23 +4,12 @@ import (
 	"fmt"
 	"slices"
 	"sync"
-	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
-
-// conn is what a serial number names: an outgoing connection with its peer, or an
-// incoming one.
-type connection struct {
-	link *link
-	peer *peer
-	in   *inbound
-}
 
 // completed takes one completion. d.mu is held.
 func (d *device) completed(c *verbs.Completion) {
@@ -54,125 +43,6 @@ func (d *device) completed(c *verbs.Completion) {
 		}
 	default:
 		d.notification(x.in, c)
-	}
-}
-
-func statusError(s verbs.Status, what string, q int) error {
-	return fmt.Errorf("%w: %s %d: %s", van.ErrPeerLost, what, q, s)
-}
-
-// sendCompleted takes the completion of what an answer to a slot request, or credits, were posted
-// with.
-func (in *inbound) sendCompleted(c *verbs.Completion) {
-	q, id := conn.RecordOf(c.ID)
-	if c.Status != verbs.StatusOK {
-		in.fail(statusError(c.Status, "answer to a rendezvous on queue pair", q))
-	}
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	if in.sends == nil || in.closed {
-		return
-	}
-	if c.Status != verbs.StatusOK {
-		in.sends.Broken = true
-		return // its memory may still be in use; see abandon
-	}
-	in.sends.Complete(id)
-	in.sendQueued()
-}
-
-// receiveFailed counts a receive request that has ended with its queue pair.
-func (in *inbound) receiveFailed(c *verbs.Completion) {
-	in.fail(statusError(c.Status, "receive on queue pair", int(c.Cookie&0xff)))
-	in.mu.Lock()
-	qps := len(in.qps)
-	in.mu.Unlock()
-	_, rx := in.v.cfg.RDMADepths()
-	if int(in.flushed.Add(1)) == qps*max(rx/in.v.cfg.QPNum, 1) {
-		close(in.drained)
-	}
-}
-
-// sendCompleted takes the completion of a message's last part.
-func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
-	q, id := conn.RecordOf(c.ID)
-	if c.Status != verbs.StatusOK {
-		why := van.ErrPeerLost
-		if c.Status == verbs.StatusRetryExceeded {
-			why = errUnacknowledged
-		}
-		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.QPs[q].Num(), c.Status))
-	}
-	p.mu.Lock()
-	if c.Status != verbs.StatusOK {
-		if q == 0 && peerRefused(c.Status) {
-			l.restoreCredits()
-		} else if r := l.Record(id); r != nil {
-			l.markUncertain(&r.Note)
-		}
-		l.Broken = true // what is posted now would only be flushed
-		l.MarkFailed(id)
-		p.mu.Unlock()
-		return // another queue pair may still read the memory; see abandon
-	}
-	f, last := l.Complete(id)
-	if last && f.Note.control != nil {
-		p.recycle(f.Note.control)
-		f.Note.control = nil
-	}
-	if last && p.link == l && p.waiting() {
-		p.returnSlots()
-		p.pump()
-		p.flush(false)
-	}
-	p.mu.Unlock()
-	if last {
-		endSent(&f)
-	}
-}
-
-// errUnacknowledged: nobody has acknowledged what was written: the peer has gone, or its
-// host is too busy.
-var errUnacknowledged = fmt.Errorf("%w", van.ErrPeerLost)
-
-// peerRefused tells whether the peer has said no: it has not received this work request, nor
-// those behind it. Those before it have completed.
-func peerRefused(s verbs.Status) bool {
-	return s == verbs.StatusRemoteInvalid || s == verbs.StatusRemoteAccess || s == verbs.StatusRemoteOp
-}
-
-// receiveSend takes what the peer says on this node's connection to it: answers to
-// slot requests, and credits.
-func (p *peer) receiveSend(d *device, l *link, c *verbs.Completion) {
-	b := recvData(c)
-	switch c.Imm {
-	case immReply:
-		var r reply
-		if err := r.get(b); err != nil {
-			p.v.malformedFrom(p.name(), err)
-			return
-		}
-		if !p.slotReply(l, &r) {
-			p.v.malformedFrom(p.name(), &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open slot request"})
-		}
-	case immCredits:
-		t := &d.trailer
-		if err := t.get(b); err != nil {
-			p.v.malformedFrom(p.name(), err)
-			return
-		}
-		if !p.takeCredits(t) {
-			p.v.malformedFrom(p.name(), &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
-		}
-	case immReclaim:
-		var r reclaim
-		if err := r.get(b); err != nil {
-			p.v.malformedFrom(p.name(), err)
-			return
-		}
-		p.reclaimRequested(l, &r)
-	default:
-		p.v.malformedFrom(p.name(), &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"})
 	}
 }
 
@@ -238,16 +108,6 @@ func (d *device) dropHeld(in *inbound) {
 	}
 }
 
-// exclusive calls f while nobody polls.
-func (d *device) exclusive(f func()) {
-	d.lockWaiters.Add(1)
-	defer d.lockWaiters.Add(-1)
-	d.dev.Wake() // the loop holds mu while it sleeps
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	f()
-}
-
 func (d *device) appendPolled(rx *received) { d.polled = append(d.polled, rx) }
 
 // slotConsumed gives back a slot that nothing is read from any more.
@@ -259,33 +119,6 @@ func (d *device) slotConsumed(in *inbound, l *receiveSlot) {
 		return
 	}
 	in.returnCredit(l)
-}
-
-// received is a received message.
-type received struct {
-	msg    van.Message
-	d      *device
-	in     *inbound
-	slot   *receiveSlot // that the frames lie in; nil when they do not
-	splits uint64       // notifications of other parts that must have come
-	key    [8]byte
-	lens   [4]byte
-	copies []byte // copies of keys and lengths of many
-}
-
-// maxKeptCopies is the most that a message keeps for the next one.
-const maxKeptCopies = 64 << 10
-
-// copyFrame returns a copy of b, a frame of keys or lengths, of a message with trailer t, which
-// has been checked.
-func (rx *received) copyFrame(b []byte, t *trailer) backend.Mem {
-	from := aligned(len(rx.copies))
-	if most := aligned(int(t.lens[0])) + int(t.lens[2]); cap(rx.copies) < most { // for both: it must not move
-		rx.copies = make([]byte, 0, most)
-	}
-	rx.copies = rx.copies[:from+len(b)]
-	copy(rx.copies[from:], b)
-	return backend.Bytes(rx.copies[from:])
 }
 
 // decode makes a message of a notification. A nil rxMsg with a nil error is no
@@ -364,38 +197,6 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 	return rx, nil
 }
 
-// oneKey makes the frames that the meta repeats.
-func (rx *received) oneKey() {
-	m := &rx.msg
-	m.Frames = 2
-	le.PutUint64(rx.key[:], m.Key)
-	m.Keys = backend.Bytes(rx.key[:])
-	if len(m.DataTypes) == van.MaxFrames {
-		m.Frames = van.MaxFrames
-		le.PutUint32(rx.lens[:], uint32(m.ValLen))
-		m.Lens = backend.Bytes(rx.lens[:])
-	}
-}
-
-// endPull tells the peer's side of an answer; see peer.answered.
-func (v *rvan) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
-	if p := (*v.peers.Load())[node]; p != nil {
-		return p.endPull(m, value)
-	}
-	return backend.Mem{}, false
-}
-
-// creditsArrived takes the credits that have come with a message.
-func (v *rvan) creditsArrived(in *inbound, t *trailer) {
-	x := (*v.conns.Load())[t.epoch-v.epoch]
-	if x == nil || x.peer == nil {
-		return // of an earlier connection
-	}
-	if int(x.peer.id.Load()) != in.hello.node && in.hello.node != van.Empty || !x.peer.takeCredits(t) {
-		v.malformed(in, &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
-	}
-}
-
 // lane is the order of a sender's messages. aside is what has come while its handler has
 // too much to do: the slots that it lies in are not given back, so the sender has to stop.
 type lane struct {
@@ -471,52 +272,4 @@ func (d *device) readmit() (*received, *lane) {
 		return rx, l
 	}
 	return nil, nil
-}
-
-// pool reuses messages.
-type pool struct {
-	d    *device
-	mu   sync.Mutex
-	free []*received
-}
-
-const poolCap = 256
-
-func (p *pool) get() *received {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if n := len(p.free); n > 0 {
-		rx := p.free[n-1]
-		p.free = p.free[:n-1]
-		return rx
-	}
-	rx := &received{d: p.d}
-	rx.msg.Reset()
-	rx.msg.Adopt(p, unsafe.Pointer(rx))
-	return rx
-}
-
-// Free implements van.Owner.
-func (p *pool) Free(m *van.Message) {
-	rx := (*received)(m.Native())
-	if l := rx.slot; l != nil {
-		in := rx.in
-		switch over, free := l.Drop(); {
-		case free:
-			in.freeSlot(l)
-		case !over && !l.Held():
-			in.returnCredit(l)
-		}
-	}
-	rx.in, rx.slot, rx.splits = nil, nil, 0
-	if rx.copies = rx.copies[:0]; cap(rx.copies) > maxKeptCopies {
-		rx.copies = nil
-	}
-	m.Reset()
-	m.Adopt(p, unsafe.Pointer(rx))
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.free) < poolCap {
-		p.free = append(p.free, rx)
-	}
 }

@@ -10,22 +10,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/rdma/conn"
-	"github.com/stepaf/stepaf-go/van/rdma/verbs"
-	"github.com/stepaf/stepaf-go/van/rendezvous"
-)
-
-// Why a slot request has to wait, besides ErrNoSlot.
-var (
-	// errBudget: the peer has as many bytes as one may have; some may come back.
-	errPeerBudget = errors.New("the bytes registered for this peer are as many as STEPAF_RDMA_PEER_BUDGET allows")
-	// errNever: it is more than one may have.
-	errOverPeerBudget = errors.New("more than STEPAF_RDMA_PEER_BUDGET allows one peer")
-	// errTotal: all peers together have as many as they may have.
-	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
-	// errStalled: what it has sent is not taken, or the table does not name its process.
-	errNotTaken = errors.New("its messages are not taken now")
 )
 
 // How slots are taken back. A peer that is asked gives up what it does not use at once, and
@@ -36,72 +20,6 @@ const (
 	reclaimTime   = 2 * time.Second        // a peer with free slots that gives none back is cut off
 	oneShotShare  = 16                     // a peer may have 1/16 of all slots for control messages
 )
-
-// charge counts bytes that are registered for the peer.
-func (in *inbound) charge(n int) {
-	in.registeredBytes.Add(int64(n))
-	in.v.leased.Add(int64(n))
-}
-
-// metaBytes is what a meta of n bytes costs. The usual ones, of which there cannot be more
-// than slots, are not counted.
-func metaBytes(n int) int {
-	if n <= conn.CellSize {
-		return 0
-	}
-	return (n + conn.PageSize - 1) &^ (conn.PageSize - 1)
-}
-
-// registeredBuffer is the buffer that the application has registered for the message, if it
-// is large enough.
-func (in *inbound) registeredBuffer(s *start, need rendezvous.Need) (backend.Mem, bool) {
-	dst, ok := in.v.buffer(in.hello.node, s.key)
-	return dst, ok && dst.Len() >= need.Exact
-}
-
-// cost is the number of bytes that the requested slot would add to what is registered.
-func (in *inbound) cost(s *start, need rendezvous.Need, kind uint64) int {
-	n := metaBytes(need.Meta)
-	if !in.dialect.wantsData(need) {
-		return n
-	}
-	if in.dialect.usesBuffer(kind) {
-		if _, ok := in.registeredBuffer(s, need); ok {
-			return n
-		}
-	}
-	return n + in.dialect.dataCost(s, need, kind)
-}
-
-// withinBudget tells whether the bytes that a slot request wants are within the budgets. Control
-// messages may have a quarter more than others.
-func (in *inbound) withinBudget(s *start, need rendezvous.Need, kind uint64) error {
-	v, n := in.v, int64(in.cost(s, need, kind))
-	peer, total := v.peerBudget, v.totalBudget
-	if s.lane() == controlLane {
-		peer, total = peer+peer/4, total+total/4
-	}
-	switch {
-	case peer > 0 && n > peer:
-		return fmt.Errorf("%d bytes are %w, %d", n, errOverPeerBudget, peer)
-	case peer > 0 && in.registeredBytes.Load()+n > peer:
-		in.overBudgetBy = in.registeredBytes.Load() + n - peer
-		return fmt.Errorf("%w, %d: it has %d and asks for %d", errPeerBudget, peer, in.registeredBytes.Load(), n)
-	case total > 0 && v.leased.Load()+n > total:
-		return fmt.Errorf("%w, %d: they have %d, and %d are asked for", errTotalBudget, total, v.leased.Load(), n)
-	}
-	return nil
-}
-
-// newArea makes registered memory for values of the peer.
-func (in *inbound) newArea(n int, host bool) (*area, error) {
-	a, err := in.host.newArea(n, host)
-	if err == nil {
-		a.of = in
-		in.charge(a.Mem.Len())
-	}
-	return a, err
-}
 
 // overBudget refuses a slot request for good: its message fails at the sender.
 func (in *inbound) overBudget(q *slotRequest, why error) {
@@ -216,39 +134,4 @@ func (in *inbound) slotsReturned(t *trailer) {
 	if !ok {
 		in.v.malformed(in, &van.FieldError{Field: "slots that are given back", Value: t.credits[:t.n], Want: "those of this connection, without a message"})
 	}
-}
-
-// returnSlots tells the peer which slots are its own again. p.mu is held.
-func (p *peer) returnSlots() {
-	for l := p.link; l != nil; {
-		back := p.sender.Returns()
-		if len(back) == 0 {
-			return
-		}
-		id, _, stage, ok := l.Begin()
-		if !ok {
-			return // tick tries again
-		}
-		t := trailer{epoch: l.epoch}
-		for t.n < min(len(back), maxCredits) {
-			t.credits[t.n] = uint16(back[t.n])
-			t.n++
-		}
-		t.put(stage[:trailerLen])
-		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immReturn}, stage[:trailerLen]))
-		p.sender.ReturnsSent(t.n)
-	}
-}
-
-// reclaimRequested is told by the peer that it wants slots back.
-func (p *peer) reclaimRequested(l *link, r *reclaim) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.link != l || p.ended {
-		return
-	}
-	p.sender.Reclaim(int(r.places), int(min(r.bytes, maxReclaim)))
-	p.returnSlots()
-	p.pump()
-	p.flush(false)
 }

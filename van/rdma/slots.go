@@ -3,7 +3,6 @@ package rdma
 import (
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
@@ -15,19 +14,6 @@ import (
 type slotRequest struct {
 	start
 	since uint64
-}
-
-// Lanes of slot requests that wait: those of control messages do not wait for others.
-const (
-	controlLane = iota
-	dataLane
-)
-
-func (s *start) lane() int {
-	if s.dataNum == nativeStart && s.data[1]&kindOneShot != 0 || s.dataNum == 0 {
-		return controlLane // StepMesh's have no data
-	}
-	return dataLane
 }
 
 // slotRequested answers a peer that asks for a slot. The receiving role is held.
@@ -208,46 +194,6 @@ func (in *inbound) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind
 	return nil
 }
 
-// keyArea returns the memory for values of n bytes under key, with one more user.
-func (in *inbound) keyArea(key uint64, n int) (*area, error) {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	a := in.areas[key]
-	if a == nil || a.Mem.Len() < n {
-		if in.closed {
-			return nil, van.ErrClosed
-		}
-		grown, err := in.newArea(n, false)
-		if err != nil {
-			return nil, err
-		}
-		in.areas[key] = grown
-		if a != nil {
-			a.put()
-		}
-		a = grown
-	}
-	a.refs.Add(1)
-	return a, nil
-}
-
-// Retain implements backend.Holder: who answers with what was pushed registers it once
-// more, and must not find other memory at its address later.
-func (a *area) Retain() { a.refs.Add(1) }
-
-// Release implements backend.Holder.
-func (a *area) Release() { a.put() }
-
-func (a *area) put() {
-	if a.refs.Add(-1) == 0 {
-		a.host.forgetArea(a)
-		_ = a.Close()
-		if a.of != nil {
-			a.of.charge(-a.Mem.Len())
-		}
-	}
-}
-
 // recordSlot records a slot that the peer is told of. in.mu is held.
 func (in *inbound) recordSlot(l *receiveSlot) {
 	if !in.closed {
@@ -255,37 +201,4 @@ func (in *inbound) recordSlot(l *receiveSlot) {
 	} else if in.v.slots.End(l) {
 		in.freeSlot(l)
 	}
-}
-
-// endSlot ends a slot, and what is owed for it: its index may soon be another slot's.
-// in.mu is held.
-func (in *inbound) endSlot(l *receiveSlot) {
-	in.credits = slices.DeleteFunc(in.credits, func(i uint16) bool { return uint32(i) == l.Index() })
-	in.creditsOwed.Store(int32(len(in.credits)))
-	if in.v.slots.End(l) {
-		in.freeSlot(l)
-	}
-}
-
-// dropSlot ends a slot that the peer has given up. in.mu is held.
-func (in *inbound) dropSlot(l *receiveSlot) {
-	in.slots[l.Route] = slices.DeleteFunc(in.slots[l.Route], func(x *receiveSlot) bool { return x == l })
-	in.endSlot(l)
-}
-
-// freeSlot gives back the memory of a slot that has ended and that nobody holds.
-func (in *inbound) freeSlot(l *receiveSlot) {
-	m := &l.Memory
-	_ = in.cells.Put(m.meta)
-	in.charge(-m.bytes)
-	if l.OneShot {
-		in.oneShots.Add(-1)
-	}
-	if m.area != nil {
-		m.area.put()
-	}
-	if m.region != nil {
-		m.region.Release()
-	}
-	l.Memory = slotMemory{}
 }

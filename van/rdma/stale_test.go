@@ -56,7 +56,7 @@ func TestCreditOfEndedPlace(t *testing.T) {
 
 // Credits of an earlier connection are not taken, although a slot has the same index now.
 func TestCreditOfEarlierConnection(t *testing.T) {
-	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan), pulls: map[pullKey]pullDestination{}}
+	p := &peer{v: NewOn(nil, van.Options{Config: env.Default()}).(*rvan).node, pulls: map[pullKey]pullDestination{}}
 	put := 0
 	p.sender = rendezvous.NewSender(func(*outgoing) rendezvous.Need {
 		return rendezvous.Need{Route: rendezvous.Route{Class: 1}, Meta: conn.CellSize}

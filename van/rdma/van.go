@@ -5,11 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"math/rand/v2"
 	"net/netip"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
@@ -39,51 +36,19 @@ func init() {
 
 // rvan is one node's RDMA van.
 type rvan struct {
-	cfg     *env.Config
-	log     *slog.Logger
-	backend backend.Backend
-	stack   verbs.Stack
-	spin    time.Duration // how long to look for completions before sleeping
+	*node
+	stack      verbs.Stack
+	listen     verbs.ID
+	recv       van.Receiver
+	recvBudget *engine.Budget // of messages that wait for their handlers
+	polling    polling
+	fences
 
-	self                    van.Node // set by Bind
-	id                      atomic.Int32
-	listen                  verbs.ID
-	cm                      conn.Manager // IDs and queue pairs
-	recv                    van.Receiver
-	watch                   func(id int, up bool, cause error)
-	incarnation             uint32 // this process; 0: not said
-	peerBudget, totalBudget int64  // of leased bytes; 0: no bound
-
-	epoch uint32 // added to serials to tell connections of different processes apart
-
-	times            times // for tests to change
-	peers            atomic.Pointer[map[int]*peer]
-	conns            atomic.Pointer[map[uint32]*connection]
-	devices          atomic.Pointer[[]*device]
-	serials          atomic.Uint32
-	slots            *rendezvous.SlotTable[slotMemory]
-	leased           atomic.Int64   // bytes that are registered for peers
-	recvBudget       *engine.Budget // of messages that wait for their handlers
-	slotsScannedAt   atomic.Uint64  // when all slots were last looked at
-	stats            stats
-	waiterPolls      atomic.Bool
-	waiterPolledAt   atomic.Uint64 // when the last Poll ended
-	oversubscribedAt atomic.Uint64 // when a Poll last left it to another
-	pollers          atomic.Int32  // callers of Poll
-	movedBytes       atomic.Uint64 // bytes sent and received when busy was last called
-	warnPin          sync.Once
-
-	mu            sync.Mutex // guards changes of the tables above, and what follows
+	// These are guarded by mu.
 	inbounds      map[string]*inbound
-	buffers       map[bufferKey]backend.Mem
-	lastControl   map[controlSource]uint32 // of the last control message
-	leaving       map[*peer]bool           // not in peers any more
-	replaced      []uint32                 // incarnations of processes that others have replaced, the latest last
+	leaving       map[*peer]bool // not in peers any more
 	started       bool
 	noMoreDevices bool // nothing is on its way out any more
-	closed        atomic.Bool
-	wg            sync.WaitGroup // goroutines that end by themselves
-	eventsEnded   chan struct{}
 }
 
 // New makes a van that has not bound yet, on the RDMA libraries of this machine.
@@ -97,11 +62,12 @@ func New(o van.Options) (van.Van, error) {
 
 // NewOn makes a van on the given stack.
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
-	v := &rvan{cfg: o.Config, log: o.Log, backend: o.Backend, stack: stack, incarnation: o.Incarnation, times: defaultTimes,
-		peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget), spin: spinTime(o.Config.BusyPoll), epoch: rand.Uint32(),
-		slots:    newTable(min(o.Config.AddressPoolSize, maxIndex)),
-		inbounds: map[string]*inbound{}, buffers: map[bufferKey]backend.Mem{},
-		leaving: map[*peer]bool{}, lastControl: map[controlSource]uint32{}, eventsEnded: make(chan struct{})}
+	v := &rvan{stack: stack, polling: polling{spin: spinTime(o.Config.BusyPoll)}, inbounds: map[string]*inbound{}, leaving: map[*peer]bool{},
+		fences: fences{lastControl: map[controlSource]uint32{}}}
+	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, incarnation: o.Incarnation, epoch: rand.Uint32(), times: defaultTimes, owner: v,
+		slots:   newTable(min(o.Config.AddressPoolSize, maxIndex)),
+		budgets: budgets{peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
+		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}
 	if !failpoint.On("recv-budget") {
 		v.recvBudget = engine.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
 	}
@@ -109,7 +75,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 		v.log = slog.New(slog.DiscardHandler)
 	}
 	v.cm.Log, v.cm.Rejection, v.cm.Inline, v.cm.SplitPorts = v.log, rejection, inlineWanted, v.cfg.SplitQPLag
-	v.cm.SendDepth, v.cm.RecvDepth = v.depths()
+	v.cm.SendDepth, v.cm.RecvDepth = depths(v.cfg)
 	v.peers.Store(&map[int]*peer{})
 	v.conns.Store(&map[uint32]*connection{})
 	v.devices.Store(&[]*device{})
@@ -141,11 +107,6 @@ func (v *rvan) Reorders() bool { return true }
 func (v *rvan) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 
 func (v *rvan) SetID(id int) { v.id.Store(int32(id)) }
-
-// hello is what this node says of itself.
-func (v *rvan) hello(epoch uint32) hello {
-	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
-}
 
 // Bind listens for connections.
 func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
@@ -224,27 +185,6 @@ func (v *rvan) events() {
 	}
 }
 
-func (v *rvan) rememberConn(serial uint32, c *connection) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	v.rememberConnLocked(serial, c)
-}
-
-func (v *rvan) rememberConnLocked(serial uint32, c *connection) {
-	m := maps.Clone(*v.conns.Load())
-	m[serial] = c
-	v.conns.Store(&m)
-}
-
-func (v *rvan) forgetConn(serial uint32) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	m := maps.Clone(*v.conns.Load())
-	delete(m, serial)
-	v.conns.Store(&m)
-	v.cm.Forget(serial, v.cfg.QPNum)
-}
-
 // device returns the van's part on dev, and starts polling it.
 func (v *rvan) device(dev verbs.Device) (*device, error) {
 	v.mu.Lock()
@@ -275,56 +215,6 @@ func (v *rvan) Start(recv van.Receiver) {
 		d.loop.Start()
 	}
 }
-
-// slotReply takes the reply to a slot request. It tells whether it can be one.
-func (p *peer) slotReply(l *link, r *reply) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.link != l || p.ended {
-		return true
-	}
-	refused, why, ok := l.dialect.reply(p.sender, r)
-	if refused != nil {
-		p.dropOne(refused, why)
-	}
-	p.pump()
-	p.flush(false)
-	return ok
-}
-
-// sendError says what went wrong with a message for a peer.
-func (v *rvan) sendError(msg *van.Message, p *peer, err error) error {
-	e := &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String(), Err: err}
-	if p != nil {
-		v.Flush(msg.Receiver) // what was sent with More has waited for msg
-		e.Peer += " at " + p.addr.String()
-	}
-	return e
-}
-
-// malformed counts and reports nonsense from the network: the 1st, 2nd, 4th, ... so
-// that a flood of it does not become a flood of lines.
-func (v *rvan) malformed(in *inbound, err error) { v.malformedFrom(in.name(), err) }
-
-func (v *rvan) malformedFrom(who string, err error) {
-	if n := v.stats.malformed.Add(1); n&(n-1) == 0 {
-		v.log.Warn("dropped a malformed message", "err", err, "from", who, "dropped so far", n)
-	}
-}
-
-// stats counts without locks.
-type stats struct {
-	sentN, sentB, recvN, recvB, malformed atomic.Uint64
-
-	overBudget atomic.Uint64 // slot requests that were refused for good
-	slotWaits  atomic.Uint64 // slot requests that had to wait
-
-	fenced, refusedSends, paused atomic.Uint64
-}
-
-func (s *stats) sent(bytes int) { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
-
-func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
 
 // Stats implements van.Meter. Pinned is the number of registered regions in use.
 func (v *rvan) Stats() van.Stats {

@@ -362,3 +362,55 @@ func (r *reclaim) get(b []byte) error {
 
 // recvData is what a SEND has brought.
 func recvData(c *verbs.Completion) []byte { return c.Data[:min(int(c.Len), len(c.Data))] }
+
+// rejection reads what a native peer says with a rejection; nil: it is no native peer.
+func rejection(private []byte) error {
+	if len(private) < offReason || le.Uint32(private[offMagic:]) != magic {
+		return nil
+	}
+	if len(private) > offReason && le.Uint32(private[offCode:]) == codeReplaced {
+		return fmt.Errorf("rejected by the peer: %w: %s", errReplaced, text(private[offReason:]))
+	}
+	return fmt.Errorf("rejected by the peer: %s", text(private[offReason:]))
+}
+
+func text(b []byte) string {
+	for i, c := range b {
+		if c < ' ' || c > '~' {
+			return string(b[:i])
+		}
+	}
+	return string(b)
+}
+
+// refusal is the private data of a rejection.
+func refusal(why string) []byte { return refusalOf(0, why) }
+
+// codeReplaced in a rejection says that the process has been replaced.
+const codeReplaced = 1
+
+func refusalOf(code uint32, why string) []byte {
+	b := make([]byte, maxReject)
+	le.PutUint32(b[offMagic:], magic)
+	le.PutUint32(b[offCode:], code)
+	copy(b[offReason:maxReject-1], why)
+	return b
+}
+
+// Lanes of slot requests that wait: those of control messages do not wait for others.
+const (
+	controlLane = iota
+	dataLane
+)
+
+func (s *start) lane() int {
+	if s.dataNum == nativeStart && s.data[1]&kindOneShot != 0 || s.dataNum == 0 {
+		return controlLane // StepMesh's have no data
+	}
+	return dataLane
+}
+
+// slot is the remote slot that a reply describes.
+func (r *reply) slot() rendezvous.RemoteSlot {
+	return rendezvous.RemoteSlot{Meta: r.meta, MetaKey: r.metaKey, Data: r.data, DataKey: r.dataKey, Index: r.index}
+}

@@ -1,0 +1,255 @@
+package rdma
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// This file owns the connections that peers open to this node: they are accepted, told apart by process, and taken apart.
+
+// accept takes a connect request.
+func (v *rvan) accept(ev verbs.Event) {
+	id := ev.New
+	h, err := decodeHello(ev.Private)
+	why := ""
+	switch {
+	case err != nil:
+		why = err.Error()
+	case v.closed.Load():
+		why = "the node is closing"
+	case h.native && v.isReplaced(h.incarnation):
+		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
+		_ = id.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
+		_ = id.Destroy()
+		return
+	case h.native && h.qpCount != v.cfg.QPNum:
+		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
+	}
+	if why != "" {
+		v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", why)
+		_ = id.Reject(refusal(why))
+		_ = id.Destroy()
+		return
+	}
+	in, err := v.inboundFor(h, id, ev.Peer)
+	if err == nil {
+		err = in.addQueuePair(id, h)
+	}
+	if err != nil {
+		v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err)
+		_ = id.Reject(refusal(err.Error()))
+		_ = id.Destroy()
+		if in != nil {
+			in.fail(err)
+		}
+	}
+}
+
+// inboundFor finds or makes the incoming connection that a queue pair belongs to.
+func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, error) {
+	key := h.key() + " from " + from.Addr().String() // the host's name may be cut off
+	v.mu.Lock()
+	old := v.inbounds[key]
+	v.mu.Unlock()
+	if old != nil && !old.gone.Load() && len(old.qps) < v.cfg.QPNum {
+		return old, nil // connect requests may overtake each other
+	}
+	if old != nil {
+		if h.native { // the key has the connection's epoch
+			return nil, fmt.Errorf("queue pair %d: %w: the connection has ended, or is complete", h.qp, van.ErrPeerLost)
+		}
+		// The peer has come again before its end was noticed, which is said when the new
+		// connection is known.
+		defer old.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
+	}
+	dev, err := id.Device()
+	if err != nil {
+		return nil, err
+	}
+	host, err := v.device(dev)
+	if err != nil {
+		return nil, err
+	}
+	in := &inbound{v: v.node, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: conn.Cells{Device: dev},
+		slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}
+	in.dialect = stepmeshIn{in}
+	if h.native {
+		in.dialect = nativeIn{in}
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.closed.Load() {
+		return nil, van.ErrClosed
+	}
+	for _, x := range v.inbounds {
+		if h.native && x.hello.native && x.hello.node == h.node && x.hello.incarnation == h.incarnation && x.hello.port == h.port && x.hello.host == h.host {
+			if !x.superseded.Swap(true) {
+				time.AfterFunc(supersededTime, func() { // until then it may carry the last of what was sent
+					x.fail(fmt.Errorf("%w: it has connected again", van.ErrPeerLost))
+				})
+			}
+		}
+	}
+	in.activeDue.Run, in.requestsDue.Run, in.probeDue.Run = in.tick, in.retryRequests, in.probe
+	if h.native && !failpoint.On("rdma-reclaim") {
+		host.probes.Add(&in.probeDue)
+	}
+	v.inbounds[key] = in
+	v.markUnlistedLocked()
+	v.rememberConnLocked(in.serial, &connection{in: in})
+	return in, nil
+}
+
+// supersededTime is how long a connection may stand when its process has made a newer one.
+const supersededTime = 2 * time.Second
+
+// endInbound takes apart a connection: what has come is handed up, then its slots
+// end. p is the peer whose own connection it is, or nil.
+func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
+	if cause != nil && !v.closed.Load() {
+		v.log.Info("rdma: a peer's connection ended", "peer", in.name(), "why", cause)
+	}
+	if l := p.currentLink(); l != nil {
+		defer p.noteInboundDown(l, cause)
+	}
+	in.mu.Lock()
+	ids, accepted := in.ids, in.accepted
+	if in.acceptTimer != nil {
+		in.acceptTimer.Stop()
+	}
+	in.mu.Unlock()
+	for _, id := range ids {
+		_ = id.Disconnect()
+	}
+	if accepted > 0 {
+		in.host.awaitFlush(in)
+	}
+	in.host.dropHeld(in)
+	in.mu.Lock()
+	in.closed = true
+	areas, out, qps := in.areas, in.sends, len(in.qps)
+	in.slots, in.areas, in.waiting, in.credits = nil, nil, [2][]slotRequest{}, nil
+	in.creditsOwed.Store(0)
+	in.mu.Unlock()
+	for _, id := range ids {
+		_ = id.Destroy()
+	}
+	for range qps {
+		v.cm.Release(in.host.dev)
+	}
+	v.forgetConn(in.serial)
+	v.mu.Lock()
+	if v.inbounds[in.key] == in {
+		delete(v.inbounds, in.key)
+	}
+	again := false
+	for _, x := range v.inbounds {
+		again = again || x.hello.node == in.hello.node && !x.gone.Load()
+	}
+	v.mu.Unlock()
+	v.unlinkInbound(in)
+	if p := (*v.peers.Load())[in.hello.node]; p != nil && !in.hello.native {
+		p.abandonPulls(again)
+	}
+	in.host.exclusive(func() {
+		v.slots.Each(func(l *receiveSlot) {
+			if l.Owner == in && v.slots.End(l) {
+				in.freeSlot(l)
+			}
+		})
+	})
+	in.host.dropHeld(in) // what has come since
+	for _, a := range areas {
+		a.put()
+	}
+	if err := in.cells.Close(); err != nil {
+		v.log.Error("rdma: memory for metas stays registered", "peer", in.name(), "err", err)
+	}
+	if out != nil {
+		in.mu.Lock()
+		all := out.Abandon()
+		in.mu.Unlock()
+		for i := range all {
+			all[i].End()
+		}
+		_ = out.Close()
+	}
+}
+
+// accepted implements owner.
+func (v *rvan) accepted() { v.linkInbounds() }
+
+// linkInbounds tells each peer which connection it has opened to this node.
+func (v *rvan) linkInbounds() {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.linkInboundsLocked()
+}
+
+func (v *rvan) linkInboundsLocked() {
+	for id, p := range *v.peers.Load() {
+		var back *inbound
+		for _, in := range v.inbounds {
+			if in.hello.node == id && in.hello.port == p.node.Port && !in.gone.Load() && !in.unlisted.Load() && (back == nil || int32(in.serial-back.serial) > 0) {
+				back = in // the latest: the end of others has not been noticed yet
+			}
+		}
+		if back != nil && p.inbound.Swap(back) != back {
+			go v.notifyInboundDown(p)
+		}
+	}
+}
+
+func (v *rvan) unlinkInbound(in *inbound) {
+	for _, p := range *v.peers.Load() {
+		p.inbound.CompareAndSwap(in, nil)
+	}
+}
+
+// fenceLocked ends what the process of old has opened to this node: now that of p has its
+// id. What the old one writes from now on fails, and its slots come back. v.mu is held.
+func (v *rvan) fenceLocked(id int, old, p *peer) {
+	if failpoint.On("fencing") {
+		return
+	}
+	if x := old.incarnation; x != 0 && p.incarnation != x {
+		if p.incarnation != 0 && !slices.Contains(v.replaced, x) {
+			if len(v.replaced) >= maxReplaced {
+				v.replaced = slices.Delete(v.replaced, 0, maxReplaced/2)
+			}
+			v.replaced = append(v.replaced, x)
+		}
+	}
+	// It may have come back, under another id even.
+	v.replaced = slices.DeleteFunc(v.replaced, func(x uint32) bool { return x == p.incarnation })
+	for _, in := range v.inbounds {
+		h := &in.hello
+		var gone bool
+		if h.incarnation != 0 {
+			gone = slices.Contains(v.replaced, h.incarnation)
+		} else {
+			gone = h.node == id && old.addr != p.addr && h.port == old.node.Port && (h.port != p.node.Port || in.from.Addr() != p.addr.Addr())
+		}
+		if gone {
+			in.fail(fmt.Errorf("%w: %s is another process by now", van.ErrPeerLost, van.NodeName(id)))
+		}
+	}
+}
+
+// markUnlistedLocked finds out which connections are of processes that the table does not name.
+// They may say control messages, by which a newcomer becomes known; data has to wait.
+// v.mu is held.
+func (v *rvan) markUnlistedLocked() {
+	for _, in := range v.inbounds {
+		p := (*v.peers.Load())[in.hello.node]
+		in.unlisted.Store(p != nil && p.incarnation != 0 && in.hello.incarnation != 0 && p.incarnation != in.hello.incarnation && !failpoint.On("fencing"))
+	}
+}

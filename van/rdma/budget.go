@@ -1,0 +1,64 @@
+package rdma
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// This file owns what a peer may have registered for it.
+
+// Why a slot request has to wait, besides ErrNoSlot.
+var (
+	// errBudget: the peer has as many bytes as one may have; some may come back.
+	errPeerBudget = errors.New("the bytes registered for this peer are as many as STEPAF_RDMA_PEER_BUDGET allows")
+	// errNever: it is more than one may have.
+	errOverPeerBudget = errors.New("more than STEPAF_RDMA_PEER_BUDGET allows one peer")
+	// errTotal: all peers together have as many as they may have.
+	errTotalBudget = errors.New("the bytes registered for all peers are as many as STEPAF_RDMA_BUDGET allows")
+	// errStalled: what it has sent is not taken, or the table does not name its process.
+	errNotTaken = errors.New("its messages are not taken now")
+)
+
+// registeredBuffer is the buffer that the application has registered for the message, if it
+// is large enough.
+func (in *inbound) registeredBuffer(s *start, need rendezvous.Need) (backend.Mem, bool) {
+	dst, ok := in.v.buffer(in.hello.node, s.key)
+	return dst, ok && dst.Len() >= need.Exact
+}
+
+// cost is the number of bytes that the requested slot would add to what is registered.
+func (in *inbound) cost(s *start, need rendezvous.Need, kind uint64) int {
+	n := metaBytes(need.Meta)
+	if !in.dialect.wantsData(need) {
+		return n
+	}
+	if in.dialect.usesBuffer(kind) {
+		if _, ok := in.registeredBuffer(s, need); ok {
+			return n
+		}
+	}
+	return n + in.dialect.dataCost(s, need, kind)
+}
+
+// withinBudget tells whether the bytes that a slot request wants are within the budgets. Control
+// messages may have a quarter more than others.
+func (in *inbound) withinBudget(s *start, need rendezvous.Need, kind uint64) error {
+	v, n := in.v, int64(in.cost(s, need, kind))
+	peer, total := v.peerBudget, v.totalBudget
+	if s.lane() == controlLane {
+		peer, total = peer+peer/4, total+total/4
+	}
+	switch {
+	case peer > 0 && n > peer:
+		return fmt.Errorf("%d bytes are %w, %d", n, errOverPeerBudget, peer)
+	case peer > 0 && in.registeredBytes.Load()+n > peer:
+		in.overBudgetBy = in.registeredBytes.Load() + n - peer
+		return fmt.Errorf("%w, %d: it has %d and asks for %d", errPeerBudget, peer, in.registeredBytes.Load(), n)
+	case total > 0 && v.leased.Load()+n > total:
+		return fmt.Errorf("%w, %d: they have %d, and %d are asked for", errTotalBudget, total, v.leased.Load(), n)
+	}
+	return nil
+}

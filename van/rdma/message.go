@@ -1,0 +1,169 @@
+package rdma
+
+import (
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+)
+
+// This file owns messages on their way out: what is taken over from the caller, and how long it is.
+
+// pullKey names a pull request in flight.
+type pullKey struct {
+	ts            int32
+	app, customer int16
+	key           uint64
+}
+
+func keyOf(m *van.Meta) pullKey {
+	return pullKey{m.Timestamp, int16(m.AppID), int16(m.CustomerID), m.Key}
+}
+
+// outgoing is a message on its way out.
+type outgoing struct {
+	meta          []byte
+	oneShot       bool // a control or simple-app message
+	control       bool
+	number        uint32 // of control messages
+	request, push bool
+	singleKey     bool // of StepMesh form: one key, which the meta repeats
+	key           uint64
+	into          backend.Mem
+	pullKey       pullKey
+	direct        bool // the value goes to addr with rkey
+	addr          uint64
+	rkey          uint32
+	pullLen       int  // of a pull request's answer
+	revoked       bool // nobody waits for the answer any more
+	of            requestOf
+	recalled      bool // the lent frames are the caller's again
+
+	frames int
+	lens   [van.MaxFrames]uint32
+	data   [van.MaxFrames]backend.Mem // lent by the caller; empty where copied
+	copies []byte                     // of small frames, each aligned
+	done   van.Completion
+	size   int  // payload
+	unsent int  // of it, in the sum of those that wait
+	inMeta bool // all frames were copied, and fit behind the meta
+}
+
+// smallPayload is the payload up to which frames are copied by Send: it costs less
+// than looking after the caller's memory.
+const smallPayload = stageEach - metaRoom
+
+// stageEach is the staging memory of a message: its meta, up to metaRoom bytes, and
+// its copied frames.
+const (
+	stageEach = conn.CellSize
+	metaRoom  = 512
+)
+
+// small is the length below which a frame of a larger payload is copied.
+const small = 64
+
+// fill takes over what msg has.
+func (o *outgoing) fill(msg *van.Message, size int) error {
+	n := msg.EncodedLen()
+	if n > maxMeta-trailerLen {
+		return fmt.Errorf("%w: %d bytes of meta and body, want at most %d", van.ErrInvalid, n, maxMeta-trailerLen)
+	}
+	if cap(o.meta) < n {
+		o.meta = make([]byte, max(n, metaRoom))
+	}
+	o.meta = o.meta[:n]
+	if err := msg.EncodeTo(o.meta); err != nil {
+		return err
+	}
+	control := msg.IsControl() || msg.SimpleApp
+	o.control = msg.IsControl()
+	o.oneShot, o.request, o.push, o.key = control, msg.Request, msg.Push, msg.Key
+	o.frames, o.size, o.lens = msg.Frames, size, [van.MaxFrames]uint32{}
+	o.into, o.direct, o.singleKey, o.pullLen, o.revoked = backend.Mem{}, false, false, 0, false
+	o.of, o.recalled = requestOf{msg.AppID, msg.CustomerID, msg.Timestamp}, false
+	if !control && msg.Frames >= 2 && msg.Keys.Len() == 8 && msg.Keys.OnHost() {
+		o.useSingleKeyForm(msg)
+	}
+	o.copies = o.copies[:0]
+	lent := false
+	for i := range msg.Frames {
+		f := msg.Frame(i)
+		o.lens[i], o.data[i] = uint32(f.Len()), backend.Mem{}
+		if o.singleKey && i != 1 || f.Len() == 0 {
+			continue // the receiver makes them from the meta
+		}
+		if f.OnHost() && (f.Len() < small || size <= smallPayload-van.MaxFrames*frameAlign) {
+			o.copies = append(o.copies, f.Host()...)
+			continue
+		}
+		o.data[i] = f
+		lent = true
+	}
+	if n := o.packedLen(); n > maxData {
+		return fmt.Errorf("%w: %d bytes of payload, each frame aligned to %d, want at most %d", van.ErrInvalid, n, frameAlign, maxData)
+	}
+	if lent {
+		o.done = msg.Done
+	}
+	o.inMeta = !lent && o.frames > 0 && len(o.copies) > 0 && aligned(len(o.meta))+o.packedLen()+trailerLen <= conn.CellSize
+	return nil
+}
+
+// useSingleKeyForm finds out whether msg has the form that StepMesh can send: one key,
+// which the meta repeats, and val_len bytes.
+func (o *outgoing) useSingleKeyForm(msg *van.Message) {
+	key := le.Uint64(msg.Keys.Host())
+	pull := msg.Request && !msg.Push
+	vals := msg.Vals.Len() == int(msg.ValLen) || pull && msg.Vals.Len() == 0
+	lens := msg.Frames == 2 || msg.Lens.Len() == 4 && msg.Lens.OnHost() && le.Uint32(msg.Lens.Host()) == uint32(msg.ValLen)
+	if !vals || !lens || key != msg.Key && msg.Key != 0 {
+		return
+	}
+	// As StepMesh does.
+	le.PutUint64(o.meta[metaKey:], key)
+	o.singleKey, o.key = true, key
+	if pull {
+		o.pullLen = int(msg.ValLen)
+		if msg.Into.Len() == o.pullLen && msg.Addr == msg.Into.Addr() {
+			o.into, o.pullKey = msg.Into, keyOf(&msg.Meta)
+		}
+	}
+	if !msg.Request && !msg.Push && msg.Option != 0 && msg.Vals.Len() > 0 {
+		o.direct, o.addr, o.rkey = true, msg.Addr, uint32(msg.Option)
+	}
+}
+
+// packedLen is the length of the data that is written to the slot.
+func (o *outgoing) packedLen() int {
+	if o.singleKey {
+		return int(o.lens[1])
+	}
+	n := 0
+	for i := range o.frames {
+		n = aligned(n) + int(o.lens[i])
+	}
+	return n
+}
+
+// behind writes the frames, packed, behind the meta.
+func (o *outgoing) behind(b []byte) {
+	if o.singleKey {
+		copy(b, o.copies)
+		return
+	}
+	off, copied := 0, 0
+	for _, n := range o.lens[:o.frames] {
+		off = aligned(off)
+		copied += copy(b[off:off+int(n)], o.copies[copied:])
+		off += int(n)
+	}
+}
+
+// requestOf is the request that a message is one of.
+type requestOf struct{ app, customer, ts int32 }
+
+func (r requestOf) in(q *van.Requests) bool {
+	return r.app == q.App && r.customer == q.Customer && r.ts >= q.First && r.ts-q.First < q.Count
+}

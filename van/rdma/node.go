@@ -1,0 +1,139 @@
+package rdma
+
+import (
+	"log/slog"
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// This file owns what all parts of a van have in common.
+
+// node is what the connections of a van, in both directions, know of it.
+type node struct {
+	cfg         *env.Config
+	log         *slog.Logger
+	backend     backend.Backend
+	self        van.Node // set by Bind
+	id          atomic.Int32
+	incarnation uint32 // this process; 0: not said
+	epoch       uint32 // added to serials to tell connections of different processes apart
+	times       times  // for tests to change
+	owner       owner
+	watch       func(id int, up bool, cause error)
+	stats       stats
+
+	cm          conn.Manager  // IDs and queue pairs
+	eventsEnded chan struct{} // closed when the connection manager says no more
+	warnPin     sync.Once
+	serials     atomic.Uint32
+	peers       atomic.Pointer[map[int]*peer]
+	conns       atomic.Pointer[map[uint32]*connection]
+	devices     atomic.Pointer[[]*device]
+
+	slots *rendezvous.SlotTable[slotMemory]
+	budgets
+
+	mu      sync.Mutex // guards changes of the tables above, and buffers
+	buffers map[bufferKey]backend.Mem
+	closed  atomic.Bool
+	wg      sync.WaitGroup // goroutines that end by themselves
+}
+
+// budgets bounds the bytes that are registered for peers.
+type budgets struct {
+	peerBudget, totalBudget int64 // 0: no bound
+	leased                  atomic.Int64
+	slotsScannedAt          atomic.Uint64 // when all slots were last looked at
+}
+
+// owner is told by connections what concerns others.
+type owner interface {
+	// device returns the van's part on dev, and starts polling it.
+	device(dev verbs.Device) (*device, error)
+	// accepted: the first queue pair of a connection to this node has been accepted.
+	accepted()
+	// endInbound takes apart a connection to this node. p is the peer whose own connection
+	// it is, or nil.
+	endInbound(in *inbound, p *peer, cause error)
+}
+
+// hello is what this node says of itself.
+func (v *node) hello(epoch uint32) hello {
+	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}
+}
+
+func (v *node) rememberConn(serial uint32, c *connection) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.rememberConnLocked(serial, c)
+}
+
+func (v *node) rememberConnLocked(serial uint32, c *connection) {
+	m := maps.Clone(*v.conns.Load())
+	m[serial] = c
+	v.conns.Store(&m)
+}
+
+func (v *node) forgetConn(serial uint32) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	m := maps.Clone(*v.conns.Load())
+	delete(m, serial)
+	v.conns.Store(&m)
+	v.cm.Forget(serial, v.cfg.QPNum)
+}
+
+// malformed counts and reports nonsense from the network: the 1st, 2nd, 4th, ... so
+// that a flood of it does not become a flood of lines.
+func (v *node) malformed(in *inbound, err error) { v.malformedFrom(in.name(), err) }
+
+func (v *node) malformedFrom(who string, err error) {
+	if n := v.stats.malformed.Add(1); n&(n-1) == 0 {
+		v.log.Warn("dropped a malformed message", "err", err, "from", who, "dropped so far", n)
+	}
+}
+
+// stats counts without locks.
+type stats struct {
+	sentN, sentB, recvN, recvB, malformed atomic.Uint64
+
+	overBudget atomic.Uint64 // slot requests that were refused for good
+	slotWaits  atomic.Uint64 // slot requests that had to wait
+
+	fenced, refusedSends, paused atomic.Uint64
+}
+
+func (s *stats) sent(bytes int) { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
+
+func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
+
+// times are those that depend on how fast the peer is.
+type times struct {
+	connect, connectStepMesh time.Duration // for the answer to a connect request
+	allQueuePairs            time.Duration // until all queue pairs of a connection have asked; StepMesh may have fewer
+	inboundDown              time.Duration // that a peer may be without its own connection to this node
+	quiet                    time.Duration // a lost connection that carried no data is made again before it is told
+	overwriteGrace           time.Duration // that a request may be held after its answer
+	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
+}
+
+// A StepMesh node aborts when a connect request is withdrawn: there the connection
+// manager, which tries for about a minute, has to say that nobody answers.
+var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime}
+
+// conn is what a serial number names: an outgoing connection with its peer, or an
+// incoming one.
+type connection struct {
+	link *link
+	peer *peer
+	in   *inbound
+}

@@ -1,0 +1,190 @@
+package rdma
+
+import (
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// This file owns what a peer says on this node's connection to it, and the memory that its answers are put into.
+
+// slotReply takes the reply to a slot request. It tells whether it can be one.
+func (p *peer) slotReply(l *link, r *reply) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link != l || p.ended {
+		return true
+	}
+	refused, why, ok := l.dialect.reply(p.sender, r)
+	if refused != nil {
+		p.dropOne(refused, why)
+	}
+	p.pump()
+	p.flush(false)
+	return ok
+}
+
+// endPull ends a request: msg is the answer. It returns the memory that the answer's
+// value was to be put into, if msg means it. A value that is not there yet is copied to it
+// if it has its length: here, since with the lock goes the right to write, see Revoke.
+func (p *peer) endPull(msg *van.Meta, value []byte) (mem backend.Mem, copied bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !msg.Push {
+		k := keyOf(msg)
+		if x, ok := p.pulls[k]; ok {
+			delete(p.pulls, k)
+			if msg.Addr == x.mem.Addr() && int(msg.ValLen) == x.mem.Len() {
+				mem = x.mem
+				if copied = len(value) > 0 && len(value) == mem.Len() && mem.OnHost(); copied {
+					copy(mem.Host(), value)
+				}
+			}
+			x.region.Release()
+		}
+	}
+	if l := p.link; l != nil && l.dialect.answered(p.sender, msg.Key, msg.Push) {
+		p.pump()
+		p.flush(false)
+	}
+	return mem, copied
+}
+
+// endPull tells the peer's side of an answer; see peer.answered.
+func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, copied bool) {
+	if p := (*v.peers.Load())[node]; p != nil {
+		return p.endPull(m, value)
+	}
+	return backend.Mem{}, false
+}
+
+// abandonPulls gives up the memory that a StepMesh node, whose connection has
+// ended, will not write to any more. again says that it has connected again: that one may
+// have been asked already.
+func (p *peer) abandonPulls(again bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for k, x := range p.pulls {
+		if x.stepmesh && !(again && x.link == p.link) {
+			delete(p.pulls, k)
+			x.region.Release()
+		}
+	}
+}
+
+// takeCredits takes back the slots that the peer has given back.
+func (p *peer) takeCredits(t *trailer) (ok bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link == nil || p.link.epoch != t.epoch {
+		return true // of an earlier connection
+	}
+	ok = true
+	for _, i := range t.credits[:t.n] {
+		ok = p.sender.Credit(uint32(i)) && ok
+	}
+	p.returnSlots()
+	p.pump()
+	p.flush(false)
+	return ok
+}
+
+// creditsArrived takes the credits that have come with a message.
+func (v *node) creditsArrived(in *inbound, t *trailer) {
+	x := (*v.conns.Load())[t.epoch-v.epoch]
+	if x == nil || x.peer == nil {
+		return // of an earlier connection
+	}
+	if int(x.peer.id.Load()) != in.hello.node && in.hello.node != van.Empty || !x.peer.takeCredits(t) {
+		v.malformed(in, &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
+	}
+}
+
+// reclaimRequested is told by the peer that it wants slots back.
+func (p *peer) reclaimRequested(l *link, r *reclaim) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link != l || p.ended {
+		return
+	}
+	p.sender.Reclaim(int(r.places), int(min(r.bytes, maxReclaim)))
+	p.returnSlots()
+	p.pump()
+	p.flush(false)
+}
+
+// sendCompleted takes the completion of a message's last part.
+func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
+	q, id := conn.RecordOf(c.ID)
+	if c.Status != verbs.StatusOK {
+		why := van.ErrPeerLost
+		if c.Status == verbs.StatusRetryExceeded {
+			why = errUnacknowledged
+		}
+		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.QPs[q].Num(), c.Status))
+	}
+	p.mu.Lock()
+	if c.Status != verbs.StatusOK {
+		if q == 0 && peerRefused(c.Status) {
+			l.restoreCredits()
+		} else if r := l.Record(id); r != nil {
+			l.markUncertain(&r.Note)
+		}
+		l.Broken = true // what is posted now would only be flushed
+		l.MarkFailed(id)
+		p.mu.Unlock()
+		return // another queue pair may still read the memory; see abandon
+	}
+	f, last := l.Complete(id)
+	if last && f.Note.control != nil {
+		p.recycle(f.Note.control)
+		f.Note.control = nil
+	}
+	if last && p.link == l && p.waiting() {
+		p.returnSlots()
+		p.pump()
+		p.flush(false)
+	}
+	p.mu.Unlock()
+	if last {
+		endSent(&f)
+	}
+}
+
+// receiveSend takes what the peer says on this node's connection to it: answers to
+// slot requests, and credits.
+func (p *peer) receiveSend(d *device, l *link, c *verbs.Completion) {
+	b := recvData(c)
+	switch c.Imm {
+	case immReply:
+		var r reply
+		if err := r.get(b); err != nil {
+			p.v.malformedFrom(p.name(), err)
+			return
+		}
+		if !p.slotReply(l, &r) {
+			p.v.malformedFrom(p.name(), &van.FieldError{Field: "rendezvous reply: origin", Value: r.origin, Want: "that of an open slot request"})
+		}
+	case immCredits:
+		t := &d.trailer
+		if err := t.get(b); err != nil {
+			p.v.malformedFrom(p.name(), err)
+			return
+		}
+		if !p.takeCredits(t) {
+			p.v.malformedFrom(p.name(), &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
+		}
+	case immReclaim:
+		var r reclaim
+		if err := r.get(b); err != nil {
+			p.v.malformedFrom(p.name(), err)
+			return
+		}
+		p.reclaimRequested(l, &r)
+	default:
+		p.v.malformedFrom(p.name(), &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "1, 2 or 4"})
+	}
+}

@@ -1,0 +1,135 @@
+package rdma
+
+import (
+	"fmt"
+	"sync"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// This file owns received messages, which are used again and again.
+
+// received is a received message.
+type received struct {
+	msg    van.Message
+	d      *device
+	in     *inbound
+	slot   *receiveSlot // that the frames lie in; nil when they do not
+	splits uint64       // notifications of other parts that must have come
+	key    [8]byte
+	lens   [4]byte
+	copies []byte // copies of keys and lengths of many
+}
+
+// maxKeptCopies is the most that a message keeps for the next one.
+const maxKeptCopies = 64 << 10
+
+// copyFrame returns a copy of b, a frame of keys or lengths, of a message with trailer t, which
+// has been checked.
+func (rx *received) copyFrame(b []byte, t *trailer) backend.Mem {
+	from := aligned(len(rx.copies))
+	if most := aligned(int(t.lens[0])) + int(t.lens[2]); cap(rx.copies) < most { // for both: it must not move
+		rx.copies = make([]byte, 0, most)
+	}
+	rx.copies = rx.copies[:from+len(b)]
+	copy(rx.copies[from:], b)
+	return backend.Bytes(rx.copies[from:])
+}
+
+// oneKey makes the frames that the meta repeats.
+func (rx *received) oneKey() {
+	m := &rx.msg
+	m.Frames = 2
+	le.PutUint64(rx.key[:], m.Key)
+	m.Keys = backend.Bytes(rx.key[:])
+	if len(m.DataTypes) == van.MaxFrames {
+		m.Frames = van.MaxFrames
+		le.PutUint32(rx.lens[:], uint32(m.ValLen))
+		m.Lens = backend.Bytes(rx.lens[:])
+	}
+}
+
+// pool reuses messages.
+type pool struct {
+	d    *device
+	mu   sync.Mutex
+	free []*received
+}
+
+const poolCap = 256
+
+func (p *pool) get() *received {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if n := len(p.free); n > 0 {
+		rx := p.free[n-1]
+		p.free = p.free[:n-1]
+		return rx
+	}
+	rx := &received{d: p.d}
+	rx.msg.Reset()
+	rx.msg.Adopt(p, unsafe.Pointer(rx))
+	return rx
+}
+
+// Free implements van.Owner.
+func (p *pool) Free(m *van.Message) {
+	rx := (*received)(m.Native())
+	if l := rx.slot; l != nil {
+		in := rx.in
+		switch over, free := l.Drop(); {
+		case free:
+			in.freeSlot(l)
+		case !over && !l.Held():
+			in.returnCredit(l)
+		}
+	}
+	rx.in, rx.slot, rx.splits = nil, nil, 0
+	if rx.copies = rx.copies[:0]; cap(rx.copies) > maxKeptCopies {
+		rx.copies = nil
+	}
+	m.Reset()
+	m.Adopt(p, unsafe.Pointer(rx))
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.free) < poolCap {
+		p.free = append(p.free, rx)
+	}
+}
+
+// packedFrames finds frames that lie one behind the other in data, of room bytes.
+func (rx *received) packedFrames(l *receiveSlot, t *trailer, data backend.Mem, room int) error {
+	off := 0
+	for i := range t.frames { // before anything is made of it
+		off = aligned(off)
+		n := int(t.lens[i])
+		if n > 0 && n > room-off {
+			return &van.FieldError{Field: "trailer frame length", Value: n, Want: fmt.Sprintf("up to %d", max(room-off, 0))}
+		}
+		off += n
+	}
+	off = 0
+	for i := range t.frames {
+		off = aligned(off)
+		n := int(t.lens[i])
+		if n == 0 {
+			continue
+		}
+		frame := data.Sub(off, n)
+		off += n
+		if i == 1 {
+			rx.slot = l
+		} else {
+			// Keys and lengths are checked, and then used: the peer must not be able to change
+			// them in between.
+			if !frame.OnHost() {
+				return &van.FieldError{Field: "trailer frames", Value: fmt.Sprintf("frame %d in memory of %s", i, frame.Device()), Want: "it in ordinary memory"}
+			}
+			frame = rx.copyFrame(frame.Host(), t)
+		}
+		rx.msg.SetFrame(i, frame)
+	}
+	return nil
+}

@@ -1,0 +1,168 @@
+package rdma
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// This file owns the way of a message from the caller to the rendezvous, and what the rendezvous says is to be done.
+
+// Send implements van.Van.
+func (v *rvan) Send(msg *van.Message) error {
+	p := (*v.peers.Load())[msg.Receiver]
+	if p == nil {
+		if v.closed.Load() {
+			return v.sendError(msg, nil, van.ErrClosed)
+		}
+		return v.sendError(msg, nil, van.ErrUnknownPeer)
+	}
+	now := clock.Now()
+	if msg.Request || msg.IsControl() {
+		msg.RequestTrace.PostSend = now
+	} else {
+		msg.ResponseTrace.PostSend = now
+	}
+	if err := msg.Validate(); err != nil {
+		return v.sendError(msg, p, err)
+	}
+	size := msg.PayloadLen()
+	if size > maxData {
+		return v.sendError(msg, p, fmt.Errorf("%w: %d bytes of payload, want at most %d", van.ErrInvalid, size, maxData))
+	}
+	p.mu.Lock()
+	done, err := p.send(msg, size)
+	p.mu.Unlock()
+	if err != nil {
+		return v.sendError(msg, p, err)
+	}
+	if done {
+		msg.Done.Sent()
+	}
+	v.stats.sent(msg.EncodedLen() + size)
+	if msg.IsControl() {
+		v.wakeIdleLoops()
+	}
+	return nil
+}
+
+// send hands msg to the rendezvous. done says that its frames have been copied.
+// p.mu is held.
+func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
+	data := !msg.IsControl() && !msg.SimpleApp
+	switch {
+	case p.ended:
+		return false, van.ErrClosed
+	case p.lost && data:
+		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
+	case data && p.sender.Waiting() > 0 && p.unsent+size > p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
+		if n := p.v.stats.refusedSends.Add(1); n&(n-1) == 0 {
+			p.v.log.Warn("rdma: a message is refused: too much waits for its peer", "peer", p.name(), "bytes that wait", p.unsent, "STEPAF_SEND_BUDGET", p.v.cfg.SendBudget, "refused so far", n)
+		}
+		return false, fmt.Errorf("%w: %d bytes wait, with %d more that is over STEPAF_SEND_BUDGET, %d", van.ErrQueueFull, p.unsent, size, p.v.cfg.SendBudget)
+	case p.sender.Waiting() >= p.v.cfg.RDMAMaxConcurrWR:
+		return false, fmt.Errorf("%w: %d messages wait (BYTEPS_RDMA_MAX_CONCURR_WR)", van.ErrQueueFull, p.sender.Waiting())
+	}
+	var o *outgoing
+	if n := len(p.free); n > 0 {
+		o, p.free = p.free[n-1], p.free[:n-1]
+	} else {
+		o = &outgoing{}
+	}
+	if err := o.fill(msg, size); err != nil {
+		p.recycle(o)
+		return false, err
+	}
+	if p.link != nil {
+		if err := p.link.dialect.check(o); err != nil {
+			p.recycle(o)
+			return false, err
+		}
+	}
+	if o.control {
+		p.lastNumber++
+		o.number = p.lastNumber
+	}
+	o.unsent = size
+	p.unsent += size
+	done = msg.Done != nil && o.done == nil
+	idle := p.sender.Waiting() == 0
+	err = p.sender.Submit(o)
+	if err != nil {
+		p.recycle(o)
+		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
+	}
+	p.pump()
+	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.host.sleeping.Load() {
+		p.link.host.dev.Wake() // the loop sleeps too long for tick
+	}
+	p.flush(msg.More)
+	return done, nil
+}
+
+// sendError says what went wrong with a message for a peer.
+func (v *rvan) sendError(msg *van.Message, p *peer, err error) error {
+	e := &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String(), Err: err}
+	if p != nil {
+		v.Flush(msg.Receiver) // what was sent with More has waited for msg
+		e.Peer += " at " + p.addr.String()
+	}
+	return e
+}
+
+// Flush implements van.Flusher.
+func (v *rvan) Flush(id int) {
+	if p := (*v.peers.Load())[id]; p != nil {
+		p.mu.Lock()
+		p.flush(false)
+		p.mu.Unlock()
+	}
+}
+
+// pump does what the rendezvous says, as long as the link has room. p.mu is held.
+func (p *peer) pump() {
+	for l := p.link; l != nil && l.HasRoom(); {
+		a, ok := p.sender.Next()
+		if !ok {
+			return
+		}
+		switch a.Kind {
+		case rendezvous.Put:
+			p.put(a.Item, a.Slot)
+		case rendezvous.Request:
+			p.requestSlot(a.Origin, a.Item, a.Need)
+		case rendezvous.Drop:
+			p.dropOne(a.Item, a.Err)
+		}
+	}
+}
+
+// need says what o needs at its receiver. p.mu is held.
+func (p *peer) need(o *outgoing) rendezvous.Need {
+	if p.link == nil {
+		return rendezvous.Need{OneShot: o.oneShot, Meta: len(o.meta)}
+	}
+	return p.link.dialect.need(o)
+}
+
+// tick is called every few milliseconds while something waits. It tells whether it still
+// does.
+func (p *peer) tick(now uint64, _ bool) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link == nil || !p.waiting() {
+		return false
+	}
+	if time.Duration(now-p.tickedAt) >= tickTime { // a loop that hardly sleeps calls it often
+		p.tickedAt = now
+		p.returnSlots()
+		p.sender.Tick()
+		p.pump()
+	}
+	p.flush(false)
+	return p.waiting()
+}

@@ -1,0 +1,131 @@
+package rdma
+
+import (
+	"slices"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
+)
+
+// This file owns the memory of receive slots: what it costs, and when it is freed.
+
+type receiveSlot = rendezvous.ReceiveSlot[slotMemory]
+
+// slotMemory is a slot's.
+type slotMemory struct {
+	meta   conn.Cell
+	data   backend.Mem
+	area   *area        // that data lies in
+	region *conn.Region // of a registered receive buffer
+	bytes  int          // registered for meta
+}
+
+// area is memory for values that several slots may share: those of one key of a
+// StepMesh node.
+type area struct {
+	*conn.Block
+	host *device
+	refs atomic.Int32
+	of   *inbound // for whom it was registered; nil in tests
+}
+
+// Retain implements backend.Holder: who answers with what was pushed registers it once
+// more, and must not find other memory at its address later.
+func (a *area) Retain() { a.refs.Add(1) }
+
+// Release implements backend.Holder.
+func (a *area) Release() { a.put() }
+
+func (a *area) put() {
+	if a.refs.Add(-1) == 0 {
+		a.host.forgetArea(a)
+		_ = a.Close()
+		if a.of != nil {
+			a.of.charge(-a.Mem.Len())
+		}
+	}
+}
+
+// charge counts bytes that are registered for the peer.
+func (in *inbound) charge(n int) {
+	in.registeredBytes.Add(int64(n))
+	in.v.leased.Add(int64(n))
+}
+
+// metaBytes is what a meta of n bytes costs. The usual ones, of which there cannot be more
+// than slots, are not counted.
+func metaBytes(n int) int {
+	if n <= conn.CellSize {
+		return 0
+	}
+	return (n + conn.PageSize - 1) &^ (conn.PageSize - 1)
+}
+
+// newArea makes registered memory for values of the peer.
+func (in *inbound) newArea(n int, host bool) (*area, error) {
+	a, err := in.host.newArea(n, host)
+	if err == nil {
+		a.of = in
+		in.charge(a.Mem.Len())
+	}
+	return a, err
+}
+
+// keyArea returns the memory for values of n bytes under key, with one more user.
+func (in *inbound) keyArea(key uint64, n int) (*area, error) {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	a := in.areas[key]
+	if a == nil || a.Mem.Len() < n {
+		if in.closed {
+			return nil, van.ErrClosed
+		}
+		grown, err := in.newArea(n, false)
+		if err != nil {
+			return nil, err
+		}
+		in.areas[key] = grown
+		if a != nil {
+			a.put()
+		}
+		a = grown
+	}
+	a.refs.Add(1)
+	return a, nil
+}
+
+// endSlot ends a slot, and what is owed for it: its index may soon be another slot's.
+// in.mu is held.
+func (in *inbound) endSlot(l *receiveSlot) {
+	in.credits = slices.DeleteFunc(in.credits, func(i uint16) bool { return uint32(i) == l.Index() })
+	in.creditsOwed.Store(int32(len(in.credits)))
+	if in.v.slots.End(l) {
+		in.freeSlot(l)
+	}
+}
+
+// dropSlot ends a slot that the peer has given up. in.mu is held.
+func (in *inbound) dropSlot(l *receiveSlot) {
+	in.slots[l.Route] = slices.DeleteFunc(in.slots[l.Route], func(x *receiveSlot) bool { return x == l })
+	in.endSlot(l)
+}
+
+// freeSlot gives back the memory of a slot that has ended and that nobody holds.
+func (in *inbound) freeSlot(l *receiveSlot) {
+	m := &l.Memory
+	_ = in.cells.Put(m.meta)
+	in.charge(-m.bytes)
+	if l.OneShot {
+		in.oneShots.Add(-1)
+	}
+	if m.area != nil {
+		m.area.put()
+	}
+	if m.region != nil {
+		m.region.Release()
+	}
+	l.Memory = slotMemory{}
+}
