@@ -78,8 +78,9 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 	if err != nil {
 		return nil, err
 	}
-	in := &inbound{v: v.node, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, drained: make(chan struct{}), cells: conn.Cells{Device: dev},
-		slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}
+	in := &inbound{v: v.node, serial: v.serials.Add(1), hello: h, key: key, from: from, host: host, draining: draining{drained: make(chan struct{})},
+		slotSet: slotSet{cells: conn.Cells{Device: dev}, slots: map[rendezvous.Route][]*receiveSlot{}, areas: map[uint64]*area{}}}
+	in.slotSet.in = in
 	in.dialect = stepmeshIn{in}
 	if h.native {
 		in.dialect = nativeIn{in}
@@ -183,9 +184,6 @@ func (v *rvan) endInbound(in *inbound, p *peer, cause error) {
 		_ = out.Close()
 	}
 }
-
-// accepted implements owner.
-func (v *rvan) accepted() { v.linkInbounds() }
 
 // linkInbounds tells each peer which connection it has opened to this node.
 func (v *rvan) linkInbounds() {

@@ -39,7 +39,7 @@ func (v *rvan) ChooseHost() (host, why string, err error) {
 }
 
 // gpu is the PCI address of the node's GPU, "" when it has none.
-func (v *rvan) gpu(root fs.FS) string {
+func (v *node) gpu(root fs.FS) string {
 	if d, ok := v.backend.(backend.Describer); ok {
 		if i, _, err := d.Describe(); err == nil {
 			return i.PCIBusID

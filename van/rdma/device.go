@@ -22,44 +22,85 @@ type device struct {
 	loop    *engine.Loop[*van.Message]
 	lanes   lanes
 
-	areasMu sync.Mutex
-	areas   map[*area]bool
+	areaSet
 
-	// mu is held by who polls: the loop, or a Poll, which holds it while it delivers,
-	// too.
-	mu           sync.Mutex
-	wcs          [pollBatch]verbs.Completion
-	polled       []*received // by the last poll
-	trailer      trailer     // of the message being looked at
-	pollFailures int         // polls, one after the other
-	dead         atomic.Bool // the device: many have failed
-	sleeping     atomic.Bool
-	lockWaiters  atomic.Int32 // goroutines that wait for mu
+	mu sync.Mutex // of the poller: the loop, or a caller of Poll, which holds it while it delivers
+	pollResult
+	sleeping    atomic.Bool
+	lockWaiters atomic.Int32 // goroutines that wait for mu
 
 	// What housekeeping looks at: connections with credits to send or messages that wait,
 	// those whose peers' slot requests wait, and those that nothing is sent on.
 	active, requests, probes conn.DueQueue
+	housekeptAt, evictedAt   uint64
 
-	// undelivered counts messages that have come and have not been delivered by the loop.
-	undelivered atomic.Int32
+	ready       readyQueue
+	undelivered atomic.Int32 // messages that have come and have not been delivered by the loop
+	completedAt uint64       // when something has come last
 	stopped     chan struct{}
 	ending      atomic.Bool
-	wakeup      chan struct{}
-	idleTimer   *time.Timer
-	idleTime    time.Duration // the next nap
-	idlesLong   atomic.Bool
-	housekeptAt uint64 // of the loop
-	evictedAt   uint64
-	completedAt uint64 // since when nothing has come
+	idling
 
-	deferredLanes []*lane     // with messages that were put aside; of who has the receiving role
+	deferredLanes []*lane     // with messages that were put aside; of the goroutine with the receiving role
 	resumed       atomic.Bool // one of them may go on
 
-	readyMu sync.Mutex
-	ready   []*received
-	first   int
-
 	pool pool
+}
+
+// areaSet is the memory for values that the device's peers may write to.
+type areaSet struct {
+	areasMu sync.Mutex
+	areas   map[*area]bool
+}
+
+// pollResult is what the last poll has found.
+type pollResult struct {
+	wcs          [pollBatch]verbs.Completion
+	polled       []*received
+	trailer      trailer     // of the message being looked at
+	pollFailures int         // one after the other
+	dead         atomic.Bool // the device: many have failed
+}
+
+// idling is how the loop waits while callers of Poll poll in its place.
+type idling struct {
+	wakeup    chan struct{}
+	idleTimer *time.Timer
+	idleTime  time.Duration // how long it waits next
+	idlesLong atomic.Bool
+}
+
+// readyQueue is the messages that wait for the loop to deliver them.
+type readyQueue struct {
+	mu    sync.Mutex
+	all   []*received
+	first int
+}
+
+func (q *readyQueue) push(all []*received) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.all = append(q.all, all...)
+}
+
+func (q *readyQueue) pop() *received {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.first == len(q.all) {
+		return nil
+	}
+	rx := q.all[q.first]
+	q.all[q.first] = nil
+	if q.first++; q.first == len(q.all) {
+		q.all, q.first = q.all[:0], 0
+	}
+	return rx
+}
+
+func (q *readyQueue) empty() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.first == len(q.all)
 }
 
 // newArea makes registered memory of n bytes on the node's device, or on the host.
@@ -84,7 +125,7 @@ func (d *device) newArea(n int, host bool) (*area, error) {
 	return a, nil
 }
 
-func (d *device) forgetArea(a *area) {
+func (d *areaSet) forgetArea(a *area) {
 	d.areasMu.Lock()
 	delete(d.areas, a)
 	d.areasMu.Unlock()

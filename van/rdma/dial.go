@@ -33,7 +33,8 @@ const (
 )
 
 // keepConnected keeps the connection of p: it makes it, and makes it again, until ctx ends.
-func (p *peer) keepConnected(ctx context.Context) {
+func (cn *connector) keepConnected(ctx context.Context) {
+	p := cn.peer
 	defer close(p.ends)
 	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
@@ -81,7 +82,8 @@ func (p *peer) keepConnected(ctx context.Context) {
 }
 
 // connected gives p a connection.
-func (p *peer) connected(l *link) {
+func (cn *connector) connected(l *link) {
+	p := cn.peer
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QPs), "inline", l.Inline, "stepaf", l.native)
 	p.mu.Lock()
 	p.link, p.inboundDown, p.lost, p.connecting = l, nil, false, false
@@ -114,7 +116,8 @@ func (l *link) announce() {
 
 // disconnected takes the connection from p and ends it. Without a cause p is no longer
 // wanted.
-func (p *peer) disconnected(l *link, cause error) {
+func (cn *connector) disconnected(l *link, cause error) {
+	p := cn.peer
 	p.mu.Lock()
 	p.link, p.inboundDown = nil, nil
 	l.Broken = true
@@ -150,7 +153,8 @@ func (p *peer) disconnected(l *link, cause error) {
 
 // notifyUnlessReconnected tells that the connection is lost unless it has been made again since there were
 // so many.
-func (p *peer) notifyUnlessReconnected(ups int, cause error) {
+func (cn *connector) notifyUnlessReconnected(ups int, cause error) {
+	p := cn.peer
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
@@ -164,7 +168,8 @@ func (p *peer) notifyUnlessReconnected(ups int, cause error) {
 
 // resubmit lets the control messages among all, which may not have arrived, wait for the next
 // connection, in their order. The peer knows them by their numbers.
-func (p *peer) resubmit(l *link, all []finished, wanted bool) {
+func (cn *connector) resubmit(l *link, all []finished, wanted bool) {
+	p := cn.peer
 	slices.SortFunc(all, func(x, y finished) int { return cmp.Compare(x.Note.seq, y.Note.seq) })
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -182,7 +187,8 @@ func (p *peer) resubmit(l *link, all []finished, wanted bool) {
 }
 
 // dropMessages is the end of messages that will not be sent.
-func (p *peer) dropMessages(all []*outgoing) (ended []finished) {
+func (cn *connector) dropMessages(all []*outgoing) (ended []finished) {
+	p := cn.peer
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, o := range all {
@@ -192,7 +198,7 @@ func (p *peer) dropMessages(all []*outgoing) (ended []finished) {
 	return ended
 }
 
-func (p *peer) endAll(all []finished) {
+func (cn *connector) endAll(all []finished) {
 	for i := range all {
 		endSent(&all[i])
 	}
@@ -210,7 +216,8 @@ func numbers(qps []verbs.QP) []uint32 {
 // StepMesh's counts connect requests and ends of connecting with one counter: all
 // requests must be with it before the first is answered, or it loses a queue pair and
 // crashes later.
-func (p *peer) dial(ctx context.Context) (_ *link, err error) {
+func (cn *connector) dial(ctx context.Context) (_ *link, err error) {
+	p := cn.peer
 	v := p.v
 	serial := v.serials.Add(1)
 	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1)}
@@ -304,7 +311,8 @@ func (p *peer) dial(ctx context.Context) (_ *link, err error) {
 const inlineWanted = 512
 
 // end lets what was sent leave until ctx ends, then ends the connection.
-func (p *peer) end(ctx context.Context) {
+func (cn *connector) end(ctx context.Context) {
+	p := cn.peer
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for !p.drained() {
@@ -331,7 +339,8 @@ func (p *peer) end(ctx context.Context) {
 }
 
 // drained tells whether everything has left.
-func (p *peer) drained() bool {
+func (cn *connector) drained() bool {
+	p := cn.peer
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.flush(false)
@@ -343,7 +352,8 @@ func (p *peer) drained() bool {
 
 // awaitSent waits for the last completions of a connection that has been broken: they say
 // what the peer has not received.
-func (p *peer) awaitSent(l *link) {
+func (cn *connector) awaitSent(l *link) {
+	p := cn.peer
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	limit := time.NewTimer(flushPause)
@@ -366,7 +376,8 @@ func (p *peer) awaitSent(l *link) {
 }
 
 // endLink takes apart a connection of this node's, and returns what it held.
-func (p *peer) endLink(l *link) []finished {
+func (cn *connector) endLink(l *link) []finished {
+	p := cn.peer
 	v := p.v
 	for _, id := range l.ids {
 		_ = id.Disconnect()

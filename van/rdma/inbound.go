@@ -11,7 +11,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
-	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
 // inbound is a connection that a peer has opened to this node.
@@ -27,51 +26,55 @@ type inbound struct {
 	gone    atomic.Bool
 	// unlisted is set while its process is not the one that the table names: a newer one, of
 	// which this node has not heard yet.
-	unlisted    atomic.Bool
-	superseded  atomic.Bool  // there is a newer one of the same process
+	unlisted   atomic.Bool
+	superseded atomic.Bool // there is a newer one of the same process
+	confirmed  atomic.Bool // its opener has said that it has it, as native nodes do
+	stalled    atomic.Bool // what it has sent waits for its handler, and is too much
+
 	activeDue   conn.DueItem // for credits, and slots that may have been overwritten
 	probeDue    conn.DueItem
 	requestsDue conn.DueItem // for slot requests that wait
-	confirmed   atomic.Bool  // its opener knows that it stands, as far as can be told
 
-	// Of who has the receiving role.
+	receiving
+	draining
+
+	mu     sync.Mutex
+	closed bool
+	accepting
+	sends   *conn.SendQueue[struct{}] // for replies to slot requests, and credits
+	backlog []queuedSend              // what found no room
+	creditList
+	slotSet
+}
+
+// receiving belongs to the goroutine with the receiving role.
+type receiving struct {
 	splits       uint64 // notifications of split messages' other parts
 	held         []*received
 	holds        atomic.Bool // len(held) > 0
 	lanes        [2]*lane    // of its messages, once known: data's, and control messages'
 	overBudgetBy int64       // bytes that the last slot request was over the peer's budget
+}
 
-	flushed atomic.Int32  // receive requests that have ended
+// draining counts the receive requests that end with the connection.
+type draining struct {
+	flushed atomic.Int32
 	drained chan struct{} // closed when all have
+}
 
-	mu          sync.Mutex
-	sends       *conn.SendQueue[struct{}] // for answers to slot requests, and credits
+// accepting is the queue pairs that the peer has asked for.
+type accepting struct {
 	ids         []verbs.ID
 	qps         []verbs.QP
 	accepted    int         // of them
 	acceptTimer *time.Timer // for the others of a StepMesh node
-	slots       map[rendezvous.Route][]*receiveSlot
-	areas       map[uint64]*area // of a StepMesh node, by key
-	cells       conn.Cells       // for metas: what one peer may write to, no other may
-	suspect     struct {         // a slot to which a StepMesh node has written while a message lay there
-		lease *receiveSlot
-		key   uint64
-		since uint64
-	}
-	warned       bool // that it has overwritten a value in use
+}
+
+// creditList is the slots that are owed to the peer.
+type creditList struct {
 	credits      []uint16
-	creditsSince uint64           // when the oldest of them came
-	backlog      []queuedSend     // what found no room
-	waiting      [2][]slotRequest // that wait for a slot: of control messages, and others
-	reclaim      struct {         // slots that the peer is asked to give back
-		at, since uint64 // when it was last asked, and first without an answer
-	}
-	closed          bool
-	creditsOwed     atomic.Int32 // len(credits)
-	registeredBytes atomic.Int64 // registered for it
-	oneShots        atomic.Int32 // slots for control messages
-	overwritten     atomic.Bool  // suspect.slot is not nil
-	stalled         atomic.Bool  // what it has sent waits for its handler, and is too much
+	creditsSince uint64       // when the oldest of them came
+	creditsOwed  atomic.Int32 // len(credits)
 }
 
 // queuedSend is a SEND that waits for room.
@@ -146,7 +149,7 @@ func (in *inbound) acceptAll() {
 	}
 	if first {
 		v.log.Info("rdma: accepted", "node", h.node, "host", h.host, "port", h.port, "device", in.host.dev.Name(), "stepaf", h.native)
-		v.owner.accepted()
+		v.owner.linkInbounds()
 	}
 }
 
@@ -272,38 +275,6 @@ func (in *inbound) tick(now uint64, all bool) (sent bool) {
 	return sent
 }
 
-// noteOverwrite notes that a message has come to a slot where another one lies. That one may
-// have been answered, and be about to be let go.
-func (in *inbound) noteOverwrite(l *receiveSlot, key uint64) {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	if !in.warned && in.suspect.lease == nil {
-		in.suspect.lease, in.suspect.key, in.suspect.since = l, key, clock.Now()
-		in.overwritten.Store(true)
-		in.host.active.Add(&in.activeDue)
-	}
-}
-
-// checkOverwrite warns if the slot has had two messages for a while.
-func (in *inbound) checkOverwrite(now uint64) {
-	in.mu.Lock()
-	defer in.mu.Unlock()
-	x := &in.suspect
-	switch {
-	case x.lease == nil:
-		return
-	case x.lease.Holders() < 2:
-	case now-x.since < uint64(in.v.times.overwriteGrace):
-		return
-	default:
-		in.warned = true
-		in.v.log.Warn("rdma: a peer has overwritten a value that is still in use: over RDMA a node of the C++ library may use a key again once it has its answer",
-			"peer", in.name(), "key", x.key)
-	}
-	x.lease = nil
-	in.overwritten.Store(false)
-}
-
 // probe writes nothing to the peer: one that has gone without a word shows only in what
 // is sent to it.
 func (in *inbound) probe(uint64, bool) bool {
@@ -325,9 +296,7 @@ func (in *inbound) probe(uint64, bool) bool {
 	return false
 }
 
-func (in *inbound) name() string {
-	return fmt.Sprintf("%s at %s:%d", van.NodeName(in.hello.node), in.hello.host, in.hello.port)
-}
+func (in *inbound) name() string { return in.hello.name() }
 
 // sendCompleted takes the completion of what an answer to a slot request, or credits, were posted
 // with.
@@ -360,3 +329,5 @@ func (in *inbound) receiveFailed(c *verbs.Completion) {
 		close(in.drained)
 	}
 }
+
+func (in *inbound) malformed(err error) { in.v.malformedFrom(in.name(), err) }

@@ -21,8 +21,8 @@ import (
 const pollBatch = 32
 
 func newDevice(v *rvan, dev verbs.Device) *device {
-	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areas: map[*area]bool{},
-		stopped: make(chan struct{}), wakeup: make(chan struct{}, 1), idleTimer: time.NewTimer(time.Hour), idleTime: minIdleWait}
+	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areaSet: areaSet{areas: map[*area]bool{}},
+		stopped: make(chan struct{}), idling: idling{wakeup: make(chan struct{}, 1), idleTimer: time.NewTimer(time.Hour), idleTime: minIdleWait}}
 	d.pool.d = d
 	d.probes.Delay = probeTime
 	d.regions.OnStuck = func(r *conn.Region, err error) {
@@ -100,7 +100,7 @@ func (d *device) receive() (*van.Message, *engine.Lane[*van.Message], bool) {
 				return &rx.msg, &l.Lane, true
 			}
 		}
-		if rx := d.next(); rx != nil {
+		if rx := d.ready.pop(); rx != nil {
 			if l, ok := d.admit(rx); ok {
 				return &rx.msg, &l.Lane, true
 			}
@@ -110,7 +110,7 @@ func (d *device) receive() (*van.Message, *engine.Lane[*van.Message], bool) {
 			return nil, nil, false
 		}
 		d.housekeep(false)
-		if d.v.waitersPoll() && d.undelivered.Load() == 0 { // else they cannot: see help
+		if d.v.polling.waitersPoll() && d.undelivered.Load() == 0 { // else they cannot: see help
 			d.idleWait()
 			continue
 		}
@@ -226,32 +226,12 @@ func (d *device) enqueue() {
 		return
 	}
 	d.undelivered.Add(int32(len(d.polled)))
-	d.readyMu.Lock()
-	d.ready = append(d.ready, d.polled...)
-	d.readyMu.Unlock()
+	d.ready.push(d.polled)
 	clear(d.polled)
 	d.polled = d.polled[:0]
 }
 
-func (d *device) pending() bool {
-	d.readyMu.Lock()
-	defer d.readyMu.Unlock()
-	return d.first < len(d.ready) || d.resumed.Swap(false)
-}
-
-func (d *device) next() *received {
-	d.readyMu.Lock()
-	defer d.readyMu.Unlock()
-	if d.first == len(d.ready) {
-		return nil
-	}
-	rx := d.ready[d.first]
-	d.ready[d.first] = nil
-	if d.first++; d.first == len(d.ready) {
-		d.ready, d.first = d.ready[:0], 0
-	}
-	return rx
-}
+func (d *device) pending() bool { return !d.ready.empty() || d.resumed.Swap(false) }
 
 func (d *device) deliver(m *van.Message, turn *engine.Turn) {
 	m.Turn = turn
@@ -378,8 +358,8 @@ const (
 )
 
 // waitersPoll tells whether somebody polls, or has done so a moment ago.
-func (v *rvan) waitersPoll() bool {
-	return v.polling.pollers.Load() > 0 || clock.Now()-v.polling.endedAt.Load() < uint64(minIdleWait)
+func (v *polling) waitersPoll() bool {
+	return v.pollers.Load() > 0 || clock.Now()-v.endedAt.Load() < uint64(minIdleWait)
 }
 
 // pollInPlace polls and delivers in place of the loop.
@@ -416,7 +396,7 @@ func (d *device) stop(ctx context.Context) error {
 	d.dev.Wake()
 	d.wakeLoop()
 	err := d.loop.Stop(ctx)
-	for rx := d.next(); rx != nil; rx = d.next() {
+	for rx := d.ready.pop(); rx != nil; rx = d.ready.pop() {
 		d.loop.Discard(&rx.msg)
 	}
 	if err == nil { // else the role is still held
@@ -429,4 +409,25 @@ func (d *device) stop(ctx context.Context) error {
 	}
 	close(d.stopped)
 	return err
+}
+
+// device returns the van's part on dev, and starts polling it.
+func (v *rvan) device(dev verbs.Device) (*device, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, d := range *v.devices.Load() {
+		if d.dev == dev {
+			return d, nil
+		}
+	}
+	if v.noMoreDevices { // Close lets connections that are being made carry what waits for them
+		return nil, van.ErrClosed
+	}
+	d := newDevice(v, dev)
+	all := append(append([]*device(nil), *v.devices.Load()...), d)
+	v.devices.Store(&all)
+	if v.started {
+		d.loop.Start()
+	}
+	return d, nil
 }

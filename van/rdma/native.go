@@ -220,7 +220,7 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 		}
 	case immReturn:
 		if err := t.get(recvData(c)); err != nil {
-			d.v.malformed(d.inbound, err)
+			d.malformed(err)
 			return true
 		}
 		d.slotsReturned(t)

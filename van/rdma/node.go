@@ -59,8 +59,8 @@ type budgets struct {
 type owner interface {
 	// device returns the van's part on dev, and starts polling it.
 	device(dev verbs.Device) (*device, error)
-	// accepted: the first queue pair of a connection to this node has been accepted.
-	accepted()
+	// linkInbounds tells each peer which connection it has opened to this node.
+	linkInbounds()
 	// endInbound takes apart a connection to this node. p is the peer whose own connection
 	// it is, or nil.
 	endInbound(in *inbound, p *peer, cause error)
@@ -92,10 +92,8 @@ func (v *node) forgetConn(serial uint32) {
 	v.cm.Forget(serial, v.cfg.QPNum)
 }
 
-// malformed counts and reports nonsense from the network: the 1st, 2nd, 4th, ... so
+// malformedFrom counts and reports nonsense from the network: the 1st, 2nd, 4th, ... so
 // that a flood of it does not become a flood of lines.
-func (v *node) malformed(in *inbound, err error) { v.malformedFrom(in.name(), err) }
-
 func (v *node) malformedFrom(who string, err error) {
 	if n := v.stats.malformed.Add(1); n&(n-1) == 0 {
 		v.log.Warn("dropped a malformed message", "err", err, "from", who, "dropped so far", n)

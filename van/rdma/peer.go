@@ -14,7 +14,7 @@ import (
 )
 
 // peer is the way to one node: messages that wait, and the connection while it
-// stands. One goroutine (see dial.go) makes the connection and makes it again.
+// stands.
 type peer struct {
 	v    *node
 	id   atomic.Int32
@@ -22,34 +22,38 @@ type peer struct {
 	addr netip.AddrPort
 	// incarnation is that of the process that the table names; 0 when it does not.
 	incarnation uint32
-	stop        context.CancelFunc
-	ends        chan struct{} // closed when the goroutine has ended
+	tag         uint32 // with the number of a control message: of this peer
 
-	native atomic.Bool // the last connection was to a native node
-	tag    uint32      // with the number of a control message: of this peer
+	inbound   atomic.Pointer[inbound] // the peer's connection to this node
+	notifying sync.Mutex              // held while the watcher is told of a connection that may end meanwhile
 
-	inbound atomic.Pointer[inbound] // the peer's connection to this node
+	mu          sync.Mutex
+	sender      *rendezvous.Sender[*outgoing]
+	link        *link        // nil while there is none
+	inboundDown *inboundDown // nil while both connections stand, or this node's does not
+	free        []*outgoing
+	unsent      int          // bytes of payload that wait
+	lastNumber  uint32       // of the last control message
+	tickedAt    uint64       // when Sender.Tick was last called
+	waitDue     conn.DueItem // for messages, and returned slots, that wait
+	pulls       map[pullKey]pullDestination
+	connector
+}
 
-	notifying sync.Mutex // held while the watcher is told of a connection that may end meanwhile
+// connector makes the connection of a peer, and makes it again, in one goroutine; see
+// dial.go. The peer's mu guards what is no atomic.
+type connector struct {
+	peer *peer // whose it is
+	stop context.CancelFunc
+	ends chan struct{} // closed when the goroutine has ended
 
-	mu           sync.Mutex
-	sender       *rendezvous.Sender[*outgoing]
-	link         *link // nil while there is none
-	lost         bool  // there was a connection, and it broke
-	connects     int   // connections there have been
-	detached     bool  // it is not in the table any more: its connection is not made again
-	connecting   bool  // connect requests are with the peer,
-	connectingAs int   // as those of this node id
+	native       atomic.Bool // the last connection was to a native node
+	lost         bool        // there was a connection, and it broke
+	connects     int         // connections there have been
+	detached     bool        // the peer is not in the table any more: its connection is not made again
+	connecting   bool        // connect requests are with the peer,
+	connectingAs int         // as those of this node id
 	ended        bool
-	inboundDown  *inboundDown // nil while both connections stand, or this node's does not
-	free         []*outgoing
-	unsent       int // bytes of payload that wait
-	// lastNumber is the number of the last control message.
-	lastNumber uint32
-	// tickedAt is when Sender.Tick was last called.
-	tickedAt uint64
-	waitDue  conn.DueItem // for messages, and returned slots, that wait
-	pulls    map[pullKey]pullDestination
 }
 
 // link is one standing connection.
@@ -164,7 +168,8 @@ func (p *peer) currentLink() *link {
 // takes a second connection under the same name for more queue pairs of the first, and
 // never hears it. What is sent from now on waits for the connection, as it would for a new
 // one.
-func (p *peer) keepFor(id int) bool {
+func (cn *connector) keepFor(id int) bool {
+	p := cn.peer
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.link == nil {
@@ -177,7 +182,8 @@ func (p *peer) keepFor(id int) bool {
 
 // setConnecting says that connect requests are with the peer, sent as those of node id, or that
 // there are none.
-func (p *peer) setConnecting(asks bool, id int) {
+func (cn *connector) setConnecting(asks bool, id int) {
+	p := cn.peer
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.connecting, p.connectingAs = asks, id

@@ -33,7 +33,8 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 		return nil
 	}
 	run, stop := context.WithCancel(context.Background())
-	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), stop: stop, ends: make(chan struct{}), pulls: map[pullKey]pullDestination{}}
+	p := &peer{v: v.node, node: node, addr: addr, incarnation: incarnation, tag: v.serials.Add(1), connector: connector{stop: stop, ends: make(chan struct{})}, pulls: map[pullKey]pullDestination{}}
+	p.connector.peer = p
 	p.waitDue.Run = p.tick
 	p.id.Store(int32(id))
 	p.sender = rendezvous.NewSender(p.need)
@@ -52,7 +53,7 @@ func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {
 }
 
 // replace changes the table of peers. v.mu is held.
-func (v *rvan) replace(change func(map[int]*peer)) {
+func (v *node) replace(change func(map[int]*peer)) {
 	m := maps.Clone(*v.peers.Load())
 	change(m)
 	v.peers.Store(&m)

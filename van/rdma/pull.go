@@ -99,7 +99,7 @@ func (v *node) creditsArrived(in *inbound, t *trailer) {
 		return // of an earlier connection
 	}
 	if int(x.peer.id.Load()) != in.hello.node && in.hello.node != van.Empty || !x.peer.takeCredits(t) {
-		v.malformed(in, &van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
+		in.malformed(&van.FieldError{Field: "credits", Value: t.credits[:t.n], Want: "slots that are in use"})
 	}
 }
 

@@ -39,7 +39,7 @@ func (d *device) completed(c *verbs.Completion) {
 		x.in.slotRequested(recvData(c))
 	case c.Type == verbs.RecvSend:
 		if !x.in.dialect.control(c, &d.trailer) {
-			v.malformed(x.in, &van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, 5, or 3 once"})
+			x.in.malformed(&van.FieldError{Field: "SEND immediate", Value: c.Imm, Want: "0, 5, or 3 once"})
 		}
 	default:
 		d.notification(x.in, c)
@@ -56,13 +56,13 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 	}
 	l := v.slots.Get(c.Imm)
 	if l == nil || l.Owner != in {
-		v.malformed(in, &van.FieldError{Field: "slot", Value: c.Imm, Want: "one that this connection was given"})
+		in.malformed(&van.FieldError{Field: "slot", Value: c.Imm, Want: "one that this connection was given"})
 		return
 	}
 	rx, err := d.decode(in, l, c)
 	if rx == nil {
 		if err != nil {
-			v.malformed(in, err)
+			in.malformed(err)
 		}
 		if !l.Held() {
 			d.slotConsumed(in, l)

@@ -22,7 +22,8 @@ const (
 )
 
 // overBudget refuses a slot request for good: its message fails at the sender.
-func (in *inbound) overBudget(q *slotRequest, why error) {
+func (set *slotSet) overBudget(q *slotRequest, why error) {
+	in := set.in
 	v := in.v
 	if n := v.stats.overBudget.Add(1); n&(n-1) == 0 {
 		v.log.Warn("rdma: a peer gets no more memory", "peer", in.name(), "key", q.key, "why", why, "refused so far", n)
@@ -32,7 +33,8 @@ func (in *inbound) overBudget(q *slotRequest, why error) {
 
 // makeRoom takes slots back, so that the slot request that err has made wait can be answered. The
 // receiving role is held.
-func (in *inbound) makeRoom(err error, now uint64) {
+func (set *slotSet) makeRoom(err error, now uint64) {
+	in := set.in
 	v := in.v
 	if errors.Is(err, errNotTaken) {
 		return
@@ -93,7 +95,8 @@ type slotShare struct{ places, bytes int }
 
 // requestReclaim asks the peer to give slots back. One that has free slots, and does not answer,
 // is cut off: it connects again when it needs to.
-func (in *inbound) requestReclaim(places, bytes int, now uint64) {
+func (set *slotSet) requestReclaim(places, bytes int, now uint64) {
+	in := set.in
 	if !in.hello.native || failpoint.On("rdma-reclaim") {
 		return
 	}
@@ -118,7 +121,8 @@ func (in *inbound) requestReclaim(places, bytes int, now uint64) {
 
 // slotsReturned takes slots back that the peer has given up. What it had written there before
 // has come.
-func (in *inbound) slotsReturned(t *trailer) {
+func (set *slotSet) slotsReturned(t *trailer) {
+	in := set.in
 	in.mu.Lock()
 	in.reclaim.since = 0
 	ok := true
@@ -132,6 +136,6 @@ func (in *inbound) slotsReturned(t *trailer) {
 	}
 	in.mu.Unlock()
 	if !ok {
-		in.v.malformed(in, &van.FieldError{Field: "slots that are given back", Value: t.credits[:t.n], Want: "those of this connection, without a message"})
+		in.malformed(&van.FieldError{Field: "slots that are given back", Value: t.credits[:t.n], Want: "those of this connection, without a message"})
 	}
 }

@@ -105,7 +105,7 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 }
 
 // sendError says what went wrong with a message for a peer.
-func (v *rvan) sendError(msg *van.Message, p *peer, err error) error {
+func (v *node) sendError(msg *van.Message, p *peer, err error) error {
 	e := &van.Error{Op: "send", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String(), Err: err}
 	if p != nil {
 		v.Flush(msg.Receiver) // what was sent with More has waited for msg
@@ -115,7 +115,7 @@ func (v *rvan) sendError(msg *van.Message, p *peer, err error) error {
 }
 
 // Flush implements van.Flusher.
-func (v *rvan) Flush(id int) {
+func (v *node) Flush(id int) {
 	if p := (*v.peers.Load())[id]; p != nil {
 		p.mu.Lock()
 		p.flush(false)

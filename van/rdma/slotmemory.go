@@ -4,6 +4,7 @@ import (
 	"slices"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
@@ -11,6 +12,27 @@ import (
 )
 
 // This file owns the memory of receive slots: what it costs, and when it is freed.
+
+// slotSet is the receive slots of one connection. Its inbound's mu guards what is no atomic.
+type slotSet struct {
+	in      *inbound // whose it is
+	slots   map[rendezvous.Route][]*receiveSlot
+	areas   map[uint64]*area // of a StepMesh node, by key
+	cells   conn.Cells       // for metas: what one peer may write to, no other may
+	waiting [2][]slotRequest // for a slot: of control messages, and others
+	reclaim struct {         // slots that the peer is asked to give back
+		at, since uint64 // when it was last asked, and first without an answer
+	}
+	suspect struct { // a slot to which a StepMesh node has written while a message lay there
+		slot  *receiveSlot
+		key   uint64
+		since uint64
+	}
+	overwritten     atomic.Bool  // suspect.slot is not nil
+	warned          bool         // that it has overwritten a value in use
+	registeredBytes atomic.Int64 // for the peer
+	oneShots        atomic.Int32 // slots for control messages
+}
 
 type receiveSlot = rendezvous.ReceiveSlot[slotMemory]
 
@@ -50,7 +72,8 @@ func (a *area) put() {
 }
 
 // charge counts bytes that are registered for the peer.
-func (in *inbound) charge(n int) {
+func (set *slotSet) charge(n int) {
+	in := set.in
 	in.registeredBytes.Add(int64(n))
 	in.v.leased.Add(int64(n))
 }
@@ -65,7 +88,8 @@ func metaBytes(n int) int {
 }
 
 // newArea makes registered memory for values of the peer.
-func (in *inbound) newArea(n int, host bool) (*area, error) {
+func (set *slotSet) newArea(n int, host bool) (*area, error) {
+	in := set.in
 	a, err := in.host.newArea(n, host)
 	if err == nil {
 		a.of = in
@@ -75,7 +99,8 @@ func (in *inbound) newArea(n int, host bool) (*area, error) {
 }
 
 // keyArea returns the memory for values of n bytes under key, with one more user.
-func (in *inbound) keyArea(key uint64, n int) (*area, error) {
+func (set *slotSet) keyArea(key uint64, n int) (*area, error) {
+	in := set.in
 	in.mu.Lock()
 	defer in.mu.Unlock()
 	a := in.areas[key]
@@ -99,7 +124,8 @@ func (in *inbound) keyArea(key uint64, n int) (*area, error) {
 
 // endSlot ends a slot, and what is owed for it: its index may soon be another slot's.
 // in.mu is held.
-func (in *inbound) endSlot(l *receiveSlot) {
+func (set *slotSet) endSlot(l *receiveSlot) {
+	in := set.in
 	in.credits = slices.DeleteFunc(in.credits, func(i uint16) bool { return uint32(i) == l.Index() })
 	in.creditsOwed.Store(int32(len(in.credits)))
 	if in.v.slots.End(l) {
@@ -108,13 +134,15 @@ func (in *inbound) endSlot(l *receiveSlot) {
 }
 
 // dropSlot ends a slot that the peer has given up. in.mu is held.
-func (in *inbound) dropSlot(l *receiveSlot) {
+func (set *slotSet) dropSlot(l *receiveSlot) {
+	in := set.in
 	in.slots[l.Route] = slices.DeleteFunc(in.slots[l.Route], func(x *receiveSlot) bool { return x == l })
 	in.endSlot(l)
 }
 
 // freeSlot gives back the memory of a slot that has ended and that nobody holds.
-func (in *inbound) freeSlot(l *receiveSlot) {
+func (set *slotSet) freeSlot(l *receiveSlot) {
+	in := set.in
 	m := &l.Memory
 	_ = in.cells.Put(m.meta)
 	in.charge(-m.bytes)
@@ -128,4 +156,38 @@ func (in *inbound) freeSlot(l *receiveSlot) {
 		m.region.Release()
 	}
 	l.Memory = slotMemory{}
+}
+
+// noteOverwrite notes that a message has come to a slot where another one lies. That one may
+// have been answered, and be about to be let go.
+func (set *slotSet) noteOverwrite(l *receiveSlot, key uint64) {
+	in := set.in
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if !in.warned && in.suspect.slot == nil {
+		in.suspect.slot, in.suspect.key, in.suspect.since = l, key, clock.Now()
+		in.overwritten.Store(true)
+		in.host.active.Add(&in.activeDue)
+	}
+}
+
+// checkOverwrite warns if the slot has had two messages for a while.
+func (set *slotSet) checkOverwrite(now uint64) {
+	in := set.in
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	x := &in.suspect
+	switch {
+	case x.slot == nil:
+		return
+	case x.slot.Holders() < 2:
+	case now-x.since < uint64(in.v.times.overwriteGrace):
+		return
+	default:
+		in.warned = true
+		in.v.log.Warn("rdma: a peer has overwritten a value that is still in use: over RDMA a node of the C++ library may use a key again once it has its answer",
+			"peer", in.hello.name(), "key", x.key)
+	}
+	x.slot = nil
+	in.overwritten.Store(false)
 }

@@ -17,10 +17,11 @@ type slotRequest struct {
 }
 
 // slotRequested answers a peer that asks for a slot. The receiving role is held.
-func (in *inbound) slotRequested(b []byte) {
+func (set *slotSet) slotRequested(b []byte) {
+	in := set.in
 	q := slotRequest{since: clock.Now()}
 	if err := q.get(b); err != nil {
-		in.v.malformed(in, err)
+		in.malformed(err)
 		return
 	}
 	later := &in.waiting[q.lane()]
@@ -47,7 +48,8 @@ func (in *inbound) slotRequested(b []byte) {
 }
 
 // retryRequests answers the slot requests that had to wait.
-func (in *inbound) retryRequests(now uint64, _ bool) bool {
+func (set *slotSet) retryRequests(now uint64, _ bool) bool {
+	in := set.in
 	for k := range in.waiting {
 		in.mu.Lock()
 		all := in.waiting[k]
@@ -85,11 +87,12 @@ func (in *inbound) retryRequests(now uint64, _ bool) bool {
 
 // grant makes a slot and tells the peer. With an error the slot request has to wait: the
 // error is one of ErrNoSlot, errBudget, errTotal and errStalled.
-func (in *inbound) grant(q *slotRequest) error {
+func (set *slotSet) grant(q *slotRequest) error {
+	in := set.in
 	v, s := in.v, &q.start
 	need, kind, err := in.dialect.need(s)
 	if err != nil {
-		v.malformed(in, err)
+		in.malformed(err)
 		in.dialect.refuse(s.origin, 0, err)
 		return nil
 	}
@@ -122,7 +125,8 @@ func (in *inbound) grant(q *slotRequest) error {
 }
 
 // reply answers a slot request. l is the slot, or nil.
-func (in *inbound) reply(r *reply, l *receiveSlot) {
+func (set *slotSet) reply(r *reply, l *receiveSlot) {
+	in := set.in
 	var b [replyLen]byte
 	r.put(b[:])
 	in.mu.Lock()
@@ -134,7 +138,8 @@ func (in *inbound) reply(r *reply, l *receiveSlot) {
 }
 
 // newSlot makes the memory that a peer has asked for.
-func (in *inbound) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiveSlot, reply, error) {
+func (set *slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiveSlot, reply, error) {
+	in := set.in
 	v := in.v
 	var r reply
 	l := &receiveSlot{Owner: in, Route: need.Route, Data: need.Data, OneShot: need.OneShot}
@@ -168,7 +173,8 @@ func (in *inbound) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiv
 }
 
 // allocate finds memory for the value.
-func (in *inbound) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind uint64, r *reply) error {
+func (set *slotSet) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind uint64, r *reply) error {
+	in := set.in
 	if !in.dialect.wantsData(need) {
 		return nil
 	}
@@ -195,7 +201,8 @@ func (in *inbound) allocate(l *receiveSlot, s *start, need rendezvous.Need, kind
 }
 
 // recordSlot records a slot that the peer is told of. in.mu is held.
-func (in *inbound) recordSlot(l *receiveSlot) {
+func (set *slotSet) recordSlot(l *receiveSlot) {
+	in := set.in
 	if !in.closed {
 		in.dialect.record(l)
 	} else if in.v.slots.End(l) {

@@ -104,9 +104,9 @@ func (v *rvan) Type() string { return "ibverbs" }
 // rendezvous, those behind it do not, when the peer is a node of the original.
 func (v *rvan) Reorders() bool { return true }
 
-func (v *rvan) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
+func (v *node) WatchPeers(f func(id int, up bool, cause error)) { v.watch = f }
 
-func (v *rvan) SetID(id int) { v.id.Store(int32(id)) }
+func (v *node) SetID(id int) { v.id.Store(int32(id)) }
 
 // Bind listens for connections.
 func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
@@ -185,27 +185,6 @@ func (v *rvan) events() {
 	}
 }
 
-// device returns the van's part on dev, and starts polling it.
-func (v *rvan) device(dev verbs.Device) (*device, error) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for _, d := range *v.devices.Load() {
-		if d.dev == dev {
-			return d, nil
-		}
-	}
-	if v.noMoreDevices { // Close lets connections that are being made carry what waits for them
-		return nil, van.ErrClosed
-	}
-	d := newDevice(v, dev)
-	all := append(append([]*device(nil), *v.devices.Load()...), d)
-	v.devices.Store(&all)
-	if v.started {
-		d.loop.Start()
-	}
-	return d, nil
-}
-
 // Start begins to receive.
 func (v *rvan) Start(recv van.Receiver) {
 	v.mu.Lock()
@@ -217,7 +196,7 @@ func (v *rvan) Start(recv van.Receiver) {
 }
 
 // Stats implements van.Meter. Pinned is the number of registered regions in use.
-func (v *rvan) Stats() van.Stats {
+func (v *node) Stats() van.Stats {
 	s := van.Stats{SentMessages: v.stats.sentN.Load(), SentBytes: v.stats.sentB.Load(), ReceivedMessages: v.stats.recvN.Load(),
 		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(),
 		PausedReads: v.stats.paused.Load()}

@@ -73,6 +73,11 @@ func (h *hello) key() string {
 	return fmt.Sprintf("%s,%d,%d", h.host, h.node, h.port)
 }
 
+// name says whose it is.
+func (h *hello) name() string {
+	return fmt.Sprintf("%s at %s:%d", van.NodeName(h.node), h.host, h.port)
+}
+
 func (h *hello) encode() []byte {
 	b := make([]byte, nativeContextLen)
 	le.PutUint32(b, uint32(h.node))

@@ -1,56 +1,6 @@
 package rendezvous
 
-import (
-	"cmp"
-	"errors"
-	"fmt"
-	"math/bits"
-	"slices"
-)
-
-// ErrGrown: the peer is a StepMesh node, which cannot receive more under a
-// key than the first time.
-var ErrGrown = errors.New("larger than the first message of its key")
-
-// Route is what a slot is remembered by.
-type Route struct {
-	Key           uint64 // 0 when Class is used
-	Push, Request bool
-	Class         int8 // of the size, for slots shared by all keys; 0 for one key's
-	// Host is set for slots in ordinary memory, whatever the receiver's device.
-	Host bool
-}
-
-// Need is what a message needs at its receiver.
-type Need struct {
-	Route Route
-	// OneShot is set for messages whose slot is used once: control messages.
-	OneShot    bool
-	Meta, Data int // bytes
-	// Exact is Data without rounding: what a slot of one key has.
-	Exact int
-}
-
-// size is what a slot of the route must have.
-func (n *Need) size() int {
-	if n.Route.Class == 0 {
-		return n.Exact
-	}
-	return n.Data
-}
-
-func (p *RemoteSlot) fits(n *Need) bool { return p.MetaLen >= n.Meta && p.DataLen >= n.size() }
-
-// RemoteSlot is memory at the receiver, as it has described it.
-type RemoteSlot struct {
-	Meta, Data       uint64 // addresses; Data is 0 when there is none
-	MetaKey, DataKey uint32
-	MetaLen, DataLen int
-	Index            uint32 // names the slot in notifications and credits
-
-	route *route
-	busy  bool
-}
+// This file owns the queues of messages that wait for slots, and what is to be done next.
 
 // Kind is what an Action asks for.
 type Kind int
@@ -80,41 +30,14 @@ type Action[T any] struct {
 // Next returns what is to be done about it. It is not safe for concurrent use.
 type Sender[T any] struct {
 	need func(T) Need
-	// freedByAnswer is set for peers of StepMesh: a request's slot is free when it has
-	// been answered, an answer's always.
-	freedByAnswer bool
-	connected     bool
-
-	routes   map[Route]*route
-	granted  map[uint32]*RemoteSlot
-	requests map[uint64]*request
-	origin   uint64
-	lanes    [2]lane[T] // one-shots, others
+	remoteSlots
+	connected bool
+	origin    uint64     // of the last slot request
+	lanes     [2]lane[T] // one-shots, others
 
 	// extra is set when the first message of the second lane has waited for long: one more
 	// slot is requested.
 	extra bool
-
-	// What the receiver wants back, and has not got yet.
-	wanted  struct{ places, bytes int }
-	returns []uint32 // slots that are given up; see Returns
-}
-
-type route struct {
-	Route
-	slots    []*RemoteSlot
-	free     int
-	requests int
-	queued   int // waiting for a slot of this route, roughly
-	cooldown int // Ticks before another slot is requested, as one was refused
-}
-
-// request is a slot request that has not been answered.
-type request struct {
-	route   *route
-	need    Need
-	seq     uint64 // of the one-shot that it is for
-	retired bool   // a larger one has been requested since
 }
 
 // lane is a queue. One-shots do not wait for the others, and the others not for them.
@@ -146,23 +69,8 @@ func NewSender[T any](need func(T) Need) *Sender[T] {
 
 func (s *Sender[T]) forget() {
 	s.routes, s.granted, s.requests = map[Route]*route{}, map[uint32]*RemoteSlot{}, map[uint64]*request{}
-	s.wanted.places, s.wanted.bytes, s.returns = 0, 0, s.returns[:0]
+	s.wanted.slots, s.wanted.bytes, s.returns = 0, 0, s.returns[:0]
 }
-
-// Class returns the size class of n bytes, from 1, and the size of its slots: powers
-// of two from 512 bytes, and 0 for class 1.
-func Class(n int) (class int8, size int) {
-	if n <= 0 {
-		return 1, 0
-	}
-	b := max(bits.Len(uint(n-1)), 9)
-	return int8(b), 1 << b
-}
-
-// Eager is how many slots of a route, of data bytes each, are requested without
-// hesitation: 64 MiB in all, but at least 4 and at most 64. Beyond it the credits of
-// others are awaited for a while; see Tick.
-func Eager(data int) int { return min(max(64<<20/max(data, 1), 4), 64) }
 
 // Connect begins a connection. freedByAnswer is set for a StepMesh peer. Slots of an
 // earlier connection are forgotten.
@@ -247,67 +155,6 @@ func (s *Sender[T]) lane(need Need) *lane[T] {
 	return &s.lanes[1]
 }
 
-// growth refuses what would make a StepMesh node abort.
-func (s *Sender[T]) growth(need Need) error {
-	r := s.routes[need.Route]
-	if r == nil || need.OneShot {
-		return nil
-	}
-	have := -1
-	for _, p := range r.slots {
-		have = max(have, p.DataLen)
-	}
-	for _, a := range s.requests {
-		if a.route == r {
-			have = max(have, a.need.Exact)
-		}
-	}
-	if have >= 0 && need.Exact > have {
-		return fmt.Errorf("%w: key %d has %d bytes, the peer, a node of the C++ library, has room for the %d of the first time",
-			ErrGrown, need.Route.Key, need.Exact, have)
-	}
-	return nil
-}
-
-func (s *Sender[T]) route(r Route) *route {
-	if t := s.routes[r]; t != nil {
-		return t
-	}
-	t := &route{Route: r}
-	s.routes[r] = t
-	return t
-}
-
-// take finds a free slot that is large enough, and marks it.
-func (s *Sender[T]) take(need Need) *RemoteSlot {
-	r := s.routes[need.Route]
-	if r == nil || r.free == 0 {
-		return nil
-	}
-	for _, p := range r.slots {
-		if !p.busy && p.fits(&need) {
-			if s.freedByAnswer && !need.Route.Request {
-				return p
-			}
-			p.busy = true
-			r.free--
-			return p
-		}
-	}
-	return nil
-}
-
-func (s *Sender[T]) release(p *RemoteSlot) {
-	if p.busy {
-		p.busy = false
-		p.route.free++
-		s.lanes[1].changed = true
-	}
-}
-
-// Release takes back the slot of a Put whose message was dropped.
-func (s *Sender[T]) Release(p *RemoteSlot) { s.release(p) }
-
 // considerRequest returns the slot request for entry i of l, unless enough are open.
 func (s *Sender[T]) considerRequest(l *lane[T], i int, need Need) (a Action[T], ok bool) {
 	w := l.q.at(i)
@@ -353,19 +200,6 @@ func (s *Sender[T]) considerRequest(l *lane[T], i int, need Need) (a Action[T], 
 	return s.newRequest(w, r, need), true
 }
 
-// openRequests counts the open slot requests whose answers will be large enough.
-func (s *Sender[T]) openRequests(r *route, need Need) (n int) {
-	if r.requests == 0 {
-		return 0
-	}
-	for _, a := range s.requests {
-		if a.route == r && !a.retired && a.need.Meta >= need.Meta && a.need.size() >= need.size() {
-			n++
-		}
-	}
-	return n
-}
-
 func (s *Sender[T]) newRequest(w *waitingItem[T], r *route, need Need) Action[T] {
 	s.origin++
 	w.requested = true
@@ -375,39 +209,6 @@ func (s *Sender[T]) newRequest(w *waitingItem[T], r *route, need Need) Action[T]
 	}
 	s.requests[s.origin] = &request{route: r, need: need}
 	return Action[T]{Kind: Request, Item: w.item, Origin: s.origin, Need: need}
-}
-
-// retire forgets the slots of one key that are smaller than need. The receiver does
-// so when it is asked for a larger one; all messages to them have been sent before.
-func (s *Sender[T]) retire(r *route, need Need) {
-	kept := r.slots[:0]
-	for _, p := range r.slots {
-		if p.fits(&need) {
-			kept = append(kept, p)
-			continue
-		}
-		delete(s.granted, p.Index)
-		if !p.busy {
-			r.free--
-		}
-		p.route = nil
-	}
-	clear(r.slots[len(kept):])
-	r.slots = kept
-	for _, a := range s.requests {
-		if a.route == r && (a.need.Meta < need.Meta || a.need.size() < need.size()) {
-			a.retired = true
-		}
-	}
-}
-
-// Requested returns what an open slot request is for.
-func (s *Sender[T]) Requested(origin uint64) (Need, bool) {
-	a := s.requests[origin]
-	if a == nil {
-		return Need{}, false
-	}
-	return a.need, true
 }
 
 // Reply is the answer to a slot request: p, whose lengths need not be set. shared is the
@@ -469,33 +270,6 @@ func (s *Sender[T]) UseShared(origin uint64) bool {
 	return true
 }
 
-// forgetIfEmpty forgets r when it has nothing.
-func (s *Sender[T]) forgetIfEmpty(r *route) {
-	if len(r.slots) == 0 && r.requests == 0 && s.routes[r.Route] == r {
-		delete(s.routes, r.Route)
-	}
-}
-
-// Shared tells whether n, of one key, fits in a slot that all keys of its size class
-// share, and in none of its key.
-func (s *Sender[T]) Shared(n Need) bool {
-	return !n.OneShot && n.Route.Class == 0 && !s.serves(s.routes[n.Route], n) && s.shared(n) != nil
-}
-
-// shared returns the route that Shared means, or nil.
-func (s *Sender[T]) shared(n Need) *route {
-	n.Route = Route{}
-	n.Route.Class, n.Data = Class(n.Exact)
-	if r := s.routes[n.Route]; s.serves(r, n) {
-		return r
-	}
-	return nil
-}
-
-func (s *Sender[T]) serves(r *route, n Need) bool {
-	return r != nil && slices.ContainsFunc(r.slots, func(p *RemoteSlot) bool { return p.fits(&n) })
-}
-
 // refusedCooldown is about a second.
 const refusedCooldown = 500
 
@@ -517,7 +291,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 	if a.route != nil {
 		a.route.requests--
 		s.forgetIfEmpty(a.route)
-		if s.serves(a.route, a.need) { // a busy one is better than none
+		if a.route.serves(a.need) { // a busy one is better than none
 			a.route.cooldown = refusedCooldown
 			l.changed = true
 			return item, need, false
@@ -556,67 +330,9 @@ func (s *Sender[T]) Credit(index uint32) bool {
 	if !p.busy || s.freedByAnswer {
 		return false
 	}
-	s.release(p)
+	s.Release(p)
 	s.giveUp(p)
 	return true
-}
-
-// Reclaim says that the receiver wants so many slots back, of so many bytes in all. Those
-// that are free are given up now, the others as they become so. What it has wanted before
-// is replaced. Slots of a StepMesh node do not come back.
-func (s *Sender[T]) Reclaim(places, bytes int) {
-	if s.freedByAnswer {
-		return
-	}
-	s.wanted.places, s.wanted.bytes = places, bytes
-	var free []*RemoteSlot
-	for _, p := range s.granted {
-		if !p.busy {
-			free = append(free, p)
-		}
-	}
-	slices.SortFunc(free, func(x, y *RemoteSlot) int {
-		return cmp.Or(cmp.Compare(min(x.route.queued, 1), min(y.route.queued, 1)), // first those that nobody waits for
-			-cmp.Compare(x.DataLen, y.DataLen), cmp.Compare(x.Index, y.Index))
-	})
-	for _, p := range free {
-		s.giveUp(p)
-	}
-}
-
-// giveUp gives up a slot that is free, if the receiver wants any.
-func (s *Sender[T]) giveUp(p *RemoteSlot) {
-	if s.wanted.places <= 0 && s.wanted.bytes <= 0 {
-		return
-	}
-	s.wanted.places--
-	s.wanted.bytes -= p.DataLen + p.MetaLen
-	r := p.route
-	r.slots = slices.DeleteFunc(r.slots, func(x *RemoteSlot) bool { return x == p })
-	r.free--
-	p.route = nil
-	delete(s.granted, p.Index)
-	s.returns = append(s.returns, p.Index)
-	if r.queued == 0 {
-		s.forgetIfEmpty(r)
-	}
-}
-
-// Returns is the slots that have been given up and of which the receiver has not been
-// told; see ReturnsSent.
-func (s *Sender[T]) Returns() []uint32 { return s.returns }
-
-// ReturnsSent says that the receiver has been told of the first n of Returns.
-func (s *Sender[T]) ReturnsSent(n int) { s.returns = s.returns[:copy(s.returns, s.returns[n:])] }
-
-// Answered says that the request with this key has been answered, by a node of the
-// original.
-func (s *Sender[T]) Answered(key uint64, push bool) {
-	if r := s.routes[Route{Key: key, Push: push, Request: true}]; r != nil {
-		for _, p := range r.slots {
-			s.release(p)
-		}
-	}
 }
 
 // Next returns what is to be done next. Call it when there is room to send a message, until
@@ -624,6 +340,9 @@ func (s *Sender[T]) Answered(key uint64, push bool) {
 func (s *Sender[T]) Next() (a Action[T], ok bool) {
 	if !s.connected {
 		return a, false
+	}
+	if s.freed {
+		s.freed, s.lanes[1].changed = false, true
 	}
 	for i := range s.lanes {
 		l := &s.lanes[i]
