@@ -138,3 +138,43 @@ func TestReadersAreAdmittedLate(t *testing.T) {
 		t.Errorf("said %d times, want once", n)
 	}
 }
+
+// TestLateHello: a peer that was stopped reads the hello of a link that nobody waits for any
+// more. Data goes over the van inside then, so the end of that link is no loss.
+func TestLateHello(t *testing.T) {
+	n := inproc.NewNetwork()
+	stopped := make(chan struct{})
+	var accepts atomic.Int32
+	worker := newNode(t, n, 9, nil)
+	server := newNode(t, n, 8, func(v *Van) {
+		v.refuse = func() error {
+			accepts.Add(1)
+			<-stopped
+			return nil
+		}
+	})
+	worker.start()
+	server.start()
+	server.connect(worker)
+	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
+		t.Fatal(err)
+	}
+	if worker.Linked(8) {
+		t.Fatal("there is a link to a process that stands still")
+	}
+	close(stopped)
+	eventually(t, "the late hello is read, and its link has ended", func() bool {
+		server.mu.Lock()
+		defer server.mu.Unlock()
+		return accepts.Load() == 2 && len(server.greeted) == 0 && len(*server.ins.Load()) == 0
+	})
+	server.rx.Lock() // who receives has told what there was to tell
+	server.rx.Unlock()
+	if server.down(9) {
+		t.Error("the peer is held for lost")
+	}
+	worker.must(data(8, 1, []byte("x")))
+	server.next().Release()
+	server.must(data(9, 1, []byte("x")))
+	worker.next().Release()
+}

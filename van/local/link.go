@@ -128,6 +128,7 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 	}
 	defer func() {
 		if err != nil {
+			seg.bye().Store(1) // a peer that reads the hello later has lost nothing
 			seg.unmap()
 		}
 	}()

@@ -13,7 +13,7 @@ import (
 // neither end's writes slow down the other's.
 const (
 	offTail  = 0   // u64, sender: end of what is in the ring
-	offBye   = 64  // u32, sender: it leaves in order
+	offBye   = 64  // u32, sender: the end of the link is no loss
 	offHead  = 128 // u64, receiver: end of what has been taken out
 	offAcked = 192 // u32, receiver: records acknowledged, as a count
 	offWants = 256 // u32, both: the sender waits for room or acknowledgements
