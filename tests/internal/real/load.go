@@ -395,12 +395,18 @@ func (n *node) batches() {
 		for _, it := range items {
 			n.stand() // with batches in its hands
 			out := n.answers(it.Batch)
-			if err := n.session.Respond(af.DefaultStream, it.ID, out); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrTimeout) {
+			if err := n.session.Respond(af.DefaultStream, it.ID, out); !n.mayFail(err) {
 				n.wrong("respond: %v", err)
 			}
 			it.Release()
 		}
 	}
+}
+
+// mayFail tells whether an answer may end with err: its worker is gone, or this node is
+// leaving, as it may while calls of workers that leave as well are under way.
+func (n *node) mayFail(err error) bool {
+	return err == nil || errors.Is(err, van.ErrPeerLost) || errors.Is(err, van.ErrTimeout) || errors.Is(err, van.ErrClosed) && n.over()
 }
 
 // remembered is how many calls of each process a server knows to have had.
