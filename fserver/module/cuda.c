@@ -5,9 +5,10 @@
 #include <string.h>
 
 #include "_cgo_export.h"
+#include "batch.h"
+#include "call.h"
 #include "docs.h"
-
-static PyObject *error_value;
+#include "tensor.h"
 
 enum { INT64 = 4 }; // PyTorch's code
 
@@ -33,7 +34,7 @@ PyObject *sf_py_map_pinned_tensor(PyObject *self, PyObject *args) {
 static int counter(PyObject *o, const char *what, sf_tensor *t) {
   if (tensor_in(o, t, what, -1, 1) < 0) return -1;
   if (t->device_type == SF_GPU && t->dtype == INT64 && t->nbytes >= 8) return 0;
-  PyErr_Format(error_value, "%s is %R, want a tensor of int64 on a GPU (map_pinned_tensor makes one of pinned memory)", what, o);
+  PyErr_Format(sf_error_value, "%s is %R, want a tensor of int64 on a GPU (map_pinned_tensor makes one of pinned memory)", what, o);
   Py_DECREF((PyObject *)t->owner);
   return -1;
 }
@@ -187,8 +188,7 @@ static PyType_Slot notify_slots[] = {
 
 static PyType_Spec notify_spec = {"fserver_lib.SimpleNotify", sizeof(notify_object), 0, Py_TPFLAGS_DEFAULT, notify_slots};
 
-int cuda_init(PyObject *module, PyObject *value) {
-  error_value = value;
+int cuda_init(PyObject *module) {
   PyObject *class = PyType_FromSpec(&notify_spec);
   return class != NULL ? PyModule_AddObject(module, "SimpleNotify", class) : -1;
 }

@@ -2,7 +2,7 @@
 
 #include "exchange.h"
 
-#include "tensor.h"
+#include "call.h"
 
 static const dl_exchange *table;
 

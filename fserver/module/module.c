@@ -6,186 +6,28 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <errno.h>
-#include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "_cgo_export.h"
+#include "batch.h"
+#include "call.h"
 #include "cuda.h"
 #include "docs.h"
 #include "tensor.h"
-
-// The longest list that is read.
-#define MAX_ITEMS (1 << 20)
-
-// The most descriptors that are closed in a child.
-#define MAX_FILES (1 << 14)
-
-static PyObject *error_base, *error_timeout, *error_connection, *error_value, *error_type;
-int sf_forked;
-int32_t sf_dropped;
-
-// What a child must not keep: as long as it has them, a peer does not notice that this
-// process has ended. They are found before the fork: afterwards only system calls are safe.
-static sf_file files[MAX_FILES];
-static int files_len;
-static pthread_mutex_t forking = PTHREAD_MUTEX_INITIALIZER;
-
-static void before_fork(void) {
-  pthread_mutex_lock(&forking);
-  files_len = sf_forked ? 0 : sf_files(files, MAX_FILES);
-}
-
-static void parent_after_fork(void) { pthread_mutex_unlock(&forking); }
-
-static void after_fork(void) {
-  int before = errno;
-  sf_forked = 1;
-  for (int i = 0; i < files_len; i++) {
-    struct stat st; // another thread may have closed it, and opened something else, just before the fork
-    if (fstat(files[i].fd, &st) == 0 && st.st_dev == files[i].device && st.st_ino == files[i].num) close(files[i].fd);
-  }
-  pthread_mutex_unlock(&forking);
-  errno = before;
-}
-
-// Raises what Go says.
-PyObject *sf_raise(sf_error *e) {
-  PyObject *kind = error_base;
-  if (e->kind == SF_TIMEOUT) kind = error_timeout;
-  if (e->kind == SF_CONNECTION) kind = error_connection;
-  if (e->kind == SF_VALUE) kind = error_value;
-  PyErr_SetString(kind, e->text != NULL ? e->text : "unknown error");
-  free(e->text);
-  e->text = NULL;
-  return NULL;
-}
-
-// Drops what Go needs no more.
-static void drain(void) {
-  if (__atomic_load_n(&sf_dropped, __ATOMIC_RELAXED) == 0) return; // Go is not called for nothing
-  void *objects[64];
-  int n;
-  do {
-    n = sf_drain(objects, 64);
-    for (int i = 0; i < n; i++) Py_DECREF((PyObject *)objects[i]);
-  } while (n == 64);
-}
-
-// Every call begins here. Go does not survive a fork.
-int sf_enter(void) {
-  if (sf_forked) {
-    PyErr_SetString(error_base,
-                    "fserver_lib was imported before this process was forked, which its threads do not survive: "
-                    "use the start method 'spawn', or import it in the child only");
-    return -1;
-  }
-  drain();
-  return 0;
-}
-
-int sf_int64_arg(PyObject *o, const char *what, int64_t *out) {
-  PyObject *n = PyNumber_Index(o);
-  if (n == NULL) {
-    if (!sf_not_ours()) PyErr_Format(error_type, "%s is %R, want an int", what, o);
-    return -1;
-  }
-  long long v = PyLong_AsLongLong(n);
-  Py_DECREF(n);
-  if (v == -1 && PyErr_Occurred()) {
-    PyErr_Format(error_value, "%s is %R, which is too large", what, o);
-    return -1;
-  }
-  *out = v;
-  return 0;
-}
-
-static int uint64_arg(PyObject *o, const char *what, Py_ssize_t i, uint64_t *out) {
-  char name[64];
-  PyObject *n = PyNumber_Index(o);
-  if (n == NULL) {
-    if (sf_not_ours()) return -1;
-    PyErr_Format(error_type, "%s is %R, want an int from 0 to 2**64-1", sf_name(name, sizeof name, what, i), o);
-    return -1;
-  }
-  unsigned long long v = PyLong_AsUnsignedLongLong(n);
-  Py_DECREF(n);
-  if (v == (unsigned long long)-1 && PyErr_Occurred()) {
-    PyErr_Format(error_value, "%s is %R, want an int from 0 to 2**64-1", sf_name(name, sizeof name, what, i), o);
-    return -1;
-  }
-  *out = v;
-  return 0;
-}
-
-// Reads arguments that were all given by position, in the order of names; those left
-// out stay NULL. Returns 0 when PyArg_ParseTupleAndKeywords must do it.
-static int by_position(PyObject *args, PyObject *kw, Py_ssize_t least, Py_ssize_t most, PyObject **out) {
-  Py_ssize_t n = PyTuple_Size(args);
-  if (kw != NULL || n < least || n > most) return 0;
-  for (Py_ssize_t i = 0; i < n; i++) out[i] = PyTuple_GetItem(args, i);
-  return 1;
-}
-
-// A bool; NULL leaves *out as it is.
-static int bool_arg(PyObject *o, int *out) {
-  int yes = o != NULL ? PyObject_IsTrue(o) : *out;
-  if (yes >= 0) *out = yes;
-  return yes < 0 ? -1 : 0;
-}
-
-// A time limit in milliseconds; None is -1.
-static int timeout_arg(PyObject *o, int64_t *out) {
-  *out = -1;
-  if (o == NULL || o == Py_None) return 0;
-  if (sf_int64_arg(o, "timeout_ms", out) < 0) return -1;
-  if (*out < 0 || *out > (int64_t)1 << 40) {
-    PyErr_Format(error_value, "timeout_ms is %R, want 0 or more milliseconds, or None for no limit", o);
-    return -1;
-  }
-  return 0;
-}
-
-// The items of a sequence, as a tuple or list whose items can be borrowed.
-static PyObject *sequence(PyObject *o, const char *what, Py_ssize_t *n) {
-  if (PyUnicode_Check(o) || PyBytes_Check(o) || !PySequence_Check(o)) {
-    PyErr_Format(error_type, "%s is %R, want a list or another sequence", what, o);
-    return NULL;
-  }
-  Py_ssize_t size = PySequence_Size(o); // of range objects, too, that no memory could hold
-  if (size > MAX_ITEMS) {
-    PyErr_Format(error_value, "%s has %zd items, want at most %d", what, size, MAX_ITEMS);
-    return NULL;
-  }
-  PyObject *t = size >= 0 ? PySequence_Tuple(o) : NULL;
-  if (t == NULL) {
-    if (!sf_not_ours()) PyErr_Format(error_type, "%s cannot be read as a sequence", what);
-    return NULL;
-  }
-  *n = PyTuple_Size(t);
-  if (*n > MAX_ITEMS) { // its length was another one
-    PyErr_Format(error_value, "%s has %zd items, want at most %d", what, *n, MAX_ITEMS);
-    Py_CLEAR(t);
-  }
-  return t;
-}
 
 // Fills n tensors of list o, and their keys when keys is not NULL. Returns a
 // malloc'ed array, or NULL. n is -1 or the number wanted, and receives the number.
 static sf_tensor *tensor_list(PyObject *o, const char *what, PyObject *keys, const char *keys_what, int writable,
                               Py_ssize_t *n) {
   sf_tensor *ts = NULL;
-  PyObject *items = sequence(o, what, n), *key_items = NULL;
+  PyObject *items = sf_sequence(o, what, n), *key_items = NULL;
   Py_ssize_t done = 0, nkeys;
   if (items == NULL) return NULL;
   if (keys != NULL) {
-    key_items = sequence(keys, keys_what, &nkeys);
+    key_items = sf_sequence(keys, keys_what, &nkeys);
     if (key_items == NULL) goto fail;
     if (nkeys != *n) {
-      PyErr_Format(error_value, "%zd %s but %zd %s, want as many", *n, what, nkeys, keys_what);
+      PyErr_Format(sf_error_value, "%zd %s but %zd %s, want as many", *n, what, nkeys, keys_what);
       goto fail;
     }
   }
@@ -196,7 +38,7 @@ static sf_tensor *tensor_list(PyObject *o, const char *what, PyObject *keys, con
   }
   for (; done < *n; done++) {
     if (tensor_in(PyTuple_GetItem(items, done), &ts[done], what, done, writable) < 0) goto fail;
-    if (keys != NULL && uint64_arg(PyTuple_GetItem(key_items, done), keys_what, done, &ts[done].key) < 0) {
+    if (keys != NULL && sf_uint64_arg(PyTuple_GetItem(key_items, done), keys_what, done, &ts[done].key) < 0) {
       done++;
       goto fail;
     }
@@ -239,7 +81,7 @@ static PyObject *py_init(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:init", names, &timeout)) return NULL;
-  if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
   if (sf_init(ms, &e) != SF_DONE) return sf_raise(&e);
   return wait_job();
 }
@@ -251,7 +93,7 @@ static PyObject *py_stop(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$O:stop", names, &timeout)) return NULL;
-  if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
   int rc = sf_stop(ms, &e);
   if (rc == SF_PENDING) Py_RETURN_NONE;
   if (rc != SF_DONE) return sf_raise(&e);
@@ -266,7 +108,7 @@ static PyObject *py_barrier(PyObject *self, PyObject *args, PyObject *kw) {
   sf_error e = {0, NULL};
   (void)self;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "pp|p$O:barrier", names, &servers, &workers, &instances, &timeout)) return NULL;
-  if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
   if (sf_barrier(servers, workers, instances, ms, &e) != SF_DONE) return sf_raise(&e);
   return wait_job();
 }
@@ -288,9 +130,9 @@ static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
   Py_ssize_t n = 0, m = 0;
   sf_error e = {0, NULL};
   (void)self;
-  if (!by_position(args, kw, 4, 5, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OOOO|O:push_pull", names, &a[0], &a[1], &a[2], &a[3], &a[4]))
+  if (!sf_by_position(args, kw, 4, 5, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OOOO|O:push_pull", names, &a[0], &a[1], &a[2], &a[3], &a[4]))
     return NULL;
-  if (bool_arg(a[4], &need_event) < 0 || sf_enter() < 0) return NULL;
+  if (sf_bool_arg(a[4], &need_event) < 0 || sf_enter() < 0) return NULL;
   sf_tensor *ps = tensor_list(a[0], "push_tensors", a[1], "push_keys", 0, &n);
   if (ps == NULL) return NULL;
   sf_tensor *qs = tensor_list(a[2], "pull_tensors", a[3], "pull_keys", 1, &m);
@@ -322,8 +164,8 @@ static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
   PyObject *a[2] = {NULL}; // the arguments
   int64_t h, ms = 10000;
   (void)self;
-  if (!by_position(args, kw, 1, 2, a) && !PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &a[0], &a[1])) return NULL;
-  if (sf_enter() < 0 || sf_int64_arg(a[0], "handler", &h) < 0 || (a[1] != NULL && timeout_arg(a[1], &ms) < 0)) return NULL;
+  if (!sf_by_position(args, kw, 1, 2, a) && !PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &a[0], &a[1])) return NULL;
+  if (sf_enter() < 0 || sf_int64_arg(a[0], "handler", &h) < 0 || (a[1] != NULL && sf_timeout_arg(a[1], &ms) < 0)) return NULL;
   if (ms < 0) ms = (int64_t)1 << 40;
   for (;;) {
     sf_error e = {0, NULL};
@@ -333,7 +175,7 @@ static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
   }
-  drain();
+  sf_drain_dropped();
   Py_RETURN_NONE;
 }
 
@@ -380,65 +222,13 @@ static PyObject *py_get_nanosecond(PyObject *self, PyObject *noargs) {
   return PyLong_FromUnsignedLongLong(sf_now());
 }
 
-// The batch as (handler, tensors, keys). *used is the number of its tensors that are
-// given back by others: all on success, on failure those that *made, which may be NULL,
-// or an exception holds.
-static PyObject *batch_out(sf_batch *b, int *used, PyObject **made) {
-  PyObject *ts = PyList_New(b->n), *keys = PyList_New(b->n), *id = PyLong_FromUnsignedLongLong(b->id);
-  int ok = ts != NULL && keys != NULL && id != NULL;
-  *used = 0;
-  for (int i = 0; ok && i < b->n; i++) {
-    int kept = 0;
-    PyObject *key = PyLong_FromUnsignedLongLong(b->tensors[i].key);
-    PyObject *t = key != NULL ? tensor_out(&b->tensors[i], b->lease, &kept) : NULL;
-    ok = t != NULL;
-    *used += ok || kept;
-    if (ok) {
-      PyList_SetItem(keys, i, key);
-      PyList_SetItem(ts, i, t);
-    } else {
-      Py_XDECREF(key);
-    }
-  }
-  PyObject *tuple = ok ? PyTuple_Pack(3, id, ts, keys) : NULL;
-  Py_XDECREF(id);
-  Py_XDECREF(keys);
-  if (tuple != NULL)
-    Py_DECREF(ts);
-  else
-    *made = ts;
-  return tuple;
-}
-
-PyObject *sf_batches_out(sf_batch *batches, int n, const void *room) {
-  PyObject *list = PyList_New(n), *made = NULL;
-  int i = 0, used = 0; // batches in list, and what the one after them has lent
-  for (; list != NULL && i < n; i++) {
-    PyObject *b = batch_out(&batches[i], &used, &made);
-    if (b == NULL) break;
-    PyList_SetItem(list, i, b);
-  }
-  if (i < n) {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace); // from those who free
-    sf_put_back(batches, n);
-    for (; i < n; i++, used = 0)
-      for (int k = used; k < batches[i].n; k++) sf_release(batches[i].lease, SF_COMPLETE);
-    Py_XDECREF(made);
-    Py_CLEAR(list);
-    PyErr_Restore(type, value, trace);
-  }
-  if (batches != room) free(batches);
-  return list;
-}
-
 static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"timeout_ms", NULL};
   PyObject *timeout = NULL;
   int64_t ms;
   (void)self;
-  if (!by_position(args, kw, 0, 0, NULL) && !PyArg_ParseTupleAndKeywords(args, kw, "|$O:get_batch", names, &timeout)) return NULL;
-  if (sf_enter() < 0 || timeout_arg(timeout, &ms) < 0) return NULL;
+  if (!sf_by_position(args, kw, 0, 0, NULL) && !PyArg_ParseTupleAndKeywords(args, kw, "|$O:get_batch", names, &timeout)) return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
   uint64_t start = ms >= 0 ? sf_now() : 0;
   union { // what most batches fit in
     sf_batch first;
@@ -458,7 +248,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
-    drain(); // answers that have left since
+    sf_drain_dropped(); // answers that have left since
     if (ms >= 0 && sf_now() - start >= (uint64_t)ms * 1000000) {
       sf_batch_timeout(ms, &e);
       return sf_raise(&e);
@@ -483,8 +273,8 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   Py_ssize_t n = 0;
   sf_error e = {0, NULL};
   (void)self;
-  if (!by_position(args, kw, 2, 3, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OO|O:respond", names, &a[0], &a[1], &a[2])) return NULL;
-  if (bool_arg(a[2], &need_event) < 0 || sf_enter() < 0 || uint64_arg(a[1], "handler", -1, &id) < 0) return NULL;
+  if (!sf_by_position(args, kw, 2, 3, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OO|O:respond", names, &a[0], &a[1], &a[2])) return NULL;
+  if (sf_bool_arg(a[2], &need_event) < 0 || sf_enter() < 0 || sf_uint64_arg(a[1], "handler", -1, &id) < 0) return NULL;
   sf_tensor *ts = tensor_list(a[0], "tensors", NULL, NULL, 0, &n);
   if (ts == NULL) return NULL;
   uint64_t stream = SF_COMPLETE;
@@ -507,27 +297,27 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "OOO:respond_vec", &buffer, &tensors, &handlers)) return NULL;
   if (sf_enter() < 0 || tensor_in(buffer, &buf, "ret_buffer", -1, 0) < 0) return NULL;
   ts = tensor_list(tensors, "tensors_vec", NULL, NULL, 0, &n);
-  if (ts != NULL) items = sequence(handlers, "handler_vec", &m);
+  if (ts != NULL) items = sf_sequence(handlers, "handler_vec", &m);
   if (items == NULL) goto out;
   if (n != m) {
-    PyErr_Format(error_value, "%zd tensors_vec but %zd handler_vec, want as many", n, m);
+    PyErr_Format(sf_error_value, "%zd tensors_vec but %zd handler_vec, want as many", n, m);
     goto out;
   }
   if (buf.ndim == 0) {
-    PyErr_SetString(error_value, "ret_buffer has no dimensions, want rows to take from");
+    PyErr_SetString(sf_error_value, "ret_buffer has no dimensions, want rows to take from");
     goto out;
   }
   for (Py_ssize_t i = 0; i < n; i++) {
     if (ts[i].ndim == 0) {
-      PyErr_Format(error_value, "tensors_vec[%zd] has no dimensions, want as many rows as the answer is to have", i);
+      PyErr_Format(sf_error_value, "tensors_vec[%zd] has no dimensions, want as many rows as the answer is to have", i);
       goto out;
     }
     if (ts[i].shape[0] > buf.shape[0]) {
-      PyErr_Format(error_value, "tensors_vec[%zd] has %lld rows, ret_buffer only %lld", i, (long long)ts[i].shape[0],
+      PyErr_Format(sf_error_value, "tensors_vec[%zd] has %lld rows, ret_buffer only %lld", i, (long long)ts[i].shape[0],
                    (long long)buf.shape[0]);
       goto out;
     }
-    if (uint64_arg(PyTuple_GetItem(items, i), "handler_vec", i, &ts[i].key) < 0) goto out; // its key is free
+    if (sf_uint64_arg(PyTuple_GetItem(items, i), "handler_vec", i, &ts[i].key) < 0) goto out; // its key is free
   }
   uint64_t stream = SF_COMPLETE;
   if (tensor_streams(&buf, 1, &stream) < 0) goto out;
@@ -572,11 +362,11 @@ static PyObject *py_register_recv_buffer(PyObject *self, PyObject *args) {
   (void)self;
   if (!PyArg_ParseTuple(args, "OOO:register_recv_buffer", &tensor, &ranks, &keys)) return NULL;
   if (sf_enter() < 0) return NULL;
-  rank_items = sequence(ranks, "worker_ranks", &n);
-  if (rank_items != NULL) key_items = sequence(keys, "push_keys", &m);
+  rank_items = sf_sequence(ranks, "worker_ranks", &n);
+  if (rank_items != NULL) key_items = sf_sequence(keys, "push_keys", &m);
   if (key_items == NULL) goto out;
   if (n != m || n == 0) {
-    PyErr_Format(error_value, "%zd worker_ranks and %zd push_keys, want as many, and at least one", n, m);
+    PyErr_Format(sf_error_value, "%zd worker_ranks and %zd push_keys, want as many, and at least one", n, m);
     goto out;
   }
   rs = calloc((size_t)n, sizeof *rs);
@@ -587,7 +377,7 @@ static PyObject *py_register_recv_buffer(PyObject *self, PyObject *args) {
   }
   for (Py_ssize_t i = 0; i < n; i++)
     if (sf_int64_arg(PyTuple_GetItem(rank_items, i), "worker_ranks", &rs[i]) < 0 ||
-        uint64_arg(PyTuple_GetItem(key_items, i), "push_keys", i, &ks[i]) < 0)
+        sf_uint64_arg(PyTuple_GetItem(key_items, i), "push_keys", i, &ks[i]) < 0)
       goto out;
   if (tensor_in(tensor, &t, "tensor", -1, 1) < 0) goto out;
   if (sf_register(&t, rs, ks, (int)n, &e) != SF_DONE) {
@@ -639,24 +429,6 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fserver_lib", DOC_MODULE, -1, methods, NULL, NULL, NULL, NULL};
 
-// Makes an exception class with the base class of ours and, if not NULL, one of
-// Python's own, and adds it to the module.
-static PyObject *exception(PyObject *module, const char *name, const char *doc, PyObject *python) {
-  char full[64] = "fserver_lib.";
-  PyObject *bases = python != NULL ? PyTuple_Pack(2, error_base, python) : PyTuple_Pack(1, PyExc_RuntimeError);
-  if (bases == NULL) return NULL;
-  strncat(full, name, sizeof full - strlen(full) - 1);
-  PyObject *class = PyErr_NewExceptionWithDoc(full, doc, bases, NULL);
-  Py_DECREF(bases);
-  if (class == NULL) return NULL;
-  Py_INCREF(class); // the module takes one
-  if (PyModule_AddObject(module, name, class) < 0) {
-    Py_DECREF(class);
-    Py_CLEAR(class);
-  }
-  return class;
-}
-
 // Leaves the cluster when the interpreter ends.
 static int at_exit(PyObject *module) {
   PyObject *atexit = PyImport_ImportModule("atexit"), *f = PyObject_GetAttrString(module, "_exit"), *r = NULL;
@@ -670,15 +442,10 @@ static int at_exit(PyObject *module) {
 PyMODINIT_FUNC PyInit_fserver_lib(void) {
   PyObject *module = PyModule_Create(&definition);
   if (module == NULL) return NULL;
-  if ((error_base = exception(module, "Error", DOC_ERROR, NULL)) == NULL ||
-      (error_timeout = exception(module, "TimeoutError", DOC_TIMEOUT_ERROR, PyExc_TimeoutError)) == NULL ||
-      (error_connection = exception(module, "ConnectionError", DOC_CONNECTION_ERROR, PyExc_ConnectionError)) == NULL ||
-      (error_value = exception(module, "ValueError", DOC_VALUE_ERROR, PyExc_ValueError)) == NULL ||
-      (error_type = exception(module, "TypeError", DOC_TYPE_ERROR, PyExc_TypeError)) == NULL ||
-      tensor_init(module, error_value, error_type) < 0 || cuda_init(module, error_value) < 0 || at_exit(module) < 0) {
+  if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || at_exit(module) < 0) {
     Py_DECREF(module);
     return NULL;
   }
-  pthread_atfork(before_fork, parent_after_fork, after_fork);
+  call_watch_forks();
   return module;
 }

@@ -6,12 +6,13 @@
 #include <string.h>
 
 #include "_cgo_export.h"
+#include "call.h"
 #include "docs.h"
 #include "dtypes.h"
 #include "exchange.h"
 #include "torch.h"
 
-static PyObject *error_value, *error_type, *tensor_class, *s_view;
+static PyObject *tensor_class, *s_view;
 
 // Gives back one tensor of a batch. Work that is queued on a GPU may still read it:
 // the library waits for that.
@@ -144,7 +145,7 @@ static int quick_out(const sf_tensor *t, uint64_t lease, PyObject *keeper, PyObj
     Py_XDECREF(keeper);
     free(x);
   } else if (!PyErr_Occurred()) {
-    PyErr_SetString(error_value, "PyTorch makes no tensor of what a worker pushed");
+    PyErr_SetString(sf_error_value, "PyTorch makes no tensor of what a worker pushed");
   }
   return PyErr_Occurred() ? -1 : 0;
 }
@@ -215,9 +216,9 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper,
 
 PyObject *tensor_over(const sf_tensor *t, PyObject *keeper) {
   int ready = torch_ready(), kept = 0;
-  if (ready == 0) PyErr_SetString(error_type, "a tensor on a GPU is a torch.Tensor: import torch first");
+  if (ready == 0) PyErr_SetString(sf_error_type, "a tensor on a GPU is a torch.Tensor: import torch first");
   if (ready > 0 && torch_dtype(t->dtype) == NULL) {
-    PyErr_SetString(error_value, "the tensor is of a dtype that this PyTorch does not have");
+    PyErr_SetString(sf_error_value, "the tensor is of a dtype that this PyTorch does not have");
     return NULL;
   }
   return ready > 0 ? torch_out(t, 0, keeper, &kept) : NULL;
@@ -295,7 +296,7 @@ static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
     if (same <= 0) return NULL;
   }
   if (sf_type_of(t->dtype).bits == 0) {
-    PyErr_Format(error_value, "DLPack has no code for dtype %s", dtype_name(t));
+    PyErr_Format(sf_error_value, "DLPack has no code for dtype %s", dtype_name(t));
     return NULL;
   }
   exported *x;
@@ -320,7 +321,7 @@ static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   (void)type;
   (void)args;
   (void)kw;
-  PyErr_SetString(error_type, "fserver_lib.Tensor cannot be made, only received");
+  PyErr_SetString(sf_error_type, "fserver_lib.Tensor cannot be made, only received");
   return NULL;
 }
 
@@ -336,10 +337,8 @@ static PyType_Slot tensor_slots[] = {
 
 static PyType_Spec tensor_spec = {"fserver_lib.Tensor", sizeof(tensor_object), 0, Py_TPFLAGS_DEFAULT, tensor_slots};
 
-int tensor_init(PyObject *module, PyObject *value, PyObject *type) {
-  error_value = value;
-  error_type = type;
-  if (tensor_in_init(value, type) < 0 || (s_view = PyUnicode_InternFromString("view")) == NULL) return -1;
+int tensor_init(PyObject *module) {
+  if ((s_view = PyUnicode_InternFromString("view")) == NULL) return -1;
   tensor_class = PyType_FromSpec(&tensor_spec);
   if (tensor_class == NULL) return -1;
   Py_INCREF(tensor_class);

@@ -8,31 +8,16 @@
 
 #include "abi.h"
 
-// Set in the child of a fork, which Go's threads do not survive: nothing may call
-// Go there.
-extern int sf_forked;
-
-// Whether an exception such as KeyboardInterrupt is set, which must not become one
-// of ours.
-int sf_not_ours(void);
-
-// Clears the exception of a step that may fail, if one is set. Returns 0, or -1 when it
-// is one that must not become ours, which stays.
-int sf_pardon(void);
-
-// Writes the name of an argument into buf: item i of what, or what if i is -1.
-const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i);
-
-// Adds the class Tensor to the module. value and type are the exceptions to raise.
-int tensor_init(PyObject *module, PyObject *value, PyObject *type);
+// Adds the class Tensor to the module.
+int tensor_init(PyObject *module);
 
 // Fills t from a tensor of Python's; t->owner then is a reference to what keeps
 // its memory. what and i name the argument, i -1 alone. writable: Go will write
 // there. Returns 0, or -1 with an exception that names the argument.
 int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int writable);
 
-// Prepares tensor_in. value and type are the exceptions to raise.
-int tensor_in_init(PyObject *value, PyObject *type);
+// Prepares tensor_in.
+int tensor_in_init(void);
 
 // What a Tensor of ours describes, or NULL if o is none.
 const sf_tensor *tensor_own(PyObject *o);

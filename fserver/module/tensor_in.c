@@ -5,14 +5,13 @@
 #include <string.h>
 
 #include "_cgo_export.h"
+#include "call.h"
 #include "dtypes.h"
 #include "exchange.h"
 #include "tensor.h"
 #include "torch.h"
 
 #define TAKEN "fserver_lib.dltensor"
-
-static PyObject *error_value, *error_type;
 
 // Whether the library was built with CUDA, and what is said of a GPU's tensors if not.
 static int cuda;
@@ -31,25 +30,9 @@ typedef struct {
 
 static const char *named(label *name) { return sf_name(name->buf, sizeof name->buf, name->what, name->i); }
 
-const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i) {
-  if (i < 0)
-    PyOS_snprintf(buf, n, "%s", what);
-  else
-    PyOS_snprintf(buf, n, "%s[%zd]", what, i);
-  return buf;
-}
-
-int sf_not_ours(void) { return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception); }
-
-int sf_pardon(void) {
-  if (sf_not_ours()) return -1;
-  PyErr_Clear();
-  return 0;
-}
-
 static int set_shape(sf_tensor *t, Py_ssize_t ndim, label *name) {
   if (ndim > SF_MAX_DIMS) {
-    PyErr_Format(error_value, "%s has %zd dimensions, want at most %d", named(name), ndim, SF_MAX_DIMS);
+    PyErr_Format(sf_error_value, "%s has %zd dimensions, want at most %d", named(name), ndim, SF_MAX_DIMS);
     return -1;
   }
   t->ndim = (int32_t)ndim;
@@ -67,7 +50,7 @@ static int set_bytes(sf_tensor *t, label *name) {
   }
   for (int i = 0; i < t->ndim; i++) {
     if (t->shape[i] < 0 || n > INT32_MAX / t->shape[i]) {
-      PyErr_Format(error_value, "%s is larger than the %d bytes that a message has room for", named(name), INT32_MAX);
+      PyErr_Format(sf_error_value, "%s is larger than the %d bytes that a message has room for", named(name), INT32_MAX);
       return -1;
     }
     n *= t->shape[i];
@@ -143,7 +126,7 @@ static int torch_quick(PyObject *o, sf_tensor *t) {
 }
 
 // Whether a torch.Tensor is of no subclass that could see things differently.
-static int plain(PyObject *o) {
+static int is_plain(PyObject *o) {
   PyObject *class = (PyObject *)Py_TYPE(o);
   return class == sf_torch.tensor || class == sf_torch.parameter;
 }
@@ -151,7 +134,7 @@ static int plain(PyObject *o) {
 static int torch_device(PyObject *o, sf_tensor *t, label *name) {
   char device[16];
   t->device_type = SF_CPU;
-  int on_cpu = plain(o) ? has(o, s_is_cpu) : 0; // by far cheaper than the rest
+  int on_cpu = is_plain(o) ? has(o, s_is_cpu) : 0; // by far cheaper than the rest
   if (on_cpu != 0) return on_cpu < 0 ? -1 : 0;
   PyObject *x = PyObject_GetAttr(o, s_device);
   if (x == NULL) return -1;
@@ -161,7 +144,7 @@ static int torch_device(PyObject *o, sf_tensor *t, label *name) {
   }
   int gpu = strcmp(device, "cuda") == 0;
   if ((!gpu || !cuda) && strcmp(device, "cpu") != 0) {
-    PyErr_Format(error_value, gpu ? "%s is on device %S, " NO_CUDA : "%s is on device %S, want cpu or cuda: this build has no backend for it", named(name), x);
+    PyErr_Format(sf_error_value, gpu ? "%s is on device %S, " NO_CUDA : "%s is on device %S, want cpu or cuda: this build has no backend for it", named(name), x);
     Py_DECREF(x);
     return -1;
   }
@@ -180,14 +163,14 @@ static int torch_in(PyObject *o, sf_tensor *t, label *name) {
   int contiguous = is(o, s_contiguous);
   if (contiguous < 0) return -1;
   if (!contiguous) {
-    PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor: call .contiguous() and keep the result", named(name));
+    PyErr_Format(sf_error_value, "%s is not contiguous, want a contiguous tensor: call .contiguous() and keep the result", named(name));
     return -1;
   }
   PyObject *x = PyObject_GetAttr(o, s_dtype);
   PyObject *code = x != NULL ? PyDict_GetItemWithError(sf_torch.codes, x) : NULL; // borrowed
   if (code == NULL) {
     if (sf_pardon() == 0)
-      PyErr_Format(error_value, "%s has dtype %S, which is not supported", named(name), x != NULL ? x : Py_None);
+      PyErr_Format(sf_error_value, "%s has dtype %S, which is not supported", named(name), x != NULL ? x : Py_None);
     Py_XDECREF(x);
     return -1;
   }
@@ -196,7 +179,7 @@ static int torch_in(PyObject *o, sf_tensor *t, label *name) {
   int lazy = torch_lazy(o, t->dtype);
   if (lazy < 0) return -1;
   if (lazy) {
-    PyErr_Format(error_value, "%s is a conjugate or negative view: call .resolve_conj().resolve_neg() and keep the result", named(name));
+    PyErr_Format(sf_error_value, "%s is a conjugate or negative view: call .resolve_conj().resolve_neg() and keep the result", named(name));
     return -1;
   }
 
@@ -216,7 +199,7 @@ static int torch_in(PyObject *o, sf_tensor *t, label *name) {
   Py_DECREF(x);
   if (PyErr_Occurred()) return -1;
   if (t->ptr == NULL && t->nbytes > 0) {
-    PyErr_Format(error_value, "%s has no memory (a meta tensor?)", named(name));
+    PyErr_Format(sf_error_value, "%s has no memory (a meta tensor?)", named(name));
     return -1;
   }
   Py_INCREF(o);
@@ -245,29 +228,29 @@ static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
   if ((t->dtype = sf_code_of_numpy(type)) < 0) goto out;
   rc = -1;
   if (PyDict_GetItemString(d, "__ref") != NULL) { // it goes with d
-    PyErr_Format(error_type, "%s is %R, which has no memory of its own, want an array: use numpy.array", named(name), (PyObject *)Py_TYPE(o));
+    PyErr_Format(sf_error_type, "%s is %R, which has no memory of its own, want an array: use numpy.array", named(name), (PyObject *)Py_TYPE(o));
     goto out;
   }
   if (strides != NULL && strides != Py_None) {
-    PyErr_Format(error_value, "%s is not contiguous, want a contiguous array: use numpy.ascontiguousarray", named(name));
+    PyErr_Format(sf_error_value, "%s is not contiguous, want a contiguous array: use numpy.ascontiguousarray", named(name));
     goto out;
   }
   int readonly = writable ? PyObject_IsTrue(PyTuple_GetItem(data, 1)) : 0;
   if (readonly != 0) {
     if (readonly > 0 || sf_pardon() == 0)
-      PyErr_Format(error_value, "%s is read-only, want an array that can be written to", named(name));
+      PyErr_Format(sf_error_value, "%s is read-only, want an array that can be written to", named(name));
     goto out;
   }
   if (set_shape(t, PyTuple_Size(shape), name) < 0) goto out;
   for (int k = 0; k < t->ndim; k++) t->shape[k] = PyLong_AsLongLong(PyTuple_GetItem(shape, k));
   t->ptr = (void *)(uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GetItem(data, 0));
   if (PyErr_Occurred()) {
-    if (!sf_not_ours()) PyErr_Format(error_type, "%s has an __array_interface__ that NumPy would not give it", named(name));
+    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s has an __array_interface__ that NumPy would not give it", named(name));
     goto out;
   }
   if (set_bytes(t, name) < 0) goto out;
   if (t->ptr == NULL && t->nbytes > 0) {
-    PyErr_Format(error_value, "%s has no memory: its __array_interface__ says address 0", named(name));
+    PyErr_Format(sf_error_value, "%s has no memory: its __array_interface__ says address 0", named(name));
     goto out;
   }
   t->device_type = SF_CPU;
@@ -314,7 +297,7 @@ static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
     if (sf_not_ours()) return -1;
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    PyErr_Format(error_value, "%s cannot be shared by DLPack: %S", named(name), value != NULL ? value : Py_None);
+    PyErr_Format(sf_error_value, "%s cannot be shared by DLPack: %S", named(name), value != NULL ? value : Py_None);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(trace);
@@ -323,29 +306,29 @@ static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
   dl_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
   if (m == NULL) {
     PyErr_Clear();
-    PyErr_Format(error_type, "%s.__dlpack__() returned %R, want a DLPack capsule", named(name), capsule);
+    PyErr_Format(sf_error_type, "%s.__dlpack__() returned %R, want a DLPack capsule", named(name), capsule);
     goto fail;
   }
   int32_t on = m->t.device.device_type;
   int gpu = on == DL_CUDA || on == DL_CUDA_MANAGED;
   if (gpu && !cuda) {
-    PyErr_Format(error_value, "%s is on device cuda:%d, " NO_CUDA, named(name), (int)m->t.device.device_id);
+    PyErr_Format(sf_error_value, "%s is on device cuda:%d, " NO_CUDA, named(name), (int)m->t.device.device_id);
     goto fail;
   }
   if (!gpu && on != DL_CPU && on != DL_CUDA_HOST) {
-    PyErr_Format(error_value, "%s is on DLPack device type %d, want 1 (cpu) or 2 (cuda): this build has no backend for it", named(name), (int)on);
+    PyErr_Format(sf_error_value, "%s is on DLPack device type %d, want 1 (cpu) or 2 (cuda): this build has no backend for it", named(name), (int)on);
     goto fail;
   }
   t->device_type = gpu ? SF_GPU : SF_CPU;
   t->device_id = gpu ? m->t.device.device_id : 0;
   t->dtype = sf_code_of(m->t.dtype);
   if (t->dtype < 0) {
-    PyErr_Format(error_value, "%s has DLPack type code %d with %d bits and %d lanes, which is not supported", named(name),
+    PyErr_Format(sf_error_value, "%s has DLPack type code %d with %d bits and %d lanes, which is not supported", named(name),
                  (int)m->t.dtype.code, (int)m->t.dtype.bits, (int)m->t.dtype.lanes);
     goto fail;
   }
   if (m->t.ndim < 0 || (m->t.ndim > 0 && m->t.shape == NULL)) {
-    PyErr_Format(error_value, "%s has %d DLPack dimensions%s", named(name), (int)m->t.ndim, m->t.ndim < 0 ? "" : " and no shape");
+    PyErr_Format(sf_error_value, "%s has %d DLPack dimensions%s", named(name), (int)m->t.ndim, m->t.ndim < 0 ? "" : " and no shape");
     goto fail;
   }
   if (set_shape(t, m->t.ndim, name) < 0) goto fail;
@@ -354,13 +337,13 @@ static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
   int64_t stride = 1;
   for (int d = t->ndim - 1; m->t.strides != NULL && t->nbytes > 0 && d >= 0; d--) {
     if (t->shape[d] != 1 && m->t.strides[d] != stride) {
-      PyErr_Format(error_value, "%s is not contiguous, want a contiguous tensor", named(name));
+      PyErr_Format(sf_error_value, "%s is not contiguous, want a contiguous tensor", named(name));
       goto fail;
     }
     stride *= t->shape[d];
   }
   if (m->t.data == NULL && t->nbytes > 0) {
-    PyErr_Format(error_value, "%s has no memory: its DLPack data pointer is NULL", named(name));
+    PyErr_Format(sf_error_value, "%s has no memory: its DLPack data pointer is NULL", named(name));
     goto fail;
   }
   t->ptr = (char *)m->t.data + m->t.byte_offset;
@@ -383,21 +366,21 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
   memset(t, 0, sizeof *t);
   int ready = torch_ready();
   if (ready < 0) return -1;
-  if (ready && plain(o)) {
+  if (ready && is_plain(o)) {
     int rc = torch_quick(o, t);
     if (rc != 0) return rc > 0 ? 0 : -1;
     memset(t, 0, sizeof *t);
   }
   int is_torch = ready ? PyObject_IsInstance(o, sf_torch.tensor) : 0;
   if (is_torch < 0) {
-    if (!sf_not_ours()) PyErr_Format(error_type, "%s does not tell what it is, want a torch.Tensor or another object with __dlpack__", named(name));
+    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s does not tell what it is, want a torch.Tensor or another object with __dlpack__", named(name));
     return -1;
   }
   if (is_torch) {
     if (torch_in(o, t, name) == 0) return 0;
-    if (!PyErr_ExceptionMatches(error_value) && !sf_not_ours()) {
+    if (!PyErr_ExceptionMatches(sf_error_value) && !sf_not_ours()) {
       PyErr_Clear();
-      PyErr_Format(error_value, "%s is a tensor without an address of its own (sparse, quantised or a subclass)", named(name));
+      PyErr_Format(sf_error_value, "%s is a tensor without an address of its own (sparse, quantised or a subclass)", named(name));
     }
     return -1;
   }
@@ -413,7 +396,7 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
   PyObject *method = PyObject_GetAttr(o, s_dlpack);
   if (method == NULL) {
     if (sf_pardon() == 0)
-      PyErr_Format(error_type, "%s is %R, want a torch.Tensor or another object with __dlpack__", named(name), (PyObject *)Py_TYPE(o));
+      PyErr_Format(sf_error_type, "%s is %R, want a torch.Tensor or another object with __dlpack__", named(name), (PyObject *)Py_TYPE(o));
     return -1;
   }
   Py_DECREF(method);
@@ -425,14 +408,14 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
     Py_XDECREF(text);
     if (text == NULL && sf_pardon() < 0) return -1;
     if (jax) {
-      PyErr_Format(error_type, "%s is a JAX array, which cannot be written to: pull into a NumPy array or a torch.Tensor", named(name));
+      PyErr_Format(sf_error_type, "%s is a JAX array, which cannot be written to: pull into a NumPy array or a torch.Tensor", named(name));
       return -1;
     }
   }
   return dlpack_in(o, t, name);
 }
 
-int tensor_in_init(PyObject *value, PyObject *type) {
+int tensor_in_init(void) {
   static const struct {
     PyObject **s;
     const char *text;
@@ -440,8 +423,6 @@ int tensor_in_init(PyObject *value, PyObject *type) {
                {&s_dtype, "dtype"}, {&s_shape, "shape"}, {&s_dlpack, "__dlpack__"}, {&s_dlpack_device, "__dlpack_device__"},
                {&s_interface, "__array_interface__"}, {&s_is_conj, "is_conj"}, {&s_is_neg, "is_neg"}, {&s_index, "index"},
                {&s_is_cpu, "is_cpu"}};
-  error_value = value;
-  error_type = type;
   cuda = sf_cuda();
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
     if ((*names[i].s = PyUnicode_InternFromString(names[i].text)) == NULL) return -1;

@@ -2,6 +2,7 @@
 
 #include "torch.h"
 
+#include "call.h"
 #include "exchange.h"
 #include "tensor.h"
 

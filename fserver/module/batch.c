@@ -1,0 +1,60 @@
+//go:build fserver
+
+#include "batch.h"
+
+#include <stdlib.h>
+
+#include "_cgo_export.h"
+#include "tensor.h"
+
+// The batch as (handler, tensors, keys). *used is the number of its tensors that are
+// given back by others: all on success, on failure those that *made, which may be NULL,
+// or an exception holds.
+static PyObject *batch_out(sf_batch *b, int *used, PyObject **made) {
+  PyObject *ts = PyList_New(b->n), *keys = PyList_New(b->n), *id = PyLong_FromUnsignedLongLong(b->id);
+  int ok = ts != NULL && keys != NULL && id != NULL;
+  *used = 0;
+  for (int i = 0; ok && i < b->n; i++) {
+    int kept = 0;
+    PyObject *key = PyLong_FromUnsignedLongLong(b->tensors[i].key);
+    PyObject *t = key != NULL ? tensor_out(&b->tensors[i], b->lease, &kept) : NULL;
+    ok = t != NULL;
+    *used += ok || kept;
+    if (ok) {
+      PyList_SetItem(keys, i, key);
+      PyList_SetItem(ts, i, t);
+    } else {
+      Py_XDECREF(key);
+    }
+  }
+  PyObject *tuple = ok ? PyTuple_Pack(3, id, ts, keys) : NULL;
+  Py_XDECREF(id);
+  Py_XDECREF(keys);
+  if (tuple != NULL)
+    Py_DECREF(ts);
+  else
+    *made = ts;
+  return tuple;
+}
+
+PyObject *sf_batches_out(sf_batch *batches, int n, const void *room) {
+  PyObject *list = PyList_New(n), *made = NULL;
+  int i = 0, used = 0; // batches in list, and what the one after them has lent
+  for (; list != NULL && i < n; i++) {
+    PyObject *b = batch_out(&batches[i], &used, &made);
+    if (b == NULL) break;
+    PyList_SetItem(list, i, b);
+  }
+  if (i < n) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace); // from those who free
+    sf_put_back(batches, n);
+    for (; i < n; i++, used = 0)
+      for (int k = used; k < batches[i].n; k++) sf_release(batches[i].lease, SF_COMPLETE);
+    Py_XDECREF(made);
+    Py_CLEAR(list);
+    PyErr_Restore(type, value, trace);
+  }
+  if (batches != room) free(batches);
+  return list;
+}

@@ -1,0 +1,207 @@
+//go:build fserver
+
+#include "call.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "_cgo_export.h"
+#include "docs.h"
+
+// The longest list that is read.
+#define MAX_ITEMS (1 << 20)
+
+// The most descriptors that are closed in a child.
+#define MAX_FILES (1 << 14)
+
+PyObject *sf_error_value, *sf_error_type;
+static PyObject *error_base, *error_timeout, *error_connection;
+int sf_forked;
+int32_t sf_dropped;
+
+// What a child must not keep: as long as it has them, a peer does not notice that this
+// process has ended. They are found before the fork: afterwards only system calls are safe.
+static sf_file files[MAX_FILES];
+static int files_len;
+static pthread_mutex_t forking = PTHREAD_MUTEX_INITIALIZER;
+
+static void before_fork(void) {
+  pthread_mutex_lock(&forking);
+  files_len = sf_forked ? 0 : sf_files(files, MAX_FILES);
+}
+
+static void parent_after_fork(void) { pthread_mutex_unlock(&forking); }
+
+static void after_fork(void) {
+  int before = errno;
+  sf_forked = 1;
+  for (int i = 0; i < files_len; i++) {
+    struct stat st; // another thread may have closed it, and opened something else, just before the fork
+    if (fstat(files[i].fd, &st) == 0 && st.st_dev == files[i].device && st.st_ino == files[i].num) close(files[i].fd);
+  }
+  pthread_mutex_unlock(&forking);
+  errno = before;
+}
+
+PyObject *sf_raise(sf_error *e) {
+  PyObject *kind = error_base;
+  if (e->kind == SF_TIMEOUT) kind = error_timeout;
+  if (e->kind == SF_CONNECTION) kind = error_connection;
+  if (e->kind == SF_VALUE) kind = sf_error_value;
+  PyErr_SetString(kind, e->text != NULL ? e->text : "unknown error");
+  free(e->text);
+  e->text = NULL;
+  return NULL;
+}
+
+void sf_drain_dropped(void) {
+  if (__atomic_load_n(&sf_dropped, __ATOMIC_RELAXED) == 0) return; // Go is not called for nothing
+  void *objects[64];
+  int n;
+  do {
+    n = sf_drain(objects, 64);
+    for (int i = 0; i < n; i++) Py_DECREF((PyObject *)objects[i]);
+  } while (n == 64);
+}
+
+int sf_enter(void) {
+  if (sf_forked) {
+    PyErr_SetString(error_base,
+                    "fserver_lib was imported before this process was forked, which its threads do not survive: "
+                    "use the start method 'spawn', or import it in the child only");
+    return -1;
+  }
+  sf_drain_dropped();
+  return 0;
+}
+
+int sf_int64_arg(PyObject *o, const char *what, int64_t *out) {
+  PyObject *n = PyNumber_Index(o);
+  if (n == NULL) {
+    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s is %R, want an int", what, o);
+    return -1;
+  }
+  long long v = PyLong_AsLongLong(n);
+  Py_DECREF(n);
+  if (v == -1 && PyErr_Occurred()) {
+    PyErr_Format(sf_error_value, "%s is %R, which is too large", what, o);
+    return -1;
+  }
+  *out = v;
+  return 0;
+}
+
+int sf_uint64_arg(PyObject *o, const char *what, Py_ssize_t i, uint64_t *out) {
+  char name[64];
+  PyObject *n = PyNumber_Index(o);
+  if (n == NULL) {
+    if (sf_not_ours()) return -1;
+    PyErr_Format(sf_error_type, "%s is %R, want an int from 0 to 2**64-1", sf_name(name, sizeof name, what, i), o);
+    return -1;
+  }
+  unsigned long long v = PyLong_AsUnsignedLongLong(n);
+  Py_DECREF(n);
+  if (v == (unsigned long long)-1 && PyErr_Occurred()) {
+    PyErr_Format(sf_error_value, "%s is %R, want an int from 0 to 2**64-1", sf_name(name, sizeof name, what, i), o);
+    return -1;
+  }
+  *out = v;
+  return 0;
+}
+
+const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i) {
+  if (i < 0)
+    PyOS_snprintf(buf, n, "%s", what);
+  else
+    PyOS_snprintf(buf, n, "%s[%zd]", what, i);
+  return buf;
+}
+
+int sf_not_ours(void) { return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception); }
+
+int sf_pardon(void) {
+  if (sf_not_ours()) return -1;
+  PyErr_Clear();
+  return 0;
+}
+
+int sf_by_position(PyObject *args, PyObject *kw, Py_ssize_t least, Py_ssize_t most, PyObject **out) {
+  Py_ssize_t n = PyTuple_Size(args);
+  if (kw != NULL || n < least || n > most) return 0;
+  for (Py_ssize_t i = 0; i < n; i++) out[i] = PyTuple_GetItem(args, i);
+  return 1;
+}
+
+int sf_bool_arg(PyObject *o, int *out) {
+  int yes = o != NULL ? PyObject_IsTrue(o) : *out;
+  if (yes >= 0) *out = yes;
+  return yes < 0 ? -1 : 0;
+}
+
+int sf_timeout_arg(PyObject *o, int64_t *out) {
+  *out = -1;
+  if (o == NULL || o == Py_None) return 0;
+  if (sf_int64_arg(o, "timeout_ms", out) < 0) return -1;
+  if (*out < 0 || *out > (int64_t)1 << 40) {
+    PyErr_Format(sf_error_value, "timeout_ms is %R, want 0 or more milliseconds, or None for no limit", o);
+    return -1;
+  }
+  return 0;
+}
+
+PyObject *sf_sequence(PyObject *o, const char *what, Py_ssize_t *n) {
+  if (PyUnicode_Check(o) || PyBytes_Check(o) || !PySequence_Check(o)) {
+    PyErr_Format(sf_error_type, "%s is %R, want a list or another sequence", what, o);
+    return NULL;
+  }
+  Py_ssize_t size = PySequence_Size(o); // of range objects, too, that no memory could hold
+  if (size > MAX_ITEMS) {
+    PyErr_Format(sf_error_value, "%s has %zd items, want at most %d", what, size, MAX_ITEMS);
+    return NULL;
+  }
+  PyObject *t = size >= 0 ? PySequence_Tuple(o) : NULL;
+  if (t == NULL) {
+    if (!sf_not_ours()) PyErr_Format(sf_error_type, "%s cannot be read as a sequence", what);
+    return NULL;
+  }
+  *n = PyTuple_Size(t);
+  if (*n > MAX_ITEMS) { // its length was another one
+    PyErr_Format(sf_error_value, "%s has %zd items, want at most %d", what, *n, MAX_ITEMS);
+    Py_CLEAR(t);
+  }
+  return t;
+}
+
+// Makes an exception class with the base class of ours and, if not NULL, one of
+// Python's own, and adds it to the module.
+static PyObject *exception(PyObject *module, const char *name, const char *doc, PyObject *python) {
+  char full[64] = "fserver_lib.";
+  PyObject *bases = python != NULL ? PyTuple_Pack(2, error_base, python) : PyTuple_Pack(1, PyExc_RuntimeError);
+  if (bases == NULL) return NULL;
+  strncat(full, name, sizeof full - strlen(full) - 1);
+  PyObject *class = PyErr_NewExceptionWithDoc(full, doc, bases, NULL);
+  Py_DECREF(bases);
+  if (class == NULL) return NULL;
+  Py_INCREF(class); // the module takes one
+  if (PyModule_AddObject(module, name, class) < 0) {
+    Py_DECREF(class);
+    Py_CLEAR(class);
+  }
+  return class;
+}
+
+int call_init(PyObject *module) {
+  if ((error_base = exception(module, "Error", DOC_ERROR, NULL)) == NULL ||
+      (error_timeout = exception(module, "TimeoutError", DOC_TIMEOUT_ERROR, PyExc_TimeoutError)) == NULL ||
+      (error_connection = exception(module, "ConnectionError", DOC_CONNECTION_ERROR, PyExc_ConnectionError)) == NULL ||
+      (sf_error_value = exception(module, "ValueError", DOC_VALUE_ERROR, PyExc_ValueError)) == NULL ||
+      (sf_error_type = exception(module, "TypeError", DOC_TYPE_ERROR, PyExc_TypeError)) == NULL)
+    return -1;
+  return 0;
+}
+
+void call_watch_forks(void) { pthread_atfork(before_fork, parent_after_fork, after_fork); }
