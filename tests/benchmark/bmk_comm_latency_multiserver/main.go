@@ -39,32 +39,25 @@ func main() {
 		fmt.Fprintln(os.Stderr, "want -rows, -cols and -report of at least 1, and no other arguments")
 		os.Exit(2)
 	}
-	prog.Main(prog.Program{FServer: true, RoleBarrier: true, Server: serve, Worker: work})
+	prog.Main(prog.Program{FServer: true, RoleBarrier: true, Serve: serve, Worker: work})
 }
 
 // serve answers at once, with the first rows of a buffer filled beforehand.
-func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewServer(n.Node, af.ServerOptions{})
-	if err != nil {
-		return err
-	}
+func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	buffer, err := n.Tensor(af.BFloat16, int64(*rows), int64(*cols))
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if err := n.Put(buffer, contents(n.GroupRank())); err != nil {
-		return err
+		return nil, err
 	}
-	return s.Handle(func(b af.Batch) {
+	return func(b af.Batch) error {
 		out := make([]af.KeyTensor, len(b.Pulls()))
 		for i, p := range b.Pulls() {
 			out[i] = af.KeyTensor{Key: p.Key, Val: buffer}
 		}
-		if err := b.Respond(out, af.ByKey); err != nil {
-			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
-			n.Fail(err)
-		}
-	})
+		return b.Respond(out, af.ByKey)
+	}, nil
 }
 
 // contents is what the server with a group rank answers.
@@ -102,13 +95,10 @@ func makeBuffers(n *prog.Node, mb int) (b buffers, err error) {
 	return b, nil
 }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	var all [microBatches]buffers
 	for mb := range all {
+		var err error
 		if all[mb], err = makeBuffers(n, mb); err != nil {
 			return err
 		}

@@ -35,27 +35,22 @@ func main() {
 		fmt.Fprintln(os.Stderr, "want -bytes of at least 1, and no other arguments")
 		os.Exit(2)
 	}
-	prog.Main(prog.Program{FServer: true, Server: serve, Worker: work})
+	prog.Main(prog.Program{FServer: true, Serve: serve, Worker: work})
 }
 
-func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewServer(n.Node, af.ServerOptions{})
-	if err != nil {
-		return err
-	}
+func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	held := make(chan af.Batch, 1<<16)
 	if *hold {
 		go answerHeld(n, held)
 	}
-	return s.Handle(func(b af.Batch) {
-		if *hold {
-			b.Retain()
-			held <- b
-		} else if err := answer(b); err != nil {
-			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
-			n.Fail(err)
+	return func(b af.Batch) error {
+		if !*hold {
+			return answer(b)
 		}
-	})
+		b.Retain()
+		held <- b
+		return nil
+	}, nil
 }
 
 func answer(b af.Batch) error {
@@ -86,11 +81,7 @@ func answerHeld(n *prog.Node, held <-chan af.Batch) {
 	}
 }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	push, err := n.Tensor(af.Uint8, *size)
 	if err != nil {
 		return err

@@ -15,20 +15,13 @@ const (
 	pushes  = 3
 )
 
-func main() { prog.Main(prog.Program{FServer: true, Server: serve, Worker: work}) }
+func main() { prog.Main(prog.Program{FServer: true, Serve: serve, Worker: work}) }
 
-func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewServer(n.Node, af.ServerOptions{})
-	if err != nil {
-		return err
-	}
-	return s.Handle(func(b af.Batch) {
+func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
+	return func(b af.Batch) error {
 		fmt.Printf("server %d: batch of worker %d: %d pushes, %d pulls\n", n.Rank(), b.Worker(), len(b.Pushes()), len(b.Pulls()))
-		if err := answer(n, b); err != nil {
-			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
-			n.Fail(err)
-		}
-	})
+		return answer(n, b)
+	}, nil
 }
 
 func answer(n *prog.Node, b af.Batch) error {
@@ -54,14 +47,10 @@ func answer(n *prog.Node, b af.Batch) error {
 	return b.Respond([]af.KeyTensor{{Key: 0, Val: out}}, af.ByKey)
 }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	r := prog.Random(n.Rank())
 	want := make([]float32, columns)
-	var push, pull []af.KeyTensor
+	var push []af.KeyTensor
 	for key := range pushes {
 		x := make([]float32, columns)
 		for i := range x {
@@ -74,18 +63,11 @@ func work(ctx context.Context, n *prog.Node) error {
 		}
 		push = append(push, af.KeyTensor{Key: uint64(key), Val: t})
 	}
-	for range n.NumServers() {
-		t, err := n.Tensor(af.Float32, 1, columns)
-		if err != nil {
-			return err
-		}
-		pull = append(pull, af.KeyTensor{Key: 0, Val: t})
-	}
-	h, err := w.PushPull(push, pull)
+	pull, err := n.Pulls(0, af.Float32, 1, columns)
 	if err != nil {
 		return err
 	}
-	if err := h.Wait(ctx); err != nil {
+	if _, err := prog.PushPull(ctx, w, push, pull); err != nil {
 		return err
 	}
 	for s := range pull {

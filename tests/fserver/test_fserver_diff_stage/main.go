@@ -19,28 +19,21 @@ const (
 )
 
 func main() {
-	prog.Main(prog.Program{FServer: true, RoleBarrier: true, Server: prog.ServeEcho, Worker: work})
+	prog.Main(prog.Program{FServer: true, RoleBarrier: true, Serve: prog.ServeEcho, Worker: work})
 }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	r := prog.Random(n.Rank())
 	data := make([]byte, 2*rows*columns)
 	var push [stages]af.Tensor
 	var pull [stages][]af.KeyTensor
 	for stage := range stages {
+		var err error
 		if push[stage], err = n.Tensor(af.BFloat16, rows, columns); err != nil {
 			return err
 		}
-		for range n.NumServers() {
-			t, err := n.Tensor(af.BFloat16, rows, columns)
-			if err != nil {
-				return err
-			}
-			pull[stage] = append(pull[stage], af.KeyTensor{Key: uint64(stage), Val: t})
+		if pull[stage], err = n.Pulls(uint64(stage), af.BFloat16, rows, columns); err != nil {
+			return err
 		}
 	}
 	for i := range prog.Rounds(n.Iterations(iterations)) {

@@ -22,28 +22,21 @@ const (
 )
 
 func main() {
-	prog.Main(prog.Program{FServer: true, RoleBarrier: true, Server: prog.ServeEcho, Worker: work})
+	prog.Main(prog.Program{FServer: true, RoleBarrier: true, Serve: prog.ServeEcho, Worker: work})
 }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	r := prog.Random(n.Rank())
 	data := make([]byte, 2*maxRows*columns)
 	var push [stages]af.Tensor
-	var pull [stages][]af.Tensor
+	var pull [stages][]af.KeyTensor
 	for stage := range stages {
+		var err error
 		if push[stage], err = n.Tensor(af.BFloat16, maxRows, columns); err != nil {
 			return err
 		}
-		for range n.NumServers() {
-			t, err := n.Tensor(af.BFloat16, maxRows, columns)
-			if err != nil {
-				return err
-			}
-			pull[stage] = append(pull[stage], t)
+		if pull[stage], err = n.Pulls(0, af.BFloat16, maxRows, columns); err != nil {
+			return err
 		}
 	}
 	for i := range prog.Rounds(n.Iterations(iterations)) {
@@ -64,7 +57,7 @@ func work(ctx context.Context, n *prog.Node) error {
 			in := make([]af.KeyTensor, n.NumServers())
 			for s := range in {
 				in[s].Key = uint64(1000 + stage + s)
-				if in[s].Val, err = firstRows(pull[stage][s], rows); err != nil {
+				if in[s].Val, err = firstRows(pull[stage][s].Val, rows); err != nil {
 					return err
 				}
 			}

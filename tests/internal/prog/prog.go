@@ -12,6 +12,7 @@ import (
 	"sync"
 	"syscall"
 
+	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -21,12 +22,12 @@ type Program struct {
 	// Roles that the program has, all when empty: scheduler, server, worker, joint.
 	Roles []string
 
-	// Server sets the server up: handlers and receive buffers. It returns before
+	// Serve sets the server up and returns what answers its batches. It returns before
 	// anybody is told that the server is ready; the node serves until the end.
-	Server func(context.Context, *Node) error
+	Serve func(*Node, *af.Server) (Handler, error)
 
 	// Worker does the worker's work.
-	Worker func(context.Context, *Node) error
+	Worker func(context.Context, *Node, *af.Worker) error
 
 	// FServer adds the barriers that fserver's init and stop have.
 	FServer bool
@@ -39,6 +40,9 @@ type Program struct {
 	// Worker; 0 none. A sum of van.ServerGroup and van.WorkerGroup.
 	Ready int
 }
+
+// Handler answers a batch. Its error is logged, and makes the program fail.
+type Handler func(af.Batch) error
 
 // Node is a member of the cluster and what went wrong there.
 type Node struct {
@@ -145,8 +149,8 @@ func (p *Program) work(ctx context.Context, n *Node) error {
 	if n.Role() == van.Scheduler {
 		return nil
 	}
-	if n.Role() == van.Server && p.Server != nil {
-		if err := p.Server(ctx, n); err != nil {
+	if n.Role() == van.Server && p.Serve != nil {
+		if err := p.serve(n); err != nil {
 			return err
 		}
 	}
@@ -166,9 +170,31 @@ func (p *Program) work(ctx context.Context, n *Node) error {
 		}
 	}
 	if n.Role() == van.Worker && p.Worker != nil {
-		return p.Worker(ctx, n)
+		w, err := af.NewWorker(n.Node, af.WorkerOptions{})
+		if err != nil {
+			return err
+		}
+		return p.Worker(ctx, n, w)
 	}
 	return nil
+}
+
+func (p *Program) serve(n *Node) error {
+	s, err := af.NewServer(n.Node, af.ServerOptions{})
+	if err != nil {
+		return err
+	}
+	handle, err := p.Serve(n, s)
+	if err != nil {
+		return err
+	}
+	return s.Handle(func(b af.Batch) {
+		worker := b.Worker()
+		if err := handle(b); err != nil {
+			n.Log().Error("batch failed", "worker", worker, "err", err)
+			n.Fail(err)
+		}
+	})
 }
 
 func group(r van.Role) int {

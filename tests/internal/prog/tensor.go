@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/tests/internal/lowfloat"
@@ -151,16 +152,38 @@ func Echo(b af.Batch) error {
 	return b.Respond(out, af.ByKey)
 }
 
-// ServeEcho makes the node a tensor server that echoes.
-func ServeEcho(_ context.Context, n *Node) error {
-	s, err := af.NewServer(n.Node, af.ServerOptions{})
-	if err != nil {
-		return err
-	}
-	return s.Handle(func(b af.Batch) {
-		if err := Echo(b); err != nil {
-			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
-			n.Fail(err)
+// ServeEcho is for Program.Serve: the server echoes.
+func ServeEcho(*Node, *af.Server) (Handler, error) { return Echo, nil }
+
+// Pulls makes a tensor to pull into from each server, all with one key.
+func (n *Node) Pulls(key uint64, d af.Dtype, shape ...int64) ([]af.KeyTensor, error) {
+	pull := make([]af.KeyTensor, n.NumServers())
+	for s := range pull {
+		t, err := n.Tensor(d, shape...)
+		if err != nil {
+			return nil, err
 		}
-	})
+		pull[s] = af.KeyTensor{Key: key, Val: t}
+	}
+	return pull, nil
+}
+
+// PutAll copies host bytes into each of some tensors.
+func (n *Node) PutAll(ts []af.KeyTensor, b []byte) error {
+	for i := range ts {
+		if err := n.Put(ts[i].Val, b); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// PushPull waits for a push_pull and returns how long it took.
+func PushPull(ctx context.Context, w *af.Worker, push, pull []af.KeyTensor, options ...af.CallOption) (time.Duration, error) {
+	start := time.Now()
+	call, err := w.PushPull(push, pull, options...)
+	if err == nil {
+		err = call.Wait(ctx)
+	}
+	return time.Since(start), err
 }

@@ -13,13 +13,9 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-func main() { prog.Main(prog.Program{Server: prog.ServeEcho, Worker: work, Ready: van.WorkerGroup}) }
+func main() { prog.Main(prog.Program{Serve: prog.ServeEcho, Worker: work, Ready: van.WorkerGroup}) }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	size := n.Config().Bench.Size
 	data, zero := make([]byte, 2*size), make([]byte, 2*size)
 	r := prog.Random(n.Rank())
@@ -27,32 +23,22 @@ func work(ctx context.Context, n *prog.Node) error {
 	if err != nil {
 		return err
 	}
-	pull := make([]af.KeyTensor, n.NumServers())
-	for i := range pull {
-		pull[i].Key = 1
-		if pull[i].Val, err = n.Tensor(af.BFloat16, int64(size)); err != nil {
-			return err
-		}
+	pull, err := n.Pulls(1, af.BFloat16, int64(size))
+	if err != nil {
+		return err
 	}
 	all, err := n.Measure(ctx, "pushpull", 1000, 1, func(i int) (time.Duration, error) {
 		prog.FillBytes(r, data)
 		if err := n.Put(push, data); err != nil {
 			return 0, err
 		}
-		for s := range pull {
-			if err := n.Put(pull[s].Val, zero); err != nil {
-				return 0, err
-			}
+		if err := n.PutAll(pull, zero); err != nil {
+			return 0, err
 		}
-		start := time.Now()
-		h, err := w.PushPull([]af.KeyTensor{{Key: 0, Val: push}}, pull)
+		took, err := prog.PushPull(ctx, w, []af.KeyTensor{{Key: 0, Val: push}}, pull)
 		if err != nil {
 			return 0, err
 		}
-		if err := h.Wait(ctx); err != nil {
-			return 0, err
-		}
-		took := time.Since(start)
 		for s := range pull {
 			if err := n.Equal(fmt.Sprintf("round %d: echo of server %d", i, s), pull[s].Val, data); err != nil {
 				return 0, err

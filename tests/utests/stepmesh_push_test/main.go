@@ -13,23 +13,16 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-func main() { prog.Main(prog.Program{Server: serve, Worker: work, Ready: van.WorkerGroup}) }
+func main() { prog.Main(prog.Program{Serve: serve, Worker: work, Ready: van.WorkerGroup}) }
 
-func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewServer(n.Node, af.ServerOptions{})
-	if err != nil {
-		return err
-	}
+func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	want := make([][]byte, n.NumWorkers())
 	for rank := range want {
 		want[rank] = n.Contents(rank)
 	}
-	return s.Handle(func(b af.Batch) {
-		if err := check(n, b, want[b.Worker()]); err != nil {
-			n.Log().Error("wrong push", "worker", b.Worker(), "err", err)
-			n.Fail(err)
-		}
-	})
+	return func(b af.Batch) error {
+		return check(n, b, want[b.Worker()])
+	}, nil
 }
 
 // check answers first, so that comparing is not measured.
@@ -45,11 +38,7 @@ func check(n *prog.Node, b af.Batch, want []byte) error {
 	return n.Equal(fmt.Sprintf("push of worker %d", worker), pushes[0].Val, want)
 }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	push, err := n.Tensor(af.BFloat16, int64(n.Config().Bench.Size))
 	if err != nil {
 		return err
@@ -58,13 +47,7 @@ func work(ctx context.Context, n *prog.Node) error {
 		return err
 	}
 	_, err = n.Measure(ctx, "push", 1000, 1, func(int) (time.Duration, error) {
-		start := time.Now()
-		h, err := w.PushPull([]af.KeyTensor{{Key: 0, Val: push}}, nil)
-		if err != nil {
-			return 0, err
-		}
-		err = h.Wait(ctx)
-		return time.Since(start), err
+		return prog.PushPull(ctx, w, []af.KeyTensor{{Key: 0, Val: push}}, nil)
 	})
 	return err
 }

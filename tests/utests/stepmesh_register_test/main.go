@@ -21,34 +21,28 @@ func pushKey(mb int) uint64 { return uint64(mb) }
 func pullKey(mb int) uint64 { return 1<<16 | uint64(mb) }
 
 func main() {
-	prog.Main(prog.Program{Server: serve, Worker: work, Ready: van.ServerGroup | van.WorkerGroup})
+	prog.Main(prog.Program{Serve: serve, Worker: work, Ready: van.ServerGroup | van.WorkerGroup})
 }
 
-func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewServer(n.Node, af.ServerOptions{})
-	if err != nil {
-		return err
-	}
+func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	size := n.Config().Bench.Size
 	buffers := make([]af.Tensor, n.NumWorkers())
 	for rank := range buffers {
+		var err error
 		if buffers[rank], err = n.Tensor(af.Uint8, int64(microBatches*size)); err != nil {
-			return err
+			return nil, err
 		}
 		var keys []uint64
 		for mb := range microBatches {
 			keys = append(keys, pushKey(mb))
 		}
 		if err := s.RegisterRecvTensor(buffers[rank], []int{rank, rank, rank}, keys); err != nil {
-			return err
+			return nil, err
 		}
 	}
-	return s.Handle(func(b af.Batch) {
-		if err := answer(b, buffers[b.Worker()], size); err != nil {
-			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
-			n.Fail(err)
-		}
-	})
+	return func(b af.Batch) error {
+		return answer(b, buffers[b.Worker()], size)
+	}, nil
 }
 
 func answer(b af.Batch, buffer af.Tensor, size int) error {
@@ -65,11 +59,7 @@ func answer(b af.Batch, buffer af.Tensor, size int) error {
 	return b.Respond([]af.KeyTensor{{Key: pulls[0].Key, Val: pushes[0].Val}}, af.ByKey)
 }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	size := n.Config().Bench.Size
 	data, zero := make([]byte, size), make([]byte, size)
 	r := prog.Random(n.Rank())
@@ -77,38 +67,28 @@ func work(ctx context.Context, n *prog.Node) error {
 	pull := make([][]af.KeyTensor, microBatches)
 	for mb := range push {
 		push[mb].Key = pushKey(mb)
+		var err error
 		if push[mb].Val, err = n.Tensor(af.Uint8, int64(size)); err != nil {
 			return err
 		}
-		for range n.NumServers() {
-			t, err := n.Tensor(af.Uint8, int64(size))
-			if err != nil {
-				return err
-			}
-			pull[mb] = append(pull[mb], af.KeyTensor{Key: pullKey(mb), Val: t})
+		if pull[mb], err = n.Pulls(pullKey(mb), af.Uint8, int64(size)); err != nil {
+			return err
 		}
 	}
 	// A round of the original is all micro-batches, and a line is ten rounds.
-	_, err = n.Measure(ctx, "pushpull", 10*microBatches, microBatches, func(i int) (time.Duration, error) {
+	_, err := n.Measure(ctx, "pushpull", 10*microBatches, microBatches, func(i int) (time.Duration, error) {
 		mb := i % microBatches
 		prog.FillBytes(r, data)
 		if err := n.Put(push[mb].Val, data); err != nil {
 			return 0, err
 		}
-		for _, p := range pull[mb] {
-			if err := n.Put(p.Val, zero); err != nil {
-				return 0, err
-			}
+		if err := n.PutAll(pull[mb], zero); err != nil {
+			return 0, err
 		}
-		start := time.Now()
-		h, err := w.PushPull(push[mb:mb+1], pull[mb])
+		took, err := prog.PushPull(ctx, w, push[mb:mb+1], pull[mb])
 		if err != nil {
 			return 0, err
 		}
-		if err := h.Wait(ctx); err != nil {
-			return 0, err
-		}
-		took := time.Since(start)
 		for s, p := range pull[mb] {
 			if err := n.Equal(fmt.Sprintf("round %d: answer of server %d", i, s), p.Val, data); err != nil {
 				return 0, err

@@ -3,7 +3,6 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 
@@ -13,20 +12,13 @@ import (
 )
 
 func main() {
-	prog.Main(prog.Program{Roles: []string{"server"}, Server: serve, Ready: van.ServerGroup | van.WorkerGroup})
+	prog.Main(prog.Program{Roles: []string{"server"}, Serve: serve, Ready: van.ServerGroup | van.WorkerGroup})
 }
 
-func serve(_ context.Context, n *prog.Node) error {
-	s, err := af.NewServer(n.Node, af.ServerOptions{})
-	if err != nil {
-		return err
-	}
-	return s.Handle(func(b af.Batch) {
-		if err := answer(n, b); err != nil {
-			n.Log().Error("batch not answered", "worker", b.Worker(), "err", err)
-			n.Fail(err)
-		}
-	})
+func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
+	return func(b af.Batch) error {
+		return answer(n, b)
+	}, nil
 }
 
 func answer(n *prog.Node, b af.Batch) error {

@@ -22,11 +22,7 @@ func main() {
 	prog.Main(prog.Program{Roles: []string{"worker"}, Worker: work, Ready: van.ServerGroup | van.WorkerGroup})
 }
 
-func work(ctx context.Context, n *prog.Node) error {
-	w, err := af.NewWorker(n.Node, af.WorkerOptions{})
-	if err != nil {
-		return err
-	}
+func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	gpu := n.Config().GPU
 	for b := 1; b < n.Config().Bench.BatchMax; b++ {
 		start := time.Now()
@@ -67,10 +63,8 @@ func batch(ctx context.Context, n *prog.Node, w *af.Worker, b int) (failed int, 
 		}
 	}
 	for round := range rounds {
-		for s := range pull {
-			if err := n.Put(pull[s].Val, zero); err != nil {
-				return 0, err
-			}
+		if err := n.PutAll(pull, zero); err != nil {
+			return 0, err
 		}
 		h, err := w.PushPull(push, pull)
 		if err != nil {
