@@ -13,7 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
-// This file owns the connections that peers open to this node: they are accepted, told apart by process, and taken apart.
+// This file owns the connections that peers open to this node: which are accepted, which
+// process each belongs to, and how they end.
 
 // accept takes a connect request.
 func (v *rvan) accept(ev verbs.Event) {

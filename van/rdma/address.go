@@ -15,6 +15,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 )
 
+// This file owns how addresses are found: those of peers, and the one that this node
+// listens on.
+
 // ChooseHost implements van.HostChooser: the address of the RDMA port that the
 // configuration asks for, or of the one nearest to the node's GPU.
 func (v *rvan) ChooseHost() (host, why string, err error) {

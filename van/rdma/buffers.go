@@ -7,6 +7,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
+// This file owns the receive buffers that the application has registered.
+
 // bufferKey names a registered receive buffer.
 type bufferKey struct {
 	sender int

@@ -12,6 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
+// This file owns the end of a van.
+
 // maxLinger is the longest that Close waits for messages to leave.
 const maxLinger = 5 * time.Second
 

@@ -13,6 +13,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
+// This file owns the state of one RDMA device of a van: its memory, its due queues, and
+// what its poller keeps.
+
 // device is what a van has on one RDMA device: memory, and the loop that polls its
 // completions and hands up messages.
 type device struct {

@@ -17,6 +17,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
+// This file owns the making and the end of this node's connections to its peers.
+
 // Times of making and ending a connection.
 const (
 	flushTime  = 2 * time.Second
@@ -90,7 +92,7 @@ func (cn *connector) connected(l *link) {
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
 	l.host.probes.Add(&l.probeDue)
 	p.connects++
-	// What was sent before it was known who the peer is.
+	// Messages that were sent before it was known which dialect the peer speaks.
 	refused := p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil })
 	if l.native {
 		l.announce()
@@ -107,7 +109,8 @@ func (cn *connector) connected(l *link) {
 	}
 }
 
-// announce tells the peer that what it asks from now on can be answered.
+// announce tells the peer that this node takes the connection as established: replies to
+// slot requests that the peer sends from now on will arrive.
 func (l *link) announce() {
 	if id, _, _, ok := l.Begin(); ok {
 		l.Add(id, 0, verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled | verbs.Inline, Imm: immUp})

@@ -31,12 +31,12 @@ type outboundDialect interface {
 	trailer(o *outgoing, inMeta bool) (t trailer, ok bool)
 }
 
-// inboundDialect is how slots are given away, and messages read, on a connection that a
+// inboundDialect is how slots are granted, and messages read, on a connection that a
 // peer has opened. The receiving role is held.
 type inboundDialect interface {
 	// need checks a slot request.
 	need(s *start) (n rendezvous.Need, kind uint64, err error)
-	// refuse says that there is no slot, if the peer can be told.
+	// refuse says that there is no slot, if the protocol has a word for it.
 	refuse(origin uint64, flags uint32, why error)
 	// sharedSlotsSuffice tells whether the peer is to use the slots that there are.
 	sharedSlotsSuffice(need rendezvous.Need, kind uint64, key uint64) bool

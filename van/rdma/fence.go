@@ -6,6 +6,9 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 )
 
+// This file owns what is remembered of processes: those that were replaced, and the
+// control messages that have come.
+
 // maxReplaced bounds what is remembered of processes that were replaced.
 const maxReplaced = 4096
 
@@ -25,7 +28,8 @@ func (v *rvan) isReplaced(incarnation uint32) bool {
 	return slices.Contains(v.replaced, incarnation)
 }
 
-// controlSource is who numbers control messages: a process, and one of its ways to this node.
+// controlSource numbers control messages: a process, and one of its connections to this
+// node.
 type controlSource struct{ incarnation, tag uint32 }
 
 // maxControlSources bounds what is remembered of them.

@@ -13,6 +13,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
+// This file owns a connection that a peer has opened to this node: what is sent back on
+// it, and the credits that are owed to the peer.
+
 // inbound is a connection that a peer has opened to this node.
 type inbound struct {
 	v       *node
@@ -62,7 +65,7 @@ type draining struct {
 	drained chan struct{} // closed when all have
 }
 
-// accepting is the queue pairs that the peer has asked for.
+// accepting is the queue pairs that the peer has sent connect requests for.
 type accepting struct {
 	ids         []verbs.ID
 	qps         []verbs.QP
@@ -130,7 +133,7 @@ func (in *inbound) addQueuePair(id verbs.ID, h hello) error {
 	return nil
 }
 
-// acceptAll accepts the queue pairs that have asked.
+// acceptAll accepts the queue pairs of which connect requests have come.
 func (in *inbound) acceptAll() {
 	v, h := in.v, &in.hello
 	in.mu.Lock()

@@ -56,7 +56,7 @@ func weight(m *van.Message) int {
 // messageBytes is about what a message itself takes.
 const messageBytes = 1 << 10
 
-// pausedLane is told that a sender's messages are not taken any more for a while.
+// pausedLane logs that a sender's messages are not taken any more for a while.
 func (d *device) pausedLane(l *engine.Lane[*van.Message], bytes int64) {
 	if n := d.v.stats.paused.Add(1); n&(n-1) == 0 {
 		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more slots until some have been taken",
@@ -116,16 +116,16 @@ func (d *device) receive() (*van.Message, *engine.Lane[*van.Message], bool) {
 		}
 		d.idleTime = minIdleWait
 		if d.pollOnce(); d.dead.Load() {
-			time.Sleep(tickTime) // it will not get better; not in look: nobody else would get mu
+			time.Sleep(tickTime) // it will not get better; not in pollOnce, which holds mu
 		}
 		if d.lockWaiters.Load() > 0 {
-			runtime.Gosched() // who wakes up for mu finds it taken again where processors are few
+			runtime.Gosched() // with few processors a goroutine that wakes up for mu would find it taken again
 		}
 	}
 }
 
-// idleWait lets those poll who wait for an answer, the longer the longer they do: to wake
-// up disturbs them where processors are few.
+// idleWait leaves the polling to callers of Poll. The longer they poll, the longer the loop
+// waits, as its waking up disturbs them where processors are few.
 func (d *device) idleWait() {
 	d.idleTimer.Reset(d.idleTime)
 	d.idlesLong.Store(d.idleTime > minIdleWait)
@@ -139,7 +139,7 @@ func (d *device) idleWait() {
 	if clock.Now()-d.v.polling.oversubscribedAt.Load() > uint64(maxIdleWait) {
 		return
 	}
-	// Who polls does not do so for all who wait.
+	// The caller of Poll polls for itself only, and others wait, too.
 	d.idleTime = minIdleWait
 	runtime.Gosched()
 	if d.mu.TryLock() {
@@ -267,7 +267,7 @@ func (d *device) housekeep(sleeping bool) {
 
 // polling is what the callers of Poll, and the loops, know of each other.
 type polling struct {
-	spin             time.Duration // how long to look for completions before sleeping
+	spin             time.Duration // how long to poll before sleeping
 	busy             atomic.Bool   // a caller of Poll polls
 	endedAt          atomic.Uint64 // when the last Poll ended
 	oversubscribedAt atomic.Uint64 // when a Poll last left it to another
@@ -338,8 +338,8 @@ func (v *rvan) leaveToLoops() {
 	}
 }
 
-// pollBulk is the number of bytes, sent or received since the last look, that take longer
-// than it pays to look for what comes next.
+// pollBulk is the number of bytes, sent or received since the last call of movedMuch, that take longer
+// to move than it pays to poll for what comes next.
 const pollBulk = 256 << 10
 
 // movedMuch tells whether much has been sent or received since it was last called.

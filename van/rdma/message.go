@@ -38,11 +38,11 @@ type outgoing struct {
 	pullLen       int  // of a pull request's answer
 	revoked       bool // nobody waits for the answer any more
 	of            requestOf
-	recalled      bool // the lent frames are the caller's again
+	recalled      bool // the pinned frames are the caller's again
 
 	frames int
 	lens   [van.MaxFrames]uint32
-	data   [van.MaxFrames]backend.Mem // lent by the caller; empty where copied
+	data   [van.MaxFrames]backend.Mem // pinned memory of the caller; empty where copied
 	copies []byte                     // of small frames, each aligned
 	done   van.Completion
 	size   int  // payload

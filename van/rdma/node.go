@@ -55,7 +55,7 @@ type budgets struct {
 	slotsScannedAt          atomic.Uint64 // when all slots were last looked at
 }
 
-// owner is told by connections what concerns others.
+// owner is the van as its connections see it: what they cannot do alone.
 type owner interface {
 	// device returns the van's part on dev, and starts polling it.
 	device(dev verbs.Device) (*device, error)
@@ -117,9 +117,9 @@ func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes))
 // times are those that depend on how fast the peer is.
 type times struct {
 	connect, connectStepMesh time.Duration // for the answer to a connect request
-	allQueuePairs            time.Duration // until all queue pairs of a connection have asked; StepMesh may have fewer
+	allQueuePairs            time.Duration // for the connect requests of all queue pairs; StepMesh may have fewer
 	inboundDown              time.Duration // that a peer may be without its own connection to this node
-	quiet                    time.Duration // a lost connection that carried no data is made again before it is told
+	quiet                    time.Duration // in which a lost connection that carried no data may be made again, before the watcher is notified
 	overwriteGrace           time.Duration // that a request may be held after its answer
 	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
 }

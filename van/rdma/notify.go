@@ -7,11 +7,13 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
+// This file owns what the watcher of peers is told, and when.
+
 // inboundDown is what is left when a peer's connection to this node has ended.
 type inboundDown struct {
-	cause error
-	since uint64
-	told  bool // that the peer is lost
+	cause    error
+	since    uint64
+	notified bool // that the peer is lost
 }
 
 // notify reports a change of p's connection to the watcher.
@@ -32,7 +34,7 @@ func (v *node) notifyFailure(p *peer, l *link, err error) {
 	}
 	v.notify(p, false, asLost(err))
 	p.mu.Lock()
-	stands := p.link == l && (p.inboundDown == nil || !p.inboundDown.told) // its end is told after this
+	stands := p.link == l && (p.inboundDown == nil || !p.inboundDown.notified) // its end is notified after this
 	p.mu.Unlock()
 	if stands {
 		v.notify(p, true, nil)
@@ -68,8 +70,8 @@ func (v *node) notifyInboundDown(p *peer) {
 	}
 	back := p.inbound.Load()
 	again := back != nil && !back.gone.Load() && (back.confirmed.Load() || !back.hello.native)
-	down := !h.told && (again || clock.Now()-h.since >= uint64(v.times.inboundDown))
-	h.told = h.told || down
+	down := !h.notified && (again || clock.Now()-h.since >= uint64(v.times.inboundDown))
+	h.notified = h.notified || down
 	if again {
 		p.inboundDown = nil
 	}

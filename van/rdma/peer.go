@@ -13,6 +13,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
+// This file owns what is kept of a peer, and of the link to it.
+
 // peer is the way to one node: messages that wait, and the connection while it
 // stands.
 type peer struct {
@@ -25,7 +27,7 @@ type peer struct {
 	tag         uint32 // with the number of a control message: of this peer
 
 	inbound   atomic.Pointer[inbound] // the peer's connection to this node
-	notifying sync.Mutex              // held while the watcher is told of a connection that may end meanwhile
+	notifying sync.Mutex              // held while the watcher is notified of a connection that may end meanwhile
 
 	mu          sync.Mutex
 	sender      *rendezvous.Sender[*outgoing]

@@ -9,6 +9,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
+// This file owns the table of peers.
+
 // Connect begins to connect to the peer, in place of a connection that serves the
 // same id.
 func (v *rvan) Connect(ctx context.Context, id int, node van.Node) error {

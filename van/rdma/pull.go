@@ -63,7 +63,7 @@ func (v *node) endPull(node int, m *van.Meta, value []byte) (into backend.Mem, c
 
 // abandonPulls gives up the memory that a StepMesh node, whose connection has
 // ended, will not write to any more. again says that it has connected again: that one may
-// have been asked already.
+// have been sent already.
 func (p *peer) abandonPulls(again bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -103,7 +103,7 @@ func (v *node) creditsArrived(in *inbound, t *trailer) {
 	}
 }
 
-// reclaimRequested is told by the peer that it wants slots back.
+// reclaimRequested takes the notice of a peer that wants slots back.
 func (p *peer) reclaimRequested(l *link, r *reclaim) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

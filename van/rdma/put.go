@@ -9,6 +9,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
+// This file owns the work requests of a message: slot requests, payload, meta and
+// notification.
+
 // put sends o to its slot: the value, and the meta behind it with the notification. The link
 // has room. p.mu is held.
 func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {

@@ -11,6 +11,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
+// This file owns the way from a completion to a message, and the order of each sender's
+// messages.
+
 // completed takes one completion. d.mu is held.
 func (d *device) completed(c *verbs.Completion) {
 	v := d.v

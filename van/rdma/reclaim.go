@@ -12,8 +12,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// How slots are taken back. A peer that is asked gives up what it does not use at once, and
-// the rest as it comes free.
+// This file owns how slots are taken back from peers. A peer that is asked returns what
+// it does not use at once, and the rest as it comes free.
+
+// Times and bounds.
 const (
 	reclaimPause  = 100 * time.Millisecond // between two requests to one peer
 	slotScanPause = 10 * time.Millisecond  // between two looks at all slots

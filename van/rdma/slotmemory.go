@@ -54,8 +54,8 @@ type area struct {
 	of   *inbound // for whom it was registered; nil in tests
 }
 
-// Retain implements backend.Holder: who answers with what was pushed registers it once
-// more, and must not find other memory at its address later.
+// Retain implements backend.Holder: an application that answers with what was pushed
+// registers the memory once more, and must not find other memory at its address later.
 func (a *area) Retain() { a.refs.Add(1) }
 
 // Release implements backend.Holder.

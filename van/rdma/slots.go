@@ -10,13 +10,15 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
+// This file owns the replies to peers' slot requests.
+
 // slotRequest is one that waits for its answer.
 type slotRequest struct {
 	start
 	since uint64
 }
 
-// slotRequested answers a peer that asks for a slot. The receiving role is held.
+// slotRequested takes a slot request. The receiving role is held.
 func (set *slotSet) slotRequested(b []byte) {
 	in := set.in
 	q := slotRequest{since: clock.Now()}
@@ -26,7 +28,7 @@ func (set *slotSet) slotRequested(b []byte) {
 	}
 	later := &in.waiting[q.lane()]
 	in.mu.Lock()
-	wait := len(*later) > 0 // who has asked first must get a slot first: the others wait for it
+	wait := len(*later) > 0 // requests are granted in their order
 	in.mu.Unlock()
 	if !wait {
 		err := in.grant(&q)
@@ -137,7 +139,7 @@ func (set *slotSet) reply(r *reply, l *receiveSlot) {
 	in.send(immReply, b[:])
 }
 
-// newSlot makes the memory that a peer has asked for.
+// newSlot makes the slot that a peer has requested.
 func (set *slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*receiveSlot, reply, error) {
 	in := set.in
 	v := in.v
@@ -147,7 +149,7 @@ func (set *slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*recei
 	if l.OneShot && int(in.oneShots.Load()) >= max(2, v.slots.Room()/oneShotShare) {
 		return nil, r, rendezvous.ErrNoSlot // it does not use those that it has
 	}
-	// First the index: memory is dear to register in vain, and who waits asks often.
+	// First the index: to register memory is dear, and a request that waits is tried often.
 	if err := v.slots.Add(l, urgent); err != nil {
 		return nil, r, err
 	}
@@ -200,7 +202,7 @@ func (set *slotSet) allocate(l *receiveSlot, s *start, need rendezvous.Need, kin
 	return nil
 }
 
-// recordSlot records a slot that the peer is told of. in.mu is held.
+// recordSlot records a slot whose reply is sent. in.mu is held.
 func (set *slotSet) recordSlot(l *receiveSlot) {
 	in := set.in
 	if !in.closed {

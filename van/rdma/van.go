@@ -19,6 +19,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
+// This file owns the van: it is made, listens, and takes the events of the connection
+// manager.
+
 var (
 	_ van.BufferRegistrar = (*rvan)(nil)
 	_ van.Revoker         = (*rvan)(nil)

@@ -11,6 +11,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
+// This file owns the formats of what is sent: private data, slot requests and replies,
+// trailers.
+
 var le = binary.LittleEndian
 
 // Immediate values of SENDs. StepMesh knows the first two.
@@ -123,12 +126,12 @@ type start struct {
 
 const nativeStart = 4
 
-// Kinds in a start of ours.
+// Kinds in a native slot request.
 const (
 	kindPush = 1 << iota
 	kindRequest
 	kindOneShot
-	kindKeyed // asks for the slot of a key
+	kindKeyed // the slot of a key is wanted
 	kindHost  // the slot must lie in ordinary memory
 )
 
@@ -163,14 +166,14 @@ const maxMeta = 16 << 20
 // maxData is the longest payload: lengths are signed 32-bit numbers.
 const maxData = math.MaxInt32
 
-// need checks s. ours tells who has sent it.
-func (s *start) need(ours bool) (n rendezvous.Need, kind uint64, err error) {
+// need checks s. native tells which dialect it is of.
+func (s *start) need(native bool) (n rendezvous.Need, kind uint64, err error) {
 	if s.metaLen < rawMeta || s.metaLen > maxMeta {
 		return n, 0, &van.FieldError{Field: "rendezvous meta_len", Value: s.metaLen, Want: fmt.Sprintf("%d to %d", rawMeta, maxMeta)}
 	}
 	n.Meta = int(s.metaLen)
 	n.Route.Key = s.key
-	if ours {
+	if native {
 		if s.dataNum != nativeStart {
 			return n, 0, &van.FieldError{Field: "rendezvous data_num", Value: s.dataNum, Want: fmt.Sprint(nativeStart)}
 		}
@@ -199,7 +202,7 @@ func (s *start) need(ours bool) (n rendezvous.Need, kind uint64, err error) {
 // roundedData is maxData as a size class has it.
 const roundedData = 1 << 31
 
-// reply is RendezvousReply of the GDR build. The flags are ours: StepMesh's four
+// reply is RendezvousReply of the GDR build. The flags are native: StepMesh's four
 // bytes of padding.
 type reply struct {
 	meta, data       uint64

@@ -176,7 +176,7 @@ func (s *remoteSlots) openRequests(r *route, need Need) (n int) {
 }
 
 // retire forgets the slots of one key that are smaller than need. The receiver does
-// so when it is asked for a larger one; all messages to them have been sent before.
+// so when a larger one is requested; all messages to them have been sent before.
 func (s *remoteSlots) retire(r *route, need Need) {
 	kept := r.slots[:0]
 	for _, p := range r.slots {
@@ -268,10 +268,10 @@ func (s *remoteSlots) giveUp(p *RemoteSlot) {
 }
 
 // Returns is the slots that have been given up and of which the receiver has not been
-// told; see ReturnsSent.
+// notified; see ReturnsSent.
 func (s *remoteSlots) Returns() []uint32 { return s.returns }
 
-// ReturnsSent says that the receiver has been told of the first n of Returns.
+// ReturnsSent says that the receiver has been notified of the first n of Returns.
 func (s *remoteSlots) ReturnsSent(n int) { s.returns = s.returns[:copy(s.returns, s.returns[n:])] }
 
 // Answered says that the request with this key has been answered, by a node of the

@@ -2,7 +2,7 @@ package rendezvous
 
 // This file owns the queues of messages that wait for slots, and what is to be done next.
 
-// Kind is what an Action asks for.
+// Kind is what an Action is.
 type Kind int
 
 // The kinds of actions.
@@ -212,7 +212,7 @@ func (s *Sender[T]) newRequest(w *waitingItem[T], r *route, need Need) Action[T]
 }
 
 // Reply is the answer to a slot request: p, whose lengths need not be set. shared is the
-// route that the slot belongs to instead of the one asked for, if not nil. It
+// route that the slot belongs to instead of the requested one, if not nil. It
 // reports false for an answer to nothing.
 func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 	a := s.requests[origin]
@@ -249,7 +249,7 @@ func (s *Sender[T]) Reply(origin uint64, p RemoteSlot, shared *Route) bool {
 	return true
 }
 
-// UseShared is the answer that the route asked for has no slots, and that there are
+// UseShared is the reply that the requested route has no slots, and that there are
 // enough of the route that Need names from now on. It reports false for an answer to
 // nothing.
 func (s *Sender[T]) UseShared(origin uint64) bool {
@@ -325,7 +325,7 @@ func (s *Sender[T]) Refused(origin uint64) (item T, need Need, ok bool) {
 func (s *Sender[T]) Credit(index uint32) bool {
 	p := s.granted[index]
 	if p == nil {
-		return true // retired since, as far as can be told
+		return true // retired since, as far as is known here
 	}
 	if !p.busy || s.freedByAnswer {
 		return false

@@ -12,6 +12,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
+// This file owns registered memory of the library's own.
+
 // Block is memory of the library's own, outside of the Go heap, registered with one
 // device.
 type Block struct {

@@ -14,6 +14,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
+// This file owns registered memory of the library's callers.
+
 // Regions is the cache of the memory regions of callers' tensors on one device. A
 // region holds its memory (Go's is pinned, others' retained) until it is evicted, so
 // that an address always means the memory that was registered there.

@@ -8,6 +8,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
+// This file owns the work requests of one connection.
+
 // SendQueue posts work requests to the queue pairs of one connection, and keeps what they
 // use until they have completed. T is what its user notes of each message. It takes no lock:
 // its user does.
