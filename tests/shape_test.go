@@ -1,0 +1,157 @@
+package tests
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"go/types"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// shaped are the packages whose files call each other downwards only, and whose types are
+// small enough to be read.
+var shaped = []string{"van/rdma", "van/rdma/conn", "van/rendezvous"}
+
+const (
+	maxFields  = 25
+	maxMethods = 30
+)
+
+// nothing imports every package as an empty one: only what the files of one package call of
+// each other is looked at.
+type nothing struct{}
+
+func (nothing) Import(p string) (*types.Package, error) {
+	pkg := types.NewPackage(p, path.Base(p))
+	pkg.MarkComplete()
+	return pkg, nil
+}
+
+// calls returns which file of a package calls a function of which other file, by name, and
+// how many fields and methods the package's types have.
+func calls(fset *token.FileSet, files []*ast.File) (arrows map[[2]string]string, fields, methods map[string]int) {
+	info := &types.Info{Uses: map[*ast.Ident]types.Object{}}
+	c := types.Config{Importer: nothing{}, Error: func(error) {}} // most of other packages is unknown
+	pkg, _ := c.Check("shaped", fset, files, info)
+	file := func(p token.Pos) string { return filepath.Base(fset.Position(p).Filename) }
+	arrows, fields, methods = map[[2]string]string{}, map[string]int{}, map[string]int{}
+	for id, o := range info.Uses {
+		f, ok := o.(*types.Func)
+		if !ok || f.Pkg() != pkg {
+			continue
+		}
+		f = f.Origin()
+		if r := f.Signature().Recv(); r != nil && types.IsInterface(r.Type()) {
+			continue
+		}
+		if from, to := file(id.Pos()), file(f.Pos()); from != to {
+			arrows[[2]string{from, to}] = f.Name()
+		}
+	}
+	for _, name := range pkg.Scope().Names() {
+		t, ok := pkg.Scope().Lookup(name).(*types.TypeName)
+		if !ok || t.IsAlias() {
+			continue
+		}
+		n, ok := t.Type().(*types.Named)
+		if !ok {
+			continue
+		}
+		methods[name] = n.NumMethods()
+		if s, ok := n.Underlying().(*types.Struct); ok {
+			fields[name] = s.NumFields()
+		}
+	}
+	return arrows, fields, methods
+}
+
+// circle returns files that call each other in a circle, nil if none do.
+func circle(arrows map[[2]string]string) []string {
+	const open, done = 1, 2
+	state := map[string]int{}
+	var way []string
+	var visit func(f string) []string
+	visit = func(f string) []string {
+		state[f] = open
+		way = append(way, f)
+		for a := range arrows {
+			switch to := a[1]; {
+			case a[0] != f || state[to] == done:
+			case state[to] == open:
+				return append(slices.Clone(way[slices.Index(way, to):]), to)
+			default:
+				if c := visit(to); c != nil {
+					return c
+				}
+			}
+		}
+		way = way[:len(way)-1]
+		state[f] = done
+		return nil
+	}
+	for a := range arrows {
+		if state[a[0]] == 0 {
+			if c := visit(a[0]); c != nil {
+				return c
+			}
+		}
+	}
+	return nil
+}
+
+func TestShape(t *testing.T) {
+	for _, dir := range shaped {
+		names, err := filepath.Glob(filepath.Join("..", dir, "*.go"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		fset := token.NewFileSet()
+		var files []*ast.File
+		for _, n := range names {
+			if strings.HasSuffix(n, "_test.go") {
+				continue
+			}
+			f, err := parser.ParseFile(fset, n, nil, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			files = append(files, f)
+		}
+		arrows, fields, methods := calls(fset, files)
+		if len(files) > 3 && len(arrows) == 0 {
+			t.Errorf("%s: no file calls another: the check sees nothing", dir)
+		}
+		if c := circle(arrows); c != nil {
+			t.Errorf("%s: files call each other in a circle: %s", dir, strings.Join(c, " -> "))
+			for i := range c[1:] {
+				t.Logf("%s calls %s of %s", c[i], arrows[[2]string{c[i], c[i+1]}], c[i+1])
+			}
+		}
+		for name, n := range fields {
+			if n > maxFields {
+				t.Errorf("%s: type %s has %d fields, want at most %d", dir, name, n, maxFields)
+			}
+		}
+		for name, n := range methods {
+			if n > maxMethods {
+				t.Errorf("%s: type %s has %d methods, want at most %d", dir, name, n, maxMethods)
+			}
+		}
+	}
+}
+
+// TestCircle: a circle is found wherever the search begins.
+func TestCircle(t *testing.T) {
+	none := map[[2]string]string{{"a", "b"}: "f", {"a", "c"}: "f", {"b", "c"}: "f", {"c", "d"}: "f"}
+	if c := circle(none); c != nil {
+		t.Errorf("found %v where there is none", c)
+	}
+	none[[2]string{"d", "b"}] = "g"
+	if c := circle(none); len(c) != 4 || c[0] != c[3] {
+		t.Errorf("found %v, want the circle of b, c and d", c)
+	}
+}
