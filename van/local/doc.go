@@ -69,6 +69,10 @@
 // Connect and Disconnect do not wait for the peer. A data message to a peer of which it is
 // not settled whether there will be a link waits until it is, for linkTime at most.
 //
+// A peer whose link broke is lost until it has made another one, three times at most, or,
+// since it sends over the main van then, until its process has outlived the link by
+// returnTime.
+//
 // # Trust
 //
 // Peers are processes of the same user (the kernel says so at both ends). Still

@@ -3,6 +3,7 @@ package local
 import (
 	"net"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -59,7 +60,7 @@ func TestDyingPeer(t *testing.T) {
 		tries int // to make the link again, before
 	}{{"at first", 0}, {"after many losses", maxTries}} {
 		t.Run(c.name, func(t *testing.T) {
-			worker, server := pair(t)
+			worker, server := pairWith(t, func(v *Van) { v.returnTime = limit }) // no process dies here
 			worker.mu.Lock()
 			worker.nodes[8].tries = c.tries
 			worker.mu.Unlock()
@@ -102,6 +103,30 @@ func TestLateLoss(t *testing.T) {
 	if worker.down(8) {
 		t.Error("the peer is held for lost")
 	}
+}
+
+// TestLinkNotMadeAgain: a peer that lives and cannot make its link again sends over the van
+// inside. It is there in the end.
+func TestLinkNotMadeAgain(t *testing.T) {
+	var full atomic.Bool
+	worker, server := pairWith(t, func(v *Van) {
+		v.memory = func(n int) (int, error) {
+			if full.Load() {
+				return -1, unix.ENOMEM
+			}
+			return newMemory(n)
+		}
+	})
+	full.Store(true)
+	server.breakIn()
+	server.event(9, false)
+	server.event(9, true)
+	if server.down(9) {
+		t.Error("the peer is held for lost")
+	}
+	eventually(t, "it is settled that there is no link", func() bool { return !worker.Linked(8) })
+	worker.resend(data(8, 1, []byte("x")))
+	server.next().Release()
 }
 
 // TestReplacedPeer: the loss of a node may be told when the watcher knows already of

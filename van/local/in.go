@@ -22,6 +22,7 @@ type inLink struct {
 	from   *peer
 	name   [16]byte // in the peer's token
 	conn   *net.UnixConn
+	pid    int // of the peer's process
 	seg    *segment
 	bell   *bell         // the peer's
 	source *remote       // its memory; nil if it cannot be read

@@ -383,7 +383,7 @@ func (v *Van) admit(c *net.UnixConn) (r reply, err error) {
 		seg.unmap()
 		return r, err
 	}
-	l := &inLink{v: v, from: v.peerOf(id), name: [16]byte(b[40:]), conn: c, seg: seg, bell: bell}
+	l := &inLink{v: v, from: v.peerOf(id), name: [16]byte(b[40:]), conn: c, pid: pid, seg: seg, bell: bell}
 	l.refs.Store(1)
 	r = reply{link: l, verdict: verdictRead}
 	if l.source, err = v.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {

@@ -75,9 +75,12 @@ func (x *node) connect(peer *node) {
 }
 
 // pair makes worker 9 and server 8, linked both ways.
-func pair(t testing.TB) (worker, server *node) {
+func pair(t testing.TB) (worker, server *node) { return pairWith(t, nil) }
+
+// pairWith is pair with something set for both.
+func pairWith(t testing.TB, set func(*Van)) (worker, server *node) {
 	n := inproc.NewNetwork()
-	worker, server = newNode(t, n, 9, nil), newNode(t, n, 8, nil)
+	worker, server = newNode(t, n, 9, set), newNode(t, n, 8, set)
 	worker.start()
 	server.start()
 	worker.connect(server)

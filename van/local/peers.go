@@ -8,6 +8,8 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 )
@@ -268,8 +270,41 @@ func (v *Van) removeIn(l *inLink) {
 		v.tell(n, l.from.id, false, cause)
 		if again { // it has come back before this link's ring was empty
 			v.tell(n, l.from.id, true, nil)
+		} else {
+			v.awaitReturn(n, l)
 		}
 	}
+}
+
+// returnTime is how long a peer whose link broke has to make it again.
+const returnTime = linkTime
+
+// awaitReturn tells that n is there again if its process outlives l by returnTime and has
+// not made another link: it sends over the van inside then.
+func (v *Van) awaitReturn(n *neighbour, l *inLink) {
+	fd, err := unix.PidfdOpen(l.pid, 0)
+	if err != nil {
+		return // it has ended
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.closed {
+		_ = unix.Close(fd)
+		return
+	}
+	v.wg.Go(func() {
+		defer unix.Close(fd)
+		timer := time.NewTimer(v.returnTime)
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+		case <-v.ctx.Done():
+			return
+		}
+		if !exited(uintptr(fd)) {
+			v.tell(n, l.from.id, true, nil)
+		}
+	})
 }
 
 // Rename implements van.Van.

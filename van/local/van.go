@@ -53,6 +53,7 @@ type Van struct {
 	looked      func()                   // called after the last look before a sleep
 	leaveTime   time.Duration            // leaveTime
 	unknownTime time.Duration            // unknownTime
+	returnTime  time.Duration            // returnTime
 	readers     func() (bool, error)     // admitReaders
 	refuse      func() error             // what accepting fails with
 
@@ -130,7 +131,7 @@ var (
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
 	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll), crowded: runtime.GOMAXPROCS(0) <= few,
-		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory, dropTime: dropTime, relief: relief, leaveTime: leaveTime, readers: admitReaders, maxSleep: maxSleep, unknownTime: unknownTime, leaving: map[int]chan struct{}{}, afford: int64(o.Config.SendBudget)}
+		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory, dropTime: dropTime, relief: relief, leaveTime: leaveTime, readers: admitReaders, maxSleep: maxSleep, unknownTime: unknownTime, returnTime: returnTime, leaving: map[int]chan struct{}{}, afford: int64(o.Config.SendBudget)}
 	v.losses.current = func(id int, n *neighbour) bool {
 		v.mu.Lock()
 		defer v.mu.Unlock()
