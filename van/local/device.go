@@ -301,7 +301,7 @@ func (s *deviceSource) tidy(now uint64) {
 // allot finds the place of p's value: where it is wanted, a buffer on the device, or,
 // where there is no memory for one, on the host.
 func (s *deviceSource) allot(p *parcel, n int) (backend.Mem, error) {
-	if dst, ok := s.v.places.find(&p.msg, n, &p.landed, true); ok {
+	if dst, ok := s.v.places.want(&p.msg, n, &p.landed, true); ok {
 		p.msg.Vals, p.msg.Placed = dst, true
 		return dst, nil
 	}

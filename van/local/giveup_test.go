@@ -95,9 +95,13 @@ func (x *node) beginPollOnce() {
 func TestAnswerElsewhere(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	expected := func() int {
-		worker.places.mu.Lock()
-		defer worker.places.mu.Unlock()
-		return len(worker.places.into)
+		n := 0
+		for _, p := range *worker.places.by.Load() {
+			p.mu.Lock()
+			n += len(p.into)
+			p.mu.Unlock()
+		}
+		return n
 	}
 	into := wdev.Mem(make([]byte, 3000))
 	for i, answer := range []*van.Message{data(9, 0, pattern(1, 3000)), data(9, 1, nil), data(9, 2, pattern(1, streamFrom))} {

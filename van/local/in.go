@@ -337,7 +337,7 @@ func (v *Van) allot(p *parcel) (err error) {
 			continue
 		}
 		if i == partVals && p.rec.parts[0].form == partInline {
-			if dst, ok := v.places.find(&p.msg, h.n, &p.landed, false); ok {
+			if dst, ok := v.places.want(&p.msg, h.n, &p.landed, false); ok {
 				p.dst[i] = dst.Host()
 				p.msg.Vals, p.msg.Placed = dst, true
 				continue
