@@ -86,7 +86,7 @@ func (cn *connector) keepConnected(ctx context.Context) {
 // connected gives p a connection.
 func (cn *connector) connected(l *link) {
 	p := cn.peer
-	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QPs), "inline", l.Inline, "stepaf", l.native)
+	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QueuePairs), "inline", l.Inline, "stepaf", l.native)
 	p.mu.Lock()
 	p.link, p.inboundDown, p.lost, p.connecting = l, nil, false, false
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }

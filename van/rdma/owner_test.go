@@ -93,7 +93,7 @@ func TestSplitFails(t *testing.T) {
 		defer p.mu.Unlock()
 		return p.link.Idle()
 	})
-	second := p.link.QPs[1].Num()
+	second := p.link.QueuePairs[1].Num()
 	r.net.HoldQP(second)
 	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
 		if wr.Stack == w.stack && wr.Op == verbs.OpWrite && wr.Len > 0 {

@@ -124,7 +124,7 @@ func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 		if c.Status == verbs.StatusRetryExceeded {
 			why = errUnacknowledged
 		}
-		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.QPs[q].Num(), c.Status))
+		l.fail(fmt.Errorf("%w: queue pair %d (number %d): %s", why, q, l.QueuePairs[q].Num(), c.Status))
 	}
 	p.mu.Lock()
 	if c.Status != verbs.StatusOK {

@@ -53,10 +53,10 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			return
 		}
 	}
-	split := p.v.cfg.SplitQPLag && len(l.QPs) > 1 && !inMeta && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
+	split := p.v.cfg.SplitQPLag && len(l.QueuePairs) > 1 && !inMeta && o.singleKey && o.lens[1] >= minSplit && (o.direct || o.request && o.push)
 	if split {
 		l.splits++
-		le.PutUint32(meta[metaSlaves:], uint32(len(l.QPs)-1))
+		le.PutUint32(meta[metaSlaves:], uint32(len(l.QueuePairs)-1))
 		for i := range 2 {
 			le.PutUint64(meta[metaCounter+8*i:], l.splits)
 		}
@@ -172,12 +172,12 @@ func (p *peer) addPayload(l *link, id uint32, o *outgoing, at *rendezvous.Remote
 			l.AddValue(id, wr)
 			return
 		}
-		part := wr.Len / uint32(len(l.QPs))
+		part := wr.Len / uint32(len(l.QueuePairs))
 		first := wr
-		first.Len = wr.Len - part*uint32(len(l.QPs)-1)
+		first.Len = wr.Len - part*uint32(len(l.QueuePairs)-1)
 		l.Add(id, 0, first)
 		off := uint64(first.Len)
-		for q := 1; q < len(l.QPs); q++ {
+		for q := 1; q < len(l.QueuePairs); q++ {
 			x := wr
 			x.Op, x.Flags, x.Imm = verbs.OpWriteImm, verbs.Signaled, at.Index|immSlave
 			x.LocalAddr, x.RemoteAddr, x.Len = wr.LocalAddr+off, wr.RemoteAddr+off, part

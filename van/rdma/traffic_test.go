@@ -306,7 +306,7 @@ func TestSplitOrder(t *testing.T) {
 			s.wantValue(0, value(40000, 0))
 			p := (*w.peers.Load())[s.who.ID]
 			p.mu.Lock()
-			qps := p.link.QPs
+			qps := p.link.QueuePairs
 			p.mu.Unlock()
 			for _, q := range qps {
 				r.net.HoldQP(q.Num())
@@ -341,7 +341,7 @@ func TestSplitLost(t *testing.T) {
 	s.wantValue(0, value(40000, 0))
 	p := (*w.peers.Load())[s.who.ID]
 	p.mu.Lock()
-	qps := p.link.QPs
+	qps := p.link.QueuePairs
 	p.mu.Unlock()
 	r.net.HoldQP(qps[1].Num())
 	w.must(push(s, 1, 1, value(40000, 1)))

@@ -14,12 +14,12 @@ import (
 // use until they have completed. T is what its user notes of each message. It takes no lock:
 // its user does.
 type SendQueue[T any] struct {
-	Device verbs.Device
-	QPs    []verbs.QP
-	serial uint32 // of the connection, in the IDs of work requests
-	Inline int    // bytes that all queue pairs take inline
-	depth  int
-	room   []int // work requests that each queue pair takes
+	Device     verbs.Device
+	QueuePairs []verbs.QP
+	serial     uint32 // of the connection, in the IDs of work requests
+	Inline     int    // bytes that all queue pairs take inline
+	depth      int
+	room       []int // work requests that each queue pair takes
 
 	perRecord int    // work requests that one record may need on one queue pair
 	Longest   uint32 // write
@@ -59,7 +59,7 @@ func NewSendQueue[T any](dev verbs.Device, qps []verbs.QP, serial uint32, depth,
 	if err != nil {
 		return nil, fmt.Errorf("staging memory of %d bytes: %w", n*each, err)
 	}
-	p := &SendQueue[T]{Device: dev, QPs: qps, serial: serial, Inline: 1 << 30, depth: depth, perRecord: min(depth, MaxWRs), Longest: maxWrite, stage: stage, stageEach: each, recs: make([]Record[T], n)}
+	p := &SendQueue[T]{Device: dev, QueuePairs: qps, serial: serial, Inline: 1 << 30, depth: depth, perRecord: min(depth, MaxWRs), Longest: maxWrite, stage: stage, stageEach: each, recs: make([]Record[T], n)}
 	for _, q := range qps {
 		p.Inline = min(p.Inline, q.MaxInline())
 		p.room = append(p.room, depth)
@@ -100,7 +100,7 @@ func (p *SendQueue[T]) Add(id uint32, q int, wr verbs.SendWR) {
 	r := &p.recs[id]
 	r.used[q]++
 	p.room[q]--
-	wr.QP = p.QPs[q].Handle()
+	wr.QP = p.QueuePairs[q].Handle()
 	wr.ID = uint64(p.serial)<<32 | uint64(q)<<24 | uint64(id)
 	if wr.Flags&verbs.Signaled != 0 {
 		r.pending++

@@ -79,7 +79,7 @@ func TestSendQueue(t *testing.T) {
 			}
 			begun++
 			r.Note = &sent
-			for q := range p.QPs {
+			for q := range p.QueuePairs {
 				for range rng.IntN(2) {
 					p.Add(id, q, verbs.SendWR{Op: verbs.OpWrite})
 				}
@@ -140,7 +140,7 @@ func TestSendQueue(t *testing.T) {
 		}
 	}
 	for _, wr := range dev.posted {
-		if q, id := RecordOf(wr.ID); wr.QP != p.QPs[q].Handle() || id >= n || wr.ID>>32 != 5 {
+		if q, id := RecordOf(wr.ID); wr.QP != p.QueuePairs[q].Handle() || id >= n || wr.ID>>32 != 5 {
 			t.Fatalf("work request %#x on queue pair %d", wr.ID, wr.QP)
 		}
 	}
