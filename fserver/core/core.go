@@ -1,5 +1,5 @@
-// Package core is what the Python module fserver_lib does, without Python: one
-// node of a process, with a tensor worker or a queue of batches on it.
+// Package core is the Python module fserver_lib without Python: one node in a process,
+// with a tensor worker or a queue of batches on it.
 package core
 
 import (
@@ -27,8 +27,8 @@ var ErrPending = postoffice.ErrPending
 // ErrUnknownHandler: there is no such handler, or there is none any more.
 var ErrUnknownHandler = postoffice.ErrUnknownHandler
 
-// Session is one process's part in a cluster, from Start to Stop. All methods are
-// safe for concurrent use.
+// Session is a process's membership of a cluster, from Start to Stop. All methods are safe
+// for concurrent use.
 type Session struct {
 	node   *postoffice.Node
 	worker *af.Worker // nil unless a worker
@@ -36,9 +36,9 @@ type Session struct {
 	queue  *queue     // of a server
 }
 
-// Start reads the variables, starts the node, and waits for all others: like the
-// original with a barrier over all nodes, then, for workers and servers, one over
-// these. A server takes requests before the second one.
+// Start reads the variables, starts the node, and waits for all others as C++ StepMesh
+// does: with a barrier over all nodes, then with one over workers and servers. A server
+// accepts requests before the second one.
 func Start(ctx context.Context, lookup func(string) (string, bool), names func() []string) (*Session, error) {
 	began := time.Now()
 	cfg, err := postoffice.LoadConfigFrom(lookup, names)
@@ -60,7 +60,7 @@ func Open(ctx context.Context, node *postoffice.Node) (*Session, error) {
 	return open(ctx, node, node.Config().StartTimeout)
 }
 
-// open takes at most limit for the second barrier of start-up.
+// open is Open with a limit for the second barrier of start-up.
 func open(ctx context.Context, node *postoffice.Node, limit time.Duration) (*Session, error) {
 	s := &Session{node: node}
 	if !failpoint.On("start-deadline") {
@@ -152,8 +152,8 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	return s.waitOne(h, first, limit, slice)
 }
 
-// waitOne waits for one timestamp of a batch. It looks again and again: nobody
-// tells when one timestamp of several is answered.
+// waitOne waits for one timestamp of a batch. It polls, since only the end of the whole
+// batch is signalled.
 func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 	for end := time.Now().Add(slice); ; {
 		_, answered, flying, err := s.worker.Customer().Batch(h)
@@ -172,7 +172,7 @@ func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 }
 
 // AllHandlers is the number of timestamps of the push_pull in flight whose first one is
-// handler, and 1 when there is none, as in the original.
+// handler, and 1 when there is none, as in C++ StepMesh.
 func (s *Session) AllHandlers(handler int64) (int, error) {
 	if s.worker == nil {
 		return 0, s.wrongRole("get_all_handlers", "worker")
@@ -236,13 +236,13 @@ func (s *Session) Barrier(ctx context.Context, servers, workers, instances bool)
 // Nanosecond is the clock of the traces.
 func Nanosecond() uint64 { return clock.Now() }
 
-// GetBatch appends one batch of every worker group to items, by rank: the oldest of
-// each. It waits for slice at most and returns ErrPending then.
+// GetBatch appends the oldest batch of every worker group to items, by rank. After slice
+// without one of each it returns ErrPending.
 func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 	if s.queue == nil {
 		return items, s.wrongRole("get_batch", "server")
 	}
-	var timer *time.Timer // not made for batches that are there or come soon
+	var timer *time.Timer // made only when the batches do not come soon
 	var end time.Time
 	for {
 		if err := s.node.Alive(); err != nil {
@@ -279,12 +279,12 @@ func (s *Session) BatchTimeout(limit time.Duration) error {
 		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "what has come stays queued; call get_batch again"}
 }
 
-// Respond answers the batch that GetBatch gave id: tensors in the order of its
-// pulls, whatever their keys. The tensors must stay as they are until their owners are released. Those on
-// the device are sent when the work in stream is done.
+// Respond answers the batch that GetBatch gave id: tensors in the order of its pulls,
+// whatever their keys. The tensors must not change until their owners are released. Those
+// on the device are sent when the work in stream is done.
 //
-// An answer that nobody waits for, since its worker was lost, replaced, or has given the
-// request up, is dropped with a log line: a program that serves others goes on.
+// If the worker was lost, replaced, or has given the request up, the answer is dropped
+// with a log line and no error, since the program goes on serving other workers.
 func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.KeyTensor) error {
 	if s.queue == nil {
 		return s.wrongRole("respond", "server")

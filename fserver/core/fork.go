@@ -1,5 +1,7 @@
 package core
 
+// The descriptors that a forked child must close.
+
 import (
 	"context"
 	"net"
@@ -12,21 +14,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// File is a descriptor, and what it stands for, so that it is known again.
+// File is a descriptor with the identity of its inode, by which a child can check that the
+// descriptor is still the same file.
 type File struct {
 	FD          int
 	Device, Num uint64 // of the inode
 }
 
 // Files lists the descriptors by which peers notice that this process has ended: its
-// connections and the sockets at which it listens. A child that is forked has them, too,
-// and as long as it keeps them the connections stand although nobody is there.
+// connections and the sockets at which it listens. A forked child inherits them, and while
+// it keeps them open the connections do not end.
 func (s *Session) Files() []File {
 	port, peers := s.node.Addresses()
 	return filesOf(ownSockets(port, peers))
 }
 
-// filesOf lists the descriptors of this process that are as ours says.
+// filesOf lists the sockets of this process for which ours is true, and its RDMA devices.
 func filesOf(ours func(fd int) bool) []File {
 	dir, err := os.ReadDir("/proc/self/fd")
 	if err != nil {
@@ -52,7 +55,7 @@ func link(fd string) string {
 	return to
 }
 
-// lookUpTime is how long names of peers' hosts are looked up before a fork.
+// lookUpTime limits the look-up of peers' host names before a fork.
 const lookUpTime = time.Second
 
 // ownSockets tells which sockets are of a node that listens at port and is connected to
@@ -88,7 +91,7 @@ func ownSockets(port int, peers []string) func(fd int) bool {
 	}
 }
 
-// addrPort is the zero value for what is no Internet address.
+// addrPort returns the zero value for other kinds of addresses.
 func addrPort(s unix.Sockaddr) netip.AddrPort {
 	switch s := s.(type) {
 	case *unix.SockaddrInet4:

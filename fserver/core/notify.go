@@ -1,5 +1,7 @@
 package core
 
+// Streams that wait for a request or a batch while the Python thread goes on.
+
 import (
 	"context"
 	"errors"
@@ -12,8 +14,8 @@ import (
 )
 
 // Notify makes a stream of the device wait for a request or for a batch, while the
-// thread that queues the stream's work goes on: a word in pinned memory, for which the
-// stream waits, and a goroutine that waits and then sets it. It does one at a time.
+// thread that queues the stream's work goes on: the stream waits for a word in pinned
+// memory, which a goroutine sets when its own wait is over. It handles one wait at a time.
 // All methods are safe for concurrent use.
 type Notify struct {
 	s      *Session
@@ -21,12 +23,12 @@ type Notify struct {
 	word   backend.Mem
 
 	mu      sync.Mutex // not held in WaitFlag, which may block until a release makes room
-	counter uint32     // what the next wait is for
+	counter uint32     // the value that ends the next wait
 	under   *notice
 	dropped bool
 }
 
-// notice is one wait that is under way, or whose result nobody has fetched.
+// notice is one wait that is under way, or whose result was not fetched yet.
 type notice struct {
 	op    string
 	batch bool // it is for a batch, not for a request
@@ -35,12 +37,12 @@ type notice struct {
 	items []Item
 
 	// Of mu:
-	dropped bool // a batch that nobody wants
-	ended   bool // it has let the stream go
+	dropped bool // the result will not be fetched: return the batches to the queue
+	ended   bool // the stream was released
 }
 
-// handlerLimit is how long a request may take that a stream waits for, from its
-// push_pull; it is the original's.
+// handlerLimit is how long a request that a stream waits for may take from its push_pull,
+// as in C++ StepMesh.
 const handlerLimit = 10 * time.Second
 
 // waitSlice is how long the goroutine of a Notify waits at a time.
@@ -64,10 +66,10 @@ func (s *Session) NewNotify() (*Notify, error) {
 	return n, nil
 }
 
-// set is what a stream waits for. Whatever was written before is visible to it.
+// set writes the word. The stream sees all earlier writes.
 func (n *Notify) set(v uint32) { atomic.StoreUint32((*uint32)(n.word.Ptr()), v) }
 
-// release lets the streams go. n.mu is held.
+// release ends the streams' wait. n.mu is held.
 func (n *Notify) release() {
 	n.set(n.counter)
 	n.counter++
@@ -75,8 +77,7 @@ func (n *Notify) release() {
 
 var errDropped = fmt.Errorf("%w: the object was dropped", ErrMisuse)
 
-// Block makes stream wait for the next release, which StreamWait or BlockAndGetBatch
-// gives.
+// Block makes stream wait until the next StreamWait or BlockAndGetBatch has ended.
 func (n *Notify) Block(stream uintptr) error {
 	n.mu.Lock()
 	counter, dropped := n.counter, n.dropped
@@ -84,11 +85,11 @@ func (n *Notify) Block(stream uintptr) error {
 	if dropped {
 		return fmt.Errorf("block_now_stream: %w", errDropped)
 	}
-	return n.device.WaitFlag(stream, n.word, counter) // which passes if the release comes first
+	return n.device.WaitFlag(stream, n.word, counter) // does not wait if the release has come
 }
 
-// StreamWait makes stream wait for a worker's request. When that fails, the stream goes
-// on all the same, and Done has the error.
+// StreamWait makes stream wait for a worker's request. If the request fails the stream goes
+// on, and Done returns the error.
 func (n *Notify) StreamWait(stream uintptr, handler int64) error {
 	if n.s.worker == nil {
 		return n.s.wrongRole("stream_wait_event", "worker")
@@ -96,8 +97,7 @@ func (n *Notify) StreamWait(stream uintptr, handler int64) error {
 	return n.begin(&notice{op: "stream_wait_event"}, stream, func(*notice) error { return n.s.Wait(handler, handlerLimit, waitSlice) })
 }
 
-// BlockAndGetBatch makes stream wait until GetBatch has returned, to which Batch gives
-// the result.
+// BlockAndGetBatch makes stream wait for GetBatch, whose result Batch returns.
 func (n *Notify) BlockAndGetBatch(stream uintptr) error {
 	if n.s.queue == nil {
 		return n.s.wrongRole("block_now_stream_and_get_batch", "server")
@@ -108,12 +108,12 @@ func (n *Notify) BlockAndGetBatch(stream uintptr) error {
 	})
 }
 
-// begin queues the stream's wait, and lets it go when look returns another error than
-// ErrPending, or when nobody wants the batch that it looks for.
-func (n *Notify) begin(w *notice, stream uintptr, look func(*notice) error) error {
+// begin queues the stream's wait, and ends it when poll returns nil or an error other than
+// ErrPending, or when the result will not be fetched.
+func (n *Notify) begin(w *notice, stream uintptr, poll func(*notice) error) error {
 	w.done = make(chan struct{})
 	n.mu.Lock()
-	under, dropped, counter := n.under, n.dropped, n.counter // which stays until w has ended
+	under, dropped, counter := n.under, n.dropped, n.counter // counter stays until w has ended
 	if under == nil && !dropped {
 		n.under = w
 	}
@@ -134,7 +134,7 @@ func (n *Notify) begin(w *notice, stream uintptr, look func(*notice) error) erro
 		if n.under == w {
 			n.under = nil
 		}
-		if n.dropped { // meanwhile, which left that to w
+		if n.dropped { // Drop has left the release to w
 			n.release()
 		}
 		close(w.done) // for another thread that waits for it already
@@ -142,7 +142,7 @@ func (n *Notify) begin(w *notice, stream uintptr, look func(*notice) error) erro
 	}
 	go func() {
 		for w.err = ErrPending; errors.Is(w.err, ErrPending) && !n.unwanted(w); {
-			w.err = look(w)
+			w.err = poll(w)
 		}
 		n.end(w)
 	}()
@@ -164,7 +164,7 @@ func (n *Notify) end(w *notice) {
 	close(w.done)
 }
 
-// giveBack returns the batches that nobody wants. n.mu is held.
+// giveBack returns w's batches to the queue if they will not be fetched. n.mu is held.
 func (n *Notify) giveBack(w *notice) {
 	if w.ended && w.dropped && len(w.items) > 0 {
 		n.s.GiveBack(w.items)
@@ -172,9 +172,9 @@ func (n *Notify) giveBack(w *notice) {
 	}
 }
 
-// Drop ends the use of n, and does not block. Streams that wait go on, but for one that
-// waits for a request, which its answer lets go. Batches that were not fetched are those
-// of the next GetBatch.
+// Drop ends the use of n, and does not block. Waiting streams go on, except one that waits
+// for a request, which ends with the request. Batches that were not fetched return to the
+// queue for the next GetBatch.
 func (n *Notify) Drop() {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -184,7 +184,7 @@ func (n *Notify) Drop() {
 	n.dropped = true
 	w := n.under
 	if w == nil || w.ended {
-		n.release() // of those that Block has made wait
+		n.release() // ends the waits of Block
 	}
 	if w != nil && w.batch {
 		n.under, w.dropped = nil, true
@@ -192,9 +192,8 @@ func (n *Notify) Drop() {
 	}
 }
 
-// Done waits for the end of what StreamWait has begun, for slice at most, and returns
-// its error, or ErrPending. It returns at once when there is nothing, as it does for
-// BlockAndGetBatch, whose result is Batch's.
+// Done waits, for slice at most, for the end of a StreamWait and returns its error, or
+// ErrPending. Without a StreamWait it returns nil at once.
 func (n *Notify) Done(slice time.Duration) error {
 	w, err := n.fetch("wait_event_done", slice, false)
 	if w == nil {
@@ -216,8 +215,7 @@ func (n *Notify) Batch(slice time.Duration) ([]Item, error) {
 	}
 }
 
-// fetch waits for what is under way, if that is for a batch or not as asked, and takes
-// it.
+// fetch waits for the notice under way, if it is of the wanted kind, and takes it.
 func (n *Notify) fetch(op string, slice time.Duration, batch bool) (*notice, error) {
 	n.mu.Lock()
 	w := n.under

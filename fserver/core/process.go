@@ -1,5 +1,7 @@
 package core
 
+// The process's one session, and the calls that wait for other nodes: init, stop, barrier.
+
 import (
 	"context"
 	"errors"
@@ -9,10 +11,10 @@ import (
 	"time"
 )
 
-// Process is this process's part in a cluster, of which there is at most one, once.
-// Init, Stop and Barrier, one at a time, begin what Wait waits for, so that the caller
-// can look after signals meanwhile. The zero value has not begun. All methods are safe
-// for concurrent use.
+// Process is this process's membership of a cluster; a process can join once. Init, Stop
+// and Barrier begin a job, one at a time, and return; Wait waits for it in slices, so that
+// the caller can handle signals meanwhile. The zero value has not begun. All methods are
+// safe for concurrent use.
 type Process struct {
 	open func(context.Context) (*Session, error) // instead of Start, in tests
 
@@ -29,7 +31,7 @@ type job struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 	err    error
-	left   bool // nobody waits for it: it was cancelled and did not end; Process.mu guards it
+	left   bool // it was cancelled and did not end in time; guarded by Process.mu
 }
 
 var (
@@ -48,9 +50,9 @@ func (p *Process) Session() (*Session, error) {
 	return nil, errNotStarted
 }
 
-// begin runs what prepare returns, if anything, unless another job is under way. prepare
-// sees what all jobs before have done, and no other one begins meanwhile. A negative
-// limit is none.
+// begin runs the function that prepare returns, if it is not nil, as the job, unless
+// another one is under way. prepare runs after all earlier jobs, and no other job begins
+// meanwhile. A negative limit means none.
 func (p *Process) begin(op string, limit time.Duration, prepare func() (func(context.Context) error, error)) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -106,9 +108,9 @@ func (p *Process) Init(limit time.Duration, lookup func(string) (string, bool), 
 	})
 }
 
-// Stop begins Session.Stop, and tells whether there is something to wait for: not after
-// another one. A worker's limit is STEPAF_STOP_TIMEOUT if it is negative; servers and the
-// scheduler often call it as soon as they run, and wait for the workers.
+// Stop begins Session.Stop, and tells whether it has: a second Stop does nothing. With a
+// negative limit a worker's is STEPAF_STOP_TIMEOUT, and servers and the scheduler have
+// none: they often call it as soon as they run, and wait for the workers.
 func (p *Process) Stop(limit time.Duration) (begun bool, err error) {
 	if s := p.session.Load(); limit < 0 && s != nil && s.Config().Role == "worker" {
 		limit = s.Config().StopTimeout
@@ -144,7 +146,7 @@ func (p *Process) current() *job {
 	return p.job
 }
 
-// forget makes room for the next job. This one may not be the current one any more.
+// forget removes j, if it is still the current job.
 func (p *Process) forget(j *job) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -171,10 +173,10 @@ func (p *Process) Wait(slice time.Duration) error {
 	return j.err
 }
 
-// Cancel ends the job under way early. It waits for that until ctx ends: a transport or
-// a driver may be in a call that cannot be ended. The job goes on then; to leave it alone
-// is safe, since it still has the place of the one job, so that no other begins beside
-// it, and since what it began is complete or undone when it does end.
+// Cancel cancels the job under way and waits until ctx ends for its end, since a transport
+// or a driver may be in a call that cannot be interrupted. If the job has not ended it goes
+// on in the background. This is safe: it remains the current job, so no other begins, and
+// when it ends its work is either complete or undone.
 func (p *Process) Cancel(ctx context.Context) error {
 	j := p.current()
 	if j == nil {
@@ -200,10 +202,10 @@ func (p *Process) who() string {
 	return ""
 }
 
-// Exit leaves at once: the process ends. It waits until ctx ends. What has not ended by
-// then goes on until the process does, which is safe: Python does not free what the
-// library has a reference to, also not at its end, and what is left of connections and
-// devices is closed by the system.
+// Exit leaves at once, because the process ends. It waits until ctx ends. Work that has not
+// ended by then goes on until the process ends, which is safe: Python does not free objects
+// that the library refers to, not even at its end, and the system closes connections and
+// devices.
 func (p *Process) Exit(ctx context.Context) error {
 	who := p.who()
 	left := make(chan error, 1)

@@ -1,14 +1,16 @@
 package core
 
+// Batches that GetBatch has returned and that go back into the queue.
+
 import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 )
 
-// GiveBack returns to the queue batches of GetBatch that could not be used: the next
-// GetBatch has them, each before those of its worker that came later. The items are not
-// the caller's any more. A batch that was answered meanwhile, or that its worker does not
-// wait for any more, is released.
+// GiveBack returns batches of GetBatch that could not be used to the queue: the next
+// GetBatch returns them, each before later ones of its worker. The items no longer belong
+// to the caller. A batch that was answered meanwhile, or that its worker has given up, is
+// released.
 func (s *Session) GiveBack(items []Item) { s.queue.giveBack(items) }
 
 func (q *queue) giveBack(items []Item) {
@@ -43,8 +45,8 @@ func (q *queue) giveBack(items []Item) {
 }
 
 // Retake returns the item of GetBatch with that id, for GiveBack, if it was not answered;
-// it has a hold of its own. b is the batch, if the caller still holds it: one that needs
-// an answer is found without.
+// the item has a reference of its own. b is the batch, if the caller still has it; a batch
+// that needs an answer is found without b.
 func (s *Session) Retake(id uint64, b *af.Batch) (Item, bool) {
 	if s.queue == nil {
 		return Item{}, false

@@ -1,5 +1,7 @@
 package core
 
+// The queue of complete batches between the tensor server and get_batch.
+
 import (
 	"fmt"
 	"math"
@@ -32,11 +34,11 @@ type queue struct {
 	acked   map[uint64]struct{} // handed out without pulls: an answer is allowed, but not needed
 	oldest  fifo.Queue[uint64]  // of acked, in order
 	lost    map[int]loss        // workers by group rank
-	bytes   []int               // that wait of each worker, by group rank
+	bytes   []int               // queued for each worker, by group rank
 	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
-	room    chan struct{}       // closed and replaced when less waits of one
-	changed chan struct{}       // one token when there may be something to take
-	poll    func() bool         // tells whether GetBatch is not to receive itself, made once
+	room    chan struct{}       // closed and replaced when such a worker has room again
+	changed chan struct{}       // one token when take may succeed
+	poll    func() bool         // ends GetBatch's polling; made once
 }
 
 // loss is why and since when a worker is away.
@@ -51,7 +53,8 @@ func newQueue(n *postoffice.Node) *queue {
 	q.poll = func() bool {
 		q.mu.Lock()
 		defer q.mu.Unlock()
-		// What comes of a worker that has used up its budget would wait for this caller.
+		// With a worker over its budget polling would deadlock: put would wait for take
+		// on the goroutine that is to call take.
 		return q.filled == len(q.workers) || q.full > 0
 	}
 	n.OnPeer(func(id int, up bool, cause error) {
@@ -79,7 +82,7 @@ func (q *queue) signal() {
 	}
 }
 
-// weight is the memory that a batch takes, about.
+// weight estimates the memory that a batch takes, in bytes.
 func weight(b *af.Batch) int {
 	n := 512
 	for _, p := range b.Pushes() {
@@ -88,15 +91,15 @@ func weight(b *af.Batch) int {
 	return n
 }
 
-// put is the server's handler. The batch is held for whoever takes it, beyond its
-// answer. One of a worker that has used up its budget waits until some have been taken,
-// and so does what comes behind it of that worker.
+// put is the server's handler. It holds the batch beyond its answer, for the caller of
+// take. If the worker has used up its budget put blocks until batches are taken, and with
+// it the receiving of that worker's messages.
 func (q *queue) put(b af.Batch) {
 	b.Retain()
 	rank := b.Worker()
 	q.mu.Lock()
 	for q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil {
-		if n, speak := q.node.Rarely("fserver: budget"); speak {
+		if n, show := q.node.Rarely("fserver: budget"); show {
 			q.node.Log().Warn("a worker's batches wait for get_batch: what else it sends is not read for now", "worker", q.node.PeerName(q.node.WorkerInstance(rank)),
 				"bytes", q.bytes[rank], "limit (STEPAF_RECV_BUDGET_PEER)", q.budget(), "so far", n)
 		}
@@ -147,16 +150,15 @@ func (q *queue) charge(rank, bytes int) {
 	}
 }
 
-// forget gives up a batch that nobody will answer.
+// forget releases a batch that will not be answered.
 func forget(it Item) {
-	if !it.acked { // else its answer has given up the first hold
+	if !it.acked { // the answer of an acked one has released the first reference
 		it.Release()
 	}
 	it.Release()
 }
 
-// sweep takes batches off the queue that their worker does not wait for any more. q.mu is
-// held.
+// sweep drops queued batches that their worker has given up. q.mu is held.
 func (q *queue) sweep(rank int) {
 	if failpoint.On("lost-batches") {
 		return
@@ -180,7 +182,7 @@ func (q *queue) sweep(rank int) {
 	}
 }
 
-// unwanted is told that a worker has given batches up.
+// unwanted is called when a worker has given batches up.
 func (q *queue) unwanted(worker int) {
 	if van.RankOf(worker)%q.node.GroupSize() != q.node.Instance() {
 		return
@@ -192,7 +194,7 @@ func (q *queue) unwanted(worker int) {
 	}
 }
 
-// ready tells whether take has something to return.
+// ready tells whether every worker has a batch.
 func (q *queue) ready() bool {
 	q.mu.Lock()
 	full := q.filled == len(q.workers)
@@ -200,8 +202,8 @@ func (q *queue) ready() bool {
 	return full
 }
 
-// take appends the oldest batch of every worker to items when all have one, else it
-// returns false, or an error when one that has none is lost and was not replaced within
+// take appends the oldest batch of every worker to items if all have one. Otherwise it
+// returns false, or an error if a worker without one is lost and was not replaced within
 // STEPAF_REPLACE_TIMEOUT.
 func (q *queue) take(items []Item) ([]Item, bool, error) {
 	q.mu.Lock()
@@ -226,7 +228,7 @@ func (q *queue) take(items []Item) ([]Item, bool, error) {
 		}
 	}
 	if q.filled == len(q.workers) {
-		q.signal() // for another caller: its token may have been one with ours
+		q.signal() // for another caller: two signals may have made one token
 	}
 	return items, true, nil
 }
@@ -234,11 +236,11 @@ func (q *queue) take(items []Item) ([]Item, bool, error) {
 // keepAcked is the number of batches without pulls that can still be answered.
 const keepAcked = 4096
 
-// handOut notes that a batch has left the queue. One of several pushes and no pull
-// was acknowledged as it came, and few programs answer it: its memory is then
-// Python's alone. q.mu is held.
+// handOut records that a batch has left the queue. One of several pushes and no pull needs
+// no answer, and few programs answer it, so it is answered here: only Python then holds
+// its memory. q.mu is held.
 func (q *queue) handOut(it Item) Item {
-	// One that was given back may have been answered here before.
+	// A batch that was given back may be acked already.
 	it.acked = it.acked || !it.Single() && len(it.Pulls()) == 0 && it.Respond(nil) == nil
 	if it.acked {
 		q.noteAcked(it.ID)
@@ -248,7 +250,7 @@ func (q *queue) handOut(it Item) Item {
 	return it
 }
 
-// noteAcked forgets the oldest when there are too many. q.mu is held.
+// noteAcked records an acked batch, and forgets the oldest beyond keepAcked. q.mu is held.
 func (q *queue) noteAcked(id uint64) {
 	if q.oldest.Len() == keepAcked {
 		delete(q.acked, q.oldest.Take())
@@ -269,8 +271,8 @@ func (q *queue) missing() (names []string) {
 	return names
 }
 
-// unknown says why there is no batch to answer. Only one that was answered is no
-// ErrUnknownHandler. q.mu is held.
+// unknown is the error of an id that cannot be answered. It wraps ErrUnknownHandler unless
+// the batch was answered already. q.mu is held.
 func (q *queue) unknown(id uint64) error {
 	if q.waits(id) {
 		return fmt.Errorf("respond: %w: %w: get_batch has not returned handler %d yet", ErrMisuse, ErrUnknownHandler, id)
@@ -285,8 +287,7 @@ func misfit(id uint64, pulls, tensors int) error {
 	return fmt.Errorf("respond: %w: %d tensors for handler %d, whose worker pulls %d", van.ErrInvalid, tensors, id, pulls)
 }
 
-// waits tells whether the batch with that id has not been handed out yet. q.mu is
-// held.
+// waits tells whether the batch with that id is still queued. q.mu is held.
 func (q *queue) waits(id uint64) bool {
 	for i := range q.workers {
 		for _, it := range q.workers[i].All() {
@@ -298,14 +299,14 @@ func (q *queue) waits(id uint64) bool {
 	return false
 }
 
-// unanswered says that nobody waits for the answer to b.
+// unanswered logs that an answer was dropped.
 func (q *queue) unanswered(worker int) {
-	if n, speak := q.node.Rarely("fserver: answer"); speak {
+	if n, show := q.node.Rarely("fserver: answer"); show {
 		q.node.Log().Info("dropped an answer: its worker is gone, or does not wait for it any more", "worker", q.node.PeerName(q.node.WorkerInstance(worker)), "so far", n)
 	}
 }
 
-// putBack makes a batch answerable again after an answer that did not fit.
+// putBack makes a batch answerable again after an answer that was refused.
 func (q *queue) putBack(id uint64, b af.Batch) {
 	q.mu.Lock()
 	q.out[id] = b

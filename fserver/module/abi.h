@@ -1,4 +1,4 @@
-// What the Go side and the Python side of fserver_lib tell each other.
+// The interface between the Go side and the C side of fserver_lib.
 #ifndef FSERVER_ABI_H
 #define FSERVER_ABI_H
 
@@ -6,7 +6,7 @@
 
 #define SF_MAX_DIMS 8
 
-// What device_type says.
+// Values of device_type.
 enum { SF_CPU = 1, SF_GPU = 2 };
 
 // Instead of a stream: there is no work to wait for.

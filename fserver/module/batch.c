@@ -47,7 +47,7 @@ PyObject *sf_batches_out(sf_batch *batches, int n, const void *room) {
   }
   if (i < n) {
     PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace); // from those who free
+    PyErr_Fetch(&type, &value, &trace); // hidden from the destructors below
     sf_put_back(batches, n);
     for (; i < n; i++, used = 0)
       for (int k = used; k < batches[i].n; k++) sf_release(batches[i].lease, SF_COMPLETE);

@@ -12,7 +12,7 @@
 #include "_cgo_export.h"
 #include "docs.h"
 
-// The longest list that is read.
+// The largest number of items in a list argument.
 #define MAX_ITEMS (1 << 20)
 
 // The most descriptors that are closed in a child.
@@ -23,8 +23,9 @@ static PyObject *error_base, *error_timeout, *error_connection;
 int sf_forked;
 int32_t sf_dropped;
 
-// What a child must not keep: as long as it has them, a peer does not notice that this
-// process has ended. They are found before the fork: afterwards only system calls are safe.
+// The descriptors that a forked child must close: while it keeps them, peers do not notice
+// that this process has ended. They are collected before the fork, because after it only
+// system calls are safe.
 static sf_file files[MAX_FILES];
 static int files_len;
 static pthread_mutex_t forking = PTHREAD_MUTEX_INITIALIZER;

@@ -26,10 +26,10 @@ void call_watch_forks(void);
 // Begins every call: -1 with an exception after a fork, else 0.
 int sf_enter(void);
 
-// Drops what Go needs no more.
+// Drops the references to objects that Go no longer needs.
 void sf_drain_dropped(void);
 
-// Raises what Go says. Returns NULL.
+// Raises the exception for an error of Go's. Returns NULL.
 PyObject *sf_raise(sf_error *e);
 
 // Whether an exception such as KeyboardInterrupt is set, which must not become one

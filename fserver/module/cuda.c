@@ -30,7 +30,7 @@ PyObject *sf_py_map_pinned_tensor(PyObject *self, PyObject *args) {
   return r;
 }
 
-// Reads a counter: an int64 tensor on a GPU.
+// Reads a counter argument: an int64 tensor on a GPU.
 static int counter(PyObject *o, const char *what, sf_tensor *t) {
   if (tensor_in(o, t, what, -1, 1) < 0) return -1;
   if (t->device_type == SF_GPU && t->dtype == INT64 && t->nbytes >= 8) return 0;

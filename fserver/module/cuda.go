@@ -18,7 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// gpus are the devices of calls that need no session, by number. They stay open, since
+// gpus are the devices for signals without a session, by number. They stay open, since
 // Python's tensors and graphs may refer to them.
 var gpus struct {
 	sync.Mutex
@@ -46,7 +46,7 @@ func gpu(id int) (backend.Backend, error) {
 	return b, nil
 }
 
-// signaller returns what signals on device id.
+// signaller returns device id if it supports signals.
 func signaller(id int) (backend.Signaller, error) {
 	b, err := gpu(id)
 	if err != nil {
@@ -69,7 +69,7 @@ func sf_cuda() C.int {
 	return 0
 }
 
-// sf_need_cuda says what is missing for signals, before their arguments are read.
+// sf_need_cuda fails if signals are not available, before their arguments are read.
 //
 //export sf_need_cuda
 func sf_need_cuda(e *C.sf_error) C.int {
@@ -79,13 +79,13 @@ func sf_need_cuda(e *C.sf_error) C.int {
 	return C.SF_DONE
 }
 
-// haveGPUs tells why there are none; it looks once.
+// haveGPUs returns why there are no GPUs, or nil; it checks once.
 var haveGPUs = sync.OnceValue(func() error {
 	_, err := backend.GPUs()
 	return err
 })
 
-// sf_map_pinned makes t, pinned memory of the host, memory of a device.
+// sf_map_pinned changes t from pinned host memory to the same memory as seen by a device.
 //
 //export sf_map_pinned
 func sf_map_pinned(t *C.sf_tensor, device C.int64_t, e *C.sf_error) C.int {
@@ -128,7 +128,7 @@ func sf_signal(what C.int, flag, seq *C.sf_tensor, stream C.uint64_t, e *C.sf_er
 	return C.SF_DONE
 }
 
-// notifies are the objects SimpleNotify after init().
+// notifies are the SimpleNotify objects after their init().
 var notifies struct {
 	sync.Mutex
 	last uint64

@@ -1,7 +1,7 @@
 //go:build fserver
 
 // Command module is the Python extension module fserver_lib, built with
-// -buildmode=c-shared. module.c speaks to Python, this file to package core.
+// -buildmode=c-shared. module.c is the Python side; this file exports package core to it.
 package main
 
 /*
@@ -32,14 +32,14 @@ import (
 
 func main() {} // never runs: the library is loaded by Python
 
-// process is this one's part in the cluster.
+// process is this process's membership of the cluster.
 var process core.Process
 
-// leaveLimit is how long Ctrl-C and the end of the interpreter wait for what they end.
+// leaveLimit is how long Ctrl-C and the end of the interpreter wait for calls to end.
 const leaveLimit = 10 * time.Second
 
-// leases are the batches whose tensors Python holds. Python knows them by their
-// places here, which are used again.
+// leases are the batches whose tensors Python holds. Python identifies them by their
+// index in all; free indices are reused.
 var leases struct {
 	mu   sync.Mutex
 	all  []lease
@@ -69,11 +69,11 @@ func fail(e *C.sf_error, err error) C.int {
 	default:
 		e.kind = C.SF_RUNTIME
 	}
-	e.text = C.CString(strings.ToValidUTF8(err.Error(), "?")) // Python takes no other text
+	e.text = C.CString(strings.ToValidUTF8(err.Error(), "?")) // Python needs valid UTF-8
 	return C.SF_FAILED
 }
 
-// begun is the result of what sf_job waits for now.
+// begun is the result of a call that has begun a job for sf_job.
 func begun(e *C.sf_error, err error) C.int {
 	if err != nil {
 		return fail(e, err)
@@ -87,8 +87,8 @@ func sf_init(timeoutMs C.int64_t, e *C.sf_error) C.int {
 	return begun(e, process.Init(time.Duration(timeoutMs)*time.Millisecond, lookup, names))
 }
 
-// environment is C's: what Python puts into os.environ after the library was
-// loaded is there, but not in Go's copy.
+// environment reads C's environment: it has what Python puts into os.environ after the
+// library was loaded; Go's copy does not.
 func environment() (func(string) (string, bool), func() []string) {
 	vars := map[string]string{}
 	for p := C.environ; p != nil && *p != nil; p = (**C.char)(unsafe.Add(unsafe.Pointer(p), unsafe.Sizeof(p))) {
@@ -108,7 +108,7 @@ func environment() (func(string) (string, bool), func() []string) {
 		}
 }
 
-// sf_stop returns SF_PENDING when there is nothing that sf_job has to wait for.
+// sf_stop returns SF_PENDING when there is no job to wait for with sf_job.
 //
 //export sf_stop
 func sf_stop(timeoutMs C.int64_t, e *C.sf_error) C.int {
@@ -131,8 +131,8 @@ func sf_job(sliceMs C.int64_t, e *C.sf_error) C.int {
 	return begun(e, process.Wait(time.Duration(sliceMs)*time.Millisecond))
 }
 
-// sf_cancel ends the job under way early. The caller raises the exception of a signal, so
-// that what does not end can only be logged.
+// sf_cancel cancels the job under way. The caller raises the exception of a signal, so an
+// error can only be logged.
 //
 //export sf_cancel
 func sf_cancel() { within(process.Cancel) }
@@ -158,8 +158,8 @@ type owner struct {
 
 var owners = sync.Pool{New: func() any { return new(owner) }}
 
-// garbage are Python objects that Go needs no more. Only Python may drop them,
-// which it does when it calls next.
+// garbage are Python objects that Go no longer needs. Only Python may drop its references
+// to them; it does so in its next call.
 var garbage struct {
 	mu      sync.Mutex
 	objects []unsafe.Pointer
@@ -182,7 +182,7 @@ func (o *owner) Release() {
 	owners.Put(o)
 }
 
-// sf_files lists the descriptors that a child which is forked now must not keep.
+// sf_files lists the descriptors that a forked child must close.
 //
 //export sf_files
 func sf_files(files *C.sf_file, n C.int) C.int {
@@ -198,7 +198,7 @@ func sf_files(files *C.sf_file, n C.int) C.int {
 	return C.int(min(len(own), len(all)))
 }
 
-// sf_drain moves up to n objects that Go needs no more to out.
+// sf_drain moves up to n objects of garbage to out.
 //
 //export sf_drain
 func sf_drain(out *unsafe.Pointer, n C.int) C.int {
@@ -212,7 +212,7 @@ func sf_drain(out *unsafe.Pointer, n C.int) C.int {
 	return C.int(k)
 }
 
-// args are the tensors of one call, with one hold on each owner.
+// args are the tensors of one call, with a reference to each owner.
 type args struct {
 	held       []*owner
 	push, pull []af.KeyTensor
@@ -220,7 +220,7 @@ type args struct {
 
 var argsPool = sync.Pool{New: func() any { return new(args) }}
 
-// release gives up the holds, and forgets the tensors.
+// release drops the references and the tensors.
 func (a *args) release() {
 	for _, o := range a.held {
 		o.Release()
@@ -336,8 +336,9 @@ func sf_batch_timeout(ms C.int64_t, e *C.sf_error) C.int {
 	return fail(e, err)
 }
 
-// sf_get_batch waits for one batch of each worker, for sliceMs at most. *out is in room,
-// of so many bytes, or, if it does not fit, one malloc'ed block that the caller frees.
+// sf_get_batch waits for one batch of each worker, for sliceMs at most. *out points to
+// room, which has size bytes, or, if the batches do not fit, to one malloc'ed block that
+// the caller frees.
 //
 //export sf_get_batch
 func sf_get_batch(sliceMs C.int64_t, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
@@ -358,7 +359,7 @@ func sf_get_batch(sliceMs C.int64_t, room unsafe.Pointer, size C.size_t, out **C
 
 var itemPool = sync.Pool{New: func() any { return new([]core.Item) }}
 
-// handOut gives items to Python, in room if that is large enough.
+// handOut writes items for Python, to room if that is large enough.
 func handOut(items []core.Item, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int) C.int {
 	total := 0
 	for i := range items {
@@ -391,7 +392,7 @@ func handOut(items []core.Item, room unsafe.Pointer, size C.size_t, out **C.sf_b
 	return C.SF_DONE
 }
 
-// lend returns the place of a lease of n tensors. leases.mu is held.
+// lend makes a lease of n tensors and returns its index. leases.mu is held.
 func lend(b af.Batch, n int) uint64 {
 	if k := len(leases.free); k > 0 {
 		at := leases.free[k-1]
@@ -416,8 +417,8 @@ func fill(c *C.sf_tensor, kt *af.KeyTensor) {
 	}
 }
 
-// sf_release gives back one tensor of a lease. What is queued in stream, unless it is
-// SF_COMPLETE, may still read it.
+// sf_release gives back one tensor of a lease. Work queued in stream, unless it is
+// SF_COMPLETE, may still read the tensor.
 //
 //export sf_release
 func sf_release(at, stream C.uint64_t) {
@@ -483,7 +484,7 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, e *C.
 //export sf_register
 func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
-	defer a.release() // the library has holds of its own on what it has registered
+	defer a.release() // RegisterRecvBuffer keeps references of its own
 	var err error
 	a.push, err = a.read(a.push, t, 1, "tensor")
 	var s *core.Session

@@ -59,7 +59,7 @@ static void drop_list(sf_tensor *ts, Py_ssize_t n) {
   free(ts);
 }
 
-// Waits for the job that Go has begun, looking after signals.
+// Waits for the job that Go has begun, and handles signals meanwhile.
 static PyObject *wait_job(void) {
   for (;;) {
     sf_error e = {0, NULL};
@@ -113,7 +113,7 @@ static PyObject *py_barrier(PyObject *self, PyObject *args, PyObject *kw) {
   return wait_job();
 }
 
-// Values of so many bytes take long enough to copy that other threads are to run meanwhile.
+// From so many bytes on copying takes so long that Python's lock is released for it.
 #define LONG_COPY (256 << 10)
 
 // Tells whether handing over tensors may take long: Python's lock is then released.

@@ -14,14 +14,15 @@ import (
 	"github.com/stepaf/stepaf-go/fserver/core"
 )
 
-// sf_put_back puts n batches of sf_get_batch into the queue again, of each of which that has
-// tensors at least one was not given back with sf_release. All of these still must be.
+// sf_put_back returns n batches of sf_get_batch to the queue. Of each batch that has
+// tensors, at least one must not have been given back with sf_release yet; the caller must
+// still give all of them back.
 //
 //export sf_put_back
 func sf_put_back(batches *C.sf_batch, n C.int) {
 	s, err := session()
 	if err != nil {
-		return // it has ended, and so has the queue
+		return // the session has ended, and with it the queue
 	}
 	var items []core.Item
 	for _, b := range unsafe.Slice(batches, int(n)) {

@@ -22,7 +22,7 @@ static void release(const sf_tensor *t, uint64_t lease) {
   if (t->device_type == SF_GPU && Py_IsInitialized()) { // PyTorch may call without the GIL
     PyGILState_STATE g = PyGILState_Ensure();
     PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace); // one that is on its way up
+    PyErr_Fetch(&type, &value, &trace); // an exception that is being raised must survive
     if (tensor_stream(t->device_id, &stream) < 0) PyErr_Clear();
     PyErr_Restore(type, value, trace);
     PyGILState_Release(g);
@@ -67,7 +67,7 @@ static void delete_plain(dl_managed *m) { delete_exported(m->context); }
 static void delete_versioned(dl_versioned *m) { delete_exported(m->context); }
 
 static void delete_capsule(PyObject *capsule) {
-  if (!PyCapsule_IsValid(capsule, "dltensor")) return; // somebody has taken it over
+  if (!PyCapsule_IsValid(capsule, "dltensor")) return; // a consumer has taken it over
   dl_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
   m->deleter(m);
 }
@@ -198,7 +198,7 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper,
     Py_XDECREF(v);
     Py_XDECREF(s);
   }
-  if (r == NULL) { // the exception must not be lost, nor seen by those who free
+  if (r == NULL) { // the exception must survive, hidden from the destructors
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     Py_DECREF(capsule);

@@ -1,6 +1,6 @@
 //go:build fserver
 
-// Tensors from Python.
+// Tensors from Python: torch.Tensor, NumPy arrays, and objects with __dlpack__.
 #include <stdlib.h>
 #include <string.h>
 
@@ -347,7 +347,7 @@ static int dlpack_in(PyObject *o, sf_tensor *t, label *name) {
     goto fail;
   }
   t->ptr = (char *)m->t.data + m->t.byte_offset;
-  // As DLPack wants it, so that nobody else takes it over while Go uses it.
+  // DLPack requires it, so that no other consumer takes the capsule over.
   PyObject *taken = PyCapsule_New(m, TAKEN, NULL);
   if (taken == NULL || PyCapsule_SetName(capsule, "used_dltensor") < 0 || PyCapsule_SetDestructor(taken, delete_taken) < 0) {
     Py_XDECREF(taken);

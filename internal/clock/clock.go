@@ -10,8 +10,8 @@ import (
 
 var base, baseNano = begin(monotonic)
 
-// begin reads both clocks at once, as far as that can be had: a process that is not let
-// run between the two would be late for its whole life.
+// begin reads both clocks as close together as possible: if the process is descheduled
+// between the two readings, all later times would be wrong by that.
 func begin(monotonic func() uint64) (base time.Time, nano uint64) {
 	const (
 		near  = 500 // nanoseconds between the two readings that are good enough

@@ -1,3 +1,4 @@
-// Package failpoint plants faults that the tests must find. Without the build tag
-// failpoints, On is false for every name, and the compiler leaves the fault out.
+// Package failpoint enables faults in the code, by name, to prove that the tests find
+// them. Without the build tag failpoints, On is constantly false, and the compiler drops
+// the code of the fault.
 package failpoint

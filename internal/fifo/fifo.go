@@ -1,9 +1,8 @@
-// Package fifo has a queue whose memory is used again: who puts in and takes out all the
-// time allocates nothing.
+// Package fifo has a queue that reuses its memory: in steady state it does not allocate.
 package fifo
 
-// Queue hands out what was put in, oldest first. The zero value is empty. It is not safe
-// for concurrent use.
+// Queue is a first-in, first-out queue. The zero value is empty. It is not safe for
+// concurrent use.
 type Queue[T any] struct {
 	items []T
 	head  int // of items: those before it were taken

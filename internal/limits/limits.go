@@ -1,6 +1,6 @@
-// Package limits compares what a node will need of the system and of libzmq with what it
-// may have, before it starts: a node that finds out later fails in the middle of a
-// cluster, where the error says something else.
+// Package limits compares what a node will need of the system and of libzmq with the
+// limits of its process, before it starts. A limit that is reached later breaks a running
+// cluster, and with an error that does not name the limit.
 package limits
 
 import (
@@ -17,8 +17,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// What a node costs. Each is a little less than what is seen, so that a node which would
-// just do is not refused; tests compare.
+// What a node costs. Each is a little less than what was measured, so that no node is
+// refused that could just run; tests compare.
 const (
 	// FilesPerPeer are the descriptors of a connection over ZeroMQ, both ways: a socket
 	// and its monitor each have some.
@@ -31,7 +31,7 @@ const (
 	lockedOfNode  = 1 << 20
 )
 
-// NoLimit is the value of a limit that is none.
+// NoLimit stands for "unlimited".
 const NoLimit = math.MaxUint64
 
 // Need is something that a node needs, and what it may have.
@@ -45,7 +45,7 @@ type Need struct {
 	Bytes  bool   // of the numbers
 }
 
-// Enough tells whether the node may have what it needs.
+// Enough tells whether the limit allows what the node needs.
 func (n *Need) Enough() bool { return n.Needed <= n.Have }
 
 // Error is a limit that is too low. It is found before the node has done anything.
@@ -146,8 +146,8 @@ func files() (soft, hard uint64, err error) {
 	return l.Cur, l.Max, nil
 }
 
-// raise makes the soft limit of open files the hard one. Go does so at the start of a
-// program; a program of another language that has loaded this library has not.
+// raise sets the soft limit of open files to the hard one. Go does so when a Go program
+// starts, but not when a program of another language loads this library.
 func raise() {
 	var l syscall.Rlimit
 	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &l); err == nil && l.Cur < l.Max {

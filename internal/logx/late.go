@@ -1,13 +1,15 @@
 package logx
 
+// Attributes of a logger whose values may change.
+
 import (
 	"context"
 	"log/slog"
 )
 
-// With is l.With for attributes whose values are slog.LogValuers that change.
-// Handlers other than this package's ask a value only once, in With; for those
-// the attributes are added to each record.
+// With is l.With for attributes whose values are slog.LogValuers that change. Handlers
+// other than this package's resolve values once, in With; for those the attributes are
+// added to each record.
 func With(l *slog.Logger, attrs ...slog.Attr) *slog.Logger {
 	h := l.Handler()
 	if _, ours := h.(*handler); ours {

@@ -23,10 +23,9 @@ import (
 // are given to Logger.With outside of any group. On a single record they are
 // ordinary attributes, so that "id" there can be that of a peer.
 //
-// A negative rank or id, and the id 32767 that messages use for "none yet", show as
-// a dash. A slog.LogValuer is asked again for each
-// line; with it, loggers made before a rank is known show it as soon as it is. It
-// must be safe for concurrent use.
+// A negative rank or id, and the id 32767 that messages use for "none yet", show as a
+// dash. A slog.LogValuer is resolved for each line, so that loggers made before a rank is
+// known show it as soon as it is. It must be safe for concurrent use.
 const (
 	Role = "role"
 	GPU  = "gpu"
@@ -54,7 +53,7 @@ const (
 	numColumns
 )
 
-const noID = 1<<15 - 1 // ranks never come this far
+const noID = 1<<15 - 1 // above every id and rank
 
 var columnOf = map[string]int{Role: colRole, GPU: colGPU, Rank: colRank, ID: colID}
 
@@ -108,7 +107,7 @@ func (h *handler) Handle(_ context.Context, r slog.Record) error {
 	h.out.mu.Lock()
 	_, err := h.out.w.Write(b)
 	h.out.mu.Unlock()
-	if cap(b) <= 64<<10 { // do not keep a giant for ever
+	if cap(b) <= 64<<10 { // a large buffer is not kept
 		*p = b
 		buffers.Put(p)
 	}

@@ -1,18 +1,19 @@
 package logx
 
+// Which of many similar events get a log line.
+
 import (
 	"sync"
 	"sync/atomic"
 )
 
-// Sparse says which occurrences of one cause are worth a line: the 1st, 2nd, 4th,
-// 8th and so on, so that a flood of events is no flood of lines. The zero value is
-// ready. It is safe for concurrent use and allocates nothing.
+// Sparse chooses the events of one cause that are logged: the 1st, 2nd, 4th, 8th and so
+// on, so that many events make few lines. The zero value is ready. It is safe for
+// concurrent use and allocates nothing.
 type Sparse struct{ n atomic.Uint64 }
 
-// Next counts one more and says how many there were and whether this one is to be
-// logged.
-func (s *Sparse) Next() (n uint64, speak bool) {
+// Next counts one more event, and returns the count and whether to log this one.
+func (s *Sparse) Next() (n uint64, show bool) {
 	n = s.n.Add(1)
 	return n, n&(n-1) == 0
 }
@@ -20,17 +21,16 @@ func (s *Sparse) Next() (n uint64, speak bool) {
 // maxCauses bounds what a Causes remembers.
 const maxCauses = 256
 
-// Causes is a Sparse for each of several causes that are known by a text. The zero
-// value is ready. It is safe for concurrent use. What it remembers is bounded: all
-// causes after the first 256 are counted as one.
+// Causes is a Sparse for each of several causes, which are named by a text. The zero
+// value is ready. It is safe for concurrent use. Its memory is bounded: all causes after
+// the first 256 are counted as one.
 type Causes struct {
 	mu sync.Mutex
 	m  map[string]*Sparse
 }
 
-// Next counts one more of cause and says how many there were and whether this one is
-// to be logged.
-func (c *Causes) Next(cause string) (n uint64, speak bool) {
+// Next counts one more event of cause, and returns the count and whether to log this one.
+func (c *Causes) Next(cause string) (n uint64, show bool) {
 	c.mu.Lock()
 	s := c.m[cause]
 	if s == nil {

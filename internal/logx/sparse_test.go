@@ -16,11 +16,11 @@ func TestSparse(t *testing.T) {
 	lines, own := map[string]int{}, 0
 	for range 1000 {
 		for _, cause := range []string{"a", "b"} {
-			if _, speak := c.Next(cause); speak {
+			if _, show := c.Next(cause); show {
 				lines[cause]++
 			}
 		}
-		if _, speak := s.Next(); speak {
+		if _, show := s.Next(); show {
 			own++
 		}
 	}
@@ -29,7 +29,7 @@ func TestSparse(t *testing.T) {
 	}
 	many := 0
 	for i := range 100000 {
-		if _, speak := c.Next(fmt.Sprint("cause ", i)); speak {
+		if _, show := c.Next(fmt.Sprint("cause ", i)); show {
 			many++
 		}
 	}

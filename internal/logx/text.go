@@ -1,5 +1,7 @@
 package logx
 
+// The text of attributes, values and messages in a line.
+
 import (
 	"fmt"
 	"log/slog"

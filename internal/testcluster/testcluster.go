@@ -22,7 +22,7 @@ type Options struct {
 	Workers, Servers int // groups; 0 means 1
 	Group            int // instances of each; 0 means 1
 
-	Over    Transport       // what messages go over; InProc unless set
+	Over    Transport       // the transport; InProc unless set
 	Network *inproc.Network // of the in-process van; nil makes one
 
 	// Set, if not nil, may change the configuration of each node.
@@ -40,7 +40,7 @@ type Options struct {
 	// that it starts itself, in other processes.
 	Elsewhere func(c *Cluster, role string, rank int) bool
 
-	// Rand is where nodes get random numbers from, nil for the system's. Zero makes
+	// Rand is the nodes' source of random numbers, nil for the system's. With Zero
 	// timestamps begin at 0.
 	Rand func() uint64
 
@@ -155,8 +155,8 @@ func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*po
 	return postoffice.Start(ctx, po)
 }
 
-// Environ is what a process that runs a node of the cluster has to have in its
-// environment. The cluster must be one over sockets.
+// Environ is the environment for another process that runs a node of the cluster, which
+// must be one over sockets.
 func (c *Cluster) Environ(role string, rank int) []string {
 	return append([]string{
 		"DMLC_ROLE=" + role,
@@ -166,8 +166,8 @@ func (c *Cluster) Environ(role string, rank int) []string {
 	}, c.o.Over.environ()...)
 }
 
-// FreePort finds a port for a scheduler. Ports from here are below those that the
-// kernel gives to connections, so that nobody takes one meanwhile by chance.
+// FreePort finds a port for a scheduler. It is below the range that the kernel assigns to
+// connections, so that no other process takes it meanwhile by chance.
 func FreePort(t testing.TB) int {
 	t.Helper()
 	ports.Lock()

@@ -1,5 +1,7 @@
 package testcluster
 
+// The transports that a test's cluster can run over.
+
 import (
 	"fmt"
 	"testing"
@@ -9,19 +11,19 @@ import (
 	"github.com/stepaf/stepaf-go/van/local"
 )
 
-// Transport says what the nodes of a cluster send over.
+// Transport is what the nodes of a cluster communicate over.
 type Transport int
 
-// What a cluster can be over. Start checks that data takes the way that is named.
+// The transports. Start checks that data is sent over the one that is named.
 const (
 	InProc Transport = iota // the in-process van, for data as well
 	TCP                     // ZeroMQ over TCP, for data as well
 	Unix                    // ZeroMQ over Unix sockets, for data as well
 	SHM                     // ZeroMQ over TCP, and shared memory for data
-	AsSet                   // what the configuration says; nothing is checked
+	AsSet                   // as the configuration says; nothing is checked
 )
 
-// String is the name of a test's leg.
+// String is the name that Over gives the subtest.
 func (x Transport) String() string {
 	if x < 0 || int(x) >= len(transports) {
 		return fmt.Sprintf("transport %d", int(x))

@@ -1,5 +1,7 @@
 package env
 
+// Config: every setting of a node as a typed field, and values derived from several.
+
 import (
 	"log/slog"
 	"runtime"
@@ -80,20 +82,19 @@ type Config struct {
 	// Scheduler.
 	OrderedHosts []string // BYTEPS_ORDERED_HOSTS: ip or ip:port
 
-	// Bench is for the test programs; nodes do not look at it.
+	// Bench is for the test programs; nodes do not use it.
 	Bench Bench
 
-	// Warnings are what Load found worth saying: misspelt names, settings without
-	// effect. Start logs them once.
+	// Warnings of Load: misspelt names, settings without effect. Start logs them once.
 	Warnings []string
 
-	// Notes are lesser findings of Load, such as names that are set but empty.
+	// Notes are less important findings of Load, such as names that are set but empty.
 	// Start logs them at level 1.
 	Notes []string
 
-	origins  map[string]string // of what Load found
-	loaded   map[string]string // values as Load left them
-	problems []problem         // what Load refused
+	origins  map[string]string // of values that are not defaults
+	loaded   map[string]string // all values after Load
+	problems []problem         // values that Load refused
 	misspelt []Suggestion
 }
 
@@ -116,16 +117,15 @@ const (
 	AlwaysBlock                   // 0
 )
 
-// How long a wait looks before it sleeps. To wake a sleeper takes some 10 µs, in a
-// virtual machine 50; on a machine with many processors a longer look keeps nobody from
-// working.
+// How long a wait spins before it sleeps. A wake-up takes some 10 µs, in a virtual machine
+// 50; on a machine with many processors a longer spin takes none from other work.
 const (
-	shortLook = 50 * time.Microsecond
-	longLook  = 250 * time.Microsecond
+	shortSpin = 50 * time.Microsecond
+	longSpin  = 250 * time.Microsecond
 	manyCPUs  = 8
 )
 
-// Spin is how long a wait looks before it sleeps: 0 not at all, negative for ever.
+// Spin is how long a wait spins before it sleeps: 0 not at all, negative for ever.
 func (b BusyPoll) Spin() time.Duration {
 	switch {
 	case b == SpinForever:
@@ -133,9 +133,9 @@ func (b BusyPoll) Spin() time.Duration {
 	case b == AlwaysBlock:
 		return 0
 	case runtime.NumCPU() >= manyCPUs:
-		return longLook
+		return longSpin
 	default:
-		return shortLook
+		return shortSpin
 	}
 }
 
@@ -146,8 +146,9 @@ const (
 	heartbeatsMissed  = 3 // intervals that make a timeout, when only one of the two is set
 )
 
-// Heartbeats returns the time between two heartbeats and how long silence is no death, 0
-// for none and for ever. What was not set itself is meant for nodes of this library only.
+// Heartbeats returns the time between two heartbeats and the silence after which a node is
+// dead; 0 is none and never. A value that was not set itself applies only to nodes of this
+// library.
 func (c *Config) Heartbeats() (interval, timeout time.Duration) {
 	interval, timeout = c.HeartbeatInterval, c.HeartbeatTimeout
 	switch {

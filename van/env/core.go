@@ -1,5 +1,7 @@
 package env
 
+// Which core each thread is bound to.
+
 // Threads that STEPMESH_BIND_CPU_CORE binds, as offsets for Core.
 const (
 	CoreResponder = 1 // server: sends responses
@@ -8,10 +10,9 @@ const (
 	CoreSender    = 4 // worker: sends push and pull requests
 )
 
-// Core returns the core for the thread with that offset, by the formula of the
-// original library, which assumes two GPUs on each half of two sockets. Offsets
-// beyond the cores of a GPU get the last of them. It is -1, no binding, when GPU
-// is negative. The core need not exist.
+// Core returns the core for the thread with that offset, by C++ StepMesh's formula, which
+// assumes two GPUs on each half of two sockets. Offsets beyond the cores of a GPU get the
+// last of them. It is -1, no binding, when GPU is negative. The core need not exist.
 func (c *Config) Core(offset int) int {
 	if c.GPU < 0 {
 		return -1

@@ -2,9 +2,8 @@
 // every variable; Load reads them all at once, checks them strictly and returns
 // a typed Config that remembers where each value came from.
 //
-// Names, defaults and meanings are those of the C++ library that this module
-// replaces (ps-lite's DMLC_ and PS_ names, BytePS's, StepMesh's). What differs is
-// strictness: where that library reads "true" as 0 and "32x" as 32, Load returns
-// an *Error that names the variable, its value and what is allowed. docs/env.md is
-// generated from the table.
+// Names, defaults and meanings are those of C++ StepMesh (ps-lite's DMLC_ and PS_ names,
+// BytePS's, StepMesh's). Load is stricter: where C++ StepMesh reads "true" as 0 and "32x"
+// as 32, it returns an *Error that names the variable, its value and what is allowed.
+// docs/env.md is generated from the table.
 package env

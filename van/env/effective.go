@@ -1,5 +1,7 @@
 package env
 
+// The settings in force: for display, and for the environment of child processes.
+
 import "slices"
 
 // Effective is one line of the table of settings in force.
@@ -31,8 +33,8 @@ func (c *Config) Table() []Effective {
 
 // Origin says where the value of a variable came from: "environment", "default",
 // "set by the program", or the name of another variable (an alias, or the other
-// one of DMLC_ENABLE_RDMA and DMLC_PS_VAN_TYPE) that was used instead. A program
-// that sets a field to the value that it has already is not noticed.
+// one of DMLC_ENABLE_RDMA and DMLC_PS_VAN_TYPE) that was used instead. That a program has
+// set a field to the value that it had already is not detected.
 func (c *Config) Origin(name string) string {
 	v := find(name)
 	if v == nil {
@@ -52,15 +54,15 @@ func (c *Config) Origin(name string) string {
 }
 
 // Environ renders the values that do not come from defaults as NAME=value, for the
-// environment of a child process. Each stands under its main name; NAME= is one
-// that the program has made unset. Put the result behind the parent's environment
-// and drop the aliases from that, or they may contradict: see Strip.
+// environment of a child process. Each is under its main name; NAME= is one that the
+// program has made unset. Append the result to the parent's environment without the
+// variables that Strip removes, or aliases there may contradict it.
 func (c *Config) Environ() []string {
 	var list []string
 	for i := range table {
 		v := &table[i]
 		if v.name == vanType || c.Origin(v.name) == fromDefault {
-			continue // DMLC_ENABLE_RDMA says it, and wins
+			continue // DMLC_ENABLE_RDMA has the same value, and precedence
 		}
 		list = append(list, v.name+"="+v.get(c))
 	}

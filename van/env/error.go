@@ -1,5 +1,7 @@
 package env
 
+// The error of a setting.
+
 import "strings"
 
 // Error is one setting that cannot be used. Load and Validate join all that they
@@ -7,7 +9,7 @@ import "strings"
 type Error struct {
 	Name  string // the variable, spelt as it was set, or "rank"
 	Value string // its value; "" means that it is not set
-	Why   string // what else plays a part; may be empty
+	Why   string // other values that matter; may be empty
 	Want  string // what is allowed
 }
 

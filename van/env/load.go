@@ -1,5 +1,7 @@
 package env
 
+// Reading the variables.
+
 import (
 	"errors"
 	"fmt"
@@ -13,9 +15,9 @@ const (
 	fromProgram     = "set by the program"
 )
 
-// Source is where variables come from. Inside a foreign process, such as Python,
-// it must ask the C library: Go's own copy of the environment is that of the time
-// when the library was loaded.
+// Source is where variables come from. In a process of another language, such as Python,
+// it must ask the C library: Go's copy of the environment was made when the library was
+// loaded.
 type Source struct {
 	// Lookup returns the value of a name and whether it is set.
 	Lookup func(name string) (value string, ok bool)
@@ -76,9 +78,8 @@ func Load(lookup func(name string) (value string, ok bool)) (*Config, error) {
 // LoadFrom reads all variables of src. Names that are unset or empty keep their
 // default, and nothing is required: see Validate for that.
 //
-// The error joins an *Error for each value that makes no sense. Config is never
-// nil; after an error it has defaults in those places, which is enough to show it
-// but not to start with.
+// The error joins an *Error for each invalid value. Config is never nil; after an error
+// invalid values are replaced by defaults, for display only.
 func LoadFrom(src Source) (*Config, error) {
 	l := &loader{c: Default(), src: src}
 	l.c.origins = map[string]string{}
@@ -133,7 +134,7 @@ func (l *loader) refuse(variable string, err *Error) {
 	l.c.problems = append(l.c.problems, problem{variable, err})
 }
 
-// text returns the clean value of a name, "" when there is none.
+// text returns the cleaned value of a name, "" when it is unset.
 func (l *loader) text(name string, kind Kind) string {
 	raw, ok := l.src.Lookup(name)
 	if !ok {
@@ -192,7 +193,7 @@ func (l *loader) readOthers() {
 	}
 }
 
-// advise warns of values that are allowed but do not do what they seem to.
+// advise warns of values that are allowed but do not have the effect that they suggest.
 func (l *loader) advise() {
 	c := l.c
 	if c.DropMsg > 0 && !c.Resend {

@@ -1,5 +1,7 @@
 package env
 
+// The document docs/env.md, generated from the table.
+
 import (
 	"fmt"
 	"strings"

@@ -1,5 +1,7 @@
 package env
 
+// Names that are set, that nothing reads, and that resemble a variable.
+
 import (
 	"slices"
 	"strings"
@@ -9,8 +11,8 @@ import (
 // that it resembles.
 type Suggestion struct{ Name, Nearest string }
 
-// Unknown returns the names that look like misspelt ones of ours, in order. It is
-// empty when the source of Load could not list its names.
+// Unknown returns the names that look like misspelt variables, in order. It is empty when
+// the source of Load could not list its names.
 func (c *Config) Unknown() []Suggestion { return slices.Clone(c.misspelt) }
 
 var prefixes = []string{"DMLC_", "PS_", "STEPMESH_", "STEPAF_", "BYTEPS_"}

@@ -1,6 +1,8 @@
 package env
 
-// other is a known name that has no place in Config.
+// Variables that are known and have no effect.
+
+// other is a known name without a field in Config.
 type other struct {
 	name string
 	kind Kind
@@ -15,8 +17,8 @@ const (
 	enabler = "DMLC_ENABLE_UCX"
 )
 
-// others are variables of the original library that this build cannot honour or
-// that mean nothing. DMLC_ENABLE_UCX is here too, but chooseVan reads it.
+// others are variables of C++ StepMesh that this library does not support or that have
+// no effect there either. DMLC_ENABLE_UCX is here too, but chooseVan reads it.
 var others = []other{
 	{name: enabler, kind: Switch, why: "on is an error: " + whyUCX},
 	{name: "DMLC_RANK", why: "it is not a rank; nodes keep their identity without it", note: true},
@@ -46,8 +48,8 @@ var others = []other{
 	{name: "BYTEPS_ENABLE_MIXED_MODE", kind: Switch, why: "mixed mode is not supported: ranks follow the preferred ranks, or the hosts"},
 }
 
-// strangers begin with one of our prefixes but belong to launch scripts, old
-// trackers and the programs that use the library. They are never misspelt.
+// strangers begin with one of the prefixes but belong to launch scripts, trackers and
+// programs that use the library. They are not reported as misspelt.
 var strangers = []string{
 	"STEPMESH_DROP_RATE", "STEPMESH_CONNECTOR_DEBUG", "STEPMESH_SCHEDULER_STARTED",
 	"DMLC_NUM_ATTEMPT", "DMLC_TRACKER_URI", "DMLC_TRACKER_PORT",

@@ -1,6 +1,6 @@
 package env
 
-// Limits that come from the wire format and from the original's arrays.
+// Limits that come from the wire format and from C++ StepMesh's arrays.
 const (
 	maxInstances = 16379 // 2*rank+9 must fit 15 bits
 	maxInt       = 1<<31 - 1

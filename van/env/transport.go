@@ -1,5 +1,7 @@
 package env
 
+// Which transport the variables choose.
+
 import (
 	"fmt"
 	"slices"
@@ -11,11 +13,11 @@ const (
 	vanType    = "DMLC_PS_VAN_TYPE"
 )
 
-// vanWords are the transports that a user can name. Programs may register more,
-// so other lower-case words pass too and van.New has the last word.
+// vanWords are the transports that a user can name. Programs may register more, so other
+// lower-case words pass here and van.New checks them.
 var vanWords = []string{"zmq", "ibverbs"}
 
-// absent are transports of the original library that this one does not have.
+// absent are transports of C++ StepMesh that this library does not have.
 var absent = []string{"ucx", "fabric", "tp", "multivan"}
 
 var wantVan = strings.Join(vanWords, " or ")
@@ -44,7 +46,7 @@ func checkVan(s string) (value, want string) {
 	return s, ""
 }
 
-// chooseVan follows the original's order: DMLC_ENABLE_UCX, DMLC_ENABLE_RDMA,
+// chooseVan follows C++ StepMesh's order: DMLC_ENABLE_UCX, DMLC_ENABLE_RDMA,
 // DMLC_PS_VAN_TYPE, then the default.
 func (l *loader) chooseVan() {
 	v := find(enableRDMA)

@@ -1,5 +1,7 @@
 package env
 
+// Checks of a whole Config before a node starts.
+
 import (
 	"errors"
 	"fmt"
@@ -7,14 +9,13 @@ import (
 	"strconv"
 )
 
-// Validate checks everything that starting a node needs and that can be known
-// before connecting: what is missing, out of range or contradictory. It repeats
-// what Load refused, except where the program has set another value since. The
-// error joins an *Error for each finding.
+// Validate checks all that can be checked before a node connects: values that are
+// missing, out of range or contradictory. It repeats the errors of Load, except where the
+// program has set another value since. The error joins an *Error for each finding.
 func (c *Config) Validate() error {
 	var errs []error
 	add := func(e *Error) { errs = append(errs, e) }
-	bad := map[string]bool{} // fields that are not worth a second look
+	bad := map[string]bool{} // fields with an error
 	for i := range table {
 		v := &table[i]
 		if v.name == vanType { // the same field as DMLC_ENABLE_RDMA

@@ -1,5 +1,7 @@
 package env
 
+// Parsing and formatting of values by kind.
+
 import (
 	"net"
 	"slices"
@@ -20,8 +22,8 @@ var roles = []string{roleWorker, roleServer, roleScheduler, roleJoint}
 
 const blanks = " \t\r\n\v\f"
 
-// clean drops blanks around a value, except where every byte counts. A value that
-// is empty afterwards is the same as none.
+// clean drops blanks around a value, except around a path. An empty value counts as
+// unset.
 func (v *variable) clean(s string) string {
 	if v.kind == Path {
 		return s
@@ -69,8 +71,8 @@ func (v *variable) parse(s string) (canon, want string) {
 	return s, ""
 }
 
-// parseSwitch accepts the 32-bit integers. Words are refused because the original
-// library takes every word for 0.
+// parseSwitch accepts the 32-bit integers. Words are refused because C++ StepMesh reads
+// every word as 0.
 func parseSwitch(s string) (n int64, want string) {
 	n, err := strconv.ParseInt(s, 10, 32)
 	if err == nil {

@@ -1,5 +1,7 @@
 package env
 
+// The description of one variable.
+
 import (
 	"fmt"
 	"strings"
@@ -27,11 +29,10 @@ func (k Kind) String() string {
 	return [...]string{"integer", "switch", "text", "path", "seconds", "milliseconds", "percent", "size", "word", "list"}[k]
 }
 
-// variable is one row of the table. A row without field is known, but has no
-// place in Config.
+// variable is one row of the table.
 type variable struct {
 	name    string
-	aliases []string // other spellings; name wins for messages
+	aliases []string // other spellings; messages use name
 	topic   topic
 	kind    Kind
 	min     int // of numbers
@@ -39,9 +40,9 @@ type variable struct {
 	def     string   // default as it would be written; "" is unset
 	defNote string   // what unset means, for the documentation
 	words   []string // of Enum
-	readers string   // who looks at it
+	readers string   // the roles or transports that read it
 	help    string
-	differs string // from the original library
+	differs string // from C++ StepMesh
 	needed  bool   // by every node
 
 	// field points into a Config: *int, *bool, *string, *[]string,

@@ -1,5 +1,7 @@
 package vantest
 
+// Tests of messages marked More, and of frames around CopyBelow.
+
 import (
 	"fmt"
 	"runtime"

@@ -1,5 +1,7 @@
 package vantest
 
+// Tests of binding, connecting and node ids.
+
 import (
 	"context"
 	"errors"

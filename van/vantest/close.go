@@ -1,5 +1,7 @@
 package vantest
 
+// Tests of Close under load, and of allocations.
+
 import (
 	"errors"
 	"sync"

@@ -1,5 +1,7 @@
 package vantest
 
+// A simulated GPU for tests.
+
 import (
 	"context"
 	"encoding/binary"
@@ -14,9 +16,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Device is a GPU that is none: memory that says that it lies on a device, and streams
-// that are queues of functions. The race detector sees who reads memory before the
-// work that makes it is done.
+// Device simulates a GPU: its memory is host memory with a device's address, its streams
+// are queues of functions. The race detector finds code that reads memory before the
+// stream that writes it is done.
 type Device struct {
 	backend.Backend
 	dev backend.Device
@@ -158,7 +160,7 @@ func (d *Device) UnregisterHost(backend.Mem) error {
 // Raw is the memory of a Mem that lies on a device of this kind, or on the host.
 func Raw(m backend.Mem) []byte { return unsafe.Slice((*byte)(m.Ptr()), m.Len()) }
 
-// Mem says of b that it lies on the device.
+// Mem returns b as memory of the device.
 func (d *Device) Mem(b []byte) backend.Mem {
 	return backend.At(unsafe.Pointer(unsafe.SliceData(b)), len(b), d.dev, b)
 }

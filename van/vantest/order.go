@@ -1,5 +1,8 @@
 package vantest
 
+// Tests of order and of independence: each message once, in order, and no peer delays
+// another.
+
 import (
 	"encoding/binary"
 	"errors"

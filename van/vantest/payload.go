@@ -1,5 +1,7 @@
 package vantest
 
+// Tests that frames and metas arrive intact, and of Done and Retain.
+
 import (
 	"bytes"
 	"encoding/binary"

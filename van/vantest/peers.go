@@ -1,5 +1,7 @@
 package vantest
 
+// Tests of peers that are renamed, disconnected, replaced, restarted or closed.
+
 import (
 	"errors"
 	"syscall"

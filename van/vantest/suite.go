@@ -32,8 +32,8 @@ type Suite struct {
 	// that RFC 5737 keeps for documentation.
 	BadHost string
 
-	// Lossy is set for vans that lose messages and send them again: only what they
-	// promise is tested then, that messages arrive once, in whatever order.
+	// Lossy is set for vans that lose messages and resend them: then only their guarantee
+	// is tested, that messages arrive once, in any order.
 	Lossy bool
 
 	// MaxAllocs is how many allocations a round trip of two data messages may cost

@@ -1,5 +1,7 @@
 package vantest
 
+// The nodes of one test, and what they send and receive.
+
 import (
 	"context"
 	"errors"
@@ -185,7 +187,7 @@ func (w *world) end() {
 		all.Go(func() {
 			ctx, cancel := w.context()
 			defer cancel()
-			_ = n.Close(ctx) // errors are the matter of the tests of Close
+			_ = n.Close(ctx) // the tests of Close check its errors
 		})
 	}
 	all.Wait()

@@ -1,6 +1,6 @@
-// Package hooks is a van around a van, for tests, that does to messages what a
-// transport does only in rare moments: it refuses them, keeps them for a while, lets
-// them overtake each other, and is slow to let go of what it was lent.
+// Package hooks wraps a van in tests and does on demand what a transport does rarely: it
+// refuses messages, delays them, lets them overtake each other, and holds lent memory for
+// long.
 //
 //	hook := &hooks.Van{}
 //	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)})
@@ -16,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Verdict is what is to happen to one message.
+// Verdict is what to do with one message.
 type Verdict struct {
 	what action
 	err  error
@@ -34,7 +34,7 @@ const (
 // What can happen to a message. The zero Verdict is Pass.
 var (
 	Pass = Verdict{}
-	// Keep takes a message and sends it, or hands it up, when LetGo or LetIn is called.
+	// Keep holds a message until LetGo sends it or LetIn delivers it.
 	Keep = Verdict{what: keep}
 	// Lose takes a message and drops it.
 	Lose = Verdict{what: lose}
@@ -43,9 +43,8 @@ var (
 // Refuse makes Send return err.
 func Refuse(err error) Verdict { return Verdict{what: refuse, err: err} }
 
-// Van is a van around a van. It is made by Wrap, or by setting the van inside before
-// anything else. What its functions are given to decide is one message at a time, and
-// belongs to the caller.
+// Van wraps a van. It is made by Wrap, or by setting the embedded van before use. OnSend's
+// and OnReceive's functions get one message at a time, which they must not keep.
 type Van struct {
 	van.Van
 
@@ -89,8 +88,8 @@ func (v *Van) OnSend(f func(*van.Message) Verdict) {
 	v.send = f
 }
 
-// OnReceive makes f decide about each data message that comes from now on. Those that
-// are not kept overtake those that are.
+// OnReceive makes f decide about each data message received from now on. Other messages
+// overtake those that are kept.
 func (v *Van) OnReceive(f func(*van.Message) Verdict) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -104,15 +103,14 @@ func (v *Van) Sends() int {
 	return v.sends
 }
 
-// Kept are the messages kept on the way out, as they would leave now: their frames are
-// the sender's memory.
+// Kept are the outgoing messages that are kept; their frames are the sender's memory.
 func (v *Van) Kept() []*van.Message {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return append([]*van.Message(nil), v.sent...)
 }
 
-// Waiting is how many messages are kept on the way in.
+// Waiting is how many received messages are kept.
 func (v *Van) Waiting() int {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -210,7 +208,7 @@ func (v *Van) Start(recv van.Receiver) {
 	})
 }
 
-// LetIn hands up what is kept on the way in, in order.
+// LetIn delivers the received messages that are kept, in order.
 func (v *Van) LetIn() {
 	v.mu.Lock()
 	all := v.received
@@ -222,8 +220,8 @@ func (v *Van) LetIn() {
 	}
 }
 
-// Held is how many received data messages somebody still holds, those on their way up
-// and those kept here included.
+// Held is how many received data messages have holders, including those being delivered
+// and those kept here.
 func (v *Van) Held() int { return int(v.held.Load()) }
 
 // hold owns a received message in the place of its transport.
