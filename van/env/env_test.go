@@ -12,7 +12,7 @@ var update = flag.Bool("update", false, "rewrite docs/env.md")
 
 func TestDocument(t *testing.T) {
 	const file = "../../docs/env.md"
-	want := Markdown()
+	want := markdown()
 	if *update {
 		if err := os.WriteFile(file, []byte(want), 0o644); err != nil {
 			t.Fatal(err)

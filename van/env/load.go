@@ -66,15 +66,6 @@ func Default() *Config {
 	return c
 }
 
-// Load reads all variables with lookup, or those of this process when lookup is
-// nil. See LoadFrom.
-func Load(lookup func(name string) (value string, ok bool)) (*Config, error) {
-	if lookup == nil {
-		return LoadFrom(OS())
-	}
-	return LoadFrom(Source{Lookup: lookup})
-}
-
 // LoadFrom reads all variables of src. Names that are unset or empty keep their
 // default, and nothing is required: see Validate for that.
 //

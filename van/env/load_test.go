@@ -284,13 +284,13 @@ func TestAdvice(t *testing.T) {
 }
 
 func TestLoadLookup(t *testing.T) {
-	c, err := Load(func(name string) (string, bool) { return "7", name == "STEPMESH_GPU" })
+	c, err := LoadFrom(Source{Lookup: func(name string) (string, bool) { return "7", name == "STEPMESH_GPU" }})
 	if err != nil || c.GPU != 7 {
 		t.Errorf("GPU %d, error %v", c.GPU, err)
 	}
 	t.Setenv("STEPMESH_GPU", "5")
 	t.Setenv("STEPMESH_GPUU", "5")
-	c, err = Load(nil)
+	c, err = LoadFrom(OS())
 	if err != nil || c.GPU != 5 {
 		t.Errorf("GPU %d, error %v", c.GPU, err)
 	}
@@ -310,7 +310,7 @@ func FuzzLoad(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, row uint8, value string) {
 		v := &table[int(row)%len(table)]
-		c, err := Load(func(name string) (string, bool) { return value, name == v.name })
+		c, err := LoadFrom(Source{Lookup: func(name string) (string, bool) { return value, name == v.name }})
 		if err != nil {
 			var e *Error
 			if !errors.As(err, &e) || e.Name != v.name || strings.Contains(err.Error(), "\n") {

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// Markdown renders the table as the document docs/env.md.
-func Markdown() string {
+// markdown renders the table as the document docs/env.md.
+func markdown() string {
 	var b strings.Builder
 	b.WriteString(intro)
 	for _, t := range topics {
