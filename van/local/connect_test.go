@@ -169,8 +169,9 @@ func TestLateHello(t *testing.T) {
 		return accepts.Load() == 2 && len(server.greeted) == 0 && len(*server.ins.Load()) == 0
 	})
 	server.rx.Lock() // who receives has told what there was to tell
+	lost := server.down(9)
 	server.rx.Unlock()
-	if server.down(9) {
+	if lost {
 		t.Error("the peer is held for lost")
 	}
 	worker.must(data(8, 1, []byte("x")))
