@@ -354,9 +354,7 @@ func (n *Node) Send(msg *van.Message) error {
 // Poll receives on the caller's goroutine, if the van can, until done returns true or
 // nothing has come for a short time. Handlers run on it, too, so they must never block.
 func (n *Node) Poll(done func() bool) {
-	if n.poller != nil {
-		n.poller.Poll(done)
-	}
+	n.engine.Poll(done)
 }
 
 // Flush sends messages to node id that the van holds because of More.

@@ -24,6 +24,7 @@ import (
 	_ "github.com/stepaf/stepaf-go/van/all" // the transports that a configuration may name
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/drop"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/local"
 	"github.com/stepaf/stepaf-go/van/resend"
@@ -92,7 +93,7 @@ type Node struct {
 	van      van.Van
 	flusher  van.Flusher  // nil when the van holds nothing
 	recaller van.Recaller // nil when the van reads no memory later
-	poller   van.Poller   // nil when only the van receives
+	engine   *engine.Engine
 	back     backend.Backend
 	ownBack  bool
 	keepBack bool
@@ -331,7 +332,8 @@ func (n *Node) closeBackend() error {
 
 // openVan makes the transport and wraps it as the configuration says.
 func (n *Node) openVan(f van.Factory) error {
-	o := van.Options{Config: n.cfg, Log: n.log, Backend: n.back, Incarnation: n.incarnation}
+	n.engine = engine.New(n.cfg.BusyPoll.Spin())
+	o := van.Options{Config: n.cfg, Log: n.log, Backend: n.back, Incarnation: n.incarnation, Engine: n.engine}
 	own := f != nil
 	if !own {
 		f = van.New
@@ -359,7 +361,9 @@ func (n *Node) openVan(f van.Factory) error {
 	n.van = v
 	n.flusher, _ = van.As[van.Flusher](v)
 	n.recaller, _ = van.As[van.Recaller](v)
-	n.poller, _ = van.As[van.Poller](v)
+	if p, ok := van.As[van.Poller](v); ok {
+		n.engine.Delegate(p.Poll)
+	}
 	return nil
 }
 

@@ -98,7 +98,7 @@ var layers = []struct {
 	{"van/engine", []string{"van/env", "internal/"}},
 	{"van/", []string{"van", "van/backend", "van/engine", "van/env", "internal/"}},
 	{"postoffice/membership", []string{"van", "van/backend", "van/env", "internal/"}},
-	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/local", "van/resend", "van/stage", "van/env", "internal/"}},
+	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/all", "van/drop", "van/engine", "van/local", "van/resend", "van/stage", "van/env", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "van/env", "internal/"}},
 	{"af/", []string{"kv", "postoffice", "van", "van/backend", "van/env", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},

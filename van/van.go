@@ -11,6 +11,7 @@ import (
 	"sync"
 
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -128,7 +129,7 @@ type Flusher interface {
 }
 
 // Poller is implemented by vans on which a goroutine that waits for an answer can
-// receive it itself, which saves a wake-up.
+// receive it itself, which saves a wake-up. Those that receive by Options.Engine need not.
 type Poller interface {
 	// Poll receives and delivers on the caller's goroutine until done returns true
 	// or nothing has come for a short time.
@@ -190,6 +191,8 @@ type Options struct {
 	// Incarnation is the node's, see Identity; with 0 the van speaks as a C++ StepMesh
 	// node does.
 	Incarnation uint32
+	// Engine receives for the node; nil makes the van use one of its own.
+	Engine *engine.Engine
 }
 
 // Factory makes a van.

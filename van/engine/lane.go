@@ -13,6 +13,10 @@ type Lane[T any] struct {
 	// used.
 	ID int
 
+	// Hand, if not nil, counts the items of this lane, and of others that share it, that
+	// the loop of a Feed has received and not delivered. It is set before the Lane is used.
+	Hand *atomic.Int32
+
 	// slow says that a goroutine without the receiving role delivers here, so that
 	// items have to queue. It is set and cleared under mu.
 	slow atomic.Bool
@@ -35,6 +39,13 @@ type waiting[T any] struct {
 
 // keepRing is the ring size, in items, up to which an empty lane keeps its ring.
 const keepRing = 256
+
+// handed says that an item was delivered or discarded.
+func (l *Lane[T]) handed() {
+	if l.Hand != nil {
+		l.Hand.Add(-1)
+	}
+}
 
 // push appends v if lane is slow. It reports slow=false, without appending, when the lane
 // is not slow any more, and full=true when it has no room: it is paused then.

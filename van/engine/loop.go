@@ -226,7 +226,7 @@ func (l *Loop[T]) run(epoch uint64, turn *Turn) {
 			continue
 		}
 		if l.stopped.Load() {
-			l.discard(item)
+			l.discard(lane, item)
 			return
 		}
 		if lane != last {
@@ -240,6 +240,7 @@ func (l *Loop[T]) run(epoch uint64, turn *Turn) {
 			l.unpark()
 		}
 		l.deliver(item, turn)
+		lane.handed()
 		if !l.state.CompareAndSwap(busy, busy-1) {
 			l.drain(lane, turn)
 			return
@@ -261,7 +262,7 @@ func (l *Loop[T]) enqueue(lane *Lane[T], item T) bool {
 		select {
 		case <-lane.room:
 		case <-l.quit:
-			l.discard(item)
+			l.discard(lane, item)
 			return true
 		}
 	}
@@ -275,14 +276,16 @@ func (l *Loop[T]) drain(lane *Lane[T], turn *Turn) {
 		case !ok:
 			return
 		case l.stopped.Load():
-			l.discard(item)
+			l.discard(lane, item)
 		default:
 			l.deliver(item, turn)
+			lane.handed()
 		}
 	}
 }
 
-func (l *Loop[T]) discard(item T) {
+func (l *Loop[T]) discard(lane *Lane[T], item T) {
+	lane.handed()
 	if l.Discard != nil {
 		l.Discard(item)
 	}

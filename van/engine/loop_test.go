@@ -127,9 +127,7 @@ func TestOrderPerLaneWithSlowHandlers(t *testing.T) {
 	if s := wrong.Load(); s != nil {
 		t.Fatal(*s)
 	}
-	if n := goroutines(); n != 0 {
-		t.Errorf("%d goroutines of the loop after Stop, want 0", n)
-	}
+	waitFor(t, "end of the loop's goroutines", func() bool { return goroutines() == 0 })
 }
 
 func TestOtherLanesGoOnWhileOneBlocks(t *testing.T) {
@@ -230,9 +228,7 @@ func TestStopDiscardsWhatWaits(t *testing.T) {
 	if d, x := delivered.Load(), discarded.Load(); d != 1 || x != 5 {
 		t.Errorf("delivered %d and discarded %d, want 1 and 5", d, x)
 	}
-	if n := goroutines(); n != 0 {
-		t.Errorf("%d goroutines of the loop after Stop, want 0", n)
-	}
+	waitFor(t, "end of the loop's goroutines", func() bool { return goroutines() == 0 })
 }
 
 func TestStopFromDeliveries(t *testing.T) {
@@ -259,9 +255,7 @@ func TestStopFromDeliveries(t *testing.T) {
 		}
 	}
 	stop(t, l, src)
-	if n := goroutines(); n != 0 {
-		t.Errorf("%d goroutines of the loop after Stop, want 0", n)
-	}
+	waitFor(t, "end of the loop's goroutines", func() bool { return goroutines() == 0 })
 }
 
 func TestLoopEndsWhenRecvDoes(t *testing.T) {

@@ -15,16 +15,16 @@ import (
 // share is not read: what it sends stays in its ring, and in its own memory.
 func (v *Van) limitReceived(c *env.Config) {
 	if !failpoint.On("recv-budget") {
-		v.loop.Budget = engine.NewBudget(int64(c.RecvBudgetPeer), int64(c.RecvBudget))
+		v.feed.Loop.Budget = engine.NewBudget(int64(c.RecvBudgetPeer), int64(c.RecvBudget))
 	}
-	v.loop.Weight = (*parcel).weight
-	v.loop.Paused = func(lane *engine.Lane[*parcel], bytes int64) {
-		if n := v.loop.Pauses(); n&(n-1) == 0 {
+	v.feed.Loop.Weight = (*parcel).weight
+	v.feed.Loop.Paused = func(lane *engine.Lane[*parcel], bytes int64) {
+		if n := v.feed.Loop.Pauses(); n&(n-1) == 0 {
 			v.log.Warn("a peer is not read for now: its handler is slow", "peer", van.NodeName(lane.ID), "bytes that wait for it", bytes,
-				"STEPAF_RECV_BUDGET_PEER", c.RecvBudgetPeer, "of all peers", v.loop.Budget.Used(), "STEPAF_RECV_BUDGET", c.RecvBudget, "so far", n)
+				"STEPAF_RECV_BUDGET_PEER", c.RecvBudgetPeer, "of all peers", v.feed.Loop.Budget.Used(), "STEPAF_RECV_BUDGET", c.RecvBudget, "so far", n)
 		}
 	}
-	v.loop.Resumed = func(*engine.Lane[*parcel]) {
+	v.feed.Loop.Resumed = func(*engine.Lane[*parcel]) {
 		v.mu.Lock()
 		defer v.mu.Unlock()
 		if v.bell != nil {
@@ -77,9 +77,9 @@ func (l *outLink) relieved() bool {
 	if last == l.seen {
 		return false
 	}
-	pause := l.v.spinner()
+	pause := l.v.engine.Spinner()
 	begun := clock.Now()
-	for since := begun; ; pause.pause() {
+	for since := begun; ; pause.Pause() {
 		if l.collect() != nil {
 			return true // as the next look says
 		}

@@ -59,7 +59,7 @@ func TestReceiveBudget(t *testing.T) {
 			n := inproc.NewNetwork()
 			worker, other := newNode(t, n, 9, nil), newNode(t, n, 11, nil)
 			server := newNode(t, n, 8, func(v *Van) {
-				v.loop.Budget = engine.NewBudget(budget, 0)
+				v.feed.Loop.Budget = engine.NewBudget(budget, 0)
 				if mode.set != nil {
 					mode.set(v)
 				}
@@ -92,7 +92,7 @@ func TestReceiveBudget(t *testing.T) {
 				other.must(data(8, i, pattern(i, 100)))
 				await(t, got, heard{11, i})
 			}
-			if n := server.loop.Budget.Used(); n < budget || n > budget+int64(2*mode.size)+2*parcelBytes {
+			if n := server.feed.Loop.Budget.Used(); n < budget || n > budget+int64(2*mode.size)+2*parcelBytes {
 				t.Errorf("%d bytes wait, want about %d", n, budget)
 			}
 			close(release)

@@ -168,9 +168,9 @@ func TestLateHello(t *testing.T) {
 		defer server.mu.Unlock()
 		return accepts.Load() == 2 && len(server.greeted) == 0 && len(*server.ins.Load()) == 0
 	})
-	server.rx.Lock() // who receives has told what there was to tell
+	server.feed.Lock() // who receives has told what there was to tell
 	lost := server.down(9)
-	server.rx.Unlock()
+	server.feed.Unlock()
 	if lost {
 		t.Error("the peer is held for lost")
 	}

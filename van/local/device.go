@@ -126,7 +126,7 @@ func parseExport(b []byte, n int) (e backend.Export, err error) {
 }
 
 // deviceSource is a peer's device: what is mapped of it, and the copies that are under way.
-// Who holds Van.rx uses it.
+// Who holds Van.feed uses it.
 type deviceSource struct {
 	v      *Van
 	d      *device

@@ -62,8 +62,8 @@ func pullInto(to, ts int, into backend.Mem) *van.Message {
 
 // feedOf is where x copies from its only peer's device.
 func (x *node) feedOf() *deviceSource {
-	x.rx.Lock()
-	defer x.rx.Unlock()
+	x.feed.Lock()
+	defer x.feed.Unlock()
 	return (*x.ins.Load())[0].dev
 }
 
@@ -254,9 +254,9 @@ func TestDeviceRefused(t *testing.T) {
 // TestDeviceNoMemory: where the device has no memory for a push, it stays on the host.
 func TestDeviceNoMemory(t *testing.T) {
 	worker, server, wdev, _ := devicePair(t)
-	server.rx.Lock()
+	server.feed.Lock()
 	server.device.pool = backend.NewPool(0, nil, nil)
-	server.rx.Unlock()
+	server.feed.Unlock()
 	worker.must(value(wdev, 8, 1, pattern(1, 100_000)))
 	wantValue(t, server.next(), 1, backend.Host, pattern(1, 100_000))
 }
@@ -268,7 +268,7 @@ func TestDeviceMappings(t *testing.T) {
 	worker.must(value(wdev, 8, 1, pattern(1, 100)))
 	server.next().Release()
 	s := server.feedOf()
-	server.rx.Lock()
+	server.feed.Lock()
 	if len(s.maps) != 1 || sdev.Imports() != 1 {
 		t.Errorf("%d mappings, %d imports", len(s.maps), sdev.Imports())
 	}
@@ -294,7 +294,7 @@ func TestDeviceMappings(t *testing.T) {
 	if len(s.maps) != 0 || sdev.Imports() != 0 {
 		t.Errorf("%d mappings, %d imports after a while", len(s.maps), sdev.Imports())
 	}
-	server.rx.Unlock()
+	server.feed.Unlock()
 	worker.must(value(wdev, 8, 2, pattern(2, 100)))
 	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 100))
 }

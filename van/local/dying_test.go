@@ -88,7 +88,7 @@ func TestDyingPeer(t *testing.T) {
 // there in the end.
 func TestLateLoss(t *testing.T) {
 	worker, server := pair(t)
-	worker.rx.Lock()
+	worker.feed.Lock()
 	server.mu.Lock()
 	_ = (*server.links.Load())[9].conn.Close()
 	server.mu.Unlock()
@@ -96,7 +96,7 @@ func TestLateLoss(t *testing.T) {
 		ins := *worker.ins.Load()
 		return len(ins) == 2 && ins[0].lost.Load() && !ins[1].lost.Load()
 	})
-	worker.rx.Unlock()
+	worker.feed.Unlock()
 	worker.event(8, false)
 	worker.event(8, true)
 	eventually(t, "the old link is removed", func() bool { return len(*worker.ins.Load()) == 1 })

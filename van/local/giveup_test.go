@@ -12,7 +12,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -40,17 +39,15 @@ func linked(t testing.TB, wdev, sdev backend.Backend, set func(*Van)) (worker, s
 // of which the loop went to sleep, after that other Poll has ended.
 func TestPollGivenUp(t *testing.T) {
 	x := newNode(t, inproc.NewNetwork(), 9, nil)
-	x.rx.Lock() // as one that ends its Poll just then
-	x.polling.Store(true)
+	x.feed.Lock() // as one that ends its Poll just then
 	before := x.bell.count(theLoop)
-	if x.beginPoll() {
+	if x.feed.Claim() {
 		t.Fatal("a Poll has what another one holds")
 	}
 	if x.bell.count(theLoop) == before {
 		t.Error("the loop sleeps on, though nobody polls and it has not armed the bell")
 	}
-	x.polling.Store(false)
-	x.rx.Unlock()
+	x.feed.Unlock()
 }
 
 // TestPollClosing: Polls while a van ends, for longer than they wait for their turn, do
@@ -84,9 +81,8 @@ func TestPollClosing(t *testing.T) {
 
 // beginPollOnce is a Poll that has looked whether the van is open a moment ago.
 func (x *node) beginPollOnce() {
-	if x.beginPoll() {
-		x.countOut(false)
-		x.rx.Unlock()
+	if x.feed.Claim() {
+		x.feed.Release(false, false)
 	}
 }
 
@@ -140,9 +136,9 @@ func TestDropBounded(t *testing.T) {
 	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() }) // with what the copies may write to
 	worker, server := linked(t, wdev, sdev, nil)
-	server.rx.Lock()
+	server.feed.Lock()
 	server.dropTime = 300 * time.Millisecond
-	server.rx.Unlock()
+	server.feed.Unlock()
 	open := block(sdev, server.feedOf())
 	const n = 20
 	for i := range n {
@@ -249,16 +245,16 @@ func TestDeviceUnrecorded(t *testing.T) {
 func TestTidySpinning(t *testing.T) {
 	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
-	worker, server := linked(t, wdev, sdev, func(v *Van) { v.cfg.BusyPoll, v.spin = env.SpinForever, time.Hour })
+	worker, server := linked(t, wdev, sdev, func(v *Van) { v.receiveWith(engine.New(-1)) })
 	worker.must(value(wdev, 8, 1, pattern(1, 100)))
 	server.next().Release()
 	s := server.feedOf()
-	server.rx.Lock()
+	server.feed.Lock()
 	for _, m := range s.maps {
 		m.used -= uint64(mapTime)
 	}
 	server.tidied = 0
-	server.rx.Unlock()
+	server.feed.Unlock()
 	eventually(t, "the mapping is gone", func() bool { return sdev.Imports() == 0 })
 }
 
@@ -268,8 +264,8 @@ func TestRecordChanges(t *testing.T) {
 	_ = worker
 	b := valid(t)
 	b[4] = kindRest // it was kindMessage
-	server.rx.Lock()
-	defer server.rx.Unlock()
+	server.feed.Lock()
+	defer server.feed.Unlock()
 	if p, err := (*server.ins.Load())[0].message(b); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("%v, %v", p, err)
 	}
@@ -345,9 +341,9 @@ func testDeviceWaits(t *testing.T, beyond bool) {
 	worker, server := linked(t, wdev, sdev, nil)
 	t.Cleanup(func() { sdev.waits.Store(beyond) }) // before them
 	sdev.waits.Store(true)
-	server.rx.Lock()
+	server.feed.Lock()
 	server.device.pool = backend.NewPool(24000, sdev.Alloc, sdev.Free).For(sdev)
-	server.rx.Unlock()
+	server.feed.Unlock()
 	for i, n := range []int{10000, 5000, 20000} { // the last one has no room
 		worker.must(value(wdev, 8, i, pattern(i, n)))
 		dev := sdev.Device()
@@ -357,7 +353,7 @@ func testDeviceWaits(t *testing.T, beyond bool) {
 		wantValue(t, server.next(), i, dev, pattern(i, n))
 	}
 	s := server.feedOf()
-	server.rx.Lock()
+	server.feed.Lock()
 	s.tidy(1 << 62)
 	for _, m := range s.maps { // something else lies there now
 		e, err := wdev.Export(wdev.Mem(make([]byte, 100)))
@@ -370,7 +366,7 @@ func testDeviceWaits(t *testing.T, beyond bool) {
 		}
 		break
 	}
-	server.rx.Unlock()
+	server.feed.Unlock()
 	l := (*worker.links.Load())[8]
 	l.mu.Lock()
 	l.write(pattern(3, 4096)) // ends the link, and they make another one
@@ -392,8 +388,8 @@ func TestPendingCopies(t *testing.T) {
 		worker.must(value(wdev, 8, i, pattern(i, 100)))
 	}
 	pending := func() (full, lost, pending bool) {
-		server.rx.Lock()
-		defer server.rx.Unlock()
+		server.feed.Lock()
+		defer server.feed.Unlock()
 		return s.full(), (*server.ins.Load())[0].lost.Load(), server.pending()
 	}
 	eventually(t, "no more is begun", func() bool { full, _, _ := pending(); return full })
@@ -434,7 +430,7 @@ func TestCloseInPoll(t *testing.T) {
 		if err := worker.Send(data(8, i, []byte("x"))); err != nil {
 			break
 		}
-		worker.Poll(func() bool { return false })
+		worker.engine.Poll(func() bool { return false })
 	}
 	if err := <-closed; err != nil {
 		t.Error(err)
@@ -452,16 +448,20 @@ func TestCopyAfterPoll(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	s := server.feedOf()
 	for i := range 6 {
-		eventually(t, "the loop sleeps", server.parked.Load)
+		eventually(t, "the loop sleeps", server.feed.Parked)
 		open := block(sdev, s)
-		polled := make(chan struct{})
+		polls, polled := make(chan struct{}), make(chan struct{})
 		go func() {
 			defer close(polled)
+			var once sync.Once
 			for server.copying.Load() == 0 {
-				server.Poll(func() bool { return server.copying.Load() > 0 })
+				server.engine.Poll(func() bool {
+					once.Do(func() { close(polls) })
+					return server.copying.Load() > 0
+				})
 			}
 		}()
-		eventually(t, "it polls", server.polling.Load)
+		<-polls
 		worker.must(value(wdev, 8, i, pattern(i, 100)))
 		<-polled
 		begun := time.Now()

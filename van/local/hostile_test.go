@@ -160,9 +160,9 @@ func TestHostileReceiver(t *testing.T) {
 			worker, server := pair(t)
 			worker.must(data(8, 0, []byte("before")))
 			server.next().Release()
-			server.rx.Lock()
+			server.feed.Lock()
 			c.do((*server.ins.Load())[0].seg)
-			server.rx.Unlock()
+			server.feed.Unlock()
 			// The link looks when it sends.
 			if err := worker.Send(data(8, 1, []byte("x"))); err == nil {
 				t.Error("Send over a link whose receiver has gone mad succeeded")

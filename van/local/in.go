@@ -16,7 +16,7 @@ import (
 )
 
 // inLink brings messages from one peer. But for refs, acks and lost it is used by
-// who holds Van.rx.
+// who holds Van.feed.
 type inLink struct {
 	v      *Van
 	from   *peer
@@ -462,7 +462,7 @@ func (l *inLink) acknowledge(slot uint32) {
 	l.seg.acked().Store(l.acked)
 	l.ackMu.Unlock()
 	l.owes.Store(true)
-	if w := l.seg.wants(); w.Load() != 0 && w.CompareAndSwap(1, 0) || l.v.parked.Load() {
+	if w := l.seg.wants(); w.Load() != 0 && w.CompareAndSwap(1, 0) || l.v.feed.Parked() {
 		l.tell()
 	}
 }

@@ -248,7 +248,7 @@ func TestRevokeWithinStream(t *testing.T) {
 	dst := make([]byte, len(vals))
 	worker.must(pull(8, 7, dst))
 	q := server.next()
-	worker.rx.Lock() // nobody receives but this test
+	worker.feed.Lock() // nobody receives but this test
 	server.must(answer(q, vals))
 	q.Release()
 	if p := worker.scan(true); p != nil {
@@ -259,7 +259,7 @@ func TestRevokeWithinStream(t *testing.T) {
 		t.Fatal("want a part of the answer in the tensor")
 	}
 	worker.Revoke(backend.Bytes(dst))
-	worker.rx.Unlock()
+	worker.feed.Unlock()
 	server.must(data(9, 8, []byte("next")))
 	if m := worker.next(); string(m.Vals.Host()) != "next" || !bytes.Equal(dst, some) {
 		t.Error("the answer was written or handed up after Revoke")

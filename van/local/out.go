@@ -233,7 +233,7 @@ func (l *outLink) pump() {
 	if !s.busy {
 		return
 	}
-	pause := l.v.spinner()
+	pause := l.v.engine.Spinner()
 	var since uint64 // since when there is no room
 	budget := maxStall + time.Duration(s.left()/16)
 	for streamed := 0; ; {
@@ -268,7 +268,7 @@ func (l *outLink) pump() {
 			l.lendRest()
 			return
 		}
-		pause.pause()
+		pause.Pause()
 	}
 }
 

@@ -11,7 +11,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // neighbour is a peer that data goes to.
@@ -164,7 +163,8 @@ func (v *Van) peerOf(id int) *peer {
 	defer v.mu.Unlock()
 	p := v.peers[id]
 	if p == nil {
-		p = &peer{id: id, lane: engine.Lane[*parcel]{ID: id}}
+		p = &peer{id: id}
+		p.lane.ID, p.lane.Hand = id, &p.inHand
 		v.peers[id] = p
 	}
 	return p
@@ -245,7 +245,7 @@ func (v *Van) inLost(l *inLink) {
 	v.mu.Unlock()
 }
 
-// removeIn forgets a link that has ended. v.rx is held.
+// removeIn forgets a link that has ended. The feed is held.
 func (v *Van) removeIn(l *inLink) {
 	v.mu.Lock()
 	ins := slices.DeleteFunc(slices.Clone(*v.ins.Load()), func(x *inLink) bool { return x == l })

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
@@ -28,17 +29,17 @@ func (x *node) echoing() {
 func TestPoll(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		busy env.BusyPoll
-		set  func(v *Van)
+		spin time.Duration
 	}{
-		{"spins", env.SpinThenBlock, nil},
-		{"sleeps at once", env.SpinThenBlock, func(v *Van) { v.spin = 1 }},
-		{"never spins", env.AlwaysBlock, func(v *Van) { v.spin = 0 }},
-		{"spins for ever", env.SpinForever, func(v *Van) { v.cfg.BusyPoll = env.SpinForever }},
+		{"spins", env.SpinThenBlock.Spin()},
+		{"sleeps at once", 1},
+		{"never spins", 0},
+		{"spins for ever", -1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			n := inproc.NewNetwork()
-			worker, server := newNode(t, n, 9, c.set), newNode(t, n, 8, c.set)
+			set := func(v *Van) { v.receiveWith(engine.New(c.spin)) }
+			worker, server := newNode(t, n, 9, set), newNode(t, n, 8, set)
 			var got atomic.Int64
 			signal := make(chan struct{}, 1)
 			worker.Start(func(m *van.Message) {
@@ -58,7 +59,7 @@ func TestPoll(t *testing.T) {
 				worker.must(data(8, i, []byte("x")))
 				done := func() bool { return got.Load() > int64(i) }
 				if i%3 != 0 {
-					worker.Poll(done)
+					worker.engine.Poll(done)
 				}
 				for end := time.After(limit); !done(); {
 					select {
@@ -95,7 +96,7 @@ func TestPollsAtOnce(t *testing.T) {
 					errs <- err
 					return
 				}
-				worker.Poll(func() bool { return len(answers[c]) > 0 })
+				worker.engine.Poll(func() bool { return len(answers[c]) > 0 })
 				select {
 				case got := <-answers[c]:
 					if int(got) != ts {
@@ -114,37 +115,6 @@ func TestPollsAtOnce(t *testing.T) {
 		if err := <-errs; err != nil {
 			t.Error(err)
 		}
-	}
-}
-
-// TestPatience: waits that were short make the next one spin, long ones do not.
-func TestPatience(t *testing.T) {
-	const most = 50 * time.Microsecond
-	var p patience
-	wait := func(d time.Duration) {
-		p.begin(1000)
-		p.came(1000+uint64(d), most)
-	}
-	if got := p.spin(most); got != most {
-		t.Errorf("at first it spins for %s, want %s", got, most)
-	}
-	for range 3 {
-		wait(time.Second)
-	}
-	if got := p.spin(most); got != shortSpin {
-		t.Errorf("after long waits it spins for %s, want %s", got, shortSpin)
-	}
-	if got := p.spin(0); got != 0 {
-		t.Errorf("where it is not to spin it spins for %s", got)
-	}
-	for range 100 {
-		wait(time.Second)
-	}
-	for range maxTrust {
-		wait(time.Microsecond)
-	}
-	if got := p.spin(most); got != most {
-		t.Errorf("after short waits it spins for %s, want %s", got, most)
 	}
 }
 
@@ -171,7 +141,7 @@ func TestMixed(t *testing.T) {
 	for i := range 500 {
 		for _, id := range []int{8, 10} {
 			worker.must(data(id, i, []byte("x")))
-			worker.Poll(func() bool { return len(worker.in) > 0 })
+			worker.engine.Poll(func() bool { return len(worker.in) > 0 })
 			m := worker.next()
 			if m.Sender != id || int(m.Timestamp) != i {
 				t.Fatalf("answer %d of %d, want %d of %d", m.Timestamp, m.Sender, i, id)

@@ -98,19 +98,19 @@ func TestTakenBack(t *testing.T) {
 		t.Fatal("nothing came")
 	}
 	value := pattern(1, 6<<20)
-	server.rx.Lock() // so that the rest of the value is lent
+	server.feed.Lock() // so that the rest of the value is lent
 	worker.must(data(8, 1, value))
-	server.rx.Unlock()
+	server.feed.Unlock()
 	if n := worker.Stats().Pinned; n != 1 {
 		t.Fatalf("%d values are lent, want one", n)
 	}
-	eventually(t, "the value waits behind the first message", func() bool { return server.loop.Budget.Used() > 0 })
+	eventually(t, "the value waits behind the first message", func() bool { return server.feed.Loop.Budget.Used() > 0 })
 	(*worker.links.Load())[8].close(false)
 	copy(value, pattern(2, len(value)))
 	close(release)
 	server.next().Release()
 	eventually(t, "the second message is gone", func() bool {
-		return server.loop.Budget.Used() == 0 && len(*server.ins.Load()) > 0 && (*server.ins.Load())[0].from.inHand.Load() == 0
+		return server.feed.Loop.Budget.Used() == 0 && len(*server.ins.Load()) > 0 && (*server.ins.Load())[0].from.inHand.Load() == 0
 	})
 	select {
 	case m := <-server.in:

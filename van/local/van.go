@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"maps"
 	"net"
-	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -24,10 +23,9 @@ import (
 
 // Van is a van whose data messages to peers of the same host go through memory.
 type Van struct {
-	inner       van.Van
-	innerPoller van.Poller // nil when it has none
-	cfg         *env.Config
-	log         *slog.Logger
+	inner van.Van
+	cfg   *env.Config
+	log   *slog.Logger
 
 	backend  backend.Backend
 	device   *device // nil when values on the node's device are not shared
@@ -39,10 +37,11 @@ type Van struct {
 	bell     *bell
 	bellFD   int
 
-	id   atomic.Int32
-	role atomic.Int32
-	recv van.Receiver
-	loop *engine.Loop[*parcel]
+	id     atomic.Int32
+	role   atomic.Int32
+	recv   van.Receiver
+	feed   *engine.Feed[*parcel]
+	engine *engine.Engine
 
 	// For tests.
 	streamOnly  bool                     // as where reading other processes is forbidden
@@ -57,21 +56,10 @@ type Van struct {
 	readers     func() (bool, error)     // admitReaders
 	refuse      func() error             // what accepting fails with
 
-	// What who receives uses; see receive.go.
-	rx       sync.Mutex
-	turn     int
-	chunks   atomic.Uint64 // of streams, received
-	patience patience
-	spin     time.Duration
-	crowded  bool         // goroutines have few threads
-	hot      bool         // the loop's: a message has come since it last slept
-	pollers  atomic.Int32 // that have rx, or are about to try
-	polling  atomic.Bool  // one of them has it
-	parked   atomic.Bool
-
-	pollTurn   engine.Turn // of a Poll
-	leftToPoll atomic.Bool // to free what the receiver uses, since it has closed the van
-	ins        atomic.Pointer[[]*inLink]
+	// What who receives uses: who holds the feed.
+	turn   int
+	chunks atomic.Uint64 // of streams, received
+	ins    atomic.Pointer[[]*inLink]
 
 	// Of copies by the device; see device.go.
 	copying   atomic.Int32  // by this node's device, under way
@@ -87,12 +75,11 @@ type Van struct {
 
 	admitted sync.Once // readers of this process, where that has to be said
 
-	closing  atomic.Bool // nothing is sent any more
-	stopping atomic.Bool // nothing is received any more
-	ctx      context.Context
-	cancel   context.CancelFunc
-	late     context.Context // ends when nothing more is to leave
-	tooLate  context.CancelFunc
+	closing atomic.Bool // nothing is sent any more
+	ctx     context.Context
+	cancel  context.CancelFunc
+	late    context.Context // ends when nothing more is to leave
+	tooLate context.CancelFunc
 
 	mu       sync.Mutex // guards changes of the above, and what follows
 	started  bool
@@ -116,7 +103,6 @@ var (
 	_ van.Van             = (*Van)(nil)
 	_ van.Wrapper         = (*Van)(nil)
 	_ van.PeerWatcher     = (*Van)(nil)
-	_ van.Poller          = (*Van)(nil)
 	_ van.Flusher         = (*Van)(nil)
 	_ van.Meter           = (*Van)(nil)
 	_ van.BufferRegistrar = (*Van)(nil)
@@ -130,7 +116,7 @@ var (
 // had, the van works as inner does, and the log says why. Use van.As to find the
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
-	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1, spin: spinFor(o.Config.BusyPoll), crowded: runtime.GOMAXPROCS(0) <= few,
+	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, bellFD: -1,
 		nodes: map[int]*neighbour{}, peers: map[int]*peer{}, greeted: map[*net.UnixConn]bool{}, places: newPlaces(), memory: newMemory, dropTime: dropTime, relief: relief, leaveTime: leaveTime, readers: admitReaders, maxSleep: maxSleep, unknownTime: unknownTime, returnTime: returnTime, leaving: map[int]chan struct{}{}, afford: int64(o.Config.SendBudget)}
 	v.losses.current = func(id int, n *neighbour) bool {
 		v.mu.Lock()
@@ -142,18 +128,22 @@ func New(inner van.Van, o van.Options) *Van {
 	if v.log == nil {
 		v.log = slog.New(slog.DiscardHandler)
 	}
-	v.innerPoller, _ = van.As[van.Poller](inner)
 	v.ins.Store(&[]*inLink{})
 	v.outs.Store(&[]*outLink{})
 	v.links.Store(&map[int]*outLink{})
 	v.id.Store(van.Empty)
-	v.loop = engine.NewLoop(v.receive, v.deliverOne)
-	v.limitReceived(o.Config)
-	v.loop.Discard = func(p *parcel) {
-		p.from.inHand.Add(-1)
-		v.release(p)
+	if o.Engine == nil {
+		o.Engine = engine.New(o.Config.BusyPoll.Spin())
 	}
+	v.receiveWith(o.Engine)
 	return v
+}
+
+// receiveWith makes v a source of e.
+func (v *Van) receiveWith(e *engine.Engine) {
+	v.engine = e
+	v.feed = engine.NewFeed(e, memory{v}, engine.FeedOptions{Polls: true, Spins: true, HandsOver: true})
+	v.limitReceived(v.cfg)
 }
 
 // Unwrap implements van.Wrapper.
@@ -239,7 +229,7 @@ func (v *Van) Start(recv van.Receiver) {
 		recv(m)
 	})
 	if start {
-		v.loop.Start()
+		v.feed.Start()
 	}
 }
 
@@ -385,7 +375,7 @@ func (v *Van) Stats() van.Stats {
 		s = m.Stats()
 	}
 	s = v.stats.add(s)
-	s.PausedReads += v.loop.Pauses()
+	s.PausedReads += v.feed.Loop.Pauses()
 	return s
 }
 
@@ -421,8 +411,6 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	v.tooLate()
 	all.Wait()
-	v.stopping.Store(true)
-	v.bell.wakeAll()
 	// The loop has been woken: it ends at once unless a receiver is at work, also when
 	// there is no time left for that.
 	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
@@ -432,7 +420,7 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	var err error
 	if started {
-		if err = v.loop.Stop(stop); errors.Is(err, engine.ErrInDeliver) {
+		if err = v.feed.Stop(stop); errors.Is(err, engine.ErrInDeliver) {
 			err = nil
 		}
 	}
@@ -443,7 +431,9 @@ func (v *Van) Close(ctx context.Context) error {
 	v.mu.Unlock()
 	v.wg.Wait()
 	if err == nil {
-		v.freeReceiver(stop)
+		if v.feed.Free(stop, v.freeLinks) != nil {
+			v.log.Warn("a Poll still receives: its memory is kept")
+		}
 	} else { // what it uses stays
 		err = &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err}
 	}
@@ -456,27 +446,7 @@ func (v *Van) Close(ctx context.Context) error {
 
 const stopTime = 200 * time.Millisecond
 
-// freeReceiver frees what who receives uses, unless somebody still does. If that is the
-// caller, by a delivery of its Poll, the end of that does.
-func (v *Van) freeReceiver(ctx context.Context) {
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for !v.rx.TryLock() {
-		if v.polling.Load() && engine.IsWithin(ctx, &v.pollTurn) {
-			v.leftToPoll.Store(true)
-			return
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return
-		}
-	}
-	defer v.rx.Unlock()
-	v.freeLinks()
-}
-
-// freeLinks ends all that is received. rx is held.
+// freeLinks ends all that is received. The feed is held.
 func (v *Van) freeLinks() {
 	for _, l := range *v.ins.Load() {
 		v.removeIn(l)

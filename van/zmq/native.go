@@ -50,6 +50,9 @@ type socket struct {
 	held   atomic.Bool // messages may wait for a flush
 	waits  atomic.Bool // messages may wait for a pump
 
+	arm   func() bool // what armed is to call; of who rests
+	armed func(uintptr) bool
+
 	use sync.RWMutex // held, for reading, by whoever is in a call with c; close waits for them
 }
 
@@ -91,6 +94,11 @@ func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 		return nil, errors.Join(err, z.Close())
 	}
 	s := &socket{z: z}
+	s.armed = func(uintptr) bool {
+		arm := s.arm
+		s.arm = nil // the second time the descriptor shows something
+		return arm == nil || arm()
+	}
 	if !thread {
 		dup, err := syscall.Dup(fd)
 		if err != nil {
@@ -188,6 +196,24 @@ func (s *socket) wait(try func(uintptr) bool) bool {
 		}
 	}
 	return false
+}
+
+// rest calls arm and, unless that is true, sleeps until the socket may have something, or
+// wake was called. The caller has not received since arm did.
+func (s *socket) rest(arm func() bool) {
+	if s.poll == nil {
+		if !arm() {
+			s.sleep()
+		}
+		return
+	}
+	// Go's network poller forgets what the descriptor has shown before Read, so arm looks
+	// once more inside.
+	s.arm = arm
+	if err := s.raw.Read(s.armed); errors.Is(err, os.ErrDeadlineExceeded) {
+		// Reset before the caller looks again: a wake that comes later stays visible.
+		_ = s.poll.SetReadDeadline(time.Time{})
+	}
 }
 
 // sleep blocks the calling thread until there may be a message, or wake is called.

@@ -47,8 +47,7 @@ func TestPollKeepsOrder(t *testing.T) {
 		answer(ts)
 	}
 	for end := time.Now().Add(200 * time.Millisecond); time.Now().Before(end); {
-		worker.Poll(func() bool { return false })
-		r.help(time.Millisecond) // as a Poll does that finds nobody else looking
+		worker.engine.Poll(func() bool { return false })
 	}
 	close(release)
 	for range 3 {
@@ -115,29 +114,22 @@ func TestMissedLook(t *testing.T) {
 	worker.must(t, push(8, 0, nil))
 	server.next(t)
 	r := (*worker.peers.Load())[8].rx
-	var once sync.Once
-	kept := make(chan struct{})
-	hook := func() { once.Do(func() { close(kept) }) }
-	testMissed.Store(&hook)
-	defer testMissed.Store(nil)
-	r.mu.Lock() // as a Poll does, which looks before the answer is there
-	m := push(9, 0, make([]byte, 100))
-	m.Request = false
-	server.must(t, m)
-	select {
-	case <-kept:
-	case <-time.After(limit):
-		t.Fatal("the loop did not look")
+	for i, again := range []bool{true, false} {
+		until(t, "sleep", r.feed.Parked)
+		if !r.feed.Claim() { // as a Poll does, which looks before the answer is there
+			t.Fatal("a Poll cannot receive")
+		}
+		m := push(9, i, make([]byte, 100))
+		m.Request = false
+		server.must(t, m)
+		// What the descriptor shows, and that it was asked not to sleep there, makes the
+		// loop look, and it is turned away: that will not wake it again.
+		until(t, "look", func() bool { return !r.feed.Parked() })
+		r.feed.Release(false, again)
+		if m := worker.next(t); int(m.Timestamp) != i {
+			t.Errorf("message %d, want %d", m.Timestamp, i)
+		}
 	}
-	// The loop has asked its descriptor and been turned away: that will not wake it again.
-	until(t, "mark", r.missed.Load)
-	r.mu.Unlock()
-	if r.missed.Swap(false) { // what help does after it has unlocked
-		r.sock.wake()
-	} else {
-		t.Error("the loop did not say that it was kept from looking")
-	}
-	worker.next(t)
 }
 
 // TestQuietNodeReleases: a value that is lent while the sweeper goes to sleep is released

@@ -3,7 +3,6 @@ package zmq
 import (
 	"context"
 	"errors"
-	"runtime"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -19,142 +19,114 @@ import (
 
 var errDisconnected = errors.New("its connection was closed")
 
-// receiver reads one socket and hands messages up.
+// receiver reads one socket and hands messages up. It is the engine's source of what comes
+// there; with few exceptions, its fields are of who holds the feed.
 type receiver struct {
-	v      *zvan
-	sock   *socket
-	loop   *engine.Loop[*van.Message]
-	spins  bool // looks for a while before it sleeps
-	helped bool // Poll receives from this socket, too
-	router bool // the socket is the ROUTER, else the DEALER of peer
-	peer   *conn
-	nap    *time.Timer
-	recall chan struct{} // ends a nap
-	hot    bool          // a message has come lately
-	next   *van.Message
-	err    error
-	turn   bool // a message that was kept is ready
-	try    func(uintptr) bool
-	lanes  *lanes
-	pool   pool
-
-	// mu is held by who receives from the socket: the loop, or a Poll, which holds
-	// it while it delivers, too. missed says that the loop was kept from looking.
-	mu     sync.Mutex
-	missed atomic.Bool
-	away   bool         // Polls are under way: do not sleep on the descriptor
-	parked atomic.Bool  // the loop sleeps on the descriptor, or is about to
-	inHand atomic.Int32 // messages that the loop has received and not delivered
+	v       *zvan
+	sock    *socket
+	feed    *engine.Feed[*van.Message]
+	router  bool  // the socket is the ROUTER, else the DEALER of peer
+	peer    *conn // any goroutine reads it
+	next    *van.Message
+	came    bool         // next was received while the source was armed
+	inHand  atomic.Int32 // messages that the loop has received and not delivered
+	failing logx.Sparse
+	lanes   *lanes
+	pool    pool
 }
 
-func newReceiver(v *zvan, s *socket, peer *conn, spins, helped bool) *receiver {
-	r := &receiver{v: v, sock: s, router: peer == nil, peer: peer, lanes: new(lanes), spins: spins && v.spin > 0, helped: helped,
-		nap: time.NewTimer(time.Hour), recall: make(chan struct{}, 1)}
-	r.try = func(uintptr) bool {
-		r.away = r.helped && v.polling()
-		return r.away || r.poll(0, true)
-	}
+func newReceiver(v *zvan, s *socket, peer *conn, spins, polls bool) *receiver {
+	r := &receiver{v: v, sock: s, router: peer == nil, peer: peer, lanes: new(lanes)}
 	if r.router {
 		r.lanes = &v.senders
 	}
-	r.loop = engine.NewLoop(r.receive, r.deliver)
-	r.loop.Discard = func(msg *van.Message) {
-		r.inHand.Add(-1)
-		r.done(msg)
-	}
-	r.loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
-	r.loop.Budget = v.flow.budget(r.router)
-	v.flow.watch(r.loop)
+	r.lanes.hand = &r.inHand
+	r.next = r.pool.get()
+	r.feed = engine.NewFeed(v.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: v.busy})
+	r.feed.Loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
+	r.feed.Loop.Budget = v.flow.budget(r.router)
+	v.flow.watch(r.feed.Loop)
 	return r
-}
-
-// spinTime is how long to look for a message before sleeping: waking a sleeper
-// costs more than a small message. The looker yields to others meanwhile.
-func spinTime(b env.BusyPoll) time.Duration {
-	if b == env.AlwaysBlock {
-		return 0
-	}
-	return 100 * time.Microsecond
 }
 
 // stop ends the loop and waits for the handler that may be running.
 func (r *receiver) stop(ctx context.Context) {
 	r.sock.stop()
-	if r.loop.Stop(ctx) == nil && r.next != nil {
-		r.pool.Free(r.next)
-		r.next = nil
+	if r.feed.Stop(ctx) == nil {
+		_ = r.feed.Free(ctx, func() { r.pool.Free(r.next) })
 	}
 	r.pool.close()
 }
 
-// poll tries to receive into r.next. It returns true when there is a message or
-// an error.
-func (r *receiver) poll(spin time.Duration, park bool) bool {
-	if r.router && r.v.early.n.Load() > 0 {
-		r.turn = true
-		return true
+// Take implements engine.Source.
+func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, engine.Found) {
+	early := r.router && r.v.early.n.Load() > 0
+	if poll && (early || r.inHand.Load() != 0) {
+		return nil, nil, engine.Nothing // an earlier message is still being delivered
 	}
-	if !r.mu.TryLock() {
-		// The holder looks at missed after it has unlocked.
-		r.missed.Store(true)
-		if f := testMissed.Load(); f != nil {
-			(*f)()
-		}
-		if !r.mu.TryLock() {
-			return false
+	if early {
+		if msg := r.v.early.next(); msg != nil {
+			return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
 		}
 	}
-	defer r.mu.Unlock()
-	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park, r.v.lent)
-	r.err = err
-	if ok {
-		r.inHand.Add(1)
+	if !r.came && !r.recv(slice, false) {
+		return nil, nil, engine.Nothing
 	}
-	return ok || err != nil
+	r.came = false
+	msg := r.next
+	switch r.accept(msg) {
+	case kept:
+		r.next = r.pool.get()
+		return nil, nil, engine.Progress
+	case nothing:
+		return nil, nil, engine.Progress
+	}
+	r.next = r.pool.get()
+	return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
 }
 
-// testMissed, if not nil, is called by a loop that was kept from looking, between its two
-// tries.
-var testMissed atomic.Pointer[func()]
-
-// receive blocks until a well-formed message has come.
-func (r *receiver) receive() (*van.Message, *lane, bool) {
-	for {
-		if r.router {
-			if msg := r.v.early.next(); msg != nil {
-				r.inHand.Add(1)
-				return msg, r.lanes.of(msg.Sender).of(msg), true
-			}
-		}
-		if r.next == nil {
-			r.next = r.pool.get()
-		}
-		if !r.await() {
-			return nil, nil, false
-		}
-		if r.turn {
-			r.turn = false
-			continue
-		}
-		if r.err != nil {
-			if r.sock.closed.Load() {
-				return nil, nil, false
-			}
-			r.v.log.Warn("receive failed", "err", r.err)
-			continue
-		}
-		msg := r.next
-		what := r.accept(msg)
-		if what != deliver {
-			r.inHand.Add(-1)
-			if what == kept {
-				r.next = nil
-			}
-			continue
-		}
-		r.next = nil
-		return msg, r.lanes.of(msg.Sender).of(msg), true
+// recv receives into r.next, looking for spin at most. With park the socket's descriptor
+// shows what comes next.
+func (r *receiver) recv(spin time.Duration, park bool) bool {
+	if r.sock.closed.Load() {
+		return false
 	}
+	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park, r.v.lent)
+	if err != nil && !r.sock.closed.Load() {
+		if n, speak := r.failing.Next(); speak {
+			r.v.log.Warn("receive failed", "err", err, "so far", n)
+		}
+	}
+	return ok && err == nil
+}
+
+// Arm implements engine.Source.
+func (r *receiver) Arm(engine.Sleeper) bool {
+	r.came = r.came || r.recv(0, true)
+	return r.came || r.router && r.v.early.n.Load() > 0
+}
+
+// Disarm implements engine.Source.
+func (r *receiver) Disarm() {}
+
+// Sleep implements engine.Source.
+func (r *receiver) Sleep(_ engine.Sleeper, arm func() bool, _ time.Duration) { r.sock.rest(arm) }
+
+// Wake implements engine.Source.
+func (r *receiver) Wake(engine.Sleeper) { r.sock.wake() }
+
+// Deliver implements engine.Source.
+func (r *receiver) Deliver(msg *van.Message, turn *engine.Turn) {
+	msg.Turn = turn
+	r.v.recv(msg)
+	r.Discard(msg)
+}
+
+// Discard implements engine.Source: it gives up a message that was delivered, or never
+// will be.
+func (r *receiver) Discard(msg *van.Message) {
+	r.v.flow.left(msg)
+	msg.Release()
 }
 
 // What accept makes of received frames.
@@ -262,51 +234,6 @@ func (r *receiver) fenced(c *conn, name peerName) bool {
 	return name != peerName{c.who.Load().id, c.incarnation}
 }
 
-// await looks for a message for a while if one has come lately, then sleeps until
-// there is one.
-func (r *receiver) await() bool {
-	if r.spins && r.hot && !r.v.busy() && r.look() {
-		return true
-	}
-	// While callers poll, a sleeper on the descriptor would be woken for each of
-	// their messages. It looks now and then instead, for what nobody waits for.
-	for {
-		r.parked.Store(true) // before try asks whether somebody polls
-		r.hot = r.sock.wait(r.try)
-		r.parked.Store(false)
-		if !r.hot || !r.away {
-			return r.hot
-		}
-		r.nap.Reset(pollGrace)
-		select {
-		case <-r.nap.C:
-		case <-r.recall:
-		}
-		if r.poll(0, true) {
-			return true
-		}
-	}
-}
-
-// look receives without sleeping for a while, unless others do.
-func (r *receiver) look() (found bool) {
-	if r.helped && r.v.polling() || !r.v.spinning.CompareAndSwap(false, true) {
-		return false
-	}
-	defer r.v.spinning.Store(false)
-	const slices = 4 // a Poll need not wait longer than one of them
-	for i := 0; i < slices && !found && !r.sock.closed.Load(); i++ {
-		if r.v.pollers.Load() > 0 {
-			return false // it sleeps instead, or naps if the Poll is for its socket, too
-		}
-		found = r.poll(r.v.spin/slices, false)
-		if r.v.cfg.BusyPoll == env.SpinForever {
-			i = 0
-		}
-	}
-	return found
-}
-
 // bulk is the number of bytes, sent or received since the last look, that take
 // longer than it pays to look for what comes next: the processors have them to
 // copy.
@@ -316,122 +243,6 @@ const bulk = 256 << 10
 func (v *zvan) busy() bool {
 	n := v.stats.sentB.Load() + v.stats.recvB.Load()
 	return v.cfg.BusyPoll != env.SpinForever && n-v.moved.Swap(n) > bulk
-}
-
-// maxPoll bounds a Poll: its caller has a deadline.
-const maxPoll = time.Millisecond
-
-// pollGrace is how long after a Poll another one is expected.
-const pollGrace = time.Millisecond
-
-// polling tells whether somebody polls, or has done so a moment ago.
-func (v *zvan) polling() bool {
-	return v.pollers.Load() > 0 || clock.Now()-v.polled.Load() < uint64(pollGrace)
-}
-
-// Poll receives and delivers on the caller's goroutine what comes to a worker from
-// its servers, or to a server from its workers, until done or until nothing has
-// come for a while. It saves the one who waits from being woken. Only one caller at
-// a time polls; others return at once.
-func (v *zvan) Poll(done func() bool) {
-	if v.spin <= 0 || v.busy() {
-		return
-	}
-	v.pollers.Add(1)
-	begun := clock.Now()
-	for !v.spinning.CompareAndSwap(false, true) {
-		// Another Poll, or the loop, which makes room.
-		if v.pollers.Load() > 1 || clock.Now()-begun > uint64(v.spin) {
-			v.pollers.Add(-1)
-			return
-		}
-		runtime.Gosched()
-	}
-	rs := *v.helped.Load()
-	defer func() {
-		v.pollers.Add(-1)
-		if done() {
-			v.polled.Store(clock.Now())
-			v.spinning.Store(false)
-			return
-		}
-		// The caller goes to sleep: the loops take over at once.
-		v.polled.Store(0)
-		v.spinning.Store(false)
-		for _, r := range rs {
-			select {
-			case r.recall <- struct{}{}:
-			default:
-			}
-		}
-	}()
-	for _, r := range rs {
-		// A Poll takes what would wake a sleeper, and may leave messages behind, so
-		// the loop must not sleep on the descriptor from now on.
-		if r.parked.Load() {
-			r.sock.wake()
-		}
-	}
-	for start := clock.Now(); !done(); {
-		got := false
-		for _, r := range rs {
-			got = r.help(v.spin/time.Duration(8*len(rs)*len(rs))) || got
-		}
-		if got {
-			start = clock.Now()
-		}
-		if now := clock.Now(); len(rs) == 0 || now-start > uint64(v.spin) || now-begun > uint64(maxPoll) {
-			return
-		}
-	}
-}
-
-// help receives and delivers one message in place of the loop.
-func (r *receiver) help(spin time.Duration) bool {
-	if !r.mu.TryLock() {
-		return false
-	}
-	got := r.helpLocked(spin)
-	r.mu.Unlock()
-	if r.missed.Swap(false) {
-		r.sock.wake()
-	}
-	return got
-}
-
-func (r *receiver) helpLocked(spin time.Duration) bool {
-	if r.sock.closed.Load() || r.inHand.Load() != 0 || r.router && r.v.early.n.Load() > 0 {
-		return false // an earlier message is still being delivered
-	}
-	msg := r.pool.get()
-	ok, err := r.sock.recv((*frames)(msg.Native()), spin, false, r.v.lent)
-	if err != nil || !ok {
-		r.pool.Free(msg)
-		return false
-	}
-	switch r.accept(msg) {
-	case kept:
-		return false
-	case nothing:
-		r.pool.Free(msg)
-		return false
-	}
-	r.v.recv(msg)
-	r.done(msg)
-	return true
-}
-
-func (r *receiver) deliver(msg *van.Message, turn *engine.Turn) {
-	msg.Turn = turn
-	r.v.recv(msg)
-	r.done(msg)
-	r.inHand.Add(-1)
-}
-
-// done gives up a message that was delivered, or never will be.
-func (r *receiver) done(msg *van.Message) {
-	r.v.flow.left(msg)
-	msg.Release()
 }
 
 // parse checks the frames of a message and decodes them into msg. Frame 0 names
@@ -487,7 +298,8 @@ type lane = engine.Lane[*van.Message]
 
 // lanes gives each sender its lane. Senders without an id share one.
 type lanes struct {
-	m sync.Map // int to *sender
+	m    sync.Map // int to *sender
+	hand *atomic.Int32
 }
 
 func (l *lanes) of(id int) *sender {
@@ -496,6 +308,7 @@ func (l *lanes) of(id int) *sender {
 	}
 	s := &sender{id: id}
 	s.lane.ID, s.control.ID = id, id
+	s.lane.Hand, s.control.Hand = l.hand, l.hand
 	p, _ := l.m.LoadOrStore(id, s)
 	return p.(*sender)
 }

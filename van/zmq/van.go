@@ -32,6 +32,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/affinity"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -63,12 +64,8 @@ type zvan struct {
 	early    early
 	senders  lanes // of the ROUTER
 	stats    stats
-	spin     time.Duration // how long to look for a message before sleeping
-	spinning atomic.Bool   // somebody looks without sleeping
-	polled   atomic.Uint64 // when the last Poll ended
 	moved    atomic.Uint64 // bytes sent and received when busy was last called
-	pollers  atomic.Int32  // callers of Poll
-	helped   atomic.Pointer[[]*receiver]
+	engine   *engine.Engine
 
 	mu      sync.Mutex // guards changes of peers, and what follows
 	loops   []*receiver
@@ -134,7 +131,10 @@ func New(o van.Options) (van.Van, error) {
 	); err != nil {
 		return nil, errors.Join(err, zctx.Term())
 	}
-	v := &zvan{cfg: o.Config, log: o.Log, zctx: zctx, spin: spinTime(o.Config.BusyPoll), unbind: func() {}, incarnation: o.Incarnation}
+	v := &zvan{cfg: o.Config, log: o.Log, zctx: zctx, unbind: func() {}, incarnation: o.Incarnation}
+	if v.engine = o.Engine; v.engine == nil {
+		v.engine = engine.New(o.Config.BusyPoll.Spin())
+	}
 	v.peers.Store(&map[int]*conn{})
 	v.lent = newLent(v.pump)
 	if v.log == nil {
@@ -142,7 +142,6 @@ func New(o van.Options) (van.Van, error) {
 	}
 	v.flow.init(v)
 	v.bindThreads()
-	v.helped.Store(&[]*receiver{})
 	v.setID(van.Empty)
 	return v, nil
 }
@@ -292,16 +291,12 @@ func (v *zvan) Start(recv van.Receiver) {
 	}
 }
 
-// receiveFrom starts a receiver on s, the ROUTER or peer's DEALER, which spins for itself if spins is set, and
-// which Poll helps if helped is. v.mu is held.
-func (v *zvan) receiveFrom(s *socket, peer *conn, spins, helped bool) *receiver {
-	r := newReceiver(v, s, peer, spins, helped)
+// receiveFrom starts a receiver on s, the ROUTER or peer's DEALER. Its loop looks before it
+// sleeps if spins is set, and Polls receive from it if polls is. v.mu is held.
+func (v *zvan) receiveFrom(s *socket, peer *conn, spins, polls bool) *receiver {
+	r := newReceiver(v, s, peer, spins, polls)
 	v.loops = append(v.loops, r)
-	if helped {
-		all := append(slices.Clone(*v.helped.Load()), r)
-		v.helped.Store(&all)
-	}
-	r.loop.Start()
+	r.feed.Start()
 	return r
 }
 
@@ -472,10 +467,7 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 		_ = v.end(c, linger)
 		return
 	}
-	isRx := func(r *receiver) bool { return r == c.rx }
-	v.loops = slices.DeleteFunc(v.loops, isRx)
-	helped := slices.DeleteFunc(slices.Clone(*v.helped.Load()), isRx)
-	v.helped.Store(&helped)
+	v.loops = slices.DeleteFunc(v.loops, func(r *receiver) bool { return r == c.rx })
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
 		defer cancel()

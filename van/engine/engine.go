@@ -1,0 +1,230 @@
+package engine
+
+import (
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// Engine receives for one node, from all its sources. Each source has a loop, which
+// receives and delivers, and sleeps when nothing comes. A goroutine that waits for an
+// answer receives in place of the loops: see Poll.
+type Engine struct {
+	spin    time.Duration // the longest look before a sleep; 0: none
+	forever bool          // loops never sleep
+	spinner Spinner       // a new one
+
+	sources  atomic.Pointer[[]Polled]
+	mu       sync.Mutex  // guards changes of sources
+	polling  atomic.Bool // a Poll is under way
+	spinning atomic.Bool // a loop looks without sleeping
+
+	// other polls what has no source here; see Delegate.
+	other func(done func() bool)
+
+	// Of the Poll that is under way.
+	claimed     []claim
+	looks       adaptiveSpin
+	done        func() bool
+	helpAndDone func() bool
+	otherMisses int // Polls in a row in which only sources received
+}
+
+// claim is a source that a Poll receives from.
+type claim struct {
+	Polled
+	found bool // something, in this Poll
+}
+
+// New makes an Engine whose waits look for spin before they sleep: 0 not at all, negative
+// for ever, but in Polls, whose callers have a deadline.
+func New(spin time.Duration) *Engine {
+	e := &Engine{spin: spin, forever: spin < 0, spinner: Spinner{oversubscribed: runtime.GOMAXPROCS(0) <= fewThreads}}
+	if e.forever {
+		e.spin = env.SpinThenBlock.Spin()
+	}
+	e.sources.Store(&[]Polled{})
+	e.helpAndDone = func() bool {
+		for i := range e.claimed {
+			c := &e.claimed[i]
+			for c.Help(0) >= Progress {
+				c.found = true
+			}
+		}
+		return e.done()
+	}
+	return e
+}
+
+// Delegate makes Polls use poll, too, for transports that receive by themselves. Call it
+// before the first Poll.
+func (e *Engine) Delegate(poll func(done func() bool)) { e.other = poll }
+
+// Spinner returns what passes the time between two looks.
+func (e *Engine) Spinner() Spinner { return e.spinner }
+
+// Found is what a look at a source has found.
+type Found int
+
+const (
+	// Nothing is there.
+	Nothing Found = iota
+	// Soon says that something is under way whose end nobody announces: it pays to look
+	// again at once.
+	Soon
+	// Progress was made, but no message is complete.
+	Progress
+	// Message says that one was received.
+	Message
+)
+
+// Polled is what a Poll receives from. Its methods but Claim are called only between a
+// Claim that was true and its Release, all by one goroutine.
+type Polled interface {
+	// Claim makes the loop leave the source to the caller. It is false when there is
+	// nothing to be received that way for now.
+	Claim() bool
+	// Help receives and delivers what is there, one message or one batch, looking for it
+	// for slice at most.
+	Help(slice time.Duration) Found
+	// CanNap tells whether a Poll can sleep on the source.
+	CanNap() bool
+	// Nap sleeps until there may be something, limit at most.
+	Nap(limit time.Duration)
+	// Release gives the source back to its loop. Missed says that the Poll has received
+	// something, but not here. Again says that another Poll is likely soon.
+	Release(missed, again bool)
+}
+
+// Add makes Polls receive from p, too.
+func (e *Engine) Add(p Polled) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	all := append(slices.Clone(*e.sources.Load()), p)
+	e.sources.Store(&all)
+}
+
+// Remove takes back Add. A Poll that is under way may go on to use p.
+func (e *Engine) Remove(p Polled) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	all := slices.DeleteFunc(slices.Clone(*e.sources.Load()), func(x Polled) bool { return x == p })
+	e.sources.Store(&all)
+}
+
+const (
+	// maxQuiet and maxPoll bound a Poll, the first one after the last progress: its
+	// caller has a deadline.
+	maxQuiet = time.Millisecond
+	maxPoll  = 20 * time.Millisecond
+
+	// slicesEach is how many looks of one source there are in the longest look.
+	slicesEach = 8
+)
+
+// Poll receives and delivers on the caller's goroutine until done returns true or nothing
+// has come for a short time. It saves the one who waits from being woken. Only one caller
+// at a time polls, for all; others return at once.
+func (e *Engine) Poll(done func() bool) {
+	if len(*e.sources.Load()) == 0 && e.other != nil {
+		e.other(done)
+		return
+	}
+	if e.spin <= 0 {
+		return
+	}
+	if !e.polling.CompareAndSwap(false, true) {
+		if e.other != nil {
+			e.other(done) // it may serve this caller, too, and knows what many callers mean
+		}
+		return
+	}
+	claimed := e.claimed[:0]
+	for _, p := range *e.sources.Load() {
+		if p.Claim() {
+			claimed = append(claimed, claim{Polled: p})
+		}
+	}
+	e.claimed = claimed
+	switch other := e.other != nil && e.otherMisses < maxMisses; {
+	case other && len(claimed) > 0:
+		e.done = done
+		e.other(e.helpAndDone)
+		e.done = nil
+	case other:
+		e.other(done)
+	case len(claimed) > 0:
+		e.poll(claimed, done)
+	}
+	again, found := done(), false
+	for i := range claimed {
+		found = found || claimed[i].found
+	}
+	for i := range claimed {
+		claimed[i].Release(found && !claimed[i].found, again)
+	}
+	e.otherMisses++
+	if again && !found || e.otherMisses >= retryMisses {
+		e.otherMisses = 0
+	}
+	clear(claimed)
+	e.polling.Store(false)
+}
+
+// retryMisses is after how many Polls it is tried again whether something comes to
+// transports that receive by themselves.
+const retryMisses = 16 * maxMisses
+
+func (e *Engine) poll(claimed []claim, done func() bool) {
+	s := e.spinner
+	n := len(claimed)
+	naps, most := n == 1 && claimed[0].CanNap(), e.spin
+	if !naps {
+		most = e.awake()
+	}
+	slice := most / time.Duration(slicesEach*n*n)
+	begun := clock.Now()
+	e.looks.begin(begun)
+	for start := begun; !done(); s.Pause() {
+		best := Nothing
+		for i := range claimed {
+			c := &claimed[i]
+			found := c.Help(slice)
+			c.found = c.found || found >= Progress
+			best = max(best, found)
+		}
+		now := clock.Now()
+		switch {
+		case best >= Progress:
+			e.looks.came(now, most)
+			e.looks.begin(now)
+			start = now
+			continue
+		case best == Soon && now-begun < uint64(maxPoll):
+			start = now
+			continue
+		}
+		quiet := time.Duration(now - start)
+		if quiet > maxQuiet || now-begun > uint64(maxPoll) {
+			return
+		}
+		switch {
+		case naps && quiet > e.looks.spin(most):
+			claimed[0].Nap(maxQuiet - quiet)
+		case !naps && quiet > most:
+			return
+		}
+	}
+}
+
+// awakeLeast is the least time to look where the goroutine that looks is not the one that
+// sleeps: to give up takes waking another goroutine then, and that one's sleep.
+const awakeLeast = 100 * time.Microsecond
+
+// awake is how long to look for what comes from sources on which Polls cannot sleep.
+func (e *Engine) awake() time.Duration { return max(e.spin, awakeLeast) }

@@ -1,0 +1,370 @@
+package engine
+
+import (
+	"context"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+)
+
+// Source is where messages of a transport come from: a socket, memory, a device. Take,
+// Arm and Disarm are called by one goroutine at a time, which holds the Feed.
+type Source[T any] interface {
+	// Take takes one message, if one is there, without blocking. A source that can look
+	// more cheaply inside than by being called again may look for slice. For a Poll it
+	// leaves alone lanes whose Hand is not empty: the loop delivers earlier messages of
+	// them.
+	Take(slice time.Duration, poll bool) (item T, lane *Lane[T], found Found)
+
+	// Arm makes peers wake s from now on, and tells whether there is something that would
+	// not: then s does not sleep. For ForLoop it is called by another goroutine than the
+	// sleeper.
+	Arm(s Sleeper) bool
+
+	// Disarm says that nobody sleeps.
+	Disarm()
+
+	// Sleep calls arm and, unless that is true, sleeps until s has been woken, by a peer or
+	// by Wake, since Sleep was called. It sleeps for limit at most, if limit is not 0. It may
+	// return early.
+	Sleep(s Sleeper, arm func() bool, limit time.Duration)
+
+	// Wake ends the sleep of s, or the next one. Any goroutine calls it.
+	Wake(s Sleeper)
+
+	// Deliver hands up a message in a turn, see Turn.
+	Deliver(item T, turn *Turn)
+
+	// Discard takes back a message that will not be delivered, since the loop ends.
+	Discard(item T)
+}
+
+// Sleeper is who may sleep on a source.
+type Sleeper uint32
+
+// The sleepers. ForLoop is the loop, if it sleeps, on whose behalf a Poll arms.
+const (
+	ByLoop  Sleeper = 1
+	ByPoll  Sleeper = 2
+	ForLoop Sleeper = 3
+)
+
+// FeedOptions say how an Engine uses a source.
+type FeedOptions struct {
+	// Polls lets Polls receive from the source.
+	Polls bool
+	// Spins lets the loop look for a while before it sleeps.
+	Spins bool
+	// HandsOver says that a Poll can arm for a loop that sleeps, which is then not woken
+	// for what a Poll receives; and that Polls may sleep, too. Otherwise what comes while a
+	// Poll looks would wake the loop, so it does not sleep on the source then, but looks
+	// now and then.
+	HandsOver bool
+	// Busy, if not nil, tells whether so much has lately been sent or received that it
+	// does not pay to look for what comes next.
+	Busy func() bool
+}
+
+// Feed is a source of an Engine, with its loop.
+type Feed[T any] struct {
+	// Loop delivers what the loop has received. Its fields may be set before Start.
+	Loop *Loop[T]
+
+	e   *Engine
+	src Source[T]
+	o   FeedOptions
+
+	// mu is held by who receives: the loop for one Take, a Poll from Claim to Release,
+	// also while it delivers.
+	mu       sync.Mutex
+	claimed  atomic.Bool // a Poll has mu, or waits for it: the loop leaves it alone
+	stopping atomic.Bool
+	free     func() // what the end of the Poll calls; mu
+	turn     Turn   // of Polls
+
+	misses atomic.Int32  // Polls in a row that received something elsewhere only
+	until  atomic.Uint64 // when no other Poll is expected any more
+
+	// Of who has the receiving role.
+	hot    bool // a message has come since it last slept
+	looks  adaptiveSpin
+	parked atomic.Bool
+	nap    *time.Timer
+	recall chan struct{} // ends a nap
+
+	armLoop, armPoll func() bool
+}
+
+// NewFeed makes src one of e's sources. Start begins to receive.
+func NewFeed[T any](e *Engine, src Source[T], o FeedOptions) *Feed[T] {
+	f := &Feed[T]{e: e, src: src, o: o, nap: time.NewTimer(time.Hour), recall: make(chan struct{}, 1)}
+	f.Loop = NewLoop(f.receive, src.Deliver)
+	f.Loop.Discard = src.Discard
+	f.armLoop = f.arm
+	f.armPoll = func() bool { return f.src.Arm(ByPoll) }
+	return f
+}
+
+// Start begins to receive.
+func (f *Feed[T]) Start() {
+	if f.o.Polls {
+		f.e.Add(f)
+	}
+	f.Loop.Start()
+}
+
+// Stop ends the loop; see Loop.Stop. No Poll begins to receive from f any more, but one
+// that does may still be delivering: see Free.
+func (f *Feed[T]) Stop(ctx context.Context) error {
+	f.stopping.Store(true)
+	f.e.Remove(f)
+	f.src.Wake(ByPoll)
+	f.Wake()
+	return f.Loop.Stop(ctx)
+}
+
+// Free calls free when nobody receives from f, which was stopped. That is the end of a
+// Poll if ctx says that the caller is called by one of its deliveries. It returns ctx's
+// error, without having called free, when a Poll still receives at the end of ctx.
+func (f *Feed[T]) Free(ctx context.Context, free func()) error {
+	for s, since := f.e.spinner, clock.Now(); !f.mu.TryLock(); s.Pause() {
+		if IsWithin(ctx, &f.turn) {
+			f.free = free // this goroutine holds mu
+			return nil
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if clock.Now()-since > uint64(time.Millisecond) {
+			wait, cancel := context.WithTimeout(ctx, time.Millisecond)
+			<-wait.Done()
+			cancel()
+		}
+	}
+	defer f.mu.Unlock()
+	free()
+	return nil
+}
+
+// Wake makes the loop look again.
+func (f *Feed[T]) Wake() {
+	f.src.Wake(ByLoop)
+	f.endNap()
+}
+
+func (f *Feed[T]) endNap() {
+	select {
+	case f.recall <- struct{}{}:
+	default:
+	}
+}
+
+// Lock waits until nobody receives, and keeps others from it until Unlock.
+func (f *Feed[T]) Lock() { f.mu.Lock() }
+
+// Unlock ends Lock.
+func (f *Feed[T]) Unlock() { f.mu.Unlock() }
+
+// Parked tells whether the loop sleeps, or is about to.
+func (f *Feed[T]) Parked() bool { return f.parked.Load() }
+
+// receive waits for the next message. It is the loop's.
+func (f *Feed[T]) receive() (item T, lane *Lane[T], ok bool) {
+	for !f.stopping.Load() {
+		item, lane, found := f.take(0)
+		if found == Message {
+			return item, lane, true
+		}
+		if f.spins() && (f.hot || found >= Soon) {
+			if item, lane, ok := f.look(); ok {
+				return item, lane, true
+			}
+		}
+		f.hot = f.e.forever
+		switch {
+		case f.o.HandsOver || !f.pollExpected():
+			f.park()
+		default:
+			f.nap.Reset(pollGrace)
+			select {
+			case <-f.nap.C:
+			case <-f.recall:
+			}
+		}
+	}
+	return item, lane, false
+}
+
+// spins tells whether the loop may look before it sleeps.
+func (f *Feed[T]) spins() bool {
+	return f.o.Spins && f.e.spin > 0 && (f.o.Busy == nil || !f.o.Busy())
+}
+
+// take takes a message if there is one and no Poll has the source.
+func (f *Feed[T]) take(slice time.Duration) (item T, lane *Lane[T], found Found) {
+	if f.claimed.Load() || !f.mu.TryLock() {
+		return item, lane, Nothing
+	}
+	defer f.mu.Unlock()
+	if f.stopping.Load() {
+		return item, lane, Nothing
+	}
+	item, lane, found = f.src.Take(slice, false)
+	switch found {
+	case Message:
+		if lane.Hand != nil {
+			lane.Hand.Add(1) // under mu: a Poll sees it
+		}
+		f.looks.came(clock.Now(), f.e.spin)
+		f.hot = true
+		f.misses.Store(0)
+	default:
+		f.looks.empty(clock.Now())
+	}
+	return item, lane, found
+}
+
+// look takes a message that comes soon, without sleeping. One loop of a node at a time
+// does, and none while a Poll does.
+func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
+	if !f.e.forever {
+		if !f.e.spinning.CompareAndSwap(false, true) {
+			return item, lane, false
+		}
+		defer f.e.spinning.Store(false)
+	}
+	limit := f.e.awake()
+	if f.o.HandsOver {
+		limit = f.looks.spin(f.e.spin)
+	}
+	slice := limit / 4 // a Poll need not wait longer than one of them
+	s := f.e.spinner
+	for start := clock.Now(); !f.stopping.Load() && !f.e.polling.Load(); s.Pause() {
+		item, lane, found := f.take(slice)
+		if found == Message {
+			return item, lane, true
+		}
+		switch now := clock.Now(); {
+		case found >= Soon:
+			start = now
+		case !f.e.forever && now-start > uint64(limit):
+			return item, lane, false
+		}
+	}
+	return item, lane, false
+}
+
+// park sleeps until there may be something to receive.
+func (f *Feed[T]) park() {
+	f.parked.Store(true) // before arm looks whether a Poll has the source
+	f.src.Sleep(ByLoop, f.armLoop, 0)
+	f.parked.Store(false)
+	if f.o.HandsOver && !f.claimed.Load() {
+		f.src.Disarm()
+	}
+}
+
+// arm arms the source for the loop. While a Poll has the source it stays as it is: the end
+// of the Poll arms it, or the loop is not to sleep on it.
+func (f *Feed[T]) arm() bool {
+	for s := f.e.spinner; !f.claimed.Load(); s.Pause() {
+		if f.mu.TryLock() {
+			found := f.stopping.Load() || f.src.Arm(ByLoop)
+			f.mu.Unlock()
+			return found
+		}
+	}
+	return !f.o.HandsOver || f.stopping.Load()
+}
+
+// pollGrace is how long after a Poll another one is expected.
+const pollGrace = time.Millisecond
+
+func (f *Feed[T]) pollExpected() bool { return f.claimed.Load() || clock.Now() < f.until.Load() }
+
+const (
+	// holdTime is longer than the loop holds a source but for what is rare.
+	holdTime = 50 * time.Microsecond
+
+	// maxMisses is how many Polls in a row may receive from other sources only. Then they
+	// leave this one alone until its loop receives something.
+	maxMisses = 64
+)
+
+// Claim implements Polled.
+func (f *Feed[T]) Claim() bool {
+	if f.stopping.Load() || f.misses.Load() >= maxMisses || f.o.Busy != nil && f.o.Busy() {
+		return false
+	}
+	f.claimed.Store(true)
+	s := f.e.spinner
+	for begun := clock.Now(); !f.mu.TryLock(); s.Pause() {
+		if clock.Now()-begun > uint64(holdTime) {
+			f.claimed.Store(false)
+			f.Wake() // it may have gone to sleep because of the claim
+			return false
+		}
+	}
+	if f.stopping.Load() {
+		f.claimed.Store(false)
+		f.mu.Unlock()
+		return false
+	}
+	if f.o.HandsOver {
+		f.src.Disarm()
+	} else if f.parked.Load() {
+		f.src.Wake(ByLoop) // else it would be woken for what this Poll receives
+	}
+	return true
+}
+
+// Help implements Polled.
+func (f *Feed[T]) Help(slice time.Duration) Found {
+	if f.stopping.Load() {
+		return Nothing
+	}
+	item, _, found := f.src.Take(slice, true)
+	if found == Message {
+		f.src.Deliver(item, &f.turn)
+	}
+	return found
+}
+
+// CanNap implements Polled.
+func (f *Feed[T]) CanNap() bool { return f.o.HandsOver }
+
+// Nap implements Polled.
+func (f *Feed[T]) Nap(limit time.Duration) {
+	if !f.stopping.Load() {
+		f.src.Sleep(ByPoll, f.armPoll, limit)
+		f.src.Disarm()
+	}
+}
+
+// Release implements Polled.
+func (f *Feed[T]) Release(missed, again bool) {
+	if missed {
+		f.misses.Add(1)
+	} else {
+		f.misses.Store(0)
+	}
+	defer f.mu.Unlock()
+	f.claimed.Store(false)
+	switch {
+	case f.free != nil:
+		f.free()
+		f.free = nil
+	case f.stopping.Load():
+	case f.o.HandsOver:
+		if f.src.Arm(ForLoop) {
+			f.src.Wake(ByLoop)
+		}
+	case again:
+		f.until.Store(clock.Now() + uint64(pollGrace))
+	default: // the caller goes to sleep: the loop takes over at once
+		f.until.Store(0)
+		f.endNap()
+	}
+}

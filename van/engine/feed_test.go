@@ -1,0 +1,313 @@
+package engine
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// memory is a source: a queue of numbers in one lane.
+type memory struct {
+	handsOver bool
+
+	mu    sync.Mutex
+	queue []int
+	armed Sleeper
+	bells [4]chan struct{}
+
+	lane    Lane[int]
+	hand    atomic.Int32
+	deliver func(n int, turn *Turn)
+}
+
+func newMemory(handsOver bool, deliver func(int, *Turn)) *memory {
+	m := &memory{handsOver: handsOver, deliver: deliver}
+	for i := range m.bells {
+		m.bells[i] = make(chan struct{}, 1)
+	}
+	m.lane.Hand = &m.hand
+	return m
+}
+
+func (m *memory) Take(_ time.Duration, poll bool) (int, *Lane[int], Found) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if len(m.queue) == 0 || poll && m.hand.Load() != 0 {
+		return 0, nil, Nothing
+	}
+	n := m.queue[0]
+	m.queue = m.queue[:copy(m.queue, m.queue[1:])]
+	return n, &m.lane, Message
+}
+
+func (m *memory) Arm(s Sleeper) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.armed = s
+	return len(m.queue) > 0
+}
+
+func (m *memory) Disarm() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.armed = 0
+}
+
+func (m *memory) Sleep(s Sleeper, arm func() bool, limit time.Duration) {
+	if arm() {
+		return
+	}
+	var end <-chan time.Time
+	if limit > 0 {
+		end = time.After(limit)
+	}
+	select {
+	case <-m.bells[s]:
+	case <-end:
+	}
+}
+
+func (m *memory) Wake(s Sleeper) {
+	select {
+	case m.bells[s] <- struct{}{}:
+	default:
+	}
+}
+
+func (m *memory) Deliver(n int, turn *Turn) { m.deliver(n, turn) }
+func (m *memory) Discard(int)               {}
+
+// put appends n and wakes who has armed.
+func (m *memory) put(n int) {
+	m.mu.Lock()
+	m.queue = append(m.queue, n)
+	s := m.armed
+	m.armed = 0
+	m.mu.Unlock()
+	if s == ForLoop {
+		s = ByLoop
+	}
+	if s != 0 {
+		m.Wake(s)
+	}
+}
+
+// feed makes m a source of e and starts it.
+func feed(t *testing.T, e *Engine, m *memory) *Feed[int] {
+	t.Helper()
+	f := NewFeed(e, m, FeedOptions{Polls: true, Spins: true, HandsOver: m.handsOver})
+	f.Start()
+	t.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), deadline)
+		defer cancel()
+		if err := f.Stop(ctx); err != nil {
+			t.Errorf("Stop: %v", err)
+		}
+	})
+	return f
+}
+
+// TestEverythingIsReceived: by Polls of several callers, and by the loop when nobody polls,
+// once and in order, however the source sleeps.
+func TestEverythingIsReceived(t *testing.T) {
+	for _, spin := range []time.Duration{-1, 0, time.Nanosecond, 50 * time.Microsecond} {
+		for _, handsOver := range []bool{false, true} {
+			e := New(spin)
+			const each = 500
+			var got [2]atomic.Int64
+			var ms [2]*memory
+			for i := range ms {
+				ms[i] = newMemory(handsOver, func(n int, _ *Turn) {
+					if want := got[i].Load(); int64(n) != want {
+						t.Errorf("spin %s, source %d: got %d, want %d", spin, i, n, want)
+					}
+					got[i].Add(1)
+				})
+				feed(t, e, ms[i])
+			}
+			var wg sync.WaitGroup
+			for i, m := range ms {
+				wg.Go(func() {
+					for n := range each {
+						m.put(n)
+						done := func() bool { return got[i].Load() > int64(n) }
+						if n%3 > 0 {
+							e.Poll(done)
+						}
+						for end := time.Now().Add(deadline); !done(); runtime.Gosched() {
+							if time.Now().After(end) {
+								t.Errorf("spin %s: no message %d within %s", spin, n, deadline)
+								return
+							}
+						}
+					}
+				})
+			}
+			wg.Wait()
+		}
+	}
+}
+
+// TestTurns: a delivery says whether a loop or a Poll makes it.
+func TestTurns(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	var turn atomic.Pointer[Turn]
+	m := newMemory(true, func(_ int, by *Turn) { turn.Store(by) })
+	f := feed(t, e, m)
+	m.put(1)
+	waitFor(t, "delivery", func() bool { return turn.Load() != nil })
+	if turn.Load() == &f.turn {
+		t.Error("the loop delivers in the turn of a Poll")
+	}
+	waitFor(t, "end of the delivery", func() bool { return m.hand.Load() == 0 })
+	if !f.Claim() {
+		t.Fatal("a source is not given to a Poll")
+	}
+	m.put(2)
+	if f.Help(0) != Message || turn.Load() != &f.turn {
+		t.Error("a Poll does not deliver in its turn")
+	}
+	f.Release(false, false)
+}
+
+// TestQuietSource: one of several sources that nothing comes from is left alone by Polls
+// until its loop has received something.
+func TestQuietSource(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	var got atomic.Int64
+	quiet := newMemory(false, func(int, *Turn) { got.Add(1) })
+	f := feed(t, e, quiet)
+	for range maxMisses {
+		if !f.Claim() {
+			t.Fatal("a source is not given to a Poll")
+		}
+		f.Release(true, false)
+	}
+	if f.Claim() {
+		t.Error("a quiet source keeps Polls busy")
+		f.Release(true, false)
+	}
+	quiet.put(1)
+	waitFor(t, "message", func() bool { return got.Load() == 1 })
+	if !f.Claim() {
+		t.Error("a source that is quiet no more is not given to a Poll")
+	} else {
+		f.Release(false, false)
+	}
+}
+
+// TestStopInPoll: what receivers use is freed when the Poll whose delivery has stopped the
+// source ends, and is not used after that.
+func TestStopInPoll(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	var f *Feed[int]
+	freed := false
+	m := newMemory(true, func(_ int, turn *Turn) {
+		ctx, cancel := context.WithTimeout(Within(context.Background(), turn), deadline)
+		defer cancel()
+		if err := f.Stop(ctx); err != nil {
+			t.Errorf("Stop in a Poll: %v", err)
+		}
+		if err := f.Free(ctx, func() { freed = true }); err != nil || freed {
+			t.Errorf("Free in a Poll: %v, freed %t, want nil and false", err, freed)
+		}
+	})
+	f = feed(t, e, m)
+	if !f.Claim() {
+		t.Fatal("a source is not given to a Poll")
+	}
+	m.put(1)
+	m.put(2)
+	if found := f.Help(0); found != Message {
+		t.Fatalf("a Poll finds %d", found)
+	}
+	if found := f.Help(0); found != Nothing {
+		t.Errorf("a Poll finds %d after Stop", found)
+	}
+	f.Nap(time.Hour)
+	f.Release(false, true)
+	if !freed {
+		t.Error("the end of the Poll does not free")
+	}
+	if f.Claim() {
+		t.Error("a stopped source is given to a Poll")
+	}
+}
+
+// TestFreeWaitsForPoll: what a Poll of somebody else uses is not freed.
+func TestFreeWaitsForPoll(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	f := feed(t, e, newMemory(true, func(int, *Turn) {}))
+	if !f.Claim() {
+		t.Fatal("a source is not given to a Poll")
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
+	defer cancel()
+	if err := f.Stop(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Free(ctx, func() { t.Error("freed while a Poll receives") }); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Free: %v, want %v", err, context.DeadlineExceeded)
+	}
+	f.Release(false, false)
+	freed := false
+	if err := f.Free(context.Background(), func() { freed = true }); err != nil || !freed {
+		t.Errorf("Free after the Poll: %v, freed %t", err, freed)
+	}
+}
+
+// TestDelegate: a Poll uses what receives by itself, and receives from sources meanwhile.
+func TestDelegate(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	calls := 0
+	e.Delegate(func(done func() bool) {
+		calls++
+		for range 1000 {
+			if done() {
+				return
+			}
+		}
+	})
+	e.Poll(func() bool { return true })
+	var got atomic.Int64
+	m := newMemory(true, func(int, *Turn) { got.Add(1) })
+	f := feed(t, e, m)
+	waitFor(t, "sleep", f.Parked)
+	f.Lock() // the loop leaves it to the Poll
+	m.put(1)
+	f.Unlock()
+	e.Poll(func() bool { return got.Load() == 1 })
+	waitFor(t, "message", func() bool { return got.Load() == 1 })
+	if calls != 2 {
+		t.Errorf("it was used %d times, want 2", calls)
+	}
+	for range maxMisses + 2 {
+		e.otherMisses++
+	}
+	e.Poll(func() bool { return true })
+	if calls != 2 {
+		t.Errorf("it was used %d times though nothing comes that way, want 2", calls)
+	}
+}
+
+// TestPollDoesNotAllocate: neither one that finds something nor one that does not.
+func TestPollDoesNotAllocate(t *testing.T) {
+	e := New(time.Microsecond)
+	got := 0
+	m := newMemory(true, func(int, *Turn) { got++ })
+	f := NewFeed(e, m, FeedOptions{Polls: true, HandsOver: true})
+	e.Add(f) // without its loop
+	want := 0
+	done := func() bool { return got >= want }
+	if n := testing.AllocsPerRun(500, func() {
+		want++
+		m.put(want)
+		e.Poll(done)
+	}); n != 0 || got != want {
+		t.Errorf("%v allocations for a Poll, %d of %d received", n, got, want)
+	}
+}
