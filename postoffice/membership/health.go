@@ -26,7 +26,8 @@ const (
 )
 
 type health struct {
-	seen  time.Duration // when it was last heard
+	seen  time.Duration // when it was last heard, or its connection came back
+	heard time.Duration // when its last message came
 	down  reason        // 0: alive
 	since time.Duration // when it went down, or when the scheduler was replaced
 	cause error
@@ -51,7 +52,7 @@ func (m *Machine) isDown(id int) bool {
 // heard notes that a message of from has come.
 func (m *Machine) heard(now time.Duration, from int) {
 	if h := m.health[from]; h != nil {
-		h.seen = max(h.seen, now)
+		h.seen, h.heard = max(h.seen, now), max(h.heard, now)
 		if h.down&silent != 0 {
 			m.markUp(now, from, silent)
 		}

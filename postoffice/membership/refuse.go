@@ -120,23 +120,24 @@ func (m *Machine) nextRefusal() time.Duration {
 // before.
 func (m *Machine) claimEnd(id int) time.Duration {
 	h, c := m.health[id], m.sched.claims[id]
-	if h.down != 0 || h.seen > c.since {
+	if h.down != 0 || h.heard > c.since || h.lost > c.since {
 		return c.since
 	}
 	return c.since + 2*h.interval + time.Second
 }
 
 // tickClaims decides claims on the address of a member: the member keeps it if it has been
-// heard since; otherwise the claimant replaces it.
+// heard since; otherwise the claimant replaces it. That its connection is back says nothing:
+// it may lead to the claimant.
 func (m *Machine) tickClaims(now time.Duration) {
 	for _, id := range sortedIDs(m.sched.claims) {
 		c := m.sched.claims[id]
 		h := m.health[id]
 		switch {
-		case h.down == 0 && h.seen > c.since:
+		case h.down == 0 && h.heard > c.since:
 			delete(m.sched.claims, id)
 			m.refuse(now, &c.node, fmt.Sprintf("%s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", m.peer(id)))
-		case h.down != 0 || now >= m.claimEnd(id):
+		case now >= m.claimEnd(id):
 			delete(m.sched.claims, id)
 			m.markDown(now, id, connLost, &lossError{text: "restarted at " + c.node.Addr()})
 			m.joinLate(now, c.node, c.stamp)

@@ -237,7 +237,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 			m.sendTable(n.ID, m.fullTable())
 			return
 		}
-		if h := m.health[n.ID]; h.down == 0 && h.beats && m.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.seen) {
+		if h := m.health[n.ID]; h.down == 0 && h.beats && m.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {
 			// The member may be alive, and the registration false.
 			m.sched.claims[n.ID] = &join{node: rec, stamp: stamp, since: now}
 			return
