@@ -157,6 +157,15 @@ func (c *Cluster) takes(p *Process) {
 	c.present[key(p.Role, p.Rank)] = p
 }
 
+// release ends what processes of a place that were killed have left behind: see Fork.
+func (c *Cluster) release(role string, rank int) {
+	for _, p := range c.All() {
+		if s := p.State(); p.Role == role && p.Rank == rank && (s.Killed || s.Ended) {
+			p.release()
+		}
+	}
+}
+
 // All are all processes there have been, in order.
 func (c *Cluster) All() []*Process {
 	c.mu.Lock()

@@ -330,10 +330,10 @@ func (r *planRun) join(n plan.Node) {
 			delete(r.wants, n)
 			r.mu.Unlock()
 		}()
-		if n == "scheduler" {
-			r.c.Get("scheduler", 0).release() // a child that holds the port keeps everybody from it
-		}
 		for end := time.Now().Add(settle); ; {
+			if n == "scheduler" {
+				r.c.release(n.Role(), n.Rank()) // a child that holds the port keeps everybody from it
+			}
 			p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil })
 			if err != nil {
 				if r.ctx.Err() == nil {
@@ -349,7 +349,7 @@ func (r *planRun) join(n plan.Node) {
 				r.can(err)
 				return
 			}
-			if x := r.c.Get(n.Role(), n.Rank()); x != p && x.State().Started && !x.State().Stopped && !x.State().Ended {
+			if x := r.c.Get(n.Role(), n.Rank()); x != p && x.State().runs() {
 				r.c.note("%s goes on, and keeps its place", x)
 				return
 			}

@@ -55,6 +55,10 @@ type State struct {
 	Stopped   bool   // stands still
 }
 
+// runs tells whether the process has started and goes on. One that was killed may take a
+// while to end on a busy machine.
+func (s State) runs() bool { return s.Started && !s.Stopped && !s.Killed && !s.Ended }
+
 // Name is "worker 1".
 func (p *Process) Name() string {
 	if p.Role == "scheduler" {
