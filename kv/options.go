@@ -22,12 +22,8 @@ func (Lens) pushOption() {}
 // LensOf is the option that LensInto returns.
 type LensOf struct {
 	lens *[]int32
-	noPointer
+	_    uintptr // a struct of one pointer would lie in the interface itself, and all options would be allocated
 }
-
-// noPointer makes an option more than a pointer. One that is just a pointer would lie in
-// the interface itself; the compiler then takes all options for stored, and allocates them.
-type noPointer struct{ _ uintptr }
 
 // LensInto has lens filled with the number of values of each key of a pull. An empty
 // slice is resized; another one must have one entry for each key.
@@ -51,7 +47,7 @@ func (Within) pullOption() {}
 // DoneOption is what Done returns.
 type DoneOption struct {
 	f func(error)
-	noPointer
+	_ uintptr // a struct of one pointer would lie in the interface itself, and all options would be allocated
 }
 
 // Done has f called exactly once when the request is finished: with nil when its
