@@ -193,6 +193,7 @@ func (m *Machine) Tick(now time.Duration) {
 		m.tickTickets(now)
 		m.tickBarriers(now)
 		m.tickHealth(now)
+		m.tickUnheard(now)
 	}
 	m.tickRefusals(now)
 }
@@ -209,7 +210,7 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 		}
 		next = min(next, m.nextReturnTick(), m.nextRefusal())
 	case ready:
-		next = min(m.nextTicketTick(), m.nextBarrierTick(), m.nextHealthTick(), m.nextRefusal())
+		next = min(m.nextTicketTick(), m.nextBarrierTick(), m.nextHealthTick(), m.nextRefusal(), m.nextUnheard())
 	}
 	return next, next != math.MaxInt64
 }

@@ -24,9 +24,10 @@ type scheduler struct {
 	several      map[int]bool   // ids of processes that registered several customers
 	gathers      map[gatherKey]*gather
 	answers      map[int]map[gatherKey]answer
-	back         *returning    // a former scheduler's cluster, while joining
-	former       []former      // processes that were replaced, oldest first
-	claims       map[int]*join // by id, registrations under the address of a member that may be alive
+	back         *returning       // a former scheduler's cluster, while joining
+	former       []former         // processes that were replaced, oldest first
+	claims       map[int]*join    // by id, registrations under the address of a member that may be alive
+	unheard      map[int]*unheard // by id
 	refusals     refusals
 	lastReplaced time.Duration // when a node was last replaced; 0: never
 	refused      []string
@@ -44,7 +45,7 @@ type join struct {
 
 func newScheduler(hosts map[string]int) *scheduler {
 	return &scheduler{hosts: hosts, stamps: map[int]int32{}, several: map[int]bool{},
-		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, claims: map[int]*join{}}
+		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, claims: map[int]*join{}, unheard: map[int]*unheard{}}
 }
 
 // stepJoin handles the registration of a node.
@@ -276,6 +277,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		case to == id:
 			m.sendTable(to, all)
 			m.tellDead(to)
+			m.expect(now, to)
 		case !m.isDown(to):
 			m.sendTable(to, one)
 		}
