@@ -170,6 +170,11 @@ func (g *generator) story() {
 		if c.FinalizeEarly { // else it is dead, and the end fails because nobody replaces it
 			e.For = min(e.For, short)
 		}
+		if foreign && g.p.Transport.Resend {
+			// The timers of a process that stands still run here: it would give up its
+			// peers, and nothing tells a node without heartbeats that they live.
+			e.For = min(e.For, short)
+		}
 		g.add(e)
 	case k < 10: // a partition
 		e := Event{At: at, Do: Cut, Node: pick(g, c.All()...), For: g.between(100*time.Millisecond, 45*time.Second)}
