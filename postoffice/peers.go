@@ -137,9 +137,11 @@ func (n *Node) catchUpLocked(id int) {
 	if !n.processes.of(id).behind || v != nil && v.running {
 		return
 	}
-	if v != nil {
-		v.running = true
+	if v == nil {
+		v = &heldQueue{}
+		n.strangers.held[id] = v
 	}
+	v.running = true
 	go n.catchUp(id)
 }
 

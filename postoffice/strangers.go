@@ -4,6 +4,7 @@ package postoffice
 // held, and their delivery.
 
 import (
+	"slices"
 	"sync"
 	"time"
 
@@ -27,6 +28,16 @@ type strangers struct {
 	expiry  *time.Timer
 	closed  bool
 	refused logx.Sparse
+	givenUp []strangerWithdrawal // oldest first
+}
+
+// strangerWithdrawal is what a process that this node does not know yet has given up. Its
+// requests may be held here, or by the transport.
+type strangerWithdrawal struct {
+	incarnation uint32
+	app         int
+	w           Withdrawn
+	at          uint64
 }
 
 // heldQueue has the messages that came under one node id.
@@ -41,8 +52,49 @@ func (s *strangers) init() {
 	s.held = map[int]*heldQueue{}
 }
 
-// waits tells whether a message of that process is held. mu is held.
+// giveUp notes what a process has given up that this node does not know yet, or whose
+// messages are being delivered. It returns false if the process cannot be a member.
+func (s *strangers) giveUp(n *Node, incarnation uint32, app int, w Withdrawn) bool {
+	n.lostMu.Lock()
+	defer n.lostMu.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || !n.mayJoin(w.Sender) {
+		return false
+	}
+	now := clock.Now()
+	for len(s.givenUp) > 0 && (len(s.givenUp) >= maxWithdrawn || time.Duration(now-s.givenUp[0].at) > 2*strangerTime) {
+		s.givenUp = s.givenUp[1:]
+	}
+	s.givenUp = append(s.givenUp, strangerWithdrawal{incarnation, app, w, now})
+	if p := n.processes.of(w.Sender); p.incarnation == incarnation { // it has become known meanwhile
+		n.processes.change(w.Sender, func(p *process) { p.behind = true })
+		if p.lost == nil {
+			n.catchUpLocked(w.Sender)
+		}
+	}
+	return true
+}
+
+// takeGivenUp returns and forgets what a process has given up. mu is held.
+func (s *strangers) takeGivenUp(id int, incarnation uint32) (taken []strangerWithdrawal) {
+	s.givenUp = slices.DeleteFunc(s.givenUp, func(x strangerWithdrawal) bool {
+		mine := x.w.Sender == id && x.incarnation == incarnation
+		if mine {
+			taken = append(taken, x)
+		}
+		return mine
+	})
+	return taken
+}
+
+// waits tells whether something of that process is held. mu is held.
 func (s *strangers) waits(id int, incarnation uint32) bool {
+	for _, x := range s.givenUp {
+		if x.w.Sender == id && x.incarnation == incarnation {
+			return true
+		}
+	}
 	if v := s.held[id]; v != nil && incarnation != 0 {
 		for _, e := range v.queue {
 			if from, _ := e.msg.Incarnations(); from == incarnation {
@@ -137,14 +189,23 @@ func (s *strangers) expireIn(n *Node, d time.Duration) {
 	})
 }
 
-// catchUp delivers the held messages of node id, including those that are queued
-// meanwhile.
+// catchUp forgets what node id has given up, and delivers its held messages, including
+// those that are queued meanwhile.
 func (n *Node) catchUp(id int) {
 	s := &n.strangers
 	for {
 		n.lostMu.Lock()
 		s.mu.Lock()
 		v := s.held[id]
+		if given := s.takeGivenUp(id, n.processes.of(id).incarnation); len(given) > 0 {
+			epoch := n.processes.of(id).epoch
+			s.mu.Unlock()
+			n.lostMu.Unlock()
+			for _, x := range given {
+				n.apps.withdraw(n, x.app, x.w, epoch)
+			}
+			continue
+		}
 		if v == nil || len(v.queue) == 0 || s.closed {
 			if v != nil {
 				v.running = false

@@ -97,6 +97,52 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 	}, testcluster.InProc)
 }
 
+// TestGivenUpByAStranger: what a process gives up before this node knows of it does not
+// reach an application, whether its requests are held here or come later, as from a
+// transport that held them.
+func TestGivenUpByAStranger(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := c.Workers[0], c.Servers[0]
+	var app collector
+	if _, err := s.AddCustomer(7, 7, app.take); err != nil {
+		t.Fatal(err)
+	}
+	id, next := van.WorkerID(0), w.Incarnation()^0x5555
+	send := func(m *van.Message) {
+		t.Helper()
+		m.Sender, m.Receiver = id, s.ID()
+		m.SetIncarnations(next, s.Incarnation())
+		if err := w.Van().Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	request := func(ts int32) {
+		t.Helper()
+		send(rawRequest(7, ts, 8))
+	}
+	giveUp := func(body string) {
+		t.Helper()
+		m := &van.Message{}
+		m.Reset()
+		m.Control.Cmd, m.Timestamp, m.Body = van.Heartbeat, 1, []byte("stepaf/1 given-up "+body)
+		send(m)
+	}
+	request(1)
+	request(2)
+	giveUp("7 7 1 1")
+	giveUp("7 7 3 1")
+	request(4)
+	until(t, "they are held", func() bool { return s.Held() == 3 })
+	record := van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: next}).Encode()}
+	s.NoteProcess(id, &record)
+	request(3)
+	request(5)
+	until(t, "the last one comes", func() bool { return slices.Contains(app.all(), 5) })
+	if got, want := app.all(), []int32{2, 4, 5}; !slices.Equal(got, want) {
+		t.Errorf("the application has %v, want %v", got, want)
+	}
+}
+
 // TestAnsweredWhenReplaced: what the process that takes the place of a lost one has sent
 // before its record came is delivered when it can be answered, not before.
 func TestAnsweredWhenReplaced(t *testing.T) {

@@ -129,14 +129,17 @@ func (n *Node) withdrawn(msg *van.Message) bool {
 	from, to := msg.Incarnations()
 	w, app := Withdrawn{Sender: msg.Sender}, 0
 	k, err := fmt.Sscanf(string(msg.Body[len(withdrawPrefix):min(len(msg.Body), 128)]), "%d %d %d %d", &app, &w.Customer, &w.First, &w.Count)
+	valid := err == nil && k == 4 && w.First >= 0 && w.Count >= 1
 	switch {
-	case from != p.incarnation || to != n.incarnation || p.incarnation == 0:
+	case from == 0 || to != n.incarnation || p.known && p.incarnation == 0:
 		n.dropStale(msg, p)
-	case err != nil || k != 4 || w.First < 0 || w.Count < 1:
+	case !valid:
 		n.log.Warn("dropped a control message", "err", &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, first timestamp and count"},
 			"from", n.PeerName(msg.Sender))
-	default:
+	case from == p.incarnation && !p.behind:
 		n.apps.withdraw(n, app, w, p.epoch)
+	case !n.strangers.giveUp(n, from, app, w):
+		n.dropStale(msg, p)
 	}
 	return true
 }

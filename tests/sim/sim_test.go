@@ -63,6 +63,7 @@ var failed = []struct {
 	{8777, "the same"},
 	{5241, "a server in Finalize gave up at the moment when the scheduler resumed the cluster"},
 	{7715, "the same"},
+	{40189, "a withdrawal that came before the record of its process"},
 	{5215, "a barrier of a process that had not started"},
 	{1087, "a server that was woken got what it had been sent before it heard who was replaced"},
 	{6535, "the same, of a server that had been cut off"},
