@@ -9,8 +9,8 @@ usage='usage: tools/rdma_test.sh [OPTION...] [PACKAGE...] [-- OPTIONS OF THE TES
   PACKAGE       default: those of van/rdma and tests/rdma that have tests of devices
   --run REGEXP  only these tests
   --race        with the race detector
-  --limit S     for each package, in seconds (default 300)
-  --timeout S   for all, with the boot (default 600)
+  --limit S     for each package, in seconds (default 480)
+  --timeout S   for all, with the boot (default 900)
   --vm OPTIONS  of tools/rdma-vm (default: --cpus 4 --mem 2048 --hosts 2; later ones win)
   -v            show the output of packages that pass, too
   --ready       only say whether the machine is prepared: status 0, or 1 and why not
@@ -36,7 +36,7 @@ ready() {
   return 1
 }
 
-run='' race=() limit=300 timeout=600 vm=() verbose='' packages=()
+run='' race=() limit=480 timeout=900 vm=() verbose='' packages=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --run | --limit | --timeout | --vm)
