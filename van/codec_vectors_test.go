@@ -10,8 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vansession"
 )
 
 // vector is a meta and what the C++ reference packs for it.

@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vansession"
 )
 
 // TestRecordedSessions feeds every node of every recorded session what its C++

@@ -5,8 +5,8 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/limits"
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 // TestDescriptors: a peer costs as many descriptors as nodes are told that it does before

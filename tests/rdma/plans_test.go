@@ -7,8 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 // atOnce is how many plans run at a time. The processors of the virtual machine are slow.

@@ -4,8 +4,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vansession"
 )
 
 // TestDifference changes every byte of recorded messages in turn: only those of

@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vansession"
 )
 
 // Places in a packed meta and in a node record.

@@ -12,8 +12,8 @@ import (
 
 	zmq4 "github.com/pebbe/zmq4"
 
+	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vansession"
 )
 
 // peers plays all nodes of a session but one with raw sockets. It is used by one

@@ -7,8 +7,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vansession"
 )
 
 // play goes through the recording.

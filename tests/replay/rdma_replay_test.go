@@ -16,11 +16,11 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
-	"github.com/stepaf/stepaf-go/van/vansession"
 )
 
 // rdmaScripts are the applications of the sessions over RDMA.

@@ -11,8 +11,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/tests/vansession"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/vansession"
 )
 
 // rdmaSession is a recorded session over RDMA.

@@ -5,7 +5,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/van/vansession"
+	"github.com/stepaf/stepaf-go/tests/vansession"
 )
 
 func TestReplay(t *testing.T) {

@@ -1,4 +1,4 @@
-// Package sim runs simulated clusters (internal/sim): the plans of tests/plans, plans
+// Package sim runs simulated clusters (tests/internal/sim): the plans of tests/plans, plans
 // made from seeds, and clusters with faults planted in them. As a program, which "make
 // sim" runs, it takes a range of seeds and spreads them over processes.
 package sim
@@ -22,8 +22,8 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
-	"github.com/stepaf/stepaf-go/internal/sim"
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/sim"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 var (

@@ -5,8 +5,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/sim"
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/sim"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 const rdmaPlan = `{"name": "x", "about": "x", "cluster": {"workers": 1, "servers": 1%s}, "transport": {"kind": "rdma"%s},

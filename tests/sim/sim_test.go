@@ -5,8 +5,8 @@ import (
 	"runtime"
 	"testing"
 
-	"github.com/stepaf/stepaf-go/internal/sim"
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/sim"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 // known are plans that fail because of what has not been mended yet: none.

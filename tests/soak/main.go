@@ -23,8 +23,8 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 func main() {

@@ -5,8 +5,8 @@ import (
 	"math/rand/v2"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 // generator makes a plan by chance.

@@ -14,7 +14,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 // patience is how long a busy machine may need for what is to happen.

@@ -6,7 +6,7 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 // Barrier makes the process wait at an instance barrier and returns at once. The channel

@@ -9,8 +9,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
 )
 

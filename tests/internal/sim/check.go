@@ -7,7 +7,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
 // checker judges what happens.

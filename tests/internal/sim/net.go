@@ -8,7 +8,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
 )
 

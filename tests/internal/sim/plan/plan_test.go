@@ -59,7 +59,7 @@ func TestRefused(t *testing.T) {
 
 // TestPlans: the plans of this repository are right.
 func TestPlans(t *testing.T) {
-	if _, err := ReadDir("../../../tests/plans"); err != nil {
+	if _, err := ReadDir("../../../plans"); err != nil {
 		t.Error(err)
 	}
 }

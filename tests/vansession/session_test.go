@@ -9,7 +9,7 @@ import (
 )
 
 func TestLoadAll(t *testing.T) {
-	files, err := filepath.Glob("../testdata/sessions/*.jsonl")
+	files, err := filepath.Glob("../../van/testdata/sessions/*.jsonl")
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no sessions: %v", err)
 	}
@@ -55,7 +55,7 @@ func TestLoadAll(t *testing.T) {
 }
 
 func TestLoadContents(t *testing.T) {
-	s, err := Load("../testdata/sessions/s1w1_batch.jsonl")
+	s, err := Load("../../van/testdata/sessions/s1w1_batch.jsonl")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -9,7 +9,7 @@ import (
 )
 
 func TestSent(t *testing.T) {
-	files, err := filepath.Glob("../testdata/sessions/*.jsonl")
+	files, err := filepath.Glob("../../van/testdata/sessions/*.jsonl")
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no sessions: %v", err)
 	}
