@@ -17,6 +17,7 @@ type memory struct {
 	mu    sync.Mutex
 	queue []int
 	armed Sleeper
+	looks int // calls of Sleep
 	bells [4]chan struct{}
 
 	lane    Lane[int]
@@ -58,6 +59,9 @@ func (m *memory) Disarm() {
 }
 
 func (m *memory) Sleep(s Sleeper, arm func() bool, limit time.Duration) {
+	m.mu.Lock()
+	m.looks++
+	m.mu.Unlock()
 	if arm() {
 		return
 	}
@@ -149,6 +153,57 @@ func TestEverythingIsReceived(t *testing.T) {
 			}
 			wg.Wait()
 		}
+	}
+}
+
+// asleep waits until the loop of m sleeps and is woken for what comes.
+func (m *memory) asleep(t *testing.T) {
+	t.Helper()
+	waitFor(t, "sleep", func() bool {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return m.armed == ByLoop
+	})
+}
+
+// TestLeftByPoll: what comes after the last look of a Poll is received by the loop, which
+// was asleep all the time.
+func TestLeftByPoll(t *testing.T) {
+	var got atomic.Int64
+	m := newMemory(true, func(int, *Turn) { got.Add(1) })
+	f := feed(t, New(50*time.Microsecond), m)
+	m.asleep(t)
+	if !f.Claim() {
+		t.Fatal("a source is not given to a Poll")
+	}
+	m.put(1)
+	f.Release(false, false)
+	waitFor(t, "what the Poll has left", func() bool { return got.Load() == 1 })
+}
+
+// TestClaimGivenUp: a loop that went to sleep because a Poll was to have the source, which
+// it did not get in time, is woken for what comes.
+func TestClaimGivenUp(t *testing.T) {
+	var got atomic.Int64
+	m := newMemory(true, func(int, *Turn) { got.Add(1) })
+	f := feed(t, New(50*time.Microsecond), m)
+	looks := func() int {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return m.looks
+	}
+	for i := range 100 { // the loop may not see a claim that is so short
+		m.asleep(t)
+		before := looks()
+		f.Lock()
+		f.Wake()
+		waitFor(t, "look before the sleep", func() bool { return looks() > before })
+		if f.Claim() {
+			t.Fatal("a source that somebody holds is given to a Poll")
+		}
+		f.Unlock()
+		m.put(i)
+		waitFor(t, "message", func() bool { return got.Load() == int64(i+1) })
 	}
 }
 
