@@ -108,3 +108,28 @@ func TestLoadErrors(t *testing.T) {
 		t.Error("no error for a file that is not there")
 	}
 }
+
+// Sockets are numbered within their process: those of two nodes may have the same number.
+func TestLoadSocketsOfNodes(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "two.jsonl")
+	lines := `{"type":"session","name":"two","nodes":[{"role":"server","id":8},{"role":"worker","id":9}]}
+{"seq":1,"type":"socket_event","node":{"id":8},"socket":0,"socket_type":"ROUTER","event":"socket"}
+{"seq":2,"type":"socket_event","node":{"id":9},"socket":0,"socket_type":"DEALER","event":"socket"}
+{"seq":3,"type":"socket_event","node":{"id":8},"socket":0,"event":"bind"}
+{"seq":4,"type":"socket_event","node":{"id":9},"socket":0,"event":"connect"}
+`
+	if err := os.WriteFile(path, []byte(lines), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s, err := Load(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, e := range s.Events {
+		got = append(got, e.Via.Socket)
+	}
+	if want := []string{"ROUTER", "DEALER", "ROUTER", "DEALER"}; !slices.Equal(got, want) {
+		t.Errorf("socket types %q, want %q", got, want)
+	}
+}
