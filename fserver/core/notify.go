@@ -18,12 +18,16 @@ import (
 // memory, which a goroutine sets when its own wait is over. It handles one wait at a time.
 // All methods are safe for concurrent use.
 type Notify struct {
+	p *Process // whose session it attaches to; nil when it is attached already
+
+	mu       sync.Mutex // not held in WaitFlag, which may block until a release makes room
+	attached bool       // s, device and word are set, and stay
+
 	s      *Session
 	device backend.StreamFlagger
 	word   backend.Mem
 
-	mu      sync.Mutex // not held in WaitFlag, which may block until a release makes room
-	counter uint32     // the value that ends the next wait
+	counter uint32 // the value that ends the next wait
 	under   *notice
 	dropped bool
 }
@@ -51,19 +55,58 @@ const waitSlice = 50 * time.Millisecond
 // NewNotify makes a Notify. Its word, a page of pinned memory, lives as long as the
 // device's backend, since a stream may wait for it.
 func (s *Session) NewNotify() (*Notify, error) {
+	n := &Notify{counter: 1}
+	if err := n.attach(s); err != nil {
+		return nil, err
+	}
+	return n, nil
+}
+
+// NewNotify is Session.NewNotify. Before Init it makes a Notify that takes its word at its
+// first use: programs of the original make theirs before they name role, address and
+// device.
+func (p *Process) NewNotify() (*Notify, error) {
+	switch s, err := p.Session(); {
+	case err == nil:
+		return s.NewNotify()
+	case errors.Is(err, errEnded):
+		return nil, err
+	}
+	return &Notify{p: p, counter: 1}, nil
+}
+
+// attach takes the word on the device of s. Nobody else uses n, or n.mu is held.
+func (n *Notify) attach(s *Session) error {
 	b := s.Device()
 	flagger, can := b.(backend.StreamFlagger)
 	pinner, pins := b.(backend.HostPinner)
 	if !can || !pins {
-		return nil, fmt.Errorf("SimpleNotify: %w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", backend.ErrUnavailable, b.Name())
+		return fmt.Errorf("SimpleNotify: %w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", backend.ErrUnavailable, b.Name())
 	}
 	word, err := pinner.AllocPinned(4)
 	if err != nil {
-		return nil, fmt.Errorf("SimpleNotify: %w", err)
+		return fmt.Errorf("SimpleNotify: %w", err)
 	}
-	n := &Notify{s: s, device: flagger, word: word, counter: 1}
+	n.s, n.device, n.word, n.attached = s, flagger, word, true
 	n.set(0)
-	return n, nil
+	return nil
+}
+
+// Attach attaches a Notify that was made before Init to the session, and returns the
+// device whose streams it is for.
+func (n *Notify) Attach() (backend.Device, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if !n.attached {
+		s, err := n.p.Session()
+		if err == nil {
+			err = n.attach(s)
+		}
+		if err != nil {
+			return backend.Device{}, err
+		}
+	}
+	return n.s.Device().Device(), nil
 }
 
 // set writes the word. The stream sees all earlier writes.
@@ -71,6 +114,9 @@ func (n *Notify) set(v uint32) { atomic.StoreUint32((*uint32)(n.word.Ptr()), v) 
 
 // release ends the streams' wait. n.mu is held.
 func (n *Notify) release() {
+	if !n.attached {
+		return // no stream waits
+	}
 	n.set(n.counter)
 	n.counter++
 }
@@ -79,6 +125,9 @@ var errDropped = fmt.Errorf("%w: the object was dropped", ErrMisuse)
 
 // Block makes stream wait until the next StreamWait or BlockAndGetBatch has ended.
 func (n *Notify) Block(stream uintptr) error {
+	if _, err := n.Attach(); err != nil {
+		return fmt.Errorf("block_now_stream: %w", err)
+	}
 	n.mu.Lock()
 	counter, dropped := n.counter, n.dropped
 	n.mu.Unlock()
@@ -91,6 +140,9 @@ func (n *Notify) Block(stream uintptr) error {
 // StreamWait makes stream wait for a worker's request. If the request fails the stream goes
 // on, and Done returns the error.
 func (n *Notify) StreamWait(stream uintptr, handler int64) error {
+	if _, err := n.Attach(); err != nil {
+		return fmt.Errorf("stream_wait_event: %w", err)
+	}
 	if n.s.worker == nil {
 		return n.s.wrongRole("stream_wait_event", "worker")
 	}
@@ -99,6 +151,9 @@ func (n *Notify) StreamWait(stream uintptr, handler int64) error {
 
 // BlockAndGetBatch makes stream wait for GetBatch, whose result Batch returns.
 func (n *Notify) BlockAndGetBatch(stream uintptr) error {
+	if _, err := n.Attach(); err != nil {
+		return fmt.Errorf("block_now_stream_and_get_batch: %w", err)
+	}
 	if n.s.queue == nil {
 		return n.s.wrongRole("block_now_stream_and_get_batch", "server")
 	}

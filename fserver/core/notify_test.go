@@ -1,6 +1,7 @@
 package core
 
 import (
+	"context"
 	"errors"
 	"testing"
 	"time"
@@ -127,5 +128,86 @@ func TestNotifyNeedsGPU(t *testing.T) {
 	worker, _ := sessions(t)
 	if _, err := worker.NewNotify(); !errors.Is(err, backend.ErrUnavailable) {
 		t.Errorf("on the CPU: %v", err)
+	}
+}
+
+// TestNotifyBeforeInit: programs of the original make theirs before they name their role.
+func TestNotifyBeforeInit(t *testing.T) {
+	wdev := vantest.NewDevice(0)
+	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
+		if role == "worker" {
+			return wdev
+		}
+		return nil
+	}})
+	t.Cleanup(func() {
+		if err := wdev.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	worker, server := open2(t, c)
+	p := &Process{open: func(context.Context) (*Session, error) { return worker, nil }}
+	n, err := p.NewNotify()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dropped, err := p.NewNotify()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, err := range []error{n.StreamWait(4, 0), n.Block(4), n.BlockAndGetBatch(4)} {
+		if !errors.Is(err, errNotStarted) {
+			t.Errorf("a stream before Init: %v", err)
+		}
+	}
+	if err := n.Done(0); err != nil {
+		t.Errorf("nothing under way: %v", err)
+	}
+	dropped.Drop()
+	if err := p.Init(-1, nil, nil); err == nil {
+		err = later(t, p.Wait)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := dropped.Block(4); !errors.Is(err, errDropped) {
+		t.Errorf("after Drop: %v", err)
+	}
+	h, err := worker.PushPull(af.Complete, nil, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, wdev, make([]byte, 8))}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := n.StreamWait(4, int64(h)); err != nil {
+		t.Fatal(err)
+	}
+	var items []Item
+	if err := later(t, func(slice time.Duration) (err error) {
+		items, err = server.GetBatch(nil, slice)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if err := server.Respond(af.Complete, items[0].ID, []af.KeyTensor{{Val: tensor(t, make([]byte, 8))}}); err != nil {
+		t.Fatal(err)
+	}
+	items[0].Release()
+	if err := later(t, n.Done); err != nil {
+		t.Error(err)
+	}
+
+	// Without a GPU the first use says so.
+	cpu := &Process{open: func(context.Context) (*Session, error) { return server, nil }}
+	n, err = cpu.NewNotify()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cpu.session.Store(server)
+	if err := n.BlockAndGetBatch(3); !errors.Is(err, backend.ErrUnavailable) {
+		t.Errorf("on the CPU: %v", err)
+	}
+	cpu.session.Store(nil)
+	cpu.ended.Store(true)
+	if _, err := cpu.NewNotify(); !errors.Is(err, errEnded) {
+		t.Errorf("after Stop: %v", err)
 	}
 }

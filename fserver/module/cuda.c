@@ -81,7 +81,6 @@ PyObject *sf_py_seq_add_one(PyObject *self, PyObject *args) {
 // SimpleNotify. id is Go's, 0 before init().
 typedef struct {
   PyObject_HEAD uint64_t id;
-  int32_t device;
 } notify_object;
 
 static PyObject *notify_start(PyObject *o, PyObject *noargs) {
@@ -89,7 +88,7 @@ static PyObject *notify_start(PyObject *o, PyObject *noargs) {
   sf_error e = {0, NULL};
   (void)noargs;
   if (sf_enter() < 0) return NULL;
-  if (n->id == 0 && sf_notify_new(&n->id, &n->device, &e) != SF_DONE) return sf_raise(&e);
+  if (n->id == 0 && sf_notify_new(&n->id, &e) != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;
 }
 
@@ -100,8 +99,10 @@ static PyObject *notify_stream(PyObject *o, int what, int64_t handler) {
   uint64_t stream = 0;
   sf_error e = {0, NULL};
   uint64_t id = n->id;
+  int32_t device;
   int rc;
-  if (id != 0 && tensor_stream(n->device, &stream) < 0) return NULL;
+  if (sf_notify_device(id, &device, &e) != SF_DONE) return sf_raise(&e);
+  if (tensor_stream(device, &stream) < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS rc = sf_notify_stream(id, what, handler, stream, &e);
   Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
   Py_RETURN_NONE;

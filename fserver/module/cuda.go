@@ -136,15 +136,11 @@ var notifies struct {
 }
 
 //export sf_notify_new
-func sf_notify_new(id *C.uint64_t, device *C.int32_t, e *C.sf_error) C.int {
+func sf_notify_new(id *C.uint64_t, e *C.sf_error) C.int {
 	if code := sf_need_cuda(e); code != C.SF_DONE {
 		return code
 	}
-	s, err := session()
-	var n *core.Notify
-	if err == nil {
-		n, err = s.NewNotify()
-	}
+	n, err := process.NewNotify()
 	if err != nil {
 		return fail(e, err)
 	}
@@ -155,7 +151,24 @@ func sf_notify_new(id *C.uint64_t, device *C.int32_t, e *C.sf_error) C.int {
 	}
 	notifies.last++
 	notifies.m[notifies.last] = n
-	*id, *device = C.uint64_t(notifies.last), C.int32_t(s.Device().Device().ID)
+	*id = C.uint64_t(notifies.last)
+	return C.SF_DONE
+}
+
+// sf_notify_device finds the device whose streams the object is for, which is known from
+// init() of the module on.
+//
+//export sf_notify_device
+func sf_notify_device(id C.uint64_t, device *C.int32_t, e *C.sf_error) C.int {
+	n, err := notify(id)
+	var d backend.Device
+	if err == nil {
+		d, err = n.Attach()
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	*device = C.int32_t(d.ID)
 	return C.SF_DONE
 }
 

@@ -268,9 +268,10 @@
 	"for ever if one waits for what comes later. CUDA_MODULE_LOADING=EAGER serves, too."
 #define DOC_NOTIFY_INIT \
 	"init($self, /)\n--\n\n" \
-	"Make the word. Call it once, after fserver_lib.init(), before the others.\n" \
+	"Make the word. Call it once, before the others; before or after fserver_lib.init(),\n" \
+	"which the others need.\n" \
 	"\n" \
-	"Raises Error (no GPU or no CUDA, and what is missing; before fserver_lib.init())."
+	"Raises Error (no GPU or no CUDA, and what is missing; stopped)."
 #define DOC_NOTIFY_STREAM_WAIT_EVENT \
 	"stream_wait_event($self, handler, /)\n--\n\n" \
 	"Worker: let the current stream wait until the request is answered; return at once.\n" \
