@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 func simple(t testing.TB, n *postoffice.Node, h kv.SimpleHandler) *kv.SimpleApp {
@@ -154,4 +155,31 @@ func TestSimpleOfKV(t *testing.T) {
 		t.Error(err)
 	}
 	c.Finalize(t)
+}
+
+// TestSimpleStaleAnswer: who asked was replaced before the answer. The process in its place
+// does not get it, and the one that answers is told.
+func TestSimpleStaleAnswer(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1})
+	asked := make(chan kv.SimpleMessage, 1)
+	simple(t, c.Servers[0], func(d kv.SimpleMessage) { asked <- d })
+	heard := make(chan bool, 4)
+	c.Servers[0].OnPeer(func(_ int, up bool, _ error) { heard <- up })
+	if _, err := simple(t, c.Workers[0], nil).Request(1, []byte("of the first process"), van.ServerID(0)); err != nil {
+		t.Fatal(err)
+	}
+	old := <-asked
+	c.Workers[0].Close()
+	if up := <-heard; up {
+		t.Fatal("the server hears that the worker is back, want that it is lost")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	if _, err := c.Join(ctx, "worker", 0, nil); err != nil {
+		t.Fatal(err)
+	}
+	if up := <-heard; !up {
+		t.Fatal("the server hears that the worker is lost again, want that it is back")
+	}
+	vantest.Fails(t, old.Respond([]byte("too late")), van.ErrPeerLost, van.NodeName(van.WorkerID(0)), "the one that asked")
 }
