@@ -258,6 +258,51 @@ func TestStopFromDeliveries(t *testing.T) {
 	waitFor(t, "end of the loop's goroutines", func() bool { return goroutines() == 0 })
 }
 
+// TestStopWaitsForOthers: a delivery that calls Stop waits for one that does not.
+func TestStopWaitsForOthers(t *testing.T) {
+	var a, b Lane[item]
+	src := newSource()
+	var ended atomic.Bool
+	stopped := make(chan error, 1)
+	both := sync.WaitGroup{}
+	both.Add(2)
+	var l *Loop[item]
+	l = NewLoop(src.recv, func(it item, turn *Turn) {
+		both.Done()
+		both.Wait()
+		if it.peer == 0 {
+			src.close()
+			ctx, cancel := context.WithTimeout(context.Background(), deadline)
+			defer cancel()
+			err := l.Stop(Within(ctx, turn))
+			if !ended.Load() {
+				t.Error("Stop has not waited for the other delivery")
+			}
+			stopped <- err
+			return
+		}
+		// Until the other one waits for nothing else.
+		waitFor(t, "Stop", func() bool {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			return !l.watching
+		})
+		l.mu.Lock()
+		if l.settledLocked(true) {
+			t.Error("Stop does not wait for the other delivery")
+		}
+		l.mu.Unlock()
+		ended.Store(true)
+	})
+	l.Start()
+	src.c <- item{&a, 0, 0}
+	src.c <- item{&b, 1, 0}
+	if err := <-stopped; !errors.Is(err, ErrInDeliver) {
+		t.Errorf("Stop in a delivery: %v, want %v", err, ErrInDeliver)
+	}
+	stop(t, l, src)
+}
+
 func TestLoopEndsWhenRecvDoes(t *testing.T) {
 	src := newSource()
 	l := NewLoop(src.recv, func(item, *Turn) {})

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -95,11 +96,22 @@ func TestDisconnectGoesOn(t *testing.T) {
 	for i := range before {
 		worker.must(data(8, i, pattern(i, 1<<20)))
 	}
+	l := (*worker.links.Load())[8]
+	l.mu.Lock() // nothing more leaves for now
 	worker.Disconnect(8)
 	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
 		t.Fatal(err)
 	}
 	server.start()
+	worker.mu.Lock()
+	next := worker.nodes[8]
+	worker.mu.Unlock()
+	select {
+	case <-next.settled:
+		t.Error("there is a new link while what was sent before has not left")
+	case <-time.After(100 * time.Millisecond):
+	}
+	l.mu.Unlock()
 	worker.must(data(8, before, pattern(before, 1<<20)))
 	for i := range before + 1 {
 		m := server.next()

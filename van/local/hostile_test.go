@@ -45,6 +45,14 @@ func TestHostileSender(t *testing.T) {
 			putChunk(b, make([]byte, maxChunk))
 			l.write(b)
 		}},
+		{"a chunk longer than what is left of its part", func(l *outLink) {
+			l.write(streamed(t))
+			b := make([]byte, chunkHead+streamFrom)
+			putChunk(b, make([]byte, streamFrom/2))
+			l.write(b[:chunkHead+streamFrom/2])
+			putChunk(b, make([]byte, streamFrom))
+			l.write(b)
+		}},
 		{"a chunk that says more than it has", func(l *outLink) {
 			l.write(streamed(t))
 			b := make([]byte, 128)

@@ -119,34 +119,38 @@ func TestQueueFull(t *testing.T) {
 
 // TestDoneOfLostLink: memory that a peer will never acknowledge is given back.
 func TestDoneOfLostLink(t *testing.T) {
-	n := inproc.NewNetwork()
-	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
-	worker.start()
-	worker.connect(server)
-	const each = 50
-	dones := make([]done, each)
-	for i := range dones {
-		m := data(8, i, make([]byte, 2<<20))
-		m.Done = &dones[i]
-		worker.must(m)
-	}
-	if worker.Stats().Pinned == 0 {
-		t.Error("nothing is lent to a receiver that takes nothing")
-	}
-	if err := server.Close(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	worker.event(8, false)
-	eventually(t, "all messages are done", func() bool {
-		for i := range dones {
-			if dones[i].count() != 1 {
-				return false
+	for name, set := range map[string]func(*Van){"lent": nil, "queued": StreamOnly} {
+		t.Run(name, func(t *testing.T) {
+			n := inproc.NewNetwork()
+			worker, server := newNode(t, n, 9, set), newNode(t, n, 8, set)
+			worker.start()
+			worker.connect(server)
+			const each = 50
+			dones := make([]done, each)
+			for i := range dones {
+				m := data(8, i, make([]byte, 2<<20))
+				m.Done = &dones[i]
+				worker.must(m)
 			}
-		}
-		return true
-	})
-	if n := worker.Stats().Pinned; n != 0 {
-		t.Errorf("%d messages are still lent", n)
+			if set == nil && worker.Stats().Pinned == 0 {
+				t.Error("nothing is lent to a receiver that takes nothing")
+			}
+			if err := server.Close(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			worker.event(8, false)
+			eventually(t, "all messages are done", func() bool {
+				for i := range dones {
+					if dones[i].count() != 1 {
+						return false
+					}
+				}
+				return true
+			})
+			if n := worker.Stats().Pinned; n != 0 {
+				t.Errorf("%d messages are still lent", n)
+			}
+		})
 	}
 }
 

@@ -33,6 +33,7 @@ type pipe struct {
 
 type sentMessage struct {
 	meta     van.Meta
+	frames   [van.MaxFrames]string
 	receiver int
 	at       time.Time
 }
@@ -54,6 +55,9 @@ func (p *pipe) Send(m *van.Message) error {
 	}
 	s := sentMessage{receiver: m.Receiver, at: time.Now()}
 	s.meta.CopyFrom(&m.Meta)
+	for i := range m.Frames {
+		s.frames[i] = string(m.Frame(i).Host())
+	}
 	p.sent = append(p.sent, s)
 	done := m.Done
 	if p.hold {
@@ -224,12 +228,15 @@ func TestRetriesThenGivesUp(t *testing.T) {
 		m := request(8, 5)
 		m.Body = []byte("body")
 		m.Done = done
-		m.Frames = 2
-		m.Vals = backend.Bytes(make([]byte, 4))
+		m.Frames = 3
+		m.Keys, m.Vals, m.Lens = backend.Bytes([]byte("the keys")), backend.Bytes([]byte("vals")), backend.Bytes([]byte("lens"))
 		if err := f.Send(m); err != nil {
 			t.Fatal(err)
 		}
-		m.Body[0] = 'x' // the message itself is ours again
+		m.Body[0] = 'x' // the message itself is ours again, and so are short frames
+		for i := range m.Frames {
+			m.Frame(i).Host()[0] = 'x'
+		}
 		time.Sleep(9500 * time.Millisecond)
 		synctest.Wait()
 		sent := f.p.take()
@@ -239,6 +246,9 @@ func TestRetriesThenGivesUp(t *testing.T) {
 		for k, s := range sent {
 			if at, want := s.at.Sub(start), time.Duration(k)*time.Second; at != want || string(s.meta.Body) != "body" {
 				t.Errorf("try %d at %s with body %q, want at %s with the body of Send", k, at, s.meta.Body, want)
+			}
+			if want := [...]string{"the keys", "vals", "lens"}; s.frames != want {
+				t.Errorf("try %d with frames %q, want those of Send, %q", k, s.frames, want)
 			}
 		}
 		if done.Load() != 0 || len(f.failed()) != 0 {

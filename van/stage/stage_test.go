@@ -395,6 +395,9 @@ func TestLimitsAndFailures(t *testing.T) {
 	if err := p.worker.Send(msg); !errors.Is(err, van.ErrUnknownPeer) {
 		t.Errorf("a stranger: %v", err)
 	}
+	if msg.Vals.Device() != gpu0.Device() || msg.Vals.Len() != 50 || msg.Done != nil {
+		t.Errorf("a message that was not sent has %d bytes on %s and Done %v, want what it had", msg.Vals.Len(), msg.Vals.Device(), msg.Done)
+	}
 	p.close(t)
 }
 

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -83,6 +84,24 @@ func TestSendBudget(t *testing.T) {
 				t.Errorf("once it has taken all: %v", err)
 			}
 		})
+	}
+}
+
+// TestAccounts: an account is used again, but not while it counts what an earlier connection
+// has not sent.
+func TestAccounts(t *testing.T) {
+	var a accounts
+	defer a.free()
+	first := a.open()
+	first.take(1000, 0)
+	a.close(first)
+	second := a.open()
+	if n := second.unsent(); second == first || n != 0 {
+		t.Errorf("a new connection begins with %d bytes unsent", n)
+	}
+	first.take(-1000, 0)
+	if third := a.open(); third != first {
+		t.Error("an account that is even is not used again")
 	}
 }
 
@@ -162,6 +181,8 @@ func TestSlowHandler(t *testing.T) {
 			t.Fatalf("the other worker's message %d did not come within %s", i, limit)
 		}
 	}
+	c := (*worker.peers.Load())[8]
+	until(t, "request to wait on", func() bool { return c.holdUntil.Load() > clock.Now()+uint64(holdFor-askEvery) })
 	if w := s.waiting.Load(); w > budget {
 		t.Errorf("%d MiB wait, the budget is %d", w>>20, budget>>20)
 	}

@@ -2,7 +2,9 @@ package zmq
 
 import (
 	"bytes"
+	"math/rand/v2"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 
@@ -129,6 +131,36 @@ func TestRecall(t *testing.T) {
 				return true
 			})
 		})
+	}
+}
+
+// TestRecalls: what is lent is found under its timestamp, in whichever order it comes and
+// goes.
+func TestRecalls(t *testing.T) {
+	var r recalls
+	var in []*lentSlot
+	rng := rand.New(rand.NewPCG(1, 2))
+	for range 5000 {
+		if len(in) < 2 || len(in) < 20 && rng.IntN(2) == 0 {
+			s := &lentSlot{}
+			r.add(s, push(8, rng.IntN(3)*len(r.buckets)+rng.IntN(2), nil), true)
+			in = append(in, s)
+		} else {
+			i := rng.IntN(len(in))
+			r.remove(in[i])
+			in = slices.Delete(in, i, i+1)
+		}
+		found := 0
+		for b := range r.buckets {
+			for s := r.buckets[b]; s != nil; s = s.entry.next {
+				if found++; !slices.Contains(in, s) || bucket(s.entry.ts) != b {
+					t.Fatalf("bucket %d has what is not lent, or belongs to bucket %d", b, bucket(s.entry.ts))
+				}
+			}
+		}
+		if found != len(in) {
+			t.Fatalf("%d are found, %d are lent", found, len(in))
+		}
 	}
 }
 
