@@ -71,6 +71,13 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 	if m.sched.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
+	if instance && group == van.AllNodes && m.sched.starting[from] && !m.isStarting() {
+		delete(m.sched.starting, from)
+		meta := m.control(van.InstanceBarrier)
+		meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
+		m.send(from, meta)
+		return nil
+	}
 	g := m.sched.gathers[key]
 	if g == nil {
 		g = &gather{nextNews: now + m.cfg.ReportEvery}
@@ -205,6 +212,17 @@ func (m *Machine) forget(id int) {
 	}
 	m.dropEmpty()
 	delete(m.sched.answers, id)
+	delete(m.sched.starting, id)
+}
+
+// isStarting tells whether this node waits in the barrier of start-up.
+func (m *Machine) isStarting() bool {
+	for _, t := range m.tickets {
+		if t.starting {
+			return true
+		}
+	}
+	return false
 }
 
 func (m *Machine) dropEmpty() {

@@ -17,13 +17,17 @@ const maxRefusals = 16
 
 // scheduler is the state that only the scheduler's machine has.
 type scheduler struct {
-	hosts        map[string]int // BYTEPS_ORDERED_HOSTS, or nil
-	joins        []*join        // registered nodes without an id, in order of arrival
-	lastTemp     int            // last temporary id
-	stamps       map[int]int32  // timestamp of the ADD_NODE of each node
-	several      map[int]bool   // ids of processes that registered several customers
-	gathers      map[gatherKey]*gather
-	answers      map[int]map[gatherKey]answer
+	hosts    map[string]int // BYTEPS_ORDERED_HOSTS, or nil
+	joins    []*join        // registered nodes without an id, in order of arrival
+	lastTemp int            // last temporary id
+	stamps   map[int]int32  // timestamp of the ADD_NODE of each node
+	several  map[int]bool   // ids of processes that registered several customers
+	gathers  map[gatherKey]*gather
+	answers  map[int]map[gatherKey]answer
+	// C++ StepMesh processes that have replaced others, and have not asked for the barrier
+	// at the end of start-up. They do, as nodes of this library do not: counted, it would be
+	// taken for their vote in the barrier of Finalize, where others may wait already.
+	starting     map[int]bool
 	back         *returning       // a former scheduler's cluster, while joining
 	former       []former         // processes that were replaced, oldest first
 	claims       map[int]*join    // by id, registrations under the address of a member that may be alive
@@ -45,7 +49,7 @@ type join struct {
 
 func newScheduler(hosts map[string]int) *scheduler {
 	return &scheduler{hosts: hosts, stamps: map[int]int32{}, several: map[int]bool{},
-		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, claims: map[int]*join{}, unheard: map[int]*unheard{}}
+		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, starting: map[int]bool{}, claims: map[int]*join{}, unheard: map[int]*unheard{}}
 }
 
 // stepJoin handles the registration of a node.
@@ -270,6 +274,9 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	delete(m.first, id)
 	*m.health[id] = health{seen: now}
 	m.forget(id) // the replacement has not requested any barrier
+	if !m.native(id) {
+		m.sched.starting[id] = true
+	}
 	m.connect(id, rec)
 	all, one := m.fullTable(), []van.Node{rec}
 	for _, to := range m.Members(van.WorkerGroup | van.ServerGroup) {

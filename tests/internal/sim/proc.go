@@ -136,6 +136,11 @@ func (p *proc) join() error {
 		return err
 	}
 	p.node.Store(n)
+	if n.IsRecovery() && c.plan.Cluster.IsForeign(p.who) { // one of the original waits in the barrier of start-up all the same
+		if err := n.StopBarrier(p.ctx); err != nil {
+			return err
+		}
+	}
 	n.OnPeer(func(id int, up bool, cause error) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
