@@ -190,7 +190,10 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 	slice := most / time.Duration(slicesEach*n*n)
 	begun := clock.Now()
 	e.looks.begin(begun)
-	for start := begun; !done(); s.Pause() {
+	// The clock is read while nothing comes: before a look, and not between a message and
+	// its delivery, or the next message that is there already.
+	now, stale := begun, false
+	for start := begun; !done(); {
 		best := Nothing
 		for i := range claimed {
 			c := &claimed[i]
@@ -198,16 +201,19 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 			c.found = c.found || found >= Progress
 			best = max(best, found)
 		}
-		now := clock.Now()
-		switch {
-		case best >= Progress:
+		if best >= Progress {
 			e.looks.came(now, most)
 			e.looks.begin(now)
-			start = now
+			stale = true
 			continue
-		case best == Soon && now-begun < uint64(maxPoll):
+		}
+		if stale {
+			now, stale = clock.Now(), false
+			e.looks.begin(now)
 			start = now
-			continue
+		}
+		if best == Soon && now-begun < uint64(maxPoll) {
+			start = now
 		}
 		quiet := time.Duration(now - start)
 		if quiet > maxQuiet || now-begun > uint64(maxPoll) {
@@ -219,6 +225,8 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 		case !naps && quiet > most:
 			return
 		}
+		s.Pause()
+		now = clock.Now()
 	}
 }
 

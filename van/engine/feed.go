@@ -173,7 +173,7 @@ func (f *Feed[T]) Parked() bool { return f.parked.Load() }
 // receive waits for the next message. It is the loop's.
 func (f *Feed[T]) receive() (item T, lane *Lane[T], ok bool) {
 	for !f.stopping.Load() {
-		item, lane, found := f.take(0)
+		item, lane, found := f.take(0, 0)
 		if found == Message {
 			return item, lane, true
 		}
@@ -202,8 +202,9 @@ func (f *Feed[T]) spins() bool {
 	return f.o.Spins && f.e.spin > 0 && (f.o.Busy == nil || !f.o.Busy())
 }
 
-// take takes a message if there is one and no Poll has the source.
-func (f *Feed[T]) take(slice time.Duration) (item T, lane *Lane[T], found Found) {
+// take takes a message if there is one and no Poll has the source. It is time now; 0: the
+// clock is read only if that matters.
+func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], found Found) {
 	if f.claimed.Load() || !f.mu.TryLock() {
 		return item, lane, Nothing
 	}
@@ -212,16 +213,20 @@ func (f *Feed[T]) take(slice time.Duration) (item T, lane *Lane[T], found Found)
 		return item, lane, Nothing
 	}
 	item, lane, found = f.src.Take(slice, false)
-	switch found {
-	case Message:
-		if lane.Hand != nil {
-			lane.Hand.Add(1) // under mu: a Poll sees it
-		}
-		f.looks.came(clock.Now(), f.e.spin)
-		f.hot = true
+	if now == 0 && (found != Message || f.looks.waiting) {
+		now = clock.Now()
+	}
+	if found != Message {
+		f.looks.empty(now)
+		return item, lane, found
+	}
+	if lane.Hand != nil {
+		lane.Hand.Add(1) // under mu: a Poll sees it
+	}
+	f.looks.came(now, f.e.spin)
+	f.hot = true
+	if f.misses.Load() != 0 {
 		f.misses.Store(0)
-	default:
-		f.looks.empty(clock.Now())
 	}
 	return item, lane, found
 }
@@ -242,11 +247,11 @@ func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
 	slice := limit / 4 // a Poll need not wait longer than one of them
 	s := f.e.spinner
 	for start := clock.Now(); !f.stopping.Load() && !f.e.polling.Load(); s.Pause() {
-		item, lane, found := f.take(slice)
-		if found == Message {
+		now := clock.Now() // before the look, not between it and the delivery
+		item, lane, found := f.take(slice, now)
+		switch {
+		case found == Message:
 			return item, lane, true
-		}
-		switch now := clock.Now(); {
 		case found >= Soon:
 			start = now
 		case !f.e.forever && now-start > uint64(limit):
@@ -300,8 +305,12 @@ func (f *Feed[T]) Claim() bool {
 	}
 	f.claimed.Store(true)
 	s := f.e.spinner
-	for begun := clock.Now(); !f.mu.TryLock(); s.Pause() {
-		if clock.Now()-begun > uint64(holdTime) {
+	for begun := uint64(0); !f.mu.TryLock(); s.Pause() {
+		now := clock.Now()
+		if begun == 0 {
+			begun = now
+		}
+		if now-begun > uint64(holdTime) {
 			f.claimed.Store(false)
 			f.Wake() // it may have gone to sleep because of the claim
 			return false
@@ -347,7 +356,7 @@ func (f *Feed[T]) Nap(limit time.Duration) {
 func (f *Feed[T]) Release(missed, again bool) {
 	if missed {
 		f.misses.Add(1)
-	} else {
+	} else if f.misses.Load() != 0 {
 		f.misses.Store(0)
 	}
 	defer f.mu.Unlock()

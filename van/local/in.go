@@ -291,6 +291,7 @@ func (l *inLink) rest(b []byte) (*parcel, error) {
 		}
 		if have > 0 {
 			p.rec.parts[i].form, p.rec.parts[i].addr = partLent, r.parts[i].addr
+			p.rec.forms |= 1 << partLent
 			p.left[i] = p.dst[i][len(p.dst[i])-have:]
 		}
 	}

@@ -119,7 +119,14 @@ func (l *outLink) send(msg *van.Message, export *backend.Export) (sent bool, err
 		if err := r.put(l.seg.at(l.tail), size, msg, meta, export); err != nil {
 			return true, err
 		}
-		l.publish(&r, size, loanOf(&r, msg, meta))
+		if r.inline() { // the usual small message: nothing is lent
+			if msg.Done != nil {
+				msg.Done.Sent()
+			}
+			l.advance(size)
+		} else {
+			l.publish(&r, size, loanOf(&r, msg, meta))
+		}
 	} else if err := l.enqueue(&r, size, msg, meta, export); err != nil {
 		return true, err
 	}

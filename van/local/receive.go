@@ -44,7 +44,9 @@ func (m memory) Arm(s engine.Sleeper) bool {
 	v.bell.arm(theLoop)
 	found := v.pending()
 	if s == engine.ForLoop {
-		v.tidy(clock.Now())
+		if v.device != nil {
+			v.tidy(clock.Now())
+		}
 		found = found || v.copying.Load() > 0 // it may sleep for longer than copies take
 	}
 	return found

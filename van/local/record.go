@@ -70,6 +70,7 @@ type part struct {
 // record is what a message's record says.
 type record struct {
 	frames    int
+	forms     uint8 // a bit for each form that parts have
 	slot, gen uint32
 	parts     [partCount]part
 }
@@ -82,19 +83,15 @@ func present(frames int) int { return 1 + frames }
 func (r *record) lends() bool   { return r.has(partLent) || r.has(partDevice) }
 func (r *record) streams() bool { return r.has(partStream) }
 
-func (r *record) has(form uint32) bool {
-	for i := range present(r.frames) {
-		if r.parts[i].form == form {
-			return true
-		}
-	}
-	return false
-}
+func (r *record) has(form uint32) bool { return r.forms>>form&1 != 0 }
+
+// inline tells whether all parts are in the record.
+func (r *record) inline() bool { return r.forms == 1<<partInline }
 
 // plan lays out msg, with large parts in a form of their own, and returns the
 // length of its record.
 func (r *record) plan(msg *van.Message, large uint32) int {
-	r.frames, r.slot, r.gen = msg.Frames, noSlot, 0
+	r.frames, r.forms, r.slot, r.gen = msg.Frames, 0, noSlot, 0
 	size := recordHead
 	for i := range present(msg.Frames) {
 		p := &r.parts[i]
@@ -113,6 +110,7 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 		default:
 			p.form = large
 		}
+		r.forms |= 1 << p.form
 	}
 	return size
 }
@@ -173,7 +171,7 @@ func (r *record) parse(b []byte) error {
 	if b[4] != kindMessage && b[4] != kindRest || r.frames == 1 || r.frames > van.MaxFrames {
 		return bad("kind and frames", fmt.Sprint(b[4], b[5]), "a message with 0, 2 or 3 frames, or its rest")
 	}
-	r.slot, r.gen = le.Uint32(b[8:]), le.Uint32(b[12:])
+	r.forms, r.slot, r.gen = 0, le.Uint32(b[8:]), le.Uint32(b[12:])
 	off := recordHead
 	for i := range present(r.frames) {
 		p, h := &r.parts[i], b[16+partHead*i:]
@@ -203,6 +201,7 @@ func (r *record) parse(b []byte) error {
 		default:
 			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, lent, streamed or on the device")
 		}
+		r.forms |= 1 << p.form
 		if i == 0 && b[4] == kindMessage && (p.n == 0 || p.n > maxMeta) {
 			return bad("meta length", p.n, fmt.Sprintf("1 to %d", maxMeta))
 		}
