@@ -209,7 +209,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudget },
-		help:    "The same for all peers together.",
+		help:    "The same for all peers together, for each transport of the node: ZeroMQ and shared memory count what came through them; over ZeroMQ what workers send to a server, and what servers send to a worker, is counted apart.",
 		differs: "Ours only; the original keeps everything.",
 	}, {
 		name: "STEPAF_SEND_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "all",
