@@ -101,6 +101,43 @@ func TestOpenBatchBudget(t *testing.T) {
 	}
 }
 
+// TestOpenBatchBudgetOfTheOldest: the batch that goes over the budget is not the one that is
+// given up for it, also when it is the oldest.
+func TestOpenBatchBudgetOfTheOldest(t *testing.T) {
+	const size = 256 << 10
+	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 20 }})
+	complete := make(chan int, 4)
+	s := serve(t, c.Servers[0], func(b af.Batch) {
+		complete <- len(b.Pushes())
+		if err := b.Respond(nil); err != nil {
+			t.Error(err)
+		}
+	})
+	send := func(ts int32, flag van.BatchFlag) {
+		t.Helper()
+		if err := c.Workers[0].Send(rawPush(ts, flag, make([]byte, size))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	send(100, van.BatchStart)
+	send(200, van.BatchStart)
+	for ts := range int32(5) {
+		send(101+ts, van.BatchMiddle)
+	}
+	send(106, van.BatchEnd)
+	select {
+	case n := <-complete:
+		if n != 7 {
+			t.Errorf("the batch has %d tensors, want 7", n)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("the batch that went on does not come")
+	}
+	if n, bytes := af.OpenBatches(s, van.WorkerID(0)); n != 0 || bytes != 0 {
+		t.Errorf("%d batches, %d bytes are open, want none: the other one was given up", n, bytes)
+	}
+}
+
 // TestHeldOfALostWorker: messages that came before those that they follow are forgotten
 // with their worker, and counted no more.
 func TestHeldOfALostWorker(t *testing.T) {

@@ -19,13 +19,19 @@ import (
 // ask sends a request for an application from the first worker to the first server.
 func ask(t testing.TB, c *testcluster.Cluster, app, ts, size int) {
 	t.Helper()
+	askFrom(t, c, 0, app, ts, size)
+}
+
+// askFrom is ask of another worker.
+func askFrom(t testing.TB, c *testcluster.Cluster, worker, app, ts, size int) {
+	t.Helper()
 	m := &van.Message{}
 	m.Reset()
 	m.Receiver, m.Request, m.Push, m.Timestamp = van.ServerID(0), true, true, int32(ts)
 	m.AppID, m.CustomerID = int32(app), int32(app)
 	m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, size))
 	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
-	if err := c.Workers[0].Send(m); err != nil {
+	if err := c.Workers[worker].Send(m); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -276,25 +282,28 @@ func TestEarlyRequestsAreCounted(t *testing.T) {
 	until(t, "4096 requests are held", func() bool { return hook.Held() == 4096 })
 }
 
-// TestEarlyRequestsHaveABudget: what is kept of one sender is not more than its budget.
+// TestEarlyRequestsHaveABudget: what is kept of one sender is not more than its budget, of
+// which others use nothing.
 func TestEarlyRequestsHaveABudget(t *testing.T) {
 	const budget, size = 1 << 20, 100 << 10
 	hook := &hooks.Van{}
-	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Set: func(c *postoffice.Config) { c.RecvBudgetPeer = budget }})
-	last := make(chan struct{})
-	if _, err := c.Servers[0].AddCustomer(8, 8, func(*van.Message) { close(last) }); err != nil {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Set: func(c *postoffice.Config) { c.RecvBudgetPeer = budget }})
+	last := make(chan struct{}, 2)
+	if _, err := c.Servers[0].AddCustomer(8, 8, func(*van.Message) { last <- struct{}{} }); err != nil {
 		t.Fatal(err)
 	}
-	for ts := range 20 {
-		ask(t, c, 7, ts, size)
+	for worker := range c.Workers {
+		for ts := range 20 {
+			askFrom(t, c, worker, 7, ts, size)
+		}
+		askFrom(t, c, worker, 8, 0, 1) // behind all of them
+		select {
+		case <-last:
+		case <-time.After(20 * time.Second):
+			t.Fatalf("the last request of worker %d does not come", worker)
+		}
+		until(t, "the rest is held", func() bool { return hook.Held() == (worker+1)*(budget/size) })
 	}
-	ask(t, c, 8, 0, 1) // behind all of them
-	select {
-	case <-last:
-	case <-time.After(20 * time.Second):
-		t.Fatal("the last request does not come")
-	}
-	until(t, "the rest is held", func() bool { return hook.Held() == budget/size })
 }
 
 // TestPlaces: only ids that the cluster has a place for may join it.

@@ -16,14 +16,18 @@ type pretended = vantest.Device
 // fullDevice is a device whose launch queue can be full: WaitFlag blocks then.
 type fullDevice struct {
 	*pretended
-	full chan struct{} // nil, or closed when there is room again
-	in   chan struct{} // one token for each WaitFlag that blocks
+	full    chan struct{} // nil, or closed when there is room again
+	in      chan struct{} // one token for each WaitFlag that blocks
+	refuses error         // of WaitFlag
 }
 
 func (d *fullDevice) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
 	if d.full != nil {
 		d.in <- struct{}{}
 		<-d.full
+	}
+	if d.refuses != nil {
+		return d.refuses
 	}
 	return d.pretended.WaitFlag(s, word, v)
 }
@@ -282,4 +286,24 @@ func TestFullLaunchQueue(t *testing.T) {
 	passes(t, sdev, 5)
 	h = request(t, worker, wdev, 2, 1, 1)
 	answer(t, worker, server, next(t, server, 2), h)
+}
+
+// TestNotifyAfterARefusal: a wait that the device has refused leaves nothing to be fetched:
+// the next one begins.
+func TestNotifyAfterARefusal(t *testing.T) {
+	worker, _, d, _ := notifying(t)
+	n := newNotify(t, worker)
+	h := int64(request(t, worker, d, 1, 2, 0))
+	d.refuses = errors.New("no more of these")
+	if err := n.StreamWait(3, h); !errors.Is(err, d.refuses) {
+		t.Fatalf("got %v, want the device's error", err)
+	}
+	d.refuses = nil
+	if err := n.StreamWait(3, h); err != nil {
+		t.Fatal(err)
+	}
+	if err := later(t, n.Done); err != nil {
+		t.Error(err)
+	}
+	passes(t, d, 3)
 }

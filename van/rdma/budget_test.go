@@ -52,7 +52,7 @@ func TestSendBudget(t *testing.T) {
 }
 
 // A handler that is slow for one peer keeps at most the budget of its messages here; others
-// go on, and in the end all have come, in order.
+// go on, and in the end all have come, in order. Then the peer gets new slots again.
 func TestReceiveBudget(t *testing.T) {
 	r := newRig(t)
 	const budget, size, count = 1 << 20, 64 << 10, 200
@@ -62,7 +62,7 @@ func TestReceiveBudget(t *testing.T) {
 	next := 0
 	done := make(chan bool)
 	s.Start(func(m *van.Message) {
-		if m.IsControl() || m.Sender != 9 {
+		if m.IsControl() || m.Sender != 9 || m.Timestamp == count {
 			s.in <- m.Retain()
 			return
 		}
@@ -98,6 +98,8 @@ func TestReceiveBudget(t *testing.T) {
 	close(gate)
 	<-done
 	r.until("nothing waits", func() bool { return s.recvBudget.Used() == 0 })
+	w.must(push(s, 1, count, value(8*size, count))) // none of its slots is large enough
+	s.wantValue(count, value(8*size, count))
 }
 
 // Keys and lengths are copied before they are handed up: the peer can go on writing to its
