@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/urfave/cli/v2"
@@ -44,6 +45,7 @@ func Command() *cli.Command {
 				UsageText: "stepaf bench latency --push BYTES --pull BYTES [--iters N]\nstepaf bench latency --van ibverbs [--check]\nstepaf bench latency --van local --device gpu [--check]",
 				Description: "With --van ibverbs and neither --push nor --pull it measures 1 KiB and 64 KiB each way and the default.\n" +
 					"If the package perftest is installed, it runs ib_write_lat and ib_write_bw on the same port, too.\n\n" +
+					"With --van zmq a round trip of libzmq by itself stands beside: one message each way between a DEALER and a ROUTER, in C.\n\n" +
 					"With --device gpu the tensors are device memory, the worker's and the server's each on a GPU of its own. The floor\n" +
 					"is a copy into the other GPU's memory and a word written into host memory behind it, each way. Without sizes it\n" +
 					"measures 1 KiB, the default, 16 MiB and 256 MiB each way. The timed round trips move what lies on the devices;\n" +
@@ -56,6 +58,8 @@ func Command() *cli.Command {
 					&cli.BoolFlag{Name: "stream", Usage: "with --device gpu: tensors are said to be made in a stream, which costs a look at it or an event"},
 					&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
 					&cli.IntFlag{Name: "warmup", Usage: "round trips before; 0 chooses by size"},
+					&cli.BoolFlag{Name: "load", Usage: "meanwhile keep every core busy with a loop"},
+					&cli.BoolFlag{Name: "touch", Usage: "read and write every byte between rounds, at both ends, also of the floor"},
 					&cli.BoolFlag{Name: "check", Usage: "with --van ibverbs, or local and --device gpu: status 1 when a goal is missed or could not be looked at"},
 				}, common...),
 				Action: runLatency,
@@ -136,8 +140,8 @@ func runChild(c *cli.Context) error {
 		}
 	}
 	switch {
-	case a[0] == "latency" && len(n) == 6:
-		err = childLatency(c, node, &latency{push: n[0], pull: n[1], iters: n[2], warmup: n[3], rounds: n[4], stream: n[5] != 0})
+	case a[0] == "latency" && len(n) == 7:
+		err = childLatency(c, node, &latency{push: n[0], pull: n[1], iters: n[2], warmup: n[3], rounds: n[4], stream: n[5] != 0, touch: n[6] != 0})
 	case a[0] == "kv" && len(n) == 5:
 		err = childKV(c, node, &kvSpec{keys: n[0], values: n[1], batch: n[2], flight: n[3], rounds: n[4]})
 	default:
@@ -160,13 +164,17 @@ func childLatency(c *cli.Context, node *postoffice.Node, l *latency) error {
 		if err := serve(node); err != nil {
 			return err
 		}
-		return announceFloor(c.App.Writer, node, l.push, l.pull)
+		return announceFloor(c.App.Writer, node, l.floors(node))
 	case "worker":
-		floor, err := dialAnnounced(c.App.Reader, node, l.push, l.pull)
-		if err != nil {
+		var floor baseline
+		var err error
+		if floor, l.bare, err = dialAnnounced(c.App.Reader, node, l.floors(node)); err != nil {
 			return err
 		}
 		defer floor.close()
+		if l.bare != nil {
+			defer l.bare.close()
+		}
 		r, err := measure(c.Context, node, floor)
 		if err != nil {
 			return err
@@ -179,8 +187,20 @@ func childLatency(c *cli.Context, node *postoffice.Node, l *latency) error {
 // onGPU tells whether the node's tensors lie on a GPU.
 func onGPU(node *postoffice.Node) bool { return node.Backend().Device().Type == backend.GPU }
 
-// announceFloor starts the floor's server and says where it listens.
-func announceFloor(w io.Writer, node *postoffice.Node, push, pull int) error {
+// floors is what a push_pull is measured beside.
+type floors struct {
+	push, pull int
+	touch      bool // every byte is read and written between rounds
+	bare       bool // ZMQ by itself is measured, too
+}
+
+func (l *latency) floors(node *postoffice.Node) floors {
+	cfg := node.Config()
+	return floors{l.push, l.pull, l.touch, cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node)}
+}
+
+// announceFloor starts the servers and says where they listen.
+func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	var f interface {
 		addr() string
 		close()
@@ -189,37 +209,56 @@ func announceFloor(w io.Writer, node *postoffice.Node, push, pull int) error {
 	switch {
 	case err != nil:
 	case onGPU(node):
-		f, err = newDeviceServer(node.Backend(), push, pull)
+		f, err = newDeviceServer(node.Backend(), x.push, x.pull)
 	case host.IsValid():
-		f, err = newVerbsServer(host, push, pull)
+		f, err = newVerbsServer(host, x.push, x.pull)
 	default:
-		f, err = newFloorServer(push, pull)
+		f, err = newFloorServer(x.push, x.pull, x.touch)
 	}
 	if err != nil {
 		return err
 	}
 	node.OnExit(f.close)
-	_, err = fmt.Fprintln(w, f.addr())
+	at := f.addr()
+	if x.bare {
+		z, err := newZMQServer(x.pull, x.touch)
+		if err != nil {
+			return err
+		}
+		node.OnExit(z.close)
+		at += " " + z.at
+	}
+	_, err = fmt.Fprintln(w, at)
 	return err
 }
 
-// dialAnnounced reads the floor's address from the parent and connects.
-func dialAnnounced(r io.Reader, node *postoffice.Node, push, pull int) (baseline, error) {
-	addr, err := (&lineReader{r: r}).line()
+// dialAnnounced reads the addresses from the parent and connects. bare is nil where ZMQ
+// by itself is not measured.
+func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare baseline, err error) {
+	line, err := (&lineReader{r: r}).line()
 	if err != nil {
-		return nil, fmt.Errorf("bench: no address of the floor: %w", err)
+		return nil, nil, fmt.Errorf("bench: no address of the floor: %w", err)
 	}
+	addr, bareAt, _ := strings.Cut(line, " ")
 	host, err := floorHost(node)
 	switch {
 	case err != nil:
-		return nil, err
+		return nil, nil, err
 	case onGPU(node):
-		return dialDeviceFloor(node.Backend(), addr, push, pull)
+		floor, err = dialDeviceFloor(node.Backend(), addr, x.push, x.pull)
 	case host.IsValid():
-		return dialVerbsFloor(host, addr, push, pull)
+		floor, err = dialVerbsFloor(host, addr, x.push, x.pull)
 	default:
-		return dialFloor(addr, push, pull)
+		floor, err = dialFloor(addr, x.push, x.pull, x.touch)
 	}
+	if err != nil || !x.bare {
+		return floor, nil, err
+	}
+	if bare, err = dialZMQ(bareAt, x.push, x.pull, x.touch); err != nil {
+		floor.close()
+		return nil, nil, err
+	}
+	return floor, bare, nil
 }
 
 // floorHost is the node's address if the floor is one of RDMA.

@@ -24,6 +24,7 @@ import (
 // result is what the worker reports on its standard output.
 type result struct {
 	Ours, Floor []int64
+	Bare        []int64 // rounds of ZMQ by itself
 	CPU         float64 // seconds of the worker in the measured part
 	Checked     bool
 	Bytes       int64 // moved in the measured part (kv)

@@ -22,12 +22,18 @@ type baseline interface {
 	close()
 }
 
+// none is a baseline that is not measured.
+type none struct{}
+
+func (none) measure(int) ([]int64, error) { return nil, nil }
+func (none) close()                       {}
+
 // floorServer answers floor rounds of one client in a thread of its own.
 type floorServer struct {
 	l *net.TCPListener
 }
 
-func newFloorServer(push, pull int) (*floorServer, error) {
+func newFloorServer(push, pull int, touch bool) (*floorServer, error) {
 	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		return nil, err
@@ -42,7 +48,7 @@ func newFloorServer(push, pull int) (*floorServer, error) {
 				_ = withBlocking(c, func(fd int) error {
 					in, out := make([]byte, max(push, 1)), make([]byte, max(pull, 1))
 					return errno(C.floor_serve(C.int(fd), (*C.char)(unsafe.Pointer(&in[0])), C.size_t(push),
-						(*C.char)(unsafe.Pointer(&out[0])), C.size_t(pull)))
+						(*C.char)(unsafe.Pointer(&out[0])), C.size_t(pull), flag(touch)))
 				})
 			}()
 		}
@@ -58,14 +64,15 @@ type floorClient struct {
 	c            *net.TCPConn
 	push, pull   []byte
 	nPush, nPull int
+	touch        bool
 }
 
-func dialFloor(addr string, push, pull int) (*floorClient, error) {
+func dialFloor(addr string, push, pull int, touch bool) (*floorClient, error) {
 	c, err := net.Dial("tcp", addr)
 	if err != nil {
 		return nil, err
 	}
-	return &floorClient{c.(*net.TCPConn), make([]byte, max(push, 1)), make([]byte, max(pull, 1)), push, pull}, nil
+	return &floorClient{c.(*net.TCPConn), make([]byte, max(push, 1)), make([]byte, max(pull, 1)), push, pull, touch}, nil
 }
 
 func (f *floorClient) close() { _ = f.c.Close() }
@@ -78,7 +85,7 @@ func (f *floorClient) measure(n int) ([]int64, error) {
 	}
 	err := withBlocking(f.c, func(fd int) error {
 		return errno(C.floor_measure(C.int(fd), (*C.char)(unsafe.Pointer(&f.push[0])), C.size_t(f.nPush),
-			(*C.char)(unsafe.Pointer(&f.pull[0])), C.size_t(f.nPull), C.int(n), (*C.int64_t)(unsafe.Pointer(&ns[0]))))
+			(*C.char)(unsafe.Pointer(&f.pull[0])), C.size_t(f.nPull), C.int(n), flag(f.touch), (*C.int64_t)(unsafe.Pointer(&ns[0]))))
 	})
 	return ns, err
 }

@@ -108,9 +108,9 @@ func childKV(c *cli.Context, node *postoffice.Node, s *kvSpec) error {
 		if err := server.Handle(sums.Handle); err != nil {
 			return err
 		}
-		return announceFloor(c.App.Writer, node, out, in)
+		return announceFloor(c.App.Writer, node, floors{push: out, pull: in})
 	case van.Worker:
-		floor, err := dialAnnounced(c.App.Reader, node, out, in)
+		floor, _, err := dialAnnounced(c.App.Reader, node, floors{push: out, pull: in})
 		if err != nil {
 			return err
 		}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -17,8 +18,10 @@ import (
 type latency struct {
 	push, pull    int
 	iters, warmup int
-	rounds        int  // blocks of ours and of the floor, alternating
-	stream        bool // on a GPU: tensors are made in a stream
+	rounds        int      // blocks of ours and of the floor, alternating
+	stream        bool     // on a GPU: tensors are made in a stream
+	touch         bool     // every byte is read and written between rounds
+	bare          baseline // ZMQ by itself; nil: not measured
 }
 
 // page is the distance between stamps in a tensor: what the server answers depends
@@ -65,12 +68,19 @@ func (l *latency) serve(node *postoffice.Node) error {
 		}
 		fill(bufs[i])
 	}
+	filled := slices.Clone(bufs[0])
 	turn := 0
 	answer := make([]af.KeyTensor, 1)
 	return s.Handle(func(b af.Batch) {
 		var seq uint64
+		var pushed []byte
 		if p := b.Pushes(); len(p) > 0 && p[0].Val.Len() > 0 {
-			seq = seal(p[0].Val.Bytes())
+			pushed = p[0].Val.Bytes()
+			seq = seal(pushed)
+		}
+		if l.touch {
+			b.Retain()
+			defer b.Release()
 		}
 		var out []af.KeyTensor
 		if pulls := b.Pulls(); len(pulls) > 0 {
@@ -87,7 +97,19 @@ func (l *latency) serve(node *postoffice.Node) error {
 		if err := b.Respond(out, af.ByKey); err != nil {
 			node.Log().Error("respond", "err", err)
 		}
+		if l.touch { // not the buffer that is on its way
+			sum(pushed)
+			copy(bufs[turn^1], filled)
+		}
 	})
+}
+
+// sum reads every byte of b.
+func sum(b []byte) (s byte) {
+	for _, x := range b {
+		s += x
+	}
+	return s
 }
 
 func alloc(b backend.Backend, n int) ([]byte, error) {
@@ -116,6 +138,7 @@ func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor base
 	want := make([]byte, l.pull)
 	fill(want)
 	fill(push)
+	filled := slices.Clone(push)
 	pushes, pulls, err := l.tensors(backend.Bytes(push), backend.Bytes(pull), timedKey)
 	if err != nil {
 		return nil, err
@@ -123,6 +146,9 @@ func (l *latency) measure(ctx context.Context, node *postoffice.Node, floor base
 	seq := uint64(0)
 	once := func() (int64, error) {
 		seq++
+		if l.touch {
+			copy(push, filled)
+		}
 		stamp(push, seq)
 		start := time.Now()
 		h, err := w.PushPull(pushes, pulls)
@@ -178,8 +204,14 @@ func (l *latency) blocks(floor baseline, once func() (int64, error), check func(
 			return nil, err
 		}
 	}
-	if _, err := floor.measure(l.warmup); err != nil {
-		return nil, err
+	bare := l.bare
+	if bare == nil {
+		bare = none{}
+	}
+	for _, b := range []baseline{floor, bare} {
+		if _, err := b.measure(l.warmup); err != nil {
+			return nil, err
+		}
 	}
 	r := &result{Checked: true}
 	for block := range l.rounds {
@@ -192,6 +224,10 @@ func (l *latency) blocks(floor baseline, once func() (int64, error), check func(
 			return nil, err
 		}
 		r.Floor = append(r.Floor, ns...)
+		if ns, err = bare.measure(n); err != nil {
+			return nil, err
+		}
+		r.Bare = append(r.Bare, ns...)
 		before := cpuTime()
 		for range n {
 			d, err := once()

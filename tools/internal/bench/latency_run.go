@@ -2,10 +2,14 @@ package bench
 
 import (
 	"fmt"
+	"runtime"
 	"strconv"
+	"sync"
+	"sync/atomic"
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/internal/affinity"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -27,6 +31,29 @@ func defaults(way course, bytes, iters, warmup int) (int, int) {
 	return iters, warmup
 }
 
+// busy keeps every core that this process may use busy until what it returns is called.
+func busy() (stop func()) {
+	var all sync.WaitGroup
+	var stopped atomic.Bool
+	for core := range maxCores {
+		if affinity.Check(core) != nil {
+			continue
+		}
+		all.Go(func() {
+			runtime.LockOSThread() // and never unlocked: the thread ends with the goroutine
+			_ = affinity.Bind(core)
+			for !stopped.Load() {
+			}
+		})
+	}
+	return func() {
+		stopped.Store(true)
+		all.Wait()
+	}
+}
+
+const maxCores = 1024
+
 // latencyRun is one call of bench latency.
 type latencyRun struct {
 	c    *cli.Context
@@ -40,6 +67,9 @@ func runLatency(c *cli.Context) error {
 	at, err := newPlace(c, backend.GPUs)
 	if err != nil {
 		return err
+	}
+	if c.Bool("touch") && (at.gpus != nil || c.String("van") == ibverbs) {
+		return cli.Exit("bench: --touch wants --van zmq or local and --device cpu: other floors do not touch their bytes", 2)
 	}
 	m := &latencyRun{c: c, at: at, way: course{c.String("van"), at.device()}}
 	all := []payload{{c.Int("push"), c.Int("pull")}}
@@ -111,19 +141,19 @@ func (m *latencyRun) payload(p payload) error {
 		floor = "GPU"
 	}
 	spec := []string{"latency"}
-	stream := 0
-	if m.at.stream {
-		stream = 1
-	}
-	for _, n := range []int{p.push, p.pull, iters, warmup, rounds, stream} {
+	number := map[bool]int{true: 1}
+	for _, n := range []int{p.push, p.pull, iters, warmup, rounds, number[m.at.stream], number[c.Bool("touch")]} {
 		spec = append(spec, strconv.Itoa(n))
+	}
+	if c.Bool("load") {
+		defer busy()()
 	}
 	r, cpu, err := runCluster(c, host, m.at, spec)
 	if err != nil {
 		return err
 	}
 	rep := newLatencyReport(m.way.van, p.push, p.pull, iters, r, cpu)
-	rep.Floor = floor
+	rep.Floor, rep.Load, rep.Touch = floor, c.Bool("load"), c.Bool("touch")
 	rep.placed(m.at)
 	if m.rdma != nil {
 		m.rdma.compare(rep, figures, &m.v)

@@ -28,6 +28,9 @@ type latencyReport struct {
 	FloorMax   float64            `json:"floor_max_us"`
 	RatioP50   float64            `json:"ratio_p50"`
 	RatioP99   float64            `json:"ratio_p99"`
+	Bare       *bareReport        `json:"zmq,omitempty"`
+	Load       bool               `json:"load,omitempty"`           // whether every core was kept busy
+	Touch      bool               `json:"touch,omitempty"`          // whether every byte was read and written between rounds
 	Goal       float64            `json:"goal_ratio_p50,omitempty"` // RatioP50 at most
 	Missed     bool               `json:"missed,omitempty"`
 	CPU        map[string]float64 `json:"cpu_s"`
@@ -36,12 +39,27 @@ type latencyReport struct {
 	RDMA       *rdmaReport        `json:"rdma,omitempty"`
 }
 
+// bareReport is a round trip of ZMQ by itself, and what a push_pull takes of it.
+type bareReport struct {
+	P50      float64 `json:"p50_us"`
+	P90      float64 `json:"p90_us"`
+	P99      float64 `json:"p99_us"`
+	Max      float64 `json:"max_us"`
+	RatioP50 float64 `json:"ratio_p50"`
+	RatioP99 float64 `json:"ratio_p99"`
+}
+
 func newLatencyReport(van string, push, pull, iters int, r *result, cpu map[string]float64) *latencyReport {
 	ours, floor := summarize(r.Ours), summarize(r.Floor)
-	return &latencyReport{Van: van, Device: place{}.device(), PushBytes: push, PullBytes: pull, Iters: iters,
+	rep := &latencyReport{Van: van, Device: place{}.device(), PushBytes: push, PullBytes: pull, Iters: iters,
 		P50: ours.P50, P90: ours.P90, P99: ours.P99, Max: ours.Max, Mean: ours.Mean,
 		FloorP50: floor.P50, FloorP90: floor.P90, FloorP99: floor.P99, FloorMax: floor.Max,
 		RatioP50: ours.P50 / floor.P50, RatioP99: ours.P99 / floor.P99, CPU: cpu, WorkerPart: r.CPU, Checked: r.Checked}
+	if len(r.Bare) > 0 {
+		q := summarize(r.Bare)
+		rep.Bare = &bareReport{q.P50, q.P90, q.P99, q.Max, ours.P50 / q.P50, ours.P99 / q.P99}
+	}
+	return rep
 }
 
 // placed says where the tensors were.
@@ -71,6 +89,12 @@ func (r *latencyReport) print(w io.Writer, asJSON bool) error {
 	}
 	fmt.Fprintf(w, "push_pull over %s%s, push %d bytes, pull %d bytes, %d round trips, %s: %t\n",
 		r.Van, on, r.PushBytes, r.PullBytes, r.Iters, checked, r.Checked)
+	if r.Load {
+		fmt.Fprintln(w, "every core was kept busy by a loop")
+	}
+	if r.Touch {
+		fmt.Fprintln(w, "every byte was read and written between rounds")
+	}
 	if r.Note != "" {
 		fmt.Fprintf(w, "note: %s\n", r.Note)
 	}
@@ -78,6 +102,10 @@ func (r *latencyReport) print(w io.Writer, asJSON bool) error {
 	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "push_pull", r.P50, r.P90, r.P99, r.Max)
 	fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "floor ("+r.Floor+")", r.FloorP50, r.FloorP90, r.FloorP99, r.FloorMax)
 	fmt.Fprintf(w, "%-16s %10.2f %10.2f %10.2f %10.2f\n", "ratio", r.RatioP50, r.P90/r.FloorP90, r.RatioP99, r.Max/r.FloorMax)
+	if b := r.Bare; b != nil {
+		fmt.Fprintf(w, "%-16s %10.1f %10.1f %10.1f %10.1f\n", "libzmq by itself", b.P50, b.P90, b.P99, b.Max)
+		fmt.Fprintf(w, "%-16s %10.2f %10.2f %10.2f %10.2f\n", "ratio to that", b.RatioP50, r.P90/b.P90, b.RatioP99, r.Max/b.Max)
+	}
 	if r.Goal > 0 {
 		fmt.Fprintf(w, "push_pull takes %.2f times the floor at p50 (goal: at most %g)\n", r.RatioP50, r.Goal)
 	}

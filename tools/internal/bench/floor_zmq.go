@@ -1,0 +1,101 @@
+package bench
+
+/*
+#cgo pkg-config: libzmq
+#include <stdlib.h>
+#include <zmq.h>
+#include "floor_zmq.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"unsafe"
+)
+
+// What ZMQ costs by itself, measured in turns with the floor and a push_pull over zmq.
+
+// zmqServer is the ROUTER, in a thread of its own.
+type zmqServer struct {
+	ctx  unsafe.Pointer
+	at   string
+	done chan struct{}
+}
+
+func newZMQServer(pull int, touch bool) (*zmqServer, error) {
+	s := &zmqServer{ctx: C.zmq_ctx_new(), done: make(chan struct{})}
+	at := (*C.char)(C.calloc(1, endpointLen))
+	defer C.free(unsafe.Pointer(at))
+	soc := C.zmq_floor_bind(s.ctx, at, endpointLen)
+	if soc == nil {
+		C.zmq_ctx_term(s.ctx)
+		return nil, errors.New("bench: no ROUTER for the floor")
+	}
+	s.at = C.GoString(at)
+	go func() {
+		defer close(s.done)
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		out := (*C.char)(C.calloc(1, C.size_t(max(pull, 1)))) // libzmq keeps it for longer than a call
+		defer C.free(unsafe.Pointer(out))
+		C.zmq_floor_serve(soc, out, C.size_t(pull), flag(touch))
+	}()
+	return s, nil
+}
+
+const endpointLen = 256
+
+func (s *zmqServer) close() {
+	C.zmq_ctx_shutdown(s.ctx)
+	<-s.done
+	C.zmq_ctx_term(s.ctx)
+}
+
+// zmqClient is the DEALER.
+type zmqClient struct {
+	ctx, soc unsafe.Pointer
+	out      *C.char
+	push     int
+	pull     int
+	touch    bool
+}
+
+func dialZMQ(at string, push, pull int, touch bool) (*zmqClient, error) {
+	c := &zmqClient{ctx: C.zmq_ctx_new(), push: push, pull: pull, touch: touch}
+	name := C.CString(at)
+	defer C.free(unsafe.Pointer(name))
+	if c.soc = C.zmq_floor_connect(c.ctx, name); c.soc == nil {
+		C.zmq_ctx_term(c.ctx)
+		return nil, fmt.Errorf("bench: no DEALER for the floor at %s", at)
+	}
+	c.out = (*C.char)(C.calloc(1, C.size_t(max(push, 1))))
+	return c, nil
+}
+
+func (c *zmqClient) close() {
+	C.zmq_close(c.soc)
+	C.zmq_ctx_term(c.ctx)
+	C.free(unsafe.Pointer(c.out))
+}
+
+// measure does n rounds and returns the nanoseconds of each.
+func (c *zmqClient) measure(n int) ([]int64, error) {
+	ns := make([]int64, n)
+	if n == 0 {
+		return ns, nil
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	return ns, errno(C.zmq_floor_measure(c.soc, c.out, C.size_t(c.push), C.size_t(c.pull), C.int(n), flag(c.touch),
+		(*C.int64_t)(unsafe.Pointer(&ns[0]))))
+}
+
+// flag is a bool for C.
+func flag(on bool) C.int {
+	if on {
+		return 1
+	}
+	return 0
+}
