@@ -64,6 +64,10 @@ func (b Batch) Pushes() []KeyTensor { return b.w.pushes }
 // Pulls are the wanted answers in the order asked for.
 func (b Batch) Pulls() []Pull { return b.w.pulls }
 
+// Answered tells whether Respond has been called for the batch. One that Respond has
+// refused before anything was sent is not answered.
+func (b Batch) Answered() bool { return b.w.state.Load() != b.gen<<1 }
+
 // Wanted tells whether the worker still waits for the answer: it has not given the batch
 // up, which workers of this library tell, is not lost, and was not replaced by another
 // process.

@@ -2,6 +2,7 @@ package af
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -35,7 +36,9 @@ func (Stream) callOption()    {}
 func (Stream) respondOption() {}
 
 // To sends a PushPull to some servers only: those with these group ranks, ascending. The
-// pull list then has as many parts as there are ranks.
+// pull list then has as many parts as there are ranks. The servers answer each batch by
+// itself; C++ StepMesh's hand batches out only when every worker has sent one to each of
+// them, so in a cluster with such a server a call to some is refused.
 type To []int
 
 func (To) callOption() {}
@@ -63,7 +66,8 @@ type Sent struct{ done van.Completion }
 
 // OnSent has done called once for each pull when its answer has left and the tensor is
 // the caller's again, from any goroutine; done must neither block nor send. Answers that
-// will not leave after all are told like those that have.
+// will not leave after all are told like those that have. After an error of Respond done
+// is called, or has been, if the batch counts as answered, see Batch.Answered.
 func OnSent(done van.Completion) Sent { return Sent{done} }
 
 func (Sent) respondOption() {}
@@ -97,9 +101,18 @@ func callOptionsOf(limit time.Duration, opts []CallOption) (o callOptions, err e
 // check refuses ranks that are not those of some of n servers.
 func (t To) check(n int) error {
 	for i, r := range t {
-		if r < 0 || r >= n || i > 0 && r <= t[i-1] {
-			return fmt.Errorf("%w: to servers %v, want ranks from 0 to %d, ascending", van.ErrInvalid, append([]int(nil), t...), n-1)
+		why := ""
+		switch {
+		case r < 0 || r >= n:
+			why = fmt.Sprintf("there is no server %d", r)
+		case slices.Contains(t[:i], r):
+			why = fmt.Sprintf("server %d is there twice", r)
+		case i > 0 && r < t[i-1]:
+			why = "they are not ascending"
+		default:
+			continue
 		}
+		return fmt.Errorf("%w: to servers %v, want ranks from 0 to %d, each once: %s", van.ErrInvalid, append([]int(nil), t...), n-1, why)
 	}
 	return nil
 }

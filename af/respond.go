@@ -58,6 +58,9 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 		p := &b.w.pulls[i]
 		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *b.w.answer(i, outs, o.order)}, b.w, o.done); err != nil {
 			errs = append(errs, err)
+			if o.done != nil {
+				o.done.Sent()
+			}
 		}
 	}
 	return errors.Join(errs...)
@@ -90,6 +93,11 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o respondOptions) 
 	w.done = o.done
 	if s.line.add(w, event) {
 		return nil
+	}
+	for range w.answers {
+		if o.done != nil {
+			o.done.Sent()
+		}
 	}
 	w.forget()
 	w.unref()

@@ -148,6 +148,14 @@ func (b *batch) address(to To) error {
 	if len(to) == 0 {
 		return fmt.Errorf("%w: to no server, want at least one", van.ErrInvalid)
 	}
+	if len(to) < len(all) {
+		for _, id := range all {
+			if !b.w.node.Native(id) {
+				return fmt.Errorf("%w: to servers %v of %d: %s is of another implementation, which waits for a batch of every worker; send to all",
+					van.ErrInvalid, append([]int(nil), to...), len(all), b.w.node.PeerName(id))
+			}
+		}
+	}
 	b.to = b.to[:0]
 	for _, r := range to {
 		b.to = append(b.to, all[r])

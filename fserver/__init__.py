@@ -16,6 +16,7 @@ except ModuleNotFoundError as e:
 
 import fserver_lib as f
 from fserver_lib import (  # "as" tells type checkers what is meant for others
+    Answer,
     ConnectionError as ConnectionError,
     Error,
     SimpleNotify,
@@ -45,6 +46,7 @@ __version__ = "0.0.5.post1+go.1"
 
 # Without the classes that "import *" would put in place of built-in ones.
 __all__ = [
+    "Answer",
     "Error",
     "SimpleNotify",
     "Tensor",

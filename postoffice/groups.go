@@ -170,6 +170,9 @@ func (n *Node) ServerKeyRanges() []KeyRange {
 	return rs
 }
 
+// Native tells whether the node with that id is one of this library, as far as is known.
+func (n *Node) Native(id int) bool { return n.processes.of(id).incarnation != 0 }
+
 // Reorders tells whether a message of a peer may be handed up before one that it sent
 // earlier.
 func (n *Node) Reorders() bool {

@@ -104,6 +104,9 @@ func (s *Session) Stop(ctx context.Context) error {
 	return s.node.Finalize(ctx)
 }
 
+// Name is that of the node, for errors.
+func (s *Session) Name() string { return s.node.Name() }
+
 // Close leaves at once.
 func (s *Session) Close() { s.node.Close() }
 
@@ -124,6 +127,35 @@ func (s *Session) PushPull(stream af.Stream, push, pull []af.KeyTensor) (int32, 
 	}
 	call, err := s.worker.PushPull(push, pull, stream)
 	return call.Timestamp(), err
+}
+
+// PushPullTo is PushPull to some servers, in any order, in which their pulls are.
+func (s *Session) PushPullTo(stream af.Stream, servers []int, push, pull []af.KeyTensor) (int32, error) {
+	if s.worker == nil {
+		return 0, s.wrongRole("push_pull", "worker")
+	}
+	servers, pull = ascending(servers, pull)
+	call, err := s.worker.PushPull(push, pull, stream, af.To(servers))
+	return call.Timestamp(), err
+}
+
+// ascending sorts servers, and pull, which has a part for each of them, with them. What it
+// changes is a copy. Lists that do not fit are for PushPull to refuse.
+func ascending(servers []int, pull []af.KeyTensor) ([]int, []af.KeyTensor) {
+	if slices.IsSorted(servers) || len(pull)%len(servers) != 0 {
+		return servers, pull
+	}
+	q := len(pull) / len(servers)
+	order := make([]int, len(servers))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return servers[a] - servers[b] })
+	to, parts := make([]int, 0, len(servers)), make([]af.KeyTensor, 0, len(pull))
+	for _, i := range order {
+		to, parts = append(to, servers[i]), append(parts, pull[i*q:(i+1)*q]...)
+	}
+	return to, parts
 }
 
 // Wait waits until the batch with the given handler is complete, for limit counted
@@ -242,20 +274,44 @@ func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 	if s.queue == nil {
 		return items, s.wrongRole("get_batch", "server")
 	}
+	return s.receive(items, eachOne, slice)
+}
+
+// GetAny appends the batches that are there to items, at most most (0: no limit) and the
+// oldest first, whoever has sent them. After slice without any it returns ErrPending.
+func (s *Session) GetAny(items []Item, most int, slice time.Duration) ([]Item, error) {
+	q := s.queue
+	if q == nil {
+		return items, s.wrongRole("get_batch", "server")
+	}
+	q.eager.Store(true) // from now on each batch is told
+	return s.receive(items, most, slice)
+}
+
+// eachOne instead of a number of batches is one of each worker.
+const eachOne = -1
+
+// receive is GetBatch for most == eachOne, else GetAny.
+func (s *Session) receive(items []Item, most int, slice time.Duration) ([]Item, error) {
+	q := s.queue
+	poll, changed := q.poll, q.changed
+	if most != eachOne {
+		poll, changed = q.pollAny, q.came
+	}
 	var timer *time.Timer // made only when the batches do not come soon
 	var end time.Time
 	for {
 		if err := s.node.Alive(); err != nil {
 			return items, err
 		}
-		items, ok, err := s.queue.take(items)
+		items, ok, err := q.take(items, most)
 		if ok || err != nil {
 			return items, err
 		}
 		if end.IsZero() {
 			end = time.Now().Add(slice)
 		}
-		if s.node.Poll(s.queue.poll); s.queue.ready() {
+		if s.node.Poll(poll); q.ready(most) {
 			continue
 		}
 		if timer == nil {
@@ -263,7 +319,7 @@ func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 			defer timer.Stop()
 		}
 		select {
-		case <-s.queue.changed:
+		case <-changed:
 		case <-timer.C:
 			return items, ErrPending
 		}
@@ -286,46 +342,60 @@ func (s *Session) BatchTimeout(limit time.Duration) error {
 // If the worker was lost, replaced, or has given the request up, the answer is dropped
 // with a log line and no error, since the program goes on serving other workers.
 func (s *Session) Respond(stream af.Stream, id uint64, tensors []af.KeyTensor) error {
+	_, err := s.Answer(stream, id, tensors, nil)
+	return err
+}
+
+// Answer is Respond with a completion: done, if not nil, is called once for each tensor
+// when it has left, or will not leave, and is the caller's again. told says whether it is:
+// not after errors that leave the batch as it was.
+func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done van.Completion) (told bool, err error) {
 	if s.queue == nil {
-		return s.wrongRole("respond", "server")
+		return false, s.wrongRole("respond", "server")
 	}
 	q := s.queue
 	q.mu.Lock()
 	if _, ok := q.acked[id]; ok {
 		defer q.mu.Unlock()
 		if len(tensors) > 0 {
-			return misfit(id, 0, len(tensors))
+			return false, misfit(id, 0, len(tensors))
 		}
 		delete(q.acked, id)
-		return nil
+		return true, nil
 	}
 	b, ok := q.out[id]
 	if !ok {
 		err := q.unknown(id)
 		q.mu.Unlock()
-		return err
+		return false, err
 	}
 	delete(q.out, id)
 	q.mu.Unlock()
 	if len(b.Pulls()) != len(tensors) {
 		q.putBack(id, b)
-		return misfit(id, len(b.Pulls()), len(tensors))
+		return false, misfit(id, len(b.Pulls()), len(tensors))
 	}
 	worker := b.Worker()
 	if !b.Wanted() && !failpoint.On("incarnation") {
 		q.unanswered(worker)
 		b.Release()
-		return nil
+		for range tensors {
+			if done != nil {
+				done.Sent()
+			}
+		}
+		return true, nil
 	}
-	err := b.Respond(tensors, stream)
+	err = b.Respond(tensors, stream, af.OnSent(done))
 	switch {
-	case errors.Is(err, van.ErrInvalid):
+	case err != nil && !b.Answered():
 		q.putBack(id, b)
+		return false, err
 	case errors.Is(err, van.ErrPeerLost):
 		q.unanswered(worker)
-		return nil
+		return true, nil
 	}
-	return err
+	return true, err
 }
 
 // CanRespond tells why Respond would refuse this number of tensors for one of the

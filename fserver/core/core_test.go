@@ -155,7 +155,8 @@ func TestUnknownHandlers(t *testing.T) {
 	if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}}, nil); err != nil {
 		t.Fatal(err)
 	}
-	for end := time.Now().Add(20 * time.Second); !server.queue.ready(); server.node.Poll(server.queue.ready) {
+	all := func() bool { return server.queue.ready(eachOne) }
+	for end := time.Now().Add(20 * time.Second); !all(); server.node.Poll(all) {
 		if time.Now().After(end) {
 			t.Fatal("the batch does not come")
 		}

@@ -42,6 +42,9 @@ func (q *queue) giveBack(items []Item) {
 	if q.filled == len(q.workers) {
 		q.signal()
 	}
+	if q.filled > 0 {
+		q.signalAny()
+	}
 }
 
 // Retake returns the item of GetBatch with that id, for GiveBack, if it was not answered;

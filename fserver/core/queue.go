@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -39,6 +40,9 @@ type queue struct {
 	room    chan struct{}       // closed and replaced when such a worker has room again
 	changed chan struct{}       // one token when take may succeed
 	poll    func() bool         // ends GetBatch's polling; made once
+	eager   atomic.Bool         // GetAny has been called
+	came    chan struct{}       // then one token when takeAny may succeed
+	pollAny func() bool         // ends GetAny's polling; made once
 }
 
 // loss is why and since when a worker is away.
@@ -49,13 +53,18 @@ type loss struct {
 
 func newQueue(n *postoffice.Node) *queue {
 	q := &queue{node: n, workers: make([]fifo.Queue[Item], n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]loss{},
-		bytes: make([]int, n.NumWorkers()), room: make(chan struct{}), changed: make(chan struct{}, 1)}
+		bytes: make([]int, n.NumWorkers()), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
 	q.poll = func() bool {
 		q.mu.Lock()
 		defer q.mu.Unlock()
 		// With a worker over its budget polling would deadlock: put would wait for take
 		// on the goroutine that is to call take.
 		return q.filled == len(q.workers) || q.full > 0
+	}
+	q.pollAny = func() bool {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		return q.filled > 0
 	}
 	n.OnPeer(func(id int, up bool, cause error) {
 		if van.RoleOf(id) != van.Worker || van.RankOf(id)%n.GroupSize() != n.Instance() {
@@ -71,6 +80,7 @@ func newQueue(n *postoffice.Node) *queue {
 			q.sweep(rank)
 		}
 		q.signal()
+		q.signalAny()
 	})
 	return q
 }
@@ -78,6 +88,17 @@ func newQueue(n *postoffice.Node) *queue {
 func (q *queue) signal() {
 	select {
 	case q.changed <- struct{}{}:
+	default:
+	}
+}
+
+// signalAny wakes a GetAny, if there ever is one.
+func (q *queue) signalAny() {
+	if !q.eager.Load() {
+		return
+	}
+	select {
+	case q.came <- struct{}{}:
 	default:
 	}
 }
@@ -127,6 +148,7 @@ func (q *queue) put(b af.Batch) {
 	if ready {
 		q.signal()
 	}
+	q.signalAny()
 }
 
 func (q *queue) budget() int {
@@ -194,43 +216,83 @@ func (q *queue) unwanted(worker int) {
 	}
 }
 
-// ready tells whether every worker has a batch.
-func (q *queue) ready() bool {
+// ready tells whether take takes something.
+func (q *queue) ready(most int) bool {
 	q.mu.Lock()
-	full := q.filled == len(q.workers)
-	q.mu.Unlock()
-	return full
+	defer q.mu.Unlock()
+	return q.filled == len(q.workers) || most != eachOne && q.filled > 0
 }
 
 // take appends the oldest batch of every worker to items if all have one. Otherwise it
 // returns false, or an error if a worker without one is lost and was not replaced within
-// STEPAF_REPLACE_TIMEOUT.
-func (q *queue) take(items []Item) ([]Item, bool, error) {
+// STEPAF_REPLACE_TIMEOUT. When most is not one it is takeAny.
+func (q *queue) take(items []Item, most int) ([]Item, bool, error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	if most != eachOne {
+		return q.takeAny(items, most)
+	}
 	if q.filled < len(q.workers) {
-		limit := q.node.Config().ReplaceTimeout
-		for rank, l := range q.lost {
-			if away := time.Since(l.at); q.workers[rank].Len() == 0 && away >= limit {
-				return items, false, &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: l.cause,
-					Elapsed: away, Limit: limit,
-					Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
-			}
-		}
-		return items, false, nil
+		return items, false, q.away(1)
 	}
 	for i := range q.workers {
-		it := q.workers[i].Take()
-		q.charge(i, -weight(&it.Batch))
-		items = append(items, q.handOut(it))
-		if q.workers[i].Len() == 0 {
-			q.filled--
-		}
+		items = append(items, q.takeOf(i))
 	}
 	if q.filled == len(q.workers) {
 		q.signal() // for another caller: two signals may have made one token
 	}
 	return items, true, nil
+}
+
+// takeAny appends the oldest batches to items, at most most of them (0: no limit), if there
+// is one. Otherwise it returns false, or an error if all workers are lost and none was
+// replaced within STEPAF_REPLACE_TIMEOUT. q.mu is held.
+func (q *queue) takeAny(items []Item, most int) ([]Item, bool, error) {
+	if q.filled == 0 {
+		return items, false, q.away(len(q.workers))
+	}
+	for n := 0; q.filled > 0 && (most == 0 || n < most); n++ {
+		oldest := -1
+		for i := range q.workers {
+			if w := &q.workers[i]; w.Len() > 0 && (oldest < 0 || w.All()[0].ID < q.workers[oldest].All()[0].ID) {
+				oldest = i
+			}
+		}
+		items = append(items, q.takeOf(oldest))
+	}
+	if q.filled > 0 {
+		q.signalAny() // for another caller
+	}
+	return items, true, nil
+}
+
+// takeOf hands out the oldest batch of a worker. q.mu is held.
+func (q *queue) takeOf(rank int) Item {
+	w := &q.workers[rank]
+	it := w.Take()
+	q.charge(rank, -weight(&it.Batch))
+	if w.Len() == 0 {
+		q.filled--
+	}
+	return q.handOut(it)
+}
+
+// away is the error of one of the workers without a batch that are lost and were not
+// replaced in time, if at least so many are. q.mu is held.
+func (q *queue) away(least int) (err error) {
+	limit, n := q.node.Config().ReplaceTimeout, 0
+	for rank, l := range q.lost {
+		if away := time.Since(l.at); q.workers[rank].Len() == 0 && away >= limit {
+			n++
+			err = &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: l.cause,
+				Elapsed: away, Limit: limit,
+				Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
+		}
+	}
+	if n < least {
+		return nil
+	}
+	return err
 }
 
 // keepAcked is the number of batches without pulls that can still be answered.

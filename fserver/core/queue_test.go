@@ -2,6 +2,8 @@ package core
 
 import (
 	"context"
+	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -90,10 +92,124 @@ func TestTwoBatchesTwoCallers(t *testing.T) {
 		case <-time.After(20 * time.Second):
 			t.Fatalf("caller %d sleeps though a batch is there", i)
 		}
-		items, ok, err := q.take(nil)
+		items, ok, err := q.take(nil, eachOne)
 		if !ok || err != nil || len(items) != 1 {
 			t.Fatalf("caller %d got %d batches, %v", i, len(items), err)
 		}
 		items[0].Release()
+	}
+}
+
+// TestGetAny: what is there is handed out, the oldest first, whoever has sent it, and a
+// worker that is lost is missed only when nobody else is there.
+func TestGetAny(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 3, Set: func(c *postoffice.Config) { c.ReplaceTimeout = 0 }})
+	server := &Session{node: c.Servers[0]}
+	var all sync.WaitGroup
+	open := func(s *Session) {
+		all.Go(func() {
+			if err := s.open(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	open(server)
+	workers := make([]*Session, 3)
+	for i := range workers {
+		workers[i] = &Session{node: c.Workers[i]}
+		open(workers[i])
+	}
+	all.Wait()
+	_, err := server.GetAny(nil, 0, time.Millisecond)
+	vantest.Fails(t, err, ErrPending)
+	sent := 0
+	send := func(rank int) {
+		t.Helper()
+		sent++
+		if _, err := workers[rank].PushPull(af.DefaultStream, []af.KeyTensor{{Key: uint64(sent), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
+			t.Fatal(err)
+		}
+		for end := time.Now().Add(20 * time.Second); ; {
+			server.queue.mu.Lock()
+			n := int(server.queue.next)
+			server.queue.mu.Unlock()
+			if n == sent {
+				return
+			}
+			if time.Now().After(end) {
+				t.Fatal("the batch does not come")
+			}
+		}
+	}
+	take := func(most int, want ...uint64) {
+		t.Helper()
+		items, err := server.GetAny(nil, most, 20*time.Second)
+		var got []uint64
+		for _, it := range items {
+			got = append(got, it.Pushes()[0].Key)
+			if err := server.Respond(af.Complete, it.ID, nil); err != nil {
+				t.Error(err)
+			}
+			it.Release()
+		}
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("batches %v and %v, want %v", got, err, want)
+		}
+	}
+	for _, rank := range []int{2, 0, 2, 2, 0} {
+		send(rank)
+	}
+	take(2, 1, 2)
+	take(0, 3, 4, 5)
+	waits := make(chan error, 1)
+	go func() {
+		items, err := server.GetAny(nil, 1, 20*time.Second)
+		for _, it := range items {
+			it.Release()
+		}
+		waits <- err
+	}()
+	send(1)
+	if err := <-waits; err != nil {
+		t.Error(err)
+	}
+	for rank := range workers {
+		down := make(chan struct{})
+		unwatch := c.Servers[0].OnPeer(func(id int, up bool, _ error) {
+			if id == van.WorkerID(rank) && !up {
+				close(down)
+			}
+		})
+		c.Workers[rank].Close()
+		<-down
+		unwatch()
+		_, err := server.GetAny(nil, 0, time.Millisecond)
+		if rank < 2 {
+			vantest.Fails(t, err, ErrPending)
+		} else {
+			vantest.Fails(t, err, van.ErrPeerLost, "get_batch")
+		}
+	}
+}
+
+// TestAscending: servers in any order are sorted together with the parts of their pulls.
+func TestAscending(t *testing.T) {
+	pull := make([]af.KeyTensor, 6)
+	for i := range pull {
+		pull[i].Key = uint64(i)
+	}
+	to, parts := ascending([]int{2, 0, 1}, pull)
+	var keys []uint64
+	for _, p := range parts {
+		keys = append(keys, p.Key)
+	}
+	if !slices.Equal(to, []int{0, 1, 2}) || !slices.Equal(keys, []uint64{2, 3, 4, 5, 0, 1}) {
+		t.Errorf("servers %v, parts %v", to, keys)
+	}
+	if to, parts := ascending([]int{1, 0}, pull[:3]); !slices.Equal(to, []int{1, 0}) || len(parts) != 3 {
+		t.Errorf("lists that do not fit: %v, %d parts", to, len(parts))
+	}
+	if to, _ := ascending([]int{}, nil); len(to) != 0 {
+		t.Errorf("no servers: %v", to)
 	}
 }

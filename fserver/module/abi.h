@@ -34,6 +34,19 @@ typedef struct {
   sf_tensor *tensors;
 } sf_batch;
 
+// Instead of a number of batches for sf_get_batch: one of each worker.
+#define SF_ONE (-1)
+
+// What respond() returned, in memory of malloc. All fields are atomic.
+typedef struct {
+  int32_t left;    // tensors that have not left
+  int32_t holds;   // Python's, and the library's while left > 0
+  int32_t waiters; // in sf_answer_wait
+} sf_answer;
+
+// Gives up one hold.
+void sf_answer_drop(sf_answer *a);
+
 // Kinds of errors: which Python exception an error becomes.
 enum { SF_RUNTIME = 1, SF_TIMEOUT, SF_CONNECTION, SF_VALUE };
 

@@ -64,7 +64,7 @@
 	"the node has left in either case. Error before init()."
 
 #define DOC_PUSH_PULL \
-	"push_pull($module, /, push_tensors, push_keys, pull_tensors, pull_keys, need_event=True)\n--\n\n" \
+	"push_pull($module, /, push_tensors, push_keys, pull_tensors, pull_keys, need_event=True, *, servers=None)\n--\n\n" \
 	"Worker: send tensors to all servers, and have tensors filled by them. Returns at once.\n" \
 	"\n" \
 	"push_tensors: sequence of tensors. Each goes to every server, with its dtype and\n" \
@@ -77,6 +77,9 @@
 	"pull_keys: one key for each pull tensor; those for one server all different.\n" \
 	"need_event: with GPU tensors, True sends after the work queued so far on the\n" \
 	"    current CUDA stream; False sends at once. No effect on CPU tensors.\n" \
+	"servers: None for all, or the ranks of some, in any order: these alone are asked, S\n" \
+	"    is their number, and pull_tensors has their parts in that order. Not in a\n" \
+	"    cluster with a C++ server. They use get_batch(any=True).\n" \
 	"\n" \
 	"Both lists may be empty, but not both at once. Until wait() has returned do not\n" \
 	"write to the push tensors or use the pull tensors; the library holds references\n" \
@@ -86,7 +89,8 @@
 	"for each push tensor, then one for each of the B pulls, and returns the first.\n" \
 	"\n" \
 	"Raises ValueError (lengths that do not fit, a key out of range or twice, a tensor\n" \
-	"not contiguous, too large, read-only or on a wrong device; names the argument),\n" \
+	"not contiguous, too large, read-only or on a wrong device, a server twice or one that\n" \
+	"does not exist; names the argument),\n" \
 	"TypeError (not a tensor, not an int), ConnectionError (a server is lost), Error\n" \
 	"(not a worker, before init() or after stop()). Nothing is sent then."
 
@@ -144,11 +148,15 @@
 	"Comparable between processes of one host. Works in every role and before init()."
 
 #define DOC_GET_BATCH \
-	"get_batch($module, /, *, timeout_ms=None)\n--\n\n" \
+	"get_batch($module, /, *, timeout_ms=None, any=False, max_batches=None)\n--\n\n" \
 	"Server: wait until every worker has sent a batch; return the oldest of each.\n" \
 	"\n" \
 	"timeout_ms: limit in milliseconds; None waits without limit. After a timeout no\n" \
 	"    batch is lost: call again.\n" \
+	"any: True waits for one batch, of any worker, and returns all that are there, the\n" \
+	"    oldest first, several of one worker among them. The keys, or the first of them,\n" \
+	"    can say whose a batch is.\n" \
+	"max_batches: with any=True, return at most so many; None for no limit.\n" \
 	"\n" \
 	"Returns a list of DMLC_NUM_WORKER tuples, in the order of the workers' ranks:\n" \
 	"\n" \
@@ -177,8 +185,9 @@
 	"need_event: with GPU tensors, True sends after the work queued so far on the\n" \
 	"    current CUDA stream; False sends at once. No effect on CPU tensors.\n" \
 	"\n" \
-	"The library holds references to the tensors until they are sent; do not write to\n" \
-	"them before the worker can have them. A copy, or a tensor of get_batch(), is safe.\n" \
+	"The library holds references to the tensors until they are sent. Returns an Answer,\n" \
+	"which may be ignored: its done() and wait() tell when the tensors have left and may\n" \
+	"be written to. A copy, or a tensor of get_batch(), is safe without.\n" \
 	"\n" \
 	"Raises ValueError (unknown handler, another number of tensors or bytes, not\n" \
 	"contiguous, wrong device), TypeError (not a tensor), ConnectionError (the worker is\n" \
@@ -240,6 +249,21 @@
 	"Hand it to numpy.from_dlpack, jax.dlpack.from_dlpack or torch.from_dlpack: no copy.\n" \
 	"The memory lives as long as this object or an array made from it. respond() takes\n" \
 	"it as it is. Programs cannot make one."
+
+#define DOC_ANSWER \
+	"What respond() returns: an answer on its way. It may be dropped at any time, which\n" \
+	"costs nothing and changes nothing. Programs cannot make one."
+#define DOC_ANSWER_DONE \
+	"done($self, /)\n--\n\n" \
+	"Whether all tensors of the answer have left, or will not leave since the worker is\n" \
+	"lost or has given up: they are yours again, to write to. Does not wait."
+#define DOC_ANSWER_WAIT \
+	"wait($self, /, timeout_ms=None)\n--\n\n" \
+	"Wait until done().\n" \
+	"\n" \
+	"timeout_ms: limit in milliseconds; None waits without limit.\n" \
+	"\n" \
+	"Raises TimeoutError (wait again), KeyboardInterrupt, Error (stopped)."
 
 #define DOC_TENSOR_SHAPE "Its sizes, a tuple of ints; () for a scalar."
 #define DOC_TENSOR_DTYPE "The name of its element type as the sender had it, a str such as \"float32\" or \"bfloat16\"."

@@ -260,7 +260,7 @@ func (a *args) read(ts []af.KeyTensor, t *C.sf_tensor, n C.int, what string) (_ 
 }
 
 //export sf_push_pull
-func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, e *C.sf_error) C.int64_t {
+func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, servers *C.int64_t, nServers C.int, e *C.sf_error) C.int64_t {
 	a := argsPool.Get().(*args)
 	defer a.release()
 	var err, err2 error
@@ -273,7 +273,16 @@ func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
-	h, err := s.PushPull(af.Stream(stream), a.push, a.pull)
+	var h int32
+	if servers == nil {
+		h, err = s.PushPull(af.Stream(stream), a.push, a.pull)
+	} else {
+		to := make([]int, nServers)
+		for i, rank := range unsafe.Slice(servers, int(nServers)) {
+			to[i] = int(rank)
+		}
+		h, err = s.PushPullTo(af.Stream(stream), to, a.push, a.pull)
+	}
 	if err != nil {
 		return C.int64_t(fail(e, err))
 	}
@@ -336,12 +345,13 @@ func sf_batch_timeout(ms C.int64_t, e *C.sf_error) C.int {
 	return fail(e, err)
 }
 
-// sf_get_batch waits for one batch of each worker, for sliceMs at most. *out points to
+// sf_get_batch waits for one batch of each worker, or, if most is not SF_ONE, for at most
+// most batches of any (0: no limit), for sliceMs at most. *out points to
 // room, which has size bytes, or, if the batches do not fit, to one malloc'ed block that
 // the caller frees.
 //
 //export sf_get_batch
-func sf_get_batch(sliceMs C.int64_t, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
+func sf_get_batch(sliceMs, most C.int64_t, room unsafe.Pointer, size C.size_t, out **C.sf_batch, n *C.int, e *C.sf_error) C.int {
 	s, err := session()
 	if err != nil {
 		return fail(e, err)
@@ -351,7 +361,12 @@ func sf_get_batch(sliceMs C.int64_t, room unsafe.Pointer, size C.size_t, out **C
 		clear(*buf)
 		itemPool.Put(buf)
 	}()
-	if *buf, err = s.GetBatch((*buf)[:0], time.Duration(sliceMs)*time.Millisecond); err != nil {
+	if slice := time.Duration(sliceMs) * time.Millisecond; most == C.SF_ONE {
+		*buf, err = s.GetBatch((*buf)[:0], slice)
+	} else {
+		*buf, err = s.GetAny((*buf)[:0], int(most), slice)
+	}
+	if err != nil {
 		return fail(e, err)
 	}
 	return handOut(*buf, room, size, out, n)
@@ -455,25 +470,6 @@ func sf_check_respond(ts *C.sf_tensor, n C.int, e *C.sf_error) C.int {
 	s, err := session()
 	if err == nil {
 		err = s.CanRespond(ids, 1)
-	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
-}
-
-//export sf_respond
-func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, e *C.sf_error) C.int {
-	a := argsPool.Get().(*args)
-	defer a.release()
-	var err error
-	a.pull, err = a.read(a.pull, t, n, "tensors")
-	var s *core.Session
-	if err == nil {
-		s, err = session()
-	}
-	if err == nil {
-		err = s.Respond(af.Stream(stream), uint64(id), a.pull)
 	}
 	if err != nil {
 		return fail(e, err)

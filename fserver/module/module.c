@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "_cgo_export.h"
+#include "answer.h"
 #include "batch.h"
 #include "call.h"
 #include "cuda.h"
@@ -123,38 +124,60 @@ static int takes_long(const sf_tensor *ts, Py_ssize_t n) {
   return bytes >= LONG_COPY || tensor_on_gpu(ts, n);
 }
 
+// Reads ranks of servers: *out is malloc'ed, NULL for None, which means all.
+static int server_ranks(PyObject *o, int64_t **out, Py_ssize_t *n) {
+  *out = NULL;
+  *n = 0;
+  if (o == NULL || o == Py_None) return 0;
+  PyObject *items = sf_sequence(o, "servers", n);
+  if (items == NULL) return -1;
+  *out = calloc((size_t)*n + 1, sizeof **out);
+  int failed = *out == NULL;
+  if (failed) PyErr_NoMemory();
+  for (Py_ssize_t i = 0; !failed && i < *n; i++) failed = sf_int64_arg(PyTuple_GetItem(items, i), "servers", &(*out)[i]) < 0;
+  Py_DECREF(items);
+  if (!failed) return 0;
+  free(*out);
+  return -1;
+}
+
 static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event", NULL};
-  PyObject *a[5] = {NULL}; // the arguments
+  static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event", "servers", NULL};
+  PyObject *a[6] = {NULL}; // the arguments
+  int64_t *servers;
+  Py_ssize_t nservers;
   int need_event = 1;
   Py_ssize_t n = 0, m = 0;
   sf_error e = {0, NULL};
   (void)self;
-  if (!sf_by_position(args, kw, 4, 5, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OOOO|O:push_pull", names, &a[0], &a[1], &a[2], &a[3], &a[4]))
+  if (!sf_by_position(args, kw, 4, 5, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OOOO|O$O:push_pull", names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5]))
     return NULL;
   if (sf_bool_arg(a[4], &need_event) < 0 || sf_enter() < 0) return NULL;
   sf_tensor *ps = tensor_list(a[0], "push_tensors", a[1], "push_keys", 0, &n);
   if (ps == NULL) return NULL;
   sf_tensor *qs = tensor_list(a[2], "pull_tensors", a[3], "pull_keys", 1, &m);
-  if (qs == NULL) {
+  if (qs == NULL || server_ranks(a[5], &servers, &nservers) < 0) {
     drop_list(ps, n);
+    drop_list(qs, m);
     return NULL;
   }
   uint64_t stream = SF_COMPLETE; // of a GPU: the pull tensors, too, may still be in use there
   if (need_event && (tensor_streams(ps, n, &stream) < 0 || (stream == SF_COMPLETE && tensor_streams(qs, m, &stream) < 0))) {
     drop_list(ps, n);
     drop_list(qs, m);
+    free(servers);
     return NULL;
   }
   int64_t h; // in the call Go uses ps, qs and the memory of their owners, which it has taken over
   if (takes_long(ps, n) || tensor_on_gpu(qs, m)) {
-    Py_BEGIN_ALLOW_THREADS h = sf_push_pull(ps, (int)n, qs, (int)m, stream, &e);
+    Py_BEGIN_ALLOW_THREADS h = sf_push_pull(ps, (int)n, qs, (int)m, stream, servers, (int)nservers, &e);
     Py_END_ALLOW_THREADS
   } else {
-    h = sf_push_pull(ps, (int)n, qs, (int)m, stream, &e);
+    h = sf_push_pull(ps, (int)n, qs, (int)m, stream, servers, (int)nservers, &e);
   }
   free(ps);
   free(qs);
+  free(servers);
   if (h < 0) return sf_raise(&e);
   return PyLong_FromLongLong(h);
 }
@@ -223,12 +246,22 @@ static PyObject *py_get_nanosecond(PyObject *self, PyObject *noargs) {
 }
 
 static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"timeout_ms", NULL};
-  PyObject *timeout = NULL;
-  int64_t ms;
+  static char *names[] = {"timeout_ms", "any", "max_batches", NULL};
+  PyObject *timeout = NULL, *any_arg = NULL, *max = NULL;
+  int64_t ms, most = SF_ONE;
+  int any = 0;
   (void)self;
-  if (!sf_by_position(args, kw, 0, 0, NULL) && !PyArg_ParseTupleAndKeywords(args, kw, "|$O:get_batch", names, &timeout)) return NULL;
-  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
+  if (!sf_by_position(args, kw, 0, 0, NULL) && !PyArg_ParseTupleAndKeywords(args, kw, "|$OOO:get_batch", names, &timeout, &any_arg, &max))
+    return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0 || sf_bool_arg(any_arg, &any) < 0) return NULL;
+  if (any) most = 0;
+  if (max != NULL && max != Py_None) {
+    if (sf_int64_arg(max, "max_batches", &most) < 0) return NULL;
+    if (!any || most < 1) {
+      PyErr_Format(sf_error_value, "max_batches is %R, want at least 1, and any=True with it", max);
+      return NULL;
+    }
+  }
   uint64_t start = ms >= 0 ? sf_now() : 0;
   union { // what most batches fit in
     sf_batch first;
@@ -244,7 +277,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
       int64_t left = ms - (int64_t)((sf_now() - start) / 1000000);
       if (left < slice) slice = left > 0 ? left : 0;
     }
-    Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, &room, sizeof room, &batches, &n, &e);
+    Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, most, &room, sizeof room, &batches, &n, &e);
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) break;
     if (PyErr_CheckSignals() < 0) return NULL;
@@ -258,10 +291,10 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
 }
 
 // Answers a batch. Takes over the owners of ts, and keeps no pointer to ts.
-static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream, sf_error *e) {
+static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream, sf_answer *a, sf_error *e) {
   int rc;
-  if (!takes_long(ts, n)) return sf_respond(id, ts, (int)n, stream, e);
-  Py_BEGIN_ALLOW_THREADS rc = sf_respond(id, ts, (int)n, stream, e);
+  if (!takes_long(ts, n)) return sf_respond(id, ts, (int)n, stream, a, e);
+  Py_BEGIN_ALLOW_THREADS rc = sf_respond(id, ts, (int)n, stream, a, e);
   Py_END_ALLOW_THREADS return rc;
 }
 
@@ -282,10 +315,16 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
     drop_list(ts, n);
     return NULL;
   }
-  int rc = respond(id, ts, n, stream, &e);
+  sf_answer *answer = answer_state(n);
+  if (answer == NULL) {
+    drop_list(ts, n);
+    return NULL;
+  }
+  int rc = respond(id, ts, n, stream, answer, &e);
   free(ts);
-  if (rc != SF_DONE) return sf_raise(&e);
-  Py_RETURN_NONE;
+  if (rc == SF_DONE) return answer_out(answer);
+  sf_answer_drop(answer);
+  return sf_raise(&e);
 }
 
 static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
@@ -331,7 +370,7 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
     part.nbytes = buf.shape[0] > 0 ? buf.nbytes / buf.shape[0] * part.shape[0] : 0;
     Py_INCREF((PyObject *)part.owner);
     sf_error failed = {0, NULL};
-    if (respond(ts[i].key, &part, 1, stream, &failed) == SF_DONE) {
+    if (respond(ts[i].key, &part, 1, stream, NULL, &failed) == SF_DONE) {
       if (part.nbytes > 0) stream = SF_COMPLETE; // answers leave in order, and all are parts of one buffer
     } else if (e.kind == 0) {
       e = failed; // and the others get theirs
@@ -442,7 +481,7 @@ static int at_exit(PyObject *module) {
 PyMODINIT_FUNC PyInit_fserver_lib(void) {
   PyObject *module = PyModule_Create(&definition);
   if (module == NULL) return NULL;
-  if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || at_exit(module) < 0) {
+  if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || answer_init(module) < 0 || at_exit(module) < 0) {
     Py_DECREF(module);
     return NULL;
   }

@@ -9,12 +9,12 @@ import pytest
 CALLS = {
     "init": "(*, timeout_ms=None)",
     "stop": "(*, timeout_ms=None)",
-    "push_pull": "(push_tensors, push_keys, pull_tensors, pull_keys, need_event=True)",
+    "push_pull": "(push_tensors, push_keys, pull_tensors, pull_keys, need_event=True, *, servers=None)",
     "wait": "(handler, timeout_ms=10000)",
     "get_all_handlers": "(handler, /)",
     "fetch_trace": "(handler, /)",
     "get_nanosecond": "()",
-    "get_batch": "(*, timeout_ms=None)",
+    "get_batch": "(*, timeout_ms=None, any=False, max_batches=None)",
     "respond": "(tensors, handler, need_event=False)",
     "respond_vec": "(ret_buffer, tensors_vec, handler_vec, /)",
     "register_recv_buffer": "(tensor, worker_ranks, push_keys, /)",
@@ -157,7 +157,7 @@ def sequences_server(n):
             result = n.f.respond(tensors, handler, True)
         else:
             result = n.f.respond(handler=handler, tensors=tensors, need_event=False)
-        assert result is None
+        assert isinstance(result, n.f.Answer)
     n.f.barrier(include_client=True, include_server=True, instance_barrier=True)
 
 

@@ -1,0 +1,88 @@
+package af_test
+
+import (
+	"testing"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
+)
+
+// anonymous hides from a node which library the servers are of.
+type anonymous struct{ van.Van }
+
+// Unwrap implements van.Wrapper.
+func (a *anonymous) Unwrap() van.Van { return a.Van }
+
+// Start implements van.Van.
+func (a *anonymous) Start(recv van.Receiver) {
+	a.Van.Start(func(m *van.Message) {
+		for i := range m.Control.Nodes {
+			if n := &m.Control.Nodes[i]; n.Role == van.Server {
+				n.Endpoint = nil
+			}
+		}
+		recv(m)
+	})
+}
+
+// TestToForeign: C++ StepMesh's servers wait for a batch of every worker, so none is left out
+// in a cluster with one.
+func TestToForeign(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: func(role string, _ int, f van.Factory) van.Factory {
+		if role != "worker" {
+			return f
+		}
+		return func(o van.Options) (van.Van, error) {
+			v, err := f(o)
+			return &anonymous{v}, err
+		}
+	}})
+	w := newWorker(t, c.Workers[0])
+	push := []af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("x"))}}
+	_, err := w.PushPull(push, nil, af.To{1})
+	vantest.Fails(t, err, van.ErrInvalid, "to servers [1] of 2", "server 0 (id 8)", "of another implementation", "send to all")
+	call, err := w.PushPull(push, nil, af.To{0, 1})
+	if err != nil {
+		t.Errorf("to all: %v", err)
+	}
+	w.Customer().Close()
+	vantest.Fails(t, call.Wait(t.Context()), van.ErrClosed)
+}
+
+// TestToldAfterRefusal: each tensor of an answer is told, also when the transport refuses it.
+func TestToldAfterRefusal(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	batches := make(chan af.Batch, 1)
+	serve(t, c.Servers[0], func(b af.Batch) { batches <- b.Retain() })
+	w := newWorker(t, c.Workers[0])
+	pull := []af.KeyTensor{{Key: 1, Val: bytesOf(t, make([]byte, 1))}, {Key: 2, Val: bytesOf(t, make([]byte, 1))}}
+	if _, err := w.PushPull(nil, pull); err != nil {
+		t.Fatal(err)
+	}
+	b := <-batches
+	var left counter
+	vantest.Fails(t, b.Respond(pull[:1], af.OnSent(&left)), van.ErrInvalid)
+	if b.Answered() || left.n.Load() != 0 {
+		t.Errorf("after tensors that do not fit: answered %t, %d told", b.Answered(), left.n.Load())
+	}
+	sends := 0
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Control.Cmd != 0 {
+			return hooks.Pass
+		}
+		if sends++; sends == 2 {
+			return hooks.Refuse(van.ErrQueueFull)
+		}
+		return hooks.Pass
+	})
+	vantest.Fails(t, b.Respond(pull, af.OnSent(&left)), van.ErrQueueFull)
+	eventually(t, "both are told", func() bool { return left.n.Load() == 2 })
+	if !b.Answered() {
+		t.Error("not answered")
+	}
+	b.Release()
+}

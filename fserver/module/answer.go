@@ -1,0 +1,122 @@
+//go:build fserver
+
+package main
+
+/*
+#include "abi.h"
+*/
+import "C"
+
+import (
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// answer is what respond() returned: the state is in C's memory, since Python and the
+// library both hold it, and either may be the last.
+type answer C.sf_answer
+
+func (a *answer) missing() *int32 { return (*int32)(unsafe.Pointer(&a.c().left)) }
+func (a *answer) waiting() *int32 { return (*int32)(unsafe.Pointer(&a.c().waiters)) }
+func (a *answer) c() *C.sf_answer { return (*C.sf_answer)(a) }
+
+// gone wakes those who wait for an answer, all at once: few ever do.
+var gone struct {
+	sync.Mutex
+	ch chan struct{} // closed and replaced; nil before the first wait
+}
+
+// Sent implements van.Completion: one tensor of the answer has left, or will not.
+func (a *answer) Sent() {
+	if atomic.AddInt32(a.missing(), -1) > 0 {
+		return
+	}
+	if atomic.LoadInt32(a.waiting()) > 0 {
+		gone.Lock()
+		if gone.ch != nil {
+			close(gone.ch)
+		}
+		gone.ch = make(chan struct{})
+		gone.Unlock()
+	}
+	C.sf_answer_drop(a.c())
+}
+
+// sf_answer_wait waits until all tensors of the answer have left, for sliceMs at most.
+//
+//export sf_answer_wait
+func sf_answer_wait(p *C.sf_answer, sliceMs C.int64_t, e *C.sf_error) C.int {
+	a := (*answer)(p)
+	atomic.AddInt32(a.waiting(), 1)
+	defer atomic.AddInt32(a.waiting(), -1)
+	timer := time.NewTimer(time.Duration(sliceMs) * time.Millisecond)
+	defer timer.Stop()
+	for {
+		gone.Lock()
+		if gone.ch == nil {
+			gone.ch = make(chan struct{})
+		}
+		ch := gone.ch
+		gone.Unlock()
+		if atomic.LoadInt32(a.missing()) == 0 {
+			return C.SF_DONE
+		}
+		if _, err := session(); err != nil {
+			return fail(e, fmt.Errorf("wait: %w", err))
+		}
+		select {
+		case <-ch:
+		case <-timer.C:
+			return C.SF_PENDING
+		}
+	}
+}
+
+// sf_answer_timeout is the error of a wait that has lasted ms.
+//
+//export sf_answer_timeout
+func sf_answer_timeout(p *C.sf_answer, ms C.int64_t, e *C.sf_error) C.int {
+	limit := time.Duration(ms) * time.Millisecond
+	err := &van.Error{Op: "wait", Detail: fmt.Sprintf("%d tensors of an answer have not left", atomic.LoadInt32((*answer)(p).missing())),
+		Limit: limit, Elapsed: limit, Err: van.ErrTimeout, Hint: "the worker does not read, or its link is slow; wait again"}
+	if s, e := session(); e == nil {
+		err.Node = s.Name()
+	}
+	return fail(e, err)
+}
+
+// sf_respond answers a batch. With p the tensors are counted there when they have left.
+//
+//export sf_respond
+func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.sf_answer, e *C.sf_error) C.int {
+	x := argsPool.Get().(*args)
+	defer x.release()
+	var err error
+	x.pull, err = x.read(x.pull, t, n, "tensors")
+	s, err2 := session()
+	if err == nil {
+		err = err2
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	var done van.Completion
+	if p != nil && n > 0 {
+		atomic.AddInt32((*int32)(unsafe.Pointer(&p.holds)), 1) // until the last Sent
+		done = (*answer)(p)
+	}
+	told, err := s.Answer(af.Stream(stream), uint64(id), x.pull, done)
+	if done != nil && !told {
+		C.sf_answer_drop(p)
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
