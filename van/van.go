@@ -176,6 +176,7 @@ type Stats struct {
 	RefusedSends   uint64 // messages refused with ErrQueueFull: STEPAF_SEND_BUDGET
 	Strangers      uint64 // connections ended and messages dropped: STEPAF_STRANGER_BUDGET
 	FencedMessages uint64 // dropped: the process that sent them has been replaced
+	UnsharedValues uint64 // on the device, sent through host memory: their memory could not be shared
 }
 
 // Meter is implemented by vans that keep Stats.

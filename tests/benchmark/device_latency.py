@@ -9,7 +9,8 @@
 
 Python and NCCL take turns, block by block. Every byte is checked in round trips that
 are not timed, before and after each block. --check exits with 1 when a goal is missed.
-Without two GPUs it says so, and the status is 0.
+--expandable compares, instead, PyTorch's memory with expandable_segments:True, which is
+mapped piece by piece, and its ordinary memory. Without two GPUs it says so, and the status is 0.
 
     PYTHONPATH=bin/python PATH=$PWD/bin:$PATH python3 tests/benchmark/device_latency.py
 """
@@ -39,6 +40,10 @@ GOALS = {
     ATTENTION: [(EVENT, "p50", "floor", 2), (EVENT, "p50", "NCCL", 0.7), (EVENT, "p99", "NCCL", 0.7)],
     LARGE: [(EVENT, "p50", "floor", 1.05)],
 }
+
+# With --expandable: its p50 has to be at most so many times that of ordinary memory.
+EXPANDABLE_GOALS = {ATTENTION: 1.05, (16 * MIB, 16 * MIB): 1.05}
+ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the latter is the newer name
 
 # A push's key is KEYS * payload + one of these, a pull's the next one. Behind the last
 # payload are the keys of what else the server is told.
@@ -80,6 +85,9 @@ class Device:
     def finish(self):
         if self.gpu:
             self.torch.cuda.synchronize()
+
+    def is_expandable(self):
+        return self.gpu and any(s.get("is_expandable") for s in self.torch.cuda.memory_snapshot())
 
 
 class Trips:
@@ -190,6 +198,8 @@ def node(kind, sizes):
     elif role == "worker":
         work(f, device, sizes)
     f.stop()
+    if device is not None and device.gpu and device.is_expandable() != os.environ[ALLOC_CONF[0]].endswith("True"):
+        sys.exit(f"{role}: PyTorch's memory is not of the kind that {ALLOC_CONF[0]}={os.environ[ALLOC_CONF[0]]} asks for")
 
 
 def serve(f, device, sizes):
@@ -307,10 +317,10 @@ class Children:
             p.wait()
 
 
-def library(args):
+def library(args, expandable=False):
     """Scheduler, server and worker of fserver_lib."""
     common = {"DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port()),
-              "DMLC_NODE_HOST": "127.0.0.1", "DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1", "STEPMESH_BAKCEND": "CPU"}
+              "DMLC_NODE_HOST": "127.0.0.1", "DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1", "STEPMESH_BAKCEND": "CPU", **dict.fromkeys(ALLOC_CONF, f"expandable_segments:{expandable}")}
     variables = [dict(common, DMLC_ROLE=role) for role in ("scheduler", "server", "worker")]
     if args.device == "cuda":
         for i, gpu in ((WORKER, 0), (SERVER, 1)):
@@ -348,8 +358,7 @@ def measure(args, python, other, payload):
     size = args.sizes[payload]
     said = go(args, size)
     times = collections.defaultdict(list)
-    total = args.rounds or min(max((1 << 36) // (sum(size) + (1 << 21)), 200), 5000)
-    count = max(total // args.blocks, 1)
+    count = trips(args, size)
     for block in range(-1, args.blocks):  # one to warm up
         for row, event in ((EVENT, True), (COMPLETE, False)):
             python.tell(WORKER, do="block", payload=payload, count=count, event=event)
@@ -364,6 +373,31 @@ def measure(args, python, other, payload):
     rows = {"floor": {c: said[f"floor_{c}_us"] for c in columns}, "Go": {c: said[f"{c}_us"] for c in columns}}
     rows.update((name, quantiles(times[name])) for name in (EVENT, COMPLETE, "NCCL"))
     return rows, said, len(times[EVENT])
+
+
+def trips(args, size):
+    """How many round trips are timed, and in each block."""
+    total = args.rounds or min(max((1 << 36) // (sum(size) + (1 << 21)), 200), 5000)
+    return max(total // args.blocks, 1)
+
+
+def compare(args, plain, expandable, payload):
+    """(text, missed): both kinds of memory, block by block."""
+    size, times = args.sizes[payload], collections.defaultdict(list)
+    for block in range(-1, args.blocks):  # one to warm up
+        for name, children in (("ordinary", plain), ("expandable", expandable)):
+            children.tell(WORKER, do="block", payload=payload, count=trips(args, size), event=True)
+            x = children.hear(WORKER)
+            times[name] += x if block >= 0 else []
+    rows = {name: quantiles(x) for name, x in times.items()}
+    yield f"push {size[0]} bytes, pull {size[1]} bytes; {len(times['ordinary'])} round trips of each memory; microseconds", False
+    yield f"{'':12s}{'p50':>10s}{'p90':>10s}{'p99':>10s}{'max':>10s}", False
+    for name, r in rows.items():
+        yield f"{name:12s}" + "".join(f"{r[c]:10.1f}" for c in ("p50", "p90", "p99", "max")), False
+    ratio, limit = rows["expandable"]["p50"] / rows["ordinary"]["p50"], EXPANDABLE_GOALS.get(size)
+    missed = limit is not None and ratio > limit
+    goal = f" (goal: at most {limit:g})" if limit else ""
+    yield f"p50 of expandable memory over ordinary: {ratio:.3f}{goal}{', MISSED' if missed else ''}", missed
 
 
 def table(size, rows, said, count):
@@ -444,6 +478,7 @@ def options():
     p.add_argument("--rounds", type=int, default=0, help="round trips of each; 0 chooses by size (default: %(default)s)")
     p.add_argument("--check", action="store_true", help="status 1 when a goal is missed")
     p.add_argument("--kernels", action="store_true", help="instead: what the GPUs do during 100 push_pulls; the goal is no kernel")
+    p.add_argument("--expandable", action="store_true", help="instead: PyTorch's memory with expandable_segments:True beside ordinary memory")
     p.add_argument("--timeout", type=int, default=900, help="give up after so many seconds (default: %(default)s)")
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                    help="cpu: host memory, and Gloo in NCCL's place, to try this program without GPUs")
@@ -452,6 +487,8 @@ def options():
     args = p.parse_args()
     if args.blocks < 1 or args.rounds < 0 or args.timeout < 1:
         p.error("--blocks and --timeout want at least 1, --rounds at least 0")
+    if args.kernels and args.expandable:
+        p.error("--kernels and --expandable: one at a time")
     if args.device == "cpu" and (args.check or args.kernels):
         p.error("--device cpu: there are no goals for host memory, and no kernels")
     return args
@@ -472,11 +509,15 @@ def main():
     goals, groups = [], []
     try:
         groups.append(library(args))
-        if not args.kernels:
+        if args.expandable:
+            groups.append(library(args, expandable=True))
+        elif not args.kernels:
             groups.append(nccl(args))
         for payload, s in enumerate(args.sizes):
             if args.kernels:
                 judged = list(kernels(args, groups[0], payload))
+            elif args.expandable:
+                judged = list(compare(args, *groups, payload))
             else:
                 rows, said, count = measure(args, *groups, payload)
                 print(*table(s, rows, said, count), sep="\n")

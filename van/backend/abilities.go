@@ -147,6 +147,49 @@ type Exporter interface {
 	CloseImport(Mem) error
 }
 
+// Segment is a part of device memory that was mapped from an allocation of its own
+// (cuMemCreate, cuMemMap).
+type Segment struct {
+	// ID is different for every allocation that the process ever shares: memory that was
+	// unmapped and mapped anew at the same address has another one.
+	ID uint64
+	// Base and Size are where the allocation is mapped here, and its length in bytes.
+	Base uint64
+	Size int
+	// Offset and Len are the part of it that is meant, in bytes.
+	Offset, Len int
+}
+
+// Shared names device memory of any kind for another process of this host.
+type Shared struct {
+	// Export is set, and Segments is empty, for memory that Exporter shares.
+	Export
+	// Segments are the parts in which the memory lies, in order.
+	Segments []Segment
+}
+
+// Sharer is implemented by exporters that also share memory which is mapped from several
+// allocations, as PyTorch's is with expandable segments. Each of these travels once to each
+// process, as a file descriptor, and keeps its name, Segment.ID, until it is unmapped.
+type Sharer interface {
+	Exporter
+	// Share describes m in s, whose Segments it uses again. The error wraps
+	// ErrNotExportable for memory that the driver cannot share, as of a memory pool.
+	Share(s *Shared, m Mem) error
+	// SegmentFile returns a file descriptor of the whole allocation, which the caller
+	// closes.
+	SegmentFile(s Segment) (fd int, err error)
+	// HasSegment tells whether s was still mapped when TidySegments looked last. It is
+	// cheap.
+	HasSegment(s Segment) bool
+	// TidySegments forgets what is not mapped any more, and thereby lets go of its memory.
+	TidySegments() error
+	// ImportSegment maps the allocation of size bytes whose descriptor fd is, which the
+	// caller closes. It returns it as memory of this device, also if it lies on another
+	// one, until CloseImport, even if the exporter unmaps it or ends.
+	ImportSegment(fd, size int) (Mem, error)
+}
+
 // DMABufExporter is implemented by backends that give device memory to other devices,
 // such as a network card, as a Linux dma-buf.
 type DMABufExporter interface {

@@ -37,6 +37,7 @@ type fakeDriver struct {
 	modules  int
 	blocked  map[int]*atomic.Bool // by device
 	exported *fakeDriver          // the process whose handles this one opens
+	seg      fakeSegments
 
 	captured atomic.Pointer[fakeStream]
 	waits    atomic.Int32 // streams that wait for a word
@@ -99,6 +100,11 @@ func (f *fakeDriver) leaks() []string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	l := append([]string(nil), f.misuses...)
+	for what, n := range f.seg.left() {
+		if n > 0 {
+			l = append(l, fmt.Sprintf("%d mapped %s", n, what))
+		}
+	}
 	for what, n := range map[string]int{"device allocations": len(f.mem), "host allocations": len(f.host), "registrations": len(f.register),
 		"modules": f.modules, "streams": len(f.streams), "events": len(f.events), "imports": len(f.opened)} {
 		if n > 0 {
@@ -550,6 +556,9 @@ func (f *fakeDriver) addressRange(p uintptr) (uintptr, int, error) {
 	if n := f.opened[p]; n > 0 {
 		return p, n, nil
 	}
+	if b, m, ok := f.seg.at(p); ok {
+		return b, m.n, nil
+	}
 	return 0, 0, f.err("addressRange", codeInvalidValue)
 }
 
@@ -559,7 +568,15 @@ func (f *fakeDriver) bufferID(p uintptr) (uint64, error) {
 
 func (f *fakeDriver) ipcExport(b uintptr) (h [64]byte, err error) {
 	binary.LittleEndian.PutUint64(h[:], uint64(b))
-	return h, f.call("ipcExport", true)
+	if err := f.call("ipcExport", true); err != nil {
+		return h, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if _, _, mapped := f.seg.at(b); mapped {
+		return h, f.err("ipcExport", codeInvalidValue)
+	}
+	return h, nil
 }
 
 func (f *fakeDriver) ipcOpen(h [64]byte) (uintptr, error) {

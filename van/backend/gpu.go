@@ -37,11 +37,14 @@ type gpu struct {
 	mems    map[uintptr]*deviceMem
 	hosts   map[uintptr]*hostMem
 	imports map[importKey]*imported
+	mapped  map[uintptr]*importedSegment
 	streams map[uintptr]struct{} // of NewStream
 	events  map[uintptr]struct{} // of the driver
 	idle    []uintptr            // streams for Copy, not in use
 	flags   flagPool
 	signals signalling
+
+	segments segments
 }
 
 // deviceAlign is what cuMemAlloc promises.
@@ -70,7 +73,7 @@ func newGPU(d driver, id int) (Backend, error) {
 		return nil, fmt.Errorf("backend GPU: %w: device %d (STEPMESH_GPU): this process sees %d (CUDA_VISIBLE_DEVICES), want 0 to %d", ErrUnavailable, id, n, n-1)
 	}
 	g := &gpu{d: d, id: id, oversubscribed: runtime.GOMAXPROCS(0) <= 3, mems: map[uintptr]*deviceMem{}, hosts: map[uintptr]*hostMem{},
-		imports: map[importKey]*imported{}, streams: map[uintptr]struct{}{}, events: map[uintptr]struct{}{}}
+		imports: map[importKey]*imported{}, mapped: map[uintptr]*importedSegment{}, streams: map[uintptr]struct{}{}, events: map[uintptr]struct{}{}}
 	g.Configure(DefaultOptions())
 	if g.dev, err = d.device(id); err != nil {
 		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.failed("open", err))

@@ -24,7 +24,9 @@ func (g *gpu) Close() error {
 		return nil
 	}
 	g.closed = true
-	defer func() { g.mems, g.hosts, g.imports, g.streams, g.events, g.idle = nil, nil, nil, nil, nil, nil }()
+	defer func() {
+		g.mems, g.hosts, g.imports, g.mapped, g.streams, g.events, g.idle = nil, nil, nil, nil, nil, nil, nil
+	}()
 	if g.MayBlock() {
 		if err := g.awaitStreams(closeLimit); err != nil {
 			return g.invalid("Close: %w: %w; nothing is freed, since the driver waits for streams first: %s", ErrInUse, err, g.holdings())
@@ -53,6 +55,7 @@ func (g *gpu) Close() error {
 		for _, i := range g.imports {
 			note("Close: end an import", g.d.ipcClose(i.addr))
 		}
+		g.freeSegments(note)
 		for _, m := range g.mems {
 			note("Close: free memory", g.d.memFree(m.addr))
 		}
@@ -102,5 +105,5 @@ func (g *gpu) holdings() string {
 	for _, h := range g.hosts {
 		host += h.n
 	}
-	return fmt.Sprintf("%d bytes of the device, %d bytes of host memory and %d mappings of other processes' memory are left", device, host, len(g.imports))
+	return fmt.Sprintf("%d bytes of the device, %d bytes of host memory and %d mappings of other processes' memory are left", device, host, len(g.imports)+len(g.mapped))
 }

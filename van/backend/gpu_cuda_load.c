@@ -33,7 +33,9 @@
 	F(cuIpcGetMemHandle) F(cuIpcOpenMemHandle_v2) F(cuLaunchKernel) F(cuLinkAddData_v2) F(cuLinkAddFile_v2) \
 	F(cuLinkComplete) F(cuLinkCreate_v2) F(cuLinkDestroy) F(cuMemAdvise) F(cuMemAllocManaged) F(cuMemAllocPitch_v2) \
 	F(cuMemAlloc_v2) F(cuMemFreeHost) F(cuMemFree_v2) F(cuMemGetAddressRange_v2) F(cuMemGetHandleForAddressRange) \
-	F(cuMemGetInfo_v2) F(cuMemHostAlloc) F(cuMemHostGetDevicePointer_v2) F(cuMemHostRegister_v2) F(cuMemHostUnregister) \
+	F(cuMemGetInfo_v2) F(cuMemAddressFree) F(cuMemAddressReserve) F(cuMemExportToShareableHandle) \
+	F(cuMemGetAllocationPropertiesFromHandle) F(cuMemImportFromShareableHandle) F(cuMemMap) F(cuMemRelease) \
+	F(cuMemRetainAllocationHandle) F(cuMemSetAccess) F(cuMemUnmap) F(cuMemHostAlloc) F(cuMemHostGetDevicePointer_v2) F(cuMemHostRegister_v2) F(cuMemHostUnregister) \
 	F(cuMemPrefetchAsync) F(cuMemcpy) F(cuMemcpy2DAsync_v2) F(cuMemcpy2DUnaligned_v2) F(cuMemcpy2D_v2) \
 	F(cuMemcpy3DAsync_v2) F(cuMemcpy3DPeer) F(cuMemcpy3DPeerAsync) F(cuMemcpy3D_v2) F(cuMemcpyAsync) F(cuMemcpyAtoA_v2) \
 	F(cuMemcpyAtoD_v2) F(cuMemcpyAtoHAsync_v2) F(cuMemcpyAtoH_v2) F(cuMemcpyDtoA_v2) F(cuMemcpyDtoDAsync_v2) \

@@ -73,6 +73,17 @@ type driver interface {
 	ipcOpen(h [64]byte) (uintptr, error)
 	ipcClose(addr uintptr) error
 	dmabuf(addr uintptr, n int) (fd int, err error)
+
+	handleAt(addr uintptr) (h uint64, err error)      // of the allocation that is mapped there; the caller releases it
+	handleRelease(h uint64) error                     // gives back one hold
+	handleShareable(h uint64) (bool, error)           // whether it is a device's, and has a descriptor
+	handleExport(h uint64) (fd int, err error)        // the caller closes fd
+	handleImport(fd int) (h uint64, err error)        // leaves fd to the caller
+	addressReserve(n int) (uintptr, error)            // addresses without memory
+	addressFree(addr uintptr, n int) error            // ends addressReserve
+	memMap(addr uintptr, n int, h uint64) error       // of h's first n bytes
+	memUnmap(addr uintptr, n int) error               // ends memMap
+	memAccess(addr uintptr, n int, ordinal int) error // lets that device read and write
 }
 
 // driverState is what leave restores.

@@ -25,28 +25,39 @@ type importKey struct {
 // Export names the allocation in which m lies.
 func (g *gpu) Export(m Mem) (Export, error) {
 	var e Export
-	if m.n == 0 || m.dev != g.Device() {
-		return e, g.invalid("Export of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
-	}
-	if _, ok := m.owner.(*imported); ok {
-		return e, g.invalid("Export of %d bytes: another process's memory: %w", m.n, ErrNotExportable)
+	if err := g.mayExport(m); err != nil {
+		return e, err
 	}
 	var unshared error // set once the driver knows the memory: a later failure is about sharing
-	addr := uintptr(m.ptr)
-	err := g.enter(func() error {
-		base, n, err := g.allocation(m)
-		if err != nil {
-			return err
-		}
-		e.Base, e.Size, e.Offset = uint64(base), n, int(addr-base)
-		if e.Allocation, err = g.d.bufferID(base); err != nil {
-			return err
-		}
-		unshared = ErrNotExportable
-		e.Handle, err = g.d.ipcExport(base)
-		return err
-	})
+	err := g.enter(func() error { return g.name(&e, m, &unshared) })
 	return e, g.exportError("Export", m, err, unshared)
+}
+
+// mayExport refuses what is not this process's memory of this device.
+func (g *gpu) mayExport(m Mem) error {
+	if m.n == 0 || m.dev != g.Device() {
+		return g.invalid("Export of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
+	}
+	switch m.owner.(type) {
+	case *imported, *importedSegment:
+		return g.invalid("Export of %d bytes: another process's memory: %w", m.n, ErrNotExportable)
+	}
+	return nil
+}
+
+// name describes m, which lies in one allocation. The context is current.
+func (g *gpu) name(e *Export, m Mem, unshared *error) error {
+	base, n, err := g.allocation(m)
+	if err != nil {
+		return err
+	}
+	e.Base, e.Size, e.Offset = uint64(base), n, int(uintptr(m.ptr)-base)
+	if e.Allocation, err = g.d.bufferID(base); err != nil {
+		return err
+	}
+	*unshared = ErrNotExportable
+	e.Handle, err = g.d.ipcExport(base)
+	return err
 }
 
 // allocation returns the allocation in which m lies.
@@ -69,7 +80,7 @@ func (g *gpu) exportError(op string, m Mem, err, kind error) error {
 	if _, ok := err.(*driverError); !ok {
 		return g.invalid("%s: %w", op, err)
 	}
-	detail := ""
+	detail := whatIsShared
 	if kind == nil {
 		detail = "this is no device memory, or freed memory"
 	}
@@ -133,6 +144,9 @@ func (g *gpu) dropImport(i *imported) error {
 
 // CloseImport gives back what Import returned.
 func (g *gpu) CloseImport(m Mem) error {
+	if i, ok := m.owner.(*importedSegment); ok && i.g == g {
+		return g.closeSegment(i)
+	}
 	i, ok := m.owner.(*imported)
 	if !ok || i.g != g {
 		return g.invalid("CloseImport of %d bytes at %#x: not what Import returned", m.n, uintptr(m.ptr))

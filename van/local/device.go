@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -21,6 +22,7 @@ type device struct {
 	backend.Backend
 	backend.Exporter
 	backend.AsyncCopier
+	sharer backend.Sharer // nil: only memory of one allocation is shared
 	health func() error
 	pool   *backend.Pool // for pushes without a registered buffer
 
@@ -30,6 +32,9 @@ type device struct {
 
 	probe   backend.Mem // has the name in the van's token
 	exports backend.Export
+
+	shared     sync.Pool   // of *backend.Shared
+	noSegments atomic.Bool // a peer's memory of several allocations could not be mapped
 }
 
 // poolBytes bounds the device memory that the library keeps for received values. Those
@@ -45,6 +50,7 @@ func openDevice(b backend.Backend, name []byte) (*device, error) {
 	if s, ok := b.(backend.StreamBlocker); ok {
 		d.mayBlock = s.MayBlock
 	}
+	d.sharer, _ = b.(backend.Sharer)
 	var ok, copies bool
 	d.Exporter, ok = b.(backend.Exporter)
 	d.AsyncCopier, copies = b.(backend.AsyncCopier)
@@ -131,10 +137,20 @@ type deviceSource struct {
 	v      *Van
 	d      *device
 	stream uintptr
-	maps   map[uint64]*mapped  // by allocation
+	maps   map[uint64]*mapped // by allocation
+
+	segments map[uint64]*mapped // by allocation, of those that came over inbox
+	inbox    *inbox             // nil when that was not agreed
+
 	events []backend.Event     // not in use
 	queue  fifo.Queue[*parcel] // from the first that waits for its copy, in the order of the ring
 	asked  uint64              // when the device was last asked how it is
+}
+
+// source is a part of a value that is copied.
+type source struct {
+	of  *mapped
+	mem backend.Mem
 }
 
 // mapped is an allocation of the peer.
@@ -164,7 +180,7 @@ func (v *Van) openDeviceSource(hello, name []byte) (s *deviceSource, err error) 
 	if err != nil {
 		return nil, err
 	}
-	s = &deviceSource{v: v, d: v.device, maps: map[uint64]*mapped{}}
+	s = &deviceSource{v: v, d: v.device, maps: map[uint64]*mapped{}, segments: map[uint64]*mapped{}}
 	m, err := s.d.Import(e)
 	if err != nil {
 		return nil, err
@@ -183,15 +199,48 @@ func (v *Van) openDeviceSource(hello, name []byte) (s *deviceSource, err error) 
 	return s, nil
 }
 
-// begin queues the copy of p's value to where it is wanted.
-func (s *deviceSource) begin(p *parcel) error {
-	h := &p.rec.parts[partVals]
-	e, err := parseExport(p.buf[h.off:h.off+exportLen], h.n)
+// find fills p.sources with where p's value of n bytes lies.
+func (s *deviceSource) find(p *parcel, b []byte, n int) error {
+	p.sources = p.sources[:0]
+	if p.rec.segments > 0 {
+		return s.segmentsOf(p, b[exportLen:exportSize(p.rec.segments)], n)
+	}
+	e, err := parseExport(b, n)
 	if err != nil {
 		return err
 	}
 	m, err := s.mapOf(&e)
 	if err != nil {
+		return err
+	}
+	p.sources = append(p.sources, source{m, m.mem.Sub(e.Offset, n)})
+	return nil
+}
+
+// copy queues the copies of p's value to dst, and behind them event.
+func (s *deviceSource) copy(p *parcel, dst backend.Mem, event backend.Event) error {
+	done := 0
+	for i := range p.sources {
+		n := p.sources[i].mem.Len()
+		if err := s.d.CopyAsync(dst.Sub(done, n), p.sources[i].mem, s.stream); err != nil {
+			if i > 0 {
+				s.settleStream()
+			}
+			return err
+		}
+		done += n
+	}
+	err := event.Record(s.stream)
+	if err != nil {
+		s.settleStream() // here: who takes the place back now must not find the copy at work
+	}
+	return err
+}
+
+// begin queues the copy of p's value to where it is wanted.
+func (s *deviceSource) begin(p *parcel) error {
+	h := &p.rec.parts[partVals]
+	if err := s.find(p, p.buf[h.off:], h.n); err != nil {
 		return err
 	}
 	dst, err := s.allot(p, h.n)
@@ -203,16 +252,7 @@ func (s *deviceSource) begin(p *parcel) error {
 		return err
 	}
 	// Whoever takes the place back waits for the copy, or it is not begun.
-	err = p.landed.fill(event, func() error {
-		if err := s.d.CopyAsync(dst, m.mem.Sub(e.Offset, h.n), s.stream); err != nil {
-			return err
-		}
-		err := event.Record(s.stream)
-		if err != nil {
-			s.settleStream() // here: who takes the place back now must not find the copy at work
-		}
-		return err
-	})
+	err = p.landed.fill(event, func() error { return s.copy(p, dst, event) })
 	if errors.Is(err, errRevoked) {
 		s.events = append(s.events, event)
 		return err
@@ -221,11 +261,13 @@ func (s *deviceSource) begin(p *parcel) error {
 		p.onDevice, p.blocks[partVals] = nil, nil
 		return errors.Join(err, event.Close())
 	}
-	m.busy++
-	m.used = clock.Now()
-	p.copied, p.mapping, p.begun = event, m, m.used
+	p.copied, p.begun = event, clock.Now()
+	for i := range p.sources {
+		p.sources[i].of.busy++
+		p.sources[i].of.used = p.begun
+	}
 	s.v.copying.Add(1)
-	s.v.lookFor(m.used, h.n)
+	s.v.lookFor(p.begun, h.n)
 	return nil
 }
 
@@ -288,6 +330,7 @@ func (s *deviceSource) unmap(id uint64, m *mapped) {
 
 // tidy unmaps what was not used for a while.
 func (s *deviceSource) tidy(now uint64) {
+	s.dropWithdrawn()
 	if s.d.mayBlock() {
 		return // it would only be kept elsewhere
 	}
@@ -359,8 +402,11 @@ func (s *deviceSource) pop() (*parcel, error) {
 func (s *deviceSource) settle(p *parcel) {
 	p.landed.filled()
 	s.events = append(s.events, p.copied)
-	p.mapping.busy--
-	p.copied, p.mapping = nil, nil
+	for i := range p.sources {
+		p.sources[i].of.busy--
+	}
+	clear(p.sources)
+	p.copied, p.sources = nil, p.sources[:0]
 	s.v.copying.Add(-1)
 }
 
@@ -420,9 +466,14 @@ const dropTime = 5 * time.Second
 // close unmaps all. Nothing is under way any more.
 func (s *deviceSource) close() {
 	var errs []error
-	for id, m := range s.maps {
-		delete(s.maps, id)
-		errs = append(errs, s.d.unmap(m.mem))
+	for _, all := range []map[uint64]*mapped{s.maps, s.segments} {
+		for id, m := range all {
+			delete(all, id)
+			errs = append(errs, s.d.unmap(m.mem))
+		}
+	}
+	if s.inbox != nil {
+		errs = append(errs, s.inbox.close())
 	}
 	for _, e := range s.events {
 		errs = append(errs, e.Close())

@@ -378,7 +378,7 @@ func TestHostileDevice(t *testing.T) {
 			var r record
 			l.mu.Lock()
 			b := make([]byte, r.plan(m, partStream))
-			if err := r.put(b, len(b), m, nil, &e); err != nil {
+			if err := r.put(b, len(b), m, nil, &backend.Shared{Export: e}); err != nil {
 				t.Fatal(err)
 			}
 			setSlot(b, 0, 1)

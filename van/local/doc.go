@@ -89,6 +89,11 @@
 // copy and its notice there is no CPU. Messages behind it wait in order meanwhile, their
 // copies are queued, too. The memory is lent as above: until the receiver acknowledges.
 //
+// A value that lies in several allocations, which the driver has mapped next to each other,
+// has a list in its record. Such allocations have no handle but a descriptor, which travels
+// once, over the link's socket; the sender says when it is not used any more. See
+// segments.go.
+//
 // That the receiver copies, and not the sender, costs a microsecond each way: the sender's
 // record must be noticed before the copy begins. It buys that, here too, only the receiver
 // ever writes to its memory. A sender that writes into memory mapped from its peer cannot

@@ -66,7 +66,7 @@ type parcel struct {
 
 	onDevice *backend.Buffer // of values on the device without a place of their own
 	copied   backend.Event   // of the device's copy under way
-	mapping  *mapped         // that it reads
+	sources  []source        // that it reads
 	begun    uint64          // when it was queued
 }
 

@@ -27,11 +27,12 @@ import (
 //	 4  u32      version          24  u64  the number
 //	 8  i32      sender's id      32  u32  length of the segment
 //	12  u32      1: has a device  36  u32  slots
+//	             2: names several allocations, see segments.go
 //	                              40  u8[16]  the name in the sender's token
 //	                              56  the export of that name on its device
 //
 //	receiver: reply, with its bell unless it refuses
-//	 0  char[4]  "SAFR"            5  u8   1: copies from the sender's device
+//	 0  char[4]  "SAFR"            5  u8   1: copies from the sender's device, 2: also from several allocations
 //	 4  u8       verdict           6  u16  length of the first text
 //	                               8  texts: why the verdict, why no device
 const (
@@ -40,6 +41,9 @@ const (
 	helloLen   = 56 + exportLen
 	replyHead  = 8
 	maxWhy     = 512 // of a text
+
+	hasDevice   = 1
+	hasSegments = 2
 
 	verdictNo     = 0 // refused
 	verdictStream = 1 // large parts are to be streamed
@@ -147,7 +151,7 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 	if len(text) < replyHead || string(text[:4]) != replyMagic {
 		return nil, fmt.Errorf("%w: reply of %d bytes", errProtocol, len(text))
 	}
-	verdict, device, n := text[4], text[5] == 1 && v.device != nil, int(binary.LittleEndian.Uint16(text[6:]))
+	verdict, device, n := text[4], text[5]&hasDevice != 0 && v.device != nil, int(binary.LittleEndian.Uint16(text[6:]))
 	n = min(n, len(text)-replyHead)
 	why, noDevice := string(text[replyHead:replyHead+n]), string(text[replyHead+n:])
 	if verdict == verdictFenced {
@@ -179,7 +183,9 @@ func (v *Van) dial(ctx context.Context, id int, t *token) (l *outLink, err error
 		args = append(args, "values on the device", "through host memory: "+noDevice)
 	}
 	v.log.Info("data goes through shared memory", args...)
-	return newOutLink(v, id, conn, seg, bell, verdict == verdictRead, device), nil
+	l = newOutLink(v, id, conn, seg, bell, verdict == verdictRead, device)
+	l.segments = device && v.device.sharer != nil && text[5]&hasSegments != 0
+	return l, nil
 }
 
 // hello introduces this node.
@@ -194,7 +200,10 @@ func (v *Van) hello(conn *net.UnixConn, segment int, nonce *[8]byte) error {
 	b = le.AppendUint32(b, uint32(v.id.Load()))
 	has, export := uint32(0), [exportLen]byte{}
 	if v.device != nil {
-		has = 1
+		has = hasDevice
+		if v.device.sharer != nil {
+			has |= hasSegments
+		}
 		putExport(export[:], &v.device.exports)
 	}
 	b = le.AppendUint32(b, has)
@@ -286,14 +295,30 @@ func (v *Van) greet(c *net.UnixConn) {
 	}
 	if sendErr == nil {
 		_ = c.SetDeadline(time.Time{})
-		awaitEnd(c)
+		if l.dev == nil || l.dev.inbox == nil {
+			awaitEnd(c)
+		} else {
+			var err error
+			awaitEndOf(c, func() { err = l.dev.inbox.watch() })
+			if errors.Is(err, van.ErrMalformed) {
+				l.fail(err)
+			}
+		}
 	}
 	v.inLost(l)
 }
 
 // awaitEnd returns when the connection or the process at its other end has ended.
-// The former may outlast the latter: its children have inherited it.
 func awaitEnd(c *net.UnixConn) {
+	awaitEndOf(c, func() {
+		var b [1]byte
+		_, _ = c.Read(b[:]) // nothing is ever sent
+	})
+}
+
+// awaitEndOf is awaitEnd where read reads until the connection ends. That may outlast the
+// process at its other end: its children have inherited it.
+func awaitEndOf(c *net.UnixConn, read func()) {
 	if pid, err := sameUser(c); err == nil {
 		if fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK); err == nil {
 			process := os.NewFile(uintptr(fd), "pidfd")
@@ -311,8 +336,7 @@ func awaitEnd(c *net.UnixConn) {
 			}()
 		}
 	}
-	var b [1]byte
-	_, _ = c.Read(b[:]) // nothing is ever sent
+	read()
 }
 
 // ended tells whether process pid has ended.
@@ -344,7 +368,10 @@ func (r *reply) encode() []byte {
 	why, noDevice := r.why[:min(len(r.why), maxWhy)], r.noDevice[:min(len(r.noDevice), maxWhy)]
 	device := byte(0)
 	if r.link != nil && r.link.dev != nil {
-		device = 1
+		device = hasDevice
+		if r.link.dev.inbox != nil {
+			device |= hasSegments
+		}
 	}
 	b := append([]byte(replyMagic), r.verdict, device)
 	b = binary.LittleEndian.AppendUint16(b, uint16(len(why)))
@@ -389,8 +416,12 @@ func (v *Van) admit(c *net.UnixConn) (r reply, err error) {
 	if l.source, err = v.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {
 		r.verdict, r.why = verdictStream, err.Error()
 	}
-	if le.Uint32(b[12:]) == 1 {
-		if l.dev, err = v.openDeviceSource(b[56:], l.name[:]); err != nil {
+	if has := le.Uint32(b[12:]); has&hasDevice != 0 {
+		if l.dev, err = v.openDeviceSource(b[56:], l.name[:]); err == nil {
+			if has&hasSegments != 0 && v.device.sharer != nil && !v.device.noSegments.Load() {
+				l.dev.inbox = newInbox(v.device, c)
+			}
+		} else {
 			r.noDevice = err.Error()
 			v.log.Info("values on a peer's device come through host memory", "peer", van.NodeName(id), "why", err)
 		}

@@ -28,6 +28,9 @@ type outLink struct {
 	// device says that its device copies values from this node's.
 	device bool
 
+	// segments says that it can also map what lies in several allocations.
+	segments bool
+
 	// busy says that something is lent, streamed or queued, so that it pays to look
 	// for acknowledgements.
 	busy atomic.Bool
@@ -45,8 +48,10 @@ type outLink struct {
 	queued purposes // of which queue has lent parts
 	unsent int64    // bytes that are lent, streamed or queued
 	seen   taken    // when they were too many last
-	gone   bool     // nothing can be sent any more
-	cause  error    // why
+	offers map[uint64]*offer
+	seq    uint64 // of messages that name allocations in offers
+	gone   bool   // nothing can be sent any more
+	cause  error  // why
 
 	held atomic.Bool // the peer has not been rung for the last messages
 }
@@ -58,7 +63,8 @@ type loan struct {
 	bytes  int64
 	done   van.Completion
 	busy   bool
-	device bool // the peer's device copies it
+	device bool   // the peer's device copies it
+	seq    uint64 // when it lies in allocations of outLink.offers
 }
 
 // stream is a message whose large parts are on their way in chunks.
@@ -91,7 +97,7 @@ var errProtocol = errors.New("the peer does not keep to the protocol of the shar
 
 // send takes msg, whose values export names if they lie on the device. It reports
 // sent=false when the link has ended.
-func (l *outLink) send(msg *van.Message, export *backend.Export) (sent bool, err error) {
+func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.gone {
@@ -104,9 +110,17 @@ func (l *outLink) send(msg *van.Message, export *backend.Export) (sent bool, err
 		return true, l.tooMuch()
 	}
 	var r record
+	if export != nil {
+		r.segments = len(export.Segments)
+	}
 	size := r.plan(msg, partStream)
 	if export != nil && r.streams() {
 		return true, fmt.Errorf("%w: beside values on the device the other parts must have less than %d bytes", backend.ErrNotExportable, streamFrom)
+	}
+	if r.segments > 0 {
+		if err := l.tell(export); err != nil {
+			return true, err
+		}
 	}
 	var meta []byte
 	if r.parts[0].form != partInline {
@@ -125,7 +139,7 @@ func (l *outLink) send(msg *van.Message, export *backend.Export) (sent bool, err
 			}
 			l.advance(size)
 		} else {
-			l.publish(&r, size, loanOf(&r, msg, meta))
+			l.publish(&r, size, l.loanOf(&r, msg, meta))
 		}
 	} else if err := l.enqueue(&r, size, msg, meta, export); err != nil {
 		return true, err
@@ -140,24 +154,27 @@ func (l *outLink) send(msg *van.Message, export *backend.Export) (sent bool, err
 }
 
 // loanOf lists what the message lends or streams, and keeps it.
-func loanOf(r *record, msg *van.Message, meta []byte) loan {
-	var l loan
+func (l *outLink) loanOf(r *record, msg *van.Message, meta []byte) loan {
+	var a loan
+	if r.segments > 0 {
+		a.seq = l.seq
+	}
 	for i := range present(r.frames) {
 		switch {
 		case r.parts[i].form == partInline:
 		case i == 0:
-			l.mems[0] = backend.Bytes(meta)
-			l.bytes += int64(len(meta))
+			a.mems[0] = backend.Bytes(meta)
+			a.bytes += int64(len(meta))
 		default:
-			l.mems[i] = msg.Frame(i - 1)
-			l.mems[i].Retain()
-			if l.mems[i].OnHost() { // the device's memory is read where it is, and has no budget
-				l.bytes += int64(l.mems[i].Len())
+			a.mems[i] = msg.Frame(i - 1)
+			a.mems[i].Retain()
+			if a.mems[i].OnHost() { // the device's memory is read where it is, and has no budget
+				a.bytes += int64(a.mems[i].Len())
 			}
 		}
 	}
-	l.of, l.done = sentFor(&msg.Meta), msg.Done
-	return l
+	a.of, a.done = sentFor(&msg.Meta), msg.Done
+	return a
 }
 
 // end gives the memory back to who has lent it.
@@ -211,7 +228,7 @@ func (l *outLink) advance(size int) {
 }
 
 // enqueue keeps msg until there is room. l.mu is held.
-func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, export *backend.Export) error {
+func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, export *backend.Shared) error {
 	if len(l.queue) >= queueLen {
 		return l.tooMuch()
 	}
@@ -219,7 +236,7 @@ func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, ex
 	if err := r.put(q.bytes, size, msg, meta, export); err != nil {
 		return err
 	}
-	q.loan = loanOf(r, msg, meta)
+	q.loan = l.loanOf(r, msg, meta)
 	if !r.lends() && !r.streams() {
 		q.loan.end()
 	} else {

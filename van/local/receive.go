@@ -180,6 +180,14 @@ func (v *Van) pending() bool {
 func (v *Van) tidy(now uint64) {
 	if v.device != nil && now-v.tidied > uint64(tidyTime) {
 		v.tidied = now
+		if sh := v.device.sharer; sh != nil {
+			if err := sh.TidySegments(); err != nil {
+				v.log.Warn("the device does not say what of its memory is mapped", "err", err)
+			}
+			for _, l := range *v.outs.Load() {
+				l.tidy(now)
+			}
+		}
 		for _, l := range *v.ins.Load() {
 			if l.dev != nil {
 				l.dev.tidy(now)

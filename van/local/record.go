@@ -71,6 +71,7 @@ type part struct {
 type record struct {
 	frames    int
 	forms     uint8 // a bit for each form that parts have
+	segments  int   // of a value on the device that lies in several allocations
 	slot, gen uint32
 	parts     [partCount]part
 }
@@ -89,7 +90,7 @@ func (r *record) has(form uint32) bool { return r.forms>>form&1 != 0 }
 func (r *record) inline() bool { return r.forms == 1<<partInline }
 
 // plan lays out msg, with large parts in a form of their own, and returns the
-// length of its record.
+// length of its record. r.segments is set.
 func (r *record) plan(msg *van.Message, large uint32) int {
 	r.frames, r.forms, r.slot, r.gen = msg.Frames, 0, noSlot, 0
 	size := recordHead
@@ -104,7 +105,7 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 		switch {
 		case i > 0 && !msg.Frame(i-1).OnHost():
 			p.form = partDevice
-			size += align(exportLen)
+			size += align(exportSize(r.segments))
 		case p.n < streamFrom:
 			size += align(p.n)
 		default:
@@ -118,7 +119,7 @@ func (r *record) plan(msg *van.Message, large uint32) int {
 // put writes the record of msg, as planned, to b. meta is the encoded meta, if it
 // is not to be inline, export names the values, if they are on the device. The slot is
 // written by setSlot.
-func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *backend.Export) error {
+func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *backend.Shared) error {
 	if r.parts[0].form == partInline {
 		if err := msg.EncodeTo(b[recordHead : recordHead+r.parts[0].n]); err != nil {
 			return err
@@ -138,7 +139,7 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 		case p.form == partLent:
 			p.addr = mem.Addr()
 		case p.form == partDevice:
-			putExport(b[p.off:], export)
+			putShared(b[p.off:], export)
 		case p.form == partInline && i > 0:
 			copy(b[p.off:p.off+p.n], mem.Host())
 		}
@@ -167,7 +168,7 @@ func (r *record) parse(b []byte) error {
 	if len(b) < recordHead {
 		return bad("length", len(b), fmt.Sprintf("at least %d", recordHead))
 	}
-	r.frames = int(b[5])
+	r.frames, r.segments = int(b[5]), 0
 	if b[4] != kindMessage && b[4] != kindRest || r.frames == 1 || r.frames > van.MaxFrames {
 		return bad("kind and frames", fmt.Sprint(b[4], b[5]), "a message with 0, 2 or 3 frames, or its rest")
 	}
@@ -196,8 +197,12 @@ func (r *record) parse(b []byte) error {
 				return bad(fmt.Sprintf("part[%d]", i), fmt.Sprintf("on the device, slot %d, %d bytes left", r.slot, len(b)-off),
 					fmt.Sprintf("only values on the device, slot less than %d, %d bytes", slotCount, exportLen))
 			}
+			var err error
+			if r.segments, err = segmentsIn(b[off:]); err != nil {
+				return err
+			}
 			p.off = off
-			off = min(off+align(exportLen), len(b))
+			off = min(off+align(exportSize(r.segments)), len(b))
 		default:
 			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, lent, streamed or on the device")
 		}

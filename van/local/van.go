@@ -263,8 +263,7 @@ func (v *Van) Send(msg *van.Message) error {
 	if msg.Frames == 1 || msg.Frames < 0 || msg.Frames > van.MaxFrames {
 		return v.sendError(msg, fmt.Errorf("%w: %d data frames, want 0, 2 or 3", van.ErrInvalid, msg.Frames))
 	}
-	var export *backend.Export
-	var e backend.Export
+	var export *backend.Shared
 	for i := range msg.Frames {
 		f := msg.Frame(i)
 		if f.OnHost() {
@@ -277,14 +276,16 @@ func (v *Van) Send(msg *van.Message) error {
 			return v.sendError(msg, fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device()))
 		}
 		var err error
-		if e, err = v.device.Export(f); err != nil {
+		if export, err = v.device.share(f, l.segments); err != nil {
 			return v.sendError(msg, err)
 		}
-		export = &e
 	}
 	size := msg.PayloadLen()
 	expects := v.places.expect(msg)
 	sent, err := l.send(msg, export)
+	if export != nil {
+		v.device.unshare(export)
+	}
 	if !sent {
 		if now := (*v.links.Load())[msg.Receiver]; now != l {
 			if expects {

@@ -50,7 +50,7 @@ type Van struct {
 	dsts  map[destination]backend.Mem
 	lower van.BufferRegistrar // of the wrapped van, nil when it has none
 
-	staged, unpinned, refused, private atomic.Uint64
+	staged, unpinned, refused, unshared atomic.Uint64
 }
 
 // held owns a received message whose value is in a buffer of this van.
@@ -82,6 +82,7 @@ var (
 	_ van.Van             = (*Van)(nil)
 	_ van.Wrapper         = (*Van)(nil)
 	_ van.BufferRegistrar = (*Van)(nil)
+	_ van.Meter           = (*Van)(nil)
 )
 
 // New wraps inner. Without a backend, or with that of ordinary memory, there is nothing
@@ -117,6 +118,16 @@ func (v *Van) Unwrap() van.Van { return v.Van }
 // of received values left in host memory because they could not be copied to the device.
 func (v *Van) Counts() (staged, unpinned, refused uint64) {
 	return v.staged.Load(), v.unpinned.Load(), v.refused.Load()
+}
+
+// Stats implements van.Meter: it is that of the wrapped van, and UnsharedValues.
+func (v *Van) Stats() van.Stats {
+	var s van.Stats
+	if m, ok := van.As[van.Meter](v.Van); ok {
+		s = m.Stats()
+	}
+	s.UnsharedValues += v.unshared.Load()
+	return s
 }
 
 // sending is a value under way, in a pinned buffer or in ordinary memory.
@@ -155,9 +166,9 @@ func (v *Van) Send(m *van.Message) error {
 		if !errors.Is(err, backend.ErrNotExportable) {
 			return err
 		}
-		if n := v.private.Add(1); n&(n-1) == 0 {
-			v.log.Warn("a value cannot be shared with its receiver as it lies; it goes through host memory", "to", van.NodeName(m.Receiver),
-				"key", m.Key, "bytes", m.Vals.Len(), "count", n, "err", err)
+		if v.unshared.Add(1) == 1 { // the others are in Stats
+			v.log.Warn("a value cannot be shared with its receiver as it lies; it goes through host memory, and so do others like it, which is slow",
+				"to", van.NodeName(m.Receiver), "key", m.Key, "bytes", m.Vals.Len(), "err", err)
 		}
 	}
 	fail := func(err error) error {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -458,20 +459,30 @@ func (p particular) Send(m *van.Message) error {
 // TestDirectRefused: a value that cannot be shared as it lies is staged.
 func TestDirectRefused(t *testing.T) {
 	net := inproc.NewNetwork().Factory()
+	var log bytes.Buffer
 	p := connectOver(t, func(o van.Options) (van.Van, error) {
 		v, err := net(o)
 		return particular{v}, err
-	}, stage.Options{Direct: func(int) bool { return true }})
-	if err := p.worker.Send(push(1, gpu0.Mem(bytes.Repeat([]byte{3}, 90)))); err != nil {
-		t.Fatal(err)
+	}, stage.Options{Log: slog.New(slog.NewTextHandler(&log, nil)), Direct: func(int) bool { return true }})
+	const times = 4
+	for range times {
+		if err := p.worker.Send(push(1, gpu0.Mem(bytes.Repeat([]byte{3}, 90)))); err != nil {
+			t.Fatal(err)
+		}
+		m := take(t, p.atServ)
+		if m.Vals.OnHost() || !bytes.Equal(vantest.Raw(m.Vals), bytes.Repeat([]byte{3}, 90)) {
+			t.Errorf("%d bytes on %s", m.Vals.Len(), m.Vals.Device())
+		}
+		m.Release()
 	}
-	m := take(t, p.atServ)
-	if m.Vals.OnHost() || !bytes.Equal(vantest.Raw(m.Vals), bytes.Repeat([]byte{3}, 90)) {
-		t.Errorf("%d bytes on %s", m.Vals.Len(), m.Vals.Device())
-	}
-	m.Release()
-	if staged, _, _ := p.worker.(*stage.Van).Counts(); staged != 1 {
+	if staged, _, _ := p.worker.(*stage.Van).Counts(); staged != times {
 		t.Errorf("%d values were copied", staged)
+	}
+	if n := p.worker.(van.Meter).Stats().UnsharedValues; n != times {
+		t.Errorf("%d values are counted", n)
+	}
+	if n := strings.Count(log.String(), "level=WARN"); n != 1 {
+		t.Errorf("%d warnings, want one:\n%s", n, log.String())
 	}
 	p.close(t)
 }

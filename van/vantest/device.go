@@ -37,6 +37,8 @@ type Device struct {
 	options backend.Options
 	failing error
 	closed  bool
+
+	segments segments
 }
 
 // stream runs its functions one after the other.
@@ -332,7 +334,10 @@ func (d *Device) Import(e backend.Export) (m backend.Mem, err error) {
 }
 
 // CloseImport implements backend.Exporter.
-func (d *Device) CloseImport(backend.Mem) error {
+func (d *Device) CloseImport(m backend.Mem) error {
+	if d.segments.unmap(m) {
+		return nil
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.imports--; d.imports < 0 {
@@ -448,7 +453,7 @@ func (d *Device) Leaks(t testing.TB) {
 	t.Helper()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for what, n := range map[string]int{"buffers": len(d.held), "events": d.events, "imports": d.imports, "streams": d.own, "registered buffers of the host": d.pinned} {
+	for what, n := range map[string]int{"buffers": len(d.held), "events": d.events, "imports": d.imports, "imported segments": len(d.SegmentImports()), "streams": d.own, "registered buffers of the host": d.pinned} {
 		if n != 0 {
 			t.Errorf("%s: %d %s are held", d.dev, n, what)
 		}

@@ -1,0 +1,385 @@
+package local
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+const onePage = 4096
+
+// mappedPair is devicePair with memory on the worker's device that is mapped from
+// allocations of these lengths.
+func mappedPair(t *testing.T, sizes ...int) (worker, server *node, wdev, sdev *vantest.Device, mem backend.Mem) {
+	worker, server, wdev, sdev = devicePair(t)
+	t.Cleanup(wdev.FreeMapped)
+	return worker, server, wdev, sdev, wdev.Map(sizes...)
+}
+
+// valueIn is a message for node 8 with a value that lies in mem.
+func valueIn(mem backend.Mem, ts int, b []byte) *van.Message {
+	m := data(8, ts, nil)
+	copy(vantest.Raw(mem), b)
+	m.Vals = mem.Sub(0, len(b))
+	return m
+}
+
+// files is how many descriptors of a device's allocations this process has open.
+func files(t testing.TB) (n int) {
+	t.Helper()
+	all, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range all {
+		if to, err := os.Readlink("/proc/self/fd/" + f.Name()); err == nil && strings.HasPrefix(to, "/memfd:device") {
+			n++
+		}
+	}
+	return n
+}
+
+// afterAWhile does what the loop of x does now and then, as if so much time had passed.
+func (x *node) afterAWhile(d time.Duration) {
+	x.feed.Lock()
+	defer x.feed.Unlock()
+	x.tidied = 0
+	x.tidy(clock.Now() + uint64(d))
+}
+
+// TestSegments: values that lie in several allocations go from device to device, at any
+// place in them; each allocation travels once, and its descriptor is closed.
+func TestSegments(t *testing.T) {
+	worker, server, _, sdev, mem := mappedPair(t, 3*onePage, onePage, 16*onePage)
+	for i := range 200 {
+		from, n := i*211%(2*onePage), 1+i*997%(17*onePage)
+		b := pattern(i, n)
+		worker.must(valueIn(mem.Sub(from, mem.Len()-from), i, b))
+		wantValue(t, server.next(), i, sdev.Device(), b)
+		eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	}
+	if got := sdev.SegmentImports(); !slices.Equal(got, []int{onePage, 3 * onePage, 16 * onePage}) {
+		t.Errorf("mapped: %v", got)
+	}
+	if n := files(t); n != 3 {
+		t.Errorf("%d descriptors are open, want the three that the device itself has", n)
+	}
+}
+
+// TestSegmentsUnderWay: many at once, some behind others in the queue, between values of
+// other kinds.
+func TestSegmentsUnderWay(t *testing.T) {
+	worker, server, wdev, sdev, mem := mappedPair(t, onePage, onePage)
+	open := block(sdev, server.feedOf())
+	const rounds = 2 * maxCopies
+	for i := range rounds {
+		switch i % 3 {
+		case 0:
+			worker.must(valueIn(mem, i, bytes.Repeat([]byte{7}, 2*onePage)))
+		case 1:
+			worker.must(value(wdev, 8, i, pattern(i, 100)))
+		default:
+			worker.must(data(8, i, pattern(i, 100)))
+		}
+	}
+	open()
+	for i := range rounds {
+		switch i % 3 {
+		case 0:
+			wantValue(t, server.next(), i, sdev.Device(), bytes.Repeat([]byte{7}, 2*onePage))
+		case 1:
+			wantValue(t, server.next(), i, sdev.Device(), pattern(i, 100))
+		default:
+			wantValue(t, server.next(), i, backend.Host, pattern(i, 100))
+		}
+	}
+}
+
+// TestSegmentsMappedAnew: what was unmapped and mapped anew at the same address is told from
+// what was there before, and the latter is unmapped, when nothing is lent of it any more.
+func TestSegmentsMappedAnew(t *testing.T) {
+	worker, server, wdev, sdev, mem := mappedPair(t, onePage, 2*onePage)
+	for i := range 6 {
+		b := pattern(i, 3*onePage)
+		worker.must(valueIn(mem, i, b))
+		wantValue(t, server.next(), i, sdev.Device(), b)
+		wdev.Remap(uintptr(mem.Addr())+onePage, 2*onePage)
+	}
+	if got := sdev.SegmentImports(); len(got) != 7 {
+		t.Errorf("mapped: %v", got)
+	}
+	eventually(t, "all is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	worker.afterAWhile(0)
+	eventually(t, "only the page that stayed is mapped", func() bool {
+		server.afterAWhile(0)
+		return slices.Equal(sdev.SegmentImports(), []int{onePage})
+	})
+}
+
+// TestSegmentsUnused: what is not used for a while is unmapped, but not while it is lent.
+func TestSegmentsUnused(t *testing.T) {
+	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
+	open := block(sdev, server.feedOf())
+	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
+	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	worker.afterAWhile(2 * mapTime)
+	server.afterAWhile(0)
+	if got := sdev.SegmentImports(); len(got) != 2 {
+		t.Errorf("mapped while it is copied: %v", got)
+	}
+	open()
+	wantValue(t, server.next(), 1, sdev.Device(), pattern(1, 2*onePage))
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	worker.afterAWhile(2 * mapTime)
+	eventually(t, "nothing is mapped after a while", func() bool {
+		server.afterAWhile(0)
+		return len(sdev.SegmentImports()) == 0
+	})
+	worker.must(valueIn(mem, 2, pattern(2, 2*onePage)))
+	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 2*onePage))
+}
+
+// TestSegmentsRoom: the oldest makes room; where all are lent there is none.
+func TestSegmentsRoom(t *testing.T) {
+	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
+	l := (*worker.links.Load())[8]
+	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, 10)))
+	server.next().Release()
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	open := block(sdev, server.feedOf())
+	worker.must(valueIn(mem.Sub(onePage, onePage), 2, pattern(2, 10)))
+	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	l.mu.Lock()
+	first, second := l.withdrawOldest(), l.withdrawOldest()
+	l.mu.Unlock()
+	if !first || second {
+		t.Errorf("withdrawn: the one that is not lent %t, the one that is %t", first, second)
+	}
+	open()
+	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 10))
+	worker.must(valueIn(mem, 3, pattern(3, 2*onePage)))
+	wantValue(t, server.next(), 3, sdev.Device(), pattern(3, 2*onePage))
+}
+
+// TestSegmentsLost: a peer that goes while its memory is being copied, or has only been
+// offered, leaves nothing mapped and no file open.
+func TestSegmentsLost(t *testing.T) {
+	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage, onePage)
+	open := block(sdev, server.feedOf())
+	for i := range 5 {
+		worker.must(valueIn(mem, i, pattern(i, 2*onePage)))
+	}
+	eventually(t, "the copies are queued", func() bool { return server.copying.Load() == 5 })
+	l := (*worker.links.Load())[8]
+	l.mu.Lock()
+	var x backend.Shared
+	err := errors.Join(worker.device.sharer.Share(&x, mem.Sub(2*onePage, 10)), l.tell(&x))
+	l.mu.Unlock()
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the offer is taken", func() bool { return len(sdev.SegmentImports()) == 3 })
+	time.AfterFunc(10*time.Millisecond, open)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_ = worker.Close(ctx)
+	eventually(t, "nothing is mapped", func() bool {
+		return server.copying.Load() == 0 && sdev.Imports() == 0 && len(sdev.SegmentImports()) == 0
+	})
+}
+
+// TestSegmentsRefused: where the peer's device does not map such memory the link begins anew
+// without, and Send says so, for van/stage.
+func TestSegmentsRefused(t *testing.T) {
+	worker, server, wdev, sdev, mem := mappedPair(t, onePage)
+	sdev.RefuseSegments(errors.New("out of reach"))
+	worker.must(valueIn(mem, 1, pattern(1, 10)))
+	if e := server.event(9, false); !strings.Contains(e.cause.Error(), "out of reach") {
+		t.Errorf("lost because of %v", e.cause)
+	}
+	worker.event(8, true)
+	if err := worker.Send(valueIn(mem, 2, pattern(2, 10))); !errors.Is(err, backend.ErrNotExportable) {
+		t.Errorf("sent: %v", err)
+	}
+	worker.must(value(wdev, 8, 3, pattern(3, 100)))
+	wantValue(t, server.next(), 3, sdev.Device(), pattern(3, 100))
+}
+
+// TestSegmentsNotAgreed: a peer whose backend does not map such memory is not offered any.
+func TestSegmentsNotAgreed(t *testing.T) {
+	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	defer wdev.FreeMapped()
+	plain := struct {
+		backend.Backend
+		backend.Exporter
+		backend.AsyncCopier
+	}{sdev, sdev, sdev}
+	n := inproc.NewNetwork()
+	worker, server := newNode(t, n, 9, on(wdev)), newNode(t, n, 8, on(plain))
+	worker.start()
+	server.start()
+	worker.connect(server)
+	server.connect(worker)
+	if !worker.TakesDevice(8) {
+		t.Fatal("the devices do not reach each other")
+	}
+	mem := wdev.Map(onePage)
+	if err := worker.Send(valueIn(mem, 1, pattern(1, 10))); !errors.Is(err, backend.ErrNotExportable) {
+		t.Errorf("sent: %v", err)
+	}
+	worker.must(value(wdev, 8, 2, pattern(2, 100)))
+	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 100))
+}
+
+// TestHostileSegments: lists and notices that make no sense end the link, and nothing else.
+func TestHostileSegments(t *testing.T) {
+	le := binary.LittleEndian
+	part := func(b []byte, i int) []byte { return b[exportAt(b)+exportLen+i*segmentPartLen:] }
+	for name, change := range map[string]func(b []byte){
+		"no parts":             func(b []byte) { le.PutUint64(b[exportAt(b)+88:], 0) },
+		"too many parts":       func(b []byte) { le.PutUint64(b[exportAt(b)+88:], maxSegments+1) },
+		"more than the record": func(b []byte) { le.PutUint64(b[exportAt(b)+88:], maxSegments) },
+		"fewer":                func(b []byte) { le.PutUint64(b[exportAt(b)+88:], 1) },
+		"not offered":          func(b []byte) { le.PutUint64(part(b, 1), 1<<40) },
+		"outside":              func(b []byte) { le.PutUint64(part(b, 1)[8:], onePage) },
+		"far outside":          func(b []byte) { le.PutUint64(part(b, 0)[8:], 1<<63) },
+		"empty":                func(b []byte) { le.PutUint64(part(b, 0)[16:], 0) },
+		"too long":             func(b []byte) { le.PutUint64(part(b, 0)[16:], 1<<62) },
+		"longer than the value": func(b []byte) {
+			le.PutUint32(b[16+partHead*partVals+8:], onePage/2)
+		},
+		"shorter than the value": func(b []byte) {
+			le.PutUint32(b[16+partHead*partVals+8:], 3*onePage)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
+			l := (*worker.links.Load())[8]
+			m := valueIn(mem, 1, pattern(1, 2*onePage))
+			var x backend.Shared
+			if err := worker.device.sharer.Share(&x, m.Vals); err != nil {
+				t.Fatal(err)
+			}
+			l.mu.Lock()
+			if err := l.tell(&x); err != nil {
+				t.Fatal(err)
+			}
+			r := record{segments: len(x.Segments)}
+			b := make([]byte, r.plan(m, partStream))
+			if err := r.put(b, len(b), m, nil, &x); err != nil {
+				t.Fatal(err)
+			}
+			setSlot(b, 0, 1)
+			change(b)
+			copy(l.seg.at(l.tail), b)
+			l.advance(len(b))
+			l.bell.ring()
+			l.mu.Unlock()
+			stillThere(t, worker, server, sdev, mem)
+		})
+	}
+
+	notice := func(magic string, id, size uint64) []byte {
+		b := append([]byte(magic), 0, 0, 0, 0)
+		return le.AppendUint64(le.AppendUint64(b, id), size)
+	}
+	for name, c := range map[string]struct {
+		b     []byte
+		files int
+		twice bool
+	}{
+		"short":                  {b: []byte("SAFM")},
+		"long":                   {b: append(notice(segmentMagic, 1, onePage), 0), files: 1},
+		"another magic":          {b: notice("SAFX", 1, onePage), files: 1},
+		"no file":                {b: notice(segmentMagic, 1, onePage)},
+		"two files":              {b: notice(segmentMagic, 1, onePage), files: 2},
+		"many files":             {b: notice(segmentMagic, 1, onePage), files: 40},
+		"no length":              {b: notice(segmentMagic, 1, 0), files: 1},
+		"huge":                   {b: notice(segmentMagic, 1, 1<<60), files: 1},
+		"offered twice":          {b: notice(segmentMagic, 1, onePage), files: 1, twice: true},
+		"withdrawn, not offered": {b: notice(unusedMagic, 1, onePage)},
+		"withdrawn with a file":  {b: notice(unusedMagic, 1, onePage), files: 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			worker, server, wdev, sdev, mem := mappedPair(t, onePage, onePage)
+			open := files(t)
+			l := (*worker.links.Load())[8]
+			var x backend.Shared
+			if err := wdev.Share(&x, mem.Sub(0, 1)); err != nil {
+				t.Fatal(err)
+			}
+			fd, err := wdev.SegmentFile(x.Segments[0])
+			if err != nil {
+				t.Fatal(err)
+			}
+			send := func() {
+				var rights []byte
+				if c.files > 0 {
+					rights = unix.UnixRights(slices.Repeat([]int{fd}, c.files)...)
+				}
+				if _, _, err := l.conn.WriteMsgUnix(c.b, rights, nil); err != nil {
+					t.Fatal(err)
+				}
+			}
+			send()
+			if c.twice {
+				send()
+			}
+			_ = unix.Close(fd)
+			stillThere(t, worker, server, sdev, mem)
+			eventually(t, "all files are closed", func() bool { return files(t) <= open })
+		})
+	}
+}
+
+// stillThere wants the link to be lost and made again, and to work then.
+func stillThere(t *testing.T, worker, server *node, sdev *vantest.Device, mem backend.Mem) {
+	t.Helper()
+	if e := server.event(9, false); !errors.Is(e.cause, van.ErrMalformed) {
+		t.Errorf("lost because of %v", e.cause)
+	}
+	worker.event(8, true)
+	worker.must(valueIn(mem, 2, pattern(2, 2*onePage)))
+	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 2*onePage))
+	eventually(t, "what came over the lost link is unmapped", func() bool { return len(sdev.SegmentImports()) == 2 })
+}
+
+// TestManyOffers: a peer that offers more than it may loses its link.
+func TestManyOffers(t *testing.T) {
+	d := vantest.NewDevice(1)
+	x := newInbox(&device{Backend: d, sharer: d}, nil)
+	fd, err := unix.MemfdCreate("offered", unix.MFD_CLOEXEC)
+	if err == nil {
+		err = unix.Ftruncate(fd, onePage)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	for i := range maxOffers {
+		x.known[uint64(i)] = true
+	}
+	b := append([]byte(segmentMagic), make([]byte, 20)...)
+	binary.LittleEndian.PutUint64(b[8:], maxOffers)
+	binary.LittleEndian.PutUint64(b[16:], onePage)
+	if err := x.take(b, []int{fd}, 0); !errors.Is(err, van.ErrMalformed) {
+		t.Errorf("one too many: %v", err)
+	}
+	if n := len(d.SegmentImports()); n != 0 {
+		t.Errorf("%d are mapped", n)
+	}
+}
