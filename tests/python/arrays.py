@@ -10,7 +10,9 @@ NAMES = ("torch", "jax", "numpy")
 SIZES = {
     "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "float32": 4, "float64": 8,
     "complex64": 8, "complex128": 16, "bool": 1, "bfloat16": 2,
-    "float8_e5m2": 1, "float8_e4m3fn": 1, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float8_e5m2": 1, "float8_e4m3fn": 1, "float8_e5m2fnuz": 1, "float8_e4m3fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,  # two in a byte
+    "uint16": 2, "uint32": 4, "uint64": 8,
 }
 
 

@@ -164,6 +164,6 @@ def reuse_server(n):
         type(a)()
 
 
-@pytest.mark.parametrize("env", [{}, {"STEPAF_SHM": "0", "BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
+@pytest.mark.parametrize("env", [{}, {"BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
 def test_answer(cluster, env):
     cluster(lib=HOST, env=env).run(reuse_worker, reuse_server)

@@ -45,8 +45,9 @@ def dtypes_server(n):
         assert n.lib.bytes(t) == data
 
 
-def test_dtypes_and_shapes(cluster, lib):
-    cluster(lib=lib).run(dtypes_worker, dtypes_server)
+@pytest.mark.parametrize("ipc", ["1", "0"], ids=["shm", "zmq"])
+def test_dtypes_and_shapes(cluster, lib, ipc):
+    cluster(lib=lib, env={"BYTEPS_ENABLE_IPC": ipc}).run(dtypes_worker, dtypes_server)
 
 
 # PyTorch since 2.10 has a table of C functions for its tensors. Without one that is
