@@ -42,3 +42,36 @@ func TestResetForgets(t *testing.T) {
 		t.Error("the owner is kept")
 	}
 }
+
+type freed int
+
+func (f *freed) Free(*Message) { *f++ }
+
+// TestHolders: a received message goes back to its owner after its last holder, and whoever
+// holds it or lets it go after that is told.
+func TestHolders(t *testing.T) {
+	var owner freed
+	m := &Message{}
+	m.Reset()
+	m.Adopt(&owner, nil)
+	m.Retain().Release()
+	if owner != 0 {
+		t.Error("freed while somebody holds it")
+	}
+	panics := func(what string, f func()) {
+		t.Helper()
+		defer func() {
+			if recover() == nil {
+				t.Errorf("%s of a released message is not noticed", what)
+			}
+		}()
+		f()
+	}
+	m.Release()
+	if owner != 1 {
+		t.Errorf("freed %d times, want once", owner)
+	}
+	panics("Retain", func() { m.Retain() })
+	m.refs.Store(0)
+	panics("Release", m.Release)
+}

@@ -187,6 +187,27 @@ func TestBudgetOfAllWakesAll(t *testing.T) {
 	}
 }
 
+// TestBudgetOfAllTells: who reads a lane that others have paused is told that there is room.
+func TestBudgetOfAllTells(t *testing.T) {
+	var full, paused Lane[item]
+	l := NewLoop(nil, func(item, *Turn) {})
+	l.Budget, l.Weight = NewBudget(0, 400), func(item) int { return 100 }
+	var told []*Lane[item]
+	l.Resumed = func(lane *Lane[item]) { told = append(told, lane) }
+	full.slow.Store(true)
+	paused.slow.Store(true)
+	for range 4 {
+		l.push(&full, item{})
+	}
+	if l.MayRead(&paused) {
+		t.Fatal("a lane may be read though the budget of all is used up")
+	}
+	l.pop(&full)
+	if len(told) != 1 || told[0] != &paused || !l.MayRead(&paused) {
+		t.Errorf("%d lanes resumed, want the one that was paused", len(told))
+	}
+}
+
 // TestBudgetNotAsked: the loop waits with what a transport receives without asking, and
 // loses nothing.
 func TestBudgetNotAsked(t *testing.T) {

@@ -428,6 +428,26 @@ func TestQueuedItemsDoNotAllocate(t *testing.T) {
 	}
 }
 
+// TestLongLane: a lane in which many items have waited does not keep the memory for them.
+func TestLongLane(t *testing.T) {
+	for n, keeps := range map[int]bool{keepRing: true, keepRing + 1: false} {
+		var lane Lane[item]
+		lane.slow.Store(true)
+		l := NewLoop(nil, func(item, *Turn) {})
+		for i := range n {
+			l.push(&lane, item{seq: i})
+		}
+		for i := range n {
+			if it, ok := l.pop(&lane); !ok || it.seq != i {
+				t.Fatalf("item %d, %t, want %d", it.seq, ok, i)
+			}
+		}
+		if _, ok := l.pop(&lane); ok || (len(lane.ring) > 0) != keeps {
+			t.Errorf("after %d items an empty lane keeps room for %d", n, len(lane.ring))
+		}
+	}
+}
+
 func BenchmarkLoop(b *testing.B) {
 	var lane Lane[item]
 	n := 0

@@ -477,6 +477,11 @@ func TestCloseGivesUpWaiting(t *testing.T) {
 		if err := f.Close(context.Background()); err != nil {
 			t.Fatal(err)
 		}
+		late := request(8, 6)
+		late.Done = &counter{}
+		if err := f.Send(late); !errors.Is(err, van.ErrClosed) || late.Done.(*counter).Load() != 0 {
+			t.Errorf("Send after Close: %v, Done %d times; want %v, 0", err, late.Done.(*counter).Load(), van.ErrClosed)
+		}
 		if d := time.Since(start); d != 2*time.Second || done.Load() != 1 || len(f.failed()) != 0 {
 			t.Errorf("Close took %s, Done %d times, %d failures; want 2s, 1, 0", d, done.Load(), len(f.failed()))
 		}
@@ -528,6 +533,27 @@ func TestWindow(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestOldestStreamForgotten: what has been used last is remembered.
+func TestOldestStreamForgotten(t *testing.T) {
+	f := newFixture(t, Options{})
+	recv := func(app, ts int) {
+		m := request(9, ts)
+		m.AppID = int32(app)
+		f.p.recv(from(8, m))
+	}
+	for app := range maxStreams {
+		recv(app, 1)
+	}
+	recv(0, 2)
+	recv(maxStreams, 1) // one too many
+	before := len(f.up)
+	recv(0, 2)
+	recv(maxStreams, 1)
+	if n := len(f.up) - before; n != 0 {
+		t.Errorf("%d messages of the streams used last were handed up twice", n)
 	}
 }
 

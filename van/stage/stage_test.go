@@ -333,6 +333,13 @@ func registeredBuffer(t *testing.T, p *pair) {
 		t.Errorf("placed %t, %d bytes", m.Placed, m.Vals.Len())
 	}
 	m.Release()
+	if err := p.worker.Send(push(7, gpu0.Mem(make([]byte, 100)))); err != nil {
+		t.Fatal(err)
+	}
+	if m = take(t, p.atServ); !m.Placed || m.Vals.Ptr() != dst.Ptr() || m.Vals.Len() != 100 {
+		t.Errorf("a value that just fits: placed %t, %d bytes", m.Placed, m.Vals.Len())
+	}
+	m.Release()
 	if err := p.worker.Send(push(7, gpu0.Mem(make([]byte, 101)))); err != nil {
 		t.Fatal(err)
 	}
@@ -372,14 +379,17 @@ func TestLimitsAndFailures(t *testing.T) {
 		m.Release()
 	}
 	boom := errors.New("the device is gone")
-	p.sdev.Fail(boom)
-	if err := p.worker.Send(push(1, gpu0.Mem(make([]byte, 50)))); err != nil {
-		t.Fatal(err)
+	for i := range 8 { // more often than there are buffers: each is used again after a copy that failed
+		fails := i%2 == 1
+		p.sdev.Fail(map[bool]error{true: boom}[fails])
+		if err := p.worker.Send(push(1, gpu0.Mem(make([]byte, 50)))); err != nil {
+			t.Fatal(err)
+		}
+		if m = take(t, p.atServ); m.Vals.OnHost() != fails {
+			t.Errorf("value %d is on %s, its copy fails: %t", i, m.Vals.Device(), fails)
+		}
+		m.Release()
 	}
-	if m = take(t, p.atServ); !m.Vals.OnHost() {
-		t.Error("a copy that failed counts as done")
-	}
-	m.Release()
 	p.sdev.Fail(nil)
 
 	p.wdev.Fail(boom)
