@@ -221,6 +221,23 @@ func TestLingerUntilSomebodyListens(t *testing.T) {
 	}
 }
 
+// TestCloseAfterDisconnect: Close waits for what was sent before Disconnect, too, and says
+// that it was lost.
+func TestCloseAfterDisconnect(t *testing.T) {
+	n := inproc.NewNetwork()
+	v := newVan(t, n)
+	connect(t, v, van.Node{ID: 8, Hostname: "nobody", Port: 7})
+	if err := v.Send(message(8, 5)); err != nil {
+		t.Fatal(err)
+	}
+	v.Disconnect(8)
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := v.Close(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("Close with a message that nobody takes: %v, want %v", err, context.Canceled)
+	}
+}
+
 func TestDeviceMemoryIsRefused(t *testing.T) {
 	n := inproc.NewNetwork()
 	v, self := start(t, n, 8, "a", func(*van.Message) {})
