@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
@@ -89,6 +90,9 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	if r.margin == 0 {
 		r.margin = defaultMargin
 	}
+	slow, end := context.WithCancel(ctx)
+	defer end()
+	go r.watchMachine(slow)
 	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Leg: o.Leg, Program: Plain, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults}
 	if p.Cluster.API == "python" {
 		opts.Program = Module
@@ -150,7 +154,8 @@ type planRun struct {
 	c   *Cluster
 	ctx context.Context
 
-	margin time.Duration
+	margin  time.Duration
+	longest atomic.Int64 // that this process was late, in nanoseconds: see watchMachine
 
 	loads  []plan.Load // of the phase
 	phases []phaseRun
@@ -403,7 +408,7 @@ func (r *planRun) cut(pairs [][2]plan.Node, on bool) {
 func (r *planRun) end() {
 	r.c.note("all faults are over")
 	over := time.Now()
-	limit := r.p.End.Settle.Or(settle) + r.margin
+	limit := r.p.End.Settle.Or(settle) + r.late()
 	r.mu.Lock()
 	var all [][2]plan.Node
 	for x := range r.cuts {
@@ -552,7 +557,7 @@ func (r *planRun) expect(ph *plan.Phase, x *phaseRun, e *plan.Expect) {
 			wrong("no barrier has ended")
 		}
 		for _, f := range slices.Concat(failed, barriers) {
-			if f.Text != "" && e.Within > 0 && f.MS > (e.Within.D()+r.margin).Milliseconds() {
+			if f.Text != "" && e.Within > 0 && f.MS > (e.Within.D()+r.late()).Milliseconds() {
 				wrong("a call took %d ms to fail, want at most %s: %s", f.MS, e.Within.D(), f.Text)
 			}
 			if f.Text != "" && !f.Barrier && !strings.Contains(f.Text, e.Error) {
