@@ -61,6 +61,7 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			le.PutUint64(meta[metaCounter+8*i:], l.splits)
 		}
 	}
+	late := false
 	if t, ok := l.dialect.trailer(o, inMeta); ok {
 		if o.control && l.numbered {
 			t.numbered, t.lens[0], t.lens[1] = true, o.number&maxData, p.tag&maxData
@@ -69,6 +70,10 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 			b.takeCredits(&t, &r.Note)
 		}
 		t.put(meta[n-trailerLen:])
+		if o.isLent() && !split { // a part on another queue pair may come after the trailer
+			late = true
+			r.Note.of, r.Note.flags = o.of, meta[n-trailerLen+offFlags:][:1]
+		}
 	}
 	if inMeta {
 		o.behind(meta[aligned(len(o.meta)):])
@@ -78,6 +83,8 @@ func (p *peer) put(o *outgoing, at *rendezvous.RemoteSlot) {
 	wr := verbs.SendWR{Op: verbs.OpWriteImm, Flags: verbs.Signaled, Imm: at.Index, RemoteAddr: at.Meta, RKey: at.MetaKey}
 	if lkey != 0 || r.Large != nil {
 		wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(meta).Addr(), uint32(len(meta)), lkey
+	} else if late {
+		wr = l.StagedLate(wr, meta)
 	} else {
 		wr = l.Staged(wr, meta)
 	}

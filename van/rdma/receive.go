@@ -145,6 +145,10 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 		return nil, err
 	}
 	rx.in = in
+	if t.recalled {
+		m.Release()
+		return nil, nil
+	}
 	if in.unlisted.Load() && !m.IsControl() {
 		v := d.v
 		if n := v.stats.fenced.Add(1); n&(n-1) == 0 {

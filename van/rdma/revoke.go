@@ -42,18 +42,32 @@ func (v *rvan) Revoke(m backend.Mem) {
 	}
 }
 
-// Recall implements van.Recaller for messages that wait for their turn or for a slot: they
-// are dropped. A message that is with the device has left unless the connection breaks.
+// Recall implements van.Recaller. Messages that wait for their turn or for a slot are
+// dropped. What is with the device may be read by it now, or again when it has to repeat
+// it: to a node of this library the trailer, which is read after the value, says from now on
+// that the message is to be dropped.
 func (v *rvan) Recall(q van.Requests) {
 	for _, p := range v.allPeers() {
 		p.mu.Lock()
 		p.sender.Each(func(o *outgoing) {
-			if o.request && !o.oneShot && o.of.in(&q) && o.data != [van.MaxFrames]backend.Mem{} {
+			if o.isLent() && o.of.in(&q) {
 				o.recalled = true
 			}
 		})
+		if p.link != nil {
+			p.link.Each(func(m *sentMessage) {
+				if m.flags != nil && m.of.in(&q) {
+					m.flags[0] |= trailerRecalled
+				}
+			})
+		}
 		p.mu.Unlock()
 	}
+}
+
+// isLent tells whether o is a request whose value is read where the caller has it.
+func (o *outgoing) isLent() bool {
+	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
 }
 
 func overlap(x, y backend.Mem) bool {

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"bytes"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -90,6 +91,43 @@ func TestRecallOfWaitingRequests(t *testing.T) {
 		m.Release()
 	}
 	p.until("all memory is given back", func() bool { return dones.Load() == int32(len(values)) })
+}
+
+// A request that is with the device, which has not read it yet or has to read it again, comes
+// as it was sent or not at all; those before and behind it come.
+func TestRecallOfPostedRequests(t *testing.T) {
+	p := newPair(t, nil)
+	p.connect(p.worker, serverID, p.server)
+	values := make([][]byte, 4)
+	send := func(i int) {
+		values[i] = bytes.Repeat([]byte{byte(i + 1)}, 64<<10)
+		if err := p.worker.Send(tensor(serverID, i, 1, true, true, values[i])); err != nil {
+			t.Fatal(err)
+		}
+	}
+	send(0)
+	p.next(p.atServer).Release() // there is a slot from now on
+	for _, recalled := range [][]int{{1}, {1, 2}, {3}} {
+		p.net.Hold()
+		for i := 1; i < len(values); i++ {
+			send(i)
+		}
+		p.worker.Recall(van.Requests{First: int32(recalled[0]), Count: int32(len(recalled))})
+		for _, i := range recalled {
+			clear(values[i])
+		}
+		p.net.Release()
+		for i := 1; i < len(values); i++ {
+			if slices.Contains(recalled, i) {
+				continue
+			}
+			m := p.next(p.atServer)
+			if int(m.Timestamp) != i || !bytes.Equal(m.Vals.Host(), values[i]) {
+				t.Errorf("requests %d recalled: request %d came, with the right bytes: %t; want %d", recalled, m.Timestamp, bytes.Equal(m.Vals.Host(), values[i]), i)
+			}
+			m.Release()
+		}
+	}
 }
 
 // completion is a van.Completion.

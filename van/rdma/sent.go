@@ -16,6 +16,10 @@ type sentMessage struct {
 	control *outgoing // a control message that has a number, until it has arrived
 	seq     uint64    // the order of those
 	data    bool      // it is no control message
+	// Of a request whose value the device reads where the caller has it: flags is where those
+	// of the trailer lie, which the device reads after the value.
+	of    requestOf
+	flags []byte
 	// The credits that the message carries, of connection creditsOf.
 	creditsOf *inbound
 	credits   [maxCredits]*receiveSlot

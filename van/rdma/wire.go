@@ -265,6 +265,7 @@ type trailer struct {
 	numbered bool // of a control message: lens[0] is its number, lens[1] tells its senders apart
 	inMeta   bool // the frames lie between the meta and the trailer
 	metaLen  int  // of the meta, when inMeta
+	recalled bool // the request was given up before it had left: its value may be another one
 }
 
 // maxCredits is how many slots a trailer, or a message of credits, gives back.
@@ -278,10 +279,14 @@ const (
 	trailerPlaced
 	trailerInMeta
 	trailerNumbered
+	trailerRecalled // set where the trailer lies, after it was put there
 )
 
 // Offset of the meta's length in a trailer.
 const offMetaLen = 60
+
+// Offset of the flags, of which those in use fit a byte.
+const offFlags = 4
 
 // frameAlign is the alignment of frames that are packed.
 const frameAlign = 64
@@ -303,7 +308,7 @@ func (t *trailer) put(b []byte) {
 		flags |= trailerNumbered
 	}
 	le.PutUint32(b, magic)
-	le.PutUint16(b[4:], flags)
+	le.PutUint16(b[offFlags:], flags)
 	le.PutUint32(b[offMetaLen:], uint32(t.metaLen))
 	b[6], b[7] = byte(t.n), byte(t.frames)
 	for i, n := range t.lens {
@@ -319,9 +324,9 @@ func (t *trailer) get(b []byte) error {
 	if len(b) != trailerLen || le.Uint32(b) != magic {
 		return &van.FieldError{Field: "trailer", Value: fmt.Sprintf("%d bytes", len(b)), Want: fmt.Sprintf("%d that begin with %#x", trailerLen, magic)}
 	}
-	flags := le.Uint16(b[4:])
+	flags := le.Uint16(b[offFlags:])
 	t.packed, t.placed, t.inMeta = flags&trailerPacked != 0, flags&trailerPlaced != 0, flags&trailerInMeta != 0
-	t.numbered = flags&trailerNumbered != 0
+	t.numbered, t.recalled = flags&trailerNumbered != 0, flags&trailerRecalled != 0
 	t.metaLen = int(min(le.Uint32(b[offMetaLen:]), maxMeta))
 	t.n, t.frames = int(b[6]), int(b[7])
 	if t.n > maxCredits {

@@ -122,6 +122,13 @@ func (p *SendQueue[T]) Staged(wr verbs.SendWR, b []byte) verbs.SendWR {
 	return wr
 }
 
+// StagedLate completes wr with bytes of the stage that the device reads when it sends them:
+// until then they may change.
+func (p *SendQueue[T]) StagedLate(wr verbs.SendWR, b []byte) verbs.SendWR {
+	wr.LocalAddr, wr.Len, wr.LKey = backend.Bytes(b).Addr(), uint32(len(b)), p.stage.MR.LKey()
+	return wr
+}
+
 // AddValue appends a write that may be longer than one work request can be.
 func (p *SendQueue[T]) AddValue(id uint32, wr verbs.SendWR) {
 	for ; wr.Len > p.Longest; wr.Len -= p.Longest {
