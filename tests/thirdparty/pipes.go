@@ -12,8 +12,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -37,7 +39,7 @@ type Hub struct {
 // Factory makes a van of the hub at each call.
 func (h *Hub) Factory() van.Factory {
 	return func(van.Options) (van.Van, error) {
-		n := &node{hub: h, conns: map[int]*conn{}, started: make(chan struct{}), closing: make(chan struct{}), from: map[*node]*sync.Mutex{}}
+		n := &node{hub: h, conns: map[int]*conn{}, started: make(chan struct{}), closing: make(chan struct{}), parted: map[*conn]bool{}, pipes: map[*os.File]bool{}, from: map[*node]*turn{}}
 		n.id.Store(van.Empty)
 		return n, nil
 	}
@@ -106,9 +108,15 @@ type node struct {
 	mu     sync.Mutex
 	closed bool
 	conns  map[int]*conn
-	parted []*conn               // disconnected, and not yet written out
-	pipes  []*os.File            // reading ends
-	from   map[*node]*sync.Mutex // one for each peer: its messages are handed up one by one
+	parted map[*conn]bool    // disconnected, and not yet written out
+	pipes  map[*os.File]bool // reading ends
+	from   map[*node]*turn   // of the peers that have a pipe to this node
+}
+
+// turn makes the messages of one peer be handed up one by one.
+type turn struct {
+	sync.Mutex
+	pipes int // that need it; guarded by node.mu
 }
 
 var (
@@ -175,8 +183,12 @@ func (n *node) Connect(ctx context.Context, id int, peer van.Node) error {
 func (n *node) partLocked(id int) {
 	if c := n.conns[id]; c != nil {
 		delete(n.conns, id)
-		n.parted = append(n.parted, c)
 		close(c.part)
+		select {
+		case <-c.written:
+		default:
+			n.parted[c] = true
+		}
 	}
 }
 
@@ -252,7 +264,7 @@ func (n *node) Close(ctx context.Context) error {
 	for id := range n.conns {
 		n.partLocked(id)
 	}
-	leaving := n.parted
+	leaving := slices.Collect(maps.Keys(n.parted))
 	n.mu.Unlock()
 
 	var lost []error
@@ -269,7 +281,7 @@ func (n *node) Close(ctx context.Context) error {
 	}
 	n.hub.leave(n)
 	n.mu.Lock()
-	for _, r := range n.pipes {
+	for r := range n.pipes {
 		_ = r.Close()
 	}
 	n.mu.Unlock()
@@ -293,14 +305,15 @@ func (n *node) accept(peer *node, r *os.File) bool {
 		return false
 	default:
 	}
-	turn := n.from[peer]
-	if turn == nil {
-		turn = &sync.Mutex{}
-		n.from[peer] = turn
+	from := n.from[peer]
+	if from == nil {
+		from = &turn{}
+		n.from[peer] = from
 	}
-	n.pipes = append(n.pipes, r)
+	from.pipes++
+	n.pipes[r] = true
 	n.readers.Go(func() {
-		defer r.Close()
+		defer n.forget(peer, r)
 		select {
 		case <-n.started:
 		case <-n.closing:
@@ -311,12 +324,23 @@ func (n *node) accept(peer *node, r *os.File) bool {
 			if err != nil {
 				return // the peer has closed it, or Close has
 			}
-			turn.Lock()
+			from.Lock()
 			n.deliver(p)
-			turn.Unlock()
+			from.Unlock()
 		}
 	})
 	return true
+}
+
+// forget closes a pipe that nothing comes from any more.
+func (n *node) forget(peer *node, r *os.File) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	_ = r.Close()
+	delete(n.pipes, r)
+	if n.from[peer].pipes--; n.from[peer].pipes == 0 {
+		delete(n.from, peer)
+	}
 }
 
 func (n *node) deliver(p *packet) {
@@ -356,7 +380,12 @@ type conn struct {
 
 // write waits for somebody who listens, and writes what is queued.
 func (c *conn) write() {
-	defer close(c.written)
+	defer func() {
+		c.from.mu.Lock()
+		defer c.from.mu.Unlock()
+		close(c.written)
+		delete(c.from.parted, c)
+	}()
 	w, peer := c.dial()
 	if peer == nil {
 		return
