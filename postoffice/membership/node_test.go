@@ -200,3 +200,63 @@ func TestDeadNodesBySilence(t *testing.T) {
 		t.Errorf("%v are dead, though silence does not count", dead)
 	}
 }
+
+// TestReturnsOnce: a node that comes back to a scheduler that was started again goes on to
+// speak to the former one until it has the table. Each heartbeat is answered with the table,
+// and the connection to it is made once, unless it breaks.
+func TestReturnsOnce(t *testing.T) {
+	const cluster, former = 7, 99
+	cfg := testConfig(van.Scheduler, 1, 1, "", -1)
+	cfg.NamedCluster = true
+	cfg.Self.Endpoint = (&van.Identity{Incarnation: 100, Cluster: cluster}).Encode()
+	m, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Start(0)
+	member := func(role van.Role, id int) van.Node {
+		r := withID(rec(role, "10.0.0.1", 4000+id, -1), id)
+		r.Endpoint = (&van.Identity{Incarnation: uint32(200 + id), Cluster: cluster}).Encode()
+		return r
+	}
+	server, worker := member(van.Server, 8), member(van.Worker, 9)
+	beat := func(at time.Duration, from int, nodes ...van.Node) (connects, tables int) {
+		t.Helper()
+		var meta van.Meta
+		meta.Reset()
+		meta.Control.Cmd, meta.Control.Nodes = van.Heartbeat, nodes
+		meta.SetIncarnations(uint32(200+from), former)
+		if err := m.Step(at, from, &meta); err != nil {
+			t.Fatal(err)
+		}
+		m.Tick(at)
+		for _, o := range m.Take() {
+			switch o := o.(type) {
+			case Connect:
+				connects++
+			case Send:
+				if o.Meta.Control.Cmd == van.AddNode && o.To == from {
+					tables++
+				}
+			}
+		}
+		return connects, tables
+	}
+	beat(0, 9, worker, server)
+	if beat(4*time.Second, 9, worker, server); !m.Ready() || !m.isDown(8) || m.isDown(9) {
+		t.Fatalf("ready %t, server lost %t, worker lost %t: want a cluster without its server", m.Ready(), m.isDown(8), m.isDown(9))
+	}
+	for i, x := range []struct {
+		node   van.Node
+		breaks bool
+		want   int
+	}{{worker, false, 0}, {server, false, 1}, {server, false, 0}, {server, true, 1}} {
+		at := time.Duration(5+i) * time.Second
+		if x.breaks {
+			m.PeerLost(at, x.node.ID, nil)
+		}
+		if connects, tables := beat(at, x.node.ID, x.node); connects != x.want || tables != 1 {
+			t.Errorf("heartbeat %d, of %d: %d connections and %d tables, want %d and 1", i, x.node.ID, connects, tables, x.want)
+		}
+	}
+}

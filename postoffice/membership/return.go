@@ -251,10 +251,14 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 	}
 }
 
-// lateReturn takes a node back that returns after the cluster was resumed without it.
+// lateReturn takes a node back that returns after the cluster was resumed without it, and
+// sends the table again to one that has not had it yet. Its connection is not made again
+// then: the table may be under way on it.
 func (m *Machine) lateReturn(now time.Duration, id int, rec *van.Node) {
-	m.table[m.at[id]] = *rec
-	m.connect(id, *rec)
+	if m.isDown(id) || !m.conns[id] {
+		m.table[m.at[id]] = *rec
+		m.connect(id, *rec)
+	}
 	m.health[id].beats = true
 	m.sendTable(id, m.fullTable())
 	m.tellDead(id)
