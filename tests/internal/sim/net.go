@@ -120,8 +120,8 @@ type conn struct {
 	to      *node // while up
 	tries   int
 	attempt int // timers of earlier attempts look at it
-	pending []*parcel
-	held    []*parcel // sent with More
+	pending []*packet
+	held    []*packet // sent with More
 	fwd     *flow     // while up
 	back    *flow
 	lost    bool // it broke and has not been restored
@@ -144,7 +144,7 @@ type flow struct {
 	last    time.Duration // arrival of the latest
 	free    time.Duration // when the link can take more
 	seq     uint64
-	stalled []*parcel // reached a cut or a process that stands still
+	stalled []*packet // reached a cut or a process that stands still
 	bytes   int64     // sent and not taken by the receiver
 }
 
@@ -238,7 +238,7 @@ func (c *conn) establish(to *node) {
 	}
 	c.pending = nil
 	if leaving {
-		c.fwd.send(&parcel{fin: true})
+		c.fwd.send(&packet{fin: true})
 	}
 }
 
@@ -288,7 +288,7 @@ func (c *conn) end(linger time.Duration) {
 	case c.state == leaving || c.state == ended:
 	case c.to != nil:
 		c.state = leaving
-		c.fwd.send(&parcel{fin: true})
+		c.fwd.send(&packet{fin: true})
 	case linger > 0 && len(c.pending) > 0 && !c.lost:
 		c.state = leaving
 		c.n.after(linger, func() {
@@ -323,7 +323,7 @@ func (c *conn) flush() {
 }
 
 // forward sends p, or keeps it until the connection stands. mu is held.
-func (c *conn) forward(p *parcel) {
+func (c *conn) forward(p *packet) {
 	if c.to != nil && c.state == up {
 		c.fwd.send(p)
 		return
@@ -346,7 +346,7 @@ func (c *conn) unsent() (sum int64) {
 }
 
 // send puts p on its way. mu is held.
-func (f *flow) send(p *parcel) {
+func (f *flow) send(p *packet) {
 	n := f.c.n
 	from, to := f.ends()
 	f.seq++
@@ -385,7 +385,7 @@ func (f *flow) send(p *parcel) {
 }
 
 // carry lets p arrive when the link has brought it there. mu is held.
-func (f *flow) carry(p *parcel, s seed) {
+func (f *flow) carry(p *packet, s seed) {
 	n := f.c.n
 	from, to := f.ends()
 	now := n.now()
@@ -403,7 +403,7 @@ func (f *flow) carry(p *parcel, s seed) {
 }
 
 // arrive is the end of p's way.
-func (f *flow) arrive(p *parcel) {
+func (f *flow) arrive(p *packet) {
 	n := f.c.n
 	n.mu.Lock()
 	from, to := f.ends()
@@ -427,7 +427,7 @@ func (f *flow) arrive(p *parcel) {
 }
 
 // take gives p to its receiver. It unlocks mu.
-func (f *flow) take(p *parcel) {
+func (f *flow) take(p *packet) {
 	n := f.c.n
 	_, to := f.ends()
 	if p.fin {

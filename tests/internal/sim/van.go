@@ -32,7 +32,7 @@ type node struct {
 	id    atomic.Int64
 	watch func(id int, up bool, cause error)
 	recv  van.Receiver
-	loop  *engine.Loop[*parcel]
+	loop  *engine.Loop[*packet]
 	bell  chan struct{}
 	quit  chan struct{}
 	once  sync.Once
@@ -48,8 +48,8 @@ type node struct {
 	dials    map[string]int // by address
 	accepted map[*conn]bool
 	routes   map[string]*conn // by routing id
-	queue    []*parcel
-	lent     []*parcel // requests whose values are the application's, and some that have arrived
+	queue    []*packet
+	lent     []*packet // requests whose values are the application's, and some that have arrived
 	lanes    map[string]*lane
 	outbox   []func() // sent while the process stood still
 	ready    bool     // started: its messages are repeated if that is asked for
@@ -70,7 +70,7 @@ var (
 
 // lane is what one peer sends.
 type lane struct {
-	engine.Lane[*parcel]
+	engine.Lane[*packet]
 	waits atomic.Int64 // bytes that have been read and not delivered
 }
 
@@ -81,15 +81,15 @@ func (n *Net) newNode(who plan.Node, name, host string, o van.Options) *node {
 	v.id.Store(van.Empty)
 	v.loop = engine.NewLoop(v.next, v.deliver)
 	v.loop.Limit = 5 * time.Millisecond
-	v.loop.Discard = func(p *parcel) {
+	v.loop.Discard = func(p *packet) {
 		p.waits.Add(-p.size)
 		p.msg.Release()
 	}
 	if o.Config != nil && !failpoint.On("recv-budget") {
 		v.loop.Budget = engine.NewBudget(int64(o.Config.RecvBudgetPeer), int64(o.Config.RecvBudget))
 	}
-	v.loop.Weight = func(p *parcel) int { return int(p.size) }
-	v.loop.Resumed = func(*engine.Lane[*parcel]) { v.ring() }
+	v.loop.Weight = func(p *packet) int { return int(p.size) }
+	v.loop.Resumed = func(*engine.Lane[*packet]) { v.ring() }
 	n.mu.Lock()
 	n.nodes = append(n.nodes, v)
 	n.mu.Unlock()
@@ -325,14 +325,14 @@ func (v *node) Send(msg *van.Message) error {
 // window is how much of what has been sent may be under way in kernels.
 const window = 64 << 10
 
-// pack counts a message and makes it a parcel.
-func (v *node) pack(msg *van.Message, sender int, recalls bool) *parcel {
+// pack counts a message and makes it a packet.
+func (v *node) pack(msg *van.Message, sender int, recalls bool) *packet {
 	v.sentMessages.Add(1)
 	v.sentBytes.Add(uint64(msg.PayloadLen()))
 	p := pack(msg, sender, recalls)
 	p.size = int64(msg.PayloadLen()) + 300
 	if p.lent && msg.Request {
-		v.lent = append(slices.DeleteFunc(v.lent, func(p *parcel) bool { return !p.lent || p.gone }), p)
+		v.lent = append(slices.DeleteFunc(v.lent, func(p *packet) bool { return !p.lent || p.gone }), p)
 	}
 	return p
 }
@@ -384,8 +384,8 @@ func (v *node) Flush(id int) {
 	}
 }
 
-// take queues a parcel for the receiving goroutine. n.mu is held.
-func (v *node) take(p *parcel) {
+// take queues a packet for the receiving goroutine. n.mu is held.
+func (v *node) take(p *packet) {
 	if v.closed || v.dead {
 		p.free()
 		return
@@ -408,14 +408,14 @@ func (v *node) ring() {
 }
 
 // next is the receiving side of the loop.
-func (v *node) next() (*parcel, *engine.Lane[*parcel], bool) {
+func (v *node) next() (*packet, *engine.Lane[*packet], bool) {
 	for {
 		v.n.mu.Lock()
 		if !v.dead {
 			for i, p := range v.queue {
 				in := v.lanes[p.lane]
 				if in == nil {
-					in = &lane{Lane: engine.Lane[*parcel]{ID: p.sender}}
+					in = &lane{Lane: engine.Lane[*packet]{ID: p.sender}}
 					v.lanes[p.lane] = in
 				}
 				if !v.loop.MayRead(&in.Lane) {
@@ -451,7 +451,7 @@ func (v *node) next() (*parcel, *engine.Lane[*parcel], bool) {
 
 // inLane counts what has been read of a peer and not been delivered, and says when that is
 // more than its budget.
-func (v *node) inLane(p *parcel) {
+func (v *node) inLane(p *packet) {
 	bytes := p.waits.Add(p.size)
 	c := v.opts.Config
 	if c == nil || c.RecvBudgetPeer <= 0 {
@@ -462,7 +462,7 @@ func (v *node) inLane(p *parcel) {
 	}
 }
 
-func (v *node) deliver(p *parcel, turn *engine.Turn) {
+func (v *node) deliver(p *packet, turn *engine.Turn) {
 	p.waits.Add(-p.size)
 	p.msg.Turn = turn
 	v.recv(&p.msg)
@@ -541,7 +541,7 @@ func (n *Net) hangUp(v *node) {
 	for _, x := range n.nodes {
 		for _, c := range x.list() {
 			if c.to == v && c.back != nil {
-				c.back.send(&parcel{fin: true})
+				c.back.send(&packet{fin: true})
 			}
 		}
 	}
@@ -578,7 +578,7 @@ func (v *node) kill(fork bool) {
 			continue
 		}
 		c.state = leaving
-		c.fwd.send(&parcel{fin: true})
+		c.fwd.send(&packet{fin: true})
 	}
 	if !fork {
 		if n.listeners[v.addr()] == v {
@@ -600,7 +600,7 @@ func (v *node) bury() {
 	for _, c := range v.list() {
 		if c.to != nil {
 			c.state = leaving
-			c.fwd.send(&parcel{fin: true})
+			c.fwd.send(&packet{fin: true})
 		}
 	}
 	if n.listeners[v.addr()] == v {

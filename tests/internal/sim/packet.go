@@ -8,8 +8,8 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// parcel is one message on its way.
-type parcel struct {
+// packet is one message on its way.
+type packet struct {
 	msg    van.Message
 	flow   *flow // that has brought it
 	sender int   // as the receiver is told
@@ -23,10 +23,10 @@ type parcel struct {
 	waits  *atomic.Int64 // of its lane
 }
 
-// pack makes a parcel of a message. Values that the sender lends, until it is told or the
+// pack makes a packet of a message. Values that the sender lends, until it is told or the
 // request is given up, are read when they arrive: whoever changes them before is found out.
-func pack(m *van.Message, sender int, recalls bool) *parcel {
-	p := &parcel{sender: sender, done: m.Done}
+func pack(m *van.Message, sender int, recalls bool) *packet {
+	p := &packet{sender: sender, done: m.Done}
 	p.msg.Meta.CopyFrom(&m.Meta)
 	p.msg.Frames = m.Frames
 	for i := range m.Frames {
@@ -46,8 +46,8 @@ func copied(f backend.Mem) backend.Mem {
 }
 
 // clone is the same message once more.
-func (p *parcel) clone() *parcel {
-	q := &parcel{sender: p.sender, size: p.size, flow: p.flow, lane: p.lane}
+func (p *packet) clone() *packet {
+	q := &packet{sender: p.sender, size: p.size, flow: p.flow, lane: p.lane}
 	q.msg.Meta.CopyFrom(&p.msg.Meta)
 	q.msg.Frames = p.msg.Frames
 	for i := range p.msg.Frames {
@@ -57,7 +57,7 @@ func (p *parcel) clone() *parcel {
 }
 
 // land makes the values the receiver's own.
-func (p *parcel) land() {
+func (p *packet) land() {
 	if p.lent {
 		p.lent = false
 		p.msg.Vals = copied(p.msg.Vals)
@@ -65,29 +65,29 @@ func (p *parcel) land() {
 }
 
 // sent tells the sender that its memory is its own again.
-func (p *parcel) sent() {
+func (p *packet) sent() {
 	if d := p.done; d != nil {
 		p.done = nil
 		d.Sent()
 	}
 }
 
-// free ends a parcel that nobody has received.
-func (p *parcel) free() {
+// free ends a packet that nobody has received.
+func (p *packet) free() {
 	if p.flow != nil {
 		p.flow.bytes -= p.size
 	}
 }
 
 // adopt makes it a received message.
-func (p *parcel) adopt() { p.msg.Adopt(postman{}, unsafe.Pointer(p)) }
+func (p *packet) adopt() { p.msg.Adopt(postman{}, unsafe.Pointer(p)) }
 
 // postman takes back received messages.
 type postman struct{}
 
 // Free implements van.Owner.
 func (postman) Free(m *van.Message) {
-	p := (*parcel)(m.Native())
+	p := (*packet)(m.Native())
 	p.at.holds.Add(-1)
 	for i := range m.Frames { // who looks at it now reads nonsense
 		b := m.Frame(i).Host()
