@@ -48,7 +48,7 @@ type work struct {
 	state    atomic.Uint64 // generation<<1 | answered
 	refs     atomic.Int32
 
-	answers []KeyTensor // to the pulls, while the batch is in the server's line
+	answers []KeyTensor // to the pulls, while the batch is in the server's queue
 	done    van.Completion
 }
 

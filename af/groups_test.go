@@ -26,7 +26,7 @@ func TestGroups(t *testing.T) {
 		}
 		var wg sync.WaitGroup
 		for rank, n := range c.Workers {
-			if n.GroupRank() != rank/size || n.Instance() != rank%size || n.NumServers() != groups || n.NumServerInstances() != groups*size {
+			if n.GroupRank() != rank/size || n.Instance() != rank%size || n.NumServers() != groups || n.GroupSize() != size {
 				t.Errorf("worker %d calls itself group %d instance %d of %d servers", rank, n.GroupRank(), n.Instance(), n.NumServers())
 			}
 			w := newWorker(t, n)

@@ -40,13 +40,13 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	device, err = b.w.checkAnswer(outs, o.order)
 	var event backend.Event
 	if err == nil && device {
-		event, err = s.line.mark(o.stream)
+		event, err = s.queue.mark(o.stream)
 	}
 	if err != nil {
 		b.w.state.Store(b.gen << 1)
 		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(b.w.instance), Err: err}
 	}
-	if event != nil || s.line.busy() {
+	if event != nil || s.queue.busy() {
 		return b.enqueue(event, outs, o)
 	}
 	defer b.w.unref()
@@ -82,7 +82,7 @@ func (b *work) answer(i int, outs []KeyTensor, order Order) *Tensor {
 	return nil
 }
 
-// enqueue puts the answers into the line, which has the batch until they are sent.
+// enqueue puts the answers into the queue, which has the batch until they are sent.
 func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o respondOptions) error {
 	s, w := b.w.s, b.w
 	for i := range w.pulls {
@@ -91,7 +91,7 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o respondOptions) 
 		w.answers = append(w.answers, KeyTensor{Key: w.pulls[i].Key, Val: *t})
 	}
 	w.done = o.done
-	if s.line.add(w, event) {
+	if s.queue.add(w, event) {
 		return nil
 	}
 	for range w.answers {
@@ -104,10 +104,10 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o respondOptions) 
 	return &van.Error{Op: "respond", Node: s.node.Name(), Err: van.ErrClosed}
 }
 
-// dead implements job: an answer is wanted until its worker is lost, which Send says.
+// dead implements queued: an answer is wanted until its worker is lost, which Send says.
 func (b *work) dead() bool { return false }
 
-// send implements job: it sends the answers and gives up the batch.
+// send implements queued: it sends the answers and gives up the batch.
 func (b *work) send(err error) {
 	s := b.s
 	sent := 0

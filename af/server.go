@@ -34,10 +34,10 @@ type Server struct {
 	node     *postoffice.Node
 	app      int
 	buffers  *datamsg.RecvBuffers
-	line     *line     // of answers with tensors on the device, and those behind them
-	late     *line     // of batches that the device still reads
-	senders  []*sender // by instance rank of the worker
-	reorders bool      // messages of a worker may overtake each other
+	queue    *streamQueue // of answers with tensors on the device, and those behind them
+	late     *streamQueue // of batches that the device still reads
+	senders  []*sender    // by instance rank of the worker
+	reorders bool         // messages of a worker may overtake each other
 
 	handler  Handler // set once, before anything is received
 	serving  atomic.Pointer[postoffice.Customer]
@@ -53,14 +53,17 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	s := &Server{node: node, app: o.AppID, buffers: datamsg.NewRecvBuffers(node), reorders: node.Reorders(),
-		line: newLine(node.Backend(), node.Config().BusyPoll), late: newLine(node.Backend(), env.AlwaysBlock)}
+	s := &Server{node: node, app: o.AppID, buffers: datamsg.NewRecvBuffers(node),
+		queue: newStreamQueue(node.Backend(), node.Config().BusyPoll), late: newStreamQueue(node.Backend(), env.AlwaysBlock)}
+	if r, ok := van.As[van.Reorderer](node.Van()); ok {
+		s.reorders = r.Reorders()
+	}
 	s.senders = make([]*sender, node.NumWorkerInstances())
 	for i := range s.senders {
 		s.senders[i] = &sender{s: s}
 	}
 	node.OnExit(s.late.close)
-	node.OnExit(s.line.close)
+	node.OnExit(s.queue.close)
 	node.OnExit(s.dropSenders)
 	return s, nil
 }
@@ -231,7 +234,7 @@ func (s *Server) Close() {
 	}
 	unwatch()
 	c.Close()
-	s.line.close() // s.late goes on until the node has left: others may receive on it
+	s.queue.close() // s.late goes on until the node has left: others may receive on it
 	s.dropSenders()
 }
 

@@ -35,7 +35,7 @@ type Worker struct {
 	timeout  time.Duration
 	revoker  van.Revoker // nil when no peer writes into pull tensors
 
-	line *line // of batches with tensors on the device, and those behind them
+	queue *streamQueue // of batches with tensors on the device, and those behind them
 
 	mu   sync.Mutex
 	free []*batch
@@ -47,7 +47,8 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: tensor worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &Worker{node: node, servers: node.ServerInstances(), timeout: o.Timeout, revoker: node.Revoker()}
+	w := &Worker{node: node, servers: node.ServerInstances(), timeout: o.Timeout}
+	w.revoker, _ = van.As[van.Revoker](node.Van())
 	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		if n, speak := node.Rarely("af: request to a worker"); speak {
 			node.Log().Warn("dropped a request: a tensor worker serves none", "from", van.NodeName(msg.Sender), "so far", n)
@@ -58,8 +59,8 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	}
 	c.KeepTraces()
 	w.customer = c
-	w.line = newLine(node.Backend(), node.Config().BusyPoll)
-	node.OnExit(w.line.close)
+	w.queue = newStreamQueue(node.Backend(), node.Config().BusyPoll)
+	node.OnExit(w.queue.close)
 	return w, nil
 }
 
@@ -75,8 +76,8 @@ type batch struct {
 	keys    [][8]byte // key frames: pushes, then pulls
 	skip    []bool    // by server: sending to it has failed
 	msg     van.Message
-	queued  bool         // in the worker's line
-	refs    atomic.Int32 // the request, and the line while it is there
+	queued  bool         // in the worker's queue
+	refs    atomic.Int32 // the request, and the queue while it is there
 }
 
 // PushPull sends every push tensor to every server, and asks server s for
@@ -102,20 +103,20 @@ func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, err
 	}
 	var event backend.Event
 	if err == nil && device {
-		event, err = w.line.mark(o.stream)
+		event, err = w.queue.mark(o.stream)
 	}
 	if err != nil {
 		b.unref()
 		return Call{}, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
 	}
-	b.queued = event != nil || w.line.busy()
+	b.queued = event != nil || w.queue.busy()
 	b.pushes = append(b.pushes[:0], push...)
 	b.pulls = append(b.pulls[:0], pull...)
 	b.hold()
 	b.p, b.q = len(push), len(pull)/len(b.servers)
 	b.fillKeys()
 	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
-		w.line.unmark(event)
+		w.queue.unmark(event)
 		b.queued = false
 		b.Finished(err)
 		b.Recycle()
@@ -130,7 +131,7 @@ func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, err
 		return call, nil
 	}
 	b.refs.Add(1)
-	if !w.line.add(b, event) {
+	if !w.queue.add(b, event) {
 		b.send(van.ErrClosed)
 	}
 	return call, nil
@@ -164,10 +165,10 @@ func (b *batch) address(to To) error {
 	return nil
 }
 
-// dead implements job.
+// dead implements queued.
 func (b *batch) dead() bool { return !b.Pending() }
 
-// send implements job: it sends the batch unless it has failed meanwhile.
+// send implements queued: it sends the batch unless it has failed meanwhile.
 func (b *batch) send(err error) {
 	if b.Begin() {
 		if err == nil {
@@ -415,7 +416,7 @@ func (b *batch) hold() {
 // Finished is called when the batch is over: the tensors are the caller's again.
 func (b *batch) Finished(err error) {
 	if b.queued && err != nil {
-		b.w.line.giveUp(b)
+		b.w.queue.giveUp(b)
 	}
 	if r := b.w.revoker; r != nil && err != nil {
 		for i := range b.pulls {
@@ -441,5 +442,5 @@ func (w *Worker) InFlight() int { return w.customer.InFlight() }
 // Close fails what is in flight and takes the worker off its node.
 func (w *Worker) Close() {
 	w.customer.Close()
-	w.line.close()
+	w.queue.close()
 }

@@ -98,7 +98,7 @@ func (n *Node) mayJoin(id int) bool {
 	case van.RoleOf(id) == van.Worker:
 		return van.RankOf(id) < n.NumWorkerInstances()
 	default:
-		return van.RankOf(id) < n.NumServerInstances()
+		return van.RankOf(id) < n.NumServers()*n.GroupSize()
 	}
 }
 

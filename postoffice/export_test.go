@@ -6,9 +6,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Van is the transport as it is wrapped.
-func (n *Node) Van() van.Van { return n.van }
-
 // ConnectDue counts connections that are still to be made to node id.
 func (n *Node) ConnectDue(id, more int) {
 	n.mu.Lock()
@@ -53,3 +50,19 @@ func (n *Node) SetStartTimeout(d time.Duration) { n.cfg.StartTimeout = d }
 
 // Withdraw tells a server that a request is given up.
 func (n *Node) Withdraw(id, app int, w Withdrawn) { n.withdraw(id, app, w) }
+
+// HeldQueues counts the senders of which Held counts messages.
+func (n *Node) HeldQueues() int {
+	n.strangers.mu.Lock()
+	defer n.strangers.mu.Unlock()
+	return len(n.strangers.held)
+}
+
+// Receive is what the transport calls with each message.
+func (n *Node) Receive(m *van.Message) { n.receive(m) }
+
+// Incarnation is that of this process; see van.Identity.
+func (n *Node) Incarnation() uint32 { return n.incarnation }
+
+// Epoch counts the processes that have had node id, as far as n knows.
+func (n *Node) Epoch(id int) uint32 { return n.processes.of(id).epoch }

@@ -10,7 +10,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/local"
 )
 
 // Name says who this node is: "worker 0 (id 9)".
@@ -35,15 +34,9 @@ func (n *Node) Config() *Config { return n.cfg }
 // Backend is the memory of the node's device.
 func (n *Node) Backend() backend.Backend { return n.back }
 
-// Registrar returns the transport's ability to write pushes into registered memory.
-func (n *Node) Registrar() (van.BufferRegistrar, bool) { return van.As[van.BufferRegistrar](n.van) }
-
-// Revoker returns the transport's ability to take back memory that a pull request has
-// named, nil when it has none.
-func (n *Node) Revoker() van.Revoker {
-	r, _ := van.As[van.Revoker](n.van)
-	return r
-}
+// Van is the node's transports, whose optional abilities van.As finds, and van.PathTo the
+// path to a peer. To send and to leave use the node's own methods.
+func (n *Node) Van() van.Van { return n.van }
 
 // Stats returns the transport's counters.
 func (n *Node) Stats() van.Stats {
@@ -52,27 +45,6 @@ func (n *Node) Stats() van.Stats {
 	}
 	return van.Stats{}
 }
-
-// VanType is the name of the transport.
-func (n *Node) VanType() string { return n.van.Type() }
-
-// SharesMemory tells whether data goes to node id through shared memory instead of
-// the transport.
-func (n *Node) SharesMemory(id int) bool {
-	l, ok := van.As[*local.Van](n.van)
-	return ok && l.Linked(id)
-}
-
-// SharesDevice tells whether values on the node's device go to node id, which shares
-// memory, from device to device.
-func (n *Node) SharesDevice(id int) bool {
-	l, ok := van.As[*local.Van](n.van)
-	return ok && l.TakesDevice(id)
-}
-
-// Incarnation distinguishes this process from others that have had the same node id; see
-// van.Identity.
-func (n *Node) Incarnation() uint32 { return n.incarnation }
 
 // Addresses returns the port at which this node listens and the addresses of the peers
 // that it is connected to, as "host:port".
@@ -110,9 +82,6 @@ func (n *Node) NumServers() int { return n.cfg.NumServers }
 
 // NumWorkerInstances counts workers.
 func (n *Node) NumWorkerInstances() int { return n.cfg.NumWorkers * n.cfg.GroupSize }
-
-// NumServerInstances counts servers.
-func (n *Node) NumServerInstances() int { return n.cfg.NumServers * n.cfg.GroupSize }
 
 // IsRecovery tells whether this node replaces a dead one.
 func (n *Node) IsRecovery() bool {
@@ -172,10 +141,3 @@ func (n *Node) ServerKeyRanges() []KeyRange {
 
 // Native tells whether the node with that id is one of this library, as far as is known.
 func (n *Node) Native(id int) bool { return n.processes.of(id).incarnation != 0 }
-
-// Reorders tells whether a message of a peer may be handed up before one that it sent
-// earlier.
-func (n *Node) Reorders() bool {
-	r, ok := van.As[van.Reorderer](n.van)
-	return ok && r.Reorders()
-}

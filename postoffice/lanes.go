@@ -1,6 +1,7 @@
 package postoffice
 
 import (
+	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice/membership"
@@ -11,6 +12,14 @@ import (
 // Connecting to a peer or closing a connection may take seconds. Outputs about other
 // peers, such as heartbeats, must not wait for it: from a slow output on, a peer's outputs
 // are carried out by a goroutine of their own, in order, until none is left.
+
+// laneTable is the lanes of the peers for which a slow output is being carried out.
+type laneTable struct {
+	lanesMu    sync.Mutex
+	lanes      map[int]*lane
+	afterLanes []membership.Output // to be carried out when lanes is empty
+	lanesIdle  []chan struct{}     // closed when lanes is empty
+}
 
 // lane is the queue of a peer's outputs behind the one being carried out.
 type lane struct{ outputs []membership.Output }
@@ -78,15 +87,15 @@ func (n *Node) dispatch(o membership.Output) {
 
 // awaitLanes waits a short time until the last outputs, such as a message with the reason
 // why start-up has failed, have reached the transport.
-func (n *Node) awaitLanes() {
-	n.lanesMu.Lock()
-	if len(n.lanes) == 0 {
-		n.lanesMu.Unlock()
+func (t *laneTable) awaitLanes() {
+	t.lanesMu.Lock()
+	if len(t.lanes) == 0 {
+		t.lanesMu.Unlock()
 		return
 	}
 	idle := make(chan struct{})
-	n.lanesIdle = append(n.lanesIdle, idle)
-	n.lanesMu.Unlock()
+	t.lanesIdle = append(t.lanesIdle, idle)
+	t.lanesMu.Unlock()
 	select {
 	case <-idle:
 	case <-time.After(shortLinger):

@@ -11,7 +11,7 @@ import (
 // the result. Virtual time goes on meanwhile, which it does not for who waits for a mutex.
 func TestLeaveOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := &Node{left: make(chan struct{})}
+		n := &Node{lifetime: lifetime{left: make(chan struct{})}}
 		want := errors.New("left with an error")
 		begun := make(chan struct{})
 		go n.leaveOnce(func() error {

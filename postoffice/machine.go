@@ -55,24 +55,24 @@ func (n *Node) step(input func(time.Duration)) {
 }
 
 // connectDue counts the Connect outputs that are not carried out yet. n.mu is held.
-func (n *Node) connectDue(id, more int) {
-	if n.due == nil {
-		n.due = map[int]int{}
+func (c *control) connectDue(id, more int) {
+	if c.due == nil {
+		c.due = map[int]int{}
 	}
-	if n.due[id] += more; n.due[id] == 0 {
-		delete(n.due, id)
+	if c.due[id] += more; c.due[id] == 0 {
+		delete(c.due, id)
 	}
 }
 
 // noteLosses updates the table of lost peers before the outputs are carried out, so that
 // it always agrees with DeadNodes. n.mu is held.
-func (n *Node) noteLosses(outs []membership.Output) {
+func (t *peerTable) noteLosses(outs []membership.Output) {
 	for _, o := range outs {
 		switch o := o.(type) {
 		case membership.PeerDead:
-			n.setLost(o.ID, o.Cause)
+			t.setLost(o.ID, o.Cause)
 		case membership.PeerAlive:
-			n.setLost(o.ID, nil)
+			t.setLost(o.ID, nil)
 		} // PeerReplaced clears it when carried out: nothing can be sent before Connect
 	}
 }
@@ -150,9 +150,7 @@ func (n *Node) carryOut(o membership.Output) {
 		n.setName(van.NodeName(o.ID))
 		n.log.Info("joined", "as", van.NodeName(o.ID), "recovery", o.Recovery)
 	case membership.Ready:
-		for _, f := range n.enable {
-			f()
-		}
+		n.stack.Enable()
 		n.log.Info("all nodes are known")
 		close(n.ready)
 	case membership.Waiting:
@@ -216,11 +214,11 @@ func (n *Node) sendControl(o membership.Send) {
 	}
 }
 
-func (n *Node) endBarrier(ticket int, err error) {
-	n.mu.Lock()
-	done := n.waiters[ticket]
-	delete(n.waiters, ticket)
-	n.mu.Unlock()
+func (c *control) endBarrier(ticket int, err error) {
+	c.mu.Lock()
+	done := c.waiters[ticket]
+	delete(c.waiters, ticket)
+	c.mu.Unlock()
 	if done != nil {
 		done <- err
 	}
@@ -243,12 +241,12 @@ func (n *Node) fail(err error) {
 }
 
 // lost returns why node id is considered dead, or nil.
-func (n *Node) lost(id int) error { return n.processes.of(id).lost }
+func (t *peerTable) lost(id int) error { return t.processes.of(id).lost }
 
-func (n *Node) setLost(id int, cause error) {
-	n.lostMu.Lock()
-	defer n.lostMu.Unlock()
-	n.processes.change(id, func(p *process) { p.lost = cause })
+func (t *peerTable) setLost(id int, cause error) {
+	t.lostMu.Lock()
+	defer t.lostMu.Unlock()
+	t.processes.change(id, func(p *process) { p.lost = cause })
 }
 
 // OnPeer makes the node call f when a peer is lost (up false, with the cause) and when
@@ -272,10 +270,10 @@ func (n *Node) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
 	}
 }
 
-func (n *Node) notify(id int, up bool, cause error) {
-	n.lostMu.Lock()
-	watchers := n.watchers
-	n.lostMu.Unlock()
+func (t *peerTable) notify(id int, up bool, cause error) {
+	t.lostMu.Lock()
+	watchers := t.watchers
+	t.lostMu.Unlock()
 	for _, w := range watchers {
 		w.f(id, up, cause)
 	}
@@ -353,9 +351,7 @@ func (n *Node) Send(msg *van.Message) error {
 
 // Poll receives on the caller's goroutine, if the van can, until done returns true or
 // nothing has come for a short time. Handlers run on it, too, so they must never block.
-func (n *Node) Poll(done func() bool) {
-	n.engine.Poll(done)
-}
+func (n *Node) Poll(done func() bool) { n.stack.Poll(done) }
 
 // Flush sends messages to node id that the van holds because of More.
 func (n *Node) Flush(id int) {

@@ -21,14 +21,9 @@ import (
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
-	_ "github.com/stepaf/stepaf-go/van/all" // the transports that a configuration may name
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/drop"
-	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/local"
-	"github.com/stepaf/stepaf-go/van/resend"
-	"github.com/stepaf/stepaf-go/van/stage"
+	"github.com/stepaf/stepaf-go/van/stack"
 )
 
 // ErrRefused is wrapped by the error of Start when the scheduler refuses the node. The
@@ -85,63 +80,70 @@ type Options struct {
 
 // Node is one member of a cluster. All methods are safe for concurrent use.
 type Node struct {
-	cfg      *Config
-	role     van.Role
-	baseLog  *slog.Logger
-	log      *slog.Logger
-	debug    bool // log every message
-	van      van.Van
+	cfg     *Config
+	role    van.Role
+	baseLog *slog.Logger
+	log     *slog.Logger
+	debug   bool // log every message
+	causes  logx.Causes
+	profile *profile // nil unless asked for
+
+	stack    *stack.Van
+	van      van.Van      // of stack
 	flusher  van.Flusher  // nil when the van holds nothing
 	recaller van.Recaller // nil when the van reads no memory later
-	engine   *engine.Engine
 	back     backend.Backend
-	ownBack  bool
-	keepBack bool
-	enable   []func()
-	profile  *profile // nil unless asked for
+	ownBack  bool // this node closes back
 
 	rand        func() uint64
 	incarnation uint32 // of this process, see van.Identity
+	id          atomic.Int32
+	name        atomic.Pointer[string]
+	self        van.Node
 
-	id   atomic.Int32
-	name atomic.Pointer[string]
-	self van.Node
+	control
+	laneTable
+	lifetime
+	peerTable
+	apps apps
+}
 
-	mu        sync.Mutex // guards machine and what follows
-	machine   *membership.Machine
-	outputs   []membership.Output
-	draining  bool               // a goroutine carries outputs out
-	unnamed   map[int]van.Node   // records of nodes with temporary ids
-	due       map[int]int        // by peer, Connect outputs that are not carried out yet
-	waiters   map[int]chan error // by barrier ticket
-	ready     chan struct{}
-	failed    chan struct{}
+// control is the membership machine, and which of its outputs are still to be carried out.
+type control struct {
+	mu       sync.Mutex // guards what follows, and changes of lifetime
+	machine  *membership.Machine
+	outputs  []membership.Output
+	draining bool               // a goroutine carries outputs out
+	unnamed  map[int]van.Node   // records of nodes with temporary ids
+	due      map[int]int        // by peer, Connect outputs that are not carried out yet
+	waiters  map[int]chan error // by barrier ticket
+	rearm    chan struct{}      // the time of the next tick may have changed
+}
+
+// lifetime is how far a node has come, from its start to its end.
+type lifetime struct {
+	ready     chan struct{} // closed when all nodes are known
+	failed    chan struct{} // closed when the node cannot be used any more; err says why
 	err       error
 	closed    bool
 	onExit    []func()
-	rearm     chan struct{}
-	stop      chan struct{}
+	stop      chan struct{} // ends tick
 	leaving   atomic.Bool
 	left      chan struct{} // closed when the node has left; finalErr is set then
 	finalErr  error
 	closing   chan struct{} // closed by Close, to end a Finalize that waits
 	closeOnce sync.Once     // closes closing
+}
 
-	peers      sync.Map // node id to "host:port"
-	lanesMu    sync.Mutex
-	lanes      map[int]*lane       // of peers for which a slow output is being carried out
-	afterLanes []membership.Output // to be carried out when lanes is empty
-	lanesIdle  []chan struct{}     // closed when lanes is empty
-
-	lostMu    sync.Mutex
+// peerTable is what a node knows of the other nodes.
+type peerTable struct {
+	peers     sync.Map   // node id to "host:port"
+	lostMu    sync.Mutex // guards changes of what follows; taken before strangers.mu
 	processes processes
 	notices   notices
 	strangers strangers
 	stale     logx.Sparse // messages of or for other processes
 	watchers  []*watcher
-
-	apps   apps
-	causes logx.Causes // of log lines about peers
 }
 
 type watcher struct {
@@ -243,8 +245,8 @@ func newNode(o Options) (*Node, error) {
 			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
 		}
 	}
-	n := &Node{cfg: cfg, role: role, waiters: map[int]chan error{}, ready: make(chan struct{}), failed: make(chan struct{}),
-		rearm: make(chan struct{}, 1), stop: make(chan struct{}), closing: make(chan struct{}), left: make(chan struct{})}
+	n := &Node{cfg: cfg, role: role, control: control{waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)},
+		lifetime: lifetime{ready: make(chan struct{}), failed: make(chan struct{}), stop: make(chan struct{}), closing: make(chan struct{}), left: make(chan struct{})}}
 	if n.rand = o.Rand; n.rand == nil {
 		n.rand = rand.Uint64
 	}
@@ -265,17 +267,26 @@ func newNode(o Options) (*Node, error) {
 	for _, w := range cfg.Notes {
 		n.log.Info(w)
 	}
-	if err := n.openBackend(o.Backend); err != nil {
-		return nil, err
-	}
-	n.keepBack = o.KeepBackend
 	var err error
+	if n.back = o.Backend; n.back == nil {
+		if n.back, err = stack.OpenDevice(cfg, role, n.log); err != nil {
+			return nil, err
+		}
+		n.ownBack = !o.KeepBackend
+	}
 	if n.profile, err = openProfile(cfg, role); err != nil {
 		return nil, errors.Join(err, n.closeBackend())
 	}
-	if err := n.openVan(o.Van); err != nil {
+	n.stack, err = stack.New(stack.Options{
+		Options: van.Options{Config: cfg, Log: n.log, Backend: n.back, Incarnation: n.incarnation},
+		Role:    role, Transport: o.Van, OnFail: n.givenUp,
+	})
+	if err != nil {
 		return nil, errors.Join(err, n.profile.close(), n.closeBackend())
 	}
+	n.van = n.stack.Van
+	n.flusher, _ = van.As[van.Flusher](n.van)
+	n.recaller, _ = van.As[van.Recaller](n.van)
 	n.self = van.Node{Role: role, ID: van.Empty, AuxID: cfg.Rank()}
 	if o.NoRank {
 		n.self.AuxID = -1
@@ -286,109 +297,12 @@ func newNode(o Options) (*Node, error) {
 	return n, nil
 }
 
-func (n *Node) openBackend(b backend.Backend) error {
-	if b != nil {
-		n.back = b
-		return nil
-	}
-	n.ownBack = true
-	name := n.cfg.Backend
-	if name == "" {
-		name = "CPU"
-		if n.role != van.Scheduler { // it carries no tensors
-			gpu, err := backend.New("GPU", n.cfg.GPU)
-			if err == nil {
-				n.back = n.tuned(gpu)
-				return nil
-			}
-			n.log.Info("no GPU in this build or on this machine: using backend CPU", "why", err)
-		}
-	}
-	made, err := backend.New(name, n.cfg.GPU)
-	if err != nil {
-		return fmt.Errorf("STEPMESH_BAKCEND=%s: %w", name, err)
-	}
-	n.back = n.tuned(made)
-	return nil
-}
-
-// tuned sets b's options for waits as the configuration says.
-func (n *Node) tuned(b backend.Backend) backend.Backend {
-	if t, ok := b.(backend.Tunable); ok {
-		o := backend.DefaultOptions()
-		o.DriverEvents = !n.cfg.MemSync
-		o.Spin = n.cfg.BusyPoll.Spin()
-		t.Configure(o)
-	}
-	return b
-}
-
 func (n *Node) closeBackend() error {
-	if n.ownBack && !n.keepBack && n.back != nil {
+	if n.ownBack {
 		return n.back.Close()
 	}
 	return nil
 }
-
-// openVan makes the transport and wraps it as the configuration says.
-func (n *Node) openVan(f van.Factory) error {
-	n.engine = engine.New(n.cfg.BusyPoll.Spin())
-	o := van.Options{Config: n.cfg, Log: n.log, Backend: n.back, Incarnation: n.incarnation, Engine: n.engine}
-	own := f != nil
-	if !own {
-		f = van.New
-	}
-	v, err := f(o)
-	if err != nil {
-		return err
-	}
-	var shared *local.Van
-	if !own && n.cfg.EnableIPC != 0 && n.role != van.Scheduler {
-		shared = local.New(v, o)
-		v = shared
-	}
-	v = n.staged(v, shared)
-	if n.cfg.DropMsg > 0 {
-		d := drop.New(v, n.cfg.DropMsg, 0, n.log)
-		n.enable = append(n.enable, d.Enable)
-		v = d
-	}
-	if n.cfg.Resend {
-		r := resend.New(v, resend.Options{Timeout: n.cfg.ResendTimeout, Log: n.log, OnFail: n.givenUp})
-		n.enable = append(n.enable, r.Enable)
-		v = r
-	}
-	n.van = v
-	n.flusher, _ = van.As[van.Flusher](v)
-	n.recaller, _ = van.As[van.Recaller](v)
-	if p, ok := van.As[van.Poller](v); ok {
-		n.engine.Delegate(p.Poll)
-	}
-	return nil
-}
-
-// staged wraps a van that takes host memory only, so that it carries values on a device.
-// For peers that are linked through shared memory, the link decides whether values are
-// copied to the host, and not the van inside.
-func (n *Node) staged(v van.Van, shared *local.Van) van.Van {
-	o := stage.Options{Backend: n.back, Log: n.log}
-	takes := takesDevices[v.Type()]
-	switch {
-	case shared != nil:
-		o.Direct = func(peer int) bool {
-			if shared.Linked(peer) {
-				return shared.TakesDevice(peer)
-			}
-			return takes
-		}
-	case takes:
-		return v
-	}
-	return stage.New(v, o)
-}
-
-// takesDevices are the transports that send values from device memory without staging.
-var takesDevices = map[string]bool{"ibverbs": true}
 
 // join binds, starts the machine and waits until it is ready.
 func (n *Node) join(ctx context.Context) error {
@@ -666,13 +580,13 @@ func (n *Node) Alive() error {
 	}
 }
 
-// givenUp is called by the resending van with a message that was never acknowledged.
-func (n *Node) givenUp(f resend.Failure) {
+// givenUp is called with a message that was resent in vain.
+func (n *Node) givenUp(peer int, meta *van.Meta, err error) {
 	if k, show := n.Rarely("gave up a message"); show {
-		n.log.Warn("gave up a message", "peer", n.PeerName(f.Peer), "message", f.Meta.String(), "err", f.Err, "so far", k)
+		n.log.Warn("gave up a message", "peer", n.PeerName(peer), "message", meta.String(), "err", err, "so far", k)
 	}
-	if !f.Meta.IsControl() && f.Meta.Request {
-		n.apps.failRequest(&f.Meta, f.Peer, f.Err)
+	if !meta.IsControl() && meta.Request {
+		n.apps.failRequest(meta, peer, err)
 	}
 }
 

@@ -188,10 +188,6 @@ func (n *Node) dropStale(msg *van.Message, p *process) {
 	}
 }
 
-// Epoch counts the processes that have had node id, as far as this node knows. An answer
-// to a request of an earlier one is refused.
-func (n *Node) Epoch(id int) uint32 { return n.processes.of(id).epoch }
-
 // answerTo returns errStale for an answer to a process that has been replaced.
 func (n *Node) answerTo(msg *van.Message, p *process) error {
 	if msg.Epoch == 0 || msg.Epoch == p.epoch || msg.Request || failpoint.On("incarnation") {

@@ -346,7 +346,7 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 // poll receives in place of the transport for a short time, or, when waits are to spin for
 // ever, until r is finished or left (0: no limit) has passed.
 func (r *Request) poll(ctx context.Context, left time.Duration) {
-	p := r.c.node.engine
+	p := r.c.node.stack
 	if r.c.node.role != van.Worker {
 		return // on a server, polling would run request handlers
 	}

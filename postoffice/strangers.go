@@ -123,8 +123,7 @@ func (n *Node) hold(msg *van.Message) bool {
 		}
 		v := s.held[msg.Sender]
 		if v == nil {
-			v = &heldQueue{}
-			s.held[msg.Sender] = v
+			v = &heldQueue{} // entered below, with its first message
 		}
 		switch {
 		case s.closed:
@@ -139,6 +138,7 @@ func (n *Node) hold(msg *van.Message) bool {
 			}
 			return true
 		}
+		s.held[msg.Sender] = v
 		v.queue = append(v.queue, early{msg.Retain(), clock.Now()})
 		v.bytes += size
 		s.bytes += size

@@ -249,3 +249,24 @@ func TestEarlyRequestsExpire(t *testing.T) {
 	c.Workers[0].Close()
 	until(t, "it is forgotten", func() bool { return hook.Held() == 0 })
 }
+
+// TestStrangersLeaveNothing: what comes under an id that no member can have is dropped, and
+// nothing is kept of the id.
+func TestStrangersLeaveNothing(t *testing.T) {
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
+	w, s := c.Workers[0], c.Servers[0]
+	const ids = 50
+	for i := range ids {
+		m := rawRequest(7, 1, 0)
+		m.Sender = van.WorkerID(100 + i)
+		m.SetIncarnations(w.Incarnation()^1, s.Incarnation())
+		s.Receive(m)
+	}
+	if n := s.HeldQueues(); n != 0 {
+		t.Errorf("%d ids are kept of %d that cannot be members", n, ids)
+	}
+	if !strings.Contains(logged.String(), "dropped a message of a process that this node does not know") {
+		t.Error("the log does not say what was dropped")
+	}
+}

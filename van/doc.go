@@ -9,7 +9,7 @@
 // around them van/local for peers of the same host and van/stage for values on
 // devices, and on top of those postoffice, kv and af, which see only the Van
 // interface. A van knows addresses and bytes. It does not know who belongs to the cluster (that
-// is postoffice) nor what a message means (kv and af). van/all imports every
+// is postoffice) nor what a message means (kv and af). van/stack imports every
 // transport of a build, for its registration.
 //
 // # Messages and who owns them

@@ -164,6 +164,31 @@ type HostChooser interface {
 	ChooseHost() (host, why string, err error)
 }
 
+// Path is how data goes to one peer.
+type Path struct {
+	// Over names what carries it: a transport, or "shared memory".
+	Over string
+	// Device says that values on the node's device go as they are. On other paths they are
+	// copied to the host first.
+	Device bool
+}
+
+// PathChooser is implemented by vans that choose what carries the data of each peer, and
+// by those that take values on a device.
+type PathChooser interface {
+	// PathTo returns the path to peer id. While it is not settled PathTo waits, as Send
+	// does. Without a connection to id it is that of most peers.
+	PathTo(id int) Path
+}
+
+// PathTo returns how data goes from v to peer id.
+func PathTo(v Van, id int) Path {
+	if c, ok := As[PathChooser](v); ok {
+		return c.PathTo(id)
+	}
+	return Path{Over: v.Type()}
+}
+
 // Stats are counters of a van since it was made. Those that a transport does not
 // keep are 0.
 type Stats struct {

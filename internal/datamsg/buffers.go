@@ -51,7 +51,7 @@ func (b *RecvBuffers) Register(buffers ...RecvBuffer) error {
 	if err := b.check(buffers); err != nil {
 		return err
 	}
-	reg, direct := b.node.Registrar()
+	reg, direct := van.As[van.BufferRegistrar](b.node.Van())
 	for i, p := range buffers {
 		k := b.keyOf(p)
 		if direct {

@@ -9,6 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/local"
+	"github.com/stepaf/stepaf-go/van/stack"
 )
 
 // Transport is what the nodes of a cluster communicate over.
@@ -68,21 +69,22 @@ func (x Transport) environ() []string {
 	return nil
 }
 
+// SharesMemory tells whether data goes from n to node id through shared memory.
+func SharesMemory(n *postoffice.Node, id int) bool {
+	return van.PathTo(n.Van(), id).Over == local.SharedMemory
+}
+
 // wrapped makes the van that Options.Wrap is wrapped around. A node that is given a van
-// does not put shared memory around it, so this does.
+// does not put shared memory beside it, so this does.
 func (c *Cluster) wrapped(role string) van.Factory {
 	if !c.o.Over.sockets() {
 		return c.o.Network.Factory()
 	}
-	if c.o.Over != SHM || role == "scheduler" {
-		return van.New
-	}
 	return func(o van.Options) (van.Van, error) {
-		v, err := van.New(o)
-		if err != nil {
-			return nil, err
+		if role == "scheduler" {
+			return stack.Configured(o, van.Scheduler)
 		}
-		return local.New(v, o), nil
+		return stack.Configured(o, van.Server) // as for a worker
 	}
 }
 
@@ -97,7 +99,7 @@ func (c *Cluster) check(t testing.TB) {
 		if n == nil {
 			return // runs elsewhere
 		}
-		if got, want := n.SharesMemory(id), c.o.Over == SHM; got != want {
+		if got, want := SharesMemory(n, id), c.o.Over == SHM; got != want {
 			t.Errorf("%s shares memory with %s: %t, want %t over %s", n.Name(), van.NodeName(id), got, want, c.o.Over)
 		}
 	}

@@ -37,7 +37,7 @@ func pair(t testing.TB, o testcluster.Options, attr *syscall.SysProcAttr) (*test
 // TestValues: every byte arrives, whatever the length.
 func TestValues(t *testing.T) {
 	c, _, w := pair(t, testcluster.Options{}, nil)
-	if !c.Workers[0].SharesMemory(serverID) {
+	if !testcluster.SharesMemory(c.Workers[0], serverID) {
 		t.Fatal("worker and server do not share memory")
 	}
 	seq := 0
@@ -116,7 +116,7 @@ func TestServerKilled(t *testing.T) {
 		if err := roundTrip(w, 99, 16<<20); err != nil {
 			t.Fatalf("round %d, next server: %v", round, err)
 		}
-		if !c.Workers[0].SharesMemory(serverID) {
+		if !testcluster.SharesMemory(c.Workers[0], serverID) {
 			t.Errorf("round %d: no memory is shared with the next server", round)
 		}
 	}
@@ -141,7 +141,7 @@ func TestWorkerKilled(t *testing.T) {
 	begun := func(round int) {
 		t.Helper()
 		p.Expect("begun")
-		if !c.Servers[0].SharesMemory(workerID) {
+		if !testcluster.SharesMemory(c.Servers[0], workerID) {
 			t.Errorf("round %d: no memory is shared with the worker", round)
 		}
 	}
@@ -219,7 +219,7 @@ func TestOutOfReach(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			var log nodetest.Text
 			cl, _, w := pair(t, testcluster.Options{Over: testcluster.AsSet, Set: c.set, Log: log.Logger(slog.LevelInfo)}, c.attr)
-			if cl.Workers[0].SharesMemory(serverID) {
+			if testcluster.SharesMemory(cl.Workers[0], serverID) {
 				t.Error("memory is shared")
 			}
 			for i, n := range []int{100, 3 << 20} {

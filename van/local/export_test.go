@@ -10,3 +10,9 @@ func Endpoint(local []byte) []byte {
 	id := van.Identity{Incarnation: 1, Local: local}
 	return id.Encode()
 }
+
+// Linked tells whether data to node id goes through shared memory.
+func (v *Van) Linked(id int) bool { return v.linkTo(id) != nil }
+
+// TakesDevice tells whether values on the node's device go there as they are.
+func (v *Van) TakesDevice(id int) bool { return v.Linked(id) && v.PathTo(id).Device }

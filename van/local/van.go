@@ -110,6 +110,7 @@ var (
 	_ van.Recaller        = (*Van)(nil)
 	_ van.Advertiser      = (*Van)(nil)
 	_ van.Admitter        = (*Van)(nil)
+	_ van.PathChooser     = (*Van)(nil)
 )
 
 // New wraps inner, which must not have been bound. Where shared memory cannot be
@@ -357,16 +358,16 @@ func (v *Van) Recall(q van.Requests) {
 	}
 }
 
-// Linked tells whether data to node id goes through shared memory. It waits, as Send does,
-// until that is settled.
-func (v *Van) Linked(id int) bool { return v.linkTo(id) != nil }
+// SharedMemory is Path.Over of the peers that this van links.
+const SharedMemory = "shared memory"
 
-// TakesDevice tells whether values on the node's device go to node id through shared
-// memory as they are. One that cannot be named to other processes is refused then with
-// backend.ErrNotExportable.
-func (v *Van) TakesDevice(id int) bool {
-	l := v.linkTo(id)
-	return l != nil && l.device
+// PathTo implements van.PathChooser. A value on the device that cannot be named to other
+// processes is refused with backend.ErrNotExportable, whatever Device says.
+func (v *Van) PathTo(id int) van.Path {
+	if l := v.linkTo(id); l != nil {
+		return van.Path{Over: SharedMemory, Device: l.device}
+	}
+	return van.PathTo(v.inner, id)
 }
 
 // Stats implements van.Meter. It counts what goes over the van inside, too.

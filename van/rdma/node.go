@@ -66,6 +66,9 @@ type owner interface {
 	endInbound(in *inbound, p *peer, cause error)
 }
 
+// PathTo implements van.PathChooser: values on a device go as they are, to every peer.
+func (v *node) PathTo(int) van.Path { return van.Path{Over: "ibverbs", Device: true} }
+
 // hello is what this node says of itself.
 func (v *node) hello(epoch uint32) hello {
 	return hello{node: int(v.id.Load()), port: v.self.Port, host: v.self.Hostname, native: true, epoch: epoch, qpCount: v.cfg.QPNum, incarnation: v.incarnation}

@@ -31,6 +31,7 @@ var (
 	_ van.PeerWatcher     = (*rvan)(nil)
 	_ van.Meter           = (*rvan)(nil)
 	_ van.HostChooser     = (*rvan)(nil)
+	_ van.PathChooser     = (*rvan)(nil)
 )
 
 func init() {

@@ -14,8 +14,10 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
+	vanlocal "github.com/stepaf/stepaf-go/van/local"
 )
 
 // A benchmark's nodes are child processes of this one: the same binary, started
@@ -116,10 +118,11 @@ func checkTransport(node *postoffice.Node, peers []int) error {
 		return nil
 	}
 	for _, id := range peers {
-		if !node.SharesMemory(id) {
+		path := van.PathTo(node.Van(), id)
+		if path.Over != vanlocal.SharedMemory {
 			return fmt.Errorf("bench: %s and %s do not share memory: see the log of PS_VERBOSE=1", node.Name(), node.PeerName(id))
 		}
-		if node.Backend().Device().Type == backend.GPU && !node.SharesDevice(id) {
+		if node.Backend().Device().Type == backend.GPU && !path.Device {
 			return fmt.Errorf("bench: %s and %s do not reach each other's device: see the log of PS_VERBOSE=1", node.Name(), node.PeerName(id))
 		}
 	}

@@ -9,8 +9,8 @@ import (
 	"strings"
 
 	"github.com/stepaf/stepaf-go/van"
-	_ "github.com/stepaf/stepaf-go/van/all" // the transports of this build
 	"github.com/stepaf/stepaf-go/van/backend"
+	_ "github.com/stepaf/stepaf-go/van/stack" // the transports of this build
 )
 
 // Address is an IPv4 address of this machine.

@@ -1,0 +1,258 @@
+package af
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/fifo"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// streamQueue sends in order what has to wait for a device. Its goroutine begins with the
+// first entry.
+type streamQueue struct {
+	back  backend.Backend
+	idler backend.StreamIdler // nil if the backend cannot tell
+	spin  time.Duration       // how long it looks for the next entry before it sleeps
+
+	waiting atomic.Int64 // entries that are not sent yet
+	closing atomic.Bool
+
+	mu      sync.Mutex
+	entries fifo.Queue[entry]
+	events  []backend.Event // not in use
+	current queued          // whose event is awaited
+	ctx     context.Context // of that wait
+	cancel  context.CancelFunc
+	wake    chan struct{}
+	ended   chan struct{} // nil before the first entry
+}
+
+// entry is what is to be sent, and the event that it waits for, nil for none.
+type entry struct {
+	what  queued
+	event backend.Event
+}
+
+// queued is what a streamQueue sends.
+type queued interface {
+	// dead tells that nobody wants it sent any more.
+	dead() bool
+	// send sends it. With an error, which says why the device's work is not waited for,
+	// it sends nothing.
+	send(err error)
+}
+
+func newStreamQueue(b backend.Backend, p env.BusyPoll) *streamQueue {
+	q := &streamQueue{back: b, spin: p.Spin(), wake: make(chan struct{}, 1)}
+	q.idler, _ = b.(backend.StreamIdler)
+	return q
+}
+
+// busy tells whether something is to be sent before what comes now.
+func (q *streamQueue) busy() bool { return q.waiting.Load() > 0 }
+
+// mark returns an event at the present end of stream, nil for Complete and for a
+// stream that has come to its end.
+func (q *streamQueue) mark(s Stream) (backend.Event, error) {
+	if s == Complete {
+		return nil, nil
+	}
+	if q.idler != nil {
+		if idle, err := q.idler.Idle(uintptr(s)); idle || err != nil {
+			return nil, err
+		}
+	}
+	var e backend.Event
+	q.mu.Lock()
+	if n := len(q.events); n > 0 {
+		e, q.events = q.events[n-1], q.events[:n-1]
+	}
+	q.mu.Unlock()
+	if e == nil {
+		var err error
+		if e, err = q.back.NewEvent(); err != nil {
+			return nil, err
+		}
+	}
+	if err := e.Record(uintptr(s)); err != nil {
+		return nil, errors.Join(err, e.Close())
+	}
+	return e, nil
+}
+
+// keepEvents bounds the events that are kept for use again.
+const keepEvents = 256
+
+// unmark gives back an event of mark, which may be nil.
+func (q *streamQueue) unmark(e backend.Event) {
+	if e == nil {
+		return
+	}
+	q.mu.Lock()
+	keep := !q.closing.Load() && len(q.events) < keepEvents
+	if keep {
+		q.events = append(q.events, e)
+	}
+	q.mu.Unlock()
+	if !keep {
+		_ = e.Close() // one that its backend cannot free is freed with it
+	}
+}
+
+// add sends x when all before it is sent and e, which may be nil, is done. It takes e
+// over. It tells whether the queue is open.
+func (q *streamQueue) add(x queued, e backend.Event) bool {
+	q.mu.Lock()
+	if q.closing.Load() {
+		q.mu.Unlock()
+		q.unmark(e)
+		return false
+	}
+	if q.ended == nil {
+		q.ended = make(chan struct{})
+		q.ctx, q.cancel = context.WithCancel(context.Background())
+		go q.run()
+	}
+	q.entries.Put(entry{x, e})
+	q.waiting.Add(1)
+	q.mu.Unlock()
+	q.ring()
+	return true
+}
+
+func (q *streamQueue) ring() {
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (q *streamQueue) run() {
+	defer close(q.ended)
+	for {
+		e, ok := q.next()
+		if !ok {
+			return
+		}
+		e.what.send(q.wait(e))
+		q.waiting.Add(-1)
+	}
+}
+
+// next waits for the next entry, at first without sleeping.
+func (q *streamQueue) next() (entry, bool) {
+	for begun := uint64(0); ; {
+		q.mu.Lock()
+		if q.entries.Len() > 0 {
+			e := q.entries.Take()
+			q.mu.Unlock()
+			return e, true
+		}
+		q.mu.Unlock()
+		if q.closing.Load() {
+			return entry{}, false
+		}
+		if begun == 0 {
+			begun = clock.Now()
+		}
+		for !q.busy() && !q.closing.Load() && (q.spin < 0 || clock.Now()-begun < uint64(q.spin)) {
+			runtime.Gosched()
+		}
+		if !q.busy() && !q.closing.Load() {
+			<-q.wake
+			begun = 0
+		}
+	}
+}
+
+// wait waits for the event of e, unless what it is for is dead.
+func (q *streamQueue) wait(e entry) error {
+	if q.closing.Load() {
+		q.unmark(e.event)
+		return van.ErrClosed
+	}
+	if e.event == nil {
+		return nil
+	}
+	q.mu.Lock()
+	if q.ctx.Err() != nil && !q.closing.Load() { // of one that was given up
+		q.ctx, q.cancel = context.WithCancel(context.Background())
+	}
+	q.current = e.what
+	ctx := q.ctx
+	q.mu.Unlock()
+	var err error
+	if !e.what.dead() { // later, giveUp finds it
+		err = e.event.Sync(ctx)
+	}
+	q.mu.Lock()
+	q.current = nil
+	q.mu.Unlock()
+	switch {
+	case err == nil:
+	case q.closing.Load():
+		err = van.ErrClosed
+	case ctx.Err() == nil:
+		_ = e.event.Close() // it is of no use, and the error says why
+		return fmt.Errorf("wait for the work that makes the tensors: %w", err)
+	}
+	q.unmark(e.event)
+	return err
+}
+
+// giveUp ends the wait for the event of x, which is dead.
+func (q *streamQueue) giveUp(x queued) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.current == x {
+		q.cancel()
+	}
+}
+
+// close ends the queue: what has not been sent is told van.ErrClosed. When it returns
+// nothing is sent any more.
+func (q *streamQueue) close() {
+	q.mu.Lock()
+	q.closing.Store(true)
+	ended := q.ended
+	if q.cancel != nil {
+		q.cancel()
+	}
+	q.mu.Unlock()
+	q.ring()
+	if ended != nil {
+		<-ended
+	}
+	q.mu.Lock()
+	events := q.events
+	q.events = nil
+	q.mu.Unlock()
+	for _, e := range events {
+		_ = e.Close()
+	}
+}
+
+// onDevice tells whether one of the tensors lies on a device, and refuses those that
+// lie on one that the node does not own. what names the list.
+func onDevice(b backend.Backend, list []KeyTensor, what string) (device bool, err error) {
+	for i := range list {
+		m := &list[i].Val.mem
+		if m.OnHost() {
+			continue
+		}
+		device = true
+		if err := backend.CheckDevice(b, *m); err != nil {
+			return true, fmt.Errorf("%w: %s tensor %d (key %d): %w", van.ErrInvalid, what, i, list[i].Key, err)
+		}
+	}
+	return device, nil
+}

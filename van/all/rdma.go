@@ -1,7 +1,0 @@
-//go:build !nordma
-
-package all
-
-import (
-	_ "github.com/stepaf/stepaf-go/van/rdma" // registers "ibverbs"
-)

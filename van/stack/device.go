@@ -1,0 +1,44 @@
+package stack
+
+// Which device's memory a node uses.
+
+import (
+	"fmt"
+	"log/slog"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// OpenDevice opens the memory of the device that the configuration names; if it names
+// none, that of the GPU, or ordinary memory where there is no GPU and on the scheduler,
+// which carries no tensors. The caller closes it.
+func OpenDevice(cfg *env.Config, role van.Role, log *slog.Logger) (backend.Backend, error) {
+	name := cfg.Backend
+	if name == "" {
+		name = "CPU"
+		if role != van.Scheduler {
+			gpu, err := backend.New("GPU", cfg.GPU)
+			if err == nil {
+				return tuned(gpu, cfg), nil
+			}
+			log.Info("no GPU in this build or on this machine: using backend CPU", "why", err)
+		}
+	}
+	b, err := backend.New(name, cfg.GPU)
+	if err != nil {
+		return nil, fmt.Errorf("STEPMESH_BAKCEND=%s: %w", name, err)
+	}
+	return tuned(b, cfg), nil
+}
+
+// tuned sets b's options for waits as the configuration says.
+func tuned(b backend.Backend, cfg *env.Config) backend.Backend {
+	if t, ok := b.(backend.Tunable); ok {
+		o := backend.DefaultOptions()
+		o.DriverEvents, o.Spin = !cfg.MemSync, cfg.BusyPoll.Spin()
+		t.Configure(o)
+	}
+	return b
+}

@@ -1,0 +1,110 @@
+// Package stack assembles the transports of a node from its configuration: the one that
+// it names, shared memory with processes of the same host, and what is wrapped around
+// them. It links every transport of this build into the program, so that van.New finds
+// them by name; nothing above it knows a transport by name.
+package stack
+
+import (
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/drop"
+	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/local"
+	"github.com/stepaf/stepaf-go/van/resend"
+	"github.com/stepaf/stepaf-go/van/stage"
+	_ "github.com/stepaf/stepaf-go/van/zmq" // registers itself
+)
+
+// Options say what New assembles.
+type Options struct {
+	van.Options // of the transports; Engine is made by New
+
+	Role van.Role
+
+	// Transport makes the transport; nil means the one that Config names, with shared
+	// memory beside it.
+	Transport van.Factory
+
+	// OnFail is called with messages to peer that were resent in vain. It must not block,
+	// and may keep meta.
+	OnFail func(peer int, meta *van.Meta, err error)
+}
+
+// Van is a node's transports as one van. van.As finds the abilities of the van in it.
+type Van struct {
+	van.Van
+	engine *engine.Engine
+	enable []func()
+}
+
+// Enable begins to resend and to drop messages, if the configuration asks for it. Call it
+// when start-up is complete.
+func (v *Van) Enable() {
+	for _, f := range v.enable {
+		f()
+	}
+}
+
+// Poll receives on the caller's goroutine from all transports that can, until done returns
+// true or nothing has come for a short time.
+func (v *Van) Poll(done func() bool) { v.engine.Poll(done) }
+
+// New makes a node's transports.
+func New(o Options) (*Van, error) {
+	v := &Van{engine: engine.New(o.Config.BusyPoll.Spin())}
+	o.Engine = v.engine
+	inner, err := transport(o)
+	if err != nil {
+		return nil, err
+	}
+	v.Van = staged(inner, o.Options)
+	if o.Config.DropMsg > 0 {
+		d := drop.New(v.Van, o.Config.DropMsg, 0, o.Log)
+		v.enable, v.Van = append(v.enable, d.Enable), d
+	}
+	if o.Config.Resend {
+		r := resend.New(v.Van, resend.Options{Timeout: o.Config.ResendTimeout, Log: o.Log,
+			OnFail: func(f resend.Failure) { o.OnFail(f.Peer, &f.Meta, f.Err) }})
+		v.enable, v.Van = append(v.enable, r.Enable), r
+	}
+	if p, ok := van.As[van.Poller](v.Van); ok {
+		v.engine.Delegate(p.Poll)
+	}
+	return v, nil
+}
+
+func transport(o Options) (van.Van, error) {
+	if o.Transport != nil {
+		return o.Transport(o.Options)
+	}
+	return Configured(o.Options, o.Role)
+}
+
+// Configured makes the transport that the configuration names and, unless it says no,
+// puts shared memory beside it, which chooses for each peer when it connects and logs
+// why. The scheduler carries no data and shares no memory.
+func Configured(o van.Options, role van.Role) (van.Van, error) {
+	v, err := van.New(o)
+	switch {
+	case err != nil || role == van.Scheduler:
+		return v, err
+	case o.Config.EnableIPC == 0:
+		if o.Log != nil {
+			o.Log.Info("data goes over "+v.Type()+" to all peers", "why", "BYTEPS_ENABLE_IPC=0")
+		}
+		return v, nil
+	}
+	return local.New(v, o), nil
+}
+
+// staged makes values on the node's device go through host memory to the peers whose path
+// takes none.
+func staged(v van.Van, o van.Options) van.Van {
+	so := stage.Options{Backend: o.Backend, Log: o.Log}
+	if c, ok := van.As[van.PathChooser](v); ok {
+		so.Direct = func(peer int) bool { return c.PathTo(peer).Device }
+	}
+	if _, several := v.(van.Wrapper); !several && so.Direct != nil && so.Direct(van.Empty) {
+		return v // one transport, which takes them for every peer
+	}
+	return stage.New(v, so)
+}
