@@ -17,7 +17,6 @@ type fakeSegments struct {
 	handles  map[uint64]*fakeHandle
 	mapped   map[uintptr]fakeMapping
 	reserved map[uintptr]int
-	lastH    uint64
 	access   int // the device of the last memAccess
 }
 
