@@ -3,7 +3,6 @@ package rdma
 import (
 	"errors"
 	"flag"
-	"sync"
 	"testing"
 	"time"
 
@@ -11,54 +10,35 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
-// atOnce is how many plans run at a time. The processors of the virtual machine are slow.
-const atOnce = 3
-
 var withPlans = flag.Bool("plans", false, "carry out the plans of tests/plans, too, which takes many minutes")
 
-// TestPlans carries out each plan that can be over RDMA.
+// TestPlans carries out each plan that can be over RDMA, one after the other: the processors of
+// the virtual machine are slow, and several plans at once are late for each other.
 func TestPlans(t *testing.T) {
 	if !*withPlans {
-		t.Skip("takes longer than the other tests together: make rdma-test PKGS=./tests/rdma RUN=TestPlans ARGS=-plans")
+		t.Skip("takes longer than the other tests together: see docs/testing.md")
 	}
 	host := addresses(t)[0]
 	plans, err := plan.ReadDir("../plans")
 	if err != nil {
 		t.Fatal(err)
 	}
-	type done struct {
-		res *real.Result
-		err error
-	}
-	results := make([]chan done, len(plans))
-	var wg sync.WaitGroup
-	room := make(chan struct{}, atOnce)
-	for i, p := range plans {
-		results[i] = make(chan done, 1)
-		wg.Go(func() {
-			room <- struct{}{}
-			defer func() { <-room }()
-			res, err := real.RunPlan(t.Context(), p, real.PlanOptions{Leg: real.RDMA, Host: host, Margin: 10 * time.Second})
-			results[i] <- done{res, err}
-		})
-	}
-	for i, p := range plans {
+	for _, p := range plans {
 		t.Run(p.Name, func(t *testing.T) {
-			d := <-results[i]
-			if errors.Is(d.err, real.ErrCannot) {
-				t.Skip(d.err)
+			res, err := real.RunPlan(t.Context(), p, real.PlanOptions{Leg: real.RDMA, Host: host, Margin: 10 * time.Second})
+			if errors.Is(err, real.ErrCannot) {
+				t.Skip(err)
 			}
-			if d.err != nil {
-				t.Fatal(d.err)
+			if err != nil {
+				t.Fatal(err)
 			}
-			for _, w := range d.res.Wrong {
+			for _, w := range res.Wrong {
 				t.Error(w)
 			}
-			t.Logf("%d calls ended well, %d failed", d.res.Calls, d.res.Failed)
+			t.Logf("%d calls ended well, %d failed", res.Calls, res.Failed)
 			if t.Failed() {
-				t.Logf("timeline:\n%s\n%s", d.res.Timeline, d.res.Logs())
+				t.Logf("timeline:\n%s\n%s", res.Timeline, res.Logs())
 			}
 		})
 	}
-	wg.Wait()
 }
