@@ -27,7 +27,7 @@ const onePage = 4096
 func mappedPair(t *testing.T, sizes ...int) (worker, server *node, wdev, sdev *vantest.Device, mem backend.Mem) {
 	worker, server, wdev, sdev = devicePair(t)
 	t.Cleanup(wdev.FreeMapped)
-	return worker, server, wdev, sdev, wdev.Map(sizes...)
+	return worker, server, wdev, sdev, wdev.Map(t, sizes...)
 }
 
 // valueIn is a message for node 8 with a value that lies in mem.
@@ -117,7 +117,7 @@ func TestSegmentsMappedAnew(t *testing.T) {
 		b := pattern(i, 3*onePage)
 		worker.must(valueIn(mem, i, b))
 		wantValue(t, server.next(), i, sdev.Device(), b)
-		wdev.Remap(uintptr(mem.Addr())+onePage, 2*onePage)
+		wdev.Remap(t, uintptr(mem.Addr())+onePage, 2*onePage)
 	}
 	if got := sdev.SegmentImports(); len(got) != 7 {
 		t.Errorf("mapped: %v", got)
@@ -237,7 +237,7 @@ func TestSegmentsNotAgreed(t *testing.T) {
 	if !worker.TakesDevice(8) {
 		t.Fatal("the devices do not reach each other")
 	}
-	mem := wdev.Map(onePage)
+	mem := wdev.Map(t, onePage)
 	if err := worker.Send(valueIn(mem, 1, pattern(1, 10))); !errors.Is(err, backend.ErrNotExportable) {
 		t.Errorf("sent: %v", err)
 	}

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"testing"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -34,25 +35,27 @@ type segment struct {
 
 // Map returns memory of the device that is mapped from allocations of these lengths, which
 // must be whole pages. FreeMapped gives it back.
-func (d *Device) Map(sizes ...int) backend.Mem {
+func (d *Device) Map(t testing.TB, sizes ...int) backend.Mem {
+	t.Helper()
 	total := 0
 	for _, n := range sizes {
 		total += n
 	}
 	base, err := unix.MmapPtr(-1, 0, nil, uintptr(total), unix.PROT_NONE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
-		panic(err)
+		t.Fatal(err)
 	}
 	at := uintptr(base)
 	for _, n := range sizes {
-		d.Remap(at, n)
+		d.Remap(t, at, n)
 		at += uintptr(n)
 	}
 	return backend.At(base, total, d.dev, nil)
 }
 
 // Remap puts a new allocation of n bytes at addr, where there may be one of that length.
-func (d *Device) Remap(addr uintptr, n int) {
+func (d *Device) Remap(t testing.TB, addr uintptr, n int) {
+	t.Helper()
 	fd, err := unix.MemfdCreate("device", unix.MFD_CLOEXEC)
 	if err == nil {
 		err = unix.Ftruncate(fd, int64(n))
@@ -61,7 +64,7 @@ func (d *Device) Remap(addr uintptr, n int) {
 		_, err = unix.MmapPtr(fd, 0, toPointer(addr), uintptr(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED)
 	}
 	if err != nil {
-		panic(err)
+		t.Fatal(err)
 	}
 	s := &d.segments
 	s.mu.Lock()
