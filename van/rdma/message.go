@@ -135,6 +135,11 @@ func (o *outgoing) useSingleKeyForm(msg *van.Message) {
 	}
 }
 
+// isLent tells whether o is a request whose value is read where the caller has it.
+func (o *outgoing) isLent() bool {
+	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
+}
+
 // packedLen is the length of the data that is written to the slot.
 func (o *outgoing) packedLen() int {
 	if o.singleKey {

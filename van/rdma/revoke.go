@@ -65,11 +65,6 @@ func (v *rvan) Recall(q van.Requests) {
 	}
 }
 
-// isLent tells whether o is a request whose value is read where the caller has it.
-func (o *outgoing) isLent() bool {
-	return o.request && !o.oneShot && o.data != [van.MaxFrames]backend.Mem{}
-}
-
 func overlap(x, y backend.Mem) bool {
 	return x.Addr() < y.Addr()+uint64(y.Len()) && y.Addr() < x.Addr()+uint64(x.Len())
 }
