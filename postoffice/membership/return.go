@@ -111,8 +111,10 @@ func (m *Machine) answerReturn(c *comeback, what string) {
 
 // resumeIfComplete resumes a former scheduler's cluster if enough of its nodes have come
 // back: all; or, after returnGrace, more than half, or any number if the cluster has a
-// name; or, after half of Config.ReplaceTimeout, half of them if new nodes have registered
-// for all the other ids. After all of ReplaceTimeout the returned nodes would give up.
+// name; or, if new nodes have registered for all the other ids, half of them after half of
+// Config.ReplaceTimeout, and fewer after three quarters of it: a new cluster would have
+// been complete by then without them. After all of ReplaceTimeout the returned nodes would
+// give up.
 func (m *Machine) resumeIfComplete(now time.Duration) {
 	b := m.sched.back
 	if b == nil {
@@ -138,11 +140,15 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 		m.resume(now, cluster, newest[cluster])
 		return
 	}
-	switch half := 2 * count[cluster]; {
+	wait := m.cfg.ReplaceTimeout / 2
+	if 2*count[cluster] < all {
+		wait = m.cfg.ReplaceTimeout * 3 / 4
+	}
+	switch {
 	case now < b.since+returnGrace:
 		return
-	case half > all || m.cfg.NamedCluster:
-	case half < all || now < b.since+m.cfg.ReplaceTimeout/2 || !m.othersCame(cluster):
+	case 2*count[cluster] > all || m.cfg.NamedCluster:
+	case now < b.since+wait || !m.othersCame(cluster):
 		return
 	}
 	if b.table != nil && b.cluster == cluster && b.generation >= newest[cluster] {
