@@ -162,7 +162,7 @@ func (x *sender) unhold() *van.Message {
 	defer x.mu.Unlock()
 	for i, m := range x.held {
 		for _, b := range x.open {
-			if b.last+1 == m.Timestamp {
+			if b.last+1 == m.Timestamp && b.epoch == m.Epoch {
 				x.held = append(x.held[:i], x.held[i+1:]...)
 				x.heldBytes -= m.PayloadLen()
 				return m

@@ -164,10 +164,10 @@ func TestNotifyBeforeInit(t *testing.T) {
 		t.Errorf("nothing under way: %v", err)
 	}
 	dropped.Drop()
-	if err := p.Init(-1, nil, nil); err == nil {
-		err = later(t, p.Wait)
+	if err := p.Init(-1, nil, nil); err != nil {
+		t.Fatal(err)
 	}
-	if err != nil {
+	if err := later(t, p.Wait); err != nil {
 		t.Fatal(err)
 	}
 	if err := dropped.Block(4); !errors.Is(err, errDropped) {
