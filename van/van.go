@@ -128,14 +128,6 @@ type Flusher interface {
 	Flush(id int)
 }
 
-// Poller is implemented by vans on which a goroutine that waits for an answer can
-// receive it itself, which saves a wake-up. Those that receive by Options.Engine need not.
-type Poller interface {
-	// Poll receives and delivers on the caller's goroutine until done returns true
-	// or nothing has come for a short time.
-	Poll(done func() bool)
-}
-
 // PeerWatcher is implemented by vans that notice when a peer goes away.
 type PeerWatcher interface {
 	// WatchPeers makes the van call f when the connection to a peer breaks (up

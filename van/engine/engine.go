@@ -24,15 +24,9 @@ type Engine struct {
 	polling  atomic.Bool // a Poll is under way
 	spinning atomic.Bool // a loop looks without sleeping
 
-	// other polls what has no source here; see Delegate.
-	other func(done func() bool)
-
 	// Of the Poll that is under way.
-	claimed     []claim
-	looks       adaptiveSpin
-	done        func() bool
-	helpAndDone func() bool
-	otherMisses int // Polls in a row in which only sources received
+	claimed []claim
+	looks   adaptiveSpin
 }
 
 // claim is a source that a Poll receives from.
@@ -49,21 +43,8 @@ func New(spin time.Duration) *Engine {
 		e.spin = env.SpinThenBlock.Spin()
 	}
 	e.sources.Store(&[]Polled{})
-	e.helpAndDone = func() bool {
-		for i := range e.claimed {
-			c := &e.claimed[i]
-			for c.Help(0) >= Progress {
-				c.found = true
-			}
-		}
-		return e.done()
-	}
 	return e
 }
-
-// Delegate makes Polls use poll, too, for transports that receive by themselves. Call it
-// before the first Poll.
-func (e *Engine) Delegate(poll func(done func() bool)) { e.other = poll }
 
 // Spinner returns what passes the time between two looks.
 func (e *Engine) Spinner() Spinner { return e.spinner }
@@ -81,6 +62,9 @@ const (
 	Progress
 	// Message says that one was received.
 	Message
+	// Leave says that there is something, but not for a Poll: it ends, and the loop takes
+	// over.
+	Leave
 )
 
 // Polled is what a Poll receives from. Its methods but Claim are called only between a
@@ -92,6 +76,8 @@ type Polled interface {
 	// Help receives and delivers what is there, one message or one batch, looking for it
 	// for slice at most.
 	Help(slice time.Duration) Found
+	// Awake is how long to look for what comes, by who does not sleep on the source.
+	Awake() time.Duration
 	// CanNap tells whether a Poll can sleep on the source.
 	CanNap() bool
 	// Nap sleeps until there may be something, limit at most.
@@ -131,17 +117,7 @@ const (
 // has come for a short time. It saves the one who waits from being woken. Only one caller
 // at a time polls, for all; others return at once.
 func (e *Engine) Poll(done func() bool) {
-	if len(*e.sources.Load()) == 0 && e.other != nil {
-		e.other(done)
-		return
-	}
-	if e.spin <= 0 {
-		return
-	}
-	if !e.polling.CompareAndSwap(false, true) {
-		if e.other != nil {
-			e.other(done) // it may serve this caller, too, and knows what many callers mean
-		}
+	if e.spin <= 0 || done() || !e.polling.CompareAndSwap(false, true) {
 		return
 	}
 	claimed := e.claimed[:0]
@@ -151,14 +127,7 @@ func (e *Engine) Poll(done func() bool) {
 		}
 	}
 	e.claimed = claimed
-	switch other := e.other != nil && e.otherMisses < maxMisses; {
-	case other && len(claimed) > 0:
-		e.done = done
-		e.other(e.helpAndDone)
-		e.done = nil
-	case other:
-		e.other(done)
-	case len(claimed) > 0:
+	if len(claimed) > 0 {
 		e.poll(claimed, done)
 	}
 	again, found := done(), false
@@ -168,24 +137,18 @@ func (e *Engine) Poll(done func() bool) {
 	for i := range claimed {
 		claimed[i].Release(found && !claimed[i].found, again)
 	}
-	e.otherMisses++
-	if again && !found || e.otherMisses >= retryMisses {
-		e.otherMisses = 0
-	}
 	clear(claimed)
 	e.polling.Store(false)
 }
-
-// retryMisses is after how many Polls it is tried again whether something comes to
-// transports that receive by themselves.
-const retryMisses = 16 * maxMisses
 
 func (e *Engine) poll(claimed []claim, done func() bool) {
 	s := e.spinner
 	n := len(claimed)
 	naps, most := n == 1 && claimed[0].CanNap(), e.spin
-	if !naps {
-		most = e.awake()
+	for i := range claimed {
+		if !naps {
+			most = max(most, claimed[i].Awake())
+		}
 	}
 	slice := most / time.Duration(slicesEach*n*n)
 	begun := clock.Now()
@@ -200,6 +163,9 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 			found := c.Help(slice)
 			c.found = c.found || found >= Progress
 			best = max(best, found)
+		}
+		if best == Leave {
+			return
 		}
 		if best >= Progress {
 			e.looks.came(now, most)
@@ -233,6 +199,3 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 // awakeLeast is the least time to look where the goroutine that looks is not the one that
 // sleeps: to give up takes waking another goroutine then, and that one's sleep.
 const awakeLeast = 100 * time.Microsecond
-
-// awake is how long to look for what comes from sources on which Polls cannot sleep.
-func (e *Engine) awake() time.Duration { return max(e.spin, awakeLeast) }

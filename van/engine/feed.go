@@ -62,6 +62,12 @@ type FeedOptions struct {
 	// Poll looks would wake the loop, so it does not sleep on the source then, but looks
 	// now and then.
 	HandsOver bool
+	// Spin is how long to look before a sleep, if not as long as the Engine says: for a
+	// source whose waking takes long.
+	Spin time.Duration
+	// Failing, if not nil, tells whether the source cannot sleep for now. The loop looks at it
+	// now and then.
+	Failing func() bool
 	// Busy, if not nil, tells whether so much has lately been sent or received that it
 	// does not pay to look for what comes next.
 	Busy func() bool
@@ -82,6 +88,7 @@ type Feed[T any] struct {
 	claimed  atomic.Bool // a Poll has mu, or waits for it: the loop leaves it alone
 	stopping atomic.Bool
 	free     func() // what the end of the Poll calls; mu
+	left     bool   // the Poll has left something to the loop; mu
 	turn     Turn   // of Polls
 
 	misses atomic.Int32  // Polls in a row that received something elsewhere only
@@ -99,6 +106,9 @@ type Feed[T any] struct {
 
 // NewFeed makes src one of e's sources. Start begins to receive.
 func NewFeed[T any](e *Engine, src Source[T], o FeedOptions) *Feed[T] {
+	if o.Spin == 0 || e.spin <= 0 {
+		o.Spin = e.spin
+	}
 	f := &Feed[T]{e: e, src: src, o: o, nap: time.NewTimer(time.Hour), recall: make(chan struct{}, 1)}
 	f.Loop = NewLoop(f.receive, src.Deliver)
 	f.Loop.Discard = src.Discard
@@ -184,7 +194,7 @@ func (f *Feed[T]) receive() (item T, lane *Lane[T], ok bool) {
 		}
 		f.hot = f.e.forever
 		switch {
-		case f.o.HandsOver || !f.pollExpected():
+		case (f.o.HandsOver || !f.pollExpected()) && (f.o.Failing == nil || !f.o.Failing()):
 			f.park()
 		default:
 			f.nap.Reset(pollGrace)
@@ -199,7 +209,7 @@ func (f *Feed[T]) receive() (item T, lane *Lane[T], ok bool) {
 
 // spins tells whether the loop may look before it sleeps.
 func (f *Feed[T]) spins() bool {
-	return f.o.Spins && f.e.spin > 0 && (f.o.Busy == nil || !f.o.Busy())
+	return f.o.Spins && f.o.Spin > 0 && (f.o.Busy == nil || !f.o.Busy())
 }
 
 // take takes a message if there is one and no Poll has the source. It is time now; 0: the
@@ -223,7 +233,7 @@ func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], 
 	if lane.Hand != nil {
 		lane.Hand.Add(1) // under mu: a Poll sees it
 	}
-	f.looks.came(now, f.e.spin)
+	f.looks.came(now, f.o.Spin)
 	f.hot = true
 	if f.misses.Load() != 0 {
 		f.misses.Store(0)
@@ -240,9 +250,9 @@ func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
 		}
 		defer f.e.spinning.Store(false)
 	}
-	limit := f.e.awake()
+	limit := f.Awake()
 	if f.o.HandsOver {
-		limit = f.looks.spin(f.e.spin)
+		limit = f.looks.spin(f.o.Spin)
 	}
 	slice := limit / 4 // a Poll need not wait longer than one of them
 	s := f.e.spinner
@@ -300,7 +310,13 @@ const (
 
 // Claim implements Polled.
 func (f *Feed[T]) Claim() bool {
-	if f.stopping.Load() || f.misses.Load() >= maxMisses || f.o.Busy != nil && f.o.Busy() {
+	if f.stopping.Load() || f.misses.Load() >= maxMisses {
+		return false
+	}
+	if f.o.Busy != nil && f.o.Busy() {
+		if f.until.Load() != 0 {
+			f.resume()
+		}
 		return false
 	}
 	f.claimed.Store(true)
@@ -335,11 +351,17 @@ func (f *Feed[T]) Help(slice time.Duration) Found {
 		return Nothing
 	}
 	item, _, found := f.src.Take(slice, true)
-	if found == Message {
+	switch found {
+	case Message:
 		f.src.Deliver(item, &f.turn)
+	case Leave:
+		f.left = true
 	}
 	return found
 }
+
+// Awake implements Polled.
+func (f *Feed[T]) Awake() time.Duration { return max(f.o.Spin, awakeLeast) }
 
 // CanNap implements Polled.
 func (f *Feed[T]) CanNap() bool { return f.o.HandsOver }
@@ -354,11 +376,15 @@ func (f *Feed[T]) Nap(limit time.Duration) {
 
 // Release implements Polled.
 func (f *Feed[T]) Release(missed, again bool) {
-	if missed {
+	switch {
+	case missed:
 		f.misses.Add(1)
-	} else if f.misses.Load() != 0 {
+	case f.left: // no Poll comes first
+		f.misses.Store(maxMisses)
+	case f.misses.Load() != 0:
 		f.misses.Store(0)
 	}
+	f.left = false
 	defer f.mu.Unlock()
 	f.claimed.Store(false)
 	switch {
@@ -372,8 +398,13 @@ func (f *Feed[T]) Release(missed, again bool) {
 		}
 	case again:
 		f.until.Store(clock.Now() + uint64(pollGrace))
-	default: // the caller goes to sleep: the loop takes over at once
-		f.until.Store(0)
-		f.endNap()
+	default:
+		f.resume()
 	}
+}
+
+// resume makes the loop take over at once, since no Poll is likely soon.
+func (f *Feed[T]) resume() {
+	f.until.Store(0)
+	f.endNap()
 }

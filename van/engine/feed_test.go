@@ -315,40 +315,6 @@ func TestFreeWaitsForPoll(t *testing.T) {
 	}
 }
 
-// TestDelegate: a Poll uses what receives by itself, and receives from sources meanwhile.
-func TestDelegate(t *testing.T) {
-	e := New(50 * time.Microsecond)
-	calls := 0
-	e.Delegate(func(done func() bool) {
-		calls++
-		for range 1000 {
-			if done() {
-				return
-			}
-		}
-	})
-	e.Poll(func() bool { return true })
-	var got atomic.Int64
-	m := newMemory(true, func(int, *Turn) { got.Add(1) })
-	f := feed(t, e, m)
-	waitFor(t, "sleep", f.Parked)
-	f.Lock() // the loop leaves it to the Poll
-	m.put(1)
-	f.Unlock()
-	e.Poll(func() bool { return got.Load() == 1 })
-	waitFor(t, "message", func() bool { return got.Load() == 1 })
-	if calls != 2 {
-		t.Errorf("it was used %d times, want 2", calls)
-	}
-	for range maxMisses + 2 {
-		e.otherMisses++
-	}
-	e.Poll(func() bool { return true })
-	if calls != 2 {
-		t.Errorf("it was used %d times though nothing comes that way, want 2", calls)
-	}
-}
-
 // TestPollDoesNotAllocate: neither one that finds something nor one that does not.
 func TestPollDoesNotAllocate(t *testing.T) {
 	e := New(time.Microsecond)

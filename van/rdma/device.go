@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
@@ -16,38 +17,32 @@ import (
 // This file owns the state of one RDMA device of a van: its memory, its due queues, and
 // what its poller keeps.
 
-// device is what a van has on one RDMA device: memory, and the loop that polls its
-// completions and hands up messages.
+// device is what a van has on one RDMA device: memory, and the source of the engine that
+// takes its completions.
 type device struct {
 	v       *rvan
 	dev     verbs.Device
 	regions *conn.Regions
-	loop    *engine.Loop[*van.Message]
+	feed    *engine.Feed[*van.Message]
 	lanes   lanes
+	pool    pool
+	stopped chan struct{}
 
 	areaSet
-
-	mu sync.Mutex // of the poller: the loop, or a caller of Poll, which holds it while it delivers
 	pollResult
-	sleeping    atomic.Bool
-	lockWaiters atomic.Int32 // goroutines that wait for mu
+	sleeping atomic.Bool // the loop, or it is about to
+	dead     atomic.Bool // many polls in a row have failed
+
+	// All that follows is of who holds the feed.
+	came          fifo.Queue[*received] // not delivered
+	deferredLanes []*lane               // with messages that were put aside
+	trailer       trailer               // of the message being looked at
+	sleepTime     time.Duration
 
 	// What housekeeping looks at: connections with credits to send or messages that wait,
 	// those whose peers' slot requests wait, and those that nothing is sent on.
 	active, requests, probes conn.DueQueue
 	housekeptAt, evictedAt   uint64
-
-	ready       readyQueue
-	undelivered atomic.Int32 // messages that have come and have not been delivered by the loop
-	completedAt uint64       // when something has come last
-	stopped     chan struct{}
-	ending      atomic.Bool
-	idling
-
-	deferredLanes []*lane     // with messages that were put aside; of the goroutine with the receiving role
-	resumed       atomic.Bool // one of them may go on
-
-	pool pool
 }
 
 // areaSet is the memory for values that the device's peers may write to.
@@ -56,54 +51,13 @@ type areaSet struct {
 	areas   map[*area]bool
 }
 
-// pollResult is what the last poll has found.
+// pollResult is what the last poll has found. Who holds the feed and cq has it, or the loop
+// that sleeps, which holds cq alone.
 type pollResult struct {
+	cq           sync.Mutex
 	wcs          [pollBatch]verbs.Completion
-	polled       []*received
-	trailer      trailer     // of the message being looked at
-	pollFailures int         // one after the other
-	dead         atomic.Bool // the device: many have failed
-}
-
-// idling is how the loop waits while callers of Poll poll in its place.
-type idling struct {
-	wakeup    chan struct{}
-	idleTimer *time.Timer
-	idleTime  time.Duration // how long it waits next
-	idlesLong atomic.Bool
-}
-
-// readyQueue is the messages that wait for the loop to deliver them.
-type readyQueue struct {
-	mu    sync.Mutex
-	all   []*received
-	first int
-}
-
-func (q *readyQueue) push(all []*received) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.all = append(q.all, all...)
-}
-
-func (q *readyQueue) pop() *received {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if q.first == len(q.all) {
-		return nil
-	}
-	rx := q.all[q.first]
-	q.all[q.first] = nil
-	if q.first++; q.first == len(q.all) {
-		q.all, q.first = q.all[:0], 0
-	}
-	return rx
-}
-
-func (q *readyQueue) empty() bool {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.first == len(q.all)
+	polled       int // of wcs
+	pollFailures int // one after the other
 }
 
 // newArea makes registered memory of n bytes on the node's device, or on the host.
@@ -159,29 +113,10 @@ func (d *device) awaitFlush(in *inbound) {
 	}
 }
 
-// wakeIdleLoops ends the long naps of loops: an answer will come for which nobody polls.
-func (v *node) wakeIdleLoops() {
-	for _, d := range *v.devices.Load() {
-		if d.idlesLong.Load() {
-			d.wakeLoop()
-		}
-	}
-}
-
-func (d *device) wakeLoop() {
-	select {
-	case d.wakeup <- struct{}{}:
-	default:
-	}
-}
-
-// exclusive calls f while nobody polls.
+// exclusive calls f while nobody takes completions.
 func (d *device) exclusive(f func()) {
-	d.lockWaiters.Add(1)
-	defer d.lockWaiters.Add(-1)
-	d.dev.Wake() // the loop holds mu while it sleeps
-	d.mu.Lock()
-	defer d.mu.Unlock()
+	d.feed.Lock()
+	defer d.feed.Unlock()
 	f()
 }
 

@@ -102,6 +102,7 @@ func lostAnswer(w, s *testNode) {
 	dst := make([]byte, 100<<10)
 	w.must(pull(s, 1, 1, dst))
 	q := s.next()
+	w.r.until("the credits of the request have left", func() bool { return s.incomingOf(w.who.ID).creditsOwed.Load() == 0 })
 	var once sync.Once
 	w.r.net.FailWR(func(wr fakeverbs.WR) (st verbs.Status) {
 		if wr.Stack == s.stack && wr.Op == verbs.OpWrite && wr.Len > 0 {

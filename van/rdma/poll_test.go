@@ -2,11 +2,13 @@ package rdma
 
 import (
 	"runtime"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // While a handler is slow for one peer, those who poll cannot deliver; the loop does,
@@ -45,7 +47,7 @@ func TestPollBesideSlowHandler(t *testing.T) {
 			case <-stop:
 				return
 			default:
-				p.server.Poll(func() bool { return false })
+				p.server.engine.Poll(func() bool { return false })
 			}
 		}
 	}()
@@ -72,11 +74,11 @@ func TestLoopAfterPoll(t *testing.T) {
 	d := (*p.worker.devices.Load())[0]
 	for i := range 5 {
 		// As if one Poll followed the other, and had found its answer.
-		for began := time.Now(); !d.idlesLong.Load() || time.Since(began) < 2*maxIdleWait; {
-			p.worker.Poll(func() bool { return true }) // wakes the loop
-			p.worker.polling.endedAt.Store(clock.Now())
+		for began := time.Now(); d.sleeping.Load() || time.Since(began) < 4*time.Millisecond; {
+			looks := 0
+			p.worker.engine.Poll(func() bool { looks++; return looks > 2 })
 			if time.Since(began) > testTime {
-				t.Fatal("the loop polls beside a Poll")
+				t.Fatal("the loop sleeps on the device beside a Poll")
 			}
 			runtime.Gosched()
 		}
@@ -89,49 +91,84 @@ func TestLoopAfterPoll(t *testing.T) {
 	}
 }
 
-// While others wait beside one who polls, the loop looks for what comes to them.
-func TestLoopBesidePoll(t *testing.T) {
+// While others wait beside one who polls, what comes to them is delivered, also when they
+// try to poll.
+func TestOthersBesidePoll(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
-	p.worker.polling.busy.Store(true) // as if somebody polled, but does not get to it
+	var stop atomic.Bool
+	var polls sync.WaitGroup
+	polls.Go(func() {
+		for !stop.Load() {
+			p.worker.engine.Poll(stop.Load)
+		}
+	})
 	for i := range 20 {
 		if err := p.server.Send(tensor(workerID, i, 1, false, true, nil)); err != nil {
 			t.Fatal(err)
 		}
 		p.until("the message has come", func() bool {
-			p.worker.polling.endedAt.Store(clock.Now())
-			p.worker.Poll(func() bool { return false })
+			p.worker.engine.Poll(func() bool { return len(p.atWorker) > 0 })
 			return len(p.atWorker) > 0
 		})
 		if m := p.next(p.atWorker); int(m.Timestamp) != i {
 			t.Errorf("message %d has come, want %d", m.Timestamp, i)
 		}
 	}
-	p.worker.polling.busy.Store(false)
+	stop.Store(true)
+	polls.Wait()
 }
 
-// A Poll that has nothing to wait for looks at nothing, and so does not keep the loop
-// from it.
-func TestPollOfWhatIsDone(t *testing.T) {
+// What a Poll may not deliver, since its handler may take long, it leaves to the loop, and
+// at once: a request that comes to a worker.
+func TestPollLeavesToLoop(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()
+	turns := make(chan *engine.Turn, 1)
+	p.worker.recv = func(m *van.Message) { turns <- m.Turn }
+	var stop atomic.Bool
+	var polls sync.WaitGroup
+	polls.Go(func() {
+		for !stop.Load() {
+			p.worker.engine.Poll(stop.Load)
+		}
+	})
+	began := time.Now()
+	for i := range 100 {
+		if err := p.server.Send(tensor(workerID, i, 1, true, true, nil)); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-turns:
+		case <-time.After(testTime):
+			t.Fatalf("request %d has not come", i)
+		}
+	}
+	if each := time.Since(began) / 100; each > 10*time.Millisecond {
+		t.Errorf("a request takes %s beside a Poll, want some microseconds, or a millisecond where processors are emulated", each)
+	}
+	stop.Store(true)
+	polls.Wait()
+}
+
+// A Poll that has nothing to wait for looks at nothing, and one that returns at once because
+// much has been moved neither: the loop sleeps on.
+func TestPollOfNothing(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	p.until("the worker has a device", func() bool { return len(*p.worker.devices.Load()) > 0 })
+	d := (*p.worker.devices.Load())[0]
+	p.until("the loop sleeps", d.sleeping.Load)
 	for range 100 {
-		p.worker.Poll(func() bool { return true })
+		p.worker.engine.Poll(func() bool { return true })
 	}
-	if at := p.worker.polling.endedAt.Load(); at != 0 {
-		t.Errorf("the last Poll was at %d, want none", at)
-	}
-}
-
-// A Poll that returns at once because much has been moved leaves what comes to the loop,
-// which does not expect the next Poll first.
-func TestPollOfMuch(t *testing.T) {
-	p := newPair(t, nil)
-	p.both()
-	p.worker.polling.endedAt.Store(clock.Now()) // as if one had found its answer just now
 	p.worker.stats.sentB.Add(pollBulk + 1)
-	p.worker.Poll(func() bool { t.Error("it looks for an answer"); return true })
-	if at := p.worker.polling.endedAt.Load(); at != 0 {
-		t.Errorf("the last Poll was at %d, want none: the loop waits for the next", at)
+	looks := 0
+	p.worker.engine.Poll(func() bool { looks++; return false })
+	if looks > 2 {
+		t.Errorf("%d looks for an answer though much has been moved", looks)
+	}
+	if !d.feed.Parked() {
+		t.Error("the loop was woken")
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
@@ -14,7 +15,7 @@ import (
 // This file owns the way from a completion to a message, and the order of each sender's
 // messages.
 
-// completed takes one completion. d.mu is held.
+// completed takes one completion. The feed is held.
 func (d *device) completed(c *verbs.Completion) {
 	v := d.v
 	serial := uint32(c.Cookie >> 8)
@@ -82,14 +83,14 @@ func (d *device) notification(in *inbound, c *verbs.Completion) {
 		in.holds.Store(true)
 		return
 	}
-	d.appendPolled(rx)
+	d.came.Put(rx)
 }
 
 // releaseHeld hands up messages whose other parts have come.
 func (d *device) releaseHeld(in *inbound) {
 	n := 0
 	for n < len(in.held) && in.held[n].splits <= in.splits {
-		d.appendPolled(in.held[n])
+		d.came.Put(in.held[n])
 		n++
 	}
 	in.held = append(in.held[:0], in.held[n:]...)
@@ -110,8 +111,6 @@ func (d *device) dropHeld(in *inbound) {
 		rx.msg.Release()
 	}
 }
-
-func (d *device) appendPolled(rx *received) { d.polled = append(d.polled, rx) }
 
 // slotConsumed gives back a slot that nothing is read from any more.
 func (d *device) slotConsumed(in *inbound, l *receiveSlot) {
@@ -204,12 +203,13 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 	return rx, nil
 }
 
-// lane is the order of a sender's messages. aside is what has come while its handler has
+// lane is the order of a sender's messages. deferred is what has come while its handler has
 // too much to do: the slots that it lies in are not given back, so the sender has to stop.
 type lane struct {
 	engine.Lane[*van.Message]
-	deferred []*received // these two belong to the goroutine with the receiving role
-	stalled  []*inbound  // the connections that they came on
+	hand     atomic.Int32 // Lane.Hand
+	deferred []*received  // these two are of who holds the feed
+	stalled  []*inbound   // the connections that they came on
 }
 
 // lanes gives each sender two lanes: control messages do not wait for data, nor for the
@@ -218,55 +218,51 @@ type lanes struct {
 	m sync.Map // int to *lane
 }
 
-func (l *lanes) of(m *van.Message) *lane {
-	key := m.Sender << 1
-	if m.IsControl() || m.SimpleApp { // whose order is kept among them
+func (l *lanes) of(sender int, control bool) *lane {
+	key := sender << 1
+	if control {
 		key++
 	}
 	if p, ok := l.m.Load(key); ok {
 		return p.(*lane)
 	}
 	x := &lane{}
-	x.ID = m.Sender
+	x.ID, x.Hand = sender, &x.hand
 	p, _ := l.m.LoadOrStore(key, x)
 	return p.(*lane)
 }
 
+// ofControl tells whether rx goes the way of control messages: their order is kept among
+// them.
+func (rx *received) ofControl() bool { return rx.msg.IsControl() || rx.msg.SimpleApp }
+
 // lane is that of rx.
 func (d *device) lane(rx *received) *lane {
 	l := &rx.in.lanes[0]
-	if rx.msg.IsControl() || rx.msg.SimpleApp {
+	if rx.ofControl() {
 		l = &rx.in.lanes[1]
 	}
 	if *l == nil {
-		*l = d.lanes.of(&rx.msg)
+		*l = d.lanes.of(rx.msg.Sender, rx.ofControl())
 	}
 	return *l
 }
 
-// admit tells whether rx may be handed to its lane. If not it is put aside.
-func (d *device) admit(rx *received) (*lane, bool) {
-	l := d.lane(rx)
-	if len(l.deferred) == 0 && d.loop.MayRead(&l.Lane) {
-		return l, true
+// next returns what is to be delivered next. A Poll delivers the answers that come to a
+// worker, and the requests that come to a server: other handlers may take long, and what
+// comes behind them is the loop's, too.
+func (d *device) next(poll bool) (*received, *lane, engine.Found) {
+	left := func(rx *received, l *lane) bool {
+		return poll && (rx.ofControl() || rx.msg.Request != (d.v.self.Role == van.Server) || l.hand.Load() != 0)
 	}
-	if len(l.deferred) == 0 {
-		d.deferredLanes = append(d.deferredLanes, l)
-	}
-	l.deferred = append(l.deferred, rx)
-	if !rx.in.stalled.Swap(true) {
-		l.stalled = append(l.stalled, rx.in)
-	}
-	return nil, false
-}
-
-// readmit returns what was put aside and may be handed up now.
-func (d *device) readmit() (*received, *lane) {
 	for i, l := range d.deferredLanes {
-		if !d.loop.MayRead(&l.Lane) {
+		if !d.feed.Loop.MayRead(&l.Lane) {
 			continue
 		}
 		rx := l.deferred[0]
+		if left(rx, l) {
+			return nil, nil, engine.Leave
+		}
 		l.deferred[0] = nil
 		if l.deferred = l.deferred[1:]; len(l.deferred) == 0 {
 			l.deferred = nil
@@ -276,7 +272,30 @@ func (d *device) readmit() (*received, *lane) {
 			}
 			l.stalled = nil
 		}
-		return rx, l
+		return rx, l, engine.Message
 	}
-	return nil, nil
+	for d.came.Len() > 0 {
+		rx := d.came.Front()
+		l := d.lane(rx)
+		if left(rx, l) {
+			return nil, nil, engine.Leave
+		}
+		d.came.Take()
+		if len(l.deferred) == 0 && d.feed.Loop.MayRead(&l.Lane) {
+			return rx, l, engine.Message
+		}
+		if len(l.deferred) == 0 {
+			d.deferredLanes = append(d.deferredLanes, l)
+		}
+		l.deferred = append(l.deferred, rx)
+		if !rx.in.stalled.Swap(true) {
+			l.stalled = append(l.stalled, rx.in)
+		}
+	}
+	return nil, nil, engine.Nothing
+}
+
+// mayReadmit tells whether something that was put aside may be handed up now.
+func (d *device) mayReadmit() bool {
+	return slices.ContainsFunc(d.deferredLanes, func(l *lane) bool { return d.feed.Loop.MayRead(&l.Lane) })
 }

@@ -44,9 +44,6 @@ func (v *rvan) Send(msg *van.Message) error {
 		msg.Done.Sent()
 	}
 	v.stats.sent(msg.EncodedLen() + size)
-	if msg.IsControl() {
-		v.wakeIdleLoops()
-	}
 	return nil
 }
 

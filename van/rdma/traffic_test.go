@@ -529,7 +529,7 @@ func TestKilledWhilePolled(t *testing.T) {
 	s.next().Release()
 	s.kill(true)
 	w.wantDown(s)
-	w.Poll(func() bool { return false })
+	w.engine.Poll(func() bool { return false })
 	w.Revoke(backend.Bytes(dst))
 	if n := w.Stats().Pinned; n != 0 {
 		t.Errorf("%d regions are in use", n)

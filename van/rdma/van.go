@@ -7,13 +7,12 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net/netip"
-	"time"
+	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
@@ -27,7 +26,6 @@ var (
 	_ van.Revoker         = (*rvan)(nil)
 	_ van.Recaller        = (*rvan)(nil)
 	_ van.Flusher         = (*rvan)(nil)
-	_ van.Poller          = (*rvan)(nil)
 	_ van.PeerWatcher     = (*rvan)(nil)
 	_ van.Meter           = (*rvan)(nil)
 	_ van.HostChooser     = (*rvan)(nil)
@@ -45,7 +43,8 @@ type rvan struct {
 	listen     verbs.ID
 	recv       van.Receiver
 	recvBudget *engine.Budget // of messages that wait for their handlers
-	polling    polling
+	engine     *engine.Engine
+	movedBytes atomic.Uint64 // bytes sent and received when movedMuch was last called
 	fences
 
 	// These are guarded by mu.
@@ -66,12 +65,15 @@ func New(o van.Options) (van.Van, error) {
 
 // NewOn makes a van on the given stack.
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
-	v := &rvan{stack: stack, polling: polling{spin: spinTime(o.Config.BusyPoll)}, inbounds: map[string]*inbound{}, leaving: map[*peer]bool{},
+	v := &rvan{stack: stack, engine: o.Engine, inbounds: map[string]*inbound{}, leaving: map[*peer]bool{},
 		fences: fences{lastControl: map[controlSource]uint32{}}}
 	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, incarnation: o.Incarnation, epoch: rand.Uint32(), times: defaultTimes, owner: v,
 		slots:   newTable(min(o.Config.AddressPoolSize, maxIndex)),
 		budgets: budgets{peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
 		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}
+	if v.engine == nil {
+		v.engine = engine.New(v.cfg.BusyPoll.Spin())
+	}
 	if !failpoint.On("recv-budget") {
 		v.recvBudget = engine.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
 	}
@@ -91,15 +93,6 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 // is on its way.
 func newTable(n int) *rendezvous.SlotTable[slotMemory] {
 	return rendezvous.NewSlotTable[slotMemory](n, min(max(n/8, 1), 256, n-1))
-}
-
-// spinTime is how long to look for completions before sleeping: waking a sleeper
-// costs more than a small message.
-func spinTime(b env.BusyPoll) time.Duration {
-	if b == env.AlwaysBlock {
-		return 0
-	}
-	return time.Millisecond
 }
 
 func (v *rvan) Type() string { return "ibverbs" }
@@ -195,7 +188,7 @@ func (v *rvan) Start(recv van.Receiver) {
 	defer v.mu.Unlock()
 	v.recv, v.started = recv, true
 	for _, d := range *v.devices.Load() {
-		d.loop.Start()
+		d.feed.Start()
 	}
 }
 

@@ -66,9 +66,6 @@ func New(o Options) (*Van, error) {
 			OnFail: func(f resend.Failure) { o.OnFail(f.Peer, &f.Meta, f.Err) }})
 		v.enable, v.Van = append(v.enable, r.Enable), r
 	}
-	if p, ok := van.As[van.Poller](v.Van); ok {
-		v.engine.Delegate(p.Poll)
-	}
 	return v, nil
 }
 

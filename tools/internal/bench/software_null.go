@@ -10,6 +10,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // nullNet is a transport without a wire, for nodes of one process: what a node sends is
@@ -60,7 +61,11 @@ func newNullNet() *nullNet {
 			case <-n.stop:
 				return
 			case <-tick.C:
-				n.deliver(func() bool { return false })
+				if n.Claim() {
+					for n.Help(0) == engine.Message {
+					}
+					n.Release(false, false)
+				}
 			}
 		}
 	})
@@ -73,8 +78,9 @@ func (n *nullNet) close() {
 }
 
 // factory makes a node's transport.
-func (n *nullNet) factory(van.Options) (van.Van, error) {
+func (n *nullNet) factory(o van.Options) (van.Van, error) {
 	v := &nullVan{net: n}
+	o.Engine.Add(n)
 	v.id.Store(van.Empty)
 	v.peers.Store(&map[int]*nullEnd{})
 	return v, nil
@@ -89,32 +95,42 @@ func (n *nullNet) pushLocked(p *nullMessage) {
 	n.last = p
 }
 
-// deliver hands up what has been sent until done or until there is nothing.
-func (n *nullNet) deliver(done func() bool) {
-	if !n.turn.TryLock() {
-		return
-	}
-	defer n.turn.Unlock()
-	for !done() {
-		n.mu.Lock()
-		p := n.first
-		if p == nil {
-			n.mu.Unlock()
-			return
-		}
-		if n.first, p.next = p.next, nil; n.first == nil {
-			n.last = nil
-		}
-		recv := p.to.recv
-		if recv == nil {
-			p.to.early = append(p.to.early, p)
-		}
+// Claim implements engine.Polled.
+func (n *nullNet) Claim() bool { return n.turn.TryLock() }
+
+// Release implements engine.Polled.
+func (n *nullNet) Release(bool, bool) { n.turn.Unlock() }
+
+// Awake implements engine.Polled.
+func (n *nullNet) Awake() time.Duration { return 0 }
+
+// CanNap implements engine.Polled.
+func (n *nullNet) CanNap() bool { return false }
+
+// Nap implements engine.Polled.
+func (n *nullNet) Nap(time.Duration) {}
+
+// Help implements engine.Polled: it hands up one message. When there is none, a Poll ends.
+func (n *nullNet) Help(time.Duration) engine.Found {
+	n.mu.Lock()
+	p := n.first
+	if p == nil {
 		n.mu.Unlock()
-		if recv != nil {
-			recv(&p.msg)
-			p.msg.Release()
-		}
+		return engine.Leave
 	}
+	if n.first, p.next = p.next, nil; n.first == nil {
+		n.last = nil
+	}
+	recv := p.to.recv
+	if recv == nil {
+		p.to.early = append(p.to.early, p)
+	}
+	n.mu.Unlock()
+	if recv != nil {
+		recv(&p.msg)
+		p.msg.Release()
+	}
+	return engine.Message
 }
 
 // Free implements van.Owner.
@@ -139,8 +155,8 @@ type nullVan struct {
 }
 
 var (
-	_ van.Van    = (*nullVan)(nil)
-	_ van.Poller = (*nullVan)(nil)
+	_ van.Van       = (*nullVan)(nil)
+	_ engine.Polled = (*nullNet)(nil)
 )
 
 // Type implements van.Van.
@@ -246,9 +262,6 @@ func (v *nullVan) Send(m *van.Message) error {
 	n.mu.Unlock()
 	return nil
 }
-
-// Poll implements van.Poller.
-func (v *nullVan) Poll(done func() bool) { v.net.deliver(done) }
 
 // Close implements van.Van. What is on its way to other nodes is still delivered.
 func (v *nullVan) Close(context.Context) error {

@@ -1,0 +1,254 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/affinity"
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// This file owns the taking of a device's completions, and its housekeeping. The engine says
+// when: a device is one of its sources.
+
+const (
+	// pollBatch is the number of completions that are polled at once.
+	pollBatch = 32
+	// spinTime is how long to look for completions before sleeping: waking a sleeper costs
+	// more than a small message.
+	spinTime = time.Millisecond
+	// spinSlice is the length of one call into C: shorter than it takes the runtime's
+	// monitor to look twice, which takes its processor from one that lasts longer, and
+	// then hardly sleeps itself.
+	spinSlice = 10 * time.Microsecond
+	maxSleep  = time.Second
+	tickTime  = 2 * time.Millisecond // of housekeeping
+	evictTime = time.Second          // between two looks for regions that nothing uses
+	probeTime = time.Second          // of idle connections
+)
+
+func newDevice(v *rvan, dev verbs.Device) *device {
+	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areaSet: areaSet{areas: map[*area]bool{}}, stopped: make(chan struct{})}
+	d.pool.d = d
+	d.probes.Delay = probeTime
+	d.regions.OnStuck = func(r *conn.Region, err error) {
+		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
+	}
+	d.feed = engine.NewFeed(v.engine, d, engine.FeedOptions{Polls: true, Spins: true, Spin: spinTime, Busy: v.movedMuch, Failing: d.dead.Load})
+	l := d.feed.Loop
+	l.Begin, l.End = d.begin, d.end
+	l.Budget, l.Weight = v.recvBudget, weight
+	l.Paused = d.pausedLane
+	l.Resumed = func(*engine.Lane[*van.Message]) { d.feed.Wake() }
+	return d
+}
+
+// weight is what a message costs while it waits for its handler.
+func weight(m *van.Message) int {
+	n := messageBytes + len(m.Body)
+	if !m.Placed { // else it lies in memory of the application
+		n += m.PayloadLen()
+	}
+	return n
+}
+
+// messageBytes is about what a message itself takes.
+const messageBytes = 1 << 10
+
+// pausedLane logs that a sender's messages are not taken any more for a while.
+func (d *device) pausedLane(l *engine.Lane[*van.Message], bytes int64) {
+	if n := d.v.stats.paused.Add(1); n&(n-1) == 0 {
+		d.v.log.Warn("rdma: messages of a peer wait for a handler that is slow; it gets no more slots until some have been taken",
+			"peer", van.NodeName(l.ID), "bytes", bytes, "STEPAF_RECV_BUDGET_PEER", d.v.cfg.RecvBudgetPeer, "of all peers", d.v.recvBudget.Used(), "STEPAF_RECV_BUDGET", d.v.cfg.RecvBudget, "so far", n)
+	}
+}
+
+// begin gives the goroutine that polls a thread of its own, on the core that the
+// original gives it.
+func (d *device) begin() {
+	runtime.LockOSThread()
+	if !d.bound() {
+		return
+	}
+	core := d.v.cfg.Core(env.CorePoller)
+	if err := affinity.Bind(core); err != nil {
+		d.v.log.Warn("STEPMESH_BIND_CPU_CORE: the thread that polls completions is not bound", "err", err)
+		return
+	}
+	d.v.log.Info("the thread that polls completions is bound", "device", d.dev.Name(), "core", core)
+}
+
+// end gives back the thread, which would end with a goroutine that has locked it. One
+// that was bound must.
+func (d *device) end() {
+	if !d.bound() {
+		runtime.UnlockOSThread()
+	}
+}
+
+func (d *device) bound() bool {
+	cfg := d.v.cfg
+	return cfg.BindCPUCore && cfg.GPU >= 0 && d.v.self.Role != van.Scheduler
+}
+
+// Take implements engine.Source.
+func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.Lane[*van.Message], engine.Found) {
+	rx, l, found := d.next(poll)
+	if found == engine.Nothing {
+		d.housekeep(false)
+		if d.complete(min(slice, spinSlice)) {
+			if rx, l, found = d.next(poll); found == engine.Nothing && poll {
+				found = engine.Progress // the loop need not look for more because of what has been sent
+			}
+		}
+	}
+	if found != engine.Message {
+		return nil, nil, found
+	}
+	return &rx.msg, &l.Lane, found
+}
+
+// complete takes completions and turns them into messages in d.came. It tells whether
+// there were any.
+func (d *device) complete(spin time.Duration) bool {
+	if !d.cq.TryLock() {
+		return false // the loop sleeps, and has been woken
+	}
+	defer d.cq.Unlock()
+	if d.polled == 0 {
+		d.poll(spin, 0)
+	}
+	n := d.polled
+	d.polled = 0
+	for i := range d.wcs[:n] {
+		d.completed(&d.wcs[i])
+	}
+	return n > 0
+}
+
+// poll polls completions. d.cq is held.
+func (d *device) poll(spin, block time.Duration) {
+	n, err := d.dev.Poll(d.wcs[:], spin, block)
+	d.polled = n
+	switch {
+	case err != nil:
+		d.pollFailures++
+		d.dead.Store(d.pollFailures > 8)
+		if d.pollFailures&(d.pollFailures-1) == 0 && !d.v.closed.Load() {
+			d.v.log.Error("rdma: polling completions failed", "device", d.dev.Name(), "err", err, "so far", d.pollFailures)
+		}
+	case d.pollFailures > 0:
+		d.pollFailures = 0
+		d.dead.Store(false)
+	}
+}
+
+// Arm implements engine.Source. Credits that come to be owed from now on are sent at once,
+// and a message that begins to wait wakes the loop: their senders see that it sleeps.
+func (d *device) Arm(engine.Sleeper) bool {
+	d.sleeping.Store(true)
+	d.housekeep(true)
+	d.sleepTime = d.probes.Wait(clock.Now(), maxSleep)
+	if !d.active.Empty() || !d.requests.Empty() {
+		d.sleepTime = tickTime
+	}
+	return d.polled > 0 || d.came.Len() > 0 || d.mayReadmit()
+}
+
+// Disarm implements engine.Source.
+func (d *device) Disarm() {}
+
+// Sleep implements engine.Source. From before it arms nobody else polls, who might take the
+// wake that is meant for it.
+func (d *device) Sleep(_ engine.Sleeper, arm func() bool, _ time.Duration) {
+	d.cq.Lock()
+	defer d.cq.Unlock()
+	if !arm() {
+		d.poll(0, d.sleepTime)
+	}
+	d.sleeping.Store(false)
+}
+
+// Wake implements engine.Source.
+func (d *device) Wake(engine.Sleeper) { d.dev.Wake() }
+
+// Deliver implements engine.Source.
+func (d *device) Deliver(m *van.Message, turn *engine.Turn) {
+	m.Turn = turn
+	d.v.recv(m)
+	m.Release()
+}
+
+// Discard implements engine.Source.
+func (d *device) Discard(m *van.Message) { m.Release() }
+
+// housekeep does what is due. Idle connections cost nothing but a probe each second.
+func (d *device) housekeep(sleeping bool) {
+	now := clock.Now()
+	if !sleeping && now-d.housekeptAt < uint64(tickTime) {
+		return
+	}
+	d.housekeptAt = now
+	d.active.Run(now, sleeping)
+	d.probes.Run(now, false)
+	if now-d.evictedAt > uint64(evictTime) {
+		d.evictedAt = now
+		d.regions.Evict(now)
+	}
+	d.requests.Run(now, false)
+}
+
+// pollBulk is the number of bytes, sent or received since the last call of movedMuch, that take longer
+// to move than it pays to poll for what comes next.
+const pollBulk = 256 << 10
+
+// movedMuch tells whether much has been sent or received since it was last called.
+func (v *rvan) movedMuch() bool {
+	n := v.stats.sentB.Load() + v.stats.recvB.Load()
+	return v.cfg.BusyPoll != env.SpinForever && n-v.movedBytes.Swap(n) > pollBulk
+}
+
+// stop ends the loop.
+func (d *device) stop(ctx context.Context) error {
+	err := errors.Join(d.feed.Stop(ctx), d.feed.Free(ctx, func() {
+		for d.came.Len() > 0 {
+			d.came.Take().msg.Release()
+		}
+		for _, l := range d.deferredLanes {
+			for _, rx := range l.deferred {
+				rx.msg.Release()
+			}
+			l.deferred = nil
+		}
+	}))
+	close(d.stopped)
+	return err
+}
+
+// device returns the van's part on dev, and starts polling it.
+func (v *rvan) device(dev verbs.Device) (*device, error) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, d := range *v.devices.Load() {
+		if d.dev == dev {
+			return d, nil
+		}
+	}
+	if v.noMoreDevices { // Close lets connections that are being made carry what waits for them
+		return nil, van.ErrClosed
+	}
+	d := newDevice(v, dev)
+	all := append(append([]*device(nil), *v.devices.Load()...), d)
+	v.devices.Store(&all)
+	if v.started {
+		d.feed.Start()
+	}
+	return d, nil
+}
