@@ -384,6 +384,7 @@ func (f *Feed[T]) Release(missed, again bool) {
 	case f.misses.Load() != 0:
 		f.misses.Store(0)
 	}
+	again = again && !f.left
 	f.left = false
 	defer f.mu.Unlock()
 	f.claimed.Store(false)

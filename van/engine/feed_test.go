@@ -101,9 +101,12 @@ func (m *memory) put(n int) {
 }
 
 // feed makes m a source of e and starts it.
-func feed(t *testing.T, e *Engine, m *memory) *Feed[int] {
+func feed(t *testing.T, e *Engine, m Source[int], o ...FeedOptions) *Feed[int] {
 	t.Helper()
-	f := NewFeed(e, m, FeedOptions{Polls: true, Spins: true, HandsOver: m.handsOver})
+	if o == nil {
+		o = []FeedOptions{{Polls: true, Spins: true, HandsOver: m.(*memory).handsOver}}
+	}
+	f := NewFeed(e, m, o[0])
 	f.Start()
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), deadline)
@@ -313,6 +316,86 @@ func TestFreeWaitsForPoll(t *testing.T) {
 	if err := f.Free(context.Background(), func() { freed = true }); err != nil || !freed {
 		t.Errorf("Free after the Poll: %v, freed %t", err, freed)
 	}
+}
+
+// TestLeave: what a source leaves to the loop, Polls leave alone until the loop has received
+// it, at once.
+func TestLeave(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	var got atomic.Int64
+	m := newMemory(false, func(int, *Turn) { got.Add(1) })
+	f := feed(t, e, leaving{m}, FeedOptions{Polls: true})
+	waitFor(t, "sleep", f.Parked)
+	for i := range int64(100) {
+		if !f.Claim() {
+			t.Fatal("a source is not given to a Poll")
+		}
+		m.put(int(i))
+		if found := f.Help(0); found != Leave {
+			t.Fatalf("a Poll finds %d, want %d", found, Leave)
+		}
+		f.Release(false, true)
+		if f.until.Load() != 0 {
+			t.Fatal("the loop waits for another Poll")
+		}
+		waitFor(t, "message", func() bool { return got.Load() == i+1 })
+		waitFor(t, "end of the delivery", func() bool { return m.hand.Load() == 0 })
+	}
+}
+
+// leaving leaves everything to the loop.
+type leaving struct{ *memory }
+
+func (l leaving) Take(slice time.Duration, poll bool) (int, *Lane[int], Found) {
+	if poll {
+		return 0, nil, Leave
+	}
+	return l.memory.Take(slice, poll)
+}
+
+// TestPollEndsAtOnce: one whose caller has its answer, or finds a source busy, or meets what
+// is the loop's. The loop does not wait for the next one.
+func TestPollEndsAtOnce(t *testing.T) {
+	e := New(time.Hour)
+	busy := false
+	f := NewFeed(e, newMemory(false, func(int, *Turn) {}), FeedOptions{Polls: true, Busy: func() bool { return busy }})
+	left := NewFeed(e, leaving{newMemory(false, func(int, *Turn) {})}, FeedOptions{Polls: true})
+	e.Add(f)
+	e.Poll(func() bool { return true })
+	if f.until.Load() != 0 {
+		t.Error("a Poll that has nothing to wait for is followed by another")
+	}
+	f.until.Store(1 << 62)
+	busy = true
+	e.Poll(func() bool { return false })
+	if f.until.Load() != 0 {
+		t.Error("the loop waits for a Poll though its source is busy")
+	}
+	e.Add(left)
+	e.Poll(func() bool { return false }) // else it looks for an hour
+	if left.Claim() {
+		t.Error("a Poll takes the source before its loop has taken what was left")
+	}
+}
+
+// TestFailingSource: the loop does not sleep on a source that cannot be slept on, and yet
+// looks at it.
+func TestFailingSource(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	var failing atomic.Bool
+	failing.Store(true)
+	var got atomic.Int64
+	m := newMemory(true, func(int, *Turn) { got.Add(1) })
+	f := feed(t, e, m, FeedOptions{HandsOver: true, Failing: failing.Load})
+	for i := range int64(3) {
+		m.put(int(i))
+		waitFor(t, "message", func() bool { return got.Load() == i+1 })
+		if f.Parked() {
+			t.Error("the loop sleeps on a source that fails")
+		}
+	}
+	failing.Store(false)
+	waitFor(t, "sleep", f.Parked)
 }
 
 // TestPollDoesNotAllocate: neither one that finds something nor one that does not.
