@@ -94,10 +94,10 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
 	}
 	p.pump()
-	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.host.sleeping.Load() {
-		p.link.host.dev.Wake() // the loop sleeps too long for tick
-	}
 	p.flush(msg.More)
+	if idle && data && p.link != nil && p.sender.Waiting() > 0 && p.link.host.sleeping.Load() {
+		p.link.host.dev.Wake() // the loop sleeps too long for tick, which flush has made due
+	}
 	return done, nil
 }
 
