@@ -166,7 +166,8 @@ func (v *Van) Send(m *van.Message) error {
 		if !errors.Is(err, backend.ErrNotExportable) {
 			return err
 		}
-		if v.unshared.Add(1) == 1 { // the others are in Stats
+		// The link may have ended in between; then nothing is wrong with the memory.
+		if v.direct(m.Receiver) && v.unshared.Add(1) == 1 { // the others are in Stats
 			v.log.Warn("a value cannot be shared with its receiver as it lies; it goes through host memory, and so do others like it, which is slow",
 				"to", van.NodeName(m.Receiver), "key", m.Key, "bytes", m.Vals.Len(), "err", err)
 		}

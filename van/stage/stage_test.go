@@ -496,3 +496,24 @@ func TestDirectRefused(t *testing.T) {
 	}
 	p.close(t)
 }
+
+// TestPathGone: a value whose receiver took it as it lay a moment ago, and has been lost
+// since, says nothing about the memory: it is staged, and neither counted nor warned of.
+func TestPathGone(t *testing.T) {
+	net := inproc.NewNetwork().Factory()
+	var log bytes.Buffer
+	var direct atomic.Bool
+	direct.Store(true)
+	p := connectOver(t, func(o van.Options) (van.Van, error) {
+		v, err := net(o)
+		return particular{v}, err
+	}, stage.Options{Log: slog.New(slog.NewTextHandler(&log, nil)), Direct: func(int) bool { return direct.Swap(false) }})
+	if err := p.worker.Send(push(1, gpu0.Mem(bytes.Repeat([]byte{3}, 90)))); err != nil {
+		t.Fatal(err)
+	}
+	take(t, p.atServ).Release()
+	if n := p.worker.(van.Meter).Stats().UnsharedValues; n != 0 || strings.Contains(log.String(), "level=WARN") {
+		t.Errorf("%d values are counted:\n%s", n, log.String())
+	}
+	p.close(t)
+}
