@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"context"
 	"runtime"
 	"slices"
 	"sync"
@@ -27,6 +28,8 @@ type Engine struct {
 	// Of the Poll that is under way.
 	claimed []claim
 	looks   adaptiveSpin
+	turn    Turn
+	ended   bool // by one of its deliveries
 }
 
 // claim is a source that a Poll receives from.
@@ -130,15 +133,34 @@ func (e *Engine) Poll(done func() bool) {
 	if len(claimed) > 0 {
 		e.poll(claimed, done)
 	}
-	again, found := done(), false
-	for i := range claimed {
-		found = found || claimed[i].found
-	}
-	for i := range claimed {
-		claimed[i].Release(found && !claimed[i].found, again)
+	if !e.ended {
+		e.release(done())
 	}
 	clear(claimed)
+	e.ended = false
 	e.polling.Store(false)
+}
+
+// release gives the sources of the Poll that is under way back to their loops.
+func (e *Engine) release(again bool) {
+	found := false
+	for i := range e.claimed {
+		found = found || e.claimed[i].found
+	}
+	for i := range e.claimed {
+		e.claimed[i].Release(found && !e.claimed[i].found, again)
+	}
+}
+
+// EndPoll ends the Poll whose delivery calls it, if ctx says that it is one, see Within: loops
+// receive from now on, from all sources, and what comes for the lane of the delivery waits
+// for its end. What closes a transport calls it first, since what it then waits for has to
+// be received.
+func (e *Engine) EndPoll(ctx context.Context) {
+	if turnOf(ctx) == &e.turn && !e.ended {
+		e.ended = true
+		e.release(false)
+	}
 }
 
 func (e *Engine) poll(claimed []claim, done func() bool) {
@@ -161,6 +183,9 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 		for i := range claimed {
 			c := &claimed[i]
 			found := c.Help(slice)
+			if e.ended {
+				return
+			}
 			c.found = c.found || found >= Progress
 			best = max(best, found)
 		}

@@ -87,9 +87,8 @@ type Feed[T any] struct {
 	mu       sync.Mutex
 	claimed  atomic.Bool // a Poll has mu, or waits for it: the loop leaves it alone
 	stopping atomic.Bool
-	free     func() // what the end of the Poll calls; mu
-	left     bool   // the Poll has left something to the loop; mu
-	turn     Turn   // of Polls
+	left     bool     // the Poll has left something to the loop; mu
+	lane     *Lane[T] // that the Poll delivers in; of the Poll
 
 	misses atomic.Int32  // Polls in a row that received something elsewhere only
 	until  atomic.Uint64 // when no other Poll is expected any more
@@ -135,15 +134,10 @@ func (f *Feed[T]) Stop(ctx context.Context) error {
 	return f.Loop.Stop(ctx)
 }
 
-// Free calls free when nobody receives from f, which was stopped. That is the end of a
-// Poll if ctx says that the caller is called by one of its deliveries. It returns ctx's
-// error, without having called free, when a Poll still receives at the end of ctx.
+// Free calls free when nobody receives from f, which was stopped. It returns ctx's error,
+// without having called free, when a Poll still receives at the end of ctx.
 func (f *Feed[T]) Free(ctx context.Context, free func()) error {
 	for s, since := f.e.spinner, clock.Now(); !f.mu.TryLock(); s.Pause() {
-		if IsWithin(ctx, &f.turn) {
-			f.free = free // this goroutine holds mu
-			return nil
-		}
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
@@ -350,10 +344,15 @@ func (f *Feed[T]) Help(slice time.Duration) Found {
 	if f.stopping.Load() {
 		return Nothing
 	}
-	item, _, found := f.src.Take(slice, true)
+	item, lane, found := f.src.Take(slice, true)
 	switch found {
 	case Message:
-		f.src.Deliver(item, &f.turn)
+		f.lane = lane
+		f.src.Deliver(item, &f.e.turn)
+		f.lane = nil
+		if f.e.ended {
+			f.Loop.drain(lane, &f.e.turn)
+		}
 	case Leave:
 		f.left = true
 	}
@@ -386,12 +385,12 @@ func (f *Feed[T]) Release(missed, again bool) {
 	}
 	again = again && !f.left
 	f.left = false
+	if f.lane != nil { // EndPoll
+		f.lane.keep()
+	}
 	defer f.mu.Unlock()
 	f.claimed.Store(false)
 	switch {
-	case f.free != nil:
-		f.free()
-		f.free = nil
 	case f.stopping.Load():
 	case f.o.HandsOver:
 		if f.src.Arm(ForLoop) {

@@ -218,7 +218,7 @@ func TestTurns(t *testing.T) {
 	f := feed(t, e, m)
 	m.put(1)
 	waitFor(t, "delivery", func() bool { return turn.Load() != nil })
-	if turn.Load() == &f.turn {
+	if turn.Load() == &e.turn {
 		t.Error("the loop delivers in the turn of a Poll")
 	}
 	waitFor(t, "end of the delivery", func() bool { return m.hand.Load() == 0 })
@@ -226,7 +226,7 @@ func TestTurns(t *testing.T) {
 		t.Fatal("a source is not given to a Poll")
 	}
 	m.put(2)
-	if f.Help(0) != Message || turn.Load() != &f.turn {
+	if f.Help(0) != Message || turn.Load() != &e.turn {
 		t.Error("a Poll does not deliver in its turn")
 	}
 	f.Release(false, false)
@@ -258,41 +258,96 @@ func TestQuietSource(t *testing.T) {
 	}
 }
 
-// TestStopInPoll: what receivers use is freed when the Poll whose delivery has stopped the
-// source ends, and is not used after that.
+// pollUntil polls until ok.
+func pollUntil(t *testing.T, e *Engine, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(deadline); !ok(); e.Poll(ok) {
+		if time.Now().After(end) {
+			t.Fatal("a Poll receives nothing")
+		}
+	}
+}
+
+// TestStopInPoll: a delivery of a Poll may stop the source and free what receivers use, which
+// is not used after that.
 func TestStopInPoll(t *testing.T) {
-	e := New(50 * time.Microsecond)
-	var f *Feed[int]
-	freed := false
-	m := newMemory(true, func(_ int, turn *Turn) {
-		ctx, cancel := context.WithTimeout(Within(context.Background(), turn), deadline)
-		defer cancel()
-		if err := f.Stop(ctx); err != nil {
-			t.Errorf("Stop in a Poll: %v", err)
+	for _, handsOver := range []bool{false, true} {
+		e := New(50 * time.Microsecond)
+		var f *Feed[int]
+		var m *memory
+		freed := false
+		m = newMemory(handsOver, func(n int, turn *Turn) {
+			if turn != &e.turn { // the loop was first
+				m.put(n + 1)
+				return
+			}
+			if freed {
+				t.Error("a delivery after Free")
+			}
+			ctx, cancel := context.WithTimeout(Within(context.Background(), turn), deadline)
+			defer cancel()
+			e.EndPoll(ctx)
+			if err := f.Stop(ctx); err != nil {
+				t.Errorf("Stop in a Poll: %v", err)
+			}
+			if err := f.Free(ctx, func() { freed = true }); err != nil || !freed {
+				t.Errorf("Free in a Poll: %v, freed %t, want nil and true", err, freed)
+			}
+			m.put(n + 1)
+		})
+		f = feed(t, e, m)
+		m.put(1)
+		pollUntil(t, e, func() bool { return freed })
+		if found := f.Help(0); found != Nothing {
+			t.Errorf("a Poll finds %d after Stop", found)
 		}
-		if err := f.Free(ctx, func() { freed = true }); err != nil || freed {
-			t.Errorf("Free in a Poll: %v, freed %t, want nil and false", err, freed)
+		f.Nap(time.Hour)
+		if f.Claim() {
+			t.Error("a stopped source is given to a Poll")
 		}
-	})
-	f = feed(t, e, m)
-	if !f.Claim() {
-		t.Fatal("a source is not given to a Poll")
 	}
-	m.put(1)
-	m.put(2)
-	if found := f.Help(0); found != Message {
-		t.Fatalf("a Poll finds %d", found)
-	}
-	if found := f.Help(0); found != Nothing {
-		t.Errorf("a Poll finds %d after Stop", found)
-	}
-	f.Nap(time.Hour)
-	f.Release(false, true)
-	if !freed {
-		t.Error("the end of the Poll does not free")
-	}
-	if f.Claim() {
-		t.Error("a stopped source is given to a Poll")
+}
+
+// TestEndPoll: while a delivery that has ended its Poll goes on, the loops receive from all
+// sources; what comes for its lane waits for it, and stays in order.
+func TestEndPoll(t *testing.T) {
+	for _, handsOver := range []bool{false, true} {
+		e := New(50 * time.Microsecond)
+		var others, inside, last, ended atomic.Int64
+		var m *memory
+		other := newMemory(handsOver, func(int, *Turn) { others.Add(1) })
+		m = newMemory(handsOver, func(n int, turn *Turn) {
+			if inside.Add(1) > 1 || int64(n) != last.Add(1) {
+				t.Errorf("message %d is delivered as number %d, beside %d others", n, last.Load(), inside.Load()-1)
+			}
+			defer inside.Add(-1)
+			if turn != &e.turn || ended.Load() > 0 {
+				if ended.Load() == 0 {
+					m.put(n + 1)
+				}
+				return
+			}
+			ctx := Within(context.Background(), turn)
+			e.EndPoll(ctx)
+			e.EndPoll(ctx) // does nothing
+			m.put(n + 1)
+			m.put(n + 2)
+			other.put(1)
+			waitFor(t, "message of another source", func() bool { return others.Load() == 1 })
+			waitFor(t, "messages of the lane", func() bool { m.lane.mu.Lock(); defer m.lane.mu.Unlock(); return m.lane.n == 2 })
+			ended.Store(int64(n))
+		})
+		f := feed(t, e, m)
+		feed(t, e, other)
+		m.put(1)
+		pollUntil(t, e, func() bool { return ended.Load() > 0 })
+		want := ended.Load() + 2
+		if got := last.Load(); got != want {
+			t.Errorf("message %d was the last, want %d: what has waited is delivered before the Poll ends", got, want)
+		}
+		waitFor(t, "another Poll", f.Claim)
+		e.EndPoll(context.Background()) // does nothing
+		f.Release(false, false)
 	}
 }
 

@@ -76,6 +76,13 @@ func (l *Loop[T]) push(lane *Lane[T], v T) (slow, full bool) {
 	return true, full
 }
 
+// keep makes the lane that of a goroutine without the receiving role, which drains it later.
+func (l *Lane[T]) keep() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.slow.Store(true)
+}
+
 func (l *Lane[T]) put(w waiting[T]) {
 	if l.n == len(l.ring) {
 		l.grow()

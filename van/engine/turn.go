@@ -11,7 +11,8 @@ type Turn struct {
 
 type turnKey struct{}
 
-// Within returns ctx for what a delivery calls in turn t; nil is no turn.
+// Within returns ctx for what a delivery calls in turn t; nil is no turn. It is of no use
+// when the delivery has ended, and must not be used then.
 func Within(ctx context.Context, t *Turn) context.Context {
 	if t == nil {
 		return ctx
@@ -24,6 +25,3 @@ func turnOf(ctx context.Context) *Turn {
 	t, _ := ctx.Value(turnKey{}).(*Turn)
 	return t
 }
-
-// IsWithin tells whether ctx was made for turn t.
-func IsWithin(ctx context.Context, t *Turn) bool { return t != nil && turnOf(ctx) == t }

@@ -383,6 +383,7 @@ func (v *Van) Stats() van.Stats {
 
 // Close implements van.Van.
 func (v *Van) Close(ctx context.Context) error {
+	v.engine.EndPoll(ctx)
 	v.mu.Lock()
 	if v.closed || v.listener == nil {
 		v.closed = true

@@ -19,6 +19,7 @@ const maxLinger = 5 * time.Second
 
 // Close ends everything; sent messages leave until ctx ends, at most maxLinger.
 func (v *rvan) Close(ctx context.Context) error {
+	v.engine.EndPoll(ctx)
 	v.mu.Lock()
 	if v.closed.Swap(true) {
 		v.mu.Unlock()

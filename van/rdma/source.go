@@ -217,7 +217,11 @@ func (v *rvan) movedMuch() bool {
 
 // stop ends the loop.
 func (d *device) stop(ctx context.Context) error {
-	err := errors.Join(d.feed.Stop(ctx), d.feed.Free(ctx, func() {
+	err := d.feed.Stop(ctx)
+	if errors.Is(err, engine.ErrInDeliver) {
+		err = nil
+	}
+	err = errors.Join(err, d.feed.Free(ctx, func() {
 		for d.came.Len() > 0 {
 			d.came.Take().msg.Release()
 		}

@@ -585,6 +585,7 @@ func (v *zvan) Stats() van.Stats {
 
 // Close ends everything; sent messages leave until ctx ends, at most maxLinger.
 func (v *zvan) Close(ctx context.Context) error {
+	v.engine.EndPoll(ctx)
 	v.mu.Lock()
 	if v.closed.Swap(true) {
 		v.mu.Unlock()
