@@ -64,8 +64,12 @@ func (a *apps) keep(n *Node, k appKey, msg *van.Message) *Customer {
 	return nil
 }
 
-// full returns why msg cannot be kept, or "". a.mu is held.
+// full returns why msg cannot be kept, or "". a.mu is held. The loss of a sender is noted
+// before peerLost takes a.mu: what is kept in spite of this check is dropped there.
 func (a *apps) full(n *Node, msg *van.Message) string {
+	if n.lost(msg.Sender) != nil {
+		return "its sender has been lost"
+	}
 	size, of := weight(msg), a.by[msg.Sender]
 	what, limit, used := "STEPAF_RECV_BUDGET_PEER", n.cfg.RecvBudgetPeer, of.bytes
 	if !n.processes.of(msg.Sender).known {
