@@ -119,13 +119,16 @@ func (s *Session) answer(t *testing.T, items []Item) {
 // replace ends worker 0 and starts another in its place.
 func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) *Session {
 	t.Helper()
-	heard := make(chan bool, 16)
-	t.Cleanup(c.Servers[0].OnPeer(func(id int, up bool, _ error) {
-		if id == van.WorkerID(0) {
-			heard <- up
-		}
-	}))
-	hear := func(want bool) {
+	watch := func(n *postoffice.Node) <-chan bool {
+		heard := make(chan bool, 16)
+		t.Cleanup(n.OnPeer(func(id int, up bool, _ error) {
+			if id == van.WorkerID(0) {
+				heard <- up
+			}
+		}))
+		return heard
+	}
+	hear := func(heard <-chan bool, want bool) {
 		t.Helper()
 		select {
 		case up := <-heard:
@@ -136,15 +139,17 @@ func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) 
 			t.Fatalf("nothing is heard of worker 0, want up: %t", want)
 		}
 	}
+	atServer, atScheduler := watch(c.Servers[0]), watch(c.Scheduler)
 	end()
-	hear(false)
+	hear(atServer, false)
+	hear(atScheduler, false) // else it refuses the other
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	n, err := c.Join(ctx, "worker", 0, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	hear(true)
+	hear(atServer, true)
 	w := &Session{node: n}
 	if err := w.open(t.Context()); err != nil {
 		t.Fatal(err)
