@@ -433,6 +433,33 @@ func TestPollEndsAtOnce(t *testing.T) {
 	}
 }
 
+// TestPollOfEndless: a Poll returns soon, however much comes: its caller has a deadline.
+func TestPollOfEndless(t *testing.T) {
+	var stop atomic.Bool
+	e := New(50 * time.Microsecond)
+	s := &endless{}
+	f := NewFeed(e, s, FeedOptions{Polls: true})
+	e.Add(f)
+	defer e.Remove(f)
+	time.AfterFunc(2*time.Second, func() { stop.Store(true) })
+	began := time.Now()
+	e.Poll(stop.Load)
+	if d := time.Since(began); d > time.Second {
+		t.Errorf("a Poll took %s, want about %s", d, maxPoll)
+	}
+}
+
+// endless is a source that always has a message.
+type endless struct{ lane Lane[int] }
+
+func (s *endless) Take(time.Duration, bool) (int, *Lane[int], Found) { return 0, &s.lane, Message }
+func (s *endless) Arm(Sleeper) bool                                  { return true }
+func (s *endless) Disarm()                                           {}
+func (s *endless) Sleep(Sleeper, func() bool, time.Duration)         {}
+func (s *endless) Wake(Sleeper)                                      {}
+func (s *endless) Deliver(int, *Turn)                                {}
+func (s *endless) Discard(int)                                       {}
+
 // TestFailingSource: the loop does not sleep on a source that cannot be slept on, and yet
 // looks at it.
 func TestFailingSource(t *testing.T) {
