@@ -71,12 +71,14 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 	if m.sched.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
-	if instance && group == van.AllNodes && m.sched.starting[from] && !m.isStarting() {
+	if instance && group == van.AllNodes && m.sched.starting[from] {
 		delete(m.sched.starting, from)
-		meta := m.control(van.InstanceBarrier)
-		meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
-		m.send(from, meta)
-		return nil
+		if !m.isStarting() { // else it is counted there
+			meta := m.control(van.InstanceBarrier)
+			meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
+			m.send(from, meta)
+			return nil
+		}
 	}
 	g := m.sched.gathers[key]
 	if g == nil {
