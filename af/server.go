@@ -164,23 +164,38 @@ func (s *Server) dropped(msg *van.Message, err error) {
 	}
 }
 
-// dropSender gives up the unfinished batches of a worker that is gone.
+// dropSender gives up the unfinished batches of a worker that is gone. Another in its place
+// may have begun some by now.
 func (s *Server) dropSender(id int) {
-	if open := s.dropOpen(id); open > 0 {
+	if open := s.dropOpen(id, s.serving.Load()); open > 0 {
 		s.node.Log().Warn("gave up unfinished batches of a lost worker", "worker", s.node.PeerName(id), "batches", open)
 	}
 }
 
-// dropOpen gives up the unfinished batches of a worker and returns their number.
-func (s *Server) dropOpen(id int) int {
+// dropOpen gives up the unfinished batches of a worker, but those that c wants if it is not
+// nil, and returns their number.
+func (s *Server) dropOpen(id int, c *postoffice.Customer) int {
 	x := s.sender(id)
 	if x == nil {
 		return 0
 	}
 	x.mu.Lock()
-	open, held := x.open, x.held
-	x.open, x.held = nil, nil
-	x.openBytes, x.heldBytes = 0, 0
+	var open []*work
+	for _, b := range slices.Clone(x.open) {
+		if c == nil || !c.Wanted(id, b.epoch, b.customer, b.first) {
+			x.remove(b)
+			open = append(open, b)
+		}
+	}
+	var held []*van.Message
+	x.held = slices.DeleteFunc(x.held, func(m *van.Message) bool {
+		if c != nil && c.Wanted(id, m.Epoch, m.CustomerID, m.Timestamp) {
+			return false
+		}
+		x.heldBytes -= m.PayloadLen()
+		held = append(held, m)
+		return true
+	})
 	x.mu.Unlock()
 	x.early.Add(int32(-len(held)))
 	for _, m := range held {
@@ -242,6 +257,6 @@ func (s *Server) Close() {
 // broke in the middle of a batch may never have ended it.
 func (s *Server) dropSenders() {
 	for rank := range s.senders {
-		s.dropOpen(van.WorkerID(rank))
+		s.dropOpen(van.WorkerID(rank), nil)
 	}
 }

@@ -246,7 +246,7 @@ func (t *peerTable) lost(id int) error { return t.processes.of(id).lost }
 func (t *peerTable) setLost(id int, cause error) {
 	t.lostMu.Lock()
 	defer t.lostMu.Unlock()
-	t.processes.change(id, func(p *process) { p.lost = cause })
+	t.processes.change(id, func(p *process) { p.lost, p.lostEpoch = cause, p.epoch })
 }
 
 // OnPeer makes the node call f when a peer is lost (up false, with the cause) and when

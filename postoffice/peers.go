@@ -19,7 +19,8 @@ type process struct {
 	incarnation uint32 // see van.Identity; 0: not known, or a C++ StepMesh node
 	known       bool   // its record has come
 	behind      bool   // messages that came before its record are not all delivered yet
-	lost        error  // why it is considered dead
+	lost        error  // why it, or the one before it, is considered dead
+	lostEpoch   uint32 // of the one that is
 }
 
 // unknownProcess is that of an id of which nothing is known.

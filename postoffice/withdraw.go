@@ -238,7 +238,7 @@ func (g *givenUp) expire(now uint64, most int) {
 // request's message.
 func (c *Customer) Wanted(sender int, epoch uint32, customer, ts int32) bool {
 	p := c.node.processes.of(sender)
-	return p.epoch == epoch && p.lost == nil && !c.withdrawals.has(sender, epoch, customer, ts)
+	return p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch) && !c.withdrawals.has(sender, epoch, customer, ts)
 }
 
 // OnWithdrawn makes the customer call f with what senders give up, after Wanted has begun
