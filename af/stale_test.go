@@ -73,7 +73,12 @@ func TestStaleAnswer(t *testing.T) {
 // TestLateLoss: a server notices late that a worker was lost, when the one in its place has
 // begun a batch. What the lost one had begun is given up, that batch is not.
 func TestLateLoss(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Over: testcluster.InProc})
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.InProc, Wrap: func(_ string, _ int, f van.Factory) van.Factory {
+		return func(o van.Options) (van.Van, error) {
+			v, err := f(o)
+			return aloneTold{v}, err
+		}
+	}})
 	id, scheduler := van.WorkerID(0), peer(t, c.Scheduler, van.WorkerID(0))
 	lost, come := make(chan struct{}), make(chan struct{})
 	unblock := sync.OnceFunc(func() { close(come) })
@@ -97,10 +102,7 @@ func TestLateLoss(t *testing.T) {
 	}
 	send(c.Workers[0], 1, van.BatchStart)
 	eventually(t, "a batch of the worker", begun(1))
-	var closing sync.WaitGroup
-	closing.Go(c.Workers[0].Close)
-	defer closing.Wait()
-	defer unblock()
+	c.Workers[0].Close()
 	<-lost
 	expect(t, scheduler, false)
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -117,4 +119,14 @@ func TestLateLoss(t *testing.T) {
 	if b := take(t, batches); len(b.Pushes()) != 2 {
 		t.Errorf("a batch of %d tensors, want 2", len(b.Pushes()))
 	}
+}
+
+// aloneTold is a van that tells of losses on goroutines of their own: a node that takes long
+// for it keeps no other one from hearing of it.
+type aloneTold struct{ van.Van }
+
+func (v aloneTold) Unwrap() van.Van { return v.Van }
+
+func (v aloneTold) WatchPeers(f func(int, bool, error)) {
+	v.Van.(van.PeerWatcher).WatchPeers(func(id int, up bool, cause error) { go f(id, up, cause) })
 }
