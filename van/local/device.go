@@ -330,7 +330,7 @@ func (s *deviceSource) unmap(id uint64, m *mapped) {
 
 // tidy unmaps what was not used for a while.
 func (s *deviceSource) tidy(now uint64) {
-	s.dropWithdrawn()
+	s.dropWithdrawn(nil)
 	if s.d.mayBlock() {
 		return // it would only be kept elsewhere
 	}

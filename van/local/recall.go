@@ -65,9 +65,9 @@ func (l *outLink) recall(q *van.Requests) {
 		if a := &l.slots[i]; a.busy && a.of.in(q) {
 			l.seg.gen(uint32(i)).Store(0) // first: the reader looks at it after it has read
 			l.unsent -= a.bytes
-			device := a.device
+			device, seq := a.device, a.seq
 			a.end()
-			a.busy, a.device = true, device // until it is acknowledged
+			a.busy, a.device, a.seq = true, device, seq // until it is acknowledged
 		}
 	}
 	if s := &l.stream; s.busy && s.of.in(q) {

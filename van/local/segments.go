@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -207,7 +208,7 @@ func (l *outLink) tidy(now uint64) {
 	}
 	since := l.lentSince()
 	for _, o := range l.offers {
-		if o.seq < since && (now-o.used > uint64(mapTime) || !l.v.device.sharer.HasSegment(o.segment)) && !l.withdraw(o) {
+		if o.seq < since && (now > o.used+uint64(mapTime) || !l.v.device.sharer.HasSegment(o.segment)) && !l.withdraw(o) {
 			return // later: the peer reads slowly, or not at all
 		}
 	}
@@ -386,7 +387,7 @@ func (s *deviceSource) segmentsOf(p *parcel, b []byte, n int) error {
 			return &van.FieldError{Field: "record.segments", Value: fmt.Sprintf("%d bytes more, %d parts more", left, len(b)/segmentPartLen), Want: fmt.Sprintf("parts with %d bytes in all", n)}
 		}
 		id, off, part := le.Uint64(b), le.Uint64(b[8:]), le.Uint64(b[16:])
-		m, err := s.segment(id)
+		m, err := s.segment(id, p.sources)
 		if err != nil {
 			return err
 		}
@@ -399,8 +400,8 @@ func (s *deviceSource) segmentsOf(p *parcel, b []byte, n int) error {
 	return nil
 }
 
-// segment returns the peer's allocation id.
-func (s *deviceSource) segment(id uint64) (*mapped, error) {
+// segment returns the peer's allocation id. Those of needed stay mapped.
+func (s *deviceSource) segment(id uint64, needed []source) (*mapped, error) {
 	if m := s.segments[id]; m != nil {
 		return m, nil
 	}
@@ -414,21 +415,22 @@ func (s *deviceSource) segment(id uint64) (*mapped, error) {
 		}
 		return nil, err
 	}
-	s.dropWithdrawn()
+	s.dropWithdrawn(needed)
 	m := &mapped{mem: mem}
 	s.segments[id] = m
 	return m, nil
 }
 
-// dropWithdrawn unmaps what the peer does not use any more.
-func (s *deviceSource) dropWithdrawn() {
+// dropWithdrawn unmaps what the peer does not use any more, except needed: the peer may
+// have offered it anew before the message that is being looked at.
+func (s *deviceSource) dropWithdrawn(needed []source) {
 	if s.inbox == nil {
 		return
 	}
 	for _, id := range s.inbox.withdrawn() {
 		switch m := s.segments[id]; {
 		case m == nil:
-		case m.busy > 0: // it should not be
+		case m.busy > 0 || slices.ContainsFunc(needed, func(x source) bool { return x.of == m }): // later
 			s.inbox.again(id)
 		default:
 			delete(s.segments, id)

@@ -383,3 +383,73 @@ func TestManyOffers(t *testing.T) {
 		t.Errorf("%d are mapped", n)
 	}
 }
+
+// TestSegmentsOfferedAgain: what the peer has withdrawn and offered anew, beside something
+// that is new, stays mapped while it is copied.
+func TestSegmentsOfferedAgain(t *testing.T) {
+	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
+	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, onePage)))
+	wantValue(t, server.next(), 1, sdev.Device(), pattern(1, onePage))
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	worker.afterAWhile(2 * mapTime)
+	x := server.feedOf().inbox
+	eventually(t, "it is withdrawn", func() bool {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return len(x.unused) == 1
+	})
+	open := block(sdev, server.feedOf())
+	worker.must(valueIn(mem, 2, pattern(2, 2*onePage)))
+	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	if got := sdev.SegmentImports(); len(got) != 3 {
+		t.Fatalf("mapped: %v, want what is copied, and what was offered anew", got)
+	}
+	open()
+	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 2*onePage))
+	eventually(t, "the first mapping goes", func() bool {
+		server.afterAWhile(0)
+		return len(sdev.SegmentImports()) == 2
+	})
+	worker.must(valueIn(mem, 3, pattern(3, 2*onePage)))
+	wantValue(t, server.next(), 3, sdev.Device(), pattern(3, 2*onePage))
+}
+
+// TestSegmentsRecalled: allocations that a message names which was taken back, and is still
+// in the ring, are not withdrawn: the receiver would find that they were never offered.
+func TestSegmentsRecalled(t *testing.T) {
+	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
+	server.feed.Lock() // nothing is received
+	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
+	worker.Recall(van.Requests{First: 1, Count: 1})
+	worker.afterAWhile(2 * mapTime)
+	time.Sleep(10 * time.Millisecond) // for what was withdrawn, if it was, to arrive
+	server.feed.Unlock()
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	if n := server.Stats().Malformed; n != 0 {
+		t.Fatalf("the link was lost: %d malformed messages", n)
+	}
+	worker.must(valueIn(mem, 2, pattern(2, 2*onePage)))
+	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 2*onePage))
+	eventually(t, "all is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	worker.afterAWhile(2 * mapTime)
+	eventually(t, "then they are withdrawn", func() bool {
+		server.afterAWhile(0)
+		return len(sdev.SegmentImports()) == 0
+	})
+}
+
+// TestSegmentsUsedMeanwhile: what is used after the time that tidying goes by is in use.
+func TestSegmentsUsedMeanwhile(t *testing.T) {
+	worker, server, _, _, mem := mappedPair(t, onePage, onePage)
+	before := clock.Now()
+	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
+	server.next().Release()
+	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
+	l := (*worker.links.Load())[8]
+	l.tidy(before)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.offers) != 2 {
+		t.Errorf("%d allocations are offered, want 2", len(l.offers))
+	}
+}
