@@ -45,6 +45,7 @@ func New(spin time.Duration) *Engine {
 	if e.forever {
 		e.spin = env.SpinThenBlock.Spin()
 	}
+	e.turn.engine = e
 	e.sources.Store(&[]Polled{})
 	return e
 }

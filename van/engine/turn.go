@@ -6,7 +6,8 @@ import "context"
 // it calls that waits for the end of deliveries, as Stop does, must not wait for itself,
 // and is given a context made by Within.
 type Turn struct {
-	stopping bool // it waits in Stop; Loop.mu guards it
+	stopping bool    // it waits in Stop; Loop.mu guards it
+	engine   *Engine // of whose Polls it is; nil: a loop's
 }
 
 type turnKey struct{}
@@ -24,4 +25,12 @@ func Within(ctx context.Context, t *Turn) context.Context {
 func turnOf(ctx context.Context) *Turn {
 	t, _ := ctx.Value(turnKey{}).(*Turn)
 	return t
+}
+
+// EndPoll is Engine.EndPoll of the Engine whose Poll makes the delivery that ctx is of, if one
+// does.
+func EndPoll(ctx context.Context) {
+	if t := turnOf(ctx); t != nil && t.engine != nil {
+		t.engine.EndPoll(ctx)
+	}
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
 )
 
 // Defaults of Options; those of ps-lite where it has them.
@@ -212,6 +213,7 @@ func (v *Van) Disconnect(id int) {
 // Close implements van.Van. It first waits for acknowledgements, no longer than
 // Options.CloseWait.
 func (v *Van) Close(ctx context.Context) error {
+	engine.EndPoll(ctx)
 	v.closing.Do(func() {
 		v.mu.Lock()
 		v.closed = true
