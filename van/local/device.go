@@ -96,10 +96,15 @@ func (d *device) unmap(m backend.Mem) error {
 	if !d.mayBlock() {
 		return d.CloseImport(m)
 	}
+	d.keep(m)
+	return nil
+}
+
+// keep leaves an import mapped until the van is closed.
+func (d *device) keep(m backend.Mem) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.kept = append(d.kept, m)
-	return nil
 }
 
 // exportLen is the length of an export as it travels:
@@ -453,6 +458,7 @@ func (s *deviceSource) drop() {
 			if err != nil && broken == nil {
 				s.v.log.Error("a copy from a lost peer does not end; its memory is not used again", "from", van.NodeName(p.from.id), "err", err)
 				p.onDevice, p.blocks[partVals] = nil, nil
+				p.sources = p.sources[:0] // they stay busy
 			}
 			s.settle(p)
 		}
@@ -463,12 +469,16 @@ func (s *deviceSource) drop() {
 // dropTime is far longer than a copy takes.
 const dropTime = 5 * time.Second
 
-// close unmaps all. Nothing is under way any more.
+// close unmaps all that no copy reads which has not ended: unmapping may not wait for it.
 func (s *deviceSource) close() {
 	var errs []error
 	for _, all := range []map[uint64]*mapped{s.maps, s.segments} {
 		for id, m := range all {
 			delete(all, id)
+			if m.busy > 0 {
+				s.d.keep(m.mem)
+				continue
+			}
 			errs = append(errs, s.d.unmap(m.mem))
 		}
 	}

@@ -453,3 +453,31 @@ func TestSegmentsUsedMeanwhile(t *testing.T) {
 		t.Errorf("%d allocations are offered, want 2", len(l.offers))
 	}
 }
+
+// TestSegmentsCopyDoesNotEnd: what a copy that does not end in time reads is unmapped with
+// the van: unmapping may not wait for copies, and one that runs into it breaks the device.
+func TestSegmentsCopyDoesNotEnd(t *testing.T) {
+	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
+	server.feed.Lock()
+	server.dropTime = 50 * time.Millisecond
+	server.feed.Unlock()
+	open := block(sdev, server.feedOf())
+	into := sdev.Mem(make([]byte, onePage))
+	if err := server.RegisterRecvBuffer(9, 1, into); err != nil {
+		t.Fatal(err)
+	}
+	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, onePage)))
+	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	l := (*worker.links.Load())[8]
+	l.mu.Lock()
+	l.write(pattern(3, 4096)) // ends the link
+	l.mu.Unlock()
+	server.event(9, false)
+	worker.event(8, true)
+	if got := sdev.SegmentImports(); len(got) != 1 {
+		t.Errorf("mapped: %v, want what is still copied", got)
+	}
+	if !t.Failed() {
+		open()
+	}
+}
