@@ -32,7 +32,7 @@ type outboundDialect interface {
 }
 
 // inboundDialect is how slots are granted, and messages read, on a connection that a
-// peer has opened. The receiving role is held.
+// peer has opened. The feed is held.
 type inboundDialect interface {
 	// need checks a slot request.
 	need(s *start) (n rendezvous.Need, kind uint64, err error)

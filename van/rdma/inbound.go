@@ -50,7 +50,7 @@ type inbound struct {
 	slotSet
 }
 
-// receiving belongs to the goroutine with the receiving role.
+// receiving is of who holds the feed.
 type receiving struct {
 	splits       uint64 // notifications of split messages' other parts
 	held         []*received

@@ -34,7 +34,7 @@ func (set *slotSet) overBudget(q *slotRequest, why error) {
 }
 
 // makeRoom takes slots back, so that the slot request that err has made wait can be answered. The
-// receiving role is held.
+// feed is held.
 func (set *slotSet) makeRoom(err error, now uint64) {
 	in := set.in
 	v := in.v

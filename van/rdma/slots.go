@@ -18,7 +18,7 @@ type slotRequest struct {
 	since uint64
 }
 
-// slotRequested takes a slot request. The receiving role is held.
+// slotRequested takes a slot request. The feed is held.
 func (set *slotSet) slotRequested(b []byte) {
 	in := set.in
 	q := slotRequest{since: clock.Now()}
