@@ -199,9 +199,12 @@ func (l *outLink) withdrawOldest() bool {
 	return oldest != nil && l.withdraw(oldest)
 }
 
-// tidy withdraws what was unmapped, or was not used for a while.
+// tidy withdraws what was unmapped, or was not used for a while. While somebody sends it
+// does so another time: that may wait for the peer, and who receives must not.
 func (l *outLink) tidy(now uint64) {
-	l.mu.Lock()
+	if !l.mu.TryLock() {
+		return
+	}
 	defer l.mu.Unlock()
 	if l.gone || len(l.offers) == 0 {
 		return

@@ -481,3 +481,22 @@ func TestSegmentsCopyDoesNotEnd(t *testing.T) {
 		open()
 	}
 }
+
+// TestSegmentsTidyWhileSending: who receives does not wait for who sends.
+func TestSegmentsTidyWhileSending(t *testing.T) {
+	worker, _, _, _, _ := mappedPair(t, onePage)
+	l := (*worker.links.Load())[8]
+	l.mu.Lock() // as Send does while it waits for room
+	done := make(chan struct{})
+	go func() {
+		worker.afterAWhile(0)
+		close(done)
+	}()
+	select {
+	case <-done:
+	case <-time.After(limit):
+		t.Error("tidying waits for a sender")
+	}
+	l.mu.Unlock()
+	<-done
+}
