@@ -158,7 +158,8 @@
 	"    can say whose a batch is.\n" \
 	"max_batches: with any=True, return at most so many; None for no limit.\n" \
 	"\n" \
-	"Returns a list of DMLC_NUM_WORKER tuples, in the order of the workers' ranks:\n" \
+	"Returns a list of tuples; without any=True one for each of the DMLC_NUM_WORKER\n" \
+	"workers, in the order of their ranks:\n" \
 	"\n" \
 	"    (handler, tensors, keys)\n" \
 	"\n" \
@@ -170,7 +171,8 @@
 	"are.\n" \
 	"\n" \
 	"Raises TimeoutError (names the workers that have sent nothing), ConnectionError (a\n" \
-	"worker is lost), KeyboardInterrupt, MemoryError, Error (not a server, before init(),\n" \
+	"worker is lost; with any=True, all are), ValueError (max_batches below 1, or without\n" \
+	"any=True), KeyboardInterrupt, MemoryError, Error (not a server, before init(),\n" \
 	"stopped). Batches of which no tensors could be made are those of the next call."
 
 #define DOC_RESPOND \
@@ -190,8 +192,8 @@
 	"be written to. A copy, or a tensor of get_batch(), is safe without.\n" \
 	"\n" \
 	"Raises ValueError (unknown handler, another number of tensors or bytes, not\n" \
-	"contiguous, wrong device), TypeError (not a tensor), ConnectionError (the worker is\n" \
-	"lost), Error (answered already, not a server, before init(), stopped)."
+	"contiguous, wrong device), TypeError (not a tensor), Error (answered already, not a\n" \
+	"server, before init(), stopped). If the worker is lost the answer is dropped."
 
 #define DOC_RESPOND_VEC \
 	"respond_vec($module, ret_buffer, tensors_vec, handler_vec, /)\n--\n\n" \
@@ -205,11 +207,11 @@
 	"at row 0, so all workers get the same leading rows: this does not split a result\n" \
 	"between workers. With GPU tensors it waits for the current CUDA stream once.\n" \
 	"\n" \
-	"When one batch cannot be answered, its worker being lost or its pull tensor of another\n" \
-	"size, the others are answered all the same, and the first such error is raised.\n" \
+	"When one batch cannot be answered, its pull tensor being of another size, the others\n" \
+	"are answered all the same, and the first such error is raised.\n" \
 	"\n" \
 	"Raises ValueError (lengths differ, more rows than the buffer has, and as respond()),\n" \
-	"TypeError, ConnectionError, Error."
+	"TypeError, Error."
 
 #define DOC_REGISTER_RECV_BUFFER \
 	"register_recv_buffer($module, tensor, worker_ranks, push_keys, /)\n--\n\n" \
@@ -251,8 +253,8 @@
 	"it as it is. Programs cannot make one."
 
 #define DOC_ANSWER \
-	"What respond() returns: an answer on its way. It may be dropped at any time, which\n" \
-	"costs nothing and changes nothing. Programs cannot make one."
+	"What respond() returns: an answer on its way. It may be dropped at any time: the\n" \
+	"tensors leave all the same. Programs cannot make one."
 #define DOC_ANSWER_DONE \
 	"done($self, /)\n--\n\n" \
 	"Whether all tensors of the answer have left, or will not leave since the worker is\n" \
