@@ -2,7 +2,6 @@ package af_test
 
 import (
 	"context"
-	"sync"
 	"testing"
 	"time"
 
@@ -68,65 +67,4 @@ func TestStaleAnswer(t *testing.T) {
 			t.Errorf("pulled %q, want its own data", got)
 		}
 	}, testcluster.InProc, testcluster.TCP, testcluster.Unix, testcluster.SHM)
-}
-
-// TestLateLoss: a server notices late that a worker was lost, when the one in its place has
-// begun a batch. What the lost one had begun is given up, that batch is not.
-func TestLateLoss(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Over: testcluster.InProc, Wrap: func(_ string, _ int, f van.Factory) van.Factory {
-		return func(o van.Options) (van.Van, error) {
-			v, err := f(o)
-			return aloneTold{v}, err
-		}
-	}})
-	id, scheduler := van.WorkerID(0), peer(t, c.Scheduler, van.WorkerID(0))
-	lost, come := make(chan struct{}), make(chan struct{})
-	unblock := sync.OnceFunc(func() { close(come) })
-	defer unblock()
-	t.Cleanup(c.Servers[0].OnPeer(func(i int, up bool, _ error) {
-		if i == id && !up {
-			close(lost)
-			<-come
-		}
-	}))
-	batches := make(chan af.Batch, 1)
-	s := serve(t, c.Servers[0], func(b af.Batch) { batches <- b })
-	begun := func(want int) func() bool {
-		return func() bool { n, _ := af.OpenBatches(s, id); return n == want }
-	}
-	send := func(n *postoffice.Node, ts int32, flag van.BatchFlag) {
-		t.Helper()
-		if err := n.Send(rawPush(ts, flag, []byte("x"))); err != nil {
-			t.Fatal(err)
-		}
-	}
-	send(c.Workers[0], 1, van.BatchStart)
-	eventually(t, "a batch of the worker", begun(1))
-	c.Workers[0].Close()
-	<-lost
-	expect(t, scheduler, false)
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-	defer cancel()
-	n, err := c.Join(ctx, "worker", 0, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	send(n, 7, van.BatchStart)
-	eventually(t, "a batch of the one in its place", begun(2))
-	unblock()
-	eventually(t, "the end of the lost one's", begun(1))
-	send(n, 8, van.BatchEnd)
-	if b := take(t, batches); len(b.Pushes()) != 2 {
-		t.Errorf("a batch of %d tensors, want 2", len(b.Pushes()))
-	}
-}
-
-// aloneTold is a van that tells of losses on goroutines of their own: a node that takes long
-// for it keeps no other one from hearing of it.
-type aloneTold struct{ van.Van }
-
-func (v aloneTold) Unwrap() van.Van { return v.Van }
-
-func (v aloneTold) WatchPeers(f func(int, bool, error)) {
-	v.Van.(van.PeerWatcher).WatchPeers(func(id int, up bool, cause error) { go f(id, up, cause) })
 }

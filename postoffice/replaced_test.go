@@ -140,6 +140,31 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 	}
 }
 
+// TestWantedInPlaceOfALostOne: while the loss of a process stands, what the one in its place
+// asks for is wanted, and what it had asked for itself is not.
+func TestWantedInPlaceOfALostOne(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := c.Workers[0], c.Servers[0]
+	served, err := s.AddCustomer(7, 7, func(*van.Message) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	id, former := w.ID(), s.Epoch(w.ID())
+	s.SetLost(id, van.ErrPeerLost)
+	if served.Wanted(id, former, 0, 1) {
+		t.Error("a request of the lost process is wanted")
+	}
+	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: w.Incarnation() ^ 1}).Encode()})
+	next := s.Epoch(id)
+	if next == former {
+		t.Fatal("the one in its place has its epoch")
+	}
+	if served.Wanted(id, former, 0, 1) || !served.Wanted(id, next, 0, 1) {
+		t.Errorf("wanted of the lost process: %t, of the one in its place: %t, want false and true",
+			served.Wanted(id, former, 0, 1), served.Wanted(id, next, 0, 1))
+	}
+}
+
 // TestWithdrawnWhileLost: what is given up while a server is considered lost, it learns when
 // it is back; it may not have noticed anything itself.
 func TestWithdrawnWhileLost(t *testing.T) {

@@ -422,7 +422,6 @@ func TestSegmentsRecalled(t *testing.T) {
 	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
 	worker.Recall(van.Requests{First: 1, Count: 1})
 	worker.afterAWhile(2 * mapTime)
-	time.Sleep(10 * time.Millisecond) // for what was withdrawn, if it was, to arrive
 	server.feed.Unlock()
 	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
 	if n := server.Stats().Malformed; n != 0 {
