@@ -289,8 +289,10 @@ func (g *guard) relieve() {
 	}
 }
 
-// end closes a connection: libzmq sees the end of it and lets go of what it holds.
+// end closes a connection: libzmq sees the end of it and lets go of what it holds. It is
+// counted first, so that who sees the end finds it in the counter.
 func (g *guard) end(fd int, in *incoming) {
+	g.v.stats.strangers.Add(1)
 	from := "unknown"
 	g.use(fd, in, func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
@@ -298,7 +300,6 @@ func (g *guard) end(fd int, in *incoming) {
 		}
 		_ = unix.Shutdown(fd, unix.SHUT_RDWR)
 	})
-	g.v.stats.strangers.Add(1)
 	if n, speak := g.lines.Next(); speak {
 		g.v.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from,
 			"bytes of unfinished messages", in.held, "limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
