@@ -10,20 +10,16 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 )
 
-// TestAllocations: a push_pull in steady state allocates nothing, on worker and
-// server together.
+// TestAllocations: a push_pull in steady state, prepared or not, allocates nothing, on
+// worker and server together.
 func TestAllocations(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
 		defer c.Finalize(t)
-		s, err := af.NewServer(c.Servers[0], af.ServerOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
 		answer := []af.KeyTensor{{Val: tensor(t, make([]float32, 256))}}
 		var left counter
-		stream, limit, server := af.OnStream(1<<20), 20*time.Second, 0 // of which none is a constant
-		if err := s.Handle(func(b af.Batch) {
+		stream, limit, server, rows := af.OnStream(1<<20), 20*time.Second, 0, 256 // of which none is a constant
+		serve(t, c.Servers[0], func(b af.Batch) {
 			var err error
 			if answer[0].Key = b.Pulls()[0].Key; answer[0].Key == 2 {
 				err = b.Respond(answer)
@@ -33,20 +29,27 @@ func TestAllocations(t *testing.T) {
 			if err != nil {
 				t.Error(err)
 			}
-		}); err != nil {
-			t.Fatal(err)
-		}
-		w, err := af.NewWorker(c.Workers[0], af.WorkerOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
+		})
+		w := newWorker(t, c.Workers[0])
 		push := []af.KeyTensor{{Key: 1, Val: tensor(t, make([]float32, 256))}}
 		pull := []af.KeyTensor{{Key: 2, Val: tensor(t, make([]float32, 256))}}
 		chosen := []af.KeyTensor{{Key: 3, Val: pull[0].Val}}
+		x, err := w.Prepare(push, pull)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer x.Close()
+		some, err := w.Prepare(push, chosen, stream, af.To{server}, af.Within(limit))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer some.Close()
 		ctx := t.Context()
 		for name, call := range map[string]func() (af.Call, error){
-			"plain":   func() (af.Call, error) { return w.PushPull(push, pull) },
-			"options": func() (af.Call, error) { return w.PushPull(push, chosen, stream, af.To{server}, af.Within(limit)) },
+			"plain":             func() (af.Call, error) { return w.PushPull(push, pull) },
+			"options":           func() (af.Call, error) { return w.PushPull(push, chosen, stream, af.To{server}, af.Within(limit)) },
+			"prepared":          func() (af.Call, error) { return x.Start() },
+			"prepared, options": func() (af.Call, error) { return some.Start(af.Rows(rows), stream) },
 		} {
 			once := func() {
 				h, err := call()
@@ -61,7 +64,7 @@ func TestAllocations(t *testing.T) {
 				once()
 			}
 			if n := testing.AllocsPerRun(2000, once); n > 0 {
-				t.Errorf("%s: %.2f allocations for each push_pull, want 0", name, n)
+				t.Errorf("%s: %.2f allocations for each, want 0", name, n)
 			}
 		}
 	}, all...)

@@ -7,6 +7,9 @@
 // what one worker sent as one Batch, hands it to the application, and sends the
 // answers that Respond gives.
 //
+// An Exchange is a PushPull of the same tensors, again and again: Prepare checks them once,
+// Start sends them, or their first rows.
+//
 // Memory: tensors of a call belong to the library until Wait returns. The push
 // tensors of a Batch are views on receive memory, valid until the Batch is
 // released; Respond releases it as soon as the answers have left.

@@ -60,6 +60,35 @@ func Example() {
 	// Output: [2 4 6] <nil> 2 true
 }
 
+// Two rounds of the same exchange, the second one with the first row only.
+func ExampleWorker_Prepare() {
+	cluster(func(n *postoffice.Node) {
+		server, _ := af.NewServer(n, af.ServerOptions{})
+		_ = server.Handle(func(b af.Batch) { _ = b.Respond(b.Pushes()) })
+	}, func(n *postoffice.Node) {
+		worker, _ := af.NewWorker(n, af.WorkerOptions{})
+		in, out := []float32{1, 2, 3, 4}, make([]float32, 4)
+		push, _ := af.FromSlice(in, 2, 2)
+		pull, _ := af.FromSlice(out, 2, 2)
+		x, err := worker.Prepare([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+		if err != nil {
+			panic(err)
+		}
+		defer x.Close()
+		for _, rows := range []af.Rows{2, 1} {
+			call, err := x.Start(rows)
+			if err == nil {
+				err = call.Wait(context.Background())
+			}
+			fmt.Println(out, err)
+			in[0], in[3] = 10, 40
+		}
+	})
+	// Output:
+	// [1 2 3 4] <nil>
+	// [10 2 3 4] <nil>
+}
+
 // A server that answers by key, from any goroutine, and learns when its tensors are its
 // own again.
 func ExampleBatch_Respond() {

@@ -8,8 +8,12 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// CallOption changes one PushPull: a Stream, To, Within. It costs no allocation.
+// CallOption changes one PushPull, or all calls of an Exchange: a Stream, To, Within. It
+// costs no allocation.
 type CallOption interface{ callOption() }
+
+// StartOption changes one Start of an Exchange: a Stream, Rows. It costs no allocation.
+type StartOption interface{ startOption() }
 
 // RespondOption changes one Respond: a Stream, ByKey, OnSent. It costs no allocation.
 type RespondOption interface{ respondOption() }
@@ -33,6 +37,7 @@ const (
 func OnStream(handle uintptr) Stream { return Stream(handle) }
 
 func (Stream) callOption()    {}
+func (Stream) startOption()   {}
 func (Stream) respondOption() {}
 
 // To sends a PushPull to some servers only: those with these group ranks, ascending. The
@@ -48,6 +53,13 @@ func (To) callOption() {}
 type Within time.Duration
 
 func (Within) callOption() {}
+
+// Rows cuts each tensor of an Exchange, pushed or pulled, to its first rows for one Start: a
+// row is what one index of the first dimension selects. No rows is fine, more than one of
+// the tensors has is an error.
+type Rows int
+
+func (Rows) startOption() {}
 
 // Order says which tensor of a Respond answers which pull.
 type Order uint8
@@ -72,25 +84,34 @@ func OnSent(done van.Completion) Sent { return Sent{done} }
 
 func (Sent) respondOption() {}
 
-// callOptions are those of one PushPull.
-type callOptions struct {
+// options are those of a PushPull, of a Start or of a Respond, each of which takes some.
+type options struct {
 	stream Stream
 	to     To
 	limit  time.Duration
+	order  Order
+	done   van.Completion
+	rows   Rows
+	cut    bool // to rows
 }
 
-// callOptionsOf returns a value, not through a pointer: the compiler would take what opts
-// refer to for stored, and allocate it.
-func callOptionsOf(limit time.Duration, opts []CallOption) (o callOptions, err error) {
-	o.limit = limit
+// with returns o with opts, which are CallOptions, StartOptions or RespondOptions. It works on values, not through a pointer: the compiler would
+// take what opts refer to for stored, and allocate it.
+func with[Option any](o options, opts []Option) (options, error) {
 	for i, opt := range opts {
-		switch opt := opt.(type) {
+		switch opt := any(opt).(type) {
 		case Stream:
 			o.stream = opt
 		case To:
 			o.to = opt
 		case Within:
 			o.limit = time.Duration(opt)
+		case Order:
+			o.order = opt
+		case Sent:
+			o.done = opt.done
+		case Rows:
+			o.rows, o.cut = opt, true
 		default:
 			return o, fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i)
 		}
@@ -115,27 +136,4 @@ func (t To) check(n int) error {
 		return fmt.Errorf("%w: to servers %v, want ranks from 0 to %d, each once: %s", van.ErrInvalid, append([]int(nil), t...), n-1, why)
 	}
 	return nil
-}
-
-// respondOptions are those of one Respond.
-type respondOptions struct {
-	stream Stream
-	order  Order
-	done   van.Completion
-}
-
-func respondOptionsOf(opts []RespondOption) (o respondOptions, err error) {
-	for i, opt := range opts {
-		switch opt := opt.(type) {
-		case Stream:
-			o.stream = opt
-		case Order:
-			o.order = opt
-		case Sent:
-			o.done = opt.done
-		default:
-			return o, fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i)
-		}
-	}
-	return o, nil
 }

@@ -29,7 +29,7 @@ import (
 // ErrAnswered.
 func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	s := b.w.s // all else may be another batch's by now
-	o, err := respondOptionsOf(opts)
+	o, err := with(options{}, opts)
 	if err != nil {
 		return &van.Error{Op: "respond", Node: s.node.Name(), Err: err}
 	}
@@ -83,7 +83,7 @@ func (b *work) answer(i int, outs []KeyTensor, order Order) *Tensor {
 }
 
 // enqueue puts the answers into the queue, which has the batch until they are sent.
-func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o respondOptions) error {
+func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 	s, w := b.w.s, b.w
 	for i := range w.pulls {
 		t := b.w.answer(i, outs, o.order)

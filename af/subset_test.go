@@ -1,7 +1,10 @@
 package af_test
 
 import (
+	"context"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
@@ -10,8 +13,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
-// anonymous hides from a node which library the servers are of.
-type anonymous struct{ van.Van }
+// anonymous hides from a node which library the servers are of that come while hides is set.
+type anonymous struct {
+	van.Van
+	hides *atomic.Bool
+}
 
 // Unwrap implements van.Wrapper.
 func (a *anonymous) Unwrap() van.Van { return a.Van }
@@ -20,7 +26,7 @@ func (a *anonymous) Unwrap() van.Van { return a.Van }
 func (a *anonymous) Start(recv van.Receiver) {
 	a.Van.Start(func(m *van.Message) {
 		for i := range m.Control.Nodes {
-			if n := &m.Control.Nodes[i]; n.Role == van.Server {
+			if n := &m.Control.Nodes[i]; n.Role == van.Server && a.hides.Load() {
 				n.Endpoint = nil
 			}
 		}
@@ -28,28 +34,74 @@ func (a *anonymous) Start(recv van.Receiver) {
 	})
 }
 
-// TestToForeign: C++ StepMesh's servers wait for a batch of every worker, so none is left out
-// in a cluster with one.
-func TestToForeign(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: func(role string, _ int, f van.Factory) van.Factory {
+// startAnonymous starts two servers and a worker that does not know the library of those
+// that come while hides is set.
+func startAnonymous(t *testing.T, hides *atomic.Bool) *testcluster.Cluster {
+	t.Helper()
+	return testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: func(role string, _ int, f van.Factory) van.Factory {
 		if role != "worker" {
 			return f
 		}
 		return func(o van.Options) (van.Van, error) {
 			v, err := f(o)
-			return &anonymous{v}, err
+			return &anonymous{v, hides}, err
 		}
 	}})
+}
+
+// TestToForeign: C++ StepMesh's servers wait for a batch of every worker, so none is left out
+// in a cluster with one.
+func TestToForeign(t *testing.T) {
+	var hides atomic.Bool
+	hides.Store(true)
+	c := startAnonymous(t, &hides)
 	w := newWorker(t, c.Workers[0])
 	push := []af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("x"))}}
 	_, err := w.PushPull(push, nil, af.To{1})
 	vantest.Fails(t, err, van.ErrInvalid, "to servers [1] of 2", "server 0 (id 8)", "of another implementation", "send to all")
+	_, err = w.Prepare(push, nil, af.To{1})
+	vantest.Fails(t, err, van.ErrInvalid, "prepare", "to servers [1] of 2", "of another implementation")
 	call, err := w.PushPull(push, nil, af.To{0, 1})
 	if err != nil {
 		t.Errorf("to all: %v", err)
 	}
 	w.Customer().Close()
 	vantest.Fails(t, call.Wait(t.Context()), van.ErrClosed)
+}
+
+// TestExchangeToForeign: an exchange with some of the servers does not start any more when
+// one of another library has come in the place of any; one with all is not refused.
+func TestExchangeToForeign(t *testing.T) {
+	var hides atomic.Bool
+	c := startAnonymous(t, &hides)
+	for _, n := range c.Servers {
+		serve(t, n, masked(t, 1))
+	}
+	w := newWorker(t, c.Workers[0])
+	push := []af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("x"))}, {Key: 2, Val: bytesOf(t, []byte("y"))}}
+	some, both := prepare(t, w, push, nil, af.To{1}), prepare(t, w, push, nil)
+	for _, x := range []*af.Exchange{some, both} {
+		if err := round(t, x); err != nil {
+			t.Fatal(err)
+		}
+	}
+	first := peer(t, c.Workers[0], van.ServerID(0))
+	c.Servers[0].Close()
+	expect(t, first, false)
+	hides.Store(true)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	n, err := c.Join(ctx, "server", 0, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	serve(t, n, masked(t, 1))
+	expect(t, first, true)
+	_, err = some.Start()
+	vantest.Fails(t, err, van.ErrInvalid, "start exchange", "to servers [1] of 2", "server 0", "of another implementation")
+	if _, err := both.Start(); err != nil {
+		t.Errorf("to all: %v", err)
+	}
 }
 
 // TestToldAfterRefusal: each tensor of an answer is told, also when the transport refuses it.

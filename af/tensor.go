@@ -147,6 +147,22 @@ func (t *Tensor) rank() int {
 	return int(t.ndim)
 }
 
+// rows is the size of the first dimension, -1 without dimensions.
+func (t *Tensor) rows() int64 {
+	if t.rank() == 0 {
+		return -1
+	}
+	return t.shape[0]
+}
+
+// head cuts the tensor to its first n rows, of which it must have as many.
+func (t *Tensor) head(n int64) {
+	if all := t.shape[0]; all > 0 {
+		t.mem = t.mem.Sub(0, int(int64(t.mem.Len())/all*n))
+		t.shape[0] = n
+	}
+}
+
 // Device is where the tensor lies.
 func (t *Tensor) Device() backend.Device {
 	if t.mem.Len() == 0 && t.mem.Device() == (backend.Device{}) {

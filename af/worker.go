@@ -68,8 +68,9 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 type batch struct {
 	postoffice.Request
 	w       *Worker
-	servers []int // node ids, ascending: w.servers, or to
-	to      []int // room for some of them
+	x       *Exchange // that has started it, or nil
+	servers []int     // node ids, ascending: w.servers, to, or those of x
+	to      []int     // room for some of them
 	pushes  []KeyTensor
 	pulls   []KeyTensor // server-major: server*q + i
 	p, q    int
@@ -92,7 +93,7 @@ type batch struct {
 // Batches are sent in the order of the calls. A batch with tensors on the node's device
 // waits for work on that device, see Stream; when that work fails, so does Wait.
 func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, error) {
-	o, err := callOptionsOf(w.timeout, opts)
+	o, err := with(options{limit: w.timeout}, opts)
 	b := w.take()
 	if err == nil {
 		err = b.address(o.to)
@@ -101,19 +102,31 @@ func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, err
 	if err == nil {
 		device, err = w.check(push, pull, len(b.servers))
 	}
-	var event backend.Event
-	if err == nil && device {
-		event, err = w.queue.mark(o.stream)
-	}
 	if err != nil {
 		b.unref()
 		return Call{}, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
 	}
-	b.queued = event != nil || w.queue.busy()
 	b.pushes = append(b.pushes[:0], push...)
 	b.pulls = append(b.pulls[:0], pull...)
 	b.hold()
-	b.p, b.q = len(push), len(pull)/len(b.servers)
+	return b.start(device, o)
+}
+
+// start sends b, whose tensors are checked and held, or puts it into the queue. It takes b
+// over.
+func (b *batch) start(device bool, o options) (Call, error) {
+	w := b.w
+	var event backend.Event
+	if device {
+		var err error
+		if event, err = w.queue.mark(o.stream); err != nil {
+			b.letGo()
+			b.Recycle()
+			return Call{}, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
+		}
+	}
+	b.queued = event != nil || w.queue.busy()
+	b.p, b.q = len(b.pushes), len(b.pulls)/len(b.servers)
 	b.fillKeys()
 	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
 		w.queue.unmark(event)
@@ -149,19 +162,25 @@ func (b *batch) address(to To) error {
 	if len(to) == 0 {
 		return fmt.Errorf("%w: to no server, want at least one", van.ErrInvalid)
 	}
-	if len(to) < len(all) {
-		for _, id := range all {
-			if !b.w.node.Native(id) {
-				return fmt.Errorf("%w: to servers %v of %d: %s is of another implementation, which waits for a batch of every worker; send to all",
-					van.ErrInvalid, append([]int(nil), to...), len(all), b.w.node.PeerName(id))
-			}
-		}
-	}
 	b.to = b.to[:0]
 	for _, r := range to {
 		b.to = append(b.to, all[r])
 	}
 	b.servers = b.to
+	return b.w.mayLeaveOut(to)
+}
+
+// mayLeaveOut refuses to send to some of the servers only, unless all are of this library.
+func (w *Worker) mayLeaveOut(to To) error {
+	if to == nil || len(to) == len(w.servers) {
+		return nil
+	}
+	for _, id := range w.servers {
+		if !w.node.Native(id) {
+			return fmt.Errorf("%w: to servers %v of %d: %s is of another implementation, which waits for a batch of every worker; send to all",
+				van.ErrInvalid, append([]int(nil), to...), len(w.servers), w.node.PeerName(id))
+		}
+	}
 	return nil
 }
 
@@ -276,8 +295,15 @@ func (w *Worker) take() *batch {
 // keepBatches bounds the batches that an idle worker keeps for use again.
 const keepBatches = 256
 
-// Recycle puts b back. It is called by the customer.
-func (b *batch) Recycle() { b.unref() }
+// Recycle puts b back. It is called by the customer when the call is waited for or
+// forgotten.
+func (b *batch) Recycle() {
+	if x := b.x; x != nil {
+		b.x = nil
+		x.ready()
+	}
+	b.unref()
+}
 
 func (b *batch) unref() {
 	if b.refs.Add(-1) > 0 {
@@ -403,7 +429,7 @@ func (b *batch) Answer(i, from int, msg *van.Message) error {
 	return b.w.node.Backend().Copy(slot.Val.mem, msg.Vals)
 }
 
-// hold keeps the memory of the tensors until Finished, if their owners count.
+// hold keeps the memory of the tensors until letGo, if their owners count.
 func (b *batch) hold() {
 	for i := range b.pushes {
 		b.pushes[i].Val.mem.Retain()
@@ -423,6 +449,11 @@ func (b *batch) Finished(err error) {
 			r.Revoke(b.pulls[i].Val.mem) // an answer that is late must not come there
 		}
 	}
+	b.letGo()
+}
+
+// letGo ends hold.
+func (b *batch) letGo() {
 	for i := range b.pushes {
 		b.pushes[i].Val.mem.Release()
 	}

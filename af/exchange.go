@@ -1,0 +1,157 @@
+package af
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"sync"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// ErrStarted: an Exchange was started again before the call of its last Start was waited
+// for.
+var ErrStarted = errors.New("exchange started already")
+
+// Exchange is a PushPull that is prepared once and started as often as wanted, one call at
+// a time: its tensors, keys and servers are checked by Prepare. All methods are safe for
+// concurrent use.
+type Exchange struct {
+	w          *Worker
+	push, pull []KeyTensor
+	to         To    // nil for all servers
+	servers    []int // their node ids
+	defaults   options
+	device     bool  // a tensor lies on the node's device
+	rows       int64 // that each tensor has, -1 if one has no dimensions
+
+	mu      sync.Mutex
+	started bool // a call is in flight, or not waited for
+	closed  bool
+}
+
+// Prepare checks the lists and options of a PushPull, and returns an Exchange whose calls
+// send and fill these tensors. The lists are copied; the tensors' memory is held until
+// Close. A Stream among the options is that of all calls that name none.
+func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Exchange, error) {
+	o, err := with(options{limit: w.timeout}, opts)
+	x := &Exchange{w: w, to: slices.Clone(o.to), defaults: options{stream: o.stream, limit: o.limit}}
+	b := w.take()
+	defer b.unref()
+	if err == nil {
+		err = b.address(o.to)
+	}
+	if err == nil {
+		x.device, err = w.check(push, pull, len(b.servers))
+	}
+	if err != nil {
+		return nil, &van.Error{Op: "prepare", Node: w.node.Name(), Err: err}
+	}
+	x.servers, x.push, x.pull = slices.Clone(b.servers), slices.Clone(push), slices.Clone(pull)
+	x.rows = math.MaxInt64
+	for _, list := range [][]KeyTensor{x.push, x.pull} {
+		for i := range list {
+			t := &list[i].Val
+			t.mem.Retain()
+			x.rows = min(x.rows, t.rows())
+		}
+	}
+	return x, nil
+}
+
+// Start sends the exchange as PushPull would, and returns at once. The call must be waited
+// for before the next Start, which is ErrStarted until then. A lost server is an error of
+// Wait; when another process has taken its place, the next call goes to that one.
+func (x *Exchange) Start(opts ...StartOption) (Call, error) {
+	o, err := with(x.defaults, opts)
+	if err == nil && o.cut && (o.rows < 0 || int64(o.rows) > x.rows) {
+		err = x.tooMany(o.rows)
+	}
+	if err == nil {
+		err = x.w.mayLeaveOut(x.to) // a server may have been replaced since
+	}
+	var b *batch
+	if err == nil {
+		b, err = x.next(o)
+	}
+	if err != nil {
+		return Call{}, &van.Error{Op: "start exchange", Node: x.w.node.Name(), Err: err}
+	}
+	return b.start(x.device, o)
+}
+
+// next makes the batch of a Start, and holds its memory.
+func (x *Exchange) next(o options) (*batch, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	switch {
+	case x.closed:
+		return nil, fmt.Errorf("exchange of %s: %w", x.tensors(), van.ErrClosed)
+	case x.started:
+		return nil, fmt.Errorf("%w: exchange of %s: wait for its last call first", ErrStarted, x.tensors())
+	}
+	x.started = true
+	b := x.w.take()
+	b.x, b.servers = x, x.servers
+	b.pushes = append(b.pushes[:0], x.push...)
+	b.pulls = append(b.pulls[:0], x.pull...)
+	if o.cut {
+		for i := range b.pushes {
+			b.pushes[i].Val.head(int64(o.rows))
+		}
+		for i := range b.pulls {
+			b.pulls[i].Val.head(int64(o.rows))
+		}
+	}
+	b.hold()
+	return b, nil
+}
+
+// ready allows the next Start: the last call was waited for.
+func (x *Exchange) ready() {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.started = false
+}
+
+// Close gives the memory of the tensors back to its owners; a call in flight goes on and
+// holds it until its end. Start fails from then on.
+func (x *Exchange) Close() {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.closed {
+		return
+	}
+	x.closed = true
+	for _, list := range [][]KeyTensor{x.push, x.pull} {
+		for i := range list {
+			list[i].Val.mem.Release()
+		}
+		clear(list)
+	}
+}
+
+// tensors describes the exchange in errors.
+func (x *Exchange) tensors() string {
+	return fmt.Sprintf("%d push and %d pull tensors", len(x.push), len(x.pull))
+}
+
+// tooMany says why no call can have n rows.
+func (x *Exchange) tooMany(n Rows) error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for k, list := range [][]KeyTensor{x.push, x.pull} {
+		for i := range list {
+			t, has := &list[i].Val, "no dimensions"
+			most := t.rows()
+			if most >= 0 {
+				has = fmt.Sprint(most)
+			}
+			if 0 <= n && most < int64(n) && !x.closed {
+				return fmt.Errorf("%w: %d rows of %s tensor %d (key %d), which is %s: it has %s", van.ErrInvalid, n, [...]string{"push", "pull"}[k], i, list[i].Key, t.String(), has)
+			}
+		}
+	}
+	return fmt.Errorf("%w: %d rows, want 0 to %d", van.ErrInvalid, n, max(x.rows, 0))
+}
