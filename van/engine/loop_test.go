@@ -235,10 +235,13 @@ func TestStopFromDeliveries(t *testing.T) {
 	var a, b Lane[item]
 	src := newSource()
 	errs := make(chan error, 2)
-	both := sync.WaitGroup{}
+	both, stopped := sync.WaitGroup{}, sync.WaitGroup{}
 	both.Add(2)
+	stopped.Add(2)
 	var l *Loop[item]
 	l = NewLoop(src.recv, func(it item, turn *Turn) {
+		defer stopped.Wait() // neither has ended when the other one's Stop returns
+		defer stopped.Done()
 		both.Done()
 		both.Wait() // so that two deliveries call Stop
 		src.close()

@@ -2,6 +2,8 @@ package local
 
 import (
 	"net"
+	"os"
+	"os/exec"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -156,6 +158,37 @@ func TestReplacedPeer(t *testing.T) {
 	if worker.down(8) {
 		t.Error("the peer is held for lost")
 	}
+}
+
+// TestDeadPeerDoesNotReturn: a peer whose process has ended is not told to be there again when
+// the time is over that it had to make its link anew.
+func TestDeadPeerDoesNotReturn(t *testing.T) {
+	worker, _ := pairWith(t, func(v *Van) { v.returnTime = 0 })
+	child := exec.Command("sleep", "600")
+	if err := child.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer child.Wait()
+	if err := child.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the process has ended", func() bool { return ended(child.Process.Pid) })
+	worker.mu.Lock()
+	n := worker.nodes[8]
+	worker.mu.Unlock()
+	worker.tell(n, 8, false, errLinkBroke)
+	worker.event(8, false)
+	worker.awaitReturn(n, &inLink{pid: child.Process.Pid, from: &peer{id: 8}})
+	select {
+	case e := <-worker.events:
+		t.Errorf("told of node %d: up=%t", e.id, e.up)
+	case <-time.After(200 * time.Millisecond):
+	}
+	if !worker.down(8) {
+		t.Error("the dead peer was said to be there again")
+	}
+	worker.awaitReturn(n, &inLink{pid: os.Getpid(), from: &peer{id: 8}}) // one that lives
+	worker.event(8, true)
 }
 
 // TestEndedProcess: a process that has ended is known by its number.

@@ -273,6 +273,30 @@ func TestRetriesThenGivesUp(t *testing.T) {
 	})
 }
 
+// TestRetryFindsNoRoom: a repeat that the transport has no room for is tried again later.
+func TestRetryFindsNoRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second})
+		if err := f.Send(request(8, 5)); err != nil {
+			t.Fatal(err)
+		}
+		room := func(err error) {
+			f.p.mu.Lock()
+			defer f.p.mu.Unlock()
+			f.p.fail = err
+		}
+		room(fmt.Errorf("full: %w", van.ErrQueueFull))
+		time.Sleep(1500 * time.Millisecond)
+		room(nil)
+		time.Sleep(time.Second)
+		synctest.Wait()
+		if n, x := len(f.p.take()), f.failed(); n != 2 || len(x) != 0 {
+			t.Errorf("sent %d times, failures %v; want 2 and none", n, x)
+		}
+		f.p.recv(ack(8, 0x000009080000000b))
+	})
+}
+
 func TestAckEndsKeeping(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(t, Options{Timeout: time.Second})

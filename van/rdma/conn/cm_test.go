@@ -1,0 +1,41 @@
+package conn
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// failingID makes no queue pairs.
+type failingID struct{ verbs.ID }
+
+func (failingID) CreateQP(verbs.QPOptions) (verbs.QP, error) { return nil, errTest }
+
+// reserving is a device that notes what is reserved.
+type reserving struct {
+	verbs.Device
+	most int
+	err  error
+}
+
+func (d *reserving) Reserve(n int) error {
+	d.most = max(d.most, n)
+	return d.err
+}
+
+// TestFailedQueuePairsReserveNothing: a queue pair that cannot be made leaves its room in the
+// completion queue to others.
+func TestFailedQueuePairsReserveNothing(t *testing.T) {
+	for _, refused := range []error{nil, errors.New("too many entries")} {
+		m, d := &Manager{SendDepth: 10, RecvDepth: 20}, &reserving{err: refused}
+		for range 5 {
+			if _, err := m.CreateQP(failingID{}, d, 1, 0); err == nil {
+				t.Fatal("a queue pair was made")
+			}
+		}
+		if d.most != 30 || m.reserved[d] != 0 {
+			t.Errorf("up to %d entries were reserved, %d still are; want 30 and 0", d.most, m.reserved[d])
+		}
+	}
+}
