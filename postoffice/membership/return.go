@@ -140,9 +140,9 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 		m.resume(now, cluster, newest[cluster])
 		return
 	}
-	wait := m.cfg.ReplaceTimeout / 2
+	wait, waitOfFew := m.returnWaits()
 	if 2*count[cluster] < all {
-		wait = m.cfg.ReplaceTimeout * 3 / 4
+		wait = waitOfFew
 	}
 	switch {
 	case now < b.since+returnGrace:
@@ -164,6 +164,12 @@ func (m *Machine) resumeIfComplete(now time.Duration) {
 			m.answerReturn(c, "table")
 		}
 	}
+}
+
+// returnWaits is how long the scheduler waits for the others when half of a former cluster's
+// nodes have come back, and when fewer have.
+func (m *Machine) returnWaits() (half, few time.Duration) {
+	return m.cfg.ReplaceTimeout / 2, m.cfg.ReplaceTimeout * 3 / 4
 }
 
 // othersCame tells whether a new node has registered for each id of a former scheduler's
@@ -294,8 +300,16 @@ func (m *Machine) tickReturn(now time.Duration) {
 		return
 	}
 	m.resumeIfComplete(now)
-	if b := m.sched.back; b != nil && b.nextAsk <= now {
-		b.nextAsk = now + returnBeat
+	b := m.sched.back
+	if b == nil || b.nextAsk > now {
+		return
+	}
+	b.nextAsk = now + returnBeat
+	half, few := m.returnWaits()
+	for _, wait := range []time.Duration{half, few} { // the returned nodes may give up soon after
+		if at := b.since + wait; at > now {
+			b.nextAsk = min(b.nextAsk, at)
+		}
 	}
 }
 
