@@ -1,12 +1,14 @@
 package zmq
 
 import (
+	"fmt"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -19,6 +21,8 @@ type early struct {
 	n      atomic.Int32   // of ready
 	timer  *time.Timer
 	closed bool
+	most   time.Duration // that a message is kept
+	lines  logx.Sparse
 }
 
 type earlyMessage struct {
@@ -27,8 +31,12 @@ type earlyMessage struct {
 	at   uint64
 }
 
-// earlyTime is the longest that the scheduler may take to tell all of a new process.
-const earlyTime = time.Second
+// keepTime is how long messages wait for the scheduler's news of their process: as long as
+// postoffice holds those that a transport has handed up.
+const keepTime = 10 * time.Second
+
+// admitTime is how long those of a process that is connected wait for Admit.
+const admitTime = time.Second
 
 // isOf tells whether c is the connection to the process that calls itself name.
 func (c *conn) isOf(name peerName) bool {
@@ -55,7 +63,7 @@ func (e *early) keep(v *zvan, msg *van.Message, name peerName) bool {
 	}
 	e.kept = append(e.kept, earlyMessage{msg, name, clock.Now()})
 	if e.timer == nil {
-		e.timer = time.AfterFunc(2*earlyTime, func() { e.expire(v) })
+		e.timer = time.AfterFunc(e.most, func() { e.expire(v) })
 	}
 	return true
 }
@@ -96,7 +104,7 @@ func (v *zvan) succeed(c, old *conn) {
 		c.admitted.Store(old.admitted.Load())
 		return
 	}
-	c.admitted.Store(c.incarnation == 0)
+	c.admitted.Store(false)
 }
 
 // next returns a message that is ready, or nil.
@@ -121,8 +129,14 @@ func (e *early) expire(v *zvan) {
 	defer e.mu.Unlock()
 	now := clock.Now()
 	e.kept = slices.DeleteFunc(e.kept, func(k earlyMessage) bool {
-		if !e.closed && now-k.at < uint64(2*earlyTime) {
+		c := (*v.peers.Load())[k.name.id]
+		soon := c != nil && c.incarnation == k.name.incarnation && !c.admitted.Load() // it is about to be admitted
+		if !e.closed && (soon || now-k.at < uint64(e.most)) {
 			return false
+		}
+		if n, speak := e.lines.Next(); speak {
+			v.log.Warn("dropped a message of a process that the scheduler did not name", "from", van.NodeName(k.name.id),
+				"incarnation", fmt.Sprintf("%08x", k.name.incarnation), "message", k.msg.Meta.String(), "limit", e.most, "dropped so far", n)
 		}
 		v.stats.stale.Add(1)
 		v.flow.left(k.msg)
@@ -131,7 +145,7 @@ func (e *early) expire(v *zvan) {
 	})
 	e.timer = nil
 	if len(e.kept) > 0 {
-		e.timer = time.AfterFunc(earlyTime/4, func() { e.expire(v) })
+		e.timer = time.AfterFunc(e.most/8, func() { e.expire(v) })
 	}
 }
 

@@ -3,6 +3,7 @@ package zmq
 import (
 	"bytes"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"sync"
@@ -117,7 +118,7 @@ func (f *flow) paused(how string, id int, bytes int64) {
 
 // overBudget says why a message for c was refused.
 func (v *zvan) overBudget(c *conn, to *route) error {
-	unsent := c.acct.unsent()
+	unsent := c.sock.unsent(c.acct)
 	v.stats.refused.Add(1)
 	if n, speak := v.flow.refusals.Next(); speak {
 		v.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.addr,
@@ -298,17 +299,29 @@ func (v *zvan) noticed(c *conn, body []byte) bool {
 	if err != nil {
 		return false
 	}
-	until := clock.Now() + uint64(min(time.Duration(ms)*time.Millisecond, holdFor))
-	if c.holdUntil.Swap(until) == 0 {
-		c.sock.hold(true)
-	}
+	c.hold(clock.Now() + uint64(min(time.Duration(ms)*time.Millisecond, holdFor)))
 	v.lent.rouse()
 	return true
 }
 
+// hold makes data for c's peer wait until then.
+func (c *conn) hold(until uint64) {
+	c.holding.Lock()
+	defer c.holding.Unlock()
+	if c.holdUntil.Swap(until) == 0 {
+		c.sock.hold(true)
+	}
+}
+
 // goOn lets data for c's peer leave again.
-func (c *conn) goOn() {
-	if c.holdUntil.Swap(0) != 0 {
+func (c *conn) goOn() { c.goOnAt(math.MaxUint64) }
+
+// goOnAt lets it leave if it was to wait until now at most.
+func (c *conn) goOnAt(now uint64) {
+	c.holding.Lock()
+	defer c.holding.Unlock()
+	if until := c.holdUntil.Load(); until != 0 && until <= now {
+		c.holdUntil.Store(0)
 		c.sock.hold(false)
 	}
 }
@@ -317,10 +330,10 @@ func (c *conn) goOn() {
 func (v *zvan) pump() (more bool) {
 	for _, c := range *v.peers.Load() {
 		if until := c.holdUntil.Load(); until != 0 {
-			if clock.Now() < until {
+			if now := clock.Now(); now < until {
 				more = true
 			} else {
-				c.goOn()
+				c.goOnAt(now)
 			}
 		}
 		if c.sock.waits.Load() && c.sock.pump(false, v.lent) {

@@ -440,6 +440,16 @@ func (s *socket) limit(a *account, window int64) {
 	s.c.acct, s.c.window = a.c, C.int64_t(window)
 }
 
+// unsent is how many bytes the peer of a has not taken. Accounts are freed after all sockets.
+func (s *socket) unsent(a *account) int64 {
+	s.use.RLock()
+	defer s.use.RUnlock()
+	if s.c == nil {
+		return 0
+	}
+	return a.unsent()
+}
+
 // account counts what one peer has not taken yet.
 type account struct{ c *C.sa_acct }
 

@@ -1,7 +1,10 @@
 package zmq
 
 import (
+	"context"
 	"errors"
+	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -184,6 +187,88 @@ func TestRenameClosesOther(t *testing.T) {
 	if m := worker.next(t); m.Timestamp != 3 {
 		t.Errorf("message %d, want 3", m.Timestamp)
 	}
+}
+
+// TestFailedConnect: a connection that cannot be made in place of another one ends that one,
+// once.
+func TestFailedConnect(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	worker.must(t, push(8, 0, nil))
+	server.next(t)
+	nowhere := server.self
+	nowhere.Hostname = "no host"
+	for range 2 {
+		if err := worker.Connect(t.Context(), 8, nowhere); err == nil {
+			t.Fatal("connected to a host that cannot be")
+		}
+	}
+	worker.connect(t, server)
+	worker.wg.Wait() // for the end of what was dropped
+	worker.accounts.mu.Lock()
+	all, closed := len(worker.accounts.all), len(worker.accounts.closed)
+	worker.accounts.mu.Unlock()
+	if closed >= all {
+		t.Errorf("%d accounts of %d can be used again, want fewer: one is in use", closed, all)
+	}
+	worker.must(t, push(8, 1, nil))
+	if m := server.next(t); m.Timestamp != 1 {
+		t.Errorf("message %d, want 1", m.Timestamp)
+	}
+}
+
+// TestHoldAndGoOn: whatever comes at once, a socket is held while, and only while, its peer has
+// asked for it: else what waits there would never leave.
+func TestHoldAndGoOn(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	c := (*worker.peers.Load())[8]
+	var round, ended atomic.Int64
+	defer round.Store(-1)
+	go func() {
+		for last := int64(0); ; {
+			switch now := round.Load(); {
+			case now < 0:
+				return
+			case now == last || c.holdUntil.Load() == 0:
+				runtime.Gosched()
+			default:
+				c.goOn() // as when the connection breaks
+				last = now
+				ended.Store(now)
+			}
+		}
+	}()
+	for i := int64(1); i <= 50000; i++ {
+		round.Store(i)
+		worker.noticed(c, []byte("stepaf/1 hold 2000"))
+		for ended.Load() != i {
+			runtime.Gosched()
+		}
+		if asked, held := c.holdUntil.Load() != 0, c.sock.c.hold != 0; asked != held {
+			t.Fatalf("round %d: the peer has asked to wait: %v, the socket is held: %v", i, asked, held)
+		}
+	}
+}
+
+// TestCloseBesideHandler: Close says when a handler runs longer than it may wait, as with other
+// transports, and not when it is the handler's own.
+func TestCloseBesideHandler(t *testing.T) {
+	entered, release := make(chan struct{}), make(chan struct{})
+	server := newNode(t, 8, 5, func(*van.Message) {
+		close(entered)
+		<-release
+	}, nil)
+	worker := newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	worker.must(t, push(8, 0, nil))
+	<-entered
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := server.Close(ctx); !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "a receiver still runs") {
+		t.Errorf("Close beside a handler returns %v, want that a receiver still runs", err)
+	}
+	close(release)
 }
 
 // TestHeldMessages: more messages with More than a socket holds, to a peer and over the

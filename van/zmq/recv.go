@@ -49,13 +49,18 @@ func newReceiver(v *zvan, s *socket, peer *conn, spins, polls bool) *receiver {
 	return r
 }
 
-// stop ends the loop and waits for the handler that may be running.
-func (r *receiver) stop(ctx context.Context) {
+// stop ends the loop and waits for the handler that may be running, unless it is the
+// caller. It returns ctx's error when that one runs longer.
+func (r *receiver) stop(ctx context.Context) error {
 	r.sock.stop()
-	if r.feed.Stop(ctx) == nil {
-		_ = r.feed.Free(ctx, func() { r.pool.Free(r.next) })
+	err := r.feed.Stop(ctx)
+	if errors.Is(err, engine.ErrInDeliver) {
+		err = nil
 	}
+	// Nobody receives into next any more, also while a handler of the loop's runs.
+	err = errors.Join(err, r.feed.Free(ctx, func() { r.pool.Free(r.next) }))
 	r.pool.close()
+	return err
 }
 
 // Take implements engine.Source.

@@ -90,6 +90,7 @@ type conn struct {
 	admitted    atomic.Bool   // this node knows it as the peer
 	named       bool          // it knows which process this is
 	seen        atomic.Bool   // it has a connection to this node's ROUTER
+	holding     sync.Mutex    // of changes of holdUntil, and with it of what the socket does
 	holdUntil   atomic.Uint64 // the peer has asked for no data until then; 0: it has not
 }
 
@@ -141,6 +142,7 @@ func New(o van.Options) (van.Van, error) {
 		v.log = slog.New(slog.DiscardHandler)
 	}
 	v.flow.init(v)
+	v.early.most = keepTime
 	v.bindThreads()
 	v.setID(van.Empty)
 	return v, nil
@@ -326,6 +328,11 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	if old != nil {
 		v.succeed(c, old)
 		v.drop(old, 0)
+		defer func() {
+			if (*v.peers.Load())[id] == old { // it has ended, and must not end again
+				v.replace(func(m map[int]*conn) { delete(m, id) })
+			}
+		}()
 	}
 	z, err := v.zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
@@ -375,7 +382,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	v.replace(func(m map[int]*conn) { m[id] = c })
 	v.guard.known(c)
 	if old != nil && !c.admitted.Load() {
-		time.AfterFunc(earlyTime, func() { v.admit(c) })
+		time.AfterFunc(admitTime, func() { v.admit(c) })
 	}
 	if v.started {
 		v.listen(c)
@@ -471,7 +478,7 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 	v.wg.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
 		defer cancel()
-		c.rx.stop(ctx)
+		_ = c.rx.stop(ctx) // one that runs longer does no harm, see handlerTime
 		_ = v.end(c, linger)
 	})
 }
@@ -599,8 +606,11 @@ func (v *zvan) Close(ctx context.Context) error {
 	for _, r := range loops {
 		r.sock.stop()
 	}
+	var errs []error
 	for _, r := range loops {
-		r.stop(ctx)
+		if err := r.stop(ctx); err != nil {
+			errs = append(errs, &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err})
+		}
 	}
 	linger := maxLinger
 	if d, ok := ctx.Deadline(); ok {
@@ -608,7 +618,6 @@ func (v *zvan) Close(ctx context.Context) error {
 	}
 	v.guard.close()
 	v.flow.stop()
-	var errs []error
 	for _, c := range peers {
 		c.mon.close()
 		if c.lost.Load() {
