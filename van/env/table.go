@@ -224,7 +224,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_RDMA_PEER_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAPeerBudget },
-		help:    "Bytes that this node registers for one peer to write to. A value that needs more fails at its sender; else places that the peer does not use are taken back for those that it needs. Buffers that the application has registered do not count.",
+		help:    "Bytes that this node registers for one peer to write to. A value that needs more fails at its sender; else receive slots that the peer does not use are taken back for those that it needs. Buffers that the application has registered do not count.",
 		differs: "Ours only; the original registers what it is asked for.",
 	}, {
 		name: "STEPAF_RDMA_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "16G", readers: "ibverbs",

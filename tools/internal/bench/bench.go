@@ -34,9 +34,9 @@ func Command() *cli.Command {
 		Name:  "bench",
 		Usage: "measure latency and bandwidth between processes on this machine",
 		Description: "Starts a scheduler, one server and one worker as processes, measures, and checks every answer.\n" +
-			"The floor is the same bytes to and fro between the same processes over plain TCP on loopback,\n" +
-			"blocking sockets, one thread each; with --van ibverbs, one RDMA write with immediate each way;\n" +
-			"with --device gpu, one copy from GPU to GPU each way.\n" +
+			"The floor is the baseline, measured in the same run: the same bytes to and fro between the same\n" +
+			"processes over plain TCP on loopback, blocking sockets, one thread each; with --van ibverbs, one\n" +
+			"RDMA write with immediate each way; with --device gpu, one copy from GPU to GPU each way.\n" +
 			"Compare ratios, not times: they depend on the machine.",
 		Subcommands: []*cli.Command{
 			{
