@@ -33,6 +33,7 @@ func TestMisfits(t *testing.T) {
 		{"one more worker", "worker", 0, nil, postoffice.ErrRefused, []string{"worker at 127.0.0.1:", "all 2 places for a worker are taken", "DMLC_NUM_WORKER=2", "none of its nodes is dead"}},
 		{"one more server", "server", 0, nil, postoffice.ErrRefused, []string{"server at 127.0.0.1:", "all 1 places for a server are taken", "DMLC_NUM_SERVER=1"}},
 		{"a rank beyond", "worker", 1, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 5, 4 }, postoffice.ErrRefused, []string{"all 2 places for a worker are taken"}},
+		{"another PS_RESEND", "worker", 1, func(c *postoffice.Config) { c.Resend = true }, postoffice.ErrRefused, []string{"worker at 127.0.0.1:", "its PS_RESEND is 1, that of the scheduler at 127.0.0.1:"}},
 		{"a second scheduler", "scheduler", 0, nil, syscall.EADDRINUSE, []string{"scheduler", fmt.Sprint(c.Port), "another process listens there", "DMLC_PS_ROOT_PORT"}},
 		{"a server that is no scheduler", "worker", 0, func(cfg *postoffice.Config) {
 			cfg.RootPort, cfg.StartTimeout = portOf(t, c, c.Servers[0]), 300*time.Millisecond

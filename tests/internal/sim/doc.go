@@ -1,5 +1,5 @@
 // Package sim runs a whole cluster in one process, on virtual time, from one seed: the
-// nodes are those that programs run (postoffice, af, fserver/core), the network and the
+// nodes are those that programs run (postoffice, kv, af, fserver/core), the network and the
 // clock are simulated. It is for tests, which call Run from a goroutine without a bubble
 // of testing/synctest.
 //

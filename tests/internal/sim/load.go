@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -46,29 +47,36 @@ type flight struct {
 	tensors *tensors
 }
 
-// tensors are those of one call. They are used again by the next call of the place; push
+// tensors are those of one call, over kv values of keys. They are used again by the next call of the place; push
 // tensors where there are nodes of the original only after a call that has succeeded.
 type tensors struct {
-	push, pull   []af.KeyTensor
+	push, pull   []af.KeyTensor // nil over kv
 	pushB, pullB [][]byte
+	pushes       int  // tensors that a server gets
 	clean        bool // the pull tensors have been the program's since a call failed
+
+	worker *kv.Worker[uint8] // over kv only
+	pairs  *pairs
 }
 
 // untouched is what a pull tensor has in it before a call, and after one that failed.
 const untouched = 0xee
 
-func newTensors(l *plan.Load, servers int) *tensors {
+func (p *proc) newTensors(l *plan.Load) *tensors {
 	size, pushes, pulls := l.Size, max(l.Pushes, 1), max(l.Pulls, 1)
 	if size == 0 {
 		size = defaultSize
 	}
-	t := &tensors{}
+	if p.keyValue != nil {
+		return newPairs(p.keyValue, p.ranges(), size, pushes, pulls)
+	}
+	t := &tensors{pushes: pushes}
 	for i := range pushes {
 		b := make([]byte, size)
 		x, _ := af.FromBytes(b, af.Uint8, int64(size))
 		t.push, t.pushB = append(t.push, af.KeyTensor{Key: uint64(1000 + i), Val: x}), append(t.pushB, b)
 	}
-	for range servers {
+	for range p.c.servers() {
 		for i := range pulls {
 			b := make([]byte, size)
 			x, _ := af.FromBytes(b, af.Uint8, int64(size))
@@ -81,7 +89,7 @@ func newTensors(l *plan.Load, servers int) *tensors {
 // fill makes the tensors those of a call.
 func (t *tensors) fill(id callID) {
 	for i, b := range t.pushB {
-		label{magic: pushMagic, id: id, index: i}.write(b)
+		label{magic: pushMagic, id: id, index: i % t.pushes, server: i / t.pushes}.write(b)
 	}
 	for _, b := range t.pullB {
 		for i := range b {
@@ -105,7 +113,7 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 	limit := l.Limit.Or(defaultLimit)
 	free := make([]*tensors, window)
 	for i := range free {
-		free[i] = newTensors(l, c.servers())
+		free[i] = p.newTensors(l)
 	}
 	var flying []*flight
 	finish := func() {
@@ -155,7 +163,7 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 		t.fill(id)
 		f := &flight{call: c.check.begin(id), tensors: t, round: &round{p: p, phase: c.at(), start: c.net.now()}}
 		done := c.check.within(p, 0, "push_pull "+fmt.Sprint(id.call))
-		end, err := p.pushPull(t.push, t.pull, limit)
+		end, err := p.begin(t, id, limit)
 		done()
 		if err != nil {
 			free = append(free, p.over(f, err, l))
@@ -201,7 +209,7 @@ func (p *proc) over(f *flight, err error, l *plan.Load) *tensors {
 		c.net.tl.log(entry{at: c.net.now(), who: p.name, what: err.Error()})
 		t := f.tensors
 		if len(c.plan.Cluster.Foreign) > 0 { // those pushed may still be under way
-			t = newTensors(l, c.servers())
+			t = p.newTensors(l)
 			t.pull, t.pullB = f.tensors.pull, f.tensors.pullB
 		}
 		for _, b := range t.pullB {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/fserver/core"
+	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
@@ -28,14 +29,15 @@ type proc struct {
 	ctx  context.Context
 	end  context.CancelFunc
 
-	env     map[string]string // that others of its place do not have
-	node    atomic.Pointer[postoffice.Node]
-	session *core.Session
-	worker  *af.Worker
-	started chan struct{} // closed when Start has returned
-	err     error         // of Start, then
-	calls   atomic.Int64
-	apps    sync.WaitGroup // what the program does
+	env      map[string]string // that others of its place do not have
+	node     atomic.Pointer[postoffice.Node]
+	session  *core.Session
+	worker   *af.Worker
+	keyValue *kv.Worker[uint8]
+	started  chan struct{} // closed when Start has returned
+	err      error         // of Start, then
+	calls    atomic.Int64
+	apps     sync.WaitGroup // what the program does
 
 	leaving   atomic.Bool   // Finalize has begun
 	finalized chan struct{} // closed when Finalize has returned
@@ -157,6 +159,13 @@ func (p *proc) join() error {
 		if p.session, err = core.Open(p.ctx, n); err == nil && role == "server" {
 			p.apps.Go(p.serve)
 		}
+	case c.plan.Cluster.API == "kv" && role == "server":
+		var s *kv.Server[uint8]
+		if s, err = kv.NewServer[uint8](n, kv.ServerOptions{}); err == nil {
+			err = s.Handle(p.serveKV)
+		}
+	case c.plan.Cluster.API == "kv" && role == "worker":
+		p.keyValue, err = kv.NewWorker[uint8](n, kv.WorkerOptions{})
 	case role == "server":
 		var s *af.Server
 		if s, err = af.NewServer(n, af.ServerOptions{}); err == nil {
@@ -171,13 +180,16 @@ func (p *proc) join() error {
 	return err
 }
 
-// pushPull begins a call. What it returns waits for it, within limit from the call on.
-func (p *proc) pushPull(push, pull []af.KeyTensor, limit time.Duration) (wait func() error, err error) {
-	if p.session == nil {
-		call, err := p.worker.PushPull(push, pull, af.Within(limit))
+// begin begins a call. What it returns waits for it, within limit from now on.
+func (p *proc) begin(t *tensors, id callID, limit time.Duration) (wait func() error, err error) {
+	switch {
+	case p.keyValue != nil:
+		return t.pushThenPull(p, id, limit)
+	case p.session == nil:
+		call, err := p.worker.PushPull(t.push, t.pull, af.Within(limit))
 		return func() error { return call.Wait(context.Background()) }, err
 	}
-	h, err := p.session.PushPull(af.DefaultStream, push, pull)
+	h, err := p.session.PushPull(af.DefaultStream, t.push, t.pull)
 	return func() error { return p.wait(h, limit) }, err
 }
 
@@ -271,14 +283,19 @@ func (p *proc) handle(b af.Batch) {
 	}
 	if answers, ok := p.take(b); ok {
 		if err := b.Respond(answers); err != nil {
-			p.c.net.note(p.name, "answer refused: "+brief(err))
-			if errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered) {
-				p.c.check.fail("refused answer", "%s: %v", p.name, err)
-			}
+			p.refused(err)
 		}
 		return
 	}
 	b.Release()
+}
+
+// refused judges that the library has not taken an answer.
+func (p *proc) refused(err error) {
+	p.c.net.note(p.name, "answer refused: "+brief(err))
+	if errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered) || errors.Is(err, kv.ErrAnswered) {
+		p.c.check.fail("refused answer", "%s: %v", p.name, err)
+	}
 }
 
 // serve is the program of a server in Python.
@@ -313,10 +330,7 @@ func (p *proc) respond(items []core.Item) {
 		if ok {
 			p.stale(it.Batch)
 			if err := p.session.Respond(af.DefaultStream, it.ID, answers); err != nil {
-				p.c.net.note(p.name, "answer refused: "+brief(err))
-				if errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered) {
-					p.c.check.fail("refused answer", "%s: %v", p.name, err)
-				}
+				p.refused(err)
 			}
 		}
 		it.Release()

@@ -156,7 +156,8 @@ func (c *checker) plan() {
 	if c.err != nil {
 		return
 	}
-	c.oneOf("cluster.api", s.API, "", "python", "tensor")
+	c.oneOf("cluster.api", s.API, "", "python", "tensor", "kv")
+	c.need(s.API != "kv" || p.Only == "simulation", "only", p.Only, "simulation: real processes have no program over kv")
 	for i, n := range s.Foreign {
 		c.node(fmt.Sprintf("cluster.foreign[%d]", i), n)
 	}

@@ -44,6 +44,9 @@ func (g *generator) plan(seed uint64) *Plan {
 	if g.chance(0.08) {
 		c.Workers, c.Servers, c.Group = 1, 1, 2
 	}
+	if seed%16 == 11 { // what the other seeds mean stays
+		c.API, p.Only = "kv", "simulation"
+	}
 	c.Env = map[string]string{}
 	if g.chance(0.4) {
 		c.Env["PS_HEARTBEAT_INTERVAL"], c.Env["PS_HEARTBEAT_TIMEOUT"] = "1", "3"
