@@ -1,5 +1,10 @@
 package van
 
+import (
+	"math"
+	"time"
+)
+
 // The endpoint field of a node record, in which nodes of this library tell each other
 // what C++ StepMesh has no field for.
 
@@ -12,19 +17,36 @@ type Identity struct {
 	Incarnation uint32
 	// Cluster names the cluster. Only the scheduler's record must have it; 0 is none.
 	Cluster uint32
+	// Settings are those that the scheduler compares; without Known nothing is said of
+	// them.
+	Settings Settings
 	// Local belongs to the transport between processes of one host; nil is none. After
 	// ParseIdentity it shares the endpoint's memory.
 	Local []byte
 }
 
+// Settings of a node that must fit those of the others, since a cluster in which they do
+// not works at first and fails later.
+type Settings struct {
+	Known  bool // false: the node said nothing of its settings, the rest means nothing
+	Resend bool // PS_RESEND
+	// Heartbeat is the time between two of the node's heartbeats, PS_HEARTBEAT_INTERVAL;
+	// 0: it sends none. It travels in tenths of a second, rounded up, 6,553.5 s at most.
+	Heartbeat time.Duration
+}
+
 // Layout of an endpoint field.
 //
-//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   0
-//	4  u32      version    12  u32  cluster       20  u8[]  local
+//	0  char[4]  "SAFN"      8  u32  incarnation   16  u8   settings: 1 known, 2 resend   18  u16   heartbeat, 0.1 s
+//	4  u32      version    12  u32  cluster       17  u8   0                             20  u8[]  local
 const (
 	identityMagic   = "SAFN"
 	identityVersion = 1
 	identityLen     = 20
+
+	settingsKnown  = 1
+	settingsResend = 2
+	heartbeatUnit  = time.Second / 10
 )
 
 // MaxLocalLen is how long Identity.Local may be, in bytes.
@@ -42,8 +64,26 @@ func (id *Identity) Encode() []byte {
 	b = le.AppendUint32(b, identityVersion)
 	b = le.AppendUint32(b, id.Incarnation)
 	b = le.AppendUint32(b, id.Cluster)
-	b = le.AppendUint32(b, 0)
+	b = append(b, id.Settings.flags(), 0)
+	b = le.AppendUint16(b, id.Settings.beat())
 	return append(b, local...)
+}
+
+func (s *Settings) flags() (f byte) {
+	if s.Known {
+		f |= settingsKnown
+	}
+	if s.Known && s.Resend {
+		f |= settingsResend
+	}
+	return f
+}
+
+func (s *Settings) beat() uint16 {
+	if !s.Known || s.Heartbeat <= 0 {
+		return 0
+	}
+	return uint16(min((s.Heartbeat+heartbeatUnit-1)/heartbeatUnit, math.MaxUint16))
 }
 
 // ParseIdentity reads the endpoint field of a node record. It reports false when there is
@@ -54,6 +94,9 @@ func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
 		return id, false
 	}
 	id.Incarnation, id.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
+	if f := endpoint[16]; f&settingsKnown != 0 {
+		id.Settings = Settings{Known: true, Resend: f&settingsResend != 0, Heartbeat: time.Duration(le.Uint16(endpoint[18:])) * heartbeatUnit}
+	}
 	if len(endpoint) > identityLen {
 		id.Local = endpoint[identityLen:]
 	}

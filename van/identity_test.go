@@ -3,6 +3,7 @@ package van_test
 import (
 	"bytes"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -11,12 +12,15 @@ func TestIdentity(t *testing.T) {
 	for _, id := range []van.Identity{
 		{Incarnation: 1},
 		{Incarnation: 0xfedcba98, Cluster: 0x01020304},
+		{Incarnation: 3, Settings: van.Settings{Known: true}},
+		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true, Heartbeat: 2 * time.Second}},
+		{Incarnation: 3, Settings: van.Settings{Known: true, Heartbeat: 65535 * time.Second / 10}, Local: []byte("x")},
 		{Incarnation: 7, Cluster: 9, Local: []byte("shared memory")},
 		{Incarnation: 7, Local: bytes.Repeat([]byte{0xff}, van.MaxLocalLen)},
 	} {
 		b := id.Encode()
 		got, ok := van.ParseIdentity(b)
-		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || !bytes.Equal(got.Local, id.Local) {
+		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || !bytes.Equal(got.Local, id.Local) {
 			t.Errorf("%+v came back as %+v, %t", id, got, ok)
 		}
 		if len(b) > van.MaxEndpointName {
@@ -26,6 +30,20 @@ func TestIdentity(t *testing.T) {
 	want := []byte("SAFN\x01\x00\x00\x00\x98\xba\xdc\xfe\x04\x03\x02\x01\x00\x00\x00\x00ab")
 	if b := (&van.Identity{Incarnation: 0xfedcba98, Cluster: 0x01020304, Local: []byte("ab")}).Encode(); !bytes.Equal(b, want) {
 		t.Errorf("encoded as %q, want %q", b, want)
+	}
+	tests := []struct {
+		s    van.Settings
+		want string // bytes 16 to 19
+	}{
+		{van.Settings{Resend: true, Heartbeat: time.Second}, "\x00\x00\x00\x00"}, // not known
+		{van.Settings{Known: true, Resend: true, Heartbeat: time.Millisecond}, "\x03\x00\x01\x00"},
+		{van.Settings{Known: true, Heartbeat: 2*time.Second + 1}, "\x01\x00\x15\x00"},
+		{van.Settings{Known: true, Heartbeat: 10 * time.Hour}, "\x01\x00\xff\xff"},
+	}
+	for _, tt := range tests {
+		if b := (&van.Identity{Incarnation: 1, Settings: tt.s}).Encode(); string(b[16:20]) != tt.want {
+			t.Errorf("%+v: bytes 16 to 19 are % x, want % x", tt.s, b[16:20], tt.want)
+		}
 	}
 	for what, b := range map[string][]byte{
 		"nothing":         nil,

@@ -199,3 +199,33 @@ func (m *Machine) ofThisCluster(rec *van.Node) string {
 	}
 	return ""
 }
+
+// unlike returns "", or which setting of a registering node does not fit the scheduler's:
+// with it the cluster would form, and fail later.
+func (m *Machine) unlike(rec *van.Node) string {
+	who, _ := rec.Identity()
+	own, other := m.own.Settings, who.Settings
+	if !own.Known || !other.Known {
+		return ""
+	}
+	limit := m.cfg.HeartbeatTimeout
+	switch {
+	case own.Resend != other.Resend:
+		return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
+			bit(other.Resend), m.self.Addr(), bit(own.Resend))
+	case limit > 0 && !m.cfg.NativeTimeout && other.Heartbeat == 0:
+		return fmt.Sprintf("it sends no heartbeats (PS_HEARTBEAT_INTERVAL), and the scheduler at %s takes who sends none for %s for dead "+
+			"(PS_HEARTBEAT_TIMEOUT)", m.self.Addr(), limit)
+	case limit > 0 && other.Heartbeat >= limit:
+		return fmt.Sprintf("it sends a heartbeat every %s (PS_HEARTBEAT_INTERVAL), and the scheduler at %s takes who sends none for %s for dead "+
+			"(PS_HEARTBEAT_TIMEOUT)", other.Heartbeat, m.self.Addr(), limit)
+	}
+	return ""
+}
+
+func bit(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}

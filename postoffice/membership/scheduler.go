@@ -76,7 +76,11 @@ func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
 			rec.Role, m.self.Addr()))
 		return nil
 	}
-	if why := m.ofThisCluster(&rec); why != "" {
+	why := m.ofThisCluster(&rec)
+	if why == "" {
+		why = m.unlike(&rec)
+	}
+	if why != "" {
 		m.refuse(now, &rec, why)
 		return nil
 	}

@@ -22,7 +22,8 @@ var update = flag.Bool("update", false, "rewrite the expected output of the scri
 //
 //	cluster workers=2 servers=2 [group=1] [heartbeat=1s timeout=3s natives=1 start=60s stop=9s
 //	        replace=10s barrier=60s named=7 hosts=a,b]
-//	add NAME ROLE [ADDR] [foreign] [rank=0] [and what cluster takes, for this node only]
+//	add NAME ROLE [ADDR] [foreign] [rank=0] [resend=0] [and what cluster takes, for this node only]
+//	                     with resend the node says its settings
 //	                     foreign is a node of the original
 //	deliver [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
 //	drop [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
@@ -319,6 +320,10 @@ func configure(cfg *Config, opts map[string]string) error {
 			n, err = strconv.Atoi(v)
 			id := van.Identity{Incarnation: 1, Cluster: uint32(n)}
 			cfg.Self.Endpoint, cfg.NamedCluster = id.Encode(), true
+		case "resend": // the node says its settings; the heartbeat's is that of its configuration
+			id, _ := cfg.Self.Identity()
+			id.Incarnation, id.Settings = 1, van.Settings{Known: true, Resend: v == "1"}
+			cfg.Self.Endpoint = id.Encode()
 		case "rank", "foreign":
 		default:
 			err = fmt.Errorf("unknown option %s", k)
