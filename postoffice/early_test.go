@@ -57,6 +57,36 @@ func TestEachExpires(t *testing.T) {
 	})
 }
 
+// TestBacklogIsCounted: what waits behind a handler that is busy with what came before it was
+// there counts, from the beginning: the budget of a sender is compared with it.
+func TestBacklogIsCounted(t *testing.T) {
+	n := &Node{cfg: &Config{}, rand: func() uint64 { return 0 }}
+	entered, release := make(chan struct{}, 3), make(chan struct{})
+	c := newCustomer(n, 7, 7, func(*van.Message) {
+		entered <- struct{}{}
+		<-release
+	})
+	a := &n.apps
+	a.init()
+	k, each := appKey{7, 7}, 0
+	a.mu.Lock()
+	for ts := range int32(3) {
+		msg := (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts, Body: make([]byte, 1000)}, Sender: 9}).Retain()
+		each = weight(msg)
+		a.early[k] = append(a.early[k], early{msg, clock.Now()})
+		a.count(msg, 1)
+	}
+	a.takeEarly(k, c)
+	a.mu.Unlock()
+	<-entered
+	c.mu.Lock()
+	if b := c.early[9]; b.bytes != 2*each {
+		t.Errorf("%d bytes wait, want %d, those of two requests", b.bytes, 2*each)
+	}
+	c.mu.Unlock()
+	close(release)
+}
+
 // sent is a van that keeps what is sent.
 type sent struct {
 	van.Van

@@ -34,6 +34,11 @@ func TestRetake(t *testing.T) {
 		}
 		handlers = append(handlers, h)
 	}
+	for end := time.Now().Add(20 * time.Second); came(server.queue) < 4; {
+		if time.Now().After(end) {
+			t.Fatal("the batches do not come")
+		}
+	}
 	get := func() (it Item) {
 		t.Helper()
 		var items []Item
@@ -61,7 +66,11 @@ func TestRetake(t *testing.T) {
 			if held != nil {
 				it.Release()
 			}
+			before := queued(server.queue)
 			server.GiveBack([]Item{back})
+			if n := queued(server.queue) - before; n != weight(&back.Batch) {
+				t.Errorf("batch %d, given back, counts %d bytes, want %d", i, n, weight(&back.Batch))
+			}
 			id = it.ID
 			if err := server.Respond(af.DefaultStream, id, nil); !errors.Is(err, ErrMisuse) {
 				t.Errorf("an answer to batch %d, which is in the queue again: %v", i, err)
@@ -92,4 +101,18 @@ func TestRetake(t *testing.T) {
 			t.Errorf("batch %d pulled %d", i, pulls[i][63])
 		}
 	}
+}
+
+// queued is how many bytes wait of the first worker.
+func queued(q *queue) int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.bytes[0]
+}
+
+// came is how many batches have come.
+func came(q *queue) uint64 {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.next
 }

@@ -437,6 +437,29 @@ func TestSegmentsRecalled(t *testing.T) {
 	})
 }
 
+// TestSegmentsQueued: allocations that only a queued message names are not withdrawn.
+func TestSegmentsQueued(t *testing.T) {
+	worker, server, wdev, sdev, mem := mappedPair(t, onePage, onePage)
+	server.feed.Lock() // nothing is received
+	for i := range slotCount {
+		worker.must(value(wdev, 8, i, pattern(i, 100)))
+	}
+	worker.must(valueIn(mem, slotCount, pattern(1, 2*onePage)))
+	l := (*worker.links.Load())[8]
+	l.mu.Lock()
+	queued := len(l.queue)
+	l.mu.Unlock()
+	if queued != 1 {
+		t.Errorf("%d messages are queued, want the last one", queued)
+	}
+	worker.afterAWhile(2 * mapTime)
+	server.feed.Unlock()
+	for i := range slotCount {
+		wantValue(t, server.next(), i, sdev.Device(), pattern(i, 100))
+	}
+	wantValue(t, server.next(), slotCount, sdev.Device(), pattern(1, 2*onePage))
+}
+
 // TestSegmentsUsedMeanwhile: what is used after the time that tidying goes by is in use.
 func TestSegmentsUsedMeanwhile(t *testing.T) {
 	worker, server, _, _, mem := mappedPair(t, onePage, onePage)

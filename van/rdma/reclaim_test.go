@@ -378,8 +378,17 @@ func TestHostileReturns(t *testing.T) {
 		t.Error("the value has changed")
 	}
 	m.Release()
+	in := h.s.incomingOf(11)
+	in.mu.Lock()
+	in.reclaim.since = 1 // it was asked long ago
+	in.mu.Unlock()
 	say("mine", int(mine.index), false)
 	h.until("it has come back", func() bool { return h.s.slots.Get(mine.index) == nil })
+	in.mu.Lock()
+	if in.reclaim.since != 0 {
+		t.Error("it has given back what it was asked for, and will be cut off for not doing so")
+	}
+	in.mu.Unlock()
 	h.c.send(immReturn, nil)
 	n++
 	h.seen(n, "no trailer")
