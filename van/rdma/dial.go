@@ -122,7 +122,7 @@ func (l *link) announce() {
 func (cn *connector) disconnected(l *link, cause error) {
 	p := cn.peer
 	p.mu.Lock()
-	p.link, p.inboundDown = nil, nil
+	p.link, p.ending, p.inboundDown = nil, l, nil
 	l.Broken = true
 	var dropped []*outgoing
 	if cause != nil {
@@ -394,6 +394,7 @@ func (cn *connector) endLink(l *link) []finished {
 	p.mu.Lock()
 	l.Each(l.markUncertain)
 	all, uncertain := l.Abandon(), l.uncertain
+	p.ending = nil
 	p.mu.Unlock()
 	_ = l.Close()
 	for _, in := range uncertain { // a slot that is given back twice would be overwritten

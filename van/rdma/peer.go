@@ -32,6 +32,7 @@ type peer struct {
 	mu          sync.Mutex
 	sender      *rendezvous.Sender[*outgoing]
 	link        *link        // nil while there is none
+	ending      *link        // the one before, while the device may read for it
 	inboundDown *inboundDown // nil while both connections stand, or this node's does not
 	free        []*outgoing
 	unsent      int          // bytes of payload that wait

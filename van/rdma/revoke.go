@@ -54,8 +54,11 @@ func (v *rvan) Recall(q van.Requests) {
 				o.recalled = true
 			}
 		})
-		if p.link != nil {
-			p.link.Each(func(m *sentMessage) {
+		for _, l := range []*link{p.link, p.ending} {
+			if l == nil {
+				continue
+			}
+			l.Each(func(m *sentMessage) {
 				if m.flags != nil && m.of.in(&q) {
 					m.flags[0] |= trailerRecalled
 				}

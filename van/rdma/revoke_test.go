@@ -3,12 +3,14 @@ package rdma
 import (
 	"bytes"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
 
 // A request that has not been sent yet must not hand out memory that was revoked.
@@ -127,6 +129,56 @@ func TestRecallOfPostedRequests(t *testing.T) {
 			}
 			m.Release()
 		}
+	}
+}
+
+// So it is when the connection is about to end, and the device still sends: the request that is
+// given up just then does not come with what is put in its memory next.
+func TestRecallWhileLeaving(t *testing.T) {
+	p := newPair(t, nil)
+	p.connect(p.worker, serverID, p.server)
+	if err := p.worker.Send(tensor(serverID, 0, 1, true, true, value(64<<10, 1))); err != nil {
+		t.Fatal(err)
+	}
+	p.next(p.atServer).Release() // there is a slot from now on
+	to := (*p.worker.peers.Load())[serverID]
+	for _, q := range to.currentLink().QueuePairs {
+		p.net.HoldQP(q.Num())
+	}
+	v := value(64<<10, 2)
+	if err := p.worker.Send(tensor(serverID, 1, 1, true, true, v)); err != nil {
+		t.Fatal(err)
+	}
+	p.until("slot, and the request with the device", func() bool {
+		to.mu.Lock()
+		defer to.mu.Unlock()
+		return to.sender.Waiting() == 0
+	})
+	var once sync.Once
+	p.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpDisconnect && op.Stack == p.worker.stack {
+			once.Do(func() {
+				p.worker.Recall(van.Requests{First: 1, Count: 1})
+				clear(v)
+				p.net.Release()
+			})
+		}
+		return nil
+	})
+	p.worker.Disconnect(serverID)
+	p.until("end of the connection", func() bool {
+		p.server.mu.Lock()
+		defer p.server.mu.Unlock()
+		return len(p.server.inbounds) == 0
+	})
+	p.net.Fail(nil)
+	if p.server.Stats().ReceivedMessages == 1 {
+		return
+	}
+	m := p.next(p.atServer)
+	defer m.Release()
+	if !bytes.Equal(m.Vals.Host(), value(64<<10, 2)) {
+		t.Error("the request comes with what was put in its memory after it was given up")
 	}
 }
 
