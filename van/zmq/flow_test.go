@@ -199,6 +199,36 @@ func TestSlowHandler(t *testing.T) {
 		t.Errorf("%d messages were out of order", w)
 	}
 	until(t, "end of what waits", func() bool { return server.flow.waiting.Load() == 0 && !s.asked.Load() })
+	server.flow.mu.Lock()
+	defer server.flow.mu.Unlock()
+	if n := len(server.flow.asked); n != 0 {
+		t.Errorf("%d workers will be asked to wait again", n)
+	}
+}
+
+// TestHeldLeavesTheCount: what is held for a Flush is counted as waiting inside until it leaves,
+// and no longer: that count is what keeps libzmq's share small.
+func TestHeldLeavesTheCount(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	s := (*worker.peers.Load())[8].sock
+	for i := range 3 {
+		for k := range 10 {
+			m := push(8, 10*i+k, make([]byte, 1000))
+			m.More = true
+			worker.must(t, m)
+		}
+		if n := s.c.queued; n < 10_000 {
+			t.Errorf("%d bytes wait, want those of ten messages", n)
+		}
+		worker.Flush(8)
+		for range 10 {
+			server.next(t).Release()
+		}
+		if n := s.c.queued; n != 0 {
+			t.Errorf("%d bytes wait after all has left", n)
+		}
+	}
 }
 
 // TestSlowHandlerOfOriginal: a worker of the original cannot be asked to wait. Its messages
@@ -247,6 +277,13 @@ func TestHoldEnds(t *testing.T) {
 			t.Errorf("%q was taken for a notice", s)
 		}
 	}
+	if !worker.noticed(c, []byte("stepaf/1 hold 4294967295")) {
+		t.Fatal("the notice was not taken")
+	}
+	if d := time.Duration(c.holdUntil.Load() - clock.Now()); d > holdFor {
+		t.Errorf("a peer makes this node wait for %s, want at most %s", d, holdFor)
+	}
+	c.goOn()
 }
 
 // TestCloseSendsWhatWaits: what a peer has asked to wait for leaves when the van closes.

@@ -172,6 +172,8 @@ func TestRenameClosesOther(t *testing.T) {
 	scheduler, worker := newNode(t, 1, 5, nil, nil), newNode(t, 9, 7, nil, nil)
 	scheduler.connect(t, worker)
 	other := (*scheduler.peers.Load())[9]
+	scheduler.must(t, heartbeat(9, 1)) // of two connections under one name the worker keeps the later
+	worker.next(t)
 	if err := scheduler.Connect(t.Context(), -1, worker.self); err != nil {
 		t.Fatal(err)
 	}

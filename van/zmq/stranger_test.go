@@ -110,6 +110,32 @@ func TestLongFirstMessage(t *testing.T) {
 	}
 }
 
+// TestMemberComesBack: a member whose connection broke is known by the first message on the
+// next one, and is no stranger there, whatever it sends.
+func TestMemberComesBack(t *testing.T) {
+	server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 64 << 10 })
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	if err := server.Connect(t.Context(), 9, rec); err != nil {
+		t.Fatal(err)
+	}
+	c := (*server.peers.Load())[9]
+	for i := range 3 {
+		r := dialRaw(t, server, "ps9.00000007")
+		r.send(packed(t, push(8, i, nil)))
+		server.next(t).Release()
+		until(t, "connection that is the member's", c.seen.Load)
+		for k := range 4 { // more than strangers may send
+			r.send(packed(t, push(8, k, nil)), make([]byte, 8), make([]byte, 64<<10), []byte{0})
+			server.next(t).Release()
+		}
+		_ = r.Close()
+		until(t, "end of the connection", func() bool { return !c.seen.Load() })
+	}
+	if n := server.Stats().Strangers; n != 0 {
+		t.Errorf("%d connections were ended", n)
+	}
+}
+
 // TestStrangersMessages: what strangers send whole counts, too, while it waits.
 func TestStrangersMessages(t *testing.T) {
 	release, entered := make(chan struct{}), make(chan struct{}, 1000)
