@@ -181,5 +181,5 @@ func interfaces() string {
 		}
 		names = append(names, fmt.Sprintf("%s (%s)", i.Name, addr))
 	}
-	return join(names)
+	return strings.Join(names, ", ")
 }

@@ -6,11 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"sync"
-	"sync/atomic"
-	"time"
 
-	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -19,38 +15,6 @@ var errReplaced = fmt.Errorf("%w: another process has taken its place", van.ErrP
 
 // errNoApp: a message came for an application that this node does not have.
 var errNoApp = errors.New("no such application")
-
-// apps routes data messages to customers. Requests for an application that does not
-// exist yet are kept, since peers may start sending before this process has made it.
-type apps struct {
-	table atomic.Pointer[map[appKey]*Customer]
-
-	mu       sync.Mutex
-	early    map[appKey][]early
-	by       map[int]account // of early, by sender
-	messages int             // of early
-	bytes    int
-	expiry   *time.Timer
-	closed   bool
-	noApp    logx.Sparse
-	tooMany  logx.Sparse
-}
-
-type appKey struct{ app, customer int32 }
-
-func (a *apps) init() {
-	a.table.Store(&map[appKey]*Customer{})
-	a.early, a.by = map[appKey][]early{}, map[int]account{}
-}
-
-// key returns the customer that a message is for: on a worker the customer id selects
-// it, elsewhere the application id is the customer id.
-func (n *Node) key(m *van.Meta) appKey {
-	if n.role == van.Worker {
-		return appKey{m.AppID, m.CustomerID}
-	}
-	return appKey{m.AppID, m.AppID}
-}
 
 // AddCustomer makes handle the receiver of the requests for an application.
 // Answers are matched to the customer's own requests. On a worker several
@@ -72,47 +36,36 @@ func (n *Node) AddCustomer(app, customer int, handle func(*van.Message)) (*Custo
 	if (*a.table.Load())[k] != nil {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", app, customer), Err: van.ErrInvalid}
 	}
-	a.takeEarly(k, c)
+	c.begin(a.take(k))
 	m := maps.Clone(*a.table.Load())
 	m[k] = c
 	a.table.Store(&m)
 	return c, nil
 }
 
-func (n *Node) removeCustomer(c *Customer) {
-	a := &n.apps
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	m := maps.Clone(*a.table.Load())
-	k := appKey{int32(c.app), int32(c.id)}
-	if m[k] == c {
-		delete(m, k)
+// receive hands a data message of p to its application.
+func (a *apps) receive(msg *van.Message, p *process) {
+	msg.Epoch = p.epoch
+	if p.incarnation != 0 {
+		msg.RequestTrace.PreStart = 0 // it holds the incarnations, not a time
 	}
-	a.table.Store(&m)
+	a.profile.received(&msg.Meta)
+	a.deliver(msg)
 }
 
 // deliver hands a data message to its customer, or keeps it until there is one.
-func (a *apps) deliver(n *Node, msg *van.Message) {
-	k := n.key(&msg.Meta)
+func (a *apps) deliver(msg *van.Message) {
+	k := a.key(msg.AppID, msg.CustomerID)
 	c := (*a.table.Load())[k]
 	if c == nil {
-		if c = a.keep(n, k, msg); c == nil {
+		if c = a.keep(k, msg); c == nil {
 			return
 		}
 	}
-	if c.behind.Load() && c.keepEarly(msg) {
+	if c.early.behind.Load() && c.early.keep(msg, a.self.cfg.RecvBudgetPeer) {
 		return
 	}
 	c.deliver(msg)
-}
-
-func (a *apps) customers() []*Customer {
-	m := *a.table.Load()
-	cs := make([]*Customer, 0, len(m))
-	for _, c := range m {
-		cs = append(cs, c)
-	}
-	return cs
 }
 
 // peerLost fails the requests that node id has not answered, and drops its requests for
@@ -129,7 +82,7 @@ func (a *apps) peerLost(id int, cause error) {
 func (a *apps) abort(err error) {
 	for _, c := range a.customers() {
 		c.abortAll(err)
-		c.endEarly()
+		c.early.end()
 	}
 }
 
@@ -144,8 +97,29 @@ func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 	}
 }
 
+// withdraw passes w to its customer. If there is none yet, it drops the kept requests that
+// w names.
+func (a *apps) withdraw(app int, w Withdrawn, epoch uint32) {
+	k := a.key(int32(app), w.Customer)
+	a.mu.Lock()
+	c := (*a.table.Load())[k]
+	if c == nil {
+		a.forget(func(of appKey, e *early) bool {
+			return of == k && e.msg.Sender == w.Sender && e.msg.Epoch == epoch && w.Has(e.msg.CustomerID, e.msg.Timestamp)
+		})
+	}
+	a.mu.Unlock()
+	if c == nil {
+		return
+	}
+	c.withdrawals.add(w, epoch)
+	if f := c.onWithdrawn.Load(); f != nil {
+		(*f)(w)
+	}
+}
+
 // loop delivers a message that a node sends to itself.
-func (a *apps) loop(n *Node, msg *van.Message) {
+func (a *apps) loop(msg *van.Message) {
 	c := &van.Message{Meta: msg.Meta, Sender: msg.Receiver, Receiver: msg.Receiver, Frames: msg.Frames}
 	c.Body = append([]byte(nil), msg.Body...)
 	c.DataTypes = append([]van.DataType(nil), msg.DataTypes...)
@@ -157,7 +131,7 @@ func (a *apps) loop(n *Node, msg *van.Message) {
 		msg.Done.Sent()
 	}
 	go func() {
-		a.deliver(n, c)
+		a.deliver(c)
 		c.Release()
 	}()
 }

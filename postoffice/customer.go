@@ -1,14 +1,12 @@
 package postoffice
 
-// Customer: the timestamps of requests in flight, waiting for them, and the delivery of
-// messages to an application.
+// Customer: opening requests and waiting for them, and the delivery of messages to an
+// application.
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -28,11 +26,6 @@ var ErrPending = errors.New("not finished yet")
 // errLate marks an answer to a request that has ended.
 var errLate = errors.New("late or unknown answer")
 
-// keepFinished is the number of finished requests without a Wait that a customer
-// remembers. Older ones are forgotten, so that the memory of an application that only
-// uses callbacks does not grow.
-const keepFinished = 4096
-
 // Customer is an application object's end at a node: its requests in flight, and the
 // messages for it. It is safe for concurrent use.
 type Customer struct {
@@ -41,39 +34,24 @@ type Customer struct {
 	handle  func(*van.Message)
 	traces  *traces // nil unless they are kept
 
-	mu       sync.Mutex
-	closed   bool
-	base     int32 // the first timestamp
-	wrapped  bool  // timestamps have passed the largest and begun from 0
-	next     int32
-	table    atomic.Pointer[[]atomic.Pointer[Request]] // by timestamp; the length is a power of two
-	live     map[*Request]struct{}
-	inUse    int                    // timestamps of the requests in live
-	finished [keepFinished]*Request // a ring of requests that finished without a Wait
-	newest   int                    // index of the next one; never wraps, used modulo keepFinished
-	timers   []*time.Timer
-	late     atomic.Uint64
-
-	behind atomic.Bool      // early is not empty
-	early  map[int]*backlog // by sender, messages that came before the customer was made, and later ones
-	room   sync.Cond        // of mu: a backlog has shrunk, or ended is set
-	ended  bool             // the node leaves
+	requests
+	late  atomic.Uint64
+	early backlogs
 
 	withdrawals withdrawals
 	onWithdrawn atomic.Pointer[func(Withdrawn)]
 }
 
 func newCustomer(n *Node, app, id int, handle func(*van.Message)) *Customer {
-	c := &Customer{node: n, app: app, id: id, handle: handle, live: map[*Request]struct{}{}}
-	c.room.L = &c.mu
+	c := &Customer{node: n, app: app, id: id, handle: handle}
+	c.early.room.L = &c.early.mu
+	var base int32
 	if !failpoint.On("incarnation") {
 		// A replacement must not use the timestamps of the former process: answers to
 		// those may still come.
-		c.base = int32(n.rand() % (1 << 30))
+		base = int32(n.rand() % (1 << 30))
 	}
-	c.next = c.base
-	table := make([]atomic.Pointer[Request], 1024)
-	c.table.Store(&table)
+	c.requests.init(base)
 	return c
 }
 
@@ -106,17 +84,10 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		c.mu.Unlock()
 		return &van.Error{Op: op, Node: c.node.Name(), Err: err}
 	}
-	c.wrapped = c.wrapped || first < c.next
-	c.next = first + int32(n)
-	c.inUse += n
 	r.mu.Lock()
 	r.reset(c, op, sink, first, n, receivers)
 	r.mu.Unlock()
-	table := *c.table.Load()
-	for ts := first; ts < first+int32(n); ts++ {
-		table[int(ts)&(len(table)-1)].Store(r)
-	}
-	c.live[r] = struct{}{}
+	c.enter(r)
 	c.mu.Unlock()
 
 	// A peer that was lost before the request was in the table has not failed it, so it
@@ -127,7 +98,7 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		return nil
 	}
 	for _, id := range receivers {
-		if cause := c.node.lost(id); cause != nil {
+		if cause := c.node.processes.lost(id); cause != nil {
 			r.mu.Lock()
 			r.unsent = true
 			r.mu.Unlock()
@@ -140,63 +111,6 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		r.settle()
 	}
 	return nil
-}
-
-// reserve finds n consecutive timestamps, from c.next on, whose table slots are free. It
-// grows the table when it is half full, and skips slots of requests that have been in
-// flight for long. c.mu is held.
-func (c *Customer) reserve(n int) (first int32, err error) {
-	for c.inUse+n > len(*c.table.Load())/2 {
-		if len(*c.table.Load()) >= maxTable {
-			return 0, fmt.Errorf("%w: %d timestamps in flight, want at most %d with these %d: Wait for some", van.ErrQueueFull, c.inUse, maxTable/2, n)
-		}
-		c.grow()
-	}
-	table := *c.table.Load()
-	first = c.next
-	for free, tried := 0, 0; free < n; tried++ {
-		if first > math.MaxInt32-int32(n) {
-			first, free = 0, 0 // a request's timestamps must not wrap
-		}
-		if tried == 2*len(table) { // half of the slots are free, but scattered
-			if len(table) >= maxTable {
-				return 0, fmt.Errorf("%w: no %d consecutive timestamps are free: Wait for some", van.ErrQueueFull, n)
-			}
-			c.grow()
-			table, free, tried = *c.table.Load(), 0, 0
-			first = c.next
-			continue
-		}
-		if table[(int(first)+free)&(len(table)-1)].Load() == nil {
-			free++
-			continue
-		}
-		first, free = first+int32(free)+1, 0
-	}
-	return first, nil
-}
-
-// grow doubles the table. c.mu is held.
-func (c *Customer) grow() {
-	bigger := make([]atomic.Pointer[Request], 2*len(*c.table.Load()))
-	for r := range c.live {
-		for ts := r.first; ts < r.first+r.n; ts++ {
-			bigger[int(ts)&(len(bigger)-1)].Store(r)
-		}
-	}
-	c.table.Store(&bigger)
-}
-
-// maxTable bounds the table; half of its slots may be in use.
-const maxTable = 1 << 23
-
-// lookup finds the request that ts belongs to, which may have been recycled.
-func (c *Customer) lookup(ts int32) *Request {
-	if ts < 0 {
-		return nil
-	}
-	table := *c.table.Load()
-	return table[int(ts)&(len(table)-1)].Load()
 }
 
 // Abort fails a request whose messages could not all be sent.
@@ -292,14 +206,6 @@ func (c *Customer) Given(ts int32) bool {
 	return c.given(ts)
 }
 
-// given is Given. c.mu is held.
-func (c *Customer) given(ts int32) bool {
-	if c.wrapped {
-		return ts >= 0 && (ts < c.next || ts >= c.base)
-	}
-	return ts >= c.base && ts < c.next
-}
-
 // never is the error of a handler that was not given out.
 func (c *Customer) never(ts, base, next int32) error {
 	hint := "none has been given out"
@@ -321,52 +227,6 @@ func (c *Customer) unknown(ts int32, waiting bool, r *Request) error {
 		e.Hint = fmt.Sprintf("it has been waited for already, or finished more than %d requests ago; wait once for each handler", keepFinished)
 	}
 	return e
-}
-
-// completed puts r, which has finished without a waiter, into the ring. The request that
-// it displaces is forgotten.
-func (c *Customer) completed(r *Request, gen uint64) {
-	c.mu.Lock()
-	if _, ok := c.live[r]; !ok || r.waiting || r.gen != gen || r.ringIndex >= 0 {
-		c.mu.Unlock()
-		return
-	}
-	slot := &c.finished[c.newest%keepFinished]
-	old := *slot
-	if old != nil {
-		c.forget(old)
-	}
-	*slot = r
-	r.ringIndex = c.newest
-	c.newest++
-	c.mu.Unlock()
-	if old != nil {
-		c.recycle(old)
-	}
-}
-
-// forget takes r out of the table. c.mu is held.
-func (c *Customer) forget(r *Request) {
-	table := *c.table.Load()
-	for ts := r.first; ts < r.first+r.n; ts++ {
-		table[int(ts)&(len(table)-1)].CompareAndSwap(r, nil)
-	}
-	delete(c.live, r)
-	c.inUse -= int(r.n)
-	if r.ringIndex >= 0 {
-		c.finished[r.ringIndex%keepFinished] = nil
-		r.ringIndex = -1
-	}
-}
-
-// recycle gives r back to its owner. The goroutine of a late answer may still hold a
-// pointer to r; answer then finds that the timestamp is not r's.
-func (c *Customer) recycle(r *Request) {
-	r.mu.Lock()
-	sink := r.sink
-	r.state, r.sink, r.n = unused, nil, 0
-	r.mu.Unlock()
-	sink.Recycle()
 }
 
 // deliver handles a message for this customer.
@@ -394,29 +254,47 @@ func (c *Customer) deliver(msg *van.Message) {
 	}
 }
 
+// begin delivers what was kept for c, before c gets anything else.
+func (c *Customer) begin(kept []early) {
+	for _, sender := range c.early.fill(kept) {
+		go c.catchUp(sender)
+	}
+}
+
+// catchUp delivers the backlog of one sender. Each sender has a goroutine, so that a
+// handler that blocks delays that sender only.
+func (c *Customer) catchUp(sender int) {
+	for msg := c.early.next(sender); msg != nil; msg = c.early.next(sender) {
+		c.deliver(msg)
+		msg.Release()
+	}
+}
+
 // peerLost fails the requests that node id has not answered.
 func (c *Customer) peerLost(id int, cause error) {
-	for _, r := range c.requests() {
+	for _, r := range c.list() {
 		r.failPeer(id, cause)
 	}
 }
 
 // abortAll fails everything in flight.
 func (c *Customer) abortAll(err error) {
-	for _, r := range c.requests() {
+	for _, r := range c.list() {
 		r.fail(err)
 	}
 }
 
-func (c *Customer) requests() []*Request {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	rs := make([]*Request, 0, len(c.live))
-	for r := range c.live {
-		rs = append(rs, r)
-	}
-	return rs
+// Wanted tells whether the sender of a request still waits for its answer: it has not
+// given the request up, is not lost, and has not been replaced. epoch is that of the
+// request's message.
+func (c *Customer) Wanted(sender int, epoch uint32, customer, ts int32) bool {
+	p := c.node.processes.of(sender)
+	return p.epoch == epoch && (p.lost == nil || p.lostEpoch != epoch) && !c.withdrawals.has(sender, epoch, customer, ts)
 }
+
+// OnWithdrawn makes the customer call f with what senders give up, after Wanted has begun
+// to return false for it. f must not block.
+func (c *Customer) OnWithdrawn(f func(Withdrawn)) { c.onWithdrawn.Store(&f) }
 
 // Timestamps is the number of timestamps of the request with the given handler, 0
 // when it is not in flight.
@@ -442,7 +320,7 @@ func (c *Customer) Close() {
 	c.mu.Lock()
 	c.closed = true
 	c.mu.Unlock()
-	c.node.removeCustomer(c)
-	c.endEarly()
+	c.node.apps.remove(c)
+	c.early.end()
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

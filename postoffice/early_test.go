@@ -14,9 +14,9 @@ import (
 // are looked after by one timer, which ends with the node.
 func TestOneExpiry(t *testing.T) {
 	var a apps
-	a.expireIn(nil, time.Hour)
+	a.expireIn(time.Hour)
 	first := a.expiry
-	a.expireIn(nil, time.Hour)
+	a.expireIn(time.Hour)
 	if first.Stop() {
 		t.Error("the earlier timer still runs")
 	}
@@ -29,9 +29,8 @@ func TestOneExpiry(t *testing.T) {
 // TestEachExpires: a request that was kept later is given up later, and is given up.
 func TestEachExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := &Node{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}
-		a := &n.apps
-		a.init()
+		var a apps
+		a.init(&identity{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}, nil)
 		keep := func(sender int) {
 			a.mu.Lock()
 			defer a.mu.Unlock()
@@ -45,7 +44,7 @@ func TestEachExpires(t *testing.T) {
 			return a.messages
 		}
 		keep(9)
-		a.expireIn(n, time.Second)
+		a.expireIn(time.Second)
 		time.Sleep(500 * time.Millisecond)
 		keep(11)
 		for _, want := range []int{1, 0} {
@@ -60,14 +59,14 @@ func TestEachExpires(t *testing.T) {
 // TestBacklogIsCounted: what waits behind a handler that is busy with what came before it was
 // there counts, from the beginning: the budget of a sender is compared with it.
 func TestBacklogIsCounted(t *testing.T) {
-	n := &Node{cfg: &Config{}, rand: func() uint64 { return 0 }}
+	n := &Node{identity: identity{cfg: &Config{}, rand: func() uint64 { return 0 }}}
+	n.assemble()
 	entered, release := make(chan struct{}, 3), make(chan struct{})
 	c := newCustomer(n, 7, 7, func(*van.Message) {
 		entered <- struct{}{}
 		<-release
 	})
 	a := &n.apps
-	a.init()
 	k, each := appKey{7, 7}, 0
 	a.mu.Lock()
 	for ts := range int32(3) {
@@ -76,14 +75,14 @@ func TestBacklogIsCounted(t *testing.T) {
 		a.early[k] = append(a.early[k], early{msg, clock.Now()})
 		a.count(msg, 1)
 	}
-	a.takeEarly(k, c)
+	c.begin(a.take(k))
 	a.mu.Unlock()
 	<-entered
-	c.mu.Lock()
-	if b := c.early[9]; b.bytes != 2*each {
+	c.early.mu.Lock()
+	if b := c.early.by[9]; b.bytes != 2*each {
 		t.Errorf("%d bytes wait, want %d, those of two requests", b.bytes, 2*each)
 	}
-	c.mu.Unlock()
+	c.early.mu.Unlock()
 	close(release)
 }
 
@@ -102,19 +101,20 @@ func (s *sent) Send(m *van.Message) error {
 // in its place, which has none of it, is not.
 func TestSayAgain(t *testing.T) {
 	out := &sent{}
-	n := &Node{van: out, log: slog.New(slog.DiscardHandler)}
+	n := &Node{identity: identity{log: slog.New(slog.DiscardHandler)}, van: out}
+	n.assemble()
 	n.processes.change(8, func(p *process) { p.known, p.incarnation, p.lost = true, 5, van.ErrPeerLost })
-	n.withdraw(8, 7, Withdrawn{Customer: 1, First: 20, Count: 3})
+	n.notices.withdraw(8, 7, Withdrawn{Customer: 1, First: 20, Count: 3})
 	if len(out.bodies) > 0 {
 		t.Fatalf("a lost server is told %q", out.bodies)
 	}
 	n.processes.change(8, func(p *process) { p.lost = nil })
-	n.resendNotices(8)
+	n.notices.resend(8)
 	if len(out.bodies) != 1 || out.bodies[0] != "stepaf/1 given-up 7 1 20 3" {
 		t.Fatalf("a server that is back is told %q", out.bodies)
 	}
 	n.processes.change(8, func(p *process) { p.incarnation = 6 })
-	n.resendNotices(8)
+	n.notices.resend(8)
 	if len(out.bodies) != 1 {
 		t.Errorf("another process is told %q", out.bodies[1:])
 	}

@@ -17,7 +17,7 @@ func (n *Node) ConnectDue(id, more int) {
 func (n *Node) PeerChanged(id int, up bool, cause error) { n.peerChanged(id, up, cause) }
 
 // Lost is why node id is away, nil when it is not.
-func (n *Node) Lost(id int) error { return n.lost(id) }
+func (n *Node) Lost(id int) error { return n.processes.lost(id) }
 
 // SetNext makes ts the next timestamp of c.
 func (c *Customer) SetNext(ts int32) {
@@ -30,7 +30,7 @@ func (c *Customer) SetNext(ts int32) {
 func (c *Customer) Places() int { return len(*c.table.Load()) }
 
 // NoteProcess notes that record's process has id.
-func (n *Node) NoteProcess(id int, record *van.Node) { n.noteProcess(id, record, true) }
+func (n *Node) NoteProcess(id int, record *van.Node) { n.members.noteProcess(id, record, true) }
 
 // Held counts the messages of processes that the table does not have.
 func (n *Node) Held() (count int) {
@@ -43,13 +43,13 @@ func (n *Node) Held() (count int) {
 }
 
 // SetLost makes node id be considered dead because of cause, or not with nil.
-func (n *Node) SetLost(id int, cause error) { n.setLost(id, cause) }
+func (n *Node) SetLost(id int, cause error) { n.processes.setLost(id, cause) }
 
 // SetStartTimeout changes how long requests for applications that are not made are kept.
 func (n *Node) SetStartTimeout(d time.Duration) { n.cfg.StartTimeout = d }
 
 // Withdraw tells a server that a request is given up.
-func (n *Node) Withdraw(id, app int, w Withdrawn) { n.withdraw(id, app, w) }
+func (n *Node) Withdraw(id, app int, w Withdrawn) { n.notices.withdraw(id, app, w) }
 
 // HeldQueues counts the senders of which Held counts messages.
 func (n *Node) HeldQueues() int {

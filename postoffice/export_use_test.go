@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // CarryOut does what the machine says.
@@ -30,7 +31,7 @@ func (r *Request) Kept() bool {
 func (n *Node) NoteProcesses(outs ...membership.Output) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.noteProcesses(outs)
+	n.members.noteProcesses(outs, n.machine.Incarnation(van.SchedulerID))
 }
 
 // MayJoin tells whether the cluster has a place for id.

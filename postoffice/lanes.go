@@ -15,10 +15,11 @@ import (
 
 // laneTable is the lanes of the peers for which a slow output is being carried out.
 type laneTable struct {
-	lanesMu    sync.Mutex
-	lanes      map[int]*lane
-	afterLanes []membership.Output // to be carried out when lanes is empty
-	lanesIdle  []chan struct{}     // closed when lanes is empty
+	carryOut func(membership.Output)
+	mu       sync.Mutex
+	lanes    map[int]*lane
+	after    []membership.Output // to be carried out when lanes is empty
+	idle     []chan struct{}     // closed when lanes is empty
 }
 
 // lane is the queue of a peer's outputs behind the one being carried out.
@@ -56,80 +57,80 @@ func slow(o membership.Output) bool {
 
 // dispatch carries an output out, or queues it in its peer's lane. Ready waits until all
 // lanes are empty, and so all connections made.
-func (n *Node) dispatch(o membership.Output) {
+func (t *laneTable) dispatch(o membership.Output) {
 	id, about := peerOf(o)
-	n.lanesMu.Lock()
-	l := n.lanes[id]
+	t.mu.Lock()
+	l := t.lanes[id]
 	_, ready := o.(membership.Ready)
 	switch {
-	case ready && len(n.lanes) > 0:
-		n.afterLanes = append(n.afterLanes, o)
-		n.lanesMu.Unlock()
+	case ready && len(t.lanes) > 0:
+		t.after = append(t.after, o)
+		t.mu.Unlock()
 	case about && l != nil:
 		l.outputs = append(l.outputs, o)
 		if r, ok := o.(membership.Rename); ok { // outputs with the new id must follow the Rename
-			n.lanes[r.New] = l
+			t.lanes[r.New] = l
 		}
-		n.lanesMu.Unlock()
+		t.mu.Unlock()
 	case about && slow(o):
-		if n.lanes == nil {
-			n.lanes = map[int]*lane{}
+		if t.lanes == nil {
+			t.lanes = map[int]*lane{}
 		}
 		l = &lane{outputs: []membership.Output{o}}
-		n.lanes[id] = l
-		n.lanesMu.Unlock()
-		go n.runLane(l)
+		t.lanes[id] = l
+		t.mu.Unlock()
+		go t.runLane(l)
 	default:
-		n.lanesMu.Unlock()
-		n.carryOut(o)
+		t.mu.Unlock()
+		t.carryOut(o)
 	}
 }
 
-// awaitLanes waits a short time until the last outputs, such as a message with the reason
+// await waits, for at most limit, until the last outputs, such as a message with the reason
 // why start-up has failed, have reached the transport.
-func (t *laneTable) awaitLanes() {
-	t.lanesMu.Lock()
+func (t *laneTable) await(limit time.Duration) {
+	t.mu.Lock()
 	if len(t.lanes) == 0 {
-		t.lanesMu.Unlock()
+		t.mu.Unlock()
 		return
 	}
 	idle := make(chan struct{})
-	t.lanesIdle = append(t.lanesIdle, idle)
-	t.lanesMu.Unlock()
+	t.idle = append(t.idle, idle)
+	t.mu.Unlock()
 	select {
 	case <-idle:
-	case <-time.After(shortLinger):
+	case <-time.After(limit):
 	}
 }
 
 // runLane carries out l's outputs until it is empty, and after the last lane the outputs
 // that wait for all lanes.
-func (n *Node) runLane(l *lane) {
+func (t *laneTable) runLane(l *lane) {
 	for {
-		n.lanesMu.Lock()
+		t.mu.Lock()
 		if len(l.outputs) == 0 {
-			for id, x := range n.lanes {
+			for id, x := range t.lanes {
 				if x == l {
-					delete(n.lanes, id)
+					delete(t.lanes, id)
 				}
 			}
 			var after []membership.Output
-			if len(n.lanes) == 0 {
-				after, n.afterLanes = n.afterLanes, nil
-				for _, idle := range n.lanesIdle {
+			if len(t.lanes) == 0 {
+				after, t.after = t.after, nil
+				for _, idle := range t.idle {
 					close(idle)
 				}
-				n.lanesIdle = nil
+				t.idle = nil
 			}
-			n.lanesMu.Unlock()
+			t.mu.Unlock()
 			for _, o := range after {
-				n.carryOut(o)
+				t.carryOut(o)
 			}
 			return
 		}
 		o := l.outputs[0]
 		l.outputs = l.outputs[1:]
-		n.lanesMu.Unlock()
-		n.carryOut(o)
+		t.mu.Unlock()
+		t.carryOut(o)
 	}
 }

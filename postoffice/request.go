@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -55,7 +56,7 @@ type Request struct {
 	waiting   bool
 	gen       uint64        // counts uses, so that a late access notices that r was reused
 	unsent    bool          // no message of it was sent
-	ringIndex int           // in Customer.finished, -1 when not there
+	ringIndex int           // in requests.finished, -1 when not there
 	done      chan struct{} // one token when finished
 	isDone    func() bool   // tells whether done has its token
 }
@@ -224,7 +225,7 @@ func (r *Request) notifyOwing() {
 	for k, id := range r.receivers {
 		for i := range int(r.n) {
 			if r.owed[i*r.words+k/64]&(1<<(k%64)) != 0 {
-				n.withdraw(id, r.c.app, Withdrawn{Customer: int32(r.c.id), First: r.first, Count: r.n})
+				n.notices.withdraw(id, r.c.app, Withdrawn{Customer: int32(r.c.id), First: r.first, Count: r.n})
 				break
 			}
 		}
@@ -286,18 +287,7 @@ func (r *Request) owing() string {
 	if total > len(names) {
 		names = append(names, fmt.Sprintf("and %d more", total-len(names)))
 	}
-	return join(names)
-}
-
-func join(names []string) string {
-	var b []byte
-	for i, n := range names {
-		if i > 0 {
-			b = append(b, ", "...)
-		}
-		b = append(b, n...)
-	}
-	return string(b)
+	return strings.Join(names, ", ")
 }
 
 // wait waits until r is finished and returns its error. When ctx ends or limit

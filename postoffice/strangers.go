@@ -4,6 +4,8 @@ package postoffice
 // held, and their delivery.
 
 import (
+	"bytes"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -21,6 +23,10 @@ const strangerTime = 10 * time.Second
 // strangers holds data messages of processes that this node does not know yet, in order
 // of arrival.
 type strangers struct {
+	self      *identity
+	processes *processes
+	apps      *apps
+
 	mu      sync.Mutex
 	room    sync.Cond // a message was delivered, or closed was set
 	held    map[int]*heldQueue
@@ -47,19 +53,44 @@ type heldQueue struct {
 	running bool // catchUp is delivering it
 }
 
-func (s *strangers) init() {
+func (s *strangers) init(self *identity, processes *processes, apps *apps) {
+	s.self, s.processes, s.apps = self, processes, apps
 	s.room.L = &s.mu
 	s.held = map[int]*heldQueue{}
 }
 
+// withdrawn handles msg if it is such a notice, and tells whether it is.
+func (s *strangers) withdrawn(msg *van.Message) bool {
+	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) > 0 || !bytes.HasPrefix(msg.Body, []byte(withdrawPrefix)) {
+		return false
+	}
+	p := s.processes.of(msg.Sender)
+	from, to := msg.Incarnations()
+	w, app := Withdrawn{Sender: msg.Sender}, 0
+	k, err := fmt.Sscanf(string(msg.Body[len(withdrawPrefix):min(len(msg.Body), 128)]), "%d %d %d %d", &app, &w.Customer, &w.First, &w.Count)
+	valid := err == nil && k == 4 && w.First >= 0 && w.Count >= 1
+	switch {
+	case from == 0 || to != s.self.incarnation || p.known && p.incarnation == 0:
+		s.processes.dropStale(msg, p)
+	case !valid:
+		s.self.log.Warn("dropped a control message", "err", &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, first timestamp and count"},
+			"from", s.self.PeerName(msg.Sender))
+	case from == p.incarnation && !p.behind:
+		s.apps.withdraw(app, w, p.epoch)
+	case !s.giveUp(from, app, w):
+		s.processes.dropStale(msg, p)
+	}
+	return true
+}
+
 // giveUp notes what a process has given up that this node does not know yet, or whose
 // messages are being delivered. It returns false if the process cannot be a member.
-func (s *strangers) giveUp(n *Node, incarnation uint32, app int, w Withdrawn) bool {
-	n.lostMu.Lock()
-	defer n.lostMu.Unlock()
+func (s *strangers) giveUp(incarnation uint32, app int, w Withdrawn) bool {
+	s.processes.mu.Lock()
+	defer s.processes.mu.Unlock()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed || !n.mayJoin(w.Sender) {
+	if s.closed || !s.self.mayJoin(w.Sender) {
 		return false
 	}
 	now := clock.Now()
@@ -67,10 +98,10 @@ func (s *strangers) giveUp(n *Node, incarnation uint32, app int, w Withdrawn) bo
 		s.givenUp = s.givenUp[1:]
 	}
 	s.givenUp = append(s.givenUp, strangerWithdrawal{incarnation, app, w, now})
-	if p := n.processes.of(w.Sender); p.incarnation == incarnation { // it has become known meanwhile
-		n.processes.change(w.Sender, func(p *process) { p.behind = true })
+	if p := s.processes.of(w.Sender); p.incarnation == incarnation { // it has become known meanwhile
+		s.processes.change(w.Sender, func(p *process) { p.behind = true })
 		if p.lost == nil {
-			n.catchUpLocked(w.Sender)
+			s.catchUpLocked(w.Sender)
 		}
 	}
 	return true
@@ -107,18 +138,17 @@ func (s *strangers) waits(id int, incarnation uint32) bool {
 
 // hold keeps or drops msg and returns true. It returns false if msg can be delivered: its
 // sender has become known, and no message of it is held.
-func (n *Node) hold(msg *van.Message) bool {
-	s := &n.strangers
+func (s *strangers) hold(msg *van.Message) bool {
 	size := weight(msg)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for {
-		p := n.processes.of(msg.Sender)
-		switch n.judge(msg, p) {
+		p := s.processes.of(msg.Sender)
+		switch s.processes.judge(msg, p) {
 		case accept:
 			return false
 		case discard:
-			n.dropStale(msg, p)
+			s.processes.dropStale(msg, p)
 			return true
 		}
 		v := s.held[msg.Sender]
@@ -128,13 +158,13 @@ func (n *Node) hold(msg *van.Message) bool {
 		switch {
 		case s.closed:
 			return true
-		case p.behind && v.bytes+size > n.cfg.RecvBudgetPeer && len(v.queue) > 0:
+		case p.behind && v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0:
 			s.room.Wait()
 			continue
-		case !p.behind && (!n.mayJoin(msg.Sender) || len(v.queue) >= maxEarly || s.bytes+size > n.cfg.StrangerBudget && !failpoint.On("stranger-budget")):
+		case !p.behind && (!s.self.mayJoin(msg.Sender) || len(v.queue) >= maxEarly || s.bytes+size > s.self.cfg.StrangerBudget && !failpoint.On("stranger-budget")):
 			if count, show := s.refused.Next(); show {
-				n.log.Warn("dropped a message of a process that this node does not know", "from", n.PeerName(msg.Sender), "message", msg.Meta.String(),
-					"kept", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", n.cfg.StrangerBudget, "dropped so far", count)
+				s.self.log.Warn("dropped a message of a process that this node does not know", "from", s.self.PeerName(msg.Sender), "message", msg.Meta.String(),
+					"kept", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", s.self.cfg.StrangerBudget, "dropped so far", count)
 			}
 			return true
 		}
@@ -143,7 +173,7 @@ func (n *Node) hold(msg *van.Message) bool {
 		v.bytes += size
 		s.bytes += size
 		if s.expiry == nil {
-			s.expireIn(n, strangerTime)
+			s.expireIn(strangerTime)
 		}
 		return true
 	}
@@ -160,7 +190,7 @@ func (s *strangers) shift(v *heldQueue) *van.Message {
 }
 
 // expireIn drops, after d, the messages that have been held too long. mu is held.
-func (s *strangers) expireIn(n *Node, d time.Duration) {
+func (s *strangers) expireIn(d time.Duration) {
 	s.expiry = time.AfterFunc(d, func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
@@ -181,28 +211,68 @@ func (s *strangers) expireIn(n *Node, d time.Duration) {
 			}
 		}
 		if gone > 0 {
-			n.log.Warn("dropped messages of processes that did not become members", "messages", gone, "limit", strangerTime)
+			s.self.log.Warn("dropped messages of processes that did not become members", "messages", gone, "limit", strangerTime)
 		}
 		if wait >= 0 && !s.closed {
-			s.expireIn(n, max(wait, time.Millisecond))
+			s.expireIn(max(wait, time.Millisecond))
 		}
 	})
 }
 
+// note records which process has id; incarnation 0 is a C++ StepMesh node.
+func (s *strangers) note(id int, incarnation uint32, replaced bool) {
+	s.processes.mu.Lock()
+	defer s.processes.mu.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.processes.change(id, func(p *process) {
+		if p.known && p.incarnation != incarnation || replaced && incarnation == 0 {
+			p.epoch++
+		}
+		p.known, p.incarnation = true, incarnation
+		p.behind = s.waits(id, incarnation)
+	})
+	if s.processes.of(id).lost == nil { // otherwise admit does it, when answers can be sent
+		s.catchUpLocked(id)
+	}
+}
+
+// admit delivers the messages that were held until node id could be answered.
+func (s *strangers) admit(id int) {
+	s.processes.mu.Lock()
+	defer s.processes.mu.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.catchUpLocked(id)
+}
+
+// catchUpLocked starts catchUp if messages are held. processes.mu and mu are held.
+func (s *strangers) catchUpLocked(id int) {
+	v := s.held[id]
+	if !s.processes.of(id).behind || v != nil && v.running {
+		return
+	}
+	if v == nil {
+		v = &heldQueue{}
+		s.held[id] = v
+	}
+	v.running = true
+	go s.catchUp(id)
+}
+
 // catchUp forgets what node id has given up, and delivers its held messages, including
 // those that are queued meanwhile.
-func (n *Node) catchUp(id int) {
-	s := &n.strangers
+func (s *strangers) catchUp(id int) {
 	for {
-		n.lostMu.Lock()
+		s.processes.mu.Lock()
 		s.mu.Lock()
 		v := s.held[id]
-		if given := s.takeGivenUp(id, n.processes.of(id).incarnation); len(given) > 0 {
-			epoch := n.processes.of(id).epoch
+		if given := s.takeGivenUp(id, s.processes.of(id).incarnation); len(given) > 0 {
+			epoch := s.processes.of(id).epoch
 			s.mu.Unlock()
-			n.lostMu.Unlock()
+			s.processes.mu.Unlock()
 			for _, x := range given {
-				n.apps.withdraw(n, x.app, x.w, epoch)
+				s.apps.withdraw(x.app, x.w, epoch)
 			}
 			continue
 		}
@@ -213,23 +283,23 @@ func (n *Node) catchUp(id int) {
 					delete(s.held, id)
 				}
 			}
-			n.processes.change(id, func(p *process) { p.behind = false })
+			s.processes.change(id, func(p *process) { p.behind = false })
 			s.room.Broadcast()
 			s.mu.Unlock()
-			n.lostMu.Unlock()
+			s.processes.mu.Unlock()
 			return
 		}
 		msg := s.shift(v)
 		s.room.Broadcast()
 		s.mu.Unlock()
-		n.lostMu.Unlock()
-		p := *n.processes.of(id)
+		s.processes.mu.Unlock()
+		p := *s.processes.of(id)
 		p.behind = false
-		switch n.judge(msg, &p) {
+		switch s.processes.judge(msg, &p) {
 		case accept:
-			n.deliver(msg, &p)
+			s.apps.receive(msg, &p)
 		default: // of an earlier process
-			n.dropStale(msg, &p)
+			s.processes.dropStale(msg, &p)
 		}
 		msg.Release()
 	}

@@ -1,0 +1,70 @@
+package postoffice
+
+// The customers of a node, and the requests that are kept for those to come.
+
+import (
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// apps routes data messages to customers. Requests for an application that does not
+// exist yet are kept, since peers may start sending before this process has made it.
+type apps struct {
+	self      *identity
+	processes *processes
+	profile   *profile // nil unless asked for
+	role      van.Role
+	table     atomic.Pointer[map[appKey]*Customer]
+
+	mu       sync.Mutex
+	early    map[appKey][]early
+	by       map[int]account // of early, by sender
+	messages int             // of early
+	bytes    int
+	expiry   *time.Timer
+	closed   bool
+	noApp    logx.Sparse
+	tooMany  logx.Sparse
+}
+
+type appKey struct{ app, customer int32 }
+
+func (a *apps) init(self *identity, processes *processes) {
+	a.self, a.processes, a.role = self, processes, self.role
+	a.table.Store(&map[appKey]*Customer{})
+	a.early, a.by = map[appKey][]early{}, map[int]account{}
+}
+
+// key returns the customer that a message is for: on a worker the customer id selects
+// it, elsewhere the application id is the customer id.
+func (a *apps) key(app, customer int32) appKey {
+	if a.role != van.Worker {
+		customer = app
+	}
+	return appKey{app, customer}
+}
+
+func (a *apps) remove(c *Customer) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	m := maps.Clone(*a.table.Load())
+	k := appKey{int32(c.app), int32(c.id)}
+	if m[k] == c {
+		delete(m, k)
+	}
+	a.table.Store(&m)
+}
+
+func (a *apps) customers() []*Customer {
+	m := *a.table.Load()
+	cs := make([]*Customer, 0, len(m))
+	for _, c := range m {
+		cs = append(cs, c)
+	}
+	return cs
+}

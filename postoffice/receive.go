@@ -1,0 +1,78 @@
+package postoffice
+
+// The messages of a node, in and out.
+
+import (
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// receive handles every message from the van.
+func (n *Node) receive(msg *van.Message) {
+	n.logMessage("recv", msg.Sender, &msg.Meta)
+	if msg.IsControl() {
+		if !n.strangers.withdrawn(msg) {
+			n.control.receive(msg)
+		}
+		return
+	}
+	p := n.processes.of(msg.Sender)
+	switch n.processes.judge(msg, p) {
+	case discard:
+		n.processes.dropStale(msg, p)
+		return
+	case holdBack:
+		if n.strangers.hold(msg) {
+			return
+		}
+		p = n.processes.of(msg.Sender)
+	}
+	n.apps.receive(msg, p)
+}
+
+// givenUp is called with a message that was resent in vain.
+func (n *Node) givenUp(peer int, meta *van.Meta, err error) {
+	if k, show := n.Rarely("gave up a message"); show {
+		n.log.Warn("gave up a message", "peer", n.PeerName(peer), "message", meta.String(), "err", err, "so far", k)
+	}
+	if !meta.IsControl() && meta.Request {
+		n.apps.failRequest(meta, peer, err)
+	}
+}
+
+// Send stamps and sends a data message. Errors name the peer. An answer to a process that
+// has been replaced fails with van.ErrPeerLost.
+func (n *Node) Send(msg *van.Message) error {
+	t := clock.Now()
+	if msg.Request {
+		msg.RequestTrace = van.Trace{Start: t}
+	} else {
+		msg.ResponseTrace.Start = t
+	}
+	n.logMessage("send", msg.Receiver, &msg.Meta)
+	if msg.Receiver == int(n.id.Load()) {
+		n.apps.loop(msg)
+		return nil
+	}
+	p := n.processes.of(msg.Receiver)
+	cause := p.lost
+	if cause == nil {
+		cause = n.processes.answerTo(msg, p)
+	}
+	if cause != nil {
+		return &van.Error{Op: "send", Node: n.Name(), Peer: n.PeerName(msg.Receiver), Detail: msg.Meta.String(), Err: cause}
+	}
+	n.processes.stamp(&msg.Meta, p)
+	return n.van.Send(msg)
+}
+
+// Poll receives on the caller's goroutine, if the van can, until done returns true or
+// nothing has come for a short time. Handlers run on it, too, so they must never block.
+func (n *Node) Poll(done func() bool) { n.stack.Poll(done) }
+
+// Flush sends messages to node id that the van holds because of More.
+func (n *Node) Flush(id int) {
+	if n.flusher != nil {
+		n.flusher.Flush(id)
+	}
+}

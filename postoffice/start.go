@@ -1,0 +1,343 @@
+package postoffice
+
+// How a node starts: its options, the device and the transport that it opens, its address.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/limits"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/stack"
+)
+
+// ErrRefused is wrapped by the error of Start when the scheduler refuses the node. The
+// error has the scheduler's reason.
+var ErrRefused = membership.ErrRefused
+
+// Config is the configuration of a node; see docs/env.md for what each field
+// means. Start from DefaultConfig or LoadConfig.
+type Config = env.Config
+
+// DefaultConfig returns a configuration with every setting at its default.
+func DefaultConfig() *Config { return env.Default() }
+
+// LoadConfig reads the environment. The error names every variable with an invalid
+// value.
+func LoadConfig() (*Config, error) { return env.LoadFrom(env.OS()) }
+
+// LoadConfigFrom reads variables from another source: lookup returns a value and
+// whether it is set; names, which may be nil, lists the names that are set.
+func LoadConfigFrom(lookup func(name string) (string, bool), names func() []string) (*Config, error) {
+	return env.LoadFrom(env.Source{Lookup: lookup, Names: names})
+}
+
+// Options of Start.
+type Options struct {
+	Config *Config // required
+
+	// Log receives the node's log; nil means standard error at the level of PS_VERBOSE.
+	Log *slog.Logger
+
+	// Van makes the transport; nil means the one that Config.VanType names.
+	Van van.Factory
+
+	// Backend is the device's memory; nil means the one that Config.Backend names.
+	// The node neither configures nor closes it.
+	Backend backend.Backend
+
+	// KeepBackend leaves the backend that Config names open after the node has left, for
+	// programs that still use received tensors in its memory.
+	KeepBackend bool
+
+	// NoRank lets the scheduler choose the rank instead of computing it from
+	// Config (only with a GroupSize of 1).
+	NoRank bool
+
+	// Rand is the source of random numbers: the incarnation, first timestamps. nil means
+	// the system's. Reproducible tests set it.
+	Rand func() uint64
+
+	// NoBarrier makes Start return as soon as this node knows all others, without the
+	// barrier over all nodes that C++ StepMesh programs begin with.
+	NoBarrier bool
+}
+
+// Start joins the cluster that o.Config describes and returns when every node has
+// come, or with an error when ctx ends, when the start-up deadline passes, or when
+// the scheduler refuses the node. The error says who is missing.
+//
+// Config.Role must be worker, server or scheduler; for joint see StartJoint.
+func Start(ctx context.Context, o Options) (*Node, error) {
+	began := now()
+	n, err := newNode(o)
+	if err != nil {
+		return nil, err
+	}
+	if err := n.join(ctx); err != nil {
+		linger := shortLinger
+		if n.role == van.Scheduler {
+			linger = lingerTime // all nodes wait for the scheduler's refusal
+		}
+		n.close(linger)
+		return nil, err
+	}
+	if !o.NoBarrier && !n.IsRecovery() { // a replacement comes after the start barrier
+		deadline := began + n.cfg.StartTimeout
+		if failpoint.On("start-deadline") {
+			deadline = 0
+		}
+		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, deadline) }); err != nil {
+			n.close(shortLinger) // a node that has not come does not read its messages, either
+			return nil, err
+		}
+	}
+	return n, nil
+}
+
+// StartJoint starts a server and a worker in this process, each with its own id
+// and sockets, as DMLC_ROLE=joint does.
+func StartJoint(ctx context.Context, o Options) (server, worker *Node, err error) {
+	if o.Config == nil {
+		return nil, nil, errNoConfig
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var wg sync.WaitGroup
+	var errs [2]error
+	for i, role := range []string{"server", "worker"} {
+		c := *o.Config
+		c.Role = role
+		if c.Port != 0 {
+			c.Port += i
+		}
+		oi := o
+		oi.Config = &c
+		wg.Go(func() {
+			var n *Node
+			if n, errs[i] = Start(ctx, oi); errs[i] != nil {
+				cancel() // the other node cannot start without this one
+			}
+			if i == 0 {
+				server = n
+			} else {
+				worker = n
+			}
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs[:]...); err != nil {
+		for _, n := range []*Node{server, worker} {
+			if n != nil {
+				n.Close()
+			}
+		}
+		return nil, nil, err
+	}
+	return server, worker, nil
+}
+
+var errNoConfig = fmt.Errorf("start: %w: no Config", van.ErrInvalid)
+
+var roles = map[string]van.Role{"server": van.Server, "worker": van.Worker, "scheduler": van.Scheduler}
+
+// newNode opens the device and makes the transport.
+func newNode(o Options) (*Node, error) {
+	if o.Config == nil {
+		return nil, errNoConfig
+	}
+	cfg := o.Config
+	role, ok := roles[cfg.Role]
+	if !ok && cfg.Role == "joint" {
+		return nil, fmt.Errorf("start: %w: role joint is two nodes, use StartJoint", van.ErrInvalid)
+	}
+	if err := cfg.Validate(); err != nil {
+		return nil, fmt.Errorf("start: %w: %w", van.ErrInvalid, err)
+	}
+	if o.Van == nil { // the needs of a van of the program's own are not known
+		if err := limits.Check(cfg, cfg.Role); err != nil {
+			return nil, &van.Error{Op: "start", Node: role.String(), Err: err}
+		}
+	}
+	n := &Node{identity: identity{cfg: cfg, role: role}, lifetime: newLifetime()}
+	if n.rand = o.Rand; n.rand == nil {
+		n.rand = rand.Uint64
+	}
+	n.incarnation = max(uint32(n.rand()), 1)
+	n.id.Store(van.Empty)
+	n.setName(role.String())
+	base := o.Log
+	if base == nil {
+		base = logx.New(os.Stderr, cfg)
+	}
+	n.log = logx.With(base, slog.Any(logx.Rank, nodeRank{&n.identity}), slog.Any(logx.ID, nodeID{&n.identity}))
+	n.debug = n.log.Enabled(context.Background(), slog.LevelDebug)
+	for _, w := range cfg.Warnings {
+		n.log.Warn(w)
+	}
+	for _, w := range cfg.Notes {
+		n.log.Info(w)
+	}
+	var err error
+	if n.back = o.Backend; n.back == nil {
+		if n.back, err = stack.OpenDevice(cfg, role, n.log); err != nil {
+			return nil, err
+		}
+		n.ownBack = !o.KeepBackend
+	}
+	if n.apps.profile, err = openProfile(cfg, role); err != nil {
+		return nil, errors.Join(err, n.closeBackend())
+	}
+	n.stack, err = stack.New(stack.Options{
+		Options: van.Options{Config: cfg, Log: n.log, Backend: n.back, Incarnation: n.incarnation},
+		Role:    role, Transport: o.Van, OnFail: n.givenUp,
+	})
+	if err != nil {
+		return nil, errors.Join(err, n.apps.profile.close(), n.closeBackend())
+	}
+	n.van = n.stack.Van
+	n.flusher, _ = van.As[van.Flusher](n.van)
+	n.recaller, _ = van.As[van.Recaller](n.van)
+	n.assemble()
+	n.self = van.Node{Role: role, ID: van.Empty, AuxID: cfg.Rank()}
+	if o.NoRank {
+		n.self.AuxID = -1
+	}
+	if role == van.Scheduler {
+		n.self.ID, n.self.AuxID = van.SchedulerID, -1
+	}
+	return n, nil
+}
+
+// assemble tells the parts of n of each other. identity and van are complete.
+func (n *Node) assemble() {
+	n.processes.self, n.processes.incarnation = &n.identity, n.incarnation
+	n.notices.self, n.notices.processes, n.notices.van = &n.identity, &n.processes, n.van
+	n.apps.init(&n.identity, &n.processes)
+	n.strangers.init(&n.identity, &n.processes, &n.apps)
+	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers}
+	n.lanes.carryOut = n.carryOut
+	n.control = control{self: &n.identity, life: &n.lifetime, members: &n.members, lanes: &n.lanes,
+		waiters: map[int]chan error{}, rearm: make(chan struct{}, 1)}
+}
+
+// join binds, starts the machine and waits until it is ready.
+func (n *Node) join(ctx context.Context) error {
+	if err := n.bind(ctx); err != nil {
+		return err
+	}
+	interval, silence := n.cfg.Heartbeats()
+	m, err := membership.New(membership.Config{
+		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
+		Self: n.self, Scheduler: schedulerRecord(n.cfg), NamedCluster: n.cfg.ClusterID != "",
+		HeartbeatInterval: interval, HeartbeatTimeout: silence,
+		NativeInterval: n.cfg.HeartbeatInterval < 0, NativeTimeout: n.cfg.HeartbeatTimeout < 0,
+		StartTimeout: n.cfg.StartTimeout, StopTimeout: n.cfg.StopTimeout,
+		BarrierTimeout: n.cfg.BarrierTimeout, ReplaceTimeout: n.cfg.ReplaceTimeout, OrderedHosts: n.cfg.OrderedHosts,
+	})
+	if err != nil {
+		return err
+	}
+	n.machine = m
+	if w, ok := van.As[van.PeerWatcher](n.van); ok {
+		w.WatchPeers(n.peerChanged)
+	}
+	m.Start(now()) // before anything can be received
+	n.van.Start(n.receive)
+	go n.tick()
+	n.step(func(time.Duration) {})
+	select {
+	case <-n.ready:
+		return nil
+	case <-n.failed:
+		return n.err
+	case <-ctx.Done():
+		n.mu.Lock()
+		report := m.Report(now())
+		n.mu.Unlock()
+		return &van.Error{Op: "start", Node: n.Name(), Detail: report.String(), Err: timeout(context.Cause(ctx))}
+	}
+}
+
+func schedulerRecord(cfg *Config) van.Node {
+	host, err := resolve(cfg.RootURI)
+	if err != nil {
+		host = cfg.RootURI
+	}
+	return van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: host, Port: cfg.RootPort}
+}
+
+// bind chooses the address and listens.
+func (n *Node) bind(ctx context.Context) error {
+	host, why, err := advertise(n.cfg, n.role, n.van)
+	if err != nil {
+		return err
+	}
+	n.self.Hostname, n.self.Port = host, n.cfg.Port
+	if n.role == van.Scheduler {
+		n.self.Port = n.cfg.RootPort
+	}
+	asked := n.self.Port
+	port, err := n.van.Bind(ctx, n.self)
+	if errors.Is(err, syscall.EADDRINUSE) && asked != 0 && n.role != van.Scheduler {
+		n.self.Port = 0
+		if port, err = n.van.Bind(ctx, n.self); err == nil {
+			n.log.Warn("DMLC_PORT is in use, took another", "asked", asked, "took", port)
+		}
+	}
+	if err != nil {
+		hint := "set DMLC_NODE_HOST or DMLC_INTERFACE"
+		switch {
+		case errors.Is(err, syscall.EADDRINUSE):
+			hint = "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
+		case n.role == van.Scheduler:
+			hint = "DMLC_PS_ROOT_URI must be an address of the scheduler's host"
+		}
+		return &van.Error{Op: "start", Node: n.Name(), Err: err, Hint: hint}
+	}
+	n.self.Port, n.self.Ports = port, []int32{int32(port)}
+	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
+	interval, _ := n.cfg.Heartbeats()
+	identity := van.Identity{Incarnation: n.incarnation, Cluster: n.cluster(),
+		Settings: van.Settings{Known: true, Resend: n.cfg.Resend, Heartbeat: interval}}
+	if a, ok := van.As[van.Advertiser](n.van); ok {
+		identity.Local = a.Endpoint()
+	}
+	n.self.Endpoint = identity.Encode()
+	if n.role == van.Scheduler {
+		n.id.Store(van.SchedulerID)
+		n.setName(van.NodeName(van.SchedulerID))
+	} else {
+		n.setName(fmt.Sprintf("%s at %s", n.role, n.self.Addr()))
+	}
+	n.log.Info("Bind to "+n.self.Addr(), "van", n.van.Type(), "why", why)
+	return nil
+}
+
+// cluster is the identity of the cluster as this node knows it before it joins: derived
+// from STEPAF_CLUSTER_ID if set; otherwise the scheduler chooses one and the others learn
+// it from the scheduler.
+func (n *identity) cluster() uint32 {
+	switch {
+	case n.cfg.ClusterID != "":
+		h := fnv.New32a()
+		h.Write([]byte(n.cfg.ClusterID))
+		return max(h.Sum32(), 1)
+	case n.role == van.Scheduler:
+		return max(uint32(n.rand()), 1)
+	}
+	return 0
+}
