@@ -232,6 +232,7 @@ var exceptions = map[string]map[string]string{
 		"fserver/module/exports.go":         "the extension module for Python",
 		"fserver/module/cuda.go":            "its part for signals between GPU and CPU",
 		"fserver/module/answer.go":          "its part for answers that are awaited",
+		"fserver/module/prepared.go":        "its part for prepared exchanges",
 		"fserver/module/putback.go":         "its part for batches that Python could not take",
 		"van/zmq/native.go":                 "libzmq and the shim for it",
 		"van/backend/gpu_cuda_extra.go":     "what gorgonia.org/cu lacks of the driver API",

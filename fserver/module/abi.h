@@ -37,6 +37,9 @@ typedef struct {
 // Instead of a number of batches for sf_get_batch: one of each worker.
 #define SF_ONE (-1)
 
+// Instead of a number of rows for sf_exchange_start: all that the tensors have.
+#define SF_ALL_ROWS (-1)
+
 // What respond() returned, in memory of malloc. All fields are atomic.
 typedef struct {
   int32_t left;    // tensors that have not left

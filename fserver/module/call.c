@@ -147,7 +147,7 @@ int sf_timeout_arg(PyObject *o, int64_t *out) {
   *out = -1;
   if (o == NULL || o == Py_None) return 0;
   if (sf_int64_arg(o, "timeout_ms", out) < 0) return -1;
-  if (*out < 0 || *out > (int64_t)1 << 40) {
+  if (*out < 0 || *out > NO_LIMIT_MS) {
     PyErr_Format(sf_error_value, "timeout_ms is %R, want 0 or more milliseconds, or None for no limit", o);
     return -1;
   }

@@ -10,6 +10,9 @@
 // Nothing is waited for longer, so that Python may look after signals.
 #define SLICE_MS 50
 
+// A time limit that is as good as none.
+#define NO_LIMIT_MS ((int64_t)1 << 40)
+
 // The exceptions for wrong arguments.
 extern PyObject *sf_error_value, *sf_error_type;
 

@@ -94,6 +94,53 @@
 	"TypeError (not a tensor, not an int), ConnectionError (a server is lost), Error\n" \
 	"(not a worker, before init() or after stop()). Nothing is sent then."
 
+#define DOC_PREPARE \
+	"prepare($module, /, push_tensors, push_keys, pull_tensors, pull_keys, need_event=True, *, servers=None)\n--\n\n" \
+	"Worker: a push_pull() that is checked now and started as often as wanted.\n" \
+	"\n" \
+	"The arguments are those of push_pull(). A round costs less: its tensors, keys and\n" \
+	"servers are settled, and its contents are those at the start.\n" \
+	"\n" \
+	"    x = f.prepare([hidden], [1], [out], [2])\n" \
+	"    x.start()        # or x.start(rows=n): the first n rows of each tensor\n" \
+	"    x.wait()         # out is filled, both are yours until the next start()\n" \
+	"\n" \
+	"Returns an Exchange, which keeps the memory of the tensors. Do not resize them. On the\n" \
+	"server nothing is different, and it may be a C++ one.\n" \
+	"\n" \
+	"Raises what push_pull() does, but for lost servers, which wait() tells. Nothing is sent."
+
+#define DOC_EXCHANGE \
+	"What prepare() returns: tensors that are exchanged again and again, one round at a\n" \
+	"time; several exchanges may be under way. When it is dropped, the library lets go of\n" \
+	"the tensors, after the round under way. Programs cannot make one."
+#define DOC_EXCHANGE_START \
+	"start($self, /, rows=None)\n--\n\n" \
+	"Begin a round: send the push tensors, and have the pull tensors filled. Returns at once.\n" \
+	"\n" \
+	"rows: None for all, or n to send and fill the first n of the first dimension of each\n" \
+	"    tensor. 0 is fine. The server sees tensors of n rows.\n" \
+	"\n" \
+	"Returns a handler (int), for fetch_trace() and get_all_handlers(). With need_event=True\n" \
+	"it sends after the work queued so far on the current CUDA stream. If a server was\n" \
+	"replaced since the last round, this one goes to the process in its place.\n" \
+	"\n" \
+	"Raises Error (started already: wait() first; closed; stopped), ValueError (more rows than\n" \
+	"a tensor has: names it)."
+#define DOC_EXCHANGE_WAIT \
+	"wait($self, /, timeout_ms=10000)\n--\n\n" \
+	"Wait until all servers have answered the round; then start() may be called again, also\n" \
+	"after an error.\n" \
+	"\n" \
+	"timeout_ms: limit in milliseconds, counted from start().\n" \
+	"\n" \
+	"Raises TimeoutError, ConnectionError, KeyboardInterrupt (wait again) as wait() of the\n" \
+	"module does, Error (not started, stopped)."
+#define DOC_EXCHANGE_CLOSE \
+	"close($self, /)\n--\n\n" \
+	"Let go of the tensors, after the round under way if there is one. start() raises Error\n" \
+	"from then on. Dropping the exchange does the same."
+
 #define DOC_WAIT \
 	"wait($module, /, handler, timeout_ms=10000)\n--\n\n" \
 	"Worker: wait until all servers have answered the request.\n" \

@@ -259,6 +259,18 @@ func (a *args) read(ts []af.KeyTensor, t *C.sf_tensor, n C.int, what string) (_ 
 	return ts, err
 }
 
+// ranks copies ranks of servers; nil means all.
+func ranks(servers *C.int64_t, n C.int) []int {
+	if servers == nil {
+		return nil
+	}
+	to := make([]int, n)
+	for i, rank := range unsafe.Slice(servers, int(n)) {
+		to[i] = int(rank)
+	}
+	return to
+}
+
 //export sf_push_pull
 func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, servers *C.int64_t, nServers C.int, e *C.sf_error) C.int64_t {
 	a := argsPool.Get().(*args)
@@ -274,13 +286,9 @@ func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int
 		return C.int64_t(fail(e, err))
 	}
 	var h int32
-	if servers == nil {
+	if to := ranks(servers, nServers); to == nil {
 		h, err = s.PushPull(af.Stream(stream), a.push, a.pull)
 	} else {
-		to := make([]int, nServers)
-		for i, rank := range unsafe.Slice(servers, int(nServers)) {
-			to[i] = int(rank)
-		}
 		h, err = s.PushPullTo(af.Stream(stream), to, a.push, a.pull)
 	}
 	if err != nil {

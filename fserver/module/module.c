@@ -14,51 +14,9 @@
 #include "call.h"
 #include "cuda.h"
 #include "docs.h"
+#include "prepared.h"
+#include "request.h"
 #include "tensor.h"
-
-// Fills n tensors of list o, and their keys when keys is not NULL. Returns a
-// malloc'ed array, or NULL. n is -1 or the number wanted, and receives the number.
-static sf_tensor *tensor_list(PyObject *o, const char *what, PyObject *keys, const char *keys_what, int writable,
-                              Py_ssize_t *n) {
-  sf_tensor *ts = NULL;
-  PyObject *items = sf_sequence(o, what, n), *key_items = NULL;
-  Py_ssize_t done = 0, nkeys;
-  if (items == NULL) return NULL;
-  if (keys != NULL) {
-    key_items = sf_sequence(keys, keys_what, &nkeys);
-    if (key_items == NULL) goto fail;
-    if (nkeys != *n) {
-      PyErr_Format(sf_error_value, "%zd %s but %zd %s, want as many", *n, what, nkeys, keys_what);
-      goto fail;
-    }
-  }
-  ts = calloc((size_t)*n + 1, sizeof *ts);
-  if (ts == NULL) {
-    PyErr_NoMemory();
-    goto fail;
-  }
-  for (; done < *n; done++) {
-    if (tensor_in(PyTuple_GetItem(items, done), &ts[done], what, done, writable) < 0) goto fail;
-    if (keys != NULL && sf_uint64_arg(PyTuple_GetItem(key_items, done), keys_what, done, &ts[done].key) < 0) {
-      done++;
-      goto fail;
-    }
-  }
-  Py_DECREF(items);
-  Py_XDECREF(key_items);
-  return ts;
-fail:
-  for (Py_ssize_t i = 0; i < done; i++) Py_XDECREF((PyObject *)ts[i].owner);
-  free(ts);
-  Py_XDECREF(items);
-  Py_XDECREF(key_items);
-  return NULL;
-}
-
-static void drop_list(sf_tensor *ts, Py_ssize_t n) {
-  for (Py_ssize_t i = 0; ts != NULL && i < n; i++) Py_XDECREF((PyObject *)ts[i].owner);
-  free(ts);
-}
 
 // Waits for the job that Go has begun, and handles signals meanwhile.
 static PyObject *wait_job(void) {
@@ -114,70 +72,25 @@ static PyObject *py_barrier(PyObject *self, PyObject *args, PyObject *kw) {
   return wait_job();
 }
 
-// From so many bytes on copying takes so long that Python's lock is released for it.
-#define LONG_COPY (256 << 10)
-
-// Tells whether handing over tensors may take long: Python's lock is then released.
-static int takes_long(const sf_tensor *ts, Py_ssize_t n) {
-  int64_t bytes = 0;
-  for (Py_ssize_t i = 0; i < n; i++) bytes += ts[i].nbytes;
-  return bytes >= LONG_COPY || tensor_on_gpu(ts, n);
-}
-
-// Reads ranks of servers: *out is malloc'ed, NULL for None, which means all.
-static int server_ranks(PyObject *o, int64_t **out, Py_ssize_t *n) {
-  *out = NULL;
-  *n = 0;
-  if (o == NULL || o == Py_None) return 0;
-  PyObject *items = sf_sequence(o, "servers", n);
-  if (items == NULL) return -1;
-  *out = calloc((size_t)*n + 1, sizeof **out);
-  int failed = *out == NULL;
-  if (failed) PyErr_NoMemory();
-  for (Py_ssize_t i = 0; !failed && i < *n; i++) failed = sf_int64_arg(PyTuple_GetItem(items, i), "servers", &(*out)[i]) < 0;
-  Py_DECREF(items);
-  if (!failed) return 0;
-  free(*out);
-  return -1;
-}
-
 static PyObject *py_push_pull(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event", "servers", NULL};
-  PyObject *a[6] = {NULL}; // the arguments
-  int64_t *servers;
-  Py_ssize_t nservers;
-  int need_event = 1;
-  Py_ssize_t n = 0, m = 0;
+  request r;
+  uint64_t stream = SF_COMPLETE;
   sf_error e = {0, NULL};
   (void)self;
-  if (!sf_by_position(args, kw, 4, 5, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OOOO|O$O:push_pull", names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5]))
-    return NULL;
-  if (sf_bool_arg(a[4], &need_event) < 0 || sf_enter() < 0) return NULL;
-  sf_tensor *ps = tensor_list(a[0], "push_tensors", a[1], "push_keys", 0, &n);
-  if (ps == NULL) return NULL;
-  sf_tensor *qs = tensor_list(a[2], "pull_tensors", a[3], "pull_keys", 1, &m);
-  if (qs == NULL || server_ranks(a[5], &servers, &nservers) < 0) {
-    drop_list(ps, n);
-    drop_list(qs, m);
+  if (request_in(args, kw, "OOOO|O$O:push_pull", &r) < 0) return NULL;
+  int32_t device = request_device(&r);
+  if (device >= 0 && tensor_stream(device, &stream) < 0) {
+    request_drop(&r);
     return NULL;
   }
-  uint64_t stream = SF_COMPLETE; // of a GPU: the pull tensors, too, may still be in use there
-  if (need_event && (tensor_streams(ps, n, &stream) < 0 || (stream == SF_COMPLETE && tensor_streams(qs, m, &stream) < 0))) {
-    drop_list(ps, n);
-    drop_list(qs, m);
-    free(servers);
-    return NULL;
-  }
-  int64_t h; // in the call Go uses ps, qs and the memory of their owners, which it has taken over
-  if (takes_long(ps, n) || tensor_on_gpu(qs, m)) {
-    Py_BEGIN_ALLOW_THREADS h = sf_push_pull(ps, (int)n, qs, (int)m, stream, servers, (int)nservers, &e);
+  int64_t h; // in the call Go uses the tensors and the memory of their owners, which it has taken over
+  if (request_long(&r)) {
+    Py_BEGIN_ALLOW_THREADS h = sf_push_pull(r.push, (int)r.npush, r.pull, (int)r.npull, stream, r.servers, (int)r.nservers, &e);
     Py_END_ALLOW_THREADS
   } else {
-    h = sf_push_pull(ps, (int)n, qs, (int)m, stream, servers, (int)nservers, &e);
+    h = sf_push_pull(r.push, (int)r.npush, r.pull, (int)r.npull, stream, r.servers, (int)r.nservers, &e);
   }
-  free(ps);
-  free(qs);
-  free(servers);
+  request_free(&r);
   if (h < 0) return sf_raise(&e);
   return PyLong_FromLongLong(h);
 }
@@ -189,7 +102,7 @@ static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
   (void)self;
   if (!sf_by_position(args, kw, 1, 2, a) && !PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &a[0], &a[1])) return NULL;
   if (sf_enter() < 0 || sf_int64_arg(a[0], "handler", &h) < 0 || (a[1] != NULL && sf_timeout_arg(a[1], &ms) < 0)) return NULL;
-  if (ms < 0) ms = (int64_t)1 << 40;
+  if (ms < 0) ms = NO_LIMIT_MS;
   for (;;) {
     sf_error e = {0, NULL};
     int rc;
@@ -293,7 +206,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
 // Answers a batch. Takes over the owners of ts, and keeps no pointer to ts.
 static int respond(uint64_t id, sf_tensor *ts, Py_ssize_t n, uint64_t stream, sf_answer *a, sf_error *e) {
   int rc;
-  if (!takes_long(ts, n)) return sf_respond(id, ts, (int)n, stream, a, e);
+  if (!tensors_long(ts, n)) return sf_respond(id, ts, (int)n, stream, a, e);
   Py_BEGIN_ALLOW_THREADS rc = sf_respond(id, ts, (int)n, stream, a, e);
   Py_END_ALLOW_THREADS return rc;
 }
@@ -308,16 +221,16 @@ static PyObject *py_respond(PyObject *self, PyObject *args, PyObject *kw) {
   (void)self;
   if (!sf_by_position(args, kw, 2, 3, a) && !PyArg_ParseTupleAndKeywords(args, kw, "OO|O:respond", names, &a[0], &a[1], &a[2])) return NULL;
   if (sf_bool_arg(a[2], &need_event) < 0 || sf_enter() < 0 || sf_uint64_arg(a[1], "handler", -1, &id) < 0) return NULL;
-  sf_tensor *ts = tensor_list(a[0], "tensors", NULL, NULL, 0, &n);
+  sf_tensor *ts = tensors_in(a[0], "tensors", NULL, NULL, 0, &n);
   if (ts == NULL) return NULL;
   uint64_t stream = SF_COMPLETE;
   if (need_event && tensor_streams(ts, n, &stream) < 0) {
-    drop_list(ts, n);
+    tensors_drop(ts, n);
     return NULL;
   }
   sf_answer *answer = answer_state(n);
   if (answer == NULL) {
-    drop_list(ts, n);
+    tensors_drop(ts, n);
     return NULL;
   }
   int rc = respond(id, ts, n, stream, answer, &e);
@@ -335,7 +248,7 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
   (void)self;
   if (!PyArg_ParseTuple(args, "OOO:respond_vec", &buffer, &tensors, &handlers)) return NULL;
   if (sf_enter() < 0 || tensor_in(buffer, &buf, "ret_buffer", -1, 0) < 0) return NULL;
-  ts = tensor_list(tensors, "tensors_vec", NULL, NULL, 0, &n);
+  ts = tensors_in(tensors, "tensors_vec", NULL, NULL, 0, &n);
   if (ts != NULL) items = sf_sequence(handlers, "handler_vec", &m);
   if (items == NULL) goto out;
   if (n != m) {
@@ -386,7 +299,7 @@ static PyObject *py_respond_vec(PyObject *self, PyObject *args) {
   result = Py_None;
 out:
   Py_DECREF((PyObject *)buf.owner);
-  drop_list(ts, n);
+  tensors_drop(ts, n);
   Py_XDECREF(items);
   return result;
 }
@@ -450,6 +363,7 @@ static PyMethodDef methods[] = {
     {"stop", KEYWORDS(py_stop), DOC_STOP},
     {"barrier", KEYWORDS(py_barrier), DOC_BARRIER},
     {"push_pull", KEYWORDS(py_push_pull), DOC_PUSH_PULL},
+    {"prepare", KEYWORDS(sf_py_prepare), DOC_PREPARE},
     {"wait", KEYWORDS(py_wait), DOC_WAIT},
     {"get_all_handlers", py_get_all_handlers, METH_O, DOC_GET_ALL_HANDLERS},
     {"fetch_trace", py_fetch_trace, METH_O, DOC_FETCH_TRACE},
@@ -481,7 +395,8 @@ static int at_exit(PyObject *module) {
 PyMODINIT_FUNC PyInit_fserver_lib(void) {
   PyObject *module = PyModule_Create(&definition);
   if (module == NULL) return NULL;
-  if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || answer_init(module) < 0 || at_exit(module) < 0) {
+  if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || answer_init(module) < 0 || prepared_init(module) < 0 ||
+      at_exit(module) < 0) {
     Py_DECREF(module);
     return NULL;
   }

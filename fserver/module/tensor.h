@@ -26,9 +26,9 @@ const sf_tensor *tensor_own(PyObject *o);
 // current one, the default stream without PyTorch. Returns 0, or -1 with an exception.
 int tensor_stream(int32_t device, uint64_t *stream);
 
-// Whether one of n tensors lies on a GPU, for which a call of Go may copy or wait: others
-// run in Python meanwhile. Calls without one are too short for that.
-int tensor_on_gpu(const sf_tensor *ts, Py_ssize_t n);
+// The GPU of the first of n tensors that lies on one, or -1. With one a call of Go may copy
+// or wait: others run in Python meanwhile. Calls without one are too short for that.
+int32_t tensor_gpu(const sf_tensor *ts, Py_ssize_t n);
 
 // The same as tensor_stream for the first of n tensors that lies on a GPU; without one
 // *stream stays.

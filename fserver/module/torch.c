@@ -81,14 +81,13 @@ int tensor_stream(int32_t device, uint64_t *stream) {
   return PyErr_Occurred() ? -1 : 0;
 }
 
-int tensor_on_gpu(const sf_tensor *ts, Py_ssize_t n) {
+int32_t tensor_gpu(const sf_tensor *ts, Py_ssize_t n) {
   for (Py_ssize_t i = 0; i < n; i++)
-    if (ts[i].device_type == SF_GPU) return 1;
-  return 0;
+    if (ts[i].device_type == SF_GPU) return ts[i].device_id;
+  return -1;
 }
 
 int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream) {
-  for (Py_ssize_t i = 0; i < n; i++)
-    if (ts[i].device_type == SF_GPU) return tensor_stream(ts[i].device_id, stream);
-  return 0;
+  int32_t device = tensor_gpu(ts, n);
+  return device >= 0 ? tensor_stream(device, stream) : 0;
 }

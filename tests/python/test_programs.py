@@ -132,5 +132,5 @@ def test_overhead_program():
     status, out, err = run([sys.executable, os.path.join(TESTS, "benchmark", "python_overhead.py"), "--blocks", "1", "--rounds", "50"])
     assert status == 0, err
     number = r" +-?\d+\.\d"
-    for what, limit in (("push_pull \\+ wait", 15), ("get_batch to respond", 10)):
+    for what, limit in (("push_pull \\+ wait", 15), ("start \\+ wait", 8), ("get_batch to respond", 10)):
         assert re.search(rf"^{what} +Go{number}  Python{number}  +[-+]\d+\.\d \(limit {limit}\)$", out, re.M), out

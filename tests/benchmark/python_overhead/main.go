@@ -2,7 +2,7 @@
 // worker and a server that do the same in Go.
 //
 // The worker reads a number from each line of its standard input, does so many
-// round trips of -bytes each way, and prints their times in nanoseconds as a line of
+// round trips of -bytes each way, with -prepared of a prepared exchange, and prints their times in nanoseconds as a line of
 // JSON. With a negative number it sends so many requests and does not wait; 0 waits
 // for all of these.
 //
@@ -27,6 +27,8 @@ import (
 var (
 	size = flag.Int64("bytes", 1024, "bytes of the tensors")
 	hold = flag.Bool("hold", false, "the server answers when it is told to")
+
+	prepared = flag.Bool("prepared", false, "the worker's round trips are of a prepared exchange")
 )
 
 func main() {
@@ -90,6 +92,17 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	if err != nil {
 		return err
 	}
+	x, err := w.Prepare([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+	if err != nil {
+		return err
+	}
+	defer x.Close()
+	ask := func() (af.Call, error) {
+		return w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+	}
+	if *prepared {
+		ask = func() (af.Call, error) { return x.Start() }
+	}
 	var flying []af.Call
 	lines := bufio.NewScanner(os.Stdin)
 	for lines.Scan() {
@@ -100,7 +113,7 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 		times := []uint64{}
 		for range max(count, -count) {
 			start := clock.Now()
-			h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, []af.KeyTensor{{Key: 2, Val: pull}})
+			h, err := ask()
 			if err != nil {
 				return err
 			}

@@ -1,0 +1,158 @@
+//go:build fserver
+
+#include "prepared.h"
+
+#include "_cgo_export.h"
+#include "call.h"
+#include "docs.h"
+#include "request.h"
+#include "tensor.h"
+#include "torch.h"
+
+static PyObject *exchange_class;
+
+typedef struct {
+  PyObject_HEAD
+  uint64_t at;    // what Go knows it by
+  int32_t device; // whose streams a start waits for, or -1
+  int takes_long; // to start
+} exchange_object;
+
+// Makes views the owners of torch.Tensors: they keep the memory also when a program gives a
+// tensor another one, by "t.data = ...".
+static int own_memory(sf_tensor *ts, Py_ssize_t n) {
+  if (sf_torch.tensor == NULL) return 0;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject *o = ts[i].owner;
+    int is_torch = PyObject_IsInstance(o, sf_torch.tensor);
+    PyObject *view = is_torch > 0 ? PyObject_CallMethod(o, "detach", NULL) : NULL;
+    if (view != NULL) {
+      ts[i].owner = view;
+      Py_DECREF(o);
+    } else if (PyErr_Occurred() && sf_pardon() < 0) {
+      return -1;
+    }
+  }
+  return 0;
+}
+
+PyObject *sf_py_prepare(PyObject *self, PyObject *args, PyObject *kw) {
+  request r;
+  sf_error e = {0, NULL};
+  uint64_t at = 0;
+  (void)self;
+  if (request_in(args, kw, "OOOO|O$O:prepare", &r) < 0) return NULL;
+  if (own_memory(r.push, r.npush) < 0 || own_memory(r.pull, r.npull) < 0) {
+    request_drop(&r);
+    return NULL;
+  }
+  int rc = sf_prepare(r.push, (int)r.npush, r.pull, (int)r.npull, r.servers, (int)r.nservers, &at, &e);
+  int32_t device = request_device(&r);
+  int takes_long = request_long(&r);
+  request_free(&r);
+  if (rc != SF_DONE) return sf_raise(&e);
+  allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)exchange_class, Py_tp_alloc);
+  exchange_object *x = (exchange_object *)alloc((PyTypeObject *)exchange_class, 0);
+  if (x == NULL) {
+    sf_exchange_drop(at);
+    return NULL;
+  }
+  x->at = at;
+  x->device = device;
+  x->takes_long = takes_long;
+  return (PyObject *)x;
+}
+
+static void exchange_dealloc(PyObject *o) {
+  PyTypeObject *type = Py_TYPE(o);
+  if (!sf_forked) {
+    sf_exchange_drop(((exchange_object *)o)->at);
+    sf_drain_dropped();
+  }
+  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  f(o);
+  Py_DECREF(type);
+}
+
+static PyObject *exchange_start(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"rows", NULL};
+  exchange_object *x = (exchange_object *)o;
+  PyObject *arg = NULL;
+  int64_t rows = SF_ALL_ROWS, h;
+  uint64_t stream = SF_COMPLETE;
+  sf_error e = {0, NULL};
+  if (!sf_by_position(args, kw, 0, 1, &arg) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:start", names, &arg)) return NULL;
+  if (sf_enter() < 0) return NULL;
+  if (arg != NULL && arg != Py_None) {
+    if (sf_int64_arg(arg, "rows", &rows) < 0) return NULL;
+    if (rows < 0) {
+      PyErr_Format(sf_error_value, "rows is %R, want 0 or more, or None for all", arg);
+      return NULL;
+    }
+  }
+  if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
+  if (x->takes_long) {
+    Py_BEGIN_ALLOW_THREADS h = sf_exchange_start(x->at, rows, stream, &e);
+    Py_END_ALLOW_THREADS
+  } else {
+    h = sf_exchange_start(x->at, rows, stream, &e);
+  }
+  if (h < 0) return sf_raise(&e);
+  return PyLong_FromLongLong(h);
+}
+
+static PyObject *exchange_wait(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"timeout_ms", NULL};
+  PyObject *timeout = NULL;
+  int64_t ms = 10000;
+  if (!sf_by_position(args, kw, 0, 1, &timeout) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:wait", names, &timeout)) return NULL;
+  if (sf_enter() < 0 || (timeout != NULL && sf_timeout_arg(timeout, &ms) < 0)) return NULL;
+  if (ms < 0) ms = NO_LIMIT_MS;
+  for (;;) {
+    sf_error e = {0, NULL};
+    int rc;
+    Py_BEGIN_ALLOW_THREADS rc = sf_exchange_wait(((exchange_object *)o)->at, ms, SLICE_MS, &e);
+    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
+    if (rc == SF_DONE) break;
+    if (PyErr_CheckSignals() < 0) return NULL;
+  }
+  sf_drain_dropped();
+  Py_RETURN_NONE;
+}
+
+static PyObject *exchange_close(PyObject *o, PyObject *noargs) {
+  (void)noargs;
+  if (sf_enter() < 0) return NULL;
+  sf_exchange_close(((exchange_object *)o)->at);
+  sf_drain_dropped();
+  Py_RETURN_NONE;
+}
+
+// Only prepare() makes one.
+static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
+  (void)type;
+  (void)args;
+  (void)kw;
+  PyErr_SetString(sf_error_type, "fserver_lib.Exchange cannot be made: prepare() returns it");
+  return NULL;
+}
+
+static PyMethodDef exchange_methods[] = {
+    {"start", (PyCFunction)(void (*)(void))exchange_start, METH_VARARGS | METH_KEYWORDS, DOC_EXCHANGE_START},
+    {"wait", (PyCFunction)(void (*)(void))exchange_wait, METH_VARARGS | METH_KEYWORDS, DOC_EXCHANGE_WAIT},
+    {"close", exchange_close, METH_NOARGS, DOC_EXCHANGE_CLOSE},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot exchange_slots[] = {
+    {Py_tp_doc, DOC_EXCHANGE}, {Py_tp_new, exchange_new}, {Py_tp_dealloc, exchange_dealloc}, {Py_tp_methods, exchange_methods}, {0, NULL},
+};
+
+static PyType_Spec exchange_spec = {"fserver_lib.Exchange", sizeof(exchange_object), 0, Py_TPFLAGS_DEFAULT, exchange_slots};
+
+int prepared_init(PyObject *module) {
+  exchange_class = PyType_FromSpec(&exchange_spec);
+  if (exchange_class == NULL) return -1;
+  Py_INCREF(exchange_class);
+  return PyModule_AddObject(module, "Exchange", exchange_class);
+}

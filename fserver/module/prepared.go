@@ -1,0 +1,106 @@
+//go:build fserver
+
+package main
+
+/*
+#include "abi.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
+)
+
+// exchanges are the prepared exchanges of Python, which knows them by their index in all,
+// and uses an index only while it holds the object. A round reads all without a lock: it is
+// replaced, not changed.
+var exchanges struct {
+	mu   sync.Mutex
+	free []int
+	all  atomic.Pointer[[]*core.Exchange]
+}
+
+// put makes x the exchange at index i, or at a new one if i is -1, and returns the index.
+// exchanges.mu is held.
+func put(x *core.Exchange, i int) int {
+	var all []*core.Exchange
+	if old := exchanges.all.Load(); old != nil {
+		all = append(all, *old...)
+	}
+	if i < 0 {
+		i = len(all)
+		all = append(all, nil)
+	}
+	all[i] = x
+	exchanges.all.Store(&all)
+	return i
+}
+
+func exchange(at C.uint64_t) *core.Exchange { return (*exchanges.all.Load())[at] }
+
+//export sf_prepare
+func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, servers *C.int64_t, nServers C.int, at *C.uint64_t, e *C.sf_error) C.int {
+	a := argsPool.Get().(*args)
+	defer a.release() // Prepare holds what it needs
+	var err, err2 error
+	a.push, err = a.read(a.push, push, nPush, "push_tensors")
+	a.pull, err2 = a.read(a.pull, pull, nPull, "pull_tensors")
+	if err != nil || err2 != nil {
+		return fail(e, errors.Join(err, err2))
+	}
+	s, err := session()
+	var x *core.Exchange
+	if err == nil {
+		x, err = s.Prepare(ranks(servers, nServers), a.push, a.pull)
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	exchanges.mu.Lock()
+	defer exchanges.mu.Unlock()
+	i := -1
+	if n := len(exchanges.free); n > 0 {
+		i, exchanges.free = exchanges.free[n-1], exchanges.free[:n-1]
+	}
+	*at = C.uint64_t(put(x, i))
+	return C.SF_DONE
+}
+
+// sf_exchange_start returns the handler of the call, or SF_FAILED.
+//
+//export sf_exchange_start
+func sf_exchange_start(at C.uint64_t, rows C.int64_t, stream C.uint64_t, e *C.sf_error) C.int64_t {
+	h, err := exchange(at).Start(af.Stream(stream), int(rows))
+	if err != nil {
+		return C.int64_t(fail(e, err))
+	}
+	return C.int64_t(h)
+}
+
+//export sf_exchange_wait
+func sf_exchange_wait(at C.uint64_t, timeoutMs, sliceMs C.int64_t, e *C.sf_error) C.int {
+	if err := exchange(at).Wait(time.Duration(timeoutMs)*time.Millisecond, time.Duration(sliceMs)*time.Millisecond); err != nil {
+		return fail(e, err)
+	}
+	return C.SF_DONE
+}
+
+//export sf_exchange_close
+func sf_exchange_close(at C.uint64_t) { exchange(at).Close() }
+
+// sf_exchange_drop closes an exchange that Python has let go of.
+//
+//export sf_exchange_drop
+func sf_exchange_drop(at C.uint64_t) {
+	exchange(at).Close()
+	exchanges.mu.Lock()
+	defer exchanges.mu.Unlock()
+	put(nil, int(at))
+	exchanges.free = append(exchanges.free, int(at))
+}
