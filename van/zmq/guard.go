@@ -119,8 +119,10 @@ func (g *guard) accepted(fd int) {
 		return // it has gone already
 	}
 	g.mu.Lock()
-	in := g.at(fd)
-	in.cookie = cookie
+	if in := g.conns[fd]; in != nil && in.cookie != cookie { // heard of late, see heard
+		g.forget(fd, in)
+	}
+	g.at(fd).cookie = cookie
 	g.mu.Unlock()
 	// EPOLLOUT, since the kernel drops an event when libzmq has read the bytes already,
 	// but not when the connection can be written to as well.
@@ -148,10 +150,13 @@ func (g *guard) at(fd int) *incoming {
 func (g *guard) gone(fd int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	in := g.conns[fd]
-	if in == nil {
-		return
+	if in := g.conns[fd]; in != nil {
+		g.forget(fd, in)
 	}
+}
+
+// forget forgets in, the connection of fd, which has ended. g.mu is held.
+func (g *guard) forget(fd int, in *incoming) {
 	delete(g.conns, fd)
 	g.held -= in.held
 	if in.member != nil {
@@ -160,14 +165,23 @@ func (g *guard) gone(fd int) {
 }
 
 // heard is told of a message of size bytes from connection fd, which says that it is
-// name's, and c's if c is not nil.
+// name's, and c's if c is not nil. A message may have waited for longer than its connection
+// stood: that counts for no other one.
 func (g *guard) heard(fd int, size int64, name peerName, c *conn) {
 	if g == nil || fd < 0 {
 		return
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	in := g.at(fd)
+	in := g.conns[fd]
+	if in == nil {
+		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
+		if err != nil {
+			return // it has gone
+		}
+		in = g.at(fd)
+		in.cookie = cookie
+	}
 	in.name = name
 	in.taken += size
 	less := min(in.held, size)

@@ -2,6 +2,7 @@ package zmq
 
 import (
 	"math"
+	"os"
 	"testing"
 	"time"
 
@@ -66,6 +67,58 @@ func TestManyStrangers(t *testing.T) {
 		t.Errorf("%d connections were ended, want 16 or so: four are within the budget", ended)
 	}
 	until(t, "memory given back", func() bool { return resident(t)-before < 16<<20 })
+}
+
+// TestConnectionOfMemberAgain: what lay in the ROUTER of a member's connection that has broken
+// does not make the next one, on another descriptor, a stranger's, which would be ended.
+func TestConnectionOfMemberAgain(t *testing.T) {
+	server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 64 << 10 })
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	if err := server.Connect(t.Context(), 9, rec); err != nil {
+		t.Fatal(err)
+	}
+	c := (*server.peers.Load())[9]
+	say := func(r *raw, ts int) {
+		t.Helper()
+		m := push(8, ts, nil)
+		m.Body = make([]byte, 16<<10)
+		r.send(packed(t, m))
+		if m := server.next(t); int(m.Timestamp) != ts {
+			t.Fatalf("message %d, want %d", m.Timestamp, ts)
+		}
+	}
+	first := dialRaw(t, server, "ps9.00000007")
+	say(first, 0)
+	fd := -1
+	connections := func(n int) func() bool {
+		return func() bool {
+			server.guard.mu.Lock()
+			defer server.guard.mu.Unlock()
+			for fd = range server.guard.conns {
+			}
+			return len(server.guard.conns) == n
+		}
+	}
+	until(t, "connection", connections(1))
+	of := fd
+	_ = first.Close()
+	until(t, "end of it", connections(0))
+	server.guard.heard(of, 1000, peerName{9, 7}, c) // as the receiver says
+	if c.seen.Load() {
+		t.Error("a connection that has ended counts as the worker's")
+	}
+	other, err := os.Open(os.DevNull) // takes the descriptor
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	again := dialRaw(t, server, "ps9.00000007")
+	for ts := range 20 {
+		say(again, 1+ts)
+	}
+	if n := server.Stats().Strangers; n != 0 {
+		t.Errorf("%d connections were ended as a stranger's, want none", n)
+	}
 }
 
 // TestStrangersGiveBack: what strangers held who have gone does not count any more.
