@@ -54,7 +54,9 @@ type DoneOption struct {
 // values have arrived, else with what Wait returns. It runs before Wait
 // returns, on the transport's goroutine or, when nothing was sent, on the
 // caller's before the call returns. It may make further requests; it must not
-// wait for them. It is not called when the call itself returns an error. A
+// wait for them, nor for anything else that may take long: it may run on the
+// goroutine of a Wait, which receives from all servers meanwhile. It is not
+// called when the call itself returns an error. A
 // request that nobody waits for has no time limit; it ends when its servers have
 // answered or one of them is lost.
 func Done(f func(error)) DoneOption { return DoneOption{f: f} }

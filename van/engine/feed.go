@@ -353,6 +353,7 @@ func (f *Feed[T]) Help(slice time.Duration) Found {
 		if f.e.ended {
 			f.Loop.drain(lane, &f.e.turn)
 		}
+		f.e.turn.ended.Add(1)
 	case Leave:
 		f.left = true
 	}

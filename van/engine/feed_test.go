@@ -351,6 +351,31 @@ func TestEndPoll(t *testing.T) {
 	}
 }
 
+// TestEndPollLate: what is said in the name of a delivery that has ended ends no other's Poll.
+func TestEndPollLate(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	var first context.Context
+	done := false
+	var m *memory
+	m = newMemory(true, func(n int, turn *Turn) {
+		switch {
+		case turn != &e.turn: // the loop was quicker
+			m.put(n + 1)
+		case first == nil:
+			first = Within(context.Background(), turn)
+			m.put(n + 1)
+		default:
+			done = true
+			if e.EndPoll(first); e.ended {
+				t.Error("a delivery that has ended ends another's Poll")
+			}
+		}
+	})
+	feed(t, e, m)
+	m.put(1)
+	pollUntil(t, e, func() bool { return done })
+}
+
 // TestFreeWaitsForPoll: what a Poll of somebody else uses is not freed.
 func TestFreeWaitsForPoll(t *testing.T) {
 	e := New(50 * time.Microsecond)

@@ -1,16 +1,26 @@
 package engine
 
-import "context"
+import (
+	"context"
+	"sync/atomic"
+)
 
 // Turn stands for a goroutine that delivers. Each delivery is told whose turn it is: what
 // it calls that waits for the end of deliveries, as Stop does, must not wait for itself,
 // and is given a context made by Within.
 type Turn struct {
-	stopping bool    // it waits in Stop; Loop.mu guards it
-	engine   *Engine // of whose Polls it is; nil: a loop's
+	stopping bool          // it waits in Stop; Loop.mu guards it
+	engine   *Engine       // of whose Polls it is; nil: a loop's
+	ended    atomic.Uint64 // deliveries of Polls
 }
 
 type turnKey struct{}
+
+// delivery is one in a turn: the turn of Polls is that of one goroutine after the other.
+type delivery struct {
+	turn  *Turn
+	ended uint64 // in its turn, before it
+}
 
 // Within returns ctx for what a delivery calls in turn t; nil is no turn. It is of no use
 // when the delivery has ended, and must not be used then.
@@ -18,13 +28,15 @@ func Within(ctx context.Context, t *Turn) context.Context {
 	if t == nil {
 		return ctx
 	}
-	return context.WithValue(ctx, turnKey{}, t)
+	return context.WithValue(ctx, turnKey{}, delivery{t, t.ended.Load()})
 }
 
 // turnOf returns whose turn ctx was made for, or nil.
 func turnOf(ctx context.Context) *Turn {
-	t, _ := ctx.Value(turnKey{}).(*Turn)
-	return t
+	if d, ok := ctx.Value(turnKey{}).(delivery); ok && d.turn.ended.Load() == d.ended {
+		return d.turn
+	}
+	return nil
 }
 
 // EndPoll is Engine.EndPoll of the Engine whose Poll makes the delivery that ctx is of, if one
