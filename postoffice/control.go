@@ -39,7 +39,11 @@ func now() time.Duration { return time.Duration(clock.Now()) }
 // new ones are left to it.
 func (c *control) step(input func(time.Duration)) {
 	c.mu.Lock()
-	input(now())
+	t := now()
+	input(t)
+	if at, wanted := c.machine.NextTick(); wanted && at <= t { // due at once: it leaves before what the application does next
+		c.machine.Tick(t)
+	}
 	outs := c.machine.Take()
 	c.members.noteProcesses(outs, c.machine.Incarnation(van.SchedulerID))
 	c.members.noteLosses(outs)

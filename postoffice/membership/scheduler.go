@@ -242,8 +242,14 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		if again || inc != 0 && !another(n, &rec) {
 			// It registered a second time before it had the table.
 			m.sched.stamps[n.ID] = stamp
+			if !m.conns[n.ID] { // a former scheduler gave it the place, and died before it knew
+				n.IsRecovery = true
+				m.connect(n.ID, *n)
+				m.expect(now, n.ID)
+			}
 			m.markUp(now, n.ID, connLost|silent|declared)
 			m.sendTable(n.ID, m.fullTable())
+			m.tellDead(n.ID)
 			return
 		}
 		if h := m.health[n.ID]; h.down == 0 && h.beats && m.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {

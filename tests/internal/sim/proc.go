@@ -456,7 +456,7 @@ func (l *logger) Handle(_ context.Context, r slog.Record) error {
 	var b strings.Builder
 	b.WriteString("log: " + r.Message)
 	r.Attrs(func(a slog.Attr) bool {
-		fmt.Fprintf(&b, " %s=%v", a.Key, a.Value)
+		fmt.Fprintf(&b, " %s=%v", a.Key, a.Value.Resolve())
 		return true
 	})
 	l.p.c.net.tl.log(entry{at: l.p.c.net.now(), who: l.p.name, what: b.String()})
