@@ -86,6 +86,38 @@ def test_group(cluster):
     gpu_cluster(cluster, group=2).run(sums_worker, sums_server)
 
 
+# A prepared exchange: each round waits for the stream that is current at its start.
+
+def rounds_worker(n):
+    f, dev = n.f, torch.device("cuda", n.instance)
+    push, pull = torch.empty(64, 1024, device=dev), torch.empty(64, 1024, device=dev)
+    x = f.prepare([push], [1], [pull], [2])
+    for i, rows in enumerate((None, 3, 64, 0, 1, None) * 5):
+        stream = torch.cuda.Stream(dev) if i % 2 else torch.cuda.current_stream(dev)
+        with torch.cuda.stream(stream):
+            pull.fill_(-1)
+            slow(push)
+            push.fill_(i)
+            x.start(rows)
+            x.wait()
+            cut = 64 if rows is None else rows
+            assert bool((pull[:cut] == i + 1).all()) and bool((pull[cut:] == -1).all()), (i, rows)
+        torch.cuda.synchronize()
+
+
+def rounds_server(n):
+    for i, rows in enumerate((None, 3, 64, 0, 1, None) * 5):
+        (handler, (t,), _), = n.f.get_batch()
+        assert t.shape == (64 if rows is None else rows, 1024), (i, t.shape)
+        n.f.respond([t + 1], handler, True)
+
+
+@on_gpu
+@vans
+def test_prepared(cluster, ipc):
+    gpu_cluster(cluster, ipc).run(rounds_worker, rounds_server)
+
+
 # Memory of a push is not used again while kernels read it.
 
 def reuse_worker(n):

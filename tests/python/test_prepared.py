@@ -38,10 +38,7 @@ PLAN = (None, 1, 0, 4, None, 5)
 def values_worker(n):
     f, lib = n.f, n.lib
     for k, dtype in enumerate(lib.dtypes):
-        # JAX's arrays cannot change: the tensors are NumPy's there, or bytes of NumPy's.
         x, scales = lib.zeros(dtype, (ROWS, COLUMNS)), lib.zeros("uint8", (ROWS, 1))
-        if lib.shape(x) != (ROWS, COLUMNS):
-            continue
         pull = [lib.zeros(t, (ROWS, c)) for _ in range(n.servers) for t, c in ((dtype, COLUMNS), ("uint8", 1))]
         e = f.prepare([x, scales], [2 * k, 2 * k + 1], pull, [7, 8] * n.servers)
         for i, rows in enumerate(PLAN):
