@@ -71,8 +71,12 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 	if m.sched.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
-	if instance && group == van.AllNodes && m.sched.starting[from] {
-		delete(m.sched.starting, from)
+	if asked, starts := m.sched.starting[from]; starts && instance && group == van.AllNodes && !slices.Contains(asked, msg.CustomerID) {
+		if asked = append(asked, msg.CustomerID); len(asked) < m.places(from) {
+			m.sched.starting[from] = asked
+		} else {
+			delete(m.sched.starting, from)
+		}
 		if !m.isStarting() { // else it is counted there
 			meta := m.control(van.InstanceBarrier)
 			meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID

@@ -204,6 +204,60 @@ func TestTwoCustomers(t *testing.T) {
 	}
 }
 
+// TestTwoCustomersOfAReplacement: a process of the original with two customers takes the place of
+// one with two. Each of its customers passes the barrier of start-up at once, is waited for in
+// that of Finalize, and no record of the dead process is left.
+func TestTwoCustomersOfAReplacement(t *testing.T) {
+	cfg := testConfig(van.Scheduler, 2, 1, "", 0)
+	cfg.ReplaceTimeout = 10 * time.Second
+	m, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Start(0)
+	stamp := int32(0)
+	step := func(want string, from int, customer int, nodes ...van.Node) {
+		t.Helper()
+		var meta van.Meta
+		meta.Reset()
+		stamp++
+		meta.Timestamp, meta.CustomerID, meta.Control.Nodes = stamp, int32(customer), nodes
+		meta.Control.Cmd = van.AddNode
+		if len(nodes) == 0 {
+			meta.Control.Cmd, meta.Request, meta.Control.BarrierGroup = van.InstanceBarrier, true, van.AllNodes
+		}
+		if err := m.Step(0, from, &meta); err != nil {
+			t.Fatal(err)
+		}
+		if got := sends(m); got != want {
+			t.Errorf("messages to %q, want %q", got, want)
+		}
+	}
+	customer := func(host string, customer int) van.Node {
+		n := rec(van.Worker, host, 1, -1)
+		n.CustomerID = customer
+		return n
+	}
+	step("", van.Empty, 0, customer("a", 0))
+	step("", van.Empty, 0, customer("a", 1))
+	step("9 8", van.Empty, 0, rec(van.Server, "b", 1, -1))
+	step("", 8, 0) // it waits in Finalize, and so does the scheduler
+	step("", van.SchedulerID, 0)
+	m.PeerLost(0, 9, errors.New("killed"))
+	m.Take()
+	step("9 8", van.Empty, 0, customer("c", 0))
+	step("9", van.Empty, 0, customer("c", 1))
+	for _, n := range m.table {
+		if n.ID == 9 && n.Hostname != "c" {
+			t.Errorf("the table has worker 0 at %s, want it at c only", n.Addr())
+		}
+	}
+	step("9", 9, 0)
+	step("9", 9, 1)
+	step("", 9, 0)
+	step("9 8 1", 9, 1)
+}
+
 func sends(m *Machine) string {
 	var to []string
 	for _, o := range m.Take() {

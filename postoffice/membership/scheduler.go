@@ -24,10 +24,11 @@ type scheduler struct {
 	several  map[int]bool   // ids of processes that registered several customers
 	gathers  map[gatherKey]*gather
 	answers  map[int]map[gatherKey]answer
-	// C++ StepMesh processes that have replaced others, and have not asked for the barrier
-	// at the end of start-up. They do, as nodes of this library do not: counted, it would be
-	// taken for their vote in the barrier of Finalize, where others may wait already.
-	starting     map[int]bool
+	// C++ StepMesh processes that have replaced others, of which not all customers have asked
+	// for the barrier at the end of start-up, and those that have. They do, as nodes of this
+	// library do not: counted, it would be taken for their vote in the barrier of Finalize,
+	// where others may wait already.
+	starting     map[int][]int32
 	back         *returning       // a former scheduler's cluster, while joining
 	former       []former         // processes that were replaced, oldest first
 	claims       map[int]*join    // by id, registrations under the address of a member that may be alive
@@ -49,7 +50,7 @@ type join struct {
 
 func newScheduler(hosts map[string]int) *scheduler {
 	return &scheduler{hosts: hosts, stamps: map[int]int32{}, several: map[int]bool{},
-		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, starting: map[int]bool{}, claims: map[int]*join{}, unheard: map[int]*unheard{}}
+		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, starting: map[int][]int32{}, claims: map[int]*join{}, unheard: map[int]*unheard{}}
 }
 
 // stepJoin handles the registration of a node.
@@ -278,14 +279,20 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	m.generation++
 	delete(m.sched.claims, id)
 	rec.ID, rec.IsRecovery = id, true
-	m.table[m.at[id]] = rec
+	for i := range m.table {
+		if n := &m.table[i]; n.ID == id { // one record for each customer
+			customer := n.CustomerID
+			*n = cloneNode(rec)
+			n.CustomerID = customer
+		}
+	}
 	m.sched.stamps[id] = stamp
 	m.learn(id, &rec)
 	delete(m.first, id)
 	*m.health[id] = health{seen: now}
 	m.forget(id) // the replacement has not requested any barrier
 	if !m.native(id) {
-		m.sched.starting[id] = true
+		m.sched.starting[id] = nil
 	}
 	m.connect(id, rec)
 	all, one := m.fullTable(), []van.Node{rec}
