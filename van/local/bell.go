@@ -3,6 +3,7 @@ package local
 import (
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -15,19 +16,20 @@ type bell struct {
 	mem []byte
 }
 
-// sleeper is one of those who may sleep on a node's bell.
-type sleeper uint32
+// waiter is one of those who may sleep on a node's bell: the engine's loop, and the caller
+// of a Poll.
+type waiter uint32
 
 const (
-	nobody sleeper = iota
-	theLoop
-	aPoll
+	noWaiter waiter = iota
+	loopWaiter
+	pollWaiter
 )
 
 // Layout of a bell's page.
 const (
-	offArmed = 0  // u32: the sleeper to wake
-	offRings = 64 // u32 of each sleeper, on a line of its own: counts the rings; a futex
+	offArmed = 0  // u32: the waiter to wake
+	offRings = 64 // u32 of each waiter, on a line of its own: counts the rings; a futex
 	bellLen  = 4096
 )
 
@@ -47,41 +49,35 @@ func (b *bell) unmap() {
 
 func (b *bell) word(off int) *atomic.Uint32 { return (*atomic.Uint32)(unsafe.Pointer(&b.mem[off])) }
 
-func (b *bell) rings(s sleeper) *atomic.Uint32 { return b.word(offRings * int(s)) }
+func (b *bell) rings(w waiter) *atomic.Uint32 { return b.word(offRings * int(w)) }
 
-// count is what s reads before its last look, and gives to wait.
-func (b *bell) count(s sleeper) uint32 { return b.rings(s).Load() }
+// count is what w reads before it polls for the last time, and gives to wait.
+func (b *bell) count(w waiter) uint32 { return b.rings(w).Load() }
 
-// arm makes peers wake s. It looks once more before it goes to sleep.
-func (b *bell) arm(s sleeper) { b.word(offArmed).Store(uint32(s)) }
+// arm makes peers wake w, which polls once more before it goes to sleep.
+func (b *bell) arm(w waiter) { b.word(offArmed).Store(uint32(w)) }
 
-// disarm tells peers that the owner looks by itself.
+// disarm tells peers that the owner polls by itself.
 func (b *bell) disarm() {
 	if w := b.word(offArmed); w.Load() != 0 {
 		w.Store(0)
 	}
 }
 
-// ring wakes who has armed the bell. What it is to see must have been written
+// ring wakes the waiter that has armed the bell. What it is to see must have been written
 // before.
 func (b *bell) ring() {
-	w := b.word(offArmed)
-	if s := w.Load(); s != 0 && s <= uint32(aPoll) && w.CompareAndSwap(s, 0) {
-		b.wake(sleeper(s))
+	armed := b.word(offArmed)
+	if w := armed.Load(); w != 0 && w <= uint32(pollWaiter) && armed.CompareAndSwap(w, 0) {
+		b.wake(waiter(w))
 	}
 }
 
-// wake wakes s in any case.
-func (b *bell) wake(s sleeper) {
-	w := b.rings(s)
-	w.Add(1)
-	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(w)), futexWake, 1, 0, 0, 0)
-}
-
-// wakeAll wakes whoever sleeps.
-func (b *bell) wakeAll() {
-	b.wake(theLoop)
-	b.wake(aPoll)
+// wake wakes w in any case.
+func (b *bell) wake(w waiter) {
+	n := b.rings(w)
+	n.Add(1)
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(n)), futexWake, 1, 0, 0, 0)
 }
 
 // Operations of futex(2), between processes.
@@ -92,12 +88,71 @@ const (
 
 // wait sleeps until the bell has rung since count was read, or until limit passes:
 // that heals what a peer that writes nonsense to the page could do.
-func (b *bell) wait(s sleeper, count uint32, limit time.Duration) error {
+func (b *bell) wait(w waiter, count uint32, limit time.Duration) error {
 	ts := unix.NsecToTimespec(limit.Nanoseconds())
-	_, _, e := unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(b.rings(s))), futexWait, uintptr(count),
+	_, _, e := unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(b.rings(w))), futexWait, uintptr(count),
 		uintptr(unsafe.Pointer(&ts)), 0, 0)
 	if e != 0 && !errors.Is(e, unix.EAGAIN) && !errors.Is(e, unix.EINTR) && !errors.Is(e, unix.ETIMEDOUT) {
 		return fmt.Errorf("futex: %w", e)
 	}
 	return nil
+}
+
+// doorbell is the bell of this node itself. The receiver, which frees it in the end, uses the
+// bell without the lock; everybody else wakes with it.
+type doorbell struct {
+	mu   sync.Mutex
+	bell *bell // nil: there is none, or none any more
+	fd   int   // of its page, for peers
+}
+
+// open makes the doorbell, with memory as newMemory.
+func (d *doorbell) open(memory func(n int) (int, error)) error {
+	fd, err := memory(bellLen)
+	if err != nil {
+		return err
+	}
+	b, err := mapBell(fd)
+	if err != nil {
+		_ = unix.Close(fd)
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.bell, d.fd = b, fd
+	return nil
+}
+
+// close frees the doorbell.
+func (d *doorbell) close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.bell != nil {
+		d.bell.unmap()
+		d.bell = nil
+		_ = unix.Close(d.fd)
+		d.fd = -1
+	}
+}
+
+// isOpen tells whether there is a doorbell.
+func (d *doorbell) isOpen() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.bell != nil
+}
+
+// wake wakes w, if there is a doorbell.
+func (d *doorbell) wake(w waiter) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.bell != nil {
+		d.bell.wake(w)
+	}
+}
+
+// wakeAll wakes all waiters, if there is a doorbell.
+func (d *doorbell) wakeAll() {
+	d.wake(loopWaiter)
+	d.wake(pollWaiter)
 }

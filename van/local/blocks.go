@@ -11,20 +11,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// blocks are buffers for received values that have no place of their own yet. They
+// blocks are buffers for received values that have no destination of their own yet. They
 // lie outside the Go heap and are used again, the last one first: its pages exist
 // and may still be in a cache. Those that the traffic of late has not needed go back
 // to the system.
 type blocks struct {
 	mu     sync.Mutex
-	of     map[int]*shelf // by length
-	kept   int            // bytes that wait for use
-	timer  *time.Timer    // runs while there are some
+	of     map[int]*sizeClass // by length
+	kept   int                // bytes that wait for use
+	timer  *time.Timer        // runs while there are some
 	closed bool
 }
 
-// shelf has the blocks of one length.
-type shelf struct {
+// sizeClass has the blocks of one length.
+type sizeClass struct {
 	free [][]byte
 	out  int // in use
 	gets int // since idle was counted anew
@@ -77,9 +77,9 @@ func (b *blocks) reuse(size int) (mem []byte) {
 	defer b.mu.Unlock()
 	s := b.of[size]
 	if s == nil {
-		s = &shelf{}
+		s = &sizeClass{}
 		if b.of == nil {
-			b.of = map[int]*shelf{}
+			b.of = map[int]*sizeClass{}
 		}
 		b.of[size] = s
 	}
@@ -93,8 +93,8 @@ func (b *blocks) reuse(size int) (mem []byte) {
 	s.free = s.free[:len(s.free)-1]
 	b.kept -= size
 	s.idle = min(s.idle, len(s.free))
-	// As many as there are: whoever holds several at a time has taken them all
-	// again by then.
+	// As many as there are: a receiver that holds several at a time has taken them
+	// all again by then.
 	if s.gets++; s.gets >= s.out+len(s.free) {
 		b.trim(s)
 	}
@@ -102,7 +102,7 @@ func (b *blocks) reuse(size int) (mem []byte) {
 }
 
 // trim frees the blocks of s that were not needed since the last time. b.mu is held.
-func (b *blocks) trim(s *shelf) {
+func (b *blocks) trim(s *sizeClass) {
 	n := min(s.idle, len(s.free))
 	for _, mem := range s.free[:n] {
 		b.kept -= len(mem)

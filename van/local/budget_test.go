@@ -45,7 +45,7 @@ var ways = []struct {
 	set  func(*Van)
 }{
 	{"read", 1 << 20, nil},
-	{"stream", 1 << 20, func(v *Van) { v.streamOnly = true }},
+	{"stream", 1 << 20, func(v *Van) { v.acceptor.streamOnly = true }},
 	{"inline", 10_000, nil},
 }
 
@@ -59,7 +59,7 @@ func TestReceiveBudget(t *testing.T) {
 			n := inproc.NewNetwork()
 			worker, other := newNode(t, n, 9, nil), newNode(t, n, 11, nil)
 			server := newNode(t, n, 8, func(v *Van) {
-				v.feed.Loop.Budget = engine.NewBudget(budget, 0)
+				v.rx.feed.Loop.Budget = engine.NewBudget(budget, 0)
 				if mode.set != nil {
 					mode.set(v)
 				}
@@ -70,7 +70,7 @@ func TestReceiveBudget(t *testing.T) {
 				if m.Sender == 9 && m.Timestamp == 0 {
 					<-release
 				}
-				held.Store(max(held.Load(), int64(server.blocks.inUse())))
+				held.Store(max(held.Load(), int64(server.rx.blocks.inUse())))
 				if m.Sender == 9 {
 					if want := pattern(int(m.Timestamp)%7, mode.size); !bytes.Equal(m.Vals.Host(), want) {
 						t.Errorf("values of message %d differ", m.Timestamp)
@@ -92,7 +92,7 @@ func TestReceiveBudget(t *testing.T) {
 				other.must(data(8, i, pattern(i, 100)))
 				await(t, got, heard{11, i})
 			}
-			if n := server.feed.Loop.Budget.Used(); n < budget || n > budget+int64(2*mode.size)+2*parcelBytes {
+			if n := server.rx.feed.Loop.Budget.Used(); n < budget || n > budget+int64(2*mode.size)+2*messageBytes {
 				t.Errorf("%d bytes wait, want about %d", n, budget)
 			}
 			close(release)
@@ -102,7 +102,7 @@ func TestReceiveBudget(t *testing.T) {
 			if n := held.Load(); n > budget+4<<20 {
 				t.Errorf("the server has held up to %d bytes of received values, want %d and a few more", n, budget)
 			}
-			eventually(t, "everything lent is given back", func() bool { return worker.Stats().Pinned == 0 })
+			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().Pinned == 0 })
 		})
 	}
 }
@@ -114,7 +114,7 @@ func TestSendBudget(t *testing.T) {
 		t.Run(mode.name, func(t *testing.T) {
 			const budget = 8 << 20
 			n := inproc.NewNetwork()
-			worker := newNode(t, n, 9, func(v *Van) { v.afford = budget })
+			worker := newNode(t, n, 9, func(v *Van) { v.tx.budget = budget })
 			server := newNode(t, n, 8, mode.set)
 			worker.start()
 			worker.connect(server)
@@ -144,11 +144,11 @@ func TestSendBudget(t *testing.T) {
 				}
 				m.Release()
 			}
-			link := (*worker.links.Load())[8]
+			link := (*worker.peers.links.Load())[8]
 			eventually(t, "nothing is unsent", func() bool {
 				link.mu.Lock()
 				defer link.mu.Unlock()
-				return link.unsent == 0
+				return link.unsent() == 0
 			})
 			worker.must(data(8, sent, pattern(1, mode.size)))
 			server.next().Release()
@@ -159,7 +159,7 @@ func TestSendBudget(t *testing.T) {
 // TestSendBudgetWaits: a peer that keeps taking is waited for, however much is sent.
 func TestSendBudgetWaits(t *testing.T) {
 	n := inproc.NewNetwork()
-	worker := newNode(t, n, 9, func(v *Van) { v.afford, v.relief = 4<<20, limit })
+	worker := newNode(t, n, 9, func(v *Van) { v.tx.budget, v.tx.roomTimeout = 4<<20, limit })
 	server := newNode(t, n, 8, nil)
 	worker.start()
 	got := make(chan heard, 100)
@@ -178,7 +178,7 @@ func TestSendBudgetWaits(t *testing.T) {
 // it from being sent, though the peer takes nothing yet.
 func TestOneLongValue(t *testing.T) {
 	n := inproc.NewNetwork()
-	worker := newNode(t, n, 9, func(v *Van) { v.afford = 4 << 20 })
+	worker := newNode(t, n, 9, func(v *Van) { v.tx.budget = 4 << 20 })
 	server := newNode(t, n, 8, nil)
 	worker.start()
 	worker.connect(server)

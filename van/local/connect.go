@@ -2,59 +2,58 @@ package local
 
 import (
 	"context"
-	"log/slog"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // Connect implements van.Van. It also begins to make the link to a peer within reach. What
-// is sent before that is settled waits: see linkTo.
+// is sent before that is settled waits: see peers.settledLink.
 func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	if err := v.inner.Connect(ctx, id, peer); err != nil {
 		return err
 	}
-	if id <= 0 || id == van.SchedulerID || v.role.Load() == int32(van.Scheduler) || v.id.Load() == van.Empty {
+	if id <= 0 || id == van.SchedulerID || v.role.Load() == int32(van.Scheduler) || v.own.id.Load() == van.Empty {
 		return nil // no data goes there
 	}
-	n := &neighbour{id: id, settled: make(chan struct{})}
+	n := &outPeer{id: id, settled: make(chan struct{})}
 	who, _ := peer.Identity()
 	t, offers := parseToken(who.Local)
 	n.token = t
-	v.mu.Lock()
-	v.dialling.Add(1) // before there is no link any more
-	old := (*v.links.Load())[id]
-	v.setLink(id, nil)
-	was := v.nodes[id]
+	p := v.peers
+	p.mu.Lock()
+	p.dialling.Add(1) // before there is no link any more
+	old := p.link(id)
+	p.setLink(id, nil)
+	was := p.nodes[id]
 	n.admitted = was == nil || was.admitted && was.token.name == t.name
-	v.nodes[id] = n
+	p.nodes[id] = n
 	if was != nil && was.token.name != t.name {
-		v.fenceLocked(id, was)
+		p.fenceLocked(id, was)
 	}
-	v.admitLocked(id)
+	p.admitLocked(id)
 	if !n.admitted {
-		time.AfterFunc(holdTime, func() { v.admitLate(n) })
+		time.AfterFunc(holdTime, func() { p.admitLate(n) })
 	}
 	if was != nil {
-		v.losses.replaced(id, was, n)
+		p.losses.replaced(id, was, n)
 	}
-	v.countLocked()
-	on := !v.closed && v.listener != nil
-	if on && offers && v.token.reach(&t) == "" {
-		left := v.leaving[id]
-		v.wg.Go(func() {
-			defer v.settle(n)
+	on := !p.closed && v.acceptor.listener != nil
+	if on && offers && v.own.token.reach(&t) == "" {
+		left := p.draining[id]
+		p.wg.Go(func() {
+			defer p.settle(n)
 			if left != nil {
 				<-left // what was sent before is to be there first
 			}
-			v.link(n, id)
+			v.dialer.link(n, id)
 		})
-		v.mu.Unlock()
+		p.mu.Unlock()
 	} else {
-		v.mu.Unlock()
-		v.settle(n)
+		p.mu.Unlock()
+		p.settle(n)
 		if on {
-			v.sayWhyNot(ctx, id, &t, offers)
+			v.dialer.sayWhyNot(ctx, id, &t, offers)
 		}
 	}
 	if old != nil {
@@ -63,94 +62,21 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	return nil
 }
 
-// sayWhyNot logs why there is no link to a peer.
-func (v *Van) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
-	if !offers {
-		v.log.Debug("no shared memory with a peer", "peer", van.NodeName(id), "why", "it does not offer it")
-		return
-	}
-	level := slog.LevelInfo
-	if t.host != v.token.host {
-		level = slog.LevelDebug // nobody would expect it
-	}
-	v.log.Log(ctx, level, "data goes over "+v.Type(), "peer", van.NodeName(id), "why", v.token.reach(t))
-}
-
-// link makes the link to n, if it can be had.
-func (v *Van) link(n *neighbour, id int) {
-	v.admitted.Do(v.letRead)
-	l, err := v.dial(v.ctx, id, &n.token)
-	if err == nil {
-		v.addOut(n, l)
-	} else if v.ctx.Err() == nil {
-		v.log.Warn("data goes over "+v.Type()+", not through shared memory", "peer", van.NodeName(id), "err", err)
-	}
-}
-
-// letRead lets peers read what this process lends them. Where Yama asks for that it holds
-// for every process of the user, and so only once there is a peer that shares memory.
-func (v *Van) letRead() {
-	if admitted, err := v.readers(); err != nil {
-		v.log.Warn("peers may have to copy large values twice", "err", err)
-	} else if admitted {
-		v.log.Info("processes of the same user may read this one's memory", "why", yamaScope+" is 1")
-	}
-}
-
-// settle says that it is settled which way data to n takes.
-func (v *Van) settle(n *neighbour) {
-	close(n.settled)
-	v.dialling.Add(-1)
-}
-
-// linkTo returns the link to node id, or nil if data goes there over the van inside.
-func (v *Van) linkTo(id int) *outLink {
-	if l := (*v.links.Load())[id]; l != nil {
-		return l
-	}
-	return v.linkToBe(id)
-}
-
-// linkToBe is linkTo for a node to which there is no link, perhaps not yet. It waits until
-// that is settled, for linkTime and leaveTime at most: a message must not overtake those
-// that were sent before.
-func (v *Van) linkToBe(id int) *outLink {
-	for v.dialling.Load() > 0 {
-		v.mu.Lock()
-		n := v.nodes[id]
-		v.mu.Unlock()
-		if n == nil {
-			break
-		}
-		select {
-		case <-n.settled:
-			v.mu.Lock()
-			same := v.nodes[id] == n
-			v.mu.Unlock()
-			if same {
-				return (*v.links.Load())[id]
-			}
-		case <-v.ctx.Done():
-			return nil
-		}
-	}
-	return (*v.links.Load())[id] // again: it may have been made since
-}
-
-// leaveTime is how long Disconnect lets sent messages leave.
-const leaveTime = 500 * time.Millisecond
+// drainTime is how long Disconnect lets sent messages leave.
+const drainTime = 500 * time.Millisecond
 
 // Disconnect implements van.Van. What has been sent leaves while the caller goes on.
 func (v *Van) Disconnect(id int) {
-	v.mu.Lock()
-	l := (*v.links.Load())[id]
-	delete(v.nodes, id)
-	v.setLink(id, nil)
-	if l != nil && !v.closed {
-		before, left := v.leaving[id], make(chan struct{})
-		v.leaving[id] = left
-		v.wg.Go(func() {
-			ctx, cancel := context.WithTimeout(v.late, v.leaveTime)
+	p := v.peers
+	p.mu.Lock()
+	l := p.link(id)
+	delete(p.nodes, id)
+	p.setLink(id, nil)
+	if l != nil && !p.closed {
+		before, left := p.draining[id], make(chan struct{})
+		p.draining[id] = left
+		p.wg.Go(func() {
+			ctx, cancel := context.WithTimeout(v.drain, v.drainTime)
 			defer cancel()
 			l.linger(ctx)
 			l.close(true)
@@ -158,14 +84,55 @@ func (v *Van) Disconnect(id int) {
 				<-before
 			}
 			close(left)
-			v.mu.Lock()
-			defer v.mu.Unlock()
-			if v.leaving[id] == left {
-				delete(v.leaving, id)
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			if p.draining[id] == left {
+				delete(p.draining, id)
 			}
 		})
 	}
-	v.mu.Unlock()
+	p.mu.Unlock()
 	v.inner.Disconnect(id)
-	v.places.forget(id)
+	v.dests.forget(id)
+}
+
+// Rename implements van.Van.
+func (v *Van) Rename(old, id int) error {
+	if err := v.inner.Rename(old, id); err != nil || old == id {
+		return err
+	}
+	p := v.peers
+	p.mu.Lock()
+	l, other := p.link(old), p.link(id)
+	if n := p.nodes[old]; n != nil {
+		p.nodes[id], n.id = n, id
+		delete(p.nodes, old)
+	}
+	if l != nil {
+		l.id.Store(int32(id))
+	}
+	p.setLink(old, nil)
+	p.setLink(id, l)
+	p.mu.Unlock()
+	if other != nil {
+		other.close(true)
+	}
+	return nil
+}
+
+// Admit implements van.Admitter.
+func (v *Van) Admit(id int) {
+	if a, ok := van.As[van.Admitter](v.inner); ok {
+		a.Admit(id)
+	}
+	v.peers.admit(id)
+}
+
+// WatchPeers implements van.PeerWatcher: a peer is also reported as lost when its
+// link breaks.
+func (v *Van) WatchPeers(f func(id int, up bool, cause error)) {
+	v.peers.losses.watch.Store(&f)
+	if w, ok := van.As[van.PeerWatcher](v.inner); ok {
+		w.WatchPeers(f)
+	}
 }

@@ -19,7 +19,7 @@ func TestConnectGoesOn(t *testing.T) {
 	answer := make(chan struct{})
 	worker := newNode(t, n, 9, nil)
 	server := newNode(t, n, 8, func(v *Van) {
-		v.refuse = func() error {
+		v.acceptor.refuse = func() error {
 			<-answer
 			return nil
 		}
@@ -68,7 +68,7 @@ func TestListenerSurvives(t *testing.T) {
 	worker := newNode(t, n, 9, nil)
 	var fails atomic.Int32
 	server := newNode(t, n, 8, func(v *Van) {
-		v.refuse = func() error {
+		v.acceptor.refuse = func() error {
 			switch fails.Add(1) {
 			case 1:
 				return fmt.Errorf("accept4: %w", unix.EMFILE)
@@ -89,23 +89,23 @@ func TestListenerSurvives(t *testing.T) {
 // sent before leaves, and comes before what is sent after the next Connect.
 func TestDisconnectGoesOn(t *testing.T) {
 	n := inproc.NewNetwork()
-	worker, server := newNode(t, n, 9, func(v *Van) { v.leaveTime = limit }), newNode(t, n, 8, nil)
+	worker, server := newNode(t, n, 9, func(v *Van) { v.drainTime = limit }), newNode(t, n, 8, nil)
 	worker.start()
 	worker.connect(server)
 	const before = 8
 	for i := range before {
 		worker.must(data(8, i, pattern(i, 1<<20)))
 	}
-	l := (*worker.links.Load())[8]
+	l := (*worker.peers.links.Load())[8]
 	l.mu.Lock() // nothing more leaves for now
 	worker.Disconnect(8)
 	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
 		t.Fatal(err)
 	}
 	server.start()
-	worker.mu.Lock()
-	next := worker.nodes[8]
-	worker.mu.Unlock()
+	worker.peers.mu.Lock()
+	next := worker.peers.nodes[8]
+	worker.peers.mu.Unlock()
 	select {
 	case <-next.settled:
 		t.Error("there is a new link while what was sent before has not left")
@@ -128,7 +128,7 @@ func TestReadersAreAdmittedLate(t *testing.T) {
 	n := inproc.NewNetwork()
 	var said atomic.Int32
 	worker := newNode(t, n, 9, func(v *Van) {
-		v.readers = func() (bool, error) {
+		v.dialer.readers = func() (bool, error) {
 			said.Add(1)
 			return true, nil
 		}
@@ -159,7 +159,7 @@ func TestLateHello(t *testing.T) {
 	var accepts atomic.Int32
 	worker := newNode(t, n, 9, nil)
 	server := newNode(t, n, 8, func(v *Van) {
-		v.refuse = func() error {
+		v.acceptor.refuse = func() error {
 			accepts.Add(1)
 			<-stopped
 			return nil
@@ -176,13 +176,13 @@ func TestLateHello(t *testing.T) {
 	}
 	close(stopped)
 	eventually(t, "the late hello is read, and its link has ended", func() bool {
-		server.mu.Lock()
-		defer server.mu.Unlock()
-		return accepts.Load() == 2 && len(server.greeted) == 0 && len(*server.ins.Load()) == 0
+		server.peers.mu.Lock()
+		defer server.peers.mu.Unlock()
+		return accepts.Load() == 2 && len(server.acceptor.conns) == 0 && len(*server.peers.ins.Load()) == 0
 	})
-	server.feed.Lock() // who receives has told what there was to tell
+	server.rx.feed.Lock() // who receives has told what there was to tell
 	lost := server.down(9)
-	server.feed.Unlock()
+	server.rx.feed.Unlock()
 	if lost {
 		t.Error("the peer is held for lost")
 	}

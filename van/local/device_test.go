@@ -61,14 +61,14 @@ func pullInto(to, ts int, into backend.Mem) *van.Message {
 }
 
 // feedOf is where x copies from its only peer's device.
-func (x *node) feedOf() *deviceSource {
-	x.feed.Lock()
-	defer x.feed.Unlock()
-	return (*x.ins.Load())[0].dev
+func (x *node) feedOf() *peerDevice {
+	x.rx.feed.Lock()
+	defer x.rx.feed.Unlock()
+	return (*x.peers.ins.Load())[0].dev
 }
 
 // block holds the stream of s until the function that it returns is called.
-func block(d *vantest.Device, s *deviceSource) (open func()) {
+func block(d *vantest.Device, s *peerDevice) (open func()) {
 	gate := make(chan struct{})
 	d.Queue(s.stream, func() { <-gate })
 	return func() { close(gate) }
@@ -165,7 +165,7 @@ func TestDeviceRevoke(t *testing.T) {
 	server.next().Release()
 	open := block(wdev, worker.feedOf())
 	server.must(asAnswer(value(sdev, 9, 1, pattern(1, 3000))))
-	eventually(t, "the copy is queued", func() bool { return worker.copying.Load() == 1 })
+	eventually(t, "the copy is queued", func() bool { return worker.copies.running.Load() == 1 })
 	done := make(chan struct{})
 	go func() {
 		worker.Revoke(into)
@@ -203,12 +203,12 @@ func TestDeviceLost(t *testing.T) {
 	for i := range 5 {
 		worker.must(value(wdev, 8, i, pattern(i, 5000)))
 	}
-	eventually(t, "the copies are queued", func() bool { return server.copying.Load() == 5 })
+	eventually(t, "the copies are queued", func() bool { return server.copies.running.Load() == 5 })
 	time.AfterFunc(10*time.Millisecond, open)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	_ = worker.Close(ctx) // takes back what has not been copied
-	eventually(t, "nothing is mapped", func() bool { return server.copying.Load() == 0 && sdev.Imports() == 0 })
+	eventually(t, "nothing is mapped", func() bool { return server.copies.running.Load() == 0 && sdev.Imports() == 0 })
 }
 
 // TestDeviceFails: a device that fails ends the link, which says so.
@@ -217,7 +217,7 @@ func TestDeviceFails(t *testing.T) {
 	broken := errors.New("uncorrectable ECC error")
 	open := block(sdev, server.feedOf())
 	worker.must(value(wdev, 8, 1, pattern(1, 5000)))
-	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	eventually(t, "the copy is queued", func() bool { return server.copies.running.Load() == 1 })
 	sdev.Fail(broken)
 	if e := server.event(9, false); !errors.Is(e.cause, broken) {
 		t.Errorf("lost because of %v", e.cause)
@@ -254,9 +254,9 @@ func TestDeviceRefused(t *testing.T) {
 // TestDeviceNoMemory: where the device has no memory for a push, it stays on the host.
 func TestDeviceNoMemory(t *testing.T) {
 	worker, server, wdev, _ := devicePair(t)
-	server.feed.Lock()
-	server.device.pool = backend.NewPool(0, nil, nil)
-	server.feed.Unlock()
+	server.rx.feed.Lock()
+	server.own.device.pool = backend.NewPool(0, nil, nil)
+	server.rx.feed.Unlock()
 	worker.must(value(wdev, 8, 1, pattern(1, 100_000)))
 	wantValue(t, server.next(), 1, backend.Host, pattern(1, 100_000))
 }
@@ -268,7 +268,7 @@ func TestDeviceMappings(t *testing.T) {
 	worker.must(value(wdev, 8, 1, pattern(1, 100)))
 	server.next().Release()
 	s := server.feedOf()
-	server.feed.Lock()
+	server.rx.feed.Lock()
 	if len(s.maps) != 1 || sdev.Imports() != 1 {
 		t.Errorf("%d mappings, %d imports", len(s.maps), sdev.Imports())
 	}
@@ -294,7 +294,7 @@ func TestDeviceMappings(t *testing.T) {
 	if len(s.maps) != 0 || sdev.Imports() != 0 {
 		t.Errorf("%d mappings, %d imports after a while", len(s.maps), sdev.Imports())
 	}
-	server.feed.Unlock()
+	server.rx.feed.Unlock()
 	worker.must(value(wdev, 8, 2, pattern(2, 100)))
 	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 100))
 }
@@ -326,11 +326,11 @@ func TestDeviceProbe(t *testing.T) {
 	}
 	v := New(inner, o)
 	name := bytes.Repeat([]byte{7}, 16)
-	if v.device, err = openDevice(d, name); err != nil {
+	if v.own.device, err = openDevice(d, name); err != nil {
 		t.Fatal(err)
 	}
 	export := func(change func(*backend.Export)) []byte {
-		e, b := v.device.exports, make([]byte, exportLen)
+		e, b := v.own.device.exports, make([]byte, exportLen)
 		change(&e)
 		putExport(b, &e)
 		return b
@@ -346,11 +346,11 @@ func TestDeviceProbe(t *testing.T) {
 		{"outside", export(func(e *backend.Export) { e.Offset = 1 }), "inside its allocation", name},
 		{"huge", export(func(e *backend.Export) { e.Size = 1 << 60 }), "inside its allocation", name},
 	} {
-		if s, err := v.openDeviceSource(c.b, c.probed); err == nil || s != nil || !strings.Contains(err.Error(), c.want) {
+		if s, err := openPeerDevice(&v.rx, c.b, c.probed); err == nil || s != nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: %v, want %q", c.name, err, c.want)
 		}
 	}
-	if err := v.device.close(); err != nil {
+	if err := v.own.device.close(); err != nil {
 		t.Error(err)
 	}
 	_ = d.Close()
@@ -369,23 +369,14 @@ func TestHostileDevice(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			worker, server, wdev, _ := devicePair(t)
-			l := (*worker.links.Load())[8]
+			l := (*worker.peers.links.Load())[8]
 			m := value(wdev, 8, 1, pattern(1, 100))
 			e, err := wdev.Export(m.Vals)
 			if err != nil {
 				t.Fatal(err)
 			}
-			var r record
 			l.mu.Lock()
-			b := make([]byte, r.plan(m, partStream))
-			if err := r.put(b, len(b), m, nil, &backend.Shared{Export: e}); err != nil {
-				t.Fatal(err)
-			}
-			setSlot(b, 0, 1)
-			change(b)
-			copy(l.seg.at(l.tail), b)
-			l.advance(len(b))
-			l.bell.ring()
+			l.writeRecord(t, m, &backend.Shared{Export: e}, change)
 			l.mu.Unlock()
 			server.event(9, false)
 			worker.event(8, true)

@@ -1,6 +1,6 @@
 // Package local carries data messages between nodes of one host through shared
 // memory. It is a van wrapped around the main one (zmq, ibverbs), which keeps all
-// control messages, and the data of peers that are elsewhere or not ours.
+// control messages, and the data of peers that are on another host or not native.
 //
 // # Who uses it
 //
@@ -27,41 +27,41 @@
 // this package that is used again, which is handed up as it is. Such buffers go back
 // to the system when the traffic does not need as many any more.
 //
-// When the receiver does not keep up, the sender does not wait for it: it lends what
-// is left, and the receiver reads that from the sender's memory (process_vm_readv),
+// When the receiver does not keep up, the sender does not wait for it: what is left
+// stays pinned, and the receiver reads it from the sender's memory (process_vm_readv),
 // which is one copy, but goes through the kernel page by page and takes, on the
-// machines seen, longer than two through the ring. The sender's memory is lent until
-// the receiver has acknowledged the record. Where the kernel does not allow reading
+// machines seen, longer than two through the ring. The sender's memory is pinned
+// until the receiver has acknowledged the record. Where the kernel does not allow reading
 // another process, what is left waits for room in the ring.
 //
 // Only the receiver ever writes to its memory, so a late answer, or a peer gone mad,
-// can spoil nothing, and Revoke has nobody to ask.
+// can overwrite nothing, and Revoke needs no answer of a peer.
 //
 // # Waiting
 //
-// A node has one doorbell, a page with futex words that its peers map, too. Who
-// waits looks at all its links for a while, yielding its core, then raises a flag
+// A node has one doorbell, a page with futex words that its peers map, too. The
+// waiter polls all its links for a while, yielding its core, then raises a flag
 // and sleeps; peers make the system call that wakes it only when the flag is up.
-// Whether it pays to look is learnt from how long the last waits were. A caller of
+// How long to poll is adapted to how long the last waits were. A caller of
 // Poll sleeps there itself, in place of the receiving goroutine, which saves a
 // second wake-up.
 //
-// # When a peer is heard
+// # When a peer's messages are taken
 //
 // The scheduler tells both ends of each other, one before the other. What a peer
-// sends before this node has been told of it waits, for holdTime at most; so no
-// answer is sought for one that takes a lost node's place before that is known.
+// sends before this node has been told of it waits, for holdTime at most; so none of its
+// messages is taken for one of the lost node whose place it takes.
 //
-// When Connect names another process for a node, the one before is not heard any more,
-// also not if it was only stopped and wakes up: its links end, nothing of them that has
-// not been handed up is, and its next hello is refused. It is told why, does not turn to
+// When Connect names another process for a node, nothing more is taken from the one before,
+// also not if it was only stopped and wakes up: its links end, what has not been handed up
+// is dropped, and its next hello is refused. It is told why, does not turn to
 // the main van, and its Sends fail.
 //
 // # Bounds
 //
 // A peer whose messages wait for a slow handler is read until they take
 // STEPAF_RECV_BUDGET_PEER bytes of this node's memory. Then its ring fills, and what it
-// sends beyond that stays lent, streamed or queued at its end, STEPAF_SEND_BUDGET bytes at
+// sends beyond that stays pinned, streamed or queued at its end, STEPAF_SEND_BUDGET bytes at
 // most; after those Send fails, unless the peer is just taking some: then Send waits.
 //
 // # Making links
@@ -78,7 +78,7 @@
 // Peers are processes of the same user (the kernel says so at both ends). Still
 // nothing they write is believed: indices are checked against the ring at each
 // use, a record is copied before it is read, and what makes no sense ends the link
-// and nothing else. A segment cannot shrink under the one who uses it (seals).
+// and nothing else. A segment cannot shrink while it is mapped (seals).
 //
 // # Devices
 //
@@ -87,7 +87,7 @@
 // queues on a stream of its own the copy to where the value is wanted, and an event behind
 // it, which that stream writes into the receiver's own host memory: between the end of the
 // copy and its notice there is no CPU. Messages behind it wait in order meanwhile, their
-// copies are queued, too. The memory is lent as above: until the receiver acknowledges.
+// copies are queued, too. The memory is pinned as above: until the receiver acknowledges.
 //
 // A value that lies in several allocations, which the driver has mapped next to each other,
 // has a list in its record. Such allocations have no handle but a descriptor, which travels
@@ -98,7 +98,7 @@
 // record must be noticed before the copy begins. It buys that, here too, only the receiver
 // ever writes to its memory. A sender that writes into memory mapped from its peer cannot
 // be stopped when the peer gives up a request and uses the memory for something else, and
-// needs places, credits and a question before each new size, as RDMA does.
+// needs slots, credits and a rendezvous before each new size, as RDMA does.
 //
 // When the link is made, the receiver maps and reads a few bytes of the sender's device:
 // where that does not work, for want of peer access, say, both log why, and van/stage
@@ -109,4 +109,12 @@
 // it was not used for a while, when its address is another allocation's, and with the
 // link. While a stream may wait for a message it does not end before the van: see
 // backend.StreamBlocker. When a peer dies the copies under way are waited for, and their results dropped.
+//
+// # Files
+//
+// From the bottom: token, segment, bell, record, export and remote know the layouts and the
+// system calls; destinations, blocks, pins, offers and requests each own one table; inring
+// and outlink are the two ends of a ring, inlink and send what a link does with it; device,
+// imports and peerdevice copy between devices; peers and fence own which links there are;
+// dial and accept make them; receive is the engine's source; van puts all together.
 package local

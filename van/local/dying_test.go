@@ -18,7 +18,7 @@ import (
 // is there, and x does not answer on it.
 func (x *node) stopAccepting() *net.UnixListener {
 	x.t.Helper()
-	f, err := x.listener.File()
+	f, err := x.acceptor.listener.File()
 	if err != nil {
 		x.t.Fatal(err)
 	}
@@ -29,7 +29,7 @@ func (x *node) stopAccepting() *net.UnixListener {
 	}
 	// A deadline would do, too, if x were not still on its way to wait for a peer: Close
 	// returns when it has left.
-	if err := x.listener.Close(); err != nil {
+	if err := x.acceptor.listener.Close(); err != nil {
 		x.t.Fatal(err)
 	}
 	return socket.(*net.UnixListener)
@@ -37,9 +37,9 @@ func (x *node) stopAccepting() *net.UnixListener {
 
 // breakIn ends the links to x as its death does.
 func (x *node) breakIn() {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	for c := range x.greeted {
+	x.peers.mu.Lock()
+	defer x.peers.mu.Unlock()
+	for c := range x.acceptor.conns {
 		_ = c.Close()
 	}
 }
@@ -47,11 +47,11 @@ func (x *node) breakIn() {
 // down tells whether x has told of peer id as lost, after all that was told before has
 // been settled.
 func (x *node) down(id int) bool {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	x.losses.mu.Lock()
-	defer x.losses.mu.Unlock()
-	return x.nodes[id].down
+	x.peers.mu.Lock()
+	defer x.peers.mu.Unlock()
+	x.peers.losses.mu.Lock()
+	defer x.peers.losses.mu.Unlock()
+	return x.peers.nodes[id].down
 }
 
 // TestDyingPeer: a process that dies still has its socket when its connections have
@@ -62,10 +62,10 @@ func TestDyingPeer(t *testing.T) {
 		tries int // to make the link again, before
 	}{{"at first", 0}, {"after many losses", maxTries}} {
 		t.Run(c.name, func(t *testing.T) {
-			worker, server := pairWith(t, func(v *Van) { v.returnTime = limit }) // no process dies here
-			worker.mu.Lock()
-			worker.nodes[8].tries = c.tries
-			worker.mu.Unlock()
+			worker, server := pairWith(t, func(v *Van) { v.peers.returnTime = limit }) // no process dies here
+			worker.peers.mu.Lock()
+			worker.peers.nodes[8].tries = c.tries
+			worker.peers.mu.Unlock()
 			socket := server.stopAccepting()
 			server.breakIn()
 			worker.event(8, false)
@@ -90,18 +90,18 @@ func TestDyingPeer(t *testing.T) {
 // there in the end.
 func TestLateLoss(t *testing.T) {
 	worker, server := pair(t)
-	worker.feed.Lock()
-	server.mu.Lock()
-	_ = (*server.links.Load())[9].conn.Close()
-	server.mu.Unlock()
+	worker.rx.feed.Lock()
+	server.peers.mu.Lock()
+	_ = (*server.peers.links.Load())[9].conn.Close()
+	server.peers.mu.Unlock()
 	eventually(t, "the new link is there, the old one lost", func() bool {
-		ins := *worker.ins.Load()
+		ins := *worker.peers.ins.Load()
 		return len(ins) == 2 && ins[0].lost.Load() && !ins[1].lost.Load()
 	})
-	worker.feed.Unlock()
+	worker.rx.feed.Unlock()
 	worker.event(8, false)
 	worker.event(8, true)
-	eventually(t, "the old link is removed", func() bool { return len(*worker.ins.Load()) == 1 })
+	eventually(t, "the old link is removed", func() bool { return len(*worker.peers.ins.Load()) == 1 })
 	if worker.down(8) {
 		t.Error("the peer is held for lost")
 	}
@@ -112,7 +112,7 @@ func TestLateLoss(t *testing.T) {
 func TestLinkNotMadeAgain(t *testing.T) {
 	var full atomic.Bool
 	worker, server := pairWith(t, func(v *Van) {
-		v.memory = func(n int) (int, error) {
+		v.own.memory = func(n int) (int, error) {
 			if full.Load() {
 				return -1, unix.ENOMEM
 			}
@@ -163,7 +163,7 @@ func TestReplacedPeer(t *testing.T) {
 // TestDeadPeerDoesNotReturn: a peer whose process has ended is not told to be there again when
 // the time is over that it had to make its link anew.
 func TestDeadPeerDoesNotReturn(t *testing.T) {
-	worker, _ := pairWith(t, func(v *Van) { v.returnTime = 0 })
+	worker, _ := pairWith(t, func(v *Van) { v.peers.returnTime = 0 })
 	child := exec.Command("sleep", "600")
 	if err := child.Start(); err != nil {
 		t.Fatal(err)
@@ -173,12 +173,12 @@ func TestDeadPeerDoesNotReturn(t *testing.T) {
 		t.Fatal(err)
 	}
 	eventually(t, "the process has ended", func() bool { return ended(child.Process.Pid) })
-	worker.mu.Lock()
-	n := worker.nodes[8]
-	worker.mu.Unlock()
-	worker.tell(n, 8, false, errLinkBroke)
+	worker.peers.mu.Lock()
+	n := worker.peers.nodes[8]
+	worker.peers.mu.Unlock()
+	worker.peers.tell(n, 8, false, errLinkBroke)
 	worker.event(8, false)
-	worker.awaitReturn(n, &inLink{pid: child.Process.Pid, from: &peer{id: 8}})
+	worker.peers.awaitReturn(n, &inLink{pid: child.Process.Pid, from: &inPeer{id: 8}})
 	select {
 	case e := <-worker.events:
 		t.Errorf("told of node %d: up=%t", e.id, e.up)
@@ -187,7 +187,7 @@ func TestDeadPeerDoesNotReturn(t *testing.T) {
 	if !worker.down(8) {
 		t.Error("the dead peer was said to be there again")
 	}
-	worker.awaitReturn(n, &inLink{pid: os.Getpid(), from: &peer{id: 8}}) // one that lives
+	worker.peers.awaitReturn(n, &inLink{pid: os.Getpid(), from: &inPeer{id: 8}}) // one that lives
 	worker.event(8, true)
 }
 

@@ -16,12 +16,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
-// dialer is the variable that makes the test binary a process that connects to a
+// dialVar is the variable that makes the test binary a process that connects to a
 // socket, and hands its end to the one who listens.
-const dialer = "LOCAL_DIAL"
+const dialVar = "LOCAL_DIAL"
 
 func TestMain(m *testing.M) {
-	if addr := os.Getenv(dialer); addr != "" {
+	if addr := os.Getenv(dialVar); addr != "" {
 		if err := dialAndShare(addr); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
@@ -88,7 +88,7 @@ func TestEndOfProcess(t *testing.T) {
 		t.Fatal(err)
 	}
 	cmd := exec.Command(self)
-	cmd.Env = []string{dialer + "=" + x.address()}
+	cmd.Env = []string{dialVar + "=" + x.address()}
 	cmd.Stderr = os.Stderr
 	stdin, err := cmd.StdinPipe()
 	if err != nil {
@@ -139,7 +139,7 @@ func TestOtherUser(t *testing.T) {
 	defer self.Close()
 	cmd := exec.Command("/proc/self/fd/3")
 	cmd.ExtraFiles, cmd.Dir, cmd.Stderr = []*os.File{self}, "/", os.Stderr
-	cmd.Env = []string{stranger + "=" + server.token.address()}
+	cmd.Env = []string{stranger + "=" + server.own.token.address()}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	b, err := cmd.Output()
 	if err != nil {

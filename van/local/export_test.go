@@ -1,9 +1,13 @@
 package local
 
-import "github.com/stepaf/stepaf-go/van"
+import (
+	"log/slog"
+
+	"github.com/stepaf/stepaf-go/van"
+)
 
 // StreamOnly makes v work as where reading other processes is forbidden.
-func StreamOnly(v *Van) { v.streamOnly = true }
+func StreamOnly(v *Van) { v.acceptor.streamOnly = true }
 
 // Endpoint is the endpoint field of a node whose transport says local of itself.
 func Endpoint(local []byte) []byte {
@@ -12,7 +16,12 @@ func Endpoint(local []byte) []byte {
 }
 
 // Linked tells whether data to node id goes through shared memory.
-func (v *Van) Linked(id int) bool { return v.linkTo(id) != nil }
+func (v *Van) Linked(id int) bool { return v.peers.settledLink(id) != nil }
 
 // TakesDevice tells whether values on the node's device go there as they are.
 func (v *Van) TakesDevice(id int) bool { return v.Linked(id) && v.PathTo(id).Device }
+
+// logTo makes v log to log.
+func (v *Van) logTo(log *slog.Logger) {
+	v.log, v.rx.log, v.tx.log, v.peers.log, v.dialer.log, v.acceptor.log, v.receiver.log = log, log, log, log, log, log, log
+}

@@ -2,31 +2,22 @@ package local
 
 import (
 	"errors"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// A node is heard only as long as it is the one that this node knows under its id. Its
+// A node's messages are taken only as long as it is the one that this node knows under its id. Its
 // process is known by the name in its token, which its hello carries. When Connect names
 // another process for the id, the links of the one before end, nothing more of them is
-// handed up or put to its place, and none of its later hellos is accepted, should it have
+// handed up or written to its destination, and none of its later hellos is accepted, should it have
 // been stopped, say, and wake up.
 
 // holdTime is the longest that messages of a peer wait until this node knows it: the
 // scheduler tells both at the same time.
 const holdTime = time.Second
-
-// admitLate admits n if nobody has until now.
-func (v *Van) admitLate(n *neighbour) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.nodes[n.id] == n && !n.admitted {
-		n.admitted = true
-		v.admitLocked(n.id)
-	}
-}
 
 // unknownTime is the longest that a link of a process waits for Connect to name it in
 // place of the one that has its id. Then it ends: it is of no node of this cluster.
@@ -37,56 +28,92 @@ var errReplaced = errors.New("another process has taken the place of this one")
 // maxReplaced bounds how many replaced processes are remembered.
 const maxReplaced = 1024
 
-// fenceLocked ends what comes from the process that was peer id. v.mu is held.
-func (v *Van) fenceLocked(id int, was *neighbour) {
-	if failpoint.On("fencing") || was.token.name == [16]byte{} {
+// admitLate admits n if nobody has until now.
+func (p *peers) admitLate(n *outPeer) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.nodes[n.id] == n && !n.admitted {
+		n.admitted = true
+		p.admitLocked(n.id)
+	}
+}
+
+// admit begins to take messages from peer id.
+func (p *peers) admit(id int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if n := p.nodes[id]; n != nil {
+		n.admitted = true
+		p.admitLocked(id)
+	}
+}
+
+// admitLocked begins to take messages from peer id, if it may. p.mu is held.
+func (p *peers) admitLocked(id int) {
+	if !p.nodes[id].admitted {
 		return
 	}
-	if len(v.replaced) == maxReplaced {
-		v.replaced = v.replaced[:copy(v.replaced, v.replaced[1:])]
-	}
-	v.replaced = append(v.replaced, was.token.name)
-	for _, l := range *v.ins.Load() {
-		if l.from.id == id && l.name == was.token.name {
-			v.fenceLinkLocked(l)
+	for _, l := range *p.ins.Load() {
+		if l.from.id == id && p.isOf(l) && l.held.Swap(false) {
+			p.bell.wakeAll()
 		}
 	}
 }
 
-// fenceLinkLocked makes nothing of l be handed up or written any more. v.mu is held.
-func (v *Van) fenceLinkLocked(l *inLink) {
+// isOf tells whether l comes from the node that Connect has named, and not from one
+// that has had, or will have, its id. p.mu is held.
+func (p *peers) isOf(l *inLink) bool {
+	n := p.nodes[l.from.id]
+	return n != nil && n.token.name == l.name
+}
+
+// fenceLocked ends what comes from the process that was peer id. p.mu is held.
+func (p *peers) fenceLocked(id int, was *outPeer) {
+	if failpoint.On("fencing") || was.token.name == [16]byte{} {
+		return
+	}
+	if len(p.replaced) == maxReplaced {
+		p.replaced = p.replaced[:copy(p.replaced, p.replaced[1:])]
+	}
+	p.replaced = append(p.replaced, was.token.name)
+	for _, l := range *p.ins.Load() {
+		if l.from.id == id && l.name == was.token.name {
+			p.fenceLinkLocked(l)
+		}
+	}
+}
+
+// fenceLinkLocked makes nothing of l be handed up or written any more. p.mu is held.
+func (p *peers) fenceLinkLocked(l *inLink) {
 	l.placing.Lock() // a copy at most is under way
 	l.fenced.Store(true)
 	l.placing.Unlock()
 	_ = l.conn.Close()
-	if v.bell != nil {
-		v.bell.wakeAll()
-	}
+	p.bell.wakeAll()
 }
 
-// wasReplacedLocked tells whether the process with that name was replaced. v.mu is held.
-func (v *Van) wasReplacedLocked(name [16]byte) bool {
-	for _, r := range v.replaced {
-		if r == name {
-			return true
-		}
-	}
-	return false
+// wasReplacedLocked tells whether the process with that name was replaced. p.mu is held.
+func (p *peers) wasReplacedLocked(name [16]byte) bool { return slices.Contains(p.replaced, name) }
+
+// hold takes nothing from l until it is admitted, for limit at most. p.mu is held.
+func (p *peers) hold(l *inLink, limit time.Duration) {
+	l.held.Store(true)
+	time.AfterFunc(limit, func() { p.endHold(l) })
 }
 
-// unhold begins to take messages from l, or ends it if this node knows another process
+// endHold begins to take messages from l, or ends it if this node knows another process
 // under its id.
-func (v *Van) unhold(l *inLink) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if !l.held.Load() || v.bell == nil {
+func (p *peers) endHold(l *inLink) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !l.held.Load() || !p.bell.isOpen() {
 		return
 	}
-	if v.nodes[l.from.id] != nil && !v.isOf(l) && !failpoint.On("fencing") {
-		v.log.Info("a link through shared memory ends: its process is not the one that is known under its id", "peer", van.NodeName(l.from.id))
-		v.fenceLinkLocked(l)
+	if p.nodes[l.from.id] != nil && !p.isOf(l) && !failpoint.On("fencing") {
+		p.log.Info("a link through shared memory ends: its process is not the one that is known under its id", "peer", van.NodeName(l.from.id))
+		p.fenceLinkLocked(l)
 		return
 	}
 	l.held.Store(false)
-	v.bell.wakeAll()
+	p.bell.wakeAll()
 }

@@ -17,10 +17,7 @@ import (
 // TestFenced: a process whose place another one has taken is not heard any more, whatever
 // it has sent or sends, small or large, and cannot come back; the one in its place is.
 func TestFenced(t *testing.T) {
-	for _, mode := range []struct {
-		name string
-		set  func(*Van)
-	}{{"read", nil}, {"stream", func(v *Van) { v.streamOnly = true }}} {
+	for _, mode := range readModes {
 		t.Run(mode.name, func(t *testing.T) {
 			n := inproc.NewNetwork()
 			server := newNode(t, n, 8, mode.set)
@@ -86,7 +83,7 @@ func TestFenced(t *testing.T) {
 			if n := server.Stats().FencedMessages; n == 0 {
 				t.Error("no dropped message is counted")
 			}
-			eventually(t, "no link of the replaced process is left", func() bool { return len(*server.ins.Load()) == 1 })
+			eventually(t, "no link of the replaced process is left", func() bool { return len(*server.peers.ins.Load()) == 1 })
 		})
 	}
 }

@@ -39,15 +39,15 @@ func linked(t testing.TB, wdev, sdev backend.Backend, set func(*Van)) (worker, s
 // of which the loop went to sleep, after that other Poll has ended.
 func TestPollGivenUp(t *testing.T) {
 	x := newNode(t, inproc.NewNetwork(), 9, nil)
-	x.feed.Lock() // as one that ends its Poll just then
-	before := x.bell.count(theLoop)
-	if x.feed.Claim() {
+	x.rx.feed.Lock() // as one that ends its Poll just then
+	before := x.own.bell.bell.count(loopWaiter)
+	if x.rx.feed.Claim() {
 		t.Fatal("a Poll has what another one holds")
 	}
-	if x.bell.count(theLoop) == before {
+	if x.own.bell.bell.count(loopWaiter) == before {
 		t.Error("the loop sleeps on, though nobody polls and it has not armed the bell")
 	}
-	x.feed.Unlock()
+	x.rx.feed.Unlock()
 }
 
 // TestPollClosing: Polls while a van ends, for longer than they wait for their turn, do
@@ -56,7 +56,7 @@ func TestPollClosing(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	open := block(sdev, server.feedOf())
 	worker.must(value(wdev, 8, 1, pattern(1, 5000)))
-	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	eventually(t, "the copy is queued", func() bool { return server.copies.running.Load() == 1 })
 	stop := make(chan struct{})
 	var polls sync.WaitGroup
 	for range 3 {
@@ -81,8 +81,8 @@ func TestPollClosing(t *testing.T) {
 
 // beginPollOnce is a Poll that has looked whether the van is open a moment ago.
 func (x *node) beginPollOnce() {
-	if x.feed.Claim() {
-		x.feed.Release(false, false)
+	if x.rx.feed.Claim() {
+		x.rx.feed.Release(false, false)
 	}
 }
 
@@ -92,7 +92,7 @@ func TestAnswerElsewhere(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	expected := func() int {
 		n := 0
-		for _, p := range *worker.places.by.Load() {
+		for _, p := range *worker.dests.by.Load() {
 			p.mu.Lock()
 			n += len(p.into)
 			p.mu.Unlock()
@@ -136,23 +136,23 @@ func TestDropBounded(t *testing.T) {
 	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() }) // with what the copies may write to
 	worker, server := linked(t, wdev, sdev, nil)
-	server.feed.Lock()
-	server.dropTime = 300 * time.Millisecond
-	server.feed.Unlock()
+	server.rx.feed.Lock()
+	server.rx.dropTime = 300 * time.Millisecond
+	server.rx.feed.Unlock()
 	open := block(sdev, server.feedOf())
 	const n = 20
 	for i := range n {
 		worker.must(value(wdev, 8, i, pattern(i, 5000)))
 	}
-	eventually(t, "the copies are queued", func() bool { return server.copying.Load() == n })
+	eventually(t, "the copies are queued", func() bool { return server.copies.running.Load() == n })
 	begun := time.Now()
-	l := (*worker.links.Load())[8]
+	l := (*worker.peers.links.Load())[8]
 	l.mu.Lock()
 	l.write(pattern(3, 4096)) // ends the link
 	l.mu.Unlock()
-	eventually(t, "the link is given up", func() bool { return server.copying.Load() == 0 })
-	if d := time.Since(begun); d > n*server.dropTime/2 {
-		t.Errorf("given up after %s, want about %s", d, server.dropTime)
+	eventually(t, "the link is given up", func() bool { return server.copies.running.Load() == 0 })
+	if d := time.Since(begun); d > n*server.rx.dropTime/2 {
+		t.Errorf("given up after %s, want about %s", d, server.rx.dropTime)
 	}
 	open()
 }
@@ -164,15 +164,15 @@ func TestRevokeBounded(t *testing.T) {
 	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
 	var log vantest.Log
 	worker, server := linked(t, wdev, sdev, func(v *Van) {
-		v.dropTime = 100 * time.Millisecond
-		v.log = log.Logger()
+		v.rx.dropTime = 100 * time.Millisecond
+		v.logTo(log.Logger())
 	})
 	into := wdev.Mem(make([]byte, 3000))
 	worker.must(pullInto(8, 1, into))
 	server.next().Release()
 	open := block(wdev, worker.feedOf())
 	server.must(asAnswer(value(sdev, 9, 1, pattern(1, 3000))))
-	eventually(t, "the copy is queued", func() bool { return worker.copying.Load() == 1 })
+	eventually(t, "the copy is queued", func() bool { return worker.copies.running.Load() == 1 })
 	worker.Revoke(into)
 	if want := "a copy to memory that is taken back does not end"; !strings.Contains(log.String(), want) {
 		t.Errorf("the log has no line %q", want)
@@ -183,7 +183,7 @@ func TestRevokeBounded(t *testing.T) {
 // TestAnswersApart: who expects no answer in a place of its own does not wait for others
 // who use places.
 func TestAnswersApart(t *testing.T) {
-	q := newPlaces()
+	q := newDestinations()
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.answered(8, &van.Meta{}) // it would hang
@@ -249,12 +249,12 @@ func TestTidySpinning(t *testing.T) {
 	worker.must(value(wdev, 8, 1, pattern(1, 100)))
 	server.next().Release()
 	s := server.feedOf()
-	server.feed.Lock()
+	server.rx.feed.Lock()
 	for _, m := range s.maps {
 		m.used -= uint64(mapTime)
 	}
-	server.tidied = 0
-	server.feed.Unlock()
+	server.receiver.tidied = 0
+	server.rx.feed.Unlock()
 	eventually(t, "the mapping is gone", func() bool { return sdev.Imports() == 0 })
 }
 
@@ -264,9 +264,9 @@ func TestRecordChanges(t *testing.T) {
 	_ = worker
 	b := valid(t)
 	b[4] = kindRest // it was kindMessage
-	server.feed.Lock()
-	defer server.feed.Unlock()
-	if p, err := (*server.ins.Load())[0].message(b); !errors.Is(err, van.ErrMalformed) {
+	server.rx.feed.Lock()
+	defer server.rx.feed.Unlock()
+	if p, err := (*server.peers.ins.Load())[0].message(b); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("%v, %v", p, err)
 	}
 }
@@ -276,22 +276,22 @@ func TestRecordChanges(t *testing.T) {
 func TestDeviceLinkGone(t *testing.T) {
 	worker, server, wdev, _ := devicePair(t)
 	_ = server
-	l := (*worker.links.Load())[8]
+	l := (*worker.peers.links.Load())[8]
 	l.device = false
 	err := worker.Send(value(wdev, 8, 1, pattern(1, 100)))
 	l.device = true
 	if !errors.Is(err, backend.ErrNotExportable) {
 		t.Errorf("a link without a device: %v", err)
 	}
-	worker.mu.Lock()
-	worker.setLink(8, nil)
-	worker.mu.Unlock()
+	worker.peers.mu.Lock()
+	worker.peers.setLink(8, nil)
+	worker.peers.mu.Unlock()
 	if err := worker.Send(value(wdev, 8, 1, pattern(1, 100))); !errors.Is(err, backend.ErrNotExportable) {
 		t.Errorf("no link: %v", err)
 	}
-	worker.mu.Lock()
-	worker.setLink(8, l)
-	worker.mu.Unlock()
+	worker.peers.mu.Lock()
+	worker.peers.setLink(8, l)
+	worker.peers.mu.Unlock()
 }
 
 // waiting is a device with a stream that waits for a message: until that has come to its
@@ -341,9 +341,9 @@ func testDeviceWaits(t *testing.T, beyond bool) {
 	worker, server := linked(t, wdev, sdev, nil)
 	t.Cleanup(func() { sdev.waits.Store(beyond) }) // before them
 	sdev.waits.Store(true)
-	server.feed.Lock()
-	server.device.pool = backend.NewPool(24000, sdev.Alloc, sdev.Free).For(sdev)
-	server.feed.Unlock()
+	server.rx.feed.Lock()
+	server.own.device.pool = backend.NewPool(24000, sdev.Alloc, sdev.Free).For(sdev)
+	server.rx.feed.Unlock()
 	for i, n := range []int{10000, 5000, 20000} { // the last one has no room
 		worker.must(value(wdev, 8, i, pattern(i, n)))
 		dev := sdev.Device()
@@ -353,7 +353,7 @@ func testDeviceWaits(t *testing.T, beyond bool) {
 		wantValue(t, server.next(), i, dev, pattern(i, n))
 	}
 	s := server.feedOf()
-	server.feed.Lock()
+	server.rx.feed.Lock()
 	s.tidy(1 << 62)
 	for _, m := range s.maps { // something else lies there now
 		e, err := wdev.Export(wdev.Mem(make([]byte, 100)))
@@ -366,8 +366,8 @@ func testDeviceWaits(t *testing.T, beyond bool) {
 		}
 		break
 	}
-	server.feed.Unlock()
-	l := (*worker.links.Load())[8]
+	server.rx.feed.Unlock()
+	l := (*worker.peers.links.Load())[8]
 	l.mu.Lock()
 	l.write(pattern(3, 4096)) // ends the link, and they make another one
 	l.mu.Unlock()
@@ -388,9 +388,9 @@ func TestPendingCopies(t *testing.T) {
 		worker.must(value(wdev, 8, i, pattern(i, 100)))
 	}
 	pending := func() (full, lost, pending bool) {
-		server.feed.Lock()
-		defer server.feed.Unlock()
-		return s.full(), (*server.ins.Load())[0].lost.Load(), server.pending()
+		server.rx.feed.Lock()
+		defer server.rx.feed.Unlock()
+		return s.full(), (*server.peers.ins.Load())[0].lost.Load(), server.receiver.pending()
 	}
 	eventually(t, "no more is begun", func() bool { full, _, _ := pending(); return full })
 	if _, _, p := pending(); p {
@@ -435,9 +435,9 @@ func TestCloseInPoll(t *testing.T) {
 	if err := <-closed; err != nil {
 		t.Error(err)
 	}
-	worker.mu.Lock()
-	defer worker.mu.Unlock()
-	if n := len(*worker.ins.Load()); worker.bell != nil || n != 0 {
+	worker.peers.mu.Lock()
+	defer worker.peers.mu.Unlock()
+	if n := len(*worker.peers.ins.Load()); worker.own.bell.bell != nil || n != 0 {
 		t.Errorf("the end of the Poll has left %d links and a bell", n)
 	}
 }
@@ -448,16 +448,16 @@ func TestCopyAfterPoll(t *testing.T) {
 	worker, server, wdev, sdev := devicePair(t)
 	s := server.feedOf()
 	for i := range 6 {
-		eventually(t, "the loop sleeps", server.feed.Parked)
+		eventually(t, "the loop sleeps", server.rx.feed.Parked)
 		open := block(sdev, s)
 		polls, polled := make(chan struct{}), make(chan struct{})
 		go func() {
 			defer close(polled)
 			var once sync.Once
-			for server.copying.Load() == 0 {
+			for server.copies.running.Load() == 0 {
 				server.engine.Poll(func() bool {
 					once.Do(func() { close(polls) })
-					return server.copying.Load() > 0
+					return server.copies.running.Load() > 0
 				})
 			}
 		}()

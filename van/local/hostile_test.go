@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
@@ -16,6 +17,20 @@ func (l *outLink) write(b []byte) {
 	l.tail += uint64(len(b))
 	l.seg.tail().Store(l.tail)
 	l.bell.ring()
+}
+
+// writeRecord puts the record of m, whose values export names, into the ring as change leaves it.
+// l.mu is held.
+func (l *outLink) writeRecord(t *testing.T, m *van.Message, export *backend.Shared, change func([]byte)) {
+	t.Helper()
+	r := record{segments: len(export.Segments)}
+	b := make([]byte, r.plan(m, partStream))
+	if err := r.put(b, len(b), m, nil, export); err != nil {
+		t.Fatal(err)
+	}
+	setSlot(b, 0, 1)
+	change(b)
+	l.write(b)
 }
 
 // TestHostileSender: nonsense in the ring ends that link, is counted, and does
@@ -81,7 +96,7 @@ func TestHostileSender(t *testing.T) {
 			b := streamed(t)
 			h := b[16+2*partHead:]
 			binary.LittleEndian.PutUint64(h, 0x1000)
-			binary.LittleEndian.PutUint32(h[12:], partLent)
+			binary.LittleEndian.PutUint32(h[12:], partPinned)
 			l.seg.gen(0).Store(1)
 			setSlot(b, 0, 1)
 			l.write(b)
@@ -90,7 +105,7 @@ func TestHostileSender(t *testing.T) {
 			b := streamed(t)
 			h := b[16+2*partHead:]
 			binary.LittleEndian.PutUint64(h, 1<<64-4096)
-			binary.LittleEndian.PutUint32(h[12:], partLent)
+			binary.LittleEndian.PutUint32(h[12:], partPinned)
 			l.seg.gen(0).Store(1)
 			setSlot(b, 0, 1)
 			l.write(b)
@@ -101,11 +116,11 @@ func TestHostileSender(t *testing.T) {
 			worker.must(data(8, 0, []byte("before")))
 			server.next().Release()
 
-			l := (*worker.links.Load())[8]
+			l := (*worker.peers.links.Load())[8]
 			l.mu.Lock()
 			c.do(l)
 			l.mu.Unlock()
-			server.bell.wakeAll()
+			server.own.bell.wakeAll()
 
 			if e := server.event(9, false); e.cause == nil {
 				t.Error("the server was not told why")
@@ -162,15 +177,15 @@ func TestHostileReceiver(t *testing.T) {
 		{"a head from long ago", func(s *segment) { s.head().Store(s.tail().Load() - ringLen - recordAlign) }},
 		{"too many acknowledgements", func(s *segment) { s.acked().Store(slotCount + 1) }},
 		{"a slot that is not there", func(s *segment) { s.ack(0).Store(slotCount); s.acked().Store(1) }},
-		{"a slot that is not lent", func(s *segment) { s.ack(0).Store(3); s.acked().Store(1) }},
+		{"a slot that is not pinned", func(s *segment) { s.ack(0).Store(3); s.acked().Store(1) }},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			worker, server := pair(t)
 			worker.must(data(8, 0, []byte("before")))
 			server.next().Release()
-			server.feed.Lock()
-			c.do((*server.ins.Load())[0].seg)
-			server.feed.Unlock()
+			server.rx.feed.Lock()
+			c.do((*server.peers.ins.Load())[0].seg)
+			server.rx.feed.Unlock()
 			// The link looks when it sends.
 			if err := worker.Send(data(8, 1, []byte("x"))); err == nil {
 				t.Error("Send over a link whose receiver has gone mad succeeded")
@@ -197,7 +212,7 @@ func FuzzRing(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	bell, err := mapBell(v.bellFD)
+	bell, err := mapBell(v.own.bell.fd)
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -207,7 +222,7 @@ func FuzzRing(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, b []byte, tail uint64) {
 		conn := looseEnd(t)
-		l := &inLink{v: v.Van, from: &peer{id: 9}, conn: conn, seg: seg, bell: bell}
+		l := newInLink(&v.rx, &inPeer{id: 9}, conn, 0, seg, bell)
 		l.refs.Store(2) // the segment serves the next round
 		copy(seg.ring, b[:min(len(b), ringLen)])
 		if tail == 0 {
@@ -223,16 +238,16 @@ func FuzzRing(f *testing.F) {
 			if p == nil {
 				continue
 			}
-			if err := v.fetch(p); err == nil && (p.msg.Frames > van.MaxFrames || p.msg.IsControl()) {
+			if err := l.fetch(p); err == nil && (p.msg.Frames > van.MaxFrames || p.msg.IsControl()) {
 				t.Errorf("received %v", &p.msg.Meta)
 			}
-			v.release(p)
+			v.rx.release(p)
 			if time.Now().After(end) {
 				t.Fatal("it never ends")
 			}
 		}
 		if l.stream != nil {
-			v.release(l.stream)
+			v.rx.release(l.stream)
 		}
 		if !l.failed() && l.head != tail {
 			t.Errorf("stopped at %d of %d", l.head, tail)

@@ -48,10 +48,7 @@ func (d *done) count() int {
 // TestFullRing: what a receiver that has not started does not take waits, in
 // order, up to a bound, and then arrives.
 func TestFullRing(t *testing.T) {
-	for _, mode := range []struct {
-		name string
-		set  func(*Van)
-	}{{"read", nil}, {"stream", func(v *Van) { v.streamOnly = true }}} {
+	for _, mode := range readModes {
 		t.Run(mode.name, func(t *testing.T) {
 			n := inproc.NewNetwork()
 			worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, mode.set)
@@ -82,7 +79,7 @@ func TestFullRing(t *testing.T) {
 				}
 				m.Release()
 			}
-			eventually(t, "everything lent is given back", func() bool { return worker.Stats().Pinned == 0 })
+			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().Pinned == 0 })
 		})
 	}
 }
@@ -119,7 +116,7 @@ func TestQueueFull(t *testing.T) {
 
 // TestDoneOfLostLink: memory that a peer will never acknowledge is given back.
 func TestDoneOfLostLink(t *testing.T) {
-	for name, set := range map[string]func(*Van){"lent": nil, "queued": StreamOnly} {
+	for name, set := range map[string]func(*Van){"pinned": nil, "queued": StreamOnly} {
 		t.Run(name, func(t *testing.T) {
 			n := inproc.NewNetwork()
 			worker, server := newNode(t, n, 9, set), newNode(t, n, 8, set)
@@ -133,7 +130,7 @@ func TestDoneOfLostLink(t *testing.T) {
 				worker.must(m)
 			}
 			if set == nil && worker.Stats().Pinned == 0 {
-				t.Error("nothing is lent to a receiver that takes nothing")
+				t.Error("nothing is pinned to a receiver that takes nothing")
 			}
 			if err := server.Close(t.Context()); err != nil {
 				t.Fatal(err)
@@ -148,7 +145,7 @@ func TestDoneOfLostLink(t *testing.T) {
 				return true
 			})
 			if n := worker.Stats().Pinned; n != 0 {
-				t.Errorf("%d messages are still lent", n)
+				t.Errorf("%d messages are still pinned", n)
 			}
 		})
 	}
@@ -185,7 +182,7 @@ func TestInto(t *testing.T) {
 		for _, stream := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s/stream=%t", c.name, stream), func(t *testing.T) {
 				n := inproc.NewNetwork()
-				set := func(v *Van) { v.streamOnly = stream }
+				set := func(v *Van) { v.acceptor.streamOnly = stream }
 				worker, server := newNode(t, n, 9, set), newNode(t, n, 8, set)
 				worker.start()
 				server.start()
@@ -242,7 +239,7 @@ func TestRevoke(t *testing.T) {
 // written, however long it takes, and it is not handed up.
 func TestRevokeWithinStream(t *testing.T) {
 	n := inproc.NewNetwork()
-	set := func(v *Van) { v.streamOnly = true }
+	set := func(v *Van) { v.acceptor.streamOnly = true }
 	worker, server := newNode(t, n, 9, set), newNode(t, n, 8, set)
 	worker.start()
 	server.start()
@@ -252,10 +249,10 @@ func TestRevokeWithinStream(t *testing.T) {
 	dst := make([]byte, len(vals))
 	worker.must(pull(8, 7, dst))
 	q := server.next()
-	worker.feed.Lock() // nobody receives but this test
+	worker.rx.feed.Lock() // nobody receives but this test
 	server.must(answer(q, vals))
 	q.Release()
-	if p := worker.scan(true); p != nil {
+	if p := worker.receiver.scan(true); p != nil {
 		t.Fatalf("%v fits into the ring", &p.msg.Meta)
 	}
 	some := bytes.Clone(dst)
@@ -263,7 +260,7 @@ func TestRevokeWithinStream(t *testing.T) {
 		t.Fatal("want a part of the answer in the tensor")
 	}
 	worker.Revoke(backend.Bytes(dst))
-	worker.feed.Unlock()
+	worker.rx.feed.Unlock()
 	server.must(data(9, 8, []byte("next")))
 	if m := worker.next(); string(m.Vals.Host()) != "next" || !bytes.Equal(dst, some) {
 		t.Error("the answer was written or handed up after Revoke")
@@ -358,10 +355,10 @@ func TestUnlike(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			n := inproc.NewNetwork()
 			var log vantest.Log
-			worker, server := newNode(t, n, 9, func(v *Van) { v.log = log.Logger() }), newNode(t, n, 8, nil)
+			worker, server := newNode(t, n, 9, func(v *Van) { v.logTo(log.Logger()) }), newNode(t, n, 8, nil)
 			worker.start()
 			server.start()
-			x := server.token
+			x := server.own.token
 			c.change(&x)
 			server.self.Endpoint = Endpoint(x.encode())
 			if err := worker.Connect(t.Context(), 8, server.self); err != nil {
@@ -387,10 +384,10 @@ func TestUnlike(t *testing.T) {
 func TestNoMemory(t *testing.T) {
 	n := inproc.NewNetwork()
 	var log vantest.Log
-	worker, server := newNode(t, n, 9, func(v *Van) { v.log = log.Logger() }), newNode(t, n, 8, nil)
+	worker, server := newNode(t, n, 9, func(v *Van) { v.logTo(log.Logger()) }), newNode(t, n, 8, nil)
 	worker.start()
 	server.start()
-	worker.memory = func(int) (int, error) { return -1, fmt.Errorf("no shared memory: %w", syscall.ENOMEM) }
+	worker.own.memory = func(int) (int, error) { return -1, fmt.Errorf("no shared memory: %w", syscall.ENOMEM) }
 	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
 		t.Fatal(err)
 	}
@@ -454,7 +451,7 @@ func TestGreetRefuses(t *testing.T) {
 		{"other slots", func() []byte { b := good(); b[36]++; return b }(), []int{seg, small}, "protocol"},
 		{"too long", append(good(), 0), []int{seg, small}, "longer than"},
 	} {
-		conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: server.token.address(), Net: "unixpacket"})
+		conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: server.own.token.address(), Net: "unixpacket"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -485,7 +482,7 @@ func TestSilentPeer(t *testing.T) {
 	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
 	worker.start()
 	server.start()
-	x := server.token
+	x := server.own.token
 	x.name[0]++
 	l, err := listen(&x)
 	if err != nil {

@@ -9,22 +9,22 @@ import (
 // goroutine of its own: a watcher may close the van.
 type losses struct {
 	watch   atomic.Pointer[func(id int, up bool, cause error)]
-	current func(id int, n *neighbour) bool // whether n still is peer id
+	current func(id int, n *outPeer) bool // whether n still is peer id
 
-	mu      sync.Mutex // guards neighbour.down, too
+	mu      sync.Mutex // guards outPeer.down, too
 	events  []loss
 	telling bool
 }
 
 type loss struct {
-	n     *neighbour
+	n     *outPeer
 	id    int
 	up    bool
 	cause error
 }
 
 // tell passes on that n, peer id, is lost, or there again if it was lost.
-func (l *losses) tell(n *neighbour, id int, up bool, cause error) {
+func (l *losses) tell(n *outPeer, id int, up bool, cause error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if n.down != up {
@@ -36,7 +36,7 @@ func (l *losses) tell(n *neighbour, id int, up bool, cause error) {
 
 // replaced is told that n is peer id now, in place of old. The watcher may have heard
 // of the loss of old when it knew of n already, and have taken it for that of n.
-func (l *losses) replaced(id int, old, n *neighbour) {
+func (l *losses) replaced(id int, old, n *outPeer) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if old.down {

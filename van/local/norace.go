@@ -4,16 +4,16 @@ package local
 
 // What is here is for the race detector; see race.go.
 
-type order struct{}
+type shadow struct{}
 
-func newOrder(int) (order, error) { return order{}, nil }
-func (order) drop()               {}
-func (order) at(int) double       { return double{} }
+func newShadow(int) (shadow, error) { return shadow{}, nil }
+func (shadow) drop()                {}
+func (shadow) at(int) shadowWord    { return shadowWord{} }
 
-type double struct{}
+type shadowWord struct{}
 
-func (double) read()    {}
-func (double) write()   {}
-func (double) replace() {}
+func (shadowWord) read()    {}
+func (shadowWord) write()   {}
+func (shadowWord) replace() {}
 
 func written([]byte) {}

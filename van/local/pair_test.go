@@ -170,3 +170,10 @@ func pattern(seed, n int) []byte {
 	}
 	return b
 }
+
+// readModes are how a node gets large values: by reading the sender's memory, and, where that
+// is forbidden, as streams only.
+var readModes = []struct {
+	name string
+	set  func(*Van)
+}{{"read", nil}, {"stream", func(v *Van) { v.acceptor.streamOnly = true }}}

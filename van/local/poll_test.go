@@ -174,14 +174,14 @@ func TestReplaced(t *testing.T) {
 	if err := worker.Connect(t.Context(), 8, second.self); err != nil {
 		t.Fatal(err)
 	}
-	worker.mu.Lock()
+	worker.peers.mu.Lock()
 	var held int
-	for _, l := range *worker.ins.Load() {
+	for _, l := range *worker.peers.ins.Load() {
 		if l.held.Load() {
 			held++
 		}
 	}
-	worker.mu.Unlock()
+	worker.peers.mu.Unlock()
 	if held > 1 {
 		t.Errorf("%d links are held, want at most that of the second", held)
 	}

@@ -14,61 +14,61 @@ import (
 
 // The race detector does not see the shared indices: they lie outside of Go's
 // memory, twice when both ends of a link are in one process, as in tests. So each
-// index has a double in Go's memory, which both ends of its link share and which is
+// index has a shadowWord in Go's memory, which both ends of its link share and which is
 // written before it and read after it: what was done before an index was written
 // comes before what is done after it was read, as it does, and nothing else does.
 
-// order is what stands for the indices of one segment.
-type order = *doubles
+// shadow is what stands for the indices of one segment.
+type shadow = *shadowWords
 
-type doubles struct {
+type shadowWords struct {
 	file  fileID
-	refs  int // under orders.mu
+	refs  int // under shadows.mu
 	words [headerLen / 4]atomic.Uint32
 }
 
 // fileID names the file of a segment in this process.
 type fileID struct{ dev, ino uint64 }
 
-var orders = struct {
+var shadows = struct {
 	mu sync.Mutex
-	of map[fileID]order
-}{of: map[fileID]order{}}
+	of map[fileID]shadow
+}{of: map[fileID]shadow{}}
 
-// newOrder returns the order of the segment in fd, to be given back with drop.
-func newOrder(fd int) (order, error) {
+// newShadow returns the shadow of the segment in fd, to be given back with drop.
+func newShadow(fd int) (shadow, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return nil, fmt.Errorf("fstat: %w", err)
 	}
 	id := fileID{st.Dev, st.Ino}
-	orders.mu.Lock()
-	defer orders.mu.Unlock()
-	o := orders.of[id]
+	shadows.mu.Lock()
+	defer shadows.mu.Unlock()
+	o := shadows.of[id]
 	if o == nil {
-		o = &doubles{file: id}
-		orders.of[id] = o
+		o = &shadowWords{file: id}
+		shadows.of[id] = o
 	}
 	o.refs++
 	return o, nil
 }
 
-func (o *doubles) drop() {
-	orders.mu.Lock()
-	defer orders.mu.Unlock()
+func (o *shadowWords) drop() {
+	shadows.mu.Lock()
+	defer shadows.mu.Unlock()
 	if o.refs--; o.refs == 0 {
-		delete(orders.of, o.file)
+		delete(shadows.of, o.file)
 	}
 }
 
-func (o *doubles) at(off int) double { return double{&o.words[off/4]} }
+func (o *shadowWords) at(off int) shadowWord { return shadowWord{&o.words[off/4]} }
 
-// double is that of one index.
-type double struct{ of *atomic.Uint32 }
+// shadowWord is that of one index.
+type shadowWord struct{ of *atomic.Uint32 }
 
-func (d double) read()    { d.of.Load() }
-func (d double) write()   { d.of.Store(1) }
-func (d double) replace() { d.of.Add(1) }
+func (d shadowWord) read()    { d.of.Load() }
+func (d shadowWord) write()   { d.of.Store(1) }
+func (d shadowWord) replace() { d.of.Add(1) }
 
 // written tells the race detector what the kernel has written for this process.
 func written(b []byte) {

@@ -18,8 +18,8 @@ func TestNoWakeUpIsLost(t *testing.T) {
 	worker := newNode(t, n, 9, nil)
 	var late atomic.Pointer[func()]
 	server := newNode(t, n, 8, func(v *Van) {
-		v.maxSleep = time.Hour
-		v.looked = func() {
+		v.receiver.maxSleep = time.Hour
+		v.receiver.polled = func() {
 			if f := late.Swap(nil); f != nil {
 				(*f)()
 			}
@@ -32,7 +32,7 @@ func TestNoWakeUpIsLost(t *testing.T) {
 	for i := range 20 {
 		send := func() { worker.must(data(8, i, pattern(i, 100))) }
 		late.Store(&send)
-		server.bell.wake(theLoop) // it finds nothing, and goes to sleep again
+		server.own.bell.bell.wake(loopWaiter) // it finds nothing, and goes to sleep again
 		m := server.next()
 		if int(m.Timestamp) != i {
 			t.Fatalf("message %d came when %d was due", m.Timestamp, i)
@@ -42,7 +42,7 @@ func TestNoWakeUpIsLost(t *testing.T) {
 }
 
 // TestRestOfManyParts: a stream of several large parts that its receiver does not take is
-// lent from where it was, each part from its beginning or from where that was.
+// pinned from where it was, each part from its beginning or from where that was.
 func TestRestOfManyParts(t *testing.T) {
 	n := inproc.NewNetwork()
 	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
@@ -64,7 +64,7 @@ func TestRestOfManyParts(t *testing.T) {
 	m.DataSize = int32(m.PayloadLen())
 	worker.must(m)
 	if n := worker.Stats().Pinned; n != 1 {
-		t.Fatalf("%d values are lent, want one", n)
+		t.Fatalf("%d values are pinned, want one", n)
 	}
 	server.start()
 	got := server.next()
@@ -75,7 +75,7 @@ func TestRestOfManyParts(t *testing.T) {
 	got.Release()
 }
 
-// TestTakenBack: a value that was lent and taken back before it was read, and may be
+// TestTakenBack: a value that was pinned and taken back before it was read, and may be
 // something else by then, is not handed up.
 func TestTakenBack(t *testing.T) {
 	n := inproc.NewNetwork()
@@ -98,19 +98,19 @@ func TestTakenBack(t *testing.T) {
 		t.Fatal("nothing came")
 	}
 	value := pattern(1, 6<<20)
-	server.feed.Lock() // so that the rest of the value is lent
+	server.rx.feed.Lock() // so that the rest of the value is pinned
 	worker.must(data(8, 1, value))
-	server.feed.Unlock()
+	server.rx.feed.Unlock()
 	if n := worker.Stats().Pinned; n != 1 {
-		t.Fatalf("%d values are lent, want one", n)
+		t.Fatalf("%d values are pinned, want one", n)
 	}
-	eventually(t, "the value waits behind the first message", func() bool { return server.feed.Loop.Budget.Used() > 0 })
-	(*worker.links.Load())[8].close(false)
+	eventually(t, "the value waits behind the first message", func() bool { return server.rx.feed.Loop.Budget.Used() > 0 })
+	(*worker.peers.links.Load())[8].close(false)
 	copy(value, pattern(2, len(value)))
 	close(release)
 	server.next().Release()
 	eventually(t, "the second message is gone", func() bool {
-		return server.feed.Loop.Budget.Used() == 0 && len(*server.ins.Load()) > 0 && (*server.ins.Load())[0].from.inHand.Load() == 0
+		return server.rx.feed.Loop.Budget.Used() == 0 && len(*server.peers.ins.Load()) > 0 && (*server.peers.ins.Load())[0].from.inHand.Load() == 0
 	})
 	select {
 	case m := <-server.in:
@@ -139,8 +139,8 @@ func TestLostPeerOwesNothing(t *testing.T) {
 
 // asked is how many answers a van expects in memory that pull requests have named.
 func asked(x *node) (n int32) {
-	for _, p := range *x.places.by.Load() {
-		n += p.asked.Load()
+	for _, p := range *x.dests.by.Load() {
+		n += p.pending.Load()
 	}
 	return n
 }

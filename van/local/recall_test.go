@@ -13,10 +13,7 @@ import (
 // other requests arrive, also from the same memory.
 func TestRecall(t *testing.T) {
 	sizes := []int{100, 5000, 100_000, 3 << 20}
-	for _, mode := range []struct {
-		name string
-		set  func(*Van)
-	}{{"read", nil}, {"stream", func(v *Van) { v.streamOnly = true }}} {
+	for _, mode := range readModes {
 		t.Run(mode.name, func(t *testing.T) {
 			n := inproc.NewNetwork()
 			worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, mode.set)
@@ -78,12 +75,12 @@ func TestRecall(t *testing.T) {
 			if !came[5000] || !came[52] {
 				t.Error("a message that was not given up did not come")
 			}
-			eventually(t, "everything lent is given back", func() bool { return worker.Stats().Pinned == 0 })
-			l := (*worker.outs.Load())[0]
+			eventually(t, "everything pinned is given back", func() bool { return worker.Stats().Pinned == 0 })
+			l := (*worker.peers.outs.Load())[0]
 			l.mu.Lock()
 			defer l.mu.Unlock()
-			if l.unsent != 0 || len(l.queued) != 0 {
-				t.Errorf("%d bytes and %d requests are still counted", l.unsent, len(l.queued))
+			if l.unsent() != 0 || len(l.queue.requests) != 0 {
+				t.Errorf("%d bytes and %d requests are still counted", l.unsent(), len(l.queue.requests))
 			}
 		})
 	}

@@ -1,144 +1,168 @@
 package local
 
 import (
+	"log/slog"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// memory is the engine's source of what peers write to their links. Who receives sleeps on
-// the doorbell; peers wake it only when the doorbell is armed.
-type memory struct{ v *Van }
+// receiver is the engine's source of what peers write to their links. It sleeps on the
+// doorbell; peers wake it only when the doorbell is armed.
+type receiver struct {
+	self    *endpoint
+	in      *inCommon
+	peers   *peers
+	log     *slog.Logger
+	deliver van.Receiver
+
+	// The holder of the feed uses these.
+	next   int    // of peers.ins, where the last message was
+	tidied uint64 // when tidy last did something
+
+	maxSleep time.Duration // maxSleep, other than in tests
+	polled   func()        // for tests: called after the last poll before a sleep
+}
+
+// limit bounds what waits for handlers of this node. A peer that has used up its
+// share is not read: what it sends stays in its ring, and in its own memory.
+func (r *receiver) limit(c *env.Config) {
+	loop := r.in.feed.Loop
+	if !failpoint.On("recv-budget") {
+		loop.Budget = engine.NewBudget(int64(c.RecvBudgetPeer), int64(c.RecvBudget))
+	}
+	loop.Weight = (*inbound).weight
+	loop.Paused = func(lane *engine.Lane[*inbound], bytes int64) {
+		if n := loop.Pauses(); n&(n-1) == 0 {
+			r.log.Warn("a peer is not read for now: its handler is slow", "peer", van.NodeName(lane.ID), "bytes that wait for it", bytes,
+				"STEPAF_RECV_BUDGET_PEER", c.RecvBudgetPeer, "of all peers", loop.Budget.Used(), "STEPAF_RECV_BUDGET", c.RecvBudget, "so far", n)
+		}
+	}
+	loop.Resumed = func(*engine.Lane[*inbound]) { r.self.bell.wakeAll() }
+}
 
 // maxSleep bounds a sleep; see bell.wait.
 const maxSleep = 500 * time.Millisecond
 
 // Take implements engine.Source.
-func (m memory) Take(_ time.Duration, poll bool) (*parcel, *engine.Lane[*parcel], engine.Found) {
-	v := m.v
-	chunks := v.chunks.Load()
-	if p := v.scan(poll); p != nil {
+func (r *receiver) Take(_ time.Duration, poll bool) (*inbound, *engine.Lane[*inbound], engine.Found) {
+	chunks := r.in.chunks.Load()
+	if p := r.scan(poll); p != nil {
 		return p, &p.from.lane, engine.Message
 	}
-	if v.device != nil && !poll {
-		v.tidy(clock.Now()) // here: who spins for ever never sleeps
+	if r.self.device != nil && !poll {
+		r.tidy(clock.Now()) // here: a loop that polls for ever never sleeps
 	}
 	switch {
-	case v.chunks.Load() != chunks:
+	case r.in.chunks.Load() != chunks:
 		return nil, nil, engine.Progress
-	case (v.copying.Load() > 0 || v.lent.Load() > 0) && v.copies(clock.Now()):
+	case r.in.copies.any() && r.in.copies.soon(clock.Now()):
 		return nil, nil, engine.Soon
 	}
 	return nil, nil, engine.Nothing
 }
 
 // Arm implements engine.Source.
-func (m memory) Arm(s engine.Sleeper) bool {
-	v := m.v
+func (r *receiver) Arm(s engine.Sleeper) bool {
+	bell := r.self.bell.bell
 	if s == engine.ByPoll {
-		v.bell.arm(aPoll)
-		return v.pending()
+		bell.arm(pollWaiter)
+		return r.pending()
 	}
-	v.bell.arm(theLoop)
-	found := v.pending()
+	bell.arm(loopWaiter)
+	found := r.pending()
 	if s == engine.ForLoop {
-		if v.device != nil {
-			v.tidy(clock.Now())
+		if r.self.device != nil {
+			r.tidy(clock.Now())
 		}
-		found = found || v.copying.Load() > 0 // it may sleep for longer than copies take
+		found = found || r.in.copies.running.Load() > 0 // it may sleep for longer than copies take
 	}
 	return found
 }
 
 // Disarm implements engine.Source.
-func (m memory) Disarm() { m.v.bell.disarm() }
+func (r *receiver) Disarm() { r.self.bell.bell.disarm() }
+
+// waiterOf is the waiter of the bell that s is.
+func waiterOf(s engine.Sleeper) waiter {
+	if s == engine.ByPoll {
+		return pollWaiter
+	}
+	return loopWaiter
+}
 
 // Sleep implements engine.Source.
-func (m memory) Sleep(s engine.Sleeper, arm func() bool, limit time.Duration) {
-	v, who := m.v, theLoop
-	if s == engine.ByPoll {
-		who = aPoll
-	}
+func (r *receiver) Sleep(s engine.Sleeper, arm func() bool, limit time.Duration) {
+	bell, who := r.self.bell.bell, waiterOf(s)
 	if limit <= 0 {
-		limit = v.maxSleep
+		limit = r.maxSleep
 	}
-	count := v.bell.count(who)
+	count := bell.count(who)
 	if arm() {
 		return
 	}
-	if v.copying.Load() > 0 { // the end of a device's copy wakes nobody
-		limit = min(limit, copyNap)
+	if r.in.copies.running.Load() > 0 { // the end of a device's copy wakes nobody
+		limit = min(limit, copyPause)
 	}
-	if err := v.bell.wait(who, count, limit); err != nil {
-		v.log.Error("cannot sleep", "err", err)
+	if err := bell.wait(who, count, limit); err != nil {
+		r.log.Error("cannot sleep", "err", err)
 	}
 }
 
-// copyNap is between two looks for a copy that takes long.
-const copyNap = 50 * time.Microsecond
-
-// Wake implements engine.Source.
-func (m memory) Wake(s engine.Sleeper) {
-	m.v.mu.Lock()
-	defer m.v.mu.Unlock()
-	switch {
-	case m.v.bell == nil: // the van has been closed meanwhile
-	case s == engine.ByPoll:
-		m.v.bell.wake(aPoll)
-	default:
-		m.v.bell.wake(theLoop)
-	}
-}
+// Wake implements engine.Source. It does nothing when the van has been closed meanwhile.
+func (r *receiver) Wake(s engine.Sleeper) { r.self.bell.wake(waiterOf(s)) }
 
 // Deliver implements engine.Source: it hands up one message, after the parts that are
 // still with the sender have been read.
-func (m memory) Deliver(p *parcel, turn *engine.Turn) {
-	v := m.v
+func (r *receiver) Deliver(p *inbound, turn *engine.Turn) {
+	c := r.in
 	if p.in.fenced.Load() {
-		v.stats.fenced.Add(1)
-		v.release(p)
+		c.stats.fenced.Add(1)
+		c.release(p)
 		return
 	}
-	if err := v.fetch(p); err != nil {
-		v.log.Debug("a message was lost", "from", van.NodeName(p.from.id), "err", err)
-		v.release(p)
+	if err := p.in.fetch(p); err != nil {
+		r.log.Debug("a message was lost", "from", van.NodeName(p.from.id), "err", err)
+		c.release(p)
 		return
 	}
-	v.adopt(p)
+	c.adopt(p)
 	p.msg.Turn = turn
-	v.stats.received(p.msg.PayloadLen())
-	v.recv(&p.msg)
+	c.stats.received(p.msg.PayloadLen())
+	r.deliver(&p.msg)
 	p.msg.Release()
 }
 
 // Discard implements engine.Source.
-func (m memory) Discard(p *parcel) { m.v.release(p) }
+func (r *receiver) Discard(p *inbound) { r.in.release(p) }
 
-// scan takes the next message of any link and looks after what has been sent. With
+// scan takes the next message of any link, and services the outbound links. With
 // poll set it leaves alone the peers whose earlier messages the loop is still
 // delivering. The feed is held.
-func (v *Van) scan(poll bool) *parcel {
-	for _, l := range *v.outs.Load() {
+func (r *receiver) scan(poll bool) *inbound {
+	for _, l := range *r.peers.outs.Load() {
 		l.service()
 	}
-	ins := *v.ins.Load()
+	ins := *r.peers.ins.Load()
 	for range ins {
-		if v.turn++; v.turn >= len(ins) {
-			v.turn = 0
+		if r.next++; r.next >= len(ins) {
+			r.next = 0
 		}
-		l := ins[v.turn]
-		lost := l.lost.Load() // before the look: what was sent is in the ring by then
+		l := ins[r.next]
+		lost := l.lost.Load() // before the ring is read: what was sent is there by then
 		if l.fenced.Load() {
-			v.removeIn(l)
+			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
 		if poll && l.from.inHand.Load() != 0 || l.held.Load() {
 			continue
 		}
 		if !l.failed() {
-			if !v.feed.Loop.MayRead(&l.from.lane) {
+			if !r.in.feed.Loop.MayRead(&l.from.lane) {
 				continue // enough waits for its handler; the rest stays with the peer
 			}
 			if p := l.next(); p != nil {
@@ -149,7 +173,7 @@ func (v *Van) scan(poll bool) *parcel {
 			}
 		}
 		if lost {
-			v.removeIn(l)
+			r.peers.removeIn(l)
 			return nil // the list has changed
 		}
 	}
@@ -157,41 +181,43 @@ func (v *Van) scan(poll bool) *parcel {
 }
 
 // pending tells whether there is something to receive, and tells peers of
-// acknowledgements. It is for who is about to stop looking. Copies are none of it: who
-// sleeps while there are some looks again soon. The feed is held.
-func (v *Van) pending() bool {
+// acknowledgements. It is called before the receiver stops polling. Copies are none of it: a
+// receiver that sleeps while there are some polls again soon. The feed is held.
+func (r *receiver) pending() bool {
 	found := false
-	for _, l := range *v.ins.Load() {
+	for _, l := range *r.peers.ins.Load() {
 		l.tell()
-		failed, may := l.failed(), v.feed.Loop.MayRead(&l.from.lane)
+		failed, may := l.failed(), r.in.feed.Loop.MayRead(&l.from.lane)
 		more := may && !failed && !l.held.Load() && l.seg.tail().Load() != l.head && !l.dev.full()
 		found = found || more || l.fenced.Load() || l.lost.Load() && !l.held.Load() && (failed || may && !l.dev.waiting())
 	}
-	for _, l := range *v.outs.Load() {
+	for _, l := range *r.peers.outs.Load() {
 		found = found || l.pending()
 	}
-	if v.looked != nil {
-		v.looked()
+	if r.polled != nil {
+		r.polled()
 	}
 	return found
 }
 
 // tidy unmaps device memory of peers that was not used for a while. The feed is held.
-func (v *Van) tidy(now uint64) {
-	if v.device != nil && now-v.tidied > uint64(tidyTime) {
-		v.tidied = now
-		if sh := v.device.sharer; sh != nil {
-			if err := sh.TidySegments(); err != nil {
-				v.log.Warn("the device does not say what of its memory is mapped", "err", err)
-			}
-			for _, l := range *v.outs.Load() {
-				l.tidy(now)
-			}
+func (r *receiver) tidy(now uint64) {
+	d := r.self.device
+	if d == nil || now-r.tidied <= uint64(tidyTime) {
+		return
+	}
+	r.tidied = now
+	if d.sharer != nil {
+		if err := d.sharer.TidySegments(); err != nil {
+			r.log.Warn("the device does not say what of its memory is mapped", "err", err)
 		}
-		for _, l := range *v.ins.Load() {
-			if l.dev != nil {
-				l.dev.tidy(now)
-			}
+		for _, l := range *r.peers.outs.Load() {
+			l.tidy(now)
+		}
+	}
+	for _, l := range *r.peers.ins.Load() {
+		if l.dev != nil {
+			l.dev.tidy(now)
 		}
 	}
 }

@@ -10,13 +10,13 @@ import (
 )
 
 // A record in the ring is a message, a chunk of the last message's streamed parts,
-// or the rest of them, lent. All numbers are little endian.
+// or the rest of them, pinned. All numbers are little endian.
 //
 //	message, rest                         chunk
 //	 0  u32  length of the record          0  u32  length of the record
 //	 4  u8   1, 3                          4  u8   2
 //	 5  u8   data frames                   8  u32  bytes
-//	 8  u32  slot of what is lent         64  the bytes
+//	 8  u32  slot of what is pinned       64  the bytes
 //	12  u32  generation of the slot
 //	16  4 parts: meta, keys, values, lengths
 //	128 the inline parts and exports, each on a line of its own
@@ -25,7 +25,7 @@ import (
 // length 0 where that is nothing.
 //
 //	part
-//	0  u64  address in the sender, of a lent part
+//	0  u64  address in the sender, of a pinned part
 //	8  u32  bytes
 //	12 u32  form
 const (
@@ -39,14 +39,14 @@ const (
 	kindRest    = 3
 
 	partInline = 1
-	partLent   = 2 // the receiver reads it from the sender's memory
+	partPinned = 2 // the receiver reads it from the sender's memory
 	partStream = 3 // follows in chunks, and perhaps a rest
 	partDevice = 4 // the receiver's device copies it; the record has its export
 
 	partCount = 1 + van.MaxFrames // meta, keys, values, lengths
 
 	// streamFrom is the length from which a part is not inline: it is then copied
-	// straight to its place, and while the next chunk is being written.
+	// straight to its destination, and while the next chunk is being written.
 	streamFrom = 32 << 10
 
 	// maxChunk is how much of a stream is in one record.
@@ -64,7 +64,7 @@ type part struct {
 	form uint32
 	n    int
 	off  int    // in the record, of an inline part
-	addr uint64 // of a lent part
+	addr uint64 // of a pinned part
 }
 
 // record is what a message's record says.
@@ -79,9 +79,9 @@ type record struct {
 // present is how many parts a message with that many frames has.
 func present(frames int) int { return 1 + frames }
 
-// lends tells whether parts are to be read from the sender, streams whether they
+// pins tells whether parts are to be read from the sender, streams whether they
 // follow in chunks.
-func (r *record) lends() bool   { return r.has(partLent) || r.has(partDevice) }
+func (r *record) pins() bool    { return r.has(partPinned) || r.has(partDevice) }
 func (r *record) streams() bool { return r.has(partStream) }
 
 func (r *record) has(form uint32) bool { return r.forms>>form&1 != 0 }
@@ -136,7 +136,7 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 			mem = msg.Frame(i - 1)
 		}
 		switch {
-		case p.form == partLent:
+		case p.form == partPinned:
 			p.addr = mem.Addr()
 		case p.form == partDevice:
 			putShared(b[p.off:], export)
@@ -152,7 +152,7 @@ func (r *record) put(b []byte, size int, msg *van.Message, meta []byte, export *
 	return nil
 }
 
-// setSlot writes the slot of a record's lent parts.
+// setSlot writes the slot of a record's pinned parts.
 func setSlot(b []byte, slot, gen uint32) {
 	binary.LittleEndian.PutUint32(b[8:], slot)
 	binary.LittleEndian.PutUint32(b[12:], gen)
@@ -187,7 +187,7 @@ func (r *record) parse(b []byte) error {
 			}
 			p.off = off
 			off = min(off+align(p.n), len(b))
-		case partLent:
+		case partPinned:
 			if r.slot >= slotCount {
 				return bad("slot", r.slot, fmt.Sprintf("less than %d", slotCount))
 			}
@@ -204,15 +204,15 @@ func (r *record) parse(b []byte) error {
 			p.off = off
 			off = min(off+align(exportSize(r.segments)), len(b))
 		default:
-			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, lent, streamed or on the device")
+			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, pinned, streamed or on the device")
 		}
 		r.forms |= 1 << p.form
 		if i == 0 && b[4] == kindMessage && (p.n == 0 || p.n > maxMeta) {
 			return bad("meta length", p.n, fmt.Sprintf("1 to %d", maxMeta))
 		}
 	}
-	if r.has(partDevice) && (r.has(partLent) || r.streams() || b[4] != kindMessage) {
-		return bad("part.form", "lent or streamed", "inline, beside values on the device")
+	if r.has(partDevice) && (r.has(partPinned) || r.streams() || b[4] != kindMessage) {
+		return bad("part.form", "pinned or streamed", "inline, beside values on the device")
 	}
 	return nil
 }

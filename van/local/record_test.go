@@ -26,7 +26,7 @@ func message(lens ...int) *van.Message {
 func TestRecordRoundTrip(t *testing.T) {
 	for _, lens := range [][]int{{}, {0, 0}, {8, 100}, {8, streamFrom - 1}, {8, streamFrom}, {streamFrom, 1 << 20, 8}, {8, 0, 4},
 		{streamFrom - 1, streamFrom - 1, streamFrom - 1}} {
-		for _, large := range []uint32{partLent, partStream} {
+		for _, large := range []uint32{partPinned, partStream} {
 			m := message(lens...)
 			var r, got record
 			size := r.plan(m, large)
@@ -57,7 +57,7 @@ func TestRecordRoundTrip(t *testing.T) {
 					t.Errorf("%v: frame %d has other bytes", lens, i)
 				case n >= streamFrom && p.form != large:
 					t.Errorf("%v: frame %d has form %d, want %d", lens, i, p.form, large)
-				case p.form == partLent && p.addr != want.Addr():
+				case p.form == partPinned && p.addr != want.Addr():
 					t.Errorf("%v: frame %d is at %#x, want %#x", lens, i, p.addr, want.Addr())
 				}
 			}
@@ -74,7 +74,7 @@ func TestRecordRoundTrip(t *testing.T) {
 func valid(t testing.TB) []byte {
 	m := message(8, 100)
 	var r record
-	b := make([]byte, r.plan(m, partLent))
+	b := make([]byte, r.plan(m, partPinned))
 	if err := r.put(b, len(b), m, nil, nil); err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +99,7 @@ func TestParseRefuses(t *testing.T) {
 		{"a frame of 4 GiB", put(16+2*partHead+8, 1<<32-1)},
 		{"an unknown form", put(16+2*partHead+12, 9)},
 		{"a device's memory", put(16+2*partHead+12, partDevice)},
-		{"a lent part without a slot", put(16+2*partHead+12, partLent)},
+		{"a pinned part without a slot", put(16+2*partHead+12, partPinned)},
 	} {
 		b := valid(t)
 		c.change(b)

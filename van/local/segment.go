@@ -22,7 +22,7 @@ const (
 
 	headerLen = 8192 // two pages
 	ringLen   = 2 << 20
-	slotCount = 512 // messages whose memory is lent at a time
+	slotCount = 512 // messages whose memory is pinned at a time
 
 	segmentLen = headerLen + ringLen
 )
@@ -31,9 +31,9 @@ var _ = [1]struct{}{}[(offGens+4*slotCount)/(headerLen+1)] // it fits
 
 // segment is a mapped link segment.
 type segment struct {
-	mem   []byte // header, ring, and the ring again
-	ring  []byte // twice
-	order order
+	mem    []byte // header, ring, and the ring again
+	ring   []byte // twice
+	shadow shadow
 }
 
 // seals keep the file at its length, so that no mapping of it can fault.
@@ -94,26 +94,26 @@ func mapSegment(fd int) (*segment, error) {
 		}
 	}
 	mem := unsafe.Slice((*byte)(base), total)
-	order, err := newOrder(fd)
+	shadow, err := newShadow(fd)
 	if err != nil {
 		return nil, errors.Join(err, unix.MunmapPtr(base, total))
 	}
-	return &segment{mem: mem, ring: mem[headerLen:], order: order}, nil
+	return &segment{mem: mem, ring: mem[headerLen:], shadow: shadow}, nil
 }
 
 // unmap ends the use of s. Nobody may touch it any more.
 func (s *segment) unmap() {
 	_ = unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(s.mem)), uintptr(len(s.mem)))
 	s.mem, s.ring = nil, nil
-	s.order.drop()
+	s.shadow.drop()
 }
 
 func (s *segment) u64(off int) index64 {
-	return index64{(*atomic.Uint64)(unsafe.Pointer(&s.mem[off])), s.order.at(off)}
+	return index64{(*atomic.Uint64)(unsafe.Pointer(&s.mem[off])), s.shadow.at(off)}
 }
 
 func (s *segment) u32(off int) index32 {
-	return index32{(*atomic.Uint32)(unsafe.Pointer(&s.mem[off])), s.order.at(off)}
+	return index32{(*atomic.Uint32)(unsafe.Pointer(&s.mem[off])), s.shadow.at(off)}
 }
 
 func (s *segment) tail() index64           { return s.u64(offTail) }
@@ -127,12 +127,12 @@ func (s *segment) gen(slot uint32) index32 { return s.u32(offGens + 4*int(slot%s
 // index64 and index32 are numbers in a segment that both ends use.
 type index64 struct {
 	n *atomic.Uint64
-	double
+	shadowWord
 }
 
 type index32 struct {
 	n *atomic.Uint32
-	double
+	shadowWord
 }
 
 func (x index64) Load() uint64 {

@@ -55,10 +55,10 @@ func files(t testing.TB) (n int) {
 
 // afterAWhile does what the loop of x does now and then, as if so much time had passed.
 func (x *node) afterAWhile(d time.Duration) {
-	x.feed.Lock()
-	defer x.feed.Unlock()
-	x.tidied = 0
-	x.tidy(clock.Now() + uint64(d))
+	x.rx.feed.Lock()
+	defer x.rx.feed.Unlock()
+	x.receiver.tidied = 0
+	x.receiver.tidy(clock.Now() + uint64(d))
 }
 
 // TestSegments: values that lie in several allocations go from device to device, at any
@@ -110,7 +110,7 @@ func TestSegmentsUnderWay(t *testing.T) {
 }
 
 // TestSegmentsMappedAnew: what was unmapped and mapped anew at the same address is told from
-// what was there before, and the latter is unmapped, when nothing is lent of it any more.
+// what was there before, and the latter is unmapped, when nothing is pinned of it any more.
 func TestSegmentsMappedAnew(t *testing.T) {
 	worker, server, wdev, sdev, mem := mappedPair(t, onePage, 2*onePage)
 	for i := range 6 {
@@ -130,12 +130,12 @@ func TestSegmentsMappedAnew(t *testing.T) {
 	})
 }
 
-// TestSegmentsUnused: what is not used for a while is unmapped, but not while it is lent.
+// TestSegmentsUnused: what is not used for a while is unmapped, but not while it is pinned.
 func TestSegmentsUnused(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
 	open := block(sdev, server.feedOf())
 	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
-	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	eventually(t, "the copy is queued", func() bool { return server.copies.running.Load() == 1 })
 	worker.afterAWhile(2 * mapTime)
 	server.afterAWhile(0)
 	if got := sdev.SegmentImports(); len(got) != 2 {
@@ -153,21 +153,21 @@ func TestSegmentsUnused(t *testing.T) {
 	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 2*onePage))
 }
 
-// TestSegmentsRoom: the oldest makes room; where all are lent there is none.
+// TestSegmentsRoom: the oldest makes room; where all are pinned there is none.
 func TestSegmentsRoom(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
-	l := (*worker.links.Load())[8]
+	l := (*worker.peers.links.Load())[8]
 	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, 10)))
 	server.next().Release()
 	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
 	open := block(sdev, server.feedOf())
 	worker.must(valueIn(mem.Sub(onePage, onePage), 2, pattern(2, 10)))
-	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	eventually(t, "the copy is queued", func() bool { return server.copies.running.Load() == 1 })
 	l.mu.Lock()
-	first, second := l.withdrawOldest(), l.withdrawOldest()
+	first, second := l.offers.withdrawOldest(l.inUseSince()), l.offers.withdrawOldest(l.inUseSince())
 	l.mu.Unlock()
 	if !first || second {
-		t.Errorf("withdrawn: the one that is not lent %t, the one that is %t", first, second)
+		t.Errorf("withdrawn: the one that is not pinned %t, the one that is %t", first, second)
 	}
 	open()
 	wantValue(t, server.next(), 2, sdev.Device(), pattern(2, 10))
@@ -183,11 +183,11 @@ func TestSegmentsLost(t *testing.T) {
 	for i := range 5 {
 		worker.must(valueIn(mem, i, pattern(i, 2*onePage)))
 	}
-	eventually(t, "the copies are queued", func() bool { return server.copying.Load() == 5 })
-	l := (*worker.links.Load())[8]
+	eventually(t, "the copies are queued", func() bool { return server.copies.running.Load() == 5 })
+	l := (*worker.peers.links.Load())[8]
 	l.mu.Lock()
 	var x backend.Shared
-	err := errors.Join(worker.device.sharer.Share(&x, mem.Sub(2*onePage, 10)), l.tell(&x))
+	err := errors.Join(worker.own.device.sharer.Share(&x, mem.Sub(2*onePage, 10)), l.offers.tell(&x, l.inUseSince))
 	l.mu.Unlock()
 	if err != nil {
 		t.Fatal(err)
@@ -198,7 +198,7 @@ func TestSegmentsLost(t *testing.T) {
 	cancel()
 	_ = worker.Close(ctx)
 	eventually(t, "nothing is mapped", func() bool {
-		return server.copying.Load() == 0 && sdev.Imports() == 0 && len(sdev.SegmentImports()) == 0
+		return server.copies.running.Load() == 0 && sdev.Imports() == 0 && len(sdev.SegmentImports()) == 0
 	})
 }
 
@@ -268,26 +268,17 @@ func TestHostileSegments(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
-			l := (*worker.links.Load())[8]
+			l := (*worker.peers.links.Load())[8]
 			m := valueIn(mem, 1, pattern(1, 2*onePage))
 			var x backend.Shared
-			if err := worker.device.sharer.Share(&x, m.Vals); err != nil {
+			if err := worker.own.device.sharer.Share(&x, m.Vals); err != nil {
 				t.Fatal(err)
 			}
 			l.mu.Lock()
-			if err := l.tell(&x); err != nil {
+			if err := l.offers.tell(&x, l.inUseSince); err != nil {
 				t.Fatal(err)
 			}
-			r := record{segments: len(x.Segments)}
-			b := make([]byte, r.plan(m, partStream))
-			if err := r.put(b, len(b), m, nil, &x); err != nil {
-				t.Fatal(err)
-			}
-			setSlot(b, 0, 1)
-			change(b)
-			copy(l.seg.at(l.tail), b)
-			l.advance(len(b))
-			l.bell.ring()
+			l.writeRecord(t, m, &x, change)
 			l.mu.Unlock()
 			stillThere(t, worker, server, sdev, mem)
 		})
@@ -317,7 +308,7 @@ func TestHostileSegments(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			worker, server, wdev, sdev, mem := mappedPair(t, onePage, onePage)
 			open := files(t)
-			l := (*worker.links.Load())[8]
+			l := (*worker.peers.links.Load())[8]
 			var x backend.Shared
 			if err := wdev.Share(&x, mem.Sub(0, 1)); err != nil {
 				t.Fatal(err)
@@ -361,7 +352,7 @@ func stillThere(t *testing.T, worker, server *node, sdev *vantest.Device, mem ba
 // TestManyOffers: a peer that offers more than it may loses its link.
 func TestManyOffers(t *testing.T) {
 	d := vantest.NewDevice(1)
-	x := newInbox(&device{Backend: d, sharer: d}, nil)
+	x := newImports(&device{Backend: d, sharer: d}, nil)
 	fd, err := unix.MemfdCreate("offered", unix.MFD_CLOEXEC)
 	if err == nil {
 		err = unix.Ftruncate(fd, onePage)
@@ -392,7 +383,7 @@ func TestSegmentsOfferedAgain(t *testing.T) {
 	wantValue(t, server.next(), 1, sdev.Device(), pattern(1, onePage))
 	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
 	worker.afterAWhile(2 * mapTime)
-	x := server.feedOf().inbox
+	x := server.feedOf().imports
 	eventually(t, "it is withdrawn", func() bool {
 		x.mu.Lock()
 		defer x.mu.Unlock()
@@ -400,7 +391,7 @@ func TestSegmentsOfferedAgain(t *testing.T) {
 	})
 	open := block(sdev, server.feedOf())
 	worker.must(valueIn(mem, 2, pattern(2, 2*onePage)))
-	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
+	eventually(t, "the copy is queued", func() bool { return server.copies.running.Load() == 1 })
 	if got := sdev.SegmentImports(); len(got) != 3 {
 		t.Fatalf("mapped: %v, want what is copied, and what was offered anew", got)
 	}
@@ -418,11 +409,11 @@ func TestSegmentsOfferedAgain(t *testing.T) {
 // in the ring, are not withdrawn: the receiver would find that they were never offered.
 func TestSegmentsRecalled(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
-	server.feed.Lock() // nothing is received
+	server.rx.feed.Lock() // nothing is received
 	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
 	worker.Recall(van.Requests{First: 1, Count: 1})
 	worker.afterAWhile(2 * mapTime)
-	server.feed.Unlock()
+	server.rx.feed.Unlock()
 	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
 	if n := server.Stats().Malformed; n != 0 {
 		t.Fatalf("the link was lost: %d malformed messages", n)
@@ -440,20 +431,20 @@ func TestSegmentsRecalled(t *testing.T) {
 // TestSegmentsQueued: allocations that only a queued message names are not withdrawn.
 func TestSegmentsQueued(t *testing.T) {
 	worker, server, wdev, sdev, mem := mappedPair(t, onePage, onePage)
-	server.feed.Lock() // nothing is received
+	server.rx.feed.Lock() // nothing is received
 	for i := range slotCount {
 		worker.must(value(wdev, 8, i, pattern(i, 100)))
 	}
 	worker.must(valueIn(mem, slotCount, pattern(1, 2*onePage)))
-	l := (*worker.links.Load())[8]
+	l := (*worker.peers.links.Load())[8]
 	l.mu.Lock()
-	queued := len(l.queue)
+	queued := len(l.queue.list)
 	l.mu.Unlock()
 	if queued != 1 {
 		t.Errorf("%d messages are queued, want the last one", queued)
 	}
 	worker.afterAWhile(2 * mapTime)
-	server.feed.Unlock()
+	server.rx.feed.Unlock()
 	for i := range slotCount {
 		wantValue(t, server.next(), i, sdev.Device(), pattern(i, 100))
 	}
@@ -467,12 +458,12 @@ func TestSegmentsUsedMeanwhile(t *testing.T) {
 	worker.must(valueIn(mem, 1, pattern(1, 2*onePage)))
 	server.next().Release()
 	eventually(t, "it is acknowledged", func() bool { return worker.Stats().Pinned == 0 })
-	l := (*worker.links.Load())[8]
+	l := (*worker.peers.links.Load())[8]
 	l.tidy(before)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if len(l.offers) != 2 {
-		t.Errorf("%d allocations are offered, want 2", len(l.offers))
+	if len(l.offers.byID) != 2 {
+		t.Errorf("%d allocations are offered, want 2", len(l.offers.byID))
 	}
 }
 
@@ -480,17 +471,17 @@ func TestSegmentsUsedMeanwhile(t *testing.T) {
 // the van: unmapping may not wait for copies, and one that runs into it breaks the device.
 func TestSegmentsCopyDoesNotEnd(t *testing.T) {
 	worker, server, _, sdev, mem := mappedPair(t, onePage, onePage)
-	server.feed.Lock()
-	server.dropTime = 50 * time.Millisecond
-	server.feed.Unlock()
+	server.rx.feed.Lock()
+	server.rx.dropTime = 50 * time.Millisecond
+	server.rx.feed.Unlock()
 	open := block(sdev, server.feedOf())
 	into := sdev.Mem(make([]byte, onePage))
 	if err := server.RegisterRecvBuffer(9, 1, into); err != nil {
 		t.Fatal(err)
 	}
 	worker.must(valueIn(mem.Sub(0, onePage), 1, pattern(1, onePage)))
-	eventually(t, "the copy is queued", func() bool { return server.copying.Load() == 1 })
-	l := (*worker.links.Load())[8]
+	eventually(t, "the copy is queued", func() bool { return server.copies.running.Load() == 1 })
+	l := (*worker.peers.links.Load())[8]
 	l.mu.Lock()
 	l.write(pattern(3, 4096)) // ends the link
 	l.mu.Unlock()
@@ -507,7 +498,7 @@ func TestSegmentsCopyDoesNotEnd(t *testing.T) {
 // TestSegmentsTidyWhileSending: who receives does not wait for who sends.
 func TestSegmentsTidyWhileSending(t *testing.T) {
 	worker, _, _, _, _ := mappedPair(t, onePage)
-	l := (*worker.links.Load())[8]
+	l := (*worker.peers.links.Load())[8]
 	l.mu.Lock() // as Send does while it waits for room
 	done := make(chan struct{})
 	go func() {

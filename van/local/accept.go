@@ -1,0 +1,200 @@
+package local
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// acceptor answers peers that make a link to this node, and watches their links.
+type acceptor struct {
+	self     *endpoint
+	peers    *peers
+	in       *inCommon
+	log      *slog.Logger
+	listener *net.UnixListener
+	conns    map[*net.UnixConn]bool // of peers; peers.mu guards it
+
+	// For tests.
+	streamOnly bool         // as where reading other processes is forbidden
+	refuse     func() error // what accepting fails with
+}
+
+// run serves the socket until it is closed.
+func (a *acceptor) run() {
+	defer a.peers.wg.Done()
+	var failed logx.Sparse
+	pause := time.Duration(0)
+	for {
+		c, err := a.accept()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil { // as when there are no files left: that may pass
+			pause = min(max(2*pause, minPause), maxPause)
+			if n, speak := failed.Next(); speak {
+				a.log.Warn("no peer can be accepted through shared memory for now", "err", err, "next try in", pause, "so far", n)
+			}
+			timer := time.NewTimer(pause)
+			select {
+			case <-timer.C:
+			case <-a.peers.ctx.Done():
+				timer.Stop()
+			}
+			continue
+		}
+		pause = 0
+		a.peers.mu.Lock()
+		if a.peers.closed {
+			_ = c.Close()
+		} else {
+			a.conns[c] = true
+			a.peers.wg.Go(func() { a.serve(c) })
+		}
+		a.peers.mu.Unlock()
+	}
+}
+
+// Pauses before the listener is tried again, as those of net/http.
+const (
+	minPause = 5 * time.Millisecond
+	maxPause = time.Second
+)
+
+func (a *acceptor) accept() (*net.UnixConn, error) {
+	if a.refuse != nil {
+		if err := a.refuse(); err != nil {
+			return nil, err
+		}
+	}
+	return a.listener.AcceptUnix()
+}
+
+// serve answers a peer's hello and then watches its link.
+func (a *acceptor) serve(c *net.UnixConn) {
+	defer func() {
+		_ = c.Close()
+		a.peers.mu.Lock()
+		delete(a.conns, c)
+		a.peers.mu.Unlock()
+	}()
+	_ = c.SetDeadline(time.Now().Add(linkTime))
+	r, err := a.admit(c)
+	if err != nil {
+		r = reply{verdict: verdictNo, why: err.Error()}
+		if errors.Is(err, errReplaced) {
+			r.verdict = verdictFenced
+		}
+		a.log.Info("a peer's link through shared memory was refused", "err", err)
+	}
+	l, b := r.link, r.encode()
+	var fds []byte
+	if err == nil {
+		fds = unix.UnixRights(a.self.bell.fd)
+	}
+	_, _, sendErr := c.WriteMsgUnix(b, fds, nil)
+	if err != nil {
+		return
+	}
+	if sendErr == nil {
+		_ = c.SetDeadline(time.Time{})
+		if l.dev == nil || l.dev.imports == nil {
+			awaitEnd(c)
+		} else {
+			var err error
+			awaitEndOf(c, func() { err = l.dev.imports.watch() })
+			if errors.Is(err, van.ErrMalformed) {
+				l.fail(err)
+			}
+		}
+	}
+	a.peers.inLost(l)
+}
+
+// admit reads and checks a hello and makes the link.
+func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
+	pid, err := sameUser(c)
+	if err != nil {
+		return r, err
+	}
+	b, fds, err := receive(c, helloLen)
+	defer closeAll(fds)
+	if err != nil {
+		return r, err
+	}
+	le := binary.LittleEndian
+	if len(b) != helloLen || string(b[:4]) != helloMagic || le.Uint32(b[4:]) != tokenVersion || len(fds) != 2 ||
+		le.Uint32(b[32:]) != segmentLen || le.Uint32(b[36:]) != slotCount {
+		return r, fmt.Errorf("%w: hello of %d bytes with %d files", errProtocol, len(b), len(fds))
+	}
+	id := int(int32(le.Uint32(b[8:])))
+	if id <= 0 || id >= van.Empty {
+		return r, fmt.Errorf("%w: node id %d", errProtocol, id)
+	}
+	if err := errors.Join(checkMemory(fds[0], segmentLen), checkMemory(fds[1], bellLen)); err != nil {
+		return r, err
+	}
+	seg, err := mapSegment(fds[0])
+	if err != nil {
+		return r, err
+	}
+	bell, err := mapBell(fds[1])
+	if err != nil {
+		seg.unmap()
+		return r, err
+	}
+	l := newInLink(a.in, a.peers.sender(id), c, pid, seg, bell)
+	l.name = [16]byte(b[40:])
+	r = reply{link: l, verdict: verdictRead}
+	if l.source, err = a.openSource(pid, le.Uint64(b[16:]), le.Uint64(b[24:])); err != nil {
+		r.verdict, r.why = verdictStream, err.Error()
+	}
+	if has := le.Uint32(b[12:]); has&hasDevice != 0 {
+		if l.dev, err = openPeerDevice(a.in, b[56:], l.name[:]); err == nil {
+			if d := a.self.device; has&hasSegments != 0 && d.sharer != nil && !d.noSegments.Load() {
+				l.dev.imports = newImports(d, c)
+			}
+		} else {
+			r.noDevice = err.Error()
+			a.log.Info("values on a peer's device come through host memory", "peer", van.NodeName(id), "why", err)
+		}
+	}
+	if err := a.peers.addIn(l); err != nil {
+		l.end()
+		return r, err
+	}
+	return r, nil
+}
+
+// openSource opens process pid for reading, if that works.
+func (a *acceptor) openSource(pid int, addr, nonce uint64) (*remote, error) {
+	if a.streamOnly {
+		return nil, errors.New("reading the sender's memory is switched off")
+	}
+	r, err := openRemote(pid)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.canRead(addr, nonce); err != nil {
+		r.close()
+		return nil, err
+	}
+	return r, nil
+}
+
+// closeConns ends all links of peers.
+func (a *acceptor) closeConns() {
+	a.peers.mu.Lock()
+	defer a.peers.mu.Unlock()
+	for c := range a.conns {
+		_ = c.Close()
+	}
+}

@@ -1,0 +1,258 @@
+package local
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"runtime"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// dialer makes links to peers, also those that have broken.
+type dialer struct {
+	self  *endpoint
+	peers *peers
+	out   *outCommon
+	log   *slog.Logger
+	over  func() string // name of the van inside
+
+	readersOnce sync.Once
+	readers     func() (bool, error) // admitReaders, other than in tests
+}
+
+// link makes the link to n, if it can be had.
+func (d *dialer) link(n *outPeer, id int) {
+	d.readersOnce.Do(d.letRead)
+	l, err := d.dial(d.peers.ctx, id, &n.token)
+	if err == nil {
+		d.add(n, l)
+	} else if d.peers.ctx.Err() == nil {
+		d.log.Warn("data goes over "+d.over()+", not through shared memory", "peer", van.NodeName(id), "err", err)
+	}
+}
+
+// letRead lets peers read what this process has pinned for them. Where Yama asks for that it
+// holds for every process of the user, and so only once there is a peer that shares memory.
+func (d *dialer) letRead() {
+	if admitted, err := d.readers(); err != nil {
+		d.log.Warn("peers may have to copy large values twice", "err", err)
+	} else if admitted {
+		d.log.Info("processes of the same user may read this one's memory", "why", yamaScope+" is 1")
+	}
+}
+
+// sayWhyNot logs why there is no link to a peer.
+func (d *dialer) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
+	if !offers {
+		d.log.Debug("no shared memory with a peer", "peer", van.NodeName(id), "why", "it does not offer it")
+		return
+	}
+	level := slog.LevelInfo
+	if t.host != d.self.token.host {
+		level = slog.LevelDebug // nobody would expect it
+	}
+	d.log.Log(ctx, level, "data goes over "+d.over(), "peer", van.NodeName(id), "why", d.self.token.reach(t))
+}
+
+// dial makes the link to the node that t names.
+func (d *dialer) dial(ctx context.Context, id int, t *token) (l *outLink, err error) {
+	ctx, cancel := context.WithTimeout(ctx, linkTime)
+	defer cancel()
+	var nd net.Dialer
+	c, err := nd.DialContext(ctx, "unixpacket", t.address())
+	if err != nil {
+		if errors.Is(err, unix.ECONNREFUSED) {
+			err = fmt.Errorf("%w: %w", errDead, err)
+		}
+		return nil, err
+	}
+	conn := c.(*net.UnixConn)
+	pid := 0
+	defer func() {
+		if err != nil {
+			_ = conn.Close()
+			if pid > 0 && ended(pid) { // a child that it has forked has the socket
+				err = fmt.Errorf("%w: %w", errDead, err)
+			}
+		}
+	}()
+	if deadline, ok := ctx.Deadline(); ok {
+		_ = conn.SetDeadline(deadline)
+	}
+	if pid, err = sameUser(conn); err != nil {
+		return nil, err
+	}
+	fd, err := d.self.memory(segmentLen)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	seg, err := mapSegment(fd)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			seg.bye().Store(1) // a peer that reads the hello later has lost nothing
+			seg.unmap()
+		}
+	}()
+	nonce := new([8]byte) // the peer reads it
+	var keep runtime.Pinner
+	keep.Pin(nonce)
+	defer keep.Unpin()
+	if err := d.self.hello(conn, fd, nonce); err != nil {
+		return nil, err
+	}
+	return d.finish(conn, id, seg)
+}
+
+// finish reads the peer's reply and makes the link.
+func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment) (*outLink, error) {
+	text, fds, err := receive(conn, replyHead+2*maxWhy)
+	defer closeAll(fds)
+	if err != nil {
+		return nil, err
+	}
+	if len(text) < replyHead || string(text[:4]) != replyMagic {
+		return nil, fmt.Errorf("%w: reply of %d bytes", errProtocol, len(text))
+	}
+	own := d.self.device
+	verdict, device, n := text[4], text[5]&hasDevice != 0 && own != nil, int(binary.LittleEndian.Uint16(text[6:]))
+	n = min(n, len(text)-replyHead)
+	why, noDevice := string(text[replyHead:replyHead+n]), string(text[replyHead+n:])
+	if verdict == verdictFenced {
+		return nil, fmt.Errorf("%w: %w", errRefused, errReplaced)
+	}
+	if verdict == verdictNo {
+		return nil, fmt.Errorf("%w: %s", errRefused, why)
+	}
+	if verdict > verdictRead || len(fds) != 1 {
+		return nil, fmt.Errorf("%w: verdict %d with %d files", errProtocol, verdict, len(fds))
+	}
+	if err := checkMemory(fds[0], bellLen); err != nil {
+		return nil, fmt.Errorf("bell: %w", err)
+	}
+	bell, err := mapBell(fds[0])
+	if err != nil {
+		return nil, err
+	}
+	_ = conn.SetDeadline(time.Time{})
+	how := "ring, and the sender's memory"
+	if verdict != verdictRead {
+		how = "ring only: " + why
+	}
+	args := []any{"peer", van.NodeName(id), "large values", how}
+	switch {
+	case device:
+		args = append(args, "values on the device", "from device to device")
+	case own != nil:
+		args = append(args, "values on the device", "through host memory: "+noDevice)
+	}
+	d.log.Info("data goes through shared memory", args...)
+	l := newOutLink(d.out, id, conn, seg, bell, verdict == verdictRead, device)
+	if device {
+		l.offers.sharer = own.sharer
+		l.segments = own.sharer != nil && text[5]&hasSegments != 0
+	}
+	return l, nil
+}
+
+// dialAgain is dial for a peer that may be about to die. Such a process still has its
+// socket for a moment, on which nobody answers: that is no sign of life.
+func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
+	ctx, cancel := context.WithTimeout(d.peers.ctx, linkTime)
+	defer cancel()
+	for pause := time.Millisecond; ; pause *= 2 {
+		l, err = d.dial(ctx, id, t)
+		if err == nil || !hungUp(err) {
+			return l, err
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return nil, err
+		}
+	}
+}
+
+// add installs a new link to node n. It tells whether it is wanted.
+func (d *dialer) add(n *outPeer, l *outLink) bool {
+	p := d.peers
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	id := n.id
+	if p.closed || p.nodes[id] != n {
+		l.close(true)
+		return false
+	}
+	l.id.Store(int32(id))
+	p.setLink(id, l)
+	p.wg.Go(func() {
+		awaitEnd(l.conn)
+		d.lost(n, l)
+	})
+	return true
+}
+
+// lost cleans up after a link that has ended. If it was not ended here, the
+// peer is lost, or the two must begin anew.
+func (d *dialer) lost(n *outPeer, l *outLink) {
+	p := d.peers
+	l.close(false)
+	p.mu.Lock()
+	id := int(l.id.Load())
+	current := !p.closed && p.link(id) == l
+	p.mu.Unlock()
+	if !current {
+		return
+	}
+	p.tell(n, id, false, l.why())
+	// Until it is settled what follows, Send finds the link, which says ErrPeerLost.
+	again, err := d.dialAgain(id, &n.token)
+	if n.tries++; again != nil && n.tries <= maxTries {
+		if d.add(n, again) {
+			p.tell(n, id, true, nil)
+		}
+		return
+	}
+	if again != nil {
+		again.close(true) // it was only to see whether the peer is there
+	}
+	if p.ctx.Err() != nil {
+		return
+	}
+	if errors.Is(err, errReplaced) { // the van inside is not a way round that
+		l.mu.Lock()
+		l.cause = errReplaced
+		l.mu.Unlock()
+		d.log.Error("a peer does not hear this process any more", "peer", van.NodeName(id), "why", err)
+		return
+	}
+	// If it is gone, the van inside says when it is there again.
+	gone := errors.Is(err, errDead)
+	if !gone {
+		d.log.Warn("data goes over "+d.over()+" from now on", "peer", van.NodeName(id), "links lost", n.tries, "err", err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.link(id) == l {
+		p.setLink(id, nil)
+	}
+	if !gone {
+		p.tell(n, id, true, nil)
+	}
+}
+
+// maxTries is how often a link to the same peer is made again.
+const maxTries = 3

@@ -1,0 +1,168 @@
+package local
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// imports takes what a peer tells of its device's allocations. The goroutine that watches the
+// link reads it, and the receiver when it needs one that is not there yet.
+type imports struct {
+	d    *device
+	conn *net.UnixConn
+
+	mu     sync.Mutex
+	mapped map[uint64]imported // that the receiver has not taken yet
+	known  map[uint64]bool     // all that were offered, and not withdrawn
+	unused []uint64
+	failed error // nothing more is taken
+}
+
+// imported is an allocation that is mapped, or why it is not.
+type imported struct {
+	mem backend.Mem
+	err error
+}
+
+func newImports(d *device, conn *net.UnixConn) *imports {
+	return &imports{d: d, conn: conn, mapped: map[uint64]imported{}, known: map[uint64]bool{}}
+}
+
+// watch reads until the connection ends, or the peer does not keep to the protocol.
+func (x *imports) watch() error {
+	raw, err := x.conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var failed error
+	ended := false
+	err = raw.Read(func(fd uintptr) bool {
+		ended, failed = x.read(int(fd))
+		return ended || failed != nil
+	})
+	return errors.Join(failed, err)
+}
+
+// read takes all that is there.
+func (x *imports) read(fd int) (ended bool, err error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	var b [noticeLen + 1]byte
+	var oob [64]byte
+	for x.failed == nil {
+		n, k, flags, _, err := unix.Recvmsg(fd, b[:], oob[:], unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+		switch {
+		case errors.Is(err, unix.EINTR):
+			continue
+		case errors.Is(err, unix.EAGAIN):
+			return false, nil
+		case err != nil || n == 0 && k == 0:
+			return true, nil
+		}
+		files, err := filesIn(oob[:k])
+		if err == nil {
+			err = x.take(b[:n], files, flags)
+		}
+		closeAll(files)
+		x.failed = err
+	}
+	return true, x.failed
+}
+
+// take handles a notice. x.mu is held.
+func (x *imports) take(b []byte, files []int, flags int) error {
+	bad := func(value any, want string) error {
+		return &van.FieldError{Field: "notice of device memory", Value: value, Want: want}
+	}
+	if len(b) != noticeLen || flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+		return bad(fmt.Sprintf("%d bytes, flags %#x", len(b), flags), fmt.Sprintf("%d bytes, with one file at most, for which there is room", noticeLen))
+	}
+	id, size := binary.LittleEndian.Uint64(b[8:]), binary.LittleEndian.Uint64(b[16:])
+	switch magic := string(b[:4]); {
+	case magic == unusedMagic && len(files) == 0:
+		if !x.known[id] {
+			return bad(id, "an allocation that was offered")
+		}
+		delete(x.known, id)
+		if a, ok := x.mapped[id]; ok { // it was never used
+			delete(x.mapped, id)
+			if a.err == nil {
+				return x.d.unmap(a.mem)
+			}
+			return nil
+		}
+		x.unused = append(x.unused, id)
+		return nil
+	case magic != segmentMagic || len(files) != 1:
+		return bad(fmt.Sprintf("%q with %d files", magic, len(files)), fmt.Sprintf("%q with 1, or %q with none", segmentMagic, unusedMagic))
+	case size == 0 || size > 1<<50:
+		return bad(size, "a length of 1 to 2^50")
+	case x.known[id]:
+		return bad(id, "an allocation that was not offered before")
+	case len(x.known) >= maxOffers:
+		return bad(len(x.known)+1, fmt.Sprintf("at most %d allocations", maxOffers))
+	}
+	var a imported
+	a.mem, a.err = x.d.sharer.ImportSegment(files[0], int(size))
+	x.known[id], x.mapped[id] = true, a
+	return nil
+}
+
+// get returns the allocation id, which the caller unmaps.
+func (x *imports) get(id uint64) (backend.Mem, error) {
+	if raw, err := x.conn.SyscallConn(); err == nil {
+		// The peer has sent it before the record that names it. Errors are for watch.
+		_ = raw.Control(func(fd uintptr) { _, _ = x.read(int(fd)) })
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	a, ok := x.mapped[id]
+	if !ok {
+		return a.mem, &van.FieldError{Field: "record.segment", Value: id, Want: "an allocation that was offered, and not withdrawn"}
+	}
+	if a.err == nil {
+		delete(x.mapped, id)
+	}
+	return a.mem, a.err
+}
+
+// withdrawn returns what is to be unmapped.
+func (x *imports) withdrawn() []uint64 {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	ids := x.unused
+	x.unused = nil
+	return ids
+}
+
+// putBack keeps an id that is still in use for later.
+func (x *imports) putBack(id uint64) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.unused = append(x.unused, id)
+}
+
+// close unmaps what was not taken.
+func (x *imports) close() error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	var errs []error
+	for id, a := range x.mapped {
+		delete(x.mapped, id)
+		if a.err == nil {
+			errs = append(errs, x.d.unmap(a.mem))
+		}
+	}
+	if x.failed == nil {
+		x.failed = net.ErrClosed
+	}
+	return errors.Join(errs...)
+}

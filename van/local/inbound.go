@@ -1,0 +1,213 @@
+package local
+
+import (
+	"errors"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
+)
+
+// inPeer is the order of one sender's messages, over whichever link they come.
+type inPeer struct {
+	id     int
+	lane   engine.Lane[*inbound]
+	inHand atomic.Int32 // messages that the loop has received and not delivered
+}
+
+// inbound is a received message with its memory.
+type inbound struct {
+	msg    van.Message
+	from   *inPeer
+	in     *inLink
+	rec    record
+	buf    []byte            // copy of the record
+	blocks [partCount][]byte // of parts that were not inline, if they have no destination of their own
+	ring   *inRing           // while something is to be read from the peer
+	dst    [partCount][]byte // where parts that were not inline go
+	left   [partCount][]byte // of dst, what a stream has left to be read
+	dest   destination       // of the values, if they are an answer
+
+	onDevice *backend.Buffer // of values on the device without a destination of their own
+	copied   backend.Event   // of the device's copy under way
+	spans    []span          // that it reads
+	begun    uint64          // when it was queued
+}
+
+// partVals is the part that has destinations of its own.
+const partVals = 2
+
+var errGone = errors.New("the sender has taken the message back")
+
+// messageBytes is about what a received message itself takes.
+const messageBytes = 1 << 10
+
+// weight is the memory of this node that p takes while it waits. Values that go to a
+// destination of their own, and those still with the sender, take none.
+func (p *inbound) weight() int {
+	n := messageBytes + cap(p.buf)
+	for _, b := range p.blocks {
+		n += cap(b)
+	}
+	if p.onDevice != nil {
+		n += p.onDevice.Mem().Len()
+	}
+	return n
+}
+
+// decode reads the meta and finds the inline frames. An answer whose values need no
+// destination gives up the one in q.
+func (p *inbound) decode(q *destinations) error {
+	meta := p.dst[0]
+	if h := &p.rec.parts[0]; h.form == partInline {
+		meta = p.buf[h.off : h.off+h.n]
+	}
+	m := &p.msg
+	if err := van.DecodeMeta(meta, &m.Meta); err != nil {
+		return err
+	}
+	if m.IsControl() {
+		return &van.FieldError{Field: "control.cmd", Value: m.Control.Cmd, Want: "a data message"}
+	}
+	m.Sender, m.Frames = p.from.id, p.rec.frames
+	for i := range m.Frames {
+		if h := &p.rec.parts[i+1]; h.form == partInline {
+			m.SetFrame(i, backend.Bytes(p.buf[h.off:h.off+h.n:h.off+h.n]))
+		}
+	}
+	// Other values take their destination, if they have one, later.
+	if !m.Request && !m.Push && (m.Frames < partVals || p.rec.parts[partVals].form == partInline || p.dst[partVals] != nil) {
+		q.answered(m.Sender, &m.Meta)
+	}
+	return nil
+}
+
+// write calls f, which writes to part i of p.
+func (p *inbound) write(i int, f func() error) error {
+	if i == partVals && p.dest.mem.Len() > 0 {
+		return p.dest.write(f)
+	}
+	return f()
+}
+
+// inCommon is what the inbound links of a node share: where values go, and the messages and
+// buffers that are used again.
+type inCommon struct {
+	self   *endpoint
+	log    *slog.Logger
+	stats  *stats
+	copies *copies
+	feed   *engine.Feed[*inbound]
+	dests  *destinations
+	blocks blocks
+	chunks atomic.Uint64 // of streams, received
+
+	dropTime time.Duration // dropTime, other than in tests
+
+	mu   sync.Mutex
+	free []*inbound
+}
+
+// maxFree bounds the messages that an idle van keeps.
+const maxFree = 256
+
+// get returns a message for use.
+func (c *inCommon) get() *inbound {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if n := len(c.free); n > 0 {
+		p := c.free[n-1]
+		c.free = c.free[:n-1]
+		return p
+	}
+	return &inbound{}
+}
+
+// allocate finds memory for the parts that are not inline: first, by itself, for the meta,
+// which the others need.
+func (c *inCommon) allocate(p *inbound) (err error) {
+	for i := range present(p.rec.frames) {
+		h := &p.rec.parts[i]
+		if h.form == partInline || p.dst[i] != nil {
+			continue
+		}
+		if i == partVals && p.rec.parts[0].form == partInline {
+			if dst, ok := c.dests.find(&p.msg, h.n, &p.dest, false); ok {
+				p.dst[i] = dst.Host()
+				p.msg.Vals, p.msg.Placed = dst, true
+				continue
+			}
+		}
+		if p.blocks[i], err = c.blocks.get(h.n); err != nil {
+			return err
+		}
+		p.dst[i] = p.blocks[i]
+		if i > 0 {
+			p.msg.SetFrame(i-1, backend.Bytes(p.blocks[i]))
+		}
+	}
+	return nil
+}
+
+// finish ends the writing of p's values. It returns an error when their destination was
+// taken back meanwhile: nobody awaits them any more.
+func (c *inCommon) finish(p *inbound) error {
+	if p.dest.mem.Len() == 0 {
+		return nil
+	}
+	c.dests.finish(&p.dest)
+	if p.dest.revoked {
+		return errRevoked
+	}
+	return nil
+}
+
+// adopt makes p's message one that has been received.
+func (c *inCommon) adopt(p *inbound) {
+	m := &p.msg
+	m.Receiver = int(c.self.id.Load())
+	now := clock.Now()
+	if m.Request {
+		m.RequestTrace.PostRecv = now
+	} else {
+		m.ResponseTrace.PostRecv = now
+	}
+	m.Adopt(c, unsafe.Pointer(p))
+}
+
+// Free implements van.Owner.
+func (c *inCommon) Free(m *van.Message) { c.release((*inbound)(m.Native())) }
+
+// release takes back a received message.
+func (c *inCommon) release(p *inbound) {
+	c.dests.finish(&p.dest)
+	for i, b := range p.blocks {
+		if b != nil {
+			c.blocks.put(b)
+		}
+		p.blocks[i], p.dst[i], p.left[i] = nil, nil, nil
+	}
+	p.dest.revoked = false
+	if p.onDevice != nil {
+		p.onDevice.Put()
+		p.onDevice = nil
+	}
+	if r := p.ring; r != nil {
+		p.ring = nil
+		r.acknowledge(p.rec.slot)
+		r.unref()
+	}
+	p.msg.Reset()
+	p.from, p.in = nil, nil
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.free) < maxFree {
+		c.free = append(c.free, p)
+	}
+}

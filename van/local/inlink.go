@@ -1,0 +1,369 @@
+package local
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// inLink brings messages from one peer. But for what inRing guards, lost, held and fenced it
+// is used by the holder of the feed.
+type inLink struct {
+	inRing
+	c    *inCommon
+	from *inPeer
+	name [16]byte // in the peer's token
+	conn *net.UnixConn
+	pid  int         // of the peer's process
+	dev  *peerDevice // its device; nil if it has none, or one out of reach
+
+	stream  *inbound
+	part    int // of stream, that chunks go to
+	off     int
+	held    atomic.Bool  // nothing is taken yet: this node does not know the peer
+	fenced  atomic.Bool  // nothing is taken any more: another process is the peer
+	placing sync.RWMutex // read-held while a value is being written; fenced is set under it
+	lost    atomic.Bool  // the connection has ended: what is in the ring is all there is
+	failing sync.Once
+	cause   atomic.Pointer[error]
+}
+
+// newInLink makes a link of process pid, with one hold on its ring.
+func newInLink(c *inCommon, from *inPeer, conn *net.UnixConn, pid int, seg *segment, bell *bell) *inLink {
+	l := &inLink{c: c, from: from, conn: conn, pid: pid}
+	l.seg, l.bell, l.feed = seg, bell, c.feed
+	l.refs.Store(1)
+	return l
+}
+
+// maxChunks is how many chunks of a stream are taken before other links have a turn.
+const maxChunks = 8
+
+// next takes a message out of the ring. It returns nil when there is none, or, with
+// something left, when a part of a stream was taken.
+func (l *inLink) next() *inbound {
+	if p := l.arrived(); p != nil {
+		return p
+	}
+	for range maxChunks {
+		tail := l.seg.tail().Load()
+		if tail == l.head || l.dev.full() {
+			break
+		}
+		avail := tail - l.head
+		if avail > ringLen || avail%recordAlign != 0 {
+			l.fail(&van.FieldError{Field: "ring.tail", Value: tail, Want: fmt.Sprintf("%d and at most %d more", l.head, ringLen)})
+			return nil
+		}
+		b := l.seg.at(l.head)
+		size, kind, err := peek(b, int(avail))
+		var p *inbound
+		switch {
+		case err != nil:
+		case kind == kindChunk:
+			p, err = l.chunk(b[:size])
+		case kind == kindRest:
+			p, err = l.rest(b[:size])
+		default:
+			p, err = l.message(b[:size])
+		}
+		if err != nil {
+			l.fail(err)
+			return nil
+		}
+		l.consume(size, tail)
+		if p == nil {
+			continue
+		}
+		if p.copied == nil && !l.dev.waiting() {
+			return p
+		}
+		l.dev.queue.Put(p)
+	}
+	return l.arrived()
+}
+
+// arrived returns the next of the messages that wait for copies of the device, or
+// behind such, if it is complete.
+func (l *inLink) arrived() *inbound {
+	for l.dev.waiting() {
+		p, err := l.dev.pop()
+		if err != nil {
+			l.fail(err)
+		}
+		if p == nil || !p.rec.has(partDevice) {
+			return p
+		}
+		// What was copied counts only if it has not been taken back meanwhile.
+		gone := l.seg.gen(p.rec.slot).Load() != p.rec.gen
+		p.ring = nil
+		l.acknowledge(p.rec.slot)
+		l.unref()
+		if l.c.finish(p) == nil && !gone {
+			return p
+		}
+		l.c.release(p)
+	}
+	return nil
+}
+
+// beginCopy begins the copy of a value from the peer's device.
+func (l *inLink) beginCopy(p *inbound) error {
+	if l.dev == nil {
+		return &van.FieldError{Field: "record.part.form", Value: partDevice, Want: "host memory: it was agreed that this process does not copy from the sender's device"}
+	}
+	if err := p.decode(l.c.dests); err != nil {
+		return err
+	}
+	return l.dev.begin(p)
+}
+
+// message takes the record b of a message. It returns nil when parts of it follow.
+func (l *inLink) message(b []byte) (*inbound, error) {
+	if l.stream != nil {
+		return nil, &van.FieldError{Field: "record.kind", Value: kindMessage, Want: "the rest of a stream"}
+	}
+	p := l.c.get()
+	p.from, p.in = l.from, l
+	p.buf = append(p.buf[:0], b...)
+	err := p.rec.parse(p.buf)
+	switch {
+	case err != nil:
+	case p.buf[4] != kindMessage: // as it was a moment ago
+		err = &van.FieldError{Field: "record.kind", Value: p.buf[4], Want: "what it was when the record was looked at first"}
+	case p.rec.pins():
+		if l.source == nil && p.rec.has(partPinned) {
+			err = &van.FieldError{Field: "record.part.form", Value: partPinned, Want: "inline or streamed: it was agreed that this process does not read the sender's memory"}
+			break
+		}
+		if p.rec.streams() {
+			err = &van.FieldError{Field: "record.part.form", Value: partStream, Want: "no stream beside pinned parts"}
+			break
+		}
+		p.ring = l.hold()
+		if !p.rec.has(partDevice) {
+			return p, nil // fetch reads it, where that keeps nobody waiting
+		}
+		if err = l.beginCopy(p); err == nil {
+			return p, nil
+		}
+		if errors.Is(err, errRevoked) {
+			l.c.release(p)
+			return nil, nil
+		}
+	case p.rec.parts[0].form == partInline:
+		err = p.decode(l.c.dests)
+	}
+	if err == nil && p.rec.streams() {
+		if err = l.c.allocate(p); err == nil {
+			l.stream, l.part, l.off = p, -1, 0
+			l.advance()
+			if l.stream == nil {
+				return p, nil
+			}
+			return nil, nil
+		}
+	}
+	if err != nil {
+		l.c.release(p)
+		return nil, err
+	}
+	return p, nil
+}
+
+// advance goes to the next part of the stream that wants bytes, or ends it.
+func (l *inLink) advance() {
+	for l.part, l.off = l.part+1, 0; l.part < partCount; l.part++ {
+		if len(l.stream.dst[l.part]) > 0 {
+			return
+		}
+	}
+	l.stream = nil
+}
+
+// chunk takes the record b of a chunk. It returns the message that it completes.
+func (l *inLink) chunk(b []byte) (*inbound, error) {
+	n := int(binary.LittleEndian.Uint32(b[8:]))
+	p := l.stream
+	if p == nil || n > len(b)-chunkHead || n == 0 || n > len(p.dst[l.part])-l.off {
+		return nil, &van.FieldError{Field: "chunk.length", Value: n, Want: "what is left of the stream's part"}
+	}
+	l.placing.RLock()
+	switch {
+	case l.fenced.Load():
+	case l.part == partVals && p.dest.mem.Len() > 0:
+		p.dest.mu.Lock()
+		if !p.dest.revoked {
+			copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
+		}
+		p.dest.mu.Unlock()
+	default:
+		copy(p.dst[l.part][l.off:], b[chunkHead:chunkHead+n])
+	}
+	l.placing.RUnlock()
+	l.off += n
+	l.c.chunks.Add(1)
+	if l.off < len(p.dst[l.part]) {
+		return nil, nil
+	}
+	// A meta that was streamed says only now what the other parts are.
+	if l.part == 0 {
+		if err := p.decode(l.c.dests); err != nil {
+			return nil, err
+		}
+	}
+	l.advance()
+	if l.stream != nil {
+		return nil, nil
+	}
+	if l.c.finish(p) != nil {
+		l.c.release(p)
+		return nil, nil
+	}
+	return p, nil
+}
+
+// rest takes the record b of the rest of a stream, which is to be read from the
+// sender.
+func (l *inLink) rest(b []byte) (*inbound, error) {
+	p := l.stream
+	var r record
+	if p == nil || l.source == nil {
+		return nil, &van.FieldError{Field: "record.kind", Value: kindRest, Want: "no rest: there is no stream, or it was agreed that this process does not read the sender's memory"}
+	}
+	if err := r.parse(append([]byte(nil), b...)); err != nil {
+		return nil, err
+	}
+	for i := range partCount {
+		want, have := 0, 0
+		if i >= l.part {
+			want = len(p.dst[i])
+		}
+		if i == l.part {
+			want -= l.off
+		}
+		if i < present(r.frames) {
+			have = r.parts[i].n
+		}
+		if have != want || have > 0 && r.parts[i].form != partPinned {
+			return nil, &van.FieldError{Field: fmt.Sprintf("rest.part[%d].length", i), Value: have, Want: fmt.Sprint(want)}
+		}
+		if have > 0 {
+			p.rec.parts[i].form, p.rec.parts[i].addr = partPinned, r.parts[i].addr
+			p.rec.forms |= 1 << partPinned
+			p.left[i] = p.dst[i][len(p.dst[i])-have:]
+		}
+	}
+	p.rec.slot, p.rec.gen = r.slot, r.gen
+	l.stream = nil
+	p.ring = l.hold()
+	return p, nil
+}
+
+// fetch reads the parts of p that are pinned, and acknowledges them.
+func (l *inLink) fetch(p *inbound) error {
+	if p.ring == nil {
+		return nil
+	}
+	p.ring = nil
+	defer l.unref()
+	err := l.read(p)
+	if late := l.c.finish(p); err == nil {
+		err = late
+	}
+	switch {
+	case err == nil, errors.Is(err, errGone), errors.Is(err, errRevoked):
+		l.acknowledge(p.rec.slot)
+	case !l.lost.Load():
+		l.fail(err)
+	}
+	return err
+}
+
+// read reads the pinned parts of p from the sender's memory.
+func (l *inLink) read(p *inbound) error {
+	if p.rec.parts[0].form == partPinned {
+		if p.dst[0] == nil {
+			block, err := l.c.blocks.get(p.rec.parts[0].n)
+			if err != nil {
+				return err
+			}
+			p.blocks[0], p.dst[0] = block, block
+		}
+		if err := l.readPart(p, 0); err != nil {
+			return err
+		}
+	}
+	if p.msg.Sender != p.from.id { // not decoded before, as the message of a stream is
+		if err := p.decode(l.c.dests); err != nil {
+			return err
+		}
+		if err := l.c.allocate(p); err != nil {
+			return err
+		}
+	}
+	for i := 1; i < present(p.rec.frames); i++ {
+		if err := l.readPart(p, i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// readPart reads part i of p, if it is pinned.
+func (l *inLink) readPart(p *inbound, i int) error {
+	h := &p.rec.parts[i]
+	if h.form != partPinned {
+		return nil
+	}
+	dst := p.dst[i]
+	if p.left[i] != nil {
+		dst = p.left[i]
+	}
+	l.placing.RLock()
+	err := errGone
+	if !l.fenced.Load() {
+		err = p.write(i, func() error { return l.source.read(dst, h.addr) })
+	}
+	l.placing.RUnlock()
+	// What is read counts only if the sender has not taken it back meanwhile, and
+	// is still the process that it was, and the peer.
+	if l.fenced.Load() || !l.source.alive() || l.seg.gen(p.rec.slot).Load() != p.rec.gen {
+		return errGone
+	}
+	if err != nil && !errors.Is(err, errRevoked) {
+		return fmt.Errorf("%w (was it freed while it was being sent?)", err)
+	}
+	return err
+}
+
+// fail ends the link because of what the peer has sent.
+func (l *inLink) fail(err error) {
+	l.failing.Do(func() {
+		l.cause.Store(&err)
+		l.c.stats.malformed.Add(1)
+		_ = l.conn.Close()
+	})
+}
+
+// failed tells whether what is in the ring is not read any more.
+func (l *inLink) failed() bool { return l.cause.Load() != nil }
+
+// end drops what is unfinished and gives up the link's hold on its ring. The feed is held, or
+// nobody else knows the link.
+func (l *inLink) end() {
+	if l.stream != nil {
+		l.c.release(l.stream)
+		l.stream = nil
+	}
+	if l.dev != nil {
+		l.dev.drop()
+		l.dev.close()
+	}
+	l.unref()
+}

@@ -1,0 +1,292 @@
+package local
+
+import (
+	"encoding/binary"
+	"fmt"
+	"log/slog"
+	"math"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/engine"
+)
+
+// outCommon is what the outbound links of a node share.
+type outCommon struct {
+	engine *engine.Engine
+	log    *slog.Logger
+	stats  *stats
+	copies *copies
+	budget int64 // bytes unsent to one peer
+
+	roomTimeout time.Duration // roomTimeout, other than in tests
+}
+
+// outRing is the sending end of a ring.
+type outRing struct {
+	seg  *segment
+	bell *bell // the peer's
+	tail uint64
+}
+
+// space is how many bytes are free in the ring.
+func (r *outRing) space() int { return ringLen - int(r.tail-r.seg.head().Load()) }
+
+// advance makes the record of size bytes at the tail visible.
+func (r *outRing) advance(size int) {
+	r.tail += uint64(size)
+	r.seg.tail().Store(r.tail)
+}
+
+// outLink carries messages to one peer.
+type outLink struct {
+	c    *outCommon
+	id   atomic.Int32 // whom it serves
+	conn *net.UnixConn
+
+	// canRead says that the peer reads pinned parts from this process.
+	canRead bool
+
+	// device says that its device copies values from this node's.
+	device bool
+
+	// segments says that it can also map what lies in several allocations.
+	segments bool
+
+	// busy says that something is pinned, streamed or queued, so that it pays to poll
+	// for acknowledgements.
+	busy atomic.Bool
+
+	mu sync.Mutex
+	outRing
+	pins   pins
+	stream stream
+	queue  sendQueue
+	seen   progress // when too much was unsent last
+	offers offers
+	gone   bool  // nothing can be sent any more
+	cause  error // why
+
+	held atomic.Bool // the peer has not been rung for the last messages
+}
+
+// stream is a message whose large parts are on their way in chunks.
+type stream struct {
+	pin
+	part, off int
+}
+
+func newOutLink(c *outCommon, id int, conn *net.UnixConn, seg *segment, bell *bell, canRead, device bool) *outLink {
+	l := &outLink{c: c, conn: conn, canRead: canRead, device: device, outRing: outRing{seg: seg, bell: bell}, offers: offers{conn: conn}}
+	l.id.Store(int32(id))
+	l.seen.head = math.MaxUint64 // nothing yet
+	l.pins.init(seg, c)
+	return l
+}
+
+// unsent is how many bytes are pinned, streamed or queued. l.mu is held.
+func (l *outLink) unsent() int64 { return l.pins.bytes + l.stream.bytes + l.queue.bytes }
+
+// progress is how far a peer has come.
+type progress struct {
+	head  uint64
+	acked uint32
+}
+
+func (l *outLink) progress() progress { return progress{l.seg.head().Load(), l.seg.acked().Load()} }
+
+// room tells whether a record fits now. l.mu is held.
+func (l *outLink) room(size int, r *record) bool {
+	return !l.streaming() && (!r.pins() || len(l.pins.free) > 0) && l.space() >= size
+}
+
+func (l *outLink) streaming() bool { return l.stream.busy }
+
+// publish makes the record at the tail, which has been written there, visible.
+func (l *outLink) publish(r *record, size int, a pin) {
+	switch {
+	case r.pins():
+		if r.has(partDevice) {
+			a.device = true
+			l.c.copies.exported.Add(1)
+			l.c.copies.expect(clock.Now(), r.parts[partVals].n)
+		}
+		l.pin(l.seg.at(l.tail), a)
+	case r.streams():
+		a.busy = true
+		l.stream = stream{pin: a}
+		l.busy.Store(true)
+	default:
+		a.end()
+	}
+	l.advance(size)
+	if l.streaming() {
+		l.bell.ring() // so that the receiver is awake when the chunks come
+		l.pump()
+	}
+}
+
+// pin gives the record at b a slot for its pinned parts. l.mu is held.
+func (l *outLink) pin(b []byte, a pin) {
+	l.pins.add(b, a)
+	l.busy.Store(true)
+}
+
+// pump writes chunks of the stream, waiting for room as long as the peer keeps up.
+// What then remains is pinned, or, if the peer cannot read it, left to drain. l.mu is
+// held.
+func (l *outLink) pump() {
+	s := &l.stream
+	if !s.busy {
+		return
+	}
+	pause := l.c.engine.Spinner()
+	var since uint64 // since when there is no room
+	budget := maxStall + time.Duration(s.left()/16)
+	for streamed := 0; ; {
+		for s.part < partCount && s.off == s.mems[s.part].Len() {
+			s.part, s.off = s.part+1, 0
+		}
+		if s.part == partCount {
+			s.end()
+			l.stream = stream{}
+			return
+		}
+		n := min(s.mems[s.part].Len()-s.off, maxChunk)
+		if l.space() >= chunkHead+align(n)+recordHead && streamed < maxStream {
+			l.advance(putChunk(l.seg.at(l.tail), s.mems[s.part].Host()[s.off:s.off+n]))
+			l.bell.ring() // it may have given up waiting for more
+			s.off += n
+			streamed += n
+			if since != 0 {
+				budget -= time.Duration(clock.Now() - since)
+				since = 0
+			}
+			continue
+		}
+		if !l.canRead {
+			return
+		}
+		switch now := clock.Now(); {
+		case since == 0:
+			since = now
+		case streamed >= maxStream || time.Duration(now-since) > min(stallFor(s.left()), budget):
+			l.pinRest()
+			return
+		}
+		pause.Pause()
+	}
+}
+
+// left is how many bytes of the stream have not been written.
+func (s *stream) left() (n int) {
+	for i := s.part; i < partCount; i++ {
+		n += s.mems[i].Len()
+	}
+	return n - s.off
+}
+
+// stallFor is how long the sender of a stream with n bytes left waits for a receiver
+// that takes nothing. One that is at it takes a chunk in some microseconds, one that
+// sleeps wants to be woken, and reading n bytes from this process takes longer than
+// streaming by about n/32 nanoseconds.
+func stallFor(n int) time.Duration { return min(max(minStall, time.Duration(n/32)), maxStall) }
+
+const (
+	minStall = 25 * time.Microsecond
+	maxStall = 200 * time.Microsecond
+
+	// maxStream is how much is streamed at once: the sender is occupied with it, and
+	// other receivers wait.
+	maxStream = 32 << 20
+)
+
+// pinRest pins what is left of the stream, if there is a slot and room for the
+// record, which pump leaves. l.mu is held.
+func (l *outLink) pinRest() {
+	s := &l.stream
+	if len(l.pins.free) == 0 || l.space() < recordHead {
+		return
+	}
+	b := l.seg.at(l.tail)
+	clear(b[:recordHead])
+	le := binary.LittleEndian
+	le.PutUint32(b, recordHead)
+	b[4], b[5] = kindRest, van.MaxFrames
+	for i := range partCount {
+		h := b[16+partHead*i:]
+		le.PutUint32(h[12:], partInline)
+		if off := s.off; i >= s.part && s.mems[i].Len() > 0 {
+			if i > s.part {
+				off = 0
+			}
+			le.PutUint64(h, s.mems[i].Addr()+uint64(off))
+			le.PutUint32(h[8:], uint32(s.mems[i].Len()-off))
+			le.PutUint32(h[12:], partPinned)
+		}
+	}
+	l.pin(b, s.pin)
+	l.stream = stream{}
+	l.advance(recordHead)
+}
+
+// drain writes what is queued while there is room, and says so to the peer if it
+// is not all. l.mu is held.
+func (l *outLink) drain() {
+	for {
+		before := l.tail
+		l.pump()
+		for len(l.queue.list) > 0 {
+			q := l.queue.list[0]
+			if !l.room(len(q.bytes), &q.rec) {
+				break
+			}
+			copy(l.seg.at(l.tail), q.bytes)
+			l.queue.take()
+			l.publish(&q.rec, len(q.bytes), q.pin)
+		}
+		if l.tail != before {
+			l.bell.ring()
+		}
+		if len(l.queue.list) == 0 && !l.streaming() {
+			l.queue.list = nil
+			return
+		}
+		if w := l.seg.wants(); w.Load() != 0 {
+			return // the peer has not taken anything since the last poll
+		}
+		l.seg.wants().Store(1) // and poll again: it may have taken something before it could see this
+	}
+}
+
+// collect takes back what the peer has acknowledged. l.mu is held.
+func (l *outLink) collect() error {
+	if l.tail-l.seg.head().Load() > ringLen {
+		return fmt.Errorf("%w: head %d, tail %d", errProtocol, l.seg.head().Load(), l.tail)
+	}
+	return l.pins.collect()
+}
+
+// fail ends the link because of err; what has to be done then is done where its
+// connection is watched. l.mu is held.
+func (l *outLink) fail(err error) error {
+	if l.cause == nil {
+		l.cause = err
+	}
+	_ = l.conn.Close()
+	return fmt.Errorf("%w: %w", van.ErrPeerLost, err)
+}
+
+// why says what has ended the link.
+func (l *outLink) why() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.cause != nil {
+		return l.cause
+	}
+	return errLinkBroke
+}

@@ -1,0 +1,125 @@
+package local
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// A link is agreed on, watched, and told of device memory over a Unix socket: what its ends
+// do with it.
+
+// listen opens the socket of t.
+func listen(t *token) (*net.UnixListener, error) {
+	return net.ListenUnix("unixpacket", &net.UnixAddr{Name: t.address(), Net: "unixpacket"})
+}
+
+// sameUser checks with the kernel that the process at the other end is the same
+// user's, and returns its number.
+func sameUser(c *net.UnixConn) (pid int, err error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var cred *unix.Ucred
+	var credErr error
+	if err := raw.Control(func(fd uintptr) {
+		cred, credErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); err != nil || credErr != nil {
+		return 0, fmt.Errorf("SO_PEERCRED: %w", errors.Join(err, credErr))
+	}
+	if own := os.Geteuid(); int(cred.Uid) != own {
+		return 0, fmt.Errorf("%w: process %d runs as user %d, want %d", van.ErrInvalid, cred.Pid, cred.Uid, own)
+	}
+	return int(cred.Pid), nil
+}
+
+// receive reads one message of at most most bytes, and the files that come with it.
+func receive(c *net.UnixConn, most int) (b []byte, fds []int, err error) {
+	b = make([]byte, most)
+	oob := make([]byte, unix.CmsgSpace(4*4))
+	n, k, flags, _, err := c.ReadMsgUnix(b, oob)
+	if err != nil {
+		return nil, nil, fmt.Errorf("no answer over the socket: %w", err)
+	}
+	if fds, err = filesIn(oob[:k]); err != nil {
+		return nil, fds, err
+	}
+	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+		return nil, fds, fmt.Errorf("%w: message longer than %d bytes or 4 files", errProtocol, most)
+	}
+	return b[:n], fds, nil
+}
+
+// filesIn returns the files that came with a message.
+func filesIn(oob []byte) (fds []int, err error) {
+	msgs, err := unix.ParseSocketControlMessage(oob)
+	for i := range msgs {
+		if got, err := unix.ParseUnixRights(&msgs[i]); err == nil {
+			fds = append(fds, got...)
+		}
+	}
+	return fds, err
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
+}
+
+var errProtocol = errors.New("the peer does not keep to the protocol of the shared memory")
+
+// awaitEnd returns when the connection or the process at its other end has ended.
+func awaitEnd(c *net.UnixConn) {
+	awaitEndOf(c, func() {
+		var b [1]byte
+		_, _ = c.Read(b[:]) // nothing is ever sent
+	})
+}
+
+// awaitEndOf is awaitEnd where read reads until the connection ends. That may outlast the
+// process at its other end: its children have inherited it.
+func awaitEndOf(c *net.UnixConn, read func()) {
+	if pid, err := sameUser(c); err == nil {
+		if fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK); err == nil {
+			process := os.NewFile(uintptr(fd), "pidfd")
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				if raw, err := process.SyscallConn(); err == nil && raw.Read(exited) == nil {
+					_ = c.Close()
+				}
+			}()
+			defer func() {
+				_ = process.SetReadDeadline(time.Unix(1, 0)) // ends the wait
+				<-ended
+				_ = process.Close()
+			}()
+		}
+	}
+	read()
+}
+
+// ended tells whether process pid has ended.
+func ended(pid int) bool {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return errors.Is(err, unix.ESRCH)
+	}
+	defer unix.Close(fd)
+	return exited(uintptr(fd))
+}
+
+// exited tells whether the process of a pidfd has ended.
+func exited(fd uintptr) bool {
+	p := [1]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+	n, err := unix.Poll(p[:], 0)
+	return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+}

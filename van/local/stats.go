@@ -1,0 +1,26 @@
+package local
+
+import (
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// stats counts without locks.
+type stats struct {
+	sentN, sentB, recvN, recvB, malformed atomic.Uint64
+	refused                               atomic.Uint64 // values for which the device had no memory
+	unsent                                atomic.Uint64 // messages refused because too much was unsent
+	fenced                                atomic.Uint64 // messages dropped because their process was replaced
+	pinned                                atomic.Int64
+}
+
+func (s *stats) sent(bytes int)     { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
+func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
+
+func (s *stats) add(o van.Stats) van.Stats {
+	return van.Stats{SentMessages: o.SentMessages + s.sentN.Load(), SentBytes: o.SentBytes + s.sentB.Load(),
+		ReceivedMessages: o.ReceivedMessages + s.recvN.Load(), ReceivedBytes: o.ReceivedBytes + s.recvB.Load(),
+		Malformed: o.Malformed + s.malformed.Load(), Pinned: o.Pinned + uint64(s.pinned.Load()), PausedReads: o.PausedReads,
+		RefusedSends: o.RefusedSends + s.unsent.Load(), FencedMessages: o.FencedMessages + s.fenced.Load()}
+}
