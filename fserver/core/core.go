@@ -311,7 +311,7 @@ func (s *Session) receive(items []Item, most int, slice time.Duration) ([]Item, 
 		if end.IsZero() {
 			end = time.Now().Add(slice)
 		}
-		if s.node.Poll(poll); q.ready(most) {
+		if q.receive(poll); q.ready(most) {
 			continue
 		}
 		if timer == nil {

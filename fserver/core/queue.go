@@ -43,6 +43,7 @@ type queue struct {
 	eager   atomic.Bool         // GetAny has been called
 	came    chan struct{}       // then one token when takeAny may succeed
 	pollAny func() bool         // ends GetAny's polling; made once
+	polling atomic.Int32        // callers of take that are receiving
 }
 
 // loss is why and since when a worker is away.
@@ -114,12 +115,15 @@ func weight(b *af.Batch) int {
 
 // put is the server's handler. It holds the batch beyond its answer, for the caller of
 // take. If the worker has used up its budget put blocks until batches are taken, and with
-// it the receiving of that worker's messages.
+// it the receiving of that worker's messages. While a caller of take receives it does not
+// block, since it may be on that caller's goroutine: what another one has put in a moment
+// ago may have used the budget up after the caller has looked.
 func (q *queue) put(b af.Batch) {
 	b.Retain()
 	rank := b.Worker()
 	q.mu.Lock()
-	for q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil {
+	wait := q.polling.Load() == 0
+	for wait && q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil {
 		if n, show := q.node.Rarely("fserver: budget"); show {
 			q.node.Log().Warn("a worker's batches wait for get_batch: what else it sends is not read for now", "worker", q.node.PeerName(q.node.WorkerInstance(rank)),
 				"bytes", q.bytes[rank], "limit (STEPAF_RECV_BUDGET_PEER)", q.budget(), "so far", n)
@@ -170,6 +174,17 @@ func (q *queue) charge(rank, bytes int) {
 		close(q.room)
 		q.room = make(chan struct{})
 	}
+}
+
+// receive receives on the goroutine of a caller of take, until done returns true or nothing
+// has come for a short time.
+func (q *queue) receive(done func() bool) {
+	if done() {
+		return
+	}
+	q.polling.Add(1)
+	defer q.polling.Add(-1)
+	q.node.Poll(done)
 }
 
 // forget releases a batch that will not be answered.

@@ -213,3 +213,62 @@ func TestAscending(t *testing.T) {
 		t.Errorf("no servers: %v", to)
 	}
 }
+
+// TestFullWhilePolling: a batch that a caller of GetBatch receives itself, of a worker whose
+// budget another goroutine has used up since the caller looked, does not keep it waiting for
+// the room that it is about to make.
+func TestFullWhilePolling(t *testing.T) {
+	worker, server := sessions(t)
+	q := server.queue
+	looks := q.poll
+	for range 20 { // the loop may be quicker than the Poll
+		used, calls := 0, 0
+		var h int32
+		q.poll = func() bool {
+			if calls++; calls != 3 { // first in receive, then in Poll, which has the source the third time
+				return calls > 3 && looks()
+			}
+			used = q.budget()
+			q.mu.Lock()
+			q.charge(0, used)
+			q.mu.Unlock()
+			var err error
+			if h, err = worker.PushPull(af.DefaultStream, nil, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, 64))}}); err != nil {
+				t.Error(err)
+			}
+			return false
+		}
+		got := make(chan []Item, 1)
+		go func() {
+			items, _ := server.GetBatch(nil, 50*time.Millisecond)
+			got <- items
+		}()
+		var items []Item
+		select {
+		case items = <-got:
+		case <-time.After(5 * time.Second):
+			t.Fatal("GetBatch waits for itself")
+		}
+		q.poll = looks
+		q.mu.Lock()
+		q.charge(0, -used)
+		q.mu.Unlock()
+		polled := len(items) > 0
+		if used > 0 && !polled { // the loop has it
+			items = server.row(t)
+		}
+		for _, it := range items {
+			if err := server.Respond(af.DefaultStream, it.ID, []af.KeyTensor{{Val: tensor(t, make([]byte, 64))}}); err != nil {
+				t.Error(err)
+			}
+			it.Release()
+			if err := worker.waitFor(h); err != nil {
+				t.Error(err)
+			}
+		}
+		if polled {
+			return
+		}
+	}
+	t.Log("no Poll was quick enough")
+}
