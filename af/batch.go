@@ -53,7 +53,7 @@ type work struct {
 }
 
 // Worker is the group rank of the worker.
-func (b Batch) Worker() int { return van.RankOf(b.w.instance) / b.w.s.node.GroupSize() }
+func (b Batch) Worker() int { return van.RankOf(b.w.instance) / b.w.s.node.Config().GroupSize }
 
 // Single tells that the batch is one message, not marked as part of a batch.
 func (b Batch) Single() bool { return b.w.single }

@@ -18,7 +18,7 @@ func TestGroups(t *testing.T) {
 		c := testcluster.Start(t, o)
 		for _, n := range c.Servers {
 			serve(t, n, func(b af.Batch) {
-				text := fmt.Sprintf("%s to group %d instance %d", b.Pushes()[0].Val.Bytes(), n.GroupRank(), n.Instance())
+				text := fmt.Sprintf("%s to group %d instance %d", b.Pushes()[0].Val.Bytes(), n.Topology().GroupRank, n.Topology().Instance)
 				if err := b.Respond([]af.KeyTensor{{Key: 2, Val: bytesOf(t, []byte(text))}}, af.ByKey); err != nil {
 					t.Error(err)
 				}
@@ -26,17 +26,17 @@ func TestGroups(t *testing.T) {
 		}
 		var wg sync.WaitGroup
 		for rank, n := range c.Workers {
-			if n.GroupRank() != rank/size || n.Instance() != rank%size || n.NumServers() != groups || n.GroupSize() != size {
-				t.Errorf("worker %d calls itself group %d instance %d of %d servers", rank, n.GroupRank(), n.Instance(), n.NumServers())
+			if n.Topology().GroupRank != rank/size || n.Topology().Instance != rank%size || n.Topology().NumServers != groups || n.Topology().GroupSize != size {
+				t.Errorf("worker %d calls itself group %d instance %d of %d servers", rank, n.Topology().GroupRank, n.Topology().Instance, n.Topology().NumServers)
 			}
 			w := newWorker(t, n)
 			wg.Go(func() {
 				for round := range 20 {
-					from := fmt.Sprintf("round %02d group %d instance %d", round, n.GroupRank(), n.Instance())
+					from := fmt.Sprintf("round %02d group %d instance %d", round, n.Topology().GroupRank, n.Topology().Instance)
 					var want []string
 					var pull []af.KeyTensor
 					for g := range groups {
-						text := fmt.Sprintf("%s to group %d instance %d", from, g, n.Instance())
+						text := fmt.Sprintf("%s to group %d instance %d", from, g, n.Topology().Instance)
 						want = append(want, text)
 						pull = append(pull, af.KeyTensor{Key: 2, Val: bytesOf(t, make([]byte, len(text)))})
 					}

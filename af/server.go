@@ -58,7 +58,7 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	if r, ok := van.As[van.Reorderer](node.Van()); ok {
 		s.reorders = r.Reorders()
 	}
-	s.senders = make([]*sender, node.NumWorkerInstances())
+	s.senders = make([]*sender, node.Topology().NumWorkerInstances())
 	for i := range s.senders {
 		s.senders[i] = &sender{s: s}
 	}

@@ -47,7 +47,7 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: tensor worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &Worker{node: node, servers: node.ServerInstances(), timeout: o.Timeout}
+	w := &Worker{node: node, servers: node.Topology().ServerInstances(), timeout: o.Timeout}
 	w.revoker, _ = van.As[van.Revoker](node.Van())
 	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		if n, speak := node.Rarely("af: request to a worker"); speak {

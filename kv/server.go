@@ -179,7 +179,7 @@ func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
 	}
 	t := tickets.Get().(*ticket)
 	return Request[V]{
-		Worker: van.RankOf(msg.Sender) / s.node.GroupSize(), Cmd: msg.Head, Push: msg.Push, Timestamp: msg.Timestamp,
+		Worker: van.RankOf(msg.Sender) / s.node.Config().GroupSize, Cmd: msg.Head, Push: msg.Push, Timestamp: msg.Timestamp,
 		Keys: f.keys, Vals: f.vals, Lens: f.lens,
 		s: s, reply: datamsg.ReplyTo(msg), keys: len(f.keys), msg: msg, ticket: t, gen: t.state.Load() >> 1,
 	}, nil

@@ -46,7 +46,7 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: key-value worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &Worker[V]{node: node, o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: node.ServerInstances(), ranges: node.ServerKeyRanges()}
+	w := &Worker[V]{node: node, o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: node.Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
 	ready := make(chan struct{})
 	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		if msg.SimpleApp {

@@ -117,7 +117,7 @@ func TestBarriers(t *testing.T) {
 				}
 				return err
 			})
-			first := slices.DeleteFunc(slices.Clone(nodes), func(n *postoffice.Node) bool { return n.Instance() != 0 })
+			first := slices.DeleteFunc(slices.Clone(nodes), func(n *postoffice.Node) bool { return n.Topology().Instance != 0 })
 			together(t, first, func(n *postoffice.Node) error { return n.Barrier(within(t, 20*time.Second), 0, group) })
 		}
 		c.Finalize(t)
@@ -308,7 +308,7 @@ func TestReplacement(t *testing.T) {
 func TestServerKeyRanges(t *testing.T) {
 	for servers := 1; servers <= 8; servers++ {
 		c := testcluster.Start(t, testcluster.Options{Servers: servers})
-		rs := c.Workers[0].ServerKeyRanges()
+		rs := c.Workers[0].Topology().ServerKeyRanges()
 		if len(rs) != servers {
 			t.Fatalf("%d ranges for %d servers", len(rs), servers)
 		}

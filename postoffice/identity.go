@@ -56,57 +56,6 @@ func (n *identity) ID() int { return int(n.id.Load()) }
 // Rank is the instance rank.
 func (n *identity) Rank() int { return van.RankOf(n.ID()) }
 
-// GroupRank is the rank of the node's group.
-func (n *identity) GroupRank() int { return n.Rank() / n.cfg.GroupSize }
-
-// Instance is the node's index in its group.
-func (n *identity) Instance() int { return n.Rank() % n.cfg.GroupSize }
-
-// GroupSize is the number of instances in a group.
-func (n *identity) GroupSize() int { return n.cfg.GroupSize }
-
-// NumWorkers and NumServers count groups.
-func (n *identity) NumWorkers() int { return n.cfg.NumWorkers }
-
-// NumServers counts server groups.
-func (n *identity) NumServers() int { return n.cfg.NumServers }
-
-// NumWorkerInstances counts workers.
-func (n *identity) NumWorkerInstances() int { return n.cfg.NumWorkers * n.cfg.GroupSize }
-
-// ServerInstances are the ids of the servers that a worker talks to, by server
-// group rank: in each group the instance with the worker's own index.
-func (n *identity) ServerInstances() []int {
-	ids := make([]int, n.cfg.NumServers)
-	for r := range ids {
-		ids[r] = van.ServerID(r*n.cfg.GroupSize + n.Instance())
-	}
-	return ids
-}
-
-// WorkerInstance is the id of the worker that a server talks to in the group of
-// the given rank.
-func (n *identity) WorkerInstance(groupRank int) int {
-	return van.WorkerID(groupRank*n.cfg.GroupSize + n.Instance())
-}
-
-// KeyRange is a half-open range of keys, except that the last server's includes
-// the largest key.
-type KeyRange struct{ Begin, End uint64 }
-
-// ServerKeyRanges divides the keys among the servers as ps-lite does: server i of S
-// begins at (2^64-1)/S*i, and the last one also has the remainder.
-func (n *identity) ServerKeyRanges() []KeyRange {
-	s := uint64(n.cfg.NumServers)
-	step := ^uint64(0) / s
-	rs := make([]KeyRange, s)
-	for i := range rs {
-		rs[i] = KeyRange{step * uint64(i), step * uint64(i+1)}
-	}
-	rs[s-1].End = ^uint64(0)
-	return rs
-}
-
 // mayJoin tells whether a cluster of this size has a node with that id.
 func (n *identity) mayJoin(id int) bool {
 	switch {

@@ -344,8 +344,8 @@ func TestInstancesInOneProcess(t *testing.T) {
 		if err := c.roundTrip(c.tensorWorker(i), []byte{byte(i)}); err != nil {
 			t.Errorf("instance %d: %v", i, err)
 		}
-		if n.Instance() != i || n.NumServers() != 1 {
-			t.Errorf("instance %d calls itself %d, with %d servers", i, n.Instance(), n.NumServers())
+		if n.Topology().Instance != i || n.Topology().NumServers != 1 {
+			t.Errorf("instance %d calls itself %d, with %d servers", i, n.Topology().Instance, n.Topology().NumServers)
 		}
 	}
 	c.Finalize(t)

@@ -53,8 +53,8 @@ type loss struct {
 }
 
 func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n, workers: make([]fifo.Queue[Item], n.NumWorkers()), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]loss{},
-		bytes: make([]int, n.NumWorkers()), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
+	q := &queue{node: n, workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]loss{},
+		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
 	q.poll = func() bool {
 		q.mu.Lock()
 		defer q.mu.Unlock()
@@ -68,12 +68,12 @@ func newQueue(n *postoffice.Node) *queue {
 		return q.filled > 0
 	}
 	n.OnPeer(func(id int, up bool, cause error) {
-		if van.RoleOf(id) != van.Worker || van.RankOf(id)%n.GroupSize() != n.Instance() {
+		if van.RoleOf(id) != van.Worker || van.RankOf(id)%n.Topology().GroupSize != n.Topology().Instance {
 			return // its batches go to another instance
 		}
 		q.mu.Lock()
 		defer q.mu.Unlock()
-		rank := van.RankOf(id) / n.GroupSize()
+		rank := van.RankOf(id) / n.Topology().GroupSize
 		if up {
 			delete(q.lost, rank)
 		} else {
@@ -125,7 +125,7 @@ func (q *queue) put(b af.Batch) {
 	wait := q.polling.Load() == 0
 	for wait && q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil {
 		if n, show := q.node.Rarely("fserver: budget"); show {
-			q.node.Log().Warn("a worker's batches wait for get_batch: what else it sends is not read for now", "worker", q.node.PeerName(q.node.WorkerInstance(rank)),
+			q.node.Log().Warn("a worker's batches wait for get_batch: what else it sends is not read for now", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(rank)),
 				"bytes", q.bytes[rank], "limit (STEPAF_RECV_BUDGET_PEER)", q.budget(), "so far", n)
 		}
 		room := q.room
@@ -215,18 +215,18 @@ func (q *queue) sweep(rank int) {
 		q.filled--
 	}
 	if gone := had - w.Len(); gone > 0 {
-		q.node.Log().Info("dropped batches that their worker does not wait for any more", "worker", q.node.PeerName(q.node.WorkerInstance(rank)), "batches", gone)
+		q.node.Log().Info("dropped batches that their worker does not wait for any more", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(rank)), "batches", gone)
 	}
 }
 
 // unwanted is called when a worker has given batches up.
 func (q *queue) unwanted(worker int) {
-	if van.RankOf(worker)%q.node.GroupSize() != q.node.Instance() {
+	if van.RankOf(worker)%q.node.Topology().GroupSize != q.node.Topology().Instance {
 		return
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if rank := van.RankOf(worker) / q.node.GroupSize(); rank < len(q.workers) {
+	if rank := van.RankOf(worker) / q.node.Topology().GroupSize; rank < len(q.workers) {
 		q.sweep(rank)
 	}
 }
@@ -299,7 +299,7 @@ func (q *queue) away(least int) (err error) {
 	for rank, l := range q.lost {
 		if away := time.Since(l.at); q.workers[rank].Len() == 0 && away >= limit {
 			n++
-			err = &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.WorkerInstance(rank)), Err: l.cause,
+			err = &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.Topology().WorkerInstance(rank)), Err: l.cause,
 				Elapsed: away, Limit: limit,
 				Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
 		}
@@ -342,7 +342,7 @@ func (q *queue) missing() (names []string) {
 	defer q.mu.Unlock()
 	for rank := range q.workers {
 		if q.workers[rank].Len() == 0 {
-			names = append(names, q.node.PeerName(q.node.WorkerInstance(rank)))
+			names = append(names, q.node.PeerName(q.node.Topology().WorkerInstance(rank)))
 		}
 	}
 	return names
@@ -379,7 +379,7 @@ func (q *queue) waits(id uint64) bool {
 // unanswered logs that an answer was dropped.
 func (q *queue) unanswered(worker int) {
 	if n, show := q.node.Rarely("fserver: answer"); show {
-		q.node.Log().Info("dropped an answer: its worker is gone, or does not wait for it any more", "worker", q.node.PeerName(q.node.WorkerInstance(worker)), "so far", n)
+		q.node.Log().Info("dropped an answer: its worker is gone, or does not wait for it any more", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(worker)), "so far", n)
 	}
 }
 

@@ -71,15 +71,15 @@ func (b *RecvBuffers) Register(buffers ...RecvBuffer) error {
 }
 
 func (b *RecvBuffers) keyOf(p RecvBuffer) bufferKey {
-	return bufferKey{b.node.WorkerInstance(p.Worker), p.Key}
+	return bufferKey{b.node.Topology().WorkerInstance(p.Worker), p.Key}
 }
 
 // check tells why buffers cannot be registered. b.mu is held.
 func (b *RecvBuffers) check(buffers []RecvBuffer) error {
 	first := make(map[bufferKey]int, len(buffers))
 	for i, p := range buffers {
-		if p.Worker < 0 || p.Worker >= b.node.NumWorkers() {
-			return fmt.Errorf("register receive buffer: %w: worker rank %d, want 0 to %d", van.ErrInvalid, p.Worker, b.node.NumWorkers()-1)
+		if p.Worker < 0 || p.Worker >= b.node.Topology().NumWorkers {
+			return fmt.Errorf("register receive buffer: %w: worker rank %d, want 0 to %d", van.ErrInvalid, p.Worker, b.node.Topology().NumWorkers-1)
 		}
 		k := b.keyOf(p)
 		if _, taken := b.m[k]; taken {

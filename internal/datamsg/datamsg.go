@@ -65,8 +65,8 @@ func SetData(m *van.Message, keys, vals, lens backend.Mem, t van.DataType) {
 // cluster.
 func CheckSender(n *postoffice.Node, msg *van.Message) error {
 	id := msg.Sender
-	if id == van.Empty || van.RoleOf(id) != van.Worker || van.RankOf(id) >= n.NumWorkerInstances() {
-		return fmt.Errorf("%w: data request from %s, want one of the %d workers", van.ErrMalformed, van.NodeName(id), n.NumWorkerInstances())
+	if id == van.Empty || van.RoleOf(id) != van.Worker || van.RankOf(id) >= n.Config().NumWorkers*n.Config().GroupSize {
+		return fmt.Errorf("%w: data request from %s, want one of the %d workers", van.ErrMalformed, van.NodeName(id), n.Topology().NumWorkerInstances())
 	}
 	return nil
 }

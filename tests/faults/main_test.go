@@ -63,7 +63,7 @@ func child(c *nodetest.Child, what string) error {
 
 func childWorker(n *postoffice.Node, what string) error {
 	if what == begins {
-		for _, id := range n.ServerInstances() {
+		for _, id := range n.Topology().ServerInstances() {
 			if err := n.Send(pushMessage(id, 0, van.BatchStart, 1, []byte("a batch that nobody ends"))); err != nil {
 				return err
 			}
@@ -75,11 +75,11 @@ func childWorker(n *postoffice.Node, what string) error {
 		return err
 	}
 	if what == asks {
-		_, _, err := request(w, n.NumServers(), []byte("asked once"))
+		_, _, err := request(w, n.Topology().NumServers, []byte("asked once"))
 		return err
 	}
 	for i := range 20 {
-		if err := roundTrip(context.Background(), w, n.NumServers(), fmt.Appendf(nil, "round %d", i)); err != nil {
+		if err := roundTrip(context.Background(), w, n.Topology().NumServers, fmt.Appendf(nil, "round %d", i)); err != nil {
 			return err
 		}
 	}

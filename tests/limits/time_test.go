@@ -100,7 +100,7 @@ func busy(t testing.TB, n *postoffice.Node) {
 		push.Bytes()[i] = byte(i)
 	}
 	var pull []af.KeyTensor
-	for range n.NumServers() {
+	for range n.Topology().NumServers {
 		pull = append(pull, af.KeyTensor{Key: 2, Val: tensor(t)})
 	}
 	for range 200 {

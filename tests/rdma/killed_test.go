@@ -68,7 +68,7 @@ func TestServerKilled(t *testing.T) {
 	vantest.Fails(t, all[1].mixed(t.Context(), 0), van.ErrPeerLost, "server 3")
 
 	var next *nodetest.Process
-	id := all[1].n.ServerInstances()[1]
+	id := all[1].n.Topology().ServerInstances()[1]
 	nodetest.Returns(t, []*postoffice.Node{all[1].n, all[3].n}, id, func() { next = c.spawn("server", 3, answers, 1) })
 	next.Ready()
 	work(t, all[1], all[3])

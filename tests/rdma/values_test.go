@@ -121,7 +121,7 @@ func serveAnswers(n *postoffice.Node, registered bool, fail func(error)) error {
 				continue
 			}
 			x := make([]byte, pulls[i].Len)
-			fill(x, seed(d, n.GroupRank(), pulls[i].Key))
+			fill(x, seed(d, n.Topology().GroupRank, pulls[i].Key))
 			if out[i].Val, err = af.FromSlice(x); err != nil {
 				fail(err)
 			}
@@ -190,7 +190,7 @@ func (c *client) begin(push, pull []part) (*request, error) {
 		}
 		r.push = append(r.push, af.KeyTensor{Key: p.key, Val: x})
 	}
-	for range c.n.NumServers() {
+	for range c.n.Topology().NumServers {
 		for _, p := range pull {
 			b := bytes.Repeat([]byte{0xee}, p.size)
 			x, err := af.FromSlice(b)

@@ -93,7 +93,7 @@ func tensors(calls batches, s shapes, offset int) script {
 			var actions []action
 			for _, c := range calls {
 				actions = append(actions, func(ctx context.Context) error {
-					return s.pushPull(ctx, w, n.NumServers(), offset*n.Rank(), c[0], c[1])
+					return s.pushPull(ctx, w, n.Topology().NumServers, offset*n.Rank(), c[0], c[1])
 				})
 			}
 			return actions, nil
@@ -185,7 +185,7 @@ func pushPullKeys(_ *run, n *postoffice.Node) ([]action, error) {
 		return nil, err
 	}
 	keys, vals, want := []kv.Key{1, 3}, []float32{1.5, 2.5}, []float32{1.5, 11.5}
-	if n.NumServers() == 2 { // a key of the second one
+	if n.Topology().NumServers == 2 { // a key of the second one
 		keys, vals, want = append(keys, kv.MaxKey/2+5), append(vals, 3.5), append(want, 3.5)
 	}
 	wait := func(ctx context.Context, call kv.Call, err error) error {
@@ -237,7 +237,7 @@ func askServers(_ *run, n *postoffice.Node) ([]action, error) {
 	if err != nil {
 		return nil, err
 	}
-	answers := make(chan kv.SimpleMessage, n.NumServers())
+	answers := make(chan kv.SimpleMessage, n.Topology().NumServers)
 	a.OnAnswer(func(d kv.SimpleMessage) { answers <- d })
 	return []action{func(ctx context.Context) error {
 		ts, err := a.Request(42, []byte("hello"), van.ServerGroup)
@@ -247,7 +247,7 @@ func askServers(_ *run, n *postoffice.Node) ([]action, error) {
 		if err := ts.Wait(ctx); err != nil {
 			return err
 		}
-		for range n.NumServers() {
+		for range n.Topology().NumServers {
 			if d := <-answers; d.Head != 42 || string(d.Body) != "re:hello" {
 				return fmt.Errorf("answer %d %q, want 42 re:hello", d.Head, d.Body)
 			}

@@ -48,7 +48,7 @@ func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := n.Put(buffer, contents(n.GroupRank())); err != nil {
+	if err := n.Put(buffer, contents(n.Topology().GroupRank)); err != nil {
 		return nil, err
 	}
 	return func(b af.Batch) error {
@@ -78,7 +78,7 @@ func makeBuffers(n *prog.Node, mb int) (b buffers, err error) {
 	}
 	rank := max(n.Config().NodeRank, 0)
 	b.push = []af.KeyTensor{{Key: pushKey(0, mb, rank), Val: matrix()}}
-	for s := range n.NumServers() {
+	for s := range n.Topology().NumServers {
 		b.pull = append(b.pull, af.KeyTensor{Key: pullKey(s, mb, rank), Val: matrix()})
 	}
 	if err != nil {
@@ -136,7 +136,7 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 // verify compares what came last with what the servers hold. Comparing each round
 // would be most of its time.
 func verify(n *prog.Node, all []buffers) error {
-	for s := range n.NumServers() {
+	for s := range n.Topology().NumServers {
 		want := contents(s)
 		for mb := range all {
 			if err := n.Equal(fmt.Sprintf("micro-batch %d, server %d", mb, s), all[mb].pull[s].Val, want); err != nil {

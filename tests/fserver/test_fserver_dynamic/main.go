@@ -54,7 +54,7 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 			if err := n.Put(out, part); err != nil {
 				return err
 			}
-			in := make([]af.KeyTensor, n.NumServers())
+			in := make([]af.KeyTensor, n.Topology().NumServers)
 			for s := range in {
 				in[s].Key = uint64(1000 + stage + s)
 				if in[s].Val, err = firstRows(pull[stage][s].Val, rows); err != nil {

@@ -40,7 +40,7 @@ func (n *Node) Get(b []byte, t af.Tensor) error { return n.Backend().Copy(backen
 // where every node sends something else: 2 bytes for each number of Bench.Size.
 func (n *Node) Contents(groupRank int) []byte {
 	b := make([]byte, 2*n.Config().Bench.Size)
-	FillBytes(Random(groupRank, n.Instance()), b)
+	FillBytes(Random(groupRank, n.Topology().Instance), b)
 	return b
 }
 
@@ -157,7 +157,7 @@ func ServeEcho(*Node, *af.Server) (Handler, error) { return Echo, nil }
 
 // Pulls makes a tensor to pull into from each server, all with one key.
 func (n *Node) Pulls(key uint64, d af.Dtype, shape ...int64) ([]af.KeyTensor, error) {
-	pull := make([]af.KeyTensor, n.NumServers())
+	pull := make([]af.KeyTensor, n.Topology().NumServers)
 	for s := range pull {
 		t, err := n.Tensor(d, shape...)
 		if err != nil {

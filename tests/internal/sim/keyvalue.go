@@ -42,7 +42,7 @@ func newPairs(w *kv.Worker[uint8], ranges []kv.Key, size, pushes, pulls int) *te
 
 // ranges is where the keys of each server begin.
 func (p *proc) ranges() (begin []kv.Key) {
-	for _, r := range p.node.Load().ServerKeyRanges() {
+	for _, r := range p.node.Load().Topology().ServerKeyRanges() {
 		begin = append(begin, r.Begin)
 	}
 	return begin

@@ -22,7 +22,7 @@ func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := n.Put(t, n.Contents(n.GroupRank())); err != nil {
+	if err := n.Put(t, n.Contents(n.Topology().GroupRank)); err != nil {
 		return nil, err
 	}
 	answer := []af.KeyTensor{{Key: key, Val: t}}
@@ -34,7 +34,7 @@ func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	size := n.Config().Bench.Size
 	zero := make([]byte, 2*size)
-	want := make([][]byte, n.NumServers())
+	want := make([][]byte, n.Topology().NumServers)
 	for s := range want {
 		want[s] = n.Contents(s)
 	}

@@ -16,7 +16,7 @@ import (
 func main() { prog.Main(prog.Program{Serve: serve, Worker: work, Ready: van.WorkerGroup}) }
 
 func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
-	want := make([][]byte, n.NumWorkers())
+	want := make([][]byte, n.Topology().NumWorkers)
 	for rank := range want {
 		want[rank] = n.Contents(rank)
 	}
@@ -43,7 +43,7 @@ func work(ctx context.Context, n *prog.Node, w *af.Worker) error {
 	if err != nil {
 		return err
 	}
-	if err := n.Put(push, n.Contents(n.GroupRank())); err != nil {
+	if err := n.Put(push, n.Contents(n.Topology().GroupRank)); err != nil {
 		return err
 	}
 	_, err = n.Measure(ctx, "push", 1000, 1, func(int) (time.Duration, error) {

@@ -26,7 +26,7 @@ func main() {
 
 func serve(n *prog.Node, s *af.Server) (prog.Handler, error) {
 	size := n.Config().Bench.Size
-	buffers := make([]af.Tensor, n.NumWorkers())
+	buffers := make([]af.Tensor, n.Topology().NumWorkers)
 	for rank := range buffers {
 		var err error
 		if buffers[rank], err = n.Tensor(af.Uint8, int64(microBatches*size)); err != nil {

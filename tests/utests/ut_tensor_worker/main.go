@@ -56,7 +56,7 @@ func batch(ctx context.Context, n *prog.Node, w *af.Worker, b int) (failed int, 
 			return 0, err
 		}
 	}
-	pull := make([]af.KeyTensor, n.NumServers())
+	pull := make([]af.KeyTensor, n.Topology().NumServers)
 	for s := range pull {
 		if pull[s], err = keyTensor(n, b<<16+tensors, b, zero); err != nil {
 			return 0, err

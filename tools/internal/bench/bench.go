@@ -134,7 +134,7 @@ func runChild(c *cli.Context) error {
 		return err
 	}
 	if node.Role() == van.Worker {
-		if err := checkTransport(node, node.ServerInstances()); err != nil {
+		if err := checkTransport(node, node.Topology().ServerInstances()); err != nil {
 			node.Close()
 			return err
 		}

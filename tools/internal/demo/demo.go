@@ -120,7 +120,7 @@ func work(ctx context.Context, node *postoffice.Node, out io.Writer, rounds int)
 	if err != nil {
 		return err
 	}
-	servers := len(node.ServerInstances())
+	servers := len(node.Topology().ServerInstances())
 	var data [tensors][]float32
 	push := make([]af.KeyTensor, tensors)
 	for k := range push {
