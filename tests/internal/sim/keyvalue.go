@@ -49,7 +49,7 @@ func (p *proc) ranges() (begin []kv.Key) {
 }
 
 // cmd says in a pull which call it belongs to.
-func (id callID) cmd() kv.Cmd { return kv.Cmd(id.gen<<20 | id.call) }
+func (c callID) cmd() kv.Cmd { return kv.Cmd(c.gen<<20 | c.call) }
 
 // pushThenPull begins a call. What it returns waits for it, within limit from now on.
 // Every second call lends its memory.
