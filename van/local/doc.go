@@ -92,7 +92,7 @@
 // A value that lies in several allocations, which the driver has mapped next to each other,
 // has a list in its record. Such allocations have no handle but a descriptor, which travels
 // once, over the link's socket; the sender says when it is not used any more. See
-// segments.go.
+// export.go and imports.go.
 //
 // That the receiver copies, and not the sender, costs a microsecond each way: the sender's
 // record must be noticed before the copy begins. It buys that, here too, only the receiver

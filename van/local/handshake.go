@@ -20,7 +20,7 @@ import (
 //	 4  u32      version          24  u64  the number
 //	 8  i32      sender's id      32  u32  length of the segment
 //	12  u32      1: has a device  36  u32  slots
-//	             2: names several allocations, see segments.go
+//	             2: names several allocations, see export.go
 //	                              40  u8[16]  the name in the sender's token
 //	                              56  the export of that name on its device
 //
