@@ -5,6 +5,7 @@ package postoffice
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -41,10 +42,13 @@ func (c *control) step(input func(time.Duration)) {
 	c.mu.Lock()
 	t := now()
 	input(t)
-	if at, wanted := c.machine.NextTick(); wanted && at <= t { // due at once: it leaves before what the application does next
-		c.machine.Tick(t)
-	}
 	outs := c.machine.Take()
+	// What is due at once leaves before what the application does next; but first this node
+	// gets what it sends to itself, such as the release of a barrier at its deadline.
+	if at, wanted := c.machine.NextTick(); wanted && at <= t && !sendsTo(outs, c.machine.ID()) {
+		c.machine.Tick(t)
+		outs = append(outs, c.machine.Take()...)
+	}
 	c.members.noteProcesses(outs, c.machine.Incarnation(van.SchedulerID))
 	c.members.noteLosses(outs)
 	for _, o := range outs {
@@ -73,6 +77,13 @@ func (c *control) step(input func(time.Duration)) {
 	case c.rearm <- struct{}{}:
 	default:
 	}
+}
+
+func sendsTo(outs []membership.Output, id int) bool {
+	return slices.ContainsFunc(outs, func(o membership.Output) bool {
+		m, ok := o.(membership.Send)
+		return ok && m.To == id
+	})
 }
 
 // connectDue counts the Connect outputs that are not carried out yet. mu is held.

@@ -310,9 +310,7 @@ func (n *Node) bind(ctx context.Context) error {
 	}
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
-	interval, _ := n.cfg.Heartbeats()
-	identity := van.Identity{Incarnation: n.incarnation, Cluster: n.cluster(),
-		Settings: van.Settings{Known: true, Resend: n.cfg.Resend, Heartbeat: interval}}
+	identity := van.Identity{Incarnation: n.incarnation, Cluster: n.cluster(), Settings: van.Settings{Known: true, Resend: n.cfg.Resend}}
 	if a, ok := van.As[van.Advertiser](n.van); ok {
 		identity.Local = a.Endpoint()
 	}

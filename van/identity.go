@@ -1,10 +1,5 @@
 package van
 
-import (
-	"math"
-	"time"
-)
-
 // The endpoint field of a node record, in which nodes of this library tell each other
 // what C++ StepMesh has no field for.
 
@@ -30,15 +25,12 @@ type Identity struct {
 type Settings struct {
 	Known  bool // false: the node said nothing of its settings, the rest means nothing
 	Resend bool // PS_RESEND
-	// Heartbeat is the time between two of the node's heartbeats, PS_HEARTBEAT_INTERVAL;
-	// 0: it sends none. It travels in tenths of a second, rounded up, 6,553.5 s at most.
-	Heartbeat time.Duration
 }
 
 // Layout of an endpoint field.
 //
-//	0  char[4]  "SAFN"      8  u32  incarnation   16  u8   settings: 1 known, 2 resend   18  u16   heartbeat, 0.1 s
-//	4  u32      version    12  u32  cluster       17  u8   0                             20  u8[]  local
+//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   settings: 1 known, 2 resend
+//	4  u32      version    12  u32  cluster       20  u8[]  local
 const (
 	identityMagic   = "SAFN"
 	identityVersion = 1
@@ -46,7 +38,6 @@ const (
 
 	settingsKnown  = 1
 	settingsResend = 2
-	heartbeatUnit  = time.Second / 10
 )
 
 // MaxLocalLen is how long Identity.Local may be, in bytes.
@@ -64,12 +55,11 @@ func (id *Identity) Encode() []byte {
 	b = le.AppendUint32(b, identityVersion)
 	b = le.AppendUint32(b, id.Incarnation)
 	b = le.AppendUint32(b, id.Cluster)
-	b = append(b, id.Settings.flags(), 0)
-	b = le.AppendUint16(b, id.Settings.beat())
+	b = le.AppendUint32(b, id.Settings.flags())
 	return append(b, local...)
 }
 
-func (s *Settings) flags() (f byte) {
+func (s *Settings) flags() (f uint32) {
 	if s.Known {
 		f |= settingsKnown
 	}
@@ -77,13 +67,6 @@ func (s *Settings) flags() (f byte) {
 		f |= settingsResend
 	}
 	return f
-}
-
-func (s *Settings) beat() uint16 {
-	if !s.Known || s.Heartbeat <= 0 {
-		return 0
-	}
-	return uint16(min((s.Heartbeat+heartbeatUnit-1)/heartbeatUnit, math.MaxUint16))
 }
 
 // ParseIdentity reads the endpoint field of a node record. It reports false when there is
@@ -94,8 +77,8 @@ func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
 		return id, false
 	}
 	id.Incarnation, id.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
-	if f := endpoint[16]; f&settingsKnown != 0 {
-		id.Settings = Settings{Known: true, Resend: f&settingsResend != 0, Heartbeat: time.Duration(le.Uint16(endpoint[18:])) * heartbeatUnit}
+	if f := le.Uint32(endpoint[16:]); f&settingsKnown != 0 {
+		id.Settings = Settings{Known: true, Resend: f&settingsResend != 0}
 	}
 	if len(endpoint) > identityLen {
 		id.Local = endpoint[identityLen:]

@@ -3,7 +3,6 @@ package van_test
 import (
 	"bytes"
 	"testing"
-	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -13,8 +12,8 @@ func TestIdentity(t *testing.T) {
 		{Incarnation: 1},
 		{Incarnation: 0xfedcba98, Cluster: 0x01020304},
 		{Incarnation: 3, Settings: van.Settings{Known: true}},
-		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true, Heartbeat: 2 * time.Second}},
-		{Incarnation: 3, Settings: van.Settings{Known: true, Heartbeat: 65535 * time.Second / 10}, Local: []byte("x")},
+		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true}},
+		{Incarnation: 3, Settings: van.Settings{Known: true}, Local: []byte("x")},
 		{Incarnation: 7, Cluster: 9, Local: []byte("shared memory")},
 		{Incarnation: 7, Local: bytes.Repeat([]byte{0xff}, van.MaxLocalLen)},
 	} {
@@ -35,10 +34,9 @@ func TestIdentity(t *testing.T) {
 		s    van.Settings
 		want string // bytes 16 to 19
 	}{
-		{van.Settings{Resend: true, Heartbeat: time.Second}, "\x00\x00\x00\x00"}, // not known
-		{van.Settings{Known: true, Resend: true, Heartbeat: time.Millisecond}, "\x03\x00\x01\x00"},
-		{van.Settings{Known: true, Heartbeat: 2*time.Second + 1}, "\x01\x00\x15\x00"},
-		{van.Settings{Known: true, Heartbeat: 10 * time.Hour}, "\x01\x00\xff\xff"},
+		{van.Settings{Resend: true}, "\x00\x00\x00\x00"}, // not known
+		{van.Settings{Known: true}, "\x01\x00\x00\x00"},
+		{van.Settings{Known: true, Resend: true}, "\x03\x00\x00\x00"},
 	}
 	for _, tt := range tests {
 		if b := (&van.Identity{Incarnation: 1, Settings: tt.s}).Encode(); string(b[16:20]) != tt.want {

@@ -205,22 +205,11 @@ func (m *Machine) ofThisCluster(rec *van.Node) string {
 func (m *Machine) unlike(rec *van.Node) string {
 	who, _ := rec.Identity()
 	own, other := m.own.Settings, who.Settings
-	if !own.Known || !other.Known {
+	if !own.Known || !other.Known || own.Resend == other.Resend {
 		return ""
 	}
-	limit := m.cfg.HeartbeatTimeout
-	switch {
-	case own.Resend != other.Resend:
-		return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
-			bit(other.Resend), m.self.Addr(), bit(own.Resend))
-	case limit > 0 && !m.cfg.NativeTimeout && other.Heartbeat == 0: // as in C++ StepMesh; it may come back each time
-		m.emit(Warning{Text: fmt.Sprintf("%s sends no heartbeats (PS_HEARTBEAT_INTERVAL): it will be taken for dead after %s (PS_HEARTBEAT_TIMEOUT)",
-			describe(rec), limit)})
-	case limit > 0 && other.Heartbeat >= limit:
-		return fmt.Sprintf("it sends a heartbeat every %s (PS_HEARTBEAT_INTERVAL), and the scheduler at %s takes who sends none for %s for dead "+
-			"(PS_HEARTBEAT_TIMEOUT)", other.Heartbeat, m.self.Addr(), limit)
-	}
-	return ""
+	return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
+		bit(other.Resend), m.self.Addr(), bit(own.Resend))
 }
 
 func bit(b bool) int {

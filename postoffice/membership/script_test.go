@@ -320,7 +320,7 @@ func configure(cfg *Config, opts map[string]string) error {
 			n, err = strconv.Atoi(v)
 			id := van.Identity{Incarnation: 1, Cluster: uint32(n)}
 			cfg.Self.Endpoint, cfg.NamedCluster = id.Encode(), true
-		case "resend": // the node says its settings; the heartbeat's is that of its configuration
+		case "resend": // the node says its settings
 			id, _ := cfg.Self.Identity()
 			id.Incarnation, id.Settings = 1, van.Settings{Known: true, Resend: v == "1"}
 			cfg.Self.Endpoint = id.Encode()

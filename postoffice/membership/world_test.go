@@ -61,9 +61,6 @@ func (w *world) add(name string, cfg Config) (*testNode, error) {
 		w.processes++
 		id, _ := cfg.Self.Identity()
 		id.Incarnation = w.processes
-		if id.Settings.Known {
-			id.Settings.Heartbeat = cfg.HeartbeatInterval
-		}
 		if cfg.Role == van.Scheduler && id.Cluster == 0 {
 			id.Cluster = 1<<16 + w.processes
 		}

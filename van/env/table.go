@@ -159,7 +159,7 @@ var table = []variable{
 		name: "PS_RESEND", topic: reliability, kind: Switch, def: "0", readers: "all",
 		field:   func(c *Config) any { return &c.Resend },
 		help:    "Acknowledge every message and send again what was not acknowledged. Must be the same on all nodes.",
-		differs: "After 10 tries the request fails, not the process; what is remembered is bounded.",
+		differs: "The scheduler refuses a node of ours with another value. After 10 tries the request fails, not the process; what is remembered is bounded.",
 	}, {
 		name: "PS_RESEND_TIMEOUT", topic: reliability, kind: Milliseconds, min: 1, max: day * 1000, def: "1000", readers: "all",
 		field: func(c *Config) any { return &c.ResendTimeout },
