@@ -20,6 +20,10 @@ import (
 // already, or belongs to a request that finished too long ago to be remembered.
 var ErrUnknownHandler = errors.New("unknown handler")
 
+// ErrOtherWaits: another goroutine waits for the handler, and gets the result. It is an
+// ErrUnknownHandler to who cannot tell the two apart.
+var ErrOtherWaits = fmt.Errorf("%w, now", ErrUnknownHandler)
+
 // ErrPending: WaitSlice ended before the request did. Wait again.
 var ErrPending = errors.New("not finished yet")
 
@@ -220,6 +224,7 @@ func (c *Customer) unknown(ts int32, waiting bool, r *Request) error {
 	e := &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler}
 	switch {
 	case waiting:
+		e.Err = ErrOtherWaits
 		e.Hint = "another goroutine waits for it already; wait once for each handler"
 	case r != nil && ts >= r.first && ts < r.first+r.n:
 		e.Hint = fmt.Sprintf("it is inside the batch of handler %d; wait for that one", r.first)

@@ -161,7 +161,7 @@ func ascending(servers []int, pull []af.KeyTensor) ([]int, []af.KeyTensor) {
 // Wait waits until the batch with the given handler is complete, for limit counted
 // from the push_pull, but not longer than slice at a time. A handler from the
 // middle of a batch waits for that timestamp only; one that has been waited for
-// is done.
+// is done. Of two that wait for one handler at once, one gets postoffice.ErrOtherWaits.
 func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	if s.worker == nil {
 		return s.wrongRole("wait", "worker")
@@ -176,7 +176,7 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 		return nil
 	case first == h:
 		err := s.worker.Customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
-		if errors.Is(err, ErrUnknownHandler) {
+		if errors.Is(err, ErrUnknownHandler) && !errors.Is(err, postoffice.ErrOtherWaits) {
 			return nil // finished between the two calls
 		}
 		return err

@@ -2,11 +2,13 @@ package core
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/postoffice"
 )
 
 // Exchange is an af.Exchange as Python uses it: waits are in slices.
@@ -61,14 +63,15 @@ func (e *Exchange) Start(stream af.Stream, rows int) (int32, error) {
 }
 
 // Wait waits until the call of the last Start is complete, for limit counted from the
-// Start, but not longer than slice at a time: then it returns ErrPending.
+// Start, but not longer than slice at a time: then it returns ErrPending. Of two that wait
+// at once, one gets postoffice.ErrOtherWaits.
 func (e *Exchange) Wait(limit, slice time.Duration) error {
 	h := e.flying.Load()
 	if h == none {
 		return fmt.Errorf("%s: wait: %w: this exchange is not started: call start() first", e.s.Name(), ErrMisuse)
 	}
 	err := e.s.worker.Customer().WaitSlice(context.Background(), int32(h), max(limit, time.Nanosecond), slice)
-	if err != ErrPending {
+	if err != ErrPending && !errors.Is(err, postoffice.ErrOtherWaits) {
 		e.flying.CompareAndSwap(h, none)
 	}
 	return err

@@ -117,3 +117,53 @@ func TestExchangeServers(t *testing.T) {
 		t.Errorf("%v, %v", out, err)
 	}
 }
+
+// TestTwoWait: of two that wait for one handler, or for one exchange, at once one is told
+// so; neither returns before the answer has come, and the exchange can be started again.
+func TestTwoWait(t *testing.T) {
+	worker, server := sessions(t)
+	in, out := []byte{1, 2, 3}, make([]byte, 3)
+	push, pull := []af.KeyTensor{{Key: 1, Val: tensor(t, in)}}, []af.KeyTensor{{Key: 1, Val: tensor(t, out)}}
+	x, err := worker.Prepare(nil, push, pull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer x.Close()
+	for _, c := range []struct {
+		name  string
+		begin func() (wait func(slice time.Duration) error, err error)
+	}{
+		{"push_pull", func() (func(time.Duration) error, error) {
+			h, err := worker.PushPull(af.DefaultStream, push, pull)
+			return func(slice time.Duration) error { return worker.Wait(int64(h), 20*time.Second, slice) }, err
+		}},
+		{"exchange", func() (func(time.Duration) error, error) {
+			_, err := x.Start(af.DefaultStream, AllRows)
+			return func(slice time.Duration) error { return x.Wait(20*time.Second, slice) }, err
+		}},
+	} {
+		for range 3 {
+			clear(out)
+			wait, err := c.begin()
+			if err != nil {
+				t.Fatalf("%s: %v", c.name, err)
+			}
+			results := make(chan error, 2)
+			for range cap(results) {
+				go func() { results <- wait(20 * time.Second) }()
+			}
+			vantest.Fails(t, <-results, postoffice.ErrOtherWaits, "another goroutine waits for it already")
+			items, err := server.GetBatch(nil, 20*time.Second)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := server.Respond(af.DefaultStream, items[0].ID, items[0].Pushes()); err != nil {
+				t.Error(err)
+			}
+			items[0].Release()
+			if err := <-results; err != nil || !bytes.Equal(out, in) {
+				t.Errorf("%s: %v, got %v, want %v", c.name, err, out, in)
+			}
+		}
+	}
+}

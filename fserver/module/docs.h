@@ -106,7 +106,9 @@
 	"    x.wait()         # out is filled, both are yours until the next start()\n" \
 	"\n" \
 	"Returns an Exchange, which keeps the memory of the tensors. Do not resize them. On the\n" \
-	"server nothing is different, and it may be a C++ one.\n" \
+	"server nothing is different, and it may be a C++ one; over RDMA the first round must\n" \
+	"then be the largest, and none may be empty. On a GPU start() is ordered after PyTorch's\n" \
+	"current stream, not after those of other libraries.\n" \
 	"\n" \
 	"Raises what push_pull() does, but for lost servers, which wait() tells. Nothing is sent."
 
@@ -135,7 +137,8 @@
 	"timeout_ms: limit in milliseconds, counted from start().\n" \
 	"\n" \
 	"Raises TimeoutError, ConnectionError, KeyboardInterrupt (wait again) as wait() of the\n" \
-	"module does, Error (not started, stopped)."
+	"module does, Error (not started, stopped), ValueError (another thread waits; the round\n" \
+	"ended more than 4096 unwaited requests ago)."
 #define DOC_EXCHANGE_CLOSE \
 	"close($self, /)\n--\n\n" \
 	"Let go of the tensors, after the round under way if there is one. start() raises Error\n" \

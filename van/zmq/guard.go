@@ -33,6 +33,7 @@ type guard struct {
 	poll   *os.File // an epoll instance with the connections of strangers
 	raw    syscall.RawConn
 	budget int64
+	port   int // of the ROUTER
 	lines  logx.Sparse
 	wg     sync.WaitGroup
 
@@ -54,7 +55,7 @@ type incoming struct {
 // greeting is about how many bytes a connection carries before the first message.
 const greeting = 256
 
-func newGuard(v *zvan, z *zmq4.Socket, serial int) (*guard, error) {
+func newGuard(v *zvan, z *zmq4.Socket, serial, port int) (*guard, error) {
 	if v.flow.strangers <= 0 {
 		return nil, nil
 	}
@@ -66,7 +67,7 @@ func newGuard(v *zvan, z *zmq4.Socket, serial int) (*guard, error) {
 		_ = unix.Close(ep)
 		return nil, os.NewSyscallError("fcntl", err)
 	}
-	g := &guard{v: v, budget: v.flow.strangers, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
+	g := &guard{v: v, budget: v.flow.strangers, port: port, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
 		g.mon, err = newMonitor(v.zctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED)
 	}
@@ -174,9 +175,16 @@ func (g *guard) heard(fd int, size int64, name peerName, c *conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	in := g.conns[fd]
+	if in != nil && in.taken > 0 && in.name != name { // a connection has one name
+		if cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || cookie == in.cookie {
+			return // the message is of one that had the descriptor before
+		}
+		g.forget(fd, in)
+		in = nil
+	}
 	if in == nil {
 		cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)
-		if err != nil {
+		if err != nil || !g.accepts(fd) {
 			return // it has gone
 		}
 		in = g.at(fd)
@@ -190,6 +198,25 @@ func (g *guard) heard(fd int, size int64, name peerName, c *conn) {
 	if c != nil {
 		g.joins(fd, in, c)
 	}
+}
+
+// accepts tells whether fd is a connection to the port of the node's ROUTER: one that it
+// has accepted.
+func (g *guard) accepts(fd int) bool {
+	if accepting, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN); err != nil || accepting != 0 {
+		return false
+	}
+	a, err := unix.Getsockname(fd)
+	if err != nil {
+		return false
+	}
+	switch a := a.(type) {
+	case *unix.SockaddrInet4:
+		return a.Port == g.port
+	case *unix.SockaddrInet6:
+		return a.Port == g.port
+	}
+	return false
 }
 
 // known is told that c is a member from now on.

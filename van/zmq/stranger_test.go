@@ -2,7 +2,7 @@ package zmq
 
 import (
 	"math"
-	"os"
+	"net"
 	"testing"
 	"time"
 
@@ -107,15 +107,47 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 	if c.seen.Load() {
 		t.Error("a connection that has ended counts as the worker's")
 	}
-	other, err := os.Open(os.DevNull) // takes the descriptor
-	if err != nil {
-		t.Fatal(err)
+	taken := false // the descriptor, by a socket of the program's
+	for range 64 {
+		other, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer other.Close()
+		raw, err := other.(*net.TCPListener).SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = raw.Control(func(fd uintptr) { taken = int(fd) == of })
+		if taken {
+			break
+		}
 	}
-	defer other.Close()
+	if !taken {
+		t.Fatalf("nothing took descriptor %d", of)
+	}
+	server.guard.heard(of, 1000, peerName{9, 7}, c)
+	if c.seen.Load() {
+		t.Error("a socket that is not the ROUTER's counts as the worker's connection")
+	}
 	again := dialRaw(t, server, "ps9.00000007")
 	for ts := range 20 {
 		say(again, 1+ts)
 	}
+	server.guard.mu.Lock()
+	for fd, in := range server.guard.conns {
+		of = fd
+		if in.name != (peerName{9, 7}) || in.member != c {
+			t.Errorf("connection %d is %+v's, want worker 0's", fd, in.name)
+		}
+	}
+	server.guard.mu.Unlock()
+	server.guard.heard(of, 1000, peerName{11, 7}, nil) // of another worker, whose connection had this descriptor
+	server.guard.mu.Lock()
+	if in := server.guard.conns[of]; in.name != (peerName{9, 7}) {
+		t.Errorf("a late message of another makes the connection %+v's", in.name)
+	}
+	server.guard.mu.Unlock()
 	if n := server.Stats().Strangers; n != 0 {
 		t.Errorf("%d connections were ended as a stranger's, want none", n)
 	}

@@ -204,7 +204,7 @@ func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	var g *guard
 	if !v.cfg.Local {
 		v.serial++
-		if g, err = newGuard(v, z, v.serial); err != nil {
+		if g, err = newGuard(v, z, v.serial, port); err != nil {
 			unbind()
 			return 0, errors.Join(fmt.Errorf("zmq: ROUTER: %w", err), z.Close())
 		}

@@ -26,7 +26,7 @@ type Regions struct {
 	dev  verbs.Device
 	back backend.Backend // of device memory
 
-	sorted atomic.Pointer[[]*Region] // by address
+	sorted atomic.Pointer[[]*Region] // by address, then by length: find looks at the longest first
 
 	// dropping is held for reading while a region is removed: revoke waits for it.
 	dropping sync.RWMutex
@@ -134,7 +134,9 @@ func (rs *Regions) Get(m backend.Mem, a verbs.Access) (*Region, error) {
 	closed := rs.closed
 	if !closed {
 		rs.change(func(all []*Region) []*Region {
-			i, _ := slices.BinarySearchFunc(all, r, func(x, y *Region) int { return cmp.Compare(x.Mem.Addr(), y.Mem.Addr()) })
+			i, _ := slices.BinarySearchFunc(all, r, func(x, y *Region) int {
+				return cmp.Or(cmp.Compare(x.Mem.Addr(), y.Mem.Addr()), cmp.Compare(x.Mem.Len(), y.Mem.Len()))
+			})
 			return slices.Insert(all, i, r)
 		})
 		rs.bytes += m.Len()

@@ -115,6 +115,31 @@ func TestRegionsFind(t *testing.T) {
 	}
 }
 
+// TestRegionsGrow: of regions that begin at one address the longest is found first.
+func TestRegionsGrow(t *testing.T) {
+	dev, _, _ := bare(t)
+	rs := NewRegions(dev, nil)
+	defer rs.Close()
+	buf := make([]byte, 1<<20)
+	for n := 1; n <= 2*findSteps; n++ { // as a tensor of which more rows are sent each time
+		for again := range 3 {
+			r, err := rs.Get(backend.Bytes(buf[:n*4096]), both)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.Release()
+			if have := len(*rs.sorted.Load()); have != n {
+				t.Fatalf("%d regions after %d lengths, the last one %d times, want one for each", have, n, again+1)
+			}
+		}
+	}
+	if r := rs.find(backend.Bytes(buf[:100]), both); r == nil {
+		t.Error("a part of all of them is not found")
+	} else {
+		r.Release()
+	}
+}
+
 func TestRegionsEvict(t *testing.T) {
 	dev, stack, _ := bare(t)
 	rs := NewRegions(dev, nil)
