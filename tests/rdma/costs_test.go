@@ -230,18 +230,28 @@ func TestFlat(t *testing.T) {
 		once()
 	}
 	before := n.look(t)
-	for range *pushPulls {
-		once()
-	}
-	after := n.look(t)
 	t.Logf("before %+v", before)
-	t.Logf("after %d push_pulls %+v", *pushPulls, after)
 	noise := 3 << 20
 	if vantest.Race {
 		noise = 12 << 20
 	}
-	if d := after.resident - before.resident; d > noise {
-		t.Errorf("resident memory has grown by %d bytes", d)
+	// Pages of the program and of the runtime's own structures come at times of their own;
+	// what is kept for each push_pull comes each time.
+	after, grown := before, []int{}
+	for range 3 {
+		last := after
+		for range *pushPulls {
+			once()
+		}
+		after = n.look(t)
+		t.Logf("after %d more push_pulls %+v", *pushPulls, after)
+		grown = append(grown, after.resident-last.resident)
+		if after.resident-last.resident <= noise {
+			break
+		}
+	}
+	if grown[len(grown)-1] > noise {
+		t.Errorf("resident memory has grown each time, by %d bytes", grown)
 	}
 	// Idle regions may have been evicted, and not all may have been in use at first.
 	if after.regions > before.regions || after.bytes > before.bytes {
