@@ -71,13 +71,13 @@ func TestEarlyBatchesOfSeveralWorkers(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		o.Workers = 2
 		c := testcluster.Start(t, o)
-		before := c.Servers[0].Stats().ReceivedMessages
+		before := testcluster.Stats(c.Servers[0]).ReceivedMessages
 		var hs [2]af.Call
 		w := []*af.Worker{newWorker(t, c.Workers[0]), newWorker(t, c.Workers[1])}
 		for i := range w {
 			hs[i], _ = ask(t, w[i], 1, "early")
 		}
-		for end := time.Now().Add(10 * time.Second); c.Servers[0].Stats().ReceivedMessages < before+4; runtime.Gosched() {
+		for end := time.Now().Add(10 * time.Second); testcluster.Stats(c.Servers[0]).ReceivedMessages < before+4; runtime.Gosched() {
 			if time.Now().After(end) {
 				t.Fatal("the requests do not come")
 			}

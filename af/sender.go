@@ -84,7 +84,7 @@ func (x *sender) accept(msg *van.Message) error {
 	if complete {
 		instance := b.instance
 		s.handler(Batch{b, b.state.Load() >> 1})
-		s.node.Flush(instance) // unless the answers have taken the acknowledgements along
+		flush(s.flusher, instance) // unless the answers have taken the acknowledgements along
 	}
 	return nil
 }

@@ -31,12 +31,13 @@ type ServerOptions struct{ AppID int }
 // safe for concurrent use. Workers share no lock: what is assembled of a worker's hangs
 // on its sender.
 type Server struct {
-	node     *postoffice.Node
+	node     postoffice.App
 	app      int
 	buffers  *datamsg.RecvBuffers
 	queue    *streamQueue // of answers with tensors on the device, and those behind them
 	late     *streamQueue // of batches that the device still reads
 	senders  []*sender    // by instance rank of the worker
+	flusher  van.Flusher  // nil when nothing is held
 	reorders bool         // messages of a worker may overtake each other
 
 	handler  Handler // set once, before anything is received
@@ -53,18 +54,19 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	s := &Server{node: node, app: o.AppID, buffers: datamsg.NewRecvBuffers(node),
+	s := &Server{node: node.App(), app: o.AppID, buffers: datamsg.NewRecvBuffers(node),
 		queue: newStreamQueue(node.Backend(), node.Config().BusyPoll), late: newStreamQueue(node.Backend(), env.AlwaysBlock)}
 	if r, ok := van.As[van.Reorderer](node.Van()); ok {
 		s.reorders = r.Reorders()
 	}
+	s.flusher, _ = van.As[van.Flusher](node.Van())
 	s.senders = make([]*sender, node.Topology().NumWorkerInstances())
 	for i := range s.senders {
 		s.senders[i] = &sender{s: s}
 	}
-	node.OnExit(s.late.close)
-	node.OnExit(s.queue.close)
-	node.OnExit(s.dropSenders)
+	s.node.OnExit(s.late.close)
+	s.node.OnExit(s.queue.close)
+	s.node.OnExit(s.dropSenders)
 	return s, nil
 }
 
@@ -140,7 +142,7 @@ func (s *Server) sender(id int) *sender {
 
 // receive takes one request of a worker, and those that have come before it and follow it.
 func (s *Server) receive(msg *van.Message) {
-	if err := datamsg.CheckSender(s.node, msg); err != nil {
+	if err := datamsg.CheckSender(s.node.Node, msg); err != nil {
 		s.dropped(msg, err)
 		return
 	}

@@ -91,7 +91,7 @@ func TestOpenBatchBudget(t *testing.T) {
 	value := make([]byte, size)
 	for i := range 12 {
 		m := rawPush(int32(100*i), van.BatchStart, value)
-		if err := c.Workers[0].Send(m); err != nil {
+		if err := c.Workers[0].App().Send(m); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -115,7 +115,7 @@ func TestOpenBatchBudgetOfTheOldest(t *testing.T) {
 	})
 	send := func(ts int32, flag van.BatchFlag) {
 		t.Helper()
-		if err := c.Workers[0].Send(rawPush(ts, flag, make([]byte, size))); err != nil {
+		if err := c.Workers[0].App().Send(rawPush(ts, flag, make([]byte, size))); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -144,7 +144,7 @@ func TestHeldOfALostWorker(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.Resend = true }})
 	s := serve(t, c.Servers[0], echoes(t))
 	for i := range 3 {
-		if err := c.Workers[1].Send(rawPush(int32(10*i+5), van.BatchEnd, make([]byte, 64))); err != nil {
+		if err := c.Workers[1].App().Send(rawPush(int32(10*i+5), van.BatchEnd, make([]byte, 64))); err != nil {
 			t.Fatal(err)
 		}
 	}

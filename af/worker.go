@@ -7,7 +7,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -29,11 +28,12 @@ type WorkerOptions struct {
 // Worker pushes tensors to all servers and pulls results back. All methods are safe for
 // concurrent use.
 type Worker struct {
-	node     *postoffice.Node
+	node     postoffice.App
 	customer *postoffice.Customer
 	servers  []int // node ids by server group rank, ascending
 	timeout  time.Duration
 	revoker  van.Revoker // nil when no peer writes into pull tensors
+	flusher  van.Flusher // nil when nothing is held
 
 	queue *streamQueue // of batches with tensors on the device, and those behind them
 
@@ -47,10 +47,11 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: tensor worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &Worker{node: node, servers: node.Topology().ServerInstances(), timeout: o.Timeout}
+	w := &Worker{node: node.App(), servers: node.Topology().ServerInstances(), timeout: o.Timeout}
 	w.revoker, _ = van.As[van.Revoker](node.Van())
-	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
-		if n, speak := node.Rarely("af: request to a worker"); speak {
+	w.flusher, _ = van.As[van.Flusher](node.Van())
+	c, err := w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
+		if n, speak := w.node.Rarely("af: request to a worker"); speak {
 			node.Log().Warn("dropped a request: a tensor worker serves none", "from", van.NodeName(msg.Sender), "so far", n)
 		}
 	})
@@ -60,7 +61,7 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	c.KeepTraces()
 	w.customer = c
 	w.queue = newStreamQueue(node.Backend(), node.Config().BusyPoll)
-	node.OnExit(w.queue.close)
+	w.node.OnExit(w.queue.close)
 	return w, nil
 }
 
@@ -194,7 +195,7 @@ func (b *batch) send(err error) {
 			b.sendAll(b.First())
 		} else {
 			b.w.customer.Abort(&b.Request, &van.Error{Op: "push_pull", Node: b.w.node.Name(), Detail: fmt.Sprintf("handler %d", b.First()),
-				Elapsed: time.Duration(clock.Now() - b.Started()), Err: err})
+				Elapsed: b.w.customer.Elapsed(b.First()), Err: err})
 		}
 		b.End()
 	}
@@ -206,8 +207,15 @@ func (b *batch) sendAll(ts int32) {
 	if err := b.sendMessages(ts); err != nil {
 		b.w.customer.Abort(&b.Request, err)
 		for _, id := range b.servers {
-			b.w.node.Flush(id)
+			flush(b.w.flusher, id)
 		}
+	}
+}
+
+// flush sends messages to node id that the transport holds because of More.
+func flush(f van.Flusher, id int) {
+	if f != nil {
+		f.Flush(id)
 	}
 }
 

@@ -102,7 +102,7 @@ type rawServer struct {
 func raw(t testing.TB, n *postoffice.Node, script func(s *rawServer, req *van.Message)) {
 	t.Helper()
 	s := &rawServer{n}
-	if _, err := n.AddCustomer(0, 0, func(m *van.Message) { script(s, m) }); err != nil {
+	if _, err := n.App().AddCustomer(0, 0, func(m *van.Message) { script(s, m) }); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -118,7 +118,7 @@ func (s *rawServer) answer(t testing.TB, req *van.Message, keys []kv.Key, vals, 
 	if change != nil {
 		change(m)
 	}
-	if err := s.n.Send(m); err != nil {
+	if err := s.n.App().Send(m); err != nil {
 		t.Errorf("raw answer: %v", err)
 	}
 }

@@ -80,7 +80,7 @@ func TestPullBeforePush(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
 		c := testcluster.Start(t, o)
 		sums[float32](t, c)
-		if _, err := c.Workers[0].AddCustomer(0, 5, func(*van.Message) {}); err != nil {
+		if _, err := c.Workers[0].App().AddCustomer(0, 5, func(*van.Message) {}); err != nil {
 			t.Fatal(err)
 		}
 		// 304 bytes that ask for 512 MiB.
@@ -89,12 +89,12 @@ func TestPullBeforePush(t *testing.T) {
 		m.Receiver, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, 0, 1, 0, 5
 		m.ValLen = 128 << 20
 		datamsg.SetData(m, backend.Slice([]kv.Key{1}), backend.Mem{}, backend.Mem{}, van.TypeFloat)
-		before := c.Servers[0].Stats().SentBytes
-		if err := c.Workers[0].Send(m); err != nil {
+		before := testcluster.Stats(c.Servers[0]).SentBytes
+		if err := c.Workers[0].App().Send(m); err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, "answer", func() bool { return c.Servers[0].Stats().SentBytes > before })
-		if n := c.Servers[0].Stats().SentBytes - before; n > 1024 {
+		eventually(t, "answer", func() bool { return testcluster.Stats(c.Servers[0]).SentBytes > before })
+		if n := testcluster.Stats(c.Servers[0]).SentBytes - before; n > 1024 {
 			t.Errorf("the server answers with %d bytes", n)
 		}
 

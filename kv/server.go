@@ -26,7 +26,7 @@ type Handler[V Value] func(Request[V])
 // Server hands the requests of all workers to a handler. All methods are safe for
 // concurrent use.
 type Server[V Value] struct {
-	node    *postoffice.Node
+	node    postoffice.App
 	appID   int
 	buffers *datamsg.RecvBuffers
 	simple  *SimpleApp
@@ -51,7 +51,7 @@ func NewServer[V Value](node *postoffice.Node, o ServerOptions) (*Server[V], err
 	if node.Role() != van.Server {
 		return nil, fmt.Errorf("%w: key-value server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
-	return &Server[V]{node: node, appID: o.AppID, buffers: datamsg.NewRecvBuffers(node), simple: newSimpleApp(node, o.AppID, o.Timeout, nil)}, nil
+	return &Server[V]{node: node.App(), appID: o.AppID, buffers: datamsg.NewRecvBuffers(node), simple: newSimpleApp(node, o.AppID, o.Timeout, nil)}, nil
 }
 
 // Handle names the handler and begins to serve, first what has come before. It may be
@@ -160,7 +160,7 @@ func (s *Server[V]) receive(msg *van.Message) {
 
 // accept checks msg and makes it a request.
 func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
-	if err := datamsg.CheckSender(s.node, msg); err != nil {
+	if err := datamsg.CheckSender(s.node.Node, msg); err != nil {
 		return r, err
 	}
 	f, err := parse[V](msg)

@@ -200,7 +200,9 @@ func TestRequestBeforeHandler(t *testing.T) {
 			}
 			tss = append(tss, ts)
 		}
-		eventually(t, "arrival", func() bool { return o.Over == testcluster.InProc || c.Servers[0].Stats().ReceivedMessages > 50 })
+		eventually(t, "arrival", func() bool {
+			return o.Over == testcluster.InProc || testcluster.Stats(c.Servers[0]).ReceivedMessages > 50
+		})
 		var h kv.SummingHandler[float32]
 		if err := s.Handle(h.Handle); err != nil {
 			t.Fatal(err)
@@ -302,7 +304,7 @@ func TestMalformedRequests(t *testing.T) {
 		if change != nil {
 			change(m)
 		}
-		if err := c.Workers[0].Send(m); err != nil {
+		if err := c.Workers[0].App().Send(m); err != nil {
 			t.Error(err)
 		}
 	}

@@ -52,7 +52,7 @@ type SimpleOptions struct {
 // that are connected: those of different roles, and a node and itself. All
 // methods are safe for concurrent use.
 type SimpleApp struct {
-	node     *postoffice.Node
+	node     postoffice.App
 	app      int
 	timeout  time.Duration
 	customer atomic.Pointer[postoffice.Customer]
@@ -67,10 +67,10 @@ func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 	a := newSimpleApp(node, o.AppID, o.Timeout, o.Handler)
 	a.own = true
 	ready := make(chan struct{})
-	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
+	c, err := a.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		<-ready
 		if !msg.SimpleApp {
-			if n, speak := node.Rarely("kv: not a simple request"); speak {
+			if n, speak := a.node.Rarely("kv: not a simple request"); speak {
 				node.Log().Warn("dropped a request: not one for a simple application", "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "so far", n)
 			}
 			return
@@ -86,7 +86,7 @@ func NewSimpleApp(node *postoffice.Node, o SimpleOptions) (*SimpleApp, error) {
 }
 
 func newSimpleApp(node *postoffice.Node, appID int, timeout time.Duration, h SimpleHandler) *SimpleApp {
-	a := &SimpleApp{node: node, app: appID, timeout: timeout}
+	a := &SimpleApp{node: node.App(), app: appID, timeout: timeout}
 	a.Handle(h)
 	return a
 }

@@ -30,7 +30,7 @@ type WorkerOptions struct {
 // Worker pushes values to the servers and pulls them back. All methods are safe
 // for concurrent use.
 type Worker[V Value] struct {
-	node     *postoffice.Node
+	node     postoffice.App
 	o        WorkerOptions
 	customer *postoffice.Customer
 	simple   *SimpleApp
@@ -46,15 +46,15 @@ func NewWorker[V Value](node *postoffice.Node, o WorkerOptions) (*Worker[V], err
 	if node.Role() != van.Worker {
 		return nil, fmt.Errorf("%w: key-value worker on %s, want a node with role worker", van.ErrInvalid, node.Name())
 	}
-	w := &Worker[V]{node: node, o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: node.Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
+	w := &Worker[V]{node: node.App(), o: o, simple: newSimpleApp(node, o.AppID, o.Timeout, nil), servers: node.Topology().ServerInstances(), ranges: node.Topology().ServerKeyRanges()}
 	ready := make(chan struct{})
-	c, err := node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
+	c, err := w.node.AddCustomer(o.AppID, o.CustomerID, func(msg *van.Message) {
 		if msg.SimpleApp {
 			<-ready
 			w.simple.receive(msg)
 			return
 		}
-		if n, speak := node.Rarely("kv: request to a worker"); speak {
+		if n, speak := w.node.Rarely("kv: request to a worker"); speak {
 			node.Log().Warn("dropped a request: a key-value worker serves none", "from", van.NodeName(msg.Sender), "so far", n)
 		}
 	})

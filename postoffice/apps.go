@@ -21,12 +21,13 @@ var errNoApp = errors.New("no such application")
 // customers of one application are told apart by customer id; elsewhere the
 // customer id is the application id. handle may block; see van.Receiver. Messages that
 // were kept are delivered first.
-func (n *Node) AddCustomer(app, customer int, handle func(*van.Message)) (*Customer, error) {
+func (app App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer, error) {
+	n := app.Node
 	if n.role != van.Worker {
-		customer = app
+		customer = id
 	}
-	c := newCustomer(n, app, customer, handle)
-	k := appKey{int32(app), int32(customer)}
+	c := newCustomer(n, id, customer, handle)
+	k := appKey{int32(id), int32(customer)}
 	a := &n.apps
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -34,7 +35,7 @@ func (n *Node) AddCustomer(app, customer int, handle func(*van.Message)) (*Custo
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Err: van.ErrClosed}
 	}
 	if (*a.table.Load())[k] != nil {
-		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", app, customer), Err: van.ErrInvalid}
+		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", id, customer), Err: van.ErrInvalid}
 	}
 	c.begin(a.take(k))
 	m := maps.Clone(*a.table.Load())

@@ -24,8 +24,8 @@ func (n *Node) carryOut(o membership.Output) {
 		n.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
 		if err := n.van.Connect(context.Background(), o.ID, o.Node); err != nil {
-			if k, show := n.Rarely("connect: " + logx.Kind(err)); show {
-				n.log.Error("connect failed", "peer", n.PeerName(o.ID), "err", err, "so far", k)
+			if k, show := n.rarely("connect: " + logx.Kind(err)); show {
+				n.log.Error("connect failed", "peer", n.peerName(o.ID), "err", err, "so far", k)
 			}
 			n.step(func(t time.Duration) { n.machine.ConnectFailed(t, o.ID, err) })
 		}
@@ -37,7 +37,7 @@ func (n *Node) carryOut(o membership.Output) {
 			n.peers.Store(o.New, addr)
 		}
 		if err := n.van.Rename(o.Old, o.New); err != nil {
-			n.log.Error("rename failed", "peer", n.PeerName(o.New), "err", err)
+			n.log.Error("rename failed", "peer", n.peerName(o.New), "err", err)
 		}
 	case membership.SetID:
 		n.van.SetID(o.ID)
@@ -56,11 +56,11 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.BarrierFailed:
 		n.endBarrier(o.Ticket, o.Err)
 	case membership.PeerDead:
-		n.log.Warn("peer lost", "peer", n.PeerName(o.ID), "cause", o.Cause)
+		n.log.Warn("peer lost", "peer", n.peerName(o.ID), "cause", o.Cause)
 		n.apps.peerLost(o.ID, o.Cause)
 		n.notify(o.ID, false, o.Cause)
 	case membership.PeerAlive:
-		n.log.Warn("peer is back", "peer", n.PeerName(o.ID))
+		n.log.Warn("peer is back", "peer", n.peerName(o.ID))
 		n.notices.resend(o.ID)
 		n.notify(o.ID, true, nil)
 		n.strangers.admit(o.ID)
@@ -77,7 +77,7 @@ func (n *Node) carryOut(o membership.Output) {
 			n.processes.setLost(o.ID, nil)
 		}
 		n.mu.Unlock()
-		n.log.Warn("peer replaced", "peer", n.PeerName(o.ID))
+		n.log.Warn("peer replaced", "peer", n.peerName(o.ID))
 		n.notify(o.ID, true, nil)
 		if a, ok := van.As[van.Admitter](n.van); ok {
 			a.Admit(o.ID)
@@ -86,7 +86,7 @@ func (n *Node) carryOut(o membership.Output) {
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:
-		if k, show := n.Rarely("machine: " + logx.Kind(errors.New(o.Text))); show {
+		if k, show := n.rarely("machine: " + logx.Kind(errors.New(o.Text))); show {
 			n.log.Warn(o.Text, "so far", k)
 		}
 	}
@@ -104,7 +104,7 @@ func (n *Node) sendControl(o membership.Send) {
 	msg := &van.Message{Meta: o.Meta, Sender: int(n.id.Load()), Receiver: o.To}
 	n.logMessage("send", o.To, &msg.Meta)
 	if err := n.van.Send(msg); err != nil {
-		if k, show := n.Rarely("not sent: " + logx.Kind(err)); show {
+		if k, show := n.rarely("not sent: " + logx.Kind(err)); show {
 			n.log.Warn("control message not sent", "err", err, "so far", k)
 		}
 	}

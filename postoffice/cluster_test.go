@@ -52,8 +52,8 @@ func TestJoint(t *testing.T) {
 			}
 			if port != 0 {
 				for i, n := range []*postoffice.Node{server, worker} {
-					if want := fmt.Sprintf("%s at 127.0.0.1:%d", n.Name(), port+i); r.n.PeerName(n.ID()) != want {
-						t.Errorf("%q, want %q", r.n.PeerName(n.ID()), want)
+					if want := fmt.Sprintf("%s at 127.0.0.1:%d", n.Name(), port+i); r.n.App().PeerName(n.ID()) != want {
+						t.Errorf("%q, want %q", r.n.App().PeerName(n.ID()), want)
 					}
 				}
 			}
@@ -96,7 +96,7 @@ func together(t testing.TB, nodes []*postoffice.Node, f func(n *postoffice.Node)
 // members are the nodes of a group.
 func members(c *testcluster.Cluster, group int) []*postoffice.Node {
 	return slices.DeleteFunc(c.Nodes(), func(n *postoffice.Node) bool {
-		return !slices.Contains(c.Scheduler.Members(group), n.ID())
+		return !slices.Contains(c.Scheduler.App().Members(group), n.ID())
 	})
 }
 
@@ -203,7 +203,7 @@ func TestOnExit(t *testing.T) {
 		}
 		var order []int
 		for i := range 3 {
-			n.OnExit(func() {
+			n.App().OnExit(func() {
 				order = append(order, i)
 				if err := n.Barrier(t.Context(), 0, van.AllNodes); !errors.Is(err, van.ErrClosed) {
 					t.Errorf("%s: barrier in an exit function: %v, want %v", name, err, van.ErrClosed)

@@ -140,7 +140,7 @@ func (c *control) peerChanged(id int, up bool, cause error) {
 func (c *control) receive(msg *van.Message) {
 	c.step(func(t time.Duration) {
 		if err := c.machine.Step(t, msg.Sender, &msg.Meta); err != nil {
-			if k, show := c.self.Rarely("control: " + logx.Kind(err)); show {
+			if k, show := c.self.rarely("control: " + logx.Kind(err)); show {
 				c.self.log.Warn("dropped a control message", "err", err, "so far", k)
 			}
 		}

@@ -30,7 +30,7 @@ func (r *request) Recycle()                            { r.recycled <- nil }
 // customer makes a customer on the first worker of c.
 func customer(t testing.TB, c *testcluster.Cluster) *postoffice.Customer {
 	t.Helper()
-	x, err := c.Workers[0].AddCustomer(5, 0, func(*van.Message) {})
+	x, err := c.Workers[0].App().AddCustomer(5, 0, func(*van.Message) {})
 	if err != nil {
 		t.Fatal(err)
 	}

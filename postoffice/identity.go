@@ -33,8 +33,8 @@ func (n *identity) Name() string { return *n.name.Load() }
 
 func (n *identity) setName(s string) { n.name.Store(&s) }
 
-// PeerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
-func (n *identity) PeerName(id int) string {
+// peerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
+func (n *identity) peerName(id int) string {
 	if addr, ok := n.peers.Load(id); ok {
 		return fmt.Sprintf("%s at %s", van.NodeName(id), addr)
 	}
@@ -70,10 +70,8 @@ func (n *identity) mayJoin(id int) bool {
 	}
 }
 
-// Rarely limits log lines about what peers send, of which there may be a flood: it counts
-// one more event of a cause, and returns the count and whether to log this one. Errors of
-// one cause have the same logx.Kind.
-func (n *identity) Rarely(cause string) (count uint64, show bool) { return n.causes.Next(cause) }
+// rarely is App.Rarely. Errors of one cause have the same logx.Kind.
+func (n *identity) rarely(cause string) (count uint64, show bool) { return n.causes.Next(cause) }
 
 // logMessage writes a line for one message at PS_VERBOSE=2.
 func (n *identity) logMessage(way string, peer int, m *van.Meta) {

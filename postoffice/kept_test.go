@@ -31,7 +31,7 @@ func askFrom(t testing.TB, c *testcluster.Cluster, worker, app, ts, size int) {
 	m.AppID, m.CustomerID = int32(app), int32(app)
 	m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, size))
 	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
-	if err := c.Workers[worker].Send(m); err != nil {
+	if err := c.Workers[worker].App().Send(m); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -59,7 +59,7 @@ func TestOrderBehindEarlyRequests(t *testing.T) {
 		var seen []int32
 		entered, release := make(chan struct{}), make(chan struct{})
 		all := make(chan struct{})
-		_, err := c.Servers[0].AddCustomer(7, 7, func(m *van.Message) {
+		_, err := c.Servers[0].App().AddCustomer(7, 7, func(m *van.Message) {
 			if m.Timestamp == 0 {
 				close(entered)
 				<-release
@@ -112,7 +112,7 @@ func TestEarlyRequestsGiveBackTheirRoom(t *testing.T) {
 		ask(t, c, 7, round, size)
 		until(t, "the request is kept", func() bool { return hook.Held() == 1 })
 		came := make(chan struct{})
-		x, err := c.Servers[0].AddCustomer(7, 7, func(m *van.Message) {
+		x, err := c.Servers[0].App().AddCustomer(7, 7, func(m *van.Message) {
 			if m.Vals.Len() == size {
 				close(came)
 			}
@@ -167,11 +167,11 @@ func (r *slowAnswer) Recycle()       {}
 // gets the memory back when that is done, not before.
 func TestGivenUpWhileAnswered(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
-	if _, err := c.Servers[0].AddCustomer(5, 5, func(m *van.Message) {
+	if _, err := c.Servers[0].App().AddCustomer(5, 5, func(m *van.Message) {
 		a := &van.Message{}
 		a.Reset()
 		a.Receiver, a.Push, a.AppID, a.CustomerID, a.Timestamp = m.Sender, true, m.AppID, m.CustomerID, m.Timestamp
-		if err := c.Servers[0].Send(a); err != nil {
+		if err := c.Servers[0].App().Send(a); err != nil {
 			t.Error(err)
 		}
 	}); err != nil {
@@ -187,7 +187,7 @@ func TestGivenUpWhileAnswered(t *testing.T) {
 		m := &van.Message{}
 		m.Reset()
 		m.Receiver, m.Request, m.Push, m.Timestamp, m.AppID, m.CustomerID = van.ServerID(0), true, true, r.First(), 5, 0
-		if err := c.Workers[0].Send(m); err != nil {
+		if err := c.Workers[0].App().Send(m); err != nil {
 			t.Fatal(err)
 		}
 		select {
@@ -267,7 +267,7 @@ func TestEarlyRequestsAreCounted(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
 	last := make(chan struct{})
-	if _, err := c.Servers[0].AddCustomer(8, 8, func(*van.Message) { close(last) }); err != nil {
+	if _, err := c.Servers[0].App().AddCustomer(8, 8, func(*van.Message) { close(last) }); err != nil {
 		t.Fatal(err)
 	}
 	for ts := range 4096 + 20 {
@@ -289,7 +289,7 @@ func TestEarlyRequestsHaveABudget(t *testing.T) {
 	hook := &hooks.Van{}
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Set: func(c *postoffice.Config) { c.RecvBudgetPeer = budget }})
 	last := make(chan struct{}, 2)
-	if _, err := c.Servers[0].AddCustomer(8, 8, func(*van.Message) { last <- struct{}{} }); err != nil {
+	if _, err := c.Servers[0].App().AddCustomer(8, 8, func(*van.Message) { last <- struct{}{} }); err != nil {
 		t.Fatal(err)
 	}
 	for worker := range c.Workers {
@@ -359,13 +359,13 @@ func TestAnswerOfAnother(t *testing.T) {
 		m := &van.Message{}
 		m.Reset()
 		m.Receiver, m.Push, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), true, r.First(), 5, 0
-		if err := c.Servers[server].Send(m); err != nil {
+		if err := c.Servers[server].App().Send(m); err != nil {
 			t.Fatal(err)
 		}
 	}
-	before := c.Workers[0].Stats().ReceivedMessages
+	before := testcluster.Stats(c.Workers[0]).ReceivedMessages
 	answer(1)
-	until(t, "the wrong answer has come", func() bool { return c.Workers[0].Stats().ReceivedMessages > before })
+	until(t, "the wrong answer has come", func() bool { return testcluster.Stats(c.Workers[0]).ReceivedMessages > before })
 	if err := x.WaitSlice(t.Context(), r.First(), 0, 50*time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
 		t.Errorf("after the answer of another server: %v, want %v", err, postoffice.ErrPending)
 	}

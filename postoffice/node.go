@@ -27,7 +27,6 @@ type Node struct {
 
 	stack    *stack.Van
 	van      van.Van      // of stack
-	flusher  van.Flusher  // nil when the van holds nothing
 	recaller van.Recaller // nil when the van reads no memory later
 	back     backend.Backend
 	ownBack  bool     // this node closes back
@@ -41,37 +40,11 @@ func (n *Node) Backend() backend.Backend { return n.back }
 // path to a peer. To send and to leave use the node's own methods.
 func (n *Node) Van() van.Van { return n.van }
 
-// Stats returns the transport's counters.
-func (n *Node) Stats() van.Stats {
-	if m, ok := van.As[van.Meter](n.van); ok {
-		return m.Stats()
-	}
-	return van.Stats{}
-}
-
-// Addresses returns the port at which this node listens and the addresses of the peers
-// that it is connected to, as "host:port".
-func (n *Node) Addresses() (port int, peers []string) {
-	n.peers.Range(func(_, addr any) bool {
-		peers = append(peers, addr.(string))
-		return true
-	})
-	return n.self.Port, peers
-}
-
 // IsRecovery tells whether this node replaces a dead one.
 func (n *Node) IsRecovery() bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.machine.IsRecovery()
-}
-
-// Members lists the node ids of a group (a sum of van.SchedulerID, ServerGroup,
-// WorkerGroup, or a node id): workers by rank, then servers, then the scheduler.
-func (n *Node) Members(group int) []int {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.machine.Members(group)
 }
 
 // DeadNodes lists the nodes that have been silent for longer than t, or are known to be
@@ -81,9 +54,6 @@ func (n *Node) DeadNodes(t time.Duration) []int {
 	defer n.mu.Unlock()
 	return n.machine.DeadNodes(now(), t)
 }
-
-// Native tells whether the node with that id is one of this library, as far as is known.
-func (n *Node) Native(id int) bool { return n.processes.of(id).incarnation != 0 }
 
 // Barrier waits until as many members of the group have called it as C++ StepMesh's
 // group barrier counts: one for each group of instances. Only members that have called
@@ -162,13 +132,6 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 		exits[i]()
 	}
 	return errors.Join(err, n.apps.profile.close(), n.closeBackend())
-}
-
-// OnExit registers f to run when the node has left, the last one first.
-func (n *Node) OnExit(f func()) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.onExit = append(n.onExit, f)
 }
 
 func (n *Node) closeBackend() error {

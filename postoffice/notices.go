@@ -58,7 +58,7 @@ func (s *notices) send(id, app int, w Withdrawn) {
 	s.processes.stamp(&msg.Meta, s.processes.of(id))
 	s.self.logMessage("send", id, &msg.Meta)
 	if err := s.van.Send(msg); err != nil {
-		s.self.log.Info("could not tell a server that a request was given up", "server", s.self.PeerName(id), "handler", w.First, "err", err)
+		s.self.log.Info("could not tell a server that a request was given up", "server", s.self.peerName(id), "handler", w.First, "err", err)
 	}
 }
 

@@ -32,8 +32,8 @@ func (n *Node) receive(msg *van.Message) {
 
 // givenUp is called with a message that was resent in vain.
 func (n *Node) givenUp(peer int, meta *van.Meta, err error) {
-	if k, show := n.Rarely("gave up a message"); show {
-		n.log.Warn("gave up a message", "peer", n.PeerName(peer), "message", meta.String(), "err", err, "so far", k)
+	if k, show := n.rarely("gave up a message"); show {
+		n.log.Warn("gave up a message", "peer", n.peerName(peer), "message", meta.String(), "err", err, "so far", k)
 	}
 	if !meta.IsControl() && meta.Request {
 		n.apps.failRequest(meta, peer, err)
@@ -42,7 +42,8 @@ func (n *Node) givenUp(peer int, meta *van.Meta, err error) {
 
 // Send stamps and sends a data message. Errors name the peer. An answer to a process that
 // has been replaced fails with van.ErrPeerLost.
-func (n *Node) Send(msg *van.Message) error {
+func (a App) Send(msg *van.Message) error {
+	n := a.Node
 	t := clock.Now()
 	if msg.Request {
 		msg.RequestTrace = van.Trace{Start: t}
@@ -60,19 +61,8 @@ func (n *Node) Send(msg *van.Message) error {
 		cause = n.processes.answerTo(msg, p)
 	}
 	if cause != nil {
-		return &van.Error{Op: "send", Node: n.Name(), Peer: n.PeerName(msg.Receiver), Detail: msg.Meta.String(), Err: cause}
+		return &van.Error{Op: "send", Node: n.Name(), Peer: n.peerName(msg.Receiver), Detail: msg.Meta.String(), Err: cause}
 	}
 	n.processes.stamp(&msg.Meta, p)
 	return n.van.Send(msg)
-}
-
-// Poll receives on the caller's goroutine, if the van can, until done returns true or
-// nothing has come for a short time. Handlers run on it, too, so they must never block.
-func (n *Node) Poll(done func() bool) { n.stack.Poll(done) }
-
-// Flush sends messages to node id that the van holds because of More.
-func (n *Node) Flush(id int) {
-	if n.flusher != nil {
-		n.flusher.Flush(id)
-	}
 }

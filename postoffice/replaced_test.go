@@ -96,7 +96,7 @@ func TestWithdrawn(t *testing.T) {
 func TestWithdrawalsFromTheNetwork(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
-	served, err := s.AddCustomer(7, 7, func(*van.Message) {})
+	served, err := s.App().AddCustomer(7, 7, func(*van.Message) {})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -145,7 +145,7 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 func TestWantedInPlaceOfALostOne(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
-	served, err := s.AddCustomer(7, 7, func(*van.Message) {})
+	served, err := s.App().AddCustomer(7, 7, func(*van.Message) {})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -170,7 +170,7 @@ func TestWantedInPlaceOfALostOne(t *testing.T) {
 func TestWithdrawnWhileLost(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
-	served, err := s.AddCustomer(7, 7, func(*van.Message) {})
+	served, err := s.App().AddCustomer(7, 7, func(*van.Message) {})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -229,7 +229,7 @@ func TestMeantForAnother(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
 	w, s := c.Workers[0], c.Servers[0]
 	came := make(chan int32, 16)
-	if _, err := s.AddCustomer(7, 7, func(m *van.Message) { came <- m.Timestamp }); err != nil {
+	if _, err := s.App().AddCustomer(7, 7, func(m *van.Message) { came <- m.Timestamp }); err != nil {
 		t.Fatal(err)
 	}
 	for ts, to := range []uint32{s.Incarnation() ^ 1, s.Incarnation()} {

@@ -136,9 +136,6 @@ func (r *Request) End() {
 	r.settle()
 }
 
-// Started is when the request was opened, in nanoseconds of the host's clock.
-func (r *Request) Started() uint64 { return r.start }
-
 // answer gives msg to the sink if its sender still owes this answer.
 func (r *Request) answer(msg *van.Message) error {
 	r.mu.Lock()
@@ -262,7 +259,7 @@ func (r *Request) failPeer(id int, cause error) {
 // wrap adds operation, node, peer and handler to err. r.mu is held.
 func (r *Request) wrap(err error, peer int) error {
 	return &van.Error{
-		Op: r.op, Node: r.c.node.Name(), Peer: r.c.node.PeerName(peer),
+		Op: r.op, Node: r.c.node.Name(), Peer: r.c.node.peerName(peer),
 		Detail:  fmt.Sprintf("handler %d", r.first),
 		Elapsed: time.Duration(clock.Now() - r.start), Err: err,
 	}
@@ -281,7 +278,7 @@ func (r *Request) owing() string {
 			continue
 		}
 		if total++; len(names) < 8 {
-			names = append(names, fmt.Sprintf("%s (%d of %d answers missing)", r.c.node.PeerName(id), n, r.n))
+			names = append(names, fmt.Sprintf("%s (%d of %d answers missing)", r.c.node.peerName(id), n, r.n))
 		}
 	}
 	if total > len(names) {

@@ -209,7 +209,6 @@ func newNode(o Options) (*Node, error) {
 		return nil, errors.Join(err, n.apps.profile.close(), n.closeBackend())
 	}
 	n.van = n.stack.Van
-	n.flusher, _ = van.As[van.Flusher](n.van)
 	n.recaller, _ = van.As[van.Recaller](n.van)
 	n.assemble()
 	n.self = van.Node{Role: role, ID: van.Empty, AuxID: cfg.Rank()}

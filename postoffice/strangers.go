@@ -74,7 +74,7 @@ func (s *strangers) withdrawn(msg *van.Message) bool {
 		s.processes.dropStale(msg, p)
 	case !valid:
 		s.self.log.Warn("dropped a control message", "err", &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, first timestamp and count"},
-			"from", s.self.PeerName(msg.Sender))
+			"from", s.self.peerName(msg.Sender))
 	case from == p.incarnation && !p.behind:
 		s.apps.withdraw(app, w, p.epoch)
 	case !s.giveUp(from, app, w):
@@ -163,7 +163,7 @@ func (s *strangers) hold(msg *van.Message) bool {
 			continue
 		case !p.behind && (!s.self.mayJoin(msg.Sender) || len(v.queue) >= maxEarly || s.bytes+size > s.self.cfg.StrangerBudget && !failpoint.On("stranger-budget")):
 			if count, show := s.refused.Next(); show {
-				s.self.log.Warn("dropped a message of a process that this node does not know", "from", s.self.PeerName(msg.Sender), "message", msg.Meta.String(),
+				s.self.log.Warn("dropped a message of a process that this node does not know", "from", s.self.peerName(msg.Sender), "message", msg.Meta.String(),
 					"kept", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", s.self.cfg.StrangerBudget, "dropped so far", count)
 			}
 			return true

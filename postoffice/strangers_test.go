@@ -53,7 +53,7 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 		c := testcluster.Start(t, o)
 		w, s := c.Workers[0], c.Servers[0]
 		var app collector
-		if _, err := s.AddCustomer(7, 7, app.take); err != nil {
+		if _, err := s.App().AddCustomer(7, 7, app.take); err != nil {
 			t.Fatal(err)
 		}
 		ts := int32(0)
@@ -104,7 +104,7 @@ func TestGivenUpByAStranger(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	w, s := c.Workers[0], c.Servers[0]
 	var app collector
-	if _, err := s.AddCustomer(7, 7, app.take); err != nil {
+	if _, err := s.App().AddCustomer(7, 7, app.take); err != nil {
 		t.Fatal(err)
 	}
 	id, next := van.WorkerID(0), w.Incarnation()^0x5555
@@ -150,7 +150,7 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 	w, s := c.Workers[0], c.Servers[0]
 	id, next := van.WorkerID(0), w.Incarnation()^0x5555
 	lost := make(chan error, 1)
-	if _, err := s.AddCustomer(7, 7, func(*van.Message) { lost <- s.Lost(id) }); err != nil {
+	if _, err := s.App().AddCustomer(7, 7, func(*van.Message) { lost <- s.Lost(id) }); err != nil {
 		t.Fatal(err)
 	}
 	s.SetLost(id, van.ErrPeerLost)
@@ -190,7 +190,7 @@ func TestStrangersHaveABudget(t *testing.T) {
 		Set: func(c *postoffice.Config) { c.StrangerBudget = budget }})
 	w, s := c.Workers[0], c.Servers[0]
 	var app collector
-	if _, err := s.AddCustomer(7, 7, app.take); err != nil {
+	if _, err := s.App().AddCustomer(7, 7, app.take); err != nil {
 		t.Fatal(err)
 	}
 	for ts := range int32(30) {
@@ -201,7 +201,7 @@ func TestStrangersHaveABudget(t *testing.T) {
 		}
 	}
 	m := rawRequest(7, 1000, 0)
-	if err := w.Send(m); err != nil {
+	if err := w.App().Send(m); err != nil {
 		t.Fatal(err)
 	}
 	until(t, "the worker's own comes", func() bool { return len(app.all()) > 0 })

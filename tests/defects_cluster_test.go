@@ -195,7 +195,7 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	m.Head, m.Key, m.ValLen, m.IsTensor, m.Dim, m.Shape[0] = van.BatchMiddle, 1, 1, true, 1, 1
 	m.DataTypes = []van.DataType{van.TypeUint64, van.TypeOther}
 	m.Frames, m.Keys, m.Vals, m.DataSize = 2, backend.Bytes(key), backend.Bytes([]byte("x")), 9
-	if err := c.Workers[0].Send(m); err != nil {
+	if err := c.Workers[0].App().Send(m); err != nil {
 		t.Fatal(err)
 	}
 	c.log.Wait(t, "continues none of the 0 open batches")
@@ -265,7 +265,7 @@ func TestPullRequestsAreSmall(t *testing.T) {
 		}
 	})
 	w := c.tensorWorker(0)
-	before := c.Workers[0].Stats().SentBytes
+	before := testcluster.Stats(c.Workers[0]).SentBytes
 	h, err := w.PushPull(nil, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, len(out)))}})
 	if err != nil {
 		t.Fatal(err)
@@ -273,7 +273,7 @@ func TestPullRequestsAreSmall(t *testing.T) {
 	if err := h.Wait(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if sent := c.Workers[0].Stats().SentBytes - before; sent > 4096 {
+	if sent := testcluster.Stats(c.Workers[0]).SentBytes - before; sent > 4096 {
 		t.Errorf("a pull of %d bytes sent %d", len(out), sent)
 	}
 }
@@ -340,7 +340,7 @@ func TestInstancesInOneProcess(t *testing.T) {
 	c := inProcess(t, 1, 1, 2)
 	var exited [2]atomic.Int32
 	for i, n := range c.Workers {
-		n.OnExit(func() { exited[i].Add(1) })
+		n.App().OnExit(func() { exited[i].Add(1) })
 		if err := c.roundTrip(c.tensorWorker(i), []byte{byte(i)}); err != nil {
 			t.Errorf("instance %d: %v", i, err)
 		}

@@ -21,6 +21,7 @@ import (
 
 	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
@@ -50,7 +51,7 @@ func TestMemoryStaysFlat(t *testing.T) {
 	if rssAfter > rssBefore+100<<20 {
 		t.Errorf("resident memory grew from %d to %d bytes in 1000 rounds", rssBefore, rssAfter)
 	}
-	if n := c.Workers[0].Stats().Pinned + c.Servers[0].Stats().Pinned; n > 64 {
+	if n := testcluster.Stats(c.Workers[0]).Pinned + testcluster.Stats(c.Servers[0]).Pinned; n > 64 {
 		t.Errorf("%d values are still held after all answers have come", n)
 	}
 }
@@ -240,7 +241,7 @@ func TestStrayMessages(t *testing.T) {
 	}
 	malformed := func() (n uint64) {
 		for _, node := range c.Nodes() {
-			n += node.Stats().Malformed
+			n += testcluster.Stats(node).Malformed
 		}
 		return n
 	}
@@ -259,7 +260,7 @@ func TestStrayMessages(t *testing.T) {
 func (c *nodes) ports() []int {
 	ports := []int{c.Port}
 	for _, n := range append(slices.Clone(c.Servers), c.Workers...) {
-		addr := c.Scheduler.PeerName(n.ID())
+		addr := c.Scheduler.App().PeerName(n.ID())
 		_, text, err := net.SplitHostPort(addr[strings.LastIndex(addr, " ")+1:])
 		if err != nil {
 			c.t.Fatalf("address of %s: %v", addr, err)

@@ -156,7 +156,7 @@ func TestUnknownHandlers(t *testing.T) {
 		t.Fatal(err)
 	}
 	all := func() bool { return server.queue.ready(eachOne) }
-	for end := time.Now().Add(20 * time.Second); !all(); server.node.Poll(all) {
+	for end := time.Now().Add(20 * time.Second); !all(); server.node.App().Poll(all) {
 		if time.Now().After(end) {
 			t.Fatal("the batch does not come")
 		}

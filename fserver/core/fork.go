@@ -25,7 +25,7 @@ type File struct {
 // connections and the sockets at which it listens. A forked child inherits them, and while
 // it keeps them open the connections do not end.
 func (s *Session) Files() []File {
-	port, peers := s.node.Addresses()
+	port, peers := s.node.App().Addresses()
 	return filesOf(ownSockets(port, peers))
 }
 

@@ -186,7 +186,7 @@ func TestExit(t *testing.T) {
 	vantest.Fails(t, p.Init(-1, nil, nil), ErrMisuse, "stop() was called")
 
 	stuck, ended := make(chan struct{}), make(chan struct{})
-	c.Servers[0].OnExit(func() {
+	c.Servers[0].App().OnExit(func() {
 		<-stuck
 		close(ended)
 	})

@@ -25,7 +25,7 @@ type Item struct {
 
 // queue orders complete batches by worker.
 type queue struct {
-	node *postoffice.Node
+	node postoffice.App
 
 	mu      sync.Mutex
 	workers []fifo.Queue[Item] // by group rank, oldest first
@@ -53,7 +53,7 @@ type loss struct {
 }
 
 func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n, workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]loss{},
+	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]loss{},
 		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
 	q.poll = func() bool {
 		q.mu.Lock()

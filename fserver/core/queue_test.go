@@ -51,7 +51,7 @@ func TestLostInstance(t *testing.T) {
 	lost := func() {
 		t.Helper()
 		_, err := s.GetBatch(nil, time.Millisecond)
-		vantest.Fails(t, err, van.ErrPeerLost, "get_batch", n.PeerName(van.WorkerID(0)))
+		vantest.Fails(t, err, van.ErrPeerLost, "get_batch", n.App().PeerName(van.WorkerID(0)))
 	}
 	for rank := range c.Workers {
 		c.Workers[rank].Close()

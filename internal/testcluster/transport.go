@@ -74,6 +74,14 @@ func SharesMemory(n *postoffice.Node, id int) bool {
 	return van.PathTo(n.Van(), id).Over == local.SharedMemory
 }
 
+// Stats are the counters of n's transports.
+func Stats(n *postoffice.Node) van.Stats {
+	if m, ok := van.As[van.Meter](n.Van()); ok {
+		return m.Stats()
+	}
+	return van.Stats{}
+}
+
 // wrapped makes the van that Options.Wrap is wrapped around. A node that is given a van
 // does not put shared memory beside it, so this does.
 func (c *Cluster) wrapped(role string) van.Factory {

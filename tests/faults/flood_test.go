@@ -67,7 +67,7 @@ func TestPeerFlood(t *testing.T) {
 			for i := range each {
 				m := pushMessage(to.ID(), int32(i), van.Single, 1, []byte("x"))
 				x.make(m, i)
-				if err := from.Send(m); err != nil {
+				if err := from.App().Send(m); err != nil {
 					t.Fatal(err)
 				}
 			}

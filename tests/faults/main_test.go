@@ -64,7 +64,7 @@ func child(c *nodetest.Child, what string) error {
 func childWorker(n *postoffice.Node, what string) error {
 	if what == begins {
 		for _, id := range n.Topology().ServerInstances() {
-			if err := n.Send(pushMessage(id, 0, van.BatchStart, 1, []byte("a batch that nobody ends"))); err != nil {
+			if err := n.App().Send(pushMessage(id, 0, van.BatchStart, 1, []byte("a batch that nobody ends"))); err != nil {
 				return err
 			}
 		}

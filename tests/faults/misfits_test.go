@@ -55,8 +55,8 @@ func portOf(t testing.TB, c *testcluster.Cluster, n *postoffice.Node) int {
 		return c.Port
 	}
 	var port int
-	if _, err := fmt.Sscanf(c.Scheduler.PeerName(n.ID()), van.NodeName(n.ID())+" at 127.0.0.1:%d", &port); err != nil {
-		t.Fatalf("%s: %v", c.Scheduler.PeerName(n.ID()), err)
+	if _, err := fmt.Sscanf(c.Scheduler.App().PeerName(n.ID()), van.NodeName(n.ID())+" at 127.0.0.1:%d", &port); err != nil {
+		t.Fatalf("%s: %v", c.Scheduler.App().PeerName(n.ID()), err)
 	}
 	return port
 }

@@ -50,7 +50,7 @@ func TestStray(t *testing.T) {
 	wg.Wait()
 	// Each node has met nonsense, and said so.
 	for _, n := range c.Nodes() {
-		nodetest.Eventually(t, 20*time.Second, n.Name()+" notices 10 malformed messages", func() bool { return n.Stats().Malformed >= 10 })
+		nodetest.Eventually(t, 20*time.Second, n.Name()+" notices 10 malformed messages", func() bool { return testcluster.Stats(n).Malformed >= 10 })
 	}
 	stop()
 	work(t, 2, w)
@@ -176,7 +176,7 @@ func TestStrayRequests(t *testing.T) {
 	} {
 		m := pushMessage(c.Servers[0].ID(), 50, van.Single, 1, []byte("x"))
 		x.change(m)
-		if err := c.Workers[1].Send(m); err != nil {
+		if err := c.Workers[1].App().Send(m); err != nil {
 			t.Fatalf("%s: %v", x.text, err)
 		}
 		l.Wait(t, "rank=0 id=8", "dropped a request", x.text, "worker 1 (id 11) at 127.0.0.1:")
@@ -185,7 +185,7 @@ func TestStrayRequests(t *testing.T) {
 	// The one who sent all that is served as well.
 	work(t, 1, nodetest.Worker(t, c.Workers[1]))
 	// A worker serves nobody.
-	if err := c.Servers[0].Send(pushMessage(c.Workers[0].ID(), 0, van.Single, 1, []byte("x"))); err != nil {
+	if err := c.Servers[0].App().Send(pushMessage(c.Workers[0].ID(), 0, van.Single, 1, []byte("x"))); err != nil {
 		t.Fatal(err)
 	}
 	l.Wait(t, "dropped a request: a tensor worker serves none", "server 0 (id 8)")
@@ -200,7 +200,7 @@ func TestWrongAnswers(t *testing.T) {
 	nodetest.Server(t, c.Servers[0], nodetest.Echoes(t))
 	script := make(chan func(ask *van.Message), 1)
 	var server *postoffice.Customer
-	server, err := c.Servers[1].AddCustomer(0, 0, func(m *van.Message) {
+	server, err := c.Servers[1].App().AddCustomer(0, 0, func(m *van.Message) {
 		if m.Push {
 			return
 		}
@@ -218,7 +218,7 @@ func TestWrongAnswers(t *testing.T) {
 			} else {
 				change(m)
 			}
-			if err := c.Servers[1].Send(m); err != nil {
+			if err := c.Servers[1].App().Send(m); err != nil {
 				t.Error(err)
 			}
 		}

@@ -22,7 +22,7 @@ import (
 // has pushed under the key goOn. It says when it does not read a peer any more.
 func serveSlowly(c *nodetest.Child) error {
 	c.Go(func(ctx context.Context) error {
-		for tick := time.Tick(time.Millisecond); c.Stats().PausedReads == 0; {
+		for tick := time.Tick(time.Millisecond); testcluster.Stats(c.Node).PausedReads == 0; {
 			select {
 			case <-tick:
 			case <-ctx.Done():
@@ -134,7 +134,7 @@ func TestSendBudget(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if refused == (af.Call{}) && c.Workers[0].Stats().RefusedSends > 0 {
+		if refused == (af.Call{}) && testcluster.Stats(c.Workers[0]).RefusedSends > 0 {
 			refused = h
 			if err := refused.Wait(context.Background()); !errors.Is(err, van.ErrQueueFull) || !strings.Contains(err.Error(), "server 0") {
 				t.Errorf("%v, want %v that names the server", err, van.ErrQueueFull)

@@ -11,6 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
 	vanrdma "github.com/stepaf/stepaf-go/van/rdma"
@@ -279,7 +280,7 @@ func TestCalls(t *testing.T) {
 		pull := []af.KeyTensor{{Key: 1, Val: x[4]}}
 		sent := func() (sum int64) {
 			for _, node := range c.Nodes() {
-				sum += int64(node.Stats().SentMessages)
+				sum += int64(testcluster.Stats(node).SentMessages)
 			}
 			return sum
 		}

@@ -218,14 +218,14 @@ func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
 	if err != nil {
 		return err
 	}
-	node.OnExit(f.close)
+	node.App().OnExit(f.close)
 	at := f.addr()
 	if x.bare {
 		z, err := newZMQServer(x.pull, x.touch)
 		if err != nil {
 			return err
 		}
-		node.OnExit(z.close)
+		node.App().OnExit(z.close)
 		at += " " + z.at
 	}
 	_, err = fmt.Fprintln(w, at)

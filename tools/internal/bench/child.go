@@ -120,10 +120,10 @@ func checkTransport(node *postoffice.Node, peers []int) error {
 	for _, id := range peers {
 		path := van.PathTo(node.Van(), id)
 		if path.Over != vanlocal.SharedMemory {
-			return fmt.Errorf("bench: %s and %s do not share memory: see the log of PS_VERBOSE=1", node.Name(), node.PeerName(id))
+			return fmt.Errorf("bench: %s and %s do not share memory: see the log of PS_VERBOSE=1", node.Name(), van.NodeName(id))
 		}
 		if node.Backend().Device().Type == backend.GPU && !path.Device {
-			return fmt.Errorf("bench: %s and %s do not reach each other's device: see the log of PS_VERBOSE=1", node.Name(), node.PeerName(id))
+			return fmt.Errorf("bench: %s and %s do not reach each other's device: see the log of PS_VERBOSE=1", node.Name(), van.NodeName(id))
 		}
 	}
 	return nil

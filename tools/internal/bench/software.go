@@ -258,7 +258,7 @@ func finalizeAll(ctx context.Context, nodes []*postoffice.Node) error {
 // software is a worker, a server, and the tensors of a push_pull of each size.
 type software struct {
 	worker                 *af.Worker
-	server                 *postoffice.Node
+	server                 postoffice.App
 	pushes, pulls, answers [][]af.KeyTensor
 	answered               atomic.Bool
 	isAnswered             func() bool
@@ -279,7 +279,7 @@ func (s *software) once(ctx context.Context, i int) error {
 // newSoftware makes the worker, and a server that answers a pull with key 2i+1 by
 // the tensor of size i.
 func newSoftware(server, worker *postoffice.Node, sizes []payload) (*software, error) {
-	s := &software{server: server}
+	s := &software{server: server.App()}
 	s.isAnswered = s.answered.Load
 	for i, p := range sizes {
 		for _, x := range []struct {

@@ -1,0 +1,51 @@
+package postoffice
+
+// App: a node as packages that build an application protocol on it use it, such as af and kv.
+
+// App is a node with what application packages need and programs do not: customers,
+// messages, and how to speak of peers. It is a small value.
+type App struct{ *Node }
+
+// App is the node as application packages use it.
+func (n *Node) App() App { return App{n} }
+
+// Members lists the node ids of a group (a sum of van.SchedulerID, ServerGroup,
+// WorkerGroup, or a node id): workers by rank, then servers, then the scheduler.
+func (a App) Members(group int) []int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.machine.Members(group)
+}
+
+// Native tells whether the node with that id is one of this library, as far as is known:
+// only those understand what an application adds to the original's protocol.
+func (a App) Native(id int) bool { return a.processes.of(id).incarnation != 0 }
+
+// PeerName names node id and its address: "server 1 (id 10) at 10.0.0.7:4021".
+func (a App) PeerName(id int) string { return a.peerName(id) }
+
+// Addresses returns the port at which the node listens and the addresses of the peers
+// that it is connected to, as "host:port".
+func (a App) Addresses() (port int, peers []string) {
+	a.peers.Range(func(_, addr any) bool {
+		peers = append(peers, addr.(string))
+		return true
+	})
+	return a.self.Port, peers
+}
+
+// Rarely limits log lines about what peers send, of which there may be a flood: it counts
+// one more event of a cause, and returns the count and whether to log this one. Errors of
+// one cause differ in numbers only.
+func (a App) Rarely(cause string) (count uint64, show bool) { return a.rarely(cause) }
+
+// Poll receives on the caller's goroutine, if the van can, until done returns true or
+// nothing has come for a short time. Handlers run on it, too, so they must never block.
+func (a App) Poll(done func() bool) { a.stack.Poll(done) }
+
+// OnExit registers f to run when the node has left, the last one first.
+func (a App) OnExit(f func()) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.onExit = append(a.onExit, f)
+}
