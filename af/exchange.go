@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -25,6 +26,8 @@ type Exchange struct {
 	defaults   options
 	device     bool  // a tensor lies on the node's device
 	rows       int64 // that each tensor has, -1 if one has no dimensions
+
+	byStream atomic.Pointer[replayed] // nil before the first QueueStart
 
 	mu      sync.Mutex
 	started bool // a call is in flight, or not waited for
@@ -64,16 +67,16 @@ func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Exchange,
 // for before the next Start, which is ErrStarted until then. A lost server is an error of
 // Wait; when another process has taken its place, the next call goes to that one.
 func (x *Exchange) Start(opts ...StartOption) (Call, error) {
+	if err := x.Check(); err != nil {
+		return Call{}, err
+	}
 	o, err := with(x.defaults, opts)
 	if err == nil && o.cut && (o.rows < 0 || int64(o.rows) > x.rows) {
 		err = x.tooMany(o.rows)
 	}
-	if err == nil {
-		err = x.w.mayLeaveOut(x.to) // a server may have been replaced since
-	}
 	var b *batch
 	if err == nil {
-		b, err = x.next(o)
+		b, err = x.next(o, nil)
 	}
 	if err != nil {
 		return Call{}, &van.Error{Op: "start exchange", Node: x.w.node.Name(), Err: err}
@@ -81,8 +84,12 @@ func (x *Exchange) Start(opts ...StartOption) (Call, error) {
 	return b.start(x.device, o)
 }
 
-// next makes the batch of a Start, and holds its memory.
-func (x *Exchange) next(o options) (*batch, error) {
+// next makes the batch of a Start, or of a round that a stream has started, and holds its
+// memory.
+func (x *Exchange) next(o options, r *replayed) (*batch, error) {
+	if err := x.w.mayLeaveOut(x.to); err != nil { // a server may have been replaced since
+		return nil, err
+	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	switch {
@@ -93,7 +100,7 @@ func (x *Exchange) next(o options) (*batch, error) {
 	}
 	x.started = true
 	b := x.w.take()
-	b.x, b.servers = x, x.servers
+	b.x, b.byStream, b.servers = x, r, x.servers
 	b.pushes = append(b.pushes[:0], x.push...)
 	b.pulls = append(b.pulls[:0], x.pull...)
 	if o.cut {
@@ -116,7 +123,8 @@ func (x *Exchange) ready() {
 }
 
 // Close gives the memory of the tensors back to its owners; a call in flight goes on and
-// holds it until its end. Start fails from then on.
+// holds it until its end. Start fails from then on, and graphs that are replayed do not
+// start or wait for anything.
 func (x *Exchange) Close() {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -129,6 +137,9 @@ func (x *Exchange) Close() {
 			list[i].Val.mem.Release()
 		}
 		clear(list)
+	}
+	if r := x.byStream.Load(); r != nil {
+		r.gone.Store(true)
 	}
 }
 

@@ -35,7 +35,8 @@ type Worker struct {
 	revoker  van.Revoker // nil when no peer writes into pull tensors
 	flusher  van.Flusher // nil when nothing is held
 
-	queue *streamQueue // of batches with tensors on the device, and those behind them
+	queue  *streamQueue // of batches with tensors on the device, and those behind them
+	graphs graphs       // exchanges that streams start
 
 	mu   sync.Mutex
 	free []*batch
@@ -61,25 +62,28 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	c.KeepTraces()
 	w.customer = c
 	w.queue = newStreamQueue(node.Backend(), node.Config().BusyPoll)
+	w.graphs.w, w.graphs.spin = w, node.Config().BusyPoll.Spin()
 	w.node.OnExit(w.queue.close)
+	w.node.OnExit(w.graphs.close)
 	return w, nil
 }
 
 // batch is one PushPull in flight.
 type batch struct {
 	postoffice.Request
-	w       *Worker
-	x       *Exchange // that has started it, or nil
-	servers []int     // node ids, ascending: w.servers, to, or those of x
-	to      []int     // room for some of them
-	pushes  []KeyTensor
-	pulls   []KeyTensor // server-major: server*q + i
-	p, q    int
-	keys    [][8]byte // key frames: pushes, then pulls
-	skip    []bool    // by server: sending to it has failed
-	msg     van.Message
-	queued  bool         // in the worker's queue
-	refs    atomic.Int32 // the request, and the queue while it is there
+	w        *Worker
+	x        *Exchange // that has started it, or nil
+	byStream *replayed // by which a stream has started it, or nil
+	servers  []int     // node ids, ascending: w.servers, to, or those of x
+	to       []int     // room for some of them
+	pushes   []KeyTensor
+	pulls    []KeyTensor // server-major: server*q + i
+	p, q     int
+	keys     [][8]byte // key frames: pushes, then pulls
+	skip     []bool    // by server: sending to it has failed
+	msg      van.Message
+	queued   bool         // in the worker's queue
+	refs     atomic.Int32 // the request, and the queue while it is there
 }
 
 // PushPull sends every push tensor to every server, and asks server s for
@@ -126,7 +130,8 @@ func (b *batch) start(device bool, o options) (Call, error) {
 			return Call{}, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
 		}
 	}
-	b.queued = event != nil || w.queue.busy()
+	// What a stream has started goes first: the streams of others may wait for that one.
+	b.queued = event != nil || b.byStream == nil && w.queue.busy()
 	b.p, b.q = len(b.pushes), len(b.pulls)/len(b.servers)
 	b.fillKeys()
 	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
@@ -307,8 +312,10 @@ const keepBatches = 256
 // forgotten.
 func (b *batch) Recycle() {
 	if x := b.x; x != nil {
-		b.x = nil
-		x.ready()
+		if b.x = nil; b.byStream == nil {
+			x.ready()
+		}
+		b.byStream = nil
 	}
 	b.unref()
 }
@@ -458,6 +465,10 @@ func (b *batch) Finished(err error) {
 		}
 	}
 	b.letGo()
+	if r := b.byStream; r != nil { // nobody waits for it who would allow the next one
+		b.x.ready()
+		r.finish(err)
+	}
 }
 
 // letGo ends hold.
@@ -481,5 +492,6 @@ func (w *Worker) InFlight() int { return w.customer.InFlight() }
 // Close fails what is in flight and takes the worker off its node.
 func (w *Worker) Close() {
 	w.customer.Close()
+	w.graphs.close()
 	w.queue.close()
 }

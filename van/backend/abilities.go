@@ -90,6 +90,17 @@ type StreamFlagger interface {
 	WaitFlag(stream uintptr, word Mem, v uint32) error
 }
 
+// GraphFlagger is implemented by StreamFlaggers whose WriteFlag and WaitBits may also be
+// captured into a graph, to be done at each replay.
+type GraphFlagger interface {
+	StreamFlagger
+	// WaitBits makes stream wait until one of bits is set in the first 8 bytes of word,
+	// which are aligned, and otherwise as in StreamFlagger.
+	WaitBits(stream uintptr, word Mem, bits uint64) error
+	// Capturing tells whether what is put into stream now goes into a graph.
+	Capturing(stream uintptr) (bool, error)
+}
+
 // Signaller is implemented by backends whose streams set, await and increment 64-bit
 // words, also inside a graph: each replay uses the numbers that are in memory then.
 // Each word is 8 aligned bytes of the device, or of MapHost.
@@ -110,7 +121,7 @@ type Signaller interface {
 // StreamBlocker is implemented by devices whose driver waits for all their streams before
 // it frees or unmaps memory, and begins no copy meanwhile.
 type StreamBlocker interface {
-	// MayBlock tells whether streams may be waiting for the CPU: whether WaitFlag or
+	// MayBlock tells whether streams may be waiting for the CPU: whether WaitFlag, WaitBits or
 	// WaitSeq was ever called on any backend of the device in this process. A captured
 	// wait may run whenever its graph is launched. If a stream waits for a message, a
 	// receiver that freed or unmapped memory would deadlock with it; it must leave that

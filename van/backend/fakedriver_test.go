@@ -10,6 +10,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 // fakeDriver is a driver without a GPU: device memory is memory that the test cannot
@@ -248,7 +250,7 @@ func (f *fakeDriver) memAlloc(n int) (uintptr, error) {
 // frees is call for what the driver does only when no stream waits. To wait for ever would
 // hang the test, so that is a misuse.
 func (f *fakeDriver) frees(name string) error {
-	for end := time.Now().Add(2 * time.Second); f.waits.Load() > 0; sleep(minPause) {
+	for end := time.Now().Add(2 * time.Second); f.waits.Load() > 0; clock.Sleep(minPause) {
 		if time.Now().After(end) {
 			f.mu.Lock()
 			f.misuses = append(f.misuses, name+" hangs: a stream waits")
@@ -384,7 +386,7 @@ func (f *fakeDriver) synchronize() error {
 	if err := f.call("synchronize", true); err != nil {
 		return err
 	}
-	for busy := true; busy; sleep(minPause) {
+	for busy := true; busy; clock.Sleep(minPause) {
 		busy = false
 		f.mu.Lock()
 		for _, s := range f.streams {
@@ -414,7 +416,17 @@ func (f *fakeDriver) waitValue32(s, addr uintptr, v uint32) error {
 		f.waits.Add(1)
 		defer f.waits.Add(-1)
 		for int32(word(addr).Load()-v) < 0 {
-			sleep(minPause)
+			clock.Sleep(minPause)
+		}
+	})
+}
+
+func (f *fakeDriver) waitBits64(s, addr uintptr, v uint64) error {
+	return f.queue("waitBits64", s, func() {
+		f.waits.Add(1)
+		defer f.waits.Add(-1)
+		for (*atomic.Uint64)(pointer(addr)).Load()&v == 0 {
+			clock.Sleep(minPause)
 		}
 	})
 }
@@ -474,7 +486,7 @@ func (f *fakeDriver) launch(fn, s, a, b uintptr) error {
 			f.waits.Add(1)
 			defer f.waits.Add(-1)
 			for want := counterAt(b).Load(); counterAt(a).Load() < want; {
-				sleep(minPause)
+				clock.Sleep(minPause)
 			}
 		case "stepaf_add":
 			counterAt(a).Add(1)
@@ -537,7 +549,7 @@ func (f *fakeDriver) streamWaitEvent(s, e uintptr) error {
 	m := f.mark(e)
 	return f.queue("streamWaitEvent", s, func() {
 		for m != nil && !m.Load() {
-			sleep(minPause)
+			clock.Sleep(minPause)
 		}
 	})
 }

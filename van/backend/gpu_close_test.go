@@ -4,6 +4,8 @@ import (
 	"errors"
 	"maps"
 	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 // waitingGPU is a backend with something of each kind to free, whose device has a stream of
@@ -52,7 +54,7 @@ func waitingGPU(t *testing.T, wait func(g *gpu, stream uintptr, word Mem) error)
 		t.Fatal(err)
 	}
 	for f.waits.Load() == 0 {
-		sleep(minPause)
+		clock.Sleep(minPause)
 	}
 	return f, g, func() { there.Store(7); settle(t, other, stream) }
 }
@@ -71,6 +73,7 @@ var waitKinds = map[string]func(g *gpu, stream uintptr, words Mem) error{
 		return g.WaitSeq(stream, words.Sub(0, 8), words.Sub(8, 8))
 	},
 	"WaitFlag": func(g *gpu, stream uintptr, words Mem) error { return g.WaitFlag(stream, words.Sub(0, 8), 7) },
+	"WaitBits": func(g *gpu, stream uintptr, words Mem) error { return g.WaitBits(stream, words.Sub(0, 8), 7) },
 }
 
 // TestCloseWhileAStreamWaits: to free anything would wait for that stream, so Close leaves

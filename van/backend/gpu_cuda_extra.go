@@ -32,9 +32,11 @@ package backend
 #if CUDA_VERSION >= 12000
 #define stepaf_write32 cuStreamWriteValue32
 #define stepaf_wait32 cuStreamWaitValue32
+#define stepaf_wait64 cuStreamWaitValue64
 #else // the first version of these is switched off in today's drivers
 #define stepaf_write32 cuStreamWriteValue32_v2
 #define stepaf_wait32 cuStreamWaitValue32_v2
+#define stepaf_wait64 cuStreamWaitValue64_v2
 #endif
 
 int stepaf_cuda_init(char *text, size_t n); // gpu_cuda_load.c
@@ -75,6 +77,7 @@ static CUresult stepaf_capturing(uintptr_t s, int *yes) {
 
 static CUresult stepaf_write(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_write32((CUstream)s, p, v, CU_STREAM_WRITE_VALUE_DEFAULT); }
 static CUresult stepaf_wait(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_wait32((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_GEQ); }
+static CUresult stepaf_wait_bits(uintptr_t s, CUdeviceptr p, uint64_t v) { return stepaf_wait64((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_AND); }
 
 static CUresult stepaf_stream_query(uintptr_t s) { return cuStreamQuery((CUstream)s); }
 static CUresult stepaf_event_query(uintptr_t e) { return cuEventQuery((CUevent)e); }
@@ -244,6 +247,10 @@ func (cuda) writeValue32(s, addr uintptr, v uint32) error {
 
 func (cuda) waitValue32(s, addr uintptr, v uint32) error {
 	return result("cuStreamWaitValue32_v2", int(C.stepaf_wait(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint32_t(v))))
+}
+
+func (cuda) waitBits64(s, addr uintptr, v uint64) error {
+	return result("cuStreamWaitValue64_v2", int(C.stepaf_wait_bits(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint64_t(v))))
 }
 
 func (cuda) streamQuery(s uintptr) error {

@@ -49,7 +49,7 @@
 	F(cuPointerGetAttribute) F(cuPointerSetAttribute) F(cuStreamAttachMemAsync) F(cuStreamCreate) \
 	F(cuStreamCreateWithPriority) F(cuStreamDestroy_v2) F(cuStreamGetFlags) F(cuStreamGetPriority) \
 	F(cuStreamIsCapturing) F(cuStreamQuery) F(cuStreamSynchronize) F(cuStreamWaitEvent) F(cuStreamWaitValue32) \
-	F(cuStreamWaitValue32_v2) F(cuStreamWriteValue32) F(cuStreamWriteValue32_v2) F(cuSurfRefGetArray) \
+	F(cuStreamWaitValue32_v2) F(cuStreamWaitValue64) F(cuStreamWaitValue64_v2) F(cuStreamWriteValue32) F(cuStreamWriteValue32_v2) F(cuSurfRefGetArray) \
 	F(cuSurfRefSetArray) F(cuTexRefGetAddressMode) F(cuTexRefGetAddress_v2) F(cuTexRefGetArray) \
 	F(cuTexRefGetBorderColor) F(cuTexRefGetFilterMode) F(cuTexRefGetFlags) F(cuTexRefGetFormat) \
 	F(cuTexRefGetMaxAnisotropy) F(cuTexRefSetAddress2D_v3) F(cuTexRefSetAddressMode) F(cuTexRefSetAddress_v2) \

@@ -21,6 +21,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 // ipcChild makes this test program the other process of TestCUDAIPC.
@@ -476,7 +478,7 @@ func TestCUDASignals(t *testing.T) {
 			}
 		}
 		for there.Load() < round {
-			sleep(minPause)
+			clock.Sleep(minPause)
 		}
 		back.Store(round)
 		settle(t, g, stream)

@@ -53,6 +53,7 @@ type driver interface {
 	streamWaitEvent(s, e uintptr) error
 	writeValue32(s, addr uintptr, v uint32) error
 	waitValue32(s, addr uintptr, v uint32) error // int32(*addr - v) >= 0
+	waitBits64(s, addr uintptr, v uint64) error  // *addr & v != 0
 	copyAsync(dst, src uintptr, n int, s uintptr) error
 	copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error
 	copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error

@@ -10,6 +10,8 @@ import (
 	"runtime"
 	"sync"
 	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 // The back-off of a wait that has stopped spinning, and how often it checks that the
@@ -257,7 +259,7 @@ func (g *gpu) wait(ctx context.Context, w waitable) error {
 	}
 	checked := time.Now()
 	for pause := minPause; ; pause = min(2*pause, maxPause) {
-		sleep(pause)
+		clock.Sleep(pause)
 		if done, err := w.Query(); done || err != nil {
 			return err
 		}

@@ -7,6 +7,8 @@ import (
 	"sync/atomic"
 	"time"
 	"unsafe"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 // A flag is a 32-bit word in pinned host memory that a stream writes. Recording an
@@ -88,7 +90,7 @@ func (p *flagPool) reclaim() {
 // settle waits until all queued writes have arrived, and returns how many have not at the
 // limit. No event may be recorded meanwhile.
 func (p *flagPool) settle(limit time.Duration) int {
-	for end := time.Now().Add(limit); ; sleep(time.Millisecond) {
+	for end := time.Now().Add(limit); ; clock.Sleep(time.Millisecond) {
 		late := 0
 		for _, f := range p.all {
 			if !f.arrived() {
@@ -137,7 +139,7 @@ func (g *gpu) probeFlags() error {
 // WriteFlag makes stream write v into word.
 func (g *gpu) WriteFlag(stream uintptr, word Mem, v uint32) error {
 	return g.with("WriteFlag", func() error {
-		addr, err := g.flagAddr("WriteFlag", word)
+		addr, err := g.flagAddr("WriteFlag", word, 4)
 		if err != nil {
 			return err
 		}
@@ -149,7 +151,7 @@ func (g *gpu) WriteFlag(stream uintptr, word Mem, v uint32) error {
 func (g *gpu) WaitFlag(stream uintptr, word Mem, v uint32) error {
 	g.blocking.Store(true)
 	return g.with("WaitFlag", func() error {
-		addr, err := g.flagAddr("WaitFlag", word)
+		addr, err := g.flagAddr("WaitFlag", word, 4)
 		if err != nil {
 			return err
 		}
@@ -157,10 +159,31 @@ func (g *gpu) WaitFlag(stream uintptr, word Mem, v uint32) error {
 	})
 }
 
-// flagAddr is the device's address of word.
-func (g *gpu) flagAddr(op string, word Mem) (uintptr, error) {
-	if word.n < 4 || uintptr(word.ptr)%4 != 0 {
-		return 0, g.invalid("%s: %d bytes at %#x: want 4 bytes, aligned to 4", op, word.n, uintptr(word.ptr))
+// WaitBits makes stream wait until one of bits is set in word.
+func (g *gpu) WaitBits(stream uintptr, word Mem, bits uint64) error {
+	g.blocking.Store(true)
+	return g.with("WaitBits", func() error {
+		addr, err := g.flagAddr("WaitBits", word, 8)
+		if err != nil {
+			return err
+		}
+		return g.d.waitBits64(stream, addr, bits)
+	})
+}
+
+// Capturing tells whether stream is being captured into a graph.
+func (g *gpu) Capturing(stream uintptr) (yes bool, err error) {
+	err = g.with("Capturing", func() error {
+		yes, err = g.d.streamCapturing(stream)
+		return err
+	})
+	return yes, err
+}
+
+// flagAddr is the device's address of word, which has n bytes.
+func (g *gpu) flagAddr(op string, word Mem, n int) (uintptr, error) {
+	if word.n < n || uintptr(word.ptr)%uintptr(n) != 0 {
+		return 0, g.invalid("%s: %d bytes at %#x: want %d bytes, aligned to %d", op, word.n, uintptr(word.ptr), n, n)
 	}
 	if !g.info.StreamFlags {
 		return 0, g.invalid("%s: %w: streams cannot write words (cuStreamWriteValue32_v2)", op, ErrUnsupported)

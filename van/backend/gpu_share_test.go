@@ -3,6 +3,8 @@ package backend
 import (
 	"errors"
 	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 func TestPinned(t *testing.T) {
@@ -102,6 +104,58 @@ func TestStreamFlags(t *testing.T) {
 	wantError(t, g.WriteFlag(s, page.Sub(2, 4), 1), nil, "aligned to 4")
 	wantError(t, g.WriteFlag(s, page.Sub(0, 2), 1), nil, "2 bytes")
 	wantError(t, g.WaitFlag(s, Bytes(make([]byte, 8)), 1), ErrWrongDevice, "neither pinned nor registered")
+}
+
+// TestWaitBits: a stream goes on when one of the bits is there, whichever half of the word it
+// is in, and WriteFlag changes one half only.
+func TestWaitBits(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	s, err := g.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	page, err := g.AllocPinned(16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	word := counterAt(uintptr(page.Ptr()))
+	for _, bit := range []int64{1, 1 << 32} {
+		word.Store(2)
+		if err := g.WaitBits(s, page, 1<<32|1); err != nil {
+			t.Fatal(err)
+		}
+		if !g.MayBlock() {
+			t.Error("a stream waits for the CPU, and it is not known")
+		}
+		for f.waits.Load() == 0 {
+			clock.Sleep(minPause)
+		}
+		if err := f.streamQueryIn(g, s); !notReady(err) {
+			t.Errorf("the stream does not wait: %v", err)
+		}
+		word.Store(2 | bit)
+		settle(t, g, s)
+	}
+	if err := g.WriteFlag(s, page, 6); err != nil {
+		t.Fatal(err)
+	}
+	settle(t, g, s)
+	if v := word.Load(); v != 1<<32|6 {
+		t.Errorf("the word is %#x", v)
+	}
+	for _, c := range []bool{false, true} {
+		if c {
+			f.captured.Store(f.stream(s))
+		}
+		if yes, err := g.Capturing(s); yes != c || err != nil {
+			t.Errorf("capturing: %t, %v, want %t", yes, err, c)
+		}
+	}
+	f.captured.Store(nil)
+	wantError(t, g.WaitBits(s, page.Sub(4, 8), 1), nil, "aligned to 8")
+	wantError(t, g.WaitBits(s, page.Sub(0, 4), 1), nil, "want 8 bytes")
+	wantError(t, g.WaitBits(s, Slice([]uint64{0}), 1), ErrWrongDevice, "neither pinned nor registered")
 }
 
 func TestExportImport(t *testing.T) {

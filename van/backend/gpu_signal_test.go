@@ -3,6 +3,8 @@ package backend
 import (
 	"strings"
 	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
 )
 
 // TestSignals: a stream and the CPU hand over by counters, as the Python functions
@@ -39,7 +41,7 @@ func TestSignals(t *testing.T) {
 			t.Error("a stream waits for the CPU, and it is not known")
 		}
 		for there.Load() < round {
-			sleep(minPause)
+			clock.Sleep(minPause)
 		}
 		if err := f.streamQueryIn(g, stream); !notReady(err) {
 			t.Errorf("round %d: the stream does not wait: %v", round, err)
@@ -70,6 +72,10 @@ func TestMayBlockIsTheDevices(t *testing.T) {
 	for name, wait := range map[string]func(g *gpu, stream uintptr, word Mem) error{
 		"WaitSeq":  func(g *gpu, stream uintptr, word Mem) error { return g.WaitSeq(stream, word, word) },
 		"WaitFlag": func(g *gpu, stream uintptr, word Mem) error { return g.WaitFlag(stream, word, 0) },
+		"WaitBits": func(g *gpu, stream uintptr, word Mem) error {
+			counterAt(uintptr(word.Ptr())).Store(1)
+			return g.WaitBits(stream, word, 1)
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFake(2)

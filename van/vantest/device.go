@@ -29,6 +29,7 @@ type Device struct {
 	events  int
 	made    int
 	streams map[uintptr]*stream
+	graph   *Graph  // that is being captured
 	last    uintptr // of NewStream
 	own     int     // streams of NewStream
 	pinned  int     // host memory that is registered
@@ -53,7 +54,7 @@ var (
 	_ backend.HostPinner = (*Device)(nil)
 	_ backend.Tunable    = (*Device)(nil)
 
-	_ backend.StreamFlagger = (*Device)(nil)
+	_ backend.GraphFlagger  = (*Device)(nil)
 	_ backend.AsyncCopier   = (*Device)(nil)
 	_ backend.StreamIdler   = (*Device)(nil)
 	_ backend.HealthChecker = (*Device)(nil)
@@ -179,9 +180,50 @@ func (d *Device) Copy(dst, src backend.Mem) error {
 	return nil
 }
 
+// Graph is what was put into a stream between Capture and End.
+type Graph struct {
+	d    *Device
+	from uintptr
+	work []func()
+}
+
+// Capture begins a graph: until its End, what is put into stream s goes there.
+func (d *Device) Capture(s uintptr) *Graph {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.graph = &Graph{d: d, from: s}
+	return d.graph
+}
+
+// End ends the capture.
+func (g *Graph) End() {
+	g.d.mu.Lock()
+	defer g.d.mu.Unlock()
+	g.d.graph = nil
+}
+
+// Replay puts the work of g into stream s.
+func (g *Graph) Replay(s uintptr) {
+	for _, f := range g.work {
+		g.d.Queue(s, f)
+	}
+}
+
+// Capturing implements backend.GraphFlagger.
+func (d *Device) Capturing(s uintptr) (bool, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.graph != nil && d.graph.from == s, nil
+}
+
 // Queue puts f into a stream, which is made when it is first used.
 func (d *Device) Queue(s uintptr, f func()) {
 	d.mu.Lock()
+	if d.graph != nil && d.graph.from == s {
+		d.graph.work = append(d.graph.work, f)
+		d.mu.Unlock()
+		return
+	}
 	x := d.streams[s]
 	if x == nil {
 		x = &stream{work: make(chan func(), 4096), done: make(chan struct{})}
@@ -209,6 +251,16 @@ func (d *Device) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
 func (d *Device) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
 	d.Queue(s, func() {
 		for int32(atomic.LoadUint32((*uint32)(word.Ptr()))-v) < 0 && d.fails() == nil {
+			runtime.Gosched()
+		}
+	})
+	return nil
+}
+
+// WaitBits implements backend.GraphFlagger. A wait ends with the device, too.
+func (d *Device) WaitBits(s uintptr, word backend.Mem, bits uint64) error {
+	d.Queue(s, func() {
+		for atomic.LoadUint64((*uint64)(word.Ptr()))&bits == 0 && d.fails() == nil {
 			runtime.Gosched()
 		}
 	})

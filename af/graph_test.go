@@ -1,0 +1,350 @@
+package af_test
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// replays is a cluster whose worker has a device, and whose servers answer with each byte
+// plus one, unless mute.
+type replays struct {
+	*testcluster.Cluster
+	dev  *vantest.Device
+	w    *af.Worker
+	mute atomic.Bool
+}
+
+func startReplays(t *testing.T, over testcluster.Transport, servers int) *replays {
+	t.Helper()
+	d := &replays{dev: vantest.NewDevice(0)}
+	t.Cleanup(func() { // after the nodes are closed
+		if err := d.dev.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	d.Cluster = testcluster.Start(t, testcluster.Options{Over: over, Servers: servers, Backend: func(role string, _ int) backend.Backend {
+		return map[string]backend.Backend{"worker": d.dev}[role]
+	}})
+	for _, n := range d.Servers {
+		s, err := af.NewServer(n, af.ServerOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Handle(func(b af.Batch) {
+			if d.mute.Load() {
+				return
+			}
+			out := make([]byte, b.Pushes()[0].Val.Len())
+			for i, v := range vantest.Raw(b.Pushes()[0].Val.Mem()) {
+				out[i] = v + 1
+			}
+			if err := b.Respond([]af.KeyTensor{{Val: hostTensor(t, out)}}); err != nil {
+				t.Error(err)
+			}
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var err error
+	if d.w, err = af.NewWorker(d.Workers[0], af.WorkerOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// prepared is an exchange of the device's memory.
+type prepared struct {
+	*af.Exchange
+	push, pull []byte
+}
+
+func (d *replays) prepare(t *testing.T, key uint64, n int, opts ...af.CallOption) *prepared {
+	t.Helper()
+	p := &prepared{push: make([]byte, n), pull: make([]byte, n*len(d.Servers))}
+	pulls := make([]af.KeyTensor, len(d.Servers))
+	for i := range pulls {
+		x, err := af.New(d.dev.Mem(p.pull[i*n:(i+1)*n]), af.Uint8, int64(n))
+		if err != nil {
+			t.Fatal(err)
+		}
+		pulls[i] = af.KeyTensor{Key: key + 1, Val: x}
+	}
+	var err error
+	if p.Exchange, err = d.w.Prepare([]af.KeyTensor{{Key: key, Val: deviceTensor(t, d.dev, p.push)}}, pulls, opts...); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// round captures a start and a wait on stream s.
+func (p *prepared) round(t *testing.T, s af.Stream, limit time.Duration, opts ...af.StartOption) {
+	t.Helper()
+	if err := errors.Join(p.QueueStart(s, opts...), p.QueueWait(s, limit)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// settle waits until stream s has done what was queued, which must not take long.
+func (d *replays) settle(t *testing.T, s uintptr) {
+	t.Helper()
+	end := make(chan struct{})
+	d.dev.Queue(s, func() { close(end) })
+	select {
+	case <-end:
+	case <-time.After(20 * time.Second):
+		t.Fatalf("stream %d waits for ever", s)
+	}
+}
+
+// TestReplays: three micro-batches in flight, replayed with changing contents, beside rounds
+// of Start.
+func TestReplays(t *testing.T) {
+	for _, over := range all {
+		t.Run(over.String(), func(t *testing.T) {
+			d := startReplays(t, over, 2)
+			const s, replays = 5, 200
+			var parts [3]*prepared
+			for i := range parts {
+				parts[i] = d.prepare(t, uint64(10*i), 100+i)
+			}
+			var value, wrong atomic.Int64
+			g := d.dev.Capture(s)
+			d.dev.Queue(s, func() {
+				v := value.Add(1)
+				for i, p := range parts {
+					fill(p.push, byte(v)+byte(i))
+					fill(p.pull, 0)
+				}
+			})
+			for _, p := range parts {
+				if err := p.QueueStart(s); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for i, p := range parts {
+				if err := p.QueueWait(s, 0); err != nil {
+					t.Fatal(err)
+				}
+				d.dev.Queue(s, func() {
+					for _, b := range p.pull {
+						if b != byte(value.Load())+byte(i)+1 {
+							wrong.Add(1)
+						}
+					}
+				})
+			}
+			g.End()
+			if n := d.w.InFlight(); n != 0 {
+				t.Errorf("%d calls in flight: the capture has run", n)
+			}
+			for i := range replays {
+				g.Replay(s)
+				if i%20 != 0 {
+					continue
+				}
+				d.settle(t, s)
+				call, err := parts[1].Start(af.OnStream(s))
+				if err == nil {
+					err = call.Wait(t.Context())
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			d.settle(t, s)
+			if n := wrong.Load(); n > 0 {
+				t.Errorf("%d wrong bytes", n)
+			}
+			for _, p := range parts {
+				if err := p.Check(); err != nil {
+					t.Error(err)
+				}
+			}
+			d.Finalize(t)
+		})
+	}
+}
+
+// TestReplayRows: graphs for different numbers of rows share an exchange.
+func TestReplayRows(t *testing.T) {
+	d := startReplays(t, testcluster.SHM, 1)
+	const s = 5
+	p := d.prepare(t, 1, 50)
+	graphs := map[int]*vantest.Graph{}
+	for _, rows := range []int{0, 1, 7, 50} {
+		graphs[rows] = d.dev.Capture(s)
+		p.round(t, s, 0, af.Rows(rows))
+		graphs[rows].End()
+	}
+	for i, rows := range []int{7, 0, 50, 1, 7, 50, 0} {
+		fill(p.push, byte(i+1))
+		fill(p.pull, 0)
+		graphs[rows].Replay(s)
+		d.settle(t, s)
+		for k, b := range p.pull {
+			if want := byte(i + 2); (k < rows && b != want) || (k >= rows && b != 0) {
+				t.Fatalf("%d rows: byte %d is %d", rows, k, b)
+			}
+		}
+	}
+	vantest.Fails(t, p.QueueStart(s, af.Rows(51)), van.ErrInvalid, "51 rows", "push tensor 0 (key 1)")
+	vantest.Fails(t, p.QueueStart(s, af.Rows(-1)), van.ErrInvalid)
+	if err := p.Check(); err != nil {
+		t.Error(err)
+	}
+	d.Finalize(t)
+}
+
+// TestReplayMisuse: starts without waits, before and in a replay.
+func TestReplayMisuse(t *testing.T) {
+	d := startReplays(t, testcluster.SHM, 1)
+	const s = 5
+	p := d.prepare(t, 1, 50)
+	g := d.dev.Capture(s)
+	p.round(t, s, 0)
+	if err := p.QueueStart(s); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, p.QueueStart(s), af.ErrStarted, "queue the wait for its last start first")
+	g.End()
+	g = d.dev.Capture(s) // that one was given up
+	p.round(t, s, 0)
+	g.End()
+	d.mute.Store(true)
+	call, err := p.Start(af.Stream(s))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.Replay(s)
+	d.settle(t, s) // it does not wait for the round of Start
+	vantest.Fails(t, p.Check(), af.ErrStarted, "round 1", "wait for its last call first")
+	if err := p.Check(); err != nil {
+		t.Errorf("the error is told again: %v", err)
+	}
+	late, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	vantest.Fails(t, call.Wait(late), van.ErrTimeout)
+
+	// The other way round.
+	g.Replay(s)
+	for !errors.Is(err, af.ErrStarted) {
+		if call, err = p.Start(af.Stream(af.Complete)); err == nil {
+			_ = call.Wait(late)
+		}
+	}
+}
+
+// TestReplayFails: a server that does not answer in time, and one that is lost while a
+// stream waits for it. The stream goes on, and the error names round and peer.
+func TestReplayFails(t *testing.T) {
+	d := startReplays(t, testcluster.SHM, 2)
+	const s = 5
+	p := d.prepare(t, 1, 50)
+	g := d.dev.Capture(s)
+	p.round(t, s, 20*time.Millisecond)
+	g.End()
+	d.mute.Store(true)
+	g.Replay(s)
+	g.Replay(s)
+	d.settle(t, s)
+	err := p.QueueStart(s)
+	vantest.Fails(t, err, van.ErrTimeout, "worker 0", "round 1 that a stream has started", "server 0", "limit 20ms", "1 later rounds")
+
+	d.mute.Store(false)
+	fill(p.push, 7)
+	g.Replay(s)
+	d.settle(t, s)
+	if err := p.Check(); err != nil || p.pull[99] != 8 {
+		t.Errorf("after a round that has failed: %v, %d", err, p.pull[99])
+	}
+
+	d.mute.Store(true)
+	p.round(t, s, -1) // not captured
+	for d.w.InFlight() == 0 {
+		runtime.Gosched()
+	}
+	d.Servers[1].Close()
+	d.settle(t, s)
+	_, err = p.Start()
+	vantest.Fails(t, err, van.ErrPeerLost, "round 4", "server 1")
+	g.Replay(s)
+	d.settle(t, s)
+	vantest.Fails(t, p.QueueWait(s, 0), van.ErrPeerLost, "round 5", "server 1")
+}
+
+// TestReplayAfterClose: neither a closed exchange, nor a closed worker, nor a node that has
+// left leaves a stream waiting.
+func TestReplayAfterClose(t *testing.T) {
+	for name, end := range map[string]func(*replays, *prepared){
+		"exchange": func(_ *replays, p *prepared) { p.Close() },
+		"worker":   func(d *replays, _ *prepared) { d.w.Close() },
+		"node":     func(d *replays, _ *prepared) { d.Workers[0].Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := startReplays(t, testcluster.SHM, 1)
+			const s = 5
+			p, other := d.prepare(t, 1, 50), d.prepare(t, 3, 50)
+			g := d.dev.Capture(s)
+			p.round(t, s, 50*time.Millisecond)
+			g.End()
+			g.Replay(s)
+			d.settle(t, s)
+			d.mute.Store(true)
+			g.Replay(s)
+			end(d, p)
+			d.settle(t, s)
+			for p.Check() == nil { // the error of a round is there before its stream goes on, but it may not have begun
+				g.Replay(s)
+				d.settle(t, s)
+			}
+			for range 3 {
+				g.Replay(s)
+				d.settle(t, s)
+			}
+			if err := p.Check(); err != nil && !errors.Is(err, van.ErrClosed) && !errors.Is(err, van.ErrTimeout) {
+				t.Error(err)
+			}
+			g.Replay(s)
+			d.settle(t, s)
+			vantest.Fails(t, p.Check(), van.ErrClosed, "round")
+			vantest.Fails(t, p.QueueStart(s), van.ErrClosed)
+			vantest.Fails(t, p.QueueWait(s, 0), van.ErrClosed)
+			if name != "exchange" {
+				vantest.Fails(t, other.QueueStart(s), van.ErrClosed)
+				return
+			}
+			d.mute.Store(false)
+			other.round(t, s, 0)
+			d.settle(t, s)
+			if err := other.Check(); err != nil || other.pull[7] != 1 {
+				t.Errorf("another exchange: %v, %d", err, other.pull[7])
+			}
+		})
+	}
+}
+
+// TestReplayNeedsDevice: on host memory there are no streams.
+func TestReplayNeedsDevice(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w := newWorker(t, c.Workers[0])
+	x, err := w.Prepare([]af.KeyTensor{{Key: 1, Val: hostTensor(t, []byte{1})}}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, x.QueueStart(3), backend.ErrUnavailable, "STEPMESH_BAKCEND")
+	vantest.Fails(t, x.QueueWait(3, 0), backend.ErrUnavailable)
+	x.Close()
+	if err := x.Check(); err != nil {
+		t.Error(err)
+	}
+}
