@@ -5,7 +5,7 @@
 // and calls of the application (Barrier, Finalize); its output is one ordered list of
 // actions and events, which Take returns.
 //
-// The caller does each Action, in order, and delivers a Send to the node's own
+// The caller does what they say, in order, and delivers a Send to the node's own
 // id by calling Step with it: the machine asks for no connection to itself.
 // Times are monotonic durations since any fixed moment, the same in all calls.
 // A Machine is not safe for concurrent use.

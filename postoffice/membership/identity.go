@@ -54,10 +54,6 @@ func (m *Machine) mine(n *van.Node) bool {
 // unknown one.
 func (m *Machine) Incarnation(id int) uint32 { return m.incs[id] }
 
-// Cluster is the identity of the cluster, or 0 before it is known and under a C++ StepMesh
-// scheduler.
-func (m *Machine) Cluster() uint32 { return m.own.Cluster }
-
 // another tells whether two records are of different processes. Those of C++ StepMesh
 // nodes are distinguished by the address only.
 func another(a, b *van.Node) bool {
@@ -136,7 +132,7 @@ func (m *Machine) stray(now time.Duration, from int, msg *van.Meta) bool {
 		return false
 	}
 	if msg.Control.Cmd == van.Heartbeat && len(msg.Control.Nodes) > 0 {
-		rec := cloneNode(msg.Control.Nodes[0])
+		rec := msg.Control.Nodes[0].Clone()
 		who, ok := rec.Identity()
 		if !ok || who.Incarnation != by || rec.ID != from || !isMember(&rec) || checkAddr(&rec, "address") != nil {
 			return false

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -97,7 +96,7 @@ func New(cfg Config) (*Machine, error) {
 		m.sched = newScheduler(hosts)
 		return m, nil
 	}
-	m.self = cloneNode(cfg.Self)
+	m.self = cfg.Self.Clone()
 	m.self.Role, m.self.ID, m.self.IsRecovery = cfg.Role, van.Empty, false
 	if len(m.self.Ports) == 0 {
 		m.self.Ports = []int32{int32(m.self.Port)}
@@ -259,14 +258,6 @@ func (m *Machine) fail(err error) {
 // ID is the node's id, or van.Empty before it has one.
 func (m *Machine) ID() int { return m.self.ID }
 
-// Rank is the node's instance rank, or -1 before it has one; 0 for the scheduler.
-func (m *Machine) Rank() int {
-	if m.self.ID == van.Empty {
-		return -1
-	}
-	return van.RankOf(m.self.ID)
-}
-
 // Ready tells whether start-up is complete and the node is part of the cluster.
 func (m *Machine) Ready() bool { return m.phase == ready }
 
@@ -294,12 +285,6 @@ func (m *Machine) Node(id int) (van.Node, bool) {
 func (m *Machine) Members(group int) []int {
 	ids := m.cfg.members(group)
 	return slices.DeleteFunc(ids, func(id int) bool { _, no := m.shared[id]; return no })
-}
-
-// KnownPeers returns the ids this node has a connection to, in the order of
-// Members, dead ones too.
-func (m *Machine) KnownPeers() []int {
-	return slices.DeleteFunc(m.cfg.members(van.AllNodes), func(id int) bool { return !m.conns[id] })
 }
 
 func (m *Machine) emit(o Output) { m.out = append(m.out, o) }
@@ -379,14 +364,4 @@ func (m *Machine) bad(from int, msg *van.Meta, field string, value any, want str
 
 func (m *Machine) badErr(from int, msg *van.Meta, err error) error {
 	return &van.Error{Op: "receive " + msg.Control.Cmd.String(), Node: m.name(), Peer: m.peer(from), Err: err}
-}
-
-// cloneNode returns a copy of a record that shares no memory with a message.
-func cloneNode(n van.Node) van.Node {
-	n.Hostname = strings.Clone(n.Hostname)
-	n.Ports = slices.Clone(n.Ports)
-	n.DevTypes = slices.Clone(n.DevTypes)
-	n.DevIDs = slices.Clone(n.DevIDs)
-	n.Endpoint = slices.Clone(n.Endpoint)
-	return n
 }

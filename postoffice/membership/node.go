@@ -133,7 +133,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 			return m.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
 		}
 		at[n.ID] = len(table)
-		table = append(table, cloneNode(*n))
+		table = append(table, n.Clone())
 	}
 	m.table, m.at, m.shared = table, at, map[int]int{}
 	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
@@ -208,7 +208,7 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 		}
 		return // known
 	}
-	m.table[i] = cloneNode(*n)
+	m.table[i] = n.Clone()
 	m.learn(n.ID, n)
 	delete(m.first, n.ID)
 	*h = health{seen: now}

@@ -1,25 +1,12 @@
 package membership
 
-// The outputs of a Machine: actions for its caller and events for the application.
+// The outputs of a Machine: what its caller does, and what the application is told.
 
-import (
-	"github.com/stepaf/stepaf-go/van"
-)
+import "github.com/stepaf/stepaf-go/van"
 
-// Output is an Action or an Event.
+// Output is something that the caller must do with its van (Send, Connect, Disconnect,
+// Rename, SetID), or a change that it, or the application, is told.
 type Output interface{ output() }
-
-// Action is something that the caller must do with its van.
-type Action interface {
-	Output
-	action()
-}
-
-// Event tells the caller or the application about a change.
-type Event interface {
-	Output
-	event()
-}
 
 // Send asks to send Meta to node To. When To is the node's own id, the caller
 // gives it to Step instead.
@@ -106,20 +93,3 @@ func (PeerAlive) output()     {}
 func (PeerReplaced) output()  {}
 func (Failed) output()        {}
 func (Warning) output()       {}
-
-func (Send) action()       {}
-func (Connect) action()    {}
-func (Disconnect) action() {}
-func (Rename) action()     {}
-func (SetID) action()      {}
-
-func (Assigned) event()      {}
-func (Ready) event()         {}
-func (Waiting) event()       {}
-func (BarrierDone) event()   {}
-func (BarrierFailed) event() {}
-func (PeerDead) event()      {}
-func (PeerAlive) event()     {}
-func (PeerReplaced) event()  {}
-func (Failed) event()        {}
-func (Warning) event()       {}

@@ -37,7 +37,7 @@ type refusal struct {
 func (m *Machine) refuse(now time.Duration, rec *van.Node, why string) {
 	r := &m.sched.refusals
 	r.expire(now)
-	n := refusal{node: cloneNode(*rec), why: why}
+	n := refusal{node: rec.Clone(), why: why}
 	m.remember(&m.sched.refused, describe(rec)+": "+why)
 	switch {
 	case !numeric(rec.Hostname) || slices.ContainsFunc(r.recent, n.sameProcess):

@@ -93,7 +93,7 @@ func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, m
 	if nodes := msg.Control.Nodes; len(nodes) > 1 && m.checkRecords(msg) == nil && (b.table == nil || generation > b.generation) {
 		b.table, b.generation, b.cluster = nil, generation, who.Cluster
 		for i := range nodes {
-			b.table = append(b.table, cloneNode(nodes[i]))
+			b.table = append(b.table, nodes[i].Clone())
 		}
 	}
 	m.answerReturn(c, "")

@@ -62,7 +62,7 @@ func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
 	if len(nodes) != 1 {
 		return m.bad(from, msg, "control.node_size", len(nodes), "1")
 	}
-	rec := cloneNode(nodes[0])
+	rec := nodes[0].Clone()
 	rec.ID, rec.IsRecovery = van.Empty, false
 	if err := checkAddr(&rec, "control.node[0]"); err != nil {
 		return m.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
@@ -282,7 +282,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	for i := range m.table {
 		if n := &m.table[i]; n.ID == id { // one record for each customer
 			customer := n.CustomerID
-			*n = cloneNode(rec)
+			*n = rec.Clone()
 			n.CustomerID = customer
 		}
 	}

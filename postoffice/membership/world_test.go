@@ -96,6 +96,15 @@ func (w *world) at(addr string) *testNode {
 	return nil
 }
 
+// forVan tells whether o is to be done with the van.
+func forVan(o Output) bool {
+	switch o.(type) {
+	case Send, Connect, Disconnect, Rename, SetID:
+		return true
+	}
+	return false
+}
+
 // take does a node's actions and shows what came out.
 func (w *world) take(n *testNode) {
 	for {
@@ -107,7 +116,7 @@ func (w *world) take(n *testNode) {
 			if w.seen != nil {
 				w.seen(n, o)
 			}
-			if _, quiet := o.(Action); !quiet || w.verbose {
+			if !forVan(o) || w.verbose {
 				w.log("%s: %s", n.name, showOutput(o))
 			}
 			switch o := o.(type) {

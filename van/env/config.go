@@ -168,19 +168,6 @@ func (c *Config) Heartbeats() (interval, timeout time.Duration) {
 // GPU + RankOffset with a NodeRank of 0 when unset, as fserver computes it.
 func (c *Config) Rank() int { return c.GroupSize*max(c.NodeRank, 0) + c.GPU + c.RankOffset }
 
-// Instance returns the index of this process in its group, Rank modulo GroupSize.
-// Validate makes sure that it is InstanceID, when that is set.
-func (c *Config) Instance() int {
-	if c.GroupSize < 1 {
-		return 0
-	}
-	i := c.Rank() % c.GroupSize
-	if i < 0 {
-		i += c.GroupSize
-	}
-	return i
-}
-
 // RDMADepths returns RDMAStartDepth and RDMARxDepth, or the defaults of the role.
 func (c *Config) RDMADepths() (start, rx int) {
 	start, rx = 128, 256

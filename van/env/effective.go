@@ -53,24 +53,8 @@ func (c *Config) Origin(name string) string {
 	return fromDefault
 }
 
-// Environ renders the values that do not come from defaults as NAME=value, for the
-// environment of a child process. Each is under its main name; NAME= is one that the
-// program has made unset. Append the result to the parent's environment without the
-// variables that Strip removes, or aliases there may contradict it.
-func (c *Config) Environ() []string {
-	var list []string
-	for i := range table {
-		v := &table[i]
-		if v.name == vanType || c.Origin(v.name) == fromDefault {
-			continue // DMLC_ENABLE_RDMA has the same value, and precedence
-		}
-		list = append(list, v.name+"="+v.get(c))
-	}
-	return list
-}
-
-// Strip returns environ, a list of NAME=value, without the variables that Environ
-// may render and their aliases.
+// Strip returns environ, a list of NAME=value, without the variables that have a place in
+// Config, and their aliases.
 func Strip(environ []string) []string {
 	ours := map[string]bool{}
 	for i := range table {

@@ -119,20 +119,20 @@ func TestValidateMended(t *testing.T) {
 	}
 }
 
-func TestInstance(t *testing.T) {
-	tests := []struct{ group, node, gpu, offset, rank, instance int }{
-		{1, -1, 0, 0, 0, 0},
-		{8, -1, 3, 0, 3, 3},
-		{8, 2, 3, 0, 19, 3},
-		{1, 2, 3, -3, 2, 0},
-		{8, 0, 0, -1, -1, 7},
-		{0, 0, 1, 0, 1, 0},
+func TestRank(t *testing.T) {
+	tests := []struct{ group, node, gpu, offset, rank int }{
+		{1, -1, 0, 0, 0},
+		{8, -1, 3, 0, 3},
+		{8, 2, 3, 0, 19},
+		{1, 2, 3, -3, 2},
+		{8, 0, 0, -1, -1},
+		{0, 0, 1, 0, 1},
 	}
 	for _, tt := range tests {
 		c := Default()
 		c.GroupSize, c.NodeRank, c.GPU, c.RankOffset = tt.group, tt.node, tt.gpu, tt.offset
-		if c.Rank() != tt.rank || c.Instance() != tt.instance {
-			t.Errorf("%+v: rank %d instance %d", tt, c.Rank(), c.Instance())
+		if c.Rank() != tt.rank {
+			t.Errorf("%+v: rank %d", tt, c.Rank())
 		}
 	}
 }
