@@ -82,10 +82,10 @@ type Polled interface {
 	Help(slice time.Duration) Found
 	// Awake is how long to look for what comes, by who does not sleep on the source.
 	Awake() time.Duration
-	// CanNap tells whether a Poll can sleep on the source.
-	CanNap() bool
-	// Nap sleeps until there may be something, limit at most.
-	Nap(limit time.Duration)
+	// CanSleep tells whether a Poll can sleep on the source.
+	CanSleep() bool
+	// Sleep sleeps until there may be something, limit at most.
+	Sleep(limit time.Duration)
 	// Release gives the source back to its loop. Missed says that the Poll has received
 	// something, but not here. Again says that another Poll is likely soon.
 	Release(missed, again bool)
@@ -170,9 +170,9 @@ func (e *Engine) EndPoll(ctx context.Context) {
 func (e *Engine) poll(claimed []claim, done func() bool) {
 	s := e.spinner
 	n := len(claimed)
-	naps, most := n == 1 && claimed[0].CanNap(), e.spin
+	sleeps, most := n == 1 && claimed[0].CanSleep(), e.spin
 	for i := range claimed {
-		if !naps {
+		if !sleeps {
 			most = max(most, claimed[i].Awake())
 		}
 	}
@@ -218,9 +218,9 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 			return
 		}
 		switch {
-		case naps && quiet > e.looks.spin(most):
-			claimed[0].Nap(maxQuiet - quiet)
-		case !naps && quiet > most:
+		case sleeps && quiet > e.looks.spin(most):
+			claimed[0].Sleep(maxQuiet - quiet)
+		case !sleeps && quiet > most:
 			return
 		}
 		s.Pause()

@@ -97,8 +97,8 @@ type Feed[T any] struct {
 	hot    bool // a message has come since it last slept
 	looks  adaptiveSpin
 	parked atomic.Bool
-	nap    *time.Timer
-	recall chan struct{} // ends a nap
+	timer  *time.Timer
+	woken  chan struct{} // ends a wait of the loop for timer
 
 	armLoop, armPoll func() bool
 }
@@ -108,7 +108,7 @@ func NewFeed[T any](e *Engine, src Source[T], o FeedOptions) *Feed[T] {
 	if o.Spin == 0 || e.spin <= 0 {
 		o.Spin = e.spin
 	}
-	f := &Feed[T]{e: e, src: src, o: o, nap: time.NewTimer(time.Hour), recall: make(chan struct{}, 1)}
+	f := &Feed[T]{e: e, src: src, o: o, timer: time.NewTimer(time.Hour), woken: make(chan struct{}, 1)}
 	f.Loop = NewLoop(f.receive, src.Deliver)
 	f.Loop.Discard = src.Discard
 	f.armLoop = f.arm
@@ -155,12 +155,12 @@ func (f *Feed[T]) Free(ctx context.Context, free func()) error {
 // Wake makes the loop look again.
 func (f *Feed[T]) Wake() {
 	f.src.Wake(ByLoop)
-	f.endNap()
+	f.endWait()
 }
 
-func (f *Feed[T]) endNap() {
+func (f *Feed[T]) endWait() {
 	select {
-	case f.recall <- struct{}{}:
+	case f.woken <- struct{}{}:
 	default:
 	}
 }
@@ -191,10 +191,10 @@ func (f *Feed[T]) receive() (item T, lane *Lane[T], ok bool) {
 		case (f.o.HandsOver || !f.pollExpected()) && (f.o.Failing == nil || !f.o.Failing()):
 			f.park()
 		default:
-			f.nap.Reset(pollGrace)
+			f.timer.Reset(pollGrace)
 			select {
-			case <-f.nap.C:
-			case <-f.recall:
+			case <-f.timer.C:
+			case <-f.woken:
 			}
 		}
 	}
@@ -363,11 +363,11 @@ func (f *Feed[T]) Help(slice time.Duration) Found {
 // Awake implements Polled.
 func (f *Feed[T]) Awake() time.Duration { return max(f.o.Spin, awakeLeast) }
 
-// CanNap implements Polled.
-func (f *Feed[T]) CanNap() bool { return f.o.HandsOver }
+// CanSleep implements Polled.
+func (f *Feed[T]) CanSleep() bool { return f.o.HandsOver }
 
-// Nap implements Polled.
-func (f *Feed[T]) Nap(limit time.Duration) {
+// Sleep implements Polled.
+func (f *Feed[T]) Sleep(limit time.Duration) {
 	if !f.stopping.Load() {
 		f.src.Sleep(ByPoll, f.armPoll, limit)
 		f.src.Disarm()
@@ -407,5 +407,5 @@ func (f *Feed[T]) Release(missed, again bool) {
 // resume makes the loop take over at once, since no Poll is likely soon.
 func (f *Feed[T]) resume() {
 	f.until.Store(0)
-	f.endNap()
+	f.endWait()
 }

@@ -301,7 +301,7 @@ func TestStopInPoll(t *testing.T) {
 		if found := f.Help(0); found != Nothing {
 			t.Errorf("a Poll finds %d after Stop", found)
 		}
-		f.Nap(time.Hour)
+		f.Sleep(time.Hour)
 		if f.Claim() {
 			t.Error("a stopped source is given to a Poll")
 		}

@@ -104,11 +104,11 @@ func (n *nullNet) Release(bool, bool) { n.turn.Unlock() }
 // Awake implements engine.Polled.
 func (n *nullNet) Awake() time.Duration { return 0 }
 
-// CanNap implements engine.Polled.
-func (n *nullNet) CanNap() bool { return false }
+// CanSleep implements engine.Polled.
+func (n *nullNet) CanSleep() bool { return false }
 
-// Nap implements engine.Polled.
-func (n *nullNet) Nap(time.Duration) {}
+// Sleep implements engine.Polled.
+func (n *nullNet) Sleep(time.Duration) {}
 
 // Help implements engine.Polled: it hands up one message. When there is none, a Poll ends.
 func (n *nullNet) Help(time.Duration) engine.Found {
