@@ -230,6 +230,8 @@ var exceptions = map[string]map[string]string{
 	},
 	"C": {
 		"fserver/module/exports.go":         "the extension module for Python",
+		"fserver/module/tensors.go":         "its part for what Python passes",
+		"fserver/module/batches.go":         "its part for what get_batch gives to Python",
 		"fserver/module/cuda.go":            "its part for signals between GPU and CPU",
 		"fserver/module/answer.go":          "its part for answers that are awaited",
 		"fserver/module/prepared.go":        "its part for prepared exchanges",
