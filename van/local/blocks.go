@@ -1,5 +1,7 @@
 package local
 
+// The memory for received values that have no destination of their own.
+
 import (
 	"fmt"
 	"math"
@@ -11,39 +13,38 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// blocks are buffers for received values that have no destination of their own yet. They
-// lie outside the Go heap and are used again, the last one first: its pages exist
-// and may still be in a cache. Those that the traffic of late has not needed go back
-// to the system.
+// blocks is a pool of buffers outside the Go heap. The one that was returned last is used
+// first, since its pages are mapped and may still be in a cache. Buffers that recent traffic
+// has not needed are returned to the system.
 type blocks struct {
 	mu     sync.Mutex
 	of     map[int]*sizeClass // by length
-	kept   int                // bytes that wait for use
-	timer  *time.Timer        // runs while there are some
+	kept   int                // bytes of free blocks
+	timer  *time.Timer        // of tick; nil when no block is free
 	closed bool
 }
 
 // sizeClass has the blocks of one length.
 type sizeClass struct {
 	free [][]byte
-	out  int // in use
-	gets int // since idle was counted anew
-	idle int // the fewest that a get since then has left: they were not needed
+	out  int // blocks in use
+	gets int // calls of get since the last trim
+	idle int // the fewest free blocks at the end of one of those: so many were not needed
 }
 
 const (
 	minBlock = 64 << 10
-	// keepBlocks is how many bytes an idle van keeps at most.
+	// keepBlocks bounds the bytes of free blocks.
 	keepBlocks = 256 << 20
-	// keepTime is how long a block is kept that is not used, up to twice that.
+	// keepTime is the time between two ticks: an unused block is freed after one or two.
 	keepTime = 500 * time.Millisecond
-	// hugeFrom is the length from which huge pages are asked for: reading into them
+	// hugeFrom is the length from which blocks ask for huge pages: to read into those
 	// takes half the time.
 	hugeFrom = 2 << 20
 )
 
-// blockLen is the length of a block for n bytes: in steps of an eighth, so that
-// values of nearly the same length use the same blocks.
+// blockLen rounds n up to the length of a block. Lengths differ by about an eighth, so
+// that values of similar length share blocks.
 func blockLen(n int) int {
 	if n <= minBlock {
 		return minBlock
@@ -93,15 +94,15 @@ func (b *blocks) reuse(size int) (mem []byte) {
 	s.free = s.free[:len(s.free)-1]
 	b.kept -= size
 	s.idle = min(s.idle, len(s.free))
-	// As many as there are: a receiver that holds several at a time has taken them
-	// all again by then.
+	// After so many calls a receiver that holds several blocks at a time has taken each of
+	// them again.
 	if s.gets++; s.gets >= s.out+len(s.free) {
 		b.trim(s)
 	}
 	return mem
 }
 
-// trim frees the blocks of s that were not needed since the last time. b.mu is held.
+// trim frees the blocks of s that were not needed since the last trim. b.mu is held.
 func (b *blocks) trim(s *sizeClass) {
 	n := min(s.idle, len(s.free))
 	for _, mem := range s.free[:n] {
@@ -130,7 +131,7 @@ func (b *blocks) put(mem []byte) {
 	}
 }
 
-// tick frees what was not needed for a while.
+// tick frees the blocks that were not needed since the last tick.
 func (b *blocks) tick() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -138,7 +139,7 @@ func (b *blocks) tick() {
 		return
 	}
 	for size, s := range b.of {
-		if s.idle == math.MaxInt { // the last get has found none
+		if s.idle == math.MaxInt { // no get has found a free block since the last trim
 			s.idle = 0
 		}
 		b.trim(s)

@@ -1,21 +1,24 @@
 package local
 
+// Losses and returns of peers, on their way to the watcher.
+
 import (
 	"sync"
 	"sync/atomic"
 )
 
-// losses tells the watcher of peers that are lost and come back, in order, on a
-// goroutine of its own: a watcher may close the van.
+// losses calls the watcher for each peer that is lost or is back, in order, on a goroutine
+// of its own, because a watcher may close the van.
 type losses struct {
 	watch   atomic.Pointer[func(id int, up bool, cause error)]
 	current func(id int, n *outPeer) bool // whether n still is peer id
 
 	mu      sync.Mutex // guards outPeer.down, too
-	events  []loss
-	telling bool
+	events  []loss     // that the watcher has not been called for
+	running bool       // the goroutine that calls it
 }
 
+// loss is one event: peer id was lost, for cause, or is back.
 type loss struct {
 	n     *outPeer
 	id    int
@@ -23,7 +26,7 @@ type loss struct {
 	cause error
 }
 
-// tell passes on that n, peer id, is lost, or there again if it was lost.
+// tell queues an event if it changes what the watcher knows of n, which is peer id.
 func (l *losses) tell(n *outPeer, id int, up bool, cause error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -34,8 +37,8 @@ func (l *losses) tell(n *outPeer, id int, up bool, cause error) {
 	l.add(loss{n, id, up, cause})
 }
 
-// replaced is told that n is peer id now, in place of old. The watcher may have heard
-// of the loss of old when it knew of n already, and have taken it for that of n.
+// replaced notes that n has replaced old as peer id. If old was lost, the watcher may take
+// that for a loss of n, so it is called once more: the peer is back.
 func (l *losses) replaced(id int, old, n *outPeer) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -47,17 +50,18 @@ func (l *losses) replaced(id int, old, n *outPeer) {
 // add queues an event. l.mu is held.
 func (l *losses) add(e loss) {
 	l.events = append(l.events, e)
-	if !l.telling {
-		l.telling = true
+	if !l.running {
+		l.running = true
 		go l.run()
 	}
 }
 
+// run calls the watcher until no event is left.
 func (l *losses) run() {
 	for {
 		l.mu.Lock()
 		if len(l.events) == 0 {
-			l.events, l.telling = nil, false
+			l.events, l.running = nil, false
 			l.mu.Unlock()
 			return
 		}
