@@ -65,19 +65,16 @@ type destination struct {
 	copied  backend.Event     // under mu: of the device's copy under way
 }
 
-// fill calls f, which begins a copy of the device that ends with event, unless the
-// destination was revoked.
-func (d *destination) fill(event backend.Event, f func() error) error {
+// fill calls f, which begins a copy of the device, unless the destination was revoked. f
+// returns what ends when the copy has; revoking waits for it, also when f has failed.
+func (d *destination) fill(f func() (backend.Event, error)) (running backend.Event, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.revoked {
-		return errRevoked
+		return nil, errRevoked
 	}
-	err := f()
-	if err == nil {
-		d.copied = event
-	}
-	return err
+	d.copied, err = f()
+	return d.copied, err
 }
 
 // filled says that the copy has ended.

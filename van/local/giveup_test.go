@@ -3,6 +3,7 @@ package local
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -187,6 +188,53 @@ func TestAnswersApart(t *testing.T) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.answered(8, &van.Meta{}) // it would hang
+}
+
+// TestStrandedCopy: a copy to the memory of a pull that has not ended when the peer's link is
+// given up may write there at any time: taking the memory back waits for it, and says so when
+// it does not end.
+func TestStrandedCopy(t *testing.T) {
+	for _, recorded := range []bool{true, false} {
+		t.Run(fmt.Sprintf("recorded=%t", recorded), func(t *testing.T) {
+			wdev, sdev := &unrecordable{pretended: vantest.NewDevice(1)}, vantest.NewDevice(2)
+			t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
+			var log vantest.Log
+			worker, server := linked(t, wdev, sdev, func(v *Van) {
+				v.rx.dropTime = 100 * time.Millisecond
+				v.logTo(log.Logger())
+			})
+			into := wdev.Mem(make([]byte, 3000))
+			worker.must(pullInto(8, 1, into))
+			server.next().Release()
+			open := block(wdev.pretended, worker.feedOf())
+			wdev.failing.Store(!recorded) // then the link ends by itself
+			server.must(asAnswer(value(sdev, 9, 1, pattern(1, 3000))))
+			if recorded {
+				eventually(t, "the copy is queued", func() bool { return worker.copies.running.Load() == 1 })
+				l := (*server.peers.links.Load())[9]
+				l.mu.Lock()
+				l.write(pattern(3, 4096)) // ends the link
+				l.mu.Unlock()
+			}
+			worker.event(8, false)
+			const line = "a copy to memory that is taken back does not end"
+			for i := range 2 {
+				worker.Revoke(into)
+				if n := strings.Count(log.String(), line); n != i+1 {
+					t.Errorf("%d lines %q, want %d", n, line, i+1)
+				}
+			}
+			if n := worker.copies.running.Load(); n != 0 {
+				t.Errorf("%d copies keep the receiver awake", n)
+			}
+			open()
+			worker.Revoke(into)
+			if n := strings.Count(log.String(), line); n != 2 {
+				t.Errorf("the copy has ended, but the log has %d lines %q, want 2", n, line)
+			}
+			clear(vantest.Raw(into)) // the race detector sees a copy that still runs
+		})
+	}
 }
 
 type pretended = vantest.Device

@@ -1,8 +1,10 @@
 package local
 
 import (
+	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -38,6 +40,7 @@ type inbound struct {
 	copied   backend.Event   // of the device's copy under way
 	spans    []span          // that it reads
 	begun    uint64          // when it was queued
+	stranded bool            // it may still run though the message has been given up
 }
 
 // partVals is the part that has destinations of its own.
@@ -110,8 +113,9 @@ type inCommon struct {
 
 	dropTime time.Duration // dropTime, other than in tests
 
-	mu   sync.Mutex
-	free []*inbound
+	mu       sync.Mutex
+	free     []*inbound
+	stranded []*inbound // the device may write to their memory at any time: it is kept until it does not
 }
 
 // maxFree bounds the messages that an idle van keeps.
@@ -186,6 +190,10 @@ func (c *inCommon) Free(m *van.Message) { c.release((*inbound)(m.Native())) }
 
 // release takes back a received message.
 func (c *inCommon) release(p *inbound) {
+	if p.stranded { // so is its destination: revoking that goes on to wait for the copy
+		c.strand(p)
+		return
+	}
 	c.dests.finish(&p.dest)
 	for i, b := range p.blocks {
 		if b != nil {
@@ -198,16 +206,66 @@ func (c *inCommon) release(p *inbound) {
 		p.onDevice.Put()
 		p.onDevice = nil
 	}
-	if r := p.ring; r != nil {
-		p.ring = nil
-		r.acknowledge(p.rec.slot)
-		r.unref()
-	}
+	p.leave()
 	p.msg.Reset()
 	p.from, p.in = nil, nil
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if len(c.free) < maxFree {
 		c.free = append(c.free, p)
+	}
+}
+
+// strand keeps p and its memory until its copy has ended.
+func (c *inCommon) strand(p *inbound) {
+	p.leave()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.stranded = append(c.stranded, p)
+}
+
+// unstrand releases the messages that were given up whose copies have ended since.
+func (c *inCommon) unstrand() {
+	var over []*inbound
+	c.mu.Lock()
+	c.stranded = slices.DeleteFunc(c.stranded, func(p *inbound) bool {
+		done, err := p.copied.Query()
+		if done || err != nil { // a device that has failed writes nothing any more
+			over = append(over, p)
+			return true
+		}
+		return false
+	})
+	c.mu.Unlock()
+	for _, p := range over {
+		p.dest.filled()
+		if err := p.copied.Close(); err != nil {
+			c.log.Warn("a copy that was given up was not left in order", "err", err)
+		}
+		p.copied, p.stranded = nil, false
+		c.release(p)
+	}
+}
+
+// awaitStranded waits for such copies a last time. The memory of those that have not ended then
+// is nobody's any more.
+func (c *inCommon) awaitStranded(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, stopTime)
+	defer cancel()
+	c.mu.Lock()
+	all := slices.Clone(c.stranded)
+	c.mu.Unlock()
+	for _, p := range all {
+		_ = p.copied.Sync(ctx)
+	}
+	c.unstrand()
+}
+
+// leave ends the use of the peer's ring.
+func (p *inbound) leave() {
+	if r := p.ring; r != nil {
+		p.ring = nil
+		r.acknowledge(p.rec.slot)
+		r.unref()
 	}
 }

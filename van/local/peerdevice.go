@@ -29,6 +29,8 @@ type peerDevice struct {
 	events []backend.Event      // not in use
 	queue  fifo.Queue[*inbound] // from the first that waits for its copy, in the order of the ring
 	asked  uint64               // when the device was last asked how it is
+
+	keepStream bool // somebody asks whether its work is done, and frees it then
 }
 
 // span is a part of a value that is copied.
@@ -101,24 +103,21 @@ func (s *peerDevice) find(p *inbound, b []byte, n int) error {
 	return nil
 }
 
-// copy queues the copies of p's value to dst, and behind them event.
-func (s *peerDevice) copy(p *inbound, dst backend.Mem, event backend.Event) error {
+// copy queues the copies of p's value to dst, and behind them event. It returns what ends when
+// they have, also with an error, or nil when none is under way.
+func (s *peerDevice) copy(p *inbound, dst backend.Mem, event backend.Event) (backend.Event, error) {
 	done := 0
 	for i := range p.spans {
 		n := p.spans[i].mem.Len()
 		if err := s.d.CopyAsync(dst.Sub(done, n), p.spans[i].mem, s.stream); err != nil {
-			if i > 0 {
-				s.settleStream()
-			}
-			return err
+			return s.settleStream(), err
 		}
 		done += n
 	}
-	err := event.Record(s.stream)
-	if err != nil {
-		s.settleStream() // here: the memory may be taken back now, and the copy must not be at work then
+	if err := event.Record(s.stream); err != nil {
+		return s.settleStream(), err // the memory may be taken back now, and the copy must not be at work then
 	}
-	return err
+	return event, nil
 }
 
 // begin queues the copy of p's value to where it is wanted.
@@ -136,13 +135,13 @@ func (s *peerDevice) begin(p *inbound) error {
 		return err
 	}
 	// Revoking the destination waits for the copy, or it is not begun.
-	err = p.dest.fill(event, func() error { return s.copy(p, dst, event) })
+	running, err := p.dest.fill(func() (backend.Event, error) { return s.copy(p, dst, event) })
 	if errors.Is(err, errRevoked) {
 		s.events = append(s.events, event)
 		return err
 	}
-	if err != nil { // the copy may run, so its memory is not used again
-		p.onDevice, p.blocks[partVals] = nil, nil
+	if err != nil {
+		p.copied, p.stranded = running, running != nil
 		return errors.Join(err, event.Close())
 	}
 	p.copied, p.begun = event, clock.Now()
@@ -353,15 +352,55 @@ func (s *peerDevice) ask(p *inbound) error {
 	return s.d.health()
 }
 
-// settleStream waits until nothing is under way on the stream, without an event.
-func (s *peerDevice) settleStream() {
-	idler, ok := s.d.Backend.(backend.StreamIdler)
-	for end := clock.Now() + uint64(s.c.dropTime); ok && clock.Now() < end; time.Sleep(copyPause) {
-		if idle, err := idler.Idle(s.stream); idle || err != nil {
-			return
+// settleStream waits until nothing is under way on the stream, without an event, for dropTime
+// at most. It returns what ends when that is so, or nil when it is.
+func (s *peerDevice) settleStream() backend.Event {
+	e := &streamEnd{stream: s.stream, free: s.d.FreeStream}
+	e.idler, _ = s.d.Backend.(backend.StreamIdler)
+	ctx, cancel := context.WithTimeout(context.Background(), s.c.dropTime)
+	defer cancel()
+	if _ = e.Sync(ctx); ctx.Err() == nil {
+		return nil // at an error, too: a device that has failed writes nothing any more
+	}
+	s.keepStream = true
+	return e
+}
+
+// streamEnd is the end of all work of a stream, for which no event could be recorded.
+type streamEnd struct {
+	idler  backend.StreamIdler // nil: nobody can tell
+	stream uintptr
+	free   func(uintptr) error
+}
+
+// Record implements backend.Event.
+func (e *streamEnd) Record(uintptr) error { return errors.ErrUnsupported }
+
+// Query implements backend.Event.
+func (e *streamEnd) Query() (bool, error) {
+	if e.idler == nil {
+		return false, nil
+	}
+	return e.idler.Idle(e.stream)
+}
+
+// Sync implements backend.Event.
+func (e *streamEnd) Sync(ctx context.Context) error {
+	for {
+		if idle, err := e.Query(); idle || err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(copyPause):
 		}
 	}
 }
+
+// Close implements backend.Event. It is called when the work has ended, and nobody else has the
+// stream by then.
+func (e *streamEnd) Close() error { return e.free(e.stream) }
 
 // drop waits for the copies under way, which write to memory that is used again, and
 // forgets all messages. It waits for dropTime at most, however many there are: nothing is
@@ -384,10 +423,13 @@ func (s *peerDevice) drop() {
 			}
 			if err != nil && broken == nil {
 				s.c.log.Error("a copy from a lost peer does not end; its memory is not used again", "from", van.NodeName(p.from.id), "err", err)
-				p.onDevice, p.blocks[partVals] = nil, nil
-				p.spans = p.spans[:0] // they stay busy
+				p.stranded = true
+				clear(p.spans) // what they name stays busy
+				p.spans = p.spans[:0]
+				s.c.copies.running.Add(-1)
+			} else {
+				s.settle(p)
 			}
-			s.settle(p)
 		}
 		s.c.release(p)
 	}
@@ -415,7 +457,9 @@ func (s *peerDevice) close() {
 	for _, e := range s.events {
 		errs = append(errs, e.Close())
 	}
-	errs = append(errs, s.d.FreeStream(s.stream))
+	if !s.keepStream {
+		errs = append(errs, s.d.FreeStream(s.stream))
+	}
 	if err := errors.Join(errs...); err != nil {
 		s.c.log.Warn("a peer's device was not left in order", "err", err)
 	}

@@ -207,6 +207,7 @@ func (r *receiver) tidy(now uint64) {
 		return
 	}
 	r.tidied = now
+	r.in.unstrand()
 	if d.sharer != nil {
 		if err := d.sharer.TidySegments(); err != nil {
 			r.log.Warn("the device does not say what of its memory is mapped", "err", err)

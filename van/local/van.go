@@ -376,6 +376,7 @@ func (v *Van) Close(ctx context.Context) error {
 	}
 	v.rx.blocks.close()
 	if v.own.device != nil && err == nil {
+		v.rx.awaitStranded(context.WithoutCancel(ctx))
 		err = v.own.device.close()
 	}
 	return errors.Join(err, v.inner.Close(ctx))
