@@ -20,12 +20,12 @@ func FuzzMachines(f *testing.F) {
 	for seed := range uint64(4) {
 		f.Add(randomBytes(seed, 400))
 	}
-	f.Fuzz(func(t *testing.T, b []byte) { chaos(t, b) })
+	f.Fuzz(func(t *testing.T, b []byte) { chaos(t, b, nil) })
 }
 
 func TestChaos(t *testing.T) {
 	for seed := range uint64(400) {
-		chaos(t, randomBytes(seed, 1500))
+		chaos(t, randomBytes(seed, 1500), nil)
 		if t.Failed() {
 			t.Fatalf("seed %d", seed)
 		}
@@ -53,12 +53,18 @@ func (in *input) pick(n int) int {
 	return v % n
 }
 
-func chaos(t *testing.T, b []byte) {
+// chaos tells tell, if there is one, all that happens.
+func chaos(t *testing.T, b []byte, tell func(line string)) {
 	in := input(b)
 	w := newWorld(t)
+	w.verbose = tell != nil
 	w.log = func(format string, args ...any) {
-		if s := fmt.Sprintf(format, args...); strings.Contains(s, "BUG") {
+		s := fmt.Sprintf(format, args...)
+		if strings.Contains(s, "BUG") {
 			t.Error(s)
+		}
+		if tell != nil {
+			tell(s)
 		}
 	}
 	checks := map[*testNode]*checker{}
@@ -67,6 +73,14 @@ func chaos(t *testing.T, b []byte) {
 			checks[n] = &checker{t: t, n: n, ended: map[int]bool{}, dead: map[int]bool{}}
 		}
 		checks[n].look(o)
+		if s, ok := o.(Send); ok && tell != nil {
+			m, c := &s.Meta, &s.Meta.Control
+			from, to := m.Incarnations()
+			tell(fmt.Sprint(m.Key, m.CustomerID, m.Request, from, to, c.BarrierGroup))
+			for i := range c.Nodes {
+				tell(fmt.Sprint(c.Nodes[i].AuxID, c.Nodes[i].CustomerID, c.Nodes[i].Endpoint))
+			}
+		}
 	}
 	add := func(name string, cfg Config) {
 		if _, err := w.add(name, cfg); err != nil {
@@ -129,9 +143,24 @@ func chaos(t *testing.T, b []byte) {
 				port := 1 + in.pick(3)
 				add(fmt.Sprintf("x%d", extra), cfg(role, fmt.Sprintf("10.0.0.%d:%d", 1+in.pick(3), port), in.pick(2)-1))
 			}
-		default:
+		case 12:
+			if len(w.queue) > 0 { // somebody says nearly what he should
+				p := &w.queue[in.pick(len(w.queue))]
+				var meta van.Meta
+				meta.CopyFrom(&p.meta)
+				lie(&in, &meta)
+				if to := w.at(p.to); to != nil {
+					step(w, to, p.from, &meta)
+				}
+			}
+		case 13:
+			from := anyID(&in)
 			meta := nonsense(&in)
-			_ = n.m.Step(w.now, anyID(&in), meta)
+			meta.SetIncarnations(n.m.Incarnation(from), n.m.own.Incarnation)
+			step(w, n, from, meta)
+		default:
+			from := anyID(&in)
+			step(w, n, from, nonsense(&in))
 		}
 		for _, n := range w.nodes {
 			w.take(n)
@@ -139,13 +168,61 @@ func chaos(t *testing.T, b []byte) {
 	}
 	w.pass(time.Minute, true)
 	for _, n := range w.nodes {
-		n.m.Report(w.now)
-		n.m.DeadNodes(w.now, time.Second)
+		w.log("%s: %s, dead %v", n.name, n.m.Report(w.now), n.m.DeadNodes(w.now, time.Second))
 		for _, id := range n.m.KnownPeers() {
 			if _, ok := n.m.Node(id); !ok {
 				t.Errorf("%s: no record of peer %d", n.name, id)
 			}
 		}
+	}
+}
+
+func step(w *world, n *testNode, from int, meta *van.Meta) {
+	if err := n.m.Step(w.now, from, meta); err != nil {
+		w.log("%s: dropped: %v", n.name, err)
+	}
+	w.take(n)
+}
+
+// lie changes one field, mostly to a value at the edge of what is right.
+func lie(in *input, m *van.Meta) {
+	edges := []int{-2, -1, 0, 1, 2, 6, 7, 8, 9, 10, 11, 12, 13, van.Empty - 1, van.Empty, van.Empty + 1}
+	edge := edges[in.pick(len(edges))]
+	var n *van.Node
+	if k := len(m.Control.Nodes); k > 0 {
+		n = &m.Control.Nodes[in.pick(k)]
+	}
+	switch field := in.pick(14); {
+	case field == 0:
+		m.Timestamp = int32(edge)
+	case field == 1:
+		m.Timestamp += int32(in.pick(5)) - 2
+	case field == 2:
+		m.Control.BarrierGroup = edge
+	case field == 3:
+		m.CustomerID = int32(edge)
+	case field == 4:
+		m.Key = uint64(edge)
+	case field == 5:
+		m.Request = !m.Request
+	case field == 6:
+		m.Body = append(m.Body, " 8"...)
+	case field == 7 && len(m.Body) > 0:
+		m.Body = m.Body[:in.pick(len(m.Body))]
+	case n == nil:
+		m.Control.Cmd = van.Command(in.pick(11))
+	case field == 8:
+		n.ID = edge
+	case field == 9:
+		n.Role = van.Role(in.pick(6) - 1)
+	case field == 10:
+		n.AuxID = edge
+	case field == 11:
+		n.Port = []int{0, 1, 65535, 65536}[in.pick(4)]
+	case field == 12:
+		n.IsRecovery = !n.IsRecovery
+	case field == 13:
+		m.Control.Nodes = m.Control.Nodes[:in.pick(len(m.Control.Nodes))]
 	}
 }
 

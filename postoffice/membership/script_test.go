@@ -15,7 +15,10 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-var update = flag.Bool("update", false, "rewrite the expected output of the scripts")
+var (
+	update = flag.Bool("update", false, "rewrite the expected output of the scripts, and what the stories are")
+	story  = flag.Int("story", -1, "show this story of TestStories")
+)
 
 // TestScripts runs testdata/*.txt. A script has one command a line, indented
 // lines below it with what it must print, and comments. Commands:
