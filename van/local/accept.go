@@ -159,7 +159,7 @@ func (a *acceptor) admit(c *net.UnixConn) (r reply, err error) {
 	}
 	if has := le.Uint32(b[12:]); has&hasDevice != 0 {
 		if l.dev, err = openPeerDevice(a.in, b[56:], l.name[:]); err == nil {
-			if d := a.self.device; has&hasSegments != 0 && d.sharer != nil && !d.noSegments.Load() {
+			if d := a.self.device; has&hasSegments != 0 && d.mapsSegments() {
 				l.dev.imports = newImports(d, c)
 			}
 		} else {

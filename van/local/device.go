@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -26,8 +28,22 @@ type device struct {
 	probe   backend.Mem // has the name in the van's token
 	exports backend.Export
 
-	shared     sync.Pool   // of *backend.Shared
-	noSegments atomic.Bool // a peer's memory of several allocations could not be mapped
+	shared     sync.Pool     // of *backend.Shared
+	noSegments atomic.Uint64 // until when new links go without, since a peer's memory of several allocations could not be mapped
+}
+
+// segmentsPause is how long links that are made go without memory of several allocations when
+// some could not be mapped: a try that fails ends a link. What was in the way, such as a limit,
+// may have gone later.
+const segmentsPause = time.Minute
+
+// mapsSegments tells whether a link that is made now may have them.
+func (d *device) mapsSegments() bool { return d.sharer != nil && clock.Now() >= d.noSegments.Load() }
+
+// segmentsFailed is told that one could not be mapped. It tells whether that is news.
+func (d *device) segmentsFailed() bool {
+	now := clock.Now()
+	return d.noSegments.Swap(now+uint64(segmentsPause)) <= now
 }
 
 // poolBytes bounds the device memory that the library keeps for received values. Those

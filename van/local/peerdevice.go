@@ -228,8 +228,8 @@ func (s *peerDevice) segment(id uint64, needed []span) (*mapping, error) {
 	}
 	mem, err := s.imports.get(id)
 	if err != nil {
-		if !errors.Is(err, van.ErrMalformed) && !s.d.noSegments.Swap(true) {
-			s.c.log.Warn("a peer's device memory of several allocations cannot be mapped; it comes through host memory from now on", "err", err)
+		if !errors.Is(err, van.ErrMalformed) && s.d.segmentsFailed() {
+			s.c.log.Warn("a peer's device memory of several allocations cannot be mapped; it comes through host memory over links made in the next minute", "err", err)
 		}
 		return nil, err
 	}

@@ -203,7 +203,7 @@ func TestSegmentsLost(t *testing.T) {
 }
 
 // TestSegmentsRefused: where the peer's device does not map such memory the link begins anew
-// without, and Send says so, for van/stage.
+// without, and Send says so, for van/stage. A link that is made later may have it again.
 func TestSegmentsRefused(t *testing.T) {
 	worker, server, wdev, sdev, mem := mappedPair(t, onePage)
 	sdev.RefuseSegments(errors.New("out of reach"))
@@ -217,6 +217,24 @@ func TestSegmentsRefused(t *testing.T) {
 	}
 	worker.must(value(wdev, 8, 3, pattern(3, 100)))
 	wantValue(t, server.next(), 3, sdev.Device(), pattern(3, 100))
+
+	sdev.RefuseSegments(nil)
+	again := func() {
+		t.Helper()
+		worker.Disconnect(8)
+		worker.connect(server)
+	}
+	again()
+	if err := worker.Send(valueIn(mem, 4, pattern(4, 10))); !errors.Is(err, backend.ErrNotExportable) {
+		t.Errorf("sent over a link made just then: %v", err)
+	}
+	if left := server.own.device.noSegments.Load() - clock.Now(); left > uint64(segmentsPause) || left < uint64(segmentsPause)/2 {
+		t.Errorf("%s until links may have such memory again, want nearly %s", time.Duration(left), segmentsPause)
+	}
+	server.own.device.noSegments.Store(clock.Now())
+	again()
+	worker.must(valueIn(mem, 5, pattern(5, 10)))
+	wantValue(t, server.next(), 5, sdev.Device(), pattern(5, 10))
 }
 
 // TestSegmentsNotAgreed: a peer whose backend does not map such memory is not offered any.

@@ -571,20 +571,12 @@ func (v *node) kill(fork bool) {
 	v.outbox = nil
 	n.note(v.name, map[bool]string{false: "killed", true: "killed; a child keeps its sockets"}[fork])
 	for _, c := range v.list() {
-		if c.to == nil || fork {
-			if c.to == nil {
-				c.giveUp()
-			}
-			continue
+		if c.to == nil {
+			c.giveUp()
 		}
-		c.state = leaving
-		c.fwd.send(&packet{fin: true})
 	}
 	if !fork {
-		if n.listeners[v.addr()] == v {
-			delete(n.listeners, v.addr())
-		}
-		n.hangUp(v)
+		v.closeSockets()
 	}
 }
 
@@ -593,20 +585,25 @@ func (v *node) bury() {
 	n := v.n
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if !v.ghost {
-		return
+	if v.ghost {
+		v.ghost = false
+		v.closeSockets()
 	}
-	v.ghost = false
+}
+
+// closeSockets does what happens when nobody has the sockets of a process any more. n.mu is
+// held.
+func (v *node) closeSockets() {
 	for _, c := range v.list() {
 		if c.to != nil {
 			c.state = leaving
 			c.fwd.send(&packet{fin: true})
 		}
 	}
-	if n.listeners[v.addr()] == v {
-		delete(n.listeners, v.addr())
+	if v.n.listeners[v.addr()] == v {
+		delete(v.n.listeners, v.addr())
 	}
-	n.hangUp(v)
+	v.n.hangUp(v)
 }
 
 // stop makes a process stand still.
