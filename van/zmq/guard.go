@@ -50,6 +50,10 @@ type incoming struct {
 	taken  int64    // bytes of the messages that came from it
 	held   int64    // bytes received that were not handed up
 	ended  bool     // by the guard; libzmq has not noticed yet
+
+	// libzmq has said that the connection of this descriptor has ended, and it is still open:
+	// it will be closed, or it is the next connection's already, and the event of that comes.
+	gone bool
 }
 
 // greeting is about how many bytes a connection carries before the first message.
@@ -120,10 +124,15 @@ func (g *guard) accepted(fd int) {
 		return // it has gone already
 	}
 	g.mu.Lock()
-	if in := g.conns[fd]; in != nil && in.cookie != cookie { // heard of late, see heard
+	in := g.conns[fd]
+	if in != nil && in.cookie != cookie { // heard of late, see heard
 		g.forget(fd, in)
 	}
-	g.at(fd).cookie = cookie
+	in = g.at(fd)
+	in.cookie = cookie
+	if in.gone = false; in.member != nil {
+		in.member.seen.Store(true)
+	}
 	g.mu.Unlock()
 	// EPOLLOUT, since the kernel drops an event when libzmq has read the bytes already,
 	// but not when the connection can be written to as well.
@@ -151,18 +160,31 @@ func (g *guard) at(fd int) *incoming {
 func (g *guard) gone(fd int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if in := g.conns[fd]; in != nil {
+	in := g.conns[fd]
+	if in == nil {
+		return
+	}
+	if cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil || cookie != in.cookie {
 		g.forget(fd, in)
+		return
+	}
+	g.leave(in)
+	in.gone = true
+}
+
+// leave takes in out of the account. g.mu is held.
+func (g *guard) leave(in *incoming) {
+	g.held -= in.held
+	in.held = 0
+	if in.member != nil {
+		in.member.seen.Store(false)
 	}
 }
 
 // forget forgets in, the connection of fd, which has ended. g.mu is held.
 func (g *guard) forget(fd int, in *incoming) {
 	delete(g.conns, fd)
-	g.held -= in.held
-	if in.member != nil {
-		in.member.seen.Store(false)
-	}
+	g.leave(in)
 }
 
 // heard is told of a message of size bytes from connection fd, which says that it is
@@ -190,12 +212,17 @@ func (g *guard) heard(fd int, size int64, name peerName, c *conn) {
 		in = g.at(fd)
 		in.cookie = cookie
 	}
+	if in.member == nil {
+		if info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO); err == nil && int64(info.Bytes_received) < in.taken+size {
+			return // nor has it carried so much
+		}
+	}
 	in.name = name
 	in.taken += size
 	less := min(in.held, size)
 	in.held -= less
 	g.held -= less
-	if c != nil {
+	if c != nil && !in.gone {
 		g.joins(fd, in, c)
 	}
 }
@@ -228,7 +255,7 @@ func (g *guard) known(c *conn) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for fd, in := range g.conns {
-		if in.name == name {
+		if in.name == name && !in.gone {
 			g.joins(fd, in, c)
 		}
 	}
@@ -282,7 +309,7 @@ func (g *guard) check(fd int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	in := g.conns[fd]
-	if in == nil || in.member != nil || in.cookie == 0 || in.ended {
+	if in == nil || in.member != nil || in.cookie == 0 || in.ended || in.gone {
 		return
 	}
 	cookie, err := unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE)

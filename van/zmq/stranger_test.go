@@ -148,8 +148,76 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 		t.Errorf("a late message of another makes the connection %+v's", in.name)
 	}
 	server.guard.mu.Unlock()
+	// The guard reads its events late: those of the connection that had this descriptor come
+	// when it is this one's.
+	server.guard.accepted(of)
+	server.guard.gone(of)
+	server.guard.known(c)
+	server.guard.accepted(of)
+	server.guard.check(of)
+	server.guard.mu.Lock()
+	if in := server.guard.conns[of]; in == nil || in.member != c || in.name != (peerName{9, 7}) || in.held != 0 || server.guard.held != 0 {
+		t.Errorf("after events of the connection before it: %+v, and strangers hold %d bytes", in, server.guard.held)
+	}
+	server.guard.mu.Unlock()
+	if !c.seen.Load() {
+		t.Error("the worker's connection does not count any more")
+	}
 	if n := server.Stats().Strangers; n != 0 {
 		t.Errorf("%d connections were ended as a stranger's, want none", n)
+	}
+}
+
+// TestMessageOfAnEarlierConnection: a message that is longer than all that a connection has
+// carried came over another one, which had the descriptor before.
+func TestMessageOfAnEarlierConnection(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	if err := server.Connect(t.Context(), 9, rec); err != nil {
+		t.Fatal(err)
+	}
+	c := (*server.peers.Load())[9]
+	dialRaw(t, server, "ps11.00000003")
+	g, of := server.guard, -1
+	until(t, "connection", func() bool {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		for of = range g.conns {
+		}
+		return of >= 0
+	})
+	g.heard(of, 100<<10, peerName{9, 7}, c)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if in := g.conns[of]; in == nil || in.member != nil || in.taken != 0 || c.seen.Load() {
+		t.Errorf("a message of 100 KiB makes a connection that has carried a greeting the worker's: %+v", in)
+	}
+}
+
+// TestGuardForgets: of a connection that has ended nothing stays in the account, also while its
+// descriptor is not closed yet.
+func TestGuardForgets(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	g, of := server.guard, -1
+	stranger := dialRaw(t, server, "")
+	_, _ = stranger.Write(frame(make([]byte, 64<<10), true))
+	until(t, "bytes of the stranger", func() bool {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		for fd, in := range g.conns {
+			if in.held >= 60<<10 {
+				of = fd
+			}
+		}
+		return of >= 0
+	})
+	g.gone(of)
+	g.check(of) // as when more had come
+	g.mu.Lock()
+	held := g.held
+	g.mu.Unlock()
+	if held != 0 {
+		t.Errorf("strangers hold %d bytes, want none", held)
 	}
 }
 
