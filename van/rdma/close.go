@@ -14,10 +14,17 @@ import (
 
 // This file owns the end of a van.
 
-// maxLinger is the longest that Close waits for messages to leave.
-const maxLinger = 5 * time.Second
+const (
+	// maxLinger is the longest that Close waits for messages to leave.
+	maxLinger = 5 * time.Second
 
-// Close ends everything; sent messages leave until ctx ends, at most maxLinger.
+	// apartTime is how long connections may take to end after that. It takes longer only when
+	// a function of the application, a Done or a handler, does not return.
+	apartTime = 3 * time.Second
+)
+
+// Close ends everything; sent messages leave until ctx ends, at most maxLinger. When a function of
+// the application does not return, it ends with an error, and the devices are closed when it has.
 func (v *rvan) Close(ctx context.Context) error {
 	v.engine.EndPoll(ctx)
 	v.mu.Lock()
@@ -36,27 +43,55 @@ func (v *rvan) Close(ctx context.Context) error {
 	}
 	linger, cancel := context.WithTimeout(ctx, maxLinger)
 	defer cancel()
-	var all sync.WaitGroup
-	for _, p := range peers {
-		all.Go(func() { p.end(linger) })
+	var listen error
+	apart := make(chan struct{})
+	go func() {
+		defer close(apart)
+		var all sync.WaitGroup
+		for _, p := range peers {
+			all.Go(func() { p.end(linger) })
+		}
+		all.Wait()
+		listen = v.listen.Destroy()
+		v.drainEvents()
+		v.mu.Lock()
+		ins := v.inbounds
+		v.inbounds = map[string]*inbound{}
+		v.mu.Unlock()
+		for _, in := range ins {
+			in.fail(van.ErrClosed)
+		}
+		v.wg.Wait()
+	}()
+	select {
+	case <-apart:
+	case <-linger.Done():
+		select {
+		case <-apart:
+		case <-time.After(apartTime):
+			go func() {
+				<-apart
+				if err := v.closeDevices(ctx); err != nil {
+					v.log.Warn("rdma: the devices were not closed in order", "err", err)
+				}
+			}()
+			return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Err: van.ErrTimeout, Limit: apartTime,
+				Detail: "connections do not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"}
+		}
 	}
-	all.Wait()
-	errs := []error{v.listen.Destroy()}
-	v.drainEvents()
-	v.mu.Lock()
-	ins := v.inbounds
-	v.inbounds = map[string]*inbound{}
-	v.mu.Unlock()
-	for _, in := range ins {
-		in.fail(van.ErrClosed)
-	}
-	v.wg.Wait()
+	return errors.Join(listen, v.closeDevices(ctx))
+}
+
+// closeDevices is the end of the devices and of the connection manager, which nobody uses
+// any more.
+func (v *rvan) closeDevices(ctx context.Context) error {
 	v.mu.Lock()
 	v.noMoreDevices = true
 	v.mu.Unlock()
 	devices := *v.devices.Load()
 	ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second) // ctx may have ended with the connections
 	defer cancel()
+	var errs []error
 	for _, d := range devices {
 		errs = append(errs, d.stop(ending))
 	}

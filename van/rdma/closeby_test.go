@@ -3,8 +3,10 @@ package rdma
 import (
 	"bytes"
 	"context"
+	"errors"
 	"runtime"
 	"runtime/debug"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -121,3 +123,69 @@ func (s *bellSource) Wake(engine.Sleeper) {
 }
 func (s *bellSource) Deliver(_ int, turn *engine.Turn) { s.deliver(turn) }
 func (s *bellSource) Discard(int)                      {}
+
+// TestCloseBesideADoneThatBlocks: a Done function that does not return keeps a Poll, and with it
+// what has been received, for itself. Close does not wait for it for ever, and says so.
+func TestCloseBesideADoneThatBlocks(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	p.until("connection", func() bool { return len(*p.worker.devices.Load()) > 0 })
+	inside, leave := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	var stop atomic.Bool
+	polled := make(chan struct{})
+	go func() {
+		defer close(polled)
+		for !stop.Load() {
+			p.worker.engine.Poll(stop.Load)
+		}
+	}()
+	sent := func() {
+		if bytes.Contains(debug.Stack(), []byte("Engine).Poll(")) {
+			once.Do(func() {
+				close(inside)
+				<-leave
+			})
+		}
+	}
+	for i := 0; ; i++ {
+		m := tensor(serverID, i, 1, true, true, make([]byte, 64<<10))
+		m.Done = doneFunc(sent)
+		if err := p.worker.Send(m); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-inside:
+		case m := <-p.atServer:
+			m.Release()
+			continue
+		case <-time.After(testTime):
+			t.Fatal("no message")
+		}
+		break
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	closed := make(chan error, 1)
+	go func() { closed <- p.worker.Close(ctx) }()
+	select {
+	case err := <-closed:
+		var e *van.Error
+		if !errors.As(err, &e) || !errors.Is(err, van.ErrTimeout) || e.Node != van.NodeName(workerID) || !strings.Contains(e.Detail, "Done") {
+			t.Errorf("Close: %v", err)
+		}
+	case <-time.After(testTime):
+		t.Error("Close waits for a Done function that does not return")
+	}
+	stop.Store(true)
+	close(leave)
+	<-polled
+	p.until("end of the devices", func() bool { // what is left then is the network's to find
+		select {
+		case <-p.worker.eventsEnded:
+			return true
+		default:
+			return false
+		}
+	})
+}
