@@ -66,3 +66,37 @@ func (n *Node) Incarnation() uint32 { return n.incarnation }
 
 // Epoch counts the processes that have had node id, as far as n knows.
 func (n *Node) Epoch(id int) uint32 { return n.processes.of(id).epoch }
+
+// Answer is an answer of node from to timestamp ts of c.
+func (c *Customer) Answer(from int, ts int32) error {
+	msg := &van.Message{}
+	msg.Reset()
+	msg.Sender, msg.Timestamp = from, ts
+	r := c.lookup(ts)
+	if r == nil {
+		return ErrLate
+	}
+	return r.answer(msg)
+}
+
+// ErrLate is what answers to requests get that are not in flight.
+var ErrLate = errLate
+
+// FailPeer fails the request of ts if node id owes an answer to it.
+func (c *Customer) FailPeer(id int, ts int32, cause error) {
+	if r := c.lookup(ts); r != nil {
+		r.failPeer(id, cause)
+	}
+}
+
+// InUse is what c counts as in flight.
+func (c *Customer) InUse() (timestamps, requests, places int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range *c.table.Load() {
+		if (*c.table.Load())[i].Load() != nil {
+			places++
+		}
+	}
+	return c.inUse, len(c.live), places
+}
