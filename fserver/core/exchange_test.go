@@ -10,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -41,20 +42,20 @@ func TestExchange(t *testing.T) {
 		}
 		it.Release()
 	}
-	vantest.Fails(t, x.Wait(time.Second, time.Second), ErrMisuse, "not started")
+	vantest.Fails(t, x.Wait(af.Complete, time.Second, time.Second), ErrMisuse, "not started")
 	for _, rows := range []int{AllRows, 2, 0} {
 		clear(out)
-		if _, err := x.Start(af.DefaultStream, rows); err != nil {
+		if _, err := x.Start(af.Complete, true, rows); err != nil {
 			t.Fatal(err)
 		}
-		if err := x.Wait(20*time.Second, time.Millisecond); err != ErrPending {
+		if err := x.Wait(af.Complete, 20*time.Second, time.Millisecond); err != ErrPending {
 			t.Errorf("before the answer: %v", err)
 		}
-		_, err = x.Start(af.DefaultStream, AllRows)
+		_, err = x.Start(af.Complete, true, AllRows)
 		vantest.Fails(t, err, af.ErrStarted)
 		answer(next())
 		for err = ErrPending; err == ErrPending; {
-			err = x.Wait(20*time.Second, 10*time.Millisecond)
+			err = x.Wait(af.Complete, 20*time.Second, 10*time.Millisecond)
 		}
 		want := []byte{1, 2, 3}
 		if rows >= 0 {
@@ -63,15 +64,15 @@ func TestExchange(t *testing.T) {
 		if err != nil || !bytes.Equal(out, want) {
 			t.Errorf("%d rows: %v, %v", rows, out, err)
 		}
-		vantest.Fails(t, x.Wait(time.Second, time.Second), ErrMisuse, "not started")
+		vantest.Fails(t, x.Wait(af.Complete, time.Second, time.Second), ErrMisuse, "not started")
 	}
-	if _, err := x.Start(af.DefaultStream, AllRows); err != nil {
+	if _, err := x.Start(af.Complete, true, AllRows); err != nil {
 		t.Fatal(err)
 	}
 	late := next()
-	vantest.Fails(t, x.Wait(time.Millisecond, time.Second), van.ErrTimeout, "server 0")
+	vantest.Fails(t, x.Wait(af.Complete, time.Millisecond, time.Second), van.ErrTimeout, "server 0")
 	answer(late)
-	h, err := x.Start(af.DefaultStream, AllRows) // also after an error
+	h, err := x.Start(af.Complete, true, AllRows) // also after an error
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,10 +81,10 @@ func TestExchange(t *testing.T) {
 	if err := worker.waitFor(h); err != nil {
 		t.Error(err)
 	}
-	if err := x.Wait(time.Second, time.Second); !errors.Is(err, postoffice.ErrUnknownHandler) {
+	if err := x.Wait(af.Complete, time.Second, time.Second); !errors.Is(err, postoffice.ErrUnknownHandler) {
 		t.Errorf("after a wait by the handler: %v", err)
 	}
-	_, err = x.Start(af.DefaultStream, AllRows)
+	_, err = x.Start(af.Complete, true, AllRows)
 	vantest.Fails(t, err, van.ErrClosed)
 }
 
@@ -110,8 +111,8 @@ func TestExchangeServers(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer x.Close()
-	if _, err = x.Start(af.DefaultStream, AllRows); err == nil {
-		err = x.Wait(20*time.Second, 20*time.Second)
+	if _, err = x.Start(af.Complete, true, AllRows); err == nil {
+		err = x.Wait(af.Complete, 20*time.Second, 20*time.Second)
 	}
 	if err != nil || out[0][0] != 2 || out[1][0] != 1 {
 		t.Errorf("%v, %v", out, err)
@@ -138,8 +139,8 @@ func TestTwoWait(t *testing.T) {
 			return func(slice time.Duration) error { return worker.Wait(int64(h), 20*time.Second, slice) }, err
 		}},
 		{"exchange", func() (func(time.Duration) error, error) {
-			_, err := x.Start(af.DefaultStream, AllRows)
-			return func(slice time.Duration) error { return x.Wait(20*time.Second, slice) }, err
+			_, err := x.Start(af.Complete, true, AllRows)
+			return func(slice time.Duration) error { return x.Wait(af.Complete, 20*time.Second, slice) }, err
 		}},
 	} {
 		for range 3 {
@@ -165,5 +166,97 @@ func TestTwoWait(t *testing.T) {
 				t.Errorf("%s: %v, got %v, want %v", c.name, err, out, in)
 			}
 		}
+	}
+}
+
+// TestExchangeInGraph: what is called while the stream is captured goes into the graph, the
+// rest is as always.
+func TestExchangeInGraph(t *testing.T) {
+	dev := vantest.NewDevice(0)
+	c := testcluster.Start(t, testcluster.Options{Backend: func(role string, _ int) backend.Backend {
+		return map[string]backend.Backend{"worker": dev}[role]
+	}})
+	t.Cleanup(func() {
+		if err := dev.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	worker, server := open2(t, c)
+	in, out := []byte{1, 2, 3}, make([]byte, 3)
+	x, err := worker.Prepare(nil, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, dev, in)}}, []af.KeyTensor{{Key: 1, Val: deviceTensor(t, dev, out)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer := func() {
+		t.Helper()
+		items, err := server.GetBatch(nil, 20*time.Second)
+		if err == nil {
+			err = server.Respond(af.DefaultStream, items[0].ID, items[0].Pushes())
+			items[0].Release()
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	settle := func() {
+		t.Helper()
+		end := make(chan struct{})
+		dev.Queue(4, func() { close(end) })
+		select {
+		case <-end:
+		case <-time.After(20 * time.Second):
+			t.Fatal("the stream waits for ever")
+		}
+	}
+	g := dev.Capture(4)
+	for _, captured := range []func() error{
+		func() error { _, err := x.Start(4, true, 2); return err },
+		func() error { return x.Wait(4, 20*time.Millisecond, time.Second) },
+	} {
+		if err := captured(); err != ErrCaptured {
+			t.Fatal(err)
+		}
+	}
+	g.End()
+	vantest.Fails(t, x.Wait(4, time.Second, time.Second), ErrMisuse, "not started")
+	g.Replay(4)
+	answer()
+	settle()
+	if err := x.Check(); err != nil || !bytes.Equal(out, []byte{1, 2, 0}) {
+		t.Errorf("a replay: %v, %v", out, err)
+	}
+	if _, err := x.Start(4, true, AllRows); err != nil {
+		t.Fatal(err)
+	}
+	g = dev.Capture(4)
+	_, err = x.Start(4, false, AllRows)
+	vantest.Fails(t, err, af.ErrStarted, "it is not of a graph")
+	g.End()
+	answer()
+	for err = ErrPending; err == ErrPending; {
+		err = x.Wait(4, 20*time.Second, time.Second)
+	}
+	if err != nil || !bytes.Equal(out, in) {
+		t.Errorf("beside a graph: %v, %v", out, err)
+	}
+	g = dev.Capture(4)
+	_, err1 := x.Start(4, false, AllRows)
+	err2 := x.Wait(4, 20*time.Millisecond, time.Second)
+	g.End()
+	if err1 != ErrCaptured || err2 != ErrCaptured {
+		t.Fatal(err1, err2)
+	}
+	for _, tell := range []func() error{
+		x.Check,
+		func() error { return x.Wait(4, time.Second, time.Second) },
+		func() error { _, err := x.Start(4, true, AllRows); return err },
+	} {
+		g.Replay(4)
+		settle() // nobody answers
+		vantest.Fails(t, tell(), van.ErrTimeout, "round", "server 0")
+	}
+	x.Close()
+	if err := x.Check(); err != nil {
+		t.Error(err)
 	}
 }

@@ -72,8 +72,8 @@ enum { SF_WRITE_FLAG, SF_WAIT_FLAG, SF_SEQ_ADD_ONE };
 // release, the batch that it begins to get.
 enum { SF_STREAM_WAIT, SF_STREAM_BLOCK, SF_STREAM_GET_BATCH };
 
-// Results of calls that wait in slices.
-enum { SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
+// Results of calls that wait in slices. SF_CAPTURED: the call has gone into a graph.
+enum { SF_CAPTURED = -2, SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
 
 // The number of objects that sf_drain has to give back. Only Go writes it.
 extern int32_t sf_dropped;

@@ -127,22 +127,34 @@
 	"it sends after the work queued so far on the current CUDA stream. If a server was\n" \
 	"replaced since the last round, this one goes to the process in its place.\n" \
 	"\n" \
-	"Raises Error (started already: wait() first; closed; stopped), ValueError (more rows than\n" \
+	"While the current CUDA stream is captured into a graph nothing is sent, and -1 is\n" \
+	"returned: each replay sends when the stream comes here. Tensors must be on the GPU.\n" \
+	"wait() is captured then, too, before the next start(). See docs/gpu.md.\n" \
+	"\n" \
+	"Raises what a round of a replayed graph has failed with, once, as wait(), check() and\n" \
+	"close() do; Error (started already: wait() first; closed; stopped), ValueError (more rows than\n" \
 	"a tensor has: names it)."
 #define DOC_EXCHANGE_WAIT \
 	"wait($self, /, timeout_ms=10000)\n--\n\n" \
 	"Wait until all servers have answered the round; then start() may be called again, also\n" \
 	"after an error.\n" \
 	"\n" \
-	"timeout_ms: limit in milliseconds, counted from start().\n" \
+	"timeout_ms: limit in milliseconds, counted from start(). Captured into a graph it is\n" \
+	"    for the rounds of all graphs from then on; the stream goes on after it.\n" \
 	"\n" \
 	"Raises TimeoutError, ConnectionError, KeyboardInterrupt (wait again) as wait() of the\n" \
 	"module does, Error (not started, stopped), ValueError (another thread waits; the round\n" \
 	"ended more than 4096 unwaited requests ago)."
+#define DOC_EXCHANGE_CHECK \
+	"check($self, /)\n--\n\n" \
+	"Raise, once, what rounds of replayed graphs have failed with: the first of them, with its\n" \
+	"number and the servers concerned. Does not wait: synchronise with the stream before.\n" \
+	"Also after close() and stop(), where a replayed graph finds nobody to ask."
 #define DOC_EXCHANGE_CLOSE \
 	"close($self, /)\n--\n\n" \
 	"Let go of the tensors, after the round under way if there is one. start() raises Error\n" \
-	"from then on. Dropping the exchange does the same."
+	"from then on, and replayed graphs do not start or wait for anything. Dropping the\n" \
+	"exchange does the same. Raises as check() does; it is closed then, too."
 
 #define DOC_WAIT \
 	"wait($module, /, handler, timeout_ms=10000)\n--\n\n" \

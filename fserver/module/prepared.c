@@ -14,7 +14,8 @@ static PyObject *exchange_class;
 typedef struct {
   PyObject_HEAD
   uint64_t at;    // what Go knows it by
-  int32_t device; // whose streams a start waits for, or -1
+  int32_t device; // on which tensors lie, or -1
+  int need_event;
   int takes_long; // to start
 } exchange_object;
 
@@ -47,7 +48,9 @@ PyObject *sf_py_prepare(PyObject *self, PyObject *args, PyObject *kw) {
     return NULL;
   }
   int rc = sf_prepare(r.push, (int)r.npush, r.pull, (int)r.npull, r.servers, (int)r.nservers, &at, &e);
-  int32_t device = request_device(&r);
+  int need_event = r.need_event;
+  int32_t device = tensor_gpu(r.push, r.npush);
+  if (device < 0) device = tensor_gpu(r.pull, r.npull);
   int takes_long = request_long(&r);
   request_free(&r);
   if (rc != SF_DONE) return sf_raise(&e);
@@ -59,6 +62,7 @@ PyObject *sf_py_prepare(PyObject *self, PyObject *args, PyObject *kw) {
   }
   x->at = at;
   x->device = device;
+  x->need_event = need_event;
   x->takes_long = takes_long;
   return (PyObject *)x;
 }
@@ -92,40 +96,52 @@ static PyObject *exchange_start(PyObject *o, PyObject *args, PyObject *kw) {
   }
   if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
   if (x->takes_long) {
-    Py_BEGIN_ALLOW_THREADS h = sf_exchange_start(x->at, rows, stream, &e);
+    Py_BEGIN_ALLOW_THREADS h = sf_exchange_start(x->at, rows, stream, x->need_event, &e);
     Py_END_ALLOW_THREADS
   } else {
-    h = sf_exchange_start(x->at, rows, stream, &e);
+    h = sf_exchange_start(x->at, rows, stream, x->need_event, &e);
   }
+  if (h == SF_CAPTURED) return PyLong_FromLong(-1);
   if (h < 0) return sf_raise(&e);
   return PyLong_FromLongLong(h);
 }
 
 static PyObject *exchange_wait(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"timeout_ms", NULL};
+  exchange_object *x = (exchange_object *)o;
   PyObject *timeout = NULL;
+  uint64_t stream = SF_COMPLETE;
   int64_t ms = 10000;
   if (!sf_by_position(args, kw, 0, 1, &timeout) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:wait", names, &timeout)) return NULL;
   if (sf_enter() < 0 || (timeout != NULL && sf_timeout_arg(timeout, &ms) < 0)) return NULL;
   if (ms < 0) ms = NO_LIMIT_MS;
+  if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
   for (;;) {
     sf_error e = {0, NULL};
     int rc;
-    Py_BEGIN_ALLOW_THREADS rc = sf_exchange_wait(((exchange_object *)o)->at, ms, SLICE_MS, &e);
+    Py_BEGIN_ALLOW_THREADS rc = sf_exchange_wait(x->at, stream, ms, SLICE_MS, &e);
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
-    if (rc == SF_DONE) break;
+    if (rc == SF_DONE || rc == SF_CAPTURED) break;
     if (PyErr_CheckSignals() < 0) return NULL;
   }
   sf_drain_dropped();
   Py_RETURN_NONE;
 }
 
-static PyObject *exchange_close(PyObject *o, PyObject *noargs) {
+// Raises what rounds of graphs have failed with.
+static PyObject *exchange_check(PyObject *o, PyObject *noargs) {
+  sf_error e = {0, NULL};
   (void)noargs;
+  if (sf_enter() < 0) return NULL;
+  if (sf_exchange_check(((exchange_object *)o)->at, &e) != SF_DONE) return sf_raise(&e);
+  Py_RETURN_NONE;
+}
+
+static PyObject *exchange_close(PyObject *o, PyObject *noargs) {
   if (sf_enter() < 0) return NULL;
   sf_exchange_close(((exchange_object *)o)->at);
   sf_drain_dropped();
-  Py_RETURN_NONE;
+  return exchange_check(o, noargs);
 }
 
 // Only prepare() makes one.
@@ -140,6 +156,7 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *kw) 
 static PyMethodDef exchange_methods[] = {
     {"start", (PyCFunction)(void (*)(void))exchange_start, METH_VARARGS | METH_KEYWORDS, DOC_EXCHANGE_START},
     {"wait", (PyCFunction)(void (*)(void))exchange_wait, METH_VARARGS | METH_KEYWORDS, DOC_EXCHANGE_WAIT},
+    {"check", exchange_check, METH_NOARGS, DOC_EXCHANGE_CHECK},
     {"close", exchange_close, METH_NOARGS, DOC_EXCHANGE_CLOSE},
     {NULL, NULL, 0, NULL},
 };

@@ -72,20 +72,39 @@ func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, 
 	return C.SF_DONE
 }
 
-// sf_exchange_start returns the handler of the call, or SF_FAILED.
+// sf_exchange_start returns the handler of the call, SF_CAPTURED or SF_FAILED. stream is
+// the current one, or SF_COMPLETE for tensors on the host.
 //
 //export sf_exchange_start
-func sf_exchange_start(at C.uint64_t, rows C.int64_t, stream C.uint64_t, e *C.sf_error) C.int64_t {
-	h, err := exchange(at).Start(af.Stream(stream), int(rows))
+func sf_exchange_start(at C.uint64_t, rows C.int64_t, stream C.uint64_t, event C.int, e *C.sf_error) C.int64_t {
+	h, err := exchange(at).Start(af.Stream(stream), event != 0, int(rows))
 	if err != nil {
-		return C.int64_t(fail(e, err))
+		return C.int64_t(unlessCaptured(e, err))
 	}
 	return C.int64_t(h)
 }
 
+// unlessCaptured is fail for calls that may go into a graph.
+func unlessCaptured(e *C.sf_error, err error) C.int {
+	if err == core.ErrCaptured {
+		return C.SF_CAPTURED
+	}
+	return fail(e, err)
+}
+
 //export sf_exchange_wait
-func sf_exchange_wait(at C.uint64_t, timeoutMs, sliceMs C.int64_t, e *C.sf_error) C.int {
-	if err := exchange(at).Wait(time.Duration(timeoutMs)*time.Millisecond, time.Duration(sliceMs)*time.Millisecond); err != nil {
+func sf_exchange_wait(at C.uint64_t, stream C.uint64_t, timeoutMs, sliceMs C.int64_t, e *C.sf_error) C.int {
+	if err := exchange(at).Wait(af.Stream(stream), time.Duration(timeoutMs)*time.Millisecond, time.Duration(sliceMs)*time.Millisecond); err != nil {
+		return unlessCaptured(e, err)
+	}
+	return C.SF_DONE
+}
+
+// sf_exchange_check tells what has failed of the rounds of graphs.
+//
+//export sf_exchange_check
+func sf_exchange_check(at C.uint64_t, e *C.sf_error) C.int {
+	if err := exchange(at).Check(); err != nil {
 		return fail(e, err)
 	}
 	return C.SF_DONE

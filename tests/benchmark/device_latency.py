@@ -3,7 +3,8 @@
 - floor: a copy from GPU to GPU each way with a word written behind it, by stepaf bench;
 - Go: push_pull and Wait, by stepaf bench, in turns with the floor;
 - Python: push_pull + wait with PyTorch's tensors, with need_event=True (the default)
-  and with need_event=False;
+  and with need_event=False; the same prepared (start + wait); and prepared in a CUDA graph
+  that is replayed, up to the end of the stream's work;
 - NCCL: send and recv of torch.distributed, up to the end of the stream's work. Its
   other end is never waited for by a CPU: there, all is queued in advance.
 
@@ -32,12 +33,13 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 KIB, MIB = 1 << 10, 1 << 20
 SMALL, ATTENTION, LARGE = (KIB, KIB), (917504, 1835008), (256 * MIB, 256 * MIB)
 
-EVENT, COMPLETE = "Python", "Python, need_event=False"
+EVENT, COMPLETE, PREPARED, GRAPH = "Python", "Python, need_event=False", "Python, prepared", "Python, in a CUDA graph"
 
 # What has to be at most so many times what. Those of Go are stepaf's.
 GOALS = {
-    SMALL: [(EVENT, "p50", "floor", 2.5), (EVENT, "p50", "NCCL", 0.65)],
-    ATTENTION: [(EVENT, "p50", "floor", 2), (EVENT, "p50", "NCCL", 0.7), (EVENT, "p99", "NCCL", 0.7)],
+    SMALL: [(EVENT, "p50", "floor", 2.5), (EVENT, "p50", "NCCL", 0.65), (PREPARED, "p50", "floor", 1.4)],
+    ATTENTION: [(EVENT, "p50", "floor", 2), (EVENT, "p50", "NCCL", 0.7), (EVENT, "p99", "NCCL", 0.7),
+                (PREPARED, "p50", "floor", 1.3), (PREPARED, "p50", "NCCL", 0.5), (PREPARED, "p99", "NCCL", 0.6)],
     LARGE: [(EVENT, "p50", "floor", 1.05)],
 }
 
@@ -221,8 +223,26 @@ def serve(f, device, sizes):
 
 
 def work(f, device, sizes):
-    def trip(payload, kind, push, pull, event):
-        f.wait(f.push_pull([push], [KEYS * payload + kind], [pull], [KEYS * payload + kind + 1], event))
+    exchanges, graphs = {}, {}
+
+    def trip(payload, kind, push, pull, how):
+        keys = [KEYS * payload + kind], [KEYS * payload + kind + 1]
+        if how in (EVENT, COMPLETE):
+            return f.wait(f.push_pull([push], keys[0], [pull], keys[1], how == EVENT))
+        at = payload, kind
+        if at not in exchanges:
+            exchanges[at] = f.prepare([push], keys[0], [pull], keys[1])
+        if how == GRAPH and at not in graphs:
+            graphs[at] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[at]):
+                exchanges[at].start()
+                exchanges[at].wait()
+        if how == GRAPH:
+            graphs[at].replay()
+            torch.cuda.current_stream().synchronize()
+            return exchanges[at].check()
+        exchanges[at].start()
+        return exchanges[at].wait()
 
     def tell(what):
         f.wait(f.push_pull([word], [KEYS * len(sizes) + what], [], []), 60000)
@@ -233,11 +253,11 @@ def work(f, device, sizes):
     trips = Trips(device, sizes, trip, f.get_nanosecond)
     for c in map(json.loads, sys.stdin):  # until the parent has enough
         if c["do"] == "block":
-            say(trips.block(c["payload"], c["count"], c["event"]))
+            say(trips.block(c["payload"], c["count"], c["how"]))
         else:
             tell(PROFILE)
             profile = Profile()
-            trips.timed(c["payload"], c["count"], True)
+            trips.timed(c["payload"], c["count"], EVENT)
             say(profile.stop())
             tell(REPORT)
     tell(END)
@@ -360,8 +380,8 @@ def measure(args, python, other, payload):
     times = collections.defaultdict(list)
     count = trips(args, size)
     for block in range(-1, args.blocks):  # one to warm up
-        for row, event in ((EVENT, True), (COMPLETE, False)):
-            python.tell(WORKER, do="block", payload=payload, count=count, event=event)
+        for row in own(args):
+            python.tell(WORKER, do="block", payload=payload, count=count, how=row)
             x = python.hear(WORKER)
             times[row] += x if block >= 0 else []
         for rank in (1, 0):
@@ -371,8 +391,13 @@ def measure(args, python, other, payload):
         times["NCCL"] += x if block >= 0 else []
     columns = ("p50", "p90", "p99", "max")
     rows = {"floor": {c: said[f"floor_{c}_us"] for c in columns}, "Go": {c: said[f"{c}_us"] for c in columns}}
-    rows.update((name, quantiles(times[name])) for name in (EVENT, COMPLETE, "NCCL"))
+    rows.update((name, quantiles(times[name])) for name in own(args) + ["NCCL"])
     return rows, said, len(times[EVENT])
+
+
+def own(args):
+    """The library's rows."""
+    return [EVENT, COMPLETE, PREPARED] + ([GRAPH] if args.device == "cuda" else [])
 
 
 def trips(args, size):
@@ -386,7 +411,7 @@ def compare(args, plain, expandable, payload):
     size, times = args.sizes[payload], collections.defaultdict(list)
     for block in range(-1, args.blocks):  # one to warm up
         for name, children in (("ordinary", plain), ("expandable", expandable)):
-            children.tell(WORKER, do="block", payload=payload, count=trips(args, size), event=True)
+            children.tell(WORKER, do="block", payload=payload, count=trips(args, size), how=EVENT)
             x = children.hear(WORKER)
             times[name] += x if block >= 0 else []
     rows = {name: quantiles(x) for name, x in times.items()}
@@ -423,7 +448,7 @@ def judge(size, rows, said):
 def kernels(args, python, payload):
     """(text, missed): what the GPUs do in push_pulls of one payload."""
     count = 100
-    python.tell(WORKER, do="block", payload=payload, count=count, event=True)
+    python.tell(WORKER, do="block", payload=payload, count=count, how=EVENT)
     python.hear(WORKER)
     python.tell(WORKER, do="kernels", payload=payload, count=count)
     for name, i in (("worker", WORKER), ("server", SERVER)):

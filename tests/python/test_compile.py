@@ -1,0 +1,97 @@
+"""torch.ops.stepaf: prepared exchanges inside torch.compile, without a break in its graph."""
+
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch.compile is PyTorch's")
+new = pytest.mark.skipif(not hasattr(torch.library, "register_fake"), reason="PyTorch %s is too old: fserver.ops needs 2.4" % torch.__version__)
+
+ROUNDS = 4
+
+
+def compiled_worker(n):
+    from fserver import ops
+
+    def buffers():
+        return torch.zeros(6, 8), torch.full((6, 8), -1.0)
+
+    (push, pull), (push2, pull2) = buffers(), buffers()
+    x, y = ops.prepare([push], [1], [pull], [2]), ops.prepare([push2], [3], [pull2], [4])
+
+    def layer(h):
+        push.copy_(h * 2)
+        x.start()
+        push2.copy_(h - 1)
+        y.start()
+        other = torch.sin(h)
+        x.wait()
+        push.copy_(h * 5)  # not before the wait
+        y.wait()
+        return pull + other, pull2 * 2, push + 1
+
+    def some(h):
+        push.copy_(h)
+        pull.fill_(7)
+        torch.ops.stepaf.start(x.number, [push], [pull], 2)
+        torch.ops.stepaf.wait(x.number, [push], [pull])
+        return pull * 1
+
+    found = torch._dynamo.explain(layer)(torch.ones(6, 8))
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found
+    for backend in n.args:
+        torch._dynamo.reset()
+        compiled, cut = torch.compile(layer, fullgraph=True, backend=backend), torch.compile(some, fullgraph=True, backend=backend)
+        for i in range(ROUNDS):
+            h = torch.arange(48.0).reshape(6, 8) + i
+            a, b, c = compiled(h)
+            assert torch.equal(a, h * 2 + 100 + torch.sin(h)), (backend, i)
+            assert torch.equal(b, (h + 99) * 2) and torch.equal(c, h * 5 + 1), (backend, i)
+            assert torch.equal(push, h * 5) and torch.equal(pull, h * 2 + 100) and torch.equal(pull2, h + 99), (backend, i)
+            r = cut(h)
+            assert torch.equal(r[:2], h[:2] + 100) and bool((r[2:] == 7).all()) and torch.equal(r, pull), (backend, i)
+    with n.raises(ValueError, "no exchange 999"):
+        torch.ops.stepaf.start(999, [push], [pull])
+    with n.raises(ValueError, "push tensor 0", "was prepared"):
+        torch.ops.stepaf.start(x.number, [push[:3]], [pull])
+    with n.raises((), "not started"):
+        x.wait()
+    x.check()
+    x.close()
+    with n.raises((), "closed"):
+        x.start()
+    n.f.wait(n.f.push_pull([torch.zeros(0)], [999], [], []))
+
+
+def adding_server(n):
+    while True:
+        for handler, (t,), keys in n.f.get_batch():
+            if keys == [999]:
+                n.f.respond([], handler)
+                return
+            n.f.respond([t + 100], handler)
+
+
+@new
+def test_compile(cluster):
+    backends = ["eager", "aot_eager"]
+    if shutil.which("g++") or shutil.which("clang++"):
+        backends.append("inductor")
+    c = cluster(lib="torch")
+    c.run(compiled_worker, adding_server, args=backends, timeout=240)
+
+
+@pytest.mark.skipif(hasattr(torch.library, "register_fake"), reason="this PyTorch has what fserver.ops needs")
+def test_too_old():
+    with pytest.raises(ImportError, match="needs PyTorch 2.4"):
+        import fserver.ops  # noqa: F401
+
+
+def test_lazy():
+    """fserver and fserver_lib do not bring torch.ops.stepaf along."""
+    import subprocess
+    import sys
+
+    code = "import sys, fserver_lib\nassert 'torch' not in sys.modules\nimport fserver\nassert 'fserver.ops' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
