@@ -77,8 +77,8 @@ def test_compile(cluster):
     backends = ["eager", "aot_eager"]
     if shutil.which("g++") or shutil.which("clang++"):
         backends.append("inductor")
-    c = cluster(lib="torch")
-    c.run(compiled_worker, adding_server, args=backends, timeout=240)
+    c = cluster(lib="torch", env={"STEPAF_START_TIMEOUT": "120"})  # its import takes long
+    c.run(compiled_worker, adding_server, args=backends, timeout=400)
 
 
 @pytest.mark.skipif(hasattr(torch.library, "register_fake"), reason="this PyTorch has what fserver.ops needs")

@@ -7,7 +7,8 @@ import harness
 import pytest
 
 torch = pytest.importorskip("torch", reason="the tests on GPUs use PyTorch")
-from test_gpu import on_gpu  # noqa: E402
+from harness import scheduler  # noqa: E402, F401
+from test_gpu import GPUS, on_gpu  # noqa: E402
 
 vans = pytest.mark.parametrize("ipc", ["0", "1"], ids=["zmq", "local"])
 ROWS, COLUMNS = 16, 1024
@@ -16,8 +17,18 @@ REPLAYS = 1000
 LIMIT = 20.0  # seconds in which a stream must go on
 
 
-def gpu_cluster(cluster, ipc="1", **options):
-    return cluster(lib="torch", env={"STEPMESH_BAKCEND": "GPU", "BYTEPS_ENABLE_IPC": ipc}, **options)
+def start(cluster, worker, server, ipc="1"):
+    """A worker on GPU 0, and a server on GPU 1 if there is one: two processes take turns on
+    one GPU. Returns the cluster and these two."""
+    c = cluster(lib="torch", env={"STEPMESH_BAKCEND": "GPU", "BYTEPS_ENABLE_IPC": ipc})
+    c.spawn("scheduler", scheduler)
+    other = min(GPUS - 1, 1)
+    return c, c.spawn("worker", worker), c.spawn("server", server, env={"STEPMESH_GPU": str(other), "DMLC_RANK_OFFSET": str(-other)})
+
+
+def run(cluster, worker, server, ipc="1", timeout=harness.LIMIT):
+    """What the worker returns."""
+    return start(cluster, worker, server, ipc)[0].finish(timeout)[0]
 
 
 def captured(step):
@@ -69,15 +80,14 @@ class Part:
         self.wrong.add_((self.pull != self.want).sum())
 
 
-def serve(n, rounds=None):
-    """Answers three times what comes, so many rounds or until an empty tensor comes."""
-    while rounds is None or rounds > 0:
-        for handler, tensors, _ in n.f.get_batch():
-            if tensors[0].numel() == 0:
+def serve(n):
+    """Answers three times what comes, until finish()."""
+    while True:
+        for handler, (t,), keys in n.f.get_batch():
+            if keys == [999]:
                 n.f.respond([], handler)
                 return
-            n.f.respond([tensors[0] * 3], handler, True)
-            rounds = rounds and rounds - 1
+            n.f.respond([t * 3], handler, True)
 
 
 def finish(n):
@@ -121,7 +131,7 @@ def replay_worker(n):
 @on_gpu
 @vans
 def test_replays(cluster, ipc):
-    took = gpu_cluster(cluster, ipc).run(replay_worker, serve, timeout=110)[0]
+    took = run(cluster, replay_worker, serve, ipc, timeout=110)
     print("%.1f us for each replay of %d exchanges" % (took, PARTS))
 
 
@@ -166,18 +176,9 @@ def streams_worker(n):
     finish(n)
 
 
-def streams_server(n):
-    while True:
-        for handler, (t,), keys in n.f.get_batch():
-            if keys == [999]:
-                n.f.respond([], handler)
-                return
-            n.f.respond([t * 3], handler, True)
-
-
 @on_gpu
 def test_streams_and_rows(cluster):
-    gpu_cluster(cluster).run(streams_worker, streams_server)
+    run(cluster, streams_worker, serve)
 
 
 # A time-out, misuse, and what comes after.
@@ -186,10 +187,11 @@ def late_worker(n):
     p = Part(n, 0)
     p.push.fill_(5)
 
-    def ask():
+    def ask(timeout_ms=300):
         p.x.start()
-        p.x.wait(300)
+        p.x.wait(timeout_ms)
 
+    ask(10000)  # the first one takes longer
     graph = captured(ask)
     graph.replay()
     settle()
@@ -211,6 +213,7 @@ def late_worker(n):
     with n.raises((), "round 3", "started already"):
         p.x.check()
     p.x.wait()
+    assert bool((p.pull == 15).all())
     p.x.check()
     with n.raises((), "not started"):
         p.x.wait()
@@ -219,12 +222,12 @@ def late_worker(n):
 
 def late_server(n):
     kept = []
-    for i in range(6):  # warm-up, late, in time, warm-up, one beside a replay
+    for i in range(7):  # two to warm up, late, in time, warm-up, one beside a replay, finish()
         for handler, tensors, keys in n.f.get_batch():
             if keys == [999]:
                 n.f.respond([], handler)
                 return
-            if i == 1:
+            if i == 2:
                 kept.append(handler)  # not answered
             else:
                 n.f.respond([tensors[0] * 3], handler, True)
@@ -232,7 +235,7 @@ def late_server(n):
 
 @on_gpu
 def test_late(cluster):
-    gpu_cluster(cluster).run(late_worker, late_server)
+    run(cluster, late_worker, late_server)
 
 
 # After close() and stop(): neither hangs, nor is memory used that is not there.
@@ -288,7 +291,7 @@ def after_worker(n):
 
 @on_gpu
 def test_after(cluster):
-    assert gpu_cluster(cluster).run(after_worker, serve)[0] == "done"
+    assert run(cluster, after_worker, serve) == "done"
 
 
 # A server that is killed while graphs are replayed.
@@ -330,8 +333,7 @@ def survivor(n):
 @on_gpu
 @vans
 def test_killed(cluster, ipc):
-    c = gpu_cluster(cluster, ipc)
-    (worker,), (server,) = c.start(survivor, serve)
+    _, worker, server = start(cluster, survivor, serve, ipc)
     assert worker.hear() == "replaying"
     time.sleep(0.3)
     server.kill()
