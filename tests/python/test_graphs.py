@@ -14,6 +14,7 @@ vans = pytest.mark.parametrize("ipc", ["0", "1"], ids=["zmq", "local"])
 ROWS, COLUMNS = 16, 1024
 PARTS = 3  # micro-batches in flight
 REPLAYS = 1000
+AHEAD = 5  # replays that are queued before the stream is waited for
 LIMIT = 20.0  # seconds in which a stream must go on
 
 
@@ -113,6 +114,8 @@ def replay_worker(n):
             for p in parts:
                 p.base.random_(-1 << 30, 1 << 29)
         graph.replay()
+        if i % AHEAD == AHEAD - 1:
+            settle()
         if i % 100 == 99:
             settle()
             p = parts[i // 100 % PARTS]
