@@ -117,17 +117,8 @@ func (o *options) set(i int, opt any) error {
 	return nil
 }
 
-func pushOptions(limit time.Duration, opts []PushOption) (options, error) {
-	o := options{limit: limit}
-	for i, opt := range opts {
-		if err := o.set(i, opt); err != nil {
-			return o, err
-		}
-	}
-	return o, nil
-}
-
-func pullOptions(limit time.Duration, opts []PullOption) (options, error) {
+// with returns the options of a Push or a Pull, whose type is Option.
+func with[Option any](limit time.Duration, opts []Option) (options, error) {
 	o := options{limit: limit}
 	for i, opt := range opts {
 		if err := o.set(i, opt); err != nil {

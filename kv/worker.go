@@ -79,7 +79,7 @@ func (w *Worker[V]) SimpleApp() *SimpleApp { return w.simple }
 // Arguments that make no sense are an error that wraps van.ErrInvalid; then
 // nothing was sent.
 func (w *Worker[V]) Push(keys []Key, vals []V, opts ...PushOption) (Call, error) {
-	o, err := pushOptions(w.o.Timeout, opts)
+	o, err := with(w.o.Timeout, opts)
 	if err == nil {
 		err = checkKeys(van.ErrInvalid, keys)
 	}
@@ -113,7 +113,7 @@ func (w *Worker[V]) Push(keys []Key, vals []V, opts ...PushOption) (Call, error)
 // Arguments that make no sense are an error that wraps van.ErrInvalid; then
 // nothing was sent.
 func (w *Worker[V]) Pull(keys []Key, vals *[]V, opts ...PullOption) (Call, error) {
-	o, err := pullOptions(w.o.Timeout, opts)
+	o, err := with(w.o.Timeout, opts)
 	switch {
 	case err != nil:
 	case vals == nil:
