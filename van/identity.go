@@ -15,6 +15,9 @@ type Identity struct {
 	// Settings are those that the scheduler compares; without Known nothing is said of
 	// them.
 	Settings Settings
+	// Bundles says that the node takes several messages of a node of this library in one
+	// of libzmq's, if it uses that.
+	Bundles bool
 	// Local belongs to the transport between processes of one host; nil is none. After
 	// ParseIdentity it shares the endpoint's memory.
 	Local []byte
@@ -29,7 +32,7 @@ type Settings struct {
 
 // Layout of an endpoint field.
 //
-//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   settings: 1 known, 2 resend
+//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   settings: 1 known, 2 resend; 256 bundles
 //	4  u32      version    12  u32  cluster       20  u8[]  local
 const (
 	identityMagic   = "SAFN"
@@ -38,6 +41,7 @@ const (
 
 	settingsKnown  = 1
 	settingsResend = 2
+	takesBundles   = 256 // unknown to versions that take none
 )
 
 // MaxLocalLen is how long Identity.Local may be, in bytes.
@@ -55,7 +59,11 @@ func (id *Identity) Encode() []byte {
 	b = le.AppendUint32(b, identityVersion)
 	b = le.AppendUint32(b, id.Incarnation)
 	b = le.AppendUint32(b, id.Cluster)
-	b = le.AppendUint32(b, id.Settings.flags())
+	f := id.Settings.flags()
+	if id.Bundles {
+		f |= takesBundles
+	}
+	b = le.AppendUint32(b, f)
 	return append(b, local...)
 }
 
@@ -77,9 +85,11 @@ func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
 		return id, false
 	}
 	id.Incarnation, id.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
-	if f := le.Uint32(endpoint[16:]); f&settingsKnown != 0 {
+	f := le.Uint32(endpoint[16:])
+	if f&settingsKnown != 0 {
 		id.Settings = Settings{Known: true, Resend: f&settingsResend != 0}
 	}
+	id.Bundles = f&takesBundles != 0
 	if len(endpoint) > identityLen {
 		id.Local = endpoint[identityLen:]
 	}

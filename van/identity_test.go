@@ -14,12 +14,14 @@ func TestIdentity(t *testing.T) {
 		{Incarnation: 3, Settings: van.Settings{Known: true}},
 		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true}},
 		{Incarnation: 3, Settings: van.Settings{Known: true}, Local: []byte("x")},
+		{Incarnation: 3, Bundles: true},
+		{Incarnation: 3, Settings: van.Settings{Known: true}, Bundles: true},
 		{Incarnation: 7, Cluster: 9, Local: []byte("shared memory")},
 		{Incarnation: 7, Local: bytes.Repeat([]byte{0xff}, van.MaxLocalLen)},
 	} {
 		b := id.Encode()
 		got, ok := van.ParseIdentity(b)
-		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || !bytes.Equal(got.Local, id.Local) {
+		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || got.Bundles != id.Bundles || !bytes.Equal(got.Local, id.Local) {
 			t.Errorf("%+v came back as %+v, %t", id, got, ok)
 		}
 		if len(b) > van.MaxEndpointName {
@@ -42,6 +44,10 @@ func TestIdentity(t *testing.T) {
 		if b := (&van.Identity{Incarnation: 1, Settings: tt.s}).Encode(); string(b[16:20]) != tt.want {
 			t.Errorf("%+v: bytes 16 to 19 are % x, want % x", tt.s, b[16:20], tt.want)
 		}
+	}
+	// A version that knows no bundles reads the settings and nothing else of the word.
+	if b := (&van.Identity{Incarnation: 1, Bundles: true}).Encode(); string(b[16:20]) != "\x00\x01\x00\x00" {
+		t.Errorf("bundles: bytes 16 to 19 are % x", b[16:20])
 	}
 	for what, b := range map[string][]byte{
 		"nothing":         nil,

@@ -1,6 +1,9 @@
 package zmq_test
 
 import (
+	"context"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -32,6 +35,12 @@ func TestConformance(t *testing.T) {
 			suite vantest.Suite
 		}{
 			{"plain", vantest.Suite{New: plain}},
+			{"bundles", vantest.Suite{New: natives(local)}},
+			{"bundles-resend", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
+				r := resend.New(natives(local)(t), resend.Options{})
+				r.Enable()
+				return r
+			}}},
 			{"drop0", vantest.Suite{MaxAllocs: -1, New: func(t testing.TB) van.Van {
 				d := drop.New(plain(t), 0, 1, nil)
 				d.Enable()
@@ -56,4 +65,50 @@ func TestConformance(t *testing.T) {
 			t.Run(transport+"/"+s.name, func(t *testing.T) { vantest.Run(t, s.suite) })
 		}
 	}
+}
+
+// native is a van whose peers know it for a node of this library that takes bundles.
+type native struct {
+	van.Van
+	incarnation uint32
+}
+
+var incarnations atomic.Uint32
+
+// natives makes such vans, which know each other.
+func natives(local bool) func(t testing.TB) van.Van {
+	return func(t testing.TB) van.Van {
+		cfg := env.Default()
+		cfg.Local = local
+		// libzmq 4.3.4 ends the process when a heartbeat is due on a connection whose peer
+		// has gone while libzmq had stopped to read it (its issue 4364).
+		cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 0, 0
+		n := &native{incarnation: incarnations.Add(1)}
+		v, err := zmq.New(van.Options{Config: cfg, Incarnation: n.incarnation})
+		if err != nil {
+			t.Fatal(err)
+		}
+		n.Van = v
+		return n
+	}
+}
+
+// records are those of all natives, by port.
+var records sync.Map
+
+func (n *native) Unwrap() van.Van { return n.Van }
+
+func (n *native) Bind(ctx context.Context, self van.Node) (int, error) {
+	port, err := n.Van.Bind(ctx, self)
+	if err == nil {
+		records.Store(port, (&van.Identity{Incarnation: n.incarnation, Bundles: true}).Encode())
+	}
+	return port, err
+}
+
+func (n *native) Connect(ctx context.Context, id int, peer van.Node) error {
+	if e, ok := records.Load(peer.Port); ok {
+		peer.Endpoint = e.([]byte)
+	}
+	return n.Van.Connect(ctx, id, peer)
 }

@@ -13,6 +13,8 @@ package zmq
 #cgo nocallback sa_pump
 #cgo noescape sa_recv
 #cgo nocallback sa_recv
+#cgo noescape sa_msg_share
+#cgo nocallback sa_msg_share
 */
 import "C"
 
@@ -27,6 +29,8 @@ import (
 	"time"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	zmq4 "github.com/pebbe/zmq4"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -37,21 +41,23 @@ import (
 // calls are reached directly, since the binding's copy every frame.
 
 // socket is a zmq4 socket that every goroutine may send on and one at a time may
-// receive from. A receiver without a message parks in Go's network poller on the
-// socket's descriptor and holds no thread, unless it has one of its own: then the
-// poller does not notice, and wakes no thread for, what comes while it looks by
-// itself.
+// receive from. A receiver without a message parks in Go's network poller and holds no
+// thread, unless it has one of its own. What the poller watches is an epoll instance,
+// which has the socket's descriptor only while the receiver sleeps: else the poller would
+// wake a thread for each message that is received by who looks.
 type socket struct {
 	z      *zmq4.Socket
 	c      *C.sa_sock
-	poll   *os.File // a duplicate of the socket's descriptor; nil: a thread sleeps
+	fd     int      // libzmq's
+	poll   *os.File // the epoll instance; nil: a thread sleeps
 	raw    syscall.RawConn
 	closed atomic.Bool
 	held   atomic.Bool // messages may wait for a flush
 	waits  atomic.Bool // messages may wait for a pump
 
-	arm   func() bool // what armed is to call; of who rests
-	armed func(uintptr) bool
+	arm           func() bool // what armed is to call; of who rests
+	armed         func(uintptr) bool
+	shown, hidden func(uintptr) // call show
 
 	use sync.RWMutex // held, for reading, by whoever is in a call with c; close waits for them
 }
@@ -93,24 +99,20 @@ func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 	if err != nil {
 		return nil, errors.Join(err, z.Close())
 	}
-	s := &socket{z: z}
-	s.armed = func(uintptr) bool {
+	s := &socket{z: z, fd: fd}
+	s.armed = func(ep uintptr) bool {
 		arm := s.arm
-		s.arm = nil // the second time the descriptor shows something
-		return arm == nil || arm()
+		if s.arm = nil; arm == nil { // the second time the descriptor shows something
+			return true
+		}
+		s.show(int(ep), true)
+		return arm()
 	}
+	s.shown = func(ep uintptr) { s.show(int(ep), true) }
+	s.hidden = func(ep uintptr) { s.show(int(ep), false) }
 	if !thread {
-		dup, err := syscall.Dup(fd)
-		if err != nil {
-			return nil, errors.Join(os.NewSyscallError("dup", err), z.Close())
-		}
-		syscall.CloseOnExec(dup)
-		if err := syscall.SetNonblock(dup, true); err != nil {
-			return nil, errors.Join(os.NewSyscallError("fcntl", err), syscall.Close(dup), z.Close())
-		}
-		s.poll = os.NewFile(uintptr(dup), "zmq")
-		if s.raw, err = s.poll.SyscallConn(); err != nil {
-			return nil, errors.Join(err, s.poll.Close(), z.Close())
+		if err := s.openPoll(); err != nil {
+			return nil, errors.Join(err, z.Close())
 		}
 	}
 	s.c = C.sa_sock_new(h, C.int(fd))
@@ -118,6 +120,35 @@ func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 		return nil, errors.Join(errors.New("zmq: out of memory or descriptors"), s.closePoll(), z.Close())
 	}
 	return s, nil
+}
+
+// openPoll makes what Go's network poller watches.
+func (s *socket) openPoll() error {
+	ep, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err != nil {
+		return os.NewSyscallError("epoll_create1", err)
+	}
+	err = os.NewSyscallError("fcntl", unix.SetNonblock(ep, true))
+	if err == nil {
+		err = os.NewSyscallError("epoll_ctl", unix.EpollCtl(ep, unix.EPOLL_CTL_ADD, s.fd, &unix.EpollEvent{Fd: int32(s.fd)}))
+	}
+	if err != nil {
+		return errors.Join(err, unix.Close(ep))
+	}
+	s.poll = os.NewFile(uintptr(ep), "zmq")
+	if s.raw, err = s.poll.SyscallConn(); err != nil {
+		return errors.Join(err, s.poll.Close())
+	}
+	return nil
+}
+
+// show makes ep show what s's descriptor shows, or nothing. The caller keeps s open.
+func (s *socket) show(ep int, on bool) {
+	e := unix.EpollEvent{Fd: int32(s.fd)}
+	if on {
+		e.Events = unix.EPOLLIN
+	}
+	_ = unix.EpollCtl(ep, unix.EPOLL_CTL_MOD, s.fd, &e) // it was added, and stays while s is open
 }
 
 func (s *socket) closePoll() error {
@@ -172,14 +203,10 @@ func (s *socket) wakeLocked() {
 
 // wait calls try until it returns true, sleeping in between until the socket may
 // have something. It returns false when the socket is stopped. try must be the
-// same function on every call of wait, so that nothing is allocated.
+// same function on every call of wait, so that nothing is allocated. It is for sockets
+// without a thread.
 func (s *socket) wait(try func(uintptr) bool) bool {
-	for s.poll == nil && !s.closed.Load() {
-		if try(0) {
-			return true
-		}
-		s.sleep()
-	}
+	_ = s.raw.Control(s.shown)
 	for !s.closed.Load() {
 		err := s.raw.Read(try)
 		switch {
@@ -214,6 +241,7 @@ func (s *socket) rest(arm func() bool) {
 		// Reset before the caller looks again: a wake that comes later stays visible.
 		_ = s.poll.SetReadDeadline(time.Time{})
 	}
+	_ = s.raw.Control(s.hidden)
 }
 
 // sleep blocks the calling thread until there may be a message, or wake is called.
@@ -255,6 +283,19 @@ func newFrames() *frames   { return (*frames)(C.sa_msg_new()) }
 func (f *frames) release() { C.sa_msg_close((*C.sa_msg)(f)) }
 func (f *frames) free()    { C.sa_msg_free((*C.sa_msg)(f)) }
 func (f *frames) len() int { return int(f.n) }
+
+// maxParts is the most frames that are kept of a received message.
+const maxParts = C.SA_MAX_PARTS
+
+// sizeOf is the length of frame i.
+func (f *frames) sizeOf(i int) int { return int(f.size[i]) }
+
+// share makes to, which is empty, a message that shares frame 1 with f, as its frame 0, and
+// has n frames of f's, from first, as its next ones. It returns to.
+func (f *frames) share(to *frames, first, n int) *frames {
+	C.sa_msg_share((*C.sa_msg)(to), (*C.sa_msg)(f), C.int(first), C.int(n))
+	return to
+}
 
 // excess is the number of frames beyond the most that a message may have.
 func (f *frames) excess() int { return int(f.extra) }
@@ -314,6 +355,15 @@ type route struct {
 	limit      int64    // of acct
 	urgent     bool     // ahead of data that waits
 	marks      bool     // the peer knows marks
+	bundles    bool     // the peer takes bundles
+}
+
+// lendFrom is the length from which a frame is lent to libzmq.
+func (to *route) lendFrom() int {
+	if to.bundles {
+		return bundleBelow
+	}
+	return van.CopyBelow
 }
 
 // send hands msg to the socket without blocking.
@@ -324,10 +374,11 @@ func (s *socket) send(to *route, meta []byte, msg *van.Message, l *lent) error {
 		lend C.int
 	}
 	lend, own, lentBytes := 0, int64(messageCost+len(meta)), int64(0)
+	from := to.lendFrom()
 	for i := range msg.Frames {
 		m := msg.Frame(i)
 		f[i].ptr, f[i].len = C.uintptr_t(uintptr(m.Ptr())), C.size_t(m.Len())
-		if m.Len() >= van.CopyBelow {
+		if m.Len() >= from {
 			f[i].lend = 1
 			lentBytes += int64(m.Len())
 			lend++
@@ -351,8 +402,11 @@ func (s *socket) send(to *route, meta []byte, msg *van.Message, l *lent) error {
 	if msg.More {
 		flags |= C.SA_MORE
 	}
-	if to.urgent {
+	switch {
+	case to.urgent:
 		flags |= C.SA_URGENT
+	case to.bundles:
+		flags |= C.SA_BUNDLE
 	}
 	var slot *C.sa_slot
 	if lend > 0 {
@@ -528,7 +582,7 @@ func (l *lent) lend(msg *van.Message, n int, to *route, bytes int64) *C.sa_slot 
 	}
 	l.mu.Unlock()
 	for i := range msg.Frames {
-		if m := msg.Frame(i); m.Len() >= van.CopyBelow {
+		if m := msg.Frame(i); m.Len() >= to.lendFrom() {
 			s.pin[i].hold(m)
 		}
 	}

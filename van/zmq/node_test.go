@@ -52,7 +52,7 @@ func newNode(t *testing.T, id int, incarnation uint32, recv van.Receiver, edit f
 		t.Fatal(err)
 	}
 	if incarnation != 0 {
-		n.self.Endpoint = (&van.Identity{Incarnation: incarnation}).Encode()
+		n.self.Endpoint = (&van.Identity{Incarnation: incarnation, Bundles: true}).Encode()
 	}
 	v.SetID(id)
 	if recv == nil {

@@ -150,7 +150,7 @@ func TestQuietNodeReleases(t *testing.T) {
 		once.Do(func() {
 			// As by a sender who has seen the sweeper awake: it is not roused.
 			l.idle.Store(false)
-			m := push(8, 1, make([]byte, 1000))
+			m := push(8, 1, make([]byte, 2*bundleBelow))
 			m.Done = &second
 			if err := worker.Send(m); err != nil {
 				t.Error(err)
@@ -160,7 +160,7 @@ func TestQuietNodeReleases(t *testing.T) {
 	}
 	testIdle.Store(&hook)
 	defer testIdle.Store(nil)
-	m := push(8, 0, make([]byte, 1000))
+	m := push(8, 0, make([]byte, 2*bundleBelow))
 	m.Done = &done
 	worker.must(t, m)
 	until(t, "first release", func() bool { return done.n.Load() == 1 })

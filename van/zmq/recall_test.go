@@ -2,6 +2,7 @@ package zmq
 
 import (
 	"bytes"
+	"fmt"
 	"math/rand/v2"
 	"net"
 	"slices"
@@ -74,67 +75,74 @@ func filled(n int, b byte) []byte { return bytes.Repeat([]byte{b}, n) }
 // has sent nothing, or a part, is seen by nobody; other requests arrive, also from the same
 // memory.
 func TestRecall(t *testing.T) {
-	for name, size := range map[string]int{"copied by libzmq's threads": 100, "small": 4 << 10, "large": 1 << 20} {
-		t.Run(name, func(t *testing.T) {
-			server := newNode(t, 8, 5, nil, nil)
-			worker, g := throughGate(t, server, 7)
-			worker.must(t, push(8, 0, filled(size, 1)))
-			server.next(t)
-			g.Lock()
-			const n = 60
-			vals := make([][]byte, n)
-			var done counter
-			for i := range n {
-				vals[i] = filled(size, byte(i))
-				m := push(8, 10+i, vals[i])
-				m.More, m.Done = i%7 == 3, &done
-				worker.must(t, m)
-			}
-			shared := push(8, 500, vals[n-1]) // another request, which is not given up
-			worker.must(t, shared)
-			worker.Recall(van.Requests{First: 10, Count: n / 2})
-			worker.Recall(van.Requests{First: 10 + n/2, Count: n/2 - 1})
-			worker.Recall(van.Requests{First: 500, Count: 1, Customer: 1}) // another customer's, and another application's
-			worker.Recall(van.Requests{First: 500, Count: 1, App: 1})
-			for i := range n - 1 {
-				copy(vals[i], filled(size, 0xff))
-			}
-			worker.must(t, push(8, 900, filled(size, 9)))
-			g.Unlock()
-			whole, came := 0, map[int32]bool{}
-			for last := int32(0); last != 900; {
-				m := server.next(t)
-				want := byte(m.Timestamp - 10)
-				switch last = m.Timestamp; last {
-				case 10 + n - 1, 500:
-					want = n - 1
-				case 900:
-					want = 9
-				}
-				if b := m.Vals.Host(); !bytes.Equal(b, filled(size, want)) {
-					t.Errorf("request %d came with other bytes than it was sent with: %x..., %x", m.Timestamp, b[:8], b[len(b)-1])
-				}
-				whole++
-				came[last] = true
-				m.Release()
-			}
-			if !came[10+n-1] || !came[500] {
-				t.Errorf("requests %d and 500 came: %t, %t; they were not given up", 10+n-1, came[10+n-1], came[500])
-			}
-			t.Logf("%d of %d requests came", whole, n+2)
-			until(t, "release of all", func() bool { return done.n.Load() == n })
-			until(t, "end of the list", func() bool {
-				worker.lent.mu.Lock()
-				defer worker.lent.mu.Unlock()
-				for _, s := range worker.lent.lent.buckets {
-					if s != nil {
-						return false
-					}
-				}
-				return true
-			})
-		})
+	for name, size := range map[string]int{"copied by libzmq's threads": 100, "small": bundleBelow, "large": 1 << 20} {
+		for _, bundles := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, bundles %t", name, bundles), func(t *testing.T) { testRecall(t, size, bundles) })
+		}
 	}
+}
+
+func testRecall(t *testing.T, size int, bundles bool) {
+	server := newNode(t, 8, 5, nil, nil)
+	if !bundles {
+		server.older()
+	}
+	worker, g := throughGate(t, server, 7)
+	worker.must(t, push(8, 0, filled(size, 1)))
+	server.next(t)
+	g.Lock()
+	const n = 60
+	vals := make([][]byte, n)
+	var done counter
+	for i := range n {
+		vals[i] = filled(size, byte(i))
+		m := push(8, 10+i, vals[i])
+		m.More, m.Done = i%7 == 3, &done
+		worker.must(t, m)
+	}
+	shared := push(8, 500, vals[n-1]) // another request, which is not given up
+	worker.must(t, shared)
+	worker.Recall(van.Requests{First: 10, Count: n / 2})
+	worker.Recall(van.Requests{First: 10 + n/2, Count: n/2 - 1})
+	worker.Recall(van.Requests{First: 500, Count: 1, Customer: 1}) // another customer's, and another application's
+	worker.Recall(van.Requests{First: 500, Count: 1, App: 1})
+	for i := range n - 1 {
+		copy(vals[i], filled(size, 0xff))
+	}
+	worker.must(t, push(8, 900, filled(size, 9)))
+	g.Unlock()
+	whole, came := 0, map[int32]bool{}
+	for last := int32(0); last != 900; {
+		m := server.next(t)
+		want := byte(m.Timestamp - 10)
+		switch last = m.Timestamp; last {
+		case 10 + n - 1, 500:
+			want = n - 1
+		case 900:
+			want = 9
+		}
+		if b := m.Vals.Host(); !bytes.Equal(b, filled(size, want)) {
+			t.Errorf("request %d came with other bytes than it was sent with: %x..., %x", m.Timestamp, b[:8], b[len(b)-1])
+		}
+		whole++
+		came[last] = true
+		m.Release()
+	}
+	if !came[10+n-1] || !came[500] {
+		t.Errorf("requests %d and 500 came: %t, %t; they were not given up", 10+n-1, came[10+n-1], came[500])
+	}
+	t.Logf("%d of %d requests came", whole, n+2)
+	until(t, "release of all", func() bool { return done.n.Load() == n })
+	until(t, "end of the list", func() bool {
+		worker.lent.mu.Lock()
+		defer worker.lent.mu.Unlock()
+		for _, s := range worker.lent.lent.buckets {
+			if s != nil {
+				return false
+			}
+		}
+		return true
+	})
 }
 
 // TestRecalls: what is lent is found under its timestamp, in whichever order it comes and

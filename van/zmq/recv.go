@@ -28,7 +28,8 @@ type receiver struct {
 	router  bool  // the socket is the ROUTER, else the DEALER of peer
 	peer    *conn // any goroutine reads it
 	next    *van.Message
-	came    bool         // next was received while the source was armed
+	came    bool // next was received while the source was armed
+	bundle  inbound
 	inHand  atomic.Int32 // messages that the loop has received and not delivered
 	failing logx.Sparse
 	lanes   *lanes
@@ -58,7 +59,10 @@ func (r *receiver) stop(ctx context.Context) error {
 		err = nil
 	}
 	// Nobody receives into next any more, also while a handler of the loop's runs.
-	err = errors.Join(err, r.feed.Free(ctx, func() { r.pool.Free(r.next) }))
+	err = errors.Join(err, r.feed.Free(ctx, func() {
+		r.bundle.drop(&r.pool)
+		r.pool.Free(r.next)
+	}))
 	r.pool.close()
 	return err
 }
@@ -74,19 +78,31 @@ func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, en
 			return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
 		}
 	}
+	if r.bundle.left > 0 {
+		return r.taken(r.unpack())
+	}
 	if !r.came && !r.recv(slice, false) {
 		return nil, nil, engine.Nothing
 	}
 	r.came = false
 	msg := r.next
-	switch r.accept(msg) {
-	case kept:
+	switch verdict := r.accept(msg); verdict {
+	case bundled:
 		r.next = r.pool.get()
-		return nil, nil, engine.Progress
+		return r.taken(r.unpack())
 	case nothing:
 		return nil, nil, engine.Progress
+	default:
+		r.next = r.pool.get()
+		return r.taken(msg, verdict)
 	}
-	r.next = r.pool.get()
+}
+
+// taken is the result of Take for a message that is no longer next.
+func (r *receiver) taken(msg *van.Message, verdict verdict) (*van.Message, *lane, engine.Found) {
+	if verdict != deliver {
+		return nil, nil, engine.Progress
+	}
 	return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
 }
 
@@ -107,8 +123,8 @@ func (r *receiver) recv(spin time.Duration, park bool) bool {
 
 // Arm implements engine.Source.
 func (r *receiver) Arm(engine.Sleeper) bool {
-	r.came = r.came || r.recv(0, true)
-	return r.came || r.router && r.v.early.n.Load() > 0
+	r.came = r.came || r.bundle.left == 0 && r.recv(0, true)
+	return r.came || r.bundle.left > 0 || r.router && r.v.early.n.Load() > 0
 }
 
 // Disarm implements engine.Source.
@@ -141,6 +157,7 @@ const (
 	nothing verdict = iota // there is nothing to deliver, and msg is empty
 	kept                   // msg has another owner now
 	deliver                // msg is to be delivered
+	bundled                // it is the bundle of what is to be taken next
 )
 
 // accept turns received frames into a message.
@@ -151,8 +168,14 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	probe := r.router && f.probe()
 	var err error
 	mark := byte(markSent)
-	if !probe {
-		mark, err = parse(msg, f, name.incarnation != 0)
+	native := name.incarnation != 0
+	several := native && isBundle(f)
+	switch {
+	case probe:
+	case several:
+		err = r.bundle.open(msg, name, now)
+	default:
+		mark, err = parse(msg, f, native)
 	}
 	member := c != nil && c.isOf(name)
 	if r.router && (!member || !c.seen.Load()) {
@@ -165,21 +188,60 @@ func (r *receiver) accept(msg *van.Message) verdict {
 	switch {
 	case err != nil:
 		r.v.malformed(err, f)
+	case several:
+		return bundled
 	case !msg.IsControl() && r.fenced(c, name):
-		r.v.fenced(name, f)
+		r.v.fenced(name)
 	case mark == markRecalled:
-		r.v.log.Debug("dropped a message that was given up while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
+		r.recalled(msg, name)
 	case probe, member && msg.Control.Cmd == van.Heartbeat && r.v.noticed(c, msg.Body):
 	default:
-		return r.take(msg, f, now, name, c, member)
+		size := f.dataLen(msg.Frames)
+		if verdict := r.take(msg, now, name, c, member, size, size); verdict != nothing {
+			return verdict
+		}
 	}
 	r.pool.clear(msg)
 	return nothing
 }
 
+// unpack takes the next message of the bundle. What makes no sense ends the bundle.
+func (r *receiver) unpack() (*van.Message, verdict) {
+	in := &r.bundle
+	msg, mark, size, err := in.take(r.next)
+	if msg == r.next {
+		r.next = r.pool.get()
+	}
+	name, c := in.name, r.connOf(in.name)
+	switch {
+	case err != nil:
+		r.v.malformedFrom(err, in.name)
+		in.drop(&r.pool)
+		if msg == nil {
+			return nil, nothing
+		}
+	case r.fenced(c, name):
+		r.v.fenced(name)
+	case mark == markRecalled:
+		r.recalled(msg, name)
+	default:
+		// Who keeps one message of several keeps what all of them have in common.
+		if verdict := r.take(msg, in.now, name, c, c != nil && c.isOf(name), size, max(size, in.size)); verdict != nothing {
+			return msg, verdict
+		}
+	}
+	r.pool.Free(msg)
+	return nil, nothing
+}
+
+// recalled says that a message was given up before it left.
+func (r *receiver) recalled(msg *van.Message, name peerName) {
+	r.v.log.Debug("dropped a message that was given up while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
+}
+
 // take takes a message of the node that calls itself name, for which c is the
-// connection, and which is a member.
-func (r *receiver) take(msg *van.Message, f *frames, now uint64, name peerName, c *conn, member bool) verdict {
+// connection, and which is a member. It has size bytes, and keeps as many in memory.
+func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size, keeps int) verdict {
 	msg.Sender = name.id
 	if msg.Request {
 		msg.RequestTrace.PostRecv = now
@@ -187,7 +249,6 @@ func (r *receiver) take(msg *van.Message, f *frames, now uint64, name peerName, 
 		msg.ResponseTrace.PostRecv = now
 	}
 	msg.Receiver = int(r.v.id.Load())
-	size := f.dataLen(msg.Frames)
 	r.v.stats.received(size)
 	kind := ofStranger
 	switch {
@@ -196,9 +257,8 @@ func (r *receiver) take(msg *van.Message, f *frames, now uint64, name peerName, 
 	case member:
 		kind = ofMember
 	}
-	f.setWeight(size+messageCost, kind)
+	(*frames)(msg.Native()).setWeight(keeps+messageCost, kind)
 	if !r.v.flow.arrived(msg) {
-		r.pool.clear(msg)
 		return nothing
 	}
 	msg.Adopt(&r.pool, msg.Native())
@@ -216,13 +276,18 @@ func (r *receiver) senderOf(f *frames) (peerName, *conn) {
 	if f.len() > 0 {
 		name = nameOf(f.bytes(0))
 	}
-	if !r.router {
-		return name, r.peer
+	return name, r.connOf(name)
+}
+
+// connOf finds the connection to the node that calls itself name.
+func (r *receiver) connOf(name peerName) *conn {
+	switch {
+	case !r.router:
+		return r.peer
+	case name.id == van.Empty:
+		return nil
 	}
-	if name.id == van.Empty {
-		return name, nil
-	}
-	return name, (*r.v.peers.Load())[name.id]
+	return (*r.v.peers.Load())[name.id]
 }
 
 // fenced tells whether data that calls itself name's is not to be heard: another process
@@ -291,11 +356,18 @@ func (v *zvan) malformed(err error, f *frames) {
 	v.log.Warn("dropped a malformed message", "err", err, "from", from, "frames", f.len(), "dropped so far", n)
 }
 
+// malformedFrom is malformed for a message of a bundle, and what follows it there.
+func (v *zvan) malformedFrom(err error, name peerName) {
+	if n := v.stats.malformed.Add(1); n&(n-1) == 0 {
+		v.log.Warn("dropped a malformed message in a bundle", "err", err, "from", routingID(name), "dropped so far", n)
+	}
+}
+
 // fenced counts and reports messages of processes that have been replaced, like
 // malformed.
-func (v *zvan) fenced(name peerName, f *frames) {
+func (v *zvan) fenced(name peerName) {
 	if n := v.stats.stale.Add(1); n&(n-1) == 0 {
-		v.log.Warn("dropped a message of a process that was replaced", "from", strconv.QuoteToASCII(string(f.bytes(0))), "as", van.NodeName(name.id), "dropped so far", n)
+		v.log.Warn("dropped a message of a process that was replaced", "from", routingID(name), "as", van.NodeName(name.id), "dropped so far", n)
 	}
 }
 

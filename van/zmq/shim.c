@@ -23,7 +23,30 @@ sa_sock *sa_sock_new(void *soc, int fd) {
   return s;
 }
 
+// Runs on a thread of libzmq like release.
+static void release_head(void *data, void *hint) {
+  (void)data;
+  sa_head *h = hint;
+  __atomic_sub_fetch(&h->acct->unsent, h->own, __ATOMIC_RELAXED);
+  free(h);
+}
+
+// Makes the first frame of a bundle that is complete. Returns 0 or -ENOMEM, with all parts
+// closed.
+static int seal(sa_held *h) {
+  if (h->head == NULL) return 0;
+  sa_head *head = h->head;
+  h->head = NULL;
+  memcpy(head->bytes, &h->count, sizeof h->count);
+  if (zmq_msg_init_data(&h->part[h->names], head->bytes, h->len, release_head, head) == 0) return 0;
+  release_head(NULL, head);
+  for (int i = 0; i < h->n; i++)
+    if (i != h->names) zmq_msg_close(&h->part[i]);
+  return -ENOMEM;
+}
+
 static void close_held(sa_held *h) {
+  if (seal(h) != 0) return;
   for (int i = 0; i < h->n; i++) zmq_msg_close(&h->part[i]);
 }
 
@@ -50,6 +73,22 @@ void sa_msg_close(sa_msg *m) {
 void sa_msg_free(sa_msg *m) {
   sa_msg_close(m);
   free(m);
+}
+
+static void know(sa_msg *m, int i) {
+  m->data[i] = zmq_msg_data(&m->part[i]);
+  m->size[i] = zmq_msg_size(&m->part[i]);
+}
+
+void sa_msg_share(sa_msg *to, sa_msg *from, int first, int n) {
+  zmq_msg_init(&to->part[0]);
+  zmq_msg_copy(&to->part[0], &from->part[1]);
+  know(to, 0);
+  for (to->n = 1; to->n <= n; to->n++) {
+    zmq_msg_init(&to->part[to->n]);
+    zmq_msg_move(&to->part[to->n], &from->part[first + to->n - 1]);
+    know(to, to->n);
+  }
 }
 
 int sa_msg_fd(sa_msg *m) { return m->n > 0 ? zmq_msg_get(&m->part[m->n - 1], ZMQ_SRCFD) : -1; }
@@ -134,29 +173,13 @@ static void release(void *data, void *hint) {
   }
 }
 
-// The meta of a message to send. It is the one part that every message has once, so
-// that letting it go tells that the message has left.
-typedef struct {
-  sa_acct *acct;
-  int64_t own;
-  char meta[];
-} sa_head;
-
-// Runs on a thread of libzmq like release.
-static void release_head(void *data, void *hint) {
-  (void)data;
-  sa_head *h = hint;
-  __atomic_sub_fetch(&h->acct->unsent, h->own, __ATOMIC_RELAXED);
-  free(h);
-}
-
 static int head_part(zmq_msg_t *p, const void *meta, size_t n, sa_acct *acct, int64_t own) {
   sa_head *h = malloc(sizeof *h + n);
   if (h == NULL) return -1;
   h->acct = acct;
   h->own = own;
-  memcpy(h->meta, meta, n);
-  if (zmq_msg_init_data(p, h->meta, n, release_head, h) == 0) return 0;
+  memcpy(h->bytes, meta, n);
+  if (zmq_msg_init_data(p, h->bytes, n, release_head, h) == 0) return 0;
   free(h);
   return -1;
 }
@@ -199,6 +222,7 @@ static void move_parts(sa_held *h, zmq_msg_t *part, int n, int64_t bytes) {
   }
   h->bytes = bytes;
   h->next = NULL;
+  h->head = NULL;
 }
 
 // Sends a message or lets it wait. Returns like send_parts.
@@ -233,14 +257,21 @@ static void pump(sa_sock *s, int force) {
 
 // Sends what is held. A message that is refused is lost, as it would be had it
 // been sent a moment before its peer went, and its memory is let go like that of one
-// that has left.
-static void send_held(sa_sock *s) {
+// that has left. But for mine, which is held and may be NULL, it returns like send_parts,
+// and marks slot when it is refused.
+static int send_held(sa_sock *s, sa_held *mine, sa_slot *slot) {
+  int result = 0;
   for (int i = 0; i < s->nheld; i++) {
     sa_held *h = &s->held[i];
+    sa_slot *told = h == mine ? slot : NULL;
     s->queued -= h->bytes;
-    pass(s, h->part, h->n, NULL, h->bytes);
+    int rc = seal(h);
+    if (rc != 0 && told != NULL) told->failed = 1;
+    if (rc == 0) rc = pass(s, h->part, h->n, told, h->bytes);
+    if (h == mine) result = rc;
   }
   s->nheld = 0;
+  return result;
 }
 
 // Sending may have taken the signal that would have woken the receiver.
@@ -256,7 +287,7 @@ int sa_flush(sa_sock *s) {
   int rc = 0;
   pthread_mutex_lock(&s->mu);
   if (s->nheld > 0) {
-    send_held(s);
+    send_held(s, NULL, NULL);
     rc = bits(s);
   }
   pthread_mutex_unlock(&s->mu);
@@ -266,7 +297,7 @@ int sa_flush(sa_sock *s) {
 int sa_pump(sa_sock *s, int force) {
   int rc = 0;
   pthread_mutex_lock(&s->mu);
-  if (force) send_held(s);
+  if (force) send_held(s, NULL, NULL);
   if (s->first != NULL) {
     pump(s, force);
     rc = bits(s);
@@ -281,6 +312,134 @@ void sa_hold(sa_sock *s, int on) {
   pthread_mutex_unlock(&s->mu);
 }
 
+// A message for a bundle: what lies in frames of libzmq's, and what is copied.
+typedef struct {
+  const char *dest, *self;
+  int destlen, selflen;
+  const void *meta;
+  size_t metalen;
+  int nframes;
+  const sa_frame *frame;
+  zmq_msg_t part[SA_BUNDLE_OUTSIDE];
+  int n;
+  uint32_t mark; // 1: the last of part is one
+  size_t len;    // in the first frame
+  sa_acct *acct;
+  int64_t own, bytes;
+} item;
+
+// The layout of bundle.go.
+#define BUNDLE_HEAD 8
+#define RECORD_HEAD 24
+#define OUTSIDE (1u << 31)
+static const char bundle_magic[4] = {'S', 'A', 'F', '\xff'};
+
+static size_t padded(size_t n) { return (n + 7) & ~(size_t)7; }
+
+// Whether it has room in h, and h is for the same peer.
+static int fits(const sa_held *h, const item *it) {
+  return h->count < SA_BUNDLE_MESSAGES && h->len + it->len <= SA_BUNDLE_ROOM &&
+         h->n - h->names - 1 + it->n <= SA_BUNDLE_OUTSIDE && h->names == (it->destlen > 0 ? 2 : 0) &&
+         (h->names == 0 || (zmq_msg_size((zmq_msg_t *)&h->part[0]) == (size_t)it->destlen &&
+                            memcmp(zmq_msg_data((zmq_msg_t *)&h->part[0]), it->dest, (size_t)it->destlen) == 0));
+}
+
+// Begins a bundle. Returns NULL when memory is short.
+static sa_held *open_bundle(sa_sock *s, const item *it) {
+  size_t room = BUNDLE_HEAD + it->len < SA_BUNDLE_ROOM / 4 ? SA_BUNDLE_ROOM / 4 : BUNDLE_HEAD + it->len;
+  if (s->nheld == SA_MAX_HELD) send_held(s, NULL, NULL);
+  sa_held *h = &s->held[s->nheld];
+  h->head = malloc(sizeof *h->head + room);
+  if (h->head == NULL) return NULL;
+  h->head->acct = it->acct;
+  h->head->own = 0;
+  memset(h->head->bytes, 0, 4);
+  memcpy(h->head->bytes + 4, bundle_magic, sizeof bundle_magic);
+  h->names = h->n = h->count = 0;
+  h->len = BUNDLE_HEAD;
+  h->room = room;
+  h->bytes = 0;
+  h->next = NULL;
+  if (it->destlen > 0) {
+    if (copy_part(&h->part[0], it->dest, (size_t)it->destlen) != 0) goto nomem;
+    if (copy_part(&h->part[1], it->self, (size_t)it->selflen) != 0) {
+      zmq_msg_close(&h->part[0]);
+      goto nomem;
+    }
+    h->names = 2;
+  }
+  h->n = h->names + 1;
+  s->nheld++;
+  return h;
+
+nomem:
+  free(h->head);
+  h->head = NULL;
+  return NULL;
+}
+
+static char *put(char *at, const void *data, size_t n) {
+  if (n > 0) memcpy(at, data, n);
+  memset(at + n, 0, padded(n) - n);
+  return at + padded(n);
+}
+
+// Finds or makes the bundle for it, and puts it there. Returns NULL when memory is short.
+static sa_held *bundle(sa_sock *s, item *it) {
+  sa_held *h = NULL;
+  for (int i = s->nheld - 1; i >= 0 && h == NULL; i--) {
+    sa_held *x = &s->held[i];
+    if (x->head == NULL || x->head->acct != it->acct) continue;
+    if (!fits(x, it)) break;
+    h = x;
+  }
+  if (h == NULL) h = open_bundle(s, it);
+  if (h == NULL) return NULL;
+  if (h->len + it->len > h->room) {
+    size_t room = 2 * h->room > h->len + it->len ? 2 * h->room : h->len + it->len;
+    sa_head *more = realloc(h->head, sizeof *more + room);
+    if (more == NULL) return NULL;
+    h->head = more;
+    h->room = room;
+  }
+  uint32_t head[RECORD_HEAD / 4] = {(uint32_t)it->metalen, (uint32_t)it->nframes, 0, 0, 0, it->mark};
+  for (int i = 0; i < it->nframes; i++) head[2 + i] = (uint32_t)it->frame[i].len | (it->frame[i].lend ? OUTSIDE : 0);
+  char *at = put(h->head->bytes + h->len, head, sizeof head);
+  at = put(at, it->meta, it->metalen);
+  for (int i = 0; i < it->nframes; i++)
+    if (!it->frame[i].lend) at = put(at, it->frame[i].ptr, it->frame[i].len);
+  h->len += it->len;
+  h->count++;
+  h->head->own += it->own;
+  h->bytes += it->bytes;
+  s->queued += it->bytes;
+  for (int i = 0; i < it->n; i++, h->n++) {
+    zmq_msg_init(&h->part[h->n]);
+    zmq_msg_move(&h->part[h->n], &it->part[i]);
+  }
+  return h;
+}
+
+// Sends it like sa_send.
+static int send_bundle(sa_sock *s, item *it, sa_slot *slot, int flags) {
+  int rc = 0;
+  pthread_mutex_lock(&s->mu);
+  sa_held *h = bundle(s, it);
+  if (h == NULL) {
+    rc = -ENOMEM;
+  } else if (!(flags & SA_MORE)) {
+    if (s->first != NULL) pump(s, 0);
+    rc = send_held(s, h, slot);
+    if (rc == 0) rc = bits(s);
+  }
+  pthread_mutex_unlock(&s->mu);
+  if (h != NULL) return rc;
+  __atomic_sub_fetch(&it->acct->unsent, it->own, __ATOMIC_RELAXED);
+  if (slot != NULL) slot->failed = 1;
+  for (int i = 0; i < it->n; i++) zmq_msg_close(&it->part[i]);
+  return rc;
+}
+
 int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int selflen, const void *meta, size_t metalen,
             int nframes, uintptr_t p0, size_t n0, int lend0, uintptr_t p1, size_t n1, int lend1, uintptr_t p2,
             size_t n2, int lend2, sa_slot *slot, sa_acct *acct, int64_t own, int flags) {
@@ -289,6 +448,25 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
   int n = 0, next = 0, rc = 0, unmarked = flags & SA_MARK;
   int64_t bytes = own + (slot != NULL ? slot->bytes : 0), unheaded = own;
 
+  if (flags & SA_BUNDLE) {
+    item it = {.dest = dest, .destlen = destlen, .self = self, .selflen = selflen, .meta = meta, .metalen = metalen,
+               .nframes = nframes, .frame = frame, .acct = acct, .own = own, .bytes = bytes};
+    it.len = RECORD_HEAD + padded(metalen);
+    for (; next < nframes; next++) {
+      sa_frame *f = &frame[next];
+      if (!f->lend) it.len += padded(f->len);
+      else if (zmq_msg_init_data(&it.part[it.n], f->ptr, f->len, release, slot) == 0) it.n++;
+      else break;
+    }
+    if (next == nframes && unmarked && zmq_msg_init_data(&it.part[it.n], &slot->mark, 1, release, slot) == 0) {
+      unmarked = 0;
+      it.mark = 1;
+      it.n++;
+    }
+    if (next == nframes && !unmarked) return send_bundle(s, &it, slot, flags);
+    for (int i = 0; i < it.n; i++) zmq_msg_close(&it.part[i]);
+    goto nomem;
+  }
   if (destlen > 0) {
     if (copy_part(&part[n], dest, (size_t)destlen) != 0) goto nomem;
     n++;
@@ -315,7 +493,7 @@ int sa_send(sa_sock *s, const char *dest, int destlen, const char *self, int sel
     s->queued += bytes;
   } else {
     if (s->first != NULL) pump(s, 0);
-    send_held(s);
+    send_held(s, NULL, NULL);
     rc = flags & SA_URGENT ? send_parts(s, part, n, slot) : pass(s, part, n, slot, bytes);
     if (rc == 0) rc = bits(s);
   }

@@ -15,14 +15,28 @@
 
 // Frames of the largest message to send: destination and sender, meta, data, mark.
 #define SA_MAX_SEND (SA_MAX_DATA + 4)
-// Messages that a socket holds back for more to come.
+// Messages that a socket holds back for more to come, or bundles of them.
 #define SA_MAX_HELD 16
+
+// Bundles, see bundle.go: messages of one, frames of libzmq's beside its first, and bytes
+// of the first if there are several messages.
+#define SA_BUNDLE_MESSAGES 16
+#define SA_BUNDLE_OUTSIDE (SA_MAX_DATA + 1)
+#define SA_BUNDLE_ROOM 16384
 
 // What one peer has not taken yet, in bytes. libzmq's threads take off what they let
 // go, also after the socket was closed.
 typedef struct {
   int64_t unsent;
 } sa_acct;
+
+// The first bytes of a message to send: its meta, or all of a bundle that is copied. Every
+// message has one, so that letting it go tells that the message has left.
+typedef struct {
+  sa_acct *acct;
+  int64_t own;
+  char bytes[];
+} sa_head;
 
 // A message that waits for the next one, so that both leave together, or for the
 // socket to send again.
@@ -31,6 +45,12 @@ typedef struct sa_held {
   int n;
   int64_t bytes;
   struct sa_held *next;
+
+  // A bundle that is being put together. part[names] is made of head when it leaves.
+  sa_head *head; // NULL: none
+  int names;     // parts before it: 0, or destination and sender
+  uint32_t count;
+  size_t len, room; // of head->bytes
 } sa_held;
 
 // A socket and the lock that makes it usable from every thread. waiting is set
@@ -97,6 +117,11 @@ sa_msg *sa_msg_new(void);
 void sa_msg_close(sa_msg *m);
 void sa_msg_free(sa_msg *m);
 
+// Makes to, which is empty, one message of a bundle: its first part is from's part 1, which
+// both have then, and the next ones are n parts of from's, from part first, which from has
+// no longer.
+void sa_msg_share(sa_msg *to, sa_msg *from, int first, int n);
+
 // Returns the descriptor of the connection that m came from, or -1.
 int sa_msg_fd(sa_msg *m);
 
@@ -115,6 +140,8 @@ void sa_wake(sa_sock *s);
 #define SA_URGENT 2
 // With slot's mark as the last frame, which slot's refs counts, too.
 #define SA_MARK 4
+// As one of a bundle. No frame that is not lent may be longer than SA_BUNDLE_ROOM / 2.
+#define SA_BUNDLE 8
 
 // What sa_send, sa_flush and sa_pump return besides -errno: the sleeping receiver of s
 // must be woken; something waits for sa_pump.

@@ -89,6 +89,7 @@ type conn struct {
 	before      uint32        // of the process that it has replaced
 	admitted    atomic.Bool   // this node knows it as the peer
 	named       bool          // it knows which process this is
+	bundles     bool          // it takes bundles, see bundle.go
 	seen        atomic.Bool   // it has a connection to this node's ROUTER
 	holding     sync.Mutex    // of changes of holdUntil, and with it of what the socket does
 	holdUntil   atomic.Uint64 // the peer has asked for no data until then; 0: it has not
@@ -322,7 +323,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
 	}
 	c := &conn{addr: peer.Addr()}
-	c.incarnation = v.peerIncarnation(&peer)
+	c.incarnation, c.bundles = v.peerIdentity(&peer)
 	c.admitted.Store(true)
 	old := (*v.peers.Load())[id]
 	if old != nil {
@@ -391,12 +392,13 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	return nil
 }
 
-// peerIncarnation is which process peer is, if this node and it can tell such things.
-func (v *zvan) peerIncarnation(peer *van.Node) uint32 {
+// peerIdentity is which process peer is, if this node and it can tell such things, and
+// whether it takes bundles.
+func (v *zvan) peerIdentity(peer *van.Node) (incarnation uint32, bundles bool) {
 	if identity, ok := peer.Identity(); ok && v.incarnation != 0 {
-		return identity.Incarnation
+		return identity.Incarnation, identity.Bundles
 	}
-	return 0
+	return 0, false
 }
 
 // tuneNative sets what a connection to another node of this library has besides.
@@ -541,6 +543,7 @@ func (v *zvan) send(msg *van.Message, c *conn) error {
 	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
 		sock, to.dest, to.self, to.marks = v.router, who.dest, v.nameFor(c), c.incarnation != 0
 	}
+	to.bundles = to.marks && c.bundles
 	if err := sock.send(&to, meta, msg, v.lent); err != nil {
 		if errors.Is(err, van.ErrQueueFull) {
 			err = v.overBudget(c, &to)
