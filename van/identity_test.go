@@ -24,6 +24,9 @@ func TestIdentity(t *testing.T) {
 		if !ok || got.Incarnation != id.Incarnation || got.Cluster != id.Cluster || got.Settings != id.Settings || got.Bundles != id.Bundles || !bytes.Equal(got.Local, id.Local) {
 			t.Errorf("%+v came back as %+v, %t", id, got, ok)
 		}
+		if (got.Local == nil) != (id.Local == nil) {
+			t.Errorf("%+v: Local came back as %#v", id, got.Local)
+		}
 		if len(b) > van.MaxEndpointName {
 			t.Errorf("%+v takes %d bytes", id, len(b))
 		}
