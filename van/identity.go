@@ -28,20 +28,27 @@ type Identity struct {
 type Settings struct {
 	Known  bool // false: the node said nothing of its settings, the rest means nothing
 	Resend bool // PS_RESEND
+	// Workers and Servers are DMLC_NUM_WORKER and DMLC_NUM_SERVER; 0: the node does not say,
+	// or it is more than travels (MaxCount).
+	Workers, Servers int
 }
+
+// MaxCount is the largest number of workers or servers that Settings carries.
+const MaxCount = 1<<14 - 1
 
 // Layout of an endpoint field.
 //
-//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   settings: 1 known, 2 resend; 256 bundles
+//	0  char[4]  "SAFN"      8  u32  incarnation   16  u32   1 settings known, 2 resend, 4 bundles; 14 bits of workers from bit 4, of servers from bit 18
 //	4  u32      version    12  u32  cluster       20  u8[]  local
 const (
-	identityMagic   = "SAFN"
-	identityVersion = 1
-	identityLen     = 20
+	identityMagic = "SAFN"
+	identityLen   = 20
 
 	settingsKnown  = 1
 	settingsResend = 2
-	takesBundles   = 256 // unknown to versions that take none
+	takesBundles   = 4 // unknown to versions that take none
+	workersAt      = 4
+	serversAt      = 18
 )
 
 // MaxLocalLen is how long Identity.Local may be, in bytes.
@@ -56,7 +63,7 @@ func (id *Identity) Encode() []byte {
 	}
 	b := make([]byte, 0, identityLen+len(local))
 	b = append(b, identityMagic...)
-	b = le.AppendUint32(b, identityVersion)
+	b = le.AppendUint32(b, IdentityVersion)
 	b = le.AppendUint32(b, id.Incarnation)
 	b = le.AppendUint32(b, id.Cluster)
 	f := id.Settings.flags()
@@ -74,20 +81,35 @@ func (s *Settings) flags() (f uint32) {
 	if s.Known && s.Resend {
 		f |= settingsResend
 	}
+	if s.Known && max(s.Workers, s.Servers) <= MaxCount {
+		f |= uint32(s.Workers)<<workersAt | uint32(s.Servers)<<serversAt
+	}
 	return f
+}
+
+// IdentityVersion is the version of what nodes of this library tell each other.
+const IdentityVersion = 1
+
+// VersionOf returns the version of the identity in the endpoint field of a node record,
+// also of one that ParseIdentity does not read. It reports false for a C++ StepMesh node.
+func VersionOf(endpoint []byte) (version uint32, ok bool) {
+	if len(endpoint) < 8 || string(endpoint[:4]) != identityMagic {
+		return 0, false
+	}
+	return le.Uint32(endpoint[4:]), true
 }
 
 // ParseIdentity reads the endpoint field of a node record. It reports false when there is
 // no identity in it: the node is a C++ StepMesh node.
 func ParseIdentity(endpoint []byte) (id Identity, ok bool) {
 	if len(endpoint) < identityLen || len(endpoint) > MaxEndpointName || string(endpoint[:4]) != identityMagic ||
-		le.Uint32(endpoint[4:]) != identityVersion || le.Uint32(endpoint[8:]) == 0 {
+		le.Uint32(endpoint[4:]) != IdentityVersion || le.Uint32(endpoint[8:]) == 0 {
 		return id, false
 	}
 	id.Incarnation, id.Cluster = le.Uint32(endpoint[8:]), le.Uint32(endpoint[12:])
 	f := le.Uint32(endpoint[16:])
 	if f&settingsKnown != 0 {
-		id.Settings = Settings{Known: true, Resend: f&settingsResend != 0}
+		id.Settings = Settings{Known: true, Resend: f&settingsResend != 0, Workers: int(f >> workersAt & MaxCount), Servers: int(f >> serversAt & MaxCount)}
 	}
 	id.Bundles = f&takesBundles != 0
 	if len(endpoint) > identityLen {

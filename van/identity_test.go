@@ -16,6 +16,8 @@ func TestIdentity(t *testing.T) {
 		{Incarnation: 3, Settings: van.Settings{Known: true}, Local: []byte("x")},
 		{Incarnation: 3, Bundles: true},
 		{Incarnation: 3, Settings: van.Settings{Known: true}, Bundles: true},
+		{Incarnation: 3, Settings: van.Settings{Known: true, Resend: true, Workers: van.MaxCount, Servers: 1}},
+		{Incarnation: 3, Settings: van.Settings{Known: true, Workers: 1, Servers: van.MaxCount}},
 		{Incarnation: 7, Cluster: 9, Local: []byte("shared memory")},
 		{Incarnation: 7, Local: bytes.Repeat([]byte{0xff}, van.MaxLocalLen)},
 	} {
@@ -42,6 +44,9 @@ func TestIdentity(t *testing.T) {
 		{van.Settings{Resend: true}, "\x00\x00\x00\x00"}, // not known
 		{van.Settings{Known: true}, "\x01\x00\x00\x00"},
 		{van.Settings{Known: true, Resend: true}, "\x03\x00\x00\x00"},
+		{van.Settings{Known: true, Workers: 1, Servers: 2}, "\x11\x00\x08\x00"},
+		{van.Settings{Known: true, Workers: van.MaxCount + 1, Servers: 2}, "\x01\x00\x00\x00"}, // too many to tell
+		{van.Settings{Workers: 1}, "\x00\x00\x00\x00"},
 	}
 	for _, tt := range tests {
 		if b := (&van.Identity{Incarnation: 1, Settings: tt.s}).Encode(); string(b[16:20]) != tt.want {
@@ -49,8 +54,25 @@ func TestIdentity(t *testing.T) {
 		}
 	}
 	// A version that knows no bundles reads the settings and nothing else of the word.
-	if b := (&van.Identity{Incarnation: 1, Bundles: true}).Encode(); string(b[16:20]) != "\x00\x01\x00\x00" {
+	if b := (&van.Identity{Incarnation: 1, Bundles: true}).Encode(); string(b[16:20]) != "\x04\x00\x00\x00" {
 		t.Errorf("bundles: bytes 16 to 19 are % x", b[16:20])
+	}
+	for _, tt := range []struct {
+		b    []byte
+		want uint32
+		ok   bool
+	}{
+		{want, van.IdentityVersion, true},
+		{[]byte("SAFN\x02\x00\x00\x00 and what we do not know"), 2, true},
+		{want[:8], van.IdentityVersion, true},
+		{want[:7], 0, false},
+		{append([]byte("SAFL"), want[4:]...), 0, false},
+		{make([]byte, 64), 0, false},
+		{nil, 0, false},
+	} {
+		if v, ok := van.VersionOf(tt.b); v != tt.want || ok != tt.ok {
+			t.Errorf("%q: version %d, %t, want %d, %t", tt.b, v, ok, tt.want, tt.ok)
+		}
 	}
 	for what, b := range map[string][]byte{
 		"nothing":         nil,

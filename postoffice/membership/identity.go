@@ -196,16 +196,31 @@ func (m *Machine) ofThisCluster(rec *van.Node) string {
 	return ""
 }
 
-// unlike returns "", or which setting of a registering node does not fit the scheduler's:
-// with it the cluster would form, and fail later.
+// unlike returns "", or what a registering node has that does not fit the scheduler's: with
+// it the cluster would form, and fail later. Who speaks another version would be taken for a
+// C++ StepMesh node, and would wait for what such a node is not told.
 func (m *Machine) unlike(rec *van.Node) string {
+	if v, ok := van.VersionOf(rec.Endpoint); ok && v != van.IdentityVersion && m.own.Incarnation != 0 {
+		return fmt.Sprintf("its library speaks version %d of what nodes tell each other, that of the scheduler at %s version %d; "+
+			"run one release of the library on all nodes", v, m.self.Addr(), van.IdentityVersion)
+	}
 	who, _ := rec.Identity()
 	own, other := m.own.Settings, who.Settings
-	if !own.Known || !other.Known || own.Resend == other.Resend {
-		return ""
+	switch {
+	case !own.Known || !other.Known:
+	case own.Resend != other.Resend:
+		return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
+			bit(other.Resend), m.self.Addr(), bit(own.Resend))
+	case other.Workers != 0 && own.Workers != 0 && other.Workers != own.Workers:
+		return m.otherCount("DMLC_NUM_WORKER", other.Workers, own.Workers)
+	case other.Servers != 0 && own.Servers != 0 && other.Servers != own.Servers:
+		return m.otherCount("DMLC_NUM_SERVER", other.Servers, own.Servers)
 	}
-	return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
-		bit(other.Resend), m.self.Addr(), bit(own.Resend))
+	return ""
+}
+
+func (m *Machine) otherCount(name string, its, own int) string {
+	return fmt.Sprintf("its %s is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, m.self.Addr(), own)
 }
 
 func bit(b bool) int {

@@ -70,7 +70,7 @@ func (m *Machine) schedulerNote() string {
 	case m.schedulerSaid != "":
 		return "the scheduler says: " + m.schedulerSaid
 	}
-	return fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), "+
+	return fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
 		"or it waits for other nodes without saying so, as the C++ one does", at, describe(&m.self))
 }
 

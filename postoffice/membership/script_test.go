@@ -1,6 +1,7 @@
 package membership
 
 import (
+	"encoding/binary"
 	"errors"
 	"flag"
 	"fmt"
@@ -25,7 +26,7 @@ var (
 //
 //	cluster workers=2 servers=2 [group=1] [heartbeat=1s timeout=3s natives=1 start=60s stop=9s
 //	        replace=10s barrier=60s named=7 hosts=a,b]
-//	add NAME ROLE [ADDR] [foreign] [rank=0] [resend=0] [and what cluster takes, for this node only]
+//	add NAME ROLE [ADDR] [foreign] [rank=0] [resend=0] [version=2] [and what cluster takes, for this node only]
 //	                     with resend the node says its settings
 //	                     foreign is a node of the original
 //	deliver [n=1] [to=NAME] [from=NAME] [cmd=ADD_NODE]
@@ -327,6 +328,10 @@ func configure(cfg *Config, opts map[string]string) error {
 			id, _ := cfg.Self.Identity()
 			id.Incarnation, id.Settings = 1, van.Settings{Known: true, Resend: v == "1"}
 			cfg.Self.Endpoint = id.Encode()
+		case "version": // of another release; what follows is not known
+			var n int
+			n, err = strconv.Atoi(v)
+			cfg.Self.Endpoint = append(binary.LittleEndian.AppendUint32([]byte("SAFN"), uint32(n)), make([]byte, 40)...)
 		case "rank", "foreign":
 		default:
 			err = fmt.Errorf("unknown option %s", k)

@@ -57,10 +57,13 @@ func foreign(cfg Config) Config {
 func (w *world) add(name string, cfg Config) (*testNode, error) {
 	if string(cfg.Self.Endpoint) == "foreign" {
 		cfg.Self.Endpoint = nil
-	} else {
+	} else if v, ok := van.VersionOf(cfg.Self.Endpoint); !ok || v == van.IdentityVersion { // else of another release
 		w.processes++
 		id, _ := cfg.Self.Identity()
 		id.Incarnation = w.processes
+		if id.Settings.Known {
+			id.Settings.Workers, id.Settings.Servers = cfg.NumWorkers, cfg.NumServers
+		}
 		if cfg.Role == van.Scheduler && id.Cluster == 0 {
 			id.Cluster = 1<<16 + w.processes
 		}

@@ -26,6 +26,10 @@ LINKS = {
     "fserver": ROOT / "fserver",
     "fserver_lib-stubs": ROOT / "fserver" / "stubs",
 }
+# PACKED are the directories of a wheel that have Python files.
+PACKED = dict(LINKS, **{"fserver/connectors": ROOT / "fserver" / "connectors"})
+# ENTRIES are entry points: what vLLM calls in each of its processes.
+ENTRIES = "[vllm.general_plugins]\nstepaf = fserver.connectors.vllm_plugin:register\n"
 TAG = "cp38-abi3-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
 OLDEST = (3, 8)
 
@@ -183,6 +187,7 @@ def metadata():
         ),
         "WHEEL": "Wheel-Version: 1.0\nGenerator: fserver_build\nRoot-Is-Purelib: false\nTag: %s\n" % TAG,
         "top_level.txt": "fserver\nfserver_lib\n",
+        "entry_points.txt": ENTRIES,
     }
     for name in ("LICENSE", "NOTICE"):
         files["licenses/" + name] = (ROOT / name).read_text(encoding="utf-8")
@@ -217,7 +222,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None, 
     build()
     with Wheel(wheel_directory) as wheel:
         wheel.add(LIBRARY.name, LIBRARY.read_bytes(), 0o755)
-        for package, source in LINKS.items():
+        for package, source in PACKED.items():
             for file in sorted(source.iterdir()):
                 if file.suffix in (".py", ".pyi") or file.name == "py.typed":
                     wheel.add("%s/%s" % (package, file.name), file.read_bytes())

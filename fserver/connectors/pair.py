@@ -1,0 +1,546 @@
+"""The two sides of an exchange between attention and FFN processes.
+
+An attention rank sends the hidden states of a micro-batch, of as many rows as it has, and
+further tensors with a row for each of those (routing, scales), and gets as many rows back.
+Each micro-batch ("stage") has buffers of its own, for the largest batch, and prepared
+exchanges on them, so that a round settles nothing anew. Keys say which rank, stage and
+layer a tensor belongs to, so no header travels, and nothing is read back from a device:
+rows are known from shapes.
+
+Both sides tell each other at first what they were made with, and a difference is an error
+that names both.
+"""
+
+import collections
+import json
+import os
+import socket
+import time
+
+import torch
+
+import fserver_lib as f
+
+from . import layout
+
+VERSION = 1  # of what the two sides send to each other
+DATA, CONTROL, HELLO = 1, 2, 3
+TEXT = 2048  # bytes of the answer to a hello
+STAGES, LAYERS, FORMS, TENSORS = 256, 1 << 16, 16, 16
+
+
+class Mismatch(f.ValueError):
+    """What the two sides were made with, or have counted, does not fit together."""
+
+
+def _key(kind, rank, stage=0, layer=0, index=0):
+    return kind << 48 | rank << 32 | layer << 16 | stage << 8 | index
+
+
+def _parse(key):
+    """kind, rank, stage and layer of a key."""
+    return key >> 48, key >> 32 & 0xFFFF, key >> 8 & 0xFF, key >> 16 & 0xFFFF
+
+
+def _count(name, value, most):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError("%s is %r, want an int" % (name, value))
+    if not 1 <= value <= most:
+        raise ValueError("%s is %d, want 1 to %d" % (name, value, most))
+    return value
+
+
+def _raw(t):
+    """t, or a view of its bytes where PyTorch cannot copy or join the dtype (fp8, packed)."""
+    if t.element_size() == 1 and t.dtype not in (torch.uint8, torch.int8, torch.bool):
+        return t.view(torch.uint8)
+    return t
+
+
+def _dtype_name(dtype):
+    return str(dtype).replace("torch.", "")
+
+
+def _left(end):
+    return None if end is None else max(int((end - time.monotonic()) * 1000), 1)
+
+
+class _Side:
+    """What both sides have: who they are, and what the other one must agree with."""
+
+    def __init__(self, role, rank, attention, ffn, width, dtype, out_dtype, stages, layers):
+        peers = layout.servers_of if role == "attention" else layout.workers_of
+        self.peers = peers(rank, attention, ffn)
+        self.role, self.rank, self.attention, self.ffn = role, rank, attention, ffn
+        self.width = _count("width", width, 1 << 31)
+        self.stages = _count("stages", stages, STAGES)
+        self.layers = _count("layers", layers, LAYERS)
+        self.dtype, self.out_dtype = dtype, dtype if out_dtype is None else out_dtype
+        for name, value in (("dtype", self.dtype), ("out_dtype", self.out_dtype)):
+            if not isinstance(value, torch.dtype):
+                raise TypeError("%s is %r, want a torch.dtype" % (name, value))
+
+    def __str__(self):
+        return "%s %d" % (self.role, self.rank)
+
+    def _hello(self):
+        return {
+            "version": VERSION, "attention": self.attention, "ffn": self.ffn, "width": self.width,
+            "dtype": _dtype_name(self.dtype), "out_dtype": _dtype_name(self.out_dtype),
+            "stages": self.stages, "layers": self.layers,
+        }
+
+    def _stage(self, stage):
+        if isinstance(stage, bool) or not isinstance(stage, int):
+            raise TypeError("%s: stage is %r, want an int" % (self, stage))
+        if not 0 <= stage < self.stages:
+            raise ValueError("%s: there is no stage %d, want 0 to %d" % (self, stage, self.stages - 1))
+
+
+class _Form:
+    """Buffers of a stage for tensors of certain shapes, and the exchanges on them."""
+
+    def __init__(self, index, inputs, outputs):
+        self.index = index
+        self.inputs, self.outputs = inputs, outputs  # inputs of each server; an output of each server
+        self.exchanges = {}  # of each layer: one for each server
+
+
+class _Round:
+    """A micro-batch under way."""
+
+    def __init__(self, form, layer, rows, exchanges):
+        self.form, self.layer, self.rows, self.exchanges = form, layer, rows, exchanges
+        self.started = [False] * len(exchanges)
+
+
+class Attention(_Side):
+    """The attention side: sends a micro-batch, and receives what the FFN side made of it.
+
+    rank of `attention` ranks talks to self.peers, some of `ffn` ranks. width and dtype are
+    those of the hidden states, out_dtype is that of the answer (the same by default),
+    max_rows the largest batch. layers is for engines whose FFN side wants to know the
+    layer (Batch.layer); others leave it at 1.
+
+    With replace_ms a round whose FFN rank is lost is sent again to the process that comes
+    in its place within that time; without, recv raises ConnectionError.
+    """
+
+    def __init__(self, rank, attention, ffn, *, width, dtype, max_rows, stages=1, layers=1, out_dtype=None, device="cpu", timeout_ms=10000, replace_ms=30000):
+        super().__init__("attention", rank, attention, ffn, width, dtype, out_dtype, stages, layers)
+        self.max_rows = _count("max_rows", max_rows, 1 << 31)
+        self.device = torch.device(device)
+        self.timeout_ms, self.replace_ms = timeout_ms, replace_ms
+        self._forms = {}  # of each stage, by the further tensors
+        self._rounds = {}  # of each stage, the round under way
+        self._control = None  # the last control message: handler and tensors
+        self._greeted = False
+        self._greet()
+
+    # What the two sides were made with.
+
+    def _greet(self):
+        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()))
+        text = torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
+        self._replies = [torch.zeros(TEXT, dtype=torch.uint8) for _ in self.peers]
+        key = _key(HELLO, self.rank)
+        self._greeting = f.push_pull([text], [key], self._replies, [key] * len(self.peers), servers=self.peers)
+
+    def check(self, timeout_ms=None):
+        """Waits until the FFN ranks have compared what they were made with; raises Mismatch
+        when something differs. The first send does so, too."""
+        if self._greeted:
+            return
+        end = time.monotonic() + self.replace_ms / 1000
+        while True:
+            try:
+                f.wait(self._greeting, timeout_ms=self.timeout_ms if timeout_ms is None else timeout_ms)
+                break
+            except f.ConnectionError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(0.05)  # the news of another one may be on its way
+                self._greet()
+        for reply in self._replies:
+            text = bytes(reply.tolist()).rstrip(b"\0").decode()
+            if text:
+                raise Mismatch(text)
+        self._greeted = True
+
+    # A micro-batch.
+
+    def _tensors(self, tensors):
+        """Checks what send was given. Returns the tensors as a list, and the rows."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if not 1 <= len(tensors) <= TENSORS:
+            raise ValueError("%s: %d tensors to send, want 1 to %d" % (self, len(tensors), TENSORS))
+        for i, t in enumerate(tensors):
+            if not isinstance(t, torch.Tensor) or t.dim() == 0:
+                raise TypeError("%s: tensor %d is %s, want a torch.Tensor with a row for each token" % (self, i, type(t).__name__))
+            if t.device.type != self.device.type or None not in (t.device.index, self.device.index) and t.device != self.device:
+                raise ValueError("%s: tensor %d is on %s, want %s, the device this side was made with" % (self, i, t.device, self.device))
+            if t.shape[0] != tensors[0].shape[0]:
+                raise ValueError("%s: tensor %d has %d rows, tensor 0 has %d, want the same" % (self, i, t.shape[0], tensors[0].shape[0]))
+        x, rows = tensors[0], tensors[0].shape[0]
+        if x.dim() != 2 or x.shape[1] != self.width or x.dtype != self.dtype:
+            raise ValueError("%s: the hidden states are %s of shape %s, want %s and %d columns" % (
+                self, _dtype_name(x.dtype), tuple(x.shape), _dtype_name(self.dtype), self.width))
+        if rows > self.max_rows:
+            raise ValueError("%s: %d rows, want at most max_rows, %d" % (self, rows, self.max_rows))
+        return tensors, rows
+
+    def _form(self, stage, tensors):
+        like = tuple((t.dtype, tuple(t.shape[1:])) for t in tensors)
+        forms = self._forms.setdefault(stage, {})
+        form = forms.get(like)
+        if form is None:
+            if len(forms) == FORMS:
+                raise ValueError("%s: stage %d: more than %d combinations of dtypes and shapes" % (self, stage, FORMS))
+            most = -(-self.max_rows // len(self.peers))  # rows of one server
+            make = lambda dtype, shape: torch.empty((most,) + shape, dtype=dtype, device=self.device)
+            form = forms[like] = _Form(len(forms), [[make(*one) for one in like] for _ in self.peers],
+                                       [make(self.out_dtype, (self.width,)) for _ in self.peers])
+        return form
+
+    def _exchanges(self, form, stage, layer):
+        made = form.exchanges.get(layer)
+        if made is None:
+            made = form.exchanges[layer] = []
+            for server, inputs, output in zip(self.peers, form.inputs, form.outputs):
+                keys = [_key(DATA, self.rank, stage, layer, form.index * TENSORS + i) for i in range(len(inputs))]
+                made.append(f.prepare(inputs, keys, [output], keys[:1], servers=[server]))
+        return made
+
+    def send(self, stage, tensors, layer=0):
+        """Sends a micro-batch: the hidden states, or a list of them and of further tensors
+        with as many rows; none at all is a batch, too. The tensors are copied on the
+        current stream, and are the caller's again. Then call recv."""
+        self._stage(stage)
+        if not 0 <= layer < self.layers:
+            raise ValueError("%s: there is no layer %r, want 0 to %d" % (self, layer, self.layers - 1))
+        if stage in self._rounds:
+            raise ValueError("%s: stage %d is under way (layer %d), want recv(%d) first" % (self, stage, self._rounds[stage].layer, stage))
+        tensors, rows = self._tensors(tensors)
+        self.check()
+        form = self._form(stage, tensors)
+        round_ = _Round(form, layer, [b - a for a, b in self._parts(rows)], self._exchanges(form, stage, layer))
+        for inputs, (begin, end) in zip(form.inputs, self._parts(rows)):
+            if begin < end:
+                for buffer, t in zip(inputs, tensors):
+                    _raw(buffer[:end - begin]).copy_(_raw(t[begin:end]))
+        self._rounds[stage] = round_
+        for i in range(len(self.peers)):
+            try:
+                self._start(round_, i)
+            except f.ConnectionError:
+                pass  # recv starts it again, or says so
+
+    def _parts(self, rows):
+        return [layout.share(rows, i, len(self.peers)) for i in range(len(self.peers))]
+
+    @staticmethod
+    def _start(round_, i):
+        round_.exchanges[i].start(rows=round_.rows[i])
+        round_.started[i] = True
+
+    def recv(self, stage, out=None, timeout_ms=None):
+        """The answer to the last send of this stage: a tensor with as many rows. It is the
+        stage's buffer, overwritten by the next answer, unless `out` is given, which is
+        filled and returned."""
+        self._stage(stage)
+        round_ = self._rounds.get(stage)
+        if round_ is None:
+            raise ValueError("%s: stage %d is not under way, want send(%d, ...) first" % (self, stage, stage))
+        try:
+            for i in range(len(self.peers)):
+                self._finish(stage, round_, i, self.timeout_ms if timeout_ms is None else timeout_ms)
+        finally:
+            del self._rounds[stage]
+            self._abandon(round_)
+        parts = [t[:n] for t, n in zip(round_.form.outputs, round_.rows)]
+        if out is None:
+            return parts[0] if len(parts) == 1 else torch.cat([_raw(t) for t in parts]).view(self.out_dtype)
+        if tuple(out.shape) != (sum(round_.rows), self.width) or out.dtype != self.out_dtype:
+            raise ValueError("%s: out is %s of shape %s, want %s of shape %s" % (
+                self, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(self.out_dtype), (sum(round_.rows), self.width)))
+        begin = 0
+        for t in parts:
+            _raw(out[begin:begin + len(t)]).copy_(_raw(t))
+            begin += len(t)
+        return out
+
+    def _finish(self, stage, round_, i, timeout_ms):
+        """Waits for one server's answer; after a loss, for that of the process in its place."""
+        end = None
+        while True:
+            try:
+                if not round_.started[i]:
+                    self._start(round_, i)
+                round_.exchanges[i].wait(timeout_ms=timeout_ms)
+                round_.started[i] = False
+                return
+            except (f.ConnectionError, f.TimeoutError) as e:
+                round_.started[i] = False
+                end = time.monotonic() + self.replace_ms / 1000 if end is None else end
+                if isinstance(e, f.TimeoutError) or time.monotonic() >= end:
+                    raise type(e)("%s: stage %d, layer %d, ffn %d: %s" % (self, stage, round_.layer, self.peers[i], e)) from e
+            time.sleep(0.05)  # the news of another one may be on its way
+
+    @staticmethod
+    def _abandon(round_):
+        """Gives up what is still under way of a round that failed."""
+        for i, started in enumerate(round_.started):
+            if started:
+                try:
+                    round_.exchanges[i].wait(timeout_ms=1)
+                except f.Error:
+                    pass  # the first error is being raised
+
+    # Control messages.
+
+    def send_control(self, data):
+        """Sends bytes to the FFN ranks, which get them from recv_control. Does not wait for
+        them; the next one waits until this one was taken."""
+        if not isinstance(data, (bytes, bytearray)) or not data:
+            raise TypeError("%s: the control message is %s, want bytes, at least one" % (self, type(data).__name__ if data != b"" else "empty"))
+        self.check()
+        if self._control is not None:
+            handler, self._control = self._control[0], None
+            try:
+                f.wait(handler, timeout_ms=self.timeout_ms)
+            except f.ConnectionError:
+                pass  # an FFN rank is lost; another one in its place gets this message
+        text = torch.tensor(list(data), dtype=torch.uint8)
+        taken = [torch.zeros(1, dtype=torch.uint8) for _ in self.peers]
+        key = _key(CONTROL, self.rank)
+        handler = f.push_pull([text], [key], taken, [key] * len(self.peers), servers=self.peers)
+        self._control = handler, text, taken
+
+
+class Answers:
+    """What Batch.respond returns: when the tensor may be written to again."""
+
+    def __init__(self, answers):
+        self._answers = answers
+
+    def done(self):
+        """Whether all parts have left."""
+        return all(a.done() for a in self._answers)
+
+    def wait(self, timeout_ms=None):
+        """Waits until all parts have left."""
+        for a in self._answers:
+            a.wait(timeout_ms)
+
+
+class Batch:
+    """What FFN.recv returns: a micro-batch, of one attention rank or of several.
+
+    tensors are the hidden states and what else was sent, the rows of `ranks` one behind the
+    other; rows are their numbers. respond answers with a row for each.
+    """
+
+    def __init__(self, side, stage, items):
+        self.stage, self.layer = stage, items[0].layer
+        self.ranks, self.rows = [i.rank for i in items], [len(i.tensors[0]) for i in items]
+        if len(items) == 1:
+            self.tensors = items[0].tensors
+        else:
+            self.tensors = [torch.cat([_raw(t) for t in ts]).view(ts[0].dtype) for ts in zip(*(i.tensors for i in items))]
+        self._side, self._handlers = side, [i.handler for i in items]
+
+    def respond(self, out):
+        """Sends the rows of `out` to the ranks they belong to. out must not be written to
+        until the result is done(), or recv has returned the next batch of this stage."""
+        side = self._side
+        if self._handlers is None:
+            raise ValueError("%s: stage %d, layer %d is answered already" % (side, self.stage, self.layer))
+        want = (sum(self.rows), side.width)
+        if tuple(out.shape) != want or out.dtype != side.out_dtype:
+            raise ValueError("%s: stage %d, layer %d: the answer is %s of shape %s, want %s of shape %s, for attention %s" % (
+                side, self.stage, self.layer, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(side.out_dtype), want, _list(self.ranks)))
+        out, handlers, self._handlers = out.contiguous(), self._handlers, None
+        answers, begin = [], 0
+        for handler, rows in zip(handlers, self.rows):
+            answers.append(f.respond([out[begin:begin + rows]], handler, True))
+            begin += rows
+        side._answers[self.stage, tuple(self.ranks)] = answers = Answers(answers)
+        return answers
+
+
+def _list(ranks):
+    return ", ".join(map(str, ranks))
+
+
+_Item = collections.namedtuple("_Item", "order rank layer handler tensors since")
+
+
+class FFN(_Side):
+    """The FFN side: receives micro-batches, and answers them.
+
+    rank of `ffn` ranks serves self.peers, some of `attention` ranks. The other arguments
+    are those of the attention side. With together=True (the default) recv waits until
+    every rank of self.peers has sent this stage, and returns all as one batch, so that
+    their rows share a matrix product; once one has come the others have timeout_ms. With
+    together=False it returns each rank's batch by itself, as they come.
+    """
+
+    def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, together=True, timeout_ms=30000):
+        super().__init__("ffn", rank, attention, ffn, width, dtype, out_dtype, stages, layers)
+        self.together, self.timeout_ms = together, timeout_ms
+        self._slots = {}  # (stage, rank): the batch that waits
+        self._controls = {r: collections.deque() for r in self.peers}
+        self._expected = {}
+        self._answers = {}
+        self._seen = set()  # ranks that have sent a batch
+        self._order = 0
+
+    def recv(self, stage=None, timeout_ms=None):
+        """The next Batch of this stage, or of any stage: then the oldest. Waits for the
+        first rank without a limit unless timeout_ms is given."""
+        if stage is not None:
+            self._stage(stage)
+        end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        while True:
+            items, late, missing = self._take(stage)
+            if items:
+                return self._batch(items)
+            self._pump(end, late, missing)
+
+    def recv_control(self, timeout_ms=None):
+        """The next control message of each rank of self.peers, as a dict of bytes."""
+        end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        late = None
+        while not all(self._controls.values()):
+            if late is None and any(self._controls.values()):
+                late = time.monotonic() + self.timeout_ms / 1000
+            self._pump(end, late, "a control message of attention %s is here, none of attention %s" % (
+                _list(r for r in self.peers if self._controls[r]), _list(r for r in self.peers if not self._controls[r])))
+        return {r: c.popleft() for r, c in self._controls.items()}
+
+    def expect(self, rows):
+        """Says how many rows are to come: {stage: {rank: rows}}. recv raises Mismatch for a
+        batch of another number. Replaces what was said before; {} expects anything."""
+        self._expected = {(s, r): n for s, ranks in rows.items() for r, n in ranks.items()}
+
+    # What has come.
+
+    def _take(self, stage):
+        """The items of the oldest batch that is complete. Without one: None, until when the
+        rest of a batch must come, and what is missing."""
+        best, late, missing = None, None, ""
+        for s in range(self.stages) if stage is None else [stage]:
+            items = [self._slots[s, r] for r in self.peers if (s, r) in self._slots]
+            if not items:
+                continue
+            if not self.together:
+                items = [min(items, key=lambda i: i.order)]
+            newest, oldest = max(i.since for i in items), min(i.since for i in items)
+            limit, why = None, ""
+            if self.together and len(items) < len(self.peers):
+                limit = oldest + self.timeout_ms / 1000
+                why = "stage %d, layer %d of attention %s is here, none of attention %s" % (
+                    s, items[0].layer, _list(i.rank for i in items), _list(r for r in self.peers if (s, r) not in self._slots))
+            elif any(i.layer != items[0].layer for i in items) and time.monotonic() < newest + self.timeout_ms / 1000:
+                limit = newest + self.timeout_ms / 1000  # one may be of a lost rank, whose successor says so
+            if limit is not None:
+                late, missing = (limit, why) if late is None or limit < late else (late, missing)
+            elif best is None or max(i.order for i in items) < best[0]:
+                best = max(i.order for i in items), s, items
+        if best is None:
+            return None, late, missing
+        return [(best[1], self._slots.pop((best[1], i.rank))) for i in best[2]], None, ""
+
+    def _batch(self, taken):
+        stage, items = taken[0][0], [i for _, i in taken]
+        first = items[0]
+        for i in items:  # what does not fit stays unanswered: its rank must take nothing for the answer
+            want = self._expected.get((stage, i.rank))
+            if want is not None and want != len(i.tensors[0]):
+                raise Mismatch("stage %d, layer %d: attention %d sent %d rows, %s was told of %d" % (stage, i.layer, i.rank, len(i.tensors[0]), self, want))
+            if i.layer != first.layer:
+                raise Mismatch("%s: stage %d: attention %d sent layer %d, attention %d layer %d" % (self, stage, first.rank, first.layer, i.rank, i.layer))
+            if [(t.dtype, t.shape[1:]) for t in i.tensors] != [(t.dtype, t.shape[1:]) for t in first.tensors]:
+                raise Mismatch("%s: stage %d, layer %d: attention %d sent %s, attention %d %s" % (
+                    self, stage, first.layer, first.rank, _shapes(first.tensors), i.rank, _shapes(i.tensors)))
+        old = self._answers.pop((stage, tuple(i.rank for i in items)), None)
+        if old is not None:
+            old.wait(self.timeout_ms)  # the ranks have its rows, so this does not wait
+        return Batch(self, stage, items)
+
+    def _pump(self, end, late, missing):
+        """Takes what comes. end is the caller's limit; what is missing must come until late."""
+        if missing and late is not None and time.monotonic() >= late:
+            raise f.TimeoutError("%s: %s: timed out (limit %d ms)" % (self, missing, self.timeout_ms))
+        first = min((t for t in (end, late) if t is not None), default=None)
+        try:
+            batches = f.get_batch(any=True, timeout_ms=_left(first))
+        except f.TimeoutError:
+            if end is not None and time.monotonic() >= end:
+                raise
+            return
+        wrong = None
+        for handler, tensors, keys in batches:
+            try:
+                self._came(handler, tensors, keys)
+            except Mismatch as e:
+                wrong = wrong or e  # the others of these batches are not lost
+        if wrong:
+            raise wrong
+
+    def _came(self, handler, tensors, keys):
+        kind, rank, stage, layer = _parse(keys[0]) if keys else (0, 0, 0, 0)
+        if kind not in (DATA, CONTROL, HELLO):
+            raise Mismatch("%s: a batch with keys %s is not of an Attention; does the worker use the same connector?" % (self, list(keys)))
+        if rank not in self._controls:
+            text = "attention %d sent to %s, which serves attention %s of %d (with %d ffn ranks)" % (rank, self, _list(self.peers), self.attention, self.ffn)
+            if kind == HELLO:
+                f.respond([_text(text)], handler)
+            raise Mismatch(text)
+        if kind == HELLO:
+            self._welcome(handler, rank, bytes(tensors[0].tolist()))
+        elif kind == CONTROL:
+            self._controls[rank].append(bytes(tensors[0].tolist()))
+            f.respond([torch.ones(1, dtype=torch.uint8)], handler)
+        else:
+            self._order += 1
+            item = _Item(self._order, rank, layer, handler, list(tensors), time.monotonic())
+            x = tensors[0]
+            if x.dim() != 2 or x.shape[1] != self.width or x.dtype != self.dtype:
+                raise Mismatch("attention %d sent %s, %s wants %s and %d columns" % (rank, _shapes(tensors[:1]), self, _dtype_name(self.dtype), self.width))
+            if stage >= self.stages or layer >= self.layers:
+                raise Mismatch("attention %d sent stage %d, layer %d; %s has %d stages and %d layers" % (rank, stage, layer, self, self.stages, self.layers))
+            self._seen.add(rank)
+            self._drop(self._slots.pop((stage, rank), None))  # its rank has given that one up
+            self._slots[stage, rank] = item
+
+    def _welcome(self, handler, rank, text):
+        """Compares what a rank was made with. Nothing that an earlier process of that rank
+        sent counts any more."""
+        for s in range(self.stages):
+            self._drop(self._slots.pop((s, rank), None))
+        self._controls[rank].clear()
+        other, own = json.loads(text.decode()), self._hello()
+        wrong = ["%s: %s has %s, %s at %s, pid %d has %s" % (k, other["who"], other.get(k), self, socket.gethostname(), os.getpid(), v)
+                 for k, v in own.items() if other.get(k) != v]
+        f.respond([_text("; ".join(wrong))], handler)
+        if wrong and rank not in self._seen:
+            raise Mismatch("; ".join(wrong))  # a later process is refused, and does not stop this side
+
+    def _drop(self, item):
+        """Lets go of a batch for which its rank does not wait any more: nobody gets the answer."""
+        if item is None:
+            return
+        try:
+            f.respond([torch.zeros(len(item.tensors[0]), self.width, dtype=torch.uint8).to(self.out_dtype)], item.handler)
+        except f.Error:
+            pass
+
+
+def _text(text):
+    """The answer to a hello."""
+    return torch.tensor(list(text.encode()[:TEXT].ljust(TEXT, b"\0")), dtype=torch.uint8)
+
+
+def _shapes(tensors):
+    return ", ".join("%s%s" % (_dtype_name(t.dtype), list(t.shape)) for t in tensors)

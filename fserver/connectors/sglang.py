@@ -1,0 +1,154 @@
+"""The communication layer of SGLang's attention/FFN disaggregation.
+
+Written against python/sglang/srt/layers/moe/token_dispatcher/stepmesh.py of
+sgl-project/sglang PR #36258 (read at commit 0153775): StepMeshATTN and StepMeshFFN have
+the constructors and methods of the classes there, and are given out in their place:
+
+    from fserver.connectors import sglang
+    sglang.setup("attention", rank, attention=3, ffn=2, host=..., width=..., dtype=..., max_rows=...)
+    from fserver.connectors.sglang import StepMeshATTN, StepMeshFFN
+
+Any numbers of attention and FFN ranks; batches without rows and fp8 go as they are; how
+many tokens there are is never read back from a device.
+"""
+
+import collections
+import os
+
+import torch
+
+from . import cluster
+from .pair import FFN, Attention, Mismatch, _raw
+
+_here = None  # the one _Context of the process
+
+
+class _Context:
+    def __init__(self, side, inflight):
+        self.side = side
+        self.free = collections.deque(range(inflight))  # stages, of the attention side
+        self.counts = {}  # of each stage: the tokens of each FFN rank of the group
+
+
+def setup(role, rank, *, attention=None, ffn=None, host="127.0.0.1", port=8123, width, dtype, max_rows, layers, inflight=2, device=None, transport=None, scheduler="auto", timeout_ms=10000, init_timeout_ms=600000):
+    """Joins the cluster as attention or FFN rank `rank`. The numbers of ranks are those of
+    DMLC_NUM_WORKER and DMLC_NUM_SERVER unless they are given. device is the tensors':
+    the current CUDA device by default, or the CPU. inflight is how many micro-batches may
+    be under way at once. Does nothing when it was called before."""
+    global _here
+    if _here is not None:
+        return
+    attention = int(os.environ.get("DMLC_NUM_WORKER", 1)) if attention is None else attention
+    ffn = int(os.environ.get("DMLC_NUM_SERVER", 1)) if ffn is None else ffn
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    cluster.join(role, rank, attention, ffn, host=host, port=port, device=(device.index or 0) if device.type == "cuda" else 0,
+                 transport=transport, scheduler=scheduler, timeout_ms=init_timeout_ms)
+    common = dict(width=width, dtype=dtype, stages=inflight, layers=layers, timeout_ms=timeout_ms)
+    if role == "attention":
+        side = Attention(rank, attention, ffn, max_rows=max_rows, device=device, **common)
+    else:
+        side = FFN(rank, attention, ffn, **common)
+    _here = _Context(side, inflight)
+
+
+def close(timeout_ms=10000):
+    """Leaves the cluster."""
+    global _here
+    if _here is not None:
+        _here = None
+        cluster.leave(timeout_ms)
+
+
+def _context(role):
+    if _here is None:
+        raise RuntimeError("fserver.connectors.sglang: setup() was not called, or close() was")
+    if _here.side.role != role:
+        raise RuntimeError("%s: this is of the %s side" % (_here.side, role))
+    return _here
+
+
+class StepMeshATTN:
+    """The attention side of a layer."""
+
+    def __init__(self, layer_id, group=None):
+        self.layer_id = layer_id
+        self.waits = collections.deque()
+
+    def send(self, p):
+        """Sends what the experts need: hidden_states, topk_weights, topk_ids, router_logits."""
+        c = _context("attention")
+        if not c.free:
+            raise RuntimeError("%s: layer %d: %d micro-batches are under way, want recv() first, or a larger inflight" % (c.side, self.layer_id, c.side.stages))
+        stage = c.free[0]
+        c.side.send(stage, [p["hidden_states"], p["topk_weights"], p["topk_ids"], p["router_logits"]], layer=self.layer_id)
+        self.waits.append(c.free.popleft())
+
+    def recv(self):
+        """The experts' output of the oldest send: a tensor of the caller's own."""
+        c = _context("attention")
+        if not self.waits:
+            raise RuntimeError("%s: layer %d: nothing is under way, want send() first" % (c.side, self.layer_id))
+        stage = self.waits.popleft()
+        try:
+            return c.side.recv(stage).clone()
+        finally:
+            c.free.append(stage)
+
+
+class StepMeshFFN:
+    """The FFN side of a layer. group has the FFN ranks that compute together, each with
+    the tokens of the attention ranks that it serves."""
+
+    def __init__(self, layer_id, group):
+        self.layer_id, self.group = layer_id, group
+        self.comms = collections.deque()
+
+    def recv(self):
+        """The tokens of all ranks of the group: hidden states, and what top-k has chosen."""
+        batch = _context("ffn").side.recv()
+        if batch.layer != self.layer_id:
+            raise Mismatch("%s: attention %s sent layer %d, layer %d is next here" % (_here.side, batch.ranks, batch.layer, self.layer_id))
+        if len(batch.tensors) != 4:
+            raise Mismatch("%s: attention %s sent %d tensors, want hidden_states, topk_weights, topk_ids and router_logits" % (_here.side, batch.ranks, len(batch.tensors)))
+        counts = self._counts(batch)
+        self.comms.append((batch, counts))
+        tensors = batch.tensors if len(counts) == 1 else [self._gather(t, counts) for t in batch.tensors]
+        return tensors[0], _topk(*tensors[1:])
+
+    def send(self, x):
+        """Answers the oldest batch that recv has returned, with the sum of what the ranks
+        of the group have computed."""
+        batch, counts = self.comms.popleft()
+        if len(counts) > 1:
+            x = self.group.all_reduce(x)
+        begin = sum(counts[:self.group.rank_in_group])
+        batch.respond(x[begin:begin + counts[self.group.rank_in_group]])
+
+    def _counts(self, batch):
+        """The tokens of each rank of the group; they are the same for all layers of a step,
+        and change in its first layer. They are exchanged between the hosts."""
+        if self.group.world_size == 1:
+            return [sum(batch.rows)]
+        if self.layer_id == 0 or batch.stage not in _here.counts:
+            _here.counts[batch.stage] = self.group.all_gather_object(sum(batch.rows))
+        return _here.counts[batch.stage]
+
+    def _gather(self, t, counts):
+        """The rows of t of all ranks, which may have different numbers of them."""
+        most, raw = max(counts), _raw(t)
+        if most == 0:
+            return t
+        if len(raw) < most:
+            raw = torch.cat([raw, raw.new_zeros((most - len(raw),) + tuple(raw.shape[1:]))])
+        raw = self.group.all_gather(raw, dim=0)
+        if min(counts) < most:
+            raw = torch.cat([raw[i * most:i * most + n] for i, n in enumerate(counts)])
+        return raw.view(t.dtype) if raw.dtype != t.dtype else raw
+
+
+def _topk(weights, ids, logits):
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    return StandardTopKOutput(weights, ids, logits)

@@ -1,0 +1,272 @@
+"""The connector for vLLM's AFD plugin.
+
+Written against vllm-project/afd-plugin of 2026-08-08 (commit 2e4378f, for vLLM 0.26), of
+which the classes below have not changed since, as far as was seen (commit a915ce8). The
+plugin's list of connector names is fixed: register() adds ours, which vLLM calls by the
+entry point of the installed package (fserver.connectors.vllm_plugin).
+
+One attention or FFN rank of the plugin is one node. Any numbers of them may be on either
+side; with fewer attention than FFN ranks each FFN rank gets a share of the rows. Tensors
+go where the plugin's ranks have them, and no token count is read back from a device.
+"""
+
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Dict, Optional
+
+import torch
+from afd_plugin.connectors import (
+    AFDA2FTransferPayload,
+    AFDConnectorBase,
+    AFDControlPlane,
+    AFDTransferContext,
+    AFDTransferMetadata,
+    AFDTransferState,
+    ConnectorExtraInfo,
+)
+from afd_plugin.connectors.metadata import decode_control_payload, encode_control_payload
+
+from . import cluster, layout
+from .pair import FFN, Attention, Mismatch
+
+NAME = "StepMeshAFDConnector"
+
+
+@dataclass(frozen=True)
+class StepMeshExtraInfo(ConnectorExtraInfo):
+    """connector_extra_config: what may stand there, with its default."""
+
+    transport: Optional[str] = None  # DMLC_ENABLE_RDMA: zmq or ibverbs; None leaves the environment's
+    scheduler: str = "auto"  # "no": somebody else starts it at host:port
+    timeout_ms: int = 10000  # for an answer; and for the others of a batch, once one has come
+    init_timeout_ms: int = 600000  # for all ranks to come, which load their weights meanwhile
+    stop_timeout_ms: int = 10000
+    environment: Dict[str, str] = field(default_factory=dict)  # variables of docs/env.md
+
+    @classmethod
+    def from_mapping(cls, raw):
+        if raw is not None and not isinstance(raw, Mapping):
+            raise TypeError("connector_extra_config is %s, want a mapping" % type(raw).__name__)
+        known = {f.name: f for f in fields(cls)}
+        for name, value in (raw or {}).items():
+            if name not in known:
+                raise ValueError("connector_extra_config has %r, %s knows %s" % (name, NAME, ", ".join(known)))
+            if name.endswith("_ms") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError("connector_extra_config: %s is %r, want milliseconds, at least 1" % (name, value))
+        return cls(**(raw or {}))
+
+    def to_mapping(self):
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+class _Received(AFDTransferState):
+    """What links an answer to its batch."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+
+_connectors = {}  # for the custom ops, which take numbers
+_numbers = itertools.count()
+
+
+class StepMeshAFDConnector(AFDConnectorBase):
+    """Attention and FFN ranks of afd-plugin over fserver_lib."""
+
+    @classmethod
+    def parse_extra_config(cls, raw):
+        return StepMeshExtraInfo.from_mapping(raw)
+
+    def __init__(self, rank, local_rank, vllm_config, afd_config, role_rank):
+        super().__init__(rank, local_rank, vllm_config, afd_config, role_rank)
+        self.attn_size, self.ffn_size = afd_config.num_attention_ranks, afd_config.num_ffn_ranks
+        peers = layout.servers_of if afd_config.role == "attention" else layout.workers_of
+        self.peers = peers(role_rank, self.attn_size, self.ffn_size)
+        self.control_plane = StepMeshAFDControlPlane(self)
+        self.side = None
+        self.closed = False
+        self.number = next(_numbers)
+
+    def init_afd_connector(self):
+        if self.is_initialized:
+            return
+        if self.closed:
+            raise RuntimeError("%s rank %d: the connector is closed, and a process joins once only; start it again" % (self.afd_config.role, self.role_rank))
+        config, extra, model = self.afd_config, self.extra_info, self.vllm_config.model_config
+        device = self._device()
+        os.environ.update(extra.environment)
+        cluster.join(config.role, self.role_rank, self.attn_size, self.ffn_size, host=config.host, port=config.port,
+                     device=self.local_rank if device.type == "cuda" else 0, transport=extra.transport,
+                     scheduler=extra.scheduler, timeout_ms=extra.init_timeout_ms)
+        common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(), timeout_ms=extra.timeout_ms)
+        if config.role == "attention":
+            # A step in which an FFN rank was lost fails: the one in its place begins with a new step.
+            self.side = Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=0,
+                                  max_rows=int(self.vllm_config.scheduler_config.max_num_batched_tokens), **common)
+        else:
+            self.side = FFN(self.role_rank, self.attn_size, self.ffn_size, **common)
+        _connectors[self.number] = self
+        _register_ops()
+
+    def _device(self):
+        """Where the rank's tensors are; CPU where PyTorch sees no GPU."""
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    def _stages(self):
+        parallel = self.vllm_config.parallel_config
+        return int(getattr(parallel, "num_ubatches", 1) or 1) if getattr(parallel, "use_ubatching", False) else 1
+
+    @property
+    def is_initialized(self):
+        return self.side is not None
+
+    def close(self):
+        if self.side is None:
+            return
+        self.side, self.closed = None, True
+        _connectors.pop(self.number, None)
+        cluster.leave(self.extra_info.stop_timeout_ms)
+
+    def _open(self, role):
+        if self.side is None:
+            raise RuntimeError("%s rank %d: init_afd_connector() was not called, or close() was" % (self.afd_config.role, self.role_rank))
+        if self.afd_config.role != role:
+            raise RuntimeError("%s rank %d: this is of the %s side" % (self.afd_config.role, self.role_rank, role))
+        return self.side
+
+    # The attention side.
+
+    def send_attn_output(self, hidden_states, context, **kwargs):
+        metadata, router_logits = context.metadata, kwargs.get("router_logits")
+        if _compiling():
+            torch.ops.stepaf_afd.send(hidden_states, router_logits, self.number, metadata.stage_idx)
+            return
+        if not metadata.validate_tensor_shape(tuple(hidden_states.shape)):
+            raise ValueError("attention %d: hidden_states has shape %s, the metadata %d tokens (layer %d, stage %d)" % (
+                self.role_rank, tuple(hidden_states.shape), metadata.total_tokens, metadata.layer_idx, metadata.stage_idx))
+        self._send(hidden_states, router_logits, metadata.stage_idx)
+
+    def _send(self, hidden_states, router_logits, stage):
+        self._open("attention").send(stage, [hidden_states] if router_logits is None else [hidden_states, router_logits])
+
+    def recv_ffn_output(self, ref_tensor, ubatch_idx=0, **kwargs):
+        if _compiling():
+            torch.ops.stepaf_afd.recv(ref_tensor, self.number, ubatch_idx)
+            return ref_tensor
+        return self._open("attention").recv(ubatch_idx, out=ref_tensor)
+
+    # The FFN side.
+
+    def recv_attn_output(self, ubatch_idx=0, **kwargs):
+        batch, spec = self._open("ffn").recv(ubatch_idx), kwargs.get("routing_spec")
+        if len(batch.tensors) != (1 if spec is None else 2):
+            raise Mismatch("stage %d: attention %s sent %d tensors, ffn %d wants %s" % (
+                ubatch_idx, batch.ranks, len(batch.tensors), self.role_rank, "the hidden states only" if spec is None else "router_logits with them"))
+        hidden, logits = batch.tensors[0], None
+        if spec is not None:
+            logits = batch.tensors[1]
+            if logits.dim() != 2 or logits.shape[1] != spec.router_logits_width or logits.dtype != spec.router_logits_dtype:
+                raise Mismatch("stage %d: the router_logits of attention %s are %s of shape %s, ffn %d wants %s and %d columns" % (
+                    ubatch_idx, batch.ranks, logits.dtype, tuple(logits.shape), self.role_rank, spec.router_logits_dtype, spec.router_logits_width))
+        lengths = [n for n in batch.rows if n]
+        if not lengths:  # the plugin has no empty batches: the model gets one row, which goes nowhere
+            lengths = [1]
+            hidden = hidden.new_zeros((1,) + tuple(hidden.shape[1:]))
+            logits = None if logits is None else logits.new_zeros((1,) + tuple(logits.shape[1:]))
+        metadata = AFDTransferMetadata.create_ffn_metadata(layer_idx=0, stage_idx=ubatch_idx, seq_lens=lengths)
+        return AFDA2FTransferPayload(hidden_states=hidden, context=AFDTransferContext(metadata=metadata, states=_Received(batch)), router_logits=logits)
+
+    def send_ffn_output(self, ffn_output, context, **kwargs):
+        self._open("ffn")
+        if not isinstance(context.states, _Received):
+            raise RuntimeError("ffn %d: the context is not that of recv_attn_output" % self.role_rank)
+        if not context.metadata.validate_tensor_shape(tuple(ffn_output.shape)):
+            raise ValueError("ffn %d: ffn_output has shape %s, the metadata %d tokens (layer %d, stage %d)" % (
+                self.role_rank, tuple(ffn_output.shape), context.metadata.total_tokens, context.metadata.layer_idx, context.metadata.stage_idx))
+        batch = context.states.batch
+        batch.respond(ffn_output[:sum(batch.rows)])
+
+
+class StepMeshAFDControlPlane(AFDControlPlane):
+    """Token counts of a step, from each attention rank to its FFN ranks. They travel as
+    host bytes, and both sides check batches against them."""
+
+    def __init__(self, connector):
+        self.connector = connector
+
+    def update_state_from_dp_metadata(self, payload):
+        c = self.connector
+        if c.afd_config.role != "ffn":
+            return
+        expected = {}
+        for stage, metadata in payload.dp_metadata_list.items():
+            counts = _counts(metadata, c.attn_size)
+            if counts is not None:
+                expected[stage] = {r: self._rows(counts[r], r) for r in c.peers}
+        c._open("ffn").expect(expected)
+
+    def _rows(self, count, rank):
+        """How many of an attention rank's rows this FFN rank gets."""
+        c = self.connector
+        servers = layout.servers_of(rank, c.attn_size, c.ffn_size)
+        begin, end = layout.share(max(count, 1), servers.index(c.role_rank), len(servers))
+        return end - begin
+
+    def send_dp_metadata_list(self, payload):
+        self.connector._open("attention").send_control(encode_control_payload(payload))
+
+    def recv_dp_metadata_list(self):
+        c = self.connector
+        received = {r: decode_control_payload(text) for r, text in c._open("ffn").recv_control().items()}
+        first = received[c.peers[0]]
+        for rank, payload in received.items():
+            mine, other = _all_counts(first), _all_counts(payload)
+            if mine != other:
+                raise Mismatch("ffn %d: attention %d announced %s tokens (stage: counts), attention %d %s" % (c.role_rank, c.peers[0], mine, rank, other))
+        return first
+
+
+def _counts(metadata, attention):
+    """The tokens of each attention rank, or None where the counts do not say. Those of
+    data-parallel ranks hold for each of their tensor-parallel ranks."""
+    counts = metadata.num_tokens_across_dp_cpu.flatten().tolist()  # a CPU tensor
+    if not counts or attention % len(counts):
+        return None
+    return [counts[i * len(counts) // attention] for i in range(attention)]
+
+
+def _all_counts(payload):
+    return {stage: m.num_tokens_across_dp_cpu.flatten().tolist() for stage, m in payload.dp_metadata_list.items()}
+
+
+# torch.compile: the two calls of the attention side as ops that it does not look into.
+
+_library = None
+
+
+def _compiling():
+    compiler = getattr(torch, "compiler", None)
+    return compiler is not None and hasattr(compiler, "is_compiling") and compiler.is_compiling()
+
+
+def _register_ops():
+    global _library
+    if _library is not None or not hasattr(getattr(torch, "compiler", None), "is_compiling"):
+        return
+    _library = torch.library.Library("stepaf_afd", "DEF")
+    # That send changes its argument is not true: it keeps the op in its place.
+    _library.define("send(Tensor(a!) hidden, Tensor? router_logits, int connector, int stage) -> ()")
+    _library.define("recv(Tensor(a!) out, int connector, int stage) -> ()")
+
+    def send(hidden, router_logits, connector, stage):
+        _connectors[connector]._send(hidden, router_logits, stage)
+
+    def recv(out, connector, stage):
+        _connectors[connector]._open("attention").recv(stage, out=out)
+
+    _library.impl("send", send, "CompositeExplicitAutograd")
+    _library.impl("recv", recv, "CompositeExplicitAutograd")
+    _library.impl("send", lambda *a: None, "Meta")
+    _library.impl("recv", lambda *a: None, "Meta")

@@ -1,0 +1,19 @@
+"""The entry point for vLLM (group vllm.general_plugins): adds our connector's name to those
+that afd-plugin knows. Without afd-plugin it does nothing."""
+
+import importlib.util
+
+NAME = "StepMeshAFDConnector"
+
+
+def register():
+    """Makes `"connector": "StepMeshAFDConnector"` valid in afd-plugin's configuration."""
+    if importlib.util.find_spec("afd_plugin") is None:
+        return
+    from afd_plugin import config
+    from afd_plugin.connectors import AFDConnectorFactory
+
+    AFDConnectorFactory.register_connector(NAME, "fserver.connectors.vllm_afd", NAME, replace=True)
+    # The names are in a list of their own as well.
+    if NAME not in config.SUPPORTED_AFD_CONNECTORS:
+        config.SUPPORTED_AFD_CONNECTORS = (*config.SUPPORTED_AFD_CONNECTORS, NAME)

@@ -1,0 +1,1 @@
+"""A stand-in for SGLang: the one class that the dispatcher makes."""

@@ -1,0 +1,11 @@
+"""What top-k has chosen."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class StandardTopKOutput(NamedTuple):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    router_logits: torch.Tensor

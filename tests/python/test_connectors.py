@@ -1,0 +1,471 @@
+"""fserver.connectors: the pair of sides that is the same for every engine."""
+
+import os
+import subprocess
+import sys
+import time
+
+import harness
+import pytest
+
+if "torch" not in harness.libraries():
+    pytest.skip("the connectors are for PyTorch, which this Python has not", allow_module_level=True)
+
+import torch
+
+import fserver_lib as f
+from fserver.connectors import FFN, Attention, Mismatch, join, leave, servers_of, share, workers_of
+
+WIDTH, MOST, STAGES, LAYERS = 8, 12, 3, 2
+WAIT = 180  # seconds
+PATIENT = {"STEPAF_START_TIMEOUT": "150"}  # many processes that load PyTorch take their time
+
+
+# Who talks to whom.
+
+def test_layout():
+    for attention in range(1, 12):
+        for ffn in range(1, 12):
+            pairs = [(a, s) for a in range(attention) for s in servers_of(a, attention, ffn)]
+            assert pairs == [(a, s) for a in range(attention) for s in range(ffn) if a in workers_of(s, attention, ffn)]
+            assert len(pairs) == max(attention, ffn)
+            for sizes in ([len(servers_of(a, attention, ffn)) for a in range(attention)], [len(workers_of(s, attention, ffn)) for s in range(ffn)]):
+                assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+    assert [servers_of(a, 5, 2) for a in range(5)] == [[0], [0], [0], [1], [1]]
+    assert [share(7, i, 3) for i in range(3)] == [(0, 2), (2, 4), (4, 7)]
+    for call, word in ((lambda: servers_of(3, 3, 2), "attention rank 3"), (lambda: workers_of(-1, 3, 2), "ffn rank -1"), (lambda: servers_of(0, 0, 2), "attention is 0"),
+                       (lambda: workers_of(0, 1, 0), "ffn is 0")):
+        with pytest.raises(ValueError, match=word):
+            call()
+    for bad in (True, 1.0, "1"):
+        with pytest.raises(TypeError, match="rank"):
+            servers_of(bad, 2, 2)
+
+
+# Values, at ratios of one to eight.
+
+def rows_of(rank, step, stage):
+    return (5 * rank + 3 * step + 7 * stage) % (MOST + 1)  # also none
+
+
+def hidden(rank, step, stage, layer):
+    n = rows_of(rank, step, stage)
+    return (torch.arange(n * WIDTH, dtype=torch.float32) * 0.25 + 1000 * rank + 100 * step + 10 * stage + layer).reshape(n, WIDTH)
+
+
+def routing(rank, step, stage):
+    return torch.arange(rows_of(rank, step, stage), dtype=torch.int32).reshape(-1, 1) + rank
+
+
+STEPS = 4
+
+
+def values_attention(n):
+    side = Attention(n.rank, n.workers, n.servers, width=WIDTH, dtype=torch.float32, max_rows=MOST, stages=STAGES, layers=LAYERS)
+    for step in range(STEPS):
+        for layer in range(LAYERS):
+            for stage in range(STAGES):  # three under way
+                x, ids = hidden(n.rank, step, stage, layer), routing(n.rank, step, stage)
+                side.send(stage, [x, ids] if layer else x, layer)
+                x.fill_(-1)  # it is ours again
+            for stage in range(STAGES):
+                x, ids = hidden(n.rank, step, stage, layer), routing(n.rank, step, stage)
+                want = x * 2 + layer + (ids if layer else 0)
+                out = torch.empty_like(x) if stage == 1 else None
+                got = side.recv(stage, out=out)
+                assert out is None or got is out
+                assert got.shape == want.shape and torch.equal(got, want), (step, layer, stage)
+    n.f.barrier(True, True)
+
+
+def values_ffn(n):
+    side = FFN(n.rank, n.workers, n.servers, width=WIDTH, dtype=torch.float32, stages=STAGES, layers=LAYERS, together=n.args["together"])
+    each = 1 if n.args["together"] else len(side.peers)
+    sizes, answers = set(), []
+    for i in range(STEPS * LAYERS * STAGES * each):
+        batch = side.recv() if n.rank % 2 or not n.args["together"] else side.recv(i % STAGES)
+        assert batch.ranks == side.peers if n.args["together"] else len(batch.ranks) == 1
+        assert len(batch.tensors[0]) == sum(batch.rows) and len(batch.tensors) == 1 + batch.layer
+        out = batch.tensors[0] * 2 + batch.layer
+        if batch.layer:
+            out += batch.tensors[1]
+        answers.append(batch.respond(out))
+        sizes.update(batch.rows)
+    for a in answers:
+        a.wait(20000)
+        assert a.done()
+    assert len(sizes) > 2
+    n.f.barrier(True, True)
+
+
+@pytest.mark.parametrize("attention, ffn, together", [(1, 1, True), (1, 2, True), (3, 2, True), (5, 2, True), (8, 1, True), (2, 3, True), (3, 1, False)])
+def test_ratios(cluster, attention, ffn, together):
+    cluster(workers=attention, servers=ffn, env=dict(PATIENT, PS_VERBOSE="-1")).run(values_attention, values_ffn, args=dict(together=together), timeout=300)
+
+
+@pytest.mark.parametrize("env", [{"BYTEPS_ENABLE_IPC": "0"}, {"PS_RESEND": "1"}], ids=["zmq", "resend"])
+def test_transports(cluster, env):
+    cluster(workers=2, servers=2, env=dict(PATIENT, **env)).run(values_attention, values_ffn, args=dict(together=True), timeout=WAIT)
+
+
+# fp8 and packed types, with scales, bit for bit, and with no rows.
+
+def kinds():
+    names = ("bfloat16", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    return [getattr(torch, name) for name in names if hasattr(torch, name)]
+
+
+def bits(dtype, rows, seed):
+    size = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.tensor([(7 * i + seed) % 251 for i in range(rows * WIDTH * size)], dtype=torch.uint8)
+    return raw.view(dtype).reshape(rows, WIDTH) if rows else torch.empty(0, WIDTH, dtype=dtype)
+
+
+def types_attention(n):
+    for i, dtype in enumerate(kinds()):
+        side = Attention(n.rank, n.workers, n.servers, width=WIDTH, dtype=dtype, max_rows=4)
+        for rows in (4, 0, 1):
+            x, scales = bits(dtype, rows, i + n.rank), torch.full((rows, 1), 2.0 + n.rank)
+            side.send(0, [x, scales])
+            got = side.recv(0)
+            assert got.dtype == dtype and got.shape == x.shape
+            assert rows == 0 or torch.equal(got.view(torch.uint8), x.view(torch.uint8)), (dtype, rows)
+        n.f.barrier(True, True)
+
+
+def types_ffn(n):
+    for dtype in kinds():
+        side = FFN(n.rank, n.workers, n.servers, width=WIDTH, dtype=dtype)
+        for rows in (4, 0, 1):
+            batch = side.recv(0)
+            assert batch.tensors[0].dtype == dtype and batch.rows == [rows] * len(side.peers)
+            assert batch.tensors[1].flatten().tolist() == [2.0 + r for r in side.peers for _ in range(rows)]
+            batch.respond(batch.tensors[0])
+        n.f.barrier(True, True)
+
+
+def test_types(cluster):
+    cluster(workers=2, env=PATIENT).run(types_attention, types_ffn, timeout=WAIT)
+
+
+# A lost rank, and another one in its place.
+
+QUICK = dict(PATIENT, STEPAF_REPLACE_TIMEOUT="60")
+
+
+def side_of(n, **options):
+    options = dict(dict(width=WIDTH, dtype=torch.float32, stages=2, layers=4), **options)
+    if n.role == "worker":
+        return Attention(n.rank, n.workers, n.servers, **dict(dict(max_rows=MOST), **options))
+    return FFN(n.rank, n.workers, n.servers, **options)
+
+
+def serve(side, batches, stage=None):
+    for _ in range(batches):
+        batch = side.recv(stage)
+        batch.respond(batch.tensors[0] + 10 * batch.layer + 1)
+
+
+def replaced_ffn_attention(n):
+    """Its FFN rank is killed between a send and its recv; nobody tells it."""
+    side = side_of(n)
+    x = torch.ones(3, WIDTH)
+    side.send(0, x)
+    assert torch.equal(side.recv(0), x + 1)
+    side.send(0, x, layer=3)
+    side.send(1, 2 * x, layer=2)
+    n.tell("sent")
+    assert torch.equal(side.recv(0), x + 31)
+    assert torch.equal(side.recv(1), 2 * x + 21)
+    side.send(0, 3 * x, layer=1)
+    assert torch.equal(side.recv(0), 3 * x + 11)
+    hurried = side_of(n, replace_ms=0)
+    hurried.send(0, x)
+    with n.raises(ConnectionError, "attention", "stage 0", "ffn 0"):
+        hurried.recv(0)
+    n.tell(n.wrong)
+    time.sleep(300)  # without an FFN rank there is no common end
+
+
+@harness.by_hand
+def replaced_ffn_ffn(n):
+    n.f.init()
+    side = side_of(n)
+    if n.args == "first":
+        serve(side, 1)
+        n.tell("served")
+        time.sleep(300)  # until it is killed
+    serve(side, 3)
+    side.recv(0)
+    n.tell("held")
+    time.sleep(300)
+
+
+def test_replaced_ffn(cluster):
+    c = cluster(workers=2, env=QUICK)
+    workers, (first,) = c.start(replaced_ffn_attention, replaced_ffn_ffn, args="first")
+    assert [w.hear(WAIT) for w in workers] == ["sent", "sent"] and first.hear(WAIT) == "served"
+    first.kill()
+    c.processes.remove(first)
+    second = c.spawn("server", replaced_ffn_ffn, args="second")
+    assert second.hear(WAIT) == "held"
+    second.kill()
+    assert [w.hear(WAIT) for w in workers] == [[], []]
+
+
+@harness.by_hand
+def replaced_attention_attention(n):
+    n.f.init()
+    side = side_of(n)
+    x = torch.full((n.rank + 1, WIDTH), float(n.rank))
+    if n.args == "first":
+        side.send(0, x)
+        assert torch.equal(side.recv(0), x + 1)
+    if n.args == "first" and n.rank == 1:
+        side.send(1, x - 5, layer=3)  # is not to be mixed with what its successor sends
+        n.tell("sent")
+        time.sleep(300)  # until it is killed
+    if n.rank == 0:
+        n.listen()
+    side.send(1, x, layer=2)
+    assert torch.equal(side.recv(1), x + 21)
+    n.f.stop()
+
+
+def replaced_attention_ffn(n):
+    side = side_of(n)
+    serve(side, 1)
+    with n.raises(TimeoutError, "get_batch"):
+        side.recv(1, timeout_ms=300)  # of one rank only
+    n.tell("one came")
+    serve(side, 1, stage=1)
+
+
+def test_replaced_attention(cluster):
+    c = cluster(workers=2, env=QUICK)
+    (w0, w1), (server,) = c.start(replaced_attention_attention, replaced_attention_ffn, args="first")
+    assert w1.hear(WAIT) == "sent" and server.hear(WAIT) == "one came"
+    w1.kill()
+    c.processes.remove(w1)
+    c.spawn("worker", replaced_attention_attention, rank=1, args="second")
+    w0.tell("go on")
+    c.finish(WAIT)
+
+
+# What does not fit together is an error that names both sides, and nothing hangs.
+
+def unlike_attention(n):
+    side = side_of(n, timeout_ms=20000)
+    with n.raises(Mismatch, "width: attention %d at" % n.rank, "has 8, ffn 0 at", "has 16", "stages", "float32", "float16", "pid %d" % os.getpid()):
+        side.check()
+    with n.raises(Mismatch, "width"):
+        side.send(0, torch.zeros(1, WIDTH))
+
+
+def unlike_ffn(n):
+    side = side_of(n, width=16, dtype=torch.float16, stages=3)
+    for _ in side.peers:
+        with n.raises(Mismatch, "width: attention", "has 8, ffn 0 at", "has 16"):
+            side.recv(timeout_ms=20000)
+
+
+def test_unlike(cluster):
+    cluster(workers=2, env=PATIENT).run(unlike_attention, unlike_ffn, timeout=WAIT)
+
+
+def counts_attention(n):
+    side = side_of(n, timeout_ms=1000)
+    side.send_control(b"3 rows")
+    side.send(0, torch.zeros(4, WIDTH))
+    with n.raises(TimeoutError, "attention %d" % n.rank, "stage 0", "ffn 0"):
+        side.recv(0)
+    side.send(1, torch.zeros(1, WIDTH), layer=n.rank)
+    with n.raises(TimeoutError, "attention %d" % n.rank, "stage 1, layer %d" % n.rank, "ffn 0"):
+        side.recv(1)
+    if n.rank == 0:
+        side.send(1, torch.zeros(1, WIDTH))
+        with n.raises(TimeoutError, "stage 1, layer 0, ffn 0"):
+            side.recv(1)
+    n.f.barrier(True, True)
+
+
+def counts_ffn(n):
+    side = side_of(n, timeout_ms=500)
+    assert side.recv_control() == {0: b"3 rows", 1: b"3 rows"}
+    side.expect({0: {0: 4, 1: 3}})
+    with n.raises(Mismatch, "stage 0", "attention 1 sent 4 rows", "ffn 0 was told of 3"):
+        side.recv(0)
+    with n.raises(Mismatch, "attention 0 sent layer 0", "attention 1 layer 1", "ffn 0"):
+        side.recv(1)
+    with n.raises(TimeoutError, "ffn 0", "stage 1, layer 0 of attention 0 is here", "none of attention 1", "500 ms"):
+        side.recv(1)
+    n.f.barrier(True, True)
+
+
+def test_counts(cluster):
+    cluster(workers=2, env=PATIENT).run(counts_attention, counts_ffn, timeout=WAIT)
+
+
+def stranger_attention(n):
+    x, y = torch.zeros(4), torch.zeros(4)
+    with n.raises(TimeoutError, "server 0"):
+        n.f.wait(n.f.push_pull([x], [1], [y], [1]), timeout_ms=1000)
+    wrong = Attention(n.rank, 2, 1, width=WIDTH, dtype=torch.float32, max_rows=MOST, timeout_ms=20000)
+    with n.raises(Mismatch, "attention: attention 0", "has 2, ffn 0", "has 1"):
+        wrong.check()
+
+
+def stranger_ffn(n):
+    side = side_of(n)
+    with n.raises(Mismatch, "ffn 0", "keys [1]", "not of an Attention"):
+        side.recv()
+    with n.raises(Mismatch, "attention: attention 0", "has 2"):
+        side.recv()
+
+
+def test_stranger(cluster):
+    cluster(env=PATIENT).run(stranger_attention, stranger_ffn, timeout=WAIT)
+
+
+# Wrong input.
+
+def refused_attention(n):
+    for options, classes, words in ((dict(width=0), ValueError, ("width", "0")), (dict(width=1.5), TypeError, ("width", "1.5")), (dict(stages=257), ValueError, ("stages", "256")),
+                                    (dict(layers=0), ValueError, ("layers",)), (dict(max_rows=0), ValueError, ("max_rows",)), (dict(dtype="float32"), TypeError, ("dtype", "torch.dtype"))):
+        with pytest.raises(classes) as e:
+            side_of(n, **options)
+        assert all(w in str(e.value) for w in words), e.value
+    side, x = side_of(n), torch.zeros(2, WIDTH)
+    for args, classes, words in (
+            ((2, x), ValueError, ("attention 0", "no stage 2", "0 to 1")),
+            (("0", x), TypeError, ("stage", "'0'")),
+            ((0, x, 4), ValueError, ("no layer 4", "0 to 3")),
+            ((0, torch.zeros(MOST + 1, WIDTH)), ValueError, ("13 rows", "max_rows, 12")),
+            ((0, torch.zeros(2, WIDTH + 1)), ValueError, ("float32 of shape (2, 9)", "8 columns")),
+            ((0, torch.zeros(WIDTH)), ValueError, ("shape (8,)",)),
+            ((0, x.double()), ValueError, ("float64", "want float32")),
+            ((0, [x, torch.zeros(3, 1)]), ValueError, ("tensor 1 has 3 rows", "tensor 0 has 2")),
+            ((0, []), ValueError, ("0 tensors",)),
+            ((0, [x] * 17), ValueError, ("17 tensors",)),
+            ((0, [x, 3]), TypeError, ("tensor 1 is int",)),
+            ((0, [x, torch.tensor(1)]), TypeError, ("tensor 1",)),
+            ((0, torch.zeros(2, WIDTH, device="meta")), ValueError, ("on meta", "want cpu"))):
+        with pytest.raises(classes) as e:
+            side.send(*args)
+        assert all(w in str(e.value) for w in words), e.value
+    with pytest.raises(ValueError, match="stage 0 is not under way"):
+        side.recv(0)
+    for bad in (b"", "text", None):
+        with pytest.raises(TypeError, match="control message"):
+            side.send_control(bad)
+    side.send(0, x)
+    with pytest.raises(ValueError, match=r"stage 0 is under way \(layer 0\)"):
+        side.send(0, x)
+    assert torch.equal(side.recv(0), x + 1)
+    side.send(0, x)
+    with pytest.raises(ValueError, match=r"out is float32 of shape \(3, 8\)"):
+        side.recv(0, out=torch.zeros(3, WIDTH))
+    side.send(0, x)
+    assert torch.equal(side.recv(0), x + 1)
+
+
+def refused_ffn(n):
+    side = side_of(n)
+    with pytest.raises(ValueError, match="no stage 2"):
+        side.recv(2)
+    batch = side.recv()
+    for out in (torch.zeros(3, WIDTH), torch.zeros(2, WIDTH - 1), torch.zeros(2, WIDTH).double()):
+        with pytest.raises(ValueError, match=r"ffn 0: stage 0, layer 0: the answer is float.*want float32 of shape \(2, 8\), for attention 0"):
+            batch.respond(out)
+    batch.respond(batch.tensors[0] + 1)
+    with pytest.raises(ValueError, match="answered already"):
+        batch.respond(batch.tensors[0])
+    serve(side, 2)
+
+
+def test_refused(cluster):
+    cluster(env=PATIENT).run(refused_attention, refused_ffn, timeout=WAIT)
+
+
+# Joining and leaving as engines do: FFN rank 0 brings the scheduler, which ends with the cluster.
+
+def joined(n, role):
+    port = int(n.env["DMLC_PS_ROOT_PORT"])
+    for name in list(os.environ):
+        if name.startswith(("DMLC_", "STEPMESH_")) and name != "DMLC_ENABLE_RDMA":
+            del os.environ[name]
+    join(role, n.rank, n.workers, n.servers, port=port, device=0, timeout_ms=150000)
+    side = side_of(n)
+    return side
+
+
+@harness.by_hand
+def join_attention(n):
+    side = joined(n, "attention")
+    x = torch.full((5, WIDTH), 1.0 + n.rank)
+    side.send(1, x)
+    assert torch.equal(side.recv(1), x + 1)
+    leave()
+
+
+@harness.by_hand
+def join_ffn(n):
+    side = joined(n, "ffn")
+    serve(side, 1)
+    leave()
+
+
+def test_join(cluster):
+    c = cluster(workers=3, servers=2, env=PATIENT)
+    for i in range(3):
+        c.spawn("worker", join_attention, rank=i)
+    for i in range(2):
+        c.spawn("server", join_ffn, rank=i)
+    c.finish(WAIT)
+    c.processes = []
+    end = time.monotonic() + 20
+    while listens(c.port):
+        assert time.monotonic() < end, "the scheduler has not ended"
+        time.sleep(0.1)
+
+
+def listens(port):
+    import fserver.connectors.cluster
+
+    return fserver.connectors.cluster.listening("127.0.0.1", port)
+
+
+@harness.by_hand
+def miscounted(n):
+    n.workers = n.args["attention"]
+    with pytest.raises(f.Error) as e:
+        joined(n, n.args["role"])
+    return str(e.value)
+
+
+def test_counts_of_ranks_differ(cluster):
+    """3 attention ranks say some nodes, 2 another one."""
+    c = cluster(workers=2, servers=1, env=PATIENT)
+    c.spawn("scheduler", harness.scheduler)
+    w = c.spawn("worker", miscounted, rank=0, args=dict(role="attention", attention=3))
+    text = w.hear(WAIT)
+    w.wait(WAIT)
+    assert "worker" in text and "scheduler" in text and "3" in text and "2" in text, text
+
+
+@pytest.mark.parametrize("args, word", [
+    (("both", 0, 1, 1), "role is 'both'"), (("attention", 1, 1, 1), "no attention rank 1"), (("ffn", -1, 1, 1), "no ffn rank -1")])
+def test_join_refuses(args, word):
+    with pytest.raises(ValueError, match=word):
+        join(*args)
+    for options, text in ((dict(host=""), "host is empty"), (dict(port=0), "port is 0"), (dict(port=65536), "port is 65536")):
+        with pytest.raises(ValueError, match=text):
+            join("ffn", 0, 1, 1, **options)
+
+
+def test_imports():
+    """What docs/engines.md imports is there, and nothing of an engine is needed for it."""
+    code = "import sys, fserver.connectors as c; assert all(hasattr(c, n) for n in c.__all__); assert not {'vllm', 'sglang', 'afd_plugin'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import fserver.connectors.vllm_plugin as p; p.register()"  # without afd-plugin it does nothing
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,272 @@
+"""The connector for vLLM's afd-plugin, driven as the plugin's model runners drive it.
+
+It runs on the plugin itself where AFD_PLUGIN is the directory that has afd_plugin (a
+checkout; of vLLM it needs one class, which stands in here), and else on the stand-in.
+"""
+
+import os
+import sys
+import types
+
+import harness
+import pytest
+
+if "torch" not in harness.libraries():
+    pytest.skip("the connectors are for PyTorch, which this Python has not", allow_module_level=True)
+
+import torch
+
+import fserver_lib as f
+
+WIDTH, LAYERS, STEPS, EXPERTS = 8, 3, 4, 4
+WAIT = 180  # seconds
+STANDINS = os.path.join(harness.HERE, "standins")
+
+
+def plugin():
+    """Makes afd_plugin importable, and registers the connector as vLLM does."""
+    real = os.environ.get("AFD_PLUGIN")
+    sys.path.insert(0, real or STANDINS)
+    if real:
+        vllm, context = types.ModuleType("vllm"), types.ModuleType("vllm.forward_context")
+        context.DPMetadata = type("DPMetadata", (), {})
+        vllm.forward_context = context
+        sys.modules.update({"vllm": vllm, "vllm.forward_context": context})
+    from fserver.connectors import vllm_plugin
+
+    vllm_plugin.register()
+    vllm_plugin.register()  # as often as one likes
+    import afd_plugin.connectors
+
+    return afd_plugin.connectors
+
+
+def engine(n, stages=2, extra=None, **changes):
+    """What an engine's process has: a configuration, and the connector made of it."""
+    connectors = plugin()
+    from afd_plugin import config
+
+    port = int(n.env["DMLC_PS_ROOT_PORT"])
+    for name in list(os.environ):
+        if name.startswith(("DMLC_", "STEPMESH_")):
+            del os.environ[name]
+    afd = dict(connector="StepMeshAFDConnector", role="attention" if n.role == "worker" else "ffn", host="127.0.0.1", port=port,
+               num_attention_ranks=n.workers, num_ffn_ranks=n.servers, connector_extra_config=dict(dict(timeout_ms=20000), **(extra or {})))
+    afd.update(changes)
+    some = types.SimpleNamespace
+    vllm = some(additional_config={"afd": afd}, model_config=some(hf_config=some(hidden_size=WIDTH, num_hidden_layers=LAYERS), dtype=torch.float32, enforce_eager=True),
+                scheduler_config=some(max_num_batched_tokens=32), parallel_config=some(use_ubatching=stages > 1, num_ubatches=stages))
+    parsed = config.parse_afd_config(vllm)
+    cls = connectors.AFDConnectorFactory.get_connector_class(parsed.connector)
+    assert issubclass(cls, connectors.AFDConnectorBase)
+    return connectors, cls(n.rank, 0, vllm, parsed, n.rank)
+
+
+def tokens(step, stage, rank):
+    return 1 + (3 * step + 2 * stage + rank) % 5
+
+
+def payload(connectors, step, stages, ranks):
+    counts = {s: connectors.AFDDPMetadata(torch.tensor([tokens(step, s, r) for r in range(ranks)])) for s in range(stages)}
+    return connectors.AFDControlPayload(dp_metadata_list=counts, is_graph_capturing=False, is_warmup=step == 0)
+
+
+@harness.by_hand
+def attention(n):
+    """As the attention runner and the model's layers do."""
+    connectors, c = engine(n)
+    assert not c.is_initialized and (c.attn_size, c.ffn_size) == (n.workers, n.servers)
+    with pytest.raises(RuntimeError, match="init_afd_connector"):
+        c.recv_ffn_output(torch.zeros(1, WIDTH))
+    c.init_afd_connector()
+    c.init_afd_connector()
+    assert c.is_initialized and c.control_plane is not None
+    for step in range(STEPS):
+        p = payload(connectors, step, 2, n.workers)
+        c.control_plane.update_state_from_dp_metadata(p)
+        c.control_plane.send_dp_metadata_list(p)
+        h = [torch.full((tokens(step, s, n.rank), WIDTH), 100.0 * n.rank + 10 * s + step) for s in range(2)]
+        want = [t.clone() for t in h]
+        for layer in range(LAYERS):
+            for s in range(2):  # two micro-batches under way
+                metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=layer, stage_idx=s, seq_len=len(h[s]))
+                routed = dict(router_logits=torch.full((len(h[s]), EXPERTS), float(n.rank))) if layer == 1 else {}
+                c.send_attn_output(h[s], connectors.AFDTransferContext(metadata=metadata), **routed)
+            for s in range(2):
+                got = c.recv_ffn_output(ref_tensor=h[s], ubatch_idx=s)
+                assert got is h[s]
+                want[s] = want[s] * 2 + layer + (n.rank if layer == 1 else 0)
+                assert torch.equal(got, want[s]), (step, layer, s)
+    metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=0, stage_idx=0, seq_len=3)
+    with pytest.raises(ValueError, match=r"attention %d: hidden_states has shape \(2, 8\), the metadata 3 tokens" % n.rank):
+        c.send_attn_output(torch.zeros(2, WIDTH), connectors.AFDTransferContext(metadata=metadata))
+    with pytest.raises(RuntimeError, match="ffn side"):
+        c.recv_attn_output()
+    c.close()
+    c.close()
+    assert not c.is_initialized
+    with pytest.raises(RuntimeError, match="closed"):
+        c.init_afd_connector()
+
+
+@harness.by_hand
+def ffn(n):
+    """As the FFN worker's loop does."""
+    connectors, c = engine(n)
+    c.init_afd_connector()
+    empty = 0
+    for step in range(STEPS):
+        p = c.control_plane.recv_dp_metadata_list()
+        assert p.is_warmup == (step == 0)
+        assert {s: m.num_tokens_across_dp_cpu.tolist() for s, m in p.dp_metadata_list.items()} == {
+            s: [tokens(step, s, r) for r in range(n.workers)] for s in range(2)}
+        c.control_plane.update_state_from_dp_metadata(p)
+        for layer in range(LAYERS):
+            spec = connectors.AFDExpertRoutingSpec(EXPERTS, torch.float32) if layer == 1 else None
+            for s in sorted(p.dp_metadata_list):
+                got = c.recv_attn_output(ubatch_idx=s, routing_spec=spec)
+                context, x = got.context, got.hidden_states
+                context.metadata.layer_idx, context.metadata.stage_idx = layer, s
+                assert context.metadata.validate_tensor_shape(tuple(x.shape))
+                empty += not sum(context.states.batch.rows)
+                out = x * 2 + layer
+                if layer == 1:
+                    out = out + got.router_logits[:, :1]
+                with pytest.raises(ValueError, match="ffn_output has shape"):
+                    c.send_ffn_output(torch.cat([out, out]), context)
+                c.send_ffn_output(out, context)
+    assert (empty > 0) == (n.servers > n.workers and n.rank == 0)  # a row for two FFN ranks
+    c.close()
+
+
+@pytest.mark.parametrize("attentions, ffns", [(1, 1), (3, 2), (1, 2)])
+def test_steps(cluster, attentions, ffns):
+    c = cluster(workers=attentions, servers=ffns)
+    for i in range(attentions):
+        c.spawn("worker", attention, rank=i)
+    for i in range(ffns):
+        c.spawn("server", ffn, rank=i)
+    c.finish(WAIT)
+
+
+# Counts that differ: the FFN rank says so, and its loop's end is noticed on the other side.
+
+@harness.by_hand
+def miscounting_attention(n):
+    connectors, c = engine(n, extra=dict(timeout_ms=3000))
+    c.init_afd_connector()
+    p = payload(connectors, n.rank, 1, n.workers)  # another step's counts on rank 1
+    c.control_plane.send_dp_metadata_list(p)
+    metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=0, stage_idx=0, seq_len=1)
+    c.send_attn_output(torch.zeros(1, WIDTH), connectors.AFDTransferContext(metadata=metadata))
+    with pytest.raises(f.Error, match="attention %d: stage 0, layer 0, ffn 0" % n.rank):
+        c.recv_ffn_output(torch.zeros(1, WIDTH))
+    c.close()
+
+
+@harness.by_hand
+def miscounting_ffn(n):
+    from fserver.connectors import Mismatch
+
+    connectors, c = engine(n, extra=dict(stop_timeout_ms=20000))
+    c.init_afd_connector()
+    with pytest.raises(Mismatch, match=r"ffn 0: attention 0 announced \{0: \[1, 2\]\} tokens.*attention 1 \{0: \[4, 5\]\}"):
+        c.control_plane.recv_dp_metadata_list()
+    c.control_plane.update_state_from_dp_metadata(payload(connectors, 1, 1, n.workers))
+    with pytest.raises(Mismatch, match="attention 0 sent 1 rows, ffn 0 was told of 4"):
+        c.recv_attn_output(0)
+    c.close()
+
+
+def test_miscounting(cluster):
+    c = cluster(workers=2)
+    for i in range(2):
+        c.spawn("worker", miscounting_attention, rank=i)
+    c.spawn("server", miscounting_ffn)
+    c.finish(WAIT)
+
+
+# The FFN worker closes the connector while its loop waits for the next step.
+
+@harness.by_hand
+def closing(n):
+    import threading
+
+    connectors, c = engine(n)
+    c.init_afd_connector()
+    if n.role == "worker":
+        c.close()
+        return
+    ended = []
+
+    def loop():
+        try:
+            c.control_plane.recv_dp_metadata_list()
+        except Exception as e:
+            ended.append(e)
+
+    t = threading.Thread(target=loop)
+    t.start()
+    c.close()
+    t.join(20)
+    assert not t.is_alive() and isinstance(ended[0], (f.Error, RuntimeError)), ended
+
+
+def test_close_while_waiting(cluster):
+    c = cluster()
+    c.spawn("worker", closing)
+    c.spawn("server", closing)
+    c.finish(WAIT)
+
+
+def run_python(code):
+    import subprocess
+
+    return subprocess.run([sys.executable, "-c", "import sys; sys.path.insert(0, %r); import test_connectors_vllm as t\n" % harness.HERE + code], check=True)
+
+
+def test_configuration():
+    """In a process of its own, since it imports afd_plugin."""
+    run_python("""
+import pytest, torch
+connectors = t.plugin()
+cls = connectors.AFDConnectorFactory.get_connector_class("StepMeshAFDConnector")
+info = cls.parse_extra_config({"transport": "ibverbs", "timeout_ms": 5})
+assert (info.transport, info.timeout_ms, info.scheduler) == ("ibverbs", 5, "auto") and info.to_mapping()["timeout_ms"] == 5
+assert cls.parse_extra_config(None).timeout_ms == 10000
+for raw, kind, word in (({"timeout": 1}, ValueError, "'timeout'.*knows transport"), ({"timeout_ms": 0}, ValueError, "timeout_ms is 0"),
+                        ({"stop_timeout_ms": "1"}, ValueError, "stop_timeout_ms is '1'"), ([1], TypeError, "list, want a mapping")):
+    with pytest.raises(kind, match=word):
+        cls.parse_extra_config(raw)
+""")
+
+
+@pytest.mark.skipif(not hasattr(getattr(torch, "compiler", None), "is_compiling"), reason="this PyTorch has no torch.compiler.is_compiling")
+def test_compiled():
+    """The two calls of a layer stay in one graph, in their order."""
+    run_python("""
+import types, torch
+connectors = t.plugin()
+from fserver.connectors import vllm_afd as v
+v._register_ops()
+calls = []
+class Side:
+    def send(self, stage, tensors): calls.append(("send", stage, [x.clone() for x in tensors]))
+    def recv(self, stage, out): calls.append(("recv", stage)); out.copy_(calls[-2][2][0] * 2); return out
+c = object.__new__(v.StepMeshAFDConnector)
+c.side, c.number, c.role_rank, c.afd_config = Side(), 77, 0, types.SimpleNamespace(role="attention")
+v._connectors[77] = c
+def layer(x):
+    h = x + 1
+    m = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=0, stage_idx=1, seq_len=4)
+    c.send_attn_output(h, connectors.AFDTransferContext(metadata=m), router_logits=x)
+    return c.recv_ffn_output(ref_tensor=h, ubatch_idx=1) + 0.5
+for backend in ("eager", "aot_eager"):
+    torch._dynamo.reset()
+    calls.clear()
+    x = torch.arange(8.0).reshape(4, 2)
+    y = torch.compile(layer, fullgraph=True, backend=backend)(x)
+    assert torch.equal(y, (x + 1) * 2 + 0.5), (backend, y)
+    assert [k[:2] for k in calls] == [("send", 1), ("recv", 1)], calls
+    assert torch.equal(calls[0][2][0], x + 1) and torch.equal(calls[0][2][1], x)
+""")
