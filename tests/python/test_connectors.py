@@ -154,7 +154,7 @@ QUICK = dict(PATIENT, STEPAF_REPLACE_TIMEOUT="60")
 
 
 def side_of(n, **options):
-    options = dict(dict(width=WIDTH, dtype=torch.float32, stages=2, layers=4), **options)
+    options = dict(dict(width=WIDTH, dtype=torch.float32, stages=2, layers=4, timeout_ms=60000), **options)
     if n.role == "worker":
         return Attention(n.rank, n.workers, n.servers, **dict(dict(max_rows=MOST), **options))
     return FFN(n.rank, n.workers, n.servers, **options)
@@ -469,3 +469,11 @@ def test_imports():
     subprocess.run([sys.executable, "-c", code], check=True)
     code = "import fserver.connectors.vllm_plugin as p; p.register()"  # without afd-plugin it does nothing
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_overlap_says_what_is_missing():
+    """On GPUs it is run by hand; docs/engines.md."""
+    program = os.path.join(os.path.dirname(os.path.dirname(harness.HERE)), "tests", "benchmark", "overlap.py")
+    environ = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run([sys.executable, program], env=environ, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and "not measured, missing: two GPUs (PyTorch sees 0)" in done.stdout, done.stdout
