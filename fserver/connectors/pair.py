@@ -385,8 +385,9 @@ class FFN(_Side):
     together=False it returns each rank's batch by itself, as they come.
     """
 
-    def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, together=True, timeout_ms=30000):
+    def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, device="cpu", together=True, timeout_ms=30000):
         super().__init__("ffn", rank, attention, ffn, width, dtype, out_dtype, stages, layers)
+        self.device = torch.device(device)
         self.together, self.timeout_ms = together, timeout_ms
         self._slots = {}  # (stage, rank): the batch that waits
         self._controls = {r: collections.deque() for r in self.peers}
@@ -503,8 +504,8 @@ class FFN(_Side):
             self._controls[rank].append(bytes(tensors[0].tolist()))
             f.respond([torch.ones(1, dtype=torch.uint8)], handler)
         else:
-            self._order += 1
-            item = _Item(self._order, rank, layer, handler, list(tensors), time.monotonic())
+            self._order += 1  # tensors without elements come to the host, whatever they were
+            item = _Item(self._order, rank, layer, handler, [t if t.numel() else t.to(self.device) for t in tensors], time.monotonic())
             x = tensors[0]
             if x.dim() != 2 or x.shape[1] != self.width or x.dtype != self.dtype:
                 raise Mismatch("attention %d sent %s, %s wants %s and %d columns" % (rank, _shapes(tensors[:1]), self, _dtype_name(self.dtype), self.width))

@@ -49,7 +49,7 @@ def setup(role, rank, *, attention=None, ffn=None, host="127.0.0.1", port=8123, 
     if role == "attention":
         side = Attention(rank, attention, ffn, max_rows=max_rows, device=device, **common)
     else:
-        side = FFN(rank, attention, ffn, **common)
+        side = FFN(rank, attention, ffn, device=device, **common)
     _here = _Context(side, inflight)
 
 

@@ -106,7 +106,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
             self.side = Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=0,
                                   max_rows=int(self.vllm_config.scheduler_config.max_num_batched_tokens), **common)
         else:
-            self.side = FFN(self.role_rank, self.attn_size, self.ffn_size, **common)
+            self.side = FFN(self.role_rank, self.attn_size, self.ffn_size, device=device, **common)
         _connectors[self.number] = self
         _register_ops()
 

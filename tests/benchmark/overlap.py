@@ -155,11 +155,15 @@ def server(args):
 
     def serve():
         end.torch.cuda.set_device(1)
-        while True:
-            for handler, tensors, keys in end.f.get_batch():
-                end.f.respond(tensors, handler)
-                if keys == [2]:
-                    return
+        # A stream of its own: a received tensor is used again behind what its stream does,
+        # and the default one waits for NCCL.
+        with end.torch.cuda.stream(end.torch.cuda.Stream()):
+            last = False
+            while not last:
+                for handler, tensors, keys in end.f.get_batch():
+                    end.f.respond(tensors, handler)
+                    last = keys == [2]
+                del tensors
 
     t = threading.Thread(target=serve)
     t.start()
@@ -231,7 +235,7 @@ def main():
     print("%d x %d x %d in bfloat16, while %.1f MiB go there and back:" % (args.n, args.n, args.n, args.bytes / MIB))
     for name, r in result.items():
         print("  %-20s %8.1f us a product, %5.1f %% slower, %6.1f GB/s each way" % (name, r["us"], r["slower"], r["rate"]))
-    missed = result[EQUAL]["slower"] > GOAL
+    missed = result[EQUAL]["slower"] > GOAL or result[EQUAL]["rate"] < 0.9 * result[NCCL]["rate"]
     print("goal: at NCCL's rate at most %.1f %%: %s" % (GOAL, "missed" if missed else "reached"))
     return 1 if args.check and missed else 0
 
