@@ -257,7 +257,7 @@ func (r *planRun) event(e *plan.Event) {
 	r.c.note("%s %s %s%s", e.Do, e.Node, e.Peer, forHow(e))
 	switch e.Do {
 	case plan.Kill:
-		if e.Fork {
+		if s := p.State(); e.Fork && s.Started && !s.Stopped { // others do not answer, and are to be killed now
 			r.can(p.Fork())
 		}
 		p.Kill()
