@@ -2,6 +2,8 @@ package postoffice
 
 // App: a node as packages that build an application protocol on it use it, such as af and kv.
 
+import "time"
+
 // App is a node with what application packages need and programs do not: customers,
 // messages, and how to speak of peers. It is a small value.
 type App struct{ *Node }
@@ -48,4 +50,15 @@ func (a App) OnExit(f func()) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.onExit = append(a.onExit, f)
+}
+
+// Link connects the node to others of its role, and to those that replace them, for as long
+// as it is in the cluster. C++ StepMesh has no such connections, so every one of ids must be a
+// node of this library, see Native. Connections are made in the background: until a message has
+// been answered, Send may fail with van.ErrUnknownPeer, and a message may be lost, since the
+// other side answers only when it has called Link, too.
+func (a App) Link(ids []int) error {
+	var err error
+	a.step(func(t time.Duration) { err = a.machine.Link(t, ids) })
+	return err
 }

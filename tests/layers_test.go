@@ -99,6 +99,7 @@ var layers = []struct {
 	{"postoffice/membership", []string{"van", "van/backend", "van/env", "internal/"}},
 	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/stack", "van/env", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "van/env", "internal/"}},
+	{"af/collective", []string{"af", "postoffice", "van", "van/backend", "internal/"}},
 	{"af/", []string{"kv", "postoffice", "van", "van/backend", "van/env", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},
 	{"fserver/core", []string{"af", "postoffice", "van", "van/backend", "van/env", "internal/"}},

@@ -43,7 +43,8 @@ type Machine struct {
 	health map[int]*health
 	news   map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
 
-	first map[int]bool // ids whose first connections end start-up
+	first  map[int]bool // ids whose first connections end start-up
+	linked []int        // of this node's role, see Link
 
 	tickets    []*ticket
 	withdrawn  []*ticket // given up; the scheduler is told not to count their requests

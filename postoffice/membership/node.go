@@ -213,9 +213,7 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 	delete(m.first, n.ID)
 	*h = health{seen: now}
 	delete(m.held, n.ID)
-	if n.Role != m.self.Role {
-		m.connect(n.ID, m.table[i])
-	}
+	m.relink(n.ID)
 	m.emit(PeerReplaced{n.ID, m.table[i]})
 }
 

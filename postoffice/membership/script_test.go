@@ -36,6 +36,7 @@ var (
 //	run 5s               time passes; everything is delivered at once
 //	barrier NAME group=6 kind=group [customer=0]
 //	finalize NAME, leaving NAME, cancel NAME TICKET
+//	link NAME ID...
 //	startbarrier NAME 30s
 //	kill NAME            it is gone; nobody is told
 //	freeze NAME, thaw NAME   it is stopped and woken; what is sent to it is kept
@@ -187,6 +188,16 @@ func (s *script) command(line string) error {
 			w.log("%s: ticket %d", n.name, ticket)
 		}
 		return err
+	case "link":
+		var ids []int
+		for _, id := range words[2:] {
+			k, err := strconv.Atoi(id)
+			if err != nil {
+				return err
+			}
+			ids = append(ids, k)
+		}
+		return n.m.Link(w.now, ids)
 	case "cancel":
 		ticket, err := strconv.Atoi(arg(2))
 		n.m.CancelBarrier(ticket)

@@ -1,0 +1,378 @@
+package collective
+
+// The calls: which parts of which tensors they ask for and give.
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// AllGather makes out the tensors in of all ranks, in the order of ranks. All have the same
+// size, and out has Size times that. in may be this rank's part of out.
+func (c *Comm) AllGather(out, in af.Tensor) (Op, error) {
+	k := call{kind: allGather, dtype: in.Dtype(), root: -1, bytes: uint64(in.Len())}
+	n := in.Len()
+	if err := c.check(k, same(&out, &in), size(&out, "out", n*c.Size())); err != nil {
+		return Op{}, err
+	}
+	if err := c.copyOwn(out.Mem().Sub(c.self*n, n), in.Mem()); err != nil {
+		return Op{}, c.failed(kinds[k.kind], err)
+	}
+	return c.start(&plan{call: k,
+		ask:  func(r int) (backend.Mem, bool) { return out.Mem().Sub(r*n, n), true },
+		give: toAll(in.Mem())})
+}
+
+// AllGatherV makes out[r] the tensor in of rank r, for all ranks. Sizes may differ from rank
+// to rank and be 0; out[r] has the size of what rank r gives.
+func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
+	k := call{kind: allGatherV, dtype: in.Dtype(), root: -1}
+	if err := c.check(k, each(c.Size(), out, "out", &in), size(&in, "in", lenAt(out, c.self))); err != nil {
+		return Op{}, err
+	}
+	if err := c.copyOwn(out[c.self].Mem(), in.Mem()); err != nil {
+		return Op{}, c.failed(kinds[k.kind], err)
+	}
+	out = append([]af.Tensor(nil), out...)
+	return c.start(&plan{call: k, ask: eachOf(out), give: toAll(in.Mem())})
+}
+
+// AllToAll gives in[r] to rank r and makes out[r] what rank r gives this one, for all ranks.
+// Sizes may differ and be 0.
+func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
+	k := call{kind: allToAll, root: -1}
+	if len(in) > 0 {
+		k.dtype = in[0].Dtype()
+	}
+	if err := c.check(k, each(c.Size(), in, "in", &af.Tensor{}), each(c.Size(), out, "out", at(in, 0)), each(c.Size(), in, "in", at(in, 0))); err != nil {
+		return Op{}, err
+	}
+	if in[c.self].Len() != out[c.self].Len() {
+		return Op{}, c.failed(kinds[k.kind], fmt.Errorf("%w: this rank gives itself %d bytes and wants %d", van.ErrInvalid, in[c.self].Len(), out[c.self].Len()))
+	}
+	if err := c.copyOwn(out[c.self].Mem(), in[c.self].Mem()); err != nil {
+		return Op{}, c.failed(kinds[k.kind], err)
+	}
+	return c.start(&plan{call: k, ask: eachOf(append([]af.Tensor(nil), out...)), give: eachOf(append([]af.Tensor(nil), in...))})
+}
+
+// Broadcast makes t on all ranks what it is on rank root.
+func (c *Comm) Broadcast(t af.Tensor, root int) (Op, error) {
+	k := call{kind: broadcast, dtype: t.Dtype(), root: int32(root), bytes: uint64(t.Len())}
+	if err := c.check(k, c.rooted(root), onHost(&t)); err != nil {
+		return Op{}, err
+	}
+	return c.start(&plan{call: k, ask: c.ofRoot(root, t.Mem()), give: c.ifRoot(root, toAll(t.Mem()))})
+}
+
+// Gather makes out, on rank root, the tensors in of all ranks, in the order of ranks. Others
+// give no out.
+func (c *Comm) Gather(out, in af.Tensor, root int) (Op, error) {
+	k := call{kind: gather, dtype: in.Dtype(), root: int32(root), bytes: uint64(in.Len())}
+	n := in.Len()
+	checks := []error{c.rooted(root), onHost(&in)}
+	if c.self == root {
+		checks = append(checks, same(&out, &in), size(&out, "out", n*c.Size()))
+	}
+	if err := c.check(k, checks...); err != nil {
+		return Op{}, err
+	}
+	p := &plan{call: k, ask: c.ifRoot(root, func(r int) (backend.Mem, bool) { return out.Mem().Sub(r*n, n), true }),
+		give: c.ofRoot(root, in.Mem())}
+	if c.self == root {
+		if err := c.copyOwn(out.Mem().Sub(c.self*n, n), in.Mem()); err != nil {
+			return Op{}, c.failed(kinds[k.kind], err)
+		}
+	}
+	return c.start(p)
+}
+
+// Scatter makes out, on each rank, that rank's part of the tensor in of rank root, which has
+// Size times the size. Others give no in.
+func (c *Comm) Scatter(out, in af.Tensor, root int) (Op, error) {
+	k := call{kind: scatter, dtype: out.Dtype(), root: int32(root), bytes: uint64(out.Len())}
+	n := out.Len()
+	checks := []error{c.rooted(root), onHost(&out)}
+	if c.self == root {
+		checks = append(checks, same(&in, &out), size(&in, "in", n*c.Size()))
+	}
+	if err := c.check(k, checks...); err != nil {
+		return Op{}, err
+	}
+	if c.self == root {
+		if err := c.copyOwn(out.Mem(), in.Mem().Sub(c.self*n, n)); err != nil {
+			return Op{}, c.failed(kinds[k.kind], err)
+		}
+	}
+	return c.start(&plan{call: k, ask: c.ofRoot(root, out.Mem()),
+		give: c.ifRoot(root, func(r int) (backend.Mem, bool) { return in.Mem().Sub(r*n, n), true })})
+}
+
+// Barrier waits until all ranks have called it.
+func (c *Comm) Barrier(ctx context.Context) error {
+	k := call{kind: barrier, root: -1}
+	if err := c.check(k); err != nil {
+		return err
+	}
+	op, err := c.start(&plan{call: k, ask: toAll(backend.Mem{}), give: toAll(backend.Mem{})})
+	if err != nil {
+		return err
+	}
+	return op.Wait(ctx)
+}
+
+// ReduceScatter makes out, on each rank, the reduction of that rank's part of the tensors in of all
+// ranks; in has Size times the size of out. Elements are reduced in the order of ranks, so all
+// runs give the same result.
+func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
+	k := call{kind: reduceScatter, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
+	f, err := folderFor(out.Dtype(), r)
+	n := out.Len()
+	if err := c.check(k, err, same(&out, &in), size(&in, "in", n*c.Size()), aligned(&out), aligned(&in)); err != nil {
+		return Op{}, err
+	}
+	room := scratch(n * c.Size())
+	return c.start(&plan{call: k,
+		ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
+		give: func(r int) (backend.Mem, bool) { return in.Mem().Sub(r*n, n), true },
+		then: func(o *op) { o.end(c.foldInto(out.Mem(), room, in.Mem().Sub(c.self*n, n), f)) }})
+}
+
+// reduceWhole is the size in bytes below which AllReduce moves whole tensors: one exchange
+// instead of two.
+const reduceWhole = 64 << 10
+
+// AllReduce makes out, on all ranks, the reduction of the tensors in of all ranks, element by
+// element, in the order of ranks. All have the same size; out may be in.
+func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
+	k := call{kind: allReduce, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
+	f, err := folderFor(out.Dtype(), r)
+	if err := c.check(k, err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in)); err != nil {
+		return Op{}, err
+	}
+	if n := out.Len(); n < reduceWhole {
+		room := scratch(n * c.Size())
+		return c.start(&plan{call: k,
+			ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
+			give: toAll(in.Mem()),
+			then: func(o *op) { o.end(c.foldInto(out.Mem(), room, in.Mem(), f)) }})
+	}
+	return c.allReduceParts(k, out.Mem(), in.Mem(), f)
+}
+
+// allReduceParts has each rank reduce one part, and then gathers the parts.
+func (c *Comm) allReduceParts(k call, out, in backend.Mem, f folder) (Op, error) {
+	size := k.dtype.Size()
+	count := in.Len() / size
+	part := func(m backend.Mem, r int) backend.Mem {
+		from, to := r*count/c.Size(), (r+1)*count/c.Size()
+		return m.Sub(from*size, (to-from)*size)
+	}
+	n := part(in, c.self).Len()
+	room := scratch(n * c.Size())
+	var second *op
+	first := &plan{call: k,
+		ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
+		give: func(r int) (backend.Mem, bool) { return part(in, r), true },
+		then: func(o *op) {
+			err := c.foldInto(part(out, c.self), room, part(in, c.self), f)
+			o.end(err)
+			o.forget()
+			if err != nil {
+				c.fail(c.failed(kinds[k.kind], err))
+			}
+			c.begin(second)
+		}}
+	o1, o2, err := c.reserveTwo(first, &plan{call: k,
+		ask:  func(r int) (backend.Mem, bool) { return part(out, r), true },
+		give: toAll(part(out, c.self))})
+	if err != nil {
+		return Op{}, err
+	}
+	second = o2
+	h := Op{o2, o2.gen}
+	c.begin(o1)
+	return h, nil
+}
+
+// reserveTwo reserves two calls that follow each other.
+func (c *Comm) reserveTwo(a, b *plan) (*op, *op, error) {
+	c.pair.Lock()
+	defer c.pair.Unlock()
+	c.mu.Lock()
+	full := c.window[(c.next+1)%maxInFlight] != nil
+	c.mu.Unlock()
+	if full {
+		return nil, nil, c.full(kinds[a.call.kind])
+	}
+	o1, err := c.reserve(a)
+	if err != nil {
+		return nil, nil, err
+	}
+	o2, err := c.reserve(b)
+	if err != nil { // it has failed meanwhile
+		o1.end(err)
+		return nil, nil, err
+	}
+	return o1, o2, nil
+}
+
+// start makes one call.
+func (c *Comm) start(p *plan) (Op, error) {
+	c.pair.Lock()
+	o, err := c.reserve(p)
+	c.pair.Unlock()
+	if err != nil {
+		return Op{}, err
+	}
+	h := Op{o, o.gen}
+	c.begin(o)
+	return h, nil
+}
+
+// foldInto makes out the reduction of own, which is this rank's, and of what others have put
+// into room, in the order of ranks.
+func (c *Comm) foldInto(out, room, own backend.Mem, f folder) error {
+	n := out.Len()
+	if n == 0 {
+		return nil
+	}
+	part := func(r int) backend.Mem {
+		if r == c.self {
+			return own
+		}
+		return room.Sub(r*n, n)
+	}
+	if c.self > 0 && out.Addr() == own.Addr() { // it is needed later, and is about to be written
+		keep := room.Sub(c.self*n, n)
+		copy(keep.Host(), own.Host())
+		own = keep
+	}
+	if first := part(0); first.Addr() != out.Addr() {
+		copy(out.Host(), first.Host())
+	}
+	for r := 1; r < c.Size(); r++ {
+		f(out, part(r))
+	}
+	return nil
+}
+
+// scratch is host memory for elements of any type.
+func scratch(n int) backend.Mem { return backend.Slice(make([]uint64, (n+7)/8)).Sub(0, n) }
+
+// copyOwn copies this rank's own part.
+func (c *Comm) copyOwn(dst, src backend.Mem) error {
+	if dst.Addr() == src.Addr() || dst.Len() == 0 {
+		return nil
+	}
+	return c.node.Backend().Copy(dst, src)
+}
+
+// toAll gives m to every rank.
+func toAll(m backend.Mem) func(int) (backend.Mem, bool) {
+	return func(int) (backend.Mem, bool) { return m, true }
+}
+
+// eachOf is tensor r for rank r.
+func eachOf(l []af.Tensor) func(int) (backend.Mem, bool) {
+	return func(r int) (backend.Mem, bool) { return l[r].Mem(), true }
+}
+
+// ofRoot is m for the root, and nothing for others, nor on the root.
+func (c *Comm) ofRoot(root int, m backend.Mem) func(int) (backend.Mem, bool) {
+	return func(r int) (backend.Mem, bool) { return m, r == root }
+}
+
+// ifRoot is f on the root, and nothing elsewhere.
+func (c *Comm) ifRoot(root int, f func(int) (backend.Mem, bool)) func(int) (backend.Mem, bool) {
+	if c.self == root {
+		return f
+	}
+	return func(int) (backend.Mem, bool) { return backend.Mem{}, false }
+}
+
+// check refuses a call that makes no sense here, before anything is sent.
+func (c *Comm) check(k call, errs ...error) error {
+	for _, err := range errs {
+		if err != nil {
+			return &van.Error{Op: kinds[k.kind], Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id), Err: err}
+		}
+	}
+	return nil
+}
+
+func (c *Comm) rooted(root int) error {
+	if root < 0 || root >= c.Size() {
+		return fmt.Errorf("%w: root %d, want 0 to %d", van.ErrInvalid, root, c.Size()-1)
+	}
+	return nil
+}
+
+// onHost refuses tensors on a device, and those that are too long for a message.
+func onHost(t *af.Tensor) error {
+	switch m := t.Mem(); {
+	case !m.OnHost():
+		return fmt.Errorf("%w: %s, want host memory", van.ErrInvalid, t)
+	case t.Len() > af.MaxTensorBytes:
+		return fmt.Errorf("%w: %s has %d bytes, want at most %d for each rank", van.ErrInvalid, t, t.Len(), af.MaxTensorBytes)
+	}
+	return nil
+}
+
+// same refuses tensors that do not go together.
+func same(a, b *af.Tensor) error {
+	if a.Dtype() != b.Dtype() {
+		return fmt.Errorf("%w: out and in of different types: %s and %s", van.ErrInvalid, a, b)
+	}
+	if m := a.Mem(); !m.OnHost() {
+		return onHost(a)
+	}
+	if m := b.Mem(); !m.OnHost() {
+		return onHost(b)
+	}
+	if min(a.Len(), b.Len()) > af.MaxTensorBytes {
+		return fmt.Errorf("%w: %s, want at most %d bytes for each rank", van.ErrInvalid, b, af.MaxTensorBytes)
+	}
+	return nil
+}
+
+func size(t *af.Tensor, name string, want int) error {
+	if t.Len() != want {
+		return fmt.Errorf("%w: %s is %s, of %d bytes, want %d", van.ErrInvalid, name, t, t.Len(), want)
+	}
+	return nil
+}
+
+// each refuses a list that is not one tensor of the type of like for each of n ranks.
+func each(n int, l []af.Tensor, name string, like *af.Tensor) error {
+	if len(l) != n {
+		return fmt.Errorf("%w: %d tensors %s, want one for each of %d ranks", van.ErrInvalid, len(l), name, n)
+	}
+	for r := range l {
+		if err := onHost(&l[r]); err != nil {
+			return fmt.Errorf("%s for rank %d: %w", name, r, err)
+		}
+		if like.Len() > 0 && l[r].Dtype() != like.Dtype() {
+			return fmt.Errorf("%w: %s for rank %d is %s, want %s as others", van.ErrInvalid, name, r, &l[r], like.Dtype())
+		}
+	}
+	return nil
+}
+
+func lenAt(l []af.Tensor, i int) int {
+	if i < len(l) {
+		return l[i].Len()
+	}
+	return 0
+}
+
+func at(l []af.Tensor, i int) *af.Tensor {
+	if i < len(l) {
+		return &l[i]
+	}
+	return &af.Tensor{}
+}

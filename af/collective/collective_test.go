@@ -1,0 +1,496 @@
+package collective
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// comms makes a communicator of all workers of a cluster.
+func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cluster) {
+	t.Helper()
+	o.Workers = n
+	c := testcluster.Start(t, o)
+	all := make([]*Comm, n)
+	onAll(t, n, func(r int) error {
+		var err error
+		all[r], err = New(t.Context(), c.Workers[r], Options{Ranks: ranks(n), Timeout: 20 * time.Second})
+		return err
+	})
+	t.Cleanup(func() {
+		onAll(t, n, func(r int) error { return all[r].Close() })
+	})
+	return all, c
+}
+
+func ranks(n int) []int {
+	l := make([]int, n)
+	for i := range l {
+		l[i] = i
+	}
+	return l
+}
+
+// onAll runs f for all ranks at once.
+func onAll(t *testing.T, n int, f func(r int) error) {
+	t.Helper()
+	errs := every(n, f)
+	for r, err := range errs {
+		if err != nil {
+			t.Errorf("rank %d: %v", r, err)
+		}
+	}
+	if t.Failed() {
+		t.FailNow()
+	}
+}
+
+func every(n int, f func(r int) error) []error {
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	for r := range n {
+		wg.Go(func() { errs[r] = f(r) })
+	}
+	wg.Wait()
+	return errs
+}
+
+// filled is a byte tensor whose contents depend on seed.
+func filled(n int, seed uint64) af.Tensor {
+	b := make([]byte, n)
+	r := rand.New(rand.NewPCG(seed, uint64(n)))
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+	return must(af.FromBytes(b, af.Uint8, int64(n)))
+}
+
+func must(t af.Tensor, err error) af.Tensor {
+	if err != nil {
+		panic(err)
+	}
+	return t
+}
+
+func zeros(n int) af.Tensor { return must(af.FromBytes(make([]byte, n), af.Uint8, int64(n))) }
+
+func wait(op Op, err error) error {
+	if err != nil {
+		return err
+	}
+	return op.Wait(context.Background())
+}
+
+// TestCalls compares every call with what it should give, on several transports, numbers of
+// ranks and sizes.
+func TestCalls(t *testing.T) {
+	for _, n := range []int{1, 2, 3, 5} {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			over := []testcluster.Transport{testcluster.InProc}
+			if n == 3 {
+				over = append(over, testcluster.TCP, testcluster.SHM)
+			}
+			testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+				all, _ := comms(t, o, n)
+				for round, size := range []int{1, 1000, 0, 70_001, 3} {
+					onAll(t, n, func(r int) error { return calls(all[r], size, uint64(round)) })
+				}
+			}, over...)
+		})
+	}
+}
+
+// calls makes every call once and checks its result.
+func calls(c *Comm, size int, seed uint64) error {
+	n, self := c.Size(), c.Rank()
+	in := func(r int) af.Tensor { return filled(size, seed*100+uint64(r)) }
+	joined := func() []byte {
+		var b []byte
+		for r := range n {
+			t := in(r)
+			b = append(b, t.Bytes()...)
+		}
+		return b
+	}
+	check := func(name string, got, want []byte) error {
+		if !bytes.Equal(got, want) {
+			return fmt.Errorf("%s of %d bytes: wrong values", name, size)
+		}
+		return nil
+	}
+
+	out := zeros(n * size)
+	if err := wait(c.AllGather(out, in(self))); err != nil {
+		return err
+	}
+	if err := check("AllGather", out.Bytes(), joined()); err != nil {
+		return err
+	}
+
+	// Rank r gives size+r bytes, and to rank s it gives those of seed r*10+s.
+	ragged := func(r, s int) af.Tensor { return filled(size+r, seed+uint64(r*10+s)) }
+	outs, ins := make([]af.Tensor, n), make([]af.Tensor, n)
+	for r := range n {
+		outs[r], ins[r] = zeros(size+r), ragged(self, r)
+	}
+	if err := wait(c.AllGatherV(outs, ragged(self, 0))); err != nil {
+		return err
+	}
+	for r := range n {
+		want := ragged(r, 0)
+		if err := check("AllGatherV", outs[r].Bytes(), want.Bytes()); err != nil {
+			return err
+		}
+		clear(outs[r].Bytes())
+	}
+	if err := wait(c.AllToAll(outs, ins)); err != nil {
+		return err
+	}
+	for r := range n {
+		want := ragged(r, self)
+		if err := check("AllToAll", outs[r].Bytes(), want.Bytes()); err != nil {
+			return err
+		}
+	}
+
+	for root := range n {
+		b, want := zeros(size), filled(size, seed+77)
+		if self == root {
+			b = filled(size, seed+77)
+		}
+		if err := wait(c.Broadcast(b, root)); err != nil {
+			return err
+		}
+		if err := check("Broadcast", b.Bytes(), want.Bytes()); err != nil {
+			return err
+		}
+		var g af.Tensor
+		if self == root {
+			g = zeros(n * size)
+		}
+		if err := wait(c.Gather(g, in(self), root)); err != nil {
+			return err
+		}
+		if self == root {
+			if err := check("Gather", g.Bytes(), joined()); err != nil {
+				return err
+			}
+		}
+		part := zeros(size)
+		if err := wait(c.Scatter(part, g, root)); err != nil {
+			return err
+		}
+		own := in(self)
+		if err := check("Scatter", part.Bytes(), own.Bytes()); err != nil {
+			return err
+		}
+	}
+	if err := c.Barrier(context.Background()); err != nil {
+		return err
+	}
+	return reductions(c, size)
+}
+
+// reductions checks ReduceScatter and AllReduce, in place as well, where every rank r gives i+r at
+// index i.
+func reductions(c *Comm, count int) error {
+	n, self := c.Size(), c.Rank()
+	give := func(m int) []int32 {
+		l := make([]int32, m)
+		for i := range l {
+			l[i] = int32(i + self)
+		}
+		return l
+	}
+	want := func(i int) int32 { return int32(n*i + n*(n-1)/2) }
+	sums := give(count)
+	in := must(af.FromSlice(sums))
+	if err := wait(c.AllReduce(in, in, Sum)); err != nil {
+		return err
+	}
+	for i, v := range sums {
+		if v != want(i) {
+			return fmt.Errorf("AllReduce of %d: [%d] = %d, want %d", count, i, v, want(i))
+		}
+	}
+	largest := make([]int32, count)
+	if err := wait(c.AllReduce(must(af.FromSlice(largest)), must(af.FromSlice(give(count))), Max)); err != nil {
+		return err
+	}
+	for i, v := range largest {
+		if v != int32(i+n-1) {
+			return fmt.Errorf("AllReduce by max of %d: [%d] = %d, want %d", count, i, v, i+n-1)
+		}
+	}
+	part := make([]int32, count)
+	if err := wait(c.ReduceScatter(must(af.FromSlice(part)), must(af.FromSlice(give(n*count))), Sum)); err != nil {
+		return err
+	}
+	for i, v := range part {
+		if v != want(self*count+i) {
+			return fmt.Errorf("ReduceScatter of %d: [%d] = %d, want %d", count, i, v, want(self*count+i))
+		}
+	}
+	return nil
+}
+
+// TestInFlight has many calls in flight, more than one rank may have, and waits in another order.
+func TestInFlight(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 3)
+	const calls = maxInFlight
+	onAll(t, 3, func(r int) error {
+		ops, outs := make([]Op, calls), make([]af.Tensor, calls)
+		for i := range ops {
+			outs[i] = zeros(3 * 100)
+			var err error
+			if ops[i], err = all[r].AllGather(outs[i], filled(100, uint64(i*10+r))); err != nil {
+				return err
+			}
+		}
+		for i := calls - 1; i >= 0; i-- {
+			if err := ops[i].Wait(t.Context()); err != nil {
+				return err
+			}
+			for s := range 3 {
+				want := filled(100, uint64(i*10+s))
+				if got := outs[i].Bytes()[s*100 : s*100+100]; !bytes.Equal(got, want.Bytes()) {
+					return fmt.Errorf("call %d: wrong values of rank %d", i, s)
+				}
+			}
+		}
+		return nil
+	})
+}
+
+// TestTooManyInFlight: a call too many is refused, and the communicator goes on.
+func TestTooManyInFlight(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	var ops []Op
+	for range maxInFlight {
+		op, err := all[0].Broadcast(zeros(10), 1)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ops = append(ops, op)
+	}
+	if _, err := all[0].Broadcast(zeros(10), 1); !errors.Is(err, van.ErrQueueFull) {
+		t.Fatalf("got %v, want ErrQueueFull", err)
+	}
+	for range maxInFlight {
+		if err := wait(all[1].Broadcast(filled(10, 1), 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, op := range ops {
+		if err := op.Wait(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
+}
+
+// TestMismatch: calls that differ fail on all ranks, with both calls in the error; after Rebuild the
+// communicator works.
+func TestMismatch(t *testing.T) {
+	for name, bad := range map[string]func(*Comm) (Op, error){
+		"operation": func(c *Comm) (Op, error) { return c.Broadcast(zeros(8), 0) },
+		"size":      func(c *Comm) (Op, error) { return c.AllGather(zeros(3*9), zeros(9)) },
+		"type": func(c *Comm) (Op, error) {
+			return c.AllGather(must(af.FromSlice(make([]int8, 24))), must(af.FromSlice(make([]int8, 8))))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			all, _ := comms(t, testcluster.Options{}, 3)
+			errs := every(3, func(r int) error {
+				if r == 1 {
+					return wait(bad(all[r]))
+				}
+				return wait(all[r].AllGather(zeros(3*8), zeros(8)))
+			})
+			for r, err := range errs {
+				if !errors.Is(err, ErrMismatch) || !strings.Contains(err.Error(), "AllGather of 8 bytes of uint8") {
+					t.Errorf("rank %d: %v, want ErrMismatch and the calls of both", r, err)
+				}
+			}
+			onAll(t, 3, func(r int) error { return all[r].Rebuild(t.Context()) })
+			onAll(t, 3, func(r int) error { return calls(all[r], 10, 1) })
+		})
+	}
+}
+
+// TestLost: the loss of a rank fails what is in flight and later calls on all others, and they go on
+// with its replacement.
+func TestLost(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		all, c := comms(t, o, 3)
+		ops := make([]Op, 3)
+		for _, r := range []int{0, 2} {
+			var err error
+			if ops[r], err = all[r].AllGather(zeros(3*8), zeros(8)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		c.Workers[1].Close()
+		for _, r := range []int{0, 2} {
+			if err := ops[r].Wait(t.Context()); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "worker 1 (id 11)") {
+				t.Errorf("rank %d: %v, want ErrPeerLost of worker 1", r, err)
+			}
+			if _, err := all[r].Broadcast(zeros(1), r); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "Rebuild") {
+				t.Errorf("rank %d: a later call: %v, want ErrPeerLost and what to do", r, err)
+			}
+		}
+		onAll(t, 3, func(r int) error {
+			if r != 1 {
+				return all[r].Rebuild(t.Context())
+			}
+			n, err := c.Join(t.Context(), "worker", 1, nil)
+			if err == nil {
+				all[1], err = New(t.Context(), n, Options{Ranks: ranks(3), Timeout: 20 * time.Second})
+			}
+			return err
+		})
+		for round := range 3 {
+			onAll(t, 3, func(r int) error { return calls(all[r], 1000, uint64(round)) })
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
+
+// TestTimeout: a rank that does not make the call is named by those who wait for it, and all
+// fail.
+func TestTimeout(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 3)
+	errs := every(2, func(r int) error {
+		op, err := all[r].AllGather(zeros(3*8), zeros(8))
+		if err != nil {
+			return err
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+		defer cancel()
+		return op.Wait(ctx)
+	})
+	for r, err := range errs {
+		if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "rank 2 (worker 2") {
+			t.Errorf("rank %d: %v, want ErrTimeout and rank 2", r, err)
+		}
+	}
+	for {
+		op, err := all[2].AllGather(zeros(3*8), zeros(8))
+		if err == nil {
+			err = op.Wait(t.Context())
+		}
+		if err == nil {
+			t.Fatal("the call of the late rank has succeeded")
+		}
+		if !errors.Is(err, van.ErrTimeout) {
+			t.Fatalf("rank 2: %v, want ErrTimeout of another rank", err)
+		}
+		break
+	}
+	onAll(t, 3, func(r int) error { return all[r].Rebuild(t.Context()) })
+	onAll(t, 3, func(r int) error { return calls(all[r], 100, 5) })
+}
+
+// TestNew: wrong arguments, ranks that differ, and ranks that do not come.
+func TestNew(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 3})
+	for name, o := range map[string]Options{
+		"want it among":   {Ranks: []int{1, 2}},
+		"among them":      {Ranks: []int{1}},
+		"want 0 to 2":     {Ranks: []int{0, 3}},
+		"ascending":       {Ranks: []int{1, 0}},
+		"each once":       {Ranks: []int{0, 0, 1}},
+		"ID 4096, want 0": {ID: 4096},
+	} {
+		if name == "want it among" {
+			name = "want this node's, 0"
+		}
+		if _, err := New(t.Context(), c.Workers[0], o); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), name) {
+			t.Errorf("%+v: %v, want ErrInvalid and %q", o, err, name)
+		}
+	}
+	if _, err := New(t.Context(), c.Scheduler, Options{}); !errors.Is(err, van.ErrInvalid) {
+		t.Errorf("on a scheduler: %v", err)
+	}
+	errs := every(2, func(r int) error {
+		_, err := New(t.Context(), c.Workers[r], Options{Ranks: [][]int{{0, 1}, {0, 1, 2}}[r], Timeout: 10 * time.Second})
+		return err
+	})
+	for r, err := range errs {
+		if !errors.Is(err, ErrMismatch) {
+			t.Errorf("different ranks: rank %d: %v, want ErrMismatch", r, err)
+		}
+	}
+	_, err := New(t.Context(), c.Workers[0], Options{Ranks: ranks(3), Timeout: 200 * time.Millisecond})
+	if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "rank 2 (worker 2") {
+		t.Errorf("ranks that do not come: %v, want ErrTimeout and their names", err)
+	}
+	alone, err := New(t.Context(), c.Servers[0], Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := calls(alone, 100, 1); err != nil {
+		t.Error(err)
+	}
+	if err := alone.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := alone.AllGather(zeros(1), zeros(1)); !errors.Is(err, van.ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+	if err := alone.Rebuild(t.Context()); !errors.Is(err, van.ErrClosed) {
+		t.Errorf("Rebuild after Close: %v", err)
+	}
+}
+
+// TestClose: who closes makes the others' calls fail.
+func TestClose(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	op, err := all[0].AllGather(zeros(2*8), zeros(8))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := all[1].Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := op.Wait(t.Context()); !errors.Is(err, van.ErrClosed) || !strings.Contains(err.Error(), "rank 1 (worker 1") {
+		t.Errorf("got %v, want ErrClosed of rank 1", err)
+	}
+	if err := op.Wait(t.Context()); !errors.Is(err, postoffice.ErrUnknownHandler) {
+		t.Errorf("second Wait: %v", err)
+	}
+}
+
+// TestGroupsOfServers: the instances of a group of servers, by default.
+func TestGroupsOfServers(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers, o.Group = 2, 2
+		c := testcluster.Start(t, o)
+		onAll(t, 4, func(i int) error {
+			comm, err := New(t.Context(), c.Servers[i], Options{})
+			if err != nil {
+				return err
+			}
+			if comm.Rank() != i%2 || comm.Size() != 2 {
+				return fmt.Errorf("rank %d of %d, want %d of 2", comm.Rank(), comm.Size(), i%2)
+			}
+			if err := calls(comm, 1000, 3); err != nil {
+				return err
+			}
+			if err := comm.Barrier(t.Context()); err != nil {
+				return err
+			}
+			return comm.Close()
+		})
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}

@@ -1,0 +1,33 @@
+// Package collective lets nodes of one role exchange tensors among themselves: AllGather,
+// AllToAll, Broadcast, Gather, Scatter, Barrier, and, with arithmetic, ReduceScatter and
+// AllReduce. C++ StepMesh has nothing like it, so all ranks must be nodes of this library.
+//
+// A Comm is a communicator: a list of nodes of one role, which every one of them makes with
+// New, each naming the same ranks. All ranks make the same calls in the same order. A call
+// returns at once with an Op, several may be in flight, and different communicators do not
+// wait for each other:
+//
+//	comm, err := collective.New(ctx, node, collective.Options{Ranks: []int{0, 1, 2}})
+//	op, err := comm.AllGather(out, in)
+//	err = op.Wait(ctx)
+//
+// Tensors lie in host memory. They are the library's from the call until Wait returns nil: by
+// then the results are there, and all others have taken their parts of what this rank gives.
+//
+// # Errors
+//
+// Any error of a call in flight ends the communicator on all ranks: a rank that is lost
+// (van.ErrPeerLost), a limit that passes (van.ErrTimeout), and calls that do not match
+// (ErrMismatch), where the error of every rank names both calls. Nobody waits for the others
+// then. After an error result tensors are the caller's again, with any contents; what others
+// may still be reading is so when Rebuild or Close has returned. Rebuild, which all ranks
+// call, begins anew, with the process that has taken the place of a lost one.
+//
+// # How it works
+//
+// Every call is made of pull requests. A rank asks each rank from which it needs a part, and
+// names the memory that it is wanted in; who is asked answers when it has made the same call.
+// So a part goes the way that the answer of a server goes to a worker: through shared memory,
+// by one RDMA write into the result, or over a socket. Requests carry the call's description,
+// which is how calls that do not match are noticed.
+package collective

@@ -1,0 +1,313 @@
+package collective
+
+// New and Rebuild: all ranks meet, and agree on the number of a new epoch.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Times of a hello: it is lost when the other rank is not linked yet.
+const (
+	firstHello = 250 * time.Millisecond // until it is repeated; then twice as long, and so on
+	lastHello  = 4 * time.Second
+	helloPause = 20 * time.Millisecond
+)
+
+// Rebuild makes a communicator that has failed usable again, when all ranks call it: those
+// that are left and the processes that have taken the places of lost ones, which call New. Calls in
+// flight fail. It waits as New does. When it returns no other rank reads memory of this one
+// for calls that have failed.
+func (c *Comm) Rebuild(ctx context.Context) error {
+	c.fail(&van.Error{Op: "rebuild communicator", Node: c.node.Name(), Err: errRebuild})
+	if err := c.await(ctx, "rebuild communicator"); err != nil {
+		return err
+	}
+	return c.join(ctx, "rebuild communicator")
+}
+
+// join says hello to all ranks, and waits until all have answered and said hello themselves: each
+// answers when it is in a round. The new epoch is the largest that any rank proposes. All take the same,
+// since a rank's proposal grows only when a round of its own has succeeded, and then the
+// others, who still ask, make it fail and begin anew.
+func (c *Comm) join(ctx context.Context, op string) error {
+	begun, limit := clock.Now(), c.limit(ctx)
+	if limit > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
+		defer cancel()
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	own, waiting, err := c.beginRound(op, cancel)
+	if err != nil {
+		return err
+	}
+	for _, w := range waiting {
+		c.answerHello(w, own)
+	}
+	answers := make([]hello, len(c.ids))
+	errs := make([]error, len(c.ids))
+	var wg sync.WaitGroup
+	for r := range c.ids {
+		if answers[r] = own; r == c.self {
+			continue
+		}
+		wg.Go(func() {
+			if answers[r], errs[r] = c.greet(ctx, r, own); errors.Is(errs[r], ErrMismatch) {
+				cancel(errs[r]) // the others need not be waited for
+			}
+		})
+	}
+	wg.Wait()
+	c.awaitHellos(ctx, errs)
+	if err := c.joined(answers, errs); err != nil {
+		return &van.Error{Op: op, Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id),
+			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: err}
+	}
+	return nil
+}
+
+// beginRound begins a round. It returns what to say, and the requests of those who wait for it.
+func (c *Comm) beginRound(op string, refuted func(error)) (own hello, waiting []*request, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case c.closed:
+		return hello{}, nil, c.failed(op, van.ErrClosed)
+	case c.joining:
+		return hello{}, nil, c.failed(op, fmt.Errorf("%w: another Rebuild is under way", van.ErrInvalid))
+	}
+	c.joining, c.refuted = true, refuted
+	c.round = max(c.round+1, clock.Now())
+	c.propose = c.epoch + 1
+	c.unmet, c.met = len(c.ids)-1, make(chan struct{})
+	if c.unmet == 0 {
+		close(c.met)
+	}
+	own = hello{c.propose, c.round, c.hash, uint32(len(c.ids))}
+	for r := range c.ranks {
+		if p := &c.ranks[r]; p.waiting != nil {
+			c.meet(p, p.hello.round, p.waiting.reply.Epoch)
+			waiting = append(waiting, p.waiting)
+			p.waiting = nil
+		}
+	}
+	return own, waiting, nil
+}
+
+// meet notes that a rank has said hello. mu is held.
+func (c *Comm) meet(p *rank, round uint64, epoch uint32) {
+	p.answered, p.epoch = round, epoch
+	if p.met == c.round {
+		return
+	}
+	p.met = c.round
+	if c.unmet--; c.unmet == 0 {
+		close(c.met)
+	}
+}
+
+// awaitHellos waits until all ranks have said hello, unless there are errors already.
+func (c *Comm) awaitHellos(ctx context.Context, errs []error) {
+	if slices.ContainsFunc(errs, func(err error) bool { return err != nil }) {
+		return
+	}
+	select {
+	case <-c.met:
+	case <-ctx.Done():
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		for r := range c.ranks {
+			if r != c.self && c.ranks[r].met != c.round {
+				errs[r] = timeout(context.Cause(ctx))
+			}
+		}
+	}
+}
+
+// joined ends a round.
+func (c *Comm) joined(answers []hello, errs []error) error {
+	var missing []string
+	var err error
+	for r, e := range errs {
+		if e == nil {
+			continue
+		}
+		missing = append(missing, c.name(r))
+		if err == nil || errors.Is(e, ErrMismatch) {
+			err = e
+		}
+	}
+	c.mu.Lock()
+	c.joining, c.refuted = false, nil
+	if err != nil {
+		c.mu.Unlock()
+		if errors.Is(err, ErrMismatch) || len(missing) == 0 {
+			return err
+		}
+		return fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
+	}
+	if c.closed {
+		c.mu.Unlock()
+		return van.ErrClosed
+	}
+	epoch := answers[0].epoch
+	for _, a := range answers[1:] {
+		if int16(a.epoch-epoch) > 0 {
+			epoch = a.epoch
+		}
+	}
+	c.epoch, c.next, c.err = epoch, 0, nil
+	stale := c.takeAsked(func(a *ask) bool { return a.epoch != epoch })
+	// Some may have failed meanwhile, or begun another round, which does not know this epoch.
+	var over error
+	for r := range c.ranks {
+		switch p := &c.ranks[r]; {
+		case p.waiting != nil:
+			over = &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: errRebuild}
+		case p.aborted.why != nil && p.aborted.epoch == epoch:
+			over = &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: p.aborted.why}
+		case p.down != nil:
+			over = &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: p.down}
+		}
+	}
+	c.mu.Unlock()
+	for _, a := range stale {
+		c.refuse(&a.request, a.epoch, errRebuild)
+	}
+	if over != nil {
+		c.fail(over)
+	}
+	return nil
+}
+
+// question is a request whose answer is a body: a hello, or an abort.
+type question struct {
+	postoffice.Request
+	n   int // ranks
+	got hello
+}
+
+// Answer implements postoffice.Sink.
+func (q *question) Answer(_, _ int, msg *van.Message) error {
+	v, err := verbOf(msg.Body)
+	if err != nil {
+		return err
+	}
+	switch v {
+	case verbHello:
+		q.got, err = parseHello(msg.Body)
+	case verbRefused:
+		if _, why, bad := parseReason(msg.Body); bad == nil {
+			err = why
+		} else {
+			err = bad
+		}
+	case verbDone:
+	default:
+		err = &van.FieldError{Field: "body verb", Value: v, Want: "an answer"}
+	}
+	return err
+}
+
+// Finished implements postoffice.Sink.
+func (*question) Finished(error) {}
+
+// Recycle implements postoffice.Sink.
+func (*question) Recycle() {}
+
+// greet says hello to a rank until it answers or ctx ends.
+func (c *Comm) greet(ctx context.Context, rank int, own hello) (hello, error) {
+	body := own.append(nil)
+	var last error
+	for limit := firstHello; ; limit = min(2*limit, lastHello) {
+		q := &question{}
+		if err := c.customer.Open(&q.Request, "hello", q, 1, c.ids[rank:rank+1]); err != nil {
+			return hello{}, err
+		}
+		call := q.Call(limit)
+		if err := c.sendRequest(c.ids[rank], q.First(), body); err != nil {
+			c.customer.Abort(&q.Request, err)
+		}
+		limited, cancel := context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
+		err := call.Wait(limited)
+		cancel()
+		if err == nil {
+			return q.got, nil
+		}
+		if errors.Is(err, ErrMismatch) || errors.Is(err, van.ErrClosed) || errors.Is(err, van.ErrMalformed) {
+			return hello{}, err
+		}
+		if last == nil || !errors.Is(err, context.Canceled) {
+			last = err
+		}
+		pause := time.NewTimer(helloPause)
+		select {
+		case <-pause.C:
+		case <-ctx.Done():
+			pause.Stop()
+			if cause := context.Cause(ctx); errors.Is(cause, van.ErrTimeout) || errors.Is(cause, context.DeadlineExceeded) {
+				return hello{}, fmt.Errorf("%w: %w", timeout(cause), last)
+			}
+			return hello{}, context.Cause(ctx)
+		}
+	}
+}
+
+// receiveHello handles a hello of a rank.
+func (c *Comm) receiveHello(rank int, q *request, h hello) {
+	if h.ranks != c.hash || int(h.n) != len(c.ids) {
+		err := fmt.Errorf("%w: communicator %d has %d ranks at %s and %d at %s, or others", ErrMismatch, c.id, len(c.ids), c.node.Name(), h.n, c.name(rank))
+		c.refute(q, h.epoch, err)
+		return
+	}
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		c.refuse(q, h.epoch, van.ErrClosed)
+		return
+	}
+	p := &c.ranks[rank]
+	again := p.answered == h.round && p.epoch == q.reply.Epoch
+	if c.joining || again {
+		if c.joining {
+			c.meet(p, h.round, q.reply.Epoch)
+		}
+		own := hello{c.propose, c.round, c.hash, uint32(len(c.ids))}
+		c.mu.Unlock()
+		c.answerHello(q, own)
+		return
+	}
+	p.waiting, p.hello = q, h
+	running := c.err == nil
+	c.mu.Unlock()
+	if running {
+		c.fail(&van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(rank), Err: errRebuild})
+	}
+}
+
+// refute refuses the hello of a rank that has another idea of the communicator, and ends this
+// node's round, if there is one, in which it would wait in vain.
+func (c *Comm) refute(q *request, epoch uint16, err error) {
+	c.mu.Lock()
+	refuted := c.refuted
+	c.mu.Unlock()
+	if refuted != nil {
+		refuted(err)
+	}
+	c.refuse(q, epoch, err)
+}
+
+func (c *Comm) answerHello(q *request, own hello) {
+	c.answer(q, own.append(nil))
+}

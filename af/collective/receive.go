@@ -1,0 +1,172 @@
+package collective
+
+// What comes from other ranks, and its answers.
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/stepaf/stepaf-go/internal/datamsg"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// request is one of another rank's that has not been answered.
+type request struct {
+	rank  int
+	reply datamsg.Reply
+}
+
+// ask is a request for a part.
+type ask struct {
+	request
+	epoch uint16
+	seq   uint32
+	call  call
+	bytes int // wanted
+}
+
+// receive handles a request. It runs on a goroutine of the transport.
+func (c *Comm) receive(msg *van.Message) {
+	if err := c.handle(msg); err != nil {
+		if n, show := c.node.Rarely("collective: " + logx.Kind(err)); show {
+			c.node.Log().Warn("dropped a request to a communicator", "communicator", c.id, "from", c.node.PeerName(msg.Sender), "err", err, "so far", n)
+		}
+	}
+}
+
+// handle handles a request, or says why it makes no sense.
+func (c *Comm) handle(msg *van.Message) error {
+	rank, member := slices.BinarySearch(c.ids, msg.Sender)
+	v, err := verbOf(msg.Body)
+	switch {
+	case err != nil:
+		return err
+	case msg.Push || rank == c.self && member:
+		return fmt.Errorf("%w: a push, or a request of this node itself", van.ErrMalformed)
+	}
+	q := request{rank: rank, reply: datamsg.ReplyTo(msg)}
+	if !member {
+		c.refute(&q, 0, fmt.Errorf("%w: %s is not among the ranks of communicator %d at %s", ErrMismatch, van.NodeName(msg.Sender), c.id, c.node.Name()))
+		return nil
+	}
+	switch v {
+	case verbHello:
+		h, err := parseHello(msg.Body)
+		if err != nil {
+			return err
+		}
+		c.receiveHello(rank, &q, h)
+	case verbAsk:
+		return c.receiveAsk(&q, msg)
+	case verbAbort:
+		epoch, why, err := parseReason(msg.Body)
+		if err != nil {
+			return err
+		}
+		c.answer(&q, []byte{version, byte(verbDone)})
+		c.mu.Lock()
+		c.ranks[rank].aborted = abort{epoch, why}
+		ours := c.epoch == epoch && c.err == nil
+		c.mu.Unlock()
+		if ours {
+			c.fail(&van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(rank), Err: why})
+		}
+	default:
+		return &van.FieldError{Field: "body verb", Value: v, Want: "a request"}
+	}
+	return nil
+}
+
+// receiveAsk answers a request for a part, or keeps it until this rank makes the call.
+func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
+	want, err := parseAsk(msg.Body, len(c.ids))
+	if err != nil {
+		return err
+	}
+	epoch, seq, rank := parseKey(msg.Key)
+	switch {
+	case rank != q.rank:
+		return &van.FieldError{Field: "key", Value: rank, Want: fmt.Sprintf("the sender's rank, %d", q.rank)}
+	case msg.ValLen < 0:
+		return &van.FieldError{Field: "val_len", Value: msg.ValLen, Want: "0 or more"}
+	}
+	a := &ask{request: *q, epoch: epoch, seq: seq, call: want, bytes: int(msg.ValLen)}
+	c.mu.Lock()
+	switch ahead := int16(epoch - c.epoch); {
+	case c.closed:
+		err = van.ErrClosed
+	case ahead < 0:
+		err = errRebuild
+	case ahead > 0: // this rank has not finished the round, or not begun it
+		return c.keep(a)
+	case c.err != nil:
+		err = c.err
+	case int32(seq-c.next) >= 0:
+		return c.keep(a)
+	}
+	var o *op
+	if err == nil {
+		if o = c.window[seq%maxInFlight]; o == nil || o.seq != seq {
+			c.mu.Unlock()
+			return &van.FieldError{Field: "key", Value: seq, Want: "a call that is in flight, or a later one"}
+		}
+		if !o.begun {
+			return c.keep(a)
+		}
+		o.refs++ // while it is answered
+	}
+	c.mu.Unlock()
+	if err != nil {
+		c.refuse(q, epoch, err)
+		return nil
+	}
+	o.serve(a)
+	c.unref(o)
+	return nil
+}
+
+// keep keeps a until this rank makes the call. mu is held, and unlocked.
+func (c *Comm) keep(a *ask) error {
+	defer c.mu.Unlock()
+	kept := c.asked[a.rank]
+	if old := kept[a.seq]; old != nil && old.epoch == a.epoch && old.reply.Epoch == a.reply.Epoch {
+		return fmt.Errorf("%w: asked twice for call %d", van.ErrMalformed, a.seq)
+	}
+	if len(kept) >= maxInFlight {
+		maps.DeleteFunc(kept, func(_ uint32, old *ask) bool { return old.epoch != a.epoch || old.reply.Epoch != a.reply.Epoch })
+	}
+	if len(kept) >= maxInFlight {
+		return fmt.Errorf("%w: %d calls are asked for already, no more are in flight at once", van.ErrMalformed, len(kept))
+	}
+	kept[a.seq] = a
+	return nil
+}
+
+// sendRequest sends a request without data.
+func (c *Comm) sendRequest(id int, ts int32, body []byte) error {
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Request, m.Timestamp = id, true, ts
+	m.AppID, m.CustomerID = int32(c.customer.AppID()), int32(c.customer.ID())
+	m.Body = body
+	return c.node.Send(m)
+}
+
+// answer answers a request with a body only. Who cannot be reached is lost.
+func (c *Comm) answer(q *request, body []byte) {
+	m := &van.Message{}
+	q.reply.Fill(m)
+	m.Body = body
+	if err := c.node.Send(m); err != nil {
+		if n, show := c.node.Rarely("collective answer: " + logx.Kind(err)); show {
+			c.node.Log().Info("could not answer a rank", "communicator", c.id, "rank", q.rank, "err", err, "so far", n)
+		}
+	}
+}
+
+// refuse answers a request with the reason why it gets nothing else.
+func (c *Comm) refuse(q *request, epoch uint16, why error) {
+	c.answer(q, appendReason(nil, verbRefused, epoch, why))
+}

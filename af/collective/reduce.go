@@ -1,0 +1,199 @@
+package collective
+
+// Arithmetic of ReduceScatter and AllReduce, on host memory.
+
+import (
+	"fmt"
+	"math"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Reduction is how elements of several ranks become one.
+type Reduction uint8
+
+// Reductions. A minimum or maximum of a NaN is NaN; integers wrap around.
+const (
+	Sum Reduction = iota + 1
+	Min
+	Max
+	Product
+	lastReduction = Product
+)
+
+// String is the reduction's name.
+func (r Reduction) String() string {
+	if r == 0 || r > lastReduction {
+		return fmt.Sprintf("reduction %d", uint8(r))
+	}
+	return [...]string{"", "sum", "min", "max", "product"}[r]
+}
+
+// folder makes dst the reduction of dst and src, element by element. Both have whole
+// elements and the same length.
+type folder func(dst, src backend.Mem)
+
+// folderFor finds the arithmetic for an element type, or tells why there is none.
+func folderFor(d af.Dtype, r Reduction) (folder, error) {
+	if r == 0 || r > lastReduction {
+		return nil, fmt.Errorf("%w: %s, want Sum, Min, Max or Product", van.ErrInvalid, r)
+	}
+	switch d {
+	case af.Float32:
+		return floats[float32](r), nil
+	case af.Float64:
+		return floats[float64](r), nil
+	case af.Float16:
+		return halves(r, fromHalf, toHalf), nil
+	case af.BFloat16:
+		return halves(r, fromBrain, toBrain), nil
+	case af.Int8:
+		return integers[int8](r), nil
+	case af.Int16:
+		return integers[int16](r), nil
+	case af.Int32:
+		return integers[int32](r), nil
+	case af.Int64:
+		return integers[int64](r), nil
+	case af.Uint8:
+		return integers[uint8](r), nil
+	case af.Uint16:
+		return integers[uint16](r), nil
+	case af.Uint32:
+		return integers[uint32](r), nil
+	case af.Uint64:
+		return integers[uint64](r), nil
+	}
+	return nil, fmt.Errorf("%w: no arithmetic for %s, want an integer, float16, bfloat16, float32 or float64", van.ErrInvalid, d)
+}
+
+// elements is m as a slice of T. Its address is a multiple of T's size, see aligned.
+func elements[T any](m backend.Mem) []T {
+	var z T
+	return unsafe.Slice((*T)(m.Ptr()), m.Len()/int(unsafe.Sizeof(z)))
+}
+
+// aligned refuses a tensor whose elements lie at odd addresses.
+func aligned(t *af.Tensor) error {
+	if size := t.Dtype().Size(); t.Len() > 0 && t.Mem().Addr()%uint64(size) != 0 {
+		return fmt.Errorf("%w: %s at address %#x, want a multiple of %d", van.ErrInvalid, t, t.Mem().Addr(), size)
+	}
+	return nil
+}
+
+type integer interface {
+	int8 | int16 | int32 | int64 | uint8 | uint16 | uint32 | uint64
+}
+
+func integers[T integer](r Reduction) folder {
+	switch r {
+	case Sum:
+		return fold(func(a, b T) T { return a + b })
+	case Product:
+		return fold(func(a, b T) T { return a * b })
+	case Min:
+		return fold(func(a, b T) T { return min(a, b) })
+	default:
+		return fold(func(a, b T) T { return max(a, b) })
+	}
+}
+
+func floats[T float32 | float64](r Reduction) folder {
+	switch r {
+	case Sum:
+		return func(dst, src backend.Mem) { // without a call for each element
+			d, s := elements[T](dst), elements[T](src)
+			for i, v := range s {
+				d[i] += v
+			}
+		}
+	case Product:
+		return fold(func(a, b T) T { return a * b })
+	case Min:
+		return fold(func(a, b T) T { return min(a, b) })
+	default:
+		return fold(func(a, b T) T { return max(a, b) })
+	}
+}
+
+// fold applies f to each element.
+func fold[T any](f func(a, b T) T) folder {
+	return func(dst, src backend.Mem) {
+		d, s := elements[T](dst), elements[T](src)
+		for i, v := range s {
+			d[i] = f(d[i], v)
+		}
+	}
+}
+
+// halves reduces 16-bit floats in float32, and rounds each result.
+func halves(r Reduction, from func(uint16) float32, to func(float32) uint16) folder {
+	var f func(a, b float32) float32
+	switch r {
+	case Sum:
+		f = func(a, b float32) float32 { return a + b }
+	case Product:
+		f = func(a, b float32) float32 { return a * b }
+	case Min:
+		f = func(a, b float32) float32 { return min(a, b) }
+	default:
+		f = func(a, b float32) float32 { return max(a, b) }
+	}
+	return fold(func(a, b uint16) uint16 { return to(f(from(a), from(b))) })
+}
+
+func fromBrain(b uint16) float32 { return math.Float32frombits(uint32(b) << 16) }
+
+// toBrain rounds to the nearest bfloat16, ties to even.
+func toBrain(f float32) uint16 {
+	b := math.Float32bits(f)
+	if math.IsNaN(float64(f)) {
+		return uint16(b>>16) | 0x40 // a NaN stays one
+	}
+	return uint16((b + 0x7fff + b>>16&1) >> 16)
+}
+
+func fromHalf(h uint16) float32 {
+	sign, exp, frac := uint32(h>>15)<<31, uint32(h>>10&0x1f), uint32(h&0x3ff)
+	switch {
+	case exp == 0x1f: // infinite, or not a number
+		return math.Float32frombits(sign | 0x7f800000 | frac<<13)
+	case exp == 0: // zero, or too small for a leading one
+		v := float32(frac) / (1 << 24)
+		return math.Float32frombits(math.Float32bits(v) | sign)
+	}
+	return math.Float32frombits(sign | (exp+112)<<23 | frac<<13)
+}
+
+// toHalf rounds to the nearest float16, ties to even.
+func toHalf(f float32) uint16 {
+	b := math.Float32bits(f)
+	sign, exp, frac := uint16(b>>16&0x8000), int(b>>23&0xff)-112, b&0x7fffff
+	switch {
+	case b&0x7fffffff > 0x7f800000: // not a number
+		return sign | 0x7e00
+	case exp >= 0x1f:
+		return sign | 0x7c00
+	case exp < -10:
+		return sign
+	case exp <= 0: // too small for a leading one
+		frac |= 0x800000
+		return sign | uint16(roundTo(frac, uint(14-exp)))
+	}
+	// A fraction that rounds up to the next power of two carries into the exponent, which
+	// is right, also to infinity.
+	return sign | uint16(uint32(exp)<<10+roundTo(frac, 13))
+}
+
+// roundTo drops the last n bits of v and rounds to the nearest, ties to even.
+func roundTo(v uint32, n uint) uint32 {
+	half := uint32(1) << (n - 1)
+	rest, q := v&(half<<1-1), v>>n
+	if rest > half || rest == half && q&1 == 1 {
+		q++
+	}
+	return q
+}
