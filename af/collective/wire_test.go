@@ -168,21 +168,21 @@ func TestArguments(t *testing.T) {
 	c := all[0]
 	long := must(af.FromSlice(make([]int16, 3)))
 	for want, f := range map[string]func() (Op, error){
-		"out is uint8[7]":                    func() (Op, error) { return c.AllGather(zeros(7), zeros(4)) },
-		"of different types":                 func() (Op, error) { return c.AllGather(long, zeros(4)) },
-		"1 tensors out, want one for each":   func() (Op, error) { return c.AllGatherV([]af.Tensor{zeros(1)}, zeros(1)) },
+		"out is uint8[7]":                           func() (Op, error) { return c.AllGather(zeros(7), zeros(4)) },
+		"of different types":                        func() (Op, error) { return c.AllGather(long, zeros(4)) },
+		"1 tensors out, want one for each":          func() (Op, error) { return c.AllGatherV([]af.Tensor{zeros(1)}, zeros(1)) },
 		"in is uint8[2] on cpu, of 2 bytes, want 1": func() (Op, error) { return c.AllGatherV([]af.Tensor{zeros(1), zeros(1)}, zeros(2)) },
-		"out for rank 1 is int16":            func() (Op, error) { return c.AllGatherV([]af.Tensor{zeros(1), long}, zeros(1)) },
-		"0 tensors in":                       func() (Op, error) { return c.AllToAll(nil, nil) },
+		"out for rank 1 is int16":                   func() (Op, error) { return c.AllGatherV([]af.Tensor{zeros(1), long}, zeros(1)) },
+		"0 tensors in":                              func() (Op, error) { return c.AllToAll(nil, nil) },
 		"gives itself 1 bytes and wants 2": func() (Op, error) {
 			return c.AllToAll([]af.Tensor{zeros(2), zeros(1)}, []af.Tensor{zeros(1), zeros(1)})
 		},
-		"root 2, want 0 to 1":                 func() (Op, error) { return c.Broadcast(zeros(1), 2) },
-		"root -1":                             func() (Op, error) { return c.Gather(zeros(2), zeros(1), -1) },
+		"root 2, want 0 to 1": func() (Op, error) { return c.Broadcast(zeros(1), 2) },
+		"root -1":             func() (Op, error) { return c.Gather(zeros(2), zeros(1), -1) },
 		"out is uint8[3] on cpu, of 3 bytes, want 2": func() (Op, error) { return c.Gather(zeros(3), zeros(1), 0) },
 		"in is uint8[5] on cpu, of 5 bytes, want 4":  func() (Op, error) { return c.Scatter(zeros(2), zeros(5), 0) },
 		"in is uint8[3] on cpu, of 3 bytes, want 4":  func() (Op, error) { return c.ReduceScatter(zeros(2), zeros(3), Sum) },
-		"reduction 9, want Sum":               func() (Op, error) { return c.AllReduce(zeros(2), zeros(2), 9) },
+		"reduction 9, want Sum":                      func() (Op, error) { return c.AllReduce(zeros(2), zeros(2), 9) },
 		"no arithmetic for bool": func() (Op, error) {
 			b := must(af.FromBytes(make([]byte, 2), af.Bool, 2))
 			return c.AllReduce(b, b, Sum)

@@ -205,6 +205,41 @@ func watched(t *testing.T) (*node, chan error) {
 	return &node{zvan: v.(*zvan)}, lost
 }
 
+// TestGoneWhileNotRead: a server that goes while its worker does not read what it has sent is
+// noticed. libzmq 4.3.4 ended the process at the next heartbeat where it had stopped to read, too.
+func TestGoneWhileNotRead(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	release := make(chan struct{})
+	lost := make(chan error, 1)
+	worker := newNode(t, 9, 7, func(*van.Message) { <-release }, func(c *env.Config) {
+		c.HeartbeatInterval, c.HeartbeatTimeout = 100*time.Millisecond, limit
+		c.RecvBudgetPeer = 1 << 20
+	})
+	defer close(release)
+	worker.WatchPeers(func(_ int, up bool, cause error) {
+		if !up {
+			select {
+			case lost <- cause:
+			default:
+			}
+		}
+	})
+	link(t, server, worker)
+	worker.must(t, push(8, 0, nil))
+	server.next(t)
+	for i := range 5000 {
+		m := push(9, i, make([]byte, 1000))
+		m.Request = false
+		server.must(t, m)
+	}
+	until(t, "pause", func() bool { return worker.Stats().PausedReads > 0 })
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+	_ = server.Close(ctx)
+	noticed(t, lost, time.Now())
+	<-time.After(10 * worker.cfg.HeartbeatInterval) // one found the connection broken, the next one ended the process
+}
+
 func noticed(t *testing.T, lost chan error, since time.Time) {
 	t.Helper()
 	select {

@@ -408,8 +408,11 @@ func (v *zvan) tuneNative(z *zmq4.Socket) error {
 	if every, limit := v.cfg.Heartbeats(); every > 0 && limit > 0 {
 		// libzmq's own threads ask and answer, so that neither a busy process nor
 		// Python's lock looks like a dead one. No TTL: the peer would end a connection
-		// that it does not read for a while.
-		errs = append(errs, z.SetHeartbeatIvl(every), z.SetHeartbeatTimeout(limit), z.SetTcpMaxrt(limit))
+		// that it does not read for a while. libzmq must not stop to read the connection: it
+		// would not see the answers to its heartbeats, and version 4.3.4 ends the process if
+		// the peer goes meanwhile (its issue 4364). So its queue has no end: a server sends
+		// its worker no more than that has asked for.
+		errs = append(errs, z.SetRcvhwm(0), z.SetHeartbeatIvl(every), z.SetHeartbeatTimeout(limit), z.SetTcpMaxrt(limit))
 	}
 	return errors.Join(errs...)
 }
