@@ -21,26 +21,26 @@ var errNoApp = errors.New("no such application")
 // customers of one application are told apart by customer id; elsewhere the
 // customer id is the application id. handle may block; see van.Receiver. Messages that
 // were kept are delivered first.
-func (app App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer, error) {
-	n := app.Node
+func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer, error) {
+	n := a.Node
 	if n.role != van.Worker {
 		customer = id
 	}
 	c := newCustomer(n, id, customer, handle)
 	k := appKey{int32(id), int32(customer)}
-	a := &n.apps
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.closed {
+	apps := &n.apps
+	apps.mu.Lock()
+	defer apps.mu.Unlock()
+	if apps.closed {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Err: van.ErrClosed}
 	}
-	if (*a.table.Load())[k] != nil {
+	if (*apps.table.Load())[k] != nil {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", id, customer), Err: van.ErrInvalid}
 	}
-	c.begin(a.take(k))
-	m := maps.Clone(*a.table.Load())
+	c.begin(apps.take(k))
+	m := maps.Clone(*apps.table.Load())
 	m[k] = c
-	a.table.Store(&m)
+	apps.table.Store(&m)
 	return c, nil
 }
 

@@ -2,7 +2,6 @@ package postoffice_test
 
 import (
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -142,7 +141,7 @@ func TestRequestModel(t *testing.T) {
 			t.Fatalf("round %d: %d timestamps of %d requests in %d places stay in flight", round, ts, requests, places)
 		}
 		if t.Failed() {
-			t.Fatal(fmt.Sprintf("%d timestamps, %d receivers", n, len(ids)))
+			t.Fatalf("%d timestamps, %d receivers", n, len(ids))
 		}
 	}
 }

@@ -384,18 +384,8 @@ func TestTimeout(t *testing.T) {
 			t.Errorf("rank %d: %v, want ErrTimeout and rank 2", r, err)
 		}
 	}
-	for {
-		op, err := all[2].AllGather(zeros(3*8), zeros(8))
-		if err == nil {
-			err = op.Wait(t.Context())
-		}
-		if err == nil {
-			t.Fatal("the call of the late rank has succeeded")
-		}
-		if !errors.Is(err, van.ErrTimeout) {
-			t.Fatalf("rank 2: %v, want ErrTimeout of another rank", err)
-		}
-		break
+	if err := wait(all[2].AllGather(zeros(3*8), zeros(8))); !errors.Is(err, van.ErrTimeout) {
+		t.Fatalf("the late rank: %v, want ErrTimeout of another one", err)
 	}
 	onAll(t, 3, func(r int) error { return all[r].Rebuild(t.Context()) })
 	onAll(t, 3, func(r int) error { return calls(all[r], 100, 5) })

@@ -194,7 +194,6 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 // question is a request whose answer is a body: a hello, or an abort.
 type question struct {
 	postoffice.Request
-	n   int // ranks
 	got hello
 }
 
