@@ -30,8 +30,8 @@ func (c *Comm) AllGather(out, in af.Tensor) (Op, error) {
 // AllGatherV makes out[r] the tensor in of rank r, for all ranks. Sizes may differ from rank
 // to rank and be 0; out[r] has the size of what rank r gives.
 func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
-	k := call{kind: allGatherV, dtype: in.Dtype(), root: -1}
-	if err := c.check(k, each(c.Size(), out, "out", &in), size(&in, "in", lenAt(out, c.self))); err != nil {
+	k := call{kind: allGatherV, dtype: dtypeOf(append([]af.Tensor{in}, out...)), root: -1}
+	if err := c.check(k, onHost(&in), each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.self))); err != nil {
 		return Op{}, err
 	}
 	if err := c.copyOwn(out[c.self].Mem(), in.Mem()); err != nil {
@@ -44,11 +44,8 @@ func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
 // AllToAll gives in[r] to rank r and makes out[r] what rank r gives this one, for all ranks.
 // Sizes may differ and be 0.
 func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
-	k := call{kind: allToAll, root: -1}
-	if len(in) > 0 {
-		k.dtype = in[0].Dtype()
-	}
-	if err := c.check(k, each(c.Size(), in, "in", &af.Tensor{}), each(c.Size(), out, "out", at(in, 0)), each(c.Size(), in, "in", at(in, 0))); err != nil {
+	k := call{kind: allToAll, dtype: dtypeOf(append(append([]af.Tensor(nil), in...), out...)), root: -1}
+	if err := c.check(k, each(c.Size(), in, "in", k.dtype), each(c.Size(), out, "out", k.dtype)); err != nil {
 		return Op{}, err
 	}
 	if in[c.self].Len() != out[c.self].Len() {
@@ -139,7 +136,8 @@ func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	return c.start(&plan{call: k,
 		ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
 		give: func(r int) (backend.Mem, bool) { return in.Mem().Sub(r*n, n), true },
-		then: func(o *op) { o.end(c.foldInto(out.Mem(), room, in.Mem().Sub(c.self*n, n), f)) }})
+		then: func() error { return c.foldInto(out.Mem(), room, in.Mem().Sub(c.self*n, n), f) },
+		hold: []backend.Mem{out.Mem(), in.Mem()}})
 }
 
 // reduceWhole is the size in bytes below which AllReduce moves whole tensors: one exchange
@@ -159,7 +157,8 @@ func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 		return c.start(&plan{call: k,
 			ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
 			give: toAll(in.Mem()),
-			then: func(o *op) { o.end(c.foldInto(out.Mem(), room, in.Mem(), f)) }})
+			then: func() error { return c.foldInto(out.Mem(), room, in.Mem(), f) },
+			hold: []backend.Mem{out.Mem(), in.Mem()}})
 	}
 	return c.allReduceParts(k, out.Mem(), in.Mem(), f)
 }
@@ -174,51 +173,52 @@ func (c *Comm) allReduceParts(k call, out, in backend.Mem, f folder) (Op, error)
 	}
 	n := part(in, c.self).Len()
 	room := scratch(n * c.Size())
-	var second *op
 	first := &plan{call: k,
 		ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
 		give: func(r int) (backend.Mem, bool) { return part(in, r), true },
-		then: func(o *op) {
-			err := c.foldInto(part(out, c.self), room, part(in, c.self), f)
-			o.end(err)
-			o.forget()
-			if err != nil {
-				c.fail(c.failed(kinds[k.kind], err))
-			}
-			c.begin(second)
-		}}
-	o1, o2, err := c.reserveTwo(first, &plan{call: k,
+		then: func() error { return c.foldInto(part(out, c.self), room, part(in, c.self), f) },
+		hold: []backend.Mem{out, in}}
+	o1, h, err := c.reserveTwo(first, &plan{call: k,
 		ask:  func(r int) (backend.Mem, bool) { return part(out, r), true },
 		give: toAll(part(out, c.self))})
 	if err != nil {
 		return Op{}, err
 	}
-	second = o2
-	h := Op{o2, o2.gen}
 	c.begin(o1)
+	c.unref(o1)
 	return h, nil
 }
 
-// reserveTwo reserves two calls that follow each other.
-func (c *Comm) reserveTwo(a, b *plan) (*op, *op, error) {
+// reserveTwo reserves two calls that follow each other. The first one is returned with a
+// reference.
+func (c *Comm) reserveTwo(a, b *plan) (*op, Op, error) {
 	c.pair.Lock()
 	defer c.pair.Unlock()
 	c.mu.Lock()
 	full := c.window[(c.next+1)%maxInFlight] != nil
 	c.mu.Unlock()
 	if full {
-		return nil, nil, c.full(kinds[a.call.kind])
+		return nil, Op{}, c.full(kinds[a.call.kind])
 	}
 	o1, err := c.reserve(a)
 	if err != nil {
-		return nil, nil, err
+		return nil, Op{}, err
 	}
 	o2, err := c.reserve(b)
 	if err != nil { // it has failed meanwhile
 		o1.end(err)
-		return nil, nil, err
+		return nil, Op{}, err
 	}
-	return o1, o2, nil
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	o1.refs++
+	h := Op{o2, o2.gen}
+	if o1.ended { // nothing begins o2, which has ended as well
+		return o1, h, nil
+	}
+	o1.next = o2
+	o2.refs++
+	return o1, h, nil
 }
 
 // start makes one call.
@@ -347,8 +347,18 @@ func size(t *af.Tensor, name string, want int) error {
 	return nil
 }
 
-// each refuses a list that is not one tensor of the type of like for each of n ranks.
-func each(n int, l []af.Tensor, name string, like *af.Tensor) error {
+// dtypeOf is the type of the first tensor that is not empty.
+func dtypeOf(l []af.Tensor) af.Dtype {
+	for i := range l {
+		if l[i].Len() > 0 {
+			return l[i].Dtype()
+		}
+	}
+	return af.Uint8
+}
+
+// each refuses a list that is not one tensor for each of n ranks, of that type or empty.
+func each(n int, l []af.Tensor, name string, d af.Dtype) error {
 	if len(l) != n {
 		return fmt.Errorf("%w: %d tensors %s, want one for each of %d ranks", van.ErrInvalid, len(l), name, n)
 	}
@@ -356,8 +366,8 @@ func each(n int, l []af.Tensor, name string, like *af.Tensor) error {
 		if err := onHost(&l[r]); err != nil {
 			return fmt.Errorf("%s for rank %d: %w", name, r, err)
 		}
-		if like.Len() > 0 && l[r].Dtype() != like.Dtype() {
-			return fmt.Errorf("%w: %s for rank %d is %s, want %s as others", van.ErrInvalid, name, r, &l[r], like.Dtype())
+		if l[r].Len() > 0 && l[r].Dtype() != d {
+			return fmt.Errorf("%w: %s for rank %d is %s, want %s as others", van.ErrInvalid, name, r, &l[r], d)
 		}
 	}
 	return nil
@@ -368,11 +378,4 @@ func lenAt(l []af.Tensor, i int) int {
 		return l[i].Len()
 	}
 	return 0
-}
-
-func at(l []af.Tensor, i int) *af.Tensor {
-	if i < len(l) {
-		return &l[i]
-	}
-	return &af.Tensor{}
 }

@@ -453,12 +453,33 @@ func TestClose(t *testing.T) {
 	if err := all[1].Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := op.Wait(t.Context()); !errors.Is(err, van.ErrClosed) || !strings.Contains(err.Error(), "rank 1 (worker 1") {
-		t.Errorf("got %v, want ErrClosed of rank 1", err)
+	if err := op.Wait(t.Context()); !errors.Is(err, van.ErrClosed) || !strings.Contains(err.Error(), "worker 1 (id 11)") {
+		t.Errorf("got %v, want ErrClosed of worker 1", err)
 	}
 	if err := op.Wait(t.Context()); !errors.Is(err, postoffice.ErrUnknownHandler) {
 		t.Errorf("second Wait: %v", err)
 	}
+}
+
+// TestBarrierThenClose: who closes after the last call disturbs nobody who is still in it.
+func TestBarrierThenClose(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		const n = 4
+		o.Workers = n
+		c := testcluster.Start(t, o)
+		for range 10 {
+			onAll(t, n, func(r int) error {
+				comm, err := New(t.Context(), c.Workers[r], Options{Ranks: ranks(n), Timeout: 20 * time.Second})
+				if err != nil {
+					return err
+				}
+				if err := comm.Barrier(t.Context()); err != nil {
+					return err
+				}
+				return comm.Close()
+			})
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
 
 // TestGroupsOfServers: the instances of a group of servers, by default.

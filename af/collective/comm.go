@@ -19,6 +19,9 @@ import (
 // ErrMismatch: ranks of a communicator have made different calls.
 var ErrMismatch = errors.New("calls of ranks do not match")
 
+// errMisfit: a rank has other ranks in its communicator.
+var errMisfit = fmt.Errorf("%w: ranks were made with different ranks", ErrMismatch)
+
 // ErrAborted: another rank has given the communicator up, for a reason of its own.
 var ErrAborted = errors.New("given up by another rank")
 
@@ -55,19 +58,21 @@ type Comm struct {
 	pair sync.Mutex // held while calls get their numbers; taken before mu
 
 	mu      sync.Mutex
-	epoch   uint16
+	epoch   uint64
 	next    uint32 // number of the next call
 	err     error  // why there can be no calls before Rebuild
+	left    error  // a rank has closed its end: calls in flight that do not need it go on
 	closed  bool
 	window  [maxInFlight]*op  // calls in flight, by number
 	asked   []map[uint32]*ask // by rank and number: requests for calls that this rank has not made yet
 	ranks   []rank
 	round   uint64 // of join, this node's
 	joining bool
-	propose uint16        // this node's proposal in that round
+	propose uint64        // this node's proposal in that round
 	unmet   int           // ranks that have not said hello in it
 	met     chan struct{} // closed when there are none left
 	refuted func(error)   // ends the round: a rank has another idea of the communicator
+	misfit  error         // such a rank has said hello before the first round
 	free    []*op
 	sending int // answers whose memory others may be reading
 	telling sync.WaitGroup
@@ -76,19 +81,28 @@ type Comm struct {
 
 // rank is what a node knows of another one in New and Rebuild.
 type rank struct {
-	answered uint64   // the round of its hello that was answered
-	met      uint64   // the latest round of this node's in which that was
-	epoch    uint32   // of the process that sent it, see van.Message
-	waiting  *request // its hello, until this node begins a round
-	hello    hello    // what that says
-	down     error    // why it is lost, or nil
-	aborted  abort    // what it has said last
+	answered uint64    // the round of its hello that was answered
+	met      uint64    // the latest round of this node's in which that was
+	epoch    uint32    // of the process that sent it, see van.Message
+	waiting  *request  // its hello, until this node begins a round
+	hello    hello     // what that says
+	down     error     // why it is lost, or nil
+	aborted  abort     // what it has said last
+	told     *question // the last abort that it was sent
 }
 
-// abort is that a rank has given the communicator up.
+// abort is that a rank has given the communicator up, of one of its rounds.
 type abort struct {
-	epoch uint16
+	round uint64
 	why   error
+}
+
+// gaveUp is why the rank has given up the round that this node has met it in, or nil. mu is held.
+func (p *rank) gaveUp() error {
+	if p.aborted.round == p.answered {
+		return p.aborted.why
+	}
+	return nil
 }
 
 // New makes this node's end of a communicator and waits until all ranks have made theirs: for
@@ -109,7 +123,8 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	c.customer = customer
 	c.stop = c.node.OnPeer(c.peerChanged)
 	if err := c.join(ctx, "new communicator"); err != nil {
-		c.Close()
+		c.tell(err)
+		_ = c.Close()
 		return nil, err
 	}
 	return c, nil
@@ -190,9 +205,11 @@ func (c *Comm) peerChanged(id int, up bool, cause error) {
 		return
 	}
 	c.mu.Lock()
-	c.ranks[rank].down = cause // nil when up
+	p := &c.ranks[rank]
+	p.down = cause // nil when up
+	left := errors.Is(p.gaveUp(), van.ErrClosed)
 	c.mu.Unlock()
-	if up {
+	if up || left {
 		return
 	}
 	if !errors.Is(cause, van.ErrPeerLost) {
@@ -210,25 +227,45 @@ func (c *Comm) fail(err error) {
 		return
 	}
 	c.err = err
-	epoch := c.epoch
 	var ops []*op
 	for i, o := range c.window {
 		if o != nil {
+			o.refs++
 			ops = append(ops, o)
 			c.window[i] = nil
 		}
 	}
-	refused := c.takeAsked(func(a *ask) bool { return a.epoch == epoch })
+	refused := c.takeAsked(func(a *ask) bool { return a.epoch <= c.epoch })
+	c.telling.Add(1)
 	c.mu.Unlock()
 	for _, o := range ops {
 		o.end(err)
+		c.unref(o)
 	}
-	c.telling.Go(func() { // this may be a goroutine that must not send
+	go func() { // this may be a goroutine that must not send
+		defer c.telling.Done()
 		for _, a := range refused {
-			c.refuse(&a.request, epoch, err)
+			c.refuse(&a.request, err)
 		}
-		c.tell(epoch, err)
-	})
+		c.tell(err)
+	}()
+}
+
+// leave notes that a rank has closed its end. Calls in flight that need it fail, and so do all
+// later ones.
+func (c *Comm) leave(rank int, err error) {
+	c.mu.Lock()
+	if c.left == nil {
+		c.left = err
+	}
+	needed := false
+	for _, o := range c.window {
+		needed = needed || o != nil && o.needs(rank)
+	}
+	c.mu.Unlock()
+	if needed {
+		c.fail(err)
+	}
 }
 
 // takeAsked removes the kept requests that f picks. mu is held.
@@ -248,10 +285,12 @@ func (c *Comm) takeAsked(f func(*ask) bool) []*ask {
 // tellLimit is how long a rank may take to hear of an abort.
 const tellLimit = 2 * time.Second
 
-// tell tells the other ranks that the communicator has failed here. Those who cannot be
-// told will see that this node is lost.
-func (c *Comm) tell(epoch uint16, why error) {
-	body := appendReason(nil, verbAbort, epoch, why)
+// tell tells the other ranks that the communicator has failed here, but those that have said
+// so themselves. Those who cannot be told will see that this node is lost.
+func (c *Comm) tell(why error) {
+	c.mu.Lock()
+	body := appendReason(nil, verbAbort, c.round, why)
+	c.mu.Unlock()
 	var calls []postoffice.Call
 	for r, id := range c.ids {
 		if r == c.self {
@@ -261,8 +300,17 @@ func (c *Comm) tell(epoch uint16, why error) {
 		if c.customer.Open(&q.Request, "abort communicator", q, 1, []int{id}) != nil {
 			break // the node has ended
 		}
+		c.mu.Lock()
+		p := &c.ranks[r]
+		p.told = q
+		knows := p.gaveUp() != nil
+		c.mu.Unlock()
 		calls = append(calls, q.Call(tellLimit))
-		if err := c.sendRequest(id, q.First(), body); err != nil {
+		err := why
+		if !knows {
+			err = c.sendSoon(id, q.First(), body)
+		}
+		if err != nil {
 			c.customer.Abort(&q.Request, err)
 		}
 	}
@@ -280,15 +328,19 @@ func (c *Comm) failed(op string, err error) error {
 	return &van.Error{Op: op, Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id), Hint: hint, Err: err}
 }
 
-// Close gives the communicator up on all ranks, and waits, for its limit at most, until
-// nobody reads memory of this rank any more. The error says that somebody still does.
+// Close ends the communicator on all ranks: calls in flight that need this rank fail there, and all
+// later ones. It waits, for its limit at most, until nobody reads memory of this rank any
+// more; the error says that somebody still does.
 func (c *Comm) Close() error {
 	c.mu.Lock()
-	again := c.closed
+	again, refuted := c.closed, c.refuted
 	c.closed = true
 	c.mu.Unlock()
 	if again {
 		return nil
+	}
+	if refuted != nil {
+		refuted(van.ErrClosed)
 	}
 	c.fail(&van.Error{Op: "close communicator", Node: c.node.Name(), Err: van.ErrClosed})
 	c.mu.Lock()

@@ -18,8 +18,8 @@
 //
 // Any error of a call in flight ends the communicator on all ranks: a rank that is lost
 // (van.ErrPeerLost), a limit that passes (van.ErrTimeout), and calls that do not match
-// (ErrMismatch), where the error of every rank names both calls. Nobody waits for the others
-// then. After an error result tensors are the caller's again, with any contents; what others
+// (ErrMismatch), where the error of every rank names both calls; but calls in which no rank asks
+// another one for anything, as Broadcasts each with its own rank as the root, end by the limit. After an error result tensors are the caller's again, with any contents; what others
 // may still be reading is so when Rebuild or Close has returned. Rebuild, which all ranks
 // call, begins anew, with the process that has taken the place of a lost one.
 //

@@ -3,6 +3,7 @@ package collective
 // New and Rebuild: all ranks meet, and agree on the number of a new epoch.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -57,24 +58,52 @@ func (c *Comm) join(ctx context.Context, op string) error {
 	}
 	answers := make([]hello, len(c.ids))
 	errs := make([]error, len(c.ids))
-	var wg sync.WaitGroup
-	for r := range c.ids {
-		if answers[r] = own; r == c.self {
-			continue
+	for again := slices.Delete(sequence(len(c.ids)), c.self, c.self+1); len(again) > 0; again = c.metAnew(answers, errs) {
+		var wg sync.WaitGroup
+		for _, r := range again {
+			wg.Go(func() {
+				if answers[r], errs[r] = c.greet(ctx, r, own); final(errs[r]) {
+					cancel(errs[r]) // the others need not be waited for
+				}
+			})
 		}
-		wg.Go(func() {
-			if answers[r], errs[r] = c.greet(ctx, r, own); errors.Is(errs[r], ErrMismatch) {
-				cancel(errs[r]) // the others need not be waited for
-			}
-		})
+		wg.Wait()
+		c.awaitHellos(ctx, errs)
 	}
-	wg.Wait()
-	c.awaitHellos(ctx, errs)
+	answers[c.self] = own
 	if err := c.joined(answers, errs); err != nil {
 		return &van.Error{Op: op, Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id),
 			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: err}
 	}
 	return nil
+}
+
+// sequence is 0 to n-1.
+func sequence(n int) []int {
+	l := make([]int, n)
+	for i := range l {
+		l[i] = i
+	}
+	return l
+}
+
+// final tells whether a rank that has answered so will not answer otherwise.
+func final(err error) bool { return errors.Is(err, ErrMismatch) || errors.Is(err, van.ErrMalformed) }
+
+// metAnew lists the ranks whose latest hello is of another round than their answer: they have
+// begun again meanwhile, or were replaced. There are none once there are errors.
+func (c *Comm) metAnew(answers []hello, errs []error) (l []int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for r := range c.ids {
+		switch {
+		case errs[r] != nil:
+			return nil
+		case r != c.self && c.ranks[r].answered != answers[r].round:
+			l = append(l, r)
+		}
+	}
+	return l
 }
 
 // beginRound begins a round. It returns what to say, and the requests of those who wait for it.
@@ -84,23 +113,28 @@ func (c *Comm) beginRound(op string, refuted func(error)) (own hello, waiting []
 	switch {
 	case c.closed:
 		return hello{}, nil, c.failed(op, van.ErrClosed)
+	case c.misfit != nil:
+		return hello{}, nil, c.failed(op, c.misfit)
 	case c.joining:
 		return hello{}, nil, c.failed(op, fmt.Errorf("%w: another Rebuild is under way", van.ErrInvalid))
 	}
 	c.joining, c.refuted = true, refuted
 	c.round = max(c.round+1, clock.Now())
-	c.propose = c.epoch + 1
+	if c.propose <= c.epoch { // the same until a round succeeds
+		c.propose = max(c.epoch+1, clock.Now())
+	}
 	c.unmet, c.met = len(c.ids)-1, make(chan struct{})
 	if c.unmet == 0 {
 		close(c.met)
 	}
 	own = hello{c.propose, c.round, c.hash, uint32(len(c.ids))}
 	for r := range c.ranks {
-		if p := &c.ranks[r]; p.waiting != nil {
-			c.meet(p, p.hello.round, p.waiting.reply.Epoch)
-			waiting = append(waiting, p.waiting)
-			p.waiting = nil
+		p := &c.ranks[r]
+		if q := p.waiting; q != nil && c.customer.Wanted(q.reply.Sender, q.reply.Epoch, q.reply.CustomerID, q.reply.Timestamp) {
+			c.meet(p, p.hello.round, q.reply.Epoch)
+			waiting = append(waiting, q)
 		}
+		p.waiting = nil
 	}
 	return own, waiting, nil
 }
@@ -122,18 +156,31 @@ func (c *Comm) awaitHellos(ctx context.Context, errs []error) {
 	if slices.ContainsFunc(errs, func(err error) bool { return err != nil }) {
 		return
 	}
-	select {
-	case <-c.met:
-	case <-ctx.Done():
+	for alive := time.NewTicker(aliveEvery); ; {
+		select {
+		case <-c.met:
+			alive.Stop()
+			return
+		case <-alive.C:
+			if err := c.node.Alive(); err == nil {
+				continue
+			}
+		case <-ctx.Done():
+		}
+		alive.Stop()
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		for r := range c.ranks {
 			if r != c.self && c.ranks[r].met != c.round {
-				errs[r] = timeout(context.Cause(ctx))
+				errs[r] = cmp.Or(timeout(context.Cause(ctx)), c.node.Alive())
 			}
 		}
+		return
 	}
 }
+
+// aliveEvery is how often who waits looks whether the node still is.
+const aliveEvery = 500 * time.Millisecond
 
 // joined ends a round.
 func (c *Comm) joined(answers []hello, errs []error) error {
@@ -151,7 +198,11 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 	c.mu.Lock()
 	c.joining, c.refuted = false, nil
 	if err != nil {
+		kept := c.takeAsked(func(*ask) bool { return true })
 		c.mu.Unlock()
+		for _, a := range kept {
+			c.refuse(&a.request, err)
+		}
 		if errors.Is(err, ErrMismatch) || len(missing) == 0 {
 			return err
 		}
@@ -163,32 +214,29 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 	}
 	epoch := answers[0].epoch
 	for _, a := range answers[1:] {
-		if int16(a.epoch-epoch) > 0 {
+		if int64(a.epoch-epoch) > 0 {
 			epoch = a.epoch
 		}
 	}
-	c.epoch, c.next, c.err = epoch, 0, nil
+	c.epoch, c.next, c.err, c.left = epoch, 0, nil, nil
 	stale := c.takeAsked(func(a *ask) bool { return a.epoch != epoch })
-	// Some may have failed meanwhile, or begun another round, which does not know this epoch.
+	// Some may have failed meanwhile.
 	var over error
 	for r := range c.ranks {
-		switch p := &c.ranks[r]; {
-		case p.waiting != nil:
-			over = &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: errRebuild}
-		case p.aborted.why != nil && p.aborted.epoch == epoch:
-			over = &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: p.aborted.why}
-		case p.down != nil:
-			over = &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: p.down}
+		if p := &c.ranks[r]; r != c.self {
+			if why := cmp.Or(p.gaveUp(), p.down); why != nil {
+				over = &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: why}
+			}
 		}
 	}
 	c.mu.Unlock()
 	for _, a := range stale {
-		c.refuse(&a.request, a.epoch, errRebuild)
+		c.refuse(&a.request, errRebuild)
 	}
 	if over != nil {
 		c.fail(over)
 	}
-	return nil
+	return over
 }
 
 // question is a request whose answer is a body: a hello, or an abort.
@@ -244,7 +292,7 @@ func (c *Comm) greet(ctx context.Context, rank int, own hello) (hello, error) {
 		if err == nil {
 			return q.got, nil
 		}
-		if errors.Is(err, ErrMismatch) || errors.Is(err, van.ErrClosed) || errors.Is(err, van.ErrMalformed) {
+		if final(err) || c.node.Alive() != nil {
 			return hello{}, err
 		}
 		if last == nil || !errors.Is(err, context.Canceled) {
@@ -266,14 +314,14 @@ func (c *Comm) greet(ctx context.Context, rank int, own hello) (hello, error) {
 // receiveHello handles a hello of a rank.
 func (c *Comm) receiveHello(rank int, q *request, h hello) {
 	if h.ranks != c.hash || int(h.n) != len(c.ids) {
-		err := fmt.Errorf("%w: communicator %d has %d ranks at %s and %d at %s, or others", ErrMismatch, c.id, len(c.ids), c.node.Name(), h.n, c.name(rank))
-		c.refute(q, h.epoch, err)
+		err := fmt.Errorf("%w: communicator %d has %d ranks at %s and %d at %s, or others", errMisfit, c.id, len(c.ids), c.node.Name(), h.n, c.name(rank))
+		c.refute(q, err)
 		return
 	}
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
-		c.refuse(q, h.epoch, van.ErrClosed)
+		c.refuse(q, van.ErrClosed)
 		return
 	}
 	p := &c.ranks[rank]
@@ -297,14 +345,22 @@ func (c *Comm) receiveHello(rank int, q *request, h hello) {
 
 // refute refuses the hello of a rank that has another idea of the communicator, and ends this
 // node's round, if there is one, in which it would wait in vain.
-func (c *Comm) refute(q *request, epoch uint16, err error) {
+func (c *Comm) refute(q *request, err error) {
+	c.misfits(err)
+	c.refuse(q, err)
+}
+
+// misfits ends this node's round, or its first one as soon as it begins.
+func (c *Comm) misfits(err error) {
 	c.mu.Lock()
 	refuted := c.refuted
+	if c.round == 0 {
+		c.misfit = err
+	}
 	c.mu.Unlock()
 	if refuted != nil {
 		refuted(err)
 	}
-	c.refuse(q, epoch, err)
 }
 
 func (c *Comm) answerHello(q *request, own hello) {

@@ -3,9 +3,11 @@ package collective
 // One call in flight: what this rank asks of others, and what they take of it.
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -20,21 +22,26 @@ import (
 // op is a call in flight.
 type op struct {
 	postoffice.Request
-	c    *Comm
-	call call
-	seq  uint32
-	pull postoffice.Call
+	c     *Comm
+	call  call
+	epoch uint64
+	seq   uint32
+	pull  postoffice.Call
 
 	from  []int         // node ids that are asked, ascending
 	into  []backend.Mem // where their parts are wanted
+	came  []bool        // which of them have come; guarded by c.mu
 	parts []backend.Mem // by rank: what others take
 	takes []taking      // by rank
 	msg   van.Message   // for requests
 	key   [8]byte
 	body  []byte
 
+	held []backend.Mem // other memory that then uses
+
 	left  atomic.Int32  // 1 until the request has ended, and 1 for each part that is not taken
-	then  func(o *op)   // what to do when all have come, on a goroutine of its own, before end
+	then  func() error  // what to do when all have come, on a goroutine of its own, before end
+	next  *op           // the call that begins then; this one has a reference to it
 	done  chan struct{} // one token when the call has ended
 	start uint64
 
@@ -43,6 +50,9 @@ type op struct {
 	refs  int    // the caller until Wait, the request until Recycle, memory that is lent, and who uses it
 	begun bool   // others may have their parts
 	ended bool
+	busy  int  // begin and then use the memory
+	ran   bool // then has been started
+	told  bool // done has its token
 	err   error
 	waits bool
 }
@@ -101,8 +111,10 @@ func (c *Comm) take(k call) *op {
 	case <-o.done:
 	default:
 	}
-	o.call, o.gen, o.refs, o.begun, o.ended, o.err, o.waits, o.then = k, o.gen+1, 1, false, false, nil, false, nil
-	o.from, o.into = o.from[:0], o.into[:0]
+	o.call, o.gen, o.refs, o.begun, o.ended, o.err, o.waits = k, o.gen+1, 1, false, false, nil, false
+	o.busy, o.ran, o.told, o.then, o.next, o.pull = 0, false, false, nil, nil, postoffice.Call{}
+	o.held = o.held[:0]
+	o.from, o.into, o.came = o.from[:0], o.into[:0], o.came[:0]
 	for r := range o.takes {
 		o.takes[r].state = notWanted
 	}
@@ -118,7 +130,8 @@ func (c *Comm) unref(o *op) {
 	}
 	clear(o.into)
 	clear(o.parts)
-	o.then = nil
+	clear(o.held)
+	o.then, o.next = nil, nil
 	if len(c.free) < maxInFlight {
 		c.free = append(c.free, o)
 	}
@@ -129,7 +142,8 @@ type plan struct {
 	call call
 	ask  func(rank int) (into backend.Mem, wanted bool)
 	give func(rank int) (part backend.Mem, wanted bool)
-	then func(o *op)
+	then func() error
+	hold []backend.Mem // what then uses besides
 }
 
 // reserve gives a call its number. The caller begins it, see begin.
@@ -137,8 +151,8 @@ func (c *Comm) reserve(p *plan) (*op, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	name := kinds[p.call.kind]
-	if c.err != nil {
-		return nil, c.failed(name, c.err)
+	if err := cmp.Or(c.err, c.left); err != nil {
+		return nil, c.failed(name, err)
 	}
 	if c.window[c.next%maxInFlight] != nil {
 		return nil, c.full(name)
@@ -151,7 +165,7 @@ func (c *Comm) reserve(p *plan) (*op, error) {
 			continue
 		}
 		if into, wanted := p.ask(r); wanted {
-			o.from, o.into = append(o.from, id), append(o.into, into)
+			o.from, o.into, o.came = append(o.from, id), append(o.into, into), append(o.came, false)
 		}
 		if part, wanted := p.give(r); wanted {
 			o.parts[r], o.takes[r].state = part, awaited
@@ -160,7 +174,8 @@ func (c *Comm) reserve(p *plan) (*op, error) {
 	}
 	o.left.Store(left)
 	o.then = p.then
-	o.seq = c.next
+	o.held = append(o.held, p.hold...)
+	o.epoch, o.seq = c.epoch, c.next
 	c.next++
 	c.window[o.seq%maxInFlight] = o
 	return o, nil
@@ -173,18 +188,28 @@ func (c *Comm) full(name string) error {
 
 // begin sends the requests of o and answers those that have come for it.
 func (c *Comm) begin(o *op) {
-	o.retain()
 	c.mu.Lock()
+	if o.ended {
+		c.mu.Unlock()
+		return
+	}
+	o.busy++
 	o.refs += 2 // the request, and this function
 	c.mu.Unlock()
+	defer func() {
+		o.rest()
+		c.unref(o)
+	}()
+	o.retain()
 	name := kinds[o.call.kind]
 	if err := c.customer.Open(&o.Request, name, o, 1, o.from); err != nil {
 		o.Finished(err)
 		o.Recycle()
-		c.unref(o)
 		return
 	}
+	c.mu.Lock()
 	o.pull = o.Request.Call(-1)
+	c.mu.Unlock()
 	if o.Begin() {
 		err := o.sendAsks(o.First())
 		o.End()
@@ -200,7 +225,7 @@ func (c *Comm) begin(o *op) {
 	o.begun = true
 	var kept []*ask
 	for r := range c.ids {
-		if a := c.asked[r][o.seq]; a != nil && a.epoch == c.epoch {
+		if a := c.asked[r][o.seq]; a != nil && a.epoch == o.epoch {
 			kept = append(kept, a)
 			delete(c.asked[r], o.seq)
 		}
@@ -212,7 +237,22 @@ func (c *Comm) begin(o *op) {
 	for _, a := range kept {
 		o.serve(a)
 	}
-	c.unref(o)
+}
+
+// rest notes that begin or then does not use the memory any more.
+func (o *op) rest() {
+	o.c.mu.Lock()
+	defer o.c.mu.Unlock()
+	o.busy--
+	o.deliver()
+}
+
+// deliver lets Wait return when the call has ended and its memory is not used. c.mu is held.
+func (o *op) deliver() {
+	if o.ended && o.busy == 0 && !o.told {
+		o.told = true
+		o.done <- struct{}{}
+	}
 }
 
 // retain keeps the memory until release.
@@ -223,14 +263,27 @@ func (o *op) retain() {
 	for i := range o.parts {
 		o.parts[i].Retain()
 	}
+	for i := range o.held {
+		o.held[i].Retain()
+	}
+}
+
+// release gives back what others take and then uses.
+func (o *op) release() {
+	for i := range o.parts {
+		o.parts[i].Release()
+	}
+	for i := range o.held {
+		o.held[i].Release()
+	}
 }
 
 // sendAsks sends the requests for parts.
 func (o *op) sendAsks(ts int32) error {
 	c := o.c
-	key := partKey(c.epochNow(), o.seq, c.self)
+	key := partKey(o.seq, c.self)
 	binary.LittleEndian.PutUint64(o.key[:], key)
-	o.body = o.call.appendAsk(o.body[:0])
+	o.body = o.call.appendAsk(o.body[:0], o.epoch)
 	for i, id := range o.from {
 		m, into := &o.msg, o.into[i]
 		m.Reset()
@@ -247,12 +300,6 @@ func (o *op) sendAsks(ts int32) error {
 	return nil
 }
 
-func (c *Comm) epochNow() uint16 {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.epoch
-}
-
 // serve answers a request for a part of o. The caller has a reference.
 func (o *op) serve(a *ask) {
 	c := o.c
@@ -262,15 +309,15 @@ func (o *op) serve(a *ask) {
 	c.mu.Unlock()
 	if err := o.fits(a, wanted); err != nil {
 		c.fail(&van.Error{Op: kinds[o.call.kind], Node: c.node.Name(), Peer: c.name(a.rank), Err: err})
-		c.refuse(&a.request, a.epoch, fmt.Errorf("rank %d: %w", c.self, err))
+		c.refuse(&a.request, fmt.Errorf("rank %d: %w", c.self, err))
 		return
 	}
 	c.mu.Lock()
-	if t.state != awaited || o.ended {
-		err := o.err
+	if t.state != awaited || o.ended || c.err != nil {
+		err := cmp.Or(o.err, c.err)
 		c.mu.Unlock()
 		if err != nil {
-			c.refuse(&a.request, a.epoch, err)
+			c.refuse(&a.request, err)
 		}
 		return
 	}
@@ -322,10 +369,21 @@ func (o *op) Answer(_, from int, msg *van.Message) error {
 	if msg.Frames < 2 || msg.Vals.Len() != into.Len() {
 		return fmt.Errorf("%w: a part of %d bytes in %d frames, want %d in 2", van.ErrMalformed, msg.Vals.Len(), msg.Frames, into.Len())
 	}
-	if msg.Placed || into.Len() == 0 {
-		return nil
+	if !msg.Placed && into.Len() > 0 {
+		if err := o.c.node.Backend().Copy(into, msg.Vals); err != nil {
+			return err
+		}
 	}
-	return o.c.node.Backend().Copy(into, msg.Vals)
+	o.c.mu.Lock()
+	o.came[from] = true
+	o.c.mu.Unlock()
+	return nil
+}
+
+// needs tells whether the call cannot end without a rank. c.mu is held.
+func (o *op) needs(rank int) bool {
+	i, asked := slices.BinarySearch(o.from, o.c.ids[rank])
+	return asked && !o.came[i] || o.takes[rank].state == awaited
 }
 
 // Finished implements postoffice.Sink: all parts have come, or the request has failed.
@@ -353,25 +411,43 @@ func (o *op) settle() {
 	if o.left.Add(-1) > 0 {
 		return
 	}
-	for i := range o.parts {
-		o.parts[i].Release()
-	}
-	if then := o.then; then != nil {
-		c := o.c
-		c.mu.Lock()
-		ended := o.ended
+	c := o.c
+	c.mu.Lock()
+	run := o.then != nil && !o.ended
+	if run {
+		o.ran = true
+		o.busy++
 		o.refs++
-		c.mu.Unlock()
-		if !ended {
-			go func() {
-				then(o)
-				c.unref(o)
-			}()
-			return
+	}
+	c.mu.Unlock()
+	if !run {
+		o.release()
+		o.end(nil)
+		return
+	}
+	go func() {
+		err := o.then()
+		o.release()
+		next := o.next
+		o.end(err)
+		o.rest()
+		if next != nil {
+			if err == nil {
+				c.begin(next)
+			}
+			o.dropNext(next)
+		}
+		if err != nil {
+			c.fail(c.failed(kinds[o.call.kind], err))
 		}
 		c.unref(o)
-	}
-	o.end(nil)
+	}()
+}
+
+// dropNext ends the use of o, of which only the call behind it, next, is waited for.
+func (o *op) dropNext(next *op) {
+	o.c.unref(next)
+	o.forget()
 }
 
 // end ends the call, once.
@@ -394,14 +470,23 @@ func (o *op) end(err error) {
 		}
 	}
 	o.refs++
+	begun, next := o.begun, o.next
+	drop := next != nil && !o.ran
+	o.deliver()
 	c.mu.Unlock()
-	if err != nil {
+	if err != nil && begun {
 		c.customer.Abort(&o.Request, err)
 	}
 	for range untaken {
 		o.settle()
 	}
-	o.done <- struct{}{}
+	if drop {
+		go func() { // the request may be about to finish, further up
+			o.dropNext(next)
+			c.unref(o)
+		}()
+		return
+	}
 	c.unref(o)
 }
 
@@ -430,7 +515,10 @@ func (h Op) Wait(ctx context.Context) error {
 
 // forget ends the use of o by its caller. It has ended.
 func (o *op) forget() {
-	o.pull.Wait(context.Background()) // at once: its result is o's
+	o.c.mu.Lock()
+	pull := o.pull
+	o.c.mu.Unlock()
+	_ = pull.Wait(context.Background()) // at once: its result is o's
 	o.c.unref(o)
 }
 
@@ -442,28 +530,31 @@ func (o *op) wait(ctx context.Context) error {
 	default:
 	}
 	limit := c.limit(ctx)
+	var late <-chan time.Time
 	if limit > 0 {
-		left := limit - time.Duration(clock.Now()-o.start)
-		timer := time.NewTimer(max(left, 0))
+		timer := time.NewTimer(max(limit-time.Duration(clock.Now()-o.start), 0))
 		defer timer.Stop()
+		late = timer.C
+	}
+	alive := time.NewTicker(aliveEvery)
+	defer alive.Stop()
+	for {
 		select {
 		case <-o.done:
 			return o.err
-		case <-timer.C:
+		case <-late:
 			o.giveUp(van.ErrTimeout, limit)
+			late = nil
 		case <-ctx.Done():
 			o.giveUp(timeout(context.Cause(ctx)), 0)
-		}
-	} else {
-		select {
-		case <-o.done:
+			<-o.done
 			return o.err
-		case <-ctx.Done():
-			o.giveUp(timeout(context.Cause(ctx)), 0)
+		case <-alive.C:
+			if err := c.node.Alive(); err != nil {
+				c.fail(err)
+			}
 		}
 	}
-	<-o.done
-	return o.err
 }
 
 // giveUp ends o because its waiter's time is over.

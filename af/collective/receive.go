@@ -3,9 +3,11 @@ package collective
 // What comes from other ranks, and its answers.
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/logx"
@@ -21,7 +23,7 @@ type request struct {
 // ask is a request for a part.
 type ask struct {
 	request
-	epoch uint16
+	epoch uint64
 	seq   uint32
 	call  call
 	bytes int // wanted
@@ -47,31 +49,32 @@ func (c *Comm) handle(msg *van.Message) error {
 		return fmt.Errorf("%w: a push, or a request of this node itself", van.ErrMalformed)
 	}
 	q := request{rank: rank, reply: datamsg.ReplyTo(msg)}
-	if !member {
-		c.refute(&q, 0, fmt.Errorf("%w: %s is not among the ranks of communicator %d at %s", ErrMismatch, van.NodeName(msg.Sender), c.id, c.node.Name()))
-		return nil
-	}
+	stranger := fmt.Errorf("%w: %s is not among the ranks of communicator %d at %s", errMisfit, van.NodeName(msg.Sender), c.id, c.node.Name())
 	switch v {
 	case verbHello:
 		h, err := parseHello(msg.Body)
-		if err != nil {
+		switch {
+		case err != nil:
 			return err
+		case !member:
+			c.refute(&q, stranger)
+		default:
+			c.receiveHello(rank, &q, h)
 		}
-		c.receiveHello(rank, &q, h)
 	case verbAsk:
+		if !member {
+			c.refuse(&q, stranger)
+			return nil
+		}
 		return c.receiveAsk(&q, msg)
 	case verbAbort:
-		epoch, why, err := parseReason(msg.Body)
+		round, why, err := parseReason(msg.Body)
 		if err != nil {
 			return err
 		}
 		c.answer(&q, []byte{version, byte(verbDone)})
-		c.mu.Lock()
-		c.ranks[rank].aborted = abort{epoch, why}
-		ours := c.epoch == epoch && c.err == nil
-		c.mu.Unlock()
-		if ours {
-			c.fail(&van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(rank), Err: why})
+		if member {
+			c.receiveAbort(rank, abort{round, why})
 		}
 	default:
 		return &van.FieldError{Field: "body verb", Value: v, Want: "a request"}
@@ -79,13 +82,37 @@ func (c *Comm) handle(msg *van.Message) error {
 	return nil
 }
 
+// receiveAbort handles that a rank has given the communicator up. What it says of a round that is
+// over, or of another communicator before this one, is too late.
+func (c *Comm) receiveAbort(rank int, a abort) {
+	c.mu.Lock()
+	p := &c.ranks[rank]
+	p.aborted = a
+	told := p.told
+	p.told = nil
+	ours := p.gaveUp() != nil && c.err == nil
+	c.mu.Unlock()
+	err := &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(rank), Err: a.why}
+	if told != nil {
+		c.customer.Abort(&told.Request, err) // it does not answer any more
+	}
+	switch {
+	case errors.Is(a.why, errMisfit):
+		c.misfits(err)
+	case ours && errors.Is(a.why, van.ErrClosed):
+		c.leave(rank, err)
+	case ours:
+		c.fail(err)
+	}
+}
+
 // receiveAsk answers a request for a part, or keeps it until this rank makes the call.
 func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
-	want, err := parseAsk(msg.Body, len(c.ids))
+	want, epoch, err := parseAsk(msg.Body, len(c.ids))
 	if err != nil {
 		return err
 	}
-	epoch, seq, rank := parseKey(msg.Key)
+	seq, rank := parseKey(msg.Key)
 	switch {
 	case rank != q.rank:
 		return &van.FieldError{Field: "key", Value: rank, Want: fmt.Sprintf("the sender's rank, %d", q.rank)}
@@ -94,15 +121,15 @@ func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
 	}
 	a := &ask{request: *q, epoch: epoch, seq: seq, call: want, bytes: int(msg.ValLen)}
 	c.mu.Lock()
-	switch ahead := int16(epoch - c.epoch); {
+	switch {
 	case c.closed:
 		err = van.ErrClosed
-	case ahead < 0:
-		err = errRebuild
-	case ahead > 0: // this rank has not finished the round, or not begun it
+	case epoch > c.epoch && c.joining: // this rank has not finished the round
 		return c.keep(a)
 	case c.err != nil:
 		err = c.err
+	case epoch != c.epoch:
+		err = errRebuild
 	case int32(seq-c.next) >= 0:
 		return c.keep(a)
 	}
@@ -119,7 +146,7 @@ func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
 	}
 	c.mu.Unlock()
 	if err != nil {
-		c.refuse(q, epoch, err)
+		c.refuse(q, err)
 		return nil
 	}
 	o.serve(a)
@@ -154,6 +181,17 @@ func (c *Comm) sendRequest(id int, ts int32, body []byte) error {
 	return c.node.Send(m)
 }
 
+// sendSoon is sendRequest to a rank whose connection may not have been made yet.
+func (c *Comm) sendSoon(id int, ts int32, body []byte) error {
+	for end := time.Now().Add(tellLimit); ; {
+		err := c.sendRequest(id, ts, body)
+		if !errors.Is(err, van.ErrUnknownPeer) || time.Now().After(end) {
+			return err
+		}
+		<-time.After(helloPause)
+	}
+}
+
 // answer answers a request with a body only. Who cannot be reached is lost.
 func (c *Comm) answer(q *request, body []byte) {
 	m := &van.Message{}
@@ -167,6 +205,6 @@ func (c *Comm) answer(q *request, body []byte) {
 }
 
 // refuse answers a request with the reason why it gets nothing else.
-func (c *Comm) refuse(q *request, epoch uint16, why error) {
-	c.answer(q, appendReason(nil, verbRefused, epoch, why))
+func (c *Comm) refuse(q *request, why error) {
+	c.answer(q, appendReason(nil, verbRefused, 0, why))
 }

@@ -34,8 +34,8 @@ const (
 // Lengths of bodies, and of a reason in one.
 const (
 	headLen  = 2
-	helloLen = headLen + 2 + 8 + 8 + 4
-	askLen   = headLen + 2 + 4 + 4 + 8
+	helloLen = headLen + 8 + 8 + 8 + 4
+	askLen   = headLen + 2 + 4 + 4 + 8 + 8
 	maxText  = 1000
 )
 
@@ -85,36 +85,37 @@ func (c call) String() string {
 }
 
 // appendAsk appends the body of a request for a part.
-func (c call) appendAsk(b []byte) []byte {
+func (c call) appendAsk(b []byte, epoch uint64) []byte {
 	b = append(b, version, byte(verbAsk), byte(c.kind), byte(c.reduction))
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.dtype))
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.root))
-	return binary.LittleEndian.AppendUint64(b, c.bytes)
+	b = binary.LittleEndian.AppendUint64(b, c.bytes)
+	return binary.LittleEndian.AppendUint64(b, epoch)
 }
 
 // parseAsk reads what appendAsk has written, for n ranks.
-func parseAsk(b []byte, n int) (call, error) {
+func parseAsk(b []byte, n int) (c call, epoch uint64, err error) {
 	if len(b) != askLen {
-		return call{}, &van.FieldError{Field: "body_size", Value: len(b), Want: fmt.Sprint(askLen)}
+		return call{}, 0, &van.FieldError{Field: "body_size", Value: len(b), Want: fmt.Sprint(askLen)}
 	}
-	c := call{kind: kind(b[2]), reduction: Reduction(b[3]), dtype: af.Dtype(binary.LittleEndian.Uint32(b[4:])),
+	c = call{kind: kind(b[2]), reduction: Reduction(b[3]), dtype: af.Dtype(binary.LittleEndian.Uint32(b[4:])),
 		root: int32(binary.LittleEndian.Uint32(b[8:])), bytes: binary.LittleEndian.Uint64(b[12:])}
 	switch {
 	case c.kind == 0 || c.kind > lastKind:
-		return call{}, &van.FieldError{Field: "body kind", Value: b[2], Want: fmt.Sprintf("1 to %d", lastKind)}
+		return call{}, 0, &van.FieldError{Field: "body kind", Value: b[2], Want: fmt.Sprintf("1 to %d", lastKind)}
 	case c.reduction > lastReduction:
-		return call{}, &van.FieldError{Field: "body reduction", Value: b[3], Want: fmt.Sprintf("0 to %d", lastReduction)}
+		return call{}, 0, &van.FieldError{Field: "body reduction", Value: b[3], Want: fmt.Sprintf("0 to %d", lastReduction)}
 	case !c.dtype.Valid():
-		return call{}, &van.FieldError{Field: "body dtype", Value: int32(c.dtype), Want: "a known one"}
+		return call{}, 0, &van.FieldError{Field: "body dtype", Value: int32(c.dtype), Want: "a known one"}
 	case c.root < -1 || int(c.root) >= n:
-		return call{}, &van.FieldError{Field: "body root", Value: c.root, Want: fmt.Sprintf("-1 to %d", n-1)}
+		return call{}, 0, &van.FieldError{Field: "body root", Value: c.root, Want: fmt.Sprintf("-1 to %d", n-1)}
 	}
-	return c, nil
+	return c, binary.LittleEndian.Uint64(b[20:]), nil
 }
 
 // hello is what ranks tell each other in New and Rebuild.
 type hello struct {
-	epoch uint16 // proposed; the largest of all ranks' is taken
+	epoch uint64 // proposed; the largest of all ranks' is taken
 	round uint64 // of the sender: tells a repeated hello from a later one
 	ranks uint64 // hash of the node ids
 	n     uint32 // number of ranks
@@ -122,7 +123,7 @@ type hello struct {
 
 func (h hello) append(b []byte) []byte {
 	b = append(b, version, byte(verbHello))
-	b = binary.LittleEndian.AppendUint16(b, h.epoch)
+	b = binary.LittleEndian.AppendUint64(b, h.epoch)
 	b = binary.LittleEndian.AppendUint64(b, h.round)
 	b = binary.LittleEndian.AppendUint64(b, h.ranks)
 	return binary.LittleEndian.AppendUint32(b, h.n)
@@ -132,8 +133,8 @@ func parseHello(b []byte) (hello, error) {
 	if len(b) != helloLen {
 		return hello{}, &van.FieldError{Field: "body_size", Value: len(b), Want: fmt.Sprint(helloLen)}
 	}
-	return hello{binary.LittleEndian.Uint16(b[2:]), binary.LittleEndian.Uint64(b[4:]), binary.LittleEndian.Uint64(b[12:]),
-		binary.LittleEndian.Uint32(b[20:])}, nil
+	return hello{binary.LittleEndian.Uint64(b[2:]), binary.LittleEndian.Uint64(b[10:]), binary.LittleEndian.Uint64(b[18:]),
+		binary.LittleEndian.Uint32(b[26:])}, nil
 }
 
 // verbOf checks the head of a body.
@@ -148,35 +149,35 @@ func verbOf(b []byte) (verb, error) {
 }
 
 // causes are the errors that a reason names, by its first byte; 0 is none of them.
-var causes = [...]error{1: ErrMismatch, 2: van.ErrPeerLost, 3: van.ErrTimeout, 4: van.ErrClosed, 5: errRebuild}
+var causes = [...]error{1: ErrMismatch, 2: van.ErrPeerLost, 3: van.ErrTimeout, 4: van.ErrClosed, 5: errRebuild, 6: errMisfit}
 
-// appendReason appends why the sender has failed.
-func appendReason(b []byte, v verb, epoch uint16, why error) []byte {
+// appendReason appends why the sender has failed; round is its latest.
+func appendReason(b []byte, v verb, round uint64, why error) []byte {
 	code := 0
-	for i, c := range causes {
-		if c != nil && errors.Is(why, c) {
+	for i := len(causes) - 1; i > 0; i-- { // an errMisfit is an ErrMismatch, too
+		if errors.Is(why, causes[i]) {
 			code = i
 			break
 		}
 	}
 	b = append(b, version, byte(v))
-	b = binary.LittleEndian.AppendUint16(b, epoch)
+	b = binary.LittleEndian.AppendUint64(b, round)
 	b = append(b, byte(code))
 	text := why.Error()
 	return append(b, text[:min(len(text), maxText)]...)
 }
 
 // parseReason reads what appendReason has written.
-func parseReason(b []byte) (epoch uint16, why error, err error) {
-	const head = headLen + 3
+func parseReason(b []byte) (round uint64, why error, err error) {
+	const head = headLen + 9
 	if len(b) < head || len(b) > head+maxText {
 		return 0, nil, &van.FieldError{Field: "body_size", Value: len(b), Want: fmt.Sprintf("%d to %d", head, head+maxText)}
 	}
 	cause := ErrAborted
-	if code := int(b[4]); code > 0 && code < len(causes) {
+	if code := int(b[10]); code > 0 && code < len(causes) {
 		cause = causes[code]
 	}
-	return binary.LittleEndian.Uint16(b[2:]), &remoteError{fmt.Sprintf("%q", b[head:]), cause}, nil
+	return binary.LittleEndian.Uint64(b[2:]), &remoteError{fmt.Sprintf("%q", b[head:]), cause}, nil
 }
 
 // remoteError is what another rank says of its failure.
@@ -189,10 +190,6 @@ func (e *remoteError) Error() string { return "it has failed: " + e.text }
 func (e *remoteError) Unwrap() error { return e.cause }
 
 // partKey is the key of a request for a part.
-func partKey(epoch uint16, seq uint32, rank int) uint64 {
-	return uint64(epoch)<<48 | uint64(seq)<<16 | uint64(uint16(rank))
-}
+func partKey(seq uint32, rank int) uint64 { return uint64(seq)<<16 | uint64(uint16(rank)) }
 
-func parseKey(k uint64) (epoch uint16, seq uint32, rank int) {
-	return uint16(k >> 48), uint32(k >> 16), int(uint16(k))
-}
+func parseKey(k uint64) (seq uint32, rank int) { return uint32(k >> 16), int(uint16(k)) }

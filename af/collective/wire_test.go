@@ -16,10 +16,10 @@ import (
 // TestBodies: what is written is read again, and nonsense is refused with the name of the field.
 func TestBodies(t *testing.T) {
 	k := call{kind: broadcast, reduction: Max, dtype: af.BFloat16, root: 2, bytes: 1 << 40}
-	if got, err := parseAsk(k.appendAsk(nil), 3); err != nil || got != k {
+	if got, epoch, err := parseAsk(k.appendAsk(nil, 1<<50), 3); err != nil || got != k || epoch != 1<<50 {
 		t.Errorf("ask: %+v, %v", got, err)
 	}
-	h := hello{7, 1 << 60, 99, 3}
+	h := hello{1 << 61, 1 << 60, 99, 3}
 	if got, err := parseHello(h.append(nil)); err != nil || got != h {
 		t.Errorf("hello: %+v, %v", got, err)
 	}
@@ -32,22 +32,22 @@ func TestBodies(t *testing.T) {
 	if _, why, err := parseReason(appendReason(nil, verbAbort, 9, errors.New(strings.Repeat("x", 5000)))); err != nil || !errors.Is(why, ErrAborted) {
 		t.Errorf("a long reason: %v, %v", why, err)
 	}
-	if e, s, r := parseKey(partKey(0xFFFF, 0xFFFFFFFF, 0xFFFF)); e != 0xFFFF || s != 0xFFFFFFFF || r != 0xFFFF {
-		t.Errorf("key: %x %x %x", e, s, r)
+	if s, r := parseKey(partKey(0xFFFFFFFF, 0xFFFF)); s != 0xFFFFFFFF || r != 0xFFFF {
+		t.Errorf("key: %x %x", s, r)
 	}
 	bad := func(at int, v byte) []byte {
-		b := k.appendAsk(nil)
+		b := k.appendAsk(nil, 1)
 		b[at] = v
 		return b
 	}
 	for field, b := range map[string][]byte{
-		"body_size":      k.appendAsk(nil)[:askLen-1],
+		"body_size":      k.appendAsk(nil, 1)[:askLen-1],
 		"body kind":      bad(2, byte(lastKind)+1),
 		"body reduction": bad(3, byte(lastReduction)+1),
 		"body dtype":     bad(7, 0x7f),
 		"body root":      bad(8, 3),
 	} {
-		if _, err := parseAsk(b, 3); !errors.Is(err, van.ErrMalformed) || !strings.Contains(err.Error(), field) {
+		if _, _, err := parseAsk(b, 3); !errors.Is(err, van.ErrMalformed) || !strings.Contains(err.Error(), field) {
 			t.Errorf("%s: %v", field, err)
 		}
 	}
@@ -55,7 +55,7 @@ func TestBodies(t *testing.T) {
 
 // FuzzBodies: no body makes a parser panic, and what it accepts is written the same way.
 func FuzzBodies(f *testing.F) {
-	f.Add(call{kind: allGather, dtype: af.Float32, root: -1, bytes: 8}.appendAsk(nil))
+	f.Add(call{kind: allGather, dtype: af.Float32, root: -1, bytes: 8}.appendAsk(nil, 5))
 	f.Add(hello{1, 2, 3, 4}.append(nil))
 	f.Add(appendReason(nil, verbRefused, 1, van.ErrClosed))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -63,8 +63,8 @@ func FuzzBodies(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if k, err := parseAsk(b, 4); err == nil && v == verbAsk && !bytes.Equal(k.appendAsk(nil), b) {
-			t.Errorf("ask %x becomes %x", b, k.appendAsk(nil))
+		if k, epoch, err := parseAsk(b, 4); err == nil && v == verbAsk && !bytes.Equal(k.appendAsk(nil, epoch), b) {
+			t.Errorf("ask %x becomes %x", b, k.appendAsk(nil, epoch))
 		}
 		if h, err := parseHello(b); err == nil && v == verbHello && !bytes.Equal(h.append(nil), b) {
 			t.Errorf("hello %x becomes %x", b, h.append(nil))
