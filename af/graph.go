@@ -56,7 +56,7 @@ func (x *Exchange) QueueStart(stream Stream, opts ...StartOption) error {
 // limit. A limit of 0 is that of Prepare, a negative one is none; it is for all rounds that
 // begin from now on.
 func (x *Exchange) QueueWait(stream Stream, limit time.Duration) error {
-	r, err := x.replayed()
+	r, err := x.words()
 	if err == nil {
 		err = r.queue(false, func() error { return r.g.device.WaitBits(uintptr(stream), r.mem, over) })
 	}
@@ -65,6 +65,7 @@ func (x *Exchange) QueueWait(stream Stream, limit time.Duration) error {
 			limit = x.defaults.limit
 		}
 		r.limit.Store(int64(limit))
+		err = r.check() // the wait is queued all the same: a round may be under way
 	}
 	return x.failed("queue a wait for an exchange", err)
 }
@@ -132,7 +133,8 @@ type replayed struct {
 	round *atomic.Uint32 // the lower half
 	ended *atomic.Uint32 // the upper half
 	limit atomic.Int64   // of rounds that begin now, as Call's
-	gone  atomic.Bool    // the exchange is closed
+	gone  atomic.Bool    // the exchange is closed, or let go
+	freed atomic.Bool    // its streams were let go, see watch
 
 	// Of the goroutine:
 	call  Call
@@ -150,17 +152,23 @@ type replayed struct {
 	failed roundError // number 0: none
 }
 
-// replayed returns what streams need, made at the first call.
+// replayed returns what streams need, unless a round has failed.
 func (x *Exchange) replayed() (*replayed, error) {
+	r, err := x.words()
+	if err == nil {
+		err = r.check()
+	}
+	return r, err
+}
+
+// words returns what streams need, made at the first call.
+func (x *Exchange) words() (*replayed, error) {
 	r := x.byStream.Load()
 	if r == nil {
 		var err error
 		if r, err = x.w.graphs.add(x); err != nil {
 			return nil, err
 		}
-	}
-	if err := r.check(); err != nil {
-		return nil, err
 	}
 	if r.gone.Load() || r.g.closing.Load() {
 		return nil, fmt.Errorf("exchange of %s: %w", x.tensors(), van.ErrClosed)
@@ -243,17 +251,28 @@ func (r *replayed) begin(word uint32) {
 
 // step does what there is to do, and tells whether there was anything.
 func (r *replayed) step(ctx context.Context) bool {
-	if r.inUse && (!r.flying.Load() || r.late()) {
+	freed := r.freed.Load()
+	if freed {
+		ctx = noTime
+	}
+	if r.inUse && (!r.flying.Load() || r.late() || freed) {
 		_ = r.call.Wait(ctx) // over, or given up by this; finish has been told
 		r.inUse = false
 		return true
 	}
-	if word := r.round.Load(); word != idle && !r.inUse {
+	if word := r.round.Load(); word != idle && !r.inUse && !freed {
 		r.begin(word)
 		return true
 	}
 	return false
 }
+
+// noTime is a context that has ended.
+var noTime = func() context.Context {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	cancel(van.ErrTimeout)
+	return ctx
+}()
 
 // late tells whether the time of the round under way is over.
 func (r *replayed) late() bool {
@@ -261,12 +280,13 @@ func (r *replayed) late() bool {
 }
 
 // graphs are the replayed exchanges of a worker. A goroutine, which begins with the first
-// one, looks at their words.
+// one, looks at their words, and another one at the first.
 type graphs struct {
 	w       *Worker
 	device  backend.GraphFlagger
 	spin    time.Duration
 	closing atomic.Bool
+	turn    atomic.Uint64 // clock.Now when the goroutine last went round
 
 	mu    sync.Mutex
 	all   atomic.Pointer[[]*replayed] // replaced, not changed
@@ -322,7 +342,9 @@ func (g *graphs) add(x *Exchange) (*replayed, error) {
 	g.all.Store(&all)
 	if g.ended == nil {
 		g.ended = make(chan struct{})
+		g.turn.Store(clock.Now())
 		go g.run()
+		go g.watch(g.ended)
 	}
 	return r, nil
 }
@@ -350,6 +372,7 @@ func (g *graphs) run() {
 	something := func() bool { return g.something() }
 	for last := clock.Now(); !g.closing.Load(); {
 		found, flying := false, false
+		g.turn.Store(clock.Now())
 		for _, r := range *g.all.Load() {
 			for r.step(ctx) {
 				found = true
@@ -376,6 +399,57 @@ func (g *graphs) run() {
 		}
 		clock.Sleep(min(max(quiet/napPart, leastNap), mostNap))
 	}
+	for _, r := range *g.all.Load() {
+		if r.inUse {
+			_ = r.call.Wait(noTime) // what fills its tensors is over before streams go on
+		}
+	}
+}
+
+// watchEvery is how often watch looks; closeLimit is the limit of all rounds when the worker
+// is being closed.
+const (
+	watchEvery = 100 * time.Millisecond
+	closeLimit = time.Second
+)
+
+// watch lets streams go for which the goroutine can do nothing within the limit of a round,
+// until it has ended. That happens when the driver lets nobody in before a stream goes on
+// which waits for a round, as when its queue is full of replays. Nothing here calls the driver.
+func (g *graphs) watch(over <-chan struct{}) {
+	tick := time.NewTicker(watchEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-over:
+			return
+		case <-tick.C:
+		}
+		still := time.Duration(clock.Now() - g.turn.Load())
+		for _, r := range *g.all.Load() {
+			if r.round.Load() != idle {
+				r.release(still)
+			}
+		}
+	}
+}
+
+// release ends the rounds of r for good if nothing was done for longer than one may take.
+func (r *replayed) release(still time.Duration) {
+	limit := time.Duration(r.limit.Load())
+	if limit == 0 {
+		limit = postoffice.DefaultTimeout
+	}
+	if r.g.closing.Load() {
+		limit = closeLimit
+	}
+	if limit < 0 || still < limit || r.freed.Swap(true) {
+		return
+	}
+	r.fail(&van.Error{Op: "exchange", Node: r.x.w.node.Name(), Detail: "the library could do nothing, and streams make no rounds of it any more",
+		Elapsed: still, Limit: limit, Hint: "queue fewer replays ahead; prepare the exchange anew", Err: van.ErrTimeout})
+	r.gone.Store(true)
+	r.ended.Store(idle)
 }
 
 // something tells whether a step of any would do something, apart from its limit.
@@ -391,8 +465,8 @@ func (g *graphs) something() bool {
 	return false
 }
 
-// close ends all rounds for good, and with them the waits of streams. When it returns none
-// is begun any more.
+// close ends all rounds for good, and with them the waits of streams. The requests of the
+// customer have been failed before.
 func (g *graphs) close() {
 	g.mu.Lock()
 	g.closing.Store(true)
@@ -401,7 +475,12 @@ func (g *graphs) close() {
 	if ended == nil {
 		return
 	}
-	<-ended
+	patience := time.NewTimer(2 * closeLimit)
+	defer patience.Stop()
+	select {
+	case <-ended:
+	case <-patience.C: // it waits for the driver, or this is called by what it has delivered
+	}
 	for _, r := range *g.all.Load() {
 		r.ended.Store(idle)
 	}

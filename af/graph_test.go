@@ -13,6 +13,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // replays is a cluster whose worker has a device, and whose servers answer with each byte
@@ -24,7 +25,7 @@ type replays struct {
 	mute atomic.Bool
 }
 
-func startReplays(t *testing.T, over testcluster.Transport, servers int) *replays {
+func startReplays(t *testing.T, over testcluster.Transport, servers int, hook ...*hooks.Van) *replays {
 	t.Helper()
 	d := &replays{dev: vantest.NewDevice(0)}
 	t.Cleanup(func() { // after the nodes are closed
@@ -32,9 +33,13 @@ func startReplays(t *testing.T, over testcluster.Transport, servers int) *replay
 			t.Error(err)
 		}
 	})
-	d.Cluster = testcluster.Start(t, testcluster.Options{Over: over, Servers: servers, Backend: func(role string, _ int) backend.Backend {
+	o := testcluster.Options{Over: over, Servers: servers, Backend: func(role string, _ int) backend.Backend {
 		return map[string]backend.Backend{"worker": d.dev}[role]
-	}})
+	}}
+	if len(hook) > 0 {
+		o.Wrap = hook[0].Wrap("worker", 0)
+	}
+	d.Cluster = testcluster.Start(t, o)
 	for _, n := range d.Servers {
 		s, err := af.NewServer(n, af.ServerOptions{})
 		if err != nil {
@@ -280,6 +285,49 @@ func TestReplayFails(t *testing.T) {
 	g.Replay(s)
 	d.settle(t, s)
 	vantest.Fails(t, p.QueueWait(s, 0), van.ErrPeerLost, "round 5", "server 1")
+}
+
+// TestReplayReleased: where the library cannot go on, as behind a driver that lets nobody in, streams
+// are let go at the limit of a round, for good, and other exchanges work as before.
+func TestReplayReleased(t *testing.T) {
+	hook := &hooks.Van{}
+	d := startReplays(t, testcluster.InProc, 1, hook)
+	const s = 5
+	p, other := d.prepare(t, 1, 50), d.prepare(t, 3, 50)
+	g := d.dev.Capture(s)
+	p.round(t, s, 300*time.Millisecond)
+	g.End()
+	g.Replay(s)
+	d.settle(t, s)
+	if err := p.Check(); err != nil || p.pull[0] != 1 {
+		t.Fatalf("a round: %v, %d", err, p.pull[0])
+	}
+	block := make(chan struct{})
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Request && !m.IsControl() {
+			<-block
+		}
+		return hooks.Pass
+	})
+	for range 100 {
+		g.Replay(s)
+	}
+	d.settle(t, s)
+	vantest.Fails(t, p.Check(), van.ErrTimeout, "worker 0", "round 2", "fewer replays ahead", "limit 300ms")
+	vantest.Fails(t, p.QueueStart(s), van.ErrClosed)
+	close(block)
+	other.round(t, s, 0)
+	d.settle(t, s)
+	if err := other.Check(); err != nil || other.pull[0] != 1 {
+		t.Errorf("another exchange: %v, %d", err, other.pull[0])
+	}
+	g.Replay(s)
+	d.settle(t, s)
+	p.Close()
+	d.Finalize(t)
+	if n := d.w.InFlight(); n != 0 {
+		t.Errorf("%d calls in flight", n)
+	}
 }
 
 // TestReplayAfterClose: neither a closed exchange, nor a closed worker, nor a node that has

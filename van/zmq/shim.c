@@ -265,9 +265,12 @@ static int send_held(sa_sock *s, sa_held *mine, sa_slot *slot) {
     sa_held *h = &s->held[i];
     sa_slot *told = h == mine ? slot : NULL;
     s->queued -= h->bytes;
+    if (told != NULL) told->failed = 1; // before seal can let go of it
     int rc = seal(h);
-    if (rc != 0 && told != NULL) told->failed = 1;
-    if (rc == 0) rc = pass(s, h->part, h->n, told, h->bytes);
+    if (rc == 0) {
+      if (told != NULL) told->failed = 0;
+      rc = pass(s, h->part, h->n, told, h->bytes);
+    }
     if (h == mine) result = rc;
   }
   s->nheld = 0;
@@ -424,10 +427,13 @@ static sa_held *bundle(sa_sock *s, item *it) {
 static int send_bundle(sa_sock *s, item *it, sa_slot *slot, int flags) {
   int rc = 0;
   pthread_mutex_lock(&s->mu);
+  int full = s->nheld == SA_MAX_HELD; // then those that are held may leave
   sa_held *h = bundle(s, it);
   if (h == NULL) {
     rc = -ENOMEM;
-  } else if (!(flags & SA_MORE)) {
+  } else if (flags & SA_MORE) {
+    if (full) rc = bits(s);
+  } else {
     if (s->first != NULL) pump(s, 0);
     rc = send_held(s, h, slot);
     if (rc == 0) rc = bits(s);
