@@ -23,8 +23,8 @@ import fserver_lib as f
 
 from . import layout
 
-VERSION = 1  # of what the two sides send to each other
-DATA, CONTROL, HELLO = 1, 2, 3
+VERSION = 2  # of what the two sides send to each other
+DATA, CONTROL, HELLO, FORGET = 1, 2, 3, 4
 TEXT = 2048  # bytes of the answer to a hello
 STAGES, LAYERS, FORMS, TENSORS = 256, 1 << 16, 16, 16
 
@@ -123,28 +123,36 @@ class Attention(_Side):
     layer (Batch.layer); others leave it at 1.
 
     With replace_ms a round whose FFN rank is lost is sent again to the process that comes
-    in its place within that time; without, recv raises ConnectionError.
+    in its place within that time; without, recv raises ConnectionError. It is 30000 by
+    default where layers says which layer a round is of. With layers=1 a round is not sent
+    again: the new process does not know which layer it is; recv raises ConnectionError,
+    begin a new step.
     """
 
-    def __init__(self, rank, attention, ffn, *, width, dtype, max_rows, stages=1, layers=1, out_dtype=None, device="cpu", timeout_ms=10000, replace_ms=30000):
+    def __init__(self, rank, attention, ffn, *, width, dtype, max_rows, stages=1, layers=1, out_dtype=None, device="cpu", timeout_ms=10000, replace_ms=None):
         super().__init__("attention", rank, attention, ffn, width, dtype, out_dtype, stages, layers)
         self.max_rows = _count("max_rows", max_rows, 1 << 31)
         self.device = torch.device(device)
-        self.timeout_ms, self.replace_ms = timeout_ms, replace_ms
+        self.timeout_ms = timeout_ms
+        self.replace_ms = (30000 if self.layers > 1 else 0) if replace_ms is None else replace_ms
         self._forms = {}  # of each stage, by the further tensors
         self._rounds = {}  # of each stage, the round under way
-        self._control = None  # the last control message: handler and tensors
+        self._control = []  # of the last control message: handlers and indices of self.peers
+        self._gave_up = {}  # of each stage whose round failed: {index of peer: handler of FORGET}
+        self._lost = set()  # indices of peers that must compare again before they get a round
         self._greeted = False
         self._greet()
 
     # What the two sides were made with.
 
+    def _who(self, again):
+        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()), again=again)
+        return torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
+
     def _greet(self):
-        text = dict(self._hello(), who="%s at %s, pid %d" % (self, socket.gethostname(), os.getpid()))
-        text = torch.tensor(list(json.dumps(text).encode()), dtype=torch.uint8)
         self._replies = [torch.zeros(TEXT, dtype=torch.uint8) for _ in self.peers]
         key = _key(HELLO, self.rank)
-        self._greeting = f.push_pull([text], [key], self._replies, [key] * len(self.peers), servers=self.peers)
+        self._greeting = f.push_pull([self._who(False)], [key], self._replies, [key] * len(self.peers), servers=self.peers)
 
     def check(self, timeout_ms=None):
         """Waits until the FFN ranks have compared what they were made with; raises Mismatch
@@ -153,19 +161,36 @@ class Attention(_Side):
             return
         end = time.monotonic() + self.replace_ms / 1000
         while True:
+            old = self._greeting is not None  # its limit counts from when it was sent
             try:
+                if not old:
+                    self._greet()
                 f.wait(self._greeting, timeout_ms=self.timeout_ms if timeout_ms is None else timeout_ms)
                 break
             except f.ConnectionError:
+                self._greeting = None
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.05)  # the news of another one may be on its way
-                self._greet()
+            except f.TimeoutError:
+                self._greeting = None
+                if not old:
+                    raise
+            except BaseException:
+                self._greeting = None  # replies that did not come say nothing
+                raise
         for reply in self._replies:
-            text = bytes(reply.tolist()).rstrip(b"\0").decode()
-            if text:
-                raise Mismatch(text)
+            _compared(reply)
         self._greeted = True
+
+    def _compare(self, i, timeout_ms):
+        """Compares again with the process that is in the place of a lost one."""
+        if i not in self._lost:
+            return
+        reply, key = torch.zeros(TEXT, dtype=torch.uint8), _key(HELLO, self.rank)
+        f.wait(f.push_pull([self._who(True)], [key], [reply], [key], servers=[self.peers[i]]), timeout_ms=timeout_ms)
+        _compared(reply)
+        self._lost.discard(i)
 
     # A micro-batch.
 
@@ -222,6 +247,7 @@ class Attention(_Side):
             raise ValueError("%s: stage %d is under way (layer %d), want recv(%d) first" % (self, stage, self._rounds[stage].layer, stage))
         tensors, rows = self._tensors(tensors)
         self.check()
+        self._forgotten(stage)
         form = self._form(stage, tensors)
         round_ = _Round(form, layer, [b - a for a, b in self._parts(rows)], self._exchanges(form, stage, layer))
         for inputs, (begin, end) in zip(form.inputs, self._parts(rows)):
@@ -231,9 +257,10 @@ class Attention(_Side):
         self._rounds[stage] = round_
         for i in range(len(self.peers)):
             try:
-                self._start(round_, i)
+                if i not in self._lost:  # otherwise recv compares first
+                    self._start(round_, i)
             except f.ConnectionError:
-                pass  # recv starts it again, or says so
+                self._lost.add(i)  # recv starts it again, or says so
 
     def _parts(self, rows):
         return [layout.share(rows, i, len(self.peers)) for i in range(len(self.peers))]
@@ -254,9 +281,11 @@ class Attention(_Side):
         try:
             for i in range(len(self.peers)):
                 self._finish(stage, round_, i, self.timeout_ms if timeout_ms is None else timeout_ms)
+        except BaseException:
+            self._give_up(stage, round_)
+            raise
         finally:
             del self._rounds[stage]
-            self._abandon(round_)
         parts = [t[:n] for t, n in zip(round_.form.outputs, round_.rows)]
         if out is None:
             return parts[0] if len(parts) == 1 else torch.cat([_raw(t) for t in parts]).view(self.out_dtype)
@@ -275,26 +304,61 @@ class Attention(_Side):
         while True:
             try:
                 if not round_.started[i]:
+                    self._compare(i, timeout_ms)
                     self._start(round_, i)
                 round_.exchanges[i].wait(timeout_ms=timeout_ms)
                 round_.started[i] = False
                 return
             except (f.ConnectionError, f.TimeoutError) as e:
                 round_.started[i] = False
+                if isinstance(e, f.ConnectionError):
+                    self._lost.add(i)
                 end = time.monotonic() + self.replace_ms / 1000 if end is None else end
                 if isinstance(e, f.TimeoutError) or time.monotonic() >= end:
                     raise type(e)("%s: stage %d, layer %d, ffn %d: %s" % (self, stage, round_.layer, self.peers[i], e)) from e
             time.sleep(0.05)  # the news of another one may be on its way
 
-    @staticmethod
-    def _abandon(round_):
-        """Gives up what is still under way of a round that failed."""
+    def _give_up(self, stage, round_):
+        """Gives up what is still under way of a round that failed, and tells the FFN ranks,
+        so that its rows do not become part of a later batch."""
         for i, started in enumerate(round_.started):
             if started:
                 try:
                     round_.exchanges[i].wait(timeout_ms=1)
                 except f.Error:
                     pass  # the first error is being raised
+        self._gave_up[stage] = {i: self._forget(stage, i) for i in range(len(self.peers))}
+        if self.layers == 1:  # the FFN side takes no more of the old step: it waits for a hello
+            self._lost.update(range(len(self.peers)))
+
+    def _forget(self, stage, i):
+        key = _key(FORGET, self.rank, stage)
+        try:
+            return f.push_pull([torch.ones(1, dtype=torch.uint8)], [key], [torch.zeros(1, dtype=torch.uint8)], [key], servers=[self.peers[i]])
+        except f.Error:
+            return None  # is asked again by the next send
+
+    def _forgotten(self, stage):
+        """Waits until the FFN ranks have dropped the last round of this stage, if it failed."""
+        asked = self._gave_up.get(stage, {})
+        for i in list(asked):
+            for last in (False, True):  # the limit of the first counts from when the round failed
+                try:
+                    if asked[i] is None:
+                        asked[i] = self._forget(stage, i)
+                    if asked[i] is not None:
+                        f.wait(asked[i], timeout_ms=self.timeout_ms)
+                    break
+                except f.ConnectionError:
+                    asked[i] = None  # what it held is lost with it
+                    break
+                except f.TimeoutError as e:
+                    asked[i] = None
+                    if last:
+                        raise f.TimeoutError("%s: stage %d: ffn %d has not dropped the round that failed: %s" % (self, stage, self.peers[i], e)) from e
+            if asked.pop(i) is None:
+                self._lost.add(i)
+        self._gave_up.pop(stage, None)
 
     # Control messages.
 
@@ -304,17 +368,22 @@ class Attention(_Side):
         if not isinstance(data, (bytes, bytearray)) or not data:
             raise TypeError("%s: the control message is %s, want bytes, at least one" % (self, type(data).__name__ if data != b"" else "empty"))
         self.check()
-        if self._control is not None:
-            handler, self._control = self._control[0], None
+        wrong, control, self._control = None, self._control, []
+        for i, handler in control:
             try:
                 f.wait(handler, timeout_ms=self.timeout_ms)
             except f.ConnectionError:
-                pass  # an FFN rank is lost; another one in its place gets this message
-        text = torch.tensor(list(data), dtype=torch.uint8)
-        taken = [torch.zeros(1, dtype=torch.uint8) for _ in self.peers]
-        key = _key(CONTROL, self.rank)
-        handler = f.push_pull([text], [key], taken, [key] * len(self.peers), servers=self.peers)
-        self._control = handler, text, taken
+                self._lost.add(i)  # another one in its place gets this message
+            except f.Error as e:
+                wrong = wrong or e  # the others get theirs
+        text, key = torch.tensor(list(data), dtype=torch.uint8), _key(CONTROL, self.rank)
+        for i, peer in enumerate(self.peers):
+            try:
+                self._control.append((i, f.push_pull([text], [key], [torch.zeros(1, dtype=torch.uint8)], [key], servers=[peer])))
+            except f.Error as e:
+                wrong = wrong or e
+        if wrong:
+            raise wrong
 
 
 class Answers:
@@ -329,8 +398,14 @@ class Answers:
 
     def wait(self, timeout_ms=None):
         """Waits until all parts have left."""
+        wrong = None
         for a in self._answers:
-            a.wait(timeout_ms)
+            try:
+                a.wait(timeout_ms)
+            except f.Error as e:
+                wrong = wrong or e  # the others may be on their way still
+        if wrong:
+            raise wrong
 
 
 class Batch:
@@ -360,11 +435,16 @@ class Batch:
             raise ValueError("%s: stage %d, layer %d: the answer is %s of shape %s, want %s of shape %s, for attention %s" % (
                 side, self.stage, self.layer, _dtype_name(out.dtype), tuple(out.shape), _dtype_name(side.out_dtype), want, _list(self.ranks)))
         out, handlers, self._handlers = out.contiguous(), self._handlers, None
-        answers, begin = [], 0
+        answers, begin, wrong = [], 0, None
         for handler, rows in zip(handlers, self.rows):
-            answers.append(f.respond([out[begin:begin + rows]], handler, True))
+            try:
+                answers.append(f.respond([out[begin:begin + rows]], handler, True))
+            except f.Error as e:
+                wrong = wrong or e  # the other ranks get theirs
             begin += rows
         side._answers[self.stage, tuple(self.ranks)] = answers = Answers(answers)
+        if wrong:
+            raise wrong
         return answers
 
 
@@ -383,6 +463,10 @@ class FFN(_Side):
     every rank of self.peers has sent this stage, and returns all as one batch, so that
     their rows share a matrix product; once one has come the others have timeout_ms. With
     together=False it returns each rank's batch by itself, as they come.
+
+    With layers=1 nobody can tell which layer a round is of. So when a rank has given up a
+    round, or is another process, recv raises Mismatch, once: begin a new step. The other
+    ranks get no answer to what they sent of the old one, and begin a new step, too.
     """
 
     def __init__(self, rank, attention, ffn, *, width, dtype, stages=1, layers=1, out_dtype=None, device="cpu", together=True, timeout_ms=30000):
@@ -394,6 +478,7 @@ class FFN(_Side):
         self._expected = {}
         self._answers = {}
         self._seen = set()  # ranks that have sent a batch
+        self._known = set()  # ranks that have said hello; with layers=1 since the last error
         self._order = 0
 
     def recv(self, stage=None, timeout_ms=None):
@@ -403,9 +488,9 @@ class FFN(_Side):
             self._stage(stage)
         end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while True:
-            items, late, missing = self._take(stage)
+            stage_, items, late, missing = self._take(stage)
             if items:
-                return self._batch(items)
+                return self._batch(stage_, items)
             self._pump(end, late, missing)
 
     def recv_control(self, timeout_ms=None):
@@ -427,8 +512,8 @@ class FFN(_Side):
     # What has come.
 
     def _take(self, stage):
-        """The items of the oldest batch that is complete. Without one: None, until when the
-        rest of a batch must come, and what is missing."""
+        """Stage and items of the oldest batch that is complete. Without one: None, None,
+        until when the rest of a batch must come, and what is missing."""
         best, late, missing = None, None, ""
         for s in range(self.stages) if stage is None else [stage]:
             items = [self._slots[s, r] for r in self.peers if (s, r) in self._slots]
@@ -449,11 +534,15 @@ class FFN(_Side):
             elif best is None or max(i.order for i in items) < best[0]:
                 best = max(i.order for i in items), s, items
         if best is None:
-            return None, late, missing
-        return [(best[1], self._slots.pop((best[1], i.rank))) for i in best[2]], None, ""
+            return None, None, late, missing
+        return best[1], best[2], None, ""
 
-    def _batch(self, taken):
-        stage, items = taken[0][0], [i for _, i in taken]
+    def _batch(self, stage, items):
+        for key in [k for k in self._answers if k[0] == stage]:
+            self._answers[key].wait(self.timeout_ms)  # the ranks have its rows, so this hardly waits
+            del self._answers[key]
+        for i in items:
+            del self._slots[stage, i.rank]
         first = items[0]
         for i in items:  # what does not fit stays unanswered: its rank must take nothing for the answer
             want = self._expected.get((stage, i.rank))
@@ -464,19 +553,17 @@ class FFN(_Side):
             if [(t.dtype, t.shape[1:]) for t in i.tensors] != [(t.dtype, t.shape[1:]) for t in first.tensors]:
                 raise Mismatch("%s: stage %d, layer %d: attention %d sent %s, attention %d %s" % (
                     self, stage, first.layer, first.rank, _shapes(first.tensors), i.rank, _shapes(i.tensors)))
-        old = self._answers.pop((stage, tuple(i.rank for i in items)), None)
-        if old is not None:
-            old.wait(self.timeout_ms)  # the ranks have its rows, so this does not wait
         return Batch(self, stage, items)
 
     def _pump(self, end, late, missing):
         """Takes what comes. end is the caller's limit; what is missing must come until late."""
-        if missing and late is not None and time.monotonic() >= late:
-            raise f.TimeoutError("%s: %s: timed out (limit %d ms)" % (self, missing, self.timeout_ms))
+        over = bool(missing) and late is not None and time.monotonic() >= late
         first = min((t for t in (end, late) if t is not None), default=None)
         try:
-            batches = f.get_batch(any=True, timeout_ms=_left(first))
+            batches = f.get_batch(any=True, timeout_ms=1 if over else _left(first))
         except f.TimeoutError:
+            if over:  # nor is what is missing here already, such as a successor's hello
+                raise f.TimeoutError("%s: %s: timed out (limit %d ms)" % (self, missing, self.timeout_ms)) from None
             if end is not None and time.monotonic() >= end:
                 raise
             return
@@ -491,7 +578,7 @@ class FFN(_Side):
 
     def _came(self, handler, tensors, keys):
         kind, rank, stage, layer = _parse(keys[0]) if keys else (0, 0, 0, 0)
-        if kind not in (DATA, CONTROL, HELLO):
+        if kind not in (DATA, CONTROL, HELLO, FORGET):
             raise Mismatch("%s: a batch with keys %s is not of an Attention; does the worker use the same connector?" % (self, list(keys)))
         if rank not in self._controls:
             text = "attention %d sent to %s, which serves attention %s of %d (with %d ffn ranks)" % (rank, self, _list(self.peers), self.attention, self.ffn)
@@ -503,6 +590,13 @@ class FFN(_Side):
         elif kind == CONTROL:
             self._controls[rank].append(bytes(tensors[0].tolist()))
             f.respond([torch.ones(1, dtype=torch.uint8)], handler)
+        elif kind == FORGET:
+            self._drop(self._slots.pop((stage, rank), None))
+            f.respond([torch.ones(1, dtype=torch.uint8)], handler)
+            if rank in self._known:
+                self._new_step(rank, "has given up stage %d" % stage)
+        elif self.layers == 1 and rank not in self._known:
+            return  # of a step that this side knows nothing of, so its rank gets no answer, and says hello
         else:
             self._order += 1  # tensors without elements come to the host, whatever they were
             item = _Item(self._order, rank, layer, handler, [t if t.numel() else t.to(self.device) for t in tensors], time.monotonic())
@@ -518,15 +612,32 @@ class FFN(_Side):
     def _welcome(self, handler, rank, text):
         """Compares what a rank was made with. Nothing that an earlier process of that rank
         sent counts any more."""
-        for s in range(self.stages):
-            self._drop(self._slots.pop((s, rank), None))
-        self._controls[rank].clear()
         other, own = json.loads(text.decode()), self._hello()
+        if not other.get("again"):  # otherwise rounds of other stages live on
+            for s in range(self.stages):
+                self._drop(self._slots.pop((s, rank), None))
+            self._controls[rank].clear()
         wrong = ["%s: %s has %s, %s at %s, pid %d has %s" % (k, other["who"], other.get(k), self, socket.gethostname(), os.getpid(), v)
                  for k, v in own.items() if other.get(k) != v]
         f.respond([_text("; ".join(wrong))], handler)
         if wrong and rank not in self._seen:
             raise Mismatch("; ".join(wrong))  # a later process is refused, and does not stop this side
+        if wrong:
+            self._known.discard(rank)
+            return
+        known = rank in self._known
+        self._known.add(rank)
+        if known and rank in self._seen and not other.get("again"):
+            self._new_step(rank, "is another process, or has made its side anew")
+
+    def _new_step(self, rank, why):
+        """With layers=1 this side counts layers, and cannot go on in the middle of a step:
+        what others sent in it stays unanswered, as does what they send before a hello."""
+        if self.layers > 1:
+            return
+        self._slots.clear()
+        self._known = {rank}
+        raise Mismatch("%s: attention %d %s, and with layers=1 nobody can tell which layer is next: begin a new step" % (self, rank, why))
 
     def _drop(self, item):
         """Lets go of a batch for which its rank does not wait any more: nobody gets the answer."""
@@ -536,6 +647,13 @@ class FFN(_Side):
             f.respond([torch.zeros(len(item.tensors[0]), self.width, dtype=torch.uint8).to(self.out_dtype)], item.handler)
         except f.Error:
             pass
+
+
+def _compared(reply):
+    """Raises what the answer to a hello says."""
+    text = bytes(reply.tolist()).rstrip(b"\0").decode(errors="replace")
+    if text:
+        raise Mismatch(text)
 
 
 def _text(text):

@@ -26,8 +26,9 @@ _here = None  # the one _Context of the process
 class _Context:
     def __init__(self, side, inflight):
         self.side = side
-        self.free = collections.deque(range(inflight))  # stages, of the attention side
+        self.free = set(range(inflight))  # stages, of the attention side
         self.counts = {}  # of each stage: the tokens of each FFN rank of the group
+        self.last = {}  # of each stage: the layer of its last batch
 
 
 def setup(role, rank, *, attention=None, ffn=None, host="127.0.0.1", port=8123, width, dtype, max_rows, layers, inflight=2, device=None, transport=None, scheduler="auto", timeout_ms=10000, init_timeout_ms=600000):
@@ -81,9 +82,10 @@ class StepMeshATTN:
         c = _context("attention")
         if not c.free:
             raise RuntimeError("%s: layer %d: %d micro-batches are under way, want recv() first, or a larger inflight" % (c.side, self.layer_id, c.side.stages))
-        stage = c.free[0]
+        stage = min(c.free)  # the same for all layers of a micro-batch, where one is sent at a time
         c.side.send(stage, [p["hidden_states"], p["topk_weights"], p["topk_ids"], p["router_logits"]], layer=self.layer_id)
-        self.waits.append(c.free.popleft())
+        c.free.remove(stage)
+        self.waits.append(stage)
 
     def recv(self):
         """The experts' output of the oldest send: a tensor of the caller's own."""
@@ -94,7 +96,7 @@ class StepMeshATTN:
         try:
             return c.side.recv(stage).clone()
         finally:
-            c.free.append(stage)
+            c.free.add(stage)
 
 
 class StepMeshFFN:
@@ -131,9 +133,20 @@ class StepMeshFFN:
         and change in its first layer. They are exchanged between the hosts."""
         if self.group.world_size == 1:
             return [sum(batch.rows)]
-        if self.layer_id == 0 or batch.stage not in _here.counts:
-            _here.counts[batch.stage] = self.group.all_gather_object(sum(batch.rows))
-        return _here.counts[batch.stage]
+        c, stage, layer, own = _here, batch.stage, batch.layer, sum(batch.rows)
+        last, c.last[stage] = c.last.get(stage), layer
+        if last is None or layer <= last:  # layers rise within a step; the first that has experts need not be 0
+            c.counts.pop(stage, None)
+            said = self.group.all_gather_object((stage, layer, own))
+            if any(one[:2] != (stage, layer) for one in said):
+                raise Mismatch("%s: the FFN ranks of the group have batches of different stages or layers: %s (stage, layer, tokens)" % (c.side, said))
+            c.counts[stage] = [one[2] for one in said]
+        counts = c.counts.get(stage)
+        if counts is None or counts[self.group.rank_in_group] != own:
+            c.last.pop(stage, None)  # the next batch begins with an exchange
+            raise Mismatch("%s: stage %d, layer %d: attention %s sent %d tokens, the group counts with %s since the first layer of this step" % (
+                c.side, stage, layer, batch.ranks, own, counts))
+        return counts
 
     def _gather(self, t, counts):
         """The rows of t of all ranks, which may have different numbers of them."""

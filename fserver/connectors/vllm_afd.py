@@ -86,6 +86,7 @@ class StepMeshAFDConnector(AFDConnectorBase):
         self.peers = peers(role_rank, self.attn_size, self.ffn_size)
         self.control_plane = StepMeshAFDControlPlane(self)
         self.side = None
+        self.last = {}  # FFN: the layer of each stage's last batch in this step
         self.closed = False
         self.number = next(_numbers)
 
@@ -100,7 +101,8 @@ class StepMeshAFDConnector(AFDConnectorBase):
         cluster.join(config.role, self.role_rank, self.attn_size, self.ffn_size, host=config.host, port=config.port,
                      device=self.local_rank if device.type == "cuda" else 0, transport=extra.transport,
                      scheduler=extra.scheduler, timeout_ms=extra.init_timeout_ms)
-        common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(), timeout_ms=extra.timeout_ms)
+        common = dict(width=int(model.hf_config.hidden_size), dtype=model.dtype, stages=self._stages(),
+                      layers=int(model.hf_config.num_hidden_layers), timeout_ms=extra.timeout_ms)
         if config.role == "attention":
             # A step in which an FFN rank was lost fails: the one in its place begins with a new step.
             self.side = Attention(self.role_rank, self.attn_size, self.ffn_size, device=device, replace_ms=0,
@@ -141,15 +143,15 @@ class StepMeshAFDConnector(AFDConnectorBase):
     def send_attn_output(self, hidden_states, context, **kwargs):
         metadata, router_logits = context.metadata, kwargs.get("router_logits")
         if _compiling():
-            torch.ops.stepaf_afd.send(hidden_states, router_logits, self.number, metadata.stage_idx)
+            torch.ops.stepaf_afd.send(hidden_states, router_logits, self.number, metadata.stage_idx, metadata.layer_idx)
             return
         if not metadata.validate_tensor_shape(tuple(hidden_states.shape)):
             raise ValueError("attention %d: hidden_states has shape %s, the metadata %d tokens (layer %d, stage %d)" % (
                 self.role_rank, tuple(hidden_states.shape), metadata.total_tokens, metadata.layer_idx, metadata.stage_idx))
-        self._send(hidden_states, router_logits, metadata.stage_idx)
+        self._send(hidden_states, router_logits, metadata.stage_idx, metadata.layer_idx)
 
-    def _send(self, hidden_states, router_logits, stage):
-        self._open("attention").send(stage, [hidden_states] if router_logits is None else [hidden_states, router_logits])
+    def _send(self, hidden_states, router_logits, stage, layer):
+        self._open("attention").send(stage, [hidden_states] if router_logits is None else [hidden_states, router_logits], layer=layer)
 
     def recv_ffn_output(self, ref_tensor, ubatch_idx=0, **kwargs):
         if _compiling():
@@ -164,6 +166,13 @@ class StepMeshAFDConnector(AFDConnectorBase):
         if len(batch.tensors) != (1 if spec is None else 2):
             raise Mismatch("stage %d: attention %s sent %d tensors, ffn %d wants %s" % (
                 ubatch_idx, batch.ranks, len(batch.tensors), self.role_rank, "the hidden states only" if spec is None else "router_logits with them"))
+        # The plugin does not say which layer it wants; its layers rise within a step. A batch
+        # of the next step, when this one has failed elsewhere, is not of the layer it would compute.
+        last = self.last.get(ubatch_idx, -1)
+        if batch.layer <= last:
+            raise Mismatch("stage %d: attention %s sent layer %d after layer %d of the same step: the step has failed there, ffn %d must begin a new one" % (
+                ubatch_idx, batch.ranks, batch.layer, last, self.role_rank))
+        self.last[ubatch_idx] = batch.layer
         hidden, logits = batch.tensors[0], None
         if spec is not None:
             logits = batch.tensors[1]
@@ -220,6 +229,7 @@ class StepMeshAFDControlPlane(AFDControlPlane):
     def recv_dp_metadata_list(self):
         c = self.connector
         received = {r: decode_control_payload(text) for r, text in c._open("ffn").recv_control().items()}
+        c.last.clear()
         first = received[c.peers[0]]
         for rank, payload in received.items():
             mine, other = _all_counts(first), _all_counts(payload)
@@ -257,11 +267,11 @@ def _register_ops():
         return
     _library = torch.library.Library("stepaf_afd", "DEF")
     # That send changes its argument is not true: it keeps the op in its place.
-    _library.define("send(Tensor(a!) hidden, Tensor? router_logits, int connector, int stage) -> ()")
+    _library.define("send(Tensor(a!) hidden, Tensor? router_logits, int connector, int stage, int layer) -> ()")
     _library.define("recv(Tensor(a!) out, int connector, int stage) -> ()")
 
-    def send(hidden, router_logits, connector, stage):
-        _connectors[connector]._send(hidden, router_logits, stage)
+    def send(hidden, router_logits, connector, stage, layer):
+        _connectors[connector]._send(hidden, router_logits, stage, layer)
 
     def recv(out, connector, stage):
         _connectors[connector]._open("attention").recv(stage, out=out)

@@ -252,6 +252,190 @@ def test_replaced_attention(cluster):
     c.finish(WAIT)
 
 
+@harness.by_hand
+def late_attention(n):
+    """Rank 1 is lost; rank 0 has sent, and its successor comes after the FFN rank's limit."""
+    n.f.init()
+    side = side_of(n)
+    if n.args == "first" and n.rank == 1:
+        side.check()
+        n.tell("here")
+        time.sleep(300)  # until it is killed
+    x = torch.full((2, WIDTH), float(n.rank))
+    side.send(0, x)
+    assert torch.equal(side.recv(0), x + 1)
+    n.f.stop()
+
+
+def late_ffn(n):
+    side = side_of(n, timeout_ms=500)
+    with n.raises(TimeoutError, "attention 0 is here", "none of attention 1"):
+        side.recv(0)
+    n.tell("late")
+    end = time.monotonic() + 100
+    while True:
+        try:
+            return serve(side, 1)
+        except f.TimeoutError:  # until rank 1 is there
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_recv_goes_on_after_a_timeout(cluster):
+    c = cluster(workers=2, env=QUICK)
+    (_, w1), (server,) = c.start(late_attention, late_ffn, args="first")
+    assert w1.hear(WAIT) == "here" and server.hear(WAIT) == "late"
+    w1.kill()
+    c.processes.remove(w1)
+    c.spawn("worker", late_attention, rank=1, args="second")
+    c.finish(WAIT)
+
+
+# With layers=1 nothing says which layer a round is of, so none is sent again.
+
+def uncounted_attention(n):
+    side = side_of(n, layers=1)
+    assert side.replace_ms == 0
+    x = torch.ones(2, WIDTH)
+    side.send(0, x)
+    assert torch.equal(side.recv(0), x + 1)
+    side.send(0, x)
+    n.tell("sent")
+    with n.raises(ConnectionError, "attention 0: stage 0", "ffn 0"):
+        side.recv(0)
+    n.tell("failed")
+    n.listen()  # the other one is there
+    side.send(0, 2 * x)
+    assert torch.equal(side.recv(0), 2 * x + 1)
+
+
+@harness.by_hand
+def uncounted_ffn(n):
+    n.f.init()
+    side = side_of(n, layers=1)
+    if n.args == "first":
+        serve(side, 1)
+        n.tell("served")
+        time.sleep(300)
+    n.tell("here")
+    serve(side, 1)
+    n.f.stop()
+
+
+def test_no_second_sending_without_layers(cluster):
+    c = cluster(env=QUICK)
+    (w,), (first,) = c.start(uncounted_attention, uncounted_ffn, args="first")
+    assert first.hear(WAIT) == "served" and w.hear(WAIT) == "sent"
+    first.kill()
+    c.processes.remove(first)
+    assert w.hear(WAIT) == "failed"
+    assert c.spawn("server", uncounted_ffn, args="second").hear(WAIT) == "here"
+    w.tell("go on")
+    c.finish(WAIT)
+
+
+# What a rank has given up does not become part of a later batch.
+
+def given_up_attention(n):
+    side = side_of(n, timeout_ms=60000)
+    x = torch.full((2, WIDTH), float(n.rank))
+    if n.rank == 1:
+        side.send(0, x - 100)
+        with n.raises(TimeoutError, "stage 0"):
+            side.recv(0, timeout_ms=300)
+        n.tell("gave up")
+    n.listen()
+    side.send(0, x)
+    assert torch.equal(side.recv(0), x + 1)
+    n.f.barrier(True, True)
+
+
+def given_up_ffn(n):
+    side = side_of(n, timeout_ms=60000)
+    with n.raises(TimeoutError):
+        side.recv(timeout_ms=1500)  # takes the rows, and that they are to be forgotten
+    n.tell("waited")
+    batch = side.recv()
+    assert batch.tensors[0].tolist() == [[0.0] * WIDTH] * 2 + [[1.0] * WIDTH] * 2
+    batch.respond(batch.tensors[0] + 1)
+    n.f.barrier(True, True)
+
+
+def test_given_up(cluster):
+    c = cluster(workers=2, env=PATIENT)
+    (w0, w1), (server,) = c.start(given_up_attention, given_up_ffn)
+    assert w1.hear(WAIT) == "gave up" and server.hear(WAIT) == "waited"
+    w0.tell("go on")
+    time.sleep(1)  # with the rows of before, rank 0's would be a whole batch
+    w1.tell("go on")
+    c.finish(WAIT)
+
+
+def uncounted_step_attention(n):
+    side = side_of(n, layers=1, timeout_ms=1000)
+    x = torch.full((1, WIDTH), float(n.rank))
+    side.send(0, x)
+    with n.raises(TimeoutError, "stage 0"):
+        side.recv(0)
+    for _ in range(30):  # a new step, until both ranks have begun one
+        side.send(0, x + 5)
+        try:
+            assert torch.equal(side.recv(0), x + 6)
+            break
+        except f.TimeoutError:
+            pass
+    else:
+        raise AssertionError("no step went well")
+    n.f.barrier(True, True)
+
+
+def uncounted_step_ffn(n):
+    side = side_of(n, layers=1, timeout_ms=60000)
+    assert len(side.recv(0).ranks) == 2  # and answers none
+    errors = 0
+    while True:
+        try:
+            batch = side.recv(0)
+            break
+        except Mismatch as e:
+            assert "begin a new step" in str(e), e
+            errors += 1
+    assert errors >= 1 and batch.tensors[0].tolist() == [[5.0] * WIDTH, [6.0] * WIDTH]
+    batch.respond(batch.tensors[0] + 1)
+    n.f.barrier(True, True)
+
+
+def test_new_step_without_layers(cluster):
+    cluster(workers=2, env=PATIENT).run(uncounted_step_attention, uncounted_step_ffn, timeout=WAIT)
+
+
+# A comparison that failed is made again.
+
+def compared_attention(n):
+    side = side_of(n, width=WIDTH + 1)
+    for _ in range(2):  # nobody compares yet
+        with n.raises(TimeoutError):
+            side.check(timeout_ms=300)
+    n.tell("failed twice")
+    with n.raises(Mismatch, "width"):
+        side.send(0, torch.zeros(1, WIDTH + 1))
+
+
+def compared_ffn(n):
+    n.listen()
+    side = side_of(n)
+    with n.raises(Mismatch, "width"):
+        side.recv(timeout_ms=60000)
+
+
+def test_comparison_is_made_again(cluster):
+    c = cluster(env=PATIENT)
+    (w,), (server,) = c.start(compared_attention, compared_ffn)
+    assert w.hear(WAIT) == "failed twice"
+    server.tell("go on")
+    c.finish(WAIT)
+
+
 # What does not fit together is an error that names both sides, and nothing hangs.
 
 def unlike_attention(n):

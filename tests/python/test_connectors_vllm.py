@@ -186,6 +186,49 @@ def test_miscounting(cluster):
     c.finish(WAIT)
 
 
+# A step ends early on the attention side, and the FFN rank waits for its next layer: what
+# comes is the next step's first, which is not computed with that layer's weights.
+
+@harness.by_hand
+def early_attention(n):
+    connectors, c = engine(n, extra=dict(timeout_ms=3000))
+    c.init_afd_connector()
+    h = torch.ones(2, WIDTH)
+    for layers in (2, 1):
+        c.control_plane.send_dp_metadata_list(connectors.AFDControlPayload(
+            dp_metadata_list={0: connectors.AFDDPMetadata(torch.tensor([2]))}, is_graph_capturing=False, is_warmup=False))
+        for layer in range(layers):
+            metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=layer, stage_idx=0, seq_len=2)
+            c.send_attn_output(h, connectors.AFDTransferContext(metadata=metadata))
+            if layers == 2:
+                c.recv_ffn_output(h)
+    with pytest.raises(f.Error, match="stage 0, layer 0, ffn 0"):
+        c.recv_ffn_output(h)
+    c.close()
+
+
+@harness.by_hand
+def early_ffn(n):
+    from fserver.connectors import Mismatch
+
+    connectors, c = engine(n, extra=dict(stop_timeout_ms=20000))
+    c.init_afd_connector()
+    c.control_plane.update_state_from_dp_metadata(c.control_plane.recv_dp_metadata_list())
+    for _ in range(2):
+        got = c.recv_attn_output(ubatch_idx=0)
+        c.send_ffn_output(got.hidden_states, got.context)
+    with pytest.raises(Mismatch, match="sent layer 0 after layer 1 of the same step"):
+        c.recv_attn_output(ubatch_idx=0)
+    c.close()
+
+
+def test_step_that_ended_early(cluster):
+    c = cluster()
+    c.spawn("worker", early_attention)
+    c.spawn("server", early_ffn)
+    c.finish(WAIT)
+
+
 # The FFN worker closes the connector while its loop waits for the next step.
 
 @harness.by_hand
@@ -251,7 +294,7 @@ from fserver.connectors import vllm_afd as v
 v._register_ops()
 calls = []
 class Side:
-    def send(self, stage, tensors): calls.append(("send", stage, [x.clone() for x in tensors]))
+    def send(self, stage, tensors, layer): calls.append(("send", stage, [x.clone() for x in tensors]))
     def recv(self, stage, out): calls.append(("recv", stage)); out.copy_(calls[-2][2][0] * 2); return out
 c = object.__new__(v.StepMeshAFDConnector)
 c.side, c.number, c.role_rank, c.afd_config = Side(), 77, 0, types.SimpleNamespace(role="attention")
