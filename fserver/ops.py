@@ -39,6 +39,7 @@ class Exchange:
         self.exchange, self.push, self.pull = exchange, list(push), list(pull)
         self.number = next(_numbers)
         self.rows = -1  # of the round that was started last
+        self.started = False  # and was not waited for
         _exchanges[self.number] = self
 
     def start(self, rows=-1):
@@ -86,14 +87,21 @@ def _bring(to, of, rows, what):
 
 def _start(exchange, push, pull, rows=-1):
     x = _exchange(exchange)
+    if x.started and any(mine.data_ptr() != given.data_ptr() for mine, given in zip(x.push, push)):
+        raise f.Error("stepaf: start: the exchange is started already: wait() for that round first, its tensors are being sent")
     _bring(x.push, push, rows, "push")
     x.exchange.start(None if rows < 0 else rows)
-    x.rows = rows
+    x.rows, x.started = rows, True
 
 
 def _wait(exchange, push, pull, timeout_ms=10000):
     x = _exchange(exchange)
-    x.exchange.wait(timeout_ms)
+    try:
+        x.exchange.wait(timeout_ms)
+    except f.Error:
+        x.started = False  # the round is over, or was given up
+        raise
+    x.started = False
     _bring(pull, x.pull, x.rows, "pull")
 
 

@@ -43,17 +43,29 @@ def environment(role, rank, attention, ffn, host, port, device=0, transport=None
 
 
 def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, transport=None, scheduler="auto", timeout_ms=None):
-    """Makes this process attention or FFN rank `rank`, and returns when all are there.
+    """Makes this process attention or FFN rank `rank`, and returns when all are there; one
+    that comes in the place of a lost rank, when it has that rank's place.
 
     host and port are the scheduler's. With scheduler="auto" FFN rank 0 starts it, unless
     one listens there, so host is then an address of its machine; with "no" nobody does.
+    timeout_ms is how long the others may take; STEPAF_START_TIMEOUT is set to that, too,
+    unless it is set already, since each node and the scheduler keep to it.
     """
     os.environ.update(environment(role, rank, attention, ffn, host, port, device, transport))
     if scheduler not in ("auto", "no"):
         raise ValueError("scheduler is %r, want 'auto' or 'no'" % (scheduler,))
+    if timeout_ms is not None:
+        os.environ.setdefault("STEPAF_START_TIMEOUT", str(min(-(-timeout_ms // 1000), 604800)))
+    child = None
     if scheduler == "auto" and role == "ffn" and rank == 0 and not listening(host, port):
-        start_scheduler()
-    f.init(timeout_ms=timeout_ms)
+        child = start_scheduler()
+    try:
+        f.init(timeout_ms=timeout_ms)
+    except BaseException:
+        if child is not None:  # without this rank nobody would end it
+            child.kill()
+            child.wait()
+        raise
 
 
 def listening(host, port):

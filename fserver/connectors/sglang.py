@@ -4,8 +4,8 @@ Written against python/sglang/srt/layers/moe/token_dispatcher/stepmesh.py of
 sgl-project/sglang PR #36258 (read at commit 0153775): StepMeshATTN and StepMeshFFN have
 the constructors and methods of the classes there, and are given out in their place:
 
-    from fserver.connectors import sglang
-    sglang.setup("attention", rank, attention=3, ffn=2, host=..., width=..., dtype=..., max_rows=...)
+    from fserver.connectors import sglang as stepaf
+    stepaf.setup("attention", rank, attention=3, ffn=2, host=..., width=..., dtype=..., max_rows=...)
     from fserver.connectors.sglang import StepMeshATTN, StepMeshFFN
 
 Any numbers of attention and FFN ranks; batches without rows and fp8 go as they are; how
