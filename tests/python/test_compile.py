@@ -56,6 +56,13 @@ def compiled_worker(n):
         torch.ops.stepaf.start(x.number, [push[:3]], [pull])
     with n.raises((), "not started"):
         x.wait()
+    push.fill_(3)
+    x.start()
+    with n.raises((), "started already"):  # and what is being sent is not written to
+        torch.ops.stepaf.start(x.number, [torch.zeros_like(push)], [pull])
+    assert bool((push == 3).all())
+    x.wait()
+    assert bool((pull == 103).all())
     x.check()
     x.close()
     with n.raises((), "closed"):

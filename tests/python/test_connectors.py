@@ -291,6 +291,47 @@ def test_recv_goes_on_after_a_timeout(cluster):
     c.finish(WAIT)
 
 
+# A process in the place of a lost FFN rank is compared before it gets a round again.
+
+def other_type_attention(n):
+    side = side_of(n)
+    x = torch.ones(3, WIDTH)
+    side.send(0, x)
+    assert torch.equal(side.recv(0), x + 1)
+    side.send(0, x)
+    n.tell("sent")
+    with n.raises(Mismatch, "out_dtype", "float32", "int32"):
+        side.recv(0)
+    n.tell(n.wrong)
+    time.sleep(300)
+
+
+@harness.by_hand
+def other_type_ffn(n):
+    n.f.init()
+    if n.args == "first":
+        serve(side_of(n), 1)
+        n.tell("served")
+        time.sleep(300)
+    side = side_of(n, out_dtype=torch.int32)
+    while True:
+        try:
+            batch = side.recv()
+            batch.respond(batch.tensors[0].int())
+        except Mismatch:
+            pass
+
+
+def test_replacement_of_another_type(cluster):
+    c = cluster(env=QUICK)
+    (w,), (first,) = c.start(other_type_attention, other_type_ffn, args="first")
+    assert first.hear(WAIT) == "served" and w.hear(WAIT) == "sent"
+    first.kill()
+    c.processes.remove(first)
+    c.spawn("server", other_type_ffn, args="second")
+    assert w.hear(WAIT) == []
+
+
 # With layers=1 nothing says which layer a round is of, so none is sent again.
 
 def uncounted_attention(n):
@@ -617,6 +658,23 @@ def listens(port):
     import fserver.connectors.cluster
 
     return fserver.connectors.cluster.listening("127.0.0.1", port)
+
+
+@harness.by_hand
+def join_alone(n):
+    for name in ("STEPAF_START_TIMEOUT", "DMLC_ROLE", "DMLC_NODE_RANK"):
+        del os.environ[name]
+    with n.raises(TimeoutError):
+        join("ffn", 0, 1, 1, port=int(n.env["DMLC_PS_ROOT_PORT"]), timeout_ms=2500)
+    assert os.environ["STEPAF_START_TIMEOUT"] == "3"
+
+
+def test_join_alone(cluster):
+    """The scheduler of a start that failed ends with it."""
+    c = cluster()
+    c.spawn("server", join_alone)
+    c.finish(WAIT)
+    assert not listens(c.port)
 
 
 @harness.by_hand

@@ -42,7 +42,7 @@ class Group:
         return out
 
 
-def setup(n):
+def setup(n, layers=LAYERS):
     from fserver.connectors import sglang
 
     port = int(n.env["DMLC_PS_ROOT_PORT"])
@@ -50,7 +50,7 @@ def setup(n):
         if name.startswith(("DMLC_", "STEPMESH_")):
             del os.environ[name]
     sglang.setup("attention" if n.role == "worker" else "ffn", n.rank, attention=n.workers, ffn=n.servers, port=port,
-                 width=WIDTH, dtype=torch.float32, max_rows=16, layers=LAYERS, timeout_ms=20000)
+                 width=WIDTH, dtype=torch.float32, max_rows=16, layers=layers, timeout_ms=20000)
     sglang.setup("neither", 99, width=1, dtype=None, max_rows=0, layers=0)  # was called before
     return sglang
 
@@ -104,6 +104,46 @@ def ffn(n):
                 layer.send(x)
     assert group.objects == (STEPS * 2 if n.servers > 1 else 0), "token counts are exchanged in a step's first layer"
     sglang.close()
+
+
+# One micro-batch at a time, and experts in layers 1, 2 and 3 only: token counts are those
+# of the step all the same.
+
+@harness.by_hand
+def alone_attention(n):
+    sglang = setup(n, 4)
+    layers = [sglang.StepMeshATTN(i, None) for i in (1, 2, 3)]
+    for step in range(STEPS):
+        for layer in layers:
+            p = batch(step, layer.layer_id, n.rank, 0)
+            layer.send(p)
+            assert torch.equal(layer.recv(), p["hidden_states"] * n.servers), (step, layer.layer_id)
+    sglang.close()
+
+
+@harness.by_hand
+def alone_ffn(n):
+    sys.path.insert(0, os.path.join(harness.HERE, "standins"))
+    sglang = setup(n, 4)
+    group = Group(n.rank, n.servers, n.args)
+    layers = [sglang.StepMeshFFN(i, group) for i in (1, 2, 3)]
+    for step in range(STEPS):
+        for layer in layers:
+            x, _ = layer.recv()
+            assert len(x) == sum(tokens(step, r) for r in range(n.workers))
+            layer.send(x)
+    assert group.objects == STEPS
+    sglang.close()
+
+
+def test_one_micro_batch(cluster):
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    c, port = cluster(workers=2, servers=2), harness.free_port()
+    for i in range(2):
+        c.spawn("worker", alone_attention, rank=i)
+        c.spawn("server", alone_ffn, rank=i, args=port)
+    c.finish(WAIT)
 
 
 @pytest.mark.parametrize("attentions, ffns", [(1, 1), (3, 2)])
