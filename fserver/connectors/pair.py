@@ -478,6 +478,7 @@ class FFN(_Side):
         self._expected = {}
         self._answers = {}
         self._seen = set()  # ranks that have sent a batch
+        self._wrong = collections.deque()  # errors to be raised
         self._known = set()  # ranks that have said hello; with layers=1 since the last error
         self._order = 0
 
@@ -488,6 +489,7 @@ class FFN(_Side):
             self._stage(stage)
         end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while True:
+            self._tell()
             stage_, items, late, missing = self._take(stage)
             if items:
                 return self._batch(stage_, items)
@@ -497,6 +499,7 @@ class FFN(_Side):
         """The next control message of each rank of self.peers, as a dict of bytes."""
         end = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         late = None
+        self._tell()
         while not all(self._controls.values()):
             if late is None and any(self._controls.values()):
                 late = time.monotonic() + self.timeout_ms / 1000
@@ -567,14 +570,17 @@ class FFN(_Side):
             if end is not None and time.monotonic() >= end:
                 raise
             return
-        wrong = None
         for handler, tensors, keys in batches:
             try:
                 self._came(handler, tensors, keys)
             except Mismatch as e:
-                wrong = wrong or e  # the others of these batches are not lost
-        if wrong:
-            raise wrong
+                self._wrong.append(e)  # the others of these batches are not lost
+        self._tell()
+
+    def _tell(self):
+        """Raises what was wrong with something that came: one at a time, before a batch is returned."""
+        if self._wrong:
+            raise self._wrong.popleft()
 
     def _came(self, handler, tensors, keys):
         kind, rank, stage, layer = _parse(keys[0]) if keys else (0, 0, 0, 0)
