@@ -89,6 +89,7 @@ type rank struct {
 	down     error     // why it is lost, or nil
 	aborted  abort     // what it has said last
 	told     *question // the last abort that it was sent
+	misfit   uint64    // the round of its hello that named other ranks
 }
 
 // abort is that a rank has given the communicator up, of one of its rounds.
@@ -123,7 +124,7 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	c.customer = customer
 	c.stop = c.node.OnPeer(c.peerChanged)
 	if err := c.join(ctx, "new communicator"); err != nil {
-		c.tell(err)
+		c.tell(c.round, err)
 		_ = c.Close()
 		return nil, err
 	}
@@ -237,6 +238,7 @@ func (c *Comm) fail(err error) {
 	}
 	refused := c.takeAsked(func(a *ask) bool { return a.epoch <= c.epoch })
 	c.telling.Add(1)
+	round := c.round
 	c.mu.Unlock()
 	for _, o := range ops {
 		o.end(err)
@@ -247,7 +249,7 @@ func (c *Comm) fail(err error) {
 		for _, a := range refused {
 			c.refuse(&a.request, err)
 		}
-		c.tell(err)
+		c.tell(round, err)
 	}()
 }
 
@@ -286,11 +288,10 @@ func (c *Comm) takeAsked(f func(*ask) bool) []*ask {
 const tellLimit = 2 * time.Second
 
 // tell tells the other ranks that the communicator has failed here, but those that have said
-// so themselves. Those who cannot be told will see that this node is lost.
-func (c *Comm) tell(why error) {
-	c.mu.Lock()
-	body := appendReason(nil, verbAbort, c.round, why)
-	c.mu.Unlock()
+// so themselves. It is the communicator of that round of this node's; an errMisfit is for the
+// round of the other rank whose hello does not fit. Those who cannot be told
+// will see that this node is lost.
+func (c *Comm) tell(round uint64, why error) {
 	var calls []postoffice.Call
 	for r, id := range c.ids {
 		if r == c.self {
@@ -304,11 +305,14 @@ func (c *Comm) tell(why error) {
 		p := &c.ranks[r]
 		p.told = q
 		knows := p.gaveUp() != nil
+		if errors.Is(why, errMisfit) {
+			round, knows = p.misfit, p.misfit == 0
+		}
 		c.mu.Unlock()
 		calls = append(calls, q.Call(tellLimit))
 		err := why
 		if !knows {
-			err = c.sendSoon(id, q.First(), body)
+			err = c.sendSoon(id, q.First(), appendReason(nil, verbAbort, round, why))
 		}
 		if err != nil {
 			c.customer.Abort(&q.Request, err)

@@ -315,6 +315,9 @@ func (c *Comm) greet(ctx context.Context, rank int, own hello) (hello, error) {
 func (c *Comm) receiveHello(rank int, q *request, h hello) {
 	if h.ranks != c.hash || int(h.n) != len(c.ids) {
 		err := fmt.Errorf("%w: communicator %d has %d ranks at %s and %d at %s, or others", errMisfit, c.id, len(c.ids), c.node.Name(), h.n, c.name(rank))
+		c.mu.Lock()
+		c.ranks[rank].misfit = h.round
+		c.mu.Unlock()
 		c.refute(q, err)
 		return
 	}

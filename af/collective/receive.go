@@ -85,6 +85,16 @@ func (c *Comm) handle(msg *van.Message) error {
 // receiveAbort handles that a rank has given the communicator up. What it says of a round that is
 // over, or of another communicator before this one, is too late.
 func (c *Comm) receiveAbort(rank int, a abort) {
+	if errors.Is(a.why, errMisfit) {
+		c.mu.Lock()
+		refuted := c.refuted
+		ours := a.round == c.round
+		c.mu.Unlock()
+		if ours && refuted != nil {
+			refuted(&van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(rank), Err: a.why})
+		}
+		return
+	}
 	c.mu.Lock()
 	p := &c.ranks[rank]
 	p.aborted = a
@@ -97,8 +107,6 @@ func (c *Comm) receiveAbort(rank int, a abort) {
 		c.customer.Abort(&told.Request, err) // it does not answer any more
 	}
 	switch {
-	case errors.Is(a.why, errMisfit):
-		c.misfits(err)
 	case ours && errors.Is(a.why, van.ErrClosed):
 		c.leave(rank, err)
 	case ours:
