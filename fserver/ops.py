@@ -22,8 +22,9 @@ import weakref
 
 import fserver_lib as f
 import torch
+from torch import library
 
-if not hasattr(torch.library, "register_fake"):
+if not hasattr(library, "register_fake"):
     raise ImportError("fserver.ops needs PyTorch 2.4 or newer, this is %s" % torch.__version__)
 
 __all__ = ["Exchange", "prepare"]
@@ -111,8 +112,8 @@ def _nothing(*args):
 
 # Both have all tensors, and say that they change those to be filled: so what uses the
 # values stays behind wait, and what writes new ones to be sent as well.
-_library = torch.library.Library("stepaf", "DEF")
+_ops = library.Library("stepaf", "DEF")
 for _name, _last, _function in (("start", "SymInt rows=-1", _start), ("wait", "int timeout_ms=10000", _wait)):
-    _library.define("%s(int exchange, Tensor[] push, Tensor(a!)[] pull, %s) -> ()" % (_name, _last), tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake("stepaf::" + _name, _nothing, lib=_library)
+    _ops.define("%s(int exchange, Tensor[] push, Tensor(a!)[] pull, %s) -> ()" % (_name, _last), tags=(torch.Tag.pt2_compliant_tag,))
+    _ops.impl(_name, _function, "CompositeExplicitAutograd")
+    library.register_fake("stepaf::" + _name, _nothing, lib=_ops)

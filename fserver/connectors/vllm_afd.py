@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Dict, Optional
 
 import torch
+from torch import library
 from afd_plugin.connectors import (
     AFDA2FTransferPayload,
     AFDConnectorBase,
@@ -253,7 +254,7 @@ def _all_counts(payload):
 
 # torch.compile: the two calls of the attention side as ops that it does not look into.
 
-_library = None
+_ops = None
 
 
 def _compiling():
@@ -262,13 +263,13 @@ def _compiling():
 
 
 def _register_ops():
-    global _library
-    if _library is not None or not hasattr(getattr(torch, "compiler", None), "is_compiling"):
+    global _ops
+    if _ops is not None or not hasattr(getattr(torch, "compiler", None), "is_compiling"):
         return
-    _library = torch.library.Library("stepaf_afd", "DEF")
+    _ops = library.Library("stepaf_afd", "DEF")
     # That send changes its argument is not true: it keeps the op in its place.
-    _library.define("send(Tensor(a!) hidden, Tensor? router_logits, int connector, int stage, int layer) -> ()")
-    _library.define("recv(Tensor(a!) out, int connector, int stage) -> ()")
+    _ops.define("send(Tensor(a!) hidden, Tensor? router_logits, int connector, int stage, int layer) -> ()")
+    _ops.define("recv(Tensor(a!) out, int connector, int stage) -> ()")
 
     def send(hidden, router_logits, connector, stage, layer):
         _connectors[connector]._send(hidden, router_logits, stage, layer)
@@ -276,7 +277,7 @@ def _register_ops():
     def recv(out, connector, stage):
         _connectors[connector]._open("attention").recv(stage, out=out)
 
-    _library.impl("send", send, "CompositeExplicitAutograd")
-    _library.impl("recv", recv, "CompositeExplicitAutograd")
-    _library.impl("send", lambda *a: None, "Meta")
-    _library.impl("recv", lambda *a: None, "Meta")
+    _ops.impl("send", send, "CompositeExplicitAutograd")
+    _ops.impl("recv", recv, "CompositeExplicitAutograd")
+    _ops.impl("send", lambda *a: None, "Meta")
+    _ops.impl("recv", lambda *a: None, "Meta")

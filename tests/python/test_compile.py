@@ -5,7 +5,9 @@ import shutil
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch.compile is PyTorch's")
-new = pytest.mark.skipif(not hasattr(torch.library, "register_fake"), reason="PyTorch %s is too old: fserver.ops needs 2.4" % torch.__version__)
+from torch import library  # noqa: E402
+
+new = pytest.mark.skipif(not hasattr(library, "register_fake"), reason="PyTorch %s is too old: fserver.ops needs 2.4" % torch.__version__)
 
 ROUNDS = 4
 
@@ -88,7 +90,7 @@ def test_compile(cluster):
     c.run(compiled_worker, adding_server, args=backends, timeout=400)
 
 
-@pytest.mark.skipif(hasattr(torch.library, "register_fake"), reason="this PyTorch has what fserver.ops needs")
+@pytest.mark.skipif(hasattr(library, "register_fake"), reason="this PyTorch has what fserver.ops needs")
 def test_too_old():
     with pytest.raises(ImportError, match="needs PyTorch 2.4"):
         import fserver.ops  # noqa: F401
