@@ -54,7 +54,7 @@ func (a App) OnExit(f func()) {
 
 // Link connects the node to others of its role, and to those that replace them, for as long
 // as it is in the cluster. C++ StepMesh has no such connections, so every one of ids must be a
-// node of this library, see Native. Connections are made in the background: until a message has
+// node of this library; one that is not is refused. Connections are made in the background: until a message has
 // been answered, Send may fail with van.ErrUnknownPeer, and a message may be lost, since the
 // other side answers only when it has called Link, too.
 func (a App) Link(ids []int) error {

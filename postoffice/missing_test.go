@@ -159,7 +159,7 @@ func TestTooManyNodes(t *testing.T) {
 	}
 	s := begin(t, network, set("scheduler", 1))
 	early := <-begin(t, network, set("worker", 2)) // thinks that there are two of each
-	vantest.Fails(t, early.err, postoffice.ErrRefused, "(rank 1)", "its DMLC_NUM_WORKER is 2, that of the scheduler", "is 1; give all nodes the same numbers")
+	vantest.Fails(t, early.err, postoffice.ErrRefused, "(rank 1)", "its DMLC_NUM_WORKER x DMLC_GROUP_SIZE is 2, that of the scheduler", "is 1; give all nodes the same numbers")
 	for _, done := range []<-chan result{begin(t, network, set("server", 1)), begin(t, network, set("worker", 1)), s} {
 		if r := <-done; r.err != nil {
 			t.Fatal(r.err)

@@ -310,7 +310,7 @@ func (n *Node) bind(ctx context.Context) error {
 	n.self.Port, n.self.Ports = port, []int32{int32(port)}
 	n.self.DevTypes, n.self.DevIDs = []int32{int32(backend.CPU)}, []int32{0}
 	identity := van.Identity{Incarnation: n.incarnation, Cluster: n.cluster(), Bundles: true, Settings: van.Settings{
-		Known: true, Resend: n.cfg.Resend, Workers: n.cfg.NumWorkers, Servers: n.cfg.NumServers,
+		Known: true, Resend: n.cfg.Resend, Workers: n.cfg.NumWorkers * n.cfg.GroupSize, Servers: n.cfg.NumServers * n.cfg.GroupSize,
 	}}
 	if a, ok := van.As[van.Advertiser](n.van); ok {
 		identity.Local = a.Endpoint()

@@ -28,8 +28,9 @@ type Identity struct {
 type Settings struct {
 	Known  bool // false: the node said nothing of its settings, the rest means nothing
 	Resend bool // PS_RESEND
-	// Workers and Servers are DMLC_NUM_WORKER and DMLC_NUM_SERVER; 0: the node does not say,
-	// or it is more than travels (MaxCount).
+	// Workers and Servers are DMLC_NUM_WORKER and DMLC_NUM_SERVER, each times
+	// DMLC_GROUP_SIZE: that is what nodes must agree on. 0: the node does not say, or it is
+	// more than travels (MaxCount).
 	Workers, Servers int
 }
 

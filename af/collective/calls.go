@@ -136,7 +136,7 @@ func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	return c.start(&plan{call: k,
 		ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
 		give: func(r int) (backend.Mem, bool) { return in.Mem().Sub(r*n, n), true },
-		then: func() error { return c.foldInto(out.Mem(), room, in.Mem().Sub(c.self*n, n), f) },
+		then: func() { c.foldInto(out.Mem(), room, in.Mem().Sub(c.self*n, n), f) },
 		hold: []backend.Mem{out.Mem(), in.Mem()}})
 }
 
@@ -157,7 +157,7 @@ func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 		return c.start(&plan{call: k,
 			ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
 			give: toAll(in.Mem()),
-			then: func() error { return c.foldInto(out.Mem(), room, in.Mem(), f) },
+			then: func() { c.foldInto(out.Mem(), room, in.Mem(), f) },
 			hold: []backend.Mem{out.Mem(), in.Mem()}})
 	}
 	return c.allReduceParts(k, out.Mem(), in.Mem(), f)
@@ -176,7 +176,7 @@ func (c *Comm) allReduceParts(k call, out, in backend.Mem, f folder) (Op, error)
 	first := &plan{call: k,
 		ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
 		give: func(r int) (backend.Mem, bool) { return part(in, r), true },
-		then: func() error { return c.foldInto(part(out, c.self), room, part(in, c.self), f) },
+		then: func() { c.foldInto(part(out, c.self), room, part(in, c.self), f) },
 		hold: []backend.Mem{out, in}}
 	o1, h, err := c.reserveTwo(first, &plan{call: k,
 		ask:  func(r int) (backend.Mem, bool) { return part(out, r), true },
@@ -236,10 +236,10 @@ func (c *Comm) start(p *plan) (Op, error) {
 
 // foldInto makes out the reduction of own, which is this rank's, and of what others have put
 // into room, in the order of ranks.
-func (c *Comm) foldInto(out, room, own backend.Mem, f folder) error {
+func (c *Comm) foldInto(out, room, own backend.Mem, f folder) {
 	n := out.Len()
 	if n == 0 {
-		return nil
+		return
 	}
 	part := func(r int) backend.Mem {
 		if r == c.self {
@@ -258,7 +258,6 @@ func (c *Comm) foldInto(out, room, own backend.Mem, f folder) error {
 	for r := 1; r < c.Size(); r++ {
 		f(out, part(r))
 	}
-	return nil
 }
 
 // scratch is host memory for elements of any type.

@@ -288,13 +288,22 @@ func (c *Comm) takeAsked(f func(*ask) bool) []*ask {
 const tellLimit = 2 * time.Second
 
 // tell tells the other ranks that the communicator has failed here, but those that have said
-// so themselves. It is the communicator of that round of this node's; an errMisfit is for the
+// so themselves, or have never met this one. It is the communicator of that round of this node's; an errMisfit is for the
 // round of the other rank whose hello does not fit. Those who cannot be told
 // will see that this node is lost.
 func (c *Comm) tell(round uint64, why error) {
 	var calls []postoffice.Call
 	for r, id := range c.ids {
 		if r == c.self {
+			continue
+		}
+		c.mu.Lock()
+		about, concerned := round, c.ranks[r].answered != 0 // otherwise it has never met this rank
+		if errors.Is(why, errMisfit) {
+			about, concerned = c.ranks[r].misfit, c.ranks[r].misfit != 0
+		}
+		c.mu.Unlock()
+		if !concerned {
 			continue
 		}
 		q := &question{}
@@ -304,15 +313,12 @@ func (c *Comm) tell(round uint64, why error) {
 		c.mu.Lock()
 		p := &c.ranks[r]
 		p.told = q
-		knows := p.gaveUp() != nil
-		if errors.Is(why, errMisfit) {
-			round, knows = p.misfit, p.misfit == 0
-		}
+		knows := p.gaveUp() != nil && !errors.Is(why, errMisfit)
 		c.mu.Unlock()
 		calls = append(calls, q.Call(tellLimit))
 		err := why
 		if !knows {
-			err = c.sendSoon(id, q.First(), appendReason(nil, verbAbort, round, why))
+			err = c.sendSoon(id, q.First(), appendReason(nil, verbAbort, about, why))
 		}
 		if err != nil {
 			c.customer.Abort(&q.Request, err)

@@ -58,7 +58,7 @@ func (c *Comm) join(ctx context.Context, op string) error {
 	}
 	answers := make([]hello, len(c.ids))
 	errs := make([]error, len(c.ids))
-	for again := slices.Delete(sequence(len(c.ids)), c.self, c.self+1); len(again) > 0; again = c.metAnew(answers, errs) {
+	for again := slices.Delete(sequence(len(c.ids)), c.self, c.self+1); len(again) > 0; again = c.metAnew(ctx, answers, errs) {
 		var wg sync.WaitGroup
 		for _, r := range again {
 			wg.Go(func() {
@@ -91,15 +91,19 @@ func sequence(n int) []int {
 func final(err error) bool { return errors.Is(err, ErrMismatch) || errors.Is(err, van.ErrMalformed) }
 
 // metAnew lists the ranks whose latest hello is of another round than their answer: they have
-// begun again meanwhile, or were replaced. There are none once there are errors.
-func (c *Comm) metAnew(answers []hello, errs []error) (l []int) {
+// begun again meanwhile, or were replaced. There are none once there are errors, or ctx has ended.
+func (c *Comm) metAnew(ctx context.Context, answers []hello, errs []error) (l []int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for r := range c.ids {
 		switch {
 		case errs[r] != nil:
 			return nil
-		case r != c.self && c.ranks[r].answered != answers[r].round:
+		case r == c.self || c.ranks[r].answered == answers[r].round:
+		case ctx.Err() != nil:
+			errs[r] = timeout(context.Cause(ctx))
+			return nil
+		default:
 			l = append(l, r)
 		}
 	}
@@ -212,11 +216,9 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 		c.mu.Unlock()
 		return van.ErrClosed
 	}
-	epoch := answers[0].epoch
-	for _, a := range answers[1:] {
-		if int64(a.epoch-epoch) > 0 {
-			epoch = a.epoch
-		}
+	var epoch uint64
+	for _, a := range answers {
+		epoch = max(epoch, a.epoch)
 	}
 	c.epoch, c.next, c.err, c.left = epoch, 0, nil, nil
 	stale := c.takeAsked(func(a *ask) bool { return a.epoch != epoch })

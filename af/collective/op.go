@@ -40,7 +40,7 @@ type op struct {
 	held []backend.Mem // other memory that then uses
 
 	left  atomic.Int32  // 1 until the request has ended, and 1 for each part that is not taken
-	then  func() error  // what to do when all have come, on a goroutine of its own, before end
+	then  func()        // what to do when all have come, on a goroutine of its own, before end
 	next  *op           // the call that begins then; this one has a reference to it
 	done  chan struct{} // one token when the call has ended
 	start uint64
@@ -142,7 +142,7 @@ type plan struct {
 	call call
 	ask  func(rank int) (into backend.Mem, wanted bool)
 	give func(rank int) (part backend.Mem, wanted bool)
-	then func() error
+	then func()
 	hold []backend.Mem // what then uses besides
 }
 
@@ -426,19 +426,14 @@ func (o *op) settle() {
 		return
 	}
 	go func() {
-		err := o.then()
+		o.then()
 		o.release()
 		next := o.next
-		o.end(err)
+		o.end(nil)
 		o.rest()
 		if next != nil {
-			if err == nil {
-				c.begin(next)
-			}
+			c.begin(next)
 			o.dropNext(next)
-		}
-		if err != nil {
-			c.fail(c.failed(kinds[o.call.kind], err))
 		}
 		c.unref(o)
 	}()

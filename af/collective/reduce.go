@@ -43,29 +43,29 @@ func folderFor(d af.Dtype, r Reduction) (folder, error) {
 	}
 	switch d {
 	case af.Float32:
-		return floats[float32](r), nil
+		return numbers[float32](r), nil
 	case af.Float64:
-		return floats[float64](r), nil
+		return numbers[float64](r), nil
 	case af.Float16:
 		return halves(r, fromHalf, toHalf), nil
 	case af.BFloat16:
 		return halves(r, fromBrain, toBrain), nil
 	case af.Int8:
-		return integers[int8](r), nil
+		return numbers[int8](r), nil
 	case af.Int16:
-		return integers[int16](r), nil
+		return numbers[int16](r), nil
 	case af.Int32:
-		return integers[int32](r), nil
+		return numbers[int32](r), nil
 	case af.Int64:
-		return integers[int64](r), nil
+		return numbers[int64](r), nil
 	case af.Uint8:
-		return integers[uint8](r), nil
+		return numbers[uint8](r), nil
 	case af.Uint16:
-		return integers[uint16](r), nil
+		return numbers[uint16](r), nil
 	case af.Uint32:
-		return integers[uint32](r), nil
+		return numbers[uint32](r), nil
 	case af.Uint64:
-		return integers[uint64](r), nil
+		return numbers[uint64](r), nil
 	}
 	return nil, fmt.Errorf("%w: no arithmetic for %s, want an integer, float16, bfloat16, float32 or float64", van.ErrInvalid, d)
 }
@@ -84,39 +84,34 @@ func aligned(t *af.Tensor) error {
 	return nil
 }
 
-type integer interface {
-	int8 | int16 | int32 | int64 | uint8 | uint16 | uint32 | uint64
+type number interface {
+	int8 | int16 | int32 | int64 | uint8 | uint16 | uint32 | uint64 | float32 | float64
 }
 
-func integers[T integer](r Reduction) folder {
+// of is the reduction of two elements.
+func of[T number](r Reduction) func(a, b T) T {
 	switch r {
 	case Sum:
-		return fold(func(a, b T) T { return a + b })
+		return func(a, b T) T { return a + b }
 	case Product:
-		return fold(func(a, b T) T { return a * b })
+		return func(a, b T) T { return a * b }
 	case Min:
-		return fold(func(a, b T) T { return min(a, b) })
+		return func(a, b T) T { return min(a, b) }
 	default:
-		return fold(func(a, b T) T { return max(a, b) })
+		return func(a, b T) T { return max(a, b) }
 	}
 }
 
-func floats[T float32 | float64](r Reduction) folder {
-	switch r {
-	case Sum:
+func numbers[T number](r Reduction) folder {
+	if r == Sum {
 		return func(dst, src backend.Mem) { // without a call for each element
 			d, s := elements[T](dst), elements[T](src)
 			for i, v := range s {
 				d[i] += v
 			}
 		}
-	case Product:
-		return fold(func(a, b T) T { return a * b })
-	case Min:
-		return fold(func(a, b T) T { return min(a, b) })
-	default:
-		return fold(func(a, b T) T { return max(a, b) })
 	}
+	return fold(of[T](r))
 }
 
 // fold applies f to each element.
@@ -131,17 +126,7 @@ func fold[T any](f func(a, b T) T) folder {
 
 // halves reduces 16-bit floats in float32, and rounds each result.
 func halves(r Reduction, from func(uint16) float32, to func(float32) uint16) folder {
-	var f func(a, b float32) float32
-	switch r {
-	case Sum:
-		f = func(a, b float32) float32 { return a + b }
-	case Product:
-		f = func(a, b float32) float32 { return a * b }
-	case Min:
-		f = func(a, b float32) float32 { return min(a, b) }
-	default:
-		f = func(a, b float32) float32 { return max(a, b) }
-	}
+	f := of[float32](r)
 	return fold(func(a, b uint16) uint16 { return to(f(from(a), from(b))) })
 }
 

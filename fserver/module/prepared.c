@@ -17,6 +17,7 @@ typedef struct {
   int32_t device; // on which tensors lie, or -1
   int need_event;
   int takes_long; // to start
+  int eager;      // start() has returned a handler: wait() needs no stream
 } exchange_object;
 
 // Makes views the owners of torch.Tensors: they keep the memory also when a program gives a
@@ -64,6 +65,7 @@ PyObject *sf_py_prepare(PyObject *self, PyObject *args, PyObject *kw) {
   x->device = device;
   x->need_event = need_event;
   x->takes_long = takes_long;
+  x->eager = 0;
   return (PyObject *)x;
 }
 
@@ -103,6 +105,7 @@ static PyObject *exchange_start(PyObject *o, PyObject *args, PyObject *kw) {
   }
   if (h == SF_CAPTURED) return PyLong_FromLong(-1);
   if (h < 0) return sf_raise(&e);
+  x->eager = 1;
   return PyLong_FromLongLong(h);
 }
 
@@ -115,12 +118,13 @@ static PyObject *exchange_wait(PyObject *o, PyObject *args, PyObject *kw) {
   if (!sf_by_position(args, kw, 0, 1, &timeout) && !PyArg_ParseTupleAndKeywords(args, kw, "|O:wait", names, &timeout)) return NULL;
   if (sf_enter() < 0 || (timeout != NULL && sf_timeout_arg(timeout, &ms) < 0)) return NULL;
   if (ms < 0) ms = NO_LIMIT_MS;
-  if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
+  if (x->device >= 0 && !x->eager && tensor_stream(x->device, &stream) < 0) return NULL;
   for (;;) {
     sf_error e = {0, NULL};
     int rc;
     Py_BEGIN_ALLOW_THREADS rc = sf_exchange_wait(x->at, stream, ms, SLICE_MS, &e);
-    Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
+    Py_END_ALLOW_THREADS if (rc != SF_PENDING) x->eager = 0;
+    if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE || rc == SF_CAPTURED) break;
     if (PyErr_CheckSignals() < 0) return NULL;
   }

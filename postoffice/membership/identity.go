@@ -220,7 +220,7 @@ func (m *Machine) unlike(rec *van.Node) string {
 }
 
 func (m *Machine) otherCount(name string, its, own int) string {
-	return fmt.Sprintf("its %s is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, m.self.Addr(), own)
+	return fmt.Sprintf("its %s x DMLC_GROUP_SIZE is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, m.self.Addr(), own)
 }
 
 func bit(b bool) int {

@@ -62,7 +62,9 @@ func (w *world) add(name string, cfg Config) (*testNode, error) {
 		id, _ := cfg.Self.Identity()
 		id.Incarnation = w.processes
 		if id.Settings.Known {
-			id.Settings.Workers, id.Settings.Servers = cfg.NumWorkers, cfg.NumServers
+			full := cfg
+			full.GroupSize = max(cfg.GroupSize, 1) // as New takes it
+			id.Settings.Workers, id.Settings.Servers = full.instances(van.Worker), full.instances(van.Server)
 		}
 		if cfg.Role == van.Scheduler && id.Cluster == 0 {
 			id.Cluster = 1<<16 + w.processes

@@ -32,8 +32,8 @@ func TestMisfits(t *testing.T) {
 	}{
 		{"one more worker", "worker", 0, nil, postoffice.ErrRefused, []string{"worker at 127.0.0.1:", "all 2 places for a worker are taken", "DMLC_NUM_WORKER=2", "none of its nodes is dead"}},
 		{"one more server", "server", 0, nil, postoffice.ErrRefused, []string{"server at 127.0.0.1:", "all 1 places for a server are taken", "DMLC_NUM_SERVER=1"}},
-		{"more workers", "worker", 1, func(c *postoffice.Config) { c.NumWorkers = 5 }, postoffice.ErrRefused, []string{"worker at 127.0.0.1:", "its DMLC_NUM_WORKER is 5, that of the scheduler at 127.0.0.1:", "is 2"}},
-		{"more servers", "server", 0, func(c *postoffice.Config) { c.NumServers = 3 }, postoffice.ErrRefused, []string{"server at 127.0.0.1:", "its DMLC_NUM_SERVER is 3, that of the scheduler at 127.0.0.1:", "is 1"}},
+		{"more workers", "worker", 1, func(c *postoffice.Config) { c.NumWorkers = 5 }, postoffice.ErrRefused, []string{"worker at 127.0.0.1:", "its DMLC_NUM_WORKER x DMLC_GROUP_SIZE is 5, that of the scheduler at 127.0.0.1:", "is 2"}},
+		{"more servers", "server", 0, func(c *postoffice.Config) { c.NumServers = 3 }, postoffice.ErrRefused, []string{"server at 127.0.0.1:", "its DMLC_NUM_SERVER x DMLC_GROUP_SIZE is 3, that of the scheduler at 127.0.0.1:", "is 1"}},
 		{"another PS_RESEND", "worker", 1, func(c *postoffice.Config) { c.Resend = true }, postoffice.ErrRefused, []string{"worker at 127.0.0.1:", "its PS_RESEND is 1, that of the scheduler at 127.0.0.1:"}},
 		{"a second scheduler", "scheduler", 0, nil, syscall.EADDRINUSE, []string{"scheduler", fmt.Sprint(c.Port), "another process listens there", "DMLC_PS_ROOT_PORT"}},
 		{"a server that is no scheduler", "worker", 0, func(cfg *postoffice.Config) {
@@ -100,7 +100,7 @@ func TestMisfitsAtStart(t *testing.T) {
 		}
 		return false
 	}})
-	vantest.Fails(t, without, postoffice.ErrRefused, "worker at 127.0.0.1:", "its DMLC_NUM_WORKER is 3, that of the scheduler at 127.0.0.1:", "is 2")
+	vantest.Fails(t, without, postoffice.ErrRefused, "worker at 127.0.0.1:", "its DMLC_NUM_WORKER x DMLC_GROUP_SIZE is 3, that of the scheduler at 127.0.0.1:", "is 2")
 	vantest.Fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 300ms")
 	vantest.Fails(t, early, postoffice.ErrRefused, "both want rank 1", "DMLC_NODE_RANK")
 	serveAll(t, c)
