@@ -34,6 +34,7 @@ type cppNode struct {
 	wg      sync.WaitGroup
 	msgs    chan *cppMessage // what has come
 	gone    chan *cppEnd     // connections that have ended
+	answers chan struct{}    // a token for settled: an answer to a question has come
 
 	mu       sync.Mutex
 	id       int // van.Empty before it has one
@@ -126,7 +127,7 @@ func newCPP(t testing.TB, net *fakeverbs.Net, addr netip.AddrPort, role van.Role
 	n := &cppNode{t: t, stack: net.Stack(addr.Addr()), role: role, host: addr.Addr().String(), id: id,
 		msgs: make(chan *cppMessage, 1<<12), gone: make(chan *cppEnd, 64),
 		incoming: map[string]*cppEnd{}, active: map[int]*cppEnd{}, buffers: map[cppBuffer][]byte{}, regions: map[uint64]*cppMem{},
-		places: map[cppTriple]*cppPlace{}, asked: map[uint64]*cppSending{}, posted: map[uint64]func(){}}
+		places: map[cppTriple]*cppPlace{}, asked: map[uint64]*cppSending{}, answers: make(chan struct{}, 1), posted: map[uint64]func(){}}
 	n.stack.SetName(fmt.Sprintf("C++ %s %d", role, id))
 	var err error
 	n.channel, err = n.stack.NewChannel()

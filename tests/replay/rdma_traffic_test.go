@@ -342,6 +342,12 @@ func (n *cppNode) replied(e *cppEnd, b []byte) {
 		return
 	}
 	delete(n.asked, origin)
+	defer func() {
+		select {
+		case n.answers <- struct{}{}:
+		default:
+		}
+	}()
 	p := &cppPlace{meta: le.Uint64(b), metaKey: le.Uint32(b[8:]), data: le.Uint64(b[16:]), dataKey: le.Uint32(b[24:]),
 		index: le.Uint32(b[40:]), buf: s}
 	if p.index >= 0x8000 {
@@ -352,6 +358,24 @@ func (n *cppNode) replied(e *cppEnd, b []byte) {
 		n.places[cppTriple{s.parsed.Key, s.parsed.Push, s.to}] = p
 	}
 	n.write(p)
+}
+
+// settled waits until each rendezvous start has been answered.
+func (n *cppNode) settled() {
+	n.t.Helper()
+	for {
+		n.mu.Lock()
+		open := len(n.asked)
+		n.mu.Unlock()
+		if open == 0 {
+			return
+		}
+		select {
+		case <-n.answers:
+		case <-time.After(patience):
+			n.t.Fatalf("%d questions are not answered", open)
+		}
+	}
 }
 
 // notified takes the notification of a message.

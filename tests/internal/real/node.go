@@ -198,10 +198,10 @@ func (n *node) run() int {
 	}
 	n.say(Event{Event: started, ID: n.id(), MS: time.Since(begun).Milliseconds()})
 	go n.tick()
-	go n.commands()
 	if n.isWorker() {
 		n.setLoads(n.b.Loads)
 	}
+	go n.commands() // which may bring other loads at once
 	if n.isWorker() || n.b.Wait {
 		<-n.ended
 		n.setLoads(nil)
@@ -342,7 +342,11 @@ func (n *node) commands() {
 			n.wrong("command %q: %v", in.Text(), err)
 			continue
 		}
-		go n.do(c) // one that takes long holds up no other
+		if c.Do == doLoads {
+			n.do(c) // the last one holds
+		} else {
+			go n.do(c) // one that takes long holds up no other
+		}
 	}
 	os.Exit(0)
 }
