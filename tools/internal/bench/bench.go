@@ -76,6 +76,7 @@ func Command() *cli.Command {
 				}, common...),
 				Action: runKV,
 			},
+			collectiveCommand(common),
 			softwareCommand(),
 			{Name: "child", Hidden: true, Action: runChild, SkipFlagParsing: true},
 		},
@@ -87,7 +88,7 @@ func Command() *cli.Command {
 func runCluster(c *cli.Context, host string, at place, spec []string) (*result, map[string]float64, error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	cl, err := startCluster(ctx, c.String("van"), host, at, spec, os.Stderr)
+	cl, err := startCluster(ctx, c.String("van"), host, at, 1, spec, os.Stderr)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -144,6 +145,8 @@ func runChild(c *cli.Context) error {
 		err = childLatency(c, node, &latency{push: n[0], pull: n[1], iters: n[2], warmup: n[3], rounds: n[4], stream: n[5] != 0, touch: n[6] != 0})
 	case a[0] == "kv" && len(n) == 5:
 		err = childKV(c, node, &kvSpec{keys: n[0], values: n[1], batch: n[2], flight: n[3], rounds: n[4]})
+	case a[0] == "collective" && len(n) == 0:
+		err = childCollective(c, node)
 	default:
 		err = cli.Exit("bench child is started by stepaf bench", 2)
 	}

@@ -37,18 +37,47 @@ type result struct {
 // roles are the children, as DMLC_ROLE names them, in the order in which they are started.
 var roles = []string{"scheduler", "server", "worker"}
 
-// cluster is a scheduler, a server and a worker as processes.
+// cluster is processes that are started, asked and ended together: a scheduler, a server and
+// workers, or others that they are compared with.
 type cluster struct {
-	cmds map[string]*exec.Cmd
-	outs map[string]*lineReader
-	ins  map[string]io.WriteCloser
+	names []string // in the order in which they were started
+	cmds  map[string]*exec.Cmd
+	outs  map[string]*lineReader
+	ins   map[string]io.WriteCloser
 }
 
-// startCluster starts the three children. spec is handed to each.
+// newCluster is one without processes yet.
 //
-// The children die with the calling goroutine's thread, to which it is locked.
-func startCluster(ctx context.Context, van, host string, at place, spec []string, stderr io.Writer) (*cluster, error) {
+// They die with the calling goroutine's thread, to which it is locked.
+func newCluster() *cluster {
 	runtime.LockOSThread()
+	return &cluster{cmds: map[string]*exec.Cmd{}, ins: map[string]io.WriteCloser{}, outs: map[string]*lineReader{}}
+}
+
+// start starts cmd as one of the cluster. If it cannot, all others are ended.
+func (c *cluster) start(name string, cmd *exec.Cmd) error {
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	cmd.WaitDelay = 5 * time.Second
+	in, err := cmd.StdinPipe()
+	var out io.Reader
+	if err == nil {
+		out, err = cmd.StdoutPipe()
+	}
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		c.kill()
+		return err
+	}
+	c.names = append(c.names, name)
+	c.cmds[name], c.ins[name], c.outs[name] = cmd, in, &lineReader{r: out}
+	return nil
+}
+
+// startCluster starts the children: of each role one, or more workers. spec is handed to each.
+func startCluster(ctx context.Context, van, host string, at place, workers int, spec []string, stderr io.Writer) (*cluster, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -60,41 +89,37 @@ func startCluster(ctx context.Context, van, host string, at place, spec []string
 	if host == "" {
 		host = "127.0.0.1"
 	}
-	c := &cluster{cmds: map[string]*exec.Cmd{}, outs: map[string]*lineReader{}, ins: map[string]io.WriteCloser{}}
-	for _, role := range roles {
+	c := newCluster()
+	for i := range len(roles) - 1 + workers {
+		role := roles[min(i, len(roles)-1)]
+		name := role
+		if workers > 1 && i >= len(roles)-1 {
+			name = rankName(i - len(roles) + 1)
+		}
 		cmd := exec.CommandContext(ctx, self, append([]string{"bench", "child"}, spec...)...)
 		cmd.Env = append(env.Strip(os.Environ()),
-			"DMLC_ROLE="+role, "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI="+host,
+			"DMLC_ROLE="+role, "DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI="+host,
 			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
 		cmd.Env = append(cmd.Env, transport(van)...)
 		cmd.Env = append(cmd.Env, at.env(role)...)
+		if name != role {
+			cmd.Env = append(cmd.Env, "DMLC_NODE_RANK="+strconv.Itoa(i-len(roles)+1))
+		}
 		for _, keep := range passed {
 			if v, ok := os.LookupEnv(keep); ok {
 				cmd.Env = append(cmd.Env, keep+"="+v)
 			}
 		}
 		cmd.Stderr = stderr
-		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-		cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
-		cmd.WaitDelay = 5 * time.Second
-		in, err := cmd.StdinPipe()
-		if err != nil {
-			c.kill()
+		if err := c.start(name, cmd); err != nil {
 			return nil, err
 		}
-		out, err := cmd.StdoutPipe()
-		if err != nil {
-			c.kill()
-			return nil, err
-		}
-		if err := cmd.Start(); err != nil {
-			c.kill()
-			return nil, err
-		}
-		c.cmds[role], c.ins[role], c.outs[role] = cmd, in, &lineReader{r: out}
 	}
 	return c, nil
 }
+
+// rankName names one of several workers.
+func rankName(i int) string { return "worker " + strconv.Itoa(i) }
 
 // Vans, as --van names them. local is the name here for shared memory, which is not a
 // van by itself.
@@ -151,7 +176,7 @@ func (c *cluster) wait() (map[string]float64, error) {
 	}
 	cpu := map[string]float64{}
 	var killed, failed []error
-	for _, role := range roles {
+	for _, role := range c.names {
 		cmd := c.cmds[role]
 		if err := cmd.Wait(); signalled(cmd) {
 			killed = append(killed, fmt.Errorf("%s: %w", role, err))

@@ -10,7 +10,7 @@ import (
 // children is a cluster of shell commands.
 func children(t *testing.T, scripts map[string]string) *cluster {
 	t.Helper()
-	c := &cluster{cmds: map[string]*exec.Cmd{}, ins: map[string]io.WriteCloser{}}
+	c := &cluster{names: roles, cmds: map[string]*exec.Cmd{}, ins: map[string]io.WriteCloser{}}
 	for role, script := range scripts {
 		cmd := exec.CommandContext(t.Context(), "sh", "-c", script)
 		in, err := cmd.StdinPipe()

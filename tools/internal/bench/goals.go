@@ -11,6 +11,8 @@ type payload struct{ push, pull int }
 // attention is what one layer of a large model moves.
 var attention = payload{917504, 1835008}
 
+func (p payload) String() string { return fmt.Sprintf("push %d, pull %d", p.push, p.pull) }
+
 func both(n int) payload { return payload{n, n} }
 
 // What figures are compared with, besides the floor.
@@ -18,6 +20,7 @@ const (
 	ibWriteLat = "ib_write_lat"
 	ibWriteBW  = "ib_write_bw"
 	ourFloor   = "the floor"
+	gloo       = "gloo"
 )
 
 // goal bounds the ratio of a payload's figure to another one of the same run. The zero
@@ -97,7 +100,7 @@ func (way course) goal(p payload) goal {
 type verdict struct{ missed []string }
 
 // judge compares a ratio with a goal, and tells whether the goal is missed.
-func (v *verdict) judge(p payload, g goal, ratio float64) bool {
+func (v *verdict) judge(p fmt.Stringer, g goal, ratio float64) bool {
 	if g.limit == 0 || g.reached(ratio) {
 		return false
 	}
@@ -109,8 +112,8 @@ func (v *verdict) judge(p payload, g goal, ratio float64) bool {
 	return true
 }
 
-func (v *verdict) miss(p payload, why string) {
-	v.missed = append(v.missed, fmt.Sprintf("push %d, pull %d: %s", p.push, p.pull, why))
+func (v *verdict) miss(p fmt.Stringer, why string) {
+	v.missed = append(v.missed, fmt.Sprintf("%s: %s", p, why))
 }
 
 // err is the error of --check.

@@ -8,7 +8,11 @@ import (
 
 // quantiles of a set of durations, in microseconds.
 type quantiles struct {
-	P50, P90, P99, Max, Mean float64
+	P50  float64 `json:"p50_us"`
+	P90  float64 `json:"p90_us"`
+	P99  float64 `json:"p99_us"`
+	Max  float64 `json:"max_us"`
+	Mean float64 `json:"mean_us"`
 }
 
 // summarize sorts ns.

@@ -1,0 +1,552 @@
+package bench
+
+import (
+	"context"
+	_ "embed"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// glooProgram is one rank of what collectives are compared with.
+//
+//go:embed gloo.py
+var glooProgram string
+
+// exchange is one collective call of all ranks.
+type exchange struct {
+	op   string
+	size int // in bytes: of a part that one rank gives another, or of the tensor that all have
+}
+
+func (e exchange) String() string { return fmt.Sprintf("%s of %d bytes", e.op, e.size) }
+
+// The calls, as --op names them.
+const (
+	allGather     = "AllGather"
+	allToAll      = "AllToAll"
+	broadcast     = "Broadcast"
+	reduceScatter = "ReduceScatter"
+	allReduce     = "AllReduce"
+	barrier       = "Barrier"
+)
+
+var exchangeOps = []string{allGather, allToAll, broadcast, reduceScatter, allReduce, barrier}
+
+// exchanges are what is measured over a van when nothing is asked for, with the goals.
+var exchanges = map[string][]struct {
+	exchange
+	limit float64 // of the ratio to gloo; 0: no goal
+}{
+	local: {
+		{exchange{allGather, 1 << 10}, 0.3}, {exchange{allGather, 1 << 20}, 0.5}, {exchange{allGather, 16 << 20}, 0.7},
+		{exchange{allReduce, 4 << 20}, 1}, {exchange{allToAll, 1 << 20}, 0}, {exchange{broadcast, 1 << 20}, 0},
+		{exchange{reduceScatter, 1 << 20}, 0}, {exchange{barrier, 0}, 0},
+	},
+	zmq: {
+		{exchange{allGather, 1 << 10}, 2}, {exchange{allGather, 1 << 20}, 1.2},
+		{exchange{allReduce, 4 << 20}, 0}, {exchange{allToAll, 1 << 20}, 0}, {exchange{broadcast, 1 << 20}, 0},
+		{exchange{reduceScatter, 1 << 20}, 0}, {exchange{barrier, 0}, 0},
+	},
+}
+
+func collectiveCommand(common []cli.Flag) *cli.Command {
+	return &cli.Command{
+		Name:      "collective",
+		Usage:     "AllGather, AllReduce and so on between processes, beside PyTorch's gloo",
+		UsageText: "stepaf bench collective --van local [--op AllGather --size 1024] [--check]",
+		Description: "Starts ranks of one communicator as workers, and, where PyTorch is there, as many of torch.distributed with gloo.\n" +
+			"Blocks of the two alternate, and the floor: a copy, by one thread, of as many bytes as come to a rank. A call's time\n" +
+			"is that of the slowest rank; calls follow each other at once. Every byte of the last result of a block is checked,\n" +
+			"and the first element of each part of every result, outside the timed part.\n\n" +
+			"--size is what a rank gives each other one (AllGather, AllToAll, ReduceScatter), or the tensor's (Broadcast from\n" +
+			"rank 0, AllReduce). Elements are float32, reductions sums.",
+		Flags: append([]cli.Flag{
+			&cli.StringSliceFlag{Name: "op", Usage: "calls to measure: " + strings.Join(exchangeOps, ", ") + " (default: those with goals, and each of the others at 1 MiB)"},
+			&cli.IntSliceFlag{Name: "size", Usage: "bytes, with --op (default: 1024, 1048576)"},
+			&cli.IntSliceFlag{Name: "ranks", Value: cli.NewIntSlice(2, 4), Usage: "numbers of ranks"},
+			&cli.IntFlag{Name: "iters", Usage: "measured calls; 0 chooses by size"},
+			&cli.StringFlag{Name: "python", Value: "python3", Usage: "interpreter with PyTorch"},
+			&cli.BoolFlag{Name: "check", Usage: "status 1 when a goal is missed or could not be looked at"},
+		}, common...),
+		Action: runCollective,
+	}
+}
+
+// collectiveReport is the JSON line of bench collective. Quantiles are in microseconds.
+type collectiveReport struct {
+	Van      string     `json:"van"`
+	Op       string     `json:"op"`
+	Bytes    int        `json:"bytes"`
+	Ranks    int        `json:"ranks"`
+	Iters    int        `json:"iters"`
+	Ours     quantiles  `json:"ours"`
+	Gloo     *quantiles `json:"gloo,omitempty"`
+	NoGloo   string     `json:"no_gloo,omitempty"` // why it was not measured
+	Copy     *quantiles `json:"copy,omitempty"`
+	RatioP50 float64    `json:"ratio_p50,omitempty"` // to gloo
+	RatioP99 float64    `json:"ratio_p99,omitempty"`
+	Goal     float64    `json:"goal_ratio_p50,omitempty"`
+	Missed   bool       `json:"missed,omitempty"`
+	Checked  bool       `json:"checked"`
+}
+
+func (r *collectiveReport) String() string {
+	return fmt.Sprintf("%s, %d ranks", exchange{r.Op, r.Bytes}, r.Ranks)
+}
+
+// collectiveRun is one call of bench collective.
+type collectiveRun struct {
+	c *cli.Context
+	v verdict
+}
+
+func runCollective(c *cli.Context) error {
+	over := c.String("van")
+	all, ok := exchanges[over]
+	if !ok {
+		return cli.Exit(fmt.Sprintf("bench collective: --van %s: want %s or %s", over, local, zmq), 2)
+	}
+	if c.IsSet("op") {
+		all = nil
+		sizes := c.IntSlice("size")
+		if len(sizes) == 0 {
+			sizes = []int{1 << 10, 1 << 20}
+		}
+		for _, op := range c.StringSlice("op") {
+			if !slices.Contains(exchangeOps, op) {
+				return cli.Exit(fmt.Sprintf("bench collective: --op %s: want %s", op, strings.Join(exchangeOps, ", ")), 2)
+			}
+			of := sizes
+			if op == barrier {
+				of = []int{0}
+			}
+			for _, size := range of {
+				all = append(all, struct {
+					exchange
+					limit float64
+				}{exchange{op, size}, goalOf(over, exchange{op, size})})
+			}
+		}
+	} else if c.IsSet("size") {
+		return cli.Exit("bench collective: --size wants --op", 2)
+	}
+	for _, e := range all {
+		if e.op != barrier && (e.size < 4 || e.size%4 != 0 || e.size > math.MaxInt32/4) {
+			return cli.Exit(fmt.Sprintf("bench collective: --size %d: want whole float32, 4 to %d bytes", e.size, math.MaxInt32/4), 2)
+		}
+	}
+	for _, n := range c.IntSlice("ranks") {
+		if n < 2 || n > 64 {
+			return cli.Exit(fmt.Sprintf("bench collective: --ranks %d: want 2 to 64", n), 2)
+		}
+	}
+	if c.Int("iters") < 0 || c.Int("rounds") < 1 {
+		return cli.Exit("bench collective: --iters and --rounds want positive numbers", 2)
+	}
+	m := &collectiveRun{c: c}
+	for _, n := range c.IntSlice("ranks") {
+		if err := m.group(n, all); err != nil {
+			return fmt.Errorf("bench collective: %d ranks: %w", n, err)
+		}
+	}
+	if c.Bool("check") {
+		return m.v.err()
+	}
+	return nil
+}
+
+// goalOf is the goal of a call over a van, 0 for none.
+func goalOf(over string, e exchange) float64 {
+	for _, x := range exchanges[over] {
+		if x.exchange == e {
+			return x.limit
+		}
+	}
+	return 0
+}
+
+// group measures with n ranks.
+func (m *collectiveRun) group(n int, all []struct {
+	exchange
+	limit float64
+}) (err error) {
+	ctx, cancel := context.WithTimeoutCause(m.c.Context, m.c.Duration("timeout"), fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, m.c.Duration("timeout")))
+	defer cancel()
+	ours, err := startCluster(ctx, m.c.String("van"), m.c.String("host"), place{}, n, []string{"collective"}, os.Stderr)
+	if err != nil {
+		return err
+	}
+	end := func(cl *cluster) {
+		if err != nil {
+			cancel() // nobody waits for those who do
+		}
+		if _, failed := cl.wait(); failed != nil && err == nil {
+			err = failed
+		}
+		if e := context.Cause(ctx); errors.Is(e, context.DeadlineExceeded) {
+			err = e
+		}
+	}
+	defer func() { end(ours) }()
+	peers, noGloo := startGloo(ctx, m.c.String("python"), n)
+	if peers != nil {
+		defer func() { end(peers) }()
+	}
+	if !m.c.Bool("json") {
+		collectiveHead(m.c.App.Writer, m.c.String("van"), n)
+	}
+	for _, e := range all {
+		r, err := m.measure(ours, peers, n, e.exchange)
+		if err != nil {
+			return fmt.Errorf("%s: %w", e.exchange, err)
+		}
+		if noGloo != nil {
+			r.NoGloo = noGloo.Error()
+		}
+		r.Goal = e.limit
+		switch {
+		case r.Gloo != nil:
+			r.Missed = m.v.judge(r, goal{of: gloo, limit: e.limit}, r.RatioP50)
+		case e.limit > 0:
+			m.v.miss(r, "gloo was not measured: "+r.NoGloo)
+		}
+		if err := r.print(m.c.App.Writer, m.c.Bool("json")); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// startGloo starts n ranks of gloo, or tells why it cannot.
+func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
+	port, err := freePort()
+	if err != nil {
+		return nil, err
+	}
+	cl := newCluster()
+	for i := range n {
+		cmd := exec.CommandContext(ctx, python, "-c", glooProgram, strconv.Itoa(i), strconv.Itoa(n), fmt.Sprintf("tcp://127.0.0.1:%d", port))
+		cmd.Env = append(os.Environ(), "GLOO_SOCKET_IFNAME=lo")
+		if err := cl.start(rankName(i), cmd); err != nil {
+			return nil, err
+		}
+	}
+	if _, err := cl.ask(n, ""); err != nil {
+		_, _ = cl.wait()
+		return nil, err
+	}
+	return cl, nil
+}
+
+// answer is a rank's line: the nanoseconds of each call, or why there are none.
+type answer struct {
+	NS    []int64 `json:"ns"`
+	Error string  `json:"error,omitempty"`
+}
+
+// unable is why a rank could not make a call.
+type unable string
+
+func (u unable) Error() string { return string(u) }
+
+// ask sends a line to n ranks, unless it is empty, and returns the time of each call: that of the
+// slowest rank.
+func (c *cluster) ask(n int, line string) (ns []int64, err error) {
+	for i := 0; i < n && line != ""; i++ {
+		if _, err := fmt.Fprintln(c.ins[rankName(i)], line); err != nil {
+			return nil, err
+		}
+	}
+	for i := range n {
+		text, e := c.outs[rankName(i)].line()
+		var a answer
+		if e == nil {
+			e = json.Unmarshal([]byte(text), &a)
+		}
+		switch {
+		case e != nil:
+			return nil, fmt.Errorf("%s: %w", rankName(i), e)
+		case a.Error != "":
+			err = unable(a.Error)
+		case ns == nil:
+			ns = a.NS
+		default:
+			for k := range ns {
+				ns[k] = max(ns[k], a.NS[k])
+			}
+		}
+	}
+	return ns, err
+}
+
+// measure measures one call, in blocks.
+func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*collectiveReport, error) {
+	rounds, iters := m.c.Int("rounds"), m.c.Int("iters")
+	if iters == 0 {
+		iters = min(max(1<<31/(e.size*n*(n-1)+1<<21), 40), 500)
+	}
+	rounds = min(rounds, iters)
+	r := &collectiveReport{Van: m.c.String("van"), Op: e.op, Bytes: e.size, Ranks: n, Iters: iters, Checked: true}
+	arrive := e.arrive(n)
+	from, to := make([]byte, arrive), make([]byte, arrive)
+	fill(from) // memory that was never written takes none
+	var mine, theirs, floor []int64
+	for round := -1; round < rounds; round++ {
+		k := iters*(round+1)/rounds - iters*max(round, 0)/rounds
+		if round < 0 {
+			k = max(iters/10, 2) // warms up
+		}
+		line := fmt.Sprintf("%s %d %d", e.op, e.size, k)
+		if peers != nil && r.NoGloo == "" {
+			ns, err := peers.ask(n, line)
+			if why := unable(""); errors.As(err, &why) {
+				r.NoGloo = why.Error()
+			} else if err != nil {
+				return nil, fmt.Errorf("gloo: %w", err)
+			}
+			if round >= 0 {
+				theirs = append(theirs, ns...)
+			}
+		}
+		ns, err := ours.ask(n, line)
+		if err != nil {
+			return nil, err
+		}
+		for i := 0; i < k && round >= 0; i++ {
+			start := time.Now()
+			copy(to, from)
+			floor = append(floor, int64(time.Since(start)))
+		}
+		if round >= 0 {
+			mine = append(mine, ns...)
+		}
+	}
+	r.Ours = summarize(mine)
+	if len(theirs) > 0 {
+		q := summarize(theirs)
+		r.Gloo, r.RatioP50, r.RatioP99 = &q, r.Ours.P50/q.P50, r.Ours.P99/q.P99
+	}
+	if arrive > 0 {
+		q := summarize(floor)
+		r.Copy = &q
+	}
+	return r, nil
+}
+
+// arrive is how many bytes come to a rank at least.
+func (e exchange) arrive(n int) int {
+	switch e.op {
+	case broadcast, barrier:
+		return e.size
+	case allReduce:
+		return 2 * e.size / n * (n - 1)
+	}
+	return e.size * (n - 1)
+}
+
+func collectiveHead(w io.Writer, over string, n int) {
+	fmt.Fprintf(w, "%d ranks over %s, microseconds, results checked\n", n, over)
+	fmt.Fprintf(w, "%-14s %9s %6s %9s %9s %9s %9s   %9s %9s %9s   %6s %s\n", "", "bytes", "iters", "p50", "p90", "p99", "max",
+		"gloo p50", "p99", "copy p50", "ratio", "goal")
+}
+
+func (r *collectiveReport) print(w io.Writer, asJSON bool) error {
+	if asJSON {
+		return json.NewEncoder(w).Encode(r)
+	}
+	of := func(q *quantiles, f func(*quantiles) float64) string {
+		if q == nil {
+			return "-"
+		}
+		return fmt.Sprintf("%.1f", f(q))
+	}
+	p50, p99 := func(q *quantiles) float64 { return q.P50 }, func(q *quantiles) float64 { return q.P99 }
+	ratio, goal := "-", ""
+	if r.Gloo != nil {
+		ratio = fmt.Sprintf("%.2f", r.RatioP50)
+	}
+	if r.Goal > 0 {
+		goal = fmt.Sprintf("%g", r.Goal)
+	}
+	if r.Missed {
+		goal += " missed"
+	}
+	if r.NoGloo != "" {
+		goal += " (no gloo: " + r.NoGloo + ")"
+	}
+	_, err := fmt.Fprintf(w, "%-14s %9d %6d %9.1f %9.1f %9.1f %9.1f   %9s %9s %9s   %6s %s\n", r.Op, r.Bytes, r.Iters,
+		r.Ours.P50, r.Ours.P90, r.Ours.P99, r.Ours.Max, of(r.Gloo, p50), of(r.Gloo, p99), of(r.Copy, p50), ratio, goal)
+	return err
+}
+
+// childCollective is a node of bench collective: a worker makes the calls that it is asked for.
+func childCollective(c *cli.Context, node *postoffice.Node) error {
+	if node.Role() != van.Worker {
+		return nil
+	}
+	ranks := make([]int, node.Topology().NumWorkers)
+	var others []int
+	for i := range ranks {
+		ranks[i] = i
+		if i != node.Rank() {
+			others = append(others, van.WorkerID(i))
+		}
+	}
+	comm, err := collective.New(c.Context, node, collective.Options{Ranks: ranks})
+	if err != nil {
+		return err
+	}
+	if err := checkTransport(node, others); err != nil {
+		return err
+	}
+	for in := (&lineReader{r: c.App.Reader}); ; {
+		line, err := in.line()
+		if err != nil {
+			break
+		}
+		var e exchange
+		var iters int
+		if _, err := fmt.Sscan(line, &e.op, &e.size, &iters); err != nil {
+			return fmt.Errorf("bench child: %q: %w", line, err)
+		}
+		ns, err := e.run(c.Context, node, comm, iters)
+		if err != nil {
+			return err
+		}
+		if err := json.NewEncoder(c.App.Writer).Encode(answer{NS: ns}); err != nil {
+			return err
+		}
+	}
+	if err := comm.Barrier(c.Context); err != nil {
+		return err
+	}
+	return comm.Close()
+}
+
+// given is element k of what a rank gives in call i, in its part p. Sums of it are exact.
+func given(rank, p, k, i int) float32 {
+	if k == 0 {
+		return float32(i%1024 + rank + p)
+	}
+	return float32((k*7 + rank*13 + p*17) % 1000)
+}
+
+// run makes a call iters times, checks the results, and returns the nanoseconds of each.
+func (e exchange) run(ctx context.Context, node *postoffice.Node, c *collective.Comm, iters int) ([]int64, error) {
+	n, self, count := c.Size(), c.Rank(), e.size/4
+	gives, gets := 1, 1 // parts in in and out
+	want := func(part, k, i int) float32 { return given(part, 0, k, i) }
+	sum := func(p, k, i int) (s float32) {
+		for r := range n {
+			s += given(r, p, k, i)
+		}
+		return s
+	}
+	switch e.op {
+	case allGather:
+		gets = n
+	case allToAll:
+		gives, gets = n, n
+		want = func(part, k, i int) float32 { return given(part, self, k, i) }
+	case reduceScatter:
+		gives = n
+		want = func(_, k, i int) float32 { return sum(self, k, i) }
+	case allReduce:
+		want = func(_, k, i int) float32 { return sum(0, k, i) }
+	case barrier:
+		gives, gets = 0, 0
+	}
+	in, out := make([]float32, gives*count), make([]float32, gets*count)
+	from, err := af.FromSlice(in)
+	if err != nil {
+		return nil, err
+	}
+	to, err := af.FromSlice(out)
+	if err != nil {
+		return nil, err
+	}
+	split := func(l []float32) []af.Tensor {
+		var parts []af.Tensor
+		for p := range n {
+			t, e := af.FromSlice(l[p*count : (p+1)*count])
+			parts, err = append(parts, t), errors.Join(err, e)
+		}
+		return parts
+	}
+	var call func() (collective.Op, error)
+	switch e.op {
+	case allGather:
+		call = func() (collective.Op, error) { return c.AllGather(to, from) }
+	case allToAll:
+		tos, froms := split(out), split(in)
+		call = func() (collective.Op, error) { return c.AllToAll(tos, froms) }
+	case broadcast:
+		if self == 0 {
+			out, to = in, from
+		}
+		call = func() (collective.Op, error) { return c.Broadcast(to, 0) }
+	case reduceScatter:
+		call = func() (collective.Op, error) { return c.ReduceScatter(to, from, collective.Sum) }
+	case allReduce:
+		call = func() (collective.Op, error) { return c.AllReduce(to, from, collective.Sum) }
+	}
+	if err != nil {
+		return nil, err
+	}
+	for j := range in {
+		in[j] = given(self, j/count, j%count, 0)
+	}
+	ns := make([]int64, iters)
+	for i := range iters {
+		for p := range gives {
+			in[p*count] = given(self, p, 0, i)
+		}
+		start := time.Now()
+		if call == nil {
+			err = c.Barrier(ctx)
+		} else {
+			var op collective.Op
+			if op, err = call(); err == nil {
+				err = op.Wait(ctx)
+			}
+		}
+		ns[i] = int64(time.Since(start))
+		if err != nil {
+			return nil, err
+		}
+		step := count // the first element of each part; of the last call, all
+		if i == iters-1 {
+			step = 1
+		}
+		for j := 0; j < len(out); j += step {
+			if w := want(j/count, j%count, i); out[j] != w {
+				return nil, fmt.Errorf("%s at rank %d, call %d: element %d is %g, want %g", e, self, i, j, out[j], w)
+			}
+		}
+		if call != nil && !(e.op == broadcast && self == 0) {
+			for j := 0; j < len(out); j += count {
+				out[j] = -1
+			}
+			if i == iters-2 {
+				clear(out)
+			}
+		}
+	}
+	return ns, nil
+}
