@@ -49,7 +49,7 @@ var errRefused = fmt.Errorf("no connection could be made: %w", syscall.ECONNREFU
 
 // tell reports a change of c's connection to the watcher.
 func (v *zvan) tell(c *conn, up bool, cause error) {
-	if v.watch != nil {
+	if v.watch != nil && !c.leaves.Load() {
 		v.watch(c.who.Load().id, up, cause)
 	}
 }
@@ -71,12 +71,14 @@ func (m *monitor) start(v *zvan, c *conn) {
 		for m.sock.wait(try) && !m.sock.closed.Load() {
 			switch event {
 			case zmq4.EVENT_DISCONNECTED:
+				c.up.Store(false)
 				c.lost.Store(true)
 				c.goOn()
 				v.tell(c, false, errDisconnected)
 			case zmq4.EVENT_CLOSED: // before it was a connection
 				v.tell(c, false, errRefused)
 			case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
+				c.up.Store(true)
 				c.lost.Store(false)
 				v.tell(c, true, nil)
 			}

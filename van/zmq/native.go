@@ -164,20 +164,65 @@ func (s *socket) stop() {
 	s.wake()
 }
 
-// close frees the socket; what was sent leaves within linger. Nobody may be
-// receiving. It does not wait for linger, which is the context's work.
+// close frees the socket; what was sent leaves within linger. Nobody may be receiving. It
+// does not wait for linger, which is the context's work.
 func (s *socket) close(linger time.Duration) error {
-	s.stop()
-	s.use.Lock()
-	defer s.use.Unlock()
-	if s.c == nil {
+	c := s.take()
+	if c == nil {
 		return nil
 	}
 	if linger > 0 {
-		C.sa_pump(s.c, 1) // what waits here leaves like what libzmq has
+		C.sa_pump(c, 1) // what waits here leaves like what libzmq has
 	}
-	C.sa_sock_free(s.c)
+	return s.free(c, linger)
+}
+
+// leave is close for a connection to another node of this library. It waits until libzmq has
+// handed to the system what was sent, and drops what comes meanwhile. libzmq's own waiting would
+// not do: it reads the connection of a closed socket no more, and then version 4.3.4 ends the
+// process at the next heartbeat if the peer goes. last is called before the socket is closed.
+func (s *socket) leave(peer *conn, linger time.Duration, last func()) error {
+	c := s.take()
+	if c == nil {
+		return nil
+	}
+	C.sa_pump(c, 1)
+	end := time.Now().Add(linger)
+	// libzmq lets go of a message when it has copied it, and writes what it has copied before
+	// it takes the next ones: that a first one behind all others is gone says that they are
+	// copied, a second one that they are written.
+	probes := 0
+	for !peer.lost.Load() {
+		C.sa_discard(c)
+		if peer.acct.unsent() == 0 {
+			if probes == 2 || !peer.up.Load() || C.sa_probe(c, peer.acct.c) != 0 {
+				break
+			}
+			probes++
+		}
+		left := time.Until(end)
+		if left <= 0 {
+			break
+		}
+		fds := []unix.PollFd{{Fd: int32(s.fd), Events: unix.POLLIN}}
+		_, _ = unix.Poll(fds, int(min(left/time.Millisecond, 5))+1) // nothing tells that a message was let go
+	}
+	last()
+	return s.free(c, 0)
+}
+
+// take makes the socket the caller's, who frees it.
+func (s *socket) take() *C.sa_sock {
+	s.stop()
+	s.use.Lock()
+	defer s.use.Unlock()
+	c := s.c
 	s.c = nil
+	return c
+}
+
+func (s *socket) free(c *C.sa_sock, linger time.Duration) error {
+	C.sa_sock_free(c)
 	return errors.Join(s.closePoll(), s.z.SetLinger(linger), s.z.Close())
 }
 

@@ -2,6 +2,7 @@ package zmq
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -14,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -238,6 +240,79 @@ func TestGoneWhileNotRead(t *testing.T) {
 	_ = server.Close(ctx)
 	noticed(t, lost, time.Now())
 	<-time.After(10 * worker.cfg.HeartbeatInterval) // one found the connection broken, the next one ended the process
+}
+
+// TestGoneWhileLeaving: a peer that answers and goes while a node that closes waits for it to
+// take the last messages. A socket of libzmq that was closed reads its connection no more, so
+// version 4.3.4 ended the process there, too.
+func TestGoneWhileLeaving(t *testing.T) {
+	ctx, err := zmq4.NewContext()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ctx.Term()
+	peer, err := ctx.NewSocket(zmq4.ROUTER)
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := false
+	defer func() {
+		if !closed {
+			peer.Close()
+		}
+	}()
+	if err := errors.Join(peer.SetRcvhwm(1), peer.SetRouterMandatory(1), peer.SetLinger(0), peer.Bind("tcp://127.0.0.1:*")); err != nil {
+		t.Fatal(err)
+	}
+	at, err := peer.GetLastEndpoint()
+	if err != nil {
+		t.Fatal(err)
+	}
+	port, err := strconv.Atoi(at[strings.LastIndex(at, ":")+1:])
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker := newNode(t, 9, 7, nil, func(c *env.Config) {
+		c.HeartbeatInterval, c.HeartbeatTimeout = 100*time.Millisecond, limit
+	})
+	server := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.Identity{Incarnation: 5, Bundles: true}).Encode()}
+	if err := worker.Connect(t.Context(), 8, server); err != nil {
+		t.Fatal(err)
+	}
+	name, err := peer.RecvBytes(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range 64 {
+		worker.must(t, push(8, i, make([]byte, 1<<20)))
+	}
+	done := make(chan error, 1)
+	go func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
+		defer cancel()
+		done <- worker.Close(ctx)
+	}()
+	until(t, "end of the table of peers", func() bool { return worker.closed.Load() && len(*worker.peers.Load()) == 0 })
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for range 200 { // before and behind the moment at which the socket is closed
+		<-tick.C
+		if _, err := peer.SendMessage(name, "an answer"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	closed = true
+	if err := peer.Close(); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(limit):
+		t.Fatal("Close has not ended")
+	}
 }
 
 func noticed(t *testing.T, lost chan error, since time.Time) {

@@ -309,6 +309,21 @@ int sa_pump(sa_sock *s, int force) {
   return rc;
 }
 
+void sa_discard(sa_sock *s) {
+  zmq_msg_t m;
+  zmq_msg_init(&m);
+  for (int i = 0; i < 1000 && zmq_msg_recv(&m, s->soc, ZMQ_DONTWAIT) >= 0; i++) {
+  }
+  zmq_msg_close(&m);
+}
+
+int sa_probe(sa_sock *s, sa_acct *acct) {
+  zmq_msg_t m;
+  if (head_part(&m, "", 0, acct, 1) != 0) return -ENOMEM;
+  __atomic_add_fetch(&acct->unsent, 1, __ATOMIC_RELAXED);
+  return send_parts(s, &m, 1, NULL);
+}
+
 void sa_hold(sa_sock *s, int on) {
   pthread_mutex_lock(&s->mu);
   s->hold = on;

@@ -164,6 +164,13 @@ int sa_flush(sa_sock *s);
 // Sends what waits and may leave now: all of it with force. Returns like sa_send.
 int sa_pump(sa_sock *s, int force);
 
+// Receives what is there, and drops it.
+void sa_discard(sa_sock *s);
+
+// Sends an empty message, which a node of this library passes over, and counts one byte for
+// it until libzmq lets go. Returns 0 or -errno.
+int sa_probe(sa_sock *s, sa_acct *acct);
+
 // Makes data messages wait, or go on.
 void sa_hold(sa_sock *s, int on);
 

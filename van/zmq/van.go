@@ -83,7 +83,10 @@ type conn struct {
 	mon  *monitor
 	rx   *receiver
 	acct *account
-	lost atomic.Bool // the connection broke and has not been restored
+	up   atomic.Bool // the connection stands
+	lost atomic.Bool // it broke and has not been restored
+
+	leaves atomic.Bool // this node ends it
 
 	incarnation uint32        // of the peer; 0: a node of the original
 	before      uint32        // of the process that it has replaced
@@ -473,24 +476,28 @@ const handlerTime = 2 * time.Second
 // replaced). The receiver may be delivering a message, perhaps the one whose
 // handler called: its end is awaited elsewhere. v.mu is held.
 func (v *zvan) drop(c *conn, linger time.Duration) {
-	c.mon.close()
+	c.leaves.Store(true)
 	c.sock.stop()
-	if c.rx == nil {
-		_ = v.end(c, linger)
-		return
-	}
 	v.loops = slices.DeleteFunc(v.loops, func(r *receiver) bool { return r == c.rx })
 	v.wg.Go(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
-		defer cancel()
-		_ = c.rx.stop(ctx) // one that runs longer does no harm, see handlerTime
+		if c.rx != nil {
+			ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
+			defer cancel()
+			_ = c.rx.stop(ctx) // one that runs longer does no harm, see handlerTime
+		}
 		_ = v.end(c, linger)
 	})
 }
 
 // end closes c's socket.
 func (v *zvan) end(c *conn, linger time.Duration) error {
-	err := c.sock.close(linger)
+	var err error
+	if c.incarnation != 0 && linger > 0 {
+		err = c.sock.leave(c, linger, c.mon.close)
+	} else {
+		c.mon.close()
+		err = c.sock.close(linger)
+	}
 	v.accounts.close(c.acct)
 	return err
 }
@@ -618,22 +625,29 @@ func (v *zvan) Close(ctx context.Context) error {
 			errs = append(errs, &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err})
 		}
 	}
-	linger := maxLinger
-	if d, ok := ctx.Deadline(); ok {
-		linger = min(max(time.Until(d), 0), maxLinger)
+	end := time.Now().Add(maxLinger)
+	if d, ok := ctx.Deadline(); ok && d.Before(end) {
+		end = d
 	}
+	linger := max(time.Until(end), 0)
 	v.guard.close()
 	v.flow.stop()
-	for _, c := range peers {
-		c.mon.close()
-		if c.lost.Load() {
-			errs = append(errs, v.end(c, 0)) // nobody to wait for
-		} else {
-			errs = append(errs, v.end(c, linger))
-		}
-	}
 	if v.router != nil {
 		errs = append(errs, v.router.close(linger))
+	}
+	ended := make(chan error, len(peers))
+	for _, c := range peers {
+		c.leaves.Store(true)
+		go func() {
+			if c.lost.Load() {
+				ended <- v.end(c, 0) // nobody to wait for
+			} else {
+				ended <- v.end(c, linger)
+			}
+		}()
+	}
+	for range peers {
+		errs = append(errs, <-ended)
 	}
 	v.wg.Wait()
 	errs = append(errs, v.zctx.Term())
