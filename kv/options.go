@@ -61,8 +61,12 @@ type DoneOption struct {
 // answered or one of them is lost.
 func Done(f func(error)) DoneOption { return DoneOption{f: f} }
 
-func (DoneOption) pushOption() {}
-func (DoneOption) pullOption() {}
+func (DoneOption) pushOption()   {}
+func (DoneOption) pullOption()   {}
+func (DoneOption) simpleOption() {}
+
+// SimpleOption changes one request of a SimpleApp: Done.
+type SimpleOption interface{ simpleOption() }
 
 // Copying says whether the library copies what a request sends.
 type Copying uint8

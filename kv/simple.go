@@ -138,7 +138,7 @@ func (a *SimpleApp) receive(msg *van.Message) {
 // A group without members, or with one that this node has no connection to (other
 // nodes of its own role), is an error that wraps van.ErrInvalid; then nothing was
 // sent.
-func (a *SimpleApp) Request(head int32, body []byte, to int) (Call, error) {
+func (a *SimpleApp) Request(head int32, body []byte, to int, opts ...SimpleOption) (Call, error) {
 	c := a.customer.Load()
 	if c == nil {
 		return Call{}, a.refuse(fmt.Errorf("%w: this server does not serve yet: call its Handle first", van.ErrInvalid))
@@ -155,6 +155,12 @@ func (a *SimpleApp) Request(head int32, body []byte, to int) (Call, error) {
 		r = &simpleCall{a: a}
 	}
 	r.holds.Store(2)
+	r.done = nil
+	for _, o := range opts {
+		if d, is := o.(DoneOption); is {
+			r.done = d.f
+		}
+	}
 	if err := c.Open(&r.Request, "simple request", r, 1, ids); err != nil {
 		return Call{}, err
 	}
@@ -230,6 +236,7 @@ type simpleCall struct {
 	postoffice.Request
 	a     *SimpleApp
 	holds atomic.Int32 // the sender's and the customer's
+	done  func(error)
 	msg   van.Message
 }
 
@@ -243,7 +250,11 @@ func (r *simpleCall) Answer(_, _ int, msg *van.Message) error {
 	return nil
 }
 
-func (r *simpleCall) Finished(error) {}
+func (r *simpleCall) Finished(err error) {
+	if done := r.done; done != nil {
+		done(err)
+	}
+}
 
 // Recycle gives up one hold.
 func (r *simpleCall) Recycle() {

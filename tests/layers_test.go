@@ -98,6 +98,7 @@ var layers = []struct {
 	{"van/", []string{"van", "van/backend", "van/engine", "van/env", "internal/"}},
 	{"postoffice/membership", []string{"van", "van/backend", "van/env", "internal/"}},
 	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/stack", "van/env", "internal/"}},
+	{"kv/session", []string{"kv", "postoffice", "van", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "van/env", "internal/"}},
 	{"af/collective", []string{"af", "postoffice", "van", "van/backend", "internal/"}},
 	{"af/", []string{"kv", "postoffice", "van", "van/backend", "van/env", "internal/"}},

@@ -27,6 +27,8 @@ const (
 	works  = "works"  // a worker that makes 20 round trips, and waits
 	rules  = "rules"  // a scheduler
 	learns = "learns" // a worker that says when its place was given to another
+	obeys  = "obeys"  // a rank of a session; it says when its function runs, which does not end
+	orders = "orders" // a controller, which says when all ranks run that
 )
 
 func TestMain(m *testing.M) { nodetest.Main(m, child) }
@@ -55,6 +57,10 @@ func child(c *nodetest.Child, what string) error {
 			c.Say("refused")
 			return nil
 		})
+	case obeys:
+		return serveSession(c)
+	case orders:
+		return openSession(c)
 	case begins, asks, works:
 		return childWorker(c.Node, what)
 	}

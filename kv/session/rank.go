@@ -1,0 +1,361 @@
+package session
+
+// Rank: the side of those that run functions.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Function is what a Rank runs. An argument is nil, a bool, int64, float64, string, []byte or
+// Array, or, for a handle, what a function has returned or the controller has set there; bytes
+// and arrays are the rank's own. A result may be anything; it is kept as it is. One that
+// implements Valuer can be copied to the controller though it is none of these types, and one that
+// implements io.Closer is closed when its handle is given up. ctx ends when the session does.
+type Function func(ctx context.Context, args []any) (any, error)
+
+// Valuer is a result that says what the controller gets when it copies it.
+type Valuer interface {
+	Value() (any, error)
+}
+
+// Rank runs functions for the controller of a session. All methods are safe for concurrent
+// use.
+type Rank struct {
+	node  postoffice.App
+	o     Options
+	mu    sync.Mutex
+	funcs map[string]Function
+	now   *serving
+}
+
+// NewRank makes a server node a rank, whose number is the node's Rank.
+func NewRank(node *postoffice.Node, o Options) (*Rank, error) {
+	r := &Rank{node: node.App(), o: o, funcs: map[string]Function{}}
+	err := o.check()
+	if err == nil && node.Role() != van.Server {
+		err = fmt.Errorf("%w: ranks are servers", van.ErrInvalid)
+	}
+	if err != nil {
+		return nil, r.error("rank", err)
+	}
+	r.node.OnExit(func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.now != nil {
+			r.now.cancel(van.ErrClosed)
+		}
+	})
+	return r, nil
+}
+
+func (r *Rank) error(op string, err error) error {
+	return &van.Error{Op: op, Node: r.node.Name(), Err: err}
+}
+
+// Register gives a function a name, before Serve.
+func (r *Rank) Register(name string, f Function) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case f == nil:
+		return r.error("register", fmt.Errorf("%w: no function for %q", van.ErrInvalid, name))
+	case r.now != nil:
+		return r.error("register", fmt.Errorf("%w: %q: the rank serves already", van.ErrInvalid, name))
+	case r.funcs[name] != nil:
+		return r.error("register", fmt.Errorf("%w: %q is registered already", van.ErrInvalid, name))
+	}
+	r.funcs[name] = f
+	return nil
+}
+
+// Serve waits for a controller and runs what it calls. It returns nil when the controller
+// shuts the session down, and an error that says why when the session has failed, the controller is lost or ctx
+// ends; it does not wait for a function that still runs then. Serve may be called
+// again, for another session.
+func (r *Rank) Serve(ctx context.Context) error {
+	s := &serving{r: r, waits: map[uint64]work{}, work: make(chan work, maxWork), values: map[uint64]any{}}
+	s.ctx, s.cancel = context.WithCancelCause(ctx)
+	defer s.cancel(van.ErrClosed)
+	r.mu.Lock()
+	if r.now != nil {
+		r.mu.Unlock()
+		return r.error("serve", fmt.Errorf("%w: it runs already", van.ErrInvalid))
+	}
+	r.now = s
+	r.mu.Unlock()
+	defer func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.now = nil
+	}()
+	defer r.node.OnPeer(func(id int, _ bool, cause error) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.session != 0 && id == s.controller {
+			s.cancel(fmt.Errorf("%w: the controller, %s: %w", van.ErrPeerLost, r.node.PeerName(id), cause))
+		}
+	})()
+	app := appIDs + r.o.ID
+	a, err := kv.NewSimpleApp(r.node.Node, kv.SimpleOptions{AppID: app, CustomerID: app, Timeout: -1, Handler: s.asked})
+	if err != nil {
+		return err
+	}
+	defer a.Close()
+	if err := r.node.Alive(); err != nil { // from here on OnExit tells
+		return err
+	}
+	go s.run()
+	<-s.ctx.Done()
+	switch err := cause(s.ctx); {
+	case errors.Is(err, errStopped):
+		return nil
+	default:
+		s.leave(a, err)
+		return r.error("serve", err)
+	}
+}
+
+// errStopped: the controller has shut the session down.
+var errStopped = errors.New("shut down")
+
+// maxWork is how many calls may wait at a rank.
+const maxWork = 2 * maxCalls
+
+// serving is one run of Serve.
+type serving struct {
+	r      *Rank
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+
+	mu         sync.Mutex
+	session    uint64          // 0 before a controller has come
+	controller int             // its node id
+	next       uint64          // number of the call that is due
+	waits      map[uint64]work // calls whose turn it is not yet
+	work       chan work
+
+	values map[uint64]any // by handle; of the goroutine that runs functions
+}
+
+// work is a request that is to be carried out.
+type work struct {
+	m kv.SimpleMessage
+	q request
+}
+
+// noValue is what a handle has where the call that should have made it has failed.
+type noValue string
+
+// leave tells the controller that Serve has ended, if the session goes on without that.
+func (s *serving) leave(a *kv.SimpleApp, why error) {
+	s.mu.Lock()
+	session, to := s.session, s.controller
+	s.mu.Unlock()
+	if session == 0 || errors.Is(why, errAborted) || errors.Is(why, van.ErrPeerLost) {
+		return
+	}
+	q := request{session: session, text: why.Error()}
+	body, err := q.append(nil, wantLeave)
+	if err != nil {
+		return
+	}
+	if c, err := a.Request(wantLeave, body, to); err == nil {
+		ctx, cancel := context.WithTimeout(context.Background(), farewell)
+		defer cancel()
+		_ = c.Wait(ctx) // a controller that is lost as well need not know
+	}
+}
+
+// asked takes a request. Who asks for what this rank has no part in hears so.
+func (s *serving) asked(m kv.SimpleMessage) {
+	q, err := parseRequest(m.Head, m.Body)
+	if err == nil {
+		err = s.accept(work{m, q})
+	}
+	if err != nil {
+		s.answer(work{m, q}, answer{outcome: refused, text: err.Error()})
+	}
+}
+
+// accept has w carried out in its turn.
+func (s *serving) accept(w work) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if w.m.Head == wantOpen && s.session == 0 {
+		if n := len(s.r.node.Members(van.ServerGroup)); int(w.q.ranks) != n || w.q.session == 0 {
+			return fmt.Errorf("%w: %d ranks, want %d", van.ErrInvalid, w.q.ranks, n)
+		}
+		s.session, s.controller = w.q.session, w.m.Sender
+	}
+	switch {
+	case s.session == 0:
+		return fmt.Errorf("%w: no session has begun here", van.ErrInvalid)
+	case w.q.session != s.session || w.m.Sender != s.controller:
+		return fmt.Errorf("%w: this rank serves another session, of %s", van.ErrInvalid, s.r.node.PeerName(s.controller))
+	case w.m.Head == wantAbort:
+		s.answer(w, answer{})
+		s.cancel(fmt.Errorf("%w: %s", errAborted, w.q.text))
+		return nil
+	case w.q.seq < s.next:
+		return fmt.Errorf("%w: call %d again, want %d", van.ErrMalformed, w.q.seq, s.next)
+	case len(s.work)+len(s.waits) >= maxWork:
+		return fmt.Errorf("%w: %d calls wait", van.ErrQueueFull, maxWork)
+	}
+	s.waits[w.q.seq] = w
+	for w, due := s.waits[s.next]; due; w, due = s.waits[s.next] {
+		delete(s.waits, s.next)
+		s.next++
+		s.work <- w // there is room
+	}
+	return nil
+}
+
+// errAborted: the controller has given the session up.
+var errAborted = errors.New("the controller has ended the session")
+
+func (s *serving) answer(w work, a answer) {
+	a.session, a.seq = w.q.session, w.q.seq
+	b, err := a.append(make([]byte, 0, 64), w.m.Head)
+	if err != nil {
+		a.outcome, a.text = failed, err.Error()
+		b, err = a.append(b[:0], w.m.Head)
+	}
+	if err == nil {
+		err = w.m.Respond(b)
+	}
+	if err != nil {
+		if n, speak := s.r.node.Rarely("session: not answered"); speak {
+			s.r.node.Log().Warn("call not answered", "err", err, "so far", n)
+		}
+	}
+}
+
+// run carries calls out until the session ends.
+func (s *serving) run() {
+	defer func() { s.drop(slices.Collect(maps.Keys(s.values))...) }()
+	for {
+		select {
+		case <-s.ctx.Done():
+			return
+		case w := <-s.work:
+			s.drop(w.q.kills...)
+			a := s.do(w)
+			if s.ctx.Err() != nil {
+				return
+			}
+			s.answer(w, a)
+			if w.m.Head == wantStop {
+				s.cancel(errStopped)
+			}
+		}
+	}
+}
+
+// do carries one call out.
+func (s *serving) do(w work) (a answer) {
+	var err error
+	switch w.m.Head {
+	case wantCall:
+		var v any
+		if v, err = s.call(w.q.text, w.q.values); err != nil {
+			v = noValue(fmt.Sprintf("call %d, %q, has failed: %v", w.q.seq, w.q.text, err))
+		}
+		s.values[w.q.handle] = v
+	case wantSet:
+		s.drop(w.q.handle)
+		s.values[w.q.handle] = w.q.values[0]
+	case wantGet:
+		var v any
+		if v, err = s.value(w.q.handle); err == nil {
+			a.value, err = s.plainly(v)
+		}
+	case wantList:
+		for id, v := range s.values {
+			if _, none := v.(noValue); !none {
+				a.handles = append(a.handles, id)
+			}
+		}
+		slices.Sort(a.handles)
+	}
+	if err != nil {
+		a.outcome, a.text = failed, err.Error()
+	}
+	return a
+}
+
+// value is what the rank has under a handle.
+func (s *serving) value(id uint64) (any, error) {
+	v, has := s.values[id]
+	if why, none := v.(noValue); none {
+		return nil, fmt.Errorf("handle %d: %s", id, why)
+	}
+	if !has {
+		return nil, fmt.Errorf("%w: handle %d has no value on this rank", van.ErrInvalid, id)
+	}
+	return v, nil
+}
+
+// plainly is the value that the controller gets for v.
+func (s *serving) plainly(v any) (value any, err error) {
+	defer s.caught(&err)
+	if x, is := v.(Valuer); is {
+		v, err = x.Value()
+	}
+	return v, err
+}
+
+// call runs a function.
+func (s *serving) call(name string, args []any) (v any, err error) {
+	f := s.r.funcs[name] // which do not change while it serves
+	if f == nil {
+		return nil, fmt.Errorf("%w: no function %q is registered on this rank, which has: %s", van.ErrInvalid, name,
+			strings.Join(slices.Sorted(maps.Keys(s.r.funcs)), ", "))
+	}
+	for i, a := range args {
+		if id, is := a.(handleID); is {
+			if args[i], err = s.value(uint64(id)); err != nil {
+				return nil, fmt.Errorf("argument %d: %w", i, err)
+			}
+		}
+	}
+	defer s.caught(&err)
+	return f(s.ctx, args)
+}
+
+// caught makes a panic an error. Where it was is logged.
+func (s *serving) caught(err *error) {
+	if p := recover(); p != nil {
+		*err = fmt.Errorf("panic: %v", p)
+		s.r.node.Log().Error("a function of a session panicked", "panic", p, "stack", string(debug.Stack()))
+	}
+}
+
+// drop gives values up.
+func (s *serving) drop(handles ...uint64) {
+	for _, id := range handles {
+		v, has := s.values[id]
+		delete(s.values, id)
+		if c, is := v.(io.Closer); has && is {
+			if err := s.closed(c); err != nil {
+				s.r.node.Log().Warn("a result's Close has failed", "handle", id, "err", err)
+			}
+		}
+	}
+}
+
+func (s *serving) closed(c io.Closer) (err error) {
+	defer s.caught(&err)
+	return c.Close()
+}

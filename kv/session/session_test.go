@@ -1,0 +1,511 @@
+package session_test
+
+import (
+	"context"
+	"errors"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/kv/session"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// ends are the results of the ranks' Serve.
+type ends []chan error
+
+// serve starts the ranks of a cluster with the functions that register gives them.
+func serve(t *testing.T, c *testcluster.Cluster, register func(rank int, r *session.Rank)) ends {
+	t.Helper()
+	e := make(ends, len(c.Servers))
+	for i, n := range c.Servers {
+		e[i] = serveOne(t, func() (*session.Rank, error) { return session.NewRank(n, session.Options{}) }, i, register)
+	}
+	return e
+}
+
+func serveOne(t *testing.T, newRank func() (*session.Rank, error), rank int, register func(int, *session.Rank)) chan error {
+	t.Helper()
+	r, err := newRank()
+	if err != nil {
+		t.Fatal(err)
+	}
+	register(rank, r)
+	ended := make(chan error, 1)
+	go func() { ended <- r.Serve(context.Background()) }()
+	return ended
+}
+
+// all waits for all of them.
+func (e ends) all(t *testing.T) []error {
+	t.Helper()
+	l := make([]error, len(e))
+	for i, c := range e {
+		select {
+		case l[i] = <-c:
+		case <-time.After(30 * time.Second):
+			t.Fatalf("Serve of rank %d does not end", i)
+		}
+	}
+	return l
+}
+
+func open(t *testing.T, c *testcluster.Cluster) *session.Session {
+	t.Helper()
+	s, err := session.Open(limit(t), c.Workers[0], session.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(s.Close)
+	return s
+}
+
+func limit(t *testing.T) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func must[T any](t *testing.T) func(T, error) T {
+	return func(v T, err error) T {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return v
+	}
+}
+
+func register(t *testing.T, r *session.Rank, name string, f session.Function) {
+	t.Helper()
+	if err := r.Register(name, f); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// standard are functions that most tests need.
+func standard(t *testing.T) func(int, *session.Rank) {
+	return func(rank int, r *session.Rank) {
+		register(t, r, "rank", func(context.Context, []any) (any, error) { return int64(rank), nil })
+		register(t, r, "same", func(_ context.Context, args []any) (any, error) { return args[0], nil })
+		register(t, r, "sum", func(_ context.Context, args []any) (any, error) {
+			var sum int64
+			for _, a := range args {
+				sum += a.(int64)
+			}
+			return sum, nil
+		})
+		register(t, r, "fail on", func(_ context.Context, args []any) (any, error) {
+			if args[0] == int64(rank) {
+				return nil, errors.New("no more of these")
+			}
+			return int64(1), nil
+		})
+		if rank != 1 {
+			register(t, r, "not on 1", func(context.Context, []any) (any, error) { return nil, nil })
+		}
+	}
+}
+
+var over = []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.SHM}
+
+// TestSession: everything that a session can do, in order.
+func TestSession(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers, o.Group = 2, 2
+		o.Workers = 1
+		c := testcluster.Start(t, o)
+		ended := serve(t, c, standard(t))
+		s, ctx := open(t, c), limit(t)
+		if s.Ranks() != 4 {
+			t.Fatalf("%d ranks, want 4", s.Ranks())
+		}
+		ranks := must[*session.Handle](t)(s.Call(ctx, "rank"))
+		sum := must[*session.Handle](t)(s.Call(ctx, "sum", ranks, 10, ranks))
+		for r := range 4 {
+			if v := must[any](t)(s.Get(ctx, sum, r)); v != int64(10+2*r) {
+				t.Errorf("rank %d has %v, want %d", r, v, 10+2*r)
+			}
+		}
+		array := must[session.Array](t)(session.NewArray([]float32{1, 2, 3, 4, 5, 6}, 2, 3))
+		big := must[session.Array](t)(session.NewArray(make([]uint8, 3<<20)))
+		for i := range big.Data {
+			big.Data[i] = byte(i * 7)
+		}
+		for _, v := range []any{nil, true, false, int64(-5), 2.5, "text", []byte("bytes"), []byte{}, array, big,
+			session.Array{Type: "bfloat16", Shape: []int{0, 7}, Data: []byte{}}} {
+			same := must[*session.Handle](t)(s.Call(ctx, "same", v))
+			for r := range 4 {
+				if got := must[any](t)(s.Get(ctx, same, r)); !reflect.DeepEqual(got, v) {
+					t.Errorf("rank %d has %.60v, want %.60v", r, got, v)
+				}
+			}
+			x := must[*session.Handle](t)(s.CopyTo(ctx, v))
+			y := must[*session.Handle](t)(s.Broadcast(ctx, x))
+			z := must[*session.Handle](t)(s.Call(ctx, "same", y))
+			if got := must[any](t)(s.Get(ctx, z, 3)); !reflect.DeepEqual(got, v) {
+				t.Errorf("rank 3 has %.60v after a broadcast, want %.60v", got, v)
+			}
+			if got := must[any](t)(s.CopyFrom(ctx, x)); !reflect.DeepEqual(got, v) {
+				t.Errorf("rank 0 has %.60v, want %.60v", got, v)
+			}
+			if _, err := s.Get(ctx, x, 2); err == nil || !strings.Contains(err.Error(), "rank 2 (server 2") {
+				t.Errorf("rank 2 has what was copied to rank 0: %v", err)
+			}
+			s.Kill(same, x, y, z)
+		}
+		if err := s.Set(ctx, ranks, 2, int64(100)); err != nil {
+			t.Fatal(err)
+		}
+		sum2 := must[*session.Handle](t)(s.Call(ctx, "sum", ranks))
+		for r, want := range []int64{0, 1, 100, 3} {
+			if v := must[any](t)(s.Get(ctx, sum2, r)); v != want {
+				t.Errorf("rank %d has %v, want %d", r, v, want)
+			}
+		}
+		s.Kill(sum, sum)
+		if _, err := s.Call(ctx, "sum", sum); !errors.Is(err, van.ErrInvalid) {
+			t.Errorf("a handle that was killed: %v", err)
+		}
+		if err := s.Sync(ctx); err != nil {
+			t.Fatal(err)
+		}
+		for r := range 4 {
+			if l := must[[]uint64](t)(s.Handles(ctx, r)); !slices.Equal(l, []uint64{ranks.ID(), sum2.ID()}) {
+				t.Errorf("rank %d has handles %d, want %d and %d", r, l, ranks.ID(), sum2.ID())
+			}
+		}
+		if err := s.Shutdown(ctx); err != nil {
+			t.Fatal(err)
+		}
+		for r, err := range ended.all(t) {
+			if err != nil {
+				t.Errorf("Serve of rank %d: %v", r, err)
+			}
+		}
+		if _, err := s.Call(ctx, "rank"); !errors.Is(err, van.ErrClosed) {
+			t.Errorf("a call after Shutdown: %v", err)
+		}
+		c.Finalize(t)
+	}, over...)
+}
+
+// TestErrors: what fails on one rank is an error of that call that names the rank, of what
+// uses its result, and of nothing else.
+func TestErrors(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 3})
+	serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "panic", func(_ context.Context, args []any) (any, error) { return args[7], nil })
+		register(t, r, "chan", func(context.Context, []any) (any, error) { return make(chan int), nil })
+	})
+	s, ctx := open(t, c), limit(t)
+	wants := func(err error, rank int, texts ...string) {
+		t.Helper()
+		var e *session.RankError
+		if !errors.As(err, &e) || e.Rank != rank || e.Node != van.NodeName(van.ServerID(rank)) {
+			t.Fatalf("%v, want an error of rank %d", err, rank)
+		}
+		for _, text := range texts {
+			if !strings.Contains(err.Error(), text) {
+				t.Errorf("%v, want it to name %q", err, text)
+			}
+		}
+	}
+	bad := must[*session.Handle](t)(s.Call(ctx, "fail on", 2))
+	uses := must[*session.Handle](t)(s.Call(ctx, "sum", bad))
+	wants(uses.Wait(ctx), 2, "argument 0", "fail on", "no more of these")
+	wants(bad.Wait(ctx), 2, `"fail on"`, "rank 2 (server 2 (id 12))", "no more of these")
+	if v := must[any](t)(s.Get(ctx, uses, 1)); v != int64(1) {
+		t.Errorf("rank 1, where nothing has failed, has %v", v)
+	}
+	_, err := s.Get(ctx, uses, 2)
+	wants(err, 2, "no more of these")
+	wants(must[*session.Handle](t)(s.Call(ctx, "not on 1")).Wait(ctx), 1, `no function "not on 1"`, "fail on, panic")
+	err = must[*session.Handle](t)(s.Call(ctx, "panic")).Wait(ctx)
+	wants(err, 0, "panic", "index out of range", "rank 1", "rank 2")
+	h := must[*session.Handle](t)(s.Call(ctx, "chan"))
+	if err := h.Wait(ctx); err != nil {
+		t.Errorf("a result that stays there: %v", err)
+	}
+	_, err = s.CopyFrom(ctx, h)
+	wants(err, 0, "chan int")
+	// Sync has those that nobody has waited for.
+	if err := s.Sync(ctx); err != nil {
+		t.Errorf("all errors are known: %v", err)
+	}
+	for range 40 {
+		must[*session.Handle](t)(s.Call(ctx, "fail on", 0))
+	}
+	err = s.Sync(ctx)
+	wants(err, 0, "24 more errors")
+	if err := s.Sync(ctx); err != nil {
+		t.Errorf("the same errors again: %v", err)
+	}
+	for _, v := range []any{make(chan int), session.Array{Type: "float32", Shape: []int{2}, Data: make([]byte, 7)}, session.Array{Type: "object"},
+		session.Array{Type: "int8", Shape: []int{-1, -1}, Data: []byte{1}}, &session.Handle{}, (*session.Handle)(nil)} {
+		if _, err := s.Call(ctx, "same", 1, v); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "argument 1") {
+			t.Errorf("argument %v: %v", v, err)
+		}
+	}
+	if _, err := s.Get(ctx, h, 3); !errors.Is(err, van.ErrInvalid) {
+		t.Errorf("rank 3 of 3: %v", err)
+	}
+	if err := s.Err(); err != nil {
+		t.Errorf("the session has failed: %v", err)
+	}
+}
+
+// TestOrder: all ranks run the calls of several goroutines in one order, and more of them than
+// may be under way.
+func TestOrder(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers = 3
+		c := testcluster.Start(t, o)
+		logs := make([][]int64, 3)
+		ended := serve(t, c, func(rank int, r *session.Rank) {
+			register(t, r, "log", func(_ context.Context, args []any) (any, error) {
+				logs[rank] = append(logs[rank], args[0].(int64))
+				return nil, nil
+			})
+		})
+		s, ctx := open(t, c), limit(t)
+		var wg sync.WaitGroup
+		for g := range 4 {
+			wg.Go(func() {
+				for i := range 700 {
+					h, err := s.Call(ctx, "log", g*1000+i, make([]byte, i))
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					s.Kill(h)
+				}
+			})
+		}
+		wg.Wait()
+		if err := s.Shutdown(ctx); err != nil {
+			t.Fatal(err)
+		}
+		ended.all(t)
+		if len(logs[0]) != 2800 || !slices.Equal(logs[0], logs[1]) || !slices.Equal(logs[0], logs[2]) {
+			t.Fatalf("%d, %d and %d calls, or in different orders", len(logs[0]), len(logs[1]), len(logs[2]))
+		}
+		for g := range int64(4) {
+			var own []int64
+			for _, v := range logs[0] {
+				if v/1000 == g {
+					own = append(own, v)
+				}
+			}
+			if !slices.IsSorted(own) {
+				t.Errorf("calls of goroutine %d out of order", g)
+			}
+		}
+	}, over...)
+}
+
+// TestWaitEnds: a wait that ends with its context names who owes an answer, and gives nothing up.
+func TestWaitEnds(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	release := make(chan struct{})
+	serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "slow", func(context.Context, []any) (any, error) {
+			if rank == 1 {
+				<-release
+			}
+			return int64(rank), nil
+		})
+	})
+	s, ctx := open(t, c), limit(t)
+	h := must[*session.Handle](t)(s.Call(ctx, "slow"))
+	short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+	defer cancel()
+	vantest.Fails(t, h.Wait(short), van.ErrTimeout, "slow", "rank 1 (server 1")
+	vantest.Fails(t, s.Sync(short), van.ErrTimeout, "rank 1 (server 1")
+	if v := must[any](t)(s.Get(ctx, h, 0)); v != int64(0) { // of a rank that is not held up
+		t.Errorf("rank 0 has %v", v)
+	}
+	close(release)
+	if err := h.Wait(ctx); err != nil {
+		t.Error(err)
+	}
+	if v := must[any](t)(s.Get(ctx, h, 1)); v != int64(1) {
+		t.Errorf("rank 1 has %v", v)
+	}
+}
+
+// closer counts how often it is closed, and can be copied.
+type closer struct{ n *atomic.Int32 }
+
+func (c closer) Close() error {
+	c.n.Add(1)
+	return nil
+}
+
+func (c closer) Value() (any, error) { return "the value", nil }
+
+// TestResultsAreClosed when their handle is killed, replaced, or the session ends.
+func TestResultsAreClosed(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	var n atomic.Int32
+	ended := serve(t, c, func(_ int, r *session.Rank) {
+		register(t, r, "make", func(context.Context, []any) (any, error) { return closer{&n}, nil })
+	})
+	s, ctx := open(t, c), limit(t)
+	a, b := must[*session.Handle](t)(s.Call(ctx, "make")), must[*session.Handle](t)(s.Call(ctx, "make"))
+	must[*session.Handle](t)(s.Call(ctx, "make"))
+	if v := must[any](t)(s.CopyFrom(ctx, a)); v != "the value" || n.Load() != 0 {
+		t.Errorf("%v, and %d closed", v, n.Load())
+	}
+	s.Kill(a)
+	if err := s.Set(ctx, b, 0, nil); err != nil || n.Load() != 2 {
+		t.Errorf("%v, %d closed, want 2", err, n.Load())
+	}
+	if err := s.Shutdown(ctx); err != nil {
+		t.Fatal(err)
+	}
+	ended.all(t)
+	for limit := time.Now().Add(10 * time.Second); n.Load() != 3; {
+		if time.Now().After(limit) {
+			t.Fatalf("%d closed, want 3", n.Load())
+		}
+	}
+}
+
+// TestLostRank: a rank that goes fails the session at once, and the others' Serve. A process
+// in its place has no part in it, and a new session can be opened.
+func TestLostRank(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers = 3
+		c := testcluster.Start(t, o)
+		hangs := func(rank int, r *session.Rank) {
+			standard(t)(rank, r)
+			register(t, r, "hang", func(ctx context.Context, _ []any) (any, error) {
+				<-ctx.Done()
+				return nil, context.Cause(ctx)
+			})
+		}
+		ended := serve(t, c, hangs)
+		s, ctx := open(t, c), limit(t)
+		h := must[*session.Handle](t)(s.Call(ctx, "hang"))
+		c.Servers[1].Close()
+		vantest.Fails(t, h.Wait(ctx), van.ErrPeerLost, "server 1")
+		<-s.Failed()
+		_, err := s.Call(ctx, "rank")
+		vantest.Fails(t, err, van.ErrPeerLost, "server 1")
+		for r, err := range ended.all(t) {
+			if err == nil || r != 1 && !strings.Contains(err.Error(), "server 1") {
+				t.Errorf("Serve of rank %d: %v, want that the controller has given up because of server 1", r, err)
+			}
+		}
+		s.Close()
+		back := make(chan struct{}, 1)
+		defer c.Workers[0].OnPeer(func(_ int, up bool, _ error) {
+			if up {
+				back <- struct{}{}
+			}
+		})()
+		n, err := c.Join(ctx, "server", 1, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		<-back
+		_, err = s.Call(ctx, "rank")
+		vantest.Fails(t, err, van.ErrPeerLost, "server 1")
+		c.Servers[1] = n
+		ended = serve(t, c, hangs)
+		s = open(t, c)
+		h = must[*session.Handle](t)(s.Call(ctx, "rank"))
+		if v := must[any](t)(s.Get(ctx, h, 1)); v != int64(1) {
+			t.Errorf("the new rank 1 has %v", v)
+		}
+		if err := s.Shutdown(ctx); err != nil {
+			t.Fatal(err)
+		}
+		ended.all(t)
+	}, over...)
+}
+
+// TestServeEnds: with the controller, with its context, with its node, and when the controller
+// closes. The controller hears of those that it has not asked for.
+func TestServeEnds(t *testing.T) {
+	for _, x := range []struct {
+		name  string
+		end   func(c *testcluster.Cluster, s *session.Session, cancel func())
+		serve error
+		text  string // what Serve says
+		heard string // what the controller says
+	}{
+		{"controller lost", func(c *testcluster.Cluster, _ *session.Session, _ func()) { c.Workers[0].Close() }, van.ErrPeerLost, "worker 0", ""},
+		{"closed", func(_ *testcluster.Cluster, s *session.Session, _ func()) { s.Close() }, nil, "the controller has ended the session", ""},
+		{"context", func(_ *testcluster.Cluster, _ *session.Session, cancel func()) { cancel() }, context.Canceled, "", "rank 0 (server 0 (id 8)"},
+		{"node", func(c *testcluster.Cluster, _ *session.Session, _ func()) { c.Servers[0].Close() }, van.ErrClosed, "", "server 0 (id 8)"},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			c := testcluster.Start(t, testcluster.Options{})
+			r := must[*session.Rank](t)(session.NewRank(c.Servers[0], session.Options{}))
+			running := make(chan struct{})
+			register(t, r, "run", func(ctx context.Context, _ []any) (any, error) {
+				close(running)
+				<-ctx.Done()
+				return nil, nil
+			})
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			ended := make(chan error, 1)
+			go func() { ended <- r.Serve(ctx) }()
+			s := open(t, c)
+			h := must[*session.Handle](t)(s.Call(limit(t), "run"))
+			<-running
+			vantest.Fails(t, r.Register("late", func(context.Context, []any) (any, error) { return nil, nil }), van.ErrInvalid, "late", "serves already")
+			x.end(c, s, cancel)
+			err := ends{ended}.all(t)[0]
+			if err == nil || x.serve != nil && !errors.Is(err, x.serve) || !strings.Contains(err.Error(), x.text) {
+				t.Errorf("Serve: %v, want %v, %q", err, x.serve, x.text)
+			}
+			if err := h.Wait(limit(t)); err == nil || !strings.Contains(err.Error(), x.heard) {
+				t.Errorf("the call: %v, want one that names %q", err, x.heard)
+			}
+		})
+	}
+}
+
+// TestOpen refuses what makes no sense, and says who does not serve.
+func TestOpen(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2, Workers: 2})
+	_, err := session.Open(t.Context(), c.Servers[0], session.Options{})
+	vantest.Fails(t, err, van.ErrInvalid, "worker")
+	_, err = session.Open(t.Context(), c.Workers[0], session.Options{ID: 256})
+	vantest.Fails(t, err, van.ErrInvalid, "256")
+	_, err = session.NewRank(c.Workers[0], session.Options{})
+	vantest.Fails(t, err, van.ErrInvalid, "ranks are servers")
+	r := must[*session.Rank](t)(session.NewRank(c.Servers[0], session.Options{}))
+	register(t, r, "f", func(context.Context, []any) (any, error) { return nil, nil })
+	vantest.Fails(t, r.Register("f", func(context.Context, []any) (any, error) { return nil, nil }), van.ErrInvalid, `"f"`)
+	vantest.Fails(t, r.Register("g", nil), van.ErrInvalid, `"g"`)
+	first := make(chan error, 1)
+	go func() { first <- r.Serve(context.Background()) }()
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	_, err = session.Open(ctx, c.Workers[0], session.Options{})
+	vantest.Fails(t, err, van.ErrTimeout, "rank 1 (server 1")
+	if err := (ends{first}).all(t)[0]; err == nil {
+		t.Error("Serve of rank 0 has ended without an error, though the session has not begun")
+	}
+	ended := serve(t, c, standard(t))
+	s := open(t, c)
+	_, err = session.Open(limit(t), c.Workers[1], session.Options{})
+	vantest.Fails(t, err, session.ErrRefused, "another session", "worker 0")
+	if err := s.Shutdown(limit(t)); err != nil {
+		t.Errorf("the session that was there: %v", err)
+	}
+	ended.all(t)
+}
