@@ -2,7 +2,10 @@ package postoffice
 
 // App: a node as packages that build an application protocol on it use it, such as af and kv.
 
-import "time"
+import (
+	"context"
+	"time"
+)
 
 // App is a node with what application packages need and programs do not: customers,
 // messages, and how to speak of peers. It is a small value.
@@ -44,6 +47,12 @@ func (a App) Rarely(cause string) (count uint64, show bool) { return a.rarely(ca
 // Poll receives on the caller's goroutine, if the van can, until done returns true or
 // nothing has come for a short time. Handlers run on it, too, so they must never block.
 func (a App) Poll(done func() bool) { a.stack.Poll(done) }
+
+// PollFor is what a wait does before it sleeps: Poll, on a worker only, since on a server that
+// would run handlers of requests, and again for limit (0: for ever) when waits are to spin.
+func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool) {
+	a.pollFor(ctx, limit, done)
+}
 
 // OnExit registers f to run when the node has left, the last one first.
 func (a App) OnExit(f func()) {

@@ -305,7 +305,7 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 		timer.Reset(left)
 		defer timer.Stop()
 	}
-	r.poll(ctx, left)
+	r.c.node.pollFor(ctx, left, r.isDone)
 	select {
 	case <-r.done:
 		return r.err
@@ -330,19 +330,18 @@ func (r *Request) wait(ctx context.Context, limit, slice time.Duration, timer *t
 	return r.err
 }
 
-// poll receives in place of the transport for a short time, or, when waits are to spin for
-// ever, until r is finished or left (0: no limit) has passed.
-func (r *Request) poll(ctx context.Context, left time.Duration) {
-	p := r.c.node.stack
-	if r.c.node.role != van.Worker {
+// pollFor receives in place of the transport for a short time, or, when waits are to spin for
+// ever, until done or left (0: no limit) has passed.
+func (n *Node) pollFor(ctx context.Context, left time.Duration, done func() bool) {
+	if n.role != van.Worker {
 		return // on a server, polling would run request handlers
 	}
 	begun := clock.Now()
-	p.Poll(r.isDone)
-	for r.c.node.cfg.BusyPoll == env.SpinForever && !r.isDone() && ctx.Err() == nil &&
+	n.stack.Poll(done)
+	for n.cfg.BusyPoll == env.SpinForever && !done() && ctx.Err() == nil &&
 		(left <= 0 || time.Duration(clock.Now()-begun) < left) {
 		runtime.Gosched() // another waiter may be polling
-		p.Poll(r.isDone)
+		n.stack.Poll(done)
 	}
 }
 

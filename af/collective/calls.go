@@ -22,29 +22,26 @@ func (c *Comm) AllGather(out, in af.Tensor) (Op, error) {
 	if err := c.copyOwn(out.Mem().Sub(c.self*n, n), in.Mem()); err != nil {
 		return Op{}, c.failed(kinds[k.kind], err)
 	}
-	return c.start(&plan{call: k,
-		ask:  func(r int) (backend.Mem, bool) { return out.Mem().Sub(r*n, n), true },
-		give: toAll(in.Mem())})
+	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: everybody}, give: share{mem: in.Mem(), of: everybody}})
 }
 
 // AllGatherV makes out[r] the tensor in of rank r, for all ranks. Sizes may differ from rank
 // to rank and be 0; out[r] has the size of what rank r gives.
 func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
-	k := call{kind: allGatherV, dtype: dtypeOf(append([]af.Tensor{in}, out...)), root: -1}
+	k := call{kind: allGatherV, dtype: dtypeOf([]af.Tensor{in}, out), root: -1}
 	if err := c.check(k, onHost(&in), each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.self))); err != nil {
 		return Op{}, err
 	}
 	if err := c.copyOwn(out[c.self].Mem(), in.Mem()); err != nil {
 		return Op{}, c.failed(kinds[k.kind], err)
 	}
-	out = append([]af.Tensor(nil), out...)
-	return c.start(&plan{call: k, ask: eachOf(out), give: toAll(in.Mem())})
+	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{mem: in.Mem(), of: everybody}})
 }
 
 // AllToAll gives in[r] to rank r and makes out[r] what rank r gives this one, for all ranks.
 // Sizes may differ and be 0.
 func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
-	k := call{kind: allToAll, dtype: dtypeOf(append(append([]af.Tensor(nil), in...), out...)), root: -1}
+	k := call{kind: allToAll, dtype: dtypeOf(in, out), root: -1}
 	if err := c.check(k, each(c.Size(), in, "in", k.dtype), each(c.Size(), out, "out", k.dtype)); err != nil {
 		return Op{}, err
 	}
@@ -54,7 +51,7 @@ func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
 	if err := c.copyOwn(out[c.self].Mem(), in[c.self].Mem()); err != nil {
 		return Op{}, c.failed(kinds[k.kind], err)
 	}
-	return c.start(&plan{call: k, ask: eachOf(append([]af.Tensor(nil), out...)), give: eachOf(append([]af.Tensor(nil), in...))})
+	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{list: in, of: everybody}})
 }
 
 // Broadcast makes t on all ranks what it is on rank root.
@@ -63,7 +60,7 @@ func (c *Comm) Broadcast(t af.Tensor, root int) (Op, error) {
 	if err := c.check(k, c.rooted(root), onHost(&t)); err != nil {
 		return Op{}, err
 	}
-	return c.start(&plan{call: k, ask: c.ofRoot(root, t.Mem()), give: c.ifRoot(root, toAll(t.Mem()))})
+	return c.start(&plan{call: k, ask: share{mem: t.Mem(), of: root}, give: share{mem: t.Mem(), of: c.ifRoot(root)}})
 }
 
 // Gather makes out, on rank root, the tensors in of all ranks, in the order of ranks. Others
@@ -78,14 +75,12 @@ func (c *Comm) Gather(out, in af.Tensor, root int) (Op, error) {
 	if err := c.check(k, checks...); err != nil {
 		return Op{}, err
 	}
-	p := &plan{call: k, ask: c.ifRoot(root, func(r int) (backend.Mem, bool) { return out.Mem().Sub(r*n, n), true }),
-		give: c.ofRoot(root, in.Mem())}
 	if c.self == root {
 		if err := c.copyOwn(out.Mem().Sub(c.self*n, n), in.Mem()); err != nil {
 			return Op{}, c.failed(kinds[k.kind], err)
 		}
 	}
-	return c.start(p)
+	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: c.ifRoot(root)}, give: share{mem: in.Mem(), of: root}})
 }
 
 // Scatter makes out, on each rank, that rank's part of the tensor in of rank root, which has
@@ -105,8 +100,7 @@ func (c *Comm) Scatter(out, in af.Tensor, root int) (Op, error) {
 			return Op{}, c.failed(kinds[k.kind], err)
 		}
 	}
-	return c.start(&plan{call: k, ask: c.ofRoot(root, out.Mem()),
-		give: c.ifRoot(root, func(r int) (backend.Mem, bool) { return in.Mem().Sub(r*n, n), true })})
+	return c.start(&plan{call: k, ask: share{mem: out.Mem(), of: root}, give: share{mem: in.Mem(), by: 1, of: c.ifRoot(root)}})
 }
 
 // Barrier waits until all ranks have called it.
@@ -115,7 +109,7 @@ func (c *Comm) Barrier(ctx context.Context) error {
 	if err := c.check(k); err != nil {
 		return err
 	}
-	op, err := c.start(&plan{call: k, ask: toAll(backend.Mem{}), give: toAll(backend.Mem{})})
+	op, err := c.start(&plan{call: k, ask: share{of: everybody}, give: share{of: everybody}})
 	if err != nil {
 		return err
 	}
@@ -132,12 +126,9 @@ func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	if err := c.check(k, err, same(&out, &in), size(&in, "in", n*c.Size()), aligned(&out), aligned(&in)); err != nil {
 		return Op{}, err
 	}
-	room := scratch(n * c.Size())
-	return c.start(&plan{call: k,
-		ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
-		give: func(r int) (backend.Mem, bool) { return in.Mem().Sub(r*n, n), true },
-		then: func() { c.foldInto(out.Mem(), room, in.Mem().Sub(c.self*n, n), f) },
-		hold: []backend.Mem{out.Mem(), in.Mem()}})
+	give := share{mem: in.Mem(), by: k.dtype.Size(), of: everybody}
+	own, _ := give.part(c.self, c.Size())
+	return c.start(&plan{call: k, give: give, fold: f, out: out.Mem(), own: own})
 }
 
 // reduceWhole is the size in bytes below which AllReduce moves whole tensors: one exchange
@@ -152,35 +143,17 @@ func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 	if err := c.check(k, err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in)); err != nil {
 		return Op{}, err
 	}
-	if n := out.Len(); n < reduceWhole {
-		room := scratch(n * c.Size())
-		return c.start(&plan{call: k,
-			ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
-			give: toAll(in.Mem()),
-			then: func() { c.foldInto(out.Mem(), room, in.Mem(), f) },
-			hold: []backend.Mem{out.Mem(), in.Mem()}})
+	whole := share{mem: in.Mem(), of: everybody}
+	if in.Len() < reduceWhole {
+		return c.start(&plan{call: k, give: whole, fold: f, out: out.Mem(), own: in.Mem()})
 	}
-	return c.allReduceParts(k, out.Mem(), in.Mem(), f)
-}
-
-// allReduceParts has each rank reduce one part, and then gathers the parts.
-func (c *Comm) allReduceParts(k call, out, in backend.Mem, f folder) (Op, error) {
-	size := k.dtype.Size()
-	count := in.Len() / size
-	part := func(m backend.Mem, r int) backend.Mem {
-		from, to := r*count/c.Size(), (r+1)*count/c.Size()
-		return m.Sub(from*size, (to-from)*size)
-	}
-	n := part(in, c.self).Len()
-	room := scratch(n * c.Size())
-	first := &plan{call: k,
-		ask:  func(r int) (backend.Mem, bool) { return room.Sub(r*n, n), true },
-		give: func(r int) (backend.Mem, bool) { return part(in, r), true },
-		then: func() { c.foldInto(part(out, c.self), room, part(in, c.self), f) },
-		hold: []backend.Mem{out, in}}
-	o1, h, err := c.reserveTwo(first, &plan{call: k,
-		ask:  func(r int) (backend.Mem, bool) { return part(out, r), true },
-		give: toAll(part(out, c.self))})
+	// Each rank reduces one part, and then all gather the parts.
+	give, ask := whole, share{mem: out.Mem(), by: k.dtype.Size(), of: everybody}
+	give.by = ask.by
+	from, _ := give.part(c.self, c.Size())
+	to, _ := ask.part(c.self, c.Size())
+	o1, h, err := c.reserveTwo(&plan{call: k, give: give, fold: f, out: to, own: from},
+		&plan{call: k, ask: ask, give: share{mem: to, of: everybody}})
 	if err != nil {
 		return Op{}, err
 	}
@@ -234,35 +207,6 @@ func (c *Comm) start(p *plan) (Op, error) {
 	return h, nil
 }
 
-// foldInto makes out the reduction of own, which is this rank's, and of what others have put
-// into room, in the order of ranks.
-func (c *Comm) foldInto(out, room, own backend.Mem, f folder) {
-	n := out.Len()
-	if n == 0 {
-		return
-	}
-	part := func(r int) backend.Mem {
-		if r == c.self {
-			return own
-		}
-		return room.Sub(r*n, n)
-	}
-	if c.self > 0 && out.Addr() == own.Addr() { // it is needed later, and is about to be written
-		keep := room.Sub(c.self*n, n)
-		copy(keep.Host(), own.Host())
-		own = keep
-	}
-	if first := part(0); first.Addr() != out.Addr() {
-		copy(out.Host(), first.Host())
-	}
-	for r := 1; r < c.Size(); r++ {
-		f(out, part(r))
-	}
-}
-
-// scratch is host memory for elements of any type.
-func scratch(n int) backend.Mem { return backend.Slice(make([]uint64, (n+7)/8)).Sub(0, n) }
-
 // copyOwn copies this rank's own part.
 func (c *Comm) copyOwn(dst, src backend.Mem) error {
 	if dst.Addr() == src.Addr() || dst.Len() == 0 {
@@ -271,27 +215,12 @@ func (c *Comm) copyOwn(dst, src backend.Mem) error {
 	return c.node.Backend().Copy(dst, src)
 }
 
-// toAll gives m to every rank.
-func toAll(m backend.Mem) func(int) (backend.Mem, bool) {
-	return func(int) (backend.Mem, bool) { return m, true }
-}
-
-// eachOf is tensor r for rank r.
-func eachOf(l []af.Tensor) func(int) (backend.Mem, bool) {
-	return func(r int) (backend.Mem, bool) { return l[r].Mem(), true }
-}
-
-// ofRoot is m for the root, and nothing for others, nor on the root.
-func (c *Comm) ofRoot(root int, m backend.Mem) func(int) (backend.Mem, bool) {
-	return func(r int) (backend.Mem, bool) { return m, r == root }
-}
-
-// ifRoot is f on the root, and nothing elsewhere.
-func (c *Comm) ifRoot(root int, f func(int) (backend.Mem, bool)) func(int) (backend.Mem, bool) {
+// ifRoot is everybody on the root, and nobody elsewhere.
+func (c *Comm) ifRoot(root int) int {
 	if c.self == root {
-		return f
+		return everybody
 	}
-	return func(int) (backend.Mem, bool) { return backend.Mem{}, false }
+	return nobody
 }
 
 // check refuses a call that makes no sense here, before anything is sent.
@@ -347,10 +276,12 @@ func size(t *af.Tensor, name string, want int) error {
 }
 
 // dtypeOf is the type of the first tensor that is not empty.
-func dtypeOf(l []af.Tensor) af.Dtype {
-	for i := range l {
-		if l[i].Len() > 0 {
-			return l[i].Dtype()
+func dtypeOf(lists ...[]af.Tensor) af.Dtype {
+	for _, l := range lists {
+		for i := range l {
+			if l[i].Len() > 0 {
+				return l[i].Dtype()
+			}
 		}
 	}
 	return af.Uint8

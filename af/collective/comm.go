@@ -63,8 +63,8 @@ type Comm struct {
 	err     error  // why there can be no calls before Rebuild
 	left    error  // a rank has closed its end: calls in flight that do not need it go on
 	closed  bool
-	window  [maxInFlight]*op  // calls in flight, by number
-	asked   []map[uint32]*ask // by rank and number: requests for calls that this rank has not made yet
+	window  [maxInFlight]*op   // calls in flight, by number
+	asked   [][maxInFlight]ask // by rank and number: requests for calls that this rank has not made yet
 	ranks   []rank
 	round   uint64 // of join, this node's
 	joining bool
@@ -74,7 +74,8 @@ type Comm struct {
 	refuted func(error)   // ends the round: a rank has another idea of the communicator
 	misfit  error         // such a rank has said hello before the first round
 	free    []*op
-	sending int // answers whose memory others may be reading
+	rooms   [][]uint64 // memory for reductions
+	sending int        // answers whose memory others may be reading
 	telling sync.WaitGroup
 	quiet   chan struct{} // closed when sending has become 0; nil when nobody waits
 }
@@ -170,10 +171,7 @@ func (c *Comm) place(ranks []int) error {
 	}
 	c.hash = h.Sum64()
 	c.ranks = make([]rank, len(c.ids))
-	c.asked = make([]map[uint32]*ask, len(c.ids))
-	for i := range c.asked {
-		c.asked[i] = map[uint32]*ask{}
-	}
+	c.asked = make([][maxInFlight]ask, len(c.ids))
 	return nil
 }
 
@@ -271,13 +269,12 @@ func (c *Comm) leave(rank int, err error) {
 }
 
 // takeAsked removes the kept requests that f picks. mu is held.
-func (c *Comm) takeAsked(f func(*ask) bool) []*ask {
-	var taken []*ask
-	for _, bySeq := range c.asked {
-		for seq, a := range bySeq {
-			if f(a) {
-				taken = append(taken, a)
-				delete(bySeq, seq)
+func (c *Comm) takeAsked(f func(*ask) bool) (taken []ask) {
+	for r := range c.asked {
+		for i := range c.asked[r] {
+			if a := &c.asked[r][i]; a.kept && f(a) {
+				taken = append(taken, *a)
+				*a = ask{}
 			}
 		}
 	}

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -37,24 +38,31 @@ type op struct {
 	key   [8]byte
 	body  []byte
 
-	held []backend.Mem // other memory that then uses
+	// Of a reduction, nil and none for other calls.
+	fold folder
+	out  backend.Mem // of what is in room, and own
+	own  backend.Mem // this rank's part
+	room []uint64    // where parts come
 
-	left  atomic.Int32  // 1 until the request has ended, and 1 for each part that is not taken
-	then  func()        // what to do when all have come, on a goroutine of its own, before end
-	next  *op           // the call that begins then; this one has a reference to it
-	done  chan struct{} // one token when the call has ended
-	start uint64
+	left   atomic.Int32       // 1 until the request has ended, and 1 for each part that is not taken
+	next   *op                // the call that begins after the reduction; this one has a reference to it
+	done   chan struct{}      // one token when the call has ended
+	isDone func() bool        // tells whether it is there, or there is work
+	work   atomic.Pointer[op] // what the waiter is to reduce, since it polls: o, or the call before it
+	timer  *time.Timer        // for waiting; nil until it was needed
+	start  uint64
 
 	// Guarded by c.mu.
 	gen   uint32 // tells uses of the op apart
 	refs  int    // the caller until Wait, the request until Recycle, memory that is lent, and who uses it
 	begun bool   // others may have their parts
 	ended bool
-	busy  int  // begin and then use the memory
-	ran   bool // then has been started
+	busy  int  // begin and reduce use the memory
+	ran   bool // reduce has been started
 	told  bool // done has its token
 	err   error
 	waits bool
+	polls bool // the waiter looks for work
 }
 
 // taking is a part that another rank takes.
@@ -103,6 +111,7 @@ func (c *Comm) take(k call) *op {
 		o, c.free = c.free[n-1], c.free[:n-1]
 	} else {
 		o = &op{c: c, done: make(chan struct{}, 1), parts: make([]backend.Mem, len(c.ids)), takes: make([]taking, len(c.ids))}
+		o.isDone = func() bool { return len(o.done) > 0 || o.work.Load() != nil }
 		for r := range o.takes {
 			o.takes[r].o, o.takes[r].rank = o, r
 		}
@@ -112,8 +121,7 @@ func (c *Comm) take(k call) *op {
 	default:
 	}
 	o.call, o.gen, o.refs, o.begun, o.ended, o.err, o.waits = k, o.gen+1, 1, false, false, nil, false
-	o.busy, o.ran, o.told, o.then, o.next, o.pull = 0, false, false, nil, nil, postoffice.Call{}
-	o.held = o.held[:0]
+	o.busy, o.ran, o.told, o.next, o.pull = 0, false, false, nil, postoffice.Call{}
 	o.from, o.into, o.came = o.from[:0], o.into[:0], o.came[:0]
 	for r := range o.takes {
 		o.takes[r].state = notWanted
@@ -130,20 +138,77 @@ func (c *Comm) unref(o *op) {
 	}
 	clear(o.into)
 	clear(o.parts)
-	clear(o.held)
-	o.then, o.next = nil, nil
+	c.giveRoom(o.room)
+	o.fold, o.out, o.own, o.room, o.next = nil, backend.Mem{}, backend.Mem{}, nil, nil
 	if len(c.free) < maxInFlight {
 		c.free = append(c.free, o)
 	}
 }
 
-// plan is what a call does: which ranks it asks for what, and what others take.
+// maxRooms is how many pieces of memory for reductions a communicator keeps for later ones: an
+// AllReduce needs one at a time.
+const maxRooms = 2
+
+// takeRoom returns memory for n bytes, of elements of any type. mu is held.
+func (c *Comm) takeRoom(n int) []uint64 {
+	n = (n + 7) / 8
+	for i, room := range c.rooms {
+		if cap(room) >= n {
+			c.rooms = slices.Delete(c.rooms, i, i+1)
+			return room[:n]
+		}
+	}
+	return make([]uint64, n)
+}
+
+// giveRoom takes back what nobody writes into any more, in place of the smallest. mu is held.
+func (c *Comm) giveRoom(room []uint64) {
+	if room == nil {
+		return
+	}
+	c.rooms = append(c.rooms, room)
+	if len(c.rooms) > maxRooms {
+		slices.SortFunc(c.rooms, func(a, b []uint64) int { return cmp.Compare(cap(b), cap(a)) })
+		c.rooms = slices.Delete(c.rooms, maxRooms, len(c.rooms))
+	}
+}
+
+// share is what of some memory is each rank's.
+type share struct {
+	mem  backend.Mem
+	by   int         // the size of elements: mem is divided by them among the ranks; 0: all is everybody's
+	list []af.Tensor // instead of mem: one for each rank
+	of   int         // everybody, nobody, or the only rank that has any
+}
+
+// Values of share.of that are no rank.
+const (
+	everybody = -1
+	nobody    = -2
+)
+
+// part is what is a rank's, of n, and whether anything is.
+func (s *share) part(r, n int) (m backend.Mem, any bool) {
+	switch {
+	case s.of != everybody && s.of != r:
+		return m, false
+	case s.list != nil:
+		return s.list[r].Mem(), true
+	case s.by == 0:
+		return s.mem, true
+	}
+	count := s.mem.Len() / s.by
+	from, to := r*count/n*s.by, (r+1)*count/n*s.by
+	return s.mem.Sub(from, to-from), true
+}
+
+// plan is what a call does: which ranks it asks for what, and what others take. Of a reduction
+// what it asks for comes into a room, of the length of out for each rank.
 type plan struct {
-	call call
-	ask  func(rank int) (into backend.Mem, wanted bool)
-	give func(rank int) (part backend.Mem, wanted bool)
-	then func()
-	hold []backend.Mem // what then uses besides
+	call      call
+	ask, give share
+	fold      folder
+	out, own  backend.Mem
 }
 
 // reserve gives a call its number. The caller begins it, see begin.
@@ -160,21 +225,25 @@ func (c *Comm) reserve(p *plan) (*op, error) {
 	o := c.take(p.call)
 	o.start = clock.Now()
 	left := int32(1)
+	ask := p.ask
+	if p.fold != nil {
+		n := p.out.Len() * len(c.ids)
+		o.fold, o.out, o.own, o.room = p.fold, p.out, p.own, c.takeRoom(n)
+		ask = share{mem: backend.Slice(o.room).Sub(0, n), by: p.call.dtype.Size(), of: everybody}
+	}
 	for r, id := range c.ids {
 		if r == c.self {
 			continue
 		}
-		if into, wanted := p.ask(r); wanted {
+		if into, wanted := ask.part(r, len(c.ids)); wanted {
 			o.from, o.into, o.came = append(o.from, id), append(o.into, into), append(o.came, false)
 		}
-		if part, wanted := p.give(r); wanted {
+		if part, wanted := p.give.part(r, len(c.ids)); wanted {
 			o.parts[r], o.takes[r].state = part, awaited
 			left++
 		}
 	}
 	o.left.Store(left)
-	o.then = p.then
-	o.held = append(o.held, p.hold...)
 	o.epoch, o.seq = c.epoch, c.next
 	c.next++
 	c.window[o.seq%maxInFlight] = o
@@ -196,10 +265,8 @@ func (c *Comm) begin(o *op) {
 	o.busy++
 	o.refs += 2 // the request, and this function
 	c.mu.Unlock()
-	defer func() {
-		o.rest()
-		c.unref(o)
-	}()
+	defer c.unref(o)
+	defer o.rest()
 	o.retain()
 	name := kinds[o.call.kind]
 	if err := c.customer.Open(&o.Request, name, o, 1, o.from); err != nil {
@@ -222,24 +289,27 @@ func (c *Comm) begin(o *op) {
 	if o.ended {
 		err = o.err
 	}
-	o.begun = true
-	var kept []*ask
-	for r := range c.ids {
-		if a := c.asked[r][o.seq]; a != nil && a.epoch == o.epoch {
-			kept = append(kept, a)
-			delete(c.asked[r], o.seq)
-		}
-	}
+	o.begun = true // what is asked for from now on is not kept
 	c.mu.Unlock()
 	if err != nil {
 		c.customer.Abort(&o.Request, err)
 	}
-	for _, a := range kept {
-		o.serve(a)
+	for r := range c.ids {
+		c.mu.Lock()
+		kept := &c.asked[r][o.seq%maxInFlight]
+		a := *kept
+		found := a.kept && a.seq == o.seq && a.epoch == o.epoch
+		if found {
+			*kept = ask{}
+		}
+		c.mu.Unlock()
+		if found {
+			o.serve(&a)
+		}
 	}
 }
 
-// rest notes that begin or then does not use the memory any more.
+// rest notes that begin or reduce does not use the memory any more.
 func (o *op) rest() {
 	o.c.mu.Lock()
 	defer o.c.mu.Unlock()
@@ -263,19 +333,17 @@ func (o *op) retain() {
 	for i := range o.parts {
 		o.parts[i].Retain()
 	}
-	for i := range o.held {
-		o.held[i].Retain()
-	}
+	o.out.Retain()
+	o.own.Retain()
 }
 
-// release gives back what others take and then uses.
+// release gives back what others take and reduce uses.
 func (o *op) release() {
 	for i := range o.parts {
 		o.parts[i].Release()
 	}
-	for i := range o.held {
-		o.held[i].Release()
-	}
+	o.out.Release()
+	o.own.Release()
 }
 
 // sendAsks sends the requests for parts.
@@ -413,11 +481,16 @@ func (o *op) settle() {
 	}
 	c := o.c
 	c.mu.Lock()
-	run := o.then != nil && !o.ended
+	run := o.fold != nil && !o.ended
+	handed := false
 	if run {
 		o.ran = true
 		o.busy++
 		o.refs++
+		waited := cmp.Or(o.next, o)
+		if handed = waited.polls; handed {
+			waited.work.Store(o)
+		}
 	}
 	c.mu.Unlock()
 	if !run {
@@ -425,18 +498,51 @@ func (o *op) settle() {
 		o.end(nil)
 		return
 	}
-	go func() {
-		o.then()
-		o.release()
-		next := o.next
-		o.end(nil)
-		o.rest()
-		if next != nil {
-			c.begin(next)
-			o.dropNext(next)
+	if !handed {
+		go o.reduce() // this may be a goroutine that must not wait, or send
+	}
+}
+
+// reduce makes the result of the parts that have come, and goes on.
+func (o *op) reduce() {
+	o.foldParts()
+	o.release()
+	next := o.next
+	o.end(nil)
+	o.rest()
+	if next != nil {
+		o.c.begin(next)
+		o.dropNext(next)
+	}
+	o.c.unref(o)
+}
+
+// foldParts makes out the reduction of own and of what others have put into room, in the order
+// of ranks.
+func (o *op) foldParts() {
+	n, self := o.out.Len(), o.c.self
+	room, own := backend.Slice(o.room), o.own
+	part := func(r int) backend.Mem {
+		if r == self {
+			return own
 		}
-		c.unref(o)
-	}()
+		return room.Sub(r*n, n)
+	}
+	switch {
+	case n == 0:
+		return
+	case len(o.c.ids) == 1:
+		copy(o.out.Host(), own.Host())
+		return
+	case self > 1 && o.out.Addr() == own.Addr(): // it is needed later, and is about to be written
+		keep := room.Sub(self*n, n)
+		copy(keep.Host(), own.Host())
+		own = keep
+	}
+	o.fold(o.out, part(0), part(1))
+	for r := 2; r < len(o.c.ids); r++ {
+		o.fold(o.out, o.out, part(r))
+	}
 }
 
 // dropNext ends the use of o, of which only the call behind it, next, is waited for.
@@ -519,36 +625,66 @@ func (o *op) forget() {
 
 func (o *op) wait(ctx context.Context) error {
 	c := o.c
-	select {
-	case <-o.done:
-		return o.err
-	default:
-	}
 	limit := c.limit(ctx)
-	var late <-chan time.Time
-	if limit > 0 {
-		timer := time.NewTimer(max(limit-time.Duration(clock.Now()-o.start), 0))
-		defer timer.Stop()
-		late = timer.C
-	}
-	alive := time.NewTicker(aliveEvery)
-	defer alive.Stop()
-	for {
+	left := func() time.Duration { return limit - time.Duration(clock.Now()-o.start) }
+	o.poll(ctx, func() time.Duration {
+		if limit == 0 {
+			return 0
+		}
+		return max(left(), time.Nanosecond)
+	})
+	for late := false; ; {
 		select {
 		case <-o.done:
 			return o.err
-		case <-late:
-			o.giveUp(van.ErrTimeout, limit)
-			late = nil
+		default:
+		}
+		slice := aliveEvery
+		if limit > 0 && !late {
+			slice = max(min(slice, left()), 0)
+		}
+		if o.timer == nil {
+			o.timer = time.NewTimer(slice)
+		} else {
+			o.timer.Reset(slice)
+		}
+		select {
+		case <-o.done:
+			o.timer.Stop()
+			return o.err
 		case <-ctx.Done():
+			o.timer.Stop()
 			o.giveUp(timeout(context.Cause(ctx)), 0)
 			<-o.done
 			return o.err
-		case <-alive.C:
-			if err := c.node.Alive(); err != nil {
-				c.fail(err)
-			}
+		case <-o.timer.C:
 		}
+		if err := c.node.Alive(); err != nil {
+			c.fail(err)
+		} else if limit > 0 && !late && left() <= 0 {
+			o.giveUp(van.ErrTimeout, limit)
+			late = true
+		}
+	}
+}
+
+// poll receives in place of the transport for a while, and reduces what has come: nobody
+// need be woken for that.
+func (o *op) poll(ctx context.Context, left func() time.Duration) {
+	c := o.c
+	for {
+		c.mu.Lock()
+		o.polls = !o.told
+		c.mu.Unlock()
+		c.node.PollFor(ctx, left(), o.isDone)
+		c.mu.Lock()
+		o.polls = false
+		c.mu.Unlock()
+		work := o.work.Swap(nil)
+		if work == nil {
+			return
+		}
+		work.reduce()
 	}
 }
 

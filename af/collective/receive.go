@@ -5,7 +5,6 @@ package collective
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"time"
 
@@ -26,7 +25,8 @@ type ask struct {
 	epoch uint64
 	seq   uint32
 	call  call
-	bytes int // wanted
+	bytes int  // wanted
+	kept  bool // this is one of Comm.asked
 }
 
 // receive handles a request. It runs on a goroutine of the transport.
@@ -127,19 +127,19 @@ func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
 	case msg.ValLen < 0:
 		return &van.FieldError{Field: "val_len", Value: msg.ValLen, Want: "0 or more"}
 	}
-	a := &ask{request: *q, epoch: epoch, seq: seq, call: want, bytes: int(msg.ValLen)}
+	a := ask{request: *q, epoch: epoch, seq: seq, call: want, bytes: int(msg.ValLen)}
 	c.mu.Lock()
 	switch {
 	case c.closed:
 		err = van.ErrClosed
 	case epoch > c.epoch && c.joining: // this rank has not finished the round
-		return c.keep(a)
+		return c.keep(&a)
 	case c.err != nil:
 		err = c.err
 	case epoch != c.epoch:
 		err = errRebuild
 	case int32(seq-c.next) >= 0:
-		return c.keep(a)
+		return c.keep(&a)
 	}
 	var o *op
 	if err == nil {
@@ -148,7 +148,7 @@ func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
 			return &van.FieldError{Field: "key", Value: seq, Want: "a call that is in flight, or a later one"}
 		}
 		if !o.begun {
-			return c.keep(a)
+			return c.keep(&a)
 		}
 		o.refs++ // while it is answered
 	}
@@ -157,7 +157,7 @@ func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
 		c.refuse(q, err)
 		return nil
 	}
-	o.serve(a)
+	o.serve(&a)
 	c.unref(o)
 	return nil
 }
@@ -165,17 +165,15 @@ func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
 // keep keeps a until this rank makes the call. mu is held, and unlocked.
 func (c *Comm) keep(a *ask) error {
 	defer c.mu.Unlock()
-	kept := c.asked[a.rank]
-	if old := kept[a.seq]; old != nil && old.epoch == a.epoch && old.reply.Epoch == a.reply.Epoch {
+	old := &c.asked[a.rank][a.seq%maxInFlight]
+	switch same := old.kept && old.epoch == a.epoch && old.reply.Epoch == a.reply.Epoch; {
+	case same && old.seq == a.seq:
 		return fmt.Errorf("%w: asked twice for call %d", van.ErrMalformed, a.seq)
+	case same:
+		return fmt.Errorf("%w: asked for call %d and for call %d, no more than %d are in flight at once", van.ErrMalformed, a.seq, old.seq, maxInFlight)
 	}
-	if len(kept) >= maxInFlight {
-		maps.DeleteFunc(kept, func(_ uint32, old *ask) bool { return old.epoch != a.epoch || old.reply.Epoch != a.reply.Epoch })
-	}
-	if len(kept) >= maxInFlight {
-		return fmt.Errorf("%w: %d calls are asked for already, no more are in flight at once", van.ErrMalformed, len(kept))
-	}
-	kept[a.seq] = a
+	*old = *a
+	old.kept = true
 	return nil
 }
 

@@ -32,9 +32,9 @@ func (r Reduction) String() string {
 	return [...]string{"", "sum", "min", "max", "product"}[r]
 }
 
-// folder makes dst the reduction of dst and src, element by element. Both have whole
-// elements and the same length.
-type folder func(dst, src backend.Mem)
+// folder makes dst the reduction of a and b, element by element. All have whole elements and
+// the same length; dst may be one of the others.
+type folder func(dst, a, b backend.Mem)
 
 // folderFor finds the arithmetic for an element type, or tells why there is none.
 func folderFor(d af.Dtype, r Reduction) (folder, error) {
@@ -104,10 +104,11 @@ func of[T number](r Reduction) func(a, b T) T {
 
 func numbers[T number](r Reduction) folder {
 	if r == Sum {
-		return func(dst, src backend.Mem) { // without a call for each element
-			d, s := elements[T](dst), elements[T](src)
-			for i, v := range s {
-				d[i] += v
+		return func(dst, a, b backend.Mem) { // without a call for each element
+			d := elements[T](dst)
+			x, y := elements[T](a)[:len(d)], elements[T](b)[:len(d)]
+			for i := range d {
+				d[i] = x[i] + y[i]
 			}
 		}
 	}
@@ -116,10 +117,11 @@ func numbers[T number](r Reduction) folder {
 
 // fold applies f to each element.
 func fold[T any](f func(a, b T) T) folder {
-	return func(dst, src backend.Mem) {
-		d, s := elements[T](dst), elements[T](src)
-		for i, v := range s {
-			d[i] = f(d[i], v)
+	return func(dst, a, b backend.Mem) {
+		d := elements[T](dst)
+		x, y := elements[T](a)[:len(d)], elements[T](b)[:len(d)]
+		for i := range d {
+			d[i] = f(x[i], y[i])
 		}
 	}
 }

@@ -146,7 +146,7 @@ func TestReductions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if f(x.a, x.b); !bytes.Equal(x.a.Host(), x.out.Host()) {
+		if f(x.a, x.a, x.b); !bytes.Equal(x.a.Host(), x.out.Host()) {
 			t.Errorf("%s of %s: %x, want %x", x.r, x.d, x.a.Host(), x.out.Host())
 		}
 	}
