@@ -18,7 +18,9 @@ type memory struct {
 	queue []int
 	armed Sleeper
 	looks int // calls of Sleep
-	bells [4]chan struct{}
+
+	discarded atomic.Int32
+	bells     [4]chan struct{}
 
 	lane    Lane[int]
 	hand    atomic.Int32
@@ -83,7 +85,7 @@ func (m *memory) Wake(s Sleeper) {
 }
 
 func (m *memory) Deliver(n int, turn *Turn) { m.deliver(n, turn) }
-func (m *memory) Discard(int)               {}
+func (m *memory) Discard(int)               { m.discarded.Add(1) }
 
 // put appends n and wakes who has armed.
 func (m *memory) put(n int) {
@@ -474,16 +476,69 @@ func TestPollOfEndless(t *testing.T) {
 	}
 }
 
-// endless is a source that always has a message.
-type endless struct{ lane Lane[int] }
+// TestPollOfParts: a Poll looks on while a message comes in parts, none of which is one.
+func TestPollOfParts(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	f := NewFeed(e, &endless{part: true}, FeedOptions{Polls: true})
+	e.Add(f)
+	defer e.Remove(f)
+	began := time.Now()
+	e.Poll(func() bool { return false })
+	if d := time.Since(began); d < maxPoll {
+		t.Errorf("a Poll ended after %s, while a message came, want %s", d, maxPoll)
+	}
+}
 
-func (s *endless) Take(time.Duration, bool) (int, *Lane[int], Found) { return 0, &s.lane, Message }
-func (s *endless) Arm(Sleeper) bool                                  { return true }
-func (s *endless) Disarm()                                           {}
-func (s *endless) Sleep(Sleeper, func() bool, time.Duration)         {}
-func (s *endless) Wake(Sleeper)                                      {}
-func (s *endless) Deliver(int, *Turn)                                {}
-func (s *endless) Discard(int)                                       {}
+// TestStopDiscards: who stops gives the source back what waits for its handler.
+func TestStopDiscards(t *testing.T) {
+	entered, leave := make(chan struct{}), make(chan struct{})
+	m := newMemory(false, func(n int, _ *Turn) {
+		if n == 0 {
+			close(entered)
+			<-leave
+		}
+	})
+	f := NewFeed(New(-1), Source[int](m), FeedOptions{})
+	f.Start()
+	for n := range 3 {
+		m.put(n)
+	}
+	<-entered
+	waitFor(t, "others behind it", func() bool {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		return len(m.queue) == 0
+	})
+	stopped := make(chan error, 1)
+	go func() { stopped <- f.Stop(t.Context()) }()
+	waitFor(t, "Stop", f.Loop.stopped.Load)
+	close(leave)
+	if err := <-stopped; err != nil {
+		t.Fatal(err)
+	}
+	if n := m.discarded.Load(); n != 2 {
+		t.Errorf("%d messages were given back, want 2", n)
+	}
+}
+
+// endless is a source that always has a message, or part of one.
+type endless struct {
+	lane Lane[int]
+	part bool
+}
+
+func (s *endless) Take(time.Duration, bool) (int, *Lane[int], Found) {
+	if s.part {
+		return 0, nil, Progress
+	}
+	return 0, &s.lane, Message
+}
+func (s *endless) Arm(Sleeper) bool                          { return true }
+func (s *endless) Disarm()                                   {}
+func (s *endless) Sleep(Sleeper, func() bool, time.Duration) {}
+func (s *endless) Wake(Sleeper)                              {}
+func (s *endless) Deliver(int, *Turn)                        {}
+func (s *endless) Discard(int)                               {}
 
 // TestFailingSource: the loop does not sleep on a source that cannot be slept on, and yet
 // looks at it.

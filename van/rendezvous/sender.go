@@ -375,7 +375,7 @@ func (s *Sender[T]) nextOf(l *lane[T]) (a Action[T], ok bool) {
 	switch {
 	case p != nil:
 		return Action[T]{Kind: Put, Item: s.popFirst(l), Slot: p}, true
-	case s.freedByAnswer && !need.OneShot:
+	case s.freedByAnswer:
 		if err := s.growth(need); err != nil {
 			return Action[T]{Kind: Drop, Item: s.popFirst(l), Err: err}, true
 		}

@@ -118,7 +118,6 @@ func (v *Van) Send(m *van.Message) error {
 			head = head.behind
 		}
 		head.behind = e
-		e.queued = false
 		v.mu.Unlock()
 		e.release()
 		return nil
