@@ -184,8 +184,10 @@ func TestOneLongValue(t *testing.T) {
 	worker.connect(server)
 	worker.must(data(8, 0, pattern(0, 4<<20)))
 	worker.must(data(8, 1, pattern(1, 8)))
-	if err := worker.Send(data(8, 2, pattern(2, 4<<20))); !errors.Is(err, van.ErrQueueFull) {
-		t.Errorf("a second long value: %v, want %v", err, van.ErrQueueFull)
+	for _, size := range []int{streamFrom - 8, 4 << 20} {
+		if err := worker.Send(data(8, 2, pattern(2, size))); !errors.Is(err, van.ErrQueueFull) {
+			t.Errorf("a second long value, of %d bytes with its key of 8: %v, want %v", size, err, van.ErrQueueFull)
+		}
 	}
 	server.start()
 	for i := range 2 {

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -163,4 +165,48 @@ func FuzzParse(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestLayout: processes that share a segment may be of two builds, so each number in it stays where
+// it is, whole and apart from the others.
+func TestLayout(t *testing.T) {
+	fd, err := newMemory(segmentLen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	s, err := mapSegment(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.unmap()
+	want := make([]byte, 8192)
+	put64 := func(at int, x index64) {
+		v := uint64(at)<<40 | 0xf0e0d0c0
+		x.Store(v)
+		binary.LittleEndian.PutUint64(want[at:], v)
+	}
+	put32 := func(at int, x index32) {
+		v := uint32(at)<<16 | 0xabcd
+		x.Store(v)
+		binary.LittleEndian.PutUint32(want[at:], v)
+	}
+	put64(0, s.tail())
+	put32(64, s.bye())
+	put64(128, s.head())
+	put32(192, s.acked())
+	put32(256, s.wants())
+	for i := range 512 {
+		put32(320+4*i, s.ack(uint32(i)))
+		put32(320+4*512+4*i, s.gen(uint32(i)))
+	}
+	for i, b := range s.mem[:8192] {
+		if b != want[i] {
+			t.Fatalf("byte %d of a segment is %#x, want %#x", i, b, want[i])
+		}
+	}
+	copy(s.at(3), "ring")
+	if got := string(s.mem[8192+3:][:4]); got != "ring" {
+		t.Errorf("the ring begins with %q, want %q", got, "ring")
+	}
 }
