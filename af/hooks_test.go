@@ -103,6 +103,34 @@ func TestAnswerRefused(t *testing.T) {
 	}, all...)
 }
 
+// TestReleaseOfHostMemory: a batch whose tensors no device reads is given back at once, whatever
+// stream its release names.
+func TestReleaseOfHostMemory(t *testing.T) {
+	for _, on := range [][]af.Stream{nil, {af.Complete}, {0}, {7}} {
+		hook := &hooks.Van{}
+		c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+		kept := make(chan af.Batch, 1)
+		serve(t, c.Servers[0], func(b af.Batch) {
+			kept <- b.Retain()
+			echoes(t)(b)
+		})
+		w := newWorker(t, c.Workers[0])
+		for range 3 {
+			h, _ := ask(t, w, 1, "kept")
+			if err := h.Wait(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			b := <-kept
+			if n := hook.Held(); n == 0 {
+				t.Error("no message is held for a batch that is")
+			}
+			b.Release(on...)
+			eventually(t, "nothing is held", func() bool { return hook.Held() == 0 })
+		}
+		c.Finalize(t)
+	}
+}
+
 // TestEarlyMessagesOfALostWorker: messages that wait for a lost one before them are given
 // up with their worker, and counted no more.
 func TestEarlyMessagesOfALostWorker(t *testing.T) {

@@ -69,6 +69,22 @@ func TestBindErrors(t *testing.T) {
 	}
 }
 
+// TestListensEverywhere: a scheduler in Kubernetes does, which its pods reach at a service's address,
+// and nobody else.
+func TestListensEverywhere(t *testing.T) {
+	for _, s := range []struct {
+		id               int
+		kubernetes, want bool
+	}{{van.SchedulerID, true, true}, {van.SchedulerID, false, false}, {8, true, false}} {
+		r := newRig(t)
+		n := r.make(s.id, func(c *env.Config) { c.Kubernetes = s.kubernetes })
+		n.listenOn(0)
+		if got := n.listen.LocalAddr().Addr(); got.IsUnspecified() != s.want {
+			t.Errorf("%s listens on %s (in Kubernetes: %t), want everywhere: %t", van.NodeName(s.id), got, s.kubernetes, s.want)
+		}
+	}
+}
+
 // TestDialErrors lets each step of connecting fail a few times. What was sent before
 // arrives all the same, and no room in the completion queue is lost.
 func TestDialErrors(t *testing.T) {

@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
 // A request that has not been sent yet must not hand out memory that was revoked.
@@ -93,6 +94,31 @@ func TestRecallOfWaitingRequests(t *testing.T) {
 		m.Release()
 	}
 	p.until("all memory is given back", func() bool { return dones.Load() == int32(len(values)) })
+}
+
+// Requests that were given up while they waited do not keep the slots that they get: those behind
+// them use these, and no others are asked for.
+func TestRecallGivesSlotsBack(t *testing.T) {
+	p := newPair(t, nil)
+	end := p.rejectAll()
+	p.connect(p.worker, serverID, p.server)
+	const size = 1 << 20
+	n := 2 * rendezvous.Eager(size)
+	for i := range n {
+		if err := p.worker.Send(tensor(serverID, i, 1, true, true, value(size, i))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p.worker.Recall(van.Requests{First: 0, Count: int32(n - 1)})
+	end()
+	m := p.next(p.atServer)
+	if int(m.Timestamp) != n-1 {
+		t.Errorf("request %d came, want %d", m.Timestamp, n-1)
+	}
+	m.Release()
+	if got, most := p.server.slots.Len(), rendezvous.Eager(size)+8; got > most { // and some for control messages
+		t.Errorf("%d slots serve one key, want at most %d", got, most)
+	}
 }
 
 // A request that is with the device, which has not read it yet or has to read it again, comes
