@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // devices are a cluster with a pretended device for each worker and server, and the
@@ -439,6 +440,43 @@ func releaseOn(t *testing.T, closes bool) {
 		t.Errorf("read %d, want 1", v)
 	}
 	d.Finalize(t)
+}
+
+// TestReleaseAfterLeaving: a batch that is released on a busy stream when its node has left is given
+// back at once, since the device's memory is freed after that work.
+func TestReleaseAfterLeaving(t *testing.T) {
+	hook := &hooks.Van{}
+	wdev, sdev := vantest.NewDevice(0), vantest.NewDevice(0)
+	t.Cleanup(func() { _ = errors.Join(wdev.Close(), sdev.Close()) })
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Backend: func(role string, _ int) backend.Backend {
+		return map[string]backend.Backend{"worker": wdev, "server": sdev}[role]
+	}})
+	kept := make(chan af.Batch, 1)
+	serve(t, c.Servers[0], func(b af.Batch) {
+		kept <- b.Retain()
+		if err := b.Respond(nil); err != nil {
+			t.Error(err)
+		}
+	})
+	h, err := newWorker(t, c.Workers[0]).PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, wdev, make([]byte, 9000))}}, nil, af.Complete)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := h.Wait(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	b := <-kept
+	if b.Pushes()[0].Val.Mem().OnHost() {
+		t.Fatal("the push is not on the server's device")
+	}
+	c.Finalize(t)
+	gate := make(chan struct{})
+	defer close(gate)
+	sdev.Queue(3, func() { <-gate })
+	b.Release(af.Stream(3))
+	if n := hook.Held(); n != 0 {
+		t.Errorf("%d messages are held, want none", n)
+	}
 }
 
 // TestNextAfterGivenUp: a batch behind one that was given up while its stream was not done
