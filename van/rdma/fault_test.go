@@ -265,6 +265,40 @@ func TestLostPeer(t *testing.T) {
 	}
 }
 
+// TestSlowFlush: what a connection had posted is given back by its device before it is taken down,
+// also where the first of it takes a while to come.
+func TestSlowFlush(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(8)
+	w.connect(s) // and s to nobody
+	w.wantUp(s)
+	gate := make(chan struct{})
+	var stuck, broken, gone atomic.Int32
+	r.net.Fail(func(op fakeverbs.Op) error {
+		switch {
+		case op.Stack != s.stack:
+		case op.Kind == fakeverbs.OpPoll:
+			stuck.Add(1)
+			<-gate
+		case op.Kind == fakeverbs.OpDisconnect:
+			broken.Add(1)
+		case op.Kind == fakeverbs.OpDestroy:
+			gone.Add(1)
+		}
+		return nil
+	})
+	w.must(push(s, 1, 1, value(100, 1))) // ends the look that is under way
+	r.until("the server sees no completions", func() bool { return stuck.Load() > 0 })
+	w.kill(true)
+	r.until("the server ends it too", func() bool { return broken.Load() > 0 })
+	<-time.After(3 * flushPause) // a few looks
+	if n := gone.Load(); n != 0 {
+		t.Errorf("%d are taken down though nothing of theirs has come back", n)
+	}
+	close(gate)
+	r.until("all are taken down", func() bool { return gone.Load() > 0 })
+}
+
 // TestHeal loses a link and gives it back: the connection is made again.
 func TestHeal(t *testing.T) {
 	t.Parallel()

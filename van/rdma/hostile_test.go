@@ -213,6 +213,37 @@ func TestHostileOneShot(t *testing.T) {
 	h.ends(2)
 }
 
+// TestHostileOneShotWithValue: such a slot has ended also when it holds a value, which no message of
+// ours does: what is written there again is not handed up, before the value is given back or after.
+func TestHostileOneShotWithValue(t *testing.T) {
+	h := newHostileWorld(t, true)
+	r := h.c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{0, kindOneShot}, origin: 1})
+	m := push(h.s, 6, 1, value(100, 1))
+	meta := encode(h.rig, m, nil)
+	b := append(make([]byte, 0, conn.CellSize), meta...)
+	b = append(b[:aligned(len(meta))], value(100, 1)...)
+	b = b[:len(b)+trailerLen]
+	(&trailer{frames: 2, lens: [van.MaxFrames]uint32{8, 100}, inMeta: true, metaLen: len(meta)}).put(b[len(b)-trailerLen:])
+	h.c.notify(0, r.index, r.meta, r.metaKey, b)
+	got := h.s.next()
+	if string(got.Vals.Host()) != string(value(100, 1)) || got.Sender != 11 {
+		t.Errorf("%d bytes from %d, want 100 from 11", got.Vals.Len(), got.Sender)
+	}
+	if h.s.slots.Get(r.index) != nil {
+		t.Error("the slot has not ended")
+	}
+	in := h.s.incomingOf(11)
+	if n := in.oneShots.Load(); n != 1 {
+		t.Errorf("%d such slots have memory, want one that holds a value", n)
+	}
+	h.c.notify(0, r.index, r.meta, r.metaKey, b)
+	h.seen(1, "its slot, which holds a value")
+	got.Release()
+	h.until("its memory is given back", func() bool { return in.oneShots.Load() == 0 })
+	h.c.notify(0, r.index, r.meta, r.metaKey, b)
+	h.ends(2)
+}
+
 // TestHostileParts claims parts of split messages that do not come.
 func TestHostileParts(t *testing.T) {
 	h := newHostileWorld(t, true)

@@ -290,7 +290,7 @@ func (d nativeIn) frames(rx *received, l *receiveSlot, t *trailer, behind []byte
 		into, copied = d.v.endPull(d.hello.node, &m.Meta, small)
 	}
 	if t.placed {
-		if m.Request || m.Push {
+		if m.Push { // as all requests that come here are
 			return &van.FieldError{Field: "trailer flags", Value: "placed", Want: "that only in answers to pull requests"}
 		}
 		if into.Len() == n { // else it is too late: nobody waits

@@ -141,7 +141,6 @@ func (p *peer) sendCompleted(l *link, c *verbs.Completion) {
 	f, last := l.Complete(id)
 	if last && f.Note.control != nil {
 		p.recycle(f.Note.control)
-		f.Note.control = nil
 	}
 	if last && p.link == l && p.waiting() {
 		p.returnSlots()
