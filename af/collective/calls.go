@@ -240,13 +240,20 @@ func (c *Comm) rooted(root int) error {
 	return nil
 }
 
+// nameOf is the tensor in errors. It is of a copy, so that the tensors of a call that makes sense
+// need no memory on the heap.
+func nameOf(t *af.Tensor) string {
+	c := *t
+	return c.String()
+}
+
 // onHost refuses tensors on a device, and those that are too long for a message.
 func onHost(t *af.Tensor) error {
 	switch m := t.Mem(); {
 	case !m.OnHost():
-		return fmt.Errorf("%w: %s, want host memory", van.ErrInvalid, t)
+		return fmt.Errorf("%w: %s, want host memory", van.ErrInvalid, nameOf(t))
 	case t.Len() > af.MaxTensorBytes:
-		return fmt.Errorf("%w: %s has %d bytes, want at most %d for each rank", van.ErrInvalid, t, t.Len(), af.MaxTensorBytes)
+		return fmt.Errorf("%w: %s has %d bytes, want at most %d for each rank", van.ErrInvalid, nameOf(t), t.Len(), af.MaxTensorBytes)
 	}
 	return nil
 }
@@ -254,7 +261,7 @@ func onHost(t *af.Tensor) error {
 // same refuses tensors that do not go together.
 func same(a, b *af.Tensor) error {
 	if a.Dtype() != b.Dtype() {
-		return fmt.Errorf("%w: out and in of different types: %s and %s", van.ErrInvalid, a, b)
+		return fmt.Errorf("%w: out and in of different types: %s and %s", van.ErrInvalid, nameOf(a), nameOf(b))
 	}
 	if m := a.Mem(); !m.OnHost() {
 		return onHost(a)
@@ -263,14 +270,14 @@ func same(a, b *af.Tensor) error {
 		return onHost(b)
 	}
 	if min(a.Len(), b.Len()) > af.MaxTensorBytes {
-		return fmt.Errorf("%w: %s, want at most %d bytes for each rank", van.ErrInvalid, b, af.MaxTensorBytes)
+		return fmt.Errorf("%w: %s, want at most %d bytes for each rank", van.ErrInvalid, nameOf(b), af.MaxTensorBytes)
 	}
 	return nil
 }
 
 func size(t *af.Tensor, name string, want int) error {
 	if t.Len() != want {
-		return fmt.Errorf("%w: %s is %s, of %d bytes, want %d", van.ErrInvalid, name, t, t.Len(), want)
+		return fmt.Errorf("%w: %s is %s, of %d bytes, want %d", van.ErrInvalid, name, nameOf(t), t.Len(), want)
 	}
 	return nil
 }
@@ -297,7 +304,7 @@ func each(n int, l []af.Tensor, name string, d af.Dtype) error {
 			return fmt.Errorf("%s for rank %d: %w", name, r, err)
 		}
 		if l[r].Len() > 0 && l[r].Dtype() != d {
-			return fmt.Errorf("%w: %s for rank %d is %s, want %s as others", van.ErrInvalid, name, r, &l[r], d)
+			return fmt.Errorf("%w: %s for rank %d is %s, want %s as others", van.ErrInvalid, name, r, nameOf(&l[r]), d)
 		}
 	}
 	return nil

@@ -314,19 +314,19 @@ func (c *Comm) greet(ctx context.Context, rank int, own hello) (hello, error) {
 }
 
 // receiveHello handles a hello of a rank.
-func (c *Comm) receiveHello(rank int, q *request, h hello) {
+func (c *Comm) receiveHello(rank int, q request, h hello) {
 	if h.ranks != c.hash || int(h.n) != len(c.ids) {
 		err := fmt.Errorf("%w: communicator %d has %d ranks at %s and %d at %s, or others", errMisfit, c.id, len(c.ids), c.node.Name(), h.n, c.name(rank))
 		c.mu.Lock()
 		c.ranks[rank].misfit = h.round
 		c.mu.Unlock()
-		c.refute(q, err)
+		c.refute(&q, err)
 		return
 	}
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
-		c.refuse(q, van.ErrClosed)
+		c.refuse(&q, van.ErrClosed)
 		return
 	}
 	p := &c.ranks[rank]
@@ -337,10 +337,10 @@ func (c *Comm) receiveHello(rank int, q *request, h hello) {
 		}
 		own := hello{c.propose, c.round, c.hash, uint32(len(c.ids))}
 		c.mu.Unlock()
-		c.answerHello(q, own)
+		c.answerHello(&q, own)
 		return
 	}
-	p.waiting, p.hello = q, h
+	p.waiting, p.hello = &q, h
 	running := c.err == nil
 	c.mu.Unlock()
 	if running {

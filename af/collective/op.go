@@ -47,6 +47,7 @@ type op struct {
 	left   atomic.Int32       // 1 until the request has ended, and 1 for each part that is not taken
 	next   *op                // the call that begins after the reduction; this one has a reference to it
 	done   chan struct{}      // one token when the call has ended
+	run    func()             // reduce
 	isDone func() bool        // tells whether it is there, or there is work
 	work   atomic.Pointer[op] // what the waiter is to reduce, since it polls: o, or the call before it
 	timer  *time.Timer        // for waiting; nil until it was needed
@@ -111,6 +112,7 @@ func (c *Comm) take(k call) *op {
 		o, c.free = c.free[n-1], c.free[:n-1]
 	} else {
 		o = &op{c: c, done: make(chan struct{}, 1), parts: make([]backend.Mem, len(c.ids)), takes: make([]taking, len(c.ids))}
+		o.run = o.reduce
 		o.isDone = func() bool { return len(o.done) > 0 || o.work.Load() != nil }
 		for r := range o.takes {
 			o.takes[r].o, o.takes[r].rank = o, r
@@ -499,7 +501,7 @@ func (o *op) settle() {
 		return
 	}
 	if !handed {
-		go o.reduce() // this may be a goroutine that must not wait, or send
+		go o.run() // this may be a goroutine that must not wait, or send
 	}
 }
 

@@ -49,7 +49,9 @@ func (c *Comm) handle(msg *van.Message) error {
 		return fmt.Errorf("%w: a push, or a request of this node itself", van.ErrMalformed)
 	}
 	q := request{rank: rank, reply: datamsg.ReplyTo(msg)}
-	stranger := fmt.Errorf("%w: %s is not among the ranks of communicator %d at %s", errMisfit, van.NodeName(msg.Sender), c.id, c.node.Name())
+	stranger := func() error {
+		return fmt.Errorf("%w: %s is not among the ranks of communicator %d at %s", errMisfit, van.NodeName(msg.Sender), c.id, c.node.Name())
+	}
 	switch v {
 	case verbHello:
 		h, err := parseHello(msg.Body)
@@ -57,13 +59,13 @@ func (c *Comm) handle(msg *van.Message) error {
 		case err != nil:
 			return err
 		case !member:
-			c.refute(&q, stranger)
+			c.refute(&q, stranger())
 		default:
-			c.receiveHello(rank, &q, h)
+			c.receiveHello(rank, q, h)
 		}
 	case verbAsk:
 		if !member {
-			c.refuse(&q, stranger)
+			c.refuse(&q, stranger())
 			return nil
 		}
 		return c.receiveAsk(&q, msg)

@@ -36,36 +36,24 @@ func (r Reduction) String() string {
 // the same length; dst may be one of the others.
 type folder func(dst, a, b backend.Mem)
 
+// folders are those of an element type, by reduction.
+type folders [lastReduction + 1]folder
+
+// arithmetic is what can be reduced.
+var arithmetic = map[af.Dtype]folders{
+	af.Float32: numbers[float32](), af.Float64: numbers[float64](),
+	af.Float16: halves(fromHalf, toHalf), af.BFloat16: halves(fromBrain, toBrain),
+	af.Int8: numbers[int8](), af.Int16: numbers[int16](), af.Int32: numbers[int32](), af.Int64: numbers[int64](),
+	af.Uint8: numbers[uint8](), af.Uint16: numbers[uint16](), af.Uint32: numbers[uint32](), af.Uint64: numbers[uint64](),
+}
+
 // folderFor finds the arithmetic for an element type, or tells why there is none.
 func folderFor(d af.Dtype, r Reduction) (folder, error) {
 	if r == 0 || r > lastReduction {
 		return nil, fmt.Errorf("%w: %s, want Sum, Min, Max or Product", van.ErrInvalid, r)
 	}
-	switch d {
-	case af.Float32:
-		return numbers[float32](r), nil
-	case af.Float64:
-		return numbers[float64](r), nil
-	case af.Float16:
-		return halves(r, fromHalf, toHalf), nil
-	case af.BFloat16:
-		return halves(r, fromBrain, toBrain), nil
-	case af.Int8:
-		return numbers[int8](r), nil
-	case af.Int16:
-		return numbers[int16](r), nil
-	case af.Int32:
-		return numbers[int32](r), nil
-	case af.Int64:
-		return numbers[int64](r), nil
-	case af.Uint8:
-		return numbers[uint8](r), nil
-	case af.Uint16:
-		return numbers[uint16](r), nil
-	case af.Uint32:
-		return numbers[uint32](r), nil
-	case af.Uint64:
-		return numbers[uint64](r), nil
+	if f := arithmetic[d][r]; f != nil {
+		return f, nil
 	}
 	return nil, fmt.Errorf("%w: no arithmetic for %s, want an integer, float16, bfloat16, float32 or float64", van.ErrInvalid, d)
 }
@@ -79,7 +67,7 @@ func elements[T any](m backend.Mem) []T {
 // aligned refuses a tensor whose elements lie at odd addresses.
 func aligned(t *af.Tensor) error {
 	if size := t.Dtype().Size(); t.Len() > 0 && t.Mem().Addr()%uint64(size) != 0 {
-		return fmt.Errorf("%w: %s at address %#x, want a multiple of %d", van.ErrInvalid, t, t.Mem().Addr(), size)
+		return fmt.Errorf("%w: %s at address %#x, want a multiple of %d", van.ErrInvalid, nameOf(t), t.Mem().Addr(), size)
 	}
 	return nil
 }
@@ -88,31 +76,20 @@ type number interface {
 	int8 | int16 | int32 | int64 | uint8 | uint16 | uint32 | uint64 | float32 | float64
 }
 
-// of is the reduction of two elements.
-func of[T number](r Reduction) func(a, b T) T {
-	switch r {
-	case Sum:
-		return func(a, b T) T { return a + b }
-	case Product:
-		return func(a, b T) T { return a * b }
-	case Min:
-		return func(a, b T) T { return min(a, b) }
-	default:
-		return func(a, b T) T { return max(a, b) }
-	}
-}
+func sum[T number](a, b T) T     { return a + b }
+func product[T number](a, b T) T { return a * b }
+func least[T number](a, b T) T   { return min(a, b) }
+func largest[T number](a, b T) T { return max(a, b) }
 
-func numbers[T number](r Reduction) folder {
-	if r == Sum {
-		return func(dst, a, b backend.Mem) { // without a call for each element
-			d := elements[T](dst)
-			x, y := elements[T](a)[:len(d)], elements[T](b)[:len(d)]
-			for i := range d {
-				d[i] = x[i] + y[i]
-			}
+func numbers[T number]() folders {
+	add := func(dst, a, b backend.Mem) { // without a call for each element
+		d := elements[T](dst)
+		x, y := elements[T](a)[:len(d)], elements[T](b)[:len(d)]
+		for i := range d {
+			d[i] = x[i] + y[i]
 		}
 	}
-	return fold(of[T](r))
+	return folders{Sum: add, Min: fold(least[T]), Max: fold(largest[T]), Product: fold(product[T])}
 }
 
 // fold applies f to each element.
@@ -127,9 +104,11 @@ func fold[T any](f func(a, b T) T) folder {
 }
 
 // halves reduces 16-bit floats in float32, and rounds each result.
-func halves(r Reduction, from func(uint16) float32, to func(float32) uint16) folder {
-	f := of[float32](r)
-	return fold(func(a, b uint16) uint16 { return to(f(from(a), from(b))) })
+func halves(from func(uint16) float32, to func(float32) uint16) folders {
+	in := func(f func(a, b float32) float32) folder {
+		return fold(func(a, b uint16) uint16 { return to(f(from(a), from(b))) })
+	}
+	return folders{Sum: in(sum[float32]), Min: in(least[float32]), Max: in(largest[float32]), Product: in(product[float32])}
 }
 
 func fromBrain(b uint16) float32 { return math.Float32frombits(uint32(b) << 16) }
