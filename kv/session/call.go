@@ -187,6 +187,9 @@ func (s *Session) Call(ctx context.Context, name string, args ...any) (*Handle, 
 	values := args
 	for i, v := range args {
 		h, is := v.(*Handle)
+		if id, number := v.(HandleID); number {
+			h, is = &Handle{s: s, id: uint64(id)}, true
+		}
 		if !is {
 			continue
 		}
@@ -196,7 +199,7 @@ func (s *Session) Call(ctx context.Context, name string, args ...any) (*Handle, 
 		if &values[0] == &args[0] {
 			values = slices.Clone(args)
 		}
-		values[i] = handleID(h.id)
+		values[i] = HandleID(h.id)
 	}
 	return s.result(ctx, wantCall, everyRank, name, values)
 }

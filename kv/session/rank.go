@@ -324,7 +324,7 @@ func (s *serving) call(name string, args []any) (v any, err error) {
 			strings.Join(slices.Sorted(maps.Keys(s.r.funcs)), ", "))
 	}
 	for i, a := range args {
-		if id, is := a.(handleID); is {
+		if id, is := a.(HandleID); is {
 			if args[i], err = s.value(uint64(id)); err != nil {
 				return nil, fmt.Errorf("argument %d: %w", i, err)
 			}

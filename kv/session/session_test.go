@@ -203,6 +203,7 @@ func TestErrors(t *testing.T) {
 	serve(t, c, func(rank int, r *session.Rank) {
 		standard(t)(rank, r)
 		register(t, r, "panic", func(_ context.Context, args []any) (any, error) { return args[7], nil })
+		register(t, r, "a handle", func(context.Context, []any) (any, error) { return session.HandleID(7), nil })
 		register(t, r, "chan", func(context.Context, []any) (any, error) { return make(chan int), nil })
 	})
 	s, ctx := open(t, c), limit(t)
@@ -253,6 +254,15 @@ func TestErrors(t *testing.T) {
 		if _, err := s.Call(ctx, "same", 1, v); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "argument 1") {
 			t.Errorf("argument %v: %v", v, err)
 		}
+	}
+	if _, err := s.CopyTo(ctx, session.HandleID(1)); !errors.Is(err, van.ErrInvalid) {
+		t.Errorf("a handle as a value: %v", err)
+	}
+	h = must[*session.Handle](t)(s.Call(ctx, "a handle"))
+	_, err = s.CopyFrom(ctx, h)
+	wants(err, 0, "a handle cannot be kept")
+	if h, err = s.Call(ctx, "same", session.HandleID(h.ID())); err != nil || h.Wait(ctx) != nil {
+		t.Errorf("a handle by its number: %v", err)
 	}
 	if _, err := s.Get(ctx, h, 3); !errors.Is(err, van.ErrInvalid) {
 		t.Errorf("rank 3 of 3: %v", err)

@@ -104,8 +104,9 @@ const (
 	tagHandle
 )
 
-// handleID is a handle as it travels.
-type handleID uint64
+// HandleID is a handle as it travels: what Handle.ID returns. Bindings to other languages,
+// which know a handle by its number, give it to Call in the place of the Handle.
+type HandleID uint64
 
 // appendValue writes v to b. Array data begins at a multiple of 8 of b.
 func appendValue(b []byte, v any) ([]byte, error) {
@@ -134,10 +135,23 @@ func appendValue(b []byte, v any) ([]byte, error) {
 		return append(b, v...), err
 	case Array:
 		return v.append(b)
-	case handleID:
+	case HandleID:
 		return binary.LittleEndian.AppendUint64(append(b, tagHandle), uint64(v)), nil
 	}
 	return b, fmt.Errorf("%w: a %T, want nil, a bool, a number, a string, bytes or an Array", van.ErrInvalid, v)
+}
+
+// appendKept writes a value that is to be kept or copied: all but a handle.
+func appendKept(b []byte, v any) ([]byte, error) {
+	if isHandle(v) {
+		return b, fmt.Errorf("%w: a handle cannot be kept as a value", van.ErrInvalid)
+	}
+	return appendValue(b, v)
+}
+
+func isHandle(v any) bool {
+	_, is := v.(HandleID)
+	return is
 }
 
 func appendInt(b []byte, v int64) []byte {
@@ -257,7 +271,7 @@ func (r *reader) value() any {
 	case tag == tagArray:
 		return r.array()
 	case tag == tagHandle:
-		return handleID(r.u64("handle"))
+		return HandleID(r.u64("handle"))
 	default:
 		r.err = fmt.Errorf("%w: value of kind %d", van.ErrMalformed, tag)
 	}
@@ -287,8 +301,8 @@ func (r *reader) array() Array {
 	return a
 }
 
-// Encode writes values, for programs that hand them on to another language; the package's
-// document of the format is Decode.
+// Encode writes values, for programs that hand them on to another language, in the format
+// that Decode describes.
 func Encode(values ...any) ([]byte, error) {
 	b := binary.LittleEndian.AppendUint32(nil, uint32(len(values)))
 	for i, v := range values {
@@ -304,15 +318,12 @@ func Encode(values ...any) ([]byte, error) {
 // its kind in one byte before it: 0 nil, 1 a bool in one byte, 2 an integer and 3 a floating point number in 8, 4 a string and
 // 5 bytes with their length in 4 bytes before them, 6 an array: the length of its type's name in one byte, the name, the number of dimensions in
 // one, each dimension in 8, the length in 4, padding to a multiple of 8 from the start, and
-// the elements. Bytes and arrays are views of b.
+// the elements; 7 a HandleID in 8. All are little endian. Bytes and arrays are views of b.
 func Decode(b []byte) ([]any, error) {
 	r := &reader{b: b}
 	l := make([]any, r.count(1, "values"))
 	for i := range l {
 		l[i] = r.value()
-		if _, is := l[i].(handleID); is {
-			r.err = fmt.Errorf("%w: value of kind %d", van.ErrMalformed, tagHandle)
-		}
 	}
 	return l, r.end()
 }

@@ -60,8 +60,12 @@ func (q *request) append(b []byte, want int32) ([]byte, error) {
 			return b, err
 		}
 		b = binary.LittleEndian.AppendUint32(b, uint32(len(q.values)))
+		write := appendValue
+		if want == wantSet {
+			write = appendKept
+		}
 		for i, v := range q.values {
-			if b, err = appendValue(b, v); err != nil {
+			if b, err = write(b, v); err != nil {
 				return b, fmt.Errorf("argument %d: %w", i, err)
 			}
 		}
@@ -93,8 +97,8 @@ func parseRequest(want int32, body []byte) (q request, err error) {
 		for i := range q.values {
 			q.values[i] = r.value()
 		}
-		if want == wantSet && r.err == nil && len(q.values) != 1 {
-			r.err = fmt.Errorf("%w: %d values to set, want 1", van.ErrMalformed, len(q.values))
+		if want == wantSet && r.err == nil && (len(q.values) != 1 || isHandle(q.values[0])) {
+			r.err = fmt.Errorf("%w: %d values to set, want 1, and no handle", van.ErrMalformed, len(q.values))
 		}
 	case wantGet:
 		q.handle = r.u64("handle")
@@ -134,7 +138,7 @@ func (a *answer) append(b []byte, want int32) ([]byte, error) {
 	case a.outcome != done:
 		return appendText(b, a.text)
 	case want == wantGet:
-		return appendValue(b, a.value)
+		return appendKept(b, a.value)
 	case want == wantList:
 		b = binary.LittleEndian.AppendUint32(b, uint32(len(a.handles)))
 		for _, id := range a.handles {
@@ -156,10 +160,8 @@ func parseAnswer(want int32, body []byte) (a answer, err error) {
 	case a.outcome != done:
 		a.text = r.text("text")
 	case want == wantGet:
-		if a.value = r.value(); r.err == nil {
-			if _, is := a.value.(handleID); is {
-				r.err = fmt.Errorf("%w: a handle as a value", van.ErrMalformed)
-			}
+		if a.value = r.value(); r.err == nil && isHandle(a.value) {
+			r.err = fmt.Errorf("%w: a handle as a value", van.ErrMalformed)
 		}
 	case want == wantList:
 		a.handles = make([]uint64, r.count(8, "handles"))

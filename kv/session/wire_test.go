@@ -16,7 +16,7 @@ var requests = []struct {
 }{
 	{wantOpen, request{session: 1 << 63, ranks: 4, kills: []uint64{}}},
 	{wantCall, request{session: 7, seq: 3, handle: 4, text: "f", kills: []uint64{1, 2}, values: []any{
-		nil, true, int64(-1), 2.5, "s", []byte("b"), handleID(3), Array{Type: "float32", Shape: []int{1, 2}, Data: make([]byte, 8)}, Array{Type: "int8", Shape: []int{}, Data: []byte{1}}}}},
+		nil, true, int64(-1), 2.5, "s", []byte("b"), HandleID(3), Array{Type: "float32", Shape: []int{1, 2}, Data: make([]byte, 8)}, Array{Type: "int8", Shape: []int{}, Data: []byte{1}}}}},
 	{wantSet, request{handle: 4, kills: []uint64{}, values: []any{"v"}}},
 	{wantGet, request{handle: 4, kills: []uint64{}}},
 	{wantList, request{kills: []uint64{}}},

@@ -77,6 +77,7 @@ func Command() *cli.Command {
 				Action: runKV,
 			},
 			collectiveCommand(common),
+			sessionCommand(common),
 			softwareCommand(),
 			{Name: "child", Hidden: true, Action: runChild, SkipFlagParsing: true},
 		},
@@ -88,7 +89,7 @@ func Command() *cli.Command {
 func runCluster(c *cli.Context, host string, at place, spec []string) (*result, map[string]float64, error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	cl, err := startCluster(ctx, c.String("van"), host, at, 1, spec, os.Stderr)
+	cl, err := startCluster(ctx, c.String("van"), host, at, 1, 1, spec, os.Stderr)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -147,6 +148,8 @@ func runChild(c *cli.Context) error {
 		err = childKV(c, node, &kvSpec{keys: n[0], values: n[1], batch: n[2], flight: n[3], rounds: n[4]})
 	case a[0] == "collective" && len(n) == 0:
 		err = childCollective(c, node)
+	case a[0] == "session" && len(n) == 2:
+		err = childSession(c, node, n[0], n[1])
 	default:
 		err = cli.Exit("bench child is started by stepaf bench", 2)
 	}

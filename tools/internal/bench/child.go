@@ -76,8 +76,8 @@ func (c *cluster) start(name string, cmd *exec.Cmd) error {
 	return nil
 }
 
-// startCluster starts the children: of each role one, or more workers. spec is handed to each.
-func startCluster(ctx context.Context, van, host string, at place, workers int, spec []string, stderr io.Writer) (*cluster, error) {
+// startCluster starts the children: a scheduler, servers and workers. spec is handed to each.
+func startCluster(ctx context.Context, van, host string, at place, servers, workers int, spec []string, stderr io.Writer) (*cluster, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -90,20 +90,26 @@ func startCluster(ctx context.Context, van, host string, at place, workers int, 
 		host = "127.0.0.1"
 	}
 	c := newCluster()
-	for i := range len(roles) - 1 + workers {
-		role := roles[min(i, len(roles)-1)]
+	for i := range 1 + servers + workers {
+		role, rank, of := roles[0], i, 1
+		switch {
+		case i > servers:
+			role, rank, of = roles[2], i-servers-1, workers
+		case i > 0:
+			role, rank, of = roles[1], i-1, servers
+		}
 		name := role
-		if workers > 1 && i >= len(roles)-1 {
-			name = rankName(i - len(roles) + 1)
+		if of > 1 {
+			name += " " + strconv.Itoa(rank)
 		}
 		cmd := exec.CommandContext(ctx, self, append([]string{"bench", "child"}, spec...)...)
 		cmd.Env = append(env.Strip(os.Environ()),
-			"DMLC_ROLE="+role, "DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI="+host,
+			"DMLC_ROLE="+role, "DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER="+strconv.Itoa(servers), "DMLC_PS_ROOT_URI="+host,
 			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
 		cmd.Env = append(cmd.Env, transport(van)...)
 		cmd.Env = append(cmd.Env, at.env(role)...)
 		if name != role {
-			cmd.Env = append(cmd.Env, "DMLC_NODE_RANK="+strconv.Itoa(i-len(roles)+1))
+			cmd.Env = append(cmd.Env, "DMLC_NODE_RANK="+strconv.Itoa(rank))
 		}
 		for _, keep := range passed {
 			if v, ok := os.LookupEnv(keep); ok {

@@ -188,7 +188,7 @@ func (m *collectiveRun) group(n int, all []struct {
 }) (err error) {
 	ctx, cancel := context.WithTimeoutCause(m.c.Context, m.c.Duration("timeout"), fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, m.c.Duration("timeout")))
 	defer cancel()
-	ours, err := startCluster(ctx, m.c.String("van"), m.c.String("host"), place{}, n, []string{"collective"}, os.Stderr)
+	ours, err := startCluster(ctx, m.c.String("van"), m.c.String("host"), place{}, 1, n, []string{"collective"}, os.Stderr)
 	if err != nil {
 		return err
 	}

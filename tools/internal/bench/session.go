@@ -1,0 +1,242 @@
+package bench
+
+// bench session: a call of a session's ranks, beside push_pulls with the same processes.
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/kv/session"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// callGoal is what a call of an empty function on sessionRanks ranks may take.
+var callGoal = goal{of: "a push_pull of 1 KiB with one of them", limit: 4}
+
+const sessionRanks = 4
+
+func sessionCommand(common []cli.Flag) *cli.Command {
+	return &cli.Command{
+		Name:      "session",
+		Usage:     "calls of a function on all ranks of a session, beside push_pulls of 1 KiB",
+		UsageText: "stepaf bench session --van local [--ranks 4] [--check]",
+		Description: "Starts a controller and ranks, and times calls of a function that does nothing: from Call to the end of\n" +
+			"Wait, when all ranks have run it. Blocks of these alternate with blocks of push_pulls of 1 KiB each way, of the same\n" +
+			"worker with the first of the same servers, and with all of them. All answers are checked.",
+		Flags: append([]cli.Flag{
+			&cli.IntFlag{Name: "ranks", Value: sessionRanks, Usage: "ranks"},
+			&cli.IntFlag{Name: "iters", Value: 500, Usage: "calls of a block"},
+			&cli.BoolFlag{Name: "check", Usage: "with --van local and 4 ranks: status 1 when the goal is missed"},
+		}, common...),
+		Action: runSession,
+	}
+}
+
+// sessionReport is the JSON line of bench session.
+type sessionReport struct {
+	Van      string             `json:"van"`
+	Ranks    int                `json:"ranks"`
+	Calls    int                `json:"calls"`
+	Call     quantiles          `json:"call"`
+	PushPull quantiles          `json:"push_pull"`           // with one server
+	All      quantiles          `json:"push_pull_all_ranks"` // with all
+	RatioP50 float64            `json:"ratio_p50"`           // of a call to a push_pull with one server
+	RatioAll float64            `json:"ratio_p50_all_ranks"`
+	Goal     float64            `json:"goal_ratio_p50,omitempty"`
+	Missed   bool               `json:"missed,omitempty"`
+	CPU      map[string]float64 `json:"cpu_s"`
+	Checked  bool               `json:"checked"`
+}
+
+// String names it in a verdict.
+func (r *sessionReport) String() string {
+	return fmt.Sprintf("call of %d ranks over %s", r.Ranks, r.Van)
+}
+
+func runSession(c *cli.Context) error {
+	n, iters, rounds := c.Int("ranks"), c.Int("iters"), c.Int("rounds")
+	if n < 1 || iters < 1 || rounds < 1 {
+		return cli.Exit("bench session: --ranks, --iters and --rounds want positive numbers", 2)
+	}
+	judged := c.String("van") == local && n == sessionRanks
+	if c.Bool("check") && !judged {
+		return cli.Exit("bench session: --check wants --van local and 4 ranks: there is a goal for that", 2)
+	}
+	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
+	defer cancel()
+	cl, err := startCluster(ctx, c.String("van"), c.String("host"), place{}, n, 1, []string{"session", strconv.Itoa(iters), strconv.Itoa(rounds)}, os.Stderr)
+	if err != nil {
+		return err
+	}
+	text, err := cl.outs["worker"].line()
+	cpu, failed := cl.wait()
+	switch {
+	case ctx.Err() != nil:
+		return fmt.Errorf("bench: %w (--timeout %s)", context.Cause(ctx), c.Duration("timeout"))
+	case failed != nil:
+		return fmt.Errorf("bench: %w", failed)
+	case err != nil:
+		return fmt.Errorf("bench: a child ended early: %w", err)
+	}
+	var r result
+	if err := json.Unmarshal([]byte(text), &r); err != nil {
+		return fmt.Errorf("bench: worker's report: %w", err)
+	}
+	rep := &sessionReport{Van: c.String("van"), Ranks: n, Calls: len(r.Ours), Call: summarize(r.Ours), PushPull: summarize(r.Floor),
+		All: summarize(r.Bare), CPU: cpu, Checked: r.Checked}
+	rep.RatioP50, rep.RatioAll = rep.Call.P50/rep.PushPull.P50, rep.Call.P50/rep.All.P50
+	var v verdict
+	if judged {
+		rep.Goal, rep.Missed = callGoal.limit, v.judge(rep, callGoal, rep.RatioP50)
+	}
+	if err := rep.print(c.App.Writer, c.Bool("json")); err != nil || !c.Bool("check") {
+		return err
+	}
+	return v.err()
+}
+
+func (r *sessionReport) print(w io.Writer, asJSON bool) error {
+	if asJSON {
+		return json.NewEncoder(w).Encode(r)
+	}
+	fmt.Fprintf(w, "%d calls of an empty function on %d ranks over %s, all checked: %t\n", r.Calls, r.Ranks, r.Van, r.Checked)
+	fmt.Fprintf(w, "%-22s %10s %10s %10s %10s\n", "microseconds", "p50", "p90", "p99", "max")
+	for _, x := range []struct {
+		name string
+		q    quantiles
+	}{{"call", r.Call}, {"push_pull, 1 KiB", r.PushPull}, {"push_pull, all ranks", r.All}} {
+		fmt.Fprintf(w, "%-22s %10.1f %10.1f %10.1f %10.1f\n", x.name, x.q.P50, x.q.P90, x.q.P99, x.q.Max)
+	}
+	fmt.Fprintf(w, "a call takes %.2f times a push_pull with one server", r.RatioP50)
+	if r.Goal > 0 {
+		fmt.Fprintf(w, " (goal: at most %g)", r.Goal)
+	}
+	_, err := fmt.Fprintf(w, ", and %.2f times one with all of them\n", r.RatioAll)
+	return err
+}
+
+func childSession(c *cli.Context, node *postoffice.Node, iters, rounds int) error {
+	switch node.Role() {
+	case van.Server:
+		server, err := af.NewServer(node, af.ServerOptions{})
+		if err != nil {
+			return err
+		}
+		if err := server.Handle(func(b af.Batch) {
+			if err := b.Respond(b.Pushes()); err != nil {
+				fmt.Fprintln(os.Stderr, "bench:", err)
+			}
+		}); err != nil {
+			return err
+		}
+		r, err := session.NewRank(node, session.Options{})
+		if err != nil {
+			return err
+		}
+		ran := 0 // functions run one after the other
+		if err := r.Register("nothing", func(context.Context, []any) (any, error) { ran++; return nil, nil }); err != nil {
+			return err
+		}
+		if err := r.Register("how often", func(context.Context, []any) (any, error) { return ran, nil }); err != nil {
+			return err
+		}
+		return r.Serve(c.Context)
+	case van.Worker:
+		r, err := measureSession(c.Context, node, iters, rounds)
+		if err != nil {
+			return err
+		}
+		return report(c.App.Writer, r)
+	}
+	return nil
+}
+
+// measureSession times blocks of calls, of push_pulls with the first server, and with all, after
+// one block of each to warm up.
+func measureSession(ctx context.Context, node *postoffice.Node, iters, rounds int) (*result, error) {
+	w, err := af.NewWorker(node, af.WorkerOptions{})
+	if err != nil {
+		return nil, err
+	}
+	defer w.Close()
+	s, err := session.Open(ctx, node, session.Options{})
+	if err != nil {
+		return nil, err
+	}
+	defer s.Close()
+	call := func() error {
+		h, err := s.Call(ctx, "nothing")
+		if err == nil {
+			err = h.Wait(ctx)
+			s.Kill(h)
+		}
+		return err
+	}
+	one, all := pushPuller(ctx, w, 1, af.To{0}), pushPuller(ctx, w, s.Ranks())
+	r := &result{Checked: true}
+	for round := range rounds + 1 {
+		for _, x := range []struct {
+			ns *[]int64
+			do func() error
+		}{{&r.Ours, call}, {&r.Floor, one}, {&r.Bare, all}} {
+			for range iters {
+				start := time.Now()
+				if err := x.do(); err != nil {
+					return nil, err
+				}
+				if round > 0 {
+					*x.ns = append(*x.ns, int64(time.Since(start)))
+				}
+			}
+		}
+	}
+	h, err := s.Call(ctx, "how often")
+	if err != nil {
+		return nil, err
+	}
+	for rank := range s.Ranks() {
+		if v, err := s.Get(ctx, h, rank); err != nil || v != int64(iters*(rounds+1)) {
+			return nil, fmt.Errorf("bench: rank %d has run %v calls, want %d: %w", rank, v, iters*(rounds+1), err)
+		}
+	}
+	return r, s.Shutdown(ctx)
+}
+
+// pushPuller makes one checked push_pull of 1 KiB with n servers.
+func pushPuller(ctx context.Context, w *af.Worker, n int, opts ...af.CallOption) func() error {
+	in, out := bytes.Repeat([]byte{1}, 1<<10), make([]byte, n<<10)
+	return func() error {
+		in[0]++
+		push, err := af.FromBytes(in, af.Uint8, int64(len(in)))
+		if err != nil {
+			return err
+		}
+		pulls := make([]af.KeyTensor, n)
+		for i := range pulls {
+			pulls[i].Key = 2
+			if pulls[i].Val, err = af.FromBytes(out[i<<10:(i+1)<<10], af.Uint8, 1<<10); err != nil {
+				return err
+			}
+		}
+		c, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: push}}, pulls, opts...)
+		if err == nil {
+			err = c.Wait(ctx)
+		}
+		for i := 0; i < n && err == nil; i++ {
+			if !bytes.Equal(in, out[i<<10:(i+1)<<10]) {
+				err = fmt.Errorf("bench: server %d answers something else than was pushed", i)
+			}
+		}
+		return err
+	}
+}
