@@ -5,6 +5,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/drop"
@@ -80,6 +81,9 @@ func natives(local bool) func(t testing.TB) van.Van {
 	return func(t testing.TB) van.Van {
 		cfg := env.Default()
 		cfg.Local = local
+		// On a busy machine with the race detector, ten thousand messages that a receiver has
+		// before it take longer than the default, at which it would count as dead.
+		cfg.HeartbeatInterval, cfg.HeartbeatTimeout = 2*time.Second, time.Minute
 		n := &native{incarnation: incarnations.Add(1)}
 		v, err := zmq.New(van.Options{Config: cfg, Incarnation: n.incarnation})
 		if err != nil {
