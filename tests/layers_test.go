@@ -100,6 +100,7 @@ var layers = []struct {
 	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/stack", "van/env", "internal/"}},
 	{"kv/session", []string{"kv", "postoffice", "van", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "van/env", "internal/"}},
+	{"af/window", []string{"af", "af/collective", "postoffice", "van", "van/backend", "internal/"}},
 	{"af/collective", []string{"af", "postoffice", "van", "van/backend", "internal/"}},
 	{"af/", []string{"kv", "postoffice", "van", "van/backend", "van/env", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},

@@ -75,6 +75,8 @@ type Comm struct {
 	misfit  error         // such a rank has said hello before the first round
 	free    []*op
 	rooms   [][]uint64 // memory for reductions
+	tenants []*Tenant  // what lasts until the communicator fails; replaced, never changed
+	entered uint32     // how many there have been in this epoch
 	sending int        // answers whose memory others may be reading
 	telling sync.WaitGroup
 	quiet   chan struct{} // closed when sending has become 0; nil when nobody waits
@@ -236,8 +238,12 @@ func (c *Comm) fail(err error) {
 	}
 	refused := c.takeAsked(func(a *ask) bool { return a.epoch <= c.epoch })
 	c.telling.Add(1)
-	round := c.round
+	round, tenants := c.round, c.tenants
+	c.tenants = nil
 	c.mu.Unlock()
+	for _, t := range tenants {
+		t.changed(-1, err)
+	}
 	for _, o := range ops {
 		o.end(err)
 		c.unref(o)
@@ -262,7 +268,11 @@ func (c *Comm) leave(rank int, err error) {
 	for _, o := range c.window {
 		needed = needed || o != nil && o.needs(rank)
 	}
+	tenants := c.tenants
 	c.mu.Unlock()
+	for _, t := range tenants {
+		t.changed(rank, err)
+	}
 	if needed {
 		c.fail(err)
 	}

@@ -220,7 +220,7 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 	for _, a := range answers {
 		epoch = max(epoch, a.epoch)
 	}
-	c.epoch, c.next, c.err, c.left = epoch, 0, nil, nil
+	c.epoch, c.next, c.err, c.left, c.entered = epoch, 0, nil, nil, 0
 	stale := c.takeAsked(func(a *ask) bool { return a.epoch != epoch })
 	// Some may have failed meanwhile.
 	var over error

@@ -1,0 +1,70 @@
+package collective
+
+// Layer: a communicator as packages that build on one use it, such as af/window.
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+)
+
+// Layer is a communicator with what packages that build on one need and programs do not. It is a
+// small value.
+type Layer struct{ *Comm }
+
+// Layer is the communicator as packages that build on it use it.
+func (c *Comm) Layer() Layer { return Layer{c} }
+
+// App is the node.
+func (l Layer) App() postoffice.App { return l.node }
+
+// ID is Options.ID.
+func (l Layer) ID() int { return l.id }
+
+// NodeIDs are the node ids of the ranks, ascending. They must not be changed.
+func (l Layer) NodeIDs() []int { return l.ids }
+
+// Name names a rank and its node, for errors.
+func (l Layer) Name(rank int) string { return l.name(rank) }
+
+// Limit is how long a wait with ctx may take, 0 for no limit.
+func (l Layer) Limit(ctx context.Context) time.Duration { return l.limit(ctx) }
+
+// Fail makes the communicator fail on all ranks.
+func (l Layer) Fail(err error) { l.fail(err) }
+
+// Tenant is something that lasts as long as a communicator does not fail.
+type Tenant struct {
+	c       *Comm
+	changed func(rank int, err error)
+
+	// Epoch and Number name it: it has the same on all ranks if these call Enter in the same order.
+	Epoch  uint64
+	Number uint32
+}
+
+// Enter makes a Tenant of a communicator that has not failed. changed is called with rank -1 when
+// it fails or is closed, and with the rank that has closed its end; any goroutine may call
+// it, and it must not block.
+func (l Layer) Enter(op string, changed func(rank int, err error)) (*Tenant, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, err := range []error{l.err, l.left} {
+		if err != nil {
+			return nil, l.failed(op, err)
+		}
+	}
+	t := &Tenant{l.Comm, changed, l.epoch, l.entered}
+	l.entered++
+	l.tenants = append(l.tenants, t)
+	return t, nil
+}
+
+// Leave ends it: changed is not called any more, but for calls that are under way.
+func (t *Tenant) Leave() {
+	t.c.mu.Lock()
+	defer t.c.mu.Unlock()
+	t.c.tenants = slices.DeleteFunc(slices.Clone(t.c.tenants), func(x *Tenant) bool { return x == t })
+}

@@ -1,0 +1,46 @@
+// Package window lets nodes of one role write into each other's memory and signal that they have:
+// one-sided communication, where who is written to makes no call for it. C++ StepMesh has nothing
+// like it, so all ranks must be nodes of this library.
+//
+// A Window belongs to a communicator of af/collective, which all its ranks have made; they open it together.
+// Exchange tells every rank a small value of each other one, as an address or a key.
+//
+//	w, err := window.Open(ctx, comm, window.Options{Size: 1 << 20, Signals: 2})
+//	err = w.PutSignal(ctx, 1, 4096, tensor, 0) // on rank 0
+//	err = w.WaitSignal(ctx, 0, 0)              // on rank 1: w.Bytes()[4096:] is there
+//
+// # Guarantees
+//
+// They are the same on all transports.
+//
+//   - The source of a Put or PutSignal is the library's until Flush to that rank, or Close, has returned.
+//   - Flush to a rank returns when all that was put there before is in its memory, and all signals are counted.
+//   - Puts and signals to one rank in one window take effect in the order of their calls. So when WaitSignal
+//     has returned, the data of the PutSignal, and all that was put there before the signal, is whole
+//     and visible to the goroutine that has waited. Ranks, and windows, have no order among each other.
+//   - A Put without a signal becomes visible at some time, in any order of its bytes: who reads that memory
+//     before a signal reads while it is written, which is a data race.
+//   - Each Signal or PutSignal adds one to that signal, which is one of its sender's at its receiver; each WaitSignal
+//     that succeeds takes one. None is lost, none counts twice, and one that came before its waiter
+//     is kept. A WaitSignal that fails has taken none.
+//   - A Put waits while 128 messages or more than 32 MiB to that rank have not been taken.
+//
+// # What others may write
+//
+// Only the receiver writes to its memory: it copies what has come, after it has checked epoch and number of the
+// window, the message's number, offset, length and signal. A put beyond the window's end is an error
+// where it is put, and one that comes all the same is refused and counted (Window.Refused), as are messages
+// of processes that have been replaced, of earlier windows, and of who is no rank.
+// When Close has returned nothing is written any more. On RDMA this costs a copy, and saves a rendezvous for each
+// window and place.
+//
+// # Errors
+//
+// A window fails on all ranks when its communicator does: when a rank is lost (van.ErrPeerLost, with its name), or a
+// call of the communicator fails. After Rebuild windows are opened anew. What a rank had signalled
+// before it was lost can still be waited for. All waits have the communicator's limit unless ctx has a
+// deadline; a wait that is too late fails alone. A rank that closes its window, after what it has put has
+// arrived, makes later calls of others towards it fail with van.ErrClosed, and those only.
+//
+// Memory lies on the host; for devices and their streams there is no window yet.
+package window

@@ -1,0 +1,322 @@
+package window
+
+// Window: its making, its failure and its end.
+
+import (
+	"cmp"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Options of Open. The size of the memory and Signals must be the same on all ranks.
+type Options struct {
+	// Memory is what others may put into, on the host. If it is empty Open makes Size bytes.
+	Memory af.Tensor
+	Size   int
+
+	// Signals is how many signals each rank has at each other one: 0 to 65,535.
+	Signals int
+}
+
+// Window is this rank's end of one. All methods are safe for concurrent use.
+type Window struct {
+	layer    collective.Layer
+	app      postoffice.App
+	tenant   *collective.Tenant
+	customer *postoffice.Customer
+	mem      backend.Mem
+	signals  int
+	self     int
+	peers    []*peer
+
+	over    atomic.Pointer[error] // why it cannot be used
+	refused atomic.Uint64
+	closed  atomic.Bool
+	ended   sync.Once
+}
+
+// Open makes this rank's end of a window and waits until all ranks of c have made theirs: all
+// call it, in the same order as other calls of c. What differs is an error on all ranks. Others
+// may write to the memory, from the moment that Open is called until Close.
+func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
+	w := &Window{layer: c.Layer(), signals: o.Signals, self: c.Rank()}
+	w.app = w.layer.App()
+	bad := w.take(o)
+	for r, id := range w.layer.NodeIDs() {
+		w.peers = append(w.peers, newPeer(w, r, id))
+	}
+	tenant, err := w.layer.Enter("open window", w.changed)
+	if err != nil {
+		return nil, err
+	}
+	w.tenant = tenant
+	w.mem.Retain()
+	if bad == nil {
+		// Indices begin anywhere, so that a transport which remembers messages by application
+		// does not take this window for an earlier one.
+		index := (tenant.Epoch*0x9E3779B97F4A7C15>>56 + uint64(tenant.Number)) % windowsEach
+		id := appBase + w.layer.ID()*windowsEach + int(index)
+		w.customer, bad = w.app.AddCustomer(id, id, w.receive)
+	}
+	if err := w.agree(ctx, c, bad); err != nil {
+		w.fail(err)
+		w.end()
+		w.mem.Release()
+		return nil, &van.Error{Op: "open window", Node: w.app.Name(), Detail: fmt.Sprintf("communicator %d, window %d", w.layer.ID(), tenant.Number), Err: err}
+	}
+	return w, nil
+}
+
+// take takes the memory.
+func (w *Window) take(o Options) error {
+	w.mem = o.Memory.Mem()
+	switch {
+	case o.Signals < 0 || o.Signals > maxSignals:
+		w.signals = 0
+		return fmt.Errorf("%w: %d signals, want 0 to %d", van.ErrInvalid, o.Signals, maxSignals)
+	case o.Size < 0 || o.Size > 0 && w.mem.Len() > 0:
+		return fmt.Errorf("%w: size %d beside memory of %d bytes, want 0 or more, and one of the two", van.ErrInvalid, o.Size, w.mem.Len())
+	case !w.mem.OnHost():
+		return notOnHost(o.Memory)
+	case w.mem.Len() == 0:
+		w.mem = backend.Slice(make([]uint64, (o.Size+7)/8)).Sub(0, o.Size)
+	}
+	return nil
+}
+
+// agree compares the windows of all ranks; bad is why this rank's makes no sense.
+func (w *Window) agree(ctx context.Context, c *collective.Comm, bad error) error {
+	own := shape{uint64(w.mem.Len()), uint32(w.signals), w.tenant.Number, bad != nil}
+	all, err := Exchange(ctx, c, own.append(nil))
+	if err := cmp.Or(bad, err); err != nil {
+		return err
+	}
+	for r, b := range all {
+		s, err := parseShape(b)
+		if err != nil {
+			return fmt.Errorf("%s: %w", w.layer.Name(r), err)
+		}
+		if s != own {
+			return fmt.Errorf("%w: window %d has %s at %s, and is window %d with %s at rank %d, here",
+				collective.ErrMismatch, s.number, s, w.layer.Name(r), own.number, own, w.self)
+		}
+	}
+	return nil
+}
+
+// maxValue is the longest value that Exchange takes.
+const maxValue = 1 << 20
+
+// Exchange gives every rank of c the values of all, in the order of ranks: addresses, say, or keys. Lengths
+// may differ, up to 1 MiB. All ranks call it.
+func Exchange(ctx context.Context, c *collective.Comm, value []byte) ([][]byte, error) {
+	if len(value) > maxValue {
+		return nil, fmt.Errorf("exchange: %w: a value of %d bytes, want at most %d", van.ErrInvalid, len(value), maxValue)
+	}
+	own, lens := make([]uint32, 1), make([]uint32, c.Size())
+	own[0] = uint32(len(value))
+	in, err := af.FromSlice(own)
+	out, err2 := af.FromSlice(lens)
+	if err := cmp.Or(err, err2); err != nil {
+		return nil, err
+	}
+	op, err := c.AllGather(out, in)
+	if err == nil {
+		err = op.Wait(ctx)
+	}
+	if err != nil {
+		return nil, err
+	}
+	values, parts := make([][]byte, c.Size()), make([]af.Tensor, c.Size())
+	for r, n := range lens {
+		if n > maxValue {
+			return nil, fmt.Errorf("exchange: %w: rank %d has a value of %d bytes, want at most %d", van.ErrMalformed, r, n, maxValue)
+		}
+		values[r] = make([]byte, n)
+		if parts[r], err = af.FromBytes(values[r], af.Uint8, int64(n)); err != nil {
+			return nil, err
+		}
+	}
+	if in, err = af.FromBytes(value, af.Uint8, int64(len(value))); err != nil {
+		return nil, err
+	}
+	if op, err = c.AllGatherV(parts, in); err == nil {
+		err = op.Wait(ctx)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return values, nil
+}
+
+// Rank is this node's rank in the communicator, from 0.
+func (w *Window) Rank() int { return w.self }
+
+// Size is the number of ranks.
+func (w *Window) Size() int { return len(w.peers) }
+
+// Bytes is this rank's memory. Others may write what this rank has not been told of by a signal.
+func (w *Window) Bytes() []byte { return w.mem.Host() }
+
+// Refused is how many messages for this window made no sense or came too late; nothing of them was
+// written.
+func (w *Window) Refused() uint64 { return w.refused.Load() }
+
+// changed is told by the communicator.
+func (w *Window) changed(rank int, err error) {
+	if rank < 0 {
+		w.fail(err)
+		if w.closed.Load() {
+			go w.end() // the communicator is in the middle of its failure
+		}
+		return
+	}
+	w.leave(rank, err)
+}
+
+// fail makes the window unusable. Only the first error counts.
+func (w *Window) fail(err error) {
+	if w.over.CompareAndSwap(nil, &err) {
+		for _, p := range w.peers {
+			p.wakeAll()
+		}
+	}
+}
+
+// leave notes that a rank has closed its end.
+func (w *Window) leave(rank int, err error) {
+	if p := w.peers[rank]; p.gone.CompareAndSwap(nil, &err) {
+		p.wakeAll()
+	}
+	if w.closed.Load() && w.alone() {
+		go w.end() // this may be a delivery to the customer
+	}
+}
+
+// alone tells whether all other ranks have closed their ends.
+func (w *Window) alone() bool {
+	for r, p := range w.peers {
+		if r != w.self && p.gone.Load() == nil {
+			return false
+		}
+	}
+	return true
+}
+
+// end takes the window off its node.
+func (w *Window) end() {
+	w.ended.Do(func() {
+		w.tenant.Leave()
+		if w.customer != nil {
+			w.customer.Close()
+		}
+	})
+}
+
+var errClosed = fmt.Errorf("%w: this window", van.ErrClosed)
+
+// Close ends this rank's end of the window: it flushes what was put, for the communicator's limit at most, and
+// tells the others, whose calls towards this rank fail from then on. When it returns nothing is
+// written to this rank's memory any more, nor read from that of its puts, with any result. The
+// error says what may not have arrived; there is none when the window had failed before.
+func (w *Window) Close() error {
+	if w.closed.Swap(true) {
+		return nil
+	}
+	ctx := context.Background()
+	if limit := w.layer.Limit(ctx); limit > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
+		defer cancel()
+	}
+	var failed error
+	for r, p := range w.peers {
+		if r == w.self || w.over.Load() != nil {
+			continue
+		}
+		if err := w.Flush(ctx, r); err != nil && w.over.Load() == nil {
+			failed = cmp.Or(failed, err)
+		}
+		p.sayClosed()
+	}
+	w.fail(errClosed)
+	for _, p := range w.peers {
+		p.quiesce()
+	}
+	if err := w.takeBack(ctx); err != nil {
+		failed = cmp.Or(failed, err)
+	}
+	w.mem.Release()
+	if w.alone() || w.layerFailed() {
+		w.end()
+	}
+	return failed
+}
+
+// layerFailed tells whether the communicator has failed.
+func (w *Window) layerFailed() bool {
+	err := *w.over.Load()
+	return !errors.Is(err, errClosed)
+}
+
+// takeBack makes what transports still read the caller's again.
+func (w *Window) takeBack(ctx context.Context) error {
+	from, to, lent := ^uint64(0), uint64(0), false
+	for _, p := range w.peers {
+		if a, b := p.lent(); a < b {
+			from, to, lent = min(from, a), max(to, b), true
+		}
+	}
+	if !lent {
+		return nil
+	}
+	if x, ok := van.As[van.Recaller](w.app.Van()); ok && to-from < 1<<30 {
+		x.Recall(van.Requests{App: int32(w.customer.AppID()), Customer: int32(w.customer.ID()), First: timestamp(from), Count: int32(2 * (to - from))})
+		return nil
+	}
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for w.lends() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return &van.Error{Op: "close window", Node: w.app.Name(), Detail: "the transport still reads memory of puts", Err: timeout(context.Cause(ctx))}
+		}
+	}
+	return nil
+}
+
+// lends tells whether a transport reads memory of puts.
+func (w *Window) lends() bool {
+	for _, p := range w.peers {
+		if a, b := p.lent(); a < b {
+			return true
+		}
+	}
+	return false
+}
+
+// timestamp is that of the message with a number: even, since those of other messages are odd.
+func timestamp(seq uint64) int32 { return int32(seq << 1 & 0x7FFFFFFF) }
+
+// timeout makes the end of a context's time van.ErrTimeout.
+func timeout(cause error) error {
+	if errors.Is(cause, context.DeadlineExceeded) && !errors.Is(cause, van.ErrTimeout) {
+		return fmt.Errorf("%w: %w", van.ErrTimeout, cause)
+	}
+	return cause
+}
+
+// keyFrame is what the key frame of data holds.
+var keyFrame = binary.LittleEndian.AppendUint64(nil, dataKey)
