@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 )
 
 // comms makes a communicator of all workers of a cluster.
@@ -334,10 +335,13 @@ func TestMismatch(t *testing.T) {
 func TestLost(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 		all, c := comms(t, o, 3)
-		ops := make([]Op, 3)
+		ops, sums := make([]Op, 3), make([]Op, 3)
 		for _, r := range []int{0, 2} {
 			var err error
 			if ops[r], err = all[r].AllGather(zeros(3*8), zeros(8)); err != nil {
+				t.Fatal(err)
+			}
+			if sums[r], err = all[r].AllReduce(zeros(2*reduceWhole), zeros(2*reduceWhole), Sum); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -345,6 +349,9 @@ func TestLost(t *testing.T) {
 		for _, r := range []int{0, 2} {
 			if err := ops[r].Wait(t.Context()); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "worker 1 (id 11)") {
 				t.Errorf("rank %d: %v, want ErrPeerLost of worker 1", r, err)
+			}
+			if err := sums[r].Wait(t.Context()); !errors.Is(err, van.ErrPeerLost) {
+				t.Errorf("rank %d: AllReduce: %v, want ErrPeerLost", r, err)
 			}
 			if _, err := all[r].Broadcast(zeros(1), r); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "Rebuild") {
 				t.Errorf("rank %d: a later call: %v, want ErrPeerLost and what to do", r, err)
@@ -361,7 +368,7 @@ func TestLost(t *testing.T) {
 			return err
 		})
 		for round := range 3 {
-			onAll(t, 3, func(r int) error { return calls(all[r], 1000, uint64(round)) })
+			onAll(t, 3, func(r int) error { return calls(all[r], []int{1000, 50_000}[round%2], uint64(round)) })
 		}
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
@@ -389,6 +396,25 @@ func TestTimeout(t *testing.T) {
 	}
 	onAll(t, 3, func(r int) error { return all[r].Rebuild(t.Context()) })
 	onAll(t, 3, func(r int) error { return calls(all[r], 100, 5) })
+}
+
+// TestSpinning: waits that spin for ever end with their node, also where it has asked nobody for anything.
+func TestSpinning(t *testing.T) {
+	o := testcluster.Options{Over: testcluster.SHM, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}
+	all, c := comms(t, o, 2)
+	onAll(t, 2, func(r int) error { return calls(all[r], 100, 1) })
+	op, err := all[0].Broadcast(zeros(8), 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second) // Wait has no limit of its own then
+	defer cancel()
+	waited := make(chan error, 1)
+	go func() { waited <- op.Wait(ctx) }()
+	c.Workers[0].Close()
+	if err := <-waited; err == nil || ctx.Err() != nil {
+		t.Errorf("got %v, after the node has ended", err)
+	}
 }
 
 // TestNew: wrong arguments, ranks that differ, and ranks that do not come.

@@ -19,9 +19,10 @@
 // Any error of a call in flight ends the communicator on all ranks: a rank that is lost
 // (van.ErrPeerLost), a limit that passes (van.ErrTimeout), and calls that do not match
 // (ErrMismatch), where the error of every rank names both calls; but calls in which no rank asks
-// another one for anything, as Broadcasts each with its own rank as the root, end by the limit. After an error result tensors are the caller's again, with any contents; what others
-// may still be reading is so when Rebuild or Close has returned. Rebuild, which all ranks
-// call, begins anew, with the process that has taken the place of a lost one.
+// another one for anything, as Broadcasts each with its own rank as the root, end by the limit.
+// After an error result tensors are the caller's again, with any contents; what others may still
+// be reading is so when Rebuild or Close has returned. Rebuild, which all ranks call, begins
+// anew, with the process that has taken the place of a lost one.
 //
 // # How it works
 //
@@ -30,4 +31,8 @@
 // So a part goes the way that the answer of a server goes to a worker: through shared memory,
 // by one RDMA write into the result, or over a socket. Requests carry the call's description,
 // which is how calls that do not match are noticed.
+//
+// A worker that waits receives in place of the transport for a while, as it does for a
+// push_pull, and does the arithmetic itself; a server sleeps until it is woken. Memory for two
+// reductions is kept.
 package collective

@@ -631,9 +631,9 @@ func (o *op) wait(ctx context.Context) error {
 	left := func() time.Duration { return limit - time.Duration(clock.Now()-o.start) }
 	o.poll(ctx, func() time.Duration {
 		if limit == 0 {
-			return 0
+			return aliveEvery
 		}
-		return max(left(), time.Nanosecond)
+		return max(min(left(), aliveEvery), time.Nanosecond)
 	})
 	for late := false; ; {
 		select {
