@@ -78,6 +78,7 @@ func Command() *cli.Command {
 			},
 			collectiveCommand(common),
 			sessionCommand(common),
+			windowCommand(common),
 			softwareCommand(),
 			{Name: "child", Hidden: true, Action: runChild, SkipFlagParsing: true},
 		},
@@ -148,6 +149,8 @@ func runChild(c *cli.Context) error {
 		err = childKV(c, node, &kvSpec{keys: n[0], values: n[1], batch: n[2], flight: n[3], rounds: n[4]})
 	case a[0] == "collective" && len(n) == 0:
 		err = childCollective(c, node)
+	case a[0] == "window" && len(n) == 1:
+		err = childWindow(c, node, n[0])
 	case a[0] == "session" && len(n) == 2:
 		err = childSession(c, node, n[0], n[1])
 	default:

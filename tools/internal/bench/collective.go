@@ -395,11 +395,8 @@ func (r *collectiveReport) print(w io.Writer, asJSON bool) error {
 	return err
 }
 
-// childCollective is a node of bench collective: a worker makes the calls that it is asked for.
-func childCollective(c *cli.Context, node *postoffice.Node) error {
-	if node.Role() != van.Worker {
-		return nil
-	}
+// joinWorkers makes a communicator of all workers, between which data goes as --van says.
+func joinWorkers(c *cli.Context, node *postoffice.Node) (*collective.Comm, error) {
 	ranks := make([]int, node.Topology().NumWorkers)
 	var others []int
 	for i := range ranks {
@@ -410,9 +407,18 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	}
 	comm, err := collective.New(c.Context, node, collective.Options{Ranks: ranks})
 	if err != nil {
-		return err
+		return nil, err
 	}
-	if err := checkTransport(node, others); err != nil {
+	return comm, checkTransport(node, others)
+}
+
+// childCollective is a node of bench collective: a worker makes the calls that it is asked for.
+func childCollective(c *cli.Context, node *postoffice.Node) error {
+	if node.Role() != van.Worker {
+		return nil
+	}
+	comm, err := joinWorkers(c, node)
+	if err != nil {
 		return err
 	}
 	for in := (&lineReader{r: c.App.Reader}); ; {

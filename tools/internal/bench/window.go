@@ -1,0 +1,302 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/window"
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// windowGoals are ratios of a round trip to the floor's, at p50, by van and size.
+var windowGoals = map[string]map[int]float64{
+	zmq:   {1 << 10: 3, 1 << 20: 3},
+	local: {1 << 20: 4},
+}
+
+func windowCommand(common []cli.Flag) *cli.Command {
+	return &cli.Command{
+		Name:      "window",
+		Usage:     "PutSignal and WaitSignal between two processes",
+		UsageText: "stepaf bench window --van local [--size 1024] [--check]",
+		Description: "Two workers put the same bytes to and fro, each when it has waited for the other's signal. A round trip is taken\n" +
+			"by the first; one way is from before its PutSignal to the end of the other's WaitSignal, by the clock of the host. The\n" +
+			"floor is a round trip of the same bytes in the same run, in blocks that alternate with these: over zmq libzmq by\n" +
+			"itself, one message each way; with shared memory a copy and a flag each way, between two threads that do nothing but\n" +
+			"look. The ends of all data are checked, and all bytes of a block's last, outside the timed part.",
+		Flags: append([]cli.Flag{
+			&cli.IntSliceFlag{Name: "size", Value: cli.NewIntSlice(1<<10, 64<<10, 1<<20), Usage: "bytes each way, 16 at least"},
+			&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
+			&cli.BoolFlag{Name: "check", Usage: "status 1 when a goal is missed"},
+		}, common...),
+		Action: runWindow,
+	}
+}
+
+// windowReport is the JSON line of bench window. Quantiles are in microseconds.
+type windowReport struct {
+	Van      string    `json:"van"`
+	Bytes    int       `json:"bytes"`
+	Iters    int       `json:"iters"`
+	Trip     quantiles `json:"round_trip"`
+	OneWay   quantiles `json:"one_way"`
+	Floor    quantiles `json:"floor_round_trip"`
+	Of       string    `json:"floor"`
+	RatioP50 float64   `json:"ratio_p50"` // of round trips
+	RatioP99 float64   `json:"ratio_p99"`
+	Goal     float64   `json:"goal_ratio_p50,omitempty"`
+	Missed   bool      `json:"missed,omitempty"`
+	Checked  bool      `json:"checked"`
+}
+
+func (r *windowReport) String() string { return fmt.Sprintf("PutSignal of %d bytes", r.Bytes) }
+
+func runWindow(c *cli.Context) error {
+	over, sizes := c.String("van"), c.IntSlice("size")
+	if windowGoals[over] == nil {
+		return cli.Exit(fmt.Sprintf("bench window: --van %s: want %s or %s", over, local, zmq), 2)
+	}
+	if slices.Min(sizes) < 16 || slices.Max(sizes) > 1<<30 || c.Int("iters") < 0 || c.Int("rounds") < 1 {
+		return cli.Exit("bench window: --size wants 16 bytes to 1 GiB, --iters and --rounds positive numbers", 2)
+	}
+	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
+	defer cancel()
+	cl, err := startCluster(ctx, over, c.String("host"), place{}, 1, 2, []string{"window", strconv.Itoa(slices.Max(sizes))}, os.Stderr)
+	if err != nil {
+		return err
+	}
+	var v verdict
+	if !c.Bool("json") {
+		fmt.Fprintf(c.App.Writer, "two ranks over %s, microseconds, data checked\n%9s %6s   %9s %9s %9s %9s   %9s %9s   %9s %9s %6s goal\n", over,
+			"bytes", "iters", "trip p50", "p90", "p99", "max", "one way", "p99", "floor p50", "p99", "ratio")
+	}
+	for _, size := range sizes {
+		var r *windowReport
+		if r, err = measureWindow(c, cl, over, size); err != nil {
+			cancel() // nobody waits for those who do
+			break
+		}
+		r.Goal = windowGoals[over][size]
+		r.Missed = v.judge(r, goal{of: ourFloor, limit: r.Goal}, r.RatioP50)
+		if err = r.print(c.App.Writer, c.Bool("json")); err != nil {
+			break
+		}
+	}
+	if _, failed := cl.wait(); err == nil {
+		err = failed
+	}
+	if err != nil {
+		return fmt.Errorf("bench window: %w", err)
+	}
+	if c.Bool("check") {
+		return v.err()
+	}
+	return nil
+}
+
+// measureWindow measures one size, in blocks.
+func measureWindow(c *cli.Context, cl *cluster, over string, size int) (*windowReport, error) {
+	rounds, iters := c.Int("rounds"), c.Int("iters")
+	if iters == 0 {
+		iters = min(max(1<<30/(size+1<<18), 100), 4000)
+	}
+	floor := measureCopies
+	r := &windowReport{Van: over, Bytes: size, Iters: iters, Of: "copy and flag", Checked: true}
+	if over == zmq {
+		r.Of = "libzmq"
+		server, err := newZMQServer(size, false)
+		if err != nil {
+			return nil, err
+		}
+		defer server.close()
+		client, err := dialZMQ(server.at, size, size, false)
+		if err != nil {
+			return nil, err
+		}
+		defer client.close()
+		floor = func(_, n int) ([]int64, error) { return client.measure(n) }
+	}
+	var trips, ways, floors []int64
+	for round := -1; round < rounds; round++ {
+		n := iters*(round+1)/rounds - iters*max(round, 0)/rounds
+		if round < 0 {
+			n = max(iters/10, 2) // warms up
+		}
+		fl, err := floor(size, n)
+		if err != nil {
+			return nil, err
+		}
+		var got [2]answer
+		for i := range got {
+			if _, err := fmt.Fprintln(cl.ins[rankName(i)], size, n); err != nil {
+				return nil, err
+			}
+		}
+		for i := range got {
+			text, err := cl.outs[rankName(i)].line()
+			if err == nil {
+				err = json.Unmarshal([]byte(text), &got[i])
+			}
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", rankName(i), err)
+			}
+		}
+		if round >= 0 {
+			trips, ways, floors = append(trips, got[0].NS...), append(ways, got[1].NS...), append(floors, fl...)
+		}
+	}
+	r.Trip, r.OneWay, r.Floor = summarize(trips), summarize(ways), summarize(floors)
+	r.RatioP50, r.RatioP99 = r.Trip.P50/r.Floor.P50, r.Trip.P99/r.Floor.P99
+	return r, nil
+}
+
+// measureCopies is the floor of shared memory: n round trips of a copy and a flag between two threads.
+func measureCopies(size, n int) ([]int64, error) {
+	var there, back atomic.Int64
+	from, to, answer := make([]byte, size), make([]byte, size), make([]byte, size)
+	fill(from)
+	await := func(flag *atomic.Int64, i int64) {
+		for flag.Load() < i {
+			runtime.Gosched()
+		}
+	}
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		for i := range int64(n) {
+			await(&there, i+1)
+			copy(answer, to)
+			back.Store(i + 1)
+		}
+	}()
+	ns := make([]int64, n)
+	for i := range ns {
+		start := time.Now()
+		copy(to, from)
+		there.Store(int64(i + 1))
+		await(&back, int64(i+1))
+		ns[i] = int64(time.Since(start))
+	}
+	return ns, nil
+}
+
+func (r *windowReport) print(w io.Writer, asJSON bool) error {
+	if asJSON {
+		return json.NewEncoder(w).Encode(r)
+	}
+	goal := "-"
+	if r.Goal > 0 {
+		goal = fmt.Sprintf("%g", r.Goal)
+	}
+	if r.Missed {
+		goal += " missed"
+	}
+	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f %9.1f %9.1f   %9.1f %9.1f   %9.1f %9.1f %6.2f %s (%s)\n", r.Bytes, r.Iters,
+		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99, r.RatioP50, goal, r.Of)
+	return err
+}
+
+// childWindow is a node of bench window: a worker makes the round trips that it is asked for.
+func childWindow(c *cli.Context, node *postoffice.Node, most int) error {
+	if node.Role() != van.Worker {
+		return nil
+	}
+	comm, err := joinWorkers(c, node)
+	if err != nil {
+		return err
+	}
+	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1})
+	if err != nil {
+		return err
+	}
+	for in := (&lineReader{r: c.App.Reader}); ; {
+		line, err := in.line()
+		if err != nil {
+			break
+		}
+		var size, n int
+		if _, err := fmt.Sscan(line, &size, &n); err != nil {
+			return fmt.Errorf("bench child: %q: %w", line, err)
+		}
+		ns, err := putAndWait(c.Context, w, size, n)
+		if err != nil {
+			return err
+		}
+		if err := json.NewEncoder(c.App.Writer).Encode(answer{NS: ns}); err != nil {
+			return err
+		}
+	}
+	if err := comm.Barrier(c.Context); err != nil {
+		return err
+	}
+	if err := w.Close(); err != nil {
+		return err
+	}
+	return comm.Close()
+}
+
+// putAndWait makes n round trips. Rank 0 returns the nanoseconds of each, rank 1 those of the way to it.
+func putAndWait(ctx context.Context, w *window.Window, size, n int) ([]int64, error) {
+	self, le := w.Rank(), binary.LittleEndian
+	b := make([]byte, size)
+	fill(b)
+	t, err := af.FromBytes(b, af.Uint8, int64(size))
+	if err != nil {
+		return nil, err
+	}
+	want, got := bytes.Clone(b), w.Bytes()[:size]
+	ns := make([]int64, n)
+	put := func(i int) error { // with the time and the number
+		le.PutUint64(b[size-8:], uint64(i))
+		le.PutUint64(b, clock.Now())
+		return w.PutSignal(ctx, 1-self, 0, t, 0)
+	}
+	for i := range ns {
+		start := clock.Now()
+		if self == 0 {
+			err = put(i)
+		}
+		if err == nil {
+			err = w.WaitSignal(ctx, 1-self, 0)
+		}
+		now := clock.Now()
+		if err != nil {
+			return nil, err
+		}
+		if self == 1 {
+			start = le.Uint64(got)
+		}
+		ns[i] = int64(now - start)
+		last := i == n-1
+		if k := le.Uint64(got[size-8:]); k != uint64(i) || last && !bytes.Equal(got[8:size-8], want[8:size-8]) {
+			return nil, fmt.Errorf("PutSignal %d of %d bytes: wrong data, of number %d", i, size, k)
+		}
+		if self == 1 {
+			if err := put(i); err != nil {
+				return nil, err
+			}
+		}
+		if last {
+			clear(got)
+		}
+		if err := w.Flush(ctx, 1-self); err != nil { // the source is written again
+			return nil, err
+		}
+	}
+	return ns, nil
+}
