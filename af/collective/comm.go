@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -53,6 +54,7 @@ type Comm struct {
 	hash     uint64
 	timeout  time.Duration
 	revoker  van.Revoker // nil when no peer writes into results
+	looks    bool        // waits look for a while before they sleep
 	stop     func()      // ends the watch for lost peers
 
 	pair sync.Mutex // held while calls get their numbers; taken before mu
@@ -172,6 +174,9 @@ func (c *Comm) place(ranks []int) error {
 		return fmt.Errorf("%w: %d ranks, want at most %d", van.ErrInvalid, len(ranks), 1<<16)
 	}
 	c.hash = h.Sum64()
+	// Ranks may all be on this machine, and who looks where there are more of them than
+	// processors keeps the very rank that it waits for from its own.
+	c.looks = len(ranks) <= runtime.NumCPU()
 	c.ranks = make([]rank, len(c.ids))
 	c.asked = make([][maxInFlight]ask, len(c.ids))
 	return nil

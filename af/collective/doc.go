@@ -33,6 +33,7 @@
 // which is how calls that do not match are noticed.
 //
 // A worker that waits receives in place of the transport for a while, as it does for a
-// push_pull, and does the arithmetic itself; a server sleeps until it is woken. Memory for two
+// push_pull, and does the arithmetic itself. A server sleeps until it is woken, and so do the
+// ranks of a communicator with more of them than this machine has processors. Memory for two
 // reductions is kept.
 package collective

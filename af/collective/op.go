@@ -629,12 +629,14 @@ func (o *op) wait(ctx context.Context) error {
 	c := o.c
 	limit := c.limit(ctx)
 	left := func() time.Duration { return limit - time.Duration(clock.Now()-o.start) }
-	o.poll(ctx, func() time.Duration {
-		if limit == 0 {
-			return aliveEvery
-		}
-		return max(min(left(), aliveEvery), time.Nanosecond)
-	})
+	if c.looks {
+		o.poll(ctx, func() time.Duration {
+			if limit == 0 {
+				return aliveEvery
+			}
+			return max(min(left(), aliveEvery), time.Nanosecond)
+		})
+	}
 	for late := false; ; {
 		select {
 		case <-o.done:
