@@ -192,6 +192,20 @@ func TestBundleCounts(t *testing.T) {
 	until(t, "no bytes", func() bool { return server.flow.waiting.Load() == 0 })
 }
 
+// TestCloseBehindAStrangeBundle: the memory of a bundle that was refused is given back once, also
+// when it is the last thing that comes.
+func TestCloseBehindAStrangeBundle(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	server.connect(t, newNode(t, 9, 7, nil, nil))
+	good := [][]byte{packed(t, push(8, 1, nil)), make([]byte, 8), {}}
+	dialRaw(t, server, "ps9.00000007").send(sealed(good, [][]byte{packed(t, heartbeat(8, 1))}, good))
+	server.next(t).Release()
+	until(t, "refusal", func() bool { return server.Stats().Malformed == 1 })
+	if err := server.Close(t.Context()); err != nil { // libc ends the process at the second time
+		t.Error(err)
+	}
+}
+
 // TestStrangeBundles: a bundle that is wrong anywhere is dropped with an error and counted;
 // the connection goes on.
 func TestStrangeBundles(t *testing.T) {

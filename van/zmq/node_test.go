@@ -238,3 +238,21 @@ func heap() uint64 {
 	runtime.ReadMemStats(&m)
 	return m.HeapAlloc
 }
+
+// TestBytesCounted: what one side has sent the other one counts too, whatever the message before it was.
+func TestBytesCounted(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	for i, size := range []int{100_000, 10, 0, 3000} {
+		for _, lens := range []bool{true, false} {
+			m := push(8, i, make([]byte, size))
+			if lens {
+				m.Frames = 3
+				m.SetFrame(2, backend.Bytes(make([]byte, 4)))
+			}
+			worker.must(t, m)
+			server.next(t).Release()
+			until(t, "as many bytes received as sent", func() bool { return worker.Stats().SentBytes == server.Stats().ReceivedBytes })
+		}
+	}
+}
