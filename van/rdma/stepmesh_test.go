@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
 
 // original is a StepMesh node that sends with one queue pair.
@@ -162,6 +163,11 @@ func TestAreaOfKey(t *testing.T) {
 	for _, x := range *p.server.conns.Load() {
 		if x.in == nil {
 			continue
+		}
+		for n, want := range map[int]int{1000: 0, 2000: 0, 2001: 2001} {
+			if got := x.in.dialect.dataCost(&start{key: 5}, rendezvous.Need{Data: n}, 0); got != want {
+				t.Errorf("a slot for %d bytes costs %d, want %d", n, got, want)
+			}
 		}
 		x.in.fail(van.ErrPeerLost)
 		p.until("end of the connection", func() bool {
