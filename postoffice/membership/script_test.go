@@ -218,15 +218,18 @@ func (s *script) command(line string) error {
 			w.log("%s: ticket %d", n.name, ticket)
 		}
 		return err
-	case "lose", "back":
+	case "lose", "back", "unreachable":
 		id, ok := peerID(n, w.node(arg(2)))
 		if !ok {
 			return fmt.Errorf("%s has no connection to %q", n.name, arg(2))
 		}
-		if words[0] == "lose" {
+		switch words[0] {
+		case "lose":
 			n.m.PeerLost(w.now, id, errors.New("connection reset"))
-		} else {
+		case "back":
 			n.m.PeerBack(w.now, id)
+		default:
+			n.m.ConnectFailed(w.now, id, errors.New("no route to host"))
 		}
 	case "report":
 		w.log("%s", n.m.Report(w.now))
