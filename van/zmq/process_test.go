@@ -492,3 +492,37 @@ func parent(t *testing.T) {
 	fmt.Printf("child %d\n", cmd.Process.Pid)
 	select {}
 }
+
+// TestEarlyMessagesStayInFront: what comes of a process that is known by now goes behind what is kept
+// of it, once; where nothing is kept, or of others only, nobody keeps it.
+func TestEarlyMessagesStayInFront(t *testing.T) {
+	v, c := &zvan{}, &conn{incarnation: 7}
+	c.admitted.Store(true)
+	v.peers.Store(&map[int]*conn{9: c, 11: c})
+	from := func(id int) *van.Message {
+		m := &van.Message{}
+		m.Reset()
+		m.Sender = id
+		return m
+	}
+	e, first, behind := &v.early, from(9), from(9)
+	e.most = time.Hour
+	if e.keep(v, first, peerName{9, 7}) {
+		t.Error("a message is kept though nothing is before it")
+	}
+	e.ready = append(e.ready, first)
+	if e.keep(v, from(11), peerName{11, 7}) {
+		t.Error("a message is kept behind another node's")
+	}
+	if !e.keep(v, behind, peerName{9, 7}) {
+		t.Error("a message overtakes one that is kept")
+	}
+	for i, want := range []*van.Message{first, behind, nil} {
+		if got := e.next(); got != want {
+			t.Errorf("message %d that is ready: %v, want %v", i, got, want)
+		}
+	}
+	if n := len(e.kept); n != 0 {
+		t.Errorf("%d messages are kept, want none", n)
+	}
+}
