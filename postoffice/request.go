@@ -188,7 +188,6 @@ func (r *Request) settle() {
 	}
 	sink, err, c := r.sink, r.err, r.c
 	r.state = finished
-	r.busy = 1 // keeps r from being recycled while Finished runs
 	r.mu.Unlock()
 
 	if err != nil && !r.unsent {
@@ -200,7 +199,6 @@ func (r *Request) settle() {
 	sink.Finished(err)
 
 	r.mu.Lock()
-	r.busy = 0
 	select {
 	case r.done <- struct{}{}:
 	default:
