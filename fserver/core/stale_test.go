@@ -214,6 +214,26 @@ func TestGiveBackOfALostWorker(t *testing.T) {
 	}
 }
 
+// TestAnswerRefused: an answer that the transport refuses is an error, whose tensors are the caller's
+// again; the batch is answered.
+func TestAnswerRefused(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	workers, server := openAll(t, c)
+	workers[0].ask(t, 1, 64)
+	it := server.row(t)[0]
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
+	out := []af.KeyTensor{{Val: tensor(t, make([]byte, 64))}}
+	if told, err := server.Answer(af.DefaultStream, it.ID, out, nil); !told || !errors.Is(err, van.ErrQueueFull) {
+		t.Errorf("an answer that is refused: %t, %v; want true, %v", told, err, van.ErrQueueFull)
+	}
+	hook.OnSend(nil)
+	if err := server.Respond(af.DefaultStream, it.ID, out); !errors.Is(err, ErrMisuse) {
+		t.Errorf("a second answer: %v, want %v", err, ErrMisuse)
+	}
+	it.Release()
+}
+
 // TestAnswersOfALostWorker: a batch that the application has when its worker is lost is
 // answered in vain, without an error, or can be given back, which frees it.
 func TestAnswersOfALostWorker(t *testing.T) {
