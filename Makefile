@@ -19,7 +19,7 @@ VARIANTS := nordma
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run af programs fserver wheel test check testrace cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
+.PHONY: help deps build run run-session af programs fserver wheel test check testrace cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
 	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak locks bench clean
 
 help: ## list the targets
@@ -33,6 +33,9 @@ build: ## build bin/stepaf
 
 run: deps build ## install what is missing, build, and run a demo on this machine
 	bin/stepaf launch -n 1 -s 1 -- bin/stepaf demo
+
+run-session: deps build fserver ## a small sharded MLP on a controller and 4 ranks, in Python with NumPy; compared with the whole
+	PYTHONPATH=bin/python timeout 60 bin/stepaf launch --fserver -n 1 -s 4 -- $(PYTHON) tests/examples/session/mlp.py
 
 af: ## build everything, as StepMesh's target: bin/stepaf and the test programs; USE_CUDA=0, USE_RDMA=0
 	@flags=$$(tools/build_flags.sh); $(GO) build $$flags ./...

@@ -34,6 +34,8 @@ type Session struct {
 	worker *af.Worker // nil unless a worker
 	server *af.Server // nil unless a server
 	queue  *queue     // of a server
+
+	sessions sessionState
 }
 
 // Start reads the variables, starts the node, and waits for all others as C++ StepMesh

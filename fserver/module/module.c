@@ -356,6 +356,36 @@ static PyObject *py_exit(PyObject *self, PyObject *noargs) {
   Py_RETURN_NONE;
 }
 
+// What fserver.session is made of: _session(op, handle, rank, name, data, timeout_ms) makes a call of
+// core.SessionCall and returns (handle, rank, name, data), or None where there is nothing to wait for.
+static PyObject *py_session(PyObject *self, PyObject *args) {
+  int op;
+  unsigned long long handle;
+  long long rank;
+  const char *name, *data;
+  Py_ssize_t n;
+  PyObject *timeout;
+  int64_t ms, rank_out = 0, n_out = 0;
+  uint64_t ticket = 0, handle_out = 0;
+  char *name_out = NULL;
+  void *data_out = NULL;
+  sf_error e = {0, NULL};
+  (void)self;
+  if (!PyArg_ParseTuple(args, "iKLsy#O:_session", &op, &handle, &rank, &name, &data, &n, &timeout)) return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS rc = sf_session(op, handle, rank, (char *)name, (void *)data, n, ms, &ticket, &e);
+  Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
+  if (rc == SF_DONE) Py_RETURN_NONE;
+  PyObject *waited = wait_job(), *result = NULL;
+  sf_session_fetch(ticket, waited != NULL, &handle_out, &rank_out, &name_out, &data_out, &n_out);
+  if (waited != NULL) result = Py_BuildValue("KLsy#", (unsigned long long)handle_out, (long long)rank_out, name_out, (char *)data_out, (Py_ssize_t)n_out);
+  Py_XDECREF(waited);
+  free(name_out);
+  free(data_out);
+  return result;
+}
+
 #define KEYWORDS(f) (PyCFunction)(void (*)(void))(f), METH_VARARGS | METH_KEYWORDS
 
 static PyMethodDef methods[] = {
@@ -376,6 +406,7 @@ static PyMethodDef methods[] = {
     {"write_flag", sf_py_write_flag, METH_VARARGS, DOC_WRITE_FLAG},
     {"wait_flag", sf_py_wait_flag, METH_VARARGS, DOC_WAIT_FLAG},
     {"seq_add_one", sf_py_seq_add_one, METH_VARARGS, DOC_SEQ_ADD_ONE},
+    {"_session", py_session, METH_VARARGS, NULL},
     {"_exit", py_exit, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,0 +1,339 @@
+package core
+
+// Sessions (package kv/session) as a language without Go's types has them: handles are
+// numbers, values bytes that session.Encode has written.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/stepaf/stepaf-go/kv/session"
+)
+
+// SessionOp is what SessionCall does.
+type SessionOp int
+
+// The calls of a controller, then those of a rank.
+const (
+	SessionOpen SessionOp = iota
+	SessionRun
+	SessionWait
+	SessionCopyTo
+	SessionBroadcast
+	SessionGet
+	SessionSet
+	SessionHandles
+	SessionSync
+	SessionKill
+	SessionShutdown
+	SessionClose
+	SessionServe // registers the functions whose names are Data, and returns at once
+	SessionNext  // waits for what is to be done
+	SessionDone  // says that it is, with what comes of it
+	SessionFail  // or that it has failed, with the text Name
+)
+
+// SessionCall is one call, and its result.
+type SessionCall struct {
+	Op     SessionOp
+	Handle uint64 // SessionNext: the number of a result
+	Rank   int    // SessionNext: an Errand
+	Name   string
+	Data   []byte
+}
+
+// Errand is what SessionNext returns in Rank.
+type Errand int
+
+// What there is to be done.
+const (
+	ErrandNone  Errand = iota // the session has ended
+	ErrandRun                 // the function Name with the arguments Data, where handles are numbers of results
+	ErrandValue               // the value of the result Handle
+	ErrandDrop                // the result Handle is needed no more
+)
+
+// sessionState is the session that a process controls, and the one that it serves.
+type sessionState struct {
+	mu      sync.Mutex
+	s       *session.Session
+	handles map[uint64]*session.Handle
+	serving *serving
+}
+
+// SessionCall begins a call, whose result is in c when Wait has returned nil. waits is false when there
+// is nothing to wait for.
+func (p *Process) SessionCall(limit time.Duration, c *SessionCall) (waits bool, err error) {
+	s, err := p.Session()
+	if err != nil {
+		return false, err
+	}
+	switch c.Op {
+	case SessionKill, SessionServe, SessionDone, SessionFail:
+		return false, s.atOnce(c)
+	}
+	return true, p.begin("session", limit, func() (func(context.Context) error, error) {
+		return func(ctx context.Context) error { return s.carryOut(ctx, c) }, nil
+	})
+}
+
+// atOnce carries out a call that does not wait.
+func (s *Session) atOnce(c *SessionCall) error {
+	s.sessions.mu.Lock()
+	defer s.sessions.mu.Unlock()
+	if c.Op == SessionKill {
+		if h := s.sessions.handles[c.Handle]; h != nil {
+			s.sessions.s.Kill(h)
+			delete(s.sessions.handles, c.Handle)
+		}
+		return nil
+	}
+	if c.Op == SessionServe {
+		if s.sessions.serving != nil {
+			return fmt.Errorf("session: %w: this process serves already", ErrMisuse)
+		}
+		v, err := s.serve(c.Data)
+		if err == nil {
+			s.sessions.serving = v
+		}
+		return err
+	}
+	v := s.sessions.serving
+	if v == nil || v.now == nil {
+		return fmt.Errorf("session: %w: there is nothing to answer", ErrMisuse)
+	}
+	r := reply{c.Handle, c.Data, nil}
+	if c.Op == SessionFail {
+		r.err = errors.New(c.Name)
+	}
+	v.now.reply <- r
+	v.now = nil
+	return nil
+}
+
+// carryOut carries out a call that waits.
+func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
+	k := &s.sessions
+	if c.Op == SessionNext {
+		return s.next(ctx, c)
+	}
+	if c.Op == SessionOpen {
+		open, err := session.Open(ctx, s.node, session.Options{})
+		if err != nil {
+			return err
+		}
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		k.s, k.handles = open, map[uint64]*session.Handle{}
+		c.Rank = open.Ranks()
+		return nil
+	}
+	k.mu.Lock()
+	open, h := k.s, k.handles[c.Handle]
+	k.mu.Unlock()
+	if open == nil {
+		return fmt.Errorf("session: %w: none is open", ErrMisuse)
+	}
+	var values []any
+	var value any
+	var err error
+	if c.Data != nil {
+		if values, err = session.Decode(c.Data); err != nil {
+			return err
+		}
+	}
+	if c.Op == SessionCopyTo || c.Op == SessionSet {
+		if len(values) != 1 {
+			return fmt.Errorf("session: %w: %d values, want 1", ErrMisuse, len(values))
+		}
+		value = values[0]
+	}
+	var made *session.Handle
+	var got []any
+	switch c.Op {
+	case SessionRun:
+		made, err = open.Call(ctx, c.Name, values...)
+	case SessionWait:
+		if h == nil {
+			return fmt.Errorf("session: %w: handle %d was killed", ErrMisuse, c.Handle)
+		}
+		err = h.Wait(ctx)
+	case SessionCopyTo:
+		made, err = open.CopyTo(ctx, value)
+	case SessionBroadcast:
+		made, err = open.Broadcast(ctx, h)
+	case SessionGet:
+		var v any
+		v, err = open.Get(ctx, h, c.Rank)
+		got = []any{v}
+	case SessionSet:
+		err = open.Set(ctx, h, c.Rank, value)
+	case SessionHandles:
+		var ids []uint64
+		ids, err = open.Handles(ctx, c.Rank)
+		for _, id := range ids {
+			got = append(got, int64(id))
+		}
+	case SessionSync:
+		err = open.Sync(ctx)
+	case SessionShutdown:
+		err = open.Shutdown(ctx)
+	case SessionClose:
+		open.Close()
+	default:
+		err = fmt.Errorf("session: %w: call %d", ErrMisuse, c.Op)
+	}
+	if err != nil {
+		return err
+	}
+	if made != nil {
+		c.Handle = made.ID()
+		k.mu.Lock()
+		k.handles[c.Handle] = made
+		k.mu.Unlock()
+	}
+	c.Data, err = session.Encode(got...)
+	return err
+}
+
+// serving is one run of Rank.Serve, whose functions another language runs: it asks for one
+// errand after the other and answers each.
+type serving struct {
+	errands chan *errand
+	ended   chan struct{} // closed when Serve has returned err
+	err     error
+	now     *errand // has been given out; guarded by sessions.mu
+}
+
+type errand struct {
+	call  SessionCall
+	reply chan reply // one
+}
+
+type reply struct {
+	handle uint64
+	data   []byte
+	err    error
+}
+
+// serve registers functions and serves.
+func (s *Session) serve(names []byte) (*serving, error) {
+	r, err := session.NewRank(s.node, session.Options{})
+	if err != nil {
+		return nil, err
+	}
+	list, err := session.Decode(names)
+	if err != nil {
+		return nil, err
+	}
+	v := &serving{errands: make(chan *errand), ended: make(chan struct{})}
+	for _, name := range list {
+		text, _ := name.(string)
+		if err := r.Register(text, func(_ context.Context, args []any) (any, error) { return v.run(text, args) }); err != nil {
+			return nil, err
+		}
+	}
+	go func() {
+		v.err = r.Serve(context.Background()) // which ends with the session, its controller, or the node
+		close(v.ended)
+	}()
+	return v, nil
+}
+
+// ask has an errand done. It ends with the session.
+func (v *serving) ask(what Errand, handle uint64, name string, data []byte) (reply, error) {
+	e := &errand{SessionCall{SessionNext, handle, int(what), name, data}, make(chan reply, 1)}
+	select {
+	case v.errands <- e:
+	case <-v.ended:
+		return reply{}, errOver
+	}
+	select {
+	case r := <-e.reply:
+		return r, r.err
+	case <-v.ended:
+		return reply{}, errOver
+	}
+}
+
+// run has a function run. What it returns stays where it is, under a number.
+func (v *serving) run(name string, args []any) (any, error) {
+	for i, a := range args {
+		if o, is := a.(*object); is {
+			args[i] = session.HandleID(o.number)
+		}
+	}
+	data, err := session.Encode(args...)
+	if err != nil {
+		return nil, err
+	}
+	r, err := v.ask(ErrandRun, 0, name, data)
+	if err != nil {
+		return nil, err
+	}
+	return &object{v, r.handle}, nil
+}
+
+// object is a result that is the other language's.
+type object struct {
+	v      *serving
+	number uint64
+}
+
+// Value implements session.Valuer.
+func (o *object) Value() (any, error) {
+	r, err := o.v.ask(ErrandValue, o.number, "", nil)
+	if err != nil {
+		return nil, err
+	}
+	l, err := session.Decode(r.data)
+	if err == nil && len(l) != 1 {
+		err = fmt.Errorf("session: %w: %d values, want 1", ErrMisuse, len(l))
+	}
+	if err != nil {
+		return nil, err
+	}
+	return l[0], nil
+}
+
+// Close implements io.Closer. With the session all objects end.
+func (o *object) Close() error {
+	_, err := o.v.ask(ErrandDrop, o.number, "", nil)
+	if errors.Is(err, errOver) {
+		return nil
+	}
+	return err
+}
+
+// errOver: Serve has ended.
+var errOver = errors.New("the session is over")
+
+// next waits for an errand.
+func (s *Session) next(ctx context.Context, c *SessionCall) error {
+	k := &s.sessions
+	k.mu.Lock()
+	v := k.serving
+	k.mu.Unlock()
+	if v == nil {
+		return fmt.Errorf("session: %w: this process does not serve", ErrMisuse)
+	}
+	select {
+	case e := <-v.errands:
+		k.mu.Lock()
+		v.now = e
+		k.mu.Unlock()
+		*c = e.call
+	case <-v.ended:
+		k.mu.Lock()
+		k.serving = nil
+		k.mu.Unlock()
+		*c = SessionCall{Rank: int(ErrandNone)}
+		return v.err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	return nil
+}

@@ -1,0 +1,69 @@
+//go:build fserver
+
+package main
+
+/*
+#include <stdlib.h>
+#include "abi.h"
+*/
+import "C"
+
+import (
+	"sync"
+	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/fserver/core"
+)
+
+// sessionCalls are those that Python has begun and not fetched yet, by number.
+var sessionCalls struct {
+	sync.Mutex
+	last uint64
+	all  map[uint64]*core.SessionCall
+}
+
+// sf_session begins a call of a session, see core.SessionCall. It returns SF_PENDING when the
+// caller waits for it with sf_job, and has it then by sf_session_fetch.
+//
+//export sf_session
+func sf_session(op C.int, handle C.uint64_t, rank C.int64_t, name *C.char, data unsafe.Pointer, n C.int64_t, timeoutMs C.int64_t, ticket *C.uint64_t, e *C.sf_error) C.int {
+	c := &core.SessionCall{Op: core.SessionOp(op), Handle: uint64(handle), Rank: int(rank), Name: C.GoString(name)}
+	if n > 0 {
+		c.Data = append([]byte(nil), unsafe.Slice((*byte)(data), int(n))...)
+	}
+	waits, err := process.SessionCall(time.Duration(timeoutMs)*time.Millisecond, c)
+	if err != nil {
+		return fail(e, err)
+	}
+	if !waits {
+		return C.SF_DONE
+	}
+	s := &sessionCalls
+	s.Lock()
+	defer s.Unlock()
+	if s.all == nil {
+		s.all = map[uint64]*core.SessionCall{}
+	}
+	s.last++
+	s.all[s.last] = c
+	*ticket = C.uint64_t(s.last)
+	return C.SF_PENDING
+}
+
+// sf_session_fetch takes the result of a call that has ended well, or forgets one that has not. name and data
+// are malloc'ed.
+//
+//export sf_session_fetch
+func sf_session_fetch(ticket C.uint64_t, ended C.int, handle *C.uint64_t, rank *C.int64_t, name **C.char, data *unsafe.Pointer, n *C.int64_t) {
+	s := &sessionCalls
+	s.Lock()
+	c := s.all[uint64(ticket)]
+	delete(s.all, uint64(ticket))
+	s.Unlock()
+	if c == nil || ended == 0 {
+		return
+	}
+	*handle, *rank, *n = C.uint64_t(c.Handle), C.int64_t(c.Rank), C.int64_t(len(c.Data))
+	*name, *data = C.CString(c.Name), C.CBytes(c.Data)
+}

@@ -1,0 +1,221 @@
+"""A controller that runs functions on many processes: package kv/session for Python.
+
+    from fserver import session                       # after fserver.init()
+
+    session.serve({"forward": forward})               # on each server: until the session ends
+
+    with session.open() as s:                         # on one worker
+        x = s.broadcast(s.copy_to(array))             # from rank 0 to all
+        y = s.call("forward", x, 0.5)                 # all ranks run it
+        print(s.copy_from(y))                         # what rank 0 has
+
+All ranks run the calls of a session one after the other, in the order in which they were made; call()
+does not wait for them. What a function returns, any object, stays on its rank under a handle. A handle
+that is not referred to any more is killed. Arguments and what is copied are None, bool, int,
+float, str, bytes, NumPy arrays, and, as arguments, handles. One thread calls at a time, as with
+barrier().
+
+An exception in a function, or a name that a rank does not have, is a fserver_lib.Error of
+wait(), sync() or a copy of the result, which names the rank. Where a rank is lost, or the controller, all
+that waits raises ConnectionError or Error, and the session has ended.
+"""
+
+import struct
+
+import fserver_lib as f
+import numpy as np
+
+__all__ = ["Handle", "Session", "open", "serve"]
+
+(_OPEN, _RUN, _WAIT, _COPY_TO, _BROADCAST, _GET, _SET, _HANDLES, _SYNC, _KILL, _SHUTDOWN, _CLOSE,
+ _SERVE, _NEXT, _DONE, _FAIL) = range(16)
+_NONE, _CALL, _VALUE, _DROP = range(4)
+
+
+class _Number(int):
+    """A handle, or the number of a result, as it travels."""
+
+
+def _encode(values):
+    """What session.Decode of the Go package describes."""
+    b = bytearray(struct.pack("<I", len(values)))
+    for v in values:
+        if isinstance(v, np.generic):
+            v = v.item()
+        if v is None:
+            b += b"\0"
+        elif isinstance(v, bool):
+            b += b"\1" + bytes([v])
+        elif isinstance(v, (Handle, _Number)):
+            b += struct.pack("<BQ", 7, v.number if isinstance(v, Handle) else v)
+        elif isinstance(v, int):
+            if not -1 << 63 <= v < 1 << 63:
+                raise f.ValueError("session: %d, want an integer of 64 bits" % v)
+            b += struct.pack("<Bq", 2, v)
+        elif isinstance(v, float):
+            b += struct.pack("<Bd", 3, v)
+        elif isinstance(v, str):
+            v = v.encode()
+            b += struct.pack("<BI", 4, len(v)) + v
+        elif isinstance(v, (bytes, bytearray)):
+            b += struct.pack("<BI", 5, len(v)) + v
+        elif isinstance(v, np.ndarray):
+            if not v.dtype.isnative or v.dtype.hasobject:
+                raise f.ValueError("session: an array of %r, want numbers in the order of this machine" % v.dtype)
+            name = v.dtype.name.encode()
+            b += struct.pack("<BB", 6, len(name)) + name + struct.pack("<B%dQI" % v.ndim, v.ndim, *v.shape, v.nbytes)
+            b += bytes(-len(b) % 8)
+            b += v.tobytes()
+        else:
+            raise f.TypeError("session: a %s, want None, a bool, int, float, str, bytes, an array or a handle" % type(v).__name__)
+    return bytes(b)
+
+
+def _decode(b):
+    """The values in b; arrays are copies."""
+    (n,), at, values = struct.unpack_from("<I", b), 4, []
+
+    def take(form):
+        nonlocal at
+        got = struct.unpack_from("<" + form, b, at)
+        at += struct.calcsize("<" + form)
+        return got
+
+    for _ in range(n):
+        (kind,) = take("B")
+        if kind == 0:
+            values.append(None)
+        elif kind == 1:
+            values.append(take("?")[0])
+        elif kind in (2, 3):
+            values.append(take("q" if kind == 2 else "d")[0])
+        elif kind in (4, 5):
+            (v,) = take("%ds" % take("I"))
+            values.append(v.decode() if kind == 4 else v)
+        elif kind == 6:
+            (name,) = take("%ds" % take("B"))
+            shape = take("%dQ" % take("B"))
+            (size,) = take("I")
+            at += -at % 8
+            dtype = np.dtype(name.decode())
+            values.append(np.frombuffer(b, dtype, size // dtype.itemsize, at).reshape(shape).copy())
+            at += size
+        else:
+            values.append(_Number(take("Q")[0]))
+    return values
+
+
+def _do(op, handle=0, rank=0, name="", data=b"", timeout_ms=None):
+    return f._session(op, handle, rank, name, data, timeout_ms)
+
+
+class Handle:
+    """A result that is on the ranks."""
+
+    def __init__(self, number):
+        self.number, self._kill = number, f._session  # which may be gone when this goes
+
+    def __del__(self):
+        self.kill()
+
+    def kill(self):
+        """Gives the result up: the ranks drop it before the next call."""
+        kill, self._kill = self._kill, None
+        if kill is not None:
+            try:
+                kill(_KILL, self.number, 0, "", b"", None)
+            except f.Error:
+                pass  # the process has stopped
+
+    def wait(self, timeout_ms=None):
+        """Waits until all ranks have run the call, and raises what has gone wrong there."""
+        _do(_WAIT, self.number, timeout_ms=timeout_ms)
+
+
+class Session:
+    """What open() returns. It is a context manager: its end shuts the session down, or closes it
+    when there is an exception."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+        self._open = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        self.shutdown() if kind is None else self.close()
+
+    def call(self, name, *args, timeout_ms=None):
+        """Has all ranks run a function; the limit is for there being room for the call."""
+        return Handle(_do(_RUN, 0, 0, name, _encode(args), timeout_ms)[0])
+
+    def copy_to(self, value, timeout_ms=None):
+        """Keeps a value on rank 0."""
+        return Handle(_do(_COPY_TO, 0, 0, "", _encode([value]), timeout_ms)[0])
+
+    def broadcast(self, handle, timeout_ms=None):
+        """Keeps on all ranks, under a new handle, what rank 0 has. It goes through this process."""
+        return Handle(_do(_BROADCAST, handle.number, timeout_ms=timeout_ms)[0])
+
+    def copy_from(self, handle, timeout_ms=None):
+        """What rank 0 has."""
+        return self.get(handle, 0, timeout_ms)
+
+    def get(self, handle, rank, timeout_ms=None):
+        """What one rank has."""
+        return _decode(_do(_GET, handle.number, rank, timeout_ms=timeout_ms)[3])[0]
+
+    def set(self, handle, rank, value, timeout_ms=None):
+        """Replaces what one rank has."""
+        _do(_SET, handle.number, rank, "", _encode([value]), timeout_ms)
+
+    def handles(self, rank, timeout_ms=None):
+        """The numbers of the handles under which a rank has something."""
+        return _decode(_do(_HANDLES, 0, rank, timeout_ms=timeout_ms)[3])
+
+    def sync(self, timeout_ms=None):
+        """Waits for all calls, and raises the errors of those that nobody has waited for."""
+        _do(_SYNC, timeout_ms=timeout_ms)
+
+    def shutdown(self, timeout_ms=None):
+        """Waits for all calls, and ends serve() on all ranks."""
+        if self._open:
+            self._open = False
+            _do(_SHUTDOWN, timeout_ms=timeout_ms)
+
+    def close(self):
+        """Ends the session at once; serve() ends with an error on all ranks."""
+        if self._open:
+            self._open = False
+            _do(_CLOSE)
+
+
+def open(timeout_ms=10000):
+    """Begins a session with all servers, and returns when all have called serve(). For a worker, after init()."""
+    return Session(_do(_OPEN, timeout_ms=timeout_ms)[1])
+
+
+def serve(functions):
+    """Runs functions, a dict by name, for the controller, on the calling thread, until it shuts the session
+    down. Raises when the session has failed or the controller is lost. For a server, after init()."""
+    kept, last = {}, 0
+    _do(_SERVE, data=_encode(list(functions)))
+    while True:
+        number, errand, name, data = _do(_NEXT)
+        if errand == _NONE:
+            return
+        try:
+            answer, out = 0, b""
+            if errand == _CALL:
+                result = functions[name](*[kept[a] if isinstance(a, _Number) else a for a in _decode(data)])
+                last += 1
+                kept[last], answer = result, last
+            elif errand == _VALUE:
+                out = _encode([kept[number]])
+            else:
+                del kept[number]
+        except Exception as e:
+            _do(_FAIL, name="%s: %s" % (type(e).__name__, e))
+            continue
+        _do(_DONE, answer, data=out)

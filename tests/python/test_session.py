@@ -1,0 +1,109 @@
+"""fserver.session: a controller and ranks, with everything that can be an argument, what goes wrong in functions,
+and the example."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("numpy")
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class Object:
+    """What a rank may keep, and nobody can copy."""
+
+    count = 0
+
+    def __init__(self):
+        Object.count += 1
+
+    def __del__(self):
+        Object.count -= 1
+
+
+def rank(n):
+    from fserver import session
+
+    def fail(on):
+        if on == n.rank:
+            raise KeyError("no such thing")
+        return n.rank
+
+    functions = {"same": lambda x: x, "rank": lambda: n.rank, "add": lambda *x: sum(x), "fail": fail,
+                 "object": Object, "objects": lambda: Object.count}
+    if n.rank == 0:
+        functions["only on 0"] = lambda: None
+    session.serve(functions)
+
+
+def controller(n):
+    import numpy as np
+    from fserver import session
+
+    with session.open() as s:
+        assert s.ranks == 3
+        for v in (None, True, -5, 2.5, "text \u00e4", b"bytes", np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.int8),
+                  np.array(3.5), np.ones(1 << 20, np.uint8), np.arange(5)[::2]):
+            h = s.call("same", v)
+            for r in range(3):
+                same(s.get(h, r), v)
+            same(s.get(s.broadcast(s.copy_to(v)), 2), v)
+        a = s.call("rank")
+        b = s.call("add", a, 10, a)
+        assert [s.get(b, r) for r in range(3)] == [10, 12, 14]
+        s.set(a, 1, 100)
+        assert s.get(s.call("same", a), 1) == 100
+        kept = s.call("object")
+        with n.raises(n.f.Error, "rank 0", "Object"):
+            s.copy_from(kept)
+        assert s.copy_from(s.call("objects")) == 1
+        del kept
+        assert s.copy_from(s.call("objects")) == 0
+        with n.raises(n.f.Error, "rank 1 (server 1", "KeyError", "no such thing"):
+            s.call("fail", 1).wait()
+        with n.raises(n.f.Error, "rank 1", "rank 2", "only on 0"):
+            s.call("only on 0").wait()
+        bad = s.call("fail", 2)
+        s.call("same", bad)
+        with n.raises(n.f.Error, "rank 2", "argument 0", "no such thing"):
+            s.sync()
+        for wrong in (object(), 1 << 64, np.array([object()])):
+            with n.raises((n.f.TypeError, n.f.ValueError), "session: "):
+                s.call("same", wrong)
+        del h, bad
+        s.sync()
+        assert s.handles(0) == sorted([a.number, b.number])
+    with n.raises(n.f.Error):
+        s.sync()
+
+
+def same(got, v):
+    import numpy as np
+
+    assert type(got) is type(v), (got, v)
+    if isinstance(v, np.ndarray):
+        assert got.dtype == v.dtype and got.shape == v.shape and (got == v).all() and got.flags.writeable
+    else:
+        assert got == v
+
+
+def test_session(cluster):
+    cluster(servers=3).run(controller, rank)
+
+
+def example(ranks):
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_"))}
+    done = subprocess.run([os.path.join(ROOT, "bin", "stepaf"), "launch", "--fserver", "-n", "1", "-s", str(ranks), "--", sys.executable,
+                           os.path.join(ROOT, "tests", "examples", "session", "mlp.py")],
+                          env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, text=True)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists(os.path.join(ROOT, "bin", "stepaf")), reason="make build")
+def test_example():
+    status, text = example(4)
+    assert status == 0 and "[session] 5 steps on 4 ranks" in text, text
+    status, text = example(3)  # 256 columns cannot be divided by 3: the sum lacks one
+    assert status != 0 and "differs from the whole" in text, text
