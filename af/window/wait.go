@@ -152,7 +152,7 @@ func (p *peer) await(ctx context.Context, op string, what awaited, n uint64) err
 		x, p.idle = p.idle[k-1], p.idle[:k-1]
 	} else {
 		x = &waiter{p: p, wake: make(chan struct{}, 1), timer: time.NewTimer(time.Hour)}
-		x.ready = func() bool { return x.is() || x.p.over() != nil }
+		x.ready = func() bool { return x.is() || x.p.over() != nil || x.p.w.app.Alive() != nil }
 	}
 	x.what, x.n = what, n
 	p.waiters.Unlock()
@@ -192,6 +192,10 @@ func (x *waiter) sleep(ctx context.Context, op string, begun uint64, limit time.
 		if done, err := x.look(); done {
 			return err
 		}
+		if err := x.p.w.app.Alive(); err != nil {
+			x.p.w.fail(err)
+			return errOver
+		}
 		pause := aliveEvery
 		if limit > 0 {
 			left := limit - elapsed(begun)
@@ -206,9 +210,6 @@ func (x *waiter) sleep(ctx context.Context, op string, begun uint64, limit time.
 		case <-ctx.Done():
 			return x.late(op, begun, 0, timeout(context.Cause(ctx)))
 		case <-x.timer.C:
-			if err := x.p.w.app.Alive(); err != nil {
-				x.p.w.fail(err)
-			}
 		}
 	}
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 )
@@ -505,4 +506,66 @@ func TestArguments(t *testing.T) {
 	if n := r.windows[1].Refused(); n != 0 || w.peers[1].next.Load() != 0 {
 		t.Errorf("%d messages refused, %d sent", n, w.peers[1].next.Load())
 	}
+}
+
+// TestOwnEnd: a wait ends when its own node does, whether it sleeps or spins.
+func TestOwnEnd(t *testing.T) {
+	for name, set := range map[string]func(*postoffice.Config){
+		"sleeps": nil,
+		"spins":  func(c *postoffice.Config) { c.BusyPoll = env.SpinForever },
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, testcluster.Options{Set: set}, 2, Options{Signals: 1})
+			wait := make(chan error, 1)
+			go func() { wait <- r.windows[0].WaitSignal(t.Context(), 1, 0) }()
+			r.c.Workers[0].Close()
+			if err := <-wait; !errors.Is(err, van.ErrClosed) && !errors.Is(err, van.ErrPeerLost) {
+				t.Errorf("got %v, want ErrClosed", err)
+			}
+		})
+	}
+}
+
+// TestServers: the servers of a group, of which none receives in place of the transport.
+func TestServers(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Group = 2
+		c := testcluster.Start(t, o)
+		for i, err := range every(2, func(i int) error {
+			comm, err := collective.New(t.Context(), c.Servers[i], collective.Options{})
+			if err != nil {
+				return err
+			}
+			w, err := Open(t.Context(), comm, Options{Size: 50_000, Signals: 1})
+			if err != nil {
+				return err
+			}
+			for k := range 20 {
+				data := filled(50_000, uint64(k))
+				if err := w.PutSignal(t.Context(), 1-i, 0, data, 0); err != nil {
+					return err
+				}
+				if err := w.WaitSignal(t.Context(), 1-i, 0); err != nil {
+					return err
+				}
+				if !bytes.Equal(w.Bytes(), data.Bytes()) {
+					return fmt.Errorf("put %d: wrong bytes", k)
+				}
+				if err := comm.Barrier(t.Context()); err != nil {
+					return err
+				}
+			}
+			if err := w.Close(); err != nil {
+				return err
+			}
+			if err := comm.Barrier(t.Context()); err != nil {
+				return err
+			}
+			return comm.Close()
+		}) {
+			if err != nil {
+				t.Errorf("rank %d: %v", i, err)
+			}
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
