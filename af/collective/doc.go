@@ -20,9 +20,11 @@
 // (van.ErrPeerLost), a limit that passes (van.ErrTimeout), and calls that do not match
 // (ErrMismatch), where the error of every rank names both calls; but calls in which no rank asks
 // another one for anything, as Broadcasts each with its own rank as the root, end by the limit.
-// After an error result tensors are the caller's again, with any contents; what others may still
-// be reading is so when Rebuild or Close has returned. Rebuild, which all ranks call, begins
-// anew, with the process that has taken the place of a lost one.
+// After an error result tensors are the caller's again, with any contents. What others may still
+// be reading is so when Rebuild or Close has returned: all that this rank gives, and the result of
+// AllReduce, of which each rank gives a part. Who writes there before may change what a rank gets
+// whose call has succeeded. Rebuild, which all ranks call, begins anew, with the process that has
+// taken the place of a lost one.
 //
 // # How it works
 //

@@ -2,6 +2,7 @@ package real
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"math"
@@ -11,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/fserver/core"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/ranks"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -36,6 +38,10 @@ func (n *node) setLoads(l []plan.Load) {
 		old.cancel()
 	}
 	for i := range l {
+		if l[i].Collectives {
+			go n.collect(x.ctx, &l[i])
+			continue
+		}
 		left := &atomic.Int64{}
 		if left.Store(int64(l[i].Rounds)); l[i].Rounds == 0 {
 			left.Store(math.MaxInt64)
@@ -130,6 +136,44 @@ func (n *node) load(ctx context.Context, p *plan.Load, index int, left *atomic.I
 	}
 }
 
+// collect makes collectives with the other workers until ctx ends.
+func (n *node) collect(ctx context.Context, p *plan.Load) {
+	n.collecting.Lock() // the communicator of an earlier load is closed first
+	defer n.collecting.Unlock()
+	ranks.Run(&ranks.Env{Node: n.n, Serial: int(n.b.Serial), Limit: p.Limit.Or(defaultLimit), Size: cmp.Or(p.Size, defaultSize), Window: p.Window,
+		Pause: func(int) bool {
+			select {
+			case <-time.After(p.Every.D()):
+			case <-ctx.Done():
+			}
+			return ctx.Err() == nil
+		},
+		Watch: func(what string, limit time.Duration) func() {
+			var over atomic.Bool
+			ticks := n.ticks.Load()
+			var look func()
+			look = func() {
+				left := limit + callGrace - time.Duration(n.ticks.Load()-ticks)*tickTime
+				switch {
+				case over.Load():
+				case left > 0: // it has stood still
+					time.AfterFunc(left, look)
+				default:
+					n.wrong("%s has not ended %s behind its limit of %s", what, callGrace, limit)
+				}
+			}
+			t := time.AfterFunc(limit+callGrace, look)
+			return func() {
+				over.Store(true)
+				t.Stop()
+			}
+		},
+		Gone:  func() bool { return false },
+		Wrong: func(kind, format string, args ...any) { n.wrong(kind+": "+format, args...) },
+		Note:  func(_ string, begin time.Time, err error) { n.result(begin, time.Since(begin), err) },
+	})
+}
+
 // barrier waits at an instance barrier and notes how that ends.
 func (n *node) barrier(ctx context.Context, group int) error {
 	begun, ticks := time.Now(), n.ticks.Load()
@@ -207,6 +251,12 @@ func (l *lane) round() error {
 		}
 	}
 	l.failed = err != nil
+	n.result(begun, took, err)
+	return err
+}
+
+// result notes how a call ended.
+func (n *node) result(begun time.Time, took time.Duration, err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.changed = true
@@ -216,12 +266,11 @@ func (l *lane) round() error {
 		n.stats.Streak = 0
 		n.stats.Last = err.Error()
 		n.done = append(n.done, Call{Begin: begun.UnixMilli(), MS: took.Milliseconds(), Text: err.Error()})
-		return err
+		return
 	}
 	n.oks[begun.UnixMilli()/10]++
 	n.stats.OK++
 	n.stats.Streak++
-	return nil
 }
 
 // late is called when a call should have ended. The time in which the process stood

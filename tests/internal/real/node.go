@@ -162,8 +162,11 @@ type node struct {
 	newest  map[uint32]uint32
 	seen    map[batchID]map[uint64]bool // by process
 	blocked chan struct{}
-	ended   chan struct{} // closed by finish
-	once    sync.Once
+
+	collecting sync.Mutex
+
+	ended chan struct{} // closed by finish
+	once  sync.Once
 }
 
 // batchID is one call of one process.

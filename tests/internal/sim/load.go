@@ -1,12 +1,14 @@
 package sim
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/tests/internal/ranks"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -180,6 +182,34 @@ func (p *proc) run(l *plan.Load, number int, stop <-chan struct{}) {
 			}
 		}
 	}
+}
+
+// collect makes collectives with the other nodes of its role until stop is closed.
+func (p *proc) collect(l *plan.Load, number int, stop <-chan struct{}) {
+	if !p.begins() {
+		return
+	}
+	c := p.c
+	s := c.seed.of("collectives").of(p.name).at(uint64(number))
+	ranks.Run(&ranks.Env{Node: p.node.Load(), Serial: p.gen, Limit: l.Limit.Or(defaultLimit), Size: cmp.Or(l.Size, defaultSize), Window: l.Window,
+		Pause: func(n int) bool {
+			ok := p.pause(l.Every.D() + s.at(uint64(n)).upTo(l.Every.D()/4+50*time.Microsecond))
+			return ok && !isClosed(stop)
+		},
+		Watch: func(what string, limit time.Duration) func() { return c.check.within(p, limit, what) },
+		Gone:  func() bool { return p.ctx.Err() != nil },
+		Wrong: func(kind, format string, args ...any) {
+			if p.ctx.Err() == nil {
+				c.check.fail(kind, "%s: %s", p.name, fmt.Sprintf(format, args...))
+			}
+		},
+		Note: func(what string, begin time.Time, err error) {
+			if p.ctx.Err() == nil {
+				now := c.net.now()
+				c.note(&round{p: p, phase: c.at(), start: now - time.Since(begin), end: now, err: err})
+				c.net.note(p.name, what+": "+brief(err))
+			}
+		}})
 }
 
 // checkClean tells whether something has written into tensors that were the program's.

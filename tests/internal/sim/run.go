@@ -131,12 +131,17 @@ func (c *cluster) runPhase(i int) {
 	stop := make(chan struct{})
 	work := func(p *proc) {
 		for j := range ph.Loads {
-			if l := &ph.Loads[j]; l.Nodes.Has(p.who) && p.who.Role() == "worker" {
+			l := &ph.Loads[j]
+			switch {
+			case !l.Nodes.Has(p.who):
+			case l.Collectives:
+				c.work(p, func() { p.collect(l, i<<16|j, stop) })
+			default:
 				c.work(p, func() { p.run(l, i<<16|j, stop) })
 			}
 		}
 	}
-	for _, p := range c.living("workers") {
+	for _, p := range c.living("all") {
 		work(p)
 	}
 	over := false
@@ -183,6 +188,7 @@ func (c *cluster) expect(ph *plan.Phase, i int, begin time.Duration) {
 	rounds := c.rounds
 	procs := c.procs
 	c.mu.Unlock()
+	collectives := slices.ContainsFunc(ph.Loads, func(l plan.Load) bool { return l.Collectives })
 	for j := range ph.Expect {
 		e := &ph.Expect[j]
 		for _, p := range procs {
@@ -219,7 +225,7 @@ func (c *cluster) expect(ph *plan.Phase, i int, begin time.Duration) {
 					fail("failed", "%s in phase %q: none may fail, and the one of %.6fs did: %v", p.name, ph.Name, r.start.Seconds(), r.err)
 				}
 			}
-			if p.who.Role() == "worker" && good[false] == 0 && (e.Rounds == "all" || e.Rounds == "some") {
+			if (p.who.Role() == "worker" || collectives) && good[false] == 0 && (e.Rounds == "all" || e.Rounds == "some") {
 				fail("failed", "%s in phase %q: no call succeeded, %d failed", p.name, ph.Name, bad[false])
 			}
 			if e.Rounds == "none" && good[false] > 0 {

@@ -205,7 +205,12 @@ func (c *checker) phase(at string, ph *Phase) {
 
 func (c *checker) load(at string, l *Load) {
 	c.nodes(at+".nodes", l.Nodes)
-	c.need(l.Nodes == "workers" || Node(l.Nodes).Role() == "worker", at+".nodes", string(l.Nodes), "workers, or one of them")
+	if l.Collectives {
+		c.need(l.Nodes == "workers" || l.Nodes == "servers" && c.p.Only == "simulation", at+".nodes", string(l.Nodes), "workers, or, in a simulation only, servers")
+		c.need(l.Pushes == 0 && l.Pulls == 0 && l.Rounds == 0 && l.Barrier == 0, at+".collectives", l.Collectives, "no pushes, pulls, rounds and barrier")
+	} else {
+		c.need(l.Nodes == "workers" || Node(l.Nodes).Role() == "worker", at+".nodes", string(l.Nodes), "workers, or one of them")
+	}
 	c.time(at+".every", l.Every, maxPhase)
 	c.time(at+".limit", l.Limit, maxPhase)
 	c.need(l.Size == 0 || l.Size >= MinSize && l.Size <= maxSize, at+".size", l.Size, fmt.Sprintf("%d to %d", MinSize, maxSize))

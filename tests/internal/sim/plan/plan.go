@@ -97,6 +97,10 @@ type Load struct {
 	Rounds int      `json:"rounds,omitempty"` // at most so many; no limit if 0
 	// Barrier makes every so many rounds an instance barrier of all workers.
 	Barrier int `json:"barrier,omitempty"`
+	// Collectives makes the nodes, which are all workers or all servers, ranks of a communicator:
+	// instead of push_pull they make one collective after the other, and the communicator anew when one
+	// has failed. Pushes, Pulls, Rounds and Barrier mean nothing then.
+	Collectives bool `json:"collectives,omitempty"`
 }
 
 // Event is something that happens at a time of its phase.

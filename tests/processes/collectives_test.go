@@ -1,0 +1,31 @@
+package processes
+
+import (
+	"testing"
+
+	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+)
+
+// TestCollectives: the same as in tests/sim, with SIGKILL and SIGSTOP, over sockets and shared memory.
+func TestCollectives(t *testing.T) {
+	p, err := plan.ReadFile("../plans/apart/collectives.json")
+	try(t, err)
+	for _, leg := range legs {
+		t.Run(string(leg), func(t *testing.T) {
+			t.Parallel()
+			res, err := real.RunPlan(t.Context(), p, real.PlanOptions{Leg: leg})
+			try(t, err)
+			for _, w := range res.Wrong {
+				t.Error(w)
+			}
+			if res.Calls < 50 || res.Failed == 0 {
+				t.Errorf("%d calls ended well, %d failed: nothing has happened", res.Calls, res.Failed)
+			}
+			t.Logf("%d calls ended well, %d failed", res.Calls, res.Failed)
+			if t.Failed() {
+				t.Logf("timeline:\n%s\n%s", res.Timeline, res.Logs())
+			}
+		})
+	}
+}
