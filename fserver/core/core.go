@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -36,6 +37,9 @@ type Session struct {
 	queue  *queue     // of a server
 
 	sessions sessionState
+
+	groupMu sync.Mutex
+	group   *Comm // see Group
 }
 
 // Start reads the variables, starts the node, and waits for all others as C++ StepMesh

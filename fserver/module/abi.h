@@ -72,6 +72,15 @@ enum { SF_WRITE_FLAG, SF_WAIT_FLAG, SF_SEQ_ADD_ONE };
 // release, the batch that it begins to get.
 enum { SF_STREAM_WAIT, SF_STREAM_BLOCK, SF_STREAM_GET_BATCH };
 
+// Instead of what sf_comm_new has given: the communicator of this node's group.
+#define SF_GROUP 0
+
+// Collectives: which one sf_comm_call makes.
+enum { SF_ALL_GATHER, SF_ALL_GATHER_V, SF_ALL_TO_ALL, SF_BROADCAST, SF_GATHER, SF_SCATTER, SF_REDUCE_SCATTER, SF_ALL_REDUCE };
+
+// What else a communicator does, see sf_comm_task.
+enum { SF_COMM_BARRIER, SF_COMM_REBUILD, SF_COMM_CLOSE };
+
 // Results of calls that wait in slices. SF_CAPTURED: the call has gone into a graph.
 enum { SF_CAPTURED = -2, SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
 

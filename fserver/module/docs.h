@@ -160,7 +160,8 @@
 	"wait($module, /, handler, timeout_ms=10000)\n--\n\n" \
 	"Worker: wait until all servers have answered the request.\n" \
 	"\n" \
-	"handler: what push_pull() returned. A later one of the same request (see\n" \
+	"handler: what push_pull() returned, or an Operation, see its wait(): timeout_ms is\n" \
+	"    as there, then. A later handler of the same request (see\n" \
 	"    get_all_handlers) waits for that tensor only.\n" \
 	"timeout_ms: limit in milliseconds, counted from push_pull(), not from this call.\n" \
 	"\n" \
@@ -425,5 +426,116 @@
 #define DOC_CONNECTION_ERROR "A peer, or the scheduler, is lost; the text says which."
 #define DOC_VALUE_ERROR "An argument, or an environment variable, that makes no sense; the text says which, and what is allowed."
 #define DOC_TYPE_ERROR "An argument of a wrong type; the text says which, what came and what is wanted."
+
+/* Communicators. self is $module or $self. */
+
+#define DOC_COMMUNICATOR \
+	"Communicator(ranks=None, *, id=1, timeout_ms=None)\n" \
+	"--\n" \
+	"\n" \
+	"Nodes of one role that exchange tensors among themselves. All ranks make it at the same\n" \
+	"time, with the same arguments, and then make the same calls in the same order. It returns\n" \
+	"when all have made theirs.\n" \
+	"\n" \
+	"ranks: instance ranks of this process's role, ascending; None means the instances of its\n" \
+	"    group.\n" \
+	"id: 1 to 4095, tells the communicators of a process apart. The functions of the module,\n" \
+	"    all_gather() and so on, use one of the group with 0, which the first of them makes.\n" \
+	"timeout_ms: limit of making it, and of each call, counted from the call; None means 10 s.\n" \
+	"\n" \
+	"Any error of a call ends the communicator on all ranks: a rank that is lost or late, or\n" \
+	"calls that differ. rebuild(), which all ranks call, begins anew; a process in the place of\n" \
+	"a lost one makes a Communicator instead. All ranks must be nodes of this library: C++ nodes\n" \
+	"are refused.\n" \
+	"\n" \
+	"Raises ValueError, TypeError (names the argument), TimeoutError (names who has not come),\n" \
+	"ConnectionError, Error."
+#define DOC_ALL_GATHER(self) \
+	"all_gather(" self ", /, out, x)\n--\n\n" \
+	"Make out the tensors x of all ranks, in their order. All have one size and type, and out\n" \
+	"has as many times that as there are ranks. x may be this rank's part of out.\n" \
+	"\n" \
+	"Returns an Operation at once; see its wait(). The tensors are the library's until then."
+#define DOC_ALL_GATHER_V(self) \
+	"all_gather_v(" self ", /, out, x)\n--\n\n" \
+	"Make out[r] the tensor x of rank r. out is a list, of one tensor for each rank, with the\n" \
+	"sizes of what they give, which may differ and be 0.\n" \
+	"\n" \
+	"Returns an Operation at once; see its wait(). The tensors are the library's until then."
+#define DOC_ALL_TO_ALL(self) \
+	"all_to_all(" self ", /, out, x)\n--\n\n" \
+	"Give x[r] to rank r, and make out[r] what rank r gives this one. Both are lists of one\n" \
+	"tensor for each rank; sizes may differ and be 0.\n" \
+	"\n" \
+	"Returns an Operation at once; see its wait(). The tensors are the library's until then."
+#define DOC_BROADCAST(self) \
+	"broadcast(" self ", /, x, root)\n--\n\n" \
+	"Make x on all ranks what it is on rank root.\n" \
+	"\n" \
+	"Returns an Operation at once; see its wait(). The tensors are the library's until then."
+#define DOC_GATHER(self) \
+	"gather(" self ", /, out, x, root)\n--\n\n" \
+	"Make out, on rank root, the tensors x of all ranks, in their order. Others give None.\n" \
+	"\n" \
+	"Returns an Operation at once; see its wait(). The tensors are the library's until then."
+#define DOC_SCATTER(self) \
+	"scatter(" self ", /, out, x, root)\n--\n\n" \
+	"Make out this rank's part of the tensor x of rank root, which has as many times the size\n" \
+	"as there are ranks. Others give None as x.\n" \
+	"\n" \
+	"Returns an Operation at once; see its wait(). The tensors are the library's until then."
+#define DOC_REDUCE_SCATTER(self) \
+	"reduce_scatter(" self ", /, out, x, op='sum')\n--\n\n" \
+	"Make out the reduction of this rank's parts of the tensors x of all ranks, each of which\n" \
+	"has as many times the size of out as there are ranks.\n" \
+	"\n" \
+	"Elements are reduced in the order of ranks: op is 'sum', 'min', 'max' or 'product', of\n" \
+	"integers, float16, bfloat16, float32 or float64.\n" \
+	"\n" \
+	"Returns an Operation at once; see its wait(). The tensors are the library's until then."
+#define DOC_ALL_REDUCE(self) \
+	"all_reduce(" self ", /, out, x, op='sum')\n--\n\n" \
+	"Make out the reduction of the tensors x of all ranks. out may be x.\n" \
+	"\n" \
+	"Elements are reduced in the order of ranks: op is 'sum', 'min', 'max' or 'product', of\n" \
+	"integers, float16, bfloat16, float32 or float64.\n" \
+	"\n" \
+	"Returns an Operation at once; see its wait(). The tensors are the library's until then."
+#define DOC_REBUILD(self) \
+	"rebuild(" self ", /, *, timeout_ms=None)\n--\n\n" \
+	"Make a communicator usable again that has failed, when all ranks call it; calls in flight\n" \
+	"fail. When it returns no other rank reads tensors of calls that have failed.\n" \
+	"\n" \
+	"Raises TimeoutError (names who has not come), ConnectionError, Error."
+#define DOC_COMM_BARRIER \
+	"barrier($self, /, *, timeout_ms=None)\n" \
+	"--\n" \
+	"\n" \
+	"Wait until all ranks have called it. When timeout_ms passes the communicator has failed."
+#define DOC_COMM_CLOSE \
+	"close($self, /, *, timeout_ms=None)\n" \
+	"--\n" \
+	"\n" \
+	"End the communicator on all ranks, and wait until none reads tensors of this one. Dropping\n" \
+	"it does the same, without waiting."
+#define DOC_OPERATION \
+	"A collective under way. wait() of the module takes one as well. Dropping it lets the\n" \
+	"operation go on."
+#define DOC_OPERATION_WAIT \
+	"wait($self, /, timeout_ms=None)\n" \
+	"--\n" \
+	"\n" \
+	"Wait until the results are there and all others have taken this rank's tensors: all are\n" \
+	"the caller's again then. It may be called again, with the same result.\n" \
+	"\n" \
+	"timeout_ms: limit in milliseconds from now, with which the communicator fails; None means\n" \
+	"    that of the communicator, counted from the call.\n" \
+	"\n" \
+	"Raises ConnectionError (a rank is lost), TimeoutError, Error (calls of ranks do not match:\n" \
+	"names both; given up by another rank), KeyboardInterrupt (wait again). After an error nothing\n" \
+	"writes to the results any more, whose contents are any. What others may still read, which\n" \
+	"is all that this rank gives and the result of all_reduce(), must stay as it is until\n" \
+	"rebuild() or close() has returned. The library holds references to all of them, so they\n" \
+	"may go out of scope."
 
 #endif

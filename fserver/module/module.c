@@ -12,6 +12,7 @@
 #include "answer.h"
 #include "batch.h"
 #include "call.h"
+#include "collective.h"
 #include "cuda.h"
 #include "docs.h"
 #include "prepared.h"
@@ -101,6 +102,7 @@ static PyObject *py_wait(PyObject *self, PyObject *args, PyObject *kw) {
   int64_t h, ms = 10000;
   (void)self;
   if (!sf_by_position(args, kw, 1, 2, a) && !PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait", names, &a[0], &a[1])) return NULL;
+  if (operation_check(a[0])) return operation_wait_for(a[0], a[1]);
   if (sf_enter() < 0 || sf_int64_arg(a[0], "handler", &h) < 0 || (a[1] != NULL && sf_timeout_arg(a[1], &ms) < 0)) return NULL;
   if (ms < 0) ms = NO_LIMIT_MS;
   for (;;) {
@@ -427,7 +429,7 @@ PyMODINIT_FUNC PyInit_fserver_lib(void) {
   PyObject *module = PyModule_Create(&definition);
   if (module == NULL) return NULL;
   if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || answer_init(module) < 0 || prepared_init(module) < 0 ||
-      at_exit(module) < 0) {
+      collective_init(module) < 0 || at_exit(module) < 0) {
     Py_DECREF(module);
     return NULL;
   }

@@ -1,0 +1,186 @@
+package core
+
+// Communicators as Python uses them: what waits does so in the background, and is waited for in slices.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Comm is a communicator among nodes of this session's role.
+type Comm struct {
+	comm *collective.Comm
+	made *Task
+}
+
+// Task is something that waits for other ranks: a call of a communicator, or its making.
+type Task struct {
+	done   chan struct{}
+	err    error
+	cancel context.CancelCauseFunc
+}
+
+func newTask(f func(context.Context) error) *Task {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	t := &Task{make(chan struct{}), nil, cancel}
+	go func() {
+		t.err = f(ctx)
+		cancel(nil)
+		close(t.done)
+	}()
+	return t
+}
+
+// Wait waits for slice at most: then it returns ErrPending. It may be called as often as wanted.
+func (t *Task) Wait(slice time.Duration) error {
+	select {
+	case <-t.done:
+		return t.err
+	default:
+	}
+	timer := time.NewTimer(slice)
+	defer timer.Stop()
+	select {
+	case <-t.done:
+		return t.err
+	case <-timer.C:
+		return ErrPending
+	}
+}
+
+// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
+func (t *Task) Cancel() { t.cancel(van.ErrTimeout) }
+
+// NewComm begins to make a communicator of those ranks, nil for the instances of this node's group, whose
+// calls have that limit: 0 for the default, negative for none. It may be used when the task has
+// ended without an error.
+func (s *Session) NewComm(id int, ranks []int, limit time.Duration) (*Comm, *Task) {
+	c := &Comm{}
+	c.made = newTask(func(ctx context.Context) (err error) {
+		c.comm, err = collective.New(ctx, s.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
+		return err
+	})
+	return c, c.made
+}
+
+// Group is the communicator with ID 0 of the instances of this node's group, which the first call
+// begins to make, and the next one again if that has failed.
+func (s *Session) Group() (*Comm, *Task) {
+	s.groupMu.Lock()
+	defer s.groupMu.Unlock()
+	if s.group == nil || s.group.failed() {
+		s.group, _ = s.NewComm(0, nil, 0)
+	}
+	return s.group, s.group.made
+}
+
+// failed tells whether it could not be made.
+func (c *Comm) failed() bool {
+	select {
+	case <-c.made.done:
+		return c.made.err != nil
+	default:
+		return false
+	}
+}
+
+// Drop closes a communicator that nobody uses any more, in the background, also one that is still being made.
+func (c *Comm) Drop() {
+	c.made.Cancel()
+	go func() {
+		<-c.made.done
+		if c.comm != nil {
+			_ = c.comm.Close() // it names who still reads memory, which is kept until then
+		}
+	}()
+}
+
+// Rank is this node's rank in the communicator.
+func (c *Comm) Rank() int { return c.comm.Rank() }
+
+// Size is the number of ranks.
+func (c *Comm) Size() int { return c.comm.Size() }
+
+// Rebuild begins collective.Comm.Rebuild.
+func (c *Comm) Rebuild() *Task { return newTask(c.comm.Rebuild) }
+
+// Close begins collective.Comm.Close.
+func (c *Comm) Close() *Task { return newTask(func(context.Context) error { return c.comm.Close() }) }
+
+// Barrier begins collective.Comm.Barrier.
+func (c *Comm) Barrier() *Task { return newTask(c.comm.Barrier) }
+
+// Collective is which call Call makes.
+type Collective int
+
+// Collectives, in the order of abi.h.
+const (
+	AllGather Collective = iota
+	AllGatherV
+	AllToAll
+	Broadcast
+	Gather
+	Scatter
+	ReduceScatter
+	AllReduce
+)
+
+// reductions are their names in Python.
+var reductions = map[string]collective.Reduction{"sum": collective.Sum, "min": collective.Min, "max": collective.Max, "product": collective.Product}
+
+// Call begins a call. Those with one tensor out or in have it in a list, which is empty where this
+// rank has none. root and reduction are for calls that have them.
+func (c *Comm) Call(kind Collective, out, in []af.Tensor, root int, reduction string) (*Task, error) {
+	for i, l := range [][]af.Tensor{out, in} {
+		for j := range l {
+			if m := l[j].Mem(); !m.OnHost() {
+				return nil, fmt.Errorf("%w: tensor %d of %s is on %s, want host memory: collectives of tensors on a device are not there yet",
+					van.ErrInvalid, j, [...]string{"out", "x"}[i], m.Device())
+			}
+		}
+	}
+	by, known := reductions[reduction]
+	if (kind == ReduceScatter || kind == AllReduce) && !known {
+		return nil, fmt.Errorf("%w: op is %q, want sum, min, max or product", van.ErrInvalid, reduction)
+	}
+	var op collective.Op
+	var err error
+	switch kind {
+	case AllGather:
+		op, err = c.comm.AllGather(only(out), only(in))
+	case AllGatherV:
+		op, err = c.comm.AllGatherV(out, only(in))
+	case AllToAll:
+		op, err = c.comm.AllToAll(out, in)
+	case Broadcast:
+		op, err = c.comm.Broadcast(only(out), root)
+	case Gather:
+		op, err = c.comm.Gather(only(out), only(in), root)
+	case Scatter:
+		op, err = c.comm.Scatter(only(out), only(in), root)
+	case ReduceScatter:
+		op, err = c.comm.ReduceScatter(only(out), only(in), by)
+	case AllReduce:
+		op, err = c.comm.AllReduce(only(out), only(in), by)
+	default:
+		err = errors.New("no such collective")
+	}
+	if err != nil {
+		return nil, err
+	}
+	return newTask(op.Wait), nil
+}
+
+// only is the tensor of a list of one, or none.
+func only(l []af.Tensor) (t af.Tensor) {
+	if len(l) > 0 {
+		t = l[0]
+	}
+	return t
+}

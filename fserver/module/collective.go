@@ -1,0 +1,142 @@
+//go:build fserver
+
+package main
+
+// Communicators and what waits for their ranks. Python knows both by handles.
+
+/*
+#include "abi.h"
+*/
+import "C"
+
+import (
+	"runtime/cgo"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
+)
+
+// comm is the communicator of a handle. The group's has been made, see sf_comm_group.
+func comm(at C.uint64_t) (*core.Comm, error) {
+	if at != C.SF_GROUP {
+		return cgo.Handle(at).Value().(*core.Comm), nil
+	}
+	s, err := session()
+	if err != nil {
+		return nil, err
+	}
+	c, _ := s.Group()
+	return c, nil
+}
+
+// give hands a task to Python.
+func give(task *C.uint64_t, t *core.Task) { *task = C.uint64_t(cgo.NewHandle(t)) }
+
+//export sf_comm_new
+func sf_comm_new(id C.int64_t, ranked *C.int64_t, n C.int, timeoutMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
+	s, err := session()
+	if err != nil {
+		return fail(e, err)
+	}
+	c, t := s.NewComm(int(id), ranks(ranked, n), time.Duration(timeoutMs)*time.Millisecond)
+	*at = C.uint64_t(cgo.NewHandle(c))
+	give(task, t)
+	return C.SF_DONE
+}
+
+// sf_comm_group begins to make the group's communicator, or gives the task that does.
+//
+//export sf_comm_group
+func sf_comm_group(task *C.uint64_t, e *C.sf_error) C.int {
+	s, err := session()
+	if err != nil {
+		return fail(e, err)
+	}
+	_, t := s.Group()
+	give(task, t)
+	return C.SF_DONE
+}
+
+//export sf_comm_place
+func sf_comm_place(at C.uint64_t, rank, size *C.int, e *C.sf_error) C.int {
+	c, err := comm(at)
+	if err != nil {
+		return fail(e, err)
+	}
+	*rank, *size = C.int(c.Rank()), C.int(c.Size())
+	return C.SF_DONE
+}
+
+//export sf_comm_call
+func sf_comm_call(at C.uint64_t, kind C.int, out *C.sf_tensor, nOut C.int, in *C.sf_tensor, nIn C.int, root C.int64_t, reduction *C.char, task *C.uint64_t, e *C.sf_error) C.int {
+	a := argsPool.Get().(*args)
+	defer a.release() // the call holds what it needs
+	var err, err2 error
+	a.push, err = a.read(a.push, in, nIn, "x")
+	a.pull, err2 = a.read(a.pull, out, nOut, "out")
+	if err == nil {
+		err = err2
+	}
+	var c *core.Comm
+	if err == nil {
+		c, err = comm(at)
+	}
+	var t *core.Task
+	if err == nil {
+		t, err = c.Call(core.Collective(kind), values(a.pull), values(a.push), int(root), C.GoString(reduction))
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	give(task, t)
+	return C.SF_DONE
+}
+
+func values(l []af.KeyTensor) []af.Tensor {
+	v := make([]af.Tensor, len(l))
+	for i := range l {
+		v[i] = l[i].Val
+	}
+	return v
+}
+
+// sf_comm_task begins what has no tensors.
+//
+//export sf_comm_task
+func sf_comm_task(at C.uint64_t, what C.int, task *C.uint64_t, e *C.sf_error) C.int {
+	c, err := comm(at)
+	if err != nil {
+		return fail(e, err)
+	}
+	switch what {
+	case C.SF_COMM_BARRIER:
+		give(task, c.Barrier())
+	case C.SF_COMM_REBUILD:
+		give(task, c.Rebuild())
+	default:
+		give(task, c.Close())
+	}
+	return C.SF_DONE
+}
+
+//export sf_task_wait
+func sf_task_wait(task C.uint64_t, sliceMs C.int64_t, e *C.sf_error) C.int {
+	return begun(e, cgo.Handle(task).Value().(*core.Task).Wait(time.Duration(sliceMs)*time.Millisecond))
+}
+
+//export sf_task_cancel
+func sf_task_cancel(task C.uint64_t) { cgo.Handle(task).Value().(*core.Task).Cancel() }
+
+// sf_comm_drop closes a communicator that Python has let go of, in the background.
+//
+//export sf_comm_drop
+func sf_comm_drop(at C.uint64_t) {
+	cgo.Handle(at).Value().(*core.Comm).Drop()
+	cgo.Handle(at).Delete()
+}
+
+// sf_task_drop forgets a task, which goes on.
+//
+//export sf_task_drop
+func sf_task_drop(task C.uint64_t) { cgo.Handle(task).Delete() }

@@ -1,0 +1,291 @@
+"""Collectives among workers, and among servers: values, misuse, ranks that differ or are killed."""
+
+import gc
+import time
+
+import arrays
+import harness
+import pytest
+
+HOST = "torch" if "torch" in harness.libraries() else "numpy"
+
+
+def make(n, seed, shape, dtype="float32"):
+    return n.lib.make(dtype, shape, arrays.pattern(seed, dtype, shape))
+
+
+def data(seed, shape, dtype="float32"):
+    return arrays.pattern(seed, dtype, shape)
+
+
+def ints(n, values):
+    return n.lib.make("int32", (len(values),), b"".join(int(v).to_bytes(4, "little", signed=True) for v in values))
+
+
+def numbers(n, t):
+    b = n.lib.bytes(t)
+    return [int.from_bytes(b[i:i + 4], "little", signed=True) for i in range(0, len(b), 4)]
+
+
+def every_call(n, c, rank, size):
+    """Each collective of c, the module or a Communicator, over several sizes."""
+    f, lib = n.f, n.lib
+    for k in (1, 7, 3000):
+        shape = (k, 2)
+
+        def seed(i, j=0):
+            return 1000 * k + 10 * i + j
+
+        x, out = make(n, seed(rank), shape), lib.zeros("float32", (size,) + shape)
+        f.wait(c.all_gather(out, x))
+        joined = b"".join(data(seed(r), shape) for r in range(size))
+        assert lib.bytes(out) == joined, ("all_gather", k)
+
+        outs = [lib.zeros("float32", (k, r)) for r in range(size)]  # rank 0 gives nothing
+        c.all_gather_v(outs, make(n, seed(rank), (k, rank))).wait()
+        assert [lib.bytes(t) for t in outs] == [data(seed(r), (k, r)) for r in range(size)], ("all_gather_v", k)
+
+        outs = [lib.zeros("float32", (k, r + rank)) for r in range(size)]
+        c.all_to_all(outs, [make(n, seed(rank, r), (k, r + rank)) for r in range(size)]).wait(timeout_ms=20000)
+        assert [lib.bytes(t) for t in outs] == [data(seed(r, rank), (k, r + rank)) for r in range(size)], ("all_to_all", k)
+
+        for root in range(size):
+            x = make(n, seed(root), shape) if rank == root else lib.zeros("float32", shape)
+            f.wait(c.broadcast(x, root), 20000)
+            assert lib.bytes(x) == data(seed(root), shape), ("broadcast", k)
+            whole = lib.zeros("float32", (size,) + shape) if rank == root else None
+            c.gather(whole, make(n, seed(rank), shape), root=root).wait()
+            assert rank != root or lib.bytes(whole) == joined, ("gather", k)
+            part = lib.zeros("float32", shape)
+            c.scatter(part, whole, root=root).wait()
+            assert lib.bytes(part) == data(seed(rank), shape), ("scatter", k)
+
+        give = [i * (rank + 1) for i in range(k * size)]
+        x, out, part = ints(n, give), lib.zeros("int32", (k * size,)), lib.zeros("int32", (k,))
+        ops = [c.all_reduce(out, x), c.reduce_scatter(part, x, op="max")]  # two in flight
+        del x
+        gc.collect()
+        for op in reversed(ops):
+            op.wait()
+        total = size * (size + 1) // 2
+        assert numbers(n, out) == [i * total for i in range(k * size)], ("all_reduce", k)
+        assert numbers(n, part) == [i * size for i in range(rank * k, rank * k + k)], ("reduce_scatter", k)
+
+
+def values_server(n):
+    c = n.f.Communicator([0, 1])
+    every_call(n, c, c.rank, c.size)
+    n.f.barrier(True, True)
+
+
+def values_worker(n):
+    f = n.f
+    c = f.Communicator(range(n.workers), id=2, timeout_ms=30000)
+    assert (c.rank, c.size) == (n.rank, n.workers)
+    every_call(n, c, c.rank, c.size)
+    c.barrier()
+    x, out = ints(n, [n.rank]), n.lib.zeros("int32", (1,))
+    f.all_gather(out, x).wait()  # the group is this process alone
+    assert numbers(n, out) == [n.rank]
+    c.close()
+    with n.raises((), "closed"):
+        c.all_gather(n.lib.zeros("int32", (n.workers,)), x)
+    with n.raises((), "closed"):
+        c.barrier()
+    with n.raises((), "closed"):
+        c.rebuild()
+    f.barrier(True, True)
+
+
+@pytest.mark.parametrize("env", [{}, {"BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
+def test_values(cluster, env):
+    cluster(workers=3, servers=2, lib=HOST, env=env).run(values_worker, values_server, timeout=120)
+
+
+def group_worker(n):
+    """The functions of the module are of the instances of the group."""
+    f, lib = n.f, n.lib
+    every_call(n, f, n.instance, n.group)
+    f.barrier(True, True)
+
+
+def group_server(n):
+    n.f.barrier(True, True)
+
+
+def test_group(cluster):
+    cluster(workers=2, servers=1, group=2, lib=HOST).run(group_worker, group_server, timeout=120)
+
+
+class OnGPU:
+    """Says that it lies on a GPU, where there is none."""
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, **kw):
+        raise AssertionError("its memory is not asked for")
+
+
+def misuse_worker(n):
+    f, lib = n.f, n.lib
+    V, T = f.ValueError, f.TypeError
+    with n.raises(V, "id", "0", "1 to 4095"):
+        f.Communicator([0, 1], id=0)
+    with n.raises(V, "id", "5000", "1 to 4095"):
+        f.Communicator([0, 1], id=5000)
+    with n.raises(V, "rank 7", "0 to 1"):
+        f.Communicator([0, 7])
+    with n.raises(V, "ascending"):
+        f.Communicator([1, 0])
+    with n.raises(V, "among them"):
+        f.Communicator([1 - n.rank])
+    with n.raises(T, "ranks"):
+        f.Communicator("01")
+    with n.raises(V, "timeout_ms", "-1"):
+        f.Communicator([0, 1], timeout_ms=-1)
+    c = f.Communicator([0, 1])
+    with n.raises((), "1"):  # another one of that ID
+        f.Communicator([0, 1])
+    x, out, half = (lib.zeros("float32", (k,)) for k in (4, 8, 6))
+    with n.raises(V, "out", "want 32"):
+        c.all_gather(half, x)
+    with n.raises(V, "float32", "int32"):
+        c.all_gather(lib.zeros("int32", (8,)), x)
+    with n.raises(T, "x"):
+        c.all_gather(out, None)
+    with n.raises(T, "out"):
+        c.all_gather("out", x)
+    with n.raises(T, "out"):
+        c.all_gather_v(out=3, x=x)
+    with n.raises(V, "out", "2"):
+        c.all_gather_v([x], x)
+    with n.raises(V, "root", "2", "0 to 1"):
+        c.broadcast(x, 2)
+    with n.raises(T, "root"):
+        c.broadcast(x, "0")
+    with n.raises(V, "op", "mean", "sum, min, max or product"):
+        c.all_reduce(x, x, op="mean")
+    with n.raises(T, "op"):
+        c.all_reduce(x, x, op=1)
+    with n.raises((V, T), "x"):
+        c.all_gather(out, OnGPU())
+    with n.raises(T, "Operation"):
+        f.Operation()
+    with n.raises(V, "timeout_ms"):
+        c.barrier(timeout_ms=-5)
+    op = c.all_gather(out, x)  # nothing of the above was sent
+    with n.raises(V, "timeout_ms"):
+        op.wait(timeout_ms=-1)
+    op.wait()
+    op.wait()  # the same again
+
+    def again():
+        c.rebuild()
+        c.all_gather(out, x).wait()
+
+    # Calls that do not match: an error on both that names both calls.
+    for mine, theirs in (
+            (lambda: c.all_gather(out, x), lambda: c.all_to_all([x, half], [x, half])),
+            (lambda: c.all_gather(out, x), lambda: c.all_gather(lib.zeros("float32", (12,)), half)),
+            (lambda: c.all_gather(out, x), lambda: c.all_gather(lib.zeros("int32", (8,)), lib.zeros("int32", (4,)))),
+            (lambda: c.all_reduce(out, out), lambda: c.all_reduce(out, out, "max"))):
+        if n.rank == 0:
+            with n.raises((), "do not match"):
+                mine().wait()
+        else:
+            with n.raises((), "do not match"):
+                theirs().wait()
+        with n.raises((), "communicator"):
+            c.all_gather(out, x)
+        again()
+    # One that does not come.
+    if n.rank == 0:
+        begin = time.monotonic()
+        with n.raises(f.TimeoutError, "worker 1"):
+            c.all_gather(out, x).wait(timeout_ms=300)
+        assert time.monotonic() - begin < 8
+    else:
+        time.sleep(1)
+        with n.raises((), "worker 0"):
+            c.all_gather(out, x).wait()
+    again()
+    del c
+    f.barrier(False, True)
+
+
+def test_misuse(cluster):
+    cluster(workers=2, servers=1, lib=HOST).run(misuse_worker, idle_server, timeout=120)
+
+
+def idle_server(n):
+    pass
+
+
+# A rank is killed inside a call.
+
+def killed_worker(n):
+    f, lib = n.f, n.lib
+    ranks = list(range(n.workers))
+    c = f.Communicator(ranks, timeout_ms=20000)
+    x, out = make(n, n.rank, (50_000,)), lib.zeros("float32", (n.workers, 50_000))
+    n.tell("made")
+    while True:
+        begin = time.monotonic()
+        try:
+            c.all_gather(out, x).wait()
+            assert lib.bytes(out) == b"".join(data(r, (50_000,)) for r in ranks)
+        except f.Error as e:
+            n.tell([type(e).__name__, str(e), time.monotonic() - begin])
+            break
+    with n.raises((), "communicator"):
+        c.all_gather(out, x)
+    c.close()
+    rest = f.Communicator([0, 1], id=2)  # goes on without it
+    every_call(n, rest, rest.rank, rest.size)
+    n.tell("went on")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("env", [{}, {"BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
+def test_killed(cluster, env):
+    c = cluster(workers=3, servers=1, lib=HOST, env=env)
+    workers, _ = c.start(killed_worker, idle_server)
+    for w in workers:
+        assert w.hear() == "made"
+    time.sleep(0.3)
+    workers[2].kill()
+    for w in workers[:2]:
+        kind, text, took = w.hear()
+        assert "worker 2" in text and took < 15, (kind, text, took)
+        assert w.hear() == "went on"
+
+
+ARRAYS = [lib for lib in ("numpy", "jax") if lib in harness.libraries()]
+
+
+def arrays_worker(n):
+    """What is only read may be anything; results go where memory can be written."""
+    import numpy
+
+    c = n.f.Communicator([0, 1])
+    x = make(n, n.rank, (5, 3))
+    out = numpy.zeros((2, 5, 3), "float32")
+    c.all_gather(out, x).wait()
+    assert out.tobytes() == data(0, (5, 3)) + data(1, (5, 3))
+    if n.rank == 0:
+        c.broadcast(x, 0).wait()  # only read at its root
+    else:
+        y = numpy.zeros((5, 3), "float32")
+        c.broadcast(y, 0).wait()
+        assert y.tobytes() == data(0, (5, 3))
+    with n.raises(n.f.ValueError, "out", "read-only"):
+        frozen = numpy.zeros((2, 5, 3), "float32")
+        frozen.flags.writeable = False
+        c.all_gather(frozen, x)
+    n.f.barrier(False, True)
+
+
+@pytest.mark.parametrize("lib", ARRAYS)
+def test_arrays(cluster, lib):
+    cluster(workers=2, servers=1, lib=lib).run(arrays_worker, idle_server, timeout=120)
