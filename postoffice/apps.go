@@ -37,6 +37,10 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 	if (*apps.table.Load())[k] != nil {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", id, customer), Err: van.ErrInvalid}
 	}
+	if next, again := apps.next[k]; again {
+		// PS_RESEND takes earlier timestamps of a process for messages that came twice.
+		c.requests.init(next)
+	}
 	c.begin(apps.take(k))
 	m := maps.Clone(*apps.table.Load())
 	m[k] = c

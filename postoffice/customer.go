@@ -324,8 +324,9 @@ func (c *Customer) InFlight() int {
 func (c *Customer) Close() {
 	c.mu.Lock()
 	c.closed = true
+	next := c.requests.next
 	c.mu.Unlock()
-	c.node.apps.remove(c)
+	c.node.apps.remove(c, next)
 	c.early.end()
 	c.abortAll(&van.Error{Op: "close", Node: c.node.Name(), Err: van.ErrClosed})
 }

@@ -28,6 +28,7 @@ type apps struct {
 	bytes    int
 	expiry   *time.Timer
 	closed   bool
+	next     map[appKey]int32 // first timestamps for customers that are made again
 	noApp    logx.Sparse
 	tooMany  logx.Sparse
 }
@@ -37,7 +38,7 @@ type appKey struct{ app, customer int32 }
 func (a *apps) init(self *identity, processes *processes) {
 	a.self, a.processes, a.role = self, processes, self.role
 	a.table.Store(&map[appKey]*Customer{})
-	a.early, a.by = map[appKey][]early{}, map[int]account{}
+	a.early, a.by, a.next = map[appKey][]early{}, map[int]account{}, map[appKey]int32{}
 }
 
 // key returns the customer that a message is for: on a worker the customer id selects
@@ -49,13 +50,14 @@ func (a *apps) key(app, customer int32) appKey {
 	return appKey{app, customer}
 }
 
-func (a *apps) remove(c *Customer) {
+func (a *apps) remove(c *Customer, next int32) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	m := maps.Clone(*a.table.Load())
 	k := appKey{int32(c.app), int32(c.id)}
 	if m[k] == c {
 		delete(m, k)
+		a.next[k] = next
 	}
 	a.table.Store(&m)
 }

@@ -19,7 +19,11 @@ func (c *Comm) AllGather(out, in af.Tensor) (Op, error) {
 	if err := c.check(k, same(&out, &in), size(&out, "out", n*c.Size())); err != nil {
 		return Op{}, err
 	}
-	if err := c.copyOwn(out.Mem().Sub(c.self*n, n), in.Mem()); err != nil {
+	own := out.Mem().Sub(c.self*n, n)
+	if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), own)); err != nil {
+		return Op{}, err
+	}
+	if err := c.copyOwn(own, in.Mem()); err != nil {
 		return Op{}, c.failed(kinds[k.kind], err)
 	}
 	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: everybody}, give: share{mem: in.Mem(), of: everybody}})
@@ -32,6 +36,11 @@ func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
 	if err := c.check(k, onHost(&in), each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.self))); err != nil {
 		return Op{}, err
 	}
+	for r := range out {
+		if err := c.check(k, apart("a part of out", out[r].Mem(), "in", in.Mem(), out[c.self].Mem())); err != nil {
+			return Op{}, err
+		}
+	}
 	if err := c.copyOwn(out[c.self].Mem(), in.Mem()); err != nil {
 		return Op{}, c.failed(kinds[k.kind], err)
 	}
@@ -39,14 +48,26 @@ func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
 }
 
 // AllToAll gives in[r] to rank r and makes out[r] what rank r gives this one, for all ranks.
-// Sizes may differ and be 0.
+// Sizes may differ and be 0. No in[r] may share memory with any of out, but this rank's own with
+// its own.
 func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
 	k := call{kind: allToAll, dtype: dtypeOf(in, out), root: -1}
 	if err := c.check(k, each(c.Size(), in, "in", k.dtype), each(c.Size(), out, "out", k.dtype)); err != nil {
 		return Op{}, err
 	}
-	if in[c.self].Len() != out[c.self].Len() {
-		return Op{}, c.failed(kinds[k.kind], fmt.Errorf("%w: this rank gives itself %d bytes and wants %d", van.ErrInvalid, in[c.self].Len(), out[c.self].Len()))
+	if n, own := in[c.self].Len(), out[c.self].Len(); n != own {
+		return Op{}, c.check(k, fmt.Errorf("%w: this rank gives itself %d bytes and wants %d", van.ErrInvalid, n, own))
+	}
+	for r := range in {
+		for q := range out {
+			may := backend.Mem{}
+			if r == c.self {
+				may = out[r].Mem()
+			}
+			if err := c.check(k, apart("a part of out", out[q].Mem(), "one of in", in[r].Mem(), may)); err != nil {
+				return Op{}, err
+			}
+		}
 	}
 	if err := c.copyOwn(out[c.self].Mem(), in[c.self].Mem()); err != nil {
 		return Op{}, c.failed(kinds[k.kind], err)
@@ -76,7 +97,11 @@ func (c *Comm) Gather(out, in af.Tensor, root int) (Op, error) {
 		return Op{}, err
 	}
 	if c.self == root {
-		if err := c.copyOwn(out.Mem().Sub(c.self*n, n), in.Mem()); err != nil {
+		own := out.Mem().Sub(c.self*n, n)
+		if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), own)); err != nil {
+			return Op{}, err
+		}
+		if err := c.copyOwn(own, in.Mem()); err != nil {
 			return Op{}, c.failed(kinds[k.kind], err)
 		}
 	}
@@ -96,7 +121,11 @@ func (c *Comm) Scatter(out, in af.Tensor, root int) (Op, error) {
 		return Op{}, err
 	}
 	if c.self == root {
-		if err := c.copyOwn(out.Mem(), in.Mem().Sub(c.self*n, n)); err != nil {
+		own := in.Mem().Sub(c.self*n, n)
+		if err := c.check(k, apart("in", in.Mem(), "out", out.Mem(), own)); err != nil {
+			return Op{}, err
+		}
+		if err := c.copyOwn(out.Mem(), own); err != nil {
 			return Op{}, c.failed(kinds[k.kind], err)
 		}
 	}
@@ -128,6 +157,9 @@ func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	}
 	give := share{mem: in.Mem(), by: k.dtype.Size(), of: everybody}
 	own, _ := give.part(c.self, c.Size())
+	if err := c.check(k, apart("in", in.Mem(), "out", out.Mem(), own)); err != nil {
+		return Op{}, err
+	}
 	return c.start(&plan{call: k, give: give, fold: f, out: out.Mem(), own: own})
 }
 
@@ -140,7 +172,7 @@ const reduceWhole = 64 << 10
 func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 	k := call{kind: allReduce, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
 	f, err := folderFor(out.Dtype(), r)
-	if err := c.check(k, err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in)); err != nil {
+	if err := c.check(k, err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in), apart("in", in.Mem(), "out", out.Mem(), in.Mem())); err != nil {
 		return Op{}, err
 	}
 	whole := share{mem: in.Mem(), of: everybody}
@@ -245,6 +277,19 @@ func (c *Comm) rooted(root int) error {
 func nameOf(t *af.Tensor) string {
 	c := *t
 	return c.String()
+}
+
+// apart refuses memory b that shares bytes with a and is not exactly may: one of the two is
+// written while the other is read.
+func apart(aName string, a backend.Mem, bName string, b, may backend.Mem) error {
+	from, to := uintptr(a.Addr()), uintptr(b.Addr())
+	if a.Len() == 0 || b.Len() == 0 || from+uintptr(a.Len()) <= to || to+uintptr(b.Len()) <= from {
+		return nil
+	}
+	if may.Len() == b.Len() && may.Addr() == b.Addr() {
+		return nil
+	}
+	return fmt.Errorf("%w: %s shares memory with %s", van.ErrInvalid, bName, aName)
 }
 
 // onHost refuses tensors on a device, and those that are too long for a message.

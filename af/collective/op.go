@@ -408,8 +408,12 @@ func (o *op) serve(a *ask) {
 
 // fits tells why a request is not for o, of which its sender may have a part if it is wanted.
 func (o *op) fits(a *ask, wanted bool) error {
+	call := o.call
+	if call.kind == allToAll && a.bytes == 0 {
+		call.dtype = a.call.dtype // a rank without any bytes knows of no type
+	}
 	switch {
-	case a.call != o.call:
+	case a.call != call:
 		return fmt.Errorf("%w: call %d: %s there, %s here", ErrMismatch, a.seq, a.call, o.call)
 	case !wanted:
 		return fmt.Errorf("%w: call %d, %s: it asks for a part that it does not get", ErrMismatch, a.seq, o.call)
@@ -694,19 +698,31 @@ func (o *op) poll(ctx context.Context, left func() time.Duration) {
 
 // giveUp ends o because its waiter's time is over.
 func (o *op) giveUp(cause error, limit time.Duration) {
-	c := o.c
-	var missing []string
+	c, x := o.c, o
+	var takers, givers []string
 	c.mu.Lock()
-	for r := range o.takes {
-		if s := o.takes[r].state; s == awaited || s == sent {
-			missing = append(missing, c.name(r))
+	if before := c.window[(o.seq-1)%maxInFlight]; !o.begun && before != nil && before.next == o {
+		x = before // which o waits for
+	}
+	for r := range x.takes {
+		if s := x.takes[r].state; s == awaited || s == sent {
+			takers = append(takers, c.name(r))
+		}
+	}
+	for i, id := range x.from {
+		if !x.came[i] {
+			givers = append(givers, c.name(slices.Index(c.ids, id)))
 		}
 	}
 	c.mu.Unlock()
-	what := "parts of others have not come"
-	if len(missing) > 0 {
-		what = "not taken by " + strings.Join(missing, ", ")
+	var missing []string
+	if len(givers) > 0 {
+		missing = append(missing, "nothing has come from "+strings.Join(givers, ", "))
 	}
+	if len(takers) > 0 {
+		missing = append(missing, "not taken by "+strings.Join(takers, ", "))
+	}
+	what := cmp.Or(strings.Join(missing, "; "), "it has not ended")
 	err := &van.Error{Op: kinds[o.call.kind], Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d, call %d: %s", c.id, o.seq, what),
 		Elapsed: time.Duration(clock.Now() - o.start), Limit: limit, Err: cause}
 	c.fail(err)

@@ -114,7 +114,7 @@ func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Te
 			return err
 		}
 	}
-	err := p.failure(op)
+	err := p.unsendable(op)
 	if err == nil {
 		err = p.post(&note{verb: verbPut, offset: uint64(offset), signal: signal}, src.Mem())
 	}
@@ -139,7 +139,10 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 		p.send.Unlock()
 		return nil
 	}
-	err := p.failure(op)
+	var err error
+	if p.placed.Load() < want {
+		err = p.failure(op)
+	}
 	if err == nil && p.asked < want && p.placed.Load() < want {
 		if err = p.post(&note{verb: verbAsk, signal: noSignal}, backend.Mem{}); err == nil {
 			p.asked = p.next.Load()
@@ -218,7 +221,7 @@ func (p *peer) message(m *van.Message, n *note, push bool, ts int32) *van.Messag
 	n.window, n.epoch = w.tenant.Number, w.tenant.Epoch
 	m.Reset()
 	m.Receiver, m.Request, m.Push, m.Head, m.Timestamp = p.id, true, push, van.Single, ts
-	m.AppID, m.CustomerID = int32(w.customer.AppID()), int32(w.customer.ID())
+	m.AppID, m.CustomerID = int32(w.id), int32(w.id)
 	m.Body = n.append(m.Body)
 	return m
 }
@@ -227,6 +230,7 @@ func (p *peer) message(m *van.Message, n *note, push bool, ts int32) *van.Messag
 func (p *peer) sayClosed() {
 	p.send.Lock()
 	defer p.send.Unlock()
+	p.said = true
 	if p.over() != nil {
 		return
 	}
@@ -250,6 +254,14 @@ func (p *peer) putOwn(op string, offset int, data backend.Mem, signal uint16) er
 	}
 	p.count(signal)
 	return nil
+}
+
+// unsendable is why a call may send nothing more to the rank. send is held.
+func (p *peer) unsendable(op string) error {
+	if p.said {
+		return &van.Error{Op: op, Node: p.w.app.Name(), Peer: p.w.layer.Name(p.rank), Detail: p.w.String(), Err: errClosed}
+	}
+	return p.failure(op)
 }
 
 // over is why nothing can be sent to the rank, or nil.

@@ -168,8 +168,11 @@ func (p *peer) leaves(n *note) {
 	p.w.leave(p.rank, fmt.Errorf("%w: that rank's window", van.ErrClosed))
 }
 
-// quiesce ends the taking of messages: the window is over.
+// quiesce waits for who is sending to the rank, or taking what comes from it: the window is over,
+// and nobody else will.
 func (p *peer) quiesce() {
+	p.send.Lock()
+	defer p.send.Unlock()
 	p.recv.Lock()
 	defer p.recv.Unlock()
 	for i, msg := range p.early {

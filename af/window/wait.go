@@ -25,6 +25,7 @@ type peer struct {
 	out         van.Message
 	next        atomic.Uint64 // number of the next message; changed with send held
 	bytes       atomic.Uint64 // data in all messages before that
+	said        bool          // that this end is closed; guarded by send
 	asked       uint64        // a verbTaken for all lower numbers was asked for; guarded by send
 	lendings    [ring]lending // by number
 	placed      atomic.Uint64 // messages that it has taken
@@ -180,6 +181,8 @@ func (x *waiter) look() (done bool, err error) {
 	switch {
 	case x.what == waitSignal && p.take(int(x.n)), x.what != waitSignal && x.is():
 		return true, nil
+	case x.what == waitFlushed && p.w.over.Load() == nil && p.placed.Load() >= x.n:
+		return false, nil // it has closed, and taken everything before: the transport will let go
 	case over != nil:
 		return true, errOver
 	}

@@ -35,6 +35,7 @@ type Window struct {
 	app      postoffice.App
 	tenant   *collective.Tenant
 	customer *postoffice.Customer
+	id       int // of the application, and of the customer
 	mem      backend.Mem
 	signals  int
 	self     int
@@ -43,6 +44,7 @@ type Window struct {
 	over    atomic.Pointer[error] // why it cannot be used
 	refused atomic.Uint64
 	closed  atomic.Bool
+	shut    chan struct{} // closed when Close has done its work
 	ended   sync.Once
 }
 
@@ -50,7 +52,7 @@ type Window struct {
 // call it, in the same order as other calls of c. What differs is an error on all ranks. Others
 // may write to the memory, from the moment that Open is called until Close.
 func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
-	w := &Window{layer: c.Layer(), signals: o.Signals, self: c.Rank()}
+	w := &Window{layer: c.Layer(), signals: o.Signals, self: c.Rank(), shut: make(chan struct{})}
 	w.app = w.layer.App()
 	bad := w.take(o)
 	for r, id := range w.layer.NodeIDs() {
@@ -66,12 +68,15 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 		// Indices begin anywhere, so that a transport which remembers messages by application
 		// does not take this window for an earlier one.
 		index := (tenant.Epoch*0x9E3779B97F4A7C15>>56 + uint64(tenant.Number)) % windowsEach
-		id := appBase + w.layer.ID()*windowsEach + int(index)
-		w.customer, bad = w.app.AddCustomer(id, id, w.receive)
+		w.id = appBase + w.layer.ID()*windowsEach + int(index)
+		w.customer, bad = w.app.AddCustomer(w.id, w.id, w.receive) // which may be called before it returns
 	}
 	if err := w.agree(ctx, c, bad); err != nil {
 		w.fail(err)
 		w.end()
+		for _, p := range w.peers {
+			p.quiesce() // a rank for which all is well may have put already
+		}
 		w.mem.Release()
 		return nil, &van.Error{Op: "open window", Node: w.app.Name(), Detail: fmt.Sprintf("communicator %d, window %d", w.layer.ID(), tenant.Number), Err: err}
 	}
@@ -121,11 +126,8 @@ const maxValue = 1 << 20
 // Exchange gives every rank of c the values of all, in the order of ranks: addresses, say, or keys. Lengths
 // may differ, up to 1 MiB. All ranks call it.
 func Exchange(ctx context.Context, c *collective.Comm, value []byte) ([][]byte, error) {
-	if len(value) > maxValue {
-		return nil, fmt.Errorf("exchange: %w: a value of %d bytes, want at most %d", van.ErrInvalid, len(value), maxValue)
-	}
 	own, lens := make([]uint32, 1), make([]uint32, c.Size())
-	own[0] = uint32(len(value))
+	own[0] = uint32(min(len(value), maxValue+1)) // too long for all of them, who then know whose it is
 	in, err := af.FromSlice(own)
 	out, err2 := af.FromSlice(lens)
 	if err := cmp.Or(err, err2); err != nil {
@@ -232,8 +234,10 @@ var errClosed = fmt.Errorf("%w: this window", van.ErrClosed)
 // error says what may not have arrived; there is none when the window had failed before.
 func (w *Window) Close() error {
 	if w.closed.Swap(true) {
+		<-w.shut
 		return nil
 	}
+	defer close(w.shut)
 	ctx := context.Background()
 	if limit := w.layer.Limit(ctx); limit > 0 {
 		var cancel context.CancelFunc
@@ -272,17 +276,15 @@ func (w *Window) layerFailed() bool {
 
 // takeBack makes what transports still read the caller's again.
 func (w *Window) takeBack(ctx context.Context) error {
-	from, to, lent := ^uint64(0), uint64(0), false
-	for _, p := range w.peers {
-		if a, b := p.lent(); a < b {
-			from, to, lent = min(from, a), max(to, b), true
-		}
-	}
-	if !lent {
+	if !w.lends() {
 		return nil
 	}
-	if x, ok := van.As[van.Recaller](w.app.Van()); ok && to-from < 1<<30 {
-		x.Recall(van.Requests{App: int32(w.customer.AppID()), Customer: int32(w.customer.ID()), First: timestamp(from), Count: int32(2 * (to - from))})
+	if x, ok := van.As[van.Recaller](w.app.Van()); ok {
+		for _, p := range w.peers {
+			if from, to := p.lent(); from < to {
+				x.Recall(van.Requests{App: int32(w.id), Customer: int32(w.id), First: timestamp(from), Count: int32(2 * (to - from))})
+			}
+		}
 		return nil
 	}
 	tick := time.NewTicker(time.Millisecond)

@@ -1,0 +1,143 @@
+package collective
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+func floats(n int) af.Tensor { return must(af.FromSlice(make([]float32, n))) }
+
+// TestNothingForARank: a rank that neither gives nor gets anything has only empty tensors, of
+// which no type follows.
+func TestNothingForARank(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 3)
+	onAll(t, 3, func(r int) error {
+		in, out := []af.Tensor{{}, {}, {}}, []af.Tensor{{}, {}, {}}
+		if r < 2 {
+			in[1-r], out[1-r] = floats(5), floats(5)
+		}
+		return wait(all[r].AllToAll(out, in))
+	})
+}
+
+// TestSharedMemory: a call whose result would be written where others still read is refused.
+func TestSharedMemory(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	c := all[0]
+	whole := floats(64)
+	part := func(from, n int) af.Tensor {
+		b := whole.Bytes()[4*from : 4*(from+n)]
+		return must(af.FromBytes(b, af.Float32, int64(n)))
+	}
+	for name, call := range map[string]func() (Op, error){
+		"AllToAll in place": func() (Op, error) {
+			l := []af.Tensor{part(0, 8), part(8, 8)}
+			return c.AllToAll(l, l)
+		},
+		"AllToAll, another's part": func() (Op, error) {
+			return c.AllToAll([]af.Tensor{part(0, 8), part(8, 8)}, []af.Tensor{part(16, 8), part(4, 8)})
+		},
+		"AllGather, another's part": func() (Op, error) { return c.AllGather(part(0, 16), part(8, 8)) },
+		"AllGather, shifted":        func() (Op, error) { return c.AllGather(part(0, 16), part(1, 8)) },
+		"AllGatherV, another's part": func() (Op, error) {
+			return c.AllGatherV([]af.Tensor{part(0, 8), part(8, 8)}, part(8, 8))
+		},
+		"Gather, another's part":      func() (Op, error) { return c.Gather(part(0, 16), part(8, 8), 0) },
+		"Scatter, another's part":     func() (Op, error) { return c.Scatter(part(8, 8), part(0, 16), 0) },
+		"ReduceScatter, another's":    func() (Op, error) { return c.ReduceScatter(part(8, 8), part(0, 16), Sum) },
+		"AllReduce, shifted":          func() (Op, error) { return c.AllReduce(part(1, 8), part(0, 8), Sum) },
+		"AllReduce in parts, shifted": func() (Op, error) { b := floats(1 << 16); return c.AllReduce(tail(b, 1), head(b, 1), Sum) },
+	} {
+		if _, err := call(); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "shares memory") {
+			t.Errorf("%s: %v, want that memory is shared", name, err)
+		}
+	}
+	onAll(t, 2, func(r int) error { // nothing has been sent, and own parts may be shared
+		out := floats(16)
+		b := out.Bytes()
+		return wait(all[r].AllGather(out, must(af.FromBytes(b[32*r:32*r+32], af.Float32, 8))))
+	})
+}
+
+func head(t af.Tensor, less int) af.Tensor {
+	return must(af.FromBytes(t.Bytes()[:t.Len()-4*less], af.Float32, int64(t.Len()/4-less)))
+}
+
+func tail(t af.Tensor, from int) af.Tensor {
+	return must(af.FromBytes(t.Bytes()[4*from:], af.Float32, int64(t.Len()/4-from)))
+}
+
+// TestNamesWhoIsLate: who waits in vain is told for whom.
+func TestNamesWhoIsLate(t *testing.T) {
+	for name, call := range map[string]func(*Comm) error{
+		"Broadcast": func(c *Comm) error { return wait(c.Broadcast(zeros(8), 3)) },
+		"AllReduce": func(c *Comm) error { b := floats(100_000); return wait(c.AllReduce(b, b, Sum)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			cl := testcluster.Start(t, testcluster.Options{Workers: 4})
+			all := make([]*Comm, 4)
+			onAll(t, 4, func(r int) (err error) {
+				all[r], err = New(t.Context(), cl.Workers[r], Options{Ranks: ranks(4), Timeout: 10 * time.Second})
+				return err
+			})
+			late := all[0]
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			defer cancel()
+			ops := make(chan error, 2)
+			for _, c := range all[1:3] { // they wait for as long as their communicators last
+				go func() { ops <- call(c) }()
+			}
+			var err error
+			switch name {
+			case "Broadcast":
+				op, e := late.Broadcast(zeros(8), 3)
+				if e != nil {
+					t.Fatal(e)
+				}
+				err = op.Wait(ctx)
+			default:
+				b := floats(100_000)
+				op, e := late.AllReduce(b, b, Sum)
+				if e != nil {
+					t.Fatal(e)
+				}
+				err = op.Wait(ctx)
+			}
+			<-ops
+			<-ops
+			if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "nothing has come from rank 3") ||
+				strings.Contains(err.Error(), "from rank 1") || strings.Contains(err.Error(), "from rank 2") {
+				t.Errorf("%v, want that nothing has come from rank 3", err)
+			}
+		})
+	}
+}
+
+// TestMadeAgainWithResend: a communicator that is closed and made again in the same processes is
+// not taken for the one before, though PS_RESEND remembers that one's messages.
+func TestMadeAgainWithResend(t *testing.T) {
+	cl := testcluster.Start(t, testcluster.Options{Workers: 2, Over: testcluster.TCP, Set: func(c *postoffice.Config) {
+		c.Resend, c.ResendTimeout = true, 50*time.Millisecond
+	}})
+	for range 6 {
+		onAll(t, 2, func(r int) error {
+			c, err := New(t.Context(), cl.Workers[r], Options{Ranks: ranks(2), Timeout: 20 * time.Second})
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			if err := c.Barrier(t.Context()); err != nil && !errors.Is(err, van.ErrClosed) {
+				return err
+			}
+			return nil
+		})
+	}
+}
