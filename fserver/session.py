@@ -110,10 +110,11 @@ def _do(op, handle=0, rank=0, name="", data=b"", timeout_ms=None):
 
 
 class Handle:
-    """A result that is on the ranks."""
+    """A result that is on the ranks, of one session."""
 
-    def __init__(self, number):
-        self.number, self._kill = number, f._session  # which may be gone when this goes
+    def __init__(self, number, session):
+        self.number, self._session = number, session
+        self._kill = f._session  # which may be gone when this goes
 
     def __del__(self):
         self.kill()
@@ -121,7 +122,7 @@ class Handle:
     def kill(self):
         """Gives the result up: the ranks drop it before the next call."""
         kill, self._kill = self._kill, None
-        if kill is not None:
+        if kill is not None and self._session is _now:
             try:
                 kill(_KILL, self.number, 0, "", b"", None)
             except f.Error:
@@ -129,7 +130,7 @@ class Handle:
 
     def wait(self, timeout_ms=None):
         """Waits until all ranks have run the call, and raises what has gone wrong there."""
-        _do(_WAIT, self.number, timeout_ms=timeout_ms)
+        _do(_WAIT, self._session._number(self), timeout_ms=timeout_ms)
 
 
 class Session:
@@ -140,6 +141,14 @@ class Session:
         self.ranks = ranks
         self._open = True
 
+    def _number(self, handle):
+        """The number of a handle of this session. Another session has used the same ones."""
+        if not isinstance(handle, Handle):
+            raise f.TypeError("session: a %s, want a handle" % type(handle).__name__)
+        if handle._session is not self or self is not _now:
+            raise f.ValueError("session: handle %d of another session" % handle.number)
+        return handle.number
+
     def __enter__(self):
         return self
 
@@ -148,15 +157,18 @@ class Session:
 
     def call(self, name, *args, timeout_ms=None):
         """Has all ranks run a function; the limit is for there being room for the call."""
-        return Handle(_do(_RUN, 0, 0, name, _encode(args), timeout_ms)[0])
+        for a in args:
+            if isinstance(a, Handle):
+                self._number(a)
+        return Handle(_do(_RUN, 0, 0, name, _encode(args), timeout_ms)[0], self)
 
     def copy_to(self, value, timeout_ms=None):
         """Keeps a value on rank 0."""
-        return Handle(_do(_COPY_TO, 0, 0, "", _encode([value]), timeout_ms)[0])
+        return Handle(_do(_COPY_TO, 0, 0, "", _encode([value]), timeout_ms)[0], self)
 
     def broadcast(self, handle, timeout_ms=None):
         """Keeps on all ranks, under a new handle, what rank 0 has. It goes through this process."""
-        return Handle(_do(_BROADCAST, handle.number, timeout_ms=timeout_ms)[0])
+        return Handle(_do(_BROADCAST, self._number(handle), timeout_ms=timeout_ms)[0], self)
 
     def copy_from(self, handle, timeout_ms=None):
         """What rank 0 has."""
@@ -164,11 +176,11 @@ class Session:
 
     def get(self, handle, rank, timeout_ms=None):
         """What one rank has."""
-        return _decode(_do(_GET, handle.number, rank, timeout_ms=timeout_ms)[3])[0]
+        return _decode(_do(_GET, self._number(handle), rank, timeout_ms=timeout_ms)[3])[0]
 
     def set(self, handle, rank, value, timeout_ms=None):
         """Replaces what one rank has."""
-        _do(_SET, handle.number, rank, "", _encode([value]), timeout_ms)
+        _do(_SET, self._number(handle), rank, "", _encode([value]), timeout_ms)
 
     def handles(self, rank, timeout_ms=None):
         """The numbers of the handles under which a rank has something."""
@@ -193,7 +205,12 @@ class Session:
 
 def open(timeout_ms=10000):
     """Begins a session with all servers, and returns when all have called serve(). For a worker, after init()."""
-    return Session(_do(_OPEN, timeout_ms=timeout_ms)[1])
+    global _now
+    _now = Session(_do(_OPEN, timeout_ms=timeout_ms)[1])
+    return _now
+
+
+_now = None  # the last session that was opened: a process controls one at a time
 
 
 def serve(functions):

@@ -121,6 +121,12 @@ func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
 		return s.next(ctx, c)
 	}
 	if c.Op == SessionOpen {
+		k.mu.Lock()
+		old := k.s
+		k.mu.Unlock()
+		if old != nil && old.Err() == nil {
+			return fmt.Errorf("session: %w: one is open already", ErrMisuse)
+		}
 		open, err := session.Open(ctx, s.node, session.Options{})
 		if err != nil {
 			return err

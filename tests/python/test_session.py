@@ -35,7 +35,8 @@ def rank(n):
                  "object": Object, "objects": lambda: Object.count}
     if n.rank == 0:
         functions["only on 0"] = lambda: None
-    session.serve(functions)
+    for _ in range(2):
+        session.serve(functions)
 
 
 def controller(n):
@@ -75,8 +76,21 @@ def controller(n):
         del h, bad
         s.sync()
         assert s.handles(0) == sorted([a.number, b.number])
+        with n.raises(n.f.Error, "open already"):
+            session.open()
     with n.raises(n.f.Error):
         s.sync()
+    with session.open() as s:  # which uses the same numbers
+        mine = [s.call("rank")]
+        while mine[-1].number < b.number:
+            mine.append(s.call("rank"))
+        for refused in (lambda: s.call("same", a), lambda: s.get(b, 0), lambda: s.set(a, 0, 1), lambda: s.broadcast(b), a.wait):
+            with n.raises(n.f.ValueError, "of another session"):
+                refused()
+        a.kill()
+        del b
+        s.sync()
+        assert s.handles(0) == [h.number for h in mine] and s.get(mine[-1], 2) == 2
 
 
 def same(got, v):
