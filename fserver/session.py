@@ -28,8 +28,11 @@ import numpy as np
 __all__ = ["Handle", "Session", "open", "serve"]
 
 (_OPEN, _RUN, _WAIT, _COPY_TO, _BROADCAST, _GET, _SET, _HANDLES, _SYNC, _KILL, _SHUTDOWN, _CLOSE,
- _SERVE, _NEXT, _DONE, _FAIL) = range(16)
+ _SERVE, _NEXT, _DONE, _FAIL, _LEAVE) = range(17)
 _NONE, _CALL, _VALUE, _DROP = range(4)
+
+
+_LONGEST = (1 << 31) - 4096
 
 
 class _Number(int):
@@ -40,8 +43,10 @@ def _encode(values):
     """What session.Decode of the Go package describes."""
     b = bytearray(struct.pack("<I", len(values)))
     for v in values:
-        if isinstance(v, np.generic):
+        if isinstance(v, np.generic) and v.dtype.kind not in "mM":
             v = v.item()
+        if isinstance(v, (str, bytes, bytearray)) and len(v) > _LONGEST or isinstance(v, np.ndarray) and v.nbytes > _LONGEST:
+            raise f.ValueError("session: a %s of %d bytes, want less than 2 GiB" % (type(v).__name__, getattr(v, "nbytes", 0) or len(v)))
         if v is None:
             b += b"\0"
         elif isinstance(v, bool):
@@ -59,7 +64,7 @@ def _encode(values):
             b += struct.pack("<BI", 4, len(v)) + v
         elif isinstance(v, (bytes, bytearray)):
             b += struct.pack("<BI", 5, len(v)) + v
-        elif isinstance(v, np.ndarray):
+        elif isinstance(v, np.ndarray) and not isinstance(v, np.ma.MaskedArray):
             if not v.dtype.isnative or v.dtype.hasobject:
                 raise f.ValueError("session: an array of %r, want numbers in the order of this machine" % v.dtype)
             name = v.dtype.name.encode()
@@ -218,21 +223,34 @@ def serve(functions):
     down. Raises when the session has failed or the controller is lost. For a server, after init()."""
     kept, last = {}, 0
     _do(_SERVE, data=_encode(list(functions)))
-    while True:
-        number, errand, name, data = _do(_NEXT)
-        if errand == _NONE:
-            return
-        try:
-            answer, out = 0, b""
-            if errand == _CALL:
-                result = functions[name](*[kept[a] if isinstance(a, _Number) else a for a in _decode(data)])
-                last += 1
-                kept[last], answer = result, last
-            elif errand == _VALUE:
-                out = _encode([kept[number]])
+    try:
+        while True:
+            number, errand, name, data = _do(_NEXT)
+            if errand == _NONE:
+                return
+            try:
+                answer, out = 0, b""
+                if errand == _CALL:
+                    last += 1
+                    kept[last], answer = functions[name](*[kept[a] if isinstance(a, _Number) else a for a in _decode(data)]), last
+                elif errand == _VALUE:
+                    out = _encode([kept[number]])
+                else:
+                    del kept[number]
+            except Exception as e:
+                _do(_FAIL, name=_text(e))
             else:
-                del kept[number]
-        except Exception as e:
-            _do(_FAIL, name="%s: %s" % (type(e).__name__, e))
-            continue
-        _do(_DONE, answer, data=out)
+                _do(_DONE, answer, data=out)
+            data = out = None  # which may be long
+    except BaseException as e:
+        _do(_LEAVE, name=_text(e))  # the controller is told, if it is not the cause
+        raise
+
+
+def _text(e):
+    """What an exception says, as text that travels."""
+    try:
+        text = "%s: %s" % (type(e).__name__, e)
+    except Exception:
+        text = type(e).__name__
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")

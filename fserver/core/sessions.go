@@ -34,6 +34,7 @@ const (
 	SessionNext  // waits for what is to be done
 	SessionDone  // says that it is, with what comes of it
 	SessionFail  // or that it has failed, with the text Name
+	SessionLeave // ends the serving, for the reason Name
 )
 
 // SessionCall is one call, and its result.
@@ -72,7 +73,7 @@ func (p *Process) SessionCall(limit time.Duration, c *SessionCall) (waits bool, 
 		return false, err
 	}
 	switch c.Op {
-	case SessionKill, SessionServe, SessionDone, SessionFail:
+	case SessionKill, SessionServe, SessionDone, SessionFail, SessionLeave:
 		return false, s.atOnce(c)
 	}
 	return true, p.begin("session", limit, func() (func(context.Context) error, error) {
@@ -102,6 +103,14 @@ func (s *Session) atOnce(c *SessionCall) error {
 		return err
 	}
 	v := s.sessions.serving
+	if c.Op == SessionLeave {
+		if v != nil {
+			v.cancel(errors.New(c.Name))
+			<-v.ended // the controller has heard, or does not answer
+			s.sessions.serving = nil
+		}
+		return nil
+	}
 	if v == nil || v.now == nil {
 		return fmt.Errorf("session: %w: there is nothing to answer", ErrMisuse)
 	}
@@ -209,6 +218,7 @@ func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
 // errand after the other and answers each.
 type serving struct {
 	errands chan *errand
+	cancel  context.CancelCauseFunc
 	ended   chan struct{} // closed when Serve has returned err
 	err     error
 	now     *errand // has been given out; guarded by sessions.mu
@@ -237,13 +247,19 @@ func (s *Session) serve(names []byte) (*serving, error) {
 	}
 	v := &serving{errands: make(chan *errand), ended: make(chan struct{})}
 	for _, name := range list {
-		text, _ := name.(string)
+		text, is := name.(string)
+		if !is {
+			return nil, fmt.Errorf("session: %w: %v for a function's name, want a string", ErrMisuse, name)
+		}
 		if err := r.Register(text, func(_ context.Context, args []any) (any, error) { return v.run(text, args) }); err != nil {
 			return nil, err
 		}
 	}
+	ctx, cancel := context.WithCancelCause(context.Background())
+	v.cancel = cancel
 	go func() {
-		v.err = r.Serve(context.Background()) // which ends with the session, its controller, or the node
+		v.err = r.Serve(ctx)
+		cancel(nil)
 		close(v.ended)
 	}()
 	return v, nil

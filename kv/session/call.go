@@ -29,6 +29,7 @@ type call struct {
 	ended  chan struct{} // closed when err and got are there
 	err    error
 	got    answer // of rank
+	more   uint64 // Session.syncs+1 when err became one of Session.more; guarded by s.mu
 
 	mu   sync.Mutex
 	from []bool // who has answered
@@ -59,15 +60,15 @@ func (c *call) requested(err error) {
 	if c.left.Add(-1) > 0 {
 		return
 	}
+	c.end(errors.Join(c.errs...)) // first: Sync sees the call, or its error
 	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.calls[c.seq] == c { // else the session has failed
 		delete(s.calls, c.seq)
 		s.bytes -= c.bytes
 		close(s.freed)
 		s.freed = make(chan struct{})
 	}
-	s.mu.Unlock()
-	c.end(errors.Join(c.errs...))
 }
 
 // end ends the call, once. Errors of calls that nobody need wait for are kept for Sync.
@@ -82,6 +83,7 @@ func (c *call) end(err error) {
 			s.errs = append(s.errs, err)
 		default:
 			s.more++
+			c.more = s.syncs + 1
 		}
 		s.mu.Unlock()
 		close(c.ended)
@@ -106,6 +108,10 @@ func (c *call) wait(ctx context.Context) error {
 	c.s.mu.Lock()
 	defer c.s.mu.Unlock()
 	c.s.errs = slices.DeleteFunc(c.s.errs, func(err error) bool { return err == c.err })
+	if c.more == c.s.syncs+1 {
+		c.more = 0
+		c.s.more--
+	}
 	return c.err
 }
 
@@ -352,5 +358,6 @@ func (s *Session) Sync(ctx context.Context) error {
 		errs = append(errs, fmt.Errorf("session: %d more errors", s.more))
 	}
 	s.errs, s.more = nil, 0
+	s.syncs++
 	return errors.Join(errs...)
 }

@@ -118,13 +118,21 @@ func (r *Rank) Serve(ctx context.Context) error {
 	}
 	go s.run()
 	<-s.ctx.Done()
-	switch err := cause(s.ctx); {
-	case errors.Is(err, errStopped):
-		return nil
-	default:
-		s.leave(a, err)
-		return r.error("serve", err)
+	err = cause(s.ctx)
+	s.leave(a, err)
+	a.Close()
+	s.mu.Lock()
+	last := s.last
+	s.mu.Unlock()
+	if last != nil {
+		// Only now: who hears that this session has ended may open the next one at once, and is
+		// to find nobody here, or the next Serve.
+		s.answer(*last, answer{})
 	}
+	if errors.Is(err, errStopped) {
+		return nil
+	}
+	return r.error("serve", err)
 }
 
 // errStopped: the controller has shut the session down.
@@ -144,6 +152,7 @@ type serving struct {
 	controller int             // its node id
 	next       uint64          // number of the call that is due
 	waits      map[uint64]work // calls whose turn it is not yet
+	last       *work           // asks for the end, and is answered then
 	work       chan work
 
 	values map[uint64]any // by handle; of the goroutine that runs functions
@@ -163,7 +172,7 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 	s.mu.Lock()
 	session, to := s.session, s.controller
 	s.mu.Unlock()
-	if session == 0 || errors.Is(why, errAborted) || errors.Is(why, van.ErrPeerLost) {
+	if session == 0 || errors.Is(why, errStopped) || errors.Is(why, errAborted) || errors.Is(why, van.ErrPeerLost) {
 		return
 	}
 	q := request{session: session, text: why.Error()}
@@ -205,7 +214,7 @@ func (s *serving) accept(w work) error {
 	case w.q.session != s.session || w.m.Sender != s.controller:
 		return fmt.Errorf("%w: this rank serves another session, of %s", van.ErrInvalid, s.r.node.PeerName(s.controller))
 	case w.m.Head == wantAbort:
-		s.answer(w, answer{})
+		s.last = &w
 		s.cancel(fmt.Errorf("%w: %s", errAborted, w.q.text))
 		return nil
 	case w.q.seq < s.next:
@@ -228,14 +237,20 @@ var errAborted = errors.New("the controller has ended the session")
 func (s *serving) answer(w work, a answer) {
 	a.session, a.seq = w.q.session, w.q.seq
 	b, err := a.append(make([]byte, 0, 64), w.m.Head)
-	if err != nil {
-		a.outcome, a.text = failed, err.Error()
-		b, err = a.append(b[:0], w.m.Head)
-	}
 	if err == nil {
 		err = w.m.Respond(b)
 	}
+	of := a.outcome
+	if err != nil && of == done { // too long, say
+		a.outcome, a.text = failed, err.Error()
+		if b, err = a.append(nil, w.m.Head); err == nil {
+			err = w.m.Respond(b)
+		}
+	}
 	if err != nil {
+		if of != refused {
+			s.cancel(fmt.Errorf("a call could not be answered: %w", err)) // the controller would wait for ever
+		}
 		if n, speak := s.r.node.Rarely("session: not answered"); speak {
 			s.r.node.Log().Warn("call not answered", "err", err, "so far", n)
 		}
@@ -252,12 +267,16 @@ func (s *serving) run() {
 		case w := <-s.work:
 			s.drop(w.q.kills...)
 			a := s.do(w)
-			if s.ctx.Err() != nil {
+			switch {
+			case s.ctx.Err() != nil:
 				return
-			}
-			s.answer(w, a)
-			if w.m.Head == wantStop {
+			case w.m.Head == wantStop:
+				s.mu.Lock()
+				s.last = &w
+				s.mu.Unlock()
 				s.cancel(errStopped)
+			default:
+				s.answer(w, a)
 			}
 		}
 	}

@@ -51,6 +51,7 @@ type Session struct {
 	kills   []uint64         // handles that ranks have not been told of yet
 	errs    []error          // of calls that nobody has waited for
 	more    int              // of them that are not in errs
+	syncs   uint64           // how often all were told
 	err     error            // why the session cannot be used any more
 	broken  chan struct{}    // closed when it cannot
 	stopped bool             // all ranks have ended their Serve

@@ -519,3 +519,65 @@ func TestOpen(t *testing.T) {
 	}
 	ended.all(t)
 }
+
+// TestOpenAtOnce: ranks that serve again take part in the next session, however soon it is opened.
+func TestOpenAtOnce(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 2, Over: testcluster.TCP})
+	ctx, stop := context.WithCancel(t.Context())
+	var served sync.WaitGroup
+	for _, n := range c.Servers {
+		r := must[*session.Rank](t)(session.NewRank(n, session.Options{}))
+		register(t, r, "nothing", func(context.Context, []any) (any, error) { return nil, nil })
+		served.Go(func() {
+			for ctx.Err() == nil {
+				_ = r.Serve(ctx)
+			}
+		})
+	}
+	for i := range 60 {
+		s := open(t, c)
+		h := must[*session.Handle](t)(s.Call(limit(t), "nothing"))
+		if err := h.Wait(limit(t)); err != nil {
+			t.Fatalf("session %d: %v", i, err)
+		}
+		if i%2 == 0 {
+			if err := s.Shutdown(limit(t)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		s.Close()
+	}
+	stop()
+	served.Wait()
+}
+
+// TestErrorsWaitedFor: an error that somebody has waited for is none of Sync's, also where there
+// were more than Sync keeps.
+func TestErrorsWaitedFor(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1, Over: testcluster.TCP})
+	e := serve(t, c, func(_ int, r *session.Rank) {
+		register(t, r, "fail", func(context.Context, []any) (any, error) { return nil, errors.New("as it must") })
+		register(t, r, "nothing", func(context.Context, []any) (any, error) { return nil, nil })
+	})
+	s := open(t, c)
+	var failed []*session.Handle
+	for range 50 {
+		failed = append(failed, must[*session.Handle](t)(s.Call(limit(t), "fail")))
+	}
+	if err := must[*session.Handle](t)(s.Call(limit(t), "nothing")).Wait(limit(t)); err != nil { // behind the others
+		t.Fatal(err)
+	}
+	for _, h := range failed[1:] {
+		if err := h.Wait(limit(t)); err == nil {
+			t.Error("no error")
+		}
+	}
+	err := s.Sync(limit(t))
+	if err == nil || strings.Count(err.Error(), "as it must") != 1 || strings.Contains(err.Error(), "more errors") {
+		t.Errorf("%v, want the one error that nobody has waited for", err)
+	}
+	if err := s.Shutdown(limit(t)); err != nil {
+		t.Error(err)
+	}
+	e.all(t)
+}

@@ -31,12 +31,26 @@ def rank(n):
             raise KeyError("no such thing")
         return n.rank
 
-    functions = {"same": lambda x: x, "rank": lambda: n.rank, "add": lambda *x: sum(x), "fail": fail,
+    def strange():
+        raise OSError("\udcff\0")
+
+    def leave(on):
+        if on == n.rank:
+            sys.exit("over")
+
+    functions = {"strange": strange, "leave": leave, "same": lambda x: x, "rank": lambda: n.rank, "add": lambda *x: sum(x), "fail": fail,
                  "object": Object, "objects": lambda: Object.count}
     if n.rank == 0:
         functions["only on 0"] = lambda: None
     for _ in range(2):
         session.serve(functions)
+    try:
+        session.serve(functions)
+        raise AssertionError("the third session was to be left")
+    except SystemExit:
+        assert n.rank == 1
+    except n.f.Error as e:
+        assert n.rank != 1 and "SystemExit: over" in str(e), e
 
 
 def controller(n):
@@ -70,7 +84,9 @@ def controller(n):
         s.call("same", bad)
         with n.raises(n.f.Error, "rank 2", "argument 0", "no such thing"):
             s.sync()
-        for wrong in (object(), 1 << 64, np.array([object()])):
+        with n.raises(n.f.Error, "rank 0", "OSError: \\udcff\\0"):
+            s.call("strange").wait()
+        for wrong in (object(), 1 << 64, np.array([object()]), np.datetime64(1, "ns"), np.ma.array([1, 2], mask=[0, 1])):
             with n.raises((n.f.TypeError, n.f.ValueError), "session: "):
                 s.call("same", wrong)
         del h, bad
@@ -91,6 +107,10 @@ def controller(n):
         del b
         s.sync()
         assert s.handles(0) == [h.number for h in mine] and s.get(mine[-1], 2) == 2
+    s = session.open()
+    with n.raises(n.f.Error, "rank 1", "SystemExit: over"):
+        s.call("leave", 1).wait(timeout_ms=20000)
+    s.close()
 
 
 def same(got, v):
