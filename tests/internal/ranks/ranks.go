@@ -290,7 +290,7 @@ func (m *member) call() (c *made, err error) {
 		}
 		return outs
 	}
-	ragged := func(from, to int) []byte { return part(from, to, (size*((from+to+int(pick))%3)/2+from)&0xffffff) }
+	ragged := func(from, to int) []byte { return part(from, to, size*int((uint64(from+to)+pick)%3)/2+from) }
 	name := func(s string) { c.what = fmt.Sprintf("%s, call %d, %d bytes, root %d", s, seq, size, root) }
 	switch pick % 10 {
 	case 0:
