@@ -1,25 +1,28 @@
 package sim
 
 import (
+	"fmt"
 	"os"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/tests/internal/sim"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestCollectives: ranks of a communicator are killed, replaced and stopped while they make calls. It is apart
-// from the plans that TestSeeds draws from: calls have many messages, and take long to simulate.
+// from the plans that TestSeeds draws from, whose stories it would change.
 func TestCollectives(t *testing.T) {
-	if vantest.Race {
-		t.Skip("too slow with the race detector; tests/processes has the same plan")
-	}
 	p, err := plan.ReadFile("../plans/apart/collectives.json")
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := sim.Run(t, p, 2)
+	for seed := range uint64(8) {
+		t.Run(fmt.Sprint(seed+1), func(t *testing.T) { collectives(t, p, seed+1) })
+	}
+}
+
+func collectives(t *testing.T, p *plan.Plan, seed uint64) {
+	r := sim.Run(t, p, seed)
 	for _, v := range r.Violations {
 		t.Error(v)
 	}
