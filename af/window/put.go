@@ -134,14 +134,14 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 	}
 	p := w.peers[rank]
 	p.send.Lock()
-	want := p.next.Load()
+	want := p.puts
 	if p.flushed(want) {
 		p.send.Unlock()
 		return nil
 	}
-	var err error
-	if p.placed.Load() < want {
-		err = p.failure(op)
+	err := p.failure(op)
+	if p.placed.Load() >= want {
+		err = nil // it has closed, and taken everything before
 	}
 	if err == nil && p.asked < want && p.placed.Load() < want {
 		if err = p.post(&note{verb: verbAsk, signal: noSignal}, backend.Mem{}); err == nil {
@@ -205,6 +205,9 @@ func (p *peer) post(n *note, data backend.Mem) error {
 	p.next.Store(seq + 1) // the answer may be here before Send returns
 	err := w.app.Send(m)
 	m.Vals = backend.Mem{}
+	if err == nil && n.verb == verbPut {
+		p.puts = seq + 1
+	}
 	if err != nil {
 		p.next.Store(seq)
 		p.bytes.Add(-uint64(data.Len()))

@@ -26,6 +26,7 @@ type peer struct {
 	next        atomic.Uint64 // number of the next message; changed with send held
 	bytes       atomic.Uint64 // data in all messages before that
 	said        bool          // that this end is closed; guarded by send
+	puts        uint64        // number behind the last put or signal; guarded by send
 	asked       uint64        // a verbTaken for all lower numbers was asked for; guarded by send
 	lendings    [ring]lending // by number
 	placed      atomic.Uint64 // messages that it has taken
