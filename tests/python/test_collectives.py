@@ -186,7 +186,7 @@ def misuse_worker(n):
 
     # Calls that do not match: an error on both that names both calls.
     for mine, theirs in (
-            (lambda: c.all_gather(out, x), lambda: c.all_to_all([x, half], [x, half])),
+            (lambda: c.all_gather(out, x), lambda: c.all_to_all([lib.zeros("float32", (k,)) for k in (4, 6)], [x, half])),
             (lambda: c.all_gather(out, x), lambda: c.all_gather(lib.zeros("float32", (12,)), half)),
             (lambda: c.all_gather(out, x), lambda: c.all_gather(lib.zeros("int32", (8,)), lib.zeros("int32", (4,)))),
             (lambda: c.all_reduce(out, out), lambda: c.all_reduce(out, out, "max"))):
