@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -26,7 +27,6 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 	if n.role != van.Worker {
 		customer = id
 	}
-	c := newCustomer(n, id, customer, handle)
 	k := appKey{int32(id), int32(customer)}
 	apps := &n.apps
 	apps.mu.Lock()
@@ -37,10 +37,15 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 	if (*apps.table.Load())[k] != nil {
 		return nil, &van.Error{Op: "add customer", Node: n.Name(), Detail: fmt.Sprintf("application %d, customer %d exists", id, customer), Err: van.ErrInvalid}
 	}
-	if next, again := apps.next[k]; again {
-		// PS_RESEND takes earlier timestamps of a process for messages that came twice.
-		c.requests.init(next)
+	// One that is made again goes on: PS_RESEND takes earlier timestamps of a process for messages
+	// that came twice.
+	first, again := apps.next[k]
+	if !again && !failpoint.On("incarnation") {
+		// A replacement must not use the timestamps of the former process: answers to
+		// those may still come.
+		first = int32(n.rand() % (1 << 30))
 	}
+	c := newCustomer(n, id, customer, first, handle)
 	c.begin(apps.take(k))
 	m := maps.Clone(*apps.table.Load())
 	m[k] = c

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -46,16 +45,10 @@ type Customer struct {
 	onWithdrawn atomic.Pointer[func(Withdrawn)]
 }
 
-func newCustomer(n *Node, app, id int, handle func(*van.Message)) *Customer {
+func newCustomer(n *Node, app, id int, first int32, handle func(*van.Message)) *Customer {
 	c := &Customer{node: n, app: app, id: id, handle: handle}
 	c.early.room.L = &c.early.mu
-	var base int32
-	if !failpoint.On("incarnation") {
-		// A replacement must not use the timestamps of the former process: answers to
-		// those may still come.
-		base = int32(n.rand() % (1 << 30))
-	}
-	c.requests.init(base)
+	c.requests.init(first)
 	return c
 }
 

@@ -62,7 +62,7 @@ func TestBacklogIsCounted(t *testing.T) {
 	n := &Node{identity: identity{cfg: &Config{}, rand: func() uint64 { return 0 }}}
 	n.assemble()
 	entered, release := make(chan struct{}, 3), make(chan struct{})
-	c := newCustomer(n, 7, 7, func(*van.Message) {
+	c := newCustomer(n, 7, 7, 0, func(*van.Message) {
 		entered <- struct{}{}
 		<-release
 	})

@@ -5,6 +5,7 @@ package collective
 import (
 	"context"
 	"fmt"
+	"math"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/van"
@@ -36,10 +37,8 @@ func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
 	if err := c.check(k, onHost(&in), each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.self))); err != nil {
 		return Op{}, err
 	}
-	for r := range out {
-		if err := c.check(k, apart("a part of out", out[r].Mem(), "in", in.Mem(), out[c.self].Mem())); err != nil {
-			return Op{}, err
-		}
+	if err := c.check(k, c.apartFrom(out, []af.Tensor{in}, 0)); err != nil {
+		return Op{}, err
 	}
 	if err := c.copyOwn(out[c.self].Mem(), in.Mem()); err != nil {
 		return Op{}, c.failed(kinds[k.kind], err)
@@ -58,16 +57,8 @@ func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
 	if n, own := in[c.self].Len(), out[c.self].Len(); n != own {
 		return Op{}, c.check(k, fmt.Errorf("%w: this rank gives itself %d bytes and wants %d", van.ErrInvalid, n, own))
 	}
-	for r := range in {
-		for q := range out {
-			may := backend.Mem{}
-			if r == c.self {
-				may = out[r].Mem()
-			}
-			if err := c.check(k, apart("a part of out", out[q].Mem(), "one of in", in[r].Mem(), may)); err != nil {
-				return Op{}, err
-			}
-		}
+	if err := c.check(k, c.apartFrom(out, in, c.self)); err != nil {
+		return Op{}, err
 	}
 	if err := c.copyOwn(out[c.self].Mem(), in[c.self].Mem()); err != nil {
 		return Op{}, c.failed(kinds[k.kind], err)
@@ -282,14 +273,45 @@ func nameOf(t *af.Tensor) string {
 // apart refuses memory b that shares bytes with a and is not exactly may: one of the two is
 // written while the other is read.
 func apart(aName string, a backend.Mem, bName string, b, may backend.Mem) error {
-	from, to := uintptr(a.Addr()), uintptr(b.Addr())
-	if a.Len() == 0 || b.Len() == 0 || from+uintptr(a.Len()) <= to || to+uintptr(b.Len()) <= from {
+	if a.Len() == 0 || b.Len() == 0 || a.Addr()+uint64(a.Len()) <= b.Addr() || b.Addr()+uint64(b.Len()) <= a.Addr() {
 		return nil
 	}
 	if may.Len() == b.Len() && may.Addr() == b.Addr() {
 		return nil
 	}
 	return fmt.Errorf("%w: %s shares memory with %s", van.ErrInvalid, bName, aName)
+}
+
+// apartFrom refuses tensors in of which one shares bytes with one of out; in[own] may be this rank's
+// of out.
+func (c *Comm) apartFrom(out, in []af.Tensor, own int) error {
+	a, b := bounds(out), bounds(in)
+	if a[1] <= b[0] || b[1] <= a[0] {
+		return nil // two buffers, as most calls have
+	}
+	for i := range in {
+		may := backend.Mem{}
+		if i == own {
+			may = out[c.self].Mem()
+		}
+		for r := range out {
+			if err := apart("a part of out", out[r].Mem(), "in", in[i].Mem(), may); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// bounds is where the first tensor begins and the last one ends.
+func bounds(l []af.Tensor) [2]uint64 {
+	b := [2]uint64{math.MaxUint64, 0}
+	for i := range l {
+		if m := l[i].Mem(); m.Len() > 0 {
+			b = [2]uint64{min(b[0], m.Addr()), max(b[1], m.Addr()+uint64(m.Len()))}
+		}
+	}
+	return b
 }
 
 // onHost refuses tensors on a device, and those that are too long for a message.

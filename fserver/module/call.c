@@ -122,6 +122,12 @@ const char *sf_name(char *buf, size_t n, const char *what, Py_ssize_t i) {
   return buf;
 }
 
+int64_t sf_slice(int64_t ms, uint64_t start) {
+  if (ms < 0) return SLICE_MS;
+  int64_t left = ms - (int64_t)((sf_now() - start) / 1000000);
+  return left >= SLICE_MS ? SLICE_MS : left > 0 ? left : 0;
+}
+
 int sf_not_ours(void) { return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception); }
 
 int sf_pardon(void) {

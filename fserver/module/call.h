@@ -35,6 +35,9 @@ void sf_drain_dropped(void);
 // Raises the exception for an error of Go's. Returns NULL.
 PyObject *sf_raise(sf_error *e);
 
+// How long to wait at once, of ms milliseconds (below 0: no limit) from start, by sf_now.
+int64_t sf_slice(int64_t ms, uint64_t start);
+
 // Whether an exception such as KeyboardInterrupt is set, which must not become one
 // of ours.
 int sf_not_ours(void);

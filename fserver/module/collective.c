@@ -30,11 +30,7 @@ static int task_wait(uint64_t task, int64_t ms, int cancel) {
   for (;;) {
     sf_error e = {0, NULL};
     int rc;
-    int64_t slice = SLICE_MS;
-    if (ms >= 0) {
-      int64_t left = ms - (int64_t)((sf_now() - start) / 1000000);
-      if (left < slice) slice = left > 0 ? left : 0;
-    }
+    int64_t slice = sf_slice(ms, start);
     Py_BEGIN_ALLOW_THREADS rc = sf_task_wait(task, slice, &e);
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) {
       sf_raise(&e);

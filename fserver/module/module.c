@@ -187,11 +187,7 @@ static PyObject *py_get_batch(PyObject *self, PyObject *args, PyObject *kw) {
   for (;;) {
     sf_error e = {0, NULL};
     int rc;
-    int64_t slice = SLICE_MS;
-    if (ms >= 0) {
-      int64_t left = ms - (int64_t)((sf_now() - start) / 1000000);
-      if (left < slice) slice = left > 0 ? left : 0;
-    }
+    int64_t slice = sf_slice(ms, start);
     Py_BEGIN_ALLOW_THREADS rc = sf_get_batch(slice, most, &room, sizeof room, &batches, &n, &e);
     Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);
     if (rc == SF_DONE) break;

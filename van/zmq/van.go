@@ -491,6 +491,9 @@ func (v *zvan) drop(c *conn, linger time.Duration) {
 
 // end closes c's socket.
 func (v *zvan) end(c *conn, linger time.Duration) error {
+	if c.lost.Load() {
+		linger = 0 // nobody to wait for
+	}
 	var err error
 	if c.incarnation != 0 && linger > 0 {
 		err = c.sock.leave(c, linger, c.mon.close)
@@ -638,13 +641,7 @@ func (v *zvan) Close(ctx context.Context) error {
 	ended := make(chan error, len(peers))
 	for _, c := range peers {
 		c.leaves.Store(true)
-		go func() {
-			if c.lost.Load() {
-				ended <- v.end(c, 0) // nobody to wait for
-			} else {
-				ended <- v.end(c, linger)
-			}
-		}()
+		go func() { ended <- v.end(c, linger) }()
 	}
 	for range peers {
 		errs = append(errs, <-ended)

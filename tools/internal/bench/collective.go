@@ -48,11 +48,14 @@ const (
 
 var exchangeOps = []string{allGather, allToAll, broadcast, reduceScatter, allReduce, barrier}
 
-// exchanges are what is measured over a van when nothing is asked for, with the goals.
-var exchanges = map[string][]struct {
+// measured is an exchange with its goal.
+type measured struct {
 	exchange
 	limit float64 // of the ratio to gloo; 0: no goal
-}{
+}
+
+// exchanges are what is measured over a van when nothing is asked for.
+var exchanges = map[string][]measured{
 	local: {
 		{exchange{allGather, 1 << 10}, 0.3}, {exchange{allGather, 1 << 20}, 0.5}, {exchange{allGather, 16 << 20}, 0.7},
 		{exchange{allReduce, 4 << 20}, 1}, {exchange{allToAll, 1 << 20}, 0}, {exchange{broadcast, 1 << 20}, 0},
@@ -137,10 +140,7 @@ func runCollective(c *cli.Context) error {
 				of = []int{0}
 			}
 			for _, size := range of {
-				all = append(all, struct {
-					exchange
-					limit float64
-				}{exchange{op, size}, goalOf(over, exchange{op, size})})
+				all = append(all, measured{exchange{op, size}, goalOf(over, exchange{op, size})})
 			}
 		}
 	} else if c.IsSet("size") {
@@ -182,10 +182,7 @@ func goalOf(over string, e exchange) float64 {
 }
 
 // group measures with n ranks.
-func (m *collectiveRun) group(n int, all []struct {
-	exchange
-	limit float64
-}) (err error) {
+func (m *collectiveRun) group(n int, all []measured) (err error) {
 	ctx, cancel := context.WithTimeoutCause(m.c.Context, m.c.Duration("timeout"), fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, m.c.Duration("timeout")))
 	defer cancel()
 	ours, err := startCluster(ctx, m.c.String("van"), m.c.String("host"), place{}, 1, n, []string{"collective"}, os.Stderr)
@@ -265,34 +262,44 @@ type unable string
 
 func (u unable) Error() string { return string(u) }
 
-// ask sends a line to n ranks, unless it is empty, and returns the time of each call: that of the
-// slowest rank.
-func (c *cluster) ask(n int, line string) (ns []int64, err error) {
+// askEach sends a line to n ranks, unless it is empty, and returns their answers.
+func (c *cluster) askEach(n int, line string) ([]answer, error) {
 	for i := 0; i < n && line != ""; i++ {
 		if _, err := fmt.Fprintln(c.ins[rankName(i)], line); err != nil {
 			return nil, err
 		}
 	}
-	for i := range n {
-		text, e := c.outs[rankName(i)].line()
-		var a answer
-		if e == nil {
-			e = json.Unmarshal([]byte(text), &a)
+	all := make([]answer, n)
+	for i := range all {
+		text, err := c.outs[rankName(i)].line()
+		if err == nil {
+			err = json.Unmarshal([]byte(text), &all[i])
 		}
-		switch {
-		case e != nil:
-			return nil, fmt.Errorf("%s: %w", rankName(i), e)
-		case a.Error != "":
-			err = unable(a.Error)
-		case ns == nil:
-			ns = a.NS
-		default:
-			for k := range ns {
-				ns[k] = max(ns[k], a.NS[k])
-			}
+		if err == nil && len(all[i].NS) != len(all[0].NS) && all[i].Error == "" && all[0].Error == "" {
+			err = fmt.Errorf("%d times, want %d as of the first", len(all[i].NS), len(all[0].NS))
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", rankName(i), err)
 		}
 	}
-	return ns, err
+	return all, nil
+}
+
+// ask is askEach, of which it returns the time of each call: that of the slowest rank.
+func (c *cluster) ask(n int, line string) ([]int64, error) {
+	all, err := c.askEach(n, line)
+	if err != nil {
+		return nil, err
+	}
+	for _, a := range all {
+		if a.Error != "" {
+			return nil, unable(a.Error)
+		}
+		for k := range a.NS {
+			all[0].NS[k] = max(all[0].NS[k], a.NS[k])
+		}
+	}
+	return all[0].NS, nil
 }
 
 // measure measures one call, in blocks.

@@ -205,8 +205,12 @@ func measureSession(ctx context.Context, node *postoffice.Node, iters, rounds in
 		return nil, err
 	}
 	for rank := range s.Ranks() {
-		if v, err := s.Get(ctx, h, rank); err != nil || v != int64(iters*(rounds+1)) {
-			return nil, fmt.Errorf("bench: rank %d has run %v calls, want %d: %w", rank, v, iters*(rounds+1), err)
+		v, err := s.Get(ctx, h, rank)
+		if err != nil {
+			return nil, err
+		}
+		if want := int64(iters * (rounds + 1)); v != want {
+			return nil, fmt.Errorf("bench: rank %d has run %v calls, want %d", rank, v, want)
 		}
 	}
 	return r, s.Shutdown(ctx)

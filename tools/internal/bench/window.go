@@ -141,20 +141,9 @@ func measureWindow(c *cli.Context, cl *cluster, over string, size int) (*windowR
 		if err != nil {
 			return nil, err
 		}
-		var got [2]answer
-		for i := range got {
-			if _, err := fmt.Fprintln(cl.ins[rankName(i)], size, n); err != nil {
-				return nil, err
-			}
-		}
-		for i := range got {
-			text, err := cl.outs[rankName(i)].line()
-			if err == nil {
-				err = json.Unmarshal([]byte(text), &got[i])
-			}
-			if err != nil {
-				return nil, fmt.Errorf("%s: %w", rankName(i), err)
-			}
+		got, err := cl.askEach(2, fmt.Sprint(size, n))
+		if err != nil {
+			return nil, err
 		}
 		if round >= 0 {
 			trips, ways, floors = append(trips, got[0].NS...), append(ways, got[1].NS...), append(floors, fl...)
