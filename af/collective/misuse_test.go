@@ -3,14 +3,18 @@ package collective
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 func floats(n int) af.Tensor { return must(af.FromSlice(make([]float32, n))) }
@@ -138,6 +142,74 @@ func TestMadeAgainWithResend(t *testing.T) {
 				return err
 			}
 			return nil
+		})
+	}
+}
+
+// owner is of memory that its owner frees when nobody uses it, as Python does.
+type owner struct {
+	users atomic.Int64
+	freed atomic.Bool
+	late  atomic.Int64 // uses that began when it was freed
+}
+
+func (o *owner) Retain() {
+	if o.freed.Load() {
+		o.late.Add(1)
+	}
+	o.users.Add(1)
+}
+
+func (o *owner) Release() {
+	if o.users.Add(-1) == 0 {
+		o.freed.Store(true)
+	}
+}
+
+// TestMemoryIsHeld: the caller may give its memory up when a call has begun: it is used until the
+// call has ended, without a gap, and not behind it.
+func TestMemoryIsHeld(t *testing.T) {
+	type collective func(c *Comm, out, in af.Tensor) (Op, error)
+	for name, x := range map[string]struct {
+		out, in int // elements
+		call    collective
+	}{
+		"AllGather":     {60_000, 20_000, func(c *Comm, out, in af.Tensor) (Op, error) { return c.AllGather(out, in) }},
+		"ReduceScatter": {20_000, 60_000, func(c *Comm, out, in af.Tensor) (Op, error) { return c.ReduceScatter(out, in, Sum) }},
+		"AllReduce":     {100, 100, func(c *Comm, out, in af.Tensor) (Op, error) { return c.AllReduce(out, in, Sum) }},
+		"AllReduce in parts": {60_000, 60_000, func(c *Comm, out, in af.Tensor) (Op, error) {
+			return c.AllReduce(out, in, Sum)
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			all, _ := comms(t, testcluster.Options{Over: testcluster.TCP}, 3)
+			onAll(t, 3, func(r int) error {
+				for range 20 {
+					var of [2]owner
+					var held [2]af.Tensor
+					for i, n := range [2]int{x.out, x.in} {
+						b := make([]float32, n)
+						held[i] = must(af.FromPointer(unsafe.Pointer(&b[0]), backend.Host, &of[i], af.Float32, int64(n)))
+						held[i].Mem().Retain() // as who reads an argument does
+					}
+					op, err := x.call(all[r], held[0], held[1])
+					for i := range held {
+						held[i].Mem().Release()
+					}
+					if err == nil {
+						err = op.Wait(t.Context())
+					}
+					if err != nil {
+						return err
+					}
+					for i := range of {
+						if n := of[i].late.Load(); n > 0 {
+							return fmt.Errorf("tensor %d was used %d times after it had been given back", i, n)
+						}
+					}
+				}
+				return nil
+			})
 		})
 	}
 }

@@ -512,12 +512,15 @@ func (o *op) settle() {
 // reduce makes the result of the parts that have come, and goes on.
 func (o *op) reduce() {
 	o.foldParts()
-	o.release()
 	next := o.next
+	if next == nil {
+		o.release()
+	}
 	o.end(nil)
 	o.rest()
 	if next != nil {
-		o.c.begin(next)
+		o.c.begin(next) // which keeps the memory before it is given back
+		o.release()
 		o.dropNext(next)
 	}
 	o.c.unref(o)

@@ -38,7 +38,17 @@ def rank(n):
         if on == n.rank:
             sys.exit("over")
 
-    functions = {"strange": strange, "leave": leave, "same": lambda x: x, "rank": lambda: n.rank, "add": lambda *x: sum(x), "fail": fail,
+    made = []
+
+    def join():
+        made.append(n.f.Communicator([0, 1, 2]))
+
+    def total(x):
+        out = x * (n.rank + 1)
+        made[0].all_reduce(out, out).wait()
+        return out
+
+    functions = {"strange": strange, "leave": leave, "join": join, "total": total, "same": lambda x: x, "rank": lambda: n.rank, "add": lambda *x: sum(x), "fail": fail,
                  "object": Object, "objects": lambda: Object.count}
     if n.rank == 0:
         functions["only on 0"] = lambda: None
@@ -70,6 +80,11 @@ def controller(n):
         assert [s.get(b, r) for r in range(3)] == [10, 12, 14]
         s.set(a, 1, 100)
         assert s.get(s.call("same", a), 1) == 100
+        s.call("join").wait(timeout_ms=30000)
+        x = np.arange(100000, dtype=np.float32)
+        total = s.call("total", x)  # what ranks say to each other does not pass here
+        assert all((s.get(total, r) == 6 * x).all() for r in range(3))
+        del total
         kept = s.call("object")
         with n.raises(n.f.Error, "rank 0", "Object"):
             s.copy_from(kept)
