@@ -223,6 +223,16 @@ func (d SimpleMessage) Respond(body []byte) error {
 
 var messages = sync.Pool{New: func() any { return new(van.Message) }}
 
+// Wanted tells whether the sender of a request may still wait for its answer: it has not given
+// the request up, is not lost, and has not been replaced.
+func (d SimpleMessage) Wanted() bool {
+	if d.app == nil {
+		return false
+	}
+	c := d.app.customer.Load()
+	return c != nil && c.Wanted(d.Sender, d.epoch, d.CustomerID, d.Timestamp)
+}
+
 // Close fails what is in flight and takes the application off its node. One that
 // belongs to a Worker or Server is closed with that.
 func (a *SimpleApp) Close() {

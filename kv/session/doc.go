@@ -31,7 +31,8 @@
 // An error or a panic of a function, or a name that is not registered, is an error of that
 // call, which names the ranks; the session goes on. A rank that is lost, or whose Serve ends,
 // fails the session: all that waits fails at once and names the rank, and the others'
-// Serve ends, as it does when the controller is lost. A process that takes a lost one's
+// Serve ends, as it does when the controller is lost. After an Open that failed the ranks
+// wait for the next one. A process that takes a lost one's
 // place has no part in the session; open another.
 //
 // A wait that ends with its context gives nothing up: the call goes on on the ranks.

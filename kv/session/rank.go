@@ -148,8 +148,9 @@ type serving struct {
 	cancel context.CancelCauseFunc
 
 	mu         sync.Mutex
-	session    uint64          // 0 before a controller has come
-	controller int             // its node id
+	session    uint64 // 0 before a controller has come
+	controller int    // its node id
+	opened     kv.SimpleMessage
 	next       uint64          // number of the call that is due
 	waits      map[uint64]work // calls whose turn it is not yet
 	last       *work           // asks for the end, and is answered then
@@ -190,7 +191,12 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 // asked takes a request. Who asks for what this rank has no part in hears so.
 func (s *serving) asked(m kv.SimpleMessage) {
 	q, err := parseRequest(m.Head, m.Body)
-	if err == nil {
+	switch {
+	case err != nil:
+	case m.Head == wantForget:
+		s.givenUp(work{m, q})
+		s.answer(work{m, q}, answer{})
+	default:
 		err = s.accept(work{m, q})
 	}
 	if err != nil {
@@ -202,11 +208,21 @@ func (s *serving) asked(m kv.SimpleMessage) {
 func (s *serving) accept(w work) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if w.m.Head == wantOpen && s.session != 0 && w.q.session != s.session {
+		// A controller has one session at a time. It may have given the last one up without this
+		// rank having heard: its farewell does not wait for a rank that is not there yet.
+		switch again := w.m.Sender == s.controller; {
+		case s.idle() && (again || !s.opened.Wanted()):
+			s.forget("another one is opened")
+		case again:
+			s.cancel(fmt.Errorf("%w: it opens another one", errAborted))
+		}
+	}
 	if w.m.Head == wantOpen && s.session == 0 {
 		if n := len(s.r.node.Members(van.ServerGroup)); int(w.q.ranks) != n || w.q.session == 0 {
 			return fmt.Errorf("%w: %d ranks, want %d", van.ErrInvalid, w.q.ranks, n)
 		}
-		s.session, s.controller = w.q.session, w.m.Sender
+		s.session, s.controller, s.opened = w.q.session, w.m.Sender, w.m
 	}
 	switch {
 	case s.session == 0:
@@ -229,6 +245,24 @@ func (s *serving) accept(w work) error {
 		s.work <- w // there is room
 	}
 	return nil
+}
+
+// givenUp has the session of w, which has not begun, forgotten.
+func (s *serving) givenUp(w work) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if w.q.session == s.session && w.m.Sender == s.controller && s.idle() {
+		s.forget(w.q.text)
+	}
+}
+
+// idle tells that the session was opened, and nothing called since. s.mu is held.
+func (s *serving) idle() bool { return s.next <= 1 && len(s.waits) == 0 }
+
+// forget waits for the next controller. s.mu is held.
+func (s *serving) forget(why string) {
+	s.r.node.Log().Info("a session that had not begun is forgotten", "controller", s.r.node.PeerName(s.controller), "why", why)
+	s.session, s.controller, s.next, s.opened = 0, 0, 0, kv.SimpleMessage{}
 }
 
 // errAborted: the controller has given the session up.

@@ -52,6 +52,7 @@ type Session struct {
 	errs    []error          // of calls that nobody has waited for
 	more    int              // of them that are not in errs
 	syncs   uint64           // how often all were told
+	begun   bool             // all ranks have taken part
 	err     error            // why the session cannot be used any more
 	broken  chan struct{}    // closed when it cannot
 	stopped bool             // all ranks have ended their Serve
@@ -67,7 +68,8 @@ const (
 )
 
 // Open begins a session with all servers of the cluster, and returns when each has called
-// Serve. It is called on a worker, whose session lasts until Shutdown or Close.
+// Serve. It is called on a worker, whose session lasts until Shutdown or Close. Where it fails,
+// the ranks that have called Serve wait for the next session.
 func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, error) {
 	s := &Session{node: node.App(), ids: node.App().Members(van.ServerGroup), calls: map[uint64]*call{}, live: map[uint64]bool{},
 		freed: make(chan struct{}), broken: make(chan struct{})}
@@ -85,6 +87,9 @@ func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, erro
 		s.Close()
 		return nil, s.error("open", err)
 	}
+	s.mu.Lock()
+	s.begun = true
+	s.mu.Unlock()
 	return s, nil
 }
 
@@ -172,7 +177,10 @@ func (s *Session) fail(err error) {
 		return
 	}
 	s.err = s.error("session", err)
-	calls, stopped := s.calls, s.stopped
+	calls, stopped, tell := s.calls, s.stopped, wantAbort
+	if !s.begun {
+		tell = wantForget
+	}
 	s.calls = nil
 	s.mu.Unlock()
 	close(s.broken)
@@ -183,10 +191,10 @@ func (s *Session) fail(err error) {
 		return
 	}
 	q := request{session: s.id, text: s.err.Error()}
-	body, err := q.append(nil, wantAbort)
+	body, err := q.append(nil, tell)
 	for _, id := range s.ids {
 		if err == nil {
-			if c, err := s.app.Request(wantAbort, body, id); err == nil {
+			if c, err := s.app.Request(tell, body, id); err == nil {
 				s.mu.Lock()
 				s.aborts = append(s.aborts, c)
 				s.mu.Unlock()
@@ -220,7 +228,7 @@ func (s *Session) asked(m kv.SimpleMessage) {
 
 // answered takes the answer of a rank.
 func (s *Session) answered(m kv.SimpleMessage) {
-	if m.Head == wantAbort {
+	if m.Head == wantAbort || m.Head == wantForget {
 		return
 	}
 	a, err := parseAnswer(m.Head, m.Body)

@@ -26,6 +26,7 @@ const (
 	wantStop                     // Serve to end
 	wantAbort                    // Serve to end with an error, at once
 	wantLeave                    // of a rank, to the controller: its Serve has ended
+	wantForget                   // a session that has not begun to be forgotten: Serve waits for the next
 )
 
 // magic begins all bodies; the last byte is the version.
@@ -38,7 +39,7 @@ type request struct {
 	kills   []uint64 // handles that are given up before it
 	ranks   uint32   // wantOpen: how many there are
 	handle  uint64   // wantCall: of the result; wantSet and wantGet
-	text    string   // wantCall: the function's name; wantAbort and wantLeave: why
+	text    string   // wantCall: the function's name; wantAbort, wantLeave and wantForget: why
 	values  []any    // wantCall: arguments; wantSet: the value
 }
 
@@ -71,7 +72,7 @@ func (q *request) append(b []byte, want int32) ([]byte, error) {
 		}
 	case wantGet:
 		b = binary.LittleEndian.AppendUint64(b, q.handle)
-	case wantAbort, wantLeave:
+	case wantAbort, wantLeave, wantForget:
 		b, err = appendText(b, q.text)
 	}
 	return b, err
@@ -102,7 +103,7 @@ func parseRequest(want int32, body []byte) (q request, err error) {
 		}
 	case wantGet:
 		q.handle = r.u64("handle")
-	case wantAbort, wantLeave:
+	case wantAbort, wantLeave, wantForget:
 		q.text = r.text("reason")
 	case wantList, wantNothing, wantStop:
 	default:

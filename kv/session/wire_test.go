@@ -24,6 +24,7 @@ var requests = []struct {
 	{wantStop, request{kills: []uint64{}}},
 	{wantAbort, request{text: "why", kills: []uint64{}}},
 	{wantLeave, request{text: "why", kills: []uint64{}}},
+	{wantForget, request{text: "why", kills: []uint64{}}},
 }
 
 // TestRequests: what is written is read again, and nothing shorter or longer is.
