@@ -13,7 +13,8 @@ All ranks run the calls of a session one after the other, in the order in which 
 does not wait for them. What a function returns, any object, stays on its rank under a handle. A handle
 that is not referred to any more is killed. Arguments and what is copied are None, bool, int,
 float, str, bytes, NumPy arrays, and, as arguments, handles. One thread calls at a time, as with
-barrier().
+barrier(); a thread in serve() holds that place but while a function runs, so that no other can count
+on being let in to init(), stop() or barrier() meanwhile.
 
 An exception in a function, or a name that a rank does not have, is a fserver_lib.Error of
 wait(), sync() or a copy of the result, which names the rank. Where a rank is lost, or the controller, all
@@ -135,7 +136,7 @@ class Handle:
 
     def wait(self, timeout_ms=None):
         """Waits until all ranks have run the call, and raises what has gone wrong there."""
-        _do(_WAIT, self._session._number(self), timeout_ms=timeout_ms)
+        self._session._do(_WAIT, self._session._number(self), timeout_ms=timeout_ms)
 
 
 class Session:
@@ -154,6 +155,12 @@ class Session:
             raise f.ValueError("session: handle %d of another session" % handle.number)
         return handle.number
 
+    def _do(self, *args, **kw):
+        """A call of this session. A process has one at a time: without this, it would be one of the next."""
+        if self is not _now or not self._open:
+            raise f.Error("session: this one has ended")
+        return _do(*args, **kw)
+
     def __enter__(self):
         return self
 
@@ -165,15 +172,15 @@ class Session:
         for a in args:
             if isinstance(a, Handle):
                 self._number(a)
-        return Handle(_do(_RUN, 0, 0, name, _encode(args), timeout_ms)[0], self)
+        return Handle(self._do(_RUN, 0, 0, name, _encode(args), timeout_ms)[0], self)
 
     def copy_to(self, value, timeout_ms=None):
         """Keeps a value on rank 0."""
-        return Handle(_do(_COPY_TO, 0, 0, "", _encode([value]), timeout_ms)[0], self)
+        return Handle(self._do(_COPY_TO, 0, 0, "", _encode([value]), timeout_ms)[0], self)
 
     def broadcast(self, handle, timeout_ms=None):
         """Keeps on all ranks, under a new handle, what rank 0 has. It goes through this process."""
-        return Handle(_do(_BROADCAST, self._number(handle), timeout_ms=timeout_ms)[0], self)
+        return Handle(self._do(_BROADCAST, self._number(handle), timeout_ms=timeout_ms)[0], self)
 
     def copy_from(self, handle, timeout_ms=None):
         """What rank 0 has."""
@@ -181,31 +188,31 @@ class Session:
 
     def get(self, handle, rank, timeout_ms=None):
         """What one rank has."""
-        return _decode(_do(_GET, self._number(handle), rank, timeout_ms=timeout_ms)[3])[0]
+        return _decode(self._do(_GET, self._number(handle), rank, timeout_ms=timeout_ms)[3])[0]
 
     def set(self, handle, rank, value, timeout_ms=None):
         """Replaces what one rank has."""
-        _do(_SET, self._number(handle), rank, "", _encode([value]), timeout_ms)
+        self._do(_SET, self._number(handle), rank, "", _encode([value]), timeout_ms)
 
     def handles(self, rank, timeout_ms=None):
         """The numbers of the handles under which a rank has something."""
-        return _decode(_do(_HANDLES, 0, rank, timeout_ms=timeout_ms)[3])
+        return _decode(self._do(_HANDLES, 0, rank, timeout_ms=timeout_ms)[3])
 
     def sync(self, timeout_ms=None):
         """Waits for all calls, and raises the errors of those that nobody has waited for."""
-        _do(_SYNC, timeout_ms=timeout_ms)
+        self._do(_SYNC, timeout_ms=timeout_ms)
 
     def shutdown(self, timeout_ms=None):
         """Waits for all calls, and ends serve() on all ranks."""
-        if self._open:
-            self._open = False
+        if self._open and self is _now:
             _do(_SHUTDOWN, timeout_ms=timeout_ms)
+            self._open = False  # only now: a call that is refused has ended nothing
 
     def close(self):
         """Ends the session at once; serve() ends with an error on all ranks."""
-        if self._open:
-            self._open = False
+        if self._open and self is _now:
             _do(_CLOSE)
+            self._open = False
 
 
 def open(timeout_ms=10000):

@@ -61,6 +61,9 @@ func (a App) OnExit(f func()) {
 	a.onExit = append(a.onExit, f)
 }
 
+// Ended is closed when the node has left or failed; Alive says why.
+func (a App) Ended() <-chan struct{} { return a.failed }
+
 // Link connects the node to others of its role, and to those that replace them, for as long
 // as it is in the cluster. C++ StepMesh has no such connections, so every one of ids must be a
 // node of this library; one that is not is refused. Connections are made in the background: until a message has

@@ -69,7 +69,7 @@ func (p *Process) begin(op string, limit time.Duration, prepare func() (func(con
 	case err != nil || f == nil:
 		return err
 	case p.job != nil:
-		return fmt.Errorf("%s: %w: another thread is in init, stop or barrier: %s()", op, ErrMisuse, p.job.op)
+		return fmt.Errorf("%s: %w: another thread is in %s()", op, ErrMisuse, p.job.op)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	if limit >= 0 {

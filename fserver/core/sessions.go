@@ -37,6 +37,11 @@ const (
 	SessionLeave // ends the serving, for the reason Name
 )
 
+// sessionNames are those of the functions that a program calls.
+var sessionNames = [...]string{SessionOpen: "open", SessionRun: "call", SessionWait: "wait", SessionCopyTo: "copy_to", SessionBroadcast: "broadcast",
+	SessionGet: "get", SessionSet: "set", SessionHandles: "handles", SessionSync: "sync", SessionKill: "kill", SessionShutdown: "shutdown",
+	SessionClose: "close", SessionServe: "serve", SessionNext: "serve", SessionDone: "serve", SessionFail: "serve", SessionLeave: "serve"}
+
 // SessionCall is one call, and its result.
 type SessionCall struct {
 	Op     SessionOp
@@ -44,6 +49,9 @@ type SessionCall struct {
 	Rank   int    // SessionNext: an Errand
 	Name   string
 	Data   []byte
+
+	undo    func() // takes the result back; it and dropped are guarded by sessions.mu
+	dropped bool   // nobody waits for the result any more
 }
 
 // Errand is what SessionNext returns in Rank.
@@ -76,9 +84,38 @@ func (p *Process) SessionCall(limit time.Duration, c *SessionCall) (waits bool, 
 	case SessionKill, SessionServe, SessionDone, SessionFail, SessionLeave:
 		return false, s.atOnce(c)
 	}
-	return true, p.begin("session", limit, func() (func(context.Context) error, error) {
+	op := "session"
+	if c.Op >= 0 && int(c.Op) < len(sessionNames) {
+		op += "." + sessionNames[c.Op]
+	}
+	return true, p.begin(op, limit, func() (func(context.Context) error, error) {
 		return func(ctx context.Context) error { return s.carryOut(ctx, c) }, nil
 	})
+}
+
+// SessionDrop takes back what a call has made, or is about to: its caller was interrupted, and
+// does not have it.
+func (p *Process) SessionDrop(c *SessionCall) {
+	if s := p.session.Load(); s != nil {
+		s.sessions.mu.Lock()
+		c.dropped = true
+		undo := c.undo
+		s.sessions.mu.Unlock()
+		if undo != nil {
+			undo()
+		}
+	}
+}
+
+// made notes what takes the result of a call back. Where nobody waits for it any more that is done now.
+func (s *Session) made(c *SessionCall, undo func()) {
+	s.sessions.mu.Lock()
+	c.undo = undo
+	dropped := c.dropped
+	s.sessions.mu.Unlock()
+	if dropped {
+		undo()
+	}
 }
 
 // atOnce carries out a call that does not wait.
@@ -133,17 +170,21 @@ func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
 		k.mu.Lock()
 		old := k.s
 		k.mu.Unlock()
-		if old != nil && old.Err() == nil {
-			return fmt.Errorf("session: %w: one is open already", ErrMisuse)
+		if old != nil {
+			if old.Err() == nil {
+				return fmt.Errorf("session: %w: one is open already", ErrMisuse)
+			}
+			old.Close() // it may have failed only
 		}
 		open, err := session.Open(ctx, s.node, session.Options{})
 		if err != nil {
 			return err
 		}
 		k.mu.Lock()
-		defer k.mu.Unlock()
 		k.s, k.handles = open, map[uint64]*session.Handle{}
+		k.mu.Unlock()
 		c.Rank = open.Ranks()
+		s.made(c, open.Close)
 		return nil
 	}
 	k.mu.Lock()
@@ -209,6 +250,7 @@ func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
 		k.mu.Lock()
 		k.handles[c.Handle] = made
 		k.mu.Unlock()
+		s.made(c, func() { _ = s.atOnce(&SessionCall{Op: SessionKill, Handle: made.ID()}) })
 	}
 	c.Data, err = session.Encode(got...)
 	return err
@@ -267,7 +309,7 @@ func (s *Session) serve(names []byte) (*serving, error) {
 
 // ask has an errand done. It ends with the session.
 func (v *serving) ask(what Errand, handle uint64, name string, data []byte) (reply, error) {
-	e := &errand{SessionCall{SessionNext, handle, int(what), name, data}, make(chan reply, 1)}
+	e := &errand{SessionCall{Op: SessionNext, Handle: handle, Rank: int(what), Name: name, Data: data}, make(chan reply, 1)}
 	select {
 	case v.errands <- e:
 	case <-v.ended:

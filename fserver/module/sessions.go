@@ -51,7 +51,7 @@ func sf_session(op C.int, handle C.uint64_t, rank C.int64_t, name *C.char, data 
 	return C.SF_PENDING
 }
 
-// sf_session_fetch takes the result of a call that has ended well, or forgets one that has not. name and data
+// sf_session_fetch takes the result of a call that has ended well, or takes back what one has made that was interrupted. name and data
 // are malloc'ed.
 //
 //export sf_session_fetch
@@ -61,7 +61,11 @@ func sf_session_fetch(ticket C.uint64_t, ended C.int, handle *C.uint64_t, rank *
 	c := s.all[uint64(ticket)]
 	delete(s.all, uint64(ticket))
 	s.Unlock()
-	if c == nil || ended == 0 {
+	if c == nil {
+		return
+	}
+	if ended == 0 {
+		process.SessionDrop(c)
 		return
 	}
 	*handle, *rank, *n = C.uint64_t(c.Handle), C.int64_t(c.Rank), C.int64_t(len(c.Data))

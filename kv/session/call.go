@@ -36,6 +36,10 @@ type call struct {
 	errs []error
 }
 
+func (s *Session) newCall(want int32, rank int, seq uint64) *call {
+	return &call{s: s, seq: seq, want: want, rank: rank, ended: make(chan struct{}), from: make([]bool, len(s.ids)), errs: make([]error, len(s.ids))}
+}
+
 // answered notes the answer of a rank.
 func (c *call) answered(rank int, a answer) {
 	c.mu.Lock()

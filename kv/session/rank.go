@@ -37,7 +37,7 @@ type Rank struct {
 	o     Options
 	mu    sync.Mutex
 	funcs map[string]Function
-	now   *serving
+	now   bool // it serves
 }
 
 // NewRank makes a server node a rank, whose number is the node's Rank.
@@ -50,13 +50,6 @@ func NewRank(node *postoffice.Node, o Options) (*Rank, error) {
 	if err != nil {
 		return nil, r.error("rank", err)
 	}
-	r.node.OnExit(func() {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		if r.now != nil {
-			r.now.cancel(van.ErrClosed)
-		}
-	})
 	return r, nil
 }
 
@@ -71,7 +64,7 @@ func (r *Rank) Register(name string, f Function) error {
 	switch {
 	case f == nil:
 		return r.error("register", fmt.Errorf("%w: no function for %q", van.ErrInvalid, name))
-	case r.now != nil:
+	case r.now:
 		return r.error("register", fmt.Errorf("%w: %q: the rank serves already", van.ErrInvalid, name))
 	case r.funcs[name] != nil:
 		return r.error("register", fmt.Errorf("%w: %q is registered already", van.ErrInvalid, name))
@@ -89,16 +82,16 @@ func (r *Rank) Serve(ctx context.Context) error {
 	s.ctx, s.cancel = context.WithCancelCause(ctx)
 	defer s.cancel(van.ErrClosed)
 	r.mu.Lock()
-	if r.now != nil {
+	if r.now {
 		r.mu.Unlock()
 		return r.error("serve", fmt.Errorf("%w: it runs already", van.ErrInvalid))
 	}
-	r.now = s
+	r.now, s.funcs = true, maps.Clone(r.funcs)
 	r.mu.Unlock()
 	defer func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		r.now = nil
+		r.now = false
 	}()
 	defer r.node.OnPeer(func(id int, _ bool, cause error) {
 		s.mu.Lock()
@@ -113,11 +106,12 @@ func (r *Rank) Serve(ctx context.Context) error {
 		return err
 	}
 	defer a.Close()
-	if err := r.node.Alive(); err != nil { // from here on OnExit tells
-		return err
-	}
 	go s.run()
-	<-s.ctx.Done()
+	select {
+	case <-s.ctx.Done():
+	case <-r.node.Ended():
+		s.cancel(r.node.Alive())
+	}
 	err = cause(s.ctx)
 	s.leave(a, err)
 	a.Close()
@@ -144,6 +138,7 @@ const maxWork = 2 * maxCalls
 // serving is one run of Serve.
 type serving struct {
 	r      *Rank
+	funcs  map[string]Function // a copy: a function may still run when Serve has ended
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 
@@ -151,6 +146,7 @@ type serving struct {
 	session    uint64 // 0 before a controller has come
 	controller int    // its node id
 	opened     kv.SimpleMessage
+	gone       uint64          // the last session that was given up before it began
 	next       uint64          // number of the call that is due
 	waits      map[uint64]work // calls whose turn it is not yet
 	last       *work           // asks for the end, and is answered then
@@ -182,7 +178,7 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 		return
 	}
 	if c, err := a.Request(wantLeave, body, to); err == nil {
-		ctx, cancel := context.WithTimeout(context.Background(), farewell)
+		ctx, cancel := farewell(s.r.node)
 		defer cancel()
 		_ = c.Wait(ctx) // a controller that is lost as well need not know
 	}
@@ -191,44 +187,67 @@ func (s *serving) leave(a *kv.SimpleApp, why error) {
 // asked takes a request. Who asks for what this rank has no part in hears so.
 func (s *serving) asked(m kv.SimpleMessage) {
 	q, err := parseRequest(m.Head, m.Body)
+	w := work{m, q}
 	switch {
 	case err != nil:
 	case m.Head == wantForget:
-		s.givenUp(work{m, q})
-		s.answer(work{m, q}, answer{})
+		s.givenUp(w)
+		s.answer(w, answer{})
+	case m.Head == wantOpen:
+		if err = s.open(w); err == nil {
+			s.answer(w, answer{})
+		}
 	default:
-		err = s.accept(work{m, q})
+		err = s.accept(w)
 	}
-	if err != nil {
-		s.answer(work{m, q}, answer{outcome: refused, text: err.Error()})
+	if err != nil && !errors.Is(err, errLater) {
+		s.answer(w, answer{outcome: refused, text: err.Error()})
 	}
+}
+
+// errLater: a wantOpen has no answer. Whose session it still is asks again.
+var errLater = errors.New("not now")
+
+// open has this rank take part in the session of w, if it is free.
+func (s *serving) open(w work) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if n := len(s.r.node.Members(van.ServerGroup)); int(w.q.ranks) != n || w.q.session == 0 {
+		return fmt.Errorf("%w: %d ranks, want %d", van.ErrInvalid, w.q.ranks, n)
+	}
+	again := w.m.Sender == s.controller
+	switch {
+	case s.ctx.Err() != nil || w.q.session == s.gone || !w.m.Wanted():
+		return errLater
+	case s.session == 0 || w.q.session == s.session && again:
+	// A controller has one session at a time. It may have given the last one up without this
+	// rank having heard: its farewell does not wait for a rank that is not there yet.
+	case s.idle() && (again || !s.opened.Wanted()):
+		s.forget("another one is opened")
+	case again:
+		s.cancel(fmt.Errorf("%w: it opens another one", errAborted))
+		return errLater // for the next Serve
+	default:
+		return s.another()
+	}
+	s.session, s.controller, s.opened, s.next = w.q.session, w.m.Sender, w.m, max(s.next, 1)
+	return nil
+}
+
+// another says whose session this rank is in. s.mu is held.
+func (s *serving) another() error {
+	return fmt.Errorf("%w: this rank serves another session, of %s", van.ErrInvalid, s.r.node.PeerName(s.controller))
 }
 
 // accept has w carried out in its turn.
 func (s *serving) accept(w work) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if w.m.Head == wantOpen && s.session != 0 && w.q.session != s.session {
-		// A controller has one session at a time. It may have given the last one up without this
-		// rank having heard: its farewell does not wait for a rank that is not there yet.
-		switch again := w.m.Sender == s.controller; {
-		case s.idle() && (again || !s.opened.Wanted()):
-			s.forget("another one is opened")
-		case again:
-			s.cancel(fmt.Errorf("%w: it opens another one", errAborted))
-		}
-	}
-	if w.m.Head == wantOpen && s.session == 0 {
-		if n := len(s.r.node.Members(van.ServerGroup)); int(w.q.ranks) != n || w.q.session == 0 {
-			return fmt.Errorf("%w: %d ranks, want %d", van.ErrInvalid, w.q.ranks, n)
-		}
-		s.session, s.controller, s.opened = w.q.session, w.m.Sender, w.m
-	}
 	switch {
 	case s.session == 0:
 		return fmt.Errorf("%w: no session has begun here", van.ErrInvalid)
 	case w.q.session != s.session || w.m.Sender != s.controller:
-		return fmt.Errorf("%w: this rank serves another session, of %s", van.ErrInvalid, s.r.node.PeerName(s.controller))
+		return s.another()
 	case w.m.Head == wantAbort:
 		s.last = &w
 		s.cancel(fmt.Errorf("%w: %s", errAborted, w.q.text))
@@ -247,10 +266,11 @@ func (s *serving) accept(w work) error {
 	return nil
 }
 
-// givenUp has the session of w, which has not begun, forgotten.
+// givenUp has the session of w, which has not begun, forgotten, also if its wantOpen comes after this.
 func (s *serving) givenUp(w work) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.gone = w.q.session
 	if w.q.session == s.session && w.m.Sender == s.controller && s.idle() {
 		s.forget(w.q.text)
 	}
@@ -274,17 +294,20 @@ func (s *serving) answer(w work, a answer) {
 	if err == nil {
 		err = w.m.Respond(b)
 	}
-	of := a.outcome
-	if err != nil && of == done { // too long, say
+	// Who opens a session asks again, and who gives one up goes; others would wait for ever.
+	awaited := a.outcome != refused && w.m.Head != wantOpen && w.m.Head != wantForget
+	if err != nil && awaited && a.outcome == done { // too long, say
 		a.outcome, a.text = failed, err.Error()
 		if b, err = a.append(nil, w.m.Head); err == nil {
 			err = w.m.Respond(b)
 		}
 	}
 	if err != nil {
-		if of != refused {
-			s.cancel(fmt.Errorf("a call could not be answered: %w", err)) // the controller would wait for ever
+		s.mu.Lock()
+		if awaited && w.q.session == s.session {
+			s.cancel(fmt.Errorf("a call could not be answered: %w", err))
 		}
+		s.mu.Unlock()
 		if n, speak := s.r.node.Rarely("session: not answered"); speak {
 			s.r.node.Log().Warn("call not answered", "err", err, "so far", n)
 		}
@@ -299,6 +322,9 @@ func (s *serving) run() {
 		case <-s.ctx.Done():
 			return
 		case w := <-s.work:
+			if s.ctx.Err() != nil {
+				return
+			}
 			s.drop(w.q.kills...)
 			a := s.do(w)
 			switch {
@@ -371,10 +397,10 @@ func (s *serving) plainly(v any) (value any, err error) {
 
 // call runs a function.
 func (s *serving) call(name string, args []any) (v any, err error) {
-	f := s.r.funcs[name] // which do not change while it serves
+	f := s.funcs[name]
 	if f == nil {
 		return nil, fmt.Errorf("%w: no function %q is registered on this rank, which has: %s", van.ErrInvalid, name,
-			strings.Join(slices.Sorted(maps.Keys(s.r.funcs)), ", "))
+			strings.Join(slices.Sorted(maps.Keys(s.funcs)), ", "))
 	}
 	for i, a := range args {
 		if id, is := a.(HandleID); is {

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -40,6 +41,11 @@ type Session struct {
 	id    uint64
 	watch func() // ends it
 
+	longest int           // body of a message
+	closing sync.Once     // Close
+	told    chan struct{} // closed when the ranks have been sent word of err
+	aborts  []kv.Call     // which they answer; read when told is closed
+
 	order sync.Mutex // a call is numbered and sent under it
 
 	mu      sync.Mutex
@@ -56,7 +62,6 @@ type Session struct {
 	err     error            // why the session cannot be used any more
 	broken  chan struct{}    // closed when it cannot
 	stopped bool             // all ranks have ended their Serve
-	aborts  []kv.Call        // tell the ranks of err
 }
 
 // What may be under way at once. One longer call may be alone.
@@ -71,26 +76,75 @@ const (
 // Serve. It is called on a worker, whose session lasts until Shutdown or Close. Where it fails,
 // the ranks that have called Serve wait for the next session.
 func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, error) {
-	s := &Session{node: node.App(), ids: node.App().Members(van.ServerGroup), calls: map[uint64]*call{}, live: map[uint64]bool{},
-		freed: make(chan struct{}), broken: make(chan struct{})}
+	s := &Session{node: node.App(), ids: node.App().Members(van.ServerGroup), calls: map[uint64]*call{}, live: map[uint64]bool{}, next: 1, longest: math.MaxInt32,
+		freed: make(chan struct{}), broken: make(chan struct{}), told: make(chan struct{})}
 	slices.Sort(s.ids)
 	if err := s.begin(o); err != nil {
 		return nil, s.error("open", err)
 	}
 	s.watch = node.OnPeer(s.peer)
-	c, err := s.send(ctx, wantOpen, everyRank, func(int) *request { return &request{ranks: uint32(len(s.ids))} })
+	err := s.invite(ctx)
+	s.mu.Lock()
 	if err == nil {
-		err = c.wait(ctx)
+		err = s.err // since all have answered
 	}
+	s.begun = err == nil
+	s.mu.Unlock()
 	if err != nil {
 		s.fail(fmt.Errorf("not begun: %w", err))
 		s.Close()
 		return nil, s.error("open", err)
 	}
-	s.mu.Lock()
-	s.begun = true
-	s.mu.Unlock()
 	return s, nil
+}
+
+// How long an answer to wantOpen is waited for before it is asked again, at first and at most.
+const (
+	firstOpen = 250 * time.Millisecond
+	lastOpen  = 4 * time.Second
+)
+
+// invite has all ranks take part: call 0, which is asked again of those that do not answer. Requests to
+// who does not serve are not kept for ever, and one that comes while a Serve ends is for the next.
+func (s *Session) invite(ctx context.Context) error {
+	c := s.newCall(wantOpen, everyRank, 0)
+	c.left.Store(int32(len(s.ids)))
+	q := request{session: s.id, ranks: uint32(len(s.ids))}
+	body, err := q.append(nil, wantOpen)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	if err = s.err; err == nil {
+		s.calls[0] = c
+	}
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	asking, stop := context.WithCancel(ctx)
+	var all sync.WaitGroup
+	for _, id := range s.ids {
+		all.Go(func() {
+			for limit := firstOpen; asking.Err() == nil; limit = min(2*limit, lastOpen) {
+				once, cancel := context.WithTimeout(asking, limit)
+				r, err := s.app.Request(wantOpen, body, id)
+				if err == nil {
+					err = r.Wait(once)
+				}
+				again := err != nil && once.Err() != nil
+				cancel()
+				if !again {
+					c.requested(err)
+					return
+				}
+			}
+		})
+	}
+	err = c.wait(ctx)
+	stop()
+	all.Wait()
+	return err
 }
 
 func (s *Session) begin(o Options) error {
@@ -153,21 +207,28 @@ func (s *Session) Shutdown(ctx context.Context) error {
 // Close ends the session at once. The ranks' Serve ends with an error, unless Shutdown has
 // ended it.
 func (s *Session) Close() {
-	s.watch()
-	s.fail(van.ErrClosed)
-	ctx, cancel := context.WithTimeout(context.Background(), farewell)
-	defer cancel()
-	s.mu.Lock()
-	aborts := s.aborts
-	s.mu.Unlock()
-	for _, c := range aborts {
-		_ = c.Wait(ctx) // who does not answer is lost, or does not serve
-	}
-	s.app.Close()
+	s.closing.Do(func() {
+		s.watch()
+		s.fail(van.ErrClosed)
+		<-s.told // by whoever has made it fail
+		ctx, cancel := farewell(s.node)
+		defer cancel()
+		for _, c := range s.aborts {
+			_ = c.Wait(ctx) // who does not answer is lost, or does not serve
+		}
+		s.app.Close()
+	})
 }
 
-// farewell is how long the end of a session waits until the other side has heard of it.
-const farewell = 500 * time.Millisecond
+// farewell is for how long the end of a session waits until the other side has heard of it, where
+// messages get lost when it was told again.
+func farewell(n postoffice.App) (context.Context, context.CancelFunc) {
+	limit := 500 * time.Millisecond
+	if c := n.Config(); c.Resend {
+		limit += 2 * c.ResendTimeout
+	}
+	return context.WithTimeout(context.Background(), limit)
+}
 
 // fail makes the session unusable, once, ends all calls and tells the ranks.
 func (s *Session) fail(err error) {
@@ -183,6 +244,7 @@ func (s *Session) fail(err error) {
 	}
 	s.calls = nil
 	s.mu.Unlock()
+	defer close(s.told)
 	close(s.broken)
 	for _, c := range calls {
 		c.end(s.err)
@@ -195,9 +257,7 @@ func (s *Session) fail(err error) {
 	for _, id := range s.ids {
 		if err == nil {
 			if c, err := s.app.Request(tell, body, id); err == nil {
-				s.mu.Lock()
 				s.aborts = append(s.aborts, c)
-				s.mu.Unlock()
 			}
 		}
 	}
@@ -275,7 +335,7 @@ func (s *Session) send(ctx context.Context, want int32, rank int, of func(rank i
 		return nil, err
 	}
 	s.mu.Lock()
-	c := &call{s: s, seq: s.next, want: want, rank: rank, ended: make(chan struct{}), from: make([]bool, len(s.ids)), errs: make([]error, len(s.ids))}
+	c := s.newCall(want, rank, s.next)
 	kills := s.kills[:min(len(s.kills), maxKills)]
 	s.mu.Unlock()
 	targets := s.ids
@@ -293,6 +353,9 @@ func (s *Session) send(ctx context.Context, want int32, rank int, of func(rank i
 		var err error
 		if bodies[i], err = q.append(make([]byte, 0, 128), as); err != nil {
 			return nil, s.error("call", err)
+		}
+		if len(bodies[i]) > s.longest { // a van would refuse it, and the session end
+			return nil, s.error("call", fmt.Errorf("%w: %d bytes in all, want at most %d", van.ErrInvalid, len(bodies[i]), s.longest))
 		}
 		c.bytes += len(bodies[i])
 	}

@@ -2,11 +2,13 @@ package session
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"reflect"
 	"strings"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -128,5 +130,21 @@ func TestElements(t *testing.T) {
 	l, err := Decode(b)
 	if err != nil || len(l) != 2 || !reflect.DeepEqual(l[1], a) {
 		t.Errorf("%v, %v", l, err)
+	}
+}
+
+// TestNothingRunsAfterTheEnd: calls that wait when the session ends are not run.
+func TestNothingRunsAfterTheEnd(t *testing.T) {
+	for range 100 {
+		s := &serving{work: make(chan work, 1), values: map[uint64]any{}, funcs: map[string]Function{
+			"f": func(context.Context, []any) (any, error) {
+				t.Error("it was run")
+				return nil, nil
+			},
+		}}
+		s.ctx, s.cancel = context.WithCancelCause(t.Context())
+		s.cancel(van.ErrClosed)
+		s.work <- work{kv.SimpleMessage{Head: wantCall}, request{text: "f"}}
+		s.run()
 	}
 }

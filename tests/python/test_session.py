@@ -61,6 +61,7 @@ def rank(n):
         assert n.rank == 1
     except n.f.Error as e:
         assert n.rank != 1 and "SystemExit: over" in str(e), e
+    session.serve(functions)
 
 
 def controller(n):
@@ -109,8 +110,7 @@ def controller(n):
         assert s.handles(0) == sorted([a.number, b.number])
         with n.raises(n.f.Error, "open already"):
             session.open()
-    with n.raises(n.f.Error):
-        s.sync()
+    first = s
     with session.open() as s:  # which uses the same numbers
         mine = [s.call("rank")]
         while mine[-1].number < b.number:
@@ -118,6 +118,13 @@ def controller(n):
         for refused in (lambda: s.call("same", a), lambda: s.get(b, 0), lambda: s.set(a, 0, 1), lambda: s.broadcast(b), a.wait):
             with n.raises(n.f.ValueError, "of another session"):
                 refused()
+        for ended in (lambda: first.call("rank"), lambda: first.copy_to(1), lambda: first.handles(0), first.sync):
+            with n.raises(n.f.Error, "has ended"):
+                ended()
+        first.shutdown()
+        first.close()
+        with n.raises(n.f.ValueError):
+            s.shutdown(timeout_ms=-1)
         a.kill()
         del b
         s.sync()
@@ -125,7 +132,8 @@ def controller(n):
     s = session.open()
     with n.raises(n.f.Error, "rank 1", "SystemExit: over"):
         s.call("leave", 1).wait(timeout_ms=20000)
-    s.close()
+    with session.open() as s:  # which closes the one that has failed
+        assert s.get(s.call("rank"), 1) == 1
 
 
 def same(got, v):

@@ -1,0 +1,12 @@
+package session
+
+// Heads of messages, for tests outside.
+const (
+	WantOpen   = wantOpen
+	WantAbort  = wantAbort
+	WantLeave  = wantLeave
+	WantForget = wantForget
+)
+
+// SetLongest sets how long a message may be.
+func (s *Session) SetLongest(n int) { s.longest = n }

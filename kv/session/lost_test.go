@@ -1,0 +1,194 @@
+package session_test
+
+// What becomes of a session where messages are lost, refused, late, or cross each other.
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/kv/session"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
+)
+
+// once does v with the first message of a kind, and lets the others pass.
+func once(head int32, request bool, v hooks.Verdict) func(*van.Message) hooks.Verdict {
+	done := false
+	return func(m *van.Message) hooks.Verdict {
+		if done || m.Head != head || m.Request != request {
+			return hooks.Pass
+		}
+		done = true
+		return v
+	}
+}
+
+// rankOf starts one rank.
+func rankOf(t *testing.T, c *testcluster.Cluster, i int) chan error {
+	t.Helper()
+	return serveOne(t, func() (*session.Rank, error) { return session.NewRank(c.Servers[i], session.Options{}) }, i, standard(t))
+}
+
+// works has a session run a call and shuts it down.
+func works(t *testing.T, s *session.Session, ended ends) {
+	t.Helper()
+	h := must[*session.Handle](t)(s.Call(limit(t), "rank"))
+	if err := h.Wait(limit(t)); err != nil {
+		t.Error(err)
+	}
+	if err := s.Shutdown(limit(t)); err != nil {
+		t.Error(err)
+	}
+	for rank, err := range ended.all(t) {
+		if err != nil {
+			t.Errorf("rank %d: %v", rank, err)
+		}
+	}
+}
+
+// TestOpenIsRepeated: an Open whose message, or its answer, is lost or refused succeeds, and the rank's
+// Serve goes on.
+func TestOpenIsRepeated(t *testing.T) {
+	for name, v := range map[string]struct {
+		answer bool
+		hooks.Verdict
+	}{"lost": {false, hooks.Lose}, "answer lost": {true, hooks.Lose}, "answer refused": {true, hooks.Refuse(van.ErrQueueFull)}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			hook := &hooks.Van{}
+			c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: hook.Wrap("server", 0)})
+			ended := serve(t, c, standard(t))
+			if v.answer {
+				hook.OnSend(once(session.WantOpen, false, v.Verdict))
+			} else {
+				hook.OnReceive(once(session.WantOpen, true, v.Verdict))
+			}
+			works(t, open(t, c), ended)
+		})
+	}
+}
+
+// TestOpenWhileServeEnds: an Open that comes while a Serve ends finds the next one.
+func TestOpenWhileServeEnds(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("worker", 0)})
+	r := must[*session.Rank](t)(session.NewRank(c.Servers[0], session.Options{}))
+	standard(t)(0, r)
+	ctx, leave := context.WithCancel(t.Context())
+	first, next := make(chan error, 1), make(chan error, 1)
+	go func() {
+		first <- r.Serve(ctx)
+		next <- r.Serve(context.Background())
+	}()
+	s := open(t, c)
+	hook.OnSend(once(session.WantLeave, false, hooks.Lose)) // so that the rank waits for the answer
+	leave()
+	<-s.Failed()
+	s2, err := session.Open(limit(t), c.Workers[1], session.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, <-first, context.Canceled)
+	works(t, s2, ends{next})
+}
+
+// TestCloseWhileFailing: ranks hear of the end of a session that fails also when it is closed
+// while they are told, by however many.
+func TestCloseWhileFailing(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Servers: 3, Wrap: hook.Wrap("worker", 0)})
+	r := must[*session.Rank](t)(session.NewRank(c.Servers[1], session.Options{}))
+	ctx, leave := context.WithCancel(t.Context())
+	left := make(chan error, 1)
+	go func() { left <- r.Serve(ctx) }()
+	ended := ends{rankOf(t, c, 0), left, rankOf(t, c, 2)}
+	s := open(t, c)
+	telling, goOn, told := make(chan struct{}), make(chan struct{}), false
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Head == session.WantAbort && !told {
+			told = true
+			close(telling)
+			<-goOn
+		}
+		return hooks.Pass
+	})
+	leave()
+	<-telling
+	closed := make(chan struct{}, 2)
+	for range 2 {
+		go func() {
+			s.Close()
+			closed <- struct{}{}
+		}()
+	}
+	select {
+	case <-closed:
+		t.Error("Close has returned while ranks were not told")
+	case <-time.After(100 * time.Millisecond):
+	}
+	close(goOn)
+	for rank, err := range ended.all(t) {
+		if err == nil {
+			t.Errorf("Serve of rank %d has ended without an error", rank)
+		}
+	}
+	<-closed
+	<-closed
+}
+
+// TestForgetNotAnswered: that a rank cannot answer who gives up a session is no harm to another's.
+func TestForgetNotAnswered(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0)})
+	ended := serve(t, c, standard(t))
+	s := open(t, c)
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Head == session.WantForget {
+			return hooks.Refuse(van.ErrQueueFull)
+		}
+		return hooks.Pass
+	})
+	_, err := session.Open(limit(t), c.Workers[1], session.Options{})
+	vantest.Fails(t, err, session.ErrRefused, "worker 0")
+	works(t, s, ended)
+}
+
+// TestForgetLost: with PS_RESEND, what a rank has not heard is told again before the controller goes.
+func TestForgetLost(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Servers: 2, Wrap: hook.Wrap("server", 0),
+		Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 600*time.Millisecond }})
+	ended := ends{rankOf(t, c, 0)}
+	hook.OnReceive(once(session.WantForget, true, hooks.Lose))
+	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+	defer cancel()
+	_, err := session.Open(ctx, c.Workers[0], session.Options{})
+	vantest.Fails(t, err, van.ErrTimeout, "rank 1 (server 1")
+	ended = append(ended, rankOf(t, c, 1))
+	s, err := session.Open(limit(t), c.Workers[1], session.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	works(t, s, ended)
+}
+
+// TestTooLong: a call that makes a message longer than there are is an error of its own, and handles that
+// it was to give up are given up with the next.
+func TestTooLong(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	ended := serve(t, c, standard(t))
+	s := open(t, c)
+	h := must[*session.Handle](t)(s.Call(limit(t), "rank"))
+	s.SetLongest(1000)
+	s.Kill(h)
+	_, err := s.Call(limit(t), "same", make([]byte, 600), make([]byte, 600))
+	vantest.Fails(t, err, van.ErrInvalid, "at most 1000")
+	if l := must[[]uint64](t)(s.Handles(limit(t), 0)); len(l) != 0 {
+		t.Errorf("rank 0 has handles %d, want none", l)
+	}
+	works(t, s, ended)
+}
