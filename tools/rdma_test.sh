@@ -36,7 +36,7 @@ ready() {
   return 1
 }
 
-run='' race=() limit=480 timeout=900 vm=() verbose='' packages=()
+run='' skip=() race=() limit=480 timeout=900 vm=() verbose='' packages=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --run | --limit | --timeout | --vm)
@@ -81,7 +81,8 @@ begun=$SECONDS
 flags="$(USE_RDMA=1 tools/build_flags.sh -q)"
 list='{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}'
 if [ ${#packages[@]} -eq 0 ]; then
-  # The fake needs no device, and has run with the other tests.
+  # The fake, and the suite over it, need no device, and have run with the other tests.
+  [ "$run" ] || skip=(-test.skip '^TestConformance$')
   # shellcheck disable=SC2086 # the flags are a list
   found="$(go list $flags -f "$list" ./van/rdma/... ./tests/... | grep -E '/(van|tests)/rdma(/| )' | grep -v '/fakeverbs ' || true)"
 else
@@ -204,6 +205,7 @@ report() {
 }
 
 begun=$SECONDS
+arguments=(${skip[@]+"${skip[@]}"} ${arguments[@]+"${arguments[@]}"})
 [ -z "$run" ] || arguments=(-test.run "$run" ${arguments[@]+"${arguments[@]}"})
 export STEPAF_BIN="$programs"
 exec 3< <(exec tools/rdma-vm --cpus 4 --mem 2048 --hosts 2 --timeout "$timeout" --share "$work/results" ${vm[@]+"${vm[@]}"} -- \

@@ -166,11 +166,15 @@ func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 	if err := c.check(k, err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in), apart("in", in.Mem(), "out", out.Mem(), in.Mem())); err != nil {
 		return Op{}, err
 	}
-	whole := share{mem: in.Mem(), of: everybody}
 	if in.Len() < reduceWhole {
-		return c.start(&plan{call: k, give: whole, fold: f, out: out.Mem(), own: in.Mem()})
+		return c.start(&plan{call: k, give: share{mem: in.Mem(), of: everybody}, fold: f, out: out.Mem(), own: in.Mem()})
 	}
-	// Each rank reduces one part, and then all gather the parts.
+	return c.reduceInParts(k, f, out, in)
+}
+
+// reduceInParts is an AllReduce in which each rank reduces one part; then all gather the parts.
+func (c *Comm) reduceInParts(k call, f folder, out, in af.Tensor) (Op, error) {
+	whole := share{mem: in.Mem(), of: everybody}
 	give, ask := whole, share{mem: out.Mem(), by: k.dtype.Size(), of: everybody}
 	give.by = ask.by
 	from, _ := give.part(c.self, c.Size())

@@ -33,7 +33,7 @@ func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cl
 		return err
 	})
 	t.Cleanup(func() {
-		onAll(t, n, func(r int) error { return all[r].Close() })
+		onAll(t, n, func(r int) error { return all[r].Close(context.Background()) })
 	})
 	return all, c
 }
@@ -465,7 +465,7 @@ func TestNew(t *testing.T) {
 	if err := calls(alone, 100, 1); err != nil {
 		t.Error(err)
 	}
-	if err := alone.Close(); err != nil {
+	if err := alone.Close(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if _, err := alone.AllGather(zeros(1), zeros(1)); !errors.Is(err, van.ErrClosed) {
@@ -483,7 +483,7 @@ func TestClose(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := all[1].Close(); err != nil {
+	if err := all[1].Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	if err := op.Wait(t.Context()); !errors.Is(err, van.ErrClosed) || !strings.Contains(err.Error(), "worker 1 (id 11)") {
@@ -509,7 +509,7 @@ func TestBarrierThenClose(t *testing.T) {
 				if err := comm.Barrier(t.Context()); err != nil {
 					return err
 				}
-				return comm.Close()
+				return comm.Close(t.Context())
 			})
 		}
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
@@ -534,7 +534,7 @@ func TestGroupsOfServers(t *testing.T) {
 			if err := comm.Barrier(t.Context()); err != nil {
 				return err
 			}
-			return comm.Close()
+			return comm.Close(t.Context())
 		})
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }

@@ -124,13 +124,14 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	}
 	customer, err := c.node.AddCustomer(appBase+o.ID, appBase+o.ID, c.receive)
 	if err != nil {
-		return nil, err
+		return nil, &van.Error{Op: "new communicator", Node: node.Name(), Detail: fmt.Sprintf("ID %d", o.ID), Err: err,
+			Hint: "close this node's other communicator with that ID first"}
 	}
 	c.customer = customer
 	c.stop = c.node.OnPeer(c.peerChanged)
 	if err := c.join(ctx, "new communicator"); err != nil {
 		c.tell(c.round, err)
-		_ = c.Close()
+		_ = c.Close(ctx)
 		return nil, err
 	}
 	return c, nil
@@ -351,15 +352,15 @@ func (c *Comm) failed(op string, err error) error {
 }
 
 // Close ends the communicator on all ranks: calls in flight that need this rank fail there, and all
-// later ones. It waits, for its limit at most, until nobody reads memory of this rank any
-// more; the error says that somebody still does.
-func (c *Comm) Close() error {
+// later ones. It waits, for the communicator's limit unless ctx has a deadline, until nobody reads memory of
+// this rank any more; the error says that somebody still does.
+func (c *Comm) Close(ctx context.Context) error {
 	c.mu.Lock()
 	again, refuted := c.closed, c.refuted
 	c.closed = true
 	c.mu.Unlock()
 	if again {
-		return nil
+		return c.await(ctx, "close communicator")
 	}
 	if refuted != nil {
 		refuted(van.ErrClosed)
@@ -371,7 +372,7 @@ func (c *Comm) Close() error {
 	if c.stop != nil {
 		c.stop()
 	}
-	err := c.await(context.Background(), "close communicator")
+	err := c.await(ctx, "close communicator")
 	c.telling.Wait()
 	if c.customer != nil {
 		c.customer.Close()

@@ -71,5 +71,5 @@ func exchange(ctx context.Context, n *postoffice.Node) error {
 	if err := comm.Barrier(ctx); err != nil { // else Close would end the others' calls
 		return err
 	}
-	return comm.Close()
+	return comm.Close(ctx)
 }

@@ -137,7 +137,7 @@ func TestMadeAgainWithResend(t *testing.T) {
 			if err != nil {
 				return err
 			}
-			defer c.Close()
+			defer c.Close(context.Background())
 			if err := c.Barrier(t.Context()); err != nil && !errors.Is(err, van.ErrClosed) {
 				return err
 			}
@@ -211,5 +211,44 @@ func TestMemoryIsHeld(t *testing.T) {
 				return nil
 			})
 		})
+	}
+}
+
+// TestFailsWhileReducing: Wait does not return while the result is still written to.
+func TestFailsWhileReducing(t *testing.T) {
+	const n = 20_000
+	all, _ := comms(t, testcluster.Options{}, 2)
+	reduces, goOn := make(chan struct{}), make(chan struct{})
+	sum, err := folderFor(af.Float32, Sum)
+	if err != nil {
+		t.Fatal(err)
+	}
+	slow := func(dst, a, b backend.Mem) {
+		close(reduces)
+		<-goOn
+		sum(dst, a, b)
+	}
+	var ops [2]Op
+	onAll(t, 2, func(r int) (err error) {
+		k := call{kind: allReduce, reduction: Sum, dtype: af.Float32, root: -1, bytes: 4 * n}
+		ops[r], err = all[r].reduceInParts(k, [...]folder{slow, sum}[r], floats(n), floats(n))
+		return err
+	})
+	waited := make(chan error, 1)
+	go func() { waited <- ops[0].Wait(t.Context()) }()
+	<-reduces
+	boom := errors.New("boom")
+	all[0].fail(boom)
+	all[0].mu.Lock()
+	if ops[0].o.told {
+		t.Error("the call has ended while its result is written to")
+	}
+	all[0].mu.Unlock()
+	close(goOn)
+	if err := <-waited; !errors.Is(err, boom) {
+		t.Error(err)
+	}
+	if err := ops[1].Wait(t.Context()); err == nil {
+		t.Error("no error on rank 1")
 	}
 }

@@ -493,7 +493,11 @@ func (o *op) settle() {
 		o.ran = true
 		o.busy++
 		o.refs++
-		waited := cmp.Or(o.next, o)
+		waited := o
+		if o.next != nil {
+			waited = o.next
+			o.next.busy++ // what is reduced is memory of both
+		}
 		if handed = waited.polls; handed {
 			waited.work.Store(o)
 		}
@@ -520,6 +524,7 @@ func (o *op) reduce() {
 	o.rest()
 	if next != nil {
 		o.c.begin(next) // which keeps the memory before it is given back
+		next.rest()
 		o.release()
 		o.dropNext(next)
 	}

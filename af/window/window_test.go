@@ -74,7 +74,7 @@ func newRig(t *testing.T, o testcluster.Options, n int, of Options) *rig {
 	t.Cleanup(func() {
 		for i := range n {
 			_ = r.windows[i].Close()
-			_ = r.comms[i].Close()
+			_ = r.comms[i].Close(context.Background())
 		}
 	})
 	return r
@@ -561,7 +561,7 @@ func TestServers(t *testing.T) {
 			if err := comm.Barrier(t.Context()); err != nil {
 				return err
 			}
-			return comm.Close()
+			return comm.Close(t.Context())
 		}) {
 			if err != nil {
 				t.Errorf("rank %d: %v", i, err)

@@ -15,6 +15,8 @@ import (
 
 // Comm is a communicator among nodes of this session's role.
 type Comm struct {
+	s    *Session
+	id   int
 	comm *collective.Comm
 	made *Task
 }
@@ -26,11 +28,17 @@ type Task struct {
 	cancel context.CancelCauseFunc
 }
 
-func newTask(f func(context.Context) error) *Task {
+// newTask runs f, whose context has that limit, none when it is negative.
+func newTask(limit time.Duration, f func(context.Context) error) *Task {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	t := &Task{make(chan struct{}), nil, cancel}
+	ended := func() {}
+	if limit >= 0 {
+		ctx, ended = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
+	}
 	go func() {
 		t.err = f(ctx)
+		ended()
 		cancel(nil)
 		close(t.done)
 	}()
@@ -58,26 +66,68 @@ func (t *Task) Wait(slice time.Duration) error {
 func (t *Task) Cancel() { t.cancel(van.ErrTimeout) }
 
 // NewComm begins to make a communicator of those ranks, nil for the instances of this node's group, whose
-// calls have that limit: 0 for the default, negative for none. It may be used when the task has
-// ended without an error.
+// calls have that limit, as its making has: 0 for the default, negative for none. It may be used
+// when the task has ended without an error.
 func (s *Session) NewComm(id int, ranks []int, limit time.Duration) (*Comm, *Task) {
-	c := &Comm{}
-	c.made = newTask(func(ctx context.Context) (err error) {
-		c.comm, err = collective.New(ctx, s.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
+	return s.newComm(id, ranks, limit, noLimit)
+}
+
+// noLimit leaves the limit to the communicator.
+const noLimit = -1
+
+func (s *Session) newComm(id int, ranks []int, limit, making time.Duration) (*Comm, *Task) {
+	c := &Comm{s: s, id: id}
+	c.made = newTask(making, func(ctx context.Context) (err error) {
+		if err = s.dropped(ctx, id); err == nil {
+			c.comm, err = collective.New(ctx, s.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
+		}
 		return err
 	})
 	return c, c.made
 }
 
+// dropped waits until a communicator with that id that was dropped is closed.
+func (s *Session) dropped(ctx context.Context, id int) error {
+	s.commMu.Lock()
+	closing := s.closing[id]
+	s.commMu.Unlock()
+	if closing == nil {
+		return nil
+	}
+	select {
+	case <-closing:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("the communicator with ID %d that was dropped is not closed yet: %w", id, context.Cause(ctx))
+	}
+}
+
 // Group is the communicator with ID 0 of the instances of this node's group, which the first call
 // begins to make, and the next one again if that has failed.
 func (s *Session) Group() (*Comm, *Task) {
-	s.groupMu.Lock()
-	defer s.groupMu.Unlock()
+	s.commMu.Lock()
+	defer s.commMu.Unlock()
+	return s.makeGroup(noLimit)
+}
+
+// makeGroup is Group. commMu is held.
+func (s *Session) makeGroup(making time.Duration) (*Comm, *Task) {
 	if s.group == nil || s.group.failed() {
-		s.group, _ = s.NewComm(0, nil, 0)
+		s.group, _ = s.newComm(0, nil, 0, making)
 	}
 	return s.group, s.group.made
+}
+
+// RebuildGroup begins Rebuild of the group's communicator, or to make it where that has not been done:
+// the others' Rebuild meets that.
+func (s *Session) RebuildGroup(limit time.Duration) *Task {
+	s.commMu.Lock()
+	defer s.commMu.Unlock()
+	if s.group != nil && s.group.made.Wait(0) == nil {
+		return s.group.Rebuild(limit)
+	}
+	_, t := s.makeGroup(limit)
+	return t
 }
 
 // failed tells whether it could not be made.
@@ -93,11 +143,24 @@ func (c *Comm) failed() bool {
 // Drop closes a communicator that nobody uses any more, in the background, also one that is still being made.
 func (c *Comm) Drop() {
 	c.made.Cancel()
+	closed := make(chan struct{})
+	c.s.commMu.Lock()
+	if c.s.closing == nil {
+		c.s.closing = map[int]chan struct{}{}
+	}
+	c.s.closing[c.id] = closed
+	c.s.commMu.Unlock()
 	go func() {
 		<-c.made.done
 		if c.comm != nil {
-			_ = c.comm.Close() // it names who still reads memory, which is kept until then
+			_ = c.comm.Close(context.Background()) // it names who still reads memory, which is kept until then
 		}
+		c.s.commMu.Lock()
+		if c.s.closing[c.id] == closed {
+			delete(c.s.closing, c.id)
+		}
+		c.s.commMu.Unlock()
+		close(closed)
 	}()
 }
 
@@ -107,14 +170,14 @@ func (c *Comm) Rank() int { return c.comm.Rank() }
 // Size is the number of ranks.
 func (c *Comm) Size() int { return c.comm.Size() }
 
-// Rebuild begins collective.Comm.Rebuild.
-func (c *Comm) Rebuild() *Task { return newTask(c.comm.Rebuild) }
+// Rebuild begins collective.Comm.Rebuild. A negative limit, here and below, is that of the communicator.
+func (c *Comm) Rebuild(limit time.Duration) *Task { return newTask(limit, c.comm.Rebuild) }
 
 // Close begins collective.Comm.Close.
-func (c *Comm) Close() *Task { return newTask(func(context.Context) error { return c.comm.Close() }) }
+func (c *Comm) Close(limit time.Duration) *Task { return newTask(limit, c.comm.Close) }
 
 // Barrier begins collective.Comm.Barrier.
-func (c *Comm) Barrier() *Task { return newTask(c.comm.Barrier) }
+func (c *Comm) Barrier(limit time.Duration) *Task { return newTask(limit, c.comm.Barrier) }
 
 // Collective is which call Call makes.
 type Collective int
@@ -174,7 +237,7 @@ func (c *Comm) Call(kind Collective, out, in []af.Tensor, root int, reduction st
 	if err != nil {
 		return nil, err
 	}
-	return newTask(op.Wait), nil
+	return newTask(noLimit, op.Wait), nil
 }
 
 // only is the tensor of a list of one, or none.

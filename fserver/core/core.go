@@ -38,8 +38,9 @@ type Session struct {
 
 	sessions sessionState
 
-	groupMu sync.Mutex
-	group   *Comm // see Group
+	commMu  sync.Mutex
+	group   *Comm                 // see Group
+	closing map[int]chan struct{} // communicators that were dropped, by id; closed when they are
 }
 
 // Start reads the variables, starts the node, and waits for all others as C++ StepMesh

@@ -20,11 +20,15 @@ typedef struct {
 typedef struct {
   PyObject_HEAD
   uint64_t task;
+  PyObject *of; // what it is a call of: a communicator that is dropped ends its calls
 } operation_object;
 
-// Waits for a task. timeout_ms < 0 is no limit but the communicator's own; when it passes the task
-// ends with a TimeoutError. Returns 0, or -1 with an exception; KeyboardInterrupt leaves the task
-// running, or cancels it.
+// How long a task that was cancelled is waited for.
+#define CANCELLED_MS 1000
+
+// Waits for a task. ms < 0 is no limit but its own; when it passes the task ends with a
+// TimeoutError. Returns 0, or -1 with an exception; KeyboardInterrupt leaves the task running, or
+// cancels it.
 static int task_wait(uint64_t task, int64_t ms, int cancel) {
   uint64_t start = ms >= 0 ? sf_now() : 0;
   for (;;) {
@@ -38,7 +42,11 @@ static int task_wait(uint64_t task, int64_t ms, int cancel) {
     }
     if (rc == SF_DONE) return 0;
     if (PyErr_CheckSignals() < 0) {
-      if (cancel) sf_task_cancel(task);
+      if (cancel) {
+        sf_task_cancel(task);
+        Py_BEGIN_ALLOW_THREADS sf_task_wait(task, CANCELLED_MS, &e);
+        Py_END_ALLOW_THREADS free(e.text);
+      }
       return -1;
     }
     if (ms >= 0 && sf_now() - start >= (uint64_t)ms * 1000000) {
@@ -48,32 +56,26 @@ static int task_wait(uint64_t task, int64_t ms, int cancel) {
   }
 }
 
-// Waits for a task that is nobody else's.
-static PyObject *task_finish(uint64_t task, int64_t ms) {
-  int rc = task_wait(task, ms, 1);
+// Waits for a task and drops it. Others may wait for it as well unless it is cancelled.
+static int task_finish(uint64_t task, int cancel) {
+  int rc = task_wait(task, -1, cancel);
   sf_task_drop(task);
   sf_drain_dropped();
-  if (rc < 0) return NULL;
-  Py_RETURN_NONE;
+  return rc;
 }
 
-// Finds what a method or a function of the module is about; the group's communicator is made then.
-static int comm_of(PyObject *self, uint64_t *at) {
-  *at = SF_GROUP;
-  if (sf_enter() < 0) return -1;
-  if (PyObject_TypeCheck(self, (PyTypeObject *)comm_class)) {
-    *at = ((comm_object *)self)->at;
-    return 0;
-  }
+// What a method or a function of the module is about.
+static uint64_t comm_of(PyObject *self) { return PyObject_TypeCheck(self, (PyTypeObject *)comm_class) ? ((comm_object *)self)->at : SF_GROUP; }
+
+// Makes the group's communicator, once.
+static int make_group(void) {
   uint64_t task;
   sf_error e = {0, NULL};
   if (sf_comm_group(&task, &e) != SF_DONE) {
     sf_raise(&e);
     return -1;
   }
-  PyObject *r = task_finish(task, -1);
-  Py_XDECREF(r);
-  return r != NULL ? 0 : -1;
+  return task_finish(task, 0);
 }
 
 // Reads a tensor or a list of them; None is nothing where it may be.
@@ -120,7 +122,7 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
   sf_tensor *outs = NULL, *ins = NULL;
   Py_ssize_t nout = 0, nin = 0;
   int64_t root = -1;
-  uint64_t at, task = 0;
+  uint64_t at = comm_of(self), task = 0;
   int rank = 0, size = 0;
   const char *reduction = "sum";
   sf_error e = {0, NULL};
@@ -136,7 +138,7 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
     if (text == NULL) return NULL;
     reduction = PyBytes_AsString(text);
   }
-  if (comm_of(self, &at) < 0) goto out;
+  if (sf_enter() < 0 || (at == SF_GROUP && make_group() < 0)) goto out;
   if (sf_comm_place(at, &rank, &size, &e) != SF_DONE) {
     sf_raise(&e);
     goto out;
@@ -150,6 +152,7 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
   if (read_tensors(ignored ? NULL : out, kind == SF_BROADCAST ? "x" : "out", s->out_list, writable, ignored, &outs, &nout) < 0) goto out;
   ignored = kind == SF_BROADCAST || (kind == SF_SCATTER && root != rank);
   if (read_tensors(ignored ? NULL : x, "x", s->in_list, 0, ignored, &ins, &nin) < 0) goto out;
+  if (tensors_keep(outs, nout) < 0 || tensors_keep(ins, nin) < 0) goto out;
   int rc;
   Py_BEGIN_ALLOW_THREADS rc = sf_comm_call(at, kind, outs, (int)nout, ins, (int)nin, root, (char *)reduction, &task, &e);
   Py_END_ALLOW_THREADS nout = nin = 0; // Go has taken over the owners
@@ -159,14 +162,18 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
   }
   allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)operation_class, Py_tp_alloc);
   result = alloc((PyTypeObject *)operation_class, 0);
-  if (result != NULL)
+  if (result != NULL) {
     ((operation_object *)result)->task = task;
-  else
+    Py_INCREF(self);
+    ((operation_object *)result)->of = self;
+  } else {
     sf_task_drop(task);
+  }
 out:
   Py_XDECREF(text);
   tensors_drop(outs, nout);
   tensors_drop(ins, nin);
+  sf_drain_dropped(); // of a call that was refused
   return result;
 }
 
@@ -187,11 +194,12 @@ static PyObject *wait_for_all(PyObject *self, PyObject *args, PyObject *kw, cons
   static char *names[] = {"timeout_ms", NULL};
   PyObject *timeout = NULL;
   int64_t ms;
-  uint64_t at, task;
+  uint64_t task;
   sf_error e = {0, NULL};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, format, names, &timeout) || sf_timeout_arg(timeout, &ms) < 0 || comm_of(self, &at) < 0) return NULL;
-  if (sf_comm_task(at, what, &task, &e) != SF_DONE) return sf_raise(&e);
-  return task_finish(task, ms);
+  if (!PyArg_ParseTupleAndKeywords(args, kw, format, names, &timeout) || sf_timeout_arg(timeout, &ms) < 0 || sf_enter() < 0) return NULL;
+  if (sf_comm_task(comm_of(self), what, ms, &task, &e) != SF_DONE) return sf_raise(&e);
+  if (task_finish(task, 1) < 0) return NULL;
+  Py_RETURN_NONE;
 }
 
 static PyObject *comm_barrier(PyObject *self, PyObject *args, PyObject *kw) {
@@ -230,9 +238,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   int rc = sf_comm_new(id, list, (int)n, ms, &at, &task, &e);
   free(list);
   if (rc != SF_DONE) return sf_raise(&e);
-  PyObject *made = task_finish(task, -1), *o = NULL;
-  if (made != NULL) {
-    Py_DECREF(made);
+  PyObject *o = NULL;
+  if (task_finish(task, 1) == 0) {
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     o = alloc(type, 0);
   }
@@ -263,6 +270,7 @@ static PyObject *comm_place(PyObject *o, void *which) {
 static void operation_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
   if (!sf_forked) sf_task_drop(((operation_object *)o)->task);
+  Py_XDECREF(((operation_object *)o)->of);
   freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
   f(o);
   Py_DECREF(type);
@@ -272,8 +280,10 @@ int operation_check(PyObject *o) { return PyObject_TypeCheck(o, (PyTypeObject *)
 
 PyObject *operation_wait_for(PyObject *o, PyObject *timeout) {
   int64_t ms;
-  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0 || task_wait(((operation_object *)o)->task, ms, 0) < 0) return NULL;
+  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
+  int rc = task_wait(((operation_object *)o)->task, ms, 0);
   sf_drain_dropped();
+  if (rc < 0) return NULL;
   Py_RETURN_NONE;
 }
 

@@ -26,8 +26,8 @@ func comm(at C.uint64_t) (*core.Comm, error) {
 	if err != nil {
 		return nil, err
 	}
-	c, _ := s.Group()
-	return c, nil
+	c, t := s.Group()
+	return c, t.Wait(0)
 }
 
 // give hands a task to Python.
@@ -101,21 +101,30 @@ func values(l []af.KeyTensor) []af.Tensor {
 	return v
 }
 
-// sf_comm_task begins what has no tensors.
+// sf_comm_task begins what has no tensors. A negative limit is that of the communicator.
 //
 //export sf_comm_task
-func sf_comm_task(at C.uint64_t, what C.int, task *C.uint64_t, e *C.sf_error) C.int {
+func sf_comm_task(at C.uint64_t, what C.int, timeoutMs C.int64_t, task *C.uint64_t, e *C.sf_error) C.int {
+	limit := time.Duration(timeoutMs) * time.Millisecond
+	if at == C.SF_GROUP { // only Rebuild is of the group
+		s, err := session()
+		if err != nil {
+			return fail(e, err)
+		}
+		give(task, s.RebuildGroup(limit))
+		return C.SF_DONE
+	}
 	c, err := comm(at)
 	if err != nil {
 		return fail(e, err)
 	}
 	switch what {
 	case C.SF_COMM_BARRIER:
-		give(task, c.Barrier())
+		give(task, c.Barrier(limit))
 	case C.SF_COMM_REBUILD:
-		give(task, c.Rebuild())
+		give(task, c.Rebuild(limit))
 	default:
-		give(task, c.Close())
+		give(task, c.Close(limit))
 	}
 	return C.SF_DONE
 }

@@ -440,13 +440,15 @@
 	"ranks: instance ranks of this process's role, ascending; None means the instances of its\n" \
 	"    group.\n" \
 	"id: 1 to 4095, tells the communicators of a process apart. The functions of the module,\n" \
-	"    all_gather() and so on, use one of the group with 0, which the first of them makes.\n" \
+	"    all_gather() and so on, use one of the group with 0. The first call of one makes that,\n" \
+	"    and waits for the others' up to 10 s.\n" \
 	"timeout_ms: limit of making it, and of each call, counted from the call; None means 10 s.\n" \
 	"\n" \
-	"Any error of a call ends the communicator on all ranks: a rank that is lost or late, or\n" \
-	"calls that differ. rebuild(), which all ranks call, begins anew; a process in the place of\n" \
-	"a lost one makes a Communicator instead. All ranks must be nodes of this library: C++ nodes\n" \
-	"are refused.\n" \
+	"What goes wrong among ranks ends the communicator on all of them: one that is lost or late,\n" \
+	"or calls that differ. rebuild(), which all ranks call, begins anew; a process in the place\n" \
+	"of a lost one makes a Communicator instead, or, for the group's, calls rebuild() of the\n" \
+	"module as well. Up to 64 calls may be in flight, of which a large all_reduce() counts as\n" \
+	"two. All ranks must be nodes of this library: C++ nodes are refused.\n" \
 	"\n" \
 	"Raises ValueError, TypeError (names the argument), TimeoutError (names who has not come),\n" \
 	"ConnectionError, Error."
@@ -504,23 +506,28 @@
 #define DOC_REBUILD(self) \
 	"rebuild(" self ", /, *, timeout_ms=None)\n--\n\n" \
 	"Make a communicator usable again that has failed, when all ranks call it; calls in flight\n" \
-	"fail. When it returns no other rank reads tensors of calls that have failed.\n" \
+	"fail. When it returns no other rank reads tensors of calls that have failed. The one of\n" \
+	"the module makes the group's communicator where this process has none yet.\n" \
+	"\n" \
+	"timeout_ms: limit in milliseconds; None means that of the communicator.\n" \
 	"\n" \
 	"Raises TimeoutError (names who has not come), ConnectionError, Error."
 #define DOC_COMM_BARRIER \
 	"barrier($self, /, *, timeout_ms=None)\n" \
 	"--\n" \
 	"\n" \
-	"Wait until all ranks have called it. When timeout_ms passes the communicator has failed."
+	"Wait until all ranks have called it. When timeout_ms passes, or for None the communicator's\n" \
+	"limit, the communicator has failed."
 #define DOC_COMM_CLOSE \
 	"close($self, /, *, timeout_ms=None)\n" \
 	"--\n" \
 	"\n" \
-	"End the communicator on all ranks, and wait until none reads tensors of this one. Dropping\n" \
-	"it does the same, without waiting."
+	"End the communicator on all ranks, and wait until none reads tensors of this one, for\n" \
+	"timeout_ms, or for None the communicator's limit. When it is no longer referred to, by an\n" \
+	"Operation neither, the same happens in the background."
 #define DOC_OPERATION \
 	"A collective under way. wait() of the module takes one as well. Dropping it lets the\n" \
-	"operation go on."
+	"operation go on, as long as there is its communicator."
 #define DOC_OPERATION_WAIT \
 	"wait($self, /, timeout_ms=None)\n" \
 	"--\n" \
@@ -528,8 +535,8 @@
 	"Wait until the results are there and all others have taken this rank's tensors: all are\n" \
 	"the caller's again then. It may be called again, with the same result.\n" \
 	"\n" \
-	"timeout_ms: limit in milliseconds from now, with which the communicator fails; None means\n" \
-	"    that of the communicator, counted from the call.\n" \
+	"timeout_ms: limit in milliseconds from now, with which the communicator fails, besides that\n" \
+	"    of the communicator, which counts from the call.\n" \
 	"\n" \
 	"Raises ConnectionError (a rank is lost), TimeoutError, Error (calls of ranks do not match:\n" \
 	"names both; given up by another rank), KeyboardInterrupt (wait again). After an error nothing\n" \

@@ -7,7 +7,6 @@
 #include "docs.h"
 #include "request.h"
 #include "tensor.h"
-#include "torch.h"
 
 static PyObject *exchange_class;
 
@@ -20,31 +19,13 @@ typedef struct {
   int eager;      // start() has returned a handler: wait() needs no stream
 } exchange_object;
 
-// Makes views the owners of torch.Tensors: they keep the memory also when a program gives a
-// tensor another one, by "t.data = ...".
-static int own_memory(sf_tensor *ts, Py_ssize_t n) {
-  if (sf_torch.tensor == NULL) return 0;
-  for (Py_ssize_t i = 0; i < n; i++) {
-    PyObject *o = ts[i].owner;
-    int is_torch = PyObject_IsInstance(o, sf_torch.tensor);
-    PyObject *view = is_torch > 0 ? PyObject_CallMethod(o, "detach", NULL) : NULL;
-    if (view != NULL) {
-      ts[i].owner = view;
-      Py_DECREF(o);
-    } else if (PyErr_Occurred() && sf_pardon() < 0) {
-      return -1;
-    }
-  }
-  return 0;
-}
-
 PyObject *sf_py_prepare(PyObject *self, PyObject *args, PyObject *kw) {
   request r;
   sf_error e = {0, NULL};
   uint64_t at = 0;
   (void)self;
   if (request_in(args, kw, "OOOO|O$O:prepare", &r) < 0) return NULL;
-  if (own_memory(r.push, r.npush) < 0 || own_memory(r.pull, r.npull) < 0) {
+  if (tensors_keep(r.push, r.npush) < 0 || tensors_keep(r.pull, r.npull) < 0) {
     request_drop(&r);
     return NULL;
   }

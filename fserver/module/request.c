@@ -6,6 +6,7 @@
 
 #include "call.h"
 #include "tensor.h"
+#include "torch.h"
 
 // From so many bytes on copying takes so long that Python's lock is released for it.
 #define LONG_COPY (256 << 10)
@@ -102,3 +103,19 @@ int32_t request_device(const request *r) {
 }
 
 int request_long(const request *r) { return tensors_long(r->push, r->npush) || tensor_gpu(r->pull, r->npull) >= 0; }
+
+int tensors_keep(sf_tensor *ts, Py_ssize_t n) {
+  if (sf_torch.tensor == NULL) return 0;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject *o = ts[i].owner;
+    int is_torch = PyObject_IsInstance(o, sf_torch.tensor);
+    PyObject *view = is_torch > 0 ? PyObject_CallMethod(o, "detach", NULL) : NULL;
+    if (view != NULL) {
+      ts[i].owner = view;
+      Py_DECREF(o);
+    } else if (PyErr_Occurred() && sf_pardon() < 0) {
+      return -1;
+    }
+  }
+  return 0;
+}

@@ -41,4 +41,8 @@ sf_tensor *tensors_in(PyObject *o, const char *what, PyObject *keys, const char 
 // Frees what tensors_in has returned, which may be NULL, with the owners.
 void tensors_drop(sf_tensor *ts, Py_ssize_t n);
 
+// Makes views the owners of torch.Tensors: they keep the memory also when a program gives a
+// tensor another one, by "t.data = ...". Returns 0, or -1 with an exception.
+int tensors_keep(sf_tensor *ts, Py_ssize_t n);
+
 #endif

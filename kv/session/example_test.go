@@ -42,7 +42,7 @@ func rank(ctx context.Context, node *postoffice.Node) error {
 	if err != nil {
 		return err
 	}
-	defer comm.Close()
+	defer comm.Close(ctx)
 	r, err := session.NewRank(node, session.Options{})
 	if err != nil {
 		return err

@@ -222,6 +222,58 @@ def idle_server(n):
     pass
 
 
+def lives_worker(n):
+    """Communicators and tensors that are not referred to any more, and limits of one call."""
+    f, lib = n.f, n.lib
+    x, out = ints(n, [n.rank]), lib.zeros("int32", (2,))
+    f.Communicator([0, 1]).all_gather(out, x).wait()  # the call keeps its communicator
+    assert numbers(n, out) == [0, 1]
+    for _ in range(5):  # one that was dropped gives its id back
+        c = f.Communicator([0, 1], timeout_ms=500)
+        c.barrier(timeout_ms=20000)
+        if n.rank == 1:
+            time.sleep(0.7)
+        c.barrier(timeout_ms=20000)  # longer than the communicator's limit
+        del c
+    c = f.Communicator([0, 1])
+    with n.raises(f.ValueError, "ID 1", "close this node's other communicator"):
+        f.Communicator([0, 1])
+    if HOST == "torch":
+        c.barrier()
+        t = lib.make("float32", (50_000,), data(n.rank, (50_000,)))
+        op = c.broadcast(t, 0)
+        t.data = lib.zeros("float32", (3,))  # its memory is the library's all the same
+        op.wait()
+    c.close()
+    c.close()
+    f.barrier(False, True)
+
+
+def test_lives(cluster):
+    cluster(workers=2, servers=1, lib=HOST).run(lives_worker, idle_server, timeout=120)
+
+
+def late_worker(n):
+    """rebuild() of the module meets that of a rank that has no communicator yet."""
+    f, lib = n.f, n.lib
+    x, out = ints(n, [n.instance]), lib.zeros("int32", (2,))
+    if n.instance == 0:
+        with n.raises(f.TimeoutError, "worker 1"):
+            f.rebuild(timeout_ms=300)
+    else:
+        time.sleep(1)
+    f.rebuild(timeout_ms=30000)
+    f.all_gather(out, x).wait()
+    assert numbers(n, out) == [0, 1]
+    f.rebuild()
+    f.all_gather(out, x).wait()
+    f.barrier(True, True)
+
+
+def test_group_is_rebuilt(cluster):
+    cluster(workers=1, servers=1, group=2, lib=HOST).run(late_worker, group_server, timeout=120)
+
+
 # A rank is killed inside a call.
 
 def killed_worker(n):

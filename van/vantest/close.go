@@ -140,7 +140,7 @@ func allocations(w *world) {
 		n = max(n, testing.AllocsPerRun(part, trip))
 	}
 	w.Logf("%.2f allocations and %s for a round trip", n, time.Since(start)/(part*parts))
-	if w.suite.MaxAllocs >= 0 && !Race && n > w.suite.MaxAllocs {
+	if n > w.suite.MaxAllocs {
 		w.Errorf("%.2f allocations for a round trip, want at most %g", n, w.suite.MaxAllocs)
 	}
 }

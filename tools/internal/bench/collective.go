@@ -449,7 +449,7 @@ func childCollective(c *cli.Context, node *postoffice.Node) error {
 	if err := comm.Barrier(c.Context); err != nil {
 		return err
 	}
-	return comm.Close()
+	return comm.Close(c.Context)
 }
 
 // given is element k of what a rank gives in call i, in its part p. Sums of it are exact.
