@@ -334,11 +334,15 @@ func TestDeviceEnds(t *testing.T) {
 			if errors.Is(end.want, errBoom) {
 				open()
 			}
-			if err := d.w.Customer().Wait(t.Context(), h.Timestamp(), 300*time.Millisecond); !errors.Is(err, end.want) {
+			limit := 20 * time.Second
+			if name == "timeout" {
+				limit = 300 * time.Millisecond
+			}
+			if err := d.w.Customer().Wait(t.Context(), h.Timestamp(), limit); !errors.Is(err, end.want) {
 				t.Errorf("got %v, want %v", err, end.want)
 			}
 			d.wdev.Fail(nil)
-			err = d.w.Customer().Wait(t.Context(), next.Timestamp(), 5*time.Second)
+			err = d.w.Customer().Wait(t.Context(), next.Timestamp(), 20*time.Second)
 			if ok := err == nil; !end.over && !errors.Is(end.want, errBoom) && !ok {
 				t.Errorf("the next batch: %v", err)
 			}

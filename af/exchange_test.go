@@ -285,6 +285,7 @@ func TestExchangeReplaced(t *testing.T) {
 				t.Errorf("the other server: %v, %v", y[2], err)
 			}
 		}
+		testcluster.Lost(t, c.Scheduler, van.ServerID(1))
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 		defer cancel()
 		n, err := c.Join(ctx, "server", 1, nil)

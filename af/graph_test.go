@@ -99,6 +99,14 @@ func (p *prepared) round(t *testing.T, s af.Stream, limit time.Duration, opts ..
 	}
 }
 
+// within captures the same in a graph that nobody replays: the limit is of all rounds from now on.
+func (d *replays) within(t *testing.T, p *prepared, s af.Stream, limit time.Duration) {
+	t.Helper()
+	g := d.dev.Capture(uintptr(s))
+	p.round(t, s, limit)
+	g.End()
+}
+
 // settle waits until stream s has done what was queued, which must not take long.
 func (d *replays) settle(t *testing.T, s uintptr) {
 	t.Helper()
@@ -266,6 +274,7 @@ func TestReplayFails(t *testing.T) {
 	vantest.Fails(t, err, van.ErrTimeout, "worker 0", "round 1 that a stream has started", "server 0", "limit 20ms", "1 later rounds")
 
 	d.mute.Store(false)
+	d.within(t, p, s, 20*time.Second)
 	fill(p.push, 7)
 	g.Replay(s)
 	d.settle(t, s)
@@ -295,13 +304,14 @@ func TestReplayReleased(t *testing.T) {
 	const s = 5
 	p, other := d.prepare(t, 1, 50), d.prepare(t, 3, 50)
 	g := d.dev.Capture(s)
-	p.round(t, s, 300*time.Millisecond)
+	p.round(t, s, 20*time.Second)
 	g.End()
 	g.Replay(s)
 	d.settle(t, s)
 	if err := p.Check(); err != nil || p.pull[0] != 1 {
 		t.Fatalf("a round: %v, %d", err, p.pull[0])
 	}
+	d.within(t, p, s, 300*time.Millisecond)
 	block := make(chan struct{})
 	hook.OnSend(func(m *van.Message) hooks.Verdict {
 		if m.Request && !m.IsControl() {

@@ -54,6 +54,7 @@ func TestRetriesWhileAServerIsAway(t *testing.T) {
 		h, _ := ask(t, w, 2, "away")
 		vantest.Fails(t, h.Wait(t.Context()), van.ErrPeerLost)
 	}
+	testcluster.Lost(t, c.Scheduler, van.ServerID(1))
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	n, err := c.Join(ctx, "server", 1, nil)

@@ -28,10 +28,10 @@ func take(t testing.TB, batches <-chan af.Batch) af.Batch {
 // when server has it.
 func replace(t testing.TB, c *testcluster.Cluster, rank int) *postoffice.Node {
 	t.Helper()
-	heard, scheduler := peer(t, c.Servers[0], van.WorkerID(rank)), peer(t, c.Scheduler, van.WorkerID(rank))
+	heard := peer(t, c.Servers[0], van.WorkerID(rank))
 	c.Workers[rank].Close()
 	expect(t, heard, false)
-	expect(t, scheduler, false) // else it refuses the other
+	testcluster.Lost(t, c.Scheduler, van.WorkerID(rank))
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	n, err := c.Join(ctx, "worker", rank, nil)

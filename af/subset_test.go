@@ -89,6 +89,7 @@ func TestExchangeToForeign(t *testing.T) {
 	c.Servers[0].Close()
 	expect(t, first, false)
 	hides.Store(true)
+	testcluster.Lost(t, c.Scheduler, van.ServerID(0))
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	n, err := c.Join(ctx, "server", 0, nil)

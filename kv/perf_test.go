@@ -246,7 +246,7 @@ func TestFlood(t *testing.T) {
 // TestResend loses messages and repeats them: every push counts once.
 func TestResend(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Servers: 2, Set: func(cfg *postoffice.Config) {
-		cfg.Resend, cfg.ResendTimeout, cfg.DropMsg = true, 30*time.Millisecond, 10
+		cfg.Resend, cfg.ResendTimeout, cfg.DropMsg = true, 100*time.Millisecond, 10
 	}})
 	sums[int64](t, c)
 	w := newWorker[int64](t, c.Workers[0])

@@ -175,6 +175,7 @@ func TestSimpleStaleAnswer(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
+	testcluster.Lost(t, c.Scheduler, van.WorkerID(0))
 	if _, err := c.Join(ctx, "worker", 0, nil); err != nil {
 		t.Fatal(err)
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -263,11 +262,7 @@ func TestReplacement(t *testing.T) {
 					t.Fatalf("round %d: %s heard %+v, want the loss of %s", round, watcher.Name(), e, van.NodeName(id))
 				}
 				vantest.Fails(t, e.cause, van.ErrPeerLost)
-				for limit := within(t, 20*time.Second); len(c.Scheduler.DeadNodes(0)) == 0; runtime.Gosched() { // it notices by itself
-					if limit.Err() != nil {
-						t.Fatal("the scheduler does not notice")
-					}
-				}
+				testcluster.Lost(t, c.Scheduler, id) // it notices by itself
 				if dead := watcher.DeadNodes(0); !slices.Contains(dead, id) {
 					t.Errorf("dead nodes are %v, want %d among them", dead, id)
 				}

@@ -53,10 +53,11 @@ func TestCloseWhenAPeerIsLost(t *testing.T) {
 	for _, by := range []string{"connection", "heartbeats"} {
 		for _, over := range []testcluster.Transport{testcluster.InProc, testcluster.TCP, testcluster.SHM} {
 			t.Run(by+" "+over.String(), func(t *testing.T) {
+				t.Parallel()
 				c := testcluster.Start(t, testcluster.Options{Over: over, Set: func(c *postoffice.Config) {
 					c.HeartbeatInterval = 0
 					if by == "heartbeats" && c.Role != "worker" {
-						c.HeartbeatTimeout = 300 * time.Millisecond // of beats that never come
+						c.HeartbeatTimeout = 3 * time.Second // of beats that never come; OnPeer is called before
 					}
 				}})
 				done := make(chan struct{})
@@ -291,11 +292,7 @@ func TestLossOfTheReplacement(t *testing.T) {
 	if e := <-got; e.up {
 		t.Fatalf("the worker heard %+v, want the loss", e)
 	}
-	for limit := within(t, 20*time.Second); len(c.Scheduler.DeadNodes(0)) == 0; runtime.Gosched() {
-		if limit.Err() != nil {
-			t.Fatal("the scheduler does not notice")
-		}
-	}
+	testcluster.Lost(t, c.Scheduler, van.ServerID(0))
 	late := errors.New("of the replacement")
 	hook := func(to int) {
 		if to == id {

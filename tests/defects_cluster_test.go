@@ -149,7 +149,7 @@ func TestFortyClusters(t *testing.T) {
 func TestResendShortTimeout(t *testing.T) {
 	c := newNodes(t, 2, 2, 1)
 	c.set = func(cfg *postoffice.Config) {
-		cfg.Resend, cfg.ResendTimeout, cfg.DropMsg = true, 20*time.Millisecond, 10
+		cfg.Resend, cfg.ResendTimeout, cfg.DropMsg = true, 100*time.Millisecond, 10
 	}
 	c.start()
 	c.serveAll(c.echo)
@@ -200,19 +200,19 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 	}
 	c.log.Wait(t, "continues none of the 0 open batches")
 
-	push := func(n int) error {
+	push := func(n int, limit time.Duration) error {
 		h, err := w.PushPull([]af.KeyTensor{{Key: 7, Val: tensor(t, bytes.Repeat([]byte{byte(n)}, n))}}, []af.KeyTensor{{Key: 2, Val: tensor(t, make([]byte, n))}})
 		if err != nil {
 			return err
 		}
-		return w.Customer().Wait(t.Context(), h.Timestamp(), 300*time.Millisecond)
+		return w.Customer().Wait(t.Context(), h.Timestamp(), limit)
 	}
-	if err := push(9); !errors.Is(err, van.ErrTimeout) {
+	if err := push(9, 300*time.Millisecond); !errors.Is(err, van.ErrTimeout) {
 		t.Errorf("push larger than its buffer: %v, want a timeout", err)
 	}
 	c.log.Wait(t, "the registered receive buffer has 8")
 	for _, n := range []int{8, 5} {
-		if err := push(n); err != nil || buffer[n-1] != byte(n) {
+		if err := push(n, 20*time.Second); err != nil || buffer[n-1] != byte(n) {
 			t.Errorf("push of %d bytes: %v, buffer %v", n, err, buffer)
 		}
 	}
@@ -316,6 +316,7 @@ func TestRecoveryTwice(t *testing.T) {
 		c.Servers[0].Close()
 		<-gone
 		ctx, cancel := context.WithTimeout(t.Context(), 15*time.Second)
+		testcluster.Lost(t, c.Scheduler, van.ServerID(0))
 		n, err := c.Join(ctx, "server", 0, nil)
 		cancel()
 		if err != nil {

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -128,6 +129,21 @@ func (c *Cluster) Join(ctx context.Context, role string, rank int, set func(*pos
 		c.mu.Unlock()
 	}
 	return n, err
+}
+
+// Lost waits until n counts peer id among the dead. A node that is to take its place is
+// refused as long as the scheduler does not.
+func Lost(t testing.TB, n *postoffice.Node, id int) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.After(30 * time.Second); !slices.Contains(n.DeadNodes(0), id); {
+		select {
+		case <-tick.C:
+		case <-end:
+			t.Fatalf("%s does not notice that node %d is gone", n.Name(), id)
+		}
+	}
 }
 
 func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*postoffice.Config)) (*postoffice.Node, error) {

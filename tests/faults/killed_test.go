@@ -18,6 +18,9 @@ import (
 // to notice that a process is gone.
 const soon = 5 * time.Second
 
+// slack is for processes that start, or wake, and compete for few processors.
+const slack = 3 * time.Second
+
 // overSockets runs a test with data over TCP, and with data over shared memory: the loss
 // of a process shows in other ways there.
 func overSockets(t *testing.T, test func(t *testing.T, o testcluster.Options)) {

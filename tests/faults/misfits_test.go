@@ -93,7 +93,7 @@ func TestMisfitsAtStart(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Workers: 2, Log: l.Logger(slog.LevelDebug), Elsewhere: func(c *testcluster.Cluster, role string, _ int) bool {
 		if role == "server" { // the scheduler runs, and nobody else yet
 			_, without = c.Join(nodetest.Within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.NumWorkers, c.NodeRank = 3, 2 })
-			_, impatient = c.Join(nodetest.Within(t, 15*time.Second), "worker", 1, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
+			_, impatient = c.Join(nodetest.Within(t, 15*time.Second), "worker", 1, func(c *postoffice.Config) { c.StartTimeout = 2 * time.Second })
 			// The scheduler has seen no reason to look whether it is still there.
 			_, early = c.Join(nodetest.Within(t, 15*time.Second), "worker", 1, nil)
 			l.Wait(t, "(rank 1) vanished before the cluster was complete", "no connection could be made")
@@ -101,7 +101,7 @@ func TestMisfitsAtStart(t *testing.T) {
 		return false
 	}})
 	vantest.Fails(t, without, postoffice.ErrRefused, "worker at 127.0.0.1:", "its DMLC_NUM_WORKER x DMLC_GROUP_SIZE is 3, that of the scheduler at 127.0.0.1:", "is 2")
-	vantest.Fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 300ms")
+	vantest.Fails(t, impatient, van.ErrTimeout, "worker at 127.0.0.1:", "limit 2s")
 	vantest.Fails(t, early, postoffice.ErrRefused, "both want rank 1", "DMLC_NODE_RANK")
 	serveAll(t, c)
 	work(t, 1, nodetest.Worker(t, c.Workers[0]), nodetest.Worker(t, c.Workers[1]))
@@ -121,7 +121,8 @@ func TestVanishedAtStart(t *testing.T) {
 		return done
 	}
 	scheduler := join("scheduler")
-	_, err := c.Join(nodetest.Within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 300 * time.Millisecond })
+	// Long enough for it to be known to the scheduler, which starts at the same moment.
+	_, err := c.Join(nodetest.Within(t, 15*time.Second), "worker", 0, func(c *postoffice.Config) { c.StartTimeout = 3 * time.Second })
 	vantest.Fails(t, err, van.ErrTimeout)
 	server := join("server")
 	vantest.Fails(t, <-scheduler, van.ErrPeerLost, "scheduler (id 1)", "worker 0 (id 9) at 127.0.0.1:", "no connection could be made")

@@ -159,6 +159,7 @@ func TestSessionControllerKilled(t *testing.T) {
 		// One rank serves no more, so that the next controller cannot begin; it hears so, in time.
 		// The other waits for one that can.
 		go serve()
+		testcluster.Lost(t, c.Scheduler, van.WorkerID(0))
 		n, err := c.Join(nodetest.Within(t, 20*time.Second), "worker", 0, nil)
 		if err != nil {
 			t.Fatal(err)

@@ -110,7 +110,7 @@ func TestServerKilled(t *testing.T) {
 		if now := shm(t); !slices.Equal(now, before) {
 			t.Errorf("round %d: /dev/shm has %v, had %v", round, now, before)
 		}
-		nodetest.Lost(t, c.Scheduler, serverID)
+		testcluster.Lost(t, c.Scheduler, serverID)
 		nodetest.Returns(t, c.Workers, serverID, func() { p = nodetest.Spawn(t, c, "server", 0, echo) })
 		p.Ready()
 		if err := roundTrip(w, 99, 16<<20); err != nil {
@@ -153,7 +153,7 @@ func TestWorkerKilled(t *testing.T) {
 		if err := roundTrip(other, round, 1<<20); err != nil {
 			t.Fatalf("round %d, the other worker: %v", round, err)
 		}
-		nodetest.Lost(t, c.Scheduler, workerID)
+		testcluster.Lost(t, c.Scheduler, workerID)
 		nodetest.Returns(t, c.Servers, workerID, func() { p = nodetest.Spawn(t, c, "worker", 0, floods) })
 	}
 	begun(4)
@@ -257,11 +257,21 @@ func TestIdle(t *testing.T) {
 	}
 	timer := time.NewTimer(100 * time.Millisecond)
 	<-timer.C
-	before := used()
-	timer.Reset(4 * time.Second)
-	<-timer.C
-	if share := (used() - before) / 4; share > 0.01 {
-		t.Errorf("the idle server used %.2f %% of a core", 100*share)
+	// What burns the processor does so in every window; what else the machine does makes the
+	// server dearer in some.
+	for window := 1; ; window++ {
+		before, begun := used(), time.Now()
+		timer.Reset(4 * time.Second)
+		<-timer.C
+		share := (used() - before) / time.Since(begun).Seconds()
+		t.Logf("%.2f %% of a core", 100*share)
+		if share <= 0.01 {
+			break
+		}
+		if window == 3 {
+			t.Errorf("the idle server used %.2f %% of a core, and more than 1 %% before", 100*share)
+			break
+		}
 	}
 	if err := roundTrip(w, 1, 1000); err != nil {
 		t.Fatal(err)

@@ -59,7 +59,7 @@ func TestReplacedWhileStopped(t *testing.T) {
 	if err := p.Stop(); err != nil {
 		t.Fatal(err)
 	}
-	nodetest.Lost(t, c.Scheduler, workerID)
+	testcluster.Lost(t, c.Scheduler, workerID)
 	var next *nodetest.Process
 	nodetest.Returns(t, c.Servers, workerID, func() { next = nodetest.Spawn(t, c, "worker", 0, marks, beats) })
 	next.Expect("begun")

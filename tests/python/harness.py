@@ -18,6 +18,7 @@ everything that the processes printed.
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import queue
@@ -29,7 +30,7 @@ import threading
 import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-LIMIT = 60  # seconds that a cluster may take
+LIMIT = 180  # seconds that a cluster may take: a guard, with time to import PyTorch in many processes at once
 MARK = "\x1enode "  # starts a line from a node to the harness
 OURS = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_", "BENCHMARK_")
 
@@ -171,7 +172,7 @@ class Cluster:
             "DMLC_ROLE": role, "DMLC_NUM_WORKER": str(self.workers), "DMLC_NUM_SERVER": str(self.servers),
             "DMLC_GROUP_SIZE": str(self.group), "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(self.port),
             "DMLC_NODE_HOST": "127.0.0.1", "DMLC_ENABLE_RDMA": "zmq", "STEPMESH_BAKCEND": "CPU",
-            "STEPAF_START_TIMEOUT": "40", "STEPAF_STOP_TIMEOUT": "40",
+            "STEPAF_START_TIMEOUT": "150", "STEPAF_STOP_TIMEOUT": "40",
         }
         if role != "scheduler":
             node_env.update(DMLC_NODE_RANK=str(rank), STEPMESH_GPU=str(instance))
@@ -228,10 +229,21 @@ class Cluster:
             p.popen.stderr.close()
 
 
+PORTS = itertools.count(os.getpid() * 17)
+
+
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port for a scheduler. It is below the range that the kernel assigns to connections, so that no
+    other process takes it meanwhile by chance."""
+    for _ in range(1000):
+        port = 10000 + next(PORTS) % 10000
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
+    raise AssertionError("no free port from 10000 to 19999")
 
 
 def child():

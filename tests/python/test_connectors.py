@@ -18,7 +18,6 @@ from fserver.connectors import FFN, Attention, Mismatch, join, leave, servers_of
 
 WIDTH, MOST, STAGES, LAYERS = 8, 12, 3, 2
 WAIT = 180  # seconds
-PATIENT = {"STEPAF_START_TIMEOUT": "150"}  # many processes that load PyTorch take their time
 
 
 # Who talks to whom.
@@ -100,12 +99,12 @@ def values_ffn(n):
 
 @pytest.mark.parametrize("attention, ffn, together", [(1, 1, True), (1, 2, True), (3, 2, True), (5, 2, True), (8, 1, True), (2, 3, True), (3, 1, False)])
 def test_ratios(cluster, attention, ffn, together):
-    cluster(workers=attention, servers=ffn, env=dict(PATIENT, PS_VERBOSE="-1")).run(values_attention, values_ffn, args=dict(together=together), timeout=300)
+    cluster(workers=attention, servers=ffn, env={"PS_VERBOSE": "-1"}).run(values_attention, values_ffn, args=dict(together=together), timeout=300)
 
 
 @pytest.mark.parametrize("env", [{"BYTEPS_ENABLE_IPC": "0"}, {"PS_RESEND": "1"}], ids=["zmq", "resend"])
 def test_transports(cluster, env):
-    cluster(workers=2, servers=2, env=dict(PATIENT, **env)).run(values_attention, values_ffn, args=dict(together=True), timeout=WAIT)
+    cluster(workers=2, servers=2, env=env).run(values_attention, values_ffn, args=dict(together=True), timeout=WAIT)
 
 
 # fp8 and packed types, with scales, bit for bit, and with no rows.
@@ -145,12 +144,12 @@ def types_ffn(n):
 
 
 def test_types(cluster):
-    cluster(workers=2, env=PATIENT).run(types_attention, types_ffn, timeout=WAIT)
+    cluster(workers=2).run(types_attention, types_ffn, timeout=WAIT)
 
 
 # A lost rank, and another one in its place.
 
-QUICK = dict(PATIENT, STEPAF_REPLACE_TIMEOUT="60")
+QUICK = {"STEPAF_REPLACE_TIMEOUT": "60"}
 
 
 def side_of(n, **options):
@@ -403,7 +402,7 @@ def given_up_ffn(n):
 
 
 def test_given_up(cluster):
-    c = cluster(workers=2, env=PATIENT)
+    c = cluster(workers=2)
     (w0, w1), (server,) = c.start(given_up_attention, given_up_ffn)
     assert w1.hear(WAIT) == "gave up" and server.hear(WAIT) == "waited"
     w0.tell("go on")
@@ -413,9 +412,11 @@ def test_given_up(cluster):
 
 
 def uncounted_step_attention(n):
-    side = side_of(n, layers=1, timeout_ms=1000)
+    side = side_of(n, layers=1, timeout_ms=60000)
     x = torch.full((1, WIDTH), float(n.rank))
     side.send(0, x)
+    n.listen()  # the rows of both are there
+    side.timeout_ms = 1000
     with n.raises(TimeoutError, "stage 0"):
         side.recv(0)
     for _ in range(30):  # a new step, until both ranks have begun one
@@ -433,6 +434,7 @@ def uncounted_step_attention(n):
 def uncounted_step_ffn(n):
     side = side_of(n, layers=1, timeout_ms=60000)
     assert len(side.recv(0).ranks) == 2  # and answers none
+    n.tell("both")
     errors = 0
     while True:
         try:
@@ -447,7 +449,12 @@ def uncounted_step_ffn(n):
 
 
 def test_new_step_without_layers(cluster):
-    cluster(workers=2, env=PATIENT).run(uncounted_step_attention, uncounted_step_ffn, timeout=WAIT)
+    c = cluster(workers=2)
+    attentions, (server,) = c.start(uncounted_step_attention, uncounted_step_ffn)
+    assert server.hear(WAIT) == "both"
+    for p in attentions:
+        p.tell("go on")
+    c.finish(WAIT)
 
 
 # A comparison that failed is made again.
@@ -470,7 +477,7 @@ def compared_ffn(n):
 
 
 def test_comparison_is_made_again(cluster):
-    c = cluster(env=PATIENT)
+    c = cluster()
     (w,), (server,) = c.start(compared_attention, compared_ffn)
     assert w.hear(WAIT) == "failed twice"
     server.tell("go on")
@@ -495,40 +502,54 @@ def unlike_ffn(n):
 
 
 def test_unlike(cluster):
-    cluster(workers=2, env=PATIENT).run(unlike_attention, unlike_ffn, timeout=WAIT)
+    cluster(workers=2).run(unlike_attention, unlike_ffn, timeout=WAIT)
 
 
 def counts_attention(n):
-    side = side_of(n, timeout_ms=1000)
+    side = side_of(n, timeout_ms=60000)
     side.send_control(b"3 rows")
     side.send(0, torch.zeros(4, WIDTH))
+    n.listen()  # the FFN rank has said what is wrong
     with n.raises(TimeoutError, "attention %d" % n.rank, "stage 0", "ffn 0"):
-        side.recv(0)
+        side.recv(0, timeout_ms=300)
     side.send(1, torch.zeros(1, WIDTH), layer=n.rank)
+    n.listen()
     with n.raises(TimeoutError, "attention %d" % n.rank, "stage 1, layer %d" % n.rank, "ffn 0"):
-        side.recv(1)
+        side.recv(1, timeout_ms=300)
     if n.rank == 0:
         side.send(1, torch.zeros(1, WIDTH))
+        n.listen()
         with n.raises(TimeoutError, "stage 1, layer 0, ffn 0"):
-            side.recv(1)
+            side.recv(1, timeout_ms=300)
     n.f.barrier(True, True)
 
 
 def counts_ffn(n):
-    side = side_of(n, timeout_ms=500)
+    side = side_of(n, timeout_ms=60000)
     assert side.recv_control() == {0: b"3 rows", 1: b"3 rows"}
     side.expect({0: {0: 4, 1: 3}})
     with n.raises(Mismatch, "stage 0", "attention 1 sent 4 rows", "ffn 0 was told of 3"):
         side.recv(0)
+    n.tell("rows")
+    side.timeout_ms = 5000  # for so long one of the two may be of a lost rank
     with n.raises(Mismatch, "attention 0 sent layer 0", "attention 1 layer 1", "ffn 0"):
         side.recv(1)
+    n.tell("layers")
+    side.timeout_ms = 500
     with n.raises(TimeoutError, "ffn 0", "stage 1, layer 0 of attention 0 is here", "none of attention 1", "500 ms"):
         side.recv(1)
+    n.tell("missing")
     n.f.barrier(True, True)
 
 
 def test_counts(cluster):
-    cluster(workers=2, env=PATIENT).run(counts_attention, counts_ffn, timeout=WAIT)
+    c = cluster(workers=2)
+    attentions, (server,) = c.start(counts_attention, counts_ffn)
+    for wrong in ("rows", "layers", "missing"):
+        assert server.hear(WAIT) == wrong
+        for p in attentions:
+            p.tell("go on")
+    c.finish(WAIT)
 
 
 def stranger_attention(n):
@@ -549,7 +570,7 @@ def stranger_ffn(n):
 
 
 def test_stranger(cluster):
-    cluster(env=PATIENT).run(stranger_attention, stranger_ffn, timeout=WAIT)
+    cluster().run(stranger_attention, stranger_ffn, timeout=WAIT)
 
 
 # Wrong input.
@@ -609,7 +630,7 @@ def refused_ffn(n):
 
 
 def test_refused(cluster):
-    cluster(env=PATIENT).run(refused_attention, refused_ffn, timeout=WAIT)
+    cluster().run(refused_attention, refused_ffn, timeout=WAIT)
 
 
 # Joining and leaving as engines do: FFN rank 0 brings the scheduler, which ends with the cluster.
@@ -641,7 +662,7 @@ def join_ffn(n):
 
 
 def test_join(cluster):
-    c = cluster(workers=3, servers=2, env=PATIENT)
+    c = cluster(workers=3, servers=2)
     for i in range(3):
         c.spawn("worker", join_attention, rank=i)
     for i in range(2):
@@ -687,7 +708,7 @@ def miscounted(n):
 
 def test_counts_of_ranks_differ(cluster):
     """3 attention ranks say some nodes, 2 another one."""
-    c = cluster(workers=2, servers=1, env=PATIENT)
+    c = cluster(workers=2, servers=1)
     c.spawn("scheduler", harness.scheduler)
     w = c.spawn("worker", miscounted, rank=0, args=dict(role="attention", attention=3))
     text = w.hear(WAIT)

@@ -153,12 +153,14 @@ def test_steps(cluster, attentions, ffns):
 
 @harness.by_hand
 def miscounting_attention(n):
-    connectors, c = engine(n, extra=dict(timeout_ms=3000))
+    connectors, c = engine(n)
     c.init_afd_connector()
     p = payload(connectors, n.rank, 1, n.workers)  # another step's counts on rank 1
     c.control_plane.send_dp_metadata_list(p)
     metadata = connectors.AFDTransferMetadata.create_attention_metadata(layer_idx=0, stage_idx=0, seq_len=1)
     c.send_attn_output(torch.zeros(1, WIDTH), connectors.AFDTransferContext(metadata=metadata))
+    n.listen()  # nobody will answer
+    c.side.timeout_ms = 300
     with pytest.raises(f.Error, match="attention %d: stage 0, layer 0, ffn 0" % n.rank):
         c.recv_ffn_output(torch.zeros(1, WIDTH))
     c.close()
@@ -175,14 +177,16 @@ def miscounting_ffn(n):
     c.control_plane.update_state_from_dp_metadata(payload(connectors, 1, 1, n.workers))
     with pytest.raises(Mismatch, match="attention 0 sent 1 rows, ffn 0 was told of 4"):
         c.recv_attn_output(0)
+    n.tell("raised")
     c.close()
 
 
 def test_miscounting(cluster):
     c = cluster(workers=2)
-    for i in range(2):
-        c.spawn("worker", miscounting_attention, rank=i)
-    c.spawn("server", miscounting_ffn)
+    attentions = [c.spawn("worker", miscounting_attention, rank=i) for i in range(2)]
+    assert c.spawn("server", miscounting_ffn).hear(WAIT) == "raised"
+    for p in attentions:
+        p.tell("go on")
     c.finish(WAIT)
 
 
@@ -191,7 +195,7 @@ def test_miscounting(cluster):
 
 @harness.by_hand
 def early_attention(n):
-    connectors, c = engine(n, extra=dict(timeout_ms=3000))
+    connectors, c = engine(n)
     c.init_afd_connector()
     h = torch.ones(2, WIDTH)
     for layers in (2, 1):
@@ -202,6 +206,8 @@ def early_attention(n):
             c.send_attn_output(h, connectors.AFDTransferContext(metadata=metadata))
             if layers == 2:
                 c.recv_ffn_output(h)
+    n.listen()  # nobody will answer
+    c.side.timeout_ms = 300
     with pytest.raises(f.Error, match="stage 0, layer 0, ffn 0"):
         c.recv_ffn_output(h)
     c.close()
@@ -219,13 +225,15 @@ def early_ffn(n):
         c.send_ffn_output(got.hidden_states, got.context)
     with pytest.raises(Mismatch, match="sent layer 0 after layer 1 of the same step"):
         c.recv_attn_output(ubatch_idx=0)
+    n.tell("raised")
     c.close()
 
 
 def test_step_that_ended_early(cluster):
     c = cluster()
-    c.spawn("worker", early_attention)
-    c.spawn("server", early_ffn)
+    attention = c.spawn("worker", early_attention)
+    assert c.spawn("server", early_ffn).hear(WAIT) == "raised"
+    attention.tell("go on")
     c.finish(WAIT)
 
 

@@ -99,7 +99,7 @@ func TestKilled(t *testing.T) {
 			}
 			old := w
 			before := bytes.Clone(old.Bytes())
-			nodetest.Lost(t, c.Scheduler, van.WorkerID(1))
+			testcluster.Lost(t, c.Scheduler, van.WorkerID(1))
 			p = nodetest.Spawn(t, c, "worker", 1, "puts")
 			if err := comm.Rebuild(t.Context()); err != nil {
 				t.Fatalf("round %d: %v", round, err)

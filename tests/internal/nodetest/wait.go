@@ -2,8 +2,6 @@ package nodetest
 
 import (
 	"context"
-	"fmt"
-	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -30,13 +28,6 @@ func Eventually(t testing.TB, d time.Duration, what string, ok func() bool) {
 			t.Fatalf("not within %s: %s", d, what)
 		}
 	}
-}
-
-// Lost waits until n counts peer id among the dead. A node that is to take its place
-// is refused as long as the scheduler does not.
-func Lost(t testing.TB, n *postoffice.Node, id int) {
-	t.Helper()
-	Eventually(t, patience, fmt.Sprintf("%s notices that node %d is gone", n.Name(), id), func() bool { return slices.Contains(n.DeadNodes(0), id) })
 }
 
 // Returns waits until peer id of all nodes is there again, after join has made it
