@@ -4,7 +4,9 @@ package postoffice
 
 import (
 	"fmt"
+	"math"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -35,6 +37,7 @@ type notices struct {
 	van       van.Van
 	mu        sync.Mutex
 	by        map[int][]notice
+	sent      atomic.Int32 // how many have been sent; the timestamp of the last one
 }
 
 // withdraw tells node id that these answers are no longer awaited.
@@ -53,7 +56,8 @@ func (s *notices) send(id, app int, w Withdrawn) {
 	msg := &van.Message{}
 	msg.Reset()
 	msg.Sender, msg.Receiver = s.self.ID(), id
-	msg.Control.Cmd, msg.Timestamp = van.Heartbeat, w.First
+	// PS_RESEND would take the timestamps of one customer for earlier ones of another.
+	msg.Control.Cmd, msg.Timestamp = van.Heartbeat, s.sent.Add(1)&math.MaxInt32
 	msg.Body = fmt.Appendf(nil, "%s%d %d %d %d", withdrawPrefix, app, w.Customer, w.First, w.Count)
 	s.processes.stamp(&msg.Meta, s.processes.of(id))
 	s.self.logMessage("send", id, &msg.Meta)

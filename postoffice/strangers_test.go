@@ -97,6 +97,33 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 	}, testcluster.InProc)
 }
 
+// TestGivenUpOfTwoCustomers: with PS_RESEND a server hears what every application has given up,
+// whatever the timestamps of others were.
+func TestGivenUpOfTwoCustomers(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.Resend = true }})
+	heard := make(chan postoffice.Withdrawn, 1)
+	for _, app := range []int{7, 8} {
+		x, err := c.Servers[0].App().AddCustomer(app, app, func(*van.Message) {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		x.OnWithdrawn(func(w postoffice.Withdrawn) { heard <- w })
+	}
+	for _, w := range []postoffice.Withdrawn{{First: 900_000_000, Count: 1}, {First: 100_000_000, Count: 2}, {First: 100_000_005, Count: 1}} {
+		app := 7 + int(w.Count)%2
+		w.Customer = int32(app)
+		c.Workers[0].Withdraw(van.ServerID(0), app, w)
+		select {
+		case got := <-heard:
+			if w.Sender = van.WorkerID(0); got != w {
+				t.Errorf("the server hears of %+v, want %+v", got, w)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatalf("the server does not hear of %+v", w)
+		}
+	}
+}
+
 // TestGivenUpByAStranger: what a process gives up before this node knows of it does not
 // reach an application, whether its requests are held here or come later, as from a
 // transport that held them.
