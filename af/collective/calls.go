@@ -3,9 +3,11 @@ package collective
 // The calls: which parts of which tensors they ask for and give.
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/van"
@@ -24,8 +26,8 @@ func (c *Comm) AllGather(out, in af.Tensor) (Op, error) {
 	if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), own)); err != nil {
 		return Op{}, err
 	}
-	if err := c.copyOwn(own, in.Mem()); err != nil {
-		return Op{}, c.failed(kinds[k.kind], err)
+	if err := c.check(k, c.copyOwn(own, in.Mem())); err != nil {
+		return Op{}, err
 	}
 	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: everybody}, give: share{mem: in.Mem(), of: everybody}})
 }
@@ -40,8 +42,8 @@ func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
 	if err := c.check(k, c.apartFrom(out, []af.Tensor{in}, 0)); err != nil {
 		return Op{}, err
 	}
-	if err := c.copyOwn(out[c.self].Mem(), in.Mem()); err != nil {
-		return Op{}, c.failed(kinds[k.kind], err)
+	if err := c.check(k, c.copyOwn(out[c.self].Mem(), in.Mem())); err != nil {
+		return Op{}, err
 	}
 	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{mem: in.Mem(), of: everybody}})
 }
@@ -60,8 +62,8 @@ func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
 	if err := c.check(k, c.apartFrom(out, in, c.self)); err != nil {
 		return Op{}, err
 	}
-	if err := c.copyOwn(out[c.self].Mem(), in[c.self].Mem()); err != nil {
-		return Op{}, c.failed(kinds[k.kind], err)
+	if err := c.check(k, c.copyOwn(out[c.self].Mem(), in[c.self].Mem())); err != nil {
+		return Op{}, err
 	}
 	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{list: in, of: everybody}})
 }
@@ -92,8 +94,8 @@ func (c *Comm) Gather(out, in af.Tensor, root int) (Op, error) {
 		if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), own)); err != nil {
 			return Op{}, err
 		}
-		if err := c.copyOwn(own, in.Mem()); err != nil {
-			return Op{}, c.failed(kinds[k.kind], err)
+		if err := c.check(k, c.copyOwn(own, in.Mem())); err != nil {
+			return Op{}, err
 		}
 	}
 	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: c.ifRoot(root)}, give: share{mem: in.Mem(), of: root}})
@@ -116,8 +118,8 @@ func (c *Comm) Scatter(out, in af.Tensor, root int) (Op, error) {
 		if err := c.check(k, apart("in", in.Mem(), "out", out.Mem(), own)); err != nil {
 			return Op{}, err
 		}
-		if err := c.copyOwn(out.Mem(), own); err != nil {
-			return Op{}, c.failed(kinds[k.kind], err)
+		if err := c.check(k, c.copyOwn(out.Mem(), own)); err != nil {
+			return Op{}, err
 		}
 	}
 	return c.start(&plan{call: k, ask: share{mem: out.Mem(), of: root}, give: share{mem: in.Mem(), by: 1, of: c.ifRoot(root)}})
@@ -205,8 +207,8 @@ func (c *Comm) reserveTwo(a, b *plan) (*op, Op, error) {
 		return nil, Op{}, err
 	}
 	o2, err := c.reserve(b)
-	if err != nil { // it has failed meanwhile
-		o1.end(err)
+	if err != nil { // it has failed meanwhile, or a rank has left
+		c.fail(err) // which ends o1
 		return nil, Op{}, err
 	}
 	c.mu.Lock()
@@ -254,7 +256,7 @@ func (c *Comm) ifRoot(root int) int {
 func (c *Comm) check(k call, errs ...error) error {
 	for _, err := range errs {
 		if err != nil {
-			return &van.Error{Op: kinds[k.kind], Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id), Err: err}
+			return c.refused(kinds[k.kind], err)
 		}
 	}
 	return nil
@@ -286,9 +288,12 @@ func apart(aName string, a backend.Mem, bName string, b, may backend.Mem) error 
 	return fmt.Errorf("%w: %s shares memory with %s", van.ErrInvalid, bName, aName)
 }
 
-// apartFrom refuses tensors in of which one shares bytes with one of out; in[own] may be this rank's
-// of out.
+// apartFrom refuses tensors out that share bytes, and tensors in of which one shares bytes with one of
+// out; in[own] may be this rank's of out.
 func (c *Comm) apartFrom(out, in []af.Tensor, own int) error {
+	if err := disjoint(out); err != nil {
+		return err
+	}
 	a, b := bounds(out), bounds(in)
 	if a[1] <= b[0] || b[1] <= a[0] {
 		return nil // two buffers, as most calls have
@@ -302,6 +307,28 @@ func (c *Comm) apartFrom(out, in []af.Tensor, own int) error {
 			if err := apart("a part of out", out[r].Mem(), "in", in[i].Mem(), may); err != nil {
 				return err
 			}
+		}
+	}
+	return nil
+}
+
+// disjoint refuses tensors out that share bytes.
+func disjoint(out []af.Tensor) error {
+	type piece struct {
+		from, to uint64
+		rank     int
+	}
+	var few [16]piece // so many need nothing from the heap
+	l := few[:0]
+	for r := range out {
+		if m := out[r].Mem(); m.Len() > 0 {
+			l = append(l, piece{m.Addr(), m.Addr() + uint64(m.Len()), r})
+		}
+	}
+	slices.SortFunc(l, func(a, b piece) int { return cmp.Compare(a.from, b.from) })
+	for i := 1; i < len(l); i++ {
+		if l[i].from < l[i-1].to {
+			return fmt.Errorf("%w: out for rank %d shares memory with out for rank %d", van.ErrInvalid, l[i].rank, l[i-1].rank)
 		}
 	}
 	return nil

@@ -66,7 +66,7 @@ type Comm struct {
 	left    error  // a rank has closed its end: calls in flight that do not need it go on
 	closed  bool
 	window  [maxInFlight]*op   // calls in flight, by number
-	asked   [][maxInFlight]ask // by rank and number: requests for calls that this rank has not made yet
+	asked   [][maxInFlight]ask // by rank and number: requests for calls that this rank has not made yet; others were answered
 	ranks   []rank
 	round   uint64 // of join, this node's
 	joining bool
@@ -342,13 +342,18 @@ func (c *Comm) tell(round uint64, why error) {
 	}
 }
 
+// refused is the error of a call that is not made. Nothing fails by it.
+func (c *Comm) refused(op string, err error) *van.Error {
+	return &van.Error{Op: op, Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id), Err: err}
+}
+
 // failed is the error of a call on a communicator that has failed.
 func (c *Comm) failed(op string, err error) error {
-	hint := "all ranks call Rebuild to go on"
-	if errors.Is(err, van.ErrClosed) {
-		hint = ""
+	e := c.refused(op, err)
+	if !errors.Is(err, van.ErrClosed) {
+		e.Hint = "all ranks call Rebuild to go on"
 	}
-	return &van.Error{Op: op, Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id), Hint: hint, Err: err}
+	return e
 }
 
 // Close ends the communicator on all ranks: calls in flight that need this rank fail there, and all

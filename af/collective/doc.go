@@ -18,8 +18,9 @@
 //
 // Any error of a call in flight ends the communicator on all ranks: a rank that is lost
 // (van.ErrPeerLost), a limit that passes (van.ErrTimeout), and calls that do not match
-// (ErrMismatch), where the error of every rank names both calls; but calls in which no rank asks
-// another one for anything, as Broadcasts each with its own rank as the root, end by the limit.
+// (ErrMismatch), where the error of every rank names both calls, or says that the other one has
+// ended; but calls in which no rank asks another one for anything, as Broadcasts each with its own
+// rank as the root, end by the limit.
 // After an error result tensors are the caller's again, with any contents. What others may still
 // be reading is so when Rebuild or Close has returned: all that this rank gives, and the result of
 // AllReduce, of which each rank gives a part. Who writes there before may change what a rank gets

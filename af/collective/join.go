@@ -116,11 +116,11 @@ func (c *Comm) beginRound(op string, refuted func(error)) (own hello, waiting []
 	defer c.mu.Unlock()
 	switch {
 	case c.closed:
-		return hello{}, nil, c.failed(op, van.ErrClosed)
+		return hello{}, nil, c.refused(op, van.ErrClosed)
 	case c.misfit != nil:
-		return hello{}, nil, c.failed(op, c.misfit)
+		return hello{}, nil, c.refused(op, c.misfit)
 	case c.joining:
-		return hello{}, nil, c.failed(op, fmt.Errorf("%w: another Rebuild is under way", van.ErrInvalid))
+		return hello{}, nil, c.refused(op, fmt.Errorf("%w: another Rebuild is under way", van.ErrInvalid))
 	}
 	c.joining, c.refuted = true, refuted
 	c.round = max(c.round+1, clock.Now())

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -51,6 +52,12 @@ func TestSharedMemory(t *testing.T) {
 		},
 		"AllGather, another's part": func() (Op, error) { return c.AllGather(part(0, 16), part(8, 8)) },
 		"AllGather, shifted":        func() (Op, error) { return c.AllGather(part(0, 16), part(1, 8)) },
+		"AllGatherV, parts of out": func() (Op, error) {
+			return c.AllGatherV([]af.Tensor{part(0, 8), part(7, 8)}, part(20, 8))
+		},
+		"AllToAll, parts of out": func() (Op, error) {
+			return c.AllToAll([]af.Tensor{part(8, 8), part(4, 5)}, []af.Tensor{part(16, 8), part(24, 5)})
+		},
 		"AllGatherV, another's part": func() (Op, error) {
 			return c.AllGatherV([]af.Tensor{part(0, 8), part(8, 8)}, part(8, 8))
 		},
@@ -77,6 +84,59 @@ func head(t af.Tensor, less int) af.Tensor {
 
 func tail(t af.Tensor, from int) af.Tensor {
 	return must(af.FromBytes(t.Bytes()[4*from:], af.Float32, int64(t.Len()/4-from)))
+}
+
+// TestMismatchWithOneThatHasEnded: a call that does not match is noticed, too, when the rank that it asks
+// has its part of the others' already.
+func TestMismatchWithOneThatHasEnded(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 3)
+	root := make(chan error, 1)
+	go func() { root <- wait(all[2].Broadcast(zeros(8), 2)) }()
+	if err := wait(all[1].Broadcast(zeros(8), 2)); err != nil {
+		t.Fatal(err)
+	}
+	if err := wait(all[0].Broadcast(zeros(8), 1)); !errors.Is(err, ErrMismatch) || !strings.Contains(err.Error(), "with root 1") {
+		t.Errorf("the rank with another root: %v, want ErrMismatch", err)
+	}
+	if err := <-root; !errors.Is(err, ErrMismatch) {
+		t.Errorf("the root: %v, want ErrMismatch", err)
+	}
+	onAll(t, 3, func(r int) error {
+		if err := all[r].Rebuild(t.Context()); err != nil {
+			return err
+		}
+		return all[r].Barrier(t.Context())
+	})
+}
+
+// TestAskedAgain: a request that comes again when its call has ended, as from a transport that has
+// forgotten it, is dropped, and nothing fails.
+func TestAskedAgain(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	c := all[0]
+	for seq, early := range []bool{false, true} { // it came before this rank had made the call
+		var ops [2]Op
+		for _, r := range [][]int{{0, 1}, {1, 0}}[seq] {
+			var err error
+			if ops[r], err = all[r].Broadcast(zeros(8), 0); err != nil {
+				t.Fatal(err)
+			}
+			for kept := false; early && r == 1 && !kept; runtime.Gosched() {
+				c.mu.Lock()
+				kept = c.asked[1][seq].kept
+				c.mu.Unlock()
+			}
+		}
+		onAll(t, 2, func(r int) error { return ops[r].Wait(t.Context()) })
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Request, m.Key, m.ValLen = c.ids[1], true, partKey(uint32(seq), 1), 8
+		m.Body = call{kind: broadcast, dtype: af.Uint8, bytes: 8}.appendAsk(nil, c.epoch)
+		if err := c.handle(m); !errors.Is(err, van.ErrMalformed) || !strings.Contains(err.Error(), "asked twice") {
+			t.Errorf("call %d: %v, want that it is asked for twice", seq, err)
+		}
+	}
+	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
 }
 
 // TestNamesWhoIsLate: who waits in vain is told for whom.

@@ -302,7 +302,7 @@ func (c *Comm) begin(o *op) {
 		a := *kept
 		found := a.kept && a.seq == o.seq && a.epoch == o.epoch
 		if found {
-			*kept = ask{}
+			kept.kept = false
 		}
 		c.mu.Unlock()
 		if found {
@@ -378,8 +378,7 @@ func (o *op) serve(a *ask) {
 	wanted := t.state != notWanted
 	c.mu.Unlock()
 	if err := o.fits(a, wanted); err != nil {
-		c.fail(&van.Error{Op: kinds[o.call.kind], Node: c.node.Name(), Peer: c.name(a.rank), Err: err})
-		c.refuse(&a.request, fmt.Errorf("rank %d: %w", c.self, err))
+		c.mismatch(&a.request, o.call.kind, err)
 		return
 	}
 	c.mu.Lock()
@@ -468,8 +467,8 @@ func (o *op) Finished(err error) {
 				r.Revoke(m) // a part that is late must not come there
 			}
 		}
+		o.c.fail(err) // first: who asks for a call that has ended well is refused
 		o.end(err)
-		o.c.fail(err)
 	}
 	for i := range o.into {
 		o.into[i].Release()

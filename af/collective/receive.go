@@ -26,7 +26,7 @@ type ask struct {
 	seq   uint32
 	call  call
 	bytes int  // wanted
-	kept  bool // this is one of Comm.asked
+	kept  bool // it waits for this rank's call
 }
 
 // receive handles a request. It runs on a goroutine of the transport.
@@ -145,12 +145,22 @@ func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
 	}
 	var o *op
 	if err == nil {
-		if o = c.window[seq%maxInFlight]; o == nil || o.seq != seq {
+		o = c.window[seq%maxInFlight]
+		last := &c.asked[rank][seq%maxInFlight]
+		again := last.epoch == epoch && last.seq == seq
+		switch {
+		case o == nil || o.seq != seq:
 			c.mu.Unlock()
-			return &van.FieldError{Field: "key", Value: seq, Want: "a call that is in flight, or a later one"}
-		}
-		if !o.begun {
+			if again {
+				return fmt.Errorf("%w: asked twice for call %d", van.ErrMalformed, seq)
+			}
+			// It has ended, so all who have a part in it have taken theirs.
+			c.mismatch(q, want.kind, fmt.Errorf("%w: call %d: %s there, here another one, which has ended", ErrMismatch, seq, want))
+			return nil
+		case !o.begun:
 			return c.keep(&a)
+		case !last.kept:
+			last.epoch, last.seq = epoch, seq
 		}
 		o.refs++ // while it is answered
 	}
@@ -166,17 +176,27 @@ func (c *Comm) receiveAsk(q *request, msg *van.Message) error {
 
 // keep keeps a until this rank makes the call. mu is held, and unlocked.
 func (c *Comm) keep(a *ask) error {
-	defer c.mu.Unlock()
 	old := &c.asked[a.rank][a.seq%maxInFlight]
-	switch same := old.kept && old.epoch == a.epoch && old.reply.Epoch == a.reply.Epoch; {
-	case same && old.seq == a.seq:
+	same, seq := old.kept && old.epoch == a.epoch && old.reply.Epoch == a.reply.Epoch, old.seq
+	if !same {
+		*old = *a
+		old.kept = true
+	}
+	c.mu.Unlock()
+	switch {
+	case same && seq == a.seq:
 		return fmt.Errorf("%w: asked twice for call %d", van.ErrMalformed, a.seq)
 	case same:
-		return fmt.Errorf("%w: asked for call %d and for call %d, no more than %d are in flight at once", van.ErrMalformed, a.seq, old.seq, maxInFlight)
+		c.mismatch(&a.request, a.call.kind, fmt.Errorf("%w: asked for call %d and for call %d, no more than %d are in flight at once", ErrMismatch, a.seq, seq, maxInFlight))
 	}
-	*old = *a
-	old.kept = true
 	return nil
+}
+
+// mismatch refuses a request for a part that does not go with the calls of this rank, of which
+// no later one would.
+func (c *Comm) mismatch(q *request, k kind, err error) {
+	c.fail(&van.Error{Op: kinds[k], Node: c.node.Name(), Peer: c.name(q.rank), Err: err})
+	c.refuse(q, fmt.Errorf("rank %d: %w", c.self, err))
 }
 
 // sendRequest sends a request without data.
