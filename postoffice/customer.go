@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"sync/atomic"
 	"time"
 
@@ -108,6 +109,16 @@ func (c *Customer) Open(r *Request, op string, sink Sink, n int, receivers []int
 		r.settle()
 	}
 	return nil
+}
+
+// Skip takes n timestamps, for messages that belong to no Request, and returns the first. After the
+// largest comes 0.
+func (c *Customer) Skip(n int32) (first int32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	first = c.next
+	c.next = (first + n) & math.MaxInt32
+	return first
 }
 
 // Abort fails a request whose messages could not all be sent.

@@ -1,13 +1,150 @@
 package window
 
 import (
+	"errors"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
 )
+
+// TestOneClosesFirst: a rank that closes its window before the others gives it up when they have closed
+// theirs, too: more windows than there are application ids can be opened one after the other.
+func TestOneClosesFirst(t *testing.T) {
+	of := Options{Signals: 1}
+	r := newRig(t, testcluster.Options{}, 2, of)
+	for range windowsEach + 44 {
+		if err := r.windows[0].Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.windows[1].WaitSignal(t.Context(), 0, 0); !errors.Is(err, van.ErrClosed) {
+			t.Fatalf("who waits for the closed window: %v", err)
+		}
+		if err := r.windows[1].Close(); err != nil {
+			t.Fatal(err)
+		}
+		r.all(func(i int) error {
+			r.free(r.windows[i])
+			w, err := Open(t.Context(), r.comms[i], of)
+			if err == nil {
+				r.windows[i] = w
+			}
+			return err
+		})
+	}
+}
+
+// free waits until the application id of a window is free.
+func (r *rig) free(w *Window) {
+	for end := time.Now().Add(testTime); ; runtime.Gosched() {
+		c, err := w.app.AddCustomer(w.id, w.id, func(*van.Message) {})
+		if err == nil {
+			c.Close()
+			return
+		}
+		if time.Now().After(end) {
+			r.Errorf("%v of rank %d: %v", w, w.self, err)
+			return
+		}
+	}
+}
+
+// TestCloseBehindOthers: the news that a rank has closed its window counts after what it has sent
+// before, though this rank is closing its own, and is not lost when that never comes.
+func TestCloseBehindOthers(t *testing.T) {
+	r := newRig(t, testcluster.Options{}, 2, Options{Signals: 1})
+	w, p := r.windows[1], r.windows[1].peers[0]
+	say := func(verb verb, seq uint64, signal uint16) {
+		n := note{verb: verb, seq: seq, signal: signal, window: w.tenant.Number, epoch: w.tenant.Epoch}
+		r.lie(n.append(nil), nil, int32(2*seq))
+	}
+	is := func(i uint64) bool {
+		p.recv.Lock()
+		defer p.recv.Unlock()
+		return p.early[i] != nil
+	}
+	early := func(i uint64) {
+		t.Helper()
+		for end := time.Now().Add(testTime); !is(i); runtime.Gosched() {
+			if p.gone.Load() != nil || time.Now().After(end) {
+				w.closed.Store(false)
+				t.Fatal("what was sent before has been overtaken")
+			}
+		}
+	}
+	w.closed.Store(true) // as while Close flushes
+	say(verbClose, 1, noSignal)
+	early(1)
+	say(verbPut, 0, 0)
+	if err := w.WaitSignal(t.Context(), 0, 0); err != nil {
+		t.Fatal(err)
+	}
+	w.closed.Store(false)
+	if err := w.WaitSignal(t.Context(), 0, 0); !errors.Is(err, van.ErrClosed) {
+		t.Fatalf("behind its end: %v", err)
+	}
+	p.gone.Store(nil)
+	say(verbClose, 3, noSignal)
+	early(3)
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if p.gone.Load() == nil {
+		t.Error("that the rank has closed was thrown away")
+	}
+}
+
+// TestSameIDWithResend: a window with the application id of an earlier one is not taken for it,
+// though PS_RESEND remembers that one's messages.
+func TestSameIDWithResend(t *testing.T) {
+	of := Options{Signals: 1}
+	r := newRig(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) { c.Resend = true }}, 2, of)
+	exchange := func(i int) error {
+		w := r.windows[i]
+		for range 5 {
+			if err := w.Signal(t.Context(), 1-i, 0); err != nil {
+				return err
+			}
+			if err := w.WaitSignal(t.Context(), 1-i, 0); err != nil {
+				return err
+			}
+			if err := w.Flush(t.Context(), 1-i); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	for range 3 {
+		r.all(exchange)
+		r.all(func(i int) error {
+			old := r.windows[i]
+			err := r.comms[i].Rebuild(t.Context())
+			_ = old.Close()
+			r.free(old)
+			for l := r.comms[i].Layer(); err == nil; {
+				tenant, e := l.Enter("try", func(int, error) {})
+				if err = e; err == nil {
+					tenant.Leave()
+					if appOf(tenant.Epoch, tenant.Number+1, l.ID()) == old.id {
+						break
+					}
+				}
+			}
+			if err != nil {
+				return err
+			}
+			w, err := Open(t.Context(), r.comms[i], of)
+			if err == nil {
+				r.windows[i] = w
+			}
+			return err
+		})
+	}
+}
 
 // TestFlushToWhoHasClosed: what a rank has taken before it closed its end has arrived, though the
 // transport lets go of its memory later.

@@ -175,22 +175,11 @@ func (p *peer) flushed(want uint64) bool {
 	return true
 }
 
-// lent is the range of messages whose memory a transport reads.
-func (p *peer) lent() (from, to uint64) {
-	from = ^uint64(0)
-	for i := range p.lendings {
-		if seq := p.lendings[i].seq.Load(); seq != 0 {
-			from, to = min(from, seq-1), max(to, seq)
-		}
-	}
-	return from, to
-}
-
 // post gives a message its number and sends it. send is held.
 func (p *peer) post(n *note, data backend.Mem) error {
 	w, seq := p.w, p.next.Load()
 	n.seq = seq
-	m := p.message(&p.out, n, true, timestamp(seq))
+	m := p.message(&p.out, n, true, w.timestamp(seq))
 	var l *lending
 	if data.Len() > 0 {
 		datamsg.SetData(m, keyMem, data, backend.Mem{}, van.TypeOther)
@@ -234,7 +223,7 @@ func (p *peer) sayClosed() {
 	p.send.Lock()
 	defer p.send.Unlock()
 	p.said = true
-	if p.over() != nil {
+	if err := p.over(); err != nil && err != errRankClosed { // who has closed waits for all others
 		return
 	}
 	n := note{verb: verbClose, signal: noSignal, taken: p.expected.Load(), bytes: p.takenBytes.Load()}

@@ -43,12 +43,12 @@ func (w *Window) handle(msg *van.Message) error {
 	}
 	p.recv.Lock()
 	defer p.recv.Unlock()
-	if w.closed.Load() && n.verb == verbClose {
+	if w.over.Load() != nil {
+		if !w.closed.Load() || n.verb != verbClose {
+			return errStale
+		}
 		p.leaves(&n)
 		return nil
-	}
-	if w.over.Load() != nil {
-		return errStale
 	}
 	switch ahead := n.seq - p.expected.Load(); {
 	case ahead >= ring:
@@ -132,7 +132,7 @@ func (w *Window) copyIn(offset int, data backend.Mem) error {
 func (p *peer) tell(taken, bytes uint64) {
 	p.told, p.toldBytes = taken, bytes
 	n := note{verb: verbTaken, signal: noSignal, taken: taken, bytes: bytes}
-	m := p.message(&p.answer, &n, false, timestamp(p.tells)|1)
+	m := p.message(&p.answer, &n, false, p.w.timestamp(p.tells)|1)
 	p.tells++
 	if err := p.w.app.Send(m); err != nil && p.w.over.Load() == nil && p.gone.Load() == nil {
 		p.w.layer.Fail(&van.Error{Op: "answer a put", Node: p.w.app.Name(), Peer: p.w.layer.Name(p.rank), Detail: p.w.String(), Err: err})
@@ -165,8 +165,10 @@ func (p *peer) leaves(n *note) {
 	if err := p.learn(n); err != nil {
 		p.w.refused.Add(1)
 	}
-	p.w.leave(p.rank, fmt.Errorf("%w: that rank's window", van.ErrClosed))
+	p.w.leave(p.rank, errRankClosed)
 }
+
+var errRankClosed = fmt.Errorf("%w: that rank's window", van.ErrClosed)
 
 // quiesce waits for who is sending to the rank, or taking what comes from it: the window is over,
 // and nobody else will.
@@ -177,6 +179,9 @@ func (p *peer) quiesce() {
 	defer p.recv.Unlock()
 	for i, msg := range p.early {
 		if msg != nil {
+			if n, _ := parse(msg.Body); n.verb == verbClose { // it has overtaken what does not matter any more
+				p.leaves(&n)
+			}
 			msg.Release()
 			p.early[i] = nil
 		}

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -35,7 +36,8 @@ type Window struct {
 	app      postoffice.App
 	tenant   *collective.Tenant
 	customer *postoffice.Customer
-	id       int // of the application, and of the customer
+	id       int          // of the application, and of the customer
+	first    atomic.Int32 // timestamp of the first message, even
 	mem      backend.Mem
 	signals  int
 	self     int
@@ -65,18 +67,15 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	w.tenant = tenant
 	w.mem.Retain()
 	if bad == nil {
-		// Indices begin anywhere, so that a transport which remembers messages by application
-		// does not take this window for an earlier one.
-		index := (tenant.Epoch*0x9E3779B97F4A7C15>>56 + uint64(tenant.Number)) % windowsEach
-		w.id = appBase + w.layer.ID()*windowsEach + int(index)
+		w.id = appOf(tenant.Epoch, tenant.Number, w.layer.ID())
 		w.customer, bad = w.app.AddCustomer(w.id, w.id, w.receive) // which may be called before it returns
+		if bad == nil {
+			w.first.Store(w.customer.Skip(0) &^ 1)
+		}
 	}
 	if err := w.agree(ctx, c, bad); err != nil {
 		w.fail(err)
-		w.end()
-		for _, p := range w.peers {
-			p.quiesce() // a rank for which all is well may have put already
-		}
+		w.end() // a rank for which all is well may have put already
 		w.mem.Release()
 		return nil, &van.Error{Op: "open window", Node: w.app.Name(), Detail: fmt.Sprintf("communicator %d, window %d", w.layer.ID(), tenant.Number), Err: err}
 	}
@@ -201,7 +200,7 @@ func (w *Window) leave(rank int, err error) {
 	if p := w.peers[rank]; p.gone.CompareAndSwap(nil, &err) {
 		p.wakeAll()
 	}
-	if w.closed.Load() && w.alone() {
+	if w.closed.Load() && w.over.Load() != nil && w.alone() {
 		go w.end() // this may be a delivery to the customer
 	}
 }
@@ -216,11 +215,18 @@ func (w *Window) alone() bool {
 	return true
 }
 
-// end takes the window off its node.
+// end takes the window off its node, when it is over. A later one with its application id goes on
+// behind its timestamps.
 func (w *Window) end() {
 	w.ended.Do(func() {
+		used := uint64(0)
+		for _, p := range w.peers {
+			p.quiesce()
+			used = max(used, p.next.Load(), p.tells)
+		}
 		w.tenant.Leave()
 		if w.customer != nil {
+			w.customer.Skip(int32(2 * used & math.MaxInt32))
 			w.customer.Close()
 		}
 	})
@@ -280,11 +286,9 @@ func (w *Window) takeBack(ctx context.Context) error {
 		return nil
 	}
 	if x, ok := van.As[van.Recaller](w.app.Van()); ok {
-		for _, p := range w.peers {
-			if from, to := p.lent(); from < to {
-				x.Recall(van.Requests{App: int32(w.id), Customer: int32(w.id), First: timestamp(from), Count: int32(2 * (to - from))})
-			}
-		}
+		w.lent(func(seq uint64) {
+			x.Recall(van.Requests{App: int32(w.id), Customer: int32(w.id), First: w.timestamp(seq), Count: 1})
+		})
 		return nil
 	}
 	tick := time.NewTicker(time.Millisecond)
@@ -299,18 +303,27 @@ func (w *Window) takeBack(ctx context.Context) error {
 	return nil
 }
 
-// lends tells whether a transport reads memory of puts.
-func (w *Window) lends() bool {
+// lent calls f with the numbers of messages of which a transport reads memory.
+func (w *Window) lent(f func(seq uint64)) {
 	for _, p := range w.peers {
-		if a, b := p.lent(); a < b {
-			return true
+		for i := range p.lendings {
+			if seq := p.lendings[i].seq.Load(); seq != 0 {
+				f(seq - 1)
+			}
 		}
 	}
-	return false
+}
+
+// lends tells whether there are any.
+func (w *Window) lends() (any bool) {
+	w.lent(func(uint64) { any = true })
+	return any
 }
 
 // timestamp is that of the message with a number: even, since those of other messages are odd.
-func timestamp(seq uint64) int32 { return int32(seq << 1 & 0x7FFFFFFF) }
+func (w *Window) timestamp(seq uint64) int32 {
+	return int32((uint64(w.first.Load()) + seq<<1) & math.MaxInt32)
+}
 
 // timeout makes the end of a context's time van.ErrTimeout.
 func timeout(cause error) error {

@@ -16,6 +16,13 @@ const (
 	windowsEach = 1 << 8
 )
 
+// appOf is the application id of a window. Indices begin anywhere in each epoch, so that an earlier
+// epoch's window that somebody has not closed is rarely in the way.
+func appOf(epoch uint64, number uint32, communicator int) int {
+	index := (epoch*0x9E3779B97F4A7C15>>56 + uint64(number)) % windowsEach
+	return appBase + communicator*windowsEach + int(index)
+}
+
 // dataKey is in the key frame of messages with data. Nothing looks anything up by it.
 const dataKey = 0x5AF<<48 | 1
 
