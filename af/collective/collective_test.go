@@ -360,6 +360,7 @@ func TestLost(t *testing.T) {
 				t.Errorf("rank %d: a later call: %v, want ErrPeerLost and what to do", r, err)
 			}
 		}
+		testcluster.Lost(t, c.Scheduler, van.WorkerID(1))
 		onAll(t, 3, func(r int) error {
 			if r != 1 {
 				return all[r].Rebuild(t.Context())

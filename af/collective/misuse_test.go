@@ -153,7 +153,7 @@ func TestNamesWhoIsLate(t *testing.T) {
 				return err
 			})
 			late := all[0]
-			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second) // in which ranks 1 and 2 are heard
 			defer cancel()
 			ops := make(chan error, 2)
 			for _, c := range all[1:3] { // they wait for as long as their communicators last

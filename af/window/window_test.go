@@ -29,7 +29,7 @@ func transports(t *testing.T, test func(t *testing.T, o testcluster.Options)) {
 	t.Run("rdma", func(t *testing.T) { test(t, overRDMA(t)) })
 	t.Run("resend", func(t *testing.T) {
 		test(t, testcluster.Options{Over: testcluster.TCP, Set: func(c *postoffice.Config) {
-			c.Resend, c.ResendTimeout, c.DropMsg = true, 20*time.Millisecond, 5
+			c.Resend, c.ResendTimeout, c.DropMsg = true, 100*time.Millisecond, 5
 		}})
 	})
 }
@@ -342,6 +342,7 @@ func TestLost(t *testing.T) {
 			}
 		}
 		old := r.windows[0]
+		testcluster.Lost(t, r.c.Scheduler, van.WorkerID(1))
 		r.all(func(i int) error {
 			var err error
 			if i == 1 {

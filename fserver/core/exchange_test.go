@@ -211,7 +211,7 @@ func TestExchangeInGraph(t *testing.T) {
 	g := dev.Capture(4)
 	for _, captured := range []func() error{
 		func() error { _, err := x.Start(4, true, 2); return err },
-		func() error { return x.Wait(4, 20*time.Millisecond, time.Second) },
+		func() error { return x.Wait(4, 20*time.Second, time.Second) },
 	} {
 		if err := captured(); err != ErrCaptured {
 			t.Fatal(err)

@@ -41,6 +41,7 @@ func TestLostInstance(t *testing.T) {
 	}
 	join := func(rank int) {
 		t.Helper()
+		testcluster.Lost(t, c.Scheduler, van.WorkerID(rank))
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 		defer cancel()
 		if _, err := c.Join(ctx, "worker", rank, nil); err != nil {

@@ -423,6 +423,7 @@ func TestLostRank(t *testing.T) {
 				back <- struct{}{}
 			}
 		})()
+		testcluster.Lost(t, c.Scheduler, van.ServerID(1))
 		n, err := c.Join(ctx, "server", 1, nil)
 		if err != nil {
 			t.Fatal(err)

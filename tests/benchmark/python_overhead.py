@@ -78,11 +78,18 @@ def node(role, library, size, hold, prepared):
 
 
 def free_port():
+    """Below the ports that the kernel assigns to connections."""
+    import random
     import socket
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    while True:
+        port = random.randrange(10000, 20000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
 
 
 class Cluster:

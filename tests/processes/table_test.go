@@ -144,7 +144,7 @@ func TestSchedulerBack(t *testing.T) {
 				t.Fatalf("no barrier works: %v; %v", errA, errB)
 			}
 		}
-		within(t, back, 5*time.Second, "the next barrier")
+		within(t, back, 5*time.Second+slack, "the next barrier")
 		for i := range 2 {
 			if s := c.Get("worker", i).State(); s.Stats.Failed > 0 {
 				t.Errorf("worker %d: %s: want no call that failed", i, s)

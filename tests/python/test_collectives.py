@@ -99,7 +99,7 @@ def values_worker(n):
 
 @pytest.mark.parametrize("env", [{}, {"BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
 def test_values(cluster, env):
-    cluster(workers=3, servers=2, lib=HOST, env=env).run(values_worker, values_server, timeout=120)
+    cluster(workers=3, servers=2, lib=HOST, env=env).run(values_worker, values_server)
 
 
 def group_worker(n):
@@ -114,7 +114,7 @@ def group_server(n):
 
 
 def test_group(cluster):
-    cluster(workers=2, servers=1, group=2, lib=HOST).run(group_worker, group_server, timeout=120)
+    cluster(workers=2, servers=1, group=2, lib=HOST).run(group_worker, group_server)
 
 
 class OnGPU:
@@ -215,7 +215,7 @@ def misuse_worker(n):
 
 
 def test_misuse(cluster):
-    cluster(workers=2, servers=1, lib=HOST).run(misuse_worker, idle_server, timeout=120)
+    cluster(workers=2, servers=1, lib=HOST).run(misuse_worker, idle_server)
 
 
 def idle_server(n):
@@ -340,4 +340,4 @@ def arrays_worker(n):
 
 @pytest.mark.parametrize("lib", ARRAYS)
 def test_arrays(cluster, lib):
-    cluster(workers=2, servers=1, lib=lib).run(arrays_worker, idle_server, timeout=120)
+    cluster(workers=2, servers=1, lib=lib).run(arrays_worker, idle_server)

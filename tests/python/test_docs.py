@@ -3,14 +3,13 @@
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 
+import harness
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-OURS = ("DMLC_", "STEPMESH_", "STEPAF_", "BYTEPS_", "PS_")
 
 
 def blocks():
@@ -41,12 +40,6 @@ def numberless(line):
     return line.strip()
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def name(run):
     return " ".join(re.findall(r"\w+\.py|stepaf", run[0])[-2:])
 
@@ -61,11 +54,11 @@ def test_run(run, tmp_path):
         pytest.skip("this program of the page uses NumPy, which this Python has not")
     for file, text in programs.items():
         (tmp_path / file).write_text(text, encoding="utf-8")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(harness.OURS)}
     environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.path.join(ROOT, "bin"), environ["PATH"]])
-    commands = "set -eu\n" + commands.replace("8123", str(free_port()))
+    commands = "set -eu\n" + commands.replace("8123", str(harness.free_port()))
     done = subprocess.run(
-        ["timeout", "50", "bash", "-c", commands], cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL,
+        ["timeout", "170", "bash", "-c", commands], cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said = f"{commands}\nstatus {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, said

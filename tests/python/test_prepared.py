@@ -74,7 +74,7 @@ def values_server(n):
 
 @pytest.mark.parametrize("env", [{}, {"BYTEPS_ENABLE_IPC": "0"}], ids=["shm", "zmq"])
 def test_values(cluster, env):
-    cluster(workers=2, servers=2, lib=HOST, env=env).run(values_worker, values_server, timeout=120)
+    cluster(workers=2, servers=2, lib=HOST, env=env).run(values_worker, values_server)
 
 
 # Some of the servers, in any order.

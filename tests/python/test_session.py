@@ -68,7 +68,7 @@ def controller(n):
     import numpy as np
     from fserver import session
 
-    with session.open() as s:
+    with session.open(timeout_ms=60000) as s:  # the ranks import NumPy meanwhile
         assert s.ranks == 3
         for v in (None, True, -5, 2.5, "text \u00e4", b"bytes", np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.int8),
                   np.array(3.5), np.ones(1 << 20, np.uint8), np.arange(5)[::2]):

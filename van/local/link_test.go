@@ -494,10 +494,10 @@ func TestSilentPeer(t *testing.T) {
 	if err := worker.Connect(t.Context(), 8, server.self); err != nil {
 		t.Fatal(err)
 	}
-	if d := time.Since(begun); d > linkTime/2 {
+	if d := time.Since(begun); d >= linkTime {
 		t.Errorf("Connect took %s", d)
 	}
-	if linked, d := worker.Linked(8), time.Since(begun); linked || d < linkTime || d > linkTime+2*time.Second {
+	if linked, d := worker.Linked(8), time.Since(begun); linked || d < linkTime || d > linkTime+10*time.Second {
 		t.Errorf("linked %t after %s, want no link after %s", linked, d, linkTime)
 	}
 	worker.must(data(8, 1, []byte("x")))
@@ -520,13 +520,21 @@ func TestIdle(t *testing.T) {
 		}
 		return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 	}
-	before, begun := used(), time.Now()
-	timer.Reset(2 * time.Second)
-	<-timer.C
-	share := float64(used()-before) / float64(time.Since(begun))
-	t.Logf("%.2f %% of a core", 100*share)
-	if share > 0.02 {
-		t.Errorf("two idle nodes use %.2f %% of a core, want less than 1 %% each", 100*share)
+	// What burns the processor does so in every window; what else the machine does makes ours
+	// dearer in some.
+	for window := 1; ; window++ {
+		before, begun := used(), time.Now()
+		timer.Reset(2 * time.Second)
+		<-timer.C
+		share := float64(used()-before) / float64(time.Since(begun))
+		t.Logf("%.2f %% of a core", 100*share)
+		if share <= 0.02 {
+			break
+		}
+		if window == 3 {
+			t.Errorf("two idle nodes use %.2f %% of a core, want less than 1 %% each", 100*share)
+			break
+		}
 	}
 	worker.must(data(8, 1, []byte("x")))
 	server.next().Release()

@@ -202,8 +202,8 @@ func TestStranger(t *testing.T) {
 	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
 	worker.start()
 	server.start()
-	worker.connect(server)
 	begun := time.Now()
+	worker.connect(server)
 	worker.must(data(8, 1, []byte("x")))
 	server.next().Release()
 	if d := time.Since(begun); d < holdTime/2 {

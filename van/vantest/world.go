@@ -192,7 +192,7 @@ func (w *world) end() {
 	}
 	all.Wait()
 	var left []string
-	for end := time.Now().Add(5 * time.Second); ; {
+	for end := time.Now().Add(20 * time.Second); ; {
 		left = left[:0]
 		for g := range stacks() {
 			if !w.before[g] {

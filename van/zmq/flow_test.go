@@ -260,17 +260,17 @@ func TestHoldEnds(t *testing.T) {
 	worker.must(t, push(8, 0, make([]byte, 100)))
 	server.next(t)
 	c := (*worker.peers.Load())[8]
-	if !worker.noticed(c, []byte("stepaf/1 hold 300")) {
+	at := time.Now()
+	if !worker.noticed(c, []byte("stepaf/1 hold 1500")) {
 		t.Fatal("the notice was not taken")
 	}
-	at := time.Now()
 	worker.must(t, push(8, 1, make([]byte, 100)))
 	worker.must(t, heartbeat(8, 7))
 	if m := server.next(t); m.Timestamp != 7 {
 		t.Errorf("got message %d, want the control message", m.Timestamp)
 	}
-	if m := server.next(t); m.Timestamp != 1 || time.Since(at) < 250*time.Millisecond {
-		t.Errorf("got message %d after %s, want 1 after 300 ms", m.Timestamp, time.Since(at))
+	if m := server.next(t); m.Timestamp != 1 || time.Since(at) < 1450*time.Millisecond {
+		t.Errorf("got message %d after %s, want 1 after 1.5 s", m.Timestamp, time.Since(at))
 	}
 	for _, s := range []string{"stepaf/1 hold", "stepaf/1 hold x", "stepaf/1 hold -1", "stepaf/1 hold 99999999999999", "stepaf/1 error x", "", "stepaf/1 goo"} {
 		if worker.noticed(c, []byte(s)) {

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/exec"
 	"strings"
@@ -14,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -114,12 +114,7 @@ func TestDemo(t *testing.T) {
 // TestSchedulerSignal: a scheduler that waits for nodes ends cleanly.
 func TestSchedulerSignal(t *testing.T) {
 	for signal, status := range map[syscall.Signal]int{syscall.SIGINT: 130, syscall.SIGTERM: 143} {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		port := l.Addr().(*net.TCPAddr).Port
-		l.Close()
+		port := testcluster.FreePort(t)
 		cmd := command(t, []string{"DMLC_PS_ROOT_URI=127.0.0.1", fmt.Sprint("DMLC_PS_ROOT_PORT=", port), "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=2"}, "scheduler")
 		var errs bytes.Buffer
 		cmd.Stderr = &errs
