@@ -36,6 +36,6 @@ for name in "${names[@]}"; do
   echo "python-test: $name: $("$python" tools/python/versions.py)"
   # The programs that tests start by name find the same interpreter.
   PATH="$(dirname "$python"):$PATH" PYTHONPATH="$PWD/bin/python" \
-    timeout -k 10 2400 "$python" -m pytest -q -p no:cacheprovider tests/python "$@" || status=$?
+    timeout -k 10 2400 "$python" -m pytest -q --durations=15 -p no:cacheprovider tests/python "$@" || status=$?
 done
 exit "$status"
