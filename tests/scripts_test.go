@@ -160,7 +160,7 @@ func tool(t *testing.T, args string, env ...string) *scriptRun {
 	t.Helper()
 	fields := strings.Fields(args)
 	r := &scriptRun{script: filepath.Join("../tools", fields[0]), args: fields[1:], env: append([]string{"RDMA_VM_CACHE=" + t.TempDir()}, env...)}
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 8*time.Minute)
 	defer cancel()
 	r.run(ctx, t)
 	return r
