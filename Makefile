@@ -16,6 +16,9 @@ include tools/cuda_env.mk
 # Build tags with which the code is checked, besides what build_flags.sh finds here.
 VARIANTS := nordma
 
+# How many packages are tested at once: they wait for other processes half of their time.
+PACKAGES := $(shell echo $$(($$(nproc 2>/dev/null || echo 2) * 3 / 2)))
+
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
@@ -62,7 +65,7 @@ test: check testrace testallocs ## everything that CI runs: check, testrace, tes
 check: fmtcheck vet lint ## fmtcheck, vet and lint
 
 testrace: ## all tests with the race detector
-	@flags=$$(tools/build_flags.sh); set -x; $(GO) test -race $$flags -timeout 14m ./...
+	@flags=$$(tools/build_flags.sh); set -x; $(GO) test -race $$flags -p $(PACKAGES) -timeout 14m ./...
 	cd tests/thirdparty && $(GO) test -race -timeout 5m ./...
 
 testallocs: ## tests that count allocations, which the race detector adds to
