@@ -125,21 +125,25 @@ func allocations(w *world) {
 		}
 		request.Timestamp++
 	}
-	// In parts, each with its own limit: over emulated hardware a trip takes milliseconds.
-	const part, parts = 500, 6
-	for i := range 4 * part {
-		if i%part == 0 {
+	// In parts, each with its own limit, and fewer where a trip takes milliseconds, as it does over
+	// emulated hardware.
+	const part, long = 500, 5 * time.Second
+	n, trips := 0.0, 0
+	parts := func(most int, f func()) time.Duration {
+		start := time.Now()
+		for trips = 0; trips < most*part && time.Since(start) < long; trips += part {
 			w.expiry = nil
+			f()
 		}
-		trip() // fills the pools
+		return time.Since(start)
 	}
-	start := time.Now()
-	n := 0.0
-	for range parts {
-		w.expiry = nil
-		n = max(n, testing.AllocsPerRun(part, trip))
-	}
-	w.Logf("%.2f allocations and %s for a round trip", n, time.Since(start)/(part*parts))
+	parts(4, func() {
+		for range part {
+			trip() // fills the pools
+		}
+	})
+	took := parts(6, func() { n = max(n, testing.AllocsPerRun(part, trip)) })
+	w.Logf("%.2f allocations and %s for a round trip", n, took/time.Duration(trips))
 	if n > w.suite.MaxAllocs {
 		w.Errorf("%.2f allocations for a round trip, want at most %g", n, w.suite.MaxAllocs)
 	}
