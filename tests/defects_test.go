@@ -104,9 +104,9 @@ func TestIdleClusterSleeps(t *testing.T) {
 		t.Errorf("a round trip of 1 KiB takes %s, the original's spinning receivers need 312ms", p50)
 	}
 	const idle = time.Second
-	before := nodetest.ProcessorTime(t)
+	before := vantest.ProcessorTime(t)
 	<-time.After(idle)
-	if used := nodetest.ProcessorTime(t) - before; used > idle/4 {
+	if used := vantest.ProcessorTime(t) - before; used > idle/4 {
 		t.Errorf("an idle cluster used %s of the processor in %s", used, idle)
 	}
 }

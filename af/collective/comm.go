@@ -124,8 +124,11 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	}
 	customer, err := c.node.AddCustomer(appBase+o.ID, appBase+o.ID, c.receive)
 	if err != nil {
-		return nil, &van.Error{Op: "new communicator", Node: node.Name(), Detail: fmt.Sprintf("ID %d", o.ID), Err: err,
-			Hint: "close this node's other communicator with that ID first"}
+		e := &van.Error{Op: "new communicator", Node: node.Name(), Detail: fmt.Sprintf("ID %d", o.ID), Err: err}
+		if errors.Is(err, van.ErrInvalid) { // it exists
+			e.Hint = "close this node's other communicator with that ID first"
+		}
+		return nil, e
 	}
 	c.customer = customer
 	c.stop = c.node.OnPeer(c.peerChanged)

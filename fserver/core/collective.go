@@ -148,9 +148,13 @@ func (c *Comm) Drop() {
 	if c.s.closing == nil {
 		c.s.closing = map[int]chan struct{}{}
 	}
+	before := c.s.closing[c.id]
 	c.s.closing[c.id] = closed
 	c.s.commMu.Unlock()
 	go func() {
+		if before != nil {
+			<-before // for which this one has not waited to its end
+		}
 		<-c.made.done
 		if c.comm != nil {
 			_ = c.comm.Close(context.Background()) // it names who still reads memory, which is kept until then

@@ -143,13 +143,13 @@ type serving struct {
 	cancel context.CancelCauseFunc
 
 	mu         sync.Mutex
-	session    uint64 // 0 before a controller has come
-	controller int    // its node id
-	opened     kv.SimpleMessage
-	gone       uint64          // the last session that was given up before it began
-	next       uint64          // number of the call that is due
-	waits      map[uint64]work // calls whose turn it is not yet
-	last       *work           // asks for the end, and is answered then
+	session    uint64           // 0 before a controller has come
+	controller int              // its node id
+	opened     kv.SimpleMessage // its wantOpen
+	gone       uint64           // the last session that was given up before it began
+	next       uint64           // number of the call that is due
+	waits      map[uint64]work  // calls whose turn it is not yet
+	last       *work            // asks for the end, and is answered then
 	work       chan work
 
 	values map[uint64]any // by handle; of the goroutine that runs functions
@@ -220,9 +220,9 @@ func (s *serving) open(w work) error {
 	case s.ctx.Err() != nil || w.q.session == s.gone || !w.m.Wanted():
 		return errLater
 	case s.session == 0 || w.q.session == s.session && again:
-	// A controller has one session at a time. It may have given the last one up without this
-	// rank having heard: its farewell does not wait for a rank that is not there yet.
 	case s.idle() && (again || !s.opened.Wanted()):
+		// A controller has one session at a time. It may have given the last one up without this
+		// rank having heard: its farewell does not wait for a rank that is not there yet.
 		s.forget("another one is opened")
 	case again:
 		s.cancel(fmt.Errorf("%w: it opens another one", errAborted))

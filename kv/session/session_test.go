@@ -508,7 +508,7 @@ func TestOpen(t *testing.T) {
 	defer cancel()
 	_, err = session.Open(ctx, c.Workers[0], session.Options{})
 	vantest.Fails(t, err, van.ErrTimeout, "rank 1 (server 1")
-	ended := ends{first, serveOne(t, func() (*session.Rank, error) { return session.NewRank(c.Servers[1], session.Options{}) }, 1, standard(t))}
+	ended := ends{first, rankOf(t, c, 1)}
 	s := open(t, c) // rank 0 still serves
 	_, err = session.Open(limit(t), c.Workers[1], session.Options{})
 	vantest.Fails(t, err, session.ErrRefused, "another session", "worker 0")
@@ -529,32 +529,18 @@ func TestOpenFails(t *testing.T) {
 		t.Run("", func(t *testing.T) {
 			t.Parallel()
 			c := testcluster.Start(t, testcluster.Options{Servers: 2, Workers: 2})
-			rank := func(i int) chan error {
-				return serveOne(t, func() (*session.Rank, error) { return session.NewRank(c.Servers[i], session.Options{}) }, i, standard(t))
-			}
 			for i := range 4 {
-				ended := ends{rank(0)}
+				ended := ends{rankOf(t, c, 0)}
 				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 				_, err := session.Open(ctx, c.Workers[0], session.Options{})
 				cancel()
 				vantest.Fails(t, err, van.ErrTimeout, "rank 1 (server 1")
-				ended = append(ended, rank(1))
+				ended = append(ended, rankOf(t, c, 1))
 				s, err := session.Open(limit(t), c.Workers[i%2], session.Options{})
 				if err != nil {
 					t.Fatal(err)
 				}
-				h := must[*session.Handle](t)(s.Call(limit(t), "rank"))
-				if err := h.Wait(limit(t)); err != nil {
-					t.Error(err)
-				}
-				if err := s.Shutdown(limit(t)); err != nil {
-					t.Error(err)
-				}
-				for rank, err := range ended.all(t) {
-					if err != nil {
-						t.Errorf("rank %d: %v", rank, err)
-					}
-				}
+				works(t, s, ended)
 			}
 		})
 	}

@@ -19,6 +19,8 @@ import sys
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(1, os.path.join(ROOT, "tests/python"))
+import harness  # noqa: E402
 LIMITS = {"worker": 15, "prepared": 8, "server": 10}  # us at p50
 
 
@@ -77,27 +79,12 @@ def node(role, library, size, hold, prepared):
         work(f, library, size, prepared)
 
 
-def free_port():
-    """Below the ports that the kernel assigns to connections."""
-    import random
-    import socket
-
-    while True:
-        port = random.randrange(10000, 20000)
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                pass
-
-
 class Cluster:
     def __init__(self, name, commands):
         """commands: of scheduler, server and worker."""
         self.name = name
         env = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "STEPMESH_"))}
-        env.update(DMLC_NUM_WORKER="1", DMLC_NUM_SERVER="1", DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT=str(free_port()),
+        env.update(DMLC_NUM_WORKER="1", DMLC_NUM_SERVER="1", DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT=str(harness.free_port()),
                    DMLC_NODE_HOST="127.0.0.1", STEPMESH_BAKCEND="CPU")
         env.setdefault("PS_VERBOSE", "-1")
         self.nodes = [subprocess.Popen(command, env=dict(env, DMLC_ROLE=role), stdin=subprocess.PIPE, stdout=subprocess.PIPE,

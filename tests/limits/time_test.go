@@ -63,28 +63,13 @@ func TestIdle(t *testing.T) {
 				for _, n := range c.Workers { // what spins does so after traffic
 					busy(t, n)
 				}
-				// What burns the processor does so in every window; what else the machine does
-				// makes ours dearer in some.
-				const idle = 3 * time.Second
+				most := time.Second / 100
+				if beat > 0 {
+					most = slower(most)
+				}
 				nodetest.Settle()
 				<-time.After(100 * time.Millisecond) // for spinning to end
-				for window := 1; ; window++ {
-					before, began := nodetest.ProcessorTime(t), time.Now()
-					<-time.After(idle)
-					used, took := nodetest.ProcessorTime(t)-before, time.Since(began)
-					limit := took / 100
-					if beat > 0 {
-						limit = slower(limit)
-					}
-					t.Logf("5 idle nodes used %s of the processor in %s", used, took)
-					if used <= limit {
-						break
-					}
-					if window == 3 {
-						t.Errorf("5 idle nodes used %s of the processor in %s, and more than %s before, want less", used, took, limit)
-						break
-					}
-				}
+				vantest.Idle(t, "5 nodes", func() time.Duration { return vantest.ProcessorTime(t) }, 3*time.Second, most.Seconds())
 				c.Finalize(t)
 			})
 		}

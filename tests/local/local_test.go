@@ -19,6 +19,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // pair starts a worker in this process, and a server that echoes in one of its own.
@@ -242,7 +243,7 @@ func TestIdle(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	used := func() float64 { // seconds
+	used := func() time.Duration {
 		b, err := os.ReadFile("/proc/" + strconv.Itoa(p.PID()) + "/stat")
 		if err != nil {
 			t.Fatal(err)
@@ -253,26 +254,10 @@ func TestIdle(t *testing.T) {
 		if err := errors.Join(err1, err2); err != nil {
 			t.Fatal(err)
 		}
-		return float64(user+system) / 100
+		return time.Duration(user+system) * 10 * time.Millisecond
 	}
-	timer := time.NewTimer(100 * time.Millisecond)
-	<-timer.C
-	// What burns the processor does so in every window; what else the machine does makes the
-	// server dearer in some.
-	for window := 1; ; window++ {
-		before, begun := used(), time.Now()
-		timer.Reset(4 * time.Second)
-		<-timer.C
-		share := (used() - before) / time.Since(begun).Seconds()
-		t.Logf("%.2f %% of a core", 100*share)
-		if share <= 0.01 {
-			break
-		}
-		if window == 3 {
-			t.Errorf("the idle server used %.2f %% of a core, and more than 1 %% before", 100*share)
-			break
-		}
-	}
+	<-time.After(100 * time.Millisecond) // for spinning to end
+	vantest.Idle(t, "the server", used, 4*time.Second, 0.01)
 	if err := roundTrip(w, 1, 1000); err != nil {
 		t.Fatal(err)
 	}

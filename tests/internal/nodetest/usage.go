@@ -5,9 +5,7 @@ import (
 	"os"
 	"runtime"
 	"runtime/debug"
-	"syscall"
 	"testing"
-	"time"
 )
 
 // Settle collects garbage and gives it back to the system.
@@ -30,14 +28,4 @@ func Resident(t testing.TB, pid int) int {
 		t.Fatal(err)
 	}
 	return resident * os.Getpagesize()
-}
-
-// ProcessorTime is what this process has used so far.
-func ProcessorTime(t testing.TB) time.Duration {
-	t.Helper()
-	var u syscall.Rusage
-	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
-		t.Fatal(err)
-	}
-	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
