@@ -5,13 +5,12 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"net"
-	"os"
 	"slices"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -182,27 +181,15 @@ func (c *Cluster) Environ(role string, rank int) []string {
 	}, c.o.Over.environ()...)
 }
 
-// FreePort finds a port for a scheduler. It is below the range that the kernel assigns to
-// connections, so that no other process takes it meanwhile by chance.
+// FreePort is freeport.Find for a test.
 func FreePort(t testing.TB) int {
 	t.Helper()
-	ports.Lock()
-	defer ports.Unlock()
-	for range 1000 {
-		ports.next = 10000 + (ports.next-10000+1)%10000
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", ports.next)); err == nil {
-			l.Close()
-			return ports.next
-		}
+	port, err := freeport.Find()
+	if err != nil {
+		t.Fatal(err)
 	}
-	t.Fatal("no free port from 10000 to 19999")
-	return 0
+	return port
 }
-
-var ports = struct {
-	sync.Mutex
-	next int
-}{next: 10000 + os.Getpid()*17%10000}
 
 // Nodes are all nodes, the scheduler first.
 func (c *Cluster) Nodes() []*postoffice.Node {

@@ -109,8 +109,10 @@ func TestBudgetOfALane(t *testing.T) {
 	s.send(0, 100)
 	wait(t, entered, "delivery in the stuck lane")
 	waitFor(t, "pause", func() bool { return paused.Load() == 1 })
-	s.send(1, 500)
+	// One after the other: where the machine stops for a moment within a delivery, those
+	// that came behind it would wait and pause this lane too, as they should.
 	for range 500 {
+		s.send(1, 1)
 		wait(t, free, "delivery in the other lane")
 	}
 	if n := s.left(0); n != 100-1-10 || most.Load() != 1000 || s.l.Budget.Used() != 1000 {

@@ -4,8 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"math/rand/v2"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
@@ -84,23 +83,10 @@ func New(o Options) (*Cluster, error) {
 			return nil, err
 		}
 		c.port = 9000
-	} else if c.port, err = freePort(); err != nil {
+	} else if c.port, err = freeport.Find(); err != nil {
 		return nil, err
 	}
 	return c, nil
-}
-
-// freePort finds a port for a scheduler, below those that the kernel gives to
-// connections.
-func freePort() (int, error) {
-	for range 1000 {
-		port := 20000 + rand.IntN(10000)
-		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
-			_ = l.Close()
-			return port, nil
-		}
-	}
-	return 0, errors.New("no free port from 20000 to 29999")
 }
 
 // Port is the scheduler's.

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/netip"
 	"os"
 	"strconv"
@@ -276,13 +275,4 @@ func floorHost(node *postoffice.Node) (netip.Addr, error) {
 		return netip.Addr{}, nil
 	}
 	return netip.ParseAddr(node.Config().NodeHost)
-}
-
-func freePort() (int, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return 0, err
-	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port, nil
 }

@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -82,7 +83,7 @@ func startCluster(ctx context.Context, van, host string, at place, servers, work
 	if err != nil {
 		return nil, err
 	}
-	port, err := freePort()
+	port, err := freeport.Find()
 	if err != nil {
 		return nil, err
 	}

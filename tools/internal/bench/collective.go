@@ -19,6 +19,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -232,7 +233,7 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 
 // startGloo starts n ranks of gloo, or tells why it cannot.
 func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
-	port, err := freePort()
+	port, err := freeport.Find()
 	if err != nil {
 		return nil, err
 	}

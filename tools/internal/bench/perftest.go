@@ -14,6 +14,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 )
 
@@ -76,7 +77,7 @@ func (p perftest) run(ctx context.Context, tool string, size, iters int) (string
 	if err != nil {
 		return "", fmt.Errorf("%s: %w", tool, errNoPerftest)
 	}
-	port, err := freePort()
+	port, err := freeport.Find()
 	if err != nil {
 		return "", err
 	}
