@@ -274,6 +274,22 @@ func TestWrongDevice(t *testing.T) {
 	d.Finalize(t)
 }
 
+// TestRefusedOnAStream: a push_pull on a busy stream that is refused, since its worker is closed, leaves no
+// event behind.
+func TestRefusedOnAStream(t *testing.T) {
+	d := startDevices(t, testcluster.InProc)
+	gate := make(chan struct{})
+	defer close(gate)
+	d.wdev.Queue(3, func() { <-gate })
+	d.w.Close()
+	before, _ := d.wdev.Events()
+	_, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, make([]byte, 8))}}, nil, af.Stream(3))
+	vantest.Fails(t, err, van.ErrClosed, "push_pull")
+	if n, _ := d.wdev.Events(); n != before {
+		t.Errorf("%d events, want %d as before", n, before)
+	}
+}
+
 // owner counts the holds on a tensor.
 type owner struct{ n atomic.Int32 }
 
@@ -409,7 +425,9 @@ func releaseOn(t *testing.T, closes bool) {
 	serve()
 	push := func(v byte) af.Batch {
 		t.Helper()
-		h, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, bytes.Repeat([]byte{v}, 9000))}}, nil, af.Complete)
+		// The tensor without data, which lies on no device, is the last one.
+		h, err := d.w.PushPull([]af.KeyTensor{{Key: 1, Val: deviceTensor(t, d.wdev, bytes.Repeat([]byte{v}, 9000))}, {Key: 3, Val: bytesOf(t, nil)}},
+			nil, af.Complete)
 		if err != nil {
 			t.Fatal(err)
 		}

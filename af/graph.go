@@ -206,7 +206,11 @@ func (r *replayed) check() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.failed.number == 0 && r.ended.Load() == idle && r.round.Swap(idle) != idle {
-		return &roundError{node: r.x.w.node.Name(), what: r.x.tensors(), number: r.number + 1, err: van.ErrClosed}
+		number := r.number
+		if !r.flying.Load() {
+			number++ // it has not begun
+		}
+		return &roundError{node: r.x.w.node.Name(), what: r.x.tensors(), number: number, err: van.ErrClosed}
 	}
 	if r.failed.number == 0 {
 		return nil
@@ -406,8 +410,8 @@ func (g *graphs) run() {
 	}
 }
 
-// watchEvery is how often watch looks; closeLimit is the limit of all rounds when the worker
-// is being closed.
+// watchEvery is how often watch looks; closeLimit is how long a worker that is closed waits for
+// the rounds under way.
 const (
 	watchEvery = 100 * time.Millisecond
 	closeLimit = time.Second
@@ -439,9 +443,6 @@ func (r *replayed) release(still time.Duration) {
 	limit := time.Duration(r.limit.Load())
 	if limit == 0 {
 		limit = postoffice.DefaultTimeout
-	}
-	if r.g.closing.Load() {
-		limit = closeLimit
 	}
 	if limit < 0 || still < limit || r.freed.Swap(true) {
 		return
@@ -475,7 +476,7 @@ func (g *graphs) close() {
 	if ended == nil {
 		return
 	}
-	patience := time.NewTimer(2 * closeLimit)
+	patience := time.NewTimer(closeLimit)
 	defer patience.Stop()
 	select {
 	case <-ended:

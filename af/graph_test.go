@@ -391,6 +391,35 @@ func TestReplayAfterClose(t *testing.T) {
 	}
 }
 
+// TestReplayCloseBehindABlockedDriver: where the library cannot go on, Close lets streams go nevertheless, and
+// what they have got is an error.
+func TestReplayCloseBehindABlockedDriver(t *testing.T) {
+	hook := &hooks.Van{}
+	d := startReplays(t, testcluster.InProc, 1, hook)
+	const s = 5
+	p := d.prepare(t, 1, 50)
+	g := d.dev.Capture(s)
+	p.round(t, s, -1) // no limit
+	g.End()
+	block, blocked := make(chan struct{}), make(chan struct{}, 1)
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Request && !m.IsControl() {
+			select {
+			case blocked <- struct{}{}:
+			default:
+			}
+			<-block
+		}
+		return hooks.Pass
+	})
+	g.Replay(s)
+	<-blocked
+	d.w.Close()
+	d.settle(t, s)
+	vantest.Fails(t, p.Check(), van.ErrClosed, "round 1")
+	close(block)
+}
+
 // TestReplayNeedsDevice: on host memory there are no streams.
 func TestReplayNeedsDevice(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})

@@ -138,6 +138,30 @@ func TestOpenBatchBudgetOfTheOldest(t *testing.T) {
 	}
 }
 
+// TestWrongMessageEndsItsBatch: a batch of which a message makes no sense is not open any more: its memory
+// serves others, and what would follow belongs to none.
+func TestWrongMessageEndsItsBatch(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	s := serve(t, c.Servers[0], func(b af.Batch) {
+		if len(b.Pulls()) == 0 {
+			t.Errorf("a batch of %d pushes is complete, of which one was wrong", len(b.Pushes()))
+		}
+		echoes(t)(b)
+	})
+	w := newWorker(t, c.Workers[0])
+	wrong := rawPush(101, van.BatchMiddle, make([]byte, 100))
+	wrong.Shape[0] = 99
+	for _, m := range []*van.Message{rawPush(100, van.BatchStart, make([]byte, 100)), wrong, rawPush(102, van.BatchEnd, make([]byte, 100))} {
+		if err := c.Workers[0].App().Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	works(t, w, 1) // behind them
+	if n, bytes := af.OpenBatches(s, van.WorkerID(0)); n != 0 || bytes != 0 {
+		t.Errorf("%d batches, %d bytes are open, want none", n, bytes)
+	}
+}
+
 // TestHeldOfALostWorker: messages that came before those that they follow are forgotten
 // with their worker, and counted no more.
 func TestHeldOfALostWorker(t *testing.T) {

@@ -16,6 +16,8 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 func floats(n int) af.Tensor { return must(af.FromSlice(make([]float32, n))) }
@@ -311,4 +313,15 @@ func TestFailsWhileReducing(t *testing.T) {
 	if err := ops[1].Wait(t.Context()); err == nil {
 		t.Error("no error on rank 1")
 	}
+}
+
+// TestHelloRefused: a hello that the transport refuses as malformed ends New at once, with its error.
+func TestHelloRefused(t *testing.T) {
+	hook := &hooks.Van{}
+	cl := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("worker", 0)})
+	hook.OnSend(func(*van.Message) hooks.Verdict {
+		return hooks.Refuse(fmt.Errorf("the test's transport: %w", van.ErrMalformed))
+	})
+	_, err := New(t.Context(), cl.Workers[0], Options{Ranks: ranks(2), Timeout: 20 * time.Second})
+	vantest.Fails(t, err, van.ErrMalformed, "the test's transport")
 }

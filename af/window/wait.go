@@ -258,10 +258,6 @@ func (x *waiter) exit(entered bool) {
 			}
 		}
 		p.sleepers.Add(-1)
-		select {
-		case <-x.wake:
-		default:
-		}
 	}
 	p.idle = append(p.idle, x)
 }

@@ -607,3 +607,49 @@ func TestErrorsWaitedFor(t *testing.T) {
 	}
 	e.all(t)
 }
+
+// TestCallsUnderWay: a call waits while 1000 others, or 64 MiB, are under way, until its context ends, and
+// goes on when one of them has ended.
+func TestCallsUnderWay(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	gate := make(chan struct{})
+	ended := serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "gate", func(ctx context.Context, _ []any) (any, error) {
+			select {
+			case <-gate:
+			case <-ctx.Done():
+			}
+			return nil, nil
+		})
+	})
+	s, ctx := open(t, c), limit(t)
+	full := func(calls int, want string, args ...any) {
+		t.Helper()
+		for range calls {
+			must[*session.Handle](t)(s.Call(ctx, "gate", args...))
+		}
+		short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+		defer cancel()
+		_, err := s.Call(short, "rank")
+		vantest.Fails(t, err, van.ErrTimeout, want)
+		next := make(chan error, 1)
+		go func() {
+			_, err := s.Call(ctx, "rank")
+			next <- err
+		}()
+		gate <- struct{}{} // one call ends
+		if err := <-next; err != nil {
+			t.Error(err)
+		}
+		for range calls - 1 {
+			gate <- struct{}{}
+		}
+		if err := s.Sync(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	full(1000, "1000 calls are under way")
+	full(2, "2 calls are under way", make([]byte, 33<<20))
+	works(t, s, ended)
+}

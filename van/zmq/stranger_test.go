@@ -168,6 +168,38 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 	}
 }
 
+// TestNamedByRename: a connection that was heard before its process became a member is the member's at once
+// when it does, and what it has sent is no stranger's any more.
+func TestNamedByRename(t *testing.T) {
+	scheduler := newNode(t, 1, 5, nil, nil)
+	r := dialRaw(t, scheduler, "ps9.00000007")
+	m := push(1, 0, nil)
+	m.Body = make([]byte, 16<<10)
+	r.send(packed(t, m))
+	in := func(ok func(*incoming) bool) func() bool {
+		return func() bool {
+			scheduler.guard.mu.Lock()
+			defer scheduler.guard.mu.Unlock()
+			for _, in := range scheduler.guard.conns {
+				return ok(in)
+			}
+			return false
+		}
+	}
+	until(t, "message", in(func(in *incoming) bool { return in.name == peerName{9, 7} && in.taken > 0 }))
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	if err := scheduler.Connect(t.Context(), -1, rec); err != nil {
+		t.Fatal(err)
+	}
+	if err := scheduler.Rename(-1, 9); err != nil {
+		t.Fatal(err)
+	}
+	c := (*scheduler.peers.Load())[9]
+	if !in(func(in *incoming) bool { return in.member == c && in.held == 0 })() {
+		t.Error("the connection is still a stranger's")
+	}
+}
+
 // TestMessageOfAnEarlierConnection: a message that is longer than all that a connection has
 // carried came over another one, which had the descriptor before.
 func TestMessageOfAnEarlierConnection(t *testing.T) {
