@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // request is a Request whose answers nobody looks at.
@@ -55,6 +56,32 @@ func TestTimestampsWrap(t *testing.T) {
 	}
 	if want := []int32{math.MaxInt32 - 5, 0, 3, 6}; [4]int32(firsts) != [4]int32(want) {
 		t.Errorf("first timestamps are %v, want %v", firsts, want)
+	}
+}
+
+// TestTwoWaits: of two who wait for one request at once one is refused, and the other one gets its result.
+func TestTwoWaits(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	results := make(chan error, 2)
+	for range cap(results) {
+		go func() { results <- x.Wait(t.Context(), r.First(), 20*time.Second) }()
+	}
+	vantest.Fails(t, <-results, postoffice.ErrOtherWaits, "another goroutine waits for it already")
+	x.Abort(&r.Request, van.ErrQueueFull)
+	vantest.Fails(t, <-results, van.ErrQueueFull)
+}
+
+// TestCustomerOfANodeThatHasLeft: a node that has left takes no customers.
+func TestCustomerOfANodeThatHasLeft(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	c.Finalize(t)
+	for _, n := range append(c.Workers, c.Servers...) {
+		_, err := n.App().AddCustomer(5, 0, func(*van.Message) {})
+		vantest.Fails(t, err, van.ErrClosed, "add customer")
 	}
 }
 

@@ -301,6 +301,11 @@ func TestValidate(t *testing.T) {
 		{"control.node[1].port", node(func(n *Node) { n.Port = 65536 })},
 		{"control.node[1].dev_types", node(func(n *Node) { n.DevTypes = make([]int32, 2) })},
 		{"control.node[1].dev_ids", node(func(n *Node) { n.DevIDs = make([]int32, 2) })},
+		{"", node(func(n *Node) {
+			n.Endpoint, n.Hostname = make([]byte, MaxEndpointName), strings.Repeat("h", MaxHostnameLen)
+		})},
+		{"", node(func(n *Node) { n.Ports = make([]int32, MaxPorts) })},
+		{"", func(m *Meta) { m.DataTypes = make([]DataType, MaxDataTypes) }},
 		{"control.node[1].endpoint_name_len", node(func(n *Node) { n.Endpoint = make([]byte, MaxEndpointName+1) })},
 		{"control.node[1].id", node(func(n *Node) { n.ID = math.MaxInt32 + 1 })},
 		{"control.node[1].customer_id", node(func(n *Node) { n.CustomerID = math.MinInt32 - 1 })},
@@ -312,6 +317,9 @@ func TestValidate(t *testing.T) {
 		wantInvalid(t, m.Validate(), tc.field)
 		dst := bytes.Repeat([]byte{0xa5}, m.EncodedLen())
 		wantInvalid(t, m.EncodeTo(dst), tc.field)
+		if tc.field == "" {
+			wantInvalid(t, DecodeMeta(dst, &Meta{}), "") // what may be sent is received
+		}
 		longer, err := m.AppendTo([]byte("x"))
 		wantInvalid(t, err, tc.field)
 		if tc.field != "" && (len(longer) != 1 || dst[0] != 0xa5 || dst[len(dst)-1] != 0xa5) {

@@ -241,7 +241,7 @@ func TestExchangeInGraph(t *testing.T) {
 	}
 	g = dev.Capture(4)
 	_, err1 := x.Start(4, false, AllRows)
-	err2 := x.Wait(4, 20*time.Millisecond, time.Second)
+	err2 := x.Wait(4, 1500*time.Millisecond, time.Second) // longer than the machine may stand still
 	g.End()
 	if err1 != ErrCaptured || err2 != ErrCaptured {
 		t.Fatal(err1, err2)

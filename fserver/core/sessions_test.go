@@ -66,6 +66,12 @@ func TestSessionDrop(t *testing.T) {
 		if l := do(&SessionCall{Op: SessionHandles}); len(l) != 0 {
 			t.Errorf("the rank has %v, want nothing", l)
 		}
+		own := &p.session.Load().sessions
+		own.mu.Lock()
+		if n := len(own.handles); n != 0 {
+			t.Errorf("the controller remembers %d handles that were given up", n)
+		}
+		own.mu.Unlock()
 		do(&SessionCall{Op: SessionShutdown})
 	}
 	do(&SessionCall{Op: SessionOpen})

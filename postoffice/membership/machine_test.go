@@ -35,6 +35,7 @@ func TestConfigErrors(t *testing.T) {
 		{"too many servers", func(c *Config) { c.NumServers = 16380 }, "DMLC_NUM_SERVER=16380: want 1 to 16379"},
 		{"too many instances", func(c *Config) { c.NumServers, c.GroupSize, c.Self.AuxID = 8190, 4, 0 }, "DMLC_NUM_SERVER=8190: want 1 to 4094"},
 		{"group size", func(c *Config) { c.GroupSize = -1 }, "DMLC_GROUP_SIZE=-1"},
+		{"large group size", func(c *Config) { c.GroupSize = 16380 }, "DMLC_GROUP_SIZE=16380: want 1 to 16379"},
 		{"own host", func(c *Config) { c.Self.Hostname = "" }, "own address"},
 		{"long host", func(c *Config) { c.Self.Hostname = strings.Repeat("a", 64) }, "1 to 63 bytes"},
 		{"host with a zero", func(c *Config) { c.Self.Hostname = "a\x00b" }, "printable"},
@@ -55,6 +56,11 @@ func TestConfigErrors(t *testing.T) {
 	}
 	if _, err := New(testConfig(van.Worker, 2, 2, "10.0.0.1:4000", 1)); err != nil {
 		t.Error(err)
+	}
+	cfg := testConfig(van.Worker, 1, 1, "10.0.0.1:4000", 16378)
+	cfg.GroupSize = 16379
+	if _, err := New(cfg); err != nil {
+		t.Errorf("as many as there can be in one group: %v", err)
 	}
 }
 

@@ -31,7 +31,7 @@ var (
 )
 
 // New wraps inner. percent is the share of received messages, control messages
-// included, that are dropped after Enable; it is limited to 0 to 100. A seed of 0 is
+// included, that are dropped after Enable: none below 1, all from 100 on. A seed of 0 is
 // replaced by one from the time. The seed is logged, so that the sequence of draws can
 // be repeated. log may be nil.
 //
@@ -44,7 +44,6 @@ func New(inner van.Van, percent int, seed uint64, log *slog.Logger) *Van {
 	if seed == 0 {
 		seed = uint64(time.Now().UnixNano())
 	}
-	percent = min(max(percent, 0), 100)
 	if percent > 0 {
 		log.Warn("received messages will be dropped", "percent", percent, "seed", seed)
 	}
@@ -62,7 +61,7 @@ func (v *Van) Unwrap() van.Van { return v.Van }
 
 // Start implements van.Van.
 func (v *Van) Start(recv van.Receiver) {
-	if v.percent == 0 {
+	if v.percent <= 0 {
 		v.Van.Start(recv)
 		return
 	}

@@ -319,6 +319,20 @@ func TestLoopEndsWhenRecvDoes(t *testing.T) {
 	}
 }
 
+// TestStartAfterStop: a loop that was stopped before it began does not begin.
+func TestStartAfterStop(t *testing.T) {
+	src := newSource()
+	l := NewLoop(src.recv, func(item, *Turn) {})
+	var begun atomic.Int32
+	l.Begin = func() { begun.Add(1) }
+	stop(t, l, src)
+	l.Start()
+	stop(t, l, src) // waits for what has begun
+	if n := begun.Load(); n != 0 {
+		t.Errorf("%d goroutines have received, want none", n)
+	}
+}
+
 func TestIdleLoopDoesNotTick(t *testing.T) {
 	var lane Lane[item]
 	src := newSource()

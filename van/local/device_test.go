@@ -7,6 +7,7 @@ import (
 	"errors"
 	"log/slog"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -209,6 +210,30 @@ func TestDeviceLost(t *testing.T) {
 	cancel()
 	_ = worker.Close(ctx) // takes back what has not been copied
 	eventually(t, "nothing is mapped", func() bool { return server.copies.running.Load() == 0 && sdev.Imports() == 0 })
+}
+
+// TestDeviceOfALostPeer: what had come when the link broke is handed up when its copies have ended, and the peer
+// is lost behind it.
+func TestDeviceOfALostPeer(t *testing.T) {
+	worker, server, wdev, sdev := devicePair(t)
+	open := block(sdev, server.feedOf())
+	for i := range 3 {
+		worker.must(value(wdev, 8, i, pattern(i, 5000)))
+	}
+	eventually(t, "the copies are queued", func() bool { return server.copies.running.Load() == 3 })
+	var looks atomic.Int32
+	server.rx.feed.Lock()
+	server.receiver.polled = func() { looks.Add(1) }
+	l := (*server.peers.ins.Load())[0]
+	server.rx.feed.Unlock()
+	server.peers.inLost(l)
+	before := looks.Load()
+	eventually(t, "the receiver has seen it", func() bool { return looks.Load() > before+1 })
+	open()
+	for i := range 3 {
+		wantValue(t, server.next(), i, sdev.Device(), pattern(i, 5000))
+	}
+	server.event(9, false)
 }
 
 // TestDeviceFails: a device that fails ends the link, which says so.

@@ -87,3 +87,58 @@ func TestFenced(t *testing.T) {
 		})
 	}
 }
+
+// TestNewcomerIsHeld: what a process sends that takes the place of another one waits for Admit, or for a while,
+// though the one before it was admitted.
+func TestNewcomerIsHeld(t *testing.T) {
+	n := inproc.NewNetwork()
+	server := newNode(t, n, 8, nil)
+	old, next := newNode(t, n, 9, nil), newNode(t, n, 9, nil)
+	server.start()
+	old.start()
+	next.start()
+	server.connect(old)
+	old.connect(server)
+	old.must(data(8, 0, pattern(1, 100)))
+	server.next().Release()
+	begun := time.Now()
+	server.connect(next)
+	next.connect(server)
+	next.must(data(8, 1, pattern(1, 100)))
+	server.next().Release()
+	if d := time.Since(begun); d < holdTime/2 {
+		t.Errorf("heard after %s, want about %s", d, holdTime)
+	}
+}
+
+// TestLinkOfAReplacedProcess: a link that is made when its process has been replaced meanwhile is not used:
+// what is sent goes to the one in its place.
+func TestLinkOfAReplacedProcess(t *testing.T) {
+	n := inproc.NewNetwork()
+	server := newNode(t, n, 8, nil)
+	old, next := newNode(t, n, 9, nil), newNode(t, n, 9, nil)
+	server.start()
+	old.start()
+	next.start()
+	old.peers.mu.Lock() // until then it does not answer
+	if err := server.Connect(t.Context(), 9, old.self); err != nil {
+		t.Fatal(err)
+	}
+	server.peers.mu.Lock()
+	was := server.peers.nodes[9]
+	server.peers.mu.Unlock()
+	server.connect(next)
+	next.connect(server)
+	server.Admit(9)
+	old.peers.mu.Unlock()
+	select {
+	case <-was.settled:
+	case <-time.After(limit):
+		t.Fatal("the first link is neither made nor refused")
+	}
+	server.must(data(9, 1, pattern(1, 100)))
+	next.next().Release()
+	if len(old.in) > 0 {
+		t.Error("the process that was replaced has got the message")
+	}
+}

@@ -305,6 +305,7 @@ func TestHostileHello(t *testing.T) {
 		"node too large":    (&hello{node: 1 << 20, host: "x", qpCount: 2}).encode(),
 		"no queue pairs":    (&hello{node: 9, host: "x"}).encode(),
 		"queue pair 7 of 2": (&hello{node: 9, host: "x", qp: 7, qpCount: 2}).encode(),
+		"queue pair 2 of 2": (&hello{node: 9, host: "x", qp: 2, qpCount: 2}).encode(),
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := newRaw(r, rawAddr, van.Node{ID: 11})

@@ -193,3 +193,30 @@ func TestAnswerOfOriginalLost(t *testing.T) {
 	w.wantUp(s.who)
 	s.end()
 }
+
+// A connection that its process has replaced by a newer one ends without a word: no answer is lost with it.
+func TestEndOfReplacedConnection(t *testing.T) {
+	r := newRig(t)
+	_, s := r.pair()
+	s.times.inboundDown = 1
+	old := s.incomingOf(9)
+	s.toldNothing()
+	p := newRaw(r, rawAddr, van.Node{ID: 9})
+	defer p.end()
+	p.dial(s, 2, func(q int) []byte {
+		h := old.hello
+		h.epoch++
+		h.qp = q
+		return h.encode()
+	})
+	r.until("the first connection has ended", func() bool {
+		for _, c := range *s.conns.Load() {
+			if c.in == old {
+				return false
+			}
+		}
+		return true
+	})
+	s.close() // its watcher has heard everything
+	s.toldNothing()
+}

@@ -119,3 +119,27 @@ func TestOriginalAnswersShort(t *testing.T) {
 	got.Release()
 	s.end()
 }
+
+// A slot request that is answered while its connection ends keeps no memory.
+func TestSlotOfEndedConnection(t *testing.T) {
+	h := newHostileWorld(t, true)
+	in := h.s.incomingOf(11)
+	ended := func(yes bool) {
+		in.mu.Lock()
+		defer in.mu.Unlock()
+		in.closed = yes
+	}
+	slots, leased := h.s.slots.Len(), h.s.leased.Load()
+	ended(true)
+	for i := range uint64(4) {
+		q := slotRequest{start: start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{6000, kindPush | kindRequest | kindKeyed, 6000}, origin: i, key: 6 + i}}
+		if err := in.grant(&q); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n, b := h.s.slots.Len(), h.s.leased.Load(); n != slots || b != leased {
+		t.Errorf("%d slots with %d bytes, want %d with %d as before", n, b, slots, leased)
+	}
+	ended(false)
+	h.ends(0)
+}

@@ -168,6 +168,31 @@ func TestConnectionOfMemberAgain(t *testing.T) {
 	}
 }
 
+// TestOtherConnection: a socket of the program's that is connected, but not from the ROUTER's port, is none of
+// those that the guard accounts for, or ends.
+func TestOtherConnection(t *testing.T) {
+	server := newNode(t, 8, 5, nil, nil)
+	other, err := net.Dial("tcp", server.self.Addr())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	raw, err := other.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := raw.Control(func(fd uintptr) {
+		server.guard.heard(int(fd), 0, peerName{11, 7}, nil)
+		server.guard.mu.Lock()
+		defer server.guard.mu.Unlock()
+		if in := server.guard.conns[int(fd)]; in != nil {
+			t.Errorf("it counts as a connection of %+v", in.name)
+		}
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestNamedByRename: a connection that was heard before its process became a member is the member's at once
 // when it does, and what it has sent is no stranger's any more.
 func TestNamedByRename(t *testing.T) {
