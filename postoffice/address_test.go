@@ -101,7 +101,7 @@ func TestChooserIsBound(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer n.Close()
-	if _, ok := n.van.(*resend.Van); !ok {
+	if _, ok := van.As[*resend.Van](n.van); !ok {
 		t.Fatalf("the van is a %T, want a wrapped one", n.van)
 	}
 	if err := n.bind(context.Background()); err != nil || n.self.Hostname != "chosen" {

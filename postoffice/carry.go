@@ -83,6 +83,9 @@ func (n *Node) carryOut(o membership.Output) {
 			a.Admit(o.ID)
 		}
 		n.strangers.admit(o.ID)
+	case membership.Policies:
+		states := n.applyPolicies(o.List)
+		n.step(func(t time.Duration) { n.machine.PoliciesAre(t, o.Version, states) })
 	case membership.Failed:
 		n.fail(o.Err)
 	case membership.Warning:

@@ -5,6 +5,7 @@ package postoffice
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -24,6 +25,7 @@ type Node struct {
 	strangers strangers
 	notices   notices
 	apps      apps
+	orders    atomic.Pointer[map[int32]string] // of communicators' applications, see App.Order
 
 	stack    *stack.Van
 	van      van.Van      // of stack

@@ -122,6 +122,15 @@ type Admitter interface {
 	Admit(id int)
 }
 
+// Marker is implemented by vans whose connections can carry a traffic class.
+type Marker interface {
+	// SetClasses makes classes those of what leaves for these peers, by id: 0 to 63, the
+	// DSCP. All others have the system's. Connections that are made later get them, too.
+	SetClasses(classes map[int]int)
+	// Marked tells whether what leaves for peer id now has its class.
+	Marked(id int) bool
+}
+
 // Flusher is implemented by vans that hold messages sent with More.
 type Flusher interface {
 	// Flush sends what is held for peer id.

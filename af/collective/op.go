@@ -354,7 +354,13 @@ func (o *op) sendAsks(ts int32) error {
 	key := partKey(o.seq, c.self)
 	binary.LittleEndian.PutUint64(o.key[:], key)
 	o.body = o.call.appendAsk(o.body[:0], o.epoch)
-	for i, id := range o.from {
+	first := 0
+	if c.node.Order(c.customer.AppID()) == "ring" { // a policy: not all ask the same one first
+		first, _ = slices.BinarySearch(o.from, c.ids[c.self])
+	}
+	for i := range o.from {
+		i = (i + first) % len(o.from)
+		id := o.from[i]
 		m, into := &o.msg, o.into[i]
 		m.Reset()
 		m.Receiver, m.Request, m.Timestamp, m.Head = id, true, ts, van.Single

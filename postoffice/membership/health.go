@@ -273,6 +273,9 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 		m.heard(now, from)
 		if len(msg.Body) == 0 || !m.native(from) {
 			m.resumed()
+			if p := &m.policies; p.version > 0 {
+				m.emit(Policies{p.version, p.list}) // more of them may be in force by now
+			}
 			return nil
 		}
 		n, err := parseNotice(msg.Body)
@@ -315,6 +318,7 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 		meta := m.control(van.Heartbeat)
 		meta.Control.Nodes = []van.Node{m.self}
 		m.send(n.ID, meta)
+		m.policiesBeat(from)
 	}
 	return nil
 }

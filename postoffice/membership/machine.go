@@ -71,6 +71,8 @@ type Machine struct {
 	schedulerLost error  // while joining
 	schedulerSaid string // text of the last waiting notice, while joining
 
+	policies policies
+
 	sched *scheduler // nil on workers and servers
 }
 

@@ -229,7 +229,15 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 	if err != nil {
 		return m.badErr(from, msg, err)
 	}
-	if m.sched != nil || n.verb == verbWithdraw {
+	switch {
+	case n.verb == verbPolicies:
+		return m.stepPolicies(from, msg, n)
+	case m.sched != nil && n.verb == verbHave:
+		m.stepHave(from, n)
+		return nil
+	case m.sched != nil && n.verb == verbAsk:
+		return m.stepAsk(now, from, msg, n)
+	case m.sched != nil || n.verb == verbWithdraw:
 		return m.stepWithdraw(now, from, msg, n)
 	}
 	switch n.verb {

@@ -30,6 +30,10 @@ const (
 	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
 	verbWithdraw = "withdraw"
 	// withdraw <group> <instance|group>: to the scheduler, the request that the key names is given up
+	verbPolicies = "policies" // <version> <policy>...: to a node; from a node to a new scheduler
+	verbHave     = "have"     // <version> <states>: to the scheduler, what the node has of them
+	verbAsk      = "ask"      // <incarnation> <host:port> <question>: to the scheduler, of a process that is no node
+	verbAnswer   = "answer"   // <number> <text>: to that process
 )
 
 // notice is sent by the scheduler to a node, or, with withdraw, by a node to the scheduler.
@@ -108,7 +112,7 @@ func parseNotice(body []byte) (notice, error) {
 	}
 	n.verb = word()
 	switch n.verb {
-	case verbError, verbWaiting:
+	case verbError, verbWaiting, verbPolicies, verbHave, verbAsk, verbAnswer:
 		n.text = rest
 		if n.text == "" {
 			return bad("body "+n.verb, `""`, "a text")

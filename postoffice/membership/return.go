@@ -360,6 +360,7 @@ func (m *Machine) stepRejoin(n notice) {
 func (m *Machine) resumed() {
 	if m.rejoining {
 		m.rejoining = false
+		m.sendPolicies(van.SchedulerID)
 		m.ask()
 	}
 }

@@ -301,6 +301,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		case to == id:
 			m.sendTable(to, all)
 			m.tellDead(to)
+			m.sendPolicies(to)
 			m.expect(now, to)
 		case !m.isDown(to):
 			m.sendTable(to, one)

@@ -125,6 +125,8 @@ func (w *world) take(n *testNode) {
 				w.log("%s: %s", n.name, showOutput(o))
 			}
 			switch o := o.(type) {
+			case Policies:
+				n.m.PoliciesAre(w.now, o.Version, strings.Repeat("y", len(o.List)))
 			case SetID:
 				n.id = o.ID
 			case Connect:
@@ -253,6 +255,8 @@ func showOutput(o Output) string {
 		return fmt.Sprintf("FAILED %v", o.Err)
 	case Warning:
 		return "WARNING " + o.Text
+	case Policies:
+		return "POLICIES " + (&policies{version: o.Version, list: o.List}).text()
 	}
 	return fmt.Sprintf("%T", o)
 }

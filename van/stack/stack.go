@@ -9,6 +9,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/drop"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/local"
+	"github.com/stepaf/stepaf-go/van/pace"
 	"github.com/stepaf/stepaf-go/van/resend"
 	"github.com/stepaf/stepaf-go/van/stage"
 	_ "github.com/stepaf/stepaf-go/van/zmq" // registers itself
@@ -34,7 +35,14 @@ type Van struct {
 	van.Van
 	engine *engine.Engine
 	enable []func()
+	pace   *pace.Van
 }
+
+// Rates are what data for peers, and of applications, keeps to.
+type Rates = pace.Rates
+
+// SetRates replaces all rates.
+func (v *Van) SetRates(r Rates) { v.pace.SetRates(r) }
 
 // Enable begins to resend and to drop messages, if the configuration asks for it. Call it
 // when start-up is complete.
@@ -66,6 +74,8 @@ func New(o Options) (*Van, error) {
 			OnFail: func(f resend.Failure) { o.OnFail(f.Peer, &f.Meta, f.Err) }})
 		v.enable, v.Van = append(v.enable, r.Enable), r
 	}
+	v.pace = pace.New(v.Van, pace.Options{Budget: int64(o.Config.SendBudget), OnFail: o.OnFail})
+	v.Van = v.pace
 	return v, nil
 }
 

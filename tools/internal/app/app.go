@@ -16,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/doctor"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/tools/internal/launch"
+	"github.com/stepaf/stepaf-go/tools/internal/policy"
 )
 
 const description = `StepAF carries tensors between the attention and FFN processes of an inference
@@ -53,6 +54,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 			bench.Command(),
 			envCommand(),
 			doctorCommand(),
+			policy.Command(interruptible),
 			demo.Command(),
 			doctor.ChildCommand(),
 			versionCommand(),
@@ -74,7 +76,7 @@ func Run(args []string, stdout, stderr io.Writer) int {
 	app.OnUsageError = usage
 	for _, c := range app.Commands {
 		c.OnUsageError = usage
-		if len(c.Subcommands) > 0 {
+		if len(c.Subcommands) > 0 && c.Action == nil {
 			c.Action = func(ctx *cli.Context) error {
 				if ctx.Args().Present() {
 					return exit.Usage("%s: unknown command %q: want one of %s", c.Name, ctx.Args().First(), names(c.Subcommands))

@@ -1,0 +1,113 @@
+package postoffice
+
+// How a process that is no node asks the scheduler about policies.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/stack"
+)
+
+// askEvery is how long an answer is awaited before the question is sent again.
+const askEvery = time.Second
+
+// AskScheduler asks the scheduler of a running cluster, which cfg names, and returns its
+// answers. This process is not, and does not become, a node of it. question is "list", "set
+// POLICY" with what membership.ParsePolicy reads, "clear TARGET" or "clear all"; each of them may be
+// asked again without harm. log may be nil.
+func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question string) ([]string, error) {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	c := *cfg
+	c.Role, c.Port, c.BindCPUCore = "worker", 0, false
+	target := schedulerRecord(&c)
+	fail := func(err error) error {
+		return &van.Error{Op: "ask", Peer: "scheduler at " + target.Addr(), Err: err}
+	}
+	incarnation := max(rand.Uint32(), 1)
+	v, err := stack.New(stack.Options{Role: van.Scheduler, OnFail: func(int, *van.Meta, error) {}, // the role of one without data
+		Options: van.Options{Config: &c, Log: log, Backend: backend.NewCPU(), Incarnation: incarnation}})
+	if err != nil {
+		return nil, fail(err)
+	}
+	defer func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), shortLinger)
+		defer cancel()
+		_ = v.Close(ctx)
+	}()
+	host, _, err := advertise(&c, van.Worker, v.Van)
+	if err != nil {
+		return nil, fail(err)
+	}
+	port, err := v.Bind(ctx, van.Node{Role: van.Worker, ID: van.Empty, Hostname: host, AuxID: -1})
+	if err != nil {
+		return nil, fail(err)
+	}
+	type answer struct {
+		number int
+		text   string
+	}
+	came := make(chan answer, 1024)
+	v.Start(func(m *van.Message) {
+		if m.Control.Cmd != van.Heartbeat {
+			return
+		}
+		if i, text, ok := membership.Answer(m.Body); ok {
+			select {
+			case came <- answer{i, text}:
+			default: // it is asked again
+			}
+		}
+	})
+	if err := v.Connect(ctx, van.SchedulerID, target); err != nil {
+		return nil, fail(err)
+	}
+	body := membership.Question(incarnation, net.JoinHostPort(host, strconv.Itoa(port)), question)
+	ask := time.NewTicker(askEvery)
+	defer ask.Stop()
+	var answers []string
+	for i := int32(0); ; i++ {
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Receiver = van.Empty, van.SchedulerID
+		m.Timestamp, m.Control.Cmd, m.Body = i, van.Heartbeat, body
+		if err := v.Send(m); err != nil {
+			return nil, fail(err)
+		}
+		for again := false; !again; {
+			select {
+			case a := <-came:
+				if a.number == 0 {
+					answers = nil
+				}
+				reason, refused := strings.CutPrefix(a.text, "error ")
+				switch {
+				case a.number != len(answers):
+				case refused:
+					return nil, fail(errors.New(reason))
+				case a.text == "end":
+					return answers, nil
+				default:
+					answers = append(answers, a.text)
+				}
+			case <-ask.C:
+				again = true
+			case <-ctx.Done():
+				return nil, fail(fmt.Errorf("%w: no answer: it does not run, cannot reach %s, or is one of C++ StepMesh, which knows no policies",
+					timeout(context.Cause(ctx)), host))
+			}
+		}
+	}
+}

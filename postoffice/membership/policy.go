@@ -1,0 +1,386 @@
+package membership
+
+// Policies: what the scheduler tells nodes of this library at run time about what they send.
+// It keeps the list, with a version that grows with each change, and sends all of it to nodes
+// that have not said that they have it, at the latest when their next heartbeat comes. A node
+// answers with what it has in force. A scheduler that was started again takes the list from
+// the nodes.
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Policy is what nodes are told about data for one peer, or of one application. What is not
+// set has its zero value.
+type Policy struct {
+	Peer  int    // node id of who gets the data; 0: the policy is of App
+	App   int32  // application id
+	Rate  int64  // bytes in a second, of each node to each peer that it is about
+	Class int    // traffic class, as Class0 + 0 to 63, the DSCP
+	Order string // of a communicator's application: in which order it asks ranks
+}
+
+// Limits of what a policy says.
+const (
+	Class0   = 1 << 8 // Policy.Class of class 0
+	MaxClass = 63
+	MinRate  = 1000
+	MaxRate  = 1_000_000_000_000
+)
+
+// Target names what the policy is about: "peer=9", "app=7".
+func (p *Policy) Target() string {
+	if p.Peer != 0 {
+		return "peer=" + strconv.Itoa(p.Peer)
+	}
+	return "app=" + strconv.Itoa(int(p.App))
+}
+
+// String is the policy as ParsePolicy reads it.
+func (p *Policy) String() string {
+	s := p.Target()
+	if p.Rate != 0 {
+		s += ",rate=" + strconv.FormatInt(p.Rate, 10)
+	}
+	if p.Class != 0 {
+		s += ",class=" + strconv.Itoa(p.Class-Class0)
+	}
+	if p.Order != "" {
+		s += ",order=" + p.Order
+	}
+	return s
+}
+
+// Orders of a communicator.
+var Orders = []string{"ring", "rank"}
+
+// ParsePolicy reads a policy: a target, then what is set for it.
+func ParsePolicy(s string) (p Policy, err error) {
+	for i, word := range strings.Split(s, ",") {
+		key, value, _ := strings.Cut(word, "=")
+		bad := func(want string) error {
+			return wrong(key, value, want)
+		}
+		n, whole := number(value)
+		ok, want := false, ""
+		switch {
+		case i == 0 && key == "peer":
+			ok, want = whole && n >= 8 && n < van.Empty, "the id of a worker or server"
+			p.Peer = n
+		case i == 0 && key == "app":
+			ok, want = whole && n < 1<<31, "an application id, 0 to 2147483647"
+			p.App = int32(n)
+		case i == 0:
+			key, value, want = "target", word, "peer=ID or app=ID"
+		case key == "rate" && p.Rate == 0:
+			ok, want = whole && n >= MinRate && n <= MaxRate, fmt.Sprintf("%d to %d bytes in a second", MinRate, MaxRate)
+			p.Rate = int64(n)
+		case key == "class" && p.Class == 0 && p.Peer != 0:
+			ok, want = whole && n <= MaxClass, fmt.Sprintf("0 to %d (DSCP)", MaxClass)
+			p.Class = n + Class0
+		case key == "class" && p.Peer == 0:
+			want = "none: applications share the connection to a peer, so only a peer has a traffic class"
+		case key == "order" && p.Order == "" && p.Peer == 0:
+			ok, want = slices.Contains(Orders, value), strings.Join(Orders, " or ")
+			p.Order = value
+		default:
+			want = "rate, class of a peer, or order of a communicator, each once"
+		}
+		if !ok {
+			return Policy{}, bad(want)
+		}
+	}
+	return p, nil
+}
+
+func wrong(field, value, want string) error {
+	return fmt.Errorf("%s %q: want %s: %w", field, head(value), want, van.ErrInvalid)
+}
+
+// State is how far a node has a policy.
+type State byte
+
+// States of a policy on a node.
+const (
+	InForce State = 'y'
+	Pending State = 'p' // it has an effect once there is a connection, or the application
+	Unfit   State = 'n' // the transport, or the node, has no such thing
+	Apart   State = '-' // the policy is not about what this node does
+)
+
+// Policies says that the node's policies may have changed, and that the answer to the
+// scheduler, Machine.PoliciesAre, is due.
+type Policies struct {
+	Version uint32
+	List    []Policy
+}
+
+func (Policies) output() {}
+
+// policies are those of the cluster, as far as the node knows.
+type policies struct {
+	version uint32
+	list    []Policy
+	from    uint32               // on nodes: the scheduler's incarnation
+	said    string               // on nodes: the last answer
+	own     bool                 // on the scheduler: it has changed the list itself
+	have    map[int]havePolicies // on the scheduler, by node
+}
+
+// havePolicies is what a node has said.
+type havePolicies struct {
+	incarnation, version uint32
+	states               string
+}
+
+func (p *policies) text() string {
+	var w []string
+	for i := range p.list {
+		w = append(w, p.list[i].String())
+	}
+	return strings.TrimSpace(strconv.FormatUint(uint64(p.version), 10) + " " + strings.Join(w, " "))
+}
+
+// maxPolicies bounds the text of a list, so that it fits into one notice.
+const maxPolicies = maxNotice - 100
+
+func parsePolicies(text string) (version uint32, list []Policy, err error) {
+	words := strings.Split(text, " ")
+	n, ok := number(words[0])
+	if !ok || n < 1 || n >= 1<<32 {
+		return 0, nil, wrong("version", words[0], "a number from 1")
+	}
+	for _, w := range words[1:] {
+		p, err := ParsePolicy(w)
+		if err != nil {
+			return 0, nil, err
+		}
+		list = append(list, p)
+	}
+	return uint32(n), list, nil
+}
+
+// sendPolicies sends the list to a node of this library, or from it to the scheduler.
+func (m *Machine) sendPolicies(to int) {
+	if m.policies.version > 0 && m.native(to) {
+		m.tell(to, notice{verb: verbPolicies, text: m.policies.text()})
+	}
+}
+
+// policiesBeat sends the list to a node that has sent a heartbeat, unless it has it.
+func (m *Machine) policiesBeat(id int) {
+	if h := m.policies.have[id]; h.version != m.policies.version || h.incarnation != m.incs[id] {
+		m.sendPolicies(id)
+	}
+}
+
+// stepPolicies takes the list from the scheduler, or on a new scheduler from a node.
+func (m *Machine) stepPolicies(from int, msg *van.Meta, n notice) error {
+	version, list, err := parsePolicies(n.text)
+	if err != nil {
+		return m.bad(from, msg, "body "+n.verb, err, "policies")
+	}
+	p := &m.policies
+	if m.sched != nil {
+		if m.native(from) && !p.own && version > p.version {
+			p.version, p.list = version, list
+			m.tellPolicies()
+		}
+		return nil
+	}
+	if sender := m.incs[van.SchedulerID]; sender != p.from || version >= p.version {
+		p.version, p.list, p.from, p.said = version, list, sender, ""
+		m.emit(Policies{version, list})
+	}
+	return nil
+}
+
+func (m *Machine) tellPolicies() {
+	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		m.sendPolicies(id)
+	}
+}
+
+// PoliciesAre says what this node has of the list of that version: a State for each. The
+// scheduler is told, if it is new.
+func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
+	p := &m.policies
+	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.said && m.phase == ready {
+		p.said = said
+		m.tell(van.SchedulerID, notice{verb: verbHave, text: said})
+	}
+}
+
+// stepHave notes what a node has.
+func (m *Machine) stepHave(from int, n notice) {
+	version, states, _ := strings.Cut(n.text, " ")
+	v, ok := number(version)
+	if p := &m.policies; ok && m.sched != nil && m.native(from) && v == int(p.version) && len(states) == len(p.list) {
+		if p.have == nil {
+			p.have = map[int]havePolicies{}
+		}
+		p.have[from] = havePolicies{m.incs[from], p.version, states}
+	}
+}
+
+// Question is the body of a message to the scheduler from a process that is no node of the
+// cluster. It listens at addr, which is numeric.
+func Question(incarnation uint32, addr, question string) []byte {
+	return notice{verb: verbAsk, text: fmt.Sprintf("%d %s %s", incarnation, addr, question)}.body()
+}
+
+// Answer reads the body of one of the scheduler's answers. They are numbered from 0, and the
+// last one is "end".
+func Answer(body []byte) (number int, text string, ok bool) {
+	n, err := parseNotice(body)
+	if err != nil || n.verb != verbAnswer {
+		return 0, "", false
+	}
+	word, text, _ := strings.Cut(n.text, " ")
+	number, err = strconv.Atoi(word)
+	return number, text, err == nil
+}
+
+// stepAsk answers a process that is no node: "<incarnation> <host:port> <question>". Each
+// answer costs a connection, so there are as many as of refusals at most; who gets none asks again.
+func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) error {
+	words := strings.SplitN(n.text, " ", 3)
+	bad := func(want string) error {
+		return m.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), want)
+	}
+	if len(words) != 3 {
+		return bad("an incarnation, an address and a question")
+	}
+	inc, ok := number(words[0])
+	addr, err := netip.ParseAddrPort(words[1])
+	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 {
+		return bad("an incarnation, and a numeric address")
+	}
+	r := &m.sched.refusals
+	if r.expire(now); len(r.recent) >= maxRefusing {
+		return nil
+	}
+	id := van.Identity{Incarnation: uint32(inc)}
+	rec := van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},
+		DevTypes: []int32{0}, DevIDs: []int32{0}, Endpoint: id.Encode(), AuxID: -1}
+	r.recent = append(r.recent, refusal{node: rec, at: now})
+	answers, err := m.answer(words[2])
+	if err != nil {
+		answers = []string{"error " + err.Error()}
+	}
+	m.sched.lastTemp--
+	temp := m.sched.lastTemp
+	m.connect(temp, rec)
+	for i, a := range append(answers, "end") {
+		m.tell(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
+	}
+	m.disconnect(temp)
+	return nil
+}
+
+// answer carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
+// answers is a policy, and the nodes in each state.
+func (m *Machine) answer(question string) ([]string, error) {
+	what, arg, _ := strings.Cut(question, " ")
+	p := &m.policies
+	switch {
+	case m.phase != ready:
+		return nil, fmt.Errorf("the cluster has not formed yet: %s", m.Report(m.started))
+	case what == "list" && arg == "":
+	case what == "set":
+		q, err := ParsePolicy(arg)
+		if err != nil {
+			return nil, err
+		}
+		if err := m.setPolicy(q); err != nil {
+			return nil, err
+		}
+	case what == "clear":
+		m.changePolicies(slices.DeleteFunc(slices.Clone(p.list), func(o Policy) bool { return arg == "all" || o.Target() == arg }))
+	default:
+		return nil, wrong("question", question, "list, set POLICY, clear TARGET or clear all")
+	}
+	return m.listPolicies(), nil
+}
+
+func (m *Machine) setPolicy(q Policy) error {
+	if q.Rate == 0 && q.Class == 0 && q.Order == "" {
+		return wrong("policy", q.String(), "a rate, a class or an order as well")
+	}
+	if _, member := m.at[q.Peer]; q.Peer != 0 && !member {
+		return wrong("peer", van.NodeName(q.Peer), fmt.Sprintf("a node of this cluster, which has %d workers and %d servers",
+			m.cfg.instances(van.Worker), m.cfg.instances(van.Server)))
+	}
+	list := slices.Clone(m.policies.list)
+	i := slices.IndexFunc(list, func(o Policy) bool { return o.Target() == q.Target() })
+	if i < 0 {
+		i, list = len(list), append(list, Policy{Peer: q.Peer, App: q.App})
+	}
+	o := &list[i]
+	if q.Rate != 0 {
+		o.Rate = q.Rate
+	}
+	if q.Class != 0 {
+		o.Class = q.Class
+	}
+	if q.Order != "" {
+		o.Order = q.Order
+	}
+	if full := (&policies{version: 1<<32 - 1, list: list}).text(); len(full) > maxPolicies {
+		return wrong("policies", strconv.Itoa(len(list)), "fewer: all of them must fit into one message; clear some")
+	}
+	m.changePolicies(list)
+	return nil
+}
+
+// changePolicies makes list the policies, and tells all nodes.
+func (m *Machine) changePolicies(list []Policy) {
+	p := &m.policies
+	if slices.Equal(list, p.list) {
+		return
+	}
+	p.version, p.list, p.own = p.version+1, list, true
+	m.tellPolicies()
+}
+
+// listPolicies is the list with the ids of the nodes that have each policy in force, those where it
+// waits, that cannot have it, that have not said so yet, are dead, and are C++ StepMesh's.
+func (m *Machine) listPolicies() (lines []string) {
+	p := &m.policies
+	for i := range p.list {
+		groups := map[string][]string{}
+		for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+			group := "asked"
+			switch h := p.have[id]; {
+			case id == p.list[i].Peer:
+				continue
+			case m.isDown(id):
+				group = "dead"
+			case !m.native(id):
+				group = "original"
+			case h.version == p.version && h.incarnation == m.incs[id]:
+				if group = stateNames[State(h.states[i])]; group == "" {
+					continue
+				}
+			}
+			groups[group] = append(groups[group], strconv.Itoa(id))
+		}
+		s := p.list[i].String()
+		for _, g := range []string{"in-force", "pending", "unfit", "asked", "dead", "original"} {
+			if ids := groups[g]; ids != nil {
+				s += " " + g + "=" + strings.Join(ids, ",")
+			}
+		}
+		lines = append(lines, s)
+	}
+	return lines
+}
+
+var stateNames = map[State]string{InForce: "in-force", Pending: "pending", Unfit: "unfit"}

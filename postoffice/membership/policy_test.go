@@ -1,0 +1,75 @@
+package membership
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestPolicyText: a policy reads as it was written, and nothing else is one.
+func TestPolicyText(t *testing.T) {
+	for _, s := range []string{"peer=8,rate=1000", "peer=32766,class=0", "peer=9,rate=1000000000000,class=63", "app=0,order=ring",
+		"app=2147483647,rate=5000,order=rank", "app=7"} {
+		if p, err := ParsePolicy(s); err != nil || p.String() != s {
+			t.Errorf("%q reads as %q: %v", s, p.String(), err)
+		}
+	}
+	for _, s := range []string{"", "peer", "peer=", "peer=7", "peer=32767", "peer=08", "peer=8,", "peer=8,rate", "peer=8,rate=+1000", "peer=8,rate=1e9",
+		"peer=8,rate=999", "peer=8,rate=99999999999999999999", "peer=8,class=64", "peer=8,class=-1", "app=1,class=3", "peer=8,order=ring", "app=1,order=",
+		"app=1,order=ring,order=ring", "app=2147483648", "rate=1000,peer=8", "peer=8,peer=8", "peer=8 rate=1000"} {
+		if p, err := ParsePolicy(s); err == nil {
+			t.Errorf("%q reads as %q", s, p.String())
+		}
+	}
+}
+
+// TestManyPolicies: as many are taken as fit into a message, which nodes can read.
+func TestManyPolicies(t *testing.T) {
+	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.phase = ready
+	n := 0
+	for ; n < 10000 && err == nil; n++ {
+		err = m.setPolicy(Policy{App: int32(2_000_000_000 + n), Rate: MaxRate, Order: "ring"})
+	}
+	if err == nil || !strings.Contains(err.Error(), "want fewer") || n < 50 {
+		t.Fatalf("%d policies: %v", n, err)
+	}
+	body := notice{verb: verbPolicies, text: m.policies.text()}.body()
+	read, err := parseNotice(body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, list, err := parsePolicies(read.text); err != nil || len(list) != n-1 {
+		t.Errorf("%d of %d policies: %v", len(list), n-1, err)
+	}
+}
+
+// TestLyingAnswers: what a node says of policies that it was not told counts for nothing.
+func TestLyingAnswers(t *testing.T) {
+	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.phase, m.incs[9] = ready, 7
+	m.at[9], m.health[9], m.table = 0, &health{}, []van.Node{{ID: 9}}
+	if err := m.setPolicy(Policy{App: 5, Rate: 5000}); err != nil {
+		t.Fatal(err)
+	}
+	for _, text := range []string{"", "1", "1 ", "1 yy", "2 y", "x y", "-1 y", "4294967297 y"} {
+		m.stepHave(9, notice{verb: verbHave, text: text})
+		if len(m.policies.have) > 0 {
+			t.Errorf("%q is believed", text)
+		}
+	}
+	m.stepHave(11, notice{verb: verbHave, text: "1 y"}) // C++ StepMesh
+	m.stepHave(9, notice{verb: verbHave, text: "1 ?"})  // a state that this version does not know
+	for _, l := range m.listPolicies() {
+		if strings.Contains(l, "in-force") {
+			t.Error(l)
+		}
+	}
+}

@@ -1,0 +1,315 @@
+// Package policy is the command "stepaf policy": what nodes of a running cluster are told about
+// the data that they send, through its scheduler.
+package policy
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/postoffice/membership"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+const description = `Sets what the nodes of a running cluster do with the data that they send, without
+restarting anything, and lists what is set and where it is in force:
+
+    stepaf policy                                     list
+    stepaf policy set --peer worker:0 --rate 100M     each node sends worker 0 at most
+                                                      100,000,000 bytes in a second
+    stepaf policy set --peer worker:0 --class 46      in packets of that DSCP
+    stepaf policy set --app 7 --rate 5M               of application 7, to each peer
+    stepaf policy set --comm 0 --order ring           communicator 0 asks ranks in a ring
+    stepaf policy clear --peer worker:0               or: clear --all
+
+It asks the scheduler at DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or --scheduler, and
+needs DMLC_ENABLE_RDMA and DMLC_INTERFACE as the nodes have them. What is set lasts as long
+as the cluster. Nodes of C++ StepMesh are not told. docs/policy.md says what each setting
+reaches, and when.`
+
+// Command returns the command, to be added to the application's.
+func Command(interruptible func() (context.Context, func())) *cli.Command {
+	reach := []cli.Flag{
+		&cli.StringFlag{Name: "scheduler", Usage: "`HOST:PORT` of the scheduler (default: DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"},
+		&cli.DurationFlag{Name: "timeout", Value: 10 * time.Second, Usage: "give up after this long, also waiting until nodes have what was set"},
+	}
+	target := []cli.Flag{
+		&cli.StringFlag{Name: "peer", Usage: "what others send to this `NODE`: worker:RANK or server:RANK"},
+		&cli.IntFlag{Name: "app", Usage: "data of the application with this `ID`"},
+		&cli.IntFlag{Name: "comm", Usage: "data of the communicator (af/collective) with this `ID`"},
+	}
+	action := func(f func(*cli.Context) (string, error)) cli.ActionFunc {
+		return func(c *cli.Context) error {
+			if c.Args().Present() {
+				return exit.Usage("policy: unexpected argument %q: want set, clear, or nothing", c.Args().First())
+			}
+			question, err := f(c)
+			if err != nil {
+				return err
+			}
+			ctx, cancel := interruptible()
+			defer cancel()
+			return run(ctx, c, question)
+		}
+	}
+	return &cli.Command{
+		Name: "policy", Usage: "limit rates, mark traffic and order collectives in a running cluster", Description: description,
+		ArgsUsage: " ", HideHelpCommand: true, Flags: reach,
+		Action: action(func(*cli.Context) (string, error) { return "list", nil }),
+		Subcommands: []*cli.Command{
+			{
+				Name: "set", Usage: "set a rate, a traffic class or an order; what is not named stays", ArgsUsage: " ", HideHelpCommand: true,
+				Flags: append(append([]cli.Flag{
+					&cli.StringFlag{Name: "rate", Usage: "`BYTES` in a second from each node to each peer, as 5000000, 5M or 1G"},
+					&cli.IntFlag{Name: "class", Usage: "traffic class of a peer, the DSCP, `0 to 63`"},
+					&cli.StringFlag{Name: "order", Usage: "of a communicator's requests: " + strings.Join(membership.Orders, " or ")},
+				}, target...), reach...),
+				Action: action(set),
+			},
+			{
+				Name: "clear", Usage: "take back what was set for one, or for --all", ArgsUsage: " ", HideHelpCommand: true,
+				Flags: append(append([]cli.Flag{&cli.BoolFlag{Name: "all", Usage: "everything"}}, target...), reach...),
+				Action: action(func(c *cli.Context) (string, error) {
+					if c.Bool("all") && !c.IsSet("peer") && !c.IsSet("app") && !c.IsSet("comm") {
+						return "clear all", nil
+					}
+					t, err := targetOf(c, ", --all")
+					return "clear " + t.Target(), err
+				}),
+			},
+		},
+	}
+}
+
+// targetOf reads the flag that says what a policy is about.
+func targetOf(c *cli.Context, others string) (p membership.Policy, err error) {
+	var given []string
+	for _, f := range []string{"peer", "app", "comm", "all"} {
+		if c.IsSet(f) {
+			given = append(given, "--"+f)
+		}
+	}
+	if len(given) != 1 {
+		return p, exit.Usage("policy %s: %d targets (%s): want one of --peer, --app, --comm%s", c.Command.Name, len(given), strings.Join(given, " "), others)
+	}
+	app := c.Int("app")
+	switch given[0] {
+	case "--peer":
+		role, rank, _ := strings.Cut(c.String("peer"), ":")
+		r, err := strconv.Atoi(rank)
+		if err != nil || r < 0 || r > (van.Empty-9)/2 || role != "worker" && role != "server" {
+			return p, exit.Usage("--peer %s: want worker:RANK or server:RANK", c.String("peer"))
+		}
+		if p.Peer = van.ServerID(r); role == "worker" {
+			p.Peer = van.WorkerID(r)
+		}
+		return p, nil
+	case "--comm":
+		if app, err = collective.AppOf(c.Int("comm")); err != nil {
+			return p, exit.Usage("--comm %d: %w", c.Int("comm"), err)
+		}
+	}
+	if app < 0 || app > 1<<31-1 {
+		return p, exit.Usage("--app %d: want 0 to 2147483647", app)
+	}
+	p.App = int32(app)
+	return p, nil
+}
+
+func set(c *cli.Context) (string, error) {
+	p, err := targetOf(c, "")
+	if err != nil {
+		return "", err
+	}
+	if c.IsSet("rate") {
+		if p.Rate, err = rateOf(c.String("rate")); err != nil {
+			return "", err
+		}
+	}
+	if n := c.Int("class"); c.IsSet("class") {
+		if n < 0 || n > membership.MaxClass {
+			return "", exit.Usage("--class %d: want 0 to %d, the DSCP", n, membership.MaxClass)
+		}
+		p.Class = membership.Class0 + n
+	}
+	if p.Order = c.String("order"); p.Order != "" && !c.IsSet("comm") {
+		return "", exit.Usage("--order %s: want --comm with it: only communicators have an order", p.Order)
+	}
+	if p.Rate == 0 && p.Class == 0 && p.Order == "" {
+		return "", exit.Usage("policy set: nothing to set for %s: want --rate, --class or --order", p.Target())
+	}
+	if _, err := membership.ParsePolicy(p.String()); err != nil {
+		return "", exit.With(exit.Misuse, err)
+	}
+	return "set " + p.String(), nil
+}
+
+func rateOf(s string) (int64, error) {
+	digits, unit := strings.TrimRight(s, "kKMG"), int64(1)
+	switch s[len(digits):] {
+	case "":
+	case "k", "K":
+		unit = 1000
+	case "M":
+		unit = 1000_000
+	case "G":
+		unit = 1000_000_000
+	default:
+		digits = ""
+	}
+	n, err := strconv.ParseInt(digits, 10, 64)
+	if err != nil || n < 1 || n > membership.MaxRate/unit || n*unit < membership.MinRate {
+		return 0, exit.Usage("--rate %s: want %d to %d bytes in a second, also as 1k, 5M or 1G", s, membership.MinRate, membership.MaxRate)
+	}
+	return n * unit, nil
+}
+
+// flagOf is the value of a flag of the command, or of the one above it.
+func flagOf[T any](c *cli.Context, name string, get func(*cli.Context, string) T) T {
+	for _, l := range c.Lineage() {
+		if l.Command != nil && l.IsSet(name) {
+			return get(l, name)
+		}
+	}
+	return get(c, name)
+}
+
+// run asks, waits until the nodes have answered, and prints the list.
+func run(ctx context.Context, c *cli.Context, question string) error {
+	cfg, err := postoffice.LoadConfig()
+	if err != nil {
+		return exit.With(exit.Misuse, err)
+	}
+	if s := flagOf(c, "scheduler", (*cli.Context).String); s != "" {
+		host, port, err := net.SplitHostPort(s)
+		if cfg.RootURI = host; err == nil {
+			cfg.RootPort, err = strconv.Atoi(port)
+		}
+		if err != nil || host == "" || cfg.RootPort < 1 || cfg.RootPort > 65535 {
+			return exit.Usage("--scheduler %s: want HOST:PORT", s)
+		}
+	}
+	switch limit := flagOf(c, "timeout", (*cli.Context).Duration); {
+	case cfg.RootURI == "" || cfg.RootPort == 0:
+		return exit.Usage("which cluster? DMLC_PS_ROOT_URI=%q DMLC_PS_ROOT_PORT=%d: want both, or --scheduler HOST:PORT", cfg.RootURI, cfg.RootPort)
+	case limit <= 0:
+		return exit.Usage("--timeout %v: want more than 0", limit)
+	default:
+		var cancel func()
+		ctx, cancel = context.WithTimeout(ctx, limit)
+		defer cancel()
+	}
+	if target, clears := strings.CutPrefix(question, "clear "); clears && target != "all" {
+		lines, err := postoffice.AskScheduler(ctx, cfg, nil, "list")
+		if err != nil {
+			return fmt.Errorf("policy: %w", err)
+		}
+		found := false
+		for _, l := range lines {
+			t, _, _ := strings.Cut(strings.Fields(l)[0], ",")
+			found = found || t == target
+		}
+		if !found {
+			p, _ := membership.ParsePolicy(target) // it is a target of ours
+			return fmt.Errorf("policy clear: nothing is set for %s: \"stepaf policy\" lists what is", targetName(&p))
+		}
+	}
+	lines, err := postoffice.AskScheduler(ctx, cfg, nil, question)
+	for err == nil && question != "list" && strings.Contains(strings.Join(lines, " "), " asked=") {
+		select { // nodes answer in a moment; those that do not are listed
+		case <-time.After(100 * time.Millisecond):
+			var now []string
+			if now, err = postoffice.AskScheduler(ctx, cfg, nil, "list"); err == nil {
+				lines = now
+				continue
+			}
+		case <-ctx.Done():
+		}
+		err = nil
+		break
+	}
+	if err != nil {
+		return fmt.Errorf("policy: %w", err)
+	}
+	return show(c.App.Writer, lines)
+}
+
+// show prints the scheduler's answers as a table.
+func show(out io.Writer, lines []string) error {
+	if len(lines) == 0 {
+		_, err := fmt.Fprintln(out, "no policies are set")
+		return err
+	}
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "TARGET\tRATE\tCLASS\tORDER\tIN FORCE\tNOT IN FORCE")
+	for _, l := range lines {
+		words := strings.Fields(l)
+		p, err := membership.ParsePolicy(words[0])
+		if err != nil {
+			return fmt.Errorf("policy: the scheduler's answer %q: %w", l, err)
+		}
+		rate, class, order, in, not := "-", "-", "-", "-", []string{}
+		if p.Rate > 0 {
+			rate = strconv.FormatInt(p.Rate, 10) + " B/s"
+		}
+		if p.Class > 0 {
+			class = strconv.Itoa(p.Class - membership.Class0)
+		}
+		if p.Order != "" {
+			order = p.Order
+		}
+		for _, word := range words[1:] {
+			state, ids, _ := strings.Cut(word, "=")
+			if state == "in-force" {
+				in = names(ids)
+			} else {
+				not = append(not, names(ids)+" ("+states[state]+")")
+			}
+		}
+		if len(not) == 0 {
+			not = []string{"-"}
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", targetName(&p), rate, class, order, in, strings.Join(not, ", "))
+	}
+	return w.Flush()
+}
+
+// states says why nodes have a policy not in force.
+var states = map[string]string{
+	"pending":  "waits for a connection, or the application",
+	"unfit":    "the transport cannot",
+	"asked":    "no answer yet",
+	"dead":     "lost",
+	"original": "C++ StepMesh",
+}
+
+func targetName(p *membership.Policy) string {
+	if p.Peer != 0 {
+		return nodeName(p.Peer)
+	}
+	if id, ok := collective.IDOf(int(p.App)); ok {
+		return "comm " + strconv.Itoa(id)
+	}
+	return "app " + strconv.Itoa(int(p.App))
+}
+
+func nodeName(id int) string { return fmt.Sprintf("%s:%d", van.RoleOf(id), van.RankOf(id)) }
+
+func names(ids string) string {
+	var l []string
+	for _, w := range strings.Split(ids, ",") {
+		id, _ := strconv.Atoi(w)
+		l = append(l, nodeName(id))
+	}
+	return strings.Join(l, " ")
+}
