@@ -165,15 +165,15 @@ func (b Batch) Release(on ...Stream) {
 		b.w.unref()
 		return
 	}
-	event, err := b.w.s.late.mark(on[0])
+	event, err := b.w.s.late.Mark(uintptr(on[0]))
 	switch {
 	case errors.Is(err, backend.ErrUnsupported): // a graph has captured the use of the memory
 		b.w.s.node.Log().Warn("received tensors are never used again", "worker", b.w.s.node.PeerName(b.w.instance), "err", err)
 	case err != nil:
 		b.w.unref() // the device is lost
-	case event == nil && !b.w.s.late.busy(): // the work is done
+	case event == nil && !b.w.s.late.Busy(): // the work is done
 		b.w.unref()
-	case !b.w.s.late.add((*reading)(b.w), event):
+	case !b.w.s.late.Add((*reading)(b.w), event):
 		b.w.unref() // the node has left; its device's memory is freed after that work
 	}
 }
@@ -181,8 +181,8 @@ func (b Batch) Release(on ...Stream) {
 // reading is a batch that the device still reads.
 type reading work
 
-func (*reading) dead() bool   { return false }
-func (r *reading) send(error) { (*work)(r).unref() }
+func (*reading) Dead() bool      { return false }
+func (r *reading) SendNow(error) { (*work)(r).unref() }
 
 // unref gives up one hold; after the last one the state is used again.
 func (b *work) unref() {

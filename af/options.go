@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/streamqueue"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -30,7 +31,7 @@ const (
 	DefaultStream Stream = 0
 	// Complete says that there is nothing to wait for: who calls vouches that the
 	// tensors are complete, and, if they are to be filled, not in use.
-	Complete = ^Stream(0)
+	Complete = Stream(streamqueue.Complete)
 )
 
 // OnStream is the Stream with that driver's handle.

@@ -40,13 +40,13 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	device, err = b.w.checkAnswer(outs, o.order)
 	var event backend.Event
 	if err == nil && device {
-		event, err = s.queue.mark(o.stream)
+		event, err = s.queue.Mark(uintptr(o.stream))
 	}
 	if err != nil {
 		b.w.state.Store(b.gen << 1)
 		return &van.Error{Op: "respond", Node: s.node.Name(), Peer: s.node.PeerName(b.w.instance), Err: err}
 	}
-	if event != nil || s.queue.busy() {
+	if event != nil || s.queue.Busy() {
 		return b.enqueue(event, outs, o)
 	}
 	defer b.w.unref()
@@ -91,7 +91,7 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 		w.answers = append(w.answers, KeyTensor{Key: w.pulls[i].Key, Val: *t})
 	}
 	w.done = o.done
-	if s.queue.add(w, event) {
+	if s.queue.Add(w, event) {
 		return nil
 	}
 	for range w.answers {
@@ -104,11 +104,11 @@ func (b Batch) enqueue(event backend.Event, outs []KeyTensor, o options) error {
 	return &van.Error{Op: "respond", Node: s.node.Name(), Err: van.ErrClosed}
 }
 
-// dead implements queued: an answer is wanted until its worker is lost, which Send says.
-func (b *work) dead() bool { return false }
+// Dead implements streamqueue.Entry: an answer is wanted until its worker is lost, which Send says.
+func (b *work) Dead() bool { return false }
 
-// send implements queued: it sends the answers and gives up the batch.
-func (b *work) send(err error) {
+// SendNow implements streamqueue.Entry: it sends the answers and gives up the batch.
+func (b *work) SendNow(err error) {
 	s := b.s
 	sent := 0
 	if err == nil && b.single && len(b.pulls) == 0 {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/datamsg"
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/internal/streamqueue"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -34,11 +35,11 @@ type Server struct {
 	node     postoffice.App
 	app      int
 	buffers  *datamsg.RecvBuffers
-	queue    *streamQueue // of answers with tensors on the device, and those behind them
-	late     *streamQueue // of batches that the device still reads
-	senders  []*sender    // by instance rank of the worker
-	flusher  van.Flusher  // nil when nothing is held
-	reorders bool         // messages of a worker may overtake each other
+	queue    *streamqueue.Queue // of answers with tensors on the device, and those behind them
+	late     *streamqueue.Queue // of batches that the device still reads
+	senders  []*sender          // by instance rank of the worker
+	flusher  van.Flusher        // nil when nothing is held
+	reorders bool               // messages of a worker may overtake each other
 
 	handler  Handler // set once, before anything is received
 	serving  atomic.Pointer[postoffice.Customer]
@@ -55,7 +56,7 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 		return nil, fmt.Errorf("%w: tensor server on %s, want a node with role server", van.ErrInvalid, node.Name())
 	}
 	s := &Server{node: node.App(), app: o.AppID, buffers: datamsg.NewRecvBuffers(node),
-		queue: newStreamQueue(node.Backend(), node.Config().BusyPoll), late: newStreamQueue(node.Backend(), env.AlwaysBlock)}
+		queue: streamqueue.New(node.Backend(), node.Config().BusyPoll), late: streamqueue.New(node.Backend(), env.AlwaysBlock)}
 	if r, ok := van.As[van.Reorderer](node.Van()); ok {
 		s.reorders = r.Reorders()
 	}
@@ -64,8 +65,8 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	for i := range s.senders {
 		s.senders[i] = &sender{s: s}
 	}
-	s.node.OnExit(s.late.close)
-	s.node.OnExit(s.queue.close)
+	s.node.OnExit(s.late.Close)
+	s.node.OnExit(s.queue.Close)
 	s.node.OnExit(s.dropSenders)
 	return s, nil
 }
@@ -251,7 +252,7 @@ func (s *Server) Close() {
 	}
 	unwatch()
 	c.Close()
-	s.queue.close() // s.late goes on until the node has left: others may receive on it
+	s.queue.Close() // s.late goes on until the node has left: others may receive on it
 	s.dropSenders()
 }
 

@@ -196,3 +196,19 @@ type KeyTensor struct {
 	Key uint64
 	Val Tensor
 }
+
+// onDevice tells whether one of the tensors lies on a device, and refuses those that
+// lie on one that the node does not own. what names the list.
+func onDevice(b backend.Backend, list []KeyTensor, what string) (device bool, err error) {
+	for i := range list {
+		m := &list[i].Val.mem
+		if m.OnHost() {
+			continue
+		}
+		device = true
+		if err := backend.CheckDevice(b, *m); err != nil {
+			return true, fmt.Errorf("%w: %s tensor %d (key %d): %w", van.ErrInvalid, what, i, list[i].Key, err)
+		}
+	}
+	return device, nil
+}

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/streamqueue"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -35,8 +36,8 @@ type Worker struct {
 	revoker  van.Revoker // nil when no peer writes into pull tensors
 	flusher  van.Flusher // nil when nothing is held
 
-	queue  *streamQueue // of batches with tensors on the device, and those behind them
-	graphs graphs       // exchanges that streams start
+	queue  *streamqueue.Queue // of batches with tensors on the device, and those behind them
+	graphs graphs             // exchanges that streams start
 
 	mu   sync.Mutex
 	free []*batch
@@ -61,9 +62,9 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 	}
 	c.KeepTraces()
 	w.customer = c
-	w.queue = newStreamQueue(node.Backend(), node.Config().BusyPoll)
+	w.queue = streamqueue.New(node.Backend(), node.Config().BusyPoll)
 	w.graphs.w, w.graphs.spin = w, node.Config().BusyPoll.Spin()
-	w.node.OnExit(w.queue.close)
+	w.node.OnExit(w.queue.Close)
 	w.node.OnExit(w.graphs.close)
 	return w, nil
 }
@@ -124,18 +125,18 @@ func (b *batch) start(device bool, o options) (Call, error) {
 	var event backend.Event
 	if device {
 		var err error
-		if event, err = w.queue.mark(o.stream); err != nil {
+		if event, err = w.queue.Mark(uintptr(o.stream)); err != nil {
 			b.letGo()
 			b.Recycle()
 			return Call{}, &van.Error{Op: "push_pull", Node: w.node.Name(), Err: err}
 		}
 	}
 	// What a stream has started goes first: the streams of others may wait for that one.
-	b.queued = event != nil || b.byStream == nil && w.queue.busy()
+	b.queued = event != nil || b.byStream == nil && w.queue.Busy()
 	b.p, b.q = len(b.pushes), len(b.pulls)/len(b.servers)
 	b.fillKeys()
 	if err := w.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
-		w.queue.unmark(event)
+		w.queue.Unmark(event)
 		b.queued = false
 		b.Finished(err)
 		b.Recycle()
@@ -150,8 +151,8 @@ func (b *batch) start(device bool, o options) (Call, error) {
 		return call, nil
 	}
 	b.refs.Add(1)
-	if !w.queue.add(b, event) {
-		b.send(van.ErrClosed)
+	if !w.queue.Add(b, event) {
+		b.SendNow(van.ErrClosed)
 	}
 	return call, nil
 }
@@ -190,11 +191,11 @@ func (w *Worker) mayLeaveOut(to To) error {
 	return nil
 }
 
-// dead implements queued.
-func (b *batch) dead() bool { return !b.Pending() }
+// Dead implements streamqueue.Entry.
+func (b *batch) Dead() bool { return !b.Pending() }
 
-// send implements queued: it sends the batch unless it has failed meanwhile.
-func (b *batch) send(err error) {
+// SendNow implements streamqueue.Entry: it sends the batch unless it has failed meanwhile.
+func (b *batch) SendNow(err error) {
 	if b.Begin() {
 		if err == nil {
 			b.sendAll(b.First())
@@ -457,7 +458,7 @@ func (b *batch) hold() {
 // Finished is called when the batch is over: the tensors are the caller's again.
 func (b *batch) Finished(err error) {
 	if b.queued && err != nil {
-		b.w.queue.giveUp(b)
+		b.w.queue.GiveUp(b)
 	}
 	if r := b.w.revoker; r != nil && err != nil {
 		for i := range b.pulls {
@@ -493,5 +494,5 @@ func (w *Worker) InFlight() int { return w.customer.InFlight() }
 func (w *Worker) Close() {
 	w.customer.Close()
 	w.graphs.close()
-	w.queue.close()
+	w.queue.Close()
 }

@@ -4,6 +4,7 @@ package postoffice
 
 import (
 	"context"
+	"slices"
 	"time"
 )
 
@@ -54,11 +55,18 @@ func (a App) PollFor(ctx context.Context, limit time.Duration, done func() bool)
 	a.pollFor(ctx, limit, done)
 }
 
-// OnExit registers f to run when the node has left, the last one first.
-func (a App) OnExit(f func()) {
+// OnExit registers f to run when the node has left, the last one first. What it returns takes
+// that back.
+func (a App) OnExit(f func()) (stop func()) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.onExit = append(a.onExit, f)
+	at := &f
+	a.onExit = append(a.onExit, at)
+	return func() {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		a.onExit = slices.DeleteFunc(a.onExit, func(x *func()) bool { return x == at })
+	}
 }
 
 // Ended is closed when the node has left or failed; Alive says why.

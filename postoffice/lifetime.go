@@ -18,7 +18,7 @@ type lifetime struct {
 	ready     chan struct{} // closed when all nodes are known
 	failed    chan struct{} // closed when the node cannot be used any more; err says why
 	err       error
-	onExit    []func()
+	onExit    []*func()
 	stop      chan struct{} // ends tick
 	leaving   atomic.Bool
 	left      chan struct{} // closed when the node has left; finalErr is set then

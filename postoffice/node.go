@@ -5,6 +5,7 @@ package postoffice
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -119,7 +120,7 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 		n.machine.Leaving(now())
 	}
 	n.end(&van.Error{Op: "use", Node: n.Name(), Err: van.ErrClosed})
-	exits := n.onExit
+	exits := slices.Clone(n.onExit)
 	n.mu.Unlock()
 
 	close(n.stop) // without waiting for tick: leave may run in a callback of it
@@ -131,7 +132,7 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	err := n.van.Close(ctx)
 	n.apps.discard()
 	for i := len(exits) - 1; i >= 0; i-- {
-		exits[i]()
+		(*exits[i])()
 	}
 	return errors.Join(err, n.apps.profile.close(), n.closeBackend())
 }

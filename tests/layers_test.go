@@ -90,6 +90,7 @@ var layers = []struct {
 	{"internal/testcluster", []string{"*"}}, // only tests may import it, see below
 	{"van/env", nil},
 	{"internal/datamsg", []string{"postoffice", "van", "van/backend"}},
+	{"internal/streamqueue", []string{"van", "van/backend", "van/env", "internal/"}},
 	{"internal/", []string{"internal/", "van/env"}},
 	{"van/backend/", []string{"van/env", "internal/"}},
 	{"van/stack", []string{"van/"}},

@@ -16,44 +16,43 @@ import (
 
 // AllGather makes out the tensors in of all ranks, in the order of ranks. All have the same
 // size, and out has Size times that. in may be this rank's part of out.
-func (c *Comm) AllGather(out, in af.Tensor) (Op, error) {
+func (c *Comm) AllGather(out, in af.Tensor, on ...af.Stream) (Op, error) {
 	k := call{kind: allGather, dtype: in.Dtype(), root: -1, bytes: uint64(in.Len())}
 	n := in.Len()
-	if err := c.check(k, same(&out, &in), size(&out, "out", n*c.Size())); err != nil {
+	device, err := c.home([]af.Tensor{out, in})
+	if err := c.check(k, err, same(&out, &in), size(&out, "out", n*c.Size())); err != nil {
 		return Op{}, err
 	}
 	own := out.Mem().Sub(c.self*n, n)
 	if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), own)); err != nil {
 		return Op{}, err
 	}
-	if err := c.check(k, c.copyOwn(own, in.Mem())); err != nil {
-		return Op{}, err
-	}
-	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: everybody}, give: share{mem: in.Mem(), of: everybody}})
+	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: everybody}, give: share{mem: in.Mem(), of: everybody},
+		out: own, own: in.Mem(), device: device}, on)
 }
 
 // AllGatherV makes out[r] the tensor in of rank r, for all ranks. Sizes may differ from rank
 // to rank and be 0; out[r] has the size of what rank r gives.
-func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor) (Op, error) {
+func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor, on ...af.Stream) (Op, error) {
 	k := call{kind: allGatherV, dtype: dtypeOf([]af.Tensor{in}, out), root: -1}
-	if err := c.check(k, onHost(&in), each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.self))); err != nil {
+	device, err := c.home(out, []af.Tensor{in})
+	if err := c.check(k, err, each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.self))); err != nil {
 		return Op{}, err
 	}
 	if err := c.check(k, c.apartFrom(out, []af.Tensor{in}, 0)); err != nil {
 		return Op{}, err
 	}
-	if err := c.check(k, c.copyOwn(out[c.self].Mem(), in.Mem())); err != nil {
-		return Op{}, err
-	}
-	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{mem: in.Mem(), of: everybody}})
+	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{mem: in.Mem(), of: everybody},
+		out: out[c.self].Mem(), own: in.Mem(), device: device}, on)
 }
 
 // AllToAll gives in[r] to rank r and makes out[r] what rank r gives this one, for all ranks.
 // Sizes may differ and be 0. No in[r] may share memory with any of out, but this rank's own with
 // its own.
-func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
+func (c *Comm) AllToAll(out, in []af.Tensor, on ...af.Stream) (Op, error) {
 	k := call{kind: allToAll, dtype: dtypeOf(in, out), root: -1}
-	if err := c.check(k, each(c.Size(), in, "in", k.dtype), each(c.Size(), out, "out", k.dtype)); err != nil {
+	device, err := c.home(out, in)
+	if err := c.check(k, err, each(c.Size(), in, "in", k.dtype), each(c.Size(), out, "out", k.dtype)); err != nil {
 		return Op{}, err
 	}
 	if n, own := in[c.self].Len(), out[c.self].Len(); n != own {
@@ -62,27 +61,33 @@ func (c *Comm) AllToAll(out, in []af.Tensor) (Op, error) {
 	if err := c.check(k, c.apartFrom(out, in, c.self)); err != nil {
 		return Op{}, err
 	}
-	if err := c.check(k, c.copyOwn(out[c.self].Mem(), in[c.self].Mem())); err != nil {
-		return Op{}, err
-	}
-	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{list: in, of: everybody}})
+	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{list: in, of: everybody},
+		out: out[c.self].Mem(), own: in[c.self].Mem(), device: device}, on)
 }
 
 // Broadcast makes t on all ranks what it is on rank root.
-func (c *Comm) Broadcast(t af.Tensor, root int) (Op, error) {
+func (c *Comm) Broadcast(t af.Tensor, root int, on ...af.Stream) (Op, error) {
 	k := call{kind: broadcast, dtype: t.Dtype(), root: int32(root), bytes: uint64(t.Len())}
-	if err := c.check(k, c.rooted(root), onHost(&t)); err != nil {
+	device, err := c.home([]af.Tensor{t})
+	if err := c.check(k, c.rooted(root), err); err != nil {
 		return Op{}, err
 	}
-	return c.start(&plan{call: k, ask: share{mem: t.Mem(), of: root}, give: share{mem: t.Mem(), of: c.ifRoot(root)}})
+	return c.start(&plan{call: k, ask: share{mem: t.Mem(), of: root}, give: share{mem: t.Mem(), of: c.ifRoot(root)}, device: device}, on)
 }
 
 // Gather makes out, on rank root, the tensors in of all ranks, in the order of ranks. Others
 // give no out.
-func (c *Comm) Gather(out, in af.Tensor, root int) (Op, error) {
+func (c *Comm) Gather(out, in af.Tensor, root int, on ...af.Stream) (Op, error) {
 	k := call{kind: gather, dtype: in.Dtype(), root: int32(root), bytes: uint64(in.Len())}
 	n := in.Len()
-	checks := []error{c.rooted(root), onHost(&in)}
+	p := plan{call: k, ask: share{mem: out.Mem(), by: 1, of: c.ifRoot(root)}, give: share{mem: in.Mem(), of: root}}
+	both := []af.Tensor{in, out}
+	if c.self != root {
+		both = both[:1]
+	}
+	var err error
+	p.device, err = c.home(both)
+	checks := []error{c.rooted(root), err}
 	if c.self == root {
 		checks = append(checks, same(&out, &in), size(&out, "out", n*c.Size()))
 	}
@@ -90,23 +95,27 @@ func (c *Comm) Gather(out, in af.Tensor, root int) (Op, error) {
 		return Op{}, err
 	}
 	if c.self == root {
-		own := out.Mem().Sub(c.self*n, n)
-		if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), own)); err != nil {
-			return Op{}, err
-		}
-		if err := c.check(k, c.copyOwn(own, in.Mem())); err != nil {
+		p.out, p.own = out.Mem().Sub(c.self*n, n), in.Mem()
+		if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), p.out)); err != nil {
 			return Op{}, err
 		}
 	}
-	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: c.ifRoot(root)}, give: share{mem: in.Mem(), of: root}})
+	return c.start(&p, on)
 }
 
 // Scatter makes out, on each rank, that rank's part of the tensor in of rank root, which has
 // Size times the size. Others give no in.
-func (c *Comm) Scatter(out, in af.Tensor, root int) (Op, error) {
+func (c *Comm) Scatter(out, in af.Tensor, root int, on ...af.Stream) (Op, error) {
 	k := call{kind: scatter, dtype: out.Dtype(), root: int32(root), bytes: uint64(out.Len())}
 	n := out.Len()
-	checks := []error{c.rooted(root), onHost(&out)}
+	p := plan{call: k, ask: share{mem: out.Mem(), of: root}, give: share{mem: in.Mem(), by: 1, of: c.ifRoot(root)}}
+	both := []af.Tensor{out, in}
+	if c.self != root {
+		both = both[:1]
+	}
+	var err error
+	p.device, err = c.home(both)
+	checks := []error{c.rooted(root), err}
 	if c.self == root {
 		checks = append(checks, same(&in, &out), size(&in, "in", n*c.Size()))
 	}
@@ -114,15 +123,12 @@ func (c *Comm) Scatter(out, in af.Tensor, root int) (Op, error) {
 		return Op{}, err
 	}
 	if c.self == root {
-		own := in.Mem().Sub(c.self*n, n)
-		if err := c.check(k, apart("in", in.Mem(), "out", out.Mem(), own)); err != nil {
-			return Op{}, err
-		}
-		if err := c.check(k, c.copyOwn(out.Mem(), own)); err != nil {
+		p.out, p.own = out.Mem(), in.Mem().Sub(c.self*n, n)
+		if err := c.check(k, apart("in", in.Mem(), "out", out.Mem(), p.own)); err != nil {
 			return Op{}, err
 		}
 	}
-	return c.start(&plan{call: k, ask: share{mem: out.Mem(), of: root}, give: share{mem: in.Mem(), by: 1, of: c.ifRoot(root)}})
+	return c.start(&p, on)
 }
 
 // Barrier waits until all ranks have called it.
@@ -131,7 +137,7 @@ func (c *Comm) Barrier(ctx context.Context) error {
 	if err := c.check(k); err != nil {
 		return err
 	}
-	op, err := c.start(&plan{call: k, ask: share{of: everybody}, give: share{of: everybody}})
+	op, err := c.start(&plan{call: k, ask: share{of: everybody}, give: share{of: everybody}}, nil)
 	if err != nil {
 		return err
 	}
@@ -145,7 +151,7 @@ func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	k := call{kind: reduceScatter, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
 	f, err := folderFor(out.Dtype(), r)
 	n := out.Len()
-	if err := c.check(k, err, same(&out, &in), size(&in, "in", n*c.Size()), aligned(&out), aligned(&in)); err != nil {
+	if err := c.check(k, onHost(&out), onHost(&in), err, same(&out, &in), size(&in, "in", n*c.Size()), aligned(&out), aligned(&in)); err != nil {
 		return Op{}, err
 	}
 	give := share{mem: in.Mem(), by: k.dtype.Size(), of: everybody}
@@ -153,7 +159,7 @@ func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	if err := c.check(k, apart("in", in.Mem(), "out", out.Mem(), own)); err != nil {
 		return Op{}, err
 	}
-	return c.start(&plan{call: k, give: give, fold: f, out: out.Mem(), own: own})
+	return c.start(&plan{call: k, give: give, fold: f, out: out.Mem(), own: own}, nil)
 }
 
 // reduceWhole is the size in bytes below which AllReduce moves whole tensors: one exchange
@@ -165,11 +171,11 @@ const reduceWhole = 64 << 10
 func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 	k := call{kind: allReduce, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
 	f, err := folderFor(out.Dtype(), r)
-	if err := c.check(k, err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in), apart("in", in.Mem(), "out", out.Mem(), in.Mem())); err != nil {
+	if err := c.check(k, onHost(&out), onHost(&in), err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in), apart("in", in.Mem(), "out", out.Mem(), in.Mem())); err != nil {
 		return Op{}, err
 	}
 	if in.Len() < reduceWhole {
-		return c.start(&plan{call: k, give: share{mem: in.Mem(), of: everybody}, fold: f, out: out.Mem(), own: in.Mem()})
+		return c.start(&plan{call: k, give: share{mem: in.Mem(), of: everybody}, fold: f, out: out.Mem(), own: in.Mem()}, nil)
 	}
 	return c.reduceInParts(k, f, out, in)
 }
@@ -223,8 +229,17 @@ func (c *Comm) reserveTwo(a, b *plan) (*op, Op, error) {
 	return o1, h, nil
 }
 
-// start makes one call.
-func (c *Comm) start(p *plan) (Op, error) {
+// start makes one call. With tensors on the device it is made when that has done the work which is
+// in the stream now.
+func (c *Comm) start(p *plan, on []af.Stream) (Op, error) {
+	if p.device {
+		return c.startBehind(p, on)
+	}
+	if p.fold == nil && p.copies() {
+		if err := c.check(p.call, c.node.Backend().Copy(p.out, p.own)); err != nil {
+			return Op{}, err
+		}
+	}
 	c.pair.Lock()
 	o, err := c.reserve(p)
 	c.pair.Unlock()
@@ -234,14 +249,6 @@ func (c *Comm) start(p *plan) (Op, error) {
 	h := Op{o, o.gen}
 	c.begin(o)
 	return h, nil
-}
-
-// copyOwn copies this rank's own part.
-func (c *Comm) copyOwn(dst, src backend.Mem) error {
-	if dst.Addr() == src.Addr() || dst.Len() == 0 {
-		return nil
-	}
-	return c.node.Backend().Copy(dst, src)
 }
 
 // ifRoot is everybody on the root, and nobody elsewhere.
@@ -345,30 +352,43 @@ func bounds(l []af.Tensor) [2]uint64 {
 	return b
 }
 
-// onHost refuses tensors on a device, and those that are too long for a message.
+// home tells whether the tensors of a call lie on the node's device. All must, or none; it does not matter
+// where those without bytes are.
+func (c *Comm) home(lists ...[]af.Tensor) (device bool, err error) {
+	var first *af.Tensor
+	for _, l := range lists {
+		for i := range l {
+			t := &l[i]
+			m := t.Mem()
+			if t.Len() == 0 {
+				continue
+			}
+			if err := backend.CheckDevice(c.node.Backend(), m); err != nil {
+				return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
+			}
+			if first == nil {
+				first, device = t, !m.OnHost()
+			}
+			if device == m.OnHost() {
+				return false, fmt.Errorf("%w: %s and %s, want all tensors of a call in host memory, or all on the device", van.ErrInvalid, nameOf(first), nameOf(t))
+			}
+		}
+	}
+	return device, nil
+}
+
+// onHost refuses a tensor on a device, of which this library computes nothing.
 func onHost(t *af.Tensor) error {
-	switch m := t.Mem(); {
-	case !m.OnHost():
-		return fmt.Errorf("%w: %s, want host memory", van.ErrInvalid, nameOf(t))
-	case t.Len() > af.MaxTensorBytes:
-		return fmt.Errorf("%w: %s has %d bytes, want at most %d for each rank", van.ErrInvalid, nameOf(t), t.Len(), af.MaxTensorBytes)
+	if m := t.Mem(); t.Len() > 0 && !m.OnHost() {
+		return fmt.Errorf("%w: %s, want host memory: reductions on a device are NCCL's work", van.ErrInvalid, nameOf(t))
 	}
 	return nil
 }
 
-// same refuses tensors that do not go together.
+// same refuses tensors of different types.
 func same(a, b *af.Tensor) error {
 	if a.Dtype() != b.Dtype() {
 		return fmt.Errorf("%w: out and in of different types: %s and %s", van.ErrInvalid, nameOf(a), nameOf(b))
-	}
-	if m := a.Mem(); !m.OnHost() {
-		return onHost(a)
-	}
-	if m := b.Mem(); !m.OnHost() {
-		return onHost(b)
-	}
-	if min(a.Len(), b.Len()) > af.MaxTensorBytes {
-		return fmt.Errorf("%w: %s, want at most %d bytes for each rank", van.ErrInvalid, nameOf(b), af.MaxTensorBytes)
 	}
 	return nil
 }
@@ -398,9 +418,6 @@ func each(n int, l []af.Tensor, name string, d af.Dtype) error {
 		return fmt.Errorf("%w: %d tensors %s, want one for each of %d ranks", van.ErrInvalid, len(l), name, n)
 	}
 	for r := range l {
-		if err := onHost(&l[r]); err != nil {
-			return fmt.Errorf("%s for rank %d: %w", name, r, err)
-		}
 		if l[r].Len() > 0 && l[r].Dtype() != d {
 			return fmt.Errorf("%w: %s for rank %d is %s, want %s as others", van.ErrInvalid, name, r, nameOf(&l[r]), d)
 		}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -16,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // comms makes a communicator of all workers of a cluster.
@@ -108,15 +110,20 @@ func TestCalls(t *testing.T) {
 			testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
 				all, _ := comms(t, o, n)
 				for round, size := range []int{1, 1000, 0, 70_001, 3} {
-					onAll(t, n, func(r int) error { return calls(all[r], size, uint64(round)) })
+					onAll(t, n, func(r int) error {
+						if err := calls(all[r], memory{}, size, uint64(round)); err != nil {
+							return err
+						}
+						return reductions(all[r], size)
+					})
 				}
 			}, over...)
 		})
 	}
 }
 
-// calls makes every call once and checks its result.
-func calls(c *Comm, size int, seed uint64) error {
+// calls makes every call but reductions once, with tensors in m, and checks its result.
+func calls(c *Comm, m memory, size int, seed uint64) error {
 	n, self := c.Size(), c.Rank()
 	in := func(r int) af.Tensor { return filled(size, seed*100+uint64(r)) }
 	joined := func() []byte {
@@ -127,18 +134,19 @@ func calls(c *Comm, size int, seed uint64) error {
 		}
 		return b
 	}
-	check := func(name string, got, want []byte) error {
-		if !bytes.Equal(got, want) {
+	zeros, on := m.zeros, m.on()
+	check := func(name string, got af.Tensor, want []byte) error {
+		if !bytes.Equal(vantest.Raw(got.Mem()), want) {
 			return fmt.Errorf("%s of %d bytes: wrong values", name, size)
 		}
 		return nil
 	}
 
 	out := zeros(n * size)
-	if err := wait(c.AllGather(out, in(self))); err != nil {
+	if err := wait(c.AllGather(out, m.in(in(self)), on...)); err != nil {
 		return err
 	}
-	if err := check("AllGather", out.Bytes(), joined()); err != nil {
+	if err := check("AllGather", out, joined()); err != nil {
 		return err
 	}
 
@@ -146,24 +154,24 @@ func calls(c *Comm, size int, seed uint64) error {
 	ragged := func(r, s int) af.Tensor { return filled(size+r, seed+uint64(r*10+s)) }
 	outs, ins := make([]af.Tensor, n), make([]af.Tensor, n)
 	for r := range n {
-		outs[r], ins[r] = zeros(size+r), ragged(self, r)
+		outs[r], ins[r] = zeros(size+r), m.in(ragged(self, r))
 	}
-	if err := wait(c.AllGatherV(outs, ragged(self, 0))); err != nil {
+	if err := wait(c.AllGatherV(outs, m.in(ragged(self, 0)), on...)); err != nil {
 		return err
 	}
 	for r := range n {
 		want := ragged(r, 0)
-		if err := check("AllGatherV", outs[r].Bytes(), want.Bytes()); err != nil {
+		if err := check("AllGatherV", outs[r], want.Bytes()); err != nil {
 			return err
 		}
-		clear(outs[r].Bytes())
+		clear(vantest.Raw(outs[r].Mem()))
 	}
-	if err := wait(c.AllToAll(outs, ins)); err != nil {
+	if err := wait(c.AllToAll(outs, ins, on...)); err != nil {
 		return err
 	}
 	for r := range n {
 		want := ragged(r, self)
-		if err := check("AllToAll", outs[r].Bytes(), want.Bytes()); err != nil {
+		if err := check("AllToAll", outs[r], want.Bytes()); err != nil {
 			return err
 		}
 	}
@@ -171,39 +179,71 @@ func calls(c *Comm, size int, seed uint64) error {
 	for root := range n {
 		b, want := zeros(size), filled(size, seed+77)
 		if self == root {
-			b = filled(size, seed+77)
+			b = m.in(want)
 		}
-		if err := wait(c.Broadcast(b, root)); err != nil {
+		if err := wait(c.Broadcast(b, root, on...)); err != nil {
 			return err
 		}
-		if err := check("Broadcast", b.Bytes(), want.Bytes()); err != nil {
+		if err := check("Broadcast", b, want.Bytes()); err != nil {
 			return err
 		}
 		var g af.Tensor
 		if self == root {
 			g = zeros(n * size)
 		}
-		if err := wait(c.Gather(g, in(self), root)); err != nil {
+		if err := wait(c.Gather(g, m.in(in(self)), root, on...)); err != nil {
 			return err
 		}
 		if self == root {
-			if err := check("Gather", g.Bytes(), joined()); err != nil {
+			if err := check("Gather", g, joined()); err != nil {
 				return err
 			}
 		}
 		part := zeros(size)
-		if err := wait(c.Scatter(part, g, root)); err != nil {
+		if err := wait(c.Scatter(part, g, root, on...)); err != nil {
 			return err
 		}
 		own := in(self)
-		if err := check("Scatter", part.Bytes(), own.Bytes()); err != nil {
+		if err := check("Scatter", part, own.Bytes()); err != nil {
 			return err
 		}
 	}
-	if err := c.Barrier(context.Background()); err != nil {
-		return err
+	return c.Barrier(context.Background())
+}
+
+// memory is where the tensors of calls are: on a device, or, without one, on the host.
+type memory struct{ dev *vantest.Device }
+
+// onStream is the stream that makes tensors on devices.
+const onStream = 5
+
+func (m memory) on() []af.Stream {
+	if m.dev == nil {
+		return nil
 	}
-	return reductions(c, size)
+	return []af.Stream{onStream}
+}
+
+func (m memory) zeros(n int) af.Tensor {
+	if m.dev == nil {
+		return zeros(n)
+	}
+	return must(af.New(m.dev.Mem(make([]byte, n)), af.Uint8, int64(n)))
+}
+
+// in is t there. A device's is made by a stream, which takes its time.
+func (m memory) in(t af.Tensor) af.Tensor {
+	if m.dev == nil {
+		return t
+	}
+	x := m.zeros(t.Len())
+	m.dev.Queue(onStream, func() {
+		for range 100 {
+			runtime.Gosched()
+		}
+		copy(vantest.Raw(x.Mem()), t.Bytes())
+	})
+	return x
 }
 
 // reductions checks ReduceScatter and AllReduce, in place as well, where every rank r gives i+r at
@@ -328,7 +368,7 @@ func TestMismatch(t *testing.T) {
 				}
 			}
 			onAll(t, 3, func(r int) error { return all[r].Rebuild(t.Context()) })
-			onAll(t, 3, func(r int) error { return calls(all[r], 10, 1) })
+			onAll(t, 3, func(r int) error { return calls(all[r], memory{}, 10, 1) })
 		})
 	}
 }
@@ -372,7 +412,7 @@ func TestLost(t *testing.T) {
 			return err
 		})
 		for round := range 3 {
-			onAll(t, 3, func(r int) error { return calls(all[r], []int{1000, 50_000}[round%2], uint64(round)) })
+			onAll(t, 3, func(r int) error { return calls(all[r], memory{}, []int{1000, 50_000}[round%2], uint64(round)) })
 		}
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
@@ -399,14 +439,14 @@ func TestTimeout(t *testing.T) {
 		t.Fatalf("the late rank: %v, want ErrTimeout of another one", err)
 	}
 	onAll(t, 3, func(r int) error { return all[r].Rebuild(t.Context()) })
-	onAll(t, 3, func(r int) error { return calls(all[r], 100, 5) })
+	onAll(t, 3, func(r int) error { return calls(all[r], memory{}, 100, 5) })
 }
 
 // TestSpinning: waits that spin for ever end with their node, also where it has asked nobody for anything.
 func TestSpinning(t *testing.T) {
 	o := testcluster.Options{Over: testcluster.SHM, Set: func(c *postoffice.Config) { c.BusyPoll = env.SpinForever }}
 	all, c := comms(t, o, 2)
-	onAll(t, 2, func(r int) error { return calls(all[r], 100, 1) })
+	onAll(t, 2, func(r int) error { return calls(all[r], memory{}, 100, 1) })
 	op, err := all[0].Broadcast(zeros(8), 0)
 	if err != nil {
 		t.Fatal(err)
@@ -463,7 +503,7 @@ func TestNew(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := calls(alone, 100, 1); err != nil {
+	if err := calls(alone, memory{}, 100, 1); err != nil {
 		t.Error(err)
 	}
 	if err := alone.Close(t.Context()); err != nil {
@@ -529,7 +569,7 @@ func TestGroupsOfServers(t *testing.T) {
 			if comm.Rank() != i%2 || comm.Size() != 2 {
 				return fmt.Errorf("rank %d of %d, want %d of 2", comm.Rank(), comm.Size(), i%2)
 			}
-			if err := calls(comm, 1000, 3); err != nil {
+			if err := calls(comm, memory{}, 1000, 3); err != nil {
 				return err
 			}
 			if err := comm.Barrier(t.Context()); err != nil {
@@ -538,4 +578,43 @@ func TestGroupsOfServers(t *testing.T) {
 			return comm.Close(t.Context())
 		})
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}
+
+// TestWaitSlice: a wait in slices returns while the call goes on, gives its result once, and ends with its
+// context.
+func TestWaitSlice(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	out := zeros(20)
+	op, err := all[0].AllGather(out, filled(10, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 3 {
+		if err := op.WaitSlice(t.Context(), time.Millisecond); err != postoffice.ErrPending {
+			t.Fatalf("got %v, want ErrPending", err)
+		}
+	}
+	if err := wait(all[1].AllGather(zeros(20), filled(10, 2))); err != nil {
+		t.Fatal(err)
+	}
+	for err = postoffice.ErrPending; err == postoffice.ErrPending; {
+		err = op.WaitSlice(t.Context(), time.Second)
+	}
+	one, two := filled(10, 1), filled(10, 2)
+	if err != nil || !bytes.Equal(out.Bytes(), append(one.Bytes(), two.Bytes()...)) {
+		t.Fatalf("%v, values %v", err, out.Bytes())
+	}
+	if err := op.WaitSlice(t.Context(), time.Second); !errors.Is(err, postoffice.ErrUnknownHandler) {
+		t.Errorf("waited for twice: %v", err)
+	}
+
+	if op, err = all[0].AllGather(zeros(20), filled(10, 1)); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	if err := op.WaitSlice(ctx, time.Millisecond); err != postoffice.ErrPending {
+		t.Fatalf("got %v, want ErrPending", err)
+	}
+	cancel(van.ErrTimeout)
+	vantest.Fails(t, op.WaitSlice(ctx, time.Minute), van.ErrTimeout, "AllGather", "nothing has come from rank 1")
 }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/streamqueue"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -53,9 +54,10 @@ type Comm struct {
 	self     int   // this node's rank in it
 	hash     uint64
 	timeout  time.Duration
-	revoker  van.Revoker // nil when no peer writes into results
-	looks    bool        // waits look for a while before they sleep
-	stop     func()      // ends the watch for lost peers
+	revoker  van.Revoker        // nil when no peer writes into results
+	looks    bool               // waits look for a while before they sleep
+	stop     func()             // ends the watch for lost peers
+	queue    *streamqueue.Queue // of calls with tensors on the device
 
 	pair sync.Mutex // held while calls get their numbers; taken before mu
 
@@ -131,7 +133,9 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 		return nil, e
 	}
 	c.customer = customer
-	c.stop = c.node.OnPeer(c.peerChanged)
+	c.queue = streamqueue.New(c.node.Backend(), c.node.Config().BusyPoll)
+	unwatch, stay := c.node.OnPeer(c.peerChanged), c.node.OnExit(c.queue.Close)
+	c.stop = func() { unwatch(); stay() }
 	if err := c.join(ctx, "new communicator"); err != nil {
 		c.tell(c.round, err)
 		_ = c.Close(ctx)
@@ -380,6 +384,7 @@ func (c *Comm) Close(ctx context.Context) error {
 	if c.stop != nil {
 		c.stop()
 	}
+	c.queue.Close()
 	err := c.await(ctx, "close communicator")
 	c.telling.Wait()
 	if c.customer != nil {

@@ -11,8 +11,12 @@
 //	op, err := comm.AllGather(out, in)
 //	err = op.Wait(ctx)
 //
-// Tensors lie in host memory. They are the library's from the call until Wait returns nil: by
+// Tensors are the library's from the call until Wait returns nil: by
 // then the results are there, and all others have taken their parts of what this rank gives.
+//
+// Those of a call lie in host memory, or all on the node's device, but not for reductions. Then the call begins
+// when the device has done what is in its default stream now, or in the af.Stream that is given; af.Complete says
+// that nothing is to be waited for. Ranks may differ in this.
 //
 // # Errors
 //

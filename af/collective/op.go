@@ -38,11 +38,13 @@ type op struct {
 	key   [8]byte
 	body  []byte
 
-	// Of a reduction, nil and none for other calls.
+	// Of a reduction, nil and none for other calls, but those that copy on the device.
 	fold folder
 	out  backend.Mem // of what is in room, and own
 	own  backend.Mem // this rank's part
 	room []uint64    // where parts come
+
+	copied backend.Event // of the copy of own into out, by the device; nil when there is nothing to wait for
 
 	left   atomic.Int32       // 1 until the request has ended, and 1 for each part that is not taken
 	next   *op                // the call that begins after the reduction; this one has a reference to it
@@ -54,16 +56,17 @@ type op struct {
 	start  uint64
 
 	// Guarded by c.mu.
-	gen   uint32 // tells uses of the op apart
-	refs  int    // the caller until Wait, the request until Recycle, memory that is lent, and who uses it
-	begun bool   // others may have their parts
-	ended bool
-	busy  int  // begin and reduce use the memory
-	ran   bool // reduce has been started
-	told  bool // done has its token
-	err   error
-	waits bool
-	polls bool // the waiter looks for work
+	gen      uint32 // tells uses of the op apart
+	refs     int    // the caller until Wait, the request until Recycle, memory that is lent, and who uses it
+	begun    bool   // others may have their parts
+	onDevice bool   // tensors are there
+	ended    bool
+	busy     int  // begin and reduce use the memory
+	ran      bool // reduce has been started
+	told     bool // done has its token
+	err      error
+	waits    bool
+	polls    bool // the waiter looks for work
 }
 
 // taking is a part that another rank takes.
@@ -210,8 +213,12 @@ type plan struct {
 	call      call
 	ask, give share
 	fold      folder
-	out, own  backend.Mem
+	out, own  backend.Mem // own goes into out, if they are not the same, or its reduction
+	device    bool        // tensors lie there
 }
+
+// copies tells whether this rank's own part is to be copied.
+func (p *plan) copies() bool { return p.out.Addr() != p.own.Addr() && p.out.Len() > 0 }
 
 // reserve gives a call its number. The caller begins it, see begin.
 func (c *Comm) reserve(p *plan) (*op, error) {
@@ -227,6 +234,11 @@ func (c *Comm) reserve(p *plan) (*op, error) {
 	o := c.take(p.call)
 	o.start = clock.Now()
 	left := int32(1)
+	if o.onDevice = p.device; o.onDevice {
+		o.out, o.own = p.out, p.own
+		o.out.Retain() // until forget
+		o.own.Retain()
+	}
 	ask := p.ask
 	if p.fold != nil {
 		n := p.out.Len() * len(c.ids)
@@ -339,7 +351,7 @@ func (o *op) retain() {
 	o.own.Retain()
 }
 
-// release gives back what others take and reduce uses.
+// release gives back what others take and reduce or the device uses.
 func (o *op) release() {
 	for i := range o.parts {
 		o.parts[i].Release()
@@ -597,6 +609,9 @@ func (o *op) end(err error) {
 	if err != nil && begun {
 		c.customer.Abort(&o.Request, err)
 	}
+	if err != nil && o.onDevice {
+		c.queue.GiveUp(o)
+	}
 	for range untaken {
 		o.settle()
 	}
@@ -614,7 +629,11 @@ func (o *op) end(err error) {
 // rank gives. Wait once for each Op. Errors wrap van.ErrPeerLost, van.ErrTimeout, van.ErrClosed,
 // ErrMismatch, ErrAborted or ctx's error, and name the rank concerned; the communicator has
 // failed on all ranks then.
-func (h Op) Wait(ctx context.Context) error {
+func (h Op) Wait(ctx context.Context) error { return h.WaitSlice(ctx, 0) }
+
+// WaitSlice is Wait for callers that have other work from time to time: when slice passes first, it
+// returns postoffice.ErrPending and the call goes on. A slice of 0 is Wait.
+func (h Op) WaitSlice(ctx context.Context, slice time.Duration) error {
 	o := h.o
 	if o == nil {
 		return &van.Error{Op: "wait", Err: postoffice.ErrUnknownHandler, Hint: "this Op was returned with an error, or never made"}
@@ -628,7 +647,14 @@ func (h Op) Wait(ctx context.Context) error {
 	}
 	o.waits = true
 	c.mu.Unlock()
-	err := o.wait(ctx)
+	err := o.wait(ctx, slice)
+	if err == postoffice.ErrPending {
+		c.mu.Lock()
+		o.waits = false
+		c.mu.Unlock()
+		return err
+	}
+	err = o.endCopy(ctx)
 	o.forget()
 	return err
 }
@@ -639,35 +665,45 @@ func (o *op) forget() {
 	pull := o.pull
 	o.c.mu.Unlock()
 	_ = pull.Wait(context.Background()) // at once: its result is o's
+	if o.onDevice {
+		o.c.queue.Unmark(o.copied)
+		o.copied = nil
+		o.out.Release()
+		o.own.Release()
+	}
 	o.c.unref(o)
 }
 
-func (o *op) wait(ctx context.Context) error {
+// wait waits until the call has ended, or returns postoffice.ErrPending when slice, unless it is 0, has passed.
+func (o *op) wait(ctx context.Context, slice time.Duration) error {
 	c := o.c
 	limit := c.limit(ctx)
 	left := func() time.Duration { return limit - time.Duration(clock.Now()-o.start) }
-	if c.looks {
-		o.poll(ctx, func() time.Duration {
-			if limit == 0 {
-				return aliveEvery
-			}
-			return max(min(left(), aliveEvery), time.Nanosecond)
-		})
+	began := clock.Now()
+	late := false
+	next := func() time.Duration { // how long to wait before there is something to do
+		d := aliveEvery
+		if limit > 0 && !late {
+			d = min(d, left())
+		}
+		if slice > 0 {
+			d = min(d, slice-time.Duration(clock.Now()-began))
+		}
+		return max(d, 0)
 	}
-	for late := false; ; {
+	if c.looks {
+		o.poll(ctx, func() time.Duration { return max(next(), time.Nanosecond) })
+	}
+	for {
 		select {
 		case <-o.done:
 			return o.err
 		default:
 		}
-		slice := aliveEvery
-		if limit > 0 && !late {
-			slice = max(min(slice, left()), 0)
-		}
 		if o.timer == nil {
-			o.timer = time.NewTimer(slice)
+			o.timer = time.NewTimer(next())
 		} else {
-			o.timer.Reset(slice)
+			o.timer.Reset(next())
 		}
 		select {
 		case <-o.done:
@@ -685,6 +721,8 @@ func (o *op) wait(ctx context.Context) error {
 		} else if limit > 0 && !late && left() <= 0 {
 			o.giveUp(van.ErrTimeout, limit)
 			late = true
+		} else if slice > 0 && !late && time.Duration(clock.Now()-began) >= slice {
+			return postoffice.ErrPending
 		}
 	}
 }

@@ -65,6 +65,73 @@ func (t *Task) Wait(slice time.Duration) error {
 // Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
 func (t *Task) Cancel() { t.cancel(van.ErrTimeout) }
 
+// Drop is told that nobody will wait for it any more. It goes on.
+func (t *Task) Drop() {}
+
+// Awaited is what Python waits for in slices: a Task, or a Pending.
+type Awaited interface {
+	Wait(slice time.Duration) error
+	Cancel()
+	Drop()
+}
+
+// Pending is a call of a communicator. Who waits for it receives itself, without a goroutine between.
+type Pending struct {
+	op     collective.Op
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+	turn   chan struct{} // its token is with who waits
+	ended  bool          // with the token
+	err    error         // likewise
+}
+
+func newPending(op collective.Op) *Pending {
+	p := &Pending{op: op, turn: make(chan struct{}, 1)}
+	p.ctx, p.cancel = context.WithCancelCause(context.Background())
+	p.turn <- struct{}{}
+	return p
+}
+
+// Wait waits for slice at most: then it returns ErrPending. It may be called as often as wanted.
+func (p *Pending) Wait(slice time.Duration) error {
+	select {
+	case <-p.turn:
+	default: // another one waits
+		timer := time.NewTimer(slice)
+		defer timer.Stop()
+		select {
+		case <-p.turn:
+		case <-timer.C:
+			return ErrPending
+		}
+	}
+	defer func() { p.turn <- struct{}{} }()
+	if !p.ended {
+		err := p.op.WaitSlice(p.ctx, max(slice, time.Nanosecond))
+		if err == ErrPending {
+			return err
+		}
+		p.ended, p.err = true, err
+		p.cancel(nil)
+	}
+	return p.err
+}
+
+// Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
+func (p *Pending) Cancel() { p.cancel(van.ErrTimeout) }
+
+// Drop is told that nobody will wait for it any more. It goes on, until its limit.
+func (p *Pending) Drop() {
+	<-p.turn
+	if p.ended {
+		return
+	}
+	go func() {
+		_ = p.op.Wait(context.Background())
+		p.cancel(nil)
+	}()
+}
+
 // NewComm begins to make a communicator of those ranks, nil for the instances of this node's group, whose
 // calls have that limit, as its making has: 0 for the default, negative for none. It may be used
 // when the task has ended without an error.
@@ -202,16 +269,9 @@ const (
 var reductions = map[string]collective.Reduction{"sum": collective.Sum, "min": collective.Min, "max": collective.Max, "product": collective.Product}
 
 // Call begins a call. Those with one tensor out or in have it in a list, which is empty where this
-// rank has none. root and reduction are for calls that have them.
-func (c *Comm) Call(kind Collective, out, in []af.Tensor, root int, reduction string) (*Task, error) {
-	for i, l := range [][]af.Tensor{out, in} {
-		for j := range l {
-			if m := l[j].Mem(); !m.OnHost() {
-				return nil, fmt.Errorf("%w: tensor %d of %s is on %s, want host memory: collectives of tensors on a device are not there yet",
-					van.ErrInvalid, j, [...]string{"out", "x"}[i], m.Device())
-			}
-		}
-	}
+// rank has none. root and reduction are for calls that have them. With tensors on the device the call
+// begins behind the work in stream.
+func (c *Comm) Call(stream af.Stream, kind Collective, out, in []af.Tensor, root int, reduction string) (*Pending, error) {
 	by, known := reductions[reduction]
 	if (kind == ReduceScatter || kind == AllReduce) && !known {
 		return nil, fmt.Errorf("%w: op is %q, want sum, min, max or product", van.ErrInvalid, reduction)
@@ -220,17 +280,17 @@ func (c *Comm) Call(kind Collective, out, in []af.Tensor, root int, reduction st
 	var err error
 	switch kind {
 	case AllGather:
-		op, err = c.comm.AllGather(only(out), only(in))
+		op, err = c.comm.AllGather(only(out), only(in), stream)
 	case AllGatherV:
-		op, err = c.comm.AllGatherV(out, only(in))
+		op, err = c.comm.AllGatherV(out, only(in), stream)
 	case AllToAll:
-		op, err = c.comm.AllToAll(out, in)
+		op, err = c.comm.AllToAll(out, in, stream)
 	case Broadcast:
-		op, err = c.comm.Broadcast(only(out), root)
+		op, err = c.comm.Broadcast(only(out), root, stream)
 	case Gather:
-		op, err = c.comm.Gather(only(out), only(in), root)
+		op, err = c.comm.Gather(only(out), only(in), root, stream)
 	case Scatter:
-		op, err = c.comm.Scatter(only(out), only(in), root)
+		op, err = c.comm.Scatter(only(out), only(in), root, stream)
 	case ReduceScatter:
 		op, err = c.comm.ReduceScatter(only(out), only(in), by)
 	case AllReduce:
@@ -241,7 +301,7 @@ func (c *Comm) Call(kind Collective, out, in []af.Tensor, root int, reduction st
 	if err != nil {
 		return nil, err
 	}
-	return newTask(noLimit, op.Wait), nil
+	return newPending(op), nil
 }
 
 // only is the tensor of a list of one, or none.

@@ -67,7 +67,7 @@ static int task_finish(uint64_t task, int cancel) {
 // What a method or a function of the module is about.
 static uint64_t comm_of(PyObject *self) { return PyObject_TypeCheck(self, (PyTypeObject *)comm_class) ? ((comm_object *)self)->at : SF_GROUP; }
 
-// Makes the group's communicator, once.
+// Makes the group's communicator.
 static int make_group(void) {
   uint64_t task;
   sf_error e = {0, NULL};
@@ -138,8 +138,13 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
     if (text == NULL) return NULL;
     reduction = PyBytes_AsString(text);
   }
-  if (sf_enter() < 0 || (at == SF_GROUP && make_group() < 0)) goto out;
-  if (sf_comm_place(at, &rank, &size, &e) != SF_DONE) {
+  if (sf_enter() < 0) goto out;
+  int there = sf_comm_place(at, &rank, &size, &e);
+  if (there == SF_PENDING) { // the group's communicator, at the first call
+    if (make_group() < 0) goto out;
+    there = sf_comm_place(at, &rank, &size, &e);
+  }
+  if (there != SF_DONE) {
     sf_raise(&e);
     goto out;
   }
@@ -153,8 +158,12 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
   ignored = kind == SF_BROADCAST || (kind == SF_SCATTER && root != rank);
   if (read_tensors(ignored ? NULL : x, "x", s->in_list, 0, ignored, &ins, &nin) < 0) goto out;
   if (tensors_keep(outs, nout) < 0 || tensors_keep(ins, nin) < 0) goto out;
+  uint64_t stream = SF_COMPLETE;
+  int32_t gpu = tensor_gpu(outs, nout);
+  if (gpu < 0) gpu = tensor_gpu(ins, nin);
+  if (gpu >= 0 && tensor_stream(gpu, &stream) < 0) goto out;
   int rc;
-  Py_BEGIN_ALLOW_THREADS rc = sf_comm_call(at, kind, outs, (int)nout, ins, (int)nin, root, (char *)reduction, &task, &e);
+  Py_BEGIN_ALLOW_THREADS rc = sf_comm_call(at, kind, outs, (int)nout, ins, (int)nin, stream, root, (char *)reduction, &task, &e);
   Py_END_ALLOW_THREADS nout = nin = 0; // Go has taken over the owners
   if (rc != SF_DONE) {
     sf_raise(&e);

@@ -31,7 +31,7 @@ func comm(at C.uint64_t) (*core.Comm, error) {
 }
 
 // give hands a task to Python.
-func give(task *C.uint64_t, t *core.Task) { *task = C.uint64_t(cgo.NewHandle(t)) }
+func give(task *C.uint64_t, t core.Awaited) { *task = C.uint64_t(cgo.NewHandle(t)) }
 
 //export sf_comm_new
 func sf_comm_new(id C.int64_t, ranked *C.int64_t, n C.int, timeoutMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
@@ -69,7 +69,7 @@ func sf_comm_place(at C.uint64_t, rank, size *C.int, e *C.sf_error) C.int {
 }
 
 //export sf_comm_call
-func sf_comm_call(at C.uint64_t, kind C.int, out *C.sf_tensor, nOut C.int, in *C.sf_tensor, nIn C.int, root C.int64_t, reduction *C.char, task *C.uint64_t, e *C.sf_error) C.int {
+func sf_comm_call(at C.uint64_t, kind C.int, out *C.sf_tensor, nOut C.int, in *C.sf_tensor, nIn C.int, stream C.uint64_t, root C.int64_t, reduction *C.char, task *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
 	defer a.release() // the call holds what it needs
 	var err, err2 error
@@ -82,9 +82,9 @@ func sf_comm_call(at C.uint64_t, kind C.int, out *C.sf_tensor, nOut C.int, in *C
 	if err == nil {
 		c, err = comm(at)
 	}
-	var t *core.Task
+	var t *core.Pending
 	if err == nil {
-		t, err = c.Call(core.Collective(kind), values(a.pull), values(a.push), int(root), C.GoString(reduction))
+		t, err = c.Call(af.Stream(stream), core.Collective(kind), values(a.pull), values(a.push), int(root), C.GoString(reduction))
 	}
 	if err != nil {
 		return fail(e, err)
@@ -131,11 +131,11 @@ func sf_comm_task(at C.uint64_t, what C.int, timeoutMs C.int64_t, task *C.uint64
 
 //export sf_task_wait
 func sf_task_wait(task C.uint64_t, sliceMs C.int64_t, e *C.sf_error) C.int {
-	return begun(e, cgo.Handle(task).Value().(*core.Task).Wait(time.Duration(sliceMs)*time.Millisecond))
+	return begun(e, cgo.Handle(task).Value().(core.Awaited).Wait(time.Duration(sliceMs)*time.Millisecond))
 }
 
 //export sf_task_cancel
-func sf_task_cancel(task C.uint64_t) { cgo.Handle(task).Value().(*core.Task).Cancel() }
+func sf_task_cancel(task C.uint64_t) { cgo.Handle(task).Value().(core.Awaited).Cancel() }
 
 // sf_comm_drop closes a communicator that Python has let go of, in the background.
 //
@@ -148,4 +148,7 @@ func sf_comm_drop(at C.uint64_t) {
 // sf_task_drop forgets a task, which goes on.
 //
 //export sf_task_drop
-func sf_task_drop(task C.uint64_t) { cgo.Handle(task).Delete() }
+func sf_task_drop(task C.uint64_t) {
+	cgo.Handle(task).Value().(core.Awaited).Drop()
+	cgo.Handle(task).Delete()
+}

@@ -450,6 +450,9 @@
 	"module as well. Up to 64 calls may be in flight, of which a large all_reduce() counts as\n" \
 	"two. All ranks must be nodes of this library: C++ nodes are refused.\n" \
 	"\n" \
+	"Tensors lie on the host, or all of a call on this process's GPU: then it begins after\n" \
+	"the work queued so far in PyTorch's current stream. Those with arithmetic want the host.\n" \
+	"\n" \
 	"Raises ValueError, TypeError (names the argument), TimeoutError (names who has not come),\n" \
 	"ConnectionError, Error."
 #define DOC_ALL_GATHER(self) \

@@ -1,4 +1,5 @@
-package af
+// Package streamqueue sends what has to wait for work on a device, in order.
+package streamqueue
 
 import (
 	"context"
@@ -16,9 +17,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// streamQueue sends in order what has to wait for a device. Its goroutine begins with the
+// Queue sends in order what has to wait for a device. Its goroutine begins with the
 // first entry.
-type streamQueue struct {
+type Queue struct {
 	back  backend.Backend
 	idler backend.StreamIdler // nil if the backend cannot tell
 	spin  time.Duration       // how long it looks for the next entry before it sleeps
@@ -29,7 +30,7 @@ type streamQueue struct {
 	mu      sync.Mutex
 	entries fifo.Queue[entry]
 	events  []backend.Event // not in use
-	current queued          // whose event is awaited
+	current Entry           // whose event is awaited
 	ctx     context.Context // of that wait
 	cancel  context.CancelFunc
 	wake    chan struct{}
@@ -38,36 +39,40 @@ type streamQueue struct {
 
 // entry is what is to be sent, and the event that it waits for, nil for none.
 type entry struct {
-	what  queued
+	what  Entry
 	event backend.Event
 }
 
-// queued is what a streamQueue sends.
-type queued interface {
-	// dead tells that nobody wants it sent any more.
-	dead() bool
-	// send sends it. With an error, which says why the device's work is not waited for,
+// Entry is what a Queue sends.
+type Entry interface {
+	// Dead tells that nobody wants it sent any more.
+	Dead() bool
+	// SendNow sends it. With an error, which says why the device's work is not waited for,
 	// it sends nothing.
-	send(err error)
+	SendNow(err error)
 }
 
-func newStreamQueue(b backend.Backend, p env.BusyPoll) *streamQueue {
-	q := &streamQueue{back: b, spin: p.Spin(), wake: make(chan struct{}, 1)}
+// New makes a queue for work on b, which looks for the next entry before it sleeps as p says.
+func New(b backend.Backend, p env.BusyPoll) *Queue {
+	q := &Queue{back: b, spin: p.Spin(), wake: make(chan struct{}, 1)}
 	q.idler, _ = b.(backend.StreamIdler)
 	return q
 }
 
-// busy tells whether something is to be sent before what comes now.
-func (q *streamQueue) busy() bool { return q.waiting.Load() > 0 }
+// Busy tells whether something is to be sent before what comes now.
+func (q *Queue) Busy() bool { return q.waiting.Load() > 0 }
 
-// mark returns an event at the present end of stream, nil for Complete and for a
+// Complete is no stream: there is nothing to wait for.
+const Complete = ^uintptr(0)
+
+// Mark returns an event at the present end of stream, nil for Complete and for a
 // stream that has come to its end.
-func (q *streamQueue) mark(s Stream) (backend.Event, error) {
-	if s == Complete {
+func (q *Queue) Mark(stream uintptr) (backend.Event, error) {
+	if stream == Complete {
 		return nil, nil
 	}
 	if q.idler != nil {
-		if idle, err := q.idler.Idle(uintptr(s)); idle || err != nil {
+		if idle, err := q.idler.Idle(stream); idle || err != nil {
 			return nil, err
 		}
 	}
@@ -83,7 +88,7 @@ func (q *streamQueue) mark(s Stream) (backend.Event, error) {
 			return nil, err
 		}
 	}
-	if err := e.Record(uintptr(s)); err != nil {
+	if err := e.Record(stream); err != nil {
 		return nil, errors.Join(err, e.Close())
 	}
 	return e, nil
@@ -92,8 +97,8 @@ func (q *streamQueue) mark(s Stream) (backend.Event, error) {
 // keepEvents bounds the events that are kept for use again.
 const keepEvents = 256
 
-// unmark gives back an event of mark, which may be nil.
-func (q *streamQueue) unmark(e backend.Event) {
+// Unmark gives back an event of Mark, which may be nil.
+func (q *Queue) Unmark(e backend.Event) {
 	if e == nil {
 		return
 	}
@@ -108,13 +113,13 @@ func (q *streamQueue) unmark(e backend.Event) {
 	}
 }
 
-// add sends x when all before it is sent and e, which may be nil, is done. It takes e
+// Add sends x when all before it is sent and e, which may be nil, is done. It takes e
 // over. It tells whether the queue is open.
-func (q *streamQueue) add(x queued, e backend.Event) bool {
+func (q *Queue) Add(x Entry, e backend.Event) bool {
 	q.mu.Lock()
 	if q.closing.Load() {
 		q.mu.Unlock()
-		q.unmark(e)
+		q.Unmark(e)
 		return false
 	}
 	if q.ended == nil {
@@ -129,27 +134,27 @@ func (q *streamQueue) add(x queued, e backend.Event) bool {
 	return true
 }
 
-func (q *streamQueue) ring() {
+func (q *Queue) ring() {
 	select {
 	case q.wake <- struct{}{}:
 	default:
 	}
 }
 
-func (q *streamQueue) run() {
+func (q *Queue) run() {
 	defer close(q.ended)
 	for {
 		e, ok := q.next()
 		if !ok {
 			return
 		}
-		e.what.send(q.wait(e))
+		e.what.SendNow(q.wait(e))
 		q.waiting.Add(-1)
 	}
 }
 
 // next waits for the next entry, at first without sleeping.
-func (q *streamQueue) next() (entry, bool) {
+func (q *Queue) next() (entry, bool) {
 	for begun := uint64(0); ; {
 		q.mu.Lock()
 		if q.entries.Len() > 0 {
@@ -164,10 +169,10 @@ func (q *streamQueue) next() (entry, bool) {
 		if begun == 0 {
 			begun = clock.Now()
 		}
-		for !q.busy() && !q.closing.Load() && (q.spin < 0 || clock.Now()-begun < uint64(q.spin)) {
+		for !q.Busy() && !q.closing.Load() && (q.spin < 0 || clock.Now()-begun < uint64(q.spin)) {
 			runtime.Gosched()
 		}
-		if !q.busy() && !q.closing.Load() {
+		if !q.Busy() && !q.closing.Load() {
 			<-q.wake
 			begun = 0
 		}
@@ -175,9 +180,9 @@ func (q *streamQueue) next() (entry, bool) {
 }
 
 // wait waits for the event of e, unless what it is for is dead.
-func (q *streamQueue) wait(e entry) error {
+func (q *Queue) wait(e entry) error {
 	if q.closing.Load() {
-		q.unmark(e.event)
+		q.Unmark(e.event)
 		return van.ErrClosed
 	}
 	if e.event == nil {
@@ -191,7 +196,7 @@ func (q *streamQueue) wait(e entry) error {
 	ctx := q.ctx
 	q.mu.Unlock()
 	var err error
-	if !e.what.dead() { // later, giveUp finds it
+	if !e.what.Dead() { // later, giveUp finds it
 		err = e.event.Sync(ctx)
 	}
 	q.mu.Lock()
@@ -205,12 +210,12 @@ func (q *streamQueue) wait(e entry) error {
 		_ = e.event.Close() // it is of no use, and the error says why
 		return fmt.Errorf("wait for the work that makes the tensors: %w", err)
 	}
-	q.unmark(e.event)
+	q.Unmark(e.event)
 	return err
 }
 
-// giveUp ends the wait for the event of x, which is dead.
-func (q *streamQueue) giveUp(x queued) {
+// GiveUp ends the wait for the event of x, which is dead.
+func (q *Queue) GiveUp(x Entry) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.current == x {
@@ -218,9 +223,9 @@ func (q *streamQueue) giveUp(x queued) {
 	}
 }
 
-// close ends the queue: what has not been sent is told van.ErrClosed. When it returns
+// Close ends the queue: what has not been sent is told van.ErrClosed. When it returns
 // nothing is sent any more.
-func (q *streamQueue) close() {
+func (q *Queue) Close() {
 	q.mu.Lock()
 	q.closing.Store(true)
 	ended := q.ended
@@ -239,20 +244,4 @@ func (q *streamQueue) close() {
 	for _, e := range events {
 		_ = e.Close()
 	}
-}
-
-// onDevice tells whether one of the tensors lies on a device, and refuses those that
-// lie on one that the node does not own. what names the list.
-func onDevice(b backend.Backend, list []KeyTensor, what string) (device bool, err error) {
-	for i := range list {
-		m := &list[i].Val.mem
-		if m.OnHost() {
-			continue
-		}
-		device = true
-		if err := backend.CheckDevice(b, *m); err != nil {
-			return true, fmt.Errorf("%w: %s tensor %d (key %d): %w", van.ErrInvalid, what, i, list[i].Key, err)
-		}
-	}
-	return device, nil
 }
