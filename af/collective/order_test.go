@@ -53,7 +53,7 @@ func TestOrderPolicy(t *testing.T) {
 		seen.Lock()
 		clear(seen.of)
 		seen.Unlock()
-		onAll(t, n, func(r int) error { return calls(all[r], 1000, 1) })
+		onAll(t, n, func(r int) error { return calls(all[r], memory{}, 1000, 1) })
 		seen.Lock()
 		clear(seen.of)
 		seen.Unlock()
