@@ -49,8 +49,12 @@ func (n *Node) applyPolicies(list []membership.Policy) string {
 		case p.Class == 0:
 		case !marks:
 			s = membership.Unfit
-		case !marker.Marked(p.Peer):
-			s = membership.Pending
+		default:
+			if now, ever := marker.Marked(p.Peer); !ever {
+				s = membership.Unfit
+			} else if !now {
+				s = membership.Pending
+			}
 		}
 		states[i] = byte(s)
 	}

@@ -121,6 +121,21 @@ func TestRatePolicy(t *testing.T) {
 	}, testcluster.TCP, testcluster.Unix, testcluster.SHM)
 }
 
+// TestClassPolicy: the connections to a peer get its class; where they cannot, the list says so.
+func TestClassPolicy(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		state := "in-force"
+		if o.Over == testcluster.Unix {
+			state = "unfit"
+		}
+		policies(t, c, "set peer=9,class=46", "peer=9,class=46 "+state+"=8")
+		policies(t, c, "set peer=8,class=0", "peer=9,class=46 "+state+"=8", "peer=8,class=0 "+state+"=9")
+		policies(t, c, "clear all")
+		c.Finalize(t)
+	}, testcluster.TCP, testcluster.Unix, testcluster.SHM)
+}
+
 // TestPolicyOfReplacement: a process that takes the place of another has the policies, and one that
 // takes the place of the peer is what they are about.
 func TestPolicyOfReplacement(t *testing.T) {

@@ -127,8 +127,9 @@ type Marker interface {
 	// SetClasses makes classes those of what leaves for these peers, by id: 0 to 63, the
 	// DSCP. All others have the system's. Connections that are made later get them, too.
 	SetClasses(classes map[int]int)
-	// Marked tells whether what leaves for peer id now has its class.
-	Marked(id int) bool
+	// Marked tells whether what leaves for peer id has its class now, and otherwise whether
+	// it ever can.
+	Marked(id int) (now, ever bool)
 }
 
 // Flusher is implemented by vans that hold messages sent with More.

@@ -266,6 +266,9 @@ func (g *guard) joins(fd int, in *incoming, c *conn) {
 	g.held -= in.held
 	in.member, in.held = c, 0
 	c.seen.Store(true)
+	if class, ok := g.v.classOf(c); ok {
+		tcpSocket{fd, in.cookie}.setClass(class)
+	}
 	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_DEL, fd, nil)
 	if every, limit := g.v.cfg.Heartbeats(); every > 0 && limit > 0 && c.incarnation != 0 {
 		// An answer that nobody acknowledges ends the connection, as a request does on
@@ -278,14 +281,7 @@ func (g *guard) joins(fd int, in *incoming, c *conn) {
 
 // use calls f with a descriptor of in's socket, if fd still is one.
 func (g *guard) use(fd int, in *incoming, f func(int)) {
-	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
-	if err != nil {
-		return
-	}
-	defer func() { _ = unix.Close(dup) }()
-	if cookie, err := unix.GetsockoptUint64(dup, unix.SOL_SOCKET, unix.SO_COOKIE); err == nil && cookie == in.cookie {
-		f(dup)
-	}
+	tcpSocket{fd, in.cookie}.use(f)
 }
 
 // look waits until strangers send something.

@@ -22,7 +22,7 @@ type monitor struct {
 }
 
 // connEvents are those of a DEALER that change whether the peer is there.
-const connEvents = zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED
+const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_HANDSHAKE_SUCCEEDED | zmq4.EVENT_CLOSED
 
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
@@ -61,16 +61,20 @@ func (m *monitor) start(v *zvan, c *conn) {
 	}
 	m.started = true
 	var event zmq4.Event
+	var fd int
 	try := func(uintptr) bool {
 		var end bool
-		event, _, end = m.next()
+		event, fd, end = m.next()
 		return end || event != 0
 	}
 	go func() {
 		// The watcher is called outside of wait, so that it may close the van.
 		for m.sock.wait(try) && !m.sock.closed.Load() {
 			switch event {
+			case zmq4.EVENT_CONNECTED:
+				v.connected(c, fd)
 			case zmq4.EVENT_DISCONNECTED:
+				c.link.Store(nil)
 				c.up.Store(false)
 				c.lost.Store(true)
 				c.goOn()

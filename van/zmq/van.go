@@ -64,7 +64,8 @@ type zvan struct {
 	early    early
 	senders  lanes // of the ROUTER
 	stats    stats
-	moved    atomic.Uint64 // bytes sent and received when busy was last called
+	classes  atomic.Pointer[map[int]int] // traffic classes of peers, see SetClasses
+	moved    atomic.Uint64               // bytes sent and received when busy was last called
 	engine   *engine.Engine
 
 	mu      sync.Mutex // guards changes of peers, and what follows
@@ -87,6 +88,7 @@ type conn struct {
 	lost atomic.Bool // it broke and has not been restored
 
 	leaves atomic.Bool // this node ends it
+	link   atomic.Pointer[tcpSocket]
 
 	incarnation uint32        // of the peer; 0: a node of the original
 	before      uint32        // of the process that it has replaced

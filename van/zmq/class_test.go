@@ -1,0 +1,158 @@
+package zmq
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strconv"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// ends looks through all descriptors of this process for TCP connections between the ports of a
+// node's ROUTER and somebody else, and returns the classes of the ends that connected to the port,
+// and of those that were accepted there, with the descriptors.
+func ends(t *testing.T, port int) (connected, accepted map[int]int) {
+	t.Helper()
+	connected, accepted = map[int]int{}, map[int]int{}
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		fd, _ := strconv.Atoi(e.Name())
+		peer, err := unix.Getpeername(fd)
+		if err != nil {
+			continue
+		}
+		own, err := unix.Getsockname(fd)
+		p, ok := peer.(*unix.SockaddrInet4)
+		o, ok2 := own.(*unix.SockaddrInet4)
+		if err != nil || !ok || !ok2 {
+			continue
+		}
+		tos, err := unix.GetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_TOS)
+		if err != nil {
+			continue
+		}
+		switch port {
+		case p.Port:
+			connected[fd] = tos >> 2
+		case o.Port:
+			accepted[fd] = tos >> 2
+		}
+	}
+	return connected, accepted
+}
+
+// are tells whether there are n connections, all of a class.
+func are(m map[int]int, n, class int) bool {
+	for _, c := range m {
+		if c != class {
+			return false
+		}
+	}
+	return len(m) == n
+}
+
+func marked(v van.Marker, id int) bool {
+	now, _ := v.Marked(id)
+	return now
+}
+
+// TestClasses: connections to a peer, and from it to the own ROUTER, get the peer's traffic class
+// as soon as it is set, those that are made later as well, and no others.
+func TestClasses(t *testing.T) {
+	for _, incarnation := range []uint32{0, 7} {
+		t.Run(fmt.Sprint("incarnation ", incarnation), func(t *testing.T) {
+			var server, worker, other *node
+			server = newNode(t, 8, incarnation, nil, nil)
+			worker = newNode(t, 9, incarnation, nil, nil)
+			other = newNode(t, 11, incarnation, nil, nil)
+			server.SetClasses(map[int]int{11: 3}) // before there is a connection
+			if now, ever := server.Marked(11); now || !ever {
+				t.Errorf("without a connection: marked %t, ever %t", now, ever)
+			}
+			for _, w := range []*node{worker, other} {
+				link(t, w, server)
+				w.must(t, push(8, 1, make([]byte, 100)))
+				server.next(t)
+			}
+			until(t, "the class of another worker", func() bool { return marked(server, 11) })
+			until(t, "connections", func() bool { return server.socketsTo(9) == 2 && worker.socketsTo(8) >= 1 })
+
+			// What the server sends to worker 0: its DEALER, and the accepted end at its ROUTER.
+			server.SetClasses(map[int]int{9: 46, 11: 3})
+			if !marked(server, 9) {
+				t.Error("worker 0 is not marked at once")
+			}
+			if own, _ := ends(t, worker.self.Port); !are(own, 1, 46) {
+				t.Errorf("connections to worker 0 have %v, want 46", own)
+			}
+			_, accepted := ends(t, server.self.Port)
+			if got := slices.Sorted(maps.Values(accepted)); !slices.Equal(got, []int{3, 46}) {
+				t.Errorf("the server's accepted connections have %v, want 3 and 46", got)
+			}
+			// The workers' ends are theirs.
+			if theirs, _ := ends(t, server.self.Port); !are(theirs, 2, 0) {
+				t.Errorf("the workers' connections have %v, want none", theirs)
+			}
+			worker.SetClasses(map[int]int{8: 10})
+			theirs, _ := ends(t, server.self.Port)
+			if got := slices.Sorted(maps.Values(theirs)); !slices.Equal(got, []int{0, 10}) || !marked(worker, 8) {
+				t.Errorf("the workers' connections have %v, want 10 and none", got)
+			}
+
+			// A connection that breaks is made again, with the class.
+			for fd, class := range theirs {
+				if class == 10 {
+					if err := unix.Shutdown(fd, unix.SHUT_RDWR); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			until(t, "the class on the next connection", func() bool {
+				worker.must(t, push(8, 2, make([]byte, 100))) // whose the accepted one is, its messages say
+				theirs, _ := ends(t, server.self.Port)
+				_, accepted := ends(t, server.self.Port)
+				return slices.Equal(slices.Sorted(maps.Values(theirs)), []int{0, 10}) &&
+					(incarnation == 0 || slices.Equal(slices.Sorted(maps.Values(accepted)), []int{3, 46}))
+			})
+
+			// Taken back.
+			server.SetClasses(nil)
+			worker.SetClasses(nil)
+			until(t, "no class", func() bool {
+				own, _ := ends(t, worker.self.Port)
+				theirs, accepted := ends(t, server.self.Port)
+				return are(own, 1, 0) && are(theirs, 2, 0) && are(accepted, len(accepted), 0)
+			})
+		})
+	}
+}
+
+// socketsTo is how many sockets lead to a peer.
+func (n *node) socketsTo(id int) int { return len(n.sockets((*n.peers.Load())[id])) }
+
+// TestNoClasses: where a node cannot give what it sends a class it says so.
+func TestNoClasses(t *testing.T) {
+	for name, edit := range map[string]func(*env.Config){
+		"unix":     func(c *env.Config) { c.Local = true },
+		"no guard": func(c *env.Config) { c.StrangerBudget = 0 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			server, worker := newNode(t, 8, 7, nil, edit), newNode(t, 9, 7, nil, edit)
+			link(t, worker, server)
+			server.SetClasses(map[int]int{9: 46})
+			if now, ever := server.Marked(9); now || ever {
+				t.Errorf("marked %t, ever %t", now, ever)
+			}
+			server.SetClasses(nil)
+		})
+	}
+}
