@@ -254,7 +254,7 @@ func (c *call[V]) assemble() error {
 		p := &c.parts[i]
 		p.at = total
 		total += p.got
-		regular = regular && p.got == p.v1-p.v0 && p.kept == nil
+		regular = regular && p.got == p.v1-p.v0
 	}
 	switch {
 	case !c.sized:

@@ -1,6 +1,9 @@
 package van
 
 import (
+	"fmt"
+	"slices"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -109,5 +112,18 @@ func TestNodeAddr(t *testing.T) {
 	n := Node{Hostname: "10.0.0.7", Port: 4021}
 	if got := n.Addr(); got != "10.0.0.7:4021" {
 		t.Errorf("Addr = %q", got)
+	}
+}
+
+var registered atomic.Int32 // names are used once in a process
+
+// TestTransports: transports are listed in order, whatever the order in which they were registered.
+func TestTransports(t *testing.T) {
+	first := registered.Add(1)
+	for i := range 20 {
+		Register(fmt.Sprintf("test %d, %02d", first, (7*i)%20), nil)
+	}
+	if l := Transports(); len(l) < 20 || !slices.IsSorted(l) {
+		t.Errorf("the transports are %q, want them in order", l)
 	}
 }

@@ -161,6 +161,7 @@ func FuzzNote(f *testing.F) {
 	f.Add((&note{verb: verbPut, signal: 3, window: 4, epoch: 5, seq: 6, offset: 7}).append(nil))
 	f.Add((&note{verb: verbClose, signal: noSignal, taken: 1 << 63, bytes: ^uint64(0)}).append(nil))
 	f.Add(shape{1, 2, 3, true}.append(nil))
+	f.Add(append(shape{1, 2, 3, true}.append(nil)[:shapeLen-1], 2))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		if n, err := parse(b); err == nil {
 			if got := n.append(nil); !bytes.Equal(got, b) {

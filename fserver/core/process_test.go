@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -195,4 +196,27 @@ func TestExit(t *testing.T) {
 	vantest.Fails(t, p.Exit(over(t)), context.Canceled, "server 0", "transport or the device")
 	close(stuck)
 	<-ended
+}
+
+// TestDropWaitsForTheOneBefore: of two communicators with one id that are dropped after each other, also the first
+// is closed before the id is used again.
+func TestDropWaitsForTheOneBefore(t *testing.T) {
+	s := &Session{}
+	gate := make(chan struct{})
+	first := &Comm{s: s, id: 3, made: newTask(noLimit, func(context.Context) error {
+		<-gate
+		return van.ErrTimeout
+	})}
+	second := &Comm{s: s, id: 3, made: newTask(noLimit, func(context.Context) error { return van.ErrTimeout })}
+	first.Drop()
+	second.Drop()
+	short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := s.dropped(short, 3); err == nil {
+		t.Error("the id is free while the first one is not closed")
+	}
+	close(gate)
+	if err := s.dropped(t.Context(), 3); err != nil {
+		t.Error(err)
+	}
 }

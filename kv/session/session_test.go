@@ -249,7 +249,8 @@ func TestErrors(t *testing.T) {
 	if err := s.Sync(ctx); err != nil {
 		t.Errorf("the same errors again: %v", err)
 	}
-	for _, v := range []any{make(chan int), session.Array{Type: "float32", Shape: []int{2}, Data: make([]byte, 7)}, session.Array{Type: "object"},
+	for _, v := range []any{make(chan int), session.Array{Type: "float32", Shape: []int{2}, Data: make([]byte, 7)},
+		session.Array{Type: "float32", Shape: []int{2}, Data: make([]byte, 9)}, session.Array{Type: "object"},
 		session.Array{Type: "int8", Shape: []int{-1, -1}, Data: []byte{1}}, &session.Handle{}, (*session.Handle)(nil)} {
 		if _, err := s.Call(ctx, "same", 1, v); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "argument 1") {
 			t.Errorf("argument %v: %v", v, err)

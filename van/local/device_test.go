@@ -13,6 +13,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
 	"github.com/stepaf/stepaf-go/van/vantest"
@@ -210,6 +211,38 @@ func TestDeviceLost(t *testing.T) {
 	cancel()
 	_ = worker.Close(ctx) // takes back what has not been copied
 	eventually(t, "nothing is mapped", func() bool { return server.copies.running.Load() == 0 && sdev.Imports() == 0 })
+}
+
+// TestDeviceBudget: values on the device that wait behind a handler count: when they use the budget up, their peer
+// is not read any more.
+func TestDeviceBudget(t *testing.T) {
+	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+	t.Cleanup(func() { _ = errors.Join(wdev.Close(), sdev.Close()) })
+	n := inproc.NewNetwork()
+	worker := newNode(t, n, 9, on(wdev))
+	server := newNode(t, n, 8, func(v *Van) {
+		v.backend = sdev
+		v.rx.feed.Loop.Budget = engine.NewBudget(1<<20, 0)
+	})
+	worker.start()
+	release := make(chan struct{})
+	server.Start(func(m *van.Message) {
+		if m.Timestamp == 0 {
+			<-release
+		}
+		server.in <- m.Retain()
+	})
+	worker.connect(server)
+	server.connect(worker)
+	const sent = 16
+	for i := range sent {
+		worker.must(value(wdev, 8, i, pattern(i, 256<<10)))
+	}
+	eventually(t, "the peer is not read any more", func() bool { return server.Stats().PausedReads == 1 })
+	close(release)
+	for i := range sent {
+		wantValue(t, server.next(), i, sdev.Device(), pattern(i, 256<<10))
+	}
 }
 
 // TestDeviceOfALostPeer: what had come when the link broke is handed up when its copies have ended, and the peer

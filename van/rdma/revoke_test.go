@@ -94,6 +94,18 @@ func TestRecallOfWaitingRequests(t *testing.T) {
 		m.Release()
 	}
 	p.until("all memory is given back", func() bool { return dones.Load() == int32(len(values)) })
+	for ts := 20; ts < 30; ts++ { // the next ones, which use again what those have used, are not given up
+		if err := p.worker.Send(tensor(serverID, ts, 1, true, true, values[4])); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for ts := 20; ts < 30; ts++ {
+		m := p.next(p.atServer)
+		if int(m.Timestamp) != ts {
+			t.Errorf("request %d came, want %d", m.Timestamp, ts)
+		}
+		m.Release()
+	}
 }
 
 // Requests that were given up while they waited do not keep the slots that they get: those behind

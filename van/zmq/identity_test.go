@@ -22,7 +22,7 @@ func TestRoutingIDs(t *testing.T) {
 		"ps2", "ps3", "ps4", "ps5", "ps6", "ps7", // groups
 		"ps32767", "ps32768", "ps65545", "ps99999", "ps999999", "ps4294967305", "ps18446744073709551625", "ps99999999999999999999999999",
 		"ps9.", "ps9.1", "ps9.00000000", "ps9.0badcaf", "ps9.0badcafe0", "ps9.0BADCAFE", "ps9.0badcafg", "ps9.0badcafe.", "ps9..0badcafe", "ps.0badcafe",
-		"ps09.0badcafe", "\x00abcd", "\x00\x80\x00\x41\xa7",
+		"ps09.0badcafe", "ps32767.0badcafe", "\x00abcd", "\x00\x80\x00\x41\xa7",
 	} {
 		if got := nameOf([]byte(s)); got != (peerName{id: van.Empty}) {
 			t.Errorf("%q is read as %+v, want a stranger", s, got)

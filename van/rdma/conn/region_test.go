@@ -12,10 +12,13 @@ import (
 	"time"
 	"unsafe"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 const both = verbs.LocalWrite | verbs.RemoteWrite
@@ -462,6 +465,44 @@ func TestStuckMemory(t *testing.T) {
 	for _, mr := range []verbs.MR{stuck[0].MR, stuck[1].MR, own.MR} {
 		if err := mr.Deregister(); err != nil {
 			t.Error(err)
+		}
+	}
+}
+
+// exporter is a device whose memory is registered as a dma-buf.
+type exporter struct {
+	backend.Backend
+	fd int
+}
+
+func (e *exporter) ExportDMABuf(backend.Mem) (fd, offset int, err error) { return e.fd, 0, nil }
+
+// TestDMABufIsClosed: the descriptor of exported memory is closed when the memory is registered, or cannot be.
+func TestDMABufIsClosed(t *testing.T) {
+	dev, stack, _ := bare(t)
+	gpu := vantest.NewDevice(1)
+	defer gpu.Close()
+	mem := gpu.Mem(make([]byte, 4096))
+	for _, works := range []bool{true, false} {
+		fd, err := unix.MemfdCreate("test", unix.MFD_CLOEXEC)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if works {
+			stack.DMABuf(fd, make([]byte, 4096))
+		}
+		mr, err := registerDMABuf(dev, &exporter{gpu, fd}, mem, both)
+		if (err == nil) != works {
+			t.Fatal(err)
+		}
+		if _, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); err != unix.EBADF {
+			t.Errorf("the descriptor is still open (registered: %t)", works)
+		}
+		if works {
+			if err := mr.Deregister(); err != nil {
+				t.Error(err)
+			}
+			stack.DMABuf(fd, nil)
 		}
 	}
 }
