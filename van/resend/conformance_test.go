@@ -36,7 +36,8 @@ func TestConformanceWithLoss(t *testing.T) {
 		lossy := drop.New(inner, 20, seed, nil)
 		lossy.Enable()
 		const timeout = 20 * time.Millisecond
-		v := resend.New(lossy, resend.Options{Timeout: timeout, CloseWait: 10 * timeout})
+		// With ten tries one of ten million messages would be lost, and thousands are sent.
+		v := resend.New(lossy, resend.Options{Timeout: timeout, MaxTries: 100, CloseWait: 10 * timeout})
 		v.Enable()
 		return v
 	}})
