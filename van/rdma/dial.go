@@ -223,7 +223,7 @@ func (cn *connector) dial(ctx context.Context) (_ *link, err error) {
 	p := cn.peer
 	v := p.v
 	serial := v.serials.Add(1)
-	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1)}
+	l := &link{epoch: v.epoch + serial, failed: make(chan error, 1), class: v.classOf(int(p.id.Load()))}
 	var ids []*conn.ID
 	var qps []verbs.QP
 	var dev verbs.Device
@@ -245,7 +245,7 @@ func (cn *connector) dial(ctx context.Context) (_ *link, err error) {
 			return nil, err
 		}
 		ids, l.ids = append(ids, c), append(l.ids, c.ID)
-		qp, d, err := v.cm.Prepare(ctx, c, p.addr, q)
+		qp, d, marked, err := v.cm.Prepare(ctx, c, p.addr, q, l.class)
 		if err != nil {
 			return nil, fmt.Errorf("queue pair %d: %w", q, err)
 		}
@@ -254,6 +254,9 @@ func (cn *connector) dial(ctx context.Context) (_ *link, err error) {
 			return nil, fmt.Errorf("queue pair %d came to lie on device %s, the others on %s", q, d.Name(), dev.Name())
 		}
 		qps, dev = append(qps, qp), d
+		if !marked {
+			l.class = unset
+		}
 	}
 	hello := v.hello(l.epoch)
 	l.connectedAs = hello.node

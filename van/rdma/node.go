@@ -38,6 +38,7 @@ type node struct {
 	peers       atomic.Pointer[map[int]*peer]
 	conns       atomic.Pointer[map[uint32]*connection]
 	devices     atomic.Pointer[[]*device]
+	classes     atomic.Pointer[map[int]int] // traffic classes of peers, see SetClasses
 
 	slots *rendezvous.SlotTable[slotMemory]
 	budgets

@@ -70,6 +70,7 @@ type link struct {
 	// sent again.
 	numbered    bool
 	connectedAs int // the id that this node had when it connected
+	class       int // the traffic class, or unset
 	epoch       uint32
 	probeDue    conn.DueItem
 	splits      uint64 // split messages so far

@@ -99,10 +99,11 @@ func (m *Manager) Deliver(ev verbs.Event) {
 	}
 }
 
-// Prepare resolves the way to a peer and makes queue pair q of a connection to it.
-func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q int) (qp verbs.QP, dev verbs.Device, err error) {
-	fail := func(what string, err error) (verbs.QP, verbs.Device, error) {
-		return nil, nil, fmt.Errorf("%s: %w", what, err)
+// Prepare resolves the way to a peer and makes queue pair q of a connection to it, with that traffic
+// class if it is more than 0. marked is false if the provider takes none.
+func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q, class int) (qp verbs.QP, dev verbs.Device, marked bool, err error) {
+	fail := func(what string, err error) (verbs.QP, verbs.Device, bool, error) {
+		return nil, nil, false, fmt.Errorf("%s: %w", what, err)
 	}
 	if err := x.ResolveAddr(m.Source, to, ResolveTime); err != nil {
 		return fail("resolve address", err)
@@ -112,6 +113,13 @@ func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q int) 
 	}
 	if err := x.SetAckTimeout(ackTimeout); err != nil {
 		m.Log.Debug("rdma: the provider keeps its time-out of acknowledgements", "err", err)
+	}
+	marked = true
+	if class > 0 {
+		if err := x.SetTOS(class << 2); err != nil {
+			m.Log.Warn("rdma: the provider takes no traffic class", "class", class, "err", err)
+			marked = false
+		}
 	}
 	if err := x.ResolveRoute(ResolveTime); err != nil {
 		return fail("resolve route", err)
@@ -129,7 +137,7 @@ func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q int) 
 	if qp, err = m.CreateQP(x.ID, dev, x.cookie, port); err != nil {
 		return fail("create queue pair", err)
 	}
-	return qp, dev, nil
+	return qp, dev, marked, nil
 }
 
 // CreateQP makes the queue pair of an ID, on a port if that is not 0, and reserves its room

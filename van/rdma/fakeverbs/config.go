@@ -47,6 +47,8 @@ type Config struct {
 	CheckSource bool
 	// NoAckTimeout makes SetAckTimeout fail with ENOSYS.
 	NoAckTimeout bool
+	// NoTOS makes SetTOS fail with ENOSYS.
+	NoTOS bool
 }
 
 func defaults() Config {

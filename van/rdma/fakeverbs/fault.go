@@ -23,6 +23,7 @@ const (
 	OpResolveAddr
 	OpResolveRoute
 	OpSetAckTimeout
+	OpSetTOS
 	OpCreateQP
 	OpConnect
 	OpAccept
@@ -39,7 +40,7 @@ const (
 )
 
 var opNames = [...]string{OpDevices: "devices", OpNewChannel: "new channel", OpNext: "next", OpNewID: "new id", OpBind: "bind",
-	OpListen: "listen", OpResolveAddr: "resolve address", OpResolveRoute: "resolve route", OpSetAckTimeout: "set ack timeout",
+	OpListen: "listen", OpResolveAddr: "resolve address", OpResolveRoute: "resolve route", OpSetAckTimeout: "set ack timeout", OpSetTOS: "set type of service",
 	OpCreateQP: "create queue pair", OpConnect: "connect", OpAccept: "accept", OpReject: "reject", OpDisconnect: "disconnect",
 	OpInfo: "info", OpRegister: "register", OpPost: "post", OpPoll: "poll", OpReserve: "reserve",
 	OpDeregister: "deregister", OpDestroy: "destroy"}

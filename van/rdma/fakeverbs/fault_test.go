@@ -36,7 +36,7 @@ func life(w *world) error {
 	if _, err = c.Next(); err != nil {
 		return err
 	}
-	if err = id.ResolveRoute(time.Second); err != nil {
+	if err = errors.Join(id.SetTOS(184), id.ResolveRoute(time.Second)); err != nil {
 		return err
 	}
 	w.next(c, verbs.RouteResolved)

@@ -52,6 +52,7 @@ type connID struct {
 	backlog int
 	waiting int  // connect requests that were not read
 	ack     int  // SetAckTimeout
+	tos     int  // SetTOS
 	unread  bool // made by a connect request that was not read
 	told    bool // it was told, or will be, that it is disconnected
 	gone    bool // destroyed
@@ -272,6 +273,23 @@ func (id *connID) SetAckTimeout(exp int) error {
 		return id.fault("set ack timeout", syscall.EINVAL, fmt.Sprintf("exponent %d, want 0 to 31", exp))
 	}
 	id.ack = exp
+	return nil
+}
+
+func (id *connID) SetTOS(tos int) error {
+	err := id.begin(Op{Kind: OpSetTOS}, addrResolved)
+	n := id.net
+	defer n.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if n.cfg.NoTOS {
+		return id.fault("set type of service", syscall.ENOSYS, "this provider cannot")
+	}
+	if tos < 0 || tos > 255 {
+		return id.fault("set type of service", syscall.EINVAL, fmt.Sprintf("it is %d, want 0 to 255", tos))
+	}
+	id.tos = tos
 	return nil
 }
 

@@ -43,6 +43,7 @@ type Record struct {
 
 	Param      verbs.ConnParam // EventConnect, EventAccept, EventReject
 	AckTimeout int             // EventConnect, EventAccept: of SetAckTimeout
+	TOS        int             // EventConnect, EventAccept: of SetTOS
 	Options    verbs.QPOptions // EventCreateQP
 	Inline     int             // EventCreateQP: bytes granted
 
@@ -85,7 +86,7 @@ func (n *Net) recordCM(id *connID, event string, p *verbs.ConnParam) {
 	case EventCreateQP:
 		r.Options, r.Inline = id.qp.opts, id.qp.inline
 	case EventConnect, EventAccept, EventReject:
-		r.Param, r.AckTimeout = *p, id.ack
+		r.Param, r.AckTimeout, r.TOS = *p, id.ack, id.tos
 		r.Private = slices.Clone(p.Private)
 		if l := n.listener(id); l != nil {
 			r.Peer = l.stack

@@ -200,6 +200,12 @@ int sv_set_ack_timeout(sv_id *id, int exp) {
   return cm_errno(id->lib->rdma_set_option(id->id, RDMA_OPTION_ID, RDMA_OPTION_ID_ACK_TIMEOUT, &v, sizeof v));
 }
 
+int sv_set_tos(sv_id *id, int tos) {
+  uint8_t v = (uint8_t)tos;
+  errno = 0;
+  return cm_errno(id->lib->rdma_set_option(id->id, RDMA_OPTION_ID, RDMA_OPTION_ID_TOS, &v, sizeof v));
+}
+
 static struct rdma_conn_param conn_param(const void *priv, int privlen, int retry, int rnr) {
   struct rdma_conn_param p;
   memset(&p, 0, sizeof p);

@@ -122,6 +122,14 @@ func (i *id) SetAckTimeout(exp int) error {
 	return i.do("set ACK timeout", strconv.Itoa(exp), func(c *C.sv_id) C.int { return C.sv_set_ack_timeout(c, C.int(exp)) })
 }
 
+// SetTOS sets the type of service of the packets.
+func (i *id) SetTOS(tos int) error {
+	if tos < 0 || tos > 255 {
+		return fmt.Errorf("rdma: set type of service: %d, want 0 to 255", tos)
+	}
+	return i.do("set type of service", strconv.Itoa(tos), func(c *C.sv_id) C.int { return C.sv_set_tos(c, C.int(tos)) })
+}
+
 // Device is the device that the ID lies on.
 func (i *id) Device() (Device, error) {
 	i.mu.Lock()

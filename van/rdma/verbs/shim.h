@@ -132,6 +132,7 @@ int sv_listen(sv_id *id, int backlog);
 int sv_resolve_addr(sv_id *id, const sv_addr *src, const sv_addr *dst, int ms);
 int sv_resolve_route(sv_id *id, int ms);
 int sv_set_ack_timeout(sv_id *id, int exp);
+int sv_set_tos(sv_id *id, int tos);
 int sv_connect(sv_id *id, const void *priv, int privlen, int retry, int rnr);
 int sv_accept(sv_id *id, const void *priv, int privlen, int retry, int rnr);
 int sv_reject(sv_id *id, const void *priv, int privlen);

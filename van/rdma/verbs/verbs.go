@@ -155,6 +155,9 @@ type ID interface {
 	// SetAckTimeout sets the time after which a message without acknowledgement is
 	// sent again, 4.096 us * 2^exp. Call it after AddrResolved. Not every provider can.
 	SetAckTimeout(exp int) error
+	// SetTOS sets the type of service, 0 to 255, of the packets of the ID's connection: the
+	// traffic class in four times the DSCP. Call it after AddrResolved and before ResolveRoute.
+	SetTOS(tos int) error
 	// Device is the device that the ID has come to lie on, with one protection domain
 	// and completion queue for all its IDs in this Stack's user. The same Device is
 	// returned for all IDs of a Channel on one device.

@@ -1,0 +1,27 @@
+package rdma
+
+// This file owns the traffic classes of peers. The class of a queue pair's packets is fixed when it
+// is connected, so a change reaches the next connection to the peer.
+
+// unset is the class of a connection for which the provider took none.
+const unset = -1
+
+// SetClasses implements van.Marker, for connections that are made from now on.
+func (v *node) SetClasses(classes map[int]int) { v.classes.Store(&classes) }
+
+// classOf is the class of connections to a peer, 0 if none is set.
+func (v *node) classOf(id int) int {
+	if m := v.classes.Load(); m != nil {
+		return (*m)[id]
+	}
+	return 0
+}
+
+// Marked implements van.Marker. What a node sends leaves on the connection that it has made.
+func (v *node) Marked(id int) (now, ever bool) {
+	l := (*v.peers.Load())[id].currentLink()
+	if l == nil {
+		return false, true
+	}
+	return l.class == v.classOf(id), l.class != unset
+}
