@@ -58,6 +58,8 @@ type Comm struct {
 	looks    bool               // waits look for a while before they sleep
 	stop     func()             // ends the watch for lost peers
 	queue    *streamqueue.Queue // of calls with tensors on the device
+	copiesMu sync.Mutex
+	copies   uintptr // the device's stream for copies of own parts; 0 before the first
 
 	pair sync.Mutex // held while calls get their numbers; taken before mu
 
@@ -134,7 +136,7 @@ func New(ctx context.Context, node *postoffice.Node, o Options) (*Comm, error) {
 	}
 	c.customer = customer
 	c.queue = streamqueue.New(c.node.Backend(), c.node.Config().BusyPoll)
-	unwatch, stay := c.node.OnPeer(c.peerChanged), c.node.OnExit(c.queue.Close)
+	unwatch, stay := c.node.OnPeer(c.peerChanged), c.node.OnExit(c.endDevice)
 	c.stop = func() { unwatch(); stay() }
 	if err := c.join(ctx, "new communicator"); err != nil {
 		c.tell(c.round, err)
@@ -384,7 +386,7 @@ func (c *Comm) Close(ctx context.Context) error {
 	if c.stop != nil {
 		c.stop()
 	}
-	c.queue.Close()
+	c.endDevice()
 	err := c.await(ctx, "close communicator")
 	c.telling.Wait()
 	if c.customer != nil {

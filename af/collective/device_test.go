@@ -1,9 +1,11 @@
 package collective
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"testing"
 	"time"
 
@@ -16,6 +18,12 @@ import (
 
 // onDevices is comms of nodes with a pretended device each.
 func onDevices(t *testing.T, o testcluster.Options, n int) ([]*Comm, []memory) {
+	t.Helper()
+	return onDevicesOf(t, o, n, func(d *vantest.Device) backend.Backend { return d })
+}
+
+// onDevicesOf is the same with what of makes of the devices.
+func onDevicesOf(t *testing.T, o testcluster.Options, n int, of func(*vantest.Device) backend.Backend) ([]*Comm, []memory) {
 	t.Helper()
 	at := make([]memory, n)
 	for r := range at {
@@ -33,10 +41,21 @@ func onDevices(t *testing.T, o testcluster.Options, n int) ([]*Comm, []memory) {
 		if role != "worker" {
 			return nil
 		}
-		return at[r].dev
+		return of(at[r].dev)
 	}
 	all, _ := comms(t, o, n)
 	return all, at
+}
+
+// stuck keeps the stream of a device busy until free is called, at the latest when the test ends.
+func stuck(t *testing.T, at ...memory) (free func()) {
+	hold := make(chan struct{})
+	free = sync.OnceFunc(func() { close(hold) })
+	t.Cleanup(free)
+	for _, m := range at {
+		m.dev.Queue(onStream, func() { <-hold })
+	}
+	return free
 }
 
 // TestDevice compares every call with what it should give, where streams make the tensors
@@ -69,9 +88,10 @@ func TestDevice(t *testing.T) {
 // TestDeviceComplete: a call with tensors that are complete waits for no stream.
 func TestDeviceComplete(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
+	stuck(t, at...)
 	hold := make(chan struct{})
+	t.Cleanup(func() { close(hold) })
 	for _, m := range at {
-		m.dev.Queue(onStream, func() { <-hold })
 		m.dev.Queue(uintptr(af.DefaultStream), func() { <-hold })
 	}
 	onAll(t, 2, func(r int) error {
@@ -85,38 +105,74 @@ func TestDeviceComplete(t *testing.T) {
 		}
 		return nil
 	})
-	close(hold)
 }
 
 // TestDeviceLate: a call whose stream does not come to it ends by its limit, on all ranks, and one that
-// comes too late moves nothing.
+// comes too late writes nothing, its rank's own part neither.
 func TestDeviceLate(t *testing.T) {
-	all, at := onDevices(t, testcluster.Options{}, 2)
-	hold := make(chan struct{})
-	at[1].dev.Queue(onStream, func() { <-hold })
-	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
-	defer cancel()
-	outs := []af.Tensor{at[0].zeros(200), at[1].zeros(200)}
-	errs := every(2, func(r int) error {
-		op, err := all[r].AllGather(outs[r], at[r].in(filled(100, 1)), onStream)
-		if err != nil {
-			return err
-		}
-		if r == 0 {
-			return op.Wait(ctx)
-		}
-		return op.Wait(t.Context())
-	})
-	vantest.Fails(t, errs[0], van.ErrTimeout, "AllGather", "nothing has come from rank 1")
-	if errs[1] == nil {
-		t.Error("the other rank's call went well")
+	for first, want := range []string{"nothing has come from rank 1", "the work before it in this rank's stream"} {
+		t.Run(fmt.Sprint("rank ", first), func(t *testing.T) {
+			all, at := onDevices(t, testcluster.Options{}, 2)
+			free := stuck(t, at[1])
+			outs := []af.Tensor{at[0].zeros(200), at[1].zeros(200)}
+			errs := every(2, func(r int) error {
+				op, err := all[r].AllGather(outs[r], at[r].in(filled(100, 1)), onStream)
+				if err != nil {
+					return err
+				}
+				ctx, cancel := t.Context(), context.CancelFunc(func() {})
+				if r == first {
+					ctx, cancel = context.WithTimeout(ctx, 300*time.Millisecond)
+				}
+				defer cancel()
+				return op.Wait(ctx)
+			})
+			vantest.Fails(t, errs[first], van.ErrTimeout, "AllGather", want)
+			if errs[1-first] == nil {
+				t.Error("the other rank's call went well")
+			}
+			free()
+			onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
+			onAll(t, 2, func(r int) error { return calls(all[r], at[r], 1000, 1) })
+			if !bytes.Equal(vantest.Raw(outs[0].Mem())[100:], make([]byte, 100)) || !bytes.Equal(vantest.Raw(outs[1].Mem()), make([]byte, 200)) {
+				t.Error("something of the failed call has come")
+			}
+		})
 	}
-	close(hold)
-	onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
-	onAll(t, 2, func(r int) error { return calls(all[r], at[r], 1000, 1) })
-	for r, b := range vantest.Raw(outs[0].Mem())[100:] {
-		if b != 0 {
-			t.Fatalf("byte %d of the failed call's result has come", r)
+}
+
+// poor is a device that copies only while its caller waits, and tells nothing of its streams.
+type poor struct{ backend.Backend }
+
+// noCopies is a device whose copies in streams fail.
+type noCopies struct{ *device }
+
+// device is embedded under this name, since Device is a method.
+type device = vantest.Device
+
+func (noCopies) CopyAsync(_, _ backend.Mem, _ uintptr) error { return errNoCopies }
+
+var errNoCopies = errors.New("the test's device does not copy")
+
+// TestPoorDevice: a device without streams of its own gives the same results.
+func TestPoorDevice(t *testing.T) {
+	for _, n := range []int{1, 3} {
+		all, at := onDevicesOf(t, testcluster.Options{}, n, func(d *vantest.Device) backend.Backend { return poor{d} })
+		for round, size := range []int{1, 3000} {
+			onAll(t, n, func(r int) error { return calls(all[r], at[r], size, uint64(round)) })
+		}
+	}
+}
+
+// TestDeviceCopyFails: the copy of a rank's own part that fails is the call's error, also when the others have
+// long done theirs.
+func TestDeviceCopyFails(t *testing.T) {
+	for _, n := range []int{1, 2} {
+		all, at := onDevicesOf(t, testcluster.Options{}, n, func(d *vantest.Device) backend.Backend { return noCopies{d} })
+		for r, err := range every(n, func(r int) error { return wait(all[r].AllGather(at[r].zeros(n*10), at[r].zeros(10), af.Complete)) }) {
+			if !errors.Is(err, errNoCopies) && !errors.Is(err, ErrAborted) {
+				t.Errorf("rank %d of %d: %v, want the error of the copy", r, n, err)
+			}
 		}
 	}
 }
@@ -125,15 +181,14 @@ func TestDeviceLate(t *testing.T) {
 func TestDeviceFails(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
 	broken := fmt.Errorf("the test's device: %w", backend.ErrDeviceLost)
-	hold := make(chan struct{})
-	at[1].dev.Queue(onStream, func() { <-hold })
+	free := stuck(t, at[1])
 	var ops [2]Op
 	onAll(t, 2, func(r int) (err error) {
 		ops[r], err = all[r].AllGather(at[r].zeros(200), at[r].zeros(100), onStream)
 		return err
 	})
 	at[1].dev.Fail(broken)
-	close(hold)
+	free()
 	errs := every(2, func(r int) error { return ops[r].Wait(t.Context()) })
 	vantest.Fails(t, errs[1], backend.ErrDeviceLost, "AllGather", "wait for the work that makes the tensors")
 	vantest.Fails(t, errs[0], ErrAborted, "worker 1", "device failed")
@@ -164,6 +219,7 @@ func TestDeviceMisuse(t *testing.T) {
 			out := m.zeros(200)
 			return c.AllGather(out, must(af.New(out.Mem().Sub(50, 100), af.Uint8, 100)))
 		}, "shares memory"},
+		"streams":       {func() (Op, error) { return c.AllGather(m.zeros(200), m.zeros(100), 5, 6) }, "2 streams, want one"},
 		"AllReduce":     {func() (Op, error) { return c.AllReduce(m.zeros(100), m.zeros(100), Sum) }, "NCCL"},
 		"ReduceScatter": {func() (Op, error) { return c.ReduceScatter(m.zeros(100), m.zeros(200), Sum) }, "NCCL"},
 	} {
@@ -189,10 +245,7 @@ func TestDeviceCloses(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			all, at := onDevices(t, testcluster.Options{}, 2)
-			hold := make(chan struct{})
-			for _, m := range at {
-				m.dev.Queue(onStream, func() { <-hold })
-			}
+			stuck(t, at...)
 			var ops [2]Op
 			onAll(t, 2, func(r int) (err error) {
 				ops[r], err = all[r].AllGather(at[r].zeros(200), at[r].zeros(100), onStream)
@@ -206,7 +259,6 @@ func TestDeviceCloses(t *testing.T) {
 					t.Errorf("rank %d: the call ended well", r)
 				}
 			}
-			close(hold)
 		})
 	}
 }

@@ -44,7 +44,8 @@ type op struct {
 	own  backend.Mem // this rank's part
 	room []uint64    // where parts come
 
-	copied backend.Event // of the copy of own into out, by the device; nil when there is nothing to wait for
+	copied  backend.Event // of the copy of own into out, by the device; nil when there is nothing to wait for
+	copyErr error         // of that copy
 
 	left   atomic.Int32       // 1 until the request has ended, and 1 for each part that is not taken
 	next   *op                // the call that begins after the reduction; this one has a reference to it
@@ -641,8 +642,12 @@ func (h Op) WaitSlice(ctx context.Context, slice time.Duration) error {
 	c := o.c
 	c.mu.Lock()
 	if o.gen != h.gen || o.waits {
+		err := postoffice.ErrUnknownHandler
+		if o.gen == h.gen {
+			err = postoffice.ErrOtherWaits
+		}
 		c.mu.Unlock()
-		return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id), Err: postoffice.ErrUnknownHandler,
+		return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d", c.id), Err: err,
 			Hint: "wait once for each Op"}
 	}
 	o.waits = true
@@ -654,7 +659,7 @@ func (h Op) WaitSlice(ctx context.Context, slice time.Duration) error {
 		c.mu.Unlock()
 		return err
 	}
-	err = o.endCopy(ctx)
+	err = o.endCopy(err)
 	o.forget()
 	return err
 }
@@ -667,7 +672,7 @@ func (o *op) forget() {
 	_ = pull.Wait(context.Background()) // at once: its result is o's
 	if o.onDevice {
 		o.c.queue.Unmark(o.copied)
-		o.copied = nil
+		o.copied, o.copyErr = nil, nil
 		o.out.Release()
 		o.own.Release()
 	}
@@ -686,7 +691,7 @@ func (o *op) wait(ctx context.Context, slice time.Duration) error {
 		if limit > 0 && !late {
 			d = min(d, left())
 		}
-		if slice > 0 {
+		if slice > 0 && !late {
 			d = min(d, slice-time.Duration(clock.Now()-began))
 		}
 		return max(d, 0)
@@ -765,6 +770,7 @@ func (o *op) giveUp(cause error, limit time.Duration) {
 			givers = append(givers, c.name(slices.Index(c.ids, id)))
 		}
 	}
+	begun := x.begun
 	c.mu.Unlock()
 	var missing []string
 	if len(givers) > 0 {
@@ -774,6 +780,9 @@ func (o *op) giveUp(cause error, limit time.Duration) {
 		missing = append(missing, "not taken by "+strings.Join(takers, ", "))
 	}
 	what := cmp.Or(strings.Join(missing, "; "), "it has not ended")
+	if x.onDevice && !begun {
+		what = "the work before it in this rank's stream, or in that of an earlier call, is not done"
+	}
 	err := &van.Error{Op: kinds[o.call.kind], Node: c.node.Name(), Detail: fmt.Sprintf("communicator %d, call %d: %s", c.id, o.seq, what),
 		Elapsed: time.Duration(clock.Now() - o.start), Limit: limit, Err: cause}
 	c.fail(err)

@@ -115,6 +115,13 @@ static const shape shapes[] = {
     [SF_ALL_REDUCE] = {"OO|O:all_reduce", 0, 0, 0, 1},
 };
 
+// The GPU on which bytes lie, or -1. It does not matter where tensors without any are.
+static int32_t gpu_of(const sf_tensor *ts, Py_ssize_t n) {
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (ts[i].device_type == SF_GPU && ts[i].nbytes > 0) return ts[i].device_id;
+  return -1;
+}
+
 static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind) {
   static char *both[] = {"out", "x", NULL}, *rooted[] = {"out", "x", "root", NULL}, *reduced[] = {"out", "x", "op", NULL}, *one[] = {"x", "root", NULL};
   const shape *s = &shapes[kind];
@@ -159,8 +166,8 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
   if (read_tensors(ignored ? NULL : x, "x", s->in_list, 0, ignored, &ins, &nin) < 0) goto out;
   if (tensors_keep(outs, nout) < 0 || tensors_keep(ins, nin) < 0) goto out;
   uint64_t stream = SF_COMPLETE;
-  int32_t gpu = tensor_gpu(outs, nout);
-  if (gpu < 0) gpu = tensor_gpu(ins, nin);
+  int32_t gpu = gpu_of(outs, nout);
+  if (gpu < 0) gpu = gpu_of(ins, nin);
   if (gpu >= 0 && tensor_stream(gpu, &stream) < 0) goto out;
   int rc;
   Py_BEGIN_ALLOW_THREADS rc = sf_comm_call(at, kind, outs, (int)nout, ins, (int)nin, stream, root, (char *)reduction, &task, &e);

@@ -3,6 +3,7 @@ package vantest
 // A simulated GPU for tests.
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -457,12 +458,13 @@ func (e *event) Query() (bool, error) {
 }
 
 func (e *event) Sync(ctx context.Context) error {
-	if mark := e.latest(); mark != nil {
-		select {
-		case <-mark:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
+	if done, err := e.Query(); done || err != nil { // whatever ctx says, as a device does
+		return cmp.Or(err, e.d.fails())
+	}
+	select {
+	case <-e.latest():
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 	return e.d.fails()
 }
