@@ -7,8 +7,10 @@ import (
 	"slices"
 	"sync"
 	"time"
+	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -16,8 +18,10 @@ import (
 const (
 	// burst is how much unused time counts: after a pause so much of a second's bytes leaves at once.
 	burst = 50 * time.Millisecond
-	// metaCost is what a message counts for besides its values: about its packed meta.
+	// metaCost is what a message counts for besides its values and its body: about its packed meta.
 	metaCost = 288
+	// itemCost is what it counts for against the budget beside that.
+	itemCost = int64(unsafe.Sizeof(item{}))
 	// again is when a message is tried again for which the van inside had no room.
 	again = 5 * time.Millisecond
 )
@@ -34,13 +38,21 @@ func (b *bucket) due(since time.Duration, n int64) time.Duration {
 	if b.rate == 0 {
 		return 0
 	}
-	return max(b.next, since-burst) + time.Duration(float64(n)/float64(b.rate)*float64(time.Second))
+	return max(b.next, since-b.burst()) + b.time(n)
 }
+
+// time is how long n bytes take.
+func (b *bucket) time(n int64) time.Duration {
+	return time.Duration(float64(n) / float64(b.rate) * float64(time.Second))
+}
+
+// burst is how much unused time counts, for a short message at the least.
+func (b *bucket) burst() time.Duration { return max(burst, b.time(2*metaCost)) }
 
 // take counts a message that leaves now and was due.
 func (b *bucket) take(now, due time.Duration) {
 	if b.rate > 0 {
-		b.next = max(due, now-burst)
+		b.next = max(due, now-b.burst())
 	}
 }
 
@@ -58,7 +70,7 @@ type item struct {
 type lane struct {
 	bucket
 	since time.Duration // when its first message could begin
-	queue []*item
+	queue fifo.Queue[*item]
 }
 
 // line is what waits for one peer.
@@ -99,7 +111,7 @@ func (l *line) set(whole int64, apps map[int32]int64) {
 	l.whole.rate = whole
 	for app, a := range l.apps {
 		a.rate = apps[app]
-		if a.rate == 0 && len(a.queue) == 0 {
+		if a.rate == 0 && a.queue.Len() == 0 {
 			delete(l.apps, app)
 		}
 	}
@@ -109,15 +121,29 @@ func (l *line) set(whole int64, apps map[int32]int64) {
 		}
 		a := &lane{bucket: bucket{rate: rate}, since: t}
 		l.apps[app] = a
-		l.rest.queue = slices.DeleteFunc(l.rest.queue, func(i *item) bool {
-			if i.msg.AppID != app {
-				return false
-			}
-			i.lane, a.queue = a, append(a.queue, i)
-			return true
-		})
+		for _, i := range l.rest.remove(func(m *van.Meta) bool { return m.AppID == app }) {
+			i.lane = a
+			a.queue.Put(i)
+		}
 	}
 	l.poke()
+}
+
+// remove takes out what is chosen, and returns it.
+func (a *lane) remove(chosen func(*van.Meta) bool) (removed []*item) {
+	all := a.queue.All()
+	if !slices.ContainsFunc(all, func(i *item) bool { return chosen(&i.msg.Meta) }) {
+		return nil
+	}
+	a.queue = fifo.Queue[*item]{}
+	for _, i := range all {
+		if chosen(&i.msg.Meta) {
+			removed = append(removed, i)
+		} else {
+			a.queue.Put(i)
+		}
+	}
+	return removed
 }
 
 // poke makes the goroutine look again.
@@ -129,19 +155,19 @@ func (l *line) poke() {
 }
 
 // keep puts m in its queue, unless it may leave at once. It reports false then, and the caller
-// sends it.
+// sends it. It does not pass what waits only for the peer's rate: that would wait for ever.
 func (l *line) keep(m *van.Message) (kept bool, err error) {
-	n := int64(m.PayloadLen()) + metaCost
+	n := int64(m.PayloadLen()+len(m.Body)) + metaCost
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.apps[m.AppID]
 	if a == nil {
 		a = l.rest
 	}
-	if len(a.queue) == 0 {
+	if a.queue.Len() == 0 {
 		a.since = now()
 		whole, own := l.whole.due(a.since, n), a.due(a.since, n)
-		if max(whole, own) <= a.since {
+		if ready, _, _ := l.ready(a.since); ready == nil && max(whole, own) <= a.since {
 			l.whole.take(a.since, whole)
 			a.take(a.since, own)
 			return false, nil
@@ -150,7 +176,7 @@ func (l *line) keep(m *van.Message) (kept bool, err error) {
 	if l.v.ended.Load() {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Err: van.ErrClosed}
 	}
-	if b := l.v.opts.Budget; b > 0 && l.bytes > 0 && l.bytes+n > b {
+	if b := l.v.opts.Budget; b > 0 && l.bytes > 0 && l.bytes+n+itemCost > b {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Detail: "a rate limit holds data back (stepaf policy)", Err: van.ErrQueueFull}
 	}
 	i := &item{bytes: n, lane: a}
@@ -166,37 +192,46 @@ func (l *line) keep(m *van.Message) (kept bool, err error) {
 		f.Retain()
 		i.msg.SetFrame(k, f)
 	}
-	a.queue = append(a.queue, i)
-	l.bytes += n
+	a.queue.Put(i)
+	l.bytes += n + itemCost
 	if !l.running {
 		l.running = true
 		l.v.wg.Go(l.run)
-	} else if len(a.queue) == 1 {
+	} else if a.queue.Len() == 1 {
 		l.poke() // it may be due before the one that is waited for
 	}
 	return true, nil
 }
 
-// first is the message that may leave first, and when; nil if none waits. l.mu is held.
-func (l *line) first() (i *item, whole, own time.Duration) {
-	at := time.Duration(-1)
+// ready is the lane whose first message has waited longest of those that only the peer's rate holds back at
+// t, or nil. Otherwise some message waits for a rate of its own, until at the earliest. l.mu is held.
+func (l *line) ready(t time.Duration) (ready *lane, until time.Duration, waits bool) {
 	look := func(a *lane) {
-		if len(a.queue) == 0 {
+		if a.queue.Len() == 0 {
 			return
 		}
-		var w, o time.Duration
-		if next := a.queue[0]; !next.paid {
-			w, o = l.whole.due(a.since, next.bytes), a.due(a.since, next.bytes)
-		}
-		if t := max(w, o); at < 0 || t < at {
-			i, at, whole, own = a.queue[0], t, w, o
+		switch due := a.ownDue(); {
+		case due > t:
+			if !waits || due < until {
+				until, waits = due, true
+			}
+		case ready == nil || a.since < ready.since:
+			ready = a
 		}
 	}
 	look(l.rest)
 	for _, a := range l.apps {
 		look(a)
 	}
-	return i, whole, own
+	return ready, until, waits
+}
+
+// ownDue is when the rate of the lane lets its first message leave.
+func (a *lane) ownDue() time.Duration {
+	if next := a.queue.Front(); !next.paid {
+		return a.due(a.since, next.bytes)
+	}
+	return 0
 }
 
 // run hands on what waits, until nothing does.
@@ -205,8 +240,9 @@ func (l *line) run() {
 	defer timer.Stop()
 	for {
 		l.mu.Lock()
-		i, whole, own := l.first()
-		if i == nil {
+		t := now()
+		a, until, waits := l.ready(t)
+		if a == nil && !waits {
 			l.running = false
 			l.mu.Unlock()
 			l.v.mu.Lock()
@@ -214,13 +250,21 @@ func (l *line) run() {
 			l.v.mu.Unlock()
 			return
 		}
-		t := now()
-		wait := max(whole, own) - t
+		var i *item
+		var whole time.Duration
+		if a != nil {
+			if i = a.queue.Front(); !i.paid {
+				whole = l.whole.due(a.since, i.bytes)
+			}
+			until = whole
+		}
+		wait := until - t
 		if wait <= 0 {
 			if !i.paid {
+				own := a.ownDue()
 				i.paid = true
 				l.whole.take(t, whole)
-				i.lane.take(t, own)
+				a.take(t, own)
 			}
 			if l.handOn(i) {
 				continue
@@ -249,10 +293,10 @@ func (l *line) handOn(i *item) bool {
 	l.sending.Unlock()
 	full := errors.Is(err, van.ErrQueueFull) && !i.dropped
 	if a := i.lane; !full && !i.dropped {
-		a.queue = slices.Delete(a.queue, 0, 1)
+		a.queue.Take()
 		a.since = now()
-		l.bytes -= i.bytes
-		if a.rate == 0 && len(a.queue) == 0 && a != l.rest {
+		l.bytes -= i.bytes + itemCost
+		if a.rate == 0 && a.queue.Len() == 0 && a != l.rest {
 			delete(l.apps, i.msg.AppID)
 		}
 	}
@@ -281,18 +325,15 @@ func (i *item) end(done bool) {
 func (l *line) drop(chosen func(*van.Meta) bool) {
 	var dropped []*item
 	l.mu.Lock()
+	busy := l.current != nil && chosen(&l.current.msg.Meta)
 	remove := func(a *lane) {
-		a.queue = slices.DeleteFunc(a.queue, func(i *item) bool {
-			if !chosen(&i.msg.Meta) {
-				return false
-			}
+		for _, i := range a.remove(chosen) {
 			i.dropped = true
-			l.bytes -= i.bytes
+			l.bytes -= i.bytes + itemCost
 			if i != l.current { // handOn ends that one
 				dropped = append(dropped, i)
 			}
-			return true
-		})
+		}
 	}
 	remove(l.rest)
 	for _, a := range l.apps {
@@ -303,6 +344,8 @@ func (l *line) drop(chosen func(*van.Meta) bool) {
 	for _, i := range dropped {
 		i.end(true)
 	}
-	l.sending.Lock() // what was being handed on is with the van inside now
-	defer l.sending.Unlock()
+	if busy { // until it is with the van inside
+		l.sending.Lock()
+		defer l.sending.Unlock()
+	}
 }

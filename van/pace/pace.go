@@ -113,6 +113,9 @@ func (v *Van) Send(m *van.Message) error {
 		l = v.line(m.Receiver)
 	}
 	if kept, err := l.keep(m); kept {
+		if f, ok := van.As[van.Flusher](v.Van); ok && !m.More {
+			f.Flush(m.Receiver) // what came before it does not wait for it
+		}
 		return err
 	}
 	return v.Van.Send(m)
@@ -137,6 +140,7 @@ func (v *Van) line(peer int) *line {
 	}
 	t.lines[peer] = l
 	v.table.Store(&t)
+	v.tidy() // if rates have been taken back meanwhile
 	return l
 }
 
