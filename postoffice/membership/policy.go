@@ -181,7 +181,11 @@ func (m *Machine) policiesBeat(id int) {
 	}
 }
 
-// stepPolicies takes the list from the scheduler, or on a new scheduler from a node.
+// maxTaken bounds the version that a scheduler takes from a node, so that there are others behind it.
+const maxTaken = 1 << 31
+
+// stepPolicies takes the list from the scheduler, or from a node on a scheduler that has resumed the
+// cluster of a former one.
 func (m *Machine) stepPolicies(from int, msg *van.Meta, n notice) error {
 	version, list, err := parsePolicies(n.text)
 	if err != nil {
@@ -189,7 +193,10 @@ func (m *Machine) stepPolicies(from int, msg *van.Meta, n notice) error {
 	}
 	p := &m.policies
 	if m.sched != nil {
-		if m.native(from) && !p.own && version > p.version {
+		if version >= maxTaken {
+			return m.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxTaken)))
+		}
+		if m.native(from) && m.recovered && !p.own && version > p.version {
 			p.version, p.list = version, list
 			m.tellPolicies()
 		}
@@ -365,7 +372,7 @@ func (m *Machine) listPolicies() (lines []string) {
 				group = "dead"
 			case !m.native(id):
 				group = "original"
-			case h.version == p.version && h.incarnation == m.incs[id]:
+			case h.version == p.version && h.incarnation == m.incs[id] && len(h.states) == len(p.list):
 				if group = stateNames[State(h.states[i])]; group == "" {
 					continue
 				}

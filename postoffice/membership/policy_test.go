@@ -73,3 +73,36 @@ func TestLyingAnswers(t *testing.T) {
 		}
 	}
 }
+
+// TestLyingLists: a scheduler takes lists from nodes only when it has resumed the cluster of a former
+// one, and no version behind which it could not count on; what nodes have said of another list of
+// the same version does no harm.
+func TestLyingLists(t *testing.T) {
+	for _, recovered := range []bool{false, true} {
+		m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		m.phase, m.incs[9], m.recovered = ready, 7, recovered
+		m.at[9], m.health[9], m.table = 0, &health{}, []van.Node{{ID: 9}}
+		for _, x := range []struct {
+			text    string
+			version uint32 // of a scheduler that has resumed
+		}{{"1 app=1,rate=1000", 1}, {"4294967295", 1}, {"2147483648", 1}, {"7 app=1,rate=1000 app=2,rate=1000", 7}} {
+			_ = m.stepPolicies(9, &van.Meta{}, notice{verb: verbPolicies, text: x.text})
+			m.stepHave(9, notice{verb: verbHave, text: "1 y"})
+			if !recovered {
+				x.version = 0
+			}
+			if m.policies.version != x.version {
+				t.Errorf("recovered %t: after %q it has version %d, want %d", recovered, x.text, m.policies.version, x.version)
+			}
+			m.listPolicies()
+		}
+		m.policies.have = map[int]havePolicies{9: {incarnation: 7, version: m.policies.version, states: ""}}
+		m.policies.list = []Policy{{App: 1, Rate: 1000}}
+		if l := m.listPolicies(); !strings.Contains(l[0], " asked=9") {
+			t.Errorf("recovered %t: %q", recovered, l)
+		}
+	}
+}
