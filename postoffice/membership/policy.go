@@ -252,7 +252,7 @@ func Answer(body []byte) (number int, text string, ok bool) {
 	}
 	word, text, _ := strings.Cut(n.text, " ")
 	number, err = strconv.Atoi(word)
-	return number, text, err == nil
+	return number, text, err == nil && strings.TrimSpace(text) != ""
 }
 
 // stepAsk answers a process that is no node: "<incarnation> <host:port> <question>". Each
@@ -267,7 +267,7 @@ func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) 
 	}
 	inc, ok := number(words[0])
 	addr, err := netip.ParseAddrPort(words[1])
-	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 {
+	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) {
 		return bad("an incarnation, and a numeric address")
 	}
 	r := &m.sched.refusals
@@ -293,7 +293,7 @@ func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) 
 }
 
 // answer carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
-// answers is a policy, and the nodes in each state.
+// answers is a policy, and nodes in each state; consecutive ones may be about the same policy.
 func (m *Machine) answer(question string) ([]string, error) {
 	what, arg, _ := strings.Cut(question, " ")
 	p := &m.policies
@@ -379,13 +379,19 @@ func (m *Machine) listPolicies() (lines []string) {
 			}
 			groups[group] = append(groups[group], strconv.Itoa(id))
 		}
-		s := p.list[i].String()
+		line := []byte(p.list[i].String())
 		for _, g := range []string{"in-force", "pending", "unfit", "asked", "dead", "original"} {
-			if ids := groups[g]; ids != nil {
-				s += " " + g + "=" + strings.Join(ids, ",")
+			first := " " + g + "="
+			sep := first
+			for _, id := range groups[g] {
+				if len(line)+len(sep)+len(id) > maxPolicies {
+					lines, line, sep = append(lines, string(line)), []byte(p.list[i].String()), first
+				}
+				line = append(append(line, sep...), id...)
+				sep = ","
 			}
 		}
-		lines = append(lines, s)
+		lines = append(lines, string(line))
 	}
 	return lines
 }

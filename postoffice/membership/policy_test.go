@@ -1,6 +1,7 @@
 package membership
 
 import (
+	"strconv"
 	"strings"
 	"testing"
 
@@ -104,5 +105,78 @@ func TestLyingLists(t *testing.T) {
 		if l := m.listPolicies(); !strings.Contains(l[0], " asked=9") {
 			t.Errorf("recovered %t: %q", recovered, l)
 		}
+	}
+}
+
+// TestWordlessAnswers: an answer without words is none.
+func TestWordlessAnswers(t *testing.T) {
+	for body, want := range map[string]bool{"answer 0": false, "answer 0 ": false, "answer 0   ": false, "answer x end": false, "answer 0 end": true} {
+		if _, text, ok := Answer([]byte(noticePrefix + body)); ok != want {
+			t.Errorf("%q: %q, %t, want %t", body, text, ok, want)
+		}
+	}
+}
+
+// TestZones: the scheduler connects to no address with a zone, which may be any text.
+func TestZones(t *testing.T) {
+	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.phase = ready
+	for _, host := range []string{"fe80::1%eth0", "fe80::1%../../x"} {
+		err := m.stepAsk(0, van.Empty, &van.Meta{}, notice{verb: verbAsk, text: "7 [" + host + "]:80 list"})
+		if err == nil || !strings.Contains(err.Error(), "numeric address") {
+			t.Errorf("%s: %v", host, err)
+		}
+		m.refuse(0, &van.Node{Hostname: host, Port: 80}, "test")
+	}
+	for _, o := range m.Take() {
+		if c, ok := o.(Connect); ok {
+			t.Errorf("it connects to %q", c.Node.Hostname)
+		}
+	}
+}
+
+// TestLongAnswers: the answers about more nodes than one message has place for name all of them.
+func TestLongAnswers(t *testing.T) {
+	m, err := New(Config{Role: van.Scheduler, NumWorkers: 3000, NumServers: 1000, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.phase = ready
+	for i, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		if i%2 == 0 {
+			m.incs[id] = 7
+		}
+	}
+	for _, p := range []Policy{{App: 5, Rate: 5000}, {App: 6, Rate: 5000, Order: "ring"}} {
+		if err := m.setPolicy(p); err != nil {
+			t.Fatal(err)
+		}
+	}
+	listed := map[string]int{}
+	for i, l := range m.listPolicies() {
+		_, text, ok := Answer(notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + l}.body())
+		if !ok || text != l {
+			t.Fatalf("%d of %d bytes arrive", len(text), len(l))
+		}
+		words := strings.Split(l, " ")
+		for _, w := range words[1:] {
+			state, ids, _ := strings.Cut(w, "=")
+			for _, id := range strings.Split(ids, ",") {
+				listed[words[0]+" "+state+" "+id]++
+			}
+		}
+	}
+	for i, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		for _, p := range m.policies.list {
+			if n := listed[p.String()+" "+[]string{"asked", "original"}[i%2]+" "+strconv.Itoa(id)]; n != 1 {
+				t.Fatalf("%s: node %d is listed %d times", p.String(), id, n)
+			}
+		}
+	}
+	if len(listed) != 2*4000 {
+		t.Errorf("%d are listed", len(listed))
 	}
 }

@@ -145,8 +145,9 @@ func (m *Machine) tickClaims(now time.Duration) {
 	}
 }
 
-// numeric tells whether host is an address, which needs no look-up.
+// numeric tells whether host is an address, which needs no look-up. One with a zone is none: a zone
+// may be any text.
 func numeric(host string) bool {
-	_, err := netip.ParseAddr(host)
-	return err == nil
+	a, err := netip.ParseAddr(host)
+	return err == nil && a.Zone() == ""
 }

@@ -252,11 +252,18 @@ func show(out io.Writer, lines []string) error {
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "TARGET\tRATE\tCLASS\tORDER\tIN FORCE\tNOT IN FORCE")
-	for _, l := range lines {
-		words := strings.Fields(l)
+	for len(lines) > 0 {
+		words := strings.Fields(lines[0])
 		p, err := membership.ParsePolicy(words[0])
 		if err != nil {
-			return fmt.Errorf("policy: the scheduler's answer %q: %w", l, err)
+			return fmt.Errorf("policy: the scheduler's answer %q: %w", lines[0], err)
+		}
+		for lines = lines[1:]; len(lines) > 0; lines = lines[1:] { // one policy, more nodes
+			more := strings.Fields(lines[0])
+			if more[0] != words[0] {
+				break
+			}
+			words = append(words, more[1:]...)
 		}
 		rate, class, order, in, not := "-", "-", "-", "-", []string{}
 		if p.Rate > 0 {
@@ -269,11 +276,13 @@ func show(out io.Writer, lines []string) error {
 			order = p.Order
 		}
 		for _, word := range words[1:] {
-			state, ids, _ := strings.Cut(word, "=")
-			if state == "in-force" {
-				in = names(ids)
-			} else {
+			switch state, ids, _ := strings.Cut(word, "="); {
+			case state != "in-force":
 				not = append(not, names(ids)+" ("+states[state]+")")
+			case in == "-":
+				in = names(ids)
+			default:
+				in += " " + names(ids)
 			}
 		}
 		if len(not) == 0 {
@@ -308,8 +317,10 @@ func nodeName(id int) string { return fmt.Sprintf("%s:%d", van.RoleOf(id), van.R
 func names(ids string) string {
 	var l []string
 	for _, w := range strings.Split(ids, ",") {
-		id, _ := strconv.Atoi(w)
-		l = append(l, nodeName(id))
+		if id, err := strconv.Atoi(w); err == nil {
+			w = nodeName(id)
+		}
+		l = append(l, w)
 	}
 	return strings.Join(l, " ")
 }
