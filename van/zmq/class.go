@@ -70,8 +70,13 @@ func (v *zvan) connected(c *conn, fd int) {
 		return
 	}
 	c.link.Store(&s)
-	if class, ok := v.classOf(c); ok { // behind the Store: SetClasses looks there behind its own
+	for has := 0; ; { // behind the Store: SetClasses looks there behind its own; it may set another meanwhile
+		class, _ := v.classOf(c)
+		if class == has {
+			return
+		}
 		s.setClass(class)
+		has = class
 	}
 }
 

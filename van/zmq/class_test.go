@@ -4,8 +4,10 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
+	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -133,6 +135,33 @@ func TestClasses(t *testing.T) {
 				return are(own, 1, 0) && are(theirs, 2, 0) && are(accepted, len(accepted), 0)
 			})
 		})
+	}
+}
+
+// TestClassTakenBack: a class that is taken back while a connection is made does not stay on it.
+func TestClassTakenBack(t *testing.T) {
+	server, worker := newNode(t, 8, 7, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, worker, server)
+	worker.must(t, push(8, 1, make([]byte, 100)))
+	server.next(t)
+	c := (*worker.peers.Load())[8]
+	until(t, "a connection", func() bool { return c.link.Load() != nil })
+	s := *c.link.Load()
+	for i := range 3000 {
+		worker.SetClasses(map[int]int{8: 46})
+		s.setClass(0) // as a connection is when it is made
+		var made sync.WaitGroup
+		for range 4 {
+			made.Go(func() { worker.connected(c, s.fd) })
+		}
+		for range i % 300 {
+			runtime.Gosched()
+		}
+		worker.SetClasses(nil)
+		made.Wait()
+		if s.hasClass(46) {
+			t.Fatalf("round %d: the connection has a class that was taken back", i)
+		}
 	}
 }
 
