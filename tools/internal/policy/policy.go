@@ -4,6 +4,7 @@ package policy
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -225,23 +226,36 @@ func run(ctx context.Context, c *cli.Context, question string) error {
 		}
 	}
 	lines, err := postoffice.AskScheduler(ctx, cfg, nil, question)
+	if err != nil {
+		return fmt.Errorf("policy: %w", err)
+	}
 	for err == nil && question != "list" && strings.Contains(strings.Join(lines, " "), " asked=") {
 		select { // nodes answer in a moment; those that do not are listed
 		case <-time.After(100 * time.Millisecond):
 			var now []string
 			if now, err = postoffice.AskScheduler(ctx, cfg, nil, "list"); err == nil {
 				lines = now
-				continue
 			}
 		case <-ctx.Done():
+			err = ctx.Err()
 		}
-		err = nil
-		break
 	}
-	if err != nil {
-		return fmt.Errorf("policy: %w", err)
+	return finish(ctx, c.App.Writer, lines, err)
+}
+
+// finish shows the list, and returns an error if not all nodes have answered, because of err.
+func finish(ctx context.Context, out io.Writer, lines []string, err error) error {
+	if shown := show(out, lines); shown != nil || err == nil {
+		return shown
 	}
-	return show(c.App.Writer, lines)
+	status := exit.Failure
+	if ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	if errors.Is(err, context.DeadlineExceeded) {
+		status, err = exit.Timeout, errors.New("--timeout has passed")
+	}
+	return exit.With(status, fmt.Errorf("policy: the scheduler has it and tells it to all nodes again, but not all have answered: %w", err))
 }
 
 // show prints the scheduler's answers as a table.

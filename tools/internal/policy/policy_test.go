@@ -1,8 +1,12 @@
 package policy
 
 import (
+	"context"
+	"errors"
 	"strings"
 	"testing"
+
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 )
 
 // TestShow: what the scheduler says about one policy in several answers is one line, and a word that
@@ -19,5 +23,30 @@ app 7     6000 B/s  -      -      -                           worker:0 (lost)
 `
 	if out.String() != want {
 		t.Errorf("it shows\n%s\nwant\n%s", out.String(), want)
+	}
+}
+
+// TestUnanswered: when nodes have not answered, the list is shown, and the status is not 0.
+func TestUnanswered(t *testing.T) {
+	late, cancel := context.WithTimeout(t.Context(), 0)
+	defer cancel()
+	stopped, stop := context.WithCancelCause(t.Context())
+	stop(errors.New("stopped by a signal"))
+	for _, x := range []struct {
+		ctx    context.Context
+		err    error
+		status int
+		text   string
+	}{
+		{late, context.DeadlineExceeded, exit.Timeout, "not all have answered: --timeout has passed"},
+		{stopped, context.Canceled, exit.Failure, "not all have answered: stopped by a signal"},
+		{t.Context(), errors.New("no answer"), exit.Failure, "not all have answered: no answer"},
+		{late, nil, 0, ""},
+	} {
+		var out strings.Builder
+		err := finish(x.ctx, &out, []string{"peer=9,rate=5000 asked=8"}, x.err)
+		if exit.Status(err) != x.status || err != nil && !strings.Contains(err.Error(), x.text) || !strings.Contains(out.String(), "server:0 (no answer yet)") {
+			t.Errorf("status %d, want %d, %q in %v, and the list\n%s", exit.Status(err), x.status, x.text, err, out.String())
+		}
 	}
 }
