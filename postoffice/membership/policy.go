@@ -131,6 +131,7 @@ type policies struct {
 	from    uint32               // on nodes: the scheduler's incarnation
 	said    string               // on nodes: the last answer
 	own     bool                 // on the scheduler: it has changed the list itself
+	await   time.Duration        // on the scheduler: until then the nodes' lists of a former one may come
 	have    map[int]havePolicies // on the scheduler, by node
 }
 
@@ -256,7 +257,8 @@ func Answer(body []byte) (number int, text string, ok bool) {
 }
 
 // stepAsk answers a process that is no node: "<incarnation> <host:port> <question>". Each
-// answer costs a connection, so there are as many as of refusals at most; who gets none asks again.
+// answer costs a connection, so there are as many as of refusals at most, and none before the
+// nodes had time to say what a former scheduler has told them; who gets none asks again.
 func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) error {
 	words := strings.SplitN(n.text, " ", 3)
 	bad := func(want string) error {
@@ -271,7 +273,7 @@ func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) 
 		return bad("an incarnation, and a numeric address")
 	}
 	r := &m.sched.refusals
-	if r.expire(now); len(r.recent) >= maxRefusing {
+	if r.expire(now); len(r.recent) >= maxRefusing || now < m.policies.await {
 		return nil
 	}
 	id := van.Identity{Incarnation: uint32(inc)}

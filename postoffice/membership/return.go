@@ -226,7 +226,7 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 	m.own.Cluster, m.generation, m.recovered = cluster, generation, true
 	m.sign()
 	m.phase, m.table = ready, table
-	m.lastCheck = now
+	m.lastCheck, m.policies.await = now, now+returnGrace
 	m.health[van.SchedulerID] = &health{seen: now}
 	for i := range table {
 		n := &table[i]
