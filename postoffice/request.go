@@ -186,11 +186,11 @@ func (r *Request) settle() {
 		r.mu.Unlock()
 		return
 	}
-	sink, err, c := r.sink, r.err, r.c
+	sink, err, c, unsent := r.sink, r.err, r.c, r.unsent // which Open may be setting
 	r.state = finished
 	r.mu.Unlock()
 
-	if err != nil && !r.unsent {
+	if err != nil && !unsent {
 		if x := c.node.recaller; x != nil && !failpoint.On("recall") {
 			x.Recall(van.Requests{App: int32(c.app), Customer: int32(c.id), First: r.first, Count: r.n})
 		}
