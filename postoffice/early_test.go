@@ -1,7 +1,9 @@
 package postoffice
 
 import (
+	"errors"
 	"log/slog"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -118,4 +120,43 @@ func TestSayAgain(t *testing.T) {
 	if len(out.bodies) != 1 {
 		t.Errorf("another process is told %q", out.bodies[1:])
 	}
+}
+
+// ending is a Sink that tells when it has ended.
+type ending chan error
+
+func (e ending) Answer(int, int, *van.Message) error { return nil }
+func (e ending) Finished(err error)                  { e <- err }
+func (e ending) Recycle()                            {}
+
+// TestOpenBesideLoss: requests that are opened while their peer is found lost end, each once. The race
+// detector looks on.
+func TestOpenBesideLoss(t *testing.T) {
+	n := &Node{identity: identity{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, van: &sent{}}
+	n.setName("the test's node")
+	n.assemble()
+	n.processes.change(8, func(p *process) { p.known, p.lost = true, van.ErrPeerLost })
+	c := newCustomer(n, 7, 1, 0, func(*van.Message) {})
+	stop, losses := make(chan struct{}), sync.WaitGroup{}
+	losses.Go(func() {
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				c.peerLost(8, van.ErrPeerLost)
+			}
+		}
+	})
+	for range 50_000 {
+		r, end := new(Request), make(ending, 2)
+		if err := c.Open(r, "ask", end, 1, []int{8}); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.Call(0).Wait(t.Context()); !errors.Is(err, van.ErrPeerLost) || len(end) != 1 {
+			t.Fatalf("%v, ended %d times", err, len(end))
+		}
+	}
+	close(stop)
+	losses.Wait()
 }
