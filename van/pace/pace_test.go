@@ -527,4 +527,7 @@ func TestMore(t *testing.T) {
 	if !slices.Equal(f.flushed, []int{9}) {
 		t.Errorf("flushed %v, want 9", f.flushed)
 	}
+	if err := v.Close(t.Context()); err != nil { // also what other tests would find running
+		t.Error(err)
+	}
 }
