@@ -36,7 +36,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 	fail := func(err error) error {
 		return &van.Error{Op: "ask", Peer: "scheduler at " + target.Addr(), Err: err}
 	}
-	incarnation := max(rand.Uint32(), 1)
+	incarnation, begun := max(rand.Uint32(), 1), time.Now()
 	v, err := stack.New(stack.Options{Role: van.Scheduler, OnFail: func(int, *van.Meta, error) {}, // the role of one without data
 		Options: van.Options{Config: &c, Log: log, Backend: backend.NewCPU(), Incarnation: incarnation}})
 	if err != nil {
@@ -105,8 +105,8 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 			case <-ask.C:
 				again = true
 			case <-ctx.Done():
-				return nil, fail(fmt.Errorf("%w: no answer: it does not run, cannot reach %s, or is one of C++ StepMesh, which knows no policies",
-					timeout(context.Cause(ctx)), host))
+				return nil, fail(fmt.Errorf("%w: no answer in %s: it does not run, cannot reach %s, or is one of C++ StepMesh, which knows no policies",
+					timeout(context.Cause(ctx)), time.Since(begun).Round(time.Millisecond), host))
 			}
 		}
 	}

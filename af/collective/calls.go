@@ -235,7 +235,7 @@ func (c *Comm) start(p *plan, on []af.Stream) (Op, error) {
 	if p.device {
 		return c.startBehind(p, on)
 	}
-	if p.fold == nil && p.copies() {
+	if p.fold == nil && toCopy(p.out, p.own) {
 		if err := c.check(p.call, c.node.Backend().Copy(p.out, p.own)); err != nil {
 			return Op{}, err
 		}

@@ -60,6 +60,7 @@ type Comm struct {
 	queue    *streamqueue.Queue // of calls with tensors on the device
 	copiesMu sync.Mutex
 	copies   uintptr // the device's stream for copies of own parts; 0 before the first
+	noCopies bool    // there are no more of them
 
 	pair sync.Mutex // held while calls get their numbers; taken before mu
 

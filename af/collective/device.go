@@ -6,10 +6,12 @@ package collective
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -20,10 +22,10 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 	if len(on) > 0 {
 		stream = uintptr(on[0])
 	}
-	ready, err := c.queue.Mark(stream)
 	if len(on) > 1 {
-		err = fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on))
+		return Op{}, c.check(p.call, fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on)))
 	}
+	ready, err := c.queue.Mark(stream)
 	var o *op
 	if err = c.check(p.call, err); err == nil {
 		c.pair.Lock()
@@ -62,7 +64,7 @@ func (o *op) launch() {
 		return
 	}
 	c.begin(o)
-	if o.out.Len() > 0 && o.out.Addr() != o.own.Addr() {
+	if toCopy(o.out, o.own) {
 		if err := o.copyOwn(); err != nil {
 			o.copyErr = &van.Error{Op: kinds[o.call.kind], Node: c.node.Name(), Detail: "copy of this rank's own part", Err: err}
 			c.fail(o.copyErr)
@@ -76,30 +78,28 @@ func (o *op) launch() {
 func (o *op) copyOwn() error {
 	c := o.c
 	b := c.node.Backend()
-	if a, ok := b.(backend.AsyncCopier); ok {
-		stream, err := c.copyStream(a)
-		if err == nil {
-			err = a.CopyAsync(o.out, o.own, stream)
-		}
-		if err != nil {
-			return err
-		}
-		if o.copied, err = c.queue.Mark(stream); err == nil {
-			return nil
-		}
+	a, ok := b.(backend.AsyncCopier)
+	if !ok {
+		return b.Copy(o.out, o.own) // which waits
 	}
-	return b.Copy(o.out, o.own) // which waits
-}
-
-// copyStream is the stream for such copies, which the first one makes.
-func (c *Comm) copyStream(a backend.AsyncCopier) (uintptr, error) {
-	c.copiesMu.Lock()
+	c.copiesMu.Lock() // until the stream is not used any more: Close frees it
 	defer c.copiesMu.Unlock()
+	if c.noCopies {
+		return van.ErrClosed
+	}
 	var err error
 	if c.copies == 0 {
-		c.copies, err = a.NewStream()
+		if c.copies, err = a.NewStream(); err != nil {
+			return err
+		}
 	}
-	return c.copies, err
+	if err = a.CopyAsync(o.out, o.own, c.copies); err != nil {
+		return err
+	}
+	if o.copied, err = c.queue.Mark(c.copies); err != nil {
+		return b.Copy(o.out, o.own)
+	}
+	return nil
 }
 
 // endDevice ends what the communicator has of the device. What is in its stream still runs.
@@ -107,17 +107,18 @@ func (c *Comm) endDevice() {
 	c.queue.Close()
 	c.copiesMu.Lock()
 	defer c.copiesMu.Unlock()
+	c.noCopies = true
 	if c.copies != 0 {
 		_ = c.node.Backend().(backend.AsyncCopier).FreeStream(c.copies) // of a device that has failed, perhaps
 		c.copies = 0
 	}
 }
 
-// copyLimit is how long the copy of a rank's own part may take, which is the length of a copy.
+// copyLimit is how long a copy within the device may take.
 const copyLimit = 10 * time.Second
 
-// endCopy waits until the device has copied this rank's own part, also when the call has failed with err: what
-// is written then is no longer the caller's.
+// endCopy waits until the device has copied this rank's own part, also when the call has failed with err: the
+// memory is the caller's when Wait returns.
 func (o *op) endCopy(err error) error {
 	err = cmp.Or(o.copyErr, err)
 	if o.copied == nil {
@@ -128,9 +129,12 @@ func (o *op) endCopy(err error) error {
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), copyLimit, van.ErrTimeout)
 	defer cancel()
-	if failed := o.copied.Sync(ctx); failed != nil && err == nil {
-		err = &van.Error{Op: kinds[o.call.kind], Node: o.c.node.Name(), Detail: "copy of this rank's own part", Err: timeout(failed)}
-		o.c.fail(err)
+	begun := clock.Now()
+	if failed := o.copied.Sync(ctx); failed != nil {
+		late := &van.Error{Op: kinds[o.call.kind], Node: o.c.node.Name(), Detail: "copy of this rank's own part, which may still be written",
+			Elapsed: time.Duration(clock.Now() - begun), Limit: copyLimit, Err: timeout(failed)}
+		o.c.fail(late)
+		err = errors.Join(err, late)
 	}
 	return err
 }

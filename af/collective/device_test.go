@@ -237,6 +237,23 @@ func TestDeviceMisuse(t *testing.T) {
 	}
 }
 
+// TestNoCopyBehindClose: a call beside Close uses no stream that Close has freed, and makes no other one.
+func TestNoCopyBehindClose(t *testing.T) {
+	all, at := onDevices(t, testcluster.Options{}, 2)
+	onAll(t, 2, func(r int) error { return wait(all[r].AllGather(at[r].zeros(200), at[r].zeros(100))) })
+	for _, c := range all {
+		c.endDevice()
+	}
+	for r, err := range every(2, func(r int) error { return wait(all[r].AllGather(at[r].zeros(200), at[r].zeros(100), af.Complete)) }) {
+		if err == nil {
+			t.Errorf("rank %d: the call went well", r)
+		}
+		if n := at[r].dev.Streams(); n > 0 {
+			t.Errorf("rank %d: %d streams are left", r, n)
+		}
+	}
+}
+
 // TestDeviceCloses: a communicator that is closed, and a node that leaves, end calls that wait for a stream.
 func TestDeviceCloses(t *testing.T) {
 	for name, end := range map[string]func(*Comm) error{

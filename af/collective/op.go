@@ -44,8 +44,9 @@ type op struct {
 	own  backend.Mem // this rank's part
 	room []uint64    // where parts come
 
-	copied  backend.Event // of the copy of own into out, by the device; nil when there is nothing to wait for
-	copyErr error         // of that copy
+	onDevice bool          // tensors are there
+	copied   backend.Event // of the copy of own into out, by the device; nil when there is nothing to wait for
+	copyErr  error         // of that copy
 
 	left   atomic.Int32       // 1 until the request has ended, and 1 for each part that is not taken
 	next   *op                // the call that begins after the reduction; this one has a reference to it
@@ -57,17 +58,16 @@ type op struct {
 	start  uint64
 
 	// Guarded by c.mu.
-	gen      uint32 // tells uses of the op apart
-	refs     int    // the caller until Wait, the request until Recycle, memory that is lent, and who uses it
-	begun    bool   // others may have their parts
-	onDevice bool   // tensors are there
-	ended    bool
-	busy     int  // begin and reduce use the memory
-	ran      bool // reduce has been started
-	told     bool // done has its token
-	err      error
-	waits    bool
-	polls    bool // the waiter looks for work
+	gen   uint32 // tells uses of the op apart
+	refs  int    // the caller until Wait, the request until Recycle, memory that is lent, and who uses it
+	begun bool   // others may have their parts
+	ended bool
+	busy  int  // begin and reduce use the memory
+	ran   bool // reduce has been started
+	told  bool // done has its token
+	err   error
+	waits bool
+	polls bool // the waiter looks for work
 }
 
 // taking is a part that another rank takes.
@@ -218,8 +218,8 @@ type plan struct {
 	device    bool        // tensors lie there
 }
 
-// copies tells whether this rank's own part is to be copied.
-func (p *plan) copies() bool { return p.out.Addr() != p.own.Addr() && p.out.Len() > 0 }
+// toCopy tells whether a rank's own part does not lie in the result already.
+func toCopy(out, own backend.Mem) bool { return out.Addr() != own.Addr() && out.Len() > 0 }
 
 // reserve gives a call its number. The caller begins it, see begin.
 func (c *Comm) reserve(p *plan) (*op, error) {

@@ -230,7 +230,7 @@ func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
 func (m *Machine) stepHave(from int, n notice) {
 	version, states, _ := strings.Cut(n.text, " ")
 	v, ok := number(version)
-	if p := &m.policies; ok && m.sched != nil && m.native(from) && v == int(p.version) && len(states) == len(p.list) {
+	if p := &m.policies; ok && m.native(from) && v == int(p.version) && len(states) == len(p.list) {
 		if p.have == nil {
 			p.have = map[int]havePolicies{}
 		}

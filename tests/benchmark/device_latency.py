@@ -23,13 +23,14 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(1, os.path.join(ROOT, "tests/python"))
+from harness import free_port  # noqa: E402
 KIB, MIB = 1 << 10, 1 << 20
 SMALL, ATTENTION, LARGE = (KIB, KIB), (917504, 1835008), (256 * MIB, 256 * MIB)
 
@@ -296,12 +297,6 @@ def collective(kind, sizes, rank, port):
         device.finish()
         say(count)
     dist.destroy_process_group()
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Children:

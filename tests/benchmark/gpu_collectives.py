@@ -22,7 +22,7 @@ import tempfile
 import threading
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from device_latency import Profile, free_port, quantiles, say, MARK, MIB  # noqa: E402
+from device_latency import Profile, free_port, quantiles, say, why_not, MARK, MIB  # noqa: E402
 
 SIZES = [1024, 917504, 1835008, 256 * MIB]
 CALLS = ("all_gather", "all_to_all")
@@ -145,17 +145,6 @@ def measure(f, torch, rank, args):
                     if turn >= 0:
                         say([kind, size, name, t])
     dist.destroy_process_group()
-
-
-def why_not():
-    try:
-        import torch
-    except ImportError as e:
-        return str(e)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus < 2:
-        return f"PyTorch {torch.__version__} sees {gpus} GPUs, and this needs 2"
-    return None if torch.distributed.is_nccl_available() else "no NCCL"
 
 
 def start(args, meeting):

@@ -12,12 +12,14 @@ checked. Without two GPUs it says what is missing, and the status is 0.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
+
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "python"))
+from harness import free_port  # noqa: E402
 
 MIB = 1 << 20
 ALONE, NCCL, EQUAL, FULL = "alone", "NCCL", "ours at NCCL's rate", "ours at full rate"
@@ -40,12 +42,6 @@ def missing():
     except ImportError as e:
         return "fserver_lib (%s)" % e
     return None
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class End:

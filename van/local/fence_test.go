@@ -88,15 +88,20 @@ func TestFenced(t *testing.T) {
 	}
 }
 
-// TestNewcomerIsHeld: what a process sends that takes the place of another one waits for Admit, or for a while,
-// though the one before it was admitted.
-func TestNewcomerIsHeld(t *testing.T) {
+// twoProcesses are a server and two processes of worker 0, of which the second replaces the first.
+func twoProcesses(t *testing.T) (server, old, next *node) {
 	n := inproc.NewNetwork()
-	server := newNode(t, n, 8, nil)
-	old, next := newNode(t, n, 9, nil), newNode(t, n, 9, nil)
+	server, old, next = newNode(t, n, 8, nil), newNode(t, n, 9, nil), newNode(t, n, 9, nil)
 	server.start()
 	old.start()
 	next.start()
+	return server, old, next
+}
+
+// TestNewcomerIsHeld: what a process sends that takes the place of another one waits for Admit, or for a while,
+// though the one before it was admitted.
+func TestNewcomerIsHeld(t *testing.T) {
+	server, old, next := twoProcesses(t)
 	server.connect(old)
 	old.connect(server)
 	old.must(data(8, 0, pattern(1, 100)))
@@ -114,12 +119,7 @@ func TestNewcomerIsHeld(t *testing.T) {
 // TestLinkOfAReplacedProcess: a link that is made when its process has been replaced meanwhile is not used:
 // what is sent goes to the one in its place.
 func TestLinkOfAReplacedProcess(t *testing.T) {
-	n := inproc.NewNetwork()
-	server := newNode(t, n, 8, nil)
-	old, next := newNode(t, n, 9, nil), newNode(t, n, 9, nil)
-	server.start()
-	old.start()
-	next.start()
+	server, old, next := twoProcesses(t)
 	old.peers.mu.Lock() // until then it does not answer
 	if err := server.Connect(t.Context(), 9, old.self); err != nil {
 		t.Fatal(err)
