@@ -105,8 +105,9 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 			case <-ask.C:
 				again = true
 			case <-ctx.Done():
-				return nil, fail(fmt.Errorf("%w: no answer in %s: it does not run, cannot reach %s, or is one of C++ StepMesh, which knows no policies",
-					timeout(context.Cause(ctx)), time.Since(begun).Round(time.Millisecond), host))
+				return nil, &van.Error{Op: "ask", Peer: "scheduler at " + target.Addr(), Elapsed: time.Since(begun),
+					Detail: fmt.Sprintf("no answer: it does not run, cannot reach %s, or is one of C++ StepMesh, which knows no policies", host),
+					Err:    timeout(context.Cause(ctx))}
 			}
 		}
 	}
