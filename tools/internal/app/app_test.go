@@ -64,7 +64,7 @@ func TestStatus(t *testing.T) {
 		{"policy now", 2, "", `unexpected argument "now": want set, clear`},
 		{"policy --scheduler nowhere", 2, "", "--scheduler nowhere: want HOST:PORT"},
 		{"policy --scheduler 127.0.0.1:9 --timeout 0", 2, "", "--timeout 0s: want more than 0"},
-		{"policy --scheduler 127.0.0.1:9 --timeout 300ms", 1, "", "scheduler at 127.0.0.1:9: timed out"},
+		{"policy --scheduler 127.0.0.1:9 --timeout 300ms", 1, "", "scheduler at 127.0.0.1:9: no answer"},
 		{"policy set", 2, "", "0 targets (): want one of --peer, --app, --comm"},
 		{"policy set --nonsense", 2, "", "see stepaf policy set --help"},
 		{"policy set --app 5", 2, "", "nothing to set for app=5"},
