@@ -93,7 +93,12 @@ func (v *rvan) closeDevices(ctx context.Context) error {
 	defer cancel()
 	var errs []error
 	for _, d := range devices {
-		errs = append(errs, d.stop(ending))
+		err := d.stop(ending)
+		if errors.Is(err, context.DeadlineExceeded) {
+			err = &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Err: van.ErrTimeout, Limit: time.Second,
+				Detail: "a Done function or a handler has not returned"}
+		}
+		errs = append(errs, err)
 	}
 	for _, d := range devices {
 		errs = append(errs, d.close())
