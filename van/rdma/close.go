@@ -18,9 +18,11 @@ const (
 	// maxLinger is the longest that Close waits for messages to leave.
 	maxLinger = 5 * time.Second
 
-	// apartTime is how long connections may take to end after that. It takes longer only when
-	// a function of the application, a Done or a handler, does not return.
+	// apartTime is how long connections may take to end after that, and stopTime how long the loops and
+	// Polls of devices may then. It takes longer only when a function of the application, a Done or a
+	// handler, does not return.
 	apartTime = 3 * time.Second
+	stopTime  = time.Second
 )
 
 // Close ends everything; sent messages leave until ctx ends, at most maxLinger. When a function of
@@ -44,9 +46,9 @@ func (v *rvan) Close(ctx context.Context) error {
 	linger, cancel := context.WithTimeout(ctx, maxLinger)
 	defer cancel()
 	var listen error
-	apart := make(chan struct{})
+	apart, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
-		defer close(apart)
+		defer close(stopped)
 		var all sync.WaitGroup
 		for _, p := range peers {
 			all.Go(func() { p.end(linger) })
@@ -62,45 +64,53 @@ func (v *rvan) Close(ctx context.Context) error {
 			in.fail(van.ErrClosed)
 		}
 		v.wg.Wait()
+		close(apart)
+		v.stopDevices(context.WithoutCancel(ctx)) // ctx also says by whose delivery this is called
 	}()
 	select {
 	case <-apart:
 	case <-linger.Done():
+	}
+	ended := func(what chan struct{}, limit time.Duration) bool {
 		select {
-		case <-apart:
-		case <-time.After(apartTime):
-			go func() {
-				<-apart
-				if err := v.closeDevices(ctx); err != nil {
-					v.log.Warn("rdma: the devices were not closed in order", "err", err)
-				}
-			}()
-			return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Err: van.ErrTimeout, Limit: apartTime,
-				Detail: "connections do not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"}
+		case <-what:
+			return true
+		case <-time.After(limit):
+			return false
 		}
 	}
-	return errors.Join(listen, v.closeDevices(ctx))
+	late := &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Err: van.ErrTimeout, Limit: apartTime,
+		Detail: "connections do not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"}
+	if ended(apart, apartTime) {
+		if ended(stopped, stopTime) {
+			return errors.Join(listen, v.closeDevices())
+		}
+		late.Limit, late.Detail = stopTime, "receiving does not end: a Done function or a handler has not returned; the RDMA devices are closed when it has"
+	}
+	go func() {
+		<-stopped
+		if err := v.closeDevices(); err != nil {
+			v.log.Warn("rdma: the devices were not closed in order", "err", err)
+		}
+	}()
+	return late
+}
+
+// stopDevices ends the loops of the devices, and waits for the Polls that use them.
+func (v *rvan) stopDevices(ctx context.Context) {
+	v.mu.Lock()
+	v.noMoreDevices = true
+	v.mu.Unlock()
+	for _, d := range *v.devices.Load() {
+		d.stop(ctx)
+	}
 }
 
 // closeDevices is the end of the devices and of the connection manager, which nobody uses
 // any more.
-func (v *rvan) closeDevices(ctx context.Context) error {
-	v.mu.Lock()
-	v.noMoreDevices = true
-	v.mu.Unlock()
-	devices := *v.devices.Load()
-	ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second) // ctx may have ended with the connections
-	defer cancel()
+func (v *rvan) closeDevices() error {
 	var errs []error
-	for _, d := range devices {
-		err := d.stop(ending)
-		if errors.Is(err, context.DeadlineExceeded) {
-			err = &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Err: van.ErrTimeout, Limit: time.Second,
-				Detail: "a Done function or a handler has not returned"}
-		}
-		errs = append(errs, err)
-	}
-	for _, d := range devices {
+	for _, d := range *v.devices.Load() {
 		errs = append(errs, d.close())
 	}
 	errs = append(errs, v.cm.Channel.Close())

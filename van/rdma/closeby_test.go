@@ -189,3 +189,66 @@ func TestCloseBesideADoneThatBlocks(t *testing.T) {
 		}
 	})
 }
+
+// TestCloseBesideAHandlerThatBlocks: connections end beside a handler that does not return, and Close then says so. The
+// devices, and the memory of what was received, stay until it has.
+func TestCloseBesideAHandlerThatBlocks(t *testing.T) {
+	for name, poll := range map[string]bool{"in the loop": false, "in a Poll": true} {
+		t.Run(name, func(t *testing.T) {
+			p := newPair(t, nil)
+			inside, leave := make(chan struct{}), make(chan struct{})
+			var once sync.Once
+			var stop atomic.Bool
+			p.server.recv = func(*van.Message) {
+				if bytes.Contains(debug.Stack(), []byte("Engine).Poll(")) == poll {
+					once.Do(func() {
+						close(inside)
+						<-leave
+					})
+				}
+			}
+			p.both()
+			var all sync.WaitGroup
+			if poll {
+				all.Go(func() {
+					for !stop.Load() {
+						p.server.engine.Poll(stop.Load)
+					}
+				})
+			}
+			for i, in := 0, false; !in; i++ {
+				if err := p.worker.Send(tensor(serverID, i, 1, true, true, make([]byte, 100))); err != nil {
+					t.Fatal(err)
+				}
+				select {
+				case <-inside:
+					in = true
+				case <-time.After(time.Millisecond): // the other one has it
+				}
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+			defer cancel()
+			err := p.server.Close(ctx)
+			var e *van.Error
+			if !errors.As(err, &e) || !errors.Is(err, van.ErrTimeout) || e.Node != van.NodeName(serverID) || e.Limit == 0 || !strings.Contains(e.Detail, "handler") {
+				t.Errorf("Close: %v", err)
+			}
+			select {
+			case <-p.server.eventsEnded:
+				t.Error("the devices are closed beside a handler")
+			default:
+			}
+			stop.Store(true)
+			close(leave)
+			all.Wait()
+			p.until("end of the devices", func() bool {
+				select {
+				case <-p.server.eventsEnded:
+					return true
+				default:
+					return false
+				}
+			})
+		})
+	}
+}

@@ -2,7 +2,6 @@ package rdma
 
 import (
 	"context"
-	"errors"
 	"runtime"
 	"time"
 
@@ -215,13 +214,11 @@ func (v *rvan) movedMuch() bool {
 	return v.cfg.BusyPoll != env.SpinForever && n-v.movedBytes.Swap(n) > pollBulk
 }
 
-// stop ends the loop.
-func (d *device) stop(ctx context.Context) error {
-	err := d.feed.Stop(ctx)
-	if errors.Is(err, engine.ErrInDeliver) {
-		err = nil
-	}
-	err = errors.Join(err, d.feed.Free(ctx, func() {
+// stop ends the loop, and waits for the Poll that uses the device. ctx has no end, and may be of the
+// delivery that closes the van.
+func (d *device) stop(ctx context.Context) {
+	_ = d.feed.Stop(ctx) // engine.ErrInDeliver, at most
+	_ = d.feed.Free(ctx, func() {
 		for d.came.Len() > 0 {
 			d.came.Take().msg.Release()
 		}
@@ -231,9 +228,8 @@ func (d *device) stop(ctx context.Context) error {
 			}
 			l.deferred = nil
 		}
-	}))
+	})
 	close(d.stopped)
-	return err
 }
 
 // device returns the van's part on dev, and starts polling it.
