@@ -61,7 +61,7 @@ func (cn *connector) keepConnected(ctx context.Context) {
 				continue
 			}
 			p.mu.Lock()
-			p.lost = p.lost || p.connects > 0
+			p.lost = p.lost || p.connects > 0 && !p.awaited
 			p.mu.Unlock()
 			p.v.notify(p, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, err))
 			select {
@@ -88,7 +88,7 @@ func (cn *connector) connected(l *link) {
 	p := cn.peer
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QueuePairs), "inline", l.Inline, "stepaf", l.native)
 	p.mu.Lock()
-	p.link, p.inboundDown, p.lost, p.connecting = l, nil, false, false
+	p.link, p.inboundDown, p.lost, p.awaited, p.connecting = l, nil, false, false, false
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
 	l.host.probes.Add(&l.probeDue)
 	p.connects++

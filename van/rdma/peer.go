@@ -52,6 +52,7 @@ type connector struct {
 
 	native       atomic.Bool // the last connection was to a native node
 	lost         bool        // there was a connection, and it broke
+	awaited      bool        // the peer was named again since: messages wait for the next connection, as for the first
 	connects     int         // connections there have been
 	detached     bool        // the peer is not in the table any more: its connection is not made again
 	connecting   bool        // connect requests are with the peer,
@@ -178,7 +179,7 @@ func (cn *connector) keepFor(id int) bool {
 	defer p.mu.Unlock()
 	if p.link == nil {
 		keep := p.connecting && p.connectingAs == id
-		p.lost = p.lost && !keep
+		p.lost, p.awaited = p.lost && !keep, p.awaited || keep
 		return keep
 	}
 	return !p.link.native && p.link.connectedAs == id && p.connects > 1

@@ -6,6 +6,7 @@ import (
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
 // rawServer is a StepMesh node that a worker asks.
@@ -106,22 +107,31 @@ func TestOriginalAgain(t *testing.T) {
 	r.until("all is given up with the new one", func() bool { return len(s.expected()) == 0 })
 }
 
-// Who is told to connect to a node, and is about to, lets messages wait for the connection.
+// Who is told to connect to a node, and is about to, lets messages wait for the connection, also when the
+// connect request that is with the node's place is refused: its new process may not have been there yet.
 func TestConnectWhileConnecting(t *testing.T) {
-	r := newRig(t)
-	w := r.node(9)
-	s := newRawServer(r, w)
-	s.take()
-	p := (*w.peers.Load())[s.who.who.ID]
-	p.currentLink().fail(van.ErrPeerLost)
-	w.wantDown(s.who)
-	r.until("a connect request is with it", func() bool {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		return p.connecting
-	})
-	w.connect(s.who)
-	w.must(push(s.who, 1, 1, value(1000, 1)))
-	s.take().receive(immStart)
-	s.end()
+	for _, refused := range []bool{false, true} {
+		t.Run(map[bool]string{false: "accepted", true: "refused"}[refused], func(t *testing.T) {
+			r := newRig(t)
+			w := r.node(9)
+			s := newRawServer(r, w)
+			s.take()
+			p := (*w.peers.Load())[s.who.who.ID]
+			p.currentLink().fail(van.ErrPeerLost)
+			w.wantDown(s.who)
+			r.until("a connect request is with it", func() bool {
+				p.mu.Lock()
+				defer p.mu.Unlock()
+				return p.connecting
+			})
+			w.connect(s.who)
+			if refused {
+				s.check(s.event(verbs.ConnectRequest).New.Reject(nil))
+				w.wantDown(s.who)
+			}
+			w.must(push(s.who, 1, 1, value(1000, 1)))
+			s.take().receive(immStart)
+			s.end()
+		})
+	}
 }
