@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"runtime"
 	"runtime/debug"
 	"slices"
 	"strings"
@@ -198,7 +199,9 @@ func (s *serving) asked(m kv.SimpleMessage) {
 			s.answer(w, answer{})
 		}
 	default:
-		err = s.accept(w)
+		if err = s.accept(w); err == nil {
+			runtime.Gosched() // run has work: this goroutine looks for more messages, and would keep the processor
+		}
 	}
 	if err != nil && !errors.Is(err, errLater) {
 		s.answer(w, answer{outcome: refused, text: err.Error()})
