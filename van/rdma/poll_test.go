@@ -2,6 +2,8 @@ package rdma
 
 import (
 	"runtime"
+	"runtime/debug"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -119,8 +121,48 @@ func TestOthersBesidePoll(t *testing.T) {
 	polls.Wait()
 }
 
+// A Poll delivers what another worker asks of this one, as ranks of a communicator do: nobody else is woken.
+func TestPollOfWorkers(t *testing.T) {
+	p := newPair(t, nil)
+	second := p.node(11, van.Worker, nil, nil)
+	defer func() {
+		if err := second.Close(t.Context()); err != nil {
+			t.Error(err)
+		}
+	}()
+	inPoll := make(chan bool, 1)
+	p.worker.recv = func(*van.Message) { inPoll <- strings.Contains(string(debug.Stack()), "engine.(*Engine).Poll") }
+	p.connect(second, workerID, p.worker)
+	var stop atomic.Bool
+	var polls sync.WaitGroup
+	polls.Go(func() {
+		for !stop.Load() {
+			p.worker.engine.Poll(stop.Load)
+		}
+	})
+	defer polls.Wait()
+	defer stop.Store(true)
+	began := time.Now()
+	for i := 0; ; i++ { // the loop may come first, but not always
+		if err := second.Send(tensor(workerID, i, 1, true, true, nil)); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case is := <-inPoll:
+			if is {
+				return
+			}
+		case <-time.After(testTime):
+			t.Fatalf("request %d has not come", i)
+		}
+		if time.Since(began) > testTime {
+			t.Fatalf("no Poll has delivered one of %d requests", i)
+		}
+	}
+}
+
 // What a Poll may not deliver, since its handler may take long, it leaves to the loop, and
-// at once: a request that comes to a worker.
+// at once: a request that comes to a worker from a server.
 func TestPollLeavesToLoop(t *testing.T) {
 	p := newPair(t, nil)
 	p.both()

@@ -248,13 +248,22 @@ func (d *device) lane(rx *received) *lane {
 	return *l
 }
 
-// next returns what is to be delivered next. A Poll delivers the answers that come to a
-// worker, and the requests that come to a server: other handlers may take long, and what
-// comes behind them is the loop's, too.
-func (d *device) next(poll bool) (*received, *lane, engine.Found) {
-	left := func(rx *received, l *lane) bool {
-		return poll && (rx.ofControl() || rx.msg.Request != (d.v.self.Role == van.Server) || l.hand.Load() != 0)
+// forPoll tells whether a Poll may deliver rx: an answer or a request of its own role that comes to a worker,
+// or a request that comes to a server. Other handlers may take long.
+func (d *device) forPoll(rx *received) bool {
+	switch {
+	case rx.ofControl():
+		return false
+	case d.v.self.Role == van.Server:
+		return rx.msg.Request
 	}
+	return !rx.msg.Request || van.RoleOf(rx.msg.Sender) == d.v.self.Role
+}
+
+// next returns what is to be delivered next. What a Poll may not deliver is the loop's, and what comes behind
+// it, too.
+func (d *device) next(poll bool) (*received, *lane, engine.Found) {
+	left := func(rx *received, l *lane) bool { return poll && (!d.forPoll(rx) || l.hand.Load() != 0) }
 	for i, l := range d.deferredLanes {
 		if !d.feed.Loop.MayRead(&l.Lane) {
 			continue
