@@ -52,7 +52,7 @@ var exchangeOps = []string{allGather, allToAll, broadcast, reduceScatter, allRed
 // measured is an exchange with its goal.
 type measured struct {
 	exchange
-	limit float64 // of the ratio to gloo; 0: no goal
+	limit float64 // of the ratio to gloo, over RDMA of that of 2 ranks to ib_write_lat; 0: no goal
 }
 
 // exchanges are what is measured over a van when nothing is asked for.
@@ -67,6 +67,7 @@ var exchanges = map[string][]measured{
 		{exchange{allReduce, 4 << 20}, 0}, {exchange{allToAll, 1 << 20}, 0}, {exchange{broadcast, 1 << 20}, 0},
 		{exchange{reduceScatter, 1 << 20}, 0}, {exchange{barrier, 0}, 0},
 	},
+	ibverbs: {{exchange{allGather, 1 << 10}, 0}, {exchange{allGather, 64 << 10}, 5}, {exchange{barrier, 0}, 0}},
 }
 
 func collectiveCommand(common []cli.Flag) *cli.Command {
@@ -77,7 +78,8 @@ func collectiveCommand(common []cli.Flag) *cli.Command {
 		Description: "Starts ranks of one communicator as workers, and, where PyTorch is there, as many of torch.distributed with gloo.\n" +
 			"Blocks of the two alternate, and the floor: a copy, by one thread, of as many bytes as come to a rank. A call's time\n" +
 			"is that of the slowest rank; calls follow each other at once. Every byte of the last result of a block is checked,\n" +
-			"and the first element of each part of every result, outside the timed part.\n\n" +
+			"and the first element of each part of every result, outside the timed part. Over RDMA perftest's ib_write_lat for\n" +
+			"the same size, taken on the same port a moment before, stands beside it instead of gloo.\n\n" +
 			"--size is what a rank gives each other one (AllGather, AllToAll, ReduceScatter), or the tensor's (Broadcast from\n" +
 			"rank 0, AllReduce). Elements are float32, reductions sums.",
 		Flags: append([]cli.Flag{
@@ -108,6 +110,8 @@ type collectiveReport struct {
 	Goal     float64    `json:"goal_ratio_p50,omitempty"`
 	Missed   bool       `json:"missed,omitempty"`
 	Checked  bool       `json:"checked"`
+
+	RDMA *rdmaReport `json:"rdma,omitempty"`
 }
 
 func (r *collectiveReport) String() string {
@@ -116,15 +120,16 @@ func (r *collectiveReport) String() string {
 
 // collectiveRun is one call of bench collective.
 type collectiveRun struct {
-	c *cli.Context
-	v verdict
+	c    *cli.Context
+	rdma *rdmaRun // nil unless over RDMA
+	v    verdict
 }
 
 func runCollective(c *cli.Context) error {
 	over := c.String("van")
 	all, ok := exchanges[over]
 	if !ok {
-		return cli.Exit(fmt.Sprintf("bench collective: --van %s: want %s or %s", over, local, zmq), 2)
+		return cli.Exit(fmt.Sprintf("bench collective: --van %s: want %s, %s or %s", over, local, zmq, ibverbs), 2)
 	}
 	if c.IsSet("op") {
 		all = nil
@@ -161,6 +166,12 @@ func runCollective(c *cli.Context) error {
 		return cli.Exit("bench collective: --iters and --rounds want positive numbers", 2)
 	}
 	m := &collectiveRun{c: c}
+	if over == ibverbs {
+		var err error
+		if m.rdma, err = newRDMARun(c.Context, c.String("host")); err != nil {
+			return err
+		}
+	}
 	for _, n := range c.IntSlice("ranks") {
 		if err := m.group(n, all); err != nil {
 			return fmt.Errorf("bench collective: %d ranks: %w", n, err)
@@ -186,7 +197,11 @@ func goalOf(over string, e exchange) float64 {
 func (m *collectiveRun) group(n int, all []measured) (err error) {
 	ctx, cancel := context.WithTimeoutCause(m.c.Context, m.c.Duration("timeout"), fmt.Errorf("%w (--timeout %s)", context.DeadlineExceeded, m.c.Duration("timeout")))
 	defer cancel()
-	ours, err := startCluster(ctx, m.c.String("van"), m.c.String("host"), place{}, 1, n, []string{"collective"}, os.Stderr)
+	host := m.c.String("host")
+	if m.rdma != nil {
+		host = m.rdma.at.Host.String()
+	}
+	ours, err := startCluster(ctx, m.c.String("van"), host, place{}, 1, n, []string{"collective"}, os.Stderr)
 	if err != nil {
 		return err
 	}
@@ -202,7 +217,11 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 		}
 	}
 	defer func() { end(ours) }()
-	peers, noGloo := startGloo(ctx, m.c.String("python"), n)
+	var peers *cluster
+	var noGloo error
+	if m.rdma == nil {
+		peers, noGloo = startGloo(ctx, m.c.String("python"), n)
+	}
 	if peers != nil {
 		defer func() { end(peers) }()
 	}
@@ -217,8 +236,13 @@ func (m *collectiveRun) group(n int, all []measured) (err error) {
 		if noGloo != nil {
 			r.NoGloo = noGloo.Error()
 		}
-		r.Goal = e.limit
+		if m.rdma == nil {
+			r.Goal = e.limit
+		}
 		switch {
+		case m.rdma != nil && n == 2:
+			r.RDMA.judge(r, goal{of: ibWriteLat, limit: e.limit}, &m.v)
+		case m.rdma != nil:
 		case r.Gloo != nil:
 			r.Missed = m.v.judge(r, goal{of: gloo, limit: e.limit}, r.RatioP50)
 		case e.limit > 0:
@@ -314,6 +338,13 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 	arrive := e.arrive(n)
 	from, to := make([]byte, arrive), make([]byte, arrive)
 	fill(from) // memory that was never written takes none
+	var figures perfFigures
+	if m.rdma != nil {
+		var err error
+		if figures, err = m.rdma.perftest(m.c, e.size, false); err != nil {
+			return nil, err
+		}
+	}
 	var mine, theirs, floor []int64
 	for round := -1; round < rounds; round++ {
 		k := iters*(round+1)/rounds - iters*max(round, 0)/rounds
@@ -346,6 +377,9 @@ func (m *collectiveRun) measure(ours, peers *cluster, n int, e exchange) (*colle
 		}
 	}
 	r.Ours = summarize(mine)
+	if m.rdma != nil {
+		r.RDMA = m.rdma.beside(figures, r.Ours.P50)
+	}
 	if len(theirs) > 0 {
 		q := summarize(theirs)
 		r.Gloo, r.RatioP50, r.RatioP99 = &q, r.Ours.P50/q.P50, r.Ours.P99/q.P99
@@ -400,6 +434,9 @@ func (r *collectiveReport) print(w io.Writer, asJSON bool) error {
 	}
 	_, err := fmt.Fprintf(w, "%-14s %9d %6d %9.1f %9.1f %9.1f %9.1f   %9s %9s %9s   %6s %s\n", r.Op, r.Bytes, r.Iters,
 		r.Ours.P50, r.Ours.P90, r.Ours.P99, r.Ours.Max, of(r.Gloo, p50), of(r.Gloo, p99), of(r.Copy, p50), ratio, goal)
+	if r.RDMA != nil {
+		r.RDMA.print(w, r.Op)
+	}
 	return err
 }
 

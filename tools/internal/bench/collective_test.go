@@ -14,7 +14,7 @@ import (
 
 func TestCollectiveArguments(t *testing.T) {
 	for args, want := range map[string]string{
-		"--van ibverbs":                      "--van ibverbs: want local or zmq",
+		"--van tcp":                          "--van tcp: want local, zmq or ibverbs",
 		"--op Reduce":                        "--op Reduce: want AllGather",
 		"--size 8":                           "--size wants --op",
 		"--op AllGather --size 6":            "--size 6: want whole float32",

@@ -133,8 +133,12 @@ func (m *latencyRun) payload(p payload) error {
 	switch {
 	case m.rdma != nil:
 		host, floor = m.rdma.at.Host.String(), "verbs"
+		lat := p.push
+		if p.pull != lat {
+			lat = 0
+		}
 		var err error
-		if figures, err = m.rdma.perftest(c, p.push, p.pull); err != nil {
+		if figures, err = m.rdma.perftest(c, lat, p.push+p.pull >= bulk); err != nil {
 			return err
 		}
 	case m.at.gpus != nil:

@@ -16,7 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// rdmaRun is what bench latency does over RDMA besides.
+// rdmaRun is what a benchmark over RDMA does besides.
 type rdmaRun struct{ at choose.Result }
 
 // newRDMARun chooses the port: that of host, or without one as a node would.
@@ -71,15 +71,16 @@ type perfFigures struct {
 // largest message that every device takes.
 const bulk = 1 << 20
 
-// perftest measures what there is to compare a payload with.
-func (r *rdmaRun) perftest(c *cli.Context, push, pull int) (f perfFigures, err error) {
+// perftest measures what there is to compare with: ib_write_lat for lat bytes, unless that is 0, and
+// ib_write_bw.
+func (r *rdmaRun) perftest(c *cli.Context, lat int, bw bool) (f perfFigures, err error) {
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
 	p := perftest{r.at}
-	if push == pull && push <= bulk {
-		f.lat, err = p.writeLat(ctx, push)
+	if lat > 0 && lat <= bulk {
+		f.lat, err = p.writeLat(ctx, lat)
 	}
-	if err == nil && push+pull >= bulk {
+	if err == nil && bw {
 		f.bw, err = p.writeBW(ctx)
 	}
 	if errors.Is(err, errNoPerftest) {
@@ -91,7 +92,7 @@ func (r *rdmaRun) perftest(c *cli.Context, push, pull int) (f perfFigures, err e
 	return f, nil
 }
 
-// rdmaReport is a payload beside perftest's figures of the same run.
+// rdmaReport is a figure beside perftest's of the same run.
 type rdmaReport struct {
 	Host     string  `json:"host"`
 	Device   string  `json:"device"`
@@ -101,7 +102,7 @@ type rdmaReport struct {
 	WriteLat float64 `json:"ib_write_lat_us,omitempty"` // one way, typical
 	LatRatio float64 `json:"ratio_ib_write_lat,omitempty"`
 	LatGoal  float64 `json:"goal_ib_write_lat,omitempty"` // LatRatio at most
-	Bps      float64 `json:"bytes_per_s"`                 // both ways, at the median
+	Bps      float64 `json:"bytes_per_s,omitempty"`       // both ways, at the median
 	WriteBW  float64 `json:"ib_write_bw_bytes_per_s,omitempty"`
 	BWRatio  float64 `json:"ratio_ib_write_bw,omitempty"`
 	BWGoal   float64 `json:"goal_ib_write_bw,omitempty"` // BWRatio at least
@@ -110,17 +111,27 @@ type rdmaReport struct {
 
 // compare adds the figures to a report, and tells v what is missed.
 func (r *rdmaRun) compare(rep *latencyReport, f perfFigures, v *verdict) {
-	x := &rdmaReport{Host: r.at.Host.String(), Device: r.at.Device, Port: r.at.Port, GIDIndex: r.at.GIDIndex, Missing: f.missing,
-		WriteLat: f.lat, WriteBW: f.bw, Bps: float64(rep.PushBytes+rep.PullBytes) / rep.P50 * 1e6}
-	rep.RDMA = x
-	if f.lat > 0 {
-		x.LatRatio = rep.P50 / f.lat
-	}
+	x := r.beside(f, rep.P50)
+	rep.RDMA, x.Bps = x, float64(rep.PushBytes+rep.PullBytes)/rep.P50*1e6
 	if f.bw > 0 {
 		x.BWRatio = x.Bps / f.bw
 	}
 	p := payload{rep.PushBytes, rep.PullBytes}
-	g := course{ibverbs, cpu}.goal(p)
+	x.judge(p, course{ibverbs, cpu}.goal(p), v)
+}
+
+// beside is what perftest has measured, and how often it goes into us.
+func (r *rdmaRun) beside(f perfFigures, us float64) *rdmaReport {
+	x := &rdmaReport{Host: r.at.Host.String(), Device: r.at.Device, Port: r.at.Port, GIDIndex: r.at.GIDIndex, Missing: f.missing,
+		WriteLat: f.lat, WriteBW: f.bw}
+	if f.lat > 0 {
+		x.LatRatio = us / f.lat
+	}
+	return x
+}
+
+// judge compares with the goal of p, and tells v if it is missed.
+func (x *rdmaReport) judge(p fmt.Stringer, g goal, v *verdict) {
 	ratio := 0.0
 	switch g.of {
 	case ibWriteLat:
@@ -128,14 +139,15 @@ func (r *rdmaRun) compare(rep *latencyReport, f perfFigures, v *verdict) {
 	case ibWriteBW:
 		x.BWGoal, ratio = g.limit, x.BWRatio
 	}
-	if g.limit > 0 && f.missing != "" {
-		v.miss(p, f.missing)
+	if g.limit > 0 && x.Missing != "" {
+		v.miss(p, x.Missing)
 		return
 	}
 	x.Missed = v.judge(p, g, ratio)
 }
 
-func (x *rdmaReport) print(w io.Writer) {
+// print names what was measured.
+func (x *rdmaReport) print(w io.Writer, what string) {
 	goal := func(word string, v float64) string {
 		if v == 0 {
 			return ""
@@ -146,10 +158,10 @@ func (x *rdmaReport) print(w io.Writer) {
 		fmt.Fprintf(w, "no comparison with perftest: %s\n", x.Missing)
 	}
 	if x.WriteLat > 0 {
-		fmt.Fprintf(w, "ib_write_lat, one way: %.2f us; push_pull takes %.2f times that%s\n", x.WriteLat, x.LatRatio, goal("at most", x.LatGoal))
+		fmt.Fprintf(w, "ib_write_lat, one way: %.2f us; %s takes %.2f times that%s\n", x.WriteLat, what, x.LatRatio, goal("at most", x.LatGoal))
 	}
 	if x.WriteBW > 0 {
-		fmt.Fprintf(w, "ib_write_bw, %d bytes: %.1f MB/s; push_pull moves %.1f MB/s at p50, %.2f of that%s\n",
-			bwSize, x.WriteBW/1e6, x.Bps/1e6, x.BWRatio, goal("at least", x.BWGoal))
+		fmt.Fprintf(w, "ib_write_bw, %d bytes: %.1f MB/s; %s moves %.1f MB/s at p50, %.2f of that%s\n",
+			bwSize, x.WriteBW/1e6, what, x.Bps/1e6, x.BWRatio, goal("at least", x.BWGoal))
 	}
 }

@@ -110,7 +110,7 @@ func (r *latencyReport) print(w io.Writer, asJSON bool) error {
 		fmt.Fprintf(w, "push_pull takes %.2f times the floor at p50 (goal: at most %g)\n", r.RatioP50, r.Goal)
 	}
 	if r.RDMA != nil {
-		r.RDMA.print(w)
+		r.RDMA.print(w, "push_pull")
 	}
 	fmt.Fprintf(w, "CPU seconds: scheduler %.2f, server %.2f, worker %.2f (start-up and floor included)\n",
 		r.CPU["scheduler"], r.CPU["server"], r.CPU["worker"])

@@ -23,10 +23,12 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// windowGoals are ratios of a round trip to the floor's, at p50, by van and size.
+// windowGoals are by van and size: ratios of a round trip to the floor's, at p50, and over RDMA of one way to
+// ib_write_lat.
 var windowGoals = map[string]map[int]float64{
-	zmq:   {1 << 10: 3, 1 << 20: 3},
-	local: {1 << 20: 4},
+	zmq:     {1 << 10: 3, 1 << 20: 3},
+	local:   {1 << 20: 4},
+	ibverbs: {1 << 10: 3},
 }
 
 func windowCommand(common []cli.Flag) *cli.Command {
@@ -38,7 +40,8 @@ func windowCommand(common []cli.Flag) *cli.Command {
 			"by the first; one way is from before its PutSignal to the end of the other's WaitSignal, by the clock of the host. The\n" +
 			"floor is a round trip of the same bytes in the same run, in blocks that alternate with these: over zmq libzmq by\n" +
 			"itself, one message each way; with shared memory a copy and a flag each way, between two threads that do nothing but\n" +
-			"look. The ends of all data are checked, and all bytes of a block's last, outside the timed part.",
+			"look; over RDMA a write with immediate each way, and perftest's ib_write_lat, taken on the same port a moment before,\n" +
+			"stands beside one way. The ends of all data are checked, and all bytes of a block's last, outside the timed part.",
 		Flags: append([]cli.Flag{
 			&cli.IntSliceFlag{Name: "size", Value: cli.NewIntSlice(1<<10, 64<<10, 1<<20), Usage: "bytes each way, 16 at least"},
 			&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
@@ -62,6 +65,8 @@ type windowReport struct {
 	Goal     float64   `json:"goal_ratio_p50,omitempty"`
 	Missed   bool      `json:"missed,omitempty"`
 	Checked  bool      `json:"checked"`
+
+	RDMA *rdmaReport `json:"rdma,omitempty"` // of one way
 }
 
 func (r *windowReport) String() string { return fmt.Sprintf("PutSignal of %d bytes", r.Bytes) }
@@ -69,14 +74,23 @@ func (r *windowReport) String() string { return fmt.Sprintf("PutSignal of %d byt
 func runWindow(c *cli.Context) error {
 	over, sizes := c.String("van"), c.IntSlice("size")
 	if windowGoals[over] == nil {
-		return cli.Exit(fmt.Sprintf("bench window: --van %s: want %s or %s", over, local, zmq), 2)
+		return cli.Exit(fmt.Sprintf("bench window: --van %s: want %s, %s or %s", over, local, zmq, ibverbs), 2)
 	}
 	if slices.Min(sizes) < 16 || slices.Max(sizes) > 1<<30 || c.Int("iters") < 0 || c.Int("rounds") < 1 {
 		return cli.Exit("bench window: --size wants 16 bytes to 1 GiB, --iters and --rounds positive numbers", 2)
 	}
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
-	cl, err := startCluster(ctx, over, c.String("host"), place{}, 1, 2, []string{"window", strconv.Itoa(slices.Max(sizes))}, os.Stderr)
+	host := c.String("host")
+	var rdma *rdmaRun
+	if over == ibverbs {
+		var err error
+		if rdma, err = newRDMARun(ctx, host); err != nil {
+			return err
+		}
+		host = rdma.at.Host.String()
+	}
+	cl, err := startCluster(ctx, over, host, place{}, 1, 2, []string{"window", strconv.Itoa(slices.Max(sizes))}, os.Stderr)
 	if err != nil {
 		return err
 	}
@@ -87,12 +101,11 @@ func runWindow(c *cli.Context) error {
 	}
 	for _, size := range sizes {
 		var r *windowReport
-		if r, err = measureWindow(c, cl, over, size); err != nil {
+		if r, err = measureWindow(c, cl, over, rdma, size); err != nil {
 			cancel() // nobody waits for those who do
 			break
 		}
-		r.Goal = windowGoals[over][size]
-		r.Missed = v.judge(r, goal{of: ourFloor, limit: r.Goal}, r.RatioP50)
+		r.judge(&v)
 		if err = r.print(c.App.Writer, c.Bool("json")); err != nil {
 			break
 		}
@@ -109,15 +122,49 @@ func runWindow(c *cli.Context) error {
 	return nil
 }
 
-// measureWindow measures one size, in blocks.
-func measureWindow(c *cli.Context, cl *cluster, over string, size int) (*windowReport, error) {
+// judge compares with the goal, and tells v if it is missed.
+func (r *windowReport) judge(v *verdict) {
+	limit := windowGoals[r.Van][r.Bytes]
+	if r.RDMA != nil {
+		r.RDMA.judge(r, goal{of: ibWriteLat, limit: limit}, v)
+		return
+	}
+	r.Goal = limit
+	r.Missed = v.judge(r, goal{of: ourFloor, limit: limit}, r.RatioP50)
+}
+
+// measureWindow measures one size, in blocks. rdma is nil unless over RDMA.
+func measureWindow(c *cli.Context, cl *cluster, over string, rdma *rdmaRun, size int) (*windowReport, error) {
 	rounds, iters := c.Int("rounds"), c.Int("iters")
 	if iters == 0 {
-		iters = min(max(1<<30/(size+1<<18), 100), 4000)
+		moved := 1 << 30
+		if over == ibverbs { // perhaps emulated
+			moved = 1 << 28
+		}
+		iters = min(max(moved/(size+1<<18), 100), 4000)
 	}
 	floor := measureCopies
 	r := &windowReport{Van: over, Bytes: size, Iters: iters, Of: "copy and flag", Checked: true}
-	if over == zmq {
+	var figures perfFigures
+	switch over {
+	case ibverbs:
+		r.Of = "verbs"
+		var err error
+		if figures, err = rdma.perftest(c, size, false); err != nil {
+			return nil, err
+		}
+		server, err := newVerbsServer(rdma.at.Host, size, size)
+		if err != nil {
+			return nil, err
+		}
+		defer server.close()
+		client, err := dialVerbsFloor(rdma.at.Host, server.addr(), size, size)
+		if err != nil {
+			return nil, err
+		}
+		defer client.close()
+		floor = func(_, n int) ([]int64, error) { return client.measure(n) }
+	case zmq:
 		r.Of = "libzmq"
 		server, err := newZMQServer(size, false)
 		if err != nil {
@@ -151,6 +198,9 @@ func measureWindow(c *cli.Context, cl *cluster, over string, size int) (*windowR
 	}
 	r.Trip, r.OneWay, r.Floor = summarize(trips), summarize(ways), summarize(floors)
 	r.RatioP50, r.RatioP99 = r.Trip.P50/r.Floor.P50, r.Trip.P99/r.Floor.P99
+	if rdma != nil {
+		r.RDMA = rdma.beside(figures, r.OneWay.P50)
+	}
 	return r, nil
 }
 
@@ -197,6 +247,9 @@ func (r *windowReport) print(w io.Writer, asJSON bool) error {
 	}
 	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f %9.1f %9.1f   %9.1f %9.1f   %9.1f %9.1f %6.2f %s (%s)\n", r.Bytes, r.Iters,
 		r.Trip.P50, r.Trip.P90, r.Trip.P99, r.Trip.Max, r.OneWay.P50, r.OneWay.P99, r.Floor.P50, r.Floor.P99, r.RatioP50, goal, r.Of)
+	if r.RDMA != nil {
+		r.RDMA.print(w, "one way")
+	}
 	return err
 }
 

@@ -1,0 +1,154 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/af/window"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van/rdma/choose"
+)
+
+func TestWindowArguments(t *testing.T) {
+	for args, want := range map[string]string{
+		"--van tcp":               "--van tcp: want local, zmq or ibverbs",
+		"--size 15":               "--size wants 16 bytes",
+		"--size 2147483647":       "to 1 GiB",
+		"--iters -1":              "positive numbers",
+		"--rounds 0":              "positive numbers",
+		"--van local --timeout 0": "deadline exceeded",
+	} {
+		_, err := bench(t, append([]string{"window"}, strings.Fields(args)...)...)
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", args, err, want)
+		}
+	}
+}
+
+// TestWindow runs the benchmark with processes: what it prints, and that --check fails when a goal is
+// missed and only then.
+func TestWindow(t *testing.T) {
+	text, err := bench(t, strings.Fields("window --van zmq --size 1024 --iters 6 --rounds 2")...)
+	for _, want := range []string{"two ranks over zmq, ", "\n     1024      6 ", "(libzmq)\n"} {
+		if err != nil || !strings.Contains(text, want) {
+			t.Errorf("%v; no %q in:\n%s", err, want, text)
+		}
+	}
+	const size = 4096
+	defer delete(windowGoals[local], size)
+	for _, limit := range []float64{1e-6, 1e6} {
+		windowGoals[local][size] = limit
+		all, err := lines[windowReport](t, "window --van local --check --size 16 --size 4096 --iters 10 --rounds 2")
+		if len(all) != 2 {
+			t.Fatalf("%d reports, %v", len(all), err)
+		}
+		for i := range all {
+			r := &all[i]
+			if !r.Trip.ordered() || !r.OneWay.ordered() || !r.Floor.ordered() || r.Iters != 10 || r.Bytes != []int{16, size}[i] || !r.Checked || r.RatioP50 != r.Trip.P50/r.Floor.P50 {
+				t.Errorf("%+v", r)
+			}
+		}
+		r := &all[1]
+		missed := err != nil && strings.Contains(err.Error(), "goals missed: PutSignal of 4096 bytes: ") && strings.Contains(err.Error(), "times the floor")
+		if all[0].Goal != 0 || all[0].Missed || r.Goal != limit || r.Missed != (limit < 1) || missed != r.Missed || !missed && err != nil {
+			t.Errorf("goal %g, ratio %g: missed %t, %v", limit, r.RatioP50, r.Missed, err)
+		}
+	}
+}
+
+// TestWindowGoals: the goals, at them and behind them; over RDMA one way is compared with perftest.
+func TestWindowGoals(t *testing.T) {
+	beside := func(lat, us float64) *rdmaReport {
+		return (&rdmaRun{at: choose.Result{Device: "rxe0", Port: 1}}).beside(perfFigures{lat: lat}, us)
+	}
+	for _, x := range []struct {
+		r    windowReport
+		want string // of --check; "" is well
+	}{
+		{windowReport{Van: zmq, Bytes: 1 << 10, RatioP50: 3}, ""},
+		{windowReport{Van: zmq, Bytes: 1 << 10, RatioP50: 3.1}, "PutSignal of 1024 bytes: 3.10 times the floor, want at most 3"},
+		{windowReport{Van: local, Bytes: 1 << 20, RatioP50: 4.1}, "PutSignal of 1048576 bytes: 4.10 times the floor, want at most 4"},
+		{windowReport{Van: local, Bytes: 1 << 10, RatioP50: 100}, ""},
+		{windowReport{Van: ibverbs, Bytes: 1 << 10, RatioP50: 100, RDMA: beside(10, 30)}, ""},
+		{windowReport{Van: ibverbs, Bytes: 1 << 10, RDMA: beside(10, 31)}, "PutSignal of 1024 bytes: 3.10 times ib_write_lat, want at most 3"},
+		{windowReport{Van: ibverbs, Bytes: 1 << 20, RDMA: beside(10, 1e4)}, ""},
+		{windowReport{Van: ibverbs, Bytes: 1 << 10, RDMA: &rdmaReport{Missing: "no tools"}}, "PutSignal of 1024 bytes: no tools"},
+	} {
+		var v verdict
+		x.r.judge(&v)
+		err := v.err()
+		if (err != nil) != (x.want != "") || err != nil && !strings.HasSuffix(err.Error(), x.want) {
+			t.Errorf("%+v: %v, want %q", x.r, err, x.want)
+		}
+	}
+	if got := goalOf(ibverbs, exchange{allGather, 64 << 10}); got != 5 {
+		t.Errorf("AllGather of 64 KiB over RDMA: goal %g, want 5", got)
+	}
+	r := windowReport{Van: ibverbs, Bytes: 1 << 10, RDMA: beside(10, 31)}
+	var text strings.Builder
+	r.judge(new(verdict))
+	if err := r.print(&text, false); err != nil || !strings.HasSuffix(text.String(), "\nib_write_lat, one way: 10.00 us; one way takes 3.10 times that (goal: at most 3)\n") {
+		t.Errorf("%v:\n%s", err, text.String())
+	}
+}
+
+// TestPutAndWait: round trips are made and checked, and the check notices other data.
+func TestPutAndWait(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2})
+	var windows [2]*window.Window
+	all := func(f func(ctx context.Context, r int) error) error {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		var wg sync.WaitGroup
+		var errs [2]error
+		for r := range errs {
+			wg.Go(func() {
+				if errs[r] = f(ctx, r); errs[r] != nil {
+					cancel() // nobody waits for who has left
+				}
+			})
+		}
+		wg.Wait()
+		return errors.Join(errs[:]...)
+	}
+	if err := all(func(ctx context.Context, r int) error {
+		comm, err := collective.New(ctx, c.Workers[r], collective.Options{Ranks: []int{0, 1}})
+		if err == nil {
+			windows[r], err = window.Open(ctx, comm, window.Options{Size: 4000, Signals: 1})
+		}
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	for _, size := range []int{16, 4000} {
+		if err := all(func(ctx context.Context, r int) error {
+			ns, err := putAndWait(ctx, windows[r], size, 5)
+			if err == nil && (len(ns) != 5 || slices.Min(ns) < 0) {
+				err = fmt.Errorf("rank %d: times %v", r, ns)
+			}
+			return err
+		}); err != nil {
+			t.Errorf("%d bytes: %v", size, err)
+		}
+	}
+	err := all(func(ctx context.Context, r int) error {
+		_, err := putAndWait(ctx, windows[r], []int{64, 128}[r], 5)
+		return err
+	})
+	if err == nil || !strings.Contains(err.Error(), "wrong data") {
+		t.Errorf("ranks that put other data than is expected: %v", err)
+	}
+}
+
+func TestMeasureCopies(t *testing.T) {
+	ns, err := measureCopies(1000, 5)
+	if err != nil || len(ns) != 5 || slices.Min(ns) <= 0 {
+		t.Errorf("%v, %v", ns, err)
+	}
+}
