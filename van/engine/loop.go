@@ -121,8 +121,12 @@ func (l *Loop[T]) Start() {
 	l.spawn(0)
 }
 
+// lastMoment is how long Stop waits when ctx has ended. A process that stood still for as long as ctx lasts
+// finds it over before its goroutines could end.
+const lastMoment = 500 * time.Millisecond
+
 // Stop ends the loop and waits until no delivery runs and all goroutines of the
-// loop have ended, or until ctx ends, whose error it then returns. The caller
+// loop have ended, or until a moment after ctx ends, whose error it then returns. The caller
 // sees to it that a recv that is waiting returns, before Stop or meanwhile.
 // What waits in lanes is discarded. Stop may be called more than once.
 //
@@ -141,12 +145,16 @@ func (l *Loop[T]) Stop(ctx context.Context) error {
 		self.stopping = true
 		l.changedLocked()
 	}
+	ended := ctx.Done()
+	var over <-chan time.Time
 	for !l.settledLocked(inside) {
 		changed := l.changed
 		l.mu.Unlock()
 		select {
 		case <-changed:
-		case <-ctx.Done():
+		case <-ended:
+			ended, over = nil, time.After(lastMoment)
+		case <-over:
 			return ctx.Err()
 		}
 		l.mu.Lock()

@@ -231,6 +231,31 @@ func TestStopDiscardsWhatWaits(t *testing.T) {
 	waitFor(t, "end of the loop's goroutines", func() bool { return goroutines() == 0 })
 }
 
+// TestStopInTheLastMoment: what ends as the context does, as in a process that stood still until then, has ended.
+func TestStopInTheLastMoment(t *testing.T) {
+	var lane Lane[item]
+	src := newSource()
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	entered := make(chan struct{})
+	l := NewLoop(src.recv, func(item, *Turn) {
+		close(entered)
+		<-ctx.Done()
+	})
+	l.Start()
+	src.c <- item{&lane, 0, 0}
+	wait(t, entered, "delivery")
+	src.close()
+	stopped := make(chan error, 1)
+	go func() { stopped <- l.Stop(ctx) }()
+	waitFor(t, "Stop", l.stopped.Load)
+	cancel()
+	if err := <-stopped; err != nil {
+		t.Errorf("Stop: %v, though all has ended", err)
+	}
+	stop(t, l, src)
+}
+
 func TestStopFromDeliveries(t *testing.T) {
 	var a, b Lane[item]
 	src := newSource()

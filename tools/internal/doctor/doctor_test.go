@@ -387,8 +387,12 @@ func TestLoopbackHeld(t *testing.T) {
 	_, _, n := equipped(t)
 	stack := n.Stack(fakeAddrs[0])
 	n.Hold()
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	go func() { // the time is up when a write is held
+		for tick := time.Tick(time.Millisecond); len(n.Pending()) == 0 && t.Context().Err() == nil; <-tick {
+		}
+		cancel(context.DeadlineExceeded)
+	}()
 	_, err := loopback(ctx, stack, fakeAddrs[0], 10)
 	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "a write does not arrive") {
 		t.Errorf("%v, want a deadline", err)
@@ -438,9 +442,12 @@ func TestTimeout(t *testing.T) {
 	m, _ := plain("DMLC_ENABLE_RDMA=ibverbs")
 	hang := make(chan struct{})
 	defer close(hang)
-	m.Verbs = func() (verbs.Stack, error) { <-hang; return nil, verbs.ErrUnavailable }
-	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(t.Context())
+	m.Verbs = func() (verbs.Stack, error) {
+		cancel(context.DeadlineExceeded) // the time is up, however long the checks before have taken
+		<-hang
+		return nil, verbs.ErrUnavailable
+	}
 	r, err := Run(ctx, m, func(Finding) {})
 	if err != nil || r.Healthy {
 		t.Errorf("healthy %v, %v", r.Healthy, err)
