@@ -209,7 +209,7 @@ func TestAnswerOrder(t *testing.T) {
 			t.Errorf("answered again: %v", err)
 		}
 	}
-	if err := d.w.Customer().WaitSlice(t.Context(), hs[2].Timestamp(), time.Second, time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
+	if err := d.w.Customer().WaitSlice(t.Context(), hs[2].Timestamp(), 20*time.Second, time.Millisecond); !errors.Is(err, postoffice.ErrPending) {
 		t.Fatalf("an answer overtook the first one: %v", err)
 	}
 	close(gate)

@@ -6,7 +6,6 @@ import (
 	"log/slog"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -68,14 +67,27 @@ func TestSchedulerNeedsNoGPU(t *testing.T) {
 	cfg := postoffice.DefaultConfig()
 	cfg.Role, cfg.NumWorkers, cfg.NumServers = "scheduler", 1, 1
 	cfg.RootURI, cfg.RootPort, cfg.NodeHost = "127.0.0.1", testcluster.FreePort(t), "127.0.0.1"
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
+	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	if _, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: slog.New(slog.NewTextHandler(&log, nil))}); err == nil {
+	out := writer(func(line []byte) {
+		if log.Write(line); strings.Contains(string(line), "Bind to") {
+			cancel() // nobody else will come
+		}
+	})
+	if _, err := postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: slog.New(slog.NewTextHandler(out, nil))}); err == nil {
 		t.Fatal("started without workers")
 	}
 	if s := log.String(); strings.Contains(s, "GPU") || !strings.Contains(s, "Bind to") {
 		t.Errorf("log:\n%s", s)
 	}
+}
+
+// writer is a function as an io.Writer.
+type writer func([]byte)
+
+func (w writer) Write(b []byte) (int, error) {
+	w(b)
+	return len(b), nil
 }
 
 // TestStaged: values on a device go through host memory where the transport takes no

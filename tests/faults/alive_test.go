@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -92,7 +93,7 @@ func TestSchedulerRestarted(t *testing.T) {
 		go func() { open <- a.InstanceBarrier(t.Context(), 0, van.WorkerGroup) }()
 		scheduler.Kill()
 		work(t, 1, w)
-		began := time.Now()
+		began, m := time.Now(), real.WatchMachine(t.Context())
 		scheduler = nodetest.Spawn(t, c, "scheduler", 0, rules)
 		select {
 		case err := <-open:
@@ -107,7 +108,7 @@ func TestSchedulerRestarted(t *testing.T) {
 			t.Error(err)
 		}
 		scheduler.Ready()
-		if d := time.Since(began); d > 5*time.Second+slack {
+		if d := time.Since(began); d > 5*time.Second+slack+m.Late(began) {
 			t.Errorf("the scheduler needed %s to know its cluster again, want at most 5s", d)
 		}
 		nodetest.Returns(t, []*postoffice.Node{a, b}, 11, func() {
@@ -141,9 +142,9 @@ func TestStoppedWorkerIsReplaced(t *testing.T) {
 		if err := victim.Stop(); err != nil {
 			t.Fatal(err)
 		}
-		stopped := time.Now()
+		stopped, m := time.Now(), real.WatchMachine(t.Context())
 		testcluster.Lost(t, c.Servers[0], 11)
-		if d := time.Since(stopped); d > 4*time.Second+slack {
+		if d := time.Since(stopped); d > 4*time.Second+slack+m.Late(stopped) {
 			t.Errorf("the server learned after %s that a worker stands still, want at most 4s", d)
 		}
 		next := nodetest.Spawn(t, c, "worker", 1, works, nodetest.Set("PS_HEARTBEAT_INTERVAL=1"))
@@ -154,7 +155,7 @@ func TestStoppedWorkerIsReplaced(t *testing.T) {
 			t.Fatal(err)
 		}
 		victim.Expect("refused")
-		if d := time.Since(woken); d > time.Second+slack {
+		if d := time.Since(woken); d > time.Second+slack+m.Late(woken) {
 			t.Errorf("the worker that was replaced learned it %s after it woke, want at most a second", d)
 		}
 		work(t, 1, w)

@@ -10,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -41,10 +42,10 @@ func TestServerKilled(t *testing.T) {
 			t.Fatal(err)
 		}
 		victim.Expect("got a batch")
-		killed := time.Now()
+		killed, m := time.Now(), real.WatchMachine(t.Context())
 		victim.Kill()
 		vantest.Fails(t, h.Wait(t.Context()), van.ErrPeerLost, "worker 0 (id 9): push_pull with server 1 (id 10) at 127.0.0.1:", fmt.Sprintf("handler %d", h.Timestamp()))
-		if d := time.Since(killed); d > soon {
+		if d := time.Since(killed); d > soon+m.Late(killed) {
 			t.Errorf("it took %s to notice the death of a server, want less than %s", d, soon)
 		}
 		// The other worker learns it as well, and the others go on without.
@@ -180,11 +181,11 @@ func TestSchedulerKilled(t *testing.T) {
 		work(t, 1, w)
 		waiting := make(chan error)
 		go func() { waiting <- c.Workers[0].InstanceBarrier(t.Context(), 0, van.WorkerGroup|van.ServerGroup) }()
-		killed := time.Now()
+		killed, m := time.Now(), real.WatchMachine(t.Context())
 		victim.Kill()
 		scheduler := fmt.Sprintf("scheduler (id 1) at 127.0.0.1:%d", c.Port)
 		vantest.Fails(t, <-waiting, van.ErrPeerLost, "worker 0 (id 9)", "instance barrier", scheduler)
-		if d := time.Since(killed); d > soon {
+		if d := time.Since(killed); d > soon+m.Late(killed) {
 			t.Errorf("it took %s to notice the death of the scheduler, want less than %s", d, soon)
 		}
 		work(t, 1, w)

@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/kv/session"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
+	"github.com/stepaf/stepaf-go/tests/internal/real"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -93,7 +94,7 @@ func TestSessionRankKilled(t *testing.T) {
 			t.Fatal(err)
 		}
 		victim.Expect("runs")
-		killed := time.Now()
+		killed, m := time.Now(), real.WatchMachine(t.Context())
 		victim.Kill()
 		vantest.Fails(t, h.Wait(ctx), van.ErrPeerLost, "server 1 (id 10) at 127.0.0.1:")
 		for range 2 {
@@ -101,7 +102,7 @@ func TestSessionRankKilled(t *testing.T) {
 				t.Errorf("Serve of another rank: %v, want that server 1 is lost", err)
 			}
 		}
-		if d := time.Since(killed); d > soon {
+		if d := time.Since(killed); d > soon+m.Late(killed) {
 			t.Errorf("it took %s, want less than %s", d, soon)
 		}
 		var next *nodetest.Process
@@ -149,11 +150,11 @@ func TestSessionControllerKilled(t *testing.T) {
 		go serve()
 		<-runs
 		rank.Expect("runs")
-		killed := time.Now()
+		killed, m := time.Now(), real.WatchMachine(t.Context())
 		controller.Kill()
 		vantest.Fails(t, <-ends, van.ErrPeerLost, "worker 0 (id 9) at 127.0.0.1:")
 		rank.Expect("has lost the controller")
-		if d := time.Since(killed); d > soon {
+		if d := time.Since(killed); d > soon+m.Late(killed) {
 			t.Errorf("it took %s, want less than %s", d, soon)
 		}
 		// One rank serves no more, so that the next controller cannot begin; it hears so, in time.

@@ -20,7 +20,7 @@ import (
 )
 
 // devicePair makes worker 9 on gpu 1 and server 8 on gpu 2, linked both ways.
-func devicePair(t testing.TB) (worker, server *node, wdev, sdev *vantest.Device) {
+func devicePair(t testing.TB, set ...func(*Van)) (worker, server *node, wdev, sdev *vantest.Device) {
 	wdev, sdev = vantest.NewDevice(1), vantest.NewDevice(2)
 	t.Cleanup(func() { // after the vans
 		for _, d := range []*vantest.Device{wdev, sdev} {
@@ -28,12 +28,7 @@ func devicePair(t testing.TB) (worker, server *node, wdev, sdev *vantest.Device)
 			d.Leaks(t)
 		}
 	})
-	n := inproc.NewNetwork()
-	worker, server = newNode(t, n, 9, on(wdev)), newNode(t, n, 8, on(sdev))
-	worker.start()
-	server.start()
-	worker.connect(server)
-	server.connect(worker)
+	worker, server = linked(t, wdev, sdev, append(set, nil)[0])
 	if !worker.TakesDevice(8) || !server.TakesDevice(9) {
 		t.Fatal("the devices do not reach each other")
 	}

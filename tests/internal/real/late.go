@@ -2,22 +2,58 @@ package real
 
 import (
 	"context"
+	"sync"
 	"time"
 )
 
-// watchMachine notes how much later than asked for this process wakes up. On a machine with
-// more to do than it can the nodes are late as well.
-func (r *planRun) watchMachine(ctx context.Context) {
-	const nap = 5 * time.Millisecond
-	for begun := time.Now(); ctx.Err() == nil; begun = time.Now() {
-		time.Sleep(nap)
-		r.longest.Store(max(r.longest.Load(), int64(time.Since(begun)-nap)))
-	}
+// Machine notes how much later than asked for this process wakes up. On a machine that stands still for
+// a while, or has more to do than it can, the nodes are late as well.
+type Machine struct {
+	mu    sync.Mutex
+	begun time.Time  // the nap under way
+	late  []lateness // those that count
 }
 
-// late is how much later than the plan says something may be: a heartbeat that is missed, the
-// notice of it, and the call that ends with it pass through this many processes.
-func (r *planRun) late() time.Duration {
-	const hops = 4
-	return r.margin + hops*time.Duration(r.longest.Load())
+type lateness struct {
+	at time.Time
+	by time.Duration
 }
+
+// nap is how long each sleep is to last.
+const nap = 5 * time.Millisecond
+
+// WatchMachine notes it until ctx ends.
+func WatchMachine(ctx context.Context) *Machine {
+	m := &Machine{begun: time.Now()}
+	go func() {
+		for ctx.Err() == nil {
+			time.Sleep(nap)
+			m.mu.Lock()
+			now := time.Now()
+			if by := now.Sub(m.begun) - nap; by > nap {
+				m.late = append(m.late, lateness{now, by})
+			}
+			m.begun = now
+			m.mu.Unlock()
+		}
+	}()
+	return m
+}
+
+// Late is how much later than it should something may be that has taken from since until now: a heartbeat that
+// is missed, the notice of it, and the call that ends with it pass through so many processes.
+func (m *Machine) Late(since time.Time) time.Duration {
+	const hops = 4
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	longest := max(time.Since(m.begun)-nap, 0)
+	for _, l := range m.late {
+		if l.at.After(since) {
+			longest = max(longest, l.by)
+		}
+	}
+	return hops * longest
+}
+
+// late is how much later than the plan says something may be.
+func (r *planRun) late() time.Duration { return r.margin + r.machine.Late(time.Time{}) }

@@ -7,7 +7,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
@@ -90,9 +89,9 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	if r.margin == 0 {
 		r.margin = defaultMargin
 	}
-	slow, end := context.WithCancel(ctx)
+	watched, end := context.WithCancel(ctx)
 	defer end()
-	go r.watchMachine(slow)
+	r.machine = WatchMachine(watched)
 	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Leg: o.Leg, Program: Plain, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults}
 	if p.Cluster.API == "python" {
 		opts.Program = Module
@@ -155,7 +154,7 @@ type planRun struct {
 	ctx context.Context
 
 	margin  time.Duration
-	longest atomic.Int64 // that this process was late, in nanoseconds: see watchMachine
+	machine *Machine
 
 	loads  []plan.Load // of the phase
 	phases []phaseRun
