@@ -491,13 +491,17 @@ func TestNew(t *testing.T) {
 			t.Errorf("different ranks: rank %d: %v, want ErrMismatch", r, err)
 		}
 	}
-	begun := time.Now()
-	_, err := New(t.Context(), c.Workers[0], Options{Ranks: ranks(3), Timeout: 200 * time.Millisecond})
-	if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "rank 2 (worker 2") {
-		t.Errorf("ranks that do not come: %v, want ErrTimeout and their names", err)
+	quickest := time.Hour // a machine that stands still does so in one of them
+	for i := 0; i < 4 && quickest >= tellLimit; i++ {
+		begun := time.Now()
+		_, err := New(t.Context(), c.Workers[0], Options{Ranks: ranks(3), Timeout: 200 * time.Millisecond})
+		if !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "rank 2 (worker 2") {
+			t.Errorf("ranks that do not come: %v, want ErrTimeout and their names", err)
+		}
+		quickest = min(quickest, time.Since(begun))
 	}
-	if took := time.Since(begun); took >= tellLimit {
-		t.Errorf("New has returned after %s, its limit was 200ms", took)
+	if quickest >= tellLimit {
+		t.Errorf("New has returned after %s, its limit was 200ms", quickest)
 	}
 	alone, err := New(t.Context(), c.Servers[0], Options{})
 	if err != nil {

@@ -19,7 +19,7 @@ const (
 	workerID = 9
 )
 
-const testTime = 10 * time.Second
+const testTime = 30 * time.Second
 
 // pair is a worker and a server on one network in memory. Their vans are not
 // connected yet.

@@ -53,18 +53,30 @@ func TestPollBesideSlowHandler(t *testing.T) {
 			}
 		}
 	}()
-	const count = 500
-	began := time.Now()
-	for i := range count {
+	if each := quickest(500, func(i int) {
 		send(second, i)
 		<-got
-	}
-	if each := time.Since(began) / count; each > 10*time.Millisecond {
+	}); each > 10*time.Millisecond {
 		t.Errorf("a message takes %s, want some microseconds, or a millisecond where processors are emulated", each)
 	}
 	close(stop)
 	<-ended
 	close(block)
+}
+
+// quickest is how long one of count calls of f takes, in the quickest tenth of them: a machine that stands still, or
+// has other work, is slow in some of them, and a loop that is slow in all.
+func quickest(count int, f func(i int)) time.Duration {
+	least := time.Hour
+	for i := 0; i < count; {
+		began := time.Now()
+		for range count / 10 {
+			f(i)
+			i++
+		}
+		least = min(least, time.Since(began)/time.Duration(count/10))
+	}
+	return least
 }
 
 // Who has polled and stops leaves what comes then to the loop, however long it was left
@@ -175,8 +187,7 @@ func TestPollLeavesToLoop(t *testing.T) {
 			p.worker.engine.Poll(stop.Load)
 		}
 	})
-	began := time.Now()
-	for i := range 100 {
+	if each := quickest(100, func(i int) {
 		if err := p.server.Send(tensor(workerID, i, 1, true, true, nil)); err != nil {
 			t.Fatal(err)
 		}
@@ -185,8 +196,7 @@ func TestPollLeavesToLoop(t *testing.T) {
 		case <-time.After(testTime):
 			t.Fatalf("request %d has not come", i)
 		}
-	}
-	if each := time.Since(began) / 100; each > 10*time.Millisecond {
+	}); each > 10*time.Millisecond {
 		t.Errorf("a request takes %s beside a Poll, want some microseconds, or a millisecond where processors are emulated", each)
 	}
 	stop.Store(true)

@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -14,20 +15,19 @@ func TestMorePlacesWhileIdle(t *testing.T) {
 	p.both()
 	vals := make([]byte, 100)
 	many := rendezvous.Eager(0)
-	began := time.Now()
+	var took []time.Duration // those for which there was no slot
 	for i := range many + 6 {
-		if i == many {
-			began = time.Now()
-		}
+		began := time.Now()
 		if err := p.worker.Send(tensor(serverID, i, 1, true, true, vals)); err != nil {
 			t.Fatal(err)
 		}
 		defer p.next(p.atServer).Release()
 		if i >= many {
+			took = append(took, time.Since(began))
 			p.until("sleep", (*p.worker.devices.Load())[0].sleeping.Load)
 		}
 	}
-	if d := time.Since(began); d > 3*time.Second {
-		t.Errorf("6 messages took %s, want some milliseconds", d)
+	if slices.Sort(took); took[2] > 500*time.Millisecond { // a machine that stands still does so in one or two
+		t.Errorf("messages took %s, want some milliseconds", took)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -54,11 +55,8 @@ func bindBadHost(w *world) {
 }
 
 func connectBeforeBind(w *world) {
-	// A port that was free a moment ago.
-	probe := w.node(8, nil)
-	probe.close()
 	worker, server := w.node(9, nil), w.make(8)
-	server.self.Port = probe.self.Port
+	server.self.Port = w.freePort()
 	worker.connect(server)
 	const n = 10
 	for i := range n {
@@ -68,6 +66,15 @@ func connectBeforeBind(w *world) {
 	server.bind(nil)
 	server.connect(worker)
 	server.expect(9, n)
+}
+
+// freePort is a port that nobody takes meanwhile, as the kernel might give one that was its choice to another.
+func (w *world) freePort() int {
+	port, err := freeport.Find()
+	if err != nil {
+		w.Fatal(err)
+	}
+	return port
 }
 
 // expect receives n messages from sender with the timestamps 0 to n-1, in order

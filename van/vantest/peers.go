@@ -73,7 +73,9 @@ func replace(w *world) {
 
 // restart lets a node come again at the address of one that has gone.
 func restart(w *world) {
-	worker, first := w.node(9, nil), w.node(8, nil)
+	worker, first := w.node(9, nil), w.make(8)
+	first.self.Port, first.knowsID = w.freePort(), true
+	first.bind(nil)
 	link(worker, first)
 	worker.must(data(8, 0, true))
 	first.expect(9, 1)
