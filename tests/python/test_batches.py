@@ -148,6 +148,7 @@ def ahead_worker(n):
 
 
 def ahead_server(n):
+    n.listen()
     with n.raises(TimeoutError, "worker 1"):
         n.f.get_batch(timeout_ms=1500)
     with n.raises((), "has not returned handler 0"):
@@ -165,6 +166,7 @@ def test_one_worker_ahead(cluster):
     c = cluster(workers=2)
     (ahead, late), (server,) = c.start(ahead_worker, ahead_server)
     assert ahead.hear() == "all sent"
+    server.tell("look")
     assert server.hear() == "one is missing"
     for _ in range(5):
         late.tell("go")

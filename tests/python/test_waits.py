@@ -22,6 +22,9 @@ def elapsed(since):
     return time.monotonic() - since
 
 
+SOON = 8  # seconds: less than what a wait takes that has not heard of its limit, more than a machine stands still
+
+
 # Time-outs
 
 def limits_worker(n):
@@ -30,20 +33,22 @@ def limits_worker(n):
     h = request(n)
     with n.raises(TimeoutError, "server 0", "300ms") as e:
         f.wait(h, timeout_ms=300)
-    assert 0.3 <= elapsed(start) < 2, (elapsed(start), e.error)
+    assert 0.3 <= elapsed(start) < SOON, (elapsed(start), e.error)
     # The clock starts at push_pull.
-    h = request(n)
-    n.tell("pushed")
-    n.listen()  # at least 0.5 s later
-    start = time.monotonic()
-    with n.raises(TimeoutError, "400ms"):
-        f.wait(h, 400)
-    assert elapsed(start) < 0.3
+    took = []
+    for _ in range(3):
+        h = request(n)
+        time.sleep(0.5)  # the time that is measured
+        start = time.monotonic()
+        with n.raises(TimeoutError, "400ms"):
+            f.wait(h, 400)
+        took.append(elapsed(start))
+    assert min(took) < 0.3, took  # a machine that stands still does so in one
     start = time.monotonic()
     h = request(n)
     with n.raises(TimeoutError):
         f.wait(h, timeout_ms=0)
-    assert elapsed(start) < 1
+    assert elapsed(start) < SOON
     with n.raises(ValueError, "timeout_ms", "-5"):
         f.wait(h, timeout_ms=-5)
     # A tensor in the middle of a batch has the same limit as the batch.
@@ -51,13 +56,13 @@ def limits_worker(n):
     start = time.monotonic()
     with n.raises(TimeoutError, f"handler {h + 1} of batch {h}", "300ms"):
         f.wait(h + 1, timeout_ms=300)
-    assert 0.29 <= elapsed(start) < 2
+    assert 0.29 <= elapsed(start) < SOON
     with n.raises(TimeoutError, "barrier"):
         f.barrier(True, True, timeout_ms=300)
     start = time.monotonic()
     with n.raises(TimeoutError, "barrier"):
         f.barrier(True, True, timeout_ms=0)
-    assert elapsed(start) < 1
+    assert elapsed(start) < SOON
     n.tell("done")
 
 
@@ -67,7 +72,7 @@ def limits_server(n):
         for _ in range(10):  # the worker's requests come first
             start = time.monotonic()
             n.f.get_batch(timeout_ms=200)
-    assert 0.2 <= elapsed(start) < 1
+    assert 0.2 <= elapsed(start) < SOON
     with n.raises(ValueError, "timeout_ms", "-1"):
         n.f.get_batch(timeout_ms=-1)
     with n.raises(TimeoutError, "get_batch"):
@@ -79,9 +84,6 @@ def limits_server(n):
 def test_limits(cluster):
     c = cluster()
     (worker,), (server,) = c.start(limits_worker, limits_server)
-    assert worker.hear() == "pushed"
-    time.sleep(0.5)  # the time that is measured
-    worker.tell("go")
     assert worker.hear() == "done"
     server.tell("stop")
     c.finish()
@@ -89,6 +91,7 @@ def test_limits(cluster):
 
 def late_worker(n):
     h = request(n)
+    n.listen()  # the server has it: it would not get what was given up before
     with n.raises(TimeoutError):
         n.f.wait(h, 100)
     n.tell("late")
@@ -99,6 +102,7 @@ def late_worker(n):
 
 def late_server(n):
     (first, tensors, _), = n.f.get_batch()
+    n.tell("got")
     n.listen()
     n.f.respond(tensors, first)
     for _ in range(3):
@@ -109,6 +113,8 @@ def late_server(n):
 def test_late_answer(cluster):
     c = cluster()
     (worker,), (server,) = c.start(late_worker, late_server)
+    assert server.hear() == "got"
+    worker.tell("give up")
     assert worker.hear() == "late"
     server.tell("now")
     c.finish()
@@ -119,7 +125,7 @@ def alone(n):
     start = time.monotonic()
     with n.raises(TimeoutError, "start", "scheduler"):
         n.f.init(timeout_ms=1500)
-    assert 1.4 < elapsed(start) < 6
+    assert 1.4 < elapsed(start) < 1.5 + SOON
 
 
 @by_hand
@@ -127,12 +133,12 @@ def alone_without_scheduler(n):
     start = time.monotonic()
     with n.raises((TimeoutError, ConnectionError), "scheduler") as e:
         n.f.init(timeout_ms=1000)
-    assert elapsed(start) < 6, e.error
+    assert elapsed(start) < 1 + SOON, e.error
 
 
 @by_hand
 def only_scheduler(n):
-    with n.raises(TimeoutError, "start", "waiting for 1 of 1 servers"):
+    with n.raises(TimeoutError, "start", "waiting for", "1 of 1 servers"):
         n.f.init(timeout_ms=2500)
 
 
@@ -188,7 +194,7 @@ class Counter(threading.Thread):
         return (self.count - before) / max(elapsed(start), 1e-9), elapsed(start)
 
 
-WAIT = 0.6
+WAIT = 1
 
 
 @by_hand
@@ -244,7 +250,7 @@ def test_other_threads_run(cluster):
         rates.update(got)
     assert set(rates) == {"init", "wait", "barrier", "get_batch", "stop"}
     for call, (rate, seconds) in rates.items():
-        assert seconds > WAIT / 2, f"{call} did not wait: {seconds} s"
+        assert seconds > WAIT / 10, f"{call} did not wait: {seconds} s"  # a machine may have stood still when it began
         assert rate > 50, f"during {call} another thread ran {rate:.0f} times per second, want about 400"
 
 
@@ -295,30 +301,33 @@ def ctrl_c_server(n):
 
 
 def strike(p, times=1):
-    """Ctrl-C for a process that says that it waits now."""
+    """Ctrl-C for a process that says that it waits now. Returns how long each took to notice."""
+    took = []
     for _ in range(times):
         assert p.hear() == "waiting"
         time.sleep(0.4)  # until it does
         start = time.monotonic()
         p.signal(signal.SIGINT)
-        assert p.hear(5) == "interrupted"
-        assert elapsed(start) < 1
+        assert p.hear(30) == "interrupted"
+        took.append(elapsed(start))
+    return took
 
 
 def test_ctrl_c(cluster):
     c = cluster()
     (worker,), (server,) = c.start(ctrl_c_worker, ctrl_c_server)
-    strike(worker)
+    took = strike(worker)
     worker.tell("init again")
     time.sleep(0.4)  # until the scheduler has noticed that the first one has gone: a server that comes before would be told of it
     server.tell("init")
-    strike(server)
-    strike(worker, 3)
+    took += strike(server) + strike(worker, 3)
     server.tell("respond")
     worker.tell("wait")
-    strike(worker)
+    took += strike(worker)
     server.tell("stop")
     assert worker.wait() == 0, worker.report()
+    took.sort()
+    assert took[-3] < 1, took  # a machine that stands still does so in one or two
 
 
 @pytest.mark.parametrize("call", ["init", "get_batch"])
@@ -333,8 +342,8 @@ def test_ctrl_c_ends_a_program(cluster, call):
     time.sleep(0.4)  # until it does
     start = time.monotonic()
     p.signal(signal.SIGINT)
-    status = p.wait(10)
-    assert elapsed(start) < 3
+    status = p.wait(30)
+    assert elapsed(start) < SOON
     assert status in (-signal.SIGINT, 1, 130) and "KeyboardInterrupt" in p.report(), p.report()
 
 
@@ -364,17 +373,22 @@ def alarm_server(n):
         raise Rang
 
     signal.signal(signal.SIGALRM, ring)
+    took = []
     for _ in range(3):
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         start = time.monotonic()
         with pytest.raises(Rang):
             n.f.get_batch()
-        assert elapsed(start) < 1.2
+        took.append(elapsed(start))
+    assert min(took) < 1.2, took  # a machine that stands still does so in one
     calls = []
     signal.signal(signal.SIGALRM, lambda *_: calls.append(n.f.get_nanosecond()))
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
-    with n.raises(TimeoutError):
-        n.f.get_batch(timeout_ms=600)
+    for _ in range(20):  # of signals that come while a machine stands still one is left
+        with n.raises(TimeoutError):
+            n.f.get_batch(timeout_ms=600)
+        if len(calls) >= 3:
+            break
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert len(calls) >= 3 and calls == sorted(calls)
     n.f.barrier(True, True)

@@ -18,7 +18,7 @@ import (
 )
 
 // patience is how long to wait for anything.
-const patience = 5 * time.Second
+const patience = 30 * time.Second
 
 // quiet is how long nothing may come at the end.
 const quiet = 20 * time.Millisecond

@@ -288,9 +288,7 @@ func TestGoneWhileLeaving(t *testing.T) {
 	}
 	done := make(chan error, 1)
 	go func() {
-		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Second)
-		defer cancel()
-		done <- worker.Close(ctx)
+		done <- worker.Close(context.Background())
 	}()
 	until(t, "end of the table of peers", func() bool { return worker.closed.Load() && len(*worker.peers.Load()) == 0 })
 	tick := time.NewTicker(time.Millisecond)
