@@ -11,10 +11,11 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// within checks how long something took.
-func within(t *testing.T, since time.Time, limit time.Duration, what string) {
+// within checks how long something took, on a machine that may stand still for a while.
+func within(t *testing.T, m *real.Machine, since time.Time, limit time.Duration, what string) {
 	t.Helper()
 	took := time.Since(since)
+	limit += m.Late(since)
 	t.Logf("%s: %s (limit %s)", what, took.Round(time.Millisecond), limit)
 	if took > limit {
 		t.Errorf("%s took %s, want at most %s", what, took, limit)
@@ -71,10 +72,10 @@ func TestWorkerStopped(t *testing.T) {
 				try(t, c.Works(20, soon))
 				other, victim := c.Get("worker", 0), c.Get("worker", 1)
 				try(t, victim.Stop())
-				stopped := time.Now()
+				stopped, m := time.Now(), real.WatchMachine(t.Context())
 				barrier := other.Barrier(van.WorkerGroup, time.Minute)
 				err := result(t, barrier, 40*time.Second, "a barrier with a worker that stands still ends")
-				within(t, stopped, s.limit+slack, "the barrier")
+				within(t, m, stopped, s.limit+slack, "the barrier")
 				if err == nil || !strings.Contains(err.Error(), "worker 1 (id 11)") {
 					t.Errorf("the barrier: %v, want an error that names worker 1", err)
 				}
@@ -84,7 +85,7 @@ func TestWorkerStopped(t *testing.T) {
 				woken := time.Now()
 				try(t, victim.Continue())
 				try(t, victim.Await(soon, "it is told", func(s real.State) bool { return s.Fenced != "" || s.Ended }))
-				within(t, woken, time.Second+slack, "the process that was replaced learns it")
+				within(t, m, woken, time.Second+slack, "the process that was replaced learns it")
 				try(t, c.Works(50, soon))
 				try(t, c.Finish(soon))
 			})
@@ -103,9 +104,9 @@ func TestServerStopped(t *testing.T) {
 				try(t, c.Works(20, soon))
 				w, victim := c.Get("worker", 0), c.Get("server", 1)
 				try(t, victim.Stop())
-				stopped := time.Now()
+				stopped, m := time.Now(), real.WatchMachine(t.Context())
 				try(t, w.Await(40*time.Second, "a call fails", func(s real.State) bool { return s.Stats.Failed > 0 }))
-				within(t, stopped, s.limit+slack, "the call")
+				within(t, m, stopped, s.limit+slack, "the call")
 				if text := w.State().Stats.Last; !strings.Contains(text, "server 1 (id 10)") {
 					t.Errorf("the error does not name server 1: %s", text)
 				}
@@ -114,7 +115,7 @@ func TestServerStopped(t *testing.T) {
 				woken := time.Now()
 				try(t, victim.Continue())
 				try(t, victim.Await(soon, "it is told", func(s real.State) bool { return s.Ended }))
-				within(t, woken, time.Second+slack, "the process that was replaced learns it")
+				within(t, m, woken, time.Second+slack, "the process that was replaced learns it")
 				try(t, c.Works(50, soon))
 				try(t, c.Finish(soon))
 			})
@@ -131,7 +132,7 @@ func TestSchedulerBack(t *testing.T) {
 		try(t, c.Works(20, soon))
 		c.Get("scheduler", 0).Kill()
 		try(t, c.Works(20, soon))
-		back := time.Now()
+		back, m := time.Now(), real.WatchMachine(t.Context())
 		_, err := c.Spawn("scheduler", 0)
 		try(t, err)
 		for {
@@ -144,7 +145,7 @@ func TestSchedulerBack(t *testing.T) {
 				t.Fatalf("no barrier works: %v; %v", errA, errB)
 			}
 		}
-		within(t, back, 5*time.Second+slack, "the next barrier")
+		within(t, m, back, 5*time.Second+slack, "the next barrier")
 		for i := range 2 {
 			if s := c.Get("worker", i).State(); s.Stats.Failed > 0 {
 				t.Errorf("worker %d: %s: want no call that failed", i, s)
@@ -188,10 +189,10 @@ func TestKilledWithFork(t *testing.T) {
 				victim, w := c.Get(role, 1), c.Get("worker", 0)
 				try(t, victim.Fork())
 				victim.Kill()
-				killed := time.Now()
+				killed, m := time.Now(), real.WatchMachine(t.Context())
 				if role == "server" {
 					try(t, w.Await(soon, "a call fails", func(s real.State) bool { return s.Stats.Failed > 0 }))
-					within(t, killed, 4*time.Second+slack, "the worker's call")
+					within(t, m, killed, 4*time.Second+slack, "the worker's call")
 				}
 				var next *real.Process
 				for { // until the scheduler knows
@@ -207,7 +208,7 @@ func TestKilledWithFork(t *testing.T) {
 						t.Fatalf("the place is not free: %s", next.State())
 					}
 				}
-				within(t, killed, 6*time.Second+slack, "the place is free and taken")
+				within(t, m, killed, 6*time.Second+slack, "the place is free and taken")
 				try(t, c.Works(50, soon))
 				try(t, c.Finish(soon))
 			})

@@ -205,8 +205,9 @@ def misuse_worker(n):
         with n.raises(f.TimeoutError, "worker 1"):
             c.all_gather(out, x).wait(timeout_ms=300)
         assert time.monotonic() - begin < 8
+        f.barrier(False, True)
     else:
-        time.sleep(1)
+        f.barrier(False, True)
         with n.raises((), "worker 0"):
             c.all_gather(out, x).wait()
     again()
@@ -228,11 +229,11 @@ def lives_worker(n):
     x, out = ints(n, [n.rank]), lib.zeros("int32", (2,))
     f.Communicator([0, 1]).all_gather(out, x).wait()  # the call keeps its communicator
     assert numbers(n, out) == [0, 1]
-    for _ in range(5):  # one that was dropped gives its id back
-        c = f.Communicator([0, 1], timeout_ms=500)
+    for i in range(5):  # one that was dropped gives its id back
+        c = f.Communicator([0, 1], timeout_ms=3000)
         c.barrier(timeout_ms=20000)
-        if n.rank == 1:
-            time.sleep(0.7)
+        if (n.rank, i) == (1, 0):
+            time.sleep(3.5)
         c.barrier(timeout_ms=20000)  # longer than the communicator's limit
         del c
     c = f.Communicator([0, 1])
@@ -260,8 +261,7 @@ def late_worker(n):
     if n.instance == 0:
         with n.raises(f.TimeoutError, "worker 1"):
             f.rebuild(timeout_ms=300)
-    else:
-        time.sleep(1)
+    f.barrier(False, True)
     f.rebuild(timeout_ms=30000)
     f.all_gather(out, x).wait()
     assert numbers(n, out) == [0, 1]
