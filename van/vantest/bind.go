@@ -55,8 +55,12 @@ func bindBadHost(w *world) {
 }
 
 func connectBeforeBind(w *world) {
+	probe := w.make(8) // that of bundles knows by what bound there that its peer is one of this library
+	probe.self.Port = w.freePort()
+	probe.bind(nil)
+	probe.close()
 	worker, server := w.node(9, nil), w.make(8)
-	server.self.Port = w.freePort()
+	server.self.Port = probe.self.Port
 	worker.connect(server)
 	const n = 10
 	for i := range n {
