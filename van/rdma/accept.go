@@ -202,7 +202,8 @@ func (v *rvan) linkInboundsLocked() {
 			}
 		}
 		if back != nil && p.inbound.Swap(back) != back {
-			go v.notifyInboundDown(p)
+			p.hasConnected.Store(true)
+			go v.notifyInbound(p)
 		}
 	}
 }

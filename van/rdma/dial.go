@@ -88,21 +88,26 @@ func (cn *connector) connected(l *link) {
 	p := cn.peer
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QueuePairs), "inline", l.Inline, "stepaf", l.native)
 	p.mu.Lock()
-	p.link, p.inboundDown, p.lost, p.awaited, p.connecting = l, nil, false, false, false
+	afterLoss := p.lost
+	p.oneWay = p.lost && l.native && p.asks() && p.hasConnected.Load() && !standing(p.inbound.Load())
+	p.link, p.inboundDown, p.lost, p.awaited, p.connecting = l, nil, p.oneWay, false, false
+	oneWay := p.oneWay
+	p.mu.Unlock()
+	if !oneWay {
+		p.v.notify(p, true, nil) // before the peer may ask: what a lost peer asks for is dropped
+	}
+	p.mu.Lock()
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
 	l.host.probes.Add(&l.probeDue)
 	p.connects++
 	// Messages that were sent before it was known which dialect the peer speaks.
 	refused := p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil })
 	if l.native {
-		l.announce()
+		l.announce(afterLoss)
 	}
 	p.sender.Connect(!l.native)
 	p.pump()
 	p.flush(false)
-	p.mu.Unlock()
-	p.v.notify(p, true, nil)
-	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, o := range refused {
 		p.dropOne(o, l.dialect.check(o))
@@ -111,9 +116,13 @@ func (cn *connector) connected(l *link) {
 
 // announce tells the peer that this node takes the connection as established: replies to
 // slot requests that the peer sends from now on will arrive.
-func (l *link) announce() {
-	if id, _, _, ok := l.Begin(); ok {
-		l.Add(id, 0, verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled | verbs.Inline, Imm: immUp})
+func (l *link) announce(afterLoss bool) {
+	if id, _, stage, ok := l.Begin(); ok {
+		stage[0] = 0
+		if afterLoss {
+			stage[0] = upAfterLoss
+		}
+		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:1]))
 	}
 }
 
@@ -122,7 +131,7 @@ func (l *link) announce() {
 func (cn *connector) disconnected(l *link, cause error) {
 	p := cn.peer
 	p.mu.Lock()
-	p.link, p.ending, p.inboundDown = nil, l, nil
+	p.link, p.ending, p.inboundDown, p.oneWay = nil, l, nil, false
 	l.Broken = true
 	var dropped []*outgoing
 	if cause != nil {
@@ -350,7 +359,7 @@ func (cn *connector) drained() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.flush(false)
-	if p.lost {
+	if p.lost && p.link == nil {
 		return true // nobody to wait for
 	}
 	return p.sender.Waiting() == 0 && (p.link == nil || p.link.Idle())

@@ -32,6 +32,7 @@ type inbound struct {
 	unlisted   atomic.Bool
 	superseded atomic.Bool // there is a newer one of the same process
 	confirmed  atomic.Bool // its opener has said that it has it, as native nodes do
+	afterLoss  bool        // and that it took this node for lost before; set before confirmed
 	stalled    atomic.Bool // what it has sent waits for its handler, and is too much
 
 	activeDue   conn.DueItem // for credits, and slots that may have been overwritten

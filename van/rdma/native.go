@@ -212,11 +212,15 @@ func (d nativeIn) record(l *receiveSlot) {
 func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 	switch c.Imm {
 	case immUp:
+		said := recvData(c)
+		if !d.confirmed.Load() {
+			d.afterLoss = len(said) > 0 && said[0] == upAfterLoss
+		}
 		if d.confirmed.Swap(true) {
 			return false
 		}
 		if p := (*d.v.peers.Load())[d.hello.node]; p != nil {
-			go d.v.notifyInboundDown(p)
+			go d.v.notifyInbound(p)
 		}
 	case immReturn:
 		if err := t.get(recvData(c)); err != nil {

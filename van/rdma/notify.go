@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // This file owns what the watcher of peers is told, and when.
@@ -49,37 +50,60 @@ const inboundDownTime = maxLinger + time.Second
 // node's to it: the answers on it are lost.
 func (p *peer) noteInboundDown(l *link, cause error) {
 	p.mu.Lock()
-	if p.link == l && p.inboundDown == nil {
+	if p.link == l && p.inboundDown == nil && !(l.native && standing(p.inbound.Load())) { // else notifyInbound has told
 		p.inboundDown = &inboundDown{cause: cause, since: clock.Now()}
-		time.AfterFunc(p.v.times.inboundDown, func() { p.v.notifyInboundDown(p) })
+		time.AfterFunc(p.v.times.inboundDown, func() { p.v.notifyInbound(p) })
 	}
 	p.mu.Unlock()
-	p.v.notifyInboundDown(p)
+	p.v.notifyInbound(p)
 }
 
-// notifyInboundDown makes the requests fail whose answers are lost. It does so when the peer has
-// connected again, as one that leaves does not, or after halfTime.
-func (v *node) notifyInboundDown(p *peer) {
+// notifyInbound makes the requests fail whose answers are lost, when the peer has connected to this
+// node again or, as one that leaves does not, after inboundDownTime. Requests that follow are not
+// touched. Whether something is lost a native peer says: then it has dropped what it owed this node. A
+// node that only answers the peer waits for nothing from it, and what the peer has given up it says
+// itself.
+func (v *node) notifyInbound(p *peer) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
-	l, h := p.link, p.inboundDown
-	if h == nil {
-		p.mu.Unlock()
-		return
+	l, h, oneWay, in := p.link, p.inboundDown, p.oneWay, p.inbound.Load()
+	told, again := h != nil && h.notified, standing(in)
+	var cause error
+	switch {
+	case again && in.hello.native:
+		if in.afterLoss && p.known != in && !p.answers() && !oneWay { // with oneWay nothing was sent since the loss
+			cause = fmt.Errorf("%w: it took this node for lost", van.ErrPeerLost)
+		}
+	case h != nil && (again || clock.Now()-h.since >= uint64(v.times.inboundDown)):
+		cause = asLost(h.cause)
 	}
-	back := p.inbound.Load()
-	again := back != nil && !back.gone.Load() && (back.confirmed.Load() || !back.hello.native)
-	down := !h.notified && (again || clock.Now()-h.since >= uint64(v.times.inboundDown))
-	h.notified = h.notified || down
 	if again {
-		p.inboundDown = nil
+		p.known, p.inboundDown, p.oneWay, p.lost = in, nil, false, p.lost && !oneWay
+	} else if h != nil {
+		h.notified = told || cause != nil
 	}
 	p.mu.Unlock()
+	down := cause != nil && !told
 	if down {
-		v.notify(p, false, fmt.Errorf("its connection to this node ended, answers on it are lost: %w", asLost(h.cause)))
+		v.notify(p, false, fmt.Errorf("its connection to this node ended, answers on it are lost: %w", cause))
 	}
-	if again && p.hasLink(l) {
+	if again && (down || told || oneWay) && l != nil && p.hasLink(l) {
 		v.notify(p, true, nil)
 	}
+}
+
+// standing tells whether a peer's own connection to this node stands.
+func standing(in *inbound) bool {
+	return in != nil && !in.gone.Load() && (in.confirmed.Load() || !in.hello.native)
+}
+
+// asks tells whether this node sends requests to p, and p none to it.
+func (p *peer) asks() bool {
+	return van.RoleOf(int(p.v.id.Load())) == van.Worker && van.RoleOf(int(p.id.Load())) == van.Server
+}
+
+// answers tells whether p sends requests to this node, and this node none to it.
+func (p *peer) answers() bool {
+	return van.RoleOf(int(p.v.id.Load())) == van.Server && van.RoleOf(int(p.id.Load())) == van.Worker
 }

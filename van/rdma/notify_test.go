@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"bytes"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -219,4 +220,122 @@ func TestEndOfReplacedConnection(t *testing.T) {
 	})
 	s.close() // its watcher has heard everything
 	s.toldNothing()
+}
+
+// A worker is told that a server is back when it can answer: not before the server has connected to it
+// again. Until then requests are refused, and not lost.
+func TestBackWhenItCanAnswer(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	r.net.Cut(w.addr, s.addr)
+	r.until("Send fails", func() bool { return lost(w.Send(push(s, 1, 0, value(3000, 1)))) })
+	w.wantDown(s, "queue pair")
+	r.until("Send of the server fails", func() bool { return lost(s.Send(push(w, 1, 0, value(3000, 1)))) })
+	s.wantDown(w)
+	open := s.barred()
+	for len(w.told) > 0 {
+		<-w.told
+	}
+	r.net.Heal(w.addr, s.addr)
+	p := (*w.peers.Load())[s.who.ID]
+	r.until("the worker's connection stands", func() bool { return p.currentLink() != nil })
+	w.must(control(s, 77))
+	s.nextWith(77).Release()
+	if err := w.Send(push(s, 1, 0, value(3000, 1))); !lost(err) || !strings.Contains(err.Error(), "has not connected to this node again") {
+		t.Errorf("a request that could not be answered: %v, want %v that says so", err, van.ErrPeerLost)
+	}
+	for len(w.told) > 0 {
+		if c := <-w.told; c.up {
+			t.Error("the server was told to be back before it could answer")
+		}
+	}
+	open()
+	w.wantUp(s)
+	dst := make([]byte, 100<<10)
+	w.must(pull(s, 1, 2, dst))
+	q := s.nextWith(2)
+	s.must(answer(q, value(len(dst), 2)))
+	q.Release()
+	m := w.nextWith(2)
+	if !bytes.Equal(m.Vals.Host(), value(len(dst), 2)) {
+		t.Error("the answer is another one")
+	}
+	m.Release()
+	w.toldNothing()
+}
+
+// nextWith waits for the message with this timestamp. What was sent while the connection broke may come before it.
+func (n *testNode) nextWith(ts int32) *van.Message {
+	n.r.Helper()
+	for {
+		if m := n.next(); m.Timestamp == ts {
+			return m
+		} else {
+			m.Release()
+		}
+	}
+}
+
+// barred lets the node connect to nobody until open is called.
+func (n *testNode) barred() (open func()) {
+	var opened atomic.Bool
+	n.r.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpConnect && op.Stack == n.stack && !opened.Load() {
+			return fakeverbs.EventError(8)
+		}
+		return nil
+	})
+	return func() { opened.Store(true) }
+}
+
+// A process that connects again says whether it took this node for lost, and so dropped what it owed
+// it. That ends the requests that wait for it, also where the end of its former connection has not been
+// noticed. A server waits for nothing from a worker.
+func TestSaidToHaveLost(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		of   int // the node
+		said []byte
+		lost bool
+	}{
+		{"a server that had lost this worker", 9, []byte{upAfterLoss}, true},
+		{"a server that had not", 9, []byte{0}, false},
+		{"a server that does not say", 9, nil, false},
+		{"a worker that had lost this server", 8, []byte{upAfterLoss}, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t)
+			w, s := r.pair()
+			if c.of == 8 {
+				w, s = s, w
+			}
+			s.barred()
+			old := w.incomingOf(s.who.ID)
+			w.toldNothing()
+			p := newRaw(r, rawAddr, van.Node{ID: s.who.ID})
+			defer p.end()
+			again := p.dial(w, 2, func(q int) []byte {
+				h := old.hello
+				h.epoch++
+				h.qp = q
+				return h.encode()
+			})
+			again.send(immUp, c.said)
+			if c.lost {
+				w.wantDown(s, "took this node for lost")
+				w.wantUp(s)
+			}
+			r.until("the first connection has ended", func() bool {
+				for _, x := range *w.conns.Load() {
+					if x.in == old {
+						return false
+					}
+				}
+				return true
+			})
+			w.close() // its watcher has heard everything
+			w.toldNothing()
+		})
+	}
 }

@@ -26,14 +26,16 @@ type peer struct {
 	incarnation uint32
 	tag         uint32 // with the number of a control message: of this peer
 
-	inbound   atomic.Pointer[inbound] // the peer's connection to this node
-	notifying sync.Mutex              // held while the watcher is notified of a connection that may end meanwhile
+	inbound      atomic.Pointer[inbound] // the peer's connection to this node
+	hasConnected atomic.Bool             // there has been one
+	notifying    sync.Mutex              // held while the watcher is notified of a connection that may end meanwhile
 
 	mu          sync.Mutex
 	sender      *rendezvous.Sender[*outgoing]
 	link        *link        // nil while there is none
 	ending      *link        // the one before, while the device may read for it
 	inboundDown *inboundDown // nil while both connections stand, or this node's does not
+	known       *inbound     // the last one that notifyInbound has seen standing
 	free        []*outgoing
 	unsent      int          // bytes of payload that wait
 	lastNumber  uint32       // of the last control message
@@ -52,6 +54,7 @@ type connector struct {
 
 	native       atomic.Bool // the last connection was to a native node
 	lost         bool        // there was a connection, and it broke
+	oneWay       bool        // it was made again, but the peer's own, which its answers need, was not
 	awaited      bool        // the peer was named again since: messages wait for the next connection, as for the first
 	connects     int         // connections there have been
 	detached     bool        // the peer is not in the table any more: its connection is not made again

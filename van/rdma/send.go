@@ -54,6 +54,8 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 	switch {
 	case p.ended:
 		return false, van.ErrClosed
+	case p.oneWay && data:
+		return false, fmt.Errorf("%w: it has not connected to this node again, and could not answer", van.ErrPeerLost)
 	case p.lost && data:
 		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
 	case data && p.sender.Waiting() > 0 && p.unsent+size > p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):

@@ -21,10 +21,14 @@ const (
 	immStart   = 0
 	immReply   = 1
 	immCredits = 2
-	immUp      = 3 // the first on a connection: its opener has it
+	immUp      = 3 // the first on a connection: its opener has it; upAfterLoss may follow
 	immReclaim = 4 // the receiver wants slots back
 	immReturn  = 5 // slots that the sender gives up
 )
+
+// upAfterLoss, with immUp, says that the opener took the receiver for lost before: it has dropped
+// what it owed it.
+const upAfterLoss = 1
 
 // immSlave marks the notification of a split message's other parts.
 const immSlave = 0x8000
