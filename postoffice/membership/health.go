@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
@@ -33,9 +34,24 @@ type health struct {
 	cause error
 
 	lost     time.Duration // when its connection was last lost
+	back     time.Duration // when it then came back; 0: not since
 	beats    bool          // it has sent a heartbeat
 	interval time.Duration // between its heartbeats, as it says
 	stale    bool          // its last heartbeat said that its table is old
+}
+
+// connectionLost begins the cause of a loss that a transport has reported.
+const connectionLost = "connection lost: "
+
+// sameLossTime is how long after a peer's connection to this node came back a connection to it that
+// another node has lost is taken for lost by the same event: a link that was cut is noticed by each when
+// it next sends something.
+const sameLossTime = 5 * time.Second
+
+// sameLoss tells whether what the scheduler says of id, that it has lost its connection to it, is what
+// this node has seen itself, and is over. If id has died since, this node's own connection shows it.
+func (h *health) sameLoss(now time.Duration, text string) bool {
+	return h.down == 0 && h.back > 0 && now-h.back < sameLossTime && strings.HasPrefix(text, connectionLost)
 }
 
 // loss is a lost connection during Finalize: the peer may have died, or left in order.
@@ -79,8 +95,8 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	if m.health[id] == nil {
 		return
 	}
-	m.health[id].lost = now
-	err := &lossError{"connection lost: " + cause.Error(), cause}
+	m.health[id].lost, m.health[id].back = now, 0
+	err := &lossError{connectionLost + cause.Error(), cause}
 	if m.sched == nil && m.finalizing() != nil {
 		if _, known := m.held[id]; !known && !m.isDown(id) {
 			m.held[id] = loss{err, now}
@@ -111,6 +127,9 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 	h := m.health[id]
 	if h == nil {
 		return
+	}
+	if h.down&connLost != 0 {
+		h.back = max(now, 1)
 	}
 	if m.sched == nil && id == van.SchedulerID && m.native(id) && !m.leaving && (held || h.down != 0) {
 		m.beat([]van.Node{m.self}) // another process may listen there now; its answer tells

@@ -282,9 +282,11 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		if m.outdated(n.id, msg) {
 			return nil
 		}
-		if n.verb == verbDead {
+		switch {
+		case n.verb == verbDead && m.health[n.id] != nil && m.health[n.id].sameLoss(now, n.text):
+		case n.verb == verbDead:
 			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})
-		} else {
+		default:
 			m.markUp(now, n.id, declared)
 		}
 	}
