@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"cmp"
 	"fmt"
 	"log/slog"
 	"os"
@@ -19,7 +20,11 @@ import (
 
 // soon is well below the limit of a request, and above what a busy machine needs
 // to notice that a process is gone.
-const soon = 6 * time.Second
+const soon = 10 * time.Second
+
+// patientAck is STEPAF_RDMA_ACK_TIMEOUT of tests that cut no link: what the emulated devices of a busy
+// machine have not acknowledged for a second has not been lost.
+const patientAck = 18
 
 // addresses returns the IPv4 addresses of the active RDMA ports, or skips.
 func addresses(t testing.TB) (all []string) {
@@ -70,6 +75,7 @@ type place struct {
 type options struct {
 	workers, servers, group int // 0 means 1
 	place                   func(role string, rank int) place
+	ack                     int                      // STEPAF_RDMA_ACK_TIMEOUT; 0 means patientAck
 	set                     func(*postoffice.Config) // of all nodes in this process
 	env                     []string                 // of children
 	wrap                    func(role string, rank int, f van.Factory) van.Factory
@@ -131,6 +137,7 @@ func (c *cluster) testOptions() testcluster.Options {
 		Set: func(cfg *postoffice.Config) {
 			cfg.VanType, cfg.EnableIPC = "ibverbs", 0
 			cfg.RootURI, cfg.NodeHost = c.hosts[0], c.hosts[0]
+			cfg.RDMAAckTimeout = cmp.Or(c.o.ack, patientAck)
 			if c.o.set != nil {
 				c.o.set(cfg)
 			}
@@ -140,7 +147,7 @@ func (c *cluster) testOptions() testcluster.Options {
 // environ is that of a child.
 func (c *cluster) environ(role string, rank, host int) []string {
 	return slices.Concat(os.Environ(), c.Environ(role, rank), []string{"DMLC_ENABLE_RDMA=ibverbs", "BYTEPS_ENABLE_IPC=0", "DMLC_PS_ROOT_URI=" + c.hosts[0],
-		"DMLC_NODE_HOST=" + c.hosts[host-1], "STEPMESH_BAKCEND=CPU", "STEPAF_START_TIMEOUT=25", "STEPAF_STOP_TIMEOUT=20"}, c.o.env)
+		"DMLC_NODE_HOST=" + c.hosts[host-1], "STEPMESH_BAKCEND=CPU", fmt.Sprintf("STEPAF_RDMA_ACK_TIMEOUT=%d", cmp.Or(c.o.ack, patientAck)), "STEPAF_START_TIMEOUT=25", "STEPAF_STOP_TIMEOUT=20"}, c.o.env)
 }
 
 // spawn starts the test binary as a node of c on host, which is from 1.

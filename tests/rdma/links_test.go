@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -30,6 +31,7 @@ func on(t testing.TB, host int, command ...string) {
 func apart(t testing.TB, o options) *cluster {
 	t.Helper()
 	twoHosts(t)
+	o.ack = env.Default().RDMAAckTimeout
 	o.place = func(role string, _ int) place {
 		if role == "server" {
 			return place{answers, 2}

@@ -46,6 +46,7 @@ type Config struct {
 	RDMAMaxConcurrWR int  // BYTEPS_RDMA_MAX_CONCURR_WR
 	AddressPoolSize  int  // BYTEPS_ADDRESS_POOL_SIZE
 	PrintRDMALog     bool // BYTEPS_PRINT_RDMA_LOG
+	RDMAAckTimeout   int  // STEPAF_RDMA_ACK_TIMEOUT: exponent, 4.096 us << it
 
 	// Reliability and logs.
 	Verbose           int           // PS_VERBOSE

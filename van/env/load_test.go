@@ -55,6 +55,7 @@ func TestRead(t *testing.T) {
 		{"BYTEPS_RDMA_MAX_CONCURR_WR", "1 4224", "0", "an integer from 1 to 1048576"},
 		{"BYTEPS_ADDRESS_POOL_SIZE", "1 32768", "32769", "an integer from 1 to 32768"},
 		{"BYTEPS_PRINT_RDMA_LOG", "0 1", "on", "0 (off) or 1 (on); write 1"},
+		{"STEPAF_RDMA_ACK_TIMEOUT", "10 22", "9 23 1s", "an integer from 10 to 22"},
 		{"PS_RESEND", "0 1", "Yes", "0 (off) or 1 (on); write 1"},
 		{"PS_RESEND_TIMEOUT", "1 1000", "0 1s", "a whole number of milliseconds from 1 to 86400000"},
 		{"PS_DROP_MSG", "0 100", "101 -1 10%", "a percentage from 0 to 100"},

@@ -153,6 +153,11 @@ var table = []variable{
 		field:   func(c *Config) any { return &c.PrintRDMALog },
 		help:    "A log line at level 1 for each event of a connection and each failed attempt to connect.",
 		differs: "In every build. Messages are shown by `PS_VERBOSE=2`.",
+	}, {
+		name: "STEPAF_RDMA_ACK_TIMEOUT", topic: rdma, kind: Int, min: 10, max: 22, def: "15", readers: "ibverbs",
+		field:   func(c *Config) any { return &c.RDMAAckTimeout },
+		help:    "n: what is not acknowledged within 4.096 us * 2^n is sent again, 6 times; then the peer is lost. 15 is a second in all, 17 is four, for links that pause for longer.",
+		differs: "Ours only.",
 	},
 
 	{

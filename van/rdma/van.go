@@ -82,6 +82,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	}
 	v.cm.Log, v.cm.Rejection, v.cm.Inline, v.cm.SplitPorts = v.log, rejection, inlineWanted, v.cfg.SplitQPLag
 	v.cm.SendDepth, v.cm.RecvDepth = depths(v.cfg)
+	v.cm.AckTimeout = v.cfg.RDMAAckTimeout
 	v.peers.Store(&map[int]*peer{})
 	v.conns.Store(&map[uint32]*connection{})
 	v.devices.Store(&[]*device{})

@@ -23,9 +23,6 @@ const (
 	refuseTime  = 5 * time.Millisecond    // a round trip: the peer's kernel says no
 )
 
-// ackTimeout is 4.096 us << 15, 0.13 s: a second with all retries, as a busy host may need.
-const ackTimeout = 15
-
 // Manager makes IDs and queue pairs. Set the exported fields before use. Its methods may be
 // called by any goroutine.
 type Manager struct {
@@ -35,6 +32,8 @@ type Manager struct {
 	// SendDepth and RecvDepth are those of one queue pair; it takes Inline bytes inline if
 	// the device can.
 	SendDepth, RecvDepth, Inline int
+	// AckTimeout is when what is not acknowledged is sent again: 4.096 us << AckTimeout.
+	AckTimeout int
 	// SplitPorts pins the queue pairs of outgoing connections to the ports of a bonded device
 	// in turn.
 	SplitPorts bool
@@ -111,7 +110,7 @@ func (m *Manager) Prepare(ctx context.Context, x *ID, to netip.AddrPort, q, clas
 	if _, err := m.Wait(ctx, x, verbs.AddrResolved, 2*ResolveTime); err != nil {
 		return fail("resolve address", err)
 	}
-	if err := x.SetAckTimeout(ackTimeout); err != nil {
+	if err := x.SetAckTimeout(m.AckTimeout); err != nil {
 		m.Log.Debug("rdma: the provider keeps its time-out of acknowledgements", "err", err)
 	}
 	marked = true
