@@ -15,8 +15,9 @@
 // receives both.
 //
 // Other differences from ps-lite, none visible on the wire: after the last try a
-// message fails (Options.OnFail) instead of ending the process; nothing is resent to
-// a peer that is lost or disconnected; messages received before Enable are recognised
+// message fails (Options.OnFail) instead of ending the process, and the peer is asked for
+// an acknowledgement of a heartbeat without records until it sends something; nothing is
+// resent to a peer that is lost or disconnected; messages received before Enable are recognised
 // when a peer that was enabled earlier resends them; and the memory of received
 // messages is bounded: the last 65,536 timestamps of each peer, application, customer
 // and kind of message. Older timestamps count as received. This relies on timestamps

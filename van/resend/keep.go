@@ -30,6 +30,7 @@ type entry struct {
 	msg     van.Message
 	dropped bool                               // not to be sent any more: its memory is the caller's again
 	short   [van.MaxFrames][van.CopyBelow]byte // frames that Send copies
+	probe   bool                               // sent until it is acknowledged; see monitor.go
 
 	// Under Van.mu:
 	held       bool // in the table
@@ -88,7 +89,7 @@ func (v *Van) Send(m *van.Message) error {
 	e.msg.Reset()
 	e.msg.Meta.CopyFrom(&m.Meta)
 	e.msg.Receiver, e.msg.Frames = m.Receiver, m.Frames
-	e.msg.Placed, e.dropped = m.Placed, false
+	e.msg.Placed, e.dropped, e.probe = m.Placed, false, isProbe(m, m.Receiver, self)
 	for i := range m.Frames {
 		f := m.Frame(i)
 		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may reuse it when Send returns
@@ -238,21 +239,16 @@ func (v *Van) acknowledged(k key) {
 	if e != nil {
 		next, _ = v.removeLocked(e)
 	}
-	back := v.quiet[k.peer]
-	delete(v.quiet, k.peer)
 	v.mu.Unlock()
 	if e != nil {
 		e.release()
 		v.launch(next)
 	}
-	if back && v.watch != nil {
-		v.watch(k.peer, true, nil)
-	}
 }
 
 // fail reports e, which has been removed, with err.
 func (v *Van) fail(e *entry, err error) {
-	if v.opts.OnFail != nil {
+	if v.opts.OnFail != nil && !e.probe {
 		f := Failure{Peer: e.key.peer, Err: err}
 		e.sending.Lock()
 		f.Meta.CopyFrom(&e.msg.Meta)
@@ -267,6 +263,9 @@ func (v *Van) take(peer int, all bool) []*entry {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	var taken []*entry
+	if delete(v.quiet, peer); all {
+		clear(v.quiet)
+	}
 	for k, e := range v.kept {
 		if !all && k.peer != peer {
 			continue

@@ -3,8 +3,10 @@ package resend
 // The goroutine that resends messages, or fails them after the last try.
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -42,14 +44,19 @@ func (v *Van) retry(now time.Time) {
 			v.mu.Unlock()
 			return
 		}
-		if e.tries >= v.opts.MaxTries {
-			tries := e.tries
+		if e.tries >= v.opts.MaxTries && !e.probe {
+			tries, peer := e.tries, e.key.peer
 			next, _ := v.removeLocked(e)
-			v.quiet[e.key.peer] = true
-			addr := v.conns[e.key.peer]
+			probed := v.quiet[peer]
+			v.quiet[peer] = true
+			v.anyQuiet.Store(true)
+			addr := v.conns[peer]
 			v.mu.Unlock()
 			v.timedOut(e, tries, addr)
 			v.launch(next)
+			if !probed {
+				v.sendProbe(peer)
+			}
 			continue
 		}
 		v.unlinkLocked(e)
@@ -57,7 +64,7 @@ func (v *Van) retry(now time.Time) {
 		tries := e.tries
 		e.refs.Add(1)
 		v.mu.Unlock()
-		v.log.Warn("not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
+		v.log.Log(context.Background(), levelOf(e), "not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
 			"after", now.Sub(e.start), "msg", (*metaString)(&e.msg.Meta))
 		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) {
 			if next, ok := v.remove(e); ok {
@@ -78,5 +85,45 @@ func (v *Van) timedOut(e *entry, tries int, addr string) {
 	v.fail(e, err)
 	if v.watch != nil {
 		v.watch(peer, false, err)
+	}
+}
+
+// sendProbe sends a peer that has let a message time out something that it acknowledges, until it does:
+// nothing else may be sent to a peer that is taken for lost. It is a heartbeat without records, which
+// nodes but the scheduler make nothing of. The scheduler itself has heartbeats of its own.
+func (v *Van) sendProbe(peer int) {
+	var m van.Message
+	m.Reset()
+	m.Receiver, m.Timestamp, m.Control.Cmd = peer, 0, van.Heartbeat
+	if !isProbe(&m, peer, int(v.id.Load())) {
+		return
+	}
+	if err := v.Send(&m); err != nil {
+		v.log.Debug("no probe sent", "to", van.NodeName(peer), "err", err)
+	}
+}
+
+// isProbe tells whether a message between these nodes is one that sendProbe sends.
+func isProbe(m *van.Message, a, b int) bool {
+	return m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) == 0 && len(m.Body) == 0 && van.RoleOf(a) != van.Scheduler && van.RoleOf(b) != van.Scheduler
+}
+
+// levelOf is that of the log lines on the tries of e.
+func levelOf(e *entry) slog.Level {
+	if e.probe {
+		return slog.LevelDebug
+	}
+	return slog.LevelWarn
+}
+
+// heardFrom notes that something of a peer has come: if it had let messages time out, it is back.
+func (v *Van) heardFrom(peer int) {
+	v.mu.Lock()
+	back := v.quiet[peer]
+	delete(v.quiet, peer)
+	v.anyQuiet.Store(len(v.quiet) > 0)
+	v.mu.Unlock()
+	if back && v.watch != nil {
+		v.watch(peer, true, nil)
 	}
 }

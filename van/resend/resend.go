@@ -60,18 +60,19 @@ type Van struct {
 	warned  atomic.Bool
 	closing sync.Once
 
-	mu      sync.Mutex
-	kept    map[key]*entry // the first entry of each key; others are behind it
-	count   int            // of all entries
-	first   *entry         // of the list ordered by the time of the next try
-	last    *entry
-	conns   map[int]string // peers and their addresses
-	quiet   map[int]bool   // peers that have let a message time out
-	closed  bool
-	none    chan struct{} // if not nil, closed when count falls to 0
-	wake    chan struct{}
-	quit    chan struct{}
-	monitor sync.WaitGroup
+	mu       sync.Mutex
+	kept     map[key]*entry // the first entry of each key; others are behind it
+	count    int            // of all entries
+	first    *entry         // of the list ordered by the time of the next try
+	last     *entry
+	conns    map[int]string // peers and their addresses
+	quiet    map[int]bool   // peers that have let a message time out, each with a probe among kept
+	anyQuiet atomic.Bool    // len(quiet) > 0
+	closed   bool
+	none     chan struct{} // if not nil, closed when count falls to 0
+	wake     chan struct{}
+	quit     chan struct{}
+	monitor  sync.WaitGroup
 
 	seenMu sync.Mutex
 	seen   map[int]*peer
@@ -230,6 +231,13 @@ func (v *Van) awaitAcks(ctx context.Context) {
 	limit := time.NewTimer(v.opts.CloseWait)
 	defer limit.Stop()
 	v.mu.Lock()
+	for _, e := range v.kept {
+		if e.probe {
+			if _, ok := v.removeLocked(e); ok {
+				defer e.release()
+			}
+		}
+	}
 	count := v.count
 	none := make(chan struct{})
 	v.none = none
@@ -248,6 +256,9 @@ func (v *Van) awaitAcks(ctx context.Context) {
 
 // receive handles a message that the wrapped van has received.
 func (v *Van) receive(m *van.Message) {
+	if v.anyQuiet.Load() {
+		v.heardFrom(m.Sender)
+	}
 	if m.Control.Cmd == van.Ack {
 		v.acknowledged(key{m.Sender, m.Control.MsgSig})
 		return
@@ -264,7 +275,9 @@ func (v *Van) receive(m *van.Message) {
 		v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
 		return
 	}
-	v.up(m)
+	if !isProbe(m, m.Sender, int(v.id.Load())) {
+		v.up(m)
+	}
 }
 
 var acks = sync.Pool{New: func() any { return new(van.Message) }}

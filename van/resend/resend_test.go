@@ -273,6 +273,100 @@ func TestRetriesThenGivesUp(t *testing.T) {
 	})
 }
 
+// TestProbe: a peer that has let a message time out is asked for a sign of life until it gives one, by
+// which it is back. Without it nothing would be sent to a peer that is taken for lost.
+func TestProbe(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		life func(f *fixture, sig uint64)
+	}{
+		{"acknowledges", func(f *fixture, sig uint64) { f.p.recv(ack(8, sig)) }},
+		{"sends something", func(f *fixture, _ uint64) { f.p.recv(from(8, request(9, 1))) }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
+				ups := make(chan bool, 100)
+				f.WatchPeers(func(id int, up bool, cause error) { ups <- up })
+				for ts := range 3 { // one probe for all
+					if err := f.Send(request(8, ts)); err != nil {
+						t.Fatal(err)
+					}
+				}
+				time.Sleep(2500 * time.Millisecond)
+				f.p.take()
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				sent := f.p.take()
+				if len(sent) != 60 {
+					t.Fatalf("%d probes in a minute, want one a second", len(sent))
+				}
+				for _, x := range sent {
+					if m := x.meta; x.receiver != 8 || m.Control.Cmd != van.Heartbeat || len(m.Control.Nodes) != 0 {
+						t.Fatalf("to %d: %s, want a heartbeat without records to 8", x.receiver, &m)
+					}
+				}
+				for range 3 {
+					if <-ups {
+						t.Error("the peer is said to be back")
+					}
+				}
+				c.life(f, signature(&sent[0].meta, 9, 8))
+				if up := <-ups; !up || len(ups) > 0 {
+					t.Errorf("told that the peer is back: %t, and %d changes more", up, len(ups))
+				}
+				if n := len(f.failed()); n != 3 {
+					t.Errorf("%d messages are said to have failed, want 3", n)
+				}
+			})
+		})
+	}
+	t.Run("comes", func(t *testing.T) {
+		f := newFixture(t, Options{})
+		m := from(8, request(9, 0))
+		m.Request, m.Push, m.Control.Cmd = false, false, van.Heartbeat
+		f.p.recv(m)
+		if sent := f.p.take(); len(sent) != 1 || sent[0].meta.Control.Cmd != van.Ack || len(f.up) != 0 {
+			t.Errorf("answered with %v, and %d messages handed up; want an acknowledgement and none", sent, len(f.up))
+		}
+	})
+	t.Run("a notice is none", func(t *testing.T) {
+		f := newFixture(t, Options{})
+		m := from(8, request(9, 0))
+		m.Request, m.Push, m.Control.Cmd, m.Body = false, false, van.Heartbeat, []byte("withdraw")
+		f.p.recv(m)
+		if len(f.up) != 1 {
+			t.Errorf("%d messages handed up, want the notice", len(f.up))
+		}
+	})
+	t.Run("none for a scheduler", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
+			if err := f.Send(request(van.SchedulerID, 1)); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Minute)
+			synctest.Wait()
+			if n := len(f.p.take()); n != 2 {
+				t.Errorf("%d messages, want 2", n)
+			}
+		})
+	})
+	t.Run("not waited for", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
+			if err := f.Send(request(8, 1)); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(5 * time.Second)
+			begun := time.Now()
+			if err := f.Close(t.Context()); err != nil || time.Since(begun) > 0 {
+				t.Errorf("Close: %v after %s, want nil at once", err, time.Since(begun))
+			}
+		})
+	})
+}
+
 // TestRetryFindsNoRoom: a repeat that the transport has no room for is tried again later.
 func TestRetryFindsNoRoom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
