@@ -1,0 +1,173 @@
+package af
+
+import (
+	"encoding/binary"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/sums"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// counting owns the messages of a story.
+type counting struct{ n int }
+
+func (c *counting) Free(*van.Message) { c.n++ }
+
+// TestBatchStories: which batches a server makes of the messages of two workers that interleave, overtake each other,
+// are lost, come twice, make no sense, or are given up, and what it keeps meanwhile. The accounts are those of what
+// is kept, and in the end every message has been given back.
+func TestBatchStories(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = 1<<20, 2<<20 }})
+	room := make([]byte, 4<<20)
+	sums.Check(t, "batches", 30, func(rng *rand.Rand, w io.Writer) {
+		s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.reorders = rng.IntN(3) > 0
+		var later []Batch
+		err = s.Handle(func(b Batch) {
+			fmt.Fprint(w, "batch of ", b.Worker(), " ", b.w.first, " ", b.w.last, " ", b.Single(), b.Answered(), b.Wanted(), b.w.bytes, ":")
+			for _, p := range b.Pushes() {
+				fmt.Fprint(w, " ", p.Key, p.Val.Dims(), p.Val.Dtype())
+			}
+			for _, p := range b.Pulls() {
+				fmt.Fprint(w, " ", p.Key, p.Len, p.Shape)
+			}
+			fmt.Fprintln(w)
+			if rng.IntN(3) == 0 {
+				later = append(later, b.Retain())
+			}
+			b.Release()
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		owner, made := &counting{}, 0
+		var waits []*van.Message
+		ts := [2]int32{}
+		message := func(worker int, head van.BatchFlag) *van.Message {
+			m := &van.Message{}
+			m.Reset()
+			m.Sender, m.Epoch, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(worker), 1, true, head, ts[worker], 3, 0
+			ts[worker]++
+			n := int64(1 + rng.IntN(100_000))
+			m.Push, m.IsTensor, m.Dtype, m.Dim = rng.IntN(3) > 0, true, int32(Float32), 1
+			m.Shape[0], m.ValLen = n, int32(4*n)
+			m.Frames, m.Keys = 2, backend.Bytes(binary.LittleEndian.AppendUint64(nil, uint64(rng.IntN(5))))
+			if m.Push {
+				m.Vals = backend.Bytes(room[:4*n])
+			}
+			switch rng.IntN(40) { // nonsense
+			case 0:
+				m.ValLen++
+				m.Vals = backend.Mem{}
+			case 1:
+				m.Frames = 0
+			case 2:
+				m.Head = 4
+			case 3:
+				m.Keys = backend.Bytes(make([]byte, 7))
+			case 4:
+				m.Epoch = 2
+			case 5:
+				m.SimpleApp = true
+			case 6:
+				m.Dtype = -1
+			}
+			m.Adopt(owner, nil)
+			made++
+			return m
+		}
+		for range 120 {
+			worker := rng.IntN(2)
+			switch rng.IntN(12) {
+			case 0, 1, 2: // another batch
+				switch n := 1 + rng.IntN(4); n {
+				case 1:
+					waits = append(waits, message(worker, van.Single))
+				default:
+					waits = append(waits, message(worker, van.BatchStart))
+					for range n - 2 {
+						waits = append(waits, message(worker, van.BatchMiddle))
+					}
+					waits = append(waits, message(worker, van.BatchEnd))
+				}
+			case 3: // one is lost
+				if len(waits) > 0 && rng.IntN(3) == 0 {
+					waits[0].Release()
+					waits = waits[1:]
+				}
+			case 4:
+				if rng.IntN(4) == 0 {
+					fmt.Fprintln(w, "dropped", s.dropOpen(van.WorkerID(worker), nil))
+				}
+			case 5:
+				s.giveUp(postoffice.Withdrawn{Sender: van.WorkerID(worker), Customer: int32(rng.IntN(8) / 7), First: max(ts[worker]-int32(rng.IntN(8)), 0), Count: int32(rng.IntN(4))})
+			case 6:
+				if len(later) > 0 {
+					later[0].Release()
+					later = later[1:]
+				}
+			default:
+				for range rng.IntN(6) {
+					if len(waits) == 0 {
+						break
+					}
+					i := 0
+					if rng.IntN(4) == 0 {
+						i = rng.IntN(min(len(waits), 4))
+					}
+					m := waits[i]
+					waits = append(waits[:i], waits[i+1:]...)
+					s.receive(m)
+					if rng.IntN(20) == 0 {
+						s.receive(m) // twice
+					}
+					m.Release()
+				}
+			}
+			for _, x := range s.senders {
+				x.mu.Lock()
+				open, held := 0, 0
+				for _, b := range x.open {
+					open += b.bytes
+				}
+				for _, m := range x.held {
+					held += m.PayloadLen()
+				}
+				if x.openBytes != open || x.heldBytes != held || int(x.early.Load()) != len(x.held) {
+					t.Errorf("%d bytes of open batches are counted, want %d; %d of held messages, want %d; %d messages, want %d",
+						x.openBytes, open, x.heldBytes, held, x.early.Load(), len(x.held))
+				}
+				fmt.Fprint(w, len(x.open), " ", open, " ", len(x.held), " ", held, "; ")
+				x.mu.Unlock()
+			}
+			fmt.Fprintln(w, owner.n)
+		}
+		for _, m := range waits {
+			m.Release()
+		}
+		for _, b := range later {
+			b.Release()
+			b.Release() // nothing: all holds are given up
+		}
+		s.Close()
+		if owner.n != made {
+			t.Errorf("%d of %d messages were given back", owner.n, made)
+		}
+		for _, x := range s.senders {
+			for _, b := range x.free {
+				if b.refs.Load() != 0 || len(b.answers) > 0 {
+					t.Errorf("a batch that is to be used again has %d holds and %d answers", b.refs.Load(), len(b.answers))
+				}
+			}
+		}
+	})
+}

@@ -1,0 +1,62 @@
+package window
+
+import (
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/sums"
+)
+
+// TestSums: what is read of bodies, whatever is in them, and how windows and messages are numbered.
+func TestSums(t *testing.T) {
+	sums.Check(t, "wire", 20, func(rng *rand.Rand, w io.Writer) {
+		for range 100 {
+			n := note{verb: verb(1 + rng.IntN(int(lastVerb))), signal: uint16(sums.Edge(rng, 5)), window: 4, epoch: 5, seq: sums.Edge(rng, 6), offset: 7, taken: sums.Edge(rng, 8), bytes: 9}
+			b := n.append(nil)
+			fmt.Fprintf(w, "%x\n", b)
+			got, err := parse(sums.Mangle(rng, b))
+			fmt.Fprintln(w, got, sums.Err(err))
+			s := shape{sums.Edge(rng, 64), uint32(rng.IntN(9)), uint32(rng.IntN(9)), rng.IntN(2) == 0}
+			is, err := parseShape(sums.Mangle(rng, s.append(nil)))
+			fmt.Fprintln(w, is.size, is.signals, is.number, is.refused, sums.Err(err))
+			fmt.Fprintln(w, appOf(rng.Uint64(), uint32(rng.IntN(600)), rng.IntN(4096)))
+			x := &Window{}
+			x.first.Store(int32(sums.Edge(rng, 1<<31-5)) &^ 1 & (1<<31 - 1))
+			fmt.Fprintln(w, x.timestamp(sums.Edge(rng, 1<<30)), x.timestamp(sums.Edge(rng, 6)))
+		}
+	})
+}
+
+// TestRoomSums: when there is room for another message, and when all have been taken, of any numbers sent, taken and
+// still read by a transport.
+func TestRoomSums(t *testing.T) {
+	sums.Check(t, "room", 60, func(rng *rand.Rand, w io.Writer) {
+		win := &Window{}
+		win.peers = []*peer{newPeer(win, 0, 9)}
+		p := win.peers[0]
+		for range 300 {
+			switch rng.IntN(6) {
+			case 0, 1:
+				p.next.Add(uint64(rng.IntN(maxUnderWay / 2)))
+				p.bytes.Add(uint64(rng.IntN(maxBytes / 2)))
+			case 2:
+				n := note{taken: p.placed.Load() + uint64(rng.IntN(maxUnderWay/2)), bytes: p.placedBytes.Load() + uint64(rng.IntN(maxBytes/2))}
+				fmt.Fprintln(w, "learn", sums.Err(p.learn(&n)))
+			case 3:
+				n := note{taken: uint64(rng.IntN(10)), bytes: uint64(rng.IntN(10))} // late
+				_ = p.learn(&n)
+			case 4:
+				l := &p.lendings[p.next.Load()%ring]
+				l.seq.Store(p.next.Load() + 1)
+			case 5:
+				p.lendings[rng.IntN(ring)].seq.Store(0)
+			}
+			want := p.next.Load() - uint64(rng.IntN(3))
+			lent := 0
+			win.lent(func(seq uint64) { lent += int(seq) })
+			fmt.Fprintln(w, p.next.Load(), p.bytes.Load(), p.placed.Load(), p.placedBytes.Load(), p.room(), p.flushed(want), win.lends(), lent)
+		}
+	})
+}
