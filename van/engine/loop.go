@@ -121,9 +121,12 @@ func (l *Loop[T]) Start() {
 	l.spawn(0)
 }
 
-// lastMoment is how long Stop waits when ctx has ended. A process that stood still for as long as ctx lasts
-// finds it over before its goroutines could end.
-const lastMoment = 500 * time.Millisecond
+// lastTicks, lastTick apart, are how long Stop waits when ctx has ended. A process that stood still for as long as ctx
+// lasts finds it over before its goroutines could end. If it stands still again it misses the ticks of that time.
+const (
+	lastTicks = 50
+	lastTick  = 10 * time.Millisecond
+)
 
 // Stop ends the loop and waits until no delivery runs and all goroutines of the
 // loop have ended, or until a moment after ctx ends, whose error it then returns. The caller
@@ -145,17 +148,19 @@ func (l *Loop[T]) Stop(ctx context.Context) error {
 		self.stopping = true
 		l.changedLocked()
 	}
-	ended := ctx.Done()
-	var over <-chan time.Time
+	ended, left := ctx.Done(), lastTicks
+	var tick <-chan time.Time
 	for !l.settledLocked(inside) {
 		changed := l.changed
 		l.mu.Unlock()
 		select {
 		case <-changed:
 		case <-ended:
-			ended, over = nil, time.After(lastMoment)
-		case <-over:
-			return ctx.Err()
+			ended, tick = nil, time.Tick(lastTick)
+		case <-tick:
+			if left--; left == 0 {
+				return ctx.Err()
+			}
 		}
 		l.mu.Lock()
 	}
