@@ -273,6 +273,36 @@ func TestCloseBesideHandler(t *testing.T) {
 	close(release)
 }
 
+// TestCloseBesideHandlers: Close waits for the handlers of all peers at once, not for one after the other.
+func TestCloseBesideHandlers(t *testing.T) {
+	const peers = 20 // engine.Loop.Stop gives each of them half a second
+	entered, release := make(chan struct{}, peers), make(chan struct{})
+	worker := newNode(t, 9, 7, func(*van.Message) {
+		entered <- struct{}{}
+		<-release
+	}, nil)
+	defer close(release)
+	for i := range peers {
+		server := newNode(t, van.ServerID(i), 5, nil, nil)
+		link(t, server, worker)
+		worker.must(t, push(server.self.ID, 0, nil))
+		answer := push(9, 0, nil)
+		server.next(t).Release()
+		answer.Request = false
+		server.must(t, answer)
+		<-entered
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	began := time.Now()
+	if err := worker.Close(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("Close beside %d handlers returns %v, want %v", peers, err, context.Canceled)
+	}
+	if took := time.Since(began); took > peers*500*time.Millisecond/2 {
+		t.Errorf("Close took %s beside %d handlers, want that of one", took, peers)
+	}
+}
+
 // TestHeldMessages: more messages with More than a socket holds, to a peer and over the
 // ROUTER, all come, in order; the last leave with Flush.
 func TestHeldMessages(t *testing.T) {

@@ -625,8 +625,12 @@ func (v *zvan) Close(ctx context.Context) error {
 		r.sock.stop()
 	}
 	var errs []error
+	stopped := make(chan error, len(loops))
 	for _, r := range loops {
-		if err := r.stop(ctx); err != nil {
+		go func() { stopped <- r.stop(ctx) }()
+	}
+	for range loops {
+		if err := <-stopped; err != nil {
 			errs = append(errs, &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Detail: "a receiver still runs", Err: err})
 		}
 	}
