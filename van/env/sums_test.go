@@ -1,6 +1,7 @@
 package env
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -43,7 +44,7 @@ func TestLoadSums(t *testing.T) {
 				fmt.Fprintln(w, e.Name, e.Value, e.Origin)
 			}
 			every, limit := c.Heartbeats()
-			fmt.Fprintln(w, len(c.Warnings), len(c.Notes), sums.Err(c.Validate()), every, limit, c.Rank(), c.BusyPoll.Spin())
+			fmt.Fprintln(w, len(c.Warnings), len(c.Notes), sums.Err(c.Validate()), every, limit, c.Rank(), cmp.Compare(c.BusyPoll.Spin(), 0)) // its length depends on the machine
 		}
 	})
 }
