@@ -118,7 +118,7 @@ func (cn *connector) connected(l *link) {
 // slot requests that the peer sends from now on will arrive.
 func (l *link) announce(afterLoss bool) {
 	if id, _, stage, ok := l.Begin(); ok {
-		stage[0] = 0
+		stage[0] = up
 		if afterLoss {
 			stage[0] = upAfterLoss
 		}

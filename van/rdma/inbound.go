@@ -30,10 +30,9 @@ type inbound struct {
 	// unlisted is set while its process is not the one that the table names: a newer one, of
 	// which this node has not heard yet.
 	unlisted   atomic.Bool
-	superseded atomic.Bool // there is a newer one of the same process
-	confirmed  atomic.Bool // its opener has said that it has it, as native nodes do
-	afterLoss  bool        // and that it took this node for lost before; set before confirmed
-	stalled    atomic.Bool // what it has sent waits for its handler, and is too much
+	superseded atomic.Bool  // there is a newer one of the same process
+	confirmed  atomic.Int32 // what its opener has said with immUp, that it has it, as native nodes do
+	stalled    atomic.Bool  // what it has sent waits for its handler, and is too much
 
 	activeDue   conn.DueItem // for credits, and slots that may have been overwritten
 	probeDue    conn.DueItem

@@ -212,11 +212,11 @@ func (d nativeIn) record(l *receiveSlot) {
 func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 	switch c.Imm {
 	case immUp:
-		said := recvData(c)
-		if !d.confirmed.Load() {
-			d.afterLoss = len(said) > 0 && said[0] == upAfterLoss
+		says := int32(up)
+		if said := recvData(c); len(said) > 0 && said[0] == upAfterLoss {
+			says = upAfterLoss
 		}
-		if d.confirmed.Swap(true) {
+		if !d.confirmed.CompareAndSwap(0, says) {
 			return false
 		}
 		if p := (*d.v.peers.Load())[d.hello.node]; p != nil {

@@ -72,7 +72,7 @@ func (v *node) notifyInbound(p *peer) {
 	var cause error
 	switch {
 	case again && in.hello.native:
-		if in.afterLoss && p.known != in && !p.answers() && !oneWay { // with oneWay nothing was sent since the loss
+		if in.confirmed.Load() == upAfterLoss && p.known != in && !p.answers() && !oneWay { // with oneWay nothing was sent since the loss
 			cause = fmt.Errorf("%w: it took this node for lost", van.ErrPeerLost)
 		}
 	case h != nil && (again || clock.Now()-h.since >= uint64(v.times.inboundDown)):
@@ -95,7 +95,7 @@ func (v *node) notifyInbound(p *peer) {
 
 // standing tells whether a peer's own connection to this node stands.
 func standing(in *inbound) bool {
-	return in != nil && !in.gone.Load() && (in.confirmed.Load() || !in.hello.native)
+	return in != nil && !in.gone.Load() && (in.confirmed.Load() != 0 || !in.hello.native)
 }
 
 // asks tells whether this node sends requests to p, and p none to it.

@@ -299,7 +299,7 @@ func TestSaidToHaveLost(t *testing.T) {
 		lost bool
 	}{
 		{"a server that had lost this worker", 9, []byte{upAfterLoss}, true},
-		{"a server that had not", 9, []byte{0}, false},
+		{"a server that had not", 9, []byte{up}, false},
 		{"a server that does not say", 9, nil, false},
 		{"a worker that had lost this server", 8, []byte{upAfterLoss}, false},
 	} {

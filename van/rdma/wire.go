@@ -26,9 +26,12 @@ const (
 	immReturn  = 5 // slots that the sender gives up
 )
 
-// upAfterLoss, with immUp, says that the opener took the receiver for lost before: it has dropped
-// what it owed it.
-const upAfterLoss = 1
+// What is sent with immUp. After a loss the opener took the receiver for lost before: it has dropped
+// what it owed it. Nothing is the same as up.
+const (
+	up          = 1
+	upAfterLoss = 2
+)
 
 // immSlave marks the notification of a split message's other parts.
 const immSlave = 0x8000
