@@ -10,7 +10,10 @@ import (
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
-var withPlans = flag.Bool("plans", false, "carry out the plans of tests/plans, too, which takes many minutes")
+var (
+	withPlans = flag.Bool("plans", false, "carry out the plans of tests/plans, too, which takes many minutes")
+	slow      = flag.Int("slow", 1, "how many times as slow this machine is as the plans take for granted: all their times are so much longer")
+)
 
 // TestPlans carries out each plan that can be over RDMA, one after the other: the processors of
 // the virtual machine are slow, and several plans at once are late for each other.
@@ -25,7 +28,7 @@ func TestPlans(t *testing.T) {
 	}
 	for _, p := range plans {
 		t.Run(p.Name, func(t *testing.T) {
-			res, err := real.RunPlan(t.Context(), p, real.PlanOptions{Leg: real.RDMA, Host: host, Margin: 10 * time.Second})
+			res, err := real.RunPlan(t.Context(), p, real.PlanOptions{Leg: real.RDMA, Host: host, Margin: 10 * time.Second, Slow: *slow})
 			if errors.Is(err, real.ErrCannot) {
 				t.Skip(err)
 			}

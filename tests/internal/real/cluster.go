@@ -44,6 +44,7 @@ type Options struct {
 	Dir              string                               // where logs are kept; "" keeps the end of each in memory
 	Log              func(line string)
 	Faults           []string // planted in all processes
+	Slow             int      // how many times as slow the machine is as others; 0 means 1
 }
 
 // Cluster is processes and what was found wrong with them.
@@ -64,7 +65,7 @@ type Cluster struct {
 
 // New makes a cluster without processes.
 func New(o Options) (*Cluster, error) {
-	o.Workers, o.Servers = max(o.Workers, 1), max(o.Servers, 1)
+	o.Workers, o.Servers, o.Slow = max(o.Workers, 1), max(o.Servers, 1), max(o.Slow, 1)
 	if o.Program == "" {
 		o.Program = Plain
 	}
@@ -88,6 +89,9 @@ func New(o Options) (*Cluster, error) {
 	}
 	return c, nil
 }
+
+// slowly is d on this machine.
+func (c *Cluster) slowly(d time.Duration) time.Duration { return d * time.Duration(c.o.Slow) }
 
 // Port is the scheduler's.
 func (c *Cluster) Port() int { return c.port }
@@ -199,7 +203,8 @@ func (c *Cluster) environ(role string, rank int) []string {
 		"PATH=" + os.Getenv("PATH"), "HOME=" + os.Getenv("HOME"), "TMPDIR=" + os.TempDir(),
 		"DMLC_ROLE=" + role, fmt.Sprintf("DMLC_NUM_WORKER=%d", c.o.Workers), fmt.Sprintf("DMLC_NUM_SERVER=%d", c.o.Servers),
 		"DMLC_PS_ROOT_URI=" + c.host("scheduler", 0), fmt.Sprintf("DMLC_PS_ROOT_PORT=%d", c.port), "DMLC_NODE_HOST=" + host,
-		fmt.Sprintf("DMLC_NODE_RANK=%d", rank), "STEPMESH_BAKCEND=CPU", "STEPAF_START_TIMEOUT=30", "STEPAF_STOP_TIMEOUT=30", "PS_VERBOSE=1",
+		fmt.Sprintf("DMLC_NODE_RANK=%d", rank), "STEPMESH_BAKCEND=CPU",
+		fmt.Sprintf("STEPAF_START_TIMEOUT=%d", 30*c.o.Slow), fmt.Sprintf("STEPAF_STOP_TIMEOUT=%d", 30*c.o.Slow), "PS_VERBOSE=1",
 	}
 	switch c.o.Leg {
 	case TCP:
@@ -306,7 +311,7 @@ func (c *Cluster) Start() error {
 		return err
 	}
 	for _, p := range all {
-		if err := p.Await(patience, "Start returns", func(s State) bool { return s.Started || s.Ended }); err != nil {
+		if err := p.Await(c.slowly(patience), "Start returns", func(s State) bool { return s.Started || s.Ended }); err != nil {
 			return err
 		}
 		if s := p.State(); s.Ended {

@@ -14,7 +14,7 @@ import (
 func (p *Process) Barrier(group int, limit time.Duration) <-chan error {
 	done := make(chan error, 1)
 	go func() {
-		_, err := p.Do(Command{Do: doBarrier, Group: group, Limit: Millis(limit.Milliseconds())}, limit+patience)
+		_, err := p.Do(Command{Do: doBarrier, Group: group, Limit: Millis(limit.Milliseconds())}, limit+p.c.slowly(patience))
 		done <- err
 	}()
 	return done
@@ -39,13 +39,13 @@ func (p *Process) Block(on bool) error {
 	if on {
 		do = doBlock
 	}
-	_, err := p.Do(Command{Do: do}, patience)
+	_, err := p.Do(Command{Do: do}, p.c.slowly(patience))
 	return err
 }
 
 // Loads makes a worker do other loads, or none.
 func (p *Process) Loads(l ...plan.Load) error {
-	_, err := p.Do(Command{Do: doLoads, Loads: l}, patience)
+	_, err := p.Do(Command{Do: doLoads, Loads: l}, p.c.slowly(patience))
 	return err
 }
 

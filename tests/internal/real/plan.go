@@ -25,6 +25,8 @@ type PlanOptions struct {
 
 	// Margin is how much longer things may take than the plan says, 3s if 0.
 	Margin time.Duration
+	// Slow is how many times as slow the machine is as others: all times are so much longer.
+	Slow int
 	// Faults are planted in all processes: names of fail points, in a build that has them.
 	Faults []string
 }
@@ -85,6 +87,9 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	if why := Cannot(p, o.Leg); why != "" {
 		return nil, fmt.Errorf("%s on %s: %w: %s", p.Name, o.Leg, ErrCannot, why)
 	}
+	if o.Slow > 1 {
+		p = p.Slower(o.Slow)
+	}
 	r := &planRun{p: p, ctx: ctx, stop: make(chan struct{}), margin: o.Margin}
 	if r.margin == 0 {
 		r.margin = defaultMargin
@@ -92,7 +97,8 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	watched, end := context.WithCancel(ctx)
 	defer end()
 	r.machine = WatchMachine(watched)
-	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Leg: o.Leg, Program: Plain, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults}
+	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Leg: o.Leg, Program: Plain, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults,
+		Slow: o.Slow}
 	if p.Cluster.API == "python" {
 		opts.Program = Module
 	}
@@ -334,7 +340,7 @@ func (r *planRun) join(n plan.Node) {
 			delete(r.wants, n)
 			r.mu.Unlock()
 		}()
-		for end := time.Now().Add(settle); ; {
+		for end := time.Now().Add(r.c.slowly(settle)); ; {
 			if n == "scheduler" {
 				r.c.release(n.Role(), n.Rank()) // a child that holds the port keeps everybody from it
 			}
@@ -348,7 +354,7 @@ func (r *planRun) join(n plan.Node) {
 			if p.Role == "worker" {
 				p.Begin(Command{Do: doLoads, Loads: r.loadsOf(p)}) // which it reads when it has started
 			}
-			err = p.Await(time.Until(end)+patience, "it starts or is refused", func(s State) bool { return s.Started || s.Ended })
+			err = p.Await(time.Until(end)+r.c.slowly(patience), "it starts or is refused", func(s State) bool { return s.Started || s.Ended })
 			if s := p.State(); err != nil || s.Started || s.Killed {
 				r.can(err)
 				return
@@ -443,7 +449,7 @@ func (r *planRun) end() {
 	// One that was cut off for so long that it has been declared dead may learn only now
 	// that another process has its place, and one that is told to end needs a successor.
 	for {
-		err := r.c.Works(max(r.p.End.Rounds, 3), min(5*time.Second, limit))
+		err := r.c.Works(max(r.p.End.Rounds, 3), min(r.c.slowly(5*time.Second), limit))
 		if err == nil && r.present() {
 			break
 		}
@@ -472,12 +478,12 @@ func (r *planRun) end() {
 	r.c.note("everything works, %s behind the end of all faults", time.Since(over).Round(time.Millisecond))
 	r.events.Wait()
 	for _, p := range zombies {
-		if err := p.Await(patience, "it is told that another process has its place, and ends", func(s State) bool { return s.Fenced != "" || s.Ended }); err != nil {
+		if err := p.Await(r.c.slowly(patience), "it is told that another process has its place, and ends", func(s State) bool { return s.Fenced != "" || s.Ended }); err != nil {
 			r.c.wrong("%v", err)
 		}
 	}
 	if len(r.gone) == 0 {
-		if err := r.c.Finish(patience); err != nil {
+		if err := r.c.Finish(r.c.slowly(patience)); err != nil {
 			r.c.wrong("the end: %v", err)
 		}
 	}
@@ -496,7 +502,7 @@ func (r *planRun) barrier() error {
 		var all []<-chan error
 		for _, p := range r.c.Living() {
 			if p.Role == "worker" || p.Role == "server" && group&van.ServerGroup != 0 {
-				all = append(all, p.Barrier(group, 8*time.Second))
+				all = append(all, p.Barrier(group, r.c.slowly(8*time.Second)))
 			}
 		}
 		errs = nil

@@ -265,7 +265,7 @@ func (p *Process) Continue() error {
 
 // Fork makes a process that has all of its descriptors and lives on when it is killed.
 func (p *Process) Fork() error {
-	e, err := p.Do(Command{Do: doFork}, patience)
+	e, err := p.Do(Command{Do: doFork}, p.c.slowly(patience))
 	if err == nil {
 		p.mu.Lock()
 		p.held = append(p.held, e.ID)

@@ -10,7 +10,9 @@
 package plan
 
 import (
+	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -268,4 +270,43 @@ func (p *Plan) Length() (d time.Duration) {
 		d += p.Phases[i].For.D()
 	}
 	return d
+}
+
+// Slower is p for a machine that is n times as slow: everything happens n times as late, and may
+// take n times as long. The nodes' own times that a plan is about go with it, also those that it
+// does not name.
+func (p *Plan) Slower(n int) *Plan {
+	by, q := Duration(n), *p
+	q.Cluster.Env = maps.Clone(p.Cluster.Env)
+	if q.Cluster.Env == nil {
+		q.Cluster.Env = map[string]string{}
+	}
+	for name, def := range map[string]string{"PS_HEARTBEAT_INTERVAL": "", "PS_HEARTBEAT_TIMEOUT": "10", "STEPAF_REPLACE_TIMEOUT": "10"} {
+		if _, set := q.Cluster.Env["PS_HEARTBEAT_INTERVAL"]; set && name == "PS_HEARTBEAT_TIMEOUT" {
+			def = "" // it follows from that
+		}
+		if seconds, err := strconv.Atoi(cmp.Or(p.Cluster.Env[name], def)); err == nil {
+			q.Cluster.Env[name] = strconv.Itoa(seconds * n)
+		}
+	}
+	q.Phases = slices.Clone(p.Phases)
+	for i := range q.Phases {
+		ph := &q.Phases[i]
+		ph.For *= by
+		ph.Loads, ph.Events, ph.Expect = slices.Clone(ph.Loads), slices.Clone(ph.Events), slices.Clone(ph.Expect)
+		for k := range ph.Loads {
+			l := &ph.Loads[k]
+			l.Every, l.Limit = l.Every*by, Duration(l.Limit.Or(5*time.Second))*by
+		}
+		for k := range ph.Events {
+			e := &ph.Events[k]
+			e.At, e.For = e.At*by, e.For*by
+		}
+		for k := range ph.Expect {
+			e := &ph.Expect[k]
+			e.After, e.Within = e.After*by, e.Within*by
+		}
+	}
+	q.End.Settle = Duration(p.End.Settle.Or(30*time.Second)) * by
+	return &q
 }

@@ -57,6 +57,37 @@ func TestRefused(t *testing.T) {
 	}
 }
 
+// TestSlower: for a machine that is three times as slow all times of a plan are three times as
+// long, and the plan itself stays as it was.
+func TestSlower(t *testing.T) {
+	const text = `{"name": "x", "about": "x", "cluster": {"workers": 2, "servers": 1, "env": {"PS_HEARTBEAT_INTERVAL": "1"}}, "transport": {},
+ "phases": [{"name": "a", "for": "10s", "loads": [{"nodes": "workers", "every": "10ms", "limit": "2s"}, {"nodes": "worker 0"}],
+  "events": [{"at": "1s", "do": "stop", "node": "worker 0", "for": "2s"}], "expect": [{"nodes": "worker 1", "rounds": "all", "after": "4s", "within": "1s"}]}], "end": {}}`
+	p, err := Parse("x.json", []byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const s = Duration(time.Second)
+	q := p.Slower(3)
+	ph := q.Phases[0]
+	for i, got := range []struct{ is, want Duration }{{ph.For, 30 * s}, {ph.Loads[0].Every, 30 * s / 1000}, {ph.Loads[0].Limit, 6 * s}, {ph.Loads[1].Limit, 15 * s},
+		{ph.Events[0].At, 3 * s}, {ph.Events[0].For, 6 * s}, {ph.Expect[0].After, 12 * s}, {ph.Expect[0].Within, 3 * s}, {q.End.Settle, 90 * s}} {
+		if got.is != got.want {
+			t.Errorf("time %d is %s, want %s", i, got.is.D(), got.want.D())
+		}
+	}
+	if want := map[string]string{"PS_HEARTBEAT_INTERVAL": "3", "STEPAF_REPLACE_TIMEOUT": "30"}; !reflect.DeepEqual(q.Cluster.Env, want) {
+		t.Errorf("the variables are %v, want %v", q.Cluster.Env, want)
+	}
+	if again, _ := Parse("x.json", []byte(text)); !reflect.DeepEqual(p, again) {
+		t.Errorf("the plan itself is %+v now, want %+v", p, again)
+	}
+	p.Cluster.Env = nil
+	if want := map[string]string{"PS_HEARTBEAT_TIMEOUT": "30", "STEPAF_REPLACE_TIMEOUT": "30"}; !reflect.DeepEqual(p.Slower(3).Cluster.Env, want) {
+		t.Errorf("without variables they are %v, want %v", p.Slower(3).Cluster.Env, want)
+	}
+}
+
 // TestPlans: the plans of this repository are right.
 func TestPlans(t *testing.T) {
 	if _, err := ReadDir("../../../plans"); err != nil {
