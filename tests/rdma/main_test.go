@@ -22,6 +22,8 @@ const (
 	works   = "works"   // a worker that exchanges batches until the end
 	sums    = "sums"    // a kv server that adds up
 	rules   = "rules"   // a scheduler
+	anyone  = "anyone"  // a server that takes whatever batches are there
+	picks   = "picks"   // a worker that talks to some of the servers until the end
 )
 
 func TestMain(m *testing.M) {
@@ -51,6 +53,18 @@ func child(c *nodetest.Child, what string) error {
 				}
 			}
 			return nil
+		})
+	case anyone:
+		c.Go(func(ctx context.Context) error { return serveAny(ctx, c.Node) })
+	case picks:
+		c.Go(func(ctx context.Context) error {
+			p, err := newPicker(ctx, c.Node)
+			for i := 0; err == nil && ctx.Err() == nil; i++ {
+				if err = p.turns(6); err == nil && i == 0 {
+					c.Say(picks)
+				}
+			}
+			return err
 		})
 	case sums:
 		s, err := kv.NewServer[float32](c.Node, kv.ServerOptions{})
