@@ -49,9 +49,10 @@ const connectionLost = "connection lost: "
 const sameLossTime = 5 * time.Second
 
 // sameLoss tells whether what the scheduler says of id, that it has lost its connection to it, is what
-// this node has seen itself, and is over. If id has died since, this node's own connection shows it.
+// this node has seen itself, and is over. If id has died since, this node's own connection shows it; a
+// process that stands still, whose messages time out, may not show.
 func (h *health) sameLoss(now time.Duration, text string) bool {
-	return h.down == 0 && h.back > 0 && now-h.back < sameLossTime && strings.HasPrefix(text, connectionLost)
+	return h.down == 0 && h.back > 0 && now-h.back < sameLossTime && strings.HasPrefix(text, connectionLost) && !strings.Contains(text, van.ErrTimeout.Error())
 }
 
 // loss is a lost connection during Finalize: the peer may have died, or left in order.

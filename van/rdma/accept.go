@@ -203,7 +203,7 @@ func (v *rvan) linkInboundsLocked() {
 		}
 		if back != nil && p.inbound.Swap(back) != back {
 			p.hasConnected.Store(true)
-			go v.notifyInbound(p)
+			go v.notifyInbound(p, back)
 		}
 	}
 }

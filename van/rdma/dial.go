@@ -87,19 +87,24 @@ func (cn *connector) keepConnected(ctx context.Context) {
 func (cn *connector) connected(l *link) {
 	p := cn.peer
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QueuePairs), "inline", l.Inline, "stepaf", l.native)
+	p.notifying.Lock()
 	p.mu.Lock()
-	afterLoss := p.lost
-	p.oneWay = p.lost && l.native && p.asks() && p.hasConnected.Load() && !standing(p.inbound.Load())
+	afterLoss, in := p.lost, p.inbound.Load()
+	p.oneWay = p.lost && l.native && p.asks() && p.hasConnected.Load() && !standing(in)
 	p.link, p.inboundDown, p.lost, p.awaited, p.connecting = l, nil, p.oneWay, false, false
+	if afterLoss && standing(in) {
+		p.known = in.serial // what was lost has been told
+	}
+	p.connects++
 	oneWay := p.oneWay
 	p.mu.Unlock()
 	if !oneWay {
 		p.v.notify(p, true, nil) // before the peer may ask: what a lost peer asks for is dropped
 	}
+	p.notifying.Unlock()
 	p.mu.Lock()
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
 	l.host.probes.Add(&l.probeDue)
-	p.connects++
 	// Messages that were sent before it was known which dialect the peer speaks.
 	refused := p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil })
 	if l.native {
@@ -122,6 +127,7 @@ func (l *link) announce(afterLoss bool) {
 		if afterLoss {
 			stage[0] = upAfterLoss
 		}
+		l.Record(id).Note.data = afterLoss // without it the peer would wait: a break is none of control messages only
 		l.Add(id, 0, l.Staged(verbs.SendWR{Op: verbs.OpSendImm, Flags: verbs.Signaled, Imm: immUp}, stage[:1]))
 	}
 }

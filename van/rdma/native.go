@@ -220,7 +220,7 @@ func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {
 			return false
 		}
 		if p := (*d.v.peers.Load())[d.hello.node]; p != nil {
-			go d.v.notifyInbound(p)
+			go d.v.notifyInbound(p, d.inbound)
 		}
 	case immReturn:
 		if err := t.get(recvData(c)); err != nil {

@@ -35,7 +35,7 @@ func (v *node) notifyFailure(p *peer, l *link, err error) {
 	}
 	v.notify(p, false, asLost(err))
 	p.mu.Lock()
-	stands := p.link == l && (p.inboundDown == nil || !p.inboundDown.notified) // its end is notified after this
+	stands := p.link == l && !p.oneWay && (p.inboundDown == nil || !p.inboundDown.notified) // its end is notified after this
 	p.mu.Unlock()
 	if stands {
 		v.notify(p, true, nil)
@@ -52,39 +52,42 @@ func (p *peer) noteInboundDown(l *link, cause error) {
 	p.mu.Lock()
 	if p.link == l && p.inboundDown == nil && !(l.native && standing(p.inbound.Load())) { // else notifyInbound has told
 		p.inboundDown = &inboundDown{cause: cause, since: clock.Now()}
-		time.AfterFunc(p.v.times.inboundDown, func() { p.v.notifyInbound(p) })
+		time.AfterFunc(p.v.times.inboundDown, func() { p.v.notifyInbound(p, nil) })
 	}
 	p.mu.Unlock()
-	p.v.notifyInbound(p)
+	p.v.notifyInbound(p, nil)
 }
 
 // notifyInbound makes the requests fail whose answers are lost, when the peer has connected to this
 // node again or, as one that leaves does not, after inboundDownTime. Requests that follow are not
 // touched. Whether something is lost a native peer says: then it has dropped what it owed this node. A
 // node that only answers the peer waits for nothing from it, and what the peer has given up it says
-// itself.
-func (v *node) notifyInbound(p *peer) {
+// itself. in is the connection that has come, or nil.
+func (v *node) notifyInbound(p *peer, in *inbound) {
 	p.notifying.Lock()
 	defer p.notifying.Unlock()
 	p.mu.Lock()
-	l, h, oneWay, in := p.link, p.inboundDown, p.oneWay, p.inbound.Load()
-	told, again := h != nil && h.notified, standing(in)
+	l, h, oneWay, now := p.link, p.inboundDown, p.oneWay, p.inbound.Load()
+	told, again := h != nil && h.notified, standing(now)
 	var cause error
 	switch {
-	case again && in.hello.native:
-		if in.confirmed.Load() == upAfterLoss && p.known != in && !p.answers() && !oneWay { // with oneWay nothing was sent since the loss
+	case in != nil && in.hello.native && in.confirmed.Load() != 0 && int32(in.serial-p.known) > 0 && !in.unlisted.Load():
+		p.known = in.serial
+		if in.confirmed.Load() == upAfterLoss && !p.lost && !p.answers() { // while p is lost nothing is sent
 			cause = fmt.Errorf("%w: it took this node for lost", van.ErrPeerLost)
 		}
-	case h != nil && (again || clock.Now()-h.since >= uint64(v.times.inboundDown)):
+	case h == nil:
+	case again && !now.hello.native, !again && clock.Now()-h.since >= uint64(v.times.inboundDown):
 		cause = asLost(h.cause)
 	}
 	if again {
-		p.known, p.inboundDown, p.oneWay, p.lost = in, nil, false, p.lost && !oneWay
+		p.inboundDown, p.oneWay, p.lost = nil, false, p.lost && !oneWay
 	} else if h != nil {
 		h.notified = told || cause != nil
 	}
-	p.mu.Unlock()
 	down := cause != nil && !told
+	p.lost = p.lost || down && l == nil
+	p.mu.Unlock()
 	if down {
 		v.notify(p, false, fmt.Errorf("its connection to this node ended, answers on it are lost: %w", cause))
 	}

@@ -2,6 +2,7 @@ package rdma
 
 import (
 	"bytes"
+	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -262,6 +263,88 @@ func TestBackWhenItCanAnswer(t *testing.T) {
 	}
 	m.Release()
 	w.toldNothing()
+}
+
+// What is told late of a break that lost nothing is not told when the connection has been made again.
+func TestLateNewsOfAQuietBreak(t *testing.T) {
+	r := newRig(t)
+	w, s := r.make(9), r.node(8)
+	w.times.quiet = time.Hour // its timer is not what is tested
+	var armed atomic.Bool
+	w.WatchPeers(func(id int, up bool, cause error) {
+		if armed.Load() && up {
+			p := (*w.peers.Load())[s.who.ID]
+			news := make(chan struct{})
+			go func() {
+				defer close(news)
+				p.notifyUnlessReconnected(1, van.ErrPeerLost)
+			}()
+			select { // it may wait for this function to return
+			case <-news:
+			case <-time.After(100 * time.Millisecond):
+			}
+		}
+		w.told <- change{id, up, cause}
+	})
+	w.listenOn(0)
+	w.Start(func(m *van.Message) { w.in <- m.Retain() })
+	r.link(w, s)
+	armed.Store(true)
+	(*w.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
+	w.wantUp(s)
+	w.must(push(s, 1, 1, value(5000, 1)))
+	s.wantValue(1, value(5000, 1))
+	w.toldNothing()
+}
+
+// What a process has to say of its losses it says again when that was lost, too.
+func TestSaidAgain(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	dst := make([]byte, 100<<10)
+	w.must(pull(s, 1, 1, dst))
+	q := s.next()
+	r.until("the credits of the request have left", func() bool { return s.incomingOf(w.who.ID).creditsOwed.Load() == 0 })
+	var writes, ups atomic.Int32
+	r.net.FailWR(func(wr fakeverbs.WR) verbs.Status {
+		switch {
+		case wr.Stack != s.stack:
+		case wr.Op == verbs.OpWrite && wr.Len > 0 && writes.Add(1) == 1, // the answer
+			wr.Op == verbs.OpSendImm && writes.Load() > 0 && ups.Add(1) == 1: // the first thing on the next connection
+			return verbs.StatusRetryExceeded
+		}
+		return verbs.StatusOK
+	})
+	s.must(answer(q, value(len(dst), 1)))
+	q.Release()
+	w.wantDown(s, "answers")
+	w.wantUp(s)
+	if ups.Load() < 2 {
+		t.Errorf("it was said %d times, want twice at least", ups.Load())
+	}
+}
+
+// Once a server is told to be back after a cut, nothing that was lost before is told any more.
+func TestNothingIsLostAfterTheRepair(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	for round := range 4 {
+		r.net.Cut(w.addr, s.addr)
+		r.until("Send fails", func() bool { return lost(w.Send(push(s, 1, 0, value(3000, 1)))) })
+		r.until("Send of the server fails", func() bool { return lost(s.Send(push(w, 1, 0, value(3000, 1)))) })
+		w.wantDown(s)
+		r.net.Heal(w.addr, s.addr)
+		w.wantUp(s)
+		dst := make([]byte, 3000)
+		ts := int32(1 + round)
+		w.must(pull(s, 1, int(ts), dst))
+		q := s.nextWith(ts)
+		s.must(answer(q, value(len(dst), round)))
+		q.Release()
+		w.nextWith(ts).Release()
+		s.wantUp(w)
+		w.toldNothing()
+	}
 }
 
 // nextWith waits for the message with this timestamp. What was sent while the connection broke may come before it.

@@ -35,7 +35,7 @@ type peer struct {
 	link        *link        // nil while there is none
 	ending      *link        // the one before, while the device may read for it
 	inboundDown *inboundDown // nil while both connections stand, or this node's does not
-	known       *inbound     // the last one that notifyInbound has seen standing
+	known       uint32       // serial of the last one of which notifyInbound has taken what it says
 	free        []*outgoing
 	unsent      int          // bytes of payload that wait
 	lastNumber  uint32       // of the last control message

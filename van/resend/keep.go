@@ -128,6 +128,9 @@ func (v *Van) Send(m *van.Message) error {
 	v.mu.Unlock()
 
 	err := v.transmit(e)
+	if err != nil && e.outlasts(err) {
+		err = nil
+	}
 	if err != nil {
 		if next, ok := v.remove(e); ok {
 			e.done = nil // the error is returned instead

@@ -47,16 +47,11 @@ func (v *Van) retry(now time.Time) {
 		if e.tries >= v.opts.MaxTries && !e.probe {
 			tries, peer := e.tries, e.key.peer
 			next, _ := v.removeLocked(e)
-			probed := v.quiet[peer]
-			v.quiet[peer] = true
-			v.anyQuiet.Store(true)
 			addr := v.conns[peer]
 			v.mu.Unlock()
 			v.timedOut(e, tries, addr)
 			v.launch(next)
-			if !probed {
-				v.sendProbe(peer)
-			}
+			v.sendProbe(peer) // what has come before this is no sign of life
 			continue
 		}
 		v.unlinkLocked(e)
@@ -67,7 +62,8 @@ func (v *Van) retry(now time.Time) {
 		v.log.Log(context.Background(), levelOf(e), "not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
 			"after", now.Sub(e.start), "msg", (*metaString)(&e.msg.Meta))
 		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) {
-			if next, ok := v.remove(e); ok {
+			if e.outlasts(err) {
+			} else if next, ok := v.remove(e); ok {
 				v.fail(e, err)
 				v.launch(next)
 			}
@@ -95,12 +91,26 @@ func (v *Van) sendProbe(peer int) {
 	var m van.Message
 	m.Reset()
 	m.Receiver, m.Timestamp, m.Control.Cmd = peer, 0, van.Heartbeat
-	if !isProbe(&m, peer, int(v.id.Load())) {
+	self := int(v.id.Load())
+	if v.mu.Lock(); v.closed {
+		v.mu.Unlock()
+		return
+	}
+	v.quiet[peer] = true
+	v.anyQuiet.Store(true)
+	probed := v.kept[key{peer, signature(&m.Meta, self, peer)}] != nil
+	v.mu.Unlock()
+	if probed || !isProbe(&m, peer, self) {
 		return
 	}
 	if err := v.Send(&m); err != nil {
 		v.log.Debug("no probe sent", "to", van.NodeName(peer), "err", err)
 	}
+}
+
+// outlasts tells whether e is a probe that is kept though it could not be sent.
+func (e *entry) outlasts(err error) bool {
+	return e.probe && !errors.Is(err, van.ErrUnknownPeer) && !errors.Is(err, van.ErrClosed)
 }
 
 // isProbe tells whether a message between these nodes is one that sendProbe sends.

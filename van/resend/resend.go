@@ -231,11 +231,16 @@ func (v *Van) awaitAcks(ctx context.Context) {
 	limit := time.NewTimer(v.opts.CloseWait)
 	defer limit.Stop()
 	v.mu.Lock()
+	var probes []*entry
 	for _, e := range v.kept {
 		if e.probe {
-			if _, ok := v.removeLocked(e); ok {
-				defer e.release()
-			}
+			probes = append(probes, e)
+		}
+	}
+	for _, e := range probes {
+		if next, ok := v.removeLocked(e); ok {
+			defer v.launch(next)
+			defer e.release()
 		}
 	}
 	count := v.count
@@ -256,15 +261,23 @@ func (v *Van) awaitAcks(ctx context.Context) {
 
 // receive handles a message that the wrapped van has received.
 func (v *Van) receive(m *van.Message) {
+	if m.Control.Cmd == van.Ack {
+		v.acknowledged(key{m.Sender, m.Control.MsgSig})
+	}
 	if v.anyQuiet.Load() {
 		v.heardFrom(m.Sender)
 	}
 	if m.Control.Cmd == van.Ack {
-		v.acknowledged(key{m.Sender, m.Control.MsgSig})
 		return
 	}
 	if !tracked(m) || m.Sender == van.Empty || m.Sender < 0 {
 		v.up(m)
+		return
+	}
+	if isProbe(m, m.Sender, int(v.id.Load())) {
+		if v.enabled.Load() {
+			v.acknowledge(m)
+		}
 		return
 	}
 	duplicate := v.note(m)
@@ -275,9 +288,7 @@ func (v *Van) receive(m *van.Message) {
 		v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
 		return
 	}
-	if !isProbe(m, m.Sender, int(v.id.Load())) {
-		v.up(m)
-	}
+	v.up(m)
 }
 
 var acks = sync.Pool{New: func() any { return new(van.Message) }}

@@ -339,6 +339,52 @@ func TestProbe(t *testing.T) {
 			t.Errorf("%d messages handed up, want the notice", len(f.up))
 		}
 	})
+	t.Run("heard of while it is given up", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
+			var events []bool
+			f.WatchPeers(func(id int, up bool, cause error) {
+				if !up { // has been received before, and is handled now
+					f.p.recv(from(8, request(9, 1)))
+				}
+				events = append(events, up)
+			})
+			if err := f.Send(request(8, 1)); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(2500 * time.Millisecond)
+			synctest.Wait()
+			sent := f.p.take()
+			f.p.recv(ack(8, signature(&sent[len(sent)-1].meta, 9, 8)))
+			if n := len(events); n == 0 || !events[n-1] {
+				t.Errorf("told %v, want that the peer is back in the end", events)
+			}
+		})
+	})
+	t.Run("finds no room", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
+			room := func(err error) {
+				f.p.mu.Lock()
+				defer f.p.mu.Unlock()
+				f.p.fail = err
+			}
+			if err := f.Send(request(8, 1)); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(1500 * time.Millisecond)
+			room(fmt.Errorf("full: %w", van.ErrQueueFull))
+			time.Sleep(5 * time.Second)
+			synctest.Wait()
+			f.p.take()
+			room(nil)
+			time.Sleep(1500 * time.Millisecond)
+			synctest.Wait()
+			if sent := f.p.take(); len(sent) == 0 || sent[0].meta.Control.Cmd != van.Heartbeat {
+				t.Errorf("sent %v, want a probe when there is room", sent)
+			}
+		})
+	})
 	t.Run("none for a scheduler", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
