@@ -278,6 +278,14 @@ func (m *Meta) Reset() {
 // ShapeSlice returns the dimensions as a slice of m's own array.
 func (m *Meta) ShapeSlice() []int64 { return m.Shape[:m.Dim] }
 
+// Trace is the times of the direction in which the message travels.
+func (m *Meta) Trace() *Trace {
+	if m.Request {
+		return &m.RequestTrace
+	}
+	return &m.ResponseTrace
+}
+
 // IsControl tells whether m is a control message.
 func (m *Meta) IsControl() bool { return m.Control.Cmd != EmptyCmd }
 

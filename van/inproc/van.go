@@ -3,6 +3,7 @@ package inproc
 // One node of a Network, as a van.Van.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -44,9 +45,7 @@ var (
 )
 
 func newNode(n *Network, log *slog.Logger) *node {
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
-	}
+	log = cmp.Or(log, slog.New(slog.DiscardHandler))
 	v := &node{net: n, log: log, lanes: map[*node]*engine.Lane[*inbound]{}}
 	v.id.Store(van.Empty)
 	v.conns.Store(&map[int]*conn{})
@@ -194,7 +193,7 @@ func (v *node) Send(m *van.Message) error {
 		}
 	}
 	if !m.IsControl() {
-		trace(m).PostSend = clock.Now()
+		m.Trace().PostSend = clock.Now()
 	}
 	p := pack(m)
 	p.conn = c
@@ -239,7 +238,7 @@ func (v *node) deliver(p *inbound, turn *engine.Turn) {
 	v.receivedBytes.Add(uint64(p.msg.PayloadLen()))
 	p.msg.Receiver = int(v.id.Load())
 	if !p.msg.IsControl() {
-		trace(&p.msg).PostRecv = clock.Now()
+		p.msg.Trace().PostRecv = clock.Now()
 	}
 	p.adopt()
 	p.msg.Turn = turn
@@ -306,12 +305,4 @@ func (v *node) waitingLocked() []*endpoint {
 		add(c)
 	}
 	return waiting
-}
-
-// trace returns the times of the direction in which m travels.
-func trace(m *van.Message) *van.Trace {
-	if m.Request {
-		return &m.RequestTrace
-	}
-	return &m.ResponseTrace
 }

@@ -176,12 +176,7 @@ func (c *inCommon) finish(p *inbound) error {
 func (c *inCommon) adopt(p *inbound) {
 	m := &p.msg
 	m.Receiver = int(c.self.id.Load())
-	now := clock.Now()
-	if m.Request {
-		m.RequestTrace.PostRecv = now
-	} else {
-		m.ResponseTrace.PostRecv = now
-	}
+	m.Trace().PostRecv = clock.Now()
 	m.Adopt(c, unsafe.Pointer(p))
 }
 

@@ -1,6 +1,7 @@
 package local
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -67,9 +68,7 @@ var (
 // other abilities of inner.
 func New(inner van.Van, o van.Options) *Van {
 	v := &Van{inner: inner, cfg: o.Config, log: o.Log, backend: o.Backend, dests: newDestinations(), drainTime: drainTime}
-	if v.log == nil {
-		v.log = slog.New(slog.DiscardHandler)
-	}
+	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
 	v.drain, v.endDrain = context.WithCancel(context.Background())
 	v.own.id.Store(van.Empty)
 	v.own.bell.fd, v.own.memory = -1, newMemory
@@ -192,11 +191,7 @@ func (v *Van) Send(msg *van.Message) error {
 	if v.closing.Load() {
 		return v.sendError(msg, van.ErrClosed)
 	}
-	if msg.Request {
-		msg.RequestTrace.PostSend = clock.Now()
-	} else {
-		msg.ResponseTrace.PostSend = clock.Now()
-	}
+	msg.Trace().PostSend = clock.Now()
 	if msg.Frames == 1 || msg.Frames < 0 || msg.Frames > van.MaxFrames {
 		return v.sendError(msg, fmt.Errorf("%w: %d data frames, want 0, 2 or 3", van.ErrInvalid, msg.Frames))
 	}

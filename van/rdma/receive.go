@@ -157,12 +157,7 @@ func (d *device) decode(in *inbound, l *receiveSlot, c *verbs.Completion) (*rece
 		return nil, nil
 	}
 	m.Sender, m.Receiver = in.hello.node, int(d.v.id.Load())
-	now := clock.Now()
-	if m.Request {
-		m.RequestTrace.PostRecv = now
-	} else {
-		m.ResponseTrace.PostRecv = now
-	}
+	m.Trace().PostRecv = clock.Now()
 	if m.SlaveQPNum > 0 {
 		rx.splits = m.SlaveQPCounter[1]
 		m.SlaveQPNum, m.SlaveQPCounter = 0, [2]uint64{}

@@ -243,11 +243,7 @@ func (r *receiver) recalled(msg *van.Message, name peerName) {
 // connection, and which is a member. It has size bytes, and keeps as many in memory.
 func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size, keeps int) verdict {
 	msg.Sender = name.id
-	if msg.Request {
-		msg.RequestTrace.PostRecv = now
-	} else {
-		msg.ResponseTrace.PostRecv = now
-	}
+	msg.Trace().PostRecv = now
 	msg.Receiver = int(r.v.id.Load())
 	r.v.stats.received(size)
 	kind := ofStranger
