@@ -6,7 +6,8 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"sort"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
 
@@ -260,10 +261,5 @@ func New(opts Options) (Van, error) {
 func Transports() []string {
 	transports.RLock()
 	defer transports.RUnlock()
-	names := make([]string, 0, len(transports.m))
-	for n := range transports.m {
-		names = append(names, n)
-	}
-	sort.Strings(names)
-	return names
+	return slices.Sorted(maps.Keys(transports.m))
 }

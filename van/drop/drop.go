@@ -4,6 +4,7 @@
 package drop
 
 import (
+	"cmp"
 	"log/slog"
 	"math/rand/v2"
 	"sync"
@@ -38,12 +39,8 @@ var (
 // resend must wrap this van, not the other way round. Use van.As to find the optional
 // abilities of inner.
 func New(inner van.Van, percent int, seed uint64, log *slog.Logger) *Van {
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
-	}
-	if seed == 0 {
-		seed = uint64(time.Now().UnixNano())
-	}
+	log = cmp.Or(log, slog.New(slog.DiscardHandler))
+	seed = cmp.Or(seed, uint64(time.Now().UnixNano()))
 	if percent > 0 {
 		log.Warn("received messages will be dropped", "percent", percent, "seed", seed)
 	}

@@ -1,6 +1,10 @@
 package engine
 
-import "sync"
+import (
+	"maps"
+	"slices"
+	"sync"
+)
 
 // Budget bounds the bytes that wait in lanes behind slow deliveries. Several Loops may
 // share one. Only items that wait are counted, so a quick delivery does not touch it.
@@ -63,10 +67,7 @@ func (b *Budget) sub(n int64) (again []looker) {
 	if most := b.total / 4 * 3; b.total <= 0 || b.used > most || b.used+n <= most {
 		return nil
 	}
-	for p := range b.paused {
-		again = append(again, p)
-	}
-	return again
+	return slices.Collect(maps.Keys(b.paused))
 }
 
 func (b *Budget) enter(p looker) {

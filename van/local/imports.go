@@ -1,6 +1,7 @@
 package local
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -161,8 +162,6 @@ func (x *imports) close() error {
 			errs = append(errs, x.d.unmap(a.mem))
 		}
 	}
-	if x.failed == nil {
-		x.failed = net.ErrClosed
-	}
+	x.failed = cmp.Or(x.failed, net.ErrClosed)
 	return errors.Join(errs...)
 }

@@ -1,6 +1,7 @@
 package local
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"log/slog"
@@ -274,9 +275,7 @@ func (l *outLink) collect() error {
 // fail ends the link because of err; what has to be done then is done where its
 // connection is watched. l.mu is held.
 func (l *outLink) fail(err error) error {
-	if l.cause == nil {
-		l.cause = err
-	}
+	l.cause = cmp.Or(l.cause, err)
 	_ = l.conn.Close()
 	return fmt.Errorf("%w: %w", van.ErrPeerLost, err)
 }
@@ -285,8 +284,5 @@ func (l *outLink) fail(err error) error {
 func (l *outLink) why() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.cause != nil {
-		return l.cause
-	}
-	return errLinkBroke
+	return cmp.Or(l.cause, errLinkBroke)
 }

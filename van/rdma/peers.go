@@ -3,6 +3,7 @@ package rdma
 import (
 	"context"
 	"maps"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -113,14 +114,8 @@ func (v *rvan) leave(p *peer, limit time.Duration) {
 }
 
 // allPeers is the peers, and those that are leaving.
-func (v *rvan) allPeers() (all []*peer) {
+func (v *rvan) allPeers() []*peer {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	for _, p := range *v.peers.Load() {
-		all = append(all, p)
-	}
-	for p := range v.leaving {
-		all = append(all, p)
-	}
-	return all
+	return slices.AppendSeq(slices.Collect(maps.Values(*v.peers.Load())), maps.Keys(v.leaving))
 }

@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -77,9 +78,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	if !failpoint.On("recv-budget") {
 		v.recvBudget = engine.NewBudget(int64(v.cfg.RecvBudgetPeer), int64(v.cfg.RecvBudget))
 	}
-	if v.log == nil {
-		v.log = slog.New(slog.DiscardHandler)
-	}
+	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
 	v.cm.Log, v.cm.Rejection, v.cm.Inline, v.cm.SplitPorts = v.log, rejection, inlineWanted, v.cfg.SplitQPLag
 	v.cm.SendDepth, v.cm.RecvDepth = depths(v.cfg)
 	v.cm.AckTimeout = v.cfg.RDMAAckTimeout

@@ -3,6 +3,7 @@ package resend
 // The wrapper around a van: its options, its life, and the handling of acknowledgements.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -97,9 +98,7 @@ func New(inner van.Van, opts Options) *Van {
 	if opts.CloseWait <= 0 {
 		opts.CloseWait = 3 * opts.Timeout
 	}
-	if opts.Log == nil {
-		opts.Log = slog.New(slog.DiscardHandler)
-	}
+	opts.Log = cmp.Or(opts.Log, slog.New(slog.DiscardHandler))
 	v := &Van{inner: inner, opts: opts, log: opts.Log,
 		kept: map[key]*entry{}, conns: map[int]string{}, quiet: map[int]bool{}, seen: map[int]*peer{},
 		wake: make(chan struct{}, 1), quit: make(chan struct{})}

@@ -3,6 +3,7 @@ package stage
 // The wrapper: copies of outgoing and incoming values, and the pools of their buffers.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -91,15 +92,9 @@ func New(inner van.Van, o Options) van.Van {
 	if o.Backend == nil || o.Backend.Device().Type == backend.CPU {
 		return inner
 	}
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
-	if o.Pinned == 0 {
-		o.Pinned = DefaultLimit
-	}
-	if o.Device == 0 {
-		o.Device = DefaultLimit
-	}
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
+	o.Pinned = cmp.Or(o.Pinned, DefaultLimit)
+	o.Device = cmp.Or(o.Device, DefaultLimit)
 	v := &Van{Van: inner, back: o.Backend, log: o.Log, direct: o.Direct, dsts: map[destination]backend.Mem{}}
 	v.lower, _ = van.As[van.BufferRegistrar](inner)
 	if p, ok := o.Backend.(backend.HostPinner); ok {

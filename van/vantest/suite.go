@@ -11,6 +11,7 @@
 package vantest
 
 import (
+	"cmp"
 	"testing"
 	"time"
 
@@ -44,12 +45,8 @@ type Suite struct {
 
 // Run runs the suite.
 func Run(t *testing.T, s Suite) {
-	if s.Host == "" {
-		s.Host = "127.0.0.1"
-	}
-	if s.BadHost == "" {
-		s.BadHost = "192.0.2.1"
-	}
+	s.Host = cmp.Or(s.Host, "127.0.0.1")
+	s.BadHost = cmp.Or(s.BadHost, "192.0.2.1")
 	for _, c := range []struct {
 		name  string
 		test  func(*world)

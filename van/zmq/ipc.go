@@ -1,6 +1,7 @@
 package zmq
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -50,9 +51,7 @@ func (v *zvan) bindLocal(z *zmq4.Socket, self van.Node) (int, func(), error) {
 		return 0, nil, err
 	}
 	port, release := self.Port, func() { _ = l.Close() }
-	if port == 0 {
-		port = l.Addr().(*net.TCPAddr).Port
-	}
+	port = cmp.Or(port, l.Addr().(*net.TCPAddr).Port)
 	path := localPath(port)
 	if err := makeLocal(z, path); err != nil {
 		release()

@@ -12,6 +12,7 @@
 package zmq
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -144,9 +145,7 @@ func New(o van.Options) (van.Van, error) {
 	}
 	v.peers.Store(&map[int]*conn{})
 	v.lent = newLent(v.pump)
-	if v.log == nil {
-		v.log = slog.New(slog.DiscardHandler)
-	}
+	v.log = cmp.Or(v.log, slog.New(slog.DiscardHandler))
 	v.flow.init(v)
 	v.early.most = keepTime
 	v.bindThreads()

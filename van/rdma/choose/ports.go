@@ -101,9 +101,7 @@ func (l *look) endsOf(d *verbs.DeviceInfo, p *verbs.PortInfo) []*end {
 		if !ok {
 			return
 		}
-		if iface == "" {
-			iface = gid.Iface
-		}
+		iface = cmp.Or(iface, gid.Iface)
 		if o := l.owner(addr); o != nil && iface == "" {
 			iface = o.Name
 		}
@@ -192,10 +190,7 @@ func (l *look) have() string {
 	rdma := map[string]bool{}
 	for _, e := range l.ends {
 		rdma[e.iface] = true
-		name := e.iface
-		if name == "" {
-			name = "?"
-		}
+		name := cmp.Or(e.iface, "?")
 		ports = append(ports, fmt.Sprintf("%s %s (%s, %s)", name, e.addr, e, e.port.State))
 	}
 	for _, u := range l.useless {

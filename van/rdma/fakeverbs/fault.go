@@ -2,6 +2,7 @@ package fakeverbs
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -244,9 +245,7 @@ func (n *Net) kill(s *Stack, tell bool) {
 func (s *Stack) ids() []*connID {
 	var all []*connID
 	for c := range s.channels {
-		for id := range c.ids {
-			all = append(all, id)
-		}
+		all = slices.AppendSeq(all, maps.Keys(c.ids))
 	}
 	slices.SortFunc(all, func(a, b *connID) int { return a.seq - b.seq })
 	return all

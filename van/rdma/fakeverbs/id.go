@@ -3,6 +3,7 @@ package fakeverbs
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"syscall"
 	"time"
 
@@ -90,12 +91,7 @@ func (id *connID) begin(op Op, states ...idState) error {
 	if id.gone || id.ch.ended() {
 		return id.fault(op.Kind.String(), verbs.ErrClosed, "its use")
 	}
-	for _, s := range states {
-		if id.state == s {
-			return nil
-		}
-	}
-	if len(states) == 0 {
+	if len(states) == 0 || slices.Contains(states, id.state) {
 		return nil
 	}
 	return id.fault(op.Kind.String(), syscall.EINVAL, fmt.Sprintf("its state, want %v", states))

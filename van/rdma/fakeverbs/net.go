@@ -3,6 +3,7 @@ package fakeverbs
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -196,12 +197,7 @@ func (n *Net) Close() {
 
 // byAge returns the queue pairs in the order in which they were made.
 func (n *Net) byAge() []*qp {
-	all := make([]*qp, 0, len(n.qps))
-	for _, q := range n.qps {
-		all = append(all, q)
-	}
-	slices.SortFunc(all, func(a, b *qp) int { return cmp.Compare(a.num, b.num) })
-	return all
+	return slices.SortedFunc(maps.Values(n.qps), func(a, b *qp) int { return cmp.Compare(a.num, b.num) })
 }
 
 func (n *Net) cut(a, b netip.Addr) bool { return len(n.cuts) != 0 && n.cuts[linkOf(a, b)] }

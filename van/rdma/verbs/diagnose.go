@@ -67,8 +67,7 @@ func tryOpen(path string) error {
 
 // reason is err without the operation and path, which the caller names.
 func reason(err error) string {
-	var p *fs.PathError
-	if errors.As(err, &p) {
+	if p, ok := errors.AsType[*fs.PathError](err); ok {
 		return p.Err.Error()
 	}
 	return err.Error()

@@ -50,9 +50,7 @@ func Load(o Options) (Stack, error) {
 	o.sysfs = cmp.Or(o.sysfs, "/sys/class/infiniband")
 	o.dev = cmp.Or(o.dev, "/dev/infiniband")
 	s := &stack{opt: o, log: o.Log}
-	if s.log == nil {
-		s.log = slog.New(slog.DiscardHandler)
-	}
+	s.log = cmp.Or(s.log, slog.New(slog.DiscardHandler))
 	verbs, cm, mlx5 := C.CString(o.libVerbs), C.CString(o.libCM), C.CString(o.libMLX5)
 	defer C.free(unsafe.Pointer(verbs))
 	defer C.free(unsafe.Pointer(cm))

@@ -33,8 +33,7 @@ func (d *device) Register(p unsafe.Pointer, n int, a Access) (MR, error) {
 	err := m.register(func() C.int {
 		return C.sv_reg(d.c, C.uintptr_t(uintptr(p)), C.size_t(n), C.int(a), &m.c, &m.lkey, &m.rkey)
 	})
-	var e *Error
-	if errors.As(err, &e) && e.Errno == syscall.EFAULT {
+	if e, ok := errors.AsType[*Error](err); ok && e.Errno == syscall.EFAULT {
 		e.Hint = "memory that is not mapped, or is read-only while Access wants to write, " +
 			"or belongs to a GPU without nvidia_peermem or dma-buf"
 	}

@@ -53,8 +53,7 @@ func (d *device) createQP(i *C.sv_id, o QPOptions) (*qp, error) {
 	rc := C.sv_create_qp(d.c, i, &c, &what)
 	err := failure(rc, C.GoString(what), d.name,
 		fmt.Sprintf("(%d send, %d receive requests, %d bytes inline)", o.SendDepth, o.RecvDepth, o.Inline))
-	var e *Error
-	if errors.As(err, &e) && e.Errno == syscall.EINVAL {
+	if e, ok := errors.AsType[*Error](err); ok && e.Errno == syscall.EINVAL {
 		e.Hint = "the device does not take these values, or the other end of the connection has gone meanwhile"
 	}
 	if err != nil {
