@@ -3,6 +3,7 @@ package membership
 // The configuration of a Machine and its checks.
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 	"time"
@@ -77,12 +78,8 @@ func (c *Config) check() error {
 	invalid := func(detail, hint string) error {
 		return &van.Error{Op: "configure " + c.Role.String(), Detail: detail, Hint: hint, Err: van.ErrInvalid}
 	}
-	if c.GroupSize == 0 {
-		c.GroupSize = 1
-	}
-	if c.ReportEvery == 0 {
-		c.ReportEvery = defaultReportEvery
-	}
+	c.GroupSize = cmp.Or(c.GroupSize, 1)
+	c.ReportEvery = cmp.Or(c.ReportEvery, defaultReportEvery)
 	switch c.Role {
 	case van.Worker, van.Server, van.Scheduler:
 	default:

@@ -3,6 +3,7 @@ package membership
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"math"
 	"slices"
 	"strings"
@@ -223,20 +224,11 @@ func (m *Machine) forget(id int) {
 
 // isStarting tells whether this node waits in the barrier of start-up.
 func (m *Machine) isStarting() bool {
-	for _, t := range m.tickets {
-		if t.starting {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(m.tickets, func(t *ticket) bool { return t.starting })
 }
 
 func (m *Machine) dropEmpty() {
-	for key, g := range m.sched.gathers {
-		if len(g.came) == 0 {
-			delete(m.sched.gathers, key)
-		}
-	}
+	maps.DeleteFunc(m.sched.gathers, func(_ gatherKey, g *gather) bool { return len(g.came) == 0 })
 }
 
 // recheckBarriers finds the barriers at which only dead nodes are missing. Such a barrier
@@ -372,19 +364,12 @@ func (m *Machine) nextBarrierTick() time.Duration {
 }
 
 // openBarriers lists the requested barriers in a fixed order.
-func (s *scheduler) openBarriers() []gatherKey {
-	return sortedKeys(s.gathers)
-}
+func (s *scheduler) openBarriers() []gatherKey { return sortedKeys(s.gathers) }
 
 func sortedKeys[V any](m map[gatherKey]V) []gatherKey {
-	keys := make([]gatherKey, 0, len(m))
-	for k := range m {
-		keys = append(keys, k)
-	}
-	slices.SortFunc(keys, func(a, b gatherKey) int {
+	return slices.SortedFunc(maps.Keys(m), func(a, b gatherKey) int {
 		return cmp.Or(cmp.Compare(a.group, b.group), strings.Compare(kindName(a.instance), kindName(b.instance)))
 	})
-	return keys
 }
 
 // places is the number of ids that node id stands for.

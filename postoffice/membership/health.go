@@ -3,6 +3,7 @@ package membership
 // Which nodes are alive: lost connections, heartbeats, and what the scheduler says.
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"slices"
@@ -79,9 +80,7 @@ func (m *Machine) heard(now time.Duration, from int) {
 // PeerLost says that the transport lost the connection to id, which may be a temporary
 // id. It is ignored after Leaving and after the final barrier.
 func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
-	if cause == nil {
-		cause = van.ErrPeerLost
-	}
+	cause = cmp.Or(cause, van.ErrPeerLost)
 	if m.phase == failed || m.leaving || id == m.self.ID {
 		return
 	}

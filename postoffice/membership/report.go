@@ -43,11 +43,7 @@ func (m *Machine) Report(now time.Duration) Report {
 		r.Vanished, r.Refused = slices.Clone(s.vanished), slices.Clone(s.refused)
 		r.Barriers = m.barriersText()
 		if !r.Ready {
-			for _, j := range s.joins {
-				if j.lost == nil {
-					r.Present = append(r.Present, j.node)
-				}
-			}
+			r.Present = append(r.Present, s.present()...)
 			r.Missing = m.missing(r.Present)
 			if s.back != nil {
 				r.Returned = fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have come back", len(s.back.nodes),
@@ -148,9 +144,9 @@ func (r Report) String() string {
 
 func (m *Machine) joinedText(role van.Role) string {
 	var names []string
-	for _, j := range m.sched.joins {
-		if j.node.Role == role && j.lost == nil {
-			names = append(names, j.node.Addr())
+	for _, n := range m.sched.present() {
+		if n.Role == role {
+			names = append(names, n.Addr())
 		}
 	}
 	return list(names)

@@ -175,12 +175,7 @@ func (m *Machine) returnWaits() (half, few time.Duration) {
 // othersCame tells whether a new node has registered for each id of a former scheduler's
 // cluster whose node has not come back, so that no more nodes are expected.
 func (m *Machine) othersCame(cluster uint32) bool {
-	var joins []van.Node
-	for _, j := range m.sched.joins {
-		if j.lost == nil {
-			joins = append(joins, j.node)
-		}
-	}
+	joins := m.sched.present()
 	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
 		if c := m.sched.back.nodes[id]; c != nil && c.cluster == cluster {
 			continue

@@ -3,6 +3,7 @@ package membership
 // The scheduler's side of start-up and recovery: registrations, ids, and the node table.
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -53,6 +54,16 @@ func newScheduler(hosts map[string]int) *scheduler {
 		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, starting: map[int][]int32{}, claims: map[int]*join{}, unheard: map[int]*unheard{}}
 }
 
+// present lists the nodes that have registered and count.
+func (s *scheduler) present() (nodes []van.Node) {
+	for _, j := range s.joins {
+		if j.lost == nil {
+			nodes = append(nodes, j.node)
+		}
+	}
+	return nodes
+}
+
 // stepJoin handles the registration of a node.
 func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
 	nodes := msg.Control.Nodes
@@ -77,11 +88,7 @@ func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
 			rec.Role, m.self.Addr()))
 		return nil
 	}
-	why := m.ofThisCluster(&rec)
-	if why == "" {
-		why = m.unlike(&rec)
-	}
-	if why != "" {
+	if why := cmp.Or(m.ofThisCluster(&rec), m.unlike(&rec)); why != "" {
 		m.refuse(now, &rec, why)
 		return nil
 	}
@@ -168,12 +175,7 @@ func (m *Machine) misfit(rec *van.Node) (why string, rival *join) {
 // complete assigns the ids when all nodes have registered.
 func (m *Machine) complete(now time.Duration) {
 	s := m.sched
-	present := make([]van.Node, 0, len(s.joins))
-	for _, j := range s.joins {
-		if j.lost == nil {
-			present = append(present, j.node)
-		}
-	}
+	present := s.present()
 	if len(present) < m.cfg.groupLen(van.WorkerGroup|van.ServerGroup) {
 		return
 	}

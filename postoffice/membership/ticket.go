@@ -282,14 +282,8 @@ func (m *Machine) barrierRefused(n notice, request uint64) {
 // failTickets fails the barriers that which selects. If Finalize is among them, the losses
 // that it has held are reported.
 func (m *Machine) failTickets(which func(*ticket) bool, why van.Error) {
-	var out []*ticket
-	m.tickets = slices.DeleteFunc(m.tickets, func(t *ticket) bool {
-		if which(t) {
-			out = append(out, t)
-			return true
-		}
-		return false
-	})
+	out := slices.DeleteFunc(slices.Clone(m.tickets), func(t *ticket) bool { return !which(t) })
+	m.tickets = slices.DeleteFunc(m.tickets, which)
 	for _, t := range out {
 		e := why
 		e.Op, e.Node = t.name(), m.name()
@@ -299,7 +293,7 @@ func (m *Machine) failTickets(which func(*ticket) bool, why van.Error) {
 		return
 	}
 	if m.finalizing() == nil {
-		m.reportHeld()
+		m.reportHeld(math.MaxInt64)
 	}
 	m.ask()
 }
@@ -314,14 +308,9 @@ func (m *Machine) finalizing() *ticket {
 	return nil
 }
 
-// reportHeld reports all held losses.
-func (m *Machine) reportHeld() {
-	m.reportHeldUntil(math.MaxInt64)
-}
-
-// reportHeldUntil reports the losses that were noticed at least leaveGrace before now: if
+// reportHeld reports the losses that were noticed at least leaveGrace before now: if
 // the peers had left in order, the release of the last barrier would have come.
-func (m *Machine) reportHeldUntil(now time.Duration) {
+func (m *Machine) reportHeld(now time.Duration) {
 	if len(m.held) == 0 {
 		return
 	}
@@ -339,7 +328,7 @@ func (m *Machine) tickTickets(now time.Duration) {
 			m.expire(t)
 		}
 	}
-	m.reportHeldUntil(now)
+	m.reportHeld(now)
 	m.failWithoutScheduler(now)
 }
 
@@ -380,15 +369,8 @@ func (m *Machine) schedulerDeadline() (time.Duration, bool) {
 }
 
 func (m *Machine) needsScheduler(t *ticket) bool {
-	if !t.ending || m.self.Role != van.Server {
-		return true
-	}
-	for _, id := range m.Members(van.WorkerGroup) {
-		if !m.isDown(id) {
-			return false
-		}
-	}
-	return true
+	return !t.ending || m.self.Role != van.Server ||
+		!slices.ContainsFunc(m.Members(van.WorkerGroup), func(id int) bool { return !m.isDown(id) })
 }
 
 func (m *Machine) nextTicketTick() time.Duration {
