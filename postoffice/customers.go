@@ -4,6 +4,7 @@ package postoffice
 
 import (
 	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -20,6 +21,7 @@ type apps struct {
 	profile   *profile // nil unless asked for
 	role      van.Role
 	table     atomic.Pointer[map[appKey]*Customer]
+	orders    atomic.Pointer[map[int32]string] // of communicators' applications, see App.Order
 
 	mu       sync.Mutex
 	early    map[appKey][]early
@@ -63,10 +65,5 @@ func (a *apps) remove(c *Customer, next int32) {
 }
 
 func (a *apps) customers() []*Customer {
-	m := *a.table.Load()
-	cs := make([]*Customer, 0, len(m))
-	for _, c := range m {
-		cs = append(cs, c)
-	}
-	return cs
+	return slices.Collect(maps.Values(*a.table.Load()))
 }

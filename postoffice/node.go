@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -26,18 +25,29 @@ type Node struct {
 	strangers strangers
 	notices   notices
 	apps      apps
-	orders    atomic.Pointer[map[int32]string] // of communicators' applications, see App.Order
 
 	stack    *stack.Van
 	van      van.Van      // of stack
 	recaller van.Recaller // nil when the van reads no memory later
-	back     backend.Backend
-	ownBack  bool     // this node closes back
+	device   device
 	self     van.Node // this node's record
 }
 
+// device is a node's, and whether the node closes it.
+type device struct {
+	backend.Backend
+	own bool
+}
+
+func (d *device) close() error {
+	if d.own {
+		return d.Close()
+	}
+	return nil
+}
+
 // Backend is the memory of the node's device.
-func (n *Node) Backend() backend.Backend { return n.back }
+func (n *Node) Backend() backend.Backend { return n.device.Backend }
 
 // Van is the node's transports, whose optional abilities van.As finds, and van.PathTo the
 // path to a peer. To send and to leave use the node's own methods.
@@ -134,12 +144,5 @@ func (n *Node) leave(ctx context.Context, linger time.Duration) error {
 	for i := len(exits) - 1; i >= 0; i-- {
 		(*exits[i])()
 	}
-	return errors.Join(err, n.apps.profile.close(), n.closeBackend())
-}
-
-func (n *Node) closeBackend() error {
-	if n.ownBack {
-		return n.back.Close()
-	}
-	return nil
+	return errors.Join(err, n.apps.profile.close(), n.device.close())
 }

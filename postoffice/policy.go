@@ -32,7 +32,7 @@ func (n *Node) applyPolicies(list []membership.Policy) string {
 		}
 	}
 	n.stack.SetRates(rates)
-	n.orders.Store(&orders)
+	n.apps.orders.Store(&orders)
 	marker, marks := van.As[van.Marker](n.van)
 	if marks {
 		marker.SetClasses(classes)
@@ -63,7 +63,7 @@ func (n *Node) applyPolicies(list []membership.Policy) string {
 
 // Order is the order that a policy has set for a communicator's application, "" if none has.
 func (a App) Order(app int) string {
-	if o := a.orders.Load(); o != nil {
+	if o := a.apps.orders.Load(); o != nil {
 		return (*o)[int32(app)]
 	}
 	return ""

@@ -192,21 +192,21 @@ func newNode(o Options) (*Node, error) {
 		n.log.Info(w)
 	}
 	var err error
-	if n.back = o.Backend; n.back == nil {
-		if n.back, err = stack.OpenDevice(cfg, role, n.log); err != nil {
+	if n.device.Backend = o.Backend; o.Backend == nil {
+		if n.device.Backend, err = stack.OpenDevice(cfg, role, n.log); err != nil {
 			return nil, err
 		}
-		n.ownBack = !o.KeepBackend
+		n.device.own = !o.KeepBackend
 	}
 	if n.apps.profile, err = openProfile(cfg, role); err != nil {
-		return nil, errors.Join(err, n.closeBackend())
+		return nil, errors.Join(err, n.device.close())
 	}
 	n.stack, err = stack.New(stack.Options{
-		Options: van.Options{Config: cfg, Log: n.log, Backend: n.back, Incarnation: n.incarnation},
+		Options: van.Options{Config: cfg, Log: n.log, Backend: n.Backend(), Incarnation: n.incarnation},
 		Role:    role, Transport: o.Van, OnFail: n.givenUp,
 	})
 	if err != nil {
-		return nil, errors.Join(err, n.apps.profile.close(), n.closeBackend())
+		return nil, errors.Join(err, n.apps.profile.close(), n.device.close())
 	}
 	n.van = n.stack.Van
 	n.recaller, _ = van.As[van.Recaller](n.van)
