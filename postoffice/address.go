@@ -3,9 +3,11 @@ package postoffice
 // Which address a node binds and tells the others.
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -108,12 +110,10 @@ func isLocal(host string) bool {
 	if err != nil {
 		return true // not known; Bind fails if it is wrong
 	}
-	for _, a := range addrs {
-		if n, ok := a.(*net.IPNet); ok && n.IP.Equal(ip) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(addrs, func(a net.Addr) bool {
+		n, ok := a.(*net.IPNet)
+		return ok && n.IP.Equal(ip)
+	})
 }
 
 // interfaceAddr finds the IPv4 address of the interface called name, or of the only one
@@ -175,11 +175,7 @@ func interfaces() string {
 	all, _ := net.Interfaces()
 	var names []string
 	for _, i := range all {
-		addr := ipv4(i)
-		if addr == "" {
-			addr = "no IPv4 address"
-		}
-		names = append(names, fmt.Sprintf("%s (%s)", i.Name, addr))
+		names = append(names, fmt.Sprintf("%s (%s)", i.Name, cmp.Or(ipv4(i), "no IPv4 address")))
 	}
 	return strings.Join(names, ", ")
 }

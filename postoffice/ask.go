@@ -3,6 +3,7 @@ package postoffice
 // How a process that is no node asks the scheduler about policies.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -27,9 +28,7 @@ const askEvery = time.Second
 // POLICY" with what membership.ParsePolicy reads, "clear TARGET" or "clear all"; each of them may be
 // asked again without harm. log may be nil.
 func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question string) ([]string, error) {
-	if log == nil {
-		log = slog.New(slog.DiscardHandler)
-	}
+	log = cmp.Or(log, slog.New(slog.DiscardHandler))
 	c := *cfg
 	c.Role, c.Port, c.BindCPUCore = "worker", 0, false
 	target := schedulerRecord(&c)

@@ -3,6 +3,7 @@ package postoffice
 // What a node notes and does when a process takes an id, is lost, or is back.
 
 import (
+	"slices"
 	"sync"
 
 	"github.com/stepaf/stepaf-go/postoffice/membership"
@@ -88,17 +89,11 @@ func (n *watchers) OnPeer(f func(id int, up bool, cause error)) (stop func()) {
 	w := (*watcher)(&f)
 	n.watchMu.Lock()
 	defer n.watchMu.Unlock()
-	n.list = append(append([]*watcher(nil), n.list...), w)
+	n.list = append(slices.Clone(n.list), w)
 	return func() {
 		n.watchMu.Lock()
 		defer n.watchMu.Unlock()
-		var rest []*watcher
-		for _, x := range n.list {
-			if x != w {
-				rest = append(rest, x)
-			}
-		}
-		n.list = rest
+		n.list = slices.DeleteFunc(slices.Clone(n.list), func(x *watcher) bool { return x == w })
 	}
 }
 

@@ -4,7 +4,9 @@ package postoffice
 
 import (
 	"fmt"
+	"maps"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -167,9 +169,5 @@ func (q *requests) recycle(r *Request) {
 func (q *requests) list() []*Request {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	rs := make([]*Request, 0, len(q.live))
-	for r := range q.live {
-		rs = append(rs, r)
-	}
-	return rs
+	return slices.Collect(maps.Keys(q.live))
 }

@@ -121,19 +121,14 @@ func (s *strangers) takeGivenUp(id int, incarnation uint32) (taken []strangerWit
 
 // waits tells whether something of that process is held. mu is held.
 func (s *strangers) waits(id int, incarnation uint32) bool {
-	for _, x := range s.givenUp {
-		if x.w.Sender == id && x.incarnation == incarnation {
-			return true
-		}
+	if slices.ContainsFunc(s.givenUp, func(x strangerWithdrawal) bool { return x.w.Sender == id && x.incarnation == incarnation }) {
+		return true
 	}
-	if v := s.held[id]; v != nil && incarnation != 0 {
-		for _, e := range v.queue {
-			if from, _ := e.msg.Incarnations(); from == incarnation {
-				return true
-			}
-		}
-	}
-	return false
+	v := s.held[id]
+	return v != nil && incarnation != 0 && slices.ContainsFunc(v.queue, func(e early) bool {
+		from, _ := e.msg.Incarnations()
+		return from == incarnation
+	})
 }
 
 // hold keeps or drops msg and returns true. It returns false if msg can be delivered: its

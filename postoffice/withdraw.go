@@ -92,12 +92,7 @@ func (ws *withdrawals) has(sender int, epoch uint32, customer, ts int32) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.expire(clock.Now(), maxWithdrawn)
-	for i := range g.list {
-		if w := &g.list[i]; w.epoch == epoch && w.Has(customer, ts) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(g.list, func(w withdrawal) bool { return w.epoch == epoch && w.Has(customer, ts) })
 }
 
 // expire removes old entries, and the oldest beyond most. g.mu is held.

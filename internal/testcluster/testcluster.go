@@ -2,6 +2,7 @@
 package testcluster
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -104,12 +105,8 @@ func Start(t testing.TB, o Options) *Cluster {
 func New(t testing.TB, o Options) *Cluster {
 	t.Helper()
 	o.Workers, o.Servers, o.Group = max(o.Workers, 1), max(o.Servers, 1), max(o.Group, 1)
-	if o.Log == nil {
-		o.Log = slog.New(slog.DiscardHandler)
-	}
-	if o.Network == nil {
-		o.Network = inproc.NewNetwork()
-	}
+	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
+	o.Network = cmp.Or(o.Network, inproc.NewNetwork())
 	c := &Cluster{Servers: make([]*postoffice.Node, o.Servers*o.Group), Workers: make([]*postoffice.Node, o.Workers*o.Group), Port: 9000, o: o}
 	if o.Over.sockets() {
 		c.Port = FreePort(t)
