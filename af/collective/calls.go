@@ -78,55 +78,43 @@ func (c *Comm) Broadcast(t af.Tensor, root int, on ...af.Stream) (Op, error) {
 // Gather makes out, on rank root, the tensors in of all ranks, in the order of ranks. Others
 // give no out.
 func (c *Comm) Gather(out, in af.Tensor, root int, on ...af.Stream) (Op, error) {
-	k := call{kind: gather, dtype: in.Dtype(), root: int32(root), bytes: uint64(in.Len())}
-	n := in.Len()
-	p := plan{call: k, ask: share{mem: out.Mem(), by: 1, of: c.ifRoot(root)}, give: share{mem: in.Mem(), of: root}}
-	both := []af.Tensor{in, out}
-	if c.self != root {
-		both = both[:1]
-	}
-	var err error
-	p.device, err = c.home(both)
-	checks := []error{c.rooted(root), err}
-	if c.self == root {
-		checks = append(checks, same(&out, &in), size(&out, "out", n*c.Size()))
-	}
-	if err := c.check(k, checks...); err != nil {
-		return Op{}, err
-	}
-	if c.self == root {
-		p.out, p.own = out.Mem().Sub(c.self*n, n), in.Mem()
-		if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), p.out)); err != nil {
-			return Op{}, err
-		}
-	}
-	return c.start(&p, on)
+	return c.parts(gather, out, in, root, on)
 }
 
 // Scatter makes out, on each rank, that rank's part of the tensor in of rank root, which has
 // Size times the size. Others give no in.
 func (c *Comm) Scatter(out, in af.Tensor, root int, on ...af.Stream) (Op, error) {
-	k := call{kind: scatter, dtype: out.Dtype(), root: int32(root), bytes: uint64(out.Len())}
-	n := out.Len()
-	p := plan{call: k, ask: share{mem: out.Mem(), of: root}, give: share{mem: in.Mem(), by: 1, of: c.ifRoot(root)}}
-	both := []af.Tensor{out, in}
+	return c.parts(scatter, in, out, root, on)
+}
+
+// parts is a Gather or a Scatter: whole, which only rank root has, has a part for each rank.
+func (c *Comm) parts(kind kind, whole, part af.Tensor, root int, on []af.Stream) (Op, error) {
+	k := call{kind: kind, dtype: part.Dtype(), root: int32(root), bytes: uint64(part.Len())}
+	n := part.Len()
+	both := []af.Tensor{part, whole}
 	if c.self != root {
 		both = both[:1]
 	}
-	var err error
-	p.device, err = c.home(both)
-	checks := []error{c.rooted(root), err}
+	device, err := c.home(both)
+	checks, name, other := []error{c.rooted(root), err}, "out", "in"
+	if kind == scatter {
+		name, other = other, name
+	}
 	if c.self == root {
-		checks = append(checks, same(&in, &out), size(&in, "in", n*c.Size()))
+		checks = append(checks, same(&whole, &part), size(&whole, name, n*c.Size()))
 	}
 	if err := c.check(k, checks...); err != nil {
 		return Op{}, err
 	}
+	p := plan{call: k, ask: share{mem: whole.Mem(), by: 1, of: c.ifRoot(root)}, give: share{mem: part.Mem(), of: root}, device: device}
 	if c.self == root {
-		p.out, p.own = out.Mem(), in.Mem().Sub(c.self*n, n)
-		if err := c.check(k, apart("in", in.Mem(), "out", out.Mem(), p.own)); err != nil {
+		p.out, p.own = whole.Mem().Sub(c.self*n, n), part.Mem()
+		if err := c.check(k, apart(name, whole.Mem(), other, part.Mem(), p.out)); err != nil {
 			return Op{}, err
 		}
+	}
+	if kind == scatter {
+		p.ask, p.give, p.out, p.own = p.give, p.ask, p.own, p.out
 	}
 	return c.start(&p, on)
 }

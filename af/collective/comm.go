@@ -3,6 +3,7 @@ package collective
 // Comm: its making, its failure and its end.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -277,9 +278,7 @@ func (c *Comm) fail(err error) {
 // later ones.
 func (c *Comm) leave(rank int, err error) {
 	c.mu.Lock()
-	if c.left == nil {
-		c.left = err
-	}
+	c.left = cmp.Or(c.left, err)
 	needed := false
 	for _, o := range c.window {
 		needed = needed || o != nil && o.needs(rank)

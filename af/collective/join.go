@@ -54,11 +54,17 @@ func (c *Comm) join(ctx context.Context, op string) error {
 		return err
 	}
 	for _, w := range waiting {
-		c.answerHello(w, own)
+		c.answer(w, own.append(nil))
 	}
 	answers := make([]hello, len(c.ids))
 	errs := make([]error, len(c.ids))
-	for again := slices.Delete(sequence(len(c.ids)), c.self, c.self+1); len(again) > 0; again = c.metAnew(ctx, answers, errs) {
+	var again []int // first all others
+	for r := range c.ids {
+		if r != c.self {
+			again = append(again, r)
+		}
+	}
+	for ; len(again) > 0; again = c.metAnew(ctx, answers, errs) {
 		var wg sync.WaitGroup
 		for _, r := range again {
 			wg.Go(func() {
@@ -76,15 +82,6 @@ func (c *Comm) join(ctx context.Context, op string) error {
 			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: err}
 	}
 	return nil
-}
-
-// sequence is 0 to n-1.
-func sequence(n int) []int {
-	l := make([]int, n)
-	for i := range l {
-		l[i] = i
-	}
-	return l
 }
 
 // final tells whether a rank that has answered so will not answer otherwise.
@@ -257,11 +254,7 @@ func (q *question) Answer(_, _ int, msg *van.Message) error {
 	case verbHello:
 		q.got, err = parseHello(msg.Body)
 	case verbRefused:
-		if _, why, bad := parseReason(msg.Body); bad == nil {
-			err = why
-		} else {
-			err = bad
-		}
+		err = refusal(msg.Body)
 	case verbDone:
 	default:
 		err = &van.FieldError{Field: "body verb", Value: v, Want: "an answer"}
@@ -337,7 +330,7 @@ func (c *Comm) receiveHello(rank int, q request, h hello) {
 		}
 		own := hello{c.propose, c.round, c.hash, uint32(len(c.ids))}
 		c.mu.Unlock()
-		c.answerHello(&q, own)
+		c.answer(&q, own.append(nil))
 		return
 	}
 	p.waiting, p.hello = &q, h
@@ -351,23 +344,14 @@ func (c *Comm) receiveHello(rank int, q request, h hello) {
 // refute refuses the hello of a rank that has another idea of the communicator, and ends this
 // node's round, if there is one, in which it would wait in vain.
 func (c *Comm) refute(q *request, err error) {
-	c.misfits(err)
-	c.refuse(q, err)
-}
-
-// misfits ends this node's round, or its first one as soon as it begins.
-func (c *Comm) misfits(err error) {
 	c.mu.Lock()
 	refuted := c.refuted
 	if c.round == 0 {
-		c.misfit = err
+		c.misfit = err // for the first round, as soon as it begins
 	}
 	c.mu.Unlock()
 	if refuted != nil {
 		refuted(err)
 	}
-}
-
-func (c *Comm) answerHello(q *request, own hello) {
-	c.answer(q, own.append(nil))
+	c.refuse(q, err)
 }

@@ -451,11 +451,7 @@ func (o *op) Answer(_, from int, msg *van.Message) error {
 		if err != nil {
 			return err
 		}
-		_, why, err := parseReason(msg.Body)
-		if err != nil {
-			return err
-		}
-		return why
+		return refusal(msg.Body)
 	}
 	into := o.into[from]
 	if msg.Frames < 2 || msg.Vals.Len() != into.Len() {

@@ -3,6 +3,7 @@ package collective
 // What requests and answers between ranks say, beside ps-lite's fields: in their body.
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -191,6 +192,12 @@ func parseReason(b []byte) (round uint64, why error, err error) {
 		cause = causes[code]
 	}
 	return binary.LittleEndian.Uint64(b[2:]), &remoteError{fmt.Sprintf("%q", b[head:]), cause}, nil
+}
+
+// refusal is the reason in a body, or what is wrong with that.
+func refusal(b []byte) error {
+	_, why, err := parseReason(b)
+	return cmp.Or(err, why)
 }
 
 // remoteError is what another rank says of its failure.
