@@ -2,6 +2,7 @@ package af
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -181,6 +182,37 @@ func (x *sender) remove(b *work) {
 			return
 		}
 	}
+}
+
+// drop gives up the unfinished batches and the held messages that gone picks, and returns the
+// number of batches.
+func (x *sender) drop(gone func(epoch uint32, customer, ts int32) bool) int {
+	x.mu.Lock()
+	var open []*work
+	for _, b := range slices.Clone(x.open) {
+		if gone(b.epoch, b.customer, b.first) {
+			x.remove(b)
+			open = append(open, b)
+		}
+	}
+	var held []*van.Message
+	x.held = slices.DeleteFunc(x.held, func(m *van.Message) bool {
+		if !gone(m.Epoch, m.CustomerID, m.Timestamp) {
+			return false
+		}
+		x.heldBytes -= m.PayloadLen()
+		held = append(held, m)
+		return true
+	})
+	x.mu.Unlock()
+	x.early.Add(int32(-len(held)))
+	for _, m := range held {
+		m.Release()
+	}
+	for _, b := range open {
+		b.unref()
+	}
+	return len(open)
 }
 
 // take begins a batch.

@@ -3,7 +3,6 @@ package af
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -182,60 +181,13 @@ func (s *Server) dropOpen(id int, c *postoffice.Customer) int {
 	if x == nil {
 		return 0
 	}
-	x.mu.Lock()
-	var open []*work
-	for _, b := range slices.Clone(x.open) {
-		if c == nil || !c.Wanted(id, b.epoch, b.customer, b.first) {
-			x.remove(b)
-			open = append(open, b)
-		}
-	}
-	var held []*van.Message
-	x.held = slices.DeleteFunc(x.held, func(m *van.Message) bool {
-		if c != nil && c.Wanted(id, m.Epoch, m.CustomerID, m.Timestamp) {
-			return false
-		}
-		x.heldBytes -= m.PayloadLen()
-		held = append(held, m)
-		return true
-	})
-	x.mu.Unlock()
-	x.early.Add(int32(-len(held)))
-	for _, m := range held {
-		m.Release()
-	}
-	for _, b := range open {
-		b.unref()
-	}
-	return len(open)
+	return x.drop(func(epoch uint32, customer, ts int32) bool { return c == nil || !c.Wanted(id, epoch, customer, ts) })
 }
 
 // giveUp drops what has come of a request that its worker does not wait for any more.
 func (s *Server) giveUp(w postoffice.Withdrawn) {
 	if x := s.sender(w.Sender); x != nil {
-		x.mu.Lock()
-		var open []*work
-		for _, b := range slices.Clone(x.open) {
-			if w.Has(b.customer, b.first) {
-				x.remove(b)
-				open = append(open, b)
-			}
-		}
-		held := 0
-		x.held = slices.DeleteFunc(x.held, func(m *van.Message) bool {
-			if !w.Has(m.CustomerID, m.Timestamp) {
-				return false
-			}
-			x.heldBytes -= m.PayloadLen()
-			m.Release()
-			held++
-			return true
-		})
-		x.mu.Unlock()
-		x.early.Add(int32(-held))
-		for _, b := range open {
-			b.unref()
-		}
+		x.drop(func(_ uint32, customer, ts int32) bool { return w.Has(customer, ts) })
 	}
 	if f := s.unwanted.Load(); f != nil {
 		(*f)(w.Sender)
