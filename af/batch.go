@@ -1,6 +1,7 @@
 package af
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -90,7 +91,7 @@ func (b *work) add(msg *van.Message) error {
 	if !msg.Push {
 		size, err := byteSize(d, msg.ShapeSlice())
 		if err != nil || size != int(msg.ValLen) {
-			return fmt.Errorf("%w: pull of key %d: %s%v is not the announced %d bytes (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), msg.ValLen, errOr(err))
+			return fmt.Errorf("%w: pull of key %d: %s%v is not the announced %d bytes (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), msg.ValLen, cmp.Or(err, errSizes))
 		}
 		p := b.growPulls()
 		p.Key, p.Len, p.Dtype, p.reply = key, size, d, datamsg.ReplyTo(msg)
@@ -103,7 +104,7 @@ func (b *work) add(msg *van.Message) error {
 	}
 	size, err := byteSize(d, msg.ShapeSlice())
 	if err != nil || size != mem.Len() {
-		return fmt.Errorf("%w: push of key %d: %s%v is not the %d bytes that came (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), mem.Len(), errOr(err))
+		return fmt.Errorf("%w: push of key %d: %s%v is not the %d bytes that came (%w)", van.ErrMalformed, key, d, msg.ShapeSlice(), mem.Len(), cmp.Or(err, errSizes))
 	}
 	t := Tensor{mem: mem, dtype: d, ndim: int8(msg.Dim), shape: msg.Shape}
 	b.pushes = append(b.pushes, KeyTensor{Key: key, Val: t})
@@ -118,13 +119,6 @@ func (b *work) add(msg *van.Message) error {
 }
 
 var errSizes = errors.New("sizes differ")
-
-func errOr(err error) error {
-	if err == nil {
-		return errSizes
-	}
-	return err
-}
 
 // growPulls appends an entry whose shape slice is used again.
 func (b *work) growPulls() *Pull {

@@ -3,6 +3,7 @@ package af
 // Exchanges that streams of the device start and wait for, also from graphs.
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -61,9 +62,7 @@ func (x *Exchange) QueueWait(stream Stream, limit time.Duration) error {
 		err = r.queue(false, func() error { return r.g.device.WaitBits(uintptr(stream), r.mem, over) })
 	}
 	if err == nil {
-		if limit == 0 {
-			limit = x.defaults.limit
-		}
+		limit = cmp.Or(limit, x.defaults.limit)
 		r.limit.Store(int64(limit))
 		err = r.check() // the wait is queued all the same: a round may be under way
 	}
@@ -82,8 +81,7 @@ func (x *Exchange) Check() error {
 
 // failed is err as the exchange's, if it is not one of rounds that streams have started.
 func (x *Exchange) failed(op string, err error) error {
-	var told *roundError
-	if err == nil || errors.As(err, &told) {
+	if _, told := errors.AsType[*roundError](err); err == nil || told {
 		return err
 	}
 	return &van.Error{Op: op, Node: x.w.node.Name(), Err: err}
@@ -440,10 +438,7 @@ func (g *graphs) watch(over <-chan struct{}) {
 
 // release ends the rounds of r for good if nothing was done for longer than one may take.
 func (r *replayed) release(still time.Duration) {
-	limit := time.Duration(r.limit.Load())
-	if limit == 0 {
-		limit = postoffice.DefaultTimeout
-	}
+	limit := cmp.Or(time.Duration(r.limit.Load()), postoffice.DefaultTimeout)
 	if limit < 0 || still < limit || r.freed.Swap(true) {
 		return
 	}

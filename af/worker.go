@@ -1,6 +1,7 @@
 package af
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"sync"
@@ -361,9 +362,7 @@ func (b *batch) sendMessages(ts int32) error {
 		}
 		if err := b.sendOne(b.servers[s], ts, push, b.flag(i), kt, key); err != nil {
 			b.skip[s] = true
-			if failed == nil {
-				failed = err
-			}
+			failed = cmp.Or(failed, err)
 		}
 	}
 	for i := range b.pushes {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -248,15 +249,7 @@ func (x *waiter) exit(entered bool) {
 	defer p.waiters.Unlock()
 	if entered {
 		x.timer.Stop()
-		for i, y := range p.waiting {
-			if y == x {
-				last := len(p.waiting) - 1
-				p.waiting[i] = p.waiting[last]
-				p.waiting[last] = nil
-				p.waiting = p.waiting[:last]
-				break
-			}
-		}
+		p.waiting = slices.DeleteFunc(p.waiting, func(y *waiter) bool { return y == x })
 		p.sleepers.Add(-1)
 	}
 	p.idle = append(p.idle, x)

@@ -264,20 +264,12 @@ func (w *Window) Close() error {
 	for _, p := range w.peers {
 		p.quiesce()
 	}
-	if err := w.takeBack(ctx); err != nil {
-		failed = cmp.Or(failed, err)
-	}
+	failed = cmp.Or(failed, w.takeBack(ctx))
 	w.mem.Release()
-	if w.alone() || w.layerFailed() {
+	if w.alone() || !errors.Is(*w.over.Load(), errClosed) { // or the communicator has failed
 		w.end()
 	}
 	return failed
-}
-
-// layerFailed tells whether the communicator has failed.
-func (w *Window) layerFailed() bool {
-	err := *w.over.Load()
-	return !errors.Is(err, errClosed)
 }
 
 // takeBack makes what transports still read the caller's again.
