@@ -47,16 +47,24 @@ func newTask(limit time.Duration, f func(context.Context) error) *Task {
 
 // Wait waits for slice at most: then it returns ErrPending. It may be called as often as wanted.
 func (t *Task) Wait(slice time.Duration) error {
+	if err := awaitSlice(t.done, slice); err != nil {
+		return err
+	}
+	return t.err
+}
+
+// awaitSlice waits for a token or the end of c, for slice at most: then it returns ErrPending.
+func awaitSlice(c <-chan struct{}, slice time.Duration) error {
 	select {
-	case <-t.done:
-		return t.err
+	case <-c:
+		return nil
 	default:
 	}
 	timer := time.NewTimer(slice)
 	defer timer.Stop()
 	select {
-	case <-t.done:
-		return t.err
+	case <-c:
+		return nil
 	case <-timer.C:
 		return ErrPending
 	}
@@ -94,16 +102,8 @@ func newPending(op collective.Op) *Pending {
 
 // Wait waits for slice at most: then it returns ErrPending. It may be called as often as wanted.
 func (p *Pending) Wait(slice time.Duration) error {
-	select {
-	case <-p.turn:
-	default: // another one waits
-		timer := time.NewTimer(slice)
-		defer timer.Stop()
-		select {
-		case <-p.turn:
-		case <-timer.C:
-			return ErrPending
-		}
+	if err := awaitSlice(p.turn, slice); err != nil { // another one waits
+		return err
 	}
 	defer func() { p.turn <- struct{}{} }()
 	if !p.ended {
@@ -199,12 +199,8 @@ func (s *Session) RebuildGroup(limit time.Duration) *Task {
 
 // failed tells whether it could not be made.
 func (c *Comm) failed() bool {
-	select {
-	case <-c.made.done:
-		return c.made.err != nil
-	default:
-		return false
-	}
+	err := c.made.Wait(0)
+	return err != nil && err != ErrPending
 }
 
 // Drop closes a communicator that nobody uses any more, in the background, also one that is still being made.

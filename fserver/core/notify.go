@@ -3,7 +3,6 @@ package core
 // Streams that wait for a request or a batch while the Python thread goes on.
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -278,12 +277,8 @@ func (n *Notify) fetch(op string, slice time.Duration, batch bool) (*notice, err
 	if w == nil || w.batch != batch {
 		return nil, nil
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), slice)
-	defer cancel()
-	select {
-	case <-w.done:
-	case <-ctx.Done():
-		return nil, ErrPending
+	if err := awaitSlice(w.done, slice); err != nil {
+		return nil, err
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()

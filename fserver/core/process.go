@@ -162,12 +162,8 @@ func (p *Process) Wait(slice time.Duration) error {
 	if j == nil {
 		return nil
 	}
-	timer := time.NewTimer(slice)
-	defer timer.Stop()
-	select {
-	case <-j.done:
-	case <-timer.C:
-		return ErrPending
+	if err := awaitSlice(j.done, slice); err != nil {
+		return err
 	}
 	p.forget(j)
 	return j.err

@@ -8,6 +8,7 @@ package main
 import "C"
 
 import (
+	"cmp"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -100,9 +101,7 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.
 	var err error
 	x.pull, err = x.read(x.pull, t, n, "tensors")
 	s, err2 := session()
-	if err == nil {
-		err = err2
-	}
+	err = cmp.Or(err, err2)
 	if err != nil {
 		return fail(e, err)
 	}
@@ -115,8 +114,5 @@ func sf_respond(id C.uint64_t, t *C.sf_tensor, n C.int, stream C.uint64_t, p *C.
 	if done != nil && !told {
 		C.sf_answer_drop(p)
 	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, err)
 }

@@ -170,8 +170,5 @@ func sf_check_respond(ts *C.sf_tensor, n C.int, e *C.sf_error) C.int {
 	if err == nil {
 		err = s.CanRespond(ids, 1)
 	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, err)
 }

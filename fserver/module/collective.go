@@ -10,6 +10,7 @@ package main
 import "C"
 
 import (
+	"cmp"
 	"runtime/cgo"
 	"time"
 
@@ -75,9 +76,7 @@ func sf_comm_call(at C.uint64_t, kind C.int, out *C.sf_tensor, nOut C.int, in *C
 	var err, err2 error
 	a.push, err = a.read(a.push, in, nIn, "x")
 	a.pull, err2 = a.read(a.pull, out, nOut, "out")
-	if err == nil {
-		err = err2
-	}
+	err = cmp.Or(err, err2)
 	var c *core.Comm
 	if err == nil {
 		c, err = comm(at)
@@ -131,7 +130,7 @@ func sf_comm_task(at C.uint64_t, what C.int, timeoutMs C.int64_t, task *C.uint64
 
 //export sf_task_wait
 func sf_task_wait(task C.uint64_t, sliceMs C.int64_t, e *C.sf_error) C.int {
-	return begun(e, cgo.Handle(task).Value().(core.Awaited).Wait(time.Duration(sliceMs)*time.Millisecond))
+	return result(e, cgo.Handle(task).Value().(core.Awaited).Wait(time.Duration(sliceMs)*time.Millisecond))
 }
 
 //export sf_task_cancel

@@ -73,10 +73,7 @@ func sf_cuda() C.int {
 //
 //export sf_need_cuda
 func sf_need_cuda(e *C.sf_error) C.int {
-	if err := haveGPUs(); err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, haveGPUs())
 }
 
 // haveGPUs returns why there are no GPUs, or nil; it checks once.
@@ -122,10 +119,7 @@ func sf_signal(what C.int, flag, seq *C.sf_tensor, stream C.uint64_t, e *C.sf_er
 			err = s.AddSeq(uintptr(stream), at(seq))
 		}
 	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, err)
 }
 
 // notifies are the SimpleNotify objects after their init().
@@ -207,10 +201,7 @@ func sf_notify_stream(id C.uint64_t, what C.int, handler C.int64_t, stream C.uin
 			err = n.Block(uintptr(stream))
 		}
 	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, err)
 }
 
 //export sf_notify_done
@@ -219,10 +210,7 @@ func sf_notify_done(id C.uint64_t, sliceMs C.int64_t, e *C.sf_error) C.int {
 	if err == nil {
 		err = n.Done(time.Duration(sliceMs) * time.Millisecond)
 	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, err)
 }
 
 //export sf_notify_batch

@@ -18,6 +18,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 	"unsafe"
@@ -56,8 +58,8 @@ func fail(e *C.sf_error, err error) C.int {
 	return C.SF_FAILED
 }
 
-// begun is the result of a call that has begun a job for sf_job.
-func begun(e *C.sf_error, err error) C.int {
+// result is SF_DONE, or what fail returns.
+func result(e *C.sf_error, err error) C.int {
 	if err != nil {
 		return fail(e, err)
 	}
@@ -67,7 +69,7 @@ func begun(e *C.sf_error, err error) C.int {
 //export sf_init
 func sf_init(timeoutMs C.int64_t, e *C.sf_error) C.int {
 	lookup, names := environment()
-	return begun(e, process.Init(time.Duration(timeoutMs)*time.Millisecond, lookup, names))
+	return result(e, process.Init(time.Duration(timeoutMs)*time.Millisecond, lookup, names))
 }
 
 // environment reads C's environment: it has what Python puts into os.environ after the
@@ -80,15 +82,9 @@ func environment() (func(string) (string, bool), func() []string) {
 		}
 	}
 	return func(name string) (string, bool) {
-			v, ok := vars[name]
-			return v, ok
-		}, func() []string {
-			var all []string
-			for name := range vars {
-				all = append(all, name)
-			}
-			return all
-		}
+		v, ok := vars[name]
+		return v, ok
+	}, func() []string { return slices.Collect(maps.Keys(vars)) }
 }
 
 // sf_stop returns SF_PENDING when there is no job to wait for with sf_job.
@@ -99,19 +95,19 @@ func sf_stop(timeoutMs C.int64_t, e *C.sf_error) C.int {
 	if err == nil && !waits {
 		return C.SF_PENDING
 	}
-	return begun(e, err)
+	return result(e, err)
 }
 
 //export sf_barrier
 func sf_barrier(servers, workers, instances C.int, timeoutMs C.int64_t, e *C.sf_error) C.int {
-	return begun(e, process.Barrier(time.Duration(timeoutMs)*time.Millisecond, servers != 0, workers != 0, instances != 0))
+	return result(e, process.Barrier(time.Duration(timeoutMs)*time.Millisecond, servers != 0, workers != 0, instances != 0))
 }
 
 // sf_job waits for the job under way, for sliceMs at most.
 //
 //export sf_job
 func sf_job(sliceMs C.int64_t, e *C.sf_error) C.int {
-	return begun(e, process.Wait(time.Duration(sliceMs)*time.Millisecond))
+	return result(e, process.Wait(time.Duration(sliceMs)*time.Millisecond))
 }
 
 // sf_cancel cancels the job under way. The caller raises the exception of a signal, so an
@@ -193,10 +189,7 @@ func sf_wait(handler, timeoutMs, sliceMs C.int64_t, e *C.sf_error) C.int {
 	if err == nil {
 		err = s.Wait(int64(handler), time.Duration(timeoutMs)*time.Millisecond, time.Duration(sliceMs)*time.Millisecond)
 	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, err)
 }
 
 //export sf_handlers
@@ -249,8 +242,5 @@ func sf_register(t *C.sf_tensor, ranks *C.int64_t, keys *C.uint64_t, n C.int, e 
 		}
 		err = s.RegisterRecvBuffer(a.push[0].Val, rs, ks)
 	}
-	if err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, err)
 }

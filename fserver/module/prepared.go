@@ -104,10 +104,7 @@ func sf_exchange_wait(at C.uint64_t, stream C.uint64_t, timeoutMs, sliceMs C.int
 //
 //export sf_exchange_check
 func sf_exchange_check(at C.uint64_t, e *C.sf_error) C.int {
-	if err := exchange(at).Check(); err != nil {
-		return fail(e, err)
-	}
-	return C.SF_DONE
+	return result(e, exchange(at).Check())
 }
 
 //export sf_exchange_close
