@@ -101,32 +101,25 @@ type options struct {
 	noCopy bool
 }
 
-func (o *options) set(i int, opt any) error {
-	switch opt := opt.(type) {
-	case Lens:
-		o.lens = opt
-	case LensOf:
-		o.into = opt.lens
-	case Cmd:
-		o.cmd = int32(opt)
-	case Within:
-		o.limit = time.Duration(opt)
-	case DoneOption:
-		o.done = opt.f
-	case Copying:
-		o.noCopy = opt == NoCopy
-	default:
-		return fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i)
-	}
-	return nil
-}
-
 // with returns the options of a Push or a Pull, whose type is Option.
 func with[Option any](limit time.Duration, opts []Option) (options, error) {
 	o := options{limit: limit}
 	for i, opt := range opts {
-		if err := o.set(i, opt); err != nil {
-			return o, err
+		switch opt := any(opt).(type) {
+		case Lens:
+			o.lens = opt
+		case LensOf:
+			o.into = opt.lens
+		case Cmd:
+			o.cmd = int32(opt)
+		case Within:
+			o.limit = time.Duration(opt)
+		case DoneOption:
+			o.done = opt.f
+		case Copying:
+			o.noCopy = opt == NoCopy
+		default:
+			return o, fmt.Errorf("%w: option %d is nil", van.ErrInvalid, i)
 		}
 	}
 	return o, nil
