@@ -1,6 +1,8 @@
 package bench
 
 import (
+	"bufio"
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -87,9 +89,7 @@ func startCluster(ctx context.Context, van, host string, at place, servers, work
 	if err != nil {
 		return nil, err
 	}
-	if host == "" {
-		host = "127.0.0.1"
-	}
+	host = cmp.Or(host, "127.0.0.1")
 	c := newCluster()
 	for i := range 1 + servers + workers {
 		role, rank, of := roles[0], i, 1
@@ -211,24 +211,16 @@ func signalled(cmd *exec.Cmd) bool {
 
 // lineReader reads lines without losing what follows.
 type lineReader struct {
-	r    io.Reader
-	rest []byte
+	r   io.Reader
+	buf *bufio.Reader
 }
 
 func (l *lineReader) line() (string, error) {
-	buf := make([]byte, 64<<10)
-	for {
-		if i := strings.IndexByte(string(l.rest), '\n'); i >= 0 {
-			s := string(l.rest[:i])
-			l.rest = l.rest[i+1:]
-			return s, nil
-		}
-		n, err := l.r.Read(buf)
-		l.rest = append(l.rest, buf[:n]...)
-		if n == 0 && err != nil {
-			return "", err
-		}
+	if l.buf == nil {
+		l.buf = bufio.NewReader(l.r)
 	}
+	s, err := l.buf.ReadString('\n')
+	return strings.TrimSuffix(s, "\n"), err
 }
 
 // startNode joins the cluster that the environment describes.

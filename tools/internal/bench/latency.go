@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -204,10 +205,7 @@ func (l *latency) blocks(floor baseline, once func() (int64, error), check func(
 			return nil, err
 		}
 	}
-	bare := l.bare
-	if bare == nil {
-		bare = none{}
-	}
+	bare := cmp.Or[baseline](l.bare, none{})
 	for _, b := range []baseline{floor, bare} {
 		if _, err := b.measure(l.warmup); err != nil {
 			return nil, err

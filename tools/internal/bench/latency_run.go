@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"cmp"
 	"fmt"
 	"runtime"
 	"strconv"
@@ -25,10 +26,7 @@ func defaults(way course, bytes, iters, warmup int) (int, int) {
 	default:
 		iters = min(max(1<<31/(bytes+1<<17), 100), 20000)
 	}
-	if warmup == 0 {
-		warmup = min(max(iters/10, 20), 1000)
-	}
-	return iters, warmup
+	return iters, cmp.Or(warmup, min(max(iters/10, 20), 1000))
 }
 
 // busy keeps every core that this process may use busy until what it returns is called.

@@ -6,6 +6,7 @@ import (
 	"os/signal"
 	"regexp"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -123,7 +124,7 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 	if c.Bool("fserver") {
 		s.SchedulerCommand = append(s.SchedulerCommand, "--fserver")
 	}
-	if !known(s.Part) {
+	if !slices.Contains(parts, s.Part) {
 		return nil, exit.Usage("--role %s: want one of %s", s.Part, wordList())
 	}
 	if n := len(s.Command); n > 0 && (len(raw) <= n || raw[len(raw)-n-1] != "--") {
@@ -173,15 +174,6 @@ func spec(c *cli.Context, self string, raw []string) (*Spec, error) {
 		s.Defaults = append(s.Defaults, d)
 	}
 	return s, nil
-}
-
-func known(p Part) bool {
-	for _, q := range parts {
-		if p == q {
-			return true
-		}
-	}
-	return false
 }
 
 func wordList() string {

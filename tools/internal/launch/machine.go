@@ -83,28 +83,26 @@ func free(host string, port int) error {
 
 // on returns the address of an interface with exactly this name.
 func (m *Machine) on(name string) (Address, bool) {
-	i := slices.IndexFunc(m.Addresses, func(a Address) bool { return a.Interface == name })
-	if i < 0 {
-		return Address{}, false
-	}
-	return m.Addresses[i], true
+	return m.first(func(a Address) bool { return a.Interface == name })
 }
 
 // outward is the first address that others may reach.
 func (m *Machine) outward() (Address, bool) {
-	i := slices.IndexFunc(m.Addresses, func(a Address) bool { return !a.Loopback && a.Up })
-	if i < 0 {
-		return Address{}, false
-	}
-	return m.Addresses[i], true
+	return m.first(func(a Address) bool { return !a.Loopback && a.Up })
 }
 
 func (m *Machine) loopback() Address {
-	i := slices.IndexFunc(m.Addresses, func(a Address) bool { return a.Loopback })
-	if i < 0 {
-		return Address{Interface: "lo", IP: "127.0.0.1", Loopback: true}
+	if a, found := m.first(func(a Address) bool { return a.Loopback }); found {
+		return a
 	}
-	return m.Addresses[i]
+	return Address{Interface: "lo", IP: "127.0.0.1", Loopback: true}
+}
+
+func (m *Machine) first(fits func(Address) bool) (Address, bool) {
+	if i := slices.IndexFunc(m.Addresses, fits); i >= 0 {
+		return m.Addresses[i], true
+	}
+	return Address{}, false
 }
 
 // list names the interfaces for an error.

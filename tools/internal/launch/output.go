@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"bufio"
 	"bytes"
 	"fmt"
 	"io"
@@ -110,30 +111,15 @@ func (w *watch) result() (last []string, bad string) {
 // copyLines calls emit for each line of r without its end, also for a last one
 // without newline. It returns at the end of r or on an error.
 func copyLines(r io.Reader, emit func([]byte)) {
-	buf := make([]byte, 0, 64<<10)
+	b := bufio.NewReaderSize(r, maxLine)
 	for {
-		if len(buf) == cap(buf) {
-			buf = append(make([]byte, 0, 2*cap(buf)), buf...)
+		line, err := b.ReadSlice('\n')
+		if whole, ok := bytes.CutSuffix(line, []byte{'\n'}); ok {
+			emit(bytes.TrimSuffix(whole, []byte{'\r'}))
+		} else if len(line) > 0 {
+			emit(line)
 		}
-		n, err := r.Read(buf[len(buf):cap(buf)])
-		searched := len(buf)
-		buf = buf[:len(buf)+n]
-		start := 0
-		for {
-			i := bytes.IndexByte(buf[max(start, searched):], '\n')
-			if i < 0 {
-				break
-			}
-			end := max(start, searched) + i
-			emit(bytes.TrimSuffix(buf[start:end], []byte{'\r'}))
-			start = end + 1
-		}
-		buf = buf[:copy(buf, buf[start:])]
-		if len(buf) >= maxLine || err != nil && len(buf) > 0 {
-			emit(buf)
-			buf = buf[:0]
-		}
-		if err != nil {
+		if err != nil && err != bufio.ErrBufferFull {
 			return
 		}
 	}

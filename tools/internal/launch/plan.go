@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"cmp"
 	"fmt"
 	"math/rand/v2"
 	"net"
@@ -95,18 +96,7 @@ func (p *planner) has(name string) bool {
 // shape fills in the numbers of groups.
 func (p *planner) shape() error {
 	s := &p.Spec
-	for _, f := range []struct {
-		field    *int
-		fromEnv  int
-		fallback int
-	}{{&s.Workers, p.cfg.NumWorkers, 1}, {&s.Servers, p.cfg.NumServers, 1}} {
-		if *f.field == 0 {
-			*f.field = f.fromEnv
-		}
-		if *f.field == 0 {
-			*f.field = f.fallback
-		}
-	}
+	s.Workers, s.Servers = cmp.Or(s.Workers, p.cfg.NumWorkers, 1), cmp.Or(s.Servers, p.cfg.NumServers, 1)
 	return nil
 }
 
@@ -220,9 +210,7 @@ func (p *planner) ranks() error {
 // is.
 func (p *planner) address() error {
 	s := &p.Spec
-	if s.Host == "" {
-		s.Host = p.cfg.RootURI
-	}
+	s.Host = cmp.Or(s.Host, p.cfg.RootURI)
 	if s.Host == "" && !s.Part.schedules() {
 		return exit.Usage("no scheduler address: give --host or set DMLC_PS_ROOT_URI")
 	}
@@ -250,9 +238,7 @@ func (p *planner) address() error {
 		own = p.m.loopback()
 	}
 	p.own = own
-	if s.Host == "" {
-		s.Host = own.IP
-	}
+	s.Host = cmp.Or(s.Host, own.IP)
 	return nil
 }
 
@@ -263,10 +249,8 @@ func isLoopback(host string) bool {
 
 // named is an address that the user has given.
 func (p *planner) named(host string) Address {
-	for _, a := range p.m.Addresses {
-		if a.IP == host {
-			return a
-		}
+	if a, found := p.m.first(func(a Address) bool { return a.IP == host }); found {
+		return a
 	}
 	return Address{Interface: "host", IP: host}
 }
@@ -282,9 +266,7 @@ const (
 
 func (p *planner) port() error {
 	s := &p.Spec
-	if s.Port == 0 {
-		s.Port = p.cfg.RootPort
-	}
+	s.Port = cmp.Or(s.Port, p.cfg.RootPort)
 	switch {
 	case s.Port != 0:
 		return nil
@@ -313,9 +295,7 @@ func (p *planner) port() error {
 			s.Port = try
 			return nil
 		}
-		if first == nil {
-			first = err
-		}
+		first = cmp.Or(first, err)
 		if try >= 65535 {
 			break
 		}

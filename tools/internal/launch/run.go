@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -110,12 +111,7 @@ func (r *run) signalled(s os.Signal) {
 
 // exited takes note of a process that has ended.
 func (r *run) exited(e ended) {
-	for i, p := range r.living {
-		if p == e.p {
-			r.living = append(r.living[:i], r.living[i+1:]...)
-			break
-		}
-	}
+	r.living = slices.DeleteFunc(r.living, func(p *process) bool { return p == e.p })
 	switch {
 	case !e.ok && !r.stopped:
 		r.first = e.at
@@ -125,7 +121,7 @@ func (r *run) exited(e ended) {
 		r.first = e.at
 		r.result = exit.With(e.status, r.describe(e))
 	case r.stopped:
-	case r.grace == nil && !r.anyLiving(r.primary()):
+	case r.grace == nil && !slices.ContainsFunc(r.living, func(p *process) bool { return p.Role == r.primary() }):
 		r.grace = time.After(r.plan.Spec.Grace)
 	}
 }
@@ -138,15 +134,6 @@ func (r *run) primary() string {
 		}
 	}
 	return "scheduler"
-}
-
-func (r *run) anyLiving(role string) bool {
-	for _, p := range r.living {
-		if p.Role == role {
-			return true
-		}
-	}
-	return false
 }
 
 // describe names a failed process and repeats its last lines.
