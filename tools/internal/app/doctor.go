@@ -37,10 +37,7 @@ command line, and 130 or 143 after SIGINT or SIGTERM.`,
 			&cli.BoolFlag{Name: "verbose", Aliases: []string{"v"}, Usage: "with all GIDs, limits and paths"},
 			&cli.DurationFlag{Name: "timeout", Value: time.Minute, Usage: "stop looking after this long"},
 		},
-		Action: func(c *cli.Context) error {
-			if err := noArguments(c); err != nil {
-				return err
-			}
+		Action: noArguments(func(c *cli.Context) error {
 			o := doctorOptions{c.Bool("json"), c.Bool("verbose"), c.Duration("timeout")}
 			if o.timeout <= 0 {
 				return exit.Usage("--timeout %v: want more than 0", o.timeout)
@@ -52,7 +49,7 @@ command line, and 130 or 143 after SIGINT or SIGTERM.`,
 			ctx, cancel := interruptible()
 			defer cancel()
 			return bySignal(ctx, examine(ctx, c.App.Writer, doctor.Host(versionText(), log), o))
-		},
+		}),
 	}
 }
 

@@ -1,8 +1,8 @@
 package app
 
 import (
+	"cmp"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"text/tabwriter"
@@ -35,12 +35,9 @@ that a node needs is missing or contradictory.`,
 			&cli.BoolFlag{Name: "explain", Usage: "with allowed values and meaning"},
 			&cli.BoolFlag{Name: "check", Usage: "check also that a node could start"},
 		},
-		Action: func(c *cli.Context) error {
-			if err := noArguments(c); err != nil {
-				return err
-			}
+		Action: noArguments(func(c *cli.Context) error {
 			return showEnv(c.App.Writer, env.OS(), envOptions{c.Bool("json"), c.Bool("set"), c.Bool("explain"), c.Bool("check")})
-		},
+		}),
 	}
 }
 
@@ -77,7 +74,7 @@ func showEnv(w io.Writer, src env.Source, o envOptions) error {
 		}
 		r.Variables = append(r.Variables, envVariable{v.Name, v.Aliases, v.Value, v.Origin, v.Default, v.Allowed, v.Topic, v.Help})
 	}
-	for _, e := range unjoin(err) {
+	for _, e := range exit.Unjoin(err) {
 		r.Errors = append(r.Errors, e.Error())
 	}
 	if o.json {
@@ -106,11 +103,7 @@ func (r *envReport) text(w io.Writer, o envOptions) error {
 			topic = v.Topic
 			fmt.Fprintln(t, topic)
 		}
-		value := v.Value
-		if value == "" {
-			value = "-"
-		}
-		fmt.Fprintf(t, "  %s\t%s\t%s\n", v.Name, value, v.Origin)
+		fmt.Fprintf(t, "  %s\t%s\t%s\n", v.Name, cmp.Or(v.Value, "-"), v.Origin)
 		if o.explain {
 			fmt.Fprintf(t, "      %s: %s\n", v.Allowed, v.Help)
 		}
@@ -129,16 +122,4 @@ func (r *envReport) text(w io.Writer, o envOptions) error {
 	section("Warnings", r.Warnings)
 	section("Errors", r.Errors)
 	return nil
-}
-
-// unjoin lists what errors.Join has joined.
-func unjoin(err error) []error {
-	if err == nil {
-		return nil
-	}
-	var many interface{ Unwrap() []error }
-	if errors.As(err, &many) {
-		return many.Unwrap()
-	}
-	return []error{err}
 }

@@ -1,6 +1,7 @@
 package app
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"github.com/urfave/cli/v2"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tools/internal/doctor"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -33,12 +35,7 @@ PS_VERBOSE=1 shows every node that arrives. For a cluster on one machine,
 			&cli.BoolFlag{Name: "quiet", Aliases: []string{"q"}, Usage: "do not print where it listens"},
 			&cli.BoolFlag{Name: "fserver", Usage: "take part in the barrier of fserver's stop(), for programs that call it"},
 		},
-		Action: func(c *cli.Context) error {
-			if err := noArguments(c); err != nil {
-				return err
-			}
-			return runScheduler(c)
-		},
+		Action: noArguments(runScheduler),
 	}
 }
 
@@ -47,10 +44,7 @@ func runScheduler(c *cli.Context) error {
 	if err != nil {
 		return exit.With(exit.Misuse, err)
 	}
-	if cfg.Role == "" {
-		cfg.Role = "scheduler"
-	}
-	if cfg.Role != "scheduler" {
+	if cfg.Role = cmp.Or(cfg.Role, "scheduler"); cfg.Role != "scheduler" {
 		return exit.Usage("DMLC_ROLE=%s: want scheduler, or unset it", cfg.Role)
 	}
 	if err := cfg.Validate(); err != nil {
@@ -65,7 +59,7 @@ func runScheduler(c *cli.Context) error {
 	defer cancel()
 
 	say("at %s:%d (%s), waiting for %s and %s", cfg.RootURI, cfg.RootPort, cfg.VanType,
-		count(cfg.NumServers*cfg.GroupSize, "server"), count(cfg.NumWorkers*cfg.GroupSize, "worker"))
+		doctor.Count(cfg.NumServers*cfg.GroupSize, "server"), doctor.Count(cfg.NumWorkers*cfg.GroupSize, "worker"))
 	node, err := postoffice.Start(ctx, postoffice.Options{Config: cfg})
 	if err != nil {
 		return bySignal(ctx, err)
@@ -82,13 +76,6 @@ func runScheduler(c *cli.Context) error {
 	}
 	say("all nodes have left")
 	return nil
-}
-
-func count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }
 
 // interruptible is a context that ends with *stopped at the first SIGINT or SIGTERM.

@@ -19,14 +19,11 @@ func versionCommand() *cli.Command {
 	return &cli.Command{
 		Name: "version", Usage: "print version, transports and devices of this build",
 		ArgsUsage: " ", HideHelpCommand: true,
-		Action: func(c *cli.Context) error {
-			if err := noArguments(c); err != nil {
-				return err
-			}
+		Action: noArguments(func(c *cli.Context) error {
 			_, err := fmt.Fprintf(c.App.Writer, "stepaf %s (%s, %s/%s)\ntransports: %s\nbackends: %s\n", versionText(), runtime.Version(),
 				runtime.GOOS, runtime.GOARCH, strings.Join(van.Transports(), ", "), strings.Join(backend.Names(), ", "))
 			return err
-		},
+		}),
 	}
 }
 

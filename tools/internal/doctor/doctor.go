@@ -145,25 +145,16 @@ func (x *exam) say(ctx context.Context, f Finding) bool {
 
 // await waits for a check, and a little longer than ctx; each is for what it says early.
 func (x *exam) await(ctx context.Context, done <-chan []Finding, each func(Finding)) (found []Finding, ended bool) {
-	for over := false; !over; {
-		select {
-		case found = <-done:
-			return found, true
-		case f := <-x.early:
-			each(f)
-		case <-ctx.Done():
-			over = true
-		}
-	}
-	t := time.NewTimer(grace)
-	defer t.Stop()
+	over, late := ctx.Done(), (<-chan time.Time)(nil)
 	for {
 		select {
 		case found = <-done:
 			return found, true
 		case f := <-x.early:
 			each(f)
-		case <-t.C:
+		case <-over:
+			over, late = nil, time.After(grace)
+		case <-late:
 			return nil, false
 		}
 	}
@@ -204,7 +195,8 @@ func (x *exam) useZMQ() string {
 	return ""
 }
 
-func count(n int, what string) string {
+// Count is a number of things, as it is written.
+func Count(n int, what string) string {
 	if n == 1 {
 		return "1 " + what
 	}

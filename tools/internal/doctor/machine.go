@@ -3,6 +3,7 @@ package doctor
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"log/slog"
 	"net"
@@ -86,7 +87,7 @@ func Host(version string, log *slog.Logger) *Machine {
 
 func libzmq() string {
 	major, minor, patch := zmq4.Version()
-	return join3(major, minor, patch)
+	return fmt.Sprintf("%d.%d.%d", major, minor, patch)
 }
 
 func resolve(ctx context.Context, host string) (netip.Addr, error) {

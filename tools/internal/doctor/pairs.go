@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -66,8 +67,7 @@ const (
 
 func newFault(err error) *pairFault {
 	f := &pairFault{Text: strings.ReplaceAll(err.Error(), "\n", "; ")} // of joined errors
-	var d *backend.DeviceError
-	if errors.As(err, &d) {
+	if d, ok := errors.AsType[*backend.DeviceError](err); ok {
 		f.Call, f.Code, f.Name = d.Call, d.Code, d.Name
 	}
 	switch {
@@ -263,10 +263,7 @@ func (x *exam) pairsTo(ctx context.Context, to int, sources []pairSource, faults
 		from := int(g.Device.ID)
 		r, ok := got[from]
 		if !ok {
-			r = pairResult{From: from, To: to, Fault: faults[from]}
-			if r.Fault == nil {
-				r.Fault = untried(silent)
-			}
+			r = pairResult{From: from, To: to, Fault: cmp.Or(faults[from], untried(silent))}
 		}
 		row = append(row, r)
 	}

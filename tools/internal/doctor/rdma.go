@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -129,7 +130,7 @@ func (x *exam) rdmaDevices(context.Context) []Finding {
 			loaded = append(loaded, m)
 		}
 	}
-	f := Finding{Name: name, Text: strings.Join(devices, ", "), Details: []string{"modules: " + or(strings.Join(loaded, ", "), "none known")},
+	f := Finding{Name: name, Text: strings.Join(devices, ", "), Details: []string{"modules: " + cmp.Or(strings.Join(loaded, ", "), "none known")},
 		Data: map[string]any{"devices": devices, "files": good, "modules": loaded}}
 	if len(good) > 0 {
 		f.Text += "; can open " + strings.Join(good, ", ")
@@ -209,7 +210,7 @@ const fastLink = 100
 func (x *exam) rdmaPort(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
 	f := Finding{Name: fmt.Sprintf("rdma port %s/%d", d.Name, p.Num)}
 	data := portData{d.Name, d.Firmware, p.Num, p.Active, p.State, p.LinkLayer, p.MTU, p.Rate, nil}
-	parts := []string{p.State, p.LinkLayer, strconv.FormatFloat(p.Rate, 'f', -1, 64) + " Gb/s", fmt.Sprintf("MTU %d", p.MTU), "firmware " + or(d.Firmware, "unknown")}
+	parts := []string{p.State, p.LinkLayer, strconv.FormatFloat(p.Rate, 'f', -1, 64) + " Gb/s", fmt.Sprintf("MTU %d", p.MTU), "firmware " + cmp.Or(d.Firmware, "unknown")}
 	v4, iface := "", "its interface"
 	for _, g := range p.GIDs {
 		data.GIDs = append(data.GIDs, gidData(g))
@@ -220,7 +221,7 @@ func (x *exam) rdmaPort(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
 		}
 		f.Details = append(f.Details, line)
 		if g.Addr.Unmap().Is4() && (v4 == "" || g.Type == "RoCE v2") {
-			v4 = fmt.Sprintf("%s %s (GID %d, %s)", or(g.Iface, "interface unknown"), g.Addr.Unmap(), g.Index, g.Type)
+			v4 = fmt.Sprintf("%s %s (GID %d, %s)", cmp.Or(g.Iface, "interface unknown"), g.Addr.Unmap(), g.Index, g.Type)
 		}
 	}
 	if v4 != "" {

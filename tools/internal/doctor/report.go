@@ -73,12 +73,9 @@ func (r *Report) count() {
 
 // JSON writes the report.
 func (r *Report) JSON(w io.Writer) error {
-	b, err := json.MarshalIndent(r, "", "  ")
-	if err != nil {
-		return err
-	}
-	_, err = fmt.Fprintf(w, "%s\n", b)
-	return err
+	e := json.NewEncoder(w)
+	e.SetIndent("", "  ")
+	return e.Encode(r)
 }
 
 // PrintFinding writes one finding as text: a line, one for the remedy, and with
@@ -100,10 +97,10 @@ func PrintFinding(w io.Writer, f Finding, verbose bool) {
 func (r *Report) PrintSummary(w io.Writer) {
 	verdict := "nothing stands in the way of a node with transport " + r.Van
 	if !r.Healthy {
-		verdict = count(r.Failed, "check") + " failed: do not expect a node with transport " + r.Van + " to work"
+		verdict = Count(r.Failed, "check") + " failed: do not expect a node with transport " + r.Van + " to work"
 	}
 	if r.Warnings > 0 {
-		verdict += ", " + count(r.Warnings, "warning")
+		verdict += ", " + Count(r.Warnings, "warning")
 	}
 	fmt.Fprintf(w, "\n%s\n", verdict)
 }

@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,11 +11,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 )
-
-func join3(a, b, c int) string { return fmt.Sprintf("%d.%d.%d", a, b, c) }
 
 func (x *exam) versions(context.Context) []Finding {
 	m := x.m
@@ -33,7 +33,7 @@ func (x *exam) system(context.Context) []Finding {
 	total, free := x.memory()
 	f := Finding{
 		Name: "system",
-		Text: fmt.Sprintf("Linux %s, %s, %s of memory, %s free", or(kernel, "of unknown version"), count(x.m.CPUs, "CPU"), size(total), size(free)),
+		Text: fmt.Sprintf("Linux %s, %s, %s of memory, %s free", cmp.Or(kernel, "of unknown version"), Count(x.m.CPUs, "CPU"), size(total), size(free)),
 		Data: map[string]any{"kernel": kernel, "cpus": x.m.CPUs, "memory_bytes": total, "memory_free_bytes": free},
 	}
 	switch {
@@ -73,7 +73,7 @@ func (x *exam) environment(context.Context) []Finding {
 		err = x.cfg.Validate() // which repeats what LoadFrom refused
 	}
 	var found []Finding
-	for _, e := range unjoin(err) {
+	for _, e := range exit.Unjoin(err) {
 		found = append(found, Finding{Name: name, Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
 	}
 	for _, w := range x.cfg.Warnings {
@@ -90,7 +90,7 @@ func (x *exam) environment(context.Context) []Finding {
 	}
 	f := Finding{Name: name, Text: "no variable is set", Details: set}
 	if len(set) > 0 {
-		f.Text = count(len(set), "variable") + " set: " + strings.Join(set, " ")
+		f.Text = Count(len(set), "variable") + " set: " + strings.Join(set, " ")
 	}
 	return append(found, f)
 }
@@ -172,13 +172,6 @@ func (x *exam) text(name string) string {
 
 func (x *exam) line(name string) string { return strings.TrimSpace(x.text(name)) }
 
-func or(s, other string) string {
-	if s == "" {
-		return other
-	}
-	return s
-}
-
 // size writes bytes for people.
 func size(n uint64) string {
 	const units = "KMGTPE"
@@ -201,16 +194,4 @@ func round(d time.Duration) time.Duration {
 		return d.Round(10 * time.Microsecond)
 	}
 	return d.Round(time.Millisecond)
-}
-
-// unjoin lists what errors.Join has joined.
-func unjoin(err error) []error {
-	if err == nil {
-		return nil
-	}
-	var many interface{ Unwrap() []error }
-	if errors.As(err, &many) {
-		return many.Unwrap()
-	}
-	return []error{err}
 }

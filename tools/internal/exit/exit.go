@@ -48,3 +48,15 @@ func Status(err error) int {
 	}
 	return Failure
 }
+
+// Unjoin lists what errors.Join has joined.
+func Unjoin(err error) []error {
+	if err == nil {
+		return nil
+	}
+	var many interface{ Unwrap() []error }
+	if errors.As(err, &many) {
+		return many.Unwrap()
+	}
+	return []error{err}
+}
