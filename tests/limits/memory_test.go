@@ -176,8 +176,9 @@ func withoutWait(t *testing.T, o testcluster.Options) {
 		}
 	}
 	flat(t, pushes)
-	if n := w.InFlight(); n != 4096 {
-		t.Errorf("%d finished requests are remembered, want 4096", n)
+	// One that had finished before its Wait has displaced another one, and is forgotten.
+	if n := w.InFlight(); n > 4096 || n < 4096-4096/256-1 {
+		t.Errorf("%d finished requests are remembered, want 4096, or one fewer for each of the last Waits", n)
 	}
 	nothingHeld(t, c)
 	c.Finalize(t)

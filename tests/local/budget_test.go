@@ -100,8 +100,9 @@ func TestReceiveBudget(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	all := nodetest.Within(t, 2*time.Minute) // 1.5 GiB of a machine that does other things
 	for i, h := range handles {
-		if err := h.Wait(context.Background()); err != nil {
+		if err := h.Wait(all); err != nil {
 			t.Fatalf("push %d: %v", i, err)
 		}
 	}
