@@ -36,7 +36,7 @@ ready() {
   return 1
 }
 
-run='' skip=() race=() limit=480 timeout=1200 vm=() verbose='' packages=()
+run='' devices='' race=() limit=480 timeout=1200 vm=() verbose='' packages=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --run | --limit | --timeout | --vm)
@@ -81,8 +81,8 @@ begun=$SECONDS
 flags="$(USE_RDMA=1 tools/build_flags.sh -q)"
 list='{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{.Dir}}{{end}}'
 if [ ${#packages[@]} -eq 0 ]; then
-  # The fake, and the suite over it, need no device, and have run with the other tests.
-  [ "$run" ] || skip=(-test.skip '^TestConformance$')
+  # What runs on the fake needs no device, and has run with the other tests.
+  [ "$run" ] || devices='^TestDevice'
   # shellcheck disable=SC2086 # the flags are a list
   found="$(go list $flags -f "$list" ./van/rdma/... ./tests/... | grep -E '/(van|tests)/rdma(/| )' | grep -v '/fakeverbs ' || true)"
 else
@@ -109,7 +109,9 @@ while read -r path dir; do
   # shellcheck disable=SC2086
   go test -c $flags ${race[@]+"${race[@]}"} -o "$work/bin/$name" "$path"
   names+=("$name")
-  echo "$name $dir" >>"$work/list"
+  only=''
+  [ "$short" != van/rdma ] || only="$devices"
+  echo "$name $dir $only" >>"$work/list"
 done <<<"$found"
 if [ "$want_programs" ]; then
   make --no-print-directory programs USE_RDMA=1 BIN="$programs" BUILDFLAGS="${race[*]-}"
@@ -122,10 +124,10 @@ say "compiled ${#names[@]} packages in $((SECONDS - begun)) s"
 # The text of this function is sent to the machine. For each package it prints a
 # line "ran NAME STATUS SECONDS PROCESSES-LEFT".
 in_guest() { # DIRECTORY LIMIT OPTION...
-  local work=$1 limit=$2 name dir group begun status left try
+  local work=$1 limit=$2 name dir only group begun status left try
   shift 2
   echo "on Linux $(uname -r) $(cd /sys/class/infiniband && echo *)"
-  while read -r name dir; do
+  while read -r name dir only; do
     begun=$SECONDS status=0
     group=/sys/fs/cgroup$(sed -n 's/^0:://p' /proc/self/cgroup)/$name
     mkdir "$group"
@@ -133,7 +135,7 @@ in_guest() { # DIRECTORY LIMIT OPTION...
       echo "$BASHPID" >"$group/cgroup.procs"
       cd "$dir"
       exec timeout -k 5 $((limit + 20)) "$work/bin/$name" -test.v=test2json -test.paniconexit0 \
-        -test.timeout "${limit}s" "$@" </dev/null >"$work/results/$name" 2>&1
+        -test.timeout "${limit}s" ${only:+-test.run "$only"} "$@" </dev/null >"$work/results/$name" 2>&1
     ) || status=$?
     left=$(wc -l <"$group/cgroup.procs")
     echo 1 >"$group/cgroup.kill"
@@ -205,7 +207,6 @@ report() {
 }
 
 begun=$SECONDS
-arguments=(${skip[@]+"${skip[@]}"} ${arguments[@]+"${arguments[@]}"})
 [ -z "$run" ] || arguments=(-test.run "$run" ${arguments[@]+"${arguments[@]}"})
 export STEPAF_BIN="$programs"
 exec 3< <(exec tools/rdma-vm --cpus 4 --mem 2048 --hosts 2 --timeout "$timeout" --share "$work/results" ${vm[@]+"${vm[@]}"} -- \
