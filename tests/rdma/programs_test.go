@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -26,7 +27,8 @@ func TestLaunch(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			p := exec.Command(program("stepaf"), append([]string{"launch", "--timeout", "60s"}, tt.options...)...)
-			p.Env = append(os.Environ(), "DMLC_ENABLE_RDMA=ibverbs", "BYTEPS_ENABLE_IPC=0", "DMLC_NODE_HOST="+host, "DMLC_PS_ROOT_URI="+host, "STEPMESH_BAKCEND=CPU")
+			p.Env = append(os.Environ(), "DMLC_ENABLE_RDMA=ibverbs", "BYTEPS_ENABLE_IPC=0", "DMLC_NODE_HOST="+host, "DMLC_PS_ROOT_URI="+host, "STEPMESH_BAKCEND=CPU",
+				fmt.Sprintf("STEPAF_RDMA_ACK_TIMEOUT=%d", patientAck))
 			out, err := p.CombinedOutput()
 			if err != nil {
 				t.Fatalf("%s: %v\n%s", strings.Join(p.Args, " "), err, out)
