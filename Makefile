@@ -59,6 +59,7 @@ wheel: ## build a wheel that needs neither Go nor libzmq into build/wheel, and t
 test: check testrace testallocs ## everything that CI runs: check, testrace, testallocs, sim, simfaults and, where they are prepared, python-test and rdma-test
 	@$(MAKE) --no-print-directory sim SEEDS=1000
 	@$(MAKE) --no-print-directory simfaults
+	$(GO) test -count=1 -run '^TestPlans$$' ./tests/sim
 	@if tools/python/test.sh --ready; then tools/python/test.sh; fi
 	@if tools/rdma_test.sh --ready; then tools/rdma_test.sh; fi
 

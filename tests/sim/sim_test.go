@@ -7,13 +7,18 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/internal/sim"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // known are plans that fail because of what has not been mended yet: none.
 var known = map[string]bool{}
 
-// TestPlans carries out each plan with a seed.
+// TestPlans carries out each plan with three seeds, with the race detector with one: make test does both.
 func TestPlans(t *testing.T) {
+	times := uint64(3)
+	if vantest.Race {
+		times = 1
+	}
 	all, err := plans()
 	if err != nil {
 		t.Fatal(err)
@@ -23,7 +28,7 @@ func TestPlans(t *testing.T) {
 			if p.Only == "processes" {
 				t.Skip("only for real processes")
 			}
-			for seed := range uint64(3) {
+			for seed := range times {
 				r := sim.Run(t, p, seed)
 				if known[p.Name] {
 					t.Skipf("known to fail: %v", r.Violations)
