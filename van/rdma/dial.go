@@ -103,6 +103,7 @@ func (cn *connector) connected(l *link) {
 	}
 	p.notifying.Unlock()
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	l.probeDue.Run = func(now uint64, _ bool) bool { return p.probeLink(l, now) }
 	l.host.probes.Add(&l.probeDue)
 	// Messages that were sent before it was known which dialect the peer speaks.
@@ -113,7 +114,6 @@ func (cn *connector) connected(l *link) {
 	p.sender.Connect(!l.native)
 	p.pump()
 	p.flush(false)
-	defer p.mu.Unlock()
 	for _, o := range refused {
 		p.dropOne(o, l.dialect.check(o))
 	}

@@ -21,7 +21,7 @@ const (
 	immStart   = 0
 	immReply   = 1
 	immCredits = 2
-	immUp      = 3 // the first on a connection: its opener has it; upAfterLoss may follow
+	immUp      = 3 // the first on a connection: its opener has it, and says up or upAfterLoss
 	immReclaim = 4 // the receiver wants slots back
 	immReturn  = 5 // slots that the sender gives up
 )

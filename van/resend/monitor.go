@@ -61,9 +61,8 @@ func (v *Van) retry(now time.Time) {
 		v.mu.Unlock()
 		v.log.Log(context.Background(), levelOf(e), "not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
 			"after", now.Sub(e.start), "msg", (*metaString)(&e.msg.Meta))
-		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) {
-			if e.outlasts(err) {
-			} else if next, ok := v.remove(e); ok {
+		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) && !e.outlasts(err) {
+			if next, ok := v.remove(e); ok {
 				v.fail(e, err)
 				v.launch(next)
 			}

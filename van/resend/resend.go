@@ -261,7 +261,7 @@ func (v *Van) awaitAcks(ctx context.Context) {
 // receive handles a message that the wrapped van has received.
 func (v *Van) receive(m *van.Message) {
 	if m.Control.Cmd == van.Ack {
-		v.acknowledged(key{m.Sender, m.Control.MsgSig})
+		v.acknowledged(key{m.Sender, m.Control.MsgSig}) // first: a probe that is kept is under way
 	}
 	if v.anyQuiet.Load() {
 		v.heardFrom(m.Sender)
