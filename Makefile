@@ -60,6 +60,7 @@ test: check testrace testallocs ## everything that CI runs: check, testrace, tes
 	@$(MAKE) --no-print-directory sim SEEDS=1000
 	@$(MAKE) --no-print-directory simfaults
 	$(GO) test -count=1 -run '^TestPlans$$' ./tests/sim
+	$(GO) test -count=1 -timeout 18m -run '^TestRDMA(Machine|Test)$$' ./tests
 	@if tools/python/test.sh --ready; then tools/python/test.sh; fi
 	@if tools/rdma_test.sh --ready; then tools/rdma_test.sh; fi
 

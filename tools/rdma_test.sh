@@ -16,7 +16,7 @@ usage='usage: tools/rdma_test.sh [OPTION...] [PACKAGE...] [-- OPTIONS OF THE TES
   --ready       only say whether the machine is prepared: status 0, or 1 and why not
 The tests run in the directories of their packages. Whatever they write is lost; their
 output is kept in build/rdma. STEPAF_BIN is the directory of bin/stepaf and the test
-programs, which are built if a package of tests/ or tools/ is among those to run.'
+programs, which are built if a package of tests/ (but testdata) or tools/ is to run.'
 
 say() { echo "rdma-test: $*"; }
 stop() {
@@ -105,7 +105,10 @@ while read -r path dir; do
   name="${short//\//_}"
   paths[$name]="$short"
   rm -f "build/rdma/$name.log"
-  case "$short" in tests/* | tools/*) want_programs=1 ;; esac
+  case "$short" in
+    tests/testdata/*) ;;
+    tests/* | tools/*) want_programs=1 ;;
+  esac
   # shellcheck disable=SC2086
   go test -c $flags ${race[@]+"${race[@]}"} -o "$work/bin/$name" "$path"
   names+=("$name")
