@@ -8,12 +8,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -35,7 +35,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 	fail := func(err error) error {
 		return &van.Error{Op: "ask", Peer: "scheduler at " + target.Addr(), Err: err}
 	}
-	incarnation, begun := max(rand.Uint32(), 1), time.Now()
+	incarnation, begun := max(uint32(random.Uint64()), 1), time.Now()
 	v, err := stack.New(stack.Options{Role: van.Scheduler, OnFail: func(int, *van.Meta, error) {}, // the role of one without data
 		Options: van.Options{Config: &c, Log: log, Backend: backend.NewCPU(), Incarnation: incarnation}})
 	if err != nil {

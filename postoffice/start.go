@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"hash/fnv"
 	"log/slog"
-	"math/rand/v2"
 	"os"
 	"sync"
 	"syscall"
@@ -17,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -68,7 +68,7 @@ type Options struct {
 	NoRank bool
 
 	// Rand is the source of random numbers: the incarnation, first timestamps. nil means
-	// the system's. Reproducible tests set it.
+	// the kernel's. Reproducible tests set it.
 	Rand func() uint64
 
 	// NoBarrier makes Start return as soon as this node knows all others, without the
@@ -174,7 +174,7 @@ func newNode(o Options) (*Node, error) {
 	}
 	n := &Node{identity: identity{cfg: cfg, role: role}, lifetime: newLifetime()}
 	if n.rand = o.Rand; n.rand == nil {
-		n.rand = rand.Uint64
+		n.rand = random.Uint64
 	}
 	n.incarnation = max(uint32(n.rand()), 1)
 	n.id.Store(van.Empty)

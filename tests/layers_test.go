@@ -248,6 +248,14 @@ var exceptions = map[string]map[string]string{
 		"tools/internal/bench/floor.go":     "the floor that benchmarks are compared with",
 		"tools/internal/bench/floor_zmq.go": "libzmq by itself, as such a floor",
 	},
+	"math/rand": {
+		"van/drop/drop.go":               "losses that a seed decides",
+		"van/rdma/fakeverbs/net.go":      "likewise",
+		"van/rdma/dial.go":               "how long to wait before the next attempt",
+		"tools/internal/doctor/pairs.go": "contents of copies",
+		"tools/internal/launch/plan.go":  "ports to try",
+		"internal/sums/sums.go":          "inputs of tests",
+	},
 	"time.Sleep": {
 		"van/engine/loop_test.go":   "plays a slow handler, and waits for nothing to happen",
 		"van/engine/budget_test.go": "likewise",
@@ -268,6 +276,12 @@ func TestHouseRules(t *testing.T) {
 			seen["C "+s.path] = true
 			if !excepted("C", s) {
 				t.Errorf("%s: imports C; C belongs to the files listed here", s.path)
+			}
+		}
+		if slices.Contains(imports, "math/rand/v2") || slices.Contains(imports, "math/rand") {
+			seen["math/rand "+s.path] = true
+			if !s.test && s.pkg != "tests" && !strings.HasPrefix(s.pkg, "tests/") && s.pkg != "internal/testcluster" && !excepted("math/rand", s) {
+				t.Errorf("%s: imports math/rand; what tells processes apart is of internal/random", s.path)
 			}
 		}
 		synctest := slices.Contains(imports, "testing/synctest") // where time is not real

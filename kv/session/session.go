@@ -4,8 +4,6 @@ package session
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
@@ -13,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -159,11 +158,7 @@ func (s *Session) begin(o Options) error {
 			return fmt.Errorf("%w: %s is not a node of this library", van.ErrInvalid, s.node.PeerName(id))
 		}
 	}
-	var b [8]byte
-	if _, err := rand.Read(b[:]); err != nil {
-		return err
-	}
-	s.id = binary.LittleEndian.Uint64(b[:])
+	s.id = random.Uint64()
 	app := appIDs + o.ID
 	var err error
 	if s.app, err = kv.NewSimpleApp(s.node.Node, kv.SimpleOptions{AppID: app, CustomerID: app, Timeout: -1, Handler: s.asked}); err != nil {

@@ -29,6 +29,8 @@ import sys
 import threading
 import time
 
+from template import Copy, start
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 LIMIT = 180  # seconds that a cluster may take: a guard, with time to import PyTorch in many processes at once
 MARK = "\x1enode "  # starts a line from a node to the harness
@@ -100,12 +102,13 @@ class Raises:
 class Process:
     """One node, seen from the test."""
 
-    def __init__(self, spec, python):
+    def __init__(self, spec, python, copies):
         self.name = f"{spec['role']} {spec['rank']}" + (f".{spec['instance']}" if spec["group"] > 1 else "")
         environ = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
         environ["PYTHONPATH"] = os.pathsep.join([HERE] + environ.get("PYTHONPATH", "").split(os.pathsep)).rstrip(os.pathsep)
         environ["PYTHONFAULTHANDLER"] = "1"
-        self.popen = subprocess.Popen(
+        of = template(python, copies) if copies and spec["role"] != "scheduler" else None
+        self.popen = Copy(of, environ) if of else subprocess.Popen(
             [python, "-c", "import harness; harness.child()"], env=environ, text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.out, self.err, self.heard = [], [], queue.Queue()
@@ -158,10 +161,13 @@ class Process:
 
 
 class Cluster:
-    """Processes of one job. Use the fixture of conftest.py, which ends them."""
+    """Processes of one job. Use the fixture of conftest.py, which ends them. Workers and
+    servers are copies (fork) of one Python that has imported a module: PyTorch, where they
+    use it, or that of copies; the others are started as programs are."""
 
-    def __init__(self, module, lib="", workers=1, servers=1, group=1, env=None, python=sys.executable):
+    def __init__(self, module, lib="", workers=1, servers=1, group=1, env=None, python=sys.executable, copies=None):
         self.module, self.lib, self.python = module, lib, python
+        self.copies = copies or (lib if lib == "torch" else None)
         self.workers, self.servers, self.group, self.env = workers, servers, group, env or {}
         self.port = free_port()
         self.processes = []
@@ -180,7 +186,7 @@ class Cluster:
         node_env.update(env or {})
         spec = dict(role=role, rank=rank, instance=instance, workers=self.workers, servers=self.servers, group=self.group,
                     lib=self.lib, env=node_env, args=args, module=function.__module__, function=function.__name__)
-        p = Process(spec, self.python)
+        p = Process(spec, self.python, self.copies)
         self.processes.append(p)
         return p
 
@@ -244,6 +250,11 @@ def free_port():
             except OSError:
                 pass
     raise AssertionError("no free port from 10000 to 19999")
+
+
+@functools.lru_cache(None)
+def template(python, module):
+    return start(python, HERE, module)
 
 
 def child():

@@ -6,11 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net/netip"
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/engine"
@@ -68,7 +68,7 @@ func New(o van.Options) (van.Van, error) {
 func NewOn(stack verbs.Stack, o van.Options) van.Van {
 	v := &rvan{stack: stack, engine: o.Engine, inbounds: map[string]*inbound{}, leaving: map[*peer]bool{},
 		fences: fences{lastControl: map[controlSource]uint32{}}}
-	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, incarnation: o.Incarnation, epoch: rand.Uint32(), times: defaultTimes, owner: v,
+	v.node = &node{cfg: o.Config, log: o.Log, backend: o.Backend, incarnation: o.Incarnation, epoch: uint32(random.Uint64()), times: defaultTimes, owner: v,
 		slots:   newTable(min(o.Config.AddressPoolSize, maxIndex)),
 		budgets: budgets{peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
 		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}

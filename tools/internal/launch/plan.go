@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/env"
 )
@@ -308,7 +309,7 @@ func (p *planner) port() error {
 // other: there only the user can name it.
 func (p *planner) cluster() error {
 	if p.Spec.Part.local() && !p.has("STEPAF_CLUSTER_ID") {
-		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", rand.Uint64())})
+		p.set = append(p.set, Default{Name: "STEPAF_CLUSTER_ID", Value: fmt.Sprintf("launch-%016x", random.Uint64())})
 	}
 	return nil
 }
