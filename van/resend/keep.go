@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -22,6 +23,8 @@ type key struct {
 // entry is a kept message. Its frames are the caller's, except short ones.
 type entry struct {
 	key   key
+	from  uint32         // the incarnations that the message carries
+	to    uint32         // likewise
 	done  van.Completion // the caller's
 	refs  atomic.Int32   // one while kept, one for each Send that the wrapped van has not completed
 	start time.Time
@@ -101,6 +104,7 @@ func (v *Van) Send(m *van.Message) error {
 	e.msg.Done = e
 	e.done, e.start = m.Done, time.Now()
 	e.key = key{m.Receiver, signature(&m.Meta, self, m.Receiver)}
+	e.from, e.to = m.Incarnations()
 	e.refs.Store(2) // the table's and this call's
 	e.tries, e.behind = 0, nil
 
@@ -234,11 +238,17 @@ func (v *Van) launch(e *entry) {
 	}
 }
 
-// acknowledged removes the message that k names.
-func (v *Van) acknowledged(k key) {
+// acknowledged removes the message that ack names. Between our nodes an acknowledgement
+// carries the incarnations of the message that came, the other way round: the message of
+// another process under the same id may have had the same signature.
+func (v *Van) acknowledged(ack *van.Message) {
+	by, of := ack.Incarnations()
 	v.mu.Lock()
-	e := v.kept[k]
+	e := v.kept[key{ack.Sender, ack.Control.MsgSig}]
 	var next *entry
+	if e != nil && (of != 0 && e.from != 0 && of != e.from || by != 0 && e.to != 0 && by != e.to) && !failpoint.On("incarnation") {
+		e = nil
+	}
 	if e != nil {
 		next, _ = v.removeLocked(e)
 	}

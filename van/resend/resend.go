@@ -261,7 +261,7 @@ func (v *Van) awaitAcks(ctx context.Context) {
 // receive handles a message that the wrapped van has received.
 func (v *Van) receive(m *van.Message) {
 	if m.Control.Cmd == van.Ack {
-		v.acknowledged(key{m.Sender, m.Control.MsgSig}) // first: a probe that is kept is under way
+		v.acknowledged(m) // first: a probe that is kept is under way
 	}
 	if v.anyQuiet.Load() {
 		v.heardFrom(m.Sender)
@@ -279,11 +279,13 @@ func (v *Van) receive(m *van.Message) {
 		}
 		return
 	}
-	duplicate := v.note(m)
+	duplicate, stranger := v.note(m)
 	if v.enabled.Load() {
 		v.acknowledge(m)
 	}
-	if duplicate && !failpoint.On("duplicate") {
+	// Whoever was replaced hears of it in answer to a heartbeat: that answer may have been lost.
+	repeated := stranger && m.Control.Cmd == van.Heartbeat
+	if duplicate && !repeated && !failpoint.On("duplicate") {
 		v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
 		return
 	}
@@ -298,6 +300,9 @@ func (v *Van) acknowledge(m *van.Message) {
 	ack.Receiver = m.Sender
 	ack.Control.Cmd = van.Ack
 	ack.Control.MsgSig = signature(&m.Meta, m.Sender, int(v.id.Load()))
+	if from, to := m.Incarnations(); from != 0 && to != 0 {
+		ack.SetIncarnations(to, from)
+	}
 	if err := v.inner.Send(ack); err != nil {
 		v.log.Debug("no acknowledgement sent", "err", err)
 	}

@@ -97,19 +97,21 @@ func (w *window) add(ts int32) bool {
 	return was
 }
 
-// note notes m and reports whether it has come before.
-func (v *Van) note(m *van.Message) bool {
+// note notes m and reports whether it has come before, and whether it is of another process
+// than the one that is connected under its sender's id.
+func (v *Van) note(m *van.Message) (duplicate, stranger bool) {
 	v.seenMu.Lock()
 	defer v.seenMu.Unlock()
 	p := v.seen[m.Sender]
 	if p == nil {
 		if len(v.seen) >= maxPeers {
-			return false
+			return false, false
 		}
 		p = &peer{}
 		v.seen[m.Sender] = p
 	}
 	from, _ := m.Incarnations()
+	stranger = p.connected && p.incarnation != 0 && from != 0 && from != p.incarnation
 	h := p.of(m.Sender, from)
 	h.clock++
 	s := stream{m.AppID, m.CustomerID, m.Control.Cmd, m.Request, m.Push, m.SimpleApp}
@@ -122,7 +124,7 @@ func (v *Van) note(m *van.Message) bool {
 		h.streams[s] = w
 	}
 	w.used = h.clock
-	return w.add(m.Timestamp)
+	return w.add(m.Timestamp), stranger
 }
 
 // evict removes the stream that was used least recently.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"math"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -148,4 +149,65 @@ func TestLivesOfOthers(t *testing.T) {
 			t.Fatalf("after a message of %d, the history of the process that has the id is another, or there are too many (%d)", inc, len(p.lives))
 		}
 	}
+}
+
+// Two processes have the id 9, one after the other, and send what has the same signature:
+// the acknowledgement of one is not that of the other, and the one that was replaced is
+// heard again when it repeats a heartbeat.
+func TestAcknowledgedToAnother(t *testing.T) {
+	record := func(inc uint32) van.Node {
+		return van.Node{Hostname: "a", Ports: []int32{int32(inc)}, Endpoint: (&van.Identity{Incarnation: inc}).Encode()}
+	}
+	marked := func(from, to uint32, m *van.Message) *van.Message {
+		m.SetIncarnations(from, to)
+		return m
+	}
+	t.Run("acknowledgement", func(t *testing.T) {
+		for _, c := range []struct {
+			by, of uint32 // 0: does not say
+			ends   bool
+		}{{7, 5, true}, {0, 0, true}, {7, 4, false}, {6, 5, false}, {6, 4, false}} {
+			f := newFixture(t, Options{Timeout: time.Hour, CloseWait: time.Nanosecond})
+			m := marked(5, 7, request(8, 3))
+			if err := f.Send(m); err != nil {
+				t.Fatal(err)
+			}
+			f.p.recv(marked(c.by, c.of, ack(8, signature(&m.Meta, 9, 8))))
+			if ended := len(f.kept) == 0; ended != c.ends {
+				t.Errorf("acknowledged by %d to %d: ended %t, want %t", c.by, c.of, ended, c.ends)
+			}
+		}
+	})
+	t.Run("answered", func(t *testing.T) {
+		f := newFixture(t, Options{})
+		f.p.recv(from(8, marked(5, 7, request(9, 3))))
+		f.p.recv(from(8, request(9, 4)))
+		sent := f.p.take()
+		for i, want := range [][2]uint32{{7, 5}, {0, 0}} {
+			if by, of := sent[i].meta.Incarnations(); by != want[0] || of != want[1] {
+				t.Errorf("acknowledgement %d is by %d to %d, want %d", i, by, of, want)
+			}
+		}
+	})
+	t.Run("heartbeat", func(t *testing.T) {
+		f := newFixture(t, Options{})
+		if err := f.Connect(context.Background(), 10, record(6)); err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range []struct {
+			inc  uint32
+			cmd  van.Command
+			want int
+		}{{5, van.Heartbeat, 2}, {6, van.Heartbeat, 1}, {5, van.Barrier, 1}} {
+			before := len(f.up)
+			for range 2 {
+				m := marked(c.inc, 7, request(9, 3))
+				m.Control.Cmd, m.Control.Nodes = c.cmd, make([]van.Node, 1)
+				f.p.recv(from(10, m))
+			}
+			if got := len(f.up) - before; got != c.want {
+				t.Errorf("%s of incarnation %d, sent twice: handed up %d times, want %d", c.cmd, c.inc, got, c.want)
+			}
+		}
+	})
 }

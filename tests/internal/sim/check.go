@@ -226,6 +226,9 @@ func (k *checker) voted(v *vote, err error, group [][]*proc) {
 		v.counts = now + 2*slack // what takes it back may be lost, and comes again after a second
 	}
 	var missing *proc
+	if len(group) == 1 && group[0][0].who == v.p.who {
+		group = nil // nobody else is asked, also by one that does not know yet that it was replaced
+	}
 	for _, holders := range group {
 		p := holders[0]
 		ok := false
