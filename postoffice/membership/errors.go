@@ -16,6 +16,7 @@ var ErrRefused = errors.New("refused by the scheduler")
 type lossError struct {
 	text  string
 	cause error
+	cut   bool // a connection broke: the node need not be dead
 }
 
 func (e *lossError) Error() string { return e.text }

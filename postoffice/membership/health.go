@@ -4,10 +4,10 @@ package membership
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"math"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
@@ -41,19 +41,15 @@ type health struct {
 	stale    bool          // its last heartbeat said that its table is old
 }
 
-// connectionLost begins the cause of a loss that a transport has reported.
-const connectionLost = "connection lost: "
-
 // sameLossTime is how long after a peer's connection to this node came back a connection to it that
 // another node has lost is taken for lost by the same event: a link that was cut is noticed by each when
 // it next sends something.
 const sameLossTime = 5 * time.Second
 
-// sameLoss tells whether what the scheduler says of id, that it has lost its connection to it, is what
-// this node has seen itself, and is over. If id has died since, this node's own connection shows it; a
-// process that stands still, whose messages time out, may not show.
-func (h *health) sameLoss(now time.Duration, text string) bool {
-	return h.down == 0 && h.back > 0 && now-h.back < sameLossTime && strings.HasPrefix(text, connectionLost) && !strings.Contains(text, van.ErrTimeout.Error())
+// sameLoss tells whether the scheduler's loss of its connection to a node is what this node has seen
+// itself, and is over. If the node has died since, this node's own connection shows it.
+func (h *health) sameLoss(now time.Duration) bool {
+	return h.down == 0 && h.back > 0 && now-h.back < sameLossTime
 }
 
 // loss is a lost connection during Finalize: the peer may have died, or left in order.
@@ -96,7 +92,7 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 		return
 	}
 	m.health[id].lost, m.health[id].back = now, 0
-	err := &lossError{connectionLost + cause.Error(), cause}
+	err := &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout)}
 	if m.sched == nil && m.finalizing() != nil {
 		if _, known := m.held[id]; !known && !m.isDown(id) {
 			m.held[id] = loss{err, now}
@@ -162,7 +158,11 @@ func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	}
 	m.emit(PeerDead{id, cause})
 	if m.sched != nil {
-		m.tellAll(id, notice{verb: verbDead, id: id, text: cause.Error()})
+		verb := verbDead
+		if l, ok := cause.(*lossError); ok && l.cut {
+			verb = verbCut
+		}
+		m.tellAll(id, notice{verb: verb, id: id, text: cause.Error()})
 		m.recheckBarriers(now)
 	} else {
 		m.failWithoutScheduler(now)

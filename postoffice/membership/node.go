@@ -263,7 +263,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 				m.markUp(now, id, declared)
 			}
 		}
-	case verbDead, verbBack:
+	case verbDead, verbCut, verbBack:
 		if _, ok := m.at[n.id]; !ok {
 			if m.phase == joining {
 				return nil // notices after the table will say which nodes are dead
@@ -271,7 +271,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 			return m.bad(from, msg, "body "+n.verb, n.id, "the id of a node of this cluster")
 		}
 		if n.id == m.self.ID {
-			if n.verb == verbDead {
+			if n.verb != verbBack {
 				m.emit(Warning{Text: m.name() + ": the scheduler takes this node for dead: " + n.text})
 			}
 			return nil
@@ -283,11 +283,11 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 			return nil
 		}
 		switch {
-		case n.verb == verbDead && m.health[n.id] != nil && m.health[n.id].sameLoss(now, n.text):
-		case n.verb == verbDead:
-			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})
-		default:
+		case n.verb == verbBack:
 			m.markUp(now, n.id, declared)
+		case n.verb == verbCut && m.health[n.id] != nil && m.health[n.id].sameLoss(now):
+		default:
+			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})
 		}
 	}
 	return nil

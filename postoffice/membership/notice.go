@@ -23,6 +23,7 @@ const (
 	verbError   = "error"   // <text>: the receiver is not, or no longer, part of the cluster
 	verbWaiting = "waiting" // <text>: which nodes are missing
 	verbDead    = "dead"    // <id> <text>: the node is dead, and why
+	verbCut     = "cut"     // the same; all that is known is that the scheduler's connection to it broke
 	verbBack    = "back"    // <id>: the node answers again
 	verbDown    = "down"    // <id>,<id>...: these nodes are dead, and no others
 	verbRejoin  = "rejoin"  // [table]: the scheduler is a new process; with table, send the node's table
@@ -48,7 +49,7 @@ type notice struct {
 func (n notice) body() []byte {
 	s := noticePrefix + n.verb
 	switch n.verb {
-	case verbDead, verbBack:
+	case verbDead, verbCut, verbBack:
 		s += " " + strconv.Itoa(n.id)
 	case verbBarrier, verbWithdraw:
 		s += " " + strconv.Itoa(n.group) + " " + kindName(n.instance)
@@ -125,7 +126,7 @@ func parseNotice(body []byte) (notice, error) {
 		if n.text = rest; n.text != "" && n.text != "table" {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "table, or nothing")
 		}
-	case verbDead, verbBack:
+	case verbDead, verbCut, verbBack:
 		id, ok := number(word())
 		if !ok || id < 8 || id >= van.Empty {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "the id of a worker or server")

@@ -14,6 +14,7 @@ func TestNoticeRoundTrip(t *testing.T) {
 		{verb: verbWaiting, text: "after 5s: waiting"},
 		{verb: verbDead, id: 8, text: "connection lost"},
 		{verb: verbDead, id: 32766},
+		{verb: verbCut, id: 9, text: "connection lost: reset"},
 		{verb: verbBack, id: 9},
 		{verb: verbBarrier, group: 7, instance: true, text: "server 0 is dead"},
 		{verb: verbBarrier, group: 1, text: "x"},
