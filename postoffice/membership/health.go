@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
@@ -92,7 +93,7 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 		return
 	}
 	m.health[id].lost, m.health[id].back = now, 0
-	err := &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout)}
+	err := &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)}
 	if m.sched == nil && m.finalizing() != nil {
 		if _, known := m.held[id]; !known && !m.isDown(id) {
 			m.held[id] = loss{err, now}
@@ -149,6 +150,10 @@ func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	first := h.down == 0
 	h.down |= r
 	if !first {
+		if m.sched != nil && !m.leaving && r == silent && lossVerb(h.cause) == verbCut { // who has taken that for over hears more
+			h.cause = cause
+			m.tellAll(id, notice{verb: verbDead, id: id, text: cause.Error()})
+		}
 		return
 	}
 	h.cause, h.since = cause, now
@@ -158,15 +163,19 @@ func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	}
 	m.emit(PeerDead{id, cause})
 	if m.sched != nil {
-		verb := verbDead
-		if l, ok := cause.(*lossError); ok && l.cut {
-			verb = verbCut
-		}
-		m.tellAll(id, notice{verb: verb, id: id, text: cause.Error()})
+		m.tellAll(id, notice{verb: lossVerb(cause), id: id, text: cause.Error()})
 		m.recheckBarriers(now)
 	} else {
 		m.failWithoutScheduler(now)
 	}
+}
+
+// lossVerb is that of the notice about a node which is down for that cause.
+func lossVerb(cause error) string {
+	if l, ok := cause.(*lossError); ok && l.cut {
+		return verbCut
+	}
+	return verbDead
 }
 
 // markUp clears reasons; with none left, id is alive again.

@@ -453,7 +453,7 @@ func (m *Machine) repeatRecords(to int) {
 func (m *Machine) tellDead(to int) {
 	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
 		if id != to && m.isDown(id) {
-			m.tellAbout(to, notice{verb: verbDead, id: id, text: m.health[id].cause.Error()}, uint64(m.Incarnation(id)))
+			m.tellAbout(to, notice{verb: lossVerb(m.health[id].cause), id: id, text: m.health[id].cause.Error()}, uint64(m.Incarnation(id)))
 		}
 	}
 }

@@ -252,7 +252,7 @@ def free_port():
     raise AssertionError("no free port from 10000 to 19999")
 
 
-@functools.lru_cache(None)
+@functools.cache
 def template(python, module):
     return start(python, HERE, module)
 

@@ -33,7 +33,7 @@ class Copy:
 
     def _ended(self, timeout):
         if self.returncode is None and select.select([self.fate], [], [], timeout)[0]:
-            self.returncode = int(self.fate.readline())
+            self.returncode = int(self.fate.readline() or -signal.SIGKILL)  # nothing: who waited for it was killed
             self.fate.close()
         return self.returncode
 

@@ -14,6 +14,9 @@
 // waits for its acknowledgement. A ps-lite peer still drops the second if it
 // receives both.
 //
+// Between nodes of this library an acknowledgement also has the incarnations of the message
+// that came, in a field which C++ nodes pass over.
+//
 // Other differences from ps-lite, none visible on the wire: after the last try a
 // message fails (Options.OnFail) instead of ending the process, and the peer is asked for
 // an acknowledgement of a heartbeat without records until it sends something; nothing is

@@ -283,8 +283,8 @@ func (v *Van) receive(m *van.Message) {
 	if v.enabled.Load() {
 		v.acknowledge(m)
 	}
-	// Whoever was replaced hears of it in answer to a heartbeat: that answer may have been lost.
-	repeated := stranger && m.Control.Cmd == van.Heartbeat
+	// Whoever was replaced hears of it in answer to its record: that answer may have been lost.
+	repeated := stranger && m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) > 0
 	if duplicate && !repeated && !failpoint.On("duplicate") {
 		v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
 		return

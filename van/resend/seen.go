@@ -29,7 +29,7 @@ type stream struct {
 // that says that it has taken the id, so each process has a history of its own.
 type peer struct {
 	connected   bool
-	incarnation uint32 // in its record; 0: a C++ StepMesh node, or the scheduler
+	incarnation uint32 // in its record; 0: a C++ StepMesh node, or a scheduler that is not known yet
 	lives       []*history
 }
 
