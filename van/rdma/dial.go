@@ -89,12 +89,14 @@ func (cn *connector) connected(l *link) {
 	p.v.log.Info("rdma: connected", "peer", p.name(), "device", l.Device.Name(), "qps", numbers(l.QueuePairs), "inline", l.Inline, "stepaf", l.native)
 	p.notifying.Lock()
 	p.mu.Lock()
-	afterLoss, in := p.lost, p.inbound.Load()
+	lost, in := p.lost, p.inbound.Load()
+	same := p.process == 0 || l.process == 0 || p.process == l.process // a scheduler that was started again has its predecessor's address
 	p.oneWay = p.lost && l.native && p.asks() && p.hasConnected.Load() && !standing(in)
 	p.link, p.inboundDown, p.lost, p.awaited, p.connecting = l, nil, p.oneWay, false, false
-	if afterLoss && standing(in) {
+	if lost && standing(in) {
 		p.known = in.serial // what was lost has been told
 	}
+	p.process = l.process
 	p.connects++
 	oneWay := p.oneWay
 	p.mu.Unlock()
@@ -109,7 +111,7 @@ func (cn *connector) connected(l *link) {
 	// Messages that were sent before it was known which dialect the peer speaks.
 	refused := p.sender.Disconnect(func(o *outgoing) bool { return l.dialect.check(o) == nil })
 	if l.native {
-		l.announce(afterLoss)
+		l.announce(lost && same)
 	}
 	p.sender.Connect(!l.native)
 	p.pump()
@@ -303,6 +305,7 @@ func (cn *connector) dial(ctx context.Context) (_ *link, err error) {
 		}
 		answer, err := decodeHello(ev.Private)
 		l.native = err == nil && answer.native
+		l.process = answer.incarnation
 		l.numbered = l.native && answer.incarnation != 0 && v.incarnation != 0
 		p.native.Store(l.native)
 		if l.native && p.incarnation != 0 && answer.incarnation != 0 && answer.incarnation != p.incarnation && !failpoint.On("fencing") {

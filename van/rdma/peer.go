@@ -54,6 +54,7 @@ type connector struct {
 
 	native       atomic.Bool // the last connection was to a native node
 	lost         bool        // there was a connection, and it broke
+	process      uint32      // the incarnation of the last one's other end; 0: it did not say
 	oneWay       bool        // it was made again, but the peer's own, which its answers need, was not
 	awaited      bool        // the peer was named again since: messages wait for the next connection, as for the first
 	connects     int         // connections there have been
@@ -73,8 +74,9 @@ type link struct {
 	// numbered: control messages have numbers, so that those that may have arrived can be
 	// sent again.
 	numbered    bool
-	connectedAs int // the id that this node had when it connected
-	class       int // the traffic class, or unset
+	connectedAs int    // the id that this node had when it connected
+	process     uint32 // the incarnation with which the peer answered; 0: it did not say
+	class       int    // the traffic class, or unset
 	epoch       uint32
 	probeDue    conn.DueItem
 	splits      uint64 // split messages so far
