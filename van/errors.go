@@ -16,6 +16,9 @@ var (
 	ErrClosed = errors.New("closed")
 	// ErrPeerLost: the connection to the peer broke, or its heartbeats stopped.
 	ErrPeerLost = errors.New("peer lost")
+	// ErrReplaced: another process has taken the place of this one, says the peer: it takes
+	// nothing of it any more.
+	ErrReplaced = errors.New("another process has taken the place of this one")
 	// ErrUnknownPeer: there is no connection to that node.
 	ErrUnknownPeer = errors.New("no such peer")
 	// ErrQueueFull: the peer does not read and the transport's queue is full.

@@ -75,10 +75,15 @@ func (m *Machine) heard(now time.Duration, from int) {
 }
 
 // PeerLost says that the transport lost the connection to id, which may be a temporary
-// id. It is ignored after Leaving and after the final barrier.
+// id. It is ignored after Leaving and after the final barrier. A node whose connection the
+// scheduler refuses as it was replaced has failed.
 func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	cause = cmp.Or(cause, van.ErrPeerLost)
 	if m.phase == failed || m.leaving || id == m.self.ID {
+		return
+	}
+	if m.sched == nil && id == van.SchedulerID && errors.Is(cause, van.ErrReplaced) { // it cannot be asked any more
+		m.fail(&van.Error{Op: "connect", Node: m.name(), Peer: m.peer(id), Detail: cause.Error(), Err: ErrRefused})
 		return
 	}
 	if m.sched != nil && id < 0 {

@@ -40,7 +40,7 @@ var (
 //	startbarrier NAME 30s
 //	kill NAME            it is gone; nobody is told
 //	freeze NAME, thaw NAME   it is stopped and woken; what is sent to it is kept
-//	lose NAME PEER       NAME's transport loses the connection to PEER
+//	lose NAME PEER [why=replaced]  NAME's transport loses the connection to PEER, or PEER refuses it
 //	back NAME PEER       ... and has it again
 //	inject to=NAME from=ID cmd=BARRIER [group=9] [ts=2] [key=3] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
 //	report NAME, state NAME
@@ -225,7 +225,11 @@ func (s *script) command(line string) error {
 		}
 		switch words[0] {
 		case "lose":
-			n.m.PeerLost(w.now, id, errors.New("connection reset"))
+			cause := errors.New("connection reset")
+			if opts["why"] == "replaced" {
+				cause = fmt.Errorf("rejected by the peer: %w", van.ErrReplaced)
+			}
+			n.m.PeerLost(w.now, id, cause)
 		case "back":
 			n.m.PeerBack(w.now, id)
 		default:

@@ -90,7 +90,7 @@ func (a *acceptor) serve(c *net.UnixConn) {
 	r, err := a.admit(c)
 	if err != nil {
 		r = reply{verdict: verdictNo, why: err.Error()}
-		if errors.Is(err, errReplaced) {
+		if errors.Is(err, van.ErrReplaced) {
 			r.verdict = verdictFenced
 		}
 		a.log.Info("a peer's link through shared memory was refused", "err", err)

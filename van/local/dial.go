@@ -130,7 +130,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment) (*outLink, err
 	n = min(n, len(text)-replyHead)
 	why, noDevice := string(text[replyHead:replyHead+n]), string(text[replyHead+n:])
 	if verdict == verdictFenced {
-		return nil, fmt.Errorf("%w: %w", errRefused, errReplaced)
+		return nil, fmt.Errorf("%w: %w", errRefused, van.ErrReplaced)
 	}
 	if verdict == verdictNo {
 		return nil, fmt.Errorf("%w: %s", errRefused, why)
@@ -232,9 +232,9 @@ func (d *dialer) lost(n *outPeer, l *outLink) {
 	if p.ctx.Err() != nil {
 		return
 	}
-	if errors.Is(err, errReplaced) { // the van inside is not a way round that
+	if errors.Is(err, van.ErrReplaced) { // the van inside is not a way round that
 		l.mu.Lock()
-		l.cause = errReplaced
+		l.cause = van.ErrReplaced
 		l.mu.Unlock()
 		d.log.Error("a peer does not hear this process any more", "peer", van.NodeName(id), "why", err)
 		return

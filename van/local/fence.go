@@ -1,7 +1,6 @@
 package local
 
 import (
-	"errors"
 	"slices"
 	"time"
 
@@ -22,8 +21,6 @@ const holdTime = time.Second
 // unknownTime is the longest that a link of a process waits for Connect to name it in
 // place of the one that has its id. Then it ends: it is of no node of this cluster.
 const unknownTime = 10 * time.Second
-
-var errReplaced = errors.New("another process has taken the place of this one")
 
 // maxReplaced bounds how many replaced processes are remembered.
 const maxReplaced = 1024

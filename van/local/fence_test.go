@@ -64,7 +64,7 @@ func TestFenced(t *testing.T) {
 				if err = old.Send(data(8, 100, pattern(3, 1<<20))); err != nil && !errors.Is(err, van.ErrPeerLost) {
 					t.Fatal(err)
 				}
-				return errors.Is(err, errReplaced)
+				return errors.Is(err, van.ErrReplaced)
 			})
 			if !strings.Contains(err.Error(), "server 0") {
 				t.Errorf("%v does not name the peer", err)

@@ -148,7 +148,7 @@ func (p *peers) addIn(l *inLink) error {
 		if p.closed {
 			return van.ErrClosed
 		}
-		return fmt.Errorf("%s: %w", van.NodeName(l.from.id), errReplaced)
+		return fmt.Errorf("%s: %w", van.NodeName(l.from.id), van.ErrReplaced)
 	}
 	ins := append(slices.Clone(*p.ins.Load()), l)
 	p.ins.Store(&ins)

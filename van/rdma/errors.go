@@ -31,6 +31,3 @@ var errUnacknowledged = fmt.Errorf("%w", van.ErrPeerLost)
 func peerRefused(s verbs.Status) bool {
 	return s == verbs.StatusRemoteInvalid || s == verbs.StatusRemoteAccess || s == verbs.StatusRemoteOp
 }
-
-// errReplaced is what a process learns that has been replaced.
-var errReplaced = errors.New("another process has taken the place of this one")

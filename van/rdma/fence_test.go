@@ -26,7 +26,7 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 	s.connect(next)
 	s.wantUp(next)
 	next.wantUp(s)
-	c := old.wantTold("why", func(c change) bool { return !c.up && errors.Is(c.cause, errReplaced) })
+	c := old.wantTold("why", func(c change) bool { return !c.up && errors.Is(c.cause, van.ErrReplaced) })
 	if c.id != s.who.ID {
 		t.Errorf("told of %s", van.NodeName(c.id))
 	}

@@ -389,7 +389,7 @@ func rejection(private []byte) error {
 		return nil
 	}
 	if len(private) > offReason && le.Uint32(private[offCode:]) == codeReplaced {
-		return fmt.Errorf("rejected by the peer: %w: %s", errReplaced, text(private[offReason:]))
+		return fmt.Errorf("rejected by the peer: %w: %s", van.ErrReplaced, text(private[offReason:]))
 	}
 	return fmt.Errorf("rejected by the peer: %s", text(private[offReason:]))
 }
