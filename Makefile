@@ -66,7 +66,7 @@ test: check testrace testallocs ## everything that CI runs: check, testrace, tes
 
 check: fmtcheck vet lint ## fmtcheck, vet and lint
 
-testrace: ## all tests with the race detector
+testrace: ## all tests with the race detector, but the two that boot a virtual machine
 	@flags=$$(tools/build_flags.sh); set -x; $(GO) test -race $$flags -p $(PACKAGES) -timeout 14m ./...
 	cd tests/thirdparty && $(GO) test -race -timeout 5m ./...
 

@@ -155,7 +155,7 @@ func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	first := h.down == 0
 	h.down |= r
 	if !first {
-		if m.sched != nil && !m.leaving && r == silent && lossVerb(h.cause) == verbCut { // who has taken that for over hears more
+		if m.sched != nil && !m.leaving && r == silent && lossVerb(h.cause) == verbCut { // a node that has passed over the cut must hear of this
 			h.cause = cause
 			m.tellAll(id, notice{verb: verbDead, id: id, text: cause.Error()})
 		}

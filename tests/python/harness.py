@@ -284,7 +284,7 @@ def child():
         n.tell(result)
 
 
-@functools.lru_cache(None)
+@functools.cache
 def libraries():
     """The array libraries that this interpreter has."""
     import arrays

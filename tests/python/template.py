@@ -18,7 +18,8 @@ class Copy:
     """One copy, as a subprocess.Popen with text pipes that are flushed after each line."""
 
     def __init__(self, template, environ):
-        ours, theirs = zip(*(ends if i else ends[::-1] for i, ends in enumerate(os.pipe() for _ in range(4))))
+        stdin, stdout, stderr, fate = (os.pipe() for _ in range(4))  # of each what is read, and what is written
+        ours, theirs = (stdin[1], stdout[0], stderr[0], fate[0]), (stdin[0], stdout[1], stderr[1], fate[1])
         socket.send_fds(template, [json.dumps(environ).encode()], theirs)
         for fd in theirs:
             os.close(fd)
@@ -55,6 +56,7 @@ def start(python, directory, module):
     which Copy asks for copies; the template ends when it is closed. None: there can be none,
     as the module has started threads, of which a copy would have the locks only."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(180)  # for the import
     with theirs:
         subprocess.Popen(
             [python, "-c", "import template; template.main()", str(theirs.fileno()), module],
@@ -69,7 +71,7 @@ def main():
     importlib.import_module(sys.argv[2])
     alone = len(os.listdir("/proc/self/task")) == 1
     requests.send(b"1" if alone else b"0")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # of the waiting ones, below
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait for the copies, in become, leave nothing behind
     while alone:
         data, fds, _, _ = socket.recv_fds(requests, 1 << 20, 4)
         if not data:
