@@ -110,12 +110,17 @@ func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 	i := slices.IndexFunc(s.joins, same)
 	if i >= 0 {
 		old := s.joins[i]
-		if a, b := incarnationOf(&old.node), incarnationOf(&rec); a != b || a == 0 && stamp <= old.stamp {
+		a, b := incarnationOf(&old.node), incarnationOf(&rec)
+		if a != b || a == 0 && stamp <= old.stamp {
 			m.emit(Warning{Text: fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
 				"(check DMLC_NODE_HOST)", rec.Addr(), describe(&rec))})
 		}
 		s.joins = slices.Delete(s.joins, i, i+1)
-		j.temp = old.temp
+		if a == b {
+			j.temp = old.temp
+		} else if old.temp != 0 {
+			m.disconnect(old.temp) // it is marked as for the process that was there
+		}
 	}
 	if why, rival := m.misfit(&rec); why != "" {
 		if rival != nil {
