@@ -3,6 +3,7 @@ package postoffice_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"runtime"
 	"slices"
@@ -83,6 +84,44 @@ func TestCloseWhenAPeerIsLost(t *testing.T) {
 					t.Fatal("Close does not return")
 				}
 			})
+		}
+	}
+}
+
+// rejected is a van whose connections are refused, for that cause.
+type rejected struct {
+	van.Van
+	cause error
+	watch func(id int, up bool, cause error)
+}
+
+func (r *rejected) WatchPeers(f func(id int, up bool, cause error)) { r.watch = f }
+
+func (r *rejected) Connect(_ context.Context, id int, _ van.Node) error {
+	r.watch(id, false, fmt.Errorf("no connection could be made: %w: %w", syscall.ECONNREFUSED, r.cause))
+	return nil
+}
+
+// TestReplacedBeforeItHasJoined: a node that the scheduler rejects because another has its
+// place is told at once, though it has not joined yet. For one that does not listen, it waits.
+func TestReplacedBeforeItHasJoined(t *testing.T) {
+	for cause, want := range map[error]error{van.ErrReplaced: postoffice.ErrRefused, errors.New("nobody listens there yet"): van.ErrTimeout} {
+		network := inproc.NewNetwork()
+		n, err := postoffice.Start(t.Context(), postoffice.Options{Log: discard,
+			Config: config(func(c *postoffice.Config) {
+				if c.StartTimeout = 20 * time.Second; want == van.ErrTimeout {
+					c.StartTimeout = 100 * time.Millisecond
+				}
+			}),
+			Van: func(o van.Options) (van.Van, error) {
+				v, err := network.Factory()(o)
+				return &rejected{Van: v, cause: cause}, err
+			}})
+		if err == nil {
+			n.Close()
+		}
+		if !errors.Is(err, want) || errors.Is(want, postoffice.ErrRefused) && !strings.Contains(err.Error(), cause.Error()) {
+			t.Errorf("a node that is rejected (%v) starts with %v, want %v", cause, err, want)
 		}
 	}
 }

@@ -125,7 +125,7 @@ func (c *control) peerChanged(id int, up bool, cause error) {
 		switch {
 		case up:
 			c.machine.PeerBack(t, id)
-		case id == van.SchedulerID && !c.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED):
+		case id == van.SchedulerID && !c.machine.Ready() && errors.Is(cause, syscall.ECONNREFUSED) && !errors.Is(cause, van.ErrReplaced):
 			// The scheduler does not listen yet. All other known peers listen.
 		case c.due[id] > 0:
 			// The lost connection is that of the process that had the id before: this
