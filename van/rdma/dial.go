@@ -100,6 +100,9 @@ func (cn *connector) connected(l *link) {
 	p.connects++
 	oneWay := p.oneWay
 	p.mu.Unlock()
+	if !same && !lost {
+		p.v.notify(p, false, fmt.Errorf("%w: another process answers there", van.ErrPeerLost)) // it knows nothing of this node
+	}
 	if !oneWay {
 		p.v.notify(p, true, nil) // before the peer may ask: what a lost peer asks for is dropped
 	}

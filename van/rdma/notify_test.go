@@ -297,6 +297,60 @@ func TestLateNewsOfAQuietBreak(t *testing.T) {
 	w.toldNothing()
 }
 
+// A scheduler that was started again has the address of the one before, and knows nothing of this node: a
+// new process there is told as a loss, though the break has lost nothing.
+func TestAnotherProcessAfterAQuietBreak(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(van.SchedulerID)
+	w.times.quiet = time.Hour // its timer is not what is tested
+	r.link(w, s)
+	w.answeredBefore(s, 77)
+	(*w.peers.Load())[s.who.ID].currentLink().fail(fmt.Errorf("%w: made to", errUnacknowledged))
+	if c := w.wantTold("anything", func(change) bool { return true }); c.up || !lost(c.cause) || !strings.Contains(c.cause.Error(), "another process") {
+		t.Errorf("told first: up %t, %v; want %v, as another process answers", c.up, c.cause, van.ErrPeerLost)
+	}
+	w.wantUp(s)
+	w.toldNothing()
+}
+
+// Who has lost a peer says so when it connects again, but not to another process, which has nothing to drop.
+func TestLossIsSaidToTheSameProcess(t *testing.T) {
+	for before, want := range map[uint32]int32{0: upAfterLoss, 77: up} {
+		r := newRig(t)
+		w, s := r.node(9), r.node(van.SchedulerID)
+		r.link(w, s)
+		if before != 0 {
+			w.answeredBefore(s, before)
+		}
+		first := s.incomingOf(w.who.ID).serial
+		(*w.peers.Load())[s.who.ID].currentLink().fail(van.ErrPeerLost)
+		w.wantDown(s)
+		w.wantUp(s)
+		said := int32(0)
+		r.until("the node has said that it is back", func() bool {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			for _, in := range s.inbounds {
+				if in.hello.node == w.who.ID && in.serial != first {
+					said = in.confirmed.Load()
+				}
+			}
+			return said != 0
+		})
+		if said != want {
+			t.Errorf("to the process that has answered, before it that of incarnation %d, the node says %d, want %d", before, said, want)
+		}
+	}
+}
+
+// answeredBefore lets another process of this incarnation be who has answered n at that address.
+func (n *testNode) answeredBefore(peer *testNode, incarnation uint32) {
+	p := (*n.peers.Load())[peer.who.ID]
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.process = incarnation
+}
+
 // What a process has to say of its losses it says again when that was lost, too.
 func TestSaidAgain(t *testing.T) {
 	r := newRig(t)
