@@ -2,10 +2,12 @@ package rdma
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"math"
 	"net/netip"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
@@ -394,4 +396,37 @@ func TestHostileServer(t *testing.T) {
 	s.wantValue(3, value(2000, 1))
 	w.Disconnect(10)
 	p.end()
+}
+
+// TestHostileRejection connects in the name of the scheduler and rejects the answer, as the scheduler
+// rejects who was replaced: only a connection that a node has asked for tells it so.
+func TestHostileRejection(t *testing.T) {
+	r := newRig(t)
+	w, s := r.node(9), r.node(van.SchedulerID)
+	w.times.inboundDown = time.Millisecond
+	r.link(w, s)
+	p := newRaw(r, rawAddr, s.who)
+	defer p.end()
+	p.port = s.who.Port
+	var ids []verbs.ID
+	for q := range 2 {
+		id, err := p.ch.NewID(uint64(q + 1))
+		p.check(err)
+		p.check(id.ResolveAddr(p.addr, netip.AddrPortFrom(w.addr, uint16(w.who.Port)), patience))
+		p.event(verbs.AddrResolved)
+		p.check(id.ResolveRoute(patience))
+		p.event(verbs.RouteResolved)
+		p.use(id)
+		p.check(id.Connect(verbs.ConnParam{Private: p.hello(false, 0, q, 2)}))
+		ids = append(ids, id)
+	}
+	peer := (*w.peers.Load())[van.SchedulerID]
+	r.until("it is taken for the scheduler's", func() bool {
+		in := peer.inbound.Load()
+		return in != nil && !in.hello.native
+	})
+	p.check(ids[0].Reject(refusalOf(codeReplaced, "another process")))
+	if c := w.wantDown(s, "answers"); errors.Is(c.cause, van.ErrReplaced) {
+		t.Errorf("a connection of somebody else ended the node: %v", c.cause)
+	}
 }

@@ -171,7 +171,7 @@ func (v *rvan) events() {
 		case x.in != nil:
 			switch ev.Type {
 			case verbs.Disconnected, verbs.DeviceRemoval, verbs.Unreachable, verbs.Rejected:
-				x.in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, v.cm.EventError(ev)))
+				x.in.fail(fmt.Errorf("%w: %w", van.ErrPeerLost, conn.EventError(ev))) // anybody may have opened it
 			}
 		default:
 			if ev.Type == verbs.Disconnected || ev.Type == verbs.DeviceRemoval {

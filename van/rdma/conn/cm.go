@@ -205,13 +205,19 @@ func (m *Manager) WaitRefused(ctx context.Context, x *ID) error {
 	}
 }
 
-// EventError says what an event means that is not the one hoped for.
+// EventError says what an event means that is not the one hoped for. It believes what a rejection
+// says: use it for connections that this node has asked for.
 func (m *Manager) EventError(ev verbs.Event) error {
 	if ev.Type == verbs.Rejected && m.Rejection != nil {
 		if err := m.Rejection(ev.Private); err != nil {
 			return err
 		}
 	}
+	return EventError(ev)
+}
+
+// EventError says what an event means that is not the one hoped for, whatever its private data says.
+func EventError(ev verbs.Event) error {
 	switch {
 	case ev.Type == verbs.Rejected && ev.Status == 8:
 		return errors.New("rejected (8): nobody listens there yet")

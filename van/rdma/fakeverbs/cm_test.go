@@ -203,6 +203,17 @@ func TestConnectorGivesUp(t *testing.T) {
 	if r := w.next(w.cb, verbs.Rejected); r.Status != 28 {
 		t.Errorf("event %+v", r)
 	}
+
+	a = w.resolved(1, options)
+	check(t, a.id.Connect(params))
+	wantErr(t, a.id.Reject(nil), syscall.EINVAL) // there is no answer yet
+	w.accept(options, params)
+	check(t, a.id.Reject([]byte("no")))
+	if r := w.next(w.cb, verbs.Rejected); r.Status != 28 || !bytes.Equal(r.Private, padded([]byte("no"), 148)) {
+		t.Errorf("event %+v", r)
+	}
+	w.next(w.ca, verbs.Established) // which had come before
+	check(t, a.id.Destroy())
 	w.none(w.ca)
 }
 

@@ -147,12 +147,16 @@ func (n *Net) establish(from, to *connID) {
 	n.run(to.qp)
 }
 
+// Reject refuses a connect request, or, by the connector, the answer to it.
 func (id *connID) Reject(private []byte) error {
-	err := id.begin(Op{Kind: OpReject}, requested)
+	err := id.begin(Op{Kind: OpReject}, requested, connecting)
 	n := id.net
 	defer n.mu.Unlock()
 	if err != nil {
 		return err
+	}
+	if id.state == connecting && (id.peer == nil || id.peer.state != accepting) {
+		return id.fault("reject", syscall.EINVAL, "its state, want an answer to it")
 	}
 	if len(private) > rejectPrivate {
 		return id.fault("reject", syscall.EINVAL, fmt.Sprintf("%d bytes of private data, want up to %d", len(private), rejectPrivate))
@@ -160,7 +164,7 @@ func (id *connID) Reject(private []byte) error {
 	id.state = failed
 	n.recordCM(id, EventReject, &verbs.ConnParam{Private: private})
 	if n.cut(id.local.Addr(), id.remote.Addr()) {
-		id.peer.giveUp(verbs.Unreachable, connecting)
+		id.peer.giveUp(verbs.Unreachable, id.peer.state)
 	} else {
 		id.peer.rejected(statusConsumer, private)
 	}
