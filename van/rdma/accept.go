@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -27,9 +28,7 @@ func (v *rvan) accept(ev verbs.Event) {
 	case v.closed.Load():
 		why = "the node is closing"
 	case h.native && v.isReplaced(h.incarnation):
-		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
-		_ = id.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
-		_ = id.Destroy()
+		v.rejectReplaced(ev, h)
 		return
 	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
@@ -44,7 +43,10 @@ func (v *rvan) accept(ev verbs.Event) {
 	if err == nil {
 		err = in.addQueuePair(id, h)
 	}
-	if err != nil {
+	switch {
+	case errors.Is(err, van.ErrReplaced): // since it was looked at
+		v.rejectReplaced(ev, h)
+	case err != nil:
 		v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err)
 		_ = id.Reject(refusal(err.Error()))
 		_ = id.Destroy()
@@ -52,6 +54,13 @@ func (v *rvan) accept(ev verbs.Event) {
 			in.fail(err)
 		}
 	}
+}
+
+// rejectReplaced tells a process whose place another has taken.
+func (v *rvan) rejectReplaced(ev verbs.Event, h hello) {
+	v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
+	_ = ev.New.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
+	_ = ev.New.Destroy()
 }
 
 // inboundFor finds or makes the incoming connection that a queue pair belongs to.
@@ -90,6 +99,9 @@ func (v *rvan) inboundFor(h hello, id verbs.ID, from netip.AddrPort) (*inbound, 
 	defer v.mu.Unlock()
 	if v.closed.Load() {
 		return nil, van.ErrClosed
+	}
+	if h.native && v.isReplacedLocked(h.incarnation) {
+		return nil, van.ErrReplaced
 	}
 	for _, x := range v.inbounds {
 		if h.native && x.hello.native && x.hello.node == h.node && x.hello.incarnation == h.incarnation && x.hello.port == h.port && x.hello.host == h.host {

@@ -20,12 +20,13 @@ type fences struct {
 
 // isReplaced tells whether the process with this incarnation has been replaced.
 func (v *rvan) isReplaced(incarnation uint32) bool {
-	if incarnation == 0 || failpoint.On("fencing") {
-		return false
-	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return slices.Contains(v.replaced, incarnation)
+	return v.isReplacedLocked(incarnation)
+}
+
+func (v *rvan) isReplacedLocked(incarnation uint32) bool {
+	return incarnation != 0 && slices.Contains(v.replaced, incarnation) && !failpoint.On("fencing")
 }
 
 // controlSource numbers control messages: a process, and one of its connections to this

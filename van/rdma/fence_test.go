@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
 // A process that stood still, was replaced and goes on is not heard any more: its queue pairs
@@ -49,6 +50,55 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 		m.Release()
 	}
 }
+
+// A process that is replaced while its connect request is looked at is not let in either.
+func TestReplacedWhileItConnects(t *testing.T) {
+	r := newRig(t)
+	s, old, next := r.node(8), r.node(9), r.node(9)
+	r.link(old, s)
+	before := s.incomingOf(9)
+	h := before.hello
+	h.epoch++
+	id := &requestedID{dev: s.device0().dev, meanwhile: func() { s.connect(next) }}
+	s.accept(verbs.Event{Type: verbs.ConnectRequest, New: id, Private: h.encode(), Peer: before.from})
+	if why := rejection(id.rejected); !errors.Is(why, van.ErrReplaced) {
+		t.Errorf("rejected with %v, want %v", why, van.ErrReplaced)
+	}
+	for _, c := range *s.conns.Load() {
+		if in := c.in; in != nil && in != before && in.hello.incarnation == old.incarnation {
+			t.Error("the process that was replaced has a new connection")
+		}
+	}
+}
+
+// requestedID is a connect request; something happens when its device is asked for.
+type requestedID struct {
+	verbs.ID
+	dev       verbs.Device
+	meanwhile func()
+	rejected  []byte
+}
+
+func (id *requestedID) Device() (verbs.Device, error) {
+	if f := id.meanwhile; f != nil {
+		id.meanwhile = nil
+		f()
+	}
+	return id.dev, nil
+}
+
+func (id *requestedID) SetCookie(uint64) {}
+
+func (id *requestedID) CreateQP(verbs.QPOptions) (verbs.QP, error) {
+	return nil, errors.New("too late: it has been let in")
+}
+
+func (id *requestedID) Reject(private []byte) error {
+	id.rejected = private
+	return nil
+}
+
+func (id *requestedID) Destroy() error { return nil }
 
 // Data of a process of which a node has not heard yet waits until it has; control messages
 // come at once.
