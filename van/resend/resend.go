@@ -263,7 +263,7 @@ func (v *Van) receive(m *van.Message) {
 	if m.Control.Cmd == van.Ack {
 		v.acknowledged(m) // first: a probe that is kept is under way
 	}
-	if v.anyQuiet.Load() {
+	if v.anyQuiet.Load() && !v.isStranger(m) {
 		v.heardFrom(m.Sender)
 	}
 	if m.Control.Cmd == van.Ack {

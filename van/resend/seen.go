@@ -97,6 +97,22 @@ func (w *window) add(ts int32) bool {
 	return was
 }
 
+// isAnother tells whether a message that is marked with from is of another process than the one
+// that is connected.
+func (p *peer) isAnother(from uint32) bool {
+	return p.connected && p.incarnation != 0 && from != 0 && from != p.incarnation
+}
+
+// isStranger tells whether m is of another process than the one that is connected under its
+// sender's id.
+func (v *Van) isStranger(m *van.Message) bool {
+	v.seenMu.Lock()
+	defer v.seenMu.Unlock()
+	p := v.seen[m.Sender]
+	from, _ := m.Incarnations()
+	return p != nil && p.isAnother(from)
+}
+
 // note notes m and reports whether it has come before, and whether it is of another process
 // than the one that is connected under its sender's id.
 func (v *Van) note(m *van.Message) (duplicate, stranger bool) {
@@ -111,7 +127,7 @@ func (v *Van) note(m *van.Message) (duplicate, stranger bool) {
 		v.seen[m.Sender] = p
 	}
 	from, _ := m.Incarnations()
-	stranger = p.connected && p.incarnation != 0 && from != 0 && from != p.incarnation
+	stranger = p.isAnother(from)
 	h := p.of(m.Sender, from)
 	h.clock++
 	s := stream{m.AppID, m.CustomerID, m.Control.Cmd, m.Request, m.Push, m.SimpleApp}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"math"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -209,5 +210,34 @@ func TestAcknowledgedToAnother(t *testing.T) {
 				t.Errorf("%s of incarnation %d, sent twice: handed up %d times, want %d", c.cmd, c.inc, got, c.want)
 			}
 		}
+	})
+	t.Run("a sign of life", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f := newFixture(t, Options{Timeout: time.Second, MaxTries: 2})
+			var told []bool
+			f.WatchPeers(func(_ int, up bool, _ error) { told = append(told, up) })
+			if err := f.Connect(context.Background(), 10, record(6)); err != nil {
+				t.Fatal(err)
+			}
+			if err := f.Send(marked(7, 6, request(10, 1))); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(2500 * time.Millisecond)
+			synctest.Wait()
+			beat := func(inc uint32) *van.Message {
+				m := marked(inc, 7, request(9, 3))
+				m.Control.Cmd, m.Control.Nodes = van.Heartbeat, make([]van.Node, 1)
+				return from(10, m)
+			}
+			f.p.recv(beat(5))
+			f.p.recv(marked(5, 7, ack(10, 1)))
+			if len(told) != 1 || told[0] {
+				t.Errorf("told %v when the one that was replaced was heard, want only that the peer is lost", told)
+			}
+			f.p.recv(beat(6))
+			if len(told) != 2 || !told[1] {
+				t.Errorf("told %v, want that the peer is back when it is heard", told)
+			}
+		})
 	})
 }
