@@ -3,6 +3,7 @@ package rdma
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"slices"
 	"time"
@@ -28,7 +29,7 @@ func (v *rvan) accept(ev verbs.Event) {
 	case v.closed.Load():
 		why = "the node is closing"
 	case h.native && v.isReplaced(h.incarnation):
-		v.rejectReplaced(ev, h)
+		rejectReplaced(ev, h, v.log)
 		return
 	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
@@ -45,7 +46,7 @@ func (v *rvan) accept(ev verbs.Event) {
 	}
 	switch {
 	case errors.Is(err, van.ErrReplaced): // since it was looked at
-		v.rejectReplaced(ev, h)
+		rejectReplaced(ev, h, v.log)
 	case err != nil:
 		v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err)
 		_ = id.Reject(refusal(err.Error()))
@@ -57,8 +58,8 @@ func (v *rvan) accept(ev verbs.Event) {
 }
 
 // rejectReplaced tells a process whose place another has taken.
-func (v *rvan) rejectReplaced(ev verbs.Event, h hello) {
-	v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
+func rejectReplaced(ev verbs.Event, h hello, log *slog.Logger) {
+	log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
 	_ = ev.New.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
 	_ = ev.New.Destroy()
 }
@@ -257,8 +258,9 @@ func (v *rvan) fenceLocked(id int, old, p *peer) {
 }
 
 // markUnlistedLocked finds out which connections are of processes that the table does not name.
-// They may say control messages, by which a newcomer becomes known; data has to wait.
-// v.mu is held.
+// They may say control messages, by which a newcomer becomes known. Data gets no slot until then,
+// so it waits with its sender; what is written to a slot that was given before is dropped and
+// counted. v.mu is held.
 func (v *rvan) markUnlistedLocked() {
 	for _, in := range v.inbounds {
 		p := (*v.peers.Load())[in.hello.node]

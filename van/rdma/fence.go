@@ -25,8 +25,8 @@ func (v *rvan) isReplaced(incarnation uint32) bool {
 	return v.isReplacedLocked(incarnation)
 }
 
-func (v *rvan) isReplacedLocked(incarnation uint32) bool {
-	return incarnation != 0 && slices.Contains(v.replaced, incarnation) && !failpoint.On("fencing")
+func (f *fences) isReplacedLocked(incarnation uint32) bool {
+	return incarnation != 0 && slices.Contains(f.replaced, incarnation) && !failpoint.On("fencing")
 }
 
 // controlSource numbers control messages: a process, and one of its connections to this

@@ -1,6 +1,6 @@
 // Package resend implements PS_RESEND: it wraps a van, keeps each sent message until
 // the receiver has acknowledged it, sends it again after a timeout, and drops
-// duplicates. The bytes on the wire are those of ps-lite's resender.
+// duplicates. Messages and acknowledgements are encoded as ps-lite's resender does.
 //
 // An acknowledgement names a message by a signature of 64 bits:
 //
@@ -14,17 +14,17 @@
 // waits for its acknowledgement. A ps-lite peer still drops the second if it
 // receives both.
 //
-// Between nodes of this library an acknowledgement also has the incarnations of the message
-// that came, in a field which C++ nodes pass over.
+// Two things on the wire are not ps-lite's. Between nodes of this library an acknowledgement
+// also has the incarnations of the message that came, in a field which C++ nodes pass over.
+// And a peer that has let a message time out is sent heartbeats without records, of which
+// C++ nodes make nothing but an acknowledgement, until something of it comes.
 //
-// Other differences from ps-lite, none visible on the wire: after the last try a
-// message fails (Options.OnFail) instead of ending the process, and the peer is asked for
-// an acknowledgement of a heartbeat without records until it sends something; nothing is
-// resent to a peer that is lost or disconnected; messages received before Enable are recognised
-// when a peer that was enabled earlier resends them; and the memory of received
-// messages is bounded: the last 65,536 timestamps of each peer, application, customer
-// and kind of message. Older timestamps count as received. This relies on timestamps
-// that grow: a node numbers its requests, and its control messages.
+// Other differences from ps-lite: after the last try a message fails (Options.OnFail) instead
+// of ending the process; nothing is resent to a peer that is lost or disconnected; messages
+// received before Enable are recognised when a peer that was enabled earlier resends them; and
+// the memory of received messages is bounded: the last 65,536 timestamps of each peer,
+// application, customer and kind of message. Older timestamps count as received. This relies on
+// timestamps that grow: a node numbers its requests, and its control messages.
 //
 // If the wrapped van writes values straight into registered memory, it also writes a
 // duplicate there, before this package can drop it.
