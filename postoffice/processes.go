@@ -101,8 +101,8 @@ func (t *processes) judge(msg *van.Message, p *process) verdict {
 	switch {
 	case from == p.incarnation && to == t.incarnation && from != 0 && !p.behind:
 		return accept
-	case failpoint.On("incarnation"), p.known && p.incarnation == 0, from == 0 && !p.known:
-		return accept // of a C++ StepMesh node, or of one that does not know this node yet
+	case failpoint.On("incarnation"), p.known && p.incarnation == 0 && (from == 0 || to != t.incarnation), from == 0 && !p.known:
+		return accept // of a C++ StepMesh node, which may have something else where marks are, or of one that does not know this node yet
 	case from == 0 || to != t.incarnation:
 		return discard
 	default:

@@ -70,7 +70,7 @@ func (s *strangers) withdrawn(msg *van.Message) bool {
 	k, err := fmt.Sscanf(string(msg.Body[len(withdrawPrefix):min(len(msg.Body), 128)]), "%d %d %d %d", &app, &w.Customer, &w.First, &w.Count)
 	valid := err == nil && k == 4 && w.First >= 0 && w.Count >= 1
 	switch {
-	case from == 0 || to != s.self.incarnation || p.known && p.incarnation == 0:
+	case from == 0 || to != s.self.incarnation:
 		s.processes.dropStale(msg, p)
 	case !valid:
 		s.self.log.Warn("dropped a control message", "err", &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, first timestamp and count"},

@@ -97,6 +97,63 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 	}, testcluster.InProc)
 }
 
+// TestProcessesAroundAnOriginal: a C++ StepMesh process takes the place of one of this library,
+// and another of this library that of the C++ one. Its messages have no marks. Data of the first
+// does not count as its, and data of the last waits until its record comes.
+func TestProcessesAroundAnOriginal(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	w, s := c.Workers[0], c.Servers[0]
+	var mu sync.Mutex
+	var got [][2]uint32
+	if _, err := s.App().AddCustomer(7, 7, func(m *van.Message) {
+		mu.Lock()
+		defer mu.Unlock()
+		got = append(got, [2]uint32{uint32(m.Timestamp), m.Epoch})
+	}); err != nil {
+		t.Fatal(err)
+	}
+	id, mine, its, next := van.WorkerID(0), w.Incarnation(), s.Incarnation(), w.Incarnation()^0x5555
+	send := func(ts int32, from, to uint32) {
+		t.Helper()
+		m := rawRequest(7, ts, 8)
+		m.SetIncarnations(from, to)
+		if err := w.Van().Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	giveUp := func(first string) {
+		t.Helper()
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Receiver, m.Control.Cmd, m.Timestamp, m.Body = id, s.ID(), van.Heartbeat, 1, []byte("stepaf/1 given-up 7 7 "+first+" 1")
+		m.SetIncarnations(next, its)
+		if err := w.Van().Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	epoch := s.Epoch(id)
+	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id})
+	send(1, mine, its)
+	send(2, 0, 0)
+	send(3, next, its)
+	send(4, next, its)
+	giveUp("4")
+	send(5, 0, 0)
+	until(t, "two wait and one came too late", func() bool { return s.Held() == 3 })
+	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: next}).Encode()})
+	send(6, next, its)
+	want := [][2]uint32{{2, epoch + 1}, {5, epoch + 1}, {3, epoch + 2}, {6, epoch + 2}}
+	all := func() [][2]uint32 {
+		mu.Lock()
+		defer mu.Unlock()
+		return slices.Clone(got)
+	}
+	until(t, "the last one comes", func() bool { return slices.ContainsFunc(all(), func(x [2]uint32) bool { return x[0] == 6 }) })
+	if got := all(); !slices.Equal(got, want) {
+		t.Errorf("the application has %v (timestamp, epoch), want %v", got, want)
+	}
+}
+
 // TestGivenUpOfTwoCustomers: with PS_RESEND a server hears what every application has given up,
 // whatever the timestamps of others were.
 func TestGivenUpOfTwoCustomers(t *testing.T) {

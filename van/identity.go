@@ -131,7 +131,8 @@ func (m *Meta) SetIncarnations(from, to uint32) {
 }
 
 // Incarnations returns what SetIncarnations has set. It means something only when the
-// sender is known to be a node of this library.
+// sender is known to be a node of this library, or to names the process that receives it: C++
+// StepMesh nodes do not set the field to that.
 func (m *Meta) Incarnations() (from, to uint32) {
 	return uint32(m.RequestTrace.PreStart), uint32(m.RequestTrace.PreStart >> 32)
 }
