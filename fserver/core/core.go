@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/streams"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -41,6 +42,9 @@ type Session struct {
 	commMu  sync.Mutex
 	group   *Comm                 // see Group
 	closing map[int]chan struct{} // communicators that were dropped, by id; closed when they are
+
+	endsMu sync.Mutex
+	ends   *streams.Ends // see streamEnds
 }
 
 // Start reads the variables, starts the node, and waits for all others as C++ StepMesh

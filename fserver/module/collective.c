@@ -57,7 +57,7 @@ static int task_wait(uint64_t task, int64_t ms, int cancel) {
 }
 
 // Waits for a task and drops it. Others may wait for it as well unless it is cancelled.
-static int task_finish(uint64_t task, int cancel) {
+int sf_task_finish(uint64_t task, int cancel) {
   int rc = task_wait(task, -1, cancel);
   sf_task_drop(task);
   sf_drain_dropped();
@@ -75,7 +75,7 @@ static int make_group(void) {
     sf_raise(&e);
     return -1;
   }
-  return task_finish(task, 0);
+  return sf_task_finish(task, 0);
 }
 
 // Reads a tensor or a list of them; None is nothing where it may be.
@@ -214,7 +214,7 @@ static PyObject *wait_for_all(PyObject *self, PyObject *args, PyObject *kw, cons
   sf_error e = {0, NULL};
   if (!PyArg_ParseTupleAndKeywords(args, kw, format, names, &timeout) || sf_timeout_arg(timeout, &ms) < 0 || sf_enter() < 0) return NULL;
   if (sf_comm_task(comm_of(self), what, ms, &task, &e) != SF_DONE) return sf_raise(&e);
-  if (task_finish(task, 1) < 0) return NULL;
+  if (sf_task_finish(task, 1) < 0) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -255,7 +255,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   free(list);
   if (rc != SF_DONE) return sf_raise(&e);
   PyObject *o = NULL;
-  if (task_finish(task, 1) == 0) {
+  if (sf_task_finish(task, 1) == 0) {
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     o = alloc(type, 0);
   }

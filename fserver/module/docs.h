@@ -156,6 +156,58 @@
 	"from then on, and replayed graphs do not start or wait for anything. Dropping the\n" \
 	"exchange does the same. Raises as check() does; it is closed then, too."
 
+#define DOC_PREPARE_STREAMS \
+	"prepare_streams($module, /, push_tensors, push_keys, pull_tensors, pull_keys, *, peers=None, timeout_ms=10000, round_timeout_ms=10000)\n--\n\n" \
+	"Worker and server: an exchange that the streams of their GPUs make by themselves, on one\n" \
+	"host: no CPU and no kernel on the way. Both ends prepare it, and queue it or capture it\n" \
+	"into graphs as often as wanted.\n" \
+	"\n" \
+	"    x = f.prepare_streams([hidden], [1], [out], [2])    # worker\n" \
+	"    x.send(); x.receive()                               # each token, or captured\n" \
+	"    x = f.prepare_streams([hidden], [1], [out], [2])    # server, of one worker\n" \
+	"    x.receive(); compute(hidden, out); x.send()\n" \
+	"\n" \
+	"On a worker the arguments are those of push_pull(). On a server push_tensors is what the\n" \
+	"workers' tensors are copied to, and pull_tensors what they get: first all for the first\n" \
+	"worker, then all for the next, as many for each. The two ends find each other by their\n" \
+	"keys, in order.\n" \
+	"\n" \
+	"peers: ranks of servers or workers, ascending; None for all\n" \
+	"timeout_ms: how long to wait for the other ends; None for no limit\n" \
+	"round_timeout_ms: how long a worker's round may take; None for no limit\n" \
+	"\n" \
+	"Returns a StreamExchange, which keeps the memory of the tensors.\n" \
+	"\n" \
+	"Raises TimeoutError (names who has not prepared), ValueError (tensors that are not on this\n" \
+	"GPU, sizes that differ), TypeError, ConnectionError, Error (no GPU, GPUs that do not reach\n" \
+	"each other, before init(), after stop())."
+#define DOC_STREAMS \
+	"What prepare_streams() returns: one end of an exchange in streams. A worker sends first,\n" \
+	"a server receives first, then both take turns. It ends as a whole when a peer is lost or\n" \
+	"closes its end, or when a round takes too long: streams go on, check() says why, and it is\n" \
+	"prepared anew. When it is dropped it is closed. Programs cannot make one."
+#define DOC_STREAMS_SEND \
+	"send($self, /)\n--\n\n" \
+	"Put into the current CUDA stream: tell the peers that the tensors for them are ready.\n" \
+	"They may be written to again behind the next receive().\n" \
+	"\n" \
+	"Raises what check() does, and Error (it is not send()'s turn)."
+#define DOC_STREAMS_RECEIVE \
+	"receive($self, /)\n--\n\n" \
+	"Put into the current CUDA stream: wait until all peers have sent, and copy what they have\n" \
+	"into the tensors of this end.\n" \
+	"\n" \
+	"Raises what check() does, and Error (it is not receive()'s turn)."
+#define DOC_STREAMS_CHECK \
+	"check($self, /)\n--\n\n" \
+	"Raise why the exchange is over, as from then on each call does: ConnectionError,\n" \
+	"TimeoutError, Error. If it does not, what streams have received by now is right. Does not\n" \
+	"wait: synchronise with the stream before."
+#define DOC_STREAMS_CLOSE \
+	"close($self, /)\n--\n\n" \
+	"End it on all its nodes, when what was queued is done. Raises as check() does; it is\n" \
+	"closed then, too. What was captured keeps its tensors."
+
 #define DOC_WAIT \
 	"wait($module, /, handler, timeout_ms=10000)\n--\n\n" \
 	"Worker: wait until all servers have answered the request.\n" \

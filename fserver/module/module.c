@@ -17,6 +17,7 @@
 #include "docs.h"
 #include "prepared.h"
 #include "request.h"
+#include "streams.h"
 #include "tensor.h"
 
 // Waits for the job that Go has begun, and handles signals meanwhile.
@@ -392,6 +393,7 @@ static PyMethodDef methods[] = {
     {"barrier", KEYWORDS(py_barrier), DOC_BARRIER},
     {"push_pull", KEYWORDS(py_push_pull), DOC_PUSH_PULL},
     {"prepare", KEYWORDS(sf_py_prepare), DOC_PREPARE},
+    {"prepare_streams", KEYWORDS(sf_py_prepare_streams), DOC_PREPARE_STREAMS},
     {"wait", KEYWORDS(py_wait), DOC_WAIT},
     {"get_all_handlers", py_get_all_handlers, METH_O, DOC_GET_ALL_HANDLERS},
     {"fetch_trace", py_fetch_trace, METH_O, DOC_FETCH_TRACE},
@@ -425,7 +427,7 @@ PyMODINIT_FUNC PyInit_fserver_lib(void) {
   PyObject *module = PyModule_Create(&definition);
   if (module == NULL) return NULL;
   if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || answer_init(module) < 0 || prepared_init(module) < 0 ||
-      collective_init(module) < 0 || at_exit(module) < 0) {
+      collective_init(module) < 0 || streams_init(module) < 0 || at_exit(module) < 0) {
     Py_DECREF(module);
     return NULL;
   }

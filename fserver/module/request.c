@@ -57,15 +57,15 @@ int tensors_long(const sf_tensor *ts, Py_ssize_t n) {
   return bytes >= LONG_COPY || tensor_gpu(ts, n) >= 0;
 }
 
-// Reads ranks of servers; *out is malloc'ed, NULL for None, which means all.
-static int server_ranks(PyObject *o, int64_t **out, Py_ssize_t *n) {
+// Reads ranks of peers; *out is malloc'ed, NULL for None, which means all.
+static int peer_ranks(PyObject *o, const char *what, int64_t **out, Py_ssize_t *n) {
   if (o == NULL || o == Py_None) return 0;
-  PyObject *items = sf_sequence(o, "servers", n);
+  PyObject *items = sf_sequence(o, what, n);
   if (items == NULL) return -1;
   *out = calloc((size_t)*n + 1, sizeof **out);
   int failed = *out == NULL;
   if (failed) PyErr_NoMemory();
-  for (Py_ssize_t i = 0; !failed && i < *n; i++) failed = sf_int64_arg(PyTuple_GetItem(items, i), "servers", &(*out)[i]) < 0;
+  for (Py_ssize_t i = 0; !failed && i < *n; i++) failed = sf_int64_arg(PyTuple_GetItem(items, i), what, &(*out)[i]) < 0;
   Py_DECREF(items);
   return failed ? -1 : 0;
 }
@@ -73,13 +73,21 @@ static int server_ranks(PyObject *o, int64_t **out, Py_ssize_t *n) {
 int request_in(PyObject *args, PyObject *kw, const char *format, request *r) {
   static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "need_event", "servers", NULL};
   PyObject *a[6] = {NULL}; // the arguments
-  *r = (request){.need_event = 1};
+  int need_event = 1;
   if (!sf_by_position(args, kw, 4, 5, a) && !PyArg_ParseTupleAndKeywords(args, kw, format, names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5]))
     return -1;
-  if (sf_bool_arg(a[4], &r->need_event) < 0 || sf_enter() < 0) return -1;
-  r->push = tensors_in(a[0], "push_tensors", a[1], "push_keys", 0, &r->npush);
-  if (r->push != NULL) r->pull = tensors_in(a[2], "pull_tensors", a[3], "pull_keys", 1, &r->npull);
-  if (r->pull != NULL && server_ranks(a[5], &r->servers, &r->nservers) == 0) return 0;
+  if (sf_bool_arg(a[4], &need_event) < 0) return -1;
+  int rc = request_of(a[0], a[1], a[2], a[3], a[5], "servers", 0, r);
+  r->need_event = need_event;
+  return rc;
+}
+
+int request_of(PyObject *push, PyObject *push_keys, PyObject *pull, PyObject *pull_keys, PyObject *peers, const char *peers_what, int push_writable, request *r) {
+  *r = (request){.need_event = 1};
+  if (sf_enter() < 0) return -1;
+  r->push = tensors_in(push, "push_tensors", push_keys, "push_keys", push_writable, &r->npush);
+  if (r->push != NULL) r->pull = tensors_in(pull, "pull_tensors", pull_keys, "pull_keys", 1, &r->npull);
+  if (r->pull != NULL && peer_ranks(peers, peers_what, &r->servers, &r->nservers) == 0) return 0;
   request_drop(r);
   return -1;
 }

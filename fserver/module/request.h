@@ -20,6 +20,9 @@ typedef struct {
 // or -1 with an exception.
 int request_in(PyObject *args, PyObject *kw, const char *format, request *r);
 
+// The same of arguments that are parsed; peers_what names peers, the ranks, in errors.
+int request_of(PyObject *push, PyObject *push_keys, PyObject *pull, PyObject *pull_keys, PyObject *peers, const char *peers_what, int push_writable, request *r);
+
 // Frees r, of which Go has taken over the owners of the tensors.
 void request_free(request *r);
 

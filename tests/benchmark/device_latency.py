@@ -4,7 +4,8 @@
 - Go: push_pull and Wait, by stepaf bench, in turns with the floor;
 - Python: push_pull + wait with PyTorch's tensors, with need_event=True (the default)
   and with need_event=False; the same prepared (start + wait); and prepared in a CUDA graph
-  that is replayed, up to the end of the stream's work;
+  that is replayed, up to the end of the stream's work; and with both ends in their streams
+  (prepare_streams), queued and in graphs, up to there, too;
 - NCCL: send and recv of torch.distributed, up to the end of the stream's work. Its
   other end is never waited for by a CPU: there, all is queued in advance.
 
@@ -35,12 +36,14 @@ KIB, MIB = 1 << 10, 1 << 20
 SMALL, ATTENTION, LARGE = (KIB, KIB), (917504, 1835008), (256 * MIB, 256 * MIB)
 
 EVENT, COMPLETE, PREPARED, GRAPH = "Python", "Python, need_event=False", "Python, prepared", "Python, in a CUDA graph"
+STREAMS, STREAMS_GRAPH = "Python, in both streams", "Python, in both graphs"
 
 # What has to be at most so many times what. Those of Go are stepaf's.
 GOALS = {
-    SMALL: [(EVENT, "p50", "floor", 2.5), (EVENT, "p50", "NCCL", 0.65), (PREPARED, "p50", "floor", 1.4)],
+    SMALL: [(EVENT, "p50", "floor", 2.5), (EVENT, "p50", "NCCL", 0.65), (PREPARED, "p50", "floor", 1.4), (STREAMS, "p50", "floor", 1.4)],
     ATTENTION: [(EVENT, "p50", "floor", 2), (EVENT, "p50", "NCCL", 0.7), (EVENT, "p99", "NCCL", 0.7),
-                (PREPARED, "p50", "floor", 1.3), (PREPARED, "p50", "NCCL", 0.5), (PREPARED, "p99", "NCCL", 0.6)],
+                (PREPARED, "p50", "floor", 1.3), (PREPARED, "p50", "NCCL", 0.5), (PREPARED, "p99", "NCCL", 0.6),
+                (STREAMS, "p50", "floor", 1.3), (STREAMS, "p50", "NCCL", 0.5), (STREAMS, "p99", "NCCL", 0.6), (STREAMS_GRAPH, "p50", "floor", 1.2)],
     LARGE: [(EVENT, "p50", "floor", 1.05)],
 }
 
@@ -50,8 +53,9 @@ ALLOC_CONF = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the latter is 
 
 # A push's key is KEYS * payload + one of these, a pull's the next one. Behind the last
 # payload are the keys of what else the server is told.
-KEYS, TIMED, CHECKED = 8, 0, 2
-END, PROFILE, REPORT = 0, 1, 2
+KEYS, TIMED, CHECKED, IN_STREAMS = 8, 0, 2, 4
+END, PROFILE, REPORT, ROUNDS = 0, 1, 2, 3
+AHEAD = 8  # rounds that the server queues before it waits for its stream
 
 SERVER, WORKER = 1, 2  # among the library's processes
 MARK = "@@ "  # of lines for the parent: libraries print, too
@@ -151,13 +155,61 @@ class Answers:
     def __init__(self, device, sizes):
         self.device, self.sizes, self.buffers, self.turn = device, sizes, {}, collections.Counter()
 
-    def next(self, payload, push):
-        """What to answer; push is the request of a checked round trip, else None."""
+    def of(self, payload):
+        """The two buffers."""
         if payload not in self.buffers:
             self.buffers[payload] = [self.device.empty(self.sizes[payload][1]) for _ in range(2)]
+        return self.buffers[payload]
+
+    def next(self, payload, push):
+        """What to answer; push is the request of a checked round trip, else None."""
+        self.of(payload)
         self.turn[payload] ^= 1
         out = self.buffers[payload][self.turn[payload]]
         return out if push is None else answer_to(push, out)
+
+
+class InStreams:
+    """The server's end of exchanges in streams: for each payload one for each of the two buffers."""
+
+    def __init__(self, f, answers):
+        self.f, self.answers, self.exchanges, self.graphs = f, answers, {}, {}
+
+    def rounds(self, payload, checked, timed, graph):
+        """Queues so many rounds, a few ahead of the stream."""
+        import torch
+
+        f, answers = self.f, self.answers
+        if payload not in self.exchanges:
+            push = answers.device.empty(answers.sizes[payload][0])
+            key = KEYS * payload + IN_STREAMS
+            self.exchanges[payload] = push, [f.prepare_streams([push], [key + i], [out], [key + i]) for i, out in enumerate(answers.of(payload))]
+        push, both = self.exchanges[payload]
+        if graph and payload not in self.graphs:
+            self.graphs[payload] = []
+            for x in both:
+                self.graphs[payload].append(torch.cuda.CUDAGraph())
+                with torch.cuda.graph(self.graphs[payload][-1]):
+                    x.receive()
+                    x.send()
+        events = collections.deque()
+        for i in range(checked + timed):
+            answers.turn[payload] ^= 1
+            turn = answers.turn[payload]
+            if graph and i >= checked:
+                self.graphs[payload][turn].replay()
+            else:
+                both[turn].receive()
+                if i < checked:
+                    answer_to(push, answers.of(payload)[turn])
+                both[turn].send()
+            events.append(torch.cuda.Event())
+            events[-1].record()
+            if len(events) > AHEAD:
+                events.popleft().synchronize()
+        answers.device.finish()
+        for x in both:
+            x.check()
 
 
 class Profile:
@@ -207,6 +259,7 @@ def node(kind, sizes):
 
 def serve(f, device, sizes):
     answers, profile, more = Answers(device, sizes), None, True
+    streams = InStreams(f, answers)
     while more:
         for handler, tensors, keys in f.get_batch():
             payload, kind = divmod(keys[0], KEYS)
@@ -220,13 +273,25 @@ def serve(f, device, sizes):
                     say(profile.stop())
                 more = kind != END
                 f.respond([], handler)
+                if kind == ROUNDS:
+                    streams.rounds(*tensors[0].tolist())
             del tensors
 
 
 def work(f, device, sizes):
-    exchanges, graphs = {}, {}
+    exchanges, graphs, both, turns = {}, {}, {}, collections.Counter()
 
     def trip(payload, kind, push, pull, how):
+        turns[payload] ^= 1
+        turn = turns[payload]
+        if how in (STREAMS, STREAMS_GRAPH):
+            if how == STREAMS_GRAPH and kind == TIMED:
+                both[payload][turn][1].replay()
+            else:
+                both[payload][turn][0].send()
+                both[payload][turn][0].receive()
+            torch.cuda.current_stream().synchronize()
+            return both[payload][turn][0].check()
         keys = [KEYS * payload + kind], [KEYS * payload + kind + 1]
         if how in (EVENT, COMPLETE):
             return f.wait(f.push_pull([push], keys[0], [pull], keys[1], how == EVENT))
@@ -245,15 +310,30 @@ def work(f, device, sizes):
         exchanges[at].start()
         return exchanges[at].wait()
 
-    def tell(what):
-        f.wait(f.push_pull([word], [KEYS * len(sizes) + what], [], []), 60000)
+    def tell(what, *words):
+        f.wait(f.push_pull([torch.tensor(words, dtype=torch.int64)], [KEYS * len(sizes) + what], [], []), 60000)
+
+    def in_streams(payload, count, how):
+        """Lets the server queue the rounds of a block."""
+        tell(ROUNDS, payload, 2, count, how == STREAMS_GRAPH)
+        if payload in both:
+            return
+        push, pull = trips.of(payload)[:2]
+        both[payload] = []
+        for i in range(2):
+            x, graph = f.prepare_streams([push], [KEYS * payload + IN_STREAMS + i], [pull], [KEYS * payload + IN_STREAMS + i]), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                x.send()
+                x.receive()
+            both[payload].append((x, graph))
 
     import torch
 
-    word = torch.zeros(1)
     trips = Trips(device, sizes, trip, f.get_nanosecond)
     for c in map(json.loads, sys.stdin):  # until the parent has enough
         if c["do"] == "block":
+            if c["how"] in (STREAMS, STREAMS_GRAPH):
+                in_streams(c["payload"], c["count"], c["how"])
             say(trips.block(c["payload"], c["count"], c["how"]))
         else:
             tell(PROFILE)
@@ -392,7 +472,7 @@ def measure(args, python, other, payload):
 
 def own(args):
     """The library's rows."""
-    return [EVENT, COMPLETE, PREPARED] + ([GRAPH] if args.device == "cuda" else [])
+    return [EVENT, COMPLETE, PREPARED] + ([GRAPH, STREAMS, STREAMS_GRAPH] if args.device == "cuda" else [])
 
 
 def trips(args, size):

@@ -383,9 +383,9 @@ func TestDeviceProbe(t *testing.T) {
 		t.Fatal(err)
 	}
 	export := func(change func(*backend.Export)) []byte {
-		e, b := v.own.device.exports, make([]byte, exportLen)
+		e, b := v.own.device.exports, make([]byte, van.ExportLen)
 		change(&e)
-		putExport(b, &e)
+		van.PutExport(b, &e)
 		return b
 	}
 	for _, c := range []struct {

@@ -10,6 +10,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // A link is agreed on over an abstract Unix socket of the receiver's, in one
@@ -31,7 +33,7 @@ import (
 const (
 	helloMagic = "SAFH"
 	replyMagic = "SAFR"
-	helloLen   = 56 + exportLen
+	helloLen   = 56 + van.ExportLen
 	replyHead  = 8
 	maxWhy     = 512 // of a text
 
@@ -71,13 +73,13 @@ func (e *endpoint) hello(conn *net.UnixConn, segment int, nonce *[8]byte) error 
 	b = append(b, helloMagic...)
 	b = le.AppendUint32(b, tokenVersion)
 	b = le.AppendUint32(b, uint32(e.id.Load()))
-	has, export := uint32(0), [exportLen]byte{}
+	has, export := uint32(0), [van.ExportLen]byte{}
 	if e.device != nil {
 		has = hasDevice
 		if e.device.sharer != nil {
 			has |= hasSegments
 		}
-		putExport(export[:], &e.device.exports)
+		van.PutExport(export[:], &e.device.exports)
 	}
 	b = le.AppendUint32(b, has)
 	b = le.AppendUint64(b, uint64(uintptr(unsafe.Pointer(nonce))))

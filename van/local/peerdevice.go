@@ -62,7 +62,7 @@ func openPeerDevice(c *inCommon, hello, name []byte) (s *peerDevice, err error) 
 	if c.self.device == nil {
 		return nil, c.self.noDevice
 	}
-	e, err := parseExport(hello, len(name))
+	e, err := van.ParseExport(hello, len(name))
 	if err != nil {
 		return nil, err
 	}
@@ -89,9 +89,9 @@ func openPeerDevice(c *inCommon, hello, name []byte) (s *peerDevice, err error) 
 func (s *peerDevice) find(p *inbound, b []byte, n int) error {
 	p.spans = p.spans[:0]
 	if p.rec.segments > 0 {
-		return s.segmentsOf(p, b[exportLen:exportSize(p.rec.segments)], n)
+		return s.segmentsOf(p, b[van.ExportLen:exportSize(p.rec.segments)], n)
 	}
-	e, err := parseExport(b, n)
+	e, err := van.ParseExport(b, n)
 	if err != nil {
 		return err
 	}

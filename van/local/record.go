@@ -193,9 +193,9 @@ func (r *record) parse(b []byte) error {
 			}
 		case partStream:
 		case partDevice:
-			if i != partVals || r.slot >= slotCount || len(b)-off < exportLen {
+			if i != partVals || r.slot >= slotCount || len(b)-off < van.ExportLen {
 				return bad(fmt.Sprintf("part[%d]", i), fmt.Sprintf("on the device, slot %d, %d bytes left", r.slot, len(b)-off),
-					fmt.Sprintf("only values on the device, slot less than %d, %d bytes", slotCount, exportLen))
+					fmt.Sprintf("only values on the device, slot less than %d, %d bytes", slotCount, van.ExportLen))
 			}
 			var err error
 			if r.segments, err = segmentsIn(b[off:]); err != nil {

@@ -266,7 +266,7 @@ func TestSegmentsNotAgreed(t *testing.T) {
 // TestHostileSegments: lists and notices that make no sense end the link, and nothing else.
 func TestHostileSegments(t *testing.T) {
 	le := binary.LittleEndian
-	part := func(b []byte, i int) []byte { return b[exportAt(b)+exportLen+i*segmentPartLen:] }
+	part := func(b []byte, i int) []byte { return b[exportAt(b)+van.ExportLen+i*segmentPartLen:] }
 	for name, change := range map[string]func(b []byte){
 		"no parts":             func(b []byte) { le.PutUint64(b[exportAt(b)+88:], 0) },
 		"too many parts":       func(b []byte) { le.PutUint64(b[exportAt(b)+88:], maxSegments+1) },

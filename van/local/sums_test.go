@@ -64,11 +64,11 @@ func TestParserSums(t *testing.T) {
 				size, kind, err := peek(b, len(b)-rng.IntN(3)*32)
 				fmt.Fprintln(w, size, kind, sums.Err(err))
 			}
-			e := make([]byte, exportLen)
-			putExport(e, &x.Export)
+			e := make([]byte, van.ExportLen)
+			van.PutExport(e, &x.Export)
 			e = sums.Mangle(rng, e)
-			if len(e) >= exportLen {
-				got, err := parseExport(e, int(int32(sums.Edge(rng, 1<<20-512))))
+			if len(e) >= van.ExportLen {
+				got, err := van.ParseExport(e, int(int32(sums.Edge(rng, 1<<20-512))))
 				fmt.Fprintln(w, got.Allocation, got.Base, got.Size, got.Offset, sums.Err(err))
 			}
 			n, err := segmentsIn(e)

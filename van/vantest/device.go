@@ -36,6 +36,7 @@ type Device struct {
 	pinned  int     // host memory that is registered
 	imports int
 	private bool
+	pooled  bool
 	options backend.Options
 	failing error
 	closed  bool
@@ -177,8 +178,18 @@ func (d *Device) Copy(dst, src backend.Mem) error {
 	if dst.Len() != src.Len() {
 		return fmt.Errorf("Copy of %d bytes into %d", src.Len(), dst.Len())
 	}
-	copy(Raw(dst), Raw(src))
+	move(dst, src)
 	return nil
+}
+
+// move copies src to dst. Four bytes at an address that they divide are a word, which others may read and write
+// meanwhile.
+func move(dst, src backend.Mem) {
+	if dst.Len() == 4 && dst.Addr()%4 == 0 && src.Addr()%4 == 0 {
+		atomic.StoreUint32((*uint32)(dst.Ptr()), atomic.LoadUint32((*uint32)(src.Ptr())))
+		return
+	}
+	copy(Raw(dst), Raw(src))
 }
 
 // Graph is what was put into a stream between Capture and End.
@@ -313,7 +324,7 @@ func (d *Device) CopyAsync(dst, src backend.Mem, s uintptr) error {
 	if dst.Len() != src.Len() {
 		return fmt.Errorf("CopyAsync of %d bytes into %d", src.Len(), dst.Len())
 	}
-	d.Queue(s, func() { copy(Raw(dst), Raw(src)) })
+	d.Queue(s, func() { move(dst, src) })
 	return nil
 }
 
@@ -347,6 +358,13 @@ func (d *Device) Private(private bool) {
 	d.private = private
 }
 
+// PrivateMem makes Export refuse memory of Mem, as drivers do with that of memory pools.
+func (d *Device) PrivateMem(private bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.pooled = private
+}
+
 // Export implements backend.Exporter, for memory of Alloc and for whole values of Mem.
 func (d *Device) Export(m backend.Mem) (e backend.Export, err error) {
 	if err := d.fails(); err != nil {
@@ -359,6 +377,9 @@ func (d *Device) Export(m backend.Mem) (e backend.Export, err error) {
 		return e, fmt.Errorf("export of %d bytes: %w", m.Len(), backend.ErrNotExportable)
 	}
 	base := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b))))
+	if d.pooled && d.held[base] == nil {
+		return e, fmt.Errorf("export of %d bytes: %w", m.Len(), backend.ErrNotExportable)
+	}
 	e.Base, e.Size, e.Offset = base, len(b), int(m.Addr()-base)
 	id, ok := exported.Load(base)
 	if !ok {

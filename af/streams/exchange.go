@@ -1,0 +1,339 @@
+package streams
+
+// An exchange that is prepared: what goes into streams, and its end.
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+var le = binary.LittleEndian
+
+// A word's lower half is arrived when its peer has sent. The upper one is when the exchange is over.
+const (
+	arrived = 1
+	goOn    = uint64(arrived)<<32 | arrived
+)
+
+// ErrOver is wrapped by what is returned when an exchange is over: it must be prepared anew. The
+// error says why.
+var ErrOver = errors.New("exchange in streams is over")
+
+// Option changes an Exchange.
+type Option interface{ apply(x *Exchange) }
+
+// Limit is how long a round of a worker may take, from where the stream comes to what QueueSend has put there; 0 or
+// less means no limit. It is postoffice.DefaultTimeout without this option, and counts for workers only.
+type Limit time.Duration
+
+func (l Limit) apply(x *Exchange) {
+	if x.first {
+		x.limit = max(time.Duration(l), 0)
+	}
+}
+
+// Exchange is one end of an exchange in streams. All methods are safe for concurrent use.
+type Exchange struct {
+	e      *Ends
+	first  bool // it sends first: a worker's
+	limit  time.Duration
+	peers  []*peer
+	slot   backend.Mem
+	copied []copied
+	names  []name // what it is called in e.all; guarded by e.mu
+	ready  bool   // guarded by e.mu
+
+	meeting bool // a worker's offer stands, and not all servers have answered; guarded by e.mu
+
+	begunMem backend.Mem // pinned host memory; none without a limit
+	begun    *atomic.Uint32
+
+	queueing sync.Mutex
+	sendNext bool
+	captured atomic.Bool
+	closed   atomic.Bool
+
+	failed atomic.Pointer[error]
+	timing timing
+}
+
+// timing is what watch knows of a worker's exchange.
+type timing struct {
+	since    uint64    // clock.Now when it saw first that the last round had begun
+	asking   bool      // the device is asked whether it is under way
+	answer   chan bool // what it says
+	stale    bool      // a round has begun since it was asked
+	underWay bool      // it was when the device was asked, and no other one has begun since
+}
+
+// What begun holds: the stream writes unseen at each QueueSend, watch makes it seen.
+const (
+	unseen = 1
+	seen   = 2
+)
+
+// with is the index of a peer, or -1.
+func (x *Exchange) with(id int) int {
+	for i, p := range x.peers {
+		if p.id == id {
+			return i
+		}
+	}
+	return -1
+}
+
+// QueueSend makes stream tell the peers that the tensors for them are ready: when it comes to this point, each time if
+// it is being captured into a graph that is replayed. A worker sends first, a server receives first, and
+// then both take turns, in the order in which the streams come there, too.
+func (x *Exchange) QueueSend(stream af.Stream) error { return x.queue("queue a send", stream, true) }
+
+// QueueReceive makes stream wait until all peers have sent, and copy what they have into the tensors of
+// this end. When the exchange is over it waits for nothing, and the tensors may hold anything: see Check.
+func (x *Exchange) QueueReceive(stream af.Stream) error {
+	return x.queue("queue a receive", stream, false)
+}
+
+// queue queues a send or a receive, which take turns.
+func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
+	if stream == af.Complete {
+		return x.wrong(op, fmt.Errorf("%w: no stream", van.ErrInvalid))
+	}
+	if err := x.Check(); err != nil {
+		return err
+	}
+	x.queueing.Lock()
+	defer x.queueing.Unlock()
+	if x.sendNext != send {
+		x.sendNext = send // what was queued last may have been in a capture that was given up
+		return x.wrong(op, fmt.Errorf("%w: sends and receives take turns; if the last one was in a capture that was given up, try again", af.ErrStarted))
+	}
+	d, s := x.e.dev, uintptr(stream)
+	if !x.captured.Load() {
+		captures, err := d.Capturing(s)
+		if err != nil {
+			return x.wrong(op, err)
+		}
+		x.captured.Store(captures)
+	}
+	put := x.putReceive
+	if send {
+		put = x.putSend
+	}
+	if err := put(d, s); err != nil {
+		x.fail(err) // a part may be in the stream
+		return x.wrong(op, err)
+	}
+	x.sendNext = !send
+	return nil
+}
+
+// putSend puts a send into stream s.
+func (x *Exchange) putSend(d *device, s uintptr) error {
+	for _, c := range x.copied {
+		if err := d.CopyAsync(c.to.Mem().Sub(0, c.src.Len()), c.src, s); err != nil {
+			return err
+		}
+	}
+	for _, p := range x.peers {
+		if err := d.WriteFlag(s, p.word.Sub(0, 4), 0); err != nil {
+			return err
+		}
+	}
+	valid := x.slot.Sub(validAt, 4)
+	for _, p := range x.peers {
+		if err := d.CopyAsync(p.far, valid, s); err != nil {
+			return err
+		}
+	}
+	if x.begun == nil {
+		return nil
+	}
+	return d.WriteFlag(s, x.begunMem, unseen)
+}
+
+// putReceive puts a receive into stream s.
+func (x *Exchange) putReceive(d *device, s uintptr) error {
+	for _, p := range x.peers {
+		if err := d.WaitBits(s, p.word, goOn); err != nil {
+			return err
+		}
+		for i := range p.in {
+			if m := p.in[i].Val.Mem(); m.Len() > 0 {
+				if err := d.CopyAsync(m, p.from[i], s); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func (x *Exchange) wrong(op string, err error) error {
+	return &van.Error{Op: op, Node: x.e.node.Name(), Detail: x.String(), Err: err}
+}
+
+// String names the exchange, for errors.
+func (x *Exchange) String() string {
+	p := x.peers[0]
+	return fmt.Sprintf("exchange in streams of %d and %d tensors with %d peers", len(p.out), len(p.in), len(x.peers))
+}
+
+// Check returns why the exchange is over, from then on, or nil: then what streams have received by now is
+// whole and right. It does not wait.
+func (x *Exchange) Check() error {
+	err := x.failed.Load()
+	if err == nil {
+		return nil
+	}
+	return &van.Error{Op: "exchange", Node: x.e.node.Name(), Detail: x.String(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
+}
+
+// fail ends the exchange: nothing that its streams send counts any more, then those that wait go on, then the
+// peers are told.
+func (x *Exchange) fail(err error) {
+	if !x.failed.CompareAndSwap(nil, &err) {
+		return
+	}
+	e := x.e
+	if free := x.free(); free != nil {
+		e.node.Log().Error("streams that wait for an exchange may not go on", "exchange", x.String(), "err", free)
+	}
+	e.mu.Lock()
+	for _, n := range x.names {
+		delete(e.all, n)
+	}
+	names := x.names
+	e.wake()
+	e.mu.Unlock()
+	n := note{verb: verbOver, text: err.Error()}
+	for i, p := range x.peers {
+		if len(names) == 0 {
+			break // nobody knows of it
+		}
+		if n.id = names[0].id; !x.first {
+			n.id = names[i].id
+		}
+		if err := e.send(p.id, &n); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
+			e.node.Log().Info("could not tell a peer that an exchange is over", "peer", e.node.PeerName(p.id), "err", err)
+		}
+	}
+}
+
+// free makes the streams of the exchange go on.
+func (x *Exchange) free() error {
+	if x.slot.Len() == 0 {
+		return nil
+	}
+	d, s := x.e.dev, x.e.release
+	err := d.WriteFlag(s, x.slot.Sub(validAt, 4), 0)
+	for _, p := range x.peers {
+		if err == nil {
+			err = d.WriteFlag(s, p.word.Sub(4, 4), arrived)
+		}
+	}
+	return err
+}
+
+// left is told that a peer's end is over.
+func (x *Exchange) left(from int, text string) {
+	x.fail(&van.Error{Op: "exchange", Peer: x.e.node.PeerName(from), Err: fmt.Errorf("%w there: %q", van.ErrClosed, text)})
+}
+
+// Close ends this end, and with it the exchange, and returns why it was over before. What was queued must be done. The tensors are
+// the caller's again, unless the exchange was ever captured: graphs may be replayed after Close, and copy then, but nothing waits for them
+// or for what they wait for.
+func (x *Exchange) Close() error {
+	err := x.Check()
+	if x.closed.Swap(true) {
+		return nil
+	}
+	x.fail(fmt.Errorf("%w: its end", van.ErrClosed))
+	if !x.captured.Load() {
+		for _, p := range x.peers {
+			letGo(p.in)
+			letGo(p.out)
+		}
+	}
+	return err
+}
+
+func letGo(l []af.KeyTensor) {
+	for i := range l {
+		m := l[i].Val.Mem()
+		m.Release()
+	}
+}
+
+// look ends the exchange if its round has taken too long. Only watch calls it.
+func (x *Exchange) look(now uint64) {
+	if x.begun == nil || x.failed.Load() != nil {
+		return
+	}
+	t := &x.timing
+	switch x.begun.Load() {
+	case 0:
+	case unseen:
+		x.begun.Store(seen) // a stream that writes it meanwhile has begun about now, too
+		t.since, t.underWay, t.stale = now, false, t.asking
+	default:
+		took := time.Duration(now - t.since)
+		switch {
+		case took < x.limit:
+		case t.underWay || t.asking && took >= 2*x.limit: // a device that does not answer has failed, or its driver lets nobody in
+			x.fail(&van.Error{Op: "exchange", Detail: "a round waits for " + x.peerNames(), Elapsed: took, Limit: x.limit, Err: van.ErrTimeout})
+		case !t.asking:
+			x.e.mu.Lock()
+			if t.asking = x.e.over == nil; t.asking {
+				x.e.failing.Go(func() { x.ask(t.answer) })
+			}
+			x.e.mu.Unlock()
+			return
+		}
+	}
+	select {
+	case waits := <-t.answer:
+		t.asking = false
+		switch {
+		case t.stale: // it is about an earlier round
+			t.stale = false
+		case waits: // a round that has begun meanwhile is unseen at the next look
+			t.underWay = true
+		default:
+			x.begun.CompareAndSwap(seen, 0)
+		}
+	default:
+	}
+}
+
+// ask tells whether a round is under way, as the words in the device's memory say.
+func (x *Exchange) ask(answer chan<- bool) {
+	waits := false
+	for _, p := range x.peers {
+		var word [4]byte
+		err := x.e.dev.Copy(backend.Bytes(word[:]), p.word.Sub(0, 4))
+		waits = waits || err != nil || le.Uint32(word[:]) != arrived
+	}
+	answer <- waits
+}
+
+// peerNames names the peers, for errors.
+func (x *Exchange) peerNames() string {
+	var names []string
+	for _, p := range x.peers {
+		names = append(names, x.e.node.PeerName(p.id))
+	}
+	return strings.Join(names, ", ")
+}
+
+// elapsed is for errors.
+func elapsed(begun uint64) time.Duration { return time.Duration(clock.Now() - begun) }

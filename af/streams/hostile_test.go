@@ -1,0 +1,141 @@
+package streams
+
+// What lying and confused peers may do: nothing.
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// both are the ends of a worker and a server.
+func both(t *testing.T) (worker, server *Ends, device *vantest.Device) {
+	t.Helper()
+	device = vantest.NewDevice(0)
+	t.Cleanup(func() { // after the nodes are closed
+		if err := device.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1, Backend: func(role string, _ int) backend.Backend {
+		return map[string]backend.Backend{"worker": device}[role]
+	}})
+	worker, err := New(c.Workers[0])
+	if err == nil {
+		server, err = New(c.Servers[0])
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return worker, server, device
+}
+
+// TestLiars: what makes no sense is an error that is logged, and changes nothing.
+func TestLiars(t *testing.T) {
+	worker, server, _ := both(t)
+	w, s := worker.node.ID(), server.node.ID()
+	say := func(v verb, id uint64) *note { n := example(v); n.id = id; return &n }
+	for i := range maxOffers {
+		if err := server.take(w, say(verbOffer, uint64(i))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, c := range []struct {
+		what string
+		e    *Ends
+		from int
+		n    *note
+		want error
+	}{
+		{"nobody's", server, van.Empty, say(verbOffer, 99), van.ErrMalformed},
+		{"a server's to a server", server, s, say(verbOffer, 99), van.ErrMalformed},
+		{"the scheduler's", server, van.SchedulerID, say(verbOver, 99), van.ErrMalformed},
+		{"an offer again", server, w, say(verbOffer, 1), van.ErrMalformed},
+		{"one more offer", server, w, say(verbOffer, 99), van.ErrQueueFull},
+		{"an answer to a server", server, w, say(verbAccept, 99), van.ErrMalformed},
+		{"an offer to a worker", worker, s, say(verbOffer, 99), van.ErrMalformed},
+		{"an answer to what is over", worker, s, say(verbAccept, 99), nil},
+		{"the end of what is over", worker, s, say(verbOver, 99), nil},
+	} {
+		if err := c.e.take(c.from, c.n); !errors.Is(err, c.want) {
+			t.Errorf("%s: %v, want %v", c.what, err, c.want)
+		}
+	}
+	if n := len(server.offers); n != maxOffers {
+		t.Errorf("%d offers, want %d", n, maxOffers)
+	}
+	if err := server.take(w, say(verbOver, 3)); err != nil || len(server.offers) != maxOffers-1 {
+		t.Errorf("an offer that was withdrawn: %v, %d offers", err, len(server.offers))
+	}
+}
+
+// TestWrongMemory: an answer whose words are not where it says, or with other tensors, ends the worker's Prepare
+// with an error, and maps nothing else; so does a second answer not.
+func TestWrongMemory(t *testing.T) {
+	for what, c := range map[string]struct {
+		change func(n *note)
+		want   string
+	}{
+		"another token":         {func(n *note) { n.flags.token[0]++ }, "is not the peer's"},
+		"a handle of nothing":   {func(n *note) { n.flags.export.Handle = [64]byte{63: 1} }, "a stale handle"},
+		"another key":           {func(n *note) { n.out[0].key++ }, "has tensors with keys [3], want [2]"},
+		"another length":        {func(n *note) { n.out[0].len-- }, "the tensor with key 2 has 7 bytes"},
+		"too few tensors":       {func(n *note) { n.out = nil }, "has tensors with keys []"},
+		"a tensor of no memory": {func(n *note) { n.out[0].export.Handle = [64]byte{63: 1} }, "a stale handle"},
+	} {
+		t.Run(what, func(t *testing.T) {
+			worker, server, d := both(t)
+			list := func(key uint64) []af.KeyTensor {
+				x, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
+				if err != nil {
+					t.Fatal(err)
+				}
+				return []af.KeyTensor{{Key: key, Val: x}}
+			}
+			failed := make(chan error, 1)
+			go func() {
+				_, err := worker.Prepare(t.Context(), nil, list(1), list(2))
+				failed <- err
+			}()
+			var id uint64
+			for found := false; !found; {
+				server.mu.Lock()
+				changed := server.changed
+				for k := range server.offers {
+					id, found = k.id, true
+				}
+				server.mu.Unlock()
+				if !found {
+					<-changed
+				}
+			}
+			page, err := d.Alloc(2 * wordStride)
+			if err != nil {
+				t.Fatal(err)
+			}
+			vantest.Raw(page)[0] = 42
+			answer := note{verb: verbAccept, id: id, flags: slot{at: slotHead, token: [tokenLen]byte{42}}, out: parts(list(2))}
+			if answer.flags.export, err = d.Export(page); err != nil {
+				t.Fatal(err)
+			}
+			out := list(2)
+			m := out[0].Val.Mem()
+			if answer.out[0].export, err = d.Export(m); err != nil {
+				t.Fatal(err)
+			}
+			c.change(&answer)
+			if err := server.send(worker.node.ID(), &answer); err != nil {
+				t.Fatal(err)
+			}
+			if err := <-failed; err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "server 0") {
+				t.Errorf("%v, want it to say %q, of server 0", err, c.want)
+			}
+		})
+	}
+}

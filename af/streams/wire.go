@@ -1,0 +1,164 @@
+package streams
+
+// What the ends of an exchange tell each other, beside ps-lite's fields: in the body of messages.
+
+import (
+	"encoding/binary"
+	"fmt"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// app is the application id, and the customer id, of all messages.
+const app = 0x5C00000
+
+// version is the first byte of every body.
+const version = 1
+
+// verb is the second byte of a body.
+type verb byte
+
+const (
+	verbOffer  verb = iota + 1 // a worker wants an exchange
+	verbAccept                 // a server has prepared it, too
+	verbOver                   // the sender's end is over
+	lastVerb   = verbOver
+)
+
+const (
+	// MaxTensors is how many tensors an end may have for one peer, each way.
+	MaxTensors = 256
+	// maxText is the longest text of a verbOver.
+	maxText = 512
+)
+
+// note is what a message says.
+type note struct {
+	verb  verb
+	id    uint64 // of the exchange, the worker's number
+	flags slot
+	out   []part // what the sender sends
+	in    []part // what it wants, without exports; of an offer
+	text  string // why it is over
+}
+
+// slot is where a sender has its words for the receiver.
+type slot struct {
+	export backend.Export // of slotHead bytes
+	at     uint32         // where the receiver's word begins, from the beginning of those
+	token  [tokenLen]byte // what they begin with
+}
+
+// part is a tensor.
+type part struct {
+	key    uint64
+	len    int
+	export backend.Export // of its memory, if its length is not 0
+}
+
+const (
+	tokenLen = 16
+	slotLen  = van.ExportLen + 4 + tokenLen
+	partLen  = 8 + 8
+)
+
+func (n *note) append(b []byte) []byte {
+	le := binary.LittleEndian
+	b = le.AppendUint64(append(b, version, byte(n.verb)), n.id)
+	if n.verb == verbOver {
+		return append(b, n.text[:min(len(n.text), maxText)]...)
+	}
+	b = appendExport(b, &n.flags.export)
+	b = append(le.AppendUint32(b, n.flags.at), n.flags.token[:]...)
+	b = le.AppendUint16(b, uint16(len(n.out)))
+	b = le.AppendUint16(b, uint16(len(n.in)))
+	for i := range n.out {
+		b = appendExport(n.out[i].append(b), &n.out[i].export)
+	}
+	for i := range n.in {
+		b = n.in[i].append(b)
+	}
+	return b
+}
+
+func (p *part) append(b []byte) []byte {
+	b = binary.LittleEndian.AppendUint64(b, p.key)
+	return binary.LittleEndian.AppendUint64(b, uint64(p.len))
+}
+
+func appendExport(b []byte, e *backend.Export) []byte {
+	n := len(b)
+	b = append(b, make([]byte, van.ExportLen)...)
+	van.PutExport(b[n:], e)
+	return b
+}
+
+const headLen = 2 + 8
+
+// parse reads what append has written. What it returns lies inside the allocations that it names.
+func parse(b []byte) (n note, err error) {
+	le := binary.LittleEndian
+	switch {
+	case len(b) < headLen:
+		return n, &van.FieldError{Field: "body_size", Value: len(b), Want: fmt.Sprintf("%d at least", headLen)}
+	case b[0] != version:
+		return n, &van.FieldError{Field: "body version", Value: b[0], Want: fmt.Sprint(version)}
+	case b[1] == 0 || verb(b[1]) > lastVerb:
+		return n, &van.FieldError{Field: "body verb", Value: b[1], Want: fmt.Sprintf("1 to %d", lastVerb)}
+	}
+	n.verb, n.id = verb(b[1]), le.Uint64(b[2:])
+	b = b[headLen:]
+	if n.verb == verbOver {
+		if len(b) > maxText {
+			return n, &van.FieldError{Field: "body_size", Value: headLen + len(b), Want: fmt.Sprintf("%d at most", headLen+maxText)}
+		}
+		n.text = string(b)
+		return n, nil
+	}
+	if len(b) < slotLen+4 {
+		return n, &van.FieldError{Field: "body_size", Value: headLen + len(b), Want: fmt.Sprintf("%d at least", headLen+slotLen+4)}
+	}
+	n.flags.at = le.Uint32(b[van.ExportLen:])
+	if n.flags.at < slotHead || n.flags.at%wordStride != 0 || n.flags.at > pageLen-wordStride {
+		return n, &van.FieldError{Field: "body word", Value: n.flags.at, Want: fmt.Sprintf("a multiple of %d, %d to %d", wordStride, slotHead, pageLen-wordStride)}
+	}
+	if n.flags.export, err = van.ParseExport(b, int(n.flags.at)+wordStride); err != nil {
+		return n, err
+	}
+	copy(n.flags.token[:], b[van.ExportLen+4:])
+	out, in := int(le.Uint16(b[slotLen:])), int(le.Uint16(b[slotLen+2:]))
+	b = b[slotLen+4:]
+	if want := out*(partLen+van.ExportLen) + in*partLen; out > MaxTensors || in > MaxTensors || len(b) != want || n.verb == verbAccept && in > 0 {
+		return n, &van.FieldError{Field: "body tensors", Value: fmt.Sprintf("%d and %d in %d bytes", out, in, len(b)),
+			Want: fmt.Sprintf("%d at most of each, in %d bytes", MaxTensors, want)}
+	}
+	n.out, n.in = make([]part, out), make([]part, in)
+	for i := range n.out {
+		if b, err = n.out[i].parse(b); err != nil {
+			return n, err
+		}
+		if n.out[i].len > 0 {
+			if n.out[i].export, err = van.ParseExport(b, n.out[i].len); err != nil {
+				return n, err
+			}
+		}
+		b = b[van.ExportLen:]
+	}
+	for i := range n.in {
+		if b, err = n.in[i].parse(b); err != nil {
+			return n, err
+		}
+	}
+	return n, nil
+}
+
+// parse reads key and length, and returns what is behind them.
+func (p *part) parse(b []byte) ([]byte, error) {
+	n := binary.LittleEndian.Uint64(b[8:])
+	if n > maxBytes {
+		return nil, &van.FieldError{Field: "body tensor length", Value: n, Want: fmt.Sprintf("%d at most", maxBytes)}
+	}
+	p.key, p.len = binary.LittleEndian.Uint64(b), int(n)
+	return b[partLen:], nil
+}

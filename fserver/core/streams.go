@@ -1,0 +1,98 @@
+package core
+
+// Exchanges in streams as Python uses them.
+
+import (
+	"context"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/streams"
+)
+
+// StreamExchange is a streams.Exchange, which may be used when the task that makes it has ended
+// without an error.
+type StreamExchange struct {
+	x    *streams.Exchange
+	made *Task
+}
+
+// streamEnds is what the node has for exchanges in streams, made at the first call.
+func (s *Session) streamEnds() (*streams.Ends, error) {
+	s.endsMu.Lock()
+	defer s.endsMu.Unlock()
+	if s.ends == nil {
+		ends, err := streams.New(s.node)
+		if err != nil {
+			return nil, err
+		}
+		s.ends = ends
+	}
+	return s.ends, nil
+}
+
+// PrepareStreams begins to make an exchange in streams with those peers, nil for all, see
+// streams.Ends.Prepare: within limit, and with that limit of a round of a worker.
+func (s *Session) PrepareStreams(peers []int, push, pull []af.KeyTensor, limit, round time.Duration) (*StreamExchange, *Task, error) {
+	ends, err := s.streamEnds()
+	if err != nil {
+		return nil, nil, err
+	}
+	if limit < 0 { // Prepare has a limit of its own without one
+		limit = forever
+	}
+	push, pull = held(push), held(pull)
+	x := &StreamExchange{}
+	x.made = newTask(limit, func(ctx context.Context) (err error) {
+		defer letGo(push)
+		defer letGo(pull)
+		x.x, err = ends.Prepare(ctx, peers, push, pull, streams.Limit(round))
+		return err
+	})
+	return x, x.made, nil
+}
+
+// forever is as good as no limit.
+const forever = 100 * 365 * 24 * time.Hour
+
+// held is a copy of a list whose memory is held until letGo.
+func held(list []af.KeyTensor) []af.KeyTensor {
+	list = append([]af.KeyTensor(nil), list...)
+	for i := range list {
+		m := list[i].Val.Mem()
+		m.Retain()
+	}
+	return list
+}
+
+func letGo(list []af.KeyTensor) {
+	for i := range list {
+		m := list[i].Val.Mem()
+		m.Release()
+	}
+}
+
+// Queue puts a send or a receive into a stream.
+func (e *StreamExchange) Queue(send bool, stream af.Stream) error {
+	if send {
+		return e.x.QueueSend(stream)
+	}
+	return e.x.QueueReceive(stream)
+}
+
+// Check is streams.Exchange.Check.
+func (e *StreamExchange) Check() error { return e.x.Check() }
+
+// Close is streams.Exchange.Close.
+func (e *StreamExchange) Close() error { return e.x.Close() }
+
+// Drop closes an exchange that Python has let go of, also one that is still being made.
+func (e *StreamExchange) Drop() {
+	e.made.Cancel()
+	go func() {
+		<-e.made.done
+		if e.made.err == nil {
+			_ = e.x.Close()
+		}
+	}()
+}

@@ -1,0 +1,135 @@
+//go:build fserver
+
+#include "streams.h"
+
+#include "_cgo_export.h"
+#include "call.h"
+#include "collective.h"
+#include "docs.h"
+#include "request.h"
+#include "tensor.h"
+
+static PyObject *streams_class;
+
+typedef struct {
+  PyObject_HEAD
+  uint64_t at;    // what Go knows it by
+  int32_t device; // on which tensors lie, or -1
+} streams_object;
+
+PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"push_tensors", "push_keys", "pull_tensors", "pull_keys", "peers", "timeout_ms", "round_timeout_ms", NULL};
+  PyObject *a[7] = {NULL};
+  request r;
+  sf_error e = {0, NULL};
+  uint64_t at = 0, task = 0;
+  int64_t timeout = 10000, round = 10000;
+  (void)self;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOOO|$OOO:prepare_streams", names, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6])) return NULL;
+  if ((a[5] != NULL && sf_timeout_arg(a[5], &timeout) < 0) || (a[6] != NULL && sf_timeout_arg(a[6], &round) < 0)) return NULL;
+  if (request_of(a[0], a[1], a[2], a[3], a[4], "peers", 1, &r) < 0) return NULL;
+  if (tensors_keep(r.push, r.npush) < 0 || tensors_keep(r.pull, r.npull) < 0) {
+    request_drop(&r);
+    return NULL;
+  }
+  int32_t device = tensor_gpu(r.push, r.npush);
+  if (device < 0) device = tensor_gpu(r.pull, r.npull);
+  int rc = sf_streams_prepare(r.push, (int)r.npush, r.pull, (int)r.npull, r.servers, (int)r.nservers, timeout, round, &at, &task, &e);
+  request_free(&r);
+  if (rc != SF_DONE) return sf_raise(&e);
+  if (sf_task_finish(task, 1) < 0) {
+    sf_streams_drop(at);
+    return NULL;
+  }
+  allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)streams_class, Py_tp_alloc);
+  streams_object *x = (streams_object *)alloc((PyTypeObject *)streams_class, 0);
+  if (x == NULL) {
+    sf_streams_drop(at);
+    return NULL;
+  }
+  x->at = at;
+  x->device = device;
+  return (PyObject *)x;
+}
+
+static void streams_dealloc(PyObject *o) {
+  PyTypeObject *type = Py_TYPE(o);
+  if (!sf_forked) {
+    sf_streams_drop(((streams_object *)o)->at);
+    sf_drain_dropped();
+  }
+  freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  f(o);
+  Py_DECREF(type);
+}
+
+static PyObject *queue(PyObject *o, int send) {
+  streams_object *x = (streams_object *)o;
+  uint64_t stream = SF_COMPLETE;
+  sf_error e = {0, NULL};
+  if (sf_enter() < 0) return NULL;
+  if (x->device >= 0 && tensor_stream(x->device, &stream) < 0) return NULL;
+  int rc;
+  Py_BEGIN_ALLOW_THREADS rc = sf_streams_queue(x->at, send, stream, &e);
+  Py_END_ALLOW_THREADS if (rc != SF_DONE) return sf_raise(&e);
+  Py_RETURN_NONE;
+}
+
+static PyObject *streams_send(PyObject *o, PyObject *noargs) {
+  (void)noargs;
+  return queue(o, 1);
+}
+
+static PyObject *streams_receive(PyObject *o, PyObject *noargs) {
+  (void)noargs;
+  return queue(o, 0);
+}
+
+static PyObject *streams_check(PyObject *o, PyObject *noargs) {
+  sf_error e = {0, NULL};
+  (void)noargs;
+  if (sf_enter() < 0) return NULL;
+  if (sf_streams_check(((streams_object *)o)->at, &e) != SF_DONE) return sf_raise(&e);
+  Py_RETURN_NONE;
+}
+
+static PyObject *streams_close(PyObject *o, PyObject *noargs) {
+  sf_error e = {0, NULL};
+  int rc;
+  (void)noargs;
+  if (sf_enter() < 0) return NULL;
+  Py_BEGIN_ALLOW_THREADS rc = sf_streams_close(((streams_object *)o)->at, &e);
+  Py_END_ALLOW_THREADS sf_drain_dropped();
+  if (rc != SF_DONE) return sf_raise(&e);
+  Py_RETURN_NONE;
+}
+
+// Only prepare_streams() makes one.
+static PyObject *streams_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
+  (void)type;
+  (void)args;
+  (void)kw;
+  PyErr_SetString(sf_error_type, "fserver_lib.StreamExchange cannot be made: prepare_streams() returns it");
+  return NULL;
+}
+
+static PyMethodDef streams_methods[] = {
+    {"send", streams_send, METH_NOARGS, DOC_STREAMS_SEND},
+    {"receive", streams_receive, METH_NOARGS, DOC_STREAMS_RECEIVE},
+    {"check", streams_check, METH_NOARGS, DOC_STREAMS_CHECK},
+    {"close", streams_close, METH_NOARGS, DOC_STREAMS_CLOSE},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot streams_slots[] = {
+    {Py_tp_doc, DOC_STREAMS}, {Py_tp_new, streams_new}, {Py_tp_dealloc, streams_dealloc}, {Py_tp_methods, streams_methods}, {0, NULL},
+};
+
+static PyType_Spec streams_spec = {"fserver_lib.StreamExchange", sizeof(streams_object), 0, Py_TPFLAGS_DEFAULT, streams_slots};
+
+int streams_init(PyObject *module) {
+  streams_class = PyType_FromSpec(&streams_spec);
+  if (streams_class == NULL) return -1;
+  Py_INCREF(streams_class);
+  return PyModule_AddObject(module, "StreamExchange", streams_class);
+}

@@ -1,0 +1,69 @@
+//go:build fserver
+
+package main
+
+// Exchanges in streams, which Python knows by handles.
+
+/*
+#include "abi.h"
+*/
+import "C"
+
+import (
+	"errors"
+	"runtime/cgo"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/fserver/core"
+)
+
+//export sf_streams_prepare
+func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, peers *C.int64_t, nPeers C.int, timeoutMs, roundMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
+	a := argsPool.Get().(*args)
+	defer a.release() // PrepareStreams holds what it needs
+	var err, err2 error
+	a.push, err = a.read(a.push, push, nPush, "push_tensors")
+	a.pull, err2 = a.read(a.pull, pull, nPull, "pull_tensors")
+	if err != nil || err2 != nil {
+		return fail(e, errors.Join(err, err2))
+	}
+	s, err := session()
+	if err != nil {
+		return fail(e, err)
+	}
+	x, t, err := s.PrepareStreams(ranks(peers, nPeers), a.push, a.pull, time.Duration(timeoutMs)*time.Millisecond, time.Duration(roundMs)*time.Millisecond)
+	if err != nil {
+		return fail(e, err)
+	}
+	*at = C.uint64_t(cgo.NewHandle(x))
+	give(task, t)
+	return C.SF_DONE
+}
+
+func streamExchange(at C.uint64_t) *core.StreamExchange {
+	return cgo.Handle(at).Value().(*core.StreamExchange)
+}
+
+//export sf_streams_queue
+func sf_streams_queue(at C.uint64_t, send C.int, stream C.uint64_t, e *C.sf_error) C.int {
+	return result(e, streamExchange(at).Queue(send != 0, af.Stream(stream)))
+}
+
+//export sf_streams_check
+func sf_streams_check(at C.uint64_t, e *C.sf_error) C.int {
+	return result(e, streamExchange(at).Check())
+}
+
+//export sf_streams_close
+func sf_streams_close(at C.uint64_t, e *C.sf_error) C.int {
+	return result(e, streamExchange(at).Close())
+}
+
+// sf_streams_drop closes an exchange that Python has let go of, in the background.
+//
+//export sf_streams_drop
+func sf_streams_drop(at C.uint64_t) {
+	streamExchange(at).Drop()
+	cgo.Handle(at).Delete()
+}

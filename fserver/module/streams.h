@@ -1,0 +1,14 @@
+// Exchanges in streams: what prepare_streams() returns.
+#ifndef FSERVER_STREAMS_H
+#define FSERVER_STREAMS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+// Adds the class StreamExchange to the module.
+int streams_init(PyObject *module);
+
+// prepare_streams().
+PyObject *sf_py_prepare_streams(PyObject *self, PyObject *args, PyObject *kw);
+
+#endif
