@@ -21,10 +21,10 @@ var update = flag.Bool("update", false, "rewrite the tables of docs/api.md")
 
 // public are the packages that others may import: the four of the API, and what a
 // transport, a device or a test of somebody else needs.
-var public = []string{"af", "af/collective", "af/window", "kv", "kv/session", "postoffice", "van", "van/backend", "van/env", "van/engine", "van/vantest"}
+var public = []string{"af", "af/collective", "af/streams", "af/window", "kv", "kv/session", "postoffice", "van", "van/backend", "van/env", "van/engine", "van/vantest"}
 
 // listed are the packages whose names docs/api.md lists.
-var listed = []string{"af", "af/collective", "af/window", "kv", "kv/session", "postoffice", "van"}
+var listed = []string{"af", "af/collective", "af/streams", "af/window", "kv", "kv/session", "postoffice", "van"}
 
 // api is the exported part of a package.
 type api struct {

@@ -101,11 +101,12 @@ var layers = []struct {
 	{"postoffice", []string{"postoffice/", "van", "van/backend", "van/stack", "van/env", "internal/"}},
 	{"kv/session", []string{"kv", "postoffice", "van", "internal/"}},
 	{"kv/", []string{"postoffice", "van", "van/backend", "van/env", "internal/"}},
+	{"af/streams", []string{"af", "postoffice", "van", "van/backend", "internal/"}},
 	{"af/window", []string{"af", "af/collective", "postoffice", "van", "van/backend", "internal/"}},
 	{"af/collective", []string{"af", "postoffice", "van", "van/backend", "internal/"}},
 	{"af/", []string{"kv", "postoffice", "van", "van/backend", "van/env", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},
-	{"fserver/core", []string{"af", "af/collective", "kv/session", "postoffice", "van", "van/backend", "van/env", "internal/"}},
+	{"fserver/core", []string{"af", "af/collective", "af/streams", "kv/session", "postoffice", "van", "van/backend", "van/env", "internal/"}},
 }
 
 // atTop are the packages' directories at the top level; the users of the project have
@@ -240,6 +241,7 @@ var exceptions = map[string]map[string]string{
 		"fserver/module/answer.go":          "its part for answers that are awaited",
 		"fserver/module/prepared.go":        "its part for prepared exchanges",
 		"fserver/module/sessions.go":        "its part for sessions",
+		"fserver/module/streams.go":         "its part for exchanges in streams",
 		"fserver/module/collective.go":      "its part for collectives",
 		"fserver/module/putback.go":         "its part for batches that Python could not take",
 		"van/zmq/native.go":                 "libzmq and the shim for it",

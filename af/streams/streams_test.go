@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -263,7 +264,7 @@ func TestRounds(t *testing.T) {
 // over waits until an exchange is over, and returns why.
 func over(t *testing.T, x *streams.Exchange) error {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); runtime.Gosched() {
 		if err := x.Check(); err != nil {
 			return err
 		}
