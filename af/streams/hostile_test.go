@@ -75,6 +75,33 @@ func TestLiars(t *testing.T) {
 	}
 }
 
+// TestSameKeys: of several offers with the keys that a server has prepared, the first is taken.
+func TestSameKeys(t *testing.T) {
+	worker, server, d := both(t)
+	w := worker.node.ID()
+	tensor, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := &Exchange{e: server, peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
+	const first = ^uint64(0) - 2 // numbers go on from 0
+	for i := range uint64(6) {
+		n := example(verbOffer)
+		n.id, n.out, n.in = first+(i*5)%6, parts(x.peers[0].in), nil
+		if err := server.take(w, &n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range uint64(6) {
+		server.mu.Lock()
+		found, err := x.match()
+		server.mu.Unlock()
+		if !found || err != nil || x.names[0].id != first+i {
+			t.Fatalf("match %d: %t, %v, offer %d of them", i, found, err, x.names[0].id-first)
+		}
+	}
+}
+
 // TestWrongMemory: an answer whose words are not where it says, or with other tensors, ends the worker's Prepare
 // with an error, and maps nothing else; so does a second answer not.
 func TestWrongMemory(t *testing.T) {

@@ -46,7 +46,7 @@ type copied struct {
 //   - On a server worker w fills push[w*P : (w+1)*P], and pull[w*Q : (w+1)*Q] is what it gets.
 //
 // The ends meet by their keys: those of a worker's pushes, and of its pulls of one server, are those of the
-// server's for that worker, in the same order. Lengths that differ are an error on both sides.
+// server's for that worker, in the same order. Ends with the same keys meet in the order of their calls. Lengths that differ are an error on both sides.
 // Tensors are held until Close, and those of exchanges that were captured for good.
 //
 // A round of a worker may take until the limit of its rounds, see Limit.
@@ -356,18 +356,22 @@ func (x *Exchange) match() (bool, error) {
 	e := x.e
 	found := make([]name, 0, len(x.peers))
 	for _, p := range x.peers {
+		var first *name // the same keys may be offered more than once
 		for k, n := range e.offers {
-			if k.worker != p.id || !sameKeys(n.out, p.in) || !sameKeys(n.in, p.out) {
-				continue
+			if k.worker == p.id && sameKeys(n.out, p.in) && sameKeys(n.in, p.out) && (first == nil || int64(k.id-first.id) < 0) {
+				first = &name{k.worker, k.id}
 			}
-			if err := cmp.Or(x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
-				delete(e.offers, k)
-				e.failing.Go(func() { _ = e.send(k.worker, &note{verb: verbOver, id: k.id, text: err.Error()}) })
-				return false, err
-			}
-			found = append(found, k)
-			break
 		}
+		if first == nil {
+			continue
+		}
+		n := e.offers[*first]
+		if err := cmp.Or(x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
+			delete(e.offers, *first)
+			e.failing.Go(func() { _ = e.send(p.id, &note{verb: verbOver, id: n.id, text: err.Error()}) })
+			return false, err
+		}
+		found = append(found, *first)
 	}
 	if len(found) < len(x.peers) {
 		return false, nil
