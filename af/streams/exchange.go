@@ -71,6 +71,7 @@ type Exchange struct {
 type timing struct {
 	since    uint64    // clock.Now when it saw first that the last round had begun
 	asking   bool      // the device is asked whether it is under way
+	asked    uint64    // when
 	answer   chan bool // what it says
 	stale    bool      // a round has begun since it was asked
 	underWay bool      // it was when the device was asked, and no other one has begun since
@@ -108,11 +109,11 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	if stream == af.Complete {
 		return x.wrong(op, fmt.Errorf("%w: no stream", van.ErrInvalid))
 	}
+	x.queueing.Lock()
+	defer x.queueing.Unlock()
 	if err := x.Check(); err != nil {
 		return err
 	}
-	x.queueing.Lock()
-	defer x.queueing.Unlock()
 	if x.sendNext != send {
 		x.sendNext = send // what was queued last may have been in a capture that was given up
 		return x.wrong(op, fmt.Errorf("%w: sends and receives take turns; if the last one was in a capture that was given up, try again", af.ErrStarted))
@@ -258,7 +259,10 @@ func (x *Exchange) Close() error {
 		return nil
 	}
 	x.fail(fmt.Errorf("%w: its end", van.ErrClosed))
+	x.queueing.Lock() // one who queues something now had the tensors before
+	defer x.queueing.Unlock()
 	if !x.captured.Load() {
+		x.putBack()
 		for _, p := range x.peers {
 			letGo(p.in)
 			letGo(p.out)
@@ -280,6 +284,19 @@ func (x *Exchange) look(now uint64) {
 		return
 	}
 	t := &x.timing
+	select {
+	case waits := <-t.answer:
+		t.asking = false
+		switch {
+		case t.stale: // it is about an earlier round
+		case waits: // a round that has begun meanwhile is unseen at the next look
+			t.underWay = true
+			return
+		default:
+			x.begun.CompareAndSwap(seen, 0)
+		}
+	default:
+	}
 	switch x.begun.Load() {
 	case 0:
 	case unseen:
@@ -287,33 +304,25 @@ func (x *Exchange) look(now uint64) {
 		t.since, t.underWay, t.stale = now, false, t.asking
 	default:
 		took := time.Duration(now - t.since)
+		// A device that does not answer has failed, or its driver lets nobody in.
+		silent := t.asking && time.Duration(now-t.asked) >= max(x.limit, silence)
 		switch {
 		case took < x.limit:
-		case t.underWay || t.asking && took >= 2*x.limit: // a device that does not answer has failed, or its driver lets nobody in
+		case t.underWay || silent:
 			x.fail(&van.Error{Op: "exchange", Detail: "a round waits for " + x.peerNames(), Elapsed: took, Limit: x.limit, Err: van.ErrTimeout})
 		case !t.asking:
 			x.e.mu.Lock()
 			if t.asking = x.e.over == nil; t.asking {
+				t.asked, t.stale = now, false
 				x.e.failing.Go(func() { x.ask(t.answer) })
 			}
 			x.e.mu.Unlock()
-			return
 		}
-	}
-	select {
-	case waits := <-t.answer:
-		t.asking = false
-		switch {
-		case t.stale: // it is about an earlier round
-			t.stale = false
-		case waits: // a round that has begun meanwhile is unseen at the next look
-			t.underWay = true
-		default:
-			x.begun.CompareAndSwap(seen, 0)
-		}
-	default:
 	}
 }
+
+// silence is how long a device may take at least to say what is in its memory.
+const silence = time.Second
 
 // ask tells whether a round is under way, as the words in the device's memory say.
 func (x *Exchange) ask(answer chan<- bool) {

@@ -98,7 +98,7 @@ func (e *Ends) prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 		}
 	}
 	if err != nil {
-		x.putBack()
+		x.putBack() // also of what was not made
 		return nil, err
 	}
 	e.mu.Lock()
@@ -260,7 +260,7 @@ func (x *Exchange) share(l []af.KeyTensor) ([]part, error) {
 	return p, nil
 }
 
-// putBack ends the use of buffers, for an exchange of which nothing was ever queued.
+// putBack ends the use of buffers, of an exchange that is over and was not captured.
 func (x *Exchange) putBack() {
 	for _, c := range x.copied {
 		c.to.Put()
