@@ -3,6 +3,7 @@ package streams_test
 // The end of an exchange, at nodes that have not heard of it.
 
 import (
+	"bytes"
 	"errors"
 	"testing"
 	"time"
@@ -10,6 +11,61 @@ import (
 	"github.com/stepaf/stepaf-go/af/streams"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 )
+
+// TestLateEnd: a worker whose round took too long goes on, and changes what it has pushed. A server that was late
+// takes that for no push, nor the worker for an answer what a server has changed that another worker's end made go on.
+func TestLateEnd(t *testing.T) {
+	const good, bad = 1, 2
+	s := start(t, testcluster.Options{Workers: 2, Servers: 1})
+	y := s.servers[0]
+	for range 8 {
+		pairs := s.prepare(t, 1<<10, 1<<10, streams.Limit(20*time.Millisecond))
+		y0 := pairs[0].ys[0]
+		late := make(chan struct{})
+		served := make(chan error, 1)
+		y.dev.Queue(stream, func() { <-late })
+		if err := y0.QueueReceive(stream); err != nil {
+			t.Fatal(err)
+		}
+		y.dev.Queue(stream, func() {
+			wrong := false
+			for _, b := range pairs[0].got[0] {
+				wrong = wrong || bytes.IndexByte(b, bad) >= 0
+			}
+			if err := y0.Check(); err == nil && wrong {
+				served <- errors.New("the server received what the worker wrote after its round, and Check says nothing")
+			} else {
+				served <- nil
+			}
+		})
+		open := make(chan struct{}, 2)
+		for i, w := range s.workers {
+			p := pairs[i]
+			for _, b := range p.push {
+				fill(b, good)
+			}
+			if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
+				t.Fatal(err)
+			}
+			w.dev.Queue(stream, func() {
+				for _, b := range p.push {
+					fill(b, bad)
+				}
+				open <- struct{}{}
+			})
+		}
+		<-open
+		<-open
+		close(late)
+		if err := <-served; err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range pairs {
+			_ = p.x.Close()
+		}
+		_ = y0.Close()
+	}
+}
 
 // TestShortLimit: a limit that is shorter than the time between two looks ends no round that was answered.
 func TestShortLimit(t *testing.T) {

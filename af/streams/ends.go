@@ -25,6 +25,7 @@ type device struct {
 	backend.Backend
 	backend.Exporter
 	backend.AsyncCopier
+	backend.StreamIdler
 	backend.GraphFlagger
 	backend.HostPinner
 }
@@ -128,9 +129,11 @@ func (e *Ends) stop(err error) {
 		all = append(all, x)
 	}
 	e.mu.Unlock()
+	var ending sync.WaitGroup
 	for _, x := range all {
-		x.fail(err)
+		ending.Go(func() { x.fail(err) })
 	}
+	ending.Wait()
 }
 
 // closeLimit is how long the end of all waits for goroutines that are in the driver.
@@ -146,9 +149,6 @@ func (e *Ends) wake() {
 func (e *Ends) peerChanged(id int, up bool, cause error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.over != nil {
-		return
-	}
 	defer e.wake()
 	if up {
 		return
@@ -162,11 +162,16 @@ func (e *Ends) peerChanged(id int, up bool, cause error) {
 		cause = fmt.Errorf("%w: %w", van.ErrPeerLost, cause)
 	}
 	for _, x := range e.all {
-		switch i := x.with(id); {
+		i := x.with(id)
+		switch {
 		case i < 0:
 		case x.meeting:
 			x.peers[i].offered, x.peers[i].said = false, nil
 		default:
+			x.peers[i].over = true
+			if e.over != nil {
+				break
+			}
 			e.failing.Go(func() { x.fail(&van.Error{Op: "exchange", Peer: e.node.PeerName(id), Err: cause}) })
 		}
 	}
@@ -179,11 +184,12 @@ func (e *Ends) open() error {
 	}
 	b := e.node.Backend()
 	d := &device{Backend: b}
-	var can [4]bool
+	var can [5]bool
 	d.Exporter, can[0] = b.(backend.Exporter)
 	d.AsyncCopier, can[1] = b.(backend.AsyncCopier)
 	d.GraphFlagger, can[2] = b.(backend.GraphFlagger)
 	d.HostPinner, can[3] = b.(backend.HostPinner)
+	d.StreamIdler, can[4] = b.(backend.StreamIdler)
 	if slices.Contains(can[:], false) {
 		return fmt.Errorf("%w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", backend.ErrUnavailable, b.Name())
 	}
@@ -270,17 +276,25 @@ func (e *Ends) take(from int, n *note) error {
 	defer e.mu.Unlock()
 	x := e.all[of]
 	switch {
+	case n.verb == verbOver && x != nil:
+		i := x.with(from)
+		if i < 0 {
+			return fmt.Errorf("%w: the end of exchange %d, which is with others", van.ErrMalformed, n.id)
+		}
+		x.peers[i].over = true
+		if e.over == nil {
+			e.failing.Go(func() { x.left(from, n.text) })
+		}
 	case e.over != nil:
 		return nil
-	case n.verb == verbOver && x != nil:
-		e.failing.Go(func() { x.left(from, n.text) })
 	case n.verb == verbOver:
 		delete(e.offers, of)
 	case n.verb == verbOffer && want == van.Worker:
 		return e.offered(of, n)
 	case n.verb == verbAccept && want == van.Server && x != nil:
 		return x.accepted(from, n)
-	case n.verb == verbAccept && want == van.Server: // it is over here
+	case n.verb == verbAccept && want == van.Server: // it is over here, and the server may have been told before it was offered
+		e.failing.Go(func() { _ = e.send(from, &note{verb: verbOver, id: n.id, text: "it was over before this answer"}) })
 		return nil
 	default:
 		return &van.FieldError{Field: "body verb", Value: n.verb, Want: "what a " + want.String() + " says"}

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -51,7 +53,7 @@ type Exchange struct {
 	slot   backend.Mem
 	copied []copied
 	names  []name // what it is called in e.all; guarded by e.mu
-	ready  bool   // guarded by e.mu
+	ready  bool   // Prepare has returned it, so it may be in streams; guarded by e.mu
 
 	meeting bool // a worker's offer stands, and not all servers have answered; guarded by e.mu
 
@@ -64,6 +66,7 @@ type Exchange struct {
 	closed   atomic.Bool
 
 	failed atomic.Pointer[error]
+	done   chan struct{} // closed when the streams of an exchange that is over may go on
 	timing timing
 }
 
@@ -199,24 +202,46 @@ func (x *Exchange) Check() error {
 	return &van.Error{Op: "exchange", Node: x.e.node.Name(), Detail: x.String(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
 }
 
-// fail ends the exchange: nothing that its streams send counts any more, then those that wait go on, then the
-// peers are told.
+// fail ends the exchange: nothing that its streams send counts any more, then the peers are told, and when all of
+// them have said that their ends are over, too, the streams that wait go on. They may change tensors then that peers
+// are copying, and the peers' Check says that these copies are no good. It returns when this is done, or
+// at once if the exchange is over.
 func (x *Exchange) fail(err error) {
 	if !x.failed.CompareAndSwap(nil, &err) {
 		return
 	}
+	defer close(x.done)
 	e := x.e
-	if free := x.free(); free != nil {
+	void := x.void()
+	e.mu.Lock()
+	names, used := x.names, x.ready
+	if !used { // nothing is in streams
+		x.forget()
+	}
+	e.mu.Unlock()
+	x.tell(names, err)
+	if used {
+		x.parted()
+	}
+	if free := errors.Join(void, x.free()); free != nil {
 		e.node.Log().Error("streams that wait for an exchange may not go on", "exchange", x.String(), "err", free)
 	}
 	e.mu.Lock()
-	for _, n := range x.names {
-		delete(e.all, n)
-	}
-	names := x.names
+	x.forget()
 	e.wake()
 	e.mu.Unlock()
-	n := note{verb: verbOver, text: err.Error()}
+}
+
+// forget takes the exchange out of those that peers may speak of. e.mu is held.
+func (x *Exchange) forget() {
+	for _, n := range x.names {
+		delete(x.e.all, n)
+	}
+}
+
+// tell tells the peers that this end is over.
+func (x *Exchange) tell(names []name, why error) {
+	n := note{verb: verbOver, text: why.Error()}
 	for i, p := range x.peers {
 		if len(names) == 0 {
 			break // nobody knows of it
@@ -224,22 +249,77 @@ func (x *Exchange) fail(err error) {
 		if n.id = names[0].id; !x.first {
 			n.id = names[i].id
 		}
-		if err := e.send(p.id, &n); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
-			e.node.Log().Info("could not tell a peer that an exchange is over", "peer", e.node.PeerName(p.id), "err", err)
+		if err := x.e.send(p.id, &n); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
+			x.e.node.Log().Info("could not tell a peer that an exchange is over", "peer", x.e.node.PeerName(p.id), "err", err)
+		}
+	}
+}
+
+// partLimit is how long the streams of an exchange that is over wait for a peer to say that its end is over.
+const partLimit = postoffice.DefaultTimeout
+
+// parted waits until the ends of all peers are over, as far as can be known.
+func (x *Exchange) parted() {
+	e := x.e
+	patience := time.NewTimer(partLimit)
+	defer patience.Stop()
+	closing := e.ended
+	for {
+		e.mu.Lock()
+		changed := e.changed
+		i := slices.IndexFunc(x.peers, func(p *peer) bool { return !p.over })
+		e.mu.Unlock()
+		if i < 0 {
+			return
+		}
+		select {
+		case <-changed:
+		case <-e.node.Ended():
+			return
+		case <-closing:
+			closing = nil
+			patience.Reset(closeLimit)
+		case <-patience.C:
+			e.node.Log().Warn("streams go on, but a peer has not said that its end of the exchange is over, too", "exchange", x.String(), "peer", e.node.PeerName(x.peers[i].id))
+			return
+		}
+	}
+}
+
+// void makes nothing count that the streams of the exchange send from now on.
+func (x *Exchange) void() error {
+	if x.slot.Len() == 0 {
+		return nil
+	}
+	d, s := x.e.dev, x.e.release
+	if err := d.WriteFlag(s, x.slot.Sub(validAt, 4), 0); err != nil {
+		return err
+	}
+	// The peers must not be told before it is done. Nothing in this stream waits.
+	limit := time.NewTimer(silence)
+	defer limit.Stop()
+	for pause := 5 * time.Microsecond; ; pause = min(2*pause, time.Millisecond) {
+		if idle, err := d.Idle(s); idle || err != nil {
+			return err
+		}
+		next := time.NewTimer(pause)
+		select {
+		case <-next.C:
+		case <-limit.C:
+			next.Stop()
+			return fmt.Errorf("%w: a word of the device", van.ErrTimeout)
 		}
 	}
 }
 
 // free makes the streams of the exchange go on.
-func (x *Exchange) free() error {
+func (x *Exchange) free() (err error) {
 	if x.slot.Len() == 0 {
 		return nil
 	}
-	d, s := x.e.dev, x.e.release
-	err := d.WriteFlag(s, x.slot.Sub(validAt, 4), 0)
 	for _, p := range x.peers {
 		if err == nil {
-			err = d.WriteFlag(s, p.word.Sub(4, 4), arrived)
+			err = x.e.dev.WriteFlag(x.e.release, p.word.Sub(4, 4), arrived)
 		}
 	}
 	return err
@@ -250,7 +330,8 @@ func (x *Exchange) left(from int, text string) {
 	x.fail(&van.Error{Op: "exchange", Peer: x.e.node.PeerName(from), Err: fmt.Errorf("%w there: %q", van.ErrClosed, text)})
 }
 
-// Close ends this end, and with it the exchange, and returns why it was over before. What was queued must be done. The tensors are
+// Close ends this end, and with it the exchange, and returns why it was over before. It waits until the peers' ends
+// are over, too. What was queued must be done. The tensors are
 // the caller's again, unless the exchange was ever captured: graphs may be replayed after Close, and copy then, but nothing waits for them
 // or for what they wait for.
 func (x *Exchange) Close() error {
@@ -259,6 +340,7 @@ func (x *Exchange) Close() error {
 		return nil
 	}
 	x.fail(fmt.Errorf("%w: its end", van.ErrClosed))
+	<-x.done
 	x.queueing.Lock() // one who queues something now had the tensors before
 	defer x.queueing.Unlock()
 	if !x.captured.Load() {
@@ -309,7 +391,12 @@ func (x *Exchange) look(now uint64) {
 		switch {
 		case took < x.limit:
 		case t.underWay || silent:
-			x.fail(&van.Error{Op: "exchange", Detail: "a round waits for " + x.peerNames(), Elapsed: took, Limit: x.limit, Err: van.ErrTimeout})
+			late := &van.Error{Op: "exchange", Detail: "a round waits for " + x.peerNames(), Elapsed: took, Limit: x.limit, Err: van.ErrTimeout}
+			x.e.mu.Lock()
+			if x.e.over == nil {
+				x.e.failing.Go(func() { x.fail(late) }) // other exchanges are looked at meanwhile
+			}
+			x.e.mu.Unlock()
 		case !t.asking:
 			x.e.mu.Lock()
 			if t.asking = x.e.over == nil; t.asking {

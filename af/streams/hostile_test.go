@@ -6,6 +6,7 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
@@ -67,11 +68,16 @@ func TestLiars(t *testing.T) {
 			t.Errorf("%s: %v, want %v", c.what, err, c.want)
 		}
 	}
-	if n := len(server.offers); n != maxOffers {
+	offers := func() int {
+		server.mu.Lock()
+		defer server.mu.Unlock()
+		return len(server.offers)
+	}
+	if n := offers(); n != maxOffers {
 		t.Errorf("%d offers, want %d", n, maxOffers)
 	}
-	if err := server.take(w, say(verbOver, 3)); err != nil || len(server.offers) != maxOffers-1 {
-		t.Errorf("an offer that was withdrawn: %v, %d offers", err, len(server.offers))
+	if err := server.take(w, say(verbOver, 3)); err != nil || offers() != maxOffers-1 {
+		t.Errorf("an offer that was withdrawn: %v, %d offers", err, offers())
 	}
 }
 
@@ -83,7 +89,7 @@ func TestSameKeys(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &Exchange{e: server, peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
+	x := &Exchange{e: server, done: make(chan struct{}), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
 	const first = ^uint64(0) - 2 // numbers go on from 0
 	for i := range uint64(6) {
 		n := example(verbOffer)
@@ -164,5 +170,68 @@ func TestWrongMemory(t *testing.T) {
 				t.Errorf("%v, want it to say %q, of server 0", err, c.want)
 			}
 		})
+	}
+}
+
+// TestOfferBehindItsEnd: a server that has taken an offer which came behind the end of its exchange is told that it is
+// over, so that its streams do not wait for ever.
+func TestOfferBehindItsEnd(t *testing.T) {
+	devices := map[string]*vantest.Device{"worker": vantest.NewDevice(0), "server": vantest.NewDevice(1)}
+	t.Cleanup(func() {
+		for _, d := range devices {
+			if err := d.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	c := testcluster.Start(t, testcluster.Options{Workers: 1, Servers: 1, Backend: func(role string, _ int) backend.Backend {
+		if d := devices[role]; d != nil {
+			return d
+		}
+		return nil
+	}})
+	worker, err := New(c.Workers[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := New(c.Servers[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	list := func(role string) []af.KeyTensor {
+		x, err := af.New(devices[role].Mem(make([]byte, 8)), af.Uint8, 8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return []af.KeyTensor{{Key: 1, Val: x}}
+	}
+	x := &Exchange{e: worker, first: true, peers: []*peer{{id: server.node.ID(), out: list("worker")}}}
+	own, err := x.make()
+	if err != nil {
+		t.Fatal(err)
+	}
+	own[0].verb, own[0].id = verbOffer, 7
+	if err := worker.send(server.node.ID(), own[0]); err != nil {
+		t.Fatal(err)
+	}
+	y, err := server.Prepare(t.Context(), nil, list("server"), nil)
+	if err != nil {
+		if !errors.Is(err, van.ErrClosed) {
+			t.Errorf("%v, want %v", err, van.ErrClosed)
+		}
+		return // it was told before it was ready
+	}
+	if err := y.QueueReceive(3); err != nil && !errors.Is(err, ErrOver) {
+		t.Fatal(err)
+	}
+	settled := make(chan struct{})
+	devices["server"].Queue(3, func() { close(settled) })
+	select {
+	case <-settled:
+	case <-time.After(20 * time.Second):
+		t.Fatal("the server's stream waits for ever")
+	}
+	if err := y.Check(); !errors.Is(err, van.ErrClosed) {
+		t.Errorf("%v, want %v", err, van.ErrClosed)
 	}
 }

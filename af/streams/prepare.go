@@ -24,6 +24,7 @@ import (
 type peer struct {
 	id      int
 	said    *note       // its offer or its answer; nil before that
+	over    bool        // its end is over, or it is lost; guarded by e.mu
 	offered bool        // the worker's offer has gone to the process that is there now
 	word    backend.Mem // of this end, where it signals
 	far     backend.Mem // its word, where this end signals
@@ -64,7 +65,7 @@ func (e *Ends) Prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 }
 
 func (e *Ends) prepare(ctx context.Context, peers []int, push, pull []af.KeyTensor, opts []Option) (*Exchange, error) {
-	x := &Exchange{e: e, first: e.node.Role() == van.Worker, timing: timing{answer: make(chan bool, 1)}}
+	x := &Exchange{e: e, first: e.node.Role() == van.Worker, done: make(chan struct{}), timing: timing{answer: make(chan bool, 1)}}
 	if x.first {
 		x.limit = postoffice.DefaultTimeout
 	}
@@ -89,26 +90,41 @@ func (e *Ends) prepare(ctx context.Context, peers []int, push, pull []af.KeyTens
 		} else {
 			err = x.accept(ctx, own)
 		}
-		if f := x.failed.Load(); err == nil && f != nil {
-			err = *f
+		if err == nil {
+			err = x.begin()
 		}
 		if err != nil {
 			x.fail(err)
 			_ = x.Close()
+			if x.first { // it may have ended while offers were being sent, which must not stay behind the end
+				x.tell(x.names, err)
+			}
 		}
 	}
 	if err != nil {
 		x.putBack() // also of what was not made
 		return nil, err
 	}
+	return x, nil
+}
+
+// begin lets an exchange be used, unless it is over.
+func (x *Exchange) begin() error {
+	e := x.e
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if f := x.failed.Load(); f != nil {
+		return *f
+	}
+	if e.over != nil {
+		return e.over
+	}
 	x.ready = true
-	if !e.watching && e.over == nil {
+	if !e.watching {
 		e.watching = true
 		e.failing.Go(e.watch)
 	}
-	return x, nil
+	return nil
 }
 
 func hold(l []af.KeyTensor) {
