@@ -36,6 +36,12 @@ func (s tcpSocket) setClass(class int) {
 	})
 }
 
+// unacknowledged is how many bytes the peer's system has not acknowledged, 0 also if the socket is gone.
+func (s tcpSocket) unacknowledged() (n int) {
+	s.use(func(fd int) { n, _ = unix.IoctlGetInt(fd, unix.SIOCOUTQ) })
+	return n
+}
+
 // hasClass tells whether the socket lives and has the class.
 func (s tcpSocket) hasClass(class int) (ok bool) {
 	s.use(func(fd int) {

@@ -178,9 +178,11 @@ func (s *socket) close(linger time.Duration) error {
 }
 
 // leave is close for a connection to another node of this library. It waits until libzmq has
-// handed to the system what was sent, and drops what comes meanwhile. libzmq's own waiting would
+// handed to the system what was sent, and the peer's system has it, and drops what comes meanwhile. libzmq's own waiting would
 // not do: it reads the connection of a closed socket no more, and then version 4.3.4 ends the
-// process at the next heartbeat if the peer goes. last is called before the socket is closed.
+// process at the next heartbeat if the peer goes. Nor would the system's: when the answer to a heartbeat comes for a
+// closed socket it resets the connection, and drops what it has not sent yet, since something
+// before it was lost on the way. last is called before the socket is closed.
 func (s *socket) leave(peer *conn, linger time.Duration, last func()) error {
 	c := s.take()
 	if c == nil {
@@ -195,10 +197,11 @@ func (s *socket) leave(peer *conn, linger time.Duration, last func()) error {
 	for !peer.lost.Load() {
 		C.sa_discard(c)
 		if peer.acct.unsent() == 0 {
-			if probes == 2 || !peer.up.Load() || C.sa_probe(c, peer.acct.c) != 0 {
+			if probes < 2 && peer.up.Load() && C.sa_probe(c, peer.acct.c) == 0 {
+				probes++
+			} else if link := peer.link.Load(); link == nil || link.unacknowledged() == 0 {
 				break
 			}
-			probes++
 		}
 		left := time.Until(end)
 		if left <= 0 {
