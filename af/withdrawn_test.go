@@ -3,6 +3,7 @@ package af_test
 import (
 	"errors"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -13,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // rawPush is a push of value under key 1, at any place of a batch.
@@ -98,6 +100,30 @@ func TestOpenBatchBudget(t *testing.T) {
 	works(t, newWorker(t, c.Workers[0]), 1) // behind them
 	if n, bytes := af.OpenBatches(s, van.WorkerID(0)); n != 3 || bytes > 1<<20 {
 		t.Errorf("%d batches, %d bytes are open, want 3 below %d", n, bytes, 1<<20)
+	}
+}
+
+// TestOpenBatches: a worker that has begun 1024 batches and ended none loses the oldest one with the next, and a
+// line says so.
+func TestOpenBatches(t *testing.T) {
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
+	s := serve(t, c.Servers[0], echoes(t))
+	w := newWorker(t, c.Workers[0])
+	for i := range 1024 {
+		if i == 1023 {
+			works(t, w, 1) // with room for the batch that is served
+			if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != i || strings.Contains(logged.String(), "gave up") {
+				t.Errorf("%d batches are open, want %d; or one was given up", n, i)
+			}
+		}
+		if err := c.Workers[0].App().Send(rawPush(int32(100*i), van.BatchStart, []byte{1})); err != nil {
+			t.Fatal(err)
+		}
+	}
+	works(t, w, 1)
+	if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != 1023 || !strings.Contains(logged.String(), "gave up a batch that has not ended") {
+		t.Errorf("%d batches are open, want 1023, and a line about the oldest one", n)
 	}
 }
 

@@ -243,10 +243,11 @@ func events(n *postoffice.Node, id int) (<-chan peerEvent, func()) {
 }
 
 // TestReplacement: a lost node is announced, its requests fail, and one that is
-// started in its place takes its id. Then everything works as before, twice.
+// started in its place takes its id. Then everything works as before, twice. Lines tell of both.
 func TestReplacement(t *testing.T) {
 	vans(t, func(t *testing.T, o testcluster.Options) {
-		o.Workers, o.Servers = 2, 2
+		var logged vantest.Log
+		o.Workers, o.Servers, o.Log = 2, 2, logged.Logger()
 		c := testcluster.Start(t, o)
 		for round := range 2 {
 			for _, role := range []string{"server", "worker"} {
@@ -281,6 +282,11 @@ func TestReplacement(t *testing.T) {
 				if dead := watcher.DeadNodes(0); slices.Contains(dead, id) {
 					t.Errorf("dead nodes are %v, though %d is back", dead, id)
 				}
+			}
+		}
+		for _, line := range []string{"peer lost", "peer replaced"} {
+			if !strings.Contains(logged.String(), line) {
+				t.Errorf("the log does not say %q", line)
 			}
 		}
 		for _, n := range []*postoffice.Node{c.Servers[0], c.Workers[0], c.Scheduler} {

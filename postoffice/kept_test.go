@@ -5,6 +5,7 @@ import (
 	"errors"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
@@ -347,9 +349,11 @@ func TestUsedAgainAfterWait(t *testing.T) {
 	}
 }
 
-// TestAnswerOfAnother: an answer of a server that was not asked does not count.
+// TestAnswerOfAnother: an answer of a server that was not asked does not count, nor does one that comes twice;
+// lines say so.
 func TestAnswerOfAnother(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Servers: 2, Log: logged.Logger()})
 	x := customer(t, c)
 	r := newRequest()
 	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
@@ -373,5 +377,39 @@ func TestAnswerOfAnother(t *testing.T) {
 	answer(0)
 	if err := x.Wait(t.Context(), r.First(), 20*time.Second); err != nil {
 		t.Error(err)
+	}
+	answer(0)
+	until(t, "lines about both", func() bool {
+		return strings.Contains(logged.String(), "was not asked") && strings.Contains(logged.String(), "late or unknown answer") &&
+			strings.Count(logged.String(), "dropped an answer") == 2
+	})
+}
+
+// TestNotAcknowledged: with PS_RESEND, a request that is lost each time it is sent fails before its limit, and a
+// line says so.
+func TestNotAcknowledged(t *testing.T) {
+	hook := &hooks.Van{}
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("worker", 0), Log: logged.Logger(), Set: func(c *postoffice.Config) {
+		c.Resend, c.ResendTimeout = true, 10*time.Millisecond
+	}})
+	x := customer(t, c)
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.IsControl() {
+			return hooks.Pass
+		}
+		return hooks.Lose
+	})
+	if err := c.Workers[0].App().Send(rawRequest(5, r.First(), 10)); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, x.Wait(t.Context(), r.First(), time.Hour), van.ErrTimeout)
+	hook.OnSend(nil)
+	if !strings.Contains(logged.String(), "gave up a message") {
+		t.Error("the log does not say that a message was given up")
 	}
 }

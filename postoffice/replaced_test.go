@@ -2,6 +2,8 @@ package postoffice_test
 
 import (
 	"math"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -92,9 +94,10 @@ func TestWithdrawn(t *testing.T) {
 }
 
 // TestWithdrawalsFromTheNetwork: what says which requests are given up is checked before
-// it is believed.
+// it is believed. Lines say what was not, and which other control message cannot be true.
 func TestWithdrawalsFromTheNetwork(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{})
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
 	w, s := c.Workers[0], c.Servers[0]
 	served, err := s.App().AddCustomer(7, 7, func(*van.Message) {})
 	if err != nil {
@@ -113,6 +116,13 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 		}
 	}
 	mine, its := w.Incarnation(), s.Incarnation()
+	unknown := &van.Message{}
+	unknown.Reset()
+	unknown.Sender, unknown.Receiver, unknown.Control.Cmd = w.ID(), s.ID(), van.Ack
+	unknown.SetIncarnations(mine, its)
+	if err := w.Van().Send(unknown); err != nil {
+		t.Fatal(err)
+	}
 	for _, body := range []string{"7 0 -5 10", "7 0 5 0", "7 0 5 -1", "7 0 5", "7 0 x 1", "", "99999999999999 0 5 1", "7 0 5 99999999999", "8 0 5 1"} {
 		say("stepaf/1 given-up "+body, mine, its)
 	}
@@ -127,6 +137,13 @@ func TestWithdrawalsFromTheNetwork(t *testing.T) {
 		}
 	case <-time.After(20 * time.Second):
 		t.Fatal("not told of what was given up")
+	}
+	for _, text := range []string{"7 0 x 1", "want ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT"} {
+		if !slices.ContainsFunc(strings.Split(logged.String(), "\n"), func(line string) bool {
+			return strings.Contains(line, "dropped a control message") && strings.Contains(line, text)
+		}) {
+			t.Errorf("the log does not say that a control message was dropped, %s", text)
+		}
 	}
 	epoch := s.Epoch(w.ID())
 	for _, x := range []struct {
@@ -168,7 +185,8 @@ func TestWantedInPlaceOfALostOne(t *testing.T) {
 // TestWithdrawnWhileLost: what is given up while a server is considered lost, it learns when
 // it is back; it may not have noticed anything itself.
 func TestWithdrawnWhileLost(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{})
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Log: logged.Logger()})
 	w, s := c.Workers[0], c.Servers[0]
 	served, err := s.App().AddCustomer(7, 7, func(*van.Message) {})
 	if err != nil {
@@ -187,6 +205,7 @@ func TestWithdrawnWhileLost(t *testing.T) {
 	case <-time.After(20 * time.Second):
 		t.Fatal("not told of what was given up")
 	}
+	until(t, "a line tells that the server is back", func() bool { return strings.Contains(logged.String(), "peer is back") })
 }
 
 // TestEpochs: each process that has an id has a number of its own, also one of the original

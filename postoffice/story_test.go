@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -15,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/sums"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // freed owns the messages of a story.
@@ -48,17 +50,53 @@ func TestKeptStories(t *testing.T) {
 	}
 }
 
+// TestStrangersExpire: what comes under the id of a member from a process that does not become it is kept for
+// strangerTime, then given back, and a line says so.
+func TestStrangersExpire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var logged vantest.Log
+		cfg := DefaultConfig()
+		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
+		n := keptNode(cfg, logged.Logger())
+		n.strangers.note(9, 1, false)
+		owner := &freed{}
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Request, m.Push = 9, true, true
+		m.SetIncarnations(2, n.incarnation)
+		m.Adopt(owner, nil)
+		n.receive(m)
+		m.Release()
+		time.Sleep(strangerTime - time.Nanosecond)
+		synctest.Wait()
+		if owner.count() != 0 || logged.String() != "" {
+			t.Errorf("given back %d times before its time; logged: %q", owner.count(), logged.String())
+		}
+		time.Sleep(time.Millisecond)
+		synctest.Wait()
+		if owner.count() != 1 || !strings.Contains(logged.String(), "dropped messages of processes that did not become members") {
+			t.Errorf("given back %d times after its time; logged: %q", owner.count(), logged.String())
+		}
+	})
+}
+
+// keptNode is the server of a story.
+func keptNode(cfg *Config, log *slog.Logger) *Node {
+	n := &Node{identity: identity{cfg: cfg, role: van.Server, incarnation: 77}, lifetime: newLifetime()}
+	n.rand = func() uint64 { return 5 }
+	n.id.Store(8)
+	n.setName("server 0")
+	n.log = log
+	n.assemble()
+	return n
+}
+
 func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 	cfg := DefaultConfig()
 	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 3, 1, 1
 	cfg.RecvBudgetPeer, cfg.RecvBudget, cfg.StrangerBudget = 6000, []int{0, 12_000}[rng.IntN(2)], 5000
 	cfg.StartTimeout = []time.Duration{0, time.Minute}[rng.IntN(2)]
-	n := &Node{identity: identity{cfg: cfg, role: van.Server, incarnation: 77}, lifetime: newLifetime()}
-	n.rand = func() uint64 { return 5 }
-	n.id.Store(8)
-	n.setName("server 0")
-	n.log = slog.New(slog.DiscardHandler)
-	n.assemble()
+	n := keptNode(cfg, slog.New(slog.DiscardHandler))
 	ids := []int{9, 11, 13, 15} // the last one cannot be
 	var mu sync.Mutex
 	var came []string

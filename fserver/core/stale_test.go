@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -159,10 +160,11 @@ func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) 
 
 // TestReplacedWorker: worker 0 is killed and replaced while get_batch waits for worker 1.
 // What it had asked for leaves the queue, and the new one gets the answer to its own
-// request.
+// request. A line says so.
 func TestReplacedWorker(t *testing.T) {
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
-		o.Workers = 2
+		var logged vantest.Log
+		o.Workers, o.Log = 2, logged.Logger()
 		c := testcluster.Start(t, o)
 		workers, server := openAll(t, c)
 		workers[0].ask(t, 100, 64)
@@ -171,6 +173,9 @@ func TestReplacedWorker(t *testing.T) {
 		if n, size := server.queued(0); n != 0 || size != 0 {
 			t.Errorf("%d batches of the lost worker, %d bytes, are in the queue", n, size)
 		}
+		await(t, "line about what was dropped", func() bool {
+			return strings.Contains(logged.String(), "dropped batches that their worker does not wait for any more")
+		})
 		r0, r1 := fresh.ask(t, 7, 64), workers[1].ask(t, 8, 64)
 		items := server.row(t)
 		if got := numbers(items); got[0] != 7 || got[1] != 8 {
@@ -235,9 +240,10 @@ func TestAnswerRefused(t *testing.T) {
 }
 
 // TestAnswersOfALostWorker: a batch that the application has when its worker is lost is
-// answered in vain, without an error, or can be given back, which frees it.
+// answered in vain, with a line and without an error, or can be given back, which frees it.
 func TestAnswersOfALostWorker(t *testing.T) {
-	c := testcluster.Start(t, testcluster.Options{Workers: 2})
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Log: logged.Logger()})
 	workers, server := openAll(t, c)
 	var rows [2][]Item
 	var living []*asked
@@ -248,6 +254,9 @@ func TestAnswersOfALostWorker(t *testing.T) {
 	}
 	fresh := replace(t, c, server, c.Workers[0].Close)
 	server.answer(t, rows[0])
+	if !strings.Contains(logged.String(), "dropped an answer: its worker is gone") {
+		t.Error("the log does not say that the answer was dropped")
+	}
 	server.GiveBack(rows[1])
 	r := fresh.ask(t, 7, 64)
 	items := server.row(t)
@@ -310,11 +319,12 @@ func TestStalledWorker(t *testing.T) {
 }
 
 // TestQueueBudget: a worker whose batches nobody takes is not read any more when they have
-// used up its budget; others are, and everything is served in the end.
+// used up its budget, and a line says so; others are, and everything is served in the end.
 func TestQueueBudget(t *testing.T) {
 	const size, count, budget = 300 << 10, 12, 1 << 20
 	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
-		o.Workers = 2
+		var logged vantest.Log
+		o.Workers, o.Log = 2, logged.Logger()
 		o.Set = func(c *postoffice.Config) { c.RecvBudgetPeer = budget }
 		c := testcluster.Start(t, o)
 		workers, server := openAll(t, c)
@@ -323,6 +333,7 @@ func TestQueueBudget(t *testing.T) {
 			first = append(first, workers[0].ask(t, i, size))
 		}
 		await(t, "full budget", func() bool { _, n := server.queued(0); return n >= budget })
+		await(t, "line about it", func() bool { return strings.Contains(logged.String(), "a worker's batches wait for get_batch") })
 		for i := range byte(count) {
 			second = append(second, workers[1].ask(t, 100+i, size))
 			if _, n := server.queued(0); n > budget+2*size {

@@ -17,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // limit is how long anything may take.
@@ -27,6 +28,8 @@ type node struct {
 	*zvan
 	self van.Node
 	in   chan *van.Message // retained
+
+	logged vantest.Log
 }
 
 // newNode makes a van that listens as id, of the given incarnation (0: one of the
@@ -38,11 +41,12 @@ func newNode(t *testing.T, id int, incarnation uint32, recv van.Receiver, edit f
 	if edit != nil {
 		edit(cfg)
 	}
-	v, err := New(van.Options{Config: cfg, Incarnation: incarnation})
+	n := &node{in: make(chan *van.Message, 1<<16)}
+	v, err := New(van.Options{Config: cfg, Incarnation: incarnation, Log: n.logged.Logger()})
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{zvan: v.(*zvan), in: make(chan *van.Message, 1<<16)}
+	n.zvan = v.(*zvan)
 	n.self = van.Node{Role: van.RoleOf(id), ID: id, Hostname: "127.0.0.1", AuxID: -1}
 	self := n.self
 	if self.Role != van.Scheduler {
