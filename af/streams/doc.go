@@ -27,10 +27,10 @@
 //
 // An exchange ends as a whole, for good, when a peer is lost or closes its end, when this node ends, or when a
 // worker's round takes longer than its limit (a server waits without one, as for batches). First its 1 becomes a 0: whatever its streams
-// still copy to a peer's word lets nobody go on, and Check, QueueSend and QueueReceive return why. Then the peers are told,
+// still copy to a peer's word lets nobody go on, and what is there is taken back. Check, QueueSend and QueueReceive return why from now on. Then the peers are told,
 // and end theirs. When all of them have said so, or are lost, the streams that wait go on, with the tensors as they
 // are: before that a peer could copy what such a stream writes then, and take it for good. A peer that neither says
-// so nor is lost is waited for for 10 seconds. It is prepared anew, with the process that has taken
+// so nor is lost is waited for for 10 seconds; a node that ends waits for none. It is prepared anew, with the process that has taken
 // the place of a lost one, and graphs are captured anew. So values are good when Check returns nil after the
 // stream has done its work.
 //

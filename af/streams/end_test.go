@@ -10,6 +10,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af/streams"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // TestLateEnd: a worker whose round took too long goes on, and changes what it has pushed. A server that was late
@@ -64,6 +65,66 @@ func TestLateEnd(t *testing.T) {
 			_ = p.x.Close()
 		}
 		_ = y0.Close()
+	}
+}
+
+// TestNodeEnds: a node that ends can tell nobody, and its streams go on at once. What it had sent counts no more.
+func TestNodeEnds(t *testing.T) {
+	const good, bad = 1, 2
+	s := start(t, testcluster.Options{Workers: 2, Servers: 1})
+	y := s.servers[0]
+	pairs := s.prepare(t, 1<<10, 1<<10)
+	y0 := pairs[0].ys[0]
+	late := make(chan struct{})
+	y.dev.Queue(stream, func() { <-late })
+	if err := y0.QueueReceive(stream); err != nil {
+		t.Fatal(err)
+	}
+	var said error
+	y.dev.Queue(stream, func() { said = y0.Check() })
+	changed := make(chan struct{})
+	for i, w := range s.workers {
+		p := pairs[i]
+		for _, b := range p.push {
+			fill(b, good)
+		}
+		if err := p.x.QueueSend(stream); err != nil {
+			t.Fatal(err)
+		}
+		w.settle(t, stream)
+		if err := p.x.QueueReceive(stream); err != nil {
+			t.Fatal(err)
+		}
+		if i == 1 {
+			w.dev.Queue(stream, func() {
+				for _, b := range p.push {
+					fill(b, bad)
+				}
+				close(changed)
+			})
+		}
+	}
+	hear := y.Deaf()
+	left := make(chan struct{})
+	go func() { s.Workers[1].Close(); close(left) }()
+	<-changed
+	done := make(chan struct{})
+	y.dev.Queue(stream, func() { close(done) })
+	close(late)
+	select {
+	case <-done:
+	case <-time.After(100 * time.Millisecond): // the stream waits, as it should
+	}
+	hear()
+	y.settle(t, stream)
+	<-left
+	for _, b := range pairs[0].got[0] {
+		if said == nil && bytes.IndexByte(b, bad) >= 0 {
+			t.Fatal("the server received what the worker wrote after the end of its node, and Check says nothing")
+		}
+	}
+	if err := over(t, y0); !gone(err) {
+		t.Errorf("%v, want %v or %v", err, van.ErrPeerLost, van.ErrClosed)
 	}
 }
 

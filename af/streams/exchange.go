@@ -212,17 +212,22 @@ func (x *Exchange) fail(err error) {
 	}
 	defer close(x.done)
 	e := x.e
-	void := x.void()
 	e.mu.Lock()
 	names, used := x.names, x.ready
 	if !used { // nothing is in streams
 		x.forget()
+		e.wake()
 	}
 	e.mu.Unlock()
-	x.tell(names, err)
+	var void error
 	if used {
-		x.parted()
+		void = x.void()
 	}
+	x.tell(names, err)
+	if !used {
+		return
+	}
+	x.parted()
 	if free := errors.Join(void, x.free()); free != nil {
 		e.node.Log().Error("streams that wait for an exchange may not go on", "exchange", x.String(), "err", free)
 	}
@@ -286,13 +291,18 @@ func (x *Exchange) parted() {
 	}
 }
 
-// void makes nothing count that the streams of the exchange send from now on.
+// void makes nothing count that the streams of the exchange send from now on, and takes back what peers have not
+// seen: they may hear of the end later than this node's streams go on, if it cannot tell them.
 func (x *Exchange) void() error {
-	if x.slot.Len() == 0 {
-		return nil
-	}
 	d, s := x.e.dev, x.e.release
-	if err := d.WriteFlag(s, x.slot.Sub(validAt, 4), 0); err != nil {
+	valid := x.slot.Sub(validAt, 4)
+	err := d.WriteFlag(s, valid, 0)
+	for _, p := range x.peers {
+		if err == nil {
+			err = d.CopyAsync(p.far, valid, s)
+		}
+	}
+	if err != nil {
 		return err
 	}
 	// The peers must not be told before it is done. Nothing in this stream waits.
@@ -314,9 +324,6 @@ func (x *Exchange) void() error {
 
 // free makes the streams of the exchange go on.
 func (x *Exchange) free() (err error) {
-	if x.slot.Len() == 0 {
-		return nil
-	}
 	for _, p := range x.peers {
 		if err == nil {
 			err = x.e.dev.WriteFlag(x.e.release, p.word.Sub(4, 4), arrived)
