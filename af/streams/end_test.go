@@ -4,7 +4,9 @@ package streams_test
 
 import (
 	"bytes"
+	"context"
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -164,5 +166,72 @@ func TestBuffersAgain(t *testing.T) {
 		} else if n > first {
 			t.Fatalf("after %d exchanges %d allocations, after the first %d", i+1, n, first)
 		}
+	}
+}
+
+// TestInOrder: of exchanges with the same keys for which a server waits, the one that was begun first meets the
+// worker's first.
+func TestInOrder(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	w, y := s.workers[0], s.servers[0]
+	const many = 8
+	type made struct {
+		x   *streams.Exchange
+		err error
+	}
+	got, put := buffers(many, 1), buffers(many, 1)
+	begin := func(e *end, b []byte) chan made {
+		c := make(chan made, 1)
+		list := e.list(t, 1, 1, b)
+		ctx := limited(t, 20*time.Second)
+		go func() {
+			x, err := e.Prepare(ctx, nil, list, nil)
+			c <- made{x, err}
+		}()
+		return c
+	}
+	var ys []chan made
+	for i := range many {
+		ys = append(ys, begin(y, got[i]))
+		y.Waiting(i + 1)
+	}
+	for i := range many {
+		fill(put[i], byte(i+1))
+		a := <-begin(w, put[i])
+		b := <-ys[i]
+		if err := errors.Join(a.err, b.err); err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(a.x.QueueSend(stream), b.x.QueueReceive(stream)); err != nil {
+			t.Fatal(err)
+		}
+		y.settle(t, stream)
+		if got[i][0] != put[i][0] {
+			t.Errorf("exchange %d received %d, want %d", i, got[i][0], put[i][0])
+		}
+	}
+}
+
+// TestTooManyOffers: a worker whose offer a server has no room for is told so at once.
+func TestTooManyOffers(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	w := s.workers[0]
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	const room = 64
+	failed := make(chan error, room+1)
+	for i := range room + 1 {
+		list := w.list(t, uint64(i), 1, make([]byte, 1))
+		go func() {
+			_, err := w.Prepare(ctx, nil, list, nil)
+			failed <- err
+		}()
+	}
+	if err := <-failed; !errors.Is(err, van.ErrClosed) || !strings.Contains(err.Error(), "too many exchanges") {
+		t.Errorf("%v, want %v with why", err, van.ErrClosed)
+	}
+	cancel()
+	for range room {
+		<-failed
 	}
 }

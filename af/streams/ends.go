@@ -59,6 +59,7 @@ type Ends struct {
 	mu       sync.Mutex // guards what follows
 	all      map[name]*Exchange
 	offers   map[name]*note // to this server, not taken yet
+	waiting  []*Exchange    // which this server prepares and has not matched, in the order of the calls
 	changed  chan struct{}  // closed when offers, or what is known of one of all, have changed
 	over     error          // why there are no exchanges any more
 	watching bool
@@ -315,6 +316,9 @@ func (e *Ends) offered(of name, n *note) error {
 		}
 	}
 	if count >= maxOffers {
+		e.failing.Go(func() {
+			_ = e.send(of.worker, &note{verb: verbOver, id: of.id, text: "too many exchanges are offered that the server has not prepared"})
+		})
 		return fmt.Errorf("%w: %d exchanges are offered that this server has not prepared", van.ErrQueueFull, count)
 	}
 	e.offers[of] = n

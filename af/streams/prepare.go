@@ -349,7 +349,11 @@ func (x *Exchange) accepted(from int, n *note) error {
 // accept is the server's part: it waits for all workers, and answers.
 func (x *Exchange) accept(ctx context.Context, own []*note) error {
 	e := x.e
+	e.mu.Lock()
+	e.waiting = append(e.waiting, x)
+	e.mu.Unlock()
 	offered := func() (bool, error) { return x.match() }
+	defer e.unwait(x)
 	if err := e.await(ctx, x, func() error { return nil }, offered, x.unmatched); err != nil {
 		return err
 	}
@@ -372,15 +376,18 @@ func (x *Exchange) match() (bool, error) {
 	e := x.e
 	found := make([]name, 0, len(x.peers))
 	for _, p := range x.peers {
-		var first *name // the same keys may be offered more than once
+		var same []name // the same keys may be offered, and waited for, more than once
 		for k, n := range e.offers {
-			if k.worker == p.id && sameKeys(n.out, p.in) && sameKeys(n.in, p.out) && (first == nil || int64(k.id-first.id) < 0) {
-				first = &name{k.worker, k.id}
+			if k.worker == p.id && p.same(n) {
+				same = append(same, k)
 			}
 		}
-		if first == nil {
+		slices.SortFunc(same, func(a, b name) int { return cmp.Compare(int64(a.id-b.id), 0) })
+		turn := x.before(p)
+		if turn >= len(same) {
 			continue
 		}
+		first := &same[turn]
 		n := e.offers[*first]
 		if err := cmp.Or(x.fits(p, n.out, p.in), x.fits(p, n.in, p.out)); err != nil {
 			delete(e.offers, *first)
@@ -398,7 +405,42 @@ func (x *Exchange) match() (bool, error) {
 		e.all[k] = x
 	}
 	x.names = found
+	e.unwaitLocked(x)
 	return true, nil
+}
+
+// same tells whether a worker's offer is meant for p.
+func (p *peer) same(n *note) bool { return sameKeys(n.out, p.in) && sameKeys(n.in, p.out) }
+
+// before is how many offers of p's keys are for exchanges that were to be prepared earlier. e.mu is held.
+func (x *Exchange) before(p *peer) (n int) {
+	for _, y := range x.e.waiting {
+		if y == x {
+			break
+		}
+		if i := y.with(p.id); i >= 0 && equalKeys(y.peers[i].in, p.in) && equalKeys(y.peers[i].out, p.out) {
+			n++
+		}
+	}
+	return n
+}
+
+// unwait takes x out of those that wait for offers; later ones with its keys move up.
+func (e *Ends) unwait(x *Exchange) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.unwaitLocked(x)
+}
+
+func (e *Ends) unwaitLocked(x *Exchange) {
+	if i := slices.Index(e.waiting, x); i >= 0 {
+		e.waiting = slices.Delete(e.waiting, i, i+1)
+		e.wake()
+	}
+}
+
+func equalKeys(a, b []af.KeyTensor) bool {
+	return slices.EqualFunc(a, b, func(a, b af.KeyTensor) bool { return a.Key == b.Key })
 }
 
 func sameKeys(p []part, l []af.KeyTensor) bool {
@@ -473,7 +515,7 @@ func (e *Ends) await(ctx context.Context, x *Exchange, step func() error, done f
 			defer e.mu.Unlock()
 			var who []string
 			for _, p := range x.peers {
-				if p.said == nil && !slices.ContainsFunc(x.offersOf(p), func(n *note) bool { return sameKeys(n.out, p.in) && sameKeys(n.in, p.out) }) {
+				if p.said == nil && !slices.ContainsFunc(x.offersOf(p), p.same) {
 					who = append(who, e.node.PeerName(p.id))
 				}
 			}
