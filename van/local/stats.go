@@ -18,9 +18,15 @@ type stats struct {
 func (s *stats) sent(bytes int)     { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
 func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
 
+// add returns o, the counters of the van inside, and what s has counted.
 func (s *stats) add(o van.Stats) van.Stats {
-	return van.Stats{SentMessages: o.SentMessages + s.sentN.Load(), SentBytes: o.SentBytes + s.sentB.Load(),
-		ReceivedMessages: o.ReceivedMessages + s.recvN.Load(), ReceivedBytes: o.ReceivedBytes + s.recvB.Load(),
-		Malformed: o.Malformed + s.malformed.Load(), Pinned: o.Pinned + uint64(s.pinned.Load()), PausedReads: o.PausedReads,
-		RefusedSends: o.RefusedSends + s.unsent.Load(), FencedMessages: o.FencedMessages + s.fenced.Load()}
+	o.SentMessages += s.sentN.Load()
+	o.SentBytes += s.sentB.Load()
+	o.ReceivedMessages += s.recvN.Load()
+	o.ReceivedBytes += s.recvB.Load()
+	o.Malformed += s.malformed.Load()
+	o.Pinned += uint64(s.pinned.Load())
+	o.RefusedSends += s.unsent.Load()
+	o.FencedMessages += s.fenced.Load()
+	return o
 }
