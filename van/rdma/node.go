@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -54,6 +55,7 @@ type budgets struct {
 	peerBudget, totalBudget int64 // 0: no bound
 	leased                  atomic.Int64
 	slotsScannedAt          atomic.Uint64 // when all slots were last looked at
+	roomLines               logx.Sparse
 }
 
 // owner is the van as its connections see it: what they cannot do alone.
@@ -109,7 +111,7 @@ type stats struct {
 	sentN, sentB, recvN, recvB, malformed atomic.Uint64
 
 	overBudget atomic.Uint64 // slot requests that were refused for good
-	slotWaits  atomic.Uint64 // slot requests that had to wait
+	slotWaits  atomic.Uint64 // slot requests that had to wait for room, or behind others
 
 	fenced, refusedSends, paused atomic.Uint64
 }

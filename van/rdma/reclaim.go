@@ -33,6 +33,23 @@ func (set *slotSet) overBudget(q *slotRequest, why error) {
 	in.dialect.refuse(q.origin, replyBudget, why)
 }
 
+// foundNoRoom counts and reports a slot request that has to wait: because of err, or, with none,
+// behind others. That a peer waits for slots of its own gets no line.
+func (set *slotSet) foundNoRoom(err error) {
+	in := set.in
+	v := in.v
+	if errors.Is(err, errNotTaken) {
+		return
+	}
+	v.stats.slotWaits.Add(1)
+	if err == nil || errors.Is(err, errPeerBudget) {
+		return
+	}
+	if n, show := v.roomLines.Next(); show {
+		v.log.Warn("rdma: a peer waits for a slot", "peer", in.name(), "why", err, "slots", v.slots.Len(), "BYTEPS_ADDRESS_POOL_SIZE", v.cfg.AddressPoolSize, "so far", n)
+	}
+}
+
 // makeRoom takes slots back, so that the slot request that err has made wait can be answered. The
 // feed is held.
 func (set *slotSet) makeRoom(err error, now uint64) {
@@ -40,9 +57,6 @@ func (set *slotSet) makeRoom(err error, now uint64) {
 	v := in.v
 	if errors.Is(err, errNotTaken) {
 		return
-	}
-	if n := v.stats.slotWaits.Add(1); n&(n-1) == 0 && !errors.Is(err, errPeerBudget) {
-		v.log.Warn("rdma: a peer waits for a slot", "peer", in.name(), "why", err, "slots", v.slots.Len(), "BYTEPS_ADDRESS_POOL_SIZE", v.cfg.AddressPoolSize)
 	}
 	if errors.Is(err, errPeerBudget) {
 		in.requestReclaim(0, int(in.overBudgetBy), now)

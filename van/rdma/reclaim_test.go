@@ -169,6 +169,9 @@ func TestPeerBudget(t *testing.T) {
 			t.Errorf("a slot request for 2 GiB is answered by %+v, want a refusal", r)
 		}
 	}
+	if n := h.s.Stats().RefusedSlots; n != 8 {
+		t.Errorf("%d slot requests are counted as refused, want 8", n)
+	}
 	if now := h.s.stack.Registered(); now > before+1<<20 {
 		t.Errorf("%d bytes are registered after refusals, %d before", now, before)
 	}
@@ -226,6 +229,9 @@ func TestTotalBudget(t *testing.T) {
 	for _, n := range r.nodes[1:] {
 		n.toldNothing()
 	}
+	if x := s.Stats(); x.SlotWaits == 0 || x.RefusedSlots != 0 {
+		t.Errorf("%d slot requests are counted as waiting, %d as refused, want some and none", x.SlotWaits, x.RefusedSlots)
+	}
 	r.nodes[1].must(push(s, 1, 7, value(3000, 7)))
 	s.wantValue(7, value(3000, 7))
 }
@@ -273,6 +279,9 @@ func TestBudgetInUse(t *testing.T) {
 		t.Errorf("told %v, want %v", c.cause, van.ErrQueueFull)
 	}
 	w.wantUp(s)
+	if x := s.Stats(); x.SlotWaits == 0 || x.RefusedSlots == 0 {
+		t.Errorf("%d slot requests are counted as waiting, %d as refused, want some of both", x.SlotWaits, x.RefusedSlots)
+	}
 	for _, m := range held {
 		m.Release()
 	}

@@ -30,13 +30,14 @@ func (set *slotSet) slotRequested(b []byte) {
 	in.mu.Lock()
 	wait := len(*later) > 0 // requests are granted in their order
 	in.mu.Unlock()
+	var err error
 	if !wait {
-		err := in.grant(&q)
-		if err == nil {
+		if err = in.grant(&q); err == nil {
 			return
 		}
 		in.makeRoom(err, q.since)
 	}
+	in.foundNoRoom(err)
 	in.mu.Lock()
 	full := len(*later) >= maxIndex
 	if !full && !in.closed {

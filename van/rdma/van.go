@@ -196,7 +196,7 @@ func (v *rvan) Start(recv van.Receiver) {
 func (v *node) Stats() van.Stats {
 	s := van.Stats{SentMessages: v.stats.sentN.Load(), SentBytes: v.stats.sentB.Load(), ReceivedMessages: v.stats.recvN.Load(),
 		ReceivedBytes: v.stats.recvB.Load(), Malformed: v.stats.malformed.Load(), FencedMessages: v.stats.fenced.Load(), RefusedSends: v.stats.refusedSends.Load(),
-		PausedReads: v.stats.paused.Load()}
+		PausedReads: v.stats.paused.Load(), RefusedSlots: v.stats.overBudget.Load(), SlotWaits: v.stats.slotWaits.Load()}
 	for _, d := range *v.devices.Load() {
 		s.Pinned += uint64(d.regions.InUse())
 	}
