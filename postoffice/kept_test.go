@@ -290,7 +290,9 @@ func TestEarlyRequestsAreCounted(t *testing.T) {
 func TestEarlyRequestsHaveABudget(t *testing.T) {
 	const budget, size = 1 << 20, 100 << 10
 	hook := &hooks.Van{}
-	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Set: func(c *postoffice.Config) { c.RecvBudgetPeer = budget }})
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("server", 0), Log: logged.Logger(),
+		Set: func(c *postoffice.Config) { c.RecvBudgetPeer = budget }})
 	last := make(chan struct{}, 2)
 	if _, err := c.Servers[0].App().AddCustomer(8, 8, func(*van.Message) { last <- struct{}{} }); err != nil {
 		t.Fatal(err)
@@ -306,6 +308,9 @@ func TestEarlyRequestsHaveABudget(t *testing.T) {
 			t.Fatalf("the last request of worker %d does not come", worker)
 		}
 		until(t, "the rest is held", func() bool { return hook.Held() == (worker+1)*(budget/size) })
+	}
+	if !strings.Contains(logged.String(), "dropped a request for an application that this node does not have") {
+		t.Error("the log does not say what was dropped")
 	}
 }
 

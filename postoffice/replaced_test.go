@@ -245,7 +245,8 @@ func TestEpochs(t *testing.T) {
 // once: nothing that may come later makes it one for this process.
 func TestMeantForAnother(t *testing.T) {
 	hook := &hooks.Van{}
-	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+	var logged vantest.Log
+	c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0), Log: logged.Logger()})
 	w, s := c.Workers[0], c.Servers[0]
 	came := make(chan int32, 16)
 	if _, err := s.App().AddCustomer(7, 7, func(m *van.Message) { came <- m.Timestamp }); err != nil {
@@ -269,4 +270,7 @@ func TestMeantForAnother(t *testing.T) {
 		t.Fatal("nothing comes")
 	}
 	until(t, "nothing is held", func() bool { return hook.Held() == 0 })
+	if !strings.Contains(logged.String(), "dropped a message of a process that was replaced, or for one") {
+		t.Error("the log does not say what was dropped")
+	}
 }

@@ -88,6 +88,7 @@ func TestReceiveBudget(t *testing.T) {
 				worker.must(data(8, i, pattern(i%7, mode.size)))
 			}
 			eventually(t, "the peer is not read any more", func() bool { return server.Stats().PausedReads == 1 })
+			server.says("a peer is not read for now: its handler is slow")
 			for i := range 100 {
 				other.must(data(8, i, pattern(i, 100)))
 				await(t, got, heard{11, i})
@@ -136,6 +137,7 @@ func TestSendBudget(t *testing.T) {
 			if n := worker.Stats().RefusedSends; n != 1 {
 				t.Errorf("%d refused messages are counted, want 1", n)
 			}
+			worker.says("a message was refused: its peer takes nothing")
 			server.start()
 			for i := range sent {
 				m := server.next()

@@ -83,6 +83,7 @@ func TestListenerSurvives(t *testing.T) {
 	worker.connect(server)
 	worker.must(data(8, 1, []byte("x")))
 	server.next().Release()
+	server.says("no peer can be accepted through shared memory for now")
 }
 
 // TestDisconnectGoesOn: Disconnect does not wait for a peer that takes nothing. What was
@@ -149,6 +150,7 @@ func TestReadersAreAdmittedLate(t *testing.T) {
 	if n := said.Load(); n != 1 {
 		t.Errorf("said %d times, want once", n)
 	}
+	worker.says("processes of the same user may read this one's memory")
 }
 
 // TestLateHello: a peer that was stopped reads the hello of a link that nobody waits for any

@@ -69,6 +69,7 @@ func TestFenced(t *testing.T) {
 			if !strings.Contains(err.Error(), "server 0") {
 				t.Errorf("%v does not name the peer", err)
 			}
+			old.says("a peer does not hear this process any more")
 			if slices.ContainsFunc(buffer, func(b byte) bool { return b != 0 }) {
 				t.Error("values of the replaced process came to the registered buffer")
 			}

@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
+	"strings"
 	"testing"
 	"time"
 
@@ -12,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // limit is how long anything may take.
@@ -24,6 +25,7 @@ type node struct {
 	self   van.Node
 	in     chan *van.Message // retained
 	events chan event
+	logged *vantest.Log
 }
 
 type event struct {
@@ -35,12 +37,13 @@ type event struct {
 // newNode makes a van on network n that is bound and has not been started.
 func newNode(t testing.TB, n *inproc.Network, id int, set func(*Van)) *node {
 	t.Helper()
-	o := van.Options{Config: env.Default(), Log: slog.New(slog.DiscardHandler)}
+	logged := &vantest.Log{}
+	o := van.Options{Config: env.Default(), Log: logged.Logger()}
 	inner, err := n.Factory()(o)
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &node{Van: New(inner, o), t: t, in: make(chan *van.Message, 1<<17), events: make(chan event, 100)}
+	x := &node{Van: New(inner, o), t: t, in: make(chan *van.Message, 1<<17), events: make(chan event, 100), logged: logged}
 	if set != nil {
 		set(x.Van)
 	}
@@ -59,6 +62,12 @@ func newNode(t testing.TB, n *inproc.Network, id int, set func(*Van)) *node {
 		}
 	})
 	return x
+}
+
+// says waits until the log of x has a line.
+func (x *node) says(line string) {
+	x.t.Helper()
+	eventually(x.t, fmt.Sprintf("the log says %q", line), func() bool { return strings.Contains(x.logged.String(), line) })
 }
 
 func (x *node) start() { x.Start(func(m *van.Message) { x.in <- m.Retain() }) }

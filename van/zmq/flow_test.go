@@ -73,6 +73,7 @@ func TestSendBudget(t *testing.T) {
 			if n := worker.Stats().RefusedSends; n != 1 {
 				t.Errorf("%d refused sends, want 1", n)
 			}
+			worker.says(t, "a message is refused: its receiver does not take what was sent before")
 			if err := worker.Send(heartbeat(8, 0)); err != nil {
 				t.Errorf("a control message: %v", err)
 			}
@@ -193,6 +194,7 @@ func TestSlowHandler(t *testing.T) {
 	if server.Stats().PausedReads == 0 {
 		t.Error("nothing was counted")
 	}
+	server.says(t, "a peer is asked to wait until the application has taken some of its messages")
 	free()
 	until(t, "the rest", func() bool { return next.Load() >= n })
 	if w := wrong.Load(); w != 0 {

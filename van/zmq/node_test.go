@@ -73,6 +73,14 @@ func newNode(t *testing.T, id int, incarnation uint32, recv van.Receiver, edit f
 	return n
 }
 
+// says checks that the log of n has a line.
+func (n *node) says(t *testing.T, line string) {
+	t.Helper()
+	if !strings.Contains(n.logged.String(), line) {
+		t.Errorf("the log does not say %q", line)
+	}
+}
+
 func (n *node) connect(t *testing.T, peer *node) {
 	t.Helper()
 	if err := n.Connect(t.Context(), peer.self.ID, peer.self); err != nil {

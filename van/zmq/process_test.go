@@ -104,9 +104,8 @@ func TestReplaced(t *testing.T) {
 		return len(server.early.kept) == 2
 	})
 	server.early.expire(server.zvan)
-	if !strings.Contains(server.logged.String(), "dropped a message of a process that the scheduler did not name") {
-		t.Error("the log does not say what was dropped")
-	}
+	server.says(t, "dropped a message of a process that was replaced")
+	server.says(t, "dropped a message of a process that the scheduler did not name")
 	if n := server.Stats().FencedMessages; n != 3 {
 		t.Errorf("%d messages were dropped, want 3: one of the process that was replaced, two of processes that nobody knows", n)
 	}

@@ -43,6 +43,7 @@ func TestEndlessMessage(t *testing.T) {
 			if n := scheduler.Stats().Strangers; n != 1 {
 				t.Errorf("%d connections were ended, want 1", n)
 			}
+			scheduler.says(t, "ended the connection of a stranger, which is not a member of the cluster")
 			until(t, "memory given back", func() bool { return resident(t)-before < 8<<20 })
 			member.must(t, heartbeat(1, 2))
 			if m := scheduler.next(t); m.Sender != 9 || m.Timestamp != 2 {
@@ -363,6 +364,7 @@ func TestStrangersMessages(t *testing.T) {
 	if got := n.Stats().Strangers; got < 80 {
 		t.Errorf("%d messages were refused, want more than 80", got)
 	}
+	n.says(t, "dropped a message of a stranger")
 	close(release)
 	until(t, "rest", func() bool { return n.flow.strange.Load() == 0 })
 	if got := len(entered); got > 17 {
@@ -392,6 +394,7 @@ func TestMalformedKeepsNothing(t *testing.T) {
 	}
 	b[8] = byte(van.Heartbeat)
 	until(t, "refusal", func() bool { return n.Stats().Malformed == 3 })
+	n.says(t, "dropped a malformed message")
 	if after := heap(); after > before+16<<20 {
 		t.Errorf("the heap has grown by %d MiB", (after-before)>>20)
 	}
