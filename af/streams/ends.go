@@ -218,7 +218,7 @@ func (e *Ends) slot(peers int) (m backend.Mem, err error) {
 		}
 	}
 	m = e.page.Sub(0, n)
-	e.page = e.page.Sub(n, e.page.Len()-n)
+	e.page = behind(e.page, n)
 	return m, nil
 }
 
@@ -233,8 +233,16 @@ func (e *Ends) hostWord() (m backend.Mem, err error) {
 		}
 	}
 	m = e.pinned.Sub(0, 4)
-	e.pinned = e.pinned.Sub(wordStride, e.pinned.Len()-wordStride)
+	e.pinned = behind(e.pinned, wordStride)
 	return m, nil
+}
+
+// behind is what is left of m behind n bytes. An empty rest is no memory: it would point behind the allocation.
+func behind(m backend.Mem, n int) backend.Mem {
+	if m.Len() == n {
+		return backend.Mem{}
+	}
+	return m.Sub(n, m.Len()-n)
 }
 
 // send sends n to a peer.
