@@ -3,12 +3,12 @@ package rdma
 import (
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -29,13 +29,15 @@ func (v *rvan) accept(ev verbs.Event) {
 	case v.closed.Load():
 		why = "the node is closing"
 	case h.native && v.isReplaced(h.incarnation):
-		rejectReplaced(ev, h, v.log)
+		v.rejectReplaced(ev, h)
 		return
 	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
 	}
 	if why != "" {
-		v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", why)
+		if n, show := v.rejections.Next(logx.Kind(errors.New(why))); show {
+			v.log.Warn("rdma: rejected a connection", "from", ev.Peer, "node", h.node, "why", why, "so far", n)
+		}
 		_ = id.Reject(refusal(why))
 		_ = id.Destroy()
 		return
@@ -46,9 +48,11 @@ func (v *rvan) accept(ev verbs.Event) {
 	}
 	switch {
 	case errors.Is(err, van.ErrReplaced): // since it was looked at
-		rejectReplaced(ev, h, v.log)
+		v.rejectReplaced(ev, h)
 	case err != nil:
-		v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err)
+		if n, show := v.rejections.Next(logx.Kind(err)); show {
+			v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err, "so far", n)
+		}
 		_ = id.Reject(refusal(err.Error()))
 		_ = id.Destroy()
 		if in != nil {
@@ -58,8 +62,10 @@ func (v *rvan) accept(ev verbs.Event) {
 }
 
 // rejectReplaced tells a process whose place another has taken.
-func rejectReplaced(ev verbs.Event, h hello, log *slog.Logger) {
-	log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node))
+func (v *rvan) rejectReplaced(ev verbs.Event, h hello) {
+	if n, show := v.rejections.Next("replaced"); show {
+		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
+	}
 	_ = ev.New.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
 	_ = ev.New.Destroy()
 }

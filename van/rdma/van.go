@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -47,6 +48,7 @@ type rvan struct {
 	engine     *engine.Engine
 	movedBytes atomic.Uint64 // bytes sent and received when movedMuch was last called
 	fences
+	rejections logx.Causes // log lines about connect requests
 
 	// These are guarded by mu.
 	inbounds      map[string]*inbound

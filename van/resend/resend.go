@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 )
@@ -59,6 +60,7 @@ type Van struct {
 	id      atomic.Int64
 	enabled atomic.Bool
 	warned  atomic.Bool
+	twice   logx.Sparse // log lines about messages that came twice
 	closing sync.Once
 
 	mu       sync.Mutex
@@ -286,7 +288,9 @@ func (v *Van) receive(m *van.Message) {
 	// Whoever was replaced hears of it in answer to its record: that answer may have been lost.
 	repeated := stranger && m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) > 0
 	if duplicate && !repeated && !failpoint.On("duplicate") {
-		v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta))
+		if n, show := v.twice.Next(); show {
+			v.log.Warn("dropped a message that came twice", "from", van.NodeName(m.Sender), "msg", (*metaString)(&m.Meta), "so far", n)
+		}
 		return
 	}
 	v.up(m)

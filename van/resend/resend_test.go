@@ -514,6 +514,21 @@ func TestDuplicates(t *testing.T) {
 	}
 }
 
+// TestDuplicateFlood: messages that come twice cost a few lines, however many a peer sends.
+func TestDuplicateFlood(t *testing.T) {
+	f := newFixture(t, Options{})
+	const times = 1000
+	for range times + 1 {
+		f.p.recv(from(8, request(9, 5)))
+	}
+	if len(f.up) != 1 {
+		t.Errorf("%d messages were handed up, want 1", len(f.up))
+	}
+	if n := strings.Count(f.log.String(), "came twice"); n == 0 || n > 10 {
+		t.Errorf("%d lines of %d messages that came twice, want 1 to 10", n, times)
+	}
+}
+
 func TestBeforeEnable(t *testing.T) {
 	p := &pipe{}
 	v := New(p, Options{})

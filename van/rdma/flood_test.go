@@ -1,0 +1,69 @@
+package rdma
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// deviceless is a connect request that came on a device that cannot be used.
+type deviceless struct{ requestedID }
+
+func (*deviceless) Device() (verbs.Device, error) { return nil, errors.New("the device has gone") }
+
+// lineCount counts the warnings of a log.
+type lineCount struct{ atomic.Int32 }
+
+func (*lineCount) Enabled(_ context.Context, l slog.Level) bool { return l >= slog.LevelWarn }
+func (c *lineCount) Handle(context.Context, slog.Record) error  { c.Add(1); return nil }
+func (c *lineCount) WithAttrs([]slog.Attr) slog.Handler         { return c }
+func (c *lineCount) WithGroup(string) slog.Handler              { return c }
+
+// TestConnectFlood: connect requests that are rejected cost a few lines, however many come, and
+// each reason is told.
+func TestConnectFlood(t *testing.T) {
+	r := newRig(t)
+	var log lineCount
+	s := r.make(8)
+	s.log = slog.New(&log)
+	s.listenOn(0)
+	s.Start(func(*van.Message) {})
+	old, next := r.node(9), r.node(9)
+	r.link(old, s)
+	before := s.incomingOf(9)
+	s.connect(next)
+	stranger := hello{node: 11, port: 1, host: "10.77.1.99", native: true, qpCount: s.cfg.QPNum, incarnation: 77}
+	other := stranger
+	other.qpCount++
+	for _, x := range []struct {
+		line    string
+		private []byte
+		why     error
+	}{
+		{"rejected a connection", []byte("nonsense"), nil},
+		{"rejected a connection", other.encode(), nil},
+		{"could not accept a connection", stranger.encode(), nil},
+		{"rejected a process that has been replaced", before.hello.encode(), van.ErrReplaced},
+	} {
+		log.Store(0)
+		const times = 1000
+		for range times {
+			id := &deviceless{}
+			s.accept(verbs.Event{Type: verbs.ConnectRequest, New: id, Private: x.private, Peer: before.from})
+			if id.rejected == nil {
+				t.Fatalf("%s: not rejected", x.line)
+			}
+			if x.why != nil && !errors.Is(rejection(id.rejected), x.why) {
+				t.Fatalf("%s: rejected with %v, want %v", x.line, rejection(id.rejected), x.why)
+			}
+		}
+		if n := log.Load(); n == 0 || n > 12 {
+			t.Errorf("%s: %d lines for %d connect requests, want 1 to 12", x.line, n, times)
+		}
+	}
+}
