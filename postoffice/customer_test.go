@@ -75,6 +75,27 @@ func TestTwoWaits(t *testing.T) {
 	vantest.Fails(t, <-results, van.ErrQueueFull)
 }
 
+// TestTimestampsInFlight: 4,194,304 timestamps may be in flight, one more is refused until some have ended.
+func TestTimestampsInFlight(t *testing.T) {
+	const most = 1 << 22
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	open := func(n int) (*request, error) {
+		r := newRequest()
+		return r, x.Open(&r.Request, "test", r, n, []int{van.ServerID(0)})
+	}
+	all, err := open(most)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = open(1)
+	vantest.Fails(t, err, van.ErrQueueFull, "4194304 timestamps in flight", "want at most 4194304")
+	x.Abort(&all.Request, van.ErrClosed)
+	vantest.Fails(t, x.Wait(t.Context(), all.First(), 20*time.Second), van.ErrClosed)
+	if _, err := open(1); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestCustomerOfANodeThatHasLeft: a node that has left takes no customers.
 func TestCustomerOfANodeThatHasLeft(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
