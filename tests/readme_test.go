@@ -144,7 +144,7 @@ func (have nameable) names(text string) (all int, wrong []string) {
 		}
 	}
 	for _, m := range plans.FindAllStringSubmatch(text, -1) {
-		for _, plan := range regexp.MustCompile("[\\w-]+").FindAllString(strings.ReplaceAll(m[1], " and ", " "), -1) {
+		for _, plan := range regexp.MustCompile(`[\w-]+`).FindAllString(strings.ReplaceAll(m[1], " and ", " "), -1) {
 			all++
 			exists("../tests/plans/"+plan+".json", "plan "+plan)
 		}
