@@ -1,6 +1,7 @@
 package real
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -561,9 +562,12 @@ func (r *planRun) expect(ph *plan.Phase, x *phaseRun, e *plan.Expect) {
 		if e.Barriers != "" && len(barriers) == 0 && p.Role != "scheduler" {
 			wrong("no barrier has ended")
 		}
+		if !slices.ContainsFunc(failed, func(f Call) bool { return strings.Contains(f.Text, e.SomeError) }) && e.SomeError != "" {
+			wrong("of %d calls that failed none has %q in its error", len(failed), e.SomeError)
+		}
 		for _, f := range slices.Concat(failed, barriers) {
-			if f.Text != "" && e.Within > 0 && f.MS > (e.Within.D()+r.late()).Milliseconds() {
-				wrong("a call took %d ms to fail, want at most %s: %s", f.MS, e.Within.D(), f.Text)
+			if (f.Text != "" || f.Barrier) && e.Within > 0 && f.MS > (e.Within.D()+r.late()).Milliseconds() {
+				wrong("a call or barrier took %d ms, want at most %s: %s", f.MS, e.Within.D(), cmp.Or(f.Text, "it passed"))
 			}
 			if f.Text != "" && !f.Barrier && !strings.Contains(f.Text, e.Error) {
 				wrong("a call failed with %q, want %q in it", f.Text, e.Error)

@@ -203,12 +203,16 @@ func (c *cluster) expect(ph *plan.Phase, i int, begin time.Duration) {
 					c.check.fail(kind, format, args...)
 				}
 			}
+			some := e.SomeError == ""
 			for _, r := range rounds {
 				if r.p != p || r.phase != i || r.start < begin+e.After.D() {
 					continue
 				}
 				if r.err == nil {
 					good[r.barrier]++
+					if took := r.end - r.start; r.barrier && e.Within > 0 && took > e.Within.D() {
+						fail("late", "%s in phase %q: a barrier passed after %s, want within %s", p.name, ph.Name, took, e.Within.D())
+					}
 					continue
 				}
 				if r.end > begin+ph.For.D() {
@@ -218,12 +222,16 @@ func (c *cluster) expect(ph *plan.Phase, i int, begin time.Duration) {
 				if e.Within > 0 && r.end-r.start > e.Within.D() {
 					fail("late", "%s in phase %q: a call failed after %s, want within %s: %v", p.name, ph.Name, r.end-r.start, e.Within.D(), r.err)
 				}
-				if e.Error != "" && !strings.Contains(r.err.Error(), e.Error) {
+				some = some || !r.barrier && strings.Contains(r.err.Error(), e.SomeError)
+				if e.Error != "" && !r.barrier && !strings.Contains(r.err.Error(), e.Error) {
 					fail("wrong error", "%s in phase %q: %v; want one with %q", p.name, ph.Name, r.err, e.Error)
 				}
 				if e.Rounds == "all" && !r.barrier || e.Barriers == "pass" && r.barrier {
 					fail("failed", "%s in phase %q: none may fail, and the one of %.6fs did: %v", p.name, ph.Name, r.start.Seconds(), r.err)
 				}
+			}
+			if !some {
+				fail("wrong error", "%s in phase %q: of %d calls that failed none has %q in its error", p.name, ph.Name, bad[false], e.SomeError)
 			}
 			if (p.who.Role() == "worker" || collectives) && good[false] == 0 && (e.Rounds == "all" || e.Rounds == "some") {
 				fail("failed", "%s in phase %q: no call succeeded, %d failed", p.name, ph.Name, bad[false])

@@ -159,11 +159,14 @@ type Expect struct {
 	// Barriers that the nodes called in the phase: "pass", "fail", "end" (either).
 	Barriers string `json:"barriers,omitempty"`
 
-	// Within is the longest that a failed call or barrier of the phase took.
+	// Within is the longest that a failed call of the phase took, or a barrier, passed or not.
 	Within Duration `json:"within,omitempty"`
 
 	// Error is a text that every error of a failed call must contain.
 	Error string `json:"error,omitempty"`
+
+	// SomeError is a text that an error of at least one failed call must contain.
+	SomeError string `json:"some_error,omitempty"`
 }
 
 // End is what is done after the last phase. By default all links are healed, stopped
