@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -73,9 +72,6 @@ func (a *apps) full(msg *van.Message) string {
 			return "its sender is no member of the cluster"
 		}
 		what, limit, used = "STEPAF_STRANGER_BUDGET", a.self.cfg.StrangerBudget, a.bytes
-		if failpoint.On("stranger-budget") {
-			limit = 0
-		}
 	}
 	switch {
 	case of.messages >= maxEarly:

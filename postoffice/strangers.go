@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -156,7 +155,7 @@ func (s *strangers) hold(msg *van.Message) bool {
 		case p.behind && v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0:
 			s.room.Wait()
 			continue
-		case !p.behind && (!s.self.mayJoin(msg.Sender) || len(v.queue) >= maxEarly || s.bytes+size > s.self.cfg.StrangerBudget && !failpoint.On("stranger-budget")):
+		case !p.behind && (!s.self.mayJoin(msg.Sender) || len(v.queue) >= maxEarly || s.bytes+size > s.self.cfg.StrangerBudget):
 			if count, show := s.refused.Next(); show {
 				s.self.log.Warn("dropped a message of a process that this node does not know", "from", s.self.peerName(msg.Sender), "message", msg.Meta.String(),
 					"kept", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", s.self.cfg.StrangerBudget, "dropped so far", count)

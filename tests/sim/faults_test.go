@@ -26,6 +26,7 @@ var faults = []struct{ name, what string }{
 	{"recv-budget", "what waits for a handler has no bound"},
 	{"send-budget", "what waits to be sent has no bound"},
 	{"duplicate", "a message that comes twice is handed up twice"},
+	{"rdma-reclaim", "memory that is registered for a peer and that it does not use is not taken back"},
 	{"leak", "an answer that cannot be sent keeps its batch"},
 }
 

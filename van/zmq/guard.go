@@ -13,7 +13,6 @@ import (
 	zmq4 "github.com/pebbe/zmq4"
 	"golang.org/x/sys/unix"
 
-	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -320,7 +319,7 @@ func (g *guard) check(fd int) {
 	held := max(int64(info.Bytes_received)-in.taken-greeting, 0)
 	g.held += held - in.held
 	in.held = held
-	if g.held > g.budget && !failpoint.On("stranger-budget") {
+	if g.held > g.budget {
 		g.relieve()
 	}
 }
