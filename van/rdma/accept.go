@@ -3,6 +3,7 @@ package rdma
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"slices"
 	"time"
@@ -29,7 +30,7 @@ func (v *rvan) accept(ev verbs.Event) {
 	case v.closed.Load():
 		why = "the node is closing"
 	case h.native && v.isReplaced(h.incarnation):
-		v.rejectReplaced(ev, h)
+		rejectReplaced(ev, h, v.log, &v.rejections)
 		return
 	case h.native && h.qpCount != v.cfg.QPNum:
 		why = fmt.Sprintf("STEPAF_QP_NUM is %d here and %d there", v.cfg.QPNum, h.qpCount)
@@ -48,7 +49,7 @@ func (v *rvan) accept(ev verbs.Event) {
 	}
 	switch {
 	case errors.Is(err, van.ErrReplaced): // since it was looked at
-		v.rejectReplaced(ev, h)
+		rejectReplaced(ev, h, v.log, &v.rejections)
 	case err != nil:
 		if n, show := v.rejections.Next(logx.Kind(err)); show {
 			v.log.Warn("rdma: could not accept a connection", "from", ev.Peer, "node", h.node, "err", err, "so far", n)
@@ -62,9 +63,9 @@ func (v *rvan) accept(ev verbs.Event) {
 }
 
 // rejectReplaced tells a process whose place another has taken.
-func (v *rvan) rejectReplaced(ev verbs.Event, h hello) {
-	if n, show := v.rejections.Next("replaced"); show {
-		v.log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
+func rejectReplaced(ev verbs.Event, h hello, log *slog.Logger, lines *logx.Causes) {
+	if n, show := lines.Next("replaced"); show {
+		log.Warn("rdma: rejected a process that has been replaced", "from", ev.Peer, "node", van.NodeName(h.node), "so far", n)
 	}
 	_ = ev.New.Reject(refusalOf(codeReplaced, van.NodeName(h.node)+" is another process by now, this one has been replaced"))
 	_ = ev.New.Destroy()
