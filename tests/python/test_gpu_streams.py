@@ -209,6 +209,47 @@ def test_server_killed(cluster):
     assert w.wait(60) == 0, w.report()
 
 
+def ahead_worker(n):
+    push, pull = ints(n, 1000), ints(n, 1000)
+    x = n.f.prepare_streams([push], [1], [pull], [2], timeout_ms=30000, round_timeout_ms=None)
+
+    def ask():
+        for _ in range(3):
+            x.send()
+            x.receive()
+
+    graph = captured(ask)
+    n.tell("ready")
+    for _ in range(300):  # more than the queue of launches takes
+        graph.replay()
+    settle()
+    with n.raises(ConnectionError, "server 0"):
+        x.check()
+    assert not n.wrong, n.wrong
+    os._exit(0)
+
+
+def ahead_server(n):
+    push, pull = ints(n, 1000), ints(n, 1000)
+    x = n.f.prepare_streams([push], [1], [pull], [2], timeout_ms=30000)
+    for _ in range(3):
+        x.receive()
+        x.send()
+    settle()
+    n.tell("ready")
+    while True:
+        time.sleep(1)
+
+
+@on_gpu
+def test_server_killed_with_a_full_queue(cluster):
+    _, (w,), (s,) = start(cluster, ahead_worker, ahead_server)
+    assert w.hear() == s.hear() == "ready"
+    time.sleep(2)  # the queue of launches is full by then
+    s.kill()
+    assert w.wait(60) == 0, w.report()
+
+
 def late_worker(n):
     push, pull = ints(n, 1000), ints(n, 1000)
     x = n.f.prepare_streams([push], [1], [pull], [2], timeout_ms=30000, round_timeout_ms=500)
