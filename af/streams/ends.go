@@ -25,7 +25,6 @@ type device struct {
 	backend.Backend
 	backend.Exporter
 	backend.AsyncCopier
-	backend.StreamIdler
 	backend.GraphFlagger
 	backend.HostPinner
 }
@@ -185,12 +184,11 @@ func (e *Ends) open() error {
 	}
 	b := e.node.Backend()
 	d := &device{Backend: b}
-	var can [5]bool
+	var can [4]bool
 	d.Exporter, can[0] = b.(backend.Exporter)
 	d.AsyncCopier, can[1] = b.(backend.AsyncCopier)
 	d.GraphFlagger, can[2] = b.(backend.GraphFlagger)
 	d.HostPinner, can[3] = b.(backend.HostPinner)
-	d.StreamIdler, can[4] = b.(backend.StreamIdler)
 	if slices.Contains(can[:], false) {
 		return fmt.Errorf("%w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", backend.ErrUnavailable, b.Name())
 	}
@@ -225,14 +223,14 @@ func (e *Ends) slot(peers int) (m backend.Mem, err error) {
 // hostPage is how much host memory is pinned at a time.
 const hostPage = 4096
 
-// hostWord makes a word of pinned host memory. e.making is held.
-func (e *Ends) hostWord() (m backend.Mem, err error) {
+// hostWords makes two words of pinned host memory. e.making is held.
+func (e *Ends) hostWords() (m backend.Mem, err error) {
 	if e.pinned.Len() < wordStride {
 		if e.pinned, err = e.dev.AllocPinned(hostPage); err != nil {
 			return m, err
 		}
 	}
-	m = e.pinned.Sub(0, 4)
+	m = e.pinned.Sub(0, 8)
 	e.pinned = behind(e.pinned, wordStride)
 	return m, nil
 }

@@ -59,6 +59,8 @@ type Exchange struct {
 
 	begunMem backend.Mem // pinned host memory; none without a limit
 	begun    *atomic.Uint32
+	voidMem  backend.Mem // likewise, with or without one
+	voided   *atomic.Uint32
 
 	queueing sync.Mutex
 	sendNext bool
@@ -293,14 +295,19 @@ func (x *Exchange) parted() {
 
 // void makes nothing count that the streams of the exchange send from now on, and takes back what peers have not
 // seen: they may hear of the end later than this node's streams go on, if it cannot tell them.
+//
+// Only words are written, and the end of that is seen in host memory: while the queue of launches is full the driver
+// lets such writes in, and nothing else.
 func (x *Exchange) void() error {
 	d, s := x.e.dev, x.e.release
-	valid := x.slot.Sub(validAt, 4)
-	err := d.WriteFlag(s, valid, 0)
+	err := d.WriteFlag(s, x.slot.Sub(validAt, 4), 0)
 	for _, p := range x.peers {
 		if err == nil {
-			err = d.CopyAsync(p.far, valid, s)
+			err = d.WriteFlag(s, p.far, 0)
 		}
+	}
+	if err == nil {
+		err = d.WriteFlag(s, x.voidMem, 1)
 	}
 	if err != nil {
 		return err
@@ -308,10 +315,7 @@ func (x *Exchange) void() error {
 	// The peers must not be told before it is done. Nothing in this stream waits.
 	limit := time.NewTimer(silence)
 	defer limit.Stop()
-	for pause := 5 * time.Microsecond; ; pause = min(2*pause, time.Millisecond) {
-		if idle, err := d.Idle(s); idle || err != nil {
-			return err
-		}
+	for pause := 5 * time.Microsecond; x.voided.Load() == 0; pause = min(2*pause, time.Millisecond) {
 		next := time.NewTimer(pause)
 		select {
 		case <-next.C:
@@ -320,6 +324,7 @@ func (x *Exchange) void() error {
 			return fmt.Errorf("%w: a word of the device", van.ErrTimeout)
 		}
 	}
+	return nil
 }
 
 // free makes the streams of the exchange go on.

@@ -202,13 +202,16 @@ func (x *Exchange) make() (own []*note, err error) {
 	if x.slot, err = e.slot(len(x.peers)); err != nil {
 		return nil, err
 	}
+	host, err := e.hostWords()
+	if err != nil {
+		return nil, err
+	}
+	words := (*[2]atomic.Uint32)(host.Ptr())
+	words[0].Store(0)
+	words[1].Store(0)
+	x.voidMem, x.voided = host.Sub(4, 4), &words[1]
 	if x.first && x.limit > 0 {
-		m, err := e.hostWord()
-		if err != nil {
-			return nil, err
-		}
-		x.begunMem, x.begun = m, (*atomic.Uint32)(m.Ptr())
-		x.begun.Store(0)
+		x.begunMem, x.begun = host.Sub(0, 4), &words[0]
 	}
 	var flags slot
 	image := make([]byte, x.slot.Len())
