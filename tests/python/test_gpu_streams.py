@@ -241,7 +241,10 @@ def ahead_server(n):
         time.sleep(1)
 
 
+# The launch that waits for room in the queue keeps the driver from something that the library needs before it
+# hears of the loss, or lets streams go: see "how far ahead" in docs/gpu.md.
 @on_gpu
+@pytest.mark.xfail(run=False, reason="known: a stream waits for ever when a peer is lost while the queue of launches is full")
 def test_server_killed_with_a_full_queue(cluster):
     _, (w,), (s,) = start(cluster, ahead_worker, ahead_server)
     assert w.hear() == s.hear() == "ready"
