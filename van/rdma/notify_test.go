@@ -228,17 +228,19 @@ func TestEndOfReplacedConnection(t *testing.T) {
 func TestBackWhenItCanAnswer(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
+	open := s.barred() // a try that begins before that would go on behind the cut
 	r.net.Cut(w.addr, s.addr)
 	r.until("Send fails", func() bool { return lost(w.Send(push(s, 1, 0, value(3000, 1)))) })
 	w.wantDown(s, "queue pair")
 	r.until("Send of the server fails", func() bool { return lost(s.Send(push(w, 1, 0, value(3000, 1)))) })
 	s.wantDown(w)
-	open := s.barred()
+	back := (*s.peers.Load())[w.who.ID]
+	p := (*w.peers.Load())[s.who.ID]
+	r.until("the server's own connection has broken, at both ends", func() bool { return back.currentLink() == nil && p.inbound.Load() == nil })
 	for len(w.told) > 0 {
 		<-w.told
 	}
 	r.net.Heal(w.addr, s.addr)
-	p := (*w.peers.Load())[s.who.ID]
 	r.until("the worker's connection stands", func() bool { return p.currentLink() != nil })
 	w.must(control(s, 77))
 	s.nextWith(77).Release()
