@@ -42,6 +42,13 @@ func (n *Node) Held() (count int) {
 	return count
 }
 
+// HeldNotices counts what processes have given up that the table does not have.
+func (n *Node) HeldNotices() int {
+	n.strangers.mu.Lock()
+	defer n.strangers.mu.Unlock()
+	return len(n.strangers.givenUp)
+}
+
 // SetLost makes node id be considered dead because of cause, or not with nil.
 func (n *Node) SetLost(id int, cause error) { n.processes.setLost(id, cause) }
 

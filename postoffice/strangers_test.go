@@ -139,15 +139,17 @@ func TestProcessesAroundAnOriginal(t *testing.T) {
 	send(4, next, its)
 	giveUp("4")
 	send(5, 0, 0)
-	until(t, "two wait and one came too late", func() bool { return s.Held() == 3 })
-	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: next}).Encode()})
-	send(6, next, its)
-	want := [][2]uint32{{2, epoch + 1}, {5, epoch + 1}, {3, epoch + 2}, {6, epoch + 2}}
 	all := func() [][2]uint32 {
 		mu.Lock()
 		defer mu.Unlock()
 		return slices.Clone(got)
 	}
+	until(t, "two wait and one came too late, one is given up, and the others are there", func() bool {
+		return s.Held() == 3 && s.HeldNotices() == 1 && len(all()) == 2
+	})
+	s.NoteProcess(id, &van.Node{Role: van.Worker, ID: id, Endpoint: (&van.Identity{Incarnation: next}).Encode()})
+	send(6, next, its)
+	want := [][2]uint32{{2, epoch + 1}, {5, epoch + 1}, {3, epoch + 2}, {6, epoch + 2}}
 	until(t, "the last one comes", func() bool { return slices.ContainsFunc(all(), func(x [2]uint32) bool { return x[0] == 6 }) })
 	if got := all(); !slices.Equal(got, want) {
 		t.Errorf("the application has %v (timestamp, epoch), want %v", got, want)
