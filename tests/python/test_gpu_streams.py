@@ -299,9 +299,13 @@ def test_without_gpu(cluster):
 
     c = cluster(lib="torch")
     c.spawn("scheduler", scheduler)
-    c.spawn("server", lambda n: None)
+    c.spawn("server", host_server)
     c.spawn("worker", host_worker)
     c.finish()
+
+
+def host_server(n):
+    pass
 
 
 def host_worker(n):
