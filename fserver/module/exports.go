@@ -161,11 +161,8 @@ func ranks(servers *C.int64_t, n C.int) []int {
 func sf_push_pull(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, stream C.uint64_t, servers *C.int64_t, nServers C.int, e *C.sf_error) C.int64_t {
 	a := argsPool.Get().(*args)
 	defer a.release()
-	var err, err2 error
-	a.push, err = a.read(a.push, push, nPush, "push_tensors")
-	a.pull, err2 = a.read(a.pull, pull, nPull, "pull_tensors")
-	if err != nil || err2 != nil {
-		return C.int64_t(fail(e, errors.Join(err, err2)))
+	if err := a.request(push, nPush, pull, nPull); err != nil {
+		return C.int64_t(fail(e, err))
 	}
 	s, err := session()
 	if err != nil {

@@ -8,7 +8,6 @@ package main
 import "C"
 
 import (
-	"errors"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -48,11 +47,8 @@ func exchange(at C.uint64_t) *core.Exchange { return (*exchanges.all.Load())[at]
 func sf_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, servers *C.int64_t, nServers C.int, at *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
 	defer a.release() // Prepare holds what it needs
-	var err, err2 error
-	a.push, err = a.read(a.push, push, nPush, "push_tensors")
-	a.pull, err2 = a.read(a.pull, pull, nPull, "pull_tensors")
-	if err != nil || err2 != nil {
-		return fail(e, errors.Join(err, err2))
+	if err := a.request(push, nPush, pull, nPull); err != nil {
+		return fail(e, err)
 	}
 	s, err := session()
 	var x *core.Exchange

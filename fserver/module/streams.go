@@ -10,7 +10,6 @@ package main
 import "C"
 
 import (
-	"errors"
 	"runtime/cgo"
 	"time"
 
@@ -22,11 +21,8 @@ import (
 func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, peers *C.int64_t, nPeers C.int, timeoutMs, roundMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
 	defer a.release() // PrepareStreams holds what it needs
-	var err, err2 error
-	a.push, err = a.read(a.push, push, nPush, "push_tensors")
-	a.pull, err2 = a.read(a.pull, pull, nPull, "pull_tensors")
-	if err != nil || err2 != nil {
-		return fail(e, errors.Join(err, err2))
+	if err := a.request(push, nPush, pull, nPull); err != nil {
+		return fail(e, err)
 	}
 	s, err := session()
 	if err != nil {

@@ -10,6 +10,7 @@ package main
 import "C"
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -85,6 +86,14 @@ func (a *args) release() {
 	if cap(a.held) <= 1024 {
 		argsPool.Put(a)
 	}
+}
+
+// request reads the tensors of a request.
+func (a *args) request(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int) error {
+	var err, err2 error
+	a.push, err = a.read(a.push, push, nPush, "push_tensors")
+	a.pull, err2 = a.read(a.pull, pull, nPull, "pull_tensors")
+	return errors.Join(err, err2)
 }
 
 // read appends n tensors of Python to ts. All owners are taken over, also after an
