@@ -40,7 +40,8 @@ type gpu struct {
 	mapped  map[uintptr]*importedSegment
 	streams map[uintptr]struct{} // of NewStream
 	events  map[uintptr]struct{} // of the driver
-	idle    []uintptr            // streams for Copy, not in use
+	idle    []uintptr            // streams not in use
+	late    []uintptr            // likewise, but what was queued there was not done yet
 	flags   flagPool
 	signals signalling
 

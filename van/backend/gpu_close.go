@@ -5,6 +5,7 @@ package backend
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -25,7 +26,7 @@ func (g *gpu) Close() error {
 	}
 	g.closed = true
 	defer func() {
-		g.mems, g.hosts, g.imports, g.mapped, g.streams, g.events, g.idle = nil, nil, nil, nil, nil, nil, nil
+		g.mems, g.hosts, g.imports, g.mapped, g.streams, g.events, g.idle, g.late = nil, nil, nil, nil, nil, nil, nil, nil
 	}()
 	if g.MayBlock() {
 		if err := g.awaitStreams(closeLimit); err != nil {
@@ -49,7 +50,7 @@ func (g *gpu) Close() error {
 		for s := range g.streams {
 			note("Close: free a stream", g.d.streamDestroy(s))
 		}
-		for _, s := range g.idle {
+		for _, s := range slices.Concat(g.idle, g.late) {
 			note("Close: free a stream", g.d.streamDestroy(s))
 		}
 		for _, i := range g.imports {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"runtime"
+	"slices"
 )
 
 // Copy copies between host and device or within the device, on a stream of its own,
@@ -124,9 +125,17 @@ func (g *gpu) copyError(op string, dst, src Mem, err error) error {
 // streams, so none waits for another.
 func (g *gpu) takeStream() (uintptr, error) {
 	g.mu.Lock()
-	if n := len(g.idle); n > 0 {
-		s := g.idle[n-1]
-		g.idle = g.idle[:n-1]
+	idle := len(g.idle) - 1
+	if idle >= 0 {
+		s := g.idle[idle]
+		g.idle = g.idle[:idle]
+		g.mu.Unlock()
+		return s, nil
+	}
+	done := slices.IndexFunc(g.late, func(s uintptr) bool { return g.d.streamQuery(s) == nil })
+	if done >= 0 {
+		s := g.late[done]
+		g.late = slices.Delete(g.late, done, done+1)
 		g.mu.Unlock()
 		return s, nil
 	}
@@ -159,7 +168,7 @@ func (g *gpu) Idle(stream uintptr) (idle bool, err error) {
 // NewStream makes a stream.
 func (g *gpu) NewStream() (s uintptr, err error) {
 	err = g.with("NewStream", func() (err error) {
-		if s, err = g.d.streamCreate(); err != nil {
+		if s, err = g.takeStream(); err != nil {
 			return err
 		}
 		g.mu.Lock()
@@ -170,7 +179,9 @@ func (g *gpu) NewStream() (s uintptr, err error) {
 	return s, err
 }
 
-// FreeStream gives back a stream of NewStream.
+// FreeStream gives back a stream of NewStream. It is kept for the next one, not destroyed: while a launch of other
+// code waits for room in the driver's queue, the driver would not return from that, and let no write in either that
+// makes streams go on (seen on H200s, where all other calls that do not return let writes in).
 func (g *gpu) FreeStream(s uintptr) error {
 	return g.with("FreeStream", func() error {
 		g.mu.Lock()
@@ -180,6 +191,13 @@ func (g *gpu) FreeStream(s uintptr) error {
 		if !ok {
 			return g.invalid("FreeStream: %#x is not a stream of NewStream, or was freed before", s)
 		}
-		return g.d.streamDestroy(s)
+		if g.d.streamQuery(s) == nil {
+			g.putStream(s)
+			return nil
+		}
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.late = append(g.late, s)
+		return nil
 	})
 }

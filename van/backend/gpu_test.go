@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"math/rand/v2"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -224,6 +225,50 @@ func TestCopiesOverlap(t *testing.T) {
 		t.Error(err)
 	}
 	wantError(t, g.FreeStream(s), nil, "freed before")
+}
+
+// TestFreeStream: what is given back is used again, when what was queued there is done. No stream is destroyed before
+// Close: that could keep the driver from all else.
+func TestFreeStream(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	first, _ := g.NewStream()
+	made := f.times("streamCreate")
+	release := f.hold(first)
+	defer release()
+	if err := g.FreeStream(first); err != nil {
+		t.Fatal(err)
+	}
+	wantError(t, g.FreeStream(first), nil, "freed before")
+	second, err := g.NewStream()
+	if err != nil || second == first || f.times("streamCreate") != made+1 {
+		t.Fatalf("NewStream while something is queued in the one given back: %v, the same: %t", err, second == first)
+	}
+	release()
+	for f.stream(first).pending.Load() > 0 {
+		runtime.Gosched()
+	}
+	for range 100 {
+		third, err := g.NewStream()
+		if err != nil || third != first {
+			t.Fatalf("NewStream afterwards: %v, the same: %t", err, third == first)
+		}
+		if err := g.FreeStream(third); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := g.FreeStream(second); err != nil {
+		t.Fatal(err)
+	}
+	if n := f.times("streamDestroy"); n != 0 {
+		t.Errorf("%d streams were destroyed", n)
+	}
+	if err := g.Close(); err != nil {
+		t.Error(err)
+	}
+	if l := f.leaks(); len(l) > 0 {
+		t.Error(l)
+	}
 }
 
 func TestClosed(t *testing.T) {
