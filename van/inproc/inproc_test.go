@@ -238,6 +238,27 @@ func TestCloseAfterDisconnect(t *testing.T) {
 	}
 }
 
+// TestCloseAfterPeerLeft: Close does not wait for what was sent to a peer that has left, as a refusal may be,
+// which is no fault of who closes.
+func TestCloseAfterPeerLeft(t *testing.T) {
+	n := inproc.NewNetwork()
+	peer, at := start(t, n, 8, "short", func(*van.Message) {})
+	if err := peer.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	v := newVan(t, n)
+	connect(t, v, at)
+	if err := v.Send(message(8, 5)); err != nil {
+		t.Fatal(err)
+	}
+	v.Disconnect(8)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := v.Close(ctx); err != nil {
+		t.Errorf("Close: %v", err)
+	}
+}
+
 func TestDeviceMemoryIsRefused(t *testing.T) {
 	n := inproc.NewNetwork()
 	v, self := start(t, n, 8, "a", func(*van.Message) {})

@@ -33,9 +33,10 @@ type Network struct {
 	mu        sync.Mutex
 	endpoints map[string]*endpoint
 	nextPort  int
-	bound     chan struct{} // closed and replaced at each Bind
-	events    []event       // for watchers, in order
-	notifying bool          // a goroutine is in notify
+	left      map[string]struct{} // addresses where a node has listened, and none does now
+	bound     chan struct{}       // closed and replaced at each Bind
+	events    []event             // for watchers, in order
+	notifying bool                // a goroutine is in notify
 }
 
 // link is a pair of addresses in order.
@@ -57,7 +58,7 @@ type event struct {
 
 // NewNetwork makes a network without nodes.
 func NewNetwork() *Network {
-	return &Network{QueueCap: DefaultQueueCap, endpoints: map[string]*endpoint{}, nextPort: firstPort,
+	return &Network{QueueCap: DefaultQueueCap, endpoints: map[string]*endpoint{}, left: map[string]struct{}{}, nextPort: firstPort,
 		bound: make(chan struct{})}
 }
 
@@ -164,6 +165,7 @@ func (n *Network) bind(v *node, host string, port int) (int, error) {
 	e.mu.Unlock()
 	close(n.bound)
 	n.bound = make(chan struct{})
+	delete(n.left, e.addr)
 	v.ep.Store(e)
 	return port, nil
 }
@@ -205,6 +207,15 @@ func (n *Network) forgetLocked(e *endpoint) {
 	}
 }
 
+// discardLocked drops what v has sent to e.
+func (n *Network) discardLocked(e *endpoint, v *node) {
+	e.mu.Lock()
+	lost := e.takeLocked(v)
+	e.mu.Unlock()
+	discard(lost)
+	n.forgetLocked(e)
+}
+
 // detach takes v off the network: it neither receives nor sends any more, and the
 // watchers of nodes connected to it are called with why.
 func (n *Network) detach(v *node, why string) {
@@ -219,6 +230,7 @@ func (n *Network) detach(v *node, why string) {
 	if e == nil || e.owner != v {
 		return
 	}
+	n.left[e.addr] = struct{}{}
 	e.mu.Lock()
 	e.owner = nil
 	lost := e.takeLocked(nil)

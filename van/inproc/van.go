@@ -246,8 +246,8 @@ func (v *node) deliver(p *inbound, turn *engine.Turn) {
 	p.msg.Release()
 }
 
-// Close implements van.Van. It waits for messages to peers that do not listen yet;
-// those to peers that listen have arrived. A receiver may call it: then it waits for
+// Close implements van.Van. It waits for messages to peers that do not listen yet, but not for those to
+// peers that have left; those to peers that listen have arrived. A receiver may call it: then it waits for
 // all other receivers.
 func (v *node) Close(ctx context.Context) error {
 	lingerErr := v.linger(ctx)
@@ -272,11 +272,7 @@ func (v *node) linger(ctx context.Context) error {
 			count := 0
 			for _, e := range waiting {
 				count += e.waiting(v)
-				e.mu.Lock()
-				lost := e.takeLocked(v)
-				e.mu.Unlock()
-				discard(lost)
-				v.net.forgetLocked(e)
+				v.net.discardLocked(e, v)
 			}
 			v.net.mu.Unlock()
 			return &van.Error{Op: "close", Node: van.NodeName(int(v.id.Load())), Peer: waiting[0].addr,
@@ -290,11 +286,15 @@ func (v *node) linger(ctx context.Context) error {
 	}
 }
 
-// waitingLocked lists the addresses where messages wait for a listener.
+// waitingLocked lists the addresses where messages wait for a listener. Those to listeners that have left are lost.
 func (v *node) waitingLocked() []*endpoint {
 	var waiting []*endpoint
 	add := func(c *conn) {
-		if e := c.to; e.owner == nil && !slices.Contains(waiting, e) && e.waiting(v) > 0 {
+		e := c.to
+		if _, left := v.net.left[e.addr]; left {
+			v.net.discardLocked(e, v)
+		}
+		if e.owner == nil && !slices.Contains(waiting, e) && e.waiting(v) > 0 {
 			waiting = append(waiting, e)
 		}
 	}
