@@ -30,7 +30,9 @@
 // still copy to a peer's word lets nobody go on, and what is there is taken back. Check, QueueSend and QueueReceive return why from now on. Then the peers are told,
 // and end theirs. When all of them have said so, or are lost, the streams that wait go on, with the tensors as they
 // are: before that a peer could copy what such a stream writes then, and take it for good. A peer that neither says
-// so nor is lost is waited for for 10 seconds; a node that ends waits for none. It is prepared anew, with the process that has taken
+// so nor is lost is waited for for 10 seconds; a node that ends waits for none. While a launch into CUDA's default stream
+// waits for room in the driver's queue nothing can make streams go on: who queues many rounds ahead does it in
+// another stream. An exchange is prepared anew, with the process that has taken
 // the place of a lost one, and graphs are captured anew. So values are good when Check returns nil after the
 // stream has done its work.
 //

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the tests on GPUs use PyTorch")
 from harness import scheduler  # noqa: E402
 from test_gpu import GPUS, on_gpu  # noqa: E402
-from test_graphs import AHEAD, captured, settle  # noqa: E402
+from test_graphs import AHEAD, captured, own_stream, settle  # noqa: E402
 
 EXPANDABLE = "expandable_segments:True"
 PARTS = 3  # micro-batches in flight
@@ -72,15 +72,15 @@ def worker(n):
 
     graph = captured(layer)
     begun = time.perf_counter()
-    for i in range(REPLAYS):
-        if i % 50 == 0:
-            settle()
-            for push, _, _ in parts:
-                push.random_(-1 << 30, 1 << 29)
-        graph.replay()
-        if i % AHEAD == AHEAD - 1:
-            settle()
-    settle()
+    with own_stream():
+        for i in range(REPLAYS):
+            if i % AHEAD == 0:
+                for push, _, _ in parts:
+                    push.random_(-1 << 30, 1 << 29)
+            graph.replay()
+            if i % AHEAD == AHEAD - 1:
+                settle()
+        settle()
     took = time.perf_counter() - begun
     for _ in range(20):
         layer()  # not of a graph
@@ -109,10 +109,12 @@ def server(n):
             x.send()
 
     graph = captured(layer)
-    for i in range(REPLAYS):
-        graph.replay()
-        if i % AHEAD == AHEAD - 1:
-            settle()
+    with own_stream():
+        for i in range(REPLAYS):
+            graph.replay()
+            if i % AHEAD == AHEAD - 1:
+                settle()
+        settle()
     for _ in range(20):
         layer()
     settle()
@@ -220,9 +222,10 @@ def ahead_worker(n):
 
     graph = captured(ask)
     n.tell("ready")
-    for _ in range(300):  # more than the queue of launches takes
-        graph.replay()
-    settle()
+    with own_stream():
+        for _ in range(300):  # more than the queue of launches takes
+            graph.replay()
+        settle()
     with n.raises(ConnectionError, "server 0"):
         x.check()
     assert not n.wrong, n.wrong
@@ -241,10 +244,7 @@ def ahead_server(n):
         time.sleep(1)
 
 
-# The launch that waits for room in the queue keeps the driver from something that the library needs before it
-# hears of the loss, or lets streams go: see "how far ahead" in docs/gpu.md.
 @on_gpu
-@pytest.mark.xfail(run=False, reason="known: a stream waits for ever when a peer is lost while the queue of launches is full")
 def test_server_killed_with_a_full_queue(cluster):
     _, (w,), (s,) = start(cluster, ahead_worker, ahead_server)
     assert w.hear() == s.hear() == "ready"

@@ -180,8 +180,8 @@ func (g *gpu) NewStream() (s uintptr, err error) {
 }
 
 // FreeStream gives back a stream of NewStream. It is kept for the next one, not destroyed: while a launch of other
-// code waits for room in the driver's queue, the driver would not return from that, and let no write in either that
-// makes streams go on (seen on H200s, where all other calls that do not return let writes in).
+// code waits for room in the driver's queue, the driver returns neither from that nor from making one, and a
+// receiver that waited for it would keep from the streams what they wait for.
 func (g *gpu) FreeStream(s uintptr) error {
 	return g.with("FreeStream", func() error {
 		g.mu.Lock()

@@ -228,7 +228,7 @@ func TestCopiesOverlap(t *testing.T) {
 }
 
 // TestFreeStream: what is given back is used again, when what was queued there is done. No stream is destroyed before
-// Close: that could keep the driver from all else.
+// Close: the driver may not return from it.
 func TestFreeStream(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)
