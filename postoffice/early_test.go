@@ -88,6 +88,39 @@ func TestBacklogIsCounted(t *testing.T) {
 	close(release)
 }
 
+// TestRoomBehindABacklog: a receiver that waits since too much is behind a busy handler goes on when messages of
+// its sender have been taken, and not before.
+func TestRoomBehindABacklog(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var s backlogs
+		s.room.L = &s.mu
+		request := func(ts int32) *van.Message {
+			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
+		}
+		s.fill([]early{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
+		limit := 2 * weight(request(0))
+		kept := make(chan bool, 1)
+		go func() { kept <- s.keep(request(3), limit) }()
+		for ts := range int32(2) {
+			synctest.Wait()
+			if len(kept) > 0 {
+				t.Fatalf("a message was queued behind %d others, more than the limit allows", 3-ts)
+			}
+			if m := s.next(9); m.Timestamp != ts {
+				t.Fatalf("message %d is next, want %d", m.Timestamp, ts)
+			}
+		}
+		synctest.Wait()
+		if len(kept) == 0 {
+			t.Error("the receiver waits though there is room")
+			s.end()
+		}
+		if !<-kept {
+			t.Error("the message overtakes the backlog")
+		}
+	})
+}
+
 // sent is a van that keeps what is sent.
 type sent struct {
 	van.Van

@@ -117,6 +117,36 @@ func TestNewcomerIsHeld(t *testing.T) {
 	}
 }
 
+// TestAdmittedIsNotTheNext: that a peer is admitted says nothing of a process that is to take its place, whose link
+// is there already: nothing is taken from that before Connect names it.
+func TestAdmittedIsNotTheNext(t *testing.T) {
+	server, old, next := twoProcesses(t)
+	server.connect(old)
+	old.connect(server)
+	old.must(data(8, 0, pattern(1, 100)))
+	server.next().Release()
+	next.connect(server)
+	next.must(data(8, 1, pattern(1, 100)))
+	var early *inLink
+	eventually(t, "the link of the next process", func() bool {
+		for _, l := range *server.peers.ins.Load() {
+			if l.from.id == 9 && l.name == next.own.token.name {
+				early = l
+			}
+		}
+		return early != nil
+	})
+	server.Admit(9)
+	if !early.held.Load() {
+		t.Error("what the next process sends is taken as the peer's, which it is not yet")
+	}
+	server.connect(next)
+	server.Admit(9)
+	if m := server.next(); m.Timestamp != 1 {
+		t.Errorf("message %d came, want 1", m.Timestamp)
+	}
+}
+
 // TestLinkOfAReplacedProcess: a link that is made when its process has been replaced meanwhile is not used:
 // what is sent goes to the one in its place.
 func TestLinkOfAReplacedProcess(t *testing.T) {
