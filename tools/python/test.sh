@@ -30,12 +30,27 @@ done
 [ -z "$ready" ] || exit 0
 
 make --no-print-directory fserver build
-status=0
-for name in "${names[@]}"; do
-  python="$PWD/build/python/$name/bin/python"
-  echo "python-test: $name: $("$python" tools/python/versions.py)"
-  # The programs that tests start by name find the same interpreter.
+logs="$(mktemp -d)"
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
+
+# tests NAME [ARGUMENTS] ends the shell; the programs that tests start by name find the same interpreter.
+tests() {
+  local python="$PWD/build/python/$1/bin/python"
+  echo "python-test: $1: $("$python" tools/python/versions.py)"
   PATH="$(dirname "$python"):$PATH" PYTHONPATH="$PWD/bin/python" \
-    timeout -k 10 2400 "$python" -m pytest -q --durations=15 -p no:cacheprovider tests/python "$@" || status=$?
+    exec timeout -k 10 2400 "$python" -m pytest -q --durations=15 -p no:cacheprovider tests/python "${@:2}"
+}
+
+# The tests mostly wait, so the environments go beside each other. The first one is shown as it goes.
+declare -A others
+for name in "${names[@]:1}"; do
+  tests "$name" "$@" >"$logs/$name" 2>&1 </dev/null &
+  others[$name]=$!
+done
+status=0
+(tests "${names[0]}" "$@") || status=$?
+for name in "${names[@]:1}"; do
+  wait "${others[$name]}" || status=$?
+  cat "$logs/$name"
 done
 exit "$status"
