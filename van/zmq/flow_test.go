@@ -145,9 +145,10 @@ func TestSlowHandler(t *testing.T) {
 	var once sync.Once
 	free := func() { once.Do(func() { close(release) }) }
 	defer free()
-	var next, wrong atomic.Int64
+	var next, wrong, most atomic.Int64
 	other := make(chan int, 1000)
-	server := newNode(t, 8, 5, func(m *van.Message) {
+	var server *node
+	server = newNode(t, 8, 5, func(m *van.Message) {
 		if m.Sender != 9 {
 			other <- int(m.Timestamp)
 			return
@@ -156,6 +157,7 @@ func TestSlowHandler(t *testing.T) {
 		if m.IsControl() {
 			return
 		}
+		most.Store(max(most.Load(), server.senders.of(9).waiting.Load())) // it has grown since the last delivery, if at all
 		if int64(m.Timestamp) != next.Load() {
 			wrong.Add(1)
 		}
@@ -197,6 +199,9 @@ func TestSlowHandler(t *testing.T) {
 	server.says(t, "a peer is asked to wait until the application has taken some of its messages")
 	free()
 	until(t, "the rest", func() bool { return next.Load() >= n })
+	if w := most.Load(); w > budget {
+		t.Errorf("%d bytes have waited at a time, the budget is %d", w, budget)
+	}
 	if w := wrong.Load(); w != 0 {
 		t.Errorf("%d messages were out of order", w)
 	}
