@@ -141,6 +141,43 @@ func TestAskedAgain(t *testing.T) {
 	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
 }
 
+// TestAskFromBeforeRebuild: a request from before Rebuild that comes late is refused: it does not take the sender's
+// part of the call that has its number now.
+func TestAskFromBeforeRebuild(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	c := all[0]
+	c.mu.Lock()
+	before := c.epoch
+	c.mu.Unlock()
+	onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
+	var ops [2]Op
+	var err error
+	if ops[0], err = c.Broadcast(must(af.FromSlice([]uint8{1, 2, 3})), 0); err != nil {
+		t.Fatal(err)
+	}
+	m := &van.Message{}
+	m.Reset()
+	m.Sender, m.Request, m.Key, m.ValLen = c.ids[1], true, partKey(0, 1), 3
+	m.Body = call{kind: broadcast, dtype: af.Uint8, bytes: 3}.appendAsk(nil, before)
+	if err := c.handle(m); err != nil {
+		t.Errorf("%v, want that it is answered with a refusal", err)
+	}
+	c.mu.Lock()
+	state := ops[0].o.takes[1].state
+	c.mu.Unlock()
+	if state != awaited {
+		t.Fatalf("rank 1 counts as one that has taken its part (%d)", state)
+	}
+	got := []uint8{0, 0, 0}
+	if ops[1], err = all[1].Broadcast(must(af.FromSlice(got)), 0); err != nil {
+		t.Fatal(err)
+	}
+	onAll(t, 2, func(r int) error { return ops[r].Wait(t.Context()) })
+	if got[0] != 1 || got[1] != 2 || got[2] != 3 {
+		t.Errorf("%v came", got)
+	}
+}
+
 // TestNamesWhoIsLate: who waits in vain is told for whom.
 func TestNamesWhoIsLate(t *testing.T) {
 	for name, call := range map[string]func(*Comm) error{

@@ -10,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // TestOneClosesFirst: a rank that closes its window before the others gives it up when they have closed
@@ -174,5 +175,54 @@ func TestFlushToWhoHasClosed(t *testing.T) {
 		if err := r.windows[0].Close(); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// later is a Completion that is told when free is closed.
+type later struct {
+	van.Completion
+	free chan struct{}
+}
+
+func (l later) Sent() {
+	go func() {
+		<-l.free
+		l.Completion.Sent()
+	}()
+}
+
+// TestFlushWaitsForTheTransport: a put is not flushed while the transport may still read its memory, though the
+// rank has taken the data.
+func TestFlushWaitsForTheTransport(t *testing.T) {
+	hook := &hooks.Van{}
+	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 2, Options{Size: 1 << 16, Signals: 1})
+	free := make(chan struct{})
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Done != nil {
+			m.Done = later{m.Done, free}
+		}
+		return hooks.Pass
+	})
+	if err := r.windows[0].PutSignal(t.Context(), 1, 0, filled(1<<16, 1), 0); err != nil {
+		t.Fatal(err)
+	}
+	flushed := make(chan error, 1)
+	go func() { flushed <- r.windows[0].Flush(t.Context(), 1) }()
+	p := r.windows[0].peers[1]
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.After(testTime); p.placed.Load() == 0; {
+		select {
+		case <-tick.C:
+		case <-end:
+			t.Fatal("the rank does not say that it has taken the put")
+		}
+	}
+	if p.flushed(1) || len(flushed) > 0 {
+		t.Error("it is flushed, and its memory is lent to the transport")
+	}
+	close(free)
+	if err := <-flushed; err != nil {
+		t.Error(err)
 	}
 }
