@@ -22,6 +22,7 @@ type control struct {
 	life    *lifetime
 	members *members
 	lanes   *laneTable
+	beating func(id int) bool // that of the transport, nil without; see van.Beater
 
 	mu       sync.Mutex // guards what follows, and changes of life
 	machine  *membership.Machine
@@ -46,7 +47,7 @@ func (c *control) step(input func(time.Duration)) {
 	// What is due at once leaves before what the application does next; but first this node
 	// gets what it sends to itself, such as the release of a barrier at its deadline.
 	if at, wanted := c.machine.NextTick(); wanted && at <= t && !sendsTo(outs, c.machine.ID()) {
-		c.machine.Tick(t)
+		c.passes(t)
 		outs = append(outs, c.machine.Take()...)
 	}
 	c.members.noteProcesses(outs, c.machine.Incarnation(van.SchedulerID))
@@ -77,6 +78,17 @@ func (c *control) step(input func(time.Duration)) {
 	case c.rearm <- struct{}{}:
 	default:
 	}
+}
+
+// passes tells the machine the time, and before that which of the nodes that it would take for
+// dead have a transport that still answers. mu is held.
+func (c *control) passes(t time.Duration) {
+	for _, id := range c.machine.Silent(t) {
+		if c.beating != nil && c.beating(id) {
+			c.machine.Answers(t, id)
+		}
+	}
+	c.machine.Tick(t)
 }
 
 func sendsTo(outs []membership.Output, id int) bool {
@@ -111,7 +123,7 @@ func (c *control) tick() {
 		}
 		select {
 		case <-timer.C:
-			c.step(c.machine.Tick)
+			c.step(c.passes)
 		case <-c.rearm:
 		case <-c.life.stop:
 			return

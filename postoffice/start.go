@@ -254,6 +254,9 @@ func (n *Node) join(ctx context.Context) error {
 	if w, ok := van.As[van.PeerWatcher](n.van); ok {
 		w.WatchPeers(n.peerChanged)
 	}
+	if b, ok := van.As[van.Beater](n.van); ok {
+		n.beating = b.Beating
+	}
 	m.Start(now()) // before anything can be received
 	n.van.Start(n.receive)
 	go n.tick()

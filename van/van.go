@@ -148,6 +148,16 @@ type PeerWatcher interface {
 	WatchPeers(f func(id int, up bool, cause error))
 }
 
+// Beater is implemented by vans that ask by themselves whether their peers are there, where a
+// thread answers that needs none of its program's locks and no scheduler but the system's: a
+// process that computes answers, one that was stopped does not.
+type Beater interface {
+	// Beating tells whether the process that the latest Connect named for peer id has answered
+	// within the time of PS_HEARTBEAT_TIMEOUT, a fourth of it more at most, on a connection
+	// that stands. When it does not any more the connection ends. It must not block.
+	Beating(id int) bool
+}
+
 // Reorderer is implemented by vans that can tell whether they keep a peer's messages in
 // order.
 type Reorderer interface {

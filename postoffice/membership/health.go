@@ -35,6 +35,7 @@ type health struct {
 	since time.Duration // when it went down, or when the scheduler was replaced
 	cause error
 
+	answered time.Duration // when its transport last answered for it, see Answers; 0: not since its last message
 	lost     time.Duration // when its connection was last lost
 	back     time.Duration // when it then came back; 0: not since
 	beats    bool          // it has sent a heartbeat
@@ -67,7 +68,7 @@ func (m *Machine) isDown(id int) bool {
 // heard notes that a message of from has come.
 func (m *Machine) heard(now time.Duration, from int) {
 	if h := m.health[from]; h != nil {
-		h.seen, h.heard = max(h.seen, now), max(h.heard, now)
+		h.seen, h.heard, h.answered = max(h.seen, now), max(h.heard, now), 0
 		if h.down&silent != 0 {
 			m.markUp(now, from, silent)
 		}
@@ -97,7 +98,11 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	if m.health[id] == nil {
 		return
 	}
-	m.health[id].lost, m.health[id].back = now, 0
+	h := m.health[id]
+	h.lost, h.back = now, 0
+	if h.answered > 0 && m.lapsed(now, id) { // nothing but that connection spoke for it
+		m.fallSilent(now, id)
+	}
 	err := &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)}
 	if m.sched == nil && m.finalizing() != nil {
 		if _, known := m.held[id]; !known && !m.isDown(id) {
@@ -231,6 +236,39 @@ func (m *Machine) maxSilence(id int) time.Duration {
 	return max(m.cfg.HeartbeatTimeout, 3*m.health[id].interval)
 }
 
+// lapsed tells whether id has been silent for too long, and is not known to have been.
+func (m *Machine) lapsed(now time.Duration, id int) bool {
+	h := m.health[id]
+	return h.down&silent == 0 && now-h.seen >= m.maxSilence(id)
+}
+
+// Silent lists the nodes that Tick takes for dead at that time, since nothing has come from
+// them, unless Answers is called for them before. One whose connection broke after its last
+// message is not among them: another process may answer at its address.
+func (m *Machine) Silent(now time.Duration) []int {
+	if m.phase != ready {
+		return nil
+	}
+	return slices.DeleteFunc(m.watched(), func(id int) bool {
+		h := m.health[id]
+		return !m.lapsed(now, id) || h.heard <= h.lost
+	})
+}
+
+// Answers says that the transport of id, which does not wait for what its program does, has
+// answered within the limit: the node stands, and is only busy. It counts for this time, and
+// must come before Tick.
+func (m *Machine) Answers(now time.Duration, id int) {
+	if h := m.health[id]; h != nil {
+		h.answered = now
+	}
+}
+
+func (m *Machine) fallSilent(now time.Duration, id int) {
+	m.markDown(now, id, silent, &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-m.health[id].seen,
+		m.maxSilence(id))})
+}
+
 func (m *Machine) beats() bool {
 	return m.sched == nil && m.cfg.HeartbeatInterval > 0 && !m.leaving &&
 		(!m.cfg.NativeInterval || m.native(van.SchedulerID)) && !failpoint.On("heartbeat")
@@ -265,9 +303,8 @@ func (m *Machine) tickHealth(now time.Duration) {
 			// have been handled yet.
 			h.seen = max(h.seen, now-m.cfg.HeartbeatTimeout/2)
 		}
-		if h.down&silent == 0 && now-h.seen >= m.maxSilence(id) {
-			m.markDown(now, id, silent, &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-h.seen,
-				m.maxSilence(id))})
+		if m.lapsed(now, id) && h.answered < now {
+			m.fallSilent(now, id)
 		}
 	}
 }
@@ -287,11 +324,13 @@ func (m *Machine) nextHealthTick() time.Duration {
 	any := false
 	for _, id := range m.watched() {
 		if h := m.health[id]; h.down&silent == 0 {
-			next = min(next, h.seen+m.maxSilence(id))
+			if at := h.seen + m.maxSilence(id); at > h.answered { // else with a regular tick
+				next = min(next, at)
+			}
 			any = true
 		}
 	}
-	if any { // regular ticks, so that one that comes too late is noticed
+	if any { // regular ticks, so that one that comes too late is noticed, and who is silent and answers is looked at again
 		next = min(next, m.lastCheck+m.cfg.HeartbeatTimeout/4+1)
 	}
 	return next

@@ -40,6 +40,7 @@ var (
 //	startbarrier NAME 30s
 //	kill NAME            it is gone; nobody is told
 //	freeze NAME, thaw NAME   it is stopped and woken; what is sent to it is kept
+//	busy NAME            it is too busy for anything, and only its transport answers, until thaw, or freeze
 //	lose NAME PEER [why=replaced]  NAME's transport loses the connection to PEER, or PEER refuses it
 //	back NAME PEER       ... and has it again
 //	inject to=NAME from=ID cmd=BARRIER [group=9] [ts=2] [key=3] [request] [untagged] [by=NAME] [body="..."] [node="worker 9 host:port"]
@@ -207,7 +208,9 @@ func (s *script) command(line string) error {
 	case "kill":
 		n.dead = true
 	case "freeze", "thaw":
-		n.frozen = words[0] == "freeze"
+		n.frozen, n.busy = words[0] == "freeze", false
+	case "busy":
+		n.frozen, n.busy = true, true
 	case "startbarrier":
 		limit, err := time.ParseDuration(arg(2))
 		if err != nil {

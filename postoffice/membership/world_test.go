@@ -34,6 +34,7 @@ type testNode struct {
 	dead  bool
 
 	frozen bool
+	busy   bool // frozen, but for its transport
 }
 
 type testConn struct {
@@ -202,6 +203,11 @@ func (w *world) pass(d time.Duration, deliver bool) {
 		w.now = next
 		for _, n := range w.nodes {
 			if t, ok := n.m.NextTick(); ok && !n.dead && !n.frozen && t <= w.now {
+				for _, id := range n.m.Silent(w.now) {
+					if p := w.at(n.conns[id].addr); p != nil && p.busy {
+						n.m.Answers(w.now, id)
+					}
+				}
 				n.m.Tick(w.now)
 				w.take(n)
 				if t2, ok := n.m.NextTick(); ok && t2 <= w.now {

@@ -269,7 +269,7 @@ func (g *guard) joins(fd int, in *incoming, c *conn) {
 		tcpSocket{fd, in.cookie}.setClass(class)
 	}
 	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_DEL, fd, nil)
-	if every, limit := g.v.cfg.Heartbeats(); every > 0 && limit > 0 && c.incarnation != 0 {
+	if _, limit := g.v.heartbeats(); limit > 0 && c.incarnation != 0 {
 		// An answer that nobody acknowledges ends the connection, as a request does on
 		// the other side.
 		g.use(fd, in, func(fd int) {

@@ -409,7 +409,7 @@ func (v *zvan) peerIdentity(peer *van.Node) (incarnation uint32, bundles bool) {
 func (v *zvan) tuneNative(z *zmq4.Socket) error {
 	// An empty message, so that the peer knows at once whose connection it is.
 	errs := []error{z.SetProbeRouter(1)}
-	if every, limit := v.cfg.Heartbeats(); every > 0 && limit > 0 {
+	if every, limit := v.heartbeats(); limit > 0 {
 		// libzmq's own threads ask and answer, so that neither a busy process nor
 		// Python's lock looks like a dead one. No TTL: the peer would end a connection
 		// that it does not read for a while. libzmq must not stop to read the connection: it
@@ -419,6 +419,27 @@ func (v *zvan) tuneNative(z *zmq4.Socket) error {
 		errs = append(errs, z.SetRcvhwm(0), z.SetHeartbeatIvl(every), z.SetHeartbeatTimeout(limit), z.SetTcpMaxrt(limit))
 	}
 	return errors.Join(errs...)
+}
+
+// heartbeats returns the time between two of libzmq's heartbeats, and how long it waits for the
+// answer; 0 is none. A peer that stops is noticed within both.
+func (v *zvan) heartbeats() (every, limit time.Duration) {
+	if every, limit = v.cfg.Heartbeats(); every <= 0 || limit <= 0 {
+		return 0, 0
+	}
+	return min(every, limit/4), limit
+}
+
+// Beating implements van.Beater. libzmq ends the connection to a peer whose threads do not
+// answer its heartbeats. That the peer's own connection to this node stands says that it is
+// still that process, not another one at its address.
+func (v *zvan) Beating(id int) bool {
+	c := (*v.peers.Load())[id]
+	if c == nil || c.incarnation == 0 || !c.up.Load() || v.guard != nil && !c.seen.Load() {
+		return false
+	}
+	_, limit := v.heartbeats()
+	return limit > 0
 }
 
 // name makes c the connection to id.

@@ -121,6 +121,7 @@ type Command struct {
 	Group int
 	Limit Millis
 	Loads []plan.Load
+	File  string
 }
 
 // Commands.
@@ -130,6 +131,7 @@ const (
 	doFork    = "fork"    // a child that holds the sockets and outlives the node; answers its pid
 	doBlock   = "block"   // the handler
 	doUnblock = "unblock"
+	doSpin    = "spin"   // keeps a processor of Go until File is no longer empty; answers how far the node's clock has gone on meanwhile
 	doPush    = "push"   // N pushes of Size without waiting; answers the first error
 	doRounds  = "rounds" // N calls one after the other; answers the first error
 	doFinish  = "finish" // the loads end, then the program in order
@@ -389,6 +391,11 @@ func (n *node) command(c Command, e *Event) error {
 			close(n.blocked)
 			n.blocked = nil
 		}
+	case doSpin:
+		before := n.ticks.Load()
+		err := spin(c.File)
+		e.ID = int(n.ticks.Load() - before)
+		return err
 	case doPush:
 		return n.flood(c.N, c.Size, e)
 	case doRounds:
