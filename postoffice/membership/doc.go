@@ -1,7 +1,7 @@
 // Package membership is the protocol of a ps-lite cluster as a pure state machine:
 // how a node gets an id, to which nodes it connects, barriers, heartbeats, dead and
 // replaced nodes, and leaving. It has no socket, goroutine, clock or log. Its inputs
-// are messages (Step), time (Tick), what the transport notices (PeerLost, PeerBack)
+// are messages (Step), time (Tick), what the transport notices (PeerLost, PeerBack, Answers)
 // and calls of the application (Barrier, Finalize); its output is one ordered list of
 // actions and events, which Take returns.
 //
