@@ -78,6 +78,9 @@ type Event struct {
 	MS    int64  `json:",omitempty"` // how long it took
 	Stats *Stats `json:",omitempty"`
 
+	// Of the end: the descriptors that were open before there was a node, and are behind it.
+	Before, After Files `json:",omitempty"`
+
 	// Of a report: how many calls that ended well began in which hundredth of a second,
 	// and those that did not, and barriers.
 	OK    [][2]int64 `json:",omitempty"`
@@ -196,9 +199,9 @@ func (n *node) run() int {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	n.ctx = ctx
-	begun := time.Now()
+	begun, before := time.Now(), filesBefore()
 	if err := n.start(ctx); err != nil {
-		n.say(Event{Event: left, Text: "start: " + err.Error()})
+		n.say(Event{Event: left, Text: "start: " + err.Error(), Before: before, After: filesAfter(before)})
 		return 1
 	}
 	n.say(Event{Event: started, ID: n.id(), MS: time.Since(begun).Milliseconds()})
@@ -213,7 +216,7 @@ func (n *node) run() int {
 	}
 	err := n.end(ctx)
 	n.report(true)
-	e := Event{Event: left}
+	e := Event{Event: left, Before: before, After: filesAfter(before)}
 	if err != nil {
 		e.Text = err.Error()
 	}

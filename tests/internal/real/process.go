@@ -222,6 +222,9 @@ func (p *Process) event(e Event) {
 		p.change(func(s *State) { s.Fenced = e.Text })
 	case left:
 		p.c.note("%s ends: %s", p, or(e.Text, "well"))
+		if l := e.After.beyond(e.Before); l != "" {
+			p.c.wrong("%s has left descriptors open: %s; it had %v before it started, and has %v", p, l, e.Before, e.After)
+		}
 		p.change(func(s *State) { s.Left, s.Error = true, e.Text })
 		if s := p.State(); e.Text != "" && s.Started && s.Fenced == "" && !s.Finishing && p.c.Get(p.Role, p.Rank) == p {
 			p.c.wrong("%s ended by itself: %s", p, e.Text)
