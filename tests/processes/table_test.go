@@ -287,8 +287,9 @@ func TestServerStoppedQueue(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), van.ErrQueueFull.Error()) || !strings.Contains(err.Error(), "server 0 (id 8)") {
 			t.Errorf("%v, want %q that names server 0", err, van.ErrQueueFull)
 		}
-		if grown > memory(512*mib) {
-			t.Errorf("the worker has grown by %d MiB, want at most the 256 of STEPAF_SEND_BUDGET and as much for what is known of each", grown/mib)
+		// Of each request the worker knows about as much again in Go's heap, which may be twice what is in use.
+		if grown > memory(3*256*mib) {
+			t.Errorf("the worker has grown by %d MiB, want at most three times the 256 of STEPAF_SEND_BUDGET", grown/mib)
 		}
 		try(t, s.Continue())
 		try(t, w.Loads(load))
