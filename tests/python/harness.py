@@ -163,11 +163,12 @@ class Process:
 class Cluster:
     """Processes of one job. Use the fixture of conftest.py, which ends them. Workers and
     servers are copies (fork) of one Python that has imported a module: PyTorch, where they
-    use it, or that of copies; the others are started as programs are."""
+    use it, or that of copies; the others, and with copies=False all, are started as programs
+    are."""
 
     def __init__(self, module, lib="", workers=1, servers=1, group=1, env=None, python=sys.executable, copies=None):
         self.module, self.lib, self.python = module, lib, python
-        self.copies = copies or (lib if lib == "torch" else None)
+        self.copies = (lib if lib == "torch" else None) if copies is None else copies
         self.workers, self.servers, self.group, self.env = workers, servers, group, env or {}
         self.port = free_port()
         self.processes = []

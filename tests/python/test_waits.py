@@ -12,9 +12,9 @@ from harness import by_hand
 SIZE = (16,)
 
 
-def request(n):
-    push = [n.lib.make("uint8", SIZE, bytes(16))]
-    pull = [n.lib.zeros("uint8", SIZE) for _ in range(n.servers)]
+def request(n, size=SIZE):
+    push = [n.lib.make("uint8", size, bytes(size[0]))]
+    pull = [n.lib.zeros("uint8", size) for _ in range(n.servers)]
     return n.f.push_pull(push, [1], pull, [1] * n.servers)
 
 
@@ -150,6 +150,44 @@ def test_init_limit(cluster):
     assert p.wait() == 0, p.report()
 
 
+# What was set for all processes of a job holds where init has no limit of its own.
+
+MISSING = "waiting for 1 of 1 servers (rank 0)"
+
+
+@by_hand
+def scheduler_without_server(n):
+    start = time.monotonic()
+    with n.raises(TimeoutError, "start", MISSING, "limit 4s"):
+        n.f.init()
+    assert 3.9 < elapsed(start) < 4 + SOON
+
+
+@by_hand
+def worker_without_server(n):
+    n.tell("here")
+    with n.raises(n.f.Error, MISSING):  # the scheduler has given up, and says why
+        n.f.init()
+
+
+@by_hand
+def worker_without_scheduler(n):
+    start = time.monotonic()
+    with n.raises(TimeoutError, "scheduler", "limit 1s"):
+        n.f.init()
+    assert 0.9 < elapsed(start) < 1 + SOON
+
+
+def test_start_timeout(cluster):
+    c = cluster(lib="")
+    worker = c.spawn("worker", worker_without_server)
+    assert worker.hear() == "here"
+    scheduler = c.spawn("scheduler", scheduler_without_server, env={"STEPAF_START_TIMEOUT": "4"})
+    lost = cluster(lib="").spawn("worker", worker_without_scheduler, env={"STEPAF_START_TIMEOUT": "1"})
+    for p in worker, scheduler, lost:
+        assert p.wait() == 0, worker.report() + scheduler.report() + lost.report()
+
+
 @by_hand
 def stop_worker(n):
     n.f.init()
@@ -199,16 +237,16 @@ WAIT = 1
 
 @by_hand
 def gil_worker(n):
-    c = Counter()
+    c, size = Counter(), (n.args,)
     c.start()
     n.tell("here")
     rates = {"init": c.during(n.f.init)}
-    h = request(n)
+    h = request(n, size)
     rates["wait"] = c.during(n.f.wait, h)
     rates["barrier"] = c.during(n.f.barrier, True, True)
     n.tell("batch")
     n.listen()
-    n.f.wait(request(n))
+    n.f.wait(request(n, size))
     rates["stop"] = c.during(n.f.stop)
     c.on = False
     n.tell(rates)
@@ -237,9 +275,12 @@ def gil_server(n):
     n.tell(rates)
 
 
-def test_other_threads_run(cluster):
-    c = cluster()
-    (worker,), (server,) = c.start(gil_worker, gil_server)
+# Values of 16 bytes are copied into messages, those of 1 MiB are not. Nodes that use PyTorch
+# are copies of one process unless they are told not to be.
+@pytest.mark.parametrize("size,copies", [(SIZE[0], None), (1 << 20, False)], ids=["copied", "not copied"])
+def test_other_threads_run(cluster, size, copies):
+    c = cluster(copies=copies)
+    (worker,), (server,) = c.start(gil_worker, gil_server, args=size)
     assert worker.hear() == "here"
     server.tell("go")
     assert worker.hear() == "batch"
