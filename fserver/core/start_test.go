@@ -1,0 +1,25 @@
+package core
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// TestStartBarrierLimit: a server that has started and stands still before the second barrier
+// of start-up ends the start of the others within the limit. They do not know who it is: the error says who does.
+func TestStartBarrierLimit(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	begun := time.Now()
+	s, err := open(t.Context(), c.Workers[0], 300*time.Millisecond)
+	if took := time.Since(begun); s != nil || took < 300*time.Millisecond || took > 20*time.Second {
+		t.Errorf("%v after %s, want none after 300 ms", s, took)
+	}
+	vantest.Fails(t, err, context.DeadlineExceeded, "worker 0 (id 9)", "barrier", "the scheduler's log says who has not come")
+	if c.Workers[0].Alive() == nil {
+		t.Error("the node has not left")
+	}
+}
