@@ -22,7 +22,7 @@ PACKAGES := $(shell echo $$(($$(nproc 2>/dev/null || echo 2) * 3 / 2)))
 # sources are the Go files of the repository, those not yet committed too.
 sources = $$(find . -name '*.go' -not -path './.*' -not -path './bin/*' -not -path './build/*')
 
-.PHONY: help deps build run run-session af programs fserver wheel test check testrace testallocs cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test \
+.PHONY: help deps build run run-session af programs fserver wheel test check testrace testallocs cuda-deps cuda-ready gpu-build gpu-test rdma-deps rdma-test rdma-plans \
 	python-deps python-test python-test-full vet lint fmt fmtcheck tidy fuzz sim simfaults soak locks bench clean
 
 help: ## list the targets
@@ -90,6 +90,9 @@ rdma-deps: ## prepare the virtual machine of rdma-test (installs QEMU and tools,
 
 rdma-test: ## tests with RDMA devices, in a virtual machine; PKGS=./van/rdma RUN=regexp RACE=1 ARGS=-test.count=3
 	@tools/rdma_test.sh $(if $(RUN),--run '$(RUN)') $(if $(filter 1,$(RACE)),--race) $(PKGS) $(if $(ARGS),-- $(ARGS))
+
+rdma-plans: ## plans of tests/plans over RDMA, in the virtual machine: PLAN=name for one, SLOW=4 makes their times so much longer; 36 minutes and more
+	@tools/rdma_test.sh --limit 5400 --timeout 5700 -v --run '^TestPlans$$$(if $(PLAN),/^$(PLAN)$$)' ./tests/rdma -- -plans -slow $(or $(SLOW),4)
 
 python-deps: ## install what python-test needs: PyTorch of Debian, NumPy and JAX of PyPI (in build/python)
 	@tools/python/test_deps.sh
