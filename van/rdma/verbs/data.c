@@ -322,5 +322,7 @@ void sv_wake(sv_dev *d) {
 void sv_rouse(sv_dev *d) {
   uint64_t one = 1;
   if (!__atomic_load_n(&d->sleeping, __ATOMIC_SEQ_CST)) return;
-  if (write(d->event, &one, sizeof one) < 0) return; // full: it is awake
+  pthread_mutex_lock(&d->wake_mu); // so that its number is not another's by now
+  if (d->event >= 0 && write(d->event, &one, sizeof one) < 0) one = 0; // full: it is awake
+  pthread_mutex_unlock(&d->wake_mu);
 }

@@ -26,6 +26,7 @@ sv_dev *sv_dev_new(sv_lib *l, sv_id *id, uint32_t num, int cqe, int *err, const 
   snprintf(d->name, sizeof d->name, "%s", l->ibv_get_device_name(d->ctx->device));
   pthread_mutex_init(&d->poll_mu, NULL);
   pthread_mutex_init(&d->mu, NULL);
+  pthread_mutex_init(&d->wake_mu, NULL);
 
   memset(&a, 0, sizeof a);
   *op = "query device";
@@ -82,6 +83,11 @@ int sv_dev_close(sv_dev *d, const char **op) {
   *op = "free the protection domain";
   if (d->pd != NULL && (rc = d->lib->ibv_dealloc_pd(d->pd)) != 0) goto out;
   d->pd = NULL;
+  // Not left to sv_dev_free, which comes when Go's collector has found d unused, if ever.
+  pthread_mutex_lock(&d->wake_mu);
+  if (d->event >= 0) close(d->event);
+  d->event = -1;
+  pthread_mutex_unlock(&d->wake_mu);
 out:
   pthread_mutex_unlock(&d->mu);
   pthread_mutex_unlock(&d->poll_mu);
@@ -98,6 +104,7 @@ void sv_dev_free(sv_dev *d) {
   }
   if (d->event >= 0) close(d->event);
   pthread_mutex_destroy(&d->mu);
+  pthread_mutex_destroy(&d->wake_mu);
   pthread_mutex_destroy(&d->poll_mu);
   free(d);
 }
