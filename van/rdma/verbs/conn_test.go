@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"errors"
 	"net/netip"
+	"os"
 	"strings"
 	"sync"
 	"syscall"
@@ -315,8 +316,24 @@ func TestPollWaits(t *testing.T) {
 	}
 }
 
+// eventfds counts the process's descriptors that wake others.
+func eventfds(t *testing.T) (n int) {
+	t.Helper()
+	all, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range all {
+		if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil && strings.Contains(to, "eventfd") {
+			n++
+		}
+	}
+	return n
+}
+
 func TestClose(t *testing.T) {
 	r := newRig(t)
+	before := eventfds(t)
 	ch, err := r.s.NewChannel()
 	r.must(err)
 	next := make(chan error)
@@ -361,6 +378,9 @@ func TestClose(t *testing.T) {
 	r.must(mr.Deregister())
 	r.must(ch.Close())
 	r.must(ch.Close())
+	if after := eventfds(t); after > before { // d is in use still, so nothing else has closed it
+		t.Errorf("%d event descriptors, %d before", after, before)
+	}
 	wantText(t, <-polled, ErrClosed)
 	_, err = ch.Next()
 	wantText(t, err, ErrClosed)
