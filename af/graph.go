@@ -408,10 +408,12 @@ func (g *graphs) run() {
 	}
 }
 
-// watchEvery is how often watch looks; closeLimit is how long a worker that is closed waits for
-// the rounds under way.
+// watchEvery is how often watch looks; stillLimit is how long the goroutine may do nothing at least, which may
+// just not have run on a busy machine; closeLimit is how long a worker that is closed waits for the rounds
+// under way.
 const (
 	watchEvery = 100 * time.Millisecond
+	stillLimit = time.Second
 	closeLimit = time.Second
 )
 
@@ -436,10 +438,14 @@ func (g *graphs) watch(over <-chan struct{}) {
 	}
 }
 
-// release ends the rounds of r for good if nothing was done for longer than one may take.
+// release ends the rounds of r for good if nothing was done for longer than one may take, and for stillLimit.
 func (r *replayed) release(still time.Duration) {
 	limit := cmp.Or(time.Duration(r.limit.Load()), postoffice.DefaultTimeout)
-	if limit < 0 || still < limit || r.freed.Swap(true) {
+	if limit < 0 {
+		return
+	}
+	limit = max(limit, stillLimit)
+	if still < limit || r.freed.Swap(true) {
 		return
 	}
 	r.fail(&van.Error{Op: "exchange", Node: r.x.w.node.Name(), Detail: "the library could do nothing, and streams make no rounds of it any more",
