@@ -100,11 +100,12 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	}
 	h := m.health[id]
 	h.lost, h.back = now, 0
-	if h.answered > 0 && m.lapsed(now, id) { // nothing but that connection spoke for it
+	finalizes := m.sched == nil && m.finalizing() != nil
+	if !finalizes && h.answered > 0 && m.lapsed(now, id) { // nothing but that connection spoke for it
 		m.fallSilent(now, id)
 	}
 	err := &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)}
-	if m.sched == nil && m.finalizing() != nil {
+	if finalizes {
 		if _, known := m.held[id]; !known && !m.isDown(id) {
 			m.held[id] = loss{err, now}
 		}

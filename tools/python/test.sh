@@ -30,8 +30,7 @@ done
 [ -z "$ready" ] || exit 0
 
 make --no-print-directory fserver build
-logs="$(mktemp -d)"
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 # tests NAME [ARGUMENTS] ends the shell; the programs that tests start by name find the same interpreter.
 tests() {
@@ -41,16 +40,17 @@ tests() {
     exec timeout -k 10 2400 "$python" -m pytest -q --durations=15 -p no:cacheprovider tests/python "${@:2}"
 }
 
-# The tests mostly wait, so the environments go beside each other. The first one is shown as it goes.
+# The tests mostly wait, so the environments go beside each other. The first one is shown as it goes, what the others
+# print when they have ended; meanwhile it is in build/python/NAME.log.
 declare -A others
 for name in "${names[@]:1}"; do
-  tests "$name" "$@" >"$logs/$name" 2>&1 </dev/null &
+  tests "$name" "$@" >"build/python/$name.log" 2>&1 </dev/null &
   others[$name]=$!
 done
 status=0
 (tests "${names[0]}" "$@") || status=$?
 for name in "${names[@]:1}"; do
   wait "${others[$name]}" || status=$?
-  cat "$logs/$name"
+  cat "build/python/$name.log"
 done
 exit "$status"

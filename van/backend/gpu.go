@@ -41,7 +41,7 @@ type gpu struct {
 	streams map[uintptr]struct{} // of NewStream
 	events  map[uintptr]struct{} // of the driver
 	idle    []uintptr            // streams not in use
-	late    []uintptr            // likewise, but what was queued there was not done yet
+	late    []uintptr            // likewise, but what was queued there may not be done yet
 	flags   flagPool
 	signals signalling
 

@@ -132,15 +132,29 @@ func (g *gpu) takeStream() (uintptr, error) {
 		g.mu.Unlock()
 		return s, nil
 	}
-	done := slices.IndexFunc(g.late, func(s uintptr) bool { return g.d.streamQuery(s) == nil })
-	if done >= 0 {
-		s := g.late[done]
-		g.late = slices.Delete(g.late, done, done+1)
-		g.mu.Unlock()
-		return s, nil
-	}
+	late := g.late
+	g.late = nil
 	g.mu.Unlock()
-	return g.d.streamCreate()
+	done := slices.IndexFunc(late, g.finished)
+	if done < 0 {
+		g.putLate(late...)
+		return g.d.streamCreate()
+	}
+	s := late[done]
+	g.putLate(slices.Delete(late, done, done+1)...)
+	return s, nil
+}
+
+// finished tells whether all that was queued on s is done. A query would invalidate a capture.
+func (g *gpu) finished(s uintptr) bool {
+	capturing, err := g.d.streamCapturing(s)
+	return err == nil && !capturing && g.d.streamQuery(s) == nil
+}
+
+func (g *gpu) putLate(s ...uintptr) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.late = append(g.late, s...)
 }
 
 func (g *gpu) putStream(s uintptr) {
@@ -191,13 +205,7 @@ func (g *gpu) FreeStream(s uintptr) error {
 		if !ok {
 			return g.invalid("FreeStream: %#x is not a stream of NewStream, or was freed before", s)
 		}
-		if g.d.streamQuery(s) == nil {
-			g.putStream(s)
-			return nil
-		}
-		g.mu.Lock()
-		defer g.mu.Unlock()
-		g.late = append(g.late, s)
+		g.putLate(s)
 		return nil
 	})
 }
