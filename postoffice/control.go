@@ -83,9 +83,11 @@ func (c *control) step(input func(time.Duration)) {
 // passes tells the machine the time, and before that which of the nodes that it would take for
 // dead have a transport that still answers. mu is held.
 func (c *control) passes(t time.Duration) {
-	for _, id := range c.machine.Silent(t) {
-		if c.beating != nil && c.beating(id) {
-			c.machine.Answers(t, id)
+	if c.beating != nil {
+		for _, id := range c.machine.Silent(t) {
+			if c.beating(id) {
+				c.machine.Answers(t, id)
+			}
 		}
 	}
 	c.machine.Tick(t)

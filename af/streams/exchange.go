@@ -296,8 +296,8 @@ func (x *Exchange) parted() {
 // void makes nothing count that the streams of the exchange send from now on, and takes back what peers have not
 // seen: they may hear of the end later than this node's streams go on, if it cannot tell them.
 //
-// Only words are written, and the end of that is seen in host memory: a driver whose queue of launches is full may let
-// in such writes only.
+// Only words are written, and the end of that is seen in host memory: the driver takes such writes also while a launch
+// waits for room in the queue of another stream, unless that is the default stream.
 func (x *Exchange) void() error {
 	d, s := x.e.dev, x.e.release
 	err := d.WriteFlag(s, x.slot.Sub(validAt, 4), 0)

@@ -175,9 +175,9 @@ var table = []variable{
 		help:    "For tests: share of received messages that is thrown away. Needs `PS_RESEND=1`.",
 		differs: "Each message is drawn on its own; the seed is logged.",
 	}, {
-		name: "PS_HEARTBEAT_INTERVAL", topic: reliability, kind: Seconds, min: 0, max: day, none: -1, defNote: "2 towards a scheduler of this library, else 0", readers: "workers, servers",
+		name: "PS_HEARTBEAT_INTERVAL", topic: reliability, kind: Seconds, min: 0, max: day, none: -1, defNote: "2 towards a scheduler of this library, else 0", readers: "all",
 		field:   func(c *Config) any { return &c.HeartbeatInterval },
-		help:    "Time between signs of life to the scheduler. 0 sends none. Over ZMQ libzmq's own heartbeats between all nodes come as often, at least four in the time of PS_HEARTBEAT_TIMEOUT.",
+		help:    "Time between signs of life to the scheduler, and over ZMQ between the heartbeats of libzmq to all nodes, which come at least four times in PS_HEARTBEAT_TIMEOUT. 0 sends none.",
 		differs: "On by default between our nodes. Stopping does not wait for it.",
 	}, {
 		name: "PS_HEARTBEAT_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, none: -1, defNote: "10, or 3 times the interval if that is set; nodes that send none are not missed", readers: "all",

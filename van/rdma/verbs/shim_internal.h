@@ -126,8 +126,8 @@ struct sv_dev {
   struct ibv_cq *cq;
   int max_cqe, max_wr, cqe;
   uint64_t num; // in the upper bits of handles
-  pthread_mutex_t wake_mu; // event
-  int event; // wakes a sleeping sv_poll; -1 when closed
+  pthread_mutex_t wake_mu; // guards event
+  int event;               // wakes a sleeping sv_poll; -1 when closed
   char name[64];
 
   pthread_mutex_t poll_mu; // held by sv_poll
