@@ -1,6 +1,7 @@
 package processes
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -76,5 +77,22 @@ func TestRuns(t *testing.T) {
 				try(t, c.Finish(soon))
 			})
 		})
+	}
+}
+
+// TestStartsHalf: a node that has started and cannot become what its program says is closed:
+// it leaves nothing open, which the runner looks at when a process ends.
+func TestStartsHalf(t *testing.T) {
+	c, err := real.New(real.Options{Leg: real.TCP, Program: "nothing"})
+	try(t, err)
+	defer c.Close()
+	if err := c.Start(); err == nil || !strings.Contains(err.Error(), `no such program: "nothing"`) {
+		t.Errorf("Start: %v; want it to say that there is no such program", err)
+	}
+	for _, p := range c.All() {
+		try(t, p.Await(soon, "it ends", func(s real.State) bool { return s.Ended }))
+	}
+	for _, w := range c.Wrong() {
+		t.Errorf("wrong: %s", w)
 	}
 }

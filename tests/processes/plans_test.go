@@ -3,7 +3,10 @@ package processes
 import (
 	"cmp"
 	"errors"
+	"flag"
+	"regexp"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -18,6 +21,25 @@ func atOnce() int {
 		return 8 // and use more time when they do not
 	}
 	return 12
+}
+
+// chosen tells whether -run may want this subtest of TestPlans. A plan begins before the
+// subtest that waits for it, so this is asked before package testing is.
+func chosen(names ...string) bool {
+	pattern := flag.Lookup("test.run").Value.String()
+	if strings.ContainsAny(pattern, "|[(\\") {
+		return true // not simply names with slashes between them
+	}
+	parts := strings.Split(pattern, "/")
+	for i, name := range names {
+		if i+1 >= len(parts) {
+			break
+		}
+		if re, err := regexp.Compile(parts[i+1]); err == nil && !re.MatchString(name) {
+			return false
+		}
+	}
+	return true
 }
 
 // TestPlans carries out each plan on each leg that can.
@@ -35,6 +57,9 @@ func TestPlans(t *testing.T) {
 	byLength := slices.SortedStableFunc(slices.Values(plans), func(a, b *plan.Plan) int { return cmp.Compare(b.Length(), a.Length()) })
 	for _, p := range byLength {
 		for _, leg := range legs {
+			if !chosen(p.Name, string(leg)) {
+				continue
+			}
 			c := make(chan done, 1)
 			results[p.Name+string(leg)] = c
 			queue = append(queue, func() {
@@ -44,17 +69,21 @@ func TestPlans(t *testing.T) {
 			})
 		}
 	}
-	go func() {
+	wg.Go(func() {
 		for _, f := range queue { // the longest first
 			room <- struct{}{}
 			wg.Go(f)
 		}
-	}()
+	})
 	for _, p := range plans {
 		t.Run(p.Name, func(t *testing.T) {
 			for _, leg := range legs {
 				t.Run(string(leg), func(t *testing.T) {
-					d := <-results[p.Name+string(leg)]
+					c, ok := results[p.Name+string(leg)]
+					if !ok {
+						t.Fatalf("-run=%s has this subtest, and its plan has not begun: chosen is wrong", flag.Lookup("test.run").Value)
+					}
+					d := <-c
 					if errors.Is(d.err, real.ErrCannot) {
 						t.Skip(d.err)
 					}

@@ -31,7 +31,8 @@ const (
 
 // Options of a cluster.
 type Options struct {
-	Workers, Servers int // groups of one; 0 means 1
+	Workers, Servers int // groups; 0 means 1
+	Group            int // processes of each; 0 means 1
 	Leg              Leg
 	Program          string                               // Plain unless given
 	Under            []string                             // a command that each process is an argument of
@@ -65,7 +66,7 @@ type Cluster struct {
 
 // New makes a cluster without processes.
 func New(o Options) (*Cluster, error) {
-	o.Workers, o.Servers, o.Slow = max(o.Workers, 1), max(o.Servers, 1), max(o.Slow, 1)
+	o.Workers, o.Servers, o.Group, o.Slow = max(o.Workers, 1), max(o.Servers, 1), max(o.Group, 1), max(o.Slow, 1)
 	if o.Program == "" {
 		o.Program = Plain
 	}
@@ -80,7 +81,7 @@ func New(o Options) (*Cluster, error) {
 	c := &Cluster{o: o, began: time.Now(), present: map[string]*Process{}}
 	var err error
 	if o.Separate {
-		if c.network, err = newNetwork(1 + o.Workers + o.Servers); err != nil {
+		if c.network, err = newNetwork(1 + (o.Workers+o.Servers)*o.Group); err != nil {
 			return nil, err
 		}
 		c.port = 9000
@@ -184,7 +185,7 @@ func (c *Cluster) place(role string, rank int) int {
 	case "server":
 		return 1 + rank
 	}
-	return 1 + c.o.Servers + rank
+	return 1 + c.o.Servers*c.o.Group + rank
 }
 
 func (c *Cluster) host(role string, rank int) string {
@@ -203,7 +204,8 @@ func (c *Cluster) environ(role string, rank int) []string {
 		"PATH=" + os.Getenv("PATH"), "HOME=" + os.Getenv("HOME"), "TMPDIR=" + os.TempDir(),
 		"DMLC_ROLE=" + role, fmt.Sprintf("DMLC_NUM_WORKER=%d", c.o.Workers), fmt.Sprintf("DMLC_NUM_SERVER=%d", c.o.Servers),
 		"DMLC_PS_ROOT_URI=" + c.host("scheduler", 0), fmt.Sprintf("DMLC_PS_ROOT_PORT=%d", c.port), "DMLC_NODE_HOST=" + host,
-		fmt.Sprintf("DMLC_NODE_RANK=%d", rank), "STEPMESH_BAKCEND=CPU",
+		fmt.Sprintf("DMLC_GROUP_SIZE=%d", c.o.Group), fmt.Sprintf("DMLC_NODE_RANK=%d", rank/c.o.Group),
+		fmt.Sprintf("STEPMESH_GPU=%d", rank%c.o.Group), "STEPMESH_BAKCEND=CPU",
 		fmt.Sprintf("STEPAF_START_TIMEOUT=%d", 30*c.o.Slow), fmt.Sprintf("STEPAF_STOP_TIMEOUT=%d", 30*c.o.Slow), "PS_VERBOSE=1",
 	}
 	switch c.o.Leg {
@@ -307,7 +309,7 @@ func (c *Cluster) Start() error {
 		}
 		return nil
 	}
-	if err := errors.Join(each("scheduler", 1), each("server", c.o.Servers), each("worker", c.o.Workers)); err != nil {
+	if err := errors.Join(each("scheduler", 1), each("server", c.o.Servers*c.o.Group), each("worker", c.o.Workers*c.o.Group)); err != nil {
 		return err
 	}
 	for _, p := range all {

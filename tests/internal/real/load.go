@@ -108,6 +108,13 @@ func (n *node) cfg() *postoffice.Config {
 	return n.n.Config()
 }
 
+// counterpart is the rank of the process of another role's group that this one talks to: the
+// one with the same index.
+func (n *node) counterpart(group int) uint32 {
+	g := n.cfg().GroupSize
+	return uint32(group*g + int(n.rank)%g)
+}
+
 // load makes calls until ctx ends or none is left.
 func (n *node) load(ctx context.Context, p *plan.Load, index int, left *atomic.Int64) {
 	l := n.lane(p, index)
@@ -177,12 +184,16 @@ func (n *node) collect(ctx context.Context, p *plan.Load) {
 // barrier waits at an instance barrier and notes how that ends.
 func (n *node) barrier(ctx context.Context, group int) error {
 	begun, ticks := time.Now(), n.ticks.Load()
+	vote := Vote{Number: int(n.votes.Add(1)), Group: group, Begin: begun.UnixNano()}
+	n.say(Event{Event: barrier, Vote: &vote})
 	var err error
 	if n.session != nil {
 		err = n.session.Barrier(ctx, group&van.ServerGroup != 0, group&van.WorkerGroup != 0, true)
 	} else {
 		err = n.n.InstanceBarrier(ctx, 0, group)
 	}
+	vote.End, vote.Passed = time.Now().UnixNano(), err == nil
+	n.say(Event{Event: barrier, Vote: &vote})
 	if errors.Is(err, context.Canceled) {
 		return err // the others have stopped to make barriers as well
 	}
@@ -326,11 +337,11 @@ func (l *lane) checkAnswers(call uint64) {
 		b := l.pull[i].Val.Bytes()
 		got, err := originOf(b)
 		if err == nil {
-			want := origin{kind: answered, rank: n.rank, serial: n.b.Serial, server: uint32(i / q), by: got.by, index: uint32(i % q), call: call}
+			want := origin{kind: answered, rank: n.rank, serial: n.b.Serial, server: n.counterpart(i / q), by: got.by, index: uint32(i % q), call: call}
 			err = want.check(b)
 		}
 		if err != nil {
-			n.wrong("call %d returned without an error and pull tensor %d of server %d is wrong: %v", call, i%q, i/q, err)
+			n.wrong("call %d returned without an error and pull tensor %d of server %d is wrong: %v", call, i%q, n.counterpart(i/q), err)
 		}
 	}
 }
@@ -344,7 +355,7 @@ func (n *node) serve(b af.Batch) {
 		return
 	}
 	if err := b.Respond(out); err != nil && (errors.Is(err, van.ErrInvalid) || errors.Is(err, af.ErrAnswered)) {
-		n.wrong("answer to worker %d: %v", b.Worker(), err)
+		n.wrong("answer to worker %d: %v", n.counterpart(b.Worker()), err)
 	}
 }
 
@@ -380,6 +391,7 @@ func (n *node) answers(b af.Batch) []af.KeyTensor {
 // batch checks what a batch has brought: all of one call of one process of the worker
 // that it is said to be from, once, and of no process that another one has replaced.
 func (n *node) batch(b af.Batch) (id batchID) {
+	worker := n.counterpart(b.Worker())
 	for i := range b.Pushes() {
 		v := b.Pushes()[i].Val.Bytes()
 		o, err := originOf(v)
@@ -387,10 +399,10 @@ func (n *node) batch(b af.Batch) (id batchID) {
 			if i == 0 {
 				id = batchID{o.rank, o.serial, o.call}
 			}
-			err = origin{kind: pushed, rank: uint32(b.Worker()), serial: id.serial, index: uint32(i), call: id.call}.check(v)
+			err = origin{kind: pushed, rank: worker, serial: id.serial, index: uint32(i), call: id.call}.check(v)
 		}
 		if err != nil {
-			n.wrong("batch of worker %d: push tensor %d: %v", b.Worker(), i, err)
+			n.wrong("batch of worker %d: push tensor %d: %v", worker, i, err)
 		}
 	}
 	n.mu.Lock()

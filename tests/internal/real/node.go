@@ -77,6 +77,8 @@ type Event struct {
 	ID    int    `json:",omitempty"` // of the node
 	MS    int64  `json:",omitempty"` // how long it took
 	Stats *Stats `json:",omitempty"`
+	At    int64  `json:",omitempty"` // nanoseconds since 1970
+	Vote  *Vote  `json:",omitempty"`
 
 	// Of the end: the descriptors that were open before there was a node, and are behind it.
 	Before, After Files `json:",omitempty"`
@@ -100,6 +102,7 @@ const (
 	started   = "started"   // Start has returned
 	report    = "report"    // of its numbers
 	violation = "violation" // something was wrong
+	barrier   = "barrier"   // one is called, or has ended
 	answer    = "answer"    // to a command
 	fenced    = "fenced"    // the node cannot be used any more
 	left      = "left"      // the end
@@ -156,6 +159,7 @@ type node struct {
 	rank    uint32
 
 	calls   atomic.Uint64
+	votes   atomic.Int64
 	leave   atomic.Bool
 	ticks   atomic.Int64 // of a clock that stands still with the process
 	mu      sync.Mutex
@@ -204,7 +208,7 @@ func (n *node) run() int {
 		n.say(Event{Event: left, Text: "start: " + err.Error(), Before: before, After: filesAfter(before)})
 		return 1
 	}
-	n.say(Event{Event: started, ID: n.id(), MS: time.Since(begun).Milliseconds()})
+	n.say(Event{Event: started, ID: n.id(), MS: time.Since(begun).Milliseconds(), At: time.Now().UnixNano()})
 	go n.tick()
 	if n.isWorker() {
 		n.setLoads(n.b.Loads)
@@ -267,12 +271,23 @@ func (n *node) start(ctx context.Context) error {
 		return err
 	}
 	n.rank = uint32(cfg.Rank())
-	switch n.n.Role() {
-	case van.Server:
+	if err = n.program(); err != nil {
+		n.n.Close()
+	}
+	return err
+}
+
+// program makes the node, which has started, what its program says.
+func (n *node) program() (err error) {
+	role := n.n.Role()
+	switch {
+	case n.b.Program != Plain:
+		err = fmt.Errorf("no such program: %q", n.b.Program)
+	case role == van.Server:
 		if n.server, err = af.NewServer(n.n, af.ServerOptions{}); err == nil {
 			err = n.server.Handle(n.serve)
 		}
-	case van.Worker:
+	case role == van.Worker:
 		n.worker, err = af.NewWorker(n.n, af.WorkerOptions{})
 	}
 	return err

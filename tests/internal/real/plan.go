@@ -58,9 +58,6 @@ func Cannot(p *plan.Plan, leg Leg) string {
 	if k := p.Transport.Kind; k != "" && k != string(leg) {
 		return "it is for " + k
 	}
-	if max(p.Cluster.Group, 1) > 1 {
-		return "the processes have tensors and no groups"
-	}
 	if len(p.Cluster.Foreign) > 0 {
 		return "there are no nodes of the original here"
 	}
@@ -98,8 +95,8 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	watched, end := context.WithCancel(ctx)
 	defer end()
 	r.machine = WatchMachine(watched)
-	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Leg: o.Leg, Program: Plain, Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults,
-		Slow: o.Slow}
+	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Group: p.Cluster.Group, Leg: o.Leg, Program: Plain,
+		Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults, Slow: o.Slow}
 	if p.Cluster.API == "python" {
 		opts.Program = Module
 	}
@@ -137,6 +134,8 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
 	}
+	c.Close() // so that all has come that they have said
+	r.judgeBarriers()
 	res := &Result{Wrong: c.Wrong(), Timeline: c.Timeline()}
 	for _, x := range c.All() {
 		s := x.State().Stats

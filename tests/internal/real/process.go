@@ -38,6 +38,9 @@ type Process struct {
 	held    []int           // processes that hold its sockets
 	oks     map[int64]int64 // calls that ended well, by the hundredth of a second in which they began
 	done    []Call
+	votes   []Vote
+
+	startedAt int64 // when Start had returned, in nanoseconds since 1970
 }
 
 // State is what is known of a process.
@@ -207,6 +210,11 @@ func (p *Process) event(e Event) {
 		p.c.takes(p)
 		p.c.note("%s has started as node %d after %d ms", p, e.ID, e.MS)
 		p.change(func(s *State) { s.Started, s.ID, s.StartMS = true, e.ID, e.MS })
+		p.mu.Lock()
+		p.startedAt = e.At
+		p.mu.Unlock()
+	case barrier:
+		p.voted(*e.Vote)
 	case report:
 		p.change(func(s *State) {
 			s.Stats = *e.Stats
