@@ -12,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/fserver/core"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/ranks"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
@@ -52,14 +53,17 @@ func (n *node) setLoads(l []plan.Load) {
 	}
 }
 
-// lane makes one call after the other, with tensors of its own.
+// lane makes one call after the other, with tensors of its own, or over kv with values of keys.
 type lane struct {
-	n          *node
-	push, pull []af.KeyTensor
-	servers    int
-	limit      time.Duration
-	failed     bool          // the last call has
-	current    atomic.Uint64 // the call under way, 0 for none
+	n              *node
+	push, pull     []af.KeyTensor // nil over kv
+	pairs          *pairs.Call    // over kv only
+	pushed, pulled [][]byte       // the bytes of all
+	pushes         int            // that a server gets
+	servers        int
+	limit          time.Duration
+	failed         bool          // the last call has
+	current        atomic.Uint64 // the call under way, 0 for none
 }
 
 // untouched is what a worker writes to tensors that are its own again.
@@ -83,19 +87,28 @@ func (n *node) lane(p *plan.Load, index int) *lane {
 	if pushes == 0 && p.Pulls == 0 {
 		pushes = 1
 	}
-	add := func(list *[]af.KeyTensor, key int) {
-		x, err := af.FromSlice(bytes.Repeat([]byte{untouched}, size))
+	l.pushes = pushes
+	if n.keyValue != nil {
+		l.pushes = max(pushes, 1)
+		l.pairs = pairs.New(n.n, n.keyValue, size, l.pushes, pulls)
+		l.pushed, l.pulled = l.pairs.Pushes, l.pairs.Pulls
+		l.clear()
+		return l
+	}
+	add := func(list *[]af.KeyTensor, all *[][]byte, key int) {
+		b := bytes.Repeat([]byte{untouched}, size)
+		x, err := af.FromSlice(b)
 		if err != nil {
 			n.wrong("tensor of %d bytes: %v", size, err)
 		}
-		*list = append(*list, af.KeyTensor{Key: uint64(key), Val: x})
+		*list, *all = append(*list, af.KeyTensor{Key: uint64(key), Val: x}), append(*all, b)
 	}
 	for i := range pushes {
-		add(&l.push, index<<16|i)
+		add(&l.push, &l.pushed, index<<16|i)
 	}
 	for range l.servers {
 		for i := range pulls {
-			add(&l.pull, index<<16|1<<15|i)
+			add(&l.pull, &l.pulled, index<<16|1<<15|i)
 		}
 	}
 	return l
@@ -107,6 +120,9 @@ func (n *node) cfg() *postoffice.Config {
 	}
 	return n.n.Config()
 }
+
+// group is the number of this process's group among those of its role.
+func (n *node) group() int { return int(n.rank) / n.cfg().GroupSize }
 
 // counterpart is the rank of the process of another role's group that this one talks to: the
 // one with the same index.
@@ -240,30 +256,38 @@ func (l *lane) round() error {
 	if l.failed {
 		l.checkUntouched(call)
 	}
-	for i := range l.push {
-		origin{kind: pushed, rank: n.rank, serial: n.b.Serial, index: uint32(i), call: call}.fill(l.push[i].Val.Bytes())
+	for i, b := range l.pushed {
+		o := origin{kind: pushed, rank: n.rank, serial: n.b.Serial, index: uint32(i % l.pushes), call: call}
+		if l.pairs != nil {
+			o.server = n.counterpart(i / l.pushes)
+		}
+		o.fill(b)
 	}
 	begun, ticks := time.Now(), n.ticks.Load()
 	limit := l.limit
 	l.current.Store(call)
 	watch := time.AfterFunc(limit+callGrace, func() { l.late(call, ticks, limit) })
-	err := l.call(limit)
+	err := l.call(call, limit)
 	watch.Stop()
 	l.current.Store(0)
 	took := n.took(begun, ticks)
 	if err == nil {
 		l.checkAnswers(call)
 	} else {
-		for i := range l.pull {
-			b := l.pull[i].Val.Bytes()
-			for k := range b {
-				b[k] = untouched
-			}
-		}
+		l.clear()
 	}
 	l.failed = err != nil
 	n.result(begun, took, err)
 	return err
+}
+
+// clear makes the pull tensors such that a write to them can be seen.
+func (l *lane) clear() {
+	for _, b := range l.pulled {
+		for k := range b {
+			b[k] = untouched
+		}
+	}
 }
 
 // result notes how a call ended.
@@ -297,9 +321,16 @@ func (l *lane) late(call uint64, since int64, limit time.Duration) {
 	l.n.wrong("call %d has not ended %s behind its limit of %s", call, callGrace, limit)
 }
 
-func (l *lane) call(limit time.Duration) error {
+func (l *lane) call(number uint64, limit time.Duration) error {
 	n := l.n
-	if n.session == nil {
+	switch {
+	case l.pairs != nil: // every second call lends its memory
+		wait, err := l.pairs.Begin(n.cmd(number), number%2 == 0, limit)
+		if err != nil {
+			return err
+		}
+		return wait()
+	case n.session == nil:
 		call, err := n.worker.PushPull(l.push, l.pull, af.Within(limit))
 		if err != nil {
 			return err
@@ -320,8 +351,8 @@ func (l *lane) call(limit time.Duration) error {
 // checkUntouched looks whether somebody has written to the tensors of a call that has
 // failed: they were the worker's again.
 func (l *lane) checkUntouched(call uint64) {
-	for i := range l.pull {
-		for k, x := range l.pull[i].Val.Bytes() {
+	for i, b := range l.pulled {
+		for k, x := range b {
 			if x != untouched {
 				l.n.wrong("before call %d: byte %d of pull tensor %d was written to behind the end of the call that it belonged to", call, k, i)
 				break
@@ -332,9 +363,8 @@ func (l *lane) checkUntouched(call uint64) {
 
 func (l *lane) checkAnswers(call uint64) {
 	n := l.n
-	q := len(l.pull) / max(l.servers, 1)
-	for i := range l.pull {
-		b := l.pull[i].Val.Bytes()
+	q := len(l.pulled) / max(l.servers, 1)
+	for i, b := range l.pulled {
 		got, err := originOf(b)
 		if err == nil {
 			want := origin{kind: answered, rank: n.rank, serial: n.b.Serial, server: n.counterpart(i / q), by: got.by, index: uint32(i % q), call: call}
@@ -405,29 +435,42 @@ func (n *node) batch(b af.Batch) (id batchID) {
 			n.wrong("batch of worker %d: push tensor %d: %v", worker, i, err)
 		}
 	}
+	if len(b.Pushes()) == 0 {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		n.stats.Served++
+		n.changed = true
+		return id
+	}
+	n.heard(id, "")
+	return id
+}
+
+// heard notes a part of a call, "" for all of it, and checks that it has come once, and of no
+// process that another one has replaced.
+func (n *node) heard(id batchID, part string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.stats.Served++
 	n.changed = true
-	if len(b.Pushes()) == 0 || id.call >= 1<<60 {
-		return id
+	if id.call >= 1<<60 {
+		return
 	}
-	p := batchID{id.rank, id.serial, 0}
+	p := source{id.rank, id.serial, part}
 	calls := n.seen[p]
 	if calls == nil {
 		calls = map[uint64]bool{}
 		n.seen[p] = calls
 	}
 	if calls[id.call] {
-		n.wrong("call %d of worker %d, process %d, came twice", id.call, id.rank, id.serial)
+		n.wrong("%scall %d of worker %d, process %d, came twice", part, id.call, id.rank, id.serial)
 	}
 	calls[id.call] = true
 	delete(calls, id.call-min(id.call, remembered))
 	if last := n.newest[id.rank]; last > id.serial {
-		n.wrong("call %d of worker %d came from process %d behind calls of process %d, which has replaced it", id.call, id.rank, id.serial, last)
+		n.wrong("%scall %d of worker %d came from process %d behind calls of process %d, which has replaced it", part, id.call, id.rank, id.serial, last)
 	}
 	n.newest[id.rank] = max(n.newest[id.rank], id.serial)
-	return id
 }
 
 // batches is the loop of a server of the Python module.

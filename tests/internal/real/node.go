@@ -22,6 +22,7 @@ import (
 	"github.com/stepaf/stepaf-go/fserver/core"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
@@ -32,8 +33,9 @@ const variable = "STEPAF_TEST_NODE"
 
 // Programs that a node may be.
 const (
-	Plain  = "plain"  // af: scheduler and servers start, then Finalize, from the first second
-	Module = "module" // fserver/core, as a Python program would use it
+	Plain    = "plain"  // af: scheduler and servers start, then Finalize, from the first second
+	Module   = "module" // fserver/core, as a Python program would use it
+	KeyValue = "kv"     // kv: as Plain, with a push and then a pull for a push_pull
 )
 
 // Behaviour is what a node is to do.
@@ -158,6 +160,8 @@ type node struct {
 	session *core.Session
 	rank    uint32
 
+	keyValue *kv.Worker[uint8]
+
 	calls   atomic.Uint64
 	votes   atomic.Int64
 	leave   atomic.Bool
@@ -169,7 +173,7 @@ type node struct {
 	done    []Call
 	loads   *loads // that run
 	newest  map[uint32]uint32
-	seen    map[batchID]map[uint64]bool // by process
+	seen    map[source]map[uint64]bool
 	blocked chan struct{}
 
 	collecting sync.Mutex
@@ -182,6 +186,12 @@ type node struct {
 type batchID struct {
 	rank, serial uint32
 	call         uint64
+}
+
+// source is a process, and which part of its calls is meant.
+type source struct {
+	rank, serial uint32
+	part         string
 }
 
 func (n *node) say(e Event) {
@@ -198,7 +208,7 @@ func (n *node) wrong(format string, args ...any) {
 const tickTime = 50 * time.Millisecond
 
 func (n *node) run() int {
-	n.ended, n.newest, n.seen = make(chan struct{}), map[uint32]uint32{}, map[batchID]map[uint64]bool{}
+	n.ended, n.newest, n.seen = make(chan struct{}), map[uint32]uint32{}, map[source]map[uint64]bool{}
 	n.oks = map[int64]int64{}
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -232,7 +242,7 @@ func (n *node) run() int {
 }
 
 func (n *node) isWorker() bool {
-	return n.worker != nil || n.session != nil && n.rankRole() == "worker"
+	return n.worker != nil || n.keyValue != nil || n.session != nil && n.rankRole() == "worker"
 }
 
 func (n *node) rankRole() string {
@@ -281,7 +291,14 @@ func (n *node) start(ctx context.Context) error {
 func (n *node) program() (err error) {
 	role := n.n.Role()
 	switch {
-	case n.b.Program != Plain:
+	case n.b.Program == KeyValue && role == van.Server:
+		var s *kv.Server[uint8]
+		if s, err = kv.NewServer[uint8](n.n, kv.ServerOptions{}); err == nil {
+			err = s.Handle(n.serveKV)
+		}
+	case n.b.Program == KeyValue && role == van.Worker:
+		n.keyValue, err = kv.NewWorker[uint8](n.n, kv.WorkerOptions{})
+	case n.b.Program != Plain && n.b.Program != KeyValue:
 		err = fmt.Errorf("no such program: %q", n.b.Program)
 	case role == van.Server:
 		if n.server, err = af.NewServer(n.n, af.ServerOptions{}); err == nil {

@@ -97,8 +97,11 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	r.machine = WatchMachine(watched)
 	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Group: p.Cluster.Group, Leg: o.Leg, Program: Plain,
 		Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults, Slow: o.Slow}
-	if p.Cluster.API == "python" {
+	switch p.Cluster.API {
+	case "python":
 		opts.Program = Module
+	case "kv":
+		opts.Program = KeyValue
 	}
 	for name, value := range p.Cluster.Env {
 		opts.Env = append(opts.Env, name+"="+value)

@@ -17,7 +17,7 @@ type origin struct {
 	kind   uint32
 	rank   uint32 // of the worker that asked
 	serial uint32 // of the worker's process
-	server uint32 // that answered, by rank
+	server uint32 // that answered, by rank; over kv also the one that a value is pushed to
 	by     uint32 // the server's process
 	index  uint32 // of the tensor in its list
 	call   uint64 // counted by the worker's process
@@ -27,7 +27,10 @@ type origin struct {
 const headSize = 32
 
 func (o origin) String() string {
-	if o.kind == pushed {
+	switch {
+	case o.kind == pushed && o.server != 0: // over kv
+		return fmt.Sprintf("push tensor %d of call %d of worker %d, process %d, for server %d", o.index, o.call, o.rank, o.serial, o.server)
+	case o.kind == pushed:
 		return fmt.Sprintf("push tensor %d of call %d of worker %d, process %d", o.index, o.call, o.rank, o.serial)
 	}
 	return fmt.Sprintf("answer %d of server %d, process %d, to call %d of worker %d, process %d", o.index, o.server, o.by, o.call, o.rank, o.serial)

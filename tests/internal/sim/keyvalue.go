@@ -1,51 +1,17 @@
 package sim
 
 import (
-	"context"
 	"time"
 
 	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 )
 
-// Keys of pushes and pulls, counted from the beginning of a server's range.
-const (
-	firstPush = 1000
-	firstPull = 2000
-)
-
-// pairs are the keys and values of one call over kv: a push of some keys of each server,
-// and, when that has succeeded, a pull of others.
-type pairs struct {
-	pushKeys, pullKeys []kv.Key
-	push, pull         []uint8
-}
-
-// newPairs makes the tensors of a call over kv: parts of two slices.
-func newPairs(w *kv.Worker[uint8], ranges []kv.Key, size, pushes, pulls int) *tensors {
-	t, kp := &tensors{worker: w, pushes: pushes}, &pairs{}
-	part := func(keys *[]kv.Key, all *[]uint8, first kv.Key, n int) (parts [][]byte) {
-		*all = make([]uint8, size*n*len(ranges))
-		rest := *all
-		for _, begin := range ranges {
-			for i := range n {
-				*keys = append(*keys, begin+first+kv.Key(i))
-				parts, rest = append(parts, rest[:size:size]), rest[size:]
-			}
-		}
-		return parts
-	}
-	t.pushB, t.pullB = part(&kp.pushKeys, &kp.push, firstPush, pushes), part(&kp.pullKeys, &kp.pull, firstPull, pulls)
-	t.pairs = kp
-	return t
-}
-
-// ranges is where the keys of each server begin.
-func (p *proc) ranges() (begin []kv.Key) {
-	for _, r := range p.node.Load().Topology().ServerKeyRanges() {
-		begin = append(begin, r.Begin)
-	}
-	return begin
+// newPairs makes the tensors of a call over kv: its values.
+func (p *proc) newPairs(size, pushes, pulls int) *tensors {
+	c := pairs.New(p.node.Load(), p.keyValue, size, pushes, pulls)
+	return &tensors{pushes: pushes, pushB: c.Pushes, pullB: c.Pulls, pairs: c}
 }
 
 // cmd says in a pull which call it belongs to.
@@ -53,26 +19,8 @@ func (c callID) cmd() kv.Cmd { return kv.Cmd(c.gen<<20 | c.call) }
 
 // pushThenPull begins a call. What it returns waits for it, within limit from now on.
 // Every second call lends its memory.
-func (t *tensors) pushThenPull(p *proc, id callID, limit time.Duration) (wait func() error, err error) {
-	begin := p.c.net.now()
-	push := []kv.PushOption{id.cmd(), kv.Within(limit)}
-	pull := []kv.PullOption{id.cmd()}
-	if id.call%2 == 0 {
-		push, pull = append(push, kv.NoCopy), append(pull, kv.NoCopy)
-	}
-	call, err := t.worker.Push(t.pairs.pushKeys, t.pairs.push, push...)
-	return func() error {
-		if err := call.Wait(context.Background()); err != nil {
-			return err
-		}
-		// A limit of 0 would be none.
-		left := max(limit-(p.c.net.now()-begin), time.Nanosecond)
-		call, err := t.worker.Pull(t.pairs.pullKeys, &t.pairs.pull, append(pull, kv.Within(left))...)
-		if err != nil {
-			return err
-		}
-		return call.Wait(context.Background())
-	}, err
+func (t *tensors) pushThenPull(id callID, limit time.Duration) (wait func() error, err error) {
+	return t.pairs.Begin(id.cmd(), id.call%2 == 0, limit)
 }
 
 // serveKV is the handler of a key-value server.
@@ -103,9 +51,8 @@ func (p *proc) takePush(worker int, r kv.Request[uint8]) bool {
 	c := p.c
 	size := len(r.Vals) / len(r.Keys)
 	own := p.who.Rank() / c.group()
-	begin := p.ranges()[own]
 	for i, key := range r.Keys {
-		l, ok := c.check.push(p, worker, int(key-begin-firstPush), r.Vals[i*size:(i+1)*size])
+		l, ok := c.check.push(p, worker, pairs.PushIndex(p.node.Load(), own, key), r.Vals[i*size:(i+1)*size])
 		if !ok {
 			return false
 		}
@@ -131,7 +78,6 @@ func (p *proc) takePull(id callID, r kv.Request[uint8]) (answer kv.Pairs[uint8],
 	c.net.note(p.name, "has the pull of "+id.String())
 	c.check.handle(id, p)
 	c.heard(p, id)
-	begin := p.ranges()[p.who.Rank()/c.group()]
 	size := r.Expected() / len(r.Keys)
 	if size < plan.MinSize {
 		c.check.fail("wrong data", "%s got a pull of %s with room for %d bytes for each of %d keys", p.name, id, size, len(r.Keys))
@@ -139,7 +85,7 @@ func (p *proc) takePull(id callID, r kv.Request[uint8]) (answer kv.Pairs[uint8],
 	}
 	answer.Keys, answer.Vals = append(answer.Keys, r.Keys...), make([]uint8, size*len(r.Keys))
 	for i, key := range r.Keys {
-		label{magic: answerMagic, id: id, index: int(key - begin - firstPull), server: p.who.Rank(), sgen: p.gen}.write(answer.Vals[i*size : (i+1)*size])
+		label{magic: answerMagic, id: id, index: pairs.PullIndex(p.node.Load(), p.who.Rank()/c.group(), key), server: p.who.Rank(), sgen: p.gen}.write(answer.Vals[i*size : (i+1)*size])
 	}
 	return answer, true
 }

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/tests/internal/pairs"
 	"github.com/stepaf/stepaf-go/tests/internal/ranks"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
@@ -57,8 +57,7 @@ type tensors struct {
 	pushes       int  // tensors that a server gets
 	clean        bool // the pull tensors have been the program's since a call failed
 
-	worker *kv.Worker[uint8] // over kv only
-	pairs  *pairs
+	pairs *pairs.Call // over kv only
 }
 
 // untouched is what a pull tensor has in it before a call, and after one that failed.
@@ -70,7 +69,7 @@ func (p *proc) newTensors(l *plan.Load) *tensors {
 		size = defaultSize
 	}
 	if p.keyValue != nil {
-		return newPairs(p.keyValue, p.ranges(), size, pushes, pulls)
+		return p.newPairs(size, pushes, pulls)
 	}
 	t := &tensors{pushes: pushes}
 	for i := range pushes {

@@ -184,7 +184,7 @@ func (p *proc) join() error {
 func (p *proc) begin(t *tensors, id callID, limit time.Duration) (wait func() error, err error) {
 	switch {
 	case p.keyValue != nil:
-		return t.pushThenPull(p, id, limit)
+		return t.pushThenPull(id, limit)
 	case p.session == nil:
 		call, err := p.worker.PushPull(t.push, t.pull, af.Within(limit))
 		return func() error { return call.Wait(context.Background()) }, err

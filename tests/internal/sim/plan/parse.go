@@ -157,7 +157,6 @@ func (c *checker) plan() {
 		return
 	}
 	c.oneOf("cluster.api", s.API, "", "python", "tensor", "kv")
-	c.need(s.API != "kv" || p.Only == "simulation", "only", p.Only, "simulation: real processes have no program over kv")
 	for i, n := range s.Foreign {
 		c.node(fmt.Sprintf("cluster.foreign[%d]", i), n)
 	}

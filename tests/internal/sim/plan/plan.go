@@ -37,7 +37,7 @@ type Cluster struct {
 	Workers int    `json:"workers"`
 	Servers int    `json:"servers"`
 	Group   int    `json:"group,omitempty"` // instances of each group, 1 if 0
-	API     string `json:"api,omitempty"`   // "python" (get_batch), "tensor" (a handler), "kv" (push, then pull; simulation only); tensor if empty
+	API     string `json:"api,omitempty"`   // "python" (get_batch), "tensor" (a handler), "kv" (push, then pull); tensor if empty
 
 	// Foreign nodes behave like those of the original: they say nothing of
 	// incarnations, and ignore notices.

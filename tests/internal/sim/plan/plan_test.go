@@ -36,7 +36,6 @@ func TestRefused(t *testing.T) {
 		{`"workers": 2`, `"workers": 0`, "cluster.workers is 0, want at least 1"},
 		{`"workers": 2`, `"wrokers": 2`, `unknown field "wrokers"`},
 		{`"workers": 2`, `"workers": 2, "api": "rust"`, `cluster.api is "rust", want one of`},
-		{`"workers": 2`, `"workers": 2, "api": "kv"`, `only is "", want simulation`},
 		{`"for": "10s"`, `"for": "10"`, `want a duration`},
 		{`"for": "10s"`, `"for": 10`, `want a duration in quotes`},
 		{`"for": "10s"`, `"for": "0s"`, `phases[0].for is 0s, want more than 0`},
