@@ -84,7 +84,8 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 		return
 	}
 	if m.sched == nil && id == van.SchedulerID && errors.Is(cause, van.ErrReplaced) { // it cannot be asked any more
-		m.fail(&van.Error{Op: "connect", Node: m.name(), Peer: m.peer(id), Detail: cause.Error(), Err: ErrRefused})
+		m.fail(&van.Error{Op: "connect", Node: m.name(), Peer: m.peer(id), Err: ErrRefused,
+			Detail: fmt.Sprintf("%s was taken for dead and its place given to another process: %s", m.self.Addr(), cause)})
 		return
 	}
 	if m.sched != nil && id < 0 {
