@@ -91,7 +91,7 @@ rdma-deps: ## prepare the virtual machine of rdma-test (installs QEMU and tools,
 rdma-test: ## tests with RDMA devices, in a virtual machine; PKGS=./van/rdma RUN=regexp RACE=1 ARGS=-test.count=3
 	@tools/rdma_test.sh $(if $(RUN),--run '$(RUN)') $(if $(filter 1,$(RACE)),--race) $(PKGS) $(if $(ARGS),-- $(ARGS))
 
-rdma-plans: ## plans of tests/plans over RDMA, in the virtual machine: PLAN=name for one, SLOW=4 makes their times so much longer; 36 minutes and more
+rdma-plans: ## plans of tests/plans over RDMA, in the virtual machine: PLAN=name for one, SLOW=4 makes times that are not promised so much longer; 30 minutes
 	@tools/rdma_test.sh --limit 5400 --timeout 5700 -v --run '^TestPlans$$$(if $(PLAN),/^$(PLAN)$$)' ./tests/rdma -- -plans -slow $(or $(SLOW),4)
 
 python-deps: ## install what python-test needs: PyTorch of Debian, NumPy and JAX of PyPI (in build/python)

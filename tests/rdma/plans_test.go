@@ -39,6 +39,9 @@ func TestPlans(t *testing.T) {
 				t.Error(w)
 			}
 			t.Logf("%d calls ended well, %d failed", res.Calls, res.Failed)
+			for _, line := range res.Times {
+				t.Log(line)
+			}
 			if t.Failed() {
 				t.Logf("timeline:\n%s\n%s", res.Timeline, res.Logs())
 			}

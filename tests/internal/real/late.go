@@ -40,10 +40,12 @@ func WatchMachine(ctx context.Context) *Machine {
 	return m
 }
 
-// Late is how much later than it should something may be that has taken from since until now: a heartbeat that
-// is missed, the notice of it, and the call that ends with it pass through so many processes.
+// hops is how many processes what happens passes through: a heartbeat that is missed, the notice of it, and the call that
+// ends with it.
+const hops = 4
+
+// Late is how much later than it should something may be that has taken from since until now.
 func (m *Machine) Late(since time.Time) time.Duration {
-	const hops = 4
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	longest := max(time.Since(m.begun)-nap, 0)
@@ -53,6 +55,25 @@ func (m *Machine) Late(since time.Time) time.Duration {
 		}
 	}
 	return hops * longest
+}
+
+// between is how much later than it should something may be that took from one time until another.
+func (m *Machine) between(from, to time.Time) time.Duration {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var longest time.Duration
+	for _, l := range m.late {
+		if l.at.After(from) && l.at.Add(-l.by).Before(to) {
+			longest = max(longest, l.by)
+		}
+	}
+	return hops * longest
+}
+
+// lateFor is how much longer than the plan says a call may take.
+func (r *planRun) lateFor(c *Call) time.Duration {
+	begun := time.UnixMilli(c.Begin)
+	return r.margin + r.machine.between(begun, begun.Add(time.Duration(c.MS)*time.Millisecond))
 }
 
 // late is how much later than the plan says something may be.

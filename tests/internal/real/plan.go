@@ -24,9 +24,11 @@ type PlanOptions struct {
 	Dir  string // where logs are kept
 	Log  func(line string)
 
-	// Margin is how much longer things may take than the plan says, 3s if 0.
+	// Margin is how much longer things may take than the plan says, 3s if 0; and 3s if the times of
+	// the plan are promised.
 	Margin time.Duration
-	// Slow is how many times as slow the machine is as others: all times are so much longer.
+	// Slow is how many times as slow the machine is as others: all times are so much longer,
+	// but those that are promised.
 	Slow int
 	// Faults are planted in all processes: names of fail points, in a build that has them.
 	Faults []string
@@ -37,6 +39,7 @@ type Result struct {
 	Wrong    []string // what must not have happened
 	Calls    int64    // that ended well
 	Failed   int64
+	Times    []string // what took how long of that for which the plan has a limit
 	Timeline string
 	Logs     func() string // the end of each process's
 }
@@ -89,7 +92,7 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 		p = p.Slower(o.Slow)
 	}
 	r := &planRun{p: p, ctx: ctx, stop: make(chan struct{}), margin: o.Margin}
-	if r.margin == 0 {
+	if r.margin == 0 || p.Promised {
 		r.margin = defaultMargin
 	}
 	watched, end := context.WithCancel(ctx)
@@ -139,7 +142,7 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	}
 	c.Close() // so that all has come that they have said
 	r.judgeBarriers()
-	res := &Result{Wrong: c.Wrong(), Timeline: c.Timeline()}
+	res := &Result{Wrong: c.Wrong(), Times: r.times, Timeline: c.Timeline()}
 	for _, x := range c.All() {
 		s := x.State().Stats
 		res.Calls, res.Failed = res.Calls+s.OK, res.Failed+s.Failed
@@ -167,11 +170,15 @@ type planRun struct {
 
 	loads  []plan.Load // of the phase
 	phases []phaseRun
+	times  []string
 	stop   chan struct{} // closed when faults are over: what is still to happen does not
 	events sync.WaitGroup
 
 	mu    sync.Mutex
 	cuts  map[[2]plan.Node]int
+	held  time.Duration      // how long the plan's clock has stood still: see clock
+	holds int                // processes for which it stands still now
+	since time.Time          // the first of them was asked for
 	gone  map[plan.Node]bool // left or finalized: not to be replaced
 	wants map[plan.Node]bool // a process is to be there
 }
@@ -209,7 +216,7 @@ func (r *planRun) phase(ph *plan.Phase) {
 	r.mu.Lock()
 	r.loads = ph.Loads
 	r.mu.Unlock()
-	x := phaseRun{from: time.Now()}
+	x, from := phaseRun{from: time.Now()}, r.clock()
 	for _, p := range r.c.Living() {
 		if p.Role == "worker" {
 			p.Begin(Command{Do: doLoads, Loads: r.loadsOf(p)})
@@ -218,12 +225,12 @@ func (r *planRun) phase(ph *plan.Phase) {
 	for i := range ph.Events {
 		e := &ph.Events[i]
 		r.events.Go(func() {
-			if r.after(x.from.Add(e.At.D())) {
+			if r.after(from.Add(e.At.D())) {
 				r.event(e)
 			}
 		})
 	}
-	r.after(x.from.Add(ph.For.D()))
+	r.after(from.Add(ph.For.D()))
 	x.to = time.Now()
 	x.living = r.c.Living()
 	for _, p := range r.c.All() {
@@ -234,17 +241,47 @@ func (r *planRun) phase(ph *plan.Phase) {
 	r.phases = append(r.phases, x)
 }
 
-// after waits until a time, and returns false when the faults are over before.
+// clock is the time by which the plan goes. What is promised counts from when a process listens: until
+// then, which takes milliseconds, and seconds on an emulated processor, the clock of such a plan stands still.
+func (r *planRun) clock() time.Time {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.holds > 0 {
+		return r.since.Add(-r.held)
+	}
+	return time.Now().Add(-r.held)
+}
+
+// hold makes the clock stand still, or go on.
+func (r *planRun) hold(on bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if on {
+		if r.holds++; r.holds == 1 {
+			r.since = time.Now()
+		}
+	} else if r.holds--; r.holds == 0 {
+		r.held += time.Since(r.since)
+	}
+}
+
+// after waits until a time of the clock, and returns false when the faults are over before.
 func (r *planRun) after(at time.Time) bool {
-	timer := time.NewTimer(time.Until(at))
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-r.stop:
-		return false
-	case <-r.ctx.Done():
-		return false
+	for {
+		left := at.Sub(r.clock())
+		if left <= 0 {
+			return true
+		}
+		timer := time.NewTimer(max(left, 5*time.Millisecond)) // the clock may stand still meanwhile
+		select {
+		case <-timer.C:
+		case <-r.stop:
+			timer.Stop()
+			return false
+		case <-r.ctx.Done():
+			timer.Stop()
+			return false
+		}
 	}
 }
 
@@ -272,7 +309,7 @@ func (r *planRun) event(e *plan.Event) {
 	case plan.Stop:
 		r.can(p.Stop())
 		if e.For > 0 {
-			r.after(time.Now().Add(e.For.D()))
+			r.after(r.clock().Add(e.For.D()))
 			r.can(p.Continue())
 		}
 	case plan.Wake:
@@ -298,14 +335,14 @@ func (r *planRun) event(e *plan.Event) {
 		pairs := r.pairs(e)
 		r.cut(pairs, true)
 		if e.For > 0 {
-			r.after(time.Now().Add(e.For.D()))
+			r.after(r.clock().Add(e.For.D()))
 			r.cut(pairs, false)
 		}
 	case plan.Heal:
 		r.cut(r.pairs(e), false)
 	case plan.SlowHandler:
 		r.can(p.Block(true))
-		r.after(time.Now().Add(e.For.D()))
+		r.after(r.clock().Add(e.For.D()))
 		if !p.State().Ended {
 			r.can(p.Block(false))
 		}
@@ -347,7 +384,7 @@ func (r *planRun) join(n plan.Node) {
 			if n == "scheduler" {
 				r.c.release(n.Role(), n.Rank()) // a child that holds the port keeps everybody from it
 			}
-			p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil })
+			p, err := r.spawn(n)
 			if err != nil {
 				if r.ctx.Err() == nil {
 					r.c.wrong("the runner: %v", err)
@@ -373,6 +410,22 @@ func (r *planRun) join(n plan.Node) {
 			<-time.After(100 * time.Millisecond)
 		}
 	})
+}
+
+// spawn starts a process that has no loads yet.
+func (r *planRun) spawn(n plan.Node) (*Process, error) {
+	if r.p.Promised {
+		r.hold(true)
+		defer r.hold(false)
+	}
+	p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil })
+	if err != nil || !r.p.Promised {
+		return p, err
+	}
+	for end := time.Now().Add(r.c.slowly(patience)); !p.State().Ended && !strings.Contains(p.Log(), "Bind to ") && time.Now().Before(end) && r.ctx.Err() == nil; {
+		<-time.After(5 * time.Millisecond)
+	}
+	return p, nil
 }
 
 // pairs are the links that an event is about.
@@ -567,13 +620,21 @@ func (r *planRun) expect(ph *plan.Phase, x *phaseRun, e *plan.Expect) {
 		if !slices.ContainsFunc(failed, func(f Call) bool { return strings.Contains(f.Text, e.SomeError) }) && e.SomeError != "" {
 			wrong("of %d calls that failed none has %q in its error", len(failed), e.SomeError)
 		}
+		var longest Call
 		for _, f := range slices.Concat(failed, barriers) {
-			if (f.Text != "" || f.Barrier) && e.Within > 0 && f.MS > (e.Within.D()+r.late()).Milliseconds() {
+			if f.MS >= longest.MS {
+				longest = f
+			}
+			if (f.Text != "" || f.Barrier) && e.Within > 0 && f.MS > (e.Within.D()+r.lateFor(&f)).Milliseconds() {
 				wrong("a call or barrier took %d ms, want at most %s: %s", f.MS, e.Within.D(), cmp.Or(f.Text, "it passed"))
 			}
 			if f.Text != "" && !f.Barrier && !strings.Contains(f.Text, e.Error) {
 				wrong("a call failed with %q, want %q in it", f.Text, e.Error)
 			}
+		}
+		if e.Within > 0 {
+			r.times = append(r.times, fmt.Sprintf("phase %q: %s: of %d barriers and %d calls that failed the longest took %d ms, with a limit of %s and %s for this machine",
+				ph.Name, p, len(barriers), len(failed), longest.MS, e.Within.D(), r.lateFor(&longest).Round(time.Millisecond)))
 		}
 	}
 }

@@ -39,3 +39,40 @@ func TestExpectations(t *testing.T) {
 		}
 	}
 }
+
+// TestClockStandsStill: the plan's clock stands still as long as any process is being started.
+func TestClockStandsStill(t *testing.T) {
+	r := &planRun{ctx: t.Context(), stop: make(chan struct{})}
+	r.hold(true)
+	at := r.clock()
+	r.hold(true)
+	r.hold(false)
+	for range 100 {
+		if now := r.clock(); !now.Equal(at) {
+			t.Fatalf("it has gone on by %s", now.Sub(at))
+		}
+	}
+	r.hold(false)
+	real, asked := time.Now(), r.clock()
+	if !r.after(asked.Add(20*time.Millisecond)) || time.Since(real) < 20*time.Millisecond || r.clock().Before(asked.Add(20*time.Millisecond)) {
+		t.Errorf("it has gone on by %s within %s", r.clock().Sub(asked), time.Since(real))
+	}
+	r.hold(true)
+	defer r.hold(false)
+	close(r.stop)
+	if r.after(r.clock().Add(time.Millisecond)) {
+		t.Error("a time has come while the clock stood still")
+	}
+}
+
+// TestLateBetween: the machine's lateness counts for what was under way then.
+func TestLateBetween(t *testing.T) {
+	begun := time.Now()
+	at := func(s int) time.Time { return begun.Add(time.Duration(s) * time.Second) }
+	m := &Machine{begun: begun, late: []lateness{{at(2), time.Second}, {at(10), 2 * time.Second}}}
+	for _, x := range []struct{ from, to, want int }{{0, 1, 0}, {0, 2, 1}, {1, 3, 1}, {3, 8, 0}, {3, 9, 2}, {0, 20, 2}, {11, 20, 0}} {
+		if got, want := m.between(at(x.from), at(x.to)), time.Duration(hops*x.want)*time.Second; got != want {
+			t.Errorf("from second %d to %d it was %s late, want %s", x.from, x.to, got, want)
+		}
+	}
+}

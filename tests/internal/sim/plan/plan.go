@@ -26,6 +26,10 @@ type Plan struct {
 	Finding string `json:"finding,omitempty"` // class of faults that it was written for
 	Only    string `json:"only,omitempty"`    // "simulation" or "processes"; both if empty
 
+	// Promised tells that the times of the plan are what the documents promise of the
+	// library: they are the same on a slow machine.
+	Promised bool `json:"promised,omitempty"`
+
 	Cluster   Cluster   `json:"cluster"`
 	Transport Transport `json:"transport"`
 	Phases    []Phase   `json:"phases"`
@@ -277,9 +281,22 @@ func (p *Plan) Length() (d time.Duration) {
 
 // Slower is p for a machine that is n times as slow: everything happens n times as late, and may
 // take n times as long. The nodes' own times that a plan is about go with it, also those that it
-// does not name.
+// does not name. Of a plan whose times are promised nothing is slower but the rate of its calls,
+// and all may take longer to settle behind its end.
 func (p *Plan) Slower(n int) *Plan {
 	by, q := Duration(n), *p
+	q.End.Settle = Duration(p.End.Settle.Or(30*time.Second)) * by
+	q.Phases = slices.Clone(p.Phases)
+	for i := range q.Phases {
+		ph := &q.Phases[i]
+		ph.Loads = slices.Clone(ph.Loads)
+		for k := range ph.Loads {
+			ph.Loads[k].Every *= by
+		}
+	}
+	if p.Promised {
+		return &q
+	}
 	q.Cluster.Env = maps.Clone(p.Cluster.Env)
 	if q.Cluster.Env == nil {
 		q.Cluster.Env = map[string]string{}
@@ -292,14 +309,13 @@ func (p *Plan) Slower(n int) *Plan {
 			q.Cluster.Env[name] = strconv.Itoa(seconds * n)
 		}
 	}
-	q.Phases = slices.Clone(p.Phases)
 	for i := range q.Phases {
 		ph := &q.Phases[i]
 		ph.For *= by
-		ph.Loads, ph.Events, ph.Expect = slices.Clone(ph.Loads), slices.Clone(ph.Events), slices.Clone(ph.Expect)
+		ph.Events, ph.Expect = slices.Clone(ph.Events), slices.Clone(ph.Expect)
 		for k := range ph.Loads {
 			l := &ph.Loads[k]
-			l.Every, l.Limit = l.Every*by, Duration(l.Limit.Or(5*time.Second))*by
+			l.Limit = Duration(l.Limit.Or(5*time.Second)) * by
 		}
 		for k := range ph.Events {
 			e := &ph.Events[k]
@@ -310,6 +326,5 @@ func (p *Plan) Slower(n int) *Plan {
 			e.After, e.Within = e.After*by, e.Within*by
 		}
 	}
-	q.End.Settle = Duration(p.End.Settle.Or(30*time.Second)) * by
 	return &q
 }

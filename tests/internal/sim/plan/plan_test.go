@@ -87,6 +87,27 @@ func TestSlower(t *testing.T) {
 	}
 }
 
+// TestSlowerPromised: of a plan whose times are promised only the rate of the calls is another one on a slow machine,
+// and the time for all to settle.
+func TestSlowerPromised(t *testing.T) {
+	const text = `{"name": "x", "about": "x", "promised": true, "cluster": {"workers": 2, "servers": 1, "env": {"PS_HEARTBEAT_INTERVAL": "1"}}, "transport": {},
+ "phases": [{"name": "a", "for": "10s", "loads": [{"nodes": "workers", "every": "10ms", "limit": "2s"}, {"nodes": "worker 0"}],
+  "events": [{"at": "1s", "do": "stop", "node": "worker 0", "for": "2s"}], "expect": [{"nodes": "worker 1", "rounds": "all", "after": "4s", "within": "1s"}]}], "end": {}}`
+	p, err := Parse("x.json", []byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want, _ := Parse("x.json", []byte(text))
+	want.Phases[0].Loads[0].Every = Duration(30 * time.Millisecond)
+	want.End.Settle = Duration(90 * time.Second)
+	if q := p.Slower(3); !reflect.DeepEqual(q, want) {
+		t.Errorf("three times as slow it is %+v, want %+v", q, want)
+	}
+	if again, _ := Parse("x.json", []byte(text)); !reflect.DeepEqual(p, again) {
+		t.Errorf("the plan itself is %+v now, want %+v", p, again)
+	}
+}
+
 // TestPlans: the plans of this repository are right.
 func TestPlans(t *testing.T) {
 	if _, err := ReadDir("../../../plans"); err != nil {
