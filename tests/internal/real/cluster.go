@@ -19,6 +19,9 @@ import (
 // patience is how long a busy machine may need for what is to happen.
 const patience = 30 * time.Second
 
+// startSeconds is the STEPAF_START_TIMEOUT of nodes that are given no other.
+const startSeconds = 30
+
 // Leg is how data travels between the processes.
 type Leg string
 
@@ -40,6 +43,7 @@ type Options struct {
 	Wait             bool                                 // scheduler and servers do not call Finalize before they are told to
 	Env              []string                             // of all processes, behind what the runner sets
 	NodeEnv          func(role string, rank int) []string // of one
+	Foreign          []plan.Node                          // nodes that behave like those of the original
 	Separate         bool                                 // each process has a network of its own, so that Cut works; needs root, and not with SHM
 	Host             string                               // RDMA: the address of the device
 	Dir              string                               // where logs are kept; "" keeps the end of each in memory
@@ -206,7 +210,7 @@ func (c *Cluster) environ(role string, rank int) []string {
 		"DMLC_PS_ROOT_URI=" + c.host("scheduler", 0), fmt.Sprintf("DMLC_PS_ROOT_PORT=%d", c.port), "DMLC_NODE_HOST=" + host,
 		fmt.Sprintf("DMLC_GROUP_SIZE=%d", c.o.Group), fmt.Sprintf("DMLC_NODE_RANK=%d", rank/c.o.Group),
 		fmt.Sprintf("STEPMESH_GPU=%d", rank%c.o.Group), "STEPMESH_BAKCEND=CPU",
-		fmt.Sprintf("STEPAF_START_TIMEOUT=%d", 30*c.o.Slow), fmt.Sprintf("STEPAF_STOP_TIMEOUT=%d", 30*c.o.Slow), "PS_VERBOSE=1",
+		fmt.Sprintf("STEPAF_START_TIMEOUT=%d", startSeconds*c.o.Slow), fmt.Sprintf("STEPAF_STOP_TIMEOUT=%d", 30*c.o.Slow), "PS_VERBOSE=1",
 	}
 	switch c.o.Leg {
 	case TCP:
@@ -241,7 +245,7 @@ func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour)) (*Pr
 	p := &Process{Role: role, Rank: rank, Serial: c.serial, c: c, log: &tail{}, gone: make(chan struct{}), began: time.Now(),
 		changed: make(chan struct{}), answers: map[int]chan Event{}, oks: map[int64]int64{}}
 	c.mu.Unlock()
-	b := Behaviour{Program: c.o.Program, Serial: p.Serial, Loads: c.o.Loads, Wait: c.o.Wait, Faults: c.o.Faults}
+	b := Behaviour{Program: c.o.Program, Serial: p.Serial, Loads: c.o.Loads, Wait: c.o.Wait, Faults: c.o.Faults, Foreign: c.o.Foreign}
 	if change != nil {
 		change(&b)
 	}

@@ -59,7 +59,8 @@ type lane struct {
 	push, pull     []af.KeyTensor // nil over kv
 	pairs          *pairs.Call    // over kv only
 	pushed, pulled [][]byte       // the bytes of all
-	pushes         int            // that a server gets
+	pushes, pulls  int            // of each server
+	index, size    int            // of the lane, and of each tensor
 	servers        int
 	limit          time.Duration
 	failed         bool          // the last call has
@@ -79,39 +80,49 @@ const (
 )
 
 func (n *node) lane(p *plan.Load, index int) *lane {
-	l := &lane{n: n, servers: n.cfg().NumServers, limit: p.Limit.Or(defaultLimit)}
-	size, pushes, pulls := max(p.Size, headSize), p.Pushes, max(p.Pulls, 1)
+	l := &lane{n: n, index: index, servers: n.cfg().NumServers, limit: p.Limit.Or(defaultLimit)}
+	l.size, l.pushes, l.pulls = max(p.Size, headSize), p.Pushes, max(p.Pulls, 1)
 	if p.Size == 0 {
-		size = defaultSize
+		l.size = defaultSize
 	}
-	if pushes == 0 && p.Pulls == 0 {
-		pushes = 1
+	if l.pushes == 0 && (p.Pulls == 0 || n.keyValue != nil) {
+		l.pushes = 1
 	}
-	l.pushes = pushes
+	l.newPushes()
 	if n.keyValue != nil {
-		l.pushes = max(pushes, 1)
-		l.pairs = pairs.New(n.n, n.keyValue, size, l.pushes, pulls)
-		l.pushed, l.pulled = l.pairs.Pushes, l.pairs.Pulls
-		l.clear()
 		return l
 	}
-	add := func(list *[]af.KeyTensor, all *[][]byte, key int) {
-		b := bytes.Repeat([]byte{untouched}, size)
-		x, err := af.FromSlice(b)
-		if err != nil {
-			n.wrong("tensor of %d bytes: %v", size, err)
-		}
-		*list, *all = append(*list, af.KeyTensor{Key: uint64(key), Val: x}), append(*all, b)
-	}
-	for i := range pushes {
-		add(&l.push, &l.pushed, index<<16|i)
-	}
 	for range l.servers {
-		for i := range pulls {
-			add(&l.pull, &l.pulled, index<<16|1<<15|i)
+		for i := range l.pulls {
+			l.pull, l.pulled = l.add(l.pull, l.pulled, index<<16|1<<15|i)
 		}
 	}
 	return l
+}
+
+// newPushes makes other memory what the lane sends. Over kv that is also where answers are
+// put.
+func (l *lane) newPushes() {
+	if l.n.keyValue != nil {
+		l.pairs = pairs.New(l.n.n, l.n.keyValue, l.size, l.pushes, l.pulls)
+		l.pushed, l.pulled = l.pairs.Pushes, l.pairs.Pulls
+		l.clear()
+		return
+	}
+	l.push, l.pushed = nil, nil
+	for i := range l.pushes {
+		l.push, l.pushed = l.add(l.push, l.pushed, l.index<<16|i)
+	}
+}
+
+// add makes a tensor.
+func (l *lane) add(list []af.KeyTensor, all [][]byte, key int) ([]af.KeyTensor, [][]byte) {
+	b := bytes.Repeat([]byte{untouched}, l.size)
+	x, err := af.FromSlice(b)
+	if err != nil {
+		l.n.wrong("tensor of %d bytes: %v", l.size, err)
+	}
+	return append(list, af.KeyTensor{Key: uint64(key), Val: x}), append(all, b)
 }
 
 func (n *node) cfg() *postoffice.Config {
@@ -275,6 +286,9 @@ func (l *lane) round() error {
 		l.checkAnswers(call)
 	} else {
 		l.clear()
+		if len(n.b.Foreign) > 0 { // to which nothing is taken back: what was pushed may still be under way
+			l.newPushes()
+		}
 	}
 	l.failed = err != nil
 	n.result(begun, took, err)
@@ -462,15 +476,21 @@ func (n *node) heard(id batchID, part string) {
 		calls = map[uint64]bool{}
 		n.seen[p] = calls
 	}
-	if calls[id.call] {
+	if calls[id.call] && !(n.cfg().Resend && n.foreign("worker", id.rank)) { // which of its processes has repeated it, nobody knows
 		n.wrong("%scall %d of worker %d, process %d, came twice", part, id.call, id.rank, id.serial)
 	}
 	calls[id.call] = true
 	delete(calls, id.call-min(id.call, remembered))
-	if last := n.newest[id.rank]; last > id.serial {
+	if last := n.newest[id.rank]; last > id.serial && !n.nameless(id.rank) {
 		n.wrong("%scall %d of worker %d came from process %d behind calls of process %d, which has replaced it", part, id.call, id.rank, id.serial, last)
 	}
 	n.newest[id.rank] = max(n.newest[id.rank], id.serial)
+}
+
+// nameless tells whether this server cannot know which process of a worker it hears: one of the
+// two says nothing of processes or does not listen to it, or the scheduler does not.
+func (n *node) nameless(worker uint32) bool {
+	return n.foreign("worker", worker) || n.foreign("server", n.rank) || n.foreign("scheduler", 0)
 }
 
 // batches is the loop of a server of the Python module.

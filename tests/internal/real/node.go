@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -24,6 +25,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/kv"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/foreign"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -45,6 +47,12 @@ type Behaviour struct {
 	Loads   []plan.Load // of a worker, from the start
 	Faults  []string    // fail points that are on
 	Wait    bool        // scheduler and servers do not call Finalize before they are told to
+
+	// Foreign are the nodes of the cluster that behave like those of the original.
+	Foreign []plan.Node
+
+	// Freeze is when the process stands still, counted from when it connects to the scheduler; 0 for never.
+	Freeze time.Duration
 }
 
 // Millis is a time in milliseconds.
@@ -261,30 +269,59 @@ func (n *node) id() int {
 
 // start makes the node what its role says.
 func (n *node) start(ctx context.Context) error {
-	if n.b.Program == Module {
+	if n.b.Program == Module && len(n.b.Foreign) == 0 && n.b.Freeze == 0 {
 		s, err := core.Start(ctx, os.LookupEnv, nil)
 		if err != nil {
 			return err
 		}
-		n.session, n.rank = s, uint32(s.Config().Rank())
-		if s.Config().Role == "server" {
-			go n.batches()
-		}
+		n.opened(s)
 		return nil
 	}
 	cfg, err := postoffice.LoadConfig()
 	if err != nil {
 		return err
 	}
-	n.n, err = postoffice.Start(ctx, postoffice.Options{Config: cfg, Log: logx.New(os.Stderr, cfg)})
+	o := postoffice.Options{Config: cfg, Log: logx.New(&freezer{w: os.Stderr, after: n.b.Freeze}, cfg), KeepBackend: n.b.Program == Module}
+	self := n.foreign(cfg.Role, uint32(cfg.Rank()))
+	if self {
+		o.Van = foreign.Factory(van.New)
+	}
+	started, err := postoffice.Start(ctx, o)
 	if err != nil {
 		return err
 	}
-	n.rank = uint32(cfg.Rank())
-	if err = n.program(); err != nil {
+	if self && started.IsRecovery() { // one of the original waits in the barrier of start-up all the same
+		err = started.StopBarrier(ctx)
+	}
+	if n.b.Program == Module && err == nil {
+		s, err := core.Open(ctx, started)
+		if err != nil {
+			return err
+		}
+		n.opened(s)
+		return nil
+	}
+	n.n, n.rank = started, uint32(cfg.Rank())
+	if err == nil {
+		err = n.program()
+	}
+	if err != nil {
 		n.n.Close()
 	}
 	return err
+}
+
+// opened begins the program of the Python module.
+func (n *node) opened(s *core.Session) {
+	n.session, n.rank = s, uint32(s.Config().Rank())
+	if s.Config().Role == "server" {
+		go n.batches()
+	}
+}
+
+// foreign tells whether a node behaves like those of the original.
+func (n *node) foreign(role string, rank uint32) bool {
+	return slices.Contains(n.b.Foreign, plan.NodeOf(role, int(rank)))
 }
 
 // program makes the node, which has started, what its program says.

@@ -61,8 +61,8 @@ func Cannot(p *plan.Plan, leg Leg) string {
 	if k := p.Transport.Kind; k != "" && k != string(leg) {
 		return "it is for " + k
 	}
-	if len(p.Cluster.Foreign) > 0 {
-		return "there are no nodes of the original here"
+	if len(p.Cluster.Foreign) > 0 && leg == RDMA {
+		return "nodes of the original are made for ZeroMQ only"
 	}
 	for _, ph := range p.Phases {
 		for _, e := range ph.Events {
@@ -98,7 +98,7 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	watched, end := context.WithCancel(ctx)
 	defer end()
 	r.machine = WatchMachine(watched)
-	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Group: p.Cluster.Group, Leg: o.Leg, Program: Plain,
+	opts := Options{Workers: p.Cluster.Workers, Servers: p.Cluster.Servers, Group: p.Cluster.Group, Foreign: p.Cluster.Foreign, Leg: o.Leg, Program: Plain,
 		Wait: !p.Cluster.FinalizeEarly, Host: o.Host, Dir: o.Dir, Log: o.Log, Faults: o.Faults, Slow: o.Slow}
 	switch p.Cluster.API {
 	case "python":
@@ -132,10 +132,13 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	defer c.Close()
 	defer context.AfterFunc(ctx, c.Close)()
 	r.c = c
-	if err := c.Start(); err != nil {
-		c.wrong("%v", err)
-	} else {
+	if p.Cluster.Stuck != "" {
+		err = r.stuck()
+	} else if err = c.Start(); err == nil {
 		r.run()
+	}
+	if err != nil {
+		c.wrong("%v", err)
 	}
 	if ctx.Err() != nil {
 		return nil, context.Cause(ctx)
@@ -482,7 +485,7 @@ func (r *planRun) end() {
 	for _, p := range r.c.All() {
 		if p.State().Stopped {
 			r.can(p.Continue())
-			if r.c.Get(p.Role, p.Rank) != p {
+			if r.c.Get(p.Role, p.Rank) != p && !r.p.Cluster.IsForeign(plan.NodeOf(p.Role, p.Rank)) { // one of the original reads no notice
 				zombies = append(zombies, p)
 			}
 		}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tests/internal/foreign"
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -99,13 +100,9 @@ func (c *cluster) startLimit() time.Duration {
 
 // factory makes the van of a process.
 func (c *cluster) factory(p *proc) van.Factory {
-	return func(o van.Options) (van.Van, error) {
+	f := func(o van.Options) (van.Van, error) {
 		if c.fabric != nil {
 			return c.fabric.newVan(p, o)
-		}
-		foreign := c.plan.Cluster.IsForeign(p.who)
-		if foreign {
-			o.Incarnation = 0
 		}
 		v := c.net.newNode(p.who, p.name, p.host, o)
 		c.mu.Lock()
@@ -115,11 +112,12 @@ func (c *cluster) factory(p *proc) van.Factory {
 		if dead {
 			v.kill(false)
 		}
-		if foreign {
-			return &foreignVan{Van: v}, nil
-		}
 		return v, nil
 	}
+	if c.plan.Cluster.IsForeign(p.who) {
+		return foreign.Factory(f)
+	}
+	return f
 }
 
 // options has what is random in a node.
@@ -151,9 +149,9 @@ func (c *cluster) heard(at *proc, id callID) {
 	from := c.process(plan.NodeOf("worker", id.worker), id.gen)
 	replaced := from != nil && from.replaced != 0 && ok && call.start > from.replaced+slack
 	now := c.current[plan.NodeOf("worker", id.worker)]
-	foreign := len(c.plan.Cluster.Foreign) > 0
+	mixed := len(c.plan.Cluster.Foreign) > 0
 	c.mu.Unlock()
-	if replaced && !foreign && !c.unaware(at) {
+	if replaced && !mixed && !c.unaware(at) {
 		c.check.fail("replaced, and heard", "%s got the batch of %s, which was made at %.6fs; %s had taken its place at %.6fs",
 			at.name, id, call.start.Seconds(), now.name, from.replaced.Seconds())
 	}

@@ -57,7 +57,8 @@ type Cluster struct {
 
 	// Stuck is a node that stands still at some time before StuckBy after its start: the
 	// others must give up within STEPAF_START_TIMEOUT, or start. There are no phases then,
-	// and nothing is expected of the end.
+	// and nothing is expected of the end. On real processes, which take longer to begin, it
+	// is the last one, and the time counts from when it connects to the scheduler.
 	Stuck   Node     `json:"stuck,omitempty"`
 	StuckBy Duration `json:"stuck_by,omitempty"`
 }
@@ -271,8 +272,12 @@ func (c *Cluster) All() []Node {
 // IsForeign tells whether n behaves like a node of the original.
 func (c *Cluster) IsForeign(n Node) bool { return slices.Contains(c.Foreign, n) }
 
-// Length is the time of all phases.
+// Length is the time of all phases, and that in which nodes give up that cannot start.
 func (p *Plan) Length() (d time.Duration) {
+	if p.Cluster.Stuck != "" {
+		seconds, _ := strconv.Atoi(p.Cluster.Env["STEPAF_START_TIMEOUT"])
+		d = time.Duration(seconds) * time.Second
+	}
 	for i := range p.Phases {
 		d += p.Phases[i].For.D()
 	}
@@ -301,7 +306,8 @@ func (p *Plan) Slower(n int) *Plan {
 	if q.Cluster.Env == nil {
 		q.Cluster.Env = map[string]string{}
 	}
-	for name, def := range map[string]string{"PS_HEARTBEAT_INTERVAL": "", "PS_HEARTBEAT_TIMEOUT": "10", "STEPAF_REPLACE_TIMEOUT": "10"} {
+	for name, def := range map[string]string{"PS_HEARTBEAT_INTERVAL": "", "PS_HEARTBEAT_TIMEOUT": "10", "STEPAF_REPLACE_TIMEOUT": "10",
+		"STEPAF_START_TIMEOUT": ""} {
 		if _, set := q.Cluster.Env["PS_HEARTBEAT_INTERVAL"]; set && name == "PS_HEARTBEAT_TIMEOUT" {
 			def = "" // it follows from that
 		}
@@ -309,6 +315,7 @@ func (p *Plan) Slower(n int) *Plan {
 			q.Cluster.Env[name] = strconv.Itoa(seconds * n)
 		}
 	}
+	q.Cluster.StuckBy *= by
 	for i := range q.Phases {
 		ph := &q.Phases[i]
 		ph.For *= by

@@ -1,4 +1,6 @@
-package sim
+// Package foreign makes nodes of this library behave like those of the original towards others,
+// for tests: in the simulation and on real processes.
+package foreign
 
 import (
 	"bytes"
@@ -8,9 +10,20 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// foreignVan makes a node behave like one of the original towards the others: its record
-// has no identity, its messages carry no incarnations, it passes over those of others,
-// and it does not read notices.
+// Factory makes vans of such nodes out of those that f makes: the node's record has no identity,
+// its messages carry no incarnations, it passes over those of others, and it does not read
+// notices.
+func Factory(f van.Factory) van.Factory {
+	return func(o van.Options) (van.Van, error) {
+		o.Incarnation = 0
+		v, err := f(o)
+		if err != nil {
+			return nil, err
+		}
+		return &foreignVan{Van: v}, nil
+	}
+}
+
 type foreignVan struct {
 	van.Van
 	self van.Node
