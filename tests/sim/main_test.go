@@ -75,8 +75,18 @@ func plansDir() string {
 	return "../plans"
 }
 
+// overRDMA is the plans that can be carried out over RDMA as well.
+func overRDMA(all []*plan.Plan) (fit []*plan.Plan) {
+	for _, p := range all {
+		if q, err := sim.OverRDMA(p); err == nil && p.Only != "processes" {
+			fit = append(fit, q)
+		}
+	}
+	return fit
+}
+
 // choose is the plan of a seed: every second is one of the files, the others are made from
-// the seed.
+// the seed. Of every twenty one is over RDMA.
 func choose(seed uint64) (*plan.Plan, error) {
 	if strings.HasSuffix(*planName, ".json") {
 		return plan.ReadFile(*planName)
@@ -86,7 +96,7 @@ func choose(seed uint64) (*plan.Plan, error) {
 		return nil, err
 	}
 	if *planName != "" {
-		for _, p := range all {
+		for _, p := range append(overRDMA(all), all...) {
 			if p.Name == *planName {
 				return p, nil
 			}
@@ -94,14 +104,18 @@ func choose(seed uint64) (*plan.Plan, error) {
 		return nil, fmt.Errorf("no plan %q in %s", *planName, plansDir())
 	}
 	if seed%20 == 19 {
-		var fit []*plan.Plan
+		n := seed / 20
+		if n%2 == 1 {
+			return plan.Random(seed).OverRDMA(), nil
+		}
+		fit := overRDMA(all)
 		for _, p := range all {
 			if p.Transport.Kind == "rdma" && p.Only != "processes" {
 				fit = append(fit, p)
 			}
 		}
 		if len(fit) > 0 {
-			return fit[seed/20%uint64(len(fit))], nil
+			return fit[n/2%uint64(len(fit))], nil
 		}
 	}
 	if seed%2 == 0 {

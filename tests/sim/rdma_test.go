@@ -36,7 +36,6 @@ func TestRDMA(t *testing.T) {
 // TestRDMARefuses: what devices in memory cannot do is named, and not left out in silence.
 func TestRDMARefuses(t *testing.T) {
 	for _, x := range []struct{ cluster, transport, event, want string }{
-		{"", "", `{"at": "0s", "do": "stop", "node": "worker 0"}`, "phases[0].events[0].do: stop"},
 		{"", "", `{"at": "0s", "do": "break", "node": "worker 0"}`, "phases[0].events[0].do: break"},
 		{"", "", `{"at": "0s", "do": "slow-link", "node": "worker 0", "peer": "server 0", "bandwidth": 1}`, "phases[0].events[0].do: slow-link"},
 		{"", "", `{"at": "0s", "do": "kill", "node": "worker 0", "fork": true}`, "whose child keeps"},

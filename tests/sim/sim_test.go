@@ -14,6 +14,7 @@ import (
 var known = map[string]bool{}
 
 // TestPlans carries out each plan with three seeds, with the race detector with one: make test does both.
+// Those that can be over RDMA as well are so with one more.
 func TestPlans(t *testing.T) {
 	times := uint64(3)
 	if vantest.Race {
@@ -28,20 +29,28 @@ func TestPlans(t *testing.T) {
 			if p.Only == "processes" {
 				t.Skip("only for real processes")
 			}
-			for seed := range times {
-				r := sim.Run(t, p, seed)
-				if known[p.Name] {
-					t.Skipf("known to fail: %v", r.Violations)
-				}
-				for _, v := range r.Violations {
-					t.Errorf("seed %d: %s", seed, v)
-				}
-				if t.Failed() {
-					r.WriteTimeline(os.Stderr, 100)
-					return
-				}
-			}
+			carryOut(t, p, times)
 		})
+	}
+	for _, p := range overRDMA(all) {
+		t.Run(p.Name, func(t *testing.T) { carryOut(t, p, 1) })
+	}
+}
+
+// carryOut carries out p with the seeds from 0 on.
+func carryOut(t *testing.T, p *plan.Plan, seeds uint64) {
+	for seed := range seeds {
+		r := sim.Run(t, p, seed)
+		if known[p.Name] {
+			t.Skipf("known to fail: %v", r.Violations)
+		}
+		for _, v := range r.Violations {
+			t.Errorf("seed %d: %s", seed, v)
+		}
+		if t.Failed() {
+			r.WriteTimeline(os.Stderr, 100)
+			return
+		}
 	}
 }
 

@@ -41,7 +41,7 @@ func (cn *connector) keepConnected(ctx context.Context) {
 	backoff, told, late := minBackoff, false, false
 	for ctx.Err() == nil {
 		p.mu.Lock()
-		parts := p.detached
+		parts := p.detached && p.connects > 0 // before that, what was sent has not left
 		p.mu.Unlock()
 		if parts {
 			<-ctx.Done()

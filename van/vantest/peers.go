@@ -51,6 +51,21 @@ func disconnect(w *world) {
 	}
 }
 
+// farewell: a message that is sent right before Disconnect, to a peer that is only just being connected
+// to, arrives, as what a scheduler refuses a node with.
+func farewell(w *world) {
+	scheduler, worker := w.node(1, nil), w.node(9, nil)
+	for i := range 5 {
+		temp := -1 - i
+		scheduler.connectAs(temp, worker)
+		scheduler.must(control(van.Heartbeat, temp, i))
+		scheduler.Disconnect(temp)
+		if r := worker.next(); int(r.meta.Timestamp) != i {
+			w.Fatalf("timestamp %d, want %d", r.meta.Timestamp, i)
+		}
+	}
+}
+
 // replace lets another node take over an id while the first one still runs.
 func replace(w *world) {
 	worker, first, second := w.node(9, nil), w.node(8, nil), w.node(8, nil)

@@ -73,6 +73,7 @@ func Run(t *testing.T, s Suite) {
 		{"BlockedPeer", blockedPeer, false},
 		{"Rename", rename, true},
 		{"Disconnect", disconnect, true},
+		{"Farewell", farewell, false},
 		{"Replace", replace, true},
 		{"Restart", restart, false},
 		{"PeerCloses", peerCloses, false},

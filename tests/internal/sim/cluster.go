@@ -281,12 +281,12 @@ func (c *cluster) do(e *plan.Event) {
 			})
 		}
 	case plan.Cut:
-		c.each(e, c.net.cut, true)
-		c.later(e.For, func() { c.each(e, c.net.heal, false) })
+		c.each(e, plan.Cut, c.net.cut)
+		c.later(e.For, func() { c.each(e, plan.Heal, c.net.heal) })
 	case plan.Heal:
-		c.each(e, c.net.heal, false)
+		c.each(e, plan.Heal, c.net.heal)
 	case plan.Break:
-		c.each(e, c.net.breakLink, false)
+		c.each(e, plan.Break, c.net.breakLink)
 	case plan.SlowLink:
 		c.net.slow(e.Node, e.Peer, e.Bandwidth)
 		c.later(e.For, func() { c.net.slow(e.Node, e.Peer, 0) })
@@ -305,17 +305,18 @@ func (c *cluster) later(d plan.Duration, f func()) {
 	}
 }
 
-// each calls f for the two nodes of an event, or for the one and all others.
-func (c *cluster) each(e *plan.Event, f func(a, b plan.Node), disturbs bool) {
+// each does what f does to the simulated links of the two nodes of an event, or of the one and all others, and to those over
+// RDMA.
+func (c *cluster) each(e *plan.Event, do plan.Action, f func(a, b plan.Node)) {
 	for _, n := range c.plan.Cluster.All() {
 		if n == e.Node || e.Peer != "" && n != e.Peer {
 			continue
 		}
 		f(e.Node, n)
 		if c.fabric != nil {
-			c.fabric.link(e.Node, n, e.Do)
+			c.fabric.link(e.Node, n, do)
 		}
-		if disturbs {
+		if do == plan.Cut {
 			c.mu.Lock()
 			for _, m := range []plan.Node{n, e.Node} {
 				if p := c.current[m]; p != nil {

@@ -45,7 +45,7 @@ func newFabric(c *cluster) *fabric {
 // rdmaLacks says what of a plan cannot be carried out on devices in memory.
 func rdmaLacks(p *plan.Plan) error {
 	lack := func(at, what string) error {
-		return fmt.Errorf("plan %s: %s: %s cannot be simulated over RDMA; kill, join, leave, finalize, barrier, cut, heal and slow-handler can", p.Name, at, what)
+		return fmt.Errorf("plan %s: %s: %s cannot be simulated over RDMA; kill, stop, wake, join, leave, finalize, barrier, cut, heal and slow-handler can", p.Name, at, what)
 	}
 	t := &p.Transport
 	for _, x := range []struct {
@@ -67,7 +67,7 @@ func rdmaLacks(p *plan.Plan) error {
 			e := &p.Phases[i].Events[j]
 			at := fmt.Sprintf("phases[%d].events[%d].do", i, j)
 			switch e.Do {
-			case plan.Stop, plan.Wake, plan.Break, plan.SlowLink:
+			case plan.Break, plan.SlowLink:
 				return lack(at, string(e.Do))
 			case plan.Kill:
 				if e.Fork {
@@ -77,6 +77,18 @@ func rdmaLacks(p *plan.Plan) error {
 		}
 	}
 	return nil
+}
+
+// OverRDMA is p over RDMA instead of TCP, whole, or an error that says what devices in memory
+// cannot do, or that it is for another transport.
+func OverRDMA(p *plan.Plan) (*plan.Plan, error) {
+	if p.Transport.Kind != "" {
+		return nil, fmt.Errorf("plan %s is for %s", p.Name, p.Transport.Kind)
+	}
+	if err := rdmaLacks(p); err != nil {
+		return nil, err
+	}
+	return p.OverRDMA(), nil
 }
 
 // newVan makes the van of a process.
@@ -194,6 +206,12 @@ func (v *rdmaVan) held() int64 { return 0 }
 func (v *rdmaVan) bury()     {}
 func (v *rdmaVan) setReady() {}
 
-// stop and wake are not called: see rdmaLacks.
-func (v *rdmaVan) stop() {}
-func (v *rdmaVan) wake() {}
+func (v *rdmaVan) stop() {
+	v.f.c.net.note(v.p.name, "stopped")
+	v.f.net.Stop(v.stack)
+}
+
+func (v *rdmaVan) wake() {
+	v.f.c.net.note(v.p.name, "woken")
+	v.f.net.Wake(v.stack)
+}

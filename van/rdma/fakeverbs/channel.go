@@ -80,7 +80,7 @@ func (c *channel) Next() (verbs.Event, error) {
 		if c.ended() {
 			return verbs.Event{}, fault("next", verbs.ErrClosed, "%s", c.stack.name)
 		}
-		for len(c.queue) > 0 {
+		for len(c.queue) > 0 && !c.stack.stopped {
 			q := c.queue[0]
 			c.queue[0] = queued{}
 			c.queue = c.queue[1:]

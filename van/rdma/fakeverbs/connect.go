@@ -48,11 +48,15 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 	p.Private = slices.Clone(p.Private)
 	id.param, id.active, id.state = p, true, connecting
 	n.recordCM(id, EventConnect, &p)
-	if n.cut(id.local.Addr(), id.remote.Addr()) {
-		id.giveUp(verbs.Unreachable, connecting)
-		return nil
-	}
-	n.request(id)
+	id.stack.toPeers(func() {
+		switch {
+		case id.gone || id.state != connecting:
+		case n.cut(id.local.Addr(), id.remote.Addr()):
+			id.giveUp(verbs.Unreachable, connecting)
+		default:
+			n.request(id)
+		}
+	})
 	return nil
 }
 
@@ -116,12 +120,14 @@ func (id *connID) Accept(p verbs.ConnParam) error {
 	n.recordCM(id, EventAccept, &p)
 	// What the other side has said is how often this side tries.
 	id.qp.start(to.qp, to.param)
-	if n.cut(id.local.Addr(), id.remote.Addr()) {
-		id.giveUp(verbs.Unreachable, accepting)
-		to.giveUp(verbs.Unreachable, connecting)
-		return nil
-	}
-	n.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, acceptPrivate)}, func() { n.establish(to, id) })
+	id.stack.toPeers(func() {
+		if n.cut(id.local.Addr(), id.remote.Addr()) {
+			id.giveUp(verbs.Unreachable, accepting)
+			to.giveUp(verbs.Unreachable, connecting)
+			return
+		}
+		n.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, acceptPrivate)}, func() { n.establish(to, id) })
+	})
 	return nil
 }
 
@@ -163,11 +169,13 @@ func (id *connID) Reject(private []byte) error {
 	}
 	id.state = failed
 	n.recordCM(id, EventReject, &verbs.ConnParam{Private: private})
-	if n.cut(id.local.Addr(), id.remote.Addr()) {
-		id.peer.giveUp(verbs.Unreachable, id.peer.state)
-	} else {
-		id.peer.rejected(statusConsumer, private)
-	}
+	id.stack.toPeers(func() {
+		if n.cut(id.local.Addr(), id.remote.Addr()) {
+			id.peer.giveUp(verbs.Unreachable, id.peer.state)
+		} else {
+			id.peer.rejected(statusConsumer, private)
+		}
+	})
 	return nil
 }
 
@@ -195,14 +203,16 @@ func (id *connID) Disconnect() error {
 // disconnect learns that it has ended. Where nobody answers, id is told after a while.
 func (n *Net) disconnect(id *connID, tell bool) {
 	id.state = disconnected
-	p := id.peer
-	if p.gone || p.ch.ended() || n.cut(id.local.Addr(), id.remote.Addr()) {
-		n.after(n.cfg.Unreachable, func() { n.tellDisconnected(id) })
-		return
-	}
-	if tell {
-		n.tellDisconnected(p)
-	}
+	id.stack.toPeers(func() {
+		p := id.peer
+		reached := !p.gone && !p.ch.ended() && !n.cut(id.local.Addr(), id.remote.Addr())
+		if !reached || p.stack.stopped {
+			n.after(n.cfg.Unreachable, func() { n.tellDisconnected(id) })
+		}
+		if tell && reached {
+			n.tellDisconnected(p)
+		}
+	})
 }
 
 func (n *Net) tellDisconnected(id *connID) {
@@ -236,8 +246,6 @@ func (n *Net) destroy(id *connID, tell bool) {
 	if id.gone {
 		return
 	}
-	p := id.peer
-	tell = tell && (p == nil || !n.cut(id.local.Addr(), id.remote.Addr()))
 	switch id.state {
 	case listening:
 		for _, q := range id.ch.queue {
@@ -245,6 +253,27 @@ func (n *Net) destroy(id *connID, tell bool) {
 				n.destroy(q.New.(*connID), tell)
 			}
 		}
+	case connecting, requested, accepting, connected, disconnected:
+		state := id.state
+		id.stack.toPeers(func() { n.destroyed(id, state, tell) })
+	}
+	id.gone = true
+	for _, h := range id.at {
+		if h.ports[id.local.Port()] == id {
+			delete(h.ports, id.local.Port())
+		}
+	}
+	delete(id.ch.ids, id)
+	if q := id.qp; q != nil {
+		n.endQP(q)
+	}
+}
+
+// destroyed tells the peer of id that it was destroyed in this state.
+func (n *Net) destroyed(id *connID, state idState, tell bool) {
+	p := id.peer
+	tell = tell && (p == nil || !n.cut(id.local.Addr(), id.remote.Addr()))
+	switch state {
 	case connecting:
 		switch {
 		case p == nil || p.gone:
@@ -263,17 +292,7 @@ func (n *Net) destroy(id *connID, tell bool) {
 				p.giveUp(verbs.Unreachable, connecting)
 			}
 		}
-	case accepting, connected, disconnected:
+	default:
 		n.disconnect(id, tell)
-	}
-	id.gone = true
-	for _, h := range id.at {
-		if h.ports[id.local.Port()] == id {
-			delete(h.ports, id.local.Port())
-		}
-	}
-	delete(id.ch.ids, id)
-	if q := id.qp; q != nil {
-		n.endQP(q)
 	}
 }

@@ -134,6 +134,9 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 		return 0, fault("poll", syscall.EINVAL, "%s: room for no completion", d.stack.name)
 	}
 	d.wait(spin, block)
+	for d.stack.stopped && !d.ended() {
+		d.cond.Wait()
+	}
 	switch {
 	case d.ended():
 		return 0, fault("poll", verbs.ErrClosed, "%s: %s", d.stack.name, d.host.name)

@@ -28,6 +28,8 @@ func (n *Net) step(q *qp) bool {
 	}
 	p := q.peer
 	switch {
+	case p.asleep && p.dev.stack.stopped || q.dev.stack.stopped && q.sq.All()[0].late:
+		return false
 	case p.state == qpError || p.state == qpGone || p.dev.ended() || p.dev.host.absent || n.cut(q.dev.host.addr, p.dev.host.addr):
 		q.wait(noPeer)
 		return false

@@ -225,6 +225,7 @@ func (n *Net) kill(s *Stack, tell bool) {
 	if s.dead {
 		return
 	}
+	s.stopped, s.kept = false, nil
 	for _, id := range s.ids() {
 		n.destroy(id, tell)
 	}
@@ -239,6 +240,45 @@ func (n *Net) kill(s *Stack, tell bool) {
 		}
 	}
 	clear(s.channels)
+}
+
+// Stop lets the process stand still as SIGSTOP does: Next and Poll do not return, and what
+// it does all the same is noticed by nobody before Wake. Its device goes on: what was
+// posted before is executed, and peers write to its memory while it has receive requests.
+func (n *Net) Stop(s *Stack) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if !s.dead {
+		s.stopped = true
+	}
+}
+
+// Wake ends Stop.
+func (n *Net) Wake(s *Stack) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if !s.stopped {
+		return
+	}
+	s.stopped = false
+	kept := s.kept
+	s.kept = nil
+	for _, do := range kept {
+		do()
+	}
+	for _, q := range n.byAge() {
+		n.run(q)
+	}
+	s.wakeAll()
+}
+
+// toPeers does what peers will notice: now, or when the process goes on.
+func (s *Stack) toPeers(do func()) {
+	if s.stopped {
+		s.kept = append(s.kept, do)
+		return
+	}
+	do()
 }
 
 // ids returns the Stack's IDs in the order in which they were made.

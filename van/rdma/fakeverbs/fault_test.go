@@ -364,3 +364,97 @@ func TestMisuse(t *testing.T) {
 		t.Errorf("errors %v, want two", e)
 	}
 }
+
+func TestStop(t *testing.T) { synctest.Test(t, testStop) }
+
+func testStop(t *testing.T) {
+	w := newWorld(t, func(c *Config) { c.Retry = time.Second })
+	a, b := w.pair(options, params)
+	src, dst, back := a.memory(4, 0), b.memory(4, remote), a.memory(4, remote)
+	src.b[0] = 9
+	w.net.HoldQP(b.qp.Num())
+	b.post(b.write(verbs.OpWrite, 1, 0, dst, back))
+	w.net.Stop(w.sb)
+	w.net.Release()
+	b.post(b.write(verbs.OpWriteImm, 2, 0, dst, back))
+
+	// Its device takes what comes while it has receive requests, and sends what was posted before.
+	for i := range 5 {
+		a.post(a.write(verbs.OpWriteImm, uint64(i), 0, src, dst))
+	}
+	a.poll(4)
+	if dst.b[0] != 9 || back.b[0] != 0 {
+		t.Errorf("written %d to it and %d by it, want 9 and 0", dst.b[0], back.b[0])
+	}
+	time.Sleep(time.Minute)
+	a.quiet()
+
+	// It does not read, and nobody notices what its timers do.
+	polled := make(chan int)
+	go func() {
+		n, _ := b.dev.Poll(make([]verbs.Completion, 9), 0, time.Second)
+		polled <- n
+	}()
+	request := w.resolved(2, options)
+	check(t, request.id.Connect(params))
+	read := make(chan verbs.Event)
+	go func() {
+		ev, _ := w.cb.Next()
+		read <- ev
+	}()
+	time.Sleep(time.Minute)
+	select {
+	case n := <-polled:
+		t.Errorf("it polled %d completions", n)
+	case ev := <-read:
+		t.Errorf("it read %v", ev.Type)
+	default:
+	}
+	check(t, b.id.Disconnect())
+	check(t, b.id.Destroy())
+	time.Sleep(time.Minute)
+	w.none(w.ca)
+	a.quiet()
+
+	w.net.Wake(w.sb)
+	if n := <-polled; n != 0 { // its queue pair has gone with them
+		t.Errorf("%d completions, want none", n)
+	}
+	if ev := <-read; ev.Type != verbs.ConnectRequest {
+		t.Errorf("event %v, want the connect request", ev.Type)
+	} else {
+		check(t, ev.New.Reject(nil))
+	}
+	w.next(w.ca, verbs.Disconnected)
+	w.next(w.ca, verbs.Rejected)
+	a.wantStatus(a.poll(1)[0], 4, verbs.StatusRetryExceeded)
+	if back.b[0] != 0 {
+		t.Error("what a queue pair had posted that has gone was carried out")
+	}
+}
+
+// TestStopThenWake: what was posted while the process stood still is carried out when it goes on,
+// and what came meanwhile is read.
+func TestStopThenWake(t *testing.T) {
+	w := newWorld(t)
+	a, b := w.pair(options, params)
+	src, dst, back := a.memory(4, 0), b.memory(4, remote), a.memory(4, remote)
+	w.net.Stop(w.sb)
+	b.post(b.write(verbs.OpWriteImm, 1, 7, dst, back))
+	a.post(a.write(verbs.OpWriteImm, 2, 8, src, dst))
+	a.wantStatus(a.poll(1)[0], 2, verbs.StatusOK)
+	a.quiet()
+	w.net.Wake(w.sb)
+	if c := a.poll(1)[0]; c.Imm != 7 {
+		t.Errorf("completion %+v, want the write of the one who was woken", c)
+	}
+	for _, c := range b.poll(2) {
+		if c.Type == verbs.RecvWrite && c.Imm != 8 || c.Type == verbs.SendDone && c.ID != 1 {
+			t.Errorf("completion %+v", c)
+		}
+	}
+	w.net.Stop(w.sb)
+	w.net.KillTelling(w.sb)
+	w.next(w.ca, verbs.Disconnected)
+	w.net.Wake(w.sb) // of the dead: nothing
+}

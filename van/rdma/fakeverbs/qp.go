@@ -49,6 +49,7 @@ type qp struct {
 	free     int // receive requests posted
 	stalled  stall
 	stallSeq uint64 // changes with stalled
+	asleep   bool   // it was broken by a process that stands still: the peer does not notice yet
 }
 
 // work is a work request that waits.
@@ -56,6 +57,7 @@ type work struct {
 	verbs.SendWR
 	pos  uint64
 	data []byte // when inline
+	late bool   // posted by a process that stands still
 }
 
 func (q *qp) Handle() verbs.Handle { return verbs.Handle(q.num) }
@@ -102,6 +104,7 @@ func (n *Net) breakQP(q *qp) {
 	if q.state == qpError || q.state == qpGone {
 		return
 	}
+	q.asleep = q.dev.stack.stopped
 	q.state = qpError
 	q.stalled = moving
 	q.stallSeq++
@@ -124,6 +127,7 @@ func (q *qp) flushReceive() {
 
 // endQP destroys q with its completions.
 func (n *Net) endQP(q *qp) {
+	q.asleep = q.asleep || q.dev.stack.stopped && q.state == qpRTS
 	q.state = qpGone
 	q.sq = fifo.Queue[work]{}
 	q.stalled = moving
@@ -245,7 +249,7 @@ func (d *device) post(w *verbs.SendWR, chain int) (*qp, error) {
 		return nil, fault("post", verbs.ErrQueueFull, "%s: queue pair %d: %d work requests without a polled completion", d.stack.name,
 			q.num, q.opts.SendDepth)
 	}
-	k := work{SendWR: *w, pos: q.head}
+	k := work{SendWR: *w, pos: q.head, late: d.stack.stopped}
 	if w.Flags&verbs.Inline != 0 && w.Len > 0 {
 		k.data = append(d.net.inlineBuffer(), at(w.LocalAddr, w.Len)...)
 	}

@@ -20,6 +20,8 @@ type Stack struct {
 	// Guarded by net.mu.
 	name       string
 	dead       bool
+	stopped    bool
+	kept       []func() // what others will notice when it goes on
 	channels   map[*channel]bool
 	buffers    map[int][]byte
 	registered int
