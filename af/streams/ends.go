@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -21,13 +20,7 @@ import (
 )
 
 // device is what exchanges need of a node's backend.
-type device struct {
-	backend.Backend
-	backend.Exporter
-	backend.AsyncCopier
-	backend.GraphFlagger
-	backend.HostPinner
-}
+type device = backend.StreamDevice
 
 // Words lie in device memory of pageLen bytes, which is what drivers share at least, each in a
 // line of its own. An exchange has a slot there: a head with a token and with what it copies to peers' words, and
@@ -183,16 +176,10 @@ func (e *Ends) open() error {
 		return nil
 	}
 	b := e.node.Backend()
-	d := &device{Backend: b}
-	var can [4]bool
-	d.Exporter, can[0] = b.(backend.Exporter)
-	d.AsyncCopier, can[1] = b.(backend.AsyncCopier)
-	d.GraphFlagger, can[2] = b.(backend.GraphFlagger)
-	d.HostPinner, can[3] = b.(backend.HostPinner)
-	if slices.Contains(can[:], false) {
-		return fmt.Errorf("%w: this node's backend is %s (STEPMESH_BAKCEND), want one of a GPU", backend.ErrUnavailable, b.Name())
+	d, err := backend.StreamDeviceOf(b)
+	if err != nil {
+		return err
 	}
-	var err error
 	if e.release, err = d.NewStream(); err != nil {
 		return err
 	}

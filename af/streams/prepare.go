@@ -552,7 +552,7 @@ func (x *Exchange) reach(p *peer) error {
 		return &van.Error{Op: "map device memory", Peer: x.e.node.PeerName(p.id), Err: err, Hint: "exchanges in streams are for GPUs of one host that reach each other (stepaf doctor)"}
 	}
 	flags := &p.said.flags
-	m, err := x.mapped(&flags.export, int(flags.at)+wordStride)
+	m, err := x.e.dev.Map(flags.export, int(flags.at)+wordStride)
 	if err != nil {
 		return bad(err)
 	}
@@ -567,23 +567,10 @@ func (x *Exchange) reach(p *peer) error {
 	p.from = make([]backend.Mem, len(p.in))
 	for i := range p.in {
 		if t := &p.said.out[i]; t.len > 0 {
-			if p.from[i], err = x.mapped(&t.export, t.len); err != nil {
+			if p.from[i], err = x.e.dev.Map(t.export, t.len); err != nil {
 				return bad(err)
 			}
 		}
 	}
 	return nil
-}
-
-// mapped maps n bytes that e names. They stay mapped until the backend is closed: the driver unmaps nothing while
-// streams may wait.
-func (x *Exchange) mapped(e *backend.Export, n int) (backend.Mem, error) {
-	m, err := x.e.dev.Import(*e)
-	if err != nil {
-		return m, err
-	}
-	if m.Len() < e.Offset || m.Len()-e.Offset < n {
-		return m, fmt.Errorf("%w: %d bytes at %d of an allocation of %d", van.ErrMalformed, n, e.Offset, m.Len())
-	}
-	return m.Sub(e.Offset, n), nil
 }

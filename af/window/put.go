@@ -47,24 +47,28 @@ func (l *lending) Sent() {
 // Put writes src to the memory of a rank, offset bytes behind its beginning. It returns when the
 // data is on its way: src is the library's until Flush to that rank, or Close, has returned. It waits while too much
 // is under way to the rank.
-func (w *Window) Put(ctx context.Context, rank, offset int, src af.Tensor) error {
-	return w.put(ctx, "put", rank, offset, src, noSignal)
+//
+// In a window on devices it is put into a stream of the device, af.DefaultStream if none is named, and returns at once; so
+// are PutSignal and Signal. src is complete when the stream comes there, and the caller's behind that in the stream. With
+// af.Complete it is the caller's when Flush has returned.
+func (w *Window) Put(ctx context.Context, rank, offset int, src af.Tensor, on ...af.Stream) error {
+	return w.put(ctx, "put", rank, offset, src, noSignal, on)
 }
 
 // PutSignal is Put and Signal in one message: who has waited for the signal has the data.
-func (w *Window) PutSignal(ctx context.Context, rank, offset int, src af.Tensor, signal int) error {
+func (w *Window) PutSignal(ctx context.Context, rank, offset int, src af.Tensor, signal int, on ...af.Stream) error {
 	if signal < 0 || signal >= w.signals {
 		return w.bad("put and signal", w.noSuch(signal))
 	}
-	return w.put(ctx, "put and signal", rank, offset, src, uint16(signal))
+	return w.put(ctx, "put and signal", rank, offset, src, uint16(signal), on)
 }
 
 // Signal adds one to a signal of this rank at another one, behind everything that was put there before.
-func (w *Window) Signal(ctx context.Context, rank, signal int) error {
+func (w *Window) Signal(ctx context.Context, rank, signal int, on ...af.Stream) error {
 	if signal < 0 || signal >= w.signals {
 		return w.bad("signal", w.noSuch(signal))
 	}
-	return w.put(ctx, "signal", rank, 0, af.Tensor{}, uint16(signal))
+	return w.put(ctx, "signal", rank, 0, af.Tensor{}, uint16(signal), on)
 }
 
 func (w *Window) noSuch(signal int) error {
@@ -72,7 +76,9 @@ func (w *Window) noSuch(signal int) error {
 }
 
 // notOnHost takes the tensor by value, so that no other call's goes to the heap.
-func notOnHost(t af.Tensor) error { return fmt.Errorf("%w: %s, want host memory", van.ErrInvalid, &t) }
+func notOnHost(t af.Tensor) error {
+	return fmt.Errorf("%w: %s, want host memory; windows on devices are opened with Options.Device", van.ErrInvalid, &t)
+}
 
 // bad is the error of arguments that make no sense.
 func (w *Window) bad(op string, err error) error {
@@ -88,17 +94,37 @@ func (w *Window) badRank(op string, rank int) error {
 	return w.bad(op, fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, len(w.peers)-1))
 }
 
-func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Tensor, signal uint16) error {
+// oneStream is the stream that a call names, or else.
+func (w *Window) oneStream(op string, on []af.Stream, or af.Stream) (uintptr, error) {
+	switch {
+	case len(on) > 1:
+		return 0, w.bad(op, fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on)))
+	case w.dev == nil && len(on) > 0 && on[0] != af.Complete:
+		return 0, w.bad(op, fmt.Errorf("%w: a stream of the device, and a window on the host: wait for the stream before this call, or open the window with Options.Device", van.ErrInvalid))
+	case len(on) > 0:
+		or = on[0]
+	}
+	return uintptr(or), nil
+}
+
+func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Tensor, signal uint16, on []af.Stream) error {
 	n := src.Len()
+	stream, err := w.oneStream(op, on, af.DefaultStream)
+	if err != nil {
+		return err
+	}
 	switch m := src.Mem(); {
 	case rank < 0 || rank >= len(w.peers):
 		return w.badRank(op, rank)
-	case !m.OnHost():
+	case !m.OnHost() && w.dev == nil:
 		return w.bad(op, notOnHost(src))
 	case n > af.MaxTensorBytes:
 		return w.bad(op, fmt.Errorf("%w: %d bytes, want at most %d", van.ErrInvalid, n, af.MaxTensorBytes))
 	case offset < 0 || offset > w.mem.Len() || n > w.mem.Len()-offset:
 		return w.bad(op, fmt.Errorf("%w: %d bytes at offset %d, beyond the %d of the window", van.ErrInvalid, n, offset, w.mem.Len()))
+	}
+	if w.dev != nil {
+		return w.dev.put(op, rank, offset, src.Mem(), signal, stream)
 	}
 	p := w.peers[rank]
 	if rank == w.self {
@@ -114,7 +140,7 @@ func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Te
 			return err
 		}
 	}
-	err := p.unsendable(op)
+	err = p.unsendable(op)
 	if err == nil {
 		err = p.post(&note{verb: verbPut, offset: uint64(offset), signal: signal}, src.Mem())
 	}
@@ -123,13 +149,23 @@ func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Te
 }
 
 // Flush waits until everything that was put before is in the rank's memory, and every signal counted: its
-// sources are the caller's again.
-func (w *Window) Flush(ctx context.Context, rank int) error {
+// sources are the caller's again. In a window on devices with a stream it returns at once, and what is put into that
+// stream behind it comes behind what was put to the rank in others.
+func (w *Window) Flush(ctx context.Context, rank int, on ...af.Stream) error {
 	const op = "flush"
+	stream, err := w.oneStream(op, on, af.Complete)
+	if err != nil {
+		return err
+	}
 	if rank < 0 || rank >= len(w.peers) {
 		return w.badRank(op, rank)
 	}
-	if rank == w.self {
+	switch {
+	case w.dev != nil && stream == uintptr(af.Complete):
+		return w.dev.flush(ctx, op, rank)
+	case w.dev != nil:
+		return w.dev.flushIn(op, rank, stream)
+	case rank == w.self:
 		return nil
 	}
 	p := w.peers[rank]
@@ -139,7 +175,7 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 		p.send.Unlock()
 		return nil
 	}
-	err := p.failure(op)
+	err = p.failure(op)
 	if p.placed.Load() >= want {
 		err = nil // it has closed, and taken everything before
 	}

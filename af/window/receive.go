@@ -38,8 +38,15 @@ func (w *Window) handle(msg *van.Message) error {
 		return errStale
 	}
 	p := w.peers[rank]
-	if n.verb == verbTaken {
+	switch {
+	case n.verb == verbTaken:
 		return p.learn(&n)
+	case n.verb == verbOver && w.dev != nil:
+		w.dev.over(rank)
+		w.fail(fmt.Errorf("%w: the window is over at %s", van.ErrClosed, w.layer.Name(rank)))
+		return nil
+	case n.verb == verbOver, n.verb == verbPut && w.dev != nil:
+		return fmt.Errorf("%w: verb %d, which is not for windows of this kind", van.ErrMalformed, n.verb)
 	}
 	p.recv.Lock()
 	defer p.recv.Unlock()

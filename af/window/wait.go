@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -85,13 +86,26 @@ const aliveEvery = 500 * time.Millisecond
 // the signal of that number which the rank has here, each WaitSignal takes one away. What the rank put here before
 // is in this rank's memory then. When it fails it has taken none, and may be called again, unless the
 // error says that the rank is lost or has closed the window.
-func (w *Window) WaitSignal(ctx context.Context, rank, signal int) error {
+//
+// In a window on devices with a stream it is the stream that waits, without a limit, and the call returns at once. When the
+// window is over the stream goes on all the same: see Check. Waits for one signal, of streams and calls, take signals in the order of the calls.
+func (w *Window) WaitSignal(ctx context.Context, rank, signal int, on ...af.Stream) error {
 	const op = "wait for a signal"
+	stream, err := w.oneStream(op, on, af.Complete)
+	if err != nil {
+		return err
+	}
 	switch {
 	case rank < 0 || rank >= len(w.peers):
 		return w.badRank(op, rank)
 	case signal < 0 || signal >= w.signals:
 		return w.bad(op, w.noSuch(signal))
+	}
+	switch {
+	case w.dev != nil && stream == uintptr(af.Complete):
+		return w.dev.await(ctx, op, rank, signal)
+	case w.dev != nil:
+		return w.dev.wait(op, rank, signal, stream)
 	}
 	p := w.peers[rank]
 	if p.take(signal) {

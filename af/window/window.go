@@ -26,6 +26,9 @@ type Options struct {
 	Memory af.Tensor
 	Size   int
 
+	// Device puts the Size bytes on the ranks' devices, which must be GPUs of one host that reach each other.
+	Device bool
+
 	// Signals is how many signals each rank has at each other one: 0 to 65,535.
 	Signals int
 }
@@ -39,6 +42,7 @@ type Window struct {
 	id       int          // of the application, and of the customer
 	first    atomic.Int32 // timestamp of the first message, even
 	mem      backend.Mem
+	dev      *onDevice // nil for one on the host
 	signals  int
 	self     int
 	peers    []*peer
@@ -65,6 +69,9 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 		return nil, err
 	}
 	w.tenant = tenant
+	if bad == nil && o.Device {
+		bad = w.onDevice(o.Size)
+	}
 	w.mem.Retain()
 	if bad == nil {
 		w.id = appOf(tenant.Epoch, tenant.Number, w.layer.ID())
@@ -73,8 +80,17 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 			w.first.Store(w.customer.Skip(0) &^ 1)
 		}
 	}
-	if err := w.agree(ctx, c, bad); err != nil {
+	err = w.agree(ctx, c, bad)
+	if err == nil && w.dev != nil {
+		if err = w.dev.meet(ctx, c); err == nil {
+			err = w.dev.begin()
+		}
+	}
+	if err != nil {
 		w.fail(err)
+		if w.dev != nil {
+			w.dev.giveUp()
+		}
 		w.end() // a rank for which all is well may have put already
 		w.mem.Release()
 		return nil, &van.Error{Op: "open window", Node: w.app.Name(), Detail: fmt.Sprintf("communicator %d, window %d", w.layer.ID(), tenant.Number), Err: err}
@@ -91,6 +107,9 @@ func (w *Window) take(o Options) error {
 		return fmt.Errorf("%w: %d signals, want 0 to %d", van.ErrInvalid, o.Signals, maxSignals)
 	case o.Size < 0 || o.Size > 0 && w.mem.Len() > 0:
 		return fmt.Errorf("%w: size %d beside memory of %d bytes, want 0 or more, and one of the two", van.ErrInvalid, o.Size, w.mem.Len())
+	case o.Device && w.mem.Len() > 0:
+		return fmt.Errorf("%w: memory for a window on the device, want Size: others may write there for longer than a caller's memory lasts", van.ErrInvalid)
+	case o.Device: // which is made later
 	case !w.mem.OnHost():
 		return notOnHost(o.Memory)
 	case w.mem.Len() == 0:
@@ -99,9 +118,18 @@ func (w *Window) take(o Options) error {
 	return nil
 }
 
+// onDevice takes memory of the device.
+func (w *Window) onDevice(n int) error {
+	v, err := newOnDevice(w, n)
+	if err == nil {
+		w.dev, w.mem = v, v.whole.Sub(v.at, n)
+	}
+	return err
+}
+
 // agree compares the windows of all ranks; bad is why this rank's makes no sense.
 func (w *Window) agree(ctx context.Context, c *collective.Comm, bad error) error {
-	own := shape{uint64(w.mem.Len()), uint32(w.signals), w.tenant.Number, bad != nil}
+	own := shape{uint64(w.mem.Len()), uint32(w.signals), w.tenant.Number, bad != nil, w.dev != nil}
 	all, err := Exchange(ctx, c, own.append(nil))
 	if err := cmp.Or(bad, err); err != nil {
 		return err
@@ -167,8 +195,24 @@ func (w *Window) Rank() int { return w.self }
 // Size is the number of ranks.
 func (w *Window) Size() int { return len(w.peers) }
 
-// Bytes is this rank's memory. Others may write what this rank has not been told of by a signal.
+// Bytes is this rank's memory, nil if it is on a device. Others may write what this rank has not been told of by a signal.
 func (w *Window) Bytes() []byte { return w.mem.Host() }
+
+// Tensor is this rank's memory, bytes of the host or of the device. That of a device lasts until the node's backend is closed.
+func (w *Window) Tensor() af.Tensor {
+	t, _ := af.New(w.mem, af.Uint8, int64(w.mem.Len())) // of that length
+	return t
+}
+
+// Check returns why the window is over, from then on, or nil: then what streams have waited for, and have done by now,
+// is whole and right. It does not wait.
+func (w *Window) Check() error {
+	err := w.over.Load()
+	if err == nil {
+		return nil
+	}
+	return &van.Error{Op: "window", Node: w.app.Name(), Detail: w.String(), Err: *err}
+}
 
 // Refused is how many messages for this window made no sense or came too late; nothing of them was
 // written.
@@ -192,6 +236,9 @@ func (w *Window) fail(err error) {
 		for _, p := range w.peers {
 			p.wakeAll()
 		}
+		if w.dev != nil && err != errClosed { // which Close looks after
+			go w.dev.end()
+		}
 	}
 }
 
@@ -199,6 +246,10 @@ func (w *Window) fail(err error) {
 func (w *Window) leave(rank int, err error) {
 	if p := w.peers[rank]; p.gone.CompareAndSwap(nil, &err) {
 		p.wakeAll()
+		if w.dev != nil {
+			w.dev.over(rank)
+			go w.dev.left(rank, err)
+		}
 	}
 	if w.closed.Load() && w.over.Load() != nil && w.alone() {
 		go w.end() // this may be a delivery to the customer
@@ -222,7 +273,9 @@ func (w *Window) end() {
 		used := uint64(0)
 		for _, p := range w.peers {
 			p.quiesce()
+			p.recv.Lock()
 			used = max(used, p.next.Load(), p.tells)
+			p.recv.Unlock()
 		}
 		w.tenant.Leave()
 		if w.customer != nil {
@@ -263,6 +316,9 @@ func (w *Window) Close() error {
 	w.fail(errClosed)
 	for _, p := range w.peers {
 		p.quiesce()
+	}
+	if w.dev != nil {
+		failed = cmp.Or(failed, w.dev.close(ctx))
 	}
 	failed = cmp.Or(failed, w.takeBack(ctx))
 	w.mem.Release()

@@ -330,7 +330,7 @@ func TestLost(t *testing.T) {
 		for op, err := range map[string]error{
 			"Put":    r.windows[0].Put(t.Context(), 1, 0, filled(10, 1)),
 			"Signal": r.windows[2].Signal(t.Context(), 0, 0),
-			"Flush":  r.windows[0].put(t.Context(), "flush", 2, 0, af.Tensor{}, noSignal),
+			"Flush":  r.windows[0].put(t.Context(), "flush", 2, 0, af.Tensor{}, noSignal, nil),
 		} {
 			if !errors.Is(err, van.ErrPeerLost) {
 				t.Errorf("%s after the loss: %v", op, err)

@@ -37,7 +37,8 @@ const (
 	verbAsk                   // a wish for a verbTaken
 	verbTaken                 // how many of the receiver's messages the sender has taken
 	verbClose                 // the sender has closed its window; says the same
-	lastVerb  = verbClose
+	verbOver                  // the sender's window, which is on devices, is over
+	lastVerb  = verbOver
 )
 
 // noSignal in a message: it has none.
@@ -92,6 +93,7 @@ type shape struct {
 	signals uint32
 	number  uint32 // of the window
 	refused bool   // the rank's arguments were refused there
+	device  bool   // it is on devices
 }
 
 const shapeLen = 8 + 4 + 4 + 1
@@ -100,22 +102,36 @@ func (s shape) append(b []byte) []byte {
 	b = binary.LittleEndian.AppendUint64(b, s.size)
 	b = binary.LittleEndian.AppendUint32(b, s.signals)
 	b = binary.LittleEndian.AppendUint32(b, s.number)
+	var flags byte
 	if s.refused {
-		return append(b, 1)
+		flags |= shapeRefused
 	}
-	return append(b, 0)
+	if s.device {
+		flags |= shapeDevice
+	}
+	return append(b, flags)
 }
 
+// What the last byte of a shape says.
+const (
+	shapeRefused = 1 << iota
+	shapeDevice
+)
+
 func parseShape(b []byte) (shape, error) {
-	if len(b) != shapeLen || b[16] > 1 {
+	if len(b) != shapeLen || b[16] > shapeRefused|shapeDevice {
 		return shape{}, fmt.Errorf("%w: %x, want what Open says of a window, %d bytes", van.ErrMalformed, b[:min(len(b), 2*shapeLen)], shapeLen)
 	}
-	return shape{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint32(b[12:]), b[16] == 1}, nil
+	return shape{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint32(b[12:]), b[16]&shapeRefused != 0, b[16]&shapeDevice != 0}, nil
 }
 
 func (s shape) String() string {
 	if s.refused {
 		return "arguments that were refused there"
 	}
-	return fmt.Sprintf("%d bytes and %d signals", s.size, s.signals)
+	on := ""
+	if s.device {
+		on = " on the device"
+	}
+	return fmt.Sprintf("%d bytes%s and %d signals", s.size, on, s.signals)
 }

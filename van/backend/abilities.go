@@ -97,6 +97,9 @@ type GraphFlagger interface {
 	// WaitBits makes stream wait until one of bits is set in the first 8 bytes of word,
 	// which are aligned, and otherwise as in StreamFlagger.
 	WaitBits(stream uintptr, word Mem, bits uint64) error
+	// WaitCount makes stream wait until the number in the first 8 bytes of word is n or more,
+	// both below 1<<63, and otherwise as WaitBits.
+	WaitCount(stream uintptr, word Mem, n uint64) error
 	// Capturing tells whether what is put into stream now goes into a graph.
 	Capturing(stream uintptr) (bool, error)
 }

@@ -431,6 +431,16 @@ func (f *fakeDriver) waitBits64(s, addr uintptr, v uint64) error {
 	})
 }
 
+func (f *fakeDriver) waitValue64(s, addr uintptr, v uint64) error {
+	return f.queue("waitValue64", s, func() {
+		f.waits.Add(1)
+		defer f.waits.Add(-1)
+		for int64((*atomic.Uint64)(pointer(addr)).Load()-v) < 0 {
+			clock.Sleep(minPause)
+		}
+	})
+}
+
 func (f *fakeDriver) copyBytes(name string, dst, src uintptr, n int, s uintptr) error {
 	return f.queue(name, s, func() {
 		copy(unsafe.Slice((*byte)(pointer(dst)), n), unsafe.Slice((*byte)(pointer(src)), n))

@@ -74,6 +74,9 @@ var waitKinds = map[string]func(g *gpu, stream uintptr, words Mem) error{
 	},
 	"WaitFlag": func(g *gpu, stream uintptr, words Mem) error { return g.WaitFlag(stream, words.Sub(0, 8), 7) },
 	"WaitBits": func(g *gpu, stream uintptr, words Mem) error { return g.WaitBits(stream, words.Sub(0, 8), 7) },
+	"WaitCount": func(g *gpu, stream uintptr, words Mem) error {
+		return g.WaitCount(stream, words.Sub(0, 8), 7)
+	},
 }
 
 // TestCloseWhileAStreamWaits: to free anything would wait for that stream, so Close leaves

@@ -78,6 +78,7 @@ static CUresult stepaf_capturing(uintptr_t s, int *yes) {
 static CUresult stepaf_write(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_write32((CUstream)s, p, v, CU_STREAM_WRITE_VALUE_DEFAULT); }
 static CUresult stepaf_wait(uintptr_t s, CUdeviceptr p, uint32_t v) { return stepaf_wait32((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_GEQ); }
 static CUresult stepaf_wait_bits(uintptr_t s, CUdeviceptr p, uint64_t v) { return stepaf_wait64((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_AND); }
+static CUresult stepaf_wait_count(uintptr_t s, CUdeviceptr p, uint64_t v) { return stepaf_wait64((CUstream)s, p, v, CU_STREAM_WAIT_VALUE_GEQ); }
 
 static CUresult stepaf_stream_query(uintptr_t s) { return cuStreamQuery((CUstream)s); }
 static CUresult stepaf_event_query(uintptr_t e) { return cuEventQuery((CUevent)e); }
@@ -251,6 +252,10 @@ func (cuda) waitValue32(s, addr uintptr, v uint32) error {
 
 func (cuda) waitBits64(s, addr uintptr, v uint64) error {
 	return result("cuStreamWaitValue64_v2", int(C.stepaf_wait_bits(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint64_t(v))))
+}
+
+func (cuda) waitValue64(s, addr uintptr, v uint64) error {
+	return result("cuStreamWaitValue64_v2", int(C.stepaf_wait_count(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint64_t(v))))
 }
 
 func (cuda) streamQuery(s uintptr) error {

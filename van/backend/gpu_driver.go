@@ -54,6 +54,7 @@ type driver interface {
 	writeValue32(s, addr uintptr, v uint32) error
 	waitValue32(s, addr uintptr, v uint32) error // int32(*addr - v) >= 0
 	waitBits64(s, addr uintptr, v uint64) error  // *addr & v != 0
+	waitValue64(s, addr uintptr, v uint64) error // int64(*addr - v) >= 0
 	copyAsync(dst, src uintptr, n int, s uintptr) error
 	copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error
 	copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error

@@ -171,6 +171,18 @@ func (g *gpu) WaitBits(stream uintptr, word Mem, bits uint64) error {
 	})
 }
 
+// WaitCount makes stream wait until the number in word is n or more.
+func (g *gpu) WaitCount(stream uintptr, word Mem, n uint64) error {
+	g.blocking.Store(true)
+	return g.with("WaitCount", func() error {
+		addr, err := g.flagAddr("WaitCount", word, 8)
+		if err != nil {
+			return err
+		}
+		return g.d.waitValue64(stream, addr, n)
+	})
+}
+
 // Capturing tells whether stream is being captured into a graph.
 func (g *gpu) Capturing(stream uintptr) (yes bool, err error) {
 	err = g.with("Capturing", func() error {

@@ -249,3 +249,34 @@ func TestDMABuf(t *testing.T) {
 	_, _, err = g.ExportDMABuf(m)
 	wantError(t, err, ErrUnsupported, "open kernel modules")
 }
+
+// TestWaitCount: a stream goes on when the number is there, or the upper half of the word is not 0.
+func TestWaitCount(t *testing.T) {
+	f := newFake(1)
+	g := open(t, f)
+	s, err := g.NewStream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	page, err := g.AllocPinned(16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	word := counterAt(uintptr(page.Ptr()))
+	for _, v := range []int64{7, 8, 1 << 31, 1 << 32} {
+		word.Store(6)
+		if err := g.WaitCount(s, page, 7); err != nil {
+			t.Fatal(err)
+		}
+		for f.waits.Load() == 0 {
+			clock.Sleep(minPause)
+		}
+		if err := f.streamQueryIn(g, s); !notReady(err) {
+			t.Errorf("the stream does not wait: %v", err)
+		}
+		word.Store(v)
+		settle(t, g, s)
+	}
+	wantError(t, g.WaitCount(s, page.Sub(4, 8), 1), nil, "aligned to 8")
+	wantError(t, g.WaitCount(s, Slice([]uint64{0}), 1), ErrWrongDevice, "neither pinned nor registered")
+}

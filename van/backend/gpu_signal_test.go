@@ -76,6 +76,10 @@ func TestMayBlockIsTheDevices(t *testing.T) {
 			counterAt(uintptr(word.Ptr())).Store(1)
 			return g.WaitBits(stream, word, 1)
 		},
+		"WaitCount": func(g *gpu, stream uintptr, word Mem) error {
+			counterAt(uintptr(word.Ptr())).Store(1)
+			return g.WaitCount(stream, word, 1)
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := newFake(2)

@@ -279,6 +279,16 @@ func (d *Device) WaitBits(s uintptr, word backend.Mem, bits uint64) error {
 	return nil
 }
 
+// WaitCount implements backend.GraphFlagger. A wait ends with the device, too.
+func (d *Device) WaitCount(s uintptr, word backend.Mem, n uint64) error {
+	d.Queue(s, func() {
+		for int64(atomic.LoadUint64((*uint64)(word.Ptr()))-n) < 0 && d.fails() == nil {
+			runtime.Gosched()
+		}
+	})
+	return nil
+}
+
 // NewStream implements backend.AsyncCopier.
 func (d *Device) NewStream() (uintptr, error) {
 	if err := d.fails(); err != nil {
