@@ -108,7 +108,11 @@ func startCluster(ctx context.Context, van, host string, at place, servers, work
 			"DMLC_ROLE="+role, "DMLC_NUM_WORKER="+strconv.Itoa(workers), "DMLC_NUM_SERVER="+strconv.Itoa(servers), "DMLC_PS_ROOT_URI="+host,
 			"DMLC_PS_ROOT_PORT="+strconv.Itoa(port), "DMLC_NODE_HOST="+host)
 		cmd.Env = append(cmd.Env, transport(van)...)
-		cmd.Env = append(cmd.Env, at.env(role)...)
+		if role == roles[2] {
+			cmd.Env = append(cmd.Env, at.of(i-servers-1).env(role)...)
+		} else {
+			cmd.Env = append(cmd.Env, at.env(role)...)
+		}
 		if name != role {
 			cmd.Env = append(cmd.Env, "DMLC_NODE_RANK="+strconv.Itoa(rank))
 		}

@@ -279,6 +279,7 @@ func startGloo(ctx context.Context, python string, n int) (*cluster, error) {
 // answer is a rank's line: the nanoseconds of each call, or why there are none.
 type answer struct {
 	NS    []int64 `json:"ns"`
+	At    []int64 `json:"at,omitempty"` // by the clock of the host
 	Error string  `json:"error,omitempty"`
 }
 

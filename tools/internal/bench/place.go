@@ -107,6 +107,15 @@ func (p place) env(role string) []string {
 	return []string{"STEPMESH_BAKCEND=GPU", "STEPMESH_GPU=" + strconv.Itoa(id), "DMLC_RANK_OFFSET=" + strconv.Itoa(-id)}
 }
 
+// of is the place of one of several workers, as if it were the only one: they have the GPUs in turn.
+func (p place) of(rank int) place {
+	if p.gpus != nil {
+		k := rank % len(p.gpus)
+		p.gpus = []int{p.gpus[k], p.gpus[len(p.gpus)-1]}
+	}
+	return p
+}
+
 // note is what has to be said of figures from here, "" for nothing.
 func (p place) note() string {
 	if p.gpus == nil || p.gpus[0] != p.gpus[1] {

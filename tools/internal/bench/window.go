@@ -21,6 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // windowGoals are by van and size: ratios of a round trip to the floor's, at p50, and over RDMA of one way to
@@ -41,9 +42,14 @@ func windowCommand(common []cli.Flag) *cli.Command {
 			"floor is a round trip of the same bytes in the same run, in blocks that alternate with these: over zmq libzmq by\n" +
 			"itself, one message each way; with shared memory a copy and a flag each way, between two threads that do nothing but\n" +
 			"look; over RDMA a write with immediate each way, and perftest's ib_write_lat, taken on the same port a moment before,\n" +
-			"stands beside one way. The ends of all data are checked, and all bytes of a block's last, outside the timed part.",
+			"stands beside one way. The ends of all data are checked, and all bytes of a block's last, outside the timed part.\n\n" +
+			"With --device gpu the windows are device memory, each on a GPU of its own, and puts, signals and waits are in streams. One\n" +
+			"way ends where the CPU sees the end of the stream that has waited; ahead, it is taken of blocks of round trips that are all\n" +
+			"queued at once. The floor is half a round trip of a copy into the other process's memory and a word for its CPU.",
 		Flags: append([]cli.Flag{
-			&cli.IntSliceFlag{Name: "size", Value: cli.NewIntSlice(1<<10, 64<<10, 1<<20), Usage: "bytes each way, 16 at least"},
+			&cli.IntSliceFlag{Name: "size", Value: cli.NewIntSlice(1<<10, 64<<10, 1<<20), Usage: "bytes each way, 16 at least (default with --device gpu: 1024, 917504, 1835008, 16777216)"},
+			&cli.StringFlag{Name: "device", Value: cpu, Usage: "where the windows lie: cpu or gpu"},
+			&cli.StringFlag{Name: "gpus", Usage: "with --device gpu: the ranks' (default: 0,1, or 0,0 if there is only one)"},
 			&cli.IntFlag{Name: "iters", Usage: "measured round trips; 0 chooses by size"},
 			&cli.BoolFlag{Name: "check", Usage: "status 1 when a goal is missed"},
 		}, common...),
@@ -79,29 +85,45 @@ func runWindow(c *cli.Context) error {
 	if slices.Min(sizes) < 16 || slices.Max(sizes) > 1<<30 || c.Int("iters") < 0 || c.Int("rounds") < 1 {
 		return cli.Exit("bench window: --size wants 16 bytes to 1 GiB, --iters and --rounds positive numbers", 2)
 	}
+	at, err := newPlace(c, backend.GPUs)
+	if err != nil {
+		return err
+	}
+	if at.gpus != nil && !c.IsSet("size") {
+		sizes = windowGPUSizes
+	}
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()
 	host := c.String("host")
 	var rdma *rdmaRun
 	if over == ibverbs {
-		var err error
 		if rdma, err = newRDMARun(ctx, host); err != nil {
 			return err
 		}
 		host = rdma.at.Host.String()
 	}
-	cl, err := startCluster(ctx, over, host, place{}, 1, 2, []string{"window", strconv.Itoa(slices.Max(sizes))}, os.Stderr)
+	cl, err := startCluster(ctx, over, host, at, 1, 2, []string{"window", strconv.Itoa(slices.Max(sizes))}, os.Stderr)
 	if err != nil {
 		return err
 	}
 	var v verdict
-	if !c.Bool("json") {
+	if !c.Bool("json") && at.gpus != nil {
+		fmt.Fprint(c.App.Writer, windowGPUHead)
+	} else if !c.Bool("json") {
 		fmt.Fprintf(c.App.Writer, "two ranks over %s, microseconds, data checked\n%9s %6s   %9s %9s %9s %9s   %9s %9s   %9s %9s %6s goal\n", over,
 			"bytes", "iters", "trip p50", "p90", "p99", "max", "one way", "p99", "floor p50", "p99", "ratio")
 	}
 	for _, size := range sizes {
-		var r *windowReport
-		if r, err = measureWindow(c, cl, over, rdma, size); err != nil {
+		var r interface {
+			judge(v *verdict)
+			print(w io.Writer, asJSON bool) error
+		}
+		if at.gpus != nil {
+			r, err = measureWindowGPU(c, cl, at, size)
+		} else {
+			r, err = measureWindow(c, cl, over, rdma, size)
+		}
+		if err != nil {
 			cancel() // nobody waits for those who do
 			break
 		}
@@ -257,6 +279,9 @@ func (r *windowReport) print(w io.Writer, asJSON bool) error {
 func childWindow(c *cli.Context, node *postoffice.Node, most int) error {
 	if node.Role() != van.Worker {
 		return nil
+	}
+	if onGPU(node) {
+		return childWindowGPU(c, node, most)
 	}
 	comm, err := joinWorkers(c, node)
 	if err != nil {

@@ -1,0 +1,362 @@
+package bench
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+
+	"github.com/urfave/cli/v2"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/af/window"
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// Windows on GPUs. One way is from before the PutSignal to where the CPU of the other rank sees the end of the stream
+// that has waited for the signal, by the clock of the host. The floor is that of bench latency: a copy into the other
+// process's memory and behind it a word for its CPU; one way of it is half a round trip. Ahead is one way, too, on average, where
+// both ranks have queued all round trips of a block, so that no CPU is in them.
+
+// windowGPUGoals are ratios of one way to the floor's, at p50: those of the attention payload there and back.
+var windowGPUGoals = map[int]float64{917504: 1.2, 1835008: 1.2}
+
+var windowGPUSizes = []int{1 << 10, 917504, 1835008, 16 << 20}
+
+// What a line to a rank asks for.
+const (
+	askTrips = "trips" // size and number: the begin or the end of each way from rank 0, and on rank 0 the nanoseconds of each round trip
+	askAhead = "ahead" // size and number: on rank 0 the nanoseconds of all
+	askFloor = "floor" // size and number: on rank 0 the nanoseconds of each round trip
+)
+
+// windowGPUReport is the JSON line of bench window --device gpu. Quantiles are in microseconds.
+type windowGPUReport struct {
+	Van      string    `json:"van"`
+	Device   string    `json:"device"`
+	GPUs     []int     `json:"gpus"`
+	Note     string    `json:"note,omitempty"`
+	Bytes    int       `json:"bytes"`
+	Iters    int       `json:"iters"`
+	OneWay   quantiles `json:"one_way"`
+	Trip     quantiles `json:"round_trip"`
+	Ahead    quantiles `json:"one_way_ahead"` // of blocks
+	Floor    quantiles `json:"floor_one_way"`
+	RatioP50 float64   `json:"ratio_p50"` // of one way
+	RatioP99 float64   `json:"ratio_p99"`
+	Goal     float64   `json:"goal_ratio_p50,omitempty"`
+	Missed   bool      `json:"missed,omitempty"`
+	Checked  bool      `json:"checked"`
+}
+
+func (r *windowGPUReport) String() string {
+	return fmt.Sprintf("PutSignal of %d bytes of a GPU", r.Bytes)
+}
+
+// measureWindowGPU measures one size, in blocks.
+func measureWindowGPU(c *cli.Context, cl *cluster, at place, size int) (*windowGPUReport, error) {
+	rounds, iters := c.Int("rounds"), c.Int("iters")
+	if iters == 0 {
+		iters = min(max(8<<30/(size+1<<20), 100), 4000)
+	}
+	r := &windowGPUReport{Van: c.String("van"), Device: at.device(), GPUs: at.gpus, Note: at.note(), Bytes: size, Iters: iters, Checked: true}
+	var trips, ways, floors, ahead []int64
+	for round := -1; round < rounds; round++ {
+		n := iters*(round+1)/rounds - iters*max(round, 0)/rounds
+		if round < 0 {
+			n = max(iters/10, 2) // warms up
+		}
+		if n == 0 {
+			continue
+		}
+		var got [3][]answer
+		for i, what := range []string{askFloor, askTrips, askAhead} {
+			var err error
+			if got[i], err = cl.askEach(2, fmt.Sprint(what, " ", size, n)); err != nil {
+				return nil, err
+			}
+		}
+		if round < 0 {
+			continue
+		}
+		for i := range n {
+			floors = append(floors, got[0][0].NS[i]/2)
+			trips = append(trips, got[1][0].NS[i])
+			ways = append(ways, got[1][1].At[i]-got[1][0].At[i])
+		}
+		ahead = append(ahead, got[2][0].NS[0]/int64(2*n))
+	}
+	r.Trip, r.OneWay, r.Floor, r.Ahead = summarize(trips), summarize(ways), summarize(floors), summarize(ahead)
+	r.RatioP50, r.RatioP99 = r.OneWay.P50/r.Floor.P50, r.OneWay.P99/r.Floor.P99
+	return r, nil
+}
+
+func (r *windowGPUReport) judge(v *verdict) {
+	r.Goal = windowGPUGoals[r.Bytes]
+	r.Missed = v.judge(r, goal{of: ourFloor, limit: r.Goal}, r.RatioP50)
+}
+
+const windowGPUHead = "two ranks, one GPU each, microseconds, data checked\n   bytes   iters     one way      p99       trip      p99   ahead    floor p50      p99  ratio goal\n"
+
+func (r *windowGPUReport) print(w io.Writer, asJSON bool) error {
+	if asJSON {
+		return json.NewEncoder(w).Encode(r)
+	}
+	goal := "-"
+	if r.Goal > 0 {
+		goal = fmt.Sprintf("%g", r.Goal)
+	}
+	if r.Missed {
+		goal += " missed"
+	}
+	_, err := fmt.Fprintf(w, "%9d %6d   %9.1f %9.1f  %9.1f %9.1f %7.1f   %9.1f %9.1f %6.2f %s\n", r.Bytes, r.Iters,
+		r.OneWay.P50, r.OneWay.P99, r.Trip.P50, r.Trip.P99, r.Ahead.P50, r.Floor.P50, r.Floor.P99, r.RatioP50, goal)
+	if r.Note != "" {
+		fmt.Fprintln(w, "note:", r.Note)
+	}
+	return err
+}
+
+// deviceTripper is a rank that puts to and fro.
+type deviceTripper struct {
+	w      *window.Window
+	comm   *collective.Comm
+	back   backend.Backend
+	stream af.Stream
+	event  backend.Event
+	src    backend.Mem
+	block  byte // in all bytes of a block
+	floor  *deviceFloorClient
+	server *deviceFloorServer
+	size   int // of the floor
+}
+
+// childWindowGPU is a node of bench window --device gpu.
+func childWindowGPU(c *cli.Context, node *postoffice.Node, most int) error {
+	comm, err := joinWorkers(c, node)
+	if err != nil {
+		return err
+	}
+	w, err := window.Open(c.Context, comm, window.Options{Size: most, Signals: 1, Device: true})
+	if err != nil {
+		return err
+	}
+	t, err := newDeviceTripper(w, comm, node.Backend(), most)
+	if err != nil {
+		return err
+	}
+	for in := (&lineReader{r: c.App.Reader}); ; {
+		line, err := in.line()
+		if err != nil {
+			break
+		}
+		var what string
+		var size, n int
+		if _, err := fmt.Sscan(line, &what, &size, &n); err != nil {
+			return fmt.Errorf("bench child: %q: %w", line, err)
+		}
+		a, err := t.do(c.Context, what, size, n)
+		if err != nil {
+			return err
+		}
+		if err := json.NewEncoder(c.App.Writer).Encode(a); err != nil {
+			return err
+		}
+	}
+	if err := t.endFloor(c.Context); err != nil {
+		return err
+	}
+	if err := w.Close(); err != nil {
+		return err
+	}
+	return comm.Close(c.Context)
+}
+
+func newDeviceTripper(w *window.Window, comm *collective.Comm, b backend.Backend, most int) (*deviceTripper, error) {
+	a, ok := b.(backend.AsyncCopier)
+	if !ok {
+		return nil, fmt.Errorf("bench window: backend %s has no streams", b.Name())
+	}
+	t := &deviceTripper{w: w, comm: comm, back: b}
+	s, err := a.NewStream()
+	t.stream = af.Stream(s)
+	if err == nil {
+		t.event, err = b.NewEvent()
+	}
+	if err == nil {
+		t.src, err = b.Alloc(most)
+	}
+	return t, err
+}
+
+func (t *deviceTripper) do(ctx context.Context, what string, size, n int) (*answer, error) {
+	if what == askFloor {
+		return t.doFloor(ctx, size, n)
+	}
+	src, err := t.prepare(ctx, size)
+	if err != nil {
+		return nil, err
+	}
+	a := &answer{}
+	switch what {
+	case askTrips:
+		err = t.trips(ctx, src, n, a)
+	case askAhead:
+		err = t.ahead(ctx, src, n, a)
+	default:
+		err = fmt.Errorf("bench child: %q", what)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return a, t.check(size)
+}
+
+// image is what rank r puts in this block.
+func (t *deviceTripper) image(r, size int) []byte {
+	b := make([]byte, size)
+	fill(b)
+	for i := range b {
+		b[i] ^= t.block*2 + byte(r)
+	}
+	return b
+}
+
+// prepare fills the source, clears the window, and waits for the other rank.
+func (t *deviceTripper) prepare(ctx context.Context, size int) (src af.Tensor, err error) {
+	t.block++
+	m := t.w.Tensor()
+	if err = t.back.Copy(m.Mem().Sub(0, size), backend.Bytes(make([]byte, size))); err == nil {
+		err = t.back.Copy(t.src.Sub(0, size), backend.Bytes(t.image(t.w.Rank(), size)))
+	}
+	if err == nil {
+		err = t.comm.Barrier(ctx)
+	}
+	if err != nil {
+		return src, err
+	}
+	return af.New(t.src.Sub(0, size), af.Uint8, int64(size))
+}
+
+// check compares the window with what the other rank has put.
+func (t *deviceTripper) check(size int) error {
+	got := make([]byte, size)
+	m := t.w.Tensor()
+	if err := t.back.Copy(backend.Bytes(got), m.Mem().Sub(0, size)); err != nil {
+		return err
+	}
+	if !bytes.Equal(got, t.image(1-t.w.Rank(), size)) {
+		return fmt.Errorf("PutSignal of %d bytes of a GPU: wrong data in block %d", size, t.block)
+	}
+	return t.w.Check()
+}
+
+func (t *deviceTripper) put(ctx context.Context, src af.Tensor) error {
+	return t.w.PutSignal(ctx, 1-t.w.Rank(), 0, src, 0, t.stream)
+}
+
+func (t *deviceTripper) wait(ctx context.Context) error {
+	return t.w.WaitSignal(ctx, 1-t.w.Rank(), 0, t.stream)
+}
+
+// arrived waits until the stream has come to its end.
+func (t *deviceTripper) arrived(ctx context.Context) error {
+	if err := t.event.Record(uintptr(t.stream)); err != nil {
+		return err
+	}
+	return t.event.Sync(ctx)
+}
+
+func (t *deviceTripper) trips(ctx context.Context, src af.Tensor, n int, a *answer) (err error) {
+	a.NS, a.At = make([]int64, n), make([]int64, n)
+	for i := range n {
+		begun := clock.Now()
+		if t.w.Rank() == 0 {
+			a.At[i] = int64(begun)
+			err = errors.Join(t.put(ctx, src), t.wait(ctx), t.arrived(ctx))
+		} else {
+			err = errors.Join(t.wait(ctx), t.arrived(ctx))
+			a.At[i] = int64(clock.Now())
+			err = errors.Join(err, t.put(ctx, src))
+		}
+		if err != nil {
+			return err
+		}
+		a.NS[i] = int64(clock.Now() - begun)
+	}
+	return t.arrived(ctx)
+}
+
+func (t *deviceTripper) ahead(ctx context.Context, src af.Tensor, n int, a *answer) (err error) {
+	begun := clock.Now()
+	for range n {
+		if t.w.Rank() == 0 {
+			err = errors.Join(t.put(ctx, src), t.wait(ctx))
+		} else {
+			err = errors.Join(t.wait(ctx), t.put(ctx, src))
+		}
+		if err != nil {
+			return err
+		}
+	}
+	if err = t.arrived(ctx); err != nil {
+		return err
+	}
+	a.NS = []int64{int64(clock.Now() - begun)}
+	return nil
+}
+
+// doFloor measures the floor, of which rank 1 is the server.
+func (t *deviceTripper) doFloor(ctx context.Context, size, n int) (*answer, error) {
+	if t.size != size {
+		err := t.endFloor(ctx)
+		if err == nil {
+			err = t.beginFloor(ctx, size)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	a := &answer{NS: make([]int64, n)}
+	if t.floor != nil {
+		var err error
+		if a.NS, err = t.floor.measure(n); err != nil {
+			return nil, err
+		}
+	}
+	return a, nil
+}
+
+func (t *deviceTripper) beginFloor(ctx context.Context, size int) (err error) {
+	var at string
+	if t.w.Rank() == 1 {
+		if t.server, err = newDeviceServer(t.back, size, size); err != nil {
+			return err
+		}
+		at = t.server.addr()
+	}
+	all, err := window.Exchange(ctx, t.comm, []byte(at))
+	if err == nil && t.w.Rank() == 0 {
+		t.floor, err = dialDeviceFloor(t.back, string(all[1]), size, size)
+	}
+	t.size = size
+	return err
+}
+
+// endFloor ends it, the client first, and waits for the other rank.
+func (t *deviceTripper) endFloor(ctx context.Context) error {
+	if t.floor != nil {
+		t.floor.close()
+	}
+	err := t.comm.Barrier(ctx)
+	if t.server != nil {
+		t.server.close()
+	}
+	t.floor, t.server, t.size = nil, nil, 0
+	return err
+}
