@@ -106,7 +106,7 @@ var layers = []struct {
 	{"af/collective", []string{"af", "postoffice", "van", "van/backend", "internal/"}},
 	{"af/", []string{"kv", "postoffice", "van", "van/backend", "van/env", "internal/"}},
 	{"fserver/module", []string{"fserver/core", "af", "van", "van/backend"}},
-	{"fserver/core", []string{"af", "af/collective", "af/streams", "kv/session", "postoffice", "van", "van/backend", "van/env", "internal/"}},
+	{"fserver/core", []string{"af", "af/collective", "af/streams", "af/window", "kv/session", "postoffice", "van", "van/backend", "van/env", "internal/"}},
 }
 
 // atTop are the packages' directories at the top level; the users of the project have

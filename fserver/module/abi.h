@@ -81,6 +81,10 @@ enum { SF_ALL_GATHER, SF_ALL_GATHER_V, SF_ALL_TO_ALL, SF_BROADCAST, SF_GATHER, S
 // What else a communicator does, see sf_comm_task.
 enum { SF_COMM_BARRIER, SF_COMM_REBUILD, SF_COMM_CLOSE };
 
+// What sf_window_queue puts into a stream, and instead of a signal: none.
+enum { SF_WINDOW_PUT, SF_WINDOW_SIGNAL, SF_WINDOW_WAIT, SF_WINDOW_FLUSH };
+#define SF_NO_SIGNAL (-1)
+
 // Results of calls that wait in slices. SF_CAPTURED: the call has gone into a graph.
 enum { SF_CAPTURED = -2, SF_FAILED = -1, SF_DONE = 0, SF_PENDING = 1 };
 

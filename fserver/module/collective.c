@@ -9,6 +9,7 @@
 #include "docs.h"
 #include "request.h"
 #include "tensor.h"
+#include "window.h"
 
 static PyObject *comm_class, *operation_class;
 
@@ -78,6 +79,21 @@ static int make_group(void) {
   return sf_task_finish(task, 0);
 }
 
+int sf_comm_ready(PyObject *self, uint64_t *at, int *rank, int *size) {
+  sf_error e = {0, NULL};
+  *at = comm_of(self);
+  int there = sf_comm_place(*at, rank, size, &e);
+  if (there == SF_PENDING) { // the group's communicator, at the first call
+    if (make_group() < 0) return -1;
+    there = sf_comm_place(*at, rank, size, &e);
+  }
+  if (there != SF_DONE) {
+    sf_raise(&e);
+    return -1;
+  }
+  return 0;
+}
+
 // Reads a tensor or a list of them; None is nothing where it may be.
 static int read_tensors(PyObject *o, const char *what, int list, int writable, int none, sf_tensor **ts, Py_ssize_t *n) {
   *n = 0;
@@ -129,7 +145,7 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
   sf_tensor *outs = NULL, *ins = NULL;
   Py_ssize_t nout = 0, nin = 0;
   int64_t root = -1;
-  uint64_t at = comm_of(self), task = 0;
+  uint64_t at = 0, task = 0;
   int rank = 0, size = 0;
   const char *reduction = "sum";
   sf_error e = {0, NULL};
@@ -146,15 +162,7 @@ static PyObject *collect(PyObject *self, PyObject *args, PyObject *kw, int kind)
     reduction = PyBytes_AsString(text);
   }
   if (sf_enter() < 0) goto out;
-  int there = sf_comm_place(at, &rank, &size, &e);
-  if (there == SF_PENDING) { // the group's communicator, at the first call
-    if (make_group() < 0) goto out;
-    there = sf_comm_place(at, &rank, &size, &e);
-  }
-  if (there != SF_DONE) {
-    sf_raise(&e);
-    goto out;
-  }
+  if (sf_comm_ready(self, &at, &rank, &size) < 0) goto out;
   if (s->root && (root < 0 || root >= size)) {
     PyErr_Format(sf_error_value, "root is %R, want 0 to %d", root_arg, size - 1);
     goto out;
@@ -325,7 +333,7 @@ static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kw)
       {"all_to_all", KEYWORDS(py_all_to_all), DOC_ALL_TO_ALL(self)}, {"broadcast", KEYWORDS(py_broadcast), DOC_BROADCAST(self)}, \
       {"gather", KEYWORDS(py_gather), DOC_GATHER(self)}, {"scatter", KEYWORDS(py_scatter), DOC_SCATTER(self)}, \
       {"reduce_scatter", KEYWORDS(py_reduce_scatter), DOC_REDUCE_SCATTER(self)}, {"all_reduce", KEYWORDS(py_all_reduce), DOC_ALL_REDUCE(self)}, \
-      {"rebuild", KEYWORDS(py_rebuild), DOC_REBUILD(self)}
+      {"open_window", KEYWORDS(sf_py_open_window), DOC_OPEN_WINDOW(self)}, {"rebuild", KEYWORDS(py_rebuild), DOC_REBUILD(self)}
 
 static PyMethodDef functions[] = {COLLECTIVES("$module"), {NULL, NULL, 0, NULL}};
 

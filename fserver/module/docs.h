@@ -507,6 +507,64 @@
 	"\n" \
 	"Raises ValueError, TypeError (names the argument), TimeoutError (names who has not come),\n" \
 	"ConnectionError, Error."
+#define DOC_OPEN_WINDOW(self) \
+	"open_window(" self ", /, size, signals=1, *, timeout_ms=None)\n--\n\n" \
+	"Open a window: size bytes on each rank's GPU, into which the others write. All ranks call\n" \
+	"it, with the same arguments. The GPUs are of one host and reach each other. Puts are copies\n" \
+	"by the GPU that puts, so no CPU and no kernel is in them.\n" \
+	"\n" \
+	"    w = f.open_window(1 << 20)\n" \
+	"    w.put_signal(1, 0, x)        # rank 0\n" \
+	"    w.wait_signal(0)             # rank 1: in the stream from here on x is in w.tensor\n" \
+	"\n" \
+	"signals: how many each rank has at each other one\n" \
+	"timeout_ms: how long to wait for the other ranks; None is the communicator's limit\n" \
+	"\n" \
+	"Returns a Window.\n" \
+	"\n" \
+	"Raises ValueError, TimeoutError, ConnectionError, Error (no GPU, GPUs that do not reach each\n" \
+	"other, other arguments on another rank)."
+#define DOC_WINDOW \
+	"What open_window() returns: memory on the GPUs of all ranks of a communicator. Every call but\n" \
+	"close() puts something into PyTorch's current stream and returns; streams that are being\n" \
+	"captured are refused. It is over for all ranks when one is lost, when the communicator fails,\n" \
+	"or when a rank closes it while another one's stream waits for it: streams go on, check() says\n" \
+	"why, and it is opened anew. When it is dropped, and its tensor, it is closed. Programs cannot\n" \
+	"make one."
+#define DOC_WINDOW_PUT \
+	"put($self, /, rank, offset, x)\n--\n\n" \
+	"Copy x, a tensor on this GPU, into the memory of a rank, offset bytes behind its beginning.\n" \
+	"In the stream x may be written to again behind it. What is put to one rank, and signalled,\n" \
+	"comes in the order of the calls, in whichever streams.\n" \
+	"\n" \
+	"Raises ValueError, what check() does, and ConnectionError (that rank has closed the window)."
+#define DOC_WINDOW_PUT_SIGNAL \
+	"put_signal($self, /, rank, offset, x, signal=0)\n--\n\n" \
+	"put(), and behind it signal()."
+#define DOC_WINDOW_SIGNAL \
+	"signal($self, /, rank, signal=0)\n--\n\n" \
+	"Add one to a signal of this rank at another one, behind everything that was put there before.\n" \
+	"\n" \
+	"Raises as put() does."
+#define DOC_WINDOW_WAIT_SIGNAL \
+	"wait_signal($self, /, rank, signal=0)\n--\n\n" \
+	"Make the stream wait until a rank has signalled, and take one: each signal lets one wait go\n" \
+	"on, in the order of the calls. What the rank has put here before the signal is in tensor then.\n" \
+	"There is no limit of time but the end of the window.\n" \
+	"\n" \
+	"Raises as put() does."
+#define DOC_WINDOW_FLUSH \
+	"flush($self, /, rank)\n--\n\n" \
+	"Make the stream wait for what was put to a rank in other streams."
+#define DOC_WINDOW_CHECK \
+	"check($self, /)\n--\n\n" \
+	"Raise why the window is over: ConnectionError, TimeoutError, Error. If it does not, what streams\n" \
+	"have waited for by now is right. Does not wait: synchronise with the stream before."
+#define DOC_WINDOW_CLOSE \
+	"close($self, /)\n--\n\n" \
+	"Close this rank's end, when what it has put has arrived. All ranks close theirs, when what they\n" \
+	"wait for has come: see Communicator.barrier(). The memory stays until the process ends, since\n" \
+	"others have mapped it."
 #define DOC_ALL_GATHER(self) \
 	"all_gather(" self ", /, out, x)\n--\n\n" \
 	"Make out the tensors x of all ranks, in their order. All have one size and type, and out\n" \

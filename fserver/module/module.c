@@ -19,6 +19,7 @@
 #include "request.h"
 #include "streams.h"
 #include "tensor.h"
+#include "window.h"
 
 // Waits for the job that Go has begun, and handles signals meanwhile.
 static PyObject *wait_job(void) {
@@ -427,7 +428,7 @@ PyMODINIT_FUNC PyInit_fserver_lib(void) {
   PyObject *module = PyModule_Create(&definition);
   if (module == NULL) return NULL;
   if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || answer_init(module) < 0 || prepared_init(module) < 0 ||
-      collective_init(module) < 0 || streams_init(module) < 0 || at_exit(module) < 0) {
+      collective_init(module) < 0 || streams_init(module) < 0 || window_init(module) < 0 || at_exit(module) < 0) {
     Py_DECREF(module);
     return NULL;
   }

@@ -341,3 +341,25 @@ def arrays_worker(n):
 @pytest.mark.parametrize("lib", ARRAYS)
 def test_arrays(cluster, lib):
     cluster(workers=2, servers=1, lib=lib).run(arrays_worker, idle_server)
+
+
+def no_window_worker(n):
+    f = n.f
+    c = f.Communicator([0, 1], timeout_ms=20000)
+    with n.raises(f.Error, "STEPMESH_BAKCEND"):
+        c.open_window(100)
+    with n.raises(f.Error, "STEPMESH_BAKCEND"):
+        c.open_window(100, signals=2, timeout_ms=10000)
+    with n.raises(f.TypeError, "size"):
+        c.open_window("a")
+    with n.raises(f.ValueError, "-1 signals"):
+        c.open_window(100, -1)
+    with n.raises(f.TypeError, "open_window"):
+        f.Window()
+    c.barrier()
+    c.close()
+
+
+def test_no_window(cluster):
+    """Windows in Python are on GPUs: without, all ranks are told."""
+    cluster(workers=2, servers=1, lib=HOST, env={"STEPMESH_BAKCEND": "CPU"}).run(no_window_worker, idle_server)
