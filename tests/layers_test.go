@@ -242,6 +242,7 @@ var exceptions = map[string]map[string]string{
 		"fserver/module/prepared.go":        "its part for prepared exchanges",
 		"fserver/module/sessions.go":        "its part for sessions",
 		"fserver/module/streams.go":         "its part for exchanges in streams",
+		"fserver/module/window.go":          "its part for windows",
 		"fserver/module/collective.go":      "its part for collectives",
 		"fserver/module/putback.go":         "its part for batches that Python could not take",
 		"van/zmq/native.go":                 "libzmq and the shim for it",

@@ -23,6 +23,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -44,6 +45,7 @@ const (
 	headLen  = 128 // where words begin
 	wordsLen = 16  // of one signal of one rank: two words, which take turns
 	memAlign = 256
+	seenLen  = 64
 )
 
 // lap is how many signals are counted in a word before the other one's turn. Who waits clears the other
@@ -74,6 +76,11 @@ type onDevice struct {
 	mu      sync.Mutex
 	ready   bool          // Open has returned it
 	changed chan struct{} // closed when that, or what is known of a link, has changed
+
+	reading sync.Mutex
+	seen    backend.Mem // pinned host memory of two words: one of the device, and how often that was asked for
+	asked   uint32      // guarded by reading
+	shut    bool        // likewise: the streams are given back
 
 	ending sync.Once
 	freed  chan struct{} // closed when streams that waited go on
@@ -116,6 +123,10 @@ func newOnDevice(w *Window, n int) (*onDevice, error) {
 	if err != nil {
 		return nil, err
 	}
+	if v.seen, err = d.AllocPinned(seenLen); err != nil {
+		return nil, err
+	}
+	(*atomic.Uint32)(v.seen.Sub(4, 4).Ptr()).Store(0)
 	for r, p := range w.peers {
 		l := &link{p: p, sent: make([]uint64, w.signals), taken: make([]atomic.Uint64, w.signals)}
 		if r == w.self {
@@ -351,9 +362,41 @@ func (l *link) wrong(op string, err error) error {
 // came tells whether the n'th signal has come.
 func (v *onDevice) came(rank, signal int, n uint64) (bool, error) {
 	word, count := place(n)
-	var b [4]byte
-	err := v.d.Copy(backend.Bytes(b[:]), v.word(v.whole, rank, signal, word).Sub(0, 4))
-	return uint64(binary.NativeEndian.Uint32(b[:])) >= count, err
+	got, err := v.read(v.word(v.whole, rank, signal, word).Sub(0, 4))
+	return uint64(got) >= count, err
+}
+
+// silence is how long a device may take to say what is in a word.
+const silence = 10 * time.Second
+
+// read reads 4 bytes of the device. It makes no stream and no event, and its copy is to pinned memory: the driver does
+// nothing else while a launch waits for room in the queue of another stream, which may wait for who asks here.
+func (v *onDevice) read(m backend.Mem) (uint32, error) {
+	v.reading.Lock()
+	defer v.reading.Unlock()
+	if v.shut {
+		return 0, errClosed
+	}
+	v.asked++
+	err := v.d.CopyAsync(v.seen.Sub(0, 4), m, v.release)
+	if err == nil {
+		err = v.d.WriteFlag(v.release, v.seen.Sub(4, 4), v.asked)
+	}
+	if err != nil {
+		return 0, err
+	}
+	done := (*atomic.Uint32)(v.seen.Sub(4, 4).Ptr())
+	for begun := clock.Now(); done.Load() != v.asked; {
+		switch took := elapsed(begun); {
+		case took >= silence:
+			return 0, fmt.Errorf("%w: a word of the device", van.ErrTimeout)
+		case took >= 50*time.Microsecond:
+			clock.Sleep(20 * time.Microsecond)
+		default:
+			runtime.Gosched()
+		}
+	}
+	return (*atomic.Uint32)(v.seen.Ptr()).Load(), nil
 }
 
 // take takes a signal that has come.
@@ -368,7 +411,11 @@ func (v *onDevice) take(rank, signal int) (bool, error) {
 	}
 	l.taken[signal].Store(n)
 	if word, count := place(n); count == lap/2 {
-		err = v.d.Copy(v.word(v.whole, rank, signal, 1-word).Sub(0, 4), backend.Bytes(make([]byte, 4)))
+		v.reading.Lock()
+		defer v.reading.Unlock()
+		if !v.shut {
+			err = v.d.WriteFlag(v.release, v.word(v.whole, rank, signal, 1-word).Sub(0, 4), 0)
+		}
 	}
 	return true, err
 }
@@ -572,7 +619,15 @@ func (v *onDevice) giveUp() {
 		v.unwatch()
 		v.stopExit()
 	}
-	_, _ = v.d.FreeStream(v.own), v.d.FreeStream(v.release)
+	_ = v.giveBack()
+}
+
+// giveBack gives the streams back.
+func (v *onDevice) giveBack() error {
+	v.reading.Lock()
+	defer v.reading.Unlock()
+	v.shut = true
+	return errors.Join(v.d.FreeStream(v.own), v.d.FreeStream(v.release))
 }
 
 // close ends this rank's part, of a window that is over.
@@ -590,5 +645,5 @@ func (v *onDevice) close(ctx context.Context) (err error) {
 	}
 	v.unwatch()
 	v.stopExit()
-	return errors.Join(err, v.d.FreeStream(v.own), v.d.FreeStream(v.release))
+	return errors.Join(err, v.giveBack())
 }

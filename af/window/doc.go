@@ -11,7 +11,7 @@
 //
 // # Guarantees
 //
-// They are the same on all transports.
+// They are the same on all transports; for windows on devices see below.
 //
 //   - The source of a Put or PutSignal is the library's until Flush to that rank, or Close, has returned.
 //   - Flush to a rank returns when all that was put there before is in its memory, and all signals are counted.
@@ -42,5 +42,28 @@
 // deadline; a wait that is too late fails alone. A rank that closes its window, after what it has put has
 // arrived, makes later calls of others towards it fail with van.ErrClosed, and those only.
 //
-// Memory lies on the host; for devices and their streams there is no window yet.
+// # On devices
+//
+// With Options.Device the memory lies on the ranks' GPUs, which must be of one host and reach each other: if they
+// do not, Open is an error on all ranks that says why, and the window is to be opened on the host. Each call may name a stream.
+//
+//	w, err := window.Open(ctx, comm, window.Options{Size: 1 << 20, Signals: 1, Device: true})
+//	err = w.PutSignal(ctx, 1, 4096, tensor, 0, stream) // on rank 0
+//	err = w.WaitSignal(ctx, 0, 0, stream)              // on rank 1: what is put into the stream from here on finds it in w.Tensor()
+//
+// A Put is a copy that the stream makes into the receiver's memory, a signal a word that it writes there behind it: no message,
+// no kernel, and the CPU only queues. The guarantees are those of above, with these differences:
+//
+//   - Put, PutSignal and Signal return at once, also without a stream, which is the default one then. In their stream the source is the caller's again
+//     behind them; elsewhere when Flush to that rank has returned, or behind a Flush in another stream.
+//   - Calls to one rank in several streams keep their order: a stream waits for the one before. So a stream that was used here must exist until
+//     another one has taken its turn, or Close.
+//   - A WaitSignal in a stream has no limit of time. When the window is over the stream goes on: what it has waited for is whole
+//     and right if Check returns nil when the stream has done its work. Signals are taken in the order of the calls.
+//   - Streams that are being captured into graphs are refused: each signal is counted. Package af/streams can be captured.
+//   - Memory is the library's, see Window.Tensor. A put is made by its sender, so what a stale or lost rank may still write
+//     is the memory of this window, which is never given to anybody else, nor used for another window; it and the
+//     mappings of it last until the node's backend is closed.
+//   - A window is over on all ranks when it fails, also when a rank closes it while a stream of another one waits for a signal that has not come, or while one
+//     of its own waits. Streams that wait go on when all ranks know, or are lost, or have said nothing for 10 seconds.
 package window
