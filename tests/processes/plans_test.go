@@ -18,9 +18,9 @@ import (
 // atOnce is how many plans run at a time: most of the time their processes wait.
 func atOnce() int {
 	if vantest.Race {
-		return 8 // and use more time when they do not
+		return 10 // and use more time when they do not
 	}
-	return 12
+	return 15
 }
 
 // chosen tells whether -run may want this subtest of TestPlans. A plan begins before the

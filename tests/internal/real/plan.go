@@ -191,6 +191,7 @@ type phaseRun struct {
 	from, to time.Time
 	living   []*Process
 	replaced []*Process
+	reached  map[plan.Duration]time.Time // when the plan's clock had come to a time of the phase
 }
 
 func (r *planRun) run() {
@@ -219,7 +220,7 @@ func (r *planRun) phase(ph *plan.Phase) {
 	r.mu.Lock()
 	r.loads = ph.Loads
 	r.mu.Unlock()
-	x, from := phaseRun{from: time.Now()}, r.clock()
+	x, from := phaseRun{from: time.Now(), reached: map[plan.Duration]time.Time{}}, r.clock()
 	for _, p := range r.c.Living() {
 		if p.Role == "worker" {
 			p.Begin(Command{Do: doLoads, Loads: r.loadsOf(p)})
@@ -230,6 +231,15 @@ func (r *planRun) phase(ph *plan.Phase) {
 		r.events.Go(func() {
 			if r.after(from.Add(e.At.D())) {
 				r.event(e)
+			}
+		})
+	}
+	for _, e := range ph.Expect {
+		r.events.Go(func() {
+			if r.after(from.Add(e.After.D())) {
+				r.mu.Lock()
+				x.reached[e.After] = from.Add(e.After.D() + r.held)
+				r.mu.Unlock()
 			}
 		})
 	}
@@ -245,7 +255,8 @@ func (r *planRun) phase(ph *plan.Phase) {
 }
 
 // clock is the time by which the plan goes. What is promised counts from when a process listens: until
-// then, which takes milliseconds, and seconds on an emulated processor, the clock of such a plan stands still.
+// then, which takes milliseconds, and seconds on an emulated processor, the clock of such a plan stands still,
+// and on a slow machine that of every plan.
 func (r *planRun) clock() time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -417,12 +428,13 @@ func (r *planRun) join(n plan.Node) {
 
 // spawn starts a process that has no loads yet.
 func (r *planRun) spawn(n plan.Node) (*Process, error) {
-	if r.p.Promised {
+	wait := r.p.Promised || r.c.o.Slow > 1
+	if wait {
 		r.hold(true)
 		defer r.hold(false)
 	}
 	p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil })
-	if err != nil || !r.p.Promised {
+	if err != nil || !wait {
 		return p, err
 	}
 	for end := time.Now().Add(r.c.slowly(patience)); !p.State().Ended && !strings.Contains(p.Log(), "Bind to ") && time.Now().Before(end) && r.ctx.Err() == nil; {
@@ -594,7 +606,11 @@ func (r *planRun) expect(ph *plan.Phase, x *phaseRun, e *plan.Expect) {
 	if e.Replaced {
 		list = x.replaced
 	}
-	from, to := x.from.Add(e.After.D()).UnixMilli(), x.to.UnixMilli()
+	begin := x.from.Add(e.After.D())
+	if at, ok := x.reached[e.After]; ok {
+		begin = at
+	}
+	from, to := begin.UnixMilli(), x.to.UnixMilli()
 	for _, p := range list {
 		if !e.Nodes.Has(plan.NodeOf(p.Role, p.Rank)) {
 			continue
