@@ -106,7 +106,7 @@ func choose(seed uint64) (*plan.Plan, error) {
 	if seed%20 == 19 {
 		n := seed / 20
 		if n%2 == 1 {
-			return plan.Random(seed).OverRDMA(), nil
+			return plan.RandomOverRDMA(seed), nil
 		}
 		fit := overRDMA(all)
 		for _, p := range all {

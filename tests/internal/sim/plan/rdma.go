@@ -27,3 +27,20 @@ func (p *Plan) OverRDMA() *Plan {
 	}
 	return &q
 }
+
+// RandomOverRDMA makes a plan over RDMA from a seed. A cluster whose scheduler and half of whose nodes die has
+// a name: without one the scheduler that is started again waits until all the dead are replaced, and one that
+// only the end of the plan replaces may come too late.
+func RandomOverRDMA(seed uint64) *Plan {
+	p := Random(seed).OverRDMA()
+	dead := map[Node]bool{}
+	for _, e := range p.Phases[1].Events {
+		if e.Do == Kill {
+			dead[e.Node] = true
+		}
+	}
+	if dead["scheduler"] && 2*(len(dead)-1) >= len(p.Cluster.All())-1 {
+		p.Cluster.Env["STEPAF_CLUSTER_ID"] = "sim"
+	}
+	return p
+}
