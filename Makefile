@@ -13,6 +13,9 @@ export USE_CUDA USE_RDMA USE_FABRIC USE_UCX USE_TP CUDA_HOME PYTHON
 
 include tools/cuda_env.mk
 
+# What runs "make soak LEG=rdma", with the address of a device.
+SOAKVM = tools/rdma-vm --cpus 4 --mem 3072 --timeout $$(($(MINUTES) * 60 + 900)) -- bash -c 'exec "$$@" -host "$$RDMA_VM_ADDR"' soak
+
 # Build tags with which the code is checked, besides what build_flags.sh finds here.
 VARIANTS := nordma
 
@@ -115,9 +118,9 @@ simfaults: ## plant each fault of docs/testing.md, and find it within 500 seeds;
 locks: ## what a push_pull takes without a wire, in a build that counts lock operations; ARGS="--van null"
 	@tools/count_locks.sh $(ARGS)
 
-soak: ## random plans on real processes for MINUTES=60, logs in build/soak; SEED=n LEG=tcp or shm repeats one
+soak: ## random plans on real processes for MINUTES=60, logs in build/soak; SEED=n LEG=tcp or shm repeats one; LEG=rdma is in the virtual machine, SLOW=4
 	@mkdir -p build/soak; $(GO) build -o build/soak/run ./tests/soak
-	@build/soak/run $(if $(SEED),-seed $(SEED),-minutes $(MINUTES)) $(if $(LEG),-leg $(LEG)) $(SOAKFLAGS)
+	@$(if $(filter rdma,$(LEG)),$(SOAKVM)) build/soak/run $(if $(SEED),-seed $(SEED),-minutes $(MINUTES)) $(if $(LEG),-leg $(LEG)) $(if $(filter rdma,$(LEG)),-jobs 1 -slow $(or $(SLOW),4)) $(SOAKFLAGS)
 
 vet: ## go vet
 	@flags=$$(tools/build_flags.sh -q); set -x; $(GO) vet $$flags ./...

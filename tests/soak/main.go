@@ -17,6 +17,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -35,6 +36,8 @@ func main() {
 // soak is what has been done so far.
 type soak struct {
 	dir    string
+	host   string
+	slow   int
 	faults []string
 	began  time.Time
 	until  time.Time
@@ -49,7 +52,9 @@ func run() int {
 	minutes := flag.Float64("minutes", 60, "how long to go on")
 	seed := flag.Uint64("seed", 0, "carry out this one plan only, on the leg of -leg")
 	first := flag.Uint64("first", 0, "the first seed (0: by the clock)")
-	leg := flag.String("leg", "", "tcp or shm only")
+	leg := flag.String("leg", "", "tcp, shm or rdma only; without, tcp and shm")
+	host := flag.String("host", "", "rdma: the address of a device")
+	slow := flag.Int("slow", 1, "how many times as slow this machine is as the plans take for granted: all their times are so much longer")
 	file := flag.String("plan", "", "carry out the plan of this file, on the leg of -leg")
 	faults := flag.String("faults", "", "fail points to plant in all processes, with commas; for a build with the tag failpoints")
 	jobs := flag.Int("jobs", 2, "plans at once")
@@ -63,13 +68,14 @@ func run() int {
 		fmt.Fprintln(os.Stderr, "soak: -faults needs a build with the tag failpoints")
 		return 2
 	}
-	if *leg != "" && *leg != string(real.TCP) && *leg != string(real.SHM) || flag.NArg() > 0 || *jobs < 1 || *minutes <= 0 {
-		fmt.Fprintln(os.Stderr, "soak: want -leg tcp or shm, -jobs of 1 or more, -minutes above 0, and no arguments")
+	known := *leg == "" || slices.Contains([]real.Leg{real.TCP, real.SHM, real.RDMA}, real.Leg(*leg))
+	if !known || (*host != "") != (*leg == string(real.RDMA)) || flag.NArg() > 0 || *jobs < 1 || *slow < 1 || *minutes <= 0 {
+		fmt.Fprintln(os.Stderr, "soak: want -leg tcp or shm, or -leg rdma and -host, -jobs and -slow of 1 or more, -minutes above 0, and no arguments")
 		return 2
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	s := &soak{dir: *dir, began: time.Now()}
+	s := &soak{dir: *dir, host: *host, slow: *slow, began: time.Now()}
 	if *faults != "" {
 		s.faults = strings.Split(*faults, ",")
 	}
@@ -127,7 +133,11 @@ func run() int {
 func (s *soak) one(ctx context.Context, p *plan.Plan, seed uint64, leg real.Leg, log func(string)) {
 	dir := filepath.Join(s.dir, fmt.Sprintf("%s-%s", p.Name, leg))
 	_ = os.RemoveAll(dir)
-	res, err := real.RunPlan(ctx, p, real.PlanOptions{Leg: leg, Dir: dir, Log: log, Faults: s.faults})
+	o := real.PlanOptions{Leg: leg, Host: s.host, Dir: dir, Log: log, Slow: s.slow, Faults: s.faults}
+	if s.slow > 1 {
+		o.Margin = 10 * time.Second
+	}
+	res, err := real.RunPlan(ctx, p, o)
 	if ctx.Err() != nil {
 		_ = os.RemoveAll(dir)
 		return
@@ -146,6 +156,9 @@ func (s *soak) one(ctx context.Context, p *plan.Plan, seed uint64, leg real.Leg,
 	}
 	s.wrong++
 	again := fmt.Sprintf("make soak SEED=%d LEG=%s", seed, leg)
+	if s.slow > 1 {
+		again += fmt.Sprintf(" SLOW=%d", s.slow)
+	}
 	if seed == 0 {
 		again = fmt.Sprintf("the same command, for plan %s", p.Name)
 	}
