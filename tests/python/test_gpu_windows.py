@@ -220,7 +220,7 @@ def closing(n):
     last.check()
     c.barrier()
     last.close()
-    with n.raises((), "size"):
+    with n.raises((), "bytes on the device"):
         c.open_window(64 + n.rank)
     c.close()
 
