@@ -277,6 +277,27 @@ func TestFlushed(t *testing.T) {
 	})
 }
 
+// TestFewLargePuts: the receiver says what it has taken often enough for messages of any length. Who puts more than may
+// be under way at once, in few messages and without a Flush, does not wait for ever.
+func TestFewLargePuts(t *testing.T) {
+	const size = maxBytes / 4
+	r := newRig(t, testcluster.Options{}, 2, Options{Size: size, Signals: 1})
+	data := filled(size, 1)
+	for i := range 3 * maxBytes / size {
+		if err := r.windows[0].PutSignal(t.Context(), 1, 0, data, 0); err != nil {
+			t.Fatalf("put %d: %v", i, err)
+		}
+	}
+	for range 3 * maxBytes / size {
+		if err := r.windows[1].WaitSignal(t.Context(), 0, 0); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if !bytes.Equal(r.windows[1].Bytes(), data.Bytes()) {
+		t.Error("wrong bytes")
+	}
+}
+
 // TestSignalsAdd: many goroutines signal and wait; as many waits succeed as there were signals.
 func TestSignalsAdd(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Signals: 3})

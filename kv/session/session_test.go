@@ -391,6 +391,34 @@ func TestResultsAreClosed(t *testing.T) {
 	}
 }
 
+// TestManyKilled: ranks hear of all handles that were killed, however many, and not of more than one message
+// can name at once.
+func TestManyKilled(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	ended := serve(t, c, standard(t))
+	s, ctx := open(t, c), limit(t)
+	const more = 10
+	handles := make([]*session.Handle, session.MaxKills+more)
+	for i := range handles {
+		handles[i] = must[*session.Handle](t)(s.Call(ctx, "rank"))
+	}
+	kept := must[*session.Handle](t)(s.Call(ctx, "rank"))
+	if err := s.Sync(ctx); err != nil {
+		t.Fatal(err)
+	}
+	s.Kill(handles...)
+	if l := must[[]uint64](t)(s.Handles(ctx, 0)); len(l) != more+1 {
+		t.Errorf("rank 0 has %d handles behind the next call, want %d", len(l), more+1)
+	}
+	if err := s.Sync(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if l := must[[]uint64](t)(s.Handles(ctx, 0)); !slices.Equal(l, []uint64{kept.ID()}) {
+		t.Errorf("rank 0 has %d handles, want that which was not killed, %d", len(l), kept.ID())
+	}
+	works(t, s, ended)
+}
+
 // TestLostRank: a rank that goes fails the session at once, and the others' Serve. A process
 // in its place has no part in it, and a new session can be opened.
 func TestLostRank(t *testing.T) {

@@ -284,6 +284,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	m.replaced(&m.table[m.at[id]])
 	m.sched.lastReplaced = max(now, 1)
 	m.generation++
+	claim := m.sched.claims[id]
 	delete(m.sched.claims, id)
 	rec.ID, rec.IsRecovery = id, true
 	for i := range m.table {
@@ -316,6 +317,9 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	}
 	m.emit(PeerReplaced{id, rec})
 	m.recheckBarriers(now)
+	if claim != nil && !sameAddr(&claim.node, &rec) { // else it was restarted
+		m.joinLate(now, claim.node, claim.stamp)
+	}
 }
 
 // noPlace says why a node cannot join a complete cluster.

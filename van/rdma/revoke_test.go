@@ -59,6 +59,29 @@ func TestRevokeWhileLeaving(t *testing.T) {
 	}
 }
 
+// TestPullsOfEndedPeer: memory that a peer has not answered into is held for it no longer when it is disconnected.
+func TestPullsOfEndedPeer(t *testing.T) {
+	p := newPair(t, nil)
+	p.both()
+	inUse := func() (n int) {
+		for _, d := range *p.worker.devices.Load() {
+			n += d.regions.InUse()
+		}
+		return n
+	}
+	for i := range 3 {
+		if err := p.worker.Send(pullInto(serverID, i, uint64(i), make([]byte, 64<<10))); err != nil {
+			t.Fatal(err)
+		}
+		p.next(p.atServer).Release() // and it is not answered
+	}
+	if n := inUse(); n != 3 {
+		t.Errorf("%d regions are in use, want those of 3 pulls", n)
+	}
+	p.worker.Disconnect(serverID)
+	p.until("end of the holds for the peer", func() bool { return inUse() == 0 })
+}
+
 // Requests that were given up before they could be sent do not leave with what is in
 // their memory then; others do, also from the same memory.
 func TestRecallOfWaitingRequests(t *testing.T) {

@@ -119,23 +119,71 @@ func restart(w *world) {
 	second.expect(9, 1)
 }
 
-func peerCloses(w *world) {
-	type event struct {
-		id    int
-		up    bool
-		cause error
+// peerEvent is what a van says of a peer.
+type peerEvent struct {
+	id    int
+	up    bool
+	cause error
+}
+
+// watch returns what n's van says of its peers, nil if it says nothing. It is called before the van is bound.
+func (n *node) watch() chan peerEvent {
+	watcher, watches := van.As[van.PeerWatcher](n.Van)
+	if !watches {
+		return nil
 	}
-	events := make(chan event, 64)
-	worker := w.make(9)
-	watcher, watches := van.As[van.PeerWatcher](worker.Van)
-	if watches {
-		watcher.WatchPeers(func(id int, up bool, cause error) {
-			select {
-			case events <- event{id, up, cause}:
-			default:
+	events := make(chan peerEvent, 64)
+	watcher.WatchPeers(func(id int, up bool, cause error) {
+		select {
+		case events <- peerEvent{id, up, cause}:
+		default:
+		}
+	})
+	return events
+}
+
+// expectDown waits until peer id, and no other, is said to be down.
+func (w *world) expectDown(events chan peerEvent, id int) {
+	w.Helper()
+	for limit := time.After(Limit); events != nil; {
+		select {
+		case ev := <-events:
+			switch {
+			case ev.up: // it stood before
+				continue
+			case ev.id != id:
+				w.Fatalf("node %d is reported as down: %v", ev.id, ev.cause)
+			case ev.cause == nil:
+				w.Error("no cause given")
 			}
-		})
+			return
+		case <-limit:
+			w.Fatalf("the end of node %d was not noticed within %s", id, Limit)
+		}
 	}
+}
+
+// renamedCloses: the end of a peer that was connected to under another name is noticed under its new one.
+func renamedCloses(w *world) {
+	scheduler := w.make(1)
+	events := scheduler.watch()
+	scheduler.bind(nil)
+	scheduler.SetID(1)
+	worker := w.node(9, nil)
+	worker.connect(scheduler)
+	scheduler.connectAs(-1, worker)
+	if err := scheduler.Rename(-1, 9); err != nil {
+		w.Fatalf("Rename: %v", err)
+	}
+	scheduler.must(control(van.Heartbeat, 9, 0))
+	worker.expect(1, 1)
+	worker.close()
+	w.expectDown(events, 9)
+}
+
+func peerCloses(w *world) {
+	worker := w.make(9)
+	events := worker.watch()
 	worker.bind(nil)
 	worker.SetID(9)
 	server, other := w.node(8, nil), w.node(10, nil)
@@ -144,23 +192,7 @@ func peerCloses(w *world) {
 	worker.must(data(8, 0, true))
 	server.expect(9, 1)
 	server.close()
-	for seen := !watches; !seen; {
-		select {
-		case ev := <-events:
-			switch {
-			case ev.up: // it stood before
-			case ev.id != 8:
-				w.Fatalf("node %d is reported as down: %v", ev.id, ev.cause)
-			case ev.cause == nil:
-				w.Error("no cause given")
-				seen = true
-			default:
-				seen = true
-			}
-		case <-time.After(Limit):
-			w.Fatalf("the end of node 8 was not noticed within %s", Limit)
-		}
-	}
+	w.expectDown(events, 8)
 	for i := range 100 {
 		err := worker.Send(data(8, i+1, true, make([]byte, 8), make([]byte, 100)))
 		if err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrQueueFull) {

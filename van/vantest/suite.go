@@ -77,6 +77,7 @@ func Run(t *testing.T, s Suite) {
 		{"Replace", replace, true},
 		{"Restart", restart, false},
 		{"PeerCloses", peerCloses, false},
+		{"RenamedCloses", renamedCloses, false},
 		{"CloseWhileBusy", closeWhileBusy, true},
 		{"CloseDelivers", closeDelivers, true},
 		{"CloseTwice", closeTwice, true},
