@@ -18,7 +18,7 @@ import (
 // atOnce is how many plans run at a time: most of the time their processes wait.
 func atOnce() int {
 	if vantest.Race {
-		return 10 // and use more time when they do not
+		return 8 // and use more time when they do not
 	}
 	return 15
 }
