@@ -11,7 +11,8 @@ import (
 
 var (
 	utPass  = regexp.MustCompile(`^GPU \d Batch \d+: ALL PASS duration=\d+ns$`)
-	latency = `mean=[\d.]+us, min=[\d.]+us, p50=[\d.]+us, p90=[\d.]+us, p99=[\d.]+us, max=[\d.]+us$`
+	us      = `[\d.]+(e[+-]\d+)?us` // C++ prints a second and more as 1.2e+06
+	latency = `mean=` + us + `, min=` + us + `, p50=` + us + `, p90=` + us + `, p99=` + us + `, max=` + us + `$`
 )
 
 func TestTensorWorker(t *testing.T) {

@@ -132,6 +132,9 @@ func (m *Machine) claimEnd(id int) time.Duration {
 func (m *Machine) tickClaims(now time.Duration) {
 	for _, id := range sortedIDs(m.sched.claims) {
 		c := m.sched.claims[id]
+		if c == nil {
+			continue // who had it has got another place meanwhile
+		}
 		h := m.health[id]
 		switch {
 		case h.down == 0 && h.heard > c.since:

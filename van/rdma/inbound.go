@@ -217,6 +217,9 @@ func (in *inbound) returnCredit(l *receiveSlot) {
 	if len(in.credits) == 0 {
 		in.creditsSince = clock.Now()
 	}
+	if in.reclaim.since != 0 {
+		in.reclaim.since = clock.Now() // it has used this one until now
+	}
 	in.credits = append(in.credits, uint16(l.Index()))
 	in.creditsOwed.Store(int32(len(in.credits)))
 	in.host.active.Add(&in.activeDue)

@@ -19,7 +19,7 @@ import (
 const (
 	reclaimPause  = 100 * time.Millisecond // between two requests to one peer
 	slotScanPause = 10 * time.Millisecond  // between two looks at all slots
-	reclaimTime   = 2 * time.Second        // a peer with free slots that gives none back is cut off
+	reclaimTime   = 2 * time.Second        // a peer with free slots that neither uses nor gives back any is cut off
 	oneShotShare  = 16                     // a peer may have 1/16 of all slots for control messages
 )
 
@@ -123,7 +123,7 @@ func (set *slotSet) requestReclaim(places, bytes int, now uint64) {
 		return
 	}
 	if w.since != 0 && now-w.since > uint64(reclaimTime) && in.dialect.hasFreeSlots() {
-		in.fail(fmt.Errorf("%w: it has slots that it does not use, and has not given them back within %s", van.ErrPeerLost, reclaimTime))
+		in.fail(fmt.Errorf("%w: it has slots that it does not use, and has not given any back within %s", van.ErrPeerLost, reclaimTime))
 		return
 	}
 	w.at = now

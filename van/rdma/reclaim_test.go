@@ -264,6 +264,42 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 	}
 }
 
+// A peer is not cut off for slots that it has been using until just now, however long ago it was asked for
+// them: its answer is on its way.
+func TestSlotsInUseAreNotMissed(t *testing.T) {
+	r := newRig(t)
+	s, w := r.node(8, func(c *env.Config) { c.RDMABudget = 900 << 10 }), r.node(9)
+	r.link(w, s)
+	var held []*van.Message
+	for i := range 3 {
+		w.must(push(s, 1, i, value(250<<10, i)))
+		held = append(held, s.next())
+	}
+	w.must(push(s, 1, 3, value(250<<10, 3)))
+	in := s.incomingOf(9)
+	asked := func() (at uint64) {
+		in.mu.Lock()
+		defer in.mu.Unlock()
+		return in.reclaim.at
+	}
+	r.until("it is asked for slots", func() bool { return asked() != 0 })
+	in.mu.Lock()
+	in.reclaim.since = 1 // long ago
+	in.mu.Unlock()
+	r.net.Stop(w.stack)
+	held[0].Release()
+	for range 2 {
+		before := asked()
+		r.until("it is asked again, or cut off", func() bool { return asked() != before || in.gone.Load() })
+	}
+	r.net.Wake(w.stack)
+	s.wantValue(3, value(250<<10, 3))
+	for _, m := range held[1:] {
+		m.Release()
+	}
+	w.toldNothing()
+}
+
 // A value that could be put only where others lie that are in use waits for a while, then
 // fails.
 func TestBudgetInUse(t *testing.T) {

@@ -21,7 +21,7 @@ type slotSet struct {
 	cells   conn.Cells       // for metas: what one peer may write to, no other may
 	waiting [2][]slotRequest // for a slot: of control messages, and others
 	reclaim struct {         // slots that the peer is asked to give back
-		at, since uint64 // when it was last asked, and first without an answer
+		at, since uint64 // when it was last asked; and first without an answer, or since then when a slot came free
 	}
 	suspect struct { // a slot to which a StepMesh node has written while a message lay there
 		slot  *receiveSlot
