@@ -249,6 +249,7 @@ func TestHandlerBlocked(t *testing.T) {
 			t.Log("all have left the worker")
 		}
 		try(t, s.Block(false))
+		try(t, w.Drain(soon))
 		for i := range 2 {
 			try(t, c.Get("worker", i).Loads(load))
 		}
@@ -292,6 +293,7 @@ func TestServerStoppedQueue(t *testing.T) {
 			t.Errorf("the worker has grown by %d MiB, want at most three times the 256 of STEPAF_SEND_BUDGET", grown/mib)
 		}
 		try(t, s.Continue())
+		try(t, w.Drain(soon)) // each call of a load has a limit of its own
 		try(t, w.Loads(load))
 		try(t, c.Works(20, 2*soon))
 	})

@@ -86,7 +86,7 @@ func (a *acceptor) serve(c *net.UnixConn) {
 		delete(a.conns, c)
 		a.peers.mu.Unlock()
 	}()
-	_ = c.SetDeadline(time.Now().Add(linkTime))
+	_ = c.SetDeadline(time.Now().Add(a.self.linkTime))
 	r, err := a.admit(c)
 	if err != nil {
 		r = reply{verdict: verdictNo, why: err.Error()}

@@ -64,7 +64,7 @@ func (d *dialer) sayWhyNot(ctx context.Context, id int, t *token, offers bool) {
 
 // dial makes the link to the node that t names.
 func (d *dialer) dial(ctx context.Context, id int, t *token) (l *outLink, err error) {
-	ctx, cancel := context.WithTimeout(ctx, linkTime)
+	ctx, cancel := context.WithTimeout(ctx, d.self.linkTime)
 	defer cancel()
 	var nd net.Dialer
 	c, err := nd.DialContext(ctx, "unixpacket", t.address())
@@ -169,7 +169,7 @@ func (d *dialer) finish(conn *net.UnixConn, id int, seg *segment) (*outLink, err
 // dialAgain is dial for a peer that may be about to die. Such a process still has its
 // socket for a moment, on which nobody answers: that is no sign of life.
 func (d *dialer) dialAgain(id int, t *token) (l *outLink, err error) {
-	ctx, cancel := context.WithTimeout(d.peers.ctx, linkTime)
+	ctx, cancel := context.WithTimeout(d.peers.ctx, d.self.linkTime)
 	defer cancel()
 	for pause := time.Millisecond; ; pause *= 2 {
 		l, err = d.dial(ctx, id, t)

@@ -479,7 +479,8 @@ func TestGreetRefuses(t *testing.T) {
 // TestSilentPeer: one that listens and does not answer does not hold up Connect.
 func TestSilentPeer(t *testing.T) {
 	n := inproc.NewNetwork()
-	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
+	const linkTime = 5 * time.Second // Connect comes back before, also on a machine that stands still for a while
+	worker, server := newNode(t, n, 9, func(v *Van) { v.own.linkTime = linkTime }), newNode(t, n, 8, nil)
 	worker.start()
 	server.start()
 	x := server.own.token

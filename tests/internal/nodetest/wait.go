@@ -30,6 +30,23 @@ func Eventually(t testing.TB, d time.Duration, what string, ok func() bool) {
 	}
 }
 
+// GoesOn waits for what may take as long as it goes on: it ends the test when so long nothing
+// has changed in what sign counts.
+func GoesOn(t testing.TB, d time.Duration, what string, sign func() uint64, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	last, at := sign(), time.Now()
+	for !ok() {
+		<-tick.C
+		if now := sign(); now != last {
+			last, at = now, time.Now()
+		} else if time.Since(at) > d {
+			t.Fatalf("%s: not yet, and nothing has changed for %s", what, d)
+		}
+	}
+}
+
 // Returns waits until peer id of all nodes is there again, after join has made it
 // come.
 func Returns(t testing.TB, nodes []*postoffice.Node, id int, join func()) {

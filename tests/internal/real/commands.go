@@ -33,6 +33,13 @@ func (p *Process) Flood(n, size int, limit time.Duration) (int, error) {
 	return e.ID, err
 }
 
+// Drain waits until the servers have answered what was pushed with Flood, which may take as long
+// as anything comes within each limit.
+func (p *Process) Drain(limit time.Duration) error {
+	_, err := p.Do(Command{Do: doDrain, Limit: Millis(limit.Milliseconds())}, 5*time.Minute)
+	return err
+}
+
 // Block makes a server's handler wait, or go on.
 func (p *Process) Block(on bool) error {
 	do := doUnblock

@@ -149,6 +149,7 @@ const (
 	doUnblock = "unblock"
 	doSpin    = "spin"   // keeps a processor of Go until File is no longer empty; answers how far the node's clock has gone on meanwhile
 	doPush    = "push"   // N pushes of Size without waiting; answers the first error
+	doDrain   = "drain"  // waits until all of that is answered; fails when for Limit nothing is
 	doRounds  = "rounds" // N calls one after the other; answers the first error
 	doFinish  = "finish" // the loads end, then the program in order
 	doLeave   = "leave"  // the node is closed, and the program ends
@@ -185,6 +186,7 @@ type node struct {
 	blocked chan struct{}
 
 	collecting sync.Mutex
+	flooded    atomic.Int32 // the last push of flood that was taken
 
 	ended chan struct{} // closed by finish
 	once  sync.Once
@@ -470,6 +472,8 @@ func (n *node) command(c Command, e *Event) error {
 		return err
 	case doPush:
 		return n.flood(c.N, c.Size, e)
+	case doDrain:
+		return n.drain(c.Limit.Duration())
 	case doRounds:
 		l := n.lane(&plan.Load{Size: max(c.Size, plan.MinSize), Limit: plan.Duration(c.Limit.Duration())}, 999)
 		for i := range c.N {
@@ -532,7 +536,34 @@ func (n *node) flood(count, size int, e *Event) error {
 		if err != nil {
 			return err
 		}
+		n.flooded.Store(call.Timestamp())
 	}
 	e.ID = count
 	return nil
+}
+
+// drain waits until what flood has pushed is answered, as long as anything comes.
+func (n *node) drain(limit time.Duration) error {
+	meter, ok := van.As[van.Meter](n.n.Van())
+	if n.worker == nil || !ok {
+		return errors.New("only a plain worker can do that")
+	}
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	came, at := uint64(0), time.Now()
+	for {
+		_, answered, known, err := n.worker.Customer().Batch(n.flooded.Load())
+		if err != nil {
+			return err
+		}
+		if answered || !known { // finished, and forgotten since nobody waits for it
+			return nil
+		}
+		if now := meter.Stats().ReceivedMessages; now != came {
+			came, at = now, time.Now()
+		} else if time.Since(at) > limit {
+			return fmt.Errorf("pushes are not answered, and for %s nothing has come", limit)
+		}
+		<-tick.C
+	}
 }
