@@ -210,6 +210,6 @@ func (s *soak) status(ctx context.Context) int {
 func random(seed uint64, leg real.Leg) *plan.Plan {
 	r := rand.New(rand.NewPCG(seed, 1))
 	g := &generator{r: r, leg: leg, p: &plan.Plan{Name: fmt.Sprintf("seed-%d", seed), About: "What chance has brought."}}
-	g.plan()
+	g.plan(seed)
 	return g.p
 }

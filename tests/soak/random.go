@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/internal/real"
@@ -23,7 +24,7 @@ func (g *generator) between(a, b int) plan.Duration {
 	return plan.Duration(time.Duration(a+g.r.IntN(b-a+1)) * time.Millisecond)
 }
 
-func (g *generator) plan() {
+func (g *generator) plan(seed uint64) {
 	c := &g.p.Cluster
 	c.Workers, c.Servers = 1+g.r.IntN(3), 1+g.r.IntN(2)
 	c.API, c.FinalizeEarly = g.pick("tensor", "tensor", "python"), g.r.IntN(2) == 0
@@ -33,10 +34,28 @@ func (g *generator) plan() {
 	if g.r.IntN(5) == 0 {
 		g.p.Transport.Resend = true
 	}
+	switch seed % 8 { // what the other seeds mean stays
+	case 3:
+		c.API = "kv"
+	case 5:
+		c.Workers, c.Servers, c.Group = 1+g.r.IntN(2), 1, 2
+	case 7:
+		if g.leg != real.RDMA {
+			c.API = "tensor"
+			for range 1 + g.r.IntN(2) {
+				c.Foreign = append(c.Foreign, plan.Node(g.pick("worker 0", "server 0")))
+			}
+			slices.Sort(c.Foreign)
+			c.Foreign = slices.Compact(c.Foreign)
+		}
+	}
 	for i := range 1 + g.r.IntN(3) {
 		g.phase(i)
 	}
 }
+
+// short is a time in which nobody is taken for dead.
+const short = plan.Duration(1500 * time.Millisecond)
 
 func (g *generator) phase(i int) {
 	ph := plan.Phase{Name: fmt.Sprint("part ", i), For: g.between(2000, 8000)}
@@ -50,6 +69,7 @@ func (g *generator) phase(i int) {
 	}
 	ph.Loads = append(ph.Loads, l)
 	all := g.p.Cluster.All()
+	foreign := len(g.p.Cluster.Foreign) > 0 // nodes that cannot tell a process from the one before it, nor greet a scheduler that came back
 	length := int(ph.For.D() / time.Millisecond)
 	for range g.r.IntN(4) {
 		n := all[g.r.IntN(len(all))]
@@ -57,12 +77,17 @@ func (g *generator) phase(i int) {
 		e := plan.Event{At: at, Node: n}
 		switch g.r.IntN(8) {
 		case 0, 1, 2:
-			e.Do, e.Fork = plan.Kill, g.r.IntN(4) == 0
+			if foreign && n == "scheduler" {
+				continue
+			}
+			e.Do, e.Fork = plan.Kill, g.r.IntN(4) == 0 && !foreign
 			ph.Events = append(ph.Events, e, plan.Event{At: min(at+g.between(0, 3000), ph.For), Do: plan.Join, Node: n})
 			continue
 		case 3, 4:
 			e.Do, e.For = plan.Stop, g.between(50, 8000)
-			if g.r.IntN(2) == 0 && n != "scheduler" { // and is replaced meanwhile
+			if foreign {
+				e.For = min(e.For, short)
+			} else if g.r.IntN(2) == 0 && n != "scheduler" { // and is replaced meanwhile
 				ph.Events = append(ph.Events, plan.Event{At: min(at+g.between(3000, 5000), ph.For), Do: plan.Join, Node: n})
 			}
 		case 5:
