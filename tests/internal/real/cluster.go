@@ -234,8 +234,8 @@ func (c *Cluster) environ(role string, rank int) []string {
 // stopped, or well, is not touched.
 func (c *Cluster) Spawn(role string, rank int) (*Process, error) { return c.SpawnAs(role, rank, nil) }
 
-// SpawnAs is Spawn with a change of what the process is to do.
-func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour)) (*Process, error) {
+// SpawnAs is Spawn with a change of what the process is to do, and further variables.
+func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour), env ...string) (*Process, error) {
 	c.mu.Lock()
 	if c.closed {
 		c.mu.Unlock()
@@ -262,7 +262,7 @@ func (c *Cluster) SpawnAs(role string, rank int, change func(b *Behaviour)) (*Pr
 		argv = c.network.inside(c.place(role, rank), argv)
 	}
 	p.cmd = exec.Command(argv[0], argv[1:]...)
-	p.cmd.Env = append(c.environ(role, rank), variable+"="+string(text))
+	p.cmd.Env = append(append(c.environ(role, rank), env...), variable+"="+string(text))
 	if c.o.Dir != "" {
 		f, err := os.Create(filepath.Join(c.o.Dir, fmt.Sprintf("%03d-%s-%d.log", p.Serial, role, rank)))
 		if err != nil {

@@ -333,7 +333,7 @@ func (r *planRun) event(e *plan.Event) {
 			}
 		}
 	case plan.Join:
-		r.join(e.Node)
+		r.join(e.Node, e.Env)
 	case plan.Leave, plan.Finalize:
 		r.mu.Lock()
 		r.gone[e.Node] = true
@@ -379,7 +379,7 @@ func (r *planRun) can(err error) {
 
 // join starts a process for a place, again when it is refused, as those who supervise
 // processes do.
-func (r *planRun) join(n plan.Node) {
+func (r *planRun) join(n plan.Node, env map[string]string) {
 	r.mu.Lock()
 	if r.wants[n] {
 		r.mu.Unlock()
@@ -398,7 +398,7 @@ func (r *planRun) join(n plan.Node) {
 			if n == "scheduler" {
 				r.c.release(n.Role(), n.Rank()) // a child that holds the port keeps everybody from it
 			}
-			p, err := r.spawn(n)
+			p, err := r.spawn(n, env)
 			if err != nil {
 				if r.ctx.Err() == nil {
 					r.c.wrong("the runner: %v", err)
@@ -411,8 +411,12 @@ func (r *planRun) join(n plan.Node) {
 			err = p.Await(time.Until(end)+r.c.slowly(patience), "it starts or is refused", func(s State) bool { return s.Started || s.Ended })
 			if s := p.State(); err != nil || s.Started || s.Killed {
 				r.can(err)
+				if id := env["STEPAF_CLUSTER_ID"]; s.Started && id != "" && id != r.p.Cluster.Env["STEPAF_CLUSTER_ID"] {
+					r.c.wrong("%s takes part, and is of another cluster, %q", p, id)
+				}
 				return
 			}
+			env = nil
 			if x := r.c.Get(n.Role(), n.Rank()); x != p && x.State().runs() {
 				r.c.note("%s goes on, and keeps its place", x)
 				return
@@ -426,14 +430,19 @@ func (r *planRun) join(n plan.Node) {
 	})
 }
 
-// spawn starts a process that has no loads yet.
-func (r *planRun) spawn(n plan.Node) (*Process, error) {
+// spawn starts a process that has no loads yet, with further variables.
+func (r *planRun) spawn(n plan.Node, env map[string]string) (*Process, error) {
 	wait := r.p.Promised || r.c.o.Slow > 1
 	if wait {
 		r.hold(true)
 		defer r.hold(false)
 	}
-	p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil })
+	var further []string
+	for name, value := range env {
+		further = append(further, name+"="+value)
+	}
+	slices.Sort(further)
+	p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil }, further...)
 	if err != nil || !wait {
 		return p, err
 	}
@@ -509,7 +518,7 @@ func (r *planRun) end() {
 		r.mu.Unlock()
 		if p.State().Ended && !gone {
 			r.c.note("join %s", n)
-			r.join(n)
+			r.join(n, nil)
 		}
 	}
 	for _, p := range r.c.Living() {
@@ -535,7 +544,7 @@ func (r *planRun) end() {
 			p := r.c.Get(n.Role(), n.Rank())
 			if r.mu.Lock(); p.State().Ended && !r.gone[n] {
 				r.mu.Unlock()
-				r.join(n)
+				r.join(n, nil)
 				continue
 			}
 			r.mu.Unlock()

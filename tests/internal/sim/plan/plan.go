@@ -123,7 +123,7 @@ type Event struct {
 	Bandwidth int64 `json:"bandwidth,omitempty"` // slow-link: bytes per second
 
 	// Env has further variables of the process that joins. If it is refused, the next one
-	// has them no more. Real processes never have them.
+	// has them no more.
 	Env map[string]string `json:"env,omitempty"`
 }
 
