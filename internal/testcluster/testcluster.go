@@ -64,13 +64,17 @@ type Cluster struct {
 	more []*postoffice.Node
 }
 
+// patience is how long all nodes together may take to start, or to leave. It is there for what hangs: 129 nodes
+// have taken more than 20 s on two processors that had ten times as much to do.
+const patience = time.Minute
+
 // Start starts a cluster and ends the test if it does not come up. The nodes are
 // closed when the test ends.
 func Start(t testing.TB, o Options) *Cluster {
 	t.Helper()
 	c := New(t, o)
 	o = c.o
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	var wg sync.WaitGroup
 	run := func(role string, rank int, n **postoffice.Node) {
@@ -196,7 +200,7 @@ func (c *Cluster) Nodes() []*postoffice.Node {
 // Finalize makes all nodes leave together and reports those that fail.
 func (c *Cluster) Finalize(t testing.TB) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	var wg sync.WaitGroup
 	for _, n := range c.Nodes() {

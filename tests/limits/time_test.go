@@ -23,29 +23,41 @@ func slower(d time.Duration) time.Duration {
 
 // TestStartUp: four workers and four servers are ready in a moment.
 func TestStartUp(t *testing.T) {
-	limit := slower(3 * time.Second)
-	began := time.Now()
-	c := testcluster.Start(t, testcluster.Options{Over: testcluster.SHM, Workers: 4, Servers: 4})
-	if took := time.Since(began); took > limit {
-		t.Errorf("4 workers and 4 servers took %s to start, want less than %s", took, limit)
-	} else {
-		t.Logf("started in %s", took)
+	soon(t, slower(3*time.Second), "the start of 4 workers and 4 servers", func() time.Duration {
+		began := time.Now()
+		c := testcluster.Start(t, testcluster.Options{Over: testcluster.SHM, Workers: 4, Servers: 4})
+		started := time.Since(began)
+		c.Finalize(t)
+		return started
+	})
+}
+
+// soon checks how long something takes, in one of three tries: what is slow in the library is so in each of
+// them, and what else the machine does makes some of them longer.
+func soon(t *testing.T, limit time.Duration, what string, try func() time.Duration) {
+	t.Helper()
+	for i := 1; ; i++ {
+		took := try()
+		t.Logf("%s took %s", what, took)
+		if took <= limit {
+			return
+		}
+		if i == 3 {
+			t.Errorf("%s took %s, and more than %s before, want at most that", what, took, limit)
+			return
+		}
 	}
-	c.Finalize(t)
 }
 
 // TestManyNodes: 129 nodes in one process start and leave in a moment.
 func TestManyNodes(t *testing.T) {
-	limit := slower(5 * time.Second)
-	began := time.Now()
-	c := testcluster.Start(t, testcluster.Options{Workers: 64, Servers: 64})
-	started := time.Since(began)
-	c.Finalize(t)
-	if took := time.Since(began); took > limit {
-		t.Errorf("64 workers and 64 servers took %s to start and %s in all, want less than %s", started, took, limit)
-	} else {
-		t.Logf("started in %s, left after %s", started, took)
-	}
+	soon(t, slower(5*time.Second), "64 workers and 64 servers that start and leave", func() time.Duration {
+		began := time.Now()
+		c := testcluster.Start(t, testcluster.Options{Workers: 64, Servers: 64})
+		t.Logf("started in %s", time.Since(began))
+		c.Finalize(t)
+		return time.Since(began)
+	})
 }
 
 // TestIdle: a cluster in which nothing happens costs next to nothing, with and

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
@@ -97,7 +98,10 @@ func roundTrip(w *af.Worker, seq, n int) error {
 	if err != nil {
 		return err
 	}
-	if err := h.Wait(context.Background()); err != nil {
+	// How it ends matters, not how long a machine takes that does other things: not the 10 s of a call.
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	if err := h.Wait(ctx); err != nil {
 		return err
 	}
 	return check(pull, seq)
