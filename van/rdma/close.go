@@ -3,7 +3,9 @@ package rdma
 import (
 	"context"
 	"errors"
+	"maps"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -34,11 +36,11 @@ func (v *rvan) Close(ctx context.Context) error {
 		v.mu.Unlock()
 		return nil
 	}
-	peers := *v.peers.Load()
-	v.peers.Store(&map[int]*peer{})
-	for _, p := range peers {
+	for _, p := range *v.peers.Load() {
 		v.leaving[p] = true
 	}
+	v.peers.Store(&map[int]*peer{})
+	peers := slices.Collect(maps.Keys(v.leaving))
 	v.mu.Unlock()
 	if v.cm.Channel == nil {
 		return nil

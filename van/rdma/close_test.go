@@ -44,3 +44,52 @@ func testConnectRequestDuringClose(t *testing.T, everywhere bool) {
 		t.Errorf("Close: %v", err)
 	}
 }
+
+// What was sent right before Disconnect leaves, though the connection takes longer to make than
+// messages may take to leave.
+func TestDisconnectBeforeConnected(t *testing.T) {
+	r := newRig(t)
+	a, b := r.node(1), r.node(9)
+	began, goOn := make(chan struct{}, 1), make(chan struct{})
+	r.net.Fail(func(op fakeverbs.Op) error {
+		if op.Kind == fakeverbs.OpConnect && op.Stack == a.stack {
+			began <- struct{}{}
+			<-goOn
+		}
+		return nil
+	})
+	a.connect(b)
+	a.must(control(b, 1))
+	<-began
+	a.Disconnect(b.who.ID)
+	<-time.After(leaveTime + 100*time.Millisecond)
+	r.net.Fail(nil)
+	close(goOn)
+	m := b.next()
+	if m.Timestamp != 1 {
+		t.Errorf("message %d, want 1", m.Timestamp)
+	}
+	m.Release()
+}
+
+// Close does not wait for longer than it may for a peer that leaves and has no connection.
+func TestCloseWhileLeaving(t *testing.T) {
+	p := newPair(t, nil)
+	p.connect(p.worker, serverID, p.server)
+	end := p.rejectAll()
+	defer end()
+	p.connect(p.worker, 10, p.server)
+	if err := p.worker.Send(tensor(10, 1, 1, true, true, make([]byte, 10))); err != nil {
+		t.Fatal(err)
+	}
+	p.worker.Disconnect(10)
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	began := time.Now()
+	if err := p.worker.Close(ctx); err != nil {
+		t.Error(err)
+	}
+	if took := time.Since(began); took > p.worker.times.connect {
+		t.Errorf("Close took %s", took)
+	}
+}

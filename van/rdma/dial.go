@@ -371,8 +371,8 @@ func (cn *connector) drained() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.flush(false)
-	if p.lost && p.link == nil {
-		return true // nobody to wait for
+	if p.ended || p.lost && p.link == nil {
+		return true // nothing, or nobody, to wait for
 	}
 	return p.sender.Waiting() == 0 && (p.link == nil || p.link.Idle())
 }

@@ -81,10 +81,11 @@ func (v *rvan) Rename(old, new int) error {
 	return nil
 }
 
-// leaveTime is how long Disconnect lets sent messages leave.
+// leaveTime is how long Disconnect lets sent messages leave, once there is a connection.
 const leaveTime = 500 * time.Millisecond
 
-// Disconnect ends the connection to id.
+// Disconnect ends the connection to id. What was sent before there was one has as long to leave as a
+// connection may take: it may say why id is refused.
 func (v *rvan) Disconnect(id int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -93,7 +94,13 @@ func (v *rvan) Disconnect(id int) {
 		return
 	}
 	v.replace(func(m map[int]*peer) { delete(m, id) })
-	v.leave(p, leaveTime)
+	limit := leaveTime
+	p.mu.Lock()
+	if p.connects == 0 && p.sender.Waiting() > 0 {
+		limit += v.times.connect
+	}
+	p.mu.Unlock()
+	v.leave(p, limit)
 }
 
 // leave ends a peer that is not in the table any more, when what was sent has left or
