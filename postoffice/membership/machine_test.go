@@ -384,3 +384,116 @@ func TestNoTickWhenIdle(t *testing.T) {
 		}
 	}
 }
+
+// TestMemberIDs: ids below 8 are those of groups and of the scheduler, Empty is none, and even ones are servers.
+func TestMemberIDs(t *testing.T) {
+	m, err := New(testConfig(van.Worker, 1, 1, "10.0.0.2:4000", -1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for id := -9; id <= van.Empty+2; id++ {
+		for _, role := range []van.Role{van.Server, van.Worker, van.Scheduler} {
+			n := van.Node{ID: id, Role: role, Hostname: "10.0.0.3", Port: 4000}
+			member := id >= 8 && id < van.Empty && (role == van.Server && id%2 == 0 || role == van.Worker && id%2 == 1)
+			if got := isMember(&n); got != member {
+				t.Fatalf("%s %d is a member: %t", role, id, got)
+			}
+			if id > 20 && id < van.Empty-2 {
+				continue
+			}
+			msg := van.Meta{Control: van.Control{Cmd: van.AddNode, Nodes: []van.Node{n}}}
+			if err := m.checkRecords(&msg); (err == nil) != (member || role == van.Scheduler && id == van.SchedulerID) {
+				t.Errorf("a record of %s %d: %v", role, id, err)
+			}
+		}
+	}
+}
+
+// TestListsAreBounded: what a scheduler remembers of refused and of replaced processes, and a node of
+// former schedulers, are the latest of them.
+func TestListsAreBounded(t *testing.T) {
+	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var list []string
+	for i := range 40 {
+		m.remember(&list, fmt.Sprint(i))
+		m.remember(&list, fmt.Sprint(i))
+	}
+	if len(list) != maxRefusals || list[0] != fmt.Sprint(40-maxRefusals) || list[maxRefusals-1] != "39" {
+		t.Errorf("remembered: %v", list)
+	}
+	for i := range maxFormer + 50 {
+		id := van.Identity{Incarnation: uint32(i + 1)}
+		m.replaced(&van.Node{ID: 9, Role: van.Worker, Endpoint: id.Encode()})
+	}
+	if f := m.sched.former; len(f) != maxFormer || f[0].incarnation != 51 || f[maxFormer-1].incarnation != maxFormer+50 {
+		t.Errorf("%d former processes, from %d to %d", len(f), f[0].incarnation, f[len(f)-1].incarnation)
+	}
+
+	m, err = New(testConfig(van.Worker, 1, 1, "10.0.0.2:4000", -1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.health[van.SchedulerID] = &health{}
+	for i := range maxFormer + 50 {
+		id := van.Identity{Incarnation: uint32(i + 1), Cluster: 1}
+		if !m.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler, Endpoint: id.Encode()}) {
+			t.Fatal("the scheduler has not changed")
+		}
+	}
+	if f := m.formerSchedulers; len(f) != maxFormer || f[0] != 50 || f[maxFormer-1] != maxFormer+49 {
+		t.Errorf("%d former schedulers, from %d to %d", len(f), f[0], f[len(f)-1])
+	}
+	if m.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler}) {
+		t.Error("a scheduler of the original has taken the place of another")
+	}
+}
+
+// TestRefusalsAtOneAddress: the original's nodes do not say which process they are. Who is refused where another was
+// a moment ago is told when that is over, of several the last one, and nobody behind them waits for that.
+func TestRefusalsAtOneAddress(t *testing.T) {
+	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := func() (texts []string) {
+		for _, o := range m.Take() {
+			if s, ok := o.(Send); ok {
+				texts = append(texts, string(s.Meta.Body))
+			}
+		}
+		return texts
+	}
+	said := func(want ...string) {
+		t.Helper()
+		got := told()
+		ok := len(got) == len(want)
+		for i := range want {
+			ok = ok && strings.HasSuffix(got[i], want[i])
+		}
+		if !ok {
+			t.Fatalf("told: %q, want %q", got, want)
+		}
+	}
+	told()
+	at := func(port int) *van.Node { return &van.Node{Role: van.Worker, Hostname: "10.0.0.2", Port: port} }
+	m.refuse(0, at(1), "first")
+	said("first")
+	m.refuse(1, at(1), "second")
+	m.refuse(2, at(1), "third")
+	said()
+	for i := range maxRefusing - 1 { // as many as may be told in a second
+		m.refuse(3, at(2+i), "other")
+	}
+	m.refuse(4, at(100), "behind")
+	told()
+	m.tickRefusals(refusalTime - 1)
+	said()
+	m.sched.refusals.recent[0].at = 10 // told anew meanwhile
+	m.tickRefusals(refusalTime + 5)
+	said("behind")
+	m.tickRefusals(refusalTime + 10)
+	said("third")
+}

@@ -180,3 +180,31 @@ func TestLongAnswers(t *testing.T) {
 		t.Errorf("%d are listed", len(listed))
 	}
 }
+
+// TestQuestions: what a process that is no node can ask, and what is answered to anything else.
+func TestQuestions(t *testing.T) {
+	m, err := New(Config{Role: van.Scheduler, NumWorkers: 1, NumServers: 1, Scheduler: van.Node{Hostname: "10.0.0.1", Port: 8123}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := m.answer("list"); err == nil {
+		t.Error("an answer before the cluster has formed")
+	}
+	m.phase = ready
+	for _, c := range []struct {
+		question string
+		left     int // policies, then
+		ok       bool
+	}{
+		{"set app=5,rate=5000", 1, true}, {"set app=6,rate=5000", 2, true}, {"set app=7", 2, false}, {"set app=7,rate=1", 2, false},
+		{"clear app=6", 1, true}, {"clear app=8", 1, true}, {"list", 1, true}, {"list all", 1, false}, {"drop", 1, false},
+		{"set app=6,rate=5000", 2, true}, {"clear all", 0, true},
+	} {
+		if _, err := m.answer(c.question); err == nil != c.ok || len(m.policies.list) != c.left {
+			t.Errorf("%q: %v, and there are %d policies, want %d", c.question, err, len(m.policies.list), c.left)
+		}
+	}
+	if err := m.stepAsk(0, van.Empty, &van.Meta{}, notice{verb: verbAsk, text: "7 10.0.0.2:80"}); err == nil {
+		t.Error("a question without words is answered")
+	}
+}
