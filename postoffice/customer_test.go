@@ -4,12 +4,15 @@ import (
 	"context"
 	"errors"
 	"math"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
@@ -191,5 +194,355 @@ func TestCloseEndsFinalize(t *testing.T) {
 		}
 	case <-time.After(10 * time.Second):
 		t.Fatal("Finalize still waits")
+	}
+}
+
+// TestSlices: a wait in slices gives up what it waits for at the limit only, however long the slice is; what ends
+// between two of them is there for the next.
+func TestSlices(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	open := func() *request {
+		t.Helper()
+		r := newRequest()
+		if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	wait := func(r *request, limit, slice time.Duration) error {
+		return x.WaitSlice(t.Context(), r.First(), limit, slice)
+	}
+	r := open()
+	for range 3 {
+		if err := wait(r, 0, time.Millisecond); err != postoffice.ErrPending {
+			t.Fatalf("the end of a slice: %v", err)
+		}
+		if err := wait(r, time.Hour, time.Millisecond); err != postoffice.ErrPending {
+			t.Fatalf("the end of a slice, with a limit: %v", err)
+		}
+	}
+	if err := x.Answer(van.ServerID(0), r.First()); err != nil {
+		t.Fatal(err)
+	}
+	if err := wait(r, time.Hour, time.Millisecond); err != nil {
+		t.Errorf("what was answered between two slices: %v", err)
+	}
+	vantest.Fails(t, wait(open(), time.Millisecond, time.Hour), van.ErrTimeout)
+	if ts, requests, _ := x.InUse(); ts != 0 || requests != 0 {
+		t.Errorf("%d timestamps of %d requests are in flight", ts, requests)
+	}
+}
+
+// TestBegin: a request whose messages are still sent does not finish, whatever comes; one that has ended is not begun.
+func TestBegin(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	for _, fail := range []bool{false, true} {
+		r := newRequest()
+		if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+			t.Fatal(err)
+		}
+		if !r.Begin() || !r.Begin() || r.Busy() != 2 {
+			t.Fatal("an open request is not begun twice")
+		}
+		if fail {
+			x.Abort(&r.Request, van.ErrQueueFull)
+		} else if err := x.Answer(van.ServerID(0), r.First()); err != nil {
+			t.Fatal(err)
+		}
+		if fail && r.Begin() {
+			t.Error("a request that has failed is begun")
+		}
+		r.End()
+		select {
+		case <-r.finished:
+			t.Fatal("it has finished under way")
+		default:
+		}
+		r.End()
+		if err := <-r.finished; (err != nil) != fail {
+			t.Errorf("finished: %v", err)
+		}
+		if r.Pending() || r.Begin() {
+			t.Error("a request that has finished is begun")
+		}
+		if err := x.Wait(t.Context(), r.First(), time.Hour); (err != nil) != fail {
+			t.Errorf("Wait: %v", err)
+		}
+	}
+}
+
+// TestOpenRefuses: no timestamps, a customer that is closed, and a peer that is lost.
+func TestOpenRefuses(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	x := customer(t, c)
+	r := newRequest()
+	for _, n := range []int{0, -1} {
+		vantest.Fails(t, x.Open(&r.Request, "test", r, n, []int{van.ServerID(0)}), van.ErrInvalid, "want at least 1")
+	}
+	_, err := c.Workers[0].App().AddCustomer(5, 0, nil)
+	vantest.Fails(t, err, van.ErrInvalid, "application 5, customer 0 exists")
+	c.Workers[0].SetLost(van.ServerID(0), van.ErrPeerLost)
+	if err := x.Open(&r.Request, "test", r, 2, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, x.Wait(t.Context(), r.First(), time.Hour), van.ErrPeerLost)
+	x.Close()
+	vantest.Fails(t, x.Open(&r.Request, "test", r, 1, nil), van.ErrClosed)
+	if n := x.InFlight(); n != 0 {
+		t.Errorf("%d requests are in flight", n)
+	}
+}
+
+// TestLimitOfACall: by default ten seconds; a deadline of the context takes the place of the limit, and of a
+// call that failed there is nothing to wait for.
+func TestLimitOfACall(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	call := func(ctx context.Context, limit, age time.Duration) *van.Error {
+		t.Helper()
+		r := newRequest()
+		if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+			t.Fatal(err)
+		}
+		r.Age(age)
+		err := r.Call(limit).Wait(ctx)
+		var e *van.Error
+		if !errors.Is(err, van.ErrTimeout) || !errors.As(err, &e) {
+			t.Fatalf("limit %s: %v", limit, err)
+		}
+		return e
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	if e := call(context.WithoutCancel(ctx), 0, postoffice.DefaultTimeout); e.Limit != postoffice.DefaultTimeout {
+		t.Errorf("the limit is %s, want %s", e.Limit, postoffice.DefaultTimeout)
+	}
+	if e := call(context.WithoutCancel(ctx), time.Minute, time.Minute); e.Limit != time.Minute {
+		t.Errorf("the limit is %s, want a minute", e.Limit)
+	}
+	ctx, cancel = context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	for _, limit := range []time.Duration{-1, 0, time.Second} {
+		if e := call(ctx, limit, time.Hour); e.Limit != 0 {
+			t.Errorf("%s: the limit is %s, want that of the context", limit, e.Limit)
+		}
+	}
+	vantest.Fails(t, postoffice.Call{}.Wait(ctx), postoffice.ErrUnknownHandler, "never made")
+}
+
+// TestWhichHandlers: what was given out, and what is said of handlers that cannot be waited for, also when timestamps
+// have begun from 0 again.
+func TestWhichHandlers(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	x.BeginAt(math.MaxInt32 - 5)
+	vantest.Fails(t, x.Wait(t.Context(), math.MaxInt32-5, time.Hour), postoffice.ErrUnknownHandler, "none has been given out")
+	given := func(want ...int32) {
+		t.Helper()
+		for _, ts := range []int32{-1, 0, 2, 3, 4, math.MaxInt32 - 6, math.MaxInt32 - 5, math.MaxInt32 - 3, math.MaxInt32 - 2, math.MaxInt32} {
+			if x.Given(ts) != slices.Contains(want, ts) {
+				t.Errorf("handler %d is given out: %t", ts, x.Given(ts))
+			}
+		}
+	}
+	given()
+	open := func() *request {
+		r := newRequest()
+		if err := x.Open(&r.Request, "test", r, 3, []int{van.ServerID(0)}); err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	r := open()
+	given(math.MaxInt32-5, math.MaxInt32-3)
+	vantest.Fails(t, x.Wait(t.Context(), 7, time.Hour), postoffice.ErrUnknownHandler, "handlers from 2147483642 to 2147483644 have been given out")
+	for _, ts := range []int32{r.First() + 1, r.First() + 2} {
+		vantest.Fails(t, x.Wait(t.Context(), ts, time.Hour), postoffice.ErrUnknownHandler, "inside the batch of handler 2147483642")
+		if h, answered, ok, err := x.Batch(ts); h != r.First() || answered || !ok || err != nil {
+			t.Errorf("%d is of %d, answered %t, %t, %v", ts, h, answered, ok, err)
+		}
+		if x.Timestamps(ts) != 0 {
+			t.Errorf("%d is taken for a handler", ts)
+		}
+	}
+	if n := x.Timestamps(r.First()); n != 3 {
+		t.Errorf("it has %d timestamps, want 3", n)
+	}
+	if err := x.Answer(van.ServerID(0), r.First()+1); err != nil {
+		t.Fatal(err)
+	}
+	if _, answered, _, _ := x.Batch(r.First() + 1); !answered {
+		t.Error("what was answered is not")
+	}
+	if _, answered, _, _ := x.Batch(r.First()); answered {
+		t.Error("what was not answered is")
+	}
+	r.Age(time.Hour)
+	for _, ts := range []int32{r.First(), r.First() + 2} {
+		if d := x.Elapsed(ts); d < time.Hour || d > 2*time.Hour {
+			t.Errorf("%d was opened %s ago", ts, d)
+		}
+	}
+	for _, ts := range []int32{r.First() - 1, r.First() + 3, r.First() - 1024, r.First() + 1 - 1024, -1} {
+		if h, _, ok, _ := x.Batch(ts); ok || x.Elapsed(ts) != 0 || x.Timestamps(ts) != 0 {
+			t.Errorf("%d is of %d", ts, h)
+		}
+	}
+	open()
+	given(0, 2, math.MaxInt32-5, math.MaxInt32-3, math.MaxInt32-2, math.MaxInt32)
+	if first := x.Skip(4); first != 3 {
+		t.Errorf("skipped from %d, want 3", first)
+	}
+	if r := open(); r.First() != 7 {
+		t.Errorf("after what was skipped comes %d, want 7", r.First())
+	}
+}
+
+// TestWhoOwes: the error of a request that was given up names eight who owe answers, and counts the others.
+func TestWhoOwes(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	var ids []int
+	for k := range 11 {
+		ids = append(ids, van.ServerID(k))
+	}
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 2, ids); err != nil {
+		t.Fatal(err)
+	}
+	for i := range int32(2) {
+		if err := x.Answer(ids[1], r.First()+i); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := x.Answer(ids[2], r.First()); err != nil {
+		t.Fatal(err)
+	}
+	err := x.Wait(t.Context(), r.First(), time.Nanosecond)
+	vantest.Fails(t, err, van.ErrTimeout, "server 0 (id 8)", "(2 of 2 answers missing)", "server 2 (id 12)", "(1 of 2 answers missing)", "server 8 (id 24)", ", and 2 more")
+	if s := err.Error(); strings.Contains(s, "server 1 (id 10)") || strings.Contains(s, "server 9") {
+		t.Error(s)
+	}
+}
+
+// TestTraces: those of the latest answers are kept, under their own timestamps.
+func TestTraces(t *testing.T) {
+	x := customer(t, testcluster.Start(t, testcluster.Options{}))
+	if _, ok := x.Trace(1); ok {
+		t.Error("a trace, though none are kept")
+	}
+	x.KeepTraces()
+	x.SetNext(4095)
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 2, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	for ts := r.First(); ts < r.First()+2; ts++ {
+		if _, ok := x.Trace(ts); ok {
+			t.Errorf("a trace of %d before its answer", ts)
+		}
+		if err := x.Answer(van.ServerID(0), ts); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, ts := range []int32{-1, 0, 4094, 4095, 4096, 4097, 8191, 8192} {
+		if _, ok := x.Trace(ts); ok != (ts == 4095 || ts == 4096) {
+			t.Errorf("a trace of %d: %t", ts, ok)
+		}
+	}
+	if n := len(r.Call(0).Traces()); n != 2 {
+		t.Errorf("%d traces, want 2", n)
+	}
+}
+
+// TestManyProcesses: who has the small ids is known still when there are large ones.
+func TestManyProcesses(t *testing.T) {
+	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
+	note := func(id int) {
+		who := van.Identity{Incarnation: uint32(id + 1000)}
+		n.NoteProcess(id, &van.Node{ID: id, Endpoint: who.Encode()})
+	}
+	ids := []int{8, 63, 64, 70, 300, 301, 5000, van.Empty - 1}
+	for _, id := range ids {
+		note(id)
+	}
+	note(van.Empty)
+	note(-1)
+	for _, id := range ids {
+		if got := n.Process(id); got != uint32(id+1000) {
+			t.Errorf("node %d is process %d", id, got)
+		}
+	}
+	if n.Process(van.Empty) != 0 || n.Process(-1) != 0 {
+		t.Error("an id that is none has a process")
+	}
+}
+
+// TestWatchersLeave: who has left is told nothing more, the others are.
+func TestWatchersLeave(t *testing.T) {
+	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
+	var told [3]int
+	var stops [3]func()
+	for i := range told {
+		stops[i] = n.OnPeer(func(int, bool, error) { told[i]++ })
+	}
+	n.Notify(van.ServerID(0), false, van.ErrPeerLost)
+	stops[1]()
+	n.Notify(van.ServerID(0), true, nil)
+	stops[1]()
+	stops[0]()
+	n.Notify(van.ServerID(0), true, nil)
+	if told != [3]int{2, 1, 3} {
+		t.Errorf("told %v times, want 2, 1 and 3", told)
+	}
+}
+
+// TestMessageToItself: what a node sends to itself is a copy, which comes as from itself, and the sender is done with it.
+func TestMessageToItself(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	n := c.Servers[0]
+	got := make(chan *van.Message, 1)
+	if _, err := n.App().AddCustomer(6, 6, func(m *van.Message) { got <- m.Retain() }); err != nil {
+		t.Fatal(err)
+	}
+	sent := make(chan struct{}, 1)
+	msg := &van.Message{}
+	msg.Reset()
+	msg.Done = sentTo(sent)
+	msg.Receiver, msg.AppID, msg.CustomerID, msg.Request, msg.Timestamp = n.ID(), 6, 6, true, 77
+	body, frame := []byte("body"), []byte("frame")
+	msg.Body, msg.DataTypes, msg.Frames = body, []van.DataType{van.TypeInt8}, 2
+	msg.SetFrame(0, backend.Bytes(frame))
+	msg.SetFrame(1, backend.Bytes(nil))
+	if err := n.App().Send(msg); err != nil {
+		t.Fatal(err)
+	}
+	<-sent
+	copy(body, "xxxx")
+	copy(frame, "xxxxx")
+	msg.DataTypes[0] = van.TypeInt16
+	m := <-got
+	defer m.Release()
+	if m.Sender != n.ID() || m.Timestamp != 77 || string(m.Body) != "body" || string(m.Frame(0).Host()) != "frame" || m.DataTypes[0] != van.TypeInt8 {
+		t.Errorf("got %s with body %q and frame %q", m.Meta.String(), m.Body, m.Frame(0).Host())
+	}
+}
+
+// sentTo is told that a message was sent.
+type sentTo chan struct{}
+
+func (s sentTo) Sent() { s <- struct{}{} }
+
+// TestOldestNoticesGo: of what was given up the latest is said again to a peer that comes back.
+func TestOldestNoticesGo(t *testing.T) {
+	n := testcluster.Start(t, testcluster.Options{}).Workers[0]
+	for i := range int32(300) {
+		n.Withdraw(van.ServerID(0), 5, postoffice.Withdrawn{First: i, Count: 1})
+	}
+	firsts := n.NoticesFor(van.ServerID(0))
+	if len(firsts) == 0 || len(firsts) == 300 {
+		t.Fatalf("%d are kept", len(firsts))
+	}
+	for i, f := range firsts {
+		if want := int32(300 - len(firsts) + i); f != want {
+			t.Fatalf("kept are %v, want the latest", firsts)
+		}
 	}
 }

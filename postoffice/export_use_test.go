@@ -43,3 +43,33 @@ func (r *Request) Age(d time.Duration) {
 	defer r.mu.Unlock()
 	r.start -= uint64(d)
 }
+
+// Busy counts who keeps r from finishing.
+func (r *Request) Busy() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.busy
+}
+
+// Process is the incarnation of node id that n has noted.
+func (n *Node) Process(id int) uint32 { return n.processes.of(id).incarnation }
+
+// Notify tells those who watch peers.
+func (n *Node) Notify(id int, up bool, cause error) { n.notify(id, up, cause) }
+
+// NoticesFor counts what n may have to say again to node id.
+func (n *Node) NoticesFor(id int) (firsts []int32) {
+	n.notices.mu.Lock()
+	defer n.notices.mu.Unlock()
+	for _, x := range n.notices.by[id] {
+		firsts = append(firsts, x.w.First)
+	}
+	return firsts
+}
+
+// BeginAt makes ts the first timestamp of c.
+func (c *Customer) BeginAt(ts int32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.base, c.next, c.wrapped = ts, ts, false
+}

@@ -1,8 +1,9 @@
 package local
 
 import (
+	"encoding/binary"
 	"errors"
-
+	"log/slog"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -171,5 +172,21 @@ func TestLinkOfAReplacedProcess(t *testing.T) {
 	next.next().Release()
 	if len(old.in) > 0 {
 		t.Error("the process that was replaced has got the message")
+	}
+}
+
+// TestReplacedAreBounded: of the processes that were replaced the latest are remembered; one without a name is not.
+func TestReplacedAreBounded(t *testing.T) {
+	p := newPeers(slog.New(slog.DiscardHandler), nil, nil)
+	defer p.cancel()
+	name := func(i int) (name [16]byte) {
+		binary.LittleEndian.PutUint64(name[:], uint64(i))
+		return name
+	}
+	for i := range maxReplaced + 10 { // the first one has no name
+		p.fenceLocked(9, &outPeer{token: token{name: name(i)}})
+	}
+	if n := len(p.replaced); n != maxReplaced || p.replaced[0] != name(10) || p.replaced[n-1] != name(maxReplaced+9) {
+		t.Errorf("%d are remembered, from %x to %x", n, p.replaced[0], p.replaced[n-1])
 	}
 }

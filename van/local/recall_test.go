@@ -2,9 +2,11 @@ package local
 
 import (
 	"bytes"
+	"errors"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/inproc"
 )
 
@@ -83,5 +85,89 @@ func TestRecall(t *testing.T) {
 				t.Errorf("%d bytes and %d requests are still counted", l.unsent(), len(l.queue.requests))
 			}
 		})
+	}
+}
+
+// TestRequestsNamed: what is given up is of one application and customer, and in one span of timestamps.
+func TestRequestsNamed(t *testing.T) {
+	q := van.Requests{App: 3, Customer: 4, First: 10, Count: 2}
+	var counts requestCounts
+	for _, c := range []struct {
+		app, customer, ts int32
+		request, named    bool
+	}{
+		{3, 4, 10, true, true}, {3, 4, 11, true, true}, {3, 4, 9, true, false}, {3, 4, 12, true, false},
+		{2, 4, 10, true, false}, {3, 5, 10, true, false}, {4, 3, 10, true, false}, {3, 4, 10, false, false},
+	} {
+		m := van.Meta{AppID: c.app, CustomerID: c.customer, Timestamp: c.ts, Request: c.request}
+		r := requestOf(&m)
+		if r.in(&q) != c.named {
+			t.Errorf("%+v is named: %t", c, r.in(&q))
+		}
+		counts.add(r)
+		counts.add(r)
+		if counts.have(&q) != c.named {
+			t.Errorf("%+v is among %v: %t", c, counts, !c.named)
+		}
+		counts.remove(r)
+		if counts.have(&q) != c.named {
+			t.Errorf("one more %+v is among %v: %t", c, counts, !c.named)
+		}
+		if counts.remove(r); len(counts) != 0 {
+			t.Errorf("%v are left", counts)
+		}
+	}
+}
+
+// TestCounted: messages and bytes count once on each side, large and small.
+func TestCounted(t *testing.T) {
+	worker, server := pair(t)
+	n, size := uint64(0), uint64(0)
+	for i, values := range []int{0, 100, 5000, 100_000} {
+		m := data(8, i, pattern(i, values))
+		n, size = n+1, size+uint64(m.PayloadLen())
+		worker.must(m)
+		server.next().Release()
+		if s := worker.stats.add(van.Stats{SentMessages: 5, SentBytes: 7}); s.SentMessages != n+5 || s.SentBytes != size+7 || s.ReceivedMessages != 0 {
+			t.Errorf("the sender counts %d messages and %d bytes, %d received; want %d, %d", s.SentMessages-5, s.SentBytes-7, s.ReceivedMessages, n, size)
+		}
+		if s := server.stats.add(van.Stats{ReceivedMessages: 5, ReceivedBytes: 7}); s.ReceivedMessages != n+5 || s.ReceivedBytes != size+7 || s.SentMessages != 0 {
+			t.Errorf("the receiver counts %d messages and %d bytes, %d sent; want %d, %d", s.ReceivedMessages-5, s.ReceivedBytes-7, s.SentMessages, n, size)
+		}
+	}
+}
+
+// TestRefusedPullNamesNothing: where the answer to a pull is wanted is forgotten when the pull cannot be sent.
+func TestRefusedPullNamesNothing(t *testing.T) {
+	worker, server := pair(t)
+	pull := func(ts int) *van.Message {
+		m := data(8, ts, nil)
+		m.Push, m.Into = false, backend.Bytes(make([]byte, streamFrom))
+		return m
+	}
+	places := func() int {
+		p := worker.dests.of(8)
+		p.mu.Lock()
+		defer p.unlock()
+		return len(p.into)
+	}
+	worker.must(pull(0))
+	server.next().Release()
+	if n := places(); n != 1 {
+		t.Fatalf("%d places are wanted, want 1", n)
+	}
+	l := worker.peers.link(8)
+	l.mu.Lock()
+	kept := l.queue.list
+	l.queue.list = make([]*queued, queueLen) // full
+	l.mu.Unlock()
+	if err := worker.Send(pull(1)); !errors.Is(err, van.ErrQueueFull) {
+		t.Errorf("a pull for which there is no room: %v", err)
+	}
+	l.mu.Lock()
+	l.queue.list = kept
+	l.mu.Unlock()
+	if n := places(); n != 1 {
+		t.Errorf("%d places are wanted behind a refused pull, want 1", n)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"net"
 	"os"
 	"slices"
 	"strings"
@@ -530,4 +531,55 @@ func TestSegmentsTidyWhileSending(t *testing.T) {
 	}
 	l.mu.Unlock()
 	<-done
+}
+
+// TestOldestOfferGoes: when the peer has been told of as many allocations as it maps, the one that was named longest ago goes,
+// but none that a message names which it may still read; then one more is refused.
+func TestOldestOfferGoes(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fds[1])
+	f := os.NewFile(uintptr(fds[0]), "offers")
+	c, err := net.FileConn(f)
+	if err = errors.Join(err, f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	d := vantest.NewDevice(1)
+	o := offers{conn: c.(*net.UnixConn), sharer: d, byID: map[uint64]*offer{}}
+	for i := range uint64(maxOffers) {
+		o.byID[i] = &offer{segment: backend.Segment{ID: i, Size: onePage}, seq: 100 + i*7%maxOffers}
+	}
+	told := func() (magic string, id uint64) {
+		b := make([]byte, 64)
+		n, _, err := unix.Recvfrom(fds[1], b, unix.MSG_DONTWAIT)
+		if err != nil || n != noticeLen {
+			return "", 0
+		}
+		return strings.TrimRight(string(b[:8]), "\x00"), binary.LittleEndian.Uint64(b[8:])
+	}
+	for seq := range uint64(20) {
+		if !o.withdrawOldest(110) {
+			if seq != 10 {
+				t.Errorf("%d were withdrawn, want the 10 that no message names", seq)
+			}
+			break
+		}
+		magic, id := told()
+		if want := 100 + seq; magic != unusedMagic || 100+id*7%maxOffers != want || o.byID[id] != nil || len(o.byID) != maxOffers-1-int(seq) {
+			t.Fatalf("%q of %d, named by message %d; want that of message %d", magic, id, 100+id*7%maxOffers, want)
+		}
+	}
+	for i := range uint64(10) {
+		o.byID[maxOffers+i] = &offer{seq: 200}
+	}
+	x := &backend.Shared{Segments: []backend.Segment{{ID: 9999, Size: onePage}}}
+	if err := o.tell(x, func() uint64 { return 50 }); !errors.Is(err, backend.ErrNotExportable) || len(o.byID) != maxOffers {
+		t.Errorf("one too many: %v; %d are known", err, len(o.byID))
+	}
+	if magic, _ := told(); magic != "" {
+		t.Errorf("the peer was told %q", magic)
+	}
 }

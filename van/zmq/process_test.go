@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"os/exec"
@@ -14,6 +15,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/pebbe/zmq4"
 	"github.com/stepaf/stepaf-go/van"
@@ -524,5 +526,105 @@ func TestEarlyMessagesStayInFront(t *testing.T) {
 	}
 	if n := len(e.kept); n != 0 {
 		t.Errorf("%d messages are kept, want none", n)
+	}
+}
+
+// freedOf counts how often a message is given back.
+type freedOf int
+
+func (n *freedOf) Free(*van.Message) { *n++ }
+
+// TestEarlyMessages: messages of a process that this node does not know yet wait for that very process, as long as they
+// may, or until it is admitted; what is dropped, at the limit, at the end and behind it, is given back once.
+func TestEarlyMessages(t *testing.T) {
+	v := &zvan{log: slog.New(slog.DiscardHandler)}
+	v.flow.v = v
+	next, stranger := &conn{incarnation: 7}, &conn{incarnation: 1}
+	next.who.Store(&identity{id: 9})
+	v.peers.Store(&map[int]*conn{9: next, 11: stranger})
+	e := &v.early
+	e.most = time.Hour
+	defer func() { e.close() }()
+	var freed [6]freedOf
+	said := func(want ...freedOf) {
+		t.Helper()
+		for i, n := range want {
+			if freed[i] != n {
+				t.Errorf("message %d was given back %d times, want %d", i, freed[i], n)
+			}
+		}
+	}
+	keep := func(i int, name peerName) {
+		t.Helper()
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Timestamp = name.id, int32(i)
+		m.Adopt(&freed[i], unsafe.Pointer(new(frames)))
+		if !e.keep(v, m, name) {
+			t.Errorf("message %d is not kept", i)
+		}
+	}
+	age := func(d time.Duration) {
+		e.mu.Lock()
+		for i := range e.kept {
+			e.kept[i].at -= uint64(d)
+		}
+		e.mu.Unlock()
+	}
+	keep(0, peerName{9, 7})
+	keep(1, peerName{9, 8}) // it will take the place of 7
+	keep(2, peerName{11, 7})
+	keep(3, peerName{9, 7})
+	if e.timer == nil {
+		t.Error("nothing looks after what is kept")
+	}
+	age(time.Hour - time.Minute)
+	e.expire(v)
+	said(0, 0, 0, 0)
+	age(2 * time.Minute)
+	e.expire(v) // 7 is about to be admitted
+	said(0, 1, 1, 0)
+	if n := v.stats.stale.Load(); n != 2 {
+		t.Errorf("%d are counted as dropped, want 2", n)
+	}
+	if e.timer == nil {
+		t.Error("nothing looks after what is kept still")
+	}
+	if e.next() != nil {
+		t.Error("a message is ready before its process is admitted")
+	}
+	v.Admit(9)
+	keep(4, peerName{9, 7}) // behind those
+	if m := e.next(); m == nil || m.Timestamp != 0 {
+		t.Errorf("first comes %v, want message 0", m)
+	} else {
+		m.Release()
+	}
+	keep(1, peerName{9, 8})
+	e.close()
+	said(1, 2, 1, 1, 1)
+	keep(5, peerName{9, 8})
+	said(1, 2, 1, 1, 1, 1)
+	if e.next() != nil || len(e.kept) > 0 {
+		t.Error("something is left at the end")
+	}
+}
+
+// TestSucceed: a connection that is made again to the same process is what the one before was; one to another process
+// waits to be admitted, and remembers which was before it.
+func TestSucceed(t *testing.T) {
+	v := &zvan{}
+	for _, admitted := range []bool{false, true} {
+		old, again, next := &conn{incarnation: 7, before: 6}, &conn{incarnation: 7}, &conn{incarnation: 8}
+		old.admitted.Store(admitted)
+		next.admitted.Store(true)
+		v.succeed(again, old)
+		v.succeed(next, old)
+		if again.before != 6 || again.admitted.Load() != admitted {
+			t.Errorf("made again: before it %d, admitted %t; want 6, %t", again.before, again.admitted.Load(), admitted)
+		}
+		if next.before != 7 || next.admitted.Load() {
+			t.Errorf("another: before it %d, admitted %t; want 7, false", next.before, next.admitted.Load())
+		}
 	}
 }
