@@ -2,6 +2,7 @@ package af
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -170,4 +171,101 @@ func TestBatchStories(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestWrongPullAnswers: an answer that is not the one that was asked for is refused, and nothing is written; one that the
+// transport has placed already is not copied.
+func TestWrongPullAnswers(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	w, err := NewWorker(c.Workers[0], WorkerOptions{AppID: 3})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const p, q = 1, 2 // for each of two servers: a push, and two pulls
+	var room [2 * q][]byte
+	b := &batch{w: w, p: p, q: q}
+	for i := range room {
+		room[i] = make([]byte, 8)
+		x, err := FromBytes(room[i], 0, 8)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.pulls = append(b.pulls, KeyTensor{Key: uint64(10 + i), Val: x})
+	}
+	answer := func(key uint64, value string, change func(m *van.Message)) *van.Message {
+		m := &van.Message{}
+		m.Reset()
+		m.Frames, m.Keys, m.Vals = 2, backend.Bytes(binary.LittleEndian.AppendUint64(nil, key)), backend.Bytes([]byte(value))
+		if change != nil {
+			change(m)
+		}
+		return m
+	}
+	for i, wrong := range []struct {
+		ts  int
+		msg *van.Message
+		err error
+	}{
+		{0, answer(12, "answer 2", nil), van.ErrMalformed}, // the push's
+		{1, answer(12, "answer 2", func(m *van.Message) { m.Push = true }), van.ErrMalformed},
+		{1, answer(13, "answer 3", nil), van.ErrMalformed},
+		{1, answer(10, "answer 0", nil), van.ErrMalformed},
+		{2, answer(12, "answer 2", nil), van.ErrMalformed},
+		{1, answer(12, "answer 2", func(m *van.Message) { m.Frames = 1 }), van.ErrMalformed},
+		{1, answer(12, "answer 2", func(m *van.Message) { m.Keys = backend.Bytes(make([]byte, 7)) }), van.ErrMalformed},
+		{1, answer(12, "answer 2", func(m *van.Message) { m.Keys = backend.Bytes(make([]byte, 16)) }), van.ErrMalformed},
+		{1, answer(12, "answer", nil), van.ErrInvalid},
+		{1, answer(12, "answer 22", nil), van.ErrInvalid},
+		{1, answer(12, "", nil), van.ErrInvalid},
+		{1, answer(12, "answer", func(m *van.Message) { m.Placed = true }), van.ErrInvalid},
+	} {
+		if err := b.Answer(wrong.ts, 1, wrong.msg); !errors.Is(err, wrong.err) {
+			t.Errorf("answer %d: %v, want %v", i, err, wrong.err)
+		}
+	}
+	if err := b.Answer(0, 1, answer(0, "", func(m *van.Message) { m.Push, m.Frames = true, 0 })); err != nil {
+		t.Errorf("the acknowledgement of the push: %v", err)
+	}
+	if err := b.Answer(1, 1, answer(12, "answer 2", func(m *van.Message) { m.Placed = true })); err != nil {
+		t.Errorf("an answer that is there already: %v", err)
+	}
+	for i := range room {
+		if string(room[i]) != string(make([]byte, 8)) {
+			t.Errorf("%q was written to pull %d", room[i], i)
+		}
+	}
+	for from := range 2 {
+		for k := range q {
+			i := from*q + k
+			if err := b.Answer(p+k, from, answer(uint64(10+i), fmt.Sprintf("answer %d", i), nil)); err != nil || string(room[i]) != fmt.Sprintf("answer %d", i) {
+				t.Errorf("pull %d got %q, %v", i, room[i], err)
+			}
+		}
+	}
+}
+
+// TestBatchIsBounded: a batch has as many tensors as fit, of pushes and pulls together.
+func TestBatchIsBounded(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pull := &van.Message{}
+	pull.Reset()
+	pull.Request, pull.ValLen, pull.Dim, pull.Shape[0], pull.Dtype = true, 1, 1, 1, int32(Uint8)
+	pull.Frames, pull.Keys = 2, backend.Bytes(make([]byte, 8))
+	b := &work{s: s, pushes: make([]KeyTensor, MaxBatch-2)}
+	for i := range 4 {
+		if err := b.add(pull); (err == nil) != (i < 2) || err != nil && !errors.Is(err, van.ErrMalformed) {
+			t.Errorf("tensor %d: %v", MaxBatch-2+i, err)
+		}
+	}
+	if len(b.pulls) != 2 {
+		t.Errorf("%d pulls, want 2", len(b.pulls))
+	}
+	pull.ValLen = 2
+	if err := (&work{s: s}).add(pull); !errors.Is(err, van.ErrMalformed) {
+		t.Errorf("a pull of another size than its shape: %v", err)
+	}
 }

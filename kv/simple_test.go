@@ -14,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 func simple(t testing.TB, n *postoffice.Node, h kv.SimpleHandler) *kv.SimpleApp {
@@ -183,4 +184,95 @@ func TestSimpleStaleAnswer(t *testing.T) {
 		t.Fatal("the server hears that the worker is lost again, want that it is back")
 	}
 	vantest.Fails(t, old.Respond([]byte("too late")), van.ErrPeerLost, van.NodeName(van.WorkerID(0)), "the one that asked")
+}
+
+// TestSimpleEdges: who is told how a request has ended, answers of another kind, requests that the transport refuses, and
+// messages that no application has got.
+func TestSimpleEdges(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: hook.Wrap("worker", 0)})
+	asked := make(chan kv.SimpleMessage, 2)
+	for _, n := range c.Servers {
+		simple(t, n, func(d kv.SimpleMessage) { asked <- d })
+	}
+	w := simple(t, c.Workers[0], nil)
+	ended := make(chan error, 1)
+	answers := 0
+	w.OnAnswer(func(kv.SimpleMessage) { answers++ })
+	request := func(to int) kv.Call {
+		t.Helper()
+		call, err := w.Request(3, []byte("body"), to, kv.Done(func(err error) { ended <- err }))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return call
+	}
+	for k := range 3 {
+		if k == 2 {
+			w.OnAnswer(nil)
+		}
+		call := request(van.ServerID(0))
+		if d := <-asked; !d.Wanted() {
+			t.Error("the answer is not wanted")
+		} else if err := d.Respond(nil); err != nil {
+			t.Error(err)
+		}
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		if err := call.Wait(t.Context()); err != nil || answers != min(k+1, 2) {
+			t.Errorf("request %d: %v, %d answers were handed over", k, err, answers)
+		}
+	}
+
+	call := request(van.ServerID(1)) // which answers with pairs
+	d := <-asked
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.Timestamp, m.AppID, m.CustomerID = d.Sender, d.Timestamp, 7, 7
+	if err := c.Servers[1].App().Send(m); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, <-ended, van.ErrMalformed, "not one of a simple application")
+	vantest.Fails(t, call.Wait(t.Context()), van.ErrMalformed)
+
+	for nth := range 2 { // of a request to both servers
+		sends := 0
+		hook.OnSend(func(m *van.Message) hooks.Verdict {
+			if !m.SimpleApp {
+				return hooks.Pass
+			}
+			if sends++; sends == nth+1 {
+				return hooks.Refuse(van.ErrQueueFull)
+			}
+			return hooks.Pass
+		})
+		call := request(van.ServerGroup)
+		vantest.Fails(t, <-ended, van.ErrQueueFull)
+		vantest.Fails(t, call.Wait(t.Context()), van.ErrQueueFull)
+		if sends != nth+1 {
+			t.Errorf("%d messages were sent, want %d: none behind one that was refused", sends, nth+1)
+		}
+		for range nth {
+			<-asked
+		}
+		hook.OnSend(nil)
+	}
+
+	vantest.Fails(t, kv.SimpleMessage{}.Respond(nil), van.ErrInvalid, "has not come to a SimpleApp")
+	if (kv.SimpleMessage{}).Wanted() {
+		t.Error("a message that has not come is wanted")
+	}
+	if _, err := kv.NewSimpleApp(c.Workers[0], kv.SimpleOptions{AppID: 7, CustomerID: 7}); err == nil {
+		t.Error("two applications have one id")
+	}
+	s, err := kv.NewServer[float32](c.Servers[0], kv.ServerOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, s.Handle(nil), van.ErrInvalid, "no handler")
+	if err := s.Handle(func(kv.Request[float32]) {}); err != nil {
+		t.Errorf("a handler behind one that was refused: %v", err)
+	}
+	vantest.Fails(t, s.Handle(func(kv.Request[float32]) {}), van.ErrInvalid, "this server has one")
 }

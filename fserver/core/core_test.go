@@ -3,13 +3,18 @@ package core
 import (
 	"bytes"
 	"errors"
+	"fmt"
+	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
@@ -181,4 +186,168 @@ func TestUnknownHandlers(t *testing.T) {
 	if err := server.Respond(af.DefaultStream, 0, nil); !errors.Is(err, ErrMisuse) || errors.Is(err, postoffice.ErrUnknownHandler) {
 		t.Errorf("second answer: %v, want %v alone", err, ErrMisuse)
 	}
+}
+
+// TestRoles: what a process of the other role cannot do is refused, with the role that can.
+func TestRoles(t *testing.T) {
+	worker, server := sessions(t)
+	_, push := server.PushPull(af.DefaultStream, nil, nil)
+	_, pushTo := server.PushPullTo(af.DefaultStream, []int{0}, nil, nil)
+	_, all := server.AllHandlers(1)
+	_, trace := server.FetchTrace(1)
+	for i, err := range []error{push, pushTo, all, trace, server.Wait(1, time.Second, time.Second)} {
+		if !errors.Is(err, ErrMisuse) || !strings.Contains(err.Error(), "only a worker") {
+			t.Errorf("a worker's call %d: %v", i, err)
+		}
+	}
+	_, batch := worker.GetBatch(nil, time.Second)
+	_, some := worker.GetAny(nil, 1, time.Second)
+	_, answer := worker.Answer(af.DefaultStream, 1, nil, nil)
+	for i, err := range []error{batch, some, answer, worker.BatchTimeout(time.Second), worker.CanRespond(nil, 0),
+		worker.Respond(af.DefaultStream, 1, nil), worker.RegisterRecvBuffer(af.Tensor{}, nil, nil)} {
+		if !errors.Is(err, ErrMisuse) || !strings.Contains(err.Error(), "only a server") {
+			t.Errorf("a server's call %d: %v", i, err)
+		}
+	}
+	for _, s := range []*Session{worker, server} {
+		for _, both := range []bool{false, true} { // neither, or the others alone
+			vantest.Fails(t, s.Barrier(t.Context(), both && s == worker, both && s == server, true), van.ErrInvalid, "leave out the caller")
+		}
+	}
+	for _, instances := range []bool{false, true} {
+		if err := worker.Barrier(t.Context(), false, true, instances); err != nil {
+			t.Errorf("a barrier of the worker alone: %v", err)
+		}
+		if err := server.Barrier(t.Context(), true, false, instances); err != nil {
+			t.Errorf("a barrier of the server alone: %v", err)
+		}
+		met := make(chan error, 1)
+		go func() { met <- server.Barrier(t.Context(), true, true, instances) }()
+		if err := errors.Join(worker.Barrier(t.Context(), true, true, instances), <-met); err != nil {
+			t.Errorf("a barrier of both: %v", err)
+		}
+	}
+}
+
+// TestHandlersOfABatch: what can be asked of the handlers of one push_pull, before and after its answer.
+func TestHandlersOfABatch(t *testing.T) {
+	worker, server := sessions(t)
+	worker.worker.Customer().KeepTraces()
+	x, y := tensor(t, make([]byte, 4)), tensor(t, make([]byte, 4))
+	h, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, []af.KeyTensor{{Key: 3, Val: y}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n, err := worker.AllHandlers(int64(h))
+	if err != nil || n < 2 {
+		t.Fatalf("%d handlers, %v; want several", n, err)
+	}
+	last := int64(h) + int64(n) - 1
+	for _, other := range []int64{last, last + 1, int64(h) + 1<<32, -1} {
+		if n, err := worker.AllHandlers(other); n != 1 || err != nil {
+			t.Errorf("%d handlers of %d, %v; want 1", n, other, err)
+		}
+	}
+	for _, unknown := range []int64{last + 1, int64(h) + 1<<32, last + 1<<32, -1} {
+		vantest.Fails(t, worker.Wait(unknown, time.Hour, time.Hour), ErrUnknownHandler, "was not returned by push_pull")
+		_, err := worker.FetchTrace(unknown)
+		vantest.Fails(t, err, ErrUnknownHandler, "was not returned by push_pull")
+	}
+	for _, one := range []int64{int64(h), last} {
+		if err := worker.Wait(one, time.Hour, time.Millisecond); err != ErrPending {
+			t.Errorf("the wait for %d: %v, want %v", one, err, ErrPending)
+		}
+	}
+	if stamps, err := worker.FetchTrace(last); err != nil || stamps != [8]uint64{} {
+		t.Errorf("the trace of %d before its answer: %v, %v", last, stamps, err)
+	}
+	vantest.Fails(t, worker.Wait(last, time.Nanosecond, time.Hour), van.ErrTimeout, fmt.Sprintf("handler %d of batch %d", last, h))
+	items := server.row(t)
+	if err := server.Respond(af.DefaultStream, items[0].ID, []af.KeyTensor{{Key: 3, Val: x}}); err != nil {
+		t.Fatal(err)
+	}
+	items[0].Release()
+	for _, one := range []int64{last, int64(h), last, int64(h)} { // that of the whole batch ends it
+		if err := later(t, func(slice time.Duration) error { return worker.Wait(one, time.Minute, slice) }); err != nil {
+			t.Errorf("the wait for %d: %v", one, err)
+		}
+		stamps, err := worker.FetchTrace(one)
+		if err != nil || stamps[0] == 0 {
+			t.Errorf("the trace of %d: %v, %v", one, stamps, err)
+		}
+		if !slices.IsSorted(stamps[:4]) || !slices.IsSorted(stamps[4:]) {
+			t.Errorf("the trace of %d is out of order: %v", one, stamps)
+		}
+	}
+	if n, err := worker.AllHandlers(int64(h)); n != 1 || err != nil {
+		t.Errorf("%d handlers of what has ended, %v; want 1", n, err)
+	}
+}
+
+// sentTimes counts what has left.
+type sentTimes atomic.Int32
+
+func (n *sentTimes) Sent() { (*atomic.Int32)(n).Add(1) }
+
+// TestRefusedAnswers: an answer that does not fit leaves the batch as it was, and nothing of it has left; what nobody
+// waits for any more is taken, and has left.
+func TestRefusedAnswers(t *testing.T) {
+	worker, server := sessions(t)
+	x := tensor(t, make([]byte, 8))
+	fit := []af.KeyTensor{{Key: 2, Val: x}}
+	r := worker.ask(t, 7, 8)
+	it := server.row(t)[0]
+	var sent sentTimes
+	for i, wrong := range [][]af.KeyTensor{nil, {fit[0], fit[0]}, {{Key: 2, Val: tensor(t, make([]byte, 9))}}} {
+		told, err := server.Answer(af.DefaultStream, it.ID, wrong, &sent)
+		if told || !errors.Is(err, van.ErrInvalid) {
+			t.Errorf("answer %d: %t, %v; want that it is refused", i, told, err)
+		}
+	}
+	id := it.ID
+	for _, c := range []struct {
+		ids     []uint64
+		tensors int
+		fits    bool
+	}{{[]uint64{id}, 1, true}, {[]uint64{id}, 0, false}, {[]uint64{id}, 2, false}, {[]uint64{id, id}, 1, false}, {[]uint64{id, id + 1}, 1, false}, {nil, 3, true}} {
+		if err := server.CanRespond(c.ids, c.tensors); err == nil != c.fits {
+			t.Errorf("%d tensors for %v: %v", c.tensors, c.ids, err)
+		}
+	}
+	if n := (*atomic.Int32)(&sent).Load(); n != 0 {
+		t.Errorf("%d tensors of refused answers have left", n)
+	}
+	if told, err := server.Answer(af.DefaultStream, id, fit, &sent); !told || err != nil {
+		t.Errorf("the answer: %t, %v", told, err)
+	}
+	it.Release()
+	r.pulls(t, 0)
+	await(t, "tensor that has left", func() bool { return (*atomic.Int32)(&sent).Load() == 1 })
+
+	// Pushes alone, which get_batch has answered.
+	if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}, {Key: 3, Val: x}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	it = server.row(t)[0]
+	if err := server.CanRespond([]uint64{it.ID}, 0); err != nil {
+		t.Error(err)
+	}
+	vantest.Fails(t, server.CanRespond([]uint64{it.ID}, 1), van.ErrInvalid)
+	vantest.Fails(t, server.CanRespond([]uint64{it.ID, it.ID}, 0), van.ErrInvalid, "is there twice")
+	it.Release()
+
+	r = worker.ask(t, 7, 8)
+	it = server.row(t)[0]
+	vantest.Fails(t, worker.Wait(int64(r.h), time.Nanosecond, time.Hour), van.ErrTimeout)
+	await(t, "withdrawal", func() bool { return !it.Wanted() })
+	if told, err := server.Answer(af.DefaultStream, it.ID, fit, &sent); !told || err != nil {
+		t.Errorf("an answer for nobody: %t, %v", told, err)
+	}
+	if n := (*atomic.Int32)(&sent).Load(); n != 2 {
+		t.Errorf("%d tensors have left, want 2", n)
+	}
+	if told, err := server.Answer(af.DefaultStream, it.ID, nil, nil); told || !errors.Is(err, ErrMisuse) {
+		t.Errorf("a second answer for nobody: %t, %v", told, err)
+	}
+	it.Release()
 }

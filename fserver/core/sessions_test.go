@@ -3,6 +3,7 @@ package core
 import (
 	"context"
 	"errors"
+	"strings"
 	"testing"
 	"time"
 
@@ -81,4 +82,125 @@ func TestSessionDrop(t *testing.T) {
 	do(&SessionCall{Op: SessionClose})
 	stop()
 	<-served
+}
+
+// TestSessionServes: another language runs the functions of a rank: it gets errands one after the other, with their
+// arguments, and its results are values, references that are dropped, or errors; when it leaves, what waits ends.
+func TestSessionServes(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	names, err := session.Encode("f", "g")
+	if err != nil {
+		t.Fatal(err)
+	}
+	rank, control := &Session{node: c.Servers[0]}, &Session{node: c.Workers[0]}
+	p := &Process{}
+	p.session.Store(control)
+	call := func(ctx context.Context, s *Session, c *SessionCall) error {
+		switch c.Op {
+		case SessionKill, SessionServe, SessionDone, SessionFail, SessionLeave:
+			return s.atOnce(c)
+		}
+		return s.carryOut(ctx, c)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	do := func(s *Session, c SessionCall) SessionCall {
+		t.Helper()
+		if err := call(ctx, s, &c); err != nil {
+			t.Fatalf("call %d: %v", c.Op, err)
+		}
+		return c
+	}
+	refused := func(s *Session, c SessionCall, text string) {
+		t.Helper()
+		if err := call(ctx, s, &c); err == nil || !strings.Contains(err.Error(), text) {
+			t.Errorf("call %d: %v, want an error with %q", c.Op, err, text)
+		}
+	}
+	encode := func(values ...any) []byte {
+		t.Helper()
+		b, err := session.Encode(values...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	refused(control, SessionCall{Op: SessionRun, Name: "f"}, "none is open")
+	refused(rank, SessionCall{Op: SessionNext}, "does not serve")
+	refused(rank, SessionCall{Op: SessionDone}, "nothing to answer")
+	refused(rank, SessionCall{Op: SessionServe, Data: encode("f", 3)}, "want a string")
+	do(rank, SessionCall{Op: SessionLeave}) // it does not serve: nothing to end
+	do(rank, SessionCall{Op: SessionServe, Data: names})
+	refused(rank, SessionCall{Op: SessionServe, Data: names}, "serves already")
+	refused(rank, SessionCall{Op: SessionDone}, "nothing to answer")
+	if n := do(control, SessionCall{Op: SessionOpen}).Rank; n != 1 {
+		t.Errorf("%d ranks, want 1", n)
+	}
+	refused(control, SessionCall{Op: SessionOpen}, "one is open already")
+	refused(control, SessionCall{Op: SessionClose + 100}, "call")
+	refused(control, SessionCall{Op: SessionCopyTo, Data: encode(1, 2)}, "2 values, want 1")
+	refused(control, SessionCall{Op: SessionWait, Handle: 999}, "was killed")
+
+	errand := func(what Errand) SessionCall {
+		t.Helper()
+		e := do(rank, SessionCall{Op: SessionNext})
+		if Errand(e.Rank) != what {
+			t.Fatalf("errand %d, want %d", e.Rank, what)
+		}
+		return e
+	}
+	f := do(control, SessionCall{Op: SessionRun, Name: "f", Data: encode(int64(5), "x")})
+	e := errand(ErrandRun)
+	if args, err := session.Decode(e.Data); e.Name != "f" || err != nil || len(args) != 2 || args[0] != int64(5) || args[1] != "x" {
+		t.Errorf("%s is to be run with %v, %v", e.Name, args, err)
+	}
+	do(rank, SessionCall{Op: SessionDone, Handle: 71})
+	refused(rank, SessionCall{Op: SessionDone, Handle: 71}, "nothing to answer")
+	do(control, SessionCall{Op: SessionWait, Handle: f.Handle})
+
+	for _, answer := range [][]byte{encode("value"), encode(), encode(1, 2)} { // one value is one
+		got := SessionCall{Op: SessionGet, Handle: f.Handle}
+		ended := make(chan error, 1)
+		go func() { ended <- call(ctx, control, &got) }()
+		if e := errand(ErrandValue); e.Handle != 71 {
+			t.Errorf("the value of %d is wanted, want that of 71", e.Handle)
+		}
+		do(rank, SessionCall{Op: SessionDone, Data: answer})
+		err := <-ended
+		values, _ := session.Decode(answer)
+		if (err == nil) != (len(values) == 1) {
+			t.Errorf("%d values: %v", len(values), err)
+		} else if l, err2 := session.Decode(got.Data); err == nil && (err2 != nil || len(l) != 1 || l[0] != "value") {
+			t.Errorf("got %v, %v", l, err2)
+		}
+	}
+
+	g := do(control, SessionCall{Op: SessionRun, Name: "g"})
+	errand(ErrandRun)
+	do(rank, SessionCall{Op: SessionFail, Name: "as it must"})
+	refused(control, SessionCall{Op: SessionWait, Handle: g.Handle}, "as it must")
+
+	do(control, SessionCall{Op: SessionKill, Handle: f.Handle})
+	refused(control, SessionCall{Op: SessionWait, Handle: f.Handle}, "was killed")
+	ended := make(chan error, 1)
+	go func() { ended <- call(ctx, control, &SessionCall{Op: SessionSync}) }() // with it the rank hears of that
+	if e := errand(ErrandDrop); e.Handle != 71 {
+		t.Errorf("%d is dropped, want 71", e.Handle)
+	}
+	do(rank, SessionCall{Op: SessionDone})
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+
+	over, end := context.WithCancel(ctx)
+	end()
+	if err := call(over, rank, &SessionCall{Op: SessionNext}); !errors.Is(err, context.Canceled) {
+		t.Errorf("no errand: %v", err)
+	}
+	last := do(control, SessionCall{Op: SessionRun, Name: "f"})
+	errand(ErrandRun) // which nobody answers
+	do(rank, SessionCall{Op: SessionLeave, Name: "has to go"})
+	refused(control, SessionCall{Op: SessionWait, Handle: last.Handle}, "has to go")
+	refused(rank, SessionCall{Op: SessionNext}, "does not serve")
+	do(control, SessionCall{Op: SessionClose})
 }

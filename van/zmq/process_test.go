@@ -14,6 +14,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 	"unsafe"
 
@@ -559,7 +560,10 @@ func TestEarlyMessages(t *testing.T) {
 		m := &van.Message{}
 		m.Reset()
 		m.Sender, m.Timestamp = name.id, int32(i)
-		m.Adopt(&freed[i], unsafe.Pointer(new(frames)))
+		f := new(frames)
+		f.setWeight(10, ofStranger)
+		v.flow.strange.Add(10)
+		m.Adopt(&freed[i], unsafe.Pointer(f))
 		if !e.keep(v, m, name) {
 			t.Errorf("message %d is not kept", i)
 		}
@@ -593,6 +597,7 @@ func TestEarlyMessages(t *testing.T) {
 	if e.next() != nil {
 		t.Error("a message is ready before its process is admitted")
 	}
+	keep(1, peerName{9, 8})
 	v.Admit(9)
 	keep(4, peerName{9, 7}) // behind those
 	if m := e.next(); m == nil || m.Timestamp != 0 {
@@ -600,11 +605,16 @@ func TestEarlyMessages(t *testing.T) {
 	} else {
 		m.Release()
 	}
-	keep(1, peerName{9, 8})
+	if len(e.kept) != 1 || len(e.ready) != 2 {
+		t.Errorf("%d are kept and %d ready, want 1 and 2", len(e.kept), len(e.ready))
+	}
 	e.close()
 	said(1, 2, 1, 1, 1)
 	keep(5, peerName{9, 8})
 	said(1, 2, 1, 1, 1, 1)
+	if n := v.flow.strange.Load(); n != 40 { // what close drops counts no more, for nobody
+		t.Errorf("%d bytes are counted, want those of the four that did not expire", n)
+	}
 	if e.next() != nil || len(e.kept) > 0 {
 		t.Error("something is left at the end")
 	}
@@ -627,4 +637,33 @@ func TestSucceed(t *testing.T) {
 			t.Errorf("another: before it %d, admitted %t; want 7, false", next.before, next.admitted.Load())
 		}
 	}
+}
+
+// TestEarlyMessagesExpire: each message is looked at when its time is over, also those that came after the first.
+func TestEarlyMessagesExpire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		v := &zvan{log: slog.New(slog.DiscardHandler)}
+		v.flow.v = v
+		v.peers.Store(&map[int]*conn{})
+		v.early.most = time.Hour
+		var freed [4]freedOf
+		for i := range freed {
+			m := &van.Message{}
+			m.Reset()
+			m.Adopt(&freed[i], unsafe.Pointer(new(frames)))
+			if i == 3 {
+				time.Sleep(2 * time.Hour) // the others have gone
+			}
+			v.early.keep(v, m, peerName{9, 7})
+			time.Sleep(20 * time.Minute)
+		}
+		if freed != [4]freedOf{1, 1, 1, 0} {
+			t.Errorf("given back %v times, want the first three once", freed)
+		}
+		time.Sleep(50 * time.Minute)
+		if freed[3] != 1 {
+			t.Error("the last message is kept for ever")
+		}
+		v.early.close()
+	})
 }
