@@ -206,29 +206,3 @@ func TestHeldOfALostWorker(t *testing.T) {
 	eventually(t, "the server has forgotten them", func() bool { n, bytes := af.Held(s, id); return n == 0 && bytes == 0 })
 	works(t, newWorker(t, c.Workers[0]), 1)
 }
-
-// TestOneBatchOverTheBudget: a batch that alone takes more than the budget of all before it ends is given up, and the others are not.
-func TestOneBatchOverTheBudget(t *testing.T) {
-	const size = 256 << 10
-	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudget, c.RecvBudgetPeer = 1<<20, 1<<20 }})
-	s := serve(t, c.Servers[0], echoes(t))
-	w := newWorker(t, c.Workers[0])
-	value := make([]byte, size)
-	for i := range int32(6) {
-		place := van.BatchMiddle
-		if i == 0 {
-			place = van.BatchStart
-		}
-		if err := c.Workers[0].App().Send(rawPush(1000+i, place, value)); err != nil {
-			t.Fatal(err)
-		}
-		works(t, w, 1) // behind it
-		n, bytes := af.OpenBatches(s, van.WorkerID(0))
-		if bytes > 1<<20 {
-			t.Fatalf("%d batches with %d bytes are open, want at most %d", n, bytes, 1<<20)
-		}
-		if i == 2 && (n != 1 || bytes < 3*size) {
-			t.Errorf("%d batches with %d bytes are open, want one with three tensors", n, bytes)
-		}
-	}
-}
