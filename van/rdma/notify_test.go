@@ -385,10 +385,13 @@ func TestNothingIsLostAfterTheRepair(t *testing.T) {
 	r := newRig(t)
 	w, s := r.pair()
 	for round := range 4 {
+		answers := w.incomingOf(s.who.ID)
 		r.net.Cut(w.addr, s.addr)
 		r.until("Send fails", func() bool { return lost(w.Send(push(s, 1, 0, value(3000, 1)))) })
 		r.until("Send of the server fails", func() bool { return lost(s.Send(push(w, 1, 0, value(3000, 1)))) })
 		w.wantDown(s)
+		// Else the worker takes it for whole, and hears of what was lost when the server connects again.
+		r.until("the worker notices the end of the server's connection", answers.gone.Load)
 		r.net.Heal(w.addr, s.addr)
 		w.wantUp(s)
 		dst := make([]byte, 3000)
