@@ -79,6 +79,12 @@ type HostPinner interface {
 	UnregisterHost(Mem) error
 }
 
+// PinTeller is implemented by HostPinners that know their memory.
+type PinTeller interface {
+	// Pinned tells whether all of m is host memory of AllocPinned or RegisterHost of this backend.
+	Pinned(m Mem) bool
+}
+
 // StreamFlagger is implemented by backends whose streams write and await 32-bit words
 // without the CPU and without a kernel.
 type StreamFlagger interface {

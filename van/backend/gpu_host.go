@@ -84,6 +84,14 @@ func (g *gpu) RegisterHost(m Mem) (Mem, error) {
 // UnregisterHost ends a RegisterHost.
 func (g *gpu) UnregisterHost(m Mem) error { return g.dropHost("UnregisterHost", m, false) }
 
+var _ PinTeller = (*gpu)(nil)
+
+// Pinned implements PinTeller.
+func (g *gpu) Pinned(m Mem) bool {
+	h, is := m.owner.(*hostMem)
+	return is && h.g == g && m.OnHost()
+}
+
 // keepHost records pinned memory. It frees it when the device cannot map it.
 func (g *gpu) keepHost(h *hostMem) error {
 	var err error

@@ -54,6 +54,13 @@ func TestRegisterHost(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	page, err := g.AllocPinned(8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !g.Pinned(m.Sub(8, 8)) || !g.Pinned(page) || g.Pinned(shared) || g.Pinned(Bytes(make([]byte, 8))) {
+		t.Error("Pinned does not know what is pinned")
+	}
 	m.Retain()
 	if owner.n != 1 {
 		t.Errorf("the owner is held %d times, want 1", owner.n)

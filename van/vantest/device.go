@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -30,10 +31,10 @@ type Device struct {
 	events  int
 	made    int
 	streams map[uintptr]*stream
-	graph   *Graph  // that is being captured
-	last    uintptr // of NewStream
-	own     int     // streams of NewStream
-	pinned  int     // host memory that is registered
+	graph   *Graph        // that is being captured
+	last    uintptr       // of NewStream
+	own     int           // streams of NewStream
+	pinned  []backend.Mem // host memory that is registered
 	imports int
 	private bool
 	pooled  bool
@@ -54,6 +55,7 @@ type stream struct {
 var (
 	_ backend.Backend    = (*Device)(nil)
 	_ backend.HostPinner = (*Device)(nil)
+	_ backend.PinTeller  = (*Device)(nil)
 	_ backend.Tunable    = (*Device)(nil)
 
 	_ backend.GraphFlagger  = (*Device)(nil)
@@ -117,6 +119,13 @@ func (d *Device) memory(n int, on backend.Device) (backend.Mem, error) {
 	return m, nil
 }
 
+// Held is how many buffers of Alloc and AllocPinned there are.
+func (d *Device) Held() int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(d.held)
+}
+
 // Allocs is how often Alloc and AllocPinned were done.
 func (d *Device) Allocs() int {
 	d.mu.Lock()
@@ -148,18 +157,33 @@ func (d *Device) FreePinned(m backend.Mem) error { return d.Free(m) }
 func (d *Device) RegisterHost(m backend.Mem) (backend.Mem, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.pinned++
+	d.pinned = append(d.pinned, m)
 	return m, nil
 }
 
 // UnregisterHost implements backend.HostPinner.
-func (d *Device) UnregisterHost(backend.Mem) error {
+func (d *Device) UnregisterHost(m backend.Mem) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.pinned--; d.pinned < 0 {
+	i := slices.IndexFunc(d.pinned, func(x backend.Mem) bool { return x.Addr() == m.Addr() })
+	if i < 0 {
 		return errors.New("unregistered what was not registered")
 	}
+	d.pinned = slices.Delete(d.pinned, i, i+1)
 	return nil
+}
+
+// Pinned implements backend.PinTeller.
+func (d *Device) Pinned(m backend.Mem) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	in := func(at uint64, n int) bool { return m.Addr() >= at && m.Addr()+uint64(m.Len()) <= at+uint64(n) }
+	for at, b := range d.held {
+		if in(at, len(b)) {
+			return m.OnHost()
+		}
+	}
+	return slices.ContainsFunc(d.pinned, func(x backend.Mem) bool { return in(x.Addr(), x.Len()) })
 }
 
 // Raw is the memory of a Mem that lies on a device of this kind, or on the host.
@@ -212,6 +236,13 @@ func (g *Graph) End() {
 	g.d.mu.Lock()
 	defer g.d.mu.Unlock()
 	g.d.graph = nil
+}
+
+// Len is how many pieces of work are in g.
+func (g *Graph) Len() int {
+	g.d.mu.Lock()
+	defer g.d.mu.Unlock()
+	return len(g.work)
 }
 
 // Replay puts the work of g into stream s.
@@ -538,7 +569,7 @@ func (d *Device) Leaks(t testing.TB) {
 	t.Helper()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for what, n := range map[string]int{"buffers": len(d.held), "events": d.events, "imports": d.imports, "imported segments": len(d.SegmentImports()), "streams": d.own, "registered buffers of the host": d.pinned} {
+	for what, n := range map[string]int{"buffers": len(d.held), "events": d.events, "imports": d.imports, "imported segments": len(d.SegmentImports()), "streams": d.own, "registered buffers of the host": len(d.pinned)} {
 		if n != 0 {
 			t.Errorf("%s: %d %s are held", d.dev, n, what)
 		}
