@@ -159,7 +159,11 @@ def killed(n):
             time.sleep(1)
     begun = time.monotonic()
     with own_stream():
+        here = torch.cuda.Event()
+        here.record()
         w.wait_signal(1)  # nobody signals
+        here.synchronize()
+        n.tell("waits")  # the stream has come to the wait, or does so next: that cannot be seen
         settle()
     assert time.monotonic() - begun < 15
     with n.raises((ConnectionError,), "worker 1"):
@@ -175,7 +179,7 @@ def killed(n):
 def test_killed(cluster):
     _, (a, b) = start(cluster, killed)
     assert a.hear() == b.hear() == "ready"
-    time.sleep(0.5)
+    assert a.hear() == "waits"
     b.kill()
     assert a.wait(60) == 0, a.report()
 
