@@ -39,3 +39,16 @@ func ParseExport(b []byte, n int) (e backend.Export, err error) {
 	e.Size, e.Offset = int(size), int(off)
 	return e, nil
 }
+
+// MapExport maps n bytes that e names. They stay mapped until the backend is closed: the driver unmaps nothing while
+// streams may wait. The error wraps ErrMalformed if the allocation is shorter than e says.
+func MapExport(x backend.Exporter, e backend.Export, n int) (backend.Mem, error) {
+	m, err := x.Import(e)
+	if err != nil {
+		return m, err
+	}
+	if m.Len() < e.Offset || m.Len()-e.Offset < n {
+		return m, fmt.Errorf("%w: %d bytes at %d of an allocation of %d", ErrMalformed, n, e.Offset, m.Len())
+	}
+	return m.Sub(e.Offset, n), nil
+}

@@ -552,7 +552,7 @@ func (x *Exchange) reach(p *peer) error {
 		return &van.Error{Op: "map device memory", Peer: x.e.node.PeerName(p.id), Err: err, Hint: "exchanges in streams are for GPUs of one host that reach each other (stepaf doctor)"}
 	}
 	flags := &p.said.flags
-	m, err := x.e.dev.Map(flags.export, int(flags.at)+wordStride)
+	m, err := van.MapExport(x.e.dev, flags.export, int(flags.at)+wordStride)
 	if err != nil {
 		return bad(err)
 	}
@@ -567,7 +567,7 @@ func (x *Exchange) reach(p *peer) error {
 	p.from = make([]backend.Mem, len(p.in))
 	for i := range p.in {
 		if t := &p.said.out[i]; t.len > 0 {
-			if p.from[i], err = x.e.dev.Map(t.export, t.len); err != nil {
+			if p.from[i], err = van.MapExport(x.e.dev, t.export, t.len); err != nil {
 				return bad(err)
 			}
 		}

@@ -45,7 +45,8 @@ const (
 	headLen  = 128 // where words begin
 	wordsLen = 16  // of one signal of one rank: two words, which take turns
 	memAlign = 256
-	seenLen  = 64
+
+	hostStride = 64 // of the words in host memory: a cache line each
 )
 
 // lap is how many signals are counted in a word before the other one's turn. Who waits clears the other
@@ -67,6 +68,8 @@ type onDevice struct {
 	w            *Window
 	d            *backend.StreamDevice
 	whole        backend.Mem // this rank's allocation
+	words        backend.Mem // pinned host memory: what read needs, and for each rank link.mark
+	offered      bool        // others may map whole
 	at           int         // where the window's memory begins in all of them
 	own, release uintptr     // the stream of calls with af.Complete; that which makes others go on
 	links        []*link     // by rank
@@ -78,7 +81,7 @@ type onDevice struct {
 	changed chan struct{} // closed when that, or what is known of a link, has changed
 
 	reading sync.Mutex
-	seen    backend.Mem // pinned host memory of two words: one of the device, and how often that was asked for
+	seen    backend.Mem // two words in host memory: one of the device, and how often that was asked for
 	asked   uint32      // guarded by reading
 	shut    bool        // likewise: the streams are given back
 
@@ -92,26 +95,66 @@ type link struct {
 	far  backend.Mem // the rank's allocation
 	over bool        // the window is over for it, or it is lost; guarded by onDevice.mu
 
-	// Guarded by p.send.
-	used bool     // something was put
-	last uintptr  // the stream in which
-	sent []uint64 // signals
+	// mark is a word in host memory. Right behind each put and signal its stream writes the number of that there, so
+	// others can wait for it without what was put into the stream since, and nothing is made or destroyed for it.
+	mark backend.Mem
+	done *atomic.Uint32 // the same
+	puts atomic.Uint32  // the last number; changed with p.send held. Numbers go in a circle
 
-	waiting sync.Mutex      // held while a wait is put into a stream
-	taken   []atomic.Uint64 // signals that have come or that a stream waits for; changed with waiting held
+	// Guarded by p.send.
+	last   uintptr  // the stream of the last one
+	sent   []uint64 // signals
+	lent   []lent   // sources in use, in their order
+	broken error    // a mark could not be written
+
+	waiting  sync.Mutex      // held while a wait is put into a stream, which may wait for room there
+	deciding sync.Mutex      // held while it is decided whether a wait may be; never for longer than silence
+	taken    []atomic.Uint64 // signals that have come or that a stream waits for; changed with waiting or deciding held
 }
 
-// newOnDevice allocates and clears this rank's memory of n bytes.
-func newOnDevice(w *Window, n int) (*onDevice, error) {
+// lent is a source that a stream reads until put number n is done.
+type lent struct {
+	mem backend.Mem
+	n   uint32
+}
+
+// arrived tells whether put number n is done, and all before.
+func (l *link) arrived(n uint32) bool { return int32(l.done.Load()-n) >= 0 }
+
+// reap lets go of the sources of puts that are done. p.send is held.
+func (l *link) reap() {
+	k := 0
+	for k < len(l.lent) && l.arrived(l.lent[k].n) {
+		l.lent[k].mem.Release()
+		k++
+	}
+	if k > 0 {
+		l.lent = slices.Delete(l.lent, 0, k)
+	}
+}
+
+// newOnDevice makes what needs no memory of the device.
+func newOnDevice(w *Window) (*onDevice, error) {
 	d, err := backend.StreamDeviceOf(w.app.Backend())
 	if err != nil {
 		return nil, err
 	}
 	v := &onDevice{w: w, d: d, changed: make(chan struct{}), freed: make(chan struct{})}
 	v.at = (headLen + len(w.peers)*w.signals*wordsLen + memAlign - 1) / memAlign * memAlign
+	for _, p := range w.peers {
+		v.links = append(v.links, &link{p: p, sent: make([]uint64, w.signals), taken: make([]atomic.Uint64, w.signals)})
+	}
+	return v, nil
+}
+
+// allocate takes and clears this rank's memory of n bytes, and returns its name for others.
+func (v *onDevice) allocate(n int) (offer []byte, err error) {
+	d := v.d
 	if v.whole, err = d.Alloc((v.at + n + page) / page * page); err != nil {
 		return nil, err
 	}
+	v.w.mem = v.whole.Sub(v.at, n)
+	v.w.mem.Retain()
 	zero := make([]byte, min(v.whole.Len(), page))
 	for at := 0; at < v.whole.Len() && err == nil; at += len(zero) {
 		err = d.Copy(v.whole.Sub(at, len(zero)), backend.Bytes(zero))
@@ -123,42 +166,70 @@ func newOnDevice(w *Window, n int) (*onDevice, error) {
 	if err != nil {
 		return nil, err
 	}
-	if v.seen, err = d.AllocPinned(seenLen); err != nil {
+	if v.words, err = d.AllocPinned((1 + len(v.links)) * hostStride); err != nil {
 		return nil, err
 	}
-	(*atomic.Uint32)(v.seen.Sub(4, 4).Ptr()).Store(0)
-	for r, p := range w.peers {
-		l := &link{p: p, sent: make([]uint64, w.signals), taken: make([]atomic.Uint64, w.signals)}
-		if r == w.self {
-			l.far = v.whole
-		}
-		v.links = append(v.links, l)
+	clear(v.words.Host())
+	v.seen = v.words.Sub(0, 8)
+	for r, l := range v.links {
+		l.mark = v.words.Sub((1+r)*hostStride, 4)
+		l.done = (*atomic.Uint32)(l.mark.Ptr())
 	}
+	v.links[v.w.self].far = v.whole
 	if v.own, err = d.NewStream(); err != nil {
 		return nil, err
 	}
 	if v.release, err = d.NewStream(); err != nil {
-		return nil, errors.Join(err, d.FreeStream(v.own))
+		return nil, err
 	}
-	return v, nil
+	e, err := d.Export(v.whole)
+	if err != nil {
+		return nil, err
+	}
+	offer = make([]byte, van.ExportLen, van.ExportLen+tokenLen)
+	van.PutExport(offer, &e)
+	return append(offer, token...), nil
+}
+
+// discard frees memory that no other rank knows of, unless the driver would wait for streams that wait.
+func (v *onDevice) discard() error {
+	if s, is := v.d.Backend.(backend.StreamBlocker); v.offered || is && s.MayBlock() {
+		return nil
+	}
+	var err error
+	if v.whole.Len() > 0 {
+		err = v.d.Free(v.whole)
+	}
+	if v.words.Len() > 0 {
+		err = errors.Join(err, v.d.FreePinned(v.words))
+	}
+	return err
 }
 
 // hint says what to do where ranks cannot map each other's memory.
 const hint = "windows on devices are for GPUs of one host that reach each other (stepaf doctor); without Device all ranks have one on their hosts"
 
-// meet maps the memory of all ranks, or fails on all.
-func (v *onDevice) meet(ctx context.Context, c *collective.Comm) error {
-	w := v.w
-	offer, bad := v.offer()
+// meet takes memory of n bytes and maps that of all ranks, or fails on all. Nothing is offered before all ranks have theirs.
+func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
+	offer, bad := v.allocate(n)
+	if err := v.hear(ctx, c, bad); err != nil {
+		return err
+	}
+	v.offered = true
 	all, err := Exchange(ctx, c, offer)
 	if err != nil {
-		return cmp.Or(bad, err)
+		return err
 	}
 	for r, b := range all {
-		if r != w.self && bad == nil && len(b) > 0 { // it says why not
+		if r != v.w.self && bad == nil {
 			bad = v.reach(r, b)
 		}
 	}
+	return v.hear(ctx, c, bad)
+}
+
+// hear is bad, which all ranks are told of, or what another one says.
+func (v *onDevice) hear(ctx context.Context, c *collective.Comm, bad error) error {
 	why := ""
 	if bad != nil {
 		why = bad.Error()
@@ -169,24 +240,10 @@ func (v *onDevice) meet(ctx context.Context, c *collective.Comm) error {
 	}
 	for r, text := range said {
 		if len(text) > 0 {
-			return fmt.Errorf("%w at %s: %s", backend.ErrUnavailable, w.layer.Name(r), text)
-		}
-		if v.links[r].far.Len() == 0 {
-			return fmt.Errorf("%w: %s offers no memory", van.ErrMalformed, w.layer.Name(r))
+			return fmt.Errorf("%w at %s: %s", backend.ErrUnavailable, v.w.layer.Name(r), text)
 		}
 	}
 	return nil
-}
-
-// offer names this rank's memory for others.
-func (v *onDevice) offer() ([]byte, error) {
-	e, err := v.d.Export(v.whole)
-	if err != nil {
-		return nil, err
-	}
-	b := make([]byte, van.ExportLen+tokenLen)
-	van.PutExport(b, &e)
-	return b, v.d.Copy(backend.Bytes(b[van.ExportLen:]), v.whole.Sub(0, tokenLen))
 }
 
 // reach maps the memory that a rank has offered.
@@ -201,7 +258,7 @@ func (v *onDevice) reach(rank int, offer []byte) error {
 	if err != nil {
 		return bad(err)
 	}
-	m, err := v.d.Map(e, v.whole.Len())
+	m, err := van.MapExport(v.d, e, v.whole.Len())
 	if err != nil {
 		return bad(err)
 	}
@@ -228,12 +285,19 @@ func (v *onDevice) begin() error {
 		}
 	})
 	v.mu.Lock()
-	v.ready = true
-	v.mu.Unlock()
-	if err := v.w.over.Load(); err != nil { // meanwhile
+	defer v.mu.Unlock()
+	if err := v.w.over.Load(); err != nil { // meanwhile; nothing is in streams
 		return *err
 	}
+	v.ready = true
 	return nil
+}
+
+// isReady tells whether Open has returned the window, or is about to.
+func (v *onDevice) isReady() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.ready
 }
 
 // peerChanged is told that a node is lost, or there. It must not block.
@@ -281,26 +345,55 @@ func (v *onDevice) put(op string, rank, offset int, src backend.Mem, signal uint
 	if err := cmp.Or(p.unsendable(op), v.refuse(op, s)); err != nil {
 		return err
 	}
-	err := backend.CheckDevice(v.d, src)
+	err := v.readable(src)
 	if err == nil {
 		err = v.behind(l, s)
 	}
-	if err == nil && src.Len() > 0 {
-		err = v.d.CopyAsync(l.far.Sub(v.at+offset, src.Len()), src, s)
-	}
 	if err == nil {
-		l.last, l.used = s, true
+		err = v.queue(l, offset, src, signal, s)
 	}
-	if err == nil && signal != noSignal {
+	if err != nil {
+		return l.wrong(op, err)
+	}
+	return nil
+}
+
+// readable is why streams cannot copy src. Copies of other host memory may wait for all that is in the stream, with a lock held.
+func (v *onDevice) readable(src backend.Mem) error {
+	if src.Len() > 0 && src.OnHost() {
+		if p, is := v.d.Backend.(backend.PinTeller); !is || !p.Pinned(src) {
+			return fmt.Errorf("%w: %d bytes of host memory that is not pinned, want memory of the device, or of AllocPinned or RegisterHost of the node's backend", van.ErrInvalid, src.Len())
+		}
+	}
+	return backend.CheckDevice(v.d, src)
+}
+
+// queue puts a copy, a signal and the mark into stream s. p.send is held.
+func (v *onDevice) queue(l *link, offset int, src backend.Mem, signal uint16, s uintptr) (err error) {
+	l.reap()
+	n := l.puts.Load() + 1
+	if src.Len() > 0 {
+		if err = v.d.CopyAsync(l.far.Sub(v.at+offset, src.Len()), src, s); err != nil {
+			return err
+		}
+		if src.OnHost() || src.Owner() != nil {
+			src.Retain()
+			l.lent = append(l.lent, lent{src, n})
+		}
+	}
+	if signal != noSignal {
 		word, count := place(l.sent[signal] + 1)
 		if err = v.d.WriteFlag(s, v.word(l.far, v.w.self, int(signal), word).Sub(0, 4), uint32(count)); err == nil {
 			l.sent[signal]++
 		}
 	}
-	if err != nil {
-		return &van.Error{Op: op, Node: v.w.app.Name(), Peer: v.w.layer.Name(rank), Detail: v.w.String(), Err: err}
+	if e := v.d.WriteFlag(s, l.mark, n); e != nil { // nobody will know when the copy is done
+		l.broken = e
+		return cmp.Or(err, e)
 	}
-	return nil
+	l.puts.Store(n)
+	l.last = s
+	return err
 }
 
 // word is one of the two of a signal of rank from, in the memory of its receiver.
@@ -308,19 +401,14 @@ func (v *onDevice) word(whole backend.Mem, from, signal, word int) backend.Mem {
 	return whole.Sub(headLen+(from*v.w.signals+signal)*wordsLen+8*word, 8)
 }
 
-// behind makes stream s wait for what was put to the rank in another one. p.send is held.
+// behind makes stream s wait for what was put to the rank in another one, and for nothing that was put into that since.
+// p.send is held.
 func (v *onDevice) behind(l *link, s uintptr) error {
-	if !l.used || l.last == s {
-		return nil
+	n := l.puts.Load()
+	if l.broken != nil || l.last == s || l.arrived(n) {
+		return l.broken
 	}
-	e, err := v.d.NewEvent()
-	if err != nil {
-		return err
-	}
-	if err = e.Record(l.last); err == nil {
-		err = v.d.WaitEvent(s, e)
-	}
-	return errors.Join(err, e.Close())
+	return v.d.WaitFlag(s, l.mark, n)
 }
 
 // wait makes stream s wait for a signal of a rank.
@@ -331,20 +419,13 @@ func (v *onDevice) wait(op string, rank, signal int, s uintptr) error {
 	if err := v.refuse(op, s); err != nil {
 		return err
 	}
-	n := l.taken[signal].Add(1) // before the look at what has failed: who notes that looks at this then
-	err := l.p.failure(op)
-	if err != nil { // but what has come before may be taken
-		if came, failed := v.came(rank, signal, n); came && failed == nil {
-			err = nil
-		}
-	}
+	n, err := v.claim(op, rank, signal)
 	if err != nil {
-		l.taken[signal].Add(^uint64(0))
 		return err
 	}
 	word, count := place(n)
 	if err = v.d.WaitCount(s, v.word(v.whole, rank, signal, word), count); err != nil {
-		l.taken[signal].Add(^uint64(0))
+		l.taken[signal].Store(n - 1)
 	} else if count == lap/2 {
 		err = v.d.WriteFlag(s, v.word(v.whole, rank, signal, 1-word).Sub(0, 4), 0)
 	}
@@ -352,6 +433,29 @@ func (v *onDevice) wait(op string, rank, signal int, s uintptr) error {
 		return l.wrong(op, err)
 	}
 	return nil
+}
+
+// claim takes the next signal for a stream, which may wait for it: also when the rank is gone, if the signal has come. Who
+// notes that it is gone looks afterwards at what is claimed. waiting is held.
+func (v *onDevice) claim(op string, rank, signal int) (n uint64, err error) {
+	l := v.links[rank]
+	l.deciding.Lock()
+	defer l.deciding.Unlock()
+	n = l.taken[signal].Load() + 1
+	if err = l.p.failure(op); err != nil {
+		if came, failed := v.came(rank, signal, n); !came || failed != nil {
+			return 0, err
+		}
+	}
+	l.taken[signal].Store(n)
+	return n, nil
+}
+
+// claimed is how many signals were taken, when no claim is being decided.
+func (l *link) claimed(signal int) uint64 {
+	l.deciding.Lock()
+	defer l.deciding.Unlock()
+	return l.taken[signal].Load()
 }
 
 func (l *link) wrong(op string, err error) error {
@@ -467,36 +571,52 @@ func (v *onDevice) await(ctx context.Context, op string, rank, signal int) error
 
 // flush waits until all that was put to a rank is there.
 func (v *onDevice) flush(ctx context.Context, op string, rank int) error {
-	l := v.links[rank]
+	w, l := v.w, v.links[rank]
 	l.p.send.Lock()
-	var e backend.Event
-	var err error
-	if l.used {
-		if e, err = v.d.NewEvent(); err == nil {
-			err = e.Record(l.last)
-		}
-	}
+	n, err := l.puts.Load(), l.broken
+	l.reap()
 	l.p.send.Unlock()
-	if e == nil && err == nil {
+	if err == nil && l.arrived(n) {
 		return nil
 	}
-	begun, limit := clock.Now(), v.w.layer.Limit(ctx)
-	if limit > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
-		defer cancel()
-	}
+	begun, limit := clock.Now(), w.layer.Limit(ctx)
 	if err == nil {
-		if err = e.Sync(ctx); err != nil && ctx.Err() != nil {
-			err = timeout(context.Cause(ctx))
-		}
+		w.app.PollFor(ctx, limit, func() bool { return l.arrived(n) })
+		err = v.sleep(ctx, begun, limit, func() bool { return l.arrived(n) })
 	}
-	if e != nil {
-		err = errors.Join(err, e.Close())
-	}
+	l.p.send.Lock()
+	l.reap()
+	l.p.send.Unlock()
 	if err != nil {
-		return &van.Error{Op: op, Node: v.w.app.Name(), Peer: v.w.layer.Name(rank), Detail: v.w.String() + ": the stream has not come so far",
+		return &van.Error{Op: op, Node: w.app.Name(), Peer: w.layer.Name(rank), Detail: w.String() + ": the stream has not come so far",
 			Elapsed: elapsed(begun), Limit: limit, Err: err}
+	}
+	return nil
+}
+
+// The pauses of sleep, and how often it looks whether the device works: if not, streams do nothing any more.
+const (
+	minSleep   = 20 * time.Microsecond
+	maxSleep   = 200 * time.Microsecond
+	healthLook = 100 * time.Millisecond
+)
+
+// sleep waits until done, which streams make true.
+func (v *onDevice) sleep(ctx context.Context, begun uint64, limit time.Duration, done func() bool) error {
+	looked := begun
+	for pause := minSleep; !done(); pause = min(2*pause, maxSleep) {
+		switch {
+		case ctx.Err() != nil:
+			return timeout(context.Cause(ctx))
+		case limit > 0 && elapsed(begun) >= limit:
+			return van.ErrTimeout
+		case elapsed(looked) >= healthLook:
+			if _, err := v.read(v.whole.Sub(0, 4)); err != nil {
+				return err
+			}
+			looked = clock.Now()
+		}
+		clock.Sleep(pause)
 	}
 	return nil
 }
@@ -517,17 +637,24 @@ func (v *onDevice) flushIn(op string, rank int, s uintptr) error {
 
 // awaited tells whether a stream waits for a signal of a rank that has not come.
 func (v *onDevice) awaited(rank int) bool {
-	taken := v.links[rank].taken
-	for signal := range taken {
-		n := taken[signal].Load()
-		if n == 0 {
-			continue
-		}
-		if came, err := v.came(rank, signal, n); !came || err != nil {
-			return true
+	for signal := range v.w.signals {
+		if n := v.links[rank].claimed(signal); n > 0 {
+			if came, err := v.came(rank, signal, n); !came || err != nil {
+				return true
+			}
 		}
 	}
 	return false
+}
+
+// anyAwaited is a rank for which a stream waits, or -1.
+func (v *onDevice) anyAwaited() int {
+	for r := range v.links {
+		if v.awaited(r) {
+			return r
+		}
+	}
+	return -1
 }
 
 // left ends the window if a stream waits for what a rank that has closed its end has not signalled. What it has signalled has come.
@@ -542,11 +669,11 @@ func (v *onDevice) left(rank int, err error) {
 func (v *onDevice) end() {
 	v.ending.Do(func() {
 		defer close(v.freed)
+		if !v.offered { // no other rank has this window
+			return
+		}
 		v.tell()
-		v.mu.Lock()
-		ready := v.ready
-		v.mu.Unlock()
-		if !ready { // nothing is in streams
+		if !v.isReady() { // nothing is in streams
 			return
 		}
 		v.parted()
@@ -597,11 +724,19 @@ func (v *onDevice) parted() {
 	}
 }
 
-// free makes streams that wait go on.
+// free makes streams that wait go on: those for a signal wait in the word of the last one that was claimed, or in the one before.
 func (v *onDevice) free() error {
-	for rank := range v.links {
+	for rank, l := range v.links {
 		for signal := range v.w.signals {
+			n := l.claimed(signal) // the window is over: what is claimed from here on has come
+			if n == 0 {
+				continue
+			}
+			last, _ := place(n)
 			for word := range 2 {
+				if word != last && n <= lap {
+					continue
+				}
 				if err := v.d.WriteFlag(v.release, v.word(v.whole, rank, signal, word).Sub(4, 4), 1); err != nil {
 					return err
 				}
@@ -614,7 +749,6 @@ func (v *onDevice) free() error {
 // giveUp ends what Open has begun. It has not returned the window.
 func (v *onDevice) giveUp() {
 	v.end()
-	<-v.freed
 	if v.unwatch != nil {
 		v.unwatch()
 		v.stopExit()
@@ -623,24 +757,46 @@ func (v *onDevice) giveUp() {
 }
 
 // giveBack gives the streams back.
-func (v *onDevice) giveBack() error {
+func (v *onDevice) giveBack() (err error) {
 	v.reading.Lock()
 	defer v.reading.Unlock()
 	v.shut = true
-	return errors.Join(v.d.FreeStream(v.own), v.d.FreeStream(v.release))
+	for _, s := range []uintptr{v.own, v.release} {
+		if s != 0 {
+			err = errors.Join(err, v.d.FreeStream(s))
+		}
+	}
+	return err
 }
 
-// close ends this rank's part, of a window that is over.
+// letGo is the first part of Close. If a stream waits here the window is over, and the stream goes on, before anything waits for
+// that: also a put in it that waits for room, with a lock held. The error says that what was put may be nothing good.
+func (v *onDevice) letGo() error {
+	r := v.anyAwaited()
+	if r < 0 {
+		return nil
+	}
+	late := slices.ContainsFunc(v.links, func(l *link) bool { return !l.arrived(l.puts.Load()) })
+	w := v.w
+	err := fmt.Errorf("%w: this window, while a stream waited for a signal of %s", van.ErrClosed, w.layer.Name(r))
+	w.fail(err)
+	v.end()
+	if late {
+		return &van.Error{Op: "close window", Node: w.app.Name(), Detail: w.String() + ": what was put and had not arrived is not whole", Err: err}
+	}
+	return nil
+}
+
+// close ends this rank's part, of a window that is over. Streams that were let go get the limit once more to
+// come to what they have put.
 func (v *onDevice) close(ctx context.Context) (err error) {
-	waits := false
-	for r := range v.links {
-		waits = waits || v.awaited(r)
-	}
-	if waits || !errors.Is(*v.w.over.Load(), errClosed) {
+	if !errors.Is(*v.w.over.Load(), errClosed) || v.anyAwaited() >= 0 {
 		v.end()
-		<-v.freed
+		var cancel context.CancelFunc
+		ctx, cancel = v.w.limited()
+		defer cancel()
 	}
-	for r := range v.links { // in streams that have waited
+	for r := range v.links {
 		err = cmp.Or(err, v.flush(ctx, "close window", r))
 	}
 	v.unwatch()

@@ -38,7 +38,10 @@ func devicesFor(t *testing.T, o *testcluster.Options, n int) (l []*vantest.Devic
 		return l[rank]
 	}
 	t.Cleanup(func() { // after the nodes are closed
-		for _, d := range l {
+		for i, d := range l {
+			if n, _ := d.Events(); n > 0 || d.Streams() > 0 {
+				t.Errorf("rank %d: %d events and %d streams are left", i, n, d.Streams())
+			}
 			if err := d.Close(); err != nil {
 				t.Error(err)
 			}
@@ -182,8 +185,10 @@ func TestDeviceHost(t *testing.T) {
 			t.Fatalf("got %v, want %v", got, src)
 		}
 	}
-	own := []byte{1, 2, 3}
-	host, err := af.FromBytes(own, af.Uint8, 3)
+	pinned, err := r.devices[0].AllocPinned(3)
+	r.must(err)
+	copy(pinned.Host(), []byte{1, 2, 3})
+	host, err := af.New(pinned, af.Uint8, 3)
 	r.must(err, a.PutSignal(ctx, 0, 1, host, 0, af.Complete), a.Signal(ctx, 0, 0, af.Complete), a.WaitSignal(ctx, 0, 0), a.WaitSignal(ctx, 0, 0))
 	if got := r.memory(0)[:5]; !bytes.Equal(got, []byte{0, 1, 2, 3, 0}) {
 		t.Errorf("a put to this rank itself: %v", got)
@@ -403,7 +408,7 @@ func TestDeviceAnew(t *testing.T) {
 	r.c.Workers[1].Close()
 	_ = r.over(0)
 	r.settle(0, stream)
-	r.must(r.windows[0].Close())
+	r.must(r.windows[0].Close(), r.windows[1].Close())
 	testcluster.Lost(t, r.c.Scheduler, van.WorkerID(1))
 	ctx, cancel := context.WithTimeout(t.Context(), testTime)
 	defer cancel()

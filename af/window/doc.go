@@ -55,15 +55,21 @@
 // no kernel, and the CPU only queues. The guarantees are those of above, with these differences:
 //
 //   - Put, PutSignal and Signal return at once, also without a stream, which is the default one then. In their stream the source is the caller's again
-//     behind them; elsewhere when Flush to that rank has returned, or behind a Flush in another stream.
-//   - Calls to one rank in several streams keep their order: a stream waits for the one before. So a stream that was used here must exist until
-//     another one has taken its turn, or Close.
+//     behind them; elsewhere when Flush to that rank has returned, or behind a Flush in another stream. Host memory is a source
+//     only if it is pinned by the node's backend.
+//   - Calls to one rank in several streams keep their order: a stream waits for the puts before, and for nothing that was put into their streams
+//     since. So a stream must exist until what was put in it is done.
 //   - A WaitSignal in a stream has no limit of time. When the window is over the stream goes on: what it has waited for is whole
-//     and right if Check returns nil when the stream has done its work. Signals are taken in the order of the calls.
+//     and right if Check returns nil when the stream has done its work. Streams take signals in the order of the calls, before
+//     calls that wait themselves.
+//   - A call waits when its stream has no room for more. In a stream of one's own it goes on with the window's end at the latest. In the default
+//     stream (af.DefaultStream) nothing does: behind a launch that waits for room there the driver lets nobody write the word that would
+//     make it go on. Where more is put into it than it has room for, and a rank is lost, the process hangs. Use a stream of your own.
 //   - Streams that are being captured into graphs are refused: each signal is counted. Package af/streams can be captured.
 //   - Memory is the library's, see Window.Tensor. A put is made by its sender, so what a stale or lost rank may still write
 //     is the memory of this window, which is never given to anybody else, nor used for another window; it and the
-//     mappings of it last until the node's backend is closed.
+//     mappings of it last until the node's backend is closed. Where Open fails before any rank has offered its memory, it is freed,
+//     unless streams of the process may wait, since the driver would wait for them.
 //   - A window is over on all ranks when it fails, also when a rank closes it while a stream of another one waits for a signal that has not come, or while one
-//     of its own waits. Streams that wait go on when all ranks know, or are lost, or have said nothing for 10 seconds.
+//     of its own waits: Close lets that go first. Streams that wait go on when all ranks know, or are lost, or have said nothing for 10 seconds.
 package window

@@ -50,7 +50,8 @@ func (l *lending) Sent() {
 //
 // In a window on devices it is put into a stream of the device, af.DefaultStream if none is named, and returns at once; so
 // are PutSignal and Signal. src is complete when the stream comes there, and the caller's behind that in the stream. With
-// af.Complete it is the caller's when Flush has returned.
+// af.Complete it is the caller's when Flush has returned. src is memory of the device, or pinned host memory of the node's backend
+// (backend.HostPinner); other host memory is refused, since a copy of it would wait for all that is in the stream.
 func (w *Window) Put(ctx context.Context, rank, offset int, src af.Tensor, on ...af.Stream) error {
 	return w.put(ctx, "put", rank, offset, src, noSignal, on)
 }
@@ -161,10 +162,19 @@ func (w *Window) Flush(ctx context.Context, rank int, on ...af.Stream) error {
 		return w.badRank(op, rank)
 	}
 	switch {
-	case w.dev != nil && stream == uintptr(af.Complete):
-		return w.dev.flush(ctx, op, rank)
-	case w.dev != nil:
+	case w.dev != nil && w.closed.Load():
+		return w.dev.links[rank].wrong(op, errClosed)
+	case w.dev != nil && stream != uintptr(af.Complete):
 		return w.dev.flushIn(op, rank, stream)
+	}
+	return w.flush(ctx, op, rank)
+}
+
+// flush waits on the host.
+func (w *Window) flush(ctx context.Context, op string, rank int) (err error) {
+	switch {
+	case w.dev != nil:
+		return w.dev.flush(ctx, op, rank)
 	case rank == w.self:
 		return nil
 	}

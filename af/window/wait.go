@@ -88,7 +88,8 @@ const aliveEvery = 500 * time.Millisecond
 // error says that the rank is lost or has closed the window.
 //
 // In a window on devices with a stream it is the stream that waits, without a limit, and the call returns at once. When the
-// window is over the stream goes on all the same: see Check. Waits for one signal, of streams and calls, take signals in the order of the calls.
+// window is over the stream goes on all the same: see Check. Streams take the signals of one number in the order of the calls; a call without
+// a stream takes one that has come and that no stream waits for, also if it began to wait before the stream.
 func (w *Window) WaitSignal(ctx context.Context, rank, signal int, on ...af.Stream) error {
 	const op = "wait for a signal"
 	stream, err := w.oneStream(op, on, af.Complete)

@@ -22,11 +22,11 @@ import (
 
 // Options of Open. The size of the memory and Signals must be the same on all ranks.
 type Options struct {
-	// Memory is what others may put into, on the host. If it is empty Open makes Size bytes.
+	// Memory is what others may put into, on the host. If it is empty Open makes Size bytes, 1 TiB at most.
 	Memory af.Tensor
 	Size   int
 
-	// Device puts the Size bytes on the ranks' devices, which must be GPUs of one host that reach each other.
+	// Device puts the Size bytes, af.MaxTensorBytes at most, on the ranks' devices, which must be GPUs of one host that reach each other.
 	Device bool
 
 	// Signals is how many signals each rank has at each other one: 0 to 65,535.
@@ -64,14 +64,14 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	for r, id := range w.layer.NodeIDs() {
 		w.peers = append(w.peers, newPeer(w, r, id))
 	}
+	if bad == nil && o.Device { // before Enter: changed looks at it
+		w.dev, bad = newOnDevice(w)
+	}
 	tenant, err := w.layer.Enter("open window", w.changed)
 	if err != nil {
 		return nil, err
 	}
 	w.tenant = tenant
-	if bad == nil && o.Device {
-		bad = w.onDevice(o.Size)
-	}
 	w.mem.Retain()
 	if bad == nil {
 		w.id = appOf(tenant.Epoch, tenant.Number, w.layer.ID())
@@ -80,9 +80,13 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 			w.first.Store(w.customer.Skip(0) &^ 1)
 		}
 	}
-	err = w.agree(ctx, c, bad)
+	size := w.mem.Len()
+	if w.dev != nil {
+		size = o.Size
+	}
+	err = w.agree(ctx, c, size, bad)
 	if err == nil && w.dev != nil {
-		if err = w.dev.meet(ctx, c); err == nil {
+		if err = w.dev.meet(ctx, c, size); err == nil {
 			err = w.dev.begin()
 		}
 	}
@@ -93,20 +97,32 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 		}
 		w.end() // a rank for which all is well may have put already
 		w.mem.Release()
+		if w.dev != nil {
+			err = errors.Join(err, w.dev.discard())
+		}
 		return nil, &van.Error{Op: "open window", Node: w.app.Name(), Detail: fmt.Sprintf("communicator %d, window %d", w.layer.ID(), tenant.Number), Err: err}
 	}
 	return w, nil
 }
 
-// take takes the memory.
+// maxSize is the largest Options.Size on hosts. On devices it is that of Window.Tensor.
+const maxSize = 1 << 40
+
+// take takes the memory of a host.
 func (w *Window) take(o Options) error {
 	w.mem = o.Memory.Mem()
+	most := maxSize
+	if o.Device {
+		most = af.MaxTensorBytes
+	}
 	switch {
 	case o.Signals < 0 || o.Signals > maxSignals:
 		w.signals = 0
 		return fmt.Errorf("%w: %d signals, want 0 to %d", van.ErrInvalid, o.Signals, maxSignals)
 	case o.Size < 0 || o.Size > 0 && w.mem.Len() > 0:
 		return fmt.Errorf("%w: size %d beside memory of %d bytes, want 0 or more, and one of the two", van.ErrInvalid, o.Size, w.mem.Len())
+	case o.Size > most:
+		return fmt.Errorf("%w: size %d, want at most %d", van.ErrInvalid, o.Size, most)
 	case o.Device && w.mem.Len() > 0:
 		return fmt.Errorf("%w: memory for a window on the device, want Size: others may write there for longer than a caller's memory lasts", van.ErrInvalid)
 	case o.Device: // which is made later
@@ -118,18 +134,9 @@ func (w *Window) take(o Options) error {
 	return nil
 }
 
-// onDevice takes memory of the device.
-func (w *Window) onDevice(n int) error {
-	v, err := newOnDevice(w, n)
-	if err == nil {
-		w.dev, w.mem = v, v.whole.Sub(v.at, n)
-	}
-	return err
-}
-
 // agree compares the windows of all ranks; bad is why this rank's makes no sense.
-func (w *Window) agree(ctx context.Context, c *collective.Comm, bad error) error {
-	own := shape{uint64(w.mem.Len()), uint32(w.signals), w.tenant.Number, bad != nil, w.dev != nil}
+func (w *Window) agree(ctx context.Context, c *collective.Comm, size int, bad error) error {
+	own := shape{uint64(size), uint32(w.signals), w.tenant.Number, bad != nil, w.dev != nil}
 	all, err := Exchange(ctx, c, own.append(nil))
 	if err := cmp.Or(bad, err); err != nil {
 		return err
@@ -236,7 +243,7 @@ func (w *Window) fail(err error) {
 		for _, p := range w.peers {
 			p.wakeAll()
 		}
-		if w.dev != nil && err != errClosed { // which Close looks after
+		if w.dev != nil && err != errClosed && w.dev.isReady() { // otherwise Close, or Open, looks after it
 			go w.dev.end()
 		}
 	}
@@ -291,24 +298,28 @@ var errClosed = fmt.Errorf("%w: this window", van.ErrClosed)
 // tells the others, whose calls towards this rank fail from then on. When it returns nothing is
 // written to this rank's memory any more, nor read from that of its puts, with any result. The
 // error says what may not have arrived; there is none when the window had failed before.
+//
+// A window on devices is over on all ranks if a stream waits here for a signal that has not come: it goes on, and what
+// was put behind the wait is not whole. Others may still write to this rank's memory there, which nobody else ever gets.
+// If a stream does not come to what was put in it, for the limit once more when it was let go, Close returns an error, also of
+// a window that had failed: the sources of these puts may still be read until the stream has.
 func (w *Window) Close() error {
 	if w.closed.Swap(true) {
 		<-w.shut
 		return nil
 	}
 	defer close(w.shut)
-	ctx := context.Background()
-	if limit := w.layer.Limit(ctx); limit > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
-		defer cancel()
-	}
+	ctx, cancel := w.limited()
+	defer cancel()
 	var failed error
+	if w.dev != nil && w.over.Load() == nil {
+		failed = w.dev.letGo()
+	}
 	for r, p := range w.peers {
 		if r == w.self || w.over.Load() != nil {
 			continue
 		}
-		if err := w.Flush(ctx, r); err != nil && w.over.Load() == nil {
+		if err := w.flush(ctx, "flush", r); err != nil && w.over.Load() == nil {
 			failed = cmp.Or(failed, err)
 		}
 		p.sayClosed()
@@ -326,6 +337,15 @@ func (w *Window) Close() error {
 		w.end()
 	}
 	return failed
+}
+
+// limited is a context that lasts for the communicator's limit.
+func (w *Window) limited() (context.Context, context.CancelFunc) {
+	ctx := context.Background()
+	if limit := w.layer.Limit(ctx); limit > 0 {
+		return context.WithTimeoutCause(ctx, limit, van.ErrTimeout)
+	}
+	return ctx, func() {}
 }
 
 // takeBack makes what transports still read the caller's again.

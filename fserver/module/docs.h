@@ -550,7 +550,9 @@
 	"wait_signal($self, /, rank, signal=0)\n--\n\n" \
 	"Make the stream wait until a rank has signalled, and take one: each signal lets one wait go\n" \
 	"on, in the order of the calls. What the rank has put here before the signal is in tensor then.\n" \
-	"There is no limit of time but the end of the window.\n" \
+	"There is no limit of time but the end of the window, and none at all in the default stream when\n" \
+	"more is queued there than it has room for: if a rank is lost then, the process hangs. To queue far\n" \
+	"ahead use a stream of your own (torch.cuda.stream(torch.cuda.Stream())).\n" \
 	"\n" \
 	"Raises as put() does."
 #define DOC_WINDOW_FLUSH \
@@ -563,7 +565,8 @@
 #define DOC_WINDOW_CLOSE \
 	"close($self, /)\n--\n\n" \
 	"Close this rank's end, when what it has put has arrived. All ranks close theirs, when what they\n" \
-	"wait for has come: see Communicator.barrier(). The memory stays until the process ends, since\n" \
+	"wait for has come: see Communicator.barrier(). A stream of this rank that still waits goes on,\n" \
+	"and the window is over for all ranks. The memory stays until the process ends, since\n" \
 	"others have mapped it."
 #define DOC_ALL_GATHER(self) \
 	"all_gather(" self ", /, out, x)\n--\n\n" \

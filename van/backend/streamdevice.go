@@ -28,16 +28,3 @@ func StreamDeviceOf(b Backend) (*StreamDevice, error) {
 	}
 	return d, nil
 }
-
-// Map maps n bytes that e names. They stay mapped until the backend is closed: the driver unmaps nothing while
-// streams may wait.
-func (d *StreamDevice) Map(e Export, n int) (Mem, error) {
-	m, err := d.Import(e)
-	if err != nil {
-		return m, err
-	}
-	if m.Len() < e.Offset || m.Len()-e.Offset < n {
-		return m, fmt.Errorf("%d bytes at %d of an allocation of %d: %w", n, e.Offset, m.Len(), ErrNotExportable)
-	}
-	return m.Sub(e.Offset, n), nil
-}
