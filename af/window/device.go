@@ -54,7 +54,9 @@ const (
 var lap = uint64(1) << 31
 
 // place is the word of the n'th signal, from 1, and what it says then.
-func place(n uint64) (word int, count uint64) { return int((n - 1) / lap % 2), (n-1)%lap + 1 }
+func (v *onDevice) place(n uint64) (word int, count uint64) {
+	return int((n - 1) / v.lap % 2), (n-1)%v.lap + 1
+}
 
 // partLimit is how long streams of a window that is over wait for a rank to say that it is over there, and exitLimit the
 // same when the node has ended.
@@ -67,6 +69,7 @@ const (
 type onDevice struct {
 	w            *Window
 	d            *backend.StreamDevice
+	lap          uint64
 	whole        backend.Mem // this rank's allocation
 	words        backend.Mem // pinned host memory: what read needs, and for each rank link.mark
 	offered      bool        // others may map whole
@@ -139,7 +142,7 @@ func newOnDevice(w *Window) (*onDevice, error) {
 	if err != nil {
 		return nil, err
 	}
-	v := &onDevice{w: w, d: d, changed: make(chan struct{}), freed: make(chan struct{})}
+	v := &onDevice{w: w, d: d, lap: lap, changed: make(chan struct{}), freed: make(chan struct{})}
 	v.at = (headLen + len(w.peers)*w.signals*wordsLen + memAlign - 1) / memAlign * memAlign
 	for _, p := range w.peers {
 		v.links = append(v.links, &link{p: p, sent: make([]uint64, w.signals), taken: make([]atomic.Uint64, w.signals)})
@@ -382,7 +385,7 @@ func (v *onDevice) queue(l *link, offset int, src backend.Mem, signal uint16, s 
 		}
 	}
 	if signal != noSignal {
-		word, count := place(l.sent[signal] + 1)
+		word, count := v.place(l.sent[signal] + 1)
 		if err = v.d.WriteFlag(s, v.word(l.far, v.w.self, int(signal), word).Sub(0, 4), uint32(count)); err == nil {
 			l.sent[signal]++
 		}
@@ -423,10 +426,10 @@ func (v *onDevice) wait(op string, rank, signal int, s uintptr) error {
 	if err != nil {
 		return err
 	}
-	word, count := place(n)
+	word, count := v.place(n)
 	if err = v.d.WaitCount(s, v.word(v.whole, rank, signal, word), count); err != nil {
 		l.taken[signal].Store(n - 1)
-	} else if count == lap/2 {
+	} else if count == v.lap/2 {
 		err = v.d.WriteFlag(s, v.word(v.whole, rank, signal, 1-word).Sub(0, 4), 0)
 	}
 	if err != nil {
@@ -465,7 +468,7 @@ func (l *link) wrong(op string, err error) error {
 
 // came tells whether the n'th signal has come.
 func (v *onDevice) came(rank, signal int, n uint64) (bool, error) {
-	word, count := place(n)
+	word, count := v.place(n)
 	got, err := v.read(v.word(v.whole, rank, signal, word).Sub(0, 4))
 	return uint64(got) >= count, err
 }
@@ -514,7 +517,7 @@ func (v *onDevice) take(rank, signal int) (bool, error) {
 		return false, err
 	}
 	l.taken[signal].Store(n)
-	if word, count := place(n); count == lap/2 {
+	if word, count := v.place(n); count == v.lap/2 {
 		v.reading.Lock()
 		defer v.reading.Unlock()
 		if !v.shut {
@@ -732,9 +735,9 @@ func (v *onDevice) free() error {
 			if n == 0 {
 				continue
 			}
-			last, _ := place(n)
+			last, _ := v.place(n)
 			for word := range 2 {
-				if word != last && n <= lap {
+				if word != last && n <= v.lap {
 					continue
 				}
 				if err := v.d.WriteFlag(v.release, v.word(v.whole, rank, signal, word).Sub(4, 4), 1); err != nil {
