@@ -89,11 +89,14 @@ def ping(n):
     if first:
         for i in range(40):
             with torch.cuda.stream(streams[i % 2]):
+                if i > 0:
+                    w.wait_signal(other, 0)  # the other rank has looked; this stream waits for nothing else of the other one
                 w.flush(other)  # the other stream has read x
                 x.fill_(i)
                 w.put(other, 0, x)
                 w.signal(other, 0)
-                w.wait_signal(other, 0)
+        with torch.cuda.stream(streams[0]):
+            w.wait_signal(other, 0)
     else:
         for i in range(40):
             with torch.cuda.stream(streams[i % 2]):
