@@ -54,9 +54,6 @@ func (g *generator) plan(seed uint64) {
 	}
 }
 
-// short is a time in which nobody is taken for dead.
-const short = plan.Duration(1500 * time.Millisecond)
-
 func (g *generator) phase(i int) {
 	ph := plan.Phase{Name: fmt.Sprint("part ", i), For: g.between(2000, 8000)}
 	l := plan.Load{Nodes: "workers", Every: g.between(0, 10), Size: plan.MinSize << g.r.IntN(12), Pushes: 1 + g.r.IntN(3), Pulls: 1 + g.r.IntN(3),
@@ -86,7 +83,7 @@ func (g *generator) phase(i int) {
 		case 3, 4:
 			e.Do, e.For = plan.Stop, g.between(50, 8000)
 			if foreign {
-				e.For = min(e.For, short)
+				e.For = min(e.For, plan.Short)
 			} else if g.r.IntN(2) == 0 && n != "scheduler" { // and is replaced meanwhile
 				ph.Events = append(ph.Events, plan.Event{At: min(at+g.between(3000, 5000), ph.For), Do: plan.Join, Node: n})
 			}

@@ -639,7 +639,8 @@ func TestSucceed(t *testing.T) {
 	}
 }
 
-// TestEarlyMessagesExpire: each message is looked at when its time is over, also those that came after the first.
+// TestEarlyMessagesExpire: each message is looked at when its time is over, also those that came after the first. The hours are
+// those of the bubble, whose clock goes on when nobody in it has anything to do.
 func TestEarlyMessagesExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		v := &zvan{log: slog.New(slog.DiscardHandler)}

@@ -106,20 +106,11 @@ func RunPlan(ctx context.Context, p *plan.Plan, o PlanOptions) (*Result, error) 
 	case "kv":
 		opts.Program = KeyValue
 	}
-	for name, value := range p.Cluster.Env {
-		opts.Env = append(opts.Env, name+"="+value)
-	}
-	slices.Sort(opts.Env)
+	opts.Env = assignments(p.Cluster.Env)
 	if p.Transport.Resend {
 		opts.Env = append(opts.Env, "PS_RESEND=1")
 	}
-	opts.NodeEnv = func(role string, rank int) (e []string) {
-		for name, value := range p.Cluster.Nodes[plan.NodeOf(role, rank)] {
-			e = append(e, name+"="+value)
-		}
-		slices.Sort(e)
-		return e
-	}
+	opts.NodeEnv = func(role string, rank int) []string { return assignments(p.Cluster.Nodes[plan.NodeOf(role, rank)]) }
 	for _, ph := range p.Phases {
 		for _, e := range ph.Events {
 			opts.Separate = opts.Separate || e.Do == plan.Cut || e.NewHost
@@ -437,12 +428,7 @@ func (r *planRun) spawn(n plan.Node, env map[string]string) (*Process, error) {
 		r.hold(true)
 		defer r.hold(false)
 	}
-	var further []string
-	for name, value := range env {
-		further = append(further, name+"="+value)
-	}
-	slices.Sort(further)
-	p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil }, further...)
+	p, err := r.c.SpawnAs(n.Role(), n.Rank(), func(b *Behaviour) { b.Loads = nil }, assignments(env)...)
 	if err != nil || !wait {
 		return p, err
 	}
@@ -450,6 +436,15 @@ func (r *planRun) spawn(n plan.Node, env map[string]string) (*Process, error) {
 		<-time.After(5 * time.Millisecond)
 	}
 	return p, nil
+}
+
+// assignments are variables as a process has them, in their order.
+func assignments(env map[string]string) (l []string) {
+	for name, value := range env {
+		l = append(l, name+"="+value)
+	}
+	slices.Sort(l)
+	return l
 }
 
 // pairs are the links that an event is about.

@@ -134,8 +134,8 @@ func (g *generator) fresh(role string) (Node, bool) {
 	return n, true
 }
 
-// short is a time in which nobody is taken for dead.
-const short = Duration(1500 * time.Millisecond)
+// Short is a time in which nobody is taken for dead.
+const Short = Duration(1500 * time.Millisecond)
 
 // story is one thing that goes wrong, and what follows.
 func (g *generator) story() {
@@ -171,12 +171,12 @@ func (g *generator) story() {
 			g.add(Event{At: at + Duration(16*time.Second) + g.between(0, 3*time.Second), Do: Join, Node: n})
 		}
 		if c.FinalizeEarly { // else it is dead, and the end fails because nobody replaces it
-			e.For = min(e.For, short)
+			e.For = min(e.For, Short)
 		}
 		if foreign && g.p.Transport.Resend {
 			// The timers of a process that stands still run here: it would give up its
 			// peers, and nothing tells a node without heartbeats that they live.
-			e.For = min(e.For, short)
+			e.For = min(e.For, Short)
 		}
 		g.add(e)
 	case k < 10: // a partition
@@ -185,7 +185,7 @@ func (g *generator) story() {
 			e.Peer = peer
 		}
 		if c.FinalizeEarly {
-			e.For = min(e.For, short)
+			e.For = min(e.For, Short)
 		}
 		g.add(e)
 	case k < 11:
