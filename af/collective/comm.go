@@ -93,6 +93,7 @@ type Comm struct {
 // rank is what a node knows of another one in New and Rebuild.
 type rank struct {
 	answered uint64    // the round of its hello that was answered
+	proposed uint64    // the epoch that it said
 	met      uint64    // the latest round of this node's in which that was
 	epoch    uint32    // of the process that sent it, see van.Message
 	waiting  *request  // its hello, until this node begins a round

@@ -132,7 +132,7 @@ func (c *Comm) beginRound(op string, refuted func(error)) (own hello, waiting []
 	for r := range c.ranks {
 		p := &c.ranks[r]
 		if q := p.waiting; q != nil && c.customer.Wanted(q.reply.Sender, q.reply.Epoch, q.reply.CustomerID, q.reply.Timestamp) {
-			c.meet(p, p.hello.round, q.reply.Epoch)
+			c.meet(p, p.hello, q.reply.Epoch)
 			waiting = append(waiting, q)
 		}
 		p.waiting = nil
@@ -141,8 +141,8 @@ func (c *Comm) beginRound(op string, refuted func(error)) (own hello, waiting []
 }
 
 // meet notes that a rank has said hello. mu is held.
-func (c *Comm) meet(p *rank, round uint64, epoch uint32) {
-	p.answered, p.epoch = round, epoch
+func (c *Comm) meet(p *rank, h hello, epoch uint32) {
+	p.answered, p.proposed, p.epoch = h.round, h.epoch, epoch
 	if p.met == c.round {
 		return
 	}
@@ -222,10 +222,16 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 	// Some may have failed meanwhile.
 	var over error
 	for r := range c.ranks {
-		if p := &c.ranks[r]; r != c.self {
-			if why := cmp.Or(p.gaveUp(), p.down); why != nil {
-				over = &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: why}
-			}
+		p := &c.ranks[r]
+		why := cmp.Or(p.gaveUp(), p.down)
+		if r == c.self || why == nil {
+			continue
+		}
+		e := &van.Error{Op: "communicator", Node: c.node.Name(), Peer: c.name(r), Err: why}
+		if errors.Is(p.gaveUp(), van.ErrClosed) {
+			c.left = e // as it would be had this rank heard of it a moment later
+		} else {
+			over = e
 		}
 	}
 	c.mu.Unlock()
@@ -287,6 +293,9 @@ func (c *Comm) greet(ctx context.Context, rank int, own hello) (hello, error) {
 		if err == nil {
 			return q.got, nil
 		}
+		if met, closed := c.metClosed(rank); closed {
+			return met, nil
+		}
 		if final(err) || c.node.Alive() != nil {
 			return hello{}, err
 		}
@@ -304,6 +313,15 @@ func (c *Comm) greet(ctx context.Context, rank int, own hello) (hello, error) {
 			return hello{}, context.Cause(ctx)
 		}
 	}
+}
+
+// metClosed is what a rank has said in this round, and whether it has closed its end since: then its round
+// has succeeded, so it has got this rank's hello, which it does not answer any more.
+func (c *Comm) metClosed(rank int) (hello, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := &c.ranks[rank]
+	return hello{p.proposed, p.answered, c.hash, uint32(len(c.ids))}, p.met == c.round && errors.Is(p.gaveUp(), van.ErrClosed)
 }
 
 // receiveHello handles a hello of a rank.
@@ -326,7 +344,7 @@ func (c *Comm) receiveHello(rank int, q request, h hello) {
 	again := p.answered == h.round && p.epoch == q.reply.Epoch
 	if c.joining || again {
 		if c.joining {
-			c.meet(p, h.round, q.reply.Epoch)
+			c.meet(p, h, q.reply.Epoch)
 		}
 		own := hello{c.propose, c.round, c.hash, uint32(len(c.ids))}
 		c.mu.Unlock()

@@ -362,3 +362,57 @@ func TestHelloRefused(t *testing.T) {
 	_, err := New(t.Context(), cl.Workers[0], Options{Ranks: ranks(2), Timeout: 20 * time.Second})
 	vantest.Fails(t, err, van.ErrMalformed, "the test's transport")
 }
+
+// TestClosedAtOnce: a rank that closes its end as soon as it has made it does not make New of another one fail, which
+// has not got its answer yet, or gets none any more; calls fail then.
+func TestClosedAtOnce(t *testing.T) {
+	for name, late := range map[string]hooks.Verdict{"late answer": hooks.Keep, "no answer": hooks.Lose} {
+		t.Run(name, func(t *testing.T) {
+			hook := &hooks.Van{}
+			cl := testcluster.Start(t, testcluster.Options{Workers: 2, Wrap: hook.Wrap("worker", 0)})
+			answered, aborted := make(chan struct{}, 1), make(chan struct{}, 1)
+			tell := func(c chan struct{}) {
+				select {
+				case c <- struct{}{}:
+				default:
+				}
+			}
+			hook.OnReceive(func(m *van.Message) hooks.Verdict {
+				switch v, _ := verbOf(m.Body); {
+				case !m.Request && v == verbHello:
+					tell(answered)
+					return late
+				case m.Request && v == verbAbort:
+					tell(aborted)
+				}
+				return hooks.Pass
+			})
+			made := make(chan error, 1)
+			var c *Comm
+			go func() {
+				var err error
+				c, err = New(t.Context(), cl.Workers[0], Options{Ranks: ranks(2), Timeout: 20 * time.Second})
+				made <- err
+			}()
+			other, err := New(t.Context(), cl.Workers[1], Options{Ranks: ranks(2), Timeout: 20 * time.Second})
+			if err != nil {
+				t.Fatal(err)
+			}
+			<-answered
+			closed := make(chan error, 1)
+			go func() { closed <- other.Close(t.Context()) }()
+			<-aborted
+			hook.OnReceive(nil)
+			hook.LetIn()
+			if err := <-made; err != nil {
+				t.Fatal("New:", err)
+			}
+			vantest.Fails(t, c.Barrier(t.Context()), van.ErrClosed, "worker 1")
+			for _, err := range []error{c.Close(t.Context()), <-closed} {
+				if err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+}
