@@ -10,6 +10,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/collective"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -19,6 +20,8 @@ type Comm struct {
 	id   int
 	comm *collective.Comm
 	made *Task
+
+	limit time.Duration // of its calls; negative for none
 }
 
 // Task is something that waits for other ranks: a call of a communicator, or its making.
@@ -143,7 +146,10 @@ func (s *Session) NewComm(id int, ranks []int, limit time.Duration) (*Comm, *Tas
 const noLimit = -1
 
 func (s *Session) newComm(id int, ranks []int, limit, making time.Duration) (*Comm, *Task) {
-	c := &Comm{s: s, id: id}
+	c := &Comm{s: s, id: id, limit: limit}
+	if limit == 0 {
+		c.limit = postoffice.DefaultTimeout
+	}
 	c.made = newTask(making, func(ctx context.Context) (err error) {
 		if err = s.dropped(ctx, id); err == nil {
 			c.comm, err = collective.New(ctx, s.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})

@@ -81,7 +81,7 @@ enum { SF_ALL_GATHER, SF_ALL_GATHER_V, SF_ALL_TO_ALL, SF_BROADCAST, SF_GATHER, S
 // What else a communicator does, see sf_comm_task.
 enum { SF_COMM_BARRIER, SF_COMM_REBUILD, SF_COMM_CLOSE };
 
-// What sf_window_queue puts into a stream, and instead of a signal: none.
+// The calls of a window, and instead of a signal: none.
 enum { SF_WINDOW_PUT, SF_WINDOW_SIGNAL, SF_WINDOW_WAIT, SF_WINDOW_FLUSH };
 #define SF_NO_SIGNAL (-1)
 

@@ -508,36 +508,42 @@
 	"Raises ValueError, TypeError (names the argument), TimeoutError (names who has not come),\n" \
 	"ConnectionError, Error."
 #define DOC_OPEN_WINDOW(self) \
-	"open_window(" self ", /, size, signals=1, *, timeout_ms=None)\n--\n\n" \
-	"Open a window: size bytes on each rank's GPU, into which the others write. All ranks call\n" \
-	"it, with the same arguments. The GPUs are of one host and reach each other. Puts are copies\n" \
-	"by the GPU that puts, so no CPU and no kernel is in them.\n" \
+	"open_window(" self ", /, size, signals=1, *, device=None, timeout_ms=None)\n--\n\n" \
+	"Open a window: size bytes on each rank, into which the others write. All ranks call it, with\n" \
+	"the same arguments. On GPUs, which are of one host and reach each other, puts are copies by the\n" \
+	"GPU that puts, in its stream, so no CPU and no kernel is in them. In memory of the hosts it\n" \
+	"works everywhere; a rank may give a tensor there in place of size, which is its window then.\n" \
 	"\n" \
 	"    w = f.open_window(1 << 20)\n" \
 	"    w.put_signal(1, 0, x)        # rank 0\n" \
-	"    w.wait_signal(0)             # rank 1: in the stream from here on x is in w.tensor\n" \
+	"    w.wait_signal(0)             # rank 1: from here on x is in w.tensor (on a GPU: in the stream)\n" \
 	"\n" \
 	"signals: how many each rank has at each other one\n" \
+	"device: 'cuda', 'cpu', or None: where this node's tensors lie (STEPMESH_BAKCEND)\n" \
 	"timeout_ms: how long to wait for the other ranks; None is the communicator's limit\n" \
 	"\n" \
 	"Returns a Window.\n" \
 	"\n" \
-	"Raises ValueError, TimeoutError, ConnectionError, Error (no GPU, GPUs that do not reach each\n" \
-	"other, other arguments on another rank)."
+	"Raises ValueError, TypeError, TimeoutError, ConnectionError, MemoryError, Error (no GPU, GPUs\n" \
+	"that do not reach each other, other arguments on another rank)."
 #define DOC_WINDOW \
-	"What open_window() returns: memory on the GPUs of all ranks of a communicator. Every call but\n" \
-	"close() puts something into PyTorch's current stream and returns; streams that are being\n" \
-	"captured are refused. It is over for all ranks when one is lost, when the communicator fails,\n" \
-	"or when a rank closes it while another one's stream waits for it: streams go on, check() says\n" \
-	"why, and it is opened anew. When it is dropped, and its tensor, it is closed. Programs cannot\n" \
-	"make one."
+	"What open_window() returns: memory of all ranks of a communicator. It is over for all ranks\n" \
+	"when one is lost or when the communicator fails; check() says why, and it is opened anew. When\n" \
+	"it is dropped, and its tensor, it is closed. Programs cannot make one.\n" \
+	"\n" \
+	"On GPUs every call but close() puts something into PyTorch's current stream and returns;\n" \
+	"streams that are being captured are refused. Streams go on when it is over, also when a rank\n" \
+	"closes it while another one's stream waits for it. In memory of the hosts calls wait\n" \
+	"themselves, for the communicator's limit, and a rank that closes its end ends nobody else's."
 #define DOC_WINDOW_PUT \
 	"put($self, /, rank, offset, x)\n--\n\n" \
-	"Copy x, a tensor on this GPU, into the memory of a rank, offset bytes behind its beginning.\n" \
-	"In the stream x may be written to again behind it. What is put to one rank, and signalled,\n" \
-	"comes in the order of the calls, in whichever streams.\n" \
+	"Copy x into the memory of a rank, offset bytes behind its beginning. What is put to one rank,\n" \
+	"and signalled, comes in the order of the calls, in whichever streams. x lies where the window\n" \
+	"does. On a GPU x may be written to again behind it in the stream. On the host x is the\n" \
+	"library's until flush() to that rank, or close(), has returned; put() waits only while\n" \
+	"more than 128 messages or 32 MiB have not been taken there.\n" \
 	"\n" \
-	"Raises ValueError, what check() does, and ConnectionError (that rank has closed the window)."
+	"Raises ValueError, TimeoutError, what check() does, and Error (that rank has closed the window)."
 #define DOC_WINDOW_PUT_SIGNAL \
 	"put_signal($self, /, rank, offset, x, signal=0)\n--\n\n" \
 	"put(), and behind it signal()."
@@ -547,17 +553,21 @@
 	"\n" \
 	"Raises as put() does."
 #define DOC_WINDOW_WAIT_SIGNAL \
-	"wait_signal($self, /, rank, signal=0)\n--\n\n" \
-	"Make the stream wait until a rank has signalled, and take one: each signal lets one wait go\n" \
-	"on, in the order of the calls. What the rank has put here before the signal is in tensor then.\n" \
-	"There is no limit of time but the end of the window, and none at all in the default stream when\n" \
-	"more is queued there than it has room for: if a rank is lost then, the process hangs. To queue far\n" \
-	"ahead use a stream of your own (torch.cuda.stream(torch.cuda.Stream())).\n" \
+	"wait_signal($self, /, rank, signal=0, *, timeout_ms=None)\n--\n\n" \
+	"Wait until a rank has signalled, and take one: each signal lets one wait go on, in the order of\n" \
+	"the calls. What the rank has put here before the signal is in tensor then. When it raises it has\n" \
+	"taken none. timeout_ms: for windows on the host; None is the communicator's limit.\n" \
+	"\n" \
+	"On GPUs it is the stream that waits. There is no limit of time but the end of the window, and\n" \
+	"none at all in the default stream when more is queued there than it has room for: if a rank is\n" \
+	"lost then, the process hangs. To queue far ahead use a stream of your own\n" \
+	"(torch.cuda.stream(torch.cuda.Stream())).\n" \
 	"\n" \
 	"Raises as put() does."
 #define DOC_WINDOW_FLUSH \
 	"flush($self, /, rank)\n--\n\n" \
-	"Make the stream wait for what was put to a rank in other streams."
+	"Wait until what was put to a rank is in its memory. On GPUs the stream waits for what was put\n" \
+	"there in other streams."
 #define DOC_WINDOW_CHECK \
 	"check($self, /)\n--\n\n" \
 	"Raise why the window is over: ConnectionError, TimeoutError, Error. If it does not, what streams\n" \
@@ -565,8 +575,8 @@
 #define DOC_WINDOW_CLOSE \
 	"close($self, /)\n--\n\n" \
 	"Close this rank's end, when what it has put has arrived. All ranks close theirs, when what they\n" \
-	"wait for has come: see Communicator.barrier(). A stream of this rank that still waits goes on,\n" \
-	"and the window is over for all ranks. The memory stays until the process ends, since\n" \
+	"wait for has come: see Communicator.barrier(). On GPUs a stream of this rank that still waits goes\n" \
+	"on, and the window is over for all ranks; the memory stays until the process ends, since\n" \
 	"others have mapped it."
 #define DOC_ALL_GATHER(self) \
 	"all_gather(" self ", /, out, x)\n--\n\n" \

@@ -33,7 +33,8 @@ static void release(const sf_tensor *t, uint64_t lease) {
 // Tensor is what Python gets from Go when there is no torch.
 typedef struct {
   PyObject_HEAD sf_tensor t;
-  uint64_t lease;
+  uint64_t lease;   // of a batch, unless
+  PyObject *keeper; // this keeps the memory
 } tensor_object;
 
 const sf_tensor *tensor_own(PyObject *o) { return (PyObject *)Py_TYPE(o) == tensor_class ? &((tensor_object *)o)->t : NULL; }
@@ -214,14 +215,25 @@ static PyObject *torch_out(const sf_tensor *t, uint64_t lease, PyObject *keeper,
   return r;
 }
 
+static PyObject *new_tensor(const sf_tensor *t, uint64_t lease, PyObject *keeper) {
+  allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)tensor_class, Py_tp_alloc);
+  tensor_object *o = (tensor_object *)alloc((PyTypeObject *)tensor_class, 0);
+  if (o == NULL) return NULL;
+  o->t = *t;
+  o->t.owner = NULL;
+  o->lease = lease;
+  Py_XINCREF(keeper);
+  o->keeper = keeper;
+  return (PyObject *)o;
+}
+
 PyObject *tensor_over(const sf_tensor *t, PyObject *keeper) {
   int ready = torch_ready(), kept = 0;
-  if (ready == 0) PyErr_SetString(sf_error_type, "a tensor on a GPU is a torch.Tensor: import torch first");
-  if (ready > 0 && torch_dtype(t->dtype) == NULL) {
-    PyErr_SetString(sf_error_value, "the tensor is of a dtype that this PyTorch does not have");
-    return NULL;
-  }
-  return ready > 0 ? torch_out(t, 0, keeper, &kept) : NULL;
+  if (ready < 0) return NULL;
+  if (ready > 0 && torch_dtype(t->dtype) != NULL) return torch_out(t, 0, keeper, &kept);
+  if (ready > 0) return PyErr_SetString(sf_error_value, "the tensor is of a dtype that this PyTorch does not have"), NULL;
+  if (t->device_type == SF_GPU) return PyErr_SetString(sf_error_type, "a tensor on a GPU is a torch.Tensor: import torch first"), NULL;
+  return new_tensor(t, 0, keeper);
 }
 
 PyObject *tensor_out(const sf_tensor *t, uint64_t lease, int *kept) {
@@ -229,18 +241,15 @@ PyObject *tensor_out(const sf_tensor *t, uint64_t lease, int *kept) {
   int ready = torch_ready();
   if (ready < 0) return NULL;
   if (ready && torch_dtype(t->dtype) != NULL) return torch_out(t, lease, NULL, kept);
-  allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)tensor_class, Py_tp_alloc);
-  tensor_object *o = (tensor_object *)alloc((PyTypeObject *)tensor_class, 0);
-  if (o == NULL) return NULL;
-  o->t = *t;
-  o->t.owner = NULL;
-  o->lease = lease;
-  return (PyObject *)o;
+  return new_tensor(t, lease, NULL);
 }
 
 static void tensor_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
-  release(&((tensor_object *)o)->t, ((tensor_object *)o)->lease);
+  if (((tensor_object *)o)->keeper != NULL)
+    Py_DECREF(((tensor_object *)o)->keeper);
+  else
+    release(&((tensor_object *)o)->t, ((tensor_object *)o)->lease);
   freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
   f(o);
   Py_DECREF(type);

@@ -34,7 +34,8 @@ int32_t tensor_gpu(const sf_tensor *ts, Py_ssize_t n);
 // *stream stays.
 int tensor_streams(const sf_tensor *ts, Py_ssize_t n, uint64_t *stream);
 
-// Makes a tensor over memory that keeper keeps: a torch.Tensor.
+// Makes a tensor over memory that keeper keeps: a torch.Tensor when torch was imported, else a
+// Tensor, which is never on a GPU.
 PyObject *tensor_over(const sf_tensor *t, PyObject *keeper);
 
 // Makes a tensor over memory of a batch with that lease: a torch.Tensor when torch was

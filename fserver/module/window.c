@@ -2,10 +2,15 @@
 
 #include "window.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "_cgo_export.h"
 #include "call.h"
 #include "collective.h"
 #include "docs.h"
+#include "dtypes.h"
+#include "request.h"
 #include "tensor.h"
 
 static PyObject *window_class;
@@ -13,24 +18,88 @@ static PyObject *window_class;
 typedef struct {
   PyObject_HEAD
   uint64_t at; // what Go knows it by
-  int32_t device;
-  PyObject *of; // a communicator that is dropped ends its windows
+  int32_t device;   // -1: in memory of the host
+  PyObject *of;     // a communicator that is dropped ends its windows
+  PyObject *memory; // what keeps memory of the host, for as long as tensors are made of it
+  PyObject *given;  // the tensor that open_window() was given, or NULL
 } window_object;
 
+// Where a window is to be: SF_CPU or SF_GPU, or -1 with an exception.
+static int where_arg(PyObject *o, uint64_t comm) {
+  int where = -1;
+  sf_error e = {0, NULL};
+  if (o == NULL || o == Py_None) {
+    if (sf_window_where(comm, &where, &e) != SF_DONE) sf_raise(&e);
+    return where;
+  }
+  PyObject *text = PyUnicode_Check(o) ? PyUnicode_AsUTF8String(o) : NULL;
+  if (text != NULL) where = strcmp(PyBytes_AsString(text), "cpu") == 0 ? SF_CPU : strcmp(PyBytes_AsString(text), "cuda") == 0 ? SF_GPU : -1;
+  Py_XDECREF(text);
+  if (where < 0 && !PyErr_Occurred()) PyErr_Format(sf_error_value, "device is %R, want 'cpu', 'cuda' or None", o);
+  return where;
+}
+
+static void free_memory(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, NULL)); }
+
+// More than this Go refuses, on all ranks.
+#define MAX_SIZE ((int64_t)1 << 40)
+
+// Memory of the host for a window. t gets an owner, or none where Go will refuse the size.
+static int allocate(int64_t size, sf_tensor *t) {
+  if (size < 0 || size > MAX_SIZE) return 0;
+  t->ptr = calloc(size > 0 ? (size_t)size : 1, 1);
+  t->owner = t->ptr != NULL ? PyCapsule_New(t->ptr, NULL, free_memory) : NULL;
+  if (t->owner == NULL) {
+    free(t->ptr);
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_MemoryError, "no memory for a window of %lld bytes", (long long)size);
+    return -1;
+  }
+  t->nbytes = t->shape[0] = size;
+  t->ndim = 1;
+  t->dtype = UINT8;
+  t->device_type = SF_CPU;
+  return 0;
+}
+
 PyObject *sf_py_open_window(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"size", "signals", "timeout_ms", NULL};
-  PyObject *size_arg = NULL, *signals_arg = NULL, *timeout = NULL;
-  int64_t size, signals = 1, ms = -1;
+  static char *names[] = {"size", "signals", "device", "timeout_ms", NULL};
+  PyObject *size_arg = NULL, *signals_arg = NULL, *device = NULL, *timeout = NULL, *given = NULL;
+  int64_t size = 0, signals = 1, ms = -1;
   uint64_t comm = 0, at = 0, task = 0;
   sf_error e = {0, NULL};
-  sf_tensor t;
-  int rank, ranks;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O$O:open_window", names, &size_arg, &signals_arg, &timeout)) return NULL;
-  if (sf_enter() < 0 || sf_int64_arg(size_arg, "size", &size) < 0) return NULL;
+  sf_tensor t = {0};
+  int rank, ranks, where;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O$OO:open_window", names, &size_arg, &signals_arg, &device, &timeout)) return NULL;
+  if (sf_enter() < 0) return NULL;
   if (signals_arg != NULL && sf_int64_arg(signals_arg, "signals", &signals) < 0) return NULL;
   if (timeout != NULL && sf_timeout_arg(timeout, &ms) < 0) return NULL;
-  if (sf_comm_ready(self, &comm, &rank, &ranks) < 0) return NULL;
-  if (sf_window_open(comm, size, signals, ms, &at, &task, &e) != SF_DONE) return sf_raise(&e);
+  if (sf_comm_ready(self, &comm, &rank, &ranks) < 0 || (where = where_arg(device, comm)) < 0) return NULL;
+  if (where == SF_CPU && PyObject_HasAttrString(size_arg, "__dlpack__"))
+    given = size_arg;
+  else if (sf_int64_arg(size_arg, "size", &size) < 0)
+    return NULL;
+  if (given != NULL) {
+    if (tensor_in(given, &t, "size", -1, 1) < 0) return NULL;
+    if (tensors_keep(&t, 1) < 0) {
+      Py_DECREF((PyObject *)t.owner);
+      return NULL;
+    }
+    if (t.device_type != SF_CPU) {
+      Py_DECREF((PyObject *)t.owner);
+      return PyErr_Format(sf_error_value, "size is a tensor on cuda:%d, want one in memory of the host", (int)t.device_id), NULL;
+    }
+  } else if (where == SF_CPU && allocate(size, &t) < 0) {
+    return NULL;
+  }
+  PyObject *memory = t.owner;
+  Py_XINCREF(memory); // the other reference is taken over
+  int rc = sf_window_open(comm, size, signals, where == SF_CPU ? &t : NULL, ms, &at, &task, &e);
+  if (rc != SF_DONE) {
+    sf_raise(&e);
+    Py_XDECREF(memory);
+    sf_drain_dropped();
+    return NULL;
+  }
   window_object *w = NULL;
   if (sf_task_finish(task, 1) == 0) {
     allocfunc alloc = (allocfunc)PyType_GetSlot((PyTypeObject *)window_class, Py_tp_alloc);
@@ -38,13 +107,17 @@ PyObject *sf_py_open_window(PyObject *self, PyObject *args, PyObject *kw) {
   }
   if (w == NULL) {
     sf_window_drop(at);
+    Py_XDECREF(memory);
     return NULL;
   }
   sf_window_tensor(at, &t);
   w->at = at;
-  w->device = t.device_id;
+  w->device = where == SF_CPU ? -1 : t.device_id;
   Py_INCREF(self);
   w->of = self;
+  w->memory = memory;
+  Py_XINCREF(given);
+  w->given = given;
   return (PyObject *)w;
 }
 
@@ -52,34 +125,62 @@ static void window_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
   if (!sf_forked) sf_window_drop(((window_object *)o)->at);
   Py_XDECREF(((window_object *)o)->of);
+  Py_XDECREF(((window_object *)o)->memory);
+  Py_XDECREF(((window_object *)o)->given);
   freefunc f = (freefunc)PyType_GetSlot(type, Py_tp_free);
   f(o);
   Py_DECREF(type);
 }
 
-// Puts a call into the current stream. x may be NULL.
-static PyObject *queue(PyObject *o, int what, PyObject *rank_arg, PyObject *offset_arg, PyObject *x, PyObject *signal_arg, int64_t signal) {
+// Makes a call of a window in memory of the host, which may wait. t has an owner when it is a put.
+static int in_slices(window_object *w, int what, int64_t rank, int64_t offset, int64_t signal, sf_tensor *t, int64_t ms) {
+  uint64_t start = sf_now();
+  for (;;) {
+    sf_error e = {0, NULL};
+    int rc;
+    int64_t waited = (int64_t)((sf_now() - start) / 1000000);
+    Py_XINCREF((PyObject *)t->owner); // which Go takes over
+    Py_BEGIN_ALLOW_THREADS rc = sf_window_slice(w->at, what, rank, offset, signal, t, sf_slice(-1, 0), ms, waited, &e);
+    Py_END_ALLOW_THREADS sf_drain_dropped();
+    if (rc == SF_FAILED) sf_raise(&e);
+    if (rc != SF_PENDING) return rc == SF_DONE ? 0 : -1;
+    if (PyErr_CheckSignals() < 0) return -1;
+  }
+}
+
+// Makes a call: of a window on devices in the current stream. x may be NULL.
+static PyObject *call(PyObject *o, int what, PyObject *rank_arg, PyObject *offset_arg, PyObject *x, PyObject *signal_arg, int64_t signal, PyObject *timeout) {
   window_object *w = (window_object *)o;
-  int64_t rank, offset = 0;
-  uint64_t stream;
+  int64_t rank, offset = 0, ms = -1;
+  uint64_t stream = SF_COMPLETE;
   sf_tensor t = {0};
   sf_error e = {0, NULL};
+  int rc;
   if (sf_enter() < 0 || sf_int64_arg(rank_arg, "rank", &rank) < 0) return NULL;
   if (offset_arg != NULL && sf_int64_arg(offset_arg, "offset", &offset) < 0) return NULL;
   if (signal_arg != NULL && sf_int64_arg(signal_arg, "signal", &signal) < 0) return NULL;
   if (signal_arg != NULL && signal < 0) return PyErr_Format(sf_error_value, "signal is %R, want 0 or more", signal_arg), NULL;
-  if (tensor_stream(w->device, &stream) < 0) return NULL;
+  if (timeout != NULL && timeout != Py_None) {
+    if (w->device >= 0) return PyErr_Format(sf_error_value, "timeout_ms is %R, want None: the stream waits, without a limit", timeout), NULL;
+    if (sf_timeout_arg(timeout, &ms) < 0) return NULL;
+  }
+  if (w->device >= 0 && tensor_stream(w->device, &stream) < 0) return NULL;
   if (x != NULL) {
     if (tensor_in(x, &t, "x", -1, 0) < 0) return NULL;
-    if (t.nbytes > 0 && (t.device_type != SF_GPU || t.device_id != w->device)) {
+    if (t.nbytes > 0 && (w->device < 0 ? t.device_type != SF_CPU : t.device_type != SF_GPU || t.device_id != w->device)) {
       Py_DECREF((PyObject *)t.owner);
+      if (w->device < 0) return PyErr_Format(sf_error_value, "x lies elsewhere, want a tensor in memory of the host"), NULL;
       return PyErr_Format(sf_error_value, "x lies elsewhere, want a tensor on cuda:%d", (int)w->device), NULL;
     }
   }
-  int rc;
-  Py_BEGIN_ALLOW_THREADS rc = sf_window_queue(w->at, what, rank, offset, signal, &t, stream, &e);
-  Py_END_ALLOW_THREADS if (x != NULL) Py_DECREF((PyObject *)t.owner);
-  if (rc != SF_DONE) return sf_raise(&e);
+  if (w->device < 0) {
+    rc = x != NULL && tensors_keep(&t, 1) < 0 ? -1 : in_slices(w, what, rank, offset, signal, &t, ms);
+  } else {
+    Py_BEGIN_ALLOW_THREADS rc = sf_window_queue(w->at, what, rank, offset, signal, &t, stream, &e);
+    Py_END_ALLOW_THREADS if (rc != SF_DONE) sf_raise(&e);
+  }
+  Py_XDECREF((PyObject *)t.owner);
+  if (rc != SF_DONE) return NULL;
   Py_RETURN_NONE;
 }
 
@@ -87,35 +188,35 @@ static PyObject *window_put(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"rank", "offset", "x", NULL};
   PyObject *rank, *offset, *x;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OOO:put", names, &rank, &offset, &x)) return NULL;
-  return queue(o, SF_WINDOW_PUT, rank, offset, x, NULL, SF_NO_SIGNAL);
+  return call(o, SF_WINDOW_PUT, rank, offset, x, NULL, SF_NO_SIGNAL, NULL);
 }
 
 static PyObject *window_put_signal(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"rank", "offset", "x", "signal", NULL};
   PyObject *rank, *offset, *x, *signal = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OOO|O:put_signal", names, &rank, &offset, &x, &signal)) return NULL;
-  return queue(o, SF_WINDOW_PUT, rank, offset, x, signal, 0);
+  return call(o, SF_WINDOW_PUT, rank, offset, x, signal, 0, NULL);
 }
 
 static PyObject *window_signal(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"rank", "signal", NULL};
   PyObject *rank, *signal = NULL;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:signal", names, &rank, &signal)) return NULL;
-  return queue(o, SF_WINDOW_SIGNAL, rank, NULL, NULL, signal, 0);
+  return call(o, SF_WINDOW_SIGNAL, rank, NULL, NULL, signal, 0, NULL);
 }
 
 static PyObject *window_wait_signal(PyObject *o, PyObject *args, PyObject *kw) {
-  static char *names[] = {"rank", "signal", NULL};
-  PyObject *rank, *signal = NULL;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:wait_signal", names, &rank, &signal)) return NULL;
-  return queue(o, SF_WINDOW_WAIT, rank, NULL, NULL, signal, 0);
+  static char *names[] = {"rank", "signal", "timeout_ms", NULL};
+  PyObject *rank, *signal = NULL, *timeout = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O$O:wait_signal", names, &rank, &signal, &timeout)) return NULL;
+  return call(o, SF_WINDOW_WAIT, rank, NULL, NULL, signal, 0, timeout);
 }
 
 static PyObject *window_flush(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"rank", NULL};
   PyObject *rank;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "O:flush", names, &rank)) return NULL;
-  return queue(o, SF_WINDOW_FLUSH, rank, NULL, NULL, NULL, 0);
+  return call(o, SF_WINDOW_FLUSH, rank, NULL, NULL, NULL, 0, NULL);
 }
 
 static PyObject *window_check(PyObject *o, PyObject *noargs) {
@@ -139,6 +240,8 @@ static PyObject *window_tensor(PyObject *o, void *unused) {
   sf_tensor t;
   (void)unused;
   if (sf_enter() < 0) return NULL;
+  PyObject *given = ((window_object *)o)->given;
+  if (given != NULL) return Py_INCREF(given), given;
   sf_window_tensor(((window_object *)o)->at, &t);
   return tensor_over(&t, o);
 }
@@ -166,7 +269,7 @@ static PyMethodDef window_methods[] = {
 };
 
 static PyGetSetDef window_values[] = {
-    {"tensor", window_tensor, NULL, "This rank's memory, a torch.Tensor of bytes on this process's GPU.", NULL},
+    {"tensor", window_tensor, NULL, "This rank's memory: bytes, a torch.Tensor where there is PyTorch; or the tensor that open_window() was given.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -2,7 +2,7 @@
 
 package main
 
-// Windows on devices, which Python knows by handles.
+// Windows, which Python knows by handles.
 
 /*
 #include "abi.h"
@@ -10,22 +10,52 @@ package main
 import "C"
 
 import (
+	"context"
 	"fmt"
 	"runtime/cgo"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/af/window"
 	"github.com/stepaf/stepaf-go/fserver/core"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-//export sf_window_open
-func sf_window_open(of C.uint64_t, size, signals, timeoutMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
+// sf_window_where says where windows are that are told nothing: SF_CPU or SF_GPU.
+//
+//export sf_window_where
+func sf_window_where(of C.uint64_t, where *C.int, e *C.sf_error) C.int {
 	c, err := comm(of)
 	if err != nil {
 		return fail(e, err)
 	}
-	w, t := c.OpenWindow(int(size), int(signals), time.Duration(timeoutMs)*time.Millisecond)
+	*where = C.SF_CPU
+	if c.OnDevice() {
+		*where = C.SF_GPU
+	}
+	return C.SF_DONE
+}
+
+// sf_window_open begins to open a window on devices, or in that memory of the host, whose owner is taken over.
+//
+//export sf_window_open
+func sf_window_open(of C.uint64_t, size, signals C.int64_t, memory *C.sf_tensor, timeoutMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
+	a := argsPool.Get().(*args)
+	defer a.release() // the window holds what it needs
+	o := window.Options{Size: int(size), Signals: int(signals), Device: memory == nil}
+	c, err := comm(of)
+	if memory != nil && memory.owner != nil {
+		var err2 error
+		if a.push, err2 = a.read(a.push, memory, 1, "size"); err2 == nil {
+			o.Memory, o.Size = a.push[0].Val, 0
+		} else if err == nil {
+			err = err2
+		}
+	}
+	if err != nil {
+		return fail(e, err)
+	}
+	w, t := c.OpenWindow(o, time.Duration(timeoutMs)*time.Millisecond)
 	*at = C.uint64_t(cgo.NewHandle(w))
 	give(task, t)
 	return C.SF_DONE
@@ -39,31 +69,62 @@ func windowOf(at C.uint64_t) *core.Window { return cgo.Handle(at).Value().(*core
 func sf_window_tensor(at C.uint64_t, t *C.sf_tensor) {
 	x := windowOf(at).Tensor()
 	m := x.Mem()
-	*t = C.sf_tensor{ptr: m.Ptr(), nbytes: C.int64_t(m.Len()), ndim: 1, dtype: C.int32_t(x.Dtype()), device_type: C.SF_GPU, device_id: C.int32_t(m.Device().ID)}
+	*t = C.sf_tensor{ptr: m.Ptr(), nbytes: C.int64_t(m.Len()), ndim: 1, dtype: C.int32_t(x.Dtype()), device_type: C.SF_CPU}
+	if !m.OnHost() {
+		t.device_type, t.device_id = C.SF_GPU, C.int32_t(m.Device().ID)
+	}
 	t.shape[0] = t.nbytes
 }
 
-// sf_window_queue puts one of SF_WINDOW_PUT and so on into a stream. x stays the caller's.
+// windowCall makes one of SF_WINDOW_PUT and so on.
+func windowCall(ctx context.Context, w *core.Window, what C.int, rank, offset, signal int, x af.Tensor, s af.Stream) error {
+	switch what {
+	case C.SF_WINDOW_PUT:
+		return w.Put(ctx, s, rank, offset, x, signal)
+	case C.SF_WINDOW_SIGNAL:
+		return w.Signal(ctx, s, rank, signal)
+	case C.SF_WINDOW_WAIT:
+		return w.WaitSignal(ctx, s, rank, signal)
+	case C.SF_WINDOW_FLUSH:
+		return w.Flush(ctx, s, rank)
+	}
+	return fmt.Errorf("no such call of a window: %d", what)
+}
+
+// sf_window_queue makes a call of a window on devices, in a stream. x stays the caller's.
 //
 //export sf_window_queue
 func sf_window_queue(at C.uint64_t, what C.int, rank, offset, signal C.int64_t, x *C.sf_tensor, stream C.uint64_t, e *C.sf_error) C.int {
-	w, s := windowOf(at), af.Stream(stream)
-	switch what {
-	case C.SF_WINDOW_PUT:
+	var t af.Tensor
+	if what == C.SF_WINDOW_PUT {
 		dev := backend.Device{Type: backend.DeviceType(x.device_type), ID: int32(x.device_id)}
-		t, err := af.FromPointer(x.ptr, dev, nil, af.Uint8, int64(x.nbytes))
-		if err == nil {
-			err = w.Put(s, int(rank), int(offset), t, int(signal))
+		var err error
+		if t, err = af.FromPointer(x.ptr, dev, nil, af.Uint8, int64(x.nbytes)); err != nil {
+			return fail(e, err)
 		}
-		return result(e, err)
-	case C.SF_WINDOW_SIGNAL:
-		return result(e, w.Signal(s, int(rank), int(signal)))
-	case C.SF_WINDOW_WAIT:
-		return result(e, w.WaitSignal(s, int(rank), int(signal)))
-	case C.SF_WINDOW_FLUSH:
-		return result(e, w.Flush(s, int(rank)))
 	}
-	return fail(e, fmt.Errorf("no such call of a window: %d", what))
+	return result(e, windowCall(context.Background(), windowOf(at), what, int(rank), int(offset), int(signal), t, af.Stream(stream)))
+}
+
+// sf_window_slice makes a call of a window in host memory, in slices: SF_PENDING means again, with the time of the first
+// one. It takes over the owner of x each time.
+//
+//export sf_window_slice
+func sf_window_slice(at C.uint64_t, what C.int, rank, offset, signal C.int64_t, x *C.sf_tensor, sliceMs, timeoutMs C.int64_t, waitedMs C.int64_t, e *C.sf_error) C.int {
+	a := argsPool.Get().(*args)
+	defer a.release() // what is under way is held
+	var t af.Tensor
+	if what == C.SF_WINDOW_PUT {
+		var err error
+		if a.push, err = a.read(a.push, x, 1, "x"); err != nil {
+			return fail(e, err)
+		}
+		t = a.push[0].Val
+	}
+	w, ms := windowOf(at), time.Millisecond
+	return result(e, w.InSlice(time.Duration(sliceMs)*ms, time.Duration(timeoutMs)*ms, time.Now().Add(-time.Duration(waitedMs)*ms), func(ctx context.Context) error {
+		return windowCall(ctx, w, what, int(rank), int(offset), int(signal), t, af.Complete)
+	}))
 }
 
 //export sf_window_check

@@ -1,4 +1,4 @@
-// Windows on devices: what open_window() returns.
+// Windows: what open_window() returns.
 #ifndef FSERVER_WINDOW_H
 #define FSERVER_WINDOW_H
 
