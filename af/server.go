@@ -1,5 +1,7 @@
 package af
 
+// Servers as programs see them, and which worker's a message is.
+
 import (
 	"errors"
 	"fmt"
@@ -147,15 +149,22 @@ func (s *Server) receive(msg *van.Message) {
 		return
 	}
 	x := s.senders[van.RankOf(msg.Sender)]
-	x.takeOne(msg)
+	s.take(x, msg)
 	for x.early.Load() > 0 {
 		next := x.unhold()
 		if next == nil {
 			return
 		}
 		x.early.Add(-1)
-		x.takeOne(next)
+		s.take(x, next)
 		next.Release()
+	}
+}
+
+// take adds one message to what x assembles, and says when it makes no sense.
+func (s *Server) take(x *sender, msg *van.Message) {
+	if err := x.accept(msg); err != nil {
+		s.dropped(msg, err)
 	}
 }
 
