@@ -368,11 +368,10 @@ func (b *batch) Answer(i, from int, msg *van.Message) error {
 
 // hold keeps the memory of the tensors until letGo, if their owners count.
 func (b *batch) hold() {
-	for i := range b.pushes {
-		b.pushes[i].Val.mem.Retain()
-	}
-	for i := range b.pulls {
-		b.pulls[i].Val.mem.Retain()
+	for _, l := range [...][]KeyTensor{b.pushes, b.pulls} {
+		for i := range l {
+			l[i].Val.mem.Retain()
+		}
 	}
 }
 
@@ -395,10 +394,9 @@ func (b *batch) Finished(err error) {
 
 // letGo ends hold.
 func (b *batch) letGo() {
-	for i := range b.pushes {
-		b.pushes[i].Val.mem.Release()
-	}
-	for i := range b.pulls {
-		b.pulls[i].Val.mem.Release()
+	for _, l := range [...][]KeyTensor{b.pushes, b.pulls} {
+		for i := range l {
+			l[i].Val.mem.Release()
+		}
 	}
 }

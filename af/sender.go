@@ -156,6 +156,9 @@ func (x *sender) hold(msg *van.Message, limit int) bool {
 // unhold returns a held message whose turn has come, or nil. The caller releases
 // it.
 func (x *sender) unhold() *van.Message {
+	if x.early.Load() == 0 {
+		return nil
+	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for i, m := range x.held {
@@ -163,6 +166,7 @@ func (x *sender) unhold() *van.Message {
 			if b.last+1 == m.Timestamp && b.epoch == m.Epoch {
 				x.held = append(x.held[:i], x.held[i+1:]...)
 				x.heldBytes -= m.PayloadLen()
+				x.early.Add(-1)
 				return m
 			}
 		}

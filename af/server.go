@@ -149,22 +149,13 @@ func (s *Server) receive(msg *van.Message) {
 		return
 	}
 	x := s.senders[van.RankOf(msg.Sender)]
-	s.take(x, msg)
-	for x.early.Load() > 0 {
-		next := x.unhold()
-		if next == nil {
-			return
+	for m := msg; m != nil; m = x.unhold() {
+		if err := x.accept(m); err != nil {
+			s.dropped(m, err)
 		}
-		x.early.Add(-1)
-		s.take(x, next)
-		next.Release()
-	}
-}
-
-// take adds one message to what x assembles, and says when it makes no sense.
-func (s *Server) take(x *sender, msg *van.Message) {
-	if err := x.accept(msg); err != nil {
-		s.dropped(msg, err)
+		if m != msg {
+			m.Release()
+		}
 	}
 }
 

@@ -175,7 +175,7 @@ func (o *op) SendNow(err error) {
 		o.b.fail(err)
 		o.end(err)
 	}
-	o.wants.release()
+	release(o.wants.into)
 	o.release()
 	o.l.unref(o)
 }

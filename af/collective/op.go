@@ -216,21 +216,74 @@ func (o *op) deliver() {
 
 // retain keeps the memory until release.
 func (o *op) retain() {
-	for i := range o.wants.into {
-		o.wants.into[i].Retain()
-	}
-	for i := range o.gives.parts {
-		o.gives.parts[i].Retain()
-	}
+	retain(o.wants.into)
+	retain(o.gives.parts)
 	o.result.retain()
 }
 
 // release gives back what others take and reduce or the device uses.
 func (o *op) release() {
-	for i := range o.gives.parts {
-		o.gives.parts[i].Release()
-	}
+	release(o.gives.parts)
 	o.result.release()
+}
+
+// receiveAsk answers a request for a part, or keeps it until this rank makes the call.
+func (l *flight) receiveAsk(q *request, msg *van.Message) error {
+	b := l.b
+	want, epoch, err := parseAsk(msg.Body, len(b.ids))
+	if err != nil {
+		return err
+	}
+	seq, rank := parseKey(msg.Key)
+	switch {
+	case rank != q.rank:
+		return &van.FieldError{Field: "key", Value: rank, Want: fmt.Sprintf("the sender's rank, %d", q.rank)}
+	case msg.ValLen < 0:
+		return &van.FieldError{Field: "val_len", Value: msg.ValLen, Want: "0 or more"}
+	}
+	a := ask{request: *q, epoch: epoch, seq: seq, call: want, bytes: int(msg.ValLen)}
+	b.mu.Lock()
+	switch {
+	case b.closed:
+		err = van.ErrClosed
+	case epoch > b.epoch && b.joining: // this rank has not finished the round
+		return l.keep(&a)
+	case b.err != nil:
+		err = b.err
+	case epoch != b.epoch:
+		err = errRebuild
+	case int32(seq-l.next) >= 0:
+		return l.keep(&a)
+	}
+	var o *op
+	if err == nil {
+		o = l.window[seq%maxInFlight]
+		last := &l.asked[rank][seq%maxInFlight]
+		again := last.epoch == epoch && last.seq == seq
+		switch {
+		case o == nil || o.seq != seq:
+			b.mu.Unlock()
+			if again {
+				return fmt.Errorf("%w: asked twice for call %d", van.ErrMalformed, seq)
+			}
+			// It has ended, so all who have a part in it have taken theirs.
+			l.mismatch(q, want.kind, fmt.Errorf("%w: call %d: %s there, here another one, which has ended", ErrMismatch, seq, want))
+			return nil
+		case !o.begun:
+			return l.keep(&a)
+		case !last.kept:
+			last.epoch, last.seq = epoch, seq
+		}
+		o.refs++ // while it is answered
+	}
+	b.mu.Unlock()
+	if err != nil {
+		b.refuse(q, err)
+		return nil
+	}
+	o.serve(&a)
+	l.unref(o)
+	return nil
 }
 
 // serve answers a request for a part of o. The caller has a reference.
@@ -308,11 +361,15 @@ func (o *op) needs(rank int) bool {
 // Finished implements postoffice.Sink: all parts have come, or the request has failed.
 func (o *op) Finished(err error) {
 	if err != nil {
-		o.wants.revoke(o.b.revoker)
+		if r := o.b.revoker; r != nil {
+			for _, m := range o.wants.into {
+				r.Revoke(m) // a part that is late must not come there
+			}
+		}
 		o.b.fail(err) // first: who asks for a call that has ended well is refused
 		o.end(err)
 	}
-	o.wants.release()
+	release(o.wants.into)
 	o.settle()
 }
 

@@ -106,19 +106,15 @@ func (w *wants) take(b *base, from int, msg *van.Message) error {
 	return nil
 }
 
-// revoke takes back the leave to write parts there: one that is late must not come.
-func (w *wants) revoke(r van.Revoker) {
-	if r != nil {
-		for _, m := range w.into {
-			r.Revoke(m)
-		}
+func retain(l []backend.Mem) {
+	for i := range l {
+		l[i].Retain()
 	}
 }
 
-// release gives the memory back.
-func (w *wants) release() {
-	for i := range w.into {
-		w.into[i].Release()
+func release(l []backend.Mem) {
+	for i := range l {
+		l[i].Release()
 	}
 }
 

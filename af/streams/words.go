@@ -97,40 +97,21 @@ func (m *memory) open(b backend.Backend) error {
 	return nil
 }
 
-// slot makes a slot with words for so many peers. mu is held.
-func (m *memory) slot(peers int) (s backend.Mem, err error) {
-	n := slotHead + peers*wordStride
-	if n > pageLen {
-		return s, fmt.Errorf("%w: %d peers, want at most %d", van.ErrInvalid, peers, pageLen/wordStride-1)
-	}
-	if m.page.Len() < n {
-		if m.page, err = m.dev.Alloc(pageLen); err != nil {
-			return s, err
+// take takes n bytes of page, which is a new one of size bytes if too little is left. An empty rest is no memory: it would
+// point behind the allocation.
+func take(page *backend.Mem, n, size int, alloc func(int) (backend.Mem, error)) (m backend.Mem, err error) {
+	if page.Len() < n {
+		if *page, err = alloc(size); err != nil {
+			return m, err
 		}
 	}
-	s = m.page.Sub(0, n)
-	m.page = behind(m.page, n)
-	return s, nil
-}
-
-// hostWords makes two words of pinned host memory. mu is held.
-func (m *memory) hostWords() (w backend.Mem, err error) {
-	if m.pinned.Len() < wordStride {
-		if m.pinned, err = m.dev.AllocPinned(hostPage); err != nil {
-			return w, err
-		}
+	m = page.Sub(0, n)
+	if page.Len() == n {
+		*page = backend.Mem{}
+	} else {
+		*page = page.Sub(n, page.Len()-n)
 	}
-	w = m.pinned.Sub(0, 8)
-	m.pinned = behind(m.pinned, wordStride)
-	return w, nil
-}
-
-// behind is what is left of m behind n bytes. An empty rest is no memory: it would point behind the allocation.
-func behind(m backend.Mem, n int) backend.Mem {
-	if m.Len() == n {
-		return backend.Mem{}
-	}
-	return m.Sub(n, m.Len()-n)
+	return m, nil
 }
 
 // makeWords makes the words of an exchange with so many peers, and says what these are to know of them. Who sends first
@@ -142,10 +123,14 @@ func (m *memory) makeWords(b backend.Backend, peers int, first, limited bool) (w
 	if err := m.open(b); err != nil {
 		return w, flags, err
 	}
-	if w.slot, err = m.slot(peers); err != nil {
+	n := slotHead + peers*wordStride
+	if n > pageLen {
+		return w, flags, fmt.Errorf("%w: %d peers, want at most %d", van.ErrInvalid, peers, pageLen/wordStride-1)
+	}
+	if w.slot, err = take(&m.page, n, pageLen, m.dev.Alloc); err != nil {
 		return w, flags, err
 	}
-	host, err := m.hostWords()
+	host, err := take(&m.pinned, wordStride, hostPage, m.dev.AllocPinned)
 	if err != nil {
 		return w, flags, err
 	}

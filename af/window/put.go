@@ -47,17 +47,15 @@ func notOnHost(t af.Tensor) error {
 	return fmt.Errorf("%w: %s, want host memory; windows on devices are opened with Options.Device", van.ErrInvalid, &t)
 }
 
-func (w *Window) badRank(op string, rank int) error {
-	return w.base.bad(op, fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, len(w.peers)-1))
-}
-
-// oneStream is the stream that a call names, or else.
-func (w *Window) oneStream(op string, on []af.Stream, or af.Stream) (uintptr, error) {
+// oneStream is the stream that a call about a rank names, or else.
+func (w *Window) oneStream(op string, rank int, on []af.Stream, or af.Stream) (uintptr, error) {
 	switch {
 	case len(on) > 1:
 		return 0, w.base.bad(op, fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on)))
 	case w.dev == nil && len(on) > 0 && on[0] != af.Complete:
 		return 0, w.base.bad(op, fmt.Errorf("%w: a stream of the device, and a window on the host: wait for the stream before this call, or open the window with Options.Device", van.ErrInvalid))
+	case rank < 0 || rank >= len(w.peers):
+		return 0, w.base.bad(op, fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, len(w.peers)-1))
 	case len(on) > 0:
 		or = on[0]
 	}
@@ -66,13 +64,11 @@ func (w *Window) oneStream(op string, on []af.Stream, or af.Stream) (uintptr, er
 
 func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Tensor, signal uint16, on []af.Stream) error {
 	n := src.Len()
-	stream, err := w.oneStream(op, on, af.DefaultStream)
+	stream, err := w.oneStream(op, rank, on, af.DefaultStream)
 	if err != nil {
 		return err
 	}
 	switch m := src.Mem(); {
-	case rank < 0 || rank >= len(w.peers):
-		return w.badRank(op, rank)
 	case !m.OnHost() && w.dev == nil:
 		return w.base.bad(op, notOnHost(src))
 	case n > af.MaxTensorBytes:
@@ -110,12 +106,9 @@ func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Te
 // stream behind it comes behind what was put to the rank in others.
 func (w *Window) Flush(ctx context.Context, rank int, on ...af.Stream) error {
 	const op = "flush"
-	stream, err := w.oneStream(op, on, af.Complete)
+	stream, err := w.oneStream(op, rank, on, af.Complete)
 	if err != nil {
 		return err
-	}
-	if rank < 0 || rank >= len(w.peers) {
-		return w.badRank(op, rank)
 	}
 	switch {
 	case w.dev != nil && w.base.closed.Load():
@@ -151,17 +144,13 @@ func (w *Window) flush(ctx context.Context, op string, rank int) error {
 // a stream takes one that has come and that no stream waits for, also if it began to wait before the stream.
 func (w *Window) WaitSignal(ctx context.Context, rank, signal int, on ...af.Stream) error {
 	const op = "wait for a signal"
-	stream, err := w.oneStream(op, on, af.Complete)
+	stream, err := w.oneStream(op, rank, on, af.Complete)
 	if err != nil {
 		return err
 	}
 	switch {
-	case rank < 0 || rank >= len(w.peers):
-		return w.badRank(op, rank)
 	case signal < 0 || signal >= w.base.signals:
 		return w.base.bad(op, w.base.noSuch(signal))
-	}
-	switch {
 	case w.dev != nil && stream == uintptr(af.Complete):
 		return w.dev.ins[rank].await(ctx, op, signal)
 	case w.dev != nil:

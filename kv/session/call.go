@@ -1,7 +1,7 @@
 package session
 
 // Calls under way: each with the answers that it waits for, and all of a session, with what
-// ends them. Nothing is sent from here.
+// ends them; and the handles of their results. Nothing is sent from here.
 
 import (
 	"context"
@@ -28,8 +28,9 @@ func (r *ranks) name(id int) string {
 	return fmt.Sprintf("rank %d (%s)", slices.Index(r.ids, id), r.node.PeerName(id))
 }
 
-func (r *ranks) error(op string, err error) error {
-	return &van.Error{Op: op, Node: r.node.Name(), Err: err}
+// wrong is the error of a call on node n.
+func wrong(n postoffice.App, op string, err error) error {
+	return &van.Error{Op: op, Node: n.Name(), Err: err}
 }
 
 // What may be under way at once. One longer call may be alone.
@@ -45,16 +46,16 @@ type calls struct {
 	ranks  ranks
 	broken chan struct{} // closed when err is there
 
-	mu      sync.Mutex
-	next    uint64           // number of the next call
-	all     map[uint64]*call // under way, by number
-	bytes   int              // of those under way
-	freed   chan struct{}    // closed when one of them has ended
-	errs    []error          // of calls that nobody has waited for
-	more    int              // of them that are not in errs
-	syncs   uint64           // how often all were told
-	tell    int32            // what the ranks hear when the session fails, 0: nothing
-	err     error            // why the session cannot be used any more
+	mu    sync.Mutex
+	next  uint64           // number of the next call; changed with the order of calls held, too
+	all   map[uint64]*call // under way, by number
+	bytes int              // of those under way
+	freed chan struct{}    // closed when one of them has ended
+	errs  []error          // of calls that nobody has waited for
+	more  int              // of them that are not in errs
+	syncs uint64           // how often all were told
+	tell  int32            // what the ranks hear when the session fails, 0: nothing
+	err   error            // why the session cannot be used any more
 }
 
 // call is one call under way.
@@ -81,11 +82,9 @@ type call struct {
 // everyRank is the rank of a call that all ranks run.
 const everyRank = -1
 
-// newCall makes the next call, which is not under way. Until it is added, the order of calls is held.
+// newCall makes the next call, which is not under way. The order of calls is held, until that is added.
 func (l *calls) newCall(want int32, rank int) *call {
 	n := len(l.ranks.ids)
-	l.mu.Lock()
-	defer l.mu.Unlock()
 	return &call{of: l, seq: l.next, want: want, rank: rank, ended: make(chan struct{}), from: make([]bool, n), errs: make([]error, n)}
 }
 
@@ -130,7 +129,7 @@ func (l *calls) room(ctx context.Context) error {
 		case <-freed:
 		case <-l.broken:
 		case <-ctx.Done():
-			return l.ranks.error("call", fmt.Errorf("%d calls are under way: %w", n, cause(ctx)))
+			return wrong(l.ranks.node, "call", fmt.Errorf("%d calls are under way: %w", n, cause(ctx)))
 		}
 	}
 }
@@ -150,7 +149,7 @@ func (l *calls) fail(err error) (tell int32, first bool) {
 		l.mu.Unlock()
 		return 0, false
 	}
-	l.err = l.ranks.error("session", err)
+	l.err = wrong(l.ranks.node, "session", err)
 	all := l.all
 	l.all, tell = nil, l.tell
 	l.mu.Unlock()
@@ -270,7 +269,7 @@ func (c *call) await(ctx context.Context) error {
 	case <-c.ended:
 	case <-ctx.Done():
 		if !c.over() {
-			return c.of.ranks.error("wait", fmt.Errorf("%s: no answer from %s: %w", c, c.owing(), cause(ctx)))
+			return wrong(c.of.ranks.node, "wait", fmt.Errorf("%s: no answer from %s: %w", c, c.owing(), cause(ctx)))
 		}
 	}
 	return nil
@@ -324,4 +323,64 @@ func cause(ctx context.Context) error {
 		return fmt.Errorf("%w (%w)", van.ErrTimeout, err)
 	}
 	return err
+}
+
+// Handle names a result that is on the ranks.
+type Handle struct {
+	s    *Session
+	id   uint64
+	made *call
+}
+
+// ID is the number of the handle, from 1; none is used twice in a session.
+func (h *Handle) ID() uint64 { return h.id }
+
+// Wait waits until the call that h is the result of has ended on all ranks, and returns its
+// error: a RankError, or several joined, or why the session has failed. If ctx ends first,
+// the call goes on; the error names the ranks that have not answered.
+func (h *Handle) Wait(ctx context.Context) error { return h.made.wait(ctx) }
+
+// maxKills is how many handles a message gives up at most.
+const maxKills = 4096
+
+// handles are those of a session.
+type handles struct {
+	mu    sync.Mutex
+	live  map[uint64]bool
+	kills []uint64 // that ranks have not been told of yet
+}
+
+// owns refuses handles that do not name anything in s.
+func (s *Session) owns(h *Handle) error {
+	s.handles.mu.Lock()
+	defer s.handles.mu.Unlock()
+	switch {
+	case h == nil || h.s == nil:
+		return fmt.Errorf("%w: not a handle of a call", van.ErrInvalid)
+	case h.s != s:
+		return fmt.Errorf("%w: handle %d of another session", van.ErrInvalid, h.id)
+	case !s.handles.live[h.id]:
+		return fmt.Errorf("%w: handle %d was killed", van.ErrInvalid, h.id)
+	}
+	return nil
+}
+
+// add puts one in use.
+func (l *handles) add(id uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.live[id] = true
+}
+
+// killed are those that the next message gives up; told, that n of them were given up.
+func (l *handles) killed() []uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.kills[:min(len(l.kills), maxKills)]
+}
+
+func (l *handles) told(n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.kills = l.kills[n:]
 }

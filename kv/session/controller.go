@@ -25,7 +25,7 @@ func (s *Session) Call(ctx context.Context, name string, args ...any) (*Handle, 
 			continue
 		}
 		if err := s.owns(h); err != nil {
-			return nil, s.ranks.error("call", fmt.Errorf("%q: argument %d: %w", name, i, err))
+			return nil, wrong(s.node, "call", fmt.Errorf("%q: argument %d: %w", name, i, err))
 		}
 		if &values[0] == &args[0] {
 			values = slices.Clone(args)
@@ -45,6 +45,18 @@ func (s *Session) result(ctx context.Context, want int32, rank int, name string,
 	}
 	s.handles.add(c.handle)
 	return &Handle{s: s, id: c.handle, made: c}, nil
+}
+
+// ask makes a call and waits for its end.
+func (s *Session) ask(ctx context.Context, want int32, rank int, q request) (got answer, err error) {
+	c, err := s.send(ctx, want, rank, func(uint64) request { return q })
+	if err != nil {
+		return answer{}, err
+	}
+	if err = c.wait(ctx); err != nil {
+		return answer{}, err
+	}
+	return c.got, nil
 }
 
 // CopyTo keeps a value on rank 0. On others the handle has none until Set gives them one.
@@ -69,28 +81,19 @@ func (s *Session) Broadcast(ctx context.Context, h *Handle) (*Handle, error) {
 // Get returns what one rank has under h, after all calls before.
 func (s *Session) Get(ctx context.Context, h *Handle, rank int) (any, error) {
 	if err := s.names(h, rank); err != nil {
-		return nil, s.ranks.error("get", err)
+		return nil, wrong(s.node, "get", err)
 	}
-	c, err := s.send(ctx, wantGet, rank, func(uint64) request { return request{handle: h.id} })
-	if err == nil {
-		err = c.wait(ctx)
-	}
-	if err != nil {
-		return nil, err
-	}
-	return c.got.value, nil
+	got, err := s.ask(ctx, wantGet, rank, request{handle: h.id})
+	return got.value, err
 }
 
 // Set replaces what one rank has under h.
 func (s *Session) Set(ctx context.Context, h *Handle, rank int, value any) error {
 	if err := s.names(h, rank); err != nil {
-		return s.ranks.error("set", err)
+		return wrong(s.node, "set", err)
 	}
-	c, err := s.send(ctx, wantSet, rank, func(uint64) request { return request{handle: h.id, values: []any{value}} })
-	if err != nil {
-		return err
-	}
-	return c.wait(ctx)
+	_, err := s.ask(ctx, wantSet, rank, request{handle: h.id, values: []any{value}})
+	return err
 }
 
 func (s *Session) names(h *Handle, rank int) error {
@@ -103,16 +106,10 @@ func (s *Session) names(h *Handle, rank int) error {
 // Handles lists the handles under which a rank has a value, after all calls before.
 func (s *Session) Handles(ctx context.Context, rank int) ([]uint64, error) {
 	if rank < 0 || rank >= s.Ranks() {
-		return nil, s.ranks.error("handles", fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, s.Ranks()-1))
+		return nil, wrong(s.node, "handles", fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, s.Ranks()-1))
 	}
-	c, err := s.send(ctx, wantList, rank, plain)
-	if err == nil {
-		err = c.wait(ctx)
-	}
-	if err != nil {
-		return nil, err
-	}
-	return c.got.handles, nil
+	got, err := s.ask(ctx, wantList, rank, request{})
+	return got.handles, err
 }
 
 // Kill gives handles up: the ranks drop what they have under them before the next call. One
@@ -133,7 +130,7 @@ func (s *Session) Kill(handles ...*Handle) {
 // dropped. Its error joins those of calls that nobody has waited for.
 func (s *Session) Sync(ctx context.Context) error {
 	for len(s.handles.killed()) > 0 {
-		if _, err := s.send(ctx, wantNothing, everyRank, plain); err != nil {
+		if _, err := s.send(ctx, wantNothing, everyRank, func(uint64) request { return request{} }); err != nil {
 			return err
 		}
 	}
@@ -145,10 +142,7 @@ func (s *Session) Sync(ctx context.Context) error {
 func (s *Session) Shutdown(ctx context.Context) error {
 	err := s.Sync(ctx)
 	if s.Err() == nil {
-		c, e := s.send(ctx, wantStop, everyRank, plain)
-		if e == nil {
-			e = c.wait(ctx)
-		}
+		_, e := s.ask(ctx, wantStop, everyRank, request{})
 		if e == nil {
 			_ = s.calls.tellAtEnd(0) // their Serve has ended
 		}

@@ -59,7 +59,7 @@ func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, erro
 	s.ranks = &s.calls.ranks
 	slices.Sort(s.ranks.ids)
 	if err := s.begin(o); err != nil {
-		return nil, s.ranks.error("open", err)
+		return nil, wrong(s.node, "open", err)
 	}
 	s.watch = node.OnPeer(s.peer)
 	err := s.invite(ctx)
@@ -69,7 +69,7 @@ func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, erro
 	if err != nil {
 		s.fail(fmt.Errorf("not begun: %w", err))
 		s.Close()
-		return nil, s.ranks.error("open", err)
+		return nil, wrong(s.node, "open", err)
 	}
 	return s, nil
 }
@@ -252,8 +252,6 @@ func (s *Session) requested(c *call, err error) {
 	c.requested()
 }
 
-func plain(uint64) request { return request{} }
-
 // send makes the next call: of says what it asks for, by its number. Of one rank's call, the
 // others hear that it was there.
 func (s *Session) send(ctx context.Context, want int32, rank int, of func(seq uint64) request) (*call, error) {
@@ -277,14 +275,16 @@ func (s *Session) send(ctx context.Context, want int32, rank int, of func(seq ui
 		others, err = q.append(nil, wantNothing)
 	}
 	if err != nil {
-		return nil, s.ranks.error("call", err)
+		return nil, wrong(s.node, "call", err)
 	}
 	c.bytes = len(body) + (len(targets)-1)*len(others)
 	c.left.Store(int32(len(targets)))
 	if err := s.calls.add(c); err != nil {
 		return nil, err
 	}
-	s.handles.told(len(kills))
+	if len(kills) > 0 {
+		s.handles.told(len(kills))
+	}
 	over := kv.Done(func(err error) { s.requested(c, err) })
 	for i, to := range targets {
 		as, says := want, body
