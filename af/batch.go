@@ -1,5 +1,7 @@
 package af
 
+// Batches as handlers of a server have them, and the state behind them.
+
 import (
 	"cmp"
 	"encoding/binary"

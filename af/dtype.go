@@ -1,5 +1,7 @@
 package af
 
+// Element types.
+
 import "fmt"
 
 // Dtype is the element type of a tensor: PyTorch's at::ScalarType code, which is

@@ -1,5 +1,7 @@
 package af
 
+// Exchanges: tensors that were checked once, sent as often as wanted.
+
 import (
 	"errors"
 	"fmt"
@@ -27,11 +29,11 @@ type Exchange struct {
 	device     bool  // a tensor lies on the node's device
 	rows       int64 // that each tensor has, -1 if one has no dimensions
 
-	byStream atomic.Pointer[replayed] // nil before the first QueueStart
+	started  atomic.Bool            // a call is in flight, or not waited for; its batch clears it
+	byStream atomic.Pointer[rounds] // nil before the first QueueStart; stored under mu
 
-	mu      sync.Mutex
-	started bool // a call is in flight, or not waited for
-	closed  bool
+	mu     sync.Mutex // of closed, and the lists' elements
+	closed bool
 }
 
 // Prepare checks the lists and options of a PushPull, and returns an Exchange whose calls
@@ -40,13 +42,13 @@ type Exchange struct {
 func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Exchange, error) {
 	o, err := with(options{limit: w.timeout}, opts)
 	x := &Exchange{w: w, to: slices.Clone(o.to), defaults: options{stream: o.stream, limit: o.limit}}
-	b := w.take()
+	b := w.calls.take()
 	defer b.unref()
 	if err == nil {
 		err = b.address(o.to)
 	}
 	if err == nil {
-		x.device, err = w.check(push, pull, len(b.servers))
+		x.device, err = w.calls.check(push, pull, len(b.servers))
 	}
 	if err != nil {
 		return nil, &van.Error{Op: "prepare", Node: w.node.Name(), Err: err}
@@ -86,8 +88,8 @@ func (x *Exchange) Start(opts ...StartOption) (Call, error) {
 
 // next makes the batch of a Start, or of a round that a stream has started, and holds its
 // memory.
-func (x *Exchange) next(o options, r *replayed) (*batch, error) {
-	if err := x.w.mayLeaveOut(x.to); err != nil { // a server may have been replaced since
+func (x *Exchange) next(o options, r *rounds) (*batch, error) {
+	if err := x.w.calls.mayLeaveOut(x.to); err != nil { // a server may have been replaced since
 		return nil, err
 	}
 	x.mu.Lock()
@@ -95,12 +97,11 @@ func (x *Exchange) next(o options, r *replayed) (*batch, error) {
 	switch {
 	case x.closed:
 		return nil, fmt.Errorf("exchange of %s: %w", x.tensors(), van.ErrClosed)
-	case x.started:
+	case x.started.Swap(true):
 		return nil, fmt.Errorf("%w: exchange of %s: wait for its last call first", ErrStarted, x.tensors())
 	}
-	x.started = true
-	b := x.w.take()
-	b.x, b.byStream, b.servers = x, r, x.servers
+	b := x.w.calls.take()
+	b.started, b.byStream, b.servers = &x.started, r, x.servers
 	b.pushes = append(b.pushes[:0], x.push...)
 	b.pulls = append(b.pulls[:0], x.pull...)
 	if o.cut {
@@ -115,11 +116,14 @@ func (x *Exchange) next(o options, r *replayed) (*batch, error) {
 	return b, nil
 }
 
-// ready allows the next Start: the last call was waited for.
-func (x *Exchange) ready() {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	x.started = false
+// Check returns, once, why rounds that streams have started have failed, or nil: the first
+// of them, and how many more there were since the last Check. It may be called after Close,
+// and does not wait. Start, QueueStart and QueueWait do the same first.
+func (x *Exchange) Check() error {
+	if r := x.byStream.Load(); r != nil {
+		return r.check()
+	}
+	return nil
 }
 
 // Close gives the memory of the tensors back to its owners; a call in flight goes on and

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -419,6 +420,24 @@ func TestReplayCloseBehindABlockedDriver(t *testing.T) {
 	vantest.Fails(t, p.Check(), van.ErrClosed, "round 1")
 	d.mute.Store(true) // the worker's node may have left when an answer comes
 	close(block)
+}
+
+// TestReplaysFirstQueued: whoever comes second to an exchange that nobody has queued anything of yet finds it whole.
+func TestReplaysFirstQueued(t *testing.T) {
+	for range 20 {
+		d := startReplays(t, testcluster.InProc, 1)
+		x := d.prepare(t, 1, 8)
+		var all sync.WaitGroup
+		for s := range af.Stream(4) {
+			all.Go(func() {
+				if err := x.QueueWait(s, 0); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		all.Wait()
+		d.w.Close()
+	}
 }
 
 // TestReplayNeedsDevice: on host memory there are no streams.

@@ -1,5 +1,7 @@
 package af
 
+// What may be said beside the arguments of a call.
+
 import (
 	"fmt"
 	"slices"

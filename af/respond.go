@@ -1,5 +1,7 @@
 package af
 
+// Answers to batches.
+
 import (
 	"encoding/binary"
 	"errors"

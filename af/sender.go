@@ -1,5 +1,7 @@
 package af
 
+// What a server assembles of one worker's messages.
+
 import (
 	"fmt"
 	"slices"
@@ -30,13 +32,6 @@ type sender struct {
 // maxOpen bounds the batches that a worker may have begun and not ended, of which
 // the oldest is given up then, and its messages that are held.
 const maxOpen = 1024
-
-// takeOne takes one message and says when it makes no sense.
-func (x *sender) takeOne(msg *van.Message) {
-	if err := x.accept(msg); err != nil {
-		x.s.dropped(msg, err)
-	}
-}
 
 // accept adds msg to its batch and hands the batch on when it is complete.
 func (x *sender) accept(msg *van.Message) error {
@@ -85,7 +80,9 @@ func (x *sender) accept(msg *van.Message) error {
 	if complete {
 		instance := b.instance
 		s.handler(Batch{b, b.state.Load() >> 1})
-		flush(s.flusher, instance) // unless the answers have taken the acknowledgements along
+		if s.flusher != nil {
+			s.flusher.Flush(instance) // unless the answers have taken the acknowledgements along
+		}
 	}
 	return nil
 }
@@ -159,6 +156,9 @@ func (x *sender) hold(msg *van.Message, limit int) bool {
 // unhold returns a held message whose turn has come, or nil. The caller releases
 // it.
 func (x *sender) unhold() *van.Message {
+	if x.early.Load() == 0 {
+		return nil
+	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	for i, m := range x.held {
@@ -166,6 +166,7 @@ func (x *sender) unhold() *van.Message {
 			if b.last+1 == m.Timestamp && b.epoch == m.Epoch {
 				x.held = append(x.held[:i], x.held[i+1:]...)
 				x.heldBytes -= m.PayloadLen()
+				x.early.Add(-1)
 				return m
 			}
 		}

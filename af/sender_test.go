@@ -183,7 +183,7 @@ func TestWrongPullAnswers(t *testing.T) {
 	}
 	const p, q = 1, 2 // for each of two servers: a push, and two pulls
 	var room [2 * q][]byte
-	b := &batch{w: w, p: p, q: q}
+	b := &batch{c: &w.calls, p: p, q: q}
 	for i := range room {
 		room[i] = make([]byte, 8)
 		x, err := FromBytes(room[i], 0, 8)

@@ -1,5 +1,7 @@
 package af
 
+// Servers as programs see them, and which worker's a message is.
+
 import (
 	"errors"
 	"fmt"
@@ -147,15 +149,13 @@ func (s *Server) receive(msg *van.Message) {
 		return
 	}
 	x := s.senders[van.RankOf(msg.Sender)]
-	x.takeOne(msg)
-	for x.early.Load() > 0 {
-		next := x.unhold()
-		if next == nil {
-			return
+	for m := msg; m != nil; m = x.unhold() {
+		if err := x.accept(m); err != nil {
+			s.dropped(m, err)
 		}
-		x.early.Add(-1)
-		x.takeOne(next)
-		next.Release()
+		if m != msg {
+			m.Release()
+		}
 	}
 }
 

@@ -1,5 +1,7 @@
 package af
 
+// Tensors: memory with an element type and a shape.
+
 import (
 	"fmt"
 	"math"

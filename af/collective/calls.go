@@ -19,31 +19,31 @@ import (
 func (c *Comm) AllGather(out, in af.Tensor, on ...af.Stream) (Op, error) {
 	k := call{kind: allGather, dtype: in.Dtype(), root: -1, bytes: uint64(in.Len())}
 	n := in.Len()
-	device, err := c.home([]af.Tensor{out, in})
-	if err := c.check(k, err, same(&out, &in), size(&out, "out", n*c.Size())); err != nil {
+	device, err := c.b.home([]af.Tensor{out, in})
+	if err := c.b.check(k, err, same(&out, &in), size(&out, "out", n*c.Size())); err != nil {
 		return Op{}, err
 	}
-	own := out.Mem().Sub(c.self*n, n)
-	if err := c.check(k, apart("out", out.Mem(), "in", in.Mem(), own)); err != nil {
+	own := out.Mem().Sub(c.b.self*n, n)
+	if err := c.b.check(k, apart("out", out.Mem(), "in", in.Mem(), own)); err != nil {
 		return Op{}, err
 	}
 	return c.start(&plan{call: k, ask: share{mem: out.Mem(), by: 1, of: everybody}, give: share{mem: in.Mem(), of: everybody},
-		out: own, own: in.Mem(), device: device}, on)
+		result: result{own, in.Mem()}, device: device}, on)
 }
 
 // AllGatherV makes out[r] the tensor in of rank r, for all ranks. Sizes may differ from rank
 // to rank and be 0; out[r] has the size of what rank r gives.
 func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor, on ...af.Stream) (Op, error) {
 	k := call{kind: allGatherV, dtype: dtypeOf([]af.Tensor{in}, out), root: -1}
-	device, err := c.home(out, []af.Tensor{in})
-	if err := c.check(k, err, each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.self))); err != nil {
+	device, err := c.b.home(out, []af.Tensor{in})
+	if err := c.b.check(k, err, each(c.Size(), out, "out", k.dtype), each(1, []af.Tensor{in}, "in", k.dtype), size(&in, "in", lenAt(out, c.b.self))); err != nil {
 		return Op{}, err
 	}
-	if err := c.check(k, c.apartFrom(out, []af.Tensor{in}, 0)); err != nil {
+	if err := c.b.check(k, c.b.apartFrom(out, []af.Tensor{in}, 0)); err != nil {
 		return Op{}, err
 	}
 	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{mem: in.Mem(), of: everybody},
-		out: out[c.self].Mem(), own: in.Mem(), device: device}, on)
+		result: result{out[c.b.self].Mem(), in.Mem()}, device: device}, on)
 }
 
 // AllToAll gives in[r] to rank r and makes out[r] what rank r gives this one, for all ranks.
@@ -51,28 +51,28 @@ func (c *Comm) AllGatherV(out []af.Tensor, in af.Tensor, on ...af.Stream) (Op, e
 // its own.
 func (c *Comm) AllToAll(out, in []af.Tensor, on ...af.Stream) (Op, error) {
 	k := call{kind: allToAll, dtype: dtypeOf(in, out), root: -1}
-	device, err := c.home(out, in)
-	if err := c.check(k, err, each(c.Size(), in, "in", k.dtype), each(c.Size(), out, "out", k.dtype)); err != nil {
+	device, err := c.b.home(out, in)
+	if err := c.b.check(k, err, each(c.Size(), in, "in", k.dtype), each(c.Size(), out, "out", k.dtype)); err != nil {
 		return Op{}, err
 	}
-	if n, own := in[c.self].Len(), out[c.self].Len(); n != own {
-		return Op{}, c.check(k, fmt.Errorf("%w: this rank gives itself %d bytes and wants %d", van.ErrInvalid, n, own))
+	if n, own := in[c.b.self].Len(), out[c.b.self].Len(); n != own {
+		return Op{}, c.b.check(k, fmt.Errorf("%w: this rank gives itself %d bytes and wants %d", van.ErrInvalid, n, own))
 	}
-	if err := c.check(k, c.apartFrom(out, in, c.self)); err != nil {
+	if err := c.b.check(k, c.b.apartFrom(out, in, c.b.self)); err != nil {
 		return Op{}, err
 	}
 	return c.start(&plan{call: k, ask: share{list: out, of: everybody}, give: share{list: in, of: everybody},
-		out: out[c.self].Mem(), own: in[c.self].Mem(), device: device}, on)
+		result: result{out[c.b.self].Mem(), in[c.b.self].Mem()}, device: device}, on)
 }
 
 // Broadcast makes t on all ranks what it is on rank root.
 func (c *Comm) Broadcast(t af.Tensor, root int, on ...af.Stream) (Op, error) {
 	k := call{kind: broadcast, dtype: t.Dtype(), root: int32(root), bytes: uint64(t.Len())}
-	device, err := c.home([]af.Tensor{t})
-	if err := c.check(k, c.rooted(root), err); err != nil {
+	device, err := c.b.home([]af.Tensor{t})
+	if err := c.b.check(k, c.b.rooted(root), err); err != nil {
 		return Op{}, err
 	}
-	return c.start(&plan{call: k, ask: share{mem: t.Mem(), of: root}, give: share{mem: t.Mem(), of: c.ifRoot(root)}, device: device}, on)
+	return c.start(&plan{call: k, ask: share{mem: t.Mem(), of: root}, give: share{mem: t.Mem(), of: c.b.ifRoot(root)}, device: device}, on)
 }
 
 // Gather makes out, on rank root, the tensors in of all ranks, in the order of ranks. Others
@@ -92,29 +92,29 @@ func (c *Comm) parts(kind kind, whole, part af.Tensor, root int, on []af.Stream)
 	k := call{kind: kind, dtype: part.Dtype(), root: int32(root), bytes: uint64(part.Len())}
 	n := part.Len()
 	both := []af.Tensor{part, whole}
-	if c.self != root {
+	if c.b.self != root {
 		both = both[:1]
 	}
-	device, err := c.home(both)
-	checks, name, other := []error{c.rooted(root), err}, "out", "in"
+	device, err := c.b.home(both)
+	checks, name, other := []error{c.b.rooted(root), err}, "out", "in"
 	if kind == scatter {
 		name, other = other, name
 	}
-	if c.self == root {
+	if c.b.self == root {
 		checks = append(checks, same(&whole, &part), size(&whole, name, n*c.Size()))
 	}
-	if err := c.check(k, checks...); err != nil {
+	if err := c.b.check(k, checks...); err != nil {
 		return Op{}, err
 	}
-	p := plan{call: k, ask: share{mem: whole.Mem(), by: 1, of: c.ifRoot(root)}, give: share{mem: part.Mem(), of: root}, device: device}
-	if c.self == root {
-		p.out, p.own = whole.Mem().Sub(c.self*n, n), part.Mem()
-		if err := c.check(k, apart(name, whole.Mem(), other, part.Mem(), p.out)); err != nil {
+	p := plan{call: k, ask: share{mem: whole.Mem(), by: 1, of: c.b.ifRoot(root)}, give: share{mem: part.Mem(), of: root}, device: device}
+	if c.b.self == root {
+		p.result = result{whole.Mem().Sub(c.b.self*n, n), part.Mem()}
+		if err := c.b.check(k, apart(name, whole.Mem(), other, part.Mem(), p.result.out)); err != nil {
 			return Op{}, err
 		}
 	}
 	if kind == scatter {
-		p.ask, p.give, p.out, p.own = p.give, p.ask, p.own, p.out
+		p.ask, p.give, p.result = p.give, p.ask, result{p.result.own, p.result.out}
 	}
 	return c.start(&p, on)
 }
@@ -122,7 +122,7 @@ func (c *Comm) parts(kind kind, whole, part af.Tensor, root int, on []af.Stream)
 // Barrier waits until all ranks have called it.
 func (c *Comm) Barrier(ctx context.Context) error {
 	k := call{kind: barrier, root: -1}
-	if err := c.check(k); err != nil {
+	if err := c.b.check(k); err != nil {
 		return err
 	}
 	op, err := c.start(&plan{call: k, ask: share{of: everybody}, give: share{of: everybody}}, nil)
@@ -139,15 +139,15 @@ func (c *Comm) ReduceScatter(out, in af.Tensor, r Reduction) (Op, error) {
 	k := call{kind: reduceScatter, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
 	f, err := folderFor(out.Dtype(), r)
 	n := out.Len()
-	if err := c.check(k, onHost(&out), onHost(&in), err, same(&out, &in), size(&in, "in", n*c.Size()), aligned(&out), aligned(&in)); err != nil {
+	if err := c.b.check(k, onHost(&out), onHost(&in), err, same(&out, &in), size(&in, "in", n*c.Size()), aligned(&out), aligned(&in)); err != nil {
 		return Op{}, err
 	}
 	give := share{mem: in.Mem(), by: k.dtype.Size(), of: everybody}
-	own, _ := give.part(c.self, c.Size())
-	if err := c.check(k, apart("in", in.Mem(), "out", out.Mem(), own)); err != nil {
+	own, _ := give.part(c.b.self, c.Size())
+	if err := c.b.check(k, apart("in", in.Mem(), "out", out.Mem(), own)); err != nil {
 		return Op{}, err
 	}
-	return c.start(&plan{call: k, give: give, fold: f, out: out.Mem(), own: own}, nil)
+	return c.start(&plan{call: k, give: give, fold: f, result: result{out.Mem(), own}}, nil)
 }
 
 // reduceWhole is the size in bytes below which AllReduce moves whole tensors: one exchange
@@ -159,11 +159,11 @@ const reduceWhole = 64 << 10
 func (c *Comm) AllReduce(out, in af.Tensor, r Reduction) (Op, error) {
 	k := call{kind: allReduce, reduction: r, dtype: out.Dtype(), root: -1, bytes: uint64(out.Len())}
 	f, err := folderFor(out.Dtype(), r)
-	if err := c.check(k, onHost(&out), onHost(&in), err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in), apart("in", in.Mem(), "out", out.Mem(), in.Mem())); err != nil {
+	if err := c.b.check(k, onHost(&out), onHost(&in), err, same(&out, &in), size(&in, "in", out.Len()), aligned(&out), aligned(&in), apart("in", in.Mem(), "out", out.Mem(), in.Mem())); err != nil {
 		return Op{}, err
 	}
 	if in.Len() < reduceWhole {
-		return c.start(&plan{call: k, give: share{mem: in.Mem(), of: everybody}, fold: f, out: out.Mem(), own: in.Mem()}, nil)
+		return c.start(&plan{call: k, give: share{mem: in.Mem(), of: everybody}, fold: f, result: result{out.Mem(), in.Mem()}}, nil)
 	}
 	return c.reduceInParts(k, f, out, in)
 }
@@ -173,15 +173,15 @@ func (c *Comm) reduceInParts(k call, f folder, out, in af.Tensor) (Op, error) {
 	whole := share{mem: in.Mem(), of: everybody}
 	give, ask := whole, share{mem: out.Mem(), by: k.dtype.Size(), of: everybody}
 	give.by = ask.by
-	from, _ := give.part(c.self, c.Size())
-	to, _ := ask.part(c.self, c.Size())
-	o1, h, err := c.reserveTwo(&plan{call: k, give: give, fold: f, out: to, own: from},
+	from, _ := give.part(c.b.self, c.Size())
+	to, _ := ask.part(c.b.self, c.Size())
+	o1, h, err := c.reserveTwo(&plan{call: k, give: give, fold: f, result: result{to, from}},
 		&plan{call: k, ask: ask, give: share{mem: to, of: everybody}})
 	if err != nil {
 		return Op{}, err
 	}
-	c.begin(o1)
-	c.unref(o1)
+	o1.begin()
+	c.flight.unref(o1)
 	return h, nil
 }
 
@@ -190,29 +190,29 @@ func (c *Comm) reduceInParts(k call, f folder, out, in af.Tensor) (Op, error) {
 func (c *Comm) reserveTwo(a, b *plan) (*op, Op, error) {
 	c.pair.Lock()
 	defer c.pair.Unlock()
-	c.mu.Lock()
-	full := c.window[(c.next+1)%maxInFlight] != nil
-	c.mu.Unlock()
+	c.b.mu.Lock()
+	full := c.flight.window[(c.flight.next+1)%maxInFlight] != nil
+	c.b.mu.Unlock()
 	if full {
-		return nil, Op{}, c.full(kinds[a.call.kind])
+		return nil, Op{}, c.flight.full(kinds[a.call.kind])
 	}
-	o1, err := c.reserve(a)
+	o1, err := c.flight.reserve(a)
 	if err != nil {
 		return nil, Op{}, err
 	}
-	o2, err := c.reserve(b)
+	o2, err := c.flight.reserve(b)
 	if err != nil { // it has failed meanwhile, or a rank has left
-		c.fail(err) // which ends o1
+		c.b.fail(err) // which ends o1
 		return nil, Op{}, err
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	c.b.mu.Lock()
+	defer c.b.mu.Unlock()
 	o1.refs++
 	h := Op{o2, o2.gen}
 	if o1.ended { // nothing begins o2, which has ended as well
 		return o1, h, nil
 	}
-	o1.next = o2
+	o1.folding.next = o2
 	o2.refs++
 	return o1, h, nil
 }
@@ -223,43 +223,41 @@ func (c *Comm) start(p *plan, on []af.Stream) (Op, error) {
 	if p.device {
 		return c.startBehind(p, on)
 	}
-	if p.fold == nil && toCopy(p.out, p.own) {
-		if err := c.check(p.call, c.node.Backend().Copy(p.out, p.own)); err != nil {
+	if p.fold == nil && p.result.toCopy() {
+		if err := c.b.check(p.call, c.b.node.Backend().Copy(p.result.out, p.result.own)); err != nil {
 			return Op{}, err
 		}
 	}
 	c.pair.Lock()
-	o, err := c.reserve(p)
+	o, err := c.flight.reserve(p)
 	c.pair.Unlock()
 	if err != nil {
 		return Op{}, err
 	}
 	h := Op{o, o.gen}
-	c.begin(o)
+	o.begin()
 	return h, nil
 }
 
 // ifRoot is everybody on the root, and nobody elsewhere.
-func (c *Comm) ifRoot(root int) int {
-	if c.self == root {
+func (b *base) ifRoot(root int) int {
+	if b.self == root {
 		return everybody
 	}
 	return nobody
 }
 
-// check refuses a call that makes no sense here, before anything is sent.
-func (c *Comm) check(k call, errs ...error) error {
-	for _, err := range errs {
-		if err != nil {
-			return c.refused(kinds[k.kind], err)
-		}
+func (b *base) rooted(root int) error {
+	if root < 0 || root >= len(b.ids) {
+		return fmt.Errorf("%w: root %d, want 0 to %d", van.ErrInvalid, root, len(b.ids)-1)
 	}
 	return nil
 }
 
-func (c *Comm) rooted(root int) error {
-	if root < 0 || root >= c.Size() {
-		return fmt.Errorf("%w: root %d, want 0 to %d", van.ErrInvalid, root, c.Size()-1)
+// aligned refuses a tensor whose elements lie at odd addresses.
+func aligned(t *af.Tensor) error {
+	if size := t.Dtype().Size(); t.Len() > 0 && t.Mem().Addr()%uint64(size) != 0 {
+		return fmt.Errorf("%w: %s at address %#x, want a multiple of %d", van.ErrInvalid, nameOf(t), t.Mem().Addr(), size)
 	}
 	return nil
 }
@@ -285,18 +283,18 @@ func apart(aName string, a backend.Mem, bName string, b, may backend.Mem) error 
 
 // apartFrom refuses tensors out that share bytes, and tensors in of which one shares bytes with one of
 // out; in[own] may be this rank's of out.
-func (c *Comm) apartFrom(out, in []af.Tensor, own int) error {
+func (b *base) apartFrom(out, in []af.Tensor, own int) error {
 	if err := disjoint(out); err != nil {
 		return err
 	}
-	a, b := bounds(out), bounds(in)
-	if a[1] <= b[0] || b[1] <= a[0] {
+	x, y := bounds(out), bounds(in)
+	if x[1] <= y[0] || y[1] <= x[0] {
 		return nil // two buffers, as most calls have
 	}
 	for i := range in {
 		may := backend.Mem{}
 		if i == own {
-			may = out[c.self].Mem()
+			may = out[b.self].Mem()
 		}
 		for r := range out {
 			if err := apart("a part of out", out[r].Mem(), "in", in[i].Mem(), may); err != nil {
@@ -342,7 +340,7 @@ func bounds(l []af.Tensor) [2]uint64 {
 
 // home tells whether the tensors of a call lie on the node's device. All must, or none; it does not matter
 // where those without bytes are.
-func (c *Comm) home(lists ...[]af.Tensor) (device bool, err error) {
+func (b *base) home(lists ...[]af.Tensor) (device bool, err error) {
 	var first *af.Tensor
 	for _, l := range lists {
 		for i := range l {
@@ -351,7 +349,7 @@ func (c *Comm) home(lists ...[]af.Tensor) (device bool, err error) {
 			if t.Len() == 0 {
 				continue
 			}
-			if err := backend.CheckDevice(c.node.Backend(), m); err != nil {
+			if err := backend.CheckDevice(b.node.Backend(), m); err != nil {
 				return false, fmt.Errorf("%w: %w", van.ErrInvalid, err)
 			}
 			if first == nil {

@@ -8,13 +8,33 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/streamqueue"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
+
+// copies are what a communicator has of the device: calls that wait for it, and copies of own parts in a stream of the
+// communicator's. Nothing is before these that they would wait for, and when one is over is known also when its call has failed.
+type copies struct {
+	b     *base
+	queue *streamqueue.Queue
+
+	mu     sync.Mutex // of what follows; held until the stream is not used any more: Close frees it
+	stream uintptr    // 0 before the first
+	none   bool       // there are no more of them
+}
+
+// deviceCopy is what a call with tensors on the device has to do there.
+type deviceCopy struct {
+	is     bool          // the tensors are there
+	copied backend.Event // of the copy of own into out; nil when there is nothing to wait for
+	err    error         // of that copy
+}
 
 // startBehind makes one call, which begins when the work that is in the stream now is done.
 func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
@@ -23,17 +43,17 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 		stream = uintptr(on[0])
 	}
 	if len(on) > 1 {
-		return Op{}, c.check(p.call, fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on)))
+		return Op{}, c.b.check(p.call, fmt.Errorf("%w: %d streams, want one", van.ErrInvalid, len(on)))
 	}
-	ready, err := c.queue.Mark(stream)
+	ready, err := c.flight.copies.queue.Mark(stream)
 	var o *op
-	if err = c.check(p.call, err); err == nil {
+	if err = c.b.check(p.call, err); err == nil {
 		c.pair.Lock()
-		o, err = c.reserve(p)
+		o, err = c.flight.reserve(p)
 		c.pair.Unlock()
 	}
 	if err != nil {
-		c.queue.Unmark(ready)
+		c.flight.copies.queue.Unmark(ready)
 		return Op{}, err
 	}
 	h := Op{o, o.gen}
@@ -42,10 +62,10 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 		return h, nil
 	}
 	o.retain()
-	c.mu.Lock()
+	c.b.mu.Lock()
 	o.refs++
-	c.mu.Unlock()
-	if !c.queue.Add(o, ready) {
+	c.b.mu.Unlock()
+	if !c.flight.copies.queue.Add(o, ready) {
 		o.SendNow(van.ErrClosed)
 	}
 	return h, nil
@@ -53,64 +73,63 @@ func (c *Comm) startBehind(p *plan, on []af.Stream) (Op, error) {
 
 // launch begins the call and, while the others are asked, has the device copy this rank's own part.
 func (o *op) launch() {
-	c := o.c
-	c.mu.Lock()
+	o.b.mu.Lock()
 	ended := o.ended
 	if !ended {
 		o.busy++ // Wait does not return before the copy is known
 	}
-	c.mu.Unlock()
+	o.b.mu.Unlock()
 	if ended {
 		return
 	}
-	c.begin(o)
-	if toCopy(o.out, o.own) {
-		if err := o.copyOwn(); err != nil {
-			o.copyErr = &van.Error{Op: kinds[o.call.kind], Node: c.node.Name(), Detail: "copy of this rank's own part", Err: err}
-			c.fail(o.copyErr)
+	o.begin()
+	if o.result.toCopy() {
+		var err error
+		if o.device.copied, err = o.l.copies.begin(o.result); err != nil {
+			o.device.err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: "copy of this rank's own part", Err: err}
+			o.b.fail(o.device.err)
 		}
 	}
 	o.rest()
 }
 
-// copyOwn begins the copy, in a stream of the communicator's: nothing is before it that it would wait for, and
-// when it is over is known also when the call has failed.
-func (o *op) copyOwn() error {
-	c := o.c
-	b := c.node.Backend()
+// begin begins a copy. It returns an event of its end, or nil when there is nothing to wait for.
+func (l *copies) begin(r result) (backend.Event, error) {
+	b := l.b.node.Backend()
 	a, ok := b.(backend.AsyncCopier)
 	if !ok {
-		return b.Copy(o.out, o.own) // which waits
+		return nil, b.Copy(r.out, r.own) // which waits
 	}
-	c.copiesMu.Lock() // until the stream is not used any more: Close frees it
-	defer c.copiesMu.Unlock()
-	if c.noCopies {
-		return van.ErrClosed
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.none {
+		return nil, van.ErrClosed
 	}
 	var err error
-	if c.copies == 0 {
-		if c.copies, err = a.NewStream(); err != nil {
-			return err
+	if l.stream == 0 {
+		if l.stream, err = a.NewStream(); err != nil {
+			return nil, err
 		}
 	}
-	if err = a.CopyAsync(o.out, o.own, c.copies); err != nil {
-		return err
+	if err = a.CopyAsync(r.out, r.own, l.stream); err != nil {
+		return nil, err
 	}
-	if o.copied, err = c.queue.Mark(c.copies); err != nil {
-		return b.Copy(o.out, o.own)
+	end, err := l.queue.Mark(l.stream)
+	if err != nil {
+		return nil, b.Copy(r.out, r.own)
 	}
-	return nil
+	return end, nil
 }
 
-// endDevice ends what the communicator has of the device. What is in its stream still runs.
-func (c *Comm) endDevice() {
-	c.queue.Close()
-	c.copiesMu.Lock()
-	defer c.copiesMu.Unlock()
-	c.noCopies = true
-	if c.copies != 0 {
-		_ = c.node.Backend().(backend.AsyncCopier).FreeStream(c.copies) // of a device that has failed, perhaps
-		c.copies = 0
+// close ends what the communicator has of the device. What is in its stream still runs.
+func (l *copies) close() {
+	l.queue.Close()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.none = true
+	if l.stream != 0 {
+		_ = l.b.node.Backend().(backend.AsyncCopier).FreeStream(l.stream) // of a device that has failed, perhaps
+		l.stream = 0
 	}
 }
 
@@ -120,20 +139,20 @@ const copyLimit = 10 * time.Second
 // endCopy waits until the device has copied this rank's own part, also when the call has failed with err: the
 // memory is the caller's when Wait returns.
 func (o *op) endCopy(err error) error {
-	err = cmp.Or(o.copyErr, err)
-	if o.copied == nil {
+	err = cmp.Or(o.device.err, err)
+	if o.device.copied == nil {
 		return err
 	}
-	if done, failed := o.copied.Query(); done && failed == nil {
+	if done, failed := o.device.copied.Query(); done && failed == nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), copyLimit, van.ErrTimeout)
 	defer cancel()
 	begun := clock.Now()
-	if failed := o.copied.Sync(ctx); failed != nil {
-		late := &van.Error{Op: kinds[o.call.kind], Node: o.c.node.Name(), Detail: "copy of this rank's own part, which may still be written",
+	if failed := o.device.copied.Sync(ctx); failed != nil {
+		late := &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: "copy of this rank's own part, which may still be written",
 			Elapsed: time.Duration(clock.Now() - begun), Limit: copyLimit, Err: timeout(failed)}
-		o.c.fail(late)
+		o.b.fail(late)
 		err = errors.Join(err, late)
 	}
 	return err
@@ -141,25 +160,22 @@ func (o *op) endCopy(err error) error {
 
 // Dead implements streamqueue.Entry.
 func (o *op) Dead() bool {
-	o.c.mu.Lock()
-	defer o.c.mu.Unlock()
+	o.b.mu.Lock()
+	defer o.b.mu.Unlock()
 	return o.ended
 }
 
 // SendNow implements streamqueue.Entry: it begins the call.
 func (o *op) SendNow(err error) {
-	c := o.c
 	switch {
 	case err == nil:
 		o.launch()
 	case !o.Dead(): // which would be why
-		err = &van.Error{Op: kinds[o.call.kind], Node: c.node.Name(), Err: err}
-		c.fail(err)
+		err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Err: err}
+		o.b.fail(err)
 		o.end(err)
 	}
-	for i := range o.into {
-		o.into[i].Release()
-	}
+	release(o.wants.into)
 	o.release()
-	c.unref(o)
+	o.l.unref(o)
 }

@@ -242,7 +242,7 @@ func TestNoCopyBehindClose(t *testing.T) {
 	all, at := onDevices(t, testcluster.Options{}, 2)
 	onAll(t, 2, func(r int) error { return wait(all[r].AllGather(at[r].zeros(200), at[r].zeros(100))) })
 	for _, c := range all {
-		c.endDevice()
+		c.flight.copies.close()
 	}
 	for r, err := range every(2, func(r int) error { return wait(all[r].AllGather(at[r].zeros(200), at[r].zeros(100), af.Complete)) }) {
 		if err == nil {
@@ -258,7 +258,7 @@ func TestNoCopyBehindClose(t *testing.T) {
 func TestDeviceCloses(t *testing.T) {
 	for name, end := range map[string]func(*Comm) error{
 		"communicator": func(c *Comm) error { return c.Close(context.Background()) },
-		"node":         func(c *Comm) error { c.node.Close(); return nil },
+		"node":         func(c *Comm) error { c.b.node.Close(); return nil },
 	} {
 		t.Run(name, func(t *testing.T) {
 			all, at := onDevices(t, testcluster.Options{}, 2)

@@ -18,22 +18,28 @@ type Layer struct{ *Comm }
 func (c *Comm) Layer() Layer { return Layer{c} }
 
 // App is the node.
-func (l Layer) App() postoffice.App { return l.node }
+func (l Layer) App() postoffice.App { return l.b.node }
 
 // ID is Options.ID.
-func (l Layer) ID() int { return l.id }
+func (l Layer) ID() int { return l.b.id }
 
 // NodeIDs are the node ids of the ranks, ascending. They must not be changed.
-func (l Layer) NodeIDs() []int { return l.ids }
+func (l Layer) NodeIDs() []int { return l.b.ids }
 
 // Name names a rank and its node, for errors.
-func (l Layer) Name(rank int) string { return l.name(rank) }
+func (l Layer) Name(rank int) string { return l.b.name(rank) }
 
 // Limit is how long a wait with ctx may take, 0 for no limit.
-func (l Layer) Limit(ctx context.Context) time.Duration { return l.limit(ctx) }
+func (l Layer) Limit(ctx context.Context) time.Duration { return l.b.limit(ctx) }
 
 // Fail makes the communicator fail on all ranks.
-func (l Layer) Fail(err error) { l.fail(err) }
+func (l Layer) Fail(err error) { l.b.fail(err) }
+
+// tenants are what lasts until a communicator fails. All is guarded by base.mu.
+type tenants struct {
+	all     []*Tenant // replaced, never changed
+	entered uint32    // how many there have been in this epoch
+}
 
 // Tenant is something that lasts as long as a communicator does not fail.
 type Tenant struct {
@@ -49,22 +55,23 @@ type Tenant struct {
 // it fails or is closed, and with the rank that has closed its end; any goroutine may call
 // it, and it must not block.
 func (l Layer) Enter(op string, changed func(rank int, err error)) (*Tenant, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, err := range []error{l.err, l.left} {
+	b := &l.b
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, err := range []error{b.err, b.left} {
 		if err != nil {
-			return nil, l.failed(op, err)
+			return nil, b.failed(op, err)
 		}
 	}
-	t := &Tenant{l.Comm, changed, l.epoch, l.entered}
-	l.entered++
-	l.tenants = append(l.tenants, t)
+	t := &Tenant{l.Comm, changed, b.epoch, l.tenants.entered}
+	l.tenants.entered++
+	l.tenants.all = append(l.tenants.all, t)
 	return t, nil
 }
 
 // Leave ends it: changed is not called any more, but for calls that are under way.
 func (t *Tenant) Leave() {
-	t.c.mu.Lock()
-	defer t.c.mu.Unlock()
-	t.c.tenants = slices.DeleteFunc(slices.Clone(t.c.tenants), func(x *Tenant) bool { return x == t })
+	t.c.b.mu.Lock()
+	defer t.c.b.mu.Unlock()
+	t.c.tenants.all = slices.DeleteFunc(slices.Clone(t.c.tenants.all), func(x *Tenant) bool { return x == t })
 }

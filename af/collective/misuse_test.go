@@ -124,16 +124,16 @@ func TestAskedAgain(t *testing.T) {
 				t.Fatal(err)
 			}
 			for kept := false; early && r == 1 && !kept; runtime.Gosched() {
-				c.mu.Lock()
-				kept = c.asked[1][seq].kept
-				c.mu.Unlock()
+				c.b.mu.Lock()
+				kept = c.flight.asked[1][seq].kept
+				c.b.mu.Unlock()
 			}
 		}
 		onAll(t, 2, func(r int) error { return ops[r].Wait(t.Context()) })
 		m := &van.Message{}
 		m.Reset()
-		m.Sender, m.Request, m.Key, m.ValLen = c.ids[1], true, partKey(uint32(seq), 1), 8
-		m.Body = call{kind: broadcast, dtype: af.Uint8, bytes: 8}.appendAsk(nil, c.epoch)
+		m.Sender, m.Request, m.Key, m.ValLen = c.b.ids[1], true, partKey(uint32(seq), 1), 8
+		m.Body = call{kind: broadcast, dtype: af.Uint8, bytes: 8}.appendAsk(nil, c.b.epoch)
 		if err := c.handle(m); !errors.Is(err, van.ErrMalformed) || !strings.Contains(err.Error(), "asked twice") {
 			t.Errorf("call %d: %v, want that it is asked for twice", seq, err)
 		}
@@ -146,9 +146,9 @@ func TestAskedAgain(t *testing.T) {
 func TestAskFromBeforeRebuild(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	c := all[0]
-	c.mu.Lock()
-	before := c.epoch
-	c.mu.Unlock()
+	c.b.mu.Lock()
+	before := c.b.epoch
+	c.b.mu.Unlock()
 	onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
 	var ops [2]Op
 	var err error
@@ -157,14 +157,14 @@ func TestAskFromBeforeRebuild(t *testing.T) {
 	}
 	m := &van.Message{}
 	m.Reset()
-	m.Sender, m.Request, m.Key, m.ValLen = c.ids[1], true, partKey(0, 1), 3
+	m.Sender, m.Request, m.Key, m.ValLen = c.b.ids[1], true, partKey(0, 1), 3
 	m.Body = call{kind: broadcast, dtype: af.Uint8, bytes: 3}.appendAsk(nil, before)
 	if err := c.handle(m); err != nil {
 		t.Errorf("%v, want that it is answered with a refusal", err)
 	}
-	c.mu.Lock()
-	state := ops[0].o.takes[1].state
-	c.mu.Unlock()
+	c.b.mu.Lock()
+	state := ops[0].o.gives.takes[1].state
+	c.b.mu.Unlock()
 	if state != awaited {
 		t.Fatalf("rank 1 counts as one that has taken its part (%d)", state)
 	}
@@ -338,11 +338,11 @@ func TestFailsWhileReducing(t *testing.T) {
 	<-reduces
 	boom := errors.New("boom")
 	all[0].fail(boom)
-	all[0].mu.Lock()
-	if ops[0].o.told {
+	all[0].b.mu.Lock()
+	if ops[0].o.waiter.told {
 		t.Error("the call has ended while its result is written to")
 	}
-	all[0].mu.Unlock()
+	all[0].b.mu.Unlock()
 	close(goOn)
 	if err := <-waited; !errors.Is(err, boom) {
 		t.Error(err)

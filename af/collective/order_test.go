@@ -85,7 +85,7 @@ func TestOrderPolicy(t *testing.T) {
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
 	for r := range n {
-		for all[r].node.Order(app) != "ring" {
+		for all[r].b.node.Order(app) != "ring" {
 			select {
 			case <-tick.C:
 			case <-ctx.Done():

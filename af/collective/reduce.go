@@ -64,14 +64,6 @@ func elements[T any](m backend.Mem) []T {
 	return unsafe.Slice((*T)(m.Ptr()), m.Len()/int(unsafe.Sizeof(z)))
 }
 
-// aligned refuses a tensor whose elements lie at odd addresses.
-func aligned(t *af.Tensor) error {
-	if size := t.Dtype().Size(); t.Len() > 0 && t.Mem().Addr()%uint64(size) != 0 {
-		return fmt.Errorf("%w: %s at address %#x, want a multiple of %d", van.ErrInvalid, nameOf(t), t.Mem().Addr(), size)
-	}
-	return nil
-}
-
 type number interface {
 	int8 | int16 | int32 | int64 | uint8 | uint16 | uint32 | uint64 | float32 | float64
 }

@@ -18,7 +18,7 @@ import (
 // what sums of halves are.
 func TestSums(t *testing.T) {
 	room := make([]byte, 4096) // addresses are told from its beginning
-	base := backend.Bytes(room)
+	all := backend.Bytes(room)
 	sums.Check(t, "wire", 30, func(rng *rand.Rand, w io.Writer) {
 		k := call{kind: kind(1 + rng.IntN(int(lastKind))), reduction: Reduction(rng.IntN(int(lastReduction) + 1)), dtype: af.Dtype(rng.IntN(50)), root: int32(rng.IntN(5) - 1), bytes: sums.Edge(rng, 64)}
 		h := hello{sums.Edge(rng, 5), 6, 7, 3}
@@ -45,13 +45,13 @@ func TestSums(t *testing.T) {
 
 			mem := func() backend.Mem {
 				from := rng.IntN(200)
-				return base.Sub(from, rng.IntN(40))
+				return all.Sub(from, rng.IntN(40))
 			}
 			s := share{mem: mem(), by: rng.IntN(5), of: rng.IntN(6) - 2}
 			n := 1 + rng.IntN(5)
 			m, any := s.part(rng.IntN(n), n)
 			if any && m.Len() > 0 {
-				fmt.Fprintln(w, m.Addr()-base.Addr(), m.Len())
+				fmt.Fprintln(w, m.Addr()-all.Addr(), m.Len())
 			}
 			fmt.Fprintln(w, any, m.Len())
 			a, x, may := mem(), mem(), mem()
@@ -64,10 +64,10 @@ func TestSums(t *testing.T) {
 				for _, of := range []*[]af.Tensor{&l, &in} {
 					m := mem()
 					if rng.IntN(3) > 0 { // apart, mostly
-						m = base.Sub(300+40*len(*of), m.Len())
+						m = all.Sub(300+40*len(*of), m.Len())
 					}
 					if of == &in && rng.IntN(2) == 0 {
-						m = base.Sub(1000+40*len(*of), m.Len())
+						m = all.Sub(1000+40*len(*of), m.Len())
 					}
 					x, err := af.New(m, af.Uint8, int64(m.Len()))
 					if err != nil {
@@ -76,9 +76,9 @@ func TestSums(t *testing.T) {
 					*of = append(*of, x)
 				}
 			}
-			comm := &Comm{ids: make([]int, n), self: rng.IntN(n)}
+			comm := &base{ids: make([]int, n), self: rng.IntN(n)}
 			fmt.Fprintln(w, disjoint(l) == nil, comm.apartFrom(l, in, rng.IntN(n)) == nil, comm.apartFrom(l, l, comm.self) == nil)
-			fmt.Fprintln(w, each(n, l, "x", dtypeOf(l)) == nil, each(n+1, l, "x", af.Uint8) == nil, lenAt(l, n), lenAt(l, n-1), toCopy(l[0].Mem(), in[0].Mem()), toCopy(l[0].Mem(), l[0].Mem()))
+			fmt.Fprintln(w, each(n, l, "x", dtypeOf(l)) == nil, each(n+1, l, "x", af.Uint8) == nil, lenAt(l, n), lenAt(l, n-1), (&result{l[0].Mem(), in[0].Mem()}).toCopy(), (&result{l[0].Mem(), l[0].Mem()}).toCopy())
 
 			f := math.Float32frombits(rng.Uint32())
 			if rng.IntN(2) == 0 {
@@ -100,7 +100,7 @@ func TestFoldModel(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		o := &op{c: &Comm{ids: make([]int, ranks), self: rng.IntN(ranks)}, fold: f, room: make([]uint64, (ranks*n*4+7)/8)}
+		self, o := rng.IntN(ranks), &folding{by: f, room: make([]uint64, (ranks*n*4+7)/8)}
 		parts := make([][]int32, ranks)
 		for i := range parts {
 			for range n {
@@ -109,16 +109,16 @@ func TestFoldModel(t *testing.T) {
 		}
 		room := elements[int32](backend.Slice(o.room).Sub(0, ranks*n*4))
 		for i := range parts {
-			if i != o.c.self {
+			if i != self {
 				copy(room[i*n:], parts[i])
 			}
 		}
-		own, out := append([]int32(nil), parts[o.c.self]...), make([]int32, n)
-		o.own, o.out = backend.Slice(own), backend.Slice(out)
+		own, out := append([]int32(nil), parts[self]...), make([]int32, n)
+		to := &result{backend.Slice(out), backend.Slice(own)}
 		if rng.IntN(2) == 0 {
-			out, o.out = own, o.own
+			out, to.out = own, to.own
 		}
-		o.foldParts()
+		o.make(to, self, ranks)
 		for i := range n {
 			want := parts[0][i]
 			for _, p := range parts[1:] {
@@ -134,7 +134,7 @@ func TestFoldModel(t *testing.T) {
 				}
 			}
 			if out[i] != want {
-				t.Fatalf("seed %d: %s of element %d of %d ranks at rank %d is %d, want %d", seed, r, i, ranks, o.c.self, out[i], want)
+				t.Fatalf("seed %d: %s of element %d of %d ranks at rank %d is %d, want %d", seed, r, i, ranks, self, out[i], want)
 			}
 		}
 	}
@@ -143,23 +143,23 @@ func TestFoldModel(t *testing.T) {
 // TestRoomModel: memory for reductions is used again, the largest two pieces are kept, and none is given out twice.
 func TestRoomModel(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
-	c := &Comm{}
+	var c rooms
 	out := map[*uint64]bool{}
 	var l [][]uint64
 	for range 2000 {
 		if rng.IntN(2) == 0 {
 			n := rng.IntN(200)
-			had := len(c.rooms)
+			had := len(c)
 			fits := false
-			for _, x := range c.rooms {
+			for _, x := range c {
 				fits = fits || cap(x) >= (n+7)/8
 			}
-			room := c.takeRoom(n)
+			room := c.take(n)
 			if len(room) != (n+7)/8 {
 				t.Fatalf("%d words for %d bytes", len(room), n)
 			}
-			if fits != (len(c.rooms) == had-1) {
-				t.Fatalf("memory that fits %t, %d kept before and %d now", fits, had, len(c.rooms))
+			if fits != (len(c) == had-1) {
+				t.Fatalf("memory that fits %t, %d kept before and %d now", fits, had, len(c))
 			}
 			if cap(room) > 0 {
 				if first := &room[:1][0]; out[first] {
@@ -173,21 +173,21 @@ func TestRoomModel(t *testing.T) {
 			i := rng.IntN(len(l))
 			delete(out, &l[i][:1][0])
 			least := cap(l[i])
-			for _, x := range c.rooms {
+			for _, x := range c {
 				least = min(least, cap(x))
 			}
-			full := len(c.rooms) == maxRooms
-			c.giveRoom(l[i])
+			full := len(c) == maxRooms
+			c.give(l[i])
 			l = append(l[:i], l[i+1:]...)
-			if len(c.rooms) > maxRooms {
-				t.Fatalf("%d are kept", len(c.rooms))
+			if len(c) > maxRooms {
+				t.Fatalf("%d are kept", len(c))
 			}
-			for _, x := range c.rooms {
+			for _, x := range c {
 				if full && cap(x) < least {
 					t.Fatal("a smaller one is kept")
 				}
 			}
 		}
 	}
-	c.giveRoom(nil)
+	c.give(nil)
 }

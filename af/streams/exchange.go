@@ -1,9 +1,8 @@
 package streams
 
-// An exchange that is prepared: what goes into streams, and its end.
+// An exchange that is prepared: its peers, how long its rounds may take, and its end.
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -13,18 +12,8 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
-)
-
-var le = binary.LittleEndian
-
-// A word's lower half is arrived when its peer has sent. The upper one is when the exchange is over.
-const (
-	arrived = 1
-	goOn    = uint64(arrived)<<32 | arrived
 )
 
 // ErrOver is wrapped by what is returned when an exchange is over: it must be prepared anew. The
@@ -40,29 +29,22 @@ type Limit time.Duration
 
 func (l Limit) apply(x *Exchange) {
 	if x.first {
-		x.limit = max(time.Duration(l), 0)
+		x.timing.limit = max(time.Duration(l), 0)
 	}
 }
 
 // Exchange is one end of an exchange in streams. All methods are safe for concurrent use.
 type Exchange struct {
-	e      *Ends
-	first  bool // it sends first: a worker's
-	limit  time.Duration
-	peers  []*peer
-	slot   backend.Mem
-	copied []copied
-	names  []name // what it is called in e.all; guarded by e.mu
-	ready  bool   // Prepare has returned it, so it may be in streams; guarded by e.mu
+	dir   *directory
+	first bool // it sends first: a worker's
+	peers []*peer
+	words words
 
-	meeting bool // a worker's offer stands, and not all servers have answered; guarded by e.mu
+	names   []name // what it is called in dir.all; guarded by dir.mu
+	ready   bool   // Prepare has returned it, so it may be in streams; guarded by dir.mu
+	meeting bool   // a worker's offer stands, and not all servers have answered; guarded by dir.mu
 
-	begunMem backend.Mem // pinned host memory; none without a limit
-	begun    *atomic.Uint32
-	voidMem  backend.Mem // likewise, with or without one
-	voided   *atomic.Uint32
-
-	queueing sync.Mutex
+	queueing sync.Mutex // of sendNext; what is put into a stream is put there under it
 	sendNext bool
 	captured atomic.Bool
 	closed   atomic.Bool
@@ -72,21 +54,14 @@ type Exchange struct {
 	timing timing
 }
 
-// timing is what watch knows of a worker's exchange.
-type timing struct {
-	since    uint64    // clock.Now when it saw first that the last round had begun
-	asking   bool      // the device is asked whether it is under way
-	asked    uint64    // when
-	answer   chan bool // what it says
-	stale    bool      // a round has begun since it was asked
-	underWay bool      // it was when the device was asked, and no other one has begun since
+// peer is another end.
+type peer struct {
+	id      int
+	out, in []af.KeyTensor
+	over    bool  // its end is over, or it is lost; guarded by dir.mu, as what follows
+	offered bool  // the worker's offer has gone to the process that is there now
+	said    *note // its offer or its answer, nil before that; it does not change once all have come
 }
-
-// What begun holds: the stream writes unseen at each QueueSend, watch makes it seen.
-const (
-	unseen = 1
-	seen   = 2
-)
 
 // with is the index of a peer, or -1.
 func (x *Exchange) with(id int) int {
@@ -123,19 +98,19 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 		x.sendNext = send // what was queued last may have been in a capture that was given up
 		return x.wrong(op, fmt.Errorf("%w: sends and receives take turns; if the last one was in a capture that was given up, try again", af.ErrStarted))
 	}
-	d, s := x.e.dev, uintptr(stream)
+	s := uintptr(stream)
 	if !x.captured.Load() {
-		captures, err := d.Capturing(s)
+		captures, err := x.words.m.dev.Capturing(s)
 		if err != nil {
 			return x.wrong(op, err)
 		}
 		x.captured.Store(captures)
 	}
-	put := x.putReceive
+	put := x.words.receive
 	if send {
-		put = x.putSend
+		put = x.words.send
 	}
-	if err := put(d, s); err != nil {
+	if err := put(s); err != nil {
 		x.fail(err) // a part may be in the stream
 		return x.wrong(op, err)
 	}
@@ -143,49 +118,8 @@ func (x *Exchange) queue(op string, stream af.Stream, send bool) error {
 	return nil
 }
 
-// putSend puts a send into stream s.
-func (x *Exchange) putSend(d *device, s uintptr) error {
-	for _, c := range x.copied {
-		if err := d.CopyAsync(c.to.Mem().Sub(0, c.src.Len()), c.src, s); err != nil {
-			return err
-		}
-	}
-	for _, p := range x.peers {
-		if err := d.WriteFlag(s, p.word.Sub(0, 4), 0); err != nil {
-			return err
-		}
-	}
-	valid := x.slot.Sub(validAt, 4)
-	for _, p := range x.peers {
-		if err := d.CopyAsync(p.far, valid, s); err != nil {
-			return err
-		}
-	}
-	if x.begun == nil {
-		return nil
-	}
-	return d.WriteFlag(s, x.begunMem, unseen)
-}
-
-// putReceive puts a receive into stream s.
-func (x *Exchange) putReceive(d *device, s uintptr) error {
-	for _, p := range x.peers {
-		if err := d.WaitBits(s, p.word, goOn); err != nil {
-			return err
-		}
-		for i := range p.in {
-			if m := p.in[i].Val.Mem(); m.Len() > 0 {
-				if err := d.CopyAsync(m, p.from[i], s); err != nil {
-					return err
-				}
-			}
-		}
-	}
-	return nil
-}
-
 func (x *Exchange) wrong(op string, err error) error {
-	return &van.Error{Op: op, Node: x.e.node.Name(), Detail: x.String(), Err: err}
+	return &van.Error{Op: op, Node: x.dir.node.Name(), Detail: x.String(), Err: err}
 }
 
 // String names the exchange, for errors.
@@ -201,7 +135,7 @@ func (x *Exchange) Check() error {
 	if err == nil {
 		return nil
 	}
-	return &van.Error{Op: "exchange", Node: x.e.node.Name(), Detail: x.String(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
+	return &van.Error{Op: "exchange", Node: x.dir.node.Name(), Detail: x.String(), Err: fmt.Errorf("%w: %w", ErrOver, *err), Hint: "prepare it anew on all of its nodes"}
 }
 
 // fail ends the exchange: nothing that its streams send counts any more, then the peers are told, and when all of
@@ -213,37 +147,28 @@ func (x *Exchange) fail(err error) {
 		return
 	}
 	defer close(x.done)
-	e := x.e
-	e.mu.Lock()
+	d := x.dir
+	d.mu.Lock()
 	names, used := x.names, x.ready
 	if !used { // nothing is in streams
-		x.forget()
-		e.wake()
+		d.forget(names)
 	}
-	e.mu.Unlock()
-	var void error
+	d.mu.Unlock()
+	var end error
 	if used {
-		void = x.void()
+		end = x.words.end()
 	}
 	x.tell(names, err)
 	if !used {
 		return
 	}
 	x.parted()
-	if free := errors.Join(void, x.free()); free != nil {
-		e.node.Log().Error("streams that wait for an exchange may not go on", "exchange", x.String(), "err", free)
+	if free := errors.Join(end, x.words.free()); free != nil {
+		d.node.Log().Error("streams that wait for an exchange may not go on", "exchange", x.String(), "err", free)
 	}
-	e.mu.Lock()
-	x.forget()
-	e.wake()
-	e.mu.Unlock()
-}
-
-// forget takes the exchange out of those that peers may speak of. e.mu is held.
-func (x *Exchange) forget() {
-	for _, n := range x.names {
-		delete(x.e.all, n)
-	}
+	d.mu.Lock()
+	d.forget(names)
+	d.mu.Unlock()
 }
 
 // tell tells the peers that this end is over.
@@ -256,8 +181,8 @@ func (x *Exchange) tell(names []name, why error) {
 		if n.id = names[0].id; !x.first {
 			n.id = names[i].id
 		}
-		if err := x.e.send(p.id, &n); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
-			x.e.node.Log().Info("could not tell a peer that an exchange is over", "peer", x.e.node.PeerName(p.id), "err", err)
+		if err := x.dir.send(p.id, &n); err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
+			x.dir.node.Log().Info("could not tell a peer that an exchange is over", "peer", x.dir.node.PeerName(p.id), "err", err)
 		}
 	}
 }
@@ -267,79 +192,35 @@ const partLimit = postoffice.DefaultTimeout
 
 // parted waits until the ends of all peers are over, as far as can be known.
 func (x *Exchange) parted() {
-	e := x.e
+	d := x.dir
 	patience := time.NewTimer(partLimit)
 	defer patience.Stop()
-	closing := e.ended
+	closing := d.ended
 	for {
-		e.mu.Lock()
-		changed := e.changed
+		d.mu.Lock()
+		changed := d.changed
 		i := slices.IndexFunc(x.peers, func(p *peer) bool { return !p.over })
-		e.mu.Unlock()
+		d.mu.Unlock()
 		if i < 0 {
 			return
 		}
 		select {
 		case <-changed:
-		case <-e.node.Ended():
+		case <-d.node.Ended():
 			return
 		case <-closing:
 			closing = nil
 			patience.Reset(closeLimit)
 		case <-patience.C:
-			e.node.Log().Warn("streams go on, but a peer has not said that its end of the exchange is over, too", "exchange", x.String(), "peer", e.node.PeerName(x.peers[i].id))
+			d.node.Log().Warn("streams go on, but a peer has not said that its end of the exchange is over, too", "exchange", x.String(), "peer", d.node.PeerName(x.peers[i].id))
 			return
 		}
 	}
 }
 
-// void makes nothing count that the streams of the exchange send from now on, and takes back what peers have not
-// seen: they may hear of the end later than this node's streams go on, if it cannot tell them.
-//
-// Only words are written, and the end of that is seen in host memory: the driver takes such writes also while a launch
-// waits for room in the queue of another stream, unless that is the default stream.
-func (x *Exchange) void() error {
-	d, s := x.e.dev, x.e.release
-	err := d.WriteFlag(s, x.slot.Sub(validAt, 4), 0)
-	for _, p := range x.peers {
-		if err == nil {
-			err = d.WriteFlag(s, p.far, 0)
-		}
-	}
-	if err == nil {
-		err = d.WriteFlag(s, x.voidMem, 1)
-	}
-	if err != nil {
-		return err
-	}
-	// The peers must not be told before it is done. Nothing in this stream waits.
-	limit := time.NewTimer(silence)
-	defer limit.Stop()
-	for pause := 5 * time.Microsecond; x.voided.Load() == 0; pause = min(2*pause, time.Millisecond) {
-		next := time.NewTimer(pause)
-		select {
-		case <-next.C:
-		case <-limit.C:
-			next.Stop()
-			return fmt.Errorf("%w: a word of the device", van.ErrTimeout)
-		}
-	}
-	return nil
-}
-
-// free makes the streams of the exchange go on.
-func (x *Exchange) free() (err error) {
-	for _, p := range x.peers {
-		if err == nil {
-			err = x.e.dev.WriteFlag(x.e.release, p.word.Sub(4, 4), arrived)
-		}
-	}
-	return err
-}
-
 // left is told that a peer's end is over.
 func (x *Exchange) left(from int, text string) {
-	x.fail(&van.Error{Op: "exchange", Peer: x.e.node.PeerName(from), Err: fmt.Errorf("%w there: %q", van.ErrClosed, text)})
+	x.fail(&van.Error{Op: "exchange", Peer: x.dir.node.PeerName(from), Err: fmt.Errorf("%w there: %q", van.ErrClosed, text)})
 }
 
 // Close ends this end, and with it the exchange, and returns why it was over before. It waits until the peers' ends
@@ -356,28 +237,61 @@ func (x *Exchange) Close() error {
 	x.queueing.Lock() // one who queues something now had the tensors before
 	defer x.queueing.Unlock()
 	if !x.captured.Load() {
-		x.putBack()
+		x.words.putBack()
 		for _, p := range x.peers {
-			letGo(p.in)
-			letGo(p.out)
+			for _, t := range slices.Concat(p.in, p.out) {
+				m := t.Val.Mem()
+				m.Release()
+			}
 		}
 	}
 	return err
 }
 
-func letGo(l []af.KeyTensor) {
-	for i := range l {
-		m := l[i].Val.Mem()
-		m.Release()
+// look ends the exchange if its round has taken too long. Only the goroutine that watches calls it.
+func (x *Exchange) look(now uint64) {
+	if x.failed.Load() != nil {
+		return
+	}
+	took, late, ask := x.timing.look(now)
+	if late {
+		err := &van.Error{Op: "exchange", Detail: "a round waits for " + x.peerNames(), Elapsed: took, Limit: x.timing.limit, Err: van.ErrTimeout}
+		x.dir.begin(func() { x.fail(err) }) // other exchanges are looked at meanwhile
+	}
+	if ask && x.dir.begin(func() { x.timing.answer <- x.words.wait() }) {
+		x.timing.asks(now)
 	}
 }
 
-// look ends the exchange if its round has taken too long. Only watch calls it.
-func (x *Exchange) look(now uint64) {
-	if x.begun == nil || x.failed.Load() != nil {
-		return
+// peerNames names the peers, for errors.
+func (x *Exchange) peerNames() string {
+	var names []string
+	for _, p := range x.peers {
+		names = append(names, x.dir.node.PeerName(p.id))
 	}
-	t := &x.timing
+	return strings.Join(names, ", ")
+}
+
+// What the word begun holds: the stream writes unseen at each QueueSend, timing makes it seen.
+const (
+	unseen = 1
+	seen   = 2
+)
+
+// timing is what is known of an exchange's rounds, of the goroutine that watches them.
+type timing struct {
+	limit    time.Duration  // 0: none, and nothing is looked at
+	begun    *atomic.Uint32 // the word
+	since    uint64         // clock.Now when it was seen first that the last round had begun
+	asking   bool           // the device is asked whether it is under way
+	asked    uint64         // when
+	answer   chan bool      // what it says
+	stale    bool           // a round has begun since it was asked
+	underWay bool           // it was when the device was asked, and no other one has begun since
+}
+
+// look tells whether a round has taken too long, and how long, or whether the device should be asked.
+func (t *timing) look(now uint64) (took time.Duration, late, ask bool) {
 	select {
 	case waits := <-t.answer:
 		t.asking = false
@@ -385,63 +299,26 @@ func (x *Exchange) look(now uint64) {
 		case t.stale: // it is about an earlier round
 		case waits: // a round that has begun meanwhile is unseen at the next look
 			t.underWay = true
-			return
+			return 0, false, false
 		default:
-			x.begun.CompareAndSwap(seen, 0)
+			t.begun.CompareAndSwap(seen, 0)
 		}
 	default:
 	}
-	switch x.begun.Load() {
+	switch t.begun.Load() {
 	case 0:
 	case unseen:
-		x.begun.Store(seen) // a stream that writes it meanwhile has begun about now, too
+		t.begun.Store(seen) // a stream that writes it meanwhile has begun about now, too
 		t.since, t.underWay, t.stale = now, false, t.asking
 	default:
-		took := time.Duration(now - t.since)
+		took = time.Duration(now - t.since)
 		// A device that does not answer has failed, or its driver lets nobody in.
-		silent := t.asking && time.Duration(now-t.asked) >= max(x.limit, silence)
-		switch {
-		case took < x.limit:
-		case t.underWay || silent:
-			late := &van.Error{Op: "exchange", Detail: "a round waits for " + x.peerNames(), Elapsed: took, Limit: x.limit, Err: van.ErrTimeout}
-			x.e.mu.Lock()
-			if x.e.over == nil {
-				x.e.failing.Go(func() { x.fail(late) }) // other exchanges are looked at meanwhile
-			}
-			x.e.mu.Unlock()
-		case !t.asking:
-			x.e.mu.Lock()
-			if t.asking = x.e.over == nil; t.asking {
-				t.asked, t.stale = now, false
-				x.e.failing.Go(func() { x.ask(t.answer) })
-			}
-			x.e.mu.Unlock()
-		}
+		silent := t.asking && time.Duration(now-t.asked) >= max(t.limit, silence)
+		late = took >= t.limit && (t.underWay || silent)
+		ask = took >= t.limit && !late && !t.asking
 	}
+	return took, late, ask
 }
 
-// silence is how long a device may take at least to say what is in its memory.
-const silence = time.Second
-
-// ask tells whether a round is under way, as the words in the device's memory say.
-func (x *Exchange) ask(answer chan<- bool) {
-	waits := false
-	for _, p := range x.peers {
-		var word [4]byte
-		err := x.e.dev.Copy(backend.Bytes(word[:]), p.word.Sub(0, 4))
-		waits = waits || err != nil || le.Uint32(word[:]) != arrived
-	}
-	answer <- waits
-}
-
-// peerNames names the peers, for errors.
-func (x *Exchange) peerNames() string {
-	var names []string
-	for _, p := range x.peers {
-		names = append(names, x.e.node.PeerName(p.id))
-	}
-	return strings.Join(names, ", ")
-}
-
-// elapsed is for errors.
-func elapsed(begun uint64) time.Duration { return time.Duration(clock.Now() - begun) }
+// asks says that the device is asked now.
+func (t *timing) asks(now uint64) { t.asking, t.asked, t.stale = true, now, false }

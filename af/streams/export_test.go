@@ -4,16 +4,16 @@ import "runtime"
 
 // Deaf makes e hear nothing of its peers until the returned function is called.
 func (e *Ends) Deaf() (hear func()) {
-	e.mu.Lock()
-	return e.mu.Unlock
+	e.dir.mu.Lock()
+	return e.dir.mu.Unlock
 }
 
 // Waiting waits until a server's Prepare calls wait for n exchanges.
 func (e *Ends) Waiting(n int) {
 	for {
-		e.mu.Lock()
-		ok := len(e.waiting) == n
-		e.mu.Unlock()
+		e.dir.mu.Lock()
+		ok := len(e.dir.waiting) == n
+		e.dir.mu.Unlock()
 		if ok {
 			return
 		}

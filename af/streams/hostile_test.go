@@ -40,7 +40,7 @@ func both(t *testing.T) (worker, server *Ends, device *vantest.Device) {
 // TestLiars: what makes no sense is an error that is logged, and changes nothing.
 func TestLiars(t *testing.T) {
 	worker, server, _ := both(t)
-	w, s := worker.node.ID(), server.node.ID()
+	w, s := worker.dir.node.ID(), server.dir.node.ID()
 	say := func(v verb, id uint64) *note { n := example(v); n.id = id; return &n }
 	for i := range maxOffers {
 		if err := server.take(w, say(verbOffer, uint64(i))); err != nil {
@@ -69,9 +69,9 @@ func TestLiars(t *testing.T) {
 		}
 	}
 	offers := func() int {
-		server.mu.Lock()
-		defer server.mu.Unlock()
-		return len(server.offers)
+		server.dir.mu.Lock()
+		defer server.dir.mu.Unlock()
+		return len(server.dir.offers)
 	}
 	if n := offers(); n != maxOffers {
 		t.Errorf("%d offers, want %d", n, maxOffers)
@@ -84,12 +84,12 @@ func TestLiars(t *testing.T) {
 // TestSameKeys: of several offers with the keys that a server has prepared, the first is taken.
 func TestSameKeys(t *testing.T) {
 	worker, server, d := both(t)
-	w := worker.node.ID()
+	w := worker.dir.node.ID()
 	tensor, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &Exchange{e: server, done: make(chan struct{}), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
+	x := &Exchange{dir: &server.dir, done: make(chan struct{}), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
 	const first = ^uint64(0) - 2 // numbers go on from 0
 	for i := range uint64(6) {
 		n := example(verbOffer)
@@ -99,9 +99,9 @@ func TestSameKeys(t *testing.T) {
 		}
 	}
 	for i := range uint64(6) {
-		server.mu.Lock()
+		server.dir.mu.Lock()
 		found, err := x.match()
-		server.mu.Unlock()
+		server.dir.mu.Unlock()
 		if !found || err != nil || x.names[0].id != first+i {
 			t.Fatalf("match %d: %t, %v, offer %d of them", i, found, err, x.names[0].id-first)
 		}
@@ -138,12 +138,12 @@ func TestWrongMemory(t *testing.T) {
 			}()
 			var id uint64
 			for found := false; !found; {
-				server.mu.Lock()
-				changed := server.changed
-				for k := range server.offers {
+				server.dir.mu.Lock()
+				changed := server.dir.changed
+				for k := range server.dir.offers {
 					id, found = k.id, true
 				}
-				server.mu.Unlock()
+				server.dir.mu.Unlock()
 				if !found {
 					<-changed
 				}
@@ -163,7 +163,7 @@ func TestWrongMemory(t *testing.T) {
 				t.Fatal(err)
 			}
 			c.change(&answer)
-			if err := server.send(worker.node.ID(), &answer); err != nil {
+			if err := server.dir.send(worker.dir.node.ID(), &answer); err != nil {
 				t.Fatal(err)
 			}
 			if err := <-failed; err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), "server 0") {
@@ -205,13 +205,13 @@ func TestOfferBehindItsEnd(t *testing.T) {
 		}
 		return []af.KeyTensor{{Key: 1, Val: x}}
 	}
-	x := &Exchange{e: worker, first: true, peers: []*peer{{id: server.node.ID(), out: list("worker")}}}
-	own, err := x.make()
+	x := &Exchange{dir: &worker.dir, first: true, peers: []*peer{{id: server.dir.node.ID(), out: list("worker")}}}
+	own, err := x.make(&worker.memory)
 	if err != nil {
 		t.Fatal(err)
 	}
 	own[0].verb, own[0].id = verbOffer, 7
-	if err := worker.send(server.node.ID(), own[0]); err != nil {
+	if err := worker.dir.send(server.dir.node.ID(), own[0]); err != nil {
 		t.Fatal(err)
 	}
 	y, err := server.Prepare(t.Context(), nil, list("server"), nil)

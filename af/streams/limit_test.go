@@ -10,22 +10,22 @@ import (
 // That one has all its time, and is asked about by itself before it is over.
 func TestAnswerOfTheRoundBefore(t *testing.T) {
 	const limit = uint64(time.Second)
-	x := &Exchange{e: &Ends{changed: make(chan struct{})}, limit: time.Duration(limit), begun: new(atomic.Uint32),
-		done: make(chan struct{}), timing: timing{answer: make(chan bool, 1)}}
-	x.begun.Store(unseen)
+	x := &Exchange{dir: &directory{changed: make(chan struct{})}, done: make(chan struct{}),
+		timing: timing{limit: time.Duration(limit), begun: new(atomic.Uint32), answer: make(chan bool, 1)}}
+	x.timing.begun.Store(unseen)
 	x.look(1)
 	x.timing.asking, x.timing.asked = true, 2 // as at the limit; the answer is not there yet
-	x.begun.Store(unseen)                     // the next round
+	x.timing.begun.Store(unseen)              // the next round
 	x.look(3)
 	x.timing.answer <- true
 	x.look(4)
 	x.look(3 + limit) // it has had its time: the device is asked, where the words of no peer are missing
-	x.e.failing.Wait()
+	x.dir.failing.Wait()
 	x.look(4 + limit)
 	if err := x.failed.Load(); err != nil {
 		t.Errorf("a round that was answered: %v", *err)
 	}
-	if v := x.begun.Load(); v != 0 {
+	if v := x.timing.begun.Load(); v != 0 {
 		t.Errorf("the round that was answered is taken to be under way: %d", v)
 	}
 }

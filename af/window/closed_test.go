@@ -42,13 +42,13 @@ func TestOneClosesFirst(t *testing.T) {
 // free waits until the application id of a window is free.
 func (r *rig) free(w *Window) {
 	for end := time.Now().Add(testTime); ; runtime.Gosched() {
-		c, err := w.app.AddCustomer(w.id, w.id, func(*van.Message) {})
+		c, err := w.base.app.AddCustomer(w.base.id, w.base.id, func(*van.Message) {})
 		if err == nil {
 			c.Close()
 			return
 		}
 		if time.Now().After(end) {
-			r.Errorf("%v of rank %d: %v", w, w.self, err)
+			r.Errorf("%v of rank %d: %v", w, w.base.self, err)
 			return
 		}
 	}
@@ -60,31 +60,31 @@ func TestCloseBehindOthers(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Signals: 1})
 	w, p := r.windows[1], r.windows[1].peers[0]
 	say := func(verb verb, seq uint64, signal uint16) {
-		n := note{verb: verb, seq: seq, signal: signal, window: w.tenant.Number, epoch: w.tenant.Epoch}
+		n := note{verb: verb, seq: seq, signal: signal, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch}
 		r.lie(n.append(nil), nil, int32(2*seq))
 	}
 	is := func(i uint64) bool {
-		p.recv.Lock()
-		defer p.recv.Unlock()
-		return p.early[i] != nil
+		p.in.mu.Lock()
+		defer p.in.mu.Unlock()
+		return p.in.early[i] != nil
 	}
 	early := func(i uint64) {
 		t.Helper()
 		for end := time.Now().Add(testTime); !is(i); runtime.Gosched() {
 			if p.gone.Load() != nil || time.Now().After(end) {
-				w.closed.Store(false)
+				w.base.closed.Store(false)
 				t.Fatal("what was sent before has been overtaken")
 			}
 		}
 	}
-	w.closed.Store(true) // as while Close flushes
+	w.base.closed.Store(true) // as while Close flushes
 	say(verbClose, 1, noSignal)
 	early(1)
 	say(verbPut, 0, 0)
 	if err := w.WaitSignal(t.Context(), 0, 0); err != nil {
 		t.Fatal(err)
 	}
-	w.closed.Store(false)
+	w.base.closed.Store(false)
 	if err := w.WaitSignal(t.Context(), 0, 0); !errors.Is(err, van.ErrClosed) {
 		t.Fatalf("behind its end: %v", err)
 	}
@@ -130,7 +130,7 @@ func TestSameIDWithResend(t *testing.T) {
 				tenant, e := l.Enter("try", func(int, error) {})
 				if err = e; err == nil {
 					tenant.Leave()
-					if appOf(tenant.Epoch, tenant.Number+1, l.ID()) == old.id {
+					if appOf(tenant.Epoch, tenant.Number+1, l.ID()) == old.base.id {
 						break
 					}
 				}
@@ -211,14 +211,14 @@ func TestFlushWaitsForTheTransport(t *testing.T) {
 	p := r.windows[0].peers[1]
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
-	for end := time.After(testTime); p.placed.Load() == 0; {
+	for end := time.After(testTime); p.out.placed.Load() == 0; {
 		select {
 		case <-tick.C:
 		case <-end:
 			t.Fatal("the rank does not say that it has taken the put")
 		}
 	}
-	if p.flushed(1) || len(flushed) > 0 {
+	if p.out.flushed(1) || len(flushed) > 0 {
 		t.Error("it is flushed, and its memory is lent to the transport")
 	}
 	close(free)

@@ -17,10 +17,8 @@ package window
 // good, since its Check says why it is not. As for exchanges of af/streams, a node that ends waits for nobody.
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -29,192 +27,58 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/af/collective"
-	"github.com/stepaf/stepaf-go/internal/random"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-const (
-	// page is what drivers share at least.
-	page     = 2 << 20
-	tokenLen = 16
-	headLen  = 128 // where words begin
-	wordsLen = 16  // of one signal of one rank: two words, which take turns
-	memAlign = 256
-
-	hostStride = 64 // of the words in host memory: a cache line each
-)
-
-// lap is how many signals are counted in a word before the other one's turn. Who waits clears the other
-// one in the middle: the driver compares signed numbers of 64 bits, so a word cannot begin anew by itself.
-var lap = uint64(1) << 31
-
-// place is the word of the n'th signal, from 1, and what it says then.
-func (v *onDevice) place(n uint64) (word int, count uint64) {
-	return int((n - 1) / v.lap % 2), (n-1)%v.lap + 1
-}
-
 // onDevice is what a window on a device has.
 type onDevice struct {
-	w            *Window
-	d            *backend.StreamDevice
-	lap          uint64
-	whole        backend.Mem // this rank's allocation
-	words        backend.Mem // pinned host memory: what read needs, and for each rank link.mark
-	offered      bool        // others may map whole
-	at           int         // where the window's memory begins in all of them
-	own, release uintptr     // the stream of calls with af.Complete; that which makes others go on
-	links        []*link     // by rank
-	unwatch      func()
-	stopExit     func()
-
-	mu      sync.Mutex
-	ready   bool          // Open has returned it
-	changed chan struct{} // closed when that, or what is known of a link, has changed
-
-	reading sync.Mutex
-	seen    backend.Mem // two words in host memory: one of the device, and how often that was asked for
-	asked   uint32      // guarded by reading
-	shut    bool        // likewise: the streams are given back
+	b        *base
+	memory   memory
+	outs     []*streamOut // by rank
+	ins      []*streamIn  // by rank
+	parting  parting
+	unwatch  func()
+	stopExit func()
 
 	ending sync.Once
 	freed  chan struct{} // closed when streams that waited go on
 }
 
-// link is what it has for a rank, which may be this one.
-type link struct {
-	p    *peer
-	far  backend.Mem // the rank's allocation
-	over bool        // the window is over for it, or it is lost; guarded by onDevice.mu
-
-	// mark is a word in host memory. Right behind each put and signal its stream writes the number of that there, so
-	// others can wait for it without what was put into the stream since, and nothing is made or destroyed for it.
-	mark backend.Mem
-	done *atomic.Uint32 // the same
-	puts atomic.Uint32  // the last number; changed with p.send held. Numbers go in a circle
-
-	// Guarded by p.send.
-	last   uintptr  // the stream of the last one
-	sent   []uint64 // signals
-	lent   []lent   // sources in use, in their order
-	broken error    // a mark could not be written
-
-	waiting  sync.Mutex      // held while a wait is put into a stream, which may wait for room there
-	deciding sync.Mutex      // held while it is decided whether a wait may be; never for longer than silence
-	taken    []atomic.Uint64 // signals that have come or that a stream waits for; changed with waiting or deciding held
-}
-
-// lent is a source that a stream reads until put number n is done.
-type lent struct {
-	mem backend.Mem
-	n   uint32
-}
-
-// arrived tells whether put number n is done, and all before.
-func (l *link) arrived(n uint32) bool { return int32(l.done.Load()-n) >= 0 }
-
-// reap lets go of the sources of puts that are done. p.send is held.
-func (l *link) reap() {
-	k := 0
-	for k < len(l.lent) && l.arrived(l.lent[k].n) {
-		l.lent[k].mem.Release()
-		k++
-	}
-	if k > 0 {
-		l.lent = slices.Delete(l.lent, 0, k)
-	}
-}
-
 // newOnDevice makes what needs no memory of the device.
-func newOnDevice(w *Window) (*onDevice, error) {
-	d, err := backend.StreamDeviceOf(w.app.Backend())
+func newOnDevice(b *base, peers []*peer) (*onDevice, error) {
+	d, err := backend.StreamDeviceOf(b.app.Backend())
 	if err != nil {
 		return nil, err
 	}
-	v := &onDevice{w: w, d: d, lap: lap, changed: make(chan struct{}), freed: make(chan struct{})}
-	v.at = (headLen + len(w.peers)*w.signals*wordsLen + memAlign - 1) / memAlign * memAlign
-	for _, p := range w.peers {
-		v.links = append(v.links, &link{p: p, sent: make([]uint64, w.signals), taken: make([]atomic.Uint64, w.signals)})
+	n := len(peers)
+	v := &onDevice{b: b, memory: memory{b: b, d: d, lap: lap, far: make([]backend.Mem, n)}, freed: make(chan struct{}),
+		parting: parting{b: b, peers: peers, ended: make([]bool, n), changed: make(chan struct{})}}
+	m := &v.memory
+	m.at = (headLen + n*b.signals*wordsLen + memAlign - 1) / memAlign * memAlign
+	for _, p := range peers {
+		v.outs = append(v.outs, &streamOut{m: m, p: p, sent: make([]uint64, b.signals)})
+		v.ins = append(v.ins, &streamIn{m: m, p: p, taken: make([]atomic.Uint64, b.signals)})
 	}
 	return v, nil
 }
 
-// allocate takes and clears this rank's memory of n bytes, and returns its name for others.
-func (v *onDevice) allocate(n int) (offer []byte, err error) {
-	d := v.d
-	if v.whole, err = d.Alloc((v.at + n + page) / page * page); err != nil {
-		return nil, err
-	}
-	v.w.mem = v.whole.Sub(v.at, n)
-	v.w.mem.Retain()
-	zero := make([]byte, min(v.whole.Len(), page))
-	for at := 0; at < v.whole.Len() && err == nil; at += len(zero) {
-		err = d.Copy(v.whole.Sub(at, len(zero)), backend.Bytes(zero))
-	}
-	token := binary.NativeEndian.AppendUint64(binary.NativeEndian.AppendUint64(nil, random.Uint64()), random.Uint64())
-	if err == nil {
-		err = d.Copy(v.whole.Sub(0, tokenLen), backend.Bytes(token))
-	}
-	if err != nil {
-		return nil, err
-	}
-	if v.words, err = d.AllocPinned((1 + len(v.links)) * hostStride); err != nil {
-		return nil, err
-	}
-	clear(v.words.Host())
-	v.seen = v.words.Sub(0, 8)
-	for r, l := range v.links {
-		l.mark = v.words.Sub((1+r)*hostStride, 4)
-		l.done = (*atomic.Uint32)(l.mark.Ptr())
-	}
-	v.links[v.w.self].far = v.whole
-	if v.own, err = d.NewStream(); err != nil {
-		return nil, err
-	}
-	if v.release, err = d.NewStream(); err != nil {
-		return nil, err
-	}
-	e, err := d.Export(v.whole)
-	if err != nil {
-		return nil, err
-	}
-	offer = make([]byte, van.ExportLen, van.ExportLen+tokenLen)
-	van.PutExport(offer, &e)
-	return append(offer, token...), nil
-}
-
-// discard frees memory that no other rank knows of, unless the driver would wait for streams that wait.
-func (v *onDevice) discard() error {
-	if s, is := v.d.Backend.(backend.StreamBlocker); v.offered || is && s.MayBlock() {
-		return nil
-	}
-	var err error
-	if v.whole.Len() > 0 {
-		err = v.d.Free(v.whole)
-	}
-	if v.words.Len() > 0 {
-		err = errors.Join(err, v.d.FreePinned(v.words))
-	}
-	return err
-}
-
-// hint says what to do where ranks cannot map each other's memory.
-const hint = "windows on devices are for GPUs of one host that reach each other (stepaf doctor); without Device all ranks have one on their hosts"
-
 // meet takes memory of n bytes and maps that of all ranks, or fails on all. Nothing is offered before all ranks have theirs.
 func (v *onDevice) meet(ctx context.Context, c *collective.Comm, n int) error {
-	offer, bad := v.allocate(n)
+	m := &v.memory
+	offer, bad := m.allocate(n)
 	if err := v.hear(ctx, c, bad); err != nil {
 		return err
 	}
-	v.offered = true
+	m.offered = true
 	all, err := Exchange(ctx, c, offer)
 	if err != nil {
 		return err
 	}
 	for r, b := range all {
-		if r != v.w.self && bad == nil {
-			bad = v.reach(r, b)
+		if r != v.b.self && bad == nil {
+			bad = m.reach(r, b)
 		}
 	}
 	return v.hear(ctx, c, bad)
@@ -232,62 +96,193 @@ func (v *onDevice) hear(ctx context.Context, c *collective.Comm, bad error) erro
 	}
 	for r, text := range said {
 		if len(text) > 0 {
-			return fmt.Errorf("%w at %s: %s", backend.ErrUnavailable, v.w.layer.Name(r), text)
+			return fmt.Errorf("%w at %s: %s", backend.ErrUnavailable, v.b.layer.Name(r), text)
 		}
 	}
-	return nil
-}
-
-// reach maps the memory that a rank has offered.
-func (v *onDevice) reach(rank int, offer []byte) error {
-	bad := func(err error) error {
-		return &van.Error{Op: "map device memory", Peer: v.w.layer.Name(rank), Err: err, Hint: hint}
-	}
-	if len(offer) != van.ExportLen+tokenLen {
-		return bad(fmt.Errorf("%w: an offer of %d bytes, want %d", van.ErrMalformed, len(offer), van.ExportLen+tokenLen))
-	}
-	e, err := van.ParseExport(offer, v.whole.Len())
-	if err != nil {
-		return bad(err)
-	}
-	m, err := van.MapExport(v.d, e, v.whole.Len())
-	if err != nil {
-		return bad(err)
-	}
-	var token [tokenLen]byte
-	if err := v.d.Copy(backend.Bytes(token[:]), m.Sub(0, tokenLen)); err != nil {
-		return bad(err)
-	}
-	if !bytes.Equal(token[:], offer[van.ExportLen:]) {
-		return bad(fmt.Errorf("%w: the memory mapped is not the rank's; it may be on another host", van.ErrMalformed))
-	}
-	v.links[rank].far = m
 	return nil
 }
 
 // begin lets the window be used.
 func (v *onDevice) begin() error {
-	app := v.w.app
+	for _, l := range v.outs {
+		l.begin()
+	}
+	app := v.b.app
 	v.unwatch = app.OnPeer(v.peerChanged)
 	v.stopExit = app.OnExit(func() {
-		v.w.fail(cmp.Or(app.Alive(), van.ErrClosed))
+		v.b.fail(cmp.Or(app.Alive(), van.ErrClosed))
 		select {
 		case <-v.freed:
 		case <-time.After(exitLimit):
 		}
 	})
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if err := v.w.over.Load(); err != nil { // meanwhile; nothing is in streams
-		return *err
+	return v.parting.begin()
+}
+
+// peerChanged is told that a node is lost, or there. It must not block.
+func (v *onDevice) peerChanged(id int, up bool, _ error) {
+	if r, is := slices.BinarySearch(v.b.layer.NodeIDs(), id); is && !up {
+		v.parting.over(r)
 	}
-	v.ready = true
+}
+
+// awaited is a rank for which a stream waits, or -1.
+func (v *onDevice) awaited() int {
+	return slices.IndexFunc(v.ins, (*streamIn).awaited)
+}
+
+// left ends the window if a stream waits for what a rank that has closed its end has not signalled. What it has signalled has come.
+func (v *onDevice) left(rank int, err error) {
+	if v.b.over.Load() == nil && v.ins[rank].awaited() {
+		v.b.fail(fmt.Errorf("%w; a stream waits for %s", err, v.b.layer.Name(rank)))
+	}
+}
+
+// end is called when the window is over: the others are told, and when it is for them, too, streams that
+// wait go on.
+func (v *onDevice) end() {
+	v.ending.Do(func() {
+		defer close(v.freed)
+		if !v.memory.offered { // no other rank has this window
+			return
+		}
+		v.parting.tell()
+		if !v.parting.isReady() { // nothing is in streams
+			return
+		}
+		v.parting.parted()
+		for _, l := range v.ins {
+			if err := l.free(); err != nil {
+				v.b.app.Log().Error("streams that wait for a window may not go on", "window", v.b.String(), "err", err)
+				return
+			}
+		}
+	})
+}
+
+// giveUp ends what Open has begun. It has not returned the window.
+func (v *onDevice) giveUp() {
+	v.end()
+	if v.unwatch != nil {
+		v.unwatch()
+		v.stopExit()
+	}
+	_ = v.memory.giveBack()
+}
+
+// letGo is the first part of Close. If a stream waits here the window is over, and the stream goes on, before anything waits for
+// that: also a put in it that waits for room, with a lock held. The error says that what was put may be nothing good.
+func (v *onDevice) letGo() error {
+	r := v.awaited()
+	if r < 0 {
+		return nil
+	}
+	late := slices.ContainsFunc(v.outs, func(l *streamOut) bool { return !l.arrived(l.puts.Load()) })
+	err := fmt.Errorf("%w: this window, while a stream waited for a signal of %s", van.ErrClosed, v.b.layer.Name(r))
+	v.b.fail(err)
+	v.end()
+	if late {
+		return &van.Error{Op: "close window", Node: v.b.app.Name(), Detail: v.b.String() + ": what was put and had not arrived is not whole", Err: err}
+	}
 	return nil
 }
 
+// close ends this rank's part, of a window that is over. Streams that were let go get the limit once more to
+// come to what they have put.
+func (v *onDevice) close(ctx context.Context) (err error) {
+	if !errors.Is(*v.b.over.Load(), errClosed) || v.awaited() >= 0 {
+		v.end()
+		var cancel context.CancelFunc
+		ctx, cancel = v.b.limited()
+		defer cancel()
+	}
+	for _, l := range v.outs {
+		err = cmp.Or(err, l.flush(ctx, "close window"))
+	}
+	v.unwatch()
+	v.stopExit()
+	return errors.Join(err, v.memory.giveBack())
+}
+
+// partLimit is how long streams of a window that is over wait for a rank to say that it is over there, and exitLimit the
+// same when the node has ended.
+const (
+	partLimit = postoffice.DefaultTimeout
+	exitLimit = time.Second
+)
+
+// parting is how the ranks part.
+type parting struct {
+	b     *base
+	peers []*peer
+
+	mu      sync.Mutex    // of what follows
+	ready   bool          // Open has returned the window
+	ended   []bool        // by rank: the window is over for it, or it is lost
+	changed chan struct{} // closed when one of ended has changed
+}
+
 // isReady tells whether Open has returned the window, or is about to.
-func (v *onDevice) isReady() bool {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	return v.ready
+func (q *parting) isReady() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.ready
+}
+
+// begin lets the window be used.
+func (q *parting) begin() error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if err := q.b.over.Load(); err != nil { // meanwhile; nothing is in streams
+		return *err
+	}
+	q.ready = true
+	return nil
+}
+
+// over notes that the window is over for a rank.
+func (q *parting) over(rank int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.ended[rank] = true
+	close(q.changed)
+	q.changed = make(chan struct{})
+}
+
+// tell tells the other ranks that the window is over here.
+func (q *parting) tell() {
+	for _, p := range q.peers {
+		if p.rank == q.b.self {
+			continue
+		}
+		p.in.mu.Lock()
+		err := p.in.say(&note{verb: verbOver, signal: noSignal})
+		p.in.mu.Unlock()
+		if err != nil && !errors.Is(err, van.ErrPeerLost) && !errors.Is(err, van.ErrClosed) {
+			q.b.app.Log().Info("could not tell a rank that a window is over", "window", q.b.String(), "rank", p.rank, "err", err)
+		}
+	}
+}
+
+// parted waits until the window is over for all other ranks, as far as can be known.
+func (q *parting) parted() {
+	patience := time.NewTimer(partLimit)
+	defer patience.Stop()
+	for {
+		q.mu.Lock()
+		changed := q.changed
+		i := slices.IndexFunc(q.peers, func(p *peer) bool { return p.rank != q.b.self && !q.ended[p.rank] && p.gone.Load() == nil })
+		q.mu.Unlock()
+		if i < 0 {
+			return
+		}
+		select {
+		case <-changed:
+		case <-q.b.app.Ended():
+			return
+		case <-patience.C:
+			q.b.app.Log().Warn("streams go on, but a rank has not said that the window is over there, too", "window", q.b.String(), "rank", i)
+			return
+		}
+	}
 }

@@ -127,10 +127,10 @@ func TestDeviceCloseWaiting(t *testing.T) {
 		put := make(chan error, 1)
 		go func() { put <- w.Put(t.Context(), 0, 0, r.tensor(1, []byte{7}), stream) }()
 		r.until("a put in a full stream", func() bool {
-			if !w.peers[0].send.TryLock() {
+			if !w.peers[0].out.mu.TryLock() {
 				return true
 			}
-			w.peers[0].send.Unlock()
+			w.peers[0].out.mu.Unlock()
 			return false
 		})
 		r.must(w.Close(), <-put)
@@ -143,7 +143,7 @@ func TestDeviceFlushAfterClose(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	w := r.windows[0]
 	r.must(w.Put(t.Context(), 1, 0, r.tensor(0, []byte{7}), af.Complete))
-	own := w.dev.own
+	own := w.dev.memory.own
 	r.must(w.Close())
 	letGo := r.hold(0, af.Stream(own)) // it may be somebody else's by now
 	defer func() {
@@ -235,7 +235,7 @@ func TestDeviceOpenKeepsNothing(t *testing.T) {
 	d := keeping{vantest.NewDevice(0)}
 	defer d.Close()
 	s, err := backend.StreamDeviceOf(d)
-	v := &onDevice{w: r.windows[0], d: s}
+	v := &memory{d: s}
 	r.must(err)
 	v.whole, err = d.Alloc(8)
 	r.must(err, v.discard())
@@ -266,14 +266,14 @@ func TestDeviceRefusedWait(t *testing.T) {
 	b := r.windows[1]
 	err := errRankClosed
 	b.peers[0].gone.Store(&err) // as leave does, before it starts left
-	b.dev.reading.Lock()        // whether the signal has come is not known yet
+	b.dev.memory.reading.Lock() // whether the signal has come is not known yet
 	refused, left := make(chan error, 1), make(chan struct{})
 	go func() { refused <- b.WaitSignal(t.Context(), 0, 0, stream) }()
 	r.until("a wait that is being decided", func() bool {
-		if !b.dev.links[0].deciding.TryLock() {
+		if !b.dev.ins[0].deciding.TryLock() {
 			return true
 		}
-		b.dev.links[0].deciding.Unlock()
+		b.dev.ins[0].deciding.Unlock()
 		return false
 	})
 	go func() {
@@ -283,7 +283,7 @@ func TestDeviceRefusedWait(t *testing.T) {
 	for range 100 {
 		runtime.Gosched()
 	}
-	b.dev.reading.Unlock()
+	b.dev.memory.reading.Unlock()
 	if err := <-refused; !errors.Is(err, van.ErrClosed) {
 		t.Errorf("the wait: %v", err)
 	}
@@ -308,12 +308,12 @@ func TestDeviceFreed(t *testing.T) {
 		r.settle(1, stream+af.Stream(k))
 	}
 	<-b.dev.freed
-	r.settle(1, af.Stream(b.dev.release))
+	r.settle(1, af.Stream(b.dev.memory.release))
 	freed := 0
 	for rank := range 2 {
 		for signal := range 100 {
 			for word := range 2 {
-				if binary.NativeEndian.Uint32(vantest.Raw(b.dev.word(b.dev.whole, rank, signal, word))[4:]) != 0 {
+				if binary.NativeEndian.Uint32(vantest.Raw(b.dev.memory.word(b.dev.memory.whole, rank, signal, word))[4:]) != 0 {
 					freed++
 				}
 			}
@@ -327,7 +327,7 @@ func TestDeviceFreed(t *testing.T) {
 // TestDeviceToken: memory that is not what the rank has offered is noticed.
 func TestDeviceToken(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
-	v, of := r.windows[0].dev, r.windows[1].dev
+	v, of := &r.windows[0].dev.memory, &r.windows[1].dev.memory
 	e, err := of.d.Export(of.whole)
 	r.must(err)
 	offer := make([]byte, van.ExportLen+tokenLen)
@@ -403,9 +403,9 @@ func TestDeviceWaitOrder(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	a, b := r.windows[0], r.windows[1]
 	asked := func() uint32 {
-		b.dev.reading.Lock()
-		defer b.dev.reading.Unlock()
-		return b.dev.asked
+		b.dev.memory.reading.Lock()
+		defer b.dev.memory.reading.Unlock()
+		return b.dev.memory.asked
 	}
 	first := asked()
 	call := make(chan error, 1)

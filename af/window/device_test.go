@@ -201,7 +201,7 @@ func TestDeviceHost(t *testing.T) {
 // over waits until the window of a rank is over.
 func (r *deviceRig) over(rank int) error {
 	r.Helper()
-	for end := time.Now().Add(testTime); time.Now().Before(end); r.windows[rank].app.Poll(func() bool { return r.windows[rank].Check() != nil }) {
+	for end := time.Now().Add(testTime); time.Now().Before(end); r.windows[rank].base.app.Poll(func() bool { return r.windows[rank].Check() != nil }) {
 		if err := r.windows[rank].Check(); err != nil {
 			return err
 		}
@@ -244,17 +244,17 @@ func TestDeviceGoOnTogether(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
 	r.must(r.windows[0].WaitSignal(t.Context(), 1, 0, stream))
 	p := r.windows[1].peers[0]
-	p.recv.Lock() // rank 1 hears nothing, and says nothing
+	p.in.mu.Lock() // rank 1 hears nothing, and says nothing
 	gone := make(chan struct{})
 	r.devices[0].Queue(uintptr(stream), func() { close(gone) })
-	r.windows[0].layer.Fail(errors.New("a test"))
+	r.windows[0].base.layer.Fail(errors.New("a test"))
 	_ = r.over(0)
 	select {
 	case <-gone:
 		t.Error("the stream of rank 0 has gone on before the window was over for rank 1")
 	case <-time.After(100 * time.Millisecond): // it is about what does not happen
 	}
-	p.recv.Unlock()
+	p.in.mu.Unlock()
 	<-gone
 	if err := r.windows[1].Check(); err == nil {
 		t.Error("the stream of rank 0 has gone on, and the window of rank 1 is not over")
@@ -272,7 +272,7 @@ func TestDeviceClose(t *testing.T) {
 		r.settle(1, stream)
 		b := r.windows[1]
 		for end := time.Now().Add(testTime); b.peers[0].gone.Load() == nil && time.Now().Before(end); {
-			b.app.Poll(func() bool { return b.peers[0].gone.Load() != nil })
+			b.base.app.Poll(func() bool { return b.peers[0].gone.Load() != nil })
 		}
 		r.must(b.WaitSignal(t.Context(), 0, 0, stream))
 		r.settle(1, stream)

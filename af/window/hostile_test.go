@@ -24,7 +24,7 @@ func (r *rig) lie(body []byte, data []byte, ts int32) {
 		datamsg.SetData(m, keyMem, backend.Bytes(data), backend.Mem{}, van.TypeOther)
 		m.ValLen = int32(len(data))
 	}
-	if err := r.windows[0].app.Send(m); err != nil {
+	if err := r.windows[0].base.app.Send(m); err != nil {
 		r.Fatal(err)
 	}
 }
@@ -36,7 +36,7 @@ func (r *rig) refuses(n uint64) {
 		if time.Now().After(end) {
 			r.Fatalf("%d messages were refused, want %d", r.windows[1].Refused(), n)
 		}
-		r.windows[1].app.Poll(func() bool { return r.windows[1].Refused() >= n })
+		r.windows[1].base.app.Poll(func() bool { return r.windows[1].Refused() >= n })
 	}
 }
 
@@ -47,7 +47,7 @@ func TestLiar(t *testing.T) {
 		const size = 64
 		r := newRig(t, o, 2, Options{Size: size, Signals: 1})
 		w := r.windows[0]
-		honest := note{verb: verbPut, window: w.tenant.Number, epoch: w.tenant.Epoch, signal: 0}
+		honest := note{verb: verbPut, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch, signal: 0}
 		bad := func(change func(n *note)) []byte {
 			n := honest
 			change(&n)
@@ -85,12 +85,12 @@ func TestLiar(t *testing.T) {
 		if !bytes.Equal(r.windows[1].Bytes(), make([]byte, size)) {
 			t.Errorf("the window has become %x", r.windows[1].Bytes())
 		}
-		if n := r.windows[1].peers[0].signals[0].Load(); n != 0 {
+		if n := r.windows[1].peers[0].in.signals[0].Load(); n != 0 {
 			t.Errorf("%d signals were counted", n)
 		}
 		p := w.peers[1]
-		p.next.Store(6) // the lies that were messages
-		p.bytes.Store(r.windows[1].peers[0].takenBytes.Load())
+		p.out.next.Store(6) // the lies that were messages
+		p.out.bytes.Store(r.windows[1].peers[0].in.takenBytes.Load())
 		want := content(40, 1)
 		if err := w.PutSignal(t.Context(), 1, 24, tensor(want), 0); err != nil {
 			t.Fatal(err)
@@ -108,7 +108,7 @@ func TestLiar(t *testing.T) {
 func TestOrder(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Size: 8, Signals: 1})
 	w := r.windows[0]
-	n := note{verb: verbPut, window: w.tenant.Number, epoch: w.tenant.Epoch, signal: noSignal}
+	n := note{verb: verbPut, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch, signal: noSignal}
 	with := func(seq uint64, signal uint16) []byte {
 		m := n
 		m.seq, m.signal = seq, signal
@@ -118,7 +118,7 @@ func TestOrder(t *testing.T) {
 	r.lie(with(1, noSignal), []byte("22222222"), 2)
 	r.lie(with(1, noSignal), []byte("xxxxxxxx"), 2)
 	r.refuses(1) // the double
-	if n := r.windows[1].peers[0].signals[0].Load(); n != 0 {
+	if n := r.windows[1].peers[0].in.signals[0].Load(); n != 0 {
 		t.Fatal("a signal was seen before what was put before it")
 	}
 	r.lie(with(0, noSignal), []byte("11111111"), 0)
@@ -132,7 +132,7 @@ func TestStranger(t *testing.T) {
 	r := newRig(t, testcluster.Options{}, 2, Options{Size: 8, Signals: 1})
 	memory := r.windows[1].Bytes()
 	w := r.windows[0]
-	n := note{verb: verbPut, window: w.tenant.Number, epoch: w.tenant.Epoch, signal: 0}
+	n := note{verb: verbPut, window: w.base.tenant.Number, epoch: w.base.tenant.Epoch, signal: 0}
 	server := r.c.Servers[0].App()
 	m := &van.Message{}
 	w.peers[1].message(m, &note{}, true, 0)

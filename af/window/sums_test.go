@@ -22,7 +22,7 @@ func TestSums(t *testing.T) {
 			is, err := parseShape(sums.Mangle(rng, s.append(nil)))
 			fmt.Fprintln(w, is.size, is.signals, is.number, is.refused, is.device, sums.Err(err))
 			fmt.Fprintln(w, appOf(rng.Uint64(), uint32(rng.IntN(600)), rng.IntN(4096)))
-			x := &Window{}
+			x := &base{}
 			x.first.Store(int32(sums.Edge(rng, 1<<31-5)) &^ 1 & (1<<31 - 1))
 			fmt.Fprintln(w, x.timestamp(sums.Edge(rng, 1<<30)), x.timestamp(sums.Edge(rng, 6)))
 		}
@@ -33,30 +33,29 @@ func TestSums(t *testing.T) {
 // still read by a transport.
 func TestRoomSums(t *testing.T) {
 	sums.Check(t, "room", 60, func(rng *rand.Rand, w io.Writer) {
-		win := &Window{}
-		win.peers = []*peer{newPeer(win, 0, 9)}
-		p := win.peers[0]
+		p := newPeer(&base{}, 0, 9)
+		all := peers{p}
 		for range 300 {
 			switch rng.IntN(6) {
 			case 0, 1:
-				p.next.Add(uint64(rng.IntN(maxUnderWay / 2)))
-				p.bytes.Add(uint64(rng.IntN(maxBytes / 2)))
+				p.out.next.Add(uint64(rng.IntN(maxUnderWay / 2)))
+				p.out.bytes.Add(uint64(rng.IntN(maxBytes / 2)))
 			case 2:
-				n := note{taken: p.placed.Load() + uint64(rng.IntN(maxUnderWay/2)), bytes: p.placedBytes.Load() + uint64(rng.IntN(maxBytes/2))}
-				fmt.Fprintln(w, "learn", sums.Err(p.learn(&n)))
+				n := note{taken: p.out.placed.Load() + uint64(rng.IntN(maxUnderWay/2)), bytes: p.out.placedBytes.Load() + uint64(rng.IntN(maxBytes/2))}
+				fmt.Fprintln(w, "learn", sums.Err(p.out.learn(&n)))
 			case 3:
 				n := note{taken: uint64(rng.IntN(10)), bytes: uint64(rng.IntN(10))} // late
-				_ = p.learn(&n)
+				_ = p.out.learn(&n)
 			case 4:
-				l := &p.lendings[p.next.Load()%ring]
-				l.seq.Store(p.next.Load() + 1)
+				l := &p.out.lendings[p.out.next.Load()%ring]
+				l.seq.Store(p.out.next.Load() + 1)
 			case 5:
-				p.lendings[rng.IntN(ring)].seq.Store(0)
+				p.out.lendings[rng.IntN(ring)].seq.Store(0)
 			}
-			want := p.next.Load() - uint64(rng.IntN(3))
+			want := p.out.next.Load() - uint64(rng.IntN(3))
 			lent := 0
-			win.lent(func(seq uint64) { lent += int(seq) })
-			fmt.Fprintln(w, p.next.Load(), p.bytes.Load(), p.placed.Load(), p.placedBytes.Load(), p.room(), p.flushed(want), win.lends(), lent)
+			all.lent(func(seq uint64) { lent += int(seq) })
+			fmt.Fprintln(w, p.out.next.Load(), p.out.bytes.Load(), p.out.placed.Load(), p.out.placedBytes.Load(), p.out.room(), p.out.flushed(want), all.lends(), lent)
 		}
 	})
 }

@@ -268,11 +268,11 @@ func TestFlushed(t *testing.T) {
 			if err := r.windows[0].Flush(t.Context(), 1); err != nil {
 				t.Fatal(err)
 			}
-			r.windows[1].peers[0].recv.Lock() // what has written it held this
+			r.windows[1].peers[0].in.mu.Lock() // what has written it held this
 			if !bytes.Equal(r.windows[1].Bytes()[size-n:], data.Bytes()[:n]) {
 				t.Errorf("%d bytes: wrong", n)
 			}
-			r.windows[1].peers[0].recv.Unlock()
+			r.windows[1].peers[0].in.mu.Unlock()
 		}
 	})
 }
@@ -319,7 +319,7 @@ func TestSignalsAdd(t *testing.T) {
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
-	if n := r.windows[1].peers[0].signals[2].Load(); n != 0 {
+	if n := r.windows[1].peers[0].in.signals[2].Load(); n != 0 {
 		t.Errorf("%d signals are left", n)
 	}
 }
@@ -525,8 +525,8 @@ func TestArguments(t *testing.T) {
 	if err := w.Flush(ctx, 1); err != nil {
 		t.Error(err)
 	}
-	if n := r.windows[1].Refused(); n != 0 || w.peers[1].next.Load() != 0 {
-		t.Errorf("%d messages refused, %d sent", n, w.peers[1].next.Load())
+	if n := r.windows[1].Refused(); n != 0 || w.peers[1].out.next.Load() != 0 {
+		t.Errorf("%d messages refused, %d sent", n, w.peers[1].out.next.Load())
 	}
 }
 

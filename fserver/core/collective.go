@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
@@ -14,9 +15,18 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// Comms are the communicators of a node. All methods are safe for concurrent use.
+type Comms struct {
+	node *postoffice.Node
+
+	mu      sync.Mutex            // of what follows
+	group   *Comm                 // see Group
+	closing map[int]chan struct{} // communicators that were dropped, by id; closed when they are
+}
+
 // Comm is a communicator among nodes of this session's role.
 type Comm struct {
-	s    *Session
+	of   *Comms
 	id   int
 	comm *collective.Comm
 	made *Task
@@ -135,24 +145,24 @@ func (p *Pending) Drop() {
 	}()
 }
 
-// NewComm begins to make a communicator of those ranks, nil for the instances of this node's group, whose
+// New begins to make a communicator of those ranks, nil for the instances of this node's group, whose
 // calls have that limit, as its making has: 0 for the default, negative for none. It may be used
 // when the task has ended without an error.
-func (s *Session) NewComm(id int, ranks []int, limit time.Duration) (*Comm, *Task) {
-	return s.newComm(id, ranks, limit, noLimit)
+func (l *Comms) New(id int, ranks []int, limit time.Duration) (*Comm, *Task) {
+	return l.begin(id, ranks, limit, noLimit)
 }
 
 // noLimit leaves the limit to the communicator.
 const noLimit = -1
 
-func (s *Session) newComm(id int, ranks []int, limit, making time.Duration) (*Comm, *Task) {
-	c := &Comm{s: s, id: id, limit: limit}
+func (l *Comms) begin(id int, ranks []int, limit, making time.Duration) (*Comm, *Task) {
+	c := &Comm{of: l, id: id, limit: limit}
 	if limit == 0 {
 		c.limit = postoffice.DefaultTimeout
 	}
 	c.made = newTask(making, func(ctx context.Context) (err error) {
-		if err = s.dropped(ctx, id); err == nil {
-			c.comm, err = collective.New(ctx, s.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
+		if err = l.dropped(ctx, id); err == nil {
+			c.comm, err = collective.New(ctx, l.node, collective.Options{ID: id, Ranks: ranks, Timeout: limit})
 		}
 		return err
 	})
@@ -160,10 +170,10 @@ func (s *Session) newComm(id int, ranks []int, limit, making time.Duration) (*Co
 }
 
 // dropped waits until a communicator with that id that was dropped is closed.
-func (s *Session) dropped(ctx context.Context, id int) error {
-	s.commMu.Lock()
-	closing := s.closing[id]
-	s.commMu.Unlock()
+func (l *Comms) dropped(ctx context.Context, id int) error {
+	l.mu.Lock()
+	closing := l.closing[id]
+	l.mu.Unlock()
 	if closing == nil {
 		return nil
 	}
@@ -177,29 +187,29 @@ func (s *Session) dropped(ctx context.Context, id int) error {
 
 // Group is the communicator with ID 0 of the instances of this node's group, which the first call
 // begins to make, and the next one again if that has failed.
-func (s *Session) Group() (*Comm, *Task) {
-	s.commMu.Lock()
-	defer s.commMu.Unlock()
-	return s.makeGroup(noLimit)
+func (l *Comms) Group() (*Comm, *Task) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.makeGroup(noLimit)
 }
 
-// makeGroup is Group. commMu is held.
-func (s *Session) makeGroup(making time.Duration) (*Comm, *Task) {
-	if s.group == nil || s.group.failed() {
-		s.group, _ = s.newComm(0, nil, 0, making)
+// makeGroup is Group. mu is held.
+func (l *Comms) makeGroup(making time.Duration) (*Comm, *Task) {
+	if l.group == nil || l.group.failed() {
+		l.group, _ = l.begin(0, nil, 0, making)
 	}
-	return s.group, s.group.made
+	return l.group, l.group.made
 }
 
 // RebuildGroup begins Rebuild of the group's communicator, or to make it where that has not been done:
 // the others' Rebuild meets that.
-func (s *Session) RebuildGroup(limit time.Duration) *Task {
-	s.commMu.Lock()
-	defer s.commMu.Unlock()
-	if s.group != nil && s.group.made.Wait(0) == nil {
-		return s.group.Rebuild(limit)
+func (l *Comms) RebuildGroup(limit time.Duration) *Task {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.group != nil && l.group.made.Wait(0) == nil {
+		return l.group.Rebuild(limit)
 	}
-	_, t := s.makeGroup(limit)
+	_, t := l.makeGroup(limit)
 	return t
 }
 
@@ -213,13 +223,13 @@ func (c *Comm) failed() bool {
 func (c *Comm) Drop() {
 	c.made.Cancel()
 	closed := make(chan struct{})
-	c.s.commMu.Lock()
-	if c.s.closing == nil {
-		c.s.closing = map[int]chan struct{}{}
+	c.of.mu.Lock()
+	if c.of.closing == nil {
+		c.of.closing = map[int]chan struct{}{}
 	}
-	before := c.s.closing[c.id]
-	c.s.closing[c.id] = closed
-	c.s.commMu.Unlock()
+	before := c.of.closing[c.id]
+	c.of.closing[c.id] = closed
+	c.of.mu.Unlock()
 	go func() {
 		if before != nil {
 			<-before // for which this one has not waited to its end
@@ -228,11 +238,11 @@ func (c *Comm) Drop() {
 		if c.comm != nil {
 			_ = c.comm.Close(context.Background()) // it names who still reads memory, which is kept until then
 		}
-		c.s.commMu.Lock()
-		if c.s.closing[c.id] == closed {
-			delete(c.s.closing, c.id)
+		c.of.mu.Lock()
+		if c.of.closing[c.id] == closed {
+			delete(c.of.closing, c.id)
 		}
-		c.s.commMu.Unlock()
+		c.of.mu.Unlock()
 		close(closed)
 	}()
 }

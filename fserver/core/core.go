@@ -8,11 +8,9 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/af/streams"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/postoffice"
@@ -38,13 +36,12 @@ type Session struct {
 	queue  *queue     // of a server
 
 	sessions sessionState
+	comms    Comms
+	streams  Streams
+}
 
-	commMu  sync.Mutex
-	group   *Comm                 // see Group
-	closing map[int]chan struct{} // communicators that were dropped, by id; closed when they are
-
-	endsMu sync.Mutex
-	ends   *streams.Ends // see streamEnds
+func newSession(node *postoffice.Node) *Session {
+	return &Session{node: node, sessions: sessionState{node: node}, comms: Comms{node: node}, streams: Streams{node: node}}
 }
 
 // Start reads the variables, starts the node, and waits for all others as C++ StepMesh
@@ -73,7 +70,7 @@ func Open(ctx context.Context, node *postoffice.Node) (*Session, error) {
 
 // open is Open with a limit for the second barrier of start-up.
 func open(ctx context.Context, node *postoffice.Node, limit time.Duration) (*Session, error) {
-	s := &Session{node: node}
+	s := newSession(node)
 	if !failpoint.On("start-deadline") {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, limit)
@@ -120,6 +117,12 @@ func (s *Session) Name() string { return s.node.Name() }
 
 // Close leaves at once.
 func (s *Session) Close() { s.node.Close() }
+
+// Comms are the communicators of the node.
+func (s *Session) Comms() *Comms { return &s.comms }
+
+// Streams are the exchanges in streams of the node.
+func (s *Session) Streams() *Streams { return &s.streams }
 
 // Config is what the node was started with.
 func (s *Session) Config() *postoffice.Config { return s.node.Config() }
@@ -285,56 +288,17 @@ func (s *Session) GetBatch(items []Item, slice time.Duration) ([]Item, error) {
 	if s.queue == nil {
 		return items, s.wrongRole("get_batch", "server")
 	}
-	return s.receive(items, eachOne, slice)
+	return s.queue.await(items, eachOne, slice)
 }
 
 // GetAny appends the batches that are there to items, at most most (0: no limit) and the
 // oldest first, whoever has sent them. After slice without any it returns ErrPending.
 func (s *Session) GetAny(items []Item, most int, slice time.Duration) ([]Item, error) {
-	q := s.queue
-	if q == nil {
+	if s.queue == nil {
 		return items, s.wrongRole("get_batch", "server")
 	}
-	q.eager.Store(true) // from now on each batch is told
-	return s.receive(items, most, slice)
-}
-
-// eachOne instead of a number of batches is one of each worker.
-const eachOne = -1
-
-// receive is GetBatch for most == eachOne, else GetAny.
-func (s *Session) receive(items []Item, most int, slice time.Duration) ([]Item, error) {
-	q := s.queue
-	poll, changed := q.poll, q.changed
-	if most != eachOne {
-		poll, changed = q.pollAny, q.came
-	}
-	var timer *time.Timer // made only when the batches do not come soon
-	var end time.Time
-	for {
-		if err := s.node.Alive(); err != nil {
-			return items, err
-		}
-		items, ok, err := q.take(items, most)
-		if ok || err != nil {
-			return items, err
-		}
-		if end.IsZero() {
-			end = time.Now().Add(slice)
-		}
-		if q.receive(poll); q.ready(most) {
-			continue
-		}
-		if timer == nil {
-			timer = time.NewTimer(time.Until(end))
-			defer timer.Stop()
-		}
-		select {
-		case <-changed:
-		case <-timer.C:
-			return items, ErrPending
-		}
-	}
+	s.queue.eager.Store(true) // from now on each batch is told
+	return s.queue.await(items, most, slice)
 }
 
 // BatchTimeout is the error of a caller whose GetBatch has been pending for limit.
@@ -364,49 +328,7 @@ func (s *Session) Answer(stream af.Stream, id uint64, tensors []af.KeyTensor, do
 	if s.queue == nil {
 		return false, s.wrongRole("respond", "server")
 	}
-	q := s.queue
-	q.mu.Lock()
-	if _, ok := q.acked[id]; ok {
-		defer q.mu.Unlock()
-		if len(tensors) > 0 {
-			return false, misfit(id, 0, len(tensors))
-		}
-		delete(q.acked, id)
-		return true, nil
-	}
-	b, ok := q.out[id]
-	if !ok {
-		err := q.unknown(id)
-		q.mu.Unlock()
-		return false, err
-	}
-	delete(q.out, id)
-	q.mu.Unlock()
-	if len(b.Pulls()) != len(tensors) {
-		q.putBack(id, b)
-		return false, misfit(id, len(b.Pulls()), len(tensors))
-	}
-	worker := b.Worker()
-	if !b.Wanted() && !failpoint.On("incarnation") {
-		q.unanswered(worker)
-		b.Release()
-		for range tensors {
-			if done != nil {
-				done.Sent()
-			}
-		}
-		return true, nil
-	}
-	err = b.Respond(tensors, stream, af.OnSent(done))
-	switch {
-	case err != nil && !b.Answered():
-		q.putBack(id, b)
-		return false, err
-	case errors.Is(err, van.ErrPeerLost):
-		q.unanswered(worker)
-		return true, nil
-	}
-	return true, err
+	return s.queue.answer(stream, id, tensors, done)
 }
 
 // CanRespond tells why Respond would refuse this number of tensors for one of the
@@ -415,22 +337,5 @@ func (s *Session) CanRespond(ids []uint64, tensors int) error {
 	if s.queue == nil {
 		return s.wrongRole("respond", "server")
 	}
-	q := s.queue
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	for i, id := range ids {
-		b, ok := q.out[id]
-		_, acked := q.acked[id]
-		switch {
-		case acked && tensors != 0:
-			return misfit(id, 0, tensors)
-		case !ok && !acked:
-			return q.unknown(id)
-		case slices.Contains(ids[:i], id):
-			return fmt.Errorf("respond: %w: handler %d is there twice; respond once to each batch", van.ErrInvalid, id)
-		case ok && len(b.Pulls()) != tensors:
-			return misfit(id, len(b.Pulls()), tensors)
-		}
-	}
-	return nil
+	return s.queue.canRespond(ids, tensors)
 }

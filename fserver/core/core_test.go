@@ -27,7 +27,7 @@ func sessions(t *testing.T) (worker, server *Session) {
 // open2 opens the sessions of a cluster's worker and server.
 func open2(t *testing.T, c *testcluster.Cluster) (worker, server *Session) {
 	t.Helper()
-	worker, server = &Session{node: c.Workers[0]}, &Session{node: c.Servers[0]}
+	worker, server = newSession(c.Workers[0]), newSession(c.Servers[0])
 	var all sync.WaitGroup
 	for _, s := range []*Session{worker, server} {
 		all.Go(func() {

@@ -1,5 +1,7 @@
 package core
 
+// Exchanges, which are prepared once and started again and again, as Python uses them.
+
 import (
 	"cmp"
 	"context"

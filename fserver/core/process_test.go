@@ -66,11 +66,11 @@ func TestOneInit(t *testing.T) {
 func TestOneStop(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{})
 	p := &Process{}
-	p.session.Store(&Session{node: c.Workers[0]})
+	p.session.Store(newSession(c.Workers[0]))
 	var others sync.WaitGroup
 	for _, n := range c.Nodes()[:2] {
 		others.Go(func() {
-			if err := (&Session{node: n}).Stop(t.Context()); err != nil {
+			if err := newSession(n).Stop(t.Context()); err != nil {
 				t.Error(err)
 			}
 		})
@@ -177,7 +177,7 @@ func TestExit(t *testing.T) {
 	if err := p.Exit(t.Context()); err != nil {
 		t.Errorf("before Init: %v", err)
 	}
-	p.session.Store(&Session{node: c.Workers[0]})
+	p.session.Store(newSession(c.Workers[0]))
 	if err := p.Exit(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -192,7 +192,7 @@ func TestExit(t *testing.T) {
 		close(ended)
 	})
 	p = &Process{}
-	p.session.Store(&Session{node: c.Servers[0]})
+	p.session.Store(newSession(c.Servers[0]))
 	vantest.Fails(t, p.Exit(over(t)), context.Canceled, "server 0", "transport or the device")
 	close(stuck)
 	<-ended
@@ -201,22 +201,22 @@ func TestExit(t *testing.T) {
 // TestDropWaitsForTheOneBefore: of two communicators with one id that are dropped after each other, also the first
 // is closed before the id is used again.
 func TestDropWaitsForTheOneBefore(t *testing.T) {
-	s := &Session{}
+	l := &Comms{}
 	gate := make(chan struct{})
-	first := &Comm{s: s, id: 3, made: newTask(noLimit, func(context.Context) error {
+	first := &Comm{of: l, id: 3, made: newTask(noLimit, func(context.Context) error {
 		<-gate
 		return van.ErrTimeout
 	})}
-	second := &Comm{s: s, id: 3, made: newTask(noLimit, func(context.Context) error { return van.ErrTimeout })}
+	second := &Comm{of: l, id: 3, made: newTask(noLimit, func(context.Context) error { return van.ErrTimeout })}
 	first.Drop()
 	second.Drop()
 	short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	if err := s.dropped(short, 3); err == nil {
+	if err := l.dropped(short, 3); err == nil {
 		t.Error("the id is free while the first one is not closed")
 	}
 	close(gate)
-	if err := s.dropped(t.Context(), 3); err != nil {
+	if err := l.dropped(t.Context(), 3); err != nil {
 		t.Error(err)
 	}
 }

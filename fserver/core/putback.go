@@ -54,7 +54,11 @@ func (s *Session) Retake(id uint64, b *af.Batch) (Item, bool) {
 	if s.queue == nil {
 		return Item{}, false
 	}
-	q := s.queue
+	return s.queue.retake(id, b)
+}
+
+// retake is Session.Retake.
+func (q *queue) retake(id uint64, b *af.Batch) (Item, bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if out, ok := q.out[id]; ok {

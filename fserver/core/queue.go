@@ -1,10 +1,12 @@
 package core
 
-// The queue of complete batches between the tensor server and get_batch.
+// The queue of complete batches between the tensor server and get_batch, and those that were handed out and not answered.
 
 import (
+	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -25,9 +27,15 @@ type Item struct {
 
 // queue orders complete batches by worker.
 type queue struct {
-	node postoffice.App
+	node    postoffice.App
+	changed chan struct{} // one token when take may succeed
+	poll    func() bool   // ends GetBatch's polling; made once
+	came    chan struct{} // one token when takeAny may succeed, once GetAny has been called
+	pollAny func() bool   // ends GetAny's polling; made once
+	eager   atomic.Bool   // GetAny has been called
+	polling atomic.Int32  // callers of take that are receiving
 
-	mu      sync.Mutex
+	mu      sync.Mutex         // of what follows
 	workers []fifo.Queue[Item] // by group rank, oldest first
 	filled  int                // workers that have a batch
 	next    uint64
@@ -38,12 +46,6 @@ type queue struct {
 	bytes   []int               // queued for each worker, by group rank
 	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
 	room    chan struct{}       // closed and replaced when such a worker has room again
-	changed chan struct{}       // one token when take may succeed
-	poll    func() bool         // ends GetBatch's polling; made once
-	eager   atomic.Bool         // GetAny has been called
-	came    chan struct{}       // then one token when takeAny may succeed
-	pollAny func() bool         // ends GetAny's polling; made once
-	polling atomic.Int32        // callers of take that are receiving
 }
 
 // loss is why and since when a worker is away.
@@ -231,6 +233,43 @@ func (q *queue) unwanted(worker int) {
 	}
 }
 
+// eachOne instead of a number of batches is one of each worker.
+const eachOne = -1
+
+// await is Session.GetBatch for most == eachOne, else GetAny.
+func (q *queue) await(items []Item, most int, slice time.Duration) ([]Item, error) {
+	poll, changed := q.poll, q.changed
+	if most != eachOne {
+		poll, changed = q.pollAny, q.came
+	}
+	var timer *time.Timer // made only when the batches do not come soon
+	var end time.Time
+	for {
+		if err := q.node.Alive(); err != nil {
+			return items, err
+		}
+		items, ok, err := q.take(items, most)
+		if ok || err != nil {
+			return items, err
+		}
+		if end.IsZero() {
+			end = time.Now().Add(slice)
+		}
+		if q.receive(poll); q.ready(most) {
+			continue
+		}
+		if timer == nil {
+			timer = time.NewTimer(time.Until(end))
+			defer timer.Stop()
+		}
+		select {
+		case <-changed:
+		case <-timer.C:
+			return items, ErrPending
+		}
+	}
+}
+
 // ready tells whether take takes something.
 func (q *queue) ready(most int) bool {
 	q.mu.Lock()
@@ -334,6 +373,73 @@ func (q *queue) noteAcked(id uint64) {
 	}
 	q.acked[id] = struct{}{}
 	q.oldest.Put(id)
+}
+
+// answer is Session.Answer.
+func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done van.Completion) (told bool, err error) {
+	q.mu.Lock()
+	if _, ok := q.acked[id]; ok {
+		defer q.mu.Unlock()
+		if len(tensors) > 0 {
+			return false, misfit(id, 0, len(tensors))
+		}
+		delete(q.acked, id)
+		return true, nil
+	}
+	b, ok := q.out[id]
+	if !ok {
+		err := q.unknown(id)
+		q.mu.Unlock()
+		return false, err
+	}
+	delete(q.out, id)
+	q.mu.Unlock()
+	if len(b.Pulls()) != len(tensors) {
+		q.putBack(id, b)
+		return false, misfit(id, len(b.Pulls()), len(tensors))
+	}
+	worker := b.Worker()
+	if !b.Wanted() && !failpoint.On("incarnation") {
+		q.unanswered(worker)
+		b.Release()
+		for range tensors {
+			if done != nil {
+				done.Sent()
+			}
+		}
+		return true, nil
+	}
+	err = b.Respond(tensors, stream, af.OnSent(done))
+	switch {
+	case err != nil && !b.Answered():
+		q.putBack(id, b)
+		return false, err
+	case errors.Is(err, van.ErrPeerLost):
+		q.unanswered(worker)
+		return true, nil
+	}
+	return true, err
+}
+
+// canRespond is Session.CanRespond.
+func (q *queue) canRespond(ids []uint64, tensors int) error {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for i, id := range ids {
+		b, ok := q.out[id]
+		_, acked := q.acked[id]
+		switch {
+		case acked && tensors != 0:
+			return misfit(id, 0, tensors)
+		case !ok && !acked:
+			return q.unknown(id)
+		case slices.Contains(ids[:i], id):
+			return fmt.Errorf("respond: %w: handler %d is there twice; respond once to each batch", van.ErrInvalid, id)
+		case ok && len(b.Pulls()) != tensors:
+			return misfit(id, len(b.Pulls()), tensors)
+		}
+	}
+	return nil
 }
 
 // missing names the workers that have no batch.

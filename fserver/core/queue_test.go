@@ -105,7 +105,7 @@ func TestTwoBatchesTwoCallers(t *testing.T) {
 // worker that is lost is missed only when nobody else is there.
 func TestGetAny(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 3, Set: func(c *postoffice.Config) { c.ReplaceTimeout = 0 }})
-	server := &Session{node: c.Servers[0]}
+	server := newSession(c.Servers[0])
 	var all sync.WaitGroup
 	open := func(s *Session) {
 		all.Go(func() {
@@ -117,7 +117,7 @@ func TestGetAny(t *testing.T) {
 	open(server)
 	workers := make([]*Session, 3)
 	for i := range workers {
-		workers[i] = &Session{node: c.Workers[i]}
+		workers[i] = newSession(c.Workers[i])
 		open(workers[i])
 	}
 	all.Wait()

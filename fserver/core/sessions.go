@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/kv/session"
+	"github.com/stepaf/stepaf-go/postoffice"
 )
 
 // SessionOp is what SessionCall does.
@@ -65,9 +66,11 @@ const (
 	ErrandDrop                // the result Handle is needed no more
 )
 
-// sessionState is the session that a process controls, and the one that it serves.
+// sessionState is what there is of sessions: the one that a process controls, and the one that it serves.
 type sessionState struct {
-	mu      sync.Mutex
+	node *postoffice.Node
+
+	mu      sync.Mutex // of what follows
 	s       *session.Session
 	handles map[uint64]*session.Handle
 	serving *serving
@@ -82,14 +85,14 @@ func (p *Process) SessionCall(limit time.Duration, c *SessionCall) (waits bool, 
 	}
 	switch c.Op {
 	case SessionKill, SessionServe, SessionDone, SessionFail, SessionLeave:
-		return false, s.atOnce(c)
+		return false, s.sessions.atOnce(c)
 	}
 	op := "session"
 	if c.Op >= 0 && int(c.Op) < len(sessionNames) {
 		op += "." + sessionNames[c.Op]
 	}
 	return true, p.begin(op, limit, func() (func(context.Context) error, error) {
-		return func(ctx context.Context) error { return s.carryOut(ctx, c) }, nil
+		return func(ctx context.Context) error { return s.sessions.carryOut(ctx, c) }, nil
 	})
 }
 
@@ -108,43 +111,43 @@ func (p *Process) SessionDrop(c *SessionCall) {
 }
 
 // made notes what takes the result of a call back. Where nobody waits for it any more that is done now.
-func (s *Session) made(c *SessionCall, undo func()) {
-	s.sessions.mu.Lock()
+func (k *sessionState) made(c *SessionCall, undo func()) {
+	k.mu.Lock()
 	c.undo = undo
 	dropped := c.dropped
-	s.sessions.mu.Unlock()
+	k.mu.Unlock()
 	if dropped {
 		undo()
 	}
 }
 
 // atOnce carries out a call that does not wait.
-func (s *Session) atOnce(c *SessionCall) error {
-	s.sessions.mu.Lock()
-	defer s.sessions.mu.Unlock()
+func (k *sessionState) atOnce(c *SessionCall) error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
 	if c.Op == SessionKill {
-		if h := s.sessions.handles[c.Handle]; h != nil {
-			s.sessions.s.Kill(h)
-			delete(s.sessions.handles, c.Handle)
+		if h := k.handles[c.Handle]; h != nil {
+			k.s.Kill(h)
+			delete(k.handles, c.Handle)
 		}
 		return nil
 	}
 	if c.Op == SessionServe {
-		if s.sessions.serving != nil {
+		if k.serving != nil {
 			return fmt.Errorf("session: %w: this process serves already", ErrMisuse)
 		}
-		v, err := s.serve(c.Data)
+		v, err := k.serve(c.Data)
 		if err == nil {
-			s.sessions.serving = v
+			k.serving = v
 		}
 		return err
 	}
-	v := s.sessions.serving
+	v := k.serving
 	if c.Op == SessionLeave {
 		if v != nil {
 			v.cancel(errors.New(c.Name))
 			<-v.ended // the controller has heard, or does not answer
-			s.sessions.serving = nil
+			k.serving = nil
 		}
 		return nil
 	}
@@ -161,10 +164,9 @@ func (s *Session) atOnce(c *SessionCall) error {
 }
 
 // carryOut carries out a call that waits.
-func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
-	k := &s.sessions
+func (k *sessionState) carryOut(ctx context.Context, c *SessionCall) error {
 	if c.Op == SessionNext {
-		return s.next(ctx, c)
+		return k.next(ctx, c)
 	}
 	if c.Op == SessionOpen {
 		k.mu.Lock()
@@ -176,7 +178,7 @@ func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
 			}
 			old.Close() // it may have failed only
 		}
-		open, err := session.Open(ctx, s.node, session.Options{})
+		open, err := session.Open(ctx, k.node, session.Options{})
 		if err != nil {
 			return err
 		}
@@ -184,7 +186,7 @@ func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
 		k.s, k.handles = open, map[uint64]*session.Handle{}
 		k.mu.Unlock()
 		c.Rank = open.Ranks()
-		s.made(c, open.Close)
+		k.made(c, open.Close)
 		return nil
 	}
 	k.mu.Lock()
@@ -250,7 +252,7 @@ func (s *Session) carryOut(ctx context.Context, c *SessionCall) error {
 		k.mu.Lock()
 		k.handles[c.Handle] = made
 		k.mu.Unlock()
-		s.made(c, func() { _ = s.atOnce(&SessionCall{Op: SessionKill, Handle: made.ID()}) })
+		k.made(c, func() { _ = k.atOnce(&SessionCall{Op: SessionKill, Handle: made.ID()}) })
 	}
 	c.Data, err = session.Encode(got...)
 	return err
@@ -278,8 +280,8 @@ type reply struct {
 }
 
 // serve registers functions and serves.
-func (s *Session) serve(names []byte) (*serving, error) {
-	r, err := session.NewRank(s.node, session.Options{})
+func (k *sessionState) serve(names []byte) (*serving, error) {
+	r, err := session.NewRank(k.node, session.Options{})
 	if err != nil {
 		return nil, err
 	}
@@ -376,8 +378,7 @@ func (o *object) Close() error {
 var errOver = errors.New("the session is over")
 
 // next waits for an errand.
-func (s *Session) next(ctx context.Context, c *SessionCall) error {
-	k := &s.sessions
+func (k *sessionState) next(ctx context.Context, c *SessionCall) error {
 	k.mu.Lock()
 	v := k.serving
 	k.mu.Unlock()

@@ -35,7 +35,7 @@ func TestSessionDrop(t *testing.T) {
 		}
 	}()
 	p := &Process{}
-	p.session.Store(&Session{node: c.Workers[0]})
+	p.session.Store(newSession(c.Workers[0]))
 	do := func(call *SessionCall) []any {
 		t.Helper()
 		_, err := p.SessionCall(20*time.Second, call)
@@ -92,15 +92,15 @@ func TestSessionServes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rank, control := &Session{node: c.Servers[0]}, &Session{node: c.Workers[0]}
+	rank, control := newSession(c.Servers[0]), newSession(c.Workers[0])
 	p := &Process{}
 	p.session.Store(control)
 	call := func(ctx context.Context, s *Session, c *SessionCall) error {
 		switch c.Op {
 		case SessionKill, SessionServe, SessionDone, SessionFail, SessionLeave:
-			return s.atOnce(c)
+			return s.sessions.atOnce(c)
 		}
-		return s.carryOut(ctx, c)
+		return s.sessions.carryOut(ctx, c)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()

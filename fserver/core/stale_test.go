@@ -20,10 +20,10 @@ import (
 // openAll opens the sessions of all workers and of the server.
 func openAll(t *testing.T, c *testcluster.Cluster) (workers []*Session, server *Session) {
 	t.Helper()
-	server = &Session{node: c.Servers[0]}
+	server = newSession(c.Servers[0])
 	all := []*Session{server}
 	for _, n := range c.Workers {
-		all = append(all, &Session{node: n})
+		all = append(all, newSession(n))
 	}
 	var opening sync.WaitGroup
 	for _, s := range all {
@@ -151,7 +151,7 @@ func replace(t *testing.T, c *testcluster.Cluster, server *Session, end func()) 
 		t.Fatal(err)
 	}
 	hear(atServer, true)
-	w := &Session{node: n}
+	w := newSession(n)
 	if err := w.open(t.Context()); err != nil {
 		t.Fatal(err)
 	}

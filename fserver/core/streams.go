@@ -4,10 +4,12 @@ package core
 
 import (
 	"context"
+	"sync"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/af/streams"
+	"github.com/stepaf/stepaf-go/postoffice"
 )
 
 // StreamExchange is a streams.Exchange, which may be used when the task that makes it has ended
@@ -17,10 +19,18 @@ type StreamExchange struct {
 	made *Task
 }
 
-// streamEnds is what the node has for exchanges in streams, made at the first call.
-func (s *Session) streamEnds() (*streams.Ends, error) {
-	s.endsMu.Lock()
-	defer s.endsMu.Unlock()
+// Streams are the exchanges in streams of a node. All methods are safe for concurrent use.
+type Streams struct {
+	node *postoffice.Node
+
+	mu   sync.Mutex
+	ends *streams.Ends // see open; under mu
+}
+
+// open returns what the node has for exchanges in streams, made at the first call.
+func (s *Streams) open() (*streams.Ends, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.ends == nil {
 		ends, err := streams.New(s.node)
 		if err != nil {
@@ -31,10 +41,10 @@ func (s *Session) streamEnds() (*streams.Ends, error) {
 	return s.ends, nil
 }
 
-// PrepareStreams begins to make an exchange in streams with those peers, nil for all, see
+// Prepare begins to make an exchange in streams with those peers, nil for all, see
 // streams.Ends.Prepare: within limit, and with that limit of a round of a worker.
-func (s *Session) PrepareStreams(peers []int, push, pull []af.KeyTensor, limit, round time.Duration) (*StreamExchange, *Task, error) {
-	ends, err := s.streamEnds()
+func (s *Streams) Prepare(peers []int, push, pull []af.KeyTensor, limit, round time.Duration) (*StreamExchange, *Task, error) {
+	ends, err := s.open()
 	if err != nil {
 		return nil, nil, err
 	}

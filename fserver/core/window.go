@@ -36,7 +36,7 @@ func (c *Comm) OpenWindow(o window.Options, limit time.Duration) (*Window, *Task
 }
 
 // OnDevice tells whether this node's tensors lie on a device.
-func (c *Comm) OnDevice() bool { return c.s.node.Backend().Device() != backend.Host }
+func (c *Comm) OnDevice() bool { return c.of.node.Backend().Device() != backend.Host }
 
 // Tensor is its memory here.
 func (w *Window) Tensor() af.Tensor { return w.w.Tensor() }

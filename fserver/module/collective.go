@@ -27,7 +27,7 @@ func comm(at C.uint64_t) (*core.Comm, error) {
 	if err != nil {
 		return nil, err
 	}
-	c, t := s.Group()
+	c, t := s.Comms().Group()
 	return c, t.Wait(0)
 }
 
@@ -40,7 +40,7 @@ func sf_comm_new(id C.int64_t, ranked *C.int64_t, n C.int, timeoutMs C.int64_t, 
 	if err != nil {
 		return fail(e, err)
 	}
-	c, t := s.NewComm(int(id), ranks(ranked, n), time.Duration(timeoutMs)*time.Millisecond)
+	c, t := s.Comms().New(int(id), ranks(ranked, n), time.Duration(timeoutMs)*time.Millisecond)
 	*at = C.uint64_t(cgo.NewHandle(c))
 	give(task, t)
 	return C.SF_DONE
@@ -54,7 +54,7 @@ func sf_comm_group(task *C.uint64_t, e *C.sf_error) C.int {
 	if err != nil {
 		return fail(e, err)
 	}
-	_, t := s.Group()
+	_, t := s.Comms().Group()
 	give(task, t)
 	return C.SF_DONE
 }
@@ -110,7 +110,7 @@ func sf_comm_task(at C.uint64_t, what C.int, timeoutMs C.int64_t, task *C.uint64
 		if err != nil {
 			return fail(e, err)
 		}
-		give(task, s.RebuildGroup(limit))
+		give(task, s.Comms().RebuildGroup(limit))
 		return C.SF_DONE
 	}
 	c, err := comm(at)

@@ -20,7 +20,7 @@ import (
 //export sf_streams_prepare
 func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull C.int, peers *C.int64_t, nPeers C.int, timeoutMs, roundMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
-	defer a.release() // PrepareStreams holds what it needs
+	defer a.release() // Prepare holds what it needs
 	if err := a.request(push, nPush, pull, nPull); err != nil {
 		return fail(e, err)
 	}
@@ -28,7 +28,7 @@ func sf_streams_prepare(push *C.sf_tensor, nPush C.int, pull *C.sf_tensor, nPull
 	if err != nil {
 		return fail(e, err)
 	}
-	x, t, err := s.PrepareStreams(ranks(peers, nPeers), a.push, a.pull, time.Duration(timeoutMs)*time.Millisecond, time.Duration(roundMs)*time.Millisecond)
+	x, t, err := s.Streams().Prepare(ranks(peers, nPeers), a.push, a.pull, time.Duration(timeoutMs)*time.Millisecond, time.Duration(roundMs)*time.Millisecond)
 	if err != nil {
 		return fail(e, err)
 	}

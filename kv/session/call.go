@@ -1,6 +1,7 @@
 package session
 
-// One call under way, its handle, and the calls that there are.
+// Calls under way: each with the answers that it waits for, and all of a session, with what
+// ends them; and the handles of their results. Nothing is sent from here.
 
 import (
 	"context"
@@ -12,12 +13,54 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// ranks are those of a session, as its controller knows them.
+type ranks struct {
+	node postoffice.App // the controller's
+	ids  []int          // of their nodes
+}
+
+// name names who has that node id.
+func (r *ranks) name(id int) string {
+	return fmt.Sprintf("rank %d (%s)", slices.Index(r.ids, id), r.node.PeerName(id))
+}
+
+// wrong is the error of a call on node n.
+func wrong(n postoffice.App, op string, err error) error {
+	return &van.Error{Op: op, Node: n.Name(), Err: err}
+}
+
+// What may be under way at once. One longer call may be alone.
+const (
+	maxCalls = 1000
+	maxBytes = 64 << 20
+	maxErrs  = 16
+)
+
+// calls are those of a session: under way as long as it can be used. What follows mu is
+// guarded by it.
+type calls struct {
+	ranks  ranks
+	broken chan struct{} // closed when err is there
+
+	mu    sync.Mutex
+	next  uint64           // number of the next call; changed with the order of calls held, too
+	all   map[uint64]*call // under way, by number
+	bytes int              // of those under way
+	freed chan struct{}    // closed when one of them has ended
+	errs  []error          // of calls that nobody has waited for
+	more  int              // of them that are not in errs
+	syncs uint64           // how often all were told
+	tell  int32            // what the ranks hear when the session fails, 0: nothing
+	err   error            // why the session cannot be used any more
+}
+
 // call is one call under way.
 type call struct {
-	s      *Session
+	of     *calls
 	seq    uint64
 	want   int32
 	rank   int // whose it is, or everyRank
@@ -29,15 +72,117 @@ type call struct {
 	ended  chan struct{} // closed when err and got are there
 	err    error
 	got    answer // of rank
-	more   uint64 // Session.syncs+1 when err became one of Session.more; guarded by s.mu
+	more   uint64 // calls.syncs+1 when err became one of calls.more; guarded by of.mu
 
-	mu   sync.Mutex
-	from []bool // who has answered
+	mu   sync.Mutex // of what follows
+	from []bool     // who has answered
 	errs []error
 }
 
-func (s *Session) newCall(want int32, rank int, seq uint64) *call {
-	return &call{s: s, seq: seq, want: want, rank: rank, ended: make(chan struct{}), from: make([]bool, len(s.ids)), errs: make([]error, len(s.ids))}
+// everyRank is the rank of a call that all ranks run.
+const everyRank = -1
+
+// newCall makes the next call, which is not under way. The order of calls is held, until that is added.
+func (l *calls) newCall(want int32, rank int) *call {
+	n := len(l.ranks.ids)
+	return &call{of: l, seq: l.next, want: want, rank: rank, ended: make(chan struct{}), from: make([]bool, n), errs: make([]error, n)}
+}
+
+// failed is why the session cannot be used any more, or nil.
+func (l *calls) failed() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.err
+}
+
+// add has c under way.
+func (l *calls) add(c *call) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.err != nil {
+		return l.err
+	}
+	l.next++
+	l.all[c.seq] = c
+	l.bytes += c.bytes
+	return nil
+}
+
+// find returns the call with that number, nil if it is not under way.
+func (l *calls) find(seq uint64) *call {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.all[seq]
+}
+
+// room waits until one more call may be under way.
+func (l *calls) room(ctx context.Context) error {
+	for {
+		l.mu.Lock()
+		err, freed, n := l.err, l.freed, len(l.all)
+		full := n > 0 && (n >= maxCalls || l.bytes >= maxBytes)
+		l.mu.Unlock()
+		if err != nil || !full {
+			return err
+		}
+		select {
+		case <-freed:
+		case <-l.broken:
+		case <-ctx.Done():
+			return wrong(l.ranks.node, "call", fmt.Errorf("%d calls are under way: %w", n, cause(ctx)))
+		}
+	}
+}
+
+// tellAtEnd has the ranks told something else when the session fails, unless it has.
+func (l *calls) tellAtEnd(tell int32) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.tell = tell
+	return l.err
+}
+
+// fail ends all calls, and says what to tell the ranks; only the first time.
+func (l *calls) fail(err error) (tell int32, first bool) {
+	l.mu.Lock()
+	if l.err != nil {
+		l.mu.Unlock()
+		return 0, false
+	}
+	l.err = wrong(l.ranks.node, "session", err)
+	all := l.all
+	l.all, tell = nil, l.tell
+	l.mu.Unlock()
+	close(l.broken)
+	for _, c := range all {
+		c.end(l.err)
+	}
+	return tell, true
+}
+
+// sync waits until all calls made before have ended. Its error joins those of calls that
+// nobody has waited for.
+func (l *calls) sync(ctx context.Context) error {
+	l.mu.Lock()
+	all := slices.Collect(maps.Values(l.all))
+	l.mu.Unlock()
+	for _, c := range all {
+		if err := c.await(ctx); err != nil {
+			return err
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.err != nil {
+		return l.err
+	}
+	errs := l.errs
+	if l.more > 0 {
+		errs = append(errs, fmt.Errorf("session: %d more errors", l.more))
+	}
+	l.errs, l.more = nil, 0
+	l.syncs++
+	return errors.Join(errs...)
 }
 
 // answered notes the answer of a rank.
@@ -45,7 +190,7 @@ func (c *call) answered(rank int, a answer) {
 	c.mu.Lock()
 	c.from[rank] = true
 	if a.outcome == failed {
-		c.errs[rank] = &RankError{Rank: rank, Node: van.NodeName(c.s.ids[rank]), Call: c.String(), Text: a.text}
+		c.errs[rank] = &RankError{Rank: rank, Node: van.NodeName(c.of.ranks.ids[rank]), Call: c.String(), Text: a.text}
 	}
 	c.mu.Unlock()
 	if rank == c.rank {
@@ -54,42 +199,38 @@ func (c *call) answered(rank int, a answer) {
 	}
 }
 
-// requested is called when one of the call's requests is over.
-func (c *call) requested(err error) {
-	s := c.s
-	if err != nil {
-		s.fail(err)
-		return
-	}
+// requested is called when one of the call's requests was answered.
+func (c *call) requested() {
 	if c.left.Add(-1) > 0 {
 		return
 	}
 	c.end(errors.Join(c.errs...)) // first: Sync sees the call, or its error
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.calls[c.seq] == c { // else the session has failed
-		delete(s.calls, c.seq)
-		s.bytes -= c.bytes
-		close(s.freed)
-		s.freed = make(chan struct{})
+	l := c.of
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.all[c.seq] == c { // else the session has failed
+		delete(l.all, c.seq)
+		l.bytes -= c.bytes
+		close(l.freed)
+		l.freed = make(chan struct{})
 	}
 }
 
 // end ends the call, once. Errors of calls that nobody need wait for are kept for Sync.
 func (c *call) end(err error) {
 	c.once.Do(func() {
-		s := c.s
-		s.mu.Lock()
+		l := c.of
+		l.mu.Lock()
 		c.err = err
 		switch keep := c.want == wantCall || c.want == wantSet; {
-		case err == nil || s.err != nil || !keep:
-		case len(s.errs) < maxErrs:
-			s.errs = append(s.errs, err)
+		case err == nil || l.err != nil || !keep:
+		case len(l.errs) < maxErrs:
+			l.errs = append(l.errs, err)
 		default:
-			s.more++
-			c.more = s.syncs + 1
+			l.more++
+			c.more = l.syncs + 1
 		}
-		s.mu.Unlock()
+		l.mu.Unlock()
 		close(c.ended)
 	})
 }
@@ -109,12 +250,12 @@ func (c *call) wait(ctx context.Context) error {
 	if err := c.await(ctx); err != nil {
 		return err
 	}
-	c.s.mu.Lock()
-	defer c.s.mu.Unlock()
-	c.s.errs = slices.DeleteFunc(c.s.errs, func(err error) bool { return err == c.err })
-	if c.more == c.s.syncs+1 {
+	c.of.mu.Lock()
+	defer c.of.mu.Unlock()
+	c.of.errs = slices.DeleteFunc(c.of.errs, func(err error) bool { return err == c.err })
+	if c.more == c.of.syncs+1 {
 		c.more = 0
-		c.s.more--
+		c.of.more--
 	}
 	return c.err
 }
@@ -122,13 +263,13 @@ func (c *call) wait(ctx context.Context) error {
 // await waits for the end of the call.
 func (c *call) await(ctx context.Context) error {
 	if !c.over() {
-		c.s.node.Poll(c.over)
+		c.of.ranks.node.Poll(c.over)
 	}
 	select {
 	case <-c.ended:
 	case <-ctx.Done():
 		if !c.over() {
-			return c.s.error("wait", fmt.Errorf("%s: no answer from %s: %w", c, c.owing(), cause(ctx)))
+			return wrong(c.of.ranks.node, "wait", fmt.Errorf("%s: no answer from %s: %w", c, c.owing(), cause(ctx)))
 		}
 	}
 	return nil
@@ -139,9 +280,9 @@ func (c *call) owing() string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var l []string
-	for r, id := range c.s.ids {
+	for r := range c.from {
 		if !c.from[r] && (c.rank == everyRank || c.rank == r) {
-			l = append(l, fmt.Sprintf("rank %d (%s)", r, c.s.node.PeerName(id)))
+			l = append(l, c.of.ranks.name(c.of.ranks.ids[r]))
 		}
 	}
 	return strings.Join(l, ", ")
@@ -175,6 +316,15 @@ func (e *RankError) Error() string {
 	return fmt.Sprintf("session: %s: rank %d (%s): %s", e.Call, e.Rank, e.Node, e.Text)
 }
 
+// cause is why ctx has ended. Its deadline is a time-out.
+func cause(ctx context.Context) error {
+	err := context.Cause(ctx)
+	if errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("%w (%w)", van.ErrTimeout, err)
+	}
+	return err
+}
+
 // Handle names a result that is on the ranks.
 type Handle struct {
 	s    *Session
@@ -190,178 +340,47 @@ func (h *Handle) ID() uint64 { return h.id }
 // the call goes on; the error names the ranks that have not answered.
 func (h *Handle) Wait(ctx context.Context) error { return h.made.wait(ctx) }
 
-// Call has all ranks run the function that is registered under name. It returns when the
-// call is sent, and waits before that only if more than 1000 calls or 64 MiB are under way. The
-// handle's Wait, or Sync, has the call's error.
-func (s *Session) Call(ctx context.Context, name string, args ...any) (*Handle, error) {
-	values := args
-	for i, v := range args {
-		h, is := v.(*Handle)
-		if id, number := v.(HandleID); number {
-			h, is = &Handle{s: s, id: uint64(id)}, true
-		}
-		if !is {
-			continue
-		}
-		if err := s.owns(h); err != nil {
-			return nil, s.error("call", fmt.Errorf("%q: argument %d: %w", name, i, err))
-		}
-		if &values[0] == &args[0] {
-			values = slices.Clone(args)
-		}
-		values[i] = HandleID(h.id)
-	}
-	return s.result(ctx, wantCall, everyRank, name, values)
+// maxKills is how many handles a message gives up at most.
+const maxKills = 4096
+
+// handles are those of a session.
+type handles struct {
+	mu    sync.Mutex
+	live  map[uint64]bool
+	kills []uint64 // that ranks have not been told of yet
 }
 
 // owns refuses handles that do not name anything in s.
 func (s *Session) owns(h *Handle) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.handles.mu.Lock()
+	defer s.handles.mu.Unlock()
 	switch {
 	case h == nil || h.s == nil:
 		return fmt.Errorf("%w: not a handle of a call", van.ErrInvalid)
 	case h.s != s:
 		return fmt.Errorf("%w: handle %d of another session", van.ErrInvalid, h.id)
-	case !s.live[h.id]:
+	case !s.handles.live[h.id]:
 		return fmt.Errorf("%w: handle %d was killed", van.ErrInvalid, h.id)
 	}
 	return nil
 }
 
-// result makes a call that has one, under a new handle.
-func (s *Session) result(ctx context.Context, want int32, rank int, name string, values []any) (*Handle, error) {
-	h := &Handle{s: s}
-	c, err := s.send(ctx, want, rank, func(int) *request {
-		s.mu.Lock()
-		h.id = s.next + 1 // call numbers are used once, and so are handles
-		s.live[h.id] = true
-		s.mu.Unlock()
-		return &request{handle: h.id, text: name, values: values}
-	})
-	if err != nil {
-		s.mu.Lock()
-		delete(s.live, h.id)
-		s.mu.Unlock()
-		return nil, err
-	}
-	h.made = c
-	return h, nil
+// add puts one in use.
+func (l *handles) add(id uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.live[id] = true
 }
 
-// CopyTo keeps a value on rank 0. On others the handle has none until Set gives them one.
-func (s *Session) CopyTo(ctx context.Context, value any) (*Handle, error) {
-	return s.result(ctx, wantSet, 0, "", []any{value})
+// killed are those that the next message gives up; told, that n of them were given up.
+func (l *handles) killed() []uint64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.kills[:min(len(l.kills), maxKills)]
 }
 
-// CopyFrom returns what rank 0 has under h, after all calls before. Bytes and arrays are the
-// caller's own.
-func (s *Session) CopyFrom(ctx context.Context, h *Handle) (any, error) { return s.Get(ctx, h, 0) }
-
-// Broadcast keeps on all ranks, under a new handle, what rank 0 has under h. The value goes
-// through the controller, which waits for it.
-func (s *Session) Broadcast(ctx context.Context, h *Handle) (*Handle, error) {
-	v, err := s.CopyFrom(ctx, h)
-	if err != nil {
-		return nil, err
-	}
-	return s.result(ctx, wantSet, everyRank, "", []any{v})
-}
-
-// Get returns what one rank has under h, after all calls before.
-func (s *Session) Get(ctx context.Context, h *Handle, rank int) (any, error) {
-	if err := s.names(h, rank); err != nil {
-		return nil, s.error("get", err)
-	}
-	c, err := s.send(ctx, wantGet, rank, func(int) *request { return &request{handle: h.id} })
-	if err == nil {
-		err = c.wait(ctx)
-	}
-	if err != nil {
-		return nil, err
-	}
-	return c.got.value, nil
-}
-
-// Set replaces what one rank has under h.
-func (s *Session) Set(ctx context.Context, h *Handle, rank int, value any) error {
-	if err := s.names(h, rank); err != nil {
-		return s.error("set", err)
-	}
-	c, err := s.send(ctx, wantSet, rank, func(int) *request { return &request{handle: h.id, values: []any{value}} })
-	if err != nil {
-		return err
-	}
-	return c.wait(ctx)
-}
-
-func (s *Session) names(h *Handle, rank int) error {
-	if rank < 0 || rank >= len(s.ids) {
-		return fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, len(s.ids)-1)
-	}
-	return s.owns(h)
-}
-
-// Handles lists the handles under which a rank has a value, after all calls before.
-func (s *Session) Handles(ctx context.Context, rank int) ([]uint64, error) {
-	if rank < 0 || rank >= len(s.ids) {
-		return nil, s.error("handles", fmt.Errorf("%w: rank %d, want 0 to %d", van.ErrInvalid, rank, len(s.ids)-1))
-	}
-	c, err := s.send(ctx, wantList, rank, plain)
-	if err == nil {
-		err = c.wait(ctx)
-	}
-	if err != nil {
-		return nil, err
-	}
-	return c.got.handles, nil
-}
-
-// Kill gives handles up: the ranks drop what they have under them before the next call. One
-// that was killed before does nothing.
-func (s *Session) Kill(handles ...*Handle) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, h := range handles {
-		if h != nil && h.s == s && s.live[h.id] {
-			delete(s.live, h.id)
-			s.kills = append(s.kills, h.id)
-		}
-	}
-}
-
-// Sync waits until all calls made before have ended, and handles that were killed are
-// dropped. Its error joins those of calls that nobody has waited for.
-func (s *Session) Sync(ctx context.Context) error {
-	for {
-		s.mu.Lock()
-		kills := len(s.kills) > 0
-		s.mu.Unlock()
-		if !kills {
-			break
-		}
-		if _, err := s.send(ctx, wantNothing, everyRank, plain); err != nil {
-			return err
-		}
-	}
-	s.mu.Lock()
-	calls := slices.Collect(maps.Values(s.calls))
-	s.mu.Unlock()
-	for _, c := range calls {
-		if err := c.await(ctx); err != nil {
-			return err
-		}
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.err != nil {
-		return s.err
-	}
-	errs := s.errs
-	if s.more > 0 {
-		errs = append(errs, fmt.Errorf("session: %d more errors", s.more))
-	}
-	s.errs, s.more = nil, 0
-	s.syncs++
-	return errors.Join(errs...)
+func (l *handles) told(n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.kills = l.kills[n:]
 }

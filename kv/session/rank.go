@@ -49,13 +49,9 @@ func NewRank(node *postoffice.Node, o Options) (*Rank, error) {
 		err = fmt.Errorf("%w: ranks are servers", van.ErrInvalid)
 	}
 	if err != nil {
-		return nil, r.error("rank", err)
+		return nil, wrong(r.node, "rank", err)
 	}
 	return r, nil
-}
-
-func (r *Rank) error(op string, err error) error {
-	return &van.Error{Op: op, Node: r.node.Name(), Err: err}
 }
 
 // Register gives a function a name, before Serve.
@@ -64,11 +60,11 @@ func (r *Rank) Register(name string, f Function) error {
 	defer r.mu.Unlock()
 	switch {
 	case f == nil:
-		return r.error("register", fmt.Errorf("%w: no function for %q", van.ErrInvalid, name))
+		return wrong(r.node, "register", fmt.Errorf("%w: no function for %q", van.ErrInvalid, name))
 	case r.now:
-		return r.error("register", fmt.Errorf("%w: %q: the rank serves already", van.ErrInvalid, name))
+		return wrong(r.node, "register", fmt.Errorf("%w: %q: the rank serves already", van.ErrInvalid, name))
 	case r.funcs[name] != nil:
-		return r.error("register", fmt.Errorf("%w: %q is registered already", van.ErrInvalid, name))
+		return wrong(r.node, "register", fmt.Errorf("%w: %q is registered already", van.ErrInvalid, name))
 	}
 	r.funcs[name] = f
 	return nil
@@ -85,7 +81,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 	r.mu.Lock()
 	if r.now {
 		r.mu.Unlock()
-		return r.error("serve", fmt.Errorf("%w: it runs already", van.ErrInvalid))
+		return wrong(r.node, "serve", fmt.Errorf("%w: it runs already", van.ErrInvalid))
 	}
 	r.now, s.funcs = true, maps.Clone(r.funcs)
 	r.mu.Unlock()
@@ -127,7 +123,7 @@ func (r *Rank) Serve(ctx context.Context) error {
 	if errors.Is(err, errStopped) {
 		return nil
 	}
-	return r.error("serve", err)
+	return wrong(r.node, "serve", err)
 }
 
 // errStopped: the controller has shut the session down.

@@ -1,6 +1,6 @@
 package session
 
-// Session: the controller's side. Which calls are under way, and how a session fails.
+// Session: how the controller opens one, sends calls and takes answers, and how it fails.
 
 import (
 	"context"
@@ -36,63 +36,40 @@ func (o *Options) check() error {
 type Session struct {
 	node  postoffice.App
 	app   *kv.SimpleApp
-	ids   []int // of the ranks' nodes
+	ranks *ranks
 	id    uint64
 	watch func() // ends it
 
 	longest int           // body of a message
 	closing sync.Once     // Close
-	told    chan struct{} // closed when the ranks have been sent word of err
+	told    chan struct{} // closed when the ranks have been sent word of the session's error
 	aborts  []kv.Call     // which they answer; read when told is closed
 
-	order sync.Mutex // a call is numbered and sent under it
-
-	mu      sync.Mutex
-	next    uint64           // number of the next call
-	calls   map[uint64]*call // under way, by number
-	bytes   int              // of the calls under way
-	freed   chan struct{}    // closed when one of them has ended
-	live    map[uint64]bool  // handles
-	kills   []uint64         // handles that ranks have not been told of yet
-	errs    []error          // of calls that nobody has waited for
-	more    int              // of them that are not in errs
-	syncs   uint64           // how often all were told
-	begun   bool             // all ranks have taken part
-	err     error            // why the session cannot be used any more
-	broken  chan struct{}    // closed when it cannot
-	stopped bool             // all ranks have ended their Serve
+	order   sync.Mutex // a call is numbered and sent under it; before the locks of the others
+	calls   calls
+	handles handles
 }
-
-// What may be under way at once. One longer call may be alone.
-const (
-	maxCalls = 1000
-	maxBytes = 64 << 20
-	maxErrs  = 16
-	maxKills = 4096
-)
 
 // Open begins a session with all servers of the cluster, and returns when each has called
 // Serve. It is called on a worker, whose session lasts until Shutdown or Close. Where it fails,
 // the ranks that have called Serve wait for the next session.
 func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, error) {
-	s := &Session{node: node.App(), ids: node.App().Members(van.ServerGroup), calls: map[uint64]*call{}, live: map[uint64]bool{}, next: 1, longest: math.MaxInt32,
-		freed: make(chan struct{}), broken: make(chan struct{}), told: make(chan struct{})}
-	slices.Sort(s.ids)
+	s := &Session{node: node.App(), longest: math.MaxInt32, told: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
+	s.calls = calls{ranks: ranks{s.node, s.node.Members(van.ServerGroup)}, all: map[uint64]*call{}, tell: wantForget, freed: make(chan struct{}), broken: make(chan struct{})}
+	s.ranks = &s.calls.ranks
+	slices.Sort(s.ranks.ids)
 	if err := s.begin(o); err != nil {
-		return nil, s.error("open", err)
+		return nil, wrong(s.node, "open", err)
 	}
 	s.watch = node.OnPeer(s.peer)
 	err := s.invite(ctx)
-	s.mu.Lock()
 	if err == nil {
-		err = s.err // since all have answered
+		err = s.calls.tellAtEnd(wantAbort) // all have taken part
 	}
-	s.begun = err == nil
-	s.mu.Unlock()
 	if err != nil {
 		s.fail(fmt.Errorf("not begun: %w", err))
 		s.Close()
-		return nil, s.error("open", err)
+		return nil, wrong(s.node, "open", err)
 	}
 	return s, nil
 }
@@ -106,24 +83,19 @@ const (
 // invite has all ranks take part: call 0, which is asked again of those that do not answer. Requests to
 // who does not serve are not kept for ever, and one that comes while a Serve ends is for the next.
 func (s *Session) invite(ctx context.Context) error {
-	c := s.newCall(wantOpen, everyRank, 0)
-	c.left.Store(int32(len(s.ids)))
-	q := request{session: s.id, ranks: uint32(len(s.ids))}
+	c := s.calls.newCall(wantOpen, everyRank)
+	c.left.Store(int32(len(s.ranks.ids)))
+	q := request{session: s.id, ranks: uint32(len(s.ranks.ids))}
 	body, err := q.append(nil, wantOpen)
 	if err != nil {
 		return err
 	}
-	s.mu.Lock()
-	if err = s.err; err == nil {
-		s.calls[0] = c
-	}
-	s.mu.Unlock()
-	if err != nil {
+	if err := s.calls.add(c); err != nil {
 		return err
 	}
 	asking, stop := context.WithCancel(ctx)
 	var all sync.WaitGroup
-	for _, id := range s.ids {
+	for _, id := range s.ranks.ids {
 		all.Go(func() {
 			for limit := firstOpen; asking.Err() == nil; limit = min(2*limit, lastOpen) {
 				once, cancel := context.WithTimeout(asking, limit)
@@ -134,7 +106,7 @@ func (s *Session) invite(ctx context.Context) error {
 				again := err != nil && once.Err() != nil
 				cancel()
 				if !again {
-					c.requested(err)
+					s.requested(c, err)
 					return
 				}
 			}
@@ -153,7 +125,7 @@ func (s *Session) begin(o Options) error {
 	if s.node.Role() != van.Worker {
 		return fmt.Errorf("%w: the controller is a worker", van.ErrInvalid)
 	}
-	for _, id := range s.ids {
+	for _, id := range s.ranks.ids {
 		if !s.node.Native(id) {
 			return fmt.Errorf("%w: %s is not a node of this library", van.ErrInvalid, s.node.PeerName(id))
 		}
@@ -169,35 +141,13 @@ func (s *Session) begin(o Options) error {
 }
 
 // Ranks is the number of ranks.
-func (s *Session) Ranks() int { return len(s.ids) }
+func (s *Session) Ranks() int { return len(s.ranks.ids) }
 
 // Err is why the session cannot be used any more, nil as long as it can.
-func (s *Session) Err() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.err
-}
+func (s *Session) Err() error { return s.calls.failed() }
 
 // Failed is closed when the session cannot be used any more; Err says why.
-func (s *Session) Failed() <-chan struct{} { return s.broken }
-
-// Shutdown has all calls ended, and then Serve on all ranks, and closes the session. Errors
-// of calls that nobody has waited for are among its own.
-func (s *Session) Shutdown(ctx context.Context) error {
-	err := s.Sync(ctx)
-	if s.Err() == nil {
-		c, e := s.send(ctx, wantStop, everyRank, plain)
-		if e == nil {
-			e = c.wait(ctx)
-		}
-		s.mu.Lock()
-		s.stopped = e == nil
-		s.mu.Unlock()
-		err = errors.Join(err, e)
-	}
-	s.Close()
-	return err
-}
+func (s *Session) Failed() <-chan struct{} { return s.calls.broken }
 
 // Close ends the session at once. The ranks' Serve ends with an error, unless Shutdown has
 // ended it.
@@ -227,29 +177,17 @@ func farewell(n postoffice.App) (context.Context, context.CancelFunc) {
 
 // fail makes the session unusable, once, ends all calls and tells the ranks.
 func (s *Session) fail(err error) {
-	s.mu.Lock()
-	if s.err != nil {
-		s.mu.Unlock()
+	tell, first := s.calls.fail(err)
+	if !first {
 		return
 	}
-	s.err = s.error("session", err)
-	calls, stopped, tell := s.calls, s.stopped, wantAbort
-	if !s.begun {
-		tell = wantForget
-	}
-	s.calls = nil
-	s.mu.Unlock()
 	defer close(s.told)
-	close(s.broken)
-	for _, c := range calls {
-		c.end(s.err)
-	}
-	if stopped {
+	if tell == 0 {
 		return
 	}
-	q := request{session: s.id, text: s.err.Error()}
+	q := request{session: s.id, text: s.Err().Error()}
 	body, err := q.append(nil, tell)
-	for _, id := range s.ids {
+	for _, id := range s.ranks.ids {
 		if err == nil {
 			if c, err := s.app.Request(tell, body, id); err == nil {
 				s.aborts = append(s.aborts, c)
@@ -260,7 +198,7 @@ func (s *Session) fail(err error) {
 
 // peer hears of a node that is lost or back.
 func (s *Session) peer(id int, up bool, cause error) {
-	for rank, of := range s.ids {
+	for rank, of := range s.ranks.ids {
 		switch {
 		case id != of:
 		case up: // another process, or one whose messages may have been lost
@@ -278,7 +216,7 @@ func (s *Session) asked(m kv.SimpleMessage) {
 	if err != nil || q.session != s.id || m.Head != wantLeave {
 		return
 	}
-	s.fail(fmt.Errorf("%w: %s: its Serve has ended: %s", van.ErrPeerLost, s.rankName(m.Sender), q.text))
+	s.fail(fmt.Errorf("%w: %s: its Serve has ended: %s", van.ErrPeerLost, s.ranks.name(m.Sender), q.text))
 }
 
 // answered takes the answer of a rank.
@@ -294,114 +232,69 @@ func (s *Session) answered(m kv.SimpleMessage) {
 		err = fmt.Errorf("%w: %s", ErrRefused, a.text)
 	}
 	if err != nil {
-		s.fail(fmt.Errorf("%s: %w", s.rankName(m.Sender), err))
+		s.fail(fmt.Errorf("%s: %w", s.ranks.name(m.Sender), err))
 		return
 	}
-	s.mu.Lock()
-	c := s.calls[a.seq]
-	s.mu.Unlock()
-	if c != nil {
-		c.answered(slices.Index(s.ids, m.Sender), a)
+	if c := s.calls.find(a.seq); c != nil {
+		c.answered(slices.Index(s.ranks.ids, m.Sender), a)
 	}
 }
 
 // ErrRefused: a rank takes no part in the session.
 var ErrRefused = errors.New("refused")
 
-func (s *Session) rankName(id int) string {
-	return fmt.Sprintf("rank %d (%s)", slices.Index(s.ids, id), s.node.PeerName(id))
+// requested is called when one of c's requests is over.
+func (s *Session) requested(c *call, err error) {
+	if err != nil {
+		s.fail(err)
+		return
+	}
+	c.requested()
 }
 
-func (s *Session) error(op string, err error) error {
-	return &van.Error{Op: op, Node: s.node.Name(), Err: err}
-}
-
-// everyRank is the rank of a call that all ranks run.
-const everyRank = -1
-
-func plain(int) *request { return &request{} }
-
-// send makes the next call. Of one rank's call, the others hear that it was there; what
-// is theirs to do is what of says, which is asked once where all ranks do the same.
-func (s *Session) send(ctx context.Context, want int32, rank int, of func(rank int) *request) (*call, error) {
+// send makes the next call: of says what it asks for, by its number. Of one rank's call, the
+// others hear that it was there.
+func (s *Session) send(ctx context.Context, want int32, rank int, of func(seq uint64) request) (*call, error) {
 	s.order.Lock()
 	defer s.order.Unlock()
-	if err := s.room(ctx); err != nil {
+	if err := s.calls.room(ctx); err != nil {
 		return nil, err
 	}
-	s.mu.Lock()
-	c := s.newCall(want, rank, s.next)
-	kills := s.kills[:min(len(s.kills), maxKills)]
-	s.mu.Unlock()
-	targets := s.ids
-	if rank == everyRank {
-		targets = []int{van.ServerGroup}
+	c := s.calls.newCall(want, rank)
+	q, kills := of(c.seq), s.handles.killed()
+	c.name, c.handle = q.text, q.handle
+	q.session, q.seq, q.kills = s.id, c.seq, kills
+	body, err := q.append(make([]byte, 0, 128), want)
+	if err == nil && len(body) > s.longest { // a van would refuse it, and the session end
+		err = fmt.Errorf("%w: %d bytes in all, want at most %d", van.ErrInvalid, len(body), s.longest)
 	}
-	bodies := make([][]byte, len(targets))
-	for i := range targets {
-		q, as := &request{}, wantNothing
-		if rank == everyRank || i == rank {
-			q, as = of(i), want
-		}
-		c.name, c.handle = q.text, q.handle
-		q.session, q.seq, q.kills = s.id, c.seq, kills
-		var err error
-		if bodies[i], err = q.append(make([]byte, 0, 128), as); err != nil {
-			return nil, s.error("call", err)
-		}
-		if len(bodies[i]) > s.longest { // a van would refuse it, and the session end
-			return nil, s.error("call", fmt.Errorf("%w: %d bytes in all, want at most %d", van.ErrInvalid, len(bodies[i]), s.longest))
-		}
-		c.bytes += len(bodies[i])
+	targets, others := []int{van.ServerGroup}, []byte(nil)
+	if err == nil && rank != everyRank {
+		targets = s.ranks.ids
+		q = request{session: s.id, seq: c.seq, kills: kills}
+		others, err = q.append(nil, wantNothing)
 	}
-	s.mu.Lock()
-	if s.err != nil {
-		s.mu.Unlock()
-		return nil, s.err
+	if err != nil {
+		return nil, wrong(s.node, "call", err)
 	}
-	s.kills = s.kills[len(kills):]
-	s.next++
-	s.calls[c.seq] = c
-	s.bytes += c.bytes
-	s.mu.Unlock()
+	c.bytes = len(body) + (len(targets)-1)*len(others)
 	c.left.Store(int32(len(targets)))
+	if err := s.calls.add(c); err != nil {
+		return nil, err
+	}
+	if len(kills) > 0 {
+		s.handles.told(len(kills))
+	}
+	over := kv.Done(func(err error) { s.requested(c, err) })
 	for i, to := range targets {
-		as := wantNothing
-		if rank == everyRank || i == rank {
-			as = want
+		as, says := want, body
+		if rank != everyRank && i != rank {
+			as, says = wantNothing, others
 		}
-		if _, err := s.app.Request(as, bodies[i], to, kv.Done(c.requested)); err != nil {
+		if _, err := s.app.Request(as, says, to, over); err != nil {
 			s.fail(err) // some ranks may have it, and others not
 			return nil, s.Err()
 		}
 	}
 	return c, nil
-}
-
-// room waits until one more call may be under way. order is held.
-func (s *Session) room(ctx context.Context) error {
-	for {
-		s.mu.Lock()
-		err, freed, n := s.err, s.freed, len(s.calls)
-		full := n > 0 && (n >= maxCalls || s.bytes >= maxBytes)
-		s.mu.Unlock()
-		if err != nil || !full {
-			return err
-		}
-		select {
-		case <-freed:
-		case <-s.broken:
-		case <-ctx.Done():
-			return s.error("call", fmt.Errorf("%d calls are under way: %w", n, cause(ctx)))
-		}
-	}
-}
-
-// cause is why ctx has ended. Its deadline is a time-out.
-func cause(ctx context.Context) error {
-	err := context.Cause(ctx)
-	if errors.Is(err, context.DeadlineExceeded) {
-		return fmt.Errorf("%w (%w)", van.ErrTimeout, err)
-	}
-	return err
 }

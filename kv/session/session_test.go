@@ -3,6 +3,7 @@ package session_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"reflect"
 	"slices"
 	"strings"
@@ -236,7 +237,7 @@ func TestErrors(t *testing.T) {
 		t.Errorf("a result that stays there: %v", err)
 	}
 	_, err = s.CopyFrom(ctx, h)
-	wants(err, 0, "chan int")
+	wants(err, 0, "chan int", fmt.Sprintf("copy of handle %d:", h.ID()))
 	// Sync has those that nobody has waited for.
 	if err := s.Sync(ctx); err != nil {
 		t.Errorf("all errors are known: %v", err)

@@ -1,0 +1,402 @@
+package af
+
+// What a worker has in flight: batches, from the check of their lists until they are used
+// again. They know neither exchanges nor graphs, only what these want to be told at the end.
+
+import (
+	"cmp"
+	"encoding/binary"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/internal/streamqueue"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// calls makes the batches of a worker. All but free is fixed once the worker is made.
+type calls struct {
+	node     postoffice.App
+	customer *postoffice.Customer
+	servers  []int       // node ids by server group rank, ascending
+	revoker  van.Revoker // nil when no peer writes into pull tensors
+	flusher  van.Flusher // nil when nothing is held
+
+	queue *streamqueue.Queue // of batches with tensors on the device, and those behind them
+
+	mu   sync.Mutex
+	free []*batch // under mu
+}
+
+// batch is one PushPull in flight.
+type batch struct {
+	postoffice.Request
+	c        *calls
+	started  *atomic.Bool // of the Exchange that has started it, or nil
+	byStream *rounds      // of the stream that has started it, or nil
+	servers  []int        // node ids, ascending: c.servers, to, or those of an Exchange
+	to       []int        // room for some of them
+	pushes   []KeyTensor
+	pulls    []KeyTensor // server-major: server*q + i
+	p, q     int
+	keys     [][8]byte // key frames: pushes, then pulls
+	skip     []bool    // by server: sending to it has failed
+	msg      van.Message
+	queued   bool         // in the queue
+	refs     atomic.Int32 // the request, and the queue while it is there
+}
+
+// start sends b, whose tensors are checked and held, or puts it into the queue. It takes b
+// over.
+func (b *batch) start(device bool, o options) (Call, error) {
+	c := b.c
+	var event backend.Event
+	if device {
+		var err error
+		if event, err = c.queue.Mark(uintptr(o.stream)); err != nil {
+			b.letGo()
+			b.Recycle()
+			return Call{}, &van.Error{Op: "push_pull", Node: c.node.Name(), Err: err}
+		}
+	}
+	// What a stream has started goes first: the streams of others may wait for that one.
+	b.queued = event != nil || b.byStream == nil && c.queue.Busy()
+	b.p, b.q = len(b.pushes), len(b.pulls)/len(b.servers)
+	b.fillKeys()
+	if err := c.customer.Open(&b.Request, "push_pull", b, b.p+b.q, b.servers); err != nil {
+		c.queue.Unmark(event)
+		b.queued = false
+		b.Finished(err)
+		b.Recycle()
+		return Call{}, err
+	}
+	call := b.Call(o.limit)
+	if !b.queued {
+		if b.Begin() { // else a server is away: Wait says so, and the others get nothing that they could not answer
+			b.sendAll(call.Timestamp())
+			b.End()
+		}
+		return call, nil
+	}
+	b.refs.Add(1)
+	if !c.queue.Add(b, event) {
+		b.SendNow(van.ErrClosed)
+	}
+	return call, nil
+}
+
+// address sets the servers of b: those with the given ranks, or all.
+func (b *batch) address(to To) error {
+	all := b.c.servers
+	if b.servers = all; to == nil {
+		return nil
+	}
+	if err := to.check(len(all)); err != nil {
+		return err
+	}
+	if len(to) == 0 {
+		return fmt.Errorf("%w: to no server, want at least one", van.ErrInvalid)
+	}
+	b.to = b.to[:0]
+	for _, r := range to {
+		b.to = append(b.to, all[r])
+	}
+	b.servers = b.to
+	return b.c.mayLeaveOut(to)
+}
+
+// mayLeaveOut refuses to send to some of the servers only, unless all are of this library.
+func (c *calls) mayLeaveOut(to To) error {
+	if to == nil || len(to) == len(c.servers) {
+		return nil
+	}
+	for _, id := range c.servers {
+		if !c.node.Native(id) {
+			return fmt.Errorf("%w: to servers %v of %d: %s is of another implementation, which waits for a batch of every worker; send to all",
+				van.ErrInvalid, append([]int(nil), to...), len(c.servers), c.node.PeerName(id))
+		}
+	}
+	return nil
+}
+
+// Dead implements streamqueue.Entry.
+func (b *batch) Dead() bool { return !b.Pending() }
+
+// SendNow implements streamqueue.Entry: it sends the batch unless it has failed meanwhile.
+func (b *batch) SendNow(err error) {
+	if b.Begin() {
+		if err == nil {
+			b.sendAll(b.First())
+		} else {
+			b.c.customer.Abort(&b.Request, &van.Error{Op: "push_pull", Node: b.c.node.Name(), Detail: fmt.Sprintf("handler %d", b.First()),
+				Elapsed: b.c.customer.Elapsed(b.First()), Err: err})
+		}
+		b.End()
+	}
+	b.unref()
+}
+
+// sendAll sends the messages, or fails the request.
+func (b *batch) sendAll(ts int32) {
+	if err := b.sendMessages(ts); err != nil {
+		b.c.customer.Abort(&b.Request, err)
+		for _, id := range b.servers {
+			if f := b.c.flusher; f != nil {
+				f.Flush(id) // what the transport holds because of More
+			}
+		}
+	}
+}
+
+// check refuses what cannot be sent, before anything is. It tells whether a tensor
+// lies on the device.
+func (c *calls) check(push, pull []KeyTensor, servers int) (device bool, err error) {
+	if err := checkLists(push, pull, servers); err != nil {
+		return false, err
+	}
+	a, err := onDevice(c.node.Backend(), push, "push")
+	if err != nil {
+		return false, err
+	}
+	b, err := onDevice(c.node.Backend(), pull, "pull")
+	return a || b, err
+}
+
+// checkLists refuses lists that make no sense for n servers.
+func checkLists(push, pull []KeyTensor, n int) error {
+	switch {
+	case len(push)+len(pull) == 0:
+		return fmt.Errorf("%w: no push and no pull tensors, want at least one", van.ErrInvalid)
+	case len(pull)%n != 0:
+		return fmt.Errorf("%w: %d pull tensors for %d servers, want the same number for each (server-major)", van.ErrInvalid, len(pull), n)
+	case len(push)+len(pull)/n > MaxBatch:
+		return fmt.Errorf("%w: %d tensors in one batch, want at most %d", van.ErrInvalid, len(push)+len(pull)/n, MaxBatch)
+	}
+	if err := distinct(push, "push"); err != nil {
+		return err
+	}
+	for q, s := len(pull)/n, 0; q > 0 && s < n; s++ {
+		if err := distinct(pull[s*q:(s+1)*q], "pull"); err != nil {
+			return fmt.Errorf("%w for server %d", err, s)
+		}
+	}
+	return nil
+}
+
+// MaxBatch is the largest number of tensors that one worker and one server
+// exchange in a batch.
+const MaxBatch = 16384
+
+// distinct refuses lists in which a key stands twice: answers and receive buffers
+// are found by key.
+func distinct(l []KeyTensor, kind string) error {
+	if len(l) > 32 {
+		seen := make(map[uint64]int, len(l))
+		for i := range l {
+			if j, dup := seen[l[i].Key]; dup {
+				return duplicate(kind, l[i].Key, j, i)
+			}
+			seen[l[i].Key] = i
+		}
+		return nil
+	}
+	for i := range l {
+		for j := range i {
+			if l[i].Key == l[j].Key {
+				return duplicate(kind, l[i].Key, j, i)
+			}
+		}
+	}
+	return nil
+}
+
+func duplicate(kind string, key uint64, i, j int) error {
+	return fmt.Errorf("%w: %s tensors %d and %d both have key %d, want different keys in a batch", van.ErrInvalid, kind, i, j, key)
+}
+
+func (c *calls) take() *batch {
+	c.mu.Lock()
+	var b *batch
+	if n := len(c.free); n > 0 {
+		b = c.free[n-1]
+		c.free = c.free[:n-1]
+	}
+	c.mu.Unlock()
+	if b == nil {
+		b = &batch{c: c}
+	}
+	b.refs.Store(1)
+	return b
+}
+
+// keepBatches bounds the batches that an idle worker keeps for use again.
+const keepBatches = 256
+
+// Recycle puts b back. It is called by the customer when the call is waited for or
+// forgotten.
+func (b *batch) Recycle() {
+	if b.started != nil && b.byStream == nil {
+		b.started.Store(false)
+	}
+	b.started, b.byStream = nil, nil
+	b.unref()
+}
+
+func (b *batch) unref() {
+	if b.refs.Add(-1) > 0 {
+		return
+	}
+	clear(b.pushes)
+	clear(b.pulls)
+	b.c.mu.Lock()
+	defer b.c.mu.Unlock()
+	if len(b.c.free) < keepBatches {
+		b.c.free = append(b.c.free, b)
+	}
+}
+
+func (b *batch) fillKeys() {
+	if need := len(b.pushes) + len(b.pulls); cap(b.keys) < need {
+		b.keys = make([][8]byte, need)
+	} else {
+		b.keys = b.keys[:need]
+	}
+	for i := range b.pushes {
+		binary.LittleEndian.PutUint64(b.keys[i][:], b.pushes[i].Key)
+	}
+	for i := range b.pulls {
+		binary.LittleEndian.PutUint64(b.keys[len(b.pushes)+i][:], b.pulls[i].Key)
+	}
+}
+
+// sendMessages sends the messages of the batch: each push to all servers, then each pull
+// index to all servers. A server that cannot be sent to gets nothing more; the
+// others get all of it, since a batch that does not end would stay with them. It
+// returns the first error.
+func (b *batch) sendMessages(ts int32) error {
+	var failed error
+	b.skip = append(b.skip[:0], make([]bool, len(b.servers))...)
+	one := func(s int, push bool, i int, kt *KeyTensor, key []byte) {
+		if b.skip[s] {
+			return
+		}
+		if err := b.sendOne(b.servers[s], ts, push, b.flag(i), kt, key); err != nil {
+			b.skip[s] = true
+			failed = cmp.Or(failed, err)
+		}
+	}
+	for i := range b.pushes {
+		for s := range b.servers {
+			one(s, true, i, &b.pushes[i], b.keys[i][:])
+		}
+		ts++
+	}
+	for i := range b.q {
+		for s := range b.servers {
+			k := s*b.q + i
+			one(s, false, b.p+i, &b.pulls[k], b.keys[b.p+k][:])
+		}
+		ts++
+	}
+	return failed
+}
+
+// flag is the head of timestamp index i. A batch of one timestamp has no end
+// mark to wait for; the original sends only a start for one pull at several
+// servers, and hangs.
+func (b *batch) flag(i int) van.BatchFlag {
+	switch total := b.p + b.q; {
+	case total == 1:
+		return van.Single
+	case i == 0:
+		return van.BatchStart
+	case i == total-1:
+		return van.BatchEnd
+	default:
+		return van.BatchMiddle
+	}
+}
+
+func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *KeyTensor, key []byte) error {
+	m, t := &b.msg, &kt.Val
+	m.Reset()
+	m.Receiver = id
+	m.Request, m.Push, m.Head, m.Timestamp = true, push, flag, ts
+	m.More = flag == van.BatchStart || flag == van.BatchMiddle
+	m.AppID, m.CustomerID = int32(b.c.customer.AppID()), int32(b.c.customer.ID())
+	m.Key, m.Addr, m.ValLen, m.Option = kt.Key, t.mem.Addr(), int32(t.mem.Len()), 0
+	m.IsTensor, m.Dtype, m.Dim, m.Shape = true, int32(t.dtype), int32(t.rank()), t.shape
+	m.DataTypes = append(m.DataTypes, van.TypeUint64, van.TypeOther)
+	m.Src, m.Dst = t.Device(), t.Device()
+	m.Frames, m.Keys = 2, backend.Bytes(key)
+	if push {
+		m.Vals = t.mem
+	} else {
+		m.Into = t.mem
+	}
+	m.DataSize = int32(min(m.PayloadLen(), MaxTensorBytes))
+	return b.c.node.Send(m)
+}
+
+// Answer takes one answer: the acknowledgement of a push, or a pull's value.
+func (b *batch) Answer(i, from int, msg *van.Message) error {
+	push := i < b.p
+	if msg.Push != push {
+		return fmt.Errorf("%w: answer to timestamp %d is for a push=%t, want %t", van.ErrMalformed, msg.Timestamp, msg.Push, push)
+	}
+	if push {
+		return nil
+	}
+	slot := &b.pulls[from*b.q+i-b.p]
+	if msg.Frames < 2 || msg.Keys.Len() != 8 {
+		return fmt.Errorf("%w: pull answer for key %d has %d data frames and %d key bytes, want 2 and 8", van.ErrMalformed, slot.Key, msg.Frames, msg.Keys.Len())
+	}
+	if key := binary.LittleEndian.Uint64(msg.Keys.Host()); key != slot.Key {
+		return fmt.Errorf("%w: pull answer has key %d, want %d", van.ErrMalformed, key, slot.Key)
+	}
+	if msg.Vals.Len() != slot.Val.Len() {
+		return fmt.Errorf("%w: pull answer for key %d has %d bytes, the pull tensor %s has %d", van.ErrInvalid, slot.Key,
+			msg.Vals.Len(), slot.Val.String(), slot.Val.Len())
+	}
+	if msg.Placed || msg.Vals.Len() == 0 {
+		return nil
+	}
+	return b.c.node.Backend().Copy(slot.Val.mem, msg.Vals)
+}
+
+// hold keeps the memory of the tensors until letGo, if their owners count.
+func (b *batch) hold() {
+	for _, l := range [...][]KeyTensor{b.pushes, b.pulls} {
+		for i := range l {
+			l[i].Val.mem.Retain()
+		}
+	}
+}
+
+// Finished is called when the batch is over: the tensors are the caller's again.
+func (b *batch) Finished(err error) {
+	if b.queued && err != nil {
+		b.c.queue.GiveUp(b)
+	}
+	if r := b.c.revoker; r != nil && err != nil {
+		for i := range b.pulls {
+			r.Revoke(b.pulls[i].Val.mem) // an answer that is late must not come there
+		}
+	}
+	b.letGo()
+	if r := b.byStream; r != nil { // nobody waits for it who would allow the next one
+		b.started.Store(false)
+		r.finish(err)
+	}
+}
+
+// letGo ends hold.
+func (b *batch) letGo() {
+	for _, l := range [...][]KeyTensor{b.pushes, b.pulls} {
+		for i := range l {
+			l[i].Val.mem.Release()
+		}
+	}
+}

@@ -1,0 +1,173 @@
+package collective
+
+// Waiting for a call. Who waits receives, and reduces what has come.
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// Op is a call in flight. It is a small value that may be copied.
+type Op struct {
+	o   *op
+	gen uint32
+}
+
+// Wait waits until the results are there and all others have taken their parts of what this
+// rank gives. Wait once for each Op. Errors wrap van.ErrPeerLost, van.ErrTimeout, van.ErrClosed,
+// ErrMismatch, ErrAborted or ctx's error, and name the rank concerned; the communicator has
+// failed on all ranks then.
+func (h Op) Wait(ctx context.Context) error { return h.WaitSlice(ctx, 0) }
+
+// WaitSlice is Wait for callers that have other work from time to time: when slice passes first, it
+// returns postoffice.ErrPending and the call goes on. A slice of 0 is Wait.
+func (h Op) WaitSlice(ctx context.Context, slice time.Duration) error {
+	o := h.o
+	if o == nil {
+		return &van.Error{Op: "wait", Err: postoffice.ErrUnknownHandler, Hint: "this Op was returned with an error, or never made"}
+	}
+	b := o.b
+	b.mu.Lock()
+	if o.gen != h.gen || o.waiter.waits {
+		err := postoffice.ErrUnknownHandler
+		if o.gen == h.gen {
+			err = postoffice.ErrOtherWaits
+		}
+		b.mu.Unlock()
+		return &van.Error{Op: "wait", Node: b.node.Name(), Detail: fmt.Sprintf("communicator %d", b.id), Err: err,
+			Hint: "wait once for each Op"}
+	}
+	o.waiter.waits = true
+	b.mu.Unlock()
+	err := o.wait(ctx, slice)
+	if err == postoffice.ErrPending {
+		b.mu.Lock()
+		o.waiter.waits = false
+		b.mu.Unlock()
+		return err
+	}
+	err = o.endCopy(err)
+	o.forget()
+	return err
+}
+
+// aliveEvery is how often who waits looks whether the node still is.
+const aliveEvery = 500 * time.Millisecond
+
+// wait waits until the call has ended, or returns postoffice.ErrPending when slice, unless it is 0, has passed.
+func (o *op) wait(ctx context.Context, slice time.Duration) error {
+	b := o.b
+	limit := b.limit(ctx)
+	left := func() time.Duration { return limit - time.Duration(clock.Now()-o.start) }
+	began := clock.Now()
+	late := false
+	next := func() time.Duration { // how long to wait before there is something to do
+		d := aliveEvery
+		if limit > 0 && !late {
+			d = min(d, left())
+		}
+		if slice > 0 && !late {
+			d = min(d, slice-time.Duration(clock.Now()-began))
+		}
+		return max(d, 0)
+	}
+	if b.looks {
+		o.poll(ctx, func() time.Duration { return max(next(), time.Nanosecond) })
+	}
+	for {
+		select {
+		case <-o.waiter.done:
+			return o.err
+		default:
+		}
+		if o.waiter.timer == nil {
+			o.waiter.timer = time.NewTimer(next())
+		} else {
+			o.waiter.timer.Reset(next())
+		}
+		select {
+		case <-o.waiter.done:
+			o.waiter.timer.Stop()
+			return o.err
+		case <-ctx.Done():
+			o.waiter.timer.Stop()
+			o.giveUp(timeout(context.Cause(ctx)), 0)
+			<-o.waiter.done
+			return o.err
+		case <-o.waiter.timer.C:
+		}
+		if err := b.node.Alive(); err != nil {
+			b.fail(err)
+		} else if limit > 0 && !late && left() <= 0 {
+			o.giveUp(van.ErrTimeout, limit)
+			late = true
+		} else if slice > 0 && !late && time.Duration(clock.Now()-began) >= slice {
+			return postoffice.ErrPending
+		}
+	}
+}
+
+// poll receives in place of the transport for a while, and reduces what has come: nobody
+// need be woken for that.
+func (o *op) poll(ctx context.Context, left func() time.Duration) {
+	b, w := o.b, &o.waiter
+	for {
+		b.mu.Lock()
+		w.polls = !w.told
+		b.mu.Unlock()
+		b.node.PollFor(ctx, left(), w.isDone)
+		b.mu.Lock()
+		w.polls = false
+		b.mu.Unlock()
+		work := w.work.Swap(nil)
+		if work == nil {
+			return
+		}
+		work.reduce()
+	}
+}
+
+// giveUp ends o because its waiter's time is over.
+func (o *op) giveUp(cause error, limit time.Duration) {
+	b, x := o.b, o
+	var takers, givers []string
+	b.mu.Lock()
+	if before := o.l.window[(o.seq-1)%maxInFlight]; !o.begun && before != nil && before.folding.next == o {
+		x = before // which o waits for
+	}
+	for r := range x.gives.takes {
+		if s := x.gives.takes[r].state; s == awaited || s == sent {
+			takers = append(takers, b.name(r))
+		}
+	}
+	for i, id := range x.wants.from {
+		if !x.wants.came[i] {
+			givers = append(givers, b.name(slices.Index(b.ids, id)))
+		}
+	}
+	begun := x.begun
+	b.mu.Unlock()
+	var missing []string
+	if len(givers) > 0 {
+		missing = append(missing, "nothing has come from "+strings.Join(givers, ", "))
+	}
+	if len(takers) > 0 {
+		missing = append(missing, "not taken by "+strings.Join(takers, ", "))
+	}
+	what := cmp.Or(strings.Join(missing, "; "), "it has not ended")
+	if x.device.is && !begun {
+		what = "the work before it in this rank's stream, or in that of an earlier call, is not done"
+	}
+	err := &van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Detail: fmt.Sprintf("communicator %d, call %d: %s", b.id, o.seq, what),
+		Elapsed: time.Duration(clock.Now() - o.start), Limit: limit, Err: cause}
+	b.fail(err)
+	o.end(err)
+}

@@ -1,0 +1,177 @@
+package af
+
+// Rounds of an exchange as its streams and the library see them: the word in which each
+// tells the other, and what has failed. Nothing here makes a call.
+
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// A replayed exchange has a word of 8 bytes in pinned memory. A stream starts a round by
+// writing the lower half, and waits until bit over is set in either half: in the lower one
+// the round is over, in the upper one no rounds are made any more, which no replay takes
+// back.
+const (
+	over    = uint64(1)<<32 | 1
+	idle    = uint32(1) // the lower half between rounds, and the upper one at the end
+	allRows = 0         // the lower half during a round: all rows, or n rows as n+1 times 2
+
+	mostRows = math.MaxInt32 - 1
+
+	wordStride = 128  // words share no cache lines, also where these are fetched in pairs
+	wordPage   = 4096 // of pinned memory
+)
+
+// rounds are those of an Exchange. Streams write to the word and wait for it, the worker's
+// goroutine makes the rounds, and who watches that goroutine may end them.
+type rounds struct {
+	node, what string // for errors: the node, and the exchange's tensors
+	device     backend.GraphFlagger
+	mem        backend.Mem    // the word
+	round      *atomic.Uint32 // its lower half
+	ended      *atomic.Uint32 // its upper half
+
+	limit  atomic.Int64 // of rounds that begin now, as Call's
+	gone   atomic.Bool  // the exchange is closed, or let go
+	freed  atomic.Bool  // its streams were let go, see release
+	flying atomic.Bool  // a round is under way
+
+	queueing sync.Mutex // of queued. Not mu: the device's queue may be full until rounds go on
+	queued   bool       // the last thing queued was a start
+
+	mu     sync.Mutex // of what follows
+	number uint64     // of the last round that has begun
+	failed roundError // number 0: none
+}
+
+// newRounds returns rounds of which none is under way, and whose word is mem.
+func newRounds(node, what string, device backend.GraphFlagger, mem backend.Mem, limit time.Duration) *rounds {
+	half := (*[2]atomic.Uint32)(mem.Ptr())
+	r := &rounds{node: node, what: what, device: device, mem: mem, round: &half[0], ended: &half[1]}
+	r.round.Store(idle)
+	r.ended.Store(0)
+	r.limit.Store(int64(limit))
+	return r
+}
+
+// start queues the word of a round in stream; wait queues the wait for its end. They must
+// take turns.
+func (r *rounds) start(stream Stream, word uint32) error {
+	r.queueing.Lock()
+	defer r.queueing.Unlock()
+	if r.queued {
+		r.queued = false // what was begun may have been given up
+		return fmt.Errorf("%w: exchange of %s: queue the wait for its last start first; if that start was in a capture that was given up, start again", ErrStarted, r.what)
+	}
+	err := r.device.WriteFlag(uintptr(stream), r.mem, word)
+	r.queued = err == nil
+	return err
+}
+
+func (r *rounds) wait(stream Stream) error {
+	r.queueing.Lock()
+	defer r.queueing.Unlock()
+	err := r.device.WaitBits(uintptr(stream), r.mem, over)
+	if err == nil {
+		r.queued = false
+	}
+	return err
+}
+
+// next begins a round, and returns how long it may take.
+func (r *rounds) next() (limit time.Duration) {
+	r.mu.Lock()
+	r.number++
+	r.mu.Unlock()
+	r.flying.Store(true)
+	return time.Duration(r.limit.Load())
+}
+
+// finish ends the round under way: the streams that wait for it go on.
+func (r *rounds) finish(err error) {
+	if err != nil {
+		r.fail(err)
+	}
+	r.flying.Store(false)
+	r.round.Store(idle)
+}
+
+// fail keeps the error of the round under way.
+func (r *rounds) fail(err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.failed.number > 0 {
+		r.failed.later++
+		return
+	}
+	r.failed = roundError{node: r.node, what: r.what, number: max(r.number, 1), err: err}
+}
+
+// check returns, once, what has failed.
+func (r *rounds) check() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.failed.number == 0 && r.ended.Load() == idle && r.round.Swap(idle) != idle {
+		number := r.number
+		if !r.flying.Load() {
+			number++ // it has not begun
+		}
+		return &roundError{node: r.node, what: r.what, number: number, err: van.ErrClosed}
+	}
+	if r.failed.number == 0 {
+		return nil
+	}
+	err := r.failed
+	r.failed = roundError{}
+	return &err
+}
+
+// stillLimit is how long the worker's goroutine may do nothing at least, which may just not
+// have run on a busy machine.
+const stillLimit = time.Second
+
+// release ends the rounds of r for good if nothing was done for longer than one may take, and for stillLimit.
+func (r *rounds) release(still time.Duration) {
+	limit := cmp.Or(time.Duration(r.limit.Load()), postoffice.DefaultTimeout)
+	if limit < 0 {
+		return
+	}
+	limit = max(limit, stillLimit)
+	if still < limit || r.freed.Swap(true) {
+		return
+	}
+	r.fail(&van.Error{Op: "exchange", Node: r.node, Detail: "the library could do nothing, and streams make no rounds of it any more",
+		Elapsed: still, Limit: limit, Hint: "queue fewer replays ahead; prepare the exchange anew", Err: van.ErrTimeout})
+	r.gone.Store(true)
+	r.ended.Store(idle)
+}
+
+// roundError is the error of a round that a stream has started.
+type roundError struct {
+	node   string
+	what   string
+	number uint64 // the round, counted from 1
+	later  int    // rounds that have failed after it
+	err    error
+}
+
+// Error names the node, the round, and the peer if one is the reason.
+func (e *roundError) Error() string {
+	more := ""
+	if e.later > 0 {
+		more = fmt.Sprintf(" (and %d later rounds have failed)", e.later)
+	}
+	return fmt.Sprintf("%s: round %d that a stream has started, of an exchange of %s: %v%s", e.node, e.number, e.what, e.err, more)
+}
+
+// Unwrap returns the reason.
+func (e *roundError) Unwrap() error { return e.err }

@@ -1,0 +1,247 @@
+package window
+
+// The memory of a window on devices: this rank's, the other ranks' as it is mapped here, and words in host memory. What a
+// word says is read here, too.
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/random"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+const (
+	// page is what drivers share at least.
+	page     = 2 << 20
+	tokenLen = 16
+	headLen  = 128 // where words begin
+	wordsLen = 16  // of one signal of one rank: two words, which take turns
+	memAlign = 256
+
+	hostStride = 64 // of the words in host memory: a cache line each
+)
+
+// lap is how many signals are counted in a word before the other one's turn. Who waits clears the other
+// one in the middle: the driver compares signed numbers of 64 bits, so a word cannot begin anew by itself.
+var lap = uint64(1) << 31
+
+// memory is what a window has of it. It does not change once Open has returned.
+type memory struct {
+	b            *base
+	d            *backend.StreamDevice
+	lap          uint64
+	at           int           // where the window's memory begins in all ranks' allocations
+	whole        backend.Mem   // this rank's allocation
+	far          []backend.Mem // all ranks'
+	words        backend.Mem   // pinned host memory: what read needs, and for each rank a mark
+	offered      bool          // others may map whole
+	own, release uintptr       // the stream of calls with af.Complete; that which makes others go on
+
+	reading sync.Mutex  // of what follows
+	seen    backend.Mem // two words in host memory: one of the device, and how often that was asked for
+	asked   uint32
+	shut    bool // the streams are given back
+}
+
+// place is the word of the n'th signal, from 1, and what it says then.
+func (m *memory) place(n uint64) (word int, count uint64) {
+	return int((n - 1) / m.lap % 2), (n-1)%m.lap + 1
+}
+
+// word is one of the two of a signal of rank from, in the memory of its receiver.
+func (m *memory) word(whole backend.Mem, from, signal, word int) backend.Mem {
+	return whole.Sub(headLen+(from*m.b.signals+signal)*wordsLen+8*word, 8)
+}
+
+// mark is a word of pinned host memory for a rank: how much of what was put there has arrived.
+func (m *memory) mark(rank int) backend.Mem { return m.words.Sub((1+rank)*hostStride, 4) }
+
+// allocate takes and clears this rank's memory of n bytes, and returns its name for others.
+func (m *memory) allocate(n int) (offer []byte, err error) {
+	d := m.d
+	if m.whole, err = d.Alloc((m.at + n + page) / page * page); err != nil {
+		return nil, err
+	}
+	m.b.mem = m.whole.Sub(m.at, n)
+	m.b.mem.Retain()
+	zero := make([]byte, min(m.whole.Len(), page))
+	for at := 0; at < m.whole.Len() && err == nil; at += len(zero) {
+		err = d.Copy(m.whole.Sub(at, len(zero)), backend.Bytes(zero))
+	}
+	token := binary.NativeEndian.AppendUint64(binary.NativeEndian.AppendUint64(nil, random.Uint64()), random.Uint64())
+	if err == nil {
+		err = d.Copy(m.whole.Sub(0, tokenLen), backend.Bytes(token))
+	}
+	if err != nil {
+		return nil, err
+	}
+	if m.words, err = d.AllocPinned((1 + len(m.far)) * hostStride); err != nil {
+		return nil, err
+	}
+	clear(m.words.Host())
+	m.seen = m.words.Sub(0, 8)
+	m.far[m.b.self] = m.whole
+	if m.own, err = d.NewStream(); err != nil {
+		return nil, err
+	}
+	if m.release, err = d.NewStream(); err != nil {
+		return nil, err
+	}
+	e, err := d.Export(m.whole)
+	if err != nil {
+		return nil, err
+	}
+	offer = make([]byte, van.ExportLen, van.ExportLen+tokenLen)
+	van.PutExport(offer, &e)
+	return append(offer, token...), nil
+}
+
+// discard frees memory that no other rank knows of, unless the driver would wait for streams that wait.
+func (m *memory) discard() error {
+	if s, is := m.d.Backend.(backend.StreamBlocker); m.offered || is && s.MayBlock() {
+		return nil
+	}
+	var err error
+	if m.whole.Len() > 0 {
+		err = m.d.Free(m.whole)
+	}
+	if m.words.Len() > 0 {
+		err = errors.Join(err, m.d.FreePinned(m.words))
+	}
+	return err
+}
+
+// hint says what to do where ranks cannot map each other's memory.
+const hint = "windows on devices are for GPUs of one host that reach each other (stepaf doctor); without Device all ranks have one on their hosts"
+
+// reach maps the memory that a rank has offered.
+func (m *memory) reach(rank int, offer []byte) error {
+	bad := func(err error) error {
+		return &van.Error{Op: "map device memory", Peer: m.b.layer.Name(rank), Err: err, Hint: hint}
+	}
+	if len(offer) != van.ExportLen+tokenLen {
+		return bad(fmt.Errorf("%w: an offer of %d bytes, want %d", van.ErrMalformed, len(offer), van.ExportLen+tokenLen))
+	}
+	e, err := van.ParseExport(offer, m.whole.Len())
+	if err != nil {
+		return bad(err)
+	}
+	far, err := van.MapExport(m.d, e, m.whole.Len())
+	if err != nil {
+		return bad(err)
+	}
+	var token [tokenLen]byte
+	if err := m.d.Copy(backend.Bytes(token[:]), far.Sub(0, tokenLen)); err != nil {
+		return bad(err)
+	}
+	if !bytes.Equal(token[:], offer[van.ExportLen:]) {
+		return bad(fmt.Errorf("%w: the memory mapped is not the rank's; it may be on another host", van.ErrMalformed))
+	}
+	m.far[rank] = far
+	return nil
+}
+
+// refuse is why nothing can be put into stream s.
+func (m *memory) refuse(op string, s uintptr) error {
+	captures, err := m.d.Capturing(s)
+	if err == nil && captures {
+		err = fmt.Errorf("%w: the stream is being captured, and a graph would count each signal once; exchanges of af/streams can be captured", backend.ErrUnsupported)
+	}
+	if err != nil {
+		return m.b.bad(op, err)
+	}
+	return nil
+}
+
+// readable is why streams cannot copy src. Copies of other host memory may wait for all that is in the stream, with a lock held.
+func (m *memory) readable(src backend.Mem) error {
+	if src.Len() > 0 && src.OnHost() {
+		if p, is := m.d.Backend.(backend.PinTeller); !is || !p.Pinned(src) {
+			return fmt.Errorf("%w: %d bytes of host memory that is not pinned, want memory of the device, or of AllocPinned or RegisterHost of the node's backend", van.ErrInvalid, src.Len())
+		}
+	}
+	return backend.CheckDevice(m.d, src)
+}
+
+// silence is how long a device may take to say what is in a word.
+const silence = 10 * time.Second
+
+// read reads 4 bytes of the device. It makes no stream and no event, and its copy is to pinned memory: the driver does
+// nothing else while a launch waits for room in the queue of another stream, which may wait for who asks here.
+func (m *memory) read(word backend.Mem) (uint32, error) {
+	m.reading.Lock()
+	defer m.reading.Unlock()
+	if m.shut {
+		return 0, errClosed
+	}
+	m.asked++
+	err := m.d.CopyAsync(m.seen.Sub(0, 4), word, m.release)
+	if err == nil {
+		err = m.d.WriteFlag(m.release, m.seen.Sub(4, 4), m.asked)
+	}
+	if err != nil {
+		return 0, err
+	}
+	done := (*atomic.Uint32)(m.seen.Sub(4, 4).Ptr())
+	for begun := clock.Now(); done.Load() != m.asked; {
+		switch took := elapsed(begun); {
+		case took >= silence:
+			return 0, fmt.Errorf("%w: a word of the device", van.ErrTimeout)
+		case took >= 50*time.Microsecond:
+			clock.Sleep(20 * time.Microsecond)
+		default:
+			runtime.Gosched()
+		}
+	}
+	return (*atomic.Uint32)(m.seen.Ptr()).Load(), nil
+}
+
+// The pauses of sleep, and how often it looks whether the device works: if not, streams do nothing any more.
+const (
+	minSleep   = 20 * time.Microsecond
+	maxSleep   = 200 * time.Microsecond
+	healthLook = 100 * time.Millisecond
+)
+
+// sleep waits until done, which streams make true.
+func (m *memory) sleep(ctx context.Context, begun uint64, limit time.Duration, done func() bool) error {
+	looked := begun
+	for pause := minSleep; !done(); pause = min(2*pause, maxSleep) {
+		switch {
+		case ctx.Err() != nil:
+			return timeout(context.Cause(ctx))
+		case limit > 0 && elapsed(begun) >= limit:
+			return van.ErrTimeout
+		case elapsed(looked) >= healthLook:
+			if _, err := m.read(m.whole.Sub(0, 4)); err != nil {
+				return err
+			}
+			looked = clock.Now()
+		}
+		clock.Sleep(pause)
+	}
+	return nil
+}
+
+// giveBack gives the streams back.
+func (m *memory) giveBack() (err error) {
+	m.reading.Lock()
+	defer m.reading.Unlock()
+	m.shut = true
+	for _, s := range []uintptr{m.own, m.release} {
+		if s != 0 {
+			err = errors.Join(err, m.d.FreeStream(s))
+		}
+	}
+	return err
+}

@@ -1,0 +1,327 @@
+package window
+
+// What streams do for each rank of a window on devices: they put, and they wait for signals.
+
+import (
+	"cmp"
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// streamOut is what was put to a rank, which may be this one, that streams do or have done.
+type streamOut struct {
+	m *memory
+	p *peer
+
+	// mark is a word in host memory. Right behind each put and signal its stream writes the number of that there, so
+	// others can wait for it without what was put into the stream since, and nothing is made or destroyed for it.
+	mark backend.Mem
+	done *atomic.Uint32 // the same
+	puts atomic.Uint32  // the last number; changed with p.out.mu held. Numbers go in a circle
+
+	// Guarded by p.out.mu.
+	last   uintptr  // the stream of the last one
+	sent   []uint64 // signals
+	lent   []lent   // sources in use, in their order
+	broken error    // a mark could not be written
+}
+
+// lent is a source that a stream reads until put number n is done.
+type lent struct {
+	mem backend.Mem
+	n   uint32
+}
+
+// arrived tells whether put number n is done, and all before.
+func (l *streamOut) arrived(n uint32) bool { return int32(l.done.Load()-n) >= 0 }
+
+// reap lets go of the sources of puts that are done. p.out.mu is held.
+func (l *streamOut) reap() {
+	k := 0
+	for k < len(l.lent) && l.arrived(l.lent[k].n) {
+		l.lent[k].mem.Release()
+		k++
+	}
+	if k > 0 {
+		l.lent = slices.Delete(l.lent, 0, k)
+	}
+}
+
+// begin takes the mark, when there is one.
+func (l *streamOut) begin() {
+	l.mark = l.m.mark(l.p.rank)
+	l.done = (*atomic.Uint32)(l.mark.Ptr())
+}
+
+// put puts the copy of src, and the signal if there is one, into a stream.
+func (l *streamOut) put(op string, offset int, src backend.Mem, signal uint16, s uintptr) error {
+	if s == uintptr(af.Complete) {
+		s = l.m.own
+	}
+	l.p.out.mu.Lock()
+	defer l.p.out.mu.Unlock()
+	if err := cmp.Or(l.p.out.unsendable(op), l.m.refuse(op, s)); err != nil {
+		return err
+	}
+	err := l.m.readable(src)
+	if err == nil {
+		err = l.behind(s)
+	}
+	if err == nil {
+		err = l.queue(offset, src, signal, s)
+	}
+	if err != nil {
+		return l.p.w.wrong(op, l.p.rank, err)
+	}
+	return nil
+}
+
+// queue puts a copy, a signal and the mark into stream s. p.out.mu is held.
+func (l *streamOut) queue(offset int, src backend.Mem, signal uint16, s uintptr) (err error) {
+	l.reap()
+	m, n := l.m, l.puts.Load()+1
+	if src.Len() > 0 {
+		if err = m.d.CopyAsync(m.far[l.p.rank].Sub(m.at+offset, src.Len()), src, s); err != nil {
+			return err
+		}
+		if src.OnHost() || src.Owner() != nil {
+			src.Retain()
+			l.lent = append(l.lent, lent{src, n})
+		}
+	}
+	if signal != noSignal {
+		word, count := m.place(l.sent[signal] + 1)
+		if err = m.d.WriteFlag(s, m.word(m.far[l.p.rank], m.b.self, int(signal), word).Sub(0, 4), uint32(count)); err == nil {
+			l.sent[signal]++
+		}
+	}
+	if e := m.d.WriteFlag(s, l.mark, n); e != nil { // nobody will know when the copy is done
+		l.broken = e
+		return cmp.Or(err, e)
+	}
+	l.puts.Store(n)
+	l.last = s
+	return err
+}
+
+// behind makes stream s wait for what was put to the rank in another one, and for nothing that was put into that since.
+// p.out.mu is held.
+func (l *streamOut) behind(s uintptr) error {
+	n := l.puts.Load()
+	if l.broken != nil || l.last == s || l.arrived(n) {
+		return l.broken
+	}
+	return l.m.d.WaitFlag(s, l.mark, n)
+}
+
+// flush waits until all that was put to the rank is there.
+func (l *streamOut) flush(ctx context.Context, op string) error {
+	w := l.p.w
+	n, err := l.state()
+	if err == nil && l.arrived(n) {
+		return nil
+	}
+	begun, limit := clock.Now(), w.layer.Limit(ctx)
+	if err == nil {
+		w.app.PollFor(ctx, limit, func() bool { return l.arrived(n) })
+		err = l.m.sleep(ctx, begun, limit, func() bool { return l.arrived(n) })
+	}
+	_, _ = l.state()
+	if err != nil {
+		return &van.Error{Op: op, Node: w.app.Name(), Peer: w.layer.Name(l.p.rank), Detail: w.String() + ": the stream has not come so far",
+			Elapsed: elapsed(begun), Limit: limit, Err: err}
+	}
+	return nil
+}
+
+// state lets go of the sources of puts that are done, and returns the number of the last put, and why nobody will know of it.
+func (l *streamOut) state() (n uint32, err error) {
+	l.p.out.mu.Lock()
+	defer l.p.out.mu.Unlock()
+	l.reap()
+	return l.puts.Load(), l.broken
+}
+
+// flushIn makes stream s wait until all that was put to the rank is there.
+func (l *streamOut) flushIn(op string, s uintptr) error {
+	l.p.out.mu.Lock()
+	defer l.p.out.mu.Unlock()
+	err := l.m.refuse(op, s)
+	if err == nil {
+		if err = l.behind(s); err != nil {
+			err = l.p.w.wrong(op, l.p.rank, err)
+		}
+	}
+	return err
+}
+
+// streamIn is which signals of a rank, which may be this one, were taken.
+type streamIn struct {
+	m        *memory
+	p        *peer
+	waiting  sync.Mutex      // held while a wait is put into a stream, which may wait for room there
+	deciding sync.Mutex      // held while it is decided whether a wait may be; never for longer than silence
+	taken    []atomic.Uint64 // signals that have come or that a stream waits for; changed with waiting or deciding held
+}
+
+// wait makes stream s wait for a signal of the rank.
+func (l *streamIn) wait(op string, signal int, s uintptr) error {
+	l.waiting.Lock()
+	defer l.waiting.Unlock()
+	if err := l.m.refuse(op, s); err != nil {
+		return err
+	}
+	n, err := l.claim(op, signal)
+	if err != nil {
+		return err
+	}
+	word, count := l.m.place(n)
+	if err = l.m.d.WaitCount(s, l.word(signal, word), count); err != nil {
+		l.taken[signal].Store(n - 1)
+	} else if count == l.m.lap/2 {
+		err = l.m.d.WriteFlag(s, l.word(signal, 1-word).Sub(0, 4), 0)
+	}
+	if err != nil {
+		return l.p.w.wrong(op, l.p.rank, err)
+	}
+	return nil
+}
+
+// claim takes the next signal for a stream, which may wait for it: also when the rank is gone, if the signal has come. Who
+// notes that it is gone looks afterwards at what is claimed. waiting is held.
+func (l *streamIn) claim(op string, signal int) (n uint64, err error) {
+	l.deciding.Lock()
+	defer l.deciding.Unlock()
+	n = l.taken[signal].Load() + 1
+	if err = l.p.failure(op); err != nil {
+		if came, failed := l.came(signal, n); !came || failed != nil {
+			return 0, err
+		}
+	}
+	l.taken[signal].Store(n)
+	return n, nil
+}
+
+// claimed is how many signals were taken, when no claim is being decided.
+func (l *streamIn) claimed(signal int) uint64 {
+	l.deciding.Lock()
+	defer l.deciding.Unlock()
+	return l.taken[signal].Load()
+}
+
+// came tells whether the n'th signal has come.
+func (l *streamIn) came(signal int, n uint64) (bool, error) {
+	word, count := l.m.place(n)
+	got, err := l.m.read(l.word(signal, word).Sub(0, 4))
+	return uint64(got) >= count, err
+}
+
+// take takes a signal that has come.
+func (l *streamIn) take(signal int) (bool, error) {
+	l.waiting.Lock()
+	defer l.waiting.Unlock()
+	n := l.taken[signal].Load() + 1
+	came, err := l.came(signal, n)
+	if !came || err != nil {
+		return false, err
+	}
+	l.taken[signal].Store(n)
+	if word, count := l.m.place(n); count == l.m.lap/2 {
+		l.m.reading.Lock()
+		defer l.m.reading.Unlock()
+		if !l.m.shut {
+			err = l.m.d.WriteFlag(l.m.release, l.word(signal, 1-word).Sub(0, 4), 0)
+		}
+	}
+	return true, err
+}
+
+// maxPause bounds the time between two looks at a word of the device.
+const maxPause = time.Millisecond
+
+// await waits for a signal on the host.
+func (l *streamIn) await(ctx context.Context, op string, signal int) error {
+	w, p := l.p.w, l.p
+	begun, limit := clock.Now(), w.layer.Limit(ctx)
+	var timer *time.Timer
+	for pause := 20 * time.Microsecond; ; {
+		over := p.failure(op) // before the look: what has come before the failure counts
+		if came, err := l.take(signal); err != nil {
+			return l.p.w.wrong(op, l.p.rank, err)
+		} else if came {
+			return nil
+		}
+		if err := w.app.Alive(); err != nil {
+			w.fail(err)
+		}
+		took := elapsed(begun)
+		x := waiter{p: p, what: waitSignal, n: uint64(signal)}
+		switch {
+		case over != nil:
+			return over
+		case limit > 0 && took >= limit:
+			return x.late(op, begun, limit, van.ErrTimeout)
+		case took < aliveEvery/500: // a look takes its time, too
+			if ctx.Err() == nil {
+				continue
+			}
+		}
+		if timer == nil {
+			timer = time.NewTimer(pause)
+			defer timer.Stop()
+		} else {
+			timer.Reset(pause)
+		}
+		select {
+		case <-timer.C:
+			pause = min(2*pause, maxPause)
+		case <-ctx.Done():
+			return x.late(op, begun, 0, timeout(context.Cause(ctx)))
+		}
+	}
+}
+
+// awaited tells whether a stream waits for a signal of the rank that has not come.
+func (l *streamIn) awaited() bool {
+	for signal := range l.taken {
+		if n := l.claimed(signal); n > 0 {
+			if came, err := l.came(signal, n); !came || err != nil {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// word is one of the two of a signal here.
+func (l *streamIn) word(signal, word int) backend.Mem {
+	return l.m.word(l.m.whole, l.p.rank, signal, word)
+}
+
+// free makes streams that wait go on: those for a signal wait in the word of the last one that was claimed, or in the one before.
+func (l *streamIn) free() error {
+	for signal := range l.taken {
+		n := l.claimed(signal) // the window is over: what is claimed from here on has come
+		if n == 0 {
+			continue
+		}
+		last, _ := l.m.place(n)
+		for word := range 2 {
+			if word != last && n <= l.m.lap {
+				continue
+			}
+			if err := l.m.d.WriteFlag(l.m.release, l.word(signal, word).Sub(4, 4), 1); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
