@@ -347,9 +347,9 @@ def no_window_worker(n):
     f = n.f
     c = f.Communicator([0, 1], timeout_ms=20000)
     with n.raises(f.Error, "STEPMESH_BAKCEND"):
-        c.open_window(100)
+        c.open_window(100, device="cuda")
     with n.raises(f.Error, "STEPMESH_BAKCEND"):
-        c.open_window(100, signals=2, timeout_ms=10000)
+        c.open_window(100, signals=2, device="cuda", timeout_ms=10000)
     with n.raises(f.TypeError, "size"):
         c.open_window("a")
     with n.raises(f.ValueError, "-1 signals"):
@@ -361,5 +361,5 @@ def no_window_worker(n):
 
 
 def test_no_window(cluster):
-    """Windows in Python are on GPUs: without, all ranks are told."""
+    """Windows on GPUs without one: all ranks are told."""
     cluster(workers=2, servers=1, lib=HOST, env={"STEPMESH_BAKCEND": "CPU"}).run(no_window_worker, idle_server)
