@@ -59,29 +59,29 @@ type answer struct {
 // stepRequest counts a request and releases the barrier when it is complete.
 func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error {
 	group, instance := msg.Control.BarrierGroup, msg.Control.Cmd == van.InstanceBarrier
-	switch _, known := m.at[from]; {
+	switch _, known := m.table.at[from]; {
 	case m.sched == nil:
-		return m.bad(from, msg, "request", true, "false: only the scheduler counts barriers")
-	case m.phase != ready || !known && from != van.SchedulerID:
-		return m.bad(from, msg, "sender", from, "the id of a node of this cluster")
+		return m.table.bad(from, msg, "request", true, "false: only the scheduler counts barriers")
+	case m.life.phase != ready || !known && from != van.SchedulerID:
+		return m.table.bad(from, msg, "sender", from, "the id of a node of this cluster")
 	case group < 1 || group > van.AllNodes:
-		return m.bad(from, msg, "control.barrier_group", group, "1 to 7")
+		return m.table.bad(from, msg, "control.barrier_group", group, "1 to 7")
 	}
 	key := gatherKey{group, instance}
-	a := arrival{id: from, stamp: msg.Timestamp, final: m.native(from) && msg.Key == finalRequest}
+	a := arrival{id: from, stamp: msg.Timestamp, final: m.table.native(from) && msg.Key == finalRequest}
 	if m.sched.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
 	if asked, starts := m.sched.starting[from]; starts && instance && group == van.AllNodes && !slices.Contains(asked, msg.CustomerID) {
-		if asked = append(asked, msg.CustomerID); len(asked) < m.places(from) {
+		if asked = append(asked, msg.CustomerID); len(asked) < m.table.places(from) {
 			m.sched.starting[from] = asked
 		} else {
 			delete(m.sched.starting, from)
 		}
 		if !m.isStarting() { // else it is counted there
-			meta := m.control(van.InstanceBarrier)
+			meta := m.out.control(van.InstanceBarrier)
 			meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
-			m.send(from, meta)
+			m.out.send(from, meta)
 			return nil
 		}
 	}
@@ -92,10 +92,10 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 	}
 	same := func(o arrival) bool { return o.id == a.id && o.customer == a.customer }
 	switch i := slices.IndexFunc(g.came, same); {
-	case m.native(from) && m.answered(from, key, a.stamp):
+	case m.table.native(from) && m.answered(from, key, a.stamp):
 		m.dropEmpty()
 		return nil
-	case i >= 0 && (instance || m.native(from)):
+	case i >= 0 && (instance || m.table.native(from)):
 		g.came[i] = a // repeated, or given up and requested anew
 		return nil
 	}
@@ -108,7 +108,7 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 	delete(m.sched.gathers, key)
 	to := make([]int, 0, len(g.came))
 	if instance {
-		to = m.Members(group)
+		to = m.table.members(group)
 	} else {
 		for _, a := range g.came {
 			to = append(to, a.id)
@@ -117,18 +117,18 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 	for _, id := range to {
 		owed := m.isDown(id)
 		i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id })
-		if i >= 0 && m.native(id) {
+		if i >= 0 && m.table.native(id) {
 			m.sched.note(id, key, answer{stamp: g.came[i].stamp, owed: owed})
 		}
 		if owed {
 			continue
 		}
-		meta := m.control(msg.Control.Cmd)
+		meta := m.out.control(msg.Control.Cmd)
 		meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
-		if i >= 0 && m.native(id) {
+		if i >= 0 && m.table.native(id) {
 			meta.Key = named(g.came[i].stamp)
 		}
-		m.send(id, meta)
+		m.out.send(id, meta)
 	}
 	if t := m.finalizing(); t != nil && instance && group == t.group {
 		m.Leaving(now) // the others leave when they have the release
@@ -170,15 +170,15 @@ func newer(a, b int32) bool { return (b-a)&math.MaxInt32 >= 1<<30 }
 // stepWithdraw removes a request that was given up. If the request itself arrives later,
 // repeated or overtaken by the notice, it is not counted either.
 func (m *Machine) stepWithdraw(now time.Duration, from int, msg *van.Meta, n notice) error {
-	switch _, known := m.at[from]; {
+	switch _, known := m.table.at[from]; {
 	case n.verb != verbWithdraw:
-		return m.bad(from, msg, "sender", from, "notices come from the scheduler only")
+		return m.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
 	case m.sched == nil:
-		return m.bad(from, msg, "body", n.verb, "a notice for others than the scheduler")
-	case m.phase != ready || from != van.SchedulerID && (!known || !m.native(from)):
-		return m.bad(from, msg, "sender", from, "a node of this cluster and of this library")
+		return m.table.bad(from, msg, "body", n.verb, "a notice for others than the scheduler")
+	case m.life.phase != ready || from != van.SchedulerID && (!known || !m.table.native(from)):
+		return m.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
 	case msg.Key < 1 || msg.Key > math.MaxInt32+1:
-		return m.bad(from, msg, "key", msg.Key, "1 to 2147483648: the name of a request")
+		return m.table.bad(from, msg, "key", msg.Key, "1 to 2147483648: the name of a request")
 	}
 	key, stamp := gatherKey{n.group, n.instance}, int32(msg.Key-1)
 	if last, ok := m.sched.answers[from][key]; !ok || newer(stamp, last.stamp) {
@@ -198,9 +198,9 @@ func (m *Machine) release(id int, key gatherKey, stamp int32) {
 	if key.instance {
 		cmd = van.InstanceBarrier
 	}
-	meta := m.control(cmd)
+	meta := m.out.control(cmd)
 	meta.AppID, meta.CustomerID, meta.Key = 0, 0, named(stamp)
-	m.send(id, meta)
+	m.out.send(id, meta)
 }
 
 // owedReleases sends the releases that could not be sent while id was down.
@@ -241,8 +241,8 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 		g := m.sched.gathers[key]
 		possible, living := len(g.came), 0
 		dead, fell := "", false
-		for _, id := range m.Members(key.group) {
-			missing := m.places(id)
+		for _, id := range m.table.members(key.group) {
+			missing := m.table.places(id)
 			for _, a := range g.came {
 				if a.id == id {
 					missing--
@@ -252,7 +252,7 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 			case missing <= 0:
 			case m.isDown(id):
 				fell = fell || m.health[id].down&silent == 0
-				dead += fmt.Sprintf("; %s is dead: %s", m.peer(id), m.health[id].cause)
+				dead += fmt.Sprintf("; %s is dead: %s", m.table.peer(id), m.health[id].cause)
 			default:
 				living += missing
 			}
@@ -290,7 +290,7 @@ func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
 	g.told = true
 	var told []arrival
 	g.came = slices.DeleteFunc(g.came, func(a arrival) bool {
-		if a.id != van.SchedulerID && !m.native(a.id) && !failpoint.On("foreign-barrier") {
+		if a.id != van.SchedulerID && !m.table.native(a.id) && !failpoint.On("foreign-barrier") {
 			return false
 		}
 		told = append(told, a)
@@ -319,7 +319,7 @@ func failedNotice(key gatherKey, text string) notice {
 
 // tellFailed tells a node of this library that what it has asked for cannot be complete.
 func (m *Machine) tellFailed(id int, key gatherKey, a answer) {
-	m.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
+	m.out.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
 }
 
 func (m *Machine) tickBarriers(now time.Duration) {
@@ -341,8 +341,8 @@ func (m *Machine) tickBarriers(now time.Duration) {
 // program, which nodes are missing: they say so in their error if they give up.
 func (m *Machine) sendMissing(key gatherKey, g *gather) {
 	for _, a := range g.came {
-		if a.id != van.SchedulerID && !a.final && m.native(a.id) && !m.isDown(a.id) {
-			m.tellAbout(a.id, notice{verb: verbWaiting, text: m.barrierText(key, g)}, named(a.stamp))
+		if a.id != van.SchedulerID && !a.final && m.table.native(a.id) && !m.isDown(a.id) {
+			m.out.tellAbout(a.id, notice{verb: verbWaiting, text: m.barrierText(key, g)}, named(a.stamp))
 		}
 	}
 }
@@ -356,7 +356,7 @@ func (m *Machine) nextBarrierTick() time.Duration {
 		if g.stuck && !g.told {
 			next = min(next, g.since+m.cfg.ReplaceTimeout)
 		}
-		if slices.ContainsFunc(g.came, func(a arrival) bool { return !a.final && m.native(a.id) && a.id != van.SchedulerID }) {
+		if slices.ContainsFunc(g.came, func(a arrival) bool { return !a.final && m.table.native(a.id) && a.id != van.SchedulerID }) {
 			next = min(next, g.nextNews)
 		}
 	}
@@ -372,17 +372,6 @@ func sortedKeys[V any](m map[gatherKey]V) []gatherKey {
 	})
 }
 
-// places is the number of ids that node id stands for.
-func (m *Machine) places(id int) int {
-	n := 1
-	for _, first := range m.shared {
-		if first == id {
-			n++
-		}
-	}
-	return n
-}
-
 // barriersText lists the missing nodes of all open barriers.
 func (m *Machine) barriersText() string {
 	var parts []string
@@ -394,9 +383,9 @@ func (m *Machine) barriersText() string {
 
 func (m *Machine) barrierText(key gatherKey, g *gather) string {
 	var missing []string
-	for _, id := range m.Members(key.group) {
+	for _, id := range m.table.members(key.group) {
 		if !slices.ContainsFunc(g.came, func(a arrival) bool { return a.id == id }) {
-			missing = append(missing, m.peer(id))
+			missing = append(missing, m.table.peer(id))
 		}
 	}
 	return fmt.Sprintf("%s barrier over %s: %d of %d requests, not from %s", kindName(key.instance),

@@ -80,19 +80,19 @@ func (m *Machine) heard(now time.Duration, from int) {
 // scheduler refuses as it was replaced has failed.
 func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	cause = cmp.Or(cause, van.ErrPeerLost)
-	if m.phase == failed || m.leaving || id == m.self.ID {
+	if m.life.phase == failed || m.life.leaving || id == m.table.self.ID {
 		return
 	}
 	if m.sched == nil && id == van.SchedulerID && errors.Is(cause, van.ErrReplaced) { // it cannot be asked any more
-		m.fail(&van.Error{Op: "connect", Node: m.name(), Peer: m.peer(id), Err: ErrRefused,
-			Detail: fmt.Sprintf("%s was taken for dead and its place given to another process: %s", m.self.Addr(), cause)})
+		m.fail(&van.Error{Op: "connect", Node: m.table.name(), Peer: m.table.peer(id), Err: ErrRefused,
+			Detail: fmt.Sprintf("%s was taken for dead and its place given to another process: %s", m.table.self.Addr(), cause)})
 		return
 	}
 	if m.sched != nil && id < 0 {
 		m.joinLost(id, cause)
 		return
 	}
-	if m.phase == joining && m.sched == nil && id == van.SchedulerID {
+	if m.life.phase == joining && m.sched == nil && id == van.SchedulerID {
 		m.schedulerLost = cause
 		return
 	}
@@ -117,14 +117,14 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 
 // PeerBack says that the connection to id is back. It does nothing if it was not lost.
 func (m *Machine) PeerBack(now time.Duration, id int) {
-	if m.phase == failed {
+	if m.life.phase == failed {
 		return
 	}
 	if m.sched != nil && id < 0 {
 		m.joinBack(now, id)
 		return
 	}
-	if m.phase == joining && m.sched == nil && id == van.SchedulerID {
+	if m.life.phase == joining && m.sched == nil && id == van.SchedulerID {
 		if m.schedulerLost != nil {
 			m.schedulerLost = nil
 			m.register()
@@ -140,8 +140,8 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 	if h.down&connLost != 0 {
 		h.back = max(now, 1)
 	}
-	if m.sched == nil && id == van.SchedulerID && m.native(id) && !m.leaving && (held || h.down != 0) {
-		m.beat([]van.Node{m.self}) // another process may listen there now; its answer tells
+	if m.sched == nil && id == van.SchedulerID && m.table.native(id) && !m.life.leaving && (held || h.down != 0) {
+		m.beat([]van.Node{m.table.self}) // another process may listen there now; its answer tells
 	}
 	if held && id == van.SchedulerID {
 		m.askAgain()
@@ -151,7 +151,7 @@ func (m *Machine) PeerBack(now time.Duration, id int) {
 
 // Leaving says that this node is about to leave: lost peers are no longer reported.
 func (m *Machine) Leaving(time.Duration) {
-	m.leaving = true
+	m.life.leaving = true
 	clear(m.held)
 }
 
@@ -162,7 +162,7 @@ func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	first := h.down == 0
 	h.down |= r
 	if !first {
-		if m.sched != nil && !m.leaving && r == silent && lossVerb(h.cause) == verbCut { // a node that has passed over the cut must hear of this
+		if m.sched != nil && !m.life.leaving && r == silent && lossVerb(h.cause) == verbCut { // a node that has passed over the cut must hear of this
 			h.cause = cause
 			m.tellAll(id, notice{verb: verbDead, id: id, text: cause.Error()})
 		}
@@ -170,10 +170,10 @@ func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
 	}
 	h.cause, h.since = cause, now
 	delete(m.held, id)
-	if m.leaving {
+	if m.life.leaving {
 		return
 	}
-	m.emit(PeerDead{id, cause})
+	m.out.emit(PeerDead{id, cause})
 	if m.sched != nil {
 		m.tellAll(id, notice{verb: lossVerb(cause), id: id, text: cause.Error()})
 		m.recheckBarriers(now)
@@ -198,10 +198,10 @@ func (m *Machine) markUp(now time.Duration, id int, r reason) {
 		return
 	}
 	h.seen, h.down, h.cause = max(h.seen, now), 0, nil
-	if m.leaving {
+	if m.life.leaving {
 		return
 	}
-	m.emit(PeerAlive{id})
+	m.out.emit(PeerAlive{id})
 	if m.sched != nil {
 		m.tellAll(id, notice{verb: verbBack, id: id})
 		m.catchUp(id)
@@ -216,11 +216,11 @@ func (m *Machine) markUp(now time.Duration, id int, r reason) {
 // others, or those that have sent a heartbeat; elsewhere the scheduler, if this node sends
 // heartbeats, which it answers.
 func (m *Machine) watched() []int {
-	if m.cfg.HeartbeatTimeout == 0 || m.leaving {
+	if m.cfg.HeartbeatTimeout == 0 || m.life.leaving {
 		return nil
 	}
 	if m.sched != nil {
-		ids := m.Members(van.WorkerGroup | van.ServerGroup)
+		ids := m.table.ids()
 		if m.cfg.NativeTimeout {
 			ids = slices.DeleteFunc(ids, func(id int) bool { return !m.health[id].beats })
 		}
@@ -248,7 +248,7 @@ func (m *Machine) lapsed(now time.Duration, id int) bool {
 // them, unless Answers is called for them before. One whose connection broke after its last
 // message is not among them: another process may answer at its address.
 func (m *Machine) Silent(now time.Duration) []int {
-	if m.phase != ready {
+	if m.life.phase != ready {
 		return nil
 	}
 	return slices.DeleteFunc(m.watched(), func(id int) bool {
@@ -272,24 +272,24 @@ func (m *Machine) fallSilent(now time.Duration, id int) {
 }
 
 func (m *Machine) beats() bool {
-	return m.sched == nil && m.cfg.HeartbeatInterval > 0 && !m.leaving &&
-		(!m.cfg.NativeInterval || m.native(van.SchedulerID)) && !failpoint.On("heartbeat")
+	return m.sched == nil && m.cfg.HeartbeatInterval > 0 && !m.life.leaving &&
+		(!m.cfg.NativeInterval || m.table.native(van.SchedulerID)) && !failpoint.On("heartbeat")
 }
 
 // beat sends a heartbeat with these records, this node's first.
 func (m *Machine) beat(nodes []van.Node) {
-	meta := m.control(van.Heartbeat)
+	meta := m.out.control(van.Heartbeat)
 	meta.Control.Nodes = nodes
-	if m.native(van.SchedulerID) {
-		meta.Key = beatKey(m.generation, m.cfg.HeartbeatInterval)
+	if m.table.native(van.SchedulerID) {
+		meta.Key = beatKey(m.table.generation, m.cfg.HeartbeatInterval)
 	}
-	m.send(van.SchedulerID, meta)
+	m.out.send(van.SchedulerID, meta)
 }
 
 func (m *Machine) tickHealth(now time.Duration) {
-	if (m.beats() || m.rejoining && !m.leaving) && now >= m.nextBeat {
+	if (m.beats() || m.life.rejoining && !m.life.leaving) && now >= m.nextBeat {
 		m.nextBeat = now + m.beatInterval()
-		m.beat([]van.Node{m.self})
+		m.beat([]van.Node{m.table.self})
 	}
 	watched := m.watched()
 	if len(watched) == 0 {
@@ -312,7 +312,7 @@ func (m *Machine) tickHealth(now time.Duration) {
 }
 
 func (m *Machine) beatInterval() time.Duration {
-	if m.rejoining {
+	if m.life.rejoining {
 		return returnBeat
 	}
 	return m.cfg.HeartbeatInterval
@@ -320,7 +320,7 @@ func (m *Machine) beatInterval() time.Duration {
 
 func (m *Machine) nextHealthTick() time.Duration {
 	next := time.Duration(math.MaxInt64)
-	if m.beats() || m.rejoining && !m.leaving {
+	if m.beats() || m.life.rejoining && !m.life.leaving {
 		next = m.nextBeat
 	}
 	any := false
@@ -342,13 +342,13 @@ func (m *Machine) nextHealthTick() time.Duration {
 func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) error {
 	if m.sched == nil {
 		if from != van.SchedulerID {
-			return m.bad(from, msg, "sender", from, "the scheduler")
+			return m.table.bad(from, msg, "sender", from, "the scheduler")
 		}
 		m.heard(now, from)
-		if len(msg.Body) == 0 || !m.native(from) {
+		if len(msg.Body) == 0 || !m.table.native(from) {
 			m.resumed()
 			if p := &m.policies; p.version > 0 {
-				m.emit(Policies{p.version, p.list}) // more of them may be in force by now
+				m.out.emit(Policies{p.version, p.list}) // more of them may be in force by now
 			}
 			return nil
 		}
@@ -359,39 +359,39 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 		return nil
 	}
 	nodes := msg.Control.Nodes
-	if m.native(from) {
+	if m.table.native(from) {
 		nodes = nodes[:1] // the others are for a restarted scheduler
 	}
 	for i := range nodes {
 		n := &nodes[i]
 		field := fmt.Sprintf("control.node[%d].id", i)
-		at, ok := m.at[n.ID]
+		at, ok := m.table.at[n.ID]
 		if !ok {
-			return m.bad(from, msg, field, n.ID, "the id of a node of this cluster")
+			return m.table.bad(from, msg, field, n.ID, "the id of a node of this cluster")
 		}
 		if n.ID != from {
-			return m.bad(from, msg, field, n.ID, fmt.Sprintf("the sender's, %d", from))
+			return m.table.bad(from, msg, field, n.ID, fmt.Sprintf("the sender's, %d", from))
 		}
-		if cur := &m.table[at]; another(cur, n) && !failpoint.On("fencing") {
-			m.refuse(now, n, m.whyStray(from, m.own.Cluster))
+		if cur := &m.table.nodes[at]; another(cur, n) && !failpoint.On("fencing") {
+			m.refuse(now, n, m.whyStray(from, m.table.own.Cluster))
 			continue
 		}
 		m.heard(now, from)
 		h := m.health[from]
 		h.beats = true
-		if m.native(from) {
+		if m.table.native(from) {
 			var generation uint32
 			generation, h.interval = parseBeatKey(msg.Key)
-			old := generation != m.generation
+			old := generation != m.table.generation
 			if old && h.stale { // two in a row: it has missed a record
-				m.sendTable(from, m.fullTable())
+				m.sendTable(from, m.table.whole())
 				m.tellDead(from)
 			}
 			h.stale = old
 		}
-		meta := m.control(van.Heartbeat)
-		meta.Control.Nodes = []van.Node{m.self}
-		m.send(n.ID, meta)
+		meta := m.out.control(van.Heartbeat)
+		meta.Control.Nodes = []van.Node{m.table.self}
+		m.out.send(n.ID, meta)
 		m.policiesBeat(from)
 	}
 	return nil
@@ -402,12 +402,12 @@ func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) erro
 // nodes and others only of the scheduler. With t = 0 silence does not count.
 func (m *Machine) DeadNodes(now, t time.Duration) []int {
 	var dead []int
-	if m.phase != ready {
+	if m.life.phase != ready {
 		return nil
 	}
-	for _, id := range m.Members(van.AllNodes) {
+	for _, id := range m.table.members(van.AllNodes) {
 		h := m.health[id]
-		if h == nil || id == m.self.ID {
+		if h == nil || id == m.table.self.ID {
 			continue
 		}
 		watched := m.sched != nil || id == van.SchedulerID

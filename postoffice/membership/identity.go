@@ -1,5 +1,8 @@
 package membership
 
+// Which process has which id: nodes of this library mark messages to each other with their
+// incarnations, so that no message of a former process counts as its successor's.
+
 import (
 	"fmt"
 	"slices"
@@ -9,9 +12,39 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Which process a message comes from: nodes of this library mark messages to each other
-// with their incarnations, so that no message of a former process counts as its
-// successor's.
+type identities struct {
+	own  van.Identity   // of this process, with the cluster's when it is known
+	incs map[int]uint32 // the incarnations of nodes of this library, by id
+}
+
+// learn records that the process of record n has id.
+func (i *identities) learn(id int, n *van.Node) {
+	if i.own.Incarnation == 0 {
+		return // this node behaves as a C++ StepMesh node
+	}
+	if inc := incarnationOf(n); inc != 0 {
+		i.incs[id] = inc
+	} else {
+		delete(i.incs, id)
+	}
+}
+
+// native tells whether id is a node of this library.
+func (i *identities) native(id int) bool { return i.incs[id] != 0 }
+
+// mine tells whether a record with this node's address is that of this process. A C++
+// StepMesh scheduler may drop the identity.
+func (i *identities) mine(n *van.Node) bool {
+	inc := incarnationOf(n)
+	return inc == 0 || inc == i.own.Incarnation
+}
+
+// sign puts this process's identity into its record.
+func (i *identities) sign(n *van.Node) {
+	if i.own.Incarnation != 0 {
+		n.Endpoint = i.own.Encode()
+	}
+}
 
 // maxFormer bounds how many replaced processes are remembered.
 const maxFormer = 256
@@ -23,47 +56,6 @@ type former struct {
 	node        van.Node
 }
 
-func incarnationOf(n *van.Node) uint32 {
-	who, _ := n.Identity()
-	return who.Incarnation
-}
-
-// learn records that the process of record n has id.
-func (m *Machine) learn(id int, n *van.Node) {
-	if m.own.Incarnation == 0 {
-		return // this node behaves as a C++ StepMesh node
-	}
-	if inc := incarnationOf(n); inc != 0 {
-		m.incs[id] = inc
-	} else {
-		delete(m.incs, id)
-	}
-}
-
-// native tells whether id is a node of this library.
-func (m *Machine) native(id int) bool { return m.incs[id] != 0 }
-
-// mine tells whether a record with this node's address is that of this process. A C++
-// StepMesh scheduler may drop the identity.
-func (m *Machine) mine(n *van.Node) bool {
-	inc := incarnationOf(n)
-	return inc == 0 || inc == m.own.Incarnation
-}
-
-// Incarnation is that of the process that has id, or 0 for a C++ StepMesh node and for an
-// unknown one.
-func (m *Machine) Incarnation(id int) uint32 { return m.incs[id] }
-
-// another tells whether two records are of different processes. Those of C++ StepMesh
-// nodes are distinguished by the address only.
-func another(a, b *van.Node) bool {
-	x, y := incarnationOf(a), incarnationOf(b)
-	if failpoint.On("incarnation") {
-		x, y = 0, 0
-	}
-	return x != y || x == 0 && !sameAddr(a, b)
-}
-
 // enter joins the cluster of the scheduler with record n. It returns false if this node
 // belongs to another cluster.
 func (m *Machine) enter(n *van.Node) bool {
@@ -71,41 +63,34 @@ func (m *Machine) enter(n *van.Node) bool {
 	if !ok {
 		return true
 	}
-	if m.own.Cluster != 0 && m.own.Cluster != who.Cluster && !failpoint.On("cluster-id") {
+	if m.table.own.Cluster != 0 && m.table.own.Cluster != who.Cluster && !failpoint.On("cluster-id") {
 		return false
 	}
-	m.own.Cluster = who.Cluster
-	m.cfg.Scheduler.Endpoint = slices.Clone(n.Endpoint)
-	m.learn(van.SchedulerID, n)
+	m.table.own.Cluster = who.Cluster
+	m.table.scheduler.Endpoint = slices.Clone(n.Endpoint)
+	m.table.learn(van.SchedulerID, n)
 	return true
-}
-
-// sign puts this process's identity into its record.
-func (m *Machine) sign() {
-	if m.own.Incarnation != 0 {
-		m.self.Endpoint = m.own.Encode()
-	}
 }
 
 // genuine tells whether msg comes from the process that has its sender's id, and is meant
 // for this process.
 func (m *Machine) genuine(now time.Duration, from int, msg *van.Meta) bool {
-	if m.own.Incarnation == 0 || from == van.Empty || failpoint.On("incarnation") {
+	if m.table.own.Incarnation == 0 || from == van.Empty || failpoint.On("incarnation") {
 		return true
 	}
 	by, to := msg.Incarnations()
-	want := m.incs[from]
+	want := m.table.incs[from]
 	if m.sched != nil {
-		return by == want && (by == 0 || to == m.own.Incarnation) || failpoint.On("fencing") && m.phase == ready
+		return by == want && (by == 0 || to == m.table.own.Incarnation) || failpoint.On("fencing") && m.life.phase == ready
 	}
 	switch {
 	case from != van.SchedulerID:
 		return true // the handlers refuse what only a scheduler may send
 	case by == 0:
 		return want == 0 && len(msg.Body) == 0 // C++ StepMesh sends no notices
-	case to != m.own.Incarnation || slices.Contains(m.formerSchedulers, by):
+	case to != m.table.own.Incarnation || slices.Contains(m.formerSchedulers, by):
 		return false
-	case want == by || m.phase == joining:
+	case want == by || m.life.phase == joining:
 		return true
 	case want == 0:
 		return false
@@ -137,34 +122,29 @@ func (m *Machine) stray(now time.Duration, from int, msg *van.Meta) bool {
 		if !ok || who.Incarnation != by || rec.ID != from || !isMember(&rec) || checkAddr(&rec, "address") != nil {
 			return false
 		}
-		if m.phase == joining {
+		if m.life.phase == joining {
 			m.comeBack(now, &rec, who, msg)
-		} else if by == m.incs[from] && who.Cluster == m.own.Cluster {
+		} else if by == m.table.incs[from] && who.Cluster == m.table.own.Cluster {
 			m.lateReturn(now, from, &rec)
 		} else {
 			m.refuse(now, &rec, m.whyStray(from, who.Cluster))
 		}
 		return true
 	}
-	if i := slices.IndexFunc(s.former, func(f former) bool { return f.incarnation == by && f.id == from }); i >= 0 && m.phase == ready {
-		m.refuse(now, &s.former[i].node, m.whyStray(from, m.own.Cluster))
+	if i := slices.IndexFunc(s.former, func(f former) bool { return f.incarnation == by && f.id == from }); i >= 0 && m.life.phase == ready {
+		m.refuse(now, &s.former[i].node, m.whyStray(from, m.table.own.Cluster))
 		return true
 	}
-	return m.phase == joining // its heartbeat will have its record
-}
-
-// isMember tells whether a record has the id of a worker or server.
-func isMember(n *van.Node) bool {
-	return n.ID >= 8 && n.ID < van.Empty && (n.Role == van.Worker || n.Role == van.Server) && van.RoleOf(n.ID) == n.Role
+	return m.life.phase == joining // its heartbeat will have its record
 }
 
 func (m *Machine) whyStray(from int, cluster uint32) string {
-	if cluster != m.own.Cluster {
+	if cluster != m.table.own.Cluster {
 		return fmt.Sprintf("it belongs to another cluster (%08x): the scheduler was started again, and a new cluster (%08x) has formed",
-			cluster, m.own.Cluster)
+			cluster, m.table.own.Cluster)
 	}
 	at := ""
-	if n, ok := m.Node(from); ok {
+	if n, ok := m.table.node(from); ok {
 		at = n.Addr()
 	}
 	return fmt.Sprintf("it was taken for dead and its place as %s given to %s", van.NodeName(from), at)
@@ -188,7 +168,7 @@ func (m *Machine) ofThisCluster(rec *van.Node) string {
 	who, ok := rec.Identity()
 	switch {
 	case !ok || failpoint.On("cluster-id"):
-	case m.cfg.NamedCluster && who.Cluster != m.own.Cluster:
+	case m.cfg.NamedCluster && who.Cluster != m.table.own.Cluster:
 		return "its STEPAF_CLUSTER_ID is not that of the scheduler"
 	case !m.cfg.NamedCluster && who.Cluster != 0:
 		return "its STEPAF_CLUSTER_ID is set, that of the scheduler is not"
@@ -200,17 +180,17 @@ func (m *Machine) ofThisCluster(rec *van.Node) string {
 // it the cluster would form, and fail later. Who speaks another version would be taken for a
 // C++ StepMesh node, and would wait for what such a node is not told.
 func (m *Machine) unlike(rec *van.Node) string {
-	if v, ok := van.VersionOf(rec.Endpoint); ok && v != van.IdentityVersion && m.own.Incarnation != 0 {
+	if v, ok := van.VersionOf(rec.Endpoint); ok && v != van.IdentityVersion && m.table.own.Incarnation != 0 {
 		return fmt.Sprintf("its library speaks version %d of what nodes tell each other, that of the scheduler at %s version %d; "+
-			"run one release of the library on all nodes", v, m.self.Addr(), van.IdentityVersion)
+			"run one release of the library on all nodes", v, m.table.self.Addr(), van.IdentityVersion)
 	}
 	who, _ := rec.Identity()
-	own, other := m.own.Settings, who.Settings
+	own, other := m.table.own.Settings, who.Settings
 	switch {
 	case !own.Known || !other.Known:
 	case own.Resend != other.Resend:
 		return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
-			bit(other.Resend), m.self.Addr(), bit(own.Resend))
+			bit(other.Resend), m.table.self.Addr(), bit(own.Resend))
 	case other.Workers != 0 && own.Workers != 0 && other.Workers != own.Workers:
 		return m.otherCount("DMLC_NUM_WORKER", other.Workers, own.Workers)
 	case other.Servers != 0 && own.Servers != 0 && other.Servers != own.Servers:
@@ -220,7 +200,7 @@ func (m *Machine) unlike(rec *van.Node) string {
 }
 
 func (m *Machine) otherCount(name string, its, own int) string {
-	return fmt.Sprintf("its %s x DMLC_GROUP_SIZE is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, m.self.Addr(), own)
+	return fmt.Sprintf("its %s x DMLC_GROUP_SIZE is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, m.table.self.Addr(), own)
 }
 
 func bit(b bool) int {

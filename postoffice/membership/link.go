@@ -16,28 +16,28 @@ import (
 // was connected then.
 func (m *Machine) Link(_ time.Duration, ids []int) error {
 	bad := func(id int, want string) error {
-		return &van.Error{Op: "link", Node: m.name(), Peer: m.peer(id), Err: fmt.Errorf("%w: want %s", van.ErrInvalid, want)}
+		return &van.Error{Op: "link", Node: m.table.name(), Peer: m.table.peer(id), Err: fmt.Errorf("%w: want %s", van.ErrInvalid, want)}
 	}
 	switch {
-	case m.phase == failed:
-		return m.failure
-	case m.phase != ready || m.sched != nil:
-		return &van.Error{Op: "link", Node: m.name(), Detail: "only workers and servers are linked, once they have started", Err: van.ErrInvalid}
+	case m.life.phase == failed:
+		return m.life.failure
+	case m.life.phase != ready || m.sched != nil:
+		return &van.Error{Op: "link", Node: m.table.name(), Detail: "only workers and servers are linked, once they have started", Err: van.ErrInvalid}
 	}
 	for _, id := range ids {
-		_, member := m.at[id]
+		_, member := m.table.at[id]
 		switch {
-		case id == m.self.ID:
-		case !member || van.RoleOf(id) != m.self.Role:
-			return bad(id, "a "+m.self.Role.String()+" of this cluster")
-		case !m.native(id):
+		case id == m.table.self.ID:
+		case !member || van.RoleOf(id) != m.table.self.Role:
+			return bad(id, "a "+m.table.self.Role.String()+" of this cluster")
+		case !m.table.native(id):
 			return bad(id, "a node of this library: C++ StepMesh nodes know none of their own role")
 		}
 	}
 	for _, id := range ids {
-		if id != m.self.ID && !m.conns[id] {
+		if id != m.table.self.ID && !m.out.conns[id] {
 			m.linked = append(m.linked, id)
-			m.connect(id, m.table[m.at[id]])
+			m.out.connect(id, m.table.nodes[m.table.at[id]])
 		}
 	}
 	return nil
@@ -47,10 +47,10 @@ func (m *Machine) Link(_ time.Duration, ids []int) error {
 // connected to it.
 func (m *Machine) relink(id int) {
 	switch {
-	case van.RoleOf(id) != m.self.Role, slices.Contains(m.linked, id) && m.native(id):
-		m.connect(id, m.table[m.at[id]])
+	case van.RoleOf(id) != m.table.self.Role, slices.Contains(m.linked, id) && m.table.native(id):
+		m.out.connect(id, m.table.nodes[m.table.at[id]])
 	case slices.Contains(m.linked, id):
-		m.disconnect(id)
+		m.out.disconnect(id)
 		m.linked = slices.DeleteFunc(m.linked, func(l int) bool { return l == id })
 	}
 }

@@ -159,12 +159,12 @@ func TestTimestampsLeaveOutEmpty(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.stamp = van.Empty - 1
-	if a, b := m.next(), m.next(); a != van.Empty-1 || b != van.Empty+1 {
+	m.out.stamp = van.Empty - 1
+	if a, b := m.out.next(), m.out.next(); a != van.Empty-1 || b != van.Empty+1 {
 		t.Errorf("timestamps %d, %d; want 32766, 32768", a, b)
 	}
-	m.stamp = 1<<31 - 1
-	if a, b := m.next(), m.next(); a != 1<<31-1 || b != 0 {
+	m.out.stamp = 1<<31 - 1
+	if a, b := m.out.next(), m.out.next(); a != 1<<31-1 || b != 0 {
 		t.Errorf("timestamps %d, %d; want the largest, then 0", a, b)
 	}
 }
@@ -253,7 +253,7 @@ func TestTwoCustomersOfAReplacement(t *testing.T) {
 	m.Take()
 	step("9 8", van.Empty, 0, customer("c", 0))
 	step("9", van.Empty, 0, customer("c", 1))
-	for _, n := range m.table {
+	for _, n := range m.table.nodes {
 		if n.ID == 9 && n.Hostname != "c" {
 			t.Errorf("the table has worker 0 at %s, want it at c only", n.Addr())
 		}
@@ -402,7 +402,7 @@ func TestMemberIDs(t *testing.T) {
 				continue
 			}
 			msg := van.Meta{Control: van.Control{Cmd: van.AddNode, Nodes: []van.Node{n}}}
-			if err := m.checkRecords(&msg); (err == nil) != (member || role == van.Scheduler && id == van.SchedulerID) {
+			if err := m.table.checkRecords(&msg); (err == nil) != (member || role == van.Scheduler && id == van.SchedulerID) {
 				t.Errorf("a record of %s %d: %v", role, id, err)
 			}
 		}

@@ -12,20 +12,20 @@ import (
 
 // register sends this node's record to the scheduler.
 func (m *Machine) register() {
-	meta := m.control(van.AddNode)
-	meta.Control.Nodes = []van.Node{m.self}
-	m.send(van.SchedulerID, meta)
+	meta := m.out.control(van.AddNode)
+	meta.Control.Nodes = []van.Node{m.table.self}
+	m.out.send(van.SchedulerID, meta)
 }
 
 // stepTable handles the node table, or later the record of a replacement.
 func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 	if from != van.SchedulerID {
-		return m.bad(from, msg, "sender", from, "the scheduler")
+		return m.table.bad(from, msg, "sender", from, "the scheduler")
 	}
-	if err := m.checkRecords(msg); err != nil {
+	if err := m.table.checkRecords(msg); err != nil {
 		return err
 	}
-	if m.phase == joining {
+	if m.life.phase == joining {
 		return m.join(now, msg)
 	}
 	m.tableSeen(msg)
@@ -33,7 +33,7 @@ func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && !m.outdated(n.ID, msg) {
 			m.update(now, n)
 		}
-		if m.phase == failed {
+		if m.life.phase == failed {
 			return nil
 		}
 	}
@@ -44,7 +44,7 @@ func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
 // outdated tells whether the scheduler has sent something newer than msg about id; if not,
 // it notes msg as the latest. With PS_RESEND a lost message arrives after later ones.
 func (m *Machine) outdated(id int, msg *van.Meta) bool {
-	if _, known := m.at[id]; !known || msg.Timestamp == van.Empty {
+	if _, known := m.table.at[id]; !known || msg.Timestamp == van.Empty {
 		return false
 	}
 	if last, ok := m.news[id]; ok && newer(last, msg.Timestamp) {
@@ -58,37 +58,9 @@ func (m *Machine) outdated(id int, msg *van.Meta) bool {
 // it; the scheduler answers an old one with the whole table.
 func (m *Machine) tableSeen(msg *van.Meta) {
 	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
-	if g := uint32(msg.Key); m.native(van.SchedulerID) && (whole || g == m.generation+1) {
-		m.generation = g
+	if g := uint32(msg.Key); m.table.native(van.SchedulerID) && (whole || g == m.table.generation+1) {
+		m.table.generation = g
 	}
-}
-
-// checkRecords returns an error if any record of msg is invalid.
-func (m *Machine) checkRecords(msg *van.Meta) error {
-	nodes := msg.Control.Nodes
-	if len(nodes) == 0 {
-		return m.bad(van.SchedulerID, msg, "control.node_size", 0, "1 or more")
-	}
-	for i := range nodes {
-		n := &nodes[i]
-		field := func(f string) string { return fmt.Sprintf("control.node[%d].%s", i, f) }
-		if err := checkAddr(n, field("address")); err != nil {
-			return m.bad(van.SchedulerID, msg, field("address"), n.Addr(), err.Error())
-		}
-		switch n.Role {
-		case van.Scheduler:
-			if n.ID != van.SchedulerID {
-				return m.bad(van.SchedulerID, msg, field("id"), n.ID, "1 for the scheduler")
-			}
-		case van.Worker, van.Server:
-			if n.ID < 8 || n.ID >= van.Empty || van.RoleOf(n.ID) != n.Role {
-				return m.bad(van.SchedulerID, msg, field("id"), n.ID, "the id of a "+n.Role.String())
-			}
-		default:
-			return m.bad(van.SchedulerID, msg, field("role"), n.Role, "server, worker or scheduler")
-		}
-	}
-	return nil
 }
 
 // join handles the full table: this node's id, and the nodes to connect to.
@@ -99,17 +71,17 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	for i := range nodes {
 		n := &nodes[i]
 		count[n.Role]++
-		if own == nil && n.Role == m.self.Role && sameAddr(n, &m.self) && m.mine(n) {
+		if own == nil && n.Role == m.table.self.Role && sameAddr(n, &m.table.self) && m.table.mine(n) {
 			own = n
 		}
 	}
 	if own == nil {
-		return m.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
-			fmt.Sprintf("one of them %s at %s", m.self.Role, m.self.Addr()))
+		return m.table.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
+			fmt.Sprintf("one of them %s at %s", m.table.self.Role, m.table.self.Addr()))
 	}
 	workers, servers := m.cfg.instances(van.Worker), m.cfg.instances(van.Server)
 	if count[van.Worker] != workers || count[van.Server] != servers {
-		m.fail(&van.Error{Op: "start", Node: m.name(), Peer: m.peer(van.SchedulerID),
+		m.fail(&van.Error{Op: "start", Node: m.table.name(), Peer: m.table.peer(van.SchedulerID),
 			Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
 				count[van.Worker], count[van.Server], m.cfg.formula(van.Worker), m.cfg.formula(van.Server)),
 			Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
@@ -124,42 +96,43 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 		}
 		field := fmt.Sprintf("control.node[%d].id", i)
 		if van.RankOf(n.ID) >= m.cfg.instances(n.Role) {
-			return m.bad(van.SchedulerID, msg, field, n.ID, fmt.Sprintf("a rank below %d", m.cfg.instances(n.Role)))
+			return m.table.bad(van.SchedulerID, msg, field, n.ID, fmt.Sprintf("a rank below %d", m.cfg.instances(n.Role)))
 		}
 		if prev, again := at[n.ID]; again {
 			if sameAddr(&table[prev], n) {
 				continue // another customer of the same process
 			}
-			return m.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
+			return m.table.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
 		}
 		at[n.ID] = len(table)
 		table = append(table, n.Clone())
 	}
-	m.table, m.at, m.shared = table, at, map[int]int{}
+	m.table.fill(table)
+	m.table.shared = map[int]int{}
 	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
 		if _, ok := at[id]; !ok {
-			m.shared[id] = van.Empty // no node has this id
+			m.table.shared[id] = van.Empty // no node has this id
 		}
 	}
 	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 && !m.enter(&nodes[i]) {
-		m.fail(&van.Error{Op: "start", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: "its STEPAF_CLUSTER_ID is another",
+		m.fail(&van.Error{Op: "start", Node: m.table.name(), Peer: m.table.peer(van.SchedulerID), Detail: "its STEPAF_CLUSTER_ID is another",
 			Err: ErrRefused})
 		return nil
 	}
 	m.tableSeen(msg)
 	for i := range table {
-		m.learn(table[i].ID, &table[i])
+		m.table.learn(table[i].ID, &table[i])
 		m.outdated(table[i].ID, msg)
 	}
-	m.self = m.table[m.at[own.ID]]
-	m.sign()
-	m.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
+	m.table.self = m.table.nodes[m.table.at[own.ID]]
+	m.table.sign(&m.table.self)
+	m.life.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
 	m.nextBeat, m.lastCheck = now+m.cfg.HeartbeatInterval, now
-	if m.cfg.NativeInterval || m.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
+	if m.cfg.NativeInterval || m.table.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
 		m.nextBeat = now
 	}
-	m.emit(SetID{own.ID})
-	m.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
+	m.out.emit(SetID{own.ID})
+	m.out.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
 	seen := map[int]bool{}
 	for i := range nodes {
 		n := &nodes[i]
@@ -170,51 +143,51 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 		m.health[n.ID] = &health{seen: now}
 		switch {
 		case n.Role == van.Scheduler:
-			m.connect(van.SchedulerID, m.cfg.Scheduler)
-		case n.Role != m.self.Role:
-			m.first[n.ID] = true
-			m.connect(n.ID, m.table[m.at[n.ID]])
+			m.out.connect(van.SchedulerID, m.table.scheduler)
+		case n.Role != m.table.self.Role:
+			m.out.first[n.ID] = true
+			m.out.connect(n.ID, m.table.nodes[m.table.at[n.ID]])
 		}
 	}
 	if !seen[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
 		m.health[van.SchedulerID] = &health{seen: now}
-		m.connect(van.SchedulerID, m.cfg.Scheduler)
+		m.out.connect(van.SchedulerID, m.table.scheduler)
 	}
-	m.emit(Ready{})
+	m.out.emit(Ready{})
 	return nil
 }
 
 // update handles one record after start-up: usually that of a replacement.
 func (m *Machine) update(now time.Duration, n *van.Node) {
-	i, ok := m.at[n.ID]
+	i, ok := m.table.at[n.ID]
 	if !ok {
-		m.emit(Warning{Text: fmt.Sprintf("%s: the scheduler announced %s at %s, which was not in its table", m.name(),
+		m.out.emit(Warning{Text: fmt.Sprintf("%s: the scheduler announced %s at %s, which was not in its table", m.table.name(),
 			van.NodeName(n.ID), n.Addr())})
 		return
 	}
-	old, h := &m.table[i], m.health[n.ID]
+	old, h := &m.table.nodes[i], m.health[n.ID]
 	moved := another(old, n)
-	if n.ID == m.self.ID {
+	if n.ID == m.table.self.ID {
 		if moved {
-			m.fail(&van.Error{Op: "stay in the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID),
-				Detail: fmt.Sprintf("%s was taken for dead and its place given to %s", m.self.Addr(), n.Addr()),
+			m.fail(&van.Error{Op: "stay in the cluster", Node: m.table.name(), Peer: m.table.peer(van.SchedulerID),
+				Detail: fmt.Sprintf("%s was taken for dead and its place given to %s", m.table.self.Addr(), n.Addr()),
 				Err:    ErrRefused})
 		}
 		return
 	}
-	if !moved && (m.native(n.ID) || !n.IsRecovery || h.down == 0 && old.IsRecovery) {
-		if m.rejoining {
+	if !moved && (m.table.native(n.ID) || !n.IsRecovery || h.down == 0 && old.IsRecovery) {
+		if m.life.rejoining {
 			m.markUp(now, n.ID, declared)
 		}
 		return // known
 	}
-	m.table[i] = n.Clone()
-	m.learn(n.ID, n)
-	delete(m.first, n.ID)
+	m.table.nodes[i] = n.Clone()
+	m.table.learn(n.ID, n)
+	delete(m.out.first, n.ID)
 	*h = health{seen: now}
 	delete(m.held, n.ID)
 	m.relink(n.ID)
-	m.emit(PeerReplaced{n.ID, m.table[i]})
+	m.out.emit(PeerReplaced{n.ID, m.table.nodes[i]})
 }
 
 // stepNotice handles a notice of the scheduler, and on the scheduler a withdrawal.
@@ -223,11 +196,11 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		return nil
 	}
 	if m.sched == nil && from != van.SchedulerID {
-		return m.bad(from, msg, "sender", from, "notices come from the scheduler only")
+		return m.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
 	}
 	n, err := parseNotice(msg.Body)
 	if err != nil {
-		return m.badErr(from, msg, err)
+		return m.table.badErr(from, msg, err)
 	}
 	switch {
 	case n.verb == verbPolicies:
@@ -242,10 +215,10 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 	}
 	switch n.verb {
 	case verbError:
-		m.fail(&van.Error{Op: "join the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: n.text,
+		m.fail(&van.Error{Op: "join the cluster", Node: m.table.name(), Peer: m.table.peer(van.SchedulerID), Detail: n.text,
 			Err: ErrRefused})
 	case verbWaiting:
-		if m.phase == joining {
+		if m.life.phase == joining {
 			m.schedulerSaid = n.text
 		} else {
 			m.barrierWaits(n.text, msg.Key)
@@ -254,9 +227,9 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		m.barrierRefused(n, msg.Key)
 	case verbDown:
 		dead := n.ids()
-		for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		for _, id := range m.table.ids() {
 			switch h := m.health[id]; {
-			case id == m.self.ID || h == nil || m.outdated(id, msg):
+			case id == m.table.self.ID || h == nil || m.outdated(id, msg):
 			case slices.Contains(dead, id):
 				m.markDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
 			case h.down&declared != 0:
@@ -264,15 +237,15 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 			}
 		}
 	case verbDead, verbCut, verbBack:
-		if _, ok := m.at[n.id]; !ok {
-			if m.phase == joining {
+		if _, ok := m.table.at[n.id]; !ok {
+			if m.life.phase == joining {
 				return nil // notices after the table will say which nodes are dead
 			}
-			return m.bad(from, msg, "body "+n.verb, n.id, "the id of a node of this cluster")
+			return m.table.bad(from, msg, "body "+n.verb, n.id, "the id of a node of this cluster")
 		}
-		if n.id == m.self.ID {
+		if n.id == m.table.self.ID {
 			if n.verb != verbBack {
-				m.emit(Warning{Text: m.name() + ": the scheduler takes this node for dead: " + n.text})
+				m.out.emit(Warning{Text: m.table.name() + ": the scheduler takes this node for dead: " + n.text})
 			}
 			return nil
 		}

@@ -170,14 +170,14 @@ func parsePolicies(text string) (version uint32, list []Policy, err error) {
 
 // sendPolicies sends the list to a node of this library, or from it to the scheduler.
 func (m *Machine) sendPolicies(to int) {
-	if m.policies.version > 0 && m.native(to) {
-		m.tell(to, notice{verb: verbPolicies, text: m.policies.text()})
+	if m.policies.version > 0 && m.table.native(to) {
+		m.out.tell(to, notice{verb: verbPolicies, text: m.policies.text()})
 	}
 }
 
 // policiesBeat sends the list to a node that has sent a heartbeat, unless it has it.
 func (m *Machine) policiesBeat(id int) {
-	if h := m.policies.have[id]; h.version != m.policies.version || h.incarnation != m.incs[id] {
+	if h := m.policies.have[id]; h.version != m.policies.version || h.incarnation != m.table.incs[id] {
 		m.sendPolicies(id)
 	}
 }
@@ -190,28 +190,28 @@ const maxTaken = 1 << 31
 func (m *Machine) stepPolicies(from int, msg *van.Meta, n notice) error {
 	version, list, err := parsePolicies(n.text)
 	if err != nil {
-		return m.bad(from, msg, "body "+n.verb, err, "policies")
+		return m.table.bad(from, msg, "body "+n.verb, err, "policies")
 	}
 	p := &m.policies
 	if m.sched != nil {
 		if version >= maxTaken {
-			return m.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxTaken)))
+			return m.table.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxTaken)))
 		}
-		if m.native(from) && m.recovered && !p.own && version > p.version {
+		if m.table.native(from) && m.life.recovered && !p.own && version > p.version {
 			p.version, p.list = version, list
 			m.tellPolicies()
 		}
 		return nil
 	}
-	if sender := m.incs[van.SchedulerID]; sender != p.from || version >= p.version {
+	if sender := m.table.incs[van.SchedulerID]; sender != p.from || version >= p.version {
 		p.version, p.list, p.from, p.said = version, list, sender, ""
-		m.emit(Policies{version, list})
+		m.out.emit(Policies{version, list})
 	}
 	return nil
 }
 
 func (m *Machine) tellPolicies() {
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+	for _, id := range m.table.ids() {
 		m.sendPolicies(id)
 	}
 }
@@ -220,9 +220,9 @@ func (m *Machine) tellPolicies() {
 // scheduler is told, if it is new.
 func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
 	p := &m.policies
-	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.said && m.phase == ready {
+	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.said && m.life.phase == ready {
 		p.said = said
-		m.tell(van.SchedulerID, notice{verb: verbHave, text: said})
+		m.out.tell(van.SchedulerID, notice{verb: verbHave, text: said})
 	}
 }
 
@@ -230,11 +230,11 @@ func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
 func (m *Machine) stepHave(from int, n notice) {
 	version, states, _ := strings.Cut(n.text, " ")
 	v, ok := number(version)
-	if p := &m.policies; ok && m.native(from) && v == int(p.version) && len(states) == len(p.list) {
+	if p := &m.policies; ok && m.table.native(from) && v == int(p.version) && len(states) == len(p.list) {
 		if p.have == nil {
 			p.have = map[int]havePolicies{}
 		}
-		p.have[from] = havePolicies{m.incs[from], p.version, states}
+		p.have[from] = havePolicies{m.table.incs[from], p.version, states}
 	}
 }
 
@@ -262,7 +262,7 @@ func Answer(body []byte) (number int, text string, ok bool) {
 func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) error {
 	words := strings.SplitN(n.text, " ", 3)
 	bad := func(want string) error {
-		return m.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), want)
+		return m.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), want)
 	}
 	if len(words) != 3 {
 		return bad("an incarnation, an address and a question")
@@ -284,13 +284,11 @@ func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) 
 	if err != nil {
 		answers = []string{"error " + err.Error()}
 	}
-	m.sched.lastTemp--
-	temp := m.sched.lastTemp
-	m.connect(temp, rec)
+	temp := m.out.reach(rec)
 	for i, a := range append(answers, "end") {
-		m.tell(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
+		m.out.tell(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
 	}
-	m.disconnect(temp)
+	m.out.disconnect(temp)
 	return nil
 }
 
@@ -300,8 +298,8 @@ func (m *Machine) answer(question string) ([]string, error) {
 	what, arg, _ := strings.Cut(question, " ")
 	p := &m.policies
 	switch {
-	case m.phase != ready:
-		return nil, fmt.Errorf("the cluster has not formed yet: %s", m.Report(m.started))
+	case m.life.phase != ready:
+		return nil, fmt.Errorf("the cluster has not formed yet: %s", m.Report(m.life.started))
 	case what == "list" && arg == "":
 	case what == "set":
 		q, err := ParsePolicy(arg)
@@ -323,7 +321,7 @@ func (m *Machine) setPolicy(q Policy) error {
 	if q.Rate == 0 && q.Class == 0 && q.Order == "" {
 		return wrong("policy", q.String(), "a rate, a class or an order as well")
 	}
-	if _, member := m.at[q.Peer]; q.Peer != 0 && !member {
+	if _, member := m.table.at[q.Peer]; q.Peer != 0 && !member {
 		return wrong("peer", van.NodeName(q.Peer), fmt.Sprintf("a node of this cluster, which has %d workers and %d servers",
 			m.cfg.instances(van.Worker), m.cfg.instances(van.Server)))
 	}
@@ -365,16 +363,16 @@ func (m *Machine) listPolicies() (lines []string) {
 	p := &m.policies
 	for i := range p.list {
 		groups := map[string][]string{}
-		for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		for _, id := range m.table.ids() {
 			group := "asked"
 			switch h := p.have[id]; {
 			case id == p.list[i].Peer:
 				continue
 			case m.isDown(id):
 				group = "dead"
-			case !m.native(id):
+			case !m.table.native(id):
 				group = "original"
-			case h.version == p.version && h.incarnation == m.incs[id] && len(h.states) == len(p.list):
+			case h.version == p.version && h.incarnation == m.table.incs[id] && len(h.states) == len(p.list):
 				if group = stateNames[State(h.states[i])]; group == "" {
 					continue
 				}

@@ -31,7 +31,7 @@ func TestManyPolicies(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.phase = ready
+	m.life.phase = ready
 	n := 0
 	for ; n < 10000 && err == nil; n++ {
 		err = m.setPolicy(Policy{App: int32(2_000_000_000 + n), Rate: MaxRate, Order: "ring"})
@@ -55,8 +55,9 @@ func TestLyingAnswers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.phase, m.incs[9] = ready, 7
-	m.at[9], m.health[9], m.table = 0, &health{}, []van.Node{{ID: 9}}
+	m.life.phase, m.table.incs[9] = ready, 7
+	m.health[9] = &health{}
+	m.table.fill([]van.Node{{ID: 9}})
 	if err := m.setPolicy(Policy{App: 5, Rate: 5000}); err != nil {
 		t.Fatal(err)
 	}
@@ -84,8 +85,9 @@ func TestLyingLists(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		m.phase, m.incs[9], m.recovered = ready, 7, recovered
-		m.at[9], m.health[9], m.table = 0, &health{}, []van.Node{{ID: 9}}
+		m.life.phase, m.table.incs[9], m.life.recovered = ready, 7, recovered
+		m.health[9] = &health{}
+		m.table.fill([]van.Node{{ID: 9}})
 		for _, x := range []struct {
 			text    string
 			version uint32 // of a scheduler that has resumed
@@ -123,7 +125,7 @@ func TestZones(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.phase = ready
+	m.life.phase = ready
 	for _, host := range []string{"fe80::1%eth0", "fe80::1%../../x"} {
 		err := m.stepAsk(0, van.Empty, &van.Meta{}, notice{verb: verbAsk, text: "7 [" + host + "]:80 list"})
 		if err == nil || !strings.Contains(err.Error(), "numeric address") {
@@ -144,10 +146,10 @@ func TestLongAnswers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.phase = ready
+	m.life.phase = ready
 	for i, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
 		if i%2 == 0 {
-			m.incs[id] = 7
+			m.table.incs[id] = 7
 		}
 	}
 	for _, p := range []Policy{{App: 5, Rate: 5000}, {App: 6, Rate: 5000, Order: "ring"}} {
@@ -190,7 +192,7 @@ func TestQuestions(t *testing.T) {
 	if _, err := m.answer("list"); err == nil {
 		t.Error("an answer before the cluster has formed")
 	}
-	m.phase = ready
+	m.life.phase = ready
 	for _, c := range []struct {
 		question string
 		left     int // policies, then

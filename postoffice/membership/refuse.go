@@ -3,7 +3,6 @@ package membership
 import (
 	"fmt"
 	"math"
-	"net/netip"
 	"slices"
 	"time"
 
@@ -50,7 +49,7 @@ func (m *Machine) refuse(now time.Duration, rec *van.Node, why string) {
 			r.waiting = append(r.waiting, n)
 		}
 	}
-	m.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why)})
+	m.out.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why)})
 }
 
 func (r *refusal) sameAddr(o refusal) bool { return sameAddr(&o.node, &r.node) }
@@ -71,11 +70,9 @@ func (r *refusals) tooSoon(n *refusal) bool {
 func (m *Machine) tellStranger(now time.Duration, r refusal) {
 	r.at = now
 	m.sched.refusals.recent = append(m.sched.refusals.recent, r)
-	m.sched.lastTemp--
-	temp := m.sched.lastTemp
-	m.connect(temp, r.node)
-	m.tell(temp, notice{verb: verbError, text: describe(&r.node) + ": " + r.why})
-	m.disconnect(temp)
+	temp := m.out.reach(r.node)
+	m.out.tell(temp, notice{verb: verbError, text: describe(&r.node) + ": " + r.why})
+	m.out.disconnect(temp)
 }
 
 func (r *refusals) expire(now time.Duration) {
@@ -83,7 +80,7 @@ func (r *refusals) expire(now time.Duration) {
 }
 
 func (m *Machine) tickRefusals(now time.Duration) {
-	if m.sched == nil || m.phase == failed {
+	if m.sched == nil || m.life.phase == failed {
 		return
 	}
 	m.tickClaims(now)
@@ -139,18 +136,11 @@ func (m *Machine) tickClaims(now time.Duration) {
 		switch {
 		case h.down == 0 && h.heard > c.since:
 			delete(m.sched.claims, id)
-			m.refuse(now, &c.node, fmt.Sprintf("%s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", m.peer(id)))
+			m.refuse(now, &c.node, fmt.Sprintf("%s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", m.table.peer(id)))
 		case now >= m.claimEnd(id):
 			delete(m.sched.claims, id)
 			m.markDown(now, id, connLost, &lossError{text: "restarted at " + c.node.Addr()})
 			m.joinLate(now, c.node, c.stamp)
 		}
 	}
-}
-
-// numeric tells whether host is an address, which needs no look-up. One with a zone is none: a zone
-// may be any text.
-func numeric(host string) bool {
-	a, err := netip.ParseAddr(host)
-	return err == nil && a.Zone() == ""
 }

@@ -29,14 +29,14 @@ type Report struct {
 
 // Report describes the present state.
 func (m *Machine) Report(now time.Duration) Report {
-	r := Report{Elapsed: now - m.started, Ready: m.phase == ready}
-	if m.phase == created {
+	r := Report{Elapsed: now - m.life.started, Ready: m.life.phase == ready}
+	if m.life.phase == created {
 		r.Elapsed = 0
 	}
-	r.Present = append(r.Present, m.table...)
-	for _, id := range m.Members(van.AllNodes) {
+	r.Present = append(r.Present, m.table.nodes...)
+	for _, id := range m.table.members(van.AllNodes) {
 		if m.isDown(id) {
-			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", m.peer(id), m.health[id].cause))
+			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", m.table.peer(id), m.health[id].cause))
 		}
 	}
 	if s := m.sched; s != nil {
@@ -59,7 +59,7 @@ func (m *Machine) Report(now time.Duration) Report {
 }
 
 func (m *Machine) schedulerNote() string {
-	at := "the scheduler at " + m.cfg.Scheduler.Addr()
+	at := "the scheduler at " + m.table.scheduler.Addr()
 	switch {
 	case m.schedulerLost != nil:
 		return fmt.Sprintf("the connection to %s broke: %s", at, m.schedulerLost)
@@ -67,7 +67,7 @@ func (m *Machine) schedulerNote() string {
 		return "the scheduler says: " + m.schedulerSaid
 	}
 	return fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
-		"or it waits for other nodes without saying so, as the C++ one does", at, describe(&m.self))
+		"or it waits for other nodes without saying so, as the C++ one does", at, describe(&m.table.self))
 }
 
 // missing lists, by role, how many nodes and which ranks have not registered.
@@ -150,18 +150,6 @@ func (m *Machine) joinedText(role van.Role) string {
 		}
 	}
 	return list(names)
-}
-
-// describe names a node without an id: "worker 10.0.0.1:4000 (rank 0)".
-func describe(n *van.Node) string {
-	return fmt.Sprintf("%s %s (%s)", n.Role, n.Addr(), rankText(n))
-}
-
-func rankText(n *van.Node) string {
-	if n.AuxID == -1 {
-		return "no preferred rank"
-	}
-	return fmt.Sprintf("rank %d", n.AuxID)
 }
 
 // list joins names; after the first 20 it only counts.

@@ -61,13 +61,13 @@ func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, m
 	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= m.cfg.instances(rec.Role) || who.Cluster == 0 {
 		return
 	}
-	if m.cfg.NamedCluster && who.Cluster != m.own.Cluster && !failpoint.On("cluster-id") {
+	if m.cfg.NamedCluster && who.Cluster != m.table.own.Cluster && !failpoint.On("cluster-id") {
 		m.refuse(now, rec, "its STEPAF_CLUSTER_ID is not that of the scheduler")
 		return
 	}
 	if s.back == nil {
 		s.back = &returning{nodes: map[int]*comeback{}, since: now, nextAsk: now + returnGrace}
-		m.emit(Warning{Text: fmt.Sprintf("%s at %s belongs to the cluster (%08x) of an earlier scheduler: waiting for the rest of it, or for a new cluster",
+		m.out.emit(Warning{Text: fmt.Sprintf("%s at %s belongs to the cluster (%08x) of an earlier scheduler: waiting for the rest of it, or for a new cluster",
 			van.NodeName(rec.ID), rec.Addr(), who.Cluster)})
 	}
 	b := s.back
@@ -75,22 +75,20 @@ func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, m
 	c := b.nodes[rec.ID]
 	switch {
 	case c == nil:
-		s.lastTemp--
-		c = &comeback{temp: s.lastTemp}
+		c = &comeback{}
 		b.nodes[rec.ID] = c
 	case !another(&c.node, rec):
 	case generation <= c.generation:
 		return // it has been replaced by the process that came first
 	default:
-		m.disconnect(c.temp)
-		s.lastTemp--
-		c.temp = s.lastTemp
+		m.out.disconnect(c.temp)
+		c.temp = 0
 	}
 	c.node, c.cluster, c.generation = *rec, who.Cluster, generation
-	if !m.conns[c.temp] {
-		m.connect(c.temp, *rec)
+	if c.temp == 0 {
+		c.temp = m.out.reach(*rec)
 	}
-	if nodes := msg.Control.Nodes; len(nodes) > 1 && m.checkRecords(msg) == nil && (b.table == nil || generation > b.generation) {
+	if nodes := msg.Control.Nodes; len(nodes) > 1 && m.table.checkRecords(msg) == nil && (b.table == nil || generation > b.generation) {
 		b.table, b.generation, b.cluster = nil, generation, who.Cluster
 		for i := range nodes {
 			b.table = append(b.table, nodes[i].Clone())
@@ -103,10 +101,10 @@ func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, m
 // answerReturn tells a node that this scheduler is a new process. what is "table" to ask
 // for the whole table.
 func (m *Machine) answerReturn(c *comeback, what string) {
-	meta := m.control(van.Heartbeat)
-	meta.Control.Nodes = []van.Node{m.self}
+	meta := m.out.control(van.Heartbeat)
+	meta.Control.Nodes = []van.Node{m.table.self}
 	meta.Body = notice{verb: verbRejoin, text: what}.body()
-	m.send(c.temp, meta)
+	m.out.send(c.temp, meta)
 }
 
 // resumeIfComplete resumes a former scheduler's cluster if enough of its nodes have come
@@ -218,41 +216,41 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 		}
 		table = append(table, rec)
 	}
-	m.own.Cluster, m.generation, m.recovered = cluster, generation, true
-	m.sign()
-	m.phase, m.table = ready, table
+	m.table.own.Cluster, m.table.generation, m.life.recovered = cluster, generation, true
+	m.table.sign(&m.table.self)
+	m.life.phase = ready
+	m.table.fill(table)
 	m.lastCheck, m.policies.await = now, now+returnGrace
 	m.health[van.SchedulerID] = &health{seen: now}
 	for i := range table {
 		n := &table[i]
-		m.at[n.ID] = i
 		m.health[n.ID] = &health{seen: now}
-		m.learn(n.ID, n)
+		m.table.learn(n.ID, n)
 	}
-	m.emit(Assigned{ID: van.SchedulerID, Recovery: true})
+	m.out.emit(Assigned{ID: van.SchedulerID, Recovery: true})
 	for _, id := range sortedIDs(b.nodes) {
 		c := b.nodes[id]
 		if slices.Contains(missing, id) || c.cluster != cluster {
-			m.disconnect(c.temp)
+			m.out.disconnect(c.temp)
 			continue
 		}
-		m.rename(c.temp, id)
-		m.conns[id] = true
+		m.out.rename(c.temp, id)
+		m.out.conns[id] = true
 		m.health[id].beats = true
 	}
 	joins := s.joins
 	s.joins, s.back = nil, nil
-	full := m.fullTable()
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+	full := m.table.whole()
+	for _, id := range m.table.ids() {
 		m.sendTable(id, full)
 	}
-	m.emit(Ready{})
+	m.out.emit(Ready{})
 	for _, id := range missing {
 		m.markDown(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
 	}
 	for _, j := range joins {
 		if j.temp != 0 {
-			m.disconnect(j.temp)
+			m.out.disconnect(j.temp)
 		}
 		m.joinLate(now, j.node, j.stamp)
 	}
@@ -262,12 +260,12 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 // sends the table again to one that has not had it yet. Its connection is not made again
 // then: the table may be under way on it.
 func (m *Machine) lateReturn(now time.Duration, id int, rec *van.Node) {
-	if m.isDown(id) || !m.conns[id] {
-		m.table[m.at[id]] = *rec
-		m.connect(id, *rec)
+	if m.isDown(id) || !m.out.conns[id] {
+		m.table.nodes[m.table.at[id]] = *rec
+		m.out.connect(id, *rec)
 	}
 	m.health[id].beats = true
-	m.sendTable(id, m.fullTable())
+	m.sendTable(id, m.table.whole())
 	m.tellDead(id)
 	m.markUp(now, id, connLost|silent|declared)
 }
@@ -277,7 +275,7 @@ func (m *Machine) lateReturn(now time.Duration, id int, rec *van.Node) {
 func (m *Machine) noReturn() {
 	if b := m.sched.back; b != nil {
 		for _, id := range sortedIDs(b.nodes) {
-			m.disconnect(b.nodes[id].temp)
+			m.out.disconnect(b.nodes[id].temp)
 		}
 		m.sched.back = nil
 	}
@@ -317,20 +315,20 @@ func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 	if !ok || m.health[van.SchedulerID] == nil {
 		return false
 	}
-	old := m.incs[van.SchedulerID]
+	old := m.table.incs[van.SchedulerID]
 	if len(m.formerSchedulers) == maxFormer {
 		m.formerSchedulers = slices.Delete(m.formerSchedulers, 0, 1)
 	}
 	m.formerSchedulers = append(m.formerSchedulers, old)
-	m.cfg.Scheduler.Endpoint = slices.Clone(n.Endpoint)
-	m.incs[van.SchedulerID] = who.Incarnation
-	m.rejoining = true
+	m.table.scheduler.Endpoint = slices.Clone(n.Endpoint)
+	m.table.incs[van.SchedulerID] = who.Incarnation
+	m.life.rejoining = true
 	m.nextBeat = now + returnBeat
 	delete(m.held, van.SchedulerID)
 	*m.health[van.SchedulerID] = health{seen: now, since: now,
 		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
-	m.connect(van.SchedulerID, m.cfg.Scheduler)
-	m.emit(PeerReplaced{van.SchedulerID, m.cfg.Scheduler})
+	m.out.connect(van.SchedulerID, m.table.scheduler)
+	m.out.emit(PeerReplaced{van.SchedulerID, m.table.scheduler})
 	m.withdrawn = nil // the new process knows of no request
 	clear(m.news)     // its timestamps begin anew
 	for _, t := range m.tickets {
@@ -338,23 +336,23 @@ func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 			t.sent = false
 		}
 	}
-	m.failTickets(func(t *ticket) bool { return t.sent }, van.Error{Peer: m.peer(van.SchedulerID),
+	m.failTickets(func(t *ticket) bool { return t.sent }, van.Error{Peer: m.table.peer(van.SchedulerID),
 		Err: &lossError{text: "the scheduler was started again; whether others have passed this barrier is not known"}})
 	return true
 }
 
 // stepRejoin sends the table to a restarted scheduler that has asked for it.
 func (m *Machine) stepRejoin(n notice) {
-	if n.text == "table" && m.rejoining {
-		others := slices.DeleteFunc(slices.Clone(m.table), func(r van.Node) bool { return r.ID == m.self.ID })
-		m.beat(append([]van.Node{m.self}, others...))
+	if n.text == "table" && m.life.rejoining {
+		others := slices.DeleteFunc(slices.Clone(m.table.nodes), func(r van.Node) bool { return r.ID == m.table.self.ID })
+		m.beat(append([]van.Node{m.table.self}, others...))
 	}
 }
 
 // resumed notes that the scheduler knows the cluster again.
 func (m *Machine) resumed() {
-	if m.rejoining {
-		m.rejoining = false
+	if m.life.rejoining {
+		m.life.rejoining = false
 		m.sendPolicies(van.SchedulerID)
 		m.ask()
 	}

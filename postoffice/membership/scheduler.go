@@ -18,13 +18,12 @@ const maxRefusals = 16
 
 // scheduler is the state that only the scheduler's machine has.
 type scheduler struct {
-	hosts    map[string]int // BYTEPS_ORDERED_HOSTS, or nil
-	joins    []*join        // registered nodes without an id, in order of arrival
-	lastTemp int            // last temporary id
-	stamps   map[int]int32  // timestamp of the ADD_NODE of each node
-	several  map[int]bool   // ids of processes that registered several customers
-	gathers  map[gatherKey]*gather
-	answers  map[int]map[gatherKey]answer
+	hosts   map[string]int // BYTEPS_ORDERED_HOSTS, or nil
+	joins   []*join        // registered nodes without an id, in order of arrival
+	stamps  map[int]int32  // timestamp of the ADD_NODE of each node
+	several map[int]bool   // ids of processes that registered several customers
+	gathers map[gatherKey]*gather
+	answers map[int]map[gatherKey]answer
 	// C++ StepMesh processes that have replaced others, of which not all customers have asked
 	// for the barrier at the end of start-up, and those that have. They do, as nodes of this
 	// library do not: counted, it would be taken for their vote in the barrier of Finalize,
@@ -68,31 +67,31 @@ func (s *scheduler) present() (nodes []van.Node) {
 func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
 	nodes := msg.Control.Nodes
 	if from != van.Empty {
-		return m.bad(from, msg, "sender", from, "a node without an id")
+		return m.table.bad(from, msg, "sender", from, "a node without an id")
 	}
 	if len(nodes) != 1 {
-		return m.bad(from, msg, "control.node_size", len(nodes), "1")
+		return m.table.bad(from, msg, "control.node_size", len(nodes), "1")
 	}
 	rec := nodes[0].Clone()
 	rec.ID, rec.IsRecovery = van.Empty, false
 	if err := checkAddr(&rec, "control.node[0]"); err != nil {
-		return m.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
+		return m.table.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
 	}
 	switch {
 	case rec.Role < van.Server || rec.Role > van.Joint:
-		return m.bad(from, msg, "control.node[0].role", rec.Role, "server or worker")
+		return m.table.bad(from, msg, "control.node[0].role", rec.Role, "server or worker")
 	case rec.AuxID < -1:
-		return m.bad(from, msg, "control.node[0].aux_id", rec.AuxID, "a rank, or -1")
+		return m.table.bad(from, msg, "control.node[0].aux_id", rec.AuxID, "a rank, or -1")
 	case rec.Role == van.Scheduler || rec.Role == van.Joint:
 		m.refuse(now, &rec, fmt.Sprintf("a node cannot register as %s: the scheduler is %s; set DMLC_ROLE to worker or server",
-			rec.Role, m.self.Addr()))
+			rec.Role, m.table.self.Addr()))
 		return nil
 	}
 	if why := cmp.Or(m.ofThisCluster(&rec), m.unlike(&rec)); why != "" {
 		m.refuse(now, &rec, why)
 		return nil
 	}
-	if m.phase == ready {
+	if m.life.phase == ready {
 		m.joinLate(now, rec, msg.Timestamp)
 	} else {
 		m.joinEarly(now, rec, msg.Timestamp)
@@ -112,14 +111,14 @@ func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 		old := s.joins[i]
 		a, b := incarnationOf(&old.node), incarnationOf(&rec)
 		if a != b || a == 0 && stamp <= old.stamp {
-			m.emit(Warning{Text: fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
+			m.out.emit(Warning{Text: fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
 				"(check DMLC_NODE_HOST)", rec.Addr(), describe(&rec))})
 		}
 		s.joins = slices.Delete(s.joins, i, i+1)
 		if a == b {
 			j.temp = old.temp
 		} else if old.temp != 0 {
-			m.disconnect(old.temp) // it is marked as for the process that was there
+			m.out.disconnect(old.temp) // it is marked as for the process that was there
 		}
 	}
 	if why, rival := m.misfit(&rec); why != "" {
@@ -127,7 +126,7 @@ func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
 			m.reach(rival) // the connection shows whether it still runs
 		}
 		if j.temp != 0 {
-			m.disconnect(j.temp)
+			m.out.disconnect(j.temp)
 		}
 		m.refuse(now, &rec, why)
 		return
@@ -185,63 +184,60 @@ func (m *Machine) complete(now time.Duration) {
 		return
 	}
 	sortJoins(present, s.hosts)
-	m.shared = assignIDs(present)
-	for _, first := range m.shared {
+	m.table.shared = assignIDs(present)
+	for _, first := range m.table.shared {
 		s.several[first] = true
 	}
 	m.noReturn()
-	m.phase, m.lastCheck = ready, now
-	m.table = present
+	m.life.phase, m.lastCheck = ready, now
+	m.table.fill(present)
 	m.health[van.SchedulerID] = &health{seen: now}
 	for i := range present {
 		n := &present[i]
-		if _, again := m.at[n.ID]; again {
-			continue
+		if m.table.at[n.ID] != i {
+			continue // another customer of the same process
 		}
-		m.at[n.ID] = i
 		m.health[n.ID] = &health{seen: now}
 		k := slices.IndexFunc(s.joins, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })
 		s.stamps[n.ID] = s.joins[k].stamp
-		m.learn(n.ID, n)
+		m.table.learn(n.ID, n)
 		if t := s.joins[k].temp; t != 0 {
-			m.rename(t, n.ID)
+			m.out.rename(t, n.ID)
 		} else {
-			m.connect(n.ID, *n)
+			m.out.connect(n.ID, *n)
 		}
-		m.first[n.ID] = true
+		m.out.first[n.ID] = true
 	}
 	joins := s.joins
 	s.joins = nil
 	for _, j := range joins {
 		if j.temp != 0 {
-			m.disconnect(j.temp) // of those that vanished
+			m.out.disconnect(j.temp) // of those that vanished
 		}
 	}
-	m.emit(Assigned{ID: van.SchedulerID})
-	all := m.fullTable()
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+	m.out.emit(Assigned{ID: van.SchedulerID})
+	all := m.table.whole()
+	for _, id := range m.table.ids() {
 		m.sendTable(id, all)
 	}
-	m.emit(Ready{})
+	m.out.emit(Ready{})
 }
 
-func (m *Machine) fullTable() []van.Node { return append(slices.Clone(m.table), m.self) }
-
 func (m *Machine) sendTable(id int, nodes []van.Node) {
-	meta := m.control(van.AddNode)
+	meta := m.out.control(van.AddNode)
 	meta.Control.Nodes = nodes
-	if m.native(id) {
-		meta.Key = uint64(m.generation)
+	if m.table.native(id) {
+		meta.Key = uint64(m.table.generation)
 	}
-	m.send(id, meta)
+	m.out.send(id, meta)
 }
 
 // joinLate handles a registration after start-up: the node may replace a dead one of its
 // role.
 func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	id := 0
-	for i := range m.table {
-		n := &m.table[i]
+	for i := range m.table.nodes {
+		n := &m.table.nodes[i]
 		if !sameAddr(n, &rec) || n.Role != rec.Role {
 			continue
 		}
@@ -250,13 +246,13 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		if again || inc != 0 && !another(n, &rec) {
 			// It registered a second time before it had the table.
 			m.sched.stamps[n.ID] = stamp
-			if !m.conns[n.ID] { // a former scheduler gave it the place, and died before it knew
+			if !m.out.conns[n.ID] { // a former scheduler gave it the place, and died before it knew
 				n.IsRecovery = true
-				m.connect(n.ID, *n)
+				m.out.connect(n.ID, *n)
 				m.expect(now, n.ID)
 			}
 			m.markUp(now, n.ID, connLost|silent|declared)
-			m.sendTable(n.ID, m.fullTable())
+			m.sendTable(n.ID, m.table.whole())
 			m.tellDead(n.ID)
 			return
 		}
@@ -271,8 +267,8 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		}
 		break
 	}
-	for i := range m.table {
-		n := &m.table[i]
+	for i := range m.table.nodes {
+		n := &m.table.nodes[i]
 		if id == 0 && n.Role == rec.Role && m.isDown(n.ID) && (rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID)) {
 			id = n.ID
 		}
@@ -281,30 +277,30 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 		m.refuse(now, &rec, m.noPlace(&rec))
 		return
 	}
-	m.replaced(&m.table[m.at[id]])
+	m.replaced(&m.table.nodes[m.table.at[id]])
 	m.sched.lastReplaced = max(now, 1)
-	m.generation++
+	m.table.generation++
 	claim := m.sched.claims[id]
 	delete(m.sched.claims, id)
 	rec.ID, rec.IsRecovery = id, true
-	for i := range m.table {
-		if n := &m.table[i]; n.ID == id { // one record for each customer
+	for i := range m.table.nodes {
+		if n := &m.table.nodes[i]; n.ID == id { // one record for each customer
 			customer := n.CustomerID
 			*n = rec.Clone()
 			n.CustomerID = customer
 		}
 	}
 	m.sched.stamps[id] = stamp
-	m.learn(id, &rec)
-	delete(m.first, id)
+	m.table.learn(id, &rec)
+	delete(m.out.first, id)
 	*m.health[id] = health{seen: now}
 	m.forget(id) // the replacement has not requested any barrier
-	if !m.native(id) {
+	if !m.table.native(id) {
 		m.sched.starting[id] = nil
 	}
-	m.connect(id, rec)
-	all, one := m.fullTable(), []van.Node{rec}
-	for _, to := range m.Members(van.WorkerGroup | van.ServerGroup) {
+	m.out.connect(id, rec)
+	all, one := m.table.whole(), []van.Node{rec}
+	for _, to := range m.table.ids() {
 		switch {
 		case to == id:
 			m.sendTable(to, all)
@@ -315,7 +311,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 			m.sendTable(to, one)
 		}
 	}
-	m.emit(PeerReplaced{id, rec})
+	m.out.emit(PeerReplaced{id, rec})
 	m.recheckBarriers(now)
 	if claim != nil && !sameAddr(&claim.node, &rec) { // else it was restarted
 		m.joinLate(now, claim.node, claim.stamp)
@@ -325,8 +321,8 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 // noPlace says why a node cannot join a complete cluster.
 func (m *Machine) noPlace(rec *van.Node) string {
 	dead := ""
-	for i := range m.table {
-		if n := &m.table[i]; n.Role == rec.Role && m.isDown(n.ID) {
+	for i := range m.table.nodes {
+		if n := &m.table.nodes[i]; n.Role == rec.Role && m.isDown(n.ID) {
 			dead += ", " + van.NodeName(n.ID)
 		}
 	}
@@ -334,9 +330,9 @@ func (m *Machine) noPlace(rec *van.Node) string {
 		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, dead[2:])
 	}
 	var names []string
-	for i := range m.table {
-		if m.table[i].Role == rec.Role {
-			names = append(names, fmt.Sprintf("%s rank %d", m.table[i].Addr(), van.RankOf(m.table[i].ID)))
+	for i := range m.table.nodes {
+		if m.table.nodes[i].Role == rec.Role {
+			names = append(names, fmt.Sprintf("%s rank %d", m.table.nodes[i].Addr(), van.RankOf(m.table.nodes[i].ID)))
 		}
 	}
 	return fmt.Sprintf("the cluster is complete: all %d places for a %s are taken (%s) and none of its nodes is dead: %s",
@@ -349,7 +345,7 @@ func (m *Machine) joinLost(temp int, cause error) {
 		if j.temp == temp && j.lost == nil {
 			j.lost = cause
 			m.remember(&m.sched.vanished, gone(j, cause))
-			m.emit(Warning{Text: fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
+			m.out.emit(Warning{Text: fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
 		}
 	}
 }
@@ -364,7 +360,7 @@ func (m *Machine) joinBack(now time.Duration, temp int) {
 		}
 		if why, _ := m.misfit(&j.node); why != "" {
 			m.sched.joins = slices.Delete(m.sched.joins, i, i+1)
-			m.disconnect(temp)
+			m.out.disconnect(temp)
 			m.refuse(now, &j.node, why)
 			return
 		}
@@ -378,9 +374,7 @@ func (m *Machine) joinBack(now time.Duration, temp int) {
 // reach gives a registered node a temporary id and a connection.
 func (m *Machine) reach(j *join) {
 	if j.temp == 0 {
-		m.sched.lastTemp--
-		j.temp = m.sched.lastTemp
-		m.connect(j.temp, j.node)
+		j.temp = m.out.reach(j.node)
 	}
 }
 
@@ -394,24 +388,12 @@ func (m *Machine) remember(list *[]string, what string) {
 	*list = append(*list, what)
 }
 
-// tell sends a notice.
-func (m *Machine) tell(id int, n notice) { m.tellAbout(id, n, 0) }
-
-// tellAbout sends a notice with a key: the request that it answers, or the incarnation of
-// the node that it is about.
-func (m *Machine) tellAbout(id int, n notice, key uint64) {
-	meta := m.control(van.Heartbeat)
-	meta.Key = key
-	meta.Body = n.body()
-	m.send(id, meta)
-}
-
 // tellJoining sends a notice to every node that waits for its id.
 func (m *Machine) tellJoining(n notice) {
 	for _, j := range m.sched.joins {
 		if j.lost == nil {
 			m.reach(j)
-			m.tell(j.temp, n)
+			m.out.tell(j.temp, n)
 		}
 	}
 }
@@ -419,9 +401,9 @@ func (m *Machine) tellJoining(n notice) {
 // tellAll sends a notice about one worker or server to every other live one. Its key names
 // the process that it is about, since it may arrive after the record of the next one.
 func (m *Machine) tellAll(about int, n notice) {
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+	for _, id := range m.table.ids() {
 		if id != about && !m.isDown(id) {
-			m.tellAbout(id, n, uint64(m.Incarnation(about)))
+			m.out.tellAbout(id, n, uint64(m.Incarnation(about)))
 		}
 	}
 }
@@ -430,29 +412,29 @@ func (m *Machine) tellAll(about int, n notice) {
 // sent while its connection was down, or were under way when it broke.
 func (m *Machine) catchUp(id int) {
 	replaced := m.sched.lastReplaced > 0 && m.sched.lastReplaced >= m.health[id].since-time.Second
-	if !m.native(id) {
+	if !m.table.native(id) {
 		if replaced {
 			m.repeatRecords(id)
 		}
 		return
 	}
 	if replaced {
-		m.sendTable(id, m.fullTable())
+		m.sendTable(id, m.table.whole())
 	}
 	var dead []string
-	for _, o := range m.Members(van.WorkerGroup | van.ServerGroup) {
+	for _, o := range m.table.ids() {
 		if o != id && m.isDown(o) {
 			dead = append(dead, strconv.Itoa(o))
 		}
 	}
-	m.tell(id, notice{verb: verbDown, text: strings.Join(dead, ",")})
+	m.out.tell(id, notice{verb: verbDown, text: strings.Join(dead, ",")})
 }
 
 // repeatRecords sends a C++ StepMesh node the records of all live replacements, each in a
 // message of its own, as at first. The node ignores those whose address it is connected to.
 func (m *Machine) repeatRecords(to int) {
-	for i := range m.table {
-		if n := &m.table[i]; n.ID != to && n.IsRecovery && !m.isDown(n.ID) {
+	for i := range m.table.nodes {
+		if n := &m.table.nodes[i]; n.ID != to && n.IsRecovery && !m.isDown(n.ID) {
 			m.sendTable(to, []van.Node{*n})
 		}
 	}
@@ -460,11 +442,9 @@ func (m *Machine) repeatRecords(to int) {
 
 // tellDead tells a newcomer which nodes of the table are dead.
 func (m *Machine) tellDead(to int) {
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+	for _, id := range m.table.ids() {
 		if id != to && m.isDown(id) {
-			m.tellAbout(to, notice{verb: lossVerb(m.health[id].cause), id: id, text: m.health[id].cause.Error()}, uint64(m.Incarnation(id)))
+			m.out.tellAbout(to, notice{verb: lossVerb(m.health[id].cause), id: id, text: m.health[id].cause.Error()}, uint64(m.Incarnation(id)))
 		}
 	}
 }
-
-func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && a.Hostname == b.Hostname }

@@ -67,7 +67,7 @@ func (m *Machine) StartBarrier(now, deadline time.Duration) (int, error) {
 // reported only if it fails. After a failure call Leaving before the van is closed.
 func (m *Machine) Finalize(now time.Duration, customer int) (int, error) {
 	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true, ending: true}
-	if m.self.Role == van.Worker && m.cfg.StopTimeout > 0 {
+	if m.table.self.Role == van.Worker && m.cfg.StopTimeout > 0 {
 		t.deadline = now + m.cfg.StopTimeout
 	}
 	return m.barrier(now, t)
@@ -82,31 +82,31 @@ func (m *Machine) StopBarrier(now time.Duration, customer int) (int, error) {
 
 func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 	refuse := func(detail string, err error) (int, error) {
-		return 0, &van.Error{Op: t.name(), Node: m.name(), Detail: detail, Err: err}
+		return 0, &van.Error{Op: t.name(), Node: m.table.name(), Detail: detail, Err: err}
 	}
 	switch {
-	case m.phase == failed && !m.leaving:
-		return refuse("", m.failure)
-	case m.leaving:
+	case m.life.phase == failed && !m.life.leaving:
+		return refuse("", m.life.failure)
+	case m.life.leaving:
 		return refuse("", van.ErrClosed)
-	case m.phase != ready:
+	case m.life.phase != ready:
 		return refuse("start-up is not complete", van.ErrInvalid)
 	case t.customer < 0 || t.customer > math.MaxInt32:
 		return refuse(fmt.Sprintf("customer %d: want 0 or more", t.customer), van.ErrInvalid)
 	case m.cfg.members(t.group) == nil:
 		return refuse(fmt.Sprintf("group %d: want 1 to 7 or the id of a node", t.group), van.ErrInvalid)
-	case t.group > van.AllNodes && t.group != m.self.ID,
-		t.group <= van.AllNodes && t.group&groupBit(m.self.Role) == 0:
+	case t.group > van.AllNodes && t.group != m.table.self.ID,
+		t.group <= van.AllNodes && t.group&groupBit(m.table.self.Role) == 0:
 		return refuse("this node is not in it", van.ErrInvalid)
 	}
 	if m.isDown(van.SchedulerID) && now >= m.health[van.SchedulerID].since+m.cfg.ReplaceTimeout {
-		return 0, &van.Error{Op: t.name(), Node: m.name(), Peer: m.peer(van.SchedulerID),
+		return 0, &van.Error{Op: t.name(), Node: m.table.name(), Peer: m.table.peer(van.SchedulerID),
 			Err: m.health[van.SchedulerID].cause}
 	}
 	m.lastTicket++
 	t.n, t.since = m.lastTicket, now
 	if m.cfg.trivial(t.group, t.instance) {
-		m.emit(BarrierDone{t.n})
+		m.out.emit(BarrierDone{t.n})
 		return t.n, nil
 	}
 	m.tickets = append(m.tickets, &t)
@@ -116,10 +116,10 @@ func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 
 // ask sends the requests that need not wait for an earlier barrier.
 func (m *Machine) ask() {
-	if m.isDown(van.SchedulerID) || m.rejoining {
+	if m.isDown(van.SchedulerID) || m.life.rejoining {
 		return
 	}
-	named := m.native(van.SchedulerID)
+	named := m.table.native(van.SchedulerID)
 	for i, t := range m.tickets {
 		held := slices.ContainsFunc(m.tickets[:i], func(e *ticket) bool {
 			return e.instance == t.instance && (e.group == t.group || e.customer == t.customer && !named)
@@ -127,8 +127,8 @@ func (m *Machine) ask() {
 		if t.sent || held {
 			continue
 		}
-		t.sent = true
-		t.stamp = m.request(t)
+		t.sent, t.stamp = true, m.out.next()
+		m.request(t)
 		m.withdrawn = slices.DeleteFunc(m.withdrawn, func(e *ticket) bool {
 			return e.instance == t.instance && e.group == t.group && e.customer == t.customer
 		})
@@ -136,35 +136,31 @@ func (m *Machine) ask() {
 }
 
 // request sends the request of t.
-func (m *Machine) request(t *ticket) (stamp int32) {
+func (m *Machine) request(t *ticket) {
 	cmd := van.Barrier
 	if t.instance {
 		cmd = van.InstanceBarrier
 	}
-	meta := m.control(cmd)
+	meta := controlAt(t.stamp, cmd)
 	meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
 	meta.Control.BarrierGroup = t.group
-	if t.ending && m.native(van.SchedulerID) {
+	if t.ending && m.table.native(van.SchedulerID) {
 		meta.Key = finalRequest
 	}
-	m.send(van.SchedulerID, meta)
-	return meta.Timestamp
+	m.out.send(van.SchedulerID, meta)
 }
 
 // askAgain repeats the requests whose answers may have been lost with the connection to
 // the scheduler, with their old timestamps, so that they are counted once. A C++ StepMesh
 // scheduler would count them twice.
 func (m *Machine) askAgain() {
-	if m.native(van.SchedulerID) && !m.rejoining {
+	if m.table.native(van.SchedulerID) && !m.life.rejoining {
 		for _, t := range m.withdrawn {
 			m.sendWithdrawal(t)
 		}
 		for _, t := range m.tickets {
 			if t.sent {
-				next := m.stamp
-				m.stamp = t.stamp
 				m.request(t)
-				m.stamp = next
 			}
 		}
 	}
@@ -186,17 +182,17 @@ func (m *Machine) CancelBarrier(n int) {
 // after a lost connection, until there is a new request for the barrier. The request of
 // Finalize stays: a node that gives up there leaves.
 func (m *Machine) withdraw(t *ticket) {
-	if !t.sent || t.final || m.sched == nil && !m.native(van.SchedulerID) || failpoint.On("abandon") {
+	if !t.sent || t.final || m.sched == nil && !m.table.native(van.SchedulerID) || failpoint.On("abandon") {
 		return
 	}
 	m.withdrawn = append(m.withdrawn, t)
-	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.rejoining {
+	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.life.rejoining {
 		m.sendWithdrawal(t)
 	}
 }
 
 func (m *Machine) sendWithdrawal(t *ticket) {
-	m.tellAbout(van.SchedulerID, notice{verb: verbWithdraw, group: t.group, instance: t.instance}, named(t.stamp))
+	m.out.tellAbout(van.SchedulerID, notice{verb: verbWithdraw, group: t.group, instance: t.instance}, named(t.stamp))
 }
 
 // Missing lists the missing nodes of a barrier that waits, as far as this node knows, or
@@ -227,14 +223,14 @@ func (m *Machine) tooLate(t *ticket, limit time.Duration) van.Error {
 // stepRelease ends a barrier of this node.
 func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error {
 	if from != van.SchedulerID {
-		return m.bad(from, msg, "sender", from, "the scheduler")
+		return m.table.bad(from, msg, "sender", from, "the scheduler")
 	}
 	instance := msg.Control.Cmd == van.InstanceBarrier
 	at := func(fits func(*ticket) bool) int {
 		return slices.IndexFunc(m.tickets, func(t *ticket) bool { return t.sent && t.instance == instance && fits(t) })
 	}
 	var i int
-	if m.native(van.SchedulerID) {
+	if m.table.native(van.SchedulerID) {
 		i = at(func(t *ticket) bool { return named(t.stamp) == msg.Key })
 	} else {
 		// The release has the customer of the last request, which may be another node's.
@@ -251,7 +247,7 @@ func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error 
 	if t.final {
 		m.Leaving(now)
 	}
-	m.emit(BarrierDone{t.n})
+	m.out.emit(BarrierDone{t.n})
 	m.ask()
 	return nil
 }
@@ -275,7 +271,7 @@ func (m *Machine) barrierRefused(n notice, request uint64) {
 		return
 	}
 	t := m.tickets[i]
-	m.failTickets(func(e *ticket) bool { return e == t }, van.Error{Peer: m.peer(van.SchedulerID),
+	m.failTickets(func(e *ticket) bool { return e == t }, van.Error{Peer: m.table.peer(van.SchedulerID),
 		Err: &lossError{text: n.text}})
 }
 
@@ -286,8 +282,8 @@ func (m *Machine) failTickets(which func(*ticket) bool, why van.Error) {
 	m.tickets = slices.DeleteFunc(m.tickets, which)
 	for _, t := range out {
 		e := why
-		e.Op, e.Node = t.name(), m.name()
-		m.emit(BarrierFailed{t.n, &e})
+		e.Op, e.Node = t.name(), m.table.name()
+		m.out.emit(BarrierFailed{t.n, &e})
 	}
 	if len(out) == 0 {
 		return
@@ -314,7 +310,7 @@ func (m *Machine) reportHeld(now time.Duration) {
 	if len(m.held) == 0 {
 		return
 	}
-	for _, id := range m.Members(van.AllNodes) {
+	for _, id := range m.table.members(van.AllNodes) {
 		if l, ok := m.held[id]; ok && now >= l.at+leaveGrace {
 			delete(m.held, id)
 			m.markDown(l.at, id, connLost, l.cause)
@@ -356,21 +352,21 @@ func (m *Machine) failWithoutScheduler(now time.Duration) {
 			m.withdraw(t)
 		}
 	}
-	m.failTickets(m.needsScheduler, van.Error{Peer: m.peer(van.SchedulerID), Err: m.health[van.SchedulerID].cause})
+	m.failTickets(m.needsScheduler, van.Error{Peer: m.table.peer(van.SchedulerID), Err: m.health[van.SchedulerID].cause})
 }
 
 // schedulerDeadline returns when barriers that wait for a lost scheduler fail, if there are
 // any.
 func (m *Machine) schedulerDeadline() (time.Duration, bool) {
-	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.rejoining || !slices.ContainsFunc(m.tickets, m.needsScheduler) {
+	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.life.rejoining || !slices.ContainsFunc(m.tickets, m.needsScheduler) {
 		return 0, false
 	}
 	return m.health[van.SchedulerID].since + m.cfg.ReplaceTimeout, true
 }
 
 func (m *Machine) needsScheduler(t *ticket) bool {
-	return !t.ending || m.self.Role != van.Server ||
-		!slices.ContainsFunc(m.Members(van.WorkerGroup), func(id int) bool { return !m.isDown(id) })
+	return !t.ending || m.table.self.Role != van.Server ||
+		!slices.ContainsFunc(m.table.members(van.WorkerGroup), func(id int) bool { return !m.isDown(id) })
 }
 
 func (m *Machine) nextTicketTick() time.Duration {

@@ -25,7 +25,7 @@ type unheard struct {
 // expect begins to wait for a message of id, which has been sent the table.
 func (m *Machine) expect(now time.Duration, id int) {
 	delete(m.sched.unheard, id)
-	if m.native(id) { // C++ StepMesh takes a second table for other nodes'
+	if m.table.native(id) { // C++ StepMesh takes a second table for other nodes'
 		m.sched.unheard[id] = &unheard{at: now + tableRepeat, pause: tableRepeat, left: tableRepeats}
 	}
 }
@@ -40,7 +40,7 @@ func (m *Machine) tickUnheard(now time.Duration) {
 		case m.health[id].heard > 0 || m.isDown(id) || u.left == 0:
 			delete(m.sched.unheard, id)
 		case now >= u.at:
-			m.sendTable(id, m.fullTable())
+			m.sendTable(id, m.table.whole())
 			m.tellDead(id)
 			u.pause *= 2
 			u.at, u.left = now+u.pause, u.left-1
