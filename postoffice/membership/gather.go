@@ -115,7 +115,7 @@ func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error 
 		}
 	}
 	for _, id := range to {
-		owed := m.isDown(id)
+		owed := m.alive.isDown(id)
 		i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id })
 		if i >= 0 && m.table.native(id) {
 			m.sched.note(id, key, answer{stamp: g.came[i].stamp, owed: owed})
@@ -250,9 +250,9 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 			}
 			switch {
 			case missing <= 0:
-			case m.isDown(id):
-				fell = fell || m.health[id].down&silent == 0
-				dead += fmt.Sprintf("; %s is dead: %s", m.table.peer(id), m.health[id].cause)
+			case m.alive.isDown(id):
+				fell = fell || m.alive.peers[id].down&silent == 0
+				dead += fmt.Sprintf("; %s is dead: %s", m.table.peer(id), m.alive.peers[id].cause)
 			default:
 				living += missing
 			}
@@ -300,7 +300,7 @@ func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
 		delete(m.sched.gathers, key)
 	}
 	for _, a := range told {
-		if a.id != van.SchedulerID && !m.isDown(a.id) {
+		if a.id != van.SchedulerID && !m.alive.isDown(a.id) {
 			failed := answer{stamp: a.stamp, failed: text}
 			m.sched.note(a.id, key, failed)
 			m.tellFailed(a.id, key, failed)
@@ -341,7 +341,7 @@ func (m *Machine) tickBarriers(now time.Duration) {
 // program, which nodes are missing: they say so in their error if they give up.
 func (m *Machine) sendMissing(key gatherKey, g *gather) {
 	for _, a := range g.came {
-		if a.id != van.SchedulerID && !a.final && m.table.native(a.id) && !m.isDown(a.id) {
+		if a.id != van.SchedulerID && !a.final && m.table.native(a.id) && !m.alive.isDown(a.id) {
 			m.out.tellAbout(a.id, notice{verb: verbWaiting, text: m.barrierText(key, g)}, named(a.stamp))
 		}
 	}

@@ -18,12 +18,12 @@ type Machine struct {
 	life  *life
 	table *table
 	out   *sender
+	alive *liveness
 
 	nextReport time.Duration // while joining
 	nextBeat   time.Duration // when ready, if heartbeats are sent
 
-	health map[int]*health
-	news   map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
+	news map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
 
 	linked []int // of this node's role, see Link
 
@@ -36,8 +36,6 @@ type Machine struct {
 	held map[int]loss
 
 	formerSchedulers []uint32 // incarnations
-
-	lastCheck time.Duration // when silence was last checked
 
 	schedulerLost error  // while joining
 	schedulerSaid string // text of the last waiting notice, while joining
@@ -55,7 +53,8 @@ func New(cfg Config) (*Machine, error) {
 	}
 	t := &table{cfg: &cfg, identities: identities{incs: map[int]uint32{}}}
 	m := &Machine{cfg: &cfg, life: &life{}, table: t, out: &sender{table: t, conns: map[int]bool{}, first: map[int]bool{}},
-		health: map[int]*health{}, held: map[int]loss{}, news: map[int]int32{}}
+		held: map[int]loss{}, news: map[int]int32{}}
+	m.alive = &liveness{cfg: &cfg, life: m.life, table: t, out: m.out, peers: map[int]*health{}}
 	m.table.scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
 		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
 		DevTypes: []int32{int32(backend.CPU)}, DevIDs: []int32{0}, AuxID: -1}

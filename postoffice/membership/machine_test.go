@@ -436,7 +436,7 @@ func TestListsAreBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.health[van.SchedulerID] = &health{}
+	m.alive.peers[van.SchedulerID] = &health{}
 	for i := range maxFormer + 50 {
 		id := van.Identity{Incarnation: uint32(i + 1), Cluster: 1}
 		if !m.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler, Endpoint: id.Encode()}) {

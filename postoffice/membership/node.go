@@ -127,7 +127,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	m.table.self = m.table.nodes[m.table.at[own.ID]]
 	m.table.sign(&m.table.self)
 	m.life.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
-	m.nextBeat, m.lastCheck = now+m.cfg.HeartbeatInterval, now
+	m.nextBeat, m.alive.lastCheck = now+m.cfg.HeartbeatInterval, now
 	if m.cfg.NativeInterval || m.table.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
 		m.nextBeat = now
 	}
@@ -140,7 +140,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 			continue
 		}
 		seen[n.ID] = true
-		m.health[n.ID] = &health{seen: now}
+		m.alive.begin(now, n.ID)
 		switch {
 		case n.Role == van.Scheduler:
 			m.out.connect(van.SchedulerID, m.table.scheduler)
@@ -150,7 +150,7 @@ func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 		}
 	}
 	if !seen[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
-		m.health[van.SchedulerID] = &health{seen: now}
+		m.alive.begin(now, van.SchedulerID)
 		m.out.connect(van.SchedulerID, m.table.scheduler)
 	}
 	m.out.emit(Ready{})
@@ -165,7 +165,7 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 			van.NodeName(n.ID), n.Addr())})
 		return
 	}
-	old, h := &m.table.nodes[i], m.health[n.ID]
+	old, h := &m.table.nodes[i], m.alive.peers[n.ID]
 	moved := another(old, n)
 	if n.ID == m.table.self.ID {
 		if moved {
@@ -184,7 +184,7 @@ func (m *Machine) update(now time.Duration, n *van.Node) {
 	m.table.nodes[i] = n.Clone()
 	m.table.learn(n.ID, n)
 	delete(m.out.first, n.ID)
-	*h = health{seen: now}
+	m.alive.begin(now, n.ID)
 	delete(m.held, n.ID)
 	m.relink(n.ID)
 	m.out.emit(PeerReplaced{n.ID, m.table.nodes[i]})
@@ -228,7 +228,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 	case verbDown:
 		dead := n.ids()
 		for _, id := range m.table.ids() {
-			switch h := m.health[id]; {
+			switch h := m.alive.peers[id]; {
 			case id == m.table.self.ID || h == nil || m.outdated(id, msg):
 			case slices.Contains(dead, id):
 				m.markDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
@@ -258,7 +258,7 @@ func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
 		switch {
 		case n.verb == verbBack:
 			m.markUp(now, n.id, declared)
-		case n.verb == verbCut && m.health[n.id] != nil && m.health[n.id].sameLoss(now):
+		case n.verb == verbCut && m.alive.peers[n.id] != nil && m.alive.peers[n.id].sameLoss(now):
 		default:
 			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})
 		}

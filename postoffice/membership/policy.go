@@ -368,7 +368,7 @@ func (m *Machine) listPolicies() (lines []string) {
 			switch h := p.have[id]; {
 			case id == p.list[i].Peer:
 				continue
-			case m.isDown(id):
+			case m.alive.isDown(id):
 				group = "dead"
 			case !m.table.native(id):
 				group = "original"

@@ -56,7 +56,7 @@ func TestLyingAnswers(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.life.phase, m.table.incs[9] = ready, 7
-	m.health[9] = &health{}
+	m.alive.peers[9] = &health{}
 	m.table.fill([]van.Node{{ID: 9}})
 	if err := m.setPolicy(Policy{App: 5, Rate: 5000}); err != nil {
 		t.Fatal(err)
@@ -86,7 +86,7 @@ func TestLyingLists(t *testing.T) {
 			t.Fatal(err)
 		}
 		m.life.phase, m.table.incs[9], m.life.recovered = ready, 7, recovered
-		m.health[9] = &health{}
+		m.alive.peers[9] = &health{}
 		m.table.fill([]van.Node{{ID: 9}})
 		for _, x := range []struct {
 			text    string

@@ -116,7 +116,7 @@ func (m *Machine) nextRefusal() time.Duration {
 // claimEnd is when the claim on member id's address is granted, unless the member is heard
 // before.
 func (m *Machine) claimEnd(id int) time.Duration {
-	h, c := m.health[id], m.sched.claims[id]
+	h, c := m.alive.peers[id], m.sched.claims[id]
 	if h.down != 0 || h.heard > c.since || h.lost > c.since {
 		return c.since
 	}
@@ -132,7 +132,7 @@ func (m *Machine) tickClaims(now time.Duration) {
 		if c == nil {
 			continue // who had it has got another place meanwhile
 		}
-		h := m.health[id]
+		h := m.alive.peers[id]
 		switch {
 		case h.down == 0 && h.heard > c.since:
 			delete(m.sched.claims, id)

@@ -35,8 +35,8 @@ func (m *Machine) Report(now time.Duration) Report {
 	}
 	r.Present = append(r.Present, m.table.nodes...)
 	for _, id := range m.table.members(van.AllNodes) {
-		if m.isDown(id) {
-			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", m.table.peer(id), m.health[id].cause))
+		if m.alive.isDown(id) {
+			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", m.table.peer(id), m.alive.peers[id].cause))
 		}
 	}
 	if s := m.sched; s != nil {

@@ -220,11 +220,11 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 	m.table.sign(&m.table.self)
 	m.life.phase = ready
 	m.table.fill(table)
-	m.lastCheck, m.policies.await = now, now+returnGrace
-	m.health[van.SchedulerID] = &health{seen: now}
+	m.alive.lastCheck, m.policies.await = now, now+returnGrace
+	m.alive.begin(now, van.SchedulerID)
 	for i := range table {
 		n := &table[i]
-		m.health[n.ID] = &health{seen: now}
+		m.alive.begin(now, n.ID)
 		m.table.learn(n.ID, n)
 	}
 	m.out.emit(Assigned{ID: van.SchedulerID, Recovery: true})
@@ -236,7 +236,7 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 		}
 		m.out.rename(c.temp, id)
 		m.out.conns[id] = true
-		m.health[id].beats = true
+		m.alive.peers[id].beats = true
 	}
 	joins := s.joins
 	s.joins, s.back = nil, nil
@@ -260,11 +260,11 @@ func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
 // sends the table again to one that has not had it yet. Its connection is not made again
 // then: the table may be under way on it.
 func (m *Machine) lateReturn(now time.Duration, id int, rec *van.Node) {
-	if m.isDown(id) || !m.out.conns[id] {
+	if m.alive.isDown(id) || !m.out.conns[id] {
 		m.table.nodes[m.table.at[id]] = *rec
 		m.out.connect(id, *rec)
 	}
-	m.health[id].beats = true
+	m.alive.peers[id].beats = true
 	m.sendTable(id, m.table.whole())
 	m.tellDead(id)
 	m.markUp(now, id, connLost|silent|declared)
@@ -312,7 +312,7 @@ func (m *Machine) tickReturn(now time.Duration) {
 // if n has no identity, or start-up is not complete.
 func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 	who, ok := n.Identity()
-	if !ok || m.health[van.SchedulerID] == nil {
+	if !ok || m.alive.peers[van.SchedulerID] == nil {
 		return false
 	}
 	old := m.table.incs[van.SchedulerID]
@@ -325,7 +325,7 @@ func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
 	m.life.rejoining = true
 	m.nextBeat = now + returnBeat
 	delete(m.held, van.SchedulerID)
-	*m.health[van.SchedulerID] = health{seen: now, since: now,
+	*m.alive.peers[van.SchedulerID] = health{seen: now, since: now,
 		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
 	m.out.connect(van.SchedulerID, m.table.scheduler)
 	m.out.emit(PeerReplaced{van.SchedulerID, m.table.scheduler})

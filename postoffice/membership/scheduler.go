@@ -189,15 +189,15 @@ func (m *Machine) complete(now time.Duration) {
 		s.several[first] = true
 	}
 	m.noReturn()
-	m.life.phase, m.lastCheck = ready, now
+	m.life.phase, m.alive.lastCheck = ready, now
 	m.table.fill(present)
-	m.health[van.SchedulerID] = &health{seen: now}
+	m.alive.begin(now, van.SchedulerID)
 	for i := range present {
 		n := &present[i]
 		if m.table.at[n.ID] != i {
 			continue // another customer of the same process
 		}
-		m.health[n.ID] = &health{seen: now}
+		m.alive.begin(now, n.ID)
 		k := slices.IndexFunc(s.joins, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })
 		s.stamps[n.ID] = s.joins[k].stamp
 		m.table.learn(n.ID, n)
@@ -242,7 +242,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 			continue
 		}
 		inc := incarnationOf(&rec)
-		again := inc == 0 && stamp > m.sched.stamps[n.ID] && !m.isDown(n.ID)
+		again := inc == 0 && stamp > m.sched.stamps[n.ID] && !m.alive.isDown(n.ID)
 		if again || inc != 0 && !another(n, &rec) {
 			// It registered a second time before it had the table.
 			m.sched.stamps[n.ID] = stamp
@@ -256,7 +256,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 			m.tellDead(n.ID)
 			return
 		}
-		if h := m.health[n.ID]; h.down == 0 && h.beats && m.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {
+		if h := m.alive.peers[n.ID]; h.down == 0 && h.beats && m.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {
 			// The member may be alive, and the registration false.
 			m.sched.claims[n.ID] = &join{node: rec, stamp: stamp, since: now}
 			return
@@ -269,7 +269,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	}
 	for i := range m.table.nodes {
 		n := &m.table.nodes[i]
-		if id == 0 && n.Role == rec.Role && m.isDown(n.ID) && (rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID)) {
+		if id == 0 && n.Role == rec.Role && m.alive.isDown(n.ID) && (rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID)) {
 			id = n.ID
 		}
 	}
@@ -293,7 +293,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 	m.sched.stamps[id] = stamp
 	m.table.learn(id, &rec)
 	delete(m.out.first, id)
-	*m.health[id] = health{seen: now}
+	m.alive.begin(now, id)
 	m.forget(id) // the replacement has not requested any barrier
 	if !m.table.native(id) {
 		m.sched.starting[id] = nil
@@ -307,7 +307,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 			m.tellDead(to)
 			m.sendPolicies(to)
 			m.expect(now, to)
-		case !m.isDown(to):
+		case !m.alive.isDown(to):
 			m.sendTable(to, one)
 		}
 	}
@@ -322,7 +322,7 @@ func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
 func (m *Machine) noPlace(rec *van.Node) string {
 	dead := ""
 	for i := range m.table.nodes {
-		if n := &m.table.nodes[i]; n.Role == rec.Role && m.isDown(n.ID) {
+		if n := &m.table.nodes[i]; n.Role == rec.Role && m.alive.isDown(n.ID) {
 			dead += ", " + van.NodeName(n.ID)
 		}
 	}
@@ -402,7 +402,7 @@ func (m *Machine) tellJoining(n notice) {
 // the process that it is about, since it may arrive after the record of the next one.
 func (m *Machine) tellAll(about int, n notice) {
 	for _, id := range m.table.ids() {
-		if id != about && !m.isDown(id) {
+		if id != about && !m.alive.isDown(id) {
 			m.out.tellAbout(id, n, uint64(m.Incarnation(about)))
 		}
 	}
@@ -411,7 +411,7 @@ func (m *Machine) tellAll(about int, n notice) {
 // catchUp tells a node that is back what it may have missed: notices and records that were
 // sent while its connection was down, or were under way when it broke.
 func (m *Machine) catchUp(id int) {
-	replaced := m.sched.lastReplaced > 0 && m.sched.lastReplaced >= m.health[id].since-time.Second
+	replaced := m.sched.lastReplaced > 0 && m.sched.lastReplaced >= m.alive.peers[id].since-time.Second
 	if !m.table.native(id) {
 		if replaced {
 			m.repeatRecords(id)
@@ -423,7 +423,7 @@ func (m *Machine) catchUp(id int) {
 	}
 	var dead []string
 	for _, o := range m.table.ids() {
-		if o != id && m.isDown(o) {
+		if o != id && m.alive.isDown(o) {
 			dead = append(dead, strconv.Itoa(o))
 		}
 	}
@@ -434,7 +434,7 @@ func (m *Machine) catchUp(id int) {
 // message of its own, as at first. The node ignores those whose address it is connected to.
 func (m *Machine) repeatRecords(to int) {
 	for i := range m.table.nodes {
-		if n := &m.table.nodes[i]; n.ID != to && n.IsRecovery && !m.isDown(n.ID) {
+		if n := &m.table.nodes[i]; n.ID != to && n.IsRecovery && !m.alive.isDown(n.ID) {
 			m.sendTable(to, []van.Node{*n})
 		}
 	}
@@ -443,8 +443,8 @@ func (m *Machine) repeatRecords(to int) {
 // tellDead tells a newcomer which nodes of the table are dead.
 func (m *Machine) tellDead(to int) {
 	for _, id := range m.table.ids() {
-		if id != to && m.isDown(id) {
-			m.out.tellAbout(to, notice{verb: lossVerb(m.health[id].cause), id: id, text: m.health[id].cause.Error()}, uint64(m.Incarnation(id)))
+		if id != to && m.alive.isDown(id) {
+			m.out.tellAbout(to, notice{verb: lossVerb(m.alive.peers[id].cause), id: id, text: m.alive.peers[id].cause.Error()}, uint64(m.Incarnation(id)))
 		}
 	}
 }

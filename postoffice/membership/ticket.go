@@ -99,9 +99,9 @@ func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 		t.group <= van.AllNodes && t.group&groupBit(m.table.self.Role) == 0:
 		return refuse("this node is not in it", van.ErrInvalid)
 	}
-	if m.isDown(van.SchedulerID) && now >= m.health[van.SchedulerID].since+m.cfg.ReplaceTimeout {
+	if m.alive.isDown(van.SchedulerID) && now >= m.alive.peers[van.SchedulerID].since+m.cfg.ReplaceTimeout {
 		return 0, &van.Error{Op: t.name(), Node: m.table.name(), Peer: m.table.peer(van.SchedulerID),
-			Err: m.health[van.SchedulerID].cause}
+			Err: m.alive.peers[van.SchedulerID].cause}
 	}
 	m.lastTicket++
 	t.n, t.since = m.lastTicket, now
@@ -116,7 +116,7 @@ func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
 
 // ask sends the requests that need not wait for an earlier barrier.
 func (m *Machine) ask() {
-	if m.isDown(van.SchedulerID) || m.life.rejoining {
+	if m.alive.isDown(van.SchedulerID) || m.life.rejoining {
 		return
 	}
 	named := m.table.native(van.SchedulerID)
@@ -186,7 +186,7 @@ func (m *Machine) withdraw(t *ticket) {
 		return
 	}
 	m.withdrawn = append(m.withdrawn, t)
-	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.life.rejoining {
+	if m.sched != nil || !m.alive.isDown(van.SchedulerID) && !m.life.rejoining {
 		m.sendWithdrawal(t)
 	}
 }
@@ -352,21 +352,21 @@ func (m *Machine) failWithoutScheduler(now time.Duration) {
 			m.withdraw(t)
 		}
 	}
-	m.failTickets(m.needsScheduler, van.Error{Peer: m.table.peer(van.SchedulerID), Err: m.health[van.SchedulerID].cause})
+	m.failTickets(m.needsScheduler, van.Error{Peer: m.table.peer(van.SchedulerID), Err: m.alive.peers[van.SchedulerID].cause})
 }
 
 // schedulerDeadline returns when barriers that wait for a lost scheduler fail, if there are
 // any.
 func (m *Machine) schedulerDeadline() (time.Duration, bool) {
-	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.life.rejoining || !slices.ContainsFunc(m.tickets, m.needsScheduler) {
+	if m.sched != nil || !m.alive.isDown(van.SchedulerID) && !m.life.rejoining || !slices.ContainsFunc(m.tickets, m.needsScheduler) {
 		return 0, false
 	}
-	return m.health[van.SchedulerID].since + m.cfg.ReplaceTimeout, true
+	return m.alive.peers[van.SchedulerID].since + m.cfg.ReplaceTimeout, true
 }
 
 func (m *Machine) needsScheduler(t *ticket) bool {
 	return !t.ending || m.table.self.Role != van.Server ||
-		!slices.ContainsFunc(m.table.members(van.WorkerGroup), func(id int) bool { return !m.isDown(id) })
+		!slices.ContainsFunc(m.table.members(van.WorkerGroup), func(id int) bool { return !m.alive.isDown(id) })
 }
 
 func (m *Machine) nextTicketTick() time.Duration {

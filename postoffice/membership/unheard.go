@@ -37,7 +37,7 @@ func (m *Machine) tickUnheard(now time.Duration) {
 	for _, id := range sortedIDs(m.sched.unheard) {
 		u := m.sched.unheard[id]
 		switch {
-		case m.health[id].heard > 0 || m.isDown(id) || u.left == 0:
+		case m.alive.peers[id].heard > 0 || m.alive.isDown(id) || u.left == 0:
 			delete(m.sched.unheard, id)
 		case now >= u.at:
 			m.sendTable(id, m.table.whole())
