@@ -17,5 +17,5 @@ func (m *Machine) Rank() int {
 // KnownPeers returns the ids this node has a connection to, in the order of
 // Members, dead ones too.
 func (m *Machine) KnownPeers() []int {
-	return slices.DeleteFunc(m.cfg.members(van.AllNodes), func(id int) bool { return !m.out.conns[id] })
+	return slices.DeleteFunc(m.cfg.members(van.AllNodes), func(id int) bool { return !m.conns[id] })
 }

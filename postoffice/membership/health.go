@@ -1,7 +1,7 @@
 package membership
 
-// Which nodes are alive: when each was last heard, and why it is down. What follows from a
-// death or a return is the business of the callers, see watch.go and node.go.
+// Which nodes are alive: when each was last heard, and why it is down. What else follows from a
+// death or a return is in watch.go for the scheduler, and in ticket.go for the others.
 
 import (
 	"errors"
@@ -11,6 +11,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -50,11 +51,10 @@ func (h *health) sameLoss(now time.Duration) bool {
 }
 
 type liveness struct {
-	cfg   *Config
-	life  *life
-	table *table
-	out   *sender
-
+	cfg       *Config
+	life      *life
+	table     *table
+	out       *sender
 	peers     map[int]*health // of the scheduler and the table's nodes
 	lastCheck time.Duration   // when silence was last checked
 }
@@ -67,19 +67,18 @@ func (l *liveness) isDown(id int) bool {
 	return h != nil && h.down != 0
 }
 
-// heard notes that a message of from has come. It returns true if from was taken for dead
-// until now.
+// heard notes that a message of from has come, and tells whether from was taken for silent.
 func (l *liveness) heard(now time.Duration, from int) bool {
 	h := l.peers[from]
 	if h == nil {
 		return false
 	}
 	h.seen, h.heard, h.answered = max(h.seen, now), max(h.heard, now), 0
-	return h.down&silent != 0 && l.markUp(now, from, silent)
+	return h.down&silent != 0
 }
 
-// broke notes that the connection to id was lost. The error says so. quiet is true when
-// nothing but that connection spoke for id.
+// broke notes that the connection to id was lost. The error says so; quiet is true when nothing
+// but that connection spoke for id.
 func (l *liveness) broke(now time.Duration, id int, cause error) (err *lossError, quiet bool) {
 	h := l.peers[id]
 	h.lost, h.back = now, 0
@@ -87,28 +86,37 @@ func (l *liveness) broke(now time.Duration, id int, cause error) (err *lossError
 		h.answered > 0 && l.lapsed(now, id)
 }
 
-// mended notes that the connection to id is back.
-func (l *liveness) mended(now time.Duration, id int) {
-	if h := l.peers[id]; h.down&connLost != 0 {
-		h.back = max(now, 1)
-	}
-}
-
-// markDown marks id as dead for reason r. If it was alive until now, the application is told
-// and it returns true.
+// markDown marks id as dead for reason r. If it was alive, the application is told and true
+// returned: the rest is to be done, see watch.down and tickets.peerDown.
 func (l *liveness) markDown(now time.Duration, id int, r reason, cause error) bool {
 	h := l.peers[id]
 	first := h.down == 0
-	h.down |= r
-	if !first {
-		return false
+	if h.down |= r; first {
+		h.cause, h.since = cause, now
 	}
-	h.cause, h.since = cause, now
-	if l.life.leaving {
+	if !first || l.life.leaving {
 		return false
 	}
 	l.out.emit(PeerDead{id, cause})
 	return true
+}
+
+// markUp clears reasons. If none are left, id is alive again; the application is told and true
+// returned, as by markDown.
+func (l *liveness) markUp(now time.Duration, id int, r reason) bool {
+	h := l.peers[id]
+	if r&connLost != 0 && h.down&connLost != 0 {
+		h.back = max(now, 1)
+	}
+	if h.down == 0 || h.down&^r != 0 {
+		h.down &^= r
+		return false
+	}
+	h.seen, h.down, h.cause = max(h.seen, now), 0, nil
+	if !l.life.leaving {
+		l.out.emit(PeerAlive{id})
+	}
+	return !l.life.leaving
 }
 
 // lossVerb is that of the notice about a node which is down for that cause.
@@ -119,20 +127,23 @@ func lossVerb(cause error) string {
 	return verbDead
 }
 
-// markUp clears reasons; with none left, id is alive again. Then the application is told
-// and it returns true.
-func (l *liveness) markUp(now time.Duration, id int, r reason) bool {
-	h := l.peers[id]
-	if h.down == 0 || h.down&^r != 0 {
-		h.down &^= r
-		return false
+// beating tells whether this node sends heartbeats, which the scheduler answers.
+func (l *liveness) beating() bool {
+	return !l.table.isScheduler() && l.cfg.HeartbeatInterval > 0 && !l.life.leaving &&
+		(!l.cfg.NativeInterval || l.table.native(van.SchedulerID)) && !failpoint.On("heartbeat")
+}
+
+// watched lists the nodes to which the heartbeat timeout applies: on the scheduler all
+// others, or those that have sent a heartbeat; elsewhere the scheduler, if it is sent them.
+func (l *liveness) watched() []int {
+	switch {
+	case l.cfg.HeartbeatTimeout == 0 || l.life.leaving:
+	case l.table.isScheduler():
+		return slices.DeleteFunc(l.table.ids(), func(id int) bool { return l.cfg.NativeTimeout && !l.peers[id].beats })
+	case l.beating():
+		return []int{van.SchedulerID}
 	}
-	h.seen, h.down, h.cause = max(h.seen, now), 0, nil
-	if l.life.leaving {
-		return false
-	}
-	l.out.emit(PeerAlive{id})
-	return true
+	return nil
 }
 
 // maxSilence is how long id may be silent: the timeout, or three of the intervals that id
@@ -152,25 +163,31 @@ func (l *liveness) silence(now time.Duration, id int) error {
 	return &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-l.peers[id].seen, l.maxSilence(id))}
 }
 
-// suspects lists those of watched that check returns unless their transport answers for them. One
-// whose connection broke after its last message is not among them: another process may answer
-// at its address.
-func (l *liveness) suspects(now time.Duration, watched []int) []int {
-	return slices.DeleteFunc(watched, func(id int) bool {
+// Silent lists the nodes that Tick takes for dead at that time, since nothing has come from
+// them, unless Answers is called for them before. One whose connection broke after its last
+// message is not among them: another process may answer at its address.
+func (l *liveness) Silent(now time.Duration) []int {
+	if l.life.phase != ready {
+		return nil
+	}
+	return slices.DeleteFunc(l.watched(), func(id int) bool {
 		h := l.peers[id]
 		return !l.lapsed(now, id) || h.heard <= h.lost
 	})
 }
 
-// answers notes that the transport of id answers for it.
-func (l *liveness) answers(now time.Duration, id int) {
+// Answers says that the transport of id, which does not wait for what its program does, has
+// answered within the limit: the node stands, and is only busy. It counts for this time, and
+// must come before Tick.
+func (l *liveness) Answers(now time.Duration, id int) {
 	if h := l.peers[id]; h != nil {
 		h.answered = now
 	}
 }
 
-// check lists those of watched that have been silent for too long.
-func (l *liveness) check(now time.Duration, watched []int) []int {
+// fallen lists those who have been silent for too long.
+func (l *liveness) fallen(now time.Duration) []int {
+	watched := l.watched()
 	overslept := len(watched) > 0 && now-l.lastCheck > l.cfg.HeartbeatTimeout/2
 	l.lastCheck = now
 	return slices.DeleteFunc(watched, func(id int) bool {
@@ -184,10 +201,10 @@ func (l *liveness) check(now time.Duration, watched []int) []int {
 	})
 }
 
-// next is when check is due.
-func (l *liveness) next(watched []int) time.Duration {
+// nextCheck is when fallen is to be asked next.
+func (l *liveness) nextCheck() time.Duration {
 	next, any := time.Duration(math.MaxInt64), false
-	for _, id := range watched {
+	for _, id := range l.watched() {
 		if h := l.peers[id]; h.down&silent == 0 {
 			if at := h.seen + l.maxSilence(id); at > h.answered { // else with a regular tick
 				next = min(next, at)
@@ -201,18 +218,36 @@ func (l *liveness) next(watched []int) time.Duration {
 	return next
 }
 
-// dead lists the nodes that are known to be dead, and of those that this node hears the ones
-// that have been silent for longer than t, if t is not 0.
-func (l *liveness) dead(now, t time.Duration) (dead []int) {
-	for _, id := range l.table.members(van.AllNodes) {
+// DeadNodes lists, in the order of Members, the nodes that are known to be dead, and
+// those that have been silent for longer than t, which the scheduler knows of all
+// nodes and others only of the scheduler. With t = 0 silence does not count.
+func (l *liveness) DeadNodes(now, t time.Duration) (dead []int) {
+	if l.life.phase != ready {
+		return nil
+	}
+	for _, id := range l.table.Members(van.AllNodes) {
 		h := l.peers[id]
 		if h == nil || id == l.table.self.ID {
 			continue
 		}
-		heard := l.table.isScheduler() || id == van.SchedulerID
-		if h.down != 0 || heard && t > 0 && now-h.seen > t {
+		hears := l.table.isScheduler() || id == van.SchedulerID
+		if h.down != 0 || hears && t > 0 && now-h.seen > t {
 			dead = append(dead, id)
 		}
 	}
 	return dead
+}
+
+// report is what all nodes report of the cluster.
+func (l *liveness) report(now time.Duration) Report {
+	r := Report{Elapsed: now - l.life.started, Ready: l.life.phase == ready, Present: slices.Clone(l.table.nodes)}
+	if l.life.phase == created {
+		r.Elapsed = 0
+	}
+	for _, id := range l.table.Members(van.AllNodes) {
+		if l.isDown(id) {
+			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", l.table.peer(id), l.peers[id].cause))
+		}
+	}
+	return r
 }

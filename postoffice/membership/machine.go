@@ -1,48 +1,42 @@
 package membership
 
-// Machine: its state, its inputs, and how it sends.
+// Machine: its inputs and what it tells. What it does is in the parts of node.go on workers and
+// servers, and in those of scheduler.go on the scheduler.
 
 import (
+	"cmp"
 	"fmt"
 	"math"
-	"slices"
+
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// Machine is one node's membership. Make it with New.
+// Machine is one node's membership. Make it with New. What its parts export is its own, too.
 type Machine struct {
-	cfg   *Config
-	life  *life
-	table *table
-	out   *sender
-	alive *liveness
+	cfg  *Config
+	life *life
+	*table
+	*sender
+	*liveness
+	*tickets
+
+	role  role       // what the scheduler does otherwise than workers and servers
+	sched *scheduler // role, or nil on workers and servers
+	node  *node      // role, or nil on the scheduler
 
 	nextReport time.Duration // while joining
-	nextBeat   time.Duration // when ready, if heartbeats are sent
+}
 
-	news map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
-
-	linked []int // of this node's role, see Link
-
-	tickets    []*ticket
-	withdrawn  []*ticket // given up; the scheduler is told not to count their requests
-	lastTicket int
-
-	// While a Finalize waits, losses are kept in held until it is known whether the
-	// peers have left in order.
-	held map[int]loss
-
-	formerSchedulers []uint32 // incarnations
-
-	schedulerLost error  // while joining
-	schedulerSaid string // text of the last waiting notice, while joining
-
-	policies policies
-
-	sched *scheduler // nil on workers and servers
+type role interface {
+	step(now time.Duration, from int, msg *van.Meta) error
+	lost(now time.Duration, id int, cause error)
+	back(now time.Duration, id int)
+	missing(t *ticket) string // at a barrier that waits
+	report(now time.Duration) Report
+	tick(now time.Duration) // once start-up is complete
+	next() time.Duration
 }
 
 // New checks cfg and makes a machine that waits for Start. The error wraps
@@ -51,30 +45,16 @@ func New(cfg Config) (*Machine, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
 	}
-	t := &table{cfg: &cfg, identities: identities{incs: map[int]uint32{}}}
-	m := &Machine{cfg: &cfg, life: &life{}, table: t, out: &sender{table: t, conns: map[int]bool{}, first: map[int]bool{}},
-		held: map[int]loss{}, news: map[int]int32{}}
-	m.alive = &liveness{cfg: &cfg, life: m.life, table: t, out: m.out, peers: map[int]*health{}}
-	m.table.scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
-		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
-		DevTypes: []int32{int32(backend.CPU)}, DevIDs: []int32{0}, AuxID: -1}
-	m.table.own, _ = cfg.Self.Identity()
-	m.table.own.Local = slices.Clone(m.table.own.Local)
+	b := base{cfg: &cfg, life: &life{}, table: newTable(&cfg)}
+	b.out = &sender{table: b.table, conns: map[int]bool{}, first: map[int]bool{}}
+	b.alive = &liveness{cfg: b.cfg, life: b.life, table: b.table, out: b.out, peers: map[int]*health{}}
+	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, sender: b.out, liveness: b.alive, tickets: &tickets{base: b, held: map[int]loss{}}}
 	if cfg.Role == van.Scheduler {
-		m.table.self = m.table.scheduler
-		m.table.sign(&m.table.self)
-		m.table.learn(van.SchedulerID, &m.table.self)
-		hosts, err := hostOrder(cfg.OrderedHosts)
-		if err != nil {
-			return nil, err
-		}
-		m.sched = newScheduler(hosts)
-		return m, nil
-	}
-	m.table.self = cfg.Self.Clone()
-	m.table.self.Role, m.table.self.ID, m.table.self.IsRecovery = cfg.Role, van.Empty, false
-	if len(m.table.self.Ports) == 0 {
-		m.table.self.Ports = []int32{int32(m.table.self.Port)}
+		m.sched = newScheduler(b, m.tickets)
+		m.role = m.sched
+	} else {
+		m.node = newNode(b, m.tickets)
+		m.role = m.node
 	}
 	return m, nil
 }
@@ -86,9 +66,9 @@ func (m *Machine) Start(now time.Duration) {
 		return
 	}
 	m.life.phase, m.life.started, m.nextReport = joining, now, now+m.cfg.ReportEvery
-	if m.sched == nil {
-		m.out.connect(van.SchedulerID, m.table.scheduler)
-		m.register()
+	if m.node != nil {
+		m.sender.connect(van.SchedulerID, m.table.scheduler)
+		m.node.register()
 	}
 }
 
@@ -97,41 +77,28 @@ func (m *Machine) Start(now time.Duration) {
 // invalid field; the message was dropped then, but counts as a sign of life. A failed
 // machine ignores every message.
 func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
-	if m.life.phase == failed {
+	switch m.life.phase {
+	case failed:
 		return nil
-	}
-	if m.life.phase == created {
+	case created:
 		return m.table.bad(from, msg, "control.cmd", msg.Control.Cmd, "nothing before Start")
 	}
-	if !m.genuine(now, from, msg) {
-		if m.stray(now, from, msg) {
-			return nil
-		}
-		by, to := msg.Incarnations()
-		return m.table.bad(from, msg, "incarnations", fmt.Sprintf("%08x to %08x", by, to),
-			fmt.Sprintf("%08x to %08x", m.table.incs[from], m.table.own.Incarnation))
+	return m.role.step(now, from, msg)
+}
+
+// PeerLost says that the transport lost the connection to id, which may be a temporary
+// id. It is ignored after Leaving and after the final barrier. A node whose connection the
+// scheduler refuses as it was replaced has failed.
+func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
+	if m.life.phase != failed && !m.life.leaving && id != m.table.self.ID {
+		m.role.lost(now, id, cmp.Or(cause, van.ErrPeerLost))
 	}
-	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) == 0 {
-		m.heard(now, from) // stepHeartbeat first checks that the record is the node's
-	}
-	switch c := &msg.Control; c.Cmd {
-	case van.AddNode:
-		if m.sched != nil {
-			return m.stepJoin(now, from, msg)
-		}
-		return m.stepTable(now, from, msg)
-	case van.Barrier, van.InstanceBarrier:
-		if msg.Request {
-			return m.stepRequest(now, from, msg)
-		}
-		return m.stepRelease(now, from, msg)
-	case van.Heartbeat:
-		if len(c.Nodes) == 0 {
-			return m.stepNotice(now, from, msg)
-		}
-		return m.stepHeartbeat(now, from, msg)
-	default:
-		return m.table.bad(from, msg, "control.cmd", c.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
+}
+
+// PeerBack says that the connection to id is back. It does nothing if it was not lost.
+func (m *Machine) PeerBack(now time.Duration, id int) {
+	if m.life.phase != failed {
+		m.role.back(now, id)
 	}
 }
 
@@ -142,13 +109,11 @@ func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 	switch {
 	case m.life.phase == failed || m.life.leaving:
-	case id < 0:
-		m.PeerLost(now, id, cause)
-	case m.life.phase == joining && id == van.SchedulerID || m.out.first[id]:
+	case m.life.phase == joining && id == van.SchedulerID || m.sender.first[id]:
 		if m.sched != nil {
-			m.tellAll(id, notice{verb: verbError, text: fmt.Sprintf("start-up has failed: the scheduler cannot connect to %s: %s", m.table.peer(id), cause)})
+			m.sched.watch.tellAll(id, notice{verb: verbError, text: fmt.Sprintf("start-up has failed: the scheduler cannot connect to %s: %s", m.table.peer(id), cause)})
 		}
-		m.fail(&van.Error{Op: "start: connect", Node: m.table.name(), Peer: m.table.peer(id), Err: cause})
+		m.tickets.end(&van.Error{Op: "start: connect", Node: m.table.name(), Peer: m.table.peer(id), Err: cause})
 	default:
 		m.PeerLost(now, id, cause)
 	}
@@ -159,17 +124,19 @@ func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 func (m *Machine) Tick(now time.Duration) {
 	switch m.life.phase {
 	case joining:
-		m.tickReturn(now)
+		if m.sched != nil {
+			m.sched.resume(now, m.sched.returns.tick(now))
+		}
 		if m.life.phase == joining {
 			m.tickStart(now)
 		}
 	case ready:
-		m.tickTickets(now)
-		m.tickBarriers(now)
-		m.tickHealth(now)
-		m.tickUnheard(now)
+		m.role.tick(now)
 	}
-	m.tickRefusals(now)
+	if m.sched != nil && m.life.phase != failed {
+		m.sched.places.tick(now)
+		m.sched.refusals.tick(now)
+	}
 }
 
 // NextTick returns when Tick must be called next. It is false when time alone changes
@@ -182,27 +149,23 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 		if m.cfg.StartTimeout > 0 {
 			next = min(next, m.life.started+m.cfg.StartTimeout)
 		}
-		next = min(next, m.nextReturnTick(), m.nextRefusal())
+		if m.sched != nil {
+			next = min(next, m.sched.returns.next(), m.sched.places.next(), m.sched.refusals.next())
+		}
 	case ready:
-		next = min(m.nextTicketTick(), m.nextBarrierTick(), m.nextHealthTick(), m.nextRefusal(), m.nextUnheard())
+		next = m.role.next()
 	}
 	return next, next != math.MaxInt64
-}
-
-// Take removes and returns the outputs since the last call, oldest first. Node lists of
-// several messages may share memory: do not modify them.
-func (m *Machine) Take() []Output {
-	return m.out.take()
 }
 
 // tickStart reports the missing nodes, or gives up.
 func (m *Machine) tickStart(now time.Duration) {
 	if d := m.cfg.StartTimeout; d > 0 && now-m.life.started >= d {
-		err := &van.Error{Op: "start", Node: m.table.name(), Detail: m.Report(now).String(), Limit: d, Err: van.ErrTimeout}
+		text := m.Report(now).String()
 		if m.sched != nil {
-			m.tellJoining(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + m.Report(now).String()})
+			m.sched.joins.tell(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + text})
 		}
-		m.fail(err)
+		m.tickets.end(&van.Error{Op: "start", Node: m.table.name(), Detail: text, Limit: d, Err: van.ErrTimeout})
 		return
 	}
 	if now < m.nextReport {
@@ -212,24 +175,51 @@ func (m *Machine) tickStart(now time.Duration) {
 		m.nextReport += m.cfg.ReportEvery
 	}
 	r := m.Report(now)
-	m.out.emit(Waiting{r})
+	m.sender.emit(Waiting{r})
 	if m.sched != nil {
-		m.tellJoining(notice{verb: verbWaiting, text: r.String()})
+		m.sched.joins.tell(notice{verb: verbWaiting, text: r.String()})
 	}
 }
 
-// fail ends the machine.
-func (m *Machine) fail(err error) {
-	if m.life.phase == failed {
-		return
+// CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. A scheduler
+// of this library is told, and no longer counts this node's request; a C++ StepMesh one
+// cannot be told. An unknown ticket, or one that has ended, is ignored.
+func (m *Machine) CancelBarrier(n int) {
+	if t := m.tickets.get(n); t != nil {
+		m.tickets.giveUp(t, 0, m.role.missing(t))
 	}
-	m.failTickets(func(*ticket) bool { return true }, van.Error{Err: err})
-	m.life.phase, m.life.failure = failed, err
-	m.out.emit(Failed{err})
 }
 
-// ID is the node's id, or van.Empty before it has one.
-func (m *Machine) ID() int { return m.table.self.ID }
+// Missing lists the missing nodes of a barrier that waits, as far as this node knows, or
+// "".
+func (m *Machine) Missing(n int) string {
+	if t := m.tickets.get(n); t != nil {
+		return m.role.missing(t)
+	}
+	return ""
+}
+
+// Link connects this node to others of its role, for as long as it is in the cluster: to
+// their replacements as well. Ids that it is linked to already, and its own, change nothing.
+// They do the same on their side, or cannot answer. An error wraps van.ErrInvalid; nothing
+// was connected then.
+func (m *Machine) Link(_ time.Duration, ids []int) error {
+	switch {
+	case m.life.phase == failed:
+		return m.life.failure
+	case m.life.phase != ready || m.node == nil:
+		return &van.Error{Op: "link", Node: m.table.name(), Detail: "only workers and servers are linked, once they have started", Err: van.ErrInvalid}
+	}
+	return m.node.links.link(ids)
+}
+
+// PoliciesAre says what this node has of the list of that version: a State for each. The
+// scheduler is told, if it is new.
+func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
+	if m.node != nil {
+		m.node.policies.are(version, states)
+	}
+}
 
 // Ready tells whether start-up is complete and the node is part of the cluster.
 func (m *Machine) Ready() bool { return m.life.phase == ready }
@@ -238,19 +228,5 @@ func (m *Machine) Ready() bool { return m.life.phase == ready }
 // resumed the cluster of a former one. The others have passed the start-up barrier then.
 func (m *Machine) IsRecovery() bool { return m.table.self.IsRecovery || m.life.recovered }
 
-// Node returns the record of a node; before start-up is complete only this node's and the
-// scheduler's are known.
-func (m *Machine) Node(id int) (van.Node, bool) {
-	return m.table.node(id)
-}
-
-// Members returns the ids of a group (1 to 7): workers by rank, servers by rank,
-// the scheduler. A node id of 8 or more is a group of its own. It returns nil if this
-// cluster has no such group.
-func (m *Machine) Members(group int) []int {
-	return m.table.members(group)
-}
-
-// Incarnation is that of the process that has id, or 0 for a C++ StepMesh node and for an
-// unknown one.
-func (m *Machine) Incarnation(id int) uint32 { return m.table.incs[id] }
+// Report describes the present state.
+func (m *Machine) Report(now time.Duration) Report { return m.role.report(now) }

@@ -1,267 +1,315 @@
 package membership
 
+// A worker or server: what becomes of the messages that it gets, and of losses.
+
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// The worker's and server's side of start-up and recovery.
+type node struct {
+	base
+	calls    *tickets
+	beats    beats
+	links    links
+	records  records
+	policies nodePolicies
+	former   []uint32 // incarnations of former schedulers
+
+	// While joining: why the connection to the scheduler is lost, and its last waiting notice.
+	schedulerLost error
+	schedulerSaid string
+}
+
+func newNode(b base, calls *tickets) *node {
+	n := &node{base: b, calls: calls, beats: beats{base: b}, links: links{base: b}, policies: nodePolicies{base: b}}
+	n.records = records{base: b, calls: calls, beats: &n.beats, links: &n.links, latest: map[int]int32{}}
+	return n
+}
 
 // register sends this node's record to the scheduler.
-func (m *Machine) register() {
-	meta := m.out.control(van.AddNode)
-	meta.Control.Nodes = []van.Node{m.table.self}
-	m.out.send(van.SchedulerID, meta)
+func (n *node) register() {
+	meta := n.out.control(van.AddNode)
+	meta.Control.Nodes = []van.Node{n.table.self}
+	n.out.send(van.SchedulerID, meta)
 }
 
-// stepTable handles the node table, or later the record of a replacement.
-func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
-	if from != van.SchedulerID {
-		return m.table.bad(from, msg, "sender", from, "the scheduler")
+// step handles one message.
+func (n *node) step(now time.Duration, from int, msg *van.Meta) error {
+	if !n.genuine(now, from, msg) {
+		return n.table.misdirected(from, msg)
 	}
-	if err := m.table.checkRecords(msg); err != nil {
-		return err
-	}
-	if m.life.phase == joining {
-		return m.join(now, msg)
-	}
-	m.tableSeen(msg)
-	for i := range msg.Control.Nodes {
-		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && !m.outdated(n.ID, msg) {
-			m.update(now, n)
+	n.calls.heard(now, from)
+	switch c := &msg.Control; {
+	case c.Cmd == van.AddNode, c.Cmd == van.Heartbeat && len(c.Nodes) > 0:
+		if from != van.SchedulerID {
+			return n.table.bad(from, msg, "sender", from, "the scheduler")
 		}
-		if m.life.phase == failed {
+		if c.Cmd == van.Heartbeat {
+			n.answered(msg)
 			return nil
 		}
+		return n.takeRecords(now, msg)
+	case c.Cmd == van.Barrier, c.Cmd == van.InstanceBarrier:
+		if msg.Request {
+			return n.table.bad(from, msg, "request", true, "false: only the scheduler counts barriers")
+		}
+		return n.calls.release(from, msg)
+	case c.Cmd == van.Heartbeat:
+		return n.notice(now, from, msg)
 	}
-	m.resumed()
-	return nil
+	return n.table.unknown(from, msg)
 }
 
-// outdated tells whether the scheduler has sent something newer than msg about id; if not,
-// it notes msg as the latest. With PS_RESEND a lost message arrives after later ones.
-func (m *Machine) outdated(id int, msg *van.Meta) bool {
-	if _, known := m.table.at[id]; !known || msg.Timestamp == van.Empty {
+// genuine tells whether msg comes from the process that has its sender's id, and is meant for
+// this process.
+func (n *node) genuine(now time.Duration, from int, msg *van.Meta) bool {
+	own := n.table.own.Incarnation
+	if own == 0 || from != van.SchedulerID || failpoint.On("incarnation") {
+		return true // the handlers refuse what only a scheduler may send
+	}
+	by, to := msg.Incarnations()
+	want := n.table.incs[from]
+	switch {
+	case by == 0:
+		return want == 0 && len(msg.Body) == 0 // C++ StepMesh sends no notices
+	case to != own || slices.Contains(n.former, by):
+		return false
+	case want == by || n.life.phase == joining:
+		return true
+	case want == 0:
 		return false
 	}
-	if last, ok := m.news[id]; ok && newer(last, msg.Timestamp) {
+	// A message of another scheduler process, which knows this process's incarnation.
+	if n, err := parseNotice(msg.Body); err == nil && n.verb == verbError {
 		return true
 	}
-	m.news[id] = msg.Timestamp
-	return false
-}
-
-// tableSeen notes the generation of the table that msg has, or completes. Heartbeats carry
-// it; the scheduler answers an old one with the whole table.
-func (m *Machine) tableSeen(msg *van.Meta) {
-	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
-	if g := uint32(msg.Key); m.table.native(van.SchedulerID) && (whole || g == m.table.generation+1) {
-		m.table.generation = g
-	}
-}
-
-// join handles the full table: this node's id, and the nodes to connect to.
-func (m *Machine) join(now time.Duration, msg *van.Meta) error {
 	nodes := msg.Control.Nodes
-	count := map[van.Role]int{}
-	var own *van.Node
-	for i := range nodes {
-		n := &nodes[i]
-		count[n.Role]++
-		if own == nil && n.Role == m.table.self.Role && sameAddr(n, &m.table.self) && m.table.mine(n) {
-			own = n
-		}
+	i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
+	if i < 0 || incarnationOf(&nodes[i]) != by || failpoint.On("scheduler-back") {
+		return false
 	}
-	if own == nil {
-		return m.table.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
-			fmt.Sprintf("one of them %s at %s", m.table.self.Role, m.table.self.Addr()))
+	return n.schedulerChanged(now, &nodes[i])
+}
+
+// schedulerChanged handles that the scheduler is a new process, with the record rec. It returns false if it
+// has no identity, or start-up is not complete.
+func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
+	who, ok := rec.Identity()
+	if !ok || n.alive.peers[van.SchedulerID] == nil {
+		return false
 	}
-	workers, servers := m.cfg.instances(van.Worker), m.cfg.instances(van.Server)
-	if count[van.Worker] != workers || count[van.Server] != servers {
-		m.fail(&van.Error{Op: "start", Node: m.table.name(), Peer: m.table.peer(van.SchedulerID),
-			Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
-				count[van.Worker], count[van.Server], m.cfg.formula(van.Worker), m.cfg.formula(van.Server)),
-			Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
-		return nil
+	if len(n.former) == maxFormer {
+		n.former = slices.Delete(n.former, 0, 1)
 	}
-	var table []van.Node
-	at := map[int]int{}
-	for i := range nodes {
-		n := &nodes[i]
-		if n.Role == van.Scheduler {
-			continue
-		}
-		field := fmt.Sprintf("control.node[%d].id", i)
-		if van.RankOf(n.ID) >= m.cfg.instances(n.Role) {
-			return m.table.bad(van.SchedulerID, msg, field, n.ID, fmt.Sprintf("a rank below %d", m.cfg.instances(n.Role)))
-		}
-		if prev, again := at[n.ID]; again {
-			if sameAddr(&table[prev], n) {
-				continue // another customer of the same process
-			}
-			return m.table.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
-		}
-		at[n.ID] = len(table)
-		table = append(table, n.Clone())
+	n.former = append(n.former, n.table.incs[van.SchedulerID])
+	n.table.scheduler.Endpoint = slices.Clone(rec.Endpoint)
+	n.table.incs[van.SchedulerID] = who.Incarnation
+	n.life.rejoining = true
+	n.beats.due = now + returnBeat
+	n.alive.peers[van.SchedulerID] = &health{seen: now, since: now,
+		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
+	n.out.connect(van.SchedulerID, n.table.scheduler)
+	n.out.emit(PeerReplaced{van.SchedulerID, n.table.scheduler})
+	clear(n.records.latest) // its timestamps begin anew
+	n.calls.newScheduler()
+	return true
+}
+
+// asked answers a new scheduler that asks for what it lacks.
+func (n *node) asked(what notice) {
+	if what.text == "table" && n.life.rejoining {
+		n.beats.send(true)
 	}
-	m.table.fill(table)
-	m.table.shared = map[int]int{}
-	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
-		if _, ok := at[id]; !ok {
-			m.table.shared[id] = van.Empty // no node has this id
-		}
+}
+
+// resumed notes that the scheduler knows the cluster again.
+func (n *node) resumed() {
+	if n.life.rejoining {
+		n.life.rejoining = false
+		n.policies.send()
+		n.calls.ask()
 	}
-	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 && !m.enter(&nodes[i]) {
-		m.fail(&van.Error{Op: "start", Node: m.table.name(), Peer: m.table.peer(van.SchedulerID), Detail: "its STEPAF_CLUSTER_ID is another",
-			Err: ErrRefused})
-		return nil
+}
+
+// takeRecords handles the node table, or later the record of a replacement.
+func (n *node) takeRecords(now time.Duration, msg *van.Meta) error {
+	if err := n.records.step(now, msg); err != nil || n.life.phase == failed {
+		return err
 	}
-	m.tableSeen(msg)
-	for i := range table {
-		m.table.learn(table[i].ID, &table[i])
-		m.outdated(table[i].ID, msg)
-	}
-	m.table.self = m.table.nodes[m.table.at[own.ID]]
-	m.table.sign(&m.table.self)
-	m.life.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
-	m.nextBeat, m.alive.lastCheck = now+m.cfg.HeartbeatInterval, now
-	if m.cfg.NativeInterval || m.table.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
-		m.nextBeat = now
-	}
-	m.out.emit(SetID{own.ID})
-	m.out.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
-	seen := map[int]bool{}
-	for i := range nodes {
-		n := &nodes[i]
-		if seen[n.ID] {
-			continue
-		}
-		seen[n.ID] = true
-		m.alive.begin(now, n.ID)
-		switch {
-		case n.Role == van.Scheduler:
-			m.out.connect(van.SchedulerID, m.table.scheduler)
-		case n.Role != m.table.self.Role:
-			m.out.first[n.ID] = true
-			m.out.connect(n.ID, m.table.nodes[m.table.at[n.ID]])
-		}
-	}
-	if !seen[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
-		m.alive.begin(now, van.SchedulerID)
-		m.out.connect(van.SchedulerID, m.table.scheduler)
-	}
-	m.out.emit(Ready{})
+	n.schedulerLost, n.schedulerSaid = nil, ""
+	n.resumed()
 	return nil
 }
 
-// update handles one record after start-up: usually that of a replacement.
-func (m *Machine) update(now time.Duration, n *van.Node) {
-	i, ok := m.table.at[n.ID]
-	if !ok {
-		m.out.emit(Warning{Text: fmt.Sprintf("%s: the scheduler announced %s at %s, which was not in its table", m.table.name(),
-			van.NodeName(n.ID), n.Addr())})
-		return
+// answered handles the scheduler's answer to a heartbeat.
+func (n *node) answered(msg *van.Meta) {
+	if len(msg.Body) == 0 || !n.table.native(van.SchedulerID) {
+		n.resumed()
+		n.policies.apply()
+	} else if what, err := parseNotice(msg.Body); err == nil && what.verb == verbRejoin {
+		n.asked(what)
 	}
-	old, h := &m.table.nodes[i], m.alive.peers[n.ID]
-	moved := another(old, n)
-	if n.ID == m.table.self.ID {
-		if moved {
-			m.fail(&van.Error{Op: "stay in the cluster", Node: m.table.name(), Peer: m.table.peer(van.SchedulerID),
-				Detail: fmt.Sprintf("%s was taken for dead and its place given to %s", m.table.self.Addr(), n.Addr()),
-				Err:    ErrRefused})
-		}
-		return
-	}
-	if !moved && (m.table.native(n.ID) || !n.IsRecovery || h.down == 0 && old.IsRecovery) {
-		if m.life.rejoining {
-			m.markUp(now, n.ID, declared)
-		}
-		return // known
-	}
-	m.table.nodes[i] = n.Clone()
-	m.table.learn(n.ID, n)
-	delete(m.out.first, n.ID)
-	m.alive.begin(now, n.ID)
-	delete(m.held, n.ID)
-	m.relink(n.ID)
-	m.out.emit(PeerReplaced{n.ID, m.table.nodes[i]})
 }
 
-// stepNotice handles a notice of the scheduler, and on the scheduler a withdrawal.
-func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
+// notice handles a notice of the scheduler.
+func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	if len(msg.Body) == 0 {
 		return nil
 	}
-	if m.sched == nil && from != van.SchedulerID {
-		return m.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
+	if from != van.SchedulerID {
+		return n.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
 	}
-	n, err := parseNotice(msg.Body)
+	what, err := parseNotice(msg.Body)
 	if err != nil {
-		return m.table.badErr(from, msg, err)
+		return n.table.badErr(from, msg, err)
 	}
-	switch {
-	case n.verb == verbPolicies:
-		return m.stepPolicies(from, msg, n)
-	case m.sched != nil && n.verb == verbHave:
-		m.stepHave(from, n)
-		return nil
-	case m.sched != nil && n.verb == verbAsk:
-		return m.stepAsk(now, from, msg, n)
-	case m.sched != nil || n.verb == verbWithdraw:
-		return m.stepWithdraw(now, from, msg, n)
-	}
-	switch n.verb {
+	switch what.verb {
+	case verbPolicies:
+		return n.policies.take(from, msg, what)
+	case verbWithdraw:
+		return n.table.bad(from, msg, "body", what.verb, "a notice for others than the scheduler")
 	case verbError:
-		m.fail(&van.Error{Op: "join the cluster", Node: m.table.name(), Peer: m.table.peer(van.SchedulerID), Detail: n.text,
+		n.calls.end(&van.Error{Op: "join the cluster", Node: n.table.name(), Peer: n.table.peer(van.SchedulerID), Detail: what.text,
 			Err: ErrRefused})
 	case verbWaiting:
-		if m.life.phase == joining {
-			m.schedulerSaid = n.text
+		if n.life.phase == joining {
+			n.schedulerSaid = what.text
 		} else {
-			m.barrierWaits(n.text, msg.Key)
+			n.calls.waits(what.text, msg.Key)
 		}
 	case verbBarrier:
-		m.barrierRefused(n, msg.Key)
+		n.calls.refused(what, msg.Key)
 	case verbDown:
-		dead := n.ids()
-		for _, id := range m.table.ids() {
-			switch h := m.alive.peers[id]; {
-			case id == m.table.self.ID || h == nil || m.outdated(id, msg):
+		dead := what.ids()
+		for _, id := range n.table.ids() {
+			switch h := n.alive.peers[id]; {
+			case id == n.table.self.ID || h == nil || n.records.outdated(id, msg):
 			case slices.Contains(dead, id):
-				m.markDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
+				n.calls.peerDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
 			case h.down&declared != 0:
-				m.markUp(now, id, declared)
+				n.calls.peerUp(now, id, declared)
 			}
 		}
 	case verbDead, verbCut, verbBack:
-		if _, ok := m.table.at[n.id]; !ok {
-			if m.life.phase == joining {
-				return nil // notices after the table will say which nodes are dead
-			}
-			return m.table.bad(from, msg, "body "+n.verb, n.id, "the id of a node of this cluster")
-		}
-		if n.id == m.table.self.ID {
-			if n.verb != verbBack {
-				m.out.emit(Warning{Text: m.table.name() + ": the scheduler takes this node for dead: " + n.text})
-			}
-			return nil
-		}
-		if about, known := msg.Key, uint64(m.Incarnation(n.id)); about != 0 && known != 0 && about != known {
-			return nil // about a process before or after the one in the table
-		}
-		if m.outdated(n.id, msg) {
-			return nil
-		}
-		switch {
-		case n.verb == verbBack:
-			m.markUp(now, n.id, declared)
-		case n.verb == verbCut && m.alive.peers[n.id] != nil && m.alive.peers[n.id].sameLoss(now):
-		default:
-			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})
-		}
+		return n.declare(now, msg, what)
 	}
 	return nil
+}
+
+// declare handles the notice that a node is dead, or back.
+func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {
+	id, h := what.id, n.alive.peers[what.id]
+	about, known := msg.Key, uint64(n.table.incs[id])
+	switch {
+	case !n.table.has(id) && n.life.phase != joining:
+		return n.table.bad(van.SchedulerID, msg, "body "+what.verb, id, "the id of a node of this cluster")
+	case !n.table.has(id): // notices after the table will say which nodes are dead
+	case id == n.table.self.ID:
+		if what.verb != verbBack {
+			n.out.emit(Warning{Text: n.table.name() + ": the scheduler takes this node for dead: " + what.text})
+		}
+	case about != 0 && known != 0 && about != known: // about a process before or after the one in the table
+	case n.records.outdated(id, msg):
+	case what.verb == verbBack:
+		n.calls.peerUp(now, id, declared)
+	case what.verb == verbCut && h != nil && h.sameLoss(now):
+	default:
+		n.calls.peerDown(now, id, declared, &lossError{text: "the scheduler says: " + what.text})
+	}
+	return nil
+}
+
+func (n *node) lost(now time.Duration, id int, cause error) {
+	switch {
+	case id == van.SchedulerID && errors.Is(cause, van.ErrReplaced): // it cannot be asked any more
+		n.calls.end(&van.Error{Op: "connect", Node: n.table.name(), Peer: n.table.peer(id), Err: ErrRefused,
+			Detail: fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)})
+		return
+	case id == van.SchedulerID && n.life.phase == joining:
+		n.schedulerLost = cause
+		return
+	case n.alive.peers[id] == nil:
+		return
+	}
+	err, quiet := n.alive.broke(now, id, cause)
+	if n.calls.finalizing() != nil {
+		n.calls.hold(now, id, err)
+		return
+	}
+	if quiet {
+		n.calls.peerDown(now, id, silent, n.alive.silence(now, id))
+	}
+	n.calls.peerDown(now, id, connLost, err)
+}
+
+func (n *node) back(now time.Duration, id int) {
+	if id == van.SchedulerID && n.life.phase == joining {
+		if n.schedulerLost != nil {
+			n.schedulerLost = nil
+			n.register()
+		}
+		return
+	}
+	held := n.calls.letGo(id)
+	h := n.alive.peers[id]
+	if h == nil {
+		return
+	}
+	if id == van.SchedulerID && n.table.native(id) && !n.life.leaving && (held || h.down != 0) {
+		n.beats.send(false) // another process may listen there now; its answer tells
+	}
+	if id == van.SchedulerID && held {
+		n.calls.askAgain()
+	}
+	n.calls.peerUp(now, id, connLost)
+}
+
+// missing says what this node knows of who is missing at a barrier.
+func (n *node) missing(t *ticket) string {
+	if t.missing == "" {
+		return ""
+	}
+	return "the scheduler says: " + t.missing
+}
+
+// tick advances time in the cluster.
+func (n *node) tick(now time.Duration) {
+	for _, t := range n.calls.expired(now) {
+		n.calls.giveUp(t, t.deadline-t.since, n.missing(t))
+	}
+	n.calls.tick(now)
+	n.beats.tick(now)
+	for _, id := range n.alive.fallen(now) {
+		n.calls.peerDown(now, id, silent, n.alive.silence(now, id))
+	}
+}
+
+func (n *node) next() time.Duration {
+	return min(n.calls.next(), n.beats.next(), n.alive.nextCheck())
+}
+
+func (n *node) report(now time.Duration) Report {
+	r := n.alive.report(now)
+	if !r.Ready {
+		r.Note = n.schedulerNote()
+	}
+	return r
+}
+
+func (n *node) schedulerNote() string {
+	at := "the scheduler at " + n.table.scheduler.Addr()
+	switch {
+	case n.schedulerLost != nil:
+		return fmt.Sprintf("the connection to %s broke: %s", at, n.schedulerLost)
+	case n.schedulerSaid != "":
+		return "the scheduler says: " + n.schedulerSaid
+	}
+	return fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
+		"or it waits for other nodes without saying so, as the C++ one does", at, describe(&n.table.self))
 }

@@ -243,8 +243,8 @@ func TestReturnsOnce(t *testing.T) {
 		return connects, tables
 	}
 	beat(0, 9, worker, server)
-	if beat(4*time.Second, 9, worker, server); !m.Ready() || !m.alive.isDown(8) || m.alive.isDown(9) {
-		t.Fatalf("ready %t, server lost %t, worker lost %t: want a cluster without its server", m.Ready(), m.alive.isDown(8), m.alive.isDown(9))
+	if beat(4*time.Second, 9, worker, server); !m.Ready() || !m.isDown(8) || m.isDown(9) {
+		t.Fatalf("ready %t, server lost %t, worker lost %t: want a cluster without its server", m.Ready(), m.isDown(8), m.isDown(9))
 	}
 	for i, x := range []struct {
 		node   van.Node

@@ -1,18 +1,13 @@
 package membership
 
-// Policies: what the scheduler tells nodes of this library at run time about what they send.
-// It keeps the list, with a version that grows with each change, and sends all of it to nodes
-// that have not said that they have it, at the latest when their next heartbeat comes. A node
-// answers with what it has in force. A scheduler that was started again takes the list from
-// the nodes.
+// Policies: what the scheduler tells nodes of this library at run time about what they send, and
+// how it is written.
 
 import (
 	"fmt"
-	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -124,21 +119,10 @@ type Policies struct {
 
 func (Policies) output() {}
 
-// policies are those of the cluster, as far as the node knows.
+// policies are those of the cluster, as far as this node knows.
 type policies struct {
 	version uint32
 	list    []Policy
-	from    uint32               // on nodes: the scheduler's incarnation
-	said    string               // on nodes: the last answer
-	own     bool                 // on the scheduler: it has changed the list itself
-	await   time.Duration        // on the scheduler: until then the nodes' lists of a former one may come
-	have    map[int]havePolicies // on the scheduler, by node
-}
-
-// havePolicies is what a node has said.
-type havePolicies struct {
-	incarnation, version uint32
-	states               string
 }
 
 func (p *policies) text() string {
@@ -168,232 +152,5 @@ func parsePolicies(text string) (version uint32, list []Policy, err error) {
 	return uint32(n), list, nil
 }
 
-// sendPolicies sends the list to a node of this library, or from it to the scheduler.
-func (m *Machine) sendPolicies(to int) {
-	if m.policies.version > 0 && m.table.native(to) {
-		m.out.tell(to, notice{verb: verbPolicies, text: m.policies.text()})
-	}
-}
-
-// policiesBeat sends the list to a node that has sent a heartbeat, unless it has it.
-func (m *Machine) policiesBeat(id int) {
-	if h := m.policies.have[id]; h.version != m.policies.version || h.incarnation != m.table.incs[id] {
-		m.sendPolicies(id)
-	}
-}
-
-// maxTaken bounds the version that a scheduler takes from a node, so that there are others behind it.
-const maxTaken = 1 << 31
-
-// stepPolicies takes the list from the scheduler, or from a node on a scheduler that has resumed the
-// cluster of a former one.
-func (m *Machine) stepPolicies(from int, msg *van.Meta, n notice) error {
-	version, list, err := parsePolicies(n.text)
-	if err != nil {
-		return m.table.bad(from, msg, "body "+n.verb, err, "policies")
-	}
-	p := &m.policies
-	if m.sched != nil {
-		if version >= maxTaken {
-			return m.table.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxTaken)))
-		}
-		if m.table.native(from) && m.life.recovered && !p.own && version > p.version {
-			p.version, p.list = version, list
-			m.tellPolicies()
-		}
-		return nil
-	}
-	if sender := m.table.incs[van.SchedulerID]; sender != p.from || version >= p.version {
-		p.version, p.list, p.from, p.said = version, list, sender, ""
-		m.out.emit(Policies{version, list})
-	}
-	return nil
-}
-
-func (m *Machine) tellPolicies() {
-	for _, id := range m.table.ids() {
-		m.sendPolicies(id)
-	}
-}
-
-// PoliciesAre says what this node has of the list of that version: a State for each. The
-// scheduler is told, if it is new.
-func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
-	p := &m.policies
-	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.said && m.life.phase == ready {
-		p.said = said
-		m.out.tell(van.SchedulerID, notice{verb: verbHave, text: said})
-	}
-}
-
-// stepHave notes what a node has.
-func (m *Machine) stepHave(from int, n notice) {
-	version, states, _ := strings.Cut(n.text, " ")
-	v, ok := number(version)
-	if p := &m.policies; ok && m.table.native(from) && v == int(p.version) && len(states) == len(p.list) {
-		if p.have == nil {
-			p.have = map[int]havePolicies{}
-		}
-		p.have[from] = havePolicies{m.table.incs[from], p.version, states}
-	}
-}
-
-// Question is the body of a message to the scheduler from a process that is no node of the
-// cluster. It listens at addr, which is numeric.
-func Question(incarnation uint32, addr, question string) []byte {
-	return notice{verb: verbAsk, text: fmt.Sprintf("%d %s %s", incarnation, addr, question)}.body()
-}
-
-// Answer reads the body of one of the scheduler's answers. They are numbered from 0, and the
-// last one is "end".
-func Answer(body []byte) (number int, text string, ok bool) {
-	n, err := parseNotice(body)
-	if err != nil || n.verb != verbAnswer {
-		return 0, "", false
-	}
-	word, text, _ := strings.Cut(n.text, " ")
-	number, err = strconv.Atoi(word)
-	return number, text, err == nil && strings.TrimSpace(text) != ""
-}
-
-// stepAsk answers a process that is no node: "<incarnation> <host:port> <question>". Each
-// answer costs a connection, so there are as many as of refusals at most, and none before the
-// nodes had time to say what a former scheduler has told them; who gets none asks again.
-func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) error {
-	words := strings.SplitN(n.text, " ", 3)
-	bad := func(want string) error {
-		return m.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), want)
-	}
-	if len(words) != 3 {
-		return bad("an incarnation, an address and a question")
-	}
-	inc, ok := number(words[0])
-	addr, err := netip.ParseAddrPort(words[1])
-	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) {
-		return bad("an incarnation, and a numeric address")
-	}
-	r := &m.sched.refusals
-	if r.expire(now); len(r.recent) >= maxRefusing || now < m.policies.await {
-		return nil
-	}
-	id := van.Identity{Incarnation: uint32(inc)}
-	rec := van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},
-		DevTypes: []int32{0}, DevIDs: []int32{0}, Endpoint: id.Encode(), AuxID: -1}
-	r.recent = append(r.recent, refusal{node: rec, at: now})
-	answers, err := m.answer(words[2])
-	if err != nil {
-		answers = []string{"error " + err.Error()}
-	}
-	temp := m.out.reach(rec)
-	for i, a := range append(answers, "end") {
-		m.out.tell(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
-	}
-	m.out.disconnect(temp)
-	return nil
-}
-
-// answer carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
-// answers is a policy, and nodes in each state; consecutive ones may be about the same policy.
-func (m *Machine) answer(question string) ([]string, error) {
-	what, arg, _ := strings.Cut(question, " ")
-	p := &m.policies
-	switch {
-	case m.life.phase != ready:
-		return nil, fmt.Errorf("the cluster has not formed yet: %s", m.Report(m.life.started))
-	case what == "list" && arg == "":
-	case what == "set":
-		q, err := ParsePolicy(arg)
-		if err != nil {
-			return nil, err
-		}
-		if err := m.setPolicy(q); err != nil {
-			return nil, err
-		}
-	case what == "clear":
-		m.changePolicies(slices.DeleteFunc(slices.Clone(p.list), func(o Policy) bool { return arg == "all" || o.Target() == arg }))
-	default:
-		return nil, wrong("question", question, "list, set POLICY, clear TARGET or clear all")
-	}
-	return m.listPolicies(), nil
-}
-
-func (m *Machine) setPolicy(q Policy) error {
-	if q.Rate == 0 && q.Class == 0 && q.Order == "" {
-		return wrong("policy", q.String(), "a rate, a class or an order as well")
-	}
-	if _, member := m.table.at[q.Peer]; q.Peer != 0 && !member {
-		return wrong("peer", van.NodeName(q.Peer), fmt.Sprintf("a node of this cluster, which has %d workers and %d servers",
-			m.cfg.instances(van.Worker), m.cfg.instances(van.Server)))
-	}
-	list := slices.Clone(m.policies.list)
-	i := slices.IndexFunc(list, func(o Policy) bool { return o.Target() == q.Target() })
-	if i < 0 {
-		i, list = len(list), append(list, Policy{Peer: q.Peer, App: q.App})
-	}
-	o := &list[i]
-	if q.Rate != 0 {
-		o.Rate = q.Rate
-	}
-	if q.Class != 0 {
-		o.Class = q.Class
-	}
-	if q.Order != "" {
-		o.Order = q.Order
-	}
-	if full := (&policies{version: 1<<32 - 1, list: list}).text(); len(full) > maxPolicies {
-		return wrong("policies", strconv.Itoa(len(list)), "fewer: all of them must fit into one message; clear some")
-	}
-	m.changePolicies(list)
-	return nil
-}
-
-// changePolicies makes list the policies, and tells all nodes.
-func (m *Machine) changePolicies(list []Policy) {
-	p := &m.policies
-	if slices.Equal(list, p.list) {
-		return
-	}
-	p.version, p.list, p.own = p.version+1, list, true
-	m.tellPolicies()
-}
-
-// listPolicies is the list with the ids of the nodes that have each policy in force, those where it
-// waits, that cannot have it, that have not said so yet, are dead, and are C++ StepMesh's.
-func (m *Machine) listPolicies() (lines []string) {
-	p := &m.policies
-	for i := range p.list {
-		groups := map[string][]string{}
-		for _, id := range m.table.ids() {
-			group := "asked"
-			switch h := p.have[id]; {
-			case id == p.list[i].Peer:
-				continue
-			case m.alive.isDown(id):
-				group = "dead"
-			case !m.table.native(id):
-				group = "original"
-			case h.version == p.version && h.incarnation == m.table.incs[id] && len(h.states) == len(p.list):
-				if group = stateNames[State(h.states[i])]; group == "" {
-					continue
-				}
-			}
-			groups[group] = append(groups[group], strconv.Itoa(id))
-		}
-		line := []byte(p.list[i].String())
-		for _, g := range []string{"in-force", "pending", "unfit", "asked", "dead", "original"} {
-			first := " " + g + "="
-			sep := first
-			for _, id := range groups[g] {
-				if len(line)+len(sep)+len(id) > maxPolicies {
-					lines, line, sep = append(lines, string(line)), []byte(p.list[i].String()), first
-				}
-				line = append(append(line, sep...), id...)
-				sep = ","
-			}
-		}
-		lines = append(lines, string(line))
-	}
-	return lines
-}
-
-var stateNames = map[State]string{InForce: "in-force", Pending: "pending", Unfit: "unfit"}
+// notice is how one node sends the list to another.
+func (p *policies) notice() notice { return notice{verb: verbPolicies, text: p.text()} }

@@ -4,7 +4,10 @@ package membership
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
+	"strings"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
@@ -50,3 +53,14 @@ func numeric(host string) bool {
 	a, err := netip.ParseAddr(host)
 	return err == nil && a.Zone() == ""
 }
+
+// list joins names; after the first 20 it only counts.
+func list(names []string) string {
+	const most = 20
+	if len(names) > most {
+		return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
+	}
+	return strings.Join(names, ", ")
+}
+
+func sortedIDs[V any](m map[int]V) []int { return slices.Sorted(maps.Keys(m)) }

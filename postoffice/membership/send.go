@@ -20,7 +20,9 @@ type sender struct {
 
 func (s *sender) emit(o Output) { s.out = append(s.out, o) }
 
-func (s *sender) take() []Output {
+// Take removes and returns the outputs since the last call, oldest first. Node lists of
+// several messages may share memory: do not modify them.
+func (s *sender) Take() []Output {
 	out := s.out
 	s.out = nil
 	return out
@@ -35,6 +37,9 @@ func (s *sender) next() int32 {
 	s.stamp = (s.stamp + 1) & math.MaxInt32
 	return t
 }
+
+// newer compares timestamps, which wrap at 1<<31.
+func newer(a, b int32) bool { return (b-a)&math.MaxInt32 >= 1<<30 }
 
 // control returns a control message with the next timestamp.
 func (s *sender) control(cmd van.Command) van.Meta { return controlAt(s.next(), cmd) }

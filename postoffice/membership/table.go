@@ -1,19 +1,22 @@
 package membership
 
-// The table: the records of this node and of the others, under their ids, and how errors
-// name them.
+// The table: the records of this node and of the others, which process has which id, and how
+// errors name them. Nodes of this library mark messages to each other with their incarnations, so
+// that no message of a former process counts as its successor's.
 
 import (
 	"fmt"
 	"slices"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 type table struct {
-	cfg *Config
-	identities
-	self      van.Node // ID is van.Empty until the scheduler has given one
+	cfg       *Config
+	own       van.Identity   // of this process, with the cluster's when it is known
+	incs      map[int]uint32 // the incarnations of nodes of this library, by id
+	self      van.Node       // ID is van.Empty until the scheduler has given one
 	scheduler van.Node
 
 	// nodes holds all records in the scheduler's order; at finds them by id. Both are empty
@@ -22,6 +25,28 @@ type table struct {
 	at         map[int]int
 	shared     map[int]int // ids without a node of their own, see assignIDs
 	generation uint32      // how many replacements the table has seen
+}
+
+// newTable makes the table of a node that has not started: it knows itself and the scheduler.
+func newTable(cfg *Config) *table {
+	t := &table{cfg: cfg, incs: map[int]uint32{}}
+	t.own, _ = cfg.Self.Identity()
+	t.own.Local = slices.Clone(t.own.Local)
+	t.scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
+		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
+		DevTypes: []int32{int32(backend.CPU)}, DevIDs: []int32{0}, AuxID: -1}
+	if cfg.Role == van.Scheduler {
+		t.self = t.scheduler
+		t.sign(&t.self)
+		t.learn(van.SchedulerID, &t.self)
+		return t
+	}
+	t.self = cfg.Self.Clone()
+	t.self.Role, t.self.ID, t.self.IsRecovery = cfg.Role, van.Empty, false
+	if len(t.self.Ports) == 0 {
+		t.self.Ports = []int32{int32(t.self.Port)}
+	}
+	return t
 }
 
 // fill takes the records of all nodes; the first one of an id counts.
@@ -34,8 +59,12 @@ func (t *table) fill(nodes []van.Node) {
 	}
 }
 
-// node returns the record of id.
-func (t *table) node(id int) (van.Node, bool) {
+// ID is the node's id, or van.Empty before it has one.
+func (t *table) ID() int { return t.self.ID }
+
+// Node returns the record of a node; before start-up is complete only this node's and the
+// scheduler's are known.
+func (t *table) Node(id int) (van.Node, bool) {
 	switch i, ok := t.at[id]; {
 	case id == t.self.ID && id != van.Empty:
 		return t.self, true
@@ -59,13 +88,15 @@ func (t *table) record(id int) *van.Node { return &t.nodes[t.at[id]] }
 // whole returns all records, the scheduler's too, on the scheduler.
 func (t *table) whole() []van.Node { return append(slices.Clone(t.nodes), t.self) }
 
-// members lists the ids of a group that have a node of their own.
-func (t *table) members(group int) []int {
+// Members returns the ids of a group (1 to 7): workers by rank, servers by rank,
+// the scheduler. A node id of 8 or more is a group of its own. It returns nil if this
+// cluster has no such group.
+func (t *table) Members(group int) []int {
 	return slices.DeleteFunc(t.cfg.members(group), func(id int) bool { _, no := t.shared[id]; return no })
 }
 
 // ids lists those of all workers and servers.
-func (t *table) ids() []int { return t.members(van.WorkerGroup | van.ServerGroup) }
+func (t *table) ids() []int { return t.Members(van.WorkerGroup | van.ServerGroup) }
 
 // places is the number of ids that node id stands for.
 func (t *table) places(id int) int {
@@ -76,6 +107,39 @@ func (t *table) places(id int) int {
 		}
 	}
 	return n
+}
+
+// learn records that the process of record n has id.
+func (t *table) learn(id int, n *van.Node) {
+	if t.own.Incarnation == 0 {
+		return // this node behaves as a C++ StepMesh node
+	}
+	if inc := incarnationOf(n); inc != 0 {
+		t.incs[id] = inc
+	} else {
+		delete(t.incs, id)
+	}
+}
+
+// Incarnation is that of the process that has id, or 0 for a C++ StepMesh node and for an
+// unknown one.
+func (t *table) Incarnation(id int) uint32 { return t.incs[id] }
+
+// native tells whether id is a node of this library.
+func (t *table) native(id int) bool { return t.incs[id] != 0 }
+
+// mine tells whether a record with this node's address is that of this process. A C++
+// StepMesh scheduler may drop the identity.
+func (t *table) mine(n *van.Node) bool {
+	inc := incarnationOf(n)
+	return inc == 0 || inc == t.own.Incarnation
+}
+
+// sign puts this process's identity into its record.
+func (t *table) sign(n *van.Node) {
+	if t.own.Incarnation != 0 {
+		n.Endpoint = t.own.Encode()
+	}
 }
 
 // isScheduler tells whether this node is the scheduler.
@@ -91,7 +155,7 @@ func (t *table) name() string {
 
 // peer names node id and its address, for errors.
 func (t *table) peer(id int) string {
-	if n, ok := t.node(id); ok {
+	if n, ok := t.Node(id); ok {
 		return van.NodeName(id) + " at " + n.Addr()
 	}
 	return van.NodeName(id)
@@ -104,6 +168,17 @@ func (t *table) bad(from int, msg *van.Meta, field string, value any, want strin
 
 func (t *table) badErr(from int, msg *van.Meta, err error) error {
 	return &van.Error{Op: "receive " + msg.Control.Cmd.String(), Node: t.name(), Peer: t.peer(from), Err: err}
+}
+
+// misdirected is that for a message of, or for, another process.
+func (t *table) misdirected(from int, msg *van.Meta) error {
+	by, to := msg.Incarnations()
+	return t.bad(from, msg, "incarnations", fmt.Sprintf("%08x to %08x", by, to), fmt.Sprintf("%08x to %08x", t.incs[from], t.own.Incarnation))
+}
+
+// unknown is that for a command that no node handles.
+func (t *table) unknown(from int, msg *van.Meta) error {
+	return t.bad(from, msg, "control.cmd", msg.Control.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
 }
 
 // checkRecords returns an error if any record of msg is invalid.

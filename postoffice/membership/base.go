@@ -1,8 +1,16 @@
 package membership
 
-// How far this node is, from New to its end. All parts look at it.
+// What all parts of a machine stand on, and how far the node is, from New to its end.
 
 import "time"
+
+type base struct {
+	cfg   *Config
+	life  *life
+	table *table
+	out   *sender
+	alive *liveness
+}
 
 type phase int
 
