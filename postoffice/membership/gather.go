@@ -85,10 +85,8 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		} else {
 			delete(s.starting, from)
 		}
-		if !s.calls.starting() { // else it is counted there
-			meta := s.out.control(van.InstanceBarrier)
-			meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
-			s.out.send(from, meta)
+		if !slices.ContainsFunc(s.calls.open, func(t *ticket) bool { return t.starting }) { // else it is counted there
+			s.release(from, instance, msg.AppID, msg.CustomerID, 0)
 			return nil
 		}
 	}
@@ -122,23 +120,18 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		}
 	}
 	for _, id := range to {
-		owed := s.alive.isDown(id)
-		i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id })
-		if i >= 0 && s.table.native(id) {
+		owed, request := s.alive.isDown(id), uint64(0)
+		if i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id }); i >= 0 && s.table.native(id) {
 			s.note(id, key, answer{stamp: g.came[i].stamp, owed: owed})
+			request = named(g.came[i].stamp)
 		}
 		if owed {
 			continue
 		}
-		meta := s.out.control(msg.Control.Cmd)
-		meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
-		if i >= 0 && s.table.native(id) {
-			meta.Key = named(g.came[i].stamp)
-		}
-		s.out.send(id, meta)
+		s.release(id, instance, msg.AppID, msg.CustomerID, request)
 	}
-	if t := s.calls.finalizing(); t != nil && instance && group == t.group {
-		s.calls.leave() // the others leave when they have the release
+	if s.calls.finalizing() && instance && group == van.AllNodes {
+		s.calls.Leaving(now) // the others leave when they have the release
 	}
 	return nil
 }
@@ -162,7 +155,7 @@ func (s *gathers) answered(from int, key gatherKey, stamp int32) bool {
 	case last.failed != "":
 		s.tellFailed(from, key, last)
 	default:
-		s.release(from, key, last.stamp)
+		s.again(from, key, last.stamp)
 	}
 	return true
 }
@@ -187,23 +180,24 @@ func (s *gathers) withdraw(now time.Duration, from int, msg *van.Meta, n notice)
 	return nil
 }
 
-// release repeats the release of a request.
-func (s *gathers) release(id int, key gatherKey, stamp int32) {
-	s.note(id, key, answer{stamp: stamp})
-	cmd := van.Barrier
-	if key.instance {
-		cmd = van.InstanceBarrier
-	}
-	meta := s.out.control(cmd)
-	meta.AppID, meta.CustomerID, meta.Key = 0, 0, named(stamp)
+// release sends a release; request is the key of the request that it answers, see named.
+func (s *gathers) release(id int, instance bool, app, customer int32, request uint64) {
+	meta := s.out.control(barrierCommand(instance))
+	meta.AppID, meta.CustomerID, meta.Key = app, customer, request
 	s.out.send(id, meta)
+}
+
+// again repeats the release of a request.
+func (s *gathers) again(id int, key gatherKey, stamp int32) {
+	s.note(id, key, answer{stamp: stamp})
+	s.release(id, key.instance, 0, 0, named(stamp))
 }
 
 // releaseOwed sends the releases that could not be sent while id was down.
 func (s *gathers) releaseOwed(id int) {
 	for _, key := range sortedKeys(s.answers[id]) {
 		if a := s.answers[id][key]; a.owed {
-			s.release(id, key, a.stamp)
+			s.again(id, key, a.stamp)
 		}
 	}
 }
@@ -231,7 +225,7 @@ func (s *gathers) dropEmpty() {
 // While a live member is missing a barrier does not fail: some nodes wait in the barrier
 // of Finalize from the beginning, which must not end the work of the others.
 func (s *gathers) recheck(now time.Duration) {
-	for _, key := range s.keys() {
+	for _, key := range sortedKeys(s.open) {
 		g := s.open[key]
 		possible, living := len(g.came), 0
 		dead, fell := "", false
@@ -316,29 +310,31 @@ func (s *gathers) tellFailed(id int, key gatherKey, a answer) {
 	s.out.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
 }
 
+// tick also tells the nodes that wait for a barrier, other than one at the end of a program,
+// which nodes are missing: they say so in their error if they give up.
 func (s *gathers) tick(now time.Duration) {
 	if now < s.next() {
 		return
 	}
 	s.recheck(now)
-	for _, key := range s.keys() {
-		if g := s.open[key]; now >= g.nextNews {
-			for g.nextNews <= now {
-				g.nextNews += s.cfg.ReportEvery
+	for _, key := range sortedKeys(s.open) {
+		g := s.open[key]
+		if now < g.nextNews {
+			continue
+		}
+		for g.nextNews <= now {
+			g.nextNews += s.cfg.ReportEvery
+		}
+		for _, a := range g.came {
+			if s.tells(a) && !s.alive.isDown(a.id) {
+				s.out.tellAbout(a.id, notice{verb: verbWaiting, text: s.missing(key, g)}, named(a.stamp))
 			}
-			s.sendMissing(key, g)
 		}
 	}
 }
 
-// sendMissing tells the nodes that wait for a barrier, other than one at the end of a
-// program, which nodes are missing: they say so in their error if they give up.
-func (s *gathers) sendMissing(key gatherKey, g *gather) {
-	for _, a := range g.came {
-		if a.id != van.SchedulerID && !a.final && s.table.native(a.id) && !s.alive.isDown(a.id) {
-			s.out.tellAbout(a.id, notice{verb: verbWaiting, text: s.missing(key, g)}, named(a.stamp))
-		}
-	}
+func (s *gathers) tells(a arrival) bool {
+	return a.id != van.SchedulerID && !a.final && s.table.native(a.id)
 }
 
 func (s *gathers) next() time.Duration {
@@ -347,15 +343,12 @@ func (s *gathers) next() time.Duration {
 		if g.stuck && !g.told {
 			next = min(next, g.since+s.cfg.ReplaceTimeout)
 		}
-		if slices.ContainsFunc(g.came, func(a arrival) bool { return !a.final && s.table.native(a.id) && a.id != van.SchedulerID }) {
+		if slices.ContainsFunc(g.came, s.tells) {
 			next = min(next, g.nextNews)
 		}
 	}
 	return next
 }
-
-// keys lists the requested barriers in a fixed order.
-func (s *gathers) keys() []gatherKey { return sortedKeys(s.open) }
 
 func sortedKeys[V any](m map[gatherKey]V) []gatherKey {
 	return slices.SortedFunc(maps.Keys(m), func(a, b gatherKey) int {
@@ -366,7 +359,7 @@ func sortedKeys[V any](m map[gatherKey]V) []gatherKey {
 // text lists the missing nodes of all open barriers.
 func (s *gathers) text() string {
 	var parts []string
-	for _, key := range s.keys() {
+	for _, key := range sortedKeys(s.open) {
 		parts = append(parts, s.missing(key, s.open[key]))
 	}
 	return strings.Join(parts, "; ")

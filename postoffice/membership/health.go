@@ -24,6 +24,23 @@ const (
 	declared                    // the scheduler says so
 )
 
+// lossError says why a node is considered dead. It wraps van.ErrPeerLost and the
+// transport's error, if there is one.
+type lossError struct {
+	text  string
+	cause error
+	cut   bool // a connection broke: the node need not be dead
+}
+
+func (e *lossError) Error() string { return e.text }
+
+func (e *lossError) Unwrap() []error {
+	if e.cause == nil {
+		return []error{van.ErrPeerLost}
+	}
+	return []error{van.ErrPeerLost, e.cause}
+}
+
 type health struct {
 	seen  time.Duration // when it was last heard, or its connection came back
 	heard time.Duration // when its last message came
@@ -59,7 +76,6 @@ type liveness struct {
 	lastCheck time.Duration   // when silence was last checked
 }
 
-// begin takes the process that has got id for alive.
 func (l *liveness) begin(now time.Duration, id int) { l.peers[id] = &health{seen: now} }
 
 func (l *liveness) isDown(id int) bool {
@@ -158,7 +174,6 @@ func (l *liveness) lapsed(now time.Duration, id int) bool {
 	return h.down&silent == 0 && now-h.seen >= l.maxSilence(id)
 }
 
-// silence is why id is dead when it has been silent for too long.
 func (l *liveness) silence(now time.Duration, id int) error {
 	return &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-l.peers[id].seen, l.maxSilence(id))}
 }
@@ -201,7 +216,6 @@ func (l *liveness) fallen(now time.Duration) []int {
 	})
 }
 
-// nextCheck is when fallen is to be asked next.
 func (l *liveness) nextCheck() time.Duration {
 	next, any := time.Duration(math.MaxInt64), false
 	for _, id := range l.watched() {

@@ -1,9 +1,10 @@
 package membership
 
 // Registrations while the cluster has not formed: who has come, whom the scheduler cannot
-// accept, and whose connection broke.
+// accept, whose connection broke, and which id each gets.
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -46,7 +47,7 @@ func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
 		s.list = slices.Delete(s.list, i, i+1)
 		if a == b {
 			j.temp = old.temp
-		} else if old.temp != 0 {
+		} else {
 			s.out.disconnect(old.temp) // it is marked as for the process that was there
 		}
 	}
@@ -54,9 +55,7 @@ func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
 		if rival != nil {
 			s.reach(rival) // the connection shows whether it still runs
 		}
-		if j.temp != 0 {
-			s.out.disconnect(j.temp)
-		}
+		s.out.disconnect(j.temp)
 		s.refusals.refuse(now, &rec, why)
 		return false
 	}
@@ -79,7 +78,7 @@ func (s *joins) misfit(rec *van.Node) (why string, rival *join) {
 	if _, ok := s.hosts[rec.Hostname]; s.hosts != nil && !ok {
 		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), nil
 	}
-	count := 0
+	var taken []string
 	for _, j := range s.list {
 		o := &j.node
 		if j.lost != nil {
@@ -92,22 +91,16 @@ func (s *joins) misfit(rec *van.Node) (why string, rival *join) {
 		if o.Role != rec.Role {
 			continue
 		}
-		count++
+		taken = append(taken, o.Addr())
 		if rec.AuxID != -1 && o.AuxID == rec.AuxID {
 			return fmt.Sprintf("%s %s and %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
 				"DMLC_RANK_OFFSET", rec.Role, o.Addr(), rec.Addr(), rec.AuxID), j
 		}
 	}
-	if count >= n {
-		return fmt.Sprintf("all %d places for a %s are taken (%s), by %s", n, rec.Role, s.cfg.formula(rec.Role),
-			s.joinedText(rec.Role)), nil
+	if len(taken) >= n {
+		return fmt.Sprintf("all %d places for a %s are taken (%s), by %s", n, rec.Role, s.cfg.formula(rec.Role), list(taken)), nil
 	}
 	return "", nil
-}
-
-// at returns the registration of the node at n's address.
-func (s *joins) at(n *van.Node) *join {
-	return s.list[slices.IndexFunc(s.list, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })]
 }
 
 // present lists the nodes that have registered and count.
@@ -153,13 +146,6 @@ func (s *joins) back(now time.Duration, temp int) bool {
 	return false
 }
 
-// end returns all that have registered, as the cluster has formed.
-func (s *joins) end() []*join {
-	list := s.list
-	s.list = nil
-	return list
-}
-
 // reach gives a registered node a temporary id and a connection.
 func (s *joins) reach(j *join) {
 	if j.temp == 0 {
@@ -177,40 +163,27 @@ func (s *joins) tell(n notice) {
 	}
 }
 
-func (s *joins) joinedText(role van.Role) string {
-	var names []string
-	for _, n := range s.present() {
-		if n.Role == role {
-			names = append(names, n.Addr())
-		}
-	}
-	return list(names)
-}
-
 // missing lists, by role, how many nodes and which ranks have not registered.
 func (s *joins) missing(present []van.Node) []string {
 	var out []string
 	for _, role := range []van.Role{van.Worker, van.Server} {
 		n := s.cfg.instances(role)
-		count, ranked := 0, false
-		has := make([]bool, n)
+		missing, ranked, has := n, false, map[int]bool{}
 		for i := range present {
 			if p := &present[i]; p.Role == role {
-				count++
-				if p.AuxID >= 0 && p.AuxID < n {
-					has[p.AuxID] = true
-				}
+				missing--
+				has[p.AuxID] = true
 			}
 			ranked = ranked || present[i].AuxID != -1
 		}
-		if count == n {
+		if missing == 0 {
 			continue
 		}
-		text := fmt.Sprintf("%d of %d %ss", n-count, n, role)
+		text := fmt.Sprintf("%d of %d %ss", missing, n, role)
 		if ranked {
 			var ranks []string
-			for r, ok := range has {
-				if !ok {
+			for r := range n {
+				if !has[r] {
 					ranks = append(ranks, fmt.Sprint(r))
 				}
 			}
@@ -221,8 +194,10 @@ func (s *joins) missing(present []van.Node) []string {
 	return out
 }
 
-// ofThisCluster returns "", or why a registering node belongs to another cluster.
-func (s *joins) ofThisCluster(rec *van.Node) string {
+// unlike returns "", or why a registering node is not one of this cluster, or what it has that does
+// not fit the scheduler's: with it the cluster would form, and fail later. Who speaks another
+// version would be taken for a C++ StepMesh node, and would wait for what such a node is not told.
+func (s *joins) unlike(rec *van.Node) string {
 	who, ok := rec.Identity()
 	switch {
 	case !ok || failpoint.On("cluster-id"):
@@ -231,24 +206,16 @@ func (s *joins) ofThisCluster(rec *van.Node) string {
 	case !s.cfg.NamedCluster && who.Cluster != 0:
 		return "its STEPAF_CLUSTER_ID is set, that of the scheduler is not"
 	}
-	return ""
-}
-
-// unlike returns "", or what a registering node has that does not fit the scheduler's: with
-// it the cluster would form, and fail later. Who speaks another version would be taken for a
-// C++ StepMesh node, and would wait for what such a node is not told.
-func (s *joins) unlike(rec *van.Node) string {
 	if v, ok := van.VersionOf(rec.Endpoint); ok && v != van.IdentityVersion && s.table.own.Incarnation != 0 {
 		return fmt.Sprintf("its library speaks version %d of what nodes tell each other, that of the scheduler at %s version %d; "+
 			"run one release of the library on all nodes", v, s.table.self.Addr(), van.IdentityVersion)
 	}
-	who, _ := rec.Identity()
-	own, other := s.table.own.Settings, who.Settings
+	own, other, bit := s.table.own.Settings, who.Settings, map[bool]int{true: 1}
 	switch {
 	case !own.Known || !other.Known:
 	case own.Resend != other.Resend:
 		return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
-			bit(other.Resend), s.table.self.Addr(), bit(own.Resend))
+			bit[other.Resend], s.table.self.Addr(), bit[own.Resend])
 	case other.Workers != 0 && own.Workers != 0 && other.Workers != own.Workers:
 		return s.otherCount("DMLC_NUM_WORKER", other.Workers, own.Workers)
 	case other.Servers != 0 && own.Servers != 0 && other.Servers != own.Servers:
@@ -261,9 +228,50 @@ func (s *joins) otherCount(name string, its, own int) string {
 	return fmt.Sprintf("its %s x DMLC_GROUP_SIZE is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, s.table.self.Addr(), own)
 }
 
-func bit(b bool) int {
-	if b {
-		return 1
+// sortJoins puts registered nodes into the order in which they get ids: by host,
+// descending, then by port; with BYTEPS_ORDERED_HOSTS hosts are in that order. There
+// C++ StepMesh leaves the order of nodes on one host undefined; here ports decide it.
+func sortJoins(nodes []van.Node, hosts map[string]int) {
+	slices.SortStableFunc(nodes, func(a, b van.Node) int {
+		byHost := cmp.Compare(b.Hostname, a.Hostname)
+		if hosts != nil {
+			byHost = cmp.Compare(hosts[a.Hostname], hosts[b.Hostname])
+		}
+		if byHost != 0 {
+			return byHost
+		}
+		return cmp.Compare(a.Port, b.Port)
+	})
+}
+
+// assignIDs gives every node of a sorted list its id: by preferred rank if it has one,
+// otherwise by counting. A second record with the same address, which is another
+// customer of the same process, gets the first one's id; shared maps the id that it
+// would have had to the one it got.
+func assignIDs(nodes []van.Node) (shared map[int]int) {
+	next := map[van.Role]int{}
+	byAddr := map[string]int{}
+	for i := range nodes {
+		n := &nodes[i]
+		rank := next[n.Role]
+		next[n.Role]++
+		if n.AuxID != -1 {
+			rank = n.AuxID
+		}
+		id := van.ServerID(rank)
+		if n.Role == van.Worker {
+			id = van.WorkerID(rank)
+		}
+		if first, ok := byAddr[n.Addr()]; ok {
+			if shared == nil {
+				shared = map[int]int{}
+			}
+			shared[id] = first
+			n.ID = first
+			continue
+		}
+		byAddr[n.Addr()] = id
+		n.ID = id
 	}
-	return 0
+	return shared
 }

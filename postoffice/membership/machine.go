@@ -1,19 +1,18 @@
 package membership
 
-// Machine: its inputs and what it tells. What it does is in the parts of node.go on workers and
-// servers, and in those of scheduler.go on the scheduler.
+// Machine: its inputs, and time. What becomes of them is in scheduler.go on the scheduler, and in
+// node.go on workers and servers.
 
 import (
 	"cmp"
 	"fmt"
 	"math"
-
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Machine is one node's membership. Make it with New. What its parts export is its own, too.
+// Machine is one node's membership. Make it with New. Methods that its parts export are its own.
 type Machine struct {
 	cfg  *Config
 	life *life
@@ -29,11 +28,40 @@ type Machine struct {
 	nextReport time.Duration // while joining
 }
 
+// base is what all parts stand on.
+type base struct {
+	cfg   *Config
+	life  *life
+	table *table
+	out   *sender
+	alive *liveness
+}
+
+type phase int
+
+const (
+	created phase = iota
+	joining       // Start was called; nodes are missing
+	ready
+	failed
+)
+
+// life is how far the node is, from New to its end.
+type life struct {
+	phase   phase
+	started time.Duration
+	failure error // what ended the machine
+
+	// leaving: the final barrier is over, or Leaving was called, so peers may leave.
+	leaving   bool
+	rejoining bool // the scheduler is a new process, which does not know the cluster yet
+	recovered bool // on the scheduler: it has resumed an earlier one's cluster
+}
+
 type role interface {
 	step(now time.Duration, from int, msg *van.Meta) error
 	lost(now time.Duration, id int, cause error)
 	back(now time.Duration, id int)
-	missing(t *ticket) string // at a barrier that waits
 	report(now time.Duration) Report
 	tick(now time.Duration) // once start-up is complete
 	next() time.Duration
@@ -125,7 +153,7 @@ func (m *Machine) Tick(now time.Duration) {
 	switch m.life.phase {
 	case joining:
 		if m.sched != nil {
-			m.sched.resume(now, m.sched.returns.tick(now))
+			m.sched.returns.tick(now)
 		}
 		if m.life.phase == joining {
 			m.tickStart(now)
@@ -186,15 +214,18 @@ func (m *Machine) tickStart(now time.Duration) {
 // cannot be told. An unknown ticket, or one that has ended, is ignored.
 func (m *Machine) CancelBarrier(n int) {
 	if t := m.tickets.get(n); t != nil {
-		m.tickets.giveUp(t, 0, m.role.missing(t))
+		m.tickets.giveUp(t, 0, m.Missing(n))
 	}
 }
 
 // Missing lists the missing nodes of a barrier that waits, as far as this node knows, or
 // "".
 func (m *Machine) Missing(n int) string {
-	if t := m.tickets.get(n); t != nil {
-		return m.role.missing(t)
+	t := m.tickets.get(n)
+	if t != nil && m.sched != nil {
+		return m.sched.gathers.text()
+	} else if t != nil {
+		return t.missing
 	}
 	return ""
 }
@@ -210,7 +241,7 @@ func (m *Machine) Link(_ time.Duration, ids []int) error {
 	case m.life.phase != ready || m.node == nil:
 		return &van.Error{Op: "link", Node: m.table.name(), Detail: "only workers and servers are linked, once they have started", Err: van.ErrInvalid}
 	}
-	return m.node.links.link(ids)
+	return m.node.records.link(ids)
 }
 
 // PoliciesAre says what this node has of the list of that version: a State for each. The

@@ -428,8 +428,8 @@ func TestListsAreBounded(t *testing.T) {
 		id := van.Identity{Incarnation: uint32(i + 1)}
 		m.sched.places.remember(&van.Node{ID: 9, Role: van.Worker, Endpoint: id.Encode()})
 	}
-	if f := m.sched.places.former; len(f) != maxFormer || f[0].incarnation != 51 || f[maxFormer-1].incarnation != maxFormer+50 {
-		t.Errorf("%d former processes, from %d to %d", len(f), f[0].incarnation, f[len(f)-1].incarnation)
+	if f := m.sched.places.former; len(f) != maxFormer || incarnationOf(&f[0]) != 51 || incarnationOf(&f[maxFormer-1]) != maxFormer+50 {
+		t.Errorf("%d former processes, from %d to %d", len(f), incarnationOf(&f[0]), incarnationOf(&f[len(f)-1]))
 	}
 
 	m, err = New(testConfig(van.Worker, 1, 1, "10.0.0.2:4000", -1))

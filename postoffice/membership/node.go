@@ -5,6 +5,7 @@ package membership
 import (
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -12,14 +13,17 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
+// returnBeat is the time between two heartbeats of a node whose scheduler does not know the
+// cluster yet.
+const returnBeat = time.Second
+
 type node struct {
 	base
 	calls    *tickets
-	beats    beats
-	links    links
 	records  records
 	policies nodePolicies
-	former   []uint32 // incarnations of former schedulers
+	nextBeat time.Duration // when ready, if heartbeats are sent
+	former   []uint32      // incarnations of former schedulers
 
 	// While joining: why the connection to the scheduler is lost, and its last waiting notice.
 	schedulerLost error
@@ -27,9 +31,7 @@ type node struct {
 }
 
 func newNode(b base, calls *tickets) *node {
-	n := &node{base: b, calls: calls, beats: beats{base: b}, links: links{base: b}, policies: nodePolicies{base: b}}
-	n.records = records{base: b, calls: calls, beats: &n.beats, links: &n.links, latest: map[int]int32{}}
-	return n
+	return &node{base: b, calls: calls, policies: nodePolicies{base: b}, records: records{base: b, calls: calls, latest: map[int]int32{}}}
 }
 
 // register sends this node's record to the scheduler.
@@ -39,31 +41,35 @@ func (n *node) register() {
 	n.out.send(van.SchedulerID, meta)
 }
 
-// step handles one message.
 func (n *node) step(now time.Duration, from int, msg *van.Meta) error {
 	if !n.genuine(now, from, msg) {
 		return n.table.misdirected(from, msg)
 	}
 	n.calls.heard(now, from)
 	switch c := &msg.Control; {
-	case c.Cmd == van.AddNode, c.Cmd == van.Heartbeat && len(c.Nodes) > 0:
-		if from != van.SchedulerID {
-			return n.table.bad(from, msg, "sender", from, "the scheduler")
-		}
-		if c.Cmd == van.Heartbeat {
-			n.answered(msg)
-			return nil
-		}
-		return n.takeRecords(now, msg)
-	case c.Cmd == van.Barrier, c.Cmd == van.InstanceBarrier:
-		if msg.Request {
-			return n.table.bad(from, msg, "request", true, "false: only the scheduler counts barriers")
-		}
-		return n.calls.release(from, msg)
-	case c.Cmd == van.Heartbeat:
+	case c.Cmd == van.Heartbeat && len(c.Nodes) == 0:
 		return n.notice(now, from, msg)
+	case c.Cmd != van.AddNode && c.Cmd != van.Heartbeat:
+		return n.calls.release(now, from, msg)
+	case from != van.SchedulerID:
+		return n.table.bad(from, msg, "sender", from, "the scheduler")
+	case c.Cmd == van.Heartbeat:
+		n.answered(msg)
+		return nil
 	}
-	return n.table.unknown(from, msg)
+	joins := n.life.phase == joining
+	if err := n.records.step(now, msg); err != nil || n.life.phase == failed {
+		return err
+	}
+	if joins {
+		n.schedulerLost, n.schedulerSaid = nil, ""
+		n.nextBeat = now + n.cfg.HeartbeatInterval
+		if n.cfg.NativeInterval || n.table.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
+			n.nextBeat = now
+		}
+	}
+	n.resumed()
+	return nil
 }
 
 // genuine tells whether msg comes from the process that has its sender's id, and is meant for
@@ -97,21 +103,18 @@ func (n *node) genuine(now time.Duration, from int, msg *van.Meta) bool {
 	return n.schedulerChanged(now, &nodes[i])
 }
 
-// schedulerChanged handles that the scheduler is a new process, with the record rec. It returns false if it
-// has no identity, or start-up is not complete.
+// schedulerChanged handles that the scheduler is a new process, with the record rec. It
+// returns false if that has no identity, or start-up is not complete.
 func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	who, ok := rec.Identity()
 	if !ok || n.alive.peers[van.SchedulerID] == nil {
 		return false
 	}
-	if len(n.former) == maxFormer {
-		n.former = slices.Delete(n.former, 0, 1)
-	}
-	n.former = append(n.former, n.table.incs[van.SchedulerID])
+	n.former = keep(n.former, n.table.incs[van.SchedulerID], maxFormer)
 	n.table.scheduler.Endpoint = slices.Clone(rec.Endpoint)
 	n.table.incs[van.SchedulerID] = who.Incarnation
 	n.life.rejoining = true
-	n.beats.due = now + returnBeat
+	n.nextBeat = now + returnBeat
 	n.alive.peers[van.SchedulerID] = &health{seen: now, since: now,
 		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
 	n.out.connect(van.SchedulerID, n.table.scheduler)
@@ -121,43 +124,48 @@ func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
 	return true
 }
 
-// asked answers a new scheduler that asks for what it lacks.
-func (n *node) asked(what notice) {
-	if what.text == "table" && n.life.rejoining {
-		n.beats.send(true)
+// beat sends a heartbeat with this node's record; with whole, of the others' as well.
+func (n *node) beat(whole bool) {
+	meta := n.out.control(van.Heartbeat)
+	meta.Control.Nodes = []van.Node{n.table.self}
+	if whole {
+		others := slices.DeleteFunc(slices.Clone(n.table.nodes), func(r van.Node) bool { return r.ID == n.table.self.ID })
+		meta.Control.Nodes = append(meta.Control.Nodes, others...)
 	}
+	if n.table.native(van.SchedulerID) {
+		meta.Key = beatKey(n.table.generation, n.cfg.HeartbeatInterval)
+	}
+	n.out.send(van.SchedulerID, meta)
+}
+
+func (n *node) beatDue() time.Duration {
+	if n.alive.beating() || n.life.rejoining && !n.life.leaving {
+		return n.nextBeat
+	}
+	return math.MaxInt64
 }
 
 // resumed notes that the scheduler knows the cluster again.
 func (n *node) resumed() {
 	if n.life.rejoining {
 		n.life.rejoining = false
-		n.policies.send()
+		n.policies.sendTo(van.SchedulerID, &n.base)
 		n.calls.ask()
 	}
-}
-
-// takeRecords handles the node table, or later the record of a replacement.
-func (n *node) takeRecords(now time.Duration, msg *van.Meta) error {
-	if err := n.records.step(now, msg); err != nil || n.life.phase == failed {
-		return err
-	}
-	n.schedulerLost, n.schedulerSaid = nil, ""
-	n.resumed()
-	return nil
 }
 
 // answered handles the scheduler's answer to a heartbeat.
 func (n *node) answered(msg *van.Meta) {
 	if len(msg.Body) == 0 || !n.table.native(van.SchedulerID) {
 		n.resumed()
-		n.policies.apply()
-	} else if what, err := parseNotice(msg.Body); err == nil && what.verb == verbRejoin {
-		n.asked(what)
+		if p := n.policies.policies; p.version > 0 {
+			n.out.emit(Policies{p.version, p.list}) // more of them may be in force by now
+		}
+	} else if what, err := parseNotice(msg.Body); err == nil && what.verb == verbRejoin && what.text == "table" && n.life.rejoining {
+		n.beat(true) // a new scheduler lacks the records of some
 	}
 }
 
-// notice handles a notice of the scheduler.
 func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	if len(msg.Body) == 0 {
 		return nil
@@ -175,8 +183,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	case verbWithdraw:
 		return n.table.bad(from, msg, "body", what.verb, "a notice for others than the scheduler")
 	case verbError:
-		n.calls.end(&van.Error{Op: "join the cluster", Node: n.table.name(), Peer: n.table.peer(van.SchedulerID), Detail: what.text,
-			Err: ErrRefused})
+		n.calls.end(n.table.refused("join the cluster", what.text))
 	case verbWaiting:
 		if n.life.phase == joining {
 			n.schedulerSaid = what.text
@@ -202,7 +209,6 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	return nil
 }
 
-// declare handles the notice that a node is dead, or back.
 func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {
 	id, h := what.id, n.alive.peers[what.id]
 	about, known := msg.Key, uint64(n.table.incs[id])
@@ -228,8 +234,7 @@ func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {
 func (n *node) lost(now time.Duration, id int, cause error) {
 	switch {
 	case id == van.SchedulerID && errors.Is(cause, van.ErrReplaced): // it cannot be asked any more
-		n.calls.end(&van.Error{Op: "connect", Node: n.table.name(), Peer: n.table.peer(id), Err: ErrRefused,
-			Detail: fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)})
+		n.calls.end(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
 		return
 	case id == van.SchedulerID && n.life.phase == joining:
 		n.schedulerLost = cause
@@ -238,7 +243,7 @@ func (n *node) lost(now time.Duration, id int, cause error) {
 		return
 	}
 	err, quiet := n.alive.broke(now, id, cause)
-	if n.calls.finalizing() != nil {
+	if n.calls.finalizing() {
 		n.calls.hold(now, id, err)
 		return
 	}
@@ -262,7 +267,7 @@ func (n *node) back(now time.Duration, id int) {
 		return
 	}
 	if id == van.SchedulerID && n.table.native(id) && !n.life.leaving && (held || h.down != 0) {
-		n.beats.send(false) // another process may listen there now; its answer tells
+		n.beat(false) // another process may listen there now; its answer tells
 	}
 	if id == van.SchedulerID && held {
 		n.calls.askAgain()
@@ -270,46 +275,39 @@ func (n *node) back(now time.Duration, id int) {
 	n.calls.peerUp(now, id, connLost)
 }
 
-// missing says what this node knows of who is missing at a barrier.
-func (n *node) missing(t *ticket) string {
-	if t.missing == "" {
-		return ""
-	}
-	return "the scheduler says: " + t.missing
-}
-
-// tick advances time in the cluster.
 func (n *node) tick(now time.Duration) {
 	for _, t := range n.calls.expired(now) {
-		n.calls.giveUp(t, t.deadline-t.since, n.missing(t))
+		n.calls.giveUp(t, t.deadline-t.since, t.missing)
 	}
-	n.calls.tick(now)
-	n.beats.tick(now)
+	n.calls.reportHeld(now)
+	n.calls.failWithoutScheduler(now)
+	if now >= n.beatDue() {
+		n.nextBeat = now + n.cfg.HeartbeatInterval
+		if n.life.rejoining {
+			n.nextBeat = now + returnBeat
+		}
+		n.beat(false)
+	}
 	for _, id := range n.alive.fallen(now) {
 		n.calls.peerDown(now, id, silent, n.alive.silence(now, id))
 	}
 }
 
 func (n *node) next() time.Duration {
-	return min(n.calls.next(), n.beats.next(), n.alive.nextCheck())
+	return min(n.calls.next(), n.beatDue(), n.alive.nextCheck())
 }
 
 func (n *node) report(now time.Duration) Report {
 	r := n.alive.report(now)
-	if !r.Ready {
-		r.Note = n.schedulerNote()
+	switch at := "the scheduler at " + n.table.scheduler.Addr(); {
+	case r.Ready:
+	case n.schedulerLost != nil:
+		r.Note = fmt.Sprintf("the connection to %s broke: %s", at, n.schedulerLost)
+	case n.schedulerSaid != "":
+		r.Note = "the scheduler says: " + n.schedulerSaid
+	default:
+		r.Note = fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
+			"or it waits for other nodes without saying so, as the C++ one does", at, describe(&n.table.self))
 	}
 	return r
-}
-
-func (n *node) schedulerNote() string {
-	at := "the scheduler at " + n.table.scheduler.Addr()
-	switch {
-	case n.schedulerLost != nil:
-		return fmt.Sprintf("the connection to %s broke: %s", at, n.schedulerLost)
-	case n.schedulerSaid != "":
-		return "the scheduler says: " + n.schedulerSaid
-	}
-	return fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
-		"or it waits for other nodes without saying so, as the C++ one does", at, describe(&n.table.self))
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -20,22 +21,15 @@ type places struct {
 	policies *policyList
 	stamps   map[int]int32 // timestamp of the registration of each node
 	claims   map[int]*join // by id, registrations under the address of a member that may be alive
-	former   []former      // processes that were replaced, oldest first
+	former   []van.Node    // processes that were replaced, oldest first
 }
 
 // maxFormer bounds how many replaced processes are remembered.
 const maxFormer = 256
 
-// former is a process whose id was given to another.
-type former struct {
-	incarnation uint32
-	id          int
-	node        van.Node
-}
-
 // register handles a registration: the node may replace a dead one of its role.
 func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
-	id := 0
+	fits := func(n *van.Node) bool { return rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID) }
 	for i := range p.table.nodes {
 		n := &p.table.nodes[i]
 		if !sameAddr(n, &rec) || n.Role != rec.Role {
@@ -61,22 +55,19 @@ func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
 			return
 		}
 		p.watch.down(now, n.ID, connLost, restarted(&rec))
-		if rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID) {
-			id = n.ID
+		if fits(n) {
+			p.give(now, n.ID, rec, stamp)
+			return
 		}
 		break
 	}
 	for i := range p.table.nodes {
-		n := &p.table.nodes[i]
-		if id == 0 && n.Role == rec.Role && p.alive.isDown(n.ID) && (rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID)) {
-			id = n.ID
+		if n := &p.table.nodes[i]; n.Role == rec.Role && p.alive.isDown(n.ID) && fits(n) {
+			p.give(now, n.ID, rec, stamp)
+			return
 		}
 	}
-	if id == 0 {
-		p.refusals.refuse(now, &rec, p.none(&rec))
-		return
-	}
-	p.give(now, id, rec, stamp)
+	p.refusals.refuse(now, &rec, p.none(&rec))
 }
 
 func restarted(rec *van.Node) error { return &lossError{text: "restarted at " + rec.Addr()} }
@@ -106,7 +97,7 @@ func (p *places) give(now time.Duration, id int, rec van.Node, stamp int32) {
 		switch {
 		case to == id:
 			p.watch.introduce(to)
-			p.policies.send(to)
+			p.policies.sendTo(to, &p.base)
 			p.watch.expect(now, to)
 		case !p.alive.isDown(to):
 			p.watch.records(to, []van.Node{rec})
@@ -121,20 +112,17 @@ func (p *places) give(now time.Duration, id int, rec van.Node, stamp int32) {
 
 // none says why there is no place for a node.
 func (p *places) none(rec *van.Node) string {
-	dead := ""
-	for i := range p.table.nodes {
-		if n := &p.table.nodes[i]; n.Role == rec.Role && p.alive.isDown(n.ID) {
-			dead += ", " + van.NodeName(n.ID)
-		}
-	}
-	if dead != "" {
-		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, dead[2:])
-	}
-	var names []string
+	var names, dead []string
 	for i := range p.table.nodes {
 		if n := &p.table.nodes[i]; n.Role == rec.Role {
 			names = append(names, fmt.Sprintf("%s rank %d", n.Addr(), van.RankOf(n.ID)))
+			if p.alive.isDown(n.ID) {
+				dead = append(dead, van.NodeName(n.ID))
+			}
 		}
+	}
+	if len(dead) > 0 {
+		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, strings.Join(dead, ", "))
 	}
 	return fmt.Sprintf("the cluster is complete: all %d places for a %s are taken (%s) and none of its nodes is dead: %s",
 		p.cfg.instances(rec.Role), rec.Role, p.cfg.formula(rec.Role), list(names))
@@ -156,20 +144,15 @@ func (p *places) back(now time.Duration, rec *van.Node) {
 
 // remember notes the process with record old as a former one.
 func (p *places) remember(old *van.Node) {
-	inc := incarnationOf(old)
-	if inc == 0 {
-		return
+	if incarnationOf(old) != 0 {
+		p.former = keep(p.former, *old, maxFormer)
 	}
-	if len(p.former) == maxFormer {
-		p.former = slices.Delete(p.former, 0, 1)
-	}
-	p.former = append(p.former, former{inc, old.ID, *old})
 }
 
 // formerly returns the process with that incarnation which had id, nil if it is not known.
 func (p *places) formerly(incarnation uint32, id int) *van.Node {
-	if i := slices.IndexFunc(p.former, func(f former) bool { return f.incarnation == incarnation && f.id == id }); i >= 0 {
-		return &p.former[i].node
+	if i := slices.IndexFunc(p.former, func(n van.Node) bool { return n.ID == id && incarnationOf(&n) == incarnation }); i >= 0 {
+		return &p.former[i]
 	}
 	return nil
 }

@@ -1,13 +1,18 @@
 package membership
 
-// Policies: what the scheduler tells nodes of this library at run time about what they send, and
-// how it is written.
+// Policies: what the scheduler tells nodes of this library at run time about what they send.
+// It keeps the list, with a version that grows with each change, and sends all of it to nodes
+// that have not said that they have it, at the latest when their next heartbeat comes. A node
+// answers with what it has in force. A scheduler that was started again takes the list from
+// the nodes. Processes that are no nodes list it and change it.
 
 import (
 	"fmt"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -125,6 +130,13 @@ type policies struct {
 	list    []Policy
 }
 
+// sendTo sends the list to a node of this library.
+func (p *policies) sendTo(to int, b *base) {
+	if p.version > 0 && b.table.native(to) {
+		b.out.tell(to, notice{verb: verbPolicies, text: p.text()})
+	}
+}
+
 func (p *policies) text() string {
 	var w []string
 	for i := range p.list {
@@ -152,5 +164,239 @@ func parsePolicies(text string) (version uint32, list []Policy, err error) {
 	return uint32(n), list, nil
 }
 
-// notice is how one node sends the list to another.
-func (p *policies) notice() notice { return notice{verb: verbPolicies, text: p.text()} }
+type policyList struct {
+	base
+	policies
+	refusals *refusals
+	own      bool                 // it has changed the list itself
+	await    time.Duration        // until then the nodes' lists of a former scheduler may come
+	have     map[int]havePolicies // by node
+}
+
+// havePolicies is what a node has said.
+type havePolicies struct {
+	incarnation, version uint32
+	states               string
+}
+
+func (p *policyList) tellAll() {
+	for _, id := range p.table.ids() {
+		p.sendTo(id, &p.base)
+	}
+}
+
+// beat sends the list to a node that has sent a heartbeat, unless it has it.
+func (p *policyList) beat(id int) {
+	if h := p.have[id]; h.version != p.version || h.incarnation != p.table.incs[id] {
+		p.sendTo(id, &p.base)
+	}
+}
+
+// maxTaken bounds the version that a scheduler takes from a node, so that there are others behind it.
+const maxTaken = 1 << 31
+
+// take takes the list of a former scheduler from a node, on one that has resumed its cluster.
+func (p *policyList) take(from int, msg *van.Meta, n notice) error {
+	version, list, err := parsePolicies(n.text)
+	switch {
+	case err != nil:
+		return p.table.bad(from, msg, "body "+n.verb, err, "policies")
+	case version >= maxTaken:
+		return p.table.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxTaken)))
+	case p.table.native(from) && p.life.recovered && !p.own && version > p.version:
+		p.version, p.list = version, list
+		p.tellAll()
+	}
+	return nil
+}
+
+// note notes what a node has.
+func (p *policyList) note(from int, n notice) {
+	version, states, _ := strings.Cut(n.text, " ")
+	if v, ok := number(version); ok && p.table.native(from) && v == int(p.version) && len(states) == len(p.list) {
+		p.have[from] = havePolicies{p.table.incs[from], p.version, states}
+	}
+}
+
+func (p *policyList) set(q Policy) error {
+	if q.Rate == 0 && q.Class == 0 && q.Order == "" {
+		return wrong("policy", q.String(), "a rate, a class or an order as well")
+	}
+	if q.Peer != 0 && !p.table.has(q.Peer) {
+		return wrong("peer", van.NodeName(q.Peer), fmt.Sprintf("a node of this cluster, which has %d workers and %d servers",
+			p.cfg.instances(van.Worker), p.cfg.instances(van.Server)))
+	}
+	list := slices.Clone(p.list)
+	i := slices.IndexFunc(list, func(o Policy) bool { return o.Target() == q.Target() })
+	if i < 0 {
+		i, list = len(list), append(list, Policy{Peer: q.Peer, App: q.App})
+	}
+	o := &list[i]
+	if q.Rate != 0 {
+		o.Rate = q.Rate
+	}
+	if q.Class != 0 {
+		o.Class = q.Class
+	}
+	if q.Order != "" {
+		o.Order = q.Order
+	}
+	if full := (&policies{version: 1<<32 - 1, list: list}).text(); len(full) > maxPolicies {
+		return wrong("policies", strconv.Itoa(len(list)), "fewer: all of them must fit into one message; clear some")
+	}
+	p.change(list)
+	return nil
+}
+
+// change makes list the policies, and tells all nodes.
+func (p *policyList) change(list []Policy) {
+	if slices.Equal(list, p.list) {
+		return
+	}
+	p.version, p.list, p.own = p.version+1, list, true
+	p.tellAll()
+}
+
+// lines is the list with the ids of the nodes that have each policy in force, those where it
+// waits, that cannot have it, that have not said so yet, are dead, and are C++ StepMesh's.
+func (p *policyList) lines() (lines []string) {
+	for i := range p.list {
+		groups := map[string][]string{}
+		for _, id := range p.table.ids() {
+			group := "asked"
+			switch h := p.have[id]; {
+			case id == p.list[i].Peer:
+				continue
+			case p.alive.isDown(id):
+				group = "dead"
+			case !p.table.native(id):
+				group = "original"
+			case h.version == p.version && h.incarnation == p.table.incs[id] && len(h.states) == len(p.list):
+				if group = stateNames[State(h.states[i])]; group == "" {
+					continue
+				}
+			}
+			groups[group] = append(groups[group], strconv.Itoa(id))
+		}
+		line := []byte(p.list[i].String())
+		for _, g := range []string{"in-force", "pending", "unfit", "asked", "dead", "original"} {
+			first := " " + g + "="
+			sep := first
+			for _, id := range groups[g] {
+				if len(line)+len(sep)+len(id) > maxPolicies {
+					lines, line, sep = append(lines, string(line)), []byte(p.list[i].String()), first
+				}
+				line = append(append(line, sep...), id...)
+				sep = ","
+			}
+		}
+		lines = append(lines, string(line))
+	}
+	return lines
+}
+
+var stateNames = map[State]string{InForce: "in-force", Pending: "pending", Unfit: "unfit"}
+
+// Question is the body of a message to the scheduler from a process that is no node of the
+// cluster. It listens at addr, which is numeric.
+func Question(incarnation uint32, addr, question string) []byte {
+	return notice{verb: verbAsk, text: fmt.Sprintf("%d %s %s", incarnation, addr, question)}.body()
+}
+
+// Answer reads the body of one of the scheduler's answers. They are numbered from 0, and the
+// last one is "end".
+func Answer(body []byte) (number int, text string, ok bool) {
+	n, err := parseNotice(body)
+	if err != nil || n.verb != verbAnswer {
+		return 0, "", false
+	}
+	word, text, _ := strings.Cut(n.text, " ")
+	number, err = strconv.Atoi(word)
+	return number, text, err == nil && strings.TrimSpace(text) != ""
+}
+
+// ask answers a process that is no node: "<incarnation> <host:port> <question>". Each
+// answer costs a connection, so there are as many as of refusals at most, and none before the
+// nodes had time to say what a former scheduler has told them; who gets none asks again.
+func (p *policyList) ask(now time.Duration, from int, msg *van.Meta, n notice, report func(time.Duration) Report) error {
+	words := strings.SplitN(n.text, " ", 3)
+	bad := func(want string) error {
+		return p.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), want)
+	}
+	if len(words) != 3 {
+		return bad("an incarnation, an address and a question")
+	}
+	inc, ok := number(words[0])
+	addr, err := netip.ParseAddrPort(words[1])
+	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) {
+		return bad("an incarnation, and a numeric address")
+	}
+	id := van.Identity{Incarnation: uint32(inc)}
+	rec := van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},
+		DevTypes: []int32{0}, DevIDs: []int32{0}, Endpoint: id.Encode(), AuxID: -1}
+	if p.refusals.expire(now); now < p.await || !p.refusals.spend(now, rec) {
+		return nil
+	}
+	answers, err := p.answer(words[2], report)
+	if err != nil {
+		answers = []string{"error " + err.Error()}
+	}
+	temp := p.out.reach(rec)
+	for i, a := range append(answers, "end") {
+		p.out.tell(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
+	}
+	p.out.disconnect(temp)
+	return nil
+}
+
+// answer carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
+// answers is a policy, and nodes in each state; consecutive ones may be about the same policy.
+func (p *policyList) answer(question string, report func(time.Duration) Report) ([]string, error) {
+	what, arg, _ := strings.Cut(question, " ")
+	switch {
+	case p.life.phase != ready:
+		return nil, fmt.Errorf("the cluster has not formed yet: %s", report(p.life.started))
+	case what == "list" && arg == "":
+	case what == "set":
+		o, err := ParsePolicy(arg)
+		if err != nil {
+			return nil, err
+		}
+		if err := p.set(o); err != nil {
+			return nil, err
+		}
+	case what == "clear":
+		p.change(slices.DeleteFunc(slices.Clone(p.list), func(o Policy) bool { return arg == "all" || o.Target() == arg }))
+	default:
+		return nil, wrong("question", question, "list, set POLICY, clear TARGET or clear all")
+	}
+	return p.lines(), nil
+}
+
+// nodePolicies are those that a worker or server has been sent.
+type nodePolicies struct {
+	base
+	policies
+	from uint32 // the scheduler's incarnation
+	said string // the last answer
+}
+
+// take takes the list from the scheduler.
+func (p *nodePolicies) take(from int, msg *van.Meta, n notice) error {
+	version, list, err := parsePolicies(n.text)
+	if err != nil {
+		return p.table.bad(from, msg, "body "+n.verb, err, "policies")
+	}
+	if sender := p.table.incs[van.SchedulerID]; sender != p.from || version >= p.version {
+		p.policies, p.from, p.said = policies{version, list}, sender, ""
+		p.out.emit(Policies{version, list})
+	}
+	return nil
+}
+
+func (p *nodePolicies) are(version uint32, states string) {
+	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.said && p.life.phase == ready {
+		p.said = said
+		p.out.tell(van.SchedulerID, notice{verb: verbHave, text: said})
+	}
+}

@@ -1,7 +1,8 @@
 package membership
 
 // The scheduler's records, as a worker or server takes them: the table, with which it becomes
-// part of the cluster, and later those of replacements.
+// part of the cluster, and later those of replacements; and connections to nodes of its own role,
+// which C++ StepMesh nodes do not have.
 
 import (
 	"fmt"
@@ -15,12 +16,10 @@ import (
 type records struct {
 	base
 	calls  *tickets
-	beats  *beats
-	links  *links
 	latest map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
+	linked []int         // nodes of this one's role, see Machine.Link
 }
 
-// step handles a message with records.
 func (r *records) step(now time.Duration, msg *van.Meta) error {
 	if err := r.table.checkRecords(msg); err != nil {
 		return err
@@ -75,8 +74,7 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 		return r.table.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
 			fmt.Sprintf("one of them %s at %s", r.table.self.Role, r.table.self.Addr()))
 	}
-	workers, servers := r.cfg.instances(van.Worker), r.cfg.instances(van.Server)
-	if count[van.Worker] != workers || count[van.Server] != servers {
+	if count[van.Worker] != r.cfg.instances(van.Worker) || count[van.Server] != r.cfg.instances(van.Server) {
 		r.calls.end(&van.Error{Op: "start", Node: r.table.name(), Peer: r.table.peer(van.SchedulerID),
 			Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
 				count[van.Worker], count[van.Server], r.cfg.formula(van.Worker), r.cfg.formula(van.Server)),
@@ -110,10 +108,16 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 			r.table.shared[id] = van.Empty // no node has this id
 		}
 	}
-	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 && !r.enter(&nodes[i]) {
-		r.calls.end(&van.Error{Op: "start", Node: r.table.name(), Peer: r.table.peer(van.SchedulerID), Detail: "its STEPAF_CLUSTER_ID is another",
-			Err: ErrRefused})
-		return nil
+	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 {
+		if who, ok := nodes[i].Identity(); ok {
+			if own := r.table.own.Cluster; own != 0 && own != who.Cluster && !failpoint.On("cluster-id") {
+				r.calls.end(r.table.refused("start", "its STEPAF_CLUSTER_ID is another"))
+				return nil
+			}
+			r.table.own.Cluster = who.Cluster
+			r.table.scheduler.Endpoint = slices.Clone(nodes[i].Endpoint)
+			r.table.learn(van.SchedulerID, &nodes[i])
+		}
 	}
 	r.seen(msg)
 	for i := range table {
@@ -123,16 +127,15 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 	r.table.self = *r.table.record(own.ID)
 	r.table.sign(&r.table.self)
 	r.life.phase, r.alive.lastCheck = ready, now
-	r.beats.begin(now)
 	r.out.emit(SetID{own.ID})
 	r.out.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
-	seen := map[int]bool{}
+	met := map[int]bool{}
 	for i := range nodes {
 		n := &nodes[i]
-		if seen[n.ID] {
+		if met[n.ID] {
 			continue
 		}
-		seen[n.ID] = true
+		met[n.ID] = true
 		r.alive.begin(now, n.ID)
 		switch {
 		case n.Role == van.Scheduler:
@@ -142,28 +145,12 @@ func (r *records) join(now time.Duration, msg *van.Meta) error {
 			r.out.connect(n.ID, *r.table.record(n.ID))
 		}
 	}
-	if !seen[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
+	if !met[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
 		r.alive.begin(now, van.SchedulerID)
 		r.out.connect(van.SchedulerID, r.table.scheduler)
 	}
 	r.out.emit(Ready{})
 	return nil
-}
-
-// enter joins the cluster of the scheduler with record n. It returns false if this node
-// belongs to another cluster.
-func (r *records) enter(n *van.Node) bool {
-	who, ok := n.Identity()
-	if !ok {
-		return true
-	}
-	if own := r.table.own.Cluster; own != 0 && own != who.Cluster && !failpoint.On("cluster-id") {
-		return false
-	}
-	r.table.own.Cluster = who.Cluster
-	r.table.scheduler.Endpoint = slices.Clone(n.Endpoint)
-	r.table.learn(van.SchedulerID, n)
-	return true
 }
 
 // update handles one record after start-up: usually that of a replacement.
@@ -178,9 +165,7 @@ func (r *records) update(now time.Duration, n *van.Node) {
 	moved := another(old, n)
 	if n.ID == r.table.self.ID {
 		if moved {
-			r.calls.end(&van.Error{Op: "stay in the cluster", Node: r.table.name(), Peer: r.table.peer(van.SchedulerID),
-				Detail: fmt.Sprintf("%s was taken for dead and its place given to %s", r.table.self.Addr(), n.Addr()),
-				Err:    ErrRefused})
+			r.calls.end(r.table.refused("stay in the cluster", fmt.Sprintf("%s was taken for dead and its place given to %s", r.table.self.Addr(), n.Addr())))
 		}
 		return
 	}
@@ -195,6 +180,40 @@ func (r *records) update(now time.Duration, n *van.Node) {
 	delete(r.out.first, n.ID)
 	r.alive.begin(now, n.ID)
 	r.calls.letGo(n.ID)
-	r.links.relink(n.ID)
+	r.relink(n.ID)
 	r.out.emit(PeerReplaced{n.ID, r.table.nodes[i]})
+}
+
+func (r *records) link(ids []int) error {
+	bad := func(id int, want string) error {
+		return &van.Error{Op: "link", Node: r.table.name(), Peer: r.table.peer(id), Err: fmt.Errorf("%w: want %s", van.ErrInvalid, want)}
+	}
+	for _, id := range ids {
+		switch {
+		case id == r.table.self.ID:
+		case !r.table.has(id) || van.RoleOf(id) != r.table.self.Role:
+			return bad(id, "a "+r.table.self.Role.String()+" of this cluster")
+		case !r.table.native(id):
+			return bad(id, "a node of this library: C++ StepMesh nodes know none of their own role")
+		}
+	}
+	for _, id := range ids {
+		if id != r.table.self.ID && !r.out.conns[id] {
+			r.linked = append(r.linked, id)
+			r.out.connect(id, *r.table.record(id))
+		}
+	}
+	return nil
+}
+
+// relink connects to the process that has taken the place of id, if this node is to be
+// connected to it.
+func (r *records) relink(id int) {
+	switch {
+	case van.RoleOf(id) != r.table.self.Role, slices.Contains(r.linked, id) && r.table.native(id):
+		r.out.connect(id, *r.table.record(id))
+	case slices.Contains(r.linked, id):
+		r.out.disconnect(id)
+		r.linked = slices.DeleteFunc(r.linked, func(o int) bool { return o == id })
+	}
 }

@@ -17,6 +17,7 @@ const (
 	refusalTime   = time.Second
 	maxRefusing   = 32  // in refusalTime
 	maxRefusalsIn = 256 // waiting to be sent
+	maxRefusals   = 16  // in each list of the scheduler's reports
 )
 
 type refusals struct {
@@ -112,15 +113,8 @@ func (r *refusals) next() time.Duration {
 	return math.MaxInt64
 }
 
-// maxRefusals bounds the lists in the scheduler's reports.
-const maxRefusals = 16
-
 func remember(list *[]string, what string) {
-	if slices.Contains(*list, what) {
-		return
+	if !slices.Contains(*list, what) {
+		*list = keep(*list, what, maxRefusals)
 	}
-	if len(*list) == maxRefusals {
-		*list = slices.Delete(*list, 0, 1)
-	}
-	*list = append(*list, what)
 }

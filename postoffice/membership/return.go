@@ -3,7 +3,7 @@ package membership
 // Recovery from a restart of the scheduler, on the new process, which knows nothing of the
 // cluster. The nodes notice by its incarnation that it is a new process; their heartbeats, which
 // have their records with id and cluster, tell it about them. When most have come back, it
-// resumes the cluster. What the nodes do is in rejoin.go.
+// resumes the cluster. What the nodes do is in node.go.
 
 import (
 	"fmt"
@@ -22,33 +22,33 @@ const returnGrace = 2 * time.Second
 type returns struct {
 	base
 	refusals *refusals
+	watch    *watch
+	policies *policyList
 	joins    *joins
+	places   *places
 	nodes    map[int]*comeback // by id; nil if none has come back
 	since    time.Duration     // of the first one
 	// records is the node table of one of them; it is requested when it is needed.
-	records    []van.Node
-	generation uint32 // of the records
-	cluster    uint32 // of the records
-	nextAsk    time.Duration
+	records             []van.Node
+	cluster, generation uint32 // of the records
+	nextAsk             time.Duration
 }
 
 // comeback is a node of the cluster of a former scheduler process.
 type comeback struct {
-	node       van.Node
-	cluster    uint32
-	generation uint32
-	temp       int
+	node                van.Node
+	cluster, generation uint32
+	temp                int
 }
 
-// heartbeat handles that of a node of a former scheduler's cluster. It returns true if the node
-// counts.
-func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) bool {
+// heartbeat handles, during start-up, that of a node of a former scheduler's cluster.
+func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
 	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= r.cfg.instances(rec.Role) || who.Cluster == 0 {
-		return false
+		return
 	}
 	if r.cfg.NamedCluster && who.Cluster != r.table.own.Cluster && !failpoint.On("cluster-id") {
 		r.refusals.refuse(now, rec, "its STEPAF_CLUSTER_ID is not that of the scheduler")
-		return false
+		return
 	}
 	if r.nodes == nil {
 		r.nodes, r.since, r.nextAsk = map[int]*comeback{}, now, now+returnGrace
@@ -63,7 +63,7 @@ func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, 
 		r.nodes[rec.ID] = c
 	case !another(&c.node, rec):
 	case generation <= c.generation:
-		return false // it has been replaced by the process that came first
+		return // it has been replaced by the process that came first
 	default:
 		r.out.disconnect(c.temp)
 		c.temp = 0
@@ -79,7 +79,7 @@ func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, 
 		}
 	}
 	r.answer(c, "")
-	return true
+	r.decide(now)
 }
 
 // answer tells a node that this scheduler is a new process. what is "table" to ask for the
@@ -91,22 +91,12 @@ func (r *returns) answer(c *comeback, what string) {
 	r.out.send(c.temp, meta)
 }
 
-// resumption is a former scheduler's cluster that can be resumed.
-type resumption struct {
-	cluster, generation uint32
-	table               []van.Node
-	missing             []int // ids whose nodes have not come back
-}
-
-// decide returns a former scheduler's cluster if enough of its nodes have come back: all; or, after returnGrace, more than half, or any number if the cluster has a
-// name; or, if new nodes have registered for all the other ids, half of them after half of
-// Config.ReplaceTimeout, and fewer after three quarters of it: a new cluster would have
-// been complete by then without them. After all of ReplaceTimeout the returned nodes would
-// give up.
-func (r *returns) decide(now time.Duration) *resumption {
-	if r.nodes == nil {
-		return nil
-	}
+// decide resumes a former scheduler's cluster if enough of its nodes have come back: all; or,
+// after returnGrace, more than half, or any number if the cluster has a name; or, if new nodes
+// have registered for all the other ids, half of them after half of Config.ReplaceTimeout, and
+// fewer after three quarters of it: a new cluster would have been complete by then without
+// them. After all of ReplaceTimeout the returned nodes would give up.
+func (r *returns) decide(now time.Duration) {
 	count, newest, current := map[uint32]int{}, map[uint32]uint32{}, 0
 	var cluster uint32
 	for _, id := range sortedIDs(r.nodes) {
@@ -124,7 +114,8 @@ func (r *returns) decide(now time.Duration) *resumption {
 	}
 	all := r.cfg.groupLen(van.WorkerGroup | van.ServerGroup)
 	if current == all {
-		return r.resumption(cluster, newest[cluster])
+		r.resume(now, cluster, newest[cluster])
+		return
 	}
 	wait, waitOfFew := r.waits()
 	if 2*count[cluster] < all {
@@ -132,16 +123,17 @@ func (r *returns) decide(now time.Duration) *resumption {
 	}
 	switch {
 	case now < r.since+returnGrace:
-		return nil
+		return
 	case 2*count[cluster] > all || r.cfg.NamedCluster:
 	case now < r.since+wait || !r.othersCame(cluster):
-		return nil
+		return
 	}
 	if r.records != nil && r.cluster == cluster && r.generation >= newest[cluster] {
-		return r.resumption(cluster, newest[cluster])
+		r.resume(now, cluster, newest[cluster])
+		return
 	}
 	if now < r.nextAsk {
-		return nil
+		return
 	}
 	r.nextAsk = now + returnBeat
 	for _, id := range sortedIDs(r.nodes) { // all that have the newest table
@@ -149,18 +141,18 @@ func (r *returns) decide(now time.Duration) *resumption {
 			r.answer(c, "table")
 		}
 	}
-	return nil
 }
 
-// resumption puts the table together: nil if the record of a node is not known.
-func (r *returns) resumption(cluster, generation uint32) *resumption {
+// resume makes this the scheduler of that cluster, unless the record of a node is not known.
+func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 	known := map[int]van.Node{}
 	if r.cluster == cluster {
 		for _, n := range r.records {
 			known[n.ID] = n
 		}
 	}
-	to := &resumption{cluster: cluster, generation: generation}
+	var table []van.Node
+	var missing []int
 	for _, id := range r.cfg.members(van.WorkerGroup | van.ServerGroup) {
 		rec, isKnown := known[id]
 		c := r.nodes[id]
@@ -169,28 +161,36 @@ func (r *returns) resumption(cluster, generation uint32) *resumption {
 		case here:
 			rec = c.node
 		case isKnown:
-			to.missing = append(to.missing, id)
+			missing = append(missing, id)
 		default:
-			return nil
+			return
 		}
-		to.table = append(to.table, rec)
+		table = append(table, rec)
 	}
-	return to
-}
-
-// settle gives the connections to the nodes that have come back their ids, which it returns, and
-// ends those to others.
-func (r *returns) settle(to *resumption) (ids []int) {
+	r.table.own.Cluster, r.table.generation, r.life.recovered = cluster, generation, true
+	r.table.sign(&r.table.self)
+	r.policies.await = now + returnGrace
+	r.watch.open(now, table)
+	r.out.emit(Assigned{ID: van.SchedulerID, Recovery: true})
 	for _, id := range sortedIDs(r.nodes) {
-		if c := r.nodes[id]; slices.Contains(to.missing, id) || c.cluster != to.cluster {
+		if c := r.nodes[id]; slices.Contains(missing, id) || c.cluster != cluster {
 			r.out.disconnect(c.temp)
 		} else {
 			r.out.rename(c.temp, id)
-			ids = append(ids, id)
+			r.alive.peers[id].beats = true
 		}
 	}
-	r.nodes = nil
-	return ids
+	joins := r.joins.list
+	r.joins.list, r.nodes = nil, nil
+	r.watch.recordsToAll()
+	r.out.emit(Ready{})
+	for _, id := range missing {
+		r.watch.down(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
+	}
+	for _, j := range joins {
+		r.out.disconnect(j.temp)
+		r.places.register(now, j.node, j.stamp)
+	}
 }
 
 // waits is how long the scheduler waits for the others when half of a former cluster's
@@ -234,14 +234,13 @@ func (r *returns) next() time.Duration {
 	return max(r.since+returnGrace, r.nextAsk)
 }
 
-// tick decides when it is time to.
-func (r *returns) tick(now time.Duration) *resumption {
-	if r.nodes == nil || now < r.next() {
-		return nil
+func (r *returns) tick(now time.Duration) {
+	if now < r.next() {
+		return
 	}
-	to := r.decide(now)
-	if to != nil || r.nextAsk > now {
-		return to
+	r.decide(now)
+	if r.nodes == nil || r.nextAsk > now {
+		return
 	}
 	r.nextAsk = now + returnBeat
 	half, few := r.waits()
@@ -250,13 +249,4 @@ func (r *returns) tick(now time.Duration) *resumption {
 			r.nextAsk = min(r.nextAsk, at)
 		}
 	}
-	return nil
-}
-
-// text says for reports how many nodes have come back.
-func (r *returns) text() string {
-	if r.nodes == nil {
-		return ""
-	}
-	return fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have come back", len(r.nodes), r.cfg.groupLen(van.WorkerGroup|van.ServerGroup))
 }

@@ -1,10 +1,8 @@
 package membership
 
-// The scheduler: what becomes of the messages that it gets, and how its cluster forms, or goes on
-// from a former scheduler's.
+// The scheduler: what becomes of the messages that it gets, and how its cluster forms.
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -33,13 +31,12 @@ func newScheduler(b base, calls *tickets) *scheduler {
 	s.policies = policyList{base: b, refusals: &s.refusals, have: map[int]havePolicies{}}
 	s.joins = joins{base: b, refusals: &s.refusals}
 	s.joins.hosts, _ = hostOrder(b.cfg.OrderedHosts) // they were checked with the configuration
-	s.returns = returns{base: b, refusals: &s.refusals, joins: &s.joins}
 	s.places = places{base: b, refusals: &s.refusals, gathers: &s.gathers, watch: &s.watch, policies: &s.policies,
 		stamps: map[int]int32{}, claims: map[int]*join{}}
+	s.returns = returns{base: b, refusals: &s.refusals, watch: &s.watch, policies: &s.policies, joins: &s.joins, places: &s.places}
 	return s
 }
 
-// step handles one message.
 func (s *scheduler) step(now time.Duration, from int, msg *van.Meta) error {
 	if !s.genuine(from, msg) {
 		if s.stray(now, from, msg) {
@@ -52,18 +49,15 @@ func (s *scheduler) step(now time.Duration, from int, msg *van.Meta) error {
 		return s.heartbeat(now, from, msg)
 	}
 	s.watch.heard(now, from)
-	switch c.Cmd {
-	case van.AddNode:
+	switch {
+	case c.Cmd == van.AddNode:
 		return s.register(now, from, msg)
-	case van.Barrier, van.InstanceBarrier:
-		if msg.Request {
-			return s.gathers.request(now, from, msg)
-		}
-		return s.calls.release(from, msg)
-	case van.Heartbeat:
+	case c.Cmd == van.Heartbeat:
 		return s.notice(now, from, msg)
+	case msg.Request && (c.Cmd == van.Barrier || c.Cmd == van.InstanceBarrier):
+		return s.gathers.request(now, from, msg)
 	}
-	return s.table.unknown(from, msg)
+	return s.calls.release(now, from, msg)
 }
 
 // genuine tells whether msg comes from the process that has its sender's id, and is meant for
@@ -93,9 +87,7 @@ func (s *scheduler) stray(now time.Duration, from int, msg *van.Meta) bool {
 		}
 		switch {
 		case s.life.phase == joining:
-			if s.returns.heartbeat(now, &rec, who, msg) {
-				s.resume(now, s.returns.decide(now))
-			}
+			s.returns.heartbeat(now, &rec, who, msg)
 		case by == s.table.incs[from] && who.Cluster == s.table.own.Cluster:
 			s.places.back(now, &rec)
 		default:
@@ -110,16 +102,14 @@ func (s *scheduler) stray(now time.Duration, from int, msg *van.Meta) bool {
 	return s.life.phase == joining // its heartbeat will have its record
 }
 
-// register handles the registration of a node.
 func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
-	nodes := msg.Control.Nodes
-	if from != van.Empty {
+	switch n := len(msg.Control.Nodes); {
+	case from != van.Empty:
 		return s.table.bad(from, msg, "sender", from, "a node without an id")
+	case n != 1:
+		return s.table.bad(from, msg, "control.node_size", n, "1")
 	}
-	if len(nodes) != 1 {
-		return s.table.bad(from, msg, "control.node_size", len(nodes), "1")
-	}
-	rec := nodes[0].Clone()
+	rec := msg.Control.Nodes[0].Clone()
 	rec.ID, rec.IsRecovery = van.Empty, false
 	if err := checkAddr(&rec, "control.node[0]"); err != nil {
 		return s.table.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
@@ -134,7 +124,7 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 			rec.Role, s.table.self.Addr()))
 		return nil
 	}
-	if why := cmp.Or(s.joins.ofThisCluster(&rec), s.joins.unlike(&rec)); why != "" {
+	if why := s.joins.unlike(&rec); why != "" {
 		s.refusals.refuse(now, &rec, why)
 		return nil
 	}
@@ -158,13 +148,15 @@ func (s *scheduler) form(now time.Duration) {
 		s.gathers.several[first] = true
 	}
 	s.returns.end()
-	s.open(now, present)
+	s.watch.open(now, present)
+	joins := s.joins.list
+	s.joins.list = nil
 	for i := range present {
 		n := &present[i]
 		if s.table.at[n.ID] != i {
 			continue // another customer of the same process
 		}
-		j := s.joins.at(n)
+		j := joins[slices.IndexFunc(joins, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })]
 		s.places.stamps[n.ID] = j.stamp
 		if j.temp != 0 {
 			s.out.rename(j.temp, n.ID)
@@ -173,51 +165,12 @@ func (s *scheduler) form(now time.Duration) {
 		}
 		s.out.first[n.ID] = true
 	}
-	for _, j := range s.joins.end() {
-		if j.temp != 0 {
-			s.out.disconnect(j.temp) // of those that vanished
-		}
+	for _, j := range joins {
+		s.out.disconnect(j.temp) // of those that vanished
 	}
 	s.out.emit(Assigned{ID: van.SchedulerID})
 	s.watch.recordsToAll()
 	s.out.emit(Ready{})
-}
-
-// open begins the life of a cluster of these nodes.
-func (s *scheduler) open(now time.Duration, nodes []van.Node) {
-	s.life.phase, s.alive.lastCheck = ready, now
-	s.table.fill(nodes)
-	s.alive.begin(now, van.SchedulerID)
-	for id, i := range s.table.at {
-		s.alive.begin(now, id)
-		s.table.learn(id, &nodes[i])
-	}
-}
-
-// resume makes this the scheduler of a former one's cluster, if there is one.
-func (s *scheduler) resume(now time.Duration, former *resumption) {
-	if former == nil {
-		return
-	}
-	s.table.own.Cluster, s.table.generation, s.life.recovered = former.cluster, former.generation, true
-	s.table.sign(&s.table.self)
-	s.policies.await = now + returnGrace
-	s.open(now, former.table)
-	s.out.emit(Assigned{ID: van.SchedulerID, Recovery: true})
-	for _, id := range s.returns.settle(former) {
-		s.alive.peers[id].beats = true
-	}
-	s.watch.recordsToAll()
-	s.out.emit(Ready{})
-	for _, id := range former.missing {
-		s.watch.down(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
-	}
-	for _, j := range s.joins.end() {
-		if j.temp != 0 {
-			s.out.disconnect(j.temp)
-		}
-		s.places.register(now, j.node, j.stamp)
-	}
 }
 
 // heartbeat notes that of a node, and answers it with this node's record.
@@ -242,13 +195,12 @@ func (s *scheduler) heartbeat(now time.Duration, from int, msg *van.Meta) error 
 		h := s.alive.peers[from]
 		h.beats = true
 		if s.table.native(from) {
-			var generation uint32
-			generation, h.interval = parseBeatKey(msg.Key)
+			generation, interval := parseBeatKey(msg.Key)
 			old := generation != s.table.generation
 			if old && h.stale { // two in a row: it has missed a record
 				s.watch.introduce(from)
 			}
-			h.stale = old
+			h.stale, h.interval = old, interval
 		}
 		meta := s.out.control(van.Heartbeat)
 		meta.Control.Nodes = []van.Node{s.table.self}
@@ -295,17 +247,12 @@ func (s *scheduler) lost(now time.Duration, id int, cause error) {
 }
 
 func (s *scheduler) back(now time.Duration, id int) {
-	switch {
-	case id < 0:
-		if s.joins.back(now, id) {
-			s.form(now)
-		}
-	case s.alive.peers[id] != nil:
+	if id < 0 && s.joins.back(now, id) {
+		s.form(now)
+	} else if s.alive.peers[id] != nil { // not with an id below 0
 		s.watch.up(now, id, connLost)
 	}
 }
-
-func (s *scheduler) missing(*ticket) string { return s.gathers.text() }
 
 func (s *scheduler) report(now time.Duration) Report {
 	r := s.alive.report(now)
@@ -314,12 +261,13 @@ func (s *scheduler) report(now time.Duration) Report {
 	if !r.Ready {
 		r.Present = append(r.Present, s.joins.present()...)
 		r.Missing = s.joins.missing(r.Present)
-		r.Returned = s.returns.text()
+		if n := len(s.returns.nodes); n > 0 {
+			r.Returned = fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have come back", n, s.cfg.groupLen(van.WorkerGroup|van.ServerGroup))
+		}
 	}
 	return r
 }
 
-// tick advances time in a cluster that has formed.
 func (s *scheduler) tick(now time.Duration) {
 	for _, t := range s.calls.expired(now) {
 		limit, missing := t.deadline-t.since, s.gathers.text()

@@ -5,6 +5,7 @@ package membership
 
 import (
 	"math"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -61,7 +62,6 @@ func (s *sender) send(to int, meta van.Meta) {
 	}
 }
 
-// tell sends a notice.
 func (s *sender) tell(id int, n notice) { s.tellAbout(id, n, 0) }
 
 // tellAbout sends a notice with a key: the request that it answers, or the incarnation of
@@ -71,6 +71,16 @@ func (s *sender) tellAbout(id int, n notice, key uint64) {
 	meta.Key = key
 	meta.Body = n.body()
 	s.send(id, meta)
+}
+
+// beatKey is the key of a heartbeat to a scheduler of this library: the generation of the
+// node's table, and the milliseconds between its heartbeats, 0 for none.
+func beatKey(generation uint32, interval time.Duration) uint64 {
+	return uint64(min(interval.Milliseconds(), math.MaxUint32))<<32 | uint64(generation)
+}
+
+func parseBeatKey(key uint64) (generation uint32, interval time.Duration) {
+	return uint32(key), time.Duration(key>>32) * time.Millisecond
 }
 
 func (s *sender) connect(id int, n van.Node) {

@@ -5,9 +5,14 @@ package membership
 // that no message of a former process counts as its successor's.
 
 import (
+	"errors"
 	"fmt"
+	"maps"
+	"net/netip"
 	"slices"
+	"strings"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -49,7 +54,7 @@ func newTable(cfg *Config) *table {
 	return t
 }
 
-// fill takes the records of all nodes; the first one of an id counts.
+// fill makes nodes the table; the first record of an id counts.
 func (t *table) fill(nodes []van.Node) {
 	t.nodes, t.at = nodes, map[int]int{}
 	for i := range nodes {
@@ -76,7 +81,6 @@ func (t *table) Node(id int) (van.Node, bool) {
 	return van.Node{}, false
 }
 
-// has tells whether id is a worker or server of the table.
 func (t *table) has(id int) bool {
 	_, ok := t.at[id]
 	return ok
@@ -111,13 +115,9 @@ func (t *table) places(id int) int {
 
 // learn records that the process of record n has id.
 func (t *table) learn(id int, n *van.Node) {
-	if t.own.Incarnation == 0 {
-		return // this node behaves as a C++ StepMesh node
-	}
-	if inc := incarnationOf(n); inc != 0 {
+	delete(t.incs, id)
+	if inc := incarnationOf(n); inc != 0 && t.own.Incarnation != 0 { // else this node behaves as a C++ StepMesh node
 		t.incs[id] = inc
-	} else {
-		delete(t.incs, id)
 	}
 }
 
@@ -142,7 +142,6 @@ func (t *table) sign(n *van.Node) {
 	}
 }
 
-// isScheduler tells whether this node is the scheduler.
 func (t *table) isScheduler() bool { return t.self.Role == van.Scheduler }
 
 // name names this node, for errors.
@@ -161,7 +160,6 @@ func (t *table) peer(id int) string {
 	return van.NodeName(id)
 }
 
-// bad is the error of Step for a message with a field that makes no sense.
 func (t *table) bad(from int, msg *van.Meta, field string, value any, want string) error {
 	return t.badErr(from, msg, &van.FieldError{Field: field, Value: value, Want: want})
 }
@@ -170,15 +168,18 @@ func (t *table) badErr(from int, msg *van.Meta, err error) error {
 	return &van.Error{Op: "receive " + msg.Control.Cmd.String(), Node: t.name(), Peer: t.peer(from), Err: err}
 }
 
+// ErrRefused is wrapped by the error of Failed when the scheduler refuses this node.
+var ErrRefused = errors.New("refused by the scheduler")
+
+// refused is the error of a node that the scheduler does not let be part of the cluster.
+func (t *table) refused(op, detail string) error {
+	return &van.Error{Op: op, Node: t.name(), Peer: t.peer(van.SchedulerID), Detail: detail, Err: ErrRefused}
+}
+
 // misdirected is that for a message of, or for, another process.
 func (t *table) misdirected(from int, msg *van.Meta) error {
 	by, to := msg.Incarnations()
 	return t.bad(from, msg, "incarnations", fmt.Sprintf("%08x to %08x", by, to), fmt.Sprintf("%08x to %08x", t.incs[from], t.own.Incarnation))
-}
-
-// unknown is that for a command that no node handles.
-func (t *table) unknown(from int, msg *van.Meta) error {
-	return t.bad(from, msg, "control.cmd", msg.Control.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
 }
 
 // checkRecords returns an error if any record of msg is invalid.
@@ -208,3 +209,63 @@ func (t *table) checkRecords(msg *van.Meta) error {
 	}
 	return nil
 }
+
+// isMember tells whether a record has the id of a worker or server.
+func isMember(n *van.Node) bool {
+	return n.ID >= 8 && n.ID < van.Empty && (n.Role == van.Worker || n.Role == van.Server) && van.RoleOf(n.ID) == n.Role
+}
+
+func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && a.Hostname == b.Hostname }
+
+func incarnationOf(n *van.Node) uint32 {
+	who, _ := n.Identity()
+	return who.Incarnation
+}
+
+// another tells whether two records are of different processes. Those of C++ StepMesh
+// nodes are distinguished by the address only.
+func another(a, b *van.Node) bool {
+	x, y := incarnationOf(a), incarnationOf(b)
+	if failpoint.On("incarnation") {
+		x, y = 0, 0
+	}
+	return x != y || x == 0 && !sameAddr(a, b)
+}
+
+// describe names a node without an id: "worker 10.0.0.1:4000 (rank 0)".
+func describe(n *van.Node) string {
+	return fmt.Sprintf("%s %s (%s)", n.Role, n.Addr(), rankText(n))
+}
+
+func rankText(n *van.Node) string {
+	if n.AuxID == -1 {
+		return "no preferred rank"
+	}
+	return fmt.Sprintf("rank %d", n.AuxID)
+}
+
+// numeric tells whether host is an address, which needs no look-up. One with a zone is none: a zone
+// may be any text.
+func numeric(host string) bool {
+	a, err := netip.ParseAddr(host)
+	return err == nil && a.Zone() == ""
+}
+
+// list joins names; after the first 20 it only counts.
+func list(names []string) string {
+	const most = 20
+	if len(names) > most {
+		return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
+	}
+	return strings.Join(names, ", ")
+}
+
+// keep appends to a list of which the latest most are kept.
+func keep[T any](list []T, v T, most int) []T {
+	if len(list) == most {
+		list = slices.Delete(list, 0, 1)
+	}
+	return append(list, v)
+}
+
+func sortedIDs[V any](m map[int]V) []int { return slices.Sorted(maps.Keys(m)) }

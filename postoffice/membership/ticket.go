@@ -36,24 +36,27 @@ type ticket struct {
 	starting bool // the barrier of start-up
 	sent     bool
 	stamp    int32  // of the request, once it is sent
-	missing  string // the scheduler's latest text about missing nodes
+	missing  string // what the scheduler says of missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
 }
 
 func (t *ticket) name() string { return kindName(t.instance) + " barrier over " + groupName(t.group) }
 
+func (t *ticket) withdrawal() notice {
+	return notice{verb: verbWithdraw, group: t.group, instance: t.instance}
+}
+
 type tickets struct {
 	base
 	open      []*ticket // in the order of the calls
 	withdrawn []*ticket // given up; the scheduler is told not to count their requests
 	last      int
-	// held are losses that were noticed while a Finalize waits, until it is known whether
-	// the peers have left in order.
-	held map[int]loss
+	held      map[int]loss
 }
 
-// loss is a lost connection during Finalize: the peer may have died, or left in order.
+// loss is a connection that was lost while a Finalize waits: the peer may have died, or left in
+// order.
 type loss struct {
 	cause error
 	at    time.Duration
@@ -164,13 +167,8 @@ func (c *tickets) ask() {
 	}
 }
 
-// request sends the request of t.
 func (c *tickets) request(t *ticket) {
-	cmd := van.Barrier
-	if t.instance {
-		cmd = van.InstanceBarrier
-	}
-	meta := controlAt(t.stamp, cmd)
+	meta := controlAt(t.stamp, barrierCommand(t.instance))
 	meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
 	meta.Control.BarrierGroup = t.group
 	if t.ending && c.table.native(van.SchedulerID) {
@@ -185,7 +183,7 @@ func (c *tickets) request(t *ticket) {
 func (c *tickets) askAgain() {
 	if c.table.native(van.SchedulerID) && !c.life.rejoining {
 		for _, t := range c.withdrawn {
-			c.sendWithdrawal(t)
+			c.out.tellAbout(van.SchedulerID, t.withdrawal(), named(t.stamp))
 		}
 		for _, t := range c.open {
 			if t.sent {
@@ -196,7 +194,6 @@ func (c *tickets) askAgain() {
 	c.ask()
 }
 
-// get returns the barrier of ticket n, nil if it has ended.
 func (c *tickets) get(n int) *ticket {
 	if i := slices.IndexFunc(c.open, func(t *ticket) bool { return t.n == n }); i >= 0 {
 		return c.open[i]
@@ -224,17 +221,18 @@ func (c *tickets) withdraw(t *ticket) {
 	}
 	c.withdrawn = append(c.withdrawn, t)
 	if !c.alive.isDown(van.SchedulerID) && !c.life.rejoining {
-		c.sendWithdrawal(t)
+		c.out.tellAbout(van.SchedulerID, t.withdrawal(), named(t.stamp))
 	}
 }
 
-func (c *tickets) sendWithdrawal(t *ticket) {
-	c.out.tellAbout(van.SchedulerID, notice{verb: verbWithdraw, group: t.group, instance: t.instance}, named(t.stamp))
-}
-
-// release ends a barrier of this node.
-func (c *tickets) release(from int, msg *van.Meta) error {
-	if from != van.SchedulerID {
+// release ends a barrier of this node. What nobody else takes comes here, and is to be a release.
+func (c *tickets) release(now time.Duration, from int, msg *van.Meta) error {
+	switch {
+	case msg.Control.Cmd != van.Barrier && msg.Control.Cmd != van.InstanceBarrier:
+		return c.table.bad(from, msg, "control.cmd", msg.Control.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
+	case msg.Request:
+		return c.table.bad(from, msg, "request", true, "false: only the scheduler counts barriers")
+	case from != van.SchedulerID:
 		return c.table.bad(from, msg, "sender", from, "the scheduler")
 	}
 	instance := msg.Control.Cmd == van.InstanceBarrier
@@ -257,7 +255,7 @@ func (c *tickets) release(from int, msg *van.Meta) error {
 	t := c.open[i]
 	c.open = slices.Delete(c.open, i, i+1)
 	if t.final {
-		c.leave()
+		c.Leaving(now)
 	}
 	c.out.emit(BarrierDone{t.n})
 	c.ask()
@@ -268,7 +266,7 @@ func (c *tickets) release(from int, msg *van.Meta) error {
 func (c *tickets) waits(text string, request uint64) {
 	for _, t := range c.open {
 		if t.sent && named(t.stamp) == request {
-			t.missing = text
+			t.missing = "the scheduler says: " + text
 		}
 	}
 }
@@ -276,15 +274,9 @@ func (c *tickets) waits(text string, request uint64) {
 // refused handles the scheduler's notice that a barrier cannot be complete. request
 // is the key of the request, see named.
 func (c *tickets) refused(n notice, request uint64) {
-	i := slices.IndexFunc(c.open, func(t *ticket) bool {
+	c.fail(func(t *ticket) bool {
 		return t.sent && t.instance == n.instance && t.group == n.group && named(t.stamp) == request
-	})
-	if i < 0 {
-		return
-	}
-	t := c.open[i]
-	c.fail(func(e *ticket) bool { return e == t }, van.Error{Peer: c.table.peer(van.SchedulerID),
-		Err: &lossError{text: n.text}})
+	}, van.Error{Peer: c.table.peer(van.SchedulerID), Err: &lossError{text: n.text}})
 }
 
 // fail fails the barriers that which selects. If Finalize is among them, the losses
@@ -300,25 +292,15 @@ func (c *tickets) fail(which func(*ticket) bool, why van.Error) {
 	if len(out) == 0 {
 		return
 	}
-	if c.finalizing() == nil {
+	if !c.finalizing() {
 		c.reportHeld(math.MaxInt64)
 	}
 	c.ask()
 }
 
-// finalizing returns the ticket of a Finalize that waits.
-func (c *tickets) finalizing() *ticket {
-	for _, t := range c.open {
-		if t.final {
-			return t
-		}
-	}
-	return nil
-}
-
-// starting tells whether this node waits in the barrier of start-up.
-func (c *tickets) starting() bool {
-	return slices.ContainsFunc(c.open, func(t *ticket) bool { return t.starting })
+// finalizing tells whether a Finalize waits.
+func (c *tickets) finalizing() bool {
+	return slices.ContainsFunc(c.open, func(t *ticket) bool { return t.final })
 }
 
 // reportHeld reports the losses that were noticed at least leaveGrace before now: if
@@ -363,7 +345,6 @@ func (c *tickets) peerUp(now time.Duration, id int, r reason) {
 	}
 }
 
-// heard notes that a message of id has come.
 func (c *tickets) heard(now time.Duration, id int) {
 	if c.alive.heard(now, id) {
 		c.peerUp(now, id, silent)
@@ -386,9 +367,7 @@ func (c *tickets) newScheduler() {
 }
 
 // Leaving says that this node is about to leave: lost peers are no longer reported.
-func (c *tickets) Leaving(time.Duration) { c.leave() }
-
-func (c *tickets) leave() {
+func (c *tickets) Leaving(time.Duration) {
 	c.life.leaving = true
 	clear(c.held)
 }
@@ -403,23 +382,15 @@ func (c *tickets) end(err error) {
 	c.out.emit(Failed{err})
 }
 
-// expired lists the barriers whose deadline has passed.
 func (c *tickets) expired(now time.Duration) []*ticket {
 	return slices.DeleteFunc(slices.Clone(c.open), func(t *ticket) bool { return t.deadline <= 0 || now < t.deadline })
-}
-
-// tick looks after what waits for a lost peer, on workers and servers.
-func (c *tickets) tick(now time.Duration) {
-	c.reportHeld(now)
-	c.failWithoutScheduler(now)
 }
 
 // failWithoutScheduler fails the barriers that wait for a scheduler that has been lost for
 // Config.ReplaceTimeout. A server's Finalize waits as long as a worker is alive: workers
 // do not need the scheduler for their requests.
 func (c *tickets) failWithoutScheduler(now time.Duration) {
-	at, waits := c.schedulerDeadline()
-	if !waits || now < at {
+	if now < c.schedulerDeadline() {
 		return
 	}
 	for _, t := range c.open {
@@ -430,13 +401,12 @@ func (c *tickets) failWithoutScheduler(now time.Duration) {
 	c.fail(c.needsScheduler, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
 }
 
-// schedulerDeadline returns when barriers that wait for a lost scheduler fail, if there are
-// any.
-func (c *tickets) schedulerDeadline() (time.Duration, bool) {
-	if !c.alive.isDown(van.SchedulerID) && !c.life.rejoining || !slices.ContainsFunc(c.open, c.needsScheduler) {
-		return 0, false
+// schedulerDeadline is when barriers that wait for a lost scheduler fail.
+func (c *tickets) schedulerDeadline() time.Duration {
+	if (c.alive.isDown(van.SchedulerID) || c.life.rejoining) && slices.ContainsFunc(c.open, c.needsScheduler) {
+		return c.alive.peers[van.SchedulerID].since + c.cfg.ReplaceTimeout
 	}
-	return c.alive.peers[van.SchedulerID].since + c.cfg.ReplaceTimeout, true
+	return math.MaxInt64
 }
 
 func (c *tickets) needsScheduler(t *ticket) bool {
@@ -445,14 +415,11 @@ func (c *tickets) needsScheduler(t *ticket) bool {
 }
 
 func (c *tickets) next() time.Duration {
-	next := time.Duration(math.MaxInt64)
+	next := c.schedulerDeadline()
 	for _, t := range c.open {
 		if t.deadline > 0 {
 			next = min(next, t.deadline)
 		}
-	}
-	if at, waits := c.schedulerDeadline(); waits {
-		next = min(next, at)
 	}
 	for _, l := range c.held {
 		next = min(next, l.at+leaveGrace)

@@ -33,7 +33,17 @@ const (
 	tableRepeat  = 2 * time.Second // after the first time; each pause is twice the one before
 )
 
-// down marks id as dead for reason r.
+// open begins the life of a cluster of these nodes.
+func (w *watch) open(now time.Duration, nodes []van.Node) {
+	w.life.phase, w.alive.lastCheck = ready, now
+	w.table.fill(nodes)
+	w.alive.begin(now, van.SchedulerID)
+	for id, i := range w.table.at {
+		w.alive.begin(now, id)
+		w.table.learn(id, &nodes[i])
+	}
+}
+
 func (w *watch) down(now time.Duration, id int, r reason, cause error) {
 	h := w.alive.peers[id]
 	wasCut := h.down != 0 && lossVerb(h.cause) == verbCut
@@ -47,7 +57,6 @@ func (w *watch) down(now time.Duration, id int, r reason, cause error) {
 	}
 }
 
-// up clears reasons for which id was down.
 func (w *watch) up(now time.Duration, id int, r reason) {
 	if w.alive.markUp(now, id, r) {
 		w.tellAll(id, notice{verb: verbBack, id: id})
@@ -57,14 +66,12 @@ func (w *watch) up(now time.Duration, id int, r reason) {
 	}
 }
 
-// heard notes that a message of id has come.
 func (w *watch) heard(now time.Duration, id int) {
 	if w.alive.heard(now, id) {
 		w.up(now, id, silent)
 	}
 }
 
-// records sends records of the table.
 func (w *watch) records(id int, nodes []van.Node) {
 	meta := w.out.control(van.AddNode)
 	meta.Control.Nodes = nodes
