@@ -14,7 +14,7 @@ import (
 
 // shaped are the packages whose files call each other downwards only, and whose types are
 // small enough to be read.
-var shaped = []string{"van/rdma", "van/rdma/conn", "van/rendezvous", "van/local", "van/stage", "van/stack", "fserver/module", "kv", "postoffice", "af", "kv/session", "af/streams", "fserver/core", "af/window", "af/collective"}
+var shaped = []string{"van/rdma", "van/rdma/conn", "van/rendezvous", "van/local", "van/stage", "van/stack", "fserver/module", "kv", "postoffice", "postoffice/membership", "af", "kv/session", "af/streams", "fserver/core", "af/window", "af/collective"}
 
 const (
 	maxFields  = 25

@@ -21,9 +21,20 @@ type Window struct {
 	limit time.Duration // of a call that waits on the host; negative for none
 }
 
-// OpenWindow begins to open a window on the ranks' devices, or in memory of their hosts. A negative limit is that of the
-// communicator.
-func (c *Comm) OpenWindow(o window.Options, limit time.Duration) (*Window, *Task) {
+// OpenWindow begins to open a window of size bytes on the ranks' devices. A negative limit is that of the communicator.
+func (c *Comm) OpenWindow(size, signals int, limit time.Duration) (*Window, *Task) {
+	return c.openWindow(window.Options{Size: size, Signals: signals, Device: true}, limit)
+}
+
+// OpenHostWindow is OpenWindow in memory of the hosts: here this one, or if it is empty size bytes.
+func (c *Comm) OpenHostWindow(memory af.Tensor, size, signals int, limit time.Duration) (*Window, *Task) {
+	if memory.Len() > 0 {
+		size = 0
+	}
+	return c.openWindow(window.Options{Memory: memory, Size: size, Signals: signals}, limit)
+}
+
+func (c *Comm) openWindow(o window.Options, limit time.Duration) (*Window, *Task) {
 	w := &Window{limit: c.limit}
 	memory := o.Memory.Mem()
 	memory.Retain() // until the window has

@@ -10,13 +10,13 @@ package main
 import "C"
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"runtime/cgo"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af"
-	"github.com/stepaf/stepaf-go/af/window"
 	"github.com/stepaf/stepaf-go/fserver/core"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -42,20 +42,26 @@ func sf_window_where(of C.uint64_t, where *C.int, e *C.sf_error) C.int {
 func sf_window_open(of C.uint64_t, size, signals C.int64_t, memory *C.sf_tensor, timeoutMs C.int64_t, at, task *C.uint64_t, e *C.sf_error) C.int {
 	a := argsPool.Get().(*args)
 	defer a.release() // the window holds what it needs
-	o := window.Options{Size: int(size), Signals: int(signals), Device: memory == nil}
 	c, err := comm(of)
+	var mem af.Tensor
 	if memory != nil && memory.owner != nil {
 		var err2 error
 		if a.push, err2 = a.read(a.push, memory, 1, "size"); err2 == nil {
-			o.Memory, o.Size = a.push[0].Val, 0
-		} else if err == nil {
-			err = err2
+			mem = a.push[0].Val
 		}
+		err = cmp.Or(err, err2)
 	}
 	if err != nil {
 		return fail(e, err)
 	}
-	w, t := c.OpenWindow(o, time.Duration(timeoutMs)*time.Millisecond)
+	limit := time.Duration(timeoutMs) * time.Millisecond
+	var w *core.Window
+	var t *core.Task
+	if memory == nil {
+		w, t = c.OpenWindow(int(size), int(signals), limit)
+	} else {
+		w, t = c.OpenHostWindow(mem, int(size), int(signals), limit)
+	}
 	*at = C.uint64_t(cgo.NewHandle(w))
 	give(task, t)
 	return C.SF_DONE

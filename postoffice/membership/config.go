@@ -1,6 +1,7 @@
 package membership
 
-// The configuration of a Machine and its checks.
+// The configuration of a Machine and its checks; which nodes belong to a group, and how many
+// requests release a barrier over it.
 
 import (
 	"cmp"
@@ -156,4 +157,96 @@ func hostOrder(hosts []string) (map[string]int, error) {
 		order[ip] = i
 	}
 	return order, nil
+}
+
+// members lists the node ids of a group: workers by rank, servers by rank, the
+// scheduler. The id of a worker or server is a group of its own. It returns nil if
+// this cluster has no such group.
+func (c *Config) members(group int) (ids []int) {
+	switch {
+	case group < 1 || group > van.AllNodes && van.RankOf(group) >= c.instances(van.RoleOf(group)):
+		return nil
+	case group > van.AllNodes:
+		return []int{group}
+	}
+	if group&van.WorkerGroup != 0 {
+		for r := range c.instances(van.Worker) {
+			ids = append(ids, van.WorkerID(r))
+		}
+	}
+	if group&van.ServerGroup != 0 {
+		for r := range c.instances(van.Server) {
+			ids = append(ids, van.ServerID(r))
+		}
+	}
+	if group&van.SchedulerID != 0 {
+		ids = append(ids, van.SchedulerID)
+	}
+	return ids
+}
+
+func (c *Config) groupLen(group int) int { return len(c.members(group)) }
+
+// expected is the number of requests that release a barrier over group 1 to 7.
+func (c *Config) expected(group int, instance bool) int {
+	n := c.groupLen(group)
+	switch {
+	case instance:
+		return n
+	case group == van.SchedulerID:
+		return 1
+	case group&van.SchedulerID != 0:
+		return (n-1)/c.GroupSize + 1
+	default:
+		return n / c.GroupSize
+	}
+}
+
+// trivial tells whether a barrier over group is complete without any message.
+func (c *Config) trivial(group int, instance bool) bool {
+	n := c.groupLen(group)
+	return n <= 1 || !instance && n <= c.GroupSize
+}
+
+// groupBit is the group that holds all nodes of a role.
+func groupBit(r van.Role) int {
+	switch r {
+	case van.Worker:
+		return van.WorkerGroup
+	case van.Server:
+		return van.ServerGroup
+	default:
+		return van.SchedulerID
+	}
+}
+
+// groupName describes a group id: "group 6 (workers, servers)".
+func groupName(group int) string {
+	if group > van.AllNodes {
+		return van.NodeName(group)
+	}
+	var names []string
+	for _, g := range []struct {
+		bit  int
+		name string
+	}{{van.WorkerGroup, "workers"}, {van.ServerGroup, "servers"}, {van.SchedulerID, "scheduler"}} {
+		if group&g.bit != 0 {
+			names = append(names, g.name)
+		}
+	}
+	return fmt.Sprintf("group %d (%s)", group, strings.Join(names, ", "))
+}
+
+func barrierCommand(instance bool) van.Command {
+	if instance {
+		return van.InstanceBarrier
+	}
+	return van.Barrier
+}
+
+func kindName(instance bool) string {
+	if instance {
+		return "instance"
+	}
+	return "group"
 }

@@ -8,10 +8,10 @@ import (
 
 // Rank is the node's instance rank, or -1 before it has one; 0 for the scheduler.
 func (m *Machine) Rank() int {
-	if m.self.ID == van.Empty {
+	if m.table.self.ID == van.Empty {
 		return -1
 	}
-	return van.RankOf(m.self.ID)
+	return van.RankOf(m.table.self.ID)
 }
 
 // KnownPeers returns the ids this node has a connection to, in the order of

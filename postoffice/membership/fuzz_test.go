@@ -156,7 +156,7 @@ func chaos(t *testing.T, b []byte, tell func(line string)) {
 		case 13:
 			from := anyID(&in)
 			meta := nonsense(&in)
-			meta.SetIncarnations(n.m.Incarnation(from), n.m.own.Incarnation)
+			meta.SetIncarnations(n.m.Incarnation(from), n.m.table.own.Incarnation)
 			step(w, n, from, meta)
 		default:
 			from := anyID(&in)

@@ -1,5 +1,8 @@
 package membership
 
+// The barriers of the cluster, on the scheduler: counting requests, releasing or failing
+// barriers, and telling waiting nodes which others are missing.
+
 import (
 	"cmp"
 	"fmt"
@@ -13,8 +16,18 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// The scheduler's side of barriers: counting requests, releasing or failing barriers, and
-// telling waiting nodes which others are missing.
+type gathers struct {
+	base
+	calls   *tickets // the scheduler's own
+	open    map[gatherKey]*gather
+	answers map[int]map[gatherKey]answer // to each node
+	several map[int]bool                 // ids of processes that registered several customers
+	// C++ StepMesh processes that have replaced others, of which not all customers have asked
+	// for the barrier at the end of start-up, and those that have. They do, as nodes of this
+	// library do not: counted, it would be taken for their vote in the barrier of Finalize,
+	// where others may wait already.
+	starting map[int][]int32
+}
 
 type gatherKey struct {
 	group    int
@@ -42,10 +55,6 @@ type arrival struct {
 	final        bool // at the end of a program; such a request may wait as long as the program runs
 }
 
-// finalRequest is the key of a request for a barrier that ends a program. Only a scheduler
-// of this library reads it.
-const finalRequest = 1
-
 // answer is the last release that was sent to a node of this library for a barrier, or the
 // notice that it has failed. A repeated request with that timestamp is not counted for the
 // next barrier.
@@ -56,91 +65,78 @@ type answer struct {
 	failed    string // not released: the reason that the node was told
 }
 
-// stepRequest counts a request and releases the barrier when it is complete.
-func (m *Machine) stepRequest(now time.Duration, from int, msg *van.Meta) error {
+// request counts a request and releases the barrier when it is complete.
+func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 	group, instance := msg.Control.BarrierGroup, msg.Control.Cmd == van.InstanceBarrier
-	switch _, known := m.at[from]; {
-	case m.sched == nil:
-		return m.bad(from, msg, "request", true, "false: only the scheduler counts barriers")
-	case m.phase != ready || !known && from != van.SchedulerID:
-		return m.bad(from, msg, "sender", from, "the id of a node of this cluster")
+	switch {
+	case s.life.phase != ready || !s.table.has(from) && from != van.SchedulerID:
+		return s.table.bad(from, msg, "sender", from, "the id of a node of this cluster")
 	case group < 1 || group > van.AllNodes:
-		return m.bad(from, msg, "control.barrier_group", group, "1 to 7")
+		return s.table.bad(from, msg, "control.barrier_group", group, "1 to 7")
 	}
 	key := gatherKey{group, instance}
-	a := arrival{id: from, stamp: msg.Timestamp, final: m.native(from) && msg.Key == finalRequest}
-	if m.sched.several[from] {
+	a := arrival{id: from, stamp: msg.Timestamp, final: s.table.native(from) && msg.Key == finalRequest}
+	if s.several[from] {
 		a.customer = int(msg.CustomerID)
 	}
-	if asked, starts := m.sched.starting[from]; starts && instance && group == van.AllNodes && !slices.Contains(asked, msg.CustomerID) {
-		if asked = append(asked, msg.CustomerID); len(asked) < m.places(from) {
-			m.sched.starting[from] = asked
+	if asked, starts := s.starting[from]; starts && instance && group == van.AllNodes && !slices.Contains(asked, msg.CustomerID) {
+		if asked = append(asked, msg.CustomerID); len(asked) < s.table.places(from) {
+			s.starting[from] = asked
 		} else {
-			delete(m.sched.starting, from)
+			delete(s.starting, from)
 		}
-		if !m.isStarting() { // else it is counted there
-			meta := m.control(van.InstanceBarrier)
-			meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
-			m.send(from, meta)
+		if !slices.ContainsFunc(s.calls.open, func(t *ticket) bool { return t.starting }) { // else it is counted there
+			s.release(from, instance, msg.AppID, msg.CustomerID, 0)
 			return nil
 		}
 	}
-	g := m.sched.gathers[key]
+	g := s.open[key]
 	if g == nil {
-		g = &gather{nextNews: now + m.cfg.ReportEvery}
-		m.sched.gathers[key] = g
+		g = &gather{nextNews: now + s.cfg.ReportEvery}
+		s.open[key] = g
 	}
 	same := func(o arrival) bool { return o.id == a.id && o.customer == a.customer }
 	switch i := slices.IndexFunc(g.came, same); {
-	case m.native(from) && m.answered(from, key, a.stamp):
-		m.dropEmpty()
+	case s.table.native(from) && s.answered(from, key, a.stamp):
+		s.dropEmpty()
 		return nil
-	case i >= 0 && (instance || m.native(from)):
+	case i >= 0 && (instance || s.table.native(from)):
 		g.came[i] = a // repeated, or given up and requested anew
 		return nil
 	}
 	g.came = append(g.came, a)
-	if len(g.came) < m.cfg.expected(group, instance) {
+	if len(g.came) < s.cfg.expected(group, instance) {
 		g.told = false
-		m.recheckBarriers(now)
+		s.recheck(now)
 		return nil
 	}
-	delete(m.sched.gathers, key)
+	delete(s.open, key)
 	to := make([]int, 0, len(g.came))
 	if instance {
-		to = m.Members(group)
+		to = s.table.Members(group)
 	} else {
 		for _, a := range g.came {
 			to = append(to, a.id)
 		}
 	}
 	for _, id := range to {
-		owed := m.isDown(id)
-		i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id })
-		if i >= 0 && m.native(id) {
-			m.sched.note(id, key, answer{stamp: g.came[i].stamp, owed: owed})
+		owed, request := s.alive.isDown(id), uint64(0)
+		if i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id }); i >= 0 && s.table.native(id) {
+			s.note(id, key, answer{stamp: g.came[i].stamp, owed: owed})
+			request = named(g.came[i].stamp)
 		}
 		if owed {
 			continue
 		}
-		meta := m.control(msg.Control.Cmd)
-		meta.AppID, meta.CustomerID = msg.AppID, msg.CustomerID
-		if i >= 0 && m.native(id) {
-			meta.Key = named(g.came[i].stamp)
-		}
-		m.send(id, meta)
+		s.release(id, instance, msg.AppID, msg.CustomerID, request)
 	}
-	if t := m.finalizing(); t != nil && instance && group == t.group {
-		m.Leaving(now) // the others leave when they have the release
+	if s.calls.finalizing() && instance && group == van.AllNodes {
+		s.calls.Leaving(now) // the others leave when they have the release
 	}
 	return nil
 }
 
-// named returns the key by which a release or a notice names the request that it answers;
-// 0 names none. C++ StepMesh nodes do not read the key.
-func named(stamp int32) uint64 { return uint64(uint32(stamp)) + 1 }
-
-func (s *scheduler) note(id int, key gatherKey, a answer) {
+func (s *gathers) note(id int, key gatherKey, a answer) {
 	if s.answers[id] == nil {
 		s.answers[id] = map[gatherKey]answer{}
 	}
@@ -149,100 +145,92 @@ func (s *scheduler) note(id int, key gatherKey, a answer) {
 
 // answered tells whether a request of a node of this library belongs to a barrier that
 // is over, and repeats the release if it is the last one.
-func (m *Machine) answered(from int, key gatherKey, stamp int32) bool {
-	last, ok := m.sched.answers[from][key]
+func (s *gathers) answered(from int, key gatherKey, stamp int32) bool {
+	last, ok := s.answers[from][key]
 	if !ok || newer(stamp, last.stamp) {
 		return false
 	}
 	switch {
 	case stamp != last.stamp || last.withdrawn:
 	case last.failed != "":
-		m.tellFailed(from, key, last)
+		s.tellFailed(from, key, last)
 	default:
-		m.release(from, key, last.stamp)
+		s.again(from, key, last.stamp)
 	}
 	return true
 }
 
-// newer compares timestamps, which wrap at 1<<31.
-func newer(a, b int32) bool { return (b-a)&math.MaxInt32 >= 1<<30 }
-
-// stepWithdraw removes a request that was given up. If the request itself arrives later,
+// withdraw removes a request that was given up. If the request itself arrives later,
 // repeated or overtaken by the notice, it is not counted either.
-func (m *Machine) stepWithdraw(now time.Duration, from int, msg *van.Meta, n notice) error {
-	switch _, known := m.at[from]; {
-	case n.verb != verbWithdraw:
-		return m.bad(from, msg, "sender", from, "notices come from the scheduler only")
-	case m.sched == nil:
-		return m.bad(from, msg, "body", n.verb, "a notice for others than the scheduler")
-	case m.phase != ready || from != van.SchedulerID && (!known || !m.native(from)):
-		return m.bad(from, msg, "sender", from, "a node of this cluster and of this library")
+func (s *gathers) withdraw(now time.Duration, from int, msg *van.Meta, n notice) error {
+	switch {
+	case s.life.phase != ready || from != van.SchedulerID && (!s.table.has(from) || !s.table.native(from)):
+		return s.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
 	case msg.Key < 1 || msg.Key > math.MaxInt32+1:
-		return m.bad(from, msg, "key", msg.Key, "1 to 2147483648: the name of a request")
+		return s.table.bad(from, msg, "key", msg.Key, "1 to 2147483648: the name of a request")
 	}
 	key, stamp := gatherKey{n.group, n.instance}, int32(msg.Key-1)
-	if last, ok := m.sched.answers[from][key]; !ok || newer(stamp, last.stamp) {
-		m.sched.note(from, key, answer{stamp: stamp, withdrawn: true})
+	if last, ok := s.answers[from][key]; !ok || newer(stamp, last.stamp) {
+		s.note(from, key, answer{stamp: stamp, withdrawn: true})
 	}
-	if g := m.sched.gathers[key]; g != nil {
+	if g := s.open[key]; g != nil {
 		g.came = slices.DeleteFunc(g.came, func(a arrival) bool { return a.id == from && a.stamp == stamp })
-		m.recheckBarriers(now)
+		s.recheck(now)
 	}
 	return nil
 }
 
-// release repeats the release of a request.
-func (m *Machine) release(id int, key gatherKey, stamp int32) {
-	m.sched.note(id, key, answer{stamp: stamp})
-	cmd := van.Barrier
-	if key.instance {
-		cmd = van.InstanceBarrier
-	}
-	meta := m.control(cmd)
-	meta.AppID, meta.CustomerID, meta.Key = 0, 0, named(stamp)
-	m.send(id, meta)
+// release sends a release; request is the key of the request that it answers, see named.
+func (s *gathers) release(id int, instance bool, app, customer int32, request uint64) {
+	meta := s.out.control(barrierCommand(instance))
+	meta.AppID, meta.CustomerID, meta.Key = app, customer, request
+	s.out.send(id, meta)
 }
 
-// owedReleases sends the releases that could not be sent while id was down.
-func (m *Machine) owedReleases(id int) {
-	for _, key := range sortedKeys(m.sched.answers[id]) {
-		if a := m.sched.answers[id][key]; a.owed {
-			m.release(id, key, a.stamp)
+// again repeats the release of a request.
+func (s *gathers) again(id int, key gatherKey, stamp int32) {
+	s.note(id, key, answer{stamp: stamp})
+	s.release(id, key.instance, 0, 0, named(stamp))
+}
+
+// releaseOwed sends the releases that could not be sent while id was down.
+func (s *gathers) releaseOwed(id int) {
+	for _, key := range sortedKeys(s.answers[id]) {
+		if a := s.answers[id][key]; a.owed {
+			s.again(id, key, a.stamp)
 		}
 	}
 }
 
-// forget removes the requests of a process that has been replaced.
-func (m *Machine) forget(id int) {
-	for _, g := range m.sched.gathers {
+// replaced removes the requests of the process that had id before.
+func (s *gathers) replaced(id int) {
+	for _, g := range s.open {
 		g.came = slices.DeleteFunc(g.came, func(a arrival) bool { return a.id == id })
 	}
-	m.dropEmpty()
-	delete(m.sched.answers, id)
-	delete(m.sched.starting, id)
+	s.dropEmpty()
+	delete(s.answers, id)
+	delete(s.starting, id)
+	if !s.table.native(id) {
+		s.starting[id] = nil
+	}
 }
 
-// isStarting tells whether this node waits in the barrier of start-up.
-func (m *Machine) isStarting() bool {
-	return slices.ContainsFunc(m.tickets, func(t *ticket) bool { return t.starting })
+func (s *gathers) dropEmpty() {
+	maps.DeleteFunc(s.open, func(_ gatherKey, g *gather) bool { return len(g.came) == 0 })
 }
 
-func (m *Machine) dropEmpty() {
-	maps.DeleteFunc(m.sched.gathers, func(_ gatherKey, g *gather) bool { return len(g.came) == 0 })
-}
-
-// recheckBarriers finds the barriers at which only dead nodes are missing. Such a barrier
+// recheck finds the barriers at which only dead nodes are missing. Such a barrier
 // fails after Config.ReplaceTimeout without a replacement; it fails at once, unless it is
 // at the end of a program, if the nodes died by silence: their timeout has passed already.
 // While a live member is missing a barrier does not fail: some nodes wait in the barrier
 // of Finalize from the beginning, which must not end the work of the others.
-func (m *Machine) recheckBarriers(now time.Duration) {
-	for _, key := range m.sched.openBarriers() {
-		g := m.sched.gathers[key]
+func (s *gathers) recheck(now time.Duration) {
+	for _, key := range sortedKeys(s.open) {
+		g := s.open[key]
 		possible, living := len(g.came), 0
 		dead, fell := "", false
-		for _, id := range m.Members(key.group) {
-			missing := m.places(id)
+		for _, id := range s.table.Members(key.group) {
+			missing := s.table.places(id)
 			for _, a := range g.came {
 				if a.id == id {
 					missing--
@@ -250,18 +238,18 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 			}
 			switch {
 			case missing <= 0:
-			case m.isDown(id):
-				fell = fell || m.health[id].down&silent == 0
-				dead += fmt.Sprintf("; %s is dead: %s", m.peer(id), m.health[id].cause)
+			case s.alive.isDown(id):
+				fell = fell || s.alive.peers[id].down&silent == 0
+				dead += fmt.Sprintf("; %s is dead: %s", s.table.peer(id), s.alive.peers[id].cause)
 			default:
 				living += missing
 			}
 		}
 		possible += living
-		hopeless := dead != "" && possible < m.cfg.expected(key.group, key.instance)
+		hopeless := dead != "" && possible < s.cfg.expected(key.group, key.instance)
 		// A group barrier needs one instance of each group, and does not wait for the
 		// other instances.
-		yetToCome := living > 0 && (key.instance || m.cfg.GroupSize == 1)
+		yetToCome := living > 0 && (key.instance || s.cfg.GroupSize == 1)
 		if failpoint.On("barrier-death") {
 			yetToCome = false
 		}
@@ -272,43 +260,43 @@ func (m *Machine) recheckBarriers(now time.Duration) {
 		if !g.stuck {
 			g.stuck, g.since = true, now
 		}
-		wait := m.cfg.ReplaceTimeout
+		wait := s.cfg.ReplaceTimeout
 		if !fell && !slices.ContainsFunc(g.came, func(a arrival) bool { return a.final }) {
 			wait = 0
 		}
 		if !g.told && (now-g.since >= wait || failpoint.On("barrier-death")) {
-			m.failBarrier(key, g, strings.TrimPrefix(dead, "; "))
+			s.fail(key, g, strings.TrimPrefix(dead, "; "))
 		}
 	}
-	m.dropEmpty()
+	s.dropEmpty()
 }
 
-// failBarrier tells the waiting nodes of this library that a barrier cannot be complete,
+// fail tells the waiting nodes of this library that a barrier cannot be complete,
 // and removes their requests. Requests of C++ StepMesh nodes stay: they cannot be told,
 // and do not repeat them.
-func (m *Machine) failBarrier(key gatherKey, g *gather, text string) {
+func (s *gathers) fail(key gatherKey, g *gather, text string) {
 	g.told = true
 	var told []arrival
 	g.came = slices.DeleteFunc(g.came, func(a arrival) bool {
-		if a.id != van.SchedulerID && !m.native(a.id) && !failpoint.On("foreign-barrier") {
+		if a.id != van.SchedulerID && !s.table.native(a.id) && !failpoint.On("foreign-barrier") {
 			return false
 		}
 		told = append(told, a)
 		return true
 	})
 	if len(g.came) == 0 {
-		delete(m.sched.gathers, key)
+		delete(s.open, key)
 	}
 	for _, a := range told {
-		if a.id != van.SchedulerID && !m.isDown(a.id) {
+		if a.id != van.SchedulerID && !s.alive.isDown(a.id) {
 			failed := answer{stamp: a.stamp, failed: text}
-			m.sched.note(a.id, key, failed)
-			m.tellFailed(a.id, key, failed)
+			s.note(a.id, key, failed)
+			s.tellFailed(a.id, key, failed)
 		}
 	}
 	for _, a := range told { // the scheduler last: it may leave then
 		if a.id == van.SchedulerID {
-			m.barrierRefused(failedNotice(key, text), named(a.stamp))
+			s.calls.refused(failedNotice(key, text), named(a.stamp))
 		}
 	}
 }
@@ -318,53 +306,49 @@ func failedNotice(key gatherKey, text string) notice {
 }
 
 // tellFailed tells a node of this library that what it has asked for cannot be complete.
-func (m *Machine) tellFailed(id int, key gatherKey, a answer) {
-	m.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
+func (s *gathers) tellFailed(id int, key gatherKey, a answer) {
+	s.out.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
 }
 
-func (m *Machine) tickBarriers(now time.Duration) {
-	if m.sched == nil || now < m.nextBarrierTick() {
+// tick also tells the nodes that wait for a barrier, other than one at the end of a program,
+// which nodes are missing: they say so in their error if they give up.
+func (s *gathers) tick(now time.Duration) {
+	if now < s.next() {
 		return
 	}
-	m.recheckBarriers(now)
-	for _, key := range m.sched.openBarriers() {
-		if g := m.sched.gathers[key]; now >= g.nextNews {
-			for g.nextNews <= now {
-				g.nextNews += m.cfg.ReportEvery
+	s.recheck(now)
+	for _, key := range sortedKeys(s.open) {
+		g := s.open[key]
+		if now < g.nextNews {
+			continue
+		}
+		for g.nextNews <= now {
+			g.nextNews += s.cfg.ReportEvery
+		}
+		for _, a := range g.came {
+			if s.tells(a) && !s.alive.isDown(a.id) {
+				s.out.tellAbout(a.id, notice{verb: verbWaiting, text: s.missing(key, g)}, named(a.stamp))
 			}
-			m.sendMissing(key, g)
 		}
 	}
 }
 
-// sendMissing tells the nodes that wait for a barrier, other than one at the end of a
-// program, which nodes are missing: they say so in their error if they give up.
-func (m *Machine) sendMissing(key gatherKey, g *gather) {
-	for _, a := range g.came {
-		if a.id != van.SchedulerID && !a.final && m.native(a.id) && !m.isDown(a.id) {
-			m.tellAbout(a.id, notice{verb: verbWaiting, text: m.barrierText(key, g)}, named(a.stamp))
-		}
-	}
+func (s *gathers) tells(a arrival) bool {
+	return a.id != van.SchedulerID && !a.final && s.table.native(a.id)
 }
 
-func (m *Machine) nextBarrierTick() time.Duration {
+func (s *gathers) next() time.Duration {
 	next := time.Duration(math.MaxInt64)
-	if m.sched == nil {
-		return next
-	}
-	for _, g := range m.sched.gathers {
+	for _, g := range s.open {
 		if g.stuck && !g.told {
-			next = min(next, g.since+m.cfg.ReplaceTimeout)
+			next = min(next, g.since+s.cfg.ReplaceTimeout)
 		}
-		if slices.ContainsFunc(g.came, func(a arrival) bool { return !a.final && m.native(a.id) && a.id != van.SchedulerID }) {
+		if slices.ContainsFunc(g.came, s.tells) {
 			next = min(next, g.nextNews)
 		}
 	}
 	return next
 }
-
-// openBarriers lists the requested barriers in a fixed order.
-func (s *scheduler) openBarriers() []gatherKey { return sortedKeys(s.gathers) }
 
 func sortedKeys[V any](m map[gatherKey]V) []gatherKey {
 	return slices.SortedFunc(maps.Keys(m), func(a, b gatherKey) int {
@@ -372,33 +356,22 @@ func sortedKeys[V any](m map[gatherKey]V) []gatherKey {
 	})
 }
 
-// places is the number of ids that node id stands for.
-func (m *Machine) places(id int) int {
-	n := 1
-	for _, first := range m.shared {
-		if first == id {
-			n++
-		}
-	}
-	return n
-}
-
-// barriersText lists the missing nodes of all open barriers.
-func (m *Machine) barriersText() string {
+// text lists the missing nodes of all open barriers.
+func (s *gathers) text() string {
 	var parts []string
-	for _, key := range m.sched.openBarriers() {
-		parts = append(parts, m.barrierText(key, m.sched.gathers[key]))
+	for _, key := range sortedKeys(s.open) {
+		parts = append(parts, s.missing(key, s.open[key]))
 	}
 	return strings.Join(parts, "; ")
 }
 
-func (m *Machine) barrierText(key gatherKey, g *gather) string {
+func (s *gathers) missing(key gatherKey, g *gather) string {
 	var missing []string
-	for _, id := range m.Members(key.group) {
+	for _, id := range s.table.Members(key.group) {
 		if !slices.ContainsFunc(g.came, func(a arrival) bool { return a.id == id }) {
-			missing = append(missing, m.peer(id))
+			missing = append(missing, s.table.peer(id))
 		}
 	}
 	return fmt.Sprintf("%s barrier over %s: %d of %d requests, not from %s", kindName(key.instance),
-		groupName(key.group), len(g.came), m.cfg.expected(key.group, key.instance), list(missing))
+		groupName(key.group), len(g.came), s.cfg.expected(key.group, key.instance), list(missing))
 }

@@ -1,9 +1,9 @@
 package membership
 
-// Which nodes are alive: lost connections, heartbeats, and what the scheduler says.
+// Which nodes are alive: when each was last heard, and why it is down. What else follows from a
+// death or a return is in watch.go for the scheduler, and in ticket.go for the others.
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -15,10 +15,6 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// leaveGrace is how long the report of a lost peer is delayed during Finalize: nodes close
-// their connections right after the last barrier, perhaps before this node has its release.
-const leaveGrace = time.Second
-
 // reason is why a node is considered dead. Each reason is cleared on its own.
 type reason uint8
 
@@ -27,6 +23,23 @@ const (
 	silent                      // no heartbeats
 	declared                    // the scheduler says so
 )
+
+// lossError says why a node is considered dead. It wraps van.ErrPeerLost and the
+// transport's error, if there is one.
+type lossError struct {
+	text  string
+	cause error
+	cut   bool // a connection broke: the node need not be dead
+}
+
+func (e *lossError) Error() string { return e.text }
+
+func (e *lossError) Unwrap() []error {
+	if e.cause == nil {
+		return []error{van.ErrPeerLost}
+	}
+	return []error{van.ErrPeerLost, e.cause}
+}
 
 type health struct {
 	seen  time.Duration // when it was last heard, or its connection came back
@@ -54,132 +67,72 @@ func (h *health) sameLoss(now time.Duration) bool {
 	return h.down == 0 && h.back > 0 && now-h.back < sameLossTime
 }
 
-// loss is a lost connection during Finalize: the peer may have died, or left in order.
-type loss struct {
-	cause error
-	at    time.Duration
+type liveness struct {
+	cfg       *Config
+	life      *life
+	table     *table
+	out       *sender
+	peers     map[int]*health // of the scheduler and the table's nodes
+	lastCheck time.Duration   // when silence was last checked
 }
 
-func (m *Machine) isDown(id int) bool {
-	h := m.health[id]
+func (l *liveness) begin(now time.Duration, id int) { l.peers[id] = &health{seen: now} }
+
+func (l *liveness) isDown(id int) bool {
+	h := l.peers[id]
 	return h != nil && h.down != 0
 }
 
-// heard notes that a message of from has come.
-func (m *Machine) heard(now time.Duration, from int) {
-	if h := m.health[from]; h != nil {
-		h.seen, h.heard, h.answered = max(h.seen, now), max(h.heard, now), 0
-		if h.down&silent != 0 {
-			m.markUp(now, from, silent)
-		}
-	}
-}
-
-// PeerLost says that the transport lost the connection to id, which may be a temporary
-// id. It is ignored after Leaving and after the final barrier. A node whose connection the
-// scheduler refuses as it was replaced has failed.
-func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
-	cause = cmp.Or(cause, van.ErrPeerLost)
-	if m.phase == failed || m.leaving || id == m.self.ID {
-		return
-	}
-	if m.sched == nil && id == van.SchedulerID && errors.Is(cause, van.ErrReplaced) { // it cannot be asked any more
-		m.fail(&van.Error{Op: "connect", Node: m.name(), Peer: m.peer(id), Err: ErrRefused,
-			Detail: fmt.Sprintf("%s was taken for dead and its place given to another process: %s", m.self.Addr(), cause)})
-		return
-	}
-	if m.sched != nil && id < 0 {
-		m.joinLost(id, cause)
-		return
-	}
-	if m.phase == joining && m.sched == nil && id == van.SchedulerID {
-		m.schedulerLost = cause
-		return
-	}
-	if m.health[id] == nil {
-		return
-	}
-	h := m.health[id]
-	h.lost, h.back = now, 0
-	finalizes := m.sched == nil && m.finalizing() != nil
-	if !finalizes && h.answered > 0 && m.lapsed(now, id) { // nothing but that connection spoke for it
-		m.fallSilent(now, id)
-	}
-	err := &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)}
-	if finalizes {
-		if _, known := m.held[id]; !known && !m.isDown(id) {
-			m.held[id] = loss{err, now}
-		}
-		return
-	}
-	m.markDown(now, id, connLost, err)
-}
-
-// PeerBack says that the connection to id is back. It does nothing if it was not lost.
-func (m *Machine) PeerBack(now time.Duration, id int) {
-	if m.phase == failed {
-		return
-	}
-	if m.sched != nil && id < 0 {
-		m.joinBack(now, id)
-		return
-	}
-	if m.phase == joining && m.sched == nil && id == van.SchedulerID {
-		if m.schedulerLost != nil {
-			m.schedulerLost = nil
-			m.register()
-		}
-		return
-	}
-	_, held := m.held[id]
-	delete(m.held, id)
-	h := m.health[id]
+// heard notes that a message of from has come, and tells whether from was taken for silent.
+func (l *liveness) heard(now time.Duration, from int) bool {
+	h := l.peers[from]
 	if h == nil {
-		return
+		return false
 	}
-	if h.down&connLost != 0 {
+	h.seen, h.heard, h.answered = max(h.seen, now), max(h.heard, now), 0
+	return h.down&silent != 0
+}
+
+// broke notes that the connection to id was lost. The error says so; quiet is true when nothing
+// but that connection spoke for id.
+func (l *liveness) broke(now time.Duration, id int, cause error) (err *lossError, quiet bool) {
+	h := l.peers[id]
+	h.lost, h.back = now, 0
+	return &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)},
+		h.answered > 0 && l.lapsed(now, id)
+}
+
+// markDown marks id as dead for reason r. If it was alive, the application is told and true
+// returned: the rest is to be done, see watch.down and tickets.peerDown.
+func (l *liveness) markDown(now time.Duration, id int, r reason, cause error) bool {
+	h := l.peers[id]
+	first := h.down == 0
+	if h.down |= r; first {
+		h.cause, h.since = cause, now
+	}
+	if !first || l.life.leaving {
+		return false
+	}
+	l.out.emit(PeerDead{id, cause})
+	return true
+}
+
+// markUp clears reasons. If none are left, id is alive again; the application is told and true
+// returned, as by markDown.
+func (l *liveness) markUp(now time.Duration, id int, r reason) bool {
+	h := l.peers[id]
+	if r&connLost != 0 && h.down&connLost != 0 {
 		h.back = max(now, 1)
 	}
-	if m.sched == nil && id == van.SchedulerID && m.native(id) && !m.leaving && (held || h.down != 0) {
-		m.beat([]van.Node{m.self}) // another process may listen there now; its answer tells
+	if h.down == 0 || h.down&^r != 0 {
+		h.down &^= r
+		return false
 	}
-	if held && id == van.SchedulerID {
-		m.askAgain()
+	h.seen, h.down, h.cause = max(h.seen, now), 0, nil
+	if !l.life.leaving {
+		l.out.emit(PeerAlive{id})
 	}
-	m.markUp(now, id, connLost)
-}
-
-// Leaving says that this node is about to leave: lost peers are no longer reported.
-func (m *Machine) Leaving(time.Duration) {
-	m.leaving = true
-	clear(m.held)
-}
-
-// markDown marks id as dead for reason r and, if it was alive, tells the application and,
-// on the scheduler, the other nodes.
-func (m *Machine) markDown(now time.Duration, id int, r reason, cause error) {
-	h := m.health[id]
-	first := h.down == 0
-	h.down |= r
-	if !first {
-		if m.sched != nil && !m.leaving && r == silent && lossVerb(h.cause) == verbCut { // a node that has passed over the cut must hear of this
-			h.cause = cause
-			m.tellAll(id, notice{verb: verbDead, id: id, text: cause.Error()})
-		}
-		return
-	}
-	h.cause, h.since = cause, now
-	delete(m.held, id)
-	if m.leaving {
-		return
-	}
-	m.emit(PeerDead{id, cause})
-	if m.sched != nil {
-		m.tellAll(id, notice{verb: lossVerb(cause), id: id, text: cause.Error()})
-		m.recheckBarriers(now)
-	} else {
-		m.failWithoutScheduler(now)
-	}
+	return !l.life.leaving
 }
 
 // lossVerb is that of the notice about a node which is down for that cause.
@@ -190,230 +143,125 @@ func lossVerb(cause error) string {
 	return verbDead
 }
 
-// markUp clears reasons; with none left, id is alive again.
-func (m *Machine) markUp(now time.Duration, id int, r reason) {
-	h := m.health[id]
-	if h.down == 0 || h.down&^r != 0 {
-		h.down &^= r
-		return
-	}
-	h.seen, h.down, h.cause = max(h.seen, now), 0, nil
-	if m.leaving {
-		return
-	}
-	m.emit(PeerAlive{id})
-	if m.sched != nil {
-		m.tellAll(id, notice{verb: verbBack, id: id})
-		m.catchUp(id)
-		m.owedReleases(id)
-		m.recheckBarriers(now)
-	} else if id == van.SchedulerID {
-		m.askAgain()
-	}
+// beating tells whether this node sends heartbeats, which the scheduler answers.
+func (l *liveness) beating() bool {
+	return !l.table.isScheduler() && l.cfg.HeartbeatInterval > 0 && !l.life.leaving &&
+		(!l.cfg.NativeInterval || l.table.native(van.SchedulerID)) && !failpoint.On("heartbeat")
 }
 
 // watched lists the nodes to which the heartbeat timeout applies: on the scheduler all
-// others, or those that have sent a heartbeat; elsewhere the scheduler, if this node sends
-// heartbeats, which it answers.
-func (m *Machine) watched() []int {
-	if m.cfg.HeartbeatTimeout == 0 || m.leaving {
-		return nil
+// others, or those that have sent a heartbeat; elsewhere the scheduler, if it is sent them.
+func (l *liveness) watched() []int {
+	switch {
+	case l.cfg.HeartbeatTimeout == 0 || l.life.leaving:
+	case l.table.isScheduler():
+		return slices.DeleteFunc(l.table.ids(), func(id int) bool { return l.cfg.NativeTimeout && !l.peers[id].beats })
+	case l.beating():
+		return []int{van.SchedulerID}
 	}
-	if m.sched != nil {
-		ids := m.Members(van.WorkerGroup | van.ServerGroup)
-		if m.cfg.NativeTimeout {
-			ids = slices.DeleteFunc(ids, func(id int) bool { return !m.health[id].beats })
-		}
-		return ids
-	}
-	if !m.beats() {
-		return nil
-	}
-	return []int{van.SchedulerID}
+	return nil
 }
 
 // maxSilence is how long id may be silent: the timeout, or three of the intervals that id
 // announces, if that is longer.
-func (m *Machine) maxSilence(id int) time.Duration {
-	return max(m.cfg.HeartbeatTimeout, 3*m.health[id].interval)
+func (l *liveness) maxSilence(id int) time.Duration {
+	return max(l.cfg.HeartbeatTimeout, 3*l.peers[id].interval)
 }
 
 // lapsed tells whether id has been silent for too long, and is not known to have been.
-func (m *Machine) lapsed(now time.Duration, id int) bool {
-	h := m.health[id]
-	return h.down&silent == 0 && now-h.seen >= m.maxSilence(id)
+func (l *liveness) lapsed(now time.Duration, id int) bool {
+	h := l.peers[id]
+	return h.down&silent == 0 && now-h.seen >= l.maxSilence(id)
+}
+
+func (l *liveness) silence(now time.Duration, id int) error {
+	return &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-l.peers[id].seen, l.maxSilence(id))}
 }
 
 // Silent lists the nodes that Tick takes for dead at that time, since nothing has come from
 // them, unless Answers is called for them before. One whose connection broke after its last
 // message is not among them: another process may answer at its address.
-func (m *Machine) Silent(now time.Duration) []int {
-	if m.phase != ready {
+func (l *liveness) Silent(now time.Duration) []int {
+	if l.life.phase != ready {
 		return nil
 	}
-	return slices.DeleteFunc(m.watched(), func(id int) bool {
-		h := m.health[id]
-		return !m.lapsed(now, id) || h.heard <= h.lost
+	return slices.DeleteFunc(l.watched(), func(id int) bool {
+		h := l.peers[id]
+		return !l.lapsed(now, id) || h.heard <= h.lost
 	})
 }
 
 // Answers says that the transport of id, which does not wait for what its program does, has
 // answered within the limit: the node stands, and is only busy. It counts for this time, and
 // must come before Tick.
-func (m *Machine) Answers(now time.Duration, id int) {
-	if h := m.health[id]; h != nil {
+func (l *liveness) Answers(now time.Duration, id int) {
+	if h := l.peers[id]; h != nil {
 		h.answered = now
 	}
 }
 
-func (m *Machine) fallSilent(now time.Duration, id int) {
-	m.markDown(now, id, silent, &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-m.health[id].seen,
-		m.maxSilence(id))})
-}
-
-func (m *Machine) beats() bool {
-	return m.sched == nil && m.cfg.HeartbeatInterval > 0 && !m.leaving &&
-		(!m.cfg.NativeInterval || m.native(van.SchedulerID)) && !failpoint.On("heartbeat")
-}
-
-// beat sends a heartbeat with these records, this node's first.
-func (m *Machine) beat(nodes []van.Node) {
-	meta := m.control(van.Heartbeat)
-	meta.Control.Nodes = nodes
-	if m.native(van.SchedulerID) {
-		meta.Key = beatKey(m.generation, m.cfg.HeartbeatInterval)
-	}
-	m.send(van.SchedulerID, meta)
-}
-
-func (m *Machine) tickHealth(now time.Duration) {
-	if (m.beats() || m.rejoining && !m.leaving) && now >= m.nextBeat {
-		m.nextBeat = now + m.beatInterval()
-		m.beat([]van.Node{m.self})
-	}
-	watched := m.watched()
-	if len(watched) == 0 {
-		m.lastCheck = now
-		return
-	}
-	overslept := now-m.lastCheck > m.cfg.HeartbeatTimeout/2
-	m.lastCheck = now
-	for _, id := range watched {
-		h := m.health[id]
+// fallen lists those who have been silent for too long.
+func (l *liveness) fallen(now time.Duration) []int {
+	watched := l.watched()
+	overslept := len(watched) > 0 && now-l.lastCheck > l.cfg.HeartbeatTimeout/2
+	l.lastCheck = now
+	return slices.DeleteFunc(watched, func(id int) bool {
+		h := l.peers[id]
 		if overslept {
 			// This process was stopped or starved: messages that came meanwhile may not
 			// have been handled yet.
-			h.seen = max(h.seen, now-m.cfg.HeartbeatTimeout/2)
+			h.seen = max(h.seen, now-l.cfg.HeartbeatTimeout/2)
 		}
-		if m.lapsed(now, id) && h.answered < now {
-			m.fallSilent(now, id)
-		}
-	}
+		return !l.lapsed(now, id) || h.answered >= now
+	})
 }
 
-func (m *Machine) beatInterval() time.Duration {
-	if m.rejoining {
-		return returnBeat
-	}
-	return m.cfg.HeartbeatInterval
-}
-
-func (m *Machine) nextHealthTick() time.Duration {
-	next := time.Duration(math.MaxInt64)
-	if m.beats() || m.rejoining && !m.leaving {
-		next = m.nextBeat
-	}
-	any := false
-	for _, id := range m.watched() {
-		if h := m.health[id]; h.down&silent == 0 {
-			if at := h.seen + m.maxSilence(id); at > h.answered { // else with a regular tick
+func (l *liveness) nextCheck() time.Duration {
+	next, any := time.Duration(math.MaxInt64), false
+	for _, id := range l.watched() {
+		if h := l.peers[id]; h.down&silent == 0 {
+			if at := h.seen + l.maxSilence(id); at > h.answered { // else with a regular tick
 				next = min(next, at)
 			}
 			any = true
 		}
 	}
 	if any { // regular ticks, so that one that comes too late is noticed, and who is silent and answers is looked at again
-		next = min(next, m.lastCheck+m.cfg.HeartbeatTimeout/4+1)
+		next = min(next, l.lastCheck+l.cfg.HeartbeatTimeout/4+1)
 	}
 	return next
-}
-
-// stepHeartbeat notes a heartbeat; the scheduler answers it with its own record.
-func (m *Machine) stepHeartbeat(now time.Duration, from int, msg *van.Meta) error {
-	if m.sched == nil {
-		if from != van.SchedulerID {
-			return m.bad(from, msg, "sender", from, "the scheduler")
-		}
-		m.heard(now, from)
-		if len(msg.Body) == 0 || !m.native(from) {
-			m.resumed()
-			if p := &m.policies; p.version > 0 {
-				m.emit(Policies{p.version, p.list}) // more of them may be in force by now
-			}
-			return nil
-		}
-		n, err := parseNotice(msg.Body)
-		if err == nil && n.verb == verbRejoin {
-			m.stepRejoin(n)
-		}
-		return nil
-	}
-	nodes := msg.Control.Nodes
-	if m.native(from) {
-		nodes = nodes[:1] // the others are for a restarted scheduler
-	}
-	for i := range nodes {
-		n := &nodes[i]
-		field := fmt.Sprintf("control.node[%d].id", i)
-		at, ok := m.at[n.ID]
-		if !ok {
-			return m.bad(from, msg, field, n.ID, "the id of a node of this cluster")
-		}
-		if n.ID != from {
-			return m.bad(from, msg, field, n.ID, fmt.Sprintf("the sender's, %d", from))
-		}
-		if cur := &m.table[at]; another(cur, n) && !failpoint.On("fencing") {
-			m.refuse(now, n, m.whyStray(from, m.own.Cluster))
-			continue
-		}
-		m.heard(now, from)
-		h := m.health[from]
-		h.beats = true
-		if m.native(from) {
-			var generation uint32
-			generation, h.interval = parseBeatKey(msg.Key)
-			old := generation != m.generation
-			if old && h.stale { // two in a row: it has missed a record
-				m.sendTable(from, m.fullTable())
-				m.tellDead(from)
-			}
-			h.stale = old
-		}
-		meta := m.control(van.Heartbeat)
-		meta.Control.Nodes = []van.Node{m.self}
-		m.send(n.ID, meta)
-		m.policiesBeat(from)
-	}
-	return nil
 }
 
 // DeadNodes lists, in the order of Members, the nodes that are known to be dead, and
 // those that have been silent for longer than t, which the scheduler knows of all
 // nodes and others only of the scheduler. With t = 0 silence does not count.
-func (m *Machine) DeadNodes(now, t time.Duration) []int {
-	var dead []int
-	if m.phase != ready {
+func (l *liveness) DeadNodes(now, t time.Duration) (dead []int) {
+	if l.life.phase != ready {
 		return nil
 	}
-	for _, id := range m.Members(van.AllNodes) {
-		h := m.health[id]
-		if h == nil || id == m.self.ID {
+	for _, id := range l.table.Members(van.AllNodes) {
+		h := l.peers[id]
+		if h == nil || id == l.table.self.ID {
 			continue
 		}
-		watched := m.sched != nil || id == van.SchedulerID
-		if h.down != 0 || watched && t > 0 && now-h.seen > t {
+		hears := l.table.isScheduler() || id == van.SchedulerID
+		if h.down != 0 || hears && t > 0 && now-h.seen > t {
 			dead = append(dead, id)
 		}
 	}
 	return dead
+}
+
+// report is what all nodes report of the cluster.
+func (l *liveness) report(now time.Duration) Report {
+	r := Report{Elapsed: now - l.life.started, Ready: l.life.phase == ready, Present: slices.Clone(l.table.nodes)}
+	if l.life.phase == created {
+		r.Elapsed = 0
+	}
+	for _, id := range l.table.Members(van.AllNodes) {
+		if l.isDown(id) {
+			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", l.table.peer(id), l.peers[id].cause))
+		}
+	}
+	return r
 }

@@ -1,16 +1,41 @@
 package membership
 
-// Machine: its state, its inputs, and how it sends.
+// Machine: its inputs, and time. What becomes of them is in scheduler.go on the scheduler, and in
+// node.go on workers and servers.
 
 import (
+	"cmp"
 	"fmt"
 	"math"
-	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
+
+// Machine is one node's membership. Make it with New. Methods that its parts export are its own.
+type Machine struct {
+	cfg  *Config
+	life *life
+	*table
+	*sender
+	*liveness
+	*tickets
+
+	role  role       // what the scheduler does otherwise than workers and servers
+	sched *scheduler // role, or nil on workers and servers
+	node  *node      // role, or nil on the scheduler
+
+	nextReport time.Duration // while joining
+}
+
+// base is what all parts stand on.
+type base struct {
+	cfg   *Config
+	life  *life
+	table *table
+	out   *sender
+	alive *liveness
+}
 
 type phase int
 
@@ -21,59 +46,25 @@ const (
 	failed
 )
 
-// Machine is one node's membership. Make it with New.
-type Machine struct {
-	cfg   Config
-	phase phase
-	self  van.Node // ID is van.Empty until the scheduler has given one
-
-	started    time.Duration
-	nextReport time.Duration // while joining
-	nextBeat   time.Duration // when ready, if heartbeats are sent
-	stamp      int32         // the control counter: timestamp of the next control message
-
-	out   []Output
-	conns map[int]bool // ids that Send may name, besides this node's
-
-	// table holds all records in the scheduler's order; at finds them by id.
-	// Both are empty until start-up is complete.
-	table  []van.Node
-	at     map[int]int
-	shared map[int]int // ids without a node of their own, see assignIDs
-	health map[int]*health
-	news   map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
-
-	first  map[int]bool // ids whose first connections end start-up
-	linked []int        // of this node's role, see Link
-
-	tickets    []*ticket
-	withdrawn  []*ticket // given up; the scheduler is told not to count their requests
-	lastTicket int
+// life is how far the node is, from New to its end.
+type life struct {
+	phase   phase
+	started time.Duration
+	failure error // what ended the machine
 
 	// leaving: the final barrier is over, or Leaving was called, so peers may leave.
-	// While a Finalize waits, losses are kept in held until it is known whether the
-	// peers have left in order.
-	leaving bool
-	failure error // what ended the machine
-	held    map[int]loss
+	leaving   bool
+	rejoining bool // the scheduler is a new process, which does not know the cluster yet
+	recovered bool // on the scheduler: it has resumed an earlier one's cluster
+}
 
-	// own is this process's identity, with the cluster's when it is known; incs has the
-	// incarnations of nodes of this library, by id. See identity.go.
-	own              van.Identity
-	incs             map[int]uint32
-	generation       uint32   // of the table: how many replacements it has seen
-	formerSchedulers []uint32 // incarnations
-	recovered        bool     // on the scheduler: it has resumed an earlier one's cluster
-
-	lastCheck time.Duration // when silence was last checked
-	rejoining bool          // the scheduler is a new process, which does not know the cluster yet
-
-	schedulerLost error  // while joining
-	schedulerSaid string // text of the last waiting notice, while joining
-
-	policies policies
-
-	sched *scheduler // nil on workers and servers
+type role interface {
+	step(now time.Duration, from int, msg *van.Meta) error
+	lost(now time.Duration, id int, cause error)
+	back(now time.Duration, id int)
+	report(now time.Duration) Report
+	tick(now time.Duration) // once start-up is complete
+	next() time.Duration
 }
 
 // New checks cfg and makes a machine that waits for Start. The error wraps
@@ -82,27 +73,16 @@ func New(cfg Config) (*Machine, error) {
 	if err := cfg.check(); err != nil {
 		return nil, err
 	}
-	m := &Machine{cfg: cfg, conns: map[int]bool{}, at: map[int]int{}, health: map[int]*health{}, held: map[int]loss{}, incs: map[int]uint32{}, first: map[int]bool{}, news: map[int]int32{}}
-	m.cfg.Scheduler = van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.Scheduler.Hostname,
-		Port: cfg.Scheduler.Port, Ports: []int32{int32(cfg.Scheduler.Port)},
-		DevTypes: []int32{int32(backend.CPU)}, DevIDs: []int32{0}, AuxID: -1}
-	m.own, _ = cfg.Self.Identity()
-	m.own.Local = slices.Clone(m.own.Local)
+	b := base{cfg: &cfg, life: &life{}, table: newTable(&cfg)}
+	b.out = &sender{table: b.table, conns: map[int]bool{}, first: map[int]bool{}}
+	b.alive = &liveness{cfg: b.cfg, life: b.life, table: b.table, out: b.out, peers: map[int]*health{}}
+	m := &Machine{cfg: b.cfg, life: b.life, table: b.table, sender: b.out, liveness: b.alive, tickets: &tickets{base: b, held: map[int]loss{}}}
 	if cfg.Role == van.Scheduler {
-		m.self = m.cfg.Scheduler
-		m.sign()
-		m.learn(van.SchedulerID, &m.self)
-		hosts, err := hostOrder(cfg.OrderedHosts)
-		if err != nil {
-			return nil, err
-		}
-		m.sched = newScheduler(hosts)
-		return m, nil
-	}
-	m.self = cfg.Self.Clone()
-	m.self.Role, m.self.ID, m.self.IsRecovery = cfg.Role, van.Empty, false
-	if len(m.self.Ports) == 0 {
-		m.self.Ports = []int32{int32(m.self.Port)}
+		m.sched = newScheduler(b, m.tickets)
+		m.role = m.sched
+	} else {
+		m.node = newNode(b, m.tickets)
+		m.role = m.node
 	}
 	return m, nil
 }
@@ -110,13 +90,13 @@ func New(cfg Config) (*Machine, error) {
 // Start begins start-up: a worker or server connects to the scheduler and
 // registers. A second call does nothing.
 func (m *Machine) Start(now time.Duration) {
-	if m.phase != created {
+	if m.life.phase != created {
 		return
 	}
-	m.phase, m.started, m.nextReport = joining, now, now+m.cfg.ReportEvery
-	if m.sched == nil {
-		m.connect(van.SchedulerID, m.cfg.Scheduler)
-		m.register()
+	m.life.phase, m.life.started, m.nextReport = joining, now, now+m.cfg.ReportEvery
+	if m.node != nil {
+		m.sender.connect(van.SchedulerID, m.table.scheduler)
+		m.node.register()
 	}
 }
 
@@ -125,41 +105,28 @@ func (m *Machine) Start(now time.Duration) {
 // invalid field; the message was dropped then, but counts as a sign of life. A failed
 // machine ignores every message.
 func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
-	if m.phase == failed {
+	switch m.life.phase {
+	case failed:
 		return nil
+	case created:
+		return m.table.bad(from, msg, "control.cmd", msg.Control.Cmd, "nothing before Start")
 	}
-	if m.phase == created {
-		return m.bad(from, msg, "control.cmd", msg.Control.Cmd, "nothing before Start")
+	return m.role.step(now, from, msg)
+}
+
+// PeerLost says that the transport lost the connection to id, which may be a temporary
+// id. It is ignored after Leaving and after the final barrier. A node whose connection the
+// scheduler refuses as it was replaced has failed.
+func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
+	if m.life.phase != failed && !m.life.leaving && id != m.table.self.ID {
+		m.role.lost(now, id, cmp.Or(cause, van.ErrPeerLost))
 	}
-	if !m.genuine(now, from, msg) {
-		if m.stray(now, from, msg) {
-			return nil
-		}
-		by, to := msg.Incarnations()
-		return m.bad(from, msg, "incarnations", fmt.Sprintf("%08x to %08x", by, to),
-			fmt.Sprintf("%08x to %08x", m.incs[from], m.own.Incarnation))
-	}
-	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) == 0 {
-		m.heard(now, from) // stepHeartbeat first checks that the record is the node's
-	}
-	switch c := &msg.Control; c.Cmd {
-	case van.AddNode:
-		if m.sched != nil {
-			return m.stepJoin(now, from, msg)
-		}
-		return m.stepTable(now, from, msg)
-	case van.Barrier, van.InstanceBarrier:
-		if msg.Request {
-			return m.stepRequest(now, from, msg)
-		}
-		return m.stepRelease(now, from, msg)
-	case van.Heartbeat:
-		if len(c.Nodes) == 0 {
-			return m.stepNotice(now, from, msg)
-		}
-		return m.stepHeartbeat(now, from, msg)
-	default:
-		return m.bad(from, msg, "control.cmd", c.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
+}
+
+// PeerBack says that the connection to id is back. It does nothing if it was not lost.
+func (m *Machine) PeerBack(now time.Duration, id int) {
+	if m.life.phase != failed {
+		m.role.back(now, id)
 	}
 }
 
@@ -169,14 +136,12 @@ func (m *Machine) Step(now time.Duration, from int, msg *van.Meta) error {
 // is dropped.
 func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 	switch {
-	case m.phase == failed || m.leaving:
-	case id < 0:
-		m.PeerLost(now, id, cause)
-	case m.phase == joining && id == van.SchedulerID || m.first[id]:
+	case m.life.phase == failed || m.life.leaving:
+	case m.life.phase == joining && id == van.SchedulerID || m.sender.first[id]:
 		if m.sched != nil {
-			m.tellAll(id, notice{verb: verbError, text: fmt.Sprintf("start-up has failed: the scheduler cannot connect to %s: %s", m.peer(id), cause)})
+			m.sched.watch.tellAll(id, notice{verb: verbError, text: fmt.Sprintf("start-up has failed: the scheduler cannot connect to %s: %s", m.table.peer(id), cause)})
 		}
-		m.fail(&van.Error{Op: "start: connect", Node: m.name(), Peer: m.peer(id), Err: cause})
+		m.tickets.end(&van.Error{Op: "start: connect", Node: m.table.name(), Peer: m.table.peer(id), Err: cause})
 	default:
 		m.PeerLost(now, id, cause)
 	}
@@ -185,54 +150,50 @@ func (m *Machine) ConnectFailed(now time.Duration, id int, cause error) {
 // Tick advances time. It may be called at any time, and need not be called before the
 // time that NextTick returns.
 func (m *Machine) Tick(now time.Duration) {
-	switch m.phase {
+	switch m.life.phase {
 	case joining:
-		m.tickReturn(now)
-		if m.phase == joining {
+		if m.sched != nil {
+			m.sched.returns.tick(now)
+		}
+		if m.life.phase == joining {
 			m.tickStart(now)
 		}
 	case ready:
-		m.tickTickets(now)
-		m.tickBarriers(now)
-		m.tickHealth(now)
-		m.tickUnheard(now)
+		m.role.tick(now)
 	}
-	m.tickRefusals(now)
+	if m.sched != nil && m.life.phase != failed {
+		m.sched.places.tick(now)
+		m.sched.refusals.tick(now)
+	}
 }
 
 // NextTick returns when Tick must be called next. It is false when time alone changes
 // nothing.
 func (m *Machine) NextTick() (time.Duration, bool) {
 	next := time.Duration(math.MaxInt64)
-	switch m.phase {
+	switch m.life.phase {
 	case joining:
 		next = m.nextReport
 		if m.cfg.StartTimeout > 0 {
-			next = min(next, m.started+m.cfg.StartTimeout)
+			next = min(next, m.life.started+m.cfg.StartTimeout)
 		}
-		next = min(next, m.nextReturnTick(), m.nextRefusal())
+		if m.sched != nil {
+			next = min(next, m.sched.returns.next(), m.sched.places.next(), m.sched.refusals.next())
+		}
 	case ready:
-		next = min(m.nextTicketTick(), m.nextBarrierTick(), m.nextHealthTick(), m.nextRefusal(), m.nextUnheard())
+		next = m.role.next()
 	}
 	return next, next != math.MaxInt64
 }
 
-// Take removes and returns the outputs since the last call, oldest first. Node lists of
-// several messages may share memory: do not modify them.
-func (m *Machine) Take() []Output {
-	out := m.out
-	m.out = nil
-	return out
-}
-
 // tickStart reports the missing nodes, or gives up.
 func (m *Machine) tickStart(now time.Duration) {
-	if d := m.cfg.StartTimeout; d > 0 && now-m.started >= d {
-		err := &van.Error{Op: "start", Node: m.name(), Detail: m.Report(now).String(), Limit: d, Err: van.ErrTimeout}
+	if d := m.cfg.StartTimeout; d > 0 && now-m.life.started >= d {
+		text := m.Report(now).String()
 		if m.sched != nil {
-			m.tellJoining(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + m.Report(now).String()})
+			m.sched.joins.tell(notice{verb: verbError, text: "the scheduler gave up after " + d.String() + ": " + text})
 		}
-		m.fail(err)
+		m.tickets.end(&van.Error{Op: "start", Node: m.table.name(), Detail: text, Limit: d, Err: van.ErrTimeout})
 		return
 	}
 	if now < m.nextReport {
@@ -242,129 +203,61 @@ func (m *Machine) tickStart(now time.Duration) {
 		m.nextReport += m.cfg.ReportEvery
 	}
 	r := m.Report(now)
-	m.emit(Waiting{r})
+	m.sender.emit(Waiting{r})
 	if m.sched != nil {
-		m.tellJoining(notice{verb: verbWaiting, text: r.String()})
+		m.sched.joins.tell(notice{verb: verbWaiting, text: r.String()})
 	}
 }
 
-// fail ends the machine.
-func (m *Machine) fail(err error) {
-	if m.phase == failed {
-		return
+// CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. A scheduler
+// of this library is told, and no longer counts this node's request; a C++ StepMesh one
+// cannot be told. An unknown ticket, or one that has ended, is ignored.
+func (m *Machine) CancelBarrier(n int) {
+	if t := m.tickets.get(n); t != nil {
+		m.tickets.giveUp(t, 0, m.Missing(n))
 	}
-	m.failTickets(func(*ticket) bool { return true }, van.Error{Err: err})
-	m.phase, m.failure = failed, err
-	m.emit(Failed{err})
 }
 
-// ID is the node's id, or van.Empty before it has one.
-func (m *Machine) ID() int { return m.self.ID }
+// Missing lists the missing nodes of a barrier that waits, as far as this node knows, or
+// "".
+func (m *Machine) Missing(n int) string {
+	t := m.tickets.get(n)
+	if t != nil && m.sched != nil {
+		return m.sched.gathers.text()
+	} else if t != nil {
+		return t.missing
+	}
+	return ""
+}
+
+// Link connects this node to others of its role, for as long as it is in the cluster: to
+// their replacements as well. Ids that it is linked to already, and its own, change nothing.
+// They do the same on their side, or cannot answer. An error wraps van.ErrInvalid; nothing
+// was connected then.
+func (m *Machine) Link(_ time.Duration, ids []int) error {
+	switch {
+	case m.life.phase == failed:
+		return m.life.failure
+	case m.life.phase != ready || m.node == nil:
+		return &van.Error{Op: "link", Node: m.table.name(), Detail: "only workers and servers are linked, once they have started", Err: van.ErrInvalid}
+	}
+	return m.node.records.link(ids)
+}
+
+// PoliciesAre says what this node has of the list of that version: a State for each. The
+// scheduler is told, if it is new.
+func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
+	if m.node != nil {
+		m.node.policies.are(version, states)
+	}
+}
 
 // Ready tells whether start-up is complete and the node is part of the cluster.
-func (m *Machine) Ready() bool { return m.phase == ready }
+func (m *Machine) Ready() bool { return m.life.phase == ready }
 
 // IsRecovery tells whether this node replaces a dead one, or is a scheduler that has
 // resumed the cluster of a former one. The others have passed the start-up barrier then.
-func (m *Machine) IsRecovery() bool { return m.self.IsRecovery || m.recovered }
+func (m *Machine) IsRecovery() bool { return m.table.self.IsRecovery || m.life.recovered }
 
-// Node returns the record of a node; before start-up is complete only this node's and the
-// scheduler's are known.
-func (m *Machine) Node(id int) (van.Node, bool) {
-	switch i, ok := m.at[id]; {
-	case id == m.self.ID && id != van.Empty:
-		return m.self, true
-	case id == van.SchedulerID:
-		return m.cfg.Scheduler, true
-	case ok:
-		return m.table[i], true
-	}
-	return van.Node{}, false
-}
-
-// Members returns the ids of a group (1 to 7): workers by rank, servers by rank,
-// the scheduler. A node id of 8 or more is a group of its own. It returns nil if this
-// cluster has no such group.
-func (m *Machine) Members(group int) []int {
-	ids := m.cfg.members(group)
-	return slices.DeleteFunc(ids, func(id int) bool { _, no := m.shared[id]; return no })
-}
-
-func (m *Machine) emit(o Output) { m.out = append(m.out, o) }
-
-// next returns the timestamp of the next control message.
-func (m *Machine) next() int32 {
-	if m.stamp == van.Empty {
-		m.stamp++
-	}
-	t := m.stamp
-	m.stamp = (m.stamp + 1) & math.MaxInt32
-	return t
-}
-
-// control returns a control message with the next timestamp.
-func (m *Machine) control(cmd van.Command) van.Meta {
-	var meta van.Meta
-	meta.Reset()
-	meta.Timestamp = m.next()
-	meta.Control.Cmd = cmd
-	return meta
-}
-
-// send emits a message if there is a connection to the node.
-func (m *Machine) send(to int, meta van.Meta) {
-	if m.conns[to] || to == m.self.ID {
-		if inc := m.incs[to]; inc != 0 {
-			meta.SetIncarnations(m.own.Incarnation, inc)
-		}
-		m.emit(Send{to, meta})
-	}
-}
-
-func (m *Machine) connect(id int, n van.Node) {
-	m.conns[id] = true
-	if id < 0 {
-		m.learn(id, &n)
-	}
-	m.emit(Connect{id, n})
-}
-
-// rename gives the connection with a temporary id the id of a member.
-func (m *Machine) rename(temp, id int) {
-	delete(m.conns, temp)
-	delete(m.incs, temp)
-	m.conns[id] = true
-	m.emit(Rename{temp, id})
-}
-
-func (m *Machine) disconnect(id int) {
-	if m.conns[id] {
-		delete(m.conns, id)
-		delete(m.incs, id)
-		m.emit(Disconnect{id})
-	}
-}
-
-// name names this node, for errors.
-func (m *Machine) name() string {
-	if m.self.ID != van.Empty {
-		return van.NodeName(m.self.ID)
-	}
-	return fmt.Sprintf("%s at %s", m.self.Role, m.self.Addr())
-}
-
-// peer names node id and its address, for errors.
-func (m *Machine) peer(id int) string {
-	if n, ok := m.Node(id); ok {
-		return van.NodeName(id) + " at " + n.Addr()
-	}
-	return van.NodeName(id)
-}
-
-func (m *Machine) bad(from int, msg *van.Meta, field string, value any, want string) error {
-	return m.badErr(from, msg, &van.FieldError{Field: field, Value: value, Want: want})
-}
-
-func (m *Machine) badErr(from int, msg *van.Meta, err error) error {
-	return &van.Error{Op: "receive " + msg.Control.Cmd.String(), Node: m.name(), Peer: m.peer(from), Err: err}
-}
+// Report describes the present state.
+func (m *Machine) Report(now time.Duration) Report { return m.role.report(now) }

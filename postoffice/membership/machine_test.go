@@ -160,11 +160,11 @@ func TestTimestampsLeaveOutEmpty(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.stamp = van.Empty - 1
-	if a, b := m.next(), m.next(); a != van.Empty-1 || b != van.Empty+1 {
+	if a, b := m.sender.next(), m.sender.next(); a != van.Empty-1 || b != van.Empty+1 {
 		t.Errorf("timestamps %d, %d; want 32766, 32768", a, b)
 	}
 	m.stamp = 1<<31 - 1
-	if a, b := m.next(), m.next(); a != 1<<31-1 || b != 0 {
+	if a, b := m.sender.next(), m.sender.next(); a != 1<<31-1 || b != 0 {
 		t.Errorf("timestamps %d, %d; want the largest, then 0", a, b)
 	}
 }
@@ -253,7 +253,7 @@ func TestTwoCustomersOfAReplacement(t *testing.T) {
 	m.Take()
 	step("9 8", van.Empty, 0, customer("c", 0))
 	step("9", van.Empty, 0, customer("c", 1))
-	for _, n := range m.table {
+	for _, n := range m.table.nodes {
 		if n.ID == 9 && n.Hostname != "c" {
 			t.Errorf("the table has worker 0 at %s, want it at c only", n.Addr())
 		}
@@ -402,7 +402,7 @@ func TestMemberIDs(t *testing.T) {
 				continue
 			}
 			msg := van.Meta{Control: van.Control{Cmd: van.AddNode, Nodes: []van.Node{n}}}
-			if err := m.checkRecords(&msg); (err == nil) != (member || role == van.Scheduler && id == van.SchedulerID) {
+			if err := m.table.checkRecords(&msg); (err == nil) != (member || role == van.Scheduler && id == van.SchedulerID) {
 				t.Errorf("a record of %s %d: %v", role, id, err)
 			}
 		}
@@ -418,35 +418,35 @@ func TestListsAreBounded(t *testing.T) {
 	}
 	var list []string
 	for i := range 40 {
-		m.remember(&list, fmt.Sprint(i))
-		m.remember(&list, fmt.Sprint(i))
+		remember(&list, fmt.Sprint(i))
+		remember(&list, fmt.Sprint(i))
 	}
 	if len(list) != maxRefusals || list[0] != fmt.Sprint(40-maxRefusals) || list[maxRefusals-1] != "39" {
 		t.Errorf("remembered: %v", list)
 	}
 	for i := range maxFormer + 50 {
 		id := van.Identity{Incarnation: uint32(i + 1)}
-		m.replaced(&van.Node{ID: 9, Role: van.Worker, Endpoint: id.Encode()})
+		m.sched.places.remember(&van.Node{ID: 9, Role: van.Worker, Endpoint: id.Encode()})
 	}
-	if f := m.sched.former; len(f) != maxFormer || f[0].incarnation != 51 || f[maxFormer-1].incarnation != maxFormer+50 {
-		t.Errorf("%d former processes, from %d to %d", len(f), f[0].incarnation, f[len(f)-1].incarnation)
+	if f := m.sched.places.former; len(f) != maxFormer || incarnationOf(&f[0]) != 51 || incarnationOf(&f[maxFormer-1]) != maxFormer+50 {
+		t.Errorf("%d former processes, from %d to %d", len(f), incarnationOf(&f[0]), incarnationOf(&f[len(f)-1]))
 	}
 
 	m, err = New(testConfig(van.Worker, 1, 1, "10.0.0.2:4000", -1))
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.health[van.SchedulerID] = &health{}
+	m.peers[van.SchedulerID] = &health{}
 	for i := range maxFormer + 50 {
 		id := van.Identity{Incarnation: uint32(i + 1), Cluster: 1}
-		if !m.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler, Endpoint: id.Encode()}) {
+		if !m.node.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler, Endpoint: id.Encode()}) {
 			t.Fatal("the scheduler has not changed")
 		}
 	}
-	if f := m.formerSchedulers; len(f) != maxFormer || f[0] != 50 || f[maxFormer-1] != maxFormer+49 {
+	if f := m.node.former; len(f) != maxFormer || f[0] != 50 || f[maxFormer-1] != maxFormer+49 {
 		t.Errorf("%d former schedulers, from %d to %d", len(f), f[0], f[len(f)-1])
 	}
-	if m.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler}) {
+	if m.node.schedulerChanged(0, &van.Node{ID: van.SchedulerID, Role: van.Scheduler}) {
 		t.Error("a scheduler of the original has taken the place of another")
 	}
 }
@@ -479,21 +479,21 @@ func TestRefusalsAtOneAddress(t *testing.T) {
 	}
 	told()
 	at := func(port int) *van.Node { return &van.Node{Role: van.Worker, Hostname: "10.0.0.2", Port: port} }
-	m.refuse(0, at(1), "first")
+	m.sched.refusals.refuse(0, at(1), "first")
 	said("first")
-	m.refuse(1, at(1), "second")
-	m.refuse(2, at(1), "third")
+	m.sched.refusals.refuse(1, at(1), "second")
+	m.sched.refusals.refuse(2, at(1), "third")
 	said()
 	for i := range maxRefusing - 1 { // as many as may be told in a second
-		m.refuse(3, at(2+i), "other")
+		m.sched.refusals.refuse(3, at(2+i), "other")
 	}
-	m.refuse(4, at(100), "behind")
+	m.sched.refusals.refuse(4, at(100), "behind")
 	told()
-	m.tickRefusals(refusalTime - 1)
+	m.sched.refusals.tick(refusalTime - 1)
 	said()
 	m.sched.refusals.recent[0].at = 10 // told anew meanwhile
-	m.tickRefusals(refusalTime + 5)
+	m.sched.refusals.tick(refusalTime + 5)
 	said("behind")
-	m.tickRefusals(refusalTime + 10)
+	m.sched.refusals.tick(refusalTime + 10)
 	said("third")
 }

@@ -1,294 +1,313 @@
 package membership
 
+// A worker or server: what becomes of the messages that it gets, and of losses.
+
 import (
+	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// The worker's and server's side of start-up and recovery.
+// returnBeat is the time between two heartbeats of a node whose scheduler does not know the
+// cluster yet.
+const returnBeat = time.Second
+
+type node struct {
+	base
+	calls    *tickets
+	records  records
+	policies nodePolicies
+	nextBeat time.Duration // when ready, if heartbeats are sent
+	former   []uint32      // incarnations of former schedulers
+
+	// While joining: why the connection to the scheduler is lost, and its last waiting notice.
+	schedulerLost error
+	schedulerSaid string
+}
+
+func newNode(b base, calls *tickets) *node {
+	return &node{base: b, calls: calls, policies: nodePolicies{base: b}, records: records{base: b, calls: calls, latest: map[int]int32{}}}
+}
 
 // register sends this node's record to the scheduler.
-func (m *Machine) register() {
-	meta := m.control(van.AddNode)
-	meta.Control.Nodes = []van.Node{m.self}
-	m.send(van.SchedulerID, meta)
+func (n *node) register() {
+	meta := n.out.control(van.AddNode)
+	meta.Control.Nodes = []van.Node{n.table.self}
+	n.out.send(van.SchedulerID, meta)
 }
 
-// stepTable handles the node table, or later the record of a replacement.
-func (m *Machine) stepTable(now time.Duration, from int, msg *van.Meta) error {
-	if from != van.SchedulerID {
-		return m.bad(from, msg, "sender", from, "the scheduler")
+func (n *node) step(now time.Duration, from int, msg *van.Meta) error {
+	if !n.genuine(now, from, msg) {
+		return n.table.misdirected(from, msg)
 	}
-	if err := m.checkRecords(msg); err != nil {
+	n.calls.heard(now, from)
+	switch c := &msg.Control; {
+	case c.Cmd == van.Heartbeat && len(c.Nodes) == 0:
+		return n.notice(now, from, msg)
+	case c.Cmd != van.AddNode && c.Cmd != van.Heartbeat:
+		return n.calls.release(now, from, msg)
+	case from != van.SchedulerID:
+		return n.table.bad(from, msg, "sender", from, "the scheduler")
+	case c.Cmd == van.Heartbeat:
+		n.answered(msg)
+		return nil
+	}
+	joins := n.life.phase == joining
+	if err := n.records.step(now, msg); err != nil || n.life.phase == failed {
 		return err
 	}
-	if m.phase == joining {
-		return m.join(now, msg)
-	}
-	m.tableSeen(msg)
-	for i := range msg.Control.Nodes {
-		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && !m.outdated(n.ID, msg) {
-			m.update(now, n)
-		}
-		if m.phase == failed {
-			return nil
+	if joins {
+		n.schedulerLost, n.schedulerSaid = nil, ""
+		n.nextBeat = now + n.cfg.HeartbeatInterval
+		if n.cfg.NativeInterval || n.table.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
+			n.nextBeat = now
 		}
 	}
-	m.resumed()
+	n.resumed()
 	return nil
 }
 
-// outdated tells whether the scheduler has sent something newer than msg about id; if not,
-// it notes msg as the latest. With PS_RESEND a lost message arrives after later ones.
-func (m *Machine) outdated(id int, msg *van.Meta) bool {
-	if _, known := m.at[id]; !known || msg.Timestamp == van.Empty {
+// genuine tells whether msg comes from the process that has its sender's id, and is meant for
+// this process.
+func (n *node) genuine(now time.Duration, from int, msg *van.Meta) bool {
+	own := n.table.own.Incarnation
+	if own == 0 || from != van.SchedulerID || failpoint.On("incarnation") {
+		return true // the handlers refuse what only a scheduler may send
+	}
+	by, to := msg.Incarnations()
+	want := n.table.incs[from]
+	switch {
+	case by == 0:
+		return want == 0 && len(msg.Body) == 0 // C++ StepMesh sends no notices
+	case to != own || slices.Contains(n.former, by):
+		return false
+	case want == by || n.life.phase == joining:
+		return true
+	case want == 0:
 		return false
 	}
-	if last, ok := m.news[id]; ok && newer(last, msg.Timestamp) {
+	// A message of another scheduler process, which knows this process's incarnation.
+	if n, err := parseNotice(msg.Body); err == nil && n.verb == verbError {
 		return true
 	}
-	m.news[id] = msg.Timestamp
-	return false
-}
-
-// tableSeen notes the generation of the table that msg has, or completes. Heartbeats carry
-// it; the scheduler answers an old one with the whole table.
-func (m *Machine) tableSeen(msg *van.Meta) {
-	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
-	if g := uint32(msg.Key); m.native(van.SchedulerID) && (whole || g == m.generation+1) {
-		m.generation = g
-	}
-}
-
-// checkRecords returns an error if any record of msg is invalid.
-func (m *Machine) checkRecords(msg *van.Meta) error {
 	nodes := msg.Control.Nodes
-	if len(nodes) == 0 {
-		return m.bad(van.SchedulerID, msg, "control.node_size", 0, "1 or more")
+	i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
+	if i < 0 || incarnationOf(&nodes[i]) != by || failpoint.On("scheduler-back") {
+		return false
 	}
-	for i := range nodes {
-		n := &nodes[i]
-		field := func(f string) string { return fmt.Sprintf("control.node[%d].%s", i, f) }
-		if err := checkAddr(n, field("address")); err != nil {
-			return m.bad(van.SchedulerID, msg, field("address"), n.Addr(), err.Error())
-		}
-		switch n.Role {
-		case van.Scheduler:
-			if n.ID != van.SchedulerID {
-				return m.bad(van.SchedulerID, msg, field("id"), n.ID, "1 for the scheduler")
-			}
-		case van.Worker, van.Server:
-			if n.ID < 8 || n.ID >= van.Empty || van.RoleOf(n.ID) != n.Role {
-				return m.bad(van.SchedulerID, msg, field("id"), n.ID, "the id of a "+n.Role.String())
-			}
-		default:
-			return m.bad(van.SchedulerID, msg, field("role"), n.Role, "server, worker or scheduler")
-		}
-	}
-	return nil
+	return n.schedulerChanged(now, &nodes[i])
 }
 
-// join handles the full table: this node's id, and the nodes to connect to.
-func (m *Machine) join(now time.Duration, msg *van.Meta) error {
-	nodes := msg.Control.Nodes
-	count := map[van.Role]int{}
-	var own *van.Node
-	for i := range nodes {
-		n := &nodes[i]
-		count[n.Role]++
-		if own == nil && n.Role == m.self.Role && sameAddr(n, &m.self) && m.mine(n) {
-			own = n
-		}
+// schedulerChanged handles that the scheduler is a new process, with the record rec. It
+// returns false if that has no identity, or start-up is not complete.
+func (n *node) schedulerChanged(now time.Duration, rec *van.Node) bool {
+	who, ok := rec.Identity()
+	if !ok || n.alive.peers[van.SchedulerID] == nil {
+		return false
 	}
-	if own == nil {
-		return m.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
-			fmt.Sprintf("one of them %s at %s", m.self.Role, m.self.Addr()))
-	}
-	workers, servers := m.cfg.instances(van.Worker), m.cfg.instances(van.Server)
-	if count[van.Worker] != workers || count[van.Server] != servers {
-		m.fail(&van.Error{Op: "start", Node: m.name(), Peer: m.peer(van.SchedulerID),
-			Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
-				count[van.Worker], count[van.Server], m.cfg.formula(van.Worker), m.cfg.formula(van.Server)),
-			Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
-		return nil
-	}
-	var table []van.Node
-	at := map[int]int{}
-	for i := range nodes {
-		n := &nodes[i]
-		if n.Role == van.Scheduler {
-			continue
-		}
-		field := fmt.Sprintf("control.node[%d].id", i)
-		if van.RankOf(n.ID) >= m.cfg.instances(n.Role) {
-			return m.bad(van.SchedulerID, msg, field, n.ID, fmt.Sprintf("a rank below %d", m.cfg.instances(n.Role)))
-		}
-		if prev, again := at[n.ID]; again {
-			if sameAddr(&table[prev], n) {
-				continue // another customer of the same process
-			}
-			return m.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
-		}
-		at[n.ID] = len(table)
-		table = append(table, n.Clone())
-	}
-	m.table, m.at, m.shared = table, at, map[int]int{}
-	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
-		if _, ok := at[id]; !ok {
-			m.shared[id] = van.Empty // no node has this id
-		}
-	}
-	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 && !m.enter(&nodes[i]) {
-		m.fail(&van.Error{Op: "start", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: "its STEPAF_CLUSTER_ID is another",
-			Err: ErrRefused})
-		return nil
-	}
-	m.tableSeen(msg)
-	for i := range table {
-		m.learn(table[i].ID, &table[i])
-		m.outdated(table[i].ID, msg)
-	}
-	m.self = m.table[m.at[own.ID]]
-	m.sign()
-	m.phase, m.schedulerLost, m.schedulerSaid = ready, nil, ""
-	m.nextBeat, m.lastCheck = now+m.cfg.HeartbeatInterval, now
-	if m.cfg.NativeInterval || m.native(van.SchedulerID) { // at once: from then on the scheduler watches this node
-		m.nextBeat = now
-	}
-	m.emit(SetID{own.ID})
-	m.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
-	seen := map[int]bool{}
-	for i := range nodes {
-		n := &nodes[i]
-		if seen[n.ID] {
-			continue
-		}
-		seen[n.ID] = true
-		m.health[n.ID] = &health{seen: now}
-		switch {
-		case n.Role == van.Scheduler:
-			m.connect(van.SchedulerID, m.cfg.Scheduler)
-		case n.Role != m.self.Role:
-			m.first[n.ID] = true
-			m.connect(n.ID, m.table[m.at[n.ID]])
-		}
-	}
-	if !seen[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
-		m.health[van.SchedulerID] = &health{seen: now}
-		m.connect(van.SchedulerID, m.cfg.Scheduler)
-	}
-	m.emit(Ready{})
-	return nil
+	n.former = keep(n.former, n.table.incs[van.SchedulerID], maxFormer)
+	n.table.scheduler.Endpoint = slices.Clone(rec.Endpoint)
+	n.table.incs[van.SchedulerID] = who.Incarnation
+	n.life.rejoining = true
+	n.nextBeat = now + returnBeat
+	n.alive.peers[van.SchedulerID] = &health{seen: now, since: now,
+		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
+	n.out.connect(van.SchedulerID, n.table.scheduler)
+	n.out.emit(PeerReplaced{van.SchedulerID, n.table.scheduler})
+	clear(n.records.latest) // its timestamps begin anew
+	n.calls.newScheduler()
+	return true
 }
 
-// update handles one record after start-up: usually that of a replacement.
-func (m *Machine) update(now time.Duration, n *van.Node) {
-	i, ok := m.at[n.ID]
-	if !ok {
-		m.emit(Warning{Text: fmt.Sprintf("%s: the scheduler announced %s at %s, which was not in its table", m.name(),
-			van.NodeName(n.ID), n.Addr())})
-		return
+// beat sends a heartbeat with this node's record; with whole, of the others' as well.
+func (n *node) beat(whole bool) {
+	meta := n.out.control(van.Heartbeat)
+	meta.Control.Nodes = []van.Node{n.table.self}
+	if whole {
+		others := slices.DeleteFunc(slices.Clone(n.table.nodes), func(r van.Node) bool { return r.ID == n.table.self.ID })
+		meta.Control.Nodes = append(meta.Control.Nodes, others...)
 	}
-	old, h := &m.table[i], m.health[n.ID]
-	moved := another(old, n)
-	if n.ID == m.self.ID {
-		if moved {
-			m.fail(&van.Error{Op: "stay in the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID),
-				Detail: fmt.Sprintf("%s was taken for dead and its place given to %s", m.self.Addr(), n.Addr()),
-				Err:    ErrRefused})
-		}
-		return
+	if n.table.native(van.SchedulerID) {
+		meta.Key = beatKey(n.table.generation, n.cfg.HeartbeatInterval)
 	}
-	if !moved && (m.native(n.ID) || !n.IsRecovery || h.down == 0 && old.IsRecovery) {
-		if m.rejoining {
-			m.markUp(now, n.ID, declared)
-		}
-		return // known
-	}
-	m.table[i] = n.Clone()
-	m.learn(n.ID, n)
-	delete(m.first, n.ID)
-	*h = health{seen: now}
-	delete(m.held, n.ID)
-	m.relink(n.ID)
-	m.emit(PeerReplaced{n.ID, m.table[i]})
+	n.out.send(van.SchedulerID, meta)
 }
 
-// stepNotice handles a notice of the scheduler, and on the scheduler a withdrawal.
-func (m *Machine) stepNotice(now time.Duration, from int, msg *van.Meta) error {
+func (n *node) beatDue() time.Duration {
+	if n.alive.beating() || n.life.rejoining && !n.life.leaving {
+		return n.nextBeat
+	}
+	return math.MaxInt64
+}
+
+// resumed notes that the scheduler knows the cluster again.
+func (n *node) resumed() {
+	if n.life.rejoining {
+		n.life.rejoining = false
+		n.policies.sendTo(van.SchedulerID, &n.base)
+		n.calls.ask()
+	}
+}
+
+// answered handles the scheduler's answer to a heartbeat.
+func (n *node) answered(msg *van.Meta) {
+	if len(msg.Body) == 0 || !n.table.native(van.SchedulerID) {
+		n.resumed()
+		if p := n.policies.policies; p.version > 0 {
+			n.out.emit(Policies{p.version, p.list}) // more of them may be in force by now
+		}
+	} else if what, err := parseNotice(msg.Body); err == nil && what.verb == verbRejoin && what.text == "table" && n.life.rejoining {
+		n.beat(true) // a new scheduler lacks the records of some
+	}
+}
+
+func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	if len(msg.Body) == 0 {
 		return nil
 	}
-	if m.sched == nil && from != van.SchedulerID {
-		return m.bad(from, msg, "sender", from, "notices come from the scheduler only")
+	if from != van.SchedulerID {
+		return n.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
 	}
-	n, err := parseNotice(msg.Body)
+	what, err := parseNotice(msg.Body)
 	if err != nil {
-		return m.badErr(from, msg, err)
+		return n.table.badErr(from, msg, err)
 	}
-	switch {
-	case n.verb == verbPolicies:
-		return m.stepPolicies(from, msg, n)
-	case m.sched != nil && n.verb == verbHave:
-		m.stepHave(from, n)
-		return nil
-	case m.sched != nil && n.verb == verbAsk:
-		return m.stepAsk(now, from, msg, n)
-	case m.sched != nil || n.verb == verbWithdraw:
-		return m.stepWithdraw(now, from, msg, n)
-	}
-	switch n.verb {
+	switch what.verb {
+	case verbPolicies:
+		return n.policies.take(from, msg, what)
+	case verbWithdraw:
+		return n.table.bad(from, msg, "body", what.verb, "a notice for others than the scheduler")
 	case verbError:
-		m.fail(&van.Error{Op: "join the cluster", Node: m.name(), Peer: m.peer(van.SchedulerID), Detail: n.text,
-			Err: ErrRefused})
+		n.calls.end(n.table.refused("join the cluster", what.text))
 	case verbWaiting:
-		if m.phase == joining {
-			m.schedulerSaid = n.text
+		if n.life.phase == joining {
+			n.schedulerSaid = what.text
 		} else {
-			m.barrierWaits(n.text, msg.Key)
+			n.calls.waits(what.text, msg.Key)
 		}
 	case verbBarrier:
-		m.barrierRefused(n, msg.Key)
+		n.calls.refused(what, msg.Key)
 	case verbDown:
-		dead := n.ids()
-		for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-			switch h := m.health[id]; {
-			case id == m.self.ID || h == nil || m.outdated(id, msg):
+		dead := what.ids()
+		for _, id := range n.table.ids() {
+			switch h := n.alive.peers[id]; {
+			case id == n.table.self.ID || h == nil || n.records.outdated(id, msg):
 			case slices.Contains(dead, id):
-				m.markDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
+				n.calls.peerDown(now, id, declared, &lossError{text: "the scheduler says: it is dead"})
 			case h.down&declared != 0:
-				m.markUp(now, id, declared)
+				n.calls.peerUp(now, id, declared)
 			}
 		}
 	case verbDead, verbCut, verbBack:
-		if _, ok := m.at[n.id]; !ok {
-			if m.phase == joining {
-				return nil // notices after the table will say which nodes are dead
-			}
-			return m.bad(from, msg, "body "+n.verb, n.id, "the id of a node of this cluster")
-		}
-		if n.id == m.self.ID {
-			if n.verb != verbBack {
-				m.emit(Warning{Text: m.name() + ": the scheduler takes this node for dead: " + n.text})
-			}
-			return nil
-		}
-		if about, known := msg.Key, uint64(m.Incarnation(n.id)); about != 0 && known != 0 && about != known {
-			return nil // about a process before or after the one in the table
-		}
-		if m.outdated(n.id, msg) {
-			return nil
-		}
-		switch {
-		case n.verb == verbBack:
-			m.markUp(now, n.id, declared)
-		case n.verb == verbCut && m.health[n.id] != nil && m.health[n.id].sameLoss(now):
-		default:
-			m.markDown(now, n.id, declared, &lossError{text: "the scheduler says: " + n.text})
-		}
+		return n.declare(now, msg, what)
 	}
 	return nil
+}
+
+func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {
+	id, h := what.id, n.alive.peers[what.id]
+	about, known := msg.Key, uint64(n.table.incs[id])
+	switch {
+	case !n.table.has(id) && n.life.phase != joining:
+		return n.table.bad(van.SchedulerID, msg, "body "+what.verb, id, "the id of a node of this cluster")
+	case !n.table.has(id): // notices after the table will say which nodes are dead
+	case id == n.table.self.ID:
+		if what.verb != verbBack {
+			n.out.emit(Warning{Text: n.table.name() + ": the scheduler takes this node for dead: " + what.text})
+		}
+	case about != 0 && known != 0 && about != known: // about a process before or after the one in the table
+	case n.records.outdated(id, msg):
+	case what.verb == verbBack:
+		n.calls.peerUp(now, id, declared)
+	case what.verb == verbCut && h != nil && h.sameLoss(now):
+	default:
+		n.calls.peerDown(now, id, declared, &lossError{text: "the scheduler says: " + what.text})
+	}
+	return nil
+}
+
+func (n *node) lost(now time.Duration, id int, cause error) {
+	switch {
+	case id == van.SchedulerID && errors.Is(cause, van.ErrReplaced): // it cannot be asked any more
+		n.calls.end(n.table.refused("connect", fmt.Sprintf("%s was taken for dead and its place given to another process: %s", n.table.self.Addr(), cause)))
+		return
+	case id == van.SchedulerID && n.life.phase == joining:
+		n.schedulerLost = cause
+		return
+	case n.alive.peers[id] == nil:
+		return
+	}
+	err, quiet := n.alive.broke(now, id, cause)
+	if n.calls.finalizing() {
+		n.calls.hold(now, id, err)
+		return
+	}
+	if quiet {
+		n.calls.peerDown(now, id, silent, n.alive.silence(now, id))
+	}
+	n.calls.peerDown(now, id, connLost, err)
+}
+
+func (n *node) back(now time.Duration, id int) {
+	if id == van.SchedulerID && n.life.phase == joining {
+		if n.schedulerLost != nil {
+			n.schedulerLost = nil
+			n.register()
+		}
+		return
+	}
+	held := n.calls.letGo(id)
+	h := n.alive.peers[id]
+	if h == nil {
+		return
+	}
+	if id == van.SchedulerID && n.table.native(id) && !n.life.leaving && (held || h.down != 0) {
+		n.beat(false) // another process may listen there now; its answer tells
+	}
+	if id == van.SchedulerID && held {
+		n.calls.askAgain()
+	}
+	n.calls.peerUp(now, id, connLost)
+}
+
+func (n *node) tick(now time.Duration) {
+	for _, t := range n.calls.expired(now) {
+		n.calls.giveUp(t, t.deadline-t.since, t.missing)
+	}
+	n.calls.reportHeld(now)
+	n.calls.failWithoutScheduler(now)
+	if now >= n.beatDue() {
+		n.nextBeat = now + n.cfg.HeartbeatInterval
+		if n.life.rejoining {
+			n.nextBeat = now + returnBeat
+		}
+		n.beat(false)
+	}
+	for _, id := range n.alive.fallen(now) {
+		n.calls.peerDown(now, id, silent, n.alive.silence(now, id))
+	}
+}
+
+func (n *node) next() time.Duration {
+	return min(n.calls.next(), n.beatDue(), n.alive.nextCheck())
+}
+
+func (n *node) report(now time.Duration) Report {
+	r := n.alive.report(now)
+	switch at := "the scheduler at " + n.table.scheduler.Addr(); {
+	case r.Ready:
+	case n.schedulerLost != nil:
+		r.Note = fmt.Sprintf("the connection to %s broke: %s", at, n.schedulerLost)
+	case n.schedulerSaid != "":
+		r.Note = "the scheduler says: " + n.schedulerSaid
+	default:
+		r.Note = fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
+			"or it waits for other nodes without saying so, as the C++ one does", at, describe(&n.table.self))
+	}
+	return r
 }

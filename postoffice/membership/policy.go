@@ -4,7 +4,7 @@ package membership
 // It keeps the list, with a version that grows with each change, and sends all of it to nodes
 // that have not said that they have it, at the latest when their next heartbeat comes. A node
 // answers with what it has in force. A scheduler that was started again takes the list from
-// the nodes.
+// the nodes. Processes that are no nodes list it and change it.
 
 import (
 	"fmt"
@@ -124,21 +124,17 @@ type Policies struct {
 
 func (Policies) output() {}
 
-// policies are those of the cluster, as far as the node knows.
+// policies are those of the cluster, as far as this node knows.
 type policies struct {
 	version uint32
 	list    []Policy
-	from    uint32               // on nodes: the scheduler's incarnation
-	said    string               // on nodes: the last answer
-	own     bool                 // on the scheduler: it has changed the list itself
-	await   time.Duration        // on the scheduler: until then the nodes' lists of a former one may come
-	have    map[int]havePolicies // on the scheduler, by node
 }
 
-// havePolicies is what a node has said.
-type havePolicies struct {
-	incarnation, version uint32
-	states               string
+// sendTo sends the list to a node of this library.
+func (p *policies) sendTo(to int, b *base) {
+	if p.version > 0 && b.table.native(to) {
+		b.out.tell(to, notice{verb: verbPolicies, text: p.text()})
+	}
 }
 
 func (p *policies) text() string {
@@ -168,166 +164,69 @@ func parsePolicies(text string) (version uint32, list []Policy, err error) {
 	return uint32(n), list, nil
 }
 
-// sendPolicies sends the list to a node of this library, or from it to the scheduler.
-func (m *Machine) sendPolicies(to int) {
-	if m.policies.version > 0 && m.native(to) {
-		m.tell(to, notice{verb: verbPolicies, text: m.policies.text()})
+type policyList struct {
+	base
+	policies
+	refusals *refusals
+	own      bool                 // it has changed the list itself
+	await    time.Duration        // until then the nodes' lists of a former scheduler may come
+	have     map[int]havePolicies // by node
+}
+
+// havePolicies is what a node has said.
+type havePolicies struct {
+	incarnation, version uint32
+	states               string
+}
+
+func (p *policyList) tellAll() {
+	for _, id := range p.table.ids() {
+		p.sendTo(id, &p.base)
 	}
 }
 
-// policiesBeat sends the list to a node that has sent a heartbeat, unless it has it.
-func (m *Machine) policiesBeat(id int) {
-	if h := m.policies.have[id]; h.version != m.policies.version || h.incarnation != m.incs[id] {
-		m.sendPolicies(id)
+// beat sends the list to a node that has sent a heartbeat, unless it has it.
+func (p *policyList) beat(id int) {
+	if h := p.have[id]; h.version != p.version || h.incarnation != p.table.incs[id] {
+		p.sendTo(id, &p.base)
 	}
 }
 
 // maxTaken bounds the version that a scheduler takes from a node, so that there are others behind it.
 const maxTaken = 1 << 31
 
-// stepPolicies takes the list from the scheduler, or from a node on a scheduler that has resumed the
-// cluster of a former one.
-func (m *Machine) stepPolicies(from int, msg *van.Meta, n notice) error {
+// take takes the list of a former scheduler from a node, on one that has resumed its cluster.
+func (p *policyList) take(from int, msg *van.Meta, n notice) error {
 	version, list, err := parsePolicies(n.text)
-	if err != nil {
-		return m.bad(from, msg, "body "+n.verb, err, "policies")
-	}
-	p := &m.policies
-	if m.sched != nil {
-		if version >= maxTaken {
-			return m.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxTaken)))
-		}
-		if m.native(from) && m.recovered && !p.own && version > p.version {
-			p.version, p.list = version, list
-			m.tellPolicies()
-		}
-		return nil
-	}
-	if sender := m.incs[van.SchedulerID]; sender != p.from || version >= p.version {
-		p.version, p.list, p.from, p.said = version, list, sender, ""
-		m.emit(Policies{version, list})
-	}
-	return nil
-}
-
-func (m *Machine) tellPolicies() {
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		m.sendPolicies(id)
-	}
-}
-
-// PoliciesAre says what this node has of the list of that version: a State for each. The
-// scheduler is told, if it is new.
-func (m *Machine) PoliciesAre(_ time.Duration, version uint32, states string) {
-	p := &m.policies
-	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.said && m.phase == ready {
-		p.said = said
-		m.tell(van.SchedulerID, notice{verb: verbHave, text: said})
-	}
-}
-
-// stepHave notes what a node has.
-func (m *Machine) stepHave(from int, n notice) {
-	version, states, _ := strings.Cut(n.text, " ")
-	v, ok := number(version)
-	if p := &m.policies; ok && m.native(from) && v == int(p.version) && len(states) == len(p.list) {
-		if p.have == nil {
-			p.have = map[int]havePolicies{}
-		}
-		p.have[from] = havePolicies{m.incs[from], p.version, states}
-	}
-}
-
-// Question is the body of a message to the scheduler from a process that is no node of the
-// cluster. It listens at addr, which is numeric.
-func Question(incarnation uint32, addr, question string) []byte {
-	return notice{verb: verbAsk, text: fmt.Sprintf("%d %s %s", incarnation, addr, question)}.body()
-}
-
-// Answer reads the body of one of the scheduler's answers. They are numbered from 0, and the
-// last one is "end".
-func Answer(body []byte) (number int, text string, ok bool) {
-	n, err := parseNotice(body)
-	if err != nil || n.verb != verbAnswer {
-		return 0, "", false
-	}
-	word, text, _ := strings.Cut(n.text, " ")
-	number, err = strconv.Atoi(word)
-	return number, text, err == nil && strings.TrimSpace(text) != ""
-}
-
-// stepAsk answers a process that is no node: "<incarnation> <host:port> <question>". Each
-// answer costs a connection, so there are as many as of refusals at most, and none before the
-// nodes had time to say what a former scheduler has told them; who gets none asks again.
-func (m *Machine) stepAsk(now time.Duration, from int, msg *van.Meta, n notice) error {
-	words := strings.SplitN(n.text, " ", 3)
-	bad := func(want string) error {
-		return m.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), want)
-	}
-	if len(words) != 3 {
-		return bad("an incarnation, an address and a question")
-	}
-	inc, ok := number(words[0])
-	addr, err := netip.ParseAddrPort(words[1])
-	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) {
-		return bad("an incarnation, and a numeric address")
-	}
-	r := &m.sched.refusals
-	if r.expire(now); len(r.recent) >= maxRefusing || now < m.policies.await {
-		return nil
-	}
-	id := van.Identity{Incarnation: uint32(inc)}
-	rec := van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},
-		DevTypes: []int32{0}, DevIDs: []int32{0}, Endpoint: id.Encode(), AuxID: -1}
-	r.recent = append(r.recent, refusal{node: rec, at: now})
-	answers, err := m.answer(words[2])
-	if err != nil {
-		answers = []string{"error " + err.Error()}
-	}
-	m.sched.lastTemp--
-	temp := m.sched.lastTemp
-	m.connect(temp, rec)
-	for i, a := range append(answers, "end") {
-		m.tell(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
-	}
-	m.disconnect(temp)
-	return nil
-}
-
-// answer carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
-// answers is a policy, and nodes in each state; consecutive ones may be about the same policy.
-func (m *Machine) answer(question string) ([]string, error) {
-	what, arg, _ := strings.Cut(question, " ")
-	p := &m.policies
 	switch {
-	case m.phase != ready:
-		return nil, fmt.Errorf("the cluster has not formed yet: %s", m.Report(m.started))
-	case what == "list" && arg == "":
-	case what == "set":
-		q, err := ParsePolicy(arg)
-		if err != nil {
-			return nil, err
-		}
-		if err := m.setPolicy(q); err != nil {
-			return nil, err
-		}
-	case what == "clear":
-		m.changePolicies(slices.DeleteFunc(slices.Clone(p.list), func(o Policy) bool { return arg == "all" || o.Target() == arg }))
-	default:
-		return nil, wrong("question", question, "list, set POLICY, clear TARGET or clear all")
+	case err != nil:
+		return p.table.bad(from, msg, "body "+n.verb, err, "policies")
+	case version >= maxTaken:
+		return p.table.bad(from, msg, "body "+n.verb, version, fmt.Sprintf("a version below %d", uint32(maxTaken)))
+	case p.table.native(from) && p.life.recovered && !p.own && version > p.version:
+		p.version, p.list = version, list
+		p.tellAll()
 	}
-	return m.listPolicies(), nil
+	return nil
 }
 
-func (m *Machine) setPolicy(q Policy) error {
+// note notes what a node has.
+func (p *policyList) note(from int, n notice) {
+	version, states, _ := strings.Cut(n.text, " ")
+	if v, ok := number(version); ok && p.table.native(from) && v == int(p.version) && len(states) == len(p.list) {
+		p.have[from] = havePolicies{p.table.incs[from], p.version, states}
+	}
+}
+
+func (p *policyList) set(q Policy) error {
 	if q.Rate == 0 && q.Class == 0 && q.Order == "" {
 		return wrong("policy", q.String(), "a rate, a class or an order as well")
 	}
-	if _, member := m.at[q.Peer]; q.Peer != 0 && !member {
+	if q.Peer != 0 && !p.table.has(q.Peer) {
 		return wrong("peer", van.NodeName(q.Peer), fmt.Sprintf("a node of this cluster, which has %d workers and %d servers",
-			m.cfg.instances(van.Worker), m.cfg.instances(van.Server)))
+			p.cfg.instances(van.Worker), p.cfg.instances(van.Server)))
 	}
-	list := slices.Clone(m.policies.list)
+	list := slices.Clone(p.list)
 	i := slices.IndexFunc(list, func(o Policy) bool { return o.Target() == q.Target() })
 	if i < 0 {
 		i, list = len(list), append(list, Policy{Peer: q.Peer, App: q.App})
@@ -345,36 +244,34 @@ func (m *Machine) setPolicy(q Policy) error {
 	if full := (&policies{version: 1<<32 - 1, list: list}).text(); len(full) > maxPolicies {
 		return wrong("policies", strconv.Itoa(len(list)), "fewer: all of them must fit into one message; clear some")
 	}
-	m.changePolicies(list)
+	p.change(list)
 	return nil
 }
 
-// changePolicies makes list the policies, and tells all nodes.
-func (m *Machine) changePolicies(list []Policy) {
-	p := &m.policies
+// change makes list the policies, and tells all nodes.
+func (p *policyList) change(list []Policy) {
 	if slices.Equal(list, p.list) {
 		return
 	}
 	p.version, p.list, p.own = p.version+1, list, true
-	m.tellPolicies()
+	p.tellAll()
 }
 
-// listPolicies is the list with the ids of the nodes that have each policy in force, those where it
+// lines is the list with the ids of the nodes that have each policy in force, those where it
 // waits, that cannot have it, that have not said so yet, are dead, and are C++ StepMesh's.
-func (m *Machine) listPolicies() (lines []string) {
-	p := &m.policies
+func (p *policyList) lines() (lines []string) {
 	for i := range p.list {
 		groups := map[string][]string{}
-		for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
+		for _, id := range p.table.ids() {
 			group := "asked"
 			switch h := p.have[id]; {
 			case id == p.list[i].Peer:
 				continue
-			case m.isDown(id):
+			case p.alive.isDown(id):
 				group = "dead"
-			case !m.native(id):
+			case !p.table.native(id):
 				group = "original"
-			case h.version == p.version && h.incarnation == m.incs[id] && len(h.states) == len(p.list):
+			case h.version == p.version && h.incarnation == p.table.incs[id] && len(h.states) == len(p.list):
 				if group = stateNames[State(h.states[i])]; group == "" {
 					continue
 				}
@@ -399,3 +296,107 @@ func (m *Machine) listPolicies() (lines []string) {
 }
 
 var stateNames = map[State]string{InForce: "in-force", Pending: "pending", Unfit: "unfit"}
+
+// Question is the body of a message to the scheduler from a process that is no node of the
+// cluster. It listens at addr, which is numeric.
+func Question(incarnation uint32, addr, question string) []byte {
+	return notice{verb: verbAsk, text: fmt.Sprintf("%d %s %s", incarnation, addr, question)}.body()
+}
+
+// Answer reads the body of one of the scheduler's answers. They are numbered from 0, and the
+// last one is "end".
+func Answer(body []byte) (number int, text string, ok bool) {
+	n, err := parseNotice(body)
+	if err != nil || n.verb != verbAnswer {
+		return 0, "", false
+	}
+	word, text, _ := strings.Cut(n.text, " ")
+	number, err = strconv.Atoi(word)
+	return number, text, err == nil && strings.TrimSpace(text) != ""
+}
+
+// ask answers a process that is no node: "<incarnation> <host:port> <question>". Each
+// answer costs a connection, so there are as many as of refusals at most, and none before the
+// nodes had time to say what a former scheduler has told them; who gets none asks again.
+func (p *policyList) ask(now time.Duration, from int, msg *van.Meta, n notice, report func(time.Duration) Report) error {
+	words := strings.SplitN(n.text, " ", 3)
+	bad := func(want string) error {
+		return p.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), want)
+	}
+	if len(words) != 3 {
+		return bad("an incarnation, an address and a question")
+	}
+	inc, ok := number(words[0])
+	addr, err := netip.ParseAddrPort(words[1])
+	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) {
+		return bad("an incarnation, and a numeric address")
+	}
+	id := van.Identity{Incarnation: uint32(inc)}
+	rec := van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},
+		DevTypes: []int32{0}, DevIDs: []int32{0}, Endpoint: id.Encode(), AuxID: -1}
+	if p.refusals.expire(now); now < p.await || !p.refusals.spend(now, rec) {
+		return nil
+	}
+	answers, err := p.answer(words[2], report)
+	if err != nil {
+		answers = []string{"error " + err.Error()}
+	}
+	temp := p.out.reach(rec)
+	for i, a := range append(answers, "end") {
+		p.out.tell(temp, notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + a})
+	}
+	p.out.disconnect(temp)
+	return nil
+}
+
+// answer carries a question out: "list", "set POLICY", "clear TARGET", "clear all". Each of the
+// answers is a policy, and nodes in each state; consecutive ones may be about the same policy.
+func (p *policyList) answer(question string, report func(time.Duration) Report) ([]string, error) {
+	what, arg, _ := strings.Cut(question, " ")
+	switch {
+	case p.life.phase != ready:
+		return nil, fmt.Errorf("the cluster has not formed yet: %s", report(p.life.started))
+	case what == "list" && arg == "":
+	case what == "set":
+		o, err := ParsePolicy(arg)
+		if err != nil {
+			return nil, err
+		}
+		if err := p.set(o); err != nil {
+			return nil, err
+		}
+	case what == "clear":
+		p.change(slices.DeleteFunc(slices.Clone(p.list), func(o Policy) bool { return arg == "all" || o.Target() == arg }))
+	default:
+		return nil, wrong("question", question, "list, set POLICY, clear TARGET or clear all")
+	}
+	return p.lines(), nil
+}
+
+// nodePolicies are those that a worker or server has been sent.
+type nodePolicies struct {
+	base
+	policies
+	from uint32 // the scheduler's incarnation
+	said string // the last answer
+}
+
+// take takes the list from the scheduler.
+func (p *nodePolicies) take(from int, msg *van.Meta, n notice) error {
+	version, list, err := parsePolicies(n.text)
+	if err != nil {
+		return p.table.bad(from, msg, "body "+n.verb, err, "policies")
+	}
+	if sender := p.table.incs[van.SchedulerID]; sender != p.from || version >= p.version {
+		p.policies, p.from, p.said = policies{version, list}, sender, ""
+		p.out.emit(Policies{version, list})
+	}
+	return nil
+}
+
+func (p *nodePolicies) are(version uint32, states string) {
+	if said := strconv.FormatUint(uint64(version), 10) + " " + states; version == p.version && said != p.said && p.life.phase == ready {
+		p.said = said
+		p.out.tell(van.SchedulerID, notice{verb: verbHave, text: said})
+	}
+}

@@ -31,15 +31,15 @@ func TestManyPolicies(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.phase = ready
+	m.life.phase = ready
 	n := 0
 	for ; n < 10000 && err == nil; n++ {
-		err = m.setPolicy(Policy{App: int32(2_000_000_000 + n), Rate: MaxRate, Order: "ring"})
+		err = m.sched.policies.set(Policy{App: int32(2_000_000_000 + n), Rate: MaxRate, Order: "ring"})
 	}
 	if err == nil || !strings.Contains(err.Error(), "want fewer") || n < 50 {
 		t.Fatalf("%d policies: %v", n, err)
 	}
-	body := notice{verb: verbPolicies, text: m.policies.text()}.body()
+	body := notice{verb: verbPolicies, text: m.sched.policies.text()}.body()
 	read, err := parseNotice(body)
 	if err != nil {
 		t.Fatal(err)
@@ -55,20 +55,21 @@ func TestLyingAnswers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.phase, m.incs[9] = ready, 7
-	m.at[9], m.health[9], m.table = 0, &health{}, []van.Node{{ID: 9}}
-	if err := m.setPolicy(Policy{App: 5, Rate: 5000}); err != nil {
+	m.life.phase, m.table.incs[9] = ready, 7
+	m.peers[9] = &health{}
+	m.table.fill([]van.Node{{ID: 9}})
+	if err := m.sched.policies.set(Policy{App: 5, Rate: 5000}); err != nil {
 		t.Fatal(err)
 	}
 	for _, text := range []string{"", "1", "1 ", "1 yy", "2 y", "x y", "-1 y", "4294967297 y"} {
-		m.stepHave(9, notice{verb: verbHave, text: text})
-		if len(m.policies.have) > 0 {
+		m.sched.policies.note(9, notice{verb: verbHave, text: text})
+		if len(m.sched.policies.have) > 0 {
 			t.Errorf("%q is believed", text)
 		}
 	}
-	m.stepHave(11, notice{verb: verbHave, text: "1 y"}) // C++ StepMesh
-	m.stepHave(9, notice{verb: verbHave, text: "1 ?"})  // a state that this version does not know
-	for _, l := range m.listPolicies() {
+	m.sched.policies.note(11, notice{verb: verbHave, text: "1 y"}) // C++ StepMesh
+	m.sched.policies.note(9, notice{verb: verbHave, text: "1 ?"})  // a state that this version does not know
+	for _, l := range m.sched.policies.lines() {
 		if strings.Contains(l, "in-force") {
 			t.Error(l)
 		}
@@ -84,25 +85,26 @@ func TestLyingLists(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		m.phase, m.incs[9], m.recovered = ready, 7, recovered
-		m.at[9], m.health[9], m.table = 0, &health{}, []van.Node{{ID: 9}}
+		m.life.phase, m.table.incs[9], m.life.recovered = ready, 7, recovered
+		m.peers[9] = &health{}
+		m.table.fill([]van.Node{{ID: 9}})
 		for _, x := range []struct {
 			text    string
 			version uint32 // of a scheduler that has resumed
 		}{{"1 app=1,rate=1000", 1}, {"4294967295", 1}, {"2147483648", 1}, {"7 app=1,rate=1000 app=2,rate=1000", 7}} {
-			_ = m.stepPolicies(9, &van.Meta{}, notice{verb: verbPolicies, text: x.text})
-			m.stepHave(9, notice{verb: verbHave, text: "1 y"})
+			_ = m.sched.policies.take(9, &van.Meta{}, notice{verb: verbPolicies, text: x.text})
+			m.sched.policies.note(9, notice{verb: verbHave, text: "1 y"})
 			if !recovered {
 				x.version = 0
 			}
-			if m.policies.version != x.version {
-				t.Errorf("recovered %t: after %q it has version %d, want %d", recovered, x.text, m.policies.version, x.version)
+			if m.sched.policies.version != x.version {
+				t.Errorf("recovered %t: after %q it has version %d, want %d", recovered, x.text, m.sched.policies.version, x.version)
 			}
-			m.listPolicies()
+			m.sched.policies.lines()
 		}
-		m.policies.have = map[int]havePolicies{9: {incarnation: 7, version: m.policies.version, states: ""}}
-		m.policies.list = []Policy{{App: 1, Rate: 1000}}
-		if l := m.listPolicies(); !strings.Contains(l[0], " asked=9") {
+		m.sched.policies.have = map[int]havePolicies{9: {incarnation: 7, version: m.sched.policies.version, states: ""}}
+		m.sched.policies.list = []Policy{{App: 1, Rate: 1000}}
+		if l := m.sched.policies.lines(); !strings.Contains(l[0], " asked=9") {
 			t.Errorf("recovered %t: %q", recovered, l)
 		}
 	}
@@ -123,13 +125,13 @@ func TestZones(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.phase = ready
+	m.life.phase = ready
 	for _, host := range []string{"fe80::1%eth0", "fe80::1%../../x"} {
-		err := m.stepAsk(0, van.Empty, &van.Meta{}, notice{verb: verbAsk, text: "7 [" + host + "]:80 list"})
+		err := m.sched.policies.ask(0, van.Empty, &van.Meta{}, notice{verb: verbAsk, text: "7 [" + host + "]:80 list"}, m.Report)
 		if err == nil || !strings.Contains(err.Error(), "numeric address") {
 			t.Errorf("%s: %v", host, err)
 		}
-		m.refuse(0, &van.Node{Hostname: host, Port: 80}, "test")
+		m.sched.refusals.refuse(0, &van.Node{Hostname: host, Port: 80}, "test")
 	}
 	for _, o := range m.Take() {
 		if c, ok := o.(Connect); ok {
@@ -144,19 +146,19 @@ func TestLongAnswers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m.phase = ready
+	m.life.phase = ready
 	for i, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
 		if i%2 == 0 {
-			m.incs[id] = 7
+			m.table.incs[id] = 7
 		}
 	}
 	for _, p := range []Policy{{App: 5, Rate: 5000}, {App: 6, Rate: 5000, Order: "ring"}} {
-		if err := m.setPolicy(p); err != nil {
+		if err := m.sched.policies.set(p); err != nil {
 			t.Fatal(err)
 		}
 	}
 	listed := map[string]int{}
-	for i, l := range m.listPolicies() {
+	for i, l := range m.sched.policies.lines() {
 		_, text, ok := Answer(notice{verb: verbAnswer, text: strconv.Itoa(i) + " " + l}.body())
 		if !ok || text != l {
 			t.Fatalf("%d of %d bytes arrive", len(text), len(l))
@@ -170,7 +172,7 @@ func TestLongAnswers(t *testing.T) {
 		}
 	}
 	for i, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		for _, p := range m.policies.list {
+		for _, p := range m.sched.policies.list {
 			if n := listed[p.String()+" "+[]string{"asked", "original"}[i%2]+" "+strconv.Itoa(id)]; n != 1 {
 				t.Fatalf("%s: node %d is listed %d times", p.String(), id, n)
 			}
@@ -187,10 +189,10 @@ func TestQuestions(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := m.answer("list"); err == nil {
+	if _, err := m.sched.policies.answer("list", m.Report); err == nil {
 		t.Error("an answer before the cluster has formed")
 	}
-	m.phase = ready
+	m.life.phase = ready
 	for _, c := range []struct {
 		question string
 		left     int // policies, then
@@ -200,11 +202,11 @@ func TestQuestions(t *testing.T) {
 		{"clear app=6", 1, true}, {"clear app=8", 1, true}, {"list", 1, true}, {"list all", 1, false}, {"drop", 1, false},
 		{"set app=6,rate=5000", 2, true}, {"clear all", 0, true},
 	} {
-		if _, err := m.answer(c.question); err == nil != c.ok || len(m.policies.list) != c.left {
-			t.Errorf("%q: %v, and there are %d policies, want %d", c.question, err, len(m.policies.list), c.left)
+		if _, err := m.sched.policies.answer(c.question, m.Report); err == nil != c.ok || len(m.sched.policies.list) != c.left {
+			t.Errorf("%q: %v, and there are %d policies, want %d", c.question, err, len(m.sched.policies.list), c.left)
 		}
 	}
-	if err := m.stepAsk(0, van.Empty, &van.Meta{}, notice{verb: verbAsk, text: "7 10.0.0.2:80"}); err == nil {
+	if err := m.sched.policies.ask(0, van.Empty, &van.Meta{}, notice{verb: verbAsk, text: "7 10.0.0.2:80"}, m.Report); err == nil {
 		t.Error("a question without words is answered")
 	}
 }

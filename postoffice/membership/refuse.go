@@ -1,28 +1,30 @@
 package membership
 
+// Nodes that the scheduler refuses. To tell a node the reason, the scheduler must connect
+// to an address that the node has named. The rate of these connections is bounded, and
+// only numeric addresses are used, since looking a name up may block.
+
 import (
 	"fmt"
 	"math"
-	"net/netip"
 	"slices"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Nodes that the scheduler refuses. To tell a node the reason, the scheduler must connect
-// to an address that the node has named. The rate of these connections is bounded, and
-// only numeric addresses are used, since looking a name up may block.
-
 const (
 	refusalTime   = time.Second
 	maxRefusing   = 32  // in refusalTime
 	maxRefusalsIn = 256 // waiting to be sent
+	maxRefusals   = 16  // in each list of the scheduler's reports
 )
 
 type refusals struct {
+	base
 	recent  []refusal // in the last refusalTime
 	waiting []refusal
+	texts   []string // of the latest, for reports
 }
 
 type refusal struct {
@@ -34,15 +36,14 @@ type refusal struct {
 // refuse tells a node without an id that it cannot be part of the cluster. A process is told
 // once in refusalTime; of the original's, which do not say which process they are, one at an
 // address.
-func (m *Machine) refuse(now time.Duration, rec *van.Node, why string) {
-	r := &m.sched.refusals
+func (r *refusals) refuse(now time.Duration, rec *van.Node, why string) {
 	r.expire(now)
 	n := refusal{node: rec.Clone(), why: why}
-	m.remember(&m.sched.refused, describe(rec)+": "+why)
+	remember(&r.texts, describe(rec)+": "+why)
 	switch {
 	case !numeric(rec.Hostname) || slices.ContainsFunc(r.recent, n.sameProcess):
 	case len(r.recent) < maxRefusing && !r.tooSoon(&n):
-		m.tellStranger(now, n)
+		r.tell(now, n)
 	default:
 		if i := slices.IndexFunc(r.waiting, n.sameAddr); i >= 0 {
 			r.waiting[i] = n // who asked before has gone, or asks again
@@ -50,7 +51,7 @@ func (m *Machine) refuse(now time.Duration, rec *van.Node, why string) {
 			r.waiting = append(r.waiting, n)
 		}
 	}
-	m.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why)})
+	r.out.emit(Warning{Text: fmt.Sprintf("refused %s: %s", describe(rec), why)})
 }
 
 func (r *refusal) sameAddr(o refusal) bool { return sameAddr(&o.node, &r.node) }
@@ -68,26 +69,29 @@ func (r *refusals) tooSoon(n *refusal) bool {
 	return !named && slices.ContainsFunc(r.recent, n.sameAddr)
 }
 
-func (m *Machine) tellStranger(now time.Duration, r refusal) {
-	r.at = now
-	m.sched.refusals.recent = append(m.sched.refusals.recent, r)
-	m.sched.lastTemp--
-	temp := m.sched.lastTemp
-	m.connect(temp, r.node)
-	m.tell(temp, notice{verb: verbError, text: describe(&r.node) + ": " + r.why})
-	m.disconnect(temp)
+func (r *refusals) tell(now time.Duration, n refusal) {
+	n.at = now
+	r.recent = append(r.recent, n)
+	temp := r.out.reach(n.node)
+	r.out.tell(temp, notice{verb: verbError, text: describe(&n.node) + ": " + n.why})
+	r.out.disconnect(temp)
+}
+
+// spend counts an answer to rec, which is no node, as a refusal. It returns false if there
+// have been as many as there may be.
+func (r *refusals) spend(now time.Duration, rec van.Node) bool {
+	if len(r.recent) >= maxRefusing {
+		return false
+	}
+	r.recent = append(r.recent, refusal{node: rec, at: now})
+	return true
 }
 
 func (r *refusals) expire(now time.Duration) {
 	r.recent = slices.DeleteFunc(r.recent, func(o refusal) bool { return now >= o.at+refusalTime })
 }
 
-func (m *Machine) tickRefusals(now time.Duration) {
-	if m.sched == nil || m.phase == failed {
-		return
-	}
-	m.tickClaims(now)
-	r := &m.sched.refusals
+func (r *refusals) tick(now time.Duration) {
 	if len(r.waiting) == 0 {
 		return
 	}
@@ -97,60 +101,20 @@ func (m *Machine) tickRefusals(now time.Duration) {
 			i++
 		} else {
 			r.waiting = slices.Delete(r.waiting, i, i+1)
-			m.tellStranger(now, n)
+			r.tell(now, n)
 		}
 	}
 }
 
-func (m *Machine) nextRefusal() time.Duration {
-	next := time.Duration(math.MaxInt64)
-	if m.sched == nil {
-		return next
+func (r *refusals) next() time.Duration {
+	if len(r.waiting) > 0 && len(r.recent) > 0 {
+		return r.recent[0].at + refusalTime
 	}
-	if r := &m.sched.refusals; len(r.waiting) > 0 && len(r.recent) > 0 {
-		next = r.recent[0].at + refusalTime
-	}
-	for id := range m.sched.claims {
-		next = min(next, m.claimEnd(id))
-	}
-	return next
+	return math.MaxInt64
 }
 
-// claimEnd is when the claim on member id's address is granted, unless the member is heard
-// before.
-func (m *Machine) claimEnd(id int) time.Duration {
-	h, c := m.health[id], m.sched.claims[id]
-	if h.down != 0 || h.heard > c.since || h.lost > c.since {
-		return c.since
+func remember(list *[]string, what string) {
+	if !slices.Contains(*list, what) {
+		*list = keep(*list, what, maxRefusals)
 	}
-	return c.since + 2*h.interval + time.Second
-}
-
-// tickClaims decides claims on the address of a member: the member keeps it if it has been
-// heard since; otherwise the claimant replaces it. That its connection is back says nothing:
-// it may lead to the claimant.
-func (m *Machine) tickClaims(now time.Duration) {
-	for _, id := range sortedIDs(m.sched.claims) {
-		c := m.sched.claims[id]
-		if c == nil {
-			continue // who had it has got another place meanwhile
-		}
-		h := m.health[id]
-		switch {
-		case h.down == 0 && h.heard > c.since:
-			delete(m.sched.claims, id)
-			m.refuse(now, &c.node, fmt.Sprintf("%s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", m.peer(id)))
-		case now >= m.claimEnd(id):
-			delete(m.sched.claims, id)
-			m.markDown(now, id, connLost, &lossError{text: "restarted at " + c.node.Addr()})
-			m.joinLate(now, c.node, c.stamp)
-		}
-	}
-}
-
-// numeric tells whether host is an address, which needs no look-up. One with a zone is none: a zone
-// may be any text.
-func numeric(host string) bool {
-	a, err := netip.ParseAddr(host)
-	return err == nil && a.Zone() == ""
 }

@@ -4,7 +4,6 @@ package membership
 
 import (
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -25,83 +24,6 @@ type Report struct {
 	Returned          string   // on a restarted scheduler: how many nodes have come back
 	Barriers          string   // on the scheduler: the missing nodes of open barriers
 	Note              string   // on workers and servers: what is known of the scheduler
-}
-
-// Report describes the present state.
-func (m *Machine) Report(now time.Duration) Report {
-	r := Report{Elapsed: now - m.started, Ready: m.phase == ready}
-	if m.phase == created {
-		r.Elapsed = 0
-	}
-	r.Present = append(r.Present, m.table...)
-	for _, id := range m.Members(van.AllNodes) {
-		if m.isDown(id) {
-			r.Dead = append(r.Dead, fmt.Sprintf("%s: %s", m.peer(id), m.health[id].cause))
-		}
-	}
-	if s := m.sched; s != nil {
-		r.Vanished, r.Refused = slices.Clone(s.vanished), slices.Clone(s.refused)
-		r.Barriers = m.barriersText()
-		if !r.Ready {
-			r.Present = append(r.Present, s.present()...)
-			r.Missing = m.missing(r.Present)
-			if s.back != nil {
-				r.Returned = fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have come back", len(s.back.nodes),
-					m.cfg.groupLen(van.WorkerGroup|van.ServerGroup))
-			}
-		}
-		return r
-	}
-	if !r.Ready {
-		r.Note = m.schedulerNote()
-	}
-	return r
-}
-
-func (m *Machine) schedulerNote() string {
-	at := "the scheduler at " + m.cfg.Scheduler.Addr()
-	switch {
-	case m.schedulerLost != nil:
-		return fmt.Sprintf("the connection to %s broke: %s", at, m.schedulerLost)
-	case m.schedulerSaid != "":
-		return "the scheduler says: " + m.schedulerSaid
-	}
-	return fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
-		"or it waits for other nodes without saying so, as the C++ one does", at, describe(&m.self))
-}
-
-// missing lists, by role, how many nodes and which ranks have not registered.
-func (m *Machine) missing(present []van.Node) []string {
-	var out []string
-	for _, role := range []van.Role{van.Worker, van.Server} {
-		n := m.cfg.instances(role)
-		count, ranked := 0, false
-		has := make([]bool, n)
-		for i := range present {
-			if p := &present[i]; p.Role == role {
-				count++
-				if p.AuxID >= 0 && p.AuxID < n {
-					has[p.AuxID] = true
-				}
-			}
-			ranked = ranked || present[i].AuxID != -1
-		}
-		if count == n {
-			continue
-		}
-		s := fmt.Sprintf("%d of %d %ss", n-count, n, role)
-		if ranked {
-			var ranks []string
-			for r, ok := range has {
-				if !ok {
-					ranks = append(ranks, fmt.Sprint(r))
-				}
-			}
-			s += " (rank " + list(ranks) + ")"
-		}
-		out = append(out, s)
-	}
-	return out
 }
 
 // String puts the report on one line.
@@ -140,35 +62,4 @@ func (r Report) String() string {
 		b.WriteString("; " + r.Barriers)
 	}
 	return b.String()
-}
-
-func (m *Machine) joinedText(role van.Role) string {
-	var names []string
-	for _, n := range m.sched.present() {
-		if n.Role == role {
-			names = append(names, n.Addr())
-		}
-	}
-	return list(names)
-}
-
-// describe names a node without an id: "worker 10.0.0.1:4000 (rank 0)".
-func describe(n *van.Node) string {
-	return fmt.Sprintf("%s %s (%s)", n.Role, n.Addr(), rankText(n))
-}
-
-func rankText(n *van.Node) string {
-	if n.AuxID == -1 {
-		return "no preferred rank"
-	}
-	return fmt.Sprintf("rank %d", n.AuxID)
-}
-
-// list joins names; after the first 20 it only counts.
-func list(names []string) string {
-	const most = 20
-	if len(names) > most {
-		return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
-	}
-	return strings.Join(names, ", ")
 }

@@ -1,8 +1,12 @@
 package membership
 
+// Recovery from a restart of the scheduler, on the new process, which knows nothing of the
+// cluster. The nodes notice by its incarnation that it is a new process; their heartbeats, which
+// have their records with id and cluster, tell it about them. When most have come back, it
+// resumes the cluster. What the nodes do is in node.go.
+
 import (
 	"fmt"
-	"maps"
 	"math"
 	"slices"
 	"time"
@@ -11,173 +15,196 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// Recovery from a restart of the scheduler. The new process knows nothing of the cluster.
-// The nodes notice by its incarnation that it is a new process; their heartbeats, which
-// have their records with id and cluster, tell it about them. When most have come back,
-// it resumes the cluster.
+// returnGrace is how long the scheduler waits for other nodes after the first one has come
+// back.
+const returnGrace = 2 * time.Second
 
-const (
-	// returnGrace is how long the scheduler waits for other nodes after the first one has
-	// come back.
-	returnGrace = 2 * time.Second
-	// returnBeat is the time between two heartbeats of a node whose scheduler does not
-	// know the cluster yet.
-	returnBeat = time.Second
-)
+type returns struct {
+	base
+	refusals *refusals
+	watch    *watch
+	policies *policyList
+	joins    *joins
+	places   *places
+	nodes    map[int]*comeback // by id; nil if none has come back
+	since    time.Duration     // of the first one
+	// records is the node table of one of them; it is requested when it is needed.
+	records             []van.Node
+	cluster, generation uint32 // of the records
+	nextAsk             time.Duration
+}
 
 // comeback is a node of the cluster of a former scheduler process.
 type comeback struct {
-	node       van.Node
-	cluster    uint32
-	generation uint32
-	temp       int
+	node                van.Node
+	cluster, generation uint32
+	temp                int
 }
 
-// returning is what a scheduler knows of a former one's cluster.
-type returning struct {
-	nodes map[int]*comeback // by id
-	since time.Duration     // of the first one
-	// table is the node table of one of them; it is requested when it is needed.
-	table      []van.Node
-	generation uint32 // of the table
-	cluster    uint32 // of the table
-	nextAsk    time.Duration
-}
-
-// beatKey is the key of a heartbeat to a scheduler of this library: the generation of the
-// node's table, and the milliseconds between its heartbeats, 0 for none.
-func beatKey(generation uint32, interval time.Duration) uint64 {
-	return uint64(min(interval.Milliseconds(), math.MaxUint32))<<32 | uint64(generation)
-}
-
-func parseBeatKey(key uint64) (generation uint32, interval time.Duration) {
-	return uint32(key), time.Duration(key>>32) * time.Millisecond
-}
-
-// comeBack handles, during start-up, the heartbeat of a node of a former scheduler's
-// cluster.
-func (m *Machine) comeBack(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
-	s := m.sched
-	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= m.cfg.instances(rec.Role) || who.Cluster == 0 {
+// heartbeat handles, during start-up, that of a node of a former scheduler's cluster.
+func (r *returns) heartbeat(now time.Duration, rec *van.Node, who van.Identity, msg *van.Meta) {
+	if failpoint.On("scheduler-back") || van.RankOf(rec.ID) >= r.cfg.instances(rec.Role) || who.Cluster == 0 {
 		return
 	}
-	if m.cfg.NamedCluster && who.Cluster != m.own.Cluster && !failpoint.On("cluster-id") {
-		m.refuse(now, rec, "its STEPAF_CLUSTER_ID is not that of the scheduler")
+	if r.cfg.NamedCluster && who.Cluster != r.table.own.Cluster && !failpoint.On("cluster-id") {
+		r.refusals.refuse(now, rec, "its STEPAF_CLUSTER_ID is not that of the scheduler")
 		return
 	}
-	if s.back == nil {
-		s.back = &returning{nodes: map[int]*comeback{}, since: now, nextAsk: now + returnGrace}
-		m.emit(Warning{Text: fmt.Sprintf("%s at %s belongs to the cluster (%08x) of an earlier scheduler: waiting for the rest of it, or for a new cluster",
+	if r.nodes == nil {
+		r.nodes, r.since, r.nextAsk = map[int]*comeback{}, now, now+returnGrace
+		r.out.emit(Warning{Text: fmt.Sprintf("%s at %s belongs to the cluster (%08x) of an earlier scheduler: waiting for the rest of it, or for a new cluster",
 			van.NodeName(rec.ID), rec.Addr(), who.Cluster)})
 	}
-	b := s.back
 	generation, _ := parseBeatKey(msg.Key)
-	c := b.nodes[rec.ID]
+	c := r.nodes[rec.ID]
 	switch {
 	case c == nil:
-		s.lastTemp--
-		c = &comeback{temp: s.lastTemp}
-		b.nodes[rec.ID] = c
+		c = &comeback{}
+		r.nodes[rec.ID] = c
 	case !another(&c.node, rec):
 	case generation <= c.generation:
 		return // it has been replaced by the process that came first
 	default:
-		m.disconnect(c.temp)
-		s.lastTemp--
-		c.temp = s.lastTemp
+		r.out.disconnect(c.temp)
+		c.temp = 0
 	}
 	c.node, c.cluster, c.generation = *rec, who.Cluster, generation
-	if !m.conns[c.temp] {
-		m.connect(c.temp, *rec)
+	if c.temp == 0 {
+		c.temp = r.out.reach(*rec)
 	}
-	if nodes := msg.Control.Nodes; len(nodes) > 1 && m.checkRecords(msg) == nil && (b.table == nil || generation > b.generation) {
-		b.table, b.generation, b.cluster = nil, generation, who.Cluster
+	if nodes := msg.Control.Nodes; len(nodes) > 1 && r.table.checkRecords(msg) == nil && (r.records == nil || generation > r.generation) {
+		r.records, r.generation, r.cluster = nil, generation, who.Cluster
 		for i := range nodes {
-			b.table = append(b.table, nodes[i].Clone())
+			r.records = append(r.records, nodes[i].Clone())
 		}
 	}
-	m.answerReturn(c, "")
-	m.resumeIfComplete(now)
+	r.answer(c, "")
+	r.decide(now)
 }
 
-// answerReturn tells a node that this scheduler is a new process. what is "table" to ask
-// for the whole table.
-func (m *Machine) answerReturn(c *comeback, what string) {
-	meta := m.control(van.Heartbeat)
-	meta.Control.Nodes = []van.Node{m.self}
+// answer tells a node that this scheduler is a new process. what is "table" to ask for the
+// whole table.
+func (r *returns) answer(c *comeback, what string) {
+	meta := r.out.control(van.Heartbeat)
+	meta.Control.Nodes = []van.Node{r.table.self}
 	meta.Body = notice{verb: verbRejoin, text: what}.body()
-	m.send(c.temp, meta)
+	r.out.send(c.temp, meta)
 }
 
-// resumeIfComplete resumes a former scheduler's cluster if enough of its nodes have come
-// back: all; or, after returnGrace, more than half, or any number if the cluster has a
-// name; or, if new nodes have registered for all the other ids, half of them after half of
-// Config.ReplaceTimeout, and fewer after three quarters of it: a new cluster would have
-// been complete by then without them. After all of ReplaceTimeout the returned nodes would
-// give up.
-func (m *Machine) resumeIfComplete(now time.Duration) {
-	b := m.sched.back
-	if b == nil {
-		return
-	}
+// decide resumes a former scheduler's cluster if enough of its nodes have come back: all; or,
+// after returnGrace, more than half, or any number if the cluster has a name; or, if new nodes
+// have registered for all the other ids, half of them after half of Config.ReplaceTimeout, and
+// fewer after three quarters of it: a new cluster would have been complete by then without
+// them. After all of ReplaceTimeout the returned nodes would give up.
+func (r *returns) decide(now time.Duration) {
 	count, newest, current := map[uint32]int{}, map[uint32]uint32{}, 0
 	var cluster uint32
-	for _, id := range sortedIDs(b.nodes) {
-		c := b.nodes[id]
+	for _, id := range sortedIDs(r.nodes) {
+		c := r.nodes[id]
 		count[c.cluster]++
 		newest[c.cluster] = max(newest[c.cluster], c.generation)
 		if count[c.cluster] > count[cluster] {
 			cluster = c.cluster
 		}
 	}
-	for _, c := range b.nodes {
+	for _, c := range r.nodes {
 		if c.cluster == cluster && c.generation == newest[cluster] {
 			current++
 		}
 	}
-	all := m.cfg.groupLen(van.WorkerGroup | van.ServerGroup)
+	all := r.cfg.groupLen(van.WorkerGroup | van.ServerGroup)
 	if current == all {
-		m.resume(now, cluster, newest[cluster])
+		r.resume(now, cluster, newest[cluster])
 		return
 	}
-	wait, waitOfFew := m.returnWaits()
+	wait, waitOfFew := r.waits()
 	if 2*count[cluster] < all {
 		wait = waitOfFew
 	}
 	switch {
-	case now < b.since+returnGrace:
+	case now < r.since+returnGrace:
 		return
-	case 2*count[cluster] > all || m.cfg.NamedCluster:
-	case now < b.since+wait || !m.othersCame(cluster):
-		return
-	}
-	if b.table != nil && b.cluster == cluster && b.generation >= newest[cluster] {
-		m.resume(now, cluster, newest[cluster])
+	case 2*count[cluster] > all || r.cfg.NamedCluster:
+	case now < r.since+wait || !r.othersCame(cluster):
 		return
 	}
-	if now < b.nextAsk {
+	if r.records != nil && r.cluster == cluster && r.generation >= newest[cluster] {
+		r.resume(now, cluster, newest[cluster])
 		return
 	}
-	b.nextAsk = now + returnBeat
-	for _, id := range sortedIDs(b.nodes) { // all that have the newest table
-		if c := b.nodes[id]; c.cluster == cluster && c.generation == newest[cluster] {
-			m.answerReturn(c, "table")
+	if now < r.nextAsk {
+		return
+	}
+	r.nextAsk = now + returnBeat
+	for _, id := range sortedIDs(r.nodes) { // all that have the newest table
+		if c := r.nodes[id]; c.cluster == cluster && c.generation == newest[cluster] {
+			r.answer(c, "table")
 		}
 	}
 }
 
-// returnWaits is how long the scheduler waits for the others when half of a former cluster's
+// resume makes this the scheduler of that cluster, unless the record of a node is not known.
+func (r *returns) resume(now time.Duration, cluster, generation uint32) {
+	known := map[int]van.Node{}
+	if r.cluster == cluster {
+		for _, n := range r.records {
+			known[n.ID] = n
+		}
+	}
+	var table []van.Node
+	var missing []int
+	for _, id := range r.cfg.members(van.WorkerGroup | van.ServerGroup) {
+		rec, isKnown := known[id]
+		c := r.nodes[id]
+		here := c != nil && c.cluster == cluster && (!isKnown || c.generation >= r.generation || !another(&rec, &c.node))
+		switch {
+		case here:
+			rec = c.node
+		case isKnown:
+			missing = append(missing, id)
+		default:
+			return
+		}
+		table = append(table, rec)
+	}
+	r.table.own.Cluster, r.table.generation, r.life.recovered = cluster, generation, true
+	r.table.sign(&r.table.self)
+	r.policies.await = now + returnGrace
+	r.watch.open(now, table)
+	r.out.emit(Assigned{ID: van.SchedulerID, Recovery: true})
+	for _, id := range sortedIDs(r.nodes) {
+		if c := r.nodes[id]; slices.Contains(missing, id) || c.cluster != cluster {
+			r.out.disconnect(c.temp)
+		} else {
+			r.out.rename(c.temp, id)
+			r.alive.peers[id].beats = true
+		}
+	}
+	joins := r.joins.list
+	r.joins.list, r.nodes = nil, nil
+	r.watch.recordsToAll()
+	r.out.emit(Ready{})
+	for _, id := range missing {
+		r.watch.down(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
+	}
+	for _, j := range joins {
+		r.out.disconnect(j.temp)
+		r.places.register(now, j.node, j.stamp)
+	}
+}
+
+// waits is how long the scheduler waits for the others when half of a former cluster's
 // nodes have come back, and when fewer have.
-func (m *Machine) returnWaits() (half, few time.Duration) {
-	return m.cfg.ReplaceTimeout / 2, m.cfg.ReplaceTimeout * 3 / 4
+func (r *returns) waits() (half, few time.Duration) {
+	return r.cfg.ReplaceTimeout / 2, r.cfg.ReplaceTimeout * 3 / 4
 }
 
 // othersCame tells whether a new node has registered for each id of a former scheduler's
 // cluster whose node has not come back, so that no more nodes are expected.
-func (m *Machine) othersCame(cluster uint32) bool {
-	joins := m.sched.present()
-	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
-		if c := m.sched.back.nodes[id]; c != nil && c.cluster == cluster {
+func (r *returns) othersCame(cluster uint32) bool {
+	joins := r.joins.present()
+	for _, id := range r.cfg.members(van.WorkerGroup | van.ServerGroup) {
+		if c := r.nodes[id]; c != nil && c.cluster == cluster {
 			continue
 		}
 		i := slices.IndexFunc(joins, func(n van.Node) bool {
@@ -191,171 +218,35 @@ func (m *Machine) othersCame(cluster uint32) bool {
 	return true
 }
 
-func sortedIDs[V any](m map[int]V) []int { return slices.Sorted(maps.Keys(m)) }
-
-// resume makes this the scheduler of a former one's cluster.
-func (m *Machine) resume(now time.Duration, cluster, generation uint32) {
-	s, b := m.sched, m.sched.back
-	known := map[int]van.Node{}
-	if b.cluster == cluster {
-		for _, n := range b.table {
-			known[n.ID] = n
-		}
+// end ends the wait for a former scheduler's cluster, since a new one has formed. Later messages
+// of the former cluster's nodes are refused.
+func (r *returns) end() {
+	for _, id := range sortedIDs(r.nodes) {
+		r.out.disconnect(r.nodes[id].temp)
 	}
-	var table []van.Node
-	var missing []int
-	for _, id := range m.cfg.members(van.WorkerGroup | van.ServerGroup) {
-		rec, isKnown := known[id]
-		c := b.nodes[id]
-		here := c != nil && c.cluster == cluster && (!isKnown || c.generation >= b.generation || !another(&rec, &c.node))
-		switch {
-		case here:
-			rec = c.node
-		case isKnown:
-			missing = append(missing, id)
-		default:
-			return // no record of it is known
-		}
-		table = append(table, rec)
-	}
-	m.own.Cluster, m.generation, m.recovered = cluster, generation, true
-	m.sign()
-	m.phase, m.table = ready, table
-	m.lastCheck, m.policies.await = now, now+returnGrace
-	m.health[van.SchedulerID] = &health{seen: now}
-	for i := range table {
-		n := &table[i]
-		m.at[n.ID] = i
-		m.health[n.ID] = &health{seen: now}
-		m.learn(n.ID, n)
-	}
-	m.emit(Assigned{ID: van.SchedulerID, Recovery: true})
-	for _, id := range sortedIDs(b.nodes) {
-		c := b.nodes[id]
-		if slices.Contains(missing, id) || c.cluster != cluster {
-			m.disconnect(c.temp)
-			continue
-		}
-		m.rename(c.temp, id)
-		m.conns[id] = true
-		m.health[id].beats = true
-	}
-	joins := s.joins
-	s.joins, s.back = nil, nil
-	full := m.fullTable()
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		m.sendTable(id, full)
-	}
-	m.emit(Ready{})
-	for _, id := range missing {
-		m.markDown(now, id, connLost, &lossError{text: "it has not come back to the scheduler, which was started again"})
-	}
-	for _, j := range joins {
-		if j.temp != 0 {
-			m.disconnect(j.temp)
-		}
-		m.joinLate(now, j.node, j.stamp)
-	}
+	r.nodes = nil
 }
 
-// lateReturn takes a node back that returns after the cluster was resumed without it, and
-// sends the table again to one that has not had it yet. Its connection is not made again
-// then: the table may be under way on it.
-func (m *Machine) lateReturn(now time.Duration, id int, rec *van.Node) {
-	if m.isDown(id) || !m.conns[id] {
-		m.table[m.at[id]] = *rec
-		m.connect(id, *rec)
-	}
-	m.health[id].beats = true
-	m.sendTable(id, m.fullTable())
-	m.tellDead(id)
-	m.markUp(now, id, connLost|silent|declared)
-}
-
-// noReturn ends the wait for a former scheduler's cluster, since a new one has formed.
-// Later messages of the former cluster's nodes are refused.
-func (m *Machine) noReturn() {
-	if b := m.sched.back; b != nil {
-		for _, id := range sortedIDs(b.nodes) {
-			m.disconnect(b.nodes[id].temp)
-		}
-		m.sched.back = nil
-	}
-}
-
-func (m *Machine) nextReturnTick() time.Duration {
-	if m.sched == nil || m.sched.back == nil {
+func (r *returns) next() time.Duration {
+	if r.nodes == nil {
 		return math.MaxInt64
 	}
-	return max(m.sched.back.since+returnGrace, m.sched.back.nextAsk)
+	return max(r.since+returnGrace, r.nextAsk)
 }
 
-func (m *Machine) tickReturn(now time.Duration) {
-	if m.sched == nil || m.sched.back == nil || now < m.nextReturnTick() {
+func (r *returns) tick(now time.Duration) {
+	if now < r.next() {
 		return
 	}
-	m.resumeIfComplete(now)
-	b := m.sched.back
-	if b == nil || b.nextAsk > now {
+	r.decide(now)
+	if r.nodes == nil || r.nextAsk > now {
 		return
 	}
-	b.nextAsk = now + returnBeat
-	half, few := m.returnWaits()
+	r.nextAsk = now + returnBeat
+	half, few := r.waits()
 	for _, wait := range []time.Duration{half, few} { // the returned nodes may give up soon after
-		if at := b.since + wait; at > now {
-			b.nextAsk = min(b.nextAsk, at)
+		if at := r.since + wait; at > now {
+			r.nextAsk = min(r.nextAsk, at)
 		}
-	}
-}
-
-// schedulerChanged handles that the scheduler is a new process, with the record n. Barriers
-// that were requested from the former one fail, since it may have released them for
-// others; those at the end of a program are requested from the new one. It returns false
-// if n has no identity, or start-up is not complete.
-func (m *Machine) schedulerChanged(now time.Duration, n *van.Node) bool {
-	who, ok := n.Identity()
-	if !ok || m.health[van.SchedulerID] == nil {
-		return false
-	}
-	old := m.incs[van.SchedulerID]
-	if len(m.formerSchedulers) == maxFormer {
-		m.formerSchedulers = slices.Delete(m.formerSchedulers, 0, 1)
-	}
-	m.formerSchedulers = append(m.formerSchedulers, old)
-	m.cfg.Scheduler.Endpoint = slices.Clone(n.Endpoint)
-	m.incs[van.SchedulerID] = who.Incarnation
-	m.rejoining = true
-	m.nextBeat = now + returnBeat
-	delete(m.held, van.SchedulerID)
-	*m.health[van.SchedulerID] = health{seen: now, since: now,
-		cause: &lossError{text: "the scheduler was started again and has not resumed the cluster"}}
-	m.connect(van.SchedulerID, m.cfg.Scheduler)
-	m.emit(PeerReplaced{van.SchedulerID, m.cfg.Scheduler})
-	m.withdrawn = nil // the new process knows of no request
-	clear(m.news)     // its timestamps begin anew
-	for _, t := range m.tickets {
-		if t.ending {
-			t.sent = false
-		}
-	}
-	m.failTickets(func(t *ticket) bool { return t.sent }, van.Error{Peer: m.peer(van.SchedulerID),
-		Err: &lossError{text: "the scheduler was started again; whether others have passed this barrier is not known"}})
-	return true
-}
-
-// stepRejoin sends the table to a restarted scheduler that has asked for it.
-func (m *Machine) stepRejoin(n notice) {
-	if n.text == "table" && m.rejoining {
-		others := slices.DeleteFunc(slices.Clone(m.table), func(r van.Node) bool { return r.ID == m.self.ID })
-		m.beat(append([]van.Node{m.self}, others...))
-	}
-}
-
-// resumed notes that the scheduler knows the cluster again.
-func (m *Machine) resumed() {
-	if m.rejoining {
-		m.rejoining = false
-		m.sendPolicies(van.SchedulerID)
-		m.ask()
 	}
 }

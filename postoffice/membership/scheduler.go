@@ -1,470 +1,286 @@
 package membership
 
-// The scheduler's side of start-up and recovery: registrations, ids, and the node table.
+// The scheduler: what becomes of the messages that it gets, and how its cluster forms.
 
 import (
-	"cmp"
 	"fmt"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// maxRefusals bounds the lists in the scheduler's reports.
-const maxRefusals = 16
-
-// scheduler is the state that only the scheduler's machine has.
 type scheduler struct {
-	hosts    map[string]int // BYTEPS_ORDERED_HOSTS, or nil
-	joins    []*join        // registered nodes without an id, in order of arrival
-	lastTemp int            // last temporary id
-	stamps   map[int]int32  // timestamp of the ADD_NODE of each node
-	several  map[int]bool   // ids of processes that registered several customers
-	gathers  map[gatherKey]*gather
-	answers  map[int]map[gatherKey]answer
-	// C++ StepMesh processes that have replaced others, of which not all customers have asked
-	// for the barrier at the end of start-up, and those that have. They do, as nodes of this
-	// library do not: counted, it would be taken for their vote in the barrier of Finalize,
-	// where others may wait already.
-	starting     map[int][]int32
-	back         *returning       // a former scheduler's cluster, while joining
-	former       []former         // processes that were replaced, oldest first
-	claims       map[int]*join    // by id, registrations under the address of a member that may be alive
-	unheard      map[int]*unheard // by id
-	refusals     refusals
-	lastReplaced time.Duration // when a node was last replaced; 0: never
-	refused      []string
-	vanished     []string
+	base
+	calls    *tickets
+	refusals refusals
+	gathers  gathers
+	watch    watch
+	policies policyList
+	joins    joins
+	returns  returns
+	places   places
 }
 
-// join is a node that has registered and waits for the others.
-type join struct {
-	node  van.Node
-	stamp int32
-	temp  int           // temporary id, or 0
-	since time.Duration // of a claim
-	lost  error         // not nil: the connection broke, so the node does not count
+func newScheduler(b base, calls *tickets) *scheduler {
+	s := &scheduler{base: b, calls: calls, refusals: refusals{base: b}}
+	s.gathers = gathers{base: b, calls: calls, open: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{},
+		several: map[int]bool{}, starting: map[int][]int32{}}
+	s.watch = watch{base: b, gathers: &s.gathers, unheard: map[int]*unheard{}}
+	s.policies = policyList{base: b, refusals: &s.refusals, have: map[int]havePolicies{}}
+	s.joins = joins{base: b, refusals: &s.refusals}
+	s.joins.hosts, _ = hostOrder(b.cfg.OrderedHosts) // they were checked with the configuration
+	s.places = places{base: b, refusals: &s.refusals, gathers: &s.gathers, watch: &s.watch, policies: &s.policies,
+		stamps: map[int]int32{}, claims: map[int]*join{}}
+	s.returns = returns{base: b, refusals: &s.refusals, watch: &s.watch, policies: &s.policies, joins: &s.joins, places: &s.places}
+	return s
 }
 
-func newScheduler(hosts map[string]int) *scheduler {
-	return &scheduler{hosts: hosts, stamps: map[int]int32{}, several: map[int]bool{},
-		gathers: map[gatherKey]*gather{}, answers: map[int]map[gatherKey]answer{}, starting: map[int][]int32{}, claims: map[int]*join{}, unheard: map[int]*unheard{}}
-}
-
-// present lists the nodes that have registered and count.
-func (s *scheduler) present() (nodes []van.Node) {
-	for _, j := range s.joins {
-		if j.lost == nil {
-			nodes = append(nodes, j.node)
+func (s *scheduler) step(now time.Duration, from int, msg *van.Meta) error {
+	if !s.genuine(from, msg) {
+		if s.stray(now, from, msg) {
+			return nil
 		}
+		return s.table.misdirected(from, msg)
 	}
-	return nodes
+	c := &msg.Control
+	if c.Cmd == van.Heartbeat && len(c.Nodes) > 0 {
+		return s.heartbeat(now, from, msg)
+	}
+	s.watch.heard(now, from)
+	switch {
+	case c.Cmd == van.AddNode:
+		return s.register(now, from, msg)
+	case c.Cmd == van.Heartbeat:
+		return s.notice(now, from, msg)
+	case msg.Request && (c.Cmd == van.Barrier || c.Cmd == van.InstanceBarrier):
+		return s.gathers.request(now, from, msg)
+	}
+	return s.calls.release(now, from, msg)
 }
 
-// stepJoin handles the registration of a node.
-func (m *Machine) stepJoin(now time.Duration, from int, msg *van.Meta) error {
-	nodes := msg.Control.Nodes
-	if from != van.Empty {
-		return m.bad(from, msg, "sender", from, "a node without an id")
+// genuine tells whether msg comes from the process that has its sender's id, and is meant for
+// this process.
+func (s *scheduler) genuine(from int, msg *van.Meta) bool {
+	own := s.table.own.Incarnation
+	if own == 0 || from == van.Empty || failpoint.On("incarnation") {
+		return true
 	}
-	if len(nodes) != 1 {
-		return m.bad(from, msg, "control.node_size", len(nodes), "1")
+	by, to := msg.Incarnations()
+	return by == s.table.incs[from] && (by == 0 || to == own) || failpoint.On("fencing") && s.life.phase == ready
+}
+
+// stray handles a message of a process that has no id in this cluster: it was replaced, or
+// belongs to an earlier cluster, or to the former process of this scheduler. It returns
+// false when the message does not have what an answer needs.
+func (s *scheduler) stray(now time.Duration, from int, msg *van.Meta) bool {
+	by, _ := msg.Incarnations()
+	if by == 0 {
+		return false
 	}
-	rec := nodes[0].Clone()
+	if msg.Control.Cmd == van.Heartbeat && len(msg.Control.Nodes) > 0 {
+		rec := msg.Control.Nodes[0].Clone()
+		who, ok := rec.Identity()
+		if !ok || who.Incarnation != by || rec.ID != from || !isMember(&rec) || checkAddr(&rec, "address") != nil {
+			return false
+		}
+		switch {
+		case s.life.phase == joining:
+			s.returns.heartbeat(now, &rec, who, msg)
+		case by == s.table.incs[from] && who.Cluster == s.table.own.Cluster:
+			s.places.back(now, &rec)
+		default:
+			s.refusals.refuse(now, &rec, s.places.whyNot(from, who.Cluster))
+		}
+		return true
+	}
+	if rec := s.places.formerly(by, from); rec != nil && s.life.phase == ready {
+		s.refusals.refuse(now, rec, s.places.whyNot(from, s.table.own.Cluster))
+		return true
+	}
+	return s.life.phase == joining // its heartbeat will have its record
+}
+
+func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
+	switch n := len(msg.Control.Nodes); {
+	case from != van.Empty:
+		return s.table.bad(from, msg, "sender", from, "a node without an id")
+	case n != 1:
+		return s.table.bad(from, msg, "control.node_size", n, "1")
+	}
+	rec := msg.Control.Nodes[0].Clone()
 	rec.ID, rec.IsRecovery = van.Empty, false
 	if err := checkAddr(&rec, "control.node[0]"); err != nil {
-		return m.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
+		return s.table.bad(from, msg, "control.node[0].address", rec.Addr(), err.Error())
 	}
 	switch {
 	case rec.Role < van.Server || rec.Role > van.Joint:
-		return m.bad(from, msg, "control.node[0].role", rec.Role, "server or worker")
+		return s.table.bad(from, msg, "control.node[0].role", rec.Role, "server or worker")
 	case rec.AuxID < -1:
-		return m.bad(from, msg, "control.node[0].aux_id", rec.AuxID, "a rank, or -1")
+		return s.table.bad(from, msg, "control.node[0].aux_id", rec.AuxID, "a rank, or -1")
 	case rec.Role == van.Scheduler || rec.Role == van.Joint:
-		m.refuse(now, &rec, fmt.Sprintf("a node cannot register as %s: the scheduler is %s; set DMLC_ROLE to worker or server",
-			rec.Role, m.self.Addr()))
+		s.refusals.refuse(now, &rec, fmt.Sprintf("a node cannot register as %s: the scheduler is %s; set DMLC_ROLE to worker or server",
+			rec.Role, s.table.self.Addr()))
 		return nil
 	}
-	if why := cmp.Or(m.ofThisCluster(&rec), m.unlike(&rec)); why != "" {
-		m.refuse(now, &rec, why)
+	if why := s.joins.unlike(&rec); why != "" {
+		s.refusals.refuse(now, &rec, why)
 		return nil
 	}
-	if m.phase == ready {
-		m.joinLate(now, rec, msg.Timestamp)
-	} else {
-		m.joinEarly(now, rec, msg.Timestamp)
+	if s.life.phase == ready {
+		s.places.register(now, rec, msg.Timestamp)
+	} else if s.joins.register(now, rec, msg.Timestamp) {
+		s.form(now)
 	}
 	return nil
 }
 
-// joinEarly handles a registration during start-up.
-func (m *Machine) joinEarly(now time.Duration, rec van.Node, stamp int32) {
-	s := m.sched
-	j := &join{node: rec, stamp: stamp}
-	same := func(o *join) bool {
-		return sameAddr(&o.node, &rec) && (o.node.Role != rec.Role || o.node.CustomerID == rec.CustomerID)
-	}
-	i := slices.IndexFunc(s.joins, same)
-	if i >= 0 {
-		old := s.joins[i]
-		a, b := incarnationOf(&old.node), incarnationOf(&rec)
-		if a != b || a == 0 && stamp <= old.stamp {
-			m.emit(Warning{Text: fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
-				"(check DMLC_NODE_HOST)", rec.Addr(), describe(&rec))})
-		}
-		s.joins = slices.Delete(s.joins, i, i+1)
-		if a == b {
-			j.temp = old.temp
-		} else if old.temp != 0 {
-			m.disconnect(old.temp) // it is marked as for the process that was there
-		}
-	}
-	if why, rival := m.misfit(&rec); why != "" {
-		if rival != nil {
-			m.reach(rival) // the connection shows whether it still runs
-		}
-		if j.temp != 0 {
-			m.disconnect(j.temp)
-		}
-		m.refuse(now, &rec, why)
+// form assigns the ids when all nodes have registered.
+func (s *scheduler) form(now time.Duration) {
+	present := s.joins.present()
+	if len(present) < s.cfg.groupLen(van.WorkerGroup|van.ServerGroup) {
 		return
 	}
-	if i >= 0 { // keep its position
-		s.joins = slices.Insert(s.joins, i, j)
-	} else {
-		s.joins = append(s.joins, j)
+	sortJoins(present, s.joins.hosts)
+	s.table.shared = assignIDs(present)
+	for _, first := range s.table.shared {
+		s.gathers.several[first] = true
 	}
-	m.complete(now)
-}
-
-// misfit returns "", or why a node cannot be accepted. rival is the registered node that
-// it conflicts with, if there is one.
-func (m *Machine) misfit(rec *van.Node) (why string, rival *join) {
-	n := m.cfg.instances(rec.Role)
-	if rec.AuxID >= n {
-		return fmt.Sprintf("preferred rank %d of a %s, but there are only ranks 0 to %d (%s); check DMLC_NODE_RANK, "+
-			"STEPMESH_GPU and DMLC_RANK_OFFSET", rec.AuxID, rec.Role, n-1, m.cfg.formula(rec.Role)), nil
-	}
-	if _, ok := m.sched.hosts[rec.Hostname]; m.sched.hosts != nil && !ok {
-		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, m.cfg.OrderedHosts), nil
-	}
-	count := 0
-	for _, j := range m.sched.joins {
-		o := &j.node
-		if j.lost != nil {
-			continue
-		}
-		if (o.AuxID == -1) != (rec.AuxID == -1) {
-			return fmt.Sprintf("%s, but %s at %s registered with %s; give all nodes a preferred rank or none (DMLC_NODE_RANK)",
-				rankText(rec), o.Role, o.Addr(), rankText(o)), j
-		}
-		if o.Role != rec.Role {
-			continue
-		}
-		count++
-		if rec.AuxID != -1 && o.AuxID == rec.AuxID {
-			return fmt.Sprintf("%s %s and %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
-				"DMLC_RANK_OFFSET", rec.Role, o.Addr(), rec.Addr(), rec.AuxID), j
-		}
-	}
-	if count >= n {
-		return fmt.Sprintf("all %d places for a %s are taken (%s), by %s", n, rec.Role, m.cfg.formula(rec.Role),
-			m.joinedText(rec.Role)), nil
-	}
-	return "", nil
-}
-
-// complete assigns the ids when all nodes have registered.
-func (m *Machine) complete(now time.Duration) {
-	s := m.sched
-	present := s.present()
-	if len(present) < m.cfg.groupLen(van.WorkerGroup|van.ServerGroup) {
-		return
-	}
-	sortJoins(present, s.hosts)
-	m.shared = assignIDs(present)
-	for _, first := range m.shared {
-		s.several[first] = true
-	}
-	m.noReturn()
-	m.phase, m.lastCheck = ready, now
-	m.table = present
-	m.health[van.SchedulerID] = &health{seen: now}
+	s.returns.end()
+	s.watch.open(now, present)
+	joins := s.joins.list
+	s.joins.list = nil
 	for i := range present {
 		n := &present[i]
-		if _, again := m.at[n.ID]; again {
-			continue
+		if s.table.at[n.ID] != i {
+			continue // another customer of the same process
 		}
-		m.at[n.ID] = i
-		m.health[n.ID] = &health{seen: now}
-		k := slices.IndexFunc(s.joins, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })
-		s.stamps[n.ID] = s.joins[k].stamp
-		m.learn(n.ID, n)
-		if t := s.joins[k].temp; t != 0 {
-			m.rename(t, n.ID)
-		} else {
-			m.connect(n.ID, *n)
-		}
-		m.first[n.ID] = true
-	}
-	joins := s.joins
-	s.joins = nil
-	for _, j := range joins {
+		j := joins[slices.IndexFunc(joins, func(j *join) bool { return j.lost == nil && sameAddr(&j.node, n) })]
+		s.places.stamps[n.ID] = j.stamp
 		if j.temp != 0 {
-			m.disconnect(j.temp) // of those that vanished
+			s.out.rename(j.temp, n.ID)
+		} else {
+			s.out.connect(n.ID, *n)
 		}
+		s.out.first[n.ID] = true
 	}
-	m.emit(Assigned{ID: van.SchedulerID})
-	all := m.fullTable()
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		m.sendTable(id, all)
+	for _, j := range joins {
+		s.out.disconnect(j.temp) // of those that vanished
 	}
-	m.emit(Ready{})
+	s.out.emit(Assigned{ID: van.SchedulerID})
+	s.watch.recordsToAll()
+	s.out.emit(Ready{})
 }
 
-func (m *Machine) fullTable() []van.Node { return append(slices.Clone(m.table), m.self) }
-
-func (m *Machine) sendTable(id int, nodes []van.Node) {
-	meta := m.control(van.AddNode)
-	meta.Control.Nodes = nodes
-	if m.native(id) {
-		meta.Key = uint64(m.generation)
+// heartbeat notes that of a node, and answers it with this node's record.
+func (s *scheduler) heartbeat(now time.Duration, from int, msg *van.Meta) error {
+	nodes := msg.Control.Nodes
+	if s.table.native(from) {
+		nodes = nodes[:1] // the others are for a restarted scheduler
 	}
-	m.send(id, meta)
-}
-
-// joinLate handles a registration after start-up: the node may replace a dead one of its
-// role.
-func (m *Machine) joinLate(now time.Duration, rec van.Node, stamp int32) {
-	id := 0
-	for i := range m.table {
-		n := &m.table[i]
-		if !sameAddr(n, &rec) || n.Role != rec.Role {
-			continue
-		}
-		inc := incarnationOf(&rec)
-		again := inc == 0 && stamp > m.sched.stamps[n.ID] && !m.isDown(n.ID)
-		if again || inc != 0 && !another(n, &rec) {
-			// It registered a second time before it had the table.
-			m.sched.stamps[n.ID] = stamp
-			if !m.conns[n.ID] { // a former scheduler gave it the place, and died before it knew
-				n.IsRecovery = true
-				m.connect(n.ID, *n)
-				m.expect(now, n.ID)
-			}
-			m.markUp(now, n.ID, connLost|silent|declared)
-			m.sendTable(n.ID, m.fullTable())
-			m.tellDead(n.ID)
-			return
-		}
-		if h := m.health[n.ID]; h.down == 0 && h.beats && m.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {
-			// The member may be alive, and the registration false.
-			m.sched.claims[n.ID] = &join{node: rec, stamp: stamp, since: now}
-			return
-		}
-		m.markDown(now, n.ID, connLost, &lossError{text: "restarted at " + rec.Addr()})
-		if rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID) {
-			id = n.ID
-		}
-		break
-	}
-	for i := range m.table {
-		n := &m.table[i]
-		if id == 0 && n.Role == rec.Role && m.isDown(n.ID) && (rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID)) {
-			id = n.ID
-		}
-	}
-	if id == 0 {
-		m.refuse(now, &rec, m.noPlace(&rec))
-		return
-	}
-	m.replaced(&m.table[m.at[id]])
-	m.sched.lastReplaced = max(now, 1)
-	m.generation++
-	claim := m.sched.claims[id]
-	delete(m.sched.claims, id)
-	rec.ID, rec.IsRecovery = id, true
-	for i := range m.table {
-		if n := &m.table[i]; n.ID == id { // one record for each customer
-			customer := n.CustomerID
-			*n = rec.Clone()
-			n.CustomerID = customer
-		}
-	}
-	m.sched.stamps[id] = stamp
-	m.learn(id, &rec)
-	delete(m.first, id)
-	*m.health[id] = health{seen: now}
-	m.forget(id) // the replacement has not requested any barrier
-	if !m.native(id) {
-		m.sched.starting[id] = nil
-	}
-	m.connect(id, rec)
-	all, one := m.fullTable(), []van.Node{rec}
-	for _, to := range m.Members(van.WorkerGroup | van.ServerGroup) {
+	for i := range nodes {
+		n := &nodes[i]
+		field := fmt.Sprintf("control.node[%d].id", i)
 		switch {
-		case to == id:
-			m.sendTable(to, all)
-			m.tellDead(to)
-			m.sendPolicies(to)
-			m.expect(now, to)
-		case !m.isDown(to):
-			m.sendTable(to, one)
-		}
-	}
-	m.emit(PeerReplaced{id, rec})
-	m.recheckBarriers(now)
-	if claim != nil && !sameAddr(&claim.node, &rec) { // else it was restarted
-		m.joinLate(now, claim.node, claim.stamp)
-	}
-}
-
-// noPlace says why a node cannot join a complete cluster.
-func (m *Machine) noPlace(rec *van.Node) string {
-	dead := ""
-	for i := range m.table {
-		if n := &m.table[i]; n.Role == rec.Role && m.isDown(n.ID) {
-			dead += ", " + van.NodeName(n.ID)
-		}
-	}
-	if dead != "" {
-		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, dead[2:])
-	}
-	var names []string
-	for i := range m.table {
-		if m.table[i].Role == rec.Role {
-			names = append(names, fmt.Sprintf("%s rank %d", m.table[i].Addr(), van.RankOf(m.table[i].ID)))
-		}
-	}
-	return fmt.Sprintf("the cluster is complete: all %d places for a %s are taken (%s) and none of its nodes is dead: %s",
-		m.cfg.instances(rec.Role), rec.Role, m.cfg.formula(rec.Role), list(names))
-}
-
-// joinLost discounts a registered node whose connection broke.
-func (m *Machine) joinLost(temp int, cause error) {
-	for _, j := range m.sched.joins {
-		if j.temp == temp && j.lost == nil {
-			j.lost = cause
-			m.remember(&m.sched.vanished, gone(j, cause))
-			m.emit(Warning{Text: fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
-		}
-	}
-}
-
-func gone(j *join, cause error) string { return fmt.Sprintf("%s (%s)", describe(&j.node), cause) }
-
-// joinBack counts a node again whose connection is back, if it can still be accepted.
-func (m *Machine) joinBack(now time.Duration, temp int) {
-	for i, j := range m.sched.joins {
-		if j.temp != temp || j.lost == nil {
+		case !s.table.has(n.ID):
+			return s.table.bad(from, msg, field, n.ID, "the id of a node of this cluster")
+		case n.ID != from:
+			return s.table.bad(from, msg, field, n.ID, fmt.Sprintf("the sender's, %d", from))
+		case another(s.table.record(from), n) && !failpoint.On("fencing"):
+			s.refusals.refuse(now, n, s.places.whyNot(from, s.table.own.Cluster))
 			continue
 		}
-		if why, _ := m.misfit(&j.node); why != "" {
-			m.sched.joins = slices.Delete(m.sched.joins, i, i+1)
-			m.disconnect(temp)
-			m.refuse(now, &j.node, why)
-			return
+		s.watch.heard(now, from)
+		h := s.alive.peers[from]
+		h.beats = true
+		if s.table.native(from) {
+			generation, interval := parseBeatKey(msg.Key)
+			old := generation != s.table.generation
+			if old && h.stale { // two in a row: it has missed a record
+				s.watch.introduce(from)
+			}
+			h.stale, h.interval = old, interval
 		}
-		m.sched.vanished = slices.DeleteFunc(m.sched.vanished, func(s string) bool { return s == gone(j, j.lost) })
-		j.lost = nil
-		m.complete(now)
-		return
+		meta := s.out.control(van.Heartbeat)
+		meta.Control.Nodes = []van.Node{s.table.self}
+		s.out.send(from, meta)
+		s.policies.beat(from)
 	}
+	return nil
 }
 
-// reach gives a registered node a temporary id and a connection.
-func (m *Machine) reach(j *join) {
-	if j.temp == 0 {
-		m.sched.lastTemp--
-		j.temp = m.sched.lastTemp
-		m.connect(j.temp, j.node)
+// notice handles a notice of a node, or of a process that is none.
+func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
+	if len(msg.Body) == 0 {
+		return nil
 	}
+	n, err := parseNotice(msg.Body)
+	if err != nil {
+		return s.table.badErr(from, msg, err)
+	}
+	switch n.verb {
+	case verbPolicies:
+		return s.policies.take(from, msg, n)
+	case verbHave:
+		s.policies.note(from, n)
+		return nil
+	case verbAsk:
+		return s.policies.ask(now, from, msg, n, s.report)
+	case verbWithdraw:
+		return s.gathers.withdraw(now, from, msg, n)
+	}
+	return s.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
 }
 
-func (m *Machine) remember(list *[]string, what string) {
-	if slices.Contains(*list, what) {
-		return
-	}
-	if len(*list) == maxRefusals {
-		*list = slices.Delete(*list, 0, 1)
-	}
-	*list = append(*list, what)
-}
-
-// tell sends a notice.
-func (m *Machine) tell(id int, n notice) { m.tellAbout(id, n, 0) }
-
-// tellAbout sends a notice with a key: the request that it answers, or the incarnation of
-// the node that it is about.
-func (m *Machine) tellAbout(id int, n notice, key uint64) {
-	meta := m.control(van.Heartbeat)
-	meta.Key = key
-	meta.Body = n.body()
-	m.send(id, meta)
-}
-
-// tellJoining sends a notice to every node that waits for its id.
-func (m *Machine) tellJoining(n notice) {
-	for _, j := range m.sched.joins {
-		if j.lost == nil {
-			m.reach(j)
-			m.tell(j.temp, n)
+func (s *scheduler) lost(now time.Duration, id int, cause error) {
+	switch {
+	case id < 0:
+		s.joins.lost(id, cause)
+	case s.alive.peers[id] != nil:
+		err, quiet := s.alive.broke(now, id, cause)
+		if quiet {
+			s.watch.down(now, id, silent, s.alive.silence(now, id))
 		}
+		s.watch.down(now, id, connLost, err)
 	}
 }
 
-// tellAll sends a notice about one worker or server to every other live one. Its key names
-// the process that it is about, since it may arrive after the record of the next one.
-func (m *Machine) tellAll(about int, n notice) {
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		if id != about && !m.isDown(id) {
-			m.tellAbout(id, n, uint64(m.Incarnation(about)))
-		}
+func (s *scheduler) back(now time.Duration, id int) {
+	if id < 0 && s.joins.back(now, id) {
+		s.form(now)
+	} else if s.alive.peers[id] != nil { // not with an id below 0
+		s.watch.up(now, id, connLost)
 	}
 }
 
-// catchUp tells a node that is back what it may have missed: notices and records that were
-// sent while its connection was down, or were under way when it broke.
-func (m *Machine) catchUp(id int) {
-	replaced := m.sched.lastReplaced > 0 && m.sched.lastReplaced >= m.health[id].since-time.Second
-	if !m.native(id) {
-		if replaced {
-			m.repeatRecords(id)
-		}
-		return
-	}
-	if replaced {
-		m.sendTable(id, m.fullTable())
-	}
-	var dead []string
-	for _, o := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		if o != id && m.isDown(o) {
-			dead = append(dead, strconv.Itoa(o))
+func (s *scheduler) report(now time.Duration) Report {
+	r := s.alive.report(now)
+	r.Vanished, r.Refused = slices.Clone(s.joins.vanished), slices.Clone(s.refusals.texts)
+	r.Barriers = s.gathers.text()
+	if !r.Ready {
+		r.Present = append(r.Present, s.joins.present()...)
+		r.Missing = s.joins.missing(r.Present)
+		if n := len(s.returns.nodes); n > 0 {
+			r.Returned = fmt.Sprintf("%d of the %d nodes of an earlier scheduler's cluster have come back", n, s.cfg.groupLen(van.WorkerGroup|van.ServerGroup))
 		}
 	}
-	m.tell(id, notice{verb: verbDown, text: strings.Join(dead, ",")})
+	return r
 }
 
-// repeatRecords sends a C++ StepMesh node the records of all live replacements, each in a
-// message of its own, as at first. The node ignores those whose address it is connected to.
-func (m *Machine) repeatRecords(to int) {
-	for i := range m.table {
-		if n := &m.table[i]; n.ID != to && n.IsRecovery && !m.isDown(n.ID) {
-			m.sendTable(to, []van.Node{*n})
+func (s *scheduler) tick(now time.Duration) {
+	for _, t := range s.calls.expired(now) {
+		limit, missing := t.deadline-t.since, s.gathers.text()
+		if t.starting {
+			text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, missing)
+			s.watch.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
 		}
+		s.calls.giveUp(t, limit, missing)
 	}
+	s.gathers.tick(now)
+	s.watch.tick(now)
 }
 
-// tellDead tells a newcomer which nodes of the table are dead.
-func (m *Machine) tellDead(to int) {
-	for _, id := range m.Members(van.WorkerGroup | van.ServerGroup) {
-		if id != to && m.isDown(id) {
-			m.tellAbout(to, notice{verb: lossVerb(m.health[id].cause), id: id, text: m.health[id].cause.Error()}, uint64(m.Incarnation(id)))
-		}
-	}
+func (s *scheduler) next() time.Duration {
+	return min(s.calls.next(), s.gathers.next(), s.watch.next(), s.places.next(), s.refusals.next())
 }
-
-func sameAddr(a, b *van.Node) bool { return a.Port == b.Port && a.Hostname == b.Hostname }

@@ -442,10 +442,10 @@ func (s *script) inject(words []string, opts map[string]string) error {
 	meta.Key, _ = strconv.ParseUint(opts["key"], 10, 64)
 	meta.Request = slices.Contains(words, "request")
 	if !slices.Contains(words, "untagged") {
-		meta.SetIncarnations(n.m.Incarnation(from), n.m.own.Incarnation)
+		meta.SetIncarnations(n.m.Incarnation(from), n.m.table.own.Incarnation)
 	}
 	if v := opts["by"]; v != "" { // the process of that node sends it
-		meta.SetIncarnations(s.w.node(v).m.own.Incarnation, n.m.own.Incarnation)
+		meta.SetIncarnations(s.w.node(v).m.table.own.Incarnation, n.m.table.own.Incarnation)
 	}
 	meta.Body = []byte(opts["body"])
 	meta.Control.BarrierGroup, _ = strconv.Atoi(opts["group"])

@@ -149,7 +149,7 @@ func controls(m *van.Meta) bool {
 // application does what the recorded node did on its own next: barriers, and the
 // timer's heartbeats.
 func (r *replayed) application() {
-	for r.m.Ready() && r.sent < len(r.want) && len(r.m.tickets) == 0 {
+	for r.m.Ready() && r.sent < len(r.want) && len(r.m.open) == 0 {
 		switch w := r.want[r.sent].meta; {
 		case w.Request:
 			if _, err := r.m.Barrier(r.now, int(w.CustomerID), w.Control.BarrierGroup,

@@ -1,5 +1,8 @@
 package membership
 
+// Barriers that this node has called: their requests to the scheduler, how they end, and, on
+// workers and servers, what the death of a peer means to them.
+
 import (
 	"fmt"
 	"math"
@@ -10,7 +13,17 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 )
 
-// The requesting side of barriers.
+// leaveGrace is how long the report of a lost peer is delayed during Finalize: nodes close
+// their connections right after the last barrier, perhaps before this node has its release.
+const leaveGrace = time.Second
+
+// finalRequest is the key of a request for a barrier that ends a program. Only a scheduler
+// of this library reads it.
+const finalRequest = 1
+
+// named returns the key by which a release or a notice names the request that it answers;
+// 0 names none. C++ StepMesh nodes do not read the key.
+func named(stamp int32) uint64 { return uint64(uint32(stamp)) + 1 }
 
 // ticket is one call of Barrier that has not ended.
 type ticket struct {
@@ -23,12 +36,31 @@ type ticket struct {
 	starting bool // the barrier of start-up
 	sent     bool
 	stamp    int32  // of the request, once it is sent
-	missing  string // the scheduler's latest text about missing nodes
+	missing  string // what the scheduler says of missing nodes
 	since    time.Duration
 	deadline time.Duration // 0: none
 }
 
 func (t *ticket) name() string { return kindName(t.instance) + " barrier over " + groupName(t.group) }
+
+func (t *ticket) withdrawal() notice {
+	return notice{verb: verbWithdraw, group: t.group, instance: t.instance}
+}
+
+type tickets struct {
+	base
+	open      []*ticket // in the order of the calls
+	withdrawn []*ticket // given up; the scheduler is told not to count their requests
+	last      int
+	held      map[int]loss
+}
+
+// loss is a connection that was lost while a Finalize waits: the peer may have died, or left in
+// order.
+type loss struct {
+	cause error
+	at    time.Duration
+}
 
 // Barrier starts a barrier of customer (usually 0) over a group (1 to 7, or this node's
 // id) that this node belongs to, and returns a ticket that BarrierDone or BarrierFailed
@@ -48,193 +80,167 @@ func (t *ticket) name() string { return kindName(t.instance) + " barrier over " 
 //
 // The error wraps van.ErrInvalid, van.ErrPeerLost when the scheduler is lost, or
 // van.ErrClosed.
-func (m *Machine) Barrier(now time.Duration, customer, group int, instance bool) (int, error) {
+func (c *tickets) Barrier(now time.Duration, customer, group int, instance bool) (int, error) {
 	t := ticket{customer: customer, group: group, instance: instance}
-	if d := m.cfg.BarrierTimeout; d > 0 {
+	if d := c.cfg.BarrierTimeout; d > 0 {
 		t.deadline = now + d
 	}
-	return m.barrier(now, t)
+	return c.call(now, t)
 }
 
 // StartBarrier is the barrier over all nodes at the end of start-up. It fails at deadline,
 // unless that is 0; on the scheduler this fails start-up on all nodes.
-func (m *Machine) StartBarrier(now, deadline time.Duration) (int, error) {
-	return m.barrier(now, ticket{group: van.AllNodes, instance: true, starting: true, deadline: deadline})
+func (c *tickets) StartBarrier(now, deadline time.Duration) (int, error) {
+	return c.call(now, ticket{group: van.AllNodes, instance: true, starting: true, deadline: deadline})
 }
 
 // Finalize starts the last barrier, over all instances of all nodes. When it is done the
 // machine is leaving: peers may leave without being reported. Losses while it waits are
 // reported only if it fails. After a failure call Leaving before the van is closed.
-func (m *Machine) Finalize(now time.Duration, customer int) (int, error) {
+func (c *tickets) Finalize(now time.Duration, customer int) (int, error) {
 	t := ticket{customer: customer, group: van.AllNodes, instance: true, final: true, ending: true}
-	if m.self.Role == van.Worker && m.cfg.StopTimeout > 0 {
-		t.deadline = now + m.cfg.StopTimeout
+	if c.table.self.Role == van.Worker && c.cfg.StopTimeout > 0 {
+		t.deadline = now + c.cfg.StopTimeout
 	}
-	return m.barrier(now, t)
+	return c.call(now, t)
 }
 
 // StopBarrier is a barrier over all instances of all nodes that a program calls before
 // Finalize. As with Finalize, some nodes may call it as soon as they run: it has no limit,
 // and is requested again from a new scheduler process.
-func (m *Machine) StopBarrier(now time.Duration, customer int) (int, error) {
-	return m.barrier(now, ticket{customer: customer, group: van.AllNodes, instance: true, ending: true})
+func (c *tickets) StopBarrier(now time.Duration, customer int) (int, error) {
+	return c.call(now, ticket{customer: customer, group: van.AllNodes, instance: true, ending: true})
 }
 
-func (m *Machine) barrier(now time.Duration, t ticket) (int, error) {
+func (c *tickets) call(now time.Duration, t ticket) (int, error) {
 	refuse := func(detail string, err error) (int, error) {
-		return 0, &van.Error{Op: t.name(), Node: m.name(), Detail: detail, Err: err}
+		return 0, &van.Error{Op: t.name(), Node: c.table.name(), Detail: detail, Err: err}
 	}
 	switch {
-	case m.phase == failed && !m.leaving:
-		return refuse("", m.failure)
-	case m.leaving:
+	case c.life.phase == failed && !c.life.leaving:
+		return refuse("", c.life.failure)
+	case c.life.leaving:
 		return refuse("", van.ErrClosed)
-	case m.phase != ready:
+	case c.life.phase != ready:
 		return refuse("start-up is not complete", van.ErrInvalid)
 	case t.customer < 0 || t.customer > math.MaxInt32:
 		return refuse(fmt.Sprintf("customer %d: want 0 or more", t.customer), van.ErrInvalid)
-	case m.cfg.members(t.group) == nil:
+	case c.cfg.members(t.group) == nil:
 		return refuse(fmt.Sprintf("group %d: want 1 to 7 or the id of a node", t.group), van.ErrInvalid)
-	case t.group > van.AllNodes && t.group != m.self.ID,
-		t.group <= van.AllNodes && t.group&groupBit(m.self.Role) == 0:
+	case t.group > van.AllNodes && t.group != c.table.self.ID,
+		t.group <= van.AllNodes && t.group&groupBit(c.table.self.Role) == 0:
 		return refuse("this node is not in it", van.ErrInvalid)
 	}
-	if m.isDown(van.SchedulerID) && now >= m.health[van.SchedulerID].since+m.cfg.ReplaceTimeout {
-		return 0, &van.Error{Op: t.name(), Node: m.name(), Peer: m.peer(van.SchedulerID),
-			Err: m.health[van.SchedulerID].cause}
+	if c.alive.isDown(van.SchedulerID) && now >= c.alive.peers[van.SchedulerID].since+c.cfg.ReplaceTimeout {
+		return 0, &van.Error{Op: t.name(), Node: c.table.name(), Peer: c.table.peer(van.SchedulerID),
+			Err: c.alive.peers[van.SchedulerID].cause}
 	}
-	m.lastTicket++
-	t.n, t.since = m.lastTicket, now
-	if m.cfg.trivial(t.group, t.instance) {
-		m.emit(BarrierDone{t.n})
+	c.last++
+	t.n, t.since = c.last, now
+	if c.cfg.trivial(t.group, t.instance) {
+		c.out.emit(BarrierDone{t.n})
 		return t.n, nil
 	}
-	m.tickets = append(m.tickets, &t)
-	m.ask()
+	c.open = append(c.open, &t)
+	c.ask()
 	return t.n, nil
 }
 
 // ask sends the requests that need not wait for an earlier barrier.
-func (m *Machine) ask() {
-	if m.isDown(van.SchedulerID) || m.rejoining {
+func (c *tickets) ask() {
+	if c.alive.isDown(van.SchedulerID) || c.life.rejoining {
 		return
 	}
-	named := m.native(van.SchedulerID)
-	for i, t := range m.tickets {
-		held := slices.ContainsFunc(m.tickets[:i], func(e *ticket) bool {
+	named := c.table.native(van.SchedulerID)
+	for i, t := range c.open {
+		held := slices.ContainsFunc(c.open[:i], func(e *ticket) bool {
 			return e.instance == t.instance && (e.group == t.group || e.customer == t.customer && !named)
 		})
 		if t.sent || held {
 			continue
 		}
-		t.sent = true
-		t.stamp = m.request(t)
-		m.withdrawn = slices.DeleteFunc(m.withdrawn, func(e *ticket) bool {
+		t.sent, t.stamp = true, c.out.next()
+		c.request(t)
+		c.withdrawn = slices.DeleteFunc(c.withdrawn, func(e *ticket) bool {
 			return e.instance == t.instance && e.group == t.group && e.customer == t.customer
 		})
 	}
 }
 
-// request sends the request of t.
-func (m *Machine) request(t *ticket) (stamp int32) {
-	cmd := van.Barrier
-	if t.instance {
-		cmd = van.InstanceBarrier
-	}
-	meta := m.control(cmd)
+func (c *tickets) request(t *ticket) {
+	meta := controlAt(t.stamp, barrierCommand(t.instance))
 	meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
 	meta.Control.BarrierGroup = t.group
-	if t.ending && m.native(van.SchedulerID) {
+	if t.ending && c.table.native(van.SchedulerID) {
 		meta.Key = finalRequest
 	}
-	m.send(van.SchedulerID, meta)
-	return meta.Timestamp
+	c.out.send(van.SchedulerID, meta)
 }
 
 // askAgain repeats the requests whose answers may have been lost with the connection to
 // the scheduler, with their old timestamps, so that they are counted once. A C++ StepMesh
 // scheduler would count them twice.
-func (m *Machine) askAgain() {
-	if m.native(van.SchedulerID) && !m.rejoining {
-		for _, t := range m.withdrawn {
-			m.sendWithdrawal(t)
+func (c *tickets) askAgain() {
+	if c.table.native(van.SchedulerID) && !c.life.rejoining {
+		for _, t := range c.withdrawn {
+			c.out.tellAbout(van.SchedulerID, t.withdrawal(), named(t.stamp))
 		}
-		for _, t := range m.tickets {
+		for _, t := range c.open {
 			if t.sent {
-				next := m.stamp
-				m.stamp = t.stamp
-				m.request(t)
-				m.stamp = next
+				c.request(t)
 			}
 		}
 	}
-	m.ask()
+	c.ask()
 }
 
-// CancelBarrier gives up waiting: a BarrierFailed with van.ErrTimeout follows. A scheduler
-// of this library is told, and no longer counts this node's request; a C++ StepMesh one
-// cannot be told. An unknown ticket, or one that has ended, is ignored.
-func (m *Machine) CancelBarrier(n int) {
-	if i := slices.IndexFunc(m.tickets, func(t *ticket) bool { return t.n == n }); i >= 0 {
-		t := m.tickets[i]
-		m.withdraw(t)
-		m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t, 0))
+func (c *tickets) get(n int) *ticket {
+	if i := slices.IndexFunc(c.open, func(t *ticket) bool { return t.n == n }); i >= 0 {
+		return c.open[i]
 	}
+	return nil
+}
+
+// giveUp ends a barrier that this node no longer waits for, after limit if there was one.
+// missing says who has not come, as far as this node knows.
+func (c *tickets) giveUp(t *ticket, limit time.Duration, missing string) {
+	c.withdraw(t)
+	err := van.Error{Limit: limit, Detail: missing, Err: van.ErrTimeout}
+	if missing == "" {
+		err.Detail, err.Hint = "only the scheduler knows who has not come", "see its log"
+	}
+	c.fail(func(e *ticket) bool { return e == t }, err)
 }
 
 // withdraw tells a scheduler of this library that t's request is given up. This is repeated
 // after a lost connection, until there is a new request for the barrier. The request of
 // Finalize stays: a node that gives up there leaves.
-func (m *Machine) withdraw(t *ticket) {
-	if !t.sent || t.final || m.sched == nil && !m.native(van.SchedulerID) || failpoint.On("abandon") {
+func (c *tickets) withdraw(t *ticket) {
+	if !t.sent || t.final || !c.table.isScheduler() && !c.table.native(van.SchedulerID) || failpoint.On("abandon") {
 		return
 	}
-	m.withdrawn = append(m.withdrawn, t)
-	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.rejoining {
-		m.sendWithdrawal(t)
+	c.withdrawn = append(c.withdrawn, t)
+	if !c.alive.isDown(van.SchedulerID) && !c.life.rejoining {
+		c.out.tellAbout(van.SchedulerID, t.withdrawal(), named(t.stamp))
 	}
 }
 
-func (m *Machine) sendWithdrawal(t *ticket) {
-	m.tellAbout(van.SchedulerID, notice{verb: verbWithdraw, group: t.group, instance: t.instance}, named(t.stamp))
-}
-
-// Missing lists the missing nodes of a barrier that waits, as far as this node knows, or
-// "".
-func (m *Machine) Missing(n int) string {
-	for _, t := range m.tickets {
-		switch {
-		case t.n != n:
-		case m.sched != nil:
-			return m.barriersText()
-		case t.missing != "":
-			return "the scheduler says: " + t.missing
-		}
-	}
-	return ""
-}
-
-// tooLate is the error of a barrier that this node no longer waits for.
-func (m *Machine) tooLate(t *ticket, limit time.Duration) van.Error {
-	err := van.Error{Limit: limit, Err: van.ErrTimeout}
-	if err.Detail = m.Missing(t.n); err.Detail == "" {
-		err.Detail = "only the scheduler knows who has not come"
-		err.Hint = "see its log"
-	}
-	return err
-}
-
-// stepRelease ends a barrier of this node.
-func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error {
-	if from != van.SchedulerID {
-		return m.bad(from, msg, "sender", from, "the scheduler")
+// release ends a barrier of this node. What nobody else takes comes here, and is to be a release.
+func (c *tickets) release(now time.Duration, from int, msg *van.Meta) error {
+	switch {
+	case msg.Control.Cmd != van.Barrier && msg.Control.Cmd != van.InstanceBarrier:
+		return c.table.bad(from, msg, "control.cmd", msg.Control.Cmd, "ADD_NODE, BARRIER, INSTANCE_BARRIER or HEARTBEAT")
+	case msg.Request:
+		return c.table.bad(from, msg, "request", true, "false: only the scheduler counts barriers")
+	case from != van.SchedulerID:
+		return c.table.bad(from, msg, "sender", from, "the scheduler")
 	}
 	instance := msg.Control.Cmd == van.InstanceBarrier
 	at := func(fits func(*ticket) bool) int {
-		return slices.IndexFunc(m.tickets, func(t *ticket) bool { return t.sent && t.instance == instance && fits(t) })
+		return slices.IndexFunc(c.open, func(t *ticket) bool { return t.sent && t.instance == instance && fits(t) })
 	}
 	var i int
-	if m.native(van.SchedulerID) {
+	if c.table.native(van.SchedulerID) {
 		i = at(func(t *ticket) bool { return named(t.stamp) == msg.Key })
 	} else {
 		// The release has the customer of the last request, which may be another node's.
@@ -246,144 +252,176 @@ func (m *Machine) stepRelease(now time.Duration, from int, msg *van.Meta) error 
 	if i < 0 {
 		return nil // of a cancelled barrier, or a duplicate
 	}
-	t := m.tickets[i]
-	m.tickets = slices.Delete(m.tickets, i, i+1)
+	t := c.open[i]
+	c.open = slices.Delete(c.open, i, i+1)
 	if t.final {
-		m.Leaving(now)
+		c.Leaving(now)
 	}
-	m.emit(BarrierDone{t.n})
-	m.ask()
+	c.out.emit(BarrierDone{t.n})
+	c.ask()
 	return nil
 }
 
-// barrierWaits handles the scheduler's notice of missing nodes.
-func (m *Machine) barrierWaits(text string, request uint64) {
-	for _, t := range m.tickets {
+// waits handles the scheduler's notice of missing nodes.
+func (c *tickets) waits(text string, request uint64) {
+	for _, t := range c.open {
 		if t.sent && named(t.stamp) == request {
-			t.missing = text
+			t.missing = "the scheduler says: " + text
 		}
 	}
 }
 
-// barrierRefused handles the scheduler's notice that a barrier cannot be complete. request
+// refused handles the scheduler's notice that a barrier cannot be complete. request
 // is the key of the request, see named.
-func (m *Machine) barrierRefused(n notice, request uint64) {
-	i := slices.IndexFunc(m.tickets, func(t *ticket) bool {
+func (c *tickets) refused(n notice, request uint64) {
+	c.fail(func(t *ticket) bool {
 		return t.sent && t.instance == n.instance && t.group == n.group && named(t.stamp) == request
-	})
-	if i < 0 {
-		return
-	}
-	t := m.tickets[i]
-	m.failTickets(func(e *ticket) bool { return e == t }, van.Error{Peer: m.peer(van.SchedulerID),
-		Err: &lossError{text: n.text}})
+	}, van.Error{Peer: c.table.peer(van.SchedulerID), Err: &lossError{text: n.text}})
 }
 
-// failTickets fails the barriers that which selects. If Finalize is among them, the losses
+// fail fails the barriers that which selects. If Finalize is among them, the losses
 // that it has held are reported.
-func (m *Machine) failTickets(which func(*ticket) bool, why van.Error) {
-	out := slices.DeleteFunc(slices.Clone(m.tickets), func(t *ticket) bool { return !which(t) })
-	m.tickets = slices.DeleteFunc(m.tickets, which)
+func (c *tickets) fail(which func(*ticket) bool, why van.Error) {
+	out := slices.DeleteFunc(slices.Clone(c.open), func(t *ticket) bool { return !which(t) })
+	c.open = slices.DeleteFunc(c.open, which)
 	for _, t := range out {
 		e := why
-		e.Op, e.Node = t.name(), m.name()
-		m.emit(BarrierFailed{t.n, &e})
+		e.Op, e.Node = t.name(), c.table.name()
+		c.out.emit(BarrierFailed{t.n, &e})
 	}
 	if len(out) == 0 {
 		return
 	}
-	if m.finalizing() == nil {
-		m.reportHeld(math.MaxInt64)
+	if !c.finalizing() {
+		c.reportHeld(math.MaxInt64)
 	}
-	m.ask()
+	c.ask()
 }
 
-// finalizing returns the ticket of a Finalize that waits.
-func (m *Machine) finalizing() *ticket {
-	for _, t := range m.tickets {
-		if t.final {
-			return t
-		}
-	}
-	return nil
+// finalizing tells whether a Finalize waits.
+func (c *tickets) finalizing() bool {
+	return slices.ContainsFunc(c.open, func(t *ticket) bool { return t.final })
 }
 
 // reportHeld reports the losses that were noticed at least leaveGrace before now: if
 // the peers had left in order, the release of the last barrier would have come.
-func (m *Machine) reportHeld(now time.Duration) {
-	if len(m.held) == 0 {
+func (c *tickets) reportHeld(now time.Duration) {
+	if len(c.held) == 0 {
 		return
 	}
-	for _, id := range m.Members(van.AllNodes) {
-		if l, ok := m.held[id]; ok && now >= l.at+leaveGrace {
-			delete(m.held, id)
-			m.markDown(l.at, id, connLost, l.cause)
+	for _, id := range c.table.Members(van.AllNodes) {
+		if l, ok := c.held[id]; ok && now >= l.at+leaveGrace {
+			delete(c.held, id)
+			c.peerDown(l.at, id, connLost, l.cause)
 		}
 	}
 }
 
-func (m *Machine) tickTickets(now time.Duration) {
-	for _, t := range slices.Clone(m.tickets) {
-		if t.deadline > 0 && now >= t.deadline {
-			m.expire(t)
-		}
+// hold keeps the loss of a peer until a Finalize has ended.
+func (c *tickets) hold(now time.Duration, id int, cause error) {
+	if _, known := c.held[id]; !known && !c.alive.isDown(id) {
+		c.held[id] = loss{cause, now}
 	}
-	m.reportHeld(now)
-	m.failWithoutScheduler(now)
 }
 
-// expire ends a barrier at its deadline.
-func (m *Machine) expire(t *ticket) {
-	limit := t.deadline - t.since
-	if t.starting && m.sched != nil {
-		text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, m.barriersText())
-		m.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
+// letGo forgets a loss that is over, and tells whether there was one.
+func (c *tickets) letGo(id int) bool {
+	_, held := c.held[id]
+	delete(c.held, id)
+	return held
+}
+
+// peerDown and peerUp are markDown and markUp on workers and servers.
+func (c *tickets) peerDown(now time.Duration, id int, r reason, cause error) {
+	if c.alive.markDown(now, id, r, cause) {
+		c.letGo(id)
+		c.failWithoutScheduler(now)
 	}
-	m.withdraw(t)
-	m.failTickets(func(e *ticket) bool { return e == t }, m.tooLate(t, limit))
+}
+
+func (c *tickets) peerUp(now time.Duration, id int, r reason) {
+	if c.alive.markUp(now, id, r) && id == van.SchedulerID {
+		c.askAgain()
+	}
+}
+
+func (c *tickets) heard(now time.Duration, id int) {
+	if c.alive.heard(now, id) {
+		c.peerUp(now, id, silent)
+	}
+}
+
+// newScheduler fails the barriers that were requested from a scheduler which another process
+// has replaced: it may have released them for others. Those at the end of a program are
+// requested from the new one.
+func (c *tickets) newScheduler() {
+	c.letGo(van.SchedulerID)
+	c.withdrawn = nil // the new process knows of no request
+	for _, t := range c.open {
+		if t.ending {
+			t.sent = false
+		}
+	}
+	c.fail(func(t *ticket) bool { return t.sent }, van.Error{Peer: c.table.peer(van.SchedulerID),
+		Err: &lossError{text: "the scheduler was started again; whether others have passed this barrier is not known"}})
+}
+
+// Leaving says that this node is about to leave: lost peers are no longer reported.
+func (c *tickets) Leaving(time.Duration) {
+	c.life.leaving = true
+	clear(c.held)
+}
+
+// end ends the machine, and all barriers with it.
+func (c *tickets) end(err error) {
+	if c.life.phase == failed {
+		return
+	}
+	c.fail(func(*ticket) bool { return true }, van.Error{Err: err})
+	c.life.phase, c.life.failure = failed, err
+	c.out.emit(Failed{err})
+}
+
+func (c *tickets) expired(now time.Duration) []*ticket {
+	return slices.DeleteFunc(slices.Clone(c.open), func(t *ticket) bool { return t.deadline <= 0 || now < t.deadline })
 }
 
 // failWithoutScheduler fails the barriers that wait for a scheduler that has been lost for
 // Config.ReplaceTimeout. A server's Finalize waits as long as a worker is alive: workers
 // do not need the scheduler for their requests.
-func (m *Machine) failWithoutScheduler(now time.Duration) {
-	at, waits := m.schedulerDeadline()
-	if !waits || now < at {
+func (c *tickets) failWithoutScheduler(now time.Duration) {
+	if now < c.schedulerDeadline() {
 		return
 	}
-	for _, t := range m.tickets {
-		if m.needsScheduler(t) {
-			m.withdraw(t)
+	for _, t := range c.open {
+		if c.needsScheduler(t) {
+			c.withdraw(t)
 		}
 	}
-	m.failTickets(m.needsScheduler, van.Error{Peer: m.peer(van.SchedulerID), Err: m.health[van.SchedulerID].cause})
+	c.fail(c.needsScheduler, van.Error{Peer: c.table.peer(van.SchedulerID), Err: c.alive.peers[van.SchedulerID].cause})
 }
 
-// schedulerDeadline returns when barriers that wait for a lost scheduler fail, if there are
-// any.
-func (m *Machine) schedulerDeadline() (time.Duration, bool) {
-	if m.sched != nil || !m.isDown(van.SchedulerID) && !m.rejoining || !slices.ContainsFunc(m.tickets, m.needsScheduler) {
-		return 0, false
+// schedulerDeadline is when barriers that wait for a lost scheduler fail.
+func (c *tickets) schedulerDeadline() time.Duration {
+	if (c.alive.isDown(van.SchedulerID) || c.life.rejoining) && slices.ContainsFunc(c.open, c.needsScheduler) {
+		return c.alive.peers[van.SchedulerID].since + c.cfg.ReplaceTimeout
 	}
-	return m.health[van.SchedulerID].since + m.cfg.ReplaceTimeout, true
+	return math.MaxInt64
 }
 
-func (m *Machine) needsScheduler(t *ticket) bool {
-	return !t.ending || m.self.Role != van.Server ||
-		!slices.ContainsFunc(m.Members(van.WorkerGroup), func(id int) bool { return !m.isDown(id) })
+func (c *tickets) needsScheduler(t *ticket) bool {
+	return !t.ending || c.table.self.Role != van.Server ||
+		!slices.ContainsFunc(c.table.Members(van.WorkerGroup), func(id int) bool { return !c.alive.isDown(id) })
 }
 
-func (m *Machine) nextTicketTick() time.Duration {
-	next := time.Duration(math.MaxInt64)
-	for _, t := range m.tickets {
+func (c *tickets) next() time.Duration {
+	next := c.schedulerDeadline()
+	for _, t := range c.open {
 		if t.deadline > 0 {
 			next = min(next, t.deadline)
 		}
 	}
-	if at, waits := m.schedulerDeadline(); waits {
-		next = min(next, at)
-	}
-	for _, l := range m.held {
+	for _, l := range c.held {
 		next = min(next, l.at+leaveGrace)
 	}
 	return next

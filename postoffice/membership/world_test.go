@@ -76,7 +76,7 @@ func (w *world) add(name string, cfg Config) (*testNode, error) {
 	if err != nil {
 		return nil, err
 	}
-	n := &testNode{name: name, addr: m.self.Addr(), m: m, conns: map[int]testConn{}, id: m.ID()}
+	n := &testNode{name: name, addr: m.table.self.Addr(), m: m, conns: map[int]testConn{}, id: m.ID()}
 	w.nodes = append(w.nodes, n)
 	m.Start(w.now)
 	w.take(n)

@@ -195,8 +195,8 @@ def interrupted(n):
     c, w = opened(n, 64)
     n.f.barrier(False, True)
     if n.rank == 0:
-        n.tell("waits")
         try:
+            n.tell("waits")
             w.wait_signal(1, timeout_ms=60000)
             n.tell("signalled")
         except KeyboardInterrupt:

@@ -1,0 +1,277 @@
+package membership
+
+// Registrations while the cluster has not formed: who has come, whom the scheduler cannot
+// accept, whose connection broke, and which id each gets.
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+type joins struct {
+	base
+	refusals *refusals
+	hosts    map[string]int // BYTEPS_ORDERED_HOSTS, or nil
+	list     []*join        // in order of arrival
+	vanished []string       // the latest that did, for reports
+}
+
+// join is a node that has registered.
+type join struct {
+	node  van.Node
+	stamp int32
+	temp  int           // temporary id, or 0
+	since time.Duration // of a claim
+	lost  error         // not nil: the connection broke, so the node does not count
+}
+
+// register handles a registration. It returns true if the node counts.
+func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
+	j := &join{node: rec, stamp: stamp}
+	same := func(o *join) bool {
+		return sameAddr(&o.node, &rec) && (o.node.Role != rec.Role || o.node.CustomerID == rec.CustomerID)
+	}
+	i := slices.IndexFunc(s.list, same)
+	if i >= 0 {
+		old := s.list[i]
+		a, b := incarnationOf(&old.node), incarnationOf(&rec)
+		if a != b || a == 0 && stamp <= old.stamp {
+			s.out.emit(Warning{Text: fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
+				"(check DMLC_NODE_HOST)", rec.Addr(), describe(&rec))})
+		}
+		s.list = slices.Delete(s.list, i, i+1)
+		if a == b {
+			j.temp = old.temp
+		} else {
+			s.out.disconnect(old.temp) // it is marked as for the process that was there
+		}
+	}
+	if why, rival := s.misfit(&rec); why != "" {
+		if rival != nil {
+			s.reach(rival) // the connection shows whether it still runs
+		}
+		s.out.disconnect(j.temp)
+		s.refusals.refuse(now, &rec, why)
+		return false
+	}
+	if i >= 0 { // keep its position
+		s.list = slices.Insert(s.list, i, j)
+	} else {
+		s.list = append(s.list, j)
+	}
+	return true
+}
+
+// misfit returns "", or why a node cannot be accepted. rival is the registered node that
+// it conflicts with, if there is one.
+func (s *joins) misfit(rec *van.Node) (why string, rival *join) {
+	n := s.cfg.instances(rec.Role)
+	if rec.AuxID >= n {
+		return fmt.Sprintf("preferred rank %d of a %s, but there are only ranks 0 to %d (%s); check DMLC_NODE_RANK, "+
+			"STEPMESH_GPU and DMLC_RANK_OFFSET", rec.AuxID, rec.Role, n-1, s.cfg.formula(rec.Role)), nil
+	}
+	if _, ok := s.hosts[rec.Hostname]; s.hosts != nil && !ok {
+		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), nil
+	}
+	var taken []string
+	for _, j := range s.list {
+		o := &j.node
+		if j.lost != nil {
+			continue
+		}
+		if (o.AuxID == -1) != (rec.AuxID == -1) {
+			return fmt.Sprintf("%s, but %s at %s registered with %s; give all nodes a preferred rank or none (DMLC_NODE_RANK)",
+				rankText(rec), o.Role, o.Addr(), rankText(o)), j
+		}
+		if o.Role != rec.Role {
+			continue
+		}
+		taken = append(taken, o.Addr())
+		if rec.AuxID != -1 && o.AuxID == rec.AuxID {
+			return fmt.Sprintf("%s %s and %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
+				"DMLC_RANK_OFFSET", rec.Role, o.Addr(), rec.Addr(), rec.AuxID), j
+		}
+	}
+	if len(taken) >= n {
+		return fmt.Sprintf("all %d places for a %s are taken (%s), by %s", n, rec.Role, s.cfg.formula(rec.Role), list(taken)), nil
+	}
+	return "", nil
+}
+
+// present lists the nodes that have registered and count.
+func (s *joins) present() (nodes []van.Node) {
+	for _, j := range s.list {
+		if j.lost == nil {
+			nodes = append(nodes, j.node)
+		}
+	}
+	return nodes
+}
+
+// lost discounts a registered node whose connection broke.
+func (s *joins) lost(temp int, cause error) {
+	for _, j := range s.list {
+		if j.temp == temp && j.lost == nil {
+			j.lost = cause
+			remember(&s.vanished, gone(j, cause))
+			s.out.emit(Warning{Text: fmt.Sprintf("%s vanished before the cluster was complete: %s", describe(&j.node), cause)})
+		}
+	}
+}
+
+func gone(j *join, cause error) string { return fmt.Sprintf("%s (%s)", describe(&j.node), cause) }
+
+// back counts a node again whose connection is back, if it can still be accepted. It returns
+// true if it does.
+func (s *joins) back(now time.Duration, temp int) bool {
+	for i, j := range s.list {
+		if j.temp != temp || j.lost == nil {
+			continue
+		}
+		if why, _ := s.misfit(&j.node); why != "" {
+			s.list = slices.Delete(s.list, i, i+1)
+			s.out.disconnect(temp)
+			s.refusals.refuse(now, &j.node, why)
+			return false
+		}
+		s.vanished = slices.DeleteFunc(s.vanished, func(v string) bool { return v == gone(j, j.lost) })
+		j.lost = nil
+		return true
+	}
+	return false
+}
+
+// reach gives a registered node a temporary id and a connection.
+func (s *joins) reach(j *join) {
+	if j.temp == 0 {
+		j.temp = s.out.reach(j.node)
+	}
+}
+
+// tell sends a notice to every node that waits for its id.
+func (s *joins) tell(n notice) {
+	for _, j := range s.list {
+		if j.lost == nil {
+			s.reach(j)
+			s.out.tell(j.temp, n)
+		}
+	}
+}
+
+// missing lists, by role, how many nodes and which ranks have not registered.
+func (s *joins) missing(present []van.Node) []string {
+	var out []string
+	for _, role := range []van.Role{van.Worker, van.Server} {
+		n := s.cfg.instances(role)
+		missing, ranked, has := n, false, map[int]bool{}
+		for i := range present {
+			if p := &present[i]; p.Role == role {
+				missing--
+				has[p.AuxID] = true
+			}
+			ranked = ranked || present[i].AuxID != -1
+		}
+		if missing == 0 {
+			continue
+		}
+		text := fmt.Sprintf("%d of %d %ss", missing, n, role)
+		if ranked {
+			var ranks []string
+			for r := range n {
+				if !has[r] {
+					ranks = append(ranks, fmt.Sprint(r))
+				}
+			}
+			text += " (rank " + list(ranks) + ")"
+		}
+		out = append(out, text)
+	}
+	return out
+}
+
+// unlike returns "", or why a registering node is not one of this cluster, or what it has that does
+// not fit the scheduler's: with it the cluster would form, and fail later. Who speaks another
+// version would be taken for a C++ StepMesh node, and would wait for what such a node is not told.
+func (s *joins) unlike(rec *van.Node) string {
+	who, ok := rec.Identity()
+	switch {
+	case !ok || failpoint.On("cluster-id"):
+	case s.cfg.NamedCluster && who.Cluster != s.table.own.Cluster:
+		return "its STEPAF_CLUSTER_ID is not that of the scheduler"
+	case !s.cfg.NamedCluster && who.Cluster != 0:
+		return "its STEPAF_CLUSTER_ID is set, that of the scheduler is not"
+	}
+	if v, ok := van.VersionOf(rec.Endpoint); ok && v != van.IdentityVersion && s.table.own.Incarnation != 0 {
+		return fmt.Sprintf("its library speaks version %d of what nodes tell each other, that of the scheduler at %s version %d; "+
+			"run one release of the library on all nodes", v, s.table.self.Addr(), van.IdentityVersion)
+	}
+	own, other, bit := s.table.own.Settings, who.Settings, map[bool]int{true: 1}
+	switch {
+	case !own.Known || !other.Known:
+	case own.Resend != other.Resend:
+		return fmt.Sprintf("its PS_RESEND is %d, that of the scheduler at %s is %d; a node that repeats messages needs peers that acknowledge them",
+			bit[other.Resend], s.table.self.Addr(), bit[own.Resend])
+	case other.Workers != 0 && own.Workers != 0 && other.Workers != own.Workers:
+		return s.otherCount("DMLC_NUM_WORKER", other.Workers, own.Workers)
+	case other.Servers != 0 && own.Servers != 0 && other.Servers != own.Servers:
+		return s.otherCount("DMLC_NUM_SERVER", other.Servers, own.Servers)
+	}
+	return ""
+}
+
+func (s *joins) otherCount(name string, its, own int) string {
+	return fmt.Sprintf("its %s x DMLC_GROUP_SIZE is %d, that of the scheduler at %s is %d; give all nodes the same numbers", name, its, s.table.self.Addr(), own)
+}
+
+// sortJoins puts registered nodes into the order in which they get ids: by host,
+// descending, then by port; with BYTEPS_ORDERED_HOSTS hosts are in that order. There
+// C++ StepMesh leaves the order of nodes on one host undefined; here ports decide it.
+func sortJoins(nodes []van.Node, hosts map[string]int) {
+	slices.SortStableFunc(nodes, func(a, b van.Node) int {
+		byHost := cmp.Compare(b.Hostname, a.Hostname)
+		if hosts != nil {
+			byHost = cmp.Compare(hosts[a.Hostname], hosts[b.Hostname])
+		}
+		if byHost != 0 {
+			return byHost
+		}
+		return cmp.Compare(a.Port, b.Port)
+	})
+}
+
+// assignIDs gives every node of a sorted list its id: by preferred rank if it has one,
+// otherwise by counting. A second record with the same address, which is another
+// customer of the same process, gets the first one's id; shared maps the id that it
+// would have had to the one it got.
+func assignIDs(nodes []van.Node) (shared map[int]int) {
+	next := map[van.Role]int{}
+	byAddr := map[string]int{}
+	for i := range nodes {
+		n := &nodes[i]
+		rank := next[n.Role]
+		next[n.Role]++
+		if n.AuxID != -1 {
+			rank = n.AuxID
+		}
+		id := van.ServerID(rank)
+		if n.Role == van.Worker {
+			id = van.WorkerID(rank)
+		}
+		if first, ok := byAddr[n.Addr()]; ok {
+			if shared == nil {
+				shared = map[int]int{}
+			}
+			shared[id] = first
+			n.ID = first
+			continue
+		}
+		byAddr[n.Addr()] = id
+		n.ID = id
+	}
+	return shared
+}

@@ -1,0 +1,210 @@
+package membership
+
+// The places of a cluster that has formed, on the scheduler: who registers then gets the one
+// of a dead node, or claims that of a node that may be alive, or is refused.
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+type places struct {
+	base
+	refusals *refusals
+	gathers  *gathers
+	watch    *watch
+	policies *policyList
+	stamps   map[int]int32 // timestamp of the registration of each node
+	claims   map[int]*join // by id, registrations under the address of a member that may be alive
+	former   []van.Node    // processes that were replaced, oldest first
+}
+
+// maxFormer bounds how many replaced processes are remembered.
+const maxFormer = 256
+
+// register handles a registration: the node may replace a dead one of its role.
+func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
+	fits := func(n *van.Node) bool { return rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID) }
+	for i := range p.table.nodes {
+		n := &p.table.nodes[i]
+		if !sameAddr(n, &rec) || n.Role != rec.Role {
+			continue
+		}
+		inc := incarnationOf(&rec)
+		again := inc == 0 && stamp > p.stamps[n.ID] && !p.alive.isDown(n.ID)
+		if again || inc != 0 && !another(n, &rec) {
+			// It registered a second time before it had the table.
+			p.stamps[n.ID] = stamp
+			if !p.out.conns[n.ID] { // a former scheduler gave it the place, and died before it knew
+				n.IsRecovery = true
+				p.out.connect(n.ID, *n)
+				p.watch.expect(now, n.ID)
+			}
+			p.watch.up(now, n.ID, connLost|silent|declared)
+			p.watch.introduce(n.ID)
+			return
+		}
+		if h := p.alive.peers[n.ID]; h.down == 0 && h.beats && p.cfg.HeartbeatTimeout > 0 && (h.lost == 0 || h.lost < h.heard) {
+			// The member may be alive, and the registration false.
+			p.claims[n.ID] = &join{node: rec, stamp: stamp, since: now}
+			return
+		}
+		p.watch.down(now, n.ID, connLost, restarted(&rec))
+		if fits(n) {
+			p.give(now, n.ID, rec, stamp)
+			return
+		}
+		break
+	}
+	for i := range p.table.nodes {
+		if n := &p.table.nodes[i]; n.Role == rec.Role && p.alive.isDown(n.ID) && fits(n) {
+			p.give(now, n.ID, rec, stamp)
+			return
+		}
+	}
+	p.refusals.refuse(now, &rec, p.none(&rec))
+}
+
+func restarted(rec *van.Node) error { return &lossError{text: "restarted at " + rec.Addr()} }
+
+// give gives a new process the place of a dead one.
+func (p *places) give(now time.Duration, id int, rec van.Node, stamp int32) {
+	p.remember(p.table.record(id))
+	p.watch.lastReplaced = max(now, 1)
+	p.table.generation++
+	claim := p.claims[id]
+	delete(p.claims, id)
+	rec.ID, rec.IsRecovery = id, true
+	for i := range p.table.nodes {
+		if n := &p.table.nodes[i]; n.ID == id { // one record for each customer
+			customer := n.CustomerID
+			*n = rec.Clone()
+			n.CustomerID = customer
+		}
+	}
+	p.stamps[id] = stamp
+	p.table.learn(id, &rec)
+	delete(p.out.first, id)
+	p.alive.begin(now, id)
+	p.gathers.replaced(id)
+	p.out.connect(id, rec)
+	for _, to := range p.table.ids() {
+		switch {
+		case to == id:
+			p.watch.introduce(to)
+			p.policies.sendTo(to, &p.base)
+			p.watch.expect(now, to)
+		case !p.alive.isDown(to):
+			p.watch.records(to, []van.Node{rec})
+		}
+	}
+	p.out.emit(PeerReplaced{id, rec})
+	p.gathers.recheck(now)
+	if claim != nil && !sameAddr(&claim.node, &rec) { // else it was restarted
+		p.register(now, claim.node, claim.stamp)
+	}
+}
+
+// none says why there is no place for a node.
+func (p *places) none(rec *van.Node) string {
+	var names, dead []string
+	for i := range p.table.nodes {
+		if n := &p.table.nodes[i]; n.Role == rec.Role {
+			names = append(names, fmt.Sprintf("%s rank %d", n.Addr(), van.RankOf(n.ID)))
+			if p.alive.isDown(n.ID) {
+				dead = append(dead, van.NodeName(n.ID))
+			}
+		}
+	}
+	if len(dead) > 0 {
+		return fmt.Sprintf("it wants rank %d, but of the %ss only these are dead: %s", rec.AuxID, rec.Role, strings.Join(dead, ", "))
+	}
+	return fmt.Sprintf("the cluster is complete: all %d places for a %s are taken (%s) and none of its nodes is dead: %s",
+		p.cfg.instances(rec.Role), rec.Role, p.cfg.formula(rec.Role), list(names))
+}
+
+// back takes a node back that returns after the cluster was resumed without it, and sends the
+// table again to one that has not had it yet. Its connection is not made again then: the table
+// may be under way on it.
+func (p *places) back(now time.Duration, rec *van.Node) {
+	id := rec.ID
+	if p.alive.isDown(id) || !p.out.conns[id] {
+		*p.table.record(id) = *rec
+		p.out.connect(id, *rec)
+	}
+	p.alive.peers[id].beats = true
+	p.watch.introduce(id)
+	p.watch.up(now, id, connLost|silent|declared)
+}
+
+// remember notes the process with record old as a former one.
+func (p *places) remember(old *van.Node) {
+	if incarnationOf(old) != 0 {
+		p.former = keep(p.former, *old, maxFormer)
+	}
+}
+
+// formerly returns the process with that incarnation which had id, nil if it is not known.
+func (p *places) formerly(incarnation uint32, id int) *van.Node {
+	if i := slices.IndexFunc(p.former, func(n van.Node) bool { return n.ID == id && incarnationOf(&n) == incarnation }); i >= 0 {
+		return &p.former[i]
+	}
+	return nil
+}
+
+// whyNot says why a process of that cluster has no place as id.
+func (p *places) whyNot(id int, cluster uint32) string {
+	if own := p.table.own.Cluster; cluster != own {
+		return fmt.Sprintf("it belongs to another cluster (%08x): the scheduler was started again, and a new cluster (%08x) has formed", cluster, own)
+	}
+	at := ""
+	if n, ok := p.table.Node(id); ok {
+		at = n.Addr()
+	}
+	return fmt.Sprintf("it was taken for dead and its place as %s given to %s", van.NodeName(id), at)
+}
+
+// claimEnd is when the claim on member id's address is granted, unless the member is heard
+// before.
+func (p *places) claimEnd(id int) time.Duration {
+	h, c := p.alive.peers[id], p.claims[id]
+	if h.down != 0 || h.heard > c.since || h.lost > c.since {
+		return c.since
+	}
+	return c.since + 2*h.interval + time.Second
+}
+
+// tick decides claims on the address of a member: the member keeps it if it has been heard
+// since; otherwise the claimant replaces it. That its connection is back says nothing: it may
+// lead to the claimant.
+func (p *places) tick(now time.Duration) {
+	for _, id := range sortedIDs(p.claims) {
+		c := p.claims[id]
+		if c == nil {
+			continue // who had it has got another place meanwhile
+		}
+		h := p.alive.peers[id]
+		switch {
+		case h.down == 0 && h.heard > c.since:
+			delete(p.claims, id)
+			p.refusals.refuse(now, &c.node, fmt.Sprintf("%s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)", p.table.peer(id)))
+		case now >= p.claimEnd(id):
+			delete(p.claims, id)
+			p.watch.down(now, id, connLost, restarted(&c.node))
+			p.register(now, c.node, c.stamp)
+		}
+	}
+}
+
+func (p *places) next() time.Duration {
+	next := time.Duration(math.MaxInt64)
+	for id := range p.claims {
+		next = min(next, p.claimEnd(id))
+	}
+	return next
+}

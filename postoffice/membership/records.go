@@ -1,0 +1,219 @@
+package membership
+
+// The scheduler's records, as a worker or server takes them: the table, with which it becomes
+// part of the cluster, and later those of replacements; and connections to nodes of its own role,
+// which C++ StepMesh nodes do not have.
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+type records struct {
+	base
+	calls  *tickets
+	latest map[int]int32 // timestamp of the scheduler's latest message about each node, see outdated
+	linked []int         // nodes of this one's role, see Machine.Link
+}
+
+func (r *records) step(now time.Duration, msg *van.Meta) error {
+	if err := r.table.checkRecords(msg); err != nil {
+		return err
+	}
+	if r.life.phase == joining {
+		return r.join(now, msg)
+	}
+	r.seen(msg)
+	for i := range msg.Control.Nodes {
+		if n := &msg.Control.Nodes[i]; n.Role != van.Scheduler && r.life.phase != failed && !r.outdated(n.ID, msg) {
+			r.update(now, n)
+		}
+	}
+	return nil
+}
+
+// outdated tells whether the scheduler has sent something newer than msg about id; if not,
+// it notes msg as the latest. With PS_RESEND a lost message arrives after later ones.
+func (r *records) outdated(id int, msg *van.Meta) bool {
+	if !r.table.has(id) || msg.Timestamp == van.Empty {
+		return false
+	}
+	if last, ok := r.latest[id]; ok && newer(last, msg.Timestamp) {
+		return true
+	}
+	r.latest[id] = msg.Timestamp
+	return false
+}
+
+// seen notes the generation of the table that msg has, or completes. Heartbeats carry
+// it; the scheduler answers an old one with the whole table.
+func (r *records) seen(msg *van.Meta) {
+	whole := slices.ContainsFunc(msg.Control.Nodes, func(n van.Node) bool { return n.Role == van.Scheduler })
+	if g := uint32(msg.Key); r.table.native(van.SchedulerID) && (whole || g == r.table.generation+1) {
+		r.table.generation = g
+	}
+}
+
+// join handles the full table: this node's id, and the nodes to connect to.
+func (r *records) join(now time.Duration, msg *van.Meta) error {
+	nodes := msg.Control.Nodes
+	count := map[van.Role]int{}
+	var own *van.Node
+	for i := range nodes {
+		n := &nodes[i]
+		count[n.Role]++
+		if own == nil && n.Role == r.table.self.Role && sameAddr(n, &r.table.self) && r.table.mine(n) {
+			own = n
+		}
+	}
+	if own == nil {
+		return r.table.bad(van.SchedulerID, msg, "control.node", fmt.Sprintf("%d records", len(nodes)),
+			fmt.Sprintf("one of them %s at %s", r.table.self.Role, r.table.self.Addr()))
+	}
+	if count[van.Worker] != r.cfg.instances(van.Worker) || count[van.Server] != r.cfg.instances(van.Server) {
+		r.calls.end(&van.Error{Op: "start", Node: r.table.name(), Peer: r.table.peer(van.SchedulerID),
+			Detail: fmt.Sprintf("the scheduler started a cluster of %d workers and %d servers, but here %s and %s",
+				count[van.Worker], count[van.Server], r.cfg.formula(van.Worker), r.cfg.formula(van.Server)),
+			Hint: "give all nodes the same numbers", Err: van.ErrInvalid})
+		return nil
+	}
+	var table []van.Node
+	at := map[int]int{}
+	for i := range nodes {
+		n := &nodes[i]
+		if n.Role == van.Scheduler {
+			continue
+		}
+		field := fmt.Sprintf("control.node[%d].id", i)
+		if van.RankOf(n.ID) >= r.cfg.instances(n.Role) {
+			return r.table.bad(van.SchedulerID, msg, field, n.ID, fmt.Sprintf("a rank below %d", r.cfg.instances(n.Role)))
+		}
+		if prev, again := at[n.ID]; again {
+			if sameAddr(&table[prev], n) {
+				continue // another customer of the same process
+			}
+			return r.table.bad(van.SchedulerID, msg, field, n.ID, "another, for this is "+table[prev].Addr())
+		}
+		at[n.ID] = len(table)
+		table = append(table, n.Clone())
+	}
+	r.table.fill(table)
+	r.table.shared = map[int]int{}
+	for _, id := range r.cfg.members(van.WorkerGroup | van.ServerGroup) {
+		if !r.table.has(id) {
+			r.table.shared[id] = van.Empty // no node has this id
+		}
+	}
+	if i := slices.IndexFunc(nodes, func(n van.Node) bool { return n.Role == van.Scheduler }); i >= 0 {
+		if who, ok := nodes[i].Identity(); ok {
+			if own := r.table.own.Cluster; own != 0 && own != who.Cluster && !failpoint.On("cluster-id") {
+				r.calls.end(r.table.refused("start", "its STEPAF_CLUSTER_ID is another"))
+				return nil
+			}
+			r.table.own.Cluster = who.Cluster
+			r.table.scheduler.Endpoint = slices.Clone(nodes[i].Endpoint)
+			r.table.learn(van.SchedulerID, &nodes[i])
+		}
+	}
+	r.seen(msg)
+	for i := range table {
+		r.table.learn(table[i].ID, &table[i])
+		r.outdated(table[i].ID, msg)
+	}
+	r.table.self = *r.table.record(own.ID)
+	r.table.sign(&r.table.self)
+	r.life.phase, r.alive.lastCheck = ready, now
+	r.out.emit(SetID{own.ID})
+	r.out.emit(Assigned{ID: own.ID, Rank: van.RankOf(own.ID), Recovery: own.IsRecovery})
+	met := map[int]bool{}
+	for i := range nodes {
+		n := &nodes[i]
+		if met[n.ID] {
+			continue
+		}
+		met[n.ID] = true
+		r.alive.begin(now, n.ID)
+		switch {
+		case n.Role == van.Scheduler:
+			r.out.connect(van.SchedulerID, r.table.scheduler)
+		case n.Role != r.table.self.Role:
+			r.out.first[n.ID] = true
+			r.out.connect(n.ID, *r.table.record(n.ID))
+		}
+	}
+	if !met[van.SchedulerID] { // connect again, so that the scheduler learns this node's id
+		r.alive.begin(now, van.SchedulerID)
+		r.out.connect(van.SchedulerID, r.table.scheduler)
+	}
+	r.out.emit(Ready{})
+	return nil
+}
+
+// update handles one record after start-up: usually that of a replacement.
+func (r *records) update(now time.Duration, n *van.Node) {
+	i, ok := r.table.at[n.ID]
+	if !ok {
+		r.out.emit(Warning{Text: fmt.Sprintf("%s: the scheduler announced %s at %s, which was not in its table", r.table.name(),
+			van.NodeName(n.ID), n.Addr())})
+		return
+	}
+	old, h := &r.table.nodes[i], r.alive.peers[n.ID]
+	moved := another(old, n)
+	if n.ID == r.table.self.ID {
+		if moved {
+			r.calls.end(r.table.refused("stay in the cluster", fmt.Sprintf("%s was taken for dead and its place given to %s", r.table.self.Addr(), n.Addr())))
+		}
+		return
+	}
+	if !moved && (r.table.native(n.ID) || !n.IsRecovery || h.down == 0 && old.IsRecovery) {
+		if r.life.rejoining {
+			r.calls.peerUp(now, n.ID, declared)
+		}
+		return // known
+	}
+	r.table.nodes[i] = n.Clone()
+	r.table.learn(n.ID, n)
+	delete(r.out.first, n.ID)
+	r.alive.begin(now, n.ID)
+	r.calls.letGo(n.ID)
+	r.relink(n.ID)
+	r.out.emit(PeerReplaced{n.ID, r.table.nodes[i]})
+}
+
+func (r *records) link(ids []int) error {
+	bad := func(id int, want string) error {
+		return &van.Error{Op: "link", Node: r.table.name(), Peer: r.table.peer(id), Err: fmt.Errorf("%w: want %s", van.ErrInvalid, want)}
+	}
+	for _, id := range ids {
+		switch {
+		case id == r.table.self.ID:
+		case !r.table.has(id) || van.RoleOf(id) != r.table.self.Role:
+			return bad(id, "a "+r.table.self.Role.String()+" of this cluster")
+		case !r.table.native(id):
+			return bad(id, "a node of this library: C++ StepMesh nodes know none of their own role")
+		}
+	}
+	for _, id := range ids {
+		if id != r.table.self.ID && !r.out.conns[id] {
+			r.linked = append(r.linked, id)
+			r.out.connect(id, *r.table.record(id))
+		}
+	}
+	return nil
+}
+
+// relink connects to the process that has taken the place of id, if this node is to be
+// connected to it.
+func (r *records) relink(id int) {
+	switch {
+	case van.RoleOf(id) != r.table.self.Role, slices.Contains(r.linked, id) && r.table.native(id):
+		r.out.connect(id, *r.table.record(id))
+	case slices.Contains(r.linked, id):
+		r.out.disconnect(id)
+		r.linked = slices.DeleteFunc(r.linked, func(o int) bool { return o == id })
+	}
+}
