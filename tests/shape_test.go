@@ -14,7 +14,7 @@ import (
 
 // shaped are the packages whose files call each other downwards only, and whose types are
 // small enough to be read.
-var shaped = []string{"van/rdma", "van/rdma/conn", "van/rendezvous", "van/local", "van/stage", "van/stack", "fserver/module", "kv", "postoffice"}
+var shaped = []string{"van/backend", "van/rdma", "van/rdma/conn", "van/rendezvous", "van/local", "van/stage", "van/stack", "fserver/module", "kv", "postoffice"}
 
 const (
 	maxFields  = 25

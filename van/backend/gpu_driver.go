@@ -10,10 +10,22 @@ import (
 
 // driver is the part of the CUDA driver API that the GPU backend uses: one method for one
 // function, so that the backend's logic can be tested with a fake driver. Handles and
-// device addresses are integers. Errors are *driverError.
+// device addresses are integers. Errors are *driverError. Each part of the backend sees the
+// functions that it needs.
 //
 // Methods that need a context run between enter and leave, on one thread.
 type driver interface {
+	deviceDriver
+	contextDriver
+	memoryDriver
+	streamDriver
+	eventDriver
+	kernelDriver
+	shareDriver
+}
+
+// deviceDriver tells of devices, and opens them.
+type deviceDriver interface {
 	start() error // cuInit, once
 	version() (int, error)
 	count() (int, error)
@@ -30,12 +42,18 @@ type driver interface {
 	// mayBlock is set when streams of dev's primary context may wait for the CPU. All
 	// backends of dev in this process share it.
 	mayBlock(dev int) *atomic.Bool
+}
 
+type contextDriver interface {
 	// enter makes ctx current on the calling thread, and allows calls that a graph
 	// capture on another thread would forbid; leave restores the former state.
 	enter(ctx uintptr) (driverState, error)
 	leave(driverState) error
+	synchronize() error // waits for all streams of the context
+}
 
+// memoryDriver allocates memory of the device, and pins the host's.
+type memoryDriver interface {
 	memInfo() (free, total int64, err error)
 	memAlloc(n int) (uintptr, error)
 	memFree(addr uintptr) error
@@ -44,10 +62,12 @@ type driver interface {
 	hostRegister(p unsafe.Pointer, n int) error
 	hostUnregister(p unsafe.Pointer) error
 	hostDeviceAddr(p unsafe.Pointer) (uintptr, error)
+}
 
+// streamDriver makes streams, and queues copies, writes and waits there.
+type streamDriver interface {
 	streamCreate() (uintptr, error)
 	streamDestroy(s uintptr) error
-	synchronize() error          // waits for all streams of the context
 	streamQuery(s uintptr) error // codeNotReady while busy
 	streamCapturing(s uintptr) (bool, error)
 	streamWaitEvent(s, e uintptr) error
@@ -58,17 +78,24 @@ type driver interface {
 	copyAsync(dst, src uintptr, n int, s uintptr) error
 	copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error
 	copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error
+}
 
-	moduleLoad(ptx string) (uintptr, error)
-	moduleUnload(m uintptr) error
-	moduleFunction(m uintptr, name string) (uintptr, error)
-	launch(f, s, a, b uintptr) error // one thread, with two addresses
-
+type eventDriver interface {
 	eventCreate() (uintptr, error)
 	eventDestroy(e uintptr) error
 	eventRecord(e, s uintptr) error
 	eventQuery(e uintptr) error // codeNotReady while busy
+}
 
+type kernelDriver interface {
+	moduleLoad(ptx string) (uintptr, error)
+	moduleUnload(m uintptr) error
+	moduleFunction(m uintptr, name string) (uintptr, error)
+	launch(f, s, a, b uintptr) error // one thread, with two addresses
+}
+
+// shareDriver names memory for other processes and devices, and maps theirs.
+type shareDriver interface {
 	addressRange(addr uintptr) (base uintptr, n int, err error)
 	bufferID(addr uintptr) (uint64, error)
 	ipcExport(base uintptr) ([64]byte, error)

@@ -1,17 +1,27 @@
 package backend
 
-// Pinned host memory of the GPU backend.
+// Host memory that a GPU can use.
 
 import (
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"unsafe"
 )
 
+// hostMemory is what is pinned.
+type hostMemory struct {
+	c *gpuContext
+	d memoryDriver
+
+	mu    sync.Mutex
+	hosts map[uintptr]*hostMem
+}
+
 // hostMem is the owner of host memory that the device can use: allocated by
 // AllocPinned, or the caller's and registered.
 type hostMem struct {
-	g      *gpu
+	c      *gpuContext
 	ptr    unsafe.Pointer
 	n      int
 	addr   uintptr // of ptr, for the device
@@ -40,19 +50,19 @@ func (h *hostMem) Release() {
 func (h *hostMem) deviceAddr(m Mem) uintptr { return h.addr + uintptr(m.ptr) - uintptr(h.ptr) }
 
 // AllocPinned returns pinned host memory.
-func (g *gpu) AllocPinned(n int) (Mem, error) {
+func (a *hostMemory) AllocPinned(n int) (Mem, error) {
 	if n < 0 {
-		return Mem{}, g.invalid("AllocPinned(%d): want a length of at least 0", n)
+		return Mem{}, a.c.invalid("AllocPinned(%d): want a length of at least 0", n)
 	}
 	if n == 0 {
 		return Mem{dev: Host}, nil
 	}
-	h := &hostMem{g: g, n: n, ours: true}
-	err := g.with(fmt.Sprintf("AllocPinned of %d bytes", n), func() (err error) {
-		if h.ptr, err = g.d.hostAlloc(n); err != nil {
+	h := &hostMem{c: a.c, n: n, ours: true}
+	err := a.c.with(fmt.Sprintf("AllocPinned of %d bytes", n), func() (err error) {
+		if h.ptr, err = a.d.hostAlloc(n); err != nil {
 			return err
 		}
-		return g.keepHost(h)
+		return a.keep(h)
 	})
 	if err != nil {
 		return Mem{}, err
@@ -61,19 +71,19 @@ func (g *gpu) AllocPinned(n int) (Mem, error) {
 }
 
 // FreePinned gives back what AllocPinned returned.
-func (g *gpu) FreePinned(m Mem) error { return g.dropHost("FreePinned", m, true) }
+func (a *hostMemory) FreePinned(m Mem) error { return a.drop("FreePinned", m, true) }
 
 // RegisterHost pins the caller's memory.
-func (g *gpu) RegisterHost(m Mem) (Mem, error) {
+func (a *hostMemory) RegisterHost(m Mem) (Mem, error) {
 	if !m.OnHost() || m.n == 0 {
-		return Mem{}, g.invalid("RegisterHost of %d bytes on %s: want host memory", m.n, m.dev)
+		return Mem{}, a.c.invalid("RegisterHost of %d bytes on %s: want host memory", m.n, m.dev)
 	}
-	h := &hostMem{g: g, ptr: m.ptr, n: m.n, caller: m.owner}
-	err := g.with(fmt.Sprintf("RegisterHost of %d bytes at %#x", m.n, uintptr(m.ptr)), func() error {
-		if err := g.d.hostRegister(m.ptr, m.n); err != nil {
+	h := &hostMem{c: a.c, ptr: m.ptr, n: m.n, caller: m.owner}
+	err := a.c.with(fmt.Sprintf("RegisterHost of %d bytes at %#x", m.n, uintptr(m.ptr)), func() error {
+		if err := a.d.hostRegister(m.ptr, m.n); err != nil {
 			return err
 		}
-		return g.keepHost(h)
+		return a.keep(h)
 	})
 	if err != nil {
 		return Mem{}, err
@@ -82,53 +92,83 @@ func (g *gpu) RegisterHost(m Mem) (Mem, error) {
 }
 
 // UnregisterHost ends a RegisterHost.
-func (g *gpu) UnregisterHost(m Mem) error { return g.dropHost("UnregisterHost", m, false) }
-
-var _ PinTeller = (*gpu)(nil)
+func (a *hostMemory) UnregisterHost(m Mem) error { return a.drop("UnregisterHost", m, false) }
 
 // Pinned implements PinTeller.
-func (g *gpu) Pinned(m Mem) bool {
+func (a *hostMemory) Pinned(m Mem) bool {
 	h, is := m.owner.(*hostMem)
-	return is && h.g == g && m.OnHost()
+	return is && h.c == a.c && m.OnHost()
 }
 
-// keepHost records pinned memory. It frees it when the device cannot map it.
-func (g *gpu) keepHost(h *hostMem) error {
+// MapHost implements Signaller.
+func (a *hostMemory) MapHost(m Mem) (Mem, error) {
+	if !m.OnHost() || m.n == 0 {
+		return Mem{}, a.c.invalid("MapHost of %d bytes on %s: want pinned host memory", m.n, m.dev)
+	}
+	var addr uintptr
+	err := a.c.enter(func() (err error) {
+		addr, err = a.d.hostDeviceAddr(m.ptr)
+		return err
+	})
+	if err != nil {
+		return Mem{}, a.c.failedAs(fmt.Sprintf("MapHost of %d bytes at %#x", m.n, uintptr(m.ptr)), "is the memory pinned?", err, nil)
+	}
+	return At(pointer(addr), m.n, a.c.Device(), m.owner), nil
+}
+
+// keep records pinned memory. It frees it when the device cannot map it.
+func (a *hostMemory) keep(h *hostMem) error {
 	var err error
-	if h.addr, err = g.d.hostDeviceAddr(h.ptr); err != nil {
-		_ = g.freeHost(h) // the first error tells more
+	if h.addr, err = a.d.hostDeviceAddr(h.ptr); err != nil {
+		_ = a.free(h) // the first error tells more
 		return err
 	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.hosts[uintptr(h.ptr)] = h
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.hosts[uintptr(h.ptr)] = h
 	return nil
 }
 
-func (g *gpu) freeHost(h *hostMem) error {
+func (a *hostMemory) free(h *hostMem) error {
 	if h.ours {
-		return g.d.hostFree(h.ptr)
+		return a.d.hostFree(h.ptr)
 	}
-	return g.d.hostUnregister(h.ptr)
+	return a.d.hostUnregister(h.ptr)
 }
 
-func (g *gpu) dropHost(op string, m Mem, ours bool) error {
+func (a *hostMemory) drop(op string, m Mem, ours bool) error {
 	if m.n == 0 {
 		return nil
 	}
-	return g.with(op, func() error {
-		g.mu.Lock()
-		h := g.hosts[uintptr(m.ptr)]
+	return a.c.with(op, func() error {
+		a.mu.Lock()
+		h := a.hosts[uintptr(m.ptr)]
 		switch {
 		case h == nil || h.n != m.n || h.ours != ours:
-			g.mu.Unlock()
-			return g.invalid("%s of %d bytes at %#x: not what was given out, or given back before", op, m.n, uintptr(m.ptr))
+			a.mu.Unlock()
+			return a.c.invalid("%s of %d bytes at %#x: not what was given out, or given back before", op, m.n, uintptr(m.ptr))
 		case h.held.Load() > 0:
-			g.mu.Unlock()
-			return g.invalid("%s of %d bytes at %#x: %w: a message that is under way needs them", op, m.n, uintptr(m.ptr), ErrInUse)
+			a.mu.Unlock()
+			return a.c.invalid("%s of %d bytes at %#x: %w: a message that is under way needs them", op, m.n, uintptr(m.ptr), ErrInUse)
 		}
-		delete(g.hosts, uintptr(m.ptr))
-		g.mu.Unlock()
-		return g.freeHost(h)
+		delete(a.hosts, uintptr(m.ptr))
+		a.mu.Unlock()
+		return a.free(h)
 	})
+}
+
+// held is how many bytes are pinned.
+func (a *hostMemory) held() (bytes int) {
+	for _, h := range a.hosts {
+		bytes += h.n
+	}
+	return bytes
+}
+
+// close unpins what is left. The context is current.
+func (a *hostMemory) close(note func(op string, err error)) {
+	for _, h := range a.hosts {
+		note("Close: free host memory", a.free(h))
+	}
+	a.hosts = nil
 }
