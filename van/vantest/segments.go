@@ -15,11 +15,12 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-var _ backend.Sharer = (*Device)(nil)
-
 // segments are the allocations that Map and Remap have made: files, mapped one after the
 // other. What is imported is mapped once more, as another process would.
 type segments struct {
+	st    *state
+	whole *sharing // of memory that is not mapped
+
 	mu       sync.Mutex
 	last     uint64
 	mapped   map[uintptr]*segment // what lies at an address now
@@ -35,7 +36,7 @@ type segment struct {
 
 // Map returns memory of the device that is mapped from allocations of these lengths, which
 // must be whole pages. FreeMapped gives it back.
-func (d *Device) Map(t testing.TB, sizes ...int) backend.Mem {
+func (s *segments) Map(t testing.TB, sizes ...int) backend.Mem {
 	t.Helper()
 	total := 0
 	for _, n := range sizes {
@@ -47,14 +48,14 @@ func (d *Device) Map(t testing.TB, sizes ...int) backend.Mem {
 	}
 	at := uintptr(base)
 	for _, n := range sizes {
-		d.Remap(t, at, n)
+		s.Remap(t, at, n)
 		at += uintptr(n)
 	}
-	return backend.At(base, total, d.dev, nil)
+	return backend.At(base, total, s.st.dev, nil)
 }
 
 // Remap puts a new allocation of n bytes at addr, where there may be one of that length.
-func (d *Device) Remap(t testing.TB, addr uintptr, n int) {
+func (s *segments) Remap(t testing.TB, addr uintptr, n int) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("device", unix.MFD_CLOEXEC)
 	if err == nil {
@@ -66,7 +67,6 @@ func (d *Device) Remap(t testing.TB, addr uintptr, n int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &d.segments
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.mapped == nil {
@@ -80,8 +80,7 @@ func (d *Device) Remap(t testing.TB, addr uintptr, n int) {
 }
 
 // FreeMapped gives back all memory of Map.
-func (d *Device) FreeMapped() {
-	s := &d.segments
+func (s *segments) FreeMapped() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for base, x := range s.mapped {
@@ -92,10 +91,10 @@ func (d *Device) FreeMapped() {
 }
 
 // RefuseSegments makes ImportSegment fail with err, until it is nil again.
-func (d *Device) RefuseSegments(err error) {
-	d.segments.mu.Lock()
-	defer d.segments.mu.Unlock()
-	d.segments.refusing = err
+func (s *segments) RefuseSegments(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.refusing = err
 }
 
 func toPointer(addr uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&addr)) }
@@ -111,17 +110,16 @@ func (s *segments) at(addr uintptr) (uintptr, *segment) {
 }
 
 // Share implements backend.Sharer.
-func (d *Device) Share(sh *backend.Shared, m backend.Mem) (err error) {
+func (s *segments) Share(sh *backend.Shared, m backend.Mem) (err error) {
 	sh.Export, sh.Segments = backend.Export{}, sh.Segments[:0]
-	s := &d.segments
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	addr, left := uintptr(m.Addr()), m.Len()
 	if _, x := s.at(addr); x == nil {
-		sh.Export, err = d.Export(m)
+		sh.Export, err = s.whole.Export(m)
 		return err
 	}
-	if err := d.fails(); err != nil {
+	if err := s.st.fails(); err != nil {
 		return err
 	}
 	for left > 0 {
@@ -138,8 +136,7 @@ func (d *Device) Share(sh *backend.Shared, m backend.Mem) (err error) {
 }
 
 // SegmentFile implements backend.Sharer.
-func (d *Device) SegmentFile(x backend.Segment) (int, error) {
-	s := &d.segments
+func (s *segments) SegmentFile(x backend.Segment) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	have := s.mapped[uintptr(x.Base)]
@@ -150,22 +147,21 @@ func (d *Device) SegmentFile(x backend.Segment) (int, error) {
 }
 
 // HasSegment implements backend.Sharer.
-func (d *Device) HasSegment(x backend.Segment) bool {
-	d.segments.mu.Lock()
-	defer d.segments.mu.Unlock()
-	have := d.segments.mapped[uintptr(x.Base)]
+func (s *segments) HasSegment(x backend.Segment) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	have := s.mapped[uintptr(x.Base)]
 	return have != nil && have.id == x.ID
 }
 
 // TidySegments implements backend.Sharer.
-func (d *Device) TidySegments() error { return d.fails() }
+func (s *segments) TidySegments() error { return s.st.fails() }
 
 // ImportSegment implements backend.Sharer.
-func (d *Device) ImportSegment(fd, size int) (backend.Mem, error) {
-	if err := d.fails(); err != nil {
+func (s *segments) ImportSegment(fd, size int) (backend.Mem, error) {
+	if err := s.st.fails(); err != nil {
 		return backend.Mem{}, err
 	}
-	s := &d.segments
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var st unix.Stat_t
@@ -187,7 +183,7 @@ func (d *Device) ImportSegment(fd, size int) (backend.Mem, error) {
 		s.imported = map[uintptr]int{}
 	}
 	s.imported[uintptr(p)] = size
-	return backend.At(p, size, d.dev, nil), nil
+	return backend.At(p, size, s.st.dev, nil), nil
 }
 
 // unmap ends an import of ImportSegment. It tells whether m is one.
@@ -203,8 +199,8 @@ func (s *segments) unmap(m backend.Mem) bool {
 }
 
 // SegmentImports are the lengths of what ImportSegment has mapped.
-func (d *Device) SegmentImports() []int {
-	d.segments.mu.Lock()
-	defer d.segments.mu.Unlock()
-	return slices.Sorted(maps.Values(d.segments.imported))
+func (s *segments) SegmentImports() []int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Sorted(maps.Values(s.imported))
 }
