@@ -13,37 +13,18 @@ import (
 // through the driver interface and is tested without a GPU.
 type gpu struct {
 	gpuContext
-	devices deviceDriver
-	waiter  waiter
-	flags   flagPool
+	waiter waiter
+	flags  flagPool
 
 	deviceMemory
 	hostMemory
 	streamPool
 	events
 	copies
-	words
 	signals
 	exporter
-	segments
 	importer
 }
-
-var _ interface {
-	Backend
-	Tunable
-	AsyncCopier
-	StreamIdler
-	HealthChecker
-	HostPinner
-	PinTeller
-	GraphFlagger
-	Signaller
-	StreamBlocker
-	Sharer
-	DMABufExporter
-	Describer
-} = (*gpu)(nil)
 
 // newGPU opens device id on driver d.
 func newGPU(d driver, id int) (Backend, error) {
@@ -76,7 +57,7 @@ func newGPU(d driver, id int) (Backend, error) {
 
 // assemble makes the parts. The device is not open yet.
 func assemble(d driver, id int) *gpu {
-	g := &gpu{gpuContext: gpuContext{d: d, id: id}, devices: d}
+	g := &gpu{gpuContext: gpuContext{d: d, id: id}}
 	c, s, w := &g.gpuContext, &g.streamPool, &g.waiter
 	g.waiter = waiter{c: c, oversubscribed: runtime.GOMAXPROCS(0) <= 3}
 	g.flags = flagPool{c: c, d: d, streams: s}
@@ -85,10 +66,8 @@ func assemble(d driver, id int) *gpu {
 	g.streamPool = streamPool{c: c, d: d, made: map[uintptr]struct{}{}}
 	g.events = events{c: c, d: d, streams: s, flags: &g.flags, waiter: w, made: map[uintptr]struct{}{}}
 	g.copies = copies{c: c, streams: s, waiter: w}
-	g.words = words{c: c, d: d}
 	g.signals = signals{c: c, d: d}
 	g.exporter = exporter{c: c, d: d}
-	g.segments = segments{c: c, d: d, whole: &g.exporter}
 	g.importer = importer{c: c, d: d, whole: map[importKey]*imported{}, pieces: map[uintptr]*importedSegment{}}
 	g.Configure(DefaultOptions())
 	return g
@@ -221,7 +200,7 @@ func (g *gpu) Close() error {
 		g.events.close(note)
 		g.streamPool.close(note)
 		g.importer.close(note)
-		g.segments.close(note)
+		g.exporter.close(note)
 		g.deviceMemory.close(note)
 		g.hostMemory.close(note)
 		if late := g.flags.settle(0); late > 0 { // freeing may have waited for the streams
@@ -232,7 +211,7 @@ func (g *gpu) Close() error {
 		return nil
 	})
 	note("Close", err)
-	note("Close: release the primary context", g.devices.release(g.dev))
+	note("Close: release the primary context", g.gpuContext.d.release(g.dev))
 	return errors.Join(errs...)
 }
 

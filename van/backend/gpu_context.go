@@ -16,7 +16,7 @@ import (
 // of the driver is between enter and leave, which lock the thread, make the device's
 // context current and restore the former one.
 type gpuContext struct {
-	d        contextDriver
+	d        deviceDriver
 	id       int
 	dev      int
 	ctx      uintptr

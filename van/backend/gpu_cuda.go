@@ -25,22 +25,16 @@ func GPUs() ([]Info, error) { return describeAll(cuda{}) }
 // gorgonia.org/cu has here, the others in gpu_cuda_extra.go.
 type cuda struct {
 	cudaDevices
-	cudaContexts
 	cudaMemory
 	cudaStreams
-	cudaEvents
-	cudaKernels
 	cudaSharing
 }
 
 type (
-	cudaDevices  struct{}
-	cudaContexts struct{}
-	cudaMemory   struct{}
-	cudaStreams  struct{}
-	cudaEvents   struct{}
-	cudaKernels  struct{}
-	cudaSharing  struct{}
+	cudaDevices struct{}
+	cudaMemory  struct{}
+	cudaStreams struct{}
+	cudaSharing struct{}
 )
 
 // fail makes a *driverError of cu's error. Its type is not exported; it is an integer,
@@ -141,22 +135,22 @@ func (cudaStreams) streamDestroy(s uintptr) error {
 	return fail("cuStreamDestroy", st.Destroy())
 }
 
-func (cudaContexts) synchronize() error { return fail("cuCtxSynchronize", cu.Synchronize()) }
+func (cudaDevices) synchronize() error { return fail("cuCtxSynchronize", cu.Synchronize()) }
 
 func (cudaStreams) streamWaitEvent(s, e uintptr) error {
 	return fail("cuStreamWaitEvent", stream(s).Wait(event(e), 0))
 }
 
-func (cudaEvents) eventCreate() (uintptr, error) {
+func (cudaStreams) eventCreate() (uintptr, error) {
 	e, err := cu.MakeEvent(cu.DisableTiming)
 	return *(*uintptr)(unsafe.Pointer(&e)), fail("cuEventCreate", err)
 }
 
-func (cudaEvents) eventDestroy(e uintptr) error {
+func (cudaStreams) eventDestroy(e uintptr) error {
 	ev := event(e)
 	return fail("cuEventDestroy", cu.DestroyEvent(&ev))
 }
 
-func (cudaEvents) eventRecord(e, s uintptr) error {
+func (cudaStreams) eventRecord(e, s uintptr) error {
 	return fail("cuEventRecord", event(e).Record(stream(s)))
 }

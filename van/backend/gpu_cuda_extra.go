@@ -202,13 +202,13 @@ func (cudaDevices) pciBusID(dev int) (string, error) {
 	return C.GoString(&id[0]), result("cuDeviceGetPCIBusId", int(r))
 }
 
-func (cudaContexts) enter(ctx uintptr) (driverState, error) {
+func (cudaDevices) enter(ctx uintptr) (driverState, error) {
 	var mode, pushed C.int32_t
 	r := C.stepaf_enter(C.uintptr_t(ctx), &mode, &pushed)
 	return driverState{pushed: pushed != 0, mode: int32(mode)}, result("cuCtxPushCurrent", int(r))
 }
 
-func (cudaContexts) leave(s driverState) error {
+func (cudaDevices) leave(s driverState) error {
 	var pushed C.int32_t
 	if s.pushed {
 		pushed = 1
@@ -262,7 +262,7 @@ func (cudaStreams) streamQuery(s uintptr) error {
 	return result("cuStreamQuery", int(C.stepaf_stream_query(C.uintptr_t(s))))
 }
 
-func (cudaEvents) eventQuery(e uintptr) error {
+func (cudaStreams) eventQuery(e uintptr) error {
 	return result("cuEventQuery", int(C.stepaf_event_query(C.uintptr_t(e))))
 }
 
@@ -314,7 +314,7 @@ func (cudaSharing) dmabuf(addr uintptr, n int) (int, error) {
 	return int(fd), result("cuMemGetHandleForAddressRange", int(r))
 }
 
-func (cudaKernels) moduleLoad(ptx string) (uintptr, error) {
+func (cudaStreams) moduleLoad(ptx string) (uintptr, error) {
 	text := C.CString(ptx)
 	defer C.free(unsafe.Pointer(text))
 	var m C.CUmodule
@@ -322,11 +322,11 @@ func (cudaKernels) moduleLoad(ptx string) (uintptr, error) {
 	return uintptr(unsafe.Pointer(m)), result("cuModuleLoadData", int(r))
 }
 
-func (cudaKernels) moduleUnload(m uintptr) error {
+func (cudaStreams) moduleUnload(m uintptr) error {
 	return result("cuModuleUnload", int(C.cuModuleUnload(C.CUmodule(pointer(m)))))
 }
 
-func (cudaKernels) moduleFunction(m uintptr, name string) (uintptr, error) {
+func (cudaStreams) moduleFunction(m uintptr, name string) (uintptr, error) {
 	text := C.CString(name)
 	defer C.free(unsafe.Pointer(text))
 	var f C.CUfunction
@@ -334,7 +334,7 @@ func (cudaKernels) moduleFunction(m uintptr, name string) (uintptr, error) {
 	return uintptr(unsafe.Pointer(f)), result("cuModuleGetFunction", int(r))
 }
 
-func (cudaKernels) launch(f, s, a, b uintptr) error {
+func (cudaStreams) launch(f, s, a, b uintptr) error {
 	r := C.stepaf_launch(C.CUfunction(pointer(f)), C.uintptr_t(s), C.CUdeviceptr(a), C.CUdeviceptr(b))
 	return result("cuLaunchKernel", int(r))
 }

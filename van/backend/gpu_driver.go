@@ -16,15 +16,12 @@ import (
 // Methods that need a context run between enter and leave, on one thread.
 type driver interface {
 	deviceDriver
-	contextDriver
 	memoryDriver
 	streamDriver
-	eventDriver
-	kernelDriver
 	shareDriver
 }
 
-// deviceDriver tells of devices, and opens them.
+// deviceDriver tells of devices, and opens and enters them.
 type deviceDriver interface {
 	start() error // cuInit, once
 	version() (int, error)
@@ -42,9 +39,7 @@ type deviceDriver interface {
 	// mayBlock is set when streams of dev's primary context may wait for the CPU. All
 	// backends of dev in this process share it.
 	mayBlock(dev int) *atomic.Bool
-}
 
-type contextDriver interface {
 	// enter makes ctx current on the calling thread, and allows calls that a graph
 	// capture on another thread would forbid; leave restores the former state.
 	enter(ctx uintptr) (driverState, error)
@@ -64,7 +59,7 @@ type memoryDriver interface {
 	hostDeviceAddr(p unsafe.Pointer) (uintptr, error)
 }
 
-// streamDriver makes streams, and queues copies, writes and waits there.
+// streamDriver makes streams and events, and queues copies, writes, waits and kernels there.
 type streamDriver interface {
 	streamCreate() (uintptr, error)
 	streamDestroy(s uintptr) error
@@ -78,16 +73,12 @@ type streamDriver interface {
 	copyAsync(dst, src uintptr, n int, s uintptr) error
 	copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error
 	copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error
-}
 
-type eventDriver interface {
 	eventCreate() (uintptr, error)
 	eventDestroy(e uintptr) error
 	eventRecord(e, s uintptr) error
 	eventQuery(e uintptr) error // codeNotReady while busy
-}
 
-type kernelDriver interface {
 	moduleLoad(ptx string) (uintptr, error)
 	moduleUnload(m uintptr) error
 	moduleFunction(m uintptr, name string) (uintptr, error)

@@ -13,7 +13,7 @@ import (
 // events makes events of both kinds.
 type events struct {
 	c       *gpuContext
-	d       eventDriver
+	d       streamDriver
 	streams *streamPool
 	flags   *flagPool
 	waiter  *waiter

@@ -5,12 +5,22 @@ package backend
 import (
 	"fmt"
 	"os"
+	"sync"
+	"sync/atomic"
 )
 
-// exporter names memory for others.
+// exporter names memory for others, and knows the pieces of it that have been shared.
+//
+// Their handles are held: the driver gives a held handle to no other allocation, so memory
+// that was unmapped and mapped anew at the same address is told from what was there before.
 type exporter struct {
 	c *gpuContext
 	d shareDriver
+
+	known atomic.Pointer[map[uintptr]*segment] // by address; never changed, but replaced
+	mu    sync.Mutex                           // held to replace it
+	last  uint64                               // id
+	stale []uint64                             // handles that are released at the end: a stream may wait
 }
 
 // whatIsShared says how memory must be made that other processes can map.

@@ -6,24 +6,7 @@ package backend
 import (
 	"fmt"
 	"maps"
-	"sync"
-	"sync/atomic"
 )
-
-// segments are the pieces of this process's memory that have been shared.
-//
-// Their handles are held: the driver gives a held handle to no other allocation, so memory
-// that was unmapped and mapped anew at the same address is told from what was there before.
-type segments struct {
-	c     *gpuContext
-	d     shareDriver
-	whole *exporter // names memory that is not mapped piece by piece
-
-	known atomic.Pointer[map[uintptr]*segment] // by address; never changed, but replaced
-	mu    sync.Mutex                           // held to replace it
-	last  uint64                               // id
-	stale []uint64                             // handles that are released at the end: a stream may wait
-}
 
 // segment is one piece.
 type segment struct {
@@ -35,71 +18,71 @@ type segment struct {
 // maxSegments bounds the handles that are held.
 const maxSegments = 16384
 
-func (s *segments) at(base uintptr) *segment {
-	if m := s.known.Load(); m != nil {
+func (x *exporter) at(base uintptr) *segment {
+	if m := x.known.Load(); m != nil {
 		return (*m)[base]
 	}
 	return nil
 }
 
-// put replaces what is known of base; nil forgets it. s.mu is held.
-func (s *segments) put(base uintptr, seg *segment) {
+// put replaces what is known of base; nil forgets it. x.mu is held.
+func (x *exporter) put(base uintptr, seg *segment) {
 	m := map[uintptr]*segment{}
-	if old := s.known.Load(); old != nil {
+	if old := x.known.Load(); old != nil {
 		m = maps.Clone(*old)
 	}
 	delete(m, base)
 	if seg != nil {
 		m[base] = seg
 	}
-	s.known.Store(&m)
+	x.known.Store(&m)
 }
 
 // Share implements Sharer.
-func (s *segments) Share(to *Shared, m Mem) error {
+func (x *exporter) Share(to *Shared, m Mem) error {
 	to.Export, to.Segments = Export{}, to.Segments[:0]
-	if err := s.whole.mayExport(m); err != nil {
+	if err := x.mayExport(m); err != nil {
 		return err
 	}
 	addr := uintptr(m.ptr)
 	var unshared error // set once the driver knows the memory: a later failure is about sharing
-	err := s.c.enter(func() error {
-		base, n, err := s.d.addressRange(addr)
+	err := x.c.enter(func() error {
+		base, n, err := x.d.addressRange(addr)
 		if err != nil {
 			return err
 		}
-		known, fits := s.at(base) != nil, addr >= base && m.n <= n-int(addr-base)
+		known, fits := x.at(base) != nil, addr >= base && m.n <= n-int(addr-base)
 		if known || !fits {
 			unshared = ErrNotExportable
-			if err := s.list(to, addr, m.n); err == nil || !fits {
+			if err := x.list(to, addr, m.n); err == nil || !fits {
 				return err
 			}
 			to.Segments = to.Segments[:0] // it was unmapped, and has become memory of another kind
 		}
 		unshared = nil
-		if err = s.whole.name(&to.Export, m, &unshared); err != nil && unshared != nil && !known {
+		if err = x.name(&to.Export, m, &unshared); err != nil && unshared != nil && !known {
 			to.Export = Export{}
-			if s.list(to, addr, m.n) == nil {
+			if x.list(to, addr, m.n) == nil {
 				return nil
 			}
 			to.Segments = to.Segments[:0]
 		}
 		return err
 	})
-	return s.whole.failed("Export", m, err, unshared)
+	return x.failed("Export", m, err, unshared)
 }
 
 // list lists the pieces in which n bytes at addr lie. The context is current.
-func (s *segments) list(to *Shared, addr uintptr, n int) error {
+func (x *exporter) list(to *Shared, addr uintptr, n int) error {
 	for n > 0 {
-		base, size, err := s.d.addressRange(addr)
+		base, size, err := x.d.addressRange(addr)
 		if err != nil {
 			return err
 		}
 		if addr < base || addr-base >= uintptr(size) {
-			return s.c.invalid("%#x is not in its allocation of %d bytes at %#x: %w", addr, size, base, ErrNotExportable)
+			return x.c.invalid("%#x is not in its allocation of %d bytes at %#x: %w", addr, size, base, ErrNotExportable)
 		}
-		seg, err := s.current(base, size)
+		seg, err := x.current(base, size)
 		if err != nil {
 			return err
 		}
@@ -113,71 +96,71 @@ func (s *segments) list(to *Shared, addr uintptr, n int) error {
 }
 
 // current returns what is mapped at base now.
-func (s *segments) current(base uintptr, size int) (*segment, error) {
-	h, err := s.d.handleAt(base)
+func (x *exporter) current(base uintptr, size int) (*segment, error) {
+	h, err := x.d.handleAt(base)
 	if err != nil {
 		return nil, err
 	}
-	if seg := s.at(base); seg != nil && seg.handle == h && seg.size == size {
-		return seg, s.d.handleRelease(h)
+	if seg := x.at(base); seg != nil && seg.handle == h && seg.size == size {
+		return seg, x.d.handleRelease(h)
 	}
-	seg, err := s.add(base, size, h)
+	seg, err := x.add(base, size, h)
 	if err != nil {
-		_ = s.d.handleRelease(h) // the first error tells more
+		_ = x.d.handleRelease(h) // the first error tells more
 	}
 	return seg, err
 }
 
 // add takes note of a piece that is new, or has taken the place of another one.
-func (s *segments) add(base uintptr, size int, h uint64) (*segment, error) {
-	ok, err := s.d.handleShareable(h)
+func (x *exporter) add(base uintptr, size int, h uint64) (*segment, error) {
+	ok, err := x.d.handleShareable(h)
 	if err != nil {
 		return nil, err
 	}
 	if !ok {
-		return nil, s.c.invalid("%d bytes at %#x are mapped from an allocation without a file descriptor: %w: %s", size, base, ErrNotExportable, whatIsShared)
+		return nil, x.c.invalid("%d bytes at %#x are mapped from an allocation without a file descriptor: %w: %s", size, base, ErrNotExportable, whatIsShared)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if seg := s.at(base); seg != nil {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if seg := x.at(base); seg != nil {
 		if seg.handle == h && seg.size == size { // another goroutine was faster
-			return seg, s.d.handleRelease(h)
+			return seg, x.d.handleRelease(h)
 		}
-		s.put(base, nil)
-		s.letGo(seg)
+		x.put(base, nil)
+		x.letGo(seg)
 	}
-	if m := s.known.Load(); m != nil && len(*m) >= maxSegments {
-		s.dropUnmapped()
-		if len(*s.known.Load()) >= maxSegments {
-			return nil, s.c.invalid("%d mapped allocations are shared, which is the limit: %w", maxSegments, ErrNotExportable)
+	if m := x.known.Load(); m != nil && len(*m) >= maxSegments {
+		x.dropUnmapped()
+		if len(*x.known.Load()) >= maxSegments {
+			return nil, x.c.invalid("%d mapped allocations are shared, which is the limit: %w", maxSegments, ErrNotExportable)
 		}
 	}
-	s.last++
-	seg := &segment{id: s.last, size: size, handle: h}
-	s.put(base, seg)
+	x.last++
+	seg := &segment{id: x.last, size: size, handle: h}
+	x.put(base, seg)
 	return seg, nil
 }
 
 // letGo gives back the handle of a piece that is not known any more. Where a stream may wait
-// for a message it is kept to the end: releasing the last one frees memory. s.mu is
+// for a message it is kept to the end: releasing the last one frees memory. x.mu is
 // held.
-func (s *segments) letGo(seg *segment) {
-	if s.c.MayBlock() || s.d.handleRelease(seg.handle) != nil {
-		s.stale = append(s.stale, seg.handle)
+func (x *exporter) letGo(seg *segment) {
+	if x.c.MayBlock() || x.d.handleRelease(seg.handle) != nil {
+		x.stale = append(x.stale, seg.handle)
 	}
 }
 
-// dropUnmapped forgets what is not mapped any more. s.mu is held.
-func (s *segments) dropUnmapped() {
-	old := s.known.Load()
+// dropUnmapped forgets what is not mapped any more. x.mu is held.
+func (x *exporter) dropUnmapped() {
+	old := x.known.Load()
 	if old == nil {
 		return
 	}
 	mapped, gone := map[uintptr]*segment{}, []*segment(nil)
 	for base, seg := range *old {
-		h, err := s.d.handleAt(base)
+		h, err := x.d.handleAt(base)
 		if err == nil {
-			_ = s.d.handleRelease(h) // it was retained a moment ago
+			_ = x.d.handleRelease(h) // it was retained a moment ago
 		}
 		if err == nil && h == seg.handle {
 			mapped[base] = seg
@@ -188,61 +171,61 @@ func (s *segments) dropUnmapped() {
 	if len(gone) == 0 {
 		return
 	}
-	s.known.Store(&mapped)
+	x.known.Store(&mapped)
 	for _, seg := range gone {
-		s.letGo(seg)
+		x.letGo(seg)
 	}
 }
 
 // TidySegments implements Sharer.
-func (s *segments) TidySegments() error {
-	if s.known.Load() == nil {
+func (x *exporter) TidySegments() error {
+	if x.known.Load() == nil {
 		return nil
 	}
-	return s.c.with("TidySegments", func() error {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.dropUnmapped()
+	return x.c.with("TidySegments", func() error {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		x.dropUnmapped()
 		return nil
 	})
 }
 
 // HasSegment implements Sharer.
-func (s *segments) HasSegment(k Segment) bool {
-	seg := s.at(uintptr(k.Base))
+func (x *exporter) HasSegment(k Segment) bool {
+	seg := x.at(uintptr(k.Base))
 	return seg != nil && seg.id == k.ID
 }
 
 // SegmentFile implements Sharer.
-func (s *segments) SegmentFile(k Segment) (fd int, err error) {
+func (x *exporter) SegmentFile(k Segment) (fd int, err error) {
 	fd = -1
 	op := fmt.Sprintf("SegmentFile of %d bytes at %#x", k.Size, k.Base)
-	err = s.c.enter(func() error {
-		s.mu.Lock() // the handle is not released meanwhile
-		defer s.mu.Unlock()
-		seg := s.at(uintptr(k.Base))
+	err = x.c.enter(func() error {
+		x.mu.Lock() // the handle is not released meanwhile
+		defer x.mu.Unlock()
+		seg := x.at(uintptr(k.Base))
 		if seg == nil || seg.id != k.ID {
-			return s.c.invalid("%s: %w: it was unmapped", op, ErrNotExportable)
+			return x.c.invalid("%s: %w: it was unmapped", op, ErrNotExportable)
 		}
 		var err error
-		fd, err = s.d.handleExport(seg.handle)
+		fd, err = x.d.handleExport(seg.handle)
 		return err
 	})
 	if err != nil {
-		return -1, s.c.failedAs(op, whatIsShared, err, ErrNotExportable)
+		return -1, x.c.failedAs(op, whatIsShared, err, ErrNotExportable)
 	}
 	return fd, nil
 }
 
 // close lets go of all. The context is current.
-func (s *segments) close(note func(op string, err error)) {
-	if m := s.known.Swap(nil); m != nil {
+func (x *exporter) close(note func(op string, err error)) {
+	if m := x.known.Swap(nil); m != nil {
 		for _, seg := range *m {
-			note("Close: release an allocation", s.d.handleRelease(seg.handle))
+			note("Close: release an allocation", x.d.handleRelease(seg.handle))
 		}
 	}
-	for _, h := range s.stale {
-		note("Close: release an allocation", s.d.handleRelease(h))
+	for _, h := range x.stale {
+		note("Close: release an allocation", x.d.handleRelease(h))
 	}
-	s.stale = nil
+	x.stale = nil
 }

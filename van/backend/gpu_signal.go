@@ -16,7 +16,7 @@ var signalText string
 // signals puts the kernels into streams.
 type signals struct {
 	c *gpuContext
-	d kernelDriver
+	d streamDriver
 
 	mu     sync.Mutex
 	loaded signalKernels

@@ -1,6 +1,6 @@
 package backend
 
-// Streams of a GPU.
+// Streams of a GPU, and the words of callers that they write and await.
 
 import (
 	"slices"
@@ -119,6 +119,77 @@ func (p *streamPool) Capturing(stream uintptr) (yes bool, err error) {
 		return err
 	})
 	return yes, err
+}
+
+// WriteFlag makes stream write v into word.
+func (p *streamPool) WriteFlag(stream uintptr, word Mem, v uint32) error {
+	return p.c.with("WriteFlag", func() error {
+		addr, err := p.wordAddr("WriteFlag", word, 4)
+		if err != nil {
+			return err
+		}
+		return p.d.writeValue32(stream, addr, v)
+	})
+}
+
+// WaitFlag makes stream wait until word has reached v.
+func (p *streamPool) WaitFlag(stream uintptr, word Mem, v uint32) error {
+	p.c.blocking.Store(true)
+	return p.c.with("WaitFlag", func() error {
+		addr, err := p.wordAddr("WaitFlag", word, 4)
+		if err != nil {
+			return err
+		}
+		return p.d.waitValue32(stream, addr, v)
+	})
+}
+
+// WaitBits makes stream wait until one of bits is set in word.
+func (p *streamPool) WaitBits(stream uintptr, word Mem, bits uint64) error {
+	p.c.blocking.Store(true)
+	return p.c.with("WaitBits", func() error {
+		addr, err := p.wordAddr("WaitBits", word, 8)
+		if err != nil {
+			return err
+		}
+		return p.d.waitBits64(stream, addr, bits)
+	})
+}
+
+// WaitCount makes stream wait until the number in word is n or more.
+func (p *streamPool) WaitCount(stream uintptr, word Mem, n uint64) error {
+	p.c.blocking.Store(true)
+	return p.c.with("WaitCount", func() error {
+		addr, err := p.wordAddr("WaitCount", word, 8)
+		if err != nil {
+			return err
+		}
+		return p.d.waitValue64(stream, addr, n)
+	})
+}
+
+// addr is the device's address of word, which has n bytes.
+func (p *streamPool) wordAddr(op string, word Mem, n int) (uintptr, error) {
+	if word.n < n || uintptr(word.ptr)%uintptr(n) != 0 {
+		return 0, p.c.invalid("%s: %d bytes at %#x: want %d bytes, aligned to %d", op, word.n, uintptr(word.ptr), n, n)
+	}
+	if !p.c.info.StreamFlags {
+		return 0, p.c.invalid("%s: %w: streams cannot write words (cuStreamWriteValue32_v2)", op, ErrUnsupported)
+	}
+	switch o := word.owner.(type) {
+	case *hostMem:
+		if o.c == p.c && word.OnHost() {
+			return o.deviceAddr(word), nil
+		}
+	case *imported:
+		if o.c == p.c {
+			return uintptr(word.ptr), nil
+		}
+	}
+	if word.dev == p.c.Device() {
+		return uintptr(word.ptr), nil
+	}
+	return 0, p.c.invalid("%s: a word on %s that was neither pinned nor registered with this backend: %w", op, word.dev, ErrWrongDevice)
 }
 
 // Health implements HealthChecker. Once a context has failed, every call returns its error.

@@ -12,6 +12,23 @@ import (
 
 // open opens device 0 of a fake with two, and checks at the end of the test that
 // Close has given everything back.
+// gpu is made of parts: none of its abilities got lost between them.
+var _ interface {
+	Backend
+	Tunable
+	AsyncCopier
+	StreamIdler
+	HealthChecker
+	HostPinner
+	PinTeller
+	GraphFlagger
+	Signaller
+	StreamBlocker
+	Sharer
+	DMABufExporter
+	Describer
+} = (*gpu)(nil)
+
 func open(t *testing.T, f *fakeDriver) *gpu {
 	t.Helper()
 	b, err := newGPU(f, 0)

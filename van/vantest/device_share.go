@@ -1,14 +1,19 @@
 package vantest
 
-// Memory of a Device that other devices import.
+// Memory of a Device that other devices import: whole, or mapped from several allocations.
 
 import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
+	"testing"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -100,4 +105,194 @@ func (x *sharing) closeImport() error {
 		return errors.New("closed what was not imported")
 	}
 	return nil
+}
+
+// segments are the allocations that Map and Remap have made: files, mapped one after the
+// other. What is imported is mapped once more, as another process would.
+type segments struct {
+	st    *state
+	whole *sharing // of memory that is not mapped
+
+	mu       sync.Mutex
+	last     uint64
+	mapped   map[uintptr]*segment // what lies at an address now
+	imported map[uintptr]int
+	refusing error
+}
+
+type segment struct {
+	id   uint64
+	fd   int
+	size int
+}
+
+// Map returns memory of the device that is mapped from allocations of these lengths, which
+// must be whole pages. FreeMapped gives it back.
+func (s *segments) Map(t testing.TB, sizes ...int) backend.Mem {
+	t.Helper()
+	total := 0
+	for _, n := range sizes {
+		total += n
+	}
+	base, err := unix.MmapPtr(-1, 0, nil, uintptr(total), unix.PROT_NONE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := uintptr(base)
+	for _, n := range sizes {
+		s.Remap(t, at, n)
+		at += uintptr(n)
+	}
+	return backend.At(base, total, s.st.dev, nil)
+}
+
+// Remap puts a new allocation of n bytes at addr, where there may be one of that length.
+func (s *segments) Remap(t testing.TB, addr uintptr, n int) {
+	t.Helper()
+	fd, err := unix.MemfdCreate("device", unix.MFD_CLOEXEC)
+	if err == nil {
+		err = unix.Ftruncate(fd, int64(n))
+	}
+	if err == nil {
+		_, err = unix.MmapPtr(fd, 0, toPointer(addr), uintptr(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.mapped == nil {
+		s.mapped = map[uintptr]*segment{}
+	}
+	if old := s.mapped[addr]; old != nil {
+		_ = unix.Close(old.fd)
+	}
+	s.last++
+	s.mapped[addr] = &segment{s.last, fd, n}
+}
+
+// FreeMapped gives back all memory of Map.
+func (s *segments) FreeMapped() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for base, x := range s.mapped {
+		_ = unix.Close(x.fd)
+		_ = unix.MunmapPtr(toPointer(base), uintptr(x.size))
+	}
+	s.mapped = nil
+}
+
+// RefuseSegments makes ImportSegment fail with err, until it is nil again.
+func (s *segments) RefuseSegments(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.refusing = err
+}
+
+func toPointer(addr uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&addr)) }
+
+// at returns the allocation in which addr lies. The mutex is held.
+func (s *segments) at(addr uintptr) (uintptr, *segment) {
+	for base, x := range s.mapped {
+		if addr >= base && addr < base+uintptr(x.size) {
+			return base, x
+		}
+	}
+	return 0, nil
+}
+
+// Share implements backend.Sharer.
+func (s *segments) Share(sh *backend.Shared, m backend.Mem) (err error) {
+	sh.Export, sh.Segments = backend.Export{}, sh.Segments[:0]
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	addr, left := uintptr(m.Addr()), m.Len()
+	if _, x := s.at(addr); x == nil {
+		sh.Export, err = s.whole.Export(m)
+		return err
+	}
+	if err := s.st.fails(); err != nil {
+		return err
+	}
+	for left > 0 {
+		base, x := s.at(addr)
+		if x == nil {
+			return fmt.Errorf("share of %d bytes: %w", m.Len(), backend.ErrNotExportable)
+		}
+		off := int(addr - base)
+		n := min(left, x.size-off)
+		sh.Segments = append(sh.Segments, backend.Segment{ID: x.id, Base: uint64(base), Size: x.size, Offset: off, Len: n})
+		addr, left = addr+uintptr(n), left-n
+	}
+	return nil
+}
+
+// SegmentFile implements backend.Sharer.
+func (s *segments) SegmentFile(x backend.Segment) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	have := s.mapped[uintptr(x.Base)]
+	if have == nil || have.id != x.ID {
+		return -1, fmt.Errorf("file of %d bytes: they were unmapped: %w", x.Size, backend.ErrNotExportable)
+	}
+	return unix.FcntlInt(uintptr(have.fd), unix.F_DUPFD_CLOEXEC, 0)
+}
+
+// HasSegment implements backend.Sharer.
+func (s *segments) HasSegment(x backend.Segment) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	have := s.mapped[uintptr(x.Base)]
+	return have != nil && have.id == x.ID
+}
+
+// TidySegments implements backend.Sharer.
+func (s *segments) TidySegments() error { return s.st.fails() }
+
+// ImportSegment implements backend.Sharer.
+func (s *segments) ImportSegment(fd, size int) (backend.Mem, error) {
+	if err := s.st.fails(); err != nil {
+		return backend.Mem{}, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var st unix.Stat_t
+	err := s.refusing
+	if err == nil {
+		err = unix.Fstat(fd, &st)
+	}
+	if err == nil && (size <= 0 || int64(size) > st.Size) {
+		err = fmt.Errorf("%d bytes of a file with %d: %w", size, st.Size, backend.ErrNotExportable)
+	}
+	var p unsafe.Pointer
+	if err == nil {
+		p, err = unix.MmapPtr(fd, 0, nil, uintptr(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	}
+	if err != nil {
+		return backend.Mem{}, fmt.Errorf("import: %w", err)
+	}
+	if s.imported == nil {
+		s.imported = map[uintptr]int{}
+	}
+	s.imported[uintptr(p)] = size
+	return backend.At(p, size, s.st.dev, nil), nil
+}
+
+// unmap ends an import of ImportSegment. It tells whether m is one.
+func (s *segments) unmap(m backend.Mem) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n, ok := s.imported[uintptr(m.Addr())]
+	if ok {
+		delete(s.imported, uintptr(m.Addr()))
+		_ = unix.MunmapPtr(m.Ptr(), uintptr(n))
+	}
+	return ok
+}
+
+// SegmentImports are the lengths of what ImportSegment has mapped.
+func (s *segments) SegmentImports() []int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Sorted(maps.Values(s.imported))
 }

@@ -130,34 +130,29 @@ func (q *streams) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
 	return nil
 }
 
-// WaitFlag implements backend.StreamFlagger. A wait ends with the device, too.
+// await makes stream s wait until done, or the end of the device.
+func (q *streams) await(s uintptr, done func() bool) error {
+	q.Queue(s, func() {
+		for !done() && q.st.fails() == nil {
+			runtime.Gosched()
+		}
+	})
+	return nil
+}
+
+// WaitFlag implements backend.StreamFlagger.
 func (q *streams) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
-	q.Queue(s, func() {
-		for int32(atomic.LoadUint32((*uint32)(word.Ptr()))-v) < 0 && q.st.fails() == nil {
-			runtime.Gosched()
-		}
-	})
-	return nil
+	return q.await(s, func() bool { return int32(atomic.LoadUint32((*uint32)(word.Ptr()))-v) >= 0 })
 }
 
-// WaitBits implements backend.GraphFlagger. A wait ends with the device, too.
+// WaitBits implements backend.GraphFlagger.
 func (q *streams) WaitBits(s uintptr, word backend.Mem, bits uint64) error {
-	q.Queue(s, func() {
-		for atomic.LoadUint64((*uint64)(word.Ptr()))&bits == 0 && q.st.fails() == nil {
-			runtime.Gosched()
-		}
-	})
-	return nil
+	return q.await(s, func() bool { return atomic.LoadUint64((*uint64)(word.Ptr()))&bits != 0 })
 }
 
-// WaitCount implements backend.GraphFlagger. A wait ends with the device, too.
+// WaitCount implements backend.GraphFlagger.
 func (q *streams) WaitCount(s uintptr, word backend.Mem, n uint64) error {
-	q.Queue(s, func() {
-		for int64(atomic.LoadUint64((*uint64)(word.Ptr()))-n) < 0 && q.st.fails() == nil {
-			runtime.Gosched()
-		}
-	})
-	return nil
+	return q.await(s, func() bool { return int64(atomic.LoadUint64((*uint64)(word.Ptr()))-n) >= 0 })
 }
 
 // NewStream implements backend.AsyncCopier.
