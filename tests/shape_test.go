@@ -13,10 +13,8 @@ import (
 	"testing"
 )
 
-// The files of a package call each other downwards only, and its types are small enough to be
-// read: so in all packages but those of tests, and
-
-// unshaped are those that are not so yet.
+// unshaped are the packages whose files call each other not only downwards, or have a type that is too
+// large to be read. In all others, but for those below tests, that is an error.
 var unshaped = []string{"af", "af/collective", "af/streams", "af/window", "fserver/core", "kv/session", "postoffice/membership"}
 
 // wide are types that may have more fields, and why.

@@ -168,7 +168,7 @@ func (p *streamPool) WaitCount(stream uintptr, word Mem, n uint64) error {
 	})
 }
 
-// addr is the device's address of word, which has n bytes.
+// wordAddr is the device's address of word, which has n bytes.
 func (p *streamPool) wordAddr(op string, word Mem, n int) (uintptr, error) {
 	if word.n < n || uintptr(word.ptr)%uintptr(n) != 0 {
 		return 0, p.c.invalid("%s: %d bytes at %#x: want %d bytes, aligned to %d", op, word.n, uintptr(word.ptr), n, n)

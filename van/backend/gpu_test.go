@@ -10,8 +10,6 @@ import (
 	"testing"
 )
 
-// open opens device 0 of a fake with two, and checks at the end of the test that
-// Close has given everything back.
 // gpu is made of parts: none of its abilities got lost between them.
 var _ interface {
 	Backend
@@ -29,6 +27,8 @@ var _ interface {
 	Describer
 } = (*gpu)(nil)
 
+// open opens device 0 of a fake with two, and checks at the end of the test that
+// Close has given everything back.
 func open(t *testing.T, f *fakeDriver) *gpu {
 	t.Helper()
 	b, err := newGPU(f, 0)
