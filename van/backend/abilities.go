@@ -267,12 +267,14 @@ func (e *DeviceError) Unwrap() error { return e.Kind }
 
 // CheckDevice returns an error that wraps ErrWrongDevice if m lies on a device other than
 // b's. Host memory is always accepted.
-func CheckDevice(b Backend, m Mem) error {
-	switch own := b.Device(); {
+func CheckDevice(b Backend, m Mem) error { return checkDevice(b.Device(), b.Name(), m) }
+
+func checkDevice(own Device, backend string, m Mem) error {
+	switch {
 	case m.OnHost() || m.dev == own:
 		return nil
 	case own.Type == CPU:
-		return fmt.Errorf("tensor on %s but this node's backend is %s (STEPMESH_BAKCEND): %w", m.dev, b.Name(), ErrWrongDevice)
+		return fmt.Errorf("tensor on %s but this node's backend is %s (STEPMESH_BAKCEND): %w", m.dev, backend, ErrWrongDevice)
 	default:
 		return fmt.Errorf("tensor on %s but this node owns %s (STEPMESH_GPU): %w", m.dev, own, ErrWrongDevice)
 	}

@@ -1,65 +1,30 @@
 package backend
 
-// The GPU backend: opening a device, its context, its memory, and the conversion of
-// driver errors. All of it goes through the driver interface and is tested without a GPU.
+// The GPU backend, put together: opening and closing it, and what is known of devices.
 
 import (
 	"errors"
 	"fmt"
 	"runtime"
-	"sync"
-	"sync/atomic"
+	"time"
 )
 
-// gpu is the backend of one CUDA device. It works in the device's primary context,
-// which it shares with PyTorch and with other backends of the device in the same process.
-// Backends of different devices share no lock.
-//
-// Goroutines change threads, and a thread of Python's has a context of its own: every use
-// of the driver is between enter and leave, which lock the thread, make the device's
-// context current and restore the former one.
+// gpu is the backend of one CUDA device, made of parts that own their data. All of it goes
+// through the driver interface and is tested without a GPU.
 type gpu struct {
-	d    driver
-	id   int
-	dev  int
-	ctx  uintptr
-	info Info
+	gpuContext
+	waiter waiter
+	flags  flagPool
 
-	oversubscribed bool // GOMAXPROCS is so small that a spinning wait must yield
-	driverEvents   atomic.Bool
-	blocking       *atomic.Bool // streams may wait for the CPU; shared by all backends of the device
-	spin           atomic.Int64 // nanoseconds
-
-	life   sync.RWMutex // held for reading by every use of the driver
-	closed bool
-
-	mu      sync.Mutex
-	mems    map[uintptr]*deviceMem
-	hosts   map[uintptr]*hostMem
-	imports map[importKey]*imported
-	mapped  map[uintptr]*importedSegment
-	streams map[uintptr]struct{} // of NewStream
-	events  map[uintptr]struct{} // of the driver
-	idle    []uintptr            // streams not in use
-	late    []uintptr            // likewise, but what was queued there may not be done yet
-	flags   flagPool
-	signals signalling
-
-	segments segments
+	deviceMemory
+	hostMemory
+	streamPool
+	events
+	copies
+	signals
+	exporter
+	importer
 }
-
-// deviceAlign is what cuMemAlloc promises.
-const deviceAlign = 256
-
-// deviceMem is the owner of memory that Alloc returned. It counts the holders.
-type deviceMem struct {
-	addr uintptr
-	n    int
-	held atomic.Int32
-}
-
-func (m *deviceMem) Retain()  { m.held.Add(1) }
-func (m *deviceMem) Release() { m.held.Add(-1) }
 
 // newGPU opens device id on driver d.
 func newGPU(d driver, id int) (Backend, error) {
@@ -73,23 +38,39 @@ func newGPU(d driver, id int) (Backend, error) {
 	if id < 0 || id >= n {
 		return nil, fmt.Errorf("backend GPU: %w: device %d (STEPMESH_GPU): this process sees %d (CUDA_VISIBLE_DEVICES), want 0 to %d", ErrUnavailable, id, n, n-1)
 	}
-	g := &gpu{d: d, id: id, oversubscribed: runtime.GOMAXPROCS(0) <= 3, mems: map[uintptr]*deviceMem{}, hosts: map[uintptr]*hostMem{},
-		imports: map[importKey]*imported{}, mapped: map[uintptr]*importedSegment{}, streams: map[uintptr]struct{}{}, events: map[uintptr]struct{}{}}
-	g.Configure(DefaultOptions())
+	g := assemble(d, id)
 	if g.dev, err = d.device(id); err != nil {
-		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.failed("open", err))
+		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.gpuContext.failed("open", err))
 	}
 	g.blocking = d.mayBlock(g.dev)
 	if g.info, err = describe(d, id, n); err != nil {
-		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.failed("describe", err))
+		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.gpuContext.failed("describe", err))
 	}
 	if g.ctx, err = d.retain(g.dev); err != nil {
-		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.failed("open the primary context", err))
+		return nil, fmt.Errorf("backend GPU: %w: %w", ErrUnavailable, g.gpuContext.failed("open the primary context", err))
 	}
-	if err := g.probeFlags(); err != nil {
+	if err := g.flags.probe(); err != nil {
 		return nil, errors.Join(fmt.Errorf("backend GPU: %w", err), g.Close())
 	}
 	return g, nil
+}
+
+// assemble makes the parts. The device is not open yet.
+func assemble(d driver, id int) *gpu {
+	g := &gpu{gpuContext: gpuContext{d: d, id: id}}
+	c, s, w := &g.gpuContext, &g.streamPool, &g.waiter
+	g.waiter = waiter{c: c, oversubscribed: runtime.GOMAXPROCS(0) <= 3}
+	g.flags = flagPool{c: c, d: d, streams: s}
+	g.deviceMemory = deviceMemory{c: c, d: d, mems: map[uintptr]*deviceMem{}}
+	g.hostMemory = hostMemory{c: c, d: d, hosts: map[uintptr]*hostMem{}}
+	g.streamPool = streamPool{c: c, d: d, made: map[uintptr]struct{}{}}
+	g.events = events{c: c, d: d, streams: s, flags: &g.flags, waiter: w, made: map[uintptr]struct{}{}}
+	g.copies = copies{c: c, streams: s, waiter: w}
+	g.signals = signals{c: c, d: d}
+	g.exporter = exporter{c: c, d: d}
+	g.importer = importer{c: c, d: d, whole: map[importKey]*imported{}, pieces: map[uintptr]*importedSegment{}}
+	g.Configure(DefaultOptions())
+	return g
 }
 
 // startDriver starts the driver. It adds the usual cause to an error.
@@ -173,26 +154,12 @@ func describeAll(d driver) ([]Info, error) {
 	return all, nil
 }
 
-func (g *gpu) Name() string   { return "GPU" }
-func (g *gpu) Device() Device { return Device{Type: GPU, ID: int32(g.id)} }
-
-// Configure sets the kind of new events, and how long waits spin.
-func (g *gpu) Configure(o Options) {
-	g.driverEvents.Store(o.DriverEvents)
-	g.spin.Store(int64(o.Spin))
-}
-
-var _ StreamBlocker = (*gpu)(nil)
-
-// MayBlock implements StreamBlocker. While a stream waits, cuMemFree and
-// cuIpcCloseMemHandle block, and cuMemcpyAsync, cuMemAlloc and cuStreamCreate block
-// behind those (observed with CUDA 13 on an H200).
-func (g *gpu) MayBlock() bool { return g.blocking.Load() }
+func (g *gpu) Name() string { return "GPU" }
 
 // Describe implements Describer.
 func (g *gpu) Describe() (info Info, free int64, err error) {
 	err = g.with("Describe", func() error {
-		free, _, err = g.d.memInfo()
+		free, _, err = g.deviceMemory.d.memInfo()
 		return err
 	})
 	info = g.info
@@ -200,112 +167,76 @@ func (g *gpu) Describe() (info Info, free int64, err error) {
 	return info, free, err
 }
 
-// with runs f, which calls the driver, on a thread where the device's context is current.
-// An error of f is returned with op.
-func (g *gpu) with(op string, f func() error) error {
-	err := g.enter(f)
-	if err != nil && err != ErrClosed {
-		return g.failed(op, err)
-	}
-	if err != nil {
-		return fmt.Errorf("%s: %s: %w", g.Device(), op, err)
-	}
-	return nil
-}
+// closeLimit is how long Close waits for streams.
+const closeLimit = time.Second
 
-func (g *gpu) enter(f func() error) error {
-	g.life.RLock()
-	defer g.life.RUnlock()
+// Close releases the device. It waits up to closeLimit for flags that streams have yet to
+// write; flags that are still to be written then are not freed, and the error says so.
+//
+// If streams may wait for the CPU and do not end within closeLimit, nothing is freed: the
+// driver would wait for them, perhaps for ever. The error wraps ErrInUse and says how much
+// stays allocated until the process ends.
+func (g *gpu) Close() error {
+	g.life.Lock()
+	defer g.life.Unlock()
 	if g.closed {
-		return ErrClosed
-	}
-	return g.inContext(f)
-}
-
-func (g *gpu) inContext(f func() error) (err error) {
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	was, err := g.d.enter(g.ctx)
-	if err != nil {
-		return err
-	}
-	err = f()
-	if e := g.d.leave(was); err == nil {
-		err = e
-	}
-	return err
-}
-
-// failed makes a DeviceError of a driver's error; other errors pass unchanged.
-func (g *gpu) failed(op string, err error) error {
-	return g.failedAs(op, "", err, nil)
-}
-
-// failedAs is failed with a detail, and with a kind for results that have none.
-func (g *gpu) failedAs(op, detail string, err, kind error) error {
-	de, ok := err.(*driverError)
-	if !ok {
-		return err
-	}
-	if k := de.kind(); k != nil {
-		kind = k
-	}
-	return &DeviceError{Device: g.Device(), Op: op, Call: de.call, Code: de.code, Name: de.name, Detail: detail, Kind: kind}
-}
-
-func (g *gpu) invalid(format string, args ...any) error {
-	return fmt.Errorf("%s: "+format, append([]any{g.Device()}, args...)...)
-}
-
-// Alloc returns device memory, aligned to 256 bytes.
-func (g *gpu) Alloc(n int) (Mem, error) {
-	if n < 0 {
-		return Mem{}, g.invalid("Alloc(%d): want a length of at least 0", n)
-	}
-	if n == 0 {
-		return Mem{dev: g.Device()}, nil
-	}
-	m := &deviceMem{n: n}
-	var free, total int64
-	err := g.enter(func() (err error) {
-		if m.addr, err = g.d.memAlloc(n); err != nil {
-			free, total, _ = g.d.memInfo() // both 0 when that fails too
-			return err
-		}
-		g.mu.Lock()
-		g.mems[m.addr] = m
-		g.mu.Unlock()
-		return nil
-	})
-	if err == ErrClosed {
-		return Mem{}, g.invalid("Alloc: %w", err)
-	}
-	if err != nil {
-		return Mem{}, g.failedAs(fmt.Sprintf("Alloc of %d bytes", n), fmt.Sprintf("%d of %d bytes are free", free, total), err, nil)
-	}
-	return At(pointer(m.addr), n, g.Device(), m), nil
-}
-
-// Free gives back what Alloc returned. Memory that a transport still holds is refused
-// with ErrInUse.
-func (g *gpu) Free(m Mem) error {
-	if m.n == 0 {
 		return nil
 	}
-	addr := uintptr(m.ptr)
-	return g.with("Free", func() error {
-		g.mu.Lock()
-		have := g.mems[addr]
-		switch {
-		case have == nil || have.n != m.n || m.dev != g.Device():
-			g.mu.Unlock()
-			return g.invalid("Free of %d bytes at %#x on %s: not what Alloc returned, or freed before", m.n, addr, m.dev)
-		case have.held.Load() > 0:
-			g.mu.Unlock()
-			return g.invalid("Free of %d bytes at %#x: %w: a message that is under way needs them", m.n, addr, ErrInUse)
+	g.closed = true
+	if g.MayBlock() {
+		if err := g.awaitStreams(closeLimit); err != nil {
+			return g.invalid("Close: %w: %w; nothing is freed, since the driver waits for streams first: %s", ErrInUse, err, g.holdings())
 		}
-		delete(g.mems, addr)
-		g.mu.Unlock()
-		return g.d.memFree(addr)
+	}
+	g.flags.settle(closeLimit)
+	var errs []error
+	note := func(op string, err error) {
+		if err != nil {
+			errs = append(errs, g.gpuContext.failed(op, err))
+		}
+	}
+	err := g.inContext(func() error {
+		g.signals.close(note)
+		g.events.close(note)
+		g.streamPool.close(note)
+		g.importer.close(note)
+		g.exporter.close(note)
+		g.deviceMemory.close(note)
+		g.hostMemory.close(note)
+		if late := g.flags.settle(0); late > 0 { // freeing may have waited for the streams
+			errs = append(errs, g.invalid("Close: %d events are recorded on streams that have not come so far; their flags are not freed", late))
+			return nil
+		}
+		g.flags.close(note)
+		return nil
 	})
+	note("Close", err)
+	note("Close: release the primary context", g.gpuContext.d.release(g.dev))
+	return errors.Join(errs...)
+}
+
+// awaitStreams waits until all streams of the device are idle, including those that other
+// code of this process has made. It returns an error at the limit.
+func (g *gpu) awaitStreams(limit time.Duration) error {
+	done := make(chan error, 1)
+	// The driver's wait has no limit, and other code's streams are not known here. After
+	// the limit this goroutine's thread stays in the driver until the streams end.
+	go func() { done <- g.inContext(g.gpuContext.d.synchronize) }()
+	late := time.NewTimer(limit)
+	defer late.Stop()
+	select {
+	case <-late.C:
+		return fmt.Errorf("streams of the device have not ended after %s, and may wait for the CPU", limit)
+	case err := <-done:
+		if err = g.gpuContext.failed("wait for streams", err); errors.Is(err, ErrDeviceLost) {
+			return nil // no stream runs on a failed device
+		}
+		return err
+	}
+}
+
+// holdings describes what Close leaves allocated.
+func (g *gpu) holdings() string {
+	device, host := g.deviceMemory.held(), g.hostMemory.held()+len(g.flags.pages)*flagPage
+	return fmt.Sprintf("%d bytes of the device, %d bytes of host memory and %d mappings of other processes' memory are left", device, host, g.importer.held())
 }

@@ -21,9 +21,21 @@ var missing = map[string]string{}
 // ErrUnavailable when there is no driver or no GPU.
 func GPUs() ([]Info, error) { return describeAll(cuda{}) }
 
-// cuda is the CUDA driver API: the functions that gorgonia.org/cu has here, the others in
-// gpu_cuda_extra.go.
-type cuda struct{}
+// cuda is the CUDA driver API, a type for each part of driver: the functions that
+// gorgonia.org/cu has here, the others in gpu_cuda_extra.go.
+type cuda struct {
+	cudaDevices
+	cudaMemory
+	cudaStreams
+	cudaSharing
+}
+
+type (
+	cudaDevices struct{}
+	cudaMemory  struct{}
+	cudaStreams struct{}
+	cudaSharing struct{}
+)
 
 // fail makes a *driverError of cu's error. Its type is not exported; it is an integer,
 // perhaps wrapped.
@@ -43,47 +55,47 @@ func fail(call string, err error) error {
 func stream(s uintptr) cu.Stream { return *(*cu.Stream)(unsafe.Pointer(&s)) }
 func event(e uintptr) cu.Event   { return *(*cu.Event)(unsafe.Pointer(&e)) }
 
-func (cuda) count() (int, error) {
+func (cudaDevices) count() (int, error) {
 	n, err := cu.NumDevices()
 	return n, fail("cuDeviceGetCount", err)
 }
 
-func (cuda) device(ordinal int) (int, error) {
+func (cudaDevices) device(ordinal int) (int, error) {
 	d, err := cu.GetDevice(ordinal)
 	return int(d), fail("cuDeviceGet", err)
 }
 
-func (cuda) name(dev int) (string, error) {
+func (cudaDevices) name(dev int) (string, error) {
 	s, err := cu.Device(dev).Name()
 	return s, fail("cuDeviceGetName", err)
 }
 
-func (cuda) uuid(dev int) (string, error) {
+func (cudaDevices) uuid(dev int) (string, error) {
 	u, err := cu.Device(dev).UUID()
 	return "GPU-" + u.String(), fail("cuDeviceGetUuid", err)
 }
 
-func (cuda) totalMem(dev int) (int64, error) {
+func (cudaDevices) totalMem(dev int) (int64, error) {
 	n, err := cu.Device(dev).TotalMem()
 	return n, fail("cuDeviceTotalMem", err)
 }
 
-func (cuda) attribute(dev int, a deviceAttribute) (int, error) {
+func (cudaDevices) attribute(dev int, a deviceAttribute) (int, error) {
 	v, err := cu.Device(dev).Attribute(cu.DeviceAttribute(a))
 	return v, fail("cuDeviceGetAttribute", err)
 }
 
-func (cuda) canAccessPeer(dev, peer int) (bool, error) {
+func (cudaDevices) canAccessPeer(dev, peer int) (bool, error) {
 	v, err := cu.Device(dev).CanAccessPeer(cu.Device(peer))
 	return v != 0, fail("cuDeviceCanAccessPeer", err)
 }
 
-func (cuda) retain(dev int) (uintptr, error) {
+func (cudaDevices) retain(dev int) (uintptr, error) {
 	ctx, err := cu.Device(dev).RetainPrimaryCtx()
 	return *(*uintptr)(unsafe.Pointer(&ctx)), fail("cuDevicePrimaryCtxRetain", err)
 }
 
-func (cuda) release(dev int) error {
+func (cudaDevices) release(dev int) error {
 	return fail("cuDevicePrimaryCtxRelease", cu.Device(dev).ReleasePrimaryCtx())
 }
 
@@ -92,51 +104,53 @@ func (cuda) release(dev int) error {
 // them, such as those of the Python module's wait_flag.
 var blocking sync.Map
 
-func (cuda) mayBlock(dev int) *atomic.Bool {
+func (cudaDevices) mayBlock(dev int) *atomic.Bool {
 	m, _ := blocking.LoadOrStore(dev, new(atomic.Bool))
 	return m.(*atomic.Bool)
 }
 
-func (cuda) memInfo() (free, total int64, err error) {
+func (cudaMemory) memInfo() (free, total int64, err error) {
 	free, total, err = cu.MemInfo()
 	return free, total, fail("cuMemGetInfo", err)
 }
 
-func (cuda) memAlloc(n int) (uintptr, error) {
+func (cudaMemory) memAlloc(n int) (uintptr, error) {
 	p, err := cu.MemAlloc(int64(n))
 	return uintptr(p), fail("cuMemAlloc", err)
 }
 
-func (cuda) memFree(addr uintptr) error { return fail("cuMemFree", cu.MemFree(cu.DevicePtr(addr))) }
+func (cudaMemory) memFree(addr uintptr) error {
+	return fail("cuMemFree", cu.MemFree(cu.DevicePtr(addr)))
+}
 
-func (cuda) hostFree(p unsafe.Pointer) error { return fail("cuMemFreeHost", cu.MemFreeHost(p)) }
+func (cudaMemory) hostFree(p unsafe.Pointer) error { return fail("cuMemFreeHost", cu.MemFreeHost(p)) }
 
-func (cuda) streamCreate() (uintptr, error) {
+func (cudaStreams) streamCreate() (uintptr, error) {
 	s, err := cu.MakeStream(cu.NonBlocking)
 	return *(*uintptr)(unsafe.Pointer(&s)), fail("cuStreamCreate", err)
 }
 
-func (cuda) streamDestroy(s uintptr) error {
+func (cudaStreams) streamDestroy(s uintptr) error {
 	st := stream(s)
 	return fail("cuStreamDestroy", st.Destroy())
 }
 
-func (cuda) synchronize() error { return fail("cuCtxSynchronize", cu.Synchronize()) }
+func (cudaDevices) synchronize() error { return fail("cuCtxSynchronize", cu.Synchronize()) }
 
-func (cuda) streamWaitEvent(s, e uintptr) error {
+func (cudaStreams) streamWaitEvent(s, e uintptr) error {
 	return fail("cuStreamWaitEvent", stream(s).Wait(event(e), 0))
 }
 
-func (cuda) eventCreate() (uintptr, error) {
+func (cudaStreams) eventCreate() (uintptr, error) {
 	e, err := cu.MakeEvent(cu.DisableTiming)
 	return *(*uintptr)(unsafe.Pointer(&e)), fail("cuEventCreate", err)
 }
 
-func (cuda) eventDestroy(e uintptr) error {
+func (cudaStreams) eventDestroy(e uintptr) error {
 	ev := event(e)
 	return fail("cuEventDestroy", cu.DestroyEvent(&ev))
 }
 
-func (cuda) eventRecord(e, s uintptr) error {
+func (cudaStreams) eventRecord(e, s uintptr) error {
 	return fail("cuEventRecord", event(e).Record(stream(s)))
 }

@@ -188,27 +188,27 @@ var started = sync.OnceValue(func() error {
 	return result("cuInit", int(code))
 })
 
-func (cuda) start() error { return started() }
+func (cudaDevices) start() error { return started() }
 
-func (cuda) version() (int, error) {
+func (cudaDevices) version() (int, error) {
 	var v C.int
 	r := C.cuDriverGetVersion(&v)
 	return int(v), result("cuDriverGetVersion", int(r))
 }
 
-func (cuda) pciBusID(dev int) (string, error) {
+func (cudaDevices) pciBusID(dev int) (string, error) {
 	var id [32]C.char
 	r := C.cuDeviceGetPCIBusId(&id[0], C.int(len(id)), C.CUdevice(dev))
 	return C.GoString(&id[0]), result("cuDeviceGetPCIBusId", int(r))
 }
 
-func (cuda) enter(ctx uintptr) (driverState, error) {
+func (cudaDevices) enter(ctx uintptr) (driverState, error) {
 	var mode, pushed C.int32_t
 	r := C.stepaf_enter(C.uintptr_t(ctx), &mode, &pushed)
 	return driverState{pushed: pushed != 0, mode: int32(mode)}, result("cuCtxPushCurrent", int(r))
 }
 
-func (cuda) leave(s driverState) error {
+func (cudaDevices) leave(s driverState) error {
 	var pushed C.int32_t
 	if s.pushed {
 		pushed = 1
@@ -216,105 +216,105 @@ func (cuda) leave(s driverState) error {
 	return result("cuCtxPopCurrent", int(C.stepaf_leave(C.int32_t(s.mode), pushed)))
 }
 
-func (cuda) hostAlloc(n int) (p unsafe.Pointer, err error) {
+func (cudaMemory) hostAlloc(n int) (p unsafe.Pointer, err error) {
 	r := C.cuMemHostAlloc(&p, C.size_t(n), C.CU_MEMHOSTALLOC_PORTABLE|C.CU_MEMHOSTALLOC_DEVICEMAP)
 	return p, result("cuMemHostAlloc", int(r))
 }
 
-func (cuda) hostRegister(p unsafe.Pointer, n int) error {
+func (cudaMemory) hostRegister(p unsafe.Pointer, n int) error {
 	r := C.cuMemHostRegister(p, C.size_t(n), C.CU_MEMHOSTREGISTER_PORTABLE|C.CU_MEMHOSTREGISTER_DEVICEMAP)
 	return result("cuMemHostRegister", int(r))
 }
 
-func (cuda) hostUnregister(p unsafe.Pointer) error {
+func (cudaMemory) hostUnregister(p unsafe.Pointer) error {
 	return result("cuMemHostUnregister", int(C.cuMemHostUnregister(p)))
 }
 
-func (cuda) hostDeviceAddr(p unsafe.Pointer) (uintptr, error) {
+func (cudaMemory) hostDeviceAddr(p unsafe.Pointer) (uintptr, error) {
 	var d C.CUdeviceptr
 	r := C.cuMemHostGetDevicePointer(&d, p, 0)
 	return uintptr(d), result("cuMemHostGetDevicePointer", int(r))
 }
 
-func (cuda) streamCapturing(s uintptr) (bool, error) {
+func (cudaStreams) streamCapturing(s uintptr) (bool, error) {
 	var yes C.int
 	r := C.stepaf_capturing(C.uintptr_t(s), &yes)
 	return yes != 0, result("cuStreamIsCapturing", int(r))
 }
 
-func (cuda) writeValue32(s, addr uintptr, v uint32) error {
+func (cudaStreams) writeValue32(s, addr uintptr, v uint32) error {
 	return result("cuStreamWriteValue32_v2", int(C.stepaf_write(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint32_t(v))))
 }
 
-func (cuda) waitValue32(s, addr uintptr, v uint32) error {
+func (cudaStreams) waitValue32(s, addr uintptr, v uint32) error {
 	return result("cuStreamWaitValue32_v2", int(C.stepaf_wait(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint32_t(v))))
 }
 
-func (cuda) waitBits64(s, addr uintptr, v uint64) error {
+func (cudaStreams) waitBits64(s, addr uintptr, v uint64) error {
 	return result("cuStreamWaitValue64_v2", int(C.stepaf_wait_bits(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint64_t(v))))
 }
 
-func (cuda) waitValue64(s, addr uintptr, v uint64) error {
+func (cudaStreams) waitValue64(s, addr uintptr, v uint64) error {
 	return result("cuStreamWaitValue64_v2", int(C.stepaf_wait_count(C.uintptr_t(s), C.CUdeviceptr(addr), C.uint64_t(v))))
 }
 
-func (cuda) streamQuery(s uintptr) error {
+func (cudaStreams) streamQuery(s uintptr) error {
 	return result("cuStreamQuery", int(C.stepaf_stream_query(C.uintptr_t(s))))
 }
 
-func (cuda) eventQuery(e uintptr) error {
+func (cudaStreams) eventQuery(e uintptr) error {
 	return result("cuEventQuery", int(C.stepaf_event_query(C.uintptr_t(e))))
 }
 
-func (cuda) copyAsync(dst, src uintptr, n int, s uintptr) error {
+func (cudaStreams) copyAsync(dst, src uintptr, n int, s uintptr) error {
 	return result("cuMemcpyAsync", int(C.stepaf_copy(C.uintptr_t(dst), C.uintptr_t(src), C.size_t(n), C.uintptr_t(s))))
 }
 
 // The caller keeps the host memory reachable until the copy is done. Go does not move heap
 // memory.
-func (cuda) copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error {
+func (cudaStreams) copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error {
 	return result("cuMemcpyHtoDAsync", int(C.stepaf_copy_htod(C.uintptr_t(dst), C.uintptr_t(uintptr(src)), C.size_t(n), C.uintptr_t(s))))
 }
 
-func (cuda) copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error {
+func (cudaStreams) copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error {
 	return result("cuMemcpyDtoHAsync", int(C.stepaf_copy_dtoh(C.uintptr_t(uintptr(dst)), C.uintptr_t(src), C.size_t(n), C.uintptr_t(s))))
 }
 
-func (cuda) addressRange(addr uintptr) (base uintptr, n int, err error) {
+func (cudaSharing) addressRange(addr uintptr) (base uintptr, n int, err error) {
 	var b C.uintptr_t
 	var size C.size_t
 	r := C.stepaf_range(C.CUdeviceptr(addr), &b, &size)
 	return uintptr(b), int(size), result("cuMemGetAddressRange", int(r))
 }
 
-func (cuda) bufferID(addr uintptr) (uint64, error) {
+func (cudaSharing) bufferID(addr uintptr) (uint64, error) {
 	var id C.uint64_t
 	r := C.stepaf_buffer_id(C.CUdeviceptr(addr), &id)
 	return uint64(id), result("cuPointerGetAttribute(BUFFER_ID)", int(r))
 }
 
-func (cuda) ipcExport(base uintptr) (h [64]byte, err error) {
+func (cudaSharing) ipcExport(base uintptr) (h [64]byte, err error) {
 	r := C.stepaf_ipc_export(C.CUdeviceptr(base), unsafe.Pointer(&h))
 	return h, result("cuIpcGetMemHandle", int(r))
 }
 
-func (cuda) ipcOpen(h [64]byte) (uintptr, error) {
+func (cudaSharing) ipcOpen(h [64]byte) (uintptr, error) {
 	var p C.CUdeviceptr
 	r := C.stepaf_ipc_open(unsafe.Pointer(&h), &p)
 	return uintptr(p), result("cuIpcOpenMemHandle", int(r))
 }
 
-func (cuda) ipcClose(addr uintptr) error {
+func (cudaSharing) ipcClose(addr uintptr) error {
 	return result("cuIpcCloseMemHandle", int(C.cuIpcCloseMemHandle(C.CUdeviceptr(addr))))
 }
 
-func (cuda) dmabuf(addr uintptr, n int) (int, error) {
+func (cudaSharing) dmabuf(addr uintptr, n int) (int, error) {
 	fd := C.int(-1)
 	r := C.stepaf_dmabuf(C.CUdeviceptr(addr), C.size_t(n), &fd)
 	return int(fd), result("cuMemGetHandleForAddressRange", int(r))
 }
 
-func (cuda) moduleLoad(ptx string) (uintptr, error) {
+func (cudaStreams) moduleLoad(ptx string) (uintptr, error) {
 	text := C.CString(ptx)
 	defer C.free(unsafe.Pointer(text))
 	var m C.CUmodule
@@ -322,11 +322,11 @@ func (cuda) moduleLoad(ptx string) (uintptr, error) {
 	return uintptr(unsafe.Pointer(m)), result("cuModuleLoadData", int(r))
 }
 
-func (cuda) moduleUnload(m uintptr) error {
+func (cudaStreams) moduleUnload(m uintptr) error {
 	return result("cuModuleUnload", int(C.cuModuleUnload(C.CUmodule(pointer(m)))))
 }
 
-func (cuda) moduleFunction(m uintptr, name string) (uintptr, error) {
+func (cudaStreams) moduleFunction(m uintptr, name string) (uintptr, error) {
 	text := C.CString(name)
 	defer C.free(unsafe.Pointer(text))
 	var f C.CUfunction
@@ -334,57 +334,57 @@ func (cuda) moduleFunction(m uintptr, name string) (uintptr, error) {
 	return uintptr(unsafe.Pointer(f)), result("cuModuleGetFunction", int(r))
 }
 
-func (cuda) launch(f, s, a, b uintptr) error {
+func (cudaStreams) launch(f, s, a, b uintptr) error {
 	r := C.stepaf_launch(C.CUfunction(pointer(f)), C.uintptr_t(s), C.CUdeviceptr(a), C.CUdeviceptr(b))
 	return result("cuLaunchKernel", int(r))
 }
 
-func (cuda) handleAt(addr uintptr) (uint64, error) {
+func (cudaSharing) handleAt(addr uintptr) (uint64, error) {
 	var h C.uint64_t
 	r := C.stepaf_handle_at(C.uintptr_t(addr), &h)
 	return uint64(h), result("cuMemRetainAllocationHandle", int(r))
 }
 
-func (cuda) handleRelease(h uint64) error {
+func (cudaSharing) handleRelease(h uint64) error {
 	return result("cuMemRelease", int(C.stepaf_handle_release(C.uint64_t(h))))
 }
 
-func (cuda) handleShareable(h uint64) (bool, error) {
+func (cudaSharing) handleShareable(h uint64) (bool, error) {
 	var yes C.int
 	r := C.stepaf_handle_shareable(C.uint64_t(h), &yes)
 	return yes != 0, result("cuMemGetAllocationPropertiesFromHandle", int(r))
 }
 
-func (cuda) handleExport(h uint64) (int, error) {
+func (cudaSharing) handleExport(h uint64) (int, error) {
 	fd := C.int(-1)
 	r := C.stepaf_handle_export(C.uint64_t(h), &fd)
 	return int(fd), result("cuMemExportToShareableHandle", int(r))
 }
 
-func (cuda) handleImport(fd int) (uint64, error) {
+func (cudaSharing) handleImport(fd int) (uint64, error) {
 	var h C.uint64_t
 	r := C.stepaf_handle_import(C.int(fd), &h)
 	return uint64(h), result("cuMemImportFromShareableHandle", int(r))
 }
 
-func (cuda) addressReserve(n int) (uintptr, error) {
+func (cudaSharing) addressReserve(n int) (uintptr, error) {
 	var p C.CUdeviceptr
 	r := C.cuMemAddressReserve(&p, C.size_t(n), 0, 0, 0)
 	return uintptr(p), result("cuMemAddressReserve", int(r))
 }
 
-func (cuda) addressFree(addr uintptr, n int) error {
+func (cudaSharing) addressFree(addr uintptr, n int) error {
 	return result("cuMemAddressFree", int(C.cuMemAddressFree(C.CUdeviceptr(addr), C.size_t(n))))
 }
 
-func (cuda) memMap(addr uintptr, n int, h uint64) error {
+func (cudaSharing) memMap(addr uintptr, n int, h uint64) error {
 	return result("cuMemMap", int(C.cuMemMap(C.CUdeviceptr(addr), C.size_t(n), 0, C.CUmemGenericAllocationHandle(h), 0)))
 }
 
-func (cuda) memUnmap(addr uintptr, n int) error {
+func (cudaSharing) memUnmap(addr uintptr, n int) error {
 	return result("cuMemUnmap", int(C.cuMemUnmap(C.CUdeviceptr(addr), C.size_t(n))))
 }
 
-func (cuda) memAccess(addr uintptr, n, ordinal int) error {
+func (cudaSharing) memAccess(addr uintptr, n, ordinal int) error {
 	return result("cuMemSetAccess", int(C.stepaf_mem_access(C.uintptr_t(addr), C.size_t(n), C.int(ordinal))))
 }

@@ -10,10 +10,19 @@ import (
 
 // driver is the part of the CUDA driver API that the GPU backend uses: one method for one
 // function, so that the backend's logic can be tested with a fake driver. Handles and
-// device addresses are integers. Errors are *driverError.
+// device addresses are integers. Errors are *driverError. Each part of the backend sees the
+// functions that it needs.
 //
 // Methods that need a context run between enter and leave, on one thread.
 type driver interface {
+	deviceDriver
+	memoryDriver
+	streamDriver
+	shareDriver
+}
+
+// deviceDriver tells of devices, and opens and enters them.
+type deviceDriver interface {
 	start() error // cuInit, once
 	version() (int, error)
 	count() (int, error)
@@ -35,7 +44,11 @@ type driver interface {
 	// capture on another thread would forbid; leave restores the former state.
 	enter(ctx uintptr) (driverState, error)
 	leave(driverState) error
+	synchronize() error // waits for all streams of the context
+}
 
+// memoryDriver allocates memory of the device, and pins the host's.
+type memoryDriver interface {
 	memInfo() (free, total int64, err error)
 	memAlloc(n int) (uintptr, error)
 	memFree(addr uintptr) error
@@ -44,10 +57,12 @@ type driver interface {
 	hostRegister(p unsafe.Pointer, n int) error
 	hostUnregister(p unsafe.Pointer) error
 	hostDeviceAddr(p unsafe.Pointer) (uintptr, error)
+}
 
+// streamDriver makes streams and events, and queues copies, writes, waits and kernels there.
+type streamDriver interface {
 	streamCreate() (uintptr, error)
 	streamDestroy(s uintptr) error
-	synchronize() error          // waits for all streams of the context
 	streamQuery(s uintptr) error // codeNotReady while busy
 	streamCapturing(s uintptr) (bool, error)
 	streamWaitEvent(s, e uintptr) error
@@ -59,16 +74,19 @@ type driver interface {
 	copyToDevice(dst uintptr, src unsafe.Pointer, n int, s uintptr) error
 	copyToHost(dst unsafe.Pointer, src uintptr, n int, s uintptr) error
 
-	moduleLoad(ptx string) (uintptr, error)
-	moduleUnload(m uintptr) error
-	moduleFunction(m uintptr, name string) (uintptr, error)
-	launch(f, s, a, b uintptr) error // one thread, with two addresses
-
 	eventCreate() (uintptr, error)
 	eventDestroy(e uintptr) error
 	eventRecord(e, s uintptr) error
 	eventQuery(e uintptr) error // codeNotReady while busy
 
+	moduleLoad(ptx string) (uintptr, error)
+	moduleUnload(m uintptr) error
+	moduleFunction(m uintptr, name string) (uintptr, error)
+	launch(f, s, a, b uintptr) error // one thread, with two addresses
+}
+
+// shareDriver names memory for other processes and devices, and maps theirs.
+type shareDriver interface {
 	addressRange(addr uintptr) (base uintptr, n int, err error)
 	bufferID(addr uintptr) (uint64, error)
 	ipcExport(base uintptr) ([64]byte, error)

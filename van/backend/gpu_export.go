@@ -1,189 +1,116 @@
 package backend
 
-// Device memory shared with other processes (CUDA IPC) and with other devices (dma-buf).
+// Device memory named for other processes (CUDA IPC) and for other devices (dma-buf).
 
 import (
 	"fmt"
 	"os"
+	"sync"
+	"sync/atomic"
 )
 
-// imported is the owner of another process's memory.
-type imported struct {
-	g     *gpu
-	key   importKey
-	addr  uintptr
-	users int // Imports without CloseImport; under the gpu's mutex
+// exporter names memory for others, and knows the pieces of it that have been shared.
+//
+// Their handles are held: the driver gives a held handle to no other allocation, so memory
+// that was unmapped and mapped anew at the same address is told from what was there before.
+type exporter struct {
+	c *gpuContext
+	d shareDriver
+
+	known atomic.Pointer[map[uintptr]*segment] // by address; never changed, but replaced
+	mu    sync.Mutex                           // held to replace it
+	last  uint64                               // id
+	stale []uint64                             // handles that are released at the end: a stream may wait
 }
 
-// importKey identifies an allocation. The handle is not enough: the driver may give a new
-// allocation that of a freed one.
-type importKey struct {
-	handle     [64]byte
-	allocation uint64
-}
+// whatIsShared says how memory must be made that other processes can map.
+const whatIsShared = "other processes can map what cudaMalloc returns, and what was made with a file descriptor, as by PyTorch with " +
+	"PYTORCH_CUDA_ALLOC_CONF=backend:native or =expandable_segments:True, but nothing of cudaMallocAsync's pools"
 
 // Export names the allocation in which m lies.
-func (g *gpu) Export(m Mem) (Export, error) {
+func (x *exporter) Export(m Mem) (Export, error) {
 	var e Export
-	if err := g.mayExport(m); err != nil {
+	if err := x.mayExport(m); err != nil {
 		return e, err
 	}
 	var unshared error // set once the driver knows the memory: a later failure is about sharing
-	err := g.enter(func() error { return g.name(&e, m, &unshared) })
-	return e, g.exportError("Export", m, err, unshared)
+	err := x.c.enter(func() error { return x.name(&e, m, &unshared) })
+	return e, x.failed("Export", m, err, unshared)
 }
 
 // mayExport refuses what is not this process's memory of this device.
-func (g *gpu) mayExport(m Mem) error {
-	if m.n == 0 || m.dev != g.Device() {
-		return g.invalid("Export of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
+func (x *exporter) mayExport(m Mem) error {
+	if m.n == 0 || m.dev != x.c.Device() {
+		return x.c.invalid("Export of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
 	}
 	switch m.owner.(type) {
 	case *imported, *importedSegment:
-		return g.invalid("Export of %d bytes: another process's memory: %w", m.n, ErrNotExportable)
+		return x.c.invalid("Export of %d bytes: another process's memory: %w", m.n, ErrNotExportable)
 	}
 	return nil
 }
 
 // name describes m, which lies in one allocation. The context is current.
-func (g *gpu) name(e *Export, m Mem, unshared *error) error {
-	base, n, err := g.allocation(m)
+func (x *exporter) name(e *Export, m Mem, unshared *error) error {
+	base, n, err := x.allocation(m)
 	if err != nil {
 		return err
 	}
 	e.Base, e.Size, e.Offset = uint64(base), n, int(uintptr(m.ptr)-base)
-	if e.Allocation, err = g.d.bufferID(base); err != nil {
+	if e.Allocation, err = x.d.bufferID(base); err != nil {
 		return err
 	}
 	*unshared = ErrNotExportable
-	e.Handle, err = g.d.ipcExport(base)
+	e.Handle, err = x.d.ipcExport(base)
 	return err
 }
 
 // allocation returns the allocation in which m lies.
-func (g *gpu) allocation(m Mem) (base uintptr, n int, err error) {
+func (x *exporter) allocation(m Mem) (base uintptr, n int, err error) {
 	addr := uintptr(m.ptr)
-	if base, n, err = g.d.addressRange(addr); err != nil {
+	if base, n, err = x.d.addressRange(addr); err != nil {
 		return 0, 0, err
 	}
 	if addr < base || m.n > n || int(addr-base) > n-m.n {
-		return 0, 0, g.invalid("%d bytes at %#x reach beyond their allocation of %d bytes at %#x: %w", m.n, addr, n, base, ErrNotExportable)
+		return 0, 0, x.c.invalid("%d bytes at %#x reach beyond their allocation of %d bytes at %#x: %w", m.n, addr, n, base, ErrNotExportable)
 	}
 	return base, n, nil
 }
 
-func (g *gpu) exportError(op string, m Mem, err, kind error) error {
+func (x *exporter) failed(op string, m Mem, err, kind error) error {
 	if err == nil {
 		return nil
-	}
-	op = fmt.Sprintf("%s of %d bytes at %#x", op, m.n, uintptr(m.ptr))
-	if _, ok := err.(*driverError); !ok {
-		return g.invalid("%s: %w", op, err)
 	}
 	detail := whatIsShared
 	if kind == nil {
 		detail = "this is no device memory, or freed memory"
 	}
-	return g.failedAs(op, detail, err, kind)
-}
-
-// Import maps another process's allocation.
-func (g *gpu) Import(e Export) (Mem, error) {
-	if e.Size <= 0 {
-		return Mem{}, g.invalid("Import of %d bytes: want at least 1", e.Size)
-	}
-	var m Mem
-	err := g.enter(func() error {
-		g.mu.Lock() // held during ipcOpen: concurrent Imports of one allocation share its mapping
-		defer g.mu.Unlock()
-		key := importKey{e.Handle, e.Allocation}
-		i := g.imports[key]
-		if i == nil {
-			i = &imported{g: g, key: key}
-			var err error
-			if i.addr, err = g.d.ipcOpen(e.Handle); err != nil {
-				return err
-			}
-			g.imports[key] = i
-		}
-		i.users++
-		if err := g.checkImport(i, e.Size); err != nil {
-			_ = g.dropImport(i) // the first error tells more
-			return err
-		}
-		m = At(pointer(i.addr), e.Size, g.Device(), i)
-		return nil
-	})
-	if err != nil {
-		op := fmt.Sprintf("Import of %d bytes", e.Size)
-		if _, ok := err.(*driverError); !ok {
-			return Mem{}, g.invalid("%s: %w", op, err)
-		}
-		return Mem{}, g.failedAs(op, "the handle is stale, of this very process, or of a device that this one does not reach", err, ErrNotExportable)
-	}
-	return m, nil
-}
-
-// checkImport compares the mapping with the size that the peer has announced.
-func (g *gpu) checkImport(i *imported, size int) error {
-	_, n, err := g.d.addressRange(i.addr)
-	if err == nil && n < size {
-		err = g.invalid("the peer says %d bytes, the allocation has %d: %w", size, n, ErrNotExportable)
-	}
-	return err
-}
-
-// dropImport removes one user; the mutex is held and the context is current.
-func (g *gpu) dropImport(i *imported) error {
-	if i.users--; i.users > 0 {
-		return nil
-	}
-	delete(g.imports, i.key)
-	return g.d.ipcClose(i.addr)
-}
-
-// CloseImport gives back what Import returned.
-func (g *gpu) CloseImport(m Mem) error {
-	if i, ok := m.owner.(*importedSegment); ok && i.g == g {
-		return g.closeSegment(i)
-	}
-	i, ok := m.owner.(*imported)
-	if !ok || i.g != g {
-		return g.invalid("CloseImport of %d bytes at %#x: not what Import returned", m.n, uintptr(m.ptr))
-	}
-	return g.with("CloseImport", func() error {
-		g.mu.Lock()
-		defer g.mu.Unlock()
-		if i.users == 0 {
-			return g.invalid("CloseImport of %d bytes at %#x: closed before", m.n, uintptr(m.ptr))
-		}
-		return g.dropImport(i)
-	})
+	return x.c.refused(fmt.Sprintf("%s of %d bytes at %#x", op, m.n, uintptr(m.ptr)), detail, err, kind)
 }
 
 // ExportDMABuf returns m as a dma-buf. It covers whole pages, as the driver demands.
-func (g *gpu) ExportDMABuf(m Mem) (fd, offset int, err error) {
-	if m.n == 0 || m.dev != g.Device() {
-		return -1, 0, g.invalid("ExportDMABuf of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
+func (x *exporter) ExportDMABuf(m Mem) (fd, offset int, err error) {
+	if m.n == 0 || m.dev != x.c.Device() {
+		return -1, 0, x.c.invalid("ExportDMABuf of %d bytes on %s: %w", m.n, m.dev, ErrWrongDevice)
 	}
-	if !g.info.DMABuf {
-		return -1, 0, g.invalid("ExportDMABuf: %w: the driver has no dma-buf for this device; it needs the open kernel modules", ErrUnsupported)
+	if !x.c.info.DMABuf {
+		return -1, 0, x.c.invalid("ExportDMABuf: %w: the driver has no dma-buf for this device; it needs the open kernel modules", ErrUnsupported)
 	}
 	page := uintptr(os.Getpagesize())
 	addr := uintptr(m.ptr)
 	first := addr &^ (page - 1)
 	var unshared error
-	err = g.enter(func() (err error) {
-		if _, _, err = g.allocation(m); err != nil {
+	err = x.c.enter(func() (err error) {
+		if _, _, err = x.allocation(m); err != nil {
 			return err
 		}
 		unshared = ErrNotExportable
 		end := (addr + uintptr(m.n) + page - 1) &^ (page - 1)
-		fd, err = g.d.dmabuf(first, int(end-first))
+		fd, err = x.d.dmabuf(first, int(end-first))
 		return err
 	})
 	if err != nil {
-		return -1, 0, g.exportError("ExportDMABuf", m, err, unshared)
+		return -1, 0, x.failed("ExportDMABuf", m, err, unshared)
 	}
 	return fd, int(addr - first), nil
 }

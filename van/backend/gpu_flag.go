@@ -1,9 +1,10 @@
 package backend
 
-// The 32-bit words that streams write and await: flags of events, and those of callers.
+// The flags of events: 32-bit words that streams write.
 
 import (
 	"errors"
+	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -25,8 +26,13 @@ type flag struct {
 
 func (f *flag) arrived() bool { return f.word.Load() == f.seq }
 
-// flagPool keeps the flags of a device. The gpu's mutex guards it.
+// flagPool keeps the flags of a device.
 type flagPool struct {
+	c       *gpuContext
+	d       memoryDriver
+	streams *streamPool
+
+	mu      sync.Mutex
 	all     []*flag
 	free    []*flag
 	pending []*flag // given back before their write has arrived
@@ -38,20 +44,19 @@ const (
 	flagStride = 64 // a cache line each, against false sharing
 )
 
-// takeFlag returns a flag; the context must be current.
-func (g *gpu) takeFlag() (*flag, error) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	p := &g.flags
+// take returns a flag; the context must be current.
+func (p *flagPool) take() (*flag, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.reclaim()
 	if len(p.free) == 0 {
-		page, err := g.d.hostAlloc(flagPage)
+		page, err := p.d.hostAlloc(flagPage)
 		if err != nil {
 			return nil, err
 		}
-		addr, err := g.d.hostDeviceAddr(page)
+		addr, err := p.d.hostDeviceAddr(page)
 		if err != nil {
-			return nil, errors.Join(err, g.d.hostFree(page))
+			return nil, errors.Join(err, p.d.hostFree(page))
 		}
 		p.pages = append(p.pages, page)
 		clear(unsafe.Slice((*byte)(page), flagPage))
@@ -65,12 +70,12 @@ func (g *gpu) takeFlag() (*flag, error) {
 	return f, nil
 }
 
-// putFlag takes f back.
-func (g *gpu) putFlag(f *flag) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.flags.pending = append(g.flags.pending, f)
-	g.flags.reclaim()
+// put takes f back.
+func (p *flagPool) put(f *flag) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.pending = append(p.pending, f)
+	p.reclaim()
 }
 
 // reclaim frees the flags whose write has arrived.
@@ -103,115 +108,42 @@ func (p *flagPool) settle(limit time.Duration) int {
 	}
 }
 
-// probeFlags finds out whether streams can write words, by doing it: the driver's
+// probe finds out whether streams can write words, by doing it: the driver's
 // attribute is about an older interface, which newer drivers do not offer.
-func (g *gpu) probeFlags() error {
-	return g.with("try a stream's write to host memory", func() error {
-		s, err := g.takeStream()
+func (p *flagPool) probe() error {
+	return p.c.with("try a stream's write to host memory", func() error {
+		s, err := p.streams.take()
 		if err != nil {
 			return err
 		}
-		defer g.putStream(s)
-		f, err := g.takeFlag()
+		defer p.streams.put(s)
+		f, err := p.take()
 		if err != nil {
 			return err
 		}
 		f.seq++
-		if err := g.d.writeValue32(s, f.addr, f.seq); err != nil {
+		if err := p.streams.d.writeValue32(s, f.addr, f.seq); err != nil {
 			f.seq--
-			g.putFlag(f)
+			p.put(f)
 			return nil // not supported: events are the driver's
 		}
 		for end := time.Now().Add(time.Second); !f.arrived(); {
-			if err := g.d.streamQuery(s); err != nil && !notReady(err) {
+			if err := p.streams.d.streamQuery(s); err != nil && !notReady(err) {
 				return err
 			}
 			if time.Now().After(end) {
 				break
 			}
 		}
-		g.info.StreamFlags = f.arrived()
-		g.putFlag(f)
+		p.c.info.StreamFlags = f.arrived()
+		p.put(f)
 		return nil
 	})
 }
 
-// WriteFlag makes stream write v into word.
-func (g *gpu) WriteFlag(stream uintptr, word Mem, v uint32) error {
-	return g.with("WriteFlag", func() error {
-		addr, err := g.flagAddr("WriteFlag", word, 4)
-		if err != nil {
-			return err
-		}
-		return g.d.writeValue32(stream, addr, v)
-	})
-}
-
-// WaitFlag makes stream wait until word has reached v.
-func (g *gpu) WaitFlag(stream uintptr, word Mem, v uint32) error {
-	g.blocking.Store(true)
-	return g.with("WaitFlag", func() error {
-		addr, err := g.flagAddr("WaitFlag", word, 4)
-		if err != nil {
-			return err
-		}
-		return g.d.waitValue32(stream, addr, v)
-	})
-}
-
-// WaitBits makes stream wait until one of bits is set in word.
-func (g *gpu) WaitBits(stream uintptr, word Mem, bits uint64) error {
-	g.blocking.Store(true)
-	return g.with("WaitBits", func() error {
-		addr, err := g.flagAddr("WaitBits", word, 8)
-		if err != nil {
-			return err
-		}
-		return g.d.waitBits64(stream, addr, bits)
-	})
-}
-
-// WaitCount makes stream wait until the number in word is n or more.
-func (g *gpu) WaitCount(stream uintptr, word Mem, n uint64) error {
-	g.blocking.Store(true)
-	return g.with("WaitCount", func() error {
-		addr, err := g.flagAddr("WaitCount", word, 8)
-		if err != nil {
-			return err
-		}
-		return g.d.waitValue64(stream, addr, n)
-	})
-}
-
-// Capturing tells whether stream is being captured into a graph.
-func (g *gpu) Capturing(stream uintptr) (yes bool, err error) {
-	err = g.with("Capturing", func() error {
-		yes, err = g.d.streamCapturing(stream)
-		return err
-	})
-	return yes, err
-}
-
-// flagAddr is the device's address of word, which has n bytes.
-func (g *gpu) flagAddr(op string, word Mem, n int) (uintptr, error) {
-	if word.n < n || uintptr(word.ptr)%uintptr(n) != 0 {
-		return 0, g.invalid("%s: %d bytes at %#x: want %d bytes, aligned to %d", op, word.n, uintptr(word.ptr), n, n)
+// close frees all. No write may be queued. The context is current.
+func (p *flagPool) close(note func(op string, err error)) {
+	for _, page := range p.pages {
+		note("Close: free host memory", p.d.hostFree(page))
 	}
-	if !g.info.StreamFlags {
-		return 0, g.invalid("%s: %w: streams cannot write words (cuStreamWriteValue32_v2)", op, ErrUnsupported)
-	}
-	switch o := word.owner.(type) {
-	case *hostMem:
-		if o.g == g && word.OnHost() {
-			return o.deviceAddr(word), nil
-		}
-	case *imported:
-		if o.g == g {
-			return uintptr(word.ptr), nil
-		}
-	}
-	if word.dev == g.Device() {
-		return uintptr(word.ptr), nil
-	}
-	return 0, g.invalid("%s: a word on %s that was neither pinned nor registered with this backend: %w", op, word.dev, ErrWrongDevice)
 }

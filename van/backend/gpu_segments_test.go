@@ -306,20 +306,20 @@ func TestSharedSegmentsAreBounded(t *testing.T) {
 	m := expanded(t, f, g, page, page)
 	share(t, g, m.Sub(0, page))
 	full := map[uintptr]*segment{}
-	for base, s := range *g.segments.known.Load() {
+	for base, s := range *g.known.Load() {
 		full[base] = s
 	}
 	for i := range maxSegments - 1 {
 		full[uintptr(i+1)] = full[uintptr(m.Ptr())]
 	}
-	g.segments.known.Store(&full)
+	g.known.Store(&full)
 	f.mu.Lock()
 	f.seg.handles[full[1].handle].refs += maxSegments - 1
 	f.mu.Unlock()
 	if s := share(t, g, m); len(s.Segments) != 2 {
 		t.Errorf("%+v", s)
 	}
-	if n := len(*g.segments.known.Load()); n != 2 {
+	if n := len(*g.known.Load()); n != 2 {
 		t.Errorf("%d are known, want those that are mapped", n)
 	}
 }

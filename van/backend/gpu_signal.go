@@ -5,98 +5,91 @@ package backend
 import (
 	_ "embed"
 	"fmt"
+	"sync"
 )
 
-// signals are the kernels of gpu_signal.ptx.
+// signalText is the kernels.
 //
 //go:embed gpu_signal.ptx
-var signals string
+var signalText string
 
-// signalling is the loaded kernels, 0 before they are first used.
-type signalling struct {
+// signals puts the kernels into streams.
+type signals struct {
+	c *gpuContext
+	d streamDriver
+
+	mu     sync.Mutex
+	loaded signalKernels
+}
+
+// signalKernels is the loaded kernels, 0 before they are first used.
+type signalKernels struct {
 	module           uintptr
 	write, wait, add uintptr
 }
 
-// loadSignals returns the kernels, loaded at the first call. The context is current.
-func (g *gpu) loadSignals() (signalling, error) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.signals.module != 0 {
-		return g.signals, nil
+// load returns the kernels, loaded at the first call. The context is current.
+func (k *signals) load() (signalKernels, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.loaded.module != 0 {
+		return k.loaded, nil
 	}
-	var s signalling
+	var s signalKernels
 	var err error
-	if s.module, err = g.d.moduleLoad(signals); err != nil {
+	if s.module, err = k.d.moduleLoad(signalText); err != nil {
 		return s, err
 	}
 	for name, f := range map[string]*uintptr{"stepaf_write": &s.write, "stepaf_wait": &s.wait, "stepaf_add": &s.add} {
-		if *f, err = g.d.moduleFunction(s.module, name); err != nil {
-			_ = g.d.moduleUnload(s.module) // the first error tells more
+		if *f, err = k.d.moduleFunction(s.module, name); err != nil {
+			_ = k.d.moduleUnload(s.module) // the first error tells more
 			return s, err
 		}
 	}
-	g.signals = s
+	k.loaded = s
 	return s, nil
 }
 
 // signal launches one of the kernels.
-func (g *gpu) signal(op string, stream uintptr, which func(*signalling) uintptr, words ...Mem) error {
+func (k *signals) signal(op string, stream uintptr, which func(*signalKernels) uintptr, words ...Mem) error {
 	var addr [2]uintptr
 	for i, m := range words {
 		if m.n != 8 || uintptr(m.ptr)%8 != 0 {
-			return g.invalid("%s on %d bytes at %#x: want 8, aligned", op, m.n, uintptr(m.ptr))
+			return k.c.invalid("%s on %d bytes at %#x: want 8, aligned", op, m.n, uintptr(m.ptr))
 		}
-		if m.dev != g.Device() {
-			return fmt.Errorf("%s: %w", op, g.wrongDevice(m))
+		if m.dev != k.c.Device() {
+			return fmt.Errorf("%s: %w", op, k.c.wrongDevice(m))
 		}
 		addr[i] = uintptr(m.ptr)
 	}
-	return g.with(op, func() error {
-		s, err := g.loadSignals()
+	return k.c.with(op, func() error {
+		s, err := k.load()
 		if err != nil {
 			return err
 		}
-		return g.d.launch(which(&s), stream, addr[0], addr[1])
+		return k.d.launch(which(&s), stream, addr[0], addr[1])
 	})
-}
-
-// wrongDevice is the error of memory that is not the device's.
-func (g *gpu) wrongDevice(m Mem) error {
-	if m.OnHost() {
-		return g.invalid("memory of the host: %w; MapHost makes pinned memory the device's", ErrWrongDevice)
-	}
-	return CheckDevice(g, m)
 }
 
 // WriteSeq implements Signaller.
-func (g *gpu) WriteSeq(stream uintptr, flag, seq Mem) error {
-	return g.signal("WriteSeq", stream, func(s *signalling) uintptr { return s.write }, flag, seq)
+func (k *signals) WriteSeq(stream uintptr, flag, seq Mem) error {
+	return k.signal("WriteSeq", stream, func(s *signalKernels) uintptr { return s.write }, flag, seq)
 }
 
 // WaitSeq implements Signaller.
-func (g *gpu) WaitSeq(stream uintptr, flag, seq Mem) error {
-	g.blocking.Store(true)
-	return g.signal("WaitSeq", stream, func(s *signalling) uintptr { return s.wait }, flag, seq)
+func (k *signals) WaitSeq(stream uintptr, flag, seq Mem) error {
+	k.c.blocking.Store(true)
+	return k.signal("WaitSeq", stream, func(s *signalKernels) uintptr { return s.wait }, flag, seq)
 }
 
 // AddSeq implements Signaller.
-func (g *gpu) AddSeq(stream uintptr, seq Mem) error {
-	return g.signal("AddSeq", stream, func(s *signalling) uintptr { return s.add }, seq)
+func (k *signals) AddSeq(stream uintptr, seq Mem) error {
+	return k.signal("AddSeq", stream, func(s *signalKernels) uintptr { return s.add }, seq)
 }
 
-// MapHost implements Signaller.
-func (g *gpu) MapHost(m Mem) (Mem, error) {
-	if !m.OnHost() || m.n == 0 {
-		return Mem{}, g.invalid("MapHost of %d bytes on %s: want pinned host memory", m.n, m.dev)
+// close unloads the kernels. The context is current.
+func (k *signals) close(note func(op string, err error)) {
+	if k.loaded.module != 0 {
+		note("Close: unload kernels", k.d.moduleUnload(k.loaded.module))
 	}
-	var addr uintptr
-	err := g.enter(func() (err error) {
-		addr, err = g.d.hostDeviceAddr(m.ptr)
-		return err
-	})
-	if err != nil {
-		return Mem{}, g.failedAs(fmt.Sprintf("MapHost of %d bytes at %#x", m.n, uintptr(m.ptr)), "is the memory pinned?", err, nil)
-	}
-	return At(pointer(addr), m.n, g.Device(), m.owner), nil
 }

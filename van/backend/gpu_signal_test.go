@@ -168,7 +168,7 @@ func settle(t testing.TB, g *gpu, stream uintptr) {
 // TestSignalsText: each kernel is in the text that the driver translates.
 func TestSignalsText(t *testing.T) {
 	for _, name := range fakeFunctions {
-		if !strings.Contains(signals, ".entry "+name+"(") {
+		if !strings.Contains(signalText, ".entry "+name+"(") {
 			t.Errorf("no %s in gpu_signal.ptx", name)
 		}
 	}

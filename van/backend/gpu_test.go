@@ -10,6 +10,23 @@ import (
 	"testing"
 )
 
+// gpu is made of parts: none of its abilities got lost between them.
+var _ interface {
+	Backend
+	Tunable
+	AsyncCopier
+	StreamIdler
+	HealthChecker
+	HostPinner
+	PinTeller
+	GraphFlagger
+	Signaller
+	StreamBlocker
+	Sharer
+	DMABufExporter
+	Describer
+} = (*gpu)(nil)
+
 // open opens device 0 of a fake with two, and checks at the end of the test that
 // Close has given everything back.
 func open(t *testing.T, f *fakeDriver) *gpu {

@@ -167,6 +167,14 @@ func (e *Engine) EndPoll(ctx context.Context) {
 	}
 }
 
+// EndPoll is Engine.EndPoll of the Engine whose Poll makes the delivery that ctx is of, if one
+// does.
+func EndPoll(ctx context.Context) {
+	if t := turnOf(ctx); t != nil && t.engine != nil {
+		t.engine.EndPoll(ctx)
+	}
+}
+
 func (e *Engine) poll(claimed []claim, done func() bool) {
 	s := e.spinner
 	n := len(claimed)

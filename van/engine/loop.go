@@ -14,17 +14,6 @@ const (
 	DefaultLaneCap = 65536
 )
 
-// idleTicks is how many ticks without an item make the watchdog park. Waking it costs
-// some microseconds, which nobody feels after a pause of that length.
-const idleTicks = 8
-
-// After so many ticks without a slow delivery the watchdog looks half as often, at last
-// every maxPace Limits.
-const (
-	calmTicks = 16
-	maxPace   = 4
-)
-
 // ErrInDeliver is returned by Stop when it was called by a delivery, which it
 // cannot wait for.
 var ErrInDeliver = errors.New("engine: Stop called from a delivery")
@@ -78,9 +67,7 @@ type Loop[T any] struct {
 
 	taken func() // for tests: called while the role is being taken
 
-	parked  atomic.Bool // the watchdog sleeps without a timer
-	wake    chan struct{}
-	ticks   atomic.Uint64
+	dog     watchdog
 	pauses  atomic.Uint64
 	stopped atomic.Bool
 	quit    chan struct{} // closed when nothing will be received any more
@@ -103,7 +90,7 @@ func NewLoop[T any](recv func() (item T, lane *Lane[T], ok bool), deliver func(T
 	return &Loop[T]{
 		Limit: DefaultLimit, LaneCap: DefaultLaneCap,
 		recv: recv, deliver: deliver,
-		wake: make(chan struct{}, 1), quit: make(chan struct{}),
+		dog: watchdog{wake: make(chan struct{}, 1)}, quit: make(chan struct{}),
 		runners: map[*Turn]struct{}{}, changed: make(chan struct{}),
 	}
 }
@@ -116,8 +103,14 @@ func (l *Loop[T]) Start() {
 		return
 	}
 	l.watching = true
-	l.parked.Store(true)
-	go l.watch()
+	l.dog.parked.Store(true)
+	go func() {
+		l.dog.watch(l.Limit, &l.state, l.quit, l.takeOver)
+		l.mu.Lock()
+		l.watching = false
+		l.changedLocked()
+		l.mu.Unlock()
+	}()
 	l.spawn(0)
 }
 
@@ -172,7 +165,7 @@ func (l *Loop[T]) Stop(ctx context.Context) error {
 }
 
 // Ticks is the number of times that the watchdog's timer has fired.
-func (l *Loop[T]) Ticks() uint64 { return l.ticks.Load() }
+func (l *Loop[T]) Ticks() uint64 { return l.dog.ticks.Load() }
 
 // Pauses is how often a lane was paused.
 func (l *Loop[T]) Pauses() uint64 { return l.pauses.Load() }
@@ -217,6 +210,31 @@ func (l *Loop[T]) spawn(epoch uint64) {
 	}()
 }
 
+// takeOver gives the receiving role to a new goroutine if the delivery that busy
+// stands for still runs.
+func (l *Loop[T]) takeOver(busy uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.quitting {
+		return
+	}
+	lane := l.cur.Load()
+	// The goroutine that loses the role goes to the lane's lock next, so it finds
+	// the lane slow.
+	lane.mu.Lock()
+	taken := l.state.CompareAndSwap(busy, busy+1)
+	if taken && l.taken != nil {
+		l.taken()
+	}
+	if taken {
+		lane.slow.Store(true)
+	}
+	lane.mu.Unlock()
+	if taken {
+		l.spawn((busy + 1) >> 1)
+	}
+}
+
 func (l *Loop[T]) leave(t *Turn) {
 	l.mu.Lock()
 	delete(l.runners, t)
@@ -249,8 +267,8 @@ func (l *Loop[T]) run(epoch uint64, turn *Turn) {
 		epoch++
 		busy := epoch<<1 | 1
 		l.state.Store(busy)
-		if l.parked.Load() {
-			l.unpark()
+		if l.dog.parked.Load() {
+			l.dog.unpark()
 		}
 		l.deliver(item, turn)
 		lane.handed()

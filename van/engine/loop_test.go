@@ -366,7 +366,7 @@ func TestIdleLoopDoesNotTick(t *testing.T) {
 	l.Start()
 	idle := func() {
 		t.Helper()
-		waitFor(t, "parking of the watchdog", l.parked.Load)
+		waitFor(t, "parking of the watchdog", l.dog.parked.Load)
 		before := l.Ticks()
 		time.Sleep(20 * l.Limit) // the time in which it must not tick
 		if after := l.Ticks(); after != before {

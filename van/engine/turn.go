@@ -38,11 +38,3 @@ func turnOf(ctx context.Context) *Turn {
 	}
 	return nil
 }
-
-// EndPoll is Engine.EndPoll of the Engine whose Poll makes the delivery that ctx is of, if one
-// does.
-func EndPoll(ctx context.Context) {
-	if t := turnOf(ctx); t != nil && t.engine != nil {
-		t.engine.EndPoll(ctx)
-	}
-}

@@ -1,56 +1,73 @@
 package engine
 
-import "time"
+// The watchdog of a Loop.
 
-// watch looks every Limit whether the same delivery is still running, less often while
+import (
+	"sync/atomic"
+	"time"
+)
+
+// idleTicks is how many ticks without an item make the watchdog park. Waking it costs
+// some microseconds, which nobody feels after a pause of that length.
+const idleTicks = 8
+
+// After so many ticks without a slow delivery the watchdog looks half as often, at last
+// every maxPace Limits.
+const (
+	calmTicks = 16
+	maxPace   = 4
+)
+
+// watchdog finds deliveries that are slow.
+type watchdog struct {
+	parked atomic.Bool // it sleeps without a timer
+	wake   chan struct{}
+	ticks  atomic.Uint64
+}
+
+// watch looks every limit whether state, of Loop, still has the same delivery, less often while
 // all are short: where processors are few, each look takes one from those who work. It
-// parks when nothing has come for a while.
-func (l *Loop[T]) watch() {
-	defer func() {
-		l.mu.Lock()
-		l.watching = false
-		l.changedLocked()
-		l.mu.Unlock()
-	}()
-	ticker := time.NewTicker(l.Limit)
+// calls slow with that state. It parks when nothing has come for a while.
+func (w *watchdog) watch(limit time.Duration, state *atomic.Uint64, quit <-chan struct{}, slow func(busy uint64)) {
+	ticker := time.NewTicker(limit)
 	defer ticker.Stop()
-	last, idle := l.state.Load(), idleTicks
-	p := pace{limit: l.Limit}
+	last, idle := state.Load(), idleTicks
+	p := pace{limit: limit}
 	p.begin()
 	for {
 		if idle >= idleTicks {
 			ticker.Stop()
 			// First the mark, then the look: who begins to deliver after the look
 			// sees the mark.
-			l.parked.Store(true)
-			if l.state.Load() == last {
+			w.parked.Store(true)
+			if state.Load() == last {
 				select {
-				case <-l.wake:
-				case <-l.quit:
+				case <-w.wake:
+				case <-quit:
 					return
 				}
 			}
-			l.parked.Store(false)
+			w.parked.Store(false)
 			idle = 0
-			last = l.state.Load()
+			last = state.Load()
 			p.begin()
 			ticker.Reset(p.every)
 		}
 		select {
-		case <-l.quit:
+		case <-quit:
 			return
 		case <-ticker.C:
 		}
-		l.ticks.Add(1)
-		switch now := l.state.Load(); {
+		w.ticks.Add(1)
+		switch now := state.Load(); {
 		case now != last:
 			last, idle = now, 0
 			if p.calm() {
 				ticker.Reset(p.every)
 			}
 		case now&1 == 1:
-			l.takeOver(now)
-			last, idle = l.state.Load(), 0
+			slow(now)
+			last, idle = state.Load(), 0
 			p.begin()
 			ticker.Reset(p.every)
 		default:
@@ -77,36 +94,11 @@ func (p *pace) calm() bool {
 	return true
 }
 
-func (l *Loop[T]) unpark() {
-	if l.parked.CompareAndSwap(true, false) {
+func (w *watchdog) unpark() {
+	if w.parked.CompareAndSwap(true, false) {
 		select {
-		case l.wake <- struct{}{}:
+		case w.wake <- struct{}{}:
 		default:
 		}
-	}
-}
-
-// takeOver gives the receiving role to a new goroutine if the delivery that busy
-// stands for still runs.
-func (l *Loop[T]) takeOver(busy uint64) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.quitting {
-		return
-	}
-	lane := l.cur.Load()
-	// The goroutine that loses the role goes to the lane's lock next, so it finds
-	// the lane slow.
-	lane.mu.Lock()
-	taken := l.state.CompareAndSwap(busy, busy+1)
-	if taken && l.taken != nil {
-		l.taken()
-	}
-	if taken {
-		lane.slow.Store(true)
-	}
-	lane.mu.Unlock()
-	if taken {
-		l.spawn((busy + 1) >> 1)
 	}
 }

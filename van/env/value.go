@@ -1,8 +1,9 @@
 package env
 
-// Parsing and formatting of values by kind.
+// Values by kind: what is allowed, parsing, formatting.
 
 import (
+	"fmt"
 	"net"
 	"slices"
 	"strconv"
@@ -69,6 +70,48 @@ func (v *variable) parse(s string) (canon, want string) {
 		return "", v.want()
 	}
 	return s, ""
+}
+
+// want says in words which values are allowed.
+func (v *variable) want() string {
+	switch v.kind {
+	case Switch:
+		return "0 (off) or 1 (on)"
+	case Seconds, Milliseconds:
+		return fmt.Sprintf("a whole number of %s from %d to %d", v.kind, v.min, v.max)
+	case Size:
+		return fmt.Sprintf("a number of bytes from %s to %s, such as 64M or 1G", formatSize(v.min), formatSize(v.max))
+	case Percent:
+		return fmt.Sprintf("a percentage from %d to %d", v.min, v.max)
+	case Enum:
+		return "one of " + strings.Join(v.words, ", ")
+	case Int:
+		return fmt.Sprintf("an integer from %d to %d", v.min, v.max)
+	default:
+		return v.kind.String()
+	}
+}
+
+// allowed is the short form of want for tables.
+func (v *variable) allowed() string {
+	switch v.kind {
+	case Switch:
+		return "0 or 1"
+	case Int:
+		return fmt.Sprintf("%d to %d", v.min, v.max)
+	case Seconds:
+		return fmt.Sprintf("%d to %d s", v.min, v.max)
+	case Milliseconds:
+		return fmt.Sprintf("%d to %d ms", v.min, v.max)
+	case Percent:
+		return fmt.Sprintf("%d to %d %%", v.min, v.max)
+	case Size:
+		return fmt.Sprintf("%s to %s", formatSize(v.min), formatSize(v.max))
+	case Enum:
+		return strings.Join(v.words, ", ")
+	default:
+		return v.kind.String()
+	}
 }
 
 // parseSwitch accepts the 32-bit integers. Words are refused because C++ StepMesh reads

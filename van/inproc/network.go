@@ -62,11 +62,6 @@ func NewNetwork() *Network {
 		bound: make(chan struct{})}
 }
 
-// Factory returns a function that makes one node's van at each call.
-func (n *Network) Factory() van.Factory {
-	return func(opts van.Options) (van.Van, error) { return newNode(n, opts.Log), nil }
-}
-
 // Kill ends the node that listens at addr ("host:port") as a crash would: messages
 // that wait for it are lost, those that it has sent are not, and its Send returns
 // van.ErrClosed from now on. Watchers of nodes connected to it are called. Kill
@@ -223,7 +218,7 @@ func (n *Network) detach(v *node, why string) {
 	defer n.notify()
 	defer n.mu.Unlock()
 	v.closed.Store(true)
-	for _, c := range v.takeConnsLocked() {
+	for _, c := range *v.conns.Swap(&map[int]*conn{}) {
 		n.dropLocked(c)
 	}
 	e := v.ep.Load()

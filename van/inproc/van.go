@@ -44,6 +44,11 @@ var (
 	_ van.Meter       = (*node)(nil)
 )
 
+// Factory returns a function that makes one node's van at each call.
+func (n *Network) Factory() van.Factory {
+	return func(opts van.Options) (van.Van, error) { return newNode(n, opts.Log), nil }
+}
+
 func newNode(n *Network, log *slog.Logger) *node {
 	log = cmp.Or(log, slog.New(slog.DiscardHandler))
 	v := &node{net: n, log: log, lanes: map[*node]*engine.Lane[*inbound]{}}
@@ -156,13 +161,6 @@ func (v *node) detachLocked(c *conn) {
 		v.detached = append(v.detached, c)
 	}
 	v.net.dropLocked(c)
-}
-
-// takeConnsLocked removes and returns all connections.
-func (v *node) takeConnsLocked() map[int]*conn {
-	conns := *v.conns.Load()
-	v.conns.Store(&map[int]*conn{})
-	return conns
 }
 
 // Send implements van.Van. The frames have been copied, and Done has been

@@ -77,6 +77,7 @@ type lane struct {
 type line struct {
 	v    *Van
 	peer int
+	idle func() // told when nothing waits any more, without locks
 
 	mu      sync.Mutex
 	whole   bucket // of the peer
@@ -90,8 +91,8 @@ type line struct {
 	sending sync.Mutex // held while a message is handed on; taken after mu
 }
 
-func newLine(v *Van, peer int) *line {
-	return &line{v: v, peer: peer, rest: &lane{}, apps: map[int32]*lane{}, changed: make(chan struct{}, 1)}
+func newLine(v *Van, peer int, idle func()) *line {
+	return &line{v: v, peer: peer, idle: idle, rest: &lane{}, apps: map[int32]*lane{}, changed: make(chan struct{}, 1)}
 }
 
 func now() time.Duration { return time.Duration(clock.Now()) }
@@ -245,9 +246,7 @@ func (l *line) run() {
 		if a == nil && !waits {
 			l.running = false
 			l.mu.Unlock()
-			l.v.mu.Lock()
-			l.v.tidy()
-			l.v.mu.Unlock()
+			l.idle()
 			return
 		}
 		var i *item

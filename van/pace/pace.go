@@ -132,7 +132,11 @@ func (v *Van) line(peer int) *line {
 	if l := t.lines[peer]; l != nil {
 		return l
 	}
-	l := newLine(v, peer)
+	l := newLine(v, peer, func() {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		v.tidy()
+	})
 	l.set(t.rates.Peers[peer], t.rates.Apps)
 	t.lines = maps.Clone(t.lines)
 	if t.lines == nil {

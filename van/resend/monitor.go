@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
 	"time"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -18,17 +17,17 @@ func (v *Van) monitorRun() {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
-		v.mu.Lock()
+		v.kept.mu.Lock()
 		var due <-chan time.Time
-		if v.first != nil {
-			timer.Reset(time.Until(v.first.due))
+		if v.kept.first != nil {
+			timer.Reset(time.Until(v.kept.first.due))
 			due = timer.C
 		}
-		v.mu.Unlock()
+		v.kept.mu.Unlock()
 		select {
 		case <-v.quit:
 			return
-		case <-v.wake:
+		case <-v.kept.wake:
 		case <-due:
 			v.retry(time.Now())
 		}
@@ -38,31 +37,31 @@ func (v *Van) monitorRun() {
 // retry resends, or fails, the entries due by now.
 func (v *Van) retry(now time.Time) {
 	for {
-		v.mu.Lock()
-		e := v.first
+		v.kept.mu.Lock()
+		e := v.kept.first
 		if e == nil || e.due.After(now) {
-			v.mu.Unlock()
+			v.kept.mu.Unlock()
 			return
 		}
 		if e.tries >= v.opts.MaxTries && !e.probe {
 			tries, peer := e.tries, e.key.peer
-			next, _ := v.removeLocked(e)
-			addr := v.conns[peer]
-			v.mu.Unlock()
+			next, _ := v.kept.removeLocked(e)
+			addr := v.kept.conns[peer]
+			v.kept.mu.Unlock()
 			v.timedOut(e, tries, addr)
 			v.launch(next)
 			v.sendProbe(peer) // what has come before this is no sign of life
 			continue
 		}
-		v.unlinkLocked(e)
-		v.scheduleLocked(e)
+		v.kept.unlinkLocked(e)
+		v.kept.scheduleLocked(e)
 		tries := e.tries
 		e.refs.Add(1)
-		v.mu.Unlock()
+		v.kept.mu.Unlock()
 		v.log.Log(context.Background(), levelOf(e), "not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
 			"after", now.Sub(e.start), "msg", (*metaString)(&e.msg.Meta))
 		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) && !e.outlasts(err) {
-			if next, ok := v.remove(e); ok {
+			if next, ok := v.kept.remove(e); ok {
 				v.fail(e, err)
 				v.launch(next)
 			}
@@ -91,14 +90,14 @@ func (v *Van) sendProbe(peer int) {
 	m.Reset()
 	m.Receiver, m.Timestamp, m.Control.Cmd = peer, 0, van.Heartbeat
 	self := int(v.id.Load())
-	if v.mu.Lock(); v.closed {
-		v.mu.Unlock()
+	if v.kept.mu.Lock(); v.kept.closed {
+		v.kept.mu.Unlock()
 		return
 	}
-	v.quiet[peer] = true
-	v.anyQuiet.Store(true)
-	probed := v.kept[key{peer, signature(&m.Meta, self, peer)}] != nil
-	v.mu.Unlock()
+	v.kept.quiet[peer] = true
+	v.kept.anyQuiet.Store(true)
+	probed := v.kept.byKey[key{peer, signature(&m.Meta, self, peer)}] != nil
+	v.kept.mu.Unlock()
 	if probed || !isProbe(&m, peer, self) {
 		return
 	}
@@ -107,32 +106,9 @@ func (v *Van) sendProbe(peer int) {
 	}
 }
 
-// outlasts tells whether e is a probe that is kept though it could not be sent.
-func (e *entry) outlasts(err error) bool {
-	return e.probe && !errors.Is(err, van.ErrUnknownPeer) && !errors.Is(err, van.ErrClosed)
-}
-
-// isProbe tells whether a message between these nodes is one that sendProbe sends.
-func isProbe(m *van.Message, a, b int) bool {
-	return m.Control.Cmd == van.Heartbeat && len(m.Control.Nodes) == 0 && len(m.Body) == 0 && van.RoleOf(a) != van.Scheduler && van.RoleOf(b) != van.Scheduler
-}
-
-// levelOf is that of the log lines on the tries of e.
-func levelOf(e *entry) slog.Level {
-	if e.probe {
-		return slog.LevelDebug
-	}
-	return slog.LevelWarn
-}
-
 // heardFrom notes that something of a peer has come: if it had let messages time out, it is back.
 func (v *Van) heardFrom(peer int) {
-	v.mu.Lock()
-	back := v.quiet[peer]
-	delete(v.quiet, peer)
-	v.anyQuiet.Store(len(v.quiet) > 0)
-	v.mu.Unlock()
-	if back && v.watch != nil {
+	if v.kept.heard(peer) && v.watch != nil {
 		v.watch(peer, true, nil)
 	}
 }

@@ -52,8 +52,8 @@ func TestRecall(t *testing.T) {
 		for _, ts := range []int{5, 6, 7} {
 			f.p.recv(ack(8, signature(&request(8, ts).Meta, 9, 8)))
 		}
-		if f.count != 0 || len(f.kept) != 0 || f.first != nil || done.Load() != 6 {
-			t.Errorf("%d messages are kept after their acknowledgement, %d were given back", f.count, done.Load())
+		if f.kept.count != 0 || len(f.kept.byKey) != 0 || f.kept.first != nil || done.Load() != 6 {
+			t.Errorf("%d messages are kept after their acknowledgement, %d were given back", f.kept.count, done.Load())
 		}
 		time.Sleep(10 * time.Second)
 		if x := f.failed(); len(x) != 0 {

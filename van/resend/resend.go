@@ -63,22 +63,10 @@ type Van struct {
 	twice   logx.Sparse // log lines about messages that came twice
 	closing sync.Once
 
-	mu       sync.Mutex
-	kept     map[key]*entry // the first entry of each key; others are behind it
-	count    int            // of all entries
-	first    *entry         // of the list ordered by the time of the next try
-	last     *entry
-	conns    map[int]string // peers and their addresses
-	quiet    map[int]bool   // peers that have let a message time out, each with a probe among kept
-	anyQuiet atomic.Bool    // len(quiet) > 0
-	closed   bool
-	none     chan struct{} // if not nil, closed when count falls to 0
-	wake     chan struct{}
-	quit     chan struct{}
-	monitor  sync.WaitGroup
-
-	seenMu sync.Mutex
-	seen   map[int]*peer
+	kept    table
+	seen    memory
+	quit    chan struct{}
+	monitor sync.WaitGroup
 }
 
 var (
@@ -102,8 +90,8 @@ func New(inner van.Van, opts Options) *Van {
 	}
 	opts.Log = cmp.Or(opts.Log, slog.New(slog.DiscardHandler))
 	v := &Van{inner: inner, opts: opts, log: opts.Log,
-		kept: map[key]*entry{}, conns: map[int]string{}, quiet: map[int]bool{}, seen: map[int]*peer{},
-		wake: make(chan struct{}, 1), quit: make(chan struct{})}
+		kept: table{timeout: opts.Timeout, byKey: map[key]*entry{}, conns: map[int]string{}, quiet: map[int]bool{}, wake: make(chan struct{}, 1)},
+		seen: memory{peers: map[int]*peer{}}, quit: make(chan struct{})}
 	v.id.Store(van.Empty)
 	if w, ok := van.As[van.PeerWatcher](inner); ok {
 		w.WatchPeers(v.peerChanged)
@@ -114,9 +102,9 @@ func New(inner van.Van, opts Options) *Van {
 // Enable begins to keep and to acknowledge messages. Call it when the node's
 // start-up is complete, as ps-lite does. Calling it again is harmless.
 func (v *Van) Enable() {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.closed || v.enabled.Swap(true) {
+	v.kept.mu.Lock()
+	defer v.kept.mu.Unlock()
+	if v.kept.closed || v.enabled.Swap(true) {
 		return
 	}
 	v.monitor.Add(1)
@@ -172,12 +160,8 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 		return err
 	}
 	addr := peer.Addr()
-	v.mu.Lock()
-	old, again := v.conns[id]
-	v.conns[id] = addr
-	delete(v.quiet, id)
-	v.mu.Unlock()
-	v.begin(id, &peer)
+	old, again := v.kept.connect(id, addr)
+	v.seen.begin(id, &peer)
 	if again && old != addr {
 		v.giveUp(id, &van.Error{Op: "connection", Peer: van.NodeName(id) + " at " + old, Detail: "replaced by " + addr, Err: van.ErrPeerLost})
 	}
@@ -189,26 +173,18 @@ func (v *Van) Rename(old, id int) error {
 	if err := v.inner.Rename(old, id); err != nil || old == id {
 		return err
 	}
-	v.dropKept(id)
-	v.dropKept(old)
-	v.mu.Lock()
-	if addr, ok := v.conns[old]; ok {
-		v.conns[id] = addr
-		delete(v.conns, old)
-	}
-	v.mu.Unlock()
-	v.rename(old, id)
+	drop(v.kept.take(id, false))
+	drop(v.kept.take(old, false))
+	v.kept.rename(old, id)
+	v.seen.rename(old, id)
 	return nil
 }
 
 // Disconnect implements van.Van. Messages that were not acknowledged are dropped.
 func (v *Van) Disconnect(id int) {
-	v.mu.Lock()
-	delete(v.conns, id)
-	delete(v.quiet, id)
-	v.mu.Unlock()
-	v.dropKept(id)
-	v.forget(id)
+	v.kept.disconnect(id)
+	drop(v.kept.take(id, false))
+	v.seen.forget(id)
 	v.inner.Disconnect(id)
 }
 
@@ -217,13 +193,13 @@ func (v *Van) Disconnect(id int) {
 func (v *Van) Close(ctx context.Context) error {
 	engine.EndPoll(ctx)
 	v.closing.Do(func() {
-		v.mu.Lock()
-		v.closed = true
-		v.mu.Unlock()
+		v.kept.mu.Lock()
+		v.kept.closed = true
+		v.kept.mu.Unlock()
 		v.awaitAcks(ctx)
 		close(v.quit)
 		v.monitor.Wait()
-		v.dropAll()
+		drop(v.kept.take(0, true))
 	})
 	return v.inner.Close(ctx)
 }
@@ -231,23 +207,23 @@ func (v *Van) Close(ctx context.Context) error {
 func (v *Van) awaitAcks(ctx context.Context) {
 	limit := time.NewTimer(v.opts.CloseWait)
 	defer limit.Stop()
-	v.mu.Lock()
+	v.kept.mu.Lock()
 	var probes []*entry
-	for _, e := range v.kept {
+	for _, e := range v.kept.byKey {
 		if e.probe {
 			probes = append(probes, e)
 		}
 	}
 	for _, e := range probes {
-		if next, ok := v.removeLocked(e); ok {
+		if next, ok := v.kept.removeLocked(e); ok {
 			defer v.launch(next)
 			defer e.release()
 		}
 	}
-	count := v.count
+	count := v.kept.count
 	none := make(chan struct{})
-	v.none = none
-	v.mu.Unlock()
+	v.kept.none = none
+	v.kept.mu.Unlock()
 	if count == 0 {
 		return
 	}
@@ -265,7 +241,7 @@ func (v *Van) receive(m *van.Message) {
 	if m.Control.Cmd == van.Ack {
 		v.acknowledged(m) // first: a probe that is kept is under way
 	}
-	if v.anyQuiet.Load() && !v.isStranger(m) {
+	if v.kept.anyQuiet.Load() && !v.seen.isStranger(m) {
 		v.heardFrom(m.Sender)
 	}
 	if m.Control.Cmd == van.Ack {
@@ -281,7 +257,7 @@ func (v *Van) receive(m *van.Message) {
 		}
 		return
 	}
-	duplicate, stranger := v.note(m)
+	duplicate, stranger := v.seen.note(m)
 	if v.enabled.Load() {
 		v.acknowledge(m)
 	}
@@ -312,32 +288,6 @@ func (v *Van) acknowledge(m *van.Message) {
 	}
 	acks.Put(ack)
 }
-
-// tracked tells whether a message is acknowledged. A control message without a
-// timestamp cannot be: its signature would not identify it.
-func tracked(m *van.Message) bool {
-	switch m.Control.Cmd {
-	case van.Ack, van.Terminate:
-		return false
-	case van.EmptyCmd:
-		return true
-	}
-	return m.Timestamp != van.Empty
-}
-
-// signature identifies a message in acknowledgements; see the package documentation.
-func signature(m *van.Meta, sender, receiver int) uint64 {
-	low := m.Timestamp << 1
-	if m.Request {
-		low |= 1
-	}
-	return uint64(uint16(m.AppID))<<48 | uint64(uint8(sender))<<40 | uint64(uint8(receiver))<<32 | uint64(int64(low))
-}
-
-// metaString formats a Meta only when a line is logged.
-type metaString van.Meta
-
-func (m *metaString) LogValue() slog.Value { return slog.StringValue((*van.Meta)(m).String()) }
 
 // peerChanged is called by the wrapped van.
 func (v *Van) peerChanged(id int, up bool, cause error) {

@@ -206,7 +206,7 @@ func TestNotAcknowledgedNorKept(t *testing.T) {
 			if err := f.Send(m); err != nil {
 				t.Error(err)
 			}
-			if f.count != 0 {
+			if f.kept.count != 0 {
 				t.Errorf("%s is kept", m.Control.Cmd)
 			}
 			f.p.take()
@@ -448,7 +448,7 @@ func TestAckEndsKeeping(t *testing.T) {
 			t.Fatal(err)
 		}
 		f.p.recv(ack(10, 0x000009080000000b)) // of another node: not for this message
-		if f.count != 1 {
+		if f.kept.count != 1 {
 			t.Fatal("a foreign acknowledgement was taken")
 		}
 		f.p.recv(ack(8, 0x000009080000000b))
@@ -539,8 +539,8 @@ func TestBeforeEnable(t *testing.T) {
 	if s := p.take(); len(s) != 0 || up != 1 {
 		t.Errorf("before Enable: %d answers and %d handed up, want 0 and 1", len(s), up)
 	}
-	if err := v.Send(request(8, 1)); err != nil || v.count != 0 {
-		t.Errorf("Send before Enable: error %v, %d kept; want none", err, v.count)
+	if err := v.Send(request(8, 1)); err != nil || v.kept.count != 0 {
+		t.Errorf("Send before Enable: error %v, %d kept; want none", err, v.kept.count)
 	}
 	p.take()
 	v.Enable()
@@ -571,8 +571,8 @@ func TestSameSignatureWaits(t *testing.T) {
 			}
 			f.p.recv(ack(8, sig))
 		}
-		if f.count != 0 || len(f.kept) != 0 || f.first != nil {
-			t.Errorf("%d messages are kept after their acknowledgement", f.count)
+		if f.kept.count != 0 || len(f.kept.byKey) != 0 || f.kept.first != nil {
+			t.Errorf("%d messages are kept after their acknowledgement", f.kept.count)
 		}
 	})
 }
@@ -590,12 +590,12 @@ func TestLostPeer(t *testing.T) {
 		}
 		// It does not listen yet: nothing has been lost.
 		f.p.watch(8, false, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
-		if len(f.failed()) != 0 || f.count != 3 || dones.Load() != 0 {
-			t.Fatalf("a refused attempt to connect: %d failures, %d kept, Done %d times; want 0, 3, 0", len(f.failed()), f.count, dones.Load())
+		if len(f.failed()) != 0 || f.kept.count != 3 || dones.Load() != 0 {
+			t.Fatalf("a refused attempt to connect: %d failures, %d kept, Done %d times; want 0, 3, 0", len(f.failed()), f.kept.count, dones.Load())
 		}
 		f.p.watch(8, false, nil)
-		if len(f.failed()) != 2 || f.count != 1 || dones.Load() != 2 {
-			t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failed()), f.count, dones.Load())
+		if len(f.failed()) != 2 || f.kept.count != 1 || dones.Load() != 2 {
+			t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failed()), f.kept.count, dones.Load())
 		}
 		for _, x := range f.failed() {
 			if x.Peer != 8 || !errors.Is(x.Err, van.ErrPeerLost) {
@@ -603,8 +603,8 @@ func TestLostPeer(t *testing.T) {
 			}
 		}
 		f.Disconnect(10)
-		if len(f.failed()) != 2 || f.count != 0 || dones.Load() != 3 {
-			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failed()), f.count, dones.Load())
+		if len(f.failed()) != 2 || f.kept.count != 0 || dones.Load() != 3 {
+			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failed()), f.kept.count, dones.Load())
 		}
 	})
 }
@@ -615,8 +615,8 @@ func TestSendError(t *testing.T) {
 	done := &counter{}
 	m := request(8, 5)
 	m.Done = done
-	if err := f.Send(m); !errors.Is(err, van.ErrUnknownPeer) || f.count != 0 || done.Load() != 0 {
-		t.Errorf("Send: %v, %d kept, Done %d times; want %v, 0, 0", err, f.count, done.Load(), van.ErrUnknownPeer)
+	if err := f.Send(m); !errors.Is(err, van.ErrUnknownPeer) || f.kept.count != 0 || done.Load() != 0 {
+		t.Errorf("Send: %v, %d kept, Done %d times; want %v, 0, 0", err, f.kept.count, done.Load(), van.ErrUnknownPeer)
 	}
 }
 
@@ -743,19 +743,19 @@ func TestMemoryIsBounded(t *testing.T) {
 		m.AppID = app
 		f.p.recv(from(8, m))
 	}
-	if n := len(f.seen[8].lives[0].streams); n != maxStreams {
+	if n := len(f.seen.peers[8].lives[0].streams); n != maxStreams {
 		t.Errorf("%d streams of one peer, want %d", n, maxStreams)
 	}
 	for from := range uint32(10) {
 		f.p.recv(of(from, 8, request(9, 0)))
 	}
-	if n := len(f.seen[8].lives); n != maxLives {
+	if n := len(f.seen.peers[8].lives); n != maxLives {
 		t.Errorf("%d processes of one peer, want %d", n, maxLives)
 	}
 	for id := range 2 * maxPeers {
-		f.note(from(100+id, request(9, 0)))
+		f.seen.note(from(100+id, request(9, 0)))
 	}
-	if n := len(f.seen); n != maxPeers {
+	if n := len(f.seen.peers); n != maxPeers {
 		t.Errorf("%d peers, want %d", n, maxPeers)
 	}
 }

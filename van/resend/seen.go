@@ -5,6 +5,7 @@ package resend
 import (
 	"math"
 	"slices"
+	"sync"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/van"
@@ -103,41 +104,47 @@ func (p *peer) isAnother(from uint32) bool {
 	return p.connected && p.incarnation != 0 && from != 0 && from != p.incarnation
 }
 
+// memory is that of all peers.
+type memory struct {
+	mu    sync.Mutex
+	peers map[int]*peer
+}
+
 // isStranger tells whether m is of another process than the one that is connected under its
 // sender's id.
-func (v *Van) isStranger(m *van.Message) bool {
-	v.seenMu.Lock()
-	defer v.seenMu.Unlock()
-	p := v.seen[m.Sender]
+func (r *memory) isStranger(m *van.Message) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	p := r.peers[m.Sender]
 	from, _ := m.Incarnations()
 	return p != nil && p.isAnother(from)
 }
 
 // note notes m and reports whether it has come before, and whether it is of another process
 // than the one that is connected under its sender's id.
-func (v *Van) note(m *van.Message) (duplicate, stranger bool) {
-	v.seenMu.Lock()
-	defer v.seenMu.Unlock()
-	p := v.seen[m.Sender]
+func (r *memory) note(m *van.Message) (duplicate, stranger bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	p := r.peers[m.Sender]
 	if p == nil {
-		if len(v.seen) >= maxPeers {
+		if len(r.peers) >= maxPeers {
 			return false, false
 		}
 		p = &peer{}
-		v.seen[m.Sender] = p
+		r.peers[m.Sender] = p
 	}
 	from, _ := m.Incarnations()
 	stranger = p.isAnother(from)
 	h := p.of(m.Sender, from)
 	h.clock++
-	s := stream{m.AppID, m.CustomerID, m.Control.Cmd, m.Request, m.Push, m.SimpleApp}
-	w := h.streams[s]
+	id := stream{m.AppID, m.CustomerID, m.Control.Cmd, m.Request, m.Push, m.SimpleApp}
+	w := h.streams[id]
 	if w == nil {
 		if len(h.streams) >= maxStreams {
 			h.evict()
 		}
 		w = &window{}
-		h.streams[s] = w
+		h.streams[id] = w
 	}
 	w.used = h.clock
 	return w.add(m.Timestamp), stranger
@@ -157,14 +164,14 @@ func (h *history) evict() {
 
 // begin notes that peer id is connected as node says. If it was connected before, what
 // other processes with that id have sent is forgotten; what this process has sent is not.
-func (v *Van) begin(id int, node *van.Node) {
+func (r *memory) begin(id int, node *van.Node) {
 	who, _ := node.Identity()
-	v.seenMu.Lock()
-	defer v.seenMu.Unlock()
-	p := v.seen[id]
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	p := r.peers[id]
 	if p == nil {
 		p = &peer{}
-		v.seen[id] = p
+		r.peers[id] = p
 	}
 	p.follow(id, who.Incarnation)
 }
@@ -183,24 +190,24 @@ func (p *peer) follow(id int, incarnation uint32) {
 }
 
 // rename gives a connected peer another id, from which messages may have come already.
-func (v *Van) rename(old, id int) {
-	v.seenMu.Lock()
-	defer v.seenMu.Unlock()
-	p := v.seen[old]
+func (r *memory) rename(old, id int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	p := r.peers[old]
 	if p == nil {
 		return
 	}
-	delete(v.seen, old)
-	if was := v.seen[id]; was != nil {
+	delete(r.peers, old)
+	if was := r.peers[id]; was != nil {
 		was.follow(id, p.incarnation)
 		p.lives = was.lives
 	}
-	v.seen[id] = p
+	r.peers[id] = p
 }
 
 // forget removes all that is known of a peer.
-func (v *Van) forget(id int) {
-	v.seenMu.Lock()
-	defer v.seenMu.Unlock()
-	delete(v.seen, id)
+func (r *memory) forget(id int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.peers, id)
 }

@@ -133,7 +133,7 @@ func TestSentBeforeItsName(t *testing.T) {
 	if n := len(f.up); n != 2 {
 		t.Errorf("%d messages handed up, want 2", n)
 	}
-	if n := len(f.seen[9].lives); n != 1 {
+	if n := len(f.seen.peers[9].lives); n != 1 {
 		t.Errorf("%d processes are remembered, want 1", n)
 	}
 }
@@ -174,7 +174,7 @@ func TestAcknowledgedToAnother(t *testing.T) {
 				t.Fatal(err)
 			}
 			f.p.recv(marked(c.by, c.of, ack(8, signature(&m.Meta, 9, 8))))
-			if ended := len(f.kept) == 0; ended != c.ends {
+			if ended := len(f.kept.byKey) == 0; ended != c.ends {
 				t.Errorf("acknowledged by %d to %d: ended %t, want %t", c.by, c.of, ended, c.ends)
 			}
 		}

@@ -147,23 +147,23 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 		for _, d := range dones {
 			total += int(d.Load())
 		}
-		v.mu.Lock()
+		v.kept.mu.Lock()
 		n, listed := 0, 0
-		for _, e := range v.kept {
+		for _, e := range v.kept.byKey {
 			for ; e != nil; e = e.behind {
 				n++
 			}
 		}
-		for e := v.first; e != nil; e = e.next {
-			if listed++; e.next != nil && (e.next.prev != e || e.next.due.Before(e.due)) || e.next == nil && v.last != e {
+		for e := v.kept.first; e != nil; e = e.next {
+			if listed++; e.next != nil && (e.next.prev != e || e.next.due.Before(e.due)) || e.next == nil && v.kept.last != e {
 				t.Error("the list is out of order")
 			}
 		}
-		if v.count != n || listed != len(v.kept) {
-			t.Errorf("%d are kept, %d in the list, want %d and %d", v.count, listed, n, len(v.kept))
+		if v.kept.count != n || listed != len(v.kept.byKey) {
+			t.Errorf("%d are kept, %d in the list, want %d and %d", v.kept.count, listed, n, len(v.kept.byKey))
 		}
-		fmt.Fprintln(w, events, total, v.count, len(v.quiet), len(v.conns), enabled)
-		v.mu.Unlock()
+		fmt.Fprintln(w, events, total, v.kept.count, len(v.kept.quiet), len(v.kept.conns), enabled)
+		v.kept.mu.Unlock()
 		events = nil
 		mu.Unlock()
 	}
@@ -182,10 +182,10 @@ func story(t *testing.T, rng *rand.Rand, w io.Writer) {
 	mu.Lock()
 	fmt.Fprintln(w, time.Since(begun), len(events))
 	mu.Unlock()
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	if v.count != 0 || len(v.kept) != 0 || v.first != nil || v.last != nil {
-		t.Errorf("%d are kept at the end", v.count)
+	v.kept.mu.Lock()
+	defer v.kept.mu.Unlock()
+	if v.kept.count != 0 || len(v.kept.byKey) != 0 || v.kept.first != nil || v.kept.last != nil {
+		t.Errorf("%d are kept at the end", v.kept.count)
 	}
 	for i, d := range dones {
 		if want := map[bool]int32{true: 0, false: 1}[refused[d]]; d.Load() != want {

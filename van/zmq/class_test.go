@@ -152,7 +152,7 @@ func TestClassTakenBack(t *testing.T) {
 		s.setClass(0) // as a connection is when it is made
 		var made sync.WaitGroup
 		for range 4 {
-			made.Go(func() { worker.connected(c, s.fd) })
+			made.Go(func() { c.connected(&worker.shared, s.fd) })
 		}
 		for range i % 300 {
 			runtime.Gosched()

@@ -15,10 +15,13 @@ import (
 // early keeps messages of processes that are to take the place of another one, of which
 // the scheduler has told them before it told this node.
 type early struct {
+	n    *shared
+	flow *flow
+
 	mu     sync.Mutex
 	kept   []earlyMessage
 	ready  []*van.Message // of those that this node knows by now
-	n      atomic.Int32   // of ready
+	count  atomic.Int32   // of ready
 	timer  *time.Timer
 	closed bool
 	most   time.Duration // that a message is kept
@@ -38,40 +41,35 @@ const keepTime = 10 * time.Second
 // admitTime is how long those of a process that is connected wait for Admit.
 const admitTime = time.Second
 
-// isOf tells whether c is the connection to the process that calls itself name.
-func (c *conn) isOf(name peerName) bool {
-	return c.incarnation == name.incarnation && c.admitted.Load()
-}
-
 // keep takes a message of a process that this node does not know as the peer yet. It
 // reports false if it does know it by now.
-func (e *early) keep(v *zvan, msg *van.Message, name peerName) bool {
+func (e *early) keep(msg *van.Message, name peerName) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if c := (*v.peers.Load())[name.id]; c != nil && c.isOf(name) {
+	if c := (*e.n.peers.Load())[name.id]; c != nil && c.isOf(name) {
 		if !slices.ContainsFunc(e.ready, func(m *van.Message) bool { return m.Sender == msg.Sender }) {
 			return false
 		}
 		e.ready = append(e.ready, msg)
-		e.n.Store(int32(len(e.ready)))
+		e.count.Store(int32(len(e.ready)))
 		return true
 	}
 	if e.closed {
-		v.flow.left(msg)
+		e.flow.left(msg)
 		msg.Release()
 		return true
 	}
 	e.kept = append(e.kept, earlyMessage{msg, name, clock.Now()})
 	if e.timer == nil {
-		e.timer = time.AfterFunc(e.most, func() { e.expire(v) })
+		e.timer = time.AfterFunc(e.most, e.expire)
 	}
 	return true
 }
 
-// admit makes c the peer, and its messages ready.
-func (v *zvan) admit(c *conn) {
-	e := &v.early
+// admit makes c the peer, and its messages ready. It tells whether there are any.
+func (e *early) admit(c *conn) bool {
 	e.mu.Lock()
+	defer e.mu.Unlock()
 	id := c.who.Load().id
 	e.kept = slices.DeleteFunc(e.kept, func(k earlyMessage) bool {
 		if k.name != (peerName{id, c.incarnation}) {
@@ -80,36 +78,14 @@ func (v *zvan) admit(c *conn) {
 		e.ready = append(e.ready, k.msg)
 		return true
 	})
-	e.n.Store(int32(len(e.ready))) // before admitted is: what comes now goes behind
+	e.count.Store(int32(len(e.ready))) // before admitted is: what comes now goes behind
 	c.admitted.Store(true)
-	wake := len(e.ready) > 0
-	e.mu.Unlock()
-	if wake && v.router != nil {
-		v.router.wake()
-	}
-}
-
-// Admit implements van.Admitter.
-func (v *zvan) Admit(id int) {
-	if c := (*v.peers.Load())[id]; c != nil && !c.admitted.Load() {
-		v.admit(c)
-	}
-}
-
-// succeed makes c the connection that takes old's place.
-func (v *zvan) succeed(c, old *conn) {
-	c.before = old.incarnation
-	if c.incarnation == old.incarnation {
-		c.before = old.before
-		c.admitted.Store(old.admitted.Load())
-		return
-	}
-	c.admitted.Store(false)
+	return len(e.ready) > 0
 }
 
 // next returns a message that is ready, or nil.
 func (e *early) next() *van.Message {
-	if e.n.Load() == 0 {
+	if e.count.Load() == 0 {
 		return nil
 	}
 	e.mu.Lock()
@@ -119,33 +95,33 @@ func (e *early) next() *van.Message {
 	}
 	msg := e.ready[0]
 	e.ready = slices.Delete(e.ready, 0, 1)
-	e.n.Store(int32(len(e.ready)))
+	e.count.Store(int32(len(e.ready)))
 	return msg
 }
 
 // expire drops messages of processes that have not become peers.
-func (e *early) expire(v *zvan) {
+func (e *early) expire() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	now := clock.Now()
 	e.kept = slices.DeleteFunc(e.kept, func(k earlyMessage) bool {
-		c := (*v.peers.Load())[k.name.id]
+		c := (*e.n.peers.Load())[k.name.id]
 		soon := c != nil && c.incarnation == k.name.incarnation && !c.admitted.Load() // it is about to be admitted
 		if !e.closed && (soon || now-k.at < uint64(e.most)) {
 			return false
 		}
 		if n, speak := e.lines.Next(); speak {
-			v.log.Warn("dropped a message of a process that the scheduler did not name", "from", van.NodeName(k.name.id),
+			e.n.log.Warn("dropped a message of a process that the scheduler did not name", "from", van.NodeName(k.name.id),
 				"incarnation", fmt.Sprintf("%08x", k.name.incarnation), "message", k.msg.Meta.String(), "limit", e.most, "dropped so far", n)
 		}
-		v.stats.stale.Add(1)
-		v.flow.left(k.msg)
+		e.n.stats.stale.Add(1)
+		e.flow.left(k.msg)
 		k.msg.Release()
 		return true
 	})
 	e.timer = nil
 	if len(e.kept) > 0 {
-		e.timer = time.AfterFunc(e.most/8, func() { e.expire(v) })
+		e.timer = time.AfterFunc(e.most/8, e.expire)
 	}
 }
 
@@ -164,5 +140,5 @@ func (e *early) close() {
 		m.Release()
 	}
 	e.kept, e.ready = nil, nil
-	e.n.Store(0)
+	e.count.Store(0)
 }

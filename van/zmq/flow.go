@@ -1,40 +1,34 @@
 package zmq
 
 import (
-	"bytes"
 	"fmt"
-	"math"
 	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 )
 
-// flow keeps the bytes that wait within the budgets.
+// flow keeps the bytes that were received and wait within the budgets.
 //
-// To send: an account for each peer counts what libzmq has not let go of; beyond the
-// budget Send refuses. Of that libzmq has sendWindow at most, so that a peer that asks to
-// wait soon has nothing more coming.
-//
-// To receive: a worker has a socket for each server, which it does not read while the
+// A worker has a socket for each server, which it does not read while the
 // server's messages wait. But a server reads all its workers from one ROUTER, of which
 // libzmq hands up one worker's messages after the other's. So a server asks a worker of
 // this library whose messages wait for the application to hold back its data; its control
 // messages, and other workers' messages, come on. Workers of the original are not asked:
 // they are bounded by the budget for all, at which the ROUTER is not read.
 type flow struct {
-	v         *zvan
-	send      int64 // STEPAF_SEND_BUDGET; 0: no limit
-	recvAll   int64 // STEPAF_RECV_BUDGET; 0: no limit
-	strangers int64 // STEPAF_STRANGER_BUDGET; 0: no limit
-	holdAt    int64 // bytes of one peer at which it is asked to wait; 0: never
+	n         *shared
+	out       *outgoing // for notices
+	senders   lanes     // of the ROUTER
+	recvAll   int64     // STEPAF_RECV_BUDGET; 0: no limit
+	strangers int64     // STEPAF_STRANGER_BUDGET; 0: no limit
+	holdAt    int64     // bytes of one peer at which it is asked to wait; 0: never
 
 	dealers *engine.Budget
 	router  *engine.Budget
@@ -42,7 +36,7 @@ type flow struct {
 	waiting atomic.Int64 // bytes of members that are received and not delivered
 	strange atomic.Int64 // the same of strangers
 
-	refusals, holds, drops logx.Sparse
+	holds, drops logx.Sparse
 
 	mu     sync.Mutex
 	asked  []*sender // who is asked to wait
@@ -50,18 +44,31 @@ type flow struct {
 	ended  bool
 }
 
-// sendWindow is how much libzmq has at most for one peer, besides one message.
-const sendWindow = 32 << 20
-
-// controlReserve is what control messages may use beyond the budget for sending.
-const controlReserve = 16 << 20
-
 // holdShare is the part of a peer's budget at which it is asked to wait. The rest is for
 // what is on its way.
 const holdShare = 4
 
 // crowdedHold is used in its place when half of the budget for all is used up.
 const crowdedHold = 1 << 20
+
+type lane = engine.Lane[*van.Message]
+
+// lanes gives each sender its lane. Senders without an id share one.
+type lanes struct {
+	m    sync.Map // int to *sender
+	hand *atomic.Int32
+}
+
+func (l *lanes) of(id int) *sender {
+	if p, ok := l.m.Load(id); ok {
+		return p.(*sender)
+	}
+	s := &sender{id: id}
+	s.lane.ID, s.control.ID = id, id
+	s.lane.Hand, s.control.Hand = l.hand, l.hand
+	p, _ := l.m.LoadOrStore(id, s)
+	return p.(*sender)
+}
 
 // sender is who sends to this node.
 type sender struct {
@@ -79,12 +86,9 @@ func (s *sender) of(msg *van.Message) *lane {
 	return &s.lane
 }
 
-func (f *flow) init(v *zvan) {
-	cfg := v.cfg
-	f.v = v
-	if !failpoint.On("send-budget") {
-		f.send = int64(cfg.SendBudget)
-	}
+func (f *flow) init(n *shared, out *outgoing) {
+	cfg := n.cfg
+	f.n, f.out = n, out
 	f.strangers = int64(cfg.StrangerBudget)
 	if failpoint.On("recv-budget") {
 		return
@@ -109,30 +113,11 @@ func (f *flow) watch(loop *engine.Loop[*van.Message]) {
 
 // paused counts and logs that messages of peer id wait.
 func (f *flow) paused(how string, id int, bytes int64) {
-	f.v.stats.paused.Add(1)
+	f.n.stats.paused.Add(1)
 	if n, speak := f.holds.Next(); speak {
-		f.v.log.Warn("a peer is "+how+" until the application has taken some of its messages", "peer", van.NodeName(id), "bytes waiting", bytes,
-			"limits", fmt.Sprintf("%d of one peer (STEPAF_RECV_BUDGET_PEER), %d of all (STEPAF_RECV_BUDGET)", f.v.cfg.RecvBudgetPeer, f.v.cfg.RecvBudget), "so far", n)
+		f.n.log.Warn("a peer is "+how+" until the application has taken some of its messages", "peer", van.NodeName(id), "bytes waiting", bytes,
+			"limits", fmt.Sprintf("%d of one peer (STEPAF_RECV_BUDGET_PEER), %d of all (STEPAF_RECV_BUDGET)", f.n.cfg.RecvBudgetPeer, f.n.cfg.RecvBudget), "so far", n)
 	}
-}
-
-// overBudget says why a message for c was refused.
-func (v *zvan) overBudget(c *conn, to *route) error {
-	unsent := c.sock.unsent(c.acct)
-	v.stats.refused.Add(1)
-	if n, speak := v.flow.refusals.Next(); speak {
-		v.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.addr,
-			"bytes unsent", unsent, "limit", fmt.Sprintf("%d (STEPAF_SEND_BUDGET)", to.limit), "refused so far", n)
-	}
-	return fmt.Errorf("%w: it has not taken %d bytes yet, want at most %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, unsent, to.limit)
-}
-
-// controlLimit is the budget for control messages.
-func (f *flow) controlLimit() int64 {
-	if f.send <= 0 {
-		return 0
-	}
-	return f.send + controlReserve
 }
 
 // limits returns how many bytes of one peer may wait before it is asked to wait, and at
@@ -162,15 +147,15 @@ func (f *flow) arrived(msg *van.Message) bool {
 			return true
 		}
 		f.strange.Add(-n)
-		f.v.stats.strangers.Add(1)
+		f.n.stats.strangers.Add(1)
 		if k, speak := f.drops.Next(); speak {
-			f.v.log.Warn("dropped a message of a stranger, who is not a member of the cluster", "as", van.NodeName(msg.Sender), "bytes", n,
+			f.n.log.Warn("dropped a message of a stranger, who is not a member of the cluster", "as", van.NodeName(msg.Sender), "bytes", n,
 				"limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", f.strangers), "dropped so far", k)
 		}
 		return false
 	case ofMember:
 		f.waiting.Add(n)
-		s := f.v.senders.of(msg.Sender)
+		s := f.senders.of(msg.Sender)
 		if w := s.waiting.Add(n); f.holdAt > 0 && w > crowdedHold/2 && !s.asked.Load() {
 			if ask, _ := f.limits(); w > ask {
 				f.ask(s)
@@ -187,7 +172,7 @@ func (f *flow) left(msg *van.Message) {
 		f.strange.Add(-n)
 	case ofMember:
 		f.waiting.Add(-n)
-		s := f.v.senders.of(msg.Sender)
+		s := f.senders.of(msg.Sender)
 		if w := s.waiting.Add(-n); s.asked.Load() {
 			if _, letGo := f.limits(); w <= letGo {
 				f.letGo(s)
@@ -257,7 +242,7 @@ func (f *flow) letGo(s *sender) {
 
 // tell sends a notice. It reports false when the node does not understand it.
 func (f *flow) tell(s *sender, hold time.Duration) bool {
-	c := (*f.v.peers.Load())[s.id]
+	c := (*f.n.peers.Load())[s.id]
 	if c == nil || c.incarnation == 0 {
 		return false
 	}
@@ -269,8 +254,8 @@ func (f *flow) tell(s *sender, hold time.Duration) bool {
 	if hold > 0 {
 		msg.Body = strconv.AppendInt(slices.Clone(noticeHold), hold.Milliseconds(), 10)
 	}
-	if err := f.v.send(&msg, c); err != nil {
-		f.v.log.Debug("a notice was not sent", "err", err)
+	if err := f.out.send(&msg, c); err != nil {
+		f.n.log.Debug("a notice was not sent", "err", err)
 	}
 	return true
 }
@@ -282,63 +267,4 @@ func (f *flow) stop() {
 	if f.ticker != nil {
 		f.ticker.Stop()
 	}
-}
-
-// noticed takes a notice from c's peer. It reports false for what is none.
-func (v *zvan) noticed(c *conn, body []byte) bool {
-	if bytes.Equal(body, noticeGo) {
-		c.goOn()
-		v.lent.rouse()
-		return true
-	}
-	text, ok := bytes.CutPrefix(body, noticeHold)
-	if !ok {
-		return false
-	}
-	ms, err := strconv.ParseUint(string(text), 10, 32)
-	if err != nil {
-		return false
-	}
-	c.hold(clock.Now() + uint64(min(time.Duration(ms)*time.Millisecond, holdFor)))
-	v.lent.rouse()
-	return true
-}
-
-// hold makes data for c's peer wait until then.
-func (c *conn) hold(until uint64) {
-	c.holding.Lock()
-	defer c.holding.Unlock()
-	if c.holdUntil.Swap(until) == 0 {
-		c.sock.hold(true)
-	}
-}
-
-// goOn lets data for c's peer leave again.
-func (c *conn) goOn() { c.goOnAt(math.MaxUint64) }
-
-// goOnAt lets it leave if it was to wait until now at most.
-func (c *conn) goOnAt(now uint64) {
-	c.holding.Lock()
-	defer c.holding.Unlock()
-	if until := c.holdUntil.Load(); until != 0 && until <= now {
-		c.holdUntil.Store(0)
-		c.sock.hold(false)
-	}
-}
-
-// pump sends what waits and may leave now, to all peers. It tells whether there is more.
-func (v *zvan) pump() (more bool) {
-	for _, c := range *v.peers.Load() {
-		if until := c.holdUntil.Load(); until != 0 {
-			if now := clock.Now(); now < until {
-				more = true
-			} else {
-				c.goOnAt(now)
-			}
-		}
-		if c.sock.waits.Load() && c.sock.pump(false, v.lent) {
-			more = true
-		}
-	}
-	return more
 }

@@ -157,7 +157,7 @@ func TestSlowHandler(t *testing.T) {
 		if m.IsControl() {
 			return
 		}
-		most.Store(max(most.Load(), server.senders.of(9).waiting.Load())) // it has grown since the last delivery, if at all
+		most.Store(max(most.Load(), server.flow.senders.of(9).waiting.Load())) // it has grown since the last delivery, if at all
 		if int64(m.Timestamp) != next.Load() {
 			wrong.Add(1)
 		}
@@ -171,7 +171,7 @@ func TestSlowHandler(t *testing.T) {
 	for i := range n {
 		worker.must(t, push(8, i, vals))
 	}
-	s := server.senders.of(9)
+	s := server.flow.senders.of(9)
 	until(t, "request to wait", s.asked.Load)
 	for i, begun := 0, time.Now(); time.Since(begun) < holdFor+askEvery; i++ { // the other worker goes on, for longer than a request to wait lasts
 		second.must(t, push(8, i, vals[:1000]))

@@ -3,10 +3,8 @@ package zmq
 import (
 	"cmp"
 	"fmt"
-	"net"
 	"os"
 	"slices"
-	"strconv"
 	"sync"
 	"syscall"
 
@@ -27,7 +25,7 @@ import (
 // The descriptors are libzmq's, and may have been closed and used again at any time: what
 // was learned of one counts only if the socket's cookie is the same.
 type guard struct {
-	v      *zvan
+	n      *shared
 	mon    *monitor
 	poll   *os.File // an epoll instance with the connections of strangers
 	raw    syscall.RawConn
@@ -58,8 +56,9 @@ type incoming struct {
 // greeting is about how many bytes a connection carries before the first message.
 const greeting = 256
 
-func newGuard(v *zvan, z *zmq4.Socket, serial, port int) (*guard, error) {
-	if v.flow.strangers <= 0 {
+// newGuard makes the guard of the ROUTER z, none if strangers have no budget.
+func newGuard(n *shared, ctx *zmq4.Context, z *zmq4.Socket, serial, port int, budget int64) (*guard, error) {
+	if budget <= 0 {
 		return nil, nil
 	}
 	ep, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
@@ -70,9 +69,9 @@ func newGuard(v *zvan, z *zmq4.Socket, serial, port int) (*guard, error) {
 		_ = unix.Close(ep)
 		return nil, os.NewSyscallError("fcntl", err)
 	}
-	g := &guard{v: v, budget: v.flow.strangers, port: port, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
+	g := &guard{n: n, budget: budget, port: port, conns: map[int]*incoming{}, poll: os.NewFile(uintptr(ep), "epoll")}
 	if g.raw, err = g.poll.SyscallConn(); err == nil {
-		g.mon, err = newMonitor(v.zctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED)
+		g.mon, err = newMonitor(ctx, z, serial, zmq4.EVENT_ACCEPTED|zmq4.EVENT_DISCONNECTED|zmq4.EVENT_CLOSED)
 	}
 	if err != nil {
 		_ = g.poll.Close()
@@ -265,11 +264,11 @@ func (g *guard) joins(fd int, in *incoming, c *conn) {
 	g.held -= in.held
 	in.member, in.held = c, 0
 	c.seen.Store(true)
-	if class, ok := g.v.classOf(c); ok {
+	if class, ok := g.n.classOf(c); ok {
 		tcpSocket{fd, in.cookie}.setClass(class)
 	}
 	_ = unix.EpollCtl(g.epoll(), unix.EPOLL_CTL_DEL, fd, nil)
-	if _, limit := g.v.heartbeats(); limit > 0 && c.incarnation != 0 {
+	if _, limit := g.n.heartbeats(); limit > 0 && c.incarnation != 0 {
 		// An answer that nobody acknowledges ends the connection, as a request does on
 		// the other side.
 		g.use(fd, in, func(fd int) {
@@ -339,7 +338,7 @@ func (g *guard) relieve() {
 	}
 	slices.SortFunc(all, func(a, b entry) int { return cmp.Compare(b.held, a.held) })
 	excess := g.held - g.budget
-	for i, doubt := 0, g.v.unseen(); i < len(all) && excess > 0; i++ {
+	for i, doubt := 0, g.n.unseen(); i < len(all) && excess > 0; i++ {
 		e := all[i]
 		if i < doubt && e.held < 2*maxFrame {
 			excess -= e.held // it may be a worker whose first message is long
@@ -355,7 +354,7 @@ func (g *guard) relieve() {
 // end closes a connection: libzmq sees the end of it and lets go of what it holds. It is
 // counted first, so that who sees the end finds it in the counter.
 func (g *guard) end(fd int, in *incoming) {
-	g.v.stats.strangers.Add(1)
+	g.n.stats.strangers.Add(1)
 	from := "unknown"
 	g.use(fd, in, func(fd int) {
 		if a, err := unix.Getpeername(fd); err == nil {
@@ -364,31 +363,22 @@ func (g *guard) end(fd int, in *incoming) {
 		_ = unix.Shutdown(fd, unix.SHUT_RDWR)
 	})
 	if n, speak := g.lines.Next(); speak {
-		g.v.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from,
+		g.n.log.Warn("ended the connection of a stranger, which is not a member of the cluster", "from", from,
 			"bytes of unfinished messages", in.held, "limit", fmt.Sprintf("%d for all strangers (STEPAF_STRANGER_BUDGET)", g.budget), "ended so far", n)
 	}
 }
 
-func addrText(a unix.Sockaddr) string {
-	switch a := a.(type) {
-	case *unix.SockaddrInet4:
-		return net.JoinHostPort(net.IP(a.Addr[:]).String(), strconv.Itoa(a.Port))
-	case *unix.SockaddrInet6:
-		return net.JoinHostPort(net.IP(a.Addr[:]).String(), strconv.Itoa(a.Port))
+// of lists the connections that c's peer has made to the ROUTER.
+func (g *guard) of(c *conn) (l []tcpSocket) {
+	if g == nil {
+		return nil
 	}
-	return "unknown"
-}
-
-// unseen is how many connections without a message may be those of members whose first
-// message is long: only workers send such ones, and only to servers.
-func (v *zvan) unseen() (n int) {
-	if v.self.Role != van.Server {
-		return 0
-	}
-	for _, c := range *v.peers.Load() {
-		if id := c.who.Load().id; id > 0 && van.RoleOf(id) == van.Worker && !c.seen.Load() {
-			n++
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for fd, in := range g.conns {
+		if in.member == c && !in.gone {
+			l = append(l, tcpSocket{fd, in.cookie})
 		}
 	}
-	return n
+	return l
 }

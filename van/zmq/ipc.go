@@ -45,7 +45,7 @@ var localUser = os.Geteuid
 // bindLocal binds a Unix socket. Ports are still port numbers: a free one is held
 // by a TCP listener for as long as the node lives, so that no other node of this
 // host takes the same path.
-func (v *zvan) bindLocal(z *zmq4.Socket, self van.Node) (int, func(), error) {
+func bindLocal(z *zmq4.Socket, self van.Node) (int, func(), error) {
 	l, err := net.Listen("tcp", net.JoinHostPort(self.Hostname, "0"))
 	if err != nil {
 		return 0, nil, err

@@ -47,15 +47,8 @@ func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event
 // errRefused: an attempt to connect failed. libzmq tries again.
 var errRefused = fmt.Errorf("no connection could be made: %w", syscall.ECONNREFUSED)
 
-// tell reports a change of c's connection to the watcher.
-func (v *zvan) tell(c *conn, up bool, cause error) {
-	if v.watch != nil && !c.leaves.Load() {
-		v.watch(c.who.Load().id, up, cause)
-	}
-}
-
 // start follows the connection of c.
-func (m *monitor) start(v *zvan, c *conn) {
+func (m *monitor) start(n *shared, c *conn) {
 	if m.started {
 		return
 	}
@@ -72,19 +65,19 @@ func (m *monitor) start(v *zvan, c *conn) {
 		for m.sock.wait(try) && !m.sock.closed.Load() {
 			switch event {
 			case zmq4.EVENT_CONNECTED:
-				v.connected(c, fd)
+				c.connected(n, fd)
 			case zmq4.EVENT_DISCONNECTED:
 				c.link.Store(nil)
 				c.up.Store(false)
 				c.lost.Store(true)
 				c.goOn()
-				v.tell(c, false, errDisconnected)
+				n.tell(c, false, errDisconnected)
 			case zmq4.EVENT_CLOSED: // before it was a connection
-				v.tell(c, false, errRefused)
+				n.tell(c, false, errRefused)
 			case zmq4.EVENT_HANDSHAKE_SUCCEEDED:
 				c.up.Store(true)
 				c.lost.Store(false)
-				v.tell(c, true, nil)
+				n.tell(c, true, nil)
 			}
 		}
 	}()

@@ -106,7 +106,7 @@ func TestReplaced(t *testing.T) {
 		server.early.most = 0
 		return len(server.early.kept) == 2
 	})
-	server.early.expire(server.zvan)
+	server.early.expire()
 	server.says(t, "dropped a message of a process that was replaced")
 	server.says(t, "dropped a message of a process that the scheduler did not name")
 	if n := server.Stats().FencedMessages; n != 3 {
@@ -157,7 +157,7 @@ func TestReplacedByOriginal(t *testing.T) {
 	server.early.mu.Lock()
 	server.early.most = 0
 	server.early.mu.Unlock()
-	server.early.expire(server.zvan) // too late for others, not for one that is about to be admitted
+	server.early.expire() // too late for others, not for one that is about to be admitted
 	server.Admit(9)
 	fresh.send(packed(t, push(8, 2, nil)))
 	for want := range 3 {
@@ -496,10 +496,18 @@ func parent(t *testing.T) {
 	select {}
 }
 
+// bare is a van without sockets.
+func bare() *zvan {
+	v := &zvan{}
+	v.log = slog.New(slog.DiscardHandler)
+	v.flow.n, v.early.n, v.early.flow = &v.shared, &v.shared, &v.flow
+	return v
+}
+
 // TestEarlyMessagesStayInFront: what comes of a process that is known by now goes behind what is kept
 // of it, once; where nothing is kept, or of others only, nobody keeps it.
 func TestEarlyMessagesStayInFront(t *testing.T) {
-	v, c := &zvan{}, &conn{incarnation: 7}
+	v, c := bare(), &conn{incarnation: 7}
 	c.admitted.Store(true)
 	v.peers.Store(&map[int]*conn{9: c, 11: c})
 	from := func(id int) *van.Message {
@@ -510,14 +518,14 @@ func TestEarlyMessagesStayInFront(t *testing.T) {
 	}
 	e, first, behind := &v.early, from(9), from(9)
 	e.most = time.Hour
-	if e.keep(v, first, peerName{9, 7}) {
+	if e.keep(first, peerName{9, 7}) {
 		t.Error("a message is kept though nothing is before it")
 	}
 	e.ready = append(e.ready, first)
-	if e.keep(v, from(11), peerName{11, 7}) {
+	if e.keep(from(11), peerName{11, 7}) {
 		t.Error("a message is kept behind another node's")
 	}
-	if !e.keep(v, behind, peerName{9, 7}) {
+	if !e.keep(behind, peerName{9, 7}) {
 		t.Error("a message overtakes one that is kept")
 	}
 	for i, want := range []*van.Message{first, behind, nil} {
@@ -538,8 +546,7 @@ func (n *freedOf) Free(*van.Message) { *n++ }
 // TestEarlyMessages: messages of a process that this node does not know yet wait for that very process, as long as they
 // may, or until it is admitted; what is dropped, at the limit, at the end and behind it, is given back once.
 func TestEarlyMessages(t *testing.T) {
-	v := &zvan{log: slog.New(slog.DiscardHandler)}
-	v.flow.v = v
+	v := bare()
 	next, stranger := &conn{incarnation: 7}, &conn{incarnation: 1}
 	next.who.Store(&identity{id: 9})
 	v.peers.Store(&map[int]*conn{9: next, 11: stranger})
@@ -564,7 +571,7 @@ func TestEarlyMessages(t *testing.T) {
 		f.setWeight(10, ofStranger)
 		v.flow.strange.Add(10)
 		m.Adopt(&freed[i], unsafe.Pointer(f))
-		if !e.keep(v, m, name) {
+		if !e.keep(m, name) {
 			t.Errorf("message %d is not kept", i)
 		}
 	}
@@ -583,10 +590,10 @@ func TestEarlyMessages(t *testing.T) {
 		t.Error("nothing looks after what is kept")
 	}
 	age(time.Hour - time.Minute)
-	e.expire(v)
+	e.expire()
 	said(0, 0, 0, 0)
 	age(2 * time.Minute)
-	e.expire(v) // 7 is about to be admitted
+	e.expire() // 7 is about to be admitted
 	said(0, 1, 1, 0)
 	if n := v.stats.stale.Load(); n != 2 {
 		t.Errorf("%d are counted as dropped, want 2", n)
@@ -623,13 +630,12 @@ func TestEarlyMessages(t *testing.T) {
 // TestSucceed: a connection that is made again to the same process is what the one before was; one to another process
 // waits to be admitted, and remembers which was before it.
 func TestSucceed(t *testing.T) {
-	v := &zvan{}
 	for _, admitted := range []bool{false, true} {
 		old, again, next := &conn{incarnation: 7, before: 6}, &conn{incarnation: 7}, &conn{incarnation: 8}
 		old.admitted.Store(admitted)
 		next.admitted.Store(true)
-		v.succeed(again, old)
-		v.succeed(next, old)
+		again.succeed(old)
+		next.succeed(old)
 		if again.before != 6 || again.admitted.Load() != admitted {
 			t.Errorf("made again: before it %d, admitted %t; want 6, %t", again.before, again.admitted.Load(), admitted)
 		}
@@ -643,8 +649,7 @@ func TestSucceed(t *testing.T) {
 // those of the bubble, whose clock goes on when nobody in it has anything to do.
 func TestEarlyMessagesExpire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		v := &zvan{log: slog.New(slog.DiscardHandler)}
-		v.flow.v = v
+		v := bare()
 		v.peers.Store(&map[int]*conn{})
 		v.early.most = time.Hour
 		var freed [4]freedOf
@@ -655,7 +660,7 @@ func TestEarlyMessagesExpire(t *testing.T) {
 			if i == 3 {
 				time.Sleep(2 * time.Hour) // the others have gone
 			}
-			v.early.keep(v, m, peerName{9, 7})
+			v.early.keep(m, peerName{9, 7})
 			time.Sleep(20 * time.Minute)
 		}
 		said := func(want [4]freedOf) {

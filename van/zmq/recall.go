@@ -1,9 +1,6 @@
 package zmq
 
-import (
-	"github.com/stepaf/stepaf-go/internal/logx"
-	"github.com/stepaf/stepaf-go/van"
-)
+import "github.com/stepaf/stepaf-go/van"
 
 // A value that is lent to libzmq is read when it leaves, which may be long after Send, and
 // after its request has been given up and the memory used for something else. So a request
@@ -43,49 +40,6 @@ func takeMark(f *frames, frames int) (data int, mark byte, err error) {
 	return frames - 1, b[0], nil
 }
 
-// recalls finds what is lent for requests.
-type recalls struct {
-	buckets [1024]*lentSlot // by timestamp
-	foreign logx.Sparse
-}
-
-// entry is a slot's place in recalls.
-type entry struct {
-	in            bool
-	marks         bool // the peer knows marks
-	app, customer int32
-	ts            int32
-	prev, next    *lentSlot
-}
-
-func bucket(ts int32) int { return int(uint32(ts) % 1024) }
-
-// add lists s, lent for a message whose receiver knows marks or does not.
-func (r *recalls) add(s *lentSlot, msg *van.Message, marks bool) {
-	first := &r.buckets[bucket(msg.Timestamp)]
-	s.entry = entry{in: true, marks: marks, app: msg.AppID, customer: msg.CustomerID, ts: msg.Timestamp, next: *first}
-	if *first != nil {
-		(*first).entry.prev = s
-	}
-	*first = s
-}
-
-func (r *recalls) remove(s *lentSlot) {
-	e := &s.entry
-	if !e.in {
-		return
-	}
-	if e.next != nil {
-		e.next.entry.prev = e.prev
-	}
-	if e.prev != nil {
-		e.prev.entry.next = e.next
-	} else {
-		r.buckets[bucket(e.ts)] = e.next
-	}
-	*e = entry{}
-}
-
 // recall sets the marks of what is lent for q, and returns how many messages have none.
 func (l *lent) recall(q van.Requests) (foreign int) {
 	if l.held.Load() == 0 {
@@ -106,16 +60,4 @@ func (l *lent) recall(q van.Requests) (foreign int) {
 		}
 	}
 	return foreign
-}
-
-// Recall implements van.Recaller.
-func (v *zvan) Recall(q van.Requests) {
-	foreign := v.lent.recall(q)
-	if foreign == 0 {
-		return
-	}
-	if n, speak := v.lent.lent.foreign.Next(); speak {
-		v.log.Warn("a node of the C++ library may get what is put next into memory of a request that was given up: it was not sent yet",
-			"first timestamp", q.First, "messages", foreign, "so far", n)
-	}
 }

@@ -3,18 +3,14 @@ package zmq
 import (
 	"context"
 	"errors"
-	"strconv"
-	"sync"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/internal/failpoint"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
-	"github.com/stepaf/stepaf-go/van/env"
 )
 
 var errDisconnected = errors.New("its connection was closed")
@@ -22,7 +18,7 @@ var errDisconnected = errors.New("its connection was closed")
 // receiver reads one socket and hands messages up. It is the engine's source of what comes
 // there; with few exceptions, its fields are of who holds the feed.
 type receiver struct {
-	v       *zvan
+	in      *intake
 	sock    *socket
 	feed    *engine.Feed[*van.Message]
 	router  bool  // the socket is the ROUTER, else the DEALER of peer
@@ -36,17 +32,17 @@ type receiver struct {
 	pool    pool
 }
 
-func newReceiver(v *zvan, s *socket, peer *conn, spins, polls bool) *receiver {
-	r := &receiver{v: v, sock: s, router: peer == nil, peer: peer, lanes: new(lanes)}
+func newReceiver(in *intake, s *socket, peer *conn, spins, polls bool) *receiver {
+	r := &receiver{in: in, sock: s, router: peer == nil, peer: peer, lanes: new(lanes)}
 	if r.router {
-		r.lanes = &v.senders
+		r.lanes = &in.flow.senders
 	}
 	r.lanes.hand = &r.inHand
 	r.next = r.pool.get()
-	r.feed = engine.NewFeed(v.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: v.busy})
+	r.feed = engine.NewFeed(in.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: in.busy})
 	r.feed.Loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
-	r.feed.Loop.Budget = v.flow.budget(r.router)
-	v.flow.watch(r.feed.Loop)
+	r.feed.Loop.Budget = in.flow.budget(r.router)
+	in.flow.watch(r.feed.Loop)
 	return r
 }
 
@@ -69,12 +65,12 @@ func (r *receiver) stop(ctx context.Context) error {
 
 // Take implements engine.Source.
 func (r *receiver) Take(slice time.Duration, poll bool) (*van.Message, *lane, engine.Found) {
-	early := r.router && r.v.early.n.Load() > 0
+	early := r.router && r.in.early.count.Load() > 0
 	if poll && (early || r.inHand.Load() != 0) {
 		return nil, nil, engine.Nothing // an earlier message is still being delivered
 	}
 	if early {
-		if msg := r.v.early.next(); msg != nil {
+		if msg := r.in.early.next(); msg != nil {
 			return msg, r.lanes.of(msg.Sender).of(msg), engine.Message
 		}
 	}
@@ -112,10 +108,10 @@ func (r *receiver) recv(spin time.Duration, park bool) bool {
 	if r.sock.closed.Load() {
 		return false
 	}
-	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park, r.v.lent)
+	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park, r.in.n.lent)
 	if err != nil && !r.sock.closed.Load() {
 		if n, speak := r.failing.Next(); speak {
-			r.v.log.Warn("receive failed", "err", err, "so far", n)
+			r.in.n.log.Warn("receive failed", "err", err, "so far", n)
 		}
 	}
 	return ok && err == nil
@@ -124,7 +120,7 @@ func (r *receiver) recv(spin time.Duration, park bool) bool {
 // Arm implements engine.Source.
 func (r *receiver) Arm(engine.Sleeper) bool {
 	r.came = r.came || r.bundle.left == 0 && r.recv(0, true)
-	return r.came || r.bundle.left > 0 || r.router && r.v.early.n.Load() > 0
+	return r.came || r.bundle.left > 0 || r.router && r.in.early.count.Load() > 0
 }
 
 // Disarm implements engine.Source.
@@ -139,14 +135,14 @@ func (r *receiver) Wake(engine.Sleeper) { r.sock.wake() }
 // Deliver implements engine.Source.
 func (r *receiver) Deliver(msg *van.Message, turn *engine.Turn) {
 	msg.Turn = turn
-	r.v.recv(msg)
+	r.in.recv(msg)
 	r.Discard(msg)
 }
 
 // Discard implements engine.Source: it gives up a message that was delivered, or never
 // will be.
 func (r *receiver) Discard(msg *van.Message) {
-	r.v.flow.left(msg)
+	r.in.flow.left(msg)
 	msg.Release()
 }
 
@@ -183,18 +179,18 @@ func (r *receiver) accept(msg *van.Message) verdict {
 		if member {
 			who = c
 		}
-		r.v.guard.heard(f.source(), f.wire(), name, who)
+		r.in.guard.heard(f.source(), f.wire(), name, who)
 	}
 	switch {
 	case err != nil:
-		r.v.malformed(err, f)
+		r.in.malformed(err, f)
 	case several:
 		return bundled
 	case !msg.IsControl() && r.fenced(c, name):
-		r.v.fenced(name)
+		r.in.fenced(name)
 	case mark == markRecalled:
 		r.recalled(msg, name)
-	case probe, member && msg.Control.Cmd == van.Heartbeat && r.v.noticed(c, msg.Body):
+	case probe, member && msg.Control.Cmd == van.Heartbeat && r.in.noticed(c, msg.Body):
 	default:
 		size := f.dataLen(msg.Frames)
 		if verdict := r.take(msg, now, name, c, member, size, size); verdict != nothing {
@@ -215,13 +211,13 @@ func (r *receiver) unpack() (*van.Message, verdict) {
 	name, c := in.name, r.connOf(in.name)
 	switch {
 	case err != nil:
-		r.v.malformedFrom(err, in.name)
+		r.in.malformedFrom(err, in.name)
 		in.drop(&r.pool)
 		if msg == nil {
 			return nil, nothing
 		}
 	case r.fenced(c, name):
-		r.v.fenced(name)
+		r.in.fenced(name)
 	case mark == markRecalled:
 		r.recalled(msg, name)
 	default:
@@ -236,7 +232,7 @@ func (r *receiver) unpack() (*van.Message, verdict) {
 
 // recalled says that a message was given up before it left.
 func (r *receiver) recalled(msg *van.Message, name peerName) {
-	r.v.log.Debug("dropped a message that was given up while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
+	r.in.n.log.Debug("dropped a message that was given up while it was being sent", "from", van.NodeName(name.id), "timestamp", msg.Timestamp)
 }
 
 // take takes a message of the node that calls itself name, for which c is the
@@ -244,8 +240,8 @@ func (r *receiver) recalled(msg *van.Message, name peerName) {
 func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, member bool, size, keeps int) verdict {
 	msg.Sender = name.id
 	msg.Trace().PostRecv = now
-	msg.Receiver = int(r.v.id.Load())
-	r.v.stats.received(size)
+	msg.Receiver = int(r.in.n.id.Load())
+	r.in.n.stats.received(size)
 	kind := ofStranger
 	switch {
 	case !r.router:
@@ -254,12 +250,12 @@ func (r *receiver) take(msg *van.Message, now uint64, name peerName, c *conn, me
 		kind = ofMember
 	}
 	(*frames)(msg.Native()).setWeight(keeps+messageCost, kind)
-	if !r.v.flow.arrived(msg) {
+	if !r.in.flow.arrived(msg) {
 		return nothing
 	}
 	msg.Adopt(&r.pool, msg.Native())
-	if r.router && c != nil && !msg.IsControl() && (!member || r.v.early.n.Load() > 0) && !failpoint.On("incarnation") &&
-		r.v.early.keep(r.v, msg, name) {
+	if r.router && c != nil && !msg.IsControl() && (!member || r.in.early.count.Load() > 0) && !failpoint.On("incarnation") &&
+		r.in.early.keep(msg, name) {
 		return kept
 	}
 	return deliver
@@ -283,7 +279,7 @@ func (r *receiver) connOf(name peerName) *conn {
 	case name.id == van.Empty:
 		return nil
 	}
-	return (*r.v.peers.Load())[name.id]
+	return (*r.in.n.peers.Load())[name.id]
 }
 
 // fenced tells whether data that calls itself name's is not to be heard: another process
@@ -298,17 +294,6 @@ func (r *receiver) fenced(c *conn, name peerName) bool {
 		return name.incarnation != 0 && name.incarnation == c.before
 	}
 	return name != peerName{c.who.Load().id, c.incarnation}
-}
-
-// bulk is the number of bytes, sent or received since the last look, that take
-// longer than it pays to look for what comes next: the processors have them to
-// copy.
-const bulk = 256 << 10
-
-// busy tells whether much has been sent or received since it was last called.
-func (v *zvan) busy() bool {
-	n := v.stats.sentB.Load() + v.stats.recvB.Load()
-	return v.cfg.BusyPoll != env.SpinForever && n-v.moved.Swap(n) > bulk
 }
 
 // parse checks the frames of a message and decodes them into msg. Frame 0 names
@@ -336,119 +321,4 @@ func parse(msg *van.Message, f *frames, native bool) (mark byte, err error) {
 		msg.SetFrame(i, f.mem(i+2))
 	}
 	return mark, nil
-}
-
-// malformed counts and reports nonsense from the network: the 1st, 2nd, 4th, ...
-// so that a flood of it does not become a flood of lines.
-func (v *zvan) malformed(err error, f *frames) {
-	n := v.stats.malformed.Add(1)
-	if n&(n-1) != 0 {
-		return
-	}
-	from := "unknown"
-	if f.len() > 0 {
-		from = strconv.QuoteToASCII(string(f.bytes(0)))
-	}
-	v.log.Warn("dropped a malformed message", "err", err, "from", from, "frames", f.len(), "dropped so far", n)
-}
-
-// malformedFrom is malformed for a message of a bundle, and what follows it there.
-func (v *zvan) malformedFrom(err error, name peerName) {
-	if n := v.stats.malformed.Add(1); n&(n-1) == 0 {
-		v.log.Warn("dropped a malformed message in a bundle", "err", err, "from", routingID(name), "dropped so far", n)
-	}
-}
-
-// fenced counts and reports messages of processes that have been replaced, like
-// malformed.
-func (v *zvan) fenced(name peerName) {
-	if n := v.stats.stale.Add(1); n&(n-1) == 0 {
-		v.log.Warn("dropped a message of a process that was replaced", "from", routingID(name), "as", van.NodeName(name.id), "dropped so far", n)
-	}
-}
-
-type lane = engine.Lane[*van.Message]
-
-// lanes gives each sender its lane. Senders without an id share one.
-type lanes struct {
-	m    sync.Map // int to *sender
-	hand *atomic.Int32
-}
-
-func (l *lanes) of(id int) *sender {
-	if p, ok := l.m.Load(id); ok {
-		return p.(*sender)
-	}
-	s := &sender{id: id}
-	s.lane.ID, s.control.ID = id, id
-	s.lane.Hand, s.control.Hand = l.hand, l.hand
-	p, _ := l.m.LoadOrStore(id, s)
-	return p.(*sender)
-}
-
-// pool reuses messages together with their memory in C.
-type pool struct {
-	mu     sync.Mutex
-	free   []*van.Message
-	closed bool
-}
-
-// poolCap bounds what an idle receiver keeps.
-const poolCap = 256
-
-func (p *pool) get() *van.Message {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if n := len(p.free); n > 0 {
-		m := p.free[n-1]
-		p.free = p.free[:n-1]
-		return m
-	}
-	m := &van.Message{}
-	m.Adopt(p, unsafe.Pointer(newFrames()))
-	return m
-}
-
-// Free takes back a message that nobody holds any more.
-func (p *pool) Free(m *van.Message) {
-	p.clear(m)
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.closed || len(p.free) >= poolCap {
-		(*frames)(m.Native()).free()
-		return
-	}
-	p.free = append(p.free, m)
-}
-
-// clear makes m empty, so that it can be received into.
-func (p *pool) clear(m *van.Message) {
-	f := (*frames)(m.Native())
-	f.release()
-	m.Reset()
-	m.Adopt(p, unsafe.Pointer(f))
-}
-
-// close frees what the pool holds; messages still held elsewhere free themselves.
-func (p *pool) close() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.closed = true
-	for _, m := range p.free {
-		(*frames)(m.Native()).free()
-	}
-	p.free = nil
-}
-
-// stats counts without locks.
-type stats struct {
-	sentN, sentB, recvN, recvB, malformed, stale, strangers, refused, paused atomic.Uint64
-}
-
-func (s *stats) sent(bytes int)     { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
-func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
-func (s *stats) get() van.Stats {
-	return van.Stats{SentMessages: s.sentN.Load(), SentBytes: s.sentB.Load(), ReceivedMessages: s.recvN.Load(),
-		ReceivedBytes: s.recvB.Load(), Malformed: s.malformed.Load(),
-		PausedReads: s.paused.Load(), RefusedSends: s.refused.Load(), Strangers: s.strangers.Load(), FencedMessages: s.stale.Load()}
 }

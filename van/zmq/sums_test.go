@@ -80,10 +80,11 @@ func TestParserSums(t *testing.T) {
 func TestFlowLimits(t *testing.T) {
 	sums.Check(t, "flow", 20, func(rng *rand.Rand, w io.Writer) {
 		for range 100 {
-			f := &flow{send: int64(rng.IntN(3)) << 20, recvAll: int64(rng.IntN(4)) << 22, holdAt: int64(rng.IntN(5)) << 19}
+			out := &outgoing{budget: int64(rng.IntN(3)) << 20}
+			f := &flow{recvAll: int64(rng.IntN(4)) << 22, holdAt: int64(rng.IntN(5)) << 19}
 			f.waiting.Store(f.recvAll/2 + int64(rng.IntN(3)) - 1)
 			ask, letGo := f.limits()
-			fmt.Fprintln(w, f.controlLimit(), ask, letGo)
+			fmt.Fprintln(w, out.controlLimit(), ask, letGo)
 		}
 	})
 }

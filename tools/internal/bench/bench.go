@@ -3,21 +3,13 @@
 package bench
 
 import (
-	"context"
-	"encoding/json"
 	"fmt"
-	"io"
-	"net/netip"
-	"os"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/urfave/cli/v2"
 
-	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 )
 
 // Command returns the command, to be added to the application's.
@@ -84,40 +76,6 @@ func Command() *cli.Command {
 	}
 }
 
-// runCluster runs the three children and returns the worker's result and the CPU
-// seconds of each.
-func runCluster(c *cli.Context, host string, at place, spec []string) (*result, map[string]float64, error) {
-	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
-	defer cancel()
-	cl, err := startCluster(ctx, c.String("van"), host, at, 1, 1, spec, os.Stderr)
-	if err != nil {
-		return nil, nil, err
-	}
-	// The server says where its floor listens; the worker is told.
-	addr, err := cl.outs["server"].line()
-	if err == nil {
-		_, err = fmt.Fprintln(cl.ins["worker"], addr)
-	}
-	var text string
-	if err == nil {
-		text, err = cl.outs["worker"].line()
-	}
-	cpu, failed := cl.wait()
-	switch {
-	case ctx.Err() != nil:
-		return nil, nil, fmt.Errorf("bench: %w (--timeout %s)", context.Cause(ctx), c.Duration("timeout"))
-	case failed != nil:
-		return nil, nil, fmt.Errorf("bench: %w", failed)
-	case err != nil:
-		return nil, nil, fmt.Errorf("bench: a child ended early: %w", err)
-	}
-	var r result
-	if err := json.Unmarshal([]byte(text), &r); err != nil {
-		return nil, nil, fmt.Errorf("bench: worker's report: %w", err)
-	}
-	return &r, cpu, nil
-}
-
 // runChild is one node of a benchmark.
 func runChild(c *cli.Context) error {
 	a := c.Args().Slice()
@@ -160,119 +118,4 @@ func runChild(c *cli.Context) error {
 		return err
 	}
 	return node.Finalize(c.Context)
-}
-
-func childLatency(c *cli.Context, node *postoffice.Node, l *latency) error {
-	serve, measure := l.serve, l.measure
-	if onGPU(node) {
-		serve, measure = l.serveDevice, l.measureDevice
-	}
-	switch node.Role().String() {
-	case "server":
-		if err := serve(node); err != nil {
-			return err
-		}
-		return announceFloor(c.App.Writer, node, l.floors(node))
-	case "worker":
-		var floor baseline
-		var err error
-		if floor, l.bare, err = dialAnnounced(c.App.Reader, node, l.floors(node)); err != nil {
-			return err
-		}
-		defer floor.close()
-		if l.bare != nil {
-			defer l.bare.close()
-		}
-		r, err := measure(c.Context, node, floor)
-		if err != nil {
-			return err
-		}
-		return report(c.App.Writer, r)
-	}
-	return nil
-}
-
-// onGPU tells whether the node's tensors lie on a GPU.
-func onGPU(node *postoffice.Node) bool { return node.Backend().Device().Type == backend.GPU }
-
-// floors is what a push_pull is measured beside.
-type floors struct {
-	push, pull int
-	touch      bool // every byte is read and written between rounds
-	bare       bool // ZMQ by itself is measured, too
-}
-
-func (l *latency) floors(node *postoffice.Node) floors {
-	cfg := node.Config()
-	return floors{l.push, l.pull, l.touch, cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node)}
-}
-
-// announceFloor starts the servers and says where they listen.
-func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
-	var f interface {
-		addr() string
-		close()
-	}
-	host, err := floorHost(node)
-	switch {
-	case err != nil:
-	case onGPU(node):
-		f, err = newDeviceServer(node.Backend(), x.push, x.pull)
-	case host.IsValid():
-		f, err = newVerbsServer(host, x.push, x.pull)
-	default:
-		f, err = newFloorServer(x.push, x.pull, x.touch)
-	}
-	if err != nil {
-		return err
-	}
-	node.App().OnExit(f.close)
-	at := f.addr()
-	if x.bare {
-		z, err := newZMQServer(x.pull, x.touch)
-		if err != nil {
-			return err
-		}
-		node.App().OnExit(z.close)
-		at += " " + z.at
-	}
-	_, err = fmt.Fprintln(w, at)
-	return err
-}
-
-// dialAnnounced reads the addresses from the parent and connects. bare is nil where ZMQ
-// by itself is not measured.
-func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare baseline, err error) {
-	line, err := (&lineReader{r: r}).line()
-	if err != nil {
-		return nil, nil, fmt.Errorf("bench: no address of the floor: %w", err)
-	}
-	addr, bareAt, _ := strings.Cut(line, " ")
-	host, err := floorHost(node)
-	switch {
-	case err != nil:
-		return nil, nil, err
-	case onGPU(node):
-		floor, err = dialDeviceFloor(node.Backend(), addr, x.push, x.pull)
-	case host.IsValid():
-		floor, err = dialVerbsFloor(host, addr, x.push, x.pull)
-	default:
-		floor, err = dialFloor(addr, x.push, x.pull, x.touch)
-	}
-	if err != nil || !x.bare {
-		return floor, nil, err
-	}
-	if bare, err = dialZMQ(bareAt, x.push, x.pull, x.touch); err != nil {
-		floor.close()
-		return nil, nil, err
-	}
-	return floor, bare, nil
-}
-
-// floorHost is the node's address if the floor is one of RDMA.
-func floorHost(node *postoffice.Node) (netip.Addr, error) {
-	if node.Config().VanType != ibverbs {
-		return netip.Addr{}, nil
-	}
-	return netip.ParseAddr(node.Config().NodeHost)
 }

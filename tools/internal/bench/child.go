@@ -15,6 +15,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/urfave/cli/v2"
+
 	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
@@ -239,3 +241,37 @@ func startNode(ctx context.Context) (*postoffice.Node, error) {
 
 // report writes the worker's result as one line.
 func report(w io.Writer, r *result) error { return json.NewEncoder(w).Encode(r) }
+
+// runCluster runs the three children and returns the worker's result and the CPU
+// seconds of each.
+func runCluster(c *cli.Context, host string, at place, spec []string) (*result, map[string]float64, error) {
+	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
+	defer cancel()
+	cl, err := startCluster(ctx, c.String("van"), host, at, 1, 1, spec, os.Stderr)
+	if err != nil {
+		return nil, nil, err
+	}
+	// The server says where its floor listens; the worker is told.
+	addr, err := cl.outs["server"].line()
+	if err == nil {
+		_, err = fmt.Fprintln(cl.ins["worker"], addr)
+	}
+	var text string
+	if err == nil {
+		text, err = cl.outs["worker"].line()
+	}
+	cpu, failed := cl.wait()
+	switch {
+	case ctx.Err() != nil:
+		return nil, nil, fmt.Errorf("bench: %w (--timeout %s)", context.Cause(ctx), c.Duration("timeout"))
+	case failed != nil:
+		return nil, nil, fmt.Errorf("bench: %w", failed)
+	case err != nil:
+		return nil, nil, fmt.Errorf("bench: a child ended early: %w", err)
+	}
+	var r result
+	if err := json.Unmarshal([]byte(text), &r); err != nil {
+		return nil, nil, fmt.Errorf("bench: worker's report: %w", err)
+	}
+	return &r, cpu, nil
+}

@@ -113,3 +113,11 @@ func errno(n C.int) error {
 	}
 	return fmt.Errorf("floor: %w", syscall.Errno(n))
 }
+
+// flag is a bool for C.
+func flag(on bool) C.int {
+	if on {
+		return 1
+	}
+	return 0
+}

@@ -91,11 +91,3 @@ func (c *zmqClient) measure(n int) ([]int64, error) {
 	return ns, errno(C.zmq_floor_measure(c.soc, c.out, C.size_t(c.push), C.size_t(c.pull), C.int(n), flag(c.touch),
 		(*C.int64_t)(unsafe.Pointer(&ns[0]))))
 }
-
-// flag is a bool for C.
-func flag(on bool) C.int {
-	if on {
-		return 1
-	}
-	return 0
-}

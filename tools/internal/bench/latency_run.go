@@ -11,6 +11,7 @@ import (
 	"github.com/urfave/cli/v2"
 
 	"github.com/stepaf/stepaf-go/internal/affinity"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -163,4 +164,39 @@ func (m *latencyRun) payload(p payload) error {
 		rep.judge(m.way.goal(p), &m.v)
 	}
 	return rep.print(c.App.Writer, c.Bool("json"))
+}
+
+func childLatency(c *cli.Context, node *postoffice.Node, l *latency) error {
+	serve, measure := l.serve, l.measure
+	if onGPU(node) {
+		serve, measure = l.serveDevice, l.measureDevice
+	}
+	switch node.Role().String() {
+	case "server":
+		if err := serve(node); err != nil {
+			return err
+		}
+		return announceFloor(c.App.Writer, node, l.floors(node))
+	case "worker":
+		var floor baseline
+		var err error
+		if floor, l.bare, err = dialAnnounced(c.App.Reader, node, l.floors(node)); err != nil {
+			return err
+		}
+		defer floor.close()
+		if l.bare != nil {
+			defer l.bare.close()
+		}
+		r, err := measure(c.Context, node, floor)
+		if err != nil {
+			return err
+		}
+		return report(c.App.Writer, r)
+	}
+	return nil
+}
+
+func (l *latency) floors(node *postoffice.Node) floors {
+	cfg := node.Config()
+	return floors{l.push, l.pull, l.touch, cfg.VanType == zmq && cfg.EnableIPC == 0 && !onGPU(node)}
 }

@@ -3,66 +3,51 @@
 // trip on each port. It changes nothing.
 //
 // An examination is a list of checks that run one after the other, see checks. To
-// add one, write a method of exam and put it there.
+// add one, write a method of exam, or of its part for RDMA or GPUs, and put it there.
 package doctor
 
 import (
 	"context"
 	"errors"
-	"fmt"
 	"strings"
 	"time"
 
-	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
-	"github.com/stepaf/stepaf-go/van/rdma/choose"
-	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
 // check is one thing to look at.
 type check struct {
 	name string // of its findings, or what they begin with
 	rdma bool   // only ibverbs needs it
-	run  func(*exam, context.Context) []Finding
+	run  func(context.Context) []Finding
 }
 
 // checks lists everything in order; a check may use what those before it have found.
-func checks() []check {
+func (x *exam) checks() []check {
 	return []check{
-		{"versions", false, (*exam).versions},
-		{"system", false, (*exam).system},
-		{"environment", false, (*exam).environment},
-		{limitsName, false, (*exam).limits},
-		{"zmq loopback", false, (*exam).zmqLoopback},
-		{"rdma build", true, (*exam).rdmaBuild},
-		{"rdma libraries", true, (*exam).rdmaLibraries},
-		{"rdma devices", true, (*exam).rdmaDevices},
-		{"rdma port", true, (*exam).rdmaPorts},
-		{"locked memory", true, (*exam).lockedMemory},
-		{"rdma address", true, (*exam).rdmaAddress},
-		{"rdma loopback", true, (*exam).rdmaLoopback},
-		{"gpu", false, (*exam).gpus},
-		{gpuPairs, false, (*exam).pairs},
-		{"same host", false, (*exam).sameHost},
+		{"versions", false, x.versions},
+		{"system", false, x.system},
+		{"environment", false, x.environment},
+		{limitsName, false, x.limits},
+		{"zmq loopback", false, x.zmqLoopback},
+		{"rdma build", true, x.rdma.build},
+		{"rdma libraries", true, x.rdma.libraries},
+		{"rdma devices", true, x.rdma.devices},
+		{"rdma port", true, x.rdma.ports},
+		{"locked memory", true, x.rdma.lockedMemory},
+		{"rdma address", true, x.rdma.address},
+		{"rdma loopback", true, x.rdma.loopback},
+		{"gpu", false, x.gpu.list},
+		{gpuPairs, false, x.gpu.pairs},
+		{"same host", false, x.gpu.sameHost},
 	}
 }
 
 // exam is an examination under way.
 type exam struct {
-	m      *Machine
-	cfg    *env.Config
-	cfgErr error
-
-	needRDMA bool // the configuration chooses ibverbs
-
-	early chan Finding // of a check under way, see say
-
-	gpuInfo     []backend.Info
-	pairResults []pairResult
-	stack       verbs.Stack // nil until loaded
-	interfaces  []choose.Interface
-	devices     []verbs.DeviceInfo // what the verbs show
-	chosen      *choose.Result     // nil when a node could not choose
+	*subject
+	rdma rdmaExam
+	gpu  gpuExam
 }
 
 // grace is how long a check may take to notice that its context has ended.
@@ -72,7 +57,8 @@ const grace = time.Second
 // cause of ctx when that ends; what has not been looked at then is in the report,
 // too. A check that hangs is left behind.
 func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
-	x := &exam{m: m, early: make(chan Finding)}
+	s := &subject{m: m, early: make(chan Finding)}
+	x := &exam{subject: s, rdma: rdmaExam{subject: s}, gpu: gpuExam{subject: s}}
 	x.cfg, x.cfgErr = env.LoadFrom(m.Env)
 	x.needRDMA = x.cfg.VanType == ibverbs
 	r := Report{Van: x.cfg.VanType}
@@ -81,14 +67,14 @@ func Run(ctx context.Context, m *Machine, each func(Finding)) (Report, error) {
 		r.Findings = append(r.Findings, f)
 		each(f)
 	}
-	all := checks()
+	all := x.checks()
 	for i, c := range all {
 		if ctx.Err() != nil {
 			add(x.unseen(ctx, all[i:]))
 			break
 		}
 		done := make(chan []Finding, 1)
-		go func() { done <- c.run(x, ctx) }()
+		go func() { done <- c.run(ctx) }()
 		found, ended := x.await(ctx, done, add)
 		for _, f := range found {
 			add(f)
@@ -132,17 +118,6 @@ func (x *exam) unseen(ctx context.Context, rest []check) Finding {
 	return f
 }
 
-// say tells of a finding before the check ends. It is false when ctx has ended: the
-// check returns the finding then.
-func (x *exam) say(ctx context.Context, f Finding) bool {
-	select {
-	case x.early <- f:
-		return true
-	case <-ctx.Done():
-		return false
-	}
-}
-
 // await waits for a check, and a little longer than ctx; each is for what it says early.
 func (x *exam) await(ctx context.Context, done <-chan []Finding, each func(Finding)) (found []Finding, ended bool) {
 	over, late := ctx.Done(), (<-chan time.Time)(nil)
@@ -158,47 +133,4 @@ func (x *exam) await(ctx context.Context, done <-chan []Finding, each func(Findi
 			return nil, false
 		}
 	}
-}
-
-// reason says why ctx has ended.
-func reason(ctx context.Context) string {
-	err := context.Cause(ctx)
-	if errors.Is(err, context.DeadlineExceeded) {
-		return "the time is up"
-	}
-	return err.Error()
-}
-
-const ibverbs = "ibverbs"
-
-// bad is the status of a defect of RDMA.
-func (x *exam) bad() Status {
-	if x.needRDMA {
-		return Fail
-	}
-	return Warn
-}
-
-// absent is the status of RDMA that is not there.
-func (x *exam) absent() Status {
-	if x.needRDMA {
-		return Fail
-	}
-	return Skip
-}
-
-// useZMQ ends a remedy when RDMA was asked for.
-func (x *exam) useZMQ() string {
-	if x.needRDMA {
-		return "; or use DMLC_ENABLE_RDMA=zmq on all nodes"
-	}
-	return ""
-}
-
-// Count is a number of things, as it is written.
-func Count(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }

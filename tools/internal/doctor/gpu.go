@@ -3,17 +3,22 @@ package doctor
 import (
 	"context"
 	"fmt"
-	"io/fs"
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// needGPU tells whether the configuration asks for a GPU.
-func (x *exam) needGPU() bool { return x.cfg.Backend == "GPU" }
+// gpuExam is the checks of GPUs.
+type gpuExam struct {
+	*subject
+	all   []backend.Info
+	tried []pairResult
+}
 
-// gpus shows the GPUs and what they can do.
-func (x *exam) gpus(context.Context) []Finding {
+// list shows the GPUs and what they can do.
+func (x *gpuExam) list(context.Context) []Finding {
 	const remedy = "docs/gpu.md says how; without one tensors stay in host memory"
 	absent := Skip
 	if x.needGPU() {
@@ -23,7 +28,7 @@ func (x *exam) gpus(context.Context) []Finding {
 		return []Finding{{Name: "gpu", Status: absent, Text: "this stepaf is built without CUDA", Remedy: "make USE_CUDA=1; " + remedy}}
 	}
 	all, err := x.m.GPUs()
-	x.gpuInfo = all
+	x.all = all
 	if err != nil {
 		install := "install the driver of NVIDIA; "
 		if x.needGPU() {
@@ -41,7 +46,7 @@ func (x *exam) gpus(context.Context) []Finding {
 		}
 		out = append(out, f)
 	}
-	return append(out, x.gpuChoice())
+	return append(out, x.choice())
 }
 
 func peersText(peers []int) string {
@@ -62,14 +67,14 @@ func dmabufText(can bool) string {
 	return "no dma-buf: RDMA on its memory needs nvidia_peermem"
 }
 
-// gpuChoice tells which GPU a node with this environment would use.
-func (x *exam) gpuChoice() Finding {
+// choice tells which GPU a node with this environment would use.
+func (x *gpuExam) choice() Finding {
 	f := Finding{Name: "gpu choice"}
 	switch {
 	case x.cfg.Backend != "" && !x.needGPU():
 		f.Text = fmt.Sprintf("none: STEPMESH_BAKCEND=%s", x.cfg.Backend)
-	case x.cfg.GPU >= len(x.gpuInfo):
-		f.Text = fmt.Sprintf("STEPMESH_GPU=%d, but there are GPUs 0 to %d", x.cfg.GPU, len(x.gpuInfo)-1)
+	case x.cfg.GPU >= len(x.all):
+		f.Text = fmt.Sprintf("STEPMESH_GPU=%d, but there are GPUs 0 to %d", x.cfg.GPU, len(x.all)-1)
 		f.Remedy = "set STEPMESH_GPU, or CUDA_VISIBLE_DEVICES so that there are more"
 		if f.Status = Warn; x.needGPU() {
 			f.Status = Fail
@@ -81,7 +86,7 @@ func (x *exam) gpuChoice() Finding {
 }
 
 // sameHost tells how values travel between nodes of this host, and those on a GPU.
-func (x *exam) sameHost(context.Context) []Finding {
+func (x *gpuExam) sameHost(context.Context) []Finding {
 	f := Finding{Name: "same host"}
 	switch scope := x.ptraceScope(); {
 	case x.cfg.EnableIPC == 0:
@@ -94,7 +99,7 @@ func (x *exam) sameHost(context.Context) []Finding {
 		f.Text = "through shared memory"
 	}
 	out := []Finding{f}
-	if len(x.gpuInfo) == 0 {
+	if len(x.all) == 0 {
 		return out
 	}
 	g := Finding{Name: "gpu tensors"}
@@ -114,11 +119,29 @@ func (x *exam) sameHost(context.Context) []Finding {
 }
 
 // ptraceScope is Yama's, 0 where there is none.
-func (x *exam) ptraceScope() int {
-	b, err := fs.ReadFile(x.m.Root, "proc/sys/kernel/yama/ptrace_scope")
-	if err != nil {
-		return 0
-	}
-	n, _ := strconv.Atoi(strings.TrimSpace(string(b))) // what is no number says nothing
+func (x *gpuExam) ptraceScope() int {
+	n, _ := strconv.Atoi(x.line("proc/sys/kernel/yama/ptrace_scope")) // what is no number says nothing
 	return n
+}
+
+// tensorsHere tells how values on a GPU travel between nodes of this host.
+func (x *gpuExam) tensorsHere() string {
+	direct, known := 0, 0
+	for _, r := range x.tried {
+		if r.Fault == nil {
+			direct++
+		}
+		if r.Fault == nil || r.Fault.Kind != faultUntried {
+			known++
+		}
+	}
+	switch {
+	case known < len(x.all)*len(x.all):
+		return "directly GPU to GPU where CUDA IPC works, else through pinned host memory"
+	case direct == 0:
+		return "through pinned host memory"
+	case direct == known:
+		return "directly GPU to GPU"
+	}
+	return "directly GPU to GPU for the pairs above that work so, else through pinned host memory"
 }

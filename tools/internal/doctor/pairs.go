@@ -23,77 +23,6 @@ const (
 	lineGPUs  = 4                // up to so many a line for each pair, beyond a matrix
 )
 
-// pairRequest is what a child is asked to try: to bring memory of this process to a
-// GPU of its own.
-type pairRequest struct {
-	To      int          `json:"to"`
-	Bytes   int          `json:"bytes"` // of each source
-	Sources []pairSource `json:"sources"`
-}
-
-// pairSource is memory of a GPU, full of the pattern of Seed.
-type pairSource struct {
-	From   int            `json:"from"`
-	Seed   uint64         `json:"seed"`
-	Export backend.Export `json:"export"`
-}
-
-// pairResult is what became of one pair, as the child says it and as JSON carries it.
-type pairResult struct {
-	From           int        `json:"from"`
-	To             int        `json:"to"`
-	SmallNS        int64      `json:"copy_1kib_ns,omitempty"` // median, until the host knows of it
-	BytesPerSecond float64    `json:"bytes_per_second,omitempty"`
-	Fault          *pairFault `json:"fault,omitempty"` // nil when it works
-}
-
-// pairFault says why values of a pair do not go directly.
-type pairFault struct {
-	Text string `json:"error"`
-	Call string `json:"call,omitempty"` // the driver's function, if it was one
-	Code int    `json:"code,omitempty"` // its result
-	Name string `json:"name,omitempty"`
-	Kind string `json:"kind,omitempty"` // one of the kinds below
-}
-
-// Kinds of faults with a remedy or a meaning of their own.
-const (
-	faultUntried     = "untried" // says nothing of the pair
-	faultWrong       = "wrong bytes"
-	faultUnsupported = "unsupported"
-	faultMemory      = "memory"
-	faultLost        = "device lost"
-)
-
-func newFault(err error) *pairFault {
-	f := &pairFault{Text: strings.ReplaceAll(err.Error(), "\n", "; ")} // of joined errors
-	if d, ok := errors.AsType[*backend.DeviceError](err); ok {
-		f.Call, f.Code, f.Name = d.Call, d.Code, d.Name
-	}
-	switch {
-	case errors.Is(err, errWrongBytes):
-		f.Kind = faultWrong
-	case errors.Is(err, backend.ErrDeviceLost):
-		f.Kind = faultLost
-	case errors.Is(err, backend.ErrNoMemory):
-		f.Kind = faultMemory
-	case errors.Is(err, backend.ErrUnsupported):
-		f.Kind = faultUnsupported
-	}
-	return f
-}
-
-// untried is the fault of a pair that why has kept from being tried.
-func untried(why string) *pairFault { return &pairFault{Text: why, Kind: faultUntried} }
-
-// short is the driver's function and result, or whatever else there is.
-func (f *pairFault) short() string {
-	if f.Call == "" {
-		return f.Text
-	}
-	return fmt.Sprintf("%s: %s (%d)", f.Call, f.Name, f.Code)
-}
-
 // Results of CUDA that the remedies know.
 const (
 	cudaDeviceUnavailable = 46
@@ -129,7 +58,7 @@ func pairRemedy(r pairResult, reaches bool) string {
 }
 
 // pairs tries each ordered pair of GPUs with a process at either end.
-func (x *exam) pairs(ctx context.Context) []Finding {
+func (x *gpuExam) pairs(ctx context.Context) []Finding {
 	if why, remedy := x.noPairs(); why != "" {
 		return []Finding{{Name: gpuPairs, Status: Skip, Text: "not tried: " + why, Remedy: remedy}}
 	}
@@ -139,19 +68,19 @@ func (x *exam) pairs(ctx context.Context) []Finding {
 			late = append(late, f)
 		}
 	}
-	matrix := len(x.gpuInfo) > lineGPUs
+	matrix := len(x.all) > lineGPUs
 	if matrix {
 		tell(x.matrixHead())
 	}
 	held, sources, faults := x.exportAll(ctx)
-	for _, g := range x.gpuInfo {
+	for _, g := range x.all {
 		to := int(g.Device.ID)
 		if ctx.Err() != nil {
 			tell(x.pairsLeft(ctx, to))
 			break
 		}
 		row := x.pairsTo(ctx, to, sources, faults)
-		x.pairResults = append(x.pairResults, row...)
+		x.tried = append(x.tried, row...)
 		if matrix {
 			tell(matrixRow(to, row))
 			continue
@@ -172,11 +101,11 @@ func (x *exam) pairs(ctx context.Context) []Finding {
 }
 
 // noPairs says why there is nothing to try.
-func (x *exam) noPairs() (why, remedy string) {
+func (x *gpuExam) noPairs() (why, remedy string) {
 	switch {
 	case !slices.Contains(x.m.Backends, "GPU"):
 		return "this stepaf is built without CUDA", "make USE_CUDA=1, if there is a GPU"
-	case len(x.gpuInfo) == 0:
+	case len(x.all) == 0:
 		return "this process sees no GPU", "see gpu above"
 	case x.cfg.Backend != "" && !x.needGPU():
 		return "STEPMESH_BAKCEND=" + x.cfg.Backend + ": the node uses no GPU", "unset STEPMESH_BAKCEND to have it tried"
@@ -187,9 +116,9 @@ func (x *exam) noPairs() (why, remedy string) {
 }
 
 // pairsLeft is the finding for GPUs from to on, when the time is up.
-func (x *exam) pairsLeft(ctx context.Context, to int) Finding {
+func (x *gpuExam) pairsLeft(ctx context.Context, to int) Finding {
 	var names []string
-	for _, g := range x.gpuInfo {
+	for _, g := range x.all {
 		if id := int(g.Device.ID); id >= to {
 			names = append(names, strconv.Itoa(id))
 		}
@@ -211,9 +140,9 @@ func (e exports) close() (errs []error) {
 }
 
 // exportAll fills memory on each GPU and exports it, or notes why not.
-func (x *exam) exportAll(ctx context.Context) (held exports, sources []pairSource, faults map[int]*pairFault) {
+func (x *gpuExam) exportAll(ctx context.Context) (held exports, sources []pairSource, faults map[int]*pairFault) {
 	faults = map[int]*pairFault{}
-	for _, g := range x.gpuInfo {
+	for _, g := range x.all {
 		s := pairSource{From: int(g.Device.ID), Seed: rand.Uint64()}
 		if ctx.Err() != nil {
 			faults[s.From] = untried(reason(ctx))
@@ -252,14 +181,14 @@ func export(b backend.Backend, seed uint64, n int) (backend.Export, error) {
 }
 
 // pairsTo has a child bring all sources to one GPU, and returns a result for each GPU.
-func (x *exam) pairsTo(ctx context.Context, to int, sources []pairSource, faults map[int]*pairFault) []pairResult {
+func (x *gpuExam) pairsTo(ctx context.Context, to int, sources []pairSource, faults map[int]*pairFault) []pairResult {
 	got := map[int]pairResult{}
 	var silent string // why a result is missing
 	if len(sources) > 0 {
 		silent = x.runPairChild(ctx, pairRequest{To: to, Bytes: x.m.PairBytes, Sources: sources}, got)
 	}
-	row := make([]pairResult, 0, len(x.gpuInfo))
-	for _, g := range x.gpuInfo {
+	row := make([]pairResult, 0, len(x.all))
+	for _, g := range x.all {
 		from := int(g.Device.ID)
 		r, ok := got[from]
 		if !ok {
@@ -271,7 +200,7 @@ func (x *exam) pairsTo(ctx context.Context, to int, sources []pairSource, faults
 }
 
 // runPairChild puts what the child says into got, and says why it says no more.
-func (x *exam) runPairChild(ctx context.Context, req pairRequest, got map[int]pairResult) string {
+func (x *gpuExam) runPairChild(ctx context.Context, req pairRequest, got map[int]pairResult) string {
 	ctx, cancel := context.WithTimeoutCause(ctx, childTime, fmt.Errorf("the other process has not answered within %s", childTime))
 	defer cancel()
 	in, err := json.Marshal(req)
@@ -297,13 +226,13 @@ func (x *exam) runPairChild(ctx context.Context, req pairRequest, got map[int]pa
 }
 
 // reaches tells whether the driver lets GPU to access the memory of GPU from.
-func (x *exam) reaches(from, to int) bool {
-	i := slices.IndexFunc(x.gpuInfo, func(g backend.Info) bool { return int(g.Device.ID) == to })
-	return i >= 0 && slices.Contains(x.gpuInfo[i].Peers, from)
+func (x *gpuExam) reaches(from, to int) bool {
+	i := slices.IndexFunc(x.all, func(g backend.Info) bool { return int(g.Device.ID) == to })
+	return i >= 0 && slices.Contains(x.all[i].Peers, from)
 }
 
 // pairFinding is the line of one pair.
-func (x *exam) pairFinding(r pairResult) Finding {
+func (x *gpuExam) pairFinding(r pairResult) Finding {
 	f := Finding{Name: fmt.Sprintf("gpu %d -> gpu %d", r.From, r.To), Data: r}
 	if r.Fault != nil {
 		f.Status, f.Text, f.Remedy = r.Fault.status(), r.Fault.verdict(), pairRemedy(r, x.reaches(r.From, r.To))
@@ -320,25 +249,6 @@ func (x *exam) pairFinding(r pairResult) Finding {
 	return f
 }
 
-// status of a pair that does not work: values that arrive changed are worse than slow.
-func (f *pairFault) status() Status {
-	if f.Kind == faultWrong {
-		return Fail
-	}
-	return Warn
-}
-
-// verdict says what becomes of a pair's values, and why.
-func (f *pairFault) verdict() string {
-	switch f.Kind {
-	case faultUntried:
-		return "not known: " + f.Text
-	case faultWrong:
-		return "CUDA IPC delivers wrong values: " + f.Text
-	}
-	return "through pinned memory: " + f.short()
-}
-
 func gigabytes(bps float64) string {
 	if bps < 10e9 {
 		return fmt.Sprintf("%.1f", bps/1e9)
@@ -347,10 +257,10 @@ func gigabytes(bps float64) string {
 }
 
 // matrixHead is the line above the matrix.
-func (x *exam) matrixHead() Finding {
+func (x *gpuExam) matrixHead() Finding {
 	var b strings.Builder
 	b.WriteString(matrixLabel("GB/s from"))
-	for _, g := range x.gpuInfo {
+	for _, g := range x.all {
 		fmt.Fprintf(&b, "%7d", g.Device.ID)
 	}
 	return Finding{Name: gpuPairs, Text: b.String()}
@@ -376,13 +286,13 @@ func matrixRow(to int, row []pairResult) Finding {
 func matrixLabel(s string) string { return fmt.Sprintf("%-10s", s) }
 
 // pairReasons tells below the matrix why pairs do not work, each reason once.
-func (x *exam) pairReasons() []Finding {
+func (x *gpuExam) pairReasons() []Finding {
 	type group struct {
 		f     Finding
 		pairs []string
 	}
 	var groups []*group
-	for _, r := range x.pairResults {
+	for _, r := range x.tried {
 		if r.Fault == nil {
 			continue
 		}
@@ -400,26 +310,4 @@ func (x *exam) pairReasons() []Finding {
 		out = append(out, g.f)
 	}
 	return out
-}
-
-// tensorsHere tells how values on a GPU travel between nodes of this host.
-func (x *exam) tensorsHere() string {
-	direct, known := 0, 0
-	for _, r := range x.pairResults {
-		if r.Fault == nil {
-			direct++
-		}
-		if r.Fault == nil || r.Fault.Kind != faultUntried {
-			known++
-		}
-	}
-	switch {
-	case known < len(x.gpuInfo)*len(x.gpuInfo):
-		return "directly GPU to GPU where CUDA IPC works, else through pinned host memory"
-	case direct == 0:
-		return "through pinned host memory"
-	case direct == known:
-		return "directly GPU to GPU"
-	}
-	return "directly GPU to GPU for the pairs above that work so, else through pinned host memory"
 }

@@ -17,10 +17,17 @@ import (
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// The checks of RDMA follow each other from the ground upwards. Where the ground is
-// missing, one of them says so and those above are silent.
+// rdmaExam is the checks of RDMA. They follow each other from the ground upwards. Where the
+// ground is missing, one of them says so and those above are silent.
+type rdmaExam struct {
+	*subject
+	stack      verbs.Stack // nil until loaded
+	interfaces []choose.Interface
+	found      []verbs.DeviceInfo // what the verbs show
+	chosen     *choose.Result     // nil when a node could not choose
+}
 
-func (x *exam) rdmaBuild(context.Context) []Finding {
+func (x *rdmaExam) build(context.Context) []Finding {
 	const name = "rdma build"
 	switch {
 	case x.m.Verbs == nil:
@@ -33,7 +40,7 @@ func (x *exam) rdmaBuild(context.Context) []Finding {
 	return []Finding{{Name: name, Text: "built in; libraries are opened at run time"}}
 }
 
-func (x *exam) rdmaLibraries(context.Context) []Finding {
+func (x *rdmaExam) libraries(context.Context) []Finding {
 	if x.m.Verbs == nil {
 		return nil
 	}
@@ -57,7 +64,7 @@ func (x *exam) rdmaLibraries(context.Context) []Finding {
 }
 
 // mapped lists the files of this process whose names have one of the parts in them.
-func (x *exam) mapped(parts ...string) []string {
+func (x *rdmaExam) mapped(parts ...string) []string {
 	var list []string
 	for line := range strings.SplitSeq(x.text("proc/self/maps"), "\n") {
 		i := strings.IndexByte(line, '/')
@@ -73,26 +80,14 @@ func (x *exam) mapped(parts ...string) []string {
 }
 
 // sysDevices lists the RDMA devices that the kernel shows.
-func (x *exam) sysDevices() []string { return x.names("sys/class/infiniband") }
-
-func (x *exam) names(dir string) []string {
-	entries, err := fs.ReadDir(x.m.Root, dir)
-	if err != nil {
-		return nil
-	}
-	var l []string
-	for _, e := range entries {
-		l = append(l, e.Name())
-	}
-	return l
-}
+func (x *rdmaExam) sysDevices() []string { return x.names("sys/class/infiniband") }
 
 // modules are those that RDMA from user space needs, or that somebody may look for.
 var modules = []string{"ib_core", "ib_uverbs", "rdma_ucm", "mlx5_ib", "bnxt_re", "irdma", "efa", "hns_roce", "rdma_rxe", "siw", "nvidia_peermem"}
 
-// rdmaDevices looks at the kernel's side: devices, and the files through which a
+// devices looks at the kernel's side: devices, and the files through which a
 // process reaches them.
-func (x *exam) rdmaDevices(context.Context) []Finding {
+func (x *rdmaExam) devices(context.Context) []Finding {
 	const name = rdmaDevicesName
 	if x.m.Verbs == nil {
 		return nil
@@ -141,7 +136,7 @@ func (x *exam) rdmaDevices(context.Context) []Finding {
 const rdmaDevicesName = "rdma devices"
 
 // deviceFile opens a file; it adds it to those that are good, or a finding to found.
-func (x *exam) deviceFile(file string, good *[]string, found []Finding) []Finding {
+func (x *rdmaExam) deviceFile(file string, good *[]string, found []Finding) []Finding {
 	err := x.m.Open(file)
 	if err == nil {
 		*good = append(*good, file)
@@ -177,14 +172,14 @@ type gidData struct {
 	Iface string     `json:"interface,omitempty"`
 }
 
-// rdmaPorts shows each port as the verbs see it.
-func (x *exam) rdmaPorts(context.Context) []Finding {
+// ports shows each port as the verbs see it.
+func (x *rdmaExam) ports(context.Context) []Finding {
 	if x.stack == nil || len(x.sysDevices()) == 0 {
 		return nil
 	}
 	const name = "rdma port"
 	devices, err := x.stack.Devices()
-	x.devices = devices
+	x.found = devices
 	var found []Finding
 	if err != nil { // of all devices, or of some
 		f := Finding{Name: name, Status: x.bad(), Text: "not every device can be looked at: " + err.Error(), Remedy: "see the files above, ibv_devinfo -v, and dmesg"}
@@ -198,7 +193,7 @@ func (x *exam) rdmaPorts(context.Context) []Finding {
 	}
 	for _, d := range devices {
 		for _, p := range d.Ports {
-			found = append(found, x.rdmaPort(d, p))
+			found = append(found, x.port(d, p))
 		}
 	}
 	return found
@@ -207,7 +202,7 @@ func (x *exam) rdmaPorts(context.Context) []Finding {
 // fastLink is the rate in Gb/s from which small packets cost bandwidth.
 const fastLink = 100
 
-func (x *exam) rdmaPort(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
+func (x *rdmaExam) port(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
 	f := Finding{Name: fmt.Sprintf("rdma port %s/%d", d.Name, p.Num)}
 	data := portData{d.Name, d.Firmware, p.Num, p.Active, p.State, p.LinkLayer, p.MTU, p.Rate, nil}
 	parts := []string{p.State, p.LinkLayer, strconv.FormatFloat(p.Rate, 'f', -1, 64) + " Gb/s", fmt.Sprintf("MTU %d", p.MTU), "firmware " + cmp.Or(d.Firmware, "unknown")}
@@ -248,10 +243,8 @@ func (x *exam) rdmaPort(d verbs.DeviceInfo, p verbs.PortInfo) Finding {
 // again. Tensors come on top.
 const leastMemlock = 80 << 20
 
-const capIPCLock = 14
-
 // lockedMemory looks at how much memory may be registered.
-func (x *exam) lockedMemory(context.Context) []Finding {
+func (x *rdmaExam) lockedMemory(context.Context) []Finding {
 	if x.stack == nil || len(x.sysDevices()) == 0 {
 		return nil
 	}
@@ -276,20 +269,9 @@ func (x *exam) lockedMemory(context.Context) []Finding {
 	return []Finding{f}
 }
 
-// capable tells whether this process has a capability.
-func (x *exam) capable(bit int) bool {
-	for line := range strings.SplitSeq(x.text("proc/self/status"), "\n") {
-		if s, ok := strings.CutPrefix(line, "CapEff:"); ok {
-			caps, err := strconv.ParseUint(strings.TrimSpace(s), 16, 64)
-			return err == nil && caps>>bit&1 == 1
-		}
-	}
-	return false
-}
-
-// rdmaAddress shows which address, device, port and GID a node would use.
-func (x *exam) rdmaAddress(ctx context.Context) []Finding {
-	if len(x.devices) == 0 {
+// address shows which address, device, port and GID a node would use.
+func (x *rdmaExam) address(ctx context.Context) []Finding {
+	if len(x.found) == 0 {
 		return nil
 	}
 	f := Finding{Name: "rdma address"}
@@ -312,7 +294,7 @@ func (x *exam) rdmaAddress(ctx context.Context) []Finding {
 
 const scheduler = "scheduler"
 
-func (x *exam) choose(ctx context.Context) (choose.Result, error) {
+func (x *rdmaExam) choose(ctx context.Context) (choose.Result, error) {
 	var err error
 	if x.interfaces, err = x.m.Interfaces(); err != nil {
 		return choose.Result{}, fmt.Errorf("interfaces: %w", err)
@@ -332,7 +314,7 @@ func (x *exam) choose(ctx context.Context) (choose.Result, error) {
 			return choose.Result{}, fmt.Errorf("%s=%q: %w", setting, host, err)
 		}
 	}
-	r, err := choose.Choose(choose.Machine{Devices: x.devices, Interfaces: x.interfaces, Root: x.m.Root}, q)
+	r, err := choose.Choose(choose.Machine{Devices: x.found, Interfaces: x.interfaces, Root: x.m.Root}, q)
 	if x.cfg.Role == scheduler {
 		r.Why = setting
 		if e, ok := errors.AsType[*choose.Error](err); ok {
@@ -344,9 +326,9 @@ func (x *exam) choose(ctx context.Context) (choose.Result, error) {
 
 // addresses lists the IPv4 addresses through which each active port can be reached,
 // one for a port.
-func (x *exam) addresses() []choose.Result {
+func (x *rdmaExam) addresses() []choose.Result {
 	var list []choose.Result
-	for _, d := range x.devices {
+	for _, d := range x.found {
 		for _, p := range d.Ports {
 			if !p.Active {
 				continue
@@ -363,9 +345,9 @@ func (x *exam) addresses() []choose.Result {
 	return list
 }
 
-// rdmaLoopback makes a connection from each active port to itself. Only the one that
+// loopback makes a connection from each active port to itself. Only the one that
 // a node would use has to work.
-func (x *exam) rdmaLoopback(ctx context.Context) []Finding {
+func (x *rdmaExam) loopback(ctx context.Context) []Finding {
 	var found []Finding
 	for _, at := range x.addresses() {
 		f := Finding{Name: fmt.Sprintf("rdma loopback %s/%d", at.Device, at.Port)}

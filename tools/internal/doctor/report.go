@@ -104,3 +104,11 @@ func (r *Report) PrintSummary(w io.Writer) {
 	}
 	fmt.Fprintf(w, "\n%s\n", verdict)
 }
+
+// Count is a number of things, as it is written.
+func Count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"slices"
 	"strconv"
 	"strings"
@@ -159,39 +158,4 @@ func echo(ctx context.Context, f van.Factory) (took time.Duration, at string, er
 	case <-ctx.Done():
 		return 0, "", fmt.Errorf("a message from %s to itself did not arrive: %w", self.Addr(), context.Cause(ctx))
 	}
-}
-
-// text is the content of a file, "" when that cannot be had.
-func (x *exam) text(name string) string {
-	b, err := fs.ReadFile(x.m.Root, name)
-	if err != nil {
-		return ""
-	}
-	return string(b)
-}
-
-func (x *exam) line(name string) string { return strings.TrimSpace(x.text(name)) }
-
-// size writes bytes for people.
-func size(n uint64) string {
-	const units = "KMGTPE"
-	if n < 1<<10 {
-		return fmt.Sprintf("%d B", n)
-	}
-	v, u := float64(n)/(1<<10), 0
-	for v >= 1024 {
-		v, u = v/1024, u+1
-	}
-	return fmt.Sprintf("%.1f %ciB", v, units[u])
-}
-
-// round drops digits that mean nothing.
-func round(d time.Duration) time.Duration {
-	switch {
-	case d < 100*time.Microsecond:
-		return d.Round(100 * time.Nanosecond)
-	case d < 10*time.Millisecond:
-		return d.Round(10 * time.Microsecond)
-	}
-	return d.Round(time.Millisecond)
 }

@@ -6,32 +6,12 @@ import (
 	"math/rand/v2"
 	"net"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/stepaf/stepaf-go/internal/random"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/env"
 )
-
-// Child is one process to start.
-type Child struct {
-	Role     string
-	Group    int // rank of its group
-	Instance int // index in the group
-	Rank     int // among all instances of the role
-	GPU      int
-	Argv     []string
-	Env      []string
-}
-
-// Name is "scheduler", "server 0" or "worker 3".
-func (c *Child) Name() string {
-	if c.Role == "scheduler" {
-		return c.Role
-	}
-	return c.Role + " " + strconv.Itoa(c.Rank)
-}
 
 // Plan is what Run starts.
 type Plan struct {
@@ -376,4 +356,22 @@ func (p *planner) add(c Child) {
 		put(d.Name, d.Value)
 	}
 	p.Children = append(p.Children, c)
+}
+
+// cores turns binding to CPU cores off for all children when two threads would
+// share a core or a core does not exist, unless the user has asked for binding.
+// The original's formula assumes one process for each GPU on a machine with two
+// sockets of 48 cores.
+func (p *planner) cores() {
+	if p.has("STEPMESH_BIND_CPU_CORE") {
+		return
+	}
+	why := clash(p.Children, p.m.Cores)
+	if why == "" {
+		return
+	}
+	p.say("not binding threads to CPU cores: %s", why)
+	for i := range p.Children {
+		p.Children[i].Env = append(p.Children[i].Env, "STEPMESH_BIND_CPU_CORE=0")
+	}
 }

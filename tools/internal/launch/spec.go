@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os/exec"
 	"regexp"
+	"strconv"
 	"strings"
 	"time"
 
@@ -179,4 +180,23 @@ func Words(s string) ([]string, error) {
 		list = append(list, word.String())
 	}
 	return list, nil
+}
+
+// Child is one process to start.
+type Child struct {
+	Role     string
+	Group    int // rank of its group
+	Instance int // index in the group
+	Rank     int // among all instances of the role
+	GPU      int
+	Argv     []string
+	Env      []string
+}
+
+// Name is "scheduler", "server 0" or "worker 3".
+func (c *Child) Name() string {
+	if c.Role == "scheduler" {
+		return c.Role
+	}
+	return c.Role + " " + strconv.Itoa(c.Rank)
 }

@@ -4,7 +4,6 @@
 package choose
 
 import (
-	"cmp"
 	"fmt"
 	"io/fs"
 	"net/netip"
@@ -261,34 +260,4 @@ func (l *look) nothing(setting, value string) error {
 		err = ErrPortDown
 	}
 	return &Error{setting, value, "no usable RDMA port", l.have(), err}
-}
-
-// compareNames orders names with numbers in them as people do: mlx5_2 before
-// mlx5_10.
-func compareNames(a, b string) int {
-	for a != "" && b != "" {
-		na, nb := digits(a), digits(b)
-		if na > 0 && nb > 0 {
-			x, y := strings.TrimLeft(a[:na], "0"), strings.TrimLeft(b[:nb], "0")
-			if c := cmp.Or(cmp.Compare(len(x), len(y)), strings.Compare(x, y)); c != 0 {
-				return c
-			}
-			a, b = a[na:], b[nb:]
-			continue
-		}
-		if a[0] != b[0] {
-			return cmp.Compare(a[0], b[0])
-		}
-		a, b = a[1:], b[1:]
-	}
-	return cmp.Compare(len(a), len(b))
-}
-
-// digits is how many digits s begins with.
-func digits(s string) int {
-	n := 0
-	for n < len(s) && s[n] >= '0' && s[n] <= '9' {
-		n++
-	}
-	return n
 }

@@ -1,5 +1,7 @@
 package choose
 
+// How devices are wired, from sysfs.
+
 import (
 	"cmp"
 	"fmt"
@@ -173,4 +175,13 @@ func (l *look) read(name string) string {
 		return ""
 	}
 	return string(b)
+}
+
+// number reads a file with one number, -1 when that cannot be had.
+func (l *look) number(file string) int {
+	n, err := strconv.ParseInt(strings.TrimSpace(l.read(file)), 0, 32)
+	if err != nil {
+		return -1
+	}
+	return int(n)
 }

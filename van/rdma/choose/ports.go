@@ -1,12 +1,13 @@
 package choose
 
+// Which addresses the ports of a machine have, and which of them a node may use.
+
 import (
 	"cmp"
 	"fmt"
 	"net/netip"
 	"path"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -218,11 +219,32 @@ func (l *look) have() string {
 	return s
 }
 
-// number reads a file with one number, -1 when that cannot be had.
-func (l *look) number(file string) int {
-	n, err := strconv.ParseInt(strings.TrimSpace(l.read(file)), 0, 32)
-	if err != nil {
-		return -1
+// compareNames orders names with numbers in them as people do: mlx5_2 before
+// mlx5_10.
+func compareNames(a, b string) int {
+	for a != "" && b != "" {
+		na, nb := digits(a), digits(b)
+		if na > 0 && nb > 0 {
+			x, y := strings.TrimLeft(a[:na], "0"), strings.TrimLeft(b[:nb], "0")
+			if c := cmp.Or(cmp.Compare(len(x), len(y)), strings.Compare(x, y)); c != 0 {
+				return c
+			}
+			a, b = a[na:], b[nb:]
+			continue
+		}
+		if a[0] != b[0] {
+			return cmp.Compare(a[0], b[0])
+		}
+		a, b = a[1:], b[1:]
 	}
-	return int(n)
+	return cmp.Compare(len(a), len(b))
+}
+
+// digits is how many digits s begins with.
+func digits(s string) int {
+	n := 0
+	for n < len(s) && s[n] >= '0' && s[n] <= '9' {
+		n++
+	}
+	return n
 }

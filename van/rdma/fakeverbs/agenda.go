@@ -1,12 +1,23 @@
 package fakeverbs
 
+// What is to happen later.
+
 import (
 	"container/heap"
+	"sync"
 	"time"
 )
 
 // agenda is what is to happen later, by time and then by order of entry.
-type agenda []entry
+type agenda struct {
+	mu    *sync.Mutex // of the Net
+	queue entries
+	seq   uint64
+	timer *time.Timer
+	over  bool
+}
+
+type entries []entry
 
 type entry struct {
 	due time.Time
@@ -14,16 +25,16 @@ type entry struct {
 	do  func()
 }
 
-func (a agenda) Len() int { return len(a) }
-func (a agenda) Less(i, j int) bool {
+func (a entries) Len() int { return len(a) }
+func (a entries) Less(i, j int) bool {
 	if !a[i].due.Equal(a[j].due) {
 		return a[i].due.Before(a[j].due)
 	}
 	return a[i].seq < a[j].seq
 }
-func (a agenda) Swap(i, j int) { a[i], a[j] = a[j], a[i] }
-func (a *agenda) Push(x any)   { *a = append(*a, x.(entry)) }
-func (a *agenda) Pop() any {
+func (a entries) Swap(i, j int) { a[i], a[j] = a[j], a[i] }
+func (a *entries) Push(x any)   { *a = append(*a, x.(entry)) }
+func (a *entries) Pop() any {
 	old := *a
 	e := old[len(old)-1]
 	old[len(old)-1] = entry{}
@@ -31,37 +42,45 @@ func (a *agenda) Pop() any {
 	return e
 }
 
-// at calls do, under n.mu, when it is due. The caller holds n.mu.
-func (n *Net) at(due time.Time, do func()) {
-	if n.closed {
+// at calls do, under mu, when it is due. The caller holds mu.
+func (a *agenda) at(due time.Time, do func()) {
+	if a.over {
 		return
 	}
-	n.agendaSeq++
-	heap.Push(&n.agenda, entry{due, n.agendaSeq, do})
-	if n.agenda[0].seq == n.agendaSeq {
-		n.arm()
+	a.seq++
+	heap.Push(&a.queue, entry{due, a.seq, do})
+	if a.queue[0].seq == a.seq {
+		a.arm()
 	}
 }
 
-func (n *Net) after(d time.Duration, do func()) { n.at(time.Now().Add(d), do) }
+func (a *agenda) after(d time.Duration, do func()) { a.at(time.Now().Add(d), do) }
 
-func (n *Net) arm() {
-	d := time.Until(n.agenda[0].due)
-	if n.timer == nil {
-		n.timer = time.AfterFunc(d, n.fire)
+func (a *agenda) arm() {
+	d := time.Until(a.queue[0].due)
+	if a.timer == nil {
+		a.timer = time.AfterFunc(d, a.fire)
 	} else {
-		n.timer.Reset(d)
+		a.timer.Reset(d)
 	}
 }
 
-func (n *Net) fire() {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	for len(n.agenda) > 0 {
-		if n.agenda[0].due.After(time.Now()) {
-			n.arm()
+func (a *agenda) fire() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for len(a.queue) > 0 {
+		if a.queue[0].due.After(time.Now()) {
+			a.arm()
 			return
 		}
-		heap.Pop(&n.agenda).(entry).do()
+		heap.Pop(&a.queue).(entry).do()
+	}
+}
+
+// end drops all. The caller holds mu.
+func (a *agenda) end() {
+	a.over, a.queue = true, nil
+	if a.timer != nil {
+		a.timer.Stop()
 	}
 }

@@ -1,11 +1,15 @@
 package fakeverbs
 
+// Channels: events that wait, IDs, and devices with their completion queues.
+
 import (
 	"fmt"
+	"net/netip"
 	"sync"
 	"syscall"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -28,21 +32,16 @@ type queued struct {
 	read func() // what reading it does, nil for nothing
 }
 
-func newChannel(s *Stack) *channel {
-	c := &channel{net: s.net, stack: s, ids: map[*connID]bool{}, devices: map[*host]*device{}}
-	c.cond.L = &s.net.mu
-	return c
-}
-
 func (c *channel) ended() bool { return c.closed || c.stack.ended() }
 
-// push makes ev happen to id, now or after the configured delay.
-func (n *Net) push(id *connID, ev verbs.Event, read func()) {
+// push makes ev happen to id, now or after the configured delay. It calls lost, which may be
+// nil, when nobody will read it.
+func (c *channel) push(id *connID, ev verbs.Event, read, lost func()) {
+	n := c.net
 	enter := func() {
-		c := id.ch
 		if id.gone || c.ended() {
-			if ev.New != nil {
-				n.destroy(ev.New.(*connID), !id.stack.dead)
+			if lost != nil {
+				lost()
 			}
 			return
 		}
@@ -59,56 +58,7 @@ func (n *Net) push(id *connID, ev verbs.Event, read func()) {
 		due = n.lastEvent
 	}
 	n.lastEvent = due
-	n.at(due, enter)
-}
-
-func (c *channel) Next() (verbs.Event, error) {
-	if err := c.stack.hook(Op{Kind: OpNext}); err != nil {
-		return verbs.Event{}, err
-	}
-	n := c.net
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if c.reading {
-		err := fault("next", syscall.EBUSY, "%s: a second caller at the same time", c.stack.name)
-		n.report(err)
-		return verbs.Event{}, err
-	}
-	c.reading = true
-	defer func() { c.reading = false }()
-	for {
-		if c.ended() {
-			return verbs.Event{}, fault("next", verbs.ErrClosed, "%s", c.stack.name)
-		}
-		for len(c.queue) > 0 && !c.stack.stopped {
-			q := c.queue[0]
-			c.queue[0] = queued{}
-			c.queue = c.queue[1:]
-			if q.id.gone {
-				continue
-			}
-			q.Cookie = q.id.cookie
-			n.recordEvent(q)
-			if q.read != nil {
-				q.read()
-			}
-			return q.Event, nil
-		}
-		c.cond.Wait()
-	}
-}
-
-func (c *channel) NewID(cookie uint64) (verbs.ID, error) {
-	if err := c.stack.hook(Op{Kind: OpNewID}); err != nil {
-		return nil, err
-	}
-	n := c.net
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if c.ended() {
-		return nil, fault("new id", verbs.ErrClosed, "%s", c.stack.name)
-	}
-	return c.newID(cookie), nil
+	n.agenda.at(due, enter)
 }
 
 func (c *channel) newID(cookie uint64) *connID {
@@ -118,38 +68,6 @@ func (c *channel) newID(cookie uint64) *connID {
 	return id
 }
 
-func (c *channel) Close() error {
-	n := c.net
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if c.stack.ended() {
-		c.closed = true
-		return nil
-	}
-	if c.closed {
-		return fault("close channel", verbs.ErrClosed, "%s", c.stack.name)
-	}
-	left := 0
-	for id := range c.ids {
-		if id.unread {
-			n.destroy(id, true)
-		} else {
-			left++
-		}
-	}
-	c.closed = true
-	c.cond.Broadcast()
-	for _, d := range c.devices {
-		d.cond.Broadcast()
-	}
-	if left > 0 {
-		err := fault("close channel", syscall.EBUSY, "%s: %d IDs have not been destroyed", c.stack.name, left)
-		n.report(err)
-		return err
-	}
-	return nil
-}
-
 // device returns the channel's device at h.
 func (c *channel) device(h *host) (*device, error) {
 	if h.name == "" || h.absent {
@@ -157,8 +75,95 @@ func (c *channel) device(h *host) (*device, error) {
 	}
 	d := c.devices[h]
 	if d == nil {
-		d = newDevice(c, h)
+		d = &device{net: c.net, stack: c.stack, ch: c, host: h, size: c.net.cfg.CQE,
+			lkeys: map[uint32]*region{}, rkeys: map[uint32]*region{}}
+		d.cond.L = &c.net.mu
 		c.devices[h] = d
 	}
 	return d, nil
+}
+
+// device implements verbs.Device: the protection domain and completion queue of one
+// channel at one host. Everything is guarded by net.mu.
+type device struct {
+	net     *Net
+	stack   *Stack
+	ch      *channel
+	host    *host
+	cond    sync.Cond
+	cq      fifo.Queue[entryCQ]
+	size    int
+	overrun error
+	wake    bool
+	polling bool
+	timer   *time.Timer // ends the wait of Poll; used again
+	until   time.Time   // when
+	expired bool
+	lkeys   map[uint32]*region
+	rkeys   map[uint32]*region
+}
+
+// entryCQ is an entry of a completion queue.
+type entryCQ struct {
+	verbs.Completion
+	qp  *qp
+	pos uint64 // SendDone: of the work request in its queue
+}
+
+func (d *device) addr() netip.AddrPort { return netip.AddrPortFrom(d.host.addr, 0) }
+func (d *device) ended() bool          { return d.ch.ended() }
+func (d *device) Name() string         { return d.host.name }
+
+// enter enters a completion. A queue that is full is lost, as its device has it; full says that
+// this was when.
+func (d *device) enter(e entryCQ) (full bool) {
+	if d.ended() || d.overrun != nil {
+		return false
+	}
+	if full = d.cq.Len() >= d.size; full {
+		d.overrun = fault("completion queue", syscall.EOVERFLOW, "%s: %s: more than %d completions, want them polled or reserved",
+			d.stack.name, d.host.name, d.size)
+		d.net.misuse.report(d.overrun)
+	} else {
+		d.cq.Put(e)
+	}
+	d.cond.Broadcast()
+	return full
+}
+
+// wait waits as Poll does.
+func (d *device) wait(spin, block time.Duration) {
+	limit := spin + max(block, 0)
+	if d.cq.Len() > 0 || d.ended() || d.overrun != nil || spin >= 0 && limit <= 0 {
+		return
+	}
+	d.expired = false
+	if spin >= 0 {
+		d.alarm(limit)
+		defer d.timer.Stop()
+	}
+	for d.cq.Len() == 0 && !d.wake && !d.expired && !d.ended() && d.overrun == nil {
+		d.cond.Wait()
+	}
+	if d.cq.Len() == 0 {
+		d.wake = false
+	}
+}
+
+// alarm ends the wait that begins now after limit.
+func (d *device) alarm(limit time.Duration) {
+	d.until = time.Now().Add(limit)
+	if d.timer != nil {
+		d.timer.Reset(limit)
+		return
+	}
+	d.timer = time.AfterFunc(limit, func() {
+		d.net.mu.Lock()
+		defer d.net.mu.Unlock()
+		if time.Now().Before(d.until) {
+			return // it was set again meanwhile
+		}
+		d.expired = true
+		d.cond.Broadcast()
+	})
 }

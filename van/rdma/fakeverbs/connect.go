@@ -1,5 +1,7 @@
 package fakeverbs
 
+// IDs from Connect to Destroy.
+
 import (
 	"fmt"
 	"slices"
@@ -47,14 +49,14 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 	}
 	p.Private = slices.Clone(p.Private)
 	id.param, id.active, id.state = p, true, connecting
-	n.recordCM(id, EventConnect, &p)
+	n.trace.cm(id, EventConnect, &p)
 	id.stack.toPeers(func() {
 		switch {
 		case id.gone || id.state != connecting:
-		case n.cut(id.local.Addr(), id.remote.Addr()):
+		case n.cuts.has(id.local.Addr(), id.remote.Addr()):
 			id.giveUp(verbs.Unreachable, connecting)
 		default:
-			n.request(id)
+			id.request()
 		}
 	})
 	return nil
@@ -62,46 +64,47 @@ func (id *connID) Connect(p verbs.ConnParam) error {
 
 // giveUp fails what id is at when it still is after a while.
 func (id *connID) giveUp(t verbs.EventType, at idState) {
-	id.net.after(id.net.cfg.Unreachable, func() {
+	id.net.agenda.after(id.net.cfg.Unreachable, func() {
 		if id.state == at && !id.gone {
 			id.fail(t, timedOut)
 		}
 	})
 }
 
-// request brings from's connect request to its listener.
-func (n *Net) request(from *connID) {
-	h := n.hosts[from.remote.Addr()]
-	l := h.ports[from.remote.Port()]
+// request brings id's connect request to its listener.
+func (id *connID) request() {
+	n := id.net
+	h := n.hosts[id.remote.Addr()]
+	l := h.ports[id.remote.Port()]
 	switch {
 	case n.rejects > 0:
 		n.rejects--
-		from.rejected(n.reason, nil)
+		id.rejected(n.reason, nil)
 		return
 	case l == nil || l.state != listening || h.absent || l.ch.ended():
-		from.rejected(statusNoListener, nil)
+		id.rejected(statusNoListener, nil)
 		return
 	case l.waiting >= l.backlog:
-		from.rejected(statusConsumer, nil)
+		id.rejected(statusConsumer, nil)
 		return
 	}
 	d, err := l.ch.device(h)
 	if err != nil {
-		from.rejected(statusNoListener, nil)
+		id.rejected(statusNoListener, nil)
 		return
 	}
-	id := l.ch.newID(0)
-	id.state, id.local, id.remote, id.dev = requested, from.remote, from.local, d
-	id.peer, from.peer = from, id
-	id.unread = true
+	to := l.ch.newID(0)
+	to.state, to.local, to.remote, to.dev = requested, id.remote, id.local, d
+	to.peer, id.peer = id, to
+	to.unread = true
 	l.waiting++
-	n.push(l, verbs.Event{Type: verbs.ConnectRequest, New: id, Private: padded(from.param.Private, connectPrivate),
-		Peer: from.local}, func() { id.unread = false; l.waiting-- })
+	l.ch.push(l, verbs.Event{Type: verbs.ConnectRequest, New: to, Private: padded(id.param.Private, connectPrivate),
+		Peer: id.local}, func() { to.unread = false; l.waiting-- }, func() { to.destroy(!l.stack.dead) })
 }
 
 func (id *connID) rejected(status int, private []byte) {
 	id.state = failed
-	id.net.push(id, verbs.Event{Type: verbs.Rejected, Status: status, Private: padded(private, rejectPrivate)}, nil)
+	id.ch.push(id, verbs.Event{Type: verbs.Rejected, Status: status, Private: padded(private, rejectPrivate)}, nil, nil)
 }
 
 func (id *connID) Accept(p verbs.ConnParam) error {
@@ -117,40 +120,40 @@ func (id *connID) Accept(p verbs.ConnParam) error {
 	p.Private = slices.Clone(p.Private)
 	to := id.peer
 	id.param, id.state = p, accepting
-	n.recordCM(id, EventAccept, &p)
+	n.trace.cm(id, EventAccept, &p)
 	// What the other side has said is how often this side tries.
 	id.qp.start(to.qp, to.param)
 	id.stack.toPeers(func() {
-		if n.cut(id.local.Addr(), id.remote.Addr()) {
+		if n.cuts.has(id.local.Addr(), id.remote.Addr()) {
 			id.giveUp(verbs.Unreachable, accepting)
 			to.giveUp(verbs.Unreachable, connecting)
 			return
 		}
-		n.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, acceptPrivate)}, func() { n.establish(to, id) })
+		to.ch.push(to, verbs.Event{Type: verbs.Established, Private: padded(p.Private, acceptPrivate)}, func() { to.establish(id) }, nil)
 	})
 	return nil
 }
 
 // establish follows when the connector has read that it is accepted: only then its
 // queue pair works, and the acceptor is told.
-func (n *Net) establish(from, to *connID) {
-	if from.state == connecting {
-		from.state = connected
+func (id *connID) establish(to *connID) {
+	if id.state == connecting {
+		id.state = connected
 	}
-	if from.qp.state == qpInit {
+	if id.qp.state == qpInit {
 		p := to.param
-		p.RetryCount = from.param.RetryCount
-		from.qp.start(to.qp, p)
+		p.RetryCount = id.param.RetryCount
+		id.qp.start(to.qp, p)
 	}
 	if to.state == accepting && !to.gone {
-		if n.cut(from.local.Addr(), to.local.Addr()) {
+		if id.net.cuts.has(id.local.Addr(), to.local.Addr()) {
 			to.giveUp(verbs.Unreachable, accepting)
 		} else {
 			to.state = connected
-			n.push(to, verbs.Event{Type: verbs.Established}, nil)
+			to.ch.push(to, verbs.Event{Type: verbs.Established}, nil, nil)
 		}
 	}
-	n.run(to.qp)
+	to.qp.run()
 }
 
 // Reject refuses a connect request, or, by the connector, the answer to it.
@@ -168,9 +171,9 @@ func (id *connID) Reject(private []byte) error {
 		return id.fault("reject", syscall.EINVAL, fmt.Sprintf("%d bytes of private data, want up to %d", len(private), rejectPrivate))
 	}
 	id.state = failed
-	n.recordCM(id, EventReject, &verbs.ConnParam{Private: private})
+	n.trace.cm(id, EventReject, &verbs.ConnParam{Private: private})
 	id.stack.toPeers(func() {
-		if n.cut(id.local.Addr(), id.remote.Addr()) {
+		if n.cuts.has(id.local.Addr(), id.remote.Addr()) {
 			id.peer.giveUp(verbs.Unreachable, id.peer.state)
 		} else {
 			id.peer.rejected(statusConsumer, private)
@@ -187,39 +190,40 @@ func (id *connID) Disconnect() error {
 		return err
 	}
 	if id.qp != nil {
-		n.breakQP(id.qp)
+		id.qp.breakDown()
 	}
 	switch id.state {
 	case accepting, connected, disconnected:
 	default:
 		return id.fault("disconnect", syscall.EINVAL, "its state, want a connection")
 	}
-	n.recordCM(id, EventDisconnect, nil)
-	n.disconnect(id, true)
+	n.trace.cm(id, EventDisconnect, nil)
+	id.disconnect(true)
 	return nil
 }
 
 // disconnect tells the other side, if it can be told: one that has itself begun to
 // disconnect learns that it has ended. Where nobody answers, id is told after a while.
-func (n *Net) disconnect(id *connID, tell bool) {
+func (id *connID) disconnect(tell bool) {
+	n := id.net
 	id.state = disconnected
 	id.stack.toPeers(func() {
 		p := id.peer
-		reached := !p.gone && !p.ch.ended() && !n.cut(id.local.Addr(), id.remote.Addr())
+		reached := !p.gone && !p.ch.ended() && !n.cuts.has(id.local.Addr(), id.remote.Addr())
 		if !reached || p.stack.stopped {
-			n.after(n.cfg.Unreachable, func() { n.tellDisconnected(id) })
+			n.agenda.after(n.cfg.Unreachable, func() { id.tellDisconnected() })
 		}
 		if tell && reached {
-			n.tellDisconnected(p)
+			p.tellDisconnected()
 		}
 	})
 }
 
-func (n *Net) tellDisconnected(id *connID) {
+func (id *connID) tellDisconnected() {
 	if !id.told {
 		id.told = true
 		id.state = disconnected
-		n.push(id, verbs.Event{Type: verbs.Disconnected}, nil)
+		id.ch.push(id, verbs.Event{Type: verbs.Disconnected}, nil, nil)
 	}
 }
 
@@ -237,12 +241,12 @@ func (id *connID) Destroy() error {
 	if id.gone {
 		return id.fault("destroy", verbs.ErrClosed, "its use")
 	}
-	n.destroy(id, true)
+	id.destroy(true)
 	return nil
 }
 
 // destroy ends id. Its peer is told what the kernel would tell it.
-func (n *Net) destroy(id *connID, tell bool) {
+func (id *connID) destroy(tell bool) {
 	if id.gone {
 		return
 	}
@@ -250,12 +254,12 @@ func (n *Net) destroy(id *connID, tell bool) {
 	case listening:
 		for _, q := range id.ch.queue {
 			if q.id == id && q.Type == verbs.ConnectRequest {
-				n.destroy(q.New.(*connID), tell)
+				q.New.(*connID).destroy(tell)
 			}
 		}
 	case connecting, requested, accepting, connected, disconnected:
 		state := id.state
-		id.stack.toPeers(func() { n.destroyed(id, state, tell) })
+		id.stack.toPeers(func() { id.destroyed(state, tell) })
 	}
 	id.gone = true
 	for _, h := range id.at {
@@ -265,14 +269,14 @@ func (n *Net) destroy(id *connID, tell bool) {
 	}
 	delete(id.ch.ids, id)
 	if q := id.qp; q != nil {
-		n.endQP(q)
+		q.end()
 	}
 }
 
 // destroyed tells the peer of id that it was destroyed in this state.
-func (n *Net) destroyed(id *connID, state idState, tell bool) {
+func (id *connID) destroyed(state idState, tell bool) {
 	p := id.peer
-	tell = tell && (p == nil || !n.cut(id.local.Addr(), id.remote.Addr()))
+	tell = tell && (p == nil || !id.net.cuts.has(id.local.Addr(), id.remote.Addr()))
 	switch state {
 	case connecting:
 		switch {
@@ -293,6 +297,6 @@ func (n *Net) destroyed(id *connID, state idState, tell bool) {
 			}
 		}
 	default:
-		n.disconnect(id, tell)
+		id.disconnect(tell)
 	}
 }

@@ -1,52 +1,13 @@
 package fakeverbs
 
+// The calls of a device, but those for queue pairs and regions.
+
 import (
-	"net/netip"
-	"sync"
 	"syscall"
 	"time"
 
-	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
-
-// device implements verbs.Device: the protection domain and completion queue of one
-// channel at one host. Everything is guarded by net.mu.
-type device struct {
-	net     *Net
-	stack   *Stack
-	ch      *channel
-	host    *host
-	cond    sync.Cond
-	cq      fifo.Queue[entryCQ]
-	size    int
-	overrun error
-	wake    bool
-	polling bool
-	timer   *time.Timer // ends the wait of Poll; used again
-	until   time.Time   // when
-	expired bool
-	lkeys   map[uint32]*region
-	rkeys   map[uint32]*region
-}
-
-// entryCQ is an entry of a completion queue.
-type entryCQ struct {
-	verbs.Completion
-	qp  *qp
-	pos uint64 // SendDone: of the work request in its queue
-}
-
-func newDevice(c *channel, h *host) *device {
-	d := &device{net: c.net, stack: c.stack, ch: c, host: h, size: c.net.cfg.CQE,
-		lkeys: map[uint32]*region{}, rkeys: map[uint32]*region{}}
-	d.cond.L = &c.net.mu
-	return d
-}
-
-func (d *device) addr() netip.AddrPort { return netip.AddrPortFrom(d.host.addr, 0) }
-func (d *device) ended() bool          { return d.ch.ended() }
-func (d *device) Name() string         { return d.host.name }
 
 func (d *device) Info() (verbs.DeviceInfo, error) {
 	if err := d.stack.hook(Op{Kind: OpInfo, Local: d.addr()}); err != nil {
@@ -61,7 +22,7 @@ func (d *device) Info() (verbs.DeviceInfo, error) {
 	if d.host.absent {
 		return verbs.DeviceInfo{}, fault("info", syscall.ENODEV, "%s: %s", d.stack.name, d.host.name)
 	}
-	return n.info(d.host), nil
+	return d.host.info(&n.cfg), nil
 }
 
 func (d *device) Reserve(size int) error {
@@ -87,26 +48,6 @@ func (d *device) Capacity() int {
 	return d.size
 }
 
-// complete enters a completion. A queue that is full is lost, as its device has it.
-func (d *device) complete(e entryCQ) {
-	if d.ended() || d.overrun != nil {
-		return
-	}
-	if d.cq.Len() >= d.size {
-		d.overrun = fault("completion queue", syscall.EOVERFLOW, "%s: %s: more than %d completions, want them polled or reserved",
-			d.stack.name, d.host.name, d.size)
-		d.net.report(d.overrun)
-		for _, q := range d.net.byAge() {
-			if q.dev == d {
-				d.net.breakQP(q)
-			}
-		}
-	} else {
-		d.cq.Put(e)
-	}
-	d.cond.Broadcast()
-}
-
 func (d *device) Wake() {
 	d.net.mu.Lock()
 	defer d.net.mu.Unlock()
@@ -124,7 +65,7 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 	defer n.mu.Unlock()
 	if d.polling {
 		err := fault("poll", syscall.EBUSY, "%s: %s: a second caller at the same time", d.stack.name, d.host.name)
-		n.report(err)
+		n.misuse.report(err)
 		return 0, err
 	}
 	d.polling = true
@@ -146,43 +87,6 @@ func (d *device) Poll(out []verbs.Completion, spin, block time.Duration) (int, e
 	return d.take(out), nil
 }
 
-// wait waits as Poll does.
-func (d *device) wait(spin, block time.Duration) {
-	limit := spin + max(block, 0)
-	if d.cq.Len() > 0 || d.ended() || d.overrun != nil || spin >= 0 && limit <= 0 {
-		return
-	}
-	d.expired = false
-	if spin >= 0 {
-		d.alarm(limit)
-		defer d.timer.Stop()
-	}
-	for d.cq.Len() == 0 && !d.wake && !d.expired && !d.ended() && d.overrun == nil {
-		d.cond.Wait()
-	}
-	if d.cq.Len() == 0 {
-		d.wake = false
-	}
-}
-
-// alarm ends the wait that begins now after limit.
-func (d *device) alarm(limit time.Duration) {
-	d.until = time.Now().Add(limit)
-	if d.timer != nil {
-		d.timer.Reset(limit)
-		return
-	}
-	d.timer = time.AfterFunc(limit, func() {
-		d.net.mu.Lock()
-		defer d.net.mu.Unlock()
-		if time.Now().Before(d.until) {
-			return // it was set again meanwhile
-		}
-		d.expired = true
-		d.cond.Broadcast()
-	})
-}
-
 // take takes completions from the queue, frees what they stand for, and posts the
 // receive requests again.
 func (d *device) take(out []verbs.Completion) int {
@@ -192,7 +96,7 @@ func (d *device) take(out []verbs.Completion) int {
 	for i := range k {
 		e := d.cq.Take()
 		out[i] = e.Completion
-		d.net.recordCompletion(&e)
+		d.net.trace.completion(&e)
 		switch e.Type {
 		case verbs.SendDone:
 			e.qp.tail = max(e.qp.tail, e.pos+1)
@@ -202,7 +106,7 @@ func (d *device) take(out []verbs.Completion) int {
 		}
 	}
 	for _, q := range again {
-		d.net.repost(q)
+		q.repost()
 	}
 	return k
 }

@@ -1,28 +1,184 @@
 package fakeverbs
 
+// Queue pairs: their states, and how what was posted is executed.
+
 import (
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
-// deliver executes what was posted to q, now or, with Config.Jitter, soon.
-func (n *Net) deliver(q *qp) {
-	if n.cfg.Jitter <= 0 {
-		n.run(q)
+type qpState int
+
+const (
+	qpInit qpState = iota // takes no work requests
+	qpRTS                 // works
+	qpError
+	qpGone
+)
+
+// stall is why the first work request of a queue cannot be executed.
+type stall int
+
+const (
+	moving stall = iota
+	noPeer       // nobody acknowledges
+	noReceive
+)
+
+// qp implements verbs.QP. What changes is guarded by net.mu.
+type qp struct {
+	net    *Net
+	dev    *device
+	id     *connID
+	num    uint32
+	opts   verbs.QPOptions
+	inline int
+	pinned bool
+
+	state    qpState
+	peer     *qp // from when it works
+	retry    int
+	rnr      int
+	sq       fifo.Queue[work] // posted and not executed
+	head     uint64           // work requests posted
+	tail     uint64           // of them, known to be complete by a polled completion
+	executed int
+	sent     []sent
+	free     int // receive requests posted
+	stalled  stall
+	stallSeq uint64 // changes with stalled
+	asleep   bool   // it was broken by a process that stands still: the peer does not notice yet
+}
+
+// work is a work request that waits.
+type work struct {
+	verbs.SendWR
+	pos  uint64
+	data []byte // when inline
+	late bool   // posted by a process that stands still
+}
+
+func (q *qp) Handle() verbs.Handle { return verbs.Handle(q.num) }
+func (q *qp) Num() uint32          { return q.num }
+func (q *qp) MaxInline() int       { return q.inline }
+func (q *qp) Pinned() bool         { return q.pinned }
+
+func (q *qp) start(peer *qp, p verbs.ConnParam) {
+	q.peer, q.retry, q.rnr = peer, p.RetryCount, p.RNRRetryCount
+	if q.state == qpInit {
+		q.state = qpRTS
+	}
+}
+
+// breakDown moves q to the error state: all that is posted is flushed.
+func (q *qp) breakDown() {
+	if q.state == qpError || q.state == qpGone {
 		return
 	}
-	n.after(time.Duration(n.rnd.Int64N(int64(n.cfg.Jitter))), func() { n.run(q) })
+	q.asleep = q.dev.stack.stopped
+	q.state = qpError
+	q.stalled = moving
+	q.stallSeq++
+	for q.sq.Len() > 0 {
+		w := q.sq.Take()
+		q.done(&w, verbs.StatusFlushed)
+	}
+	for ; q.free > 0; q.free-- {
+		q.flushReceive()
+	}
+	if q.peer != nil {
+		q.peer.run()
+	}
+}
+
+func (q *qp) flushReceive() {
+	q.complete(entryCQ{Completion: verbs.Completion{Type: verbs.RecvFailed, Status: verbs.StatusFlushed,
+		Cookie: q.opts.Cookie, QP: q.Handle(), Vendor: vendor(verbs.StatusFlushed)}, qp: q})
+}
+
+// end destroys q with its completions.
+func (q *qp) end() {
+	n := q.net
+	q.asleep = q.asleep || q.dev.stack.stopped && q.state == qpRTS
+	q.state = qpGone
+	q.sq = fifo.Queue[work]{}
+	q.stalled = moving
+	q.stallSeq++
+	delete(n.qps, q.Handle())
+	delete(n.heldPairs, q.num)
+	for range q.dev.cq.Len() {
+		if e := q.dev.cq.Take(); e.qp != q {
+			q.dev.cq.Put(e)
+		}
+	}
+	if q.peer != nil {
+		q.peer.run()
+	}
+}
+
+// repost posts a receive request of q again.
+func (q *qp) repost() {
+	switch q.state {
+	case qpGone:
+	case qpError:
+		q.flushReceive()
+	default:
+		q.free++
+		if q.peer != nil {
+			q.peer.run()
+		}
+	}
+}
+
+// vendor is what a provider would add to a failure.
+func vendor(s verbs.Status) uint32 {
+	if s == verbs.StatusOK {
+		return 0
+	}
+	return 0x80 + uint32(s)
+}
+
+// buffers are those of inline data, for use again.
+type buffers [][]byte
+
+// get returns an empty buffer; put takes it back.
+func (b *buffers) get() []byte {
+	last := len(*b) - 1
+	if last < 0 {
+		return nil
+	}
+	x := (*b)[last]
+	*b = (*b)[:last]
+	return x[:0]
+}
+
+func (b *buffers) put(x []byte) {
+	if cap(x) > 0 {
+		*b = append(*b, x)
+	}
+}
+
+// deliver executes what was posted to q, now or, with Config.Jitter, soon.
+func (q *qp) deliver() {
+	n := q.net
+	if n.cfg.Jitter <= 0 {
+		q.run()
+		return
+	}
+	n.agenda.after(time.Duration(n.rnd.Int64N(int64(n.cfg.Jitter))), func() { q.run() })
 }
 
 // run executes what q has, as far as it can be.
-func (n *Net) run(q *qp) {
-	for q.sq.Len() > 0 && !n.held && !n.heldPairs[q.num] && n.step(q) {
+func (q *qp) run() {
+	for q.sq.Len() > 0 && !q.net.held && !q.net.heldPairs[q.num] && q.step() {
 	}
 }
 
 // step executes the first work request of q. It reports whether it could.
-func (n *Net) step(q *qp) bool {
+func (q *qp) step() bool {
+	n := q.net
 	if q.state != qpRTS {
 		return false
 	}
@@ -30,7 +186,7 @@ func (n *Net) step(q *qp) bool {
 	switch {
 	case p.asleep && p.dev.stack.stopped || q.dev.stack.stopped && q.sq.All()[0].late:
 		return false
-	case p.state == qpError || p.state == qpGone || p.dev.ended() || p.dev.host.absent || n.cut(q.dev.host.addr, p.dev.host.addr):
+	case p.state == qpError || p.state == qpGone || p.dev.ended() || p.dev.host.absent || n.cuts.has(q.dev.host.addr, p.dev.host.addr):
 		q.wait(noPeer)
 		return false
 	case p.state == qpInit: // it has not read that it is connected
@@ -47,7 +203,7 @@ func (n *Net) step(q *qp) bool {
 		s = n.failWR(WR{SendWR: w.SendWR, Stack: q.dev.stack, Local: q.id.local, Peer: q.id.remote, Num: q.num, N: q.executed})
 	}
 	if s == verbs.StatusOK {
-		s = n.execute(q, p, &w)
+		s = q.execute(p, &w)
 	}
 	switch {
 	case s != verbs.StatusOK:
@@ -55,7 +211,7 @@ func (n *Net) step(q *qp) bool {
 	case w.Flags&verbs.Signaled != 0:
 		q.done(&w, s)
 	}
-	n.recycle(w.data)
+	n.spare.put(w.data)
 	return true
 }
 
@@ -68,8 +224,8 @@ func (q *qp) next() work {
 }
 
 // execute does what w says, p being the queue pair of the peer.
-func (n *Net) execute(q, p *qp, w *work) verbs.Status {
-	if w.Len > n.cfg.MaxMsg {
+func (q *qp) execute(p *qp, w *work) verbs.Status {
+	if w.Len > q.net.cfg.MaxMsg {
 		return verbs.StatusLocalLength
 	}
 	src := w.data
@@ -90,7 +246,7 @@ func (n *Net) execute(q, p *qp, w *work) verbs.Status {
 			c.Type, c.Status, c.Vendor = verbs.RecvFailed, verbs.StatusLocalLength, vendor(verbs.StatusLocalLength)
 			c.Imm, c.Len = 0, 0
 			p.free--
-			p.dev.complete(entryCQ{Completion: c, qp: p})
+			p.complete(entryCQ{Completion: c, qp: p})
 			return verbs.StatusRemoteInvalid
 		}
 		copy(c.Data[:], src)
@@ -110,23 +266,35 @@ func (n *Net) execute(q, p *qp, w *work) verbs.Status {
 	}
 	if w.Op != verbs.OpWrite {
 		p.free--
-		p.dev.complete(entryCQ{Completion: c, qp: p})
+		p.complete(entryCQ{Completion: c, qp: p})
 	}
 	return verbs.StatusOK
 }
 
+// complete enters a completion of q. All queue pairs of a completion queue that is lost break.
+func (q *qp) complete(e entryCQ) {
+	if !q.dev.enter(e) {
+		return
+	}
+	for _, o := range q.net.byAge() {
+		if o.dev == q.dev {
+			o.breakDown()
+		}
+	}
+}
+
 // done completes w.
 func (q *qp) done(w *work, s verbs.Status) {
-	q.dev.complete(entryCQ{Completion: verbs.Completion{Type: verbs.SendDone, Status: s, ID: w.ID, Vendor: vendor(s)}, qp: q, pos: w.pos})
+	q.complete(entryCQ{Completion: verbs.Completion{Type: verbs.SendDone, Status: s, ID: w.ID, Vendor: vendor(s)}, qp: q, pos: w.pos})
 }
 
 // fail completes w with s and breaks q, and its peer when that is where s was found.
 func (q *qp) fail(w *work, s verbs.Status) {
 	q.done(w, s)
-	q.net.breakQP(q)
+	q.breakDown()
 	switch s {
 	case verbs.StatusRemoteInvalid, verbs.StatusRemoteAccess, verbs.StatusRemoteOp:
-		q.net.breakQP(q.peer)
+		q.peer.breakDown()
 	}
 }
 
@@ -152,7 +320,7 @@ func (q *qp) wait(why stall) {
 		return
 	}
 	seq := q.stallSeq
-	q.net.after(limit, func() {
+	q.net.agenda.after(limit, func() {
 		if q.stallSeq == seq && q.state == qpRTS {
 			w := q.next()
 			q.fail(&w, s)

@@ -1,7 +1,8 @@
 package fakeverbs
 
+// What tests do to the network: failures, lost links, processes that stop, and its end.
+
 import (
-	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -9,68 +10,6 @@ import (
 	"github.com/stepaf/stepaf-go/internal/fifo"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
-
-// OpKind is a call of package verbs.
-type OpKind int
-
-// The calls that can be made to fail.
-const (
-	OpDevices OpKind = iota + 1
-	OpNewChannel
-	OpNext
-	OpNewID
-	OpBind
-	OpListen
-	OpResolveAddr
-	OpResolveRoute
-	OpSetAckTimeout
-	OpSetTOS
-	OpCreateQP
-	OpConnect
-	OpAccept
-	OpReject
-	OpDisconnect
-	OpInfo
-	OpRegister
-	OpPost
-	OpPoll
-	OpReserve
-	OpDeregister
-	OpDestroy
-	opCount
-)
-
-var opNames = [...]string{OpDevices: "devices", OpNewChannel: "new channel", OpNext: "next", OpNewID: "new id", OpBind: "bind",
-	OpListen: "listen", OpResolveAddr: "resolve address", OpResolveRoute: "resolve route", OpSetAckTimeout: "set ack timeout", OpSetTOS: "set type of service",
-	OpCreateQP: "create queue pair", OpConnect: "connect", OpAccept: "accept", OpReject: "reject", OpDisconnect: "disconnect",
-	OpInfo: "info", OpRegister: "register", OpPost: "post", OpPoll: "poll", OpReserve: "reserve",
-	OpDeregister: "deregister", OpDestroy: "destroy"}
-
-// String names the call.
-func (k OpKind) String() string {
-	if k > 0 && int(k) < len(opNames) {
-		return opNames[k]
-	}
-	return fmt.Sprintf("call %d", int(k))
-}
-
-// Op is one call that is about to be made.
-type Op struct {
-	Kind  OpKind
-	Stack *Stack
-	N     int            // this is the Nth of its kind in its Stack, from 1
-	Local netip.AddrPort // of the ID; only the address, of a device; else invalid
-	Peer  netip.AddrPort // of the ID, once known
-	Size  int            // OpRegister, OpDeregister: bytes; OpReserve: entries
-	WR    *verbs.SendWR  // OpPost: called for each of the work requests
-}
-
-// EventError makes an OpResolveAddr, OpResolveRoute or OpConnect begin and then end with
-// the event of its failure and this status. A connect ends with Rejected when it is
-// positive, else with Unreachable.
-type EventError int
-
-func (e EventError) Error() string { return fmt.Sprintf("event with status %d", int(e)) }
 
 // Fail asks f before each call. An error that f returns is what the call returns; Post
 // posts what comes before. f may use the Net. nil ends it.
@@ -80,37 +19,6 @@ func (n *Net) Fail(f func(Op) error) {
 		return
 	}
 	n.fail.Store(&f)
-}
-
-// FailNth is a function for Fail: the kth call of that kind in a Stack fails with err.
-func FailNth(kind OpKind, k int, err error) func(Op) error {
-	return func(op Op) error {
-		if op.Kind == kind && op.N == k {
-			return err
-		}
-		return nil
-	}
-}
-
-// hook counts the call and asks the function of Fail. The caller does not hold mu.
-func (s *Stack) hook(op Op) error {
-	op.N = int(s.calls[op.Kind].Add(1))
-	f := s.net.fail.Load()
-	if f == nil {
-		return nil
-	}
-	op.Stack = s
-	return (*f)(op)
-}
-
-// WR is a work request that is about to be executed.
-type WR struct {
-	verbs.SendWR
-	Stack *Stack // the poster
-	Local netip.AddrPort
-	Peer  netip.AddrPort
-	Num   uint32 // of the queue pair
-	N     int    // this is the Nth of its queue pair, from 1
 }
 
 // FailWR asks f before each work request is executed. With another status than
@@ -137,7 +45,7 @@ func (n *Net) Cut(a, b netip.Addr) {
 	defer n.mu.Unlock()
 	n.cuts[linkOf(a, b)] = true
 	for _, q := range n.byAge() {
-		n.run(q)
+		q.run()
 	}
 }
 
@@ -147,7 +55,7 @@ func (n *Net) Heal(a, b netip.Addr) {
 	defer n.mu.Unlock()
 	delete(n.cuts, linkOf(a, b))
 	for _, q := range n.byAge() {
-		n.run(q)
+		q.run()
 	}
 }
 
@@ -175,11 +83,11 @@ func (n *Net) Release(first ...uint32) {
 	all := n.byAge()
 	for _, num := range first {
 		if i := slices.IndexFunc(all, func(q *qp) bool { return q.num == num }); i >= 0 {
-			n.run(all[i])
+			all[i].run()
 		}
 	}
 	for _, q := range all {
-		n.run(q)
+		q.run()
 	}
 }
 
@@ -190,7 +98,7 @@ func (n *Net) Step(num uint32) bool {
 	defer n.mu.Unlock()
 	for _, q := range n.byAge() {
 		if q.num == num && q.sq.Len() > 0 {
-			return n.step(q)
+			return q.step()
 		}
 	}
 	return false
@@ -227,7 +135,7 @@ func (n *Net) kill(s *Stack, tell bool) {
 	}
 	s.stopped, s.kept = false, nil
 	for _, id := range s.ids() {
-		n.destroy(id, tell)
+		id.destroy(tell)
 	}
 	s.dead = true
 	s.registered = 0
@@ -267,18 +175,9 @@ func (n *Net) Wake(s *Stack) {
 		do()
 	}
 	for _, q := range n.byAge() {
-		n.run(q)
+		q.run()
 	}
 	s.wakeAll()
-}
-
-// toPeers does what peers will notice: now, or when the process goes on.
-func (s *Stack) toPeers(do func()) {
-	if s.stopped {
-		s.kept = append(s.kept, do)
-		return
-	}
-	do()
 }
 
 // ids returns the Stack's IDs in the order in which they were made.
@@ -303,10 +202,31 @@ func (n *Net) RemoveDevice(addr netip.Addr) {
 			if id.dev == nil || id.dev.host != h || id.unread {
 				continue
 			}
-			n.push(id, verbs.Event{Type: verbs.DeviceRemoval}, nil)
+			id.ch.push(id, verbs.Event{Type: verbs.DeviceRemoval}, nil, nil)
 			if id.qp != nil {
-				n.breakQP(id.qp)
+				id.qp.breakDown()
 			}
+		}
+	}
+}
+
+// Close ends the Net: all calls that wait or are made later return verbs.ErrClosed,
+// those that give back succeed.
+func (n *Net) Close() {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.closed = true
+	n.agenda.end()
+	for _, s := range n.stacks {
+		s.wakeAll()
+	}
+}
+
+func (s *Stack) wakeAll() {
+	for c := range s.channels {
+		c.cond.Broadcast()
+		for _, d := range c.devices {
+			d.cond.Broadcast()
 		}
 	}
 }

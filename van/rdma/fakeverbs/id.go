@@ -1,5 +1,7 @@
 package fakeverbs
 
+// IDs before they connect.
+
 import (
 	"fmt"
 	"net/netip"
@@ -188,11 +190,11 @@ func (id *connID) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.D
 	id.remote = dst
 	id.state = resolvingAddr
 	h := n.hosts[dst.Addr()]
-	if h == nil && !dst.Addr().IsLoopback() || n.cut(id.local.Addr(), dst.Addr()) {
+	if h == nil && !dst.Addr().IsLoopback() || n.cuts.has(id.local.Addr(), dst.Addr()) {
 		if n.cfg.AddrAtOnce {
 			timeout = 0
 		}
-		n.after(timeout, func() {
+		n.agenda.after(timeout, func() {
 			if id.state == resolvingAddr {
 				id.fail(verbs.AddrError, timedOut)
 			}
@@ -208,32 +210,14 @@ func (id *connID) ResolveAddr(src netip.Addr, dst netip.AddrPort, timeout time.D
 		}
 	}
 	id.state = addrResolved
-	n.push(id, verbs.Event{Type: verbs.AddrResolved}, nil)
+	id.ch.push(id, verbs.Event{Type: verbs.AddrResolved}, nil, nil)
 	return nil
 }
 
 // fail ends what id has begun with an event.
 func (id *connID) fail(t verbs.EventType, status int) {
 	id.state = failed
-	id.net.push(id, verbs.Event{Type: t, Status: status}, nil)
-}
-
-// sourceFor is the address from which dst is reached: itself when it is local.
-func (s *Stack) sourceFor(dst netip.Addr) netip.Addr {
-	for _, h := range s.hosts {
-		if h.addr == dst {
-			return dst
-		}
-	}
-	for _, h := range s.hosts {
-		if h.addr.Is4() == dst.Is4() && !dst.IsLoopback() {
-			return h.addr
-		}
-	}
-	if dst.IsLoopback() {
-		return dst
-	}
-	return netip.IPv4Unspecified()
+	id.ch.push(id, verbs.Event{Type: t, Status: status}, nil, nil)
 }
 
 func (id *connID) ResolveRoute(time.Duration) error {
@@ -251,7 +235,7 @@ func (id *connID) ResolveRoute(time.Duration) error {
 		return id.fault("resolve route", syscall.ENODEV, "no device on the way")
 	}
 	id.state = routeResolved
-	n.push(id, verbs.Event{Type: verbs.RouteResolved}, nil)
+	id.ch.push(id, verbs.Event{Type: verbs.RouteResolved}, nil, nil)
 	return nil
 }
 

@@ -1,5 +1,7 @@
 package fakeverbs
 
+// The Net: its hosts, and what all that is on it shares.
+
 import (
 	"cmp"
 	"fmt"
@@ -35,21 +37,16 @@ type Net struct {
 	qps       map[verbs.Handle]*qp
 	lastQP    uint32
 	lastKey   uint32
-	cuts      map[link]bool
+	cuts      cuts
 	held      bool
 	heldPairs map[uint32]bool
 	rejects   int
 	reason    int // of rejects
 	failWR    func(WR) verbs.Status
-	trace     func(Record)
-	traceSeq  int
-	errs      []error
-	onError   func(error)
-	buffers   [][]byte // of inline data, for use again
-
+	trace     recorder
+	misuse    misuse
+	spare     buffers
 	agenda    agenda
-	agendaSeq uint64
-	timer     *time.Timer
 	lastEvent time.Time // when the latest delayed event is due
 }
 
@@ -64,6 +61,9 @@ type host struct {
 	absent bool // the device was removed
 }
 
+// cuts are the links that are lost.
+type cuts map[link]bool
+
 type link struct{ a, b netip.Addr }
 
 func linkOf(a, b netip.Addr) link {
@@ -77,10 +77,11 @@ func linkOf(a, b netip.Addr) link {
 // NewNet makes a network without hosts. Options change its Config.
 func NewNet(options ...func(*Config)) *Net {
 	n := &Net{cfg: defaults(), hosts: map[netip.Addr]*host{}, qps: map[verbs.Handle]*qp{}, lastQP: firstQP - 1,
-		cuts: map[link]bool{}, heldPairs: map[uint32]bool{}}
+		cuts: cuts{}, heldPairs: map[uint32]bool{}}
 	for _, o := range options {
 		o(&n.cfg)
 	}
+	n.agenda.mu = &n.mu
 	n.rnd = rand.New(rand.NewPCG(n.cfg.Seed, 0))
 	return n
 }
@@ -149,7 +150,7 @@ func (n *Net) Info(addr netip.Addr, edit func(*verbs.DeviceInfo)) {
 func (n *Net) Errors() []error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return slices.Clone(n.errs)
+	return slices.Clone(n.misuse.errs)
 }
 
 // OnError calls f for each such error at once, as t.Error would want it. f must not use
@@ -157,42 +158,7 @@ func (n *Net) Errors() []error {
 func (n *Net) OnError(f func(error)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.onError = f
-}
-
-func (n *Net) report(err error) {
-	n.errs = append(n.errs, err)
-	if n.onError != nil {
-		n.onError(err)
-	}
-}
-
-// Leaks is that of all Stacks.
-func (n *Net) Leaks() []string {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	var all []string
-	for _, s := range n.stacks {
-		for _, l := range s.leaks() {
-			all = append(all, s.name+": "+l)
-		}
-	}
-	return all
-}
-
-// Close ends the Net: all calls that wait or are made later return verbs.ErrClosed,
-// those that give back succeed.
-func (n *Net) Close() {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.closed = true
-	n.agenda = nil
-	if n.timer != nil {
-		n.timer.Stop()
-	}
-	for _, s := range n.stacks {
-		s.wakeAll()
-	}
+	n.misuse.on = f
 }
 
 // byAge returns the queue pairs in the order in which they were made.
@@ -200,4 +166,31 @@ func (n *Net) byAge() []*qp {
 	return slices.SortedFunc(maps.Values(n.qps), func(a, b *qp) int { return cmp.Compare(a.num, b.num) })
 }
 
-func (n *Net) cut(a, b netip.Addr) bool { return len(n.cuts) != 0 && n.cuts[linkOf(a, b)] }
+func (c cuts) has(a, b netip.Addr) bool { return len(c) != 0 && c[linkOf(a, b)] }
+
+// misuse is what Errors returns.
+type misuse struct {
+	errs []error
+	on   func(error)
+}
+
+func (m *misuse) report(err error) {
+	m.errs = append(m.errs, err)
+	if m.on != nil {
+		m.on(err)
+	}
+}
+
+func (h *host) info(cfg *Config) verbs.DeviceInfo {
+	linkLocal := netip.AddrFrom16([16]byte{0: 0xfe, 1: 0x80, 14: byte(h.index >> 8), 15: byte(h.index)})
+	info := verbs.DeviceInfo{Name: h.name, Firmware: "fake", MaxQP: 65536, MaxCQE: cfg.MaxCQE, MaxMR: cfg.MaxMR,
+		MaxWR: cfg.MaxWR, MaxSize: 1 << 40,
+		Ports: []verbs.PortInfo{{Num: 1, Active: true, State: "ACTIVE", LinkLayer: "Ethernet", MTU: 4096, Rate: 100,
+			MaxMsg: cfg.MaxMsg, GIDs: []verbs.GID{
+				{Index: 0, Addr: linkLocal, Type: "RoCE v2", Iface: h.name},
+				{Index: 1, Addr: h.addr, Type: "RoCE v2", Iface: h.name}}}}}
+	if h.edit != nil {
+		h.edit(&info)
+	}
+	return info
+}

@@ -47,7 +47,7 @@ func (m *region) Deregister() error {
 	}
 	if d.lkeys[m.lkey] != m {
 		err := fault("deregister", verbs.ErrClosed, "%s: region of %d bytes at %#x", d.stack.name, m.size, m.start)
-		d.net.report(err)
+		d.net.misuse.report(err)
 		return err
 	}
 	delete(d.lkeys, m.lkey)

@@ -47,7 +47,7 @@ func (q *qp) checkSent(pos uint64) {
 			what = "changed"
 		}
 		if what != "" {
-			q.net.report(fault("check source", syscall.EBUSY, "%s: queue pair %d: work request %#x: its %d bytes at %#x were %s before its completion was polled",
+			q.net.misuse.report(fault("check source", syscall.EBUSY, "%s: queue pair %d: work request %#x: its %d bytes at %#x were %s before its completion was polled",
 				q.dev.stack.name, q.num, s.id, s.size, s.addr, what))
 		}
 	}

@@ -1,93 +1,15 @@
 package fakeverbs
 
+// The calls of a Stack and of its channels.
+
 import (
 	"cmp"
 	"fmt"
-	"net/netip"
 	"slices"
-	"sync/atomic"
 	"syscall"
 
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
-
-// Stack is one process with its view of its host's devices. It implements verbs.Stack.
-type Stack struct {
-	net   *Net
-	hosts []*host
-	calls [opCount]atomic.Int64
-
-	// Guarded by net.mu.
-	name       string
-	dead       bool
-	stopped    bool
-	kept       []func() // what others will notice when it goes on
-	channels   map[*channel]bool
-	buffers    map[int][]byte
-	registered int
-	limited    bool
-	limit      int
-	counters   Counters
-}
-
-// Counters counts what a Stack's user has done.
-type Counters struct {
-	Posts           int // calls of Post
-	WRs             int // work requests that they posted
-	Polls           int // calls of Poll
-	Completions     int // that they returned
-	Wakes           int
-	Registrations   int
-	Deregistrations int
-	Channels        int // made
-	IDs             int // made, or brought by connect requests
-	QueuePairs      int // made
-}
-
-var _ verbs.Stack = (*Stack)(nil)
-
-// Name is what SetName has set, "stackN" without.
-func (s *Stack) Name() string {
-	s.net.mu.Lock()
-	defer s.net.mu.Unlock()
-	return s.name
-}
-
-// SetName names the Stack in errors and Records.
-func (s *Stack) SetName(name string) {
-	s.net.mu.Lock()
-	defer s.net.mu.Unlock()
-	s.name = name
-}
-
-// Counters returns the counters.
-func (s *Stack) Counters() Counters {
-	s.net.mu.Lock()
-	defer s.net.mu.Unlock()
-	return s.counters
-}
-
-// Registered is how many bytes are registered.
-func (s *Stack) Registered() int {
-	s.net.mu.Lock()
-	defer s.net.mu.Unlock()
-	return s.registered
-}
-
-// Limit makes registrations fail with ENOMEM that would bring Registered above bytes,
-// as the limit of locked memory does.
-func (s *Stack) Limit(bytes int) {
-	s.net.mu.Lock()
-	defer s.net.mu.Unlock()
-	s.limited, s.limit = true, bytes
-}
-
-// DMABuf makes mem what the dma-buf fd stands for. Without, RegisterDMABuf fails.
-func (s *Stack) DMABuf(fd int, mem []byte) {
-	s.net.mu.Lock()
-	defer s.net.mu.Unlock()
-	s.buffers[fd] = mem
-}
 
 // Leaks names the channels, IDs, queue pairs and regions that have not been given
 // back. A killed Stack has none.
@@ -95,6 +17,19 @@ func (s *Stack) Leaks() []string {
 	s.net.mu.Lock()
 	defer s.net.mu.Unlock()
 	return s.leaks()
+}
+
+// Leaks is that of all Stacks.
+func (n *Net) Leaks() []string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var all []string
+	for _, s := range n.stacks {
+		for _, l := range s.leaks() {
+			all = append(all, s.name+": "+l)
+		}
+	}
+	return all
 }
 
 func (s *Stack) leaks() []string {
@@ -136,24 +71,10 @@ func (s *Stack) Devices() ([]verbs.DeviceInfo, error) {
 	var all []verbs.DeviceInfo
 	for _, h := range s.hosts {
 		if !h.absent {
-			all = append(all, n.info(h))
+			all = append(all, h.info(&n.cfg))
 		}
 	}
 	return all, nil
-}
-
-func (n *Net) info(h *host) verbs.DeviceInfo {
-	linkLocal := netip.AddrFrom16([16]byte{0: 0xfe, 1: 0x80, 14: byte(h.index >> 8), 15: byte(h.index)})
-	info := verbs.DeviceInfo{Name: h.name, Firmware: "fake", MaxQP: 65536, MaxCQE: n.cfg.MaxCQE, MaxMR: n.cfg.MaxMR,
-		MaxWR: n.cfg.MaxWR, MaxSize: 1 << 40,
-		Ports: []verbs.PortInfo{{Num: 1, Active: true, State: "ACTIVE", LinkLayer: "Ethernet", MTU: 4096, Rate: 100,
-			MaxMsg: n.cfg.MaxMsg, GIDs: []verbs.GID{
-				{Index: 0, Addr: linkLocal, Type: "RoCE v2", Iface: h.name},
-				{Index: 1, Addr: h.addr, Type: "RoCE v2", Iface: h.name}}}}}
-	if h.edit != nil {
-		h.edit(&info)
-	}
-	return info
 }
 
 // NewChannel opens an event channel.
@@ -167,40 +88,90 @@ func (s *Stack) NewChannel() (verbs.Channel, error) {
 	if s.ended() {
 		return nil, fault("new channel", verbs.ErrClosed, "%s", s.name)
 	}
-	c := newChannel(s)
+	c := &channel{net: n, stack: s, ids: map[*connID]bool{}, devices: map[*host]*device{}}
+	c.cond.L = &n.mu
 	s.channels[c] = true
 	s.counters.Channels++
 	return c, nil
 }
 
-func (s *Stack) ended() bool { return s.dead || s.net.closed }
-
-func (s *Stack) wakeAll() {
-	for c := range s.channels {
-		c.cond.Broadcast()
-		for _, d := range c.devices {
-			d.cond.Broadcast()
+func (c *channel) Next() (verbs.Event, error) {
+	if err := c.stack.hook(Op{Kind: OpNext}); err != nil {
+		return verbs.Event{}, err
+	}
+	n := c.net
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if c.reading {
+		err := fault("next", syscall.EBUSY, "%s: a second caller at the same time", c.stack.name)
+		n.misuse.report(err)
+		return verbs.Event{}, err
+	}
+	c.reading = true
+	defer func() { c.reading = false }()
+	for {
+		if c.ended() {
+			return verbs.Event{}, fault("next", verbs.ErrClosed, "%s", c.stack.name)
 		}
+		for len(c.queue) > 0 && !c.stack.stopped {
+			q := c.queue[0]
+			c.queue[0] = queued{}
+			c.queue = c.queue[1:]
+			if q.id.gone {
+				continue
+			}
+			q.Cookie = q.id.cookie
+			n.trace.event(q)
+			if q.read != nil {
+				q.read()
+			}
+			return q.Event, nil
+		}
+		c.cond.Wait()
 	}
 }
 
-// hostsFor returns where an ID bound to a is bound: at all hosts of the Stack when a
-// is unspecified.
-func (s *Stack) hostsFor(a netip.Addr) ([]*host, error) {
-	a = a.Unmap()
-	if a.IsUnspecified() {
-		if len(s.hosts) == 0 {
-			return nil, fmt.Errorf("a host without addresses: %w", syscall.EADDRNOTAVAIL)
+func (c *channel) NewID(cookie uint64) (verbs.ID, error) {
+	if err := c.stack.hook(Op{Kind: OpNewID}); err != nil {
+		return nil, err
+	}
+	n := c.net
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if c.ended() {
+		return nil, fault("new id", verbs.ErrClosed, "%s", c.stack.name)
+	}
+	return c.newID(cookie), nil
+}
+
+func (c *channel) Close() error {
+	n := c.net
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if c.stack.ended() {
+		c.closed = true
+		return nil
+	}
+	if c.closed {
+		return fault("close channel", verbs.ErrClosed, "%s", c.stack.name)
+	}
+	left := 0
+	for id := range c.ids {
+		if id.unread {
+			id.destroy(true)
+		} else {
+			left++
 		}
-		return s.hosts, nil
 	}
-	for _, h := range s.hosts {
-		if h.addr == a {
-			return []*host{h}, nil
-		}
+	c.closed = true
+	c.cond.Broadcast()
+	for _, d := range c.devices {
+		d.cond.Broadcast()
 	}
-	if a.IsLoopback() {
-		return []*host{s.net.host(a, false)}, nil
+	if left > 0 {
+		err := fault("close channel", syscall.EBUSY, "%s: %d IDs have not been destroyed", c.stack.name, left)
+		n.misuse.report(err)
+		return err
 	}
-	return nil, syscall.EADDRNOTAVAIL
+	return nil
 }

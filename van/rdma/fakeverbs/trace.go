@@ -60,12 +60,18 @@ type Record struct {
 func (n *Net) Trace(f func(Record)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.trace = f
+	n.trace.f = f
 }
 
-func (n *Net) record(id *connID, r Record) {
-	r.Seq = n.traceSeq
-	n.traceSeq++
+// recorder tells of what happens. All its methods do nothing without a function.
+type recorder struct {
+	f   func(Record)
+	seq int
+}
+
+func (t *recorder) record(id *connID, r Record) {
+	r.Seq = t.seq
+	t.seq++
 	r.Stack, r.Active = id.stack, id.active
 	r.Local, r.Remote = id.local, id.remote
 	if id.peer != nil {
@@ -74,11 +80,11 @@ func (n *Net) record(id *connID, r Record) {
 	if id.qp != nil {
 		r.QP = id.qp.num
 	}
-	n.trace(r)
+	t.f(r)
 }
 
-func (n *Net) recordCM(id *connID, event string, p *verbs.ConnParam) {
-	if n.trace == nil {
+func (t *recorder) cm(id *connID, event string, p *verbs.ConnParam) {
+	if t.f == nil {
 		return
 	}
 	r := Record{Kind: RecordCM, Event: event}
@@ -88,23 +94,17 @@ func (n *Net) recordCM(id *connID, event string, p *verbs.ConnParam) {
 	case EventConnect, EventAccept, EventReject:
 		r.Param, r.AckTimeout, r.TOS = *p, id.ack, id.tos
 		r.Private = slices.Clone(p.Private)
-		if l := n.listener(id); l != nil {
-			r.Peer = l.stack
+		if h := id.net.hosts[id.remote.Addr()]; h != nil && id.peer == nil {
+			if l := h.ports[id.remote.Port()]; l != nil { // it will get the connect request
+				r.Peer = l.stack
+			}
 		}
 	}
-	n.record(id, r)
+	t.record(id, r)
 }
 
-// listener is who will get the connect request of id.
-func (n *Net) listener(id *connID) *connID {
-	if h := n.hosts[id.remote.Addr()]; h != nil && id.peer == nil {
-		return h.ports[id.remote.Port()]
-	}
-	return nil
-}
-
-func (n *Net) recordEvent(q queued) {
-	if n.trace == nil {
+func (t *recorder) event(q queued) {
+	if t.f == nil {
 		return
 	}
 	r := Record{Kind: RecordCM, Event: q.Type.String(), Private: slices.Clone(q.Private), Status: q.Status}
@@ -112,11 +112,11 @@ func (n *Net) recordEvent(q queued) {
 	if q.New != nil {
 		id = q.New.(*connID)
 	}
-	n.record(id, r)
+	t.record(id, r)
 }
 
-func (n *Net) recordPost(q *qp, w *work, chain int) {
-	if n.trace == nil {
+func (t *recorder) post(q *qp, w *work, chain int) {
+	if t.f == nil {
 		return
 	}
 	r := Record{Kind: RecordPost, WR: w.SendWR, Chain: chain}
@@ -127,11 +127,11 @@ func (n *Net) recordPost(q *qp, w *work, chain int) {
 			r.Data = slices.Clone(b)
 		}
 	}
-	n.record(q.id, r)
+	t.record(q.id, r)
 }
 
-func (n *Net) recordCompletion(e *entryCQ) {
-	if n.trace != nil {
-		n.record(e.qp.id, Record{Kind: RecordCompletion, Completion: e.Completion})
+func (t *recorder) completion(e *entryCQ) {
+	if t.f != nil {
+		t.record(e.qp.id, Record{Kind: RecordCompletion, Completion: e.Completion})
 	}
 }

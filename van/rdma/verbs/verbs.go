@@ -337,3 +337,9 @@ type Completion struct {
 	_      uint32
 	Data   [RecvSize]byte // RecvSend: the first Len bytes
 }
+
+// CallCounter is implemented by a Device that counts the calls that it has made into
+// C: of Post and of Poll.
+type CallCounter interface {
+	Calls() (posts, polls uint64)
+}

@@ -1,12 +1,15 @@
 package vantest
 
-// Memory of a Device that is mapped from several allocations.
+// Memory of a Device that other devices import: whole, or mapped from several allocations.
 
 import (
+	"encoding/binary"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"unsafe"
 
@@ -15,11 +18,101 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-var _ backend.Sharer = (*Device)(nil)
+// sharing refuses exports, and counts imports.
+type sharing struct {
+	st     *state
+	memory *memory
+
+	mu      sync.Mutex
+	imports int
+	private bool
+	pooled  bool
+}
+
+// exported finds the memory that an Export names: these devices are all in one process.
+var exported sync.Map // of []byte, by number
+
+var exports atomic.Uint64
+
+// Private makes Export refuse what follows.
+func (x *sharing) Private(private bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.private = private
+}
+
+// PrivateMem makes Export refuse memory of Mem, as drivers do with that of memory pools.
+func (x *sharing) PrivateMem(private bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.pooled = private
+}
+
+// Export implements backend.Exporter, for memory of Alloc and for whole values of Mem.
+func (x *sharing) Export(m backend.Mem) (e backend.Export, err error) {
+	if err := x.st.fails(); err != nil {
+		return e, err
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	b, _ := m.Owner().([]byte)
+	if x.private || b == nil || m.Device() != x.st.dev {
+		return e, fmt.Errorf("export of %d bytes: %w", m.Len(), backend.ErrNotExportable)
+	}
+	base := uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b))))
+	if x.pooled && !x.memory.has(base) {
+		return e, fmt.Errorf("export of %d bytes: %w", m.Len(), backend.ErrNotExportable)
+	}
+	e.Base, e.Size, e.Offset = base, len(b), int(m.Addr()-base)
+	id, ok := exported.Load(base)
+	if !ok {
+		id = exports.Add(1)
+		exported.Store(base, id)
+		exported.Store(id, b) // for ever, so that no other memory has the address
+	}
+	e.Allocation = id.(uint64)
+	binary.LittleEndian.PutUint64(e.Handle[:], e.Allocation)
+	return e, nil
+}
+
+// Import implements backend.Exporter.
+func (x *sharing) Import(e backend.Export) (m backend.Mem, err error) {
+	if err := x.st.fails(); err != nil {
+		return m, err
+	}
+	b, ok := exported.Load(binary.LittleEndian.Uint64(e.Handle[:]))
+	if !ok || len(b.([]byte)) < e.Size {
+		return m, fmt.Errorf("import of %d bytes: a stale handle: %w", e.Size, backend.ErrNotExportable)
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.imports++
+	return x.memory.Mem(b.([]byte)[:e.Size]), nil
+}
+
+// Imports is how many imports are open.
+func (x *sharing) Imports() int {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.imports
+}
+
+// closeImport ends an import.
+func (x *sharing) closeImport() error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.imports--; x.imports < 0 {
+		return errors.New("closed what was not imported")
+	}
+	return nil
+}
 
 // segments are the allocations that Map and Remap have made: files, mapped one after the
 // other. What is imported is mapped once more, as another process would.
 type segments struct {
+	st    *state
+	whole *sharing // of memory that is not mapped
+
 	mu       sync.Mutex
 	last     uint64
 	mapped   map[uintptr]*segment // what lies at an address now
@@ -35,7 +128,7 @@ type segment struct {
 
 // Map returns memory of the device that is mapped from allocations of these lengths, which
 // must be whole pages. FreeMapped gives it back.
-func (d *Device) Map(t testing.TB, sizes ...int) backend.Mem {
+func (s *segments) Map(t testing.TB, sizes ...int) backend.Mem {
 	t.Helper()
 	total := 0
 	for _, n := range sizes {
@@ -47,14 +140,14 @@ func (d *Device) Map(t testing.TB, sizes ...int) backend.Mem {
 	}
 	at := uintptr(base)
 	for _, n := range sizes {
-		d.Remap(t, at, n)
+		s.Remap(t, at, n)
 		at += uintptr(n)
 	}
-	return backend.At(base, total, d.dev, nil)
+	return backend.At(base, total, s.st.dev, nil)
 }
 
 // Remap puts a new allocation of n bytes at addr, where there may be one of that length.
-func (d *Device) Remap(t testing.TB, addr uintptr, n int) {
+func (s *segments) Remap(t testing.TB, addr uintptr, n int) {
 	t.Helper()
 	fd, err := unix.MemfdCreate("device", unix.MFD_CLOEXEC)
 	if err == nil {
@@ -66,7 +159,6 @@ func (d *Device) Remap(t testing.TB, addr uintptr, n int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &d.segments
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.mapped == nil {
@@ -80,8 +172,7 @@ func (d *Device) Remap(t testing.TB, addr uintptr, n int) {
 }
 
 // FreeMapped gives back all memory of Map.
-func (d *Device) FreeMapped() {
-	s := &d.segments
+func (s *segments) FreeMapped() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for base, x := range s.mapped {
@@ -92,10 +183,10 @@ func (d *Device) FreeMapped() {
 }
 
 // RefuseSegments makes ImportSegment fail with err, until it is nil again.
-func (d *Device) RefuseSegments(err error) {
-	d.segments.mu.Lock()
-	defer d.segments.mu.Unlock()
-	d.segments.refusing = err
+func (s *segments) RefuseSegments(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.refusing = err
 }
 
 func toPointer(addr uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&addr)) }
@@ -111,17 +202,16 @@ func (s *segments) at(addr uintptr) (uintptr, *segment) {
 }
 
 // Share implements backend.Sharer.
-func (d *Device) Share(sh *backend.Shared, m backend.Mem) (err error) {
+func (s *segments) Share(sh *backend.Shared, m backend.Mem) (err error) {
 	sh.Export, sh.Segments = backend.Export{}, sh.Segments[:0]
-	s := &d.segments
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	addr, left := uintptr(m.Addr()), m.Len()
 	if _, x := s.at(addr); x == nil {
-		sh.Export, err = d.Export(m)
+		sh.Export, err = s.whole.Export(m)
 		return err
 	}
-	if err := d.fails(); err != nil {
+	if err := s.st.fails(); err != nil {
 		return err
 	}
 	for left > 0 {
@@ -138,8 +228,7 @@ func (d *Device) Share(sh *backend.Shared, m backend.Mem) (err error) {
 }
 
 // SegmentFile implements backend.Sharer.
-func (d *Device) SegmentFile(x backend.Segment) (int, error) {
-	s := &d.segments
+func (s *segments) SegmentFile(x backend.Segment) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	have := s.mapped[uintptr(x.Base)]
@@ -150,22 +239,21 @@ func (d *Device) SegmentFile(x backend.Segment) (int, error) {
 }
 
 // HasSegment implements backend.Sharer.
-func (d *Device) HasSegment(x backend.Segment) bool {
-	d.segments.mu.Lock()
-	defer d.segments.mu.Unlock()
-	have := d.segments.mapped[uintptr(x.Base)]
+func (s *segments) HasSegment(x backend.Segment) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	have := s.mapped[uintptr(x.Base)]
 	return have != nil && have.id == x.ID
 }
 
 // TidySegments implements backend.Sharer.
-func (d *Device) TidySegments() error { return d.fails() }
+func (s *segments) TidySegments() error { return s.st.fails() }
 
 // ImportSegment implements backend.Sharer.
-func (d *Device) ImportSegment(fd, size int) (backend.Mem, error) {
-	if err := d.fails(); err != nil {
+func (s *segments) ImportSegment(fd, size int) (backend.Mem, error) {
+	if err := s.st.fails(); err != nil {
 		return backend.Mem{}, err
 	}
-	s := &d.segments
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var st unix.Stat_t
@@ -187,7 +275,7 @@ func (d *Device) ImportSegment(fd, size int) (backend.Mem, error) {
 		s.imported = map[uintptr]int{}
 	}
 	s.imported[uintptr(p)] = size
-	return backend.At(p, size, d.dev, nil), nil
+	return backend.At(p, size, s.st.dev, nil), nil
 }
 
 // unmap ends an import of ImportSegment. It tells whether m is one.
@@ -203,8 +291,8 @@ func (s *segments) unmap(m backend.Mem) bool {
 }
 
 // SegmentImports are the lengths of what ImportSegment has mapped.
-func (d *Device) SegmentImports() []int {
-	d.segments.mu.Lock()
-	defer d.segments.mu.Unlock()
-	return slices.Sorted(maps.Values(d.segments.imported))
+func (s *segments) SegmentImports() []int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Sorted(maps.Values(s.imported))
 }

@@ -1,0 +1,93 @@
+package bench
+
+// The floor between a server and a worker: one starts it, the other connects.
+
+import (
+	"fmt"
+	"io"
+	"net/netip"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// onGPU tells whether the node's tensors lie on a GPU.
+func onGPU(node *postoffice.Node) bool { return node.Backend().Device().Type == backend.GPU }
+
+// floors is what a push_pull is measured beside.
+type floors struct {
+	push, pull int
+	touch      bool // every byte is read and written between rounds
+	bare       bool // ZMQ by itself is measured, too
+}
+
+// announceFloor starts the servers and says where they listen.
+func announceFloor(w io.Writer, node *postoffice.Node, x floors) error {
+	var f interface {
+		addr() string
+		close()
+	}
+	host, err := floorHost(node)
+	switch {
+	case err != nil:
+	case onGPU(node):
+		f, err = newDeviceServer(node.Backend(), x.push, x.pull)
+	case host.IsValid():
+		f, err = newVerbsServer(host, x.push, x.pull)
+	default:
+		f, err = newFloorServer(x.push, x.pull, x.touch)
+	}
+	if err != nil {
+		return err
+	}
+	node.App().OnExit(f.close)
+	at := f.addr()
+	if x.bare {
+		z, err := newZMQServer(x.pull, x.touch)
+		if err != nil {
+			return err
+		}
+		node.App().OnExit(z.close)
+		at += " " + z.at
+	}
+	_, err = fmt.Fprintln(w, at)
+	return err
+}
+
+// dialAnnounced reads the addresses from the parent and connects. bare is nil where ZMQ
+// by itself is not measured.
+func dialAnnounced(r io.Reader, node *postoffice.Node, x floors) (floor, bare baseline, err error) {
+	line, err := (&lineReader{r: r}).line()
+	if err != nil {
+		return nil, nil, fmt.Errorf("bench: no address of the floor: %w", err)
+	}
+	addr, bareAt, _ := strings.Cut(line, " ")
+	host, err := floorHost(node)
+	switch {
+	case err != nil:
+		return nil, nil, err
+	case onGPU(node):
+		floor, err = dialDeviceFloor(node.Backend(), addr, x.push, x.pull)
+	case host.IsValid():
+		floor, err = dialVerbsFloor(host, addr, x.push, x.pull)
+	default:
+		floor, err = dialFloor(addr, x.push, x.pull, x.touch)
+	}
+	if err != nil || !x.bare {
+		return floor, nil, err
+	}
+	if bare, err = dialZMQ(bareAt, x.push, x.pull, x.touch); err != nil {
+		floor.close()
+		return nil, nil, err
+	}
+	return floor, bare, nil
+}
+
+// floorHost is the node's address if the floor is one of RDMA.
+func floorHost(node *postoffice.Node) (netip.Addr, error) {
+	if node.Config().VanType != ibverbs {
+		return netip.Addr{}, nil
+	}
+	return netip.ParseAddr(node.Config().NodeHost)
+}

@@ -1,0 +1,134 @@
+package resend
+
+// Sending, and what an acknowledgement or a failure ends.
+
+import (
+	"errors"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// transmit sends e over the wrapped van. The caller holds a reference to e.
+func (v *Van) transmit(e *entry) error {
+	e.sending.Lock()
+	defer e.sending.Unlock()
+	if e.dropped {
+		return nil
+	}
+	e.refs.Add(1)
+	err := v.inner.Send(&e.msg)
+	if err != nil {
+		e.refs.Add(-1) // not the last one: the caller has its own
+	}
+	return err
+}
+
+// Send implements van.Van. The message's frames are kept, not copied, until it is
+// acknowledged or fails; then Done is called. Without Done, the frames' bytes may be
+// changed after the answer has come, as with any van.
+func (v *Van) Send(m *van.Message) error {
+	self := int(v.id.Load())
+	if !v.enabled.Load() || !tracked(m) || m.Receiver < 0 || self == van.Empty {
+		return v.inner.Send(m)
+	}
+	e := entries.Get().(*entry)
+	e.msg.Reset()
+	e.msg.Meta.CopyFrom(&m.Meta)
+	e.msg.Receiver, e.msg.Frames = m.Receiver, m.Frames
+	e.msg.Placed, e.dropped, e.probe = m.Placed, false, isProbe(m, m.Receiver, self)
+	for i := range m.Frames {
+		f := m.Frame(i)
+		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may reuse it when Send returns
+			f = backend.Bytes(e.short[i][:copy(e.short[i][:], f.Host())])
+		}
+		f.Retain()
+		e.msg.SetFrame(i, f)
+	}
+	e.msg.Done = e
+	e.done, e.start = m.Done, time.Now()
+	e.key = key{m.Receiver, signature(&m.Meta, self, m.Receiver)}
+	e.from, e.to = m.Incarnations()
+	e.refs.Store(2) // the table's and this call's
+	e.tries, e.behind = 0, nil
+
+	first, open := v.kept.add(e)
+	switch {
+	case !open:
+		e.done = nil
+		e.refs.Store(1)
+		e.release()
+		return &van.Error{Op: "send", Node: van.NodeName(self), Peer: van.NodeName(m.Receiver), Err: van.ErrClosed}
+	case !first:
+		e.release()
+		return nil
+	}
+	err := v.transmit(e)
+	if err != nil && e.outlasts(err) {
+		err = nil
+	}
+	if err != nil {
+		if next, ok := v.kept.remove(e); ok {
+			e.done = nil // the error is returned instead
+			e.release()
+			defer v.launch(next)
+		} else {
+			err = nil // failed meanwhile, which OnFail has reported
+		}
+	} else if !m.IsControl() {
+		e.sending.Lock()
+		m.RequestTrace.PostSend, m.ResponseTrace.PostSend = e.msg.RequestTrace.PostSend, e.msg.ResponseTrace.PostSend
+		e.sending.Unlock()
+	}
+	e.release()
+	return err
+}
+
+// launch sends an entry that has waited behind another one with the same key.
+func (v *Van) launch(e *entry) {
+	for e != nil {
+		var next *entry
+		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) {
+			var ok bool
+			if next, ok = v.kept.remove(e); ok {
+				v.fail(e, err)
+			}
+		}
+		e.release()
+		e = next
+	}
+}
+
+// acknowledged lets go of the message that ack names.
+func (v *Van) acknowledged(ack *van.Message) {
+	if e, next := v.kept.acknowledged(ack); e != nil {
+		e.release()
+		v.launch(next)
+	}
+}
+
+// fail reports e, which has been removed, with err.
+func (v *Van) fail(e *entry, err error) {
+	if v.opts.OnFail != nil && !e.probe {
+		f := Failure{Peer: e.key.peer, Err: err}
+		e.sending.Lock()
+		f.Meta.CopyFrom(&e.msg.Meta)
+		e.sending.Unlock()
+		v.opts.OnFail(f)
+	}
+	e.release()
+}
+
+func (v *Van) giveUp(peer int, cause error) {
+	for _, e := range v.kept.take(peer, false) {
+		v.fail(e, cause)
+	}
+}
+
+// drop lets go of what was taken out of the table.
+func drop(all []*entry) {
+	for _, e := range all {
+		e.release()
+	}
+}

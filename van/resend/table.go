@@ -1,0 +1,239 @@
+package resend
+
+// What is kept, by key and by the time of the next try, and for which peers.
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/failpoint"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// table is the entries and the peers that they are for.
+type table struct {
+	timeout time.Duration // after which an entry is due
+
+	mu       sync.Mutex
+	byKey    map[key]*entry // the first entry of each key; others are behind it
+	count    int            // of all entries
+	first    *entry         // of the list ordered by the time of the next try
+	last     *entry
+	conns    map[int]string // peers and their addresses
+	quiet    map[int]bool   // peers that have let a message time out, each with a probe among the entries
+	anyQuiet atomic.Bool    // len(quiet) > 0
+	closed   bool           // nothing is added any more
+	none     chan struct{}  // if not nil, closed when count falls to 0
+	wake     chan struct{}  // a token when the list was empty
+}
+
+// add takes e. It is to be sent at once if it is the first with its key. The table takes none
+// when it is not open any more.
+func (t *table) add(e *entry) (first, open bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return false, false
+	}
+	e.held = true
+	t.count++
+	if head := t.byKey[e.key]; head != nil {
+		for head.behind != nil {
+			head = head.behind
+		}
+		head.behind = e
+		return false, true
+	}
+	t.byKey[e.key] = e
+	t.scheduleLocked(e)
+	return true, true
+}
+
+// acknowledged removes the entry that ack names. Between our nodes an acknowledgement
+// carries the incarnations of the message that came, the other way round: the message of
+// another process under the same id may have had the same signature.
+func (t *table) acknowledged(ack *van.Message) (e, next *entry) {
+	by, of := ack.Incarnations()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e = t.byKey[key{ack.Sender, ack.Control.MsgSig}]
+	if e == nil || (of != 0 && e.from != 0 && of != e.from || by != 0 && e.to != 0 && by != e.to) && !failpoint.On("incarnation") {
+		return nil, nil
+	}
+	next, _ = t.removeLocked(e)
+	return e, next
+}
+
+// connect notes where peer is, and returns where it was.
+func (t *table) connect(peer int, addr string) (old string, again bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	old, again = t.conns[peer]
+	t.conns[peer] = addr
+	delete(t.quiet, peer)
+	return old, again
+}
+
+func (t *table) disconnect(peer int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.conns, peer)
+	delete(t.quiet, peer)
+}
+
+func (t *table) rename(old, peer int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if addr, ok := t.conns[old]; ok {
+		t.conns[peer] = addr
+		delete(t.conns, old)
+	}
+}
+
+// scheduleLocked appends e to the list, which keeps it in order: the timeout is the
+// same for all.
+func (t *table) scheduleLocked(e *entry) {
+	e.tries++
+	e.due = time.Now().Add(t.timeout)
+	e.queued = true
+	e.prev, e.next = t.last, nil
+	if t.last == nil {
+		t.first = e
+		select {
+		case t.wake <- struct{}{}:
+		default:
+		}
+	} else {
+		t.last.next = e
+	}
+	t.last = e
+}
+
+func (t *table) unlinkLocked(e *entry) {
+	if !e.queued {
+		return
+	}
+	e.queued = false
+	if e.prev == nil {
+		t.first = e.next
+	} else {
+		e.prev.next = e.next
+	}
+	if e.next == nil {
+		t.last = e.prev
+	} else {
+		e.next.prev = e.prev
+	}
+	e.prev, e.next = nil, nil
+}
+
+// remove takes e, the first of its key, out of the table. It reports false when e has
+// been removed already. Otherwise the table's reference to e is the caller's, which
+// must pass next, if not nil, to launch.
+func (t *table) remove(e *entry) (next *entry, ok bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.removeLocked(e)
+}
+
+func (t *table) removeLocked(e *entry) (next *entry, ok bool) {
+	if !e.held {
+		return nil, false
+	}
+	e.held = false
+	t.unlinkLocked(e)
+	if next = e.behind; next != nil {
+		e.behind = nil
+		t.byKey[e.key] = next
+		next.refs.Add(1)
+		t.scheduleLocked(next)
+	} else {
+		delete(t.byKey, e.key)
+	}
+	t.fewerLocked(1)
+	return next, true
+}
+
+func (t *table) fewerLocked(n int) {
+	if t.count -= n; t.count == 0 && t.none != nil {
+		close(t.none)
+		t.none = nil
+	}
+}
+
+// take removes and returns all entries of peer, or with all those of every peer.
+func (t *table) take(peer int, all bool) []*entry {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var taken []*entry
+	if delete(t.quiet, peer); all {
+		clear(t.quiet)
+	}
+	for k, e := range t.byKey {
+		if !all && k.peer != peer {
+			continue
+		}
+		delete(t.byKey, k)
+		for e != nil {
+			next := e.behind
+			e.behind, e.held = nil, false
+			t.unlinkLocked(e)
+			taken = append(taken, e)
+			e = next
+		}
+	}
+	if len(taken) > 0 {
+		t.fewerLocked(len(taken))
+	}
+	return taken
+}
+
+// unkeep is remove for an entry that may be behind others of its key.
+func (t *table) unkeep(e *entry) (next *entry, ok bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	before := t.byKey[e.key]
+	if before == e || !e.held {
+		return t.removeLocked(e)
+	}
+	for before.behind != e {
+		before = before.behind
+	}
+	before.behind, e.behind, e.held = e.behind, nil, false
+	t.fewerLocked(1)
+	return nil, true
+}
+
+// recalled returns what the node with the id self has kept for q, each with a hold.
+func (t *table) recalled(q *van.Requests, self int) (found []*entry) {
+	var m van.Meta
+	m.Reset()
+	m.Request, m.AppID, m.CustomerID = true, q.App, q.Customer
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.count == 0 {
+		return nil
+	}
+	for peer := range t.conns {
+		for m.Timestamp = q.First; m.Timestamp-q.First < q.Count; m.Timestamp++ {
+			for e := t.byKey[key{peer, signature(&m, self, peer)}]; e != nil; e = e.behind {
+				if q.Has(&e.msg.Meta) {
+					e.refs.Add(1)
+					found = append(found, e)
+				}
+			}
+		}
+	}
+	return found
+}
+
+// heard notes that something of peer has come, and tells whether it was quiet.
+func (t *table) heard(peer int) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	back := t.quiet[peer]
+	delete(t.quiet, peer)
+	t.anyQuiet.Store(len(t.quiet) > 0)
+	return back
+}

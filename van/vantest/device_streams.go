@@ -1,0 +1,315 @@
+package vantest
+
+// Streams and events of a Device.
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// streams are queues of functions.
+type streams struct {
+	st *state
+
+	mu     sync.Mutex
+	all    map[uintptr]*stream
+	graph  *Graph  // that is being captured
+	last   uintptr // of NewStream
+	own    int     // streams of NewStream
+	events int
+	made   int // events
+}
+
+// stream runs its functions one after the other.
+type stream struct {
+	work   chan func()
+	done   chan struct{}
+	queued atomic.Int64
+}
+
+// Copy implements backend.Backend.
+func (q *streams) Copy(dst, src backend.Mem) error {
+	if err := q.st.fails(); err != nil {
+		return err
+	}
+	if dst.Len() != src.Len() {
+		return fmt.Errorf("Copy of %d bytes into %d", src.Len(), dst.Len())
+	}
+	move(dst, src)
+	return nil
+}
+
+// move copies src to dst. Four bytes at an address that they divide are a word, which others may read and write
+// meanwhile.
+func move(dst, src backend.Mem) {
+	if dst.Len() == 4 && dst.Addr()%4 == 0 && src.Addr()%4 == 0 {
+		atomic.StoreUint32((*uint32)(dst.Ptr()), atomic.LoadUint32((*uint32)(src.Ptr())))
+		return
+	}
+	copy(Raw(dst), Raw(src))
+}
+
+// Graph is what was put into a stream between Capture and End.
+type Graph struct {
+	q    *streams
+	from uintptr
+	work []func()
+}
+
+// Capture begins a graph: until its End, what is put into stream s goes there.
+func (q *streams) Capture(s uintptr) *Graph {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.graph = &Graph{q: q, from: s}
+	return q.graph
+}
+
+// End ends the capture.
+func (g *Graph) End() {
+	g.q.mu.Lock()
+	defer g.q.mu.Unlock()
+	g.q.graph = nil
+}
+
+// Len is how many pieces of work are in g.
+func (g *Graph) Len() int {
+	g.q.mu.Lock()
+	defer g.q.mu.Unlock()
+	return len(g.work)
+}
+
+// Replay puts the work of g into stream s.
+func (g *Graph) Replay(s uintptr) {
+	for _, f := range g.work {
+		g.q.Queue(s, f)
+	}
+}
+
+// Capturing implements backend.GraphFlagger.
+func (q *streams) Capturing(s uintptr) (bool, error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.graph != nil && q.graph.from == s, nil
+}
+
+// Queue puts f into a stream, which is made when it is first used.
+func (q *streams) Queue(s uintptr, f func()) {
+	q.mu.Lock()
+	if q.graph != nil && q.graph.from == s {
+		q.graph.work = append(q.graph.work, f)
+		q.mu.Unlock()
+		return
+	}
+	x := q.all[s]
+	if x == nil {
+		x = &stream{work: make(chan func(), 4096), done: make(chan struct{})}
+		q.all[s] = x
+		go func() {
+			defer close(x.done)
+			for f := range x.work {
+				f()
+				x.queued.Add(-1)
+			}
+		}()
+	}
+	x.queued.Add(1)
+	q.mu.Unlock()
+	x.work <- f
+}
+
+// WriteFlag implements backend.StreamFlagger.
+func (q *streams) WriteFlag(s uintptr, word backend.Mem, v uint32) error {
+	q.Queue(s, func() { atomic.StoreUint32((*uint32)(word.Ptr()), v) })
+	return nil
+}
+
+// await makes stream s wait until done, or the end of the device.
+func (q *streams) await(s uintptr, done func() bool) error {
+	q.Queue(s, func() {
+		for !done() && q.st.fails() == nil {
+			runtime.Gosched()
+		}
+	})
+	return nil
+}
+
+// WaitFlag implements backend.StreamFlagger.
+func (q *streams) WaitFlag(s uintptr, word backend.Mem, v uint32) error {
+	return q.await(s, func() bool { return int32(atomic.LoadUint32((*uint32)(word.Ptr()))-v) >= 0 })
+}
+
+// WaitBits implements backend.GraphFlagger.
+func (q *streams) WaitBits(s uintptr, word backend.Mem, bits uint64) error {
+	return q.await(s, func() bool { return atomic.LoadUint64((*uint64)(word.Ptr()))&bits != 0 })
+}
+
+// WaitCount implements backend.GraphFlagger.
+func (q *streams) WaitCount(s uintptr, word backend.Mem, n uint64) error {
+	return q.await(s, func() bool { return int64(atomic.LoadUint64((*uint64)(word.Ptr()))-n) >= 0 })
+}
+
+// NewStream implements backend.AsyncCopier.
+func (q *streams) NewStream() (uintptr, error) {
+	if err := q.st.fails(); err != nil {
+		return 0, err
+	}
+	q.mu.Lock()
+	q.last++
+	q.own++
+	s := q.last + 1<<20 // far from those that tests choose
+	q.mu.Unlock()
+	q.Queue(s, func() {})
+	return s, nil
+}
+
+// FreeStream implements backend.AsyncCopier.
+func (q *streams) FreeStream(s uintptr) error {
+	q.mu.Lock()
+	x := q.all[s]
+	delete(q.all, s)
+	if x != nil {
+		q.own--
+	}
+	q.mu.Unlock()
+	if x == nil {
+		return errors.New("freed what is no stream")
+	}
+	close(x.work)
+	return nil
+}
+
+// Streams is how many streams of NewStream there are.
+func (q *streams) Streams() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.own
+}
+
+// CopyAsync implements backend.AsyncCopier.
+func (q *streams) CopyAsync(dst, src backend.Mem, s uintptr) error {
+	if err := q.st.fails(); err != nil {
+		return err
+	}
+	if dst.Len() != src.Len() {
+		return fmt.Errorf("CopyAsync of %d bytes into %d", src.Len(), dst.Len())
+	}
+	q.Queue(s, func() { move(dst, src) })
+	return nil
+}
+
+// WaitEvent implements backend.AsyncCopier.
+func (q *streams) WaitEvent(s uintptr, e backend.Event) error {
+	mark := e.(*event).latest()
+	q.Queue(s, func() { <-mark })
+	return nil
+}
+
+// Idle implements backend.StreamIdler.
+func (q *streams) Idle(s uintptr) (bool, error) {
+	q.mu.Lock()
+	x := q.all[s]
+	q.mu.Unlock()
+	return x == nil || x.queued.Load() == 0, q.st.fails()
+}
+
+// event is done when the stream has come to its latest mark.
+type event struct {
+	q      *streams
+	mu     sync.Mutex
+	mark   chan struct{} // closed when done
+	closed bool
+}
+
+// NewEvent implements backend.Backend.
+func (q *streams) NewEvent() (backend.Event, error) {
+	if err := q.st.fails(); err != nil {
+		return nil, err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.events++
+	q.made++
+	return &event{q: q}, nil
+}
+
+func (e *event) Record(s uintptr) error {
+	if err := e.q.st.fails(); err != nil {
+		return err
+	}
+	mark := make(chan struct{})
+	e.mu.Lock()
+	if e.closed {
+		e.mu.Unlock()
+		return errors.New("Record of a closed event")
+	}
+	e.mark = mark
+	e.mu.Unlock()
+	e.q.Queue(s, func() { close(mark) })
+	return nil
+}
+
+func (e *event) latest() chan struct{} {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.mark
+}
+
+func (e *event) Query() (bool, error) {
+	select {
+	case <-e.latest():
+		return true, nil
+	default:
+		return e.latest() == nil, nil
+	}
+}
+
+func (e *event) Sync(ctx context.Context) error {
+	if done, err := e.Query(); done || err != nil { // whatever ctx says, as a device does
+		return cmp.Or(err, e.q.st.fails())
+	}
+	select {
+	case <-e.latest():
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	return e.q.st.fails()
+}
+
+func (e *event) Close() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return errors.New("event closed twice")
+	}
+	e.closed = true
+	e.q.mu.Lock()
+	defer e.q.mu.Unlock()
+	e.q.events--
+	return nil
+}
+
+// Events returns how many events there are, and how many were ever made.
+func (q *streams) Events() (open, made int) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.events, q.made
+}
+
+// close waits for the streams.
+func (q *streams) close() {
+	q.mu.Lock()
+	all := q.all
+	q.all = nil
+	q.mu.Unlock()
+	for _, s := range all {
+		close(s.work)
+		<-s.done
+	}
+}

@@ -1,0 +1,110 @@
+package zmq
+
+// The connection to one peer, and whom it serves.
+
+import (
+	"math"
+	"net"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+)
+
+// conn is the DEALER to one peer.
+type conn struct {
+	who  atomic.Pointer[identity]
+	addr string
+	sock *socket
+	mon  *monitor
+	rx   *receiver
+	acct *account
+	up   atomic.Bool // the connection stands
+	lost atomic.Bool // it broke and has not been restored
+
+	leaves atomic.Bool // this node ends it
+	link   atomic.Pointer[tcpSocket]
+
+	incarnation uint32        // of the peer; 0: a node of the original
+	before      uint32        // of the process that it has replaced
+	admitted    atomic.Bool   // this node knows it as the peer
+	named       bool          // it knows which process this is
+	bundles     bool          // it takes bundles, see bundle.go
+	seen        atomic.Bool   // it has a connection to this node's ROUTER
+	holding     sync.Mutex    // of changes of holdUntil, and with it of what the socket does
+	holdUntil   atomic.Uint64 // the peer has asked for no data until then; 0: it has not
+}
+
+// identity is whom a connection serves.
+type identity struct {
+	id     int
+	dest   string // the peer's routing id, for answers over the ROUTER
+	viaOwn bool   // data answers to this peer leave over the own ROUTER
+}
+
+// isOf tells whether c is the connection to the process that calls itself name.
+func (c *conn) isOf(name peerName) bool {
+	return c.incarnation == name.incarnation && c.admitted.Load()
+}
+
+// succeed makes c the connection that takes old's place.
+func (c *conn) succeed(old *conn) {
+	c.before = old.incarnation
+	if c.incarnation == old.incarnation {
+		c.before = old.before
+		c.admitted.Store(old.admitted.Load())
+		return
+	}
+	c.admitted.Store(false)
+}
+
+// connected is told that the DEALER has a connection, of descriptor fd.
+func (c *conn) connected(n *shared, fd int) {
+	s := tcpSocket{fd: fd}
+	var err error
+	if s.cookie, err = unix.GetsockoptUint64(fd, unix.SOL_SOCKET, unix.SO_COOKIE); err != nil {
+		return // it has gone already
+	}
+	leads := false // the descriptor may be another connection's by now
+	s.use(func(fd int) {
+		if a, err := unix.Getpeername(fd); err == nil {
+			_, port, _ := net.SplitHostPort(addrText(a))
+			_, want, _ := net.SplitHostPort(c.addr)
+			leads = port == want
+		}
+	})
+	if !leads {
+		return
+	}
+	c.link.Store(&s)
+	for has := 0; ; { // behind the Store: SetClasses looks there behind its own; it may set another meanwhile
+		class, _ := n.classOf(c)
+		if class == has {
+			return
+		}
+		s.setClass(class)
+		has = class
+	}
+}
+
+// hold makes data for c's peer wait until then.
+func (c *conn) hold(until uint64) {
+	c.holding.Lock()
+	defer c.holding.Unlock()
+	if c.holdUntil.Swap(until) == 0 {
+		c.sock.hold(true)
+	}
+}
+
+// goOn lets data for c's peer leave again.
+func (c *conn) goOn() { c.goOnAt(math.MaxUint64) }
+
+// goOnAt lets it leave if it was to wait until now at most.
+func (c *conn) goOnAt(now uint64) {
+	c.holding.Lock()
+	defer c.holding.Unlock()
+	if until := c.holdUntil.Load(); until != 0 && until <= now {
+		c.holdUntil.Store(0)
+		c.sock.hold(false)
+	}
+}

@@ -1,0 +1,215 @@
+package zmq
+
+// Connections to peers: making, naming and ending them.
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"net"
+	"slices"
+	"strconv"
+	"time"
+
+	zmq4 "github.com/pebbe/zmq4"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// receiveFrom starts a receiver on s, the ROUTER or peer's DEALER. Its loop looks before it
+// sleeps if spins is set, and Polls receive from it if polls is. v.mu is held.
+func (v *zvan) receiveFrom(s *socket, peer *conn, spins, polls bool) *receiver {
+	r := newReceiver(&v.intake, s, peer, spins, polls)
+	v.loops = append(v.loops, r)
+	r.feed.Start()
+	return r
+}
+
+// listen starts what reads from c: answers come to a worker over its DEALERs.
+// v.mu is held.
+func (v *zvan) listen(c *conn) {
+	if v.self.Role == van.Worker && c.rx == nil {
+		c.rx = v.receiveFrom(c.sock, c, false, van.RoleOf(c.who.Load().id) == van.Server)
+	}
+	c.mon.start(&v.shared, c)
+}
+
+// Connect opens a DEALER to the peer, in place of one that serves the same id.
+func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.closed.Load() {
+		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id), Err: van.ErrClosed}
+	}
+	fail := func(err error) error {
+		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
+	}
+	c := &conn{addr: peer.Addr()}
+	c.incarnation, c.bundles = v.peerIdentity(&peer)
+	c.admitted.Store(true)
+	old := (*v.peers.Load())[id]
+	if old != nil {
+		c.succeed(old)
+		v.drop(old, 0)
+		defer func() {
+			if (*v.peers.Load())[id] == old { // it has ended, and must not end again
+				v.replace(func(m map[int]*conn) { delete(m, id) })
+			}
+		}()
+	}
+	z, err := v.zctx.NewSocket(zmq4.DEALER)
+	if err != nil {
+		return fail(err)
+	}
+	if err := errors.Join(tune(z), z.SetSndhwm(0), z.SetReconnectIvl(50*time.Millisecond),
+		z.SetReconnectIvlMax(2*time.Second)); err != nil {
+		return fail(errors.Join(err, z.Close()))
+	}
+	if own := int(v.id.Load()); own != van.Empty {
+		if err := z.SetIdentity(v.nameFor(c)); err != nil {
+			return fail(errors.Join(err, z.Close()))
+		}
+		c.named = c.incarnation != 0
+	}
+	if c.incarnation != 0 {
+		every, limit := v.heartbeats()
+		if err := tuneNative(z, every, limit); err != nil {
+			return fail(errors.Join(err, z.Close()))
+		}
+	}
+	v.serial++
+	mon, err := newMonitor(v.zctx, z, v.serial, connEvents)
+	if err != nil {
+		return fail(errors.Join(err, z.Close()))
+	}
+	endpoint := "tcp://" + net.JoinHostPort(peer.Hostname, strconv.Itoa(peer.Port))
+	if v.cfg.Local {
+		path := localPath(peer.Port)
+		if err := checkLocal(path); err != nil && !errors.Is(err, fs.ErrNotExist) { // it may come later
+			mon.close()
+			return fail(errors.Join(err, z.Close()))
+		}
+		endpoint = "ipc://" + path
+	}
+	if err := z.Connect(endpoint); err != nil {
+		mon.close()
+		return fail(errors.Join(addressError(err), z.Close()))
+	}
+	s, err := newSocket(z, false)
+	if err != nil {
+		mon.close()
+		return fail(err)
+	}
+	c.sock, c.mon, c.acct = s, mon, v.accounts.open()
+	s.limit(c.acct, sendWindow)
+	v.name(c, id)
+	v.replace(func(m map[int]*conn) { m[id] = c })
+	v.guard.known(c)
+	if old != nil && !c.admitted.Load() {
+		time.AfterFunc(admitTime, func() { v.admit(c) })
+	}
+	if v.started {
+		v.listen(c)
+	}
+	v.log.Info("connect", "peer", van.NodeName(id), "addr", endpoint)
+	return nil
+}
+
+// Beating implements van.Beater. libzmq ends the connection to a peer whose threads do not
+// answer its heartbeats. That the peer's own connection to this node stands says that it is
+// still that process, not another one at its address.
+func (v *zvan) Beating(id int) bool {
+	c := (*v.peers.Load())[id]
+	if c == nil || c.incarnation == 0 || !c.up.Load() || v.guard != nil && !c.seen.Load() {
+		return false
+	}
+	_, limit := v.heartbeats()
+	return limit > 0
+}
+
+// Rename makes the connection to old serve new instead.
+func (v *zvan) Rename(old, new int) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	c := (*v.peers.Load())[old]
+	if c == nil {
+		return &van.Error{Op: "rename", Peer: van.NodeName(old), Err: van.ErrUnknownPeer}
+	}
+	other := (*v.peers.Load())[new]
+	v.replace(func(m map[int]*conn) { delete(m, old) })
+	v.name(c, new)
+	if other != nil && other != c {
+		c.before = other.incarnation
+	}
+	v.replace(func(m map[int]*conn) { m[new] = c })
+	v.guard.known(c)
+	if other != nil && other != c {
+		v.drop(other, 0)
+	}
+	return nil
+}
+
+// leaveTime is how long Disconnect lets sent messages leave.
+const leaveTime = 500 * time.Millisecond
+
+func (v *zvan) Disconnect(id int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	c := (*v.peers.Load())[id]
+	if c == nil {
+		return
+	}
+	v.replace(func(m map[int]*conn) { delete(m, id) })
+	v.drop(c, leaveTime)
+}
+
+// handlerTime is how long the end of a connection waits for a handler that still
+// runs. One that runs longer does no harm: it does not use the socket.
+const handlerTime = 2 * time.Second
+
+// drop ends a connection that is no longer in the table (or about to be
+// replaced). The receiver may be delivering a message, perhaps the one whose
+// handler called: its end is awaited elsewhere. v.mu is held.
+func (v *zvan) drop(c *conn, linger time.Duration) {
+	c.leaves.Store(true)
+	c.sock.stop()
+	v.loops = slices.DeleteFunc(v.loops, func(r *receiver) bool { return r == c.rx })
+	v.wg.Go(func() {
+		if c.rx != nil {
+			ctx, cancel := context.WithTimeout(context.Background(), handlerTime)
+			defer cancel()
+			_ = c.rx.stop(ctx) // one that runs longer does no harm, see handlerTime
+		}
+		_ = v.end(c, linger)
+	})
+}
+
+// end closes c's socket.
+func (v *zvan) end(c *conn, linger time.Duration) error {
+	if c.lost.Load() {
+		linger = 0 // nobody to wait for
+	}
+	var err error
+	if c.incarnation != 0 && linger > 0 {
+		err = c.sock.leave(c, linger, c.mon.close)
+	} else {
+		c.mon.close()
+		err = c.sock.close(linger)
+	}
+	v.accounts.close(c.acct)
+	return err
+}
+
+// admit makes c the peer, and has what came of it before delivered.
+func (v *zvan) admit(c *conn) {
+	if v.early.admit(c) && v.router != nil {
+		v.router.wake()
+	}
+}
+
+// Admit implements van.Admitter.
+func (v *zvan) Admit(id int) {
+	if c := (*v.peers.Load())[id]; c != nil && !c.admitted.Load() {
+		v.admit(c)
+	}
+}

@@ -1,0 +1,174 @@
+package zmq
+
+// What leaves: messages within the budget for sending, and what is taken back.
+
+import (
+	"errors"
+	"fmt"
+	"syscall"
+
+	zmq4 "github.com/pebbe/zmq4"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/internal/logx"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// outgoing is the sending side of a van. An account for each peer counts what libzmq has not
+// let go of; beyond the budget Send refuses. Of that libzmq has sendWindow at most, so that a
+// peer that asks to wait soon has nothing more coming.
+type outgoing struct {
+	n        *shared
+	router   *socket // set by Bind
+	budget   int64   // STEPAF_SEND_BUDGET; 0: no limit
+	refusals logx.Sparse
+}
+
+// sendWindow is how much libzmq has at most for one peer, besides one message.
+const sendWindow = 32 << 20
+
+// controlReserve is what control messages may use beyond the budget for sending.
+const controlReserve = 16 << 20
+
+// Send hands msg to the socket that the protocol wants it on.
+func (o *outgoing) Send(msg *van.Message) error {
+	c := (*o.n.peers.Load())[msg.Receiver]
+	err := o.send(msg, c)
+	if errors.Is(err, van.ErrClosed) {
+		// The connection may have been replaced in between.
+		o.n.mu.Lock()
+		now := (*o.n.peers.Load())[msg.Receiver]
+		o.n.mu.Unlock()
+		if now != nil && now != c {
+			return o.send(msg, now)
+		}
+	}
+	return err
+}
+
+func (o *outgoing) send(msg *van.Message, c *conn) error {
+	if c == nil {
+		if o.n.closed.Load() {
+			return o.sendError(msg, nil, van.ErrClosed)
+		}
+		return o.sendError(msg, nil, van.ErrUnknownPeer)
+	}
+	if msg.Request || msg.IsControl() {
+		msg.RequestTrace.PostSend = clock.Now()
+	} else {
+		msg.ResponseTrace.PostSend = clock.Now()
+	}
+	var buf [1024]byte
+	meta, n := buf[:], msg.EncodedLen()
+	if n > len(buf) {
+		meta = make([]byte, n)
+	}
+	meta = meta[:n]
+	if err := msg.EncodeTo(meta); err != nil {
+		return o.sendError(msg, c, err)
+	}
+	for i := range msg.Frames {
+		if f := msg.Frame(i); !f.OnHost() {
+			return o.sendError(msg, c, fmt.Errorf("%w: frame %d lies on %s, want host memory", van.ErrInvalid, i, f.Device()))
+		}
+	}
+	size := msg.PayloadLen()
+	to := route{acct: c.acct, limit: o.budget, marks: c.named}
+	if msg.IsControl() {
+		to.urgent, to.limit = true, o.controlLimit()
+	}
+	sock := c.sock
+	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
+		sock, to.dest, to.self, to.marks = o.router, who.dest, o.n.nameFor(c), c.incarnation != 0
+	}
+	to.bundles = to.marks && c.bundles
+	if err := sock.send(&to, meta, msg, o.n.lent); err != nil {
+		if errors.Is(err, van.ErrQueueFull) {
+			err = o.overBudget(c, &to)
+		}
+		return o.sendError(msg, c, err)
+	}
+	o.n.stats.sent(len(meta) + size)
+	return nil
+}
+
+// Flush sends what was sent to id with More.
+func (o *outgoing) Flush(id int) {
+	c := (*o.n.peers.Load())[id]
+	if c == nil {
+		return
+	}
+	c.sock.flush(o.n.lent)
+	if c.who.Load().viaOwn {
+		o.router.flush(o.n.lent)
+	}
+}
+
+// sendError says what went wrong with a message for a peer.
+func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
+	e := &van.Error{Op: "send", Node: van.NodeName(int(o.n.id.Load())), Peer: van.NodeName(msg.Receiver), Detail: msg.Meta.String()}
+	if c != nil {
+		e.Peer += " at " + c.addr
+	}
+	switch {
+	case errors.Is(err, syscall.EHOSTUNREACH):
+		e.Err = fmt.Errorf("%w: it is not connected to this node", van.ErrPeerLost)
+	case errors.Is(err, van.ErrQueueFull):
+		e.Err = err
+	case errors.Is(err, syscall.EAGAIN):
+		e.Err = van.ErrQueueFull
+	case errors.Is(err, syscall.Errno(zmq4.ETERM)), errors.Is(err, syscall.ENOTSOCK):
+		e.Err = van.ErrClosed
+	default:
+		e.Err = err
+	}
+	return e
+}
+
+// overBudget says why a message for c was refused.
+func (o *outgoing) overBudget(c *conn, to *route) error {
+	unsent := c.sock.unsent(c.acct)
+	o.n.stats.refused.Add(1)
+	if n, speak := o.refusals.Next(); speak {
+		o.n.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.addr,
+			"bytes unsent", unsent, "limit", fmt.Sprintf("%d (STEPAF_SEND_BUDGET)", to.limit), "refused so far", n)
+	}
+	return fmt.Errorf("%w: it has not taken %d bytes yet, want at most %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, unsent, to.limit)
+}
+
+// controlLimit is the budget for control messages.
+func (o *outgoing) controlLimit() int64 {
+	if o.budget <= 0 {
+		return 0
+	}
+	return o.budget + controlReserve
+}
+
+// pump sends what waits and may leave now, to all peers. It tells whether there is more.
+func (o *outgoing) pump() (more bool) {
+	for _, c := range *o.n.peers.Load() {
+		if until := c.holdUntil.Load(); until != 0 {
+			if now := clock.Now(); now < until {
+				more = true
+			} else {
+				c.goOnAt(now)
+			}
+		}
+		if c.sock.waits.Load() && c.sock.pump(false, o.n.lent) {
+			more = true
+		}
+	}
+	return more
+}
+
+// Recall implements van.Recaller.
+func (o *outgoing) Recall(q van.Requests) {
+	foreign := o.n.lent.recall(q)
+	if foreign == 0 {
+		return
+	}
+	if n, speak := o.n.lent.lent.foreign.Next(); speak {
+		o.n.log.Warn("a node of the C++ library may get what is put next into memory of a request that was given up: it was not sent yet",
+			"first timestamp", q.First, "messages", foreign, "so far", n)
+	}
+}

@@ -1,0 +1,125 @@
+package zmq
+
+// What the parts of a van share: who the node is, its peers, and its counters.
+
+import (
+	"log/slog"
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// shared is a van's configuration, its own names, and its peers.
+type shared struct {
+	cfg  *env.Config
+	log  *slog.Logger
+	lent *lent
+
+	incarnation uint32 // own; 0: the node speaks as one of the original
+
+	self  van.Node     // set by Bind
+	id    atomic.Int32 // own node id
+	names atomic.Pointer[ownNames]
+	watch func(id int, up bool, cause error)
+
+	mu      sync.Mutex // guards changes of peers
+	peers   atomic.Pointer[map[int]*conn]
+	closed  atomic.Bool
+	classes atomic.Pointer[map[int]int] // traffic classes of peers, see SetClasses
+	stats   stats
+}
+
+// ownNames is what the node calls itself.
+type ownNames struct {
+	plain string // towards nodes of the original
+	full  string // towards nodes of this library
+}
+
+// nameFor is what the node calls itself towards c.
+func (n *shared) nameFor(c *conn) string {
+	if c.incarnation != 0 {
+		return n.names.Load().full
+	}
+	return n.names.Load().plain
+}
+
+func (n *shared) setID(id int) {
+	n.id.Store(int32(id))
+	n.names.Store(&ownNames{routingID(peerName{id: id}), routingID(peerName{id, n.incarnation})})
+}
+
+// peerIdentity is which process peer is, if this node and it can tell such things, and
+// whether it takes bundles.
+func (n *shared) peerIdentity(peer *van.Node) (incarnation uint32, bundles bool) {
+	if identity, ok := peer.Identity(); ok && n.incarnation != 0 {
+		return identity.Incarnation, identity.Bundles
+	}
+	return 0, false
+}
+
+// heartbeats returns the time between two of libzmq's heartbeats, and how long it waits for the
+// answer; 0 is none. A peer that stops is noticed within both.
+func (n *shared) heartbeats() (every, limit time.Duration) {
+	if every, limit = n.cfg.Heartbeats(); every <= 0 || limit <= 0 {
+		return 0, 0
+	}
+	return min(every, limit/4), limit
+}
+
+// name makes c the connection to id.
+func (n *shared) name(c *conn, id int) {
+	c.who.Store(&identity{id, routingID(peerName{id, c.incarnation}), n.self.Role != van.Worker && id > 0 && van.RoleOf(id) == van.Worker})
+}
+
+// replace changes the table of peers. n.mu is held.
+func (n *shared) replace(change func(map[int]*conn)) {
+	m := maps.Clone(*n.peers.Load())
+	change(m)
+	n.peers.Store(&m)
+}
+
+// unseen is how many connections without a message may be those of members whose first
+// message is long: only workers send such ones, and only to servers.
+func (n *shared) unseen() (count int) {
+	if n.self.Role != van.Server {
+		return 0
+	}
+	for _, c := range *n.peers.Load() {
+		if id := c.who.Load().id; id > 0 && van.RoleOf(id) == van.Worker && !c.seen.Load() {
+			count++
+		}
+	}
+	return count
+}
+
+// tell reports a change of c's connection to the watcher.
+func (n *shared) tell(c *conn, up bool, cause error) {
+	if n.watch != nil && !c.leaves.Load() {
+		n.watch(c.who.Load().id, up, cause)
+	}
+}
+
+// classOf is the class of what leaves for c, if one is set.
+func (n *shared) classOf(c *conn) (class int, ok bool) {
+	if m := n.classes.Load(); m != nil {
+		class, ok = (*m)[c.who.Load().id]
+	}
+	return class, ok
+}
+
+// stats counts without locks.
+type stats struct {
+	sentN, sentB, recvN, recvB, malformed, stale, strangers, refused, paused atomic.Uint64
+}
+
+func (s *stats) sent(bytes int)     { s.sentN.Add(1); s.sentB.Add(uint64(bytes)) }
+func (s *stats) received(bytes int) { s.recvN.Add(1); s.recvB.Add(uint64(bytes)) }
+func (s *stats) get() van.Stats {
+	return van.Stats{SentMessages: s.sentN.Load(), SentBytes: s.sentB.Load(), ReceivedMessages: s.recvN.Load(),
+		ReceivedBytes: s.recvB.Load(), Malformed: s.malformed.Load(),
+		PausedReads: s.paused.Load(), RefusedSends: s.refused.Load(), Strangers: s.strangers.Load(), FencedMessages: s.stale.Load()}
+}
