@@ -1,6 +1,10 @@
 package local
 
-import "testing"
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+)
 
 func TestBlockLen(t *testing.T) {
 	for _, c := range []struct{ n, want int }{
@@ -101,4 +105,19 @@ func TestBlocksGoBack(t *testing.T) {
 	if n := b.keeps(); n != 0 || len(b.of) != 0 {
 		t.Errorf("%d blocks of %d lengths are kept after a while without traffic, want none", n, len(b.of))
 	}
+}
+
+// TestBlocksGoBackByThemselves: when the traffic has ended all blocks are freed, without a call.
+func TestBlocksGoBackByThemselves(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var b blocks
+		defer b.close()
+		for range 2 { // also after a time without any
+			take(t, &b, 8)
+			time.Sleep(2*keepTime + 1)
+			if n := b.keeps(); n != 0 {
+				t.Errorf("%d blocks are kept %s after the last use, want none", n, 2*keepTime)
+			}
+		}
+	})
 }

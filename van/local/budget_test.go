@@ -91,6 +91,7 @@ func TestReceiveBudget(t *testing.T) {
 			other.start()
 			worker.connect(server)
 			other.connect(server)
+			server.connect(other)
 			server.connect(worker)
 			sent := 5 * budget / mode.size
 			for i := range sent {
@@ -134,6 +135,7 @@ func TestSendBudget(t *testing.T) {
 			server := newNode(t, n, 8, mode.set)
 			worker.start()
 			worker.connect(server)
+			server.connect(worker)
 			sent := 0
 			var err error
 			for ; err == nil; sent++ {
@@ -199,6 +201,7 @@ func TestOneLongValue(t *testing.T) {
 	server := newNode(t, n, 8, nil)
 	worker.start()
 	worker.connect(server)
+	server.connect(worker)
 	worker.must(data(8, 0, pattern(0, 4<<20)))
 	worker.must(data(8, 1, pattern(1, 8)))
 	for _, size := range []int{streamFrom - 8, 4 << 20} {

@@ -51,6 +51,7 @@ func wrap(all *records, set func(*local.Van), inner van.Factory) func(t testing.
 			t.Fatal(err)
 		}
 		v := local.New(in, o)
+		local.LongNets(v)
 		if set != nil {
 			set(v)
 		}

@@ -33,7 +33,7 @@ func (v *Van) Connect(ctx context.Context, id int, peer van.Node) error {
 	}
 	p.admitLocked(id)
 	if !n.admitted {
-		time.AfterFunc(holdTime, func() { p.admitLate(n) })
+		time.AfterFunc(p.holdTime, func() { p.admitLate(n) })
 	}
 	if was != nil {
 		p.losses.replaced(id, was, n)

@@ -81,6 +81,7 @@ func TestListenerSurvives(t *testing.T) {
 	worker.start()
 	server.start()
 	worker.connect(server)
+	server.connect(worker)
 	worker.must(data(8, 1, []byte("x")))
 	server.next().Release()
 	server.says("no peer can be accepted through shared memory for now")
@@ -93,6 +94,7 @@ func TestDisconnectGoesOn(t *testing.T) {
 	worker, server := newNode(t, n, 9, func(v *Van) { v.drainTime = limit }), newNode(t, n, 8, nil)
 	worker.start()
 	worker.connect(server)
+	server.connect(worker)
 	const before = 8
 	for i := range before {
 		worker.must(data(8, i, pattern(i, 1<<20)))

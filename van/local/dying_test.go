@@ -121,10 +121,15 @@ func TestLinkNotMadeAgain(t *testing.T) {
 	})
 	full.Store(true)
 	server.breakIn()
-	server.event(9, false)
-	server.event(9, true)
-	if server.down(9) {
-		t.Error("the peer is held for lost")
+	for _, x := range []struct {
+		*node
+		peer int
+	}{{server, 9}, {worker, 8}} {
+		x.event(x.peer, false)
+		x.event(x.peer, true)
+		if x.down(x.peer) {
+			t.Errorf("%d holds its peer for lost", x.self.ID)
+		}
 	}
 	eventually(t, "it is settled that there is no link", func() bool { return !worker.Linked(8) })
 	worker.resend(data(8, 1, []byte("x")))

@@ -2,12 +2,16 @@ package local
 
 import (
 	"log/slog"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 )
 
 // StreamOnly makes v work as where reading other processes is forbidden.
 func StreamOnly(v *Van) { v.acceptor.streamOnly = true }
+
+// LongNets makes the bounds so long that heal a lost wake-up that a test which needs one fails by its own limit.
+func LongNets(v *Van) { v.receiver.maxSleep, v.peers.holdTime = time.Minute, time.Minute }
 
 // Endpoint is the endpoint field of a node whose transport says local of itself.
 func Endpoint(local []byte) []byte {

@@ -104,6 +104,7 @@ func twoProcesses(t *testing.T) (server, old, next *node) {
 // though the one before it was admitted.
 func TestNewcomerIsHeld(t *testing.T) {
 	server, old, next := twoProcesses(t)
+	server.peers.holdTime = holdTime
 	server.connect(old)
 	old.connect(server)
 	old.must(data(8, 0, pattern(1, 100)))

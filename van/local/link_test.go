@@ -54,6 +54,7 @@ func TestFullRing(t *testing.T) {
 			worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, mode.set)
 			worker.start()
 			worker.connect(server)
+			server.connect(worker)
 			var sent int
 			for {
 				size := []int{100, 5000, 100_000, 3 << 20}[sent%4]
@@ -89,6 +90,7 @@ func TestQueueFull(t *testing.T) {
 	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
 	worker.start()
 	worker.connect(server)
+	server.connect(worker)
 	value := make([]byte, streamFrom-1)
 	sent := 0
 	for err := error(nil); ; sent++ {
@@ -122,6 +124,7 @@ func TestDoneOfLostLink(t *testing.T) {
 			worker, server := newNode(t, n, 9, set), newNode(t, n, 8, set)
 			worker.start()
 			worker.connect(server)
+			server.connect(worker)
 			const each = 50
 			dones := make([]done, each)
 			for i := range dones {

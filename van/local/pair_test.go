@@ -45,6 +45,7 @@ func newNode(t testing.TB, n *inproc.Network, id int, set func(*Van)) *node {
 	}
 	x := &node{Van: New(inner, o), t: t, in: make(chan *van.Message, 1<<17), events: make(chan event, 100), logged: logged}
 	x.own.linkTime = limit // what a test is about are links, not how fast the machine makes them
+	LongNets(x.Van)
 	if set != nil {
 		set(x.Van)
 	}

@@ -37,6 +37,7 @@ type peers struct {
 	ins      atomic.Pointer[[]*inLink]
 	dialling atomic.Int32 // peers of which it is not settled whether they will have a link
 
+	holdTime    time.Duration // holdTime, other than in tests
 	unknownTime time.Duration // unknownTime, other than in tests
 	returnTime  time.Duration // returnTime, other than in tests
 
@@ -54,7 +55,7 @@ type peers struct {
 }
 
 func newPeers(log *slog.Logger, bell *doorbell, dests *destinations) *peers {
-	p := &peers{log: log, bell: bell, dests: dests, unknownTime: unknownTime, returnTime: returnTime,
+	p := &peers{log: log, bell: bell, dests: dests, holdTime: holdTime, unknownTime: unknownTime, returnTime: returnTime,
 		nodes: map[int]*outPeer{}, senders: map[int]*inPeer{}, draining: map[int]chan struct{}{}}
 	p.losses.current = func(id int, n *outPeer) bool {
 		p.mu.Lock()
@@ -155,11 +156,11 @@ func (p *peers) addIn(l *inLink) error {
 	same, n := p.isOf(l), p.nodes[l.from.id]
 	switch {
 	case n == nil:
-		p.hold(l, holdTime)
+		p.hold(l, p.holdTime)
 	case !same:
 		p.hold(l, p.unknownTime)
 	case !n.admitted:
-		p.hold(l, holdTime)
+		p.hold(l, p.holdTime)
 	}
 	p.bell.wakeAll()
 	p.mu.Unlock()

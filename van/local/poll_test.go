@@ -199,7 +199,7 @@ func TestReplaced(t *testing.T) {
 // TestStranger: one that this node is never told of is heard after a while.
 func TestStranger(t *testing.T) {
 	n := inproc.NewNetwork()
-	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
+	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, func(v *Van) { v.peers.holdTime = holdTime })
 	worker.start()
 	server.start()
 	begun := time.Now()

@@ -41,6 +41,34 @@ func TestNoWakeUpIsLost(t *testing.T) {
 	}
 }
 
+// TestStreamOfASleeper: a value longer than the ring, of which the peer may not read the rest, comes though its sender
+// has just gone to sleep, and does nothing more.
+func TestStreamOfASleeper(t *testing.T) {
+	n := inproc.NewNetwork()
+	var late atomic.Pointer[func()]
+	worker := newNode(t, n, 9, func(v *Van) {
+		v.receiver.polled = func() {
+			if f := late.Swap(nil); f != nil {
+				(*f)()
+			}
+		}
+	})
+	server := newNode(t, n, 8, func(v *Van) { v.acceptor.streamOnly = true })
+	worker.start()
+	server.start()
+	worker.connect(server)
+	server.connect(worker)
+	vals := pattern(1, 5<<20)
+	send := func() { worker.must(data(8, 1, vals)) }
+	late.Store(&send)
+	worker.own.bell.bell.wake(loopWaiter) // it finds nothing, and goes to sleep again
+	m := server.next()
+	if !bytes.Equal(m.Vals.Host(), vals) {
+		t.Error("the values differ")
+	}
+	m.Release()
+}
+
 // TestRestOfManyParts: a stream of several large parts that its receiver does not take is
 // pinned from where it was, each part from its beginning or from where that was.
 func TestRestOfManyParts(t *testing.T) {

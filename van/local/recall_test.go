@@ -21,6 +21,7 @@ func TestRecall(t *testing.T) {
 			worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, mode.set)
 			worker.start()
 			worker.connect(server)
+			server.connect(worker)
 			const sent = 120
 			vals, dones := make([][]byte, sent), make([]done, sent)
 			recalled := func(i int) bool { return i >= 10 && i < sent-10 || i == 3 }

@@ -57,6 +57,9 @@ func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err
 			l.advance(size)
 		} else {
 			l.publish(&r, size, pinOf(&r, msg, meta, l.offers.seq))
+			if l.streaming() {
+				l.drain() // the peer is to say when there is room: the loop, which goes on then, may sleep
+			}
 		}
 	} else if err := l.enqueue(&r, size, msg, meta, export); err != nil {
 		return true, err

@@ -73,6 +73,9 @@ func replace(w *world) {
 	worker.must(data(8, 0, true))
 	first.expect(9, 1)
 	link(worker, second)
+	if a, ok := van.As[van.Admitter](worker.Van); ok {
+		a.Admit(8) // as a node does
+	}
 	worker.must(data(8, 0, true))
 	second.expect(9, 1)
 	second.must(data(9, 0, false))
