@@ -173,6 +173,41 @@ func TestBatchStories(t *testing.T) {
 	})
 }
 
+// TestLossOfTheOneBefore: a server may be told that a worker is lost when the process in its place has begun a batch.
+// That one goes on; the one of the lost process is given up.
+func TestLossOfTheOneBefore(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var served []int32
+	if err := s.Handle(func(b Batch) {
+		served = append(served, b.w.first)
+		b.Release()
+	}); err != nil {
+		t.Fatal(err)
+	}
+	const epoch = 1 // of the process that the server knows
+	push := func(epoch uint32, ts int32, head van.BatchFlag) {
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Epoch, m.Request, m.Push, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), epoch, true, true, head, ts, 3, 0
+		m.IsTensor, m.Dtype, m.Dim, m.Shape[0], m.ValLen = true, int32(Uint8), 1, 1, 1
+		m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, 1))
+		s.receive(m)
+	}
+	push(epoch-1, 70, van.BatchStart)
+	push(epoch, 10, van.BatchStart)
+	s.dropSender(van.WorkerID(0))
+	push(epoch-1, 71, van.BatchEnd)
+	push(epoch, 11, van.BatchEnd)
+	if len(served) != 1 || served[0] != 10 {
+		t.Errorf("batches %d were handed to the application, want that of the new process, 10", served)
+	}
+	s.Close()
+}
+
 // TestWrongPullAnswers: an answer that is not the one that was asked for is refused, and nothing is written; one that the
 // transport has placed already is not copied.
 func TestWrongPullAnswers(t *testing.T) {

@@ -35,6 +35,8 @@ type base struct {
 	isOver  func(err error)       // called once, when over is there
 	refused atomic.Uint64
 	closed  atomic.Bool // Close was called
+
+	aliveEvery time.Duration // aliveEvery, other than in tests
 }
 
 var (

@@ -103,7 +103,7 @@ func (x *waiter) sleep(ctx context.Context, op string, begun uint64, limit time.
 			x.p.w.fail(err)
 			return errOver
 		}
-		pause := aliveEvery
+		pause := x.p.w.aliveEvery
 		if limit > 0 {
 			left := limit - elapsed(begun)
 			if left <= 0 {

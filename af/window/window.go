@@ -47,7 +47,7 @@ type Window struct {
 // call it, in the same order as other calls of c. What differs is an error on all ranks. Others
 // may write to the memory, from the moment that Open is called until Close.
 func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
-	w := &Window{base: base{layer: c.Layer(), signals: o.Signals, self: c.Rank()}, shut: make(chan struct{})}
+	w := &Window{base: base{layer: c.Layer(), signals: o.Signals, self: c.Rank(), aliveEvery: aliveEvery}, shut: make(chan struct{})}
 	b := &w.base
 	b.app, b.isOver = b.layer.App(), w.isOver
 	bad := b.take(o)

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -68,6 +69,9 @@ func newRig(t *testing.T, o testcluster.Options, n int, of Options) *rig {
 		r.comms[i], err = collective.New(t.Context(), r.c.Workers[i], collective.Options{Ranks: ranks(n), Timeout: testTime})
 		if err == nil {
 			r.windows[i], err = Open(t.Context(), r.comms[i], of)
+		}
+		if err == nil {
+			r.windows[i].base.aliveEvery = time.Minute // so that a test which needs one fails where a wake-up is lost
 		}
 		return err
 	})
@@ -538,11 +542,19 @@ func TestOwnEnd(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, testcluster.Options{Set: set}, 2, Options{Signals: 1})
+			w, begun := r.windows[0], time.Now()
+			w.base.aliveEvery = aliveEvery // nothing else tells who waits
 			wait := make(chan error, 1)
-			go func() { wait <- r.windows[0].WaitSignal(t.Context(), 1, 0) }()
+			go func() { wait <- w.WaitSignal(t.Context(), 1, 0) }()
+			for set == nil && w.peers[1].sleepers.n.Load() == 0 {
+				runtime.Gosched()
+			}
 			r.c.Workers[0].Close()
 			if err := <-wait; !errors.Is(err, van.ErrClosed) && !errors.Is(err, van.ErrPeerLost) {
 				t.Errorf("got %v, want ErrClosed", err)
+			}
+			if d := time.Since(begun); d >= testTime {
+				t.Errorf("it ended after %s, with its limit", d)
 			}
 		})
 	}

@@ -289,21 +289,31 @@ func TestDeviceUnrecorded(t *testing.T) {
 	clear(vantest.Raw(into)) // the race detector sees a copy that still runs
 }
 
-// TestTidySpinning: a node that never sleeps unmaps what is not used any more, too.
-func TestTidySpinning(t *testing.T) {
-	wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
-	t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
-	worker, server := linked(t, wdev, sdev, func(v *Van) { v.receiveWith(engine.New(-1)) })
-	worker.must(value(wdev, 8, 1, pattern(1, 100)))
-	server.next().Release()
-	s := server.feedOf()
-	server.rx.feed.Lock()
-	for _, m := range s.maps {
-		m.used -= uint64(mapTime)
+// TestTidy: a node to which nothing comes unmaps what is not used any more, one that sleeps and one that never does.
+func TestTidy(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		spin time.Duration
+	}{{"sleeps", 0}, {"spins for ever", -1}} {
+		t.Run(c.name, func(t *testing.T) {
+			wdev, sdev := vantest.NewDevice(1), vantest.NewDevice(2)
+			t.Cleanup(func() { _, _ = wdev.Close(), sdev.Close() })
+			worker, server := linked(t, wdev, sdev, func(v *Van) {
+				v.receiveWith(engine.New(c.spin))
+				v.receiver.maxSleep = maxSleep
+			})
+			worker.must(value(wdev, 8, 1, pattern(1, 100)))
+			server.next().Release()
+			s := server.feedOf()
+			server.rx.feed.Lock()
+			for _, m := range s.maps {
+				m.used -= uint64(mapTime)
+			}
+			server.receiver.tidied = 0
+			server.rx.feed.Unlock()
+			eventually(t, "the mapping is gone", func() bool { return sdev.Imports() == 0 })
+		})
 	}
-	server.receiver.tidied = 0
-	server.rx.feed.Unlock()
-	eventually(t, "the mapping is gone", func() bool { return sdev.Imports() == 0 })
 }
 
 // TestRecordChanges: a record that the sender changes between two looks is refused.

@@ -33,7 +33,9 @@ func fake(t testing.TB, change func(*env.Config), options ...func(*fakeverbs.Con
 		if change != nil {
 			change(cfg)
 		}
-		return rdma.NewOn(n.Stack(addr), van.Options{Config: cfg, Log: testLog(t)})
+		v := rdma.NewOn(n.Stack(addr), van.Options{Config: cfg, Log: testLog(t)})
+		rdma.LongNets(v)
+		return v
 	}, n
 }
 

@@ -169,6 +169,7 @@ func TestPowerLossLeavesNothing(t *testing.T) {
 // A peer that has gone without a word, and is not replaced, leaves nothing behind either.
 func TestSilentLossLeavesNothing(t *testing.T) {
 	r := newRig(t)
+	r.probes = true
 	s, n := r.node(8), r.node(9)
 	n.connect(s)
 	n.wantUp(s)

@@ -128,11 +128,14 @@ type times struct {
 	quiet                    time.Duration // in which a lost connection that carried no data may be made again, before the watcher is notified
 	overwriteGrace           time.Duration // that a request may be held after its answer
 	budgetWait               time.Duration // that a slot request waits for bytes of its own peer
+	sleep                    time.Duration // of a loop, at most
+	probe                    time.Duration // between two probes of an idle connection
 }
 
 // A StepMesh node aborts when a connect request is withdrawn: there the connection
 // manager, which tries for about a minute, has to say that nobody answers.
-var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime}
+var defaultTimes = times{connect: 5 * time.Second, connectStepMesh: 90 * time.Second, allQueuePairs: 10 * time.Second, quiet: time.Second, overwriteGrace: 100 * time.Millisecond, budgetWait: 5 * time.Second, inboundDown: inboundDownTime,
+	sleep: maxSleep, probe: probeTime}
 
 // conn is what a serial number names: an outgoing connection with its peer, or an
 // incoming one.

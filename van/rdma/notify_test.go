@@ -156,6 +156,7 @@ func TestPeerLeaves(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			r := newRig(t)
+			r.probes = true
 			w, s := r.pair()
 			old := w.incoming()
 			c.end(r, w, s)
@@ -227,6 +228,7 @@ func TestEndOfReplacedConnection(t *testing.T) {
 // again. Until then requests are refused, and not lost.
 func TestBackWhenItCanAnswer(t *testing.T) {
 	r := newRig(t)
+	r.probes = true
 	w, s := r.pair()
 	open := s.barred() // a try that begins before that would go on behind the cut
 	r.net.Cut(w.addr, s.addr)
@@ -383,6 +385,7 @@ func TestSaidAgain(t *testing.T) {
 // Once a server is told to be back after a cut, nothing that was lost before is told any more.
 func TestNothingIsLostAfterTheRepair(t *testing.T) {
 	r := newRig(t)
+	r.probes = true
 	w, s := r.pair()
 	for round := range 4 {
 		answers := w.incomingOf(s.who.ID)

@@ -55,6 +55,7 @@ func (p *pair) node(id int, role van.Role, to chan *van.Message, change func(*en
 	}
 	addr := netip.MustParseAddr("10.77.0.1")
 	v := NewOn(p.net.Stack(addr), van.Options{Config: cfg}).(*rvan)
+	LongNets(v)
 	_, err := v.Bind(context.Background(), van.Node{Role: role, ID: van.Empty, Hostname: addr.String()})
 	if err != nil {
 		p.Fatal(err)

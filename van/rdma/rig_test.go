@@ -24,8 +24,9 @@ const patience = 20 * time.Second
 // rig is a network in memory with vans on it, each on a host of its own.
 type rig struct {
 	*testing.T
-	net   *fakeverbs.Net
-	nodes []*testNode
+	net    *fakeverbs.Net
+	nodes  []*testNode
+	probes bool // idle connections are probed as often as other than in tests
 }
 
 // testNode is a van with what it has received and been told.
@@ -78,6 +79,10 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 	n.stack.SetName(van.NodeName(id))
 	identity := van.Identity{Incarnation: uint32(1000 + len(r.nodes))}
 	n.rvan = NewOn(n.stack, van.Options{Config: cfg, Incarnation: identity.Incarnation}).(*rvan)
+	LongNets(n.rvan)
+	if r.probes {
+		n.times.probe = probeTime
+	}
 	n.who = van.Node{Role: van.RoleOf(id), ID: id, Hostname: n.addr.String(), AuxID: -1, Endpoint: identity.Encode()}
 	n.WatchPeers(func(id int, up bool, cause error) {
 		select {

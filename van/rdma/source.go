@@ -36,7 +36,7 @@ const (
 func newDevice(v *rvan, dev verbs.Device) *device {
 	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areaSet: areaSet{areas: map[*area]bool{}}, stopped: make(chan struct{})}
 	d.pool.d = d
-	d.probes.Delay = probeTime
+	d.probes.Delay = v.times.probe
 	d.regions.OnStuck = func(r *conn.Region, err error) {
 		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
 	}
@@ -154,7 +154,7 @@ func (d *device) poll(spin, block time.Duration) {
 func (d *device) Arm(engine.Sleeper) bool {
 	d.sleeping.Store(true)
 	d.housekeep(true)
-	d.sleepTime = d.probes.Wait(clock.Now(), maxSleep)
+	d.sleepTime = d.probes.Wait(clock.Now(), d.v.times.sleep)
 	if !d.active.Empty() || !d.requests.Empty() {
 		d.sleepTime = tickTime
 	}

@@ -3,10 +3,35 @@ package rdma
 import (
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rendezvous"
 )
+
+// TestIdleNodeGivesBack: a node that has nothing to do, nor a connection to probe, deregisters memory that it has not used
+// for long.
+func TestIdleNodeGivesBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		block := func(c *env.Config) { c.BusyPoll = env.AlwaysBlock } // who looks for a while would look for ever
+		w, s := r.node(9, block), r.node(8, block)
+		w.times.sleep = maxSleep
+		r.link(w, s)
+		v := value(300<<10, 1)
+		w.must(push(s, 1, 1, v))
+		s.wantValue(1, v)
+		w.Disconnect(s.who.ID)
+		s.Disconnect(w.who.ID)
+		time.Sleep(20 * time.Second)
+		before := w.stack.Registered()
+		time.Sleep(30 * time.Second) // more than conn.maxIdle with the first ones, and less than the long bounds
+		if now := w.stack.Registered(); now > before-len(v) {
+			t.Errorf("%d bytes are registered, %d some time before, want less by %d", now, before, len(v))
+		}
+	})
+}
 
 // The receiver may hold more messages than there are slots: more are asked for after
 // a few milliseconds, also when nothing else happens.

@@ -106,7 +106,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	v.replace(func(m map[int]*conn) { m[id] = c })
 	v.guard.known(c)
 	if old != nil && !c.admitted.Load() {
-		time.AfterFunc(admitTime, func() { v.admit(c) })
+		time.AfterFunc(v.early.admitTime, func() { v.admit(c) })
 	}
 	if v.started {
 		v.listen(c)

@@ -26,6 +26,8 @@ type early struct {
 	closed bool
 	most   time.Duration // that a message is kept
 	lines  logx.Sparse
+
+	admitTime time.Duration // admitTime, other than in tests
 }
 
 type earlyMessage struct {

@@ -38,6 +38,8 @@ type flow struct {
 
 	holds, drops logx.Sparse
 
+	holdFor, askEvery time.Duration // the constants, other than in tests
+
 	mu     sync.Mutex
 	asked  []*sender // who is asked to wait
 	ticker *time.Timer
@@ -89,6 +91,7 @@ func (s *sender) of(msg *van.Message) *lane {
 func (f *flow) init(n *shared, out *outgoing) {
 	cfg := n.cfg
 	f.n, f.out = n, out
+	f.holdFor, f.askEvery = holdFor, askEvery
 	f.strangers = int64(cfg.StrangerBudget)
 	if failpoint.On("recv-budget") {
 		return
@@ -200,14 +203,14 @@ func (f *flow) ask(s *sender) {
 	f.mu.Lock()
 	ask, _ := f.limits()
 	w := s.waiting.Load()
-	if f.ended || s.asked.Load() || w <= ask || !f.tell(s, holdFor) {
+	if f.ended || s.asked.Load() || w <= ask || !f.tell(s, f.holdFor) {
 		f.mu.Unlock()
 		return
 	}
 	s.asked.Store(true)
 	f.asked = append(f.asked, s)
 	if f.ticker == nil {
-		f.ticker = time.AfterFunc(askEvery, f.askAgain)
+		f.ticker = time.AfterFunc(f.askEvery, f.askAgain)
 	}
 	f.mu.Unlock()
 	f.paused("asked to wait", s.id, w)
@@ -221,10 +224,10 @@ func (f *flow) askAgain() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, s := range f.asked {
-		f.tell(s, holdFor)
+		f.tell(s, f.holdFor)
 	}
 	if f.ticker = nil; len(f.asked) > 0 && !f.ended {
-		f.ticker = time.AfterFunc(askEvery, f.askAgain)
+		f.ticker = time.AfterFunc(f.askEvery, f.askAgain)
 	}
 }
 

@@ -163,6 +163,7 @@ func TestSlowHandler(t *testing.T) {
 		}
 		next.Add(1)
 	}, func(c *env.Config) { c.RecvBudgetPeer = budget })
+	server.flow.holdFor, server.flow.askEvery = holdFor, askEvery
 	worker, second := newNode(t, 9, 7, nil, func(c *env.Config) { c.SendBudget = 1 << 30 }), newNode(t, 11, 9, nil, nil)
 	link(t, server, worker)
 	link(t, server, second)
@@ -210,6 +211,55 @@ func TestSlowHandler(t *testing.T) {
 	defer server.flow.mu.Unlock()
 	if n := len(server.flow.asked); n != 0 {
 		t.Errorf("%d workers will be asked to wait again", n)
+	}
+}
+
+// TestLetGo: a worker that was asked to wait goes on when the server has room again, not only when the time is over
+// that it was asked to wait for.
+func TestLetGo(t *testing.T) {
+	release := make(chan struct{})
+	server := newNode(t, 8, 5, func(*van.Message) { <-release }, func(c *env.Config) { c.RecvBudgetPeer = 8 << 20 })
+	worker := newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	var done counter
+	sent := int64(0)
+	c := (*worker.peers.Load())[8]
+	until(t, "request to wait", func() bool {
+		if c.holdUntil.Load() != 0 {
+			return true
+		}
+		m := push(8, int(sent), make([]byte, 256<<10))
+		m.Done = &done
+		worker.must(t, m)
+		sent++
+		return false
+	})
+	m := push(8, int(sent), make([]byte, 256<<10)) // it waits at the worker
+	m.Done = &done
+	worker.must(t, m)
+	close(release)
+	until(t, "release of all messages", func() bool { return done.n.Load() == sent+1 })
+	until(t, "end of the wait", func() bool { return c.holdUntil.Load() == 0 })
+}
+
+// TestHeldAgain: what waits for its peer leaves when that lets go, each time.
+func TestHeldAgain(t *testing.T) {
+	server, worker := newNode(t, 8, 5, nil, nil), newNode(t, 9, 7, nil, nil)
+	link(t, server, worker)
+	c := (*worker.peers.Load())[8]
+	ts := 0
+	for range 3 {
+		worker.noticed(c, []byte("stepaf/1 hold 60000"))
+		for range 2 {
+			worker.must(t, push(8, ts, make([]byte, 100)))
+			ts++
+		}
+		worker.noticed(c, []byte("stepaf/1 go"))
+		for want := ts - 2; want < ts; want++ {
+			if m := server.next(t); int(m.Timestamp) != want {
+				t.Errorf("message %d, want %d", m.Timestamp, want)
+			}
+		}
 	}
 }
 
@@ -284,6 +334,7 @@ func TestHoldEnds(t *testing.T) {
 			t.Errorf("%q was taken for a notice", s)
 		}
 	}
+	worker.flow.holdFor = holdFor
 	if !worker.noticed(c, []byte("stepaf/1 hold 4294967295")) {
 		t.Fatal("the notice was not taken")
 	}

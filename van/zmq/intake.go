@@ -80,7 +80,7 @@ func (in *intake) noticed(c *conn, body []byte) bool {
 	if err != nil {
 		return false
 	}
-	c.hold(clock.Now() + uint64(min(time.Duration(ms)*time.Millisecond, holdFor)))
+	c.hold(clock.Now() + uint64(min(time.Duration(ms)*time.Millisecond, in.flow.holdFor)))
 	in.n.lent.rouse()
 	return true
 }

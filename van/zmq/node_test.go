@@ -46,6 +46,7 @@ func newNode(t *testing.T, id int, incarnation uint32, recv van.Receiver, edit f
 	if err != nil {
 		t.Fatal(err)
 	}
+	LongNets(v)
 	n.zvan = v.(*zvan)
 	n.self = van.Node{Role: van.RoleOf(id), ID: id, Hostname: "127.0.0.1", AuxID: -1}
 	self := n.self

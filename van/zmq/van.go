@@ -79,7 +79,7 @@ func New(o van.Options) (van.Van, error) {
 	}
 	n.lent = newLent(v.pump)
 	v.flow.init(n, &v.outgoing)
-	v.early.n, v.early.flow, v.early.most = n, &v.flow, keepTime
+	v.early.n, v.early.flow, v.early.most, v.early.admitTime = n, &v.flow, keepTime, admitTime
 	if v.engine = o.Engine; v.engine == nil {
 		v.engine = engine.New(o.Config.BusyPoll.Spin())
 	}

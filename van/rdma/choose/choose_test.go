@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/fstest"
 
 	"github.com/stepaf/stepaf-go/van/rdma/choose"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
@@ -30,6 +31,18 @@ func down(m *choose.Machine, devices ...string) {
 
 func without(m *choose.Machine, device string) {
 	m.Devices = slices.DeleteFunc(m.Devices, func(d verbs.DeviceInfo) bool { return d.Name == device })
+}
+
+// unplaced makes the NUMA nodes of PCI devices unknown.
+func unplaced(m *choose.Machine, addresses ...string) {
+	root := m.Root.(fstest.MapFS)
+	for name := range root {
+		for _, a := range addresses {
+			if strings.HasSuffix(name, "/"+a+"/numa_node") {
+				tree(root).file(name, "-1")
+			}
+		}
+	}
 }
 
 // place is "address interface device port gid".
@@ -82,6 +95,11 @@ func TestChoose(t *testing.T) {
 			want: "10.1.6.1 eth6 mlx5_8 1 3", why: "(same NUMA node), the first of several;"},
 		{name: "auto, socket without NIC", m: with(eight(), func(m *choose.Machine) { down(m, "mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9") }), iface: "auto", gpu: gpu(5),
 			want: "10.1.0.1 eth0 mlx5_2 1 3", why: "(other NUMA node), the first of several;"},
+		{name: "auto, NUMA nodes unknown", m: with(eight(), func(m *choose.Machine) {
+			without(m, "mlx5_7")
+			without(m, "mlx5_6")
+			unplaced(m, gpu(5), "0000:c1:00.0") // and mlx5_8
+		}), iface: "auto", gpu: gpu(5), want: "10.1.0.1 eth0 mlx5_2 1 3", why: "(other NUMA node), the first of several;"},
 		{name: "auto, device on no bus", m: soft(), iface: "auto", gpu: gpu(0), want: "10.77.0.1 eth0 rxe0 1 1", why: "not in /sys"},
 		{name: "auto before host", m: eight(), iface: "auto", host: "10.1.0.1", gpu: gpu(7), want: "10.1.7.1 eth7 mlx5_9 1 3", why: "nearest"},
 		{name: "auto fails, host", m: with(soft(), func(m *choose.Machine) { m.Interfaces = nil }), iface: "auto", host: "10.77.0.1", want: "10.77.0.1 eth0 rxe0 1 1",

@@ -119,6 +119,26 @@ func TestDiagnose(t *testing.T) {
 	wantText(t, s.diagnose(syscall.EIO), ErrUnavailable, "rdma_cm")
 }
 
+// TestDiagnoseSomeDevices: a container may be given some of the host's devices. One of them that can be opened is enough.
+func TestDiagnoseSomeDevices(t *testing.T) {
+	dir := t.TempDir()
+	s := &stack{opt: Options{sysfs: filepath.Join(dir, "sys"), dev: filepath.Join(dir, "dev")}}
+	for _, d := range []string{"sys/nic7", "sys/nic8", "dev/uverbs0"} { // a directory cannot be opened, by nobody
+		if err := os.MkdirAll(filepath.Join(dir, d), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, f := range []string{"dev/rdma_cm", "dev/uverbs1"} {
+		wantText(t, s.diagnose(nil), ErrUnavailable, "cannot open", "dev/uverbs0", "is a directory")
+		if err := os.WriteFile(filepath.Join(dir, f), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := s.diagnose(nil); err != nil {
+		t.Errorf("with one device that can be opened: %v", err)
+	}
+}
+
 func TestFailure(t *testing.T) {
 	if err := failure(0, "register", "nic7", "4 bytes"); err != nil {
 		t.Fatal(err)
