@@ -1,6 +1,7 @@
 package af_test
 
 import (
+	"bytes"
 	"context"
 	"testing"
 	"time"
@@ -67,4 +68,33 @@ func TestStaleAnswer(t *testing.T) {
 			t.Errorf("pulled %q, want its own data", got)
 		}
 	}, testcluster.InProc, testcluster.TCP, testcluster.Unix, testcluster.SHM)
+}
+
+// TestLateAnswer: what a server answers to a call that was given up is not written to the pull tensor, which is the
+// caller's again, also where the transport writes answers there by itself.
+func TestLateAnswer(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		batches := make(chan af.Batch, 4)
+		serve(t, c.Servers[0], func(b af.Batch) { batches <- b })
+		w := newWorker(t, c.Workers[0])
+		room := make([]byte, 1<<20)
+		pull := []af.KeyTensor{{Key: 2, Val: bytesOf(t, room)}}
+		h, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte{1})}}, pull)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b := take(t, batches)
+		vantest.Fails(t, w.Customer().Wait(t.Context(), h.Timestamp(), time.Millisecond), van.ErrTimeout)
+		again := bytes.Repeat([]byte{1}, len(room))
+		copy(room, again)
+		before := testcluster.Stats(c.Workers[0]).ReceivedMessages
+		if err := b.Respond([]af.KeyTensor{{Key: 2, Val: bytesOf(t, bytes.Repeat([]byte{2}, len(room)))}}); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "the answer comes", func() bool { return testcluster.Stats(c.Workers[0]).ReceivedMessages > before })
+		if !bytes.Equal(room, again) {
+			t.Error("the late answer was written to what is the caller's again")
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }

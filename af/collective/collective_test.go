@@ -321,7 +321,12 @@ func TestInFlight(t *testing.T) {
 func TestTooManyInFlight(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	var ops []Op
-	for range maxInFlight {
+	for i := range maxInFlight {
+		if i == maxInFlight-1 { // there is room for one, and a large AllReduce is two
+			if _, err := all[0].AllReduce(zeros(reduceWhole), zeros(reduceWhole), Sum); !errors.Is(err, van.ErrQueueFull) {
+				t.Errorf("a large AllReduce: got %v, want ErrQueueFull", err)
+			}
+		}
 		op, err := all[0].Broadcast(zeros(10), 1)
 		if err != nil {
 			t.Fatal(err)
@@ -342,6 +347,25 @@ func TestTooManyInFlight(t *testing.T) {
 		}
 	}
 	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
+}
+
+// TestLostWhileMeeting: a rank that is lost while a round is under way, after it has said hello, makes the round fail, not the
+// first call after it.
+func TestLostWhileMeeting(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	c := all[0]
+	c.fail(errRebuild)
+	own, _, err := c.meeting.beginRound("rebuild communicator", func(error) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.peerChanged(c.b.ids[1], false, errors.New("its connection broke"))
+	if err := c.joined([]hello{own, own}, make([]error, 2)); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "rank 1") {
+		t.Errorf("the round: got %v, want ErrPeerLost of rank 1", err)
+	}
+	if _, err := c.Broadcast(zeros(10), 1); !errors.Is(err, van.ErrPeerLost) {
+		t.Errorf("a call after it: got %v, want ErrPeerLost", err)
+	}
 }
 
 // TestMismatch: calls that differ fail on all ranks, with both calls in the error; after Rebuild the

@@ -198,11 +198,11 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 // peerChanged is called when a peer is lost or back.
 func (c *Comm) peerChanged(id int, up bool, cause error) {
 	rank, member := slices.BinarySearch(c.b.ids, id)
+	if !up && !errors.Is(cause, van.ErrPeerLost) {
+		cause = fmt.Errorf("%w: %w", van.ErrPeerLost, cause)
+	}
 	if !member || rank == c.b.self || c.meeting.down(rank, cause) || up {
 		return
-	}
-	if !errors.Is(cause, van.ErrPeerLost) {
-		cause = fmt.Errorf("%w: %w", van.ErrPeerLost, cause)
 	}
 	c.fail(c.b.about(rank, cause))
 }

@@ -130,6 +130,39 @@ func TestNodeEnds(t *testing.T) {
 	}
 }
 
+// TestStreamsPart: the streams of an exchange that is over do not go on before the other end has said that it is over
+// there, too.
+func TestStreamsPart(t *testing.T) {
+	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
+	p := s.prepare(t, 10, 10)[0]
+	w := s.workers[0]
+	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
+		t.Fatal(err)
+	}
+	went := make(chan struct{})
+	w.dev.Queue(stream, func() { close(went) })
+	hear := s.servers[0].Deaf()
+	var err error
+	closed := make(chan struct{})
+	go func() {
+		err = p.x.Close()
+		close(closed)
+	}()
+	select {
+	case <-went:
+		t.Error("the stream went on while the server took the exchange for whole")
+	case <-closed:
+		t.Error("Close has returned while the server took the exchange for whole")
+	case <-time.After(100 * time.Millisecond):
+	}
+	hear()
+	<-went
+	<-closed
+	if err != nil {
+		t.Error(err)
+	}
+}
+
 // TestShortLimit: a limit that is shorter than the time between two looks ends no round that was answered.
 func TestShortLimit(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})

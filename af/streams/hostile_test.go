@@ -108,6 +108,37 @@ func TestSameKeys(t *testing.T) {
 	}
 }
 
+// TestOfferOfALostWorker: what a worker has offered that is lost is forgotten. A server that prepares its end then meets
+// the process in its place.
+func TestOfferOfALostWorker(t *testing.T) {
+	worker, server, d := both(t)
+	w, other := worker.dir.node.ID(), van.WorkerID(1)
+	tensor, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := &Exchange{dir: &server.dir, done: make(chan struct{}), peers: []*peer{{id: w, in: []af.KeyTensor{{Key: 1, Val: tensor}}}}}
+	offer := func(from int, id uint64) {
+		n := example(verbOffer)
+		n.id, n.out, n.in = id, parts(x.peers[0].in), nil
+		if err := server.take(from, &n); err != nil {
+			t.Fatal(err)
+		}
+	}
+	offer(w, 1)
+	offer(other, 1)
+	server.peerChanged(w, false, van.ErrPeerLost)
+	offer(w, 2)
+	server.dir.mu.Lock()
+	defer server.dir.mu.Unlock()
+	if n := len(server.dir.offers); n != 2 {
+		t.Errorf("%d offers, want one of each worker", n)
+	}
+	if found, err := x.match(); !found || err != nil || x.names[0].id != 2 {
+		t.Errorf("match: %t, %v, %v; want offer 2", found, err, x.names)
+	}
+}
+
 // TestWrongMemory: an answer whose words are not where it says, or with other tensors, ends the worker's Prepare
 // with an error, and maps nothing else; so does a second answer not.
 func TestWrongMemory(t *testing.T) {

@@ -325,8 +325,8 @@ func TestNothingCountsAfterTheEnd(t *testing.T) {
 	if err := pairs[0].x.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := <-took; !errors.Is(err, streams.ErrOver) {
-		t.Errorf("the stream of worker 1 went on, and Check said %v", err)
+	if err := <-took; !errors.Is(err, streams.ErrOver) || !errors.Is(err, van.ErrClosed) { // the server has told it
+		t.Errorf("the stream of worker 1 went on, and Check said %v, want %v and %v", err, streams.ErrOver, van.ErrClosed)
 	}
 	y.settle(t, stream)
 	if served != 1 {

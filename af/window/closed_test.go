@@ -1,6 +1,7 @@
 package window
 
 import (
+	"bytes"
 	"errors"
 	"runtime"
 	"sync"
@@ -175,6 +176,27 @@ func TestFlushToWhoHasClosed(t *testing.T) {
 		if err := r.windows[0].Close(); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// TestRefusedPut: a put that the transport refuses counts for nothing: the next one arrives, and is flushed.
+func TestRefusedPut(t *testing.T) {
+	hook := &hooks.Van{}
+	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 2, Options{Size: 1 << 16, Signals: 1})
+	w, data := r.windows[0], filled(1<<16, 2)
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
+	if err := w.PutSignal(t.Context(), 1, 0, filled(1<<16, 1), 0); !errors.Is(err, van.ErrQueueFull) {
+		t.Errorf("got %v, want ErrQueueFull", err)
+	}
+	hook.OnSend(nil)
+	if err := w.PutSignal(t.Context(), 1, 0, data, 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.windows[1].WaitSignal(t.Context(), 0, 0); err != nil || !bytes.Equal(r.windows[1].Bytes(), data.Bytes()) {
+		t.Errorf("the next put: %v", err)
+	}
+	if err := w.Flush(t.Context(), 1); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -46,21 +46,24 @@ func TestDeviceBehindPut(t *testing.T) {
 	go1 := r.hold(0, stream)
 	r.must(a.Put(t.Context(), 1, 0, r.tensor(0, []byte{7}), stream), a.WaitSignal(t.Context(), 1, 1, stream)) // for the answer
 	r.must(a.PutSignal(t.Context(), 1, 8, r.tensor(0, []byte{8}), 0, stream+1))                               // the question
-	r.must(a.Flush(t.Context(), 1, stream+2))
+	others := []af.Stream{stream + 1, stream + 2, af.DefaultStream}
+	for _, s := range others[1:] {
+		r.must(a.Flush(t.Context(), 1, s))
+	}
 	r.must(b.WaitSignal(t.Context(), 0, 0, stream), b.Signal(t.Context(), 0, 1, stream))
-	for k := range 2 {
+	for _, s := range others {
 		went := make(chan struct{})
-		r.devices[0].Queue(uintptr(stream)+1+uintptr(k), func() { close(went) })
+		r.devices[0].Queue(uintptr(s), func() { close(went) })
 		select {
 		case <-went:
-			t.Errorf("stream %d has overtaken the put in another one", int(stream)+1+k)
+			t.Errorf("stream %d has overtaken the put in another one", s)
 		case <-time.After(50 * time.Millisecond): // it is about what does not happen
 		}
 	}
 	go1()
-	r.settle(0, stream+1)
-	r.settle(0, stream+2)
-	r.settle(0, stream)
+	for _, s := range append(others, stream) {
+		r.settle(0, s)
+	}
 	r.settle(1, stream)
 	if got := r.memory(1); got[0] != 7 || got[8] != 8 {
 		t.Errorf("got %d and %d, want 7 and 8", got[0], got[8])
