@@ -152,6 +152,29 @@ func TestUnansweredPushes(t *testing.T) {
 	}
 }
 
+// TestSinglePush: the worker of a single push waits until the program has answered it, not until it has it.
+func TestSinglePush(t *testing.T) {
+	worker, server := sessions(t)
+	h, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: tensor(t, []byte{1})}}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	items, err := server.GetBatch(nil, 20*time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer items[0].Release()
+	if err := worker.Wait(int64(h), 20*time.Second, time.Millisecond); items[0].Answered() || !errors.Is(err, ErrPending) {
+		t.Errorf("before the program has answered: answered %t, the worker's wait says %v, want %v", items[0].Answered(), err, ErrPending)
+	}
+	if err := server.Respond(af.DefaultStream, items[0].ID, nil); err != nil {
+		t.Error(err)
+	}
+	if err := worker.waitFor(h); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestUnknownHandlers: a batch that get_batch has not returned is unknown, one that was
 // answered is not.
 func TestUnknownHandlers(t *testing.T) {

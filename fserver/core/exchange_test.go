@@ -66,12 +66,14 @@ func TestExchange(t *testing.T) {
 		}
 		vantest.Fails(t, x.Wait(af.Complete, time.Second, time.Second), ErrMisuse, "not started")
 	}
-	if _, err := x.Start(af.Complete, true, AllRows); err != nil {
-		t.Fatal(err)
+	for _, limit := range []time.Duration{time.Millisecond, 0} {
+		if _, err := x.Start(af.Complete, true, AllRows); err != nil {
+			t.Fatal(err)
+		}
+		late := next()
+		vantest.Fails(t, x.Wait(af.Complete, limit, time.Second), van.ErrTimeout, "server 0")
+		answer(late)
 	}
-	late := next()
-	vantest.Fails(t, x.Wait(af.Complete, time.Millisecond, time.Second), van.ErrTimeout, "server 0")
-	answer(late)
 	h, err := x.Start(af.Complete, true, AllRows) // also after an error
 	if err != nil {
 		t.Fatal(err)
