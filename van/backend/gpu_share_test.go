@@ -217,6 +217,30 @@ func TestExportImport(t *testing.T) {
 	wantError(t, err, nil, "freed memory", "addressRange")
 }
 
+// TestHandleAgain: the driver may give a new allocation the handle of a freed one. What is mapped of that is not taken
+// for it: the driver is asked.
+func TestHandleAgain(t *testing.T) {
+	here, there := newFake(1), newFake(2)
+	there.exported = here
+	a, b := open(t, here), open(t, there)
+	m, _ := a.Alloc(8192)
+	e, err := a.Export(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	far, err := b.Import(e)
+	if err = errors.Join(err, a.Free(m)); err != nil {
+		t.Fatal(err)
+	}
+	next := e
+	next.Allocation++
+	_, err = b.Import(next)
+	wantError(t, err, ErrNotExportable, "the handle is stale")
+	if err := b.CloseImport(far); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestExportErrors(t *testing.T) {
 	f := newFake(1)
 	g := open(t, f)
