@@ -123,6 +123,22 @@ func TestBarriers(t *testing.T) {
 	})
 }
 
+// TestBarrierLimit: a barrier ends at its limit also on a node that has nothing else to do until then, as without heartbeats.
+func TestBarrierLimit(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) {
+		c.HeartbeatInterval, c.HeartbeatTimeout, c.BarrierTimeout = 0, 0, 50*time.Millisecond
+	}})
+	var took time.Duration
+	for range 3 { // a machine that stands still does so in one of them
+		begun := time.Now()
+		vantest.Fails(t, c.Workers[0].InstanceBarrier(within(t, 20*time.Second), 0, van.WorkerGroup), van.ErrTimeout, "worker 0 (id 9)", "limit 50ms")
+		if took = time.Since(begun); took < 2*time.Second {
+			return
+		}
+	}
+	t.Errorf("it took %s, and more than 2 s before, as until the scheduler's next news", took)
+}
+
 // TestBarrierErrors: a barrier that cannot end is an error, and the next one works.
 func TestBarrierErrors(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Workers: 2, Set: func(c *postoffice.Config) { c.ReplaceTimeout = time.Second }})
