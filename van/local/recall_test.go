@@ -3,6 +3,7 @@ package local
 import (
 	"bytes"
 	"errors"
+	"reflect"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -135,6 +136,27 @@ func TestCounted(t *testing.T) {
 		if s := server.stats.add(van.Stats{ReceivedMessages: 5, ReceivedBytes: 7}); s.ReceivedMessages != n+5 || s.ReceivedBytes != size+7 || s.SentMessages != 0 {
 			t.Errorf("the receiver counts %d messages and %d bytes, %d sent; want %d, %d", s.ReceivedMessages-5, s.ReceivedBytes-7, s.SentMessages, n, size)
 		}
+	}
+}
+
+// meter is a van inside that has counted.
+type meter struct {
+	van.Van
+	stats van.Stats
+}
+
+func (m meter) Stats() van.Stats { return m.stats }
+
+// TestCountedInside: each number that the van inside counts is in that of the whole.
+func TestCountedInside(t *testing.T) {
+	x := newNode(t, inproc.NewNetwork(), 9, nil)
+	inside := meter{Van: x.inner}
+	for i, f := 0, reflect.ValueOf(&inside.stats).Elem(); i < f.NumField(); i++ {
+		f.Field(i).SetUint(uint64(i + 1))
+	}
+	x.inner = inside
+	if s := x.Stats(); s != inside.stats {
+		t.Errorf("got %+v, want %+v", s, inside.stats)
 	}
 }
 
