@@ -78,6 +78,10 @@ func TestPollClosing(t *testing.T) {
 	}
 	close(stop)
 	polls.Wait()
+	close(server.in)
+	for m := range server.in { // the copy may have ended in time
+		m.Release()
+	}
 }
 
 // beginPollOnce is a Poll that has looked whether the van is open a moment ago.
