@@ -23,6 +23,7 @@ import (
 // comms makes a communicator of all workers of a cluster.
 func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cluster) {
 	t.Helper()
+	nothingLent(t)
 	o.Workers = n
 	c := testcluster.Start(t, o)
 	all := make([]*Comm, n)
@@ -36,6 +37,9 @@ func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cl
 	})
 	t.Cleanup(func() {
 		onAll(t, n, func(r int) error { return all[r].Close(context.Background()) })
+		for _, c := range all {
+			atRest(t, c)
+		}
 	})
 	return all, c
 }
@@ -79,7 +83,7 @@ func filled(n int, seed uint64) af.Tensor {
 	for i := range b {
 		b[i] = byte(r.Uint32())
 	}
-	return must(af.FromBytes(b, af.Uint8, int64(n)))
+	return must(af.New(owned(b), af.Uint8, int64(n)))
 }
 
 func must(t af.Tensor, err error) af.Tensor {
@@ -89,7 +93,7 @@ func must(t af.Tensor, err error) af.Tensor {
 	return t
 }
 
-func zeros(n int) af.Tensor { return must(af.FromBytes(make([]byte, n), af.Uint8, int64(n))) }
+func zeros(n int) af.Tensor { return must(af.New(owned(make([]byte, n)), af.Uint8, int64(n))) }
 
 func wait(op Op, err error) error {
 	if err != nil {
