@@ -115,6 +115,8 @@ func New(t testing.TB, o Options) *Cluster {
 	if o.Over.sockets() {
 		c.Port = FreePort(t)
 	}
+	begun()
+	t.Cleanup(func() { over(t) })
 	t.Cleanup(c.close)
 	return c
 }
