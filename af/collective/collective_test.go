@@ -608,12 +608,29 @@ func TestWaitSlice(t *testing.T) {
 	for err = postoffice.ErrPending; err == postoffice.ErrPending; {
 		err = op.WaitSlice(t.Context(), time.Second)
 	}
-	one, two := filled(10, 1), filled(10, 2)
-	if err != nil || !bytes.Equal(out.Bytes(), append(one.Bytes(), two.Bytes()...)) {
+	a, b := filled(10, 1), filled(10, 2)
+	if err != nil || !bytes.Equal(out.Bytes(), append(a.Bytes(), b.Bytes()...)) {
 		t.Fatalf("%v, values %v", err, out.Bytes())
 	}
 	if err := op.WaitSlice(t.Context(), time.Second); !errors.Is(err, postoffice.ErrUnknownHandler) {
 		t.Errorf("waited for twice: %v", err)
+	}
+
+	if op, err = all[0].AllGather(zeros(20), filled(10, 1)); err != nil {
+		t.Fatal(err)
+	}
+	one, waits := make(chan error, 1), false
+	go func() { one <- op.Wait(t.Context()) }()
+	for !waits {
+		all[0].b.mu.Lock()
+		waits = op.o.waiter.waits
+		all[0].b.mu.Unlock()
+	}
+	if err := op.WaitSlice(t.Context(), time.Second); !errors.Is(err, postoffice.ErrOtherWaits) {
+		t.Errorf("beside another one that waits: %v", err)
+	}
+	if err := errors.Join(wait(all[1].AllGather(zeros(20), filled(10, 2))), <-one); err != nil {
+		t.Error(err)
 	}
 
 	if op, err = all[0].AllGather(zeros(20), filled(10, 1)); err != nil {

@@ -35,6 +35,15 @@ func TestNothingForARank(t *testing.T) {
 	})
 }
 
+// TestNothingAtAnOddAddress: where tensors without elements lie does not matter.
+func TestNothingAtAnOddAddress(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	onAll(t, 2, func(r int) error {
+		nothing := must(af.FromBytes(make([]byte, 9)[1:1], af.Float32, 0))
+		return wait(all[r].AllReduce(nothing, nothing, Sum))
+	})
+}
+
 // TestSharedMemory: a call whose result would be written where others still read is refused.
 func TestSharedMemory(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)

@@ -182,7 +182,7 @@ func (p *planned) make(c *Comm, at memory) (m made, err error) {
 		case self == p.root:
 			m.op, err = c.Gather(out, in, p.root, on...)
 		default:
-			m.op, err = c.Gather(af.Tensor{}, in, p.root, on...)
+			m.op, err = c.Gather(zeros(3), in, p.root, on...) // what is no out is not looked at
 			return m, err
 		}
 		result(out, all(of))
@@ -218,7 +218,7 @@ func (p *planned) make(c *Comm, at memory) (m made, err error) {
 		m.op, err = c.Broadcast(t, p.root, on...)
 		result(t, of(p.root))
 	case scatter:
-		whole, out := af.Tensor{}, p.empty(at, count)
+		whole, out := zeros(3), p.empty(at, count)
 		if self == p.root {
 			whole = p.tensor(at, all(func(r int) []byte { return p.given(p.root, r, 0, count) }))
 			if p.inPlace {
