@@ -8,7 +8,101 @@ import (
 	"sync"
 	"testing"
 	"time"
+	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van"
 )
+
+// lending is a van around the in-process one that counts the received data messages that somebody holds.
+type lending struct {
+	van.Van
+	all *lents
+}
+
+// Unwrap implements van.Wrapper.
+func (v lending) Unwrap() van.Van { return v.Van }
+
+// Start implements van.Van.
+func (v lending) Start(recv van.Receiver) {
+	v.Van.Start(func(m *van.Message) {
+		if !m.IsControl() && m.Owner() != nil {
+			v.all.lend(m)
+		}
+		recv(m)
+	})
+}
+
+// lents are the received messages of a cluster that somebody holds.
+type lents struct {
+	mu   sync.Mutex
+	n    int
+	free []*lent // used again: many tests count allocations
+}
+
+func (a *lents) lend(m *van.Message) {
+	a.mu.Lock()
+	if a.n++; len(a.free) == 0 {
+		a.free = append(a.free, &lent{all: a})
+	}
+	l := a.free[len(a.free)-1]
+	a.free = a.free[:len(a.free)-1]
+	a.mu.Unlock()
+	l.owner, l.native = m.Owner(), m.Native()
+	m.Adopt(l, l.native)
+}
+
+// held is how many there are.
+func (a *lents) held() int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.n
+}
+
+// lent owns a received message in the place of its transport.
+type lent struct {
+	all    *lents
+	owner  van.Owner
+	native unsafe.Pointer
+}
+
+// Free implements van.Owner.
+func (l *lent) Free(m *van.Message) {
+	m.Adopt(l.owner, l.native)
+	l.owner.Free(m)
+	l.all.mu.Lock()
+	defer l.all.mu.Unlock()
+	l.all.n--
+	l.all.free = append(l.all.free, l)
+}
+
+// inProc makes the in-process van of a node, one that counts what it has received unless it is to be fast.
+func (c *Cluster) inProc() van.Factory {
+	f := c.o.Network.Factory()
+	if c.fast {
+		return f
+	}
+	return func(o van.Options) (van.Van, error) {
+		v, err := f(o)
+		if err != nil {
+			return nil, err
+		}
+		return lending{v, &c.lents}, nil
+	}
+}
+
+// nothingHeld fails the test if somebody holds a received message when all nodes are closed.
+func (c *Cluster) nothingHeld(t testing.TB) {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.After(20 * time.Second); c.lents.held() != 0; {
+		select {
+		case <-tick.C:
+		case <-end:
+			t.Errorf("all nodes are closed, and %d received messages are held", c.lents.held())
+			return
+		}
+	}
+}
 
 // clusters are those that there are, in tests that run at the same time, too.
 var clusters struct {
