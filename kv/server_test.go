@@ -146,6 +146,7 @@ func TestEcho(t *testing.T) {
 			}
 		}
 		c.Finalize(t)
+		kept.Release()
 	})
 }
 

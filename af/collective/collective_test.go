@@ -23,6 +23,7 @@ import (
 // comms makes a communicator of all workers of a cluster.
 func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cluster) {
 	t.Helper()
+	nothingLent(t)
 	o.Workers = n
 	c := testcluster.Start(t, o)
 	all := make([]*Comm, n)
@@ -36,6 +37,9 @@ func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cl
 	})
 	t.Cleanup(func() {
 		onAll(t, n, func(r int) error { return all[r].Close(context.Background()) })
+		for _, c := range all {
+			atRest(t, c)
+		}
 	})
 	return all, c
 }
@@ -79,7 +83,7 @@ func filled(n int, seed uint64) af.Tensor {
 	for i := range b {
 		b[i] = byte(r.Uint32())
 	}
-	return must(af.FromBytes(b, af.Uint8, int64(n)))
+	return must(af.New(owned(b), af.Uint8, int64(n)))
 }
 
 func must(t af.Tensor, err error) af.Tensor {
@@ -89,7 +93,7 @@ func must(t af.Tensor, err error) af.Tensor {
 	return t
 }
 
-func zeros(n int) af.Tensor { return must(af.FromBytes(make([]byte, n), af.Uint8, int64(n))) }
+func zeros(n int) af.Tensor { return must(af.New(owned(make([]byte, n)), af.Uint8, int64(n))) }
 
 func wait(op Op, err error) error {
 	if err != nil {
@@ -628,12 +632,29 @@ func TestWaitSlice(t *testing.T) {
 	for err = postoffice.ErrPending; err == postoffice.ErrPending; {
 		err = op.WaitSlice(t.Context(), time.Second)
 	}
-	one, two := filled(10, 1), filled(10, 2)
-	if err != nil || !bytes.Equal(out.Bytes(), append(one.Bytes(), two.Bytes()...)) {
+	a, b := filled(10, 1), filled(10, 2)
+	if err != nil || !bytes.Equal(out.Bytes(), append(a.Bytes(), b.Bytes()...)) {
 		t.Fatalf("%v, values %v", err, out.Bytes())
 	}
 	if err := op.WaitSlice(t.Context(), time.Second); !errors.Is(err, postoffice.ErrUnknownHandler) {
 		t.Errorf("waited for twice: %v", err)
+	}
+
+	if op, err = all[0].AllGather(zeros(20), filled(10, 1)); err != nil {
+		t.Fatal(err)
+	}
+	one, waits := make(chan error, 1), false
+	go func() { one <- op.Wait(t.Context()) }()
+	for !waits {
+		all[0].b.mu.Lock()
+		waits = op.o.waiter.waits
+		all[0].b.mu.Unlock()
+	}
+	if err := op.WaitSlice(t.Context(), time.Second); !errors.Is(err, postoffice.ErrOtherWaits) {
+		t.Errorf("beside another one that waits: %v", err)
+	}
+	if err := errors.Join(wait(all[1].AllGather(zeros(20), filled(10, 2))), <-one); err != nil {
+		t.Error(err)
 	}
 
 	if op, err = all[0].AllGather(zeros(20), filled(10, 1)); err != nil {

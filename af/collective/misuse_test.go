@@ -20,7 +20,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
-func floats(n int) af.Tensor { return must(af.FromSlice(make([]float32, n))) }
+func floats(n int) af.Tensor { return must(af.New(owned(make([]byte, 4*n)), af.Float32, int64(n))) }
 
 // TestNothingForARank: a rank that neither gives nor gets anything has only empty tensors, of
 // which no type follows.
@@ -32,6 +32,15 @@ func TestNothingForARank(t *testing.T) {
 			in[1-r], out[1-r] = floats(5), floats(5)
 		}
 		return wait(all[r].AllToAll(out, in))
+	})
+}
+
+// TestNothingAtAnOddAddress: where tensors without elements lie does not matter.
+func TestNothingAtAnOddAddress(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	onAll(t, 2, func(r int) error {
+		nothing := must(af.FromBytes(make([]byte, 9)[1:1], af.Float32, 0))
+		return wait(all[r].AllReduce(nothing, nothing, Sum))
 	})
 }
 

@@ -242,6 +242,7 @@ func TestInOrder(t *testing.T) {
 		if got[i][0] != put[i][0] {
 			t.Errorf("exchange %d received %d, want %d", i, got[i][0], put[i][0])
 		}
+		t.Cleanup(func() { _, _ = a.x.Close(), b.x.Close() })
 	}
 }
 

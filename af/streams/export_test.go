@@ -1,6 +1,9 @@
 package streams
 
-import "runtime"
+import (
+	"fmt"
+	"runtime"
+)
 
 // Deaf makes e hear nothing of its peers until the returned function is called.
 func (e *Ends) Deaf() (hear func()) {
@@ -19,4 +22,15 @@ func (e *Ends) Waiting(n int) {
 		}
 		runtime.Gosched()
 	}
+}
+
+// Left is what a node that is closed still has of exchanges, "" if that is nothing.
+func (e *Ends) Left() string {
+	d := &e.dir
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.all)+len(d.offers)+len(d.waiting) == 0 && d.over != nil {
+		return ""
+	}
+	return fmt.Sprintf("%d exchanges, %d offers and %d that wait for offers; over: %v", len(d.all), len(d.offers), len(d.waiting), d.over)
 }

@@ -31,6 +31,8 @@ type ends struct {
 	*testcluster.Cluster
 	workers, servers []*end
 	device           map[string]*vantest.Device // the latest of each node
+	captured         bool                       // an exchange was, whose tensors are held for good
+	made             []*end
 }
 
 func start(t *testing.T, o testcluster.Options) *ends {
@@ -50,7 +52,20 @@ func start(t *testing.T, o testcluster.Options) *ends {
 		return d
 	}
 	t.Cleanup(func() { // after the nodes are closed
+		for _, e := range s.made {
+			for end := time.Now().Add(20 * time.Second); e.Left() != ""; runtime.Gosched() {
+				if time.Now().After(end) {
+					t.Fatalf("%s: %s", e.Name(), e.Left())
+				}
+			}
+		}
 		for _, d := range all {
+			if n, _ := d.Events(); n > 0 {
+				t.Errorf("%d events are left", n)
+			}
+			if !s.captured {
+				d.NothingLent(t)
+			}
 			if err := d.Close(); err != nil {
 				t.Error(err)
 			}
@@ -58,21 +73,22 @@ func start(t *testing.T, o testcluster.Options) *ends {
 	})
 	s.Cluster = testcluster.Start(t, o)
 	for i, n := range s.Workers {
-		s.workers = append(s.workers, newEnd(t, n, s.device[fmt.Sprint("worker", i)]))
+		s.workers = append(s.workers, s.newEnd(t, n, s.device[fmt.Sprint("worker", i)]))
 	}
 	for i, n := range s.Servers {
-		s.servers = append(s.servers, newEnd(t, n, s.device[fmt.Sprint("server", i)]))
+		s.servers = append(s.servers, s.newEnd(t, n, s.device[fmt.Sprint("server", i)]))
 	}
 	return s
 }
 
-func newEnd(t *testing.T, n *postoffice.Node, d *vantest.Device) *end {
+func (s *ends) newEnd(t *testing.T, n *postoffice.Node, d *vantest.Device) *end {
 	t.Helper()
 	e, err := streams.New(n)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &end{n, e, d}
+	s.made = append(s.made, &end{n, e, d})
+	return s.made[len(s.made)-1]
 }
 
 // list makes tensors of b's, with keys from first on, those of all peers the same.
@@ -166,6 +182,14 @@ func (s *ends) prepare(t *testing.T, n, m int, opts ...streams.Option) []*pair {
 	for _, p := range pairs {
 		p.ys, p.got, p.out = ys, got, out
 	}
+	t.Cleanup(func() {
+		for _, p := range pairs {
+			_ = p.x.Close()
+		}
+		for _, y := range ys {
+			_ = y.Close()
+		}
+	})
 	return pairs
 }
 
@@ -177,6 +201,7 @@ const stream = 5
 // serve captures a round of each server, and replays it so many times.
 func (s *ends) serve(t *testing.T, p *pair, replays int) {
 	t.Helper()
+	s.captured = true
 	for i, y := range s.servers {
 		g := y.dev.Capture(stream)
 		if err := p.ys[i].QueueReceive(stream); err != nil {
@@ -304,6 +329,7 @@ func TestNothingCountsAfterTheEnd(t *testing.T) {
 	pairs := s.prepare(t, 10, 10)
 	y := s.servers[0]
 	served := 0
+	s.captured = true
 	g := y.dev.Capture(stream)
 	if err := pairs[0].ys[0].QueueReceive(stream); err != nil {
 		t.Fatal(err)
@@ -381,7 +407,7 @@ func TestAnew(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.servers[0] = newEnd(t, n, s.device["server0"])
+	s.servers[0] = s.newEnd(t, n, s.device["server0"])
 	p = s.prepare(t, 10, 10)[0]
 	s.serve(t, p, 1)
 	fill(p.push[0], 1)

@@ -39,6 +39,7 @@ func devicesFor(t *testing.T, o *testcluster.Options, n int) (l []*vantest.Devic
 	}
 	t.Cleanup(func() { // after the nodes are closed
 		for i, d := range l {
+			d.NothingLent(t)
 			if n, _ := d.Events(); n > 0 || d.Streams() > 0 {
 				t.Errorf("rank %d: %d events and %d streams are left", i, n, d.Streams())
 			}

@@ -18,6 +18,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
@@ -62,12 +63,16 @@ const testTime = 20 * time.Second
 
 func newRig(t *testing.T, o testcluster.Options, n int, of Options) *rig {
 	t.Helper()
+	nothingLent(t)
 	o.Workers = n
 	r := &rig{T: t, c: testcluster.Start(t, o), comms: make([]*collective.Comm, n), windows: make([]*Window, n)}
 	r.all(func(i int) error {
 		var err error
 		r.comms[i], err = collective.New(t.Context(), r.c.Workers[i], collective.Options{Ranks: ranks(n), Timeout: testTime})
-		if err == nil {
+		if of := of; err == nil {
+			if i%2 == 1 && !of.Device && of.Size > 0 { // of the caller's memory
+				of.Memory, of.Size = tensor(make([]byte, of.Size)), 0
+			}
 			r.windows[i], err = Open(t.Context(), r.comms[i], of)
 		}
 		if err == nil {
@@ -80,6 +85,7 @@ func newRig(t *testing.T, o testcluster.Options, n int, of Options) *rig {
 			_ = r.windows[i].Close()
 			_ = r.comms[i].Close(context.Background())
 		}
+		r.atRest()
 	})
 	return r
 }
@@ -127,7 +133,7 @@ func content(n int, seed uint64) []byte {
 }
 
 func tensor(b []byte) af.Tensor {
-	t, err := af.FromBytes(b, af.Uint8, int64(len(b)))
+	t, err := af.New(backend.Bytes(b).WithOwner(&held), af.Uint8, int64(len(b)))
 	if err != nil {
 		panic(err)
 	}
@@ -366,6 +372,7 @@ func TestLost(t *testing.T) {
 				t.Errorf("close after the loss: %v", err)
 			}
 		}
+		_ = r.windows[1].Close()
 		old := r.windows[0]
 		testcluster.Lost(t, r.c.Scheduler, van.WorkerID(1))
 		r.all(func(i int) error {

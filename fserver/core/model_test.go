@@ -201,5 +201,10 @@ func TestQueueModel(t *testing.T) {
 				}
 			}
 		}
+		for _, b := range batches {
+			for range 3 { // holds: of the answer, the queue, and this
+				b.Release()
+			}
+		}
 	}
 }

@@ -2,6 +2,7 @@ package core
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sync"
 	"testing"
@@ -166,6 +167,7 @@ func TestGetAny(t *testing.T) {
 	go func() {
 		items, err := server.GetAny(nil, 1, 20*time.Second)
 		for _, it := range items {
+			err = errors.Join(err, server.Respond(af.Complete, it.ID, nil))
 			it.Release()
 		}
 		waits <- err

@@ -1,5 +1,7 @@
 package session
 
+import "fmt"
+
 // Heads of messages, for tests outside.
 const (
 	WantOpen   = wantOpen
@@ -13,3 +15,23 @@ func (s *Session) SetLongest(n int) { s.longest = n }
 
 // MaxKills is how many handles a message gives up at most.
 const MaxKills = maxKills
+
+// Left is what a session has when no call is under way and no error waits for Sync, "" if nothing.
+func (s *Session) Left() string {
+	l := &s.calls
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	s.handles.mu.Lock()
+	defer s.handles.mu.Unlock()
+	if len(l.all) == 0 && l.bytes == 0 && len(l.errs) == 0 && l.more == 0 && len(s.handles.kills) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%d calls with %d bytes, %d and %d errors, %d handles to be killed", len(l.all), l.bytes, len(l.errs), l.more, len(s.handles.kills))
+}
+
+// Live is how many handles are in use.
+func (s *Session) Live() int {
+	s.handles.mu.Lock()
+	defer s.handles.mu.Unlock()
+	return len(s.handles.live)
+}

@@ -3,7 +3,9 @@ package vantest
 // A simulated GPU for tests.
 
 import (
+	"runtime"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -58,12 +60,24 @@ func (d *Device) Close() error {
 	return nil
 }
 
+// NothingLent fails the test if memory of Mem is held.
+func (d *Device) NothingLent(t testing.TB) {
+	t.Helper()
+	for end := time.Now().Add(10 * time.Second); d.Lent() != 0; runtime.Gosched() { // a transport lets go a little later
+		if time.Now().After(end) {
+			t.Errorf("%s: memory of tensors is held %d times", d.dev, d.Lent())
+			return
+		}
+	}
+}
+
 // Leaks fails the test if anything is held.
 func (d *Device) Leaks(t testing.TB) {
 	t.Helper()
 	d.memory.mu.Lock()
 	pinned := len(d.pinned)
 	d.memory.mu.Unlock()
+	d.NothingLent(t)
 	events, _ := d.Events()
 	for what, n := range map[string]int{"buffers": d.Held(), "events": events, "imports": d.Imports(), "imported segments": len(d.SegmentImports()), "streams": d.Streams(), "registered buffers of the host": pinned} {
 		if n != 0 {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -68,6 +69,30 @@ type memory struct {
 	held   map[uint64][]byte
 	allocs int
 	pinned []backend.Mem
+	lent   atomic.Int64 // holds of memory of Mem
+}
+
+// lentBytes owns memory of Mem, and counts its holds.
+type lentBytes struct {
+	b  []byte
+	of *memory
+}
+
+// Retain implements backend.Holder.
+func (l *lentBytes) Retain() { l.of.lent.Add(1) }
+
+// Release implements backend.Holder.
+func (l *lentBytes) Release() { l.of.lent.Add(-1) }
+
+// bytesOf is what owns a device's memory, nil for that of others.
+func bytesOf(m backend.Mem) []byte {
+	switch o := m.Owner().(type) {
+	case *lentBytes:
+		return o.b
+	case []byte:
+		return o
+	}
+	return nil
 }
 
 func (a *memory) alloc(n int, on backend.Device) (backend.Mem, error) {
@@ -160,7 +185,10 @@ func (a *memory) has(base uint64) bool {
 // Raw is the memory of a Mem that lies on a device of this kind, or on the host.
 func Raw(m backend.Mem) []byte { return unsafe.Slice((*byte)(m.Ptr()), m.Len()) }
 
-// Mem returns b as memory of the device.
+// Mem returns b as memory of the device, whose holds count, see Lent.
 func (a *memory) Mem(b []byte) backend.Mem {
-	return backend.At(unsafe.Pointer(unsafe.SliceData(b)), len(b), a.st.dev, b)
+	return backend.At(unsafe.Pointer(unsafe.SliceData(b)), len(b), a.st.dev, &lentBytes{b, a})
 }
+
+// Lent is how often memory of Mem is held.
+func (a *memory) Lent() int { return int(a.lent.Load()) }

@@ -55,7 +55,7 @@ func (x *sharing) Export(m backend.Mem) (e backend.Export, err error) {
 	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	b, _ := m.Owner().([]byte)
+	b := bytesOf(m)
 	if x.private || b == nil || m.Device() != x.st.dev {
 		return e, fmt.Errorf("export of %d bytes: %w", m.Len(), backend.ErrNotExportable)
 	}

@@ -1,0 +1,219 @@
+package collective
+
+// What lying, late and confused nodes may do: nothing, but what is said of it.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
+)
+
+// said is what a node has answered: the receivers' ids, verbs and reasons.
+type said struct {
+	mu sync.Mutex
+	l  []string
+}
+
+func (s *said) take() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.l
+	s.l = nil
+	return l
+}
+
+func (s *said) note(m *van.Message) hooks.Verdict {
+	if v, err := verbOf(m.Body); err == nil && !m.Request {
+		text := fmt.Sprint(m.Receiver, " ", v)
+		if v == verbRefused {
+			_, why, _ := parseReason(m.Body)
+			text += fmt.Sprint(" ", errors.Is(why, ErrMismatch), errors.Is(why, van.ErrClosed), errors.Is(why, ErrAborted))
+		}
+		s.mu.Lock()
+		s.l = append(s.l, text)
+		s.mu.Unlock()
+	}
+	return hooks.Pass
+}
+
+// TestStrangers: requests that make no sense, of ranks and of others, are dropped or refused, and change nothing.
+func TestStrangers(t *testing.T) {
+	nothingLent(t)
+	hook, answers := &hooks.Van{}, &said{}
+	cl := testcluster.Start(t, testcluster.Options{Workers: 4, Wrap: hook.Wrap("worker", 0)})
+	var all [2]*Comm
+	onAll(t, 2, func(r int) (err error) {
+		all[r], err = New(t.Context(), cl.Workers[2*r], Options{Ranks: []int{0, 2}, Timeout: 20 * time.Second})
+		return err
+	})
+	t.Cleanup(func() {
+		onAll(t, 2, func(r int) error { return all[r].Close(context.Background()) })
+		for _, c := range all {
+			atRest(t, c)
+		}
+	})
+	c := all[0]
+	self, rank, between, behind, server := c.b.ids[0], c.b.ids[1], van.WorkerID(1), van.WorkerID(3), van.ServerID(0)
+	c.b.mu.Lock()
+	epoch, round := c.b.epoch, c.meeting.round
+	c.b.mu.Unlock()
+	ask := call{kind: allGather, dtype: af.Uint8, root: -1, bytes: 8}.appendAsk(nil, epoch)
+	hi := hello{epoch, 1 << 50, c.b.hash, 2}
+	abort := appendReason(nil, verbAbort, round, errors.New("a lie"))
+	hook.OnSend(answers.note)
+	refusesStranger := " 4 true false false"
+	for _, x := range []struct {
+		what   string
+		from   int
+		body   []byte
+		change func(m *van.Message)
+		err    error
+		says   string
+	}{
+		{"nothing", rank, nil, nil, van.ErrMalformed, ""},
+		{"another version", rank, []byte{version + 1, byte(verbHello)}, nil, van.ErrMalformed, ""},
+		{"no verb", rank, []byte{version, 0}, nil, van.ErrMalformed, ""},
+		{"a refusal that answers nothing", rank, appendReason(nil, verbRefused, round, van.ErrClosed), nil, van.ErrMalformed, ""},
+		{"the answer to an abort", rank, []byte{version, byte(verbDone)}, nil, van.ErrMalformed, ""},
+		{"a verb that there is not", rank, []byte{version, byte(verbDone) + 1}, nil, van.ErrMalformed, ""},
+		{"a push", rank, ask, func(m *van.Message) { m.Push = true }, van.ErrMalformed, ""},
+		{"a push of another node", behind, ask, func(m *van.Message) { m.Push = true }, van.ErrMalformed, ""},
+		{"this node itself", self, ask, nil, van.ErrMalformed, ""},
+		{"half a request", rank, ask[:askLen-1], nil, van.ErrMalformed, ""},
+		{"half a hello", rank, hi.append(nil)[:helloLen-1], nil, van.ErrMalformed, ""},
+		{"half an abort", rank, abort[:5], nil, van.ErrMalformed, ""},
+		{"in another rank's name", rank, ask, func(m *van.Message) { m.Key = partKey(0, 0) }, van.ErrMalformed, ""},
+		{"fewer bytes than none", rank, ask, func(m *van.Message) { m.ValLen = -1 }, van.ErrMalformed, ""},
+		{"a request of no rank, below", server, ask, nil, nil, fmt.Sprint(server, refusesStranger)},
+		{"a request of no rank, between", between, ask, nil, nil, fmt.Sprint(between, refusesStranger)},
+		{"a request of no rank, above", behind, ask, nil, nil, fmt.Sprint(behind, refusesStranger)},
+		{"a hello of no rank", between, hi.append(nil), nil, nil, fmt.Sprint(between, refusesStranger)},
+		{"an abort of no rank", between, abort, nil, nil, fmt.Sprint(between, " ", verbDone)},
+		{"an abort of another round", rank, appendReason(nil, verbAbort, round+1, errors.New("late")), nil, nil, fmt.Sprint(rank, " ", verbDone)},
+		{"a hello of a rank with others in its communicator", rank, hello{epoch, 1 << 50, c.b.hash + 1, 2}.append(nil), nil, nil, fmt.Sprint(rank, refusesStranger)},
+		{"a hello of a rank with more of them", rank, hello{epoch, 1 << 50, c.b.hash, 3}.append(nil), nil, nil, fmt.Sprint(rank, refusesStranger)},
+		{"a request of an epoch before", rank, call{kind: allGather, dtype: af.Uint8, root: -1, bytes: 8}.appendAsk(nil, epoch-1), nil, nil, fmt.Sprint(rank, " 4 false false true")},
+		{"a request of an epoch to come", rank, call{kind: allGather, dtype: af.Uint8, root: -1, bytes: 8}.appendAsk(nil, epoch+1), nil, nil, fmt.Sprint(rank, " 4 false false true")},
+	} {
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Request, m.Key, m.ValLen, m.AppID = x.from, true, partKey(0, 1), 8, int32(appBase)
+		m.Body = append(m.Body, x.body...)
+		if x.change != nil {
+			x.change(m)
+		}
+		if err := c.handle(m); !errors.Is(err, x.err) || x.err == nil && err != nil {
+			t.Errorf("%s: %v, want %v", x.what, err, x.err)
+		}
+		if got := strings.Join(answers.take(), ", "); got != x.says {
+			t.Errorf("%s: the answer is %q, want %q", x.what, got, x.says)
+		}
+		c.b.mu.Lock()
+		if err := c.b.err; err != nil {
+			t.Fatalf("%s: the communicator has failed: %v", x.what, err)
+		}
+		c.b.mu.Unlock()
+		atRest(t, c)
+	}
+	hook.OnSend(nil)
+	onAll(t, 2, func(r int) error { return calls(all[r], memory{}, 100, 1) })
+}
+
+// TestHelloWhileItRuns: a rank that says hello with a later round has begun anew, though it has not told that the
+// communicator has failed: calls fail, and Rebuild meets it. The same hello again is answered, and nothing fails.
+func TestHelloWhileItRuns(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	c := all[0]
+	say := func(h hello, epoch uint32) {
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Request, m.Epoch, m.AppID = c.b.ids[1], true, epoch, int32(appBase)
+		m.Body = h.append(m.Body)
+		if err := c.handle(m); err != nil {
+			t.Error(err)
+		}
+	}
+	c.b.mu.Lock()
+	p := &c.meeting.ranks[1]
+	last, process := hello{p.proposed, p.answered, c.b.hash, 2}, p.epoch
+	c.b.mu.Unlock()
+	say(last, process)
+	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
+	op, err := c.AllGather(zeros(2), zeros(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	last.round++
+	say(last, process)
+	vantest.Fails(t, op.Wait(t.Context()), ErrAborted, "rank 1", "begins anew")
+	onAll(t, 2, func(r int) error {
+		err := all[r].Rebuild(t.Context())
+		if err == nil {
+			err = all[r].Barrier(t.Context())
+		}
+		return err
+	})
+}
+
+// TestRebuildBesideRebuild: of two Rebuilds at once one is refused, and the other goes on.
+func TestRebuildBesideRebuild(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	first := make(chan error, 1)
+	go func() { first <- all[0].Rebuild(t.Context()) }()
+	for joining := false; !joining; runtime.Gosched() {
+		all[0].b.mu.Lock()
+		joining = all[0].b.joining
+		all[0].b.mu.Unlock()
+	}
+	vantest.Fails(t, all[0].Rebuild(t.Context()), van.ErrInvalid, "another Rebuild is under way")
+	if err := all[1].Rebuild(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if err := <-first; err != nil {
+		t.Error(err)
+	}
+	onAll(t, 2, func(r int) error { return all[r].Barrier(t.Context()) })
+}
+
+// TestLimits: how long a wait may take, of a communicator's limit and of a context.
+func TestLimits(t *testing.T) {
+	deadline, cancel := context.WithTimeout(t.Context(), time.Hour)
+	defer cancel()
+	for _, x := range []struct {
+		of   time.Duration
+		ctx  context.Context
+		want time.Duration
+	}{{0, t.Context(), 10 * time.Second}, {5, t.Context(), 5}, {-1, t.Context(), 0}, {0, deadline, 0}, {5, deadline, 0}, {-1, deadline, 0}} {
+		if got := (&base{timeout: x.of}).limit(x.ctx); got != x.want {
+			t.Errorf("with a limit of %d: %s, want %s", x.of, got, x.want)
+		}
+	}
+}
+
+// TestNamesWhoIsMissing: New names who has not come, and nobody else.
+func TestNamesWhoIsMissing(t *testing.T) {
+	cl := testcluster.Start(t, testcluster.Options{Workers: 4})
+	errs := every(2, func(r int) error {
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second) // in which the two meet
+		defer cancel()
+		_, err := New(ctx, cl.Workers[r], Options{Ranks: ranks(4)})
+		return err
+	})
+	for r, err := range errs {
+		vantest.Fails(t, err, van.ErrTimeout, "rank 2", "rank 3")
+		if strings.Contains(err.Error(), fmt.Sprintf("no answer from rank %d", 1-r)) || !strings.Contains(err.Error(), "no answer from rank 2") {
+			t.Errorf("rank %d: %v, which names one that has come", r, err)
+		}
+	}
+}

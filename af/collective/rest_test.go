@@ -1,0 +1,85 @@
+package collective
+
+// What every test looks at when it ends: nothing is lent, nothing waits, and what is to be used again holds nothing.
+
+import (
+	"runtime"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van/backend"
+)
+
+// lent counts the holds of all memory of owned, which makes up most tests' tensors.
+var lent holds
+
+type holds struct{ n atomic.Int64 }
+
+func (h *holds) Retain()  { h.n.Add(1) }
+func (h *holds) Release() { h.n.Add(-1) }
+
+// owned is b as memory whose holds are counted.
+func owned(b []byte) backend.Mem { return backend.Bytes(b).WithOwner(&lent) }
+
+// nothingLent fails the test if memory is held when all its nodes are closed. It is called before they start.
+func nothingLent(t *testing.T) {
+	before := lent.n.Load()
+	t.Cleanup(func() {
+		for end := time.Now().Add(10 * time.Second); lent.n.Load() != before; runtime.Gosched() { // a transport lets go a little later
+			if time.Now().After(end) {
+				t.Errorf("tensors are held %d times, and %d times before the test", lent.n.Load(), before)
+				lent.n.Store(before)
+			}
+		}
+	})
+}
+
+// atRest checks a communicator that is closed, or has no calls in flight.
+func atRest(t *testing.T, c *Comm) {
+	t.Helper()
+	c.b.mu.Lock()
+	defer c.b.mu.Unlock()
+	l := &c.flight
+	if l.sending != 0 || l.quiet != nil {
+		t.Errorf("rank %d: %d parts are lent, or somebody waits for their return", c.b.self, l.sending)
+	}
+	for i, o := range l.window {
+		if o != nil {
+			t.Errorf("rank %d: call %d is in flight, at %d", c.b.self, o.seq, i)
+		}
+	}
+	for r := range l.asked {
+		for i := range l.asked[r] {
+			if a := &l.asked[r][i]; a.kept {
+				t.Errorf("rank %d: a request of rank %d for call %d waits", c.b.self, r, a.seq)
+			}
+		}
+	}
+	if c.b.closed && len(c.tenants.all) > 0 {
+		t.Errorf("rank %d: %d tenants have not heard", c.b.self, len(c.tenants.all))
+	}
+	if c.b.joining || c.meeting.refuted != nil {
+		t.Errorf("rank %d: a round is under way", c.b.self)
+	}
+	seen := map[*op]bool{}
+	for _, o := range l.free {
+		f := &o.folding
+		if seen[o] || o.refs != 0 || o.busy != 0 || !o.ended || o.begun && o.left.Load() != 0 {
+			t.Errorf("rank %d: call %d may be used again, and has %d references, is busy %d times, ended %t, waits for %d, twice %t",
+				c.b.self, o.seq, o.refs, o.busy, o.ended, o.left.Load(), seen[o])
+		}
+		if o.result != (result{}) || f.by != nil || f.room != nil || f.next != nil || o.waiter.work.Load() != nil || o.waiter.polls || o.device.copied != nil || o.device.err != nil {
+			t.Errorf("rank %d: call %d may be used again, and holds something: %+v", c.b.self, o.seq, f)
+		}
+		for _, m := range append(o.wants.into[:len(o.wants.into):len(o.wants.into)], o.gives.parts...) {
+			if m != (backend.Mem{}) {
+				t.Errorf("rank %d: call %d may be used again, and holds memory", c.b.self, o.seq)
+			}
+		}
+		seen[o] = true
+	}
+	if len(l.rooms) > maxRooms {
+		t.Errorf("rank %d: %d pieces of memory for reductions are kept", c.b.self, len(l.rooms))
+	}
+}
