@@ -263,7 +263,7 @@ func TestExchangeReplaced(t *testing.T) {
 		c := testcluster.Start(t, o)
 		came := make(chan af.Batch, 1)
 		serve(t, c.Servers[0], masked(t, 1))
-		serve(t, c.Servers[1], func(b af.Batch) { came <- b })
+		serve(t, c.Servers[1], func(b af.Batch) { came <- b.Retain() })
 		w := newWorker(t, c.Workers[0])
 		y := [3][]byte{make([]byte, 1), make([]byte, 1), make([]byte, 1)}
 		push := []af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte{64})}}

@@ -146,7 +146,6 @@ func TestEcho(t *testing.T) {
 			}
 		}
 		c.Finalize(t)
-		kept.Release()
 	})
 }
 

@@ -59,11 +59,9 @@ type Cluster struct {
 	Servers, Workers []*postoffice.Node
 	Port             int // the scheduler's
 
-	o     Options
-	fast  bool  // for a benchmark
-	lents lents // over the in-process van
-	mu    sync.Mutex
-	more  []*postoffice.Node
+	o    Options
+	mu   sync.Mutex
+	more []*postoffice.Node
 }
 
 // patience is how long all nodes together may take to start, or to leave. It is there for what hangs: 129 nodes
@@ -114,13 +112,11 @@ func New(t testing.TB, o Options) *Cluster {
 	o.Log = cmp.Or(o.Log, slog.New(slog.DiscardHandler))
 	o.Network = cmp.Or(o.Network, inproc.NewNetwork())
 	c := &Cluster{Servers: make([]*postoffice.Node, o.Servers*o.Group), Workers: make([]*postoffice.Node, o.Workers*o.Group), Port: 9000, o: o}
-	_, c.fast = t.(*testing.B)
 	if o.Over.sockets() {
 		c.Port = FreePort(t)
 	}
 	begun()
 	t.Cleanup(func() { over(t) })
-	t.Cleanup(func() { c.nothingHeld(t) })
 	t.Cleanup(c.close)
 	return c
 }
@@ -166,7 +162,7 @@ func (c *Cluster) start(ctx context.Context, role string, rank int, set func(*po
 	}
 	po := postoffice.Options{Config: cfg, Log: c.o.Log, Rand: c.o.Rand}
 	if !c.o.Over.sockets() {
-		po.Van = c.inProc()
+		po.Van = c.o.Network.Factory()
 	}
 	if c.o.Wrap != nil {
 		po.Van = c.o.Wrap(role, rank, c.wrapped(role))

@@ -86,7 +86,7 @@ func Stats(n *postoffice.Node) van.Stats {
 // does not put shared memory beside it, so this does.
 func (c *Cluster) wrapped(role string) van.Factory {
 	if !c.o.Over.sockets() {
-		return c.inProc()
+		return c.o.Network.Factory()
 	}
 	return func(o van.Options) (van.Van, error) {
 		if role == "scheduler" {
