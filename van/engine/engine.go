@@ -19,6 +19,7 @@ type Engine struct {
 	spin    time.Duration // the longest look before a sleep; 0: none
 	forever bool          // loops never sleep
 	spinner Spinner       // a new one
+	cores   *cores        // nil: looks are as long as they are where others want the cores, too
 
 	sources  atomic.Pointer[[]Polled]
 	mu       sync.Mutex  // guards changes of sources
@@ -39,11 +40,16 @@ type claim struct {
 }
 
 // New makes an Engine whose waits look for spin before they sleep: 0 not at all, negative
-// for ever, but in Polls, whose callers have a deadline.
+// for ever, but in Polls, whose callers have a deadline. Where other programs keep the
+// cores busy, waits of a limited look do not look at all.
 func New(spin time.Duration) *Engine {
 	e := &Engine{spin: spin, forever: spin < 0, spinner: Spinner{oversubscribed: runtime.GOMAXPROCS(0) <= fewThreads}}
-	if e.forever {
+	switch {
+	case e.forever:
 		e.spin = env.SpinThenBlock.Spin()
+	case spin > 0:
+		e.cores = &cores{}
+		e.spinner.cores = e.cores
 	}
 	e.turn.engine = e
 	e.sources.Store(&[]Polled{})
@@ -124,7 +130,7 @@ const (
 // has come for a short time. It saves the one who waits from being woken. Only one caller
 // at a time polls, for all; others return at once.
 func (e *Engine) Poll(done func() bool) {
-	if e.spin <= 0 || done() || !e.polling.CompareAndSwap(false, true) {
+	if e.spin <= 0 || e.cores.wanted() || done() || !e.polling.CompareAndSwap(false, true) {
 		return
 	}
 	claimed := e.claimed[:0]

@@ -203,7 +203,7 @@ func (f *Feed[T]) receive() (item T, lane *Lane[T], ok bool) {
 
 // spins tells whether the loop may look before it sleeps.
 func (f *Feed[T]) spins() bool {
-	return f.o.Spins && f.o.Spin > 0 && (f.o.Busy == nil || !f.o.Busy())
+	return f.o.Spins && f.o.Spin > 0 && !f.e.cores.wanted() && (f.o.Busy == nil || !f.o.Busy())
 }
 
 // take takes a message if there is one and no Poll has the source. It is time now; 0: the

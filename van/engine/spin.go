@@ -3,8 +3,6 @@ package engine
 import (
 	"runtime"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // Spinner passes the time between two looks. It yields often, since on a busy machine the
@@ -15,6 +13,7 @@ import (
 type Spinner struct {
 	n              uint
 	oversubscribed bool
+	cores          *cores // nil: yields are not timed
 }
 
 // fewThreads is a number of threads for goroutines that those who spin may take up.
@@ -26,7 +25,7 @@ func (s *Spinner) Pause() {
 	case s.n%256 == 0 && s.oversubscribed:
 		runtime.Gosched()
 	case s.n%16 == 0:
-		_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
+		s.cores.yield()
 	}
 }
 

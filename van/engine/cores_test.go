@@ -1,0 +1,73 @@
+package engine
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+)
+
+// TestCoresTaken: each time that the cores are found busy at once again, waits do not look for twice as long, up to a
+// second; after a calm time it begins anew.
+func TestCoresTaken(t *testing.T) {
+	var c cores
+	if c.wanted() {
+		t.Error("wanted at first")
+	}
+	now := uint64(time.Hour)
+	for _, want := range []time.Duration{firstPause, 2 * firstPause, 4 * firstPause, 8 * firstPause, 16 * firstPause, 32 * firstPause, maxPause, maxPause} {
+		c.taken(now)
+		if got := c.until.Load() - now; got != uint64(want) {
+			t.Fatalf("waits do not look for %s, want %s", time.Duration(got), want)
+		}
+		c.taken(now + 1) // by another wait
+		if got := c.until.Load() - now; got != uint64(want) {
+			t.Fatalf("said twice, waits do not look for %s, want %s", time.Duration(got), want)
+		}
+		if c.doubt.Load() <= c.until.Load() {
+			t.Fatal("the next yield is not examined")
+		}
+		now = c.until.Load() + uint64(time.Millisecond)
+	}
+	now += 5 * uint64(maxPause)
+	c.taken(now)
+	if got := c.until.Load() - now; got != uint64(firstPause) {
+		t.Errorf("after a calm time waits do not look for %s, want %s", time.Duration(got), firstPause)
+	}
+}
+
+// TestCoresWanted: while others want the cores, neither a Poll nor a loop looks; then both do. Without a limit they are not asked.
+func TestCoresWanted(t *testing.T) {
+	e := New(time.Second)
+	asked := 0
+	done := func() bool { asked++; return true }
+	e.cores.until.Store(clock.Now() + uint64(time.Hour))
+	if e.Poll(done); asked != 0 || !e.cores.wanted() {
+		t.Errorf("a Poll began to look where others want the cores")
+	}
+	e.cores.until.Store(clock.Now() - 1)
+	if e.Poll(done); asked == 0 || e.cores.wanted() {
+		t.Errorf("a Poll does not look, though others no longer want the cores")
+	}
+	for _, spin := range []time.Duration{0, -1} {
+		if e := New(spin); e.cores != nil || e.cores.wanted() || e.Spinner().cores != nil {
+			t.Errorf("with a look of %s the cores are watched", spin)
+		}
+	}
+}
+
+// TestCoresExamined: a yield is examined only in doubt, and one that gave the core to nobody for long changes nothing.
+func TestCoresExamined(t *testing.T) {
+	var c cores
+	if _, ok := switches(); !ok {
+		t.Skip("the system does not count switches of a thread")
+	}
+	c.doubt.Store(clock.Now() + uint64(time.Hour))
+	for range 100 {
+		before := clock.Now()
+		if c.yield(); clock.Now()-before < uint64(longYield) && c.wanted() {
+			t.Fatal("a short yield tells that others want the core")
+		}
+	}
+	(*cores)(nil).yield()
+}
