@@ -16,10 +16,10 @@ import (
 // not look for a while, and then try again.
 //
 // A yield is also long where the hypervisor takes the core away, and then a sleep is no better. So
-// one long yield only makes the next ones be examined: whether the core went to another thread.
+// one long time between two looks only makes the next yields be examined: whether the core went to another thread.
 type cores struct {
 	until atomic.Uint64 // until when waits do not look; 0: they never were kept from it
-	doubt atomic.Uint64 // until when yields are examined
+	doubt atomic.Uint64 // until when yields are examined; 0: they are not
 
 	mu    sync.Mutex
 	pause time.Duration // the last one
@@ -41,12 +41,18 @@ func (c *cores) wanted() bool {
 	return until != 0 && clock.Now() < until
 }
 
-// Look is one that yields the core now and then, and is timed for that.
+// passed says that between two looks, of limit at most, so much time has passed until now.
+func (c *cores) passed(now, time uint64, limit time.Duration) {
+	if c != nil && time >= uint64(limit+longYield) && c.doubt.Load() == 0 {
+		c.doubt.Store(now + uint64(doubtTime))
+	}
+}
+
+// Look is one that yields the core now and then.
 type Look struct {
-	c        *cores // nil: it is not timed
+	c        *cores // nil: it is not examined
 	begun    uint64
 	switches int64
-	examined bool
 }
 
 // BeginLook is called before a look of a source that yields the core by itself, and End of what it
@@ -57,14 +63,22 @@ func (c *cores) begin() Look {
 	if c == nil {
 		return Look{}
 	}
-	l := Look{c: c, begun: clock.Now()}
-	if l.begun < c.doubt.Load() {
-		runtime.LockOSThread() // switches are counted for each thread
-		if l.switches, l.examined = switches(); !l.examined {
-			runtime.UnlockOSThread()
-		}
+	doubt := c.doubt.Load()
+	if doubt == 0 {
+		return Look{}
 	}
-	return l
+	now := clock.Now()
+	if now >= doubt {
+		c.doubt.CompareAndSwap(doubt, 0)
+		return Look{}
+	}
+	runtime.LockOSThread() // switches are counted for each thread
+	n, ok := switches()
+	if !ok {
+		runtime.UnlockOSThread()
+		return Look{}
+	}
+	return Look{c: c, begun: now, switches: n}
 }
 
 // End ends a look that was to take limit at most.
@@ -73,16 +87,9 @@ func (l Look) End(limit time.Duration) {
 		return
 	}
 	now := clock.Now()
-	long := now-l.begun >= uint64(limit+longYield)
-	if !l.examined {
-		if long {
-			l.c.doubt.Store(now + uint64(doubtTime))
-		}
-		return
-	}
-	after, _ := switches()
+	n, _ := switches()
 	runtime.UnlockOSThread()
-	if long && after != l.switches {
+	if now-l.begun >= uint64(limit+longYield) && n != l.switches {
 		l.c.taken(now)
 	}
 }

@@ -56,18 +56,45 @@ func TestCoresWanted(t *testing.T) {
 	}
 }
 
-// TestCoresExamined: a yield is examined only in doubt, and one that gave the core to nobody for long changes nothing.
+// TestCoresExamined: yields are examined for a while when a long time has passed between two looks, and one that gave the
+// core to nobody for long changes nothing.
 func TestCoresExamined(t *testing.T) {
-	var c cores
 	if _, ok := switches(); !ok {
 		t.Skip("the system does not count switches of a thread")
 	}
-	c.doubt.Store(clock.Now() + uint64(time.Hour))
+	var c cores
+	e := &Engine{cores: &c}
+	now := clock.Now()
+	if c.passed(now, uint64(longYield), time.Millisecond); c.doubt.Load() != 0 || e.BeginLook() != (Look{}) {
+		t.Error("yields are examined after a short time")
+	}
+	if c.passed(now, uint64(2*longYield), time.Millisecond); c.doubt.Load() != now+uint64(doubtTime) {
+		t.Error("yields are not examined after a long time")
+	}
+	c.doubt.Store(now + uint64(time.Hour))
 	for range 100 {
 		before := clock.Now()
+		l := e.BeginLook()
+		if l.c != &c {
+			t.Fatal("a look is not examined")
+		}
+		if l.End(time.Hour); c.wanted() {
+			t.Fatal("a look that may take so long tells that others want the core")
+		}
 		if c.yield(); clock.Now()-before < uint64(longYield) && c.wanted() {
 			t.Fatal("a short yield tells that others want the core")
 		}
 	}
+	l := e.BeginLook()
+	l.begun -= uint64(2 * longYield)
+	l.switches--
+	if l.End(0); !c.wanted() {
+		t.Error("a long look after which the thread was switched tells nothing")
+	}
+	c.doubt.Store(1)
+	if e.BeginLook() != (Look{}) || c.doubt.Load() != 0 {
+		t.Error("yields are examined for ever")
+	}
 	(*cores)(nil).yield()
+	(*cores)(nil).passed(now, uint64(time.Hour), 0)
 }

@@ -238,7 +238,9 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 			return
 		}
 		s.Pause()
+		was := now
 		now = clock.Now()
+		e.cores.passed(now, now-was, most)
 	}
 }
 

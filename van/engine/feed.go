@@ -250,8 +250,11 @@ func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
 	}
 	slice := limit / 4 // a Poll need not wait longer than one of them
 	s := f.e.spinner
-	for start := clock.Now(); !f.stopping.Load() && !f.e.polling.Load(); s.Pause() {
+	start := clock.Now()
+	for was := start; !f.stopping.Load() && !f.e.polling.Load(); s.Pause() {
 		now := clock.Now() // before the look, not between it and the delivery
+		f.e.cores.passed(now, now-was, limit)
+		was = now
 		item, lane, found := f.take(slice, now)
 		switch {
 		case found == Message:
