@@ -46,6 +46,30 @@ func TestOnSentOfARefusedAnswer(t *testing.T) {
 	})
 }
 
+// TestRefusedIsOver: after the first part that the transport refuses the others are not sent: the request has failed.
+func TestRefusedIsOver(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Servers: 3, Wrap: hook.Wrap("worker", 0)})
+	var all []kv.Key
+	for _, n := range c.Servers {
+		serve(t, n, func(r kv.Request[float32]) { t.Errorf("a request for the keys %v came", r.Keys) })
+	}
+	for _, r := range c.Workers[0].Topology().ServerKeyRanges() {
+		all = append(all, kv.Key(r.Begin))
+	}
+	hook.OnSend(func(m *van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
+	w := newWorker[float32](t, c.Workers[0])
+	before := hook.Sends()
+	call, err := w.Push(all, make([]float32, len(all)))
+	if err == nil {
+		err = call.Wait(t.Context())
+	}
+	fails(t, err, van.ErrQueueFull)
+	if n := hook.Sends() - before; n != 1 {
+		t.Errorf("%d messages were to be sent, want 1", n)
+	}
+}
+
 func make64() []kv.Key {
 	keys := make([]kv.Key, 64)
 	for i := range keys {

@@ -60,7 +60,7 @@ func TestSummingHandlerRefuses(t *testing.T) {
 		t.Error(err)
 	}
 	for _, err := range []error{
-		h.Add([]Key{1, 2}, nil, nil), h.Add([]Key{1, 2}, make([]int8, 3), nil), h.Add([]Key{1, 2}, make([]int8, 2), nil),
+		h.Add([]Key{1, 2}, nil, nil), h.Add([]Key{1, 2}, make([]int8, 3), nil), h.Add([]Key{1, 2}, make([]int8, 5), nil), h.Add([]Key{1, 2}, make([]int8, 2), nil),
 		h.Add([]Key{1, 2}, make([]int8, 4), []int32{1, 3}),
 	} {
 		if !errors.Is(err, van.ErrInvalid) {
