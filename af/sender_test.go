@@ -304,3 +304,72 @@ func TestBatchIsBounded(t *testing.T) {
 		t.Errorf("a pull of another size than its shape: %v", err)
 	}
 }
+
+// TestSenderLimits: a batch may have STEPAF_RECV_BUDGET before its end and not a byte more; of messages that continue
+// none 1024 are held; and nobody but a worker gives up what that worker has begun.
+func TestSenderLimits(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = 1<<20, 2<<20 }})
+	s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})
+	if err == nil {
+		err = s.Handle(func(b Batch) { t.Error("a batch is complete") })
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.reorders = true
+	x := s.senders[0]
+	owner, made := &counting{}, 0
+	accept := func(ts int32, head van.BatchFlag, size int) error {
+		m := &van.Message{}
+		m.Reset()
+		m.Sender, m.Epoch, m.Request, m.Head, m.Timestamp, m.AppID, m.CustomerID = van.WorkerID(0), 1, true, head, ts, 3, 0
+		m.IsTensor, m.Dtype, m.Dim, m.Shape[0], m.ValLen = true, int32(Uint8), 1, int64(size), int32(size)
+		m.Frames, m.Keys, m.Vals = 2, backend.Bytes(make([]byte, 8)), backend.Bytes(make([]byte, size))
+		m.Push = size > 0
+		m.Adopt(owner, nil)
+		made++
+		defer m.Release()
+		return x.accept(m)
+	}
+	const most = 2<<20 - 2*8 // and two keys
+	for more := range 2 {
+		begun := int32(100 * more)
+		if err := accept(begun, van.BatchStart, 1000); err != nil {
+			t.Fatal(err)
+		}
+		if err := accept(begun+1, van.BatchMiddle, most-1000+more); (err == nil) != (more == 0) || err != nil && !errors.Is(err, van.ErrInvalid) {
+			t.Errorf("a batch of %d bytes more than the limit: %v", more, err)
+		}
+		if more == 0 {
+			s.dropSenders()
+		}
+	}
+	if len(x.open) != 0 {
+		t.Errorf("%d batches are open, want none", len(x.open))
+	}
+
+	if err := accept(1000, van.BatchStart, 1); err != nil {
+		t.Fatal(err)
+	}
+	for _, other := range []int{van.ServerID(0), van.SchedulerID, van.WorkerID(1)} {
+		s.dropSender(other)
+		s.giveUp(postoffice.Withdrawn{Sender: other, First: 1000, Count: 1})
+		if len(x.open) != 1 {
+			t.Fatalf("node %d has given up what worker 0 has begun", other)
+		}
+	}
+
+	for i := range maxOpen + 2 {
+		if err := accept(int32(2000+10*i), van.BatchMiddle, 0); (err == nil) != (i < maxOpen) || err != nil && !errors.Is(err, van.ErrMalformed) {
+			t.Errorf("message %d that continues no batch: %v", i, err)
+		}
+	}
+	s.giveUp(postoffice.Withdrawn{Sender: van.WorkerID(0), First: 2000, Count: 1})
+	if len(x.open) != 1 || len(x.held) != maxOpen-1 {
+		t.Errorf("%d batches are open, %d messages are held, want 1 and %d", len(x.open), len(x.held), maxOpen-1)
+	}
+	s.Close()
+	if owner.n != made {
+		t.Errorf("%d of %d messages were given back", owner.n, made)
+	}
+}

@@ -1,0 +1,79 @@
+package af_test
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
+)
+
+// revoking is a van around another one that notes what is taken back.
+type revoking struct {
+	van.Van
+	mu   sync.Mutex
+	back []uint64
+}
+
+// Unwrap implements van.Wrapper.
+func (v *revoking) Unwrap() van.Van { return v.Van }
+
+// Revoke implements van.Revoker.
+func (v *revoking) Revoke(m backend.Mem) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.back = append(v.back, m.Addr())
+}
+
+// TestPullsAreRevoked: when a call has failed, no answer that is late may be written where it was wanted: all such memory
+// is taken back before Wait returns. Of a call that ends well nothing is.
+func TestPullsAreRevoked(t *testing.T) {
+	noted := &revoking{}
+	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: func(role string, rank int, f van.Factory) van.Factory {
+		if role != "worker" {
+			return f
+		}
+		return func(o van.Options) (v van.Van, err error) {
+			noted.Van, err = f(o)
+			return noted, err
+		}
+	}})
+	revoked := func() []uint64 {
+		noted.mu.Lock()
+		defer noted.mu.Unlock()
+		return slices.Clone(noted.back)
+	}
+	serve(t, c.Servers[0], echoes(t))
+	var silent atomic.Bool
+	hold := make(chan af.Batch, 1)
+	serve(t, c.Servers[1], func(b af.Batch) {
+		if silent.Load() {
+			hold <- b
+			return
+		}
+		echoes(t)(b)
+	})
+	w := newWorker(t, c.Workers[0])
+	works(t, w, 2)
+	if l := revoked(); len(l) > 0 {
+		t.Errorf("the memory of %d pulls of a call that has ended well is taken back", len(l))
+	}
+	silent.Store(true)
+	call, pulls := ask(t, w, 2, "text")
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	vantest.Fails(t, call.Wait(ctx), van.ErrTimeout)
+	for i, p := range pulls {
+		if !slices.Contains(revoked(), p.Val.Mem().Addr()) {
+			t.Errorf("pull %d may still be written", i)
+		}
+	}
+	(<-hold).Release()
+}
