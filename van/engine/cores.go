@@ -48,57 +48,54 @@ func (c *cores) passed(now, time uint64, limit time.Duration) {
 	}
 }
 
-// Look is one that yields the core now and then.
-type Look struct {
-	c        *cores // nil: it is not examined
+// yields is a time in which the core is yielded, examined if c is not nil.
+type yields struct {
+	c        *cores
 	begun    uint64
 	switches int64
 }
 
-// BeginLook is called before a look of a source that yields the core by itself, and End of what it
-// returns behind it, by the same goroutine.
-func (e *Engine) BeginLook() Look { return e.cores.begin() }
-
-func (c *cores) begin() Look {
+// begin is called before the core is yielded, and end of what it returns behind that, by the same goroutine.
+func (c *cores) begin() yields {
 	if c == nil {
-		return Look{}
+		return yields{}
 	}
 	doubt := c.doubt.Load()
 	if doubt == 0 {
-		return Look{}
+		return yields{}
 	}
 	now := clock.Now()
 	if now >= doubt {
 		c.doubt.CompareAndSwap(doubt, 0)
-		return Look{}
+		return yields{}
 	}
 	runtime.LockOSThread() // switches are counted for each thread
 	n, ok := switches()
 	if !ok {
 		runtime.UnlockOSThread()
-		return Look{}
+		return yields{}
 	}
-	return Look{c: c, begun: now, switches: n}
+	return yields{c: c, begun: now, switches: n}
 }
 
-// End ends a look that was to take limit at most.
-func (l Look) End(limit time.Duration) {
-	if l.c == nil {
+// end ends what was to take limit at most.
+func (y yields) end(limit time.Duration) {
+	if y.c == nil {
 		return
 	}
 	now := clock.Now()
 	n, _ := switches()
 	runtime.UnlockOSThread()
-	if now-l.begun >= uint64(limit+longYield) && n != l.switches {
-		l.c.taken(now)
+	if now-y.begun >= uint64(limit+longYield) && n != y.switches {
+		y.c.taken(now)
 	}
 }
 
 // yield lets other threads have the core.
 func (c *cores) yield() {
-	l := c.begin()
+	y := c.begin()
 	_, _, _ = unix.Syscall(unix.SYS_SCHED_YIELD, 0, 0, 0)
-	l.End(0)
+	y.end(0)
 }
 
 // taken says that at time now the core came back from another thread, after a long time.

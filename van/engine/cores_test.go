@@ -41,16 +41,16 @@ func TestCoresWanted(t *testing.T) {
 	e := New(time.Second)
 	asked := 0
 	done := func() bool { asked++; return true }
-	e.cores.until.Store(clock.Now() + uint64(time.Hour))
-	if e.Poll(done); asked != 0 || !e.cores.wanted() {
+	e.spinner.cores.until.Store(clock.Now() + uint64(time.Hour))
+	if e.Poll(done); asked != 0 || !e.spinner.cores.wanted() {
 		t.Errorf("a Poll began to look where others want the cores")
 	}
-	e.cores.until.Store(clock.Now() - 1)
-	if e.Poll(done); asked == 0 || e.cores.wanted() {
+	e.spinner.cores.until.Store(clock.Now() - 1)
+	if e.Poll(done); asked == 0 || e.spinner.cores.wanted() {
 		t.Errorf("a Poll does not look, though others no longer want the cores")
 	}
 	for _, spin := range []time.Duration{0, -1} {
-		if e := New(spin); e.cores != nil || e.cores.wanted() || e.Spinner().cores != nil {
+		if e := New(spin); e.spinner.cores != nil || e.spinner.cores.wanted() {
 			t.Errorf("with a look of %s the cores are watched", spin)
 		}
 	}
@@ -63,36 +63,37 @@ func TestCoresExamined(t *testing.T) {
 		t.Skip("the system does not count switches of a thread")
 	}
 	var c cores
-	e := &Engine{cores: &c}
 	now := clock.Now()
-	if c.passed(now, uint64(longYield), time.Millisecond); c.doubt.Load() != 0 || e.BeginLook() != (Look{}) {
+	if c.passed(now, uint64(longYield), time.Millisecond); c.doubt.Load() != 0 || c.begin() != (yields{}) {
 		t.Error("yields are examined after a short time")
 	}
 	if c.passed(now, uint64(2*longYield), time.Millisecond); c.doubt.Load() != now+uint64(doubtTime) {
 		t.Error("yields are not examined after a long time")
 	}
-	c.doubt.Store(now + uint64(time.Hour))
 	for range 100 {
 		before := clock.Now()
-		l := e.BeginLook()
-		if l.c != &c {
-			t.Fatal("a look is not examined")
+		c.until.Store(0) // a yield before may have been long
+		c.doubt.Store(before + uint64(time.Hour))
+		y := c.begin()
+		if y.c != &c {
+			t.Fatal("a yield is not examined")
 		}
-		if l.End(time.Hour); c.wanted() {
-			t.Fatal("a look that may take so long tells that others want the core")
+		if y.end(time.Hour); c.wanted() {
+			t.Fatal("what may take so long tells that others want the core")
 		}
 		if c.yield(); clock.Now()-before < uint64(longYield) && c.wanted() {
 			t.Fatal("a short yield tells that others want the core")
 		}
 	}
-	l := e.BeginLook()
-	l.begun -= uint64(2 * longYield)
-	l.switches--
-	if l.End(0); !c.wanted() {
-		t.Error("a long look after which the thread was switched tells nothing")
+	c.doubt.Store(clock.Now() + uint64(time.Hour))
+	y := c.begin()
+	y.begun -= uint64(2 * longYield)
+	y.switches--
+	if y.end(0); !c.wanted() {
+		t.Error("a long yield after which the thread was switched tells nothing")
 	}
 	c.doubt.Store(1)
-	if e.BeginLook() != (Look{}) || c.doubt.Load() != 0 {
+	if c.begin() != (yields{}) || c.doubt.Load() != 0 {
 		t.Error("yields are examined for ever")
 	}
 	(*cores)(nil).yield()

@@ -18,8 +18,7 @@ import (
 type Engine struct {
 	spin    time.Duration // the longest look before a sleep; 0: none
 	forever bool          // loops never sleep
-	spinner Spinner       // a new one
-	cores   *cores        // nil: looks are as long as they are where others want the cores, too
+	spinner Spinner       // a new one; without cores, waits look also where others want the cores
 
 	sources  atomic.Pointer[[]Polled]
 	mu       sync.Mutex  // guards changes of sources
@@ -48,8 +47,7 @@ func New(spin time.Duration) *Engine {
 	case e.forever:
 		e.spin = env.SpinThenBlock.Spin()
 	case spin > 0:
-		e.cores = &cores{}
-		e.spinner.cores = e.cores
+		e.spinner.cores = &cores{}
 	}
 	e.turn.engine = e
 	e.sources.Store(&[]Polled{})
@@ -130,7 +128,7 @@ const (
 // has come for a short time. It saves the one who waits from being woken. Only one caller
 // at a time polls, for all; others return at once.
 func (e *Engine) Poll(done func() bool) {
-	if e.spin <= 0 || e.cores.wanted() || done() || !e.polling.CompareAndSwap(false, true) {
+	if e.spin <= 0 || e.spinner.cores.wanted() || done() || !e.polling.CompareAndSwap(false, true) {
 		return
 	}
 	claimed := e.claimed[:0]
@@ -240,7 +238,7 @@ func (e *Engine) poll(claimed []claim, done func() bool) {
 		s.Pause()
 		was := now
 		now = clock.Now()
-		e.cores.passed(now, now-was, most)
+		e.spinner.cores.passed(now, now-was, most)
 	}
 }
 

@@ -203,7 +203,7 @@ func (f *Feed[T]) receive() (item T, lane *Lane[T], ok bool) {
 
 // spins tells whether the loop may look before it sleeps.
 func (f *Feed[T]) spins() bool {
-	return f.o.Spins && f.o.Spin > 0 && !f.e.cores.wanted() && (f.o.Busy == nil || !f.o.Busy())
+	return f.o.Spins && f.o.Spin > 0 && !f.e.spinner.cores.wanted() && (f.o.Busy == nil || !f.o.Busy())
 }
 
 // take takes a message if there is one and no Poll has the source. It is time now; 0: the
@@ -216,7 +216,7 @@ func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], 
 	if f.stopping.Load() {
 		return item, lane, Nothing
 	}
-	item, lane, found = f.src.Take(slice, false)
+	item, lane, found = f.takeFrom(slice, false)
 	if now == 0 && (found != Message || f.looks.waiting) {
 		now = clock.Now()
 	}
@@ -232,6 +232,17 @@ func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], 
 	if f.misses.Load() != 0 {
 		f.misses.Store(0)
 	}
+	return item, lane, found
+}
+
+// takeFrom has the source take a message, which may look for it, and yield the core meanwhile.
+func (f *Feed[T]) takeFrom(slice time.Duration, poll bool) (item T, lane *Lane[T], found Found) {
+	if slice == 0 {
+		return f.src.Take(0, poll)
+	}
+	y := f.e.spinner.cores.begin()
+	item, lane, found = f.src.Take(slice, poll)
+	y.end(slice)
 	return item, lane, found
 }
 
@@ -253,7 +264,7 @@ func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
 	start := clock.Now()
 	for was := start; !f.stopping.Load() && !f.e.polling.Load(); s.Pause() {
 		now := clock.Now() // before the look, not between it and the delivery
-		f.e.cores.passed(now, now-was, limit)
+		f.e.spinner.cores.passed(now, now-was, limit)
 		was = now
 		item, lane, found := f.take(slice, now)
 		switch {
@@ -347,7 +358,7 @@ func (f *Feed[T]) Help(slice time.Duration) Found {
 	if f.stopping.Load() {
 		return Nothing
 	}
-	item, lane, found := f.src.Take(slice, true)
+	item, lane, found := f.takeFrom(slice, true)
 	switch found {
 	case Message:
 		f.lane = lane

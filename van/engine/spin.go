@@ -13,7 +13,7 @@ import (
 type Spinner struct {
 	n              uint
 	oversubscribed bool
-	cores          *cores // nil: yields are not timed
+	cores          *cores // nil: whether others want the cores is not looked at
 }
 
 // fewThreads is a number of threads for goroutines that those who spin may take up.

@@ -108,12 +108,7 @@ func (r *receiver) recv(spin time.Duration, park bool) bool {
 	if r.sock.closed.Load() {
 		return false
 	}
-	var look engine.Look
-	if spin > 0 {
-		look = r.in.engine.BeginLook()
-	}
 	ok, err := r.sock.recv((*frames)(r.next.Native()), spin, park, r.in.n.lent)
-	look.End(spin)
 	if err != nil && !r.sock.closed.Load() {
 		if n, speak := r.failing.Next(); speak {
 			r.in.n.log.Warn("receive failed", "err", err, "so far", n)
