@@ -2,7 +2,6 @@ package af_test
 
 import (
 	"fmt"
-	"runtime"
 	"testing"
 	"time"
 
@@ -17,11 +16,7 @@ import (
 // eventually waits until ok is true.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !ok(); runtime.Gosched() {
-		if time.Now().After(end) {
-			t.Fatalf("%s: not within 20 s", what)
-		}
-	}
+	vantest.Eventually(t, 20*time.Second, what, ok)
 }
 
 // TestSendRefused: a batch of which the transport refuses a message, though no peer is

@@ -3,7 +3,6 @@ package postoffice_test
 import (
 	"context"
 	"errors"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -41,11 +40,7 @@ func askFrom(t testing.TB, c *testcluster.Cluster, worker, app, ts, size int) {
 // until waits until ok is true.
 func until(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !ok(); runtime.Gosched() {
-		if time.Now().After(end) {
-			t.Fatalf("%s: not within 20 s", what)
-		}
-	}
+	vantest.Eventually(t, 20*time.Second, what, ok)
 }
 
 // TestOrderBehindEarlyRequests: what comes while a handler is still busy with what came

@@ -23,7 +23,7 @@ import (
 // comms makes a communicator of all workers of a cluster.
 func comms(t *testing.T, o testcluster.Options, n int) ([]*Comm, *testcluster.Cluster) {
 	t.Helper()
-	nothingLent(t)
+	lent.Watch(t)
 	o.Workers = n
 	c := testcluster.Start(t, o)
 	all := make([]*Comm, n)
@@ -83,7 +83,7 @@ func filled(n int, seed uint64) af.Tensor {
 	for i := range b {
 		b[i] = byte(r.Uint32())
 	}
-	return must(af.New(owned(b), af.Uint8, int64(n)))
+	return must(af.New(lent.Bytes(b), af.Uint8, int64(n)))
 }
 
 func must(t af.Tensor, err error) af.Tensor {
@@ -93,7 +93,7 @@ func must(t af.Tensor, err error) af.Tensor {
 	return t
 }
 
-func zeros(n int) af.Tensor { return must(af.New(owned(make([]byte, n)), af.Uint8, int64(n))) }
+func zeros(n int) af.Tensor { return must(af.New(lent.Bytes(make([]byte, n)), af.Uint8, int64(n))) }
 
 func wait(op Op, err error) error {
 	if err != nil {
@@ -643,13 +643,13 @@ func TestWaitSlice(t *testing.T) {
 	if op, err = all[0].AllGather(zeros(20), filled(10, 1)); err != nil {
 		t.Fatal(err)
 	}
-	one, waits := make(chan error, 1), false
+	one := make(chan error, 1)
 	go func() { one <- op.Wait(t.Context()) }()
-	for !waits {
+	vantest.Eventually(t, 20*time.Second, "somebody waits", func() bool {
 		all[0].b.mu.Lock()
-		waits = op.o.waiter.waits
-		all[0].b.mu.Unlock()
-	}
+		defer all[0].b.mu.Unlock()
+		return op.o.waiter.waits
+	})
 	if err := op.WaitSlice(t.Context(), time.Second); !errors.Is(err, postoffice.ErrOtherWaits) {
 		t.Errorf("beside another one that waits: %v", err)
 	}

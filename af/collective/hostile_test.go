@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -49,7 +48,7 @@ func (s *said) note(m *van.Message) hooks.Verdict {
 
 // TestStrangers: requests that make no sense, of ranks and of others, are dropped or refused, and change nothing.
 func TestStrangers(t *testing.T) {
-	nothingLent(t)
+	lent.Watch(t)
 	hook, answers := &hooks.Van{}, &said{}
 	cl := testcluster.Start(t, testcluster.Options{Workers: 4, Wrap: hook.Wrap("worker", 0)})
 	var all [2]*Comm
@@ -171,11 +170,11 @@ func TestRebuildBesideRebuild(t *testing.T) {
 	all, _ := comms(t, testcluster.Options{}, 2)
 	first := make(chan error, 1)
 	go func() { first <- all[0].Rebuild(t.Context()) }()
-	for joining := false; !joining; runtime.Gosched() {
+	vantest.Eventually(t, 20*time.Second, "a Rebuild is under way", func() bool {
 		all[0].b.mu.Lock()
-		joining = all[0].b.joining
-		all[0].b.mu.Unlock()
-	}
+		defer all[0].b.mu.Unlock()
+		return all[0].b.joining
+	})
 	vantest.Fails(t, all[0].Rebuild(t.Context()), van.ErrInvalid, "another Rebuild is under way")
 	if err := all[1].Rebuild(t.Context()); err != nil {
 		t.Error(err)

@@ -20,7 +20,9 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
-func floats(n int) af.Tensor { return must(af.New(owned(make([]byte, 4*n)), af.Float32, int64(n))) }
+func floats(n int) af.Tensor {
+	return must(af.New(lent.Bytes(make([]byte, 4*n)), af.Float32, int64(n)))
+}
 
 // TestNothingForARank: a rank that neither gives nor gets anything has only empty tensors, of
 // which no type follows.

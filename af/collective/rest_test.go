@@ -3,37 +3,14 @@ package collective
 // What every test looks at when it ends: nothing is lent, nothing waits, and what is to be used again holds nothing.
 
 import (
-	"runtime"
-	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// lent counts the holds of all memory of owned, which makes up most tests' tensors.
-var lent holds
-
-type holds struct{ n atomic.Int64 }
-
-func (h *holds) Retain()  { h.n.Add(1) }
-func (h *holds) Release() { h.n.Add(-1) }
-
-// owned is b as memory whose holds are counted.
-func owned(b []byte) backend.Mem { return backend.Bytes(b).WithOwner(&lent) }
-
-// nothingLent fails the test if memory is held when all its nodes are closed. It is called before they start.
-func nothingLent(t *testing.T) {
-	before := lent.n.Load()
-	t.Cleanup(func() {
-		for end := time.Now().Add(10 * time.Second); lent.n.Load() != before; runtime.Gosched() { // a transport lets go a little later
-			if time.Now().After(end) {
-				t.Errorf("tensors are held %d times, and %d times before the test", lent.n.Load(), before)
-				lent.n.Store(before)
-			}
-		}
-	})
-}
+// lent counts the holds of the memory of most tests' tensors.
+var lent vantest.Holds
 
 // atRest checks a communicator that is closed, or has no calls in flight.
 func atRest(t *testing.T, c *Comm) {

@@ -126,7 +126,7 @@ func (p *planned) tensor(m memory, b []byte) af.Tensor {
 
 func (p *planned) empty(m memory, count int) af.Tensor {
 	b := make([]byte, count*p.dtype.Size())
-	mem := owned(b)
+	mem := lent.Bytes(b)
 	if m.dev != nil {
 		mem = m.dev.Mem(b)
 	}

@@ -53,11 +53,7 @@ func start(t *testing.T, o testcluster.Options) *ends {
 	}
 	t.Cleanup(func() { // after the nodes are closed
 		for _, e := range s.made {
-			for end := time.Now().Add(20 * time.Second); e.Left() != ""; runtime.Gosched() {
-				if time.Now().After(end) {
-					t.Fatalf("%s: %s", e.Name(), e.Left())
-				}
-			}
+			vantest.Eventually(t, 20*time.Second, e.Name()+" has nothing left of exchanges", func() bool { return e.Left() == "" })
 		}
 		for _, d := range all {
 			if n, _ := d.Events(); n > 0 {

@@ -358,12 +358,6 @@ func TestDeviceExit(t *testing.T) {
 	r.settle(0, stream)
 }
 
-// counted is memory with an owner that counts its users.
-type counted struct{ n atomic.Int32 }
-
-func (c *counted) Retain()  { c.n.Add(1) }
-func (c *counted) Release() { c.n.Add(-1) }
-
 // TestDeviceHostSource: pinned host memory is held until it has been read; other host memory is refused.
 func TestDeviceHostSource(t *testing.T) {
 	r := newDeviceRig(t, 2, Options{Size: 64, Signals: 1})
@@ -371,19 +365,19 @@ func TestDeviceHostSource(t *testing.T) {
 	if err := w.Put(t.Context(), 1, 0, tensor([]byte{1, 2, 3}), stream); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "not pinned") {
 		t.Errorf("a put of ordinary host memory: %v", err)
 	}
-	owner := &counted{}
-	m, err := d.RegisterHost(backend.Bytes([]byte{1, 2, 3}).WithOwner(owner))
+	owner := &vantest.Holds{}
+	m, err := d.RegisterHost(owner.Bytes([]byte{1, 2, 3}))
 	r.must(err)
 	src, err := af.New(m, af.Uint8, 3)
 	r.must(err)
 	letGo := r.hold(0, stream)
 	r.must(w.Put(t.Context(), 1, 1, src, stream), w.Put(t.Context(), 1, 5, src, stream))
-	if n := owner.n.Load(); n != 2 {
+	if n := owner.N(); n != 2 {
 		t.Errorf("%d puts hold their source, want 2", n)
 	}
 	letGo()
 	r.must(w.Flush(t.Context(), 1))
-	if n := owner.n.Load(); n != 0 {
+	if n := owner.N(); n != 0 {
 		t.Errorf("behind a flush %d puts hold their source", n)
 	}
 	if got := r.memory(1)[:8]; string(got) != "\x00\x01\x02\x03\x00\x01\x02\x03" {
@@ -392,11 +386,11 @@ func TestDeviceHostSource(t *testing.T) {
 	r.must(w.PutSignal(t.Context(), 1, 1, src, 0, stream))
 	r.settle(0, stream)
 	r.must(w.Signal(t.Context(), 1, 0, stream)) // lets go of what is done
-	if n := owner.n.Load(); n != 0 {
+	if n := owner.N(); n != 0 {
 		t.Errorf("%d puts that are done hold their source", n)
 	}
 	r.must(w.PutSignal(t.Context(), 1, 1, src, 0, stream), w.Close(), d.UnregisterHost(m))
-	if n := owner.n.Load(); n != 0 {
+	if n := owner.N(); n != 0 {
 		t.Errorf("behind Close %d puts hold their source", n)
 	}
 }

@@ -3,27 +3,14 @@ package window
 // What every test looks at when it ends: nothing is lent, nobody waits, and windows are off their nodes.
 
 import (
-	"runtime"
+	"fmt"
 	"slices"
-	"testing"
-	"time"
+
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // held counts the holds of the memory of all tensors of the tests that are on the host.
-var held counted
-
-// nothingLent fails the test if memory is held when all its nodes are closed. It is called before they start.
-func nothingLent(t *testing.T) {
-	before := held.n.Load()
-	t.Cleanup(func() {
-		for end := time.Now().Add(testTime); held.n.Load() != before; runtime.Gosched() { // a transport lets go a little later
-			if time.Now().After(end) {
-				t.Errorf("memory is held %d times, and %d times before the test", held.n.Load(), before)
-				held.n.Store(before)
-			}
-		}
-	})
-}
+var held vantest.Holds
 
 // atRest checks the windows of r, which are closed, as their communicators are.
 func (r *rig) atRest() {
@@ -78,11 +65,9 @@ func (r *rig) settled() {
 				r.Fatalf("rank %d: %v", i, err)
 			}
 			in := &r.windows[k].peers[i].in
-			for end := time.Now().Add(testTime); in.expected.Load() != p.out.next.Load(); runtime.Gosched() { // the last one may have asked only
-				if time.Now().After(end) {
-					r.Fatalf("rank %d has sent rank %d %d messages, which has taken %d", i, k, p.out.next.Load(), in.expected.Load())
-				}
-			}
+			vantest.Eventually(r, testTime, fmt.Sprintf("rank %d has taken what rank %d has sent", k, i), func() bool {
+				return in.expected.Load() == p.out.next.Load() // the last one may have asked only
+			})
 			in.mu.Lock()
 			if p.out.bytes.Load() != in.takenBytes.Load() || p.out.placedBytes.Load() != in.takenBytes.Load() {
 				r.Errorf("rank %d has sent rank %d %d bytes, which has taken %d and told of %d", i, k, p.out.bytes.Load(), in.takenBytes.Load(), p.out.placedBytes.Load())

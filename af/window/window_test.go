@@ -18,7 +18,6 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
-	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
@@ -63,7 +62,7 @@ const testTime = 20 * time.Second
 
 func newRig(t *testing.T, o testcluster.Options, n int, of Options) *rig {
 	t.Helper()
-	nothingLent(t)
+	held.Watch(t)
 	o.Workers = n
 	r := &rig{T: t, c: testcluster.Start(t, o), comms: make([]*collective.Comm, n), windows: make([]*Window, n)}
 	r.all(func(i int) error {
@@ -133,7 +132,7 @@ func content(n int, seed uint64) []byte {
 }
 
 func tensor(b []byte) af.Tensor {
-	t, err := af.New(backend.Bytes(b).WithOwner(&held), af.Uint8, int64(len(b)))
+	t, err := af.New(held.Bytes(b), af.Uint8, int64(len(b)))
 	if err != nil {
 		panic(err)
 	}

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -18,20 +17,6 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
-
-// counted owns memory whose holds are counted.
-type counted struct {
-	sync.Mutex
-	n int
-}
-
-func (c *counted) Retain()  { c.Lock(); c.n++; c.Unlock() }
-func (c *counted) Release() { c.Lock(); c.n--; c.Unlock() }
-func (c *counted) holds() int {
-	c.Lock()
-	defer c.Unlock()
-	return c.n
-}
 
 // workerSessions are those of so many workers, with a device each if devices is not nil.
 func workerSessions(t *testing.T, n int, devices []*vantest.Device) []*Session {
@@ -309,17 +294,11 @@ func TestDroppedComm(t *testing.T) {
 	if err := l.dropped(t.Context(), 5); err != nil {
 		t.Error(err)
 	}
-	for end := time.Now().Add(20 * time.Second); ; runtime.Gosched() {
+	vantest.Eventually(t, 20*time.Second, "all are closed", func() bool {
 		l.mu.Lock()
-		n := len(l.closing)
-		l.mu.Unlock()
-		if n == 0 {
-			break
-		}
-		if time.Now().After(end) {
-			t.Fatalf("%d are being closed", n)
-		}
-	}
+		defer l.mu.Unlock()
+		return len(l.closing) == 0
+	})
 	l.mu.Lock()
 	l.closing[5] = make(chan struct{})
 	l.mu.Unlock()
@@ -330,8 +309,8 @@ func TestDroppedComm(t *testing.T) {
 // TestHostWindow: a window in memory of the hosts, whose calls that wait do so in slices, until their limit.
 func TestHostWindow(t *testing.T) {
 	comms := newComms(t, workerSessions(t, 2, nil), 3, 20*time.Second)
-	owner := &counted{}
-	memory, err := af.New(backend.Bytes(make([]byte, 8)).WithOwner(owner), af.Uint8, 8)
+	owner := &vantest.Holds{}
+	memory, err := af.New(owner.Bytes(make([]byte, 8)), af.Uint8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -342,7 +321,7 @@ func TestHostWindow(t *testing.T) {
 		w[r], made = comms[r].OpenHostWindow(of, 8, 2, -1)
 		return pending(made)
 	})
-	if n := owner.holds(); n != 1 {
+	if n := owner.N(); n != 1 {
 		t.Errorf("the memory of a window is held %d times, want once", n)
 	}
 	ctx := t.Context()
@@ -381,7 +360,7 @@ func TestHostWindow(t *testing.T) {
 		t.Error(err)
 	}
 	together(t, 2, func(r int) error { return pending(w[r].Close()) })
-	if n := owner.holds(); n != 0 {
+	if n := owner.N(); n != 0 {
 		t.Errorf("the memory of a closed window is held %d times", n)
 	}
 	vantest.Fails(t, w[0].InSlice(time.Second, -1, begun, call), van.ErrClosed)
@@ -397,7 +376,7 @@ func TestHostWindow(t *testing.T) {
 	if err := comms[0].of.dropped(t.Context(), 3); err != nil {
 		t.Error(err)
 	}
-	if n := owner.holds(); n != 0 {
+	if n := owner.N(); n != 0 {
 		t.Errorf("the memory of a window that was not made is held %d times", n)
 	}
 }
@@ -456,11 +435,7 @@ func TestDeviceWindow(t *testing.T) {
 // overSoon waits until an exchange is over.
 func overSoon(t *testing.T, x *StreamExchange) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); x.Check() == nil; runtime.Gosched() {
-		if time.Now().After(end) {
-			t.Fatal("the exchange is not over")
-		}
-	}
+	vantest.Eventually(t, 20*time.Second, "the exchange is over", func() bool { return x.Check() != nil })
 }
 
 // TestStreamExchange: an exchange in streams, one that is dropped while it waits for its peers, one that is dropped later,

@@ -3,11 +3,12 @@ package testcluster
 // What is left when all clusters of a test have ended.
 
 import (
-	"runtime"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // clusters are those that there are, in tests that run at the same time, too.
@@ -57,13 +58,8 @@ func over(t testing.TB) {
 // goroutines are the stacks of the library's, by what they run. Tests' own, and those of pretended devices, do not count.
 func goroutines() map[string][]string {
 	const library = "github.com/stepaf/stepaf-go/"
-	b := make([]byte, 1<<20)
-	n := runtime.Stack(b, true)
-	for ; n == len(b); n = runtime.Stack(b, true) {
-		b = make([]byte, 2*len(b))
-	}
 	found := map[string][]string{}
-	for s := range strings.SplitSeq(string(b[:n]), "\n\n") {
+	for _, s := range vantest.Stacks() {
 		at := strings.LastIndex(s, library)
 		if at < 0 || strings.Contains(s, "_test.go:") || strings.Contains(s, library+"van/vantest.") || strings.Contains(s, "testing.tRunner") {
 			continue

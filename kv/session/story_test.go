@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"reflect"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -16,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/kv/session"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // results are those of "make" that are not closed, by rank.
@@ -155,11 +155,7 @@ func TestStories(t *testing.T) {
 						t.Fatalf("Sync: %v, want the error of call %d, too", err, x.h.ID()-1)
 					}
 				}
-				for end := time.Now().Add(20 * time.Second); s.Left() != ""; runtime.Gosched() { // calls go a little later than they end
-					if time.Now().After(end) {
-						t.Fatalf("behind Sync: %s", s.Left())
-					}
-				}
+				vantest.Eventually(t, 20*time.Second, "nothing is left behind Sync", func() bool { return s.Left() == "" }) // calls go a little later than they end
 				live := 0
 				for _, x := range all {
 					if !x.dead {

@@ -49,7 +49,7 @@ func TestServerKilled(t *testing.T) {
 			t.Errorf("it took %s to notice the death of a server, want less than %s", d, soon)
 		}
 		// The other worker learns it as well, and the others go on without.
-		nodetest.Eventually(t, soon, "worker 1 notices the death of the server", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
+		vantest.Eventually(t, soon, "worker 1 notices the death of the server", func() bool { return len(c.Workers[1].DeadNodes(0)) > 0 })
 		for _, w := range ws {
 			vantest.Fails(t, roundTrip(t.Context(), w, 2, []byte("x")), van.ErrPeerLost, "push_pull with server 1 (id 10)")
 		}

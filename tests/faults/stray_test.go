@@ -50,7 +50,7 @@ func TestStray(t *testing.T) {
 	wg.Wait()
 	// Each node has met nonsense, and said so.
 	for _, n := range c.Nodes() {
-		nodetest.Eventually(t, 20*time.Second, n.Name()+" notices 10 malformed messages", func() bool { return testcluster.Stats(n).Malformed >= 10 })
+		vantest.Eventually(t, 20*time.Second, n.Name()+" notices 10 malformed messages", func() bool { return testcluster.Stats(n).Malformed >= 10 })
 	}
 	stop()
 	work(t, 2, w)

@@ -107,7 +107,7 @@ func TestServerKilled(t *testing.T) {
 		}
 		timer.Stop()
 		victim.Ended()
-		nodetest.Eventually(t, 20*time.Second, "the dead server's memory is unmapped", func() bool { _, m := held(t); return m < maps })
+		vantest.Eventually(t, 20*time.Second, "the dead server's memory is unmapped", func() bool { _, m := held(t); return m < maps })
 		if now := shm(t); !slices.Equal(now, before) {
 			t.Errorf("round %d: /dev/shm has %v, had %v", round, now, before)
 		}
@@ -121,7 +121,7 @@ func TestServerKilled(t *testing.T) {
 			t.Errorf("round %d: no memory is shared with the next server", round)
 		}
 	}
-	nodetest.Eventually(t, 20*time.Second, "as many files and mappings as at first", func() bool { f, m := held(t); return f <= fds+8 && m == maps })
+	vantest.Eventually(t, 20*time.Second, "as many files and mappings as at first", func() bool { f, m := held(t); return f <= fds+8 && m == maps })
 }
 
 // TestWorkerKilled kills a worker while its large pushes come and answers go.
@@ -162,7 +162,7 @@ func TestWorkerKilled(t *testing.T) {
 	if err := torn.Load(); err != nil {
 		t.Error(*err)
 	}
-	nodetest.Eventually(t, 20*time.Second, "nothing is lent to the dead", func() bool { return testcluster.Stats(c.Servers[0]).Pinned == 0 })
+	vantest.Eventually(t, 20*time.Second, "nothing is lent to the dead", func() bool { return testcluster.Stats(c.Servers[0]).Pinned == 0 })
 }
 
 // TestServerStops: a server that stops in the middle fails its request in time, and

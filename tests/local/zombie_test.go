@@ -15,6 +15,7 @@ import (
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/tests/internal/nodetest"
 	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // pushMarks pushes values with the number of this process until that fails.
@@ -78,7 +79,7 @@ func TestReplacedWhileStopped(t *testing.T) {
 		t.Errorf("it took the woken worker %s to learn that it was replaced", d)
 	}
 	seen := from(next)
-	nodetest.Eventually(t, 20*time.Second, "the other one goes on", func() bool { return from(next) > seen+10 })
+	vantest.Eventually(t, 20*time.Second, "the other one goes on", func() bool { return from(next) > seen+10 })
 	if n := from(p) - before; n != 0 {
 		t.Errorf("%d batches of the woken worker were taken", n)
 	}

@@ -148,15 +148,7 @@ func (x *node) event(id int, up bool) event {
 // eventually waits for what nothing signals.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for end := time.After(limit); !ok(); {
-		select {
-		case <-tick.C:
-		case <-end:
-			t.Fatalf("never: %s", what)
-		}
-	}
+	vantest.Eventually(t, limit, what, ok)
 }
 
 // resend sends until the peer is there again.

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van/backend"
@@ -69,25 +68,19 @@ type memory struct {
 	held   map[uint64][]byte
 	allocs int
 	pinned []backend.Mem
-	lent   atomic.Int64 // holds of memory of Mem
+	lent   Holds // of memory of Mem
 }
 
-// lentBytes owns memory of Mem, and counts its holds.
+// lentBytes owns memory of Mem, whose holds count.
 type lentBytes struct {
-	b  []byte
-	of *memory
+	*Holds
+	b []byte
 }
-
-// Retain implements backend.Holder.
-func (l *lentBytes) Retain() { l.of.lent.Add(1) }
-
-// Release implements backend.Holder.
-func (l *lentBytes) Release() { l.of.lent.Add(-1) }
 
 // bytesOf is what owns a device's memory, nil for that of others.
 func bytesOf(m backend.Mem) []byte {
 	switch o := m.Owner().(type) {
-	case *lentBytes:
+	case lentBytes:
 		return o.b
 	case []byte:
 		return o
@@ -185,10 +178,7 @@ func (a *memory) has(base uint64) bool {
 // Raw is the memory of a Mem that lies on a device of this kind, or on the host.
 func Raw(m backend.Mem) []byte { return unsafe.Slice((*byte)(m.Ptr()), m.Len()) }
 
-// Mem returns b as memory of the device, whose holds count, see Lent.
+// Mem returns b as memory of the device, whose holds count, see NothingLent.
 func (a *memory) Mem(b []byte) backend.Mem {
-	return backend.At(unsafe.Pointer(unsafe.SliceData(b)), len(b), a.st.dev, &lentBytes{b, a})
+	return backend.At(unsafe.Pointer(unsafe.SliceData(b)), len(b), a.st.dev, lentBytes{&a.lent, b})
 }
-
-// Lent is how often memory of Mem is held.
-func (a *memory) Lent() int { return int(a.lent.Load()) }

@@ -211,17 +211,8 @@ func (w *world) end() {
 
 // stacks returns where each goroutine was created, with its number.
 func stacks() map[string]bool {
-	buf := make([]byte, 1<<20)
-	for {
-		n := runtime.Stack(buf, true)
-		if n < len(buf) {
-			buf = buf[:n]
-			break
-		}
-		buf = make([]byte, 2*len(buf))
-	}
 	all := map[string]bool{}
-	for _, g := range strings.Split(string(buf), "\n\n") {
+	for _, g := range Stacks() {
 		number, _, _ := strings.Cut(g, " [")
 		_, creator, ok := strings.Cut(g, "created by ")
 		if !ok || strings.HasPrefix(creator, "testing.") || strings.HasPrefix(creator, "runtime.") ||
@@ -231,6 +222,15 @@ func stacks() map[string]bool {
 		all[number+" created by "+creator] = true
 	}
 	return all
+}
+
+// Stacks are those of all goroutines, the caller's first.
+func Stacks() []string {
+	for buf := make([]byte, 1<<20); ; buf = make([]byte, 2*len(buf)) {
+		if n := runtime.Stack(buf, true); n < len(buf) {
+			return strings.Split(string(buf[:n]), "\n\n")
+		}
+	}
 }
 
 // data makes a data message as the kv layer does: a request from a worker to a

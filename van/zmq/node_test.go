@@ -146,16 +146,7 @@ func packed(t *testing.T, m *van.Message) []byte {
 // until waits for what nothing signals.
 func until(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	tick, end := time.NewTicker(time.Millisecond), time.NewTimer(limit)
-	defer tick.Stop()
-	defer end.Stop()
-	for !ok() {
-		select {
-		case <-tick.C:
-		case <-end.C:
-			t.Fatalf("no %s within %s", what, limit)
-		}
-	}
+	vantest.Eventually(t, limit, what, ok)
 }
 
 // counter counts Sent.

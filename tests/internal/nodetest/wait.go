@@ -16,20 +16,6 @@ func Within(t testing.TB, d time.Duration) context.Context {
 	return ctx
 }
 
-// Eventually waits, for so long, for what nothing signals.
-func Eventually(t testing.TB, d time.Duration, what string, ok func() bool) {
-	t.Helper()
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for end := time.After(d); !ok(); {
-		select {
-		case <-tick.C:
-		case <-end:
-			t.Fatalf("not within %s: %s", d, what)
-		}
-	}
-}
-
 // GoesOn waits for what may take as long as it goes on: it ends the test when so long nothing
 // has changed in what sign counts.
 func GoesOn(t testing.TB, d time.Duration, what string, sign func() uint64, ok func() bool) {

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"fmt"
 	"io"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -13,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // Result is what has come of a run.
@@ -476,15 +476,7 @@ func (c *cluster) shutdown() {
 
 // others lists the goroutines of this bubble besides the caller's.
 func others() (list []string) {
-	buf := make([]byte, 1<<16)
-	for {
-		if n := runtime.Stack(buf, true); n < len(buf) {
-			buf = buf[:n]
-			break
-		}
-		buf = make([]byte, 2*len(buf))
-	}
-	all := strings.Split(string(buf), "\n\n")
+	all := vantest.Stacks()
 	mark := bubble(all[0])
 	for _, g := range all[1:] {
 		if mark != "" && bubble(g) == mark && !strings.Contains(g, "testing/synctest.") && !strings.Contains(g, "internal/synctest.Run") {
