@@ -140,6 +140,11 @@ func allowed(from, to string) (ok, known bool) {
 	return false, false
 }
 
+// forTests tells whether pkg serves tests only.
+func forTests(pkg string) bool {
+	return pkg == "internal/testcluster" || pkg == "van/vantest" || pkg == "tests" || strings.HasPrefix(pkg, "tests/")
+}
+
 func TestImportsPointDown(t *testing.T) {
 	for _, s := range tree(t) {
 		if s.test || s.pkg == "." {
@@ -156,7 +161,7 @@ func TestImportsPointDown(t *testing.T) {
 			if ok, _ := allowed(s.pkg, to); !ok {
 				t.Errorf("%s: %s must not import %s", s.path, s.pkg, to)
 			}
-			if support := to == "internal/testcluster" || to == "van/vantest" || strings.HasPrefix(to, "tests/"); support && !strings.HasPrefix(s.pkg, "tests") && s.pkg != to {
+			if forTests(to) && !forTests(s.pkg) {
 				t.Errorf("%s: %s is for tests", s.path, to)
 			}
 		}
