@@ -52,7 +52,7 @@ type gather struct {
 type arrival struct {
 	id, customer int
 	stamp        int32
-	final        bool // at the end of a program; such a request may wait as long as the program runs
+	final        bool // at the end of a program; a server's may wait as long as the program runs
 }
 
 // answer is the last release that was sent to a node of this library for a barrier, or the
@@ -174,7 +174,12 @@ func (s *gathers) withdraw(now time.Duration, from int, msg *van.Meta, n notice)
 		s.note(from, key, answer{stamp: stamp, withdrawn: true})
 	}
 	if g := s.open[key]; g != nil {
-		g.came = slices.DeleteFunc(g.came, func(a arrival) bool { return a.id == from && a.stamp == stamp })
+		if i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == from && a.stamp == stamp }); i >= 0 {
+			if from != van.SchedulerID { // whose own error says it
+				s.out.emit(Warning{Text: s.table.peer(from) + " no longer waits: " + s.missing(key, g)})
+			}
+			g.came = slices.Delete(g.came, i, i+1)
+		}
 		s.recheck(now)
 	}
 	return nil
@@ -310,7 +315,7 @@ func (s *gathers) tellFailed(id int, key gatherKey, a answer) {
 	s.out.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
 }
 
-// tick also tells the nodes that wait for a barrier, other than one at the end of a program,
+// tick also tells the nodes that wait for a barrier, but not servers at the end of a program,
 // which nodes are missing: they say so in their error if they give up.
 func (s *gathers) tick(now time.Duration) {
 	if now < s.next() {
@@ -334,7 +339,7 @@ func (s *gathers) tick(now time.Duration) {
 }
 
 func (s *gathers) tells(a arrival) bool {
-	return a.id != van.SchedulerID && !a.final && s.table.native(a.id)
+	return a.id != van.SchedulerID && (!a.final || van.RoleOf(a.id) == van.Worker) && s.table.native(a.id)
 }
 
 func (s *gathers) next() time.Duration {
