@@ -226,7 +226,8 @@ func (s *gathers) dropEmpty() {
 
 // recheck finds the barriers at which only dead nodes are missing. Such a barrier
 // fails after Config.ReplaceTimeout without a replacement; it fails at once, unless it is
-// at the end of a program, if the nodes died by silence: their timeout has passed already.
+// at the end of a program, if the nodes died by silence: their timeout has passed already. One
+// whose connection broke before is waited for, though it is silent, too, by and by.
 // While a live member is missing a barrier does not fail: some nodes wait in the barrier
 // of Finalize from the beginning, which must not end the work of the others.
 func (s *gathers) recheck(now time.Duration) {
@@ -244,7 +245,7 @@ func (s *gathers) recheck(now time.Duration) {
 			switch {
 			case missing <= 0:
 			case s.alive.isDown(id):
-				fell = fell || s.alive.peers[id].down&silent == 0
+				fell = fell || s.alive.peers[id].cut || s.alive.peers[id].down&silent == 0
 				dead += fmt.Sprintf("; %s is dead: %s", s.table.peer(id), s.alive.peers[id].cause)
 			default:
 				living += missing

@@ -45,6 +45,7 @@ type health struct {
 	seen  time.Duration // when it was last heard, or its connection came back
 	heard time.Duration // when its last message came
 	down  reason        // 0: alive
+	cut   bool          // it went down as its connection broke, whatever has come since
 	since time.Duration // when it went down, or when the scheduler was replaced
 	cause error
 
@@ -98,8 +99,9 @@ func (l *liveness) heard(now time.Duration, from int) bool {
 func (l *liveness) broke(now time.Duration, id int, cause error) (err *lossError, quiet bool) {
 	h := l.peers[id]
 	h.lost, h.back = now, 0
-	return &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)},
-		h.answered > 0 && l.lapsed(now, id)
+	err = &lossError{text: "connection lost: " + cause.Error(), cause: cause, cut: !errors.Is(cause, van.ErrTimeout) && !errors.Is(cause, syscall.ETIMEDOUT)}
+	// A node that has answered, or whose time was up a moment ago.
+	return err, slices.Contains(l.watched(), id) && l.lapsed(now, id) && (h.answered > 0 || !l.overslept(now))
 }
 
 // markDown marks id as dead for reason r. If it was alive, the application is told and true
@@ -108,7 +110,7 @@ func (l *liveness) markDown(now time.Duration, id int, r reason, cause error) bo
 	h := l.peers[id]
 	first := h.down == 0
 	if h.down |= r; first {
-		h.cause, h.since = cause, now
+		h.cause, h.since, h.cut = cause, now, lossVerb(cause) == verbCut
 	}
 	if !first || l.life.leaving {
 		return false
@@ -200,16 +202,19 @@ func (l *liveness) Answers(now time.Duration, id int) {
 	}
 }
 
+// overslept tells whether this process was stopped or starved: messages that came meanwhile may
+// not have been handled yet.
+func (l *liveness) overslept(now time.Duration) bool {
+	return now-l.lastCheck > l.cfg.HeartbeatTimeout/2
+}
+
 // fallen lists those who have been silent for too long.
 func (l *liveness) fallen(now time.Duration) []int {
-	watched := l.watched()
-	overslept := len(watched) > 0 && now-l.lastCheck > l.cfg.HeartbeatTimeout/2
+	watched, overslept := l.watched(), l.overslept(now)
 	l.lastCheck = now
 	return slices.DeleteFunc(watched, func(id int) bool {
 		h := l.peers[id]
 		if overslept {
-			// This process was stopped or starved: messages that came meanwhile may not
-			// have been handled yet.
 			h.seen = max(h.seen, now-l.cfg.HeartbeatTimeout/2)
 		}
 		return !l.lapsed(now, id) || h.answered >= now

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -198,6 +199,40 @@ func TestDeadNodesBySilence(t *testing.T) {
 	}
 	if dead := m.DeadNodes(heard+6*time.Second, 0); len(dead) > 0 {
 		t.Errorf("%v are dead, though silence does not count", dead)
+	}
+}
+
+// TestLostAfterTheTimeout: the connection to a node breaks when its time is up, and before the scheduler
+// has looked: it was silent for long enough, as when the scheduler looks first, and barriers fail at once. If
+// the scheduler has not looked for long, what has come meanwhile may not have been handled: only the
+// connection is lost.
+func TestLostAfterTheTimeout(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		looks bool
+		want  string
+	}{{"in time", true, "no heartbeat for"}, {"overslept", false, "connection lost"}} {
+		t.Run(c.name, func(t *testing.T) {
+			w := startWorldOf(t, 1, 1, func(c Config) Config {
+				c.HeartbeatTimeout = 10 * time.Second
+				return c
+			})
+			m := w.node("sched").m
+			at := w.now + 10*time.Second
+			if c.looks {
+				for next, ok := m.NextTick(); ok && next < at; next, ok = m.NextTick() {
+					m.Tick(next)
+				}
+			}
+			m.Take()
+			m.PeerLost(at, 9, syscall.ECONNRESET)
+			for _, o := range m.Take() {
+				if dead, ok := o.(PeerDead); ok && strings.Contains(dead.Cause.Error(), c.want) {
+					return
+				}
+			}
+			t.Errorf("no death for %q", c.want)
+		})
 	}
 }
 
