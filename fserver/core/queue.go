@@ -85,7 +85,22 @@ func newQueue(n *postoffice.Node) *queue {
 		q.signal()
 		q.signalAny()
 	})
+	q.node.OnExit(q.clear)
 	return q
+}
+
+// clear lets go of the batches that nobody has taken.
+func (q *queue) clear() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for rank := range q.workers {
+		for w := &q.workers[rank]; w.Len() > 0; {
+			it := w.Take()
+			q.charge(rank, -weight(&it.Batch))
+			forget(it)
+		}
+	}
+	q.filled = 0
 }
 
 func (q *queue) signal() {

@@ -76,17 +76,7 @@ func TestTwoBatchesTwoCallers(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for end := time.Now().Add(20 * time.Second); ; {
-		q.mu.Lock()
-		n := q.workers[0].Len()
-		q.mu.Unlock()
-		if n == 2 {
-			break
-		}
-		if time.Now().After(end) {
-			t.Fatal("the batches do not come")
-		}
-	}
+	awaitBatches(t, q, 2)
 	for i := range 2 {
 		select { // as a caller that sleeps
 		case <-q.changed:
@@ -99,6 +89,44 @@ func TestTwoBatchesTwoCallers(t *testing.T) {
 		}
 		items[0].Release()
 	}
+}
+
+// awaitBatches waits until n batches of worker 0 are queued.
+func awaitBatches(t *testing.T, q *queue, n int) {
+	t.Helper()
+	vantest.Eventually(t, 20*time.Second, "the batches are queued", func() bool {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		return q.workers[0].Len() == n
+	})
+}
+
+// TestCloseWithBatches: a node that leaves lets go of the batches that nobody has taken.
+func TestCloseWithBatches(t *testing.T) {
+	worker, server := sessions(t)
+	q := server.queue
+	for i := range 3 {
+		if _, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: uint64(i), Val: tensor(t, make([]byte, 8))}}, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	awaitBatches(t, q, 3)
+	taken, _, err := q.take(nil, eachOne)
+	if err != nil {
+		t.Fatal(err)
+	}
+	left := q.workers[0].All()[0].Batch
+	server.Close()
+	if n, b := q.workers[0].Len(), q.bytes[0]; n != 0 || b != 0 || q.filled != 0 {
+		t.Errorf("%d batches of %d bytes are kept, of %d workers", n, b, q.filled)
+	}
+	if left.Pushes()[0].Val.Len() != 0 {
+		t.Error("a batch that nobody has taken is held")
+	}
+	if taken[0].Pushes()[0].Val.Len() != 8 {
+		t.Error("a batch that was taken is gone")
+	}
+	taken[0].Release()
 }
 
 // TestGetAny: what is there is handed out, the oldest first, whoever has sent it, and a
