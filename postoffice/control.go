@@ -183,17 +183,13 @@ func (c *control) await(ctx context.Context, op string, begin func(time.Duration
 	case <-c.life.closing:
 		return &van.Error{Op: op, Node: c.self.Name(), Elapsed: time.Since(start), Err: van.ErrClosed}
 	case <-ctx.Done():
-		missing := ""
+		missing, hint := "", ""
 		c.step(func(time.Duration) {
 			delete(c.waiters, ticket)
-			missing = c.machine.Missing(ticket)
+			missing, hint = c.machine.Missing(ticket)
 			c.machine.CancelBarrier(ticket)
 		})
-		e := &van.Error{Op: op, Node: c.self.Name(), Detail: missing, Elapsed: time.Since(start), Err: timeout(context.Cause(ctx))}
-		if missing == "" {
-			e.Hint = "the scheduler's log says who has not come"
-		}
-		return e
+		return &van.Error{Op: op, Node: c.self.Name(), Detail: missing, Elapsed: time.Since(start), Err: timeout(context.Cause(ctx)), Hint: hint}
 	}
 }
 

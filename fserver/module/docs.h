@@ -354,7 +354,8 @@
 	"    one of those chosen; the scheduler cannot take part.\n" \
 	"instance_barrier: True waits for every process; False for as many calls as there\n" \
 	"    are groups (DMLC_NUM_WORKER, DMLC_NUM_SERVER), one process of each should call.\n" \
-	"timeout_ms: limit in milliseconds; None waits without limit.\n" \
+	"timeout_ms: limit in milliseconds; None waits for\n" \
+	"    STEPAF_BARRIER_TIMEOUT (an hour).\n" \
 	"\n" \
 	"Raises ValueError (the caller is not in the set), TimeoutError, ConnectionError (a\n" \
 	"node or the scheduler is lost), KeyboardInterrupt, Error (before init(), stopped)."

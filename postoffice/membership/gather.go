@@ -29,6 +29,10 @@ type gathers struct {
 	starting map[int][]int32
 }
 
+// firstNews is after how long those who wait for a barrier are first told who is missing. It is not
+// longer than the shortest limit that can be set (STEPAF_STOP_TIMEOUT).
+const firstNews = 900 * time.Millisecond
+
 type gatherKey struct {
 	group    int
 	instance bool
@@ -42,6 +46,7 @@ type gather struct {
 	// have been told, once.
 	stuck, told bool
 	since       time.Duration
+	begun       time.Duration // when the first request came
 	// nextNews is when the waiting nodes are told next which nodes are missing.
 	nextNews time.Duration
 }
@@ -52,7 +57,7 @@ type gather struct {
 type arrival struct {
 	id, customer int
 	stamp        int32
-	final        bool // at the end of a program; a server's may wait as long as the program runs
+	final        bool // at the end of a program
 }
 
 // answer is the last release that was sent to a node of this library for a barrier, or the
@@ -92,7 +97,7 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 	}
 	g := s.open[key]
 	if g == nil {
-		g = &gather{nextNews: now + s.cfg.ReportEvery}
+		g = &gather{begun: now, nextNews: now + min(s.cfg.ReportEvery, firstNews)}
 		s.open[key] = g
 	}
 	same := func(o arrival) bool { return o.id == a.id && o.customer == a.customer }
@@ -226,40 +231,26 @@ func (s *gathers) dropEmpty() {
 
 // recheck finds the barriers at which only dead nodes are missing. Such a barrier
 // fails after Config.ReplaceTimeout without a replacement; it fails at once, unless it is
-// at the end of a program, if the nodes died by silence: their timeout has passed already. One
-// whose connection broke before is waited for, though it is silent, too, by and by.
+// at the end of a program, if the nodes died by silence while it was open: it has waited for their
+// heartbeats. One whose connection broke before is waited for, though it is silent, too, by and by.
 // While a live member is missing a barrier does not fail: some nodes wait in the barrier
 // of Finalize from the beginning, which must not end the work of the others.
 func (s *gathers) recheck(now time.Duration) {
 	for _, key := range sortedKeys(s.open) {
 		g := s.open[key]
-		possible, living := len(g.came), 0
-		dead, fell := "", false
-		for _, id := range s.table.Members(key.group) {
-			missing := s.table.places(id)
-			for _, a := range g.came {
-				if a.id == id {
-					missing--
-				}
+		dead, fell, living := "", false, false
+		for _, ids := range s.awaited(key, g) {
+			if slices.ContainsFunc(ids, func(id int) bool { return !s.alive.isDown(id) }) {
+				living = true
+				continue
 			}
-			switch {
-			case missing <= 0:
-			case s.alive.isDown(id):
-				fell = fell || s.alive.peers[id].cut || s.alive.peers[id].down&silent == 0
-				dead += fmt.Sprintf("; %s is dead: %s", s.table.peer(id), s.alive.peers[id].cause)
-			default:
-				living += missing
+			for _, id := range ids {
+				h := s.alive.peers[id]
+				fell = fell || h.cut || h.down&silent == 0 || g.begun > h.since
+				dead += fmt.Sprintf("; %s is dead: %s", s.table.peer(id), h.cause)
 			}
 		}
-		possible += living
-		hopeless := dead != "" && possible < s.cfg.expected(key.group, key.instance)
-		// A group barrier needs one instance of each group, and does not wait for the
-		// other instances.
-		yetToCome := living > 0 && (key.instance || s.cfg.GroupSize == 1)
-		if failpoint.On("barrier-death") {
-			yetToCome = false
-		}
-		if !hopeless || yetToCome {
+		if dead == "" || living && !failpoint.On("barrier-death") {
 			g.stuck, g.told = false, false
 			continue
 		}
@@ -316,8 +307,8 @@ func (s *gathers) tellFailed(id int, key gatherKey, a answer) {
 	s.out.tellAbout(id, failedNotice(key, a.failed), named(a.stamp))
 }
 
-// tick also tells the nodes that wait for a barrier, but not servers at the end of a program,
-// which nodes are missing: they say so in their error if they give up.
+// tick also tells the nodes that wait for a barrier which nodes are missing: they say so in their
+// error if they give up.
 func (s *gathers) tick(now time.Duration) {
 	if now < s.next() {
 		return
@@ -340,7 +331,7 @@ func (s *gathers) tick(now time.Duration) {
 }
 
 func (s *gathers) tells(a arrival) bool {
-	return a.id != van.SchedulerID && (!a.final || van.RoleOf(a.id) == van.Worker) && s.table.native(a.id)
+	return a.id != van.SchedulerID && s.table.native(a.id)
 }
 
 func (s *gathers) next() time.Duration {
@@ -373,11 +364,34 @@ func (s *gathers) text() string {
 
 func (s *gathers) missing(key gatherKey, g *gather) string {
 	var missing []string
-	for _, id := range s.table.Members(key.group) {
-		if !slices.ContainsFunc(g.came, func(a arrival) bool { return a.id == id }) {
+	for _, ids := range s.awaited(key, g) {
+		for _, id := range ids {
 			missing = append(missing, s.table.peer(id))
 		}
 	}
 	return fmt.Sprintf("%s barrier over %s: %d of %d requests, not from %s", kindName(key.instance),
 		groupName(key.group), len(g.came), s.cfg.expected(key.group, key.instance), list(missing))
+}
+
+// awaited lists whose requests have yet to come. Each element is one node, or, for a group barrier,
+// the instances of one group, one of which is to ask.
+func (s *gathers) awaited(key gatherKey, g *gather) (all [][]int) {
+	size := s.cfg.GroupSize
+	if key.instance {
+		size = 1
+	}
+	for _, id := range s.table.Members(key.group) {
+		if n := len(all); n > 0 && van.RoleOf(all[n-1][0]) == van.RoleOf(id) && van.RankOf(all[n-1][0])/size == van.RankOf(id)/size {
+			all[n-1] = append(all[n-1], id)
+		} else {
+			all = append(all, []int{id})
+		}
+	}
+	came := map[int]int{}
+	for _, a := range g.came {
+		came[a.id]++
+	}
+	return slices.DeleteFunc(all, func(ids []int) bool {
+		return slices.ContainsFunc(ids, func(id int) bool { return came[id] >= s.table.places(id) })
+	})
 }

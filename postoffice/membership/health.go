@@ -157,7 +157,8 @@ func (l *liveness) watched() []int {
 	switch {
 	case l.cfg.HeartbeatTimeout == 0 || l.life.leaving:
 	case l.table.isScheduler():
-		return slices.DeleteFunc(l.table.ids(), func(id int) bool { return l.cfg.NativeTimeout && !l.peers[id].beats })
+		optional := l.cfg.NativeTimeout || l.cfg.HeartbeatInterval == 0
+		return slices.DeleteFunc(l.table.ids(), func(id int) bool { return optional && !l.peers[id].beats })
 	case l.beating():
 		return []int{van.SchedulerID}
 	}
@@ -177,7 +178,11 @@ func (l *liveness) lapsed(now time.Duration, id int) bool {
 }
 
 func (l *liveness) silence(now time.Duration, id int) error {
-	return &lossError{text: fmt.Sprintf("no heartbeat for %s (PS_HEARTBEAT_TIMEOUT=%s)", now-l.peers[id].seen, l.maxSilence(id))}
+	limit := fmt.Sprintf("PS_HEARTBEAT_TIMEOUT=%s", l.cfg.HeartbeatTimeout)
+	if every := l.peers[id].interval; 3*every > l.cfg.HeartbeatTimeout {
+		limit += fmt.Sprintf(", but 3 times the %s between its heartbeats", every)
+	}
+	return &lossError{text: fmt.Sprintf("no heartbeat for %s (%s)", now-l.peers[id].seen, limit)}
 }
 
 // Silent lists the nodes that Tick takes for dead at that time, since nothing has come from

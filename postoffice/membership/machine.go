@@ -214,20 +214,22 @@ func (m *Machine) tickStart(now time.Duration) {
 // cannot be told. An unknown ticket, or one that has ended, is ignored.
 func (m *Machine) CancelBarrier(n int) {
 	if t := m.tickets.get(n); t != nil {
-		m.tickets.giveUp(t, 0, m.Missing(n))
+		who, hint := m.Missing(n)
+		m.tickets.giveUp(t, 0, who, hint)
 	}
 }
 
-// Missing lists the missing nodes of a barrier that waits, as far as this node knows, or
-// "".
-func (m *Machine) Missing(n int) string {
+// Missing lists the missing nodes of a barrier that waits, as far as this node knows, or else says
+// where to look, if anywhere.
+func (m *Machine) Missing(n int) (who, hint string) {
 	t := m.tickets.get(n)
-	if t != nil && m.sched != nil {
-		return m.sched.gathers.text()
-	} else if t != nil {
-		return t.missing
+	switch {
+	case t == nil:
+		return "", ""
+	case m.sched != nil:
+		return m.sched.gathers.text(), ""
 	}
-	return ""
+	return t.missing, m.tickets.hint(t)
 }
 
 // Link connects this node to others of its role, for as long as it is in the cluster: to

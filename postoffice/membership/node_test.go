@@ -214,7 +214,7 @@ func TestLostAfterTheTimeout(t *testing.T) {
 	}{{"in time", true, "no heartbeat for"}, {"overslept", false, "connection lost"}} {
 		t.Run(c.name, func(t *testing.T) {
 			w := startWorldOf(t, 1, 1, func(c Config) Config {
-				c.HeartbeatTimeout = 10 * time.Second
+				c.HeartbeatInterval, c.HeartbeatTimeout = 2*time.Second, 10*time.Second
 				return c
 			})
 			m := w.node("sched").m

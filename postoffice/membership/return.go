@@ -196,7 +196,11 @@ func (r *returns) resume(now time.Duration, cluster, generation uint32) {
 // waits is how long the scheduler waits for the others when half of a former cluster's
 // nodes have come back, and when fewer have.
 func (r *returns) waits() (half, few time.Duration) {
-	return r.cfg.ReplaceTimeout / 2, r.cfg.ReplaceTimeout * 3 / 4
+	limit := r.cfg.ReplaceTimeout
+	if start := r.cfg.StartTimeout; start > 0 { // then this scheduler gives up
+		limit = min(limit, start)
+	}
+	return limit / 2, limit * 3 / 4
 }
 
 // othersCame tells whether a new node has registered for each id of a former scheduler's

@@ -275,7 +275,7 @@ func (s *scheduler) tick(now time.Duration) {
 			text := fmt.Sprintf("the scheduler gave up the start barrier after %s: %s", limit, missing)
 			s.watch.tellAll(van.SchedulerID, notice{verb: verbError, text: text})
 		}
-		s.calls.giveUp(t, limit, missing)
+		s.calls.giveUp(t, limit, missing, "")
 	}
 	s.gathers.tick(now)
 	s.watch.tick(now)

@@ -131,7 +131,7 @@ func (c *tickets) call(now time.Duration, t ticket) (int, error) {
 		t.group <= van.AllNodes && t.group&groupBit(c.table.self.Role) == 0:
 		return refuse("this node is not in it", van.ErrInvalid)
 	}
-	if c.alive.isDown(van.SchedulerID) && now >= c.alive.peers[van.SchedulerID].since+c.cfg.ReplaceTimeout {
+	if c.alive.isDown(van.SchedulerID) && now >= c.alive.peers[van.SchedulerID].since+c.cfg.ReplaceTimeout && c.needsScheduler(&t) {
 		return 0, &van.Error{Op: t.name(), Node: c.table.name(), Peer: c.table.peer(van.SchedulerID),
 			Err: c.alive.peers[van.SchedulerID].cause}
 	}
@@ -202,14 +202,19 @@ func (c *tickets) get(n int) *ticket {
 }
 
 // giveUp ends a barrier that this node no longer waits for, after limit if there was one.
-// missing says who has not come, as far as this node knows.
-func (c *tickets) giveUp(t *ticket, limit time.Duration, missing string) {
+// missing says who has not come, as far as this node knows, hint where to look.
+func (c *tickets) giveUp(t *ticket, limit time.Duration, missing, hint string) {
 	c.withdraw(t)
-	err := van.Error{Limit: limit, Detail: missing, Err: van.ErrTimeout}
-	if missing == "" {
-		err.Detail, err.Hint = "only the scheduler knows who has not come", "see its log"
+	c.fail(func(e *ticket) bool { return e == t }, van.Error{Limit: limit, Detail: missing, Err: van.ErrTimeout, Hint: hint})
+}
+
+// hint says where to look for who has not come, if this node has not been told. A scheduler of this
+// library logs it when it hears that a barrier is given up.
+func (c *tickets) hint(t *ticket) string {
+	if t.missing != "" || t.final || !t.sent || !c.table.native(van.SchedulerID) || c.alive.isDown(van.SchedulerID) {
+		return ""
 	}
-	c.fail(func(e *ticket) bool { return e == t }, err)
+	return "the scheduler's log says who has not come"
 }
 
 // withdraw tells a scheduler of this library that t's request is given up. This is repeated

@@ -66,7 +66,7 @@ func TestRead(t *testing.T) {
 		{"STEPAF_BARRIER_TIMEOUT", "1 3600", "0", "a whole number of seconds from 1 to 604800"},
 		{"STEPAF_REPLACE_TIMEOUT", "0 10", "-1", "a whole number of seconds from 0 to 86400"},
 		{"STEPAF_RECV_BUDGET_PEER", "1M 256m>256M 1048577 1073741824>1G", "1K 1T -1M M", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
-		{"STEPAF_RECV_BUDGET", "1G 2048M>2G", "0", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
+		{"STEPAF_RECV_BUDGET", "1G 2048M>2G 2147483648>2G 5000000000", "0 9007199254740993K 17179869185G 9223372036854775808", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_SEND_BUDGET", "256M 262144K>256M", "1.5G", "a number of bytes from 1M to 1024G, such as 64M or 1G"},
 		{"STEPAF_STRANGER_BUDGET", "64K 65536>64K", "2G", "a number of bytes from 64K to 1G, such as 64M or 1G"},
 		{"STEPAF_RDMA_PEER_BUDGET", "1M 64m>64M", "1K", "a number of bytes from 1M to 1024G, such as 64M or 1G"},

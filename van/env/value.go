@@ -4,6 +4,7 @@ package env
 
 import (
 	"fmt"
+	"math"
 	"net"
 	"slices"
 	"strconv"
@@ -145,8 +146,8 @@ func parseSize(s string) (n int, ok bool) {
 			break
 		}
 	}
-	n64, err := strconv.ParseUint(s, 10, 31)
-	if err != nil {
+	n64, err := strconv.ParseUint(s, 10, 63)
+	if err != nil || n64 > math.MaxInt/uint64(unit) {
 		return 0, false
 	}
 	return int(n64) * unit, true
