@@ -3,6 +3,7 @@ package kv
 import (
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 )
 
@@ -151,6 +152,34 @@ func TestStoreConcurrent(t *testing.T) {
 	}
 	if s.len() != len(want) {
 		t.Errorf("%d keys, want %d", s.len(), len(want))
+	}
+}
+
+// TestStoreNewKeysAtOnce: keys that several goroutines add before any of them is there have the sum of all.
+func TestStoreNewKeysAtOnce(t *testing.T) {
+	const adders, rounds, n = 4, 20, 2000
+	s := newStore[int64](1)
+	ones := slices.Repeat([]int64{1}, n)
+	for round := range rounds {
+		keys := ascending(n, 1)
+		for i := range keys {
+			keys[i] += Key(round * n)
+		}
+		var all sync.WaitGroup
+		begin := make(chan struct{})
+		for range adders {
+			all.Go(func() {
+				<-begin
+				s.add(keys, ones)
+			})
+		}
+		close(begin)
+		all.Wait()
+		out := make([]int64, n)
+		s.get(keys, out)
+		if i := slices.IndexFunc(out, func(v int64) bool { return v != adders }); i >= 0 {
+			t.Fatalf("round %d: key %d has %d, want %d", round, keys[i], out[i], adders)
+		}
 	}
 }
 

@@ -23,7 +23,7 @@ func TestBodies(t *testing.T) {
 	if got, err := parseHello(h.append(nil)); err != nil || got != h {
 		t.Errorf("hello: %+v, %v", got, err)
 	}
-	for _, cause := range []error{ErrMismatch, van.ErrPeerLost, van.ErrTimeout, van.ErrClosed} {
+	for _, cause := range []error{ErrMismatch, van.ErrPeerLost, van.ErrTimeout, van.ErrClosed, errRebuild, errMisfit} {
 		epoch, why, err := parseReason(appendReason(nil, verbAbort, 9, &van.Error{Op: "x", Err: cause}))
 		if err != nil || epoch != 9 || !errors.Is(why, cause) || !strings.Contains(why.Error(), cause.Error()) {
 			t.Errorf("reason %v: %d, %v, %v", cause, epoch, why, err)
