@@ -193,6 +193,9 @@ func TestGivenUpWhileAnswered(t *testing.T) {
 		case <-time.After(20 * time.Second):
 			t.Fatalf("%s: no answer comes", how)
 		}
+		if _, answered, ok, err := x.Batch(r.First()); answered || !ok || err != nil {
+			t.Errorf("%s: an answer that is being taken counts as answered (%t, %t, %v)", how, answered, ok, err)
+		}
 		ctx, cancel := context.WithCancel(t.Context())
 		limit := time.Duration(0)
 		if how == "limit" {
