@@ -229,7 +229,7 @@ func (m *Machine) Missing(n int) (who, hint string) {
 	case m.sched != nil:
 		return m.sched.gathers.text(), ""
 	}
-	return t.missing, m.tickets.hint(t)
+	return t.missing, t.hint(&m.tickets.base)
 }
 
 // Link connects this node to others of its role, for as long as it is in the cluster: to

@@ -277,7 +277,7 @@ func (n *node) back(now time.Duration, id int) {
 
 func (n *node) tick(now time.Duration) {
 	for _, t := range n.calls.expired(now) {
-		n.calls.giveUp(t, t.deadline-t.since, t.missing, n.calls.hint(t))
+		n.calls.giveUp(t, t.deadline-t.since, t.missing, t.hint(&n.base))
 	}
 	n.calls.reportHeld(now)
 	n.calls.failWithoutScheduler(now)

@@ -210,8 +210,8 @@ func (c *tickets) giveUp(t *ticket, limit time.Duration, missing, hint string) {
 
 // hint says where to look for who has not come, if this node has not been told. A scheduler of this
 // library logs it when it hears that a barrier is given up.
-func (c *tickets) hint(t *ticket) string {
-	if t.missing != "" || t.final || !t.sent || !c.table.native(van.SchedulerID) || c.alive.isDown(van.SchedulerID) {
+func (t *ticket) hint(b *base) string {
+	if t.missing != "" || t.final || !t.sent || !b.table.native(van.SchedulerID) || b.alive.isDown(van.SchedulerID) {
 		return ""
 	}
 	return "the scheduler's log says who has not come"
