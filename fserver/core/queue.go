@@ -42,6 +42,8 @@ type queue struct {
 	out     map[uint64]af.Batch // handed out and not answered
 	acked   map[uint64]struct{} // handed out without pulls: an answer is allowed, but not needed
 	oldest  fifo.Queue[uint64]  // of acked, in order
+	given   map[uint64]int      // handed out, and given up by their workers (group ranks) since: an answer is dropped
+	first   fifo.Queue[uint64]  // of given, in order
 	lost    map[int]loss        // workers by group rank
 	bytes   []int               // queued for each worker, by group rank
 	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
@@ -55,7 +57,7 @@ type loss struct {
 }
 
 func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, lost: map[int]loss{},
+	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, given: map[uint64]int{}, lost: map[int]loss{},
 		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
 	q.poll = func() bool {
 		q.mu.Lock()
@@ -89,7 +91,7 @@ func newQueue(n *postoffice.Node) *queue {
 	return q
 }
 
-// clear lets go of the batches that nobody has taken.
+// clear lets go of the batches that nobody has taken, or answered.
 func (q *queue) clear() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -101,6 +103,24 @@ func (q *queue) clear() {
 		}
 	}
 	q.filled = 0
+	for id, b := range q.out {
+		q.giveUp(id, b)
+	}
+}
+
+// keepGiven is the number of batches that were given up to which an answer is dropped. Later
+// it is an error.
+const keepGiven = 1 << 16
+
+// giveUp lets go of a batch that was handed out and will not be answered. q.mu is held.
+func (q *queue) giveUp(id uint64, b af.Batch) {
+	delete(q.out, id)
+	if q.first.Len() == keepGiven {
+		delete(q.given, q.first.Take())
+	}
+	q.given[id] = b.Worker()
+	q.first.Put(id)
+	b.Release()
 }
 
 func (q *queue) signal() {
@@ -212,10 +232,16 @@ func forget(it Item) {
 	it.Release()
 }
 
-// sweep drops queued batches that their worker has given up. q.mu is held.
+// sweep drops batches that their worker has given up, queued ones and those that were handed
+// out and not answered. q.mu is held.
 func (q *queue) sweep(rank int) {
 	if failpoint.On("lost-batches") {
 		return
+	}
+	for id, b := range q.out {
+		if b.Worker() == rank && !b.Wanted() {
+			q.giveUp(id, b)
+		}
 	}
 	w := &q.workers[rank]
 	had := w.Len()
@@ -401,6 +427,18 @@ func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done
 		delete(q.acked, id)
 		return true, nil
 	}
+	if worker, ok := q.given[id]; ok {
+		err := q.node.Alive()
+		if err == nil {
+			delete(q.given, id)
+		}
+		q.mu.Unlock()
+		if err != nil {
+			return false, err
+		}
+		q.unanswered(worker, tensors, done)
+		return true, nil
+	}
 	b, ok := q.out[id]
 	if !ok {
 		err := q.unknown(id)
@@ -415,13 +453,8 @@ func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done
 	}
 	worker := b.Worker()
 	if !b.Wanted() && !failpoint.On("incarnation") {
-		q.unanswered(worker)
 		b.Release()
-		for range tensors {
-			if done != nil {
-				done.Sent()
-			}
-		}
+		q.unanswered(worker, tensors, done)
 		return true, nil
 	}
 	err = b.Respond(tensors, stream, af.OnSent(done))
@@ -430,7 +463,7 @@ func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done
 		q.putBack(id, b)
 		return false, err
 	case errors.Is(err, van.ErrPeerLost):
-		q.unanswered(worker)
+		q.unanswered(worker, nil, nil) // Respond has told done
 		return true, nil
 	}
 	return true, err
@@ -443,10 +476,11 @@ func (q *queue) canRespond(ids []uint64, tensors int) error {
 	for i, id := range ids {
 		b, ok := q.out[id]
 		_, acked := q.acked[id]
+		_, given := q.given[id]
 		switch {
 		case acked && tensors != 0:
 			return misfit(id, 0, tensors)
-		case !ok && !acked:
+		case !ok && !acked && !given:
 			return q.unknown(id)
 		case slices.Contains(ids[:i], id):
 			return fmt.Errorf("respond: %w: handler %d is there twice; respond once to each batch", van.ErrInvalid, id)
@@ -497,16 +531,24 @@ func (q *queue) waits(id uint64) bool {
 	return false
 }
 
-// unanswered logs that an answer was dropped.
-func (q *queue) unanswered(worker int) {
+// unanswered logs that an answer was dropped, and tells done of its tensors.
+func (q *queue) unanswered(worker int, tensors []af.KeyTensor, done van.Completion) {
 	if n, show := q.node.Rarely("fserver: answer"); show {
 		q.node.Log().Info("dropped an answer: its worker is gone, or does not wait for it any more", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(worker)), "so far", n)
 	}
+	for range tensors {
+		if done != nil {
+			done.Sent()
+		}
+	}
 }
 
-// putBack makes a batch answerable again after an answer that was refused.
+// putBack makes a batch answerable again after an answer that was refused, unless its worker
+// has given it up meanwhile, or the node has left.
 func (q *queue) putBack(id uint64, b af.Batch) {
 	q.mu.Lock()
-	q.out[id] = b
-	q.mu.Unlock()
+	defer q.mu.Unlock()
+	if q.out[id] = b; (!b.Wanted() || q.node.Alive() != nil) && !failpoint.On("lost-batches") {
+		q.giveUp(id, b)
+	}
 }

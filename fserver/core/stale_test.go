@@ -270,6 +270,105 @@ func TestAnswersOfALostWorker(t *testing.T) {
 	}
 }
 
+// told counts the tensors that have left, or will not.
+type told struct{ n int }
+
+func (c *told) Sent() { c.n++ }
+
+// TestUnansweredIsFreed: the memory of a batch that was handed out and not answered is free when its
+// worker has given it up, or is lost, or the node leaves, as soon as the program has let go of it. A later
+// answer is dropped, once.
+func TestUnansweredIsFreed(t *testing.T) {
+	for name, end := range map[string]func(*testing.T, *testcluster.Cluster, *Session, *asked){
+		"given up": func(t *testing.T, _ *testcluster.Cluster, _ *Session, r *asked) {
+			if err := r.w.Wait(int64(r.h), time.Millisecond, time.Second); !errors.Is(err, van.ErrTimeout) {
+				t.Fatalf("%v, want %v", err, van.ErrTimeout)
+			}
+		},
+		"lost": func(_ *testing.T, c *testcluster.Cluster, _ *Session, _ *asked) { c.Workers[0].Close() },
+		"replaced": func(t *testing.T, c *testcluster.Cluster, server *Session, _ *asked) {
+			replace(t, c, server, c.Workers[0].Close)
+		},
+		"left": func(_ *testing.T, _ *testcluster.Cluster, server *Session, _ *asked) { server.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			hook := &hooks.Van{}
+			c := testcluster.Start(t, testcluster.Options{Wrap: hook.Wrap("server", 0)})
+			workers, server := openAll(t, c)
+			r := workers[0].ask(t, 100, 64)
+			it := server.row(t)[0]
+			view := it.Pushes()[0].Val.Bytes()
+			end(t, c, server, r)
+			q := server.queue
+			vantest.Eventually(t, 20*time.Second, "the queue lets go of it", func() bool {
+				q.mu.Lock()
+				defer q.mu.Unlock()
+				return len(q.out) == 0
+			})
+			if hook.Held() != 1 || view[63] != 100 {
+				t.Errorf("the program has it still: %d messages are held, want 1, and it reads %d, want 100", hook.Held(), view[63])
+			}
+			if it.Release(); hook.Held() != 0 {
+				t.Errorf("%d messages are held, want none", hook.Held())
+			}
+			if _, ok := server.Retake(it.ID, nil); ok {
+				t.Error("it can be given back")
+			}
+			out, done := []af.KeyTensor{{Val: tensor(t, make([]byte, 64))}}, &told{}
+			if name == "left" {
+				for range 2 {
+					if told, err := server.Answer(af.DefaultStream, it.ID, out, done); told || err == nil || errors.Is(err, ErrMisuse) {
+						t.Errorf("an answer: %t, %v; want false, and that the node has left", told, err)
+					}
+				}
+				return
+			}
+			if err := server.CanRespond([]uint64{it.ID}, 1); err != nil {
+				t.Error(err)
+			}
+			if told, err := server.Answer(af.DefaultStream, it.ID, out, done); !told || err != nil || done.n != 1 {
+				t.Errorf("an answer: %t, %v, %d tensors are told; want true, no error, 1", told, err, done.n)
+			}
+			vantest.Fails(t, server.Respond(af.DefaultStream, it.ID, out), ErrMisuse, "answered already")
+		})
+	}
+}
+
+// TestGivenUpIsForgotten: of the batches that were given up the last ones are remembered. One whose answer was
+// refused, and that was given up meanwhile, is among them.
+func TestGivenUpIsForgotten(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	workers, server := openAll(t, c)
+	r := workers[0].ask(t, 100, 64)
+	it := server.row(t)[0]
+	if err := r.w.Wait(int64(r.h), time.Millisecond, time.Second); !errors.Is(err, van.ErrTimeout) {
+		t.Fatalf("%v, want %v", err, van.ErrTimeout)
+	}
+	q := server.queue
+	vantest.Eventually(t, 20*time.Second, "it is given up", func() bool {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		return len(q.given) == 1
+	})
+	if q.putBack(it.ID+1, it.Retain()); len(q.out) != 0 || len(q.given) != 2 {
+		t.Errorf("%d handed out and %d given up, want none and 2", len(q.out), len(q.given))
+	}
+	q.mu.Lock()
+	for id := range uint64(2 * keepGiven) {
+		q.giveUp(100+id, it.Retain())
+	}
+	n := len(q.given)
+	q.mu.Unlock()
+	if n != keepGiven {
+		t.Errorf("%d are remembered, want %d", n, keepGiven)
+	}
+	it.Release()
+	vantest.Fails(t, server.Respond(af.DefaultStream, it.ID, nil), ErrMisuse)
+	if err := server.Respond(af.DefaultStream, 100+keepGiven, nil); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestGetBatchWaitsForAReplacement: a worker that is lost has STEPAF_REPLACE_TIMEOUT to be
 // replaced before get_batch fails.
 func TestGetBatchWaitsForAReplacement(t *testing.T) {
