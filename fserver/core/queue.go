@@ -50,10 +50,10 @@ type queue struct {
 	room    chan struct{}       // closed and replaced when such a worker has room again
 }
 
-// loss is why and since when a worker is away.
+// loss is why and since when a worker is away, and when a caller was last told.
 type loss struct {
-	cause error
-	at    time.Time
+	cause    error
+	at, told time.Time
 }
 
 func newQueue(n *postoffice.Node) *queue {
@@ -81,7 +81,7 @@ func newQueue(n *postoffice.Node) *queue {
 		if up {
 			delete(q.lost, rank)
 		} else {
-			q.lost[rank] = loss{cause, time.Now()}
+			q.lost[rank] = loss{cause: cause, at: time.Now()}
 			q.sweep(rank)
 		}
 		q.signal()
@@ -373,19 +373,34 @@ func (q *queue) takeOf(rank int) Item {
 }
 
 // away is the error of one of the workers without a batch that are lost and were not
-// replaced in time, if at least so many are. q.mu is held.
+// replaced in time, if at least so many are. After it has been told they have the same time
+// again, or a second where that is 0. q.mu is held.
 func (q *queue) away(least int) (err error) {
-	limit, n := q.node.Config().ReplaceTimeout, 0
+	limit := q.node.Config().ReplaceTimeout
+	again := limit
+	if again == 0 {
+		again = time.Second
+	}
+	var late []int
 	for rank, l := range q.lost {
-		if away := time.Since(l.at); q.workers[rank].Len() == 0 && away >= limit {
-			n++
+		away := time.Since(l.at)
+		if q.workers[rank].Len() > 0 || away < limit {
+			continue
+		}
+		late = append(late, rank)
+		if time.Since(l.told) >= again {
 			err = &van.Error{Op: "get_batch", Node: q.node.Name(), Peer: q.node.PeerName(q.node.Topology().WorkerInstance(rank)), Err: l.cause,
 				Elapsed: away, Limit: limit,
 				Hint: "batches of the other workers stay queued; a restarted worker takes its place"}
 		}
 	}
-	if n < least {
+	if len(late) < least || err == nil {
 		return nil
+	}
+	for _, rank := range late {
+		l := q.lost[rank]
+		l.told = time.Now()
+		q.lost[rank] = l
 	}
 	return err
 }

@@ -51,7 +51,10 @@ func TestLostInstance(t *testing.T) {
 	}
 	lost := func() {
 		t.Helper()
-		_, err := s.GetBatch(nil, time.Millisecond)
+		err := later(t, func(slice time.Duration) error {
+			_, err := s.GetBatch(nil, slice)
+			return err
+		})
 		vantest.Fails(t, err, van.ErrPeerLost, "get_batch", n.App().PeerName(van.WorkerID(0)))
 	}
 	for rank := range c.Workers {

@@ -389,6 +389,33 @@ func TestGetBatchWaitsForAReplacement(t *testing.T) {
 	r.pulls(t, 17)
 }
 
+// TestLossIsToldAgain: who calls get_batch again after a loss waits as long as before until it is told again, a second
+// where that is no time.
+func TestLossIsToldAgain(t *testing.T) {
+	for limit, want := range map[time.Duration]time.Duration{0: time.Second, 300 * time.Millisecond: 300 * time.Millisecond} {
+		c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.ReplaceTimeout = limit }})
+		_, server := openAll(t, c)
+		c.Workers[0].Close()
+		for name, get := range map[string]func(time.Duration) ([]Item, error){
+			"one of each": func(slice time.Duration) ([]Item, error) { return server.GetBatch(nil, slice) },
+			"any":         func(slice time.Duration) ([]Item, error) { return server.GetAny(nil, 0, slice) },
+		} {
+			var began time.Time
+			for range 3 {
+				err := later(t, func(slice time.Duration) error {
+					_, err := get(slice)
+					return err
+				})
+				vantest.Fails(t, err, van.ErrPeerLost, "get_batch", "worker 0")
+				if spent := time.Since(began); spent < want*9/10 {
+					t.Errorf("limit %s, %s: told again after %s, want %s", limit, name, spent, want)
+				}
+				began = time.Now()
+			}
+		}
+	}
+}
+
 // TestStalledWorker: what worker 0 gave up while worker 1 stood still is not handed out
 // any more: the rows are of what both still wait for.
 func TestStalledWorker(t *testing.T) {
