@@ -83,8 +83,14 @@ func awaitSlice(c <-chan struct{}, slice time.Duration) error {
 	}
 }
 
+// errInterrupted: who has made a call, and has to wait for it, has given it up.
+var errInterrupted = errors.New("interrupted by the caller")
+
 // Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
 func (t *Task) Cancel() { t.cancel(van.ErrTimeout) }
+
+// Interrupt is Cancel for another reason than the time.
+func (t *Task) Interrupt() { t.cancel(errInterrupted) }
 
 // Drop is told that nobody will wait for it any more. It goes on.
 func (t *Task) Drop() {}
@@ -93,6 +99,7 @@ func (t *Task) Drop() {}
 type Awaited interface {
 	Wait(slice time.Duration) error
 	Cancel()
+	Interrupt()
 	Drop()
 }
 
@@ -132,6 +139,9 @@ func (p *Pending) Wait(slice time.Duration) error {
 
 // Cancel makes it end soon, with van.ErrTimeout unless it has ended already.
 func (p *Pending) Cancel() { p.cancel(van.ErrTimeout) }
+
+// Interrupt is Cancel for another reason than the time.
+func (p *Pending) Interrupt() { p.cancel(errInterrupted) }
 
 // Drop is told that nobody will wait for it any more. It goes on, until its limit.
 func (p *Pending) Drop() {

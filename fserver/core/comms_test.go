@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -242,6 +243,49 @@ func TestPending(t *testing.T) {
 	for _, c := range comms {
 		c.Drop()
 	}
+}
+
+// TestInterrupted: what was interrupted says so, to this rank's later calls and to the other ranks, and not that it took
+// too long.
+func TestInterrupted(t *testing.T) {
+	all := workerSessions(t, 2, nil)
+	interrupted := func(what string, err error) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), "interrupted by the caller") || errors.Is(err, van.ErrTimeout) {
+			t.Errorf("%s: %v, want that it was interrupted, and no timeout", what, err)
+		}
+	}
+	for id, begin := range map[int]func(*Comm) Awaited{
+		1: func(c *Comm) Awaited { return c.Barrier(-1) },
+		2: func(c *Comm) Awaited {
+			_, made := c.OpenHostWindow(af.Tensor{}, 8, 2, -1)
+			return made
+		},
+		3: func(c *Comm) Awaited {
+			p, err := c.Call(af.DefaultStream, AllGather, []af.Tensor{tensor(t, make([]byte, 2))}, []af.Tensor{tensor(t, []byte{1})}, 0, "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			return p
+		},
+	} {
+		comms := newComms(t, all, id, 20*time.Second)
+		call := begin(comms[0])
+		if err := call.Wait(time.Millisecond); err != ErrPending {
+			t.Fatalf("nobody else has called: %v", err)
+		}
+		call.Interrupt()
+		interrupted("the call", pending(call))
+		interrupted("a later call", pending(comms[0].Barrier(-1)))
+		if id == 1 { // the same call: before it hears of the end another one would not match
+			interrupted("the other rank's call", pending(comms[1].Barrier(-1)))
+		}
+		together(t, 2, func(r int) error { return pending(comms[r].Rebuild(20 * time.Second)) })
+		together(t, 2, func(r int) error { return pending(comms[r].Close(-1)) })
+	}
+	_, made := all[0].Comms().New(4, []int{0, 1}, -1)
+	made.Interrupt()
+	interrupted("the making", pending(made))
 }
 
 // TestGroup: the communicator of the group is made by the first call, again when that has failed, and is one; Rebuild makes

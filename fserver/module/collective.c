@@ -44,7 +44,7 @@ static int task_wait(uint64_t task, int64_t ms, int cancel) {
     if (rc == SF_DONE) return 0;
     if (PyErr_CheckSignals() < 0) {
       if (cancel) {
-        sf_task_cancel(task);
+        sf_task_interrupt(task);
         Py_BEGIN_ALLOW_THREADS sf_task_wait(task, CANCELLED_MS, &e);
         Py_END_ALLOW_THREADS free(e.text);
       }

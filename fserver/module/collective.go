@@ -136,6 +136,9 @@ func sf_task_wait(task C.uint64_t, sliceMs C.int64_t, e *C.sf_error) C.int {
 //export sf_task_cancel
 func sf_task_cancel(task C.uint64_t) { cgo.Handle(task).Value().(core.Awaited).Cancel() }
 
+//export sf_task_interrupt
+func sf_task_interrupt(task C.uint64_t) { cgo.Handle(task).Value().(core.Awaited).Interrupt() }
+
 // sf_comm_drop closes a communicator that Python has let go of, in the background.
 //
 //export sf_comm_drop
