@@ -20,6 +20,7 @@ type Process struct {
 
 	session atomic.Pointer[Session]
 	ended   atomic.Bool
+	exits   atomic.Bool // Exit has ended it
 
 	mu  sync.Mutex
 	job *job // under way, or its result was not taken
@@ -37,6 +38,7 @@ type job struct {
 var (
 	errNotStarted = fmt.Errorf("%w: the module is not initialised: call init() first", ErrMisuse)
 	errEnded      = fmt.Errorf("%w: stop() was called: a process can take part once", ErrMisuse)
+	errExits      = fmt.Errorf("%w: the interpreter is ending", ErrMisuse)
 )
 
 // Session is the session from the end of Init to that of Stop.
@@ -44,10 +46,21 @@ func (p *Process) Session() (*Session, error) {
 	if s := p.session.Load(); s != nil {
 		return s, nil
 	}
-	if p.ended.Load() {
-		return nil, errEnded
+	if err := p.over(); err != nil {
+		return nil, err
 	}
 	return nil, errNotStarted
+}
+
+// over is why there is no session any more, or nil.
+func (p *Process) over() error {
+	switch {
+	case p.exits.Load():
+		return errExits
+	case p.ended.Load():
+		return errEnded
+	}
+	return nil
 }
 
 // begin runs the function that prepare returns, if it is not nil, as the job, unless
@@ -92,9 +105,9 @@ func (p *Process) Init(limit time.Duration, lookup func(string) (string, bool), 
 		open = func(ctx context.Context) (*Session, error) { return Start(ctx, lookup, names) }
 	}
 	return p.begin("init", limit, func() (func(context.Context) error, error) {
-		switch {
-		case p.ended.Load():
-			return nil, errEnded
+		switch err := p.over(); {
+		case err != nil:
+			return nil, err
 		case p.session.Load() != nil:
 			return nil, fmt.Errorf("%w: init() was called already", ErrMisuse)
 		}
@@ -117,7 +130,7 @@ func (p *Process) Stop(limit time.Duration) (begun bool, err error) {
 	}
 	err = p.begin("stop", limit, func() (func(context.Context) error, error) {
 		s, err := p.Session()
-		if errors.Is(err, errEnded) {
+		if errors.Is(err, errEnded) || errors.Is(err, errExits) {
 			return nil, nil
 		}
 		begun = err == nil
@@ -207,6 +220,9 @@ func (p *Process) Exit(ctx context.Context) error {
 	left := make(chan error, 1)
 	go func() {
 		err := p.Cancel(ctx)
+		if p.session.Load() != nil && !p.ended.Load() {
+			p.exits.Store(true) // before there is no session
+		}
 		if s := p.session.Swap(nil); s != nil {
 			p.ended.Store(true)
 			s.Close()

@@ -103,6 +103,11 @@ func TestOneStop(t *testing.T) {
 	for _, err := range []error{p.Init(-1, nil, nil), p.Barrier(-1, true, true, true)} {
 		vantest.Fails(t, err, ErrMisuse, "stop() was called")
 	}
+	if err := p.Exit(t.Context()); err != nil {
+		t.Error(err)
+	}
+	_, err := p.Session()
+	vantest.Fails(t, err, ErrMisuse, "stop() was called")
 }
 
 // TestCancelHasALimit: what does not end when it is cancelled is left alone, and what was
@@ -184,7 +189,13 @@ func TestExit(t *testing.T) {
 	if c.Workers[0].Alive() == nil {
 		t.Error("the node has not left")
 	}
-	vantest.Fails(t, p.Init(-1, nil, nil), ErrMisuse, "stop() was called")
+	_, err := p.Session()
+	for _, err := range []error{err, p.Init(-1, nil, nil), p.Barrier(-1, true, true, true)} {
+		vantest.Fails(t, err, ErrMisuse, "the interpreter is ending")
+	}
+	if begun, err := p.Stop(-1); begun || err != nil {
+		t.Errorf("stop() then: %t, %v; want that there is nothing to do", begun, err)
+	}
 
 	stuck, ended := make(chan struct{}), make(chan struct{})
 	c.Servers[0].App().OnExit(func() {
