@@ -272,10 +272,7 @@ func nameOf(t *af.Tensor) string {
 // apart refuses memory b that shares bytes with a and is not exactly may: one of the two is
 // written while the other is read.
 func apart(aName string, a backend.Mem, bName string, b, may backend.Mem) error {
-	if a.Len() == 0 || b.Len() == 0 || a.Addr()+uint64(a.Len()) <= b.Addr() || b.Addr()+uint64(b.Len()) <= a.Addr() {
-		return nil
-	}
-	if may.Len() == b.Len() && may.Addr() == b.Addr() {
+	if !a.Overlaps(b) || may.Len() == b.Len() && may.Addr() == b.Addr() {
 		return nil
 	}
 	return fmt.Errorf("%w: %s shares memory with %s", van.ErrInvalid, bName, aName)

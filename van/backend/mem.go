@@ -136,6 +136,11 @@ func (m Mem) Sub(off, n int) Mem {
 	return Mem{ptr: unsafe.Add(m.ptr, off), n: n, dev: m.dev, owner: m.owner}
 }
 
+// Overlaps tells whether m and o share bytes.
+func (m Mem) Overlaps(o Mem) bool {
+	return m.n > 0 && o.n > 0 && m.dev == o.dev && m.Addr() < o.Addr()+uint64(o.n) && o.Addr() < m.Addr()+uint64(m.n)
+}
+
 // WithOwner returns m with another owner.
 func (m Mem) WithOwner(owner any) Mem {
 	m.owner = owner
