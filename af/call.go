@@ -7,6 +7,7 @@ import (
 	"cmp"
 	"encoding/binary"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -43,6 +44,7 @@ type batch struct {
 	p, q     int
 	keys     [][8]byte // key frames: pushes, then pulls
 	skip     []bool    // by server: sending to it has failed
+	places   []place   // room for apart
 	msg      van.Message
 	queued   bool         // in the queue
 	refs     atomic.Int32 // the request, and the queue while it is there
@@ -150,18 +152,112 @@ func (b *batch) sendAll(ts int32) {
 	}
 }
 
-// check refuses what cannot be sent, before anything is. It tells whether a tensor
-// lies on the device.
-func (c *calls) check(push, pull []KeyTensor, servers int) (device bool, err error) {
-	if err := checkLists(push, pull, servers); err != nil {
+// check refuses what cannot be sent to b.servers, before anything is. It tells whether a
+// tensor lies on the device.
+func (b *batch) check(push, pull []KeyTensor) (device bool, err error) {
+	if err := checkLists(push, pull, len(b.servers)); err != nil {
 		return false, err
 	}
-	a, err := onDevice(c.node.Backend(), push, "push")
+	if err := b.apart(push, pull); err != nil {
+		return false, err
+	}
+	home := b.c.node.Backend()
+	x, err := onDevice(home, push, "push")
 	if err != nil {
 		return false, err
 	}
-	b, err := onDevice(c.node.Backend(), pull, "pull")
-	return a || b, err
+	y, err := onDevice(home, pull, "pull")
+	return x || y, err
+}
+
+// place is where a tensor lies: number i of the pushes or of the pulls.
+type place struct {
+	from, to uint64
+	dev      backend.Device
+	i        int32
+	push     bool
+}
+
+// apart refuses pull tensors that share memory: of two answers the later one would stay.
+// With several servers it refuses those that share memory with a push tensor, too: one may
+// answer while another has yet to get the push.
+func (b *batch) apart(push, pull []KeyTensor) error {
+	if len(b.servers) == 1 || len(pull) == 0 {
+		push = nil
+	}
+	if len(push)+len(pull) < 2 {
+		return nil
+	}
+	l := b.places[:0]
+	for i := range pull {
+		if m := &pull[i].Val.mem; m.Len() > 0 {
+			l = append(l, place{m.Addr(), m.Addr() + uint64(m.Len()), m.Device(), int32(i), false})
+		}
+	}
+	pulls := len(l)
+	for i := range push {
+		if m := &push[i].Val.mem; m.Len() > 0 {
+			l = append(l, place{m.Addr(), m.Addr() + uint64(m.Len()), m.Device(), int32(i), true})
+		}
+	}
+	b.places = l
+	if len(l) > fewTensors {
+		return b.apartSorted(push, pull)
+	}
+	for k := range l {
+		x := &l[k]
+		for j := range min(k, pulls) {
+			if y := &l[j]; y.from < x.to && x.from < y.to && y.dev == x.dev {
+				return b.shared(push, pull, y, x)
+			}
+		}
+	}
+	return nil
+}
+
+// fewTensors is up to how many every two are compared.
+const fewTensors = 24
+
+// apartSorted does apart's work for many tensors: each begins behind the ends of those
+// before it.
+func (b *batch) apartSorted(push, pull []KeyTensor) error {
+	slices.SortFunc(b.places, func(x, y place) int {
+		if x.dev != y.dev {
+			return cmp.Or(cmp.Compare(x.dev.Type, y.dev.Type), cmp.Compare(x.dev.ID, y.dev.ID))
+		}
+		return cmp.Compare(x.from, y.from)
+	})
+	var lastPull, lastPush *place // of those so far, that which ends last
+	for k := range b.places {
+		x := &b.places[k]
+		if y := lastPull; y != nil && y.dev == x.dev && y.to > x.from {
+			return b.shared(push, pull, y, x)
+		}
+		if y := lastPush; y != nil && y.dev == x.dev && y.to > x.from && !x.push {
+			return b.shared(push, pull, x, y)
+		}
+		last := &lastPull // of which none reaches beyond x
+		if x.push {
+			if last = &lastPush; *last != nil && (*last).dev == x.dev && (*last).to > x.to {
+				continue
+			}
+		}
+		*last = x
+	}
+	return nil
+}
+
+// shared says that x, of a pull tensor, shares memory with y.
+func (b *batch) shared(push, pull []KeyTensor, x, y *place) error {
+	kind, other, why := "pull", pull, "each is filled by an answer of its own"
+	switch {
+	case y.push:
+		kind, other, why = "push", push, fmt.Sprintf("one of the %d servers may fill it while the push is on its way to another", len(b.servers))
+	case x.i < y.i:
+		x, y = y, x
+	}
+	return fmt.Errorf("%w: pull tensor %d (key %d) shares memory with %s tensor %d (key %d), want memory of its own: %s",
+		van.ErrInvalid, x.i, pull[x.i].Key, kind, y.i, other[y.i].Key, why)
 }
 
 // checkLists refuses lists that make no sense for n servers.

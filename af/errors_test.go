@@ -99,7 +99,7 @@ func TestBadRequests(t *testing.T) {
 		works(t, w, 2)
 	}
 	// The same key for each server, and for a push and a pull, is as it should be.
-	h, err := w.PushPull(list(1), list(1, 1))
+	h, err := w.PushPull(list(1), []af.KeyTensor{{Key: 1, Val: bytesOf(t, make([]byte, 1))}, {Key: 1, Val: bytesOf(t, make([]byte, 1))}})
 	if err == nil {
 		err = h.Wait(t.Context())
 	}

@@ -48,7 +48,7 @@ func (w *Worker) Prepare(push, pull []KeyTensor, opts ...CallOption) (*Exchange,
 		err = b.address(o.to)
 	}
 	if err == nil {
-		x.device, err = w.calls.check(push, pull, len(b.servers))
+		x.device, err = b.check(push, pull)
 	}
 	if err != nil {
 		return nil, &van.Error{Op: "prepare", Node: w.node.Name(), Err: err}

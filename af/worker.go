@@ -67,7 +67,8 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 //
 // Keys of one list must differ (for pulls: those of one server). Tensors must
 // stay as they are until Call.Wait has returned. A pull tensor is
-// filled by the time Wait returns nil; its size must be that of the answer.
+// filled by the time Wait returns nil; its size must be that of the answer. Pull tensors
+// share no memory with each other; with push tensors only where one server is asked.
 //
 // Batches are sent in the order of the calls. A batch with tensors on the node's device
 // waits for work on that device, see Stream; when that work fails, so does Wait.
@@ -79,7 +80,7 @@ func (w *Worker) PushPull(push, pull []KeyTensor, opts ...CallOption) (Call, err
 	}
 	var device bool
 	if err == nil {
-		device, err = w.calls.check(push, pull, len(b.servers))
+		device, err = b.check(push, pull)
 	}
 	if err != nil {
 		b.unref()
