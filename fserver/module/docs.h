@@ -83,15 +83,16 @@
 	"\n" \
 	"Both lists may be empty, but not both at once. Until wait() has returned do not\n" \
 	"write to the push tensors or use the pull tensors; the library holds references\n" \
-	"to them, so they may go out of scope.\n" \
+	"to them, so they may go out of scope. Pull tensors share no memory with each other;\n" \
+	"with push tensors only if S is 1.\n" \
 	"\n" \
-	"Returns the handler (int) for wait(). Handlers count up from 0: the call uses one\n" \
-	"for each push tensor, then one for each of the B pulls, and returns the first.\n" \
+	"Returns the handler (int) for wait(). Handlers count up from a random number: the call\n" \
+	"uses one for each push tensor, then one for each of the B pulls, and returns the first.\n" \
 	"\n" \
 	"Raises ValueError (lengths that do not fit, a key out of range or twice, a tensor\n" \
-	"not contiguous, too large, read-only or on a wrong device, a server twice or one that\n" \
-	"does not exist; names the argument),\n" \
-	"TypeError (not a tensor, not an int), ConnectionError (a server is lost), Error\n" \
+	"not contiguous, too large, read-only or on a wrong device, one that shares memory, a\n" \
+	"server twice or one that does not exist; names the argument),\n" \
+	"TypeError (not a tensor, a masked array, not an int), ConnectionError (a server is lost), Error\n" \
 	"(not a worker, before init() or after stop()). Nothing is sent then."
 
 #define DOC_PREPARE \

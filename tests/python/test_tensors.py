@@ -452,6 +452,9 @@ def refused_worker(n):
             # Scalars: their memory is gone with the interface.
             ([np.float64(1)], [target], TypeError, ("push_tensors[0]", "float64", "numpy.array")),
             ([good], [np.float64(1)], TypeError, ("pull_tensors[0]", "float64", "numpy.array")),
+            # Arrays with a mask, which would not travel.
+            ([np.ma.array([1, 2], mask=[0, 1])], [target], TypeError, ("push_tensors[0]", "MaskedArray", "filled")),
+            ([good], [np.ma.array([1.0, 2.0])], TypeError, ("pull_tensors[0]", "MaskedArray")),
             ([Faked("<i32", (2,), good)], [target], TypeError, ("push_tensors[0]",)),
             ([Faked("<i0", (2,), good)], [target], TypeError, ("push_tensors[0]",)),
             ([Faked("<i4", ("x",), good)], [target], TypeError, ("push_tensors[0]",)),
@@ -460,6 +463,12 @@ def refused_worker(n):
         ]
     if lib.name == "jax":
         cases += [([good], [lib.jnp.zeros((4, 4))], (ValueError, TypeError), ("pull_tensors[0]", "JAX", "written"))]
+    if lib.name != "jax":  # answers that would overwrite each other, though their keys differ
+        room = lib.zeros("float32", (4, 4))
+        for pull in ([room, room], [target, room, room[1:3]]):
+            last = len(pull) - 1
+            with n.raises(ValueError, f"pull tensor {last} (key {10 + last}) shares memory with pull tensor {last - 1}"):
+                f.push_pull([good], [1], pull, [10 + i for i in range(len(pull))])
     for push, pull, classes, words in cases:
         keys = [1, 2][: len(push) if isinstance(push, list) else 1]
         with n.raises(classes, *words):
