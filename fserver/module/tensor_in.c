@@ -207,6 +207,26 @@ static int torch_in(PyObject *o, sf_tensor *t, label *name) {
   return 0;
 }
 
+// Whether an object is a numpy.ma.MaskedArray, whose memory does not say what is masked.
+// Returns -1 with an exception that is not ours.
+static int is_masked(PyObject *o) {
+  static PyObject *unmasked; // the last class that was none
+  PyObject *class = (PyObject *)Py_TYPE(o);
+  if (class == unmasked) return 0;
+  PyObject *ma = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy.ma"); // borrowed; without it there is none
+  PyObject *masked = ma != NULL ? PyObject_GetAttrString(ma, "MaskedArray") : NULL;
+  int yes = masked != NULL ? PyObject_IsSubclass(class, masked) : 0;
+  Py_XDECREF(masked);
+  if (PyErr_Occurred()) return sf_pardon();
+  if (!yes) {
+    PyObject *before = unmasked;
+    Py_INCREF(class);
+    unmasked = class;
+    Py_XDECREF(before);
+  }
+  return yes;
+}
+
 // NumPy arrays by their array interface, since DLPack does not share read-only
 // ones. Returns 0, -1 with an exception, or 1 when DLPack must do.
 static int numpy_in(PyObject *o, sf_tensor *t, label *name, int writable) {
@@ -391,7 +411,10 @@ int tensor_in(PyObject *o, sf_tensor *t, const char *what, Py_ssize_t i, int wri
     t->owner = o;
     return 0;
   }
-  int rc = numpy_in(o, t, name, writable);
+  int rc = is_masked(o);
+  if (rc > 0) PyErr_Format(sf_error_type, "%s is %R, whose mask does not travel, want an array: use its filled()", named(name), (PyObject *)Py_TYPE(o));
+  if (rc != 0) return -1;
+  rc = numpy_in(o, t, name, writable);
   if (rc <= 0) return rc;
   PyObject *method = PyObject_GetAttr(o, s_dlpack);
   if (method == NULL) {
