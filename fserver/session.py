@@ -36,6 +36,13 @@ _NONE, _CALL, _VALUE, _DROP = range(4)
 _LONGEST = (1 << 31) - 4096
 
 
+def _utf8(text):
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        raise f.ValueError("session: a str that cannot be written in UTF-8: %s" % e) from None
+
+
 class _Number(int):
     """A handle, or the number of a result, as it travels."""
 
@@ -61,7 +68,7 @@ def _encode(values):
         elif isinstance(v, float):
             b += struct.pack("<Bd", 3, v)
         elif isinstance(v, str):
-            v = v.encode()
+            v = _utf8(v)
             b += struct.pack("<BI", 4, len(v)) + v
         elif isinstance(v, (bytes, bytearray)):
             b += struct.pack("<BI", 5, len(v)) + v
@@ -169,6 +176,10 @@ class Session:
 
     def call(self, name, *args, timeout_ms=None):
         """Has all ranks run a function; the limit is for there being room for the call."""
+        if not isinstance(name, str):
+            raise f.TypeError("session: a %s, want the name of a function" % type(name).__name__)
+        if b"\0" in _utf8(name):
+            raise f.ValueError("session: the name %r, want one without a zero character" % name)
         for a in args:
             if isinstance(a, Handle):
                 self._number(a)

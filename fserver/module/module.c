@@ -361,18 +361,17 @@ static PyObject *py_exit(PyObject *self, PyObject *noargs) {
 static PyObject *py_session(PyObject *self, PyObject *args) {
   int op;
   unsigned long long handle;
-  long long rank;
   const char *name, *data;
   Py_ssize_t n;
-  PyObject *timeout;
-  int64_t ms, rank_out = 0, n_out = 0;
+  PyObject *rank_arg, *timeout;
+  int64_t ms, rank, rank_out = 0, n_out = 0;
   uint64_t ticket = 0, handle_out = 0;
   char *name_out = NULL;
   void *data_out = NULL;
   sf_error e = {0, NULL};
   (void)self;
-  if (!PyArg_ParseTuple(args, "iKLsy#O:_session", &op, &handle, &rank, &name, &data, &n, &timeout)) return NULL;
-  if (sf_enter() < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
+  if (!PyArg_ParseTuple(args, "iKOsy#O:_session", &op, &handle, &rank_arg, &name, &data, &n, &timeout)) return NULL;
+  if (sf_enter() < 0 || sf_int64_arg(rank_arg, "rank", &rank) < 0 || sf_timeout_arg(timeout, &ms) < 0) return NULL;
   int rc;
   Py_BEGIN_ALLOW_THREADS rc = sf_session(op, handle, rank, (char *)name, (void *)data, n, ms, &ticket, &e);
   Py_END_ALLOW_THREADS if (rc == SF_FAILED) return sf_raise(&e);

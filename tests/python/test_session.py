@@ -105,6 +105,15 @@ def controller(n):
         for wrong in (object(), 1 << 64, np.array([object()]), np.datetime64(1, "ns"), np.ma.array([1, 2], mask=[0, 1])):
             with n.raises((n.f.TypeError, n.f.ValueError), "session: "):
                 s.call("same", wrong)
+        for wrong, use in (("\udc80", s.copy_to), ("\udc80", lambda x: s.call("same", x)), ("\udc80", lambda x: s.set(a, 0, x)), ("a\0b", s.call), ("\udc80", s.call)):
+            with n.raises(n.f.ValueError, "session: "):
+                use(wrong)
+        with n.raises(n.f.TypeError, "session: a int"):
+            s.call(3)
+        with n.raises(n.f.TypeError, "rank", "'x'"):
+            s.get(a, "x")
+        with n.raises(n.f.ValueError, "rank", "too large"):
+            s.get(a, 1 << 70)
         del h, bad
         s.sync()
         assert s.handles(0) == sorted([a.number, b.number])
