@@ -269,7 +269,7 @@ def test_register_recv_buffer(cluster, lib):
 
 def traces_worker(n):
     before = n.f.get_nanosecond()
-    h = n.f.push_pull([tensor(n, 1), tensor(n, 2)], [1, 2], [n.lib.zeros("uint8", SHAPE)] * n.servers, [1] * n.servers)
+    h = n.f.push_pull([tensor(n, 1), tensor(n, 2)], [1, 2], [n.lib.zeros("uint8", SHAPE) for _ in range(n.servers)], [1] * n.servers)
     handlers = n.f.get_all_handlers(h)
     n.f.wait(h)
     after = n.f.get_nanosecond()
