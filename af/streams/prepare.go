@@ -104,6 +104,9 @@ func (x *Exchange) divide(ranks []int, push, pull []af.KeyTensor) error {
 			}
 		}
 	}
+	if err := x.apart(push, pull, n); err != nil {
+		return err
+	}
 	for i, r := range ranks {
 		if r < 0 || r >= len(ids) || i > 0 && r <= ranks[i-1] {
 			return fmt.Errorf("%w: peers %v, want different ranks of 0 to %d, ascending", van.ErrInvalid, ranks, len(ids)-1)
@@ -118,6 +121,30 @@ func (x *Exchange) divide(ranks []int, push, pull []af.KeyTensor) error {
 		}
 		p.out, p.in = slices.Clone(p.out), slices.Clone(p.in)
 		x.peers = append(x.peers, p)
+	}
+	return nil
+}
+
+// apart refuses tensors to be filled that share memory: the later copy would stay. On a
+// worker of several servers it refuses those that share memory with a push tensor, too,
+// which one server may have yet to copy when another has answered.
+func (x *Exchange) apart(push, pull []af.KeyTensor, peers int) error {
+	in, kind := pull, "pull"
+	if !x.first {
+		in, kind = push, "push"
+	}
+	for i := range in {
+		m := in[i].Val.Mem()
+		for j := range i {
+			if in[j].Val.Mem().Overlaps(m) {
+				return fmt.Errorf("%w: %s tensor %d (key %d) shares memory with %s tensor %d (key %d), want memory of its own", van.ErrInvalid, kind, i, in[i].Key, kind, j, in[j].Key)
+			}
+		}
+		for j := 0; x.first && peers > 1 && j < len(push); j++ {
+			if m.Overlaps(push[j].Val.Mem()) {
+				return fmt.Errorf("%w: pull tensor %d (key %d) shares memory with push tensor %d (key %d), want memory of its own with %d servers", van.ErrInvalid, i, in[i].Key, j, push[j].Key, peers)
+			}
+		}
 	}
 	return nil
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -422,6 +423,7 @@ func TestMisuse(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 2})
 	w, y := s.workers[0], s.servers[0]
 	one := func(n int) []af.KeyTensor { return w.list(t, 1, 1, make([]byte, n)) }
+	twice := slices.Repeat(one(4), 2)
 	host, err := af.FromBytes(make([]byte, 4), af.Uint8, 4)
 	if err != nil {
 		t.Fatal(err)
@@ -437,6 +439,8 @@ func TestMisuse(t *testing.T) {
 		{"host memory", nil, []af.KeyTensor{{Key: 1, Val: host}}, nil, "want memory of the node's device"},
 		{"another device", nil, y.list(t, 1, 1, make([]byte, 4)), nil, "push tensor 0 (key 1)"},
 		{"too few pulls", nil, nil, one(4), "0 push and 1 pull tensors for 2 peers"},
+		{"one tensor twice", nil, nil, twice, "pull tensor 1 (key 1) shares memory with pull tensor 0 (key 1)"},
+		{"in place, of two servers", nil, twice[:1], append(one(4), twice[0]), "pull tensor 1 (key 1) shares memory with push tensor 0 (key 1)"},
 		{"no peers", []int{}, one(4), nil, "no peers"},
 		{"a server twice", []int{0, 0}, one(4), nil, "peers [0 0]"},
 		{"a server that is none", []int{2}, one(4), nil, "peers [2]"},
@@ -448,6 +452,11 @@ func TestMisuse(t *testing.T) {
 	}
 	if _, err := w.Prepare(limited(t, 100*time.Millisecond), nil, one(4), nil); !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "server 0") || !strings.Contains(err.Error(), "server 1") {
 		t.Errorf("servers that do not prepare: %v, want %v with both", err, van.ErrTimeout)
+	}
+	into := slices.Repeat(y.list(t, 1, 1, make([]byte, 4)), 2)
+	into[1].Key = 2
+	if _, err := y.Prepare(limited(t, 10*time.Second), nil, into, nil); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "push tensor 1 (key 2) shares memory with push tensor 0 (key 1)") {
+		t.Errorf("two tensors in one place: %v", err)
 	}
 	if _, err := y.Prepare(limited(t, 100*time.Millisecond), nil, y.list(t, 7, 1, make([]byte, 4)), nil); !errors.Is(err, van.ErrTimeout) || !strings.Contains(err.Error(), "worker 0") {
 		t.Errorf("a worker that does not prepare: %v, want %v with worker 0", err, van.ErrTimeout)
