@@ -421,6 +421,7 @@ func (b *batch) sendOne(id int, ts int32, push bool, flag van.BatchFlag, kt *Key
 	m.Receiver = id
 	m.Request, m.Push, m.Head, m.Timestamp = true, push, flag, ts
 	m.More = flag == van.BatchStart || flag == van.BatchMiddle
+	m.Continues = flag == van.BatchMiddle || flag == van.BatchEnd // nothing follows a message that was refused
 	m.AppID, m.CustomerID = int32(b.c.customer.AppID()), int32(b.c.customer.ID())
 	m.Key, m.Addr, m.ValLen, m.Option = kt.Key, t.mem.Addr(), int32(t.mem.Len()), 0
 	m.IsTensor, m.Dtype, m.Dim, m.Shape = true, int32(t.dtype), int32(t.rank()), t.shape

@@ -53,12 +53,12 @@ func (b Batch) Respond(outs []KeyTensor, opts ...RespondOption) error {
 	}
 	defer b.w.unref()
 	if b.w.single && len(b.w.pulls) == 0 {
-		return s.reply(b.w.ack, nil, nil, nil)
+		return s.reply(b.w.ack, nil, nil, nil, false)
 	}
 	var errs []error
 	for i := range b.w.pulls {
 		p := &b.w.pulls[i]
-		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *b.w.answer(i, outs, o.order)}, b.w, o.done); err != nil {
+		if err := s.reply(p.reply, &KeyTensor{Key: p.Key, Val: *b.w.answer(i, outs, o.order)}, b.w, o.done, i > len(errs)); err != nil {
 			errs = append(errs, err)
 			if o.done != nil {
 				o.done.Sent()
@@ -114,10 +114,10 @@ func (b *work) SendNow(err error) {
 	s := b.s
 	sent := 0
 	if err == nil && b.single && len(b.pulls) == 0 {
-		err = s.reply(b.ack, nil, nil, nil)
+		err = s.reply(b.ack, nil, nil, nil, false)
 	}
 	for ; err == nil && sent < len(b.answers); sent++ {
-		if err = s.reply(b.pulls[sent].reply, &b.answers[sent], b, b.done); err != nil {
+		if err = s.reply(b.pulls[sent].reply, &b.answers[sent], b, b.done, sent > 0); err != nil {
 			break
 		}
 	}
@@ -172,10 +172,11 @@ func (b *work) checkAnswer(outs []KeyTensor, order Order) (device bool, err erro
 }
 
 // reply sends one answer: kt, or an empty one. b, if not nil, is held until the
-// answer has left.
-func (s *Server) reply(r datamsg.Reply, kt *KeyTensor, b *work, done van.Completion) error {
+// answer has left. more says that the transport has taken another one to the same batch.
+func (s *Server) reply(r datamsg.Reply, kt *KeyTensor, b *work, done van.Completion, more bool) error {
 	a := answers.Get().(*answer)
 	r.Fill(&a.msg)
+	a.msg.Continues = more
 	if kt == nil {
 		err := s.node.Send(&a.msg)
 		answers.Put(a)

@@ -50,6 +50,10 @@ type Message struct {
 	// at once, so that the transport may wait for it and send both together.
 	More bool
 
+	// Continues says that Send has taken the first message of the same request, or of the
+	// answers to it: this one is taken as well, also beyond STEPAF_SEND_BUDGET.
+	Continues bool
+
 	// Done, if not nil, is called exactly once after a successful Send, when the
 	// transport no longer needs the frames' bytes. It may run on any goroutine,
 	// also before Send returns, and must neither block nor send.
@@ -118,7 +122,7 @@ func (m *Message) Reset() {
 	m.Epoch = 0
 	m.Frames = 0
 	m.Keys, m.Vals, m.Lens = backend.Mem{}, backend.Mem{}, backend.Mem{}
-	m.Into, m.Placed, m.More, m.Done = backend.Mem{}, false, false, nil
+	m.Into, m.Placed, m.More, m.Continues, m.Done = backend.Mem{}, false, false, false, nil
 	m.Turn = nil
 	m.owner, m.native = nil, nil
 }

@@ -19,7 +19,7 @@ func TestResetForgets(t *testing.T) {
 	b := backend.Bytes([]byte{1})
 	used.Sender, used.Receiver, used.Epoch, used.Frames = 8, 9, 3, 3
 	used.Keys, used.Vals, used.Lens, used.Into = b, b, b, b
-	used.Placed, used.More, used.Done = true, true, nothing{}
+	used.Placed, used.More, used.Continues, used.Done = true, true, true, nothing{}
 	used.Adopt(nothing{}, nil)
 	v := reflect.ValueOf(used).Elem()
 	for i := range v.NumField() {

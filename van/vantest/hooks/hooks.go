@@ -152,7 +152,7 @@ func lent(m *van.Message) *van.Message {
 	c := &van.Message{}
 	c.Reset()
 	c.Meta.CopyFrom(&m.Meta)
-	c.Receiver, c.Frames, c.Into, c.Done = m.Receiver, m.Frames, m.Into, m.Done
+	c.Receiver, c.Frames, c.Into, c.Continues, c.Done = m.Receiver, m.Frames, m.Into, m.Continues, m.Done
 	for i := range m.Frames {
 		f := m.Frame(i)
 		if f.OnHost() && f.Len() < van.CopyBelow {
