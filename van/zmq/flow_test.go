@@ -1,6 +1,7 @@
 package zmq
 
 import (
+	"fmt"
 	"io"
 	"net"
 	"strconv"
@@ -106,6 +107,24 @@ func TestAccounts(t *testing.T) {
 	}
 }
 
+// TestAccountLimit: a message of any length is taken while less than the limit is counted.
+func TestAccountLimit(t *testing.T) {
+	var a accounts
+	defer a.free()
+	x := a.open()
+	for i, m := range []struct {
+		n, limit int64
+		taken    bool
+	}{{999, 1000, true}, {5000, 1000, true}, {1, 1000, false}, {1, 5999, false}, {5000, 0, true}, {1, 11_000, true}, {-11_000, 0, true}, {5000, 1000, true}} {
+		if got := x.take(m.n, m.limit); got != m.taken {
+			t.Errorf("message %d, of %d bytes, with limit %d: taken %t, want %t", i, m.n, m.limit, got, m.taken)
+		}
+	}
+	if n := x.unsent(); n != 5000 {
+		t.Errorf("%d bytes are counted, want 5000", n)
+	}
+}
+
 // TestOneLongMessage: a message longer than the budget leaves when nothing else waits.
 func TestOneLongMessage(t *testing.T) {
 	server := newNode(t, 8, 5, nil, nil)
@@ -114,6 +133,43 @@ func TestOneLongMessage(t *testing.T) {
 	worker.must(t, push(8, 1, make([]byte, 8<<20)))
 	server.next(t)
 	until(t, "release", func() bool { return (*worker.peers.Load())[8].acct.unsent() == 0 })
+}
+
+// TestContinuesBeyondTheBudget: what continues a request that was taken is taken, too, though the peer takes nothing, and a
+// long message when less than the budget waits; then data is refused, and with 16 MiB more control messages are. The text
+// has the budget that was set.
+func TestContinuesBeyondTheBudget(t *testing.T) {
+	const budget, size = 8 << 20, 12 << 20
+	for _, native := range []bool{true, false} {
+		t.Run(fmt.Sprint("native=", native), func(t *testing.T) {
+			rec, accepted := listenRaw(t)
+			if native {
+				rec.Endpoint = (&van.Identity{Incarnation: 5, Bundles: true}).Encode()
+			}
+			worker := newNode(t, 9, 7, nil, func(c *env.Config) { c.SendBudget = budget })
+			if err := worker.Connect(t.Context(), 8, rec); err != nil {
+				t.Fatal(err)
+			}
+			peer := <-accepted
+			defer peer.Close()
+			worker.must(t, push(8, 0, make([]byte, 5000)))
+			vals := make([]byte, size)
+			for i := range 4 {
+				m := push(8, 1+i, vals)
+				m.More, m.Continues = i < 3, i > 0
+				worker.must(t, m)
+			}
+			for _, n := range []int{0, size} {
+				vantest.Fails(t, worker.Send(push(8, 5, vals[:n])), van.ErrQueueFull, "want less than "+strconv.Itoa(budget)+" (STEPAF_SEND_BUDGET)")
+			}
+			vantest.Fails(t, worker.Send(heartbeat(8, 0)), van.ErrQueueFull, "want less than "+strconv.Itoa(budget)+" (STEPAF_SEND_BUDGET)")
+			go io.Copy(io.Discard, peer)
+			c := (*worker.peers.Load())[8]
+			until(t, "end of what waits", func() bool { return c.acct.unsent() == 0 })
+			worker.must(t, push(8, 5, vals))
+			until(t, "end of what waits", func() bool { return c.acct.unsent() == 0 })
+		})
+	}
 }
 
 // TestAnswersBudget: answers over the ROUTER count as well.

@@ -400,7 +400,7 @@ func (f *frames) mem(i int) backend.Mem {
 type route struct {
 	dest, self string
 	acct       *account // of the peer
-	limit      int64    // of acct
+	limit      int64    // of acct; 0: none
 	urgent     bool     // ahead of data that waits
 	marks      bool     // the peer knows marks
 	bundles    bool     // the peer takes bundles
@@ -566,11 +566,11 @@ func (a *account) free() { C.free(unsafe.Pointer(a.c)) }
 // unsent is how many bytes the peer has not taken.
 func (a *account) unsent() int64 { return atomic.LoadInt64((*int64)(unsafe.Pointer(&a.c.unsent))) }
 
-// take adds n bytes, unless they would be more than limit. One message of any length is
-// always taken.
+// take adds n bytes, unless there are limit bytes already (0: no limit). So a message of any
+// length is taken while others use less than that.
 func (a *account) take(n, limit int64) bool {
 	p := (*int64)(unsafe.Pointer(&a.c.unsent))
-	if now := atomic.AddInt64(p, n); limit <= 0 || now <= limit || now == n {
+	if now := atomic.AddInt64(p, n); limit <= 0 || now-n < limit {
 		return true
 	}
 	atomic.AddInt64(p, -n)

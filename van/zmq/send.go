@@ -15,7 +15,7 @@ import (
 )
 
 // outgoing is the sending side of a van. An account for each peer counts what libzmq has not
-// let go of; beyond the budget Send refuses. Of that libzmq has sendWindow at most, so that a
+// let go of; from the budget on Send refuses, but for what continues a request. Of that libzmq has sendWindow at most, so that a
 // peer that asks to wait soon has nothing more coming.
 type outgoing struct {
 	n        *shared
@@ -74,8 +74,11 @@ func (o *outgoing) send(msg *van.Message, c *conn) error {
 	}
 	size := msg.PayloadLen()
 	to := route{acct: c.acct, limit: o.budget, marks: c.named}
-	if msg.IsControl() {
+	switch {
+	case msg.IsControl():
 		to.urgent, to.limit = true, o.controlLimit()
+	case msg.Continues:
+		to.limit = 0
 	}
 	sock := c.sock
 	if who := c.who.Load(); who.viaOwn && !msg.Request && !msg.IsControl() && !msg.SimpleApp {
@@ -84,7 +87,7 @@ func (o *outgoing) send(msg *van.Message, c *conn) error {
 	to.bundles = to.marks && c.bundles
 	if err := sock.send(&to, meta, msg, o.n.lent); err != nil {
 		if errors.Is(err, van.ErrQueueFull) {
-			err = o.overBudget(c, &to)
+			err = o.overBudget(c)
 		}
 		return o.sendError(msg, c, err)
 	}
@@ -126,14 +129,14 @@ func (o *outgoing) sendError(msg *van.Message, c *conn, err error) error {
 }
 
 // overBudget says why a message for c was refused.
-func (o *outgoing) overBudget(c *conn, to *route) error {
+func (o *outgoing) overBudget(c *conn) error {
 	unsent := c.sock.unsent(c.acct)
 	o.n.stats.refused.Add(1)
 	if n, speak := o.refusals.Next(); speak {
 		o.n.log.Warn("a message is refused: its receiver does not take what was sent before", "peer", van.NodeName(c.who.Load().id), "addr", c.addr,
-			"bytes unsent", unsent, "limit", fmt.Sprintf("%d (STEPAF_SEND_BUDGET)", to.limit), "refused so far", n)
+			"bytes unsent", unsent, "limit", fmt.Sprintf("%d (STEPAF_SEND_BUDGET)", o.budget), "refused so far", n)
 	}
-	return fmt.Errorf("%w: it has not taken %d bytes yet, want at most %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, unsent, to.limit)
+	return fmt.Errorf("%w: it has not taken %d bytes yet, want less than %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, unsent, o.budget)
 }
 
 // controlLimit is the budget for control messages.
