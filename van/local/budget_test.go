@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/engine"
 	"github.com/stepaf/stepaf-go/van/inproc"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // inUse is how many bytes of received values a node holds.
@@ -214,6 +215,69 @@ func TestOneLongValue(t *testing.T) {
 		m := server.next()
 		if int(m.Timestamp) != i {
 			t.Errorf("message %d came, want %d", m.Timestamp, i)
+		}
+		m.Release()
+	}
+}
+
+// TestContinuesBeyondTheBudget: what continues a request that was taken is taken, too, though the peer takes nothing; the
+// next request is refused. All that was taken comes.
+func TestContinuesBeyondTheBudget(t *testing.T) {
+	for _, mode := range ways {
+		t.Run(mode.name, func(t *testing.T) {
+			const budget = 1 << 20
+			n := inproc.NewNetwork()
+			worker := newNode(t, n, 9, func(v *Van) { v.tx.budget = budget })
+			server := newNode(t, n, 8, mode.set)
+			worker.start()
+			worker.connect(server)
+			server.connect(worker)
+			sent := 4 * budget / mode.size
+			for i := range sent {
+				m := data(8, i, pattern(i%7, mode.size))
+				m.More, m.Continues = i < sent-1, i > 0
+				worker.must(m)
+			}
+			for _, size := range []int{8, mode.size} {
+				vantest.Fails(t, worker.Send(data(8, sent, pattern(0, size))), van.ErrQueueFull, "server 0", "STEPAF_SEND_BUDGET")
+			}
+			server.start()
+			for i := range sent {
+				m := server.next()
+				if int(m.Timestamp) != i || !bytes.Equal(m.Vals.Host(), pattern(i%7, mode.size)) {
+					t.Fatalf("message %d came when %d was due, or its values differ", m.Timestamp, i)
+				}
+				m.Release()
+			}
+		})
+	}
+}
+
+// TestContinuesBeyondTheQueue: so it is with the number of messages that wait for room.
+func TestContinuesBeyondTheQueue(t *testing.T) {
+	n := inproc.NewNetwork()
+	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
+	worker.start()
+	worker.connect(server)
+	server.connect(worker)
+	var err error
+	sent := 0
+	for ; err == nil && sent < 2*queueLen; sent++ {
+		err = worker.Send(data(8, sent, nil))
+	}
+	sent--
+	vantest.Fails(t, err, van.ErrQueueFull, "STEPAF_SEND_BUDGET")
+	for range 100 {
+		m := data(8, sent, nil)
+		m.Continues = true
+		worker.must(m)
+		sent++
+	}
+	server.start()
+	for i := range sent {
+		m := server.next()
+		if int(m.Timestamp) != i {
+			t.Fatalf("message %d came when %d was due", m.Timestamp, i)
 		}
 		m.Release()
 	}

@@ -61,8 +61,9 @@
 //
 // A peer whose messages wait for a slow handler is read until they take
 // STEPAF_RECV_BUDGET_PEER bytes of this node's memory. Then its ring fills, and what it
-// sends beyond that stays pinned, streamed or queued at its end, STEPAF_SEND_BUDGET bytes at
-// most; after those Send fails, unless the peer is just taking some: then Send waits.
+// sends beyond that stays pinned, streamed or queued at its end. From STEPAF_SEND_BUDGET bytes
+// on Send fails, unless the peer is just taking some: then Send waits. What continues a
+// request is taken all the same, and so is a message of any length before.
 //
 // # Making links
 //

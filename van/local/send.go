@@ -23,7 +23,7 @@ func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err
 	if err := l.collect(); err != nil {
 		return true, l.fail(err)
 	}
-	if l.unsent() >= l.limit(msg) && !l.awaitRoom() {
+	if l.unsent() >= l.limit(msg) && !msg.Continues && !l.awaitRoom() {
 		return true, l.refuse()
 	}
 	var r record
@@ -75,7 +75,7 @@ func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err
 
 // enqueue keeps msg until there is room. l.mu is held.
 func (l *outLink) enqueue(r *record, size int, msg *van.Message, meta []byte, export *backend.Shared) error {
-	if len(l.queue.list) >= queueLen {
+	if len(l.queue.list) >= queueLen && !msg.Continues {
 		return l.refuse()
 	}
 	q := &queued{rec: *r, bytes: make([]byte, size)}
