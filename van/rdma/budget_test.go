@@ -10,6 +10,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // What waits for a peer that takes nothing is bounded in bytes.
@@ -48,6 +49,40 @@ func TestSendBudget(t *testing.T) {
 	defer p.mu.Unlock()
 	if p.unsent != 0 {
 		t.Errorf("%d bytes are said to wait, want none", p.unsent)
+	}
+}
+
+// What continues a request that was taken is taken, too, however many bytes and messages wait; then nothing is. All that
+// was taken comes.
+func TestContinuesBeyondTheBudget(t *testing.T) {
+	const size = 300 << 10
+	v := value(size, 1)
+	for _, x := range []struct {
+		name, limit string
+		set         func(*env.Config)
+	}{
+		{"bytes", "want less than 1048576 (STEPAF_SEND_BUDGET)", func(c *env.Config) { c.SendBudget = 1 << 20 }},
+		{"messages", "BYTEPS_RDMA_MAX_CONCURR_WR", func(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth, c.RDMAMaxConcurrWR = 8, 8, 24 }},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			r := newRig(t)
+			w, s := r.node(9, x.set), r.node(8, places(4))
+			r.link(w, s)
+			const sent = 50
+			for i := range sent {
+				m := push(s, 1, i, v)
+				m.More, m.Continues = i < sent-1, i > 0
+				w.must(m)
+			}
+			for _, n := range []int{0, size} {
+				vantest.Fails(t, w.Send(push(s, 1, sent, v[:n])), van.ErrQueueFull, van.NodeName(8), x.limit)
+			}
+			for i := range sent {
+				s.wantValue(i, v)
+			}
+			w.must(push(s, 1, sent, v))
+			s.wantValue(sent, v)
+		})
 	}
 }
 

@@ -58,11 +58,12 @@ func (p *peer) send(msg *van.Message, size int) (done bool, err error) {
 		return false, fmt.Errorf("%w: it has not connected to this node again, and could not answer", van.ErrPeerLost)
 	case p.lost && data:
 		return false, fmt.Errorf("%w: its connection broke and has not been restored", van.ErrPeerLost)
-	case data && p.sender.Waiting() > 0 && p.unsent+size > p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
+	case msg.Continues: // accepted with the first message of its request
+	case data && p.sender.Waiting() > 0 && p.unsent >= p.v.cfg.SendBudget && p.v.cfg.SendBudget > 0 && !failpoint.On("send-budget"):
 		if n := p.v.stats.refusedSends.Add(1); n&(n-1) == 0 {
 			p.v.log.Warn("rdma: a message is refused: too much waits for its peer", "peer", p.name(), "bytes that wait", p.unsent, "STEPAF_SEND_BUDGET", p.v.cfg.SendBudget, "refused so far", n)
 		}
-		return false, fmt.Errorf("%w: %d bytes wait, with %d more that is over STEPAF_SEND_BUDGET, %d", van.ErrQueueFull, p.unsent, size, p.v.cfg.SendBudget)
+		return false, fmt.Errorf("%w: %d bytes wait, want less than %d (STEPAF_SEND_BUDGET)", van.ErrQueueFull, p.unsent, p.v.cfg.SendBudget)
 	case p.sender.Waiting() >= p.v.cfg.RDMAMaxConcurrWR:
 		return false, fmt.Errorf("%w: %d messages wait (BYTEPS_RDMA_MAX_CONCURR_WR)", van.ErrQueueFull, p.sender.Waiting())
 	}
