@@ -177,14 +177,14 @@ func (l *line) keep(m *van.Message) (kept bool, err error) {
 	if l.v.ended.Load() {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Err: van.ErrClosed}
 	}
-	if b := l.v.opts.Budget; b > 0 && l.bytes > 0 && l.bytes+n+itemCost > b {
+	if b := l.v.opts.Budget; b > 0 && l.bytes >= b && !m.Continues {
 		return true, &van.Error{Op: "send", Peer: van.NodeName(l.peer), Detail: "a rate limit holds data back (stepaf policy)", Err: van.ErrQueueFull}
 	}
 	i := &item{bytes: n, lane: a}
 	i.msg.Reset()
 	i.msg.Meta.CopyFrom(&m.Meta)
 	i.msg.Sender, i.msg.Receiver, i.msg.Epoch, i.msg.Frames = m.Sender, m.Receiver, m.Epoch, m.Frames
-	i.msg.Into, i.msg.Placed, i.msg.Done = m.Into, m.Placed, m.Done
+	i.msg.Into, i.msg.Placed, i.msg.Continues, i.msg.Done = m.Into, m.Placed, m.Continues, m.Done
 	for k := range m.Frames {
 		f := m.Frame(k)
 		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may use it again when Send returns

@@ -23,8 +23,9 @@ type Rates struct {
 
 // Options of New.
 type Options struct {
-	// Budget is how many bytes may wait for one peer, 0 any; beyond it Send fails with
-	// van.ErrQueueFull. One message of any length may wait.
+	// Budget is how many bytes may wait for one peer, 0 any; from then on Send fails with
+	// van.ErrQueueFull, but for what continues a request. So while fewer wait, a message of any
+	// length may.
 	Budget int64
 	// OnFail is called with messages that could not be sent when their time had come. It must
 	// not block, and may keep meta.

@@ -25,6 +25,8 @@ type sink struct {
 	came   chan string   // if not nil, gets each
 	hold   chan struct{} // if not nil, Send waits for it
 	closed bool
+
+	continuing []string
 }
 
 func (s *sink) Send(m *van.Message) error {
@@ -42,6 +44,9 @@ func (s *sink) Send(m *van.Message) error {
 	}
 	what := name(m)
 	s.got, s.last = append(s.got, what), m
+	if m.Continues {
+		s.continuing = append(s.continuing, what)
+	}
 	if s.came != nil {
 		s.came <- what
 	}
@@ -188,6 +193,31 @@ func TestQueueFull(t *testing.T) {
 	s.await(t, 2)
 	send(t, v, message(9, 5, 3, 20000))
 	s.await(t, 3)
+}
+
+// TestContinues: what continues a request that was taken is taken, too, and a message of any length while less than the
+// budget waits; then nothing is. The van inside is told.
+func TestContinues(t *testing.T) {
+	const budget = 10000
+	s := &sink{}
+	v := New(s, Options{Budget: budget})
+	v.SetRates(Rates{Peers: map[int]int64{9: slow}})
+	send(t, v, message(9, 5, 0, 10))
+	for i := 1; i < 5; i++ {
+		m := message(9, 5, i, 2*budget)
+		m.Continues = i > 1
+		send(t, v, m)
+	}
+	for _, n := range []int{0, 2 * budget} {
+		if err := v.Send(message(9, 5, 5, n)); !errors.Is(err, van.ErrQueueFull) {
+			t.Errorf("%v, want ErrQueueFull", err)
+		}
+	}
+	v.SetRates(Rates{})
+	s.await(t, 5)
+	if !slices.Equal(s.continuing, []string{"9/5/2", "9/5/3", "9/5/4"}) {
+		t.Errorf("%v are said to continue a request, want 2 to 4", s.continuing)
+	}
 }
 
 // TestChange: a change of rates holds for what waits already; messages of an application come in
