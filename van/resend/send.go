@@ -19,6 +19,7 @@ func (v *Van) transmit(e *entry) error {
 	}
 	e.refs.Add(1)
 	err := v.inner.Send(&e.msg)
+	e.msg.Continues = false // sent again, it is one message more
 	if err != nil {
 		e.refs.Add(-1) // not the last one: the caller has its own
 	}
@@ -37,7 +38,7 @@ func (v *Van) Send(m *van.Message) error {
 	e.msg.Reset()
 	e.msg.Meta.CopyFrom(&m.Meta)
 	e.msg.Receiver, e.msg.Frames = m.Receiver, m.Frames
-	e.msg.Placed, e.dropped, e.probe = m.Placed, false, isProbe(m, m.Receiver, self)
+	e.msg.Placed, e.msg.Continues, e.dropped, e.probe = m.Placed, m.Continues, false, isProbe(m, m.Receiver, self)
 	for i := range m.Frames {
 		f := m.Frame(i)
 		if f.OnHost() && f.Len() < van.CopyBelow { // the caller may reuse it when Send returns
