@@ -293,7 +293,7 @@ func (v *node) Send(msg *van.Message) error {
 		}
 		return nil
 	}
-	if limit := n.queueLimit(v); limit > 0 && !msg.IsControl() && c.unsent() > limit {
+	if limit := n.queueLimit(v); limit > 0 && !msg.IsControl() && !msg.Continues && c.unsent() > limit {
 		return fail(van.ErrQueueFull)
 	}
 	p := v.pack(msg, c.senderID, v.opts.Incarnation != 0 && strings.Contains(c.route, "."))
@@ -314,7 +314,7 @@ func (v *node) Send(msg *van.Message) error {
 	if !v.later(put) {
 		put()
 	}
-	if v.opts.Config != nil && v.opts.Config.SendBudget > 0 && n.tr.Queue == 0 && !msg.IsControl() {
+	if v.opts.Config != nil && v.opts.Config.SendBudget > 0 && n.tr.Queue == 0 && !msg.IsControl() && !msg.Continues {
 		if most := int64(v.opts.Config.SendBudget) + 2*p.size + window; c.unsent() > most {
 			go n.tooMuch(v, fmt.Sprintf("%d bytes wait for %s, the budget is %d", c.unsent(), van.NodeName(c.peer), v.opts.Config.SendBudget))
 		}
