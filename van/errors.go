@@ -21,7 +21,7 @@ var (
 	ErrReplaced = errors.New("another process has taken the place of this one")
 	// ErrUnknownPeer: there is no connection to that node.
 	ErrUnknownPeer = errors.New("no such peer")
-	// ErrQueueFull: the peer does not read and the transport's queue is full.
+	// ErrQueueFull: so much waits for the peer that nothing else is taken for it now.
 	ErrQueueFull = errors.New("send queue full")
 	// ErrTimeout: a wait reached its limit.
 	ErrTimeout = errors.New("timed out")

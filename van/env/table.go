@@ -141,7 +141,7 @@ var table = []variable{
 	}, {
 		name: "BYTEPS_RDMA_MAX_CONCURR_WR", topic: rdma, kind: Int, min: 1, max: 1 << 20, def: "4224", readers: "ibverbs",
 		field:   func(c *Config) any { return &c.RDMAMaxConcurrWR },
-		help:    "Messages that may wait for one peer. At least START_DEPTH + 2 * RX_DEPTH.",
+		help:    "Messages that may wait for one peer, and the rest of a request that has begun. At least START_DEPTH + 2 * RX_DEPTH.",
 		differs: "That sum is computed with the depths in force. More are an error (`van.ErrQueueFull`). Completion queues grow with the connections.",
 	}, {
 		name: "BYTEPS_ADDRESS_POOL_SIZE", topic: rdma, kind: Int, min: 1, max: 32768, def: "10240", readers: "ibverbs",
@@ -219,7 +219,7 @@ var table = []variable{
 	}, {
 		name: "STEPAF_SEND_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "all",
 		field:   func(c *Config) any { return &c.SendBudget },
-		help:    "Bytes that may wait to be sent to one peer. Beyond that, sending is an error (`van.ErrQueueFull`) until some have left.",
+		help:    "Bytes that may wait to be sent to one peer. While fewer do, a request is taken whole, however long, and so are the answers to one; then sending is an error (`van.ErrQueueFull`) until some have left. So at most the budget plus one request waits, of each thread that sends.",
 		differs: "Ours only; the original keeps everything, or aborts.",
 	}, {
 		name: "STEPAF_STRANGER_BUDGET", topic: budgets, kind: Size, min: 1 << 16, max: 1 << 30, def: "16M", readers: "all",
