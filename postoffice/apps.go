@@ -96,12 +96,12 @@ func (a *apps) abort(err error) {
 	}
 }
 
-// failRequest fails the request that meta belongs to.
+// failRequest fails the request that meta belongs to, if peer owes an answer to it.
 func (a *apps) failRequest(meta *van.Meta, peer int, err error) {
 	for _, c := range a.customers() {
 		if int32(c.app) == meta.AppID && int32(c.id) == meta.CustomerID {
 			if r := c.lookup(meta.Timestamp); r != nil {
-				r.failPeer(peer, err)
+				r.failAt(meta.Timestamp, peer, err)
 			}
 		}
 	}

@@ -193,3 +193,35 @@ func TestOpenBesideLoss(t *testing.T) {
 	close(stop)
 	losses.Wait()
 }
+
+// TestFailsItsOwnRequest: what fails the request of a timestamp fails no other one that has come to its place in the table.
+func TestFailsItsOwnRequest(t *testing.T) {
+	n := &Node{identity: identity{cfg: &Config{}, log: slog.New(slog.DiscardHandler), rand: func() uint64 { return 0 }}, lifetime: newLifetime(), van: &sent{}}
+	n.setName("the test's node")
+	n.assemble()
+	n.processes.change(8, func(p *process) { p.known = true })
+	c, err := n.App().AddCustomer(7, 7, func(*van.Message) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Skip(1024 + 5)
+	r, end := new(Request), make(ending, 2)
+	if err := c.Open(r, "ask", end, 2, []int{8}); err != nil {
+		t.Fatal(err)
+	}
+	fail := func(ts int32, from int) {
+		n.apps.failRequest(&van.Meta{AppID: 7, CustomerID: 7, Timestamp: ts}, from, van.ErrTimeout)
+	}
+	fail(5, 8)
+	fail(6, 8)
+	fail(7, 8)
+	fail(1024+7, 8)
+	fail(1024+5, 10)
+	if !r.Pending() {
+		t.Fatalf("it has failed: %v", <-end)
+	}
+	fail(1024+6, 8)
+	if err := c.Wait(t.Context(), r.First(), 0); !errors.Is(err, van.ErrTimeout) || len(end) != 1 {
+		t.Errorf("%v, ended %d times", err, len(end))
+	}
+}

@@ -241,6 +241,21 @@ func (r *Request) fail(err error) {
 // failPeer fails the request if node id owes an answer.
 func (r *Request) failPeer(id int, cause error) {
 	r.mu.Lock()
+	r.failOwing(id, cause)
+}
+
+// failAt is failPeer, but does nothing unless timestamp ts is of the request.
+func (r *Request) failAt(ts int32, id int, cause error) {
+	r.mu.Lock()
+	if ts < r.first || ts-r.first >= r.n {
+		r.mu.Unlock()
+		return
+	}
+	r.failOwing(id, cause)
+}
+
+// failOwing unlocks r.mu.
+func (r *Request) failOwing(id int, cause error) {
 	from, known := slices.BinarySearch(r.receivers, id)
 	owes := false
 	for i := 0; known && i < int(r.n); i++ {
