@@ -18,6 +18,7 @@ import (
 type apps struct {
 	self      *identity
 	processes *processes
+	notices   *notices
 	profile   *profile // nil unless asked for
 	role      van.Role
 	table     atomic.Pointer[map[appKey]*Customer]
@@ -37,8 +38,8 @@ type apps struct {
 
 type appKey struct{ app, customer int32 }
 
-func (a *apps) init(self *identity, processes *processes) {
-	a.self, a.processes, a.role = self, processes, self.role
+func (a *apps) init(self *identity, processes *processes, notices *notices) {
+	a.self, a.processes, a.notices, a.role = self, processes, notices, self.role
 	a.table.Store(&map[appKey]*Customer{})
 	a.early, a.by, a.next = map[appKey][]early{}, map[int]account{}, map[appKey]int32{}
 }

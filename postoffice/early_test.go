@@ -32,7 +32,7 @@ func TestOneExpiry(t *testing.T) {
 func TestEachExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var a apps
-		a.init(&identity{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}, nil)
+		a.init(&identity{cfg: &Config{StartTimeout: time.Second}, log: slog.New(slog.DiscardHandler)}, nil, nil)
 		keep := func(sender int) {
 			a.mu.Lock()
 			defer a.mu.Unlock()

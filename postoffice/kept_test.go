@@ -3,6 +3,7 @@ package postoffice_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"sync"
@@ -415,4 +416,59 @@ func TestNotAcknowledged(t *testing.T) {
 	if !strings.Contains(logged.String(), "gave up a message") {
 		t.Error("the log does not say that a message was given up")
 	}
+}
+
+// opened makes a request of the first worker's customer to the first server.
+func opened(t testing.TB, x *postoffice.Customer) *request {
+	t.Helper()
+	r := newRequest()
+	if err := x.Open(&r.Request, "test", r, 1, []int{van.ServerID(0)}); err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// TestRefused: a worker is told that its request will not be answered, and its call fails at once; others do not.
+func TestRefused(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers = 2
+		c := testcluster.Start(t, o)
+		w, s := c.Workers[0], c.Servers[0]
+		x := customer(t, c)
+		var rs []*request
+		for range 4 {
+			rs = append(rs, opened(t, x))
+		}
+		epoch, why := s.Epoch(w.ID()), &van.Error{Op: "test", Detail: "it has 12 bytes", Err: van.ErrQueueFull}
+		refuse := func(s *postoffice.Node, r *request, epoch uint32, why error) {
+			s.App().Refuse(w.ID(), epoch, 5, 0, r.First(), why)
+		}
+		refuse(c.Servers[1], rs[0], epoch, why) // which was not asked
+		refuse(s, rs[0], epoch+1, why)
+		refuse(s, rs[0], epoch, van.ErrMalformed)
+		say := func(body string, from, to uint32) {
+			t.Helper()
+			m := &van.Message{}
+			m.Reset()
+			m.Sender, m.Receiver, m.Control.Cmd, m.Timestamp, m.Body = s.ID(), w.ID(), van.Heartbeat, 1, []byte(body)
+			m.SetIncarnations(from, to)
+			if err := s.Van().Send(m); err != nil {
+				t.Fatal(err)
+			}
+		}
+		body := fmt.Sprintf("stepaf/1 refused 5 0 %d full ", rs[0].First())
+		say(body+"of another process", s.Incarnation()^1, w.Incarnation())
+		say(body+"to another process", s.Incarnation(), w.Incarnation()^1)
+		say("stepaf/1 refused 5 0 x full nonsense", s.Incarnation(), w.Incarnation())
+		refuse(s, rs[1], epoch, why)
+		vantest.Fails(t, x.Wait(t.Context(), rs[1].First(), 0), van.ErrQueueFull, "test with server 0", "refused there", "it has 12 bytes")
+		refuse(s, rs[1], epoch, why) // it is over
+		refuse(s, rs[2], epoch, fmt.Errorf("%w: 13 bytes", van.ErrInvalid))
+		vantest.Fails(t, x.Wait(t.Context(), rs[2].First(), 0), van.ErrInvalid, "refused there: 13 bytes")
+		for _, i := range []int{0, 3} {
+			if !rs[i].Pending() {
+				t.Errorf("request %d has failed: %v", i, <-rs[i].finished)
+			}
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }

@@ -1,6 +1,7 @@
 package postoffice
 
-// What a worker tells the servers: which requests it has given up, so that they drop them.
+// What a worker tells the servers: which requests it has given up, so that they drop them. And
+// how a node tells another one such things.
 
 import (
 	"fmt"
@@ -37,7 +38,7 @@ type notices struct {
 	van       van.Van
 	mu        sync.Mutex
 	by        map[int][]notice
-	sent      atomic.Int32 // how many have been sent; the timestamp of the last one
+	sent      atomic.Int32 // how many notices have been sent, of refusals too; the timestamp of the last one
 }
 
 // withdraw tells node id that these answers are no longer awaited.
@@ -53,17 +54,23 @@ func (s *notices) withdraw(id, app int, w Withdrawn) {
 }
 
 func (s *notices) send(id, app int, w Withdrawn) {
+	err := s.tell(id, fmt.Appendf(nil, "%s%d %d %d %d", withdrawPrefix, app, w.Customer, w.First, w.Count))
+	if err != nil {
+		s.self.log.Info("could not tell a server that a request was given up", "server", s.self.peerName(id), "handler", w.First, "err", err)
+	}
+}
+
+// tell sends node id a notice.
+func (s *notices) tell(id int, body []byte) error {
 	msg := &van.Message{}
 	msg.Reset()
 	msg.Sender, msg.Receiver = s.self.ID(), id
 	// PS_RESEND would take the timestamps of one customer for earlier ones of another.
 	msg.Control.Cmd, msg.Timestamp = van.Heartbeat, s.sent.Add(1)&math.MaxInt32
-	msg.Body = fmt.Appendf(nil, "%s%d %d %d %d", withdrawPrefix, app, w.Customer, w.First, w.Count)
+	msg.Body = body
 	s.processes.stamp(&msg.Meta, s.processes.of(id))
 	s.self.logMessage("send", id, &msg.Meta)
-	if err := s.van.Send(msg); err != nil {
-		s.self.log.Info("could not tell a server that a request was given up", "server", s.self.peerName(id), "handler", w.First, "err", err)
-	}
+	return s.van.Send(msg)
 }
 
 // resend sends recent notices to node id, which was lost and is back: those of the

@@ -11,7 +11,7 @@ import (
 func (n *Node) receive(msg *van.Message) {
 	n.logMessage("recv", msg.Sender, &msg.Meta)
 	if msg.IsControl() {
-		if !n.strangers.withdrawn(msg) {
+		if !n.strangers.withdrawn(msg) && !n.apps.refused(msg) {
 			n.control.receive(msg)
 		}
 		return

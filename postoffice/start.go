@@ -225,7 +225,7 @@ func newNode(o Options) (*Node, error) {
 func (n *Node) assemble() {
 	n.processes.self, n.processes.incarnation = &n.identity, n.incarnation
 	n.notices.self, n.notices.processes, n.notices.van = &n.identity, &n.processes, n.van
-	n.apps.init(&n.identity, &n.processes)
+	n.apps.init(&n.identity, &n.processes, &n.notices)
 	n.strangers.init(&n.identity, &n.processes, &n.apps)
 	n.members = members{self: &n.identity, processes: &n.processes, strangers: &n.strangers}
 	n.lanes.carryOut = n.carryOut

@@ -1,0 +1,59 @@
+package postoffice
+
+// What a server tells a worker: which request it does not take, and why.
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"unicode"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// A server says so in the body of a HEARTBEAT without node records, as a worker says what it
+// has given up, and only to workers of this library.
+const refusedPrefix = "stepaf/1 refused "
+
+// maxRefused is how long such a body may be.
+const maxRefused = 1024
+
+// refusals are the errors that a worker's call may fail with, and the words for them.
+var refusals = [...]struct {
+	word string
+	err  error
+}{{"invalid", van.ErrInvalid}, {"full", van.ErrQueueFull}}
+
+// Refuse tells node id that this node will not answer the request that timestamp ts belongs to: its call fails at once.
+// epoch is that of the request's message. Only the reasons van.ErrInvalid and van.ErrQueueFull are told. A process of the
+// original, one that was lost, and one in the place of the one that asked are told nothing.
+func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
+	a.notices.refuse(id, epoch, app, customer, ts, why)
+}
+
+func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why error) {
+	p := s.processes.of(id)
+	if p.incarnation == 0 || p.lost != nil || p.epoch != epoch {
+		return
+	}
+	for _, r := range refusals {
+		if !errors.Is(why, r.err) {
+			continue
+		}
+		body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, r.word, printable(strings.TrimPrefix(why.Error(), r.err.Error()+": ")))
+		if err := s.tell(id, body[:min(len(body), maxRefused)]); err != nil {
+			s.self.log.Info("could not tell a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
+		}
+		return
+	}
+}
+
+// printable replaces what may not be in a notice or a log line.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return ' '
+		}
+		return r
+	}, strings.ToValidUTF8(s, "?"))
+}

@@ -1,0 +1,53 @@
+package postoffice
+
+// What a worker does when a server says that it does not take a request.
+
+import (
+	"bytes"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// refused handles msg if it is such a notice, and tells whether it is.
+func (a *apps) refused(msg *van.Message) bool {
+	if msg.Control.Cmd != van.Heartbeat || len(msg.Control.Nodes) > 0 || !bytes.HasPrefix(msg.Body, []byte(refusedPrefix)) {
+		return false
+	}
+	p := a.processes.of(msg.Sender)
+	if from, to := msg.Incarnations(); from == 0 || from != p.incarnation || to != a.processes.incarnation {
+		a.processes.dropStale(msg, p)
+		return true
+	}
+	meta, why := readRefused(msg.Body[len(refusedPrefix):min(len(msg.Body), maxRefused)])
+	if why == nil {
+		a.self.log.Warn("dropped a control message", "err", &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, invalid or full, and why"},
+			"from", a.self.peerName(msg.Sender))
+		return true
+	}
+	a.failRequest(&meta, msg.Sender, why)
+	return true
+}
+
+// readRefused reads what refuse has written. why is nil if it makes no sense.
+func readRefused(b []byte) (meta van.Meta, why error) {
+	w := strings.SplitN(string(b), " ", 5)
+	if len(w) < 5 {
+		return meta, nil
+	}
+	for i, to := range []*int32{&meta.AppID, &meta.CustomerID, &meta.Timestamp} {
+		n, err := strconv.ParseInt(w[i], 10, 32)
+		if err != nil {
+			return meta, nil
+		}
+		*to = int32(n)
+	}
+	for _, r := range refusals {
+		if w[3] == r.word {
+			why = fmt.Errorf("%w: refused there: %s", r.err, printable(w[4]))
+		}
+	}
+	return meta, why
+}

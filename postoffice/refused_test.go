@@ -1,0 +1,48 @@
+package postoffice
+
+import (
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestReadRefused: what refuse writes is read; nothing else is, and nothing unprintable gets into an error.
+func TestReadRefused(t *testing.T) {
+	out := &sent{}
+	n := &Node{identity: identity{log: slog.New(slog.DiscardHandler)}, van: out}
+	n.assemble()
+	n.processes.change(9, func(p *process) { p.known, p.incarnation, p.epoch = true, 5, 2 })
+	n.App().Refuse(9, 2, 7, 3, 20, &van.Error{Detail: "12 bytes\n", Err: van.ErrQueueFull})
+	n.App().Refuse(9, 2, 7, 3, 20, errors.Join(van.ErrInvalid, errors.New(strings.Repeat("ä", 2000))))
+	for _, body := range out.bodies {
+		if rest, is := strings.CutPrefix(body, refusedPrefix); !is || len(body) > maxRefused {
+			t.Errorf("%d bytes are sent: %.60q", len(body), body)
+		} else if meta, why := readRefused([]byte(rest)); meta.AppID != 7 || meta.CustomerID != 3 || meta.Timestamp != 20 || why == nil || why.Error() != printable(why.Error()) {
+			t.Errorf("%.60q is read as %d %d %d %v", body, meta.AppID, meta.CustomerID, meta.Timestamp, why)
+		}
+	}
+	if len(out.bodies) != 2 {
+		t.Errorf("%d refusals are told, want 2", len(out.bodies))
+	}
+	n.App().Refuse(9, 1, 7, 3, 20, van.ErrInvalid)   // of the process before
+	n.App().Refuse(11, 1, 7, 3, 20, van.ErrInvalid)  // of the original
+	n.App().Refuse(9, 2, 7, 3, 20, van.ErrMalformed) // no reason that is told
+	n.processes.change(9, func(p *process) { p.lost = van.ErrPeerLost })
+	n.App().Refuse(9, 2, 7, 3, 20, van.ErrInvalid)
+	if len(out.bodies) != 2 {
+		t.Errorf("%q are told, want nothing more", out.bodies[2:])
+	}
+
+	for body, want := range map[string]error{
+		"7 0 5 invalid x": van.ErrInvalid, "7 0 5 full x y": van.ErrQueueFull, "7 0 5 full a\nb\xff": van.ErrQueueFull, "7 0 5 full ": van.ErrQueueFull,
+		"7 0 5 full": nil, "7 0 5 closed x": nil, "7 0 x full y": nil, "7 0 99999999999 full x": nil, "": nil, "7": nil, " 7 0 5 full x": nil,
+	} {
+		_, why := readRefused([]byte(body))
+		if !errors.Is(why, want) || why != nil && why.Error() != printable(why.Error()) {
+			t.Errorf("%q is read as %v, want %v", body, why, want)
+		}
+	}
+}
