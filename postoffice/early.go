@@ -26,29 +26,38 @@ type early struct {
 // account is how much is kept of one sender.
 type account struct{ messages, bytes int }
 
-// keep stores a request for an application that does not exist yet. It returns the
-// customer if it has been made meanwhile.
+// keep stores a request for an application that does not exist yet, or tells its sender that
+// it does not. It returns the customer if it has been made meanwhile.
 func (a *apps) keep(k appKey, msg *van.Message) *Customer {
+	c, why := a.store(k, msg)
+	if why != "" {
+		a.notices.refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp, fmt.Errorf("%w: %w: %s", van.ErrQueueFull, errNoApp, why))
+	}
+	return c
+}
+
+// store is keep, but returns why the request is dropped.
+func (a *apps) store(k appKey, msg *van.Message) (c *Customer, why string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if c := (*a.table.Load())[k]; c != nil {
-		return c
+		return c, ""
 	}
 	if a.closed {
-		return nil
+		return nil, ""
 	}
 	if !msg.Request {
 		if count, show := a.noApp.Next(); show {
 			a.self.log.Info("dropped an answer", "err", errNoApp, "from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "dropped so far", count)
 		}
-		return nil
+		return nil, ""
 	}
 	if why := a.full(msg); why != "" {
 		if count, show := a.tooMany.Next(); show {
 			a.self.log.Warn("dropped a request for an application that this node does not have: "+why, "err", errNoApp,
 				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "kept", a.messages, "bytes", a.bytes, "dropped so far", count)
 		}
-		return nil
+		return nil, why
 	}
 	if a.messages == 0 {
 		a.self.log.Info("keeping requests until their application is made", "app", k.app, "customer", k.customer)
@@ -56,10 +65,11 @@ func (a *apps) keep(k appKey, msg *van.Message) *Customer {
 	}
 	a.early[k] = append(a.early[k], early{msg.Retain(), clock.Now()})
 	a.count(msg, 1)
-	return nil
+	return nil, ""
 }
 
-// full returns why msg cannot be kept, or "". a.mu is held. The loss of a sender is noted
+// full returns why msg cannot be kept, or "". The first message of a member may be longer than
+// STEPAF_RECV_BUDGET_PEER: it would never come otherwise. a.mu is held. The loss of a sender is noted
 // before peerLost takes a.mu: what is kept in spite of this check is dropped there.
 func (a *apps) full(msg *van.Message) string {
 	if a.processes.lost(msg.Sender) != nil {
@@ -67,7 +77,8 @@ func (a *apps) full(msg *van.Message) string {
 	}
 	size, of := weight(msg), a.by[msg.Sender]
 	what, limit, used := "STEPAF_RECV_BUDGET_PEER", a.self.cfg.RecvBudgetPeer, of.bytes
-	if !a.processes.of(msg.Sender).known {
+	member := a.processes.of(msg.Sender).known
+	if !member {
 		if !a.self.mayJoin(msg.Sender) {
 			return "its sender is no member of the cluster"
 		}
@@ -76,10 +87,10 @@ func (a *apps) full(msg *van.Message) string {
 	switch {
 	case of.messages >= maxEarly:
 		return fmt.Sprintf("%d of its sender are kept already", of.messages)
-	case limit > 0 && used+size > limit:
-		return fmt.Sprintf("%d bytes are kept already (%s=%d)", used, what, limit)
+	case limit > 0 && used+size > limit && !(member && of.messages == 0):
+		return fmt.Sprintf("this one has %d bytes, and %d are kept already (%s=%d)", size, used, what, limit)
 	case a.self.cfg.RecvBudget > 0 && a.bytes+size > a.self.cfg.RecvBudget:
-		return fmt.Sprintf("%d bytes are kept already (STEPAF_RECV_BUDGET=%d)", a.bytes, a.self.cfg.RecvBudget)
+		return fmt.Sprintf("this one has %d bytes, and %d are kept already (STEPAF_RECV_BUDGET=%d)", size, a.bytes, a.self.cfg.RecvBudget)
 	}
 	return ""
 }

@@ -472,3 +472,42 @@ func TestRefused(t *testing.T) {
 		}
 	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
 }
+
+// TestLongEarlyRequest: the first request for an application that is not there yet is kept, also if it is longer than
+// STEPAF_RECV_BUDGET_PEER, and delivered. One that is not kept fails at once, and says how long it was and why.
+func TestLongEarlyRequest(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		const budget = 1 << 20
+		o.Set = func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = budget, 4*budget }
+		c := testcluster.Start(t, o)
+		x := customer(t, c)
+		send := func(size int) *request {
+			r := opened(t, x)
+			m := rawRequest(5, r.First(), size)
+			m.CustomerID = 0
+			if err := c.Workers[0].App().Send(m); err != nil {
+				t.Fatal(err)
+			}
+			return r
+		}
+		refused := func(r *request, texts ...string) {
+			t.Helper()
+			vantest.Fails(t, x.Wait(within(t, 20*time.Second), r.First(), 0), van.ErrQueueFull, append(texts, "no such application")...)
+		}
+		refused(send(5*budget), fmt.Sprint("this one has ", 5*budget+520, " bytes, and 0 are kept already (STEPAF_RECV_BUDGET=", 4*budget))
+		first := send(3 * budget)
+		refused(send(10), "this one has 530 bytes", fmt.Sprint(3*budget+520, " are kept already (STEPAF_RECV_BUDGET_PEER=", budget))
+		came := make(chan int, 3)
+		if _, err := c.Servers[0].App().AddCustomer(5, 5, func(m *van.Message) { came <- m.Vals.Len() }); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case n := <-came:
+			if n != 3*budget || !first.Pending() {
+				t.Errorf("%d bytes have come, want %d; their request waits: %t", n, 3*budget, first.Pending())
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatal("the request is not there")
+		}
+	}, testcluster.InProc, testcluster.TCP, testcluster.SHM)
+}

@@ -83,6 +83,14 @@ func TestStrangersExpire(t *testing.T) {
 	})
 }
 
+// telling is a van that is told what is sent.
+type telling struct {
+	van.Van // nil: what a test does not expect panics
+	send    func(*van.Message)
+}
+
+func (v telling) Send(m *van.Message) error { v.send(m); return nil }
+
 // keptNode is the server of a story.
 func keptNode(cfg *Config, log *slog.Logger) *Node {
 	n := &Node{identity: identity{cfg: cfg, role: van.Server, incarnation: 77}, lifetime: newLifetime()}
@@ -103,6 +111,11 @@ func keptStory(t *testing.T, rng *rand.Rand, w io.Writer) {
 	ids := []int{9, 11, 13, 15} // the last one cannot be
 	var mu sync.Mutex
 	var came []string
+	n.notices.van = telling{send: func(m *van.Message) { // that it refuses a request
+		mu.Lock()
+		defer mu.Unlock()
+		came = append(came, fmt.Sprint("told ", m.Receiver, " ", string(m.Body)))
+	}}
 	slow := map[int]chan struct{}{}
 	handler := func(app int) func(*van.Message) {
 		return func(m *van.Message) {
