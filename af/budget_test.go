@@ -2,11 +2,16 @@ package af_test
 
 import (
 	"bytes"
+	"fmt"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // TestBatchBeyondTheSendBudget: a batch is sent and answered whole when nothing else waits, however much more it has
@@ -66,4 +71,98 @@ func TestBatchBeyondTheSendBudget(t *testing.T) {
 			})
 		}
 	}, testcluster.TCP, testcluster.Unix, testcluster.SHM)
+}
+
+// TestBatchBeyondTheReceiveBudget: a batch of more than a server keeps of one fails at once, and the error has its size and
+// the variable that says how much that is. One that is just within it is served.
+func TestBatchBeyondTheReceiveBudget(t *testing.T) {
+	const most, key = 2 << 20, 8 // bytes
+	for _, x := range []struct {
+		name      string
+		peer, all int
+	}{{"STEPAF_RECV_BUDGET", most / 2, most}, {"STEPAF_RECV_BUDGET_PEER", most, most / 2}} {
+		t.Run(x.name, func(t *testing.T) {
+			testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+				o.Set = func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = x.peer, x.all }
+				c := testcluster.Start(t, o)
+				s := serve(t, c.Servers[0], echoes(t))
+				w := newWorker(t, c.Workers[0])
+				push := func(sizes ...int) error {
+					var l []af.KeyTensor
+					for i, n := range sizes {
+						l = append(l, af.KeyTensor{Key: uint64(i + 1), Val: bytesOf(t, make([]byte, n))})
+					}
+					call, err := w.PushPull(l, nil, af.Within(20*time.Second))
+					if err != nil {
+						t.Fatal(err)
+					}
+					return call.Wait(t.Context())
+				}
+				want := fmt.Sprintf(", want at most %d (%s)", most, x.name)
+				vantest.Fails(t, push(most), van.ErrInvalid, "push_pull with server 0", fmt.Sprintf("a batch of %d bytes", most+key)+want)
+				vantest.Fails(t, push(most/2, most/2), van.ErrInvalid, fmt.Sprintf("a batch of %d bytes", most+2*key)+want)
+				vantest.Fails(t, push(most/2, most/2, 3), van.ErrInvalid, fmt.Sprintf("a batch of %d bytes before its end", most+2*key)+want)
+				if err := push(most/2-key, most/2-key); err != nil {
+					t.Error(err)
+				}
+				eventually(t, "nothing is open", func() bool { n, bytes := af.OpenBatches(s, van.WorkerID(0)); return n == 0 && bytes == 0 })
+				works(t, w, 1)
+			}, all...)
+		})
+	}
+}
+
+// TestBatchGivenUpForAnother: a batch that a server gives up, since its worker has begun too much at once, fails at once;
+// the one that it was given up for is served.
+func TestBatchGivenUpForAnother(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		hook := &hooks.Van{}
+		o.Wrap = hook.Wrap("worker", 0)
+		o.Set = func(c *postoffice.Config) { c.RecvBudgetPeer = 1 << 20 }
+		c := testcluster.Start(t, o)
+		serve(t, c.Servers[0], echoes(t))
+		w := newWorker(t, c.Workers[0])
+		works(t, w, 1)
+		half := bytesOf(t, make([]byte, 600<<10))
+		push := func() af.Call {
+			call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: half}, {Key: 2, Val: half}}, nil, af.Within(20*time.Second))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return call
+		}
+		hook.OnSend(func(m *van.Message) hooks.Verdict {
+			if m.Head == van.BatchEnd {
+				return hooks.Lose
+			}
+			m.More = false // nothing follows
+			return hooks.Pass
+		})
+		first := push()
+		hook.OnSend(nil)
+		if err := push().Wait(t.Context()); err != nil {
+			t.Error(err)
+		}
+		vantest.Fails(t, first.Wait(t.Context()), van.ErrQueueFull, "push_pull with server 0", "bytes of batches that have not ended, want at most 1048576 (STEPAF_RECV_BUDGET_PEER)")
+	}, all...)
+}
+
+// TestRegisteredTooShort: a push that is longer than the memory that the server has registered for it fails at once, with
+// both lengths.
+func TestRegisteredTooShort(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		c := testcluster.Start(t, o)
+		s := serve(t, c.Servers[0], echoes(t))
+		if err := s.RegisterRecvTensor(bytesOf(t, make([]byte, 8)), []int{0}, []uint64{7}); err != nil {
+			t.Fatal(err)
+		}
+		w := newWorker(t, c.Workers[0])
+		push(t, w, 7, "8 bytes.")
+		call, err := w.PushPull([]af.KeyTensor{{Key: 7, Val: bytesOf(t, []byte("9 bytes.."))}}, nil, af.Within(20*time.Second))
+		if err != nil {
+			t.Fatal(err)
+		}
+		vantest.Fails(t, call.Wait(t.Context()), van.ErrInvalid, "refused there", "pushed 9 bytes under key 7, the registered receive buffer has 8")
+		push(t, w, 7, "8 again.")
+	}, all...)
 }

@@ -21,6 +21,7 @@ type sender struct {
 	mu   sync.Mutex
 	open []*work        // begun and not ended; the last one is the current one
 	held []*van.Message // came before the message that they follow
+	over []refused      // taken off open; who has added them ends them without the lock
 
 	openBytes int // of the messages in open
 	heldBytes int
@@ -32,6 +33,12 @@ type sender struct {
 // maxOpen bounds the batches that a worker may have begun and not ended, of which
 // the oldest is given up then, and its messages that are held.
 const maxOpen = 1024
+
+// refused is a batch that will never be complete, and why.
+type refused struct {
+	b   *work
+	why error
+}
 
 // accept adds msg to its batch and hands the batch on when it is complete.
 func (x *sender) accept(msg *van.Message) error {
@@ -57,16 +64,22 @@ func (x *sender) accept(msg *van.Message) error {
 		err = x.charge(b, msg)
 	}
 	if err != nil {
-		x.remove(b)
-		x.mu.Unlock()
-		b.unref()
-		return err
+		x.refuse(b, err)
 	}
-	complete := b.single || msg.Head == van.BatchEnd
+	complete := err == nil && (b.single || msg.Head == van.BatchEnd)
 	if complete {
 		x.remove(b)
 	}
+	over := x.over
+	x.over = nil
 	x.mu.Unlock()
+	for _, r := range over {
+		s.node.Refuse(r.b.instance, r.b.epoch, int32(s.app), r.b.customer, r.b.first, r.why)
+		r.b.unref()
+	}
+	if err != nil {
+		return err
+	}
 
 	// Pushes of a batch are acknowledged on arrival; a single one when the
 	// application answers it.
@@ -93,11 +106,9 @@ func (x *sender) batchOf(msg *van.Message) (*work, error) {
 	if msg.Head == van.Single || msg.Head == van.BatchStart {
 		if s := x.s; len(x.open) >= maxOpen { // nobody will end the oldest
 			old := x.open[0]
-			x.remove(old)
-			last := old.last
-			old.unref()
+			x.refuse(old, fmt.Errorf("%w: %d batches have been begun since, and this one has not ended", van.ErrQueueFull, maxOpen))
 			if n, speak := s.node.Rarely("af: open batches"); speak {
-				s.node.Log().Warn("gave up a batch that has not ended", "worker", s.node.PeerName(msg.Sender), "last timestamp", last, "begun since", maxOpen, "so far", n)
+				s.node.Log().Warn("gave up a batch that has not ended", "worker", s.node.PeerName(msg.Sender), "last timestamp", old.last, "begun since", maxOpen, "so far", n)
 			}
 		}
 		b := x.take(msg)
@@ -128,17 +139,30 @@ func (x *sender) charge(b *work, msg *van.Message) error {
 		if old == b {
 			old = x.open[1]
 		}
-		x.remove(old)
+		x.refuse(old, fmt.Errorf("%w: %d bytes of batches that have not ended, want at most %d (STEPAF_RECV_BUDGET_PEER)", van.ErrQueueFull, x.openBytes, c.RecvBudgetPeer))
 		if n, speak := s.node.Rarely("af: bytes of open batches"); speak {
 			s.node.Log().Warn("gave up a batch that has not ended: its worker has begun too much", "worker", s.node.PeerName(msg.Sender),
 				"last timestamp", old.last, "limit (STEPAF_RECV_BUDGET_PEER)", c.RecvBudgetPeer, "so far", n)
 		}
-		old.unref()
 	}
-	if b.bytes > max(c.RecvBudget, c.RecvBudgetPeer) && !failpoint.On("recv-budget") {
-		return fmt.Errorf("%w: a batch of %d bytes before its end, want at most %d (STEPAF_RECV_BUDGET)", van.ErrInvalid, b.bytes, max(c.RecvBudget, c.RecvBudgetPeer))
+	most, name := c.RecvBudget, "STEPAF_RECV_BUDGET"
+	if c.RecvBudgetPeer > most {
+		most, name = c.RecvBudgetPeer, "STEPAF_RECV_BUDGET_PEER"
+	}
+	if b.bytes > most && !failpoint.On("recv-budget") {
+		before := ""
+		if !b.single && msg.Head != van.BatchEnd {
+			before = " before its end"
+		}
+		return fmt.Errorf("%w: a batch of %d bytes%s, want at most %d (%s)", van.ErrInvalid, b.bytes, before, most, name)
 	}
 	return nil
+}
+
+// refuse takes b off the open batches, for accept to tell its worker why. x.mu is held.
+func (x *sender) refuse(b *work, why error) {
+	x.remove(b)
+	x.over = append(x.over, refused{b, why})
 }
 
 // hold keeps a message that continues no open batch, if there is room. One that was lost
