@@ -223,8 +223,9 @@
 	"\n" \
 	"Raises TimeoutError (names the servers that have not answered; the request is\n" \
 	"given up, late answers are dropped), ConnectionError (a server that owes an answer\n" \
-	"is lost), ValueError (unknown handler), KeyboardInterrupt (the request goes on, wait\n" \
-	"again), Error (not a worker, before init(), stopped)."
+	"is lost), ValueError (unknown handler, or more than a server takes),\n" \
+	"KeyboardInterrupt (the request goes on, wait again), Error (not a worker, before\n" \
+	"init(), stopped)."
 
 #define DOC_GET_ALL_HANDLERS \
 	"get_all_handlers($module, handler, /)\n--\n\n" \

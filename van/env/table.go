@@ -209,12 +209,12 @@ var table = []variable{
 	{
 		name: "STEPAF_RECV_BUDGET_PEER", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudgetPeer },
-		help:    "Bytes of one peer that may wait for this node's application. Then that peer is not read until some have been taken; others are.",
+		help:    "Bytes of one peer that may wait for this node's application. Then that peer is not read until some have been taken; others are. Of a worker that has begun several batches and ended none, a server gives up the oldest when they have more: their calls fail (`van.ErrQueueFull`).",
 		differs: "Ours only; the original keeps everything.",
 	}, {
 		name: "STEPAF_RECV_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "1G", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RecvBudget },
-		help:    "The same for all peers together, for each transport of the node: ZeroMQ and shared memory count what came through them; over ZeroMQ what workers send to a server, and what servers send to a worker, is counted apart.",
+		help:    "The same for all peers together, for each transport of the node: ZeroMQ and shared memory count what came through them; over ZeroMQ what workers send to a server, and what servers send to a worker, is counted apart. Also what a server keeps of one batch, unless `STEPAF_RECV_BUDGET_PEER` is more: a call that pushes more to it fails at once (`van.ErrInvalid`). What goes to memory that is registered for it is not counted.",
 		differs: "Ours only; the original keeps everything.",
 	}, {
 		name: "STEPAF_SEND_BUDGET", topic: budgets, kind: Size, min: 1 << 20, max: 1 << 40, def: "256M", readers: "all",
