@@ -69,6 +69,12 @@ func (a App) OnExit(f func()) (stop func()) {
 	}
 }
 
+// StartBarrier waits until every instance of the group has called it at the end of its start. A process
+// that replaces a lost one passes it when the others have. It has no limit but ctx's.
+func (a App) StartBarrier(ctx context.Context, group int) error {
+	return a.await(ctx, "start barrier", func(t time.Duration) (int, error) { return a.machine.StartBarrier(t, group, 0) })
+}
+
 // Ended is closed when the node has left or failed; Alive says why.
 func (a App) Ended() <-chan struct{} { return a.failed }
 

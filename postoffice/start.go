@@ -95,12 +95,12 @@ func Start(ctx context.Context, o Options) (*Node, error) {
 		n.close(linger)
 		return nil, err
 	}
-	if !o.NoBarrier && !n.IsRecovery() { // a replacement comes after the start barrier
+	if !o.NoBarrier {
 		deadline := began + n.cfg.StartTimeout
 		if failpoint.On("start-deadline") {
 			deadline = 0
 		}
-		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, deadline) }); err != nil {
+		if err := n.await(ctx, "start barrier", func(t time.Duration) (int, error) { return n.machine.StartBarrier(t, van.AllNodes, deadline) }); err != nil {
 			n.close(shortLinger) // a node that has not come does not read its messages, either
 			return nil, err
 		}

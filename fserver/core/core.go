@@ -96,10 +96,10 @@ func (s *Session) open(ctx context.Context) (err error) {
 	default:
 		return nil
 	}
-	if err != nil || s.node.IsRecovery() {
+	if err != nil {
 		return err
 	}
-	return s.node.InstanceBarrier(ctx, 0, van.WorkerGroup|van.ServerGroup)
+	return s.node.App().StartBarrier(ctx, van.WorkerGroup|van.ServerGroup)
 }
 
 // Stop waits for every node to stop and leaves. It leaves in any case.

@@ -27,6 +27,9 @@ type gathers struct {
 	// library do not: counted, it would be taken for their vote in the barrier of Finalize,
 	// where others may wait already.
 	starting map[int][]int32
+	// Instance barriers that have been released: of those of start-up, processes that replace others
+	// are released at once.
+	passed map[gatherKey]bool
 }
 
 // firstNews is after how long those who wait for a barrier are first told who is missing. It is not
@@ -105,6 +108,10 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 	case s.table.native(from) && s.answered(from, key, a.stamp):
 		s.dropEmpty()
 		return nil
+	case s.passes(from, key, msg):
+		s.again(from, key, a.stamp)
+		s.dropEmpty()
+		return nil
 	case i >= 0 && (instance || s.table.native(from)):
 		g.came[i] = a // repeated, or given up and requested anew
 		return nil
@@ -116,6 +123,7 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		return nil
 	}
 	delete(s.open, key)
+	s.passed[key] = true
 	to := make([]int, 0, len(g.came))
 	if instance {
 		to = s.table.Members(group)
@@ -139,6 +147,13 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		s.calls.Leaving(now) // the others leave when they have the release
 	}
 	return nil
+}
+
+// passes tells whether a request is for a barrier of start-up that the others have passed before its
+// process came.
+func (s *gathers) passes(from int, key gatherKey, msg *van.Meta) bool {
+	return msg.Key == startRequest && from != van.SchedulerID && s.table.native(from) && s.table.record(from).IsRecovery &&
+		(s.passed[key] || s.life.recovered)
 }
 
 func (s *gathers) note(id int, key gatherKey, a answer) {

@@ -37,7 +37,7 @@ var (
 //	barrier NAME group=6 kind=group [customer=0]
 //	finalize NAME, leaving NAME, cancel NAME TICKET
 //	link NAME ID...
-//	startbarrier NAME 30s
+//	startbarrier NAME 30s [group=7]
 //	kill NAME            it is gone; nobody is told
 //	freeze NAME, thaw NAME   it is stopped and woken; what is sent to it is kept
 //	busy NAME            it is too busy for anything, and only its transport answers, until thaw, or freeze
@@ -216,7 +216,13 @@ func (s *script) command(line string) error {
 		if err != nil {
 			return err
 		}
-		ticket, err := n.m.StartBarrier(w.now, w.now+limit)
+		group := van.AllNodes
+		if g := opts["group"]; g != "" {
+			if group, err = strconv.Atoi(g); err != nil {
+				return err
+			}
+		}
+		ticket, err := n.m.StartBarrier(w.now, group, w.now+limit)
 		if err == nil {
 			w.log("%s: ticket %d", n.name, ticket)
 		}

@@ -17,9 +17,11 @@ import (
 // their connections right after the last barrier, perhaps before this node has its release.
 const leaveGrace = time.Second
 
-// finalRequest is the key of a request for a barrier that ends a program. Only a scheduler
-// of this library reads it.
-const finalRequest = 1
+// The key of a request says what its barrier is for. Only a scheduler of this library reads it.
+const (
+	finalRequest = 1 // it ends a program
+	startRequest = 2 // it begins one
+)
 
 // named returns the key by which a release or a notice names the request that it answers;
 // 0 names none. C++ StepMesh nodes do not read the key.
@@ -33,7 +35,7 @@ type ticket struct {
 	instance bool
 	final    bool // the barrier of Finalize
 	ending   bool // that of Finalize, or StopBarrier
-	starting bool // the barrier of start-up
+	starting bool // a barrier of start-up
 	sent     bool
 	stamp    int32  // of the request, once it is sent
 	missing  string // what the scheduler says of missing nodes
@@ -88,10 +90,17 @@ func (c *tickets) Barrier(now time.Duration, customer, group int, instance bool)
 	return c.call(now, t)
 }
 
-// StartBarrier is the barrier over all nodes at the end of start-up. It fails at deadline,
-// unless that is 0; on the scheduler this fails start-up on all nodes.
-func (c *tickets) StartBarrier(now, deadline time.Duration) (int, error) {
-	return c.call(now, ticket{group: van.AllNodes, instance: true, starting: true, deadline: deadline})
+// StartBarrier is an instance barrier over a group at the end of start-up. A process that replaces
+// a lost one passes it when the others have. It fails at deadline, unless that is 0; on the
+// scheduler this fails start-up on all nodes.
+func (c *tickets) StartBarrier(now time.Duration, group int, deadline time.Duration) (int, error) {
+	return c.call(now, ticket{group: group, instance: true, starting: true, deadline: deadline})
+}
+
+// skipped tells whether this process need not ask for a barrier of start-up: it has resumed a cluster,
+// or it replaces another one, which a C++ StepMesh scheduler would count for the next barrier.
+func (t *ticket) skipped(b *base) bool {
+	return t.starting && (b.life.recovered || b.table.self.IsRecovery && !b.table.native(van.SchedulerID))
 }
 
 // Finalize starts the last barrier, over all instances of all nodes. When it is done the
@@ -137,7 +146,7 @@ func (c *tickets) call(now time.Duration, t ticket) (int, error) {
 	}
 	c.last++
 	t.n, t.since = c.last, now
-	if c.cfg.trivial(t.group, t.instance) {
+	if c.cfg.trivial(t.group, t.instance) || t.skipped(&c.base) {
 		c.out.emit(BarrierDone{t.n})
 		return t.n, nil
 	}
@@ -171,8 +180,12 @@ func (c *tickets) request(t *ticket) {
 	meta := controlAt(t.stamp, barrierCommand(t.instance))
 	meta.Request, meta.AppID, meta.CustomerID = true, 0, int32(t.customer)
 	meta.Control.BarrierGroup = t.group
-	if t.ending && c.table.native(van.SchedulerID) {
+	switch {
+	case !c.table.native(van.SchedulerID):
+	case t.ending:
 		meta.Key = finalRequest
+	case t.starting:
+		meta.Key = startRequest
 	}
 	c.out.send(van.SchedulerID, meta)
 }
