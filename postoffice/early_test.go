@@ -3,6 +3,7 @@ package postoffice
 import (
 	"errors"
 	"log/slog"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -56,6 +57,44 @@ func TestEachExpires(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestFull: what is kept early of a member, and of a process that is not one yet, is compared with its
+// budget: a member's with what it sent itself, that of others with all that is kept.
+func TestFull(t *testing.T) {
+	cfg := DefaultConfig()
+	cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 3, 1, 1
+	cfg.StrangerBudget, cfg.RecvBudgetPeer, cfg.RecvBudget = 30000, 50000, 90000
+	n := keptNode(cfg, slog.New(slog.DiscardHandler))
+	n.processes.change(9, func(p *process) { p.known = true })
+	message := func(sender, size int) *van.Message {
+		m := &van.Message{Meta: van.Meta{Request: true}, Sender: sender}
+		m.Body = make([]byte, size-weight(m))
+		return m
+	}
+	a := &n.apps
+	for _, c := range []struct {
+		sender, size int
+		why          string // "" if it is kept
+	}{
+		{11, 15000, ""},
+		{13, 15000, ""},
+		{13, 2000, "this one has 2000 bytes, and 30000 are kept already (STEPAF_STRANGER_BUDGET=30000)"},
+		{9, 55000, ""}, // the first one may have any size
+		{9, 2000, "this one has 2000 bytes, and 55000 are kept already (STEPAF_RECV_BUDGET_PEER=50000)"},
+		{15, 2000, "no member"}, // there is no such rank
+	} {
+		m := message(c.sender, c.size)
+		a.mu.Lock()
+		why := a.full(m)
+		if why == "" {
+			a.count(m, 1)
+		}
+		a.mu.Unlock()
+		if (why == "") != (c.why == "") || !strings.Contains(why, c.why) {
+			t.Errorf("%d bytes of %d: %q, want %q", c.size, c.sender, why, c.why)
+		}
+	}
 }
 
 // TestBacklogIsCounted: what waits behind a handler that is busy with what came before it was

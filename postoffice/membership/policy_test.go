@@ -107,6 +107,15 @@ func TestLyingLists(t *testing.T) {
 		if l := m.sched.policies.lines(); !strings.Contains(l[0], " asked=9") {
 			t.Errorf("recovered %t: %q", recovered, l)
 		}
+		// Nor any once it has changed its own.
+		if err := m.sched.policies.set(Policy{App: 5, Rate: 5000}); err != nil {
+			t.Fatal(err)
+		}
+		own := m.sched.policies.version
+		_ = m.sched.policies.take(9, &van.Meta{}, notice{verb: verbPolicies, text: "100 app=1,rate=1000"})
+		if v := m.sched.policies.version; v != own {
+			t.Errorf("recovered %t: its own list, version %d, has become version %d", recovered, own, v)
+		}
 	}
 }
 
