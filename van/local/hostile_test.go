@@ -41,6 +41,11 @@ func TestHostileSender(t *testing.T) {
 		do   func(l *outLink)
 	}{
 		{"a tail beyond the ring", func(l *outLink) { l.seg.tail().Store(l.tail + ringLen + recordAlign) }},
+		{"a message, and a tail beyond the ring", func(l *outLink) {
+			b := valid(t)
+			copy(l.seg.at(l.tail), b)
+			l.seg.tail().Store(l.tail + ringLen + uint64(len(b)))
+		}},
 		{"a tail that goes back", func(l *outLink) { l.seg.tail().Store(l.tail - recordAlign) }},
 		{"a tail that is not aligned", func(l *outLink) { l.seg.tail().Store(l.tail + 1) }},
 		{"an empty record", func(l *outLink) { l.write(make([]byte, 128)) }},
