@@ -11,6 +11,7 @@ import (
 	"net"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -172,7 +173,7 @@ func TestResendShortTimeout(t *testing.T) {
 }
 
 // A push that is no part of a batch, and one that is too large for its registered
-// buffer, are dropped with a log line; others are served.
+// buffer, are dropped with a log line, of which the second one's worker is told; others are served.
 func TestRequestsThatMakeNoSense(t *testing.T) {
 	c := newNodes(t, 1, 1, 1).start()
 	s, err := af.NewServer(c.Servers[0], af.ServerOptions{})
@@ -207,8 +208,8 @@ func TestRequestsThatMakeNoSense(t *testing.T) {
 		}
 		return w.Customer().Wait(t.Context(), h.Timestamp(), limit)
 	}
-	if err := push(9, 300*time.Millisecond); !errors.Is(err, van.ErrTimeout) {
-		t.Errorf("push larger than its buffer: %v, want a timeout", err)
+	if err := push(9, 20*time.Second); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "pushed 9 bytes under key 7") {
+		t.Errorf("push larger than its buffer: %v, want an error that says so", err)
 	}
 	c.log.Wait(t, "the registered receive buffer has 8")
 	for _, n := range []int{8, 5} {
