@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
-	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 )
@@ -154,9 +153,7 @@ func (c *control) peerChanged(id int, up bool, cause error) {
 func (c *control) receive(msg *van.Message) {
 	c.step(func(t time.Duration) {
 		if err := c.machine.Step(t, msg.Sender, &msg.Meta); err != nil {
-			if k, show := c.self.rarely("control: " + logx.Kind(err)); show {
-				c.self.log.Warn("dropped a control message", "err", err, "so far", k)
-			}
+			c.self.droppedControl(msg.Sender, err)
 		}
 	})
 }

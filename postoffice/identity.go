@@ -73,6 +73,13 @@ func (n *identity) mayJoin(id int) bool {
 // rarely is App.Rarely. Errors of one cause have the same logx.Kind.
 func (n *identity) rarely(cause string) (count uint64, show bool) { return n.causes.Next(cause) }
 
+// droppedControl logs that a control message of node from was dropped, and why.
+func (n *identity) droppedControl(from int, why error) {
+	if k, show := n.rarely("control: " + logx.Kind(why)); show {
+		n.log.Warn("dropped a control message", "err", why, "from", n.peerName(from), "so far", k)
+	}
+}
+
 // logMessage writes a line for one message at PS_VERBOSE=2.
 func (n *identity) logMessage(way string, peer int, m *van.Meta) {
 	if !n.debug {

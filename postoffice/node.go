@@ -70,10 +70,10 @@ func (n *Node) DeadNodes(t time.Duration) []int {
 
 // Barrier waits until as many members of the group have called it as C++ StepMesh's
 // group barrier counts: one for each group of instances. Only members that have called
-// it are released. customer is usually 0. A call that ends with ctx does
-// not count for the others, unless the scheduler is C++ StepMesh's, which cannot be told. Barrier fails after STEPAF_BARRIER_TIMEOUT; or,
-// when only lost members are missing, after STEPAF_REPLACE_TIMEOUT unless they are
-// replaced.
+// it are released. customer is usually 0. A call that ends with ctx does not count for
+// the others, unless the scheduler is C++ StepMesh's, which cannot be told. Barrier fails
+// after STEPAF_BARRIER_TIMEOUT; or, when only lost members are missing, after
+// STEPAF_REPLACE_TIMEOUT unless they are replaced.
 func (n *Node) Barrier(ctx context.Context, customer, group int) error {
 	return n.barrier(ctx, "barrier", customer, group, false)
 }

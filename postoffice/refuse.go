@@ -6,8 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"unicode"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -40,20 +40,10 @@ func (s *notices) refuse(id int, epoch uint32, app, customer, ts int32, why erro
 		if !errors.Is(why, r.err) {
 			continue
 		}
-		body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, r.word, printable(strings.TrimPrefix(why.Error(), r.err.Error()+": ")))
+		body := fmt.Appendf(nil, "%s%d %d %d %s %s", refusedPrefix, app, customer, ts, r.word, logx.Printable(strings.TrimPrefix(why.Error(), r.err.Error()+": ")))
 		if err := s.tell(id, body[:min(len(body), maxRefused)]); err != nil {
 			s.self.log.Info("could not tell a worker that its request is refused", "worker", s.self.peerName(id), "handler", ts, "err", err)
 		}
 		return
 	}
-}
-
-// printable replaces what may not be in a notice or a log line.
-func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return ' '
-		}
-		return r
-	}, strings.ToValidUTF8(s, "?"))
 }

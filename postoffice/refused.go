@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -23,8 +24,7 @@ func (a *apps) refused(msg *van.Message) bool {
 	}
 	meta, why := readRefused(msg.Body[len(refusedPrefix):min(len(msg.Body), maxRefused)])
 	if why == nil {
-		a.self.log.Warn("dropped a control message", "err", &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, invalid or full, and why"},
-			"from", a.self.peerName(msg.Sender))
+		a.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, timestamp, invalid or full, and why"})
 		return true
 	}
 	a.failRequest(&meta, msg.Sender, why)
@@ -46,7 +46,7 @@ func readRefused(b []byte) (meta van.Meta, why error) {
 	}
 	for _, r := range refusals {
 		if w[3] == r.word {
-			why = fmt.Errorf("%w: refused there: %s", r.err, printable(w[4]))
+			why = fmt.Errorf("%w: refused there: %s", r.err, logx.Printable(w[4]))
 		}
 	}
 	return meta, why

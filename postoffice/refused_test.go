@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -20,7 +21,7 @@ func TestReadRefused(t *testing.T) {
 	for _, body := range out.bodies {
 		if rest, is := strings.CutPrefix(body, refusedPrefix); !is || len(body) > maxRefused {
 			t.Errorf("%d bytes are sent: %.60q", len(body), body)
-		} else if meta, why := readRefused([]byte(rest)); meta.AppID != 7 || meta.CustomerID != 3 || meta.Timestamp != 20 || why == nil || why.Error() != printable(why.Error()) {
+		} else if meta, why := readRefused([]byte(rest)); meta.AppID != 7 || meta.CustomerID != 3 || meta.Timestamp != 20 || why == nil || why.Error() != logx.Printable(why.Error()) {
 			t.Errorf("%.60q is read as %d %d %d %v", body, meta.AppID, meta.CustomerID, meta.Timestamp, why)
 		}
 	}
@@ -41,7 +42,7 @@ func TestReadRefused(t *testing.T) {
 		"7 0 5 full": nil, "7 0 5 closed x": nil, "7 0 x full y": nil, "7 0 99999999999 full x": nil, "": nil, "7": nil, " 7 0 5 full x": nil,
 	} {
 		_, why := readRefused([]byte(body))
-		if !errors.Is(why, want) || why != nil && why.Error() != printable(why.Error()) {
+		if !errors.Is(why, want) || why != nil && why.Error() != logx.Printable(why.Error()) {
 			t.Errorf("%q is read as %v, want %v", body, why, want)
 		}
 	}

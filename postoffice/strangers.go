@@ -72,8 +72,7 @@ func (s *strangers) withdrawn(msg *van.Message) bool {
 	case from == 0 || to != s.self.incarnation:
 		s.processes.dropStale(msg, p)
 	case !valid:
-		s.self.log.Warn("dropped a control message", "err", &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, first timestamp and count"},
-			"from", s.self.peerName(msg.Sender))
+		s.self.droppedControl(msg.Sender, &van.FieldError{Field: "body", Value: fmt.Sprintf("%.60q", msg.Body), Want: "application, customer, first timestamp and count"})
 	case from == p.incarnation && !p.behind:
 		s.apps.withdraw(app, w, p.epoch)
 	case !s.giveUp(from, app, w):

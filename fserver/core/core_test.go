@@ -133,10 +133,10 @@ func TestUnansweredPushes(t *testing.T) {
 	s := &Session{queue: q}
 	for id := range uint64(keepAcked + 10) {
 		q.next = id + 1
-		q.noteAcked(id)
+		q.acked.note(id, struct{}{}, keepAcked)
 	}
-	if len(q.acked) != keepAcked || q.oldest.Len() != keepAcked {
-		t.Errorf("%d batches in a list of %d are kept, want %d", len(q.acked), q.oldest.Len(), keepAcked)
+	if len(q.acked.of) != keepAcked || q.acked.order.Len() != keepAcked {
+		t.Errorf("%d batches in a list of %d are kept, want %d", len(q.acked.of), q.acked.order.Len(), keepAcked)
 	}
 	if err := s.Respond(af.DefaultStream, 9, nil); !errors.Is(err, ErrMisuse) {
 		t.Errorf("answer to a batch long past: %v, want %v", err, ErrMisuse)

@@ -97,8 +97,8 @@ func TestQueueModel(t *testing.T) {
 			if q.ready(eachOne) != (filled == 2) || q.ready(0) != (filled > 0) || len(q.missing()) != 2-filled {
 				t.Fatalf("%s: ready %t and %t, %q are missing", what, q.ready(eachOne), q.ready(0), q.missing())
 			}
-			if len(q.out)+len(q.acked) != len(out) || q.oldest.Len() < len(q.acked) {
-				t.Fatalf("%s: %d and %d handed out, want %d", what, len(q.out), len(q.acked), len(out))
+			if len(q.out)+len(q.acked.of) != len(out) || q.acked.order.Len() < len(q.acked.of) {
+				t.Fatalf("%s: %d and %d handed out, want %d", what, len(q.out), len(q.acked.of), len(out))
 			}
 		}
 		for range 60 {

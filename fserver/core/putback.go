@@ -18,7 +18,7 @@ func (q *queue) giveBack(items []Item) {
 	defer q.mu.Unlock()
 	for _, it := range items {
 		if it.acked {
-			delete(q.acked, it.ID)
+			delete(q.acked.of, it.ID)
 		} else if _, ok := q.out[it.ID]; ok {
 			delete(q.out, it.ID)
 		} else {
@@ -64,7 +64,7 @@ func (q *queue) retake(id uint64, b *af.Batch) (Item, bool) {
 	if out, ok := q.out[id]; ok {
 		return Item{ID: id, Batch: out.Retain()}, true
 	}
-	if _, ok := q.acked[id]; ok && b != nil {
+	if _, ok := q.acked.of[id]; ok && b != nil {
 		return Item{ID: id, Batch: b.Retain(), acked: true}, true
 	}
 	return Item{}, false

@@ -40,14 +40,30 @@ type queue struct {
 	filled  int                // workers that have a batch
 	next    uint64
 	out     map[uint64]af.Batch // handed out and not answered
-	acked   map[uint64]struct{} // handed out without pulls: an answer is allowed, but not needed
-	oldest  fifo.Queue[uint64]  // of acked, in order
-	given   map[uint64]int      // handed out, and given up by their workers (group ranks) since: an answer is dropped
-	first   fifo.Queue[uint64]  // of given, in order
+	acked   recent[struct{}]    // handed out without pulls: an answer is allowed, but not needed
+	given   recent[int]         // handed out, and given up by their workers (group ranks) since: an answer is dropped
 	lost    map[int]loss        // workers by group rank
 	bytes   []int               // queued for each worker, by group rank
 	full    int                 // workers that have used up STEPAF_RECV_BUDGET_PEER
 	room    chan struct{}       // closed and replaced when such a worker has room again
+}
+
+// recent has a value for each of the last ids that were noted and not deleted since.
+type recent[V any] struct {
+	of    map[uint64]V
+	order fifo.Queue[uint64] // of all that were noted
+}
+
+// note adds id, and forgets the oldest one beyond keep.
+func (r *recent[V]) note(id uint64, v V, keep int) {
+	if r.of == nil {
+		r.of = map[uint64]V{}
+	}
+	if r.order.Len() == keep {
+		delete(r.of, r.order.Take())
+	}
+	r.of[id] = v
+	r.order.Put(id)
 }
 
 // loss is why and since when a worker is away, and when a caller was last told.
@@ -57,7 +73,7 @@ type loss struct {
 }
 
 func newQueue(n *postoffice.Node) *queue {
-	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, acked: map[uint64]struct{}{}, given: map[uint64]int{}, lost: map[int]loss{},
+	q := &queue{node: n.App(), workers: make([]fifo.Queue[Item], n.Topology().NumWorkers), out: map[uint64]af.Batch{}, lost: map[int]loss{},
 		bytes: make([]int, n.Topology().NumWorkers), room: make(chan struct{}), changed: make(chan struct{}, 1), came: make(chan struct{}, 1)}
 	q.poll = func() bool {
 		q.mu.Lock()
@@ -115,11 +131,7 @@ const keepGiven = 1 << 16
 // giveUp lets go of a batch that was handed out and will not be answered. q.mu is held.
 func (q *queue) giveUp(id uint64, b af.Batch) {
 	delete(q.out, id)
-	if q.first.Len() == keepGiven {
-		delete(q.given, q.first.Take())
-	}
-	q.given[id] = b.Worker()
-	q.first.Put(id)
+	q.given.note(id, b.Worker(), keepGiven)
 	b.Release()
 }
 
@@ -415,37 +427,28 @@ func (q *queue) handOut(it Item) Item {
 	// A batch that was given back may be acked already.
 	it.acked = it.acked || !it.Single() && len(it.Pulls()) == 0 && it.Respond(nil) == nil
 	if it.acked {
-		q.noteAcked(it.ID)
+		q.acked.note(it.ID, struct{}{}, keepAcked)
 	} else {
 		q.out[it.ID] = it.Batch
 	}
 	return it
 }
 
-// noteAcked records an acked batch, and forgets the oldest beyond keepAcked. q.mu is held.
-func (q *queue) noteAcked(id uint64) {
-	if q.oldest.Len() == keepAcked {
-		delete(q.acked, q.oldest.Take())
-	}
-	q.acked[id] = struct{}{}
-	q.oldest.Put(id)
-}
-
 // answer is Session.Answer.
 func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done van.Completion) (told bool, err error) {
 	q.mu.Lock()
-	if _, ok := q.acked[id]; ok {
+	if _, ok := q.acked.of[id]; ok {
 		defer q.mu.Unlock()
 		if len(tensors) > 0 {
 			return false, misfit(id, 0, len(tensors))
 		}
-		delete(q.acked, id)
+		delete(q.acked.of, id)
 		return true, nil
 	}
-	if worker, ok := q.given[id]; ok {
+	if worker, ok := q.given.of[id]; ok {
 		err := q.node.Alive()
 		if err == nil {
-			delete(q.given, id)
+			delete(q.given.of, id)
 		}
 		q.mu.Unlock()
 		if err != nil {
@@ -490,8 +493,8 @@ func (q *queue) canRespond(ids []uint64, tensors int) error {
 	defer q.mu.Unlock()
 	for i, id := range ids {
 		b, ok := q.out[id]
-		_, acked := q.acked[id]
-		_, given := q.given[id]
+		_, acked := q.acked.of[id]
+		_, given := q.given.of[id]
 		switch {
 		case acked && tensors != 0:
 			return misfit(id, 0, tensors)

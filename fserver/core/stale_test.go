@@ -348,16 +348,16 @@ func TestGivenUpIsForgotten(t *testing.T) {
 	vantest.Eventually(t, 20*time.Second, "it is given up", func() bool {
 		q.mu.Lock()
 		defer q.mu.Unlock()
-		return len(q.given) == 1
+		return len(q.given.of) == 1
 	})
-	if q.putBack(it.ID+1, it.Retain()); len(q.out) != 0 || len(q.given) != 2 {
-		t.Errorf("%d handed out and %d given up, want none and 2", len(q.out), len(q.given))
+	if q.putBack(it.ID+1, it.Retain()); len(q.out) != 0 || len(q.given.of) != 2 {
+		t.Errorf("%d handed out and %d given up, want none and 2", len(q.out), len(q.given.of))
 	}
 	q.mu.Lock()
 	for id := range uint64(2 * keepGiven) {
 		q.giveUp(100+id, it.Retain())
 	}
-	n := len(q.given)
+	n := len(q.given.of)
 	q.mu.Unlock()
 	if n != keepGiven {
 		t.Errorf("%d are remembered, want %d", n, keepGiven)

@@ -123,7 +123,7 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		return nil
 	}
 	delete(s.open, key)
-	s.passed[key] = true
+	s.passed[key] = true // of use for instance barriers
 	to := make([]int, 0, len(g.came))
 	if instance {
 		to = s.table.Members(group)

@@ -10,6 +10,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -55,7 +56,7 @@ func (n notice) body() []byte {
 		s += " " + strconv.Itoa(n.group) + " " + kindName(n.instance)
 	}
 	if n.text != "" {
-		s += " " + printable(n.text)
+		s += " " + logx.Printable(n.text)
 	}
 	if len(s) > maxNotice {
 		s = strings.ToValidUTF8(s[:maxNotice-3], "") + "..."
@@ -74,16 +75,6 @@ func (n *notice) ids() []int {
 		ids = append(ids, id)
 	}
 	return ids
-}
-
-// printable replaces characters that may not be in a notice or a log line.
-func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return ' '
-		}
-		return r
-	}, strings.ToValidUTF8(s, "?"))
 }
 
 // parseNotice reads the body of a HEARTBEAT without node records.

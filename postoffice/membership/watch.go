@@ -4,6 +4,7 @@ package membership
 // nodes are told of each other, records of the table and notices.
 
 import (
+	"fmt"
 	"strconv"
 	"strings"
 	"time"
@@ -52,8 +53,8 @@ func (w *watch) down(now time.Duration, id int, r reason, cause error) {
 		w.tellAll(id, notice{verb: lossVerb(cause), id: id, text: cause.Error()})
 		w.gathers.recheck(now)
 	case wasCut && r == silent && !w.life.leaving: // a node that has passed over the cut must hear of this
-		h.cause = cause
-		w.tellAll(id, notice{verb: verbDead, id: id, text: cause.Error()})
+		h.cause = &lossError{text: fmt.Sprintf("%s, and %s", h.cause, cause)}
+		w.tellAll(id, notice{verb: verbDead, id: id, text: h.cause.Error()})
 	}
 }
 

@@ -131,12 +131,7 @@ func TestSendBudget(t *testing.T) {
 	for _, mode := range ways {
 		t.Run(mode.name, func(t *testing.T) {
 			const budget = 8 << 20
-			n := inproc.NewNetwork()
-			worker := newNode(t, n, 9, func(v *Van) { v.tx.budget = budget })
-			server := newNode(t, n, 8, mode.set)
-			worker.start()
-			worker.connect(server)
-			server.connect(worker)
+			worker, server := unread(t, func(v *Van) { v.tx.budget = budget }, mode.set)
 			sent := 0
 			var err error
 			for ; err == nil; sent++ {
@@ -197,12 +192,7 @@ func TestSendBudgetWaits(t *testing.T) {
 // TestOneLongValue: a value that uses the budget up does not keep the short message behind
 // it from being sent, though the peer takes nothing yet.
 func TestOneLongValue(t *testing.T) {
-	n := inproc.NewNetwork()
-	worker := newNode(t, n, 9, func(v *Van) { v.tx.budget = 4 << 20 })
-	server := newNode(t, n, 8, nil)
-	worker.start()
-	worker.connect(server)
-	server.connect(worker)
+	worker, server := unread(t, func(v *Van) { v.tx.budget = 4 << 20 }, nil)
 	worker.must(data(8, 0, pattern(0, 4<<20)))
 	worker.must(data(8, 1, pattern(1, 8)))
 	for _, size := range []int{streamFrom - 8, 4 << 20} {
@@ -226,12 +216,7 @@ func TestContinuesBeyondTheBudget(t *testing.T) {
 	for _, mode := range ways {
 		t.Run(mode.name, func(t *testing.T) {
 			const budget = 1 << 20
-			n := inproc.NewNetwork()
-			worker := newNode(t, n, 9, func(v *Van) { v.tx.budget = budget })
-			server := newNode(t, n, 8, mode.set)
-			worker.start()
-			worker.connect(server)
-			server.connect(worker)
+			worker, server := unread(t, func(v *Van) { v.tx.budget = budget }, mode.set)
 			sent := 4 * budget / mode.size
 			for i := range sent {
 				m := data(8, i, pattern(i%7, mode.size))
@@ -255,11 +240,7 @@ func TestContinuesBeyondTheBudget(t *testing.T) {
 
 // TestContinuesBeyondTheQueue: so it is with the number of messages that wait for room.
 func TestContinuesBeyondTheQueue(t *testing.T) {
-	n := inproc.NewNetwork()
-	worker, server := newNode(t, n, 9, nil), newNode(t, n, 8, nil)
-	worker.start()
-	worker.connect(server)
-	server.connect(worker)
+	worker, server := unread(t, nil, nil)
 	var err error
 	sent := 0
 	for ; err == nil && sent < 2*queueLen; sent++ {

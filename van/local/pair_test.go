@@ -99,6 +99,16 @@ func pairWith(t testing.TB, set func(*Van)) (worker, server *node) {
 	return worker, server
 }
 
+// unread is pair with a server that is not started yet, so that it takes nothing.
+func unread(t testing.TB, setWorker, setServer func(*Van)) (worker, server *node) {
+	n := inproc.NewNetwork()
+	worker, server = newNode(t, n, 9, setWorker), newNode(t, n, 8, setServer)
+	worker.start()
+	worker.connect(server)
+	server.connect(worker)
+	return worker, server
+}
+
 // data makes a message for node to: a push of values under key 1.
 func data(to, ts int, vals []byte) *van.Message {
 	m := &van.Message{}
