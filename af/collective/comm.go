@@ -82,6 +82,7 @@ func (c *Comm) Rebuild(ctx context.Context) error {
 	if err := c.flight.await(ctx, "rebuild communicator"); err != nil {
 		return err
 	}
+	c.meeting.awaitTold(ctx) // or they would hear only that this one begins anew
 	return c.join(ctx, "rebuild communicator")
 }
 
@@ -321,6 +322,8 @@ func (c *Comm) fail(err error) {
 	}
 	refused := l.takeAsked(func(a *ask) bool { return a.epoch <= b.epoch })
 	c.meeting.telling.Add(1)
+	told := make(chan struct{})
+	c.meeting.told = told
 	round, tenants := c.meeting.round, c.tenants.all
 	c.tenants.all = nil
 	b.mu.Unlock()
@@ -336,7 +339,9 @@ func (c *Comm) fail(err error) {
 		for _, a := range refused {
 			b.refuse(&a.request, err)
 		}
-		c.meeting.tell(round, err)
+		calls := c.meeting.say(round, err)
+		close(told)
+		heard(calls)
 	}()
 }
 

@@ -34,6 +34,7 @@ type meeting struct {
 	refuted func(error)   // ends the round: a rank has another idea of the communicator
 	misfit  error         // such a rank has said hello before the first round
 	telling sync.WaitGroup
+	told    chan struct{} // closed when the others have been sent why the communicator has failed; nil: never has
 }
 
 // rank is what a node knows of another one in New and Rebuild.
@@ -297,8 +298,17 @@ const tellLimit = 2 * time.Second
 // so themselves, or have never met this one. It is the communicator of that round of this node's; an errMisfit is for the
 // round of the other rank whose hello does not fit. Those who cannot be told
 // will see that this node is lost.
-func (m *meeting) tell(round uint64, why error) {
-	var calls []postoffice.Call
+func (m *meeting) tell(round uint64, why error) { heard(m.say(round, why)) }
+
+// heard waits until they have been told. Who has not heard of it in time will be told when it asks for something.
+func heard(calls []postoffice.Call) {
+	for _, call := range calls {
+		_ = call.Wait(context.Background())
+	}
+}
+
+// say does tell's sending.
+func (m *meeting) say(round uint64, why error) (calls []postoffice.Call) {
 	for r, id := range m.b.ids {
 		if r == m.b.self {
 			continue
@@ -330,8 +340,24 @@ func (m *meeting) tell(round uint64, why error) {
 			m.b.customer.Abort(&q.Request, err)
 		}
 	}
-	for _, call := range calls {
-		_ = call.Wait(context.Background()) // who has not heard of it will be told when it asks for something
+	return calls
+}
+
+// awaitTold waits, for a short time, until the others have been sent why the communicator has failed: a hello that
+// came before would be all that they hear.
+func (m *meeting) awaitTold(ctx context.Context) {
+	m.b.mu.Lock()
+	told := m.told
+	m.b.mu.Unlock()
+	if told == nil {
+		return
+	}
+	late := time.NewTimer(firstHello)
+	defer late.Stop()
+	select {
+	case <-told:
+	case <-late.C:
+	case <-ctx.Done():
 	}
 }
 

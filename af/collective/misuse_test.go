@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"runtime"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -372,6 +373,76 @@ func TestHelloRefused(t *testing.T) {
 	})
 	_, err := New(t.Context(), cl.Workers[0], Options{Ranks: ranks(2), Timeout: 20 * time.Second})
 	vantest.Fails(t, err, van.ErrMalformed, "the test's transport")
+}
+
+// slowToTell is a van that sends why a communicator has failed late: when a hello has come, or a little later.
+type slowToTell struct {
+	van.Van
+	on    *atomic.Bool
+	hello chan struct{}
+	begun *sync.Once
+}
+
+func (v slowToTell) Unwrap() van.Van { return v.Van }
+
+func (v slowToTell) Send(m *van.Message) error {
+	switch verb, err := verbOf(m.Body); {
+	case err != nil || !v.on.Load():
+	case verb == verbAsk:
+		return nil // lost, or the other rank would find out by itself
+	case verb == verbHello && m.Request:
+		v.begun.Do(func() { close(v.hello) })
+	case verb == verbAbort, verb == verbRefused:
+		select {
+		case <-v.hello:
+		case <-time.After(100 * time.Millisecond): // in which it would have come
+		}
+	}
+	return v.Van.Send(m)
+}
+
+// TestReasonBeforeRebuild: a rank that begins anew at once says first why the communicator has failed; to
+// the others it would only begin anew otherwise.
+func TestReasonBeforeRebuild(t *testing.T) {
+	slow := slowToTell{on: &atomic.Bool{}, hello: make(chan struct{}), begun: &sync.Once{}}
+	all, _ := comms(t, testcluster.Options{Wrap: func(role string, rank int, f van.Factory) van.Factory {
+		if role != "worker" || rank != 0 {
+			return f
+		}
+		return func(o van.Options) (van.Van, error) {
+			v, err := f(o)
+			s := slow
+			s.Van = v
+			return s, err
+		}
+	}}, 2)
+	slow.on.Store(true)
+	first, err := all[0].AllGather(zeros(2*8), zeros(8))
+	if err != nil {
+		t.Fatal(err)
+	}
+	errs := every(2, func(r int) error {
+		if r == 0 { // it does not wait for its call: it would receive in place of the transport
+			vantest.Eventually(t, 20*time.Second, "it has failed", func() bool {
+				all[0].b.mu.Lock()
+				defer all[0].b.mu.Unlock()
+				return all[0].b.err != nil
+			})
+		} else if err := wait(all[1].AllGather(zeros(2*9), zeros(9))); !errors.Is(err, ErrMismatch) {
+			t.Errorf("the other rank: got %v, want ErrMismatch", err)
+		}
+		return all[r].Rebuild(t.Context())
+	})
+	for r, err := range errs {
+		if err != nil {
+			t.Errorf("rank %d: %v", r, err)
+		}
+	}
+	if err := first.Wait(t.Context()); !errors.Is(err, ErrMismatch) {
+		t.Errorf("the first rank: got %v, want ErrMismatch", err)
+	}
+	slow.on.Store(false)
+	onAll(t, 2, func(r int) error { return calls(all[r], memory{}, 10, 1) })
 }
 
 // TestClosedAtOnce: a rank that closes its end as soon as it has made it does not make New of another one fail, which
