@@ -6,6 +6,7 @@ package membership
 import (
 	"cmp"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -18,6 +19,7 @@ type joins struct {
 	refusals *refusals
 	hosts    map[string]int // BYTEPS_ORDERED_HOSTS, or nil
 	list     []*join        // in order of arrival
+	held     []*join        // for whom there is no place while some in list are alive, which is being found out
 	vanished []string       // the latest that did, for reports
 }
 
@@ -26,15 +28,28 @@ type join struct {
 	node  van.Node
 	stamp int32
 	temp  int           // temporary id, or 0
-	since time.Duration // of a claim
+	since time.Duration // of a claim, or of a node that is held
 	lost  error         // not nil: the connection broke, so the node does not count
 }
 
+// heldFor is for how long a node waits for the connection to one that is in its way to show that that one
+// has gone: it may be the same program, killed and started again.
+const heldFor = 2 * time.Second
+
+// maxHeld bounds how many nodes wait so.
+const maxHeld = 256
+
 // register handles a registration. It returns true if the node counts.
 func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
-	j := &join{node: rec, stamp: stamp}
+	j := &join{node: rec, stamp: stamp, since: now}
 	same := func(o *join) bool {
 		return sameAddr(&o.node, &rec) && (o.node.Role != rec.Role || o.node.CustomerID == rec.CustomerID)
+	}
+	if i := slices.IndexFunc(s.held, same); i >= 0 {
+		if incarnationOf(&s.held[i].node) == incarnationOf(&rec) {
+			j.since = s.held[i].since
+		}
+		s.held = slices.Delete(s.held, i, i+1)
 	}
 	i := slices.IndexFunc(s.list, same)
 	if i >= 0 {
@@ -51,12 +66,7 @@ func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
 			s.out.disconnect(old.temp) // it is marked as for the process that was there
 		}
 	}
-	if why, rival := s.misfit(&rec); why != "" {
-		if rival != nil {
-			s.reach(rival) // the connection shows whether it still runs
-		}
-		s.out.disconnect(j.temp)
-		s.refusals.refuse(now, &rec, why)
+	if !s.fits(now, j) {
 		return false
 	}
 	if i >= 0 { // keep its position
@@ -67,9 +77,48 @@ func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
 	return true
 }
 
-// misfit returns "", or why a node cannot be accepted. rival is the registered node that
-// it conflicts with, if there is one.
-func (s *joins) misfit(rec *van.Node) (why string, rival *join) {
+// fits tells whether a node can be accepted. Otherwise it is held or refused.
+func (s *joins) fits(now time.Duration, j *join) bool {
+	why, rivals := s.misfit(&j.node)
+	if why == "" {
+		return true
+	}
+	s.out.disconnect(j.temp)
+	j.temp = 0
+	if len(rivals) == 0 || len(s.held) == maxHeld || now-j.since >= heldFor {
+		s.refusals.refuse(now, &j.node, why)
+		return false
+	}
+	s.held = append(s.held, j)
+	for _, r := range rivals {
+		s.reach(r) // the connection shows whether it still runs
+	}
+	return false
+}
+
+// retry looks at the nodes that are held again. It returns true if some count now.
+func (s *joins) retry(now time.Duration) (counts bool) {
+	held := s.held
+	s.held = nil
+	for _, j := range held {
+		if s.fits(now, j) {
+			s.list, counts = append(s.list, j), true
+		}
+	}
+	return counts
+}
+
+func (s *joins) next() time.Duration {
+	next := time.Duration(math.MaxInt64)
+	for _, j := range s.held {
+		next = min(next, j.since+heldFor)
+	}
+	return next
+}
+
+// misfit returns "", or why a node cannot be accepted. rivals are the registered nodes without
+// which it could, if that is so.
+func (s *joins) misfit(rec *van.Node) (why string, rivals []*join) {
 	n := s.cfg.instances(rec.Role)
 	if rec.AuxID >= n {
 		return fmt.Sprintf("preferred rank %d of a %s, but there are only ranks 0 to %d (%s); check DMLC_NODE_RANK, "+
@@ -79,6 +128,7 @@ func (s *joins) misfit(rec *van.Node) (why string, rival *join) {
 		return fmt.Sprintf("host %s is not in BYTEPS_ORDERED_HOSTS=%v", rec.Hostname, s.cfg.OrderedHosts), nil
 	}
 	var taken []string
+	var same []*join
 	for _, j := range s.list {
 		o := &j.node
 		if j.lost != nil {
@@ -86,19 +136,19 @@ func (s *joins) misfit(rec *van.Node) (why string, rival *join) {
 		}
 		if (o.AuxID == -1) != (rec.AuxID == -1) {
 			return fmt.Sprintf("%s, but %s at %s registered with %s; give all nodes a preferred rank or none (DMLC_NODE_RANK)",
-				rankText(rec), o.Role, o.Addr(), rankText(o)), j
+				rankText(rec), o.Role, o.Addr(), rankText(o)), []*join{j}
 		}
 		if o.Role != rec.Role {
 			continue
 		}
-		taken = append(taken, o.Addr())
+		taken, same = append(taken, o.Addr()), append(same, j)
 		if rec.AuxID != -1 && o.AuxID == rec.AuxID {
 			return fmt.Sprintf("%s %s and %s both want rank %d; give each its own DMLC_NODE_RANK, STEPMESH_GPU or "+
-				"DMLC_RANK_OFFSET", rec.Role, o.Addr(), rec.Addr(), rec.AuxID), j
+				"DMLC_RANK_OFFSET", rec.Role, o.Addr(), rec.Addr(), rec.AuxID), []*join{j}
 		}
 	}
 	if len(taken) >= n {
-		return fmt.Sprintf("all %d places for a %s are taken (%s), by %s", n, rec.Role, s.cfg.formula(rec.Role), list(taken)), nil
+		return fmt.Sprintf("all %d places for a %s are taken (%s), by %s", n, rec.Role, s.cfg.formula(rec.Role), list(taken)), same
 	}
 	return "", nil
 }
@@ -115,6 +165,13 @@ func (s *joins) present() (nodes []van.Node) {
 
 // lost discounts a registered node whose connection broke.
 func (s *joins) lost(temp int, cause error) {
+	s.held = slices.DeleteFunc(s.held, func(j *join) bool {
+		if j.temp != temp {
+			return false
+		}
+		s.out.disconnect(temp)
+		return true
+	})
 	for _, j := range s.list {
 		if j.temp == temp && j.lost == nil {
 			j.lost = cause
@@ -155,7 +212,7 @@ func (s *joins) reach(j *join) {
 
 // tell sends a notice to every node that waits for its id.
 func (s *joins) tell(n notice) {
-	for _, j := range s.list {
+	for _, j := range slices.Concat(s.list, s.held) {
 		if j.lost == nil {
 			s.reach(j)
 			s.out.tell(j.temp, n)

@@ -162,6 +162,7 @@ func (m *Machine) Tick(now time.Duration) {
 		m.role.tick(now)
 	}
 	if m.sched != nil && m.life.phase != failed {
+		m.sched.settle(now)
 		m.sched.places.tick(now)
 		m.sched.refusals.tick(now)
 	}
@@ -178,7 +179,7 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 			next = min(next, m.life.started+m.cfg.StartTimeout)
 		}
 		if m.sched != nil {
-			next = min(next, m.sched.returns.next(), m.sched.places.next(), m.sched.refusals.next())
+			next = min(next, m.sched.returns.next(), m.sched.joins.next(), m.sched.places.next(), m.sched.refusals.next())
 		}
 	case ready:
 		next = m.role.next()

@@ -29,7 +29,6 @@ const maxFormer = 256
 
 // register handles a registration: the node may replace a dead one of its role.
 func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
-	fits := func(n *van.Node) bool { return rec.AuxID == -1 || rec.AuxID == van.RankOf(n.ID) }
 	for i := range p.table.nodes {
 		n := &p.table.nodes[i]
 		if !sameAddr(n, &rec) || n.Role != rec.Role {
@@ -55,19 +54,29 @@ func (p *places) register(now time.Duration, rec van.Node, stamp int32) {
 			return
 		}
 		p.watch.down(now, n.ID, connLost, restarted(&rec))
-		if fits(n) {
+		if wants(&rec, n.ID) {
 			p.give(now, n.ID, rec, stamp)
 			return
 		}
 		break
 	}
-	for i := range p.table.nodes {
-		if n := &p.table.nodes[i]; n.Role == rec.Role && p.alive.isDown(n.ID) && fits(n) {
-			p.give(now, n.ID, rec, stamp)
-			return
-		}
+	if id := p.dead(&rec); id != van.Empty {
+		p.give(now, id, rec, stamp)
+		return
 	}
 	p.refusals.refuse(now, &rec, p.none(&rec))
+}
+
+func wants(rec *van.Node, id int) bool { return rec.AuxID == -1 || rec.AuxID == van.RankOf(id) }
+
+// dead returns the id of a dead node whose place rec can have, or van.Empty.
+func (p *places) dead(rec *van.Node) int {
+	for i := range p.table.nodes {
+		if n := &p.table.nodes[i]; n.Role == rec.Role && p.alive.isDown(n.ID) && wants(rec, n.ID) {
+			return n.ID
+		}
+	}
+	return van.Empty
 }
 
 func restarted(rec *van.Node) error { return &lossError{text: "restarted at " + rec.Addr()} }

@@ -244,6 +244,27 @@ func (s *scheduler) lost(now time.Duration, id int, cause error) {
 		}
 		s.watch.down(now, id, connLost, err)
 	}
+	s.settle(now)
+}
+
+// settle decides about the nodes that are held.
+func (s *scheduler) settle(now time.Duration) {
+	if s.life.phase != ready {
+		if s.joins.retry(now) {
+			s.form(now)
+		}
+		return
+	}
+	held := s.joins.held
+	s.joins.held = nil
+	for _, j := range held {
+		if now-j.since < heldFor && s.places.dead(&j.node) == van.Empty {
+			s.joins.held = append(s.joins.held, j)
+		} else {
+			s.out.disconnect(j.temp)
+			s.places.register(now, j.node, j.stamp)
+		}
+	}
 }
 
 func (s *scheduler) back(now time.Duration, id int) {
@@ -282,5 +303,5 @@ func (s *scheduler) tick(now time.Duration) {
 }
 
 func (s *scheduler) next() time.Duration {
-	return min(s.calls.next(), s.gathers.next(), s.watch.next(), s.places.next(), s.refusals.next())
+	return min(s.calls.next(), s.gathers.next(), s.watch.next(), s.joins.next(), s.places.next(), s.refusals.next())
 }
