@@ -2,6 +2,7 @@ package tests
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -46,6 +47,32 @@ func TestExamples(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// The commands of the README that build and run its programs do so, as they stand there.
+func TestReadmeCommands(t *testing.T) {
+	bin := t.TempDir()
+	run := func(command string) string {
+		t.Helper()
+		cmd := exec.CommandContext(t.Context(), "sh", "-c", strings.ReplaceAll(command, "bin/", bin+"/"))
+		cmd.Dir = ".."
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			t.Errorf("%s: %v\n%s", command, err, out)
+		}
+		return string(out)
+	}
+	run("go build -o bin/stepaf ./tools/stepaf")
+	commands := regexp.MustCompile(`(?m)^    (go build .*)$`).FindAllStringSubmatch(read(t, "README.md"), -1)
+	want := []string{"[1 2 3 4] doubled is [2 4 6 8]", "pulled [2 4 6]"}
+	if len(commands) != len(want) {
+		t.Fatalf("README.md builds and runs %d programs, want %d", len(commands), len(want))
+	}
+	for i, c := range commands {
+		if out := run(c[1]); !strings.Contains(out, want[i]) {
+			t.Errorf("%s printed %q, want %q in it", c[1], out, want[i])
+		}
 	}
 }
 
