@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -251,46 +252,7 @@ func TestGoneWhileNotRead(t *testing.T) {
 // take the last messages. A socket of libzmq that was closed reads its connection no more, so
 // version 4.3.4 ended the process there, too.
 func TestGoneWhileLeaving(t *testing.T) {
-	ctx, err := zmq4.NewContext()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ctx.Term()
-	peer, err := ctx.NewSocket(zmq4.ROUTER)
-	if err != nil {
-		t.Fatal(err)
-	}
-	closed := false
-	defer func() {
-		if !closed {
-			peer.Close()
-		}
-	}()
-	if err := errors.Join(peer.SetRcvhwm(1), peer.SetRouterMandatory(1), peer.SetLinger(0), peer.Bind("tcp://127.0.0.1:*")); err != nil {
-		t.Fatal(err)
-	}
-	at, err := peer.GetLastEndpoint()
-	if err != nil {
-		t.Fatal(err)
-	}
-	port, err := strconv.Atoi(at[strings.LastIndex(at, ":")+1:])
-	if err != nil {
-		t.Fatal(err)
-	}
-	worker := newNode(t, 9, 7, nil, func(c *env.Config) {
-		c.HeartbeatInterval, c.HeartbeatTimeout = 100*time.Millisecond, limit
-	})
-	server := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.Identity{Incarnation: 5, Bundles: true}).Encode()}
-	if err := worker.Connect(t.Context(), 8, server); err != nil {
-		t.Fatal(err)
-	}
-	name, err := peer.RecvBytes(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for i := range 64 {
-		worker.must(t, push(8, i, make([]byte, 1<<20)))
-	}
+	worker, peer, name := full(t, nil)
 	done := make(chan error, 1)
 	go func() {
 		done <- worker.Close(context.Background())
@@ -304,7 +266,6 @@ func TestGoneWhileLeaving(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	closed = true
 	if err := peer.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -316,6 +277,73 @@ func TestGoneWhileLeaving(t *testing.T) {
 	case <-time.After(limit):
 		t.Fatal("Close has not ended")
 	}
+}
+
+// full makes a worker, which reports its connections to watch, and its peer 8 that takes nothing, to whom
+// 64 MiB are on the way. name is the worker's routing id there.
+func full(t *testing.T, watch func(id int, up bool, cause error)) (worker *node, peer *zmq4.Socket, name []byte) {
+	t.Helper()
+	ctx, err := zmq4.NewContext()
+	if err != nil {
+		t.Fatal(err)
+	}
+	peer, err = ctx.NewSocket(zmq4.ROUTER)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = peer.Close() // the test may have done it
+		if err := ctx.Term(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := errors.Join(peer.SetRcvhwm(1), peer.SetRouterMandatory(1), peer.SetLinger(0), peer.Bind("tcp://127.0.0.1:*")); err != nil {
+		t.Fatal(err)
+	}
+	at, err := peer.GetLastEndpoint()
+	if err != nil {
+		t.Fatal(err)
+	}
+	port, err := strconv.Atoi(at[strings.LastIndex(at, ":")+1:])
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker = newNode(t, 9, 7, nil, func(c *env.Config) {
+		c.HeartbeatInterval, c.HeartbeatTimeout = 100*time.Millisecond, limit
+	})
+	worker.watch = watch
+	server := van.Node{Role: van.Server, ID: 8, Hostname: "127.0.0.1", Port: port, Endpoint: (&van.Identity{Incarnation: 5, Bundles: true}).Encode()}
+	if err := worker.Connect(t.Context(), 8, server); err != nil {
+		t.Fatal(err)
+	}
+	if name, err = peer.RecvBytes(0); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 64 {
+		worker.must(t, push(8, i, make([]byte, 1<<20)))
+	}
+	return worker, peer, name
+}
+
+// TestLeavingIsNoLoss: the end of a connection that this node ends is not reported, also if the peer ends it
+// while the last messages leave.
+func TestLeavingIsNoLoss(t *testing.T) {
+	var left, told atomic.Bool
+	worker, peer, _ := full(t, func(id int, up bool, cause error) {
+		if left.Load() {
+			t.Errorf("reported node %d, up: %t, cause %v", id, up, cause)
+		}
+		told.Store(true)
+	})
+	until(t, "the report of the connection", told.Load)
+	c := (*worker.peers.Load())[8]
+	left.Store(true)
+	worker.Disconnect(8)
+	if err := peer.Close(); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "its end", c.lost.Load)
+	worker.wg.Wait()
 }
 
 func noticed(t *testing.T, lost chan error, since time.Time) {
