@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -160,6 +161,52 @@ func TestStreamsPart(t *testing.T) {
 	<-closed
 	if err != nil {
 		t.Error(err)
+	}
+}
+
+// mute is a van that loses what it is to send while it is on.
+type mute struct {
+	van.Van
+	on *atomic.Bool
+}
+
+func (v mute) Unwrap() van.Van { return v.Van }
+
+func (v mute) Send(m *van.Message) error {
+	if v.on.Load() {
+		return nil
+	}
+	return v.Van.Send(m)
+}
+
+// TestLostWithoutAWord: streams do not wait for the end of a peer that is lost and has said nothing.
+func TestLostWithoutAWord(t *testing.T) {
+	silent := &atomic.Bool{}
+	s := start(t, testcluster.Options{Workers: 1, Servers: 2, Wrap: func(role string, rank int, f van.Factory) van.Factory {
+		if role != "server" || rank != 1 {
+			return f
+		}
+		return func(o van.Options) (van.Van, error) {
+			v, err := f(o)
+			return mute{v, silent}, err
+		}
+	}})
+	p := s.prepare(t, 10, 10)[0]
+	w := s.workers[0]
+	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
+		t.Fatal(err)
+	}
+	went := make(chan struct{})
+	w.dev.Queue(stream, func() { close(went) })
+	silent.Store(true)
+	s.Servers[1].Close()
+	if err := over(t, p.x); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "server 1") {
+		t.Errorf("%v, want %v, of server 1", err, van.ErrPeerLost)
+	}
+	select {
+	case <-went:
+	case <-time.After(streams.PartLimit / 2):
+		t.Error("the stream waits for the end of a server that is lost")
 	}
 }
 

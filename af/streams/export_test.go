@@ -5,6 +5,9 @@ import (
 	"runtime"
 )
 
+// PartLimit is for how long streams wait for the end of a peer's exchange.
+const PartLimit = partLimit
+
 // Deaf makes e hear nothing of its peers until the returned function is called.
 func (e *Ends) Deaf() (hear func()) {
 	e.dir.mu.Lock()
