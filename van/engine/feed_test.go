@@ -310,6 +310,24 @@ func TestStopInPoll(t *testing.T) {
 	}
 }
 
+// TestStopLeavesPolls: a source that has stopped is no Poll's any more, and a Poll that sleeps on it is woken.
+func TestStopLeavesPolls(t *testing.T) {
+	e := New(50 * time.Microsecond)
+	m := newMemory(true, func(int, *Turn) {})
+	f := feed(t, e, m)
+	ctx, cancel := context.WithTimeout(context.Background(), deadline)
+	defer cancel()
+	if err := f.Stop(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(*e.sources.Load()); n > 0 {
+		t.Errorf("Polls still have %d sources", n)
+	}
+	if len(m.bells[ByPoll]) == 0 {
+		t.Error("a Poll that sleeps is not woken")
+	}
+}
+
 // TestEndPoll: while a delivery that has ended its Poll goes on, the loops receive from all
 // sources; what comes for its lane waits for it, and stays in order.
 func TestEndPoll(t *testing.T) {
