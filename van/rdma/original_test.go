@@ -91,3 +91,26 @@ func TestDestinationThatIsReplaced(t *testing.T) {
 		t.Errorf("memory of %d pulls is held after the answer, want none", n)
 	}
 }
+
+// Memory that is given up may lie in one region with memory that a C++ node has yet to write to, which would abort if it
+// were refused.
+func TestRevokeBesideAPullFromOriginal(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	c, back := s.take(), s.open()
+	all := make([]byte, 2000)
+	region, err := w.device0().regions.Get(backend.Bytes(all), verbs.LocalWrite|verbs.RemoteWrite)
+	s.check(err)
+	region.Release()
+	w.must(pull(s.who, 5, 1, all[1000:]))
+	_, m := s.message(c, map[uint32][]byte{3: s.grant(c, 3)})
+	w.Revoke(backend.Bytes(all[:1000]))
+	slot := back.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1000}, origin: 2, key: 5})
+	a := answer(pull(s.who, 5, 1, all[1000:]), value(1000, 1))
+	back.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: m.Addr, RKey: uint32(m.Option)}, value(1000, 1))
+	back.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, a, nil))
+	w.wantValue(1, value(1000, 1))
+	w.toldNothing()
+	s.end()
+}
