@@ -114,3 +114,15 @@ func TestRevokeBesideAPullFromOriginal(t *testing.T) {
 	w.toldNothing()
 	s.end()
 }
+
+// A C++ node whose slot request cannot be answered, as there is no memory, would wait for ever: its connection ends.
+func TestNoReceiveMemoryForOriginal(t *testing.T) {
+	h := newHostileWorld(t, false)
+	h.s.stack.Limit(h.s.stack.Registered() + 64<<10)
+	var b [startLen]byte
+	(&start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1 << 20}, origin: 1, key: 6}).put(b[:])
+	h.c.send(immStart, b[:])
+	h.until("its connection has ended", func() bool { return len(h.s.incoming()) == 1 })
+	h.s.stack.Limit(1 << 40)
+	h.ends(0)
+}
