@@ -126,3 +126,26 @@ func TestNoReceiveMemoryForOriginal(t *testing.T) {
 	h.s.stack.Limit(1 << 40)
 	h.ends(0)
 }
+
+// The slot of a request whose answer was lost with the connection of a C++ node is free again, as the request has failed:
+// else those that follow under the key would wait for ever.
+func TestSlotOfLostAnswerOfOriginal(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	c := s.take()
+	s.open()
+	w.must(push(s.who, 5, 1, value(1000, 1)))
+	slots := map[uint32][]byte{3: s.grant(c, 3)}
+	if _, m := s.message(c, slots); m.Timestamp != 1 {
+		t.Fatalf("request %d came, want 1", m.Timestamp)
+	}
+	w.must(push(s.who, 5, 2, value(1000, 2))) // waits for the slot
+	s.open()
+	w.wantDown(s.who, "answers", "connected again")
+	w.wantUp(s.who)
+	if _, m := s.message(c, slots); m.Timestamp != 2 {
+		t.Errorf("request %d came, want 2", m.Timestamp)
+	}
+	s.end()
+}
