@@ -120,6 +120,8 @@ func (d stepmeshIn) area(_ *receiveSlot, s *start, need rendezvous.Need, _ uint6
 // record: the slots of a key are never given back.
 func (d stepmeshIn) record(*receiveSlot) {}
 
+func (d stepmeshIn) outgrown(*start) {}
+
 func (d stepmeshIn) control(*verbs.Completion, *trailer) (known bool) { return false }
 
 func (d stepmeshIn) split(b []byte, _ *trailer) (meta, behind []byte, err error) { return b, nil, nil }
