@@ -188,7 +188,6 @@ func TestControlOfAReplacedWriter(t *testing.T) {
 	}
 }
 
-
 // A value that is let go right after the next one has come to its slot is no reason for a
 // warning.
 func TestAnsweredValueIsLetGo(t *testing.T) {
