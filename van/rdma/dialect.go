@@ -52,6 +52,8 @@ type inboundDialect interface {
 	area(l *receiveSlot, s *start, need rendezvous.Need, kind uint64, r *reply) (*area, error)
 	// record keeps the slot for as long as the peer has it. in.mu is held.
 	record(l *receiveSlot)
+	// outgrown ends the slots that the peer does not use any more once q has been answered.
+	outgrown(q *start)
 	// hasFreeSlots tells whether the peer has a slot in which no message lies. in.mu is held.
 	hasFreeSlots() bool
 	// returnsCredits tells whether a slot is given back to the peer with a credit.

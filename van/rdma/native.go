@@ -187,26 +187,38 @@ func (d nativeIn) area(l *receiveSlot, _ *start, need rendezvous.Need, kind uint
 	return d.newArea(l.Data, need.Route.Host)
 }
 
-// record ends the smaller slots of l's key: a peer that requests a larger one will not use
-// them again. in.mu is held.
+// record: slots of one key end when its sender has outgrown them, see outgrown. in.mu is held.
 func (d nativeIn) record(l *receiveSlot) {
-	if l.OneShot {
+	if !l.OneShot {
+		d.slots[l.Route] = append(d.slots[l.Route], l)
+	}
+}
+
+// outgrown ends the slots of a key that are smaller than q wants, which has been answered, and were
+// asked for before it: with q the peer has given them up, whatever the answer is.
+func (d nativeIn) outgrown(q *start) {
+	need, kind, err := d.need(q)
+	if err != nil || kind&kindKeyed == 0 || need.OneShot {
 		return
 	}
-	all := d.slots[l.Route]
-	if l.Route.Class == 0 {
-		kept := all[:0]
-		for _, x := range all {
-			if x.OneShot || x.Data >= l.Data && len(x.Memory.meta.Mem) >= len(l.Memory.meta.Mem) {
-				kept = append(kept, x)
-				continue
-			}
-			d.endSlot(x)
-		}
-		clear(all[len(kept):])
-		all = kept
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.closed {
+		return
 	}
-	d.slots[l.Route] = append(all, l)
+	all := d.slots[need.Route]
+	kept := all[:0]
+	for _, x := range all {
+		if x.Memory.origin >= q.origin || x.Data >= need.Exact && len(x.Memory.meta.Mem) >= need.Meta {
+			kept = append(kept, x)
+			continue
+		}
+		d.endSlot(x)
+	}
+	clear(all[len(kept):])
+	if d.slots[need.Route] = kept; len(kept) == 0 {
+		delete(d.slots, need.Route)
+	}
 }
 
 func (d nativeIn) control(c *verbs.Completion, t *trailer) (known bool) {

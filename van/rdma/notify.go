@@ -90,6 +90,11 @@ func (v *node) notifyInbound(p *peer, in *inbound) {
 	p.mu.Unlock()
 	if down {
 		v.notify(p, false, fmt.Errorf("its connection to this node ended, answers on it are lost: %w", cause))
+		p.mu.Lock()
+		if l != nil && p.link == l && !l.native {
+			p.sender.AnswersLost() // else who sends under their keys again would wait for ever; tick sends what waits
+		}
+		p.mu.Unlock()
 	}
 	if again && (down || told || oneWay) && l != nil && p.hasLink(l) {
 		v.notify(p, true, nil)

@@ -1,6 +1,8 @@
 package rdma
 
 import (
+	"slices"
+
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/rdma/conn"
@@ -13,16 +15,18 @@ func (v *rvan) Revoke(m backend.Mem) {
 	if m.Len() == 0 {
 		return
 	}
-	var kept []*conn.Region
+	var kept, beside, ours []*conn.Region // of C++ nodes: m itself, other memory of the same region; of others
 	for _, p := range v.allPeers() {
 		p.mu.Lock()
 		for k, x := range p.pulls {
 			switch {
-			case !overlap(x.mem, m):
-			case x.stepmesh:
+			case x.stepmesh && overlap(x.mem, m):
 				kept = append(kept, x.region)
-			default:
+			case x.stepmesh && overlap(x.region.Mem, m):
+				beside = append(beside, x.region)
+			case overlap(x.mem, m):
 				delete(p.pulls, k)
+				ours = append(ours, x.region)
 				x.region.Release()
 			}
 		}
@@ -36,6 +40,11 @@ func (v *rvan) Revoke(m backend.Mem) {
 	if len(kept) > 0 {
 		v.log.Warn("rdma: memory stays open for a late answer of a node of the C++ library, which would abort if it were refused",
 			"bytes", m.Len(), "requests", len(kept))
+	}
+	for _, r := range beside {
+		if !slices.Contains(ours, r) { // else it is what a late answer would be written with
+			kept = append(kept, r)
+		}
 	}
 	for _, d := range *v.devices.Load() {
 		d.regions.Revoke(m, kept)

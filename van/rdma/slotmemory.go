@@ -43,6 +43,7 @@ type slotMemory struct {
 	area   *area        // that data lies in
 	region *conn.Region // of a registered receive buffer
 	bytes  int          // registered for meta
+	origin uint64       // of the slot request; the peer counts them
 }
 
 // area is memory for values that several slots may share: those of one key of a

@@ -67,6 +67,7 @@ func (set *slotSet) retryRequests(now uint64, _ bool) bool {
 			}
 			if errors.Is(err, errPeerBudget) && now-q.since > uint64(in.v.times.budgetWait) {
 				in.overBudget(q, err)
+				in.dialect.outgrown(&q.start)
 				continue
 			}
 			kept = append(kept, *q)
@@ -88,9 +89,18 @@ func (set *slotSet) retryRequests(now uint64, _ bool) bool {
 	return true
 }
 
-// grant makes a slot and tells the peer. With an error the slot request has to wait: the
-// error is one of ErrNoSlot, errBudget, errTotal and errStalled.
+// grant answers a slot request. With an error it has to wait: the error is one of ErrNoSlot,
+// errBudget, errTotal and errStalled.
 func (set *slotSet) grant(q *slotRequest) error {
+	err := set.answer(q)
+	if err == nil {
+		set.in.dialect.outgrown(&q.start)
+	}
+	return err
+}
+
+// answer makes a slot and tells the peer; see grant.
+func (set *slotSet) answer(q *slotRequest) error {
 	in := set.in
 	v, s := in.v, &q.start
 	need, kind, err := in.dialect.need(s)
@@ -157,7 +167,7 @@ func (set *slotSet) newSlot(s *start, need rendezvous.Need, kind uint64) (*recei
 	if l.OneShot {
 		in.oneShots.Add(1)
 	}
-	l.Route = in.dialect.route(need, kind)
+	l.Route, l.Memory.origin = in.dialect.route(need, kind), s.origin
 	meta, err := in.cells.Get(need.Meta)
 	if err == nil {
 		l.Memory.meta, l.Memory.bytes = meta, metaBytes(need.Meta)

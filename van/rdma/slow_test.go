@@ -160,6 +160,34 @@ func TestRepeatedControl(t *testing.T) {
 	h.ends(0)
 }
 
+// A node that connects anew to a peer counts its control messages from the start: they are not taken for those of the
+// connection before, whose last ones may come later.
+func TestControlOfAReplacedWriter(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	for i := range 5 {
+		w.must(control(s, i))
+		s.nextWith(int32(i)).Release()
+	}
+	for round := range 2 {
+		before := (*w.peers.Load())[s.who.ID]
+		w.connect(s)
+		if (*w.peers.Load())[s.who.ID] == before {
+			t.Fatal("the node goes on with the connection that it has")
+		}
+		w.wantUp(s)
+		for i := range 3 {
+			ts := 10 + 10*round + i
+			w.must(control(s, ts))
+			if m := s.next(); int(m.Timestamp) != ts {
+				t.Fatalf("message %d came, want %d", m.Timestamp, ts)
+			} else {
+				m.Release()
+			}
+		}
+	}
+}
+
 // A value that is let go right after the next one has come to its slot is no reason for a
 // warning.
 func TestAnsweredValueIsLetGo(t *testing.T) {

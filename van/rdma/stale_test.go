@@ -38,11 +38,10 @@ func TestCreditOfEndedPlace(t *testing.T) {
 	in.mu.Lock()
 	in.credits = append(in.credits, uint16(small.Index()))
 	in.creditsOwed.Store(1)
-	large := &receiveSlot{Owner: in, Route: small.Route, Data: 2000}
-	if err := h.s.slots.Add(large, false); err != nil {
-		t.Fatal(err)
-	}
-	in.recordSlot(large)
+	in.mu.Unlock()
+	q := slotRequest{start: start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{2000, kindPush | kindRequest | kindKeyed, 2000}, origin: 2000, key: 6}}
+	in.host.exclusive(func() { h.p.check(in.grant(&q)) })
+	in.mu.Lock()
 	owed, credits := in.creditsOwed.Load(), slices.Clone(in.credits)
 	in.mu.Unlock()
 	if h.s.slots.Get(small.Index()) == small {

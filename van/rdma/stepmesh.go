@@ -1,6 +1,7 @@
 package rdma
 
 import (
+	"errors"
 	"fmt"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -86,10 +87,10 @@ type stepmeshIn struct{ *inbound }
 func (d stepmeshIn) need(s *start) (n rendezvous.Need, kind uint64, err error) { return s.need(false) }
 
 // refuse ends the connection where the peer would wait for ever: its protocol has no word
-// for a refusal.
-func (d stepmeshIn) refuse(_ uint64, flags uint32, why error) {
-	if flags&replyBudget != 0 {
-		d.fail(why)
+// for a refusal. A slot request that makes no sense is dropped as other nonsense is.
+func (d stepmeshIn) refuse(_ uint64, _ uint32, why error) {
+	if bad := (*van.FieldError)(nil); !errors.As(why, &bad) {
+		d.fail(asLost(why))
 	}
 }
 
@@ -118,6 +119,8 @@ func (d stepmeshIn) area(_ *receiveSlot, s *start, need rendezvous.Need, _ uint6
 
 // record: the slots of a key are never given back.
 func (d stepmeshIn) record(*receiveSlot) {}
+
+func (d stepmeshIn) outgrown(*start) {}
 
 func (d stepmeshIn) control(*verbs.Completion, *trailer) (known bool) { return false }
 

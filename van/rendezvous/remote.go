@@ -284,6 +284,19 @@ func (s *remoteSlots) Answered(key uint64, push bool) {
 	}
 }
 
+// AnswersLost says that requests that have been sent will not be answered: the connection
+// of the receiver, a node of the original, has ended on which the answers would come. Their
+// slots are free.
+func (s *remoteSlots) AnswersLost() {
+	for _, r := range s.routes {
+		if s.freedByAnswer {
+			for _, p := range r.slots {
+				s.Release(p)
+			}
+		}
+	}
+}
+
 // Requested returns what an open slot request is for.
 func (s *remoteSlots) Requested(origin uint64) (Need, bool) {
 	a := s.requests[origin]

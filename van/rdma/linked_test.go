@@ -1,0 +1,106 @@
+package rdma
+
+import (
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+)
+
+// linked is the connection that n takes for that which a peer has opened to it.
+func (n *testNode) linked(id int) *inbound { return (*n.peers.Load())[id].inbound.Load() }
+
+// Each peer is linked with the connection that it has opened itself, though others listen on the same port, or connect
+// under its id from another one: what ends with theirs is not its own.
+func TestPeersAreLinkedWithTheirOwn(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	var servers []*testNode
+	for _, id := range []int{8, 10} {
+		s := r.make(id)
+		s.listenOn(4000)
+		s.Start(func(m *van.Message) { s.in <- m.Retain() })
+		r.link(w, s)
+		servers = append(servers, s)
+	}
+	check := func(when string) {
+		t.Helper()
+		w.linkInbounds()
+		for _, s := range servers {
+			if in := w.linked(s.who.ID); in == nil || in.hello.node != s.who.ID || in.hello.incarnation != s.incarnation {
+				t.Fatalf("%s: %s is linked with a connection of %s", when, van.NodeName(s.who.ID), in.opener())
+			}
+		}
+	}
+	for _, s := range servers {
+		r.until("both have been linked", func() bool { return w.linked(s.who.ID) != nil })
+	}
+	check("at first")
+	p := newRaw(r, rawAddr, servers[0].who) // another port, and it does not say who it is
+	p.dial(w, 2, func(q int) []byte { return p.hello(false, 0, q, 2) })
+	r.until("it has a connection", func() bool { return len(w.incoming()) == 3 })
+	check("beside one with the same id")
+	for i, s := range servers {
+		w.must(push(s, 1, i, value(3000, i)))
+		s.wantValue(i, value(3000, i))
+		s.must(push(w, 1, i, value(3000, i)))
+		w.wantValue(i, value(3000, i))
+	}
+	p.end()
+	r.until("it has ended", func() bool { return len(w.incoming()) == 2 })
+	check("after that has ended")
+	servers[0].Disconnect(9)
+	r.until("that of the first server has ended", func() bool { return len(w.incoming()) == 1 })
+	r.until("it is not linked any more", func() bool { return w.linked(8) == nil })
+	if in := w.linked(10); in == nil || in.hello.node != 10 {
+		t.Errorf("the second server is linked with a connection of %s after the end of the first one's", in.opener())
+	}
+	if n := w.Stats().Malformed + servers[1].Stats().Malformed; n != 0 {
+		t.Errorf("%d malformed messages", n)
+	}
+	w.toldNothing()
+}
+
+// opener says whose in is.
+func (in *inbound) opener() string {
+	if in == nil {
+		return "nobody"
+	}
+	return in.name()
+}
+
+// What is said to a peer while its queue has no room is said when there is, once and in order.
+func TestAnswersWaitForRoom(t *testing.T) {
+	r := newRig(t)
+	s := r.node(8, shortQueues)
+	p := newRaw(r, rawAddr, van.Node{ID: 11})
+	c := p.dial(s, 2, func(q int) []byte { return p.hello(true, 77, q, 2) })
+	in := s.incomingOf(11)
+	const n = 20
+	said := 0
+	for range 3 { // the queue is used again
+		for _, q := range in.qps {
+			r.net.HoldQP(q.Num())
+		}
+		for i := range n {
+			var b [startLen]byte
+			(&start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{512, kindPush | kindRequest, 512}, origin: uint64(said + i)}).put(b[:])
+			c.send(immStart, b[:])
+		}
+		r.until("those without room wait", func() bool {
+			in.mu.Lock()
+			defer in.mu.Unlock()
+			return len(in.backlog) == n-1 // that takes all the room
+		})
+		r.net.Release()
+		for i := range n {
+			var a reply
+			p.check(a.get(c.receive(immReply)))
+			if a.origin != uint64(said+i) || a.flags&replyRefused != 0 {
+				t.Fatalf("answer %d is to request %d with flags %#x, want request %d", i, a.origin, a.flags, said+i)
+			}
+		}
+		said += n
+	}
+	p.end()
+}

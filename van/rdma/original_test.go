@@ -1,0 +1,151 @@
+package rdma
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/verbs"
+)
+
+// grant answers the next slot request that comes on c: messages for the slot with this number will lie at the memory
+// that is returned.
+func (s *rawServer) grant(c *rawConn, index uint32) (meta []byte) {
+	s.r.Helper()
+	var q start
+	s.check(q.get(c.receive(immStart)))
+	room := s.mem[len(s.mem)-8192*int(index+1):][:8192]
+	at := backend.Bytes(room).Addr()
+	var b [replyLen]byte
+	(&reply{origin: q.origin, index: index, meta: at, metaKey: s.mr.RKey(), data: at + 2048, dataKey: s.mr.RKey()}).put(b[:])
+	c.send(immReply, b[:])
+	return room
+}
+
+// message waits for a message in a slot, and returns the slot's number and what its meta says.
+func (s *rawServer) message(c *rawConn, slots map[uint32][]byte) (index uint32, m van.Meta) {
+	s.r.Helper()
+	for limit := time.Now().Add(patience); time.Now().Before(limit); {
+		var out [1]verbs.Completion
+		n, err := c.dev.Poll(out[:], 0, time.Second)
+		s.check(err)
+		if n == 1 && out[0].Type == verbs.RecvWrite {
+			s.check(van.DecodeMeta(slots[out[0].Imm][:out[0].Len], &m))
+			return out[0].Imm, m
+		}
+	}
+	s.r.Fatal("no message came")
+	return 0, m
+}
+
+// A pull that was given up before it could be sent is not sent to a C++ node, which would write its answer all the same;
+// its slot is the next one's.
+func TestRevokedPullIsNotSentToOriginal(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	c := s.take()
+	gone, kept := make([]byte, 1000), make([]byte, 1000)
+	w.must(pull(s.who, 5, 1, gone))
+	w.must(pull(s.who, 5, 2, kept))
+	w.Revoke(backend.Bytes(gone))
+	slots := map[uint32][]byte{3: s.grant(c, 3)}
+	_, m := s.message(c, slots)
+	if m.Timestamp != 2 || m.Addr != backend.Bytes(kept).Addr() || m.Option == 0 {
+		t.Errorf("request %d comes with address %#x and key %d, want request 2 with %#x and a key", m.Timestamp, m.Addr, m.Option, backend.Bytes(kept).Addr())
+	}
+	p := (*w.peers.Load())[s.who.who.ID]
+	p.mu.Lock()
+	var expected []int32
+	for k := range p.pulls {
+		expected = append(expected, k.ts)
+	}
+	p.mu.Unlock()
+	if !slices.Equal(expected, []int32{2}) {
+		t.Errorf("answers to requests %v are expected, want those to 2", expected)
+	}
+	s.end()
+}
+
+// Who asks for a key again before the answer has come, at other memory, holds the first memory no longer for it.
+func TestDestinationThatIsReplaced(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	inUse := w.device0().regions.InUse
+	for range 2 {
+		w.must(pull(s, 5, 1, make([]byte, 64<<10)))
+		s.next().Release()
+	}
+	if n := inUse(); n != 1 {
+		t.Errorf("memory of %d pulls is held, want that of the second", n)
+	}
+	dst := make([]byte, 64<<10)
+	w.must(pull(s, 5, 1, dst))
+	q := s.next()
+	s.must(answer(q, value(len(dst), 1)))
+	q.Release()
+	w.wantValue(1, value(len(dst), 1))
+	if n := inUse(); n != 0 {
+		t.Errorf("memory of %d pulls is held after the answer, want none", n)
+	}
+}
+
+// Memory that is given up may lie in one region with memory that a C++ node has yet to write to, which would abort if it
+// were refused.
+func TestRevokeBesideAPullFromOriginal(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	c, back := s.take(), s.open()
+	all := make([]byte, 2000)
+	region, err := w.device0().regions.Get(backend.Bytes(all), verbs.LocalWrite|verbs.RemoteWrite)
+	s.check(err)
+	region.Release()
+	w.must(pull(s.who, 5, 1, all[1000:]))
+	_, m := s.message(c, map[uint32][]byte{3: s.grant(c, 3)})
+	w.Revoke(backend.Bytes(all[:1000]))
+	slot := back.ask(start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1000}, origin: 2, key: 5})
+	a := answer(pull(s.who, 5, 1, all[1000:]), value(1000, 1))
+	back.post(0, verbs.SendWR{Op: verbs.OpWrite, RemoteAddr: m.Addr, RKey: uint32(m.Option)}, value(1000, 1))
+	back.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, a, nil))
+	w.wantValue(1, value(1000, 1))
+	w.toldNothing()
+	s.end()
+}
+
+// A C++ node whose slot request cannot be answered, as there is no memory, would wait for ever: its connection ends.
+func TestNoReceiveMemoryForOriginal(t *testing.T) {
+	h := newHostileWorld(t, false)
+	h.s.stack.Limit(h.s.stack.Registered() + 64<<10)
+	var b [startLen]byte
+	(&start{metaLen: 400, dataNum: 2, data: [4]uint64{8, 1 << 20}, origin: 1, key: 6}).put(b[:])
+	h.c.send(immStart, b[:])
+	h.until("its connection has ended", func() bool { return len(h.s.incoming()) == 1 })
+	h.s.stack.Limit(1 << 40)
+	h.ends(0)
+}
+
+// The slot of a request whose answer was lost with the connection of a C++ node is free again, as the request has failed:
+// else those that follow under the key would wait for ever.
+func TestSlotOfLostAnswerOfOriginal(t *testing.T) {
+	r := newRig(t)
+	w := r.node(9)
+	s := newRawServer(r, w)
+	c := s.take()
+	s.open()
+	w.must(push(s.who, 5, 1, value(1000, 1)))
+	slots := map[uint32][]byte{3: s.grant(c, 3)}
+	if _, m := s.message(c, slots); m.Timestamp != 1 {
+		t.Fatalf("request %d came, want 1", m.Timestamp)
+	}
+	w.must(push(s.who, 5, 2, value(1000, 2))) // waits for the slot
+	s.open()
+	w.wantDown(s.who, "answers", "connected again")
+	w.wantUp(s.who)
+	if _, m := s.message(c, slots); m.Timestamp != 2 {
+		t.Errorf("request %d came, want 2", m.Timestamp)
+	}
+	s.end()
+}

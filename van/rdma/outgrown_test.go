@@ -1,0 +1,90 @@
+package rdma
+
+import (
+	"testing"
+
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
+)
+
+// ownSlots is the number of slots that n has given to a peer for a key alone.
+func (n *testNode) ownSlots(key uint64) (own int) {
+	n.slots.Each(func(l *receiveSlot) {
+		if !l.OneShot && l.Route.Class == 0 && l.Route.Key == key {
+			own++
+		}
+	})
+	return own
+}
+
+// Slots of a key that its sender has outgrown, and will not use again, end whatever the larger one is: also when that is
+// shared with other keys, as the registered buffer is too small for it, or when there is none.
+func TestOutgrownSlotsEnd(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(peerBudget(1 << 20))
+	for key := range uint64(3) {
+		if err := s.RegisterRecvBuffer(9, key, backend.Bytes(make([]byte, 4096))); err != nil {
+			t.Fatal(err)
+		}
+		w.must(push(s, key, 1, value(3000, 1)))
+		s.wantValue(1, value(3000, 1))
+		if n := s.ownSlots(key); n == 0 {
+			t.Fatalf("key %d has no slot of its own", key)
+		}
+	}
+	w.must(push(s, 1, 2, value(10000, 2)))
+	s.wantValue(2, value(10000, 2))
+	if n := s.ownSlots(1); n != 0 {
+		t.Errorf("%d slots are left of a key that uses shared ones now", n)
+	}
+	w.must(push(s, 2, 3, value(2<<20, 3)))
+	w.wantDown(s, "STEPAF_RDMA_PEER_BUDGET")
+	w.wantUp(s)
+	if n := s.ownSlots(2); n != 0 {
+		t.Errorf("%d slots are left of a key for which more was asked and refused", n)
+	}
+	for key := range uint64(3) {
+		w.must(push(s, key, 4, value(3000, 4)))
+		s.wantValue(4, value(3000, 4))
+	}
+	if n := s.ownSlots(0); n != 1 {
+		t.Errorf("%d slots are left of a key that has not grown, want its own", n)
+	}
+	if n := s.Stats().Malformed + w.Stats().Malformed; n != 0 {
+		t.Errorf("%d malformed messages", n)
+	}
+}
+
+// A slot that a peer asks for after a larger one of the same key is its own although the larger one, which had to wait,
+// is granted later. A connection that has ended meanwhile has none to look at.
+func TestSlotBesideALaterLargerOne(t *testing.T) {
+	h := newHostileWorld(t, true)
+	if err := h.s.RegisterRecvBuffer(11, 6, backend.Bytes(make([]byte, 8192))); err != nil {
+		t.Fatal(err)
+	}
+	want := func(origin, n uint64) start {
+		return start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{n, kindPush | kindRequest | kindKeyed, n}, origin: origin, key: 6}
+	}
+	first, later := h.c.ask(want(1, 500)), h.c.ask(want(3, 1000))
+	in := h.s.incomingOf(11)
+	grant := func() {
+		q := slotRequest{start: want(2, 2000)}
+		in.host.exclusive(func() { h.p.check(in.grant(&q)) })
+	}
+	grant()
+	if h.s.slots.Get(first.index) != nil {
+		t.Error("the slot that was asked for before the larger one has not ended")
+	}
+	if l := h.s.slots.Get(later.index); l == nil || l.Data != 1000 {
+		t.Error("the slot that was asked for after the larger one has ended")
+	}
+	in.fail(van.ErrPeerLost)
+	h.until("the connection has ended", func() bool {
+		in.mu.Lock()
+		defer in.mu.Unlock()
+		return in.closed
+	})
+	grant()
+	h.ends(0)
+}

@@ -1,0 +1,102 @@
+package rdma
+
+import (
+	"testing"
+
+	"github.com/stepaf/stepaf-go/internal/clock"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/env"
+)
+
+// shortQueues makes queues so short that one message under way takes all of the room.
+func shortQueues(c *env.Config) { c.RDMAStartDepth, c.RDMARxDepth = 1, c.QPNum }
+
+// fullLink makes w have n free slots at s, of which s wants all back while w's queue has no room to say so. It
+// returns w's way to s, with a message under way.
+func fullLink(w, s *testNode, n int) *peer {
+	r := w.r
+	r.Helper()
+	hoard(w, s, n, 3000)
+	p := (*w.peers.Load())[s.who.ID]
+	r.until("all slots are free", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.link.Idle() && s.incomingOf(w.who.ID).creditsOwed.Load() == 0
+	})
+	for _, q := range p.currentLink().QueuePairs {
+		r.net.HoldQP(q.Num())
+	}
+	w.must(push(s, 1, 1000, value(3000, 7)))
+	s.incomingOf(w.who.ID).requestReclaim(maxIndex, 0, clock.Now()|1<<62) // whenever it was asked before
+	r.until("the slots are given up", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return len(p.sender.Returns()) >= n-1
+	})
+	return p
+}
+
+// Slots that a node gives back while its queue has no room to say so are said when there is, each once: nothing else
+// may be under way that would do it.
+func TestReturnsWaitForRoom(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(shortQueues)
+	const n = maxCredits + 7 // more than one notice can tell
+	p := fullLink(w, s, n)
+	p.mu.Lock()
+	said, waiting := p.link.HasRoom(), p.sender.Waiting()
+	p.mu.Unlock()
+	if said || waiting != 0 {
+		t.Fatalf("there is room: %t, %d messages wait; want neither", said, waiting)
+	}
+	r.net.Release()
+	s.wantValue(1000, value(3000, 7))
+	r.until("the slots have come back", func() bool {
+		left := 0
+		s.slots.Each(func(l *receiveSlot) {
+			if !l.OneShot && l.Route.Class != 0 {
+				left++
+			}
+		})
+		return left == 0
+	})
+	if n := s.Stats().Malformed; n != 0 {
+		t.Errorf("%d notices were refused, want each slot to come back once", n)
+	}
+	for i := range 3 {
+		w.must(push(s, 1, i, value(3000, i)))
+		s.wantValue(i, value(3000, i))
+	}
+}
+
+// Slots of a connection that broke before they were said to come back are not said on the next one, where their numbers
+// may be those of other slots.
+func TestReturnsEndWithTheConnection(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair(shortQueues)
+	p := fullLink(w, s, 8)
+	old := p.currentLink()
+	old.fail(van.ErrPeerLost)
+	w.wantDown(s)
+	r.net.Release()
+	w.wantUp(s)
+	p.mu.Lock()
+	left := len(p.sender.Returns())
+	p.mu.Unlock()
+	if left != 0 {
+		t.Errorf("%d slots of the connection before are still to be given back", left)
+	}
+	for i := range 4 {
+		w.must(push(s, 1, i, value(3000, i)))
+	}
+	for i := range 4 {
+		m := s.nextWith(int32(i))
+		if string(m.Vals.Host()) != string(value(3000, i)) {
+			t.Errorf("value %d has changed", i)
+		}
+		m.Release()
+	}
+	if n := s.Stats().Malformed; n != 0 {
+		t.Errorf("%d notices were refused, want none", n)
+	}
+}
