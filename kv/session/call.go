@@ -115,20 +115,28 @@ func (l *calls) find(seq uint64) *call {
 	return l.all[seq]
 }
 
+// full tells whether no more calls may be under way, and when that changes.
+func (l *calls) full() (freed chan struct{}, full bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	n := len(l.all)
+	return l.freed, n > 0 && (n >= maxCalls || l.bytes >= maxBytes)
+}
+
 // room waits until one more call may be under way.
 func (l *calls) room(ctx context.Context) error {
 	for {
-		l.mu.Lock()
-		err, freed, n := l.err, l.freed, len(l.all)
-		full := n > 0 && (n >= maxCalls || l.bytes >= maxBytes)
-		l.mu.Unlock()
-		if err != nil || !full {
+		freed, full := l.full()
+		if err := l.failed(); err != nil || !full {
 			return err
 		}
 		select {
 		case <-freed:
 		case <-l.broken:
 		case <-ctx.Done():
+			l.mu.Lock()
+			n := len(l.all)
+			l.mu.Unlock()
 			return wrong(l.ranks.node, "call", fmt.Errorf("%d calls are under way: %w", n, cause(ctx)))
 		}
 	}

@@ -683,3 +683,52 @@ func TestCallsUnderWay(t *testing.T) {
 	full(2, "2 calls are under way", make([]byte, 33<<20))
 	works(t, s, ended)
 }
+
+// heard is a context that tells when somebody waits for its end.
+type heard struct {
+	context.Context
+	once  *sync.Once
+	waits chan struct{}
+}
+
+func (h heard) Done() <-chan struct{} {
+	h.once.Do(func() { close(h.waits) })
+	return h.Context.Done()
+}
+
+// TestWaitsForRoomAlone: who waits until fewer calls are under way keeps nobody else, whose context ends before.
+func TestWaitsForRoomAlone(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	gate := make(chan struct{})
+	ended := serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "gate", func(context.Context, []any) (any, error) { <-gate; return nil, nil })
+	})
+	s, ctx := open(t, c), limit(t)
+	must[*session.Handle](t)(s.Call(ctx, "gate", make([]byte, 64<<20)))
+	first := heard{ctx, new(sync.Once), make(chan struct{})}
+	waited := make(chan error, 2)
+	go func() {
+		_, err := s.Call(first, "rank")
+		waited <- err
+	}()
+	<-first.waits
+	short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+	defer cancel()
+	late := make(chan error, 1)
+	go func() {
+		_, err := s.Call(short, "rank")
+		late <- err
+	}()
+	select {
+	case err := <-late:
+		vantest.Fails(t, err, van.ErrTimeout, "1 calls are under way")
+	case <-time.After(10 * time.Second):
+		t.Error("a call waits for longer than its context lasts")
+	}
+	close(gate)
+	if err := <-waited; err != nil {
+		t.Error(err)
+	}
+	works(t, s, ended)
+}
