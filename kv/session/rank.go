@@ -315,12 +315,17 @@ func (s *serving) answer(w work, a answer) {
 
 // run carries calls out until the session ends.
 func (s *serving) run() {
-	defer func() { s.drop(slices.Collect(maps.Keys(s.values))...) }()
+	var w work
+	defer func() {
+		// Nothing, unless a function has ended this goroutine: nobody would carry out the calls behind it.
+		s.cancel(fmt.Errorf("call %d, %q, has ended the goroutine of calls (runtime.Goexit)", w.q.seq, w.q.text))
+		s.drop(slices.Collect(maps.Keys(s.values))...)
+	}()
 	for {
 		select {
 		case <-s.ctx.Done():
 			return
-		case w := <-s.work:
+		case w = <-s.work:
 			if s.ctx.Err() != nil {
 				return
 			}
@@ -330,8 +335,9 @@ func (s *serving) run() {
 			case s.ctx.Err() != nil:
 				return
 			case w.m.Head == wantStop:
+				last := w
 				s.mu.Lock()
-				s.last = &w
+				s.last = &last
 				s.mu.Unlock()
 				s.cancel(errStopped)
 			default:

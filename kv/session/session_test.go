@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -731,4 +732,28 @@ func TestWaitsForRoomAlone(t *testing.T) {
 		t.Error(err)
 	}
 	works(t, s, ended)
+}
+
+// TestGoexit: a function that ends its goroutine, as FailNow of a test does, ends the session with an error that says so: nobody
+// would carry out the calls behind it.
+func TestGoexit(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	ended := serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "exit on", func(_ context.Context, args []any) (any, error) {
+			if args[0] == int64(rank) {
+				runtime.Goexit()
+			}
+			return nil, nil
+		})
+	})
+	s, ctx := open(t, c), limit(t)
+	h := must[*session.Handle](t)(s.Call(ctx, "exit on", 1))
+	vantest.Fails(t, h.Wait(ctx), van.ErrPeerLost, "rank 1", `call 1, "exit on"`, "Goexit")
+	errs := ended.all(t)
+	for rank, err := range errs {
+		if err == nil || !strings.Contains(err.Error(), "Goexit") {
+			t.Errorf("rank %d: Serve returned %v, want why the session has ended", rank, err)
+		}
+	}
 }
