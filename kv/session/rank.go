@@ -354,7 +354,7 @@ func (s *serving) do(w work) (a answer) {
 	case wantCall:
 		var v any
 		if v, err = s.call(w.q.text, w.q.values); err != nil {
-			v = noValue(fmt.Sprintf("call %d, %q, has failed: %v", w.q.seq, w.q.text, err))
+			v = noValue(fmt.Sprintf("call %d, %q, has failed: %s", w.q.seq, w.q.text, textOf(err)))
 		}
 		s.values[w.q.handle] = v
 	case wantSet:
@@ -374,9 +374,19 @@ func (s *serving) do(w work) (a answer) {
 		slices.Sort(a.handles)
 	}
 	if err != nil {
-		a.outcome, a.text = failed, err.Error()
+		a.outcome, a.text = failed, textOf(err)
 	}
 	return a
+}
+
+// textOf is what an error of a function says. Its Error may panic, as that of a nil pointer returned as an error does.
+func textOf(err error) (text string) {
+	defer func() {
+		if p := recover(); p != nil {
+			text = fmt.Sprintf("an error of type %T, whose Error panics: %v", err, p)
+		}
+	}()
+	return err.Error()
 }
 
 // value is what the rank has under a handle.

@@ -757,3 +757,40 @@ func TestGoexit(t *testing.T) {
 		}
 	}
 }
+
+// fault is an error that cannot be asked what it says when it is nil.
+type fault struct{ text string }
+
+func (f *fault) Error() string { return f.text }
+
+// badValue is a result that fails with such an error wherever it is asked.
+type badValue struct{}
+
+func (badValue) Value() (any, error) { return nil, (*fault)(nil) }
+func (badValue) Close() error        { return (*fault)(nil) }
+
+// TestNilFault: an error that is a nil pointer is an error of its call; asking it what it says would end the process.
+func TestNilFault(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	ended := serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "nil fault", func(context.Context, []any) (any, error) { return nil, (*fault)(nil) })
+		register(t, r, "bad value", func(context.Context, []any) (any, error) { return badValue{}, nil })
+	})
+	s, ctx := open(t, c), limit(t)
+	const says = "an error of type *session_test.fault, whose Error panics"
+	failed := must[*session.Handle](t)(s.Call(ctx, "nil fault"))
+	behind := must[*session.Handle](t)(s.Call(ctx, "same", failed))
+	for _, h := range []*session.Handle{failed, behind} {
+		var e *session.RankError
+		if err := h.Wait(ctx); !errors.As(err, &e) || !strings.Contains(e.Text, says) {
+			t.Errorf("got %v, want that it says %q", err, says)
+		}
+	}
+	bad := must[*session.Handle](t)(s.Call(ctx, "bad value"))
+	if _, err := s.CopyFrom(ctx, bad); err == nil || !strings.Contains(err.Error(), says) {
+		t.Errorf("got %v, want that it says %q", err, says)
+	}
+	s.Kill(bad)
+	works(t, s, ended)
+}
