@@ -150,6 +150,9 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 	b := &c.b
 	b.mu.Lock()
 	b.joining, c.meeting.refuted = false, nil
+	if err == nil && b.closed {
+		err = van.ErrClosed
+	}
 	if err != nil {
 		kept := c.flight.takeAsked(func(*ask) bool { return true })
 		b.mu.Unlock()
@@ -160,10 +163,6 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 			return err
 		}
 		return fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
-	}
-	if b.closed {
-		b.mu.Unlock()
-		return van.ErrClosed
 	}
 	var epoch uint64
 	for _, a := range answers {
@@ -214,7 +213,7 @@ func (c *Comm) peerChanged(id int, up bool, cause error) {
 func (c *Comm) Close(ctx context.Context) error {
 	b := &c.b
 	b.mu.Lock()
-	again, refuted := b.closed, c.meeting.refuted
+	again, refuted, joining, round := b.closed, c.meeting.refuted, b.joining, c.meeting.round
 	b.closed = true
 	b.mu.Unlock()
 	if again {
@@ -223,7 +222,11 @@ func (c *Comm) Close(ctx context.Context) error {
 	if refuted != nil {
 		refuted(van.ErrClosed)
 	}
-	c.fail(&van.Error{Op: "close communicator", Node: b.node.Name(), Err: van.ErrClosed})
+	closed := &van.Error{Op: "close communicator", Node: b.node.Name(), Err: van.ErrClosed}
+	if joining { // fail has told of the failure before; those who have met this rank since would wait for it
+		c.meeting.tell(round, closed)
+	}
+	c.fail(closed)
 	b.mu.Lock()
 	b.err = &van.Error{Op: "use communicator", Node: b.node.Name(), Err: van.ErrClosed}
 	b.mu.Unlock()

@@ -498,3 +498,52 @@ func TestClosedAtOnce(t *testing.T) {
 		})
 	}
 }
+
+// TestClosedInRebuild: a rank that closes its end in Rebuild, when others have met it and gone on, makes their calls fail at
+// once: they have no other word of it.
+func TestClosedInRebuild(t *testing.T) {
+	for name, early := range map[string]bool{"called before": true, "called after": false} {
+		t.Run(name, func(t *testing.T) {
+			hook := &hooks.Van{}
+			all, _ := comms(t, testcluster.Options{Workers: 3, Wrap: hook.Wrap("worker", 1)}, 3)
+			hook.OnReceive(func(m *van.Message) hooks.Verdict {
+				if v, _ := verbOf(m.Body); !m.Request && v == verbHello && m.Sender == all[2].b.node.ID() {
+					return hooks.Lose // so that it alone does not come to an end
+				}
+				return hooks.Pass
+			})
+			rebuilt := make(chan error, 1)
+			go func() { rebuilt <- all[1].Rebuild(t.Context()) }()
+			others := []*Comm{all[0], all[2]}
+			onAll(t, 2, func(i int) error { return others[i].Rebuild(t.Context()) })
+			ops := make([]Op, 2)
+			call := func() {
+				onAll(t, 2, func(i int) (err error) {
+					ops[i], err = others[i].AllGather(zeros(3*8), zeros(8))
+					return err
+				})
+			}
+			if early {
+				call()
+			}
+			if err := all[1].Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+			vantest.Fails(t, <-rebuilt, van.ErrClosed, "rebuild communicator")
+			for i, c := range others {
+				if !early {
+					vantest.Eventually(t, 10*time.Second, "it has heard", func() bool {
+						c.b.mu.Lock()
+						defer c.b.mu.Unlock()
+						return c.b.left != nil || c.b.err != nil
+					})
+					vantest.Fails(t, c.Barrier(t.Context()), van.ErrClosed, "worker 1")
+					continue
+				}
+				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+				vantest.Fails(t, ops[i].Wait(ctx), van.ErrClosed, "worker 1")
+				cancel()
+			}
+		})
+	}
+}
