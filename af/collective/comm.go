@@ -114,7 +114,8 @@ func (c *Comm) join(ctx context.Context, op string) error {
 			again = append(again, r)
 		}
 	}
-	for ; len(again) > 0; again = c.meeting.metAnew(ctx, answers, errs) {
+	answers[c.b.self] = own
+	for {
 		var wg sync.WaitGroup
 		for _, r := range again {
 			wg.Go(func() {
@@ -125,19 +126,27 @@ func (c *Comm) join(ctx context.Context, op string) error {
 		}
 		wg.Wait()
 		c.meeting.awaitHellos(ctx, errs)
+		if again, err = c.joined(ctx, answers, errs); len(again) == 0 {
+			break
+		}
 	}
-	answers[c.b.self] = own
-	if err := c.joined(answers, errs); err != nil {
+	if err != nil {
 		return &van.Error{Op: op, Node: c.b.node.Name(), Detail: fmt.Sprintf("communicator %d", c.b.id),
 			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: err}
 	}
 	return nil
 }
 
-// joined ends a round.
-func (c *Comm) joined(answers []hello, errs []error) error {
+// joined ends a round, unless there are ranks to be met again.
+func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again []int, err error) {
+	b := &c.b
+	b.mu.Lock()
+	// With the end of the round: a hello that comes between would be answered, and its rank wait for this one's.
+	if again = c.meeting.metAnew(ctx, answers, errs); len(again) > 0 {
+		b.mu.Unlock()
+		return again, nil
+	}
 	var missing []string
-	var err error
 	for r, e := range errs {
 		if e == nil {
 			continue
@@ -147,8 +156,6 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 			err = e
 		}
 	}
-	b := &c.b
-	b.mu.Lock()
 	b.joining, c.meeting.refuted = false, nil
 	if err == nil && b.closed {
 		err = van.ErrClosed
@@ -160,9 +167,9 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 			b.refuse(&a.request, err)
 		}
 		if errors.Is(err, ErrMismatch) || len(missing) == 0 {
-			return err
+			return nil, err
 		}
-		return fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
+		return nil, fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
 	}
 	var epoch uint64
 	for _, a := range answers {
@@ -192,7 +199,7 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 	if over != nil {
 		c.fail(over)
 	}
-	return over
+	return nil, over
 }
 
 // peerChanged is called when a peer is lost or back.
