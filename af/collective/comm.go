@@ -78,7 +78,7 @@ func (c *Comm) Size() int { return len(c.b.ids) }
 // flight fail. It waits as New does. When it returns no other rank reads memory of this one
 // for calls that have failed.
 func (c *Comm) Rebuild(ctx context.Context) error {
-	c.fail(&van.Error{Op: "rebuild communicator", Node: c.b.node.Name(), Err: errRebuild})
+	c.fail(c.b.refused("rebuild communicator", errRebuild))
 	if err := c.flight.await(ctx, "rebuild communicator"); err != nil {
 		return err
 	}
@@ -229,13 +229,13 @@ func (c *Comm) Close(ctx context.Context) error {
 	if refuted != nil {
 		refuted(van.ErrClosed)
 	}
-	closed := &van.Error{Op: "close communicator", Node: b.node.Name(), Err: van.ErrClosed}
+	closed := b.refused("close communicator", van.ErrClosed)
 	if joining { // fail has told of the failure before; those who have met this rank since would wait for it
 		c.meeting.tell(round, closed)
 	}
 	c.fail(closed)
 	b.mu.Lock()
-	b.err = &van.Error{Op: "use communicator", Node: b.node.Name(), Err: van.ErrClosed}
+	b.err = b.refused("use communicator", van.ErrClosed)
 	b.mu.Unlock()
 	if c.stop != nil {
 		c.stop()

@@ -547,3 +547,34 @@ func TestClosedInRebuild(t *testing.T) {
 		})
 	}
 }
+
+// TestErrorsNameTheCall: the error of a call that a lost rank has ended, or a rank that has given up, names the communicator and the
+// call, and the rank by its number in that communicator.
+func TestErrorsNameTheCall(t *testing.T) {
+	cl := testcluster.Start(t, testcluster.Options{Workers: 3})
+	all := make([]*Comm, 3)
+	begin := func(who ...int) {
+		onAll(t, len(who), func(i int) (err error) {
+			all[who[i]], err = New(t.Context(), cl.Workers[who[i]], Options{ID: 7, Ranks: who, Timeout: 20 * time.Second})
+			return err
+		})
+	}
+	begin(1, 2)
+	onAll(t, 2, func(i int) error { return all[1+i].Barrier(t.Context()) })
+	op, err := all[1].AllGather(zeros(2*8), zeros(8))
+	if err != nil {
+		t.Fatal(err)
+	}
+	all[2].fail(all[2].b.about(0, van.ErrTimeout))
+	vantest.Fails(t, op.Wait(t.Context()), van.ErrTimeout, "communicator 7", "rank 1 (worker 2")
+	onAll(t, 2, func(i int) error { return all[1+i].Rebuild(t.Context()) })
+	if op, err = all[1].AllGather(zeros(2*8), zeros(8)); err != nil {
+		t.Fatal(err)
+	}
+	cl.Workers[2].Close()
+	vantest.Fails(t, op.Wait(t.Context()), van.ErrPeerLost, "AllGather", "communicator 7, call 0", "rank 1 (worker 2")
+	vantest.Fails(t, all[1].Barrier(t.Context()), van.ErrPeerLost, "communicator 7, call 0", "rank 1 (worker 2")
+	for _, c := range all[1:] {
+		_ = c.Close(t.Context())
+	}
+}
