@@ -11,6 +11,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
@@ -246,5 +247,36 @@ func TestFlushWaitsForTheTransport(t *testing.T) {
 	close(free)
 	if err := <-flushed; err != nil {
 		t.Error(err)
+	}
+}
+
+// TestRefusedMessage: the error of a call whose message the transport does not take names the window, the rank and the call; nothing
+// has been put then, and the same works later.
+func TestRefusedMessage(t *testing.T) {
+	hook := &hooks.Van{}
+	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 2, Options{Size: 8, Signals: 1})
+	w, ctx := r.windows[0], t.Context()
+	refuse := func(of verb) {
+		hook.OnSend(func(m *van.Message) hooks.Verdict {
+			if n, err := parse(m.Body); err == nil && n.verb == of {
+				return hooks.Refuse(van.ErrQueueFull)
+			}
+			return hooks.Pass
+		})
+	}
+	src := tensor(bytes.Repeat([]byte{7}, 8))
+	refuse(verbPut)
+	vantest.Fails(t, w.PutSignal(ctx, 1, 0, src, 0), van.ErrQueueFull, "put and signal", "window 0 of communicator 0", "rank 1 (worker 1")
+	refuse(verbAsk)
+	if err := w.PutSignal(ctx, 1, 0, src, 0); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, w.Flush(ctx, 1), van.ErrQueueFull, "flush", "window 0 of communicator 0", "rank 1 (worker 1")
+	hook.OnSend(nil)
+	if err := w.Flush(ctx, 1); err != nil {
+		t.Error(err)
+	}
+	if err := r.windows[1].WaitSignal(ctx, 0, 0); err != nil || !bytes.Equal(r.windows[1].Bytes(), src.Bytes()) {
+		t.Errorf("the other rank: %v, with %v", err, r.windows[1].Bytes())
 	}
 }
