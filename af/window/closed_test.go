@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -278,5 +279,60 @@ func TestRefusedMessage(t *testing.T) {
 	}
 	if err := r.windows[1].WaitSignal(ctx, 0, 0); err != nil || !bytes.Equal(r.windows[1].Bytes(), src.Bytes()) {
 		t.Errorf("the other rank: %v, with %v", err, r.windows[1].Bytes())
+	}
+}
+
+// TestOneStaysOpen: more windows than there are application ids can be opened and closed beside one that stays open, also if it does on
+// one rank only. When all of them are in use the error says so on all ranks, and one that is closed makes room.
+func TestOneStaysOpen(t *testing.T) {
+	of := Options{Signals: 1}
+	r := newRig(t, testcluster.Options{}, 2, of)
+	open := func() ([]*Window, []error) {
+		l := make([]*Window, 2)
+		return l, every(2, func(i int) (err error) {
+			l[i], err = Open(t.Context(), r.comms[i], of)
+			return err
+		})
+	}
+	must := func(n int) []*Window {
+		t.Helper()
+		l, errs := open()
+		for i, err := range errs {
+			if err != nil {
+				t.Fatalf("window %d, rank %d: %v", n, i, err)
+			}
+		}
+		return l
+	}
+	shut := func(l []*Window) {
+		t.Helper()
+		r.all(func(i int) error { return l[i].Close() })
+		r.all(func(i int) error { r.free(l[i]); return nil })
+	}
+	for n := range windowsEach + 44 {
+		shut(must(n))
+	}
+	if err := r.windows[0].Close(); err != nil { // which only rank 1 has then
+		t.Fatal(err)
+	}
+	for n := range windowsEach + 44 {
+		shut(must(n))
+	}
+	var many [][]*Window
+	for n := range windowsEach - 1 {
+		many = append(many, must(n))
+	}
+	_, errs := open()
+	for i, err := range errs {
+		if !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "a window that is not closed has its place, of 256") {
+			t.Errorf("rank %d: got %v, want that all are in use", i, err)
+		}
+	}
+	shut(many[100])
+	many[100] = must(100)
+	for _, l := range many {
+		r.all(func(i int) error { return l[i].Signal(t.Context(), 1-i, 0) })
+		r.all(func(i int) error { return l[i].WaitSignal(t.Context(), 1-i, 0) })
+		r.all(func(i int) error { return l[i].Close() })
 	}
 }
