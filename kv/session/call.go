@@ -224,6 +224,23 @@ func (c *call) requested() {
 	}
 }
 
+// named is the error of one of the call's requests as one of the call and its rank: nobody knows the request, and its
+// failure may be heard of before the loss of the rank.
+func (c *call) named(err error) error {
+	e, is := err.(*van.Error)
+	if !is {
+		return err
+	}
+	for rank, id := range c.of.ranks.ids {
+		if strings.HasPrefix(e.Peer, van.NodeName(id)) {
+			as := *e
+			as.Op, as.Node, as.Peer, as.Detail = c.String(), "", fmt.Sprintf("rank %d (%s)", rank, e.Peer), ""
+			return &as
+		}
+	}
+	return err
+}
+
 // end ends the call, once. Errors of calls that nobody need wait for are kept for Sync.
 func (c *call) end(err error) {
 	c.once.Do(func() {

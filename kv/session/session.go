@@ -246,7 +246,7 @@ var ErrRefused = errors.New("refused")
 // requested is called when one of c's requests is over.
 func (s *Session) requested(c *call, err error) {
 	if err != nil {
-		s.fail(err)
+		s.fail(c.named(err))
 		return
 	}
 	c.requested()
