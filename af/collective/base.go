@@ -146,7 +146,7 @@ func (b *base) check(k call, errs ...error) error {
 
 // about is the error of the communicator that a rank is the reason of.
 func (b *base) about(rank int, err error) *van.Error {
-	return &van.Error{Op: "communicator", Node: b.node.Name(), Peer: b.name(rank), Err: err}
+	return &van.Error{Op: fmt.Sprintf("communicator %d", b.id), Node: b.node.Name(), Peer: b.name(rank), Err: err}
 }
 
 // timeout makes the end of a context's time van.ErrTimeout.

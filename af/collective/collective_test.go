@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -364,12 +365,48 @@ func TestLostWhileMeeting(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.peerChanged(c.b.ids[1], false, errors.New("its connection broke"))
-	if err := c.joined([]hello{own, own}, make([]error, 2)); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "rank 1") {
+	other := hello{own.epoch, c.meeting.ranks[1].answered, own.ranks, own.n}
+	if _, err := c.joined(t.Context(), []hello{own, other}, make([]error, 2)); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "rank 1") {
 		t.Errorf("the round: got %v, want ErrPeerLost of rank 1", err)
 	}
 	if _, err := c.Broadcast(zeros(10), 1); !errors.Is(err, van.ErrPeerLost) {
 		t.Errorf("a call after it: got %v, want ErrPeerLost", err)
 	}
+}
+
+// TestBegunAnewAtTheEnd: a rank that begins a new round at the end of this rank's, when all have been asked, is met in it: its hello
+// is answered, so this rank's must follow, or it would wait for that.
+func TestBegunAnewAtTheEnd(t *testing.T) {
+	all, _ := comms(t, testcluster.Options{}, 2)
+	c, ctx := all[0], t.Context()
+	c.fail(errRebuild)
+	own, _, err := c.meeting.beginRound("rebuild communicator", func(error) {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := hello{own.epoch, c.meeting.ranks[1].answered, own.ranks, own.n}
+	rebuilt := make(chan error, 1)
+	go func() { rebuilt <- all[1].Rebuild(ctx) }()
+	vantest.Eventually(t, 20*time.Second, "its hello has come", func() bool {
+		c.b.mu.Lock()
+		defer c.b.mu.Unlock()
+		return c.meeting.ranks[1].answered != other.round
+	})
+	answers, errs := []hello{own, other}, make([]error, 2)
+	again, err := c.joined(ctx, answers, errs)
+	if err != nil || !slices.Equal(again, []int{1}) {
+		t.Errorf("the round has ended, with error %v, and ranks %v to be met again, want it to go on, and rank 1", err, again)
+	}
+	if answers[1], err = c.meeting.greet(ctx, 1, own); err != nil {
+		t.Fatal(err)
+	}
+	if again, err = c.joined(ctx, answers, errs); err != nil || len(again) > 0 {
+		t.Errorf("then: got error %v and ranks %v, want neither", err, again)
+	}
+	if err := <-rebuilt; err != nil {
+		t.Error(err)
+	}
+	onAll(t, 2, func(r int) error { return calls(all[r], memory{}, 10, 1) })
 }
 
 // TestMismatch: calls that differ fail on all ranks, with both calls in the error; after Rebuild the

@@ -78,7 +78,7 @@ func (c *Comm) Size() int { return len(c.b.ids) }
 // flight fail. It waits as New does. When it returns no other rank reads memory of this one
 // for calls that have failed.
 func (c *Comm) Rebuild(ctx context.Context) error {
-	c.fail(&van.Error{Op: "rebuild communicator", Node: c.b.node.Name(), Err: errRebuild})
+	c.fail(c.b.refused("rebuild communicator", errRebuild))
 	if err := c.flight.await(ctx, "rebuild communicator"); err != nil {
 		return err
 	}
@@ -114,7 +114,8 @@ func (c *Comm) join(ctx context.Context, op string) error {
 			again = append(again, r)
 		}
 	}
-	for ; len(again) > 0; again = c.meeting.metAnew(ctx, answers, errs) {
+	answers[c.b.self] = own
+	for {
 		var wg sync.WaitGroup
 		for _, r := range again {
 			wg.Go(func() {
@@ -125,19 +126,27 @@ func (c *Comm) join(ctx context.Context, op string) error {
 		}
 		wg.Wait()
 		c.meeting.awaitHellos(ctx, errs)
+		if again, err = c.joined(ctx, answers, errs); len(again) == 0 {
+			break
+		}
 	}
-	answers[c.b.self] = own
-	if err := c.joined(answers, errs); err != nil {
+	if err != nil {
 		return &van.Error{Op: op, Node: c.b.node.Name(), Detail: fmt.Sprintf("communicator %d", c.b.id),
 			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: err}
 	}
 	return nil
 }
 
-// joined ends a round.
-func (c *Comm) joined(answers []hello, errs []error) error {
+// joined ends a round, unless there are ranks to be met again.
+func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again []int, err error) {
+	b := &c.b
+	b.mu.Lock()
+	// With the end of the round: a hello that comes between would be answered, and its rank wait for this one's.
+	if again = c.meeting.metAnew(ctx, answers, errs); len(again) > 0 {
+		b.mu.Unlock()
+		return again, nil
+	}
 	var missing []string
-	var err error
 	for r, e := range errs {
 		if e == nil {
 			continue
@@ -147,9 +156,10 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 			err = e
 		}
 	}
-	b := &c.b
-	b.mu.Lock()
 	b.joining, c.meeting.refuted = false, nil
+	if err == nil && b.closed {
+		err = van.ErrClosed
+	}
 	if err != nil {
 		kept := c.flight.takeAsked(func(*ask) bool { return true })
 		b.mu.Unlock()
@@ -157,13 +167,9 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 			b.refuse(&a.request, err)
 		}
 		if errors.Is(err, ErrMismatch) || len(missing) == 0 {
-			return err
+			return nil, err
 		}
-		return fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
-	}
-	if b.closed {
-		b.mu.Unlock()
-		return van.ErrClosed
+		return nil, fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
 	}
 	var epoch uint64
 	for _, a := range answers {
@@ -193,7 +199,7 @@ func (c *Comm) joined(answers []hello, errs []error) error {
 	if over != nil {
 		c.fail(over)
 	}
-	return over
+	return nil, over
 }
 
 // peerChanged is called when a peer is lost or back.
@@ -214,7 +220,7 @@ func (c *Comm) peerChanged(id int, up bool, cause error) {
 func (c *Comm) Close(ctx context.Context) error {
 	b := &c.b
 	b.mu.Lock()
-	again, refuted := b.closed, c.meeting.refuted
+	again, refuted, joining, round := b.closed, c.meeting.refuted, b.joining, c.meeting.round
 	b.closed = true
 	b.mu.Unlock()
 	if again {
@@ -223,9 +229,13 @@ func (c *Comm) Close(ctx context.Context) error {
 	if refuted != nil {
 		refuted(van.ErrClosed)
 	}
-	c.fail(&van.Error{Op: "close communicator", Node: b.node.Name(), Err: van.ErrClosed})
+	closed := b.refused("close communicator", van.ErrClosed)
+	if joining { // fail has told of the failure before; those who have met this rank since would wait for it
+		c.meeting.tell(round, closed)
+	}
+	c.fail(closed)
 	b.mu.Lock()
-	b.err = &van.Error{Op: "use communicator", Node: b.node.Name(), Err: van.ErrClosed}
+	b.err = b.refused("use communicator", van.ErrClosed)
 	b.mu.Unlock()
 	if c.stop != nil {
 		c.stop()

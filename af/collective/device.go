@@ -86,7 +86,7 @@ func (o *op) launch() {
 	if o.result.toCopy() {
 		var err error
 		if o.device.copied, err = o.l.copies.begin(o.result); err != nil {
-			o.device.err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: "copy of this rank's own part", Err: err}
+			o.device.err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String() + ": copy of this rank's own part", Err: err}
 			o.b.fail(o.device.err)
 		}
 	}
@@ -150,7 +150,7 @@ func (o *op) endCopy(err error) error {
 	defer cancel()
 	begun := clock.Now()
 	if failed := o.device.copied.Sync(ctx); failed != nil {
-		late := &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: "copy of this rank's own part, which may still be written",
+		late := &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String() + ": copy of this rank's own part, which may still be written",
 			Elapsed: time.Duration(clock.Now() - begun), Limit: copyLimit, Err: timeout(failed)}
 		o.b.fail(late)
 		err = errors.Join(err, late)
@@ -171,7 +171,7 @@ func (o *op) SendNow(err error) {
 	case err == nil:
 		o.launch()
 	case !o.Dead(): // which would be why
-		err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Err: err}
+		err = &van.Error{Op: kinds[o.call.kind], Node: o.b.node.Name(), Detail: o.String(), Err: err}
 		o.b.fail(err)
 		o.end(err)
 	}

@@ -121,7 +121,7 @@ func (l *flight) keep(a *ask) error {
 // mismatch refuses a request for a part that does not go with the calls of this rank, of which
 // no later one would.
 func (l *flight) mismatch(q *request, k kind, err error) {
-	l.b.fail(&van.Error{Op: kinds[k], Node: l.b.node.Name(), Peer: l.b.name(q.rank), Err: err})
+	l.b.fail(&van.Error{Op: kinds[k], Node: l.b.node.Name(), Peer: l.b.name(q.rank), Detail: fmt.Sprintf("communicator %d", l.b.id), Err: err})
 	l.b.refuse(q, fmt.Errorf("rank %d: %w", l.b.self, err))
 }
 
@@ -160,7 +160,7 @@ func (l *flight) await(ctx context.Context, op string) error {
 	case <-quiet:
 		return nil
 	case <-ctx.Done():
-		return &van.Error{Op: op, Node: l.b.node.Name(), Detail: "others are still reading memory of this rank",
+		return &van.Error{Op: op, Node: l.b.node.Name(), Detail: fmt.Sprintf("communicator %d: others are still reading memory of this rank", l.b.id),
 			Elapsed: time.Duration(clock.Now() - begun), Limit: limit, Err: timeout(context.Cause(ctx))}
 	}
 }

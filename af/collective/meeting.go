@@ -69,10 +69,8 @@ func (p *rank) gaveUp() error {
 func final(err error) bool { return errors.Is(err, ErrMismatch) || errors.Is(err, van.ErrMalformed) }
 
 // metAnew lists the ranks whose latest hello is of another round than their answer: they have
-// begun again meanwhile, or were replaced. There are none once there are errors, or ctx has ended.
+// begun again meanwhile, or were replaced. There are none once there are errors, or ctx has ended. base.mu is held.
 func (m *meeting) metAnew(ctx context.Context, answers []hello, errs []error) (l []int) {
-	m.b.mu.Lock()
-	defer m.b.mu.Unlock()
 	for r := range m.b.ids {
 		switch {
 		case errs[r] != nil:

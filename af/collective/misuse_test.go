@@ -498,3 +498,83 @@ func TestClosedAtOnce(t *testing.T) {
 		})
 	}
 }
+
+// TestClosedInRebuild: a rank that closes its end in Rebuild, when others have met it and gone on, makes their calls fail at
+// once: they have no other word of it.
+func TestClosedInRebuild(t *testing.T) {
+	for name, early := range map[string]bool{"called before": true, "called after": false} {
+		t.Run(name, func(t *testing.T) {
+			hook := &hooks.Van{}
+			all, _ := comms(t, testcluster.Options{Workers: 3, Wrap: hook.Wrap("worker", 1)}, 3)
+			hook.OnReceive(func(m *van.Message) hooks.Verdict {
+				if v, _ := verbOf(m.Body); !m.Request && v == verbHello && m.Sender == all[2].b.node.ID() {
+					return hooks.Lose // so that it alone does not come to an end
+				}
+				return hooks.Pass
+			})
+			rebuilt := make(chan error, 1)
+			go func() { rebuilt <- all[1].Rebuild(t.Context()) }()
+			others := []*Comm{all[0], all[2]}
+			onAll(t, 2, func(i int) error { return others[i].Rebuild(t.Context()) })
+			ops := make([]Op, 2)
+			call := func() {
+				onAll(t, 2, func(i int) (err error) {
+					ops[i], err = others[i].AllGather(zeros(3*8), zeros(8))
+					return err
+				})
+			}
+			if early {
+				call()
+			}
+			if err := all[1].Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+			vantest.Fails(t, <-rebuilt, van.ErrClosed, "rebuild communicator")
+			for i, c := range others {
+				if !early {
+					vantest.Eventually(t, 10*time.Second, "it has heard", func() bool {
+						c.b.mu.Lock()
+						defer c.b.mu.Unlock()
+						return c.b.left != nil || c.b.err != nil
+					})
+					vantest.Fails(t, c.Barrier(t.Context()), van.ErrClosed, "worker 1")
+					continue
+				}
+				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+				vantest.Fails(t, ops[i].Wait(ctx), van.ErrClosed, "worker 1")
+				cancel()
+			}
+		})
+	}
+}
+
+// TestErrorsNameTheCall: the error of a call that a lost rank has ended, or a rank that has given up, names the communicator and the
+// call, and the rank by its number in that communicator.
+func TestErrorsNameTheCall(t *testing.T) {
+	cl := testcluster.Start(t, testcluster.Options{Workers: 3})
+	all := make([]*Comm, 3)
+	begin := func(who ...int) {
+		onAll(t, len(who), func(i int) (err error) {
+			all[who[i]], err = New(t.Context(), cl.Workers[who[i]], Options{ID: 7, Ranks: who, Timeout: 20 * time.Second})
+			return err
+		})
+	}
+	begin(1, 2)
+	onAll(t, 2, func(i int) error { return all[1+i].Barrier(t.Context()) })
+	op, err := all[1].AllGather(zeros(2*8), zeros(8))
+	if err != nil {
+		t.Fatal(err)
+	}
+	all[2].fail(all[2].b.about(0, van.ErrTimeout))
+	vantest.Fails(t, op.Wait(t.Context()), van.ErrTimeout, "communicator 7", "rank 1 (worker 2")
+	onAll(t, 2, func(i int) error { return all[1+i].Rebuild(t.Context()) })
+	if op, err = all[1].AllGather(zeros(2*8), zeros(8)); err != nil {
+		t.Fatal(err)
+	}
+	cl.Workers[2].Close()
+	vantest.Fails(t, op.Wait(t.Context()), van.ErrPeerLost, "AllGather", "communicator 7, call 0", "rank 1 (worker 2")
+	vantest.Fails(t, all[1].Barrier(t.Context()), van.ErrPeerLost, "communicator 7, call 0", "rank 1 (worker 2")
+	for _, c := range all[1:] {
+		_ = c.Close(t.Context())
+	}
+}

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -170,7 +171,7 @@ func (o *op) begin() {
 		err := o.wants.send(b, o.call, o.epoch, o.seq, o.First())
 		o.End()
 		if err != nil {
-			b.customer.Abort(&o.Request, err)
+			b.customer.Abort(&o.Request, &van.Error{Op: name, Node: b.node.Name(), Detail: o.String(), Err: err})
 		}
 	}
 	b.mu.Lock()
@@ -316,7 +317,7 @@ func (o *op) serve(a *ask) {
 	m.Done = t
 	if err := b.node.Send(m); err != nil {
 		t.Sent()
-		b.fail(&van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Peer: b.name(a.rank), Err: err})
+		b.fail(&van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Peer: b.name(a.rank), Detail: o.String(), Err: err})
 	}
 }
 
@@ -358,9 +359,30 @@ func (o *op) needs(rank int) bool {
 	return asked && !o.wants.came[i] || o.gives.takes[rank].state == awaited
 }
 
+// String names the call, for errors.
+func (o *op) String() string { return fmt.Sprintf("communicator %d, call %d", o.b.id, o.seq) }
+
+// named is the error that the call's request has failed with as an error of the call: nobody knows the
+// request's handler, and a rank has a number of its own in each communicator.
+func (o *op) named(err error) error {
+	e, is := err.(*van.Error)
+	if !is || e.Detail != fmt.Sprintf("handler %d", o.First()) {
+		return err
+	}
+	as := *e
+	as.Detail = o.String()
+	for r, id := range o.b.ids {
+		if strings.HasPrefix(e.Peer, van.NodeName(id)) {
+			as.Peer = fmt.Sprintf("rank %d (%s)", r, e.Peer)
+		}
+	}
+	return &as
+}
+
 // Finished implements postoffice.Sink: all parts have come, or the request has failed.
 func (o *op) Finished(err error) {
 	if err != nil {
+		err = o.named(err)
 		if r := o.b.revoker; r != nil {
 			for _, m := range o.wants.into {
 				r.Revoke(m) // a part that is late must not come there

@@ -166,7 +166,7 @@ func (o *op) giveUp(cause error, limit time.Duration) {
 	if x.device.is && !begun {
 		what = "the work before it in this rank's stream, or in that of an earlier call, is not done"
 	}
-	err := &van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Detail: fmt.Sprintf("communicator %d, call %d: %s", b.id, o.seq, what),
+	err := &van.Error{Op: kinds[o.call.kind], Node: b.node.Name(), Detail: o.String() + ": " + what,
 		Elapsed: time.Duration(clock.Now() - o.start), Limit: limit, Err: cause}
 	b.fail(err)
 	o.end(err)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
@@ -246,5 +248,91 @@ func TestFlushWaitsForTheTransport(t *testing.T) {
 	close(free)
 	if err := <-flushed; err != nil {
 		t.Error(err)
+	}
+}
+
+// TestRefusedMessage: the error of a call whose message the transport does not take names the window, the rank and the call; nothing
+// has been put then, and the same works later.
+func TestRefusedMessage(t *testing.T) {
+	hook := &hooks.Van{}
+	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 2, Options{Size: 8, Signals: 1})
+	w, ctx := r.windows[0], t.Context()
+	refuse := func(of verb) {
+		hook.OnSend(func(m *van.Message) hooks.Verdict {
+			if n, err := parse(m.Body); err == nil && n.verb == of {
+				return hooks.Refuse(van.ErrQueueFull)
+			}
+			return hooks.Pass
+		})
+	}
+	src := tensor(bytes.Repeat([]byte{7}, 8))
+	refuse(verbPut)
+	vantest.Fails(t, w.PutSignal(ctx, 1, 0, src, 0), van.ErrQueueFull, "put and signal", "window 0 of communicator 0", "rank 1 (worker 1")
+	refuse(verbAsk)
+	if err := w.PutSignal(ctx, 1, 0, src, 0); err != nil {
+		t.Fatal(err)
+	}
+	vantest.Fails(t, w.Flush(ctx, 1), van.ErrQueueFull, "flush", "window 0 of communicator 0", "rank 1 (worker 1")
+	hook.OnSend(nil)
+	if err := w.Flush(ctx, 1); err != nil {
+		t.Error(err)
+	}
+	if err := r.windows[1].WaitSignal(ctx, 0, 0); err != nil || !bytes.Equal(r.windows[1].Bytes(), src.Bytes()) {
+		t.Errorf("the other rank: %v, with %v", err, r.windows[1].Bytes())
+	}
+}
+
+// TestOneStaysOpen: more windows than there are application ids can be opened and closed beside one that stays open, also if it does on
+// one rank only. When all of them are in use the error says so on all ranks, and one that is closed makes room.
+func TestOneStaysOpen(t *testing.T) {
+	of := Options{Signals: 1}
+	r := newRig(t, testcluster.Options{}, 2, of)
+	open := func() ([]*Window, []error) {
+		l := make([]*Window, 2)
+		return l, every(2, func(i int) (err error) {
+			l[i], err = Open(t.Context(), r.comms[i], of)
+			return err
+		})
+	}
+	must := func(n int) []*Window {
+		t.Helper()
+		l, errs := open()
+		for i, err := range errs {
+			if err != nil {
+				t.Fatalf("window %d, rank %d: %v", n, i, err)
+			}
+		}
+		return l
+	}
+	shut := func(l []*Window) {
+		t.Helper()
+		r.all(func(i int) error { return l[i].Close() })
+		r.all(func(i int) error { r.free(l[i]); return nil })
+	}
+	for n := range windowsEach + 44 {
+		shut(must(n))
+	}
+	if err := r.windows[0].Close(); err != nil { // which only rank 1 has then
+		t.Fatal(err)
+	}
+	for n := range windowsEach + 44 {
+		shut(must(n))
+	}
+	var many [][]*Window
+	for n := range windowsEach - 1 {
+		many = append(many, must(n))
+	}
+	_, errs := open()
+	for i, err := range errs {
+		if !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "a window that is not closed has its place, of 256") {
+			t.Errorf("rank %d: got %v, want that all are in use", i, err)
+		}
+	}
+	shut(many[100])
+	many[100] = must(100)
+	for _, l := range many {
+		r.all(func(i int) error { return l[i].Signal(t.Context(), 1-i, 0) })
+		r.all(func(i int) error { return l[i].WaitSignal(t.Context(), 1-i, 0) })
+		r.all(func(i int) error { return l[i].Close() })
 	}
 }

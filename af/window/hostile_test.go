@@ -160,8 +160,8 @@ func TestStranger(t *testing.T) {
 func FuzzNote(f *testing.F) {
 	f.Add((&note{verb: verbPut, signal: 3, window: 4, epoch: 5, seq: 6, offset: 7}).append(nil))
 	f.Add((&note{verb: verbClose, signal: noSignal, taken: 1 << 63, bytes: ^uint64(0)}).append(nil))
-	f.Add(shape{1, 2, 3, true, false}.append(nil))
-	f.Add(append(shape{1, 2, 3, true, false}.append(nil)[:shapeLen-1], 4))
+	f.Add(shape{1, 2, 3, true, false, true}.append(nil))
+	f.Add(append(shape{1, 2, 3, true, false, false}.append(nil)[:shapeLen-1], 8))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		if n, err := parse(b); err == nil {
 			if got := n.append(nil); !bytes.Equal(got, b) {

@@ -127,9 +127,10 @@ func (o *outbox) ask(op string) (want uint64, done bool, err error) {
 		return want, false, nil // it may have closed, and has taken everything before
 	}
 	if err == nil && o.asked < want {
-		if err = o.post(&note{verb: verbAsk, signal: noSignal}, backend.Mem{}); err == nil {
-			o.asked = o.next.Load()
+		if err = o.post(&note{verb: verbAsk, signal: noSignal}, backend.Mem{}); err != nil {
+			return want, false, o.p.w.wrong(op, o.p.rank, err)
 		}
+		o.asked = o.next.Load()
 	}
 	return want, false, err
 }

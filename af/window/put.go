@@ -95,7 +95,9 @@ func (w *Window) put(ctx context.Context, op string, rank, offset int, src af.Te
 	}
 	err = o.unsendable(op)
 	if err == nil {
-		err = o.post(&note{verb: verbPut, offset: uint64(offset), signal: signal}, src.Mem())
+		if err = o.post(&note{verb: verbPut, offset: uint64(offset), signal: signal}, src.Mem()); err != nil {
+			err = w.base.wrong(op, rank, err)
+		}
 	}
 	o.mu.Unlock()
 	return err

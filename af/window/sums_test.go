@@ -18,9 +18,9 @@ func TestSums(t *testing.T) {
 			fmt.Fprintf(w, "%x\n", b)
 			got, err := parse(sums.Mangle(rng, b))
 			fmt.Fprintln(w, got, sums.Err(err))
-			s := shape{sums.Edge(rng, 64), uint32(rng.IntN(9)), uint32(rng.IntN(9)), rng.IntN(2) == 0, rng.IntN(2) == 0}
+			s := shape{sums.Edge(rng, 64), uint32(rng.IntN(9)), uint32(rng.IntN(9)), rng.IntN(2) == 0, rng.IntN(2) == 0, rng.IntN(2) == 0}
 			is, err := parseShape(sums.Mangle(rng, s.append(nil)))
-			fmt.Fprintln(w, is.size, is.signals, is.number, is.refused, is.device, sums.Err(err))
+			fmt.Fprintln(w, is.size, is.signals, is.number, is.refused, is.device, is.inUse, sums.Err(err))
 			fmt.Fprintln(w, appOf(rng.Uint64(), uint32(rng.IntN(600)), rng.IntN(4096)))
 			x := &base{}
 			x.first.Store(int32(sums.Edge(rng, 1<<31-5)) &^ 1 & (1<<31 - 1))

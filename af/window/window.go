@@ -45,8 +45,21 @@ type Window struct {
 
 // Open makes this rank's end of a window and waits until all ranks of c have made theirs: all
 // call it, in the same order as other calls of c. What differs is an error on all ranks. Others
-// may write to the memory, from the moment that Open is called until Close.
+// may write to the memory, from the moment that Open is called until Close. 256 windows of a communicator may be open at once.
 func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
+	for n := 1; ; n++ {
+		w, err := open(ctx, c, o)
+		if n == windowsEach || !errors.Is(err, errInUse) { // on all ranks
+			return w, err
+		}
+	}
+}
+
+// errInUse: a window that is not closed has the application id that the next one would have.
+var errInUse = fmt.Errorf("%w: a window that is not closed has its place, of %d", van.ErrInvalid, windowsEach)
+
+// open tries to open the next window, which may fail with errInUse on all ranks.
+func open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 	w := &Window{base: base{layer: c.Layer(), signals: o.Signals, self: c.Rank(), aliveEvery: aliveEvery}, shut: make(chan struct{})}
 	b := &w.base
 	b.app, b.isOver = b.layer.App(), w.isOver
@@ -68,6 +81,8 @@ func Open(ctx context.Context, c *collective.Comm, o Options) (*Window, error) {
 		w.customer, bad = b.app.AddCustomer(b.id, b.id, w.receive) // which may be called before it returns
 		if bad == nil {
 			b.first.Store(w.customer.Skip(0) &^ 1)
+		} else if errors.Is(bad, van.ErrInvalid) { // it exists
+			bad = fmt.Errorf("%w: %w", errInUse, bad)
 		}
 	}
 	size := b.mem.Len()
@@ -126,22 +141,32 @@ func (b *base) take(o Options) error {
 
 // agree compares the windows of all ranks; bad is why this rank's makes no sense.
 func (w *Window) agree(ctx context.Context, c *collective.Comm, size int, bad error) error {
-	own := shape{uint64(size), uint32(w.base.signals), w.base.tenant.Number, bad != nil, w.dev != nil}
+	own := shape{uint64(size), uint32(w.base.signals), w.base.tenant.Number, bad != nil, w.dev != nil, false}
+	if errors.Is(bad, errInUse) {
+		own.refused, own.inUse = false, true
+	}
 	all, err := Exchange(ctx, c, own.append(nil))
-	if err := cmp.Or(bad, err); err != nil {
+	if own.refused {
+		return bad
+	}
+	if err != nil {
 		return err
 	}
+	inUse := bad
 	for r, b := range all {
 		s, err := parseShape(b)
 		if err != nil {
 			return fmt.Errorf("%s: %w", w.base.layer.Name(r), err)
 		}
-		if s != own {
+		if s.inUse && inUse == nil {
+			inUse = fmt.Errorf("%w at %s", errInUse, w.base.layer.Name(r))
+		}
+		if s.inUse = own.inUse; s != own {
 			return fmt.Errorf("%w: window %d has %s at %s, and is window %d with %s at rank %d, here",
 				collective.ErrMismatch, s.number, s, w.base.layer.Name(r), own.number, own, w.base.self)
 		}
 	}
-	return nil
+	return inUse
 }
 
 // String names the window, for errors.

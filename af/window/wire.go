@@ -21,7 +21,7 @@ const (
 )
 
 // appOf is the application id of a window. Indices begin anywhere in each epoch, so that an earlier
-// epoch's window that somebody has not closed is rarely in the way.
+// epoch's window that somebody has not closed is rarely in the way. Open takes the next one then.
 func appOf(epoch uint64, number uint32, communicator int) int {
 	index := (epoch*0x9E3779B97F4A7C15>>56 + uint64(number)) % windowsEach
 	return appBase + communicator*windowsEach + int(index)
@@ -98,6 +98,7 @@ type shape struct {
 	number  uint32 // of the window
 	refused bool   // the rank's arguments were refused there
 	device  bool   // it is on devices
+	inUse   bool   // its application id is in use there; need not be the same
 }
 
 const shapeLen = 8 + 4 + 4 + 1
@@ -113,6 +114,9 @@ func (s shape) append(b []byte) []byte {
 	if s.device {
 		flags |= shapeDevice
 	}
+	if s.inUse {
+		flags |= shapeInUse
+	}
 	return append(b, flags)
 }
 
@@ -120,13 +124,14 @@ func (s shape) append(b []byte) []byte {
 const (
 	shapeRefused = 1 << iota
 	shapeDevice
+	shapeInUse
 )
 
 func parseShape(b []byte) (shape, error) {
-	if len(b) != shapeLen || b[16] > shapeRefused|shapeDevice {
+	if len(b) != shapeLen || b[16] > shapeRefused|shapeDevice|shapeInUse {
 		return shape{}, fmt.Errorf("%w: %x, want what Open says of a window, %d bytes", van.ErrMalformed, b[:min(len(b), 2*shapeLen)], shapeLen)
 	}
-	return shape{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint32(b[12:]), b[16]&shapeRefused != 0, b[16]&shapeDevice != 0}, nil
+	return shape{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint32(b[12:]), b[16]&shapeRefused != 0, b[16]&shapeDevice != 0, b[16]&shapeInUse != 0}, nil
 }
 
 func (s shape) String() string {

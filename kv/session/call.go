@@ -115,20 +115,28 @@ func (l *calls) find(seq uint64) *call {
 	return l.all[seq]
 }
 
+// full tells whether no more calls may be under way, and when that changes.
+func (l *calls) full() (freed chan struct{}, full bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	n := len(l.all)
+	return l.freed, n > 0 && (n >= maxCalls || l.bytes >= maxBytes)
+}
+
 // room waits until one more call may be under way.
 func (l *calls) room(ctx context.Context) error {
 	for {
-		l.mu.Lock()
-		err, freed, n := l.err, l.freed, len(l.all)
-		full := n > 0 && (n >= maxCalls || l.bytes >= maxBytes)
-		l.mu.Unlock()
-		if err != nil || !full {
+		freed, full := l.full()
+		if err := l.failed(); err != nil || !full {
 			return err
 		}
 		select {
 		case <-freed:
 		case <-l.broken:
 		case <-ctx.Done():
+			l.mu.Lock()
+			n := len(l.all)
+			l.mu.Unlock()
 			return wrong(l.ranks.node, "call", fmt.Errorf("%d calls are under way: %w", n, cause(ctx)))
 		}
 	}
@@ -214,6 +222,23 @@ func (c *call) requested() {
 		close(l.freed)
 		l.freed = make(chan struct{})
 	}
+}
+
+// named is the error of one of the call's requests as one of the call and its rank: nobody knows the request, and its
+// failure may be heard of before the loss of the rank.
+func (c *call) named(err error) error {
+	e, is := err.(*van.Error)
+	if !is {
+		return err
+	}
+	for rank, id := range c.of.ranks.ids {
+		if strings.HasPrefix(e.Peer, van.NodeName(id)) {
+			as := *e
+			as.Op, as.Node, as.Peer, as.Detail = c.String(), "", fmt.Sprintf("rank %d (%s)", rank, e.Peer), ""
+			return &as
+		}
+	}
+	return err
 }
 
 // end ends the call, once. Errors of calls that nobody need wait for are kept for Sync.

@@ -29,7 +29,8 @@
 // # Failure
 //
 // An error or a panic of a function, or a name that is not registered, is an error of that
-// call, which names the ranks; the session goes on. A rank that is lost, or whose Serve ends,
+// call, which names the ranks; the session goes on. A function that ends its goroutine (runtime.Goexit)
+// ends its rank's Serve. A rank that is lost, or whose Serve ends,
 // fails the session: all that waits fails at once and names the rank, and the others'
 // Serve ends, as it does when the controller is lost. After an Open that failed the ranks
 // wait for the next one. A process that takes a lost one's

@@ -192,3 +192,32 @@ func TestTooLong(t *testing.T) {
 	}
 	works(t, s, ended)
 }
+
+// TestLostRankIsNamed: the error of a session whose rank is lost while a call is under way names the rank and the call, as
+// soon as its request has failed.
+func TestLostRankIsNamed(t *testing.T) {
+	hook := &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: hook.Wrap("server", 1)})
+	began := make(chan struct{}, 2)
+	ended := serve(t, c, func(_ int, r *session.Rank) {
+		register(t, r, "wait", func(ctx context.Context, _ []any) (any, error) {
+			began <- struct{}{}
+			<-ctx.Done()
+			return nil, nil
+		})
+	})
+	s := open(t, c)
+	h := must[*session.Handle](t)(s.Call(limit(t), "wait"))
+	for range 2 {
+		<-began
+	}
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Head == session.WantLeave {
+			return hooks.Lose // it is gone without a word
+		}
+		return hooks.Pass
+	})
+	c.Servers[1].Close()
+	vantest.Fails(t, h.Wait(limit(t)), van.ErrPeerLost, `call 1, "wait"`, "rank 1 (server 1")
+	ended.all(t)
+}

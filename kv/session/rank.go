@@ -315,12 +315,17 @@ func (s *serving) answer(w work, a answer) {
 
 // run carries calls out until the session ends.
 func (s *serving) run() {
-	defer func() { s.drop(slices.Collect(maps.Keys(s.values))...) }()
+	var w work
+	defer func() {
+		// Nothing, unless a function has ended this goroutine: nobody would carry out the calls behind it.
+		s.cancel(fmt.Errorf("call %d, %q, has ended the goroutine of calls (runtime.Goexit)", w.q.seq, w.q.text))
+		s.drop(slices.Collect(maps.Keys(s.values))...)
+	}()
 	for {
 		select {
 		case <-s.ctx.Done():
 			return
-		case w := <-s.work:
+		case w = <-s.work:
 			if s.ctx.Err() != nil {
 				return
 			}
@@ -330,8 +335,9 @@ func (s *serving) run() {
 			case s.ctx.Err() != nil:
 				return
 			case w.m.Head == wantStop:
+				last := w
 				s.mu.Lock()
-				s.last = &w
+				s.last = &last
 				s.mu.Unlock()
 				s.cancel(errStopped)
 			default:
@@ -348,7 +354,7 @@ func (s *serving) do(w work) (a answer) {
 	case wantCall:
 		var v any
 		if v, err = s.call(w.q.text, w.q.values); err != nil {
-			v = noValue(fmt.Sprintf("call %d, %q, has failed: %v", w.q.seq, w.q.text, err))
+			v = noValue(fmt.Sprintf("call %d, %q, has failed: %s", w.q.seq, w.q.text, textOf(err)))
 		}
 		s.values[w.q.handle] = v
 	case wantSet:
@@ -368,9 +374,19 @@ func (s *serving) do(w work) (a answer) {
 		slices.Sort(a.handles)
 	}
 	if err != nil {
-		a.outcome, a.text = failed, err.Error()
+		a.outcome, a.text = failed, textOf(err)
 	}
 	return a
+}
+
+// textOf is what an error of a function says. Its Error may panic, as that of a nil pointer returned as an error does.
+func textOf(err error) (text string) {
+	defer func() {
+		if p := recover(); p != nil {
+			text = fmt.Sprintf("an error of type %T, whose Error panics: %v", err, p)
+		}
+	}()
+	return err.Error()
 }
 
 // value is what the rank has under a handle.

@@ -246,20 +246,34 @@ var ErrRefused = errors.New("refused")
 // requested is called when one of c's requests is over.
 func (s *Session) requested(c *call, err error) {
 	if err != nil {
-		s.fail(err)
+		s.fail(c.named(err))
 		return
 	}
 	c.requested()
 }
 
+// turn takes order when one more call may be under way. Who waits for that does not hold it, since others who make
+// calls have contexts of their own.
+func (s *Session) turn(ctx context.Context) error {
+	for {
+		if err := s.calls.room(ctx); err != nil {
+			return err
+		}
+		s.order.Lock()
+		if _, full := s.calls.full(); !full {
+			return nil
+		}
+		s.order.Unlock()
+	}
+}
+
 // send makes the next call: of says what it asks for, by its number. Of one rank's call, the
 // others hear that it was there.
 func (s *Session) send(ctx context.Context, want int32, rank int, of func(seq uint64) request) (*call, error) {
-	s.order.Lock()
-	defer s.order.Unlock()
-	if err := s.calls.room(ctx); err != nil {
+	if err := s.turn(ctx); err != nil {
 		return nil, err
 	}
+	defer s.order.Unlock()
 	c := s.calls.newCall(want, rank)
 	q, kills := of(c.seq), s.handles.killed()
 	c.name, c.handle = q.text, q.handle

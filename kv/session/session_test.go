@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -681,5 +682,115 @@ func TestCallsUnderWay(t *testing.T) {
 	}
 	full(1000, "1000 calls are under way")
 	full(2, "2 calls are under way", make([]byte, 33<<20))
+	works(t, s, ended)
+}
+
+// heard is a context that tells when somebody waits for its end.
+type heard struct {
+	context.Context
+	once  *sync.Once
+	waits chan struct{}
+}
+
+func (h heard) Done() <-chan struct{} {
+	h.once.Do(func() { close(h.waits) })
+	return h.Context.Done()
+}
+
+// TestWaitsForRoomAlone: who waits until fewer calls are under way keeps nobody else, whose context ends before.
+func TestWaitsForRoomAlone(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	gate := make(chan struct{})
+	ended := serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "gate", func(context.Context, []any) (any, error) { <-gate; return nil, nil })
+	})
+	s, ctx := open(t, c), limit(t)
+	must[*session.Handle](t)(s.Call(ctx, "gate", make([]byte, 64<<20)))
+	first := heard{ctx, new(sync.Once), make(chan struct{})}
+	waited := make(chan error, 2)
+	go func() {
+		_, err := s.Call(first, "rank")
+		waited <- err
+	}()
+	<-first.waits
+	short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+	defer cancel()
+	late := make(chan error, 1)
+	go func() {
+		_, err := s.Call(short, "rank")
+		late <- err
+	}()
+	select {
+	case err := <-late:
+		vantest.Fails(t, err, van.ErrTimeout, "1 calls are under way")
+	case <-time.After(10 * time.Second):
+		t.Error("a call waits for longer than its context lasts")
+	}
+	close(gate)
+	if err := <-waited; err != nil {
+		t.Error(err)
+	}
+	works(t, s, ended)
+}
+
+// TestGoexit: a function that ends its goroutine, as FailNow of a test does, ends the session with an error that says so: nobody
+// would carry out the calls behind it.
+func TestGoexit(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{Servers: 2})
+	ended := serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "exit on", func(_ context.Context, args []any) (any, error) {
+			if args[0] == int64(rank) {
+				runtime.Goexit()
+			}
+			return nil, nil
+		})
+	})
+	s, ctx := open(t, c), limit(t)
+	h := must[*session.Handle](t)(s.Call(ctx, "exit on", 1))
+	vantest.Fails(t, h.Wait(ctx), van.ErrPeerLost, "rank 1", `call 1, "exit on"`, "Goexit")
+	errs := ended.all(t)
+	for rank, err := range errs {
+		if err == nil || !strings.Contains(err.Error(), "Goexit") {
+			t.Errorf("rank %d: Serve returned %v, want why the session has ended", rank, err)
+		}
+	}
+}
+
+// fault is an error that cannot be asked what it says when it is nil.
+type fault struct{ text string }
+
+func (f *fault) Error() string { return f.text }
+
+// badValue is a result that fails with such an error wherever it is asked.
+type badValue struct{}
+
+func (badValue) Value() (any, error) { return nil, (*fault)(nil) }
+func (badValue) Close() error        { return (*fault)(nil) }
+
+// TestNilFault: an error that is a nil pointer is an error of its call; asking it what it says would end the process.
+func TestNilFault(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	ended := serve(t, c, func(rank int, r *session.Rank) {
+		standard(t)(rank, r)
+		register(t, r, "nil fault", func(context.Context, []any) (any, error) { return nil, (*fault)(nil) })
+		register(t, r, "bad value", func(context.Context, []any) (any, error) { return badValue{}, nil })
+	})
+	s, ctx := open(t, c), limit(t)
+	const says = "an error of type *session_test.fault, whose Error panics"
+	failed := must[*session.Handle](t)(s.Call(ctx, "nil fault"))
+	behind := must[*session.Handle](t)(s.Call(ctx, "same", failed))
+	for _, h := range []*session.Handle{failed, behind} {
+		var e *session.RankError
+		if err := h.Wait(ctx); !errors.As(err, &e) || !strings.Contains(e.Text, says) {
+			t.Errorf("got %v, want that it says %q", err, says)
+		}
+	}
+	bad := must[*session.Handle](t)(s.Call(ctx, "bad value"))
+	if _, err := s.CopyFrom(ctx, bad); err == nil || !strings.Contains(err.Error(), says) {
+		t.Errorf("got %v, want that it says %q", err, says)
+	}
+	s.Kill(bad)
 	works(t, s, ended)
 }
