@@ -173,6 +173,25 @@ func TestSchedulerSignal(t *testing.T) {
 	}
 }
 
+// TestEnvCheckAbsent: a node with a transport or backend that this build does not have could
+// not start.
+func TestEnvCheckAbsent(t *testing.T) {
+	complete := []string{"DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT=1"}
+	for setting, want := range map[string]string{
+		"DMLC_ENABLE_RDMA=abc":    `DMLC_ENABLE_RDMA="abc": want one of those of this build, `,
+		"STEPAF_BACKEND=abacus":   `STEPAF_BACKEND="ABACUS": want one of those of this build, `,
+		"STEPMESH_BAKCEND=CPU":    "",
+		"DMLC_ENABLE_RDMA=zmq":    "",
+		"STEPAF_CLUSTER_ID=a b c": "",
+	} {
+		var b bytes.Buffer
+		err := showEnv(&b, env.FromList(append([]string{setting}, complete...)), envOptions{check: true, set: true})
+		if (err != nil) != (want != "") || !strings.Contains(b.String(), want) {
+			t.Errorf("%s: %v\n%s", setting, err, b.String())
+		}
+	}
+}
+
 func TestEnv(t *testing.T) {
 	src := env.FromList([]string{"DMLC_ROLE=server", "STEPMESH_BACKEND=cpu", "PS_VERBOSE=yes", "DMLC_NUM_SEVER=2"})
 	var b bytes.Buffer

@@ -298,10 +298,10 @@ func TestGolden(t *testing.T) {
 // node is refused when it starts, fails the examination.
 func TestAbsentNames(t *testing.T) {
 	for _, x := range []struct{ environ, want string }{
-		{"DMLC_ENABLE_RDMA=abc", `DMLC_ENABLE_RDMA="abc": want one of the transports of this build, ibverbs, zmq`},
-		{"DMLC_PS_VAN_TYPE=abc", `DMLC_PS_VAN_TYPE="abc": want one of the transports`},
-		{"STEPMESH_BAKCEND=ABACUS", `STEPMESH_BAKCEND="ABACUS": want one of the backends of this build, CPU`},
-		{"STEPAF_BACKEND=ABACUS", `STEPAF_BACKEND="ABACUS": want one of the backends`},
+		{"DMLC_ENABLE_RDMA=abc", `DMLC_ENABLE_RDMA="abc": want one of those of this build, ibverbs, zmq`},
+		{"DMLC_PS_VAN_TYPE=abc", `DMLC_PS_VAN_TYPE="abc": want one of those`},
+		{"STEPMESH_BAKCEND=ABACUS", `STEPMESH_BAKCEND="ABACUS": want one of those of this build, CPU`},
+		{"STEPAF_BACKEND=ABACUS", `STEPAF_BACKEND="ABACUS": want one of those`},
 		{"DMLC_INTERFACE=nope", `DMLC_INTERFACE="nope": want one interface with an IPv4 address of this host, which has lo (127.0.0.1), eth0 (10.1.0.1)`},
 		{"DMLC_INTERFACE=eth", `DMLC_INTERFACE="eth": want one interface`},
 		{"DMLC_INTERFACE=six0", `DMLC_INTERFACE="six0": want one interface`},

@@ -99,18 +99,29 @@ func (x *exam) environment(ctx context.Context) []Finding {
 	return append(found, f)
 }
 
+// Absent says that this build does not have what a variable names, a transport or a
+// backend; nil if it does.
+func Absent(cfg *env.Config, name, value string, have []string) error {
+	if value == "" || slices.Contains(have, value) {
+		return nil
+	}
+	if o := cfg.Origin(name); o != "environment" && o != "default" {
+		name = o // another name for it
+	}
+	return fmt.Errorf("%s=%q: want one of those of this build, %s, or a program that has registered that one", name, value, strings.Join(have, ", "))
+}
+
 // absentNames are variables that name what this build or this machine does not have: a
 // node of this build is refused when it starts, as by package postoffice. What is said of
 // RDMA and GPUs by checks of their own is left out.
 func (x *exam) absentNames(ctx context.Context) (errs []error) {
-	if v := x.cfg.VanType; v != ibverbs && !slices.Contains(x.m.Transports, v) {
-		errs = append(errs, fmt.Errorf("%s=%q: want one of the transports of this build, %s, or a program that has registered that one",
-			x.setBy("DMLC_ENABLE_RDMA"), v, strings.Join(x.m.Transports, ", ")))
+	if !x.needRDMA {
+		errs = append(errs, Absent(x.cfg, "DMLC_ENABLE_RDMA", x.cfg.VanType, x.m.Transports))
 	}
-	if b := x.cfg.Backend; b != "" && b != "GPU" && !slices.Contains(x.m.Backends, b) {
-		errs = append(errs, fmt.Errorf("%s=%q: want one of the backends of this build, %s, or a program that has registered that one",
-			x.setBy("STEPMESH_BAKCEND"), b, strings.Join(x.m.Backends, ", ")))
+	if !x.needGPU() {
+		errs = append(errs, Absent(x.cfg, "STEPMESH_BAKCEND", x.cfg.Backend, x.m.Backends))
 	}
+	errs = slices.DeleteFunc(errs, func(err error) bool { return err == nil })
 	if x.needRDMA {
 		return errs // its address is another check's
 	}
@@ -152,14 +163,6 @@ func (x *exam) absentNames(ctx context.Context) (errs []error) {
 		}
 	}
 	return errs
-}
-
-// setBy is the name under which the environment sets a variable, its own or another one.
-func (x *exam) setBy(name string) string {
-	if o := x.cfg.Origin(name); o != "environment" {
-		return o
-	}
-	return name
 }
 
 // zmqTime is ample for a message over loopback.
