@@ -12,7 +12,7 @@
 All ranks run the calls of a session one after the other, in the order in which they were made; call()
 does not wait for them. What a function returns, any object, stays on its rank under a handle. A handle
 that is not referred to any more is killed. Arguments and what is copied are None, bool, int,
-float, str, bytes, NumPy arrays, and, as arguments, handles. One thread calls at a time, as with
+float, str, bytes, NumPy arrays of numbers, dates or times, and, as arguments, handles. One thread calls at a time, as with
 barrier(); a thread in serve() holds that place but while a function runs, so that no other can count
 on being let in to init(), stop() or barrier() meanwhile.
 
@@ -41,6 +41,14 @@ def _utf8(text):
         return text.encode()
     except UnicodeEncodeError as e:
         raise f.ValueError("session: a str that cannot be written in UTF-8: %s" % e) from None
+
+
+def _has_name(dtype):
+    """Whether its name, which is all that travels of it, says what it is: of texts and structures it does not."""
+    try:
+        return np.dtype(dtype.name) == dtype
+    except TypeError:
+        return False
 
 
 class _Number(int):
@@ -73,7 +81,7 @@ def _encode(values):
         elif isinstance(v, (bytes, bytearray)):
             b += struct.pack("<BI", 5, len(v)) + v
         elif isinstance(v, np.ndarray) and not isinstance(v, np.ma.MaskedArray):
-            if not v.dtype.isnative or v.dtype.hasobject:
+            if not v.dtype.isnative or v.dtype.hasobject or not _has_name(v.dtype):
                 raise f.ValueError("session: an array of %r, want numbers in the order of this machine" % v.dtype)
             name = v.dtype.name.encode()
             b += struct.pack("<BB", 6, len(name)) + name + struct.pack("<B%dQI" % v.ndim, v.ndim, *v.shape, v.nbytes)

@@ -54,8 +54,9 @@ def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, tran
     os.environ.update(environment(role, rank, attention, ffn, host, port, device, transport))
     if scheduler not in ("auto", "no"):
         raise ValueError("scheduler is %r, want 'auto' or 'no'" % (scheduler,))
-    if timeout_ms is not None:
-        os.environ.setdefault("STEPAF_START_TIMEOUT", str(min(-(-timeout_ms // 1000), 604800)))
+    limits = timeout_ms is not None and not os.environ.get("STEPAF_START_TIMEOUT", "").strip()
+    if limits:
+        os.environ["STEPAF_START_TIMEOUT"] = str(max(1, min(-(-timeout_ms // 1000), 604800)))
     child = None
     if scheduler == "auto" and role == "ffn" and rank == 0 and not listening(host, port):
         child = start_scheduler()
@@ -65,6 +66,8 @@ def join(role, rank, attention, ffn, host="127.0.0.1", port=8123, device=0, tran
         if child is not None:  # without this rank nobody would end it
             child.kill()
             child.wait()
+        if limits:  # the next attempt may have another limit
+            del os.environ["STEPAF_START_TIMEOUT"]
         raise
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import harness
 import pytest
@@ -715,7 +716,6 @@ def join_alone(n):
         del os.environ[name]
     with n.raises(TimeoutError):
         join("ffn", 0, 1, 1, port=int(n.env["DMLC_PS_ROOT_PORT"]), timeout_ms=2500)
-    assert os.environ["STEPAF_START_TIMEOUT"] == "3"
 
 
 def test_join_alone(cluster):
@@ -724,6 +724,28 @@ def test_join_alone(cluster):
     c.spawn("server", join_alone)
     c.finish(WAIT)
     assert not listens(c.port)
+
+
+@pytest.mark.parametrize("before", [None, "", "7"])
+def test_join_again(monkeypatch, before):
+    """An attempt that failed leaves its limit to none that follows. What the user has set stays."""
+    seen = []
+
+    def init(timeout_ms):
+        seen.append(os.environ.get("STEPAF_START_TIMEOUT"))
+        if len(seen) < 4:
+            raise f.TimeoutError("nobody came")
+
+    monkeypatch.setattr(f, "init", init)
+    with mock.patch.dict(os.environ):
+        os.environ.pop("STEPAF_START_TIMEOUT", None)
+        if before is not None:
+            os.environ["STEPAF_START_TIMEOUT"] = before
+        for limit in (0, 2500, None):
+            with pytest.raises(TimeoutError):
+                join("ffn", 0, 1, 1, scheduler="no", timeout_ms=limit)
+        join("ffn", 0, 1, 1, scheduler="no", timeout_ms=10**12)
+    assert seen == (["7"] * 4 if before == "7" else ["1", "3", None, "604800"])
 
 
 @harness.by_hand

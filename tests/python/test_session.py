@@ -48,7 +48,12 @@ def rank(n):
         made[0].all_reduce(out, out).wait()
         return out
 
-    functions = {"strange": strange, "leave": leave, "join": join, "total": total, "same": lambda x: x, "rank": lambda: n.rank, "add": lambda *x: sum(x), "fail": fail,
+    def texts():
+        import numpy as np
+
+        return np.array(["text"])
+
+    functions = {"strange": strange, "texts": texts, "leave": leave, "join": join, "total": total, "same": lambda x: x, "rank": lambda: n.rank, "add": lambda *x: sum(x), "fail": fail,
                  "object": Object, "objects": lambda: Object.count}
     if n.rank == 0:
         functions["only on 0"] = lambda: None
@@ -102,9 +107,15 @@ def controller(n):
             s.sync()
         with n.raises(n.f.Error, "rank 0", "OSError: \\udcff\\0"):
             s.call("strange").wait()
-        for wrong in (object(), 1 << 64, np.array([object()]), np.datetime64(1, "ns"), np.ma.array([1, 2], mask=[0, 1])):
-            with n.raises((n.f.TypeError, n.f.ValueError), "session: "):
-                s.call("same", wrong)
+        for wrong in (object(), 1 << 64, np.array([object()]), np.datetime64(1, "ns"), np.ma.array([1, 2], mask=[0, 1]),
+                      np.array(["text"]), np.array([b"bytes"]), np.zeros(2, [("a", "f4"), ("b", "i2")]), np.zeros(3, "V4")):
+            for use in (lambda: s.call("same", wrong), lambda: s.copy_to(wrong), lambda: s.set(a, 0, wrong)):
+                with n.raises((n.f.TypeError, n.f.ValueError), "session: "):
+                    use()
+        texts = s.call("texts")
+        with n.raises(n.f.Error, "rank 0", "session: an array of dtype('<U4')"):
+            s.copy_from(texts)
+        del texts
         for wrong, use in (("\udc80", s.copy_to), ("\udc80", lambda x: s.call("same", x)), ("\udc80", lambda x: s.set(a, 0, x)), ("a\0b", s.call), ("\udc80", s.call)):
             with n.raises(n.f.ValueError, "session: "):
                 use(wrong)

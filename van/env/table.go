@@ -1,10 +1,12 @@
 package env
 
-// Limits that come from the wire format and from C++ StepMesh's arrays.
+// MaxInstances is how many instances of a role a cluster may have: 2*rank+9 must fit 15
+// bits on the wire.
+const MaxInstances = 16379
+
 const (
-	maxInstances = 16379 // 2*rank+9 must fit 15 bits
-	maxInt       = 1<<31 - 1
-	day          = 24 * 60 * 60
+	maxInt = 1<<31 - 1
+	day    = 24 * 60 * 60
 )
 
 // table has one row for each variable that has a place in Config, in the order
@@ -16,31 +18,31 @@ var table = []variable{
 		help:    "What this process is. `joint` is one worker and one server instance in one process; only Go programs can start it.",
 		differs: "`joint` is refused by the Python module instead of crashing later.",
 	}, {
-		name: "DMLC_NUM_WORKER", topic: cluster, kind: Int, min: 1, max: maxInstances, needed: true, readers: "all",
+		name: "DMLC_NUM_WORKER", topic: cluster, kind: Int, min: 1, max: MaxInstances, needed: true, readers: "all",
 		field:   func(c *Config) any { return &c.NumWorkers },
 		help:    "Number of worker groups. The cluster has this many times `DMLC_GROUP_SIZE` worker instances. Must be the same in every process.",
 		differs: "No limit of 31 groups.",
 	}, {
-		name: "DMLC_NUM_SERVER", topic: cluster, kind: Int, min: 1, max: maxInstances, needed: true, readers: "all",
+		name: "DMLC_NUM_SERVER", topic: cluster, kind: Int, min: 1, max: MaxInstances, needed: true, readers: "all",
 		field:   func(c *Config) any { return &c.NumServers },
 		help:    "Number of server groups, counted like `DMLC_NUM_WORKER`. Must be the same in every process.",
 		differs: "0 is refused at once, not at the first request.",
 	}, {
-		name: "DMLC_GROUP_SIZE", topic: cluster, kind: Int, min: 1, max: maxInstances, def: "1", readers: "all",
+		name: "DMLC_GROUP_SIZE", topic: cluster, kind: Int, min: 1, max: MaxInstances, def: "1", readers: "all",
 		field: func(c *Config) any { return &c.GroupSize },
 		help:  "Instances of each group, one process each. Instance i of a worker group talks to instance i of each server group.",
 	}, {
-		name: "DMLC_NODE_RANK", topic: cluster, kind: Int, min: 0, max: maxInstances - 1, none: -1, defNote: "0", readers: "workers, servers",
+		name: "DMLC_NODE_RANK", topic: cluster, kind: Int, min: 0, max: MaxInstances - 1, none: -1, defNote: "0", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.NodeRank },
 		help:    "Rank of this group within its role. The instance's rank is `DMLC_GROUP_SIZE * DMLC_NODE_RANK + STEPMESH_GPU + DMLC_RANK_OFFSET`.",
 		differs: "The resulting rank is checked before anything is connected.",
 	}, {
-		name: "DMLC_RANK_OFFSET", topic: cluster, kind: Int, min: -maxInstances, max: maxInstances, def: "0", readers: "workers, servers",
+		name: "DMLC_RANK_OFFSET", topic: cluster, kind: Int, min: -MaxInstances, max: MaxInstances, def: "0", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.RankOffset },
 		help:    "Added to the rank. Its use: a group of one on GPU k needs -k.",
 		differs: "Does not break stopping, and an offset never changes which device is used.",
 	}, {
-		name: "DMLC_INSTANCE_ID", topic: cluster, kind: Int, min: 0, max: maxInstances - 1, none: -1, defNote: "rank mod `DMLC_GROUP_SIZE`", readers: "workers, servers",
+		name: "DMLC_INSTANCE_ID", topic: cluster, kind: Int, min: 0, max: MaxInstances - 1, none: -1, defNote: "rank mod `DMLC_GROUP_SIZE`", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.InstanceID },
 		help:    "Index of this instance in its group. Only one value is right, so leave it unset.",
 		differs: "Any value but rank mod `DMLC_GROUP_SIZE` is an error.",
@@ -262,7 +264,7 @@ var table = []variable{
 		help:    "Where tensors live: `CPU`, `GPU`, or the name under which a program has registered its own device.",
 		differs: "The right spelling works too. Any case. Default depends on the machine.",
 	}, {
-		name: "STEPMESH_GPU", aliases: []string{"STEPAF_GPU"}, topic: devices, kind: Int, min: 0, max: maxInstances - 1, def: "0", readers: "workers, servers",
+		name: "STEPMESH_GPU", aliases: []string{"STEPAF_GPU"}, topic: devices, kind: Int, min: 0, max: MaxInstances - 1, def: "0", readers: "workers, servers",
 		field:   func(c *Config) any { return &c.GPU },
 		help:    "Device of this process, and part of its rank (see `DMLC_NODE_RANK`).",
 		differs: "Never required. Bounded by the devices present, not by 7.",

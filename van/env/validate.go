@@ -125,9 +125,9 @@ func (c *Config) parts() []part {
 
 func (c *Config) validateRank(p part, rankKnown bool, add func(*Error)) {
 	n := p.groups * c.GroupSize
-	if n > maxInstances {
+	if n > MaxInstances {
 		add(&Error{Name: p.variable, Value: strconv.Itoa(p.groups), Why: fmt.Sprintf("DMLC_GROUP_SIZE=%d", c.GroupSize),
-			Want: fmt.Sprintf("at most %d instances, not %d", maxInstances, n)})
+			Want: fmt.Sprintf("at most %d instances, not %d", MaxInstances, n)})
 		return
 	}
 	if !rankKnown {

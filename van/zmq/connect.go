@@ -44,6 +44,9 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	fail := func(err error) error {
 		return &van.Error{Op: "connect", Node: van.NodeName(int(v.id.Load())), Peer: van.NodeName(id) + " at " + peer.Addr(), Err: err}
 	}
+	if err := noIPv6(peer.Hostname); err != nil && !v.cfg.Local {
+		return fail(err)
+	}
 	c := &conn{addr: peer.Addr()}
 	c.incarnation, c.bundles = v.peerIdentity(&peer)
 	c.admitted.Store(true)

@@ -6,10 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"net"
 	"syscall"
 	"time"
 
 	zmq4 "github.com/pebbe/zmq4"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 func wrap(name string, value int, err error) error {
@@ -48,6 +51,15 @@ func tuneNative(z *zmq4.Socket, every, limit time.Duration) error {
 		errs = append(errs, z.SetRcvhwm(0), z.SetHeartbeatIvl(every), z.SetHeartbeatTimeout(limit), z.SetTcpMaxrt(limit))
 	}
 	return errors.Join(errs...)
+}
+
+// noIPv6 refuses an address that libzmq would not use: it binds none as this host's, and
+// connects to none without a word.
+func noIPv6(host string) error {
+	if ip := net.ParseIP(host); ip != nil && ip.To4() == nil {
+		return fmt.Errorf("%w: %s is an IPv6 address, want an IPv4 address, which is all that zmq uses here", van.ErrInvalid, host)
+	}
+	return nil
 }
 
 // addressError gives libzmq's errno its usual Go type.

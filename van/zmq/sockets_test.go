@@ -5,6 +5,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/vantest"
 	"github.com/stepaf/stepaf-go/van/zmq"
 )
 
@@ -28,4 +29,24 @@ func TestMaxSockets(t *testing.T) {
 			t.Fatalf("peer %d of %d: %v", i+1, peers, err)
 		}
 	}
+}
+
+// TestIPv6: an address of IPv6 is refused with what is wanted. libzmq says that it is none of
+// this host's, or connects to nobody without a word.
+func TestIPv6(t *testing.T) {
+	cfg := env.Default()
+	cfg.Role = "worker"
+	v, err := zmq.New(van.Options{Config: cfg})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer v.Close(t.Context())
+	_, err = v.Bind(t.Context(), van.Node{Role: van.Worker, ID: van.Empty, Hostname: "::1"})
+	vantest.Fails(t, err, van.ErrInvalid, "bind", "::1 is an IPv6 address, want an IPv4 address")
+	if _, err := v.Bind(t.Context(), van.Node{Role: van.Worker, ID: van.Empty, Hostname: "127.0.0.1"}); err != nil {
+		t.Fatal(err)
+	}
+	v.Start(func(*van.Message) {})
+	err = v.Connect(t.Context(), van.SchedulerID, van.Node{Role: van.Scheduler, Hostname: "fd00::2", Port: 1})
+	vantest.Fails(t, err, van.ErrInvalid, "connect", "scheduler", "fd00::2 is an IPv6 address, want an IPv4 address")
 }

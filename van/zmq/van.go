@@ -160,6 +160,9 @@ func (v *zvan) bind(z *zmq4.Socket, self van.Node) (int, func(), error) {
 	if self.ID == van.SchedulerID && v.cfg.Kubernetes {
 		host = "0.0.0.0"
 	}
+	if err := noIPv6(host); err != nil {
+		return 0, nil, err
+	}
 	port := "*"
 	if self.Port != 0 {
 		port = strconv.Itoa(self.Port)

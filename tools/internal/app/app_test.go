@@ -54,6 +54,11 @@ func TestStatus(t *testing.T) {
 		{"bench --help", 0, "latency", ""},
 		{"bench nonsense", 2, "", `bench: unknown command "nonsense": want one of latency, kv`},
 		{"bench latency --nonsense", 2, "", "see stepaf bench latency --help"},
+		{"bench latency 8 --rounds 1", 2, "", `bench latency: unexpected argument "8"`},
+		{"bench kv now", 2, "", `bench kv: unexpected argument "now"`},
+		{"bench software now", 2, "", `bench software: unexpected argument "now"`},
+		{"bench session --timeout 0", 2, "", "bench session: --timeout 0s: want more than 0"},
+		{"bench latency --timeout -1s", 2, "", "--timeout -1s: want more than 0"},
 		{"doctor --help", 0, "DMLC_ENABLE_RDMA=ibverbs DMLC_INTERFACE=auto stepaf doctor", ""},
 		{"doctor", 0, "ok    zmq loopback", ""},
 		{"doctor now", 2, "", `doctor: unexpected argument "now"`},
@@ -86,6 +91,7 @@ func TestStatus(t *testing.T) {
 		{"launch -n 0 -- ls", 2, "", "--workers 0: want at least 1"},
 		{"launch -s -1 -- ls", 2, "", "--servers -1: want at least 1"},
 		{"launch -n x -- ls", 2, "", "see stepaf launch --help"},
+		{"launch -n 99999999 -- ls", 2, "", "99999999 workers with 1 instances in each group: want at most 16379"},
 		{"launch --port 0 -- ls", 2, "", "--port 0: want at least 1"},
 		{"launch ls -l", 2, "", `"ls" is not an option: write -- before the command`},
 		{"launch -- help", 2, "", `"help": executable file not found`},
@@ -163,6 +169,25 @@ func TestSchedulerSignal(t *testing.T) {
 		}
 		if want := "stepaf: stopped by signal: " + signal.String() + "\n"; errs.String() != want {
 			t.Errorf("standard error %q, want %q", errs.String(), want)
+		}
+	}
+}
+
+// TestEnvCheckAbsent: a node with a transport or backend that this build does not have could
+// not start.
+func TestEnvCheckAbsent(t *testing.T) {
+	complete := []string{"DMLC_ROLE=worker", "DMLC_NUM_WORKER=1", "DMLC_NUM_SERVER=1", "DMLC_PS_ROOT_URI=127.0.0.1", "DMLC_PS_ROOT_PORT=1"}
+	for setting, want := range map[string]string{
+		"DMLC_ENABLE_RDMA=abc":    `DMLC_ENABLE_RDMA="abc": want one of those of this build, `,
+		"STEPAF_BACKEND=abacus":   `STEPAF_BACKEND="ABACUS": want one of those of this build, `,
+		"STEPMESH_BAKCEND=CPU":    "",
+		"DMLC_ENABLE_RDMA=zmq":    "",
+		"STEPAF_CLUSTER_ID=a b c": "",
+	} {
+		var b bytes.Buffer
+		err := showEnv(&b, env.FromList(append([]string{setting}, complete...)), envOptions{check: true, set: true})
+		if (err != nil) != (want != "") || !strings.Contains(b.String(), want) {
+			t.Errorf("%s: %v\n%s", setting, err, b.String())
 		}
 	}
 }

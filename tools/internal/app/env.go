@@ -3,13 +3,17 @@ package app
 import (
 	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"text/tabwriter"
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/tools/internal/doctor"
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
@@ -27,7 +31,7 @@ defaults. "stepaf launch" sets these for its processes.
 
 Names that nothing reads but that look like ours are listed as perhaps misspelt.
 The exit status is 1 if a value makes no sense; with --check also if something
-that a node needs is missing or contradictory.`,
+that a node needs is missing, contradictory, or not in this build.`,
 		ArgsUsage: " ", HideHelpCommand: true,
 		Flags: []cli.Flag{
 			&cli.BoolFlag{Name: "json", Usage: "print JSON"},
@@ -65,7 +69,9 @@ type envVariable struct {
 func showEnv(w io.Writer, src env.Source, o envOptions) error {
 	cfg, err := env.LoadFrom(src)
 	if o.check {
-		err = cfg.Validate() // which repeats what LoadFrom refused
+		// Validate repeats what LoadFrom refused.
+		err = errors.Join(append(exit.Unjoin(cfg.Validate()), doctor.Absent(cfg, "DMLC_ENABLE_RDMA", cfg.VanType, van.Transports()),
+			doctor.Absent(cfg, "STEPMESH_BAKCEND", cfg.Backend, backend.Names()))...)
 	}
 	r := envReport{Misspelt: cfg.Unknown(), Warnings: cfg.Warnings}
 	for _, v := range cfg.Table() {

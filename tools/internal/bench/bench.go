@@ -9,6 +9,7 @@ import (
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -21,7 +22,7 @@ func Command() *cli.Command {
 		&cli.DurationFlag{Name: "timeout", Value: 5 * time.Minute, Usage: "give up after this long"},
 		&cli.BoolFlag{Name: "json", Usage: "print one line of JSON instead of a table"},
 	}
-	return &cli.Command{
+	bench := &cli.Command{
 		Name:  "bench",
 		Usage: "measure latency and bandwidth between processes on this machine",
 		Description: "Starts a scheduler, one server and one worker as processes, measures, and checks every answer.\n" +
@@ -71,8 +72,26 @@ func Command() *cli.Command {
 			sessionCommand(common),
 			windowCommand(common),
 			softwareCommand(),
-			{Name: "child", Hidden: true, Action: runChild, SkipFlagParsing: true},
 		},
+	}
+	for _, c := range bench.Subcommands {
+		c.Action = checked(c.Action)
+	}
+	bench.Subcommands = append(bench.Subcommands, &cli.Command{Name: "child", Hidden: true, Action: runChild, SkipFlagParsing: true})
+	return bench
+}
+
+// checked is the action f of a benchmark, none of which takes arguments: an option after
+// one would be left out without a word.
+func checked(f cli.ActionFunc) cli.ActionFunc {
+	return func(c *cli.Context) error {
+		if c.Args().Present() {
+			return exit.Usage("bench %s: unexpected argument %q", c.Command.Name, c.Args().First())
+		}
+		if t := c.Duration("timeout"); t <= 0 {
+			return exit.Usage("bench %s: --timeout %v: want more than 0", c.Command.Name, t)
+		}
+		return f(c)
 	}
 }
 

@@ -294,6 +294,51 @@ func TestGolden(t *testing.T) {
 	}
 }
 
+// TestAbsentNames: a variable that names what this build or machine has not, for which a
+// node is refused when it starts, fails the examination.
+func TestAbsentNames(t *testing.T) {
+	for _, x := range []struct{ environ, want string }{
+		{"DMLC_ENABLE_RDMA=abc", `DMLC_ENABLE_RDMA="abc": want one of those of this build, ibverbs, zmq`},
+		{"DMLC_PS_VAN_TYPE=abc", `DMLC_PS_VAN_TYPE="abc": want one of those`},
+		{"STEPMESH_BAKCEND=ABACUS", `STEPMESH_BAKCEND="ABACUS": want one of those of this build, CPU`},
+		{"STEPAF_BACKEND=ABACUS", `STEPAF_BACKEND="ABACUS": want one of those`},
+		{"DMLC_INTERFACE=nope", `DMLC_INTERFACE="nope": want one interface with an IPv4 address of this host, which has lo (127.0.0.1), eth0 (10.1.0.1)`},
+		{"DMLC_INTERFACE=eth", `DMLC_INTERFACE="eth": want one interface`},
+		{"DMLC_INTERFACE=six0", `DMLC_INTERFACE="six0": want one interface`},
+		{"DMLC_INTERFACE=eth1", ""},
+		{"DMLC_INTERFACE=l", ""}, // lo is the only one that begins so
+		{"DMLC_INTERFACE=auto", ""},
+		{"DMLC_NODE_HOST=10.9.9.9", `DMLC_NODE_HOST="10.9.9.9": want an address of this host, which has lo`},
+		{"DMLC_NODE_HOST=nowhere", `DMLC_NODE_HOST="nowhere": no such host; want an address of this host`},
+		{"DMLC_NODE_HOST=10.1.1.1", ""},
+		{"DMLC_NODE_HOST=127.0.0.5", ""},
+		{"DMLC_PS_ROOT_URI=10.9.9.9", ""}, // of another host
+		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.9.9.9", `DMLC_PS_ROOT_URI="10.9.9.9": want an address of this host`},
+		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.9.9.9 DMLC_USE_KUBERNETES=1", ""},
+		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.1.0.1", ""},
+	} {
+		t.Run(x.environ, func(t *testing.T) {
+			m, _ := plain(strings.Fields(x.environ)...)
+			interfaces, _ := m.Interfaces()
+			interfaces[1].Addrs = append(interfaces[1].Addrs, netip.MustParseAddr("fd00::2"))
+			interfaces = append(interfaces, choose.Interface{Name: "six0", Up: true, Addrs: interfaces[1].Addrs[1:]})
+			m.Interfaces = func() ([]choose.Interface, error) { return interfaces, nil }
+			m.Resolve = func(_ context.Context, host string) (netip.Addr, error) {
+				a, err := netip.ParseAddr(host)
+				if err != nil {
+					err = errors.New("no such host")
+				}
+				return a, err
+			}
+			r := examine(t, m)
+			f := find(t, r, "environment")
+			if r.Healthy != (x.want == "") || !strings.HasPrefix(f.Text, x.want) || (f.Status == Fail) == r.Healthy {
+				t.Errorf("healthy: %v, %v %q; want %q", r.Healthy, f.Status, f.Text, x.want)
+			}
+		})
+	}
+}
+
 func golden(t *testing.T, name, got string) {
 	t.Helper()
 	got = ports.ReplaceAllString(nanos.ReplaceAllString(times.ReplaceAllString(got, "TIME"), "${1}0"), "127.0.0.1:PORT")

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
+	"github.com/stepaf/stepaf-go/van/rdma/choose"
 )
 
 func (x *exam) versions(context.Context) []Finding {
@@ -65,7 +67,7 @@ func (x *exam) memory() (total, free uint64) {
 	return total, free
 }
 
-func (x *exam) environment(context.Context) []Finding {
+func (x *exam) environment(ctx context.Context) []Finding {
 	const name = "environment"
 	err := x.cfgErr
 	if x.cfg.Role != "" { // this is meant to be a node
@@ -74,6 +76,9 @@ func (x *exam) environment(context.Context) []Finding {
 	var found []Finding
 	for _, e := range exit.Unjoin(err) {
 		found = append(found, Finding{Name: name, Status: Fail, Text: e.Error(), Remedy: `correct it; "stepaf env --explain" shows what each variable means`})
+	}
+	for _, e := range x.absentNames(ctx) {
+		found = append(found, Finding{Name: name, Status: Fail, Text: e.Error(), Remedy: `correct it, or unset it; "stepaf env --explain" shows what each variable means`})
 	}
 	for _, w := range x.cfg.Warnings {
 		found = append(found, Finding{Name: name, Status: Warn, Text: w, Remedy: `see "stepaf env --explain"`})
@@ -92,6 +97,72 @@ func (x *exam) environment(context.Context) []Finding {
 		f.Text = Count(len(set), "variable") + " set: " + strings.Join(set, " ")
 	}
 	return append(found, f)
+}
+
+// Absent says that this build does not have what a variable names, a transport or a
+// backend; nil if it does.
+func Absent(cfg *env.Config, name, value string, have []string) error {
+	if value == "" || slices.Contains(have, value) {
+		return nil
+	}
+	if o := cfg.Origin(name); o != "environment" && o != "default" {
+		name = o // another name for it
+	}
+	return fmt.Errorf("%s=%q: want one of those of this build, %s, or a program that has registered that one", name, value, strings.Join(have, ", "))
+}
+
+// absentNames are variables that name what this build or this machine does not have: a
+// node of this build is refused when it starts, as by package postoffice. What is said of
+// RDMA and GPUs by checks of their own is left out.
+func (x *exam) absentNames(ctx context.Context) (errs []error) {
+	if !x.needRDMA {
+		errs = append(errs, Absent(x.cfg, "DMLC_ENABLE_RDMA", x.cfg.VanType, x.m.Transports))
+	}
+	if !x.needGPU() {
+		errs = append(errs, Absent(x.cfg, "STEPMESH_BAKCEND", x.cfg.Backend, x.m.Backends))
+	}
+	errs = slices.DeleteFunc(errs, func(err error) bool { return err == nil })
+	if x.needRDMA {
+		return errs // its address is another check's
+	}
+	interfaces, err := x.m.Interfaces()
+	if err != nil {
+		return errs // nothing to compare with
+	}
+	var have []string
+	for k := range interfaces {
+		i := &interfaces[k]
+		i.Addrs = slices.DeleteFunc(slices.Clone(i.Addrs), func(a netip.Addr) bool { return !a.Is4() })
+		have = append(have, fmt.Sprintf("%s (%s)", i.Name, cmp.Or(strings.Trim(fmt.Sprint(i.Addrs), "[]"), "no IPv4 address")))
+	}
+	want := "want %s this host, which has " + strings.Join(have, ", ")
+	local := func(name, host string) {
+		addr, err := x.m.Resolve(ctx, host)
+		switch {
+		case err != nil:
+			errs = append(errs, fmt.Errorf("%s=%q: %w; "+want, name, host, err, "an address of"))
+		case addr.Is4() && !addr.IsLoopback() && !addr.IsUnspecified() &&
+			!slices.ContainsFunc(interfaces, func(i choose.Interface) bool { return slices.Contains(i.Addrs, addr) }):
+			errs = append(errs, fmt.Errorf("%s=%q: "+want, name, host, "an address of"))
+		}
+	}
+	switch {
+	case x.cfg.Role == scheduler:
+		if x.cfg.RootURI != "" && !x.cfg.Kubernetes {
+			local("DMLC_PS_ROOT_URI", x.cfg.RootURI)
+		}
+	case x.cfg.NodeHost != "":
+		local("DMLC_NODE_HOST", x.cfg.NodeHost)
+	case x.cfg.Interface != "" && !strings.EqualFold(x.cfg.Interface, "auto"):
+		match := slices.DeleteFunc(slices.Clone(interfaces), func(i choose.Interface) bool { return !strings.HasPrefix(i.Name, x.cfg.Interface) })
+		if k := slices.IndexFunc(match, func(i choose.Interface) bool { return i.Name == x.cfg.Interface }); k >= 0 {
+			match = match[k : k+1]
+		}
+		if len(match) != 1 || len(match[0].Addrs) == 0 {
+			errs = append(errs, fmt.Errorf("DMLC_INTERFACE=%q: "+want, x.cfg.Interface, "one interface with an IPv4 address of"))
+		}
+	}
+	return errs
 }
 
 // zmqTime is ample for a message over loopback.

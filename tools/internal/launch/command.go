@@ -28,7 +28,8 @@ environment is passed on as it is ("stepaf env" explains it).
 Lines of the processes come with their name in front, as in "[worker 0] ...".
 
 The first process that fails ends everything: the others get SIGTERM, and SIGKILL
-after --kill-after. So do SIGINT, SIGTERM and --timeout. When all workers have
+after --kill-after. So do SIGINT, SIGTERM, --timeout, and the end of who reads the
+output, as in "| head -1". When all workers have
 ended well, servers and scheduler have --grace to end. What a process leaves
 running in its process group is killed.
 
@@ -39,7 +40,7 @@ second group on, --node-rank. All need the same -n, -s, --group-size and port.
 Exit status: 0 if all ended well; else that of the first process that failed (128
 and the number of the signal that ended it), 1 for failures of the launcher and
 for processes that did not end, 2 for a wrong command line or environment, 124
-after --timeout, 130 and 143 after SIGINT and SIGTERM.`
+after --timeout, 130 and 143 after SIGINT and SIGTERM, 141 when nobody reads on.`
 
 // Command returns "stepaf launch". self is this program, for the built-in
 // scheduler; raw is the whole command line, for finding the double dash.
@@ -60,12 +61,20 @@ func Command(self string, raw []string) *cli.Command {
 			if err != nil {
 				return err
 			}
-			signals := make(chan os.Signal, 2)
-			signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
+			signals := ends()
 			defer signal.Stop(signals)
 			return Run(plan, Streams{c.App.Writer, c.App.ErrWriter}, signals, os.LookupEnv)
 		},
 	}
+}
+
+// ends are the signals that end a launch. SIGPIPE comes with a write to who has stopped
+// reading our output: without Notify it would end this process at once, and leave what the
+// children have started.
+func ends() chan os.Signal {
+	c := make(chan os.Signal, 2)
+	signal.Notify(c, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGPIPE)
+	return c
 }
 
 const (

@@ -154,6 +154,15 @@ func (p *planner) groupSize() error {
 		}
 	}
 	g := s.GroupSize
+	// Before anything is made for each of them.
+	for _, n := range []struct {
+		groups int
+		what   string
+	}{{s.Workers, "workers"}, {s.Servers, "servers"}} {
+		if n.groups > env.MaxInstances/g {
+			return exit.Usage("%d %s with %d instances in each group: want at most %d instances of a role", n.groups, n.what, g, env.MaxInstances)
+		}
+	}
 	if s.GPUs == nil {
 		for i := range g {
 			s.GPUs = append(s.GPUs, i)

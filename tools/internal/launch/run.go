@@ -17,7 +17,7 @@ import (
 // Run starts the children of plan, and returns when all have ended: nil if all
 // ended well, else an error with the status of the first that failed. Everything
 // is stopped when one fails, when Spec.Timeout passes, or when a signal comes; a
-// second signal kills at once. Signals end with status 128 and their number.
+// second signal, other than SIGPIPE, kills at once. Signals end with status 128 and their number.
 //
 // When all workers (or, without workers, all servers) have ended well, the others
 // have Spec.Grace to do so too; those that must be ended count as failed.
@@ -102,7 +102,10 @@ func (r *run) signalled(s os.Signal) {
 	if !ok {
 		return
 	}
-	if r.stopped {
+	switch {
+	case r.stopped && number == syscall.SIGPIPE:
+		return // each line that nobody reads gives one
+	case r.stopped:
 		r.signalAll(syscall.SIGKILL)
 		return
 	}

@@ -45,6 +45,10 @@ func behave(script string) int {
 					os.Stdout.WriteString(piece)
 				}
 			}
+		case "flood":
+			for {
+				fmt.Println(arg)
+			}
 		case "ignore":
 			signal.Ignore(syscall.SIGTERM)
 		case "child": // a grandchild of the launcher, with our output and another connection
@@ -74,7 +78,7 @@ func behave(script string) int {
 				fmt.Println(err)
 				return 99
 			}
-			err = Run(plan, Streams{os.Stdout, os.Stderr}, nil, os.LookupEnv)
+			err = Run(plan, Streams{os.Stdout, os.Stderr}, ends(), os.LookupEnv)
 			return exit.Status(err)
 		case "exit":
 			var n int
@@ -346,6 +350,30 @@ func TestLauncherKilled(t *testing.T) {
 	_ = cmd.Wait() // it was killed
 	if t.Failed() {
 		t.Log(out.lines())
+	}
+}
+
+// TestNobodyReads: when who reads the output has gone, all end as after a signal, with what
+// they have started.
+func TestNobodyReads(t *testing.T) {
+	v := newVisits(t)
+	hang := "hang " + v.Addr().String()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(environment(map[string]string{"launcher": "launch", "worker": "child ignore, " + hang + "; flood line", "server": hang, "scheduler": hang}),
+		"DMLC_ROLE=launcher", "DMLC_NODE_RANK=0")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	conns := v.await(t, 3)
+	_ = out.Close() // while the worker goes on writing
+	gone(t, conns)
+	_ = cmd.Wait() // its status is looked at
+	if s := cmd.ProcessState.ExitCode(); s != 141 {
+		t.Errorf("%v, want status 141", cmd.ProcessState)
 	}
 }
 
