@@ -183,6 +183,7 @@ func TestWrongMemory(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+			clear(vantest.Raw(page))
 			vantest.Raw(page)[0] = 42
 			answer := note{verb: verbAccept, id: id, flags: slot{at: slotHead, token: [tokenLen]byte{42}}, out: parts(list(2))}
 			if answer.flags.export, err = d.Export(page); err != nil {

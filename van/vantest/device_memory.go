@@ -93,6 +93,9 @@ func (a *memory) alloc(n int, on backend.Device) (backend.Mem, error) {
 		return backend.Mem{}, err
 	}
 	b := make([]byte, max(n, 1))
+	for i := range b {
+		b[i] = 0xa5 // a driver's memory holds whatever was there
+	}
 	m := backend.At(unsafe.Pointer(unsafe.SliceData(b)), n, on, b)
 	a.mu.Lock()
 	defer a.mu.Unlock()
