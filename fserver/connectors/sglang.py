@@ -122,6 +122,8 @@ class StepMeshFFN:
     def send(self, x):
         """Answers the oldest batch that recv has returned, with the sum of what the ranks
         of the group have computed."""
+        if not self.comms:
+            raise RuntimeError("%s: send: no batch of layer %d has been received that is not answered" % (_context("ffn").side, self.layer_id))
         batch, counts = self.comms.popleft()
         if len(counts) > 1:
             x = self.group.all_reduce(x)

@@ -89,7 +89,7 @@ int sf_int64_arg(PyObject *o, const char *what, int64_t *out) {
   long long v = PyLong_AsLongLong(n);
   Py_DECREF(n);
   if (v == -1 && PyErr_Occurred()) {
-    PyErr_Format(sf_error_value, "%s is %R, which is too large", what, o);
+    PyErr_Format(sf_error_value, "%s is %R, want an int that fits in 64 bits", what, o);
     return -1;
   }
   *out = v;

@@ -11,7 +11,6 @@ import (
 	"runtime"
 	"runtime/debug"
 	"slices"
-	"strings"
 	"sync"
 
 	"github.com/stepaf/stepaf-go/kv"
@@ -91,6 +90,9 @@ func (r *Rank) Serve(ctx context.Context) error {
 		r.now = false
 	}()
 	defer r.node.OnPeer(func(id int, _ bool, cause error) {
+		if cause == nil { // nobody had said that it was lost
+			cause = errors.New("it has connected again, or is another process now")
+		}
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.session != 0 && id == s.controller {
@@ -414,8 +416,7 @@ func (s *serving) plainly(v any) (value any, err error) {
 func (s *serving) call(name string, args []any) (v any, err error) {
 	f := s.funcs[name]
 	if f == nil {
-		return nil, fmt.Errorf("%w: no function %q is registered on this rank, which has: %s", van.ErrInvalid, name,
-			strings.Join(slices.Sorted(maps.Keys(s.funcs)), ", "))
+		return nil, fmt.Errorf("%w: no function %q is registered on this rank, which has: %q", van.ErrInvalid, name, slices.Sorted(maps.Keys(s.funcs)))
 	}
 	for i, a := range args {
 		if id, is := a.(HandleID); is {

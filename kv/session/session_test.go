@@ -230,7 +230,7 @@ func TestErrors(t *testing.T) {
 	}
 	_, err := s.Get(ctx, uses, 2)
 	wants(err, 2, "no more of these")
-	wants(must[*session.Handle](t)(s.Call(ctx, "not on 1")).Wait(ctx), 1, `no function "not on 1"`, "fail on, panic")
+	wants(must[*session.Handle](t)(s.Call(ctx, "not on 1")).Wait(ctx), 1, `no function "not on 1"`, `"fail on" "panic"`)
 	err = must[*session.Handle](t)(s.Call(ctx, "panic")).Wait(ctx)
 	wants(err, 0, "panic", "index out of range", "rank 1", "rank 2")
 	h := must[*session.Handle](t)(s.Call(ctx, "chan"))

@@ -123,7 +123,7 @@ def controller(n):
             s.call(3)
         with n.raises(n.f.TypeError, "rank", "'x'"):
             s.get(a, "x")
-        with n.raises(n.f.ValueError, "rank", "too large"):
+        with n.raises(n.f.ValueError, "rank", "64 bits"):
             s.get(a, 1 << 70)
         del h, bad
         s.sync()

@@ -163,7 +163,7 @@ func runCollective(c *cli.Context) error {
 		}
 	}
 	if c.Int("iters") < 0 || c.Int("rounds") < 1 {
-		return cli.Exit("bench collective: --iters and --rounds want positive numbers", 2)
+		return exit.Usage("bench collective: --iters %d, --rounds %d: want 0 iters, which are chosen by size, or more, and rounds above 0", c.Int("iters"), c.Int("rounds"))
 	}
 	m := &collectiveRun{c: c}
 	if over == ibverbs {

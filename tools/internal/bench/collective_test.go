@@ -19,8 +19,8 @@ func TestCollectiveArguments(t *testing.T) {
 		"--size 8":                           "--size wants --op",
 		"--op AllGather --size 6":            "--size 6: want whole float32",
 		"--ranks 1":                          "--ranks 1: want 2 to 64",
-		"--rounds 0":                         "want positive numbers",
-		"--op AllGather --size 4 --iters -1": "want positive numbers",
+		"--rounds 0":                         "--iters 0, --rounds 0: want",
+		"--op AllGather --size 4 --iters -1": "--iters -1, --rounds",
 	} {
 		_, err := bench(t, append([]string{"collective"}, strings.Fields(args)...)...)
 		if err == nil || !strings.Contains(err.Error(), want) {

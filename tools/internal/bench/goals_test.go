@@ -38,7 +38,7 @@ func TestArguments(t *testing.T) {
 		"latency --check --van local":                          "--check wants --van ibverbs, or --van local --device gpu",
 		"latency --check --van ibverbs --push 3 --pull 1":      "--check: there is no goal for --push 3 --pull 1",
 		"latency --push 0 --pull 0":                            "want 0 to 2147483647 bytes each, not both 0",
-		"latency --iters -1":                                   "want positive numbers",
+		"latency --iters -1":                                   "--iters -1, --warmup 0, --rounds 10: want",
 		"latency --van local --push 4294967296 --pull 1":       "want 0 to 2147483647 bytes each",
 		"latency --push 1 --pull 1 --rounds 0 --iters 1 --van": "flag needs an argument",
 	} {

@@ -50,7 +50,7 @@ type kvReport struct {
 func runKV(c *cli.Context) error {
 	s := &kvSpec{c.Int("keys"), c.Int("values"), c.Int("batch"), c.Int("flight"), c.Int("rounds")}
 	if s.keys < 1 || s.values < 1 || s.batch < 1 || s.flight < 1 || s.rounds < 1 || s.bytes(min(s.batch, s.keys)) > 1<<30 {
-		return cli.Exit("bench kv: --keys, --values, --batch, --flight and --rounds want positive numbers, and a request at most 1 GiB", 2)
+		return exit.Usage("bench kv: --keys %d, --values %d, --batch %d, --flight %d, --rounds %d: want positive numbers, and a request of at most 1 GiB", s.keys, s.values, s.batch, s.flight, s.rounds)
 	}
 	s.batch = min(s.batch, s.keys)
 	spec := []string{"kv"}

@@ -124,7 +124,7 @@ func (m *latencyRun) payload(p payload) error {
 	iters, warmup := defaults(m.way, p.push+p.pull, c.Int("iters"), c.Int("warmup"))
 	rounds := c.Int("rounds")
 	if iters < 1 || warmup < 0 || rounds < 1 {
-		return cli.Exit("bench: --iters, --warmup and --rounds want positive numbers", 2)
+		return exit.Usage("bench: --iters %d, --warmup %d, --rounds %d: want 0 iters and 0 warmup, which are chosen by size, or more, and rounds above 0", c.Int("iters"), c.Int("warmup"), rounds)
 	}
 	rounds = min(rounds, iters)
 	host, floor := c.String("host"), "TCP"

@@ -66,7 +66,7 @@ func (r *sessionReport) String() string {
 func runSession(c *cli.Context) error {
 	n, iters, rounds := c.Int("ranks"), c.Int("iters"), c.Int("rounds")
 	if n < 1 || iters < 1 || rounds < 1 {
-		return cli.Exit("bench session: --ranks, --iters and --rounds want positive numbers", 2)
+		return exit.Usage("bench session: --ranks %d, --iters %d, --rounds %d: want positive numbers", n, iters, rounds)
 	}
 	judged := c.String("van") == local && n == sessionRanks
 	if c.Bool("check") && !judged {
