@@ -3,7 +3,6 @@
 package bench
 
 import (
-	"fmt"
 	"strconv"
 	"time"
 
@@ -99,13 +98,13 @@ func checked(f cli.ActionFunc) cli.ActionFunc {
 func runChild(c *cli.Context) error {
 	a := c.Args().Slice()
 	if len(a) < 1 {
-		return cli.Exit("bench child is started by stepaf bench", 2)
+		return exit.Usage("bench child is started by stepaf bench")
 	}
 	n := make([]int, len(a)-1)
 	for i := range n {
 		var err error
 		if n[i], err = strconv.Atoi(a[i+1]); err != nil {
-			return cli.Exit(fmt.Sprintf("bench child: %q: want a number", a[i+1]), 2)
+			return exit.Usage("bench child: %q: want a number", a[i+1])
 		}
 	}
 	node, err := startNode(c.Context)
@@ -130,7 +129,7 @@ func runChild(c *cli.Context) error {
 	case a[0] == "session" && len(n) == 2:
 		err = childSession(c, node, n[0], n[1])
 	default:
-		err = cli.Exit("bench child is started by stepaf bench", 2)
+		err = exit.Usage("bench child is started by stepaf bench")
 	}
 	if err != nil {
 		node.Close()

@@ -21,6 +21,7 @@ import (
 	"github.com/stepaf/stepaf-go/af/collective"
 	"github.com/stepaf/stepaf-go/internal/freeport"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -129,7 +130,7 @@ func runCollective(c *cli.Context) error {
 	over := c.String("van")
 	all, ok := exchanges[over]
 	if !ok {
-		return cli.Exit(fmt.Sprintf("bench collective: --van %s: want %s, %s or %s", over, local, zmq, ibverbs), 2)
+		return exit.Usage("bench collective: --van %s: want %s, %s or %s", over, local, zmq, ibverbs)
 	}
 	if c.IsSet("op") {
 		all = nil
@@ -139,7 +140,7 @@ func runCollective(c *cli.Context) error {
 		}
 		for _, op := range c.StringSlice("op") {
 			if !slices.Contains(exchangeOps, op) {
-				return cli.Exit(fmt.Sprintf("bench collective: --op %s: want %s", op, strings.Join(exchangeOps, ", ")), 2)
+				return exit.Usage("bench collective: --op %s: want %s", op, strings.Join(exchangeOps, ", "))
 			}
 			of := sizes
 			if op == barrier {
@@ -150,16 +151,16 @@ func runCollective(c *cli.Context) error {
 			}
 		}
 	} else if c.IsSet("size") {
-		return cli.Exit("bench collective: --size wants --op", 2)
+		return exit.Usage("bench collective: --size wants --op")
 	}
 	for _, e := range all {
 		if e.op != barrier && (e.size < 4 || e.size%4 != 0 || e.size > math.MaxInt32/4) {
-			return cli.Exit(fmt.Sprintf("bench collective: --size %d: want whole float32, 4 to %d bytes", e.size, math.MaxInt32/4), 2)
+			return exit.Usage("bench collective: --size %d: want whole float32, 4 to %d bytes", e.size, math.MaxInt32/4)
 		}
 	}
 	for _, n := range c.IntSlice("ranks") {
 		if n < 2 || n > 64 {
-			return cli.Exit(fmt.Sprintf("bench collective: --ranks %d: want 2 to 64", n), 2)
+			return exit.Usage("bench collective: --ranks %d: want 2 to 64", n)
 		}
 	}
 	if c.Int("iters") < 0 || c.Int("rounds") < 1 {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/internal/affinity"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -68,7 +69,7 @@ func runLatency(c *cli.Context) error {
 		return err
 	}
 	if c.Bool("touch") && (at.gpus != nil || c.String("van") == ibverbs) {
-		return cli.Exit("bench: --touch wants --van zmq or local and --device cpu: other floors do not touch their bytes", 2)
+		return exit.Usage("bench: --touch wants --van zmq or local and --device cpu: other floors do not touch their bytes")
 	}
 	m := &latencyRun{c: c, at: at, way: course{c.String("van"), at.device()}}
 	all := []payload{{c.Int("push"), c.Int("pull")}}
@@ -108,10 +109,10 @@ func (m *latencyRun) checkable(all []payload) error {
 	}
 	for _, x := range courses[m.way] {
 		if x.limit != 0 {
-			return cli.Exit(fmt.Sprintf("bench: --check: there is no goal for --push %d --pull %d", all[0].push, all[0].pull), 2)
+			return exit.Usage("bench: --check: there is no goal for --push %d --pull %d", all[0].push, all[0].pull)
 		}
 	}
-	return cli.Exit("bench: --check wants --van ibverbs, or --van local --device gpu: there are no goals for others", 2)
+	return exit.Usage("bench: --check wants --van ibverbs, or --van local --device gpu: there are no goals for others")
 }
 
 // payload measures one pair of sizes and prints the result.
@@ -119,7 +120,7 @@ func (m *latencyRun) payload(p payload) error {
 	c := m.c
 	const most = 1<<31 - 1
 	if p.push < 0 || p.pull < 0 || p.push > most || p.pull > most || p.push+p.pull == 0 {
-		return cli.Exit(fmt.Sprintf("bench: --push %d --pull %d: want 0 to %d bytes each, not both 0", p.push, p.pull, most), 2)
+		return exit.Usage("bench: --push %d --pull %d: want 0 to %d bytes each, not both 0", p.push, p.pull, most)
 	}
 	iters, warmup := defaults(m.way, p.push+p.pull, c.Int("iters"), c.Int("warmup"))
 	rounds := c.Int("rounds")

@@ -7,6 +7,7 @@ import (
 
 	"github.com/urfave/cli/v2"
 
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
@@ -25,7 +26,7 @@ type place struct {
 // newPlace reads the options. look lists the machine's GPUs.
 func newPlace(c *cli.Context, look func() ([]backend.Info, error)) (place, error) {
 	usage := func(format string, args ...any) (place, error) {
-		return place{}, cli.Exit(fmt.Sprintf("bench: "+format, args...), 2)
+		return place{}, exit.Usage("bench: "+format, args...)
 	}
 	switch c.String("device") {
 	case cpu:

@@ -17,6 +17,7 @@ import (
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/kv/session"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 )
 
@@ -70,7 +71,7 @@ func runSession(c *cli.Context) error {
 	}
 	judged := c.String("van") == local && n == sessionRanks
 	if c.Bool("check") && !judged {
-		return cli.Exit("bench session: --check wants --van local and 4 ranks: there is a goal for that", 2)
+		return exit.Usage("bench session: --check wants --van local and 4 ranks: there is a goal for that")
 	}
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))
 	defer cancel()

@@ -22,6 +22,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/rdma"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
@@ -86,7 +87,7 @@ func runSoftware(c *cli.Context) error {
 	vans := softwareVans
 	if v := c.String("van"); v != "" {
 		if !slices.Contains(softwareVans, v) {
-			return cli.Exit(fmt.Sprintf("bench software: --van %s: want null or rdma", v), 2)
+			return exit.Usage("bench software: --van %s: want null or rdma", v)
 		}
 		vans = []string{v}
 	}
@@ -96,11 +97,11 @@ func runSoftware(c *cli.Context) error {
 	}
 	for _, p := range sizes {
 		if p.push < 1 || p.pull < 1 || p.push > math.MaxInt32 || p.pull > math.MaxInt32 {
-			return cli.Exit(fmt.Sprintf("bench software: --push %d --pull %d: want 1 to %d bytes each", p.push, p.pull, math.MaxInt32), 2)
+			return exit.Usage("bench software: --push %d --pull %d: want 1 to %d bytes each", p.push, p.pull, math.MaxInt32)
 		}
 	}
 	if c.Int("iters") < 0 || c.Int("warmup") < 0 {
-		return cli.Exit("bench software: --iters and --warmup want positive numbers", 2)
+		return exit.Usage("bench software: --iters and --warmup want positive numbers")
 	}
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1))
 	ctx, cancel := context.WithTimeout(c.Context, c.Duration("timeout"))

@@ -20,6 +20,7 @@ import (
 	"github.com/stepaf/stepaf-go/af/window"
 	"github.com/stepaf/stepaf-go/internal/clock"
 	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
 )
@@ -80,10 +81,10 @@ func (r *windowReport) String() string { return fmt.Sprintf("PutSignal of %d byt
 func runWindow(c *cli.Context) error {
 	over, sizes := c.String("van"), c.IntSlice("size")
 	if windowGoals[over] == nil {
-		return cli.Exit(fmt.Sprintf("bench window: --van %s: want %s, %s or %s", over, local, zmq, ibverbs), 2)
+		return exit.Usage("bench window: --van %s: want %s, %s or %s", over, local, zmq, ibverbs)
 	}
 	if slices.Min(sizes) < 16 || slices.Max(sizes) > 1<<30 || c.Int("iters") < 0 || c.Int("rounds") < 1 {
-		return cli.Exit("bench window: --size wants 16 bytes to 1 GiB, --iters and --rounds positive numbers", 2)
+		return exit.Usage("bench window: --size wants 16 bytes to 1 GiB, --iters and --rounds positive numbers")
 	}
 	at, err := newPlace(c, backend.GPUs)
 	if err != nil {
