@@ -1,6 +1,7 @@
 package local
 
 import (
+	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -136,32 +137,50 @@ func TestLinkNotMadeAgain(t *testing.T) {
 	server.next().Release()
 }
 
-// TestReplacedPeer: the loss of a node may be told when the watcher knows already of
-// the one in its place, which then is there in the end.
+// TestReplacedPeer: the watcher that is being told of a peer's loss while another process takes its place may apply it to
+// the one in its place, which then is there in the end; also if the link to the one before is made again
+// meanwhile, or yet another process takes the place.
 func TestReplacedPeer(t *testing.T) {
-	n := inproc.NewNetwork()
-	worker, old, next := newNode(t, n, 9, nil), newNode(t, n, 8, nil), newNode(t, n, 8, nil)
-	for _, x := range []*node{worker, old, next} {
-		x.start()
-	}
-	var first sync.Once
-	telling, replaced := make(chan struct{}), make(chan struct{})
-	worker.WatchPeers(func(id int, up bool, cause error) {
-		first.Do(func() {
-			close(telling)
-			<-replaced
-		})
-		worker.events <- event{id, up, cause}
-	})
-	worker.connect(old)
-	old.breakIn()
-	<-telling // it has been settled that old is meant
-	worker.connect(next)
-	close(replaced)
-	worker.event(8, false)
-	worker.event(8, true)
-	if worker.down(8) {
-		t.Error("the peer is held for lost")
+	for _, made := range []bool{false, true} {
+		for _, again := range []bool{false, true} {
+			t.Run(fmt.Sprintf("made=%t,again=%t", made, again), func(t *testing.T) {
+				n := inproc.NewNetwork()
+				worker, old, next := newNode(t, n, 9, nil), newNode(t, n, 8, nil), newNode(t, n, 8, nil)
+				for _, x := range []*node{worker, old, next} {
+					x.start()
+				}
+				var first sync.Once
+				telling, replaced := make(chan struct{}), make(chan struct{})
+				worker.WatchPeers(func(id int, up bool, cause error) {
+					first.Do(func() {
+						close(telling)
+						<-replaced
+					})
+					worker.events <- event{id, up, cause}
+				})
+				worker.connect(old)
+				worker.peers.mu.Lock()
+				was := worker.peers.nodes[8]
+				worker.peers.mu.Unlock()
+				old.breakIn()
+				<-telling // it has been settled that old is meant
+				if made {
+					worker.peers.tell(was, 8, true, nil)
+				}
+				worker.connect(next)
+				if again {
+					last := newNode(t, n, 8, nil)
+					last.start()
+					worker.connect(last)
+				}
+				close(replaced)
+				worker.event(8, false)
+				worker.event(8, true)
+				if worker.down(8) {
+					t.Error("the peer is held for lost")
+				}
+			})
+		}
 	}
 }
 

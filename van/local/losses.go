@@ -34,15 +34,17 @@ func (l *losses) tell(n *outPeer, id int, up bool, cause error) {
 		return
 	}
 	n.down = !up
+	n.lost = n.lost || n.down
 	l.add(loss{n, id, up, cause})
 }
 
-// replaced notes that n has replaced old as peer id. If old was lost, the watcher may take
-// that for a loss of n, so it is called once more: the peer is back.
+// replaced notes that n has replaced old as peer id. If the watcher knows old as lost, or hears of it just now, it may
+// take that for a loss of n, so it is called once more: the peer is back. That old was back is not told any more.
 func (l *losses) replaced(id int, old, n *outPeer) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if old.down {
+	if old.lost {
+		n.lost = true
 		l.add(loss{n, id, true, nil})
 	}
 }
@@ -70,6 +72,11 @@ func (l *losses) run() {
 		l.mu.Unlock()
 		if f := l.watch.Load(); f != nil && l.current(e.id, e.n) {
 			(*f)(e.id, e.up, e.cause)
+			if e.up {
+				l.mu.Lock()
+				e.n.lost = e.n.down
+				l.mu.Unlock()
+			}
 		}
 	}
 }

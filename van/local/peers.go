@@ -23,6 +23,7 @@ type outPeer struct {
 	admitted bool          // not in place of another one, or Admit was called
 	tries    int           // to make a lost link again
 	down     bool          // told of as lost; losses.mu guards it
+	lost     bool          // the watcher knows it as lost, or will; losses.mu guards it
 	settled  chan struct{} // closed when it is settled which way data takes
 }
 
