@@ -2,6 +2,7 @@ package window
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"runtime"
 	"strings"
@@ -187,8 +188,13 @@ func TestRefusedPut(t *testing.T) {
 	r := newRig(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 2, Options{Size: 1 << 16, Signals: 1})
 	w, data := r.windows[0], filled(1<<16, 2)
 	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Refuse(van.ErrQueueFull) })
-	if err := w.PutSignal(t.Context(), 1, 0, filled(1<<16, 1), 0); !errors.Is(err, van.ErrQueueFull) {
-		t.Errorf("got %v, want ErrQueueFull", err)
+	bad := filled(1<<16, 1)
+	ctx, cancel := context.WithTimeout(t.Context(), testTime)
+	defer cancel()
+	for sent := 0; sent <= 2*maxBytes; sent += 1 << 16 { // none of it is under way
+		if err := w.PutSignal(ctx, 1, 0, bad, 0); !errors.Is(err, van.ErrQueueFull) {
+			t.Fatalf("behind %d bytes: got %v, want ErrQueueFull", sent, err)
+		}
 	}
 	hook.OnSend(nil)
 	if err := w.PutSignal(t.Context(), 1, 0, data, 0); err != nil {

@@ -1,6 +1,9 @@
 package backend
 
-import "testing"
+import (
+	"errors"
+	"testing"
+)
 
 // waitingBackend is one whose streams may wait for the CPU.
 type waitingBackend struct {
@@ -84,6 +87,28 @@ func TestPoolCloseKeeps(t *testing.T) {
 		}
 		if b, err := p.Get(100); b != nil || err != nil {
 			t.Errorf("streams may wait: %t: a closed pool gives %v, %v", waits, b, err)
+		}
+	}
+}
+
+// TestPoolAfterFailures: allocations that fail take nothing of the limit, in a pool that has nothing idle, either.
+func TestPoolAfterFailures(t *testing.T) {
+	for _, waits := range []bool{false, true} {
+		failing := true
+		p := NewPool(64<<10, func(n int) (Mem, error) {
+			if failing {
+				return Mem{}, ErrNoMemory
+			}
+			return Bytes(make([]byte, n)), nil
+		}, func(Mem) error { return nil }).For(&waitingBackend{waits: waits})
+		for range 100 {
+			if b, err := p.Get(16 << 10); b != nil || !errors.Is(err, ErrNoMemory) {
+				t.Fatalf("Get without memory: %v, %v", b, err)
+			}
+		}
+		failing = false
+		if b, err := p.Get(64 << 10); b == nil || err != nil {
+			t.Errorf("streams wait: %t: with memory again: %v, %v, want a buffer", waits, b, err)
 		}
 	}
 }
