@@ -20,6 +20,7 @@ type revoking struct {
 	van.Van
 	mu   sync.Mutex
 	back []uint64
+	gone int // of them, those that nobody held any more
 }
 
 // Unwrap implements van.Wrapper.
@@ -30,10 +31,13 @@ func (v *revoking) Revoke(m backend.Mem) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.back = append(v.back, m.Addr())
+	if h, ok := m.Owner().(*holder); ok && h.refs.Load() <= 0 {
+		v.gone++
+	}
 }
 
 // TestPullsAreRevoked: when a call has failed, no answer that is late may be written where it was wanted: all such memory
-// is taken back before Wait returns. Of a call that ends well nothing is.
+// is taken back before Wait returns, and before its owner may free it. Of a call that ends well nothing is.
 func TestPullsAreRevoked(t *testing.T) {
 	noted := &revoking{}
 	c := testcluster.Start(t, testcluster.Options{Servers: 2, Wrap: func(role string, rank int, f van.Factory) van.Factory {
@@ -66,7 +70,15 @@ func TestPullsAreRevoked(t *testing.T) {
 		t.Errorf("the memory of %d pulls of a call that has ended well is taken back", len(l))
 	}
 	silent.Store(true)
-	call, pulls := ask(t, w, 2, "text")
+	var pulls []af.KeyTensor
+	for range 2 {
+		x, _ := heldTensor(t, make([]byte, 4))
+		pulls = append(pulls, af.KeyTensor{Key: 2, Val: x})
+	}
+	call, err := w.PushPull([]af.KeyTensor{{Key: 1, Val: bytesOf(t, []byte("text"))}}, pulls)
+	if err != nil {
+		t.Fatal(err)
+	}
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	vantest.Fails(t, call.Wait(ctx), van.ErrTimeout)
@@ -74,6 +86,11 @@ func TestPullsAreRevoked(t *testing.T) {
 		if !slices.Contains(revoked(), p.Val.Mem().Addr()) {
 			t.Errorf("pull %d may still be written", i)
 		}
+	}
+	noted.mu.Lock()
+	defer noted.mu.Unlock()
+	if noted.gone > 0 {
+		t.Errorf("%d pulls were let go before they were taken back", noted.gone)
 	}
 	(<-hold).Release()
 }
