@@ -3,6 +3,7 @@ package streams
 // What lying and confused peers may do: nothing.
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"testing"
@@ -136,6 +137,38 @@ func TestOfferOfALostWorker(t *testing.T) {
 	}
 	if found, err := x.match(); !found || err != nil || x.names[0].id != 2 {
 		t.Errorf("match: %t, %v, %v; want offer 2", found, err, x.names)
+	}
+}
+
+// TestOfferToTheNextServer: what a worker has offered to a server that is lost before it has answered is offered to the process
+// in its place, too.
+func TestOfferToTheNextServer(t *testing.T) {
+	worker, server, d := both(t)
+	x, err := af.New(d.Mem(make([]byte, 8)), af.Uint8, 8)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		_, err := worker.Prepare(ctx, nil, []af.KeyTensor{{Key: 1, Val: x}}, nil)
+		ended <- err
+	}()
+	offered := func() bool {
+		server.dir.mu.Lock()
+		defer server.dir.mu.Unlock()
+		return len(server.dir.offers) == 1
+	}
+	vantest.Eventually(t, 20*time.Second, "the offer has come", offered)
+	server.dir.mu.Lock()
+	clear(server.dir.offers) // as a new process has none
+	server.dir.mu.Unlock()
+	worker.peerChanged(server.dir.node.ID(), false, van.ErrPeerLost)
+	worker.peerChanged(server.dir.node.ID(), true, nil)
+	vantest.Eventually(t, 20*time.Second, "it has come again", offered)
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want %v", err, context.Canceled)
 	}
 }
 
