@@ -7,13 +7,13 @@ import (
 	"context"
 	"errors"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/af/streams"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
 
 // TestLateEnd: a worker whose round took too long goes on, and changes what it has pushed. A server that was late
@@ -131,17 +131,23 @@ func TestNodeEnds(t *testing.T) {
 	}
 }
 
+// queueRound queues a round of worker 0, and returns what is closed when its stream has gone on.
+func (s *ends) queueRound(t *testing.T, p *pair) (went chan struct{}) {
+	t.Helper()
+	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
+		t.Fatal(err)
+	}
+	went = make(chan struct{})
+	s.workers[0].dev.Queue(stream, func() { close(went) })
+	return went
+}
+
 // TestStreamsPart: the streams of an exchange that is over do not go on before the other end has said that it is over
 // there, too.
 func TestStreamsPart(t *testing.T) {
 	s := start(t, testcluster.Options{Workers: 1, Servers: 1})
 	p := s.prepare(t, 10, 10)[0]
-	w := s.workers[0]
-	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
-		t.Fatal(err)
-	}
-	went := make(chan struct{})
-	w.dev.Queue(stream, func() { close(went) })
+	went := s.queueRound(t, p)
 	hear := s.servers[0].Deaf()
 	var err error
 	closed := make(chan struct{})
@@ -164,41 +170,13 @@ func TestStreamsPart(t *testing.T) {
 	}
 }
 
-// mute is a van that loses what it is to send while it is on.
-type mute struct {
-	van.Van
-	on *atomic.Bool
-}
-
-func (v mute) Unwrap() van.Van { return v.Van }
-
-func (v mute) Send(m *van.Message) error {
-	if v.on.Load() {
-		return nil
-	}
-	return v.Van.Send(m)
-}
-
 // TestLostWithoutAWord: streams do not wait for the end of a peer that is lost and has said nothing.
 func TestLostWithoutAWord(t *testing.T) {
-	silent := &atomic.Bool{}
-	s := start(t, testcluster.Options{Workers: 1, Servers: 2, Wrap: func(role string, rank int, f van.Factory) van.Factory {
-		if role != "server" || rank != 1 {
-			return f
-		}
-		return func(o van.Options) (van.Van, error) {
-			v, err := f(o)
-			return mute{v, silent}, err
-		}
-	}})
+	hook := &hooks.Van{}
+	s := start(t, testcluster.Options{Workers: 1, Servers: 2, Wrap: hook.Wrap("server", 1)})
 	p := s.prepare(t, 10, 10)[0]
-	w := s.workers[0]
-	if err := errors.Join(p.x.QueueSend(stream), p.x.QueueReceive(stream)); err != nil {
-		t.Fatal(err)
-	}
-	went := make(chan struct{})
-	w.dev.Queue(stream, func() { close(went) })
-	silent.Store(true)
+	went := s.queueRound(t, p)
+	hook.OnSend(func(*van.Message) hooks.Verdict { return hooks.Lose })
 	s.Servers[1].Close()
 	if err := over(t, p.x); !errors.Is(err, van.ErrPeerLost) || !strings.Contains(err.Error(), "server 1") {
 		t.Errorf("%v, want %v, of server 1", err, van.ErrPeerLost)

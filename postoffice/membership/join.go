@@ -32,8 +32,8 @@ type join struct {
 	lost  error         // not nil: the connection broke, so the node does not count
 }
 
-// heldFor is for how long a node waits for the connection to one that is in its way to show that that one
-// has gone: it may be the same program, killed and started again.
+// heldFor is for how long a node waits for the connection to another one, which has the place that it wants, to show
+// that the other one has gone: it may be the same program, killed and started again.
 const heldFor = 2 * time.Second
 
 // maxHeld bounds how many nodes wait so.
@@ -46,6 +46,7 @@ func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
 		return sameAddr(&o.node, &rec) && (o.node.Role != rec.Role || o.node.CustomerID == rec.CustomerID)
 	}
 	if i := slices.IndexFunc(s.held, same); i >= 0 {
+		s.out.disconnect(s.held[i].temp)
 		if incarnationOf(&s.held[i].node) == incarnationOf(&rec) {
 			j.since = s.held[i].since
 		}
