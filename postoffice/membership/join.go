@@ -46,7 +46,6 @@ func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
 		return sameAddr(&o.node, &rec) && (o.node.Role != rec.Role || o.node.CustomerID == rec.CustomerID)
 	}
 	if i := slices.IndexFunc(s.held, same); i >= 0 {
-		s.out.disconnect(s.held[i].temp)
 		if incarnationOf(&s.held[i].node) == incarnationOf(&rec) {
 			j.since = s.held[i].since
 		}
@@ -97,7 +96,8 @@ func (s *joins) fits(now time.Duration, j *join) bool {
 	return false
 }
 
-// retry looks at the nodes that are held again. It returns true if some count now.
+// retry looks at the nodes that are held again, and ends the connections by which they were told something. It returns
+// true if some count now.
 func (s *joins) retry(now time.Duration) (counts bool) {
 	held := s.held
 	s.held = nil
@@ -166,13 +166,6 @@ func (s *joins) present() (nodes []van.Node) {
 
 // lost discounts a registered node whose connection broke.
 func (s *joins) lost(temp int, cause error) {
-	s.held = slices.DeleteFunc(s.held, func(j *join) bool {
-		if j.temp != temp {
-			return false
-		}
-		s.out.disconnect(temp)
-		return true
-	})
 	for _, j := range s.list {
 		if j.temp == temp && j.lost == nil {
 			j.lost = cause

@@ -261,7 +261,6 @@ func (s *scheduler) settle(now time.Duration) {
 		if now-j.since < heldFor && s.places.dead(&j.node) == van.Empty {
 			s.joins.held = append(s.joins.held, j)
 		} else {
-			s.out.disconnect(j.temp)
 			s.places.register(now, j.node, j.stamp)
 		}
 	}
