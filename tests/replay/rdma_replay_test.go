@@ -269,15 +269,7 @@ func (r *rdmaRun) expectRDMA(m *rdmaMessage) {
 		return
 	}
 	for _, m := range r.pending {
-		var got *cppMessage
-		select {
-		case got = <-r.peers[m.to].msgs:
-		case err := <-r.left:
-			r.left <- err
-			r.t.Fatalf("event %d, %s: our node has left: %v", m.seq, m.meta.String(), err)
-		case <-time.After(patience):
-			r.t.Fatalf("event %d, %s to %s: nothing comes", m.seq, m.meta.String(), van.NodeName(m.to))
-		}
+		got := r.comes(m)
 		if !bytes.Equal(got.value, m.value) {
 			r.t.Fatalf("event %d, %s: value %.32x... (%d bytes), want %.32x... (%d)", m.seq, m.meta.String(), got.value, len(got.value), m.value, len(m.value))
 		}
@@ -288,6 +280,25 @@ func (r *rdmaRun) expectRDMA(m *rdmaMessage) {
 		}
 	}
 	r.pending = r.pending[:0]
+}
+
+// comes waits for a message of our node, which may have left by the time it is looked at.
+func (r *rdmaRun) comes(m *rdmaMessage) *cppMessage {
+	left := r.left
+	for {
+		select {
+		case got := <-r.peers[m.to].msgs:
+			return got
+		case err := <-left:
+			left <- err
+			if err != nil {
+				r.t.Fatalf("event %d, %s: our node has left: %v", m.seq, m.meta.String(), err)
+			}
+			left = nil
+		case <-time.After(patience):
+			r.t.Fatalf("event %d, %s to %s: nothing comes", m.seq, m.meta.String(), van.NodeName(m.to))
+		}
+	}
 }
 
 // answer puts this run's address and key into an answer, as its request had them.

@@ -94,7 +94,7 @@ func (s *Sender[T]) Disconnect(keep func(T) bool) (dropped []T) {
 			w := l.q.pop()
 			l.head++
 			if keep(w.item) {
-				l.q.push(waitingItem[T]{item: w.item, considered: i == 1})
+				l.q.push(waitingItem[T]{item: w.item})
 			} else {
 				dropped = append(dropped, w.item)
 			}
@@ -144,7 +144,7 @@ func (s *Sender[T]) Submit(item T) error {
 	if l.q.len() == 0 {
 		l.changed = true
 	}
-	l.q.push(waitingItem[T]{item: item, considered: !s.connected && !need.OneShot})
+	l.q.push(waitingItem[T]{item: item})
 	return nil
 }
 

@@ -3,6 +3,7 @@ package rendezvous
 import (
 	"errors"
 	"math"
+	"slices"
 	"testing"
 )
 
@@ -136,6 +137,27 @@ func TestGrown(t *testing.T) {
 			t.Errorf("%d have arrived, want 2; the larger one was %q", m.arrived, grown.done)
 		}
 	})
+}
+
+// TestRequestsInOrder: slots are requested in the order of the messages, also for those that waited for the connection.
+func TestRequestsInOrder(t *testing.T) {
+	for _, original := range []bool{false, true} {
+		m := newModel(t, 1, original)
+		sizes := []int{100, 5000, 70000, 1 << 20} // a route for each
+		for i, n := range sizes[:3] {
+			m.submit(&item{seq: i + 1, key: uint64(i), request: true, push: true, meta: 300, data: n})
+		}
+		m.connect()
+		m.submit(&item{seq: 4, key: 3, request: true, push: true, meta: 300, data: sizes[3]})
+		var got []int
+		for _, e := range m.wire {
+			got = append(got, e.need.Exact)
+		}
+		if !slices.Equal(got, sizes) {
+			t.Errorf("original %t: slots requested for %d bytes, want %d", original, got, sizes)
+		}
+		m.settle()
+	}
 }
 
 // TestNonsense: what a hostile peer may say changes nothing.
