@@ -272,7 +272,7 @@ func (r *Request) failOwing(id int, cause error) {
 // wrap adds operation, node, peer and handler to err. r.mu is held.
 func (r *Request) wrap(err error, peer int) error {
 	return &van.Error{
-		Op: r.op, Node: r.c.node.Name(), Peer: r.c.node.peerName(peer),
+		Op: r.op, Node: r.c.node.Name(), Peer: r.c.node.peerName(peer), PeerID: peer,
 		Detail:  fmt.Sprintf("handler %d", r.first),
 		Elapsed: time.Duration(clock.Now() - r.start), Err: err,
 	}

@@ -8,7 +8,6 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -366,16 +365,12 @@ func (o *op) String() string { return fmt.Sprintf("communicator %d, call %d", o.
 // request's handler, and a rank has a number of its own in each communicator.
 func (o *op) named(err error) error {
 	e, is := err.(*van.Error)
-	if !is || e.Detail != fmt.Sprintf("handler %d", o.First()) {
+	if !is || e.PeerID == 0 {
 		return err
 	}
 	as := *e
 	as.Detail = o.String()
-	for r, id := range o.b.ids {
-		if strings.HasPrefix(e.Peer, van.NodeName(id)) {
-			as.Peer = fmt.Sprintf("rank %d (%s)", r, e.Peer)
-		}
-	}
+	as.Peer = fmt.Sprintf("rank %d (%s)", slices.Index(o.b.ids, e.PeerID), e.Peer)
 	return &as
 }
 

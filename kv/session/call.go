@@ -228,17 +228,12 @@ func (c *call) requested() {
 // failure may be heard of before the loss of the rank.
 func (c *call) named(err error) error {
 	e, is := err.(*van.Error)
-	if !is {
+	if !is || e.PeerID == 0 {
 		return err
 	}
-	for rank, id := range c.of.ranks.ids {
-		if strings.HasPrefix(e.Peer, van.NodeName(id)) {
-			as := *e
-			as.Op, as.Node, as.Peer, as.Detail = c.String(), "", fmt.Sprintf("rank %d (%s)", rank, e.Peer), ""
-			return &as
-		}
-	}
-	return err
+	as := *e
+	as.Op, as.Node, as.Peer, as.Detail = c.String(), "", fmt.Sprintf("rank %d (%s)", slices.Index(c.of.ranks.ids, e.PeerID), e.Peer), ""
+	return &as
 }
 
 // end ends the call, once. Errors of calls that nobody need wait for are kept for Sync.
