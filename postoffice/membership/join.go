@@ -32,6 +32,11 @@ type join struct {
 	lost  error         // not nil: the connection broke, so the node does not count
 }
 
+// same tells whether o registered at the address of j, and not as another customer of one process.
+func (j *join) same(o *join) bool {
+	return sameAddr(&o.node, &j.node) && (o.node.Role != j.node.Role || o.node.CustomerID == j.node.CustomerID)
+}
+
 // heldFor is for how long a node waits for the connection to another one, which has the place that it wants, to show
 // that the other one has gone: it may be the same program, killed and started again.
 const heldFor = 2 * time.Second
@@ -40,24 +45,15 @@ const heldFor = 2 * time.Second
 const maxHeld = 256
 
 // register handles a registration. It returns true if the node counts.
-func (s *joins) register(now time.Duration, rec van.Node, stamp int32) bool {
-	j := &join{node: rec, stamp: stamp, since: now}
-	same := func(o *join) bool {
-		return sameAddr(&o.node, &rec) && (o.node.Role != rec.Role || o.node.CustomerID == rec.CustomerID)
-	}
-	if i := slices.IndexFunc(s.held, same); i >= 0 {
-		if incarnationOf(&s.held[i].node) == incarnationOf(&rec) {
-			j.since = s.held[i].since
-		}
-		s.held = slices.Delete(s.held, i, i+1)
-	}
-	i := slices.IndexFunc(s.list, same)
+func (s *joins) register(now time.Duration, j *join) bool {
+	s.unhold(j)
+	i := slices.IndexFunc(s.list, j.same)
 	if i >= 0 {
 		old := s.list[i]
-		a, b := incarnationOf(&old.node), incarnationOf(&rec)
-		if a != b || a == 0 && stamp <= old.stamp {
+		a, b := incarnationOf(&old.node), incarnationOf(&j.node)
+		if a != b || a == 0 && j.stamp <= old.stamp {
 			s.out.emit(Warning{Text: fmt.Sprintf("%s registered again as %s: it was restarted, or two nodes advertise this address "+
-				"(check DMLC_NODE_HOST)", rec.Addr(), describe(&rec))})
+				"(check DMLC_NODE_HOST)", j.node.Addr(), describe(&j.node))})
 		}
 		s.list = slices.Delete(s.list, i, i+1)
 		if a == b {
@@ -85,15 +81,33 @@ func (s *joins) fits(now time.Duration, j *join) bool {
 	}
 	s.out.disconnect(j.temp)
 	j.temp = 0
-	if len(rivals) == 0 || len(s.held) == maxHeld || now-j.since >= heldFor {
+	if len(rivals) == 0 || !s.hold(now, j) {
 		s.refusals.refuse(now, &j.node, why)
 		return false
 	}
-	s.held = append(s.held, j)
 	for _, r := range rivals {
 		s.reach(r) // the connection shows whether it still runs
 	}
 	return false
+}
+
+// hold lets a node wait, if its time is not over.
+func (s *joins) hold(now time.Duration, j *join) bool {
+	if len(s.held) == maxHeld || now-j.since >= heldFor {
+		return false
+	}
+	s.held = append(s.held, j)
+	return true
+}
+
+// unhold takes what had registered as j before off the nodes that are held. The same process goes on waiting in j.
+func (s *joins) unhold(j *join) {
+	if i := slices.IndexFunc(s.held, j.same); i >= 0 {
+		if incarnationOf(&s.held[i].node) == incarnationOf(&j.node) {
+			j.since = s.held[i].since
+		}
+		s.held = slices.Delete(s.held, i, i+1)
+	}
 }
 
 // retry looks at the nodes that are held again, and ends the connections by which they were told something. It returns

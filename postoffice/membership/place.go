@@ -79,6 +79,23 @@ func (p *places) dead(rec *van.Node) int {
 	return van.Empty
 }
 
+// doubtful tells whether no node whose place rec can have is known to be dead, but one, which has not been heard since
+// it got the place, may be: its process may have died before, and have been started again as rec.
+func (p *places) doubtful(rec *van.Node) (may bool) {
+	for i := range p.table.nodes {
+		n := &p.table.nodes[i]
+		if n.Role != rec.Role {
+			continue
+		}
+		h := p.alive.peers[n.ID]
+		if sameAddr(n, rec) || wants(rec, n.ID) && h.down != 0 {
+			return false
+		}
+		may = may || wants(rec, n.ID) && h.heard == 0
+	}
+	return may
+}
+
 func restarted(rec *van.Node) error { return &lossError{text: "restarted at " + rec.Addr()} }
 
 // give gives a new process the place of a dead one.

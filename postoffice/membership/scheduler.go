@@ -128,10 +128,15 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 		s.refusals.refuse(now, &rec, why)
 		return nil
 	}
-	if s.life.phase == ready {
-		s.places.register(now, rec, msg.Timestamp)
-	} else if s.joins.register(now, rec, msg.Timestamp) {
-		s.form(now)
+	j := &join{node: rec, stamp: msg.Timestamp, since: now}
+	switch {
+	case s.life.phase != ready:
+		if s.joins.register(now, j) {
+			s.form(now)
+		}
+	default:
+		s.joins.unhold(j)
+		s.replace(now, j)
 	}
 	return nil
 }
@@ -258,11 +263,15 @@ func (s *scheduler) settle(now time.Duration) {
 	held := s.joins.held
 	s.joins.held = nil
 	for _, j := range held {
-		if now-j.since < heldFor && s.places.dead(&j.node) == van.Empty {
-			s.joins.held = append(s.joins.held, j)
-		} else {
-			s.places.register(now, j.node, j.stamp)
-		}
+		s.replace(now, j)
+	}
+}
+
+// replace gives a node that comes to a cluster which has formed the place of a dead one, holds it while one may be
+// dead, or refuses it.
+func (s *scheduler) replace(now time.Duration, j *join) {
+	if !s.places.doubtful(&j.node) || !s.joins.hold(now, j) {
+		s.places.register(now, j.node, j.stamp)
 	}
 }
 
