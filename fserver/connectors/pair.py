@@ -461,7 +461,8 @@ class FFN(_Side):
     rank of `ffn` ranks serves self.peers, some of `attention` ranks. The other arguments
     are those of the attention side. With together=True (the default) recv waits until
     every rank of self.peers has sent this stage, and returns all as one batch, so that
-    their rows share a matrix product; once one has come the others have timeout_ms. With
+    their rows share a matrix product; once one has come the others have timeout_ms. It
+    raises TimeoutError then; who calls it again waits for as long again. With
     together=False it returns each rank's batch by itself, as they come.
 
     With layers=1 nobody can tell which layer a round is of. So when a rank has given up a
@@ -566,6 +567,7 @@ class FFN(_Side):
             batches = f.get_batch(any=True, timeout_ms=1 if over else _left(first))
         except f.TimeoutError:
             if over:  # nor is what is missing here already, such as a successor's hello
+                self._slots = {k: i._replace(since=time.monotonic()) for k, i in self._slots.items()}  # for the next recv
                 raise f.TimeoutError("%s: %s: timed out (limit %d ms)" % (self, missing, self.timeout_ms)) from None
             if end is not None and time.monotonic() >= end:
                 raise

@@ -282,6 +282,9 @@ def one_missing(side, stage, *words):
 def late_ffn(n):
     side = side_of(n, timeout_ms=500)
     one_missing(side, 0, "attention 0 is here", "none of attention 1")
+    begun = time.monotonic()
+    one_missing(side, 0, "attention 0 is here", "none of attention 1")
+    assert time.monotonic() - begun >= 0.4  # who calls it again and again does not keep a processor busy
     n.tell("late")
     end = time.monotonic() + 100
     while True:
