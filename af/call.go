@@ -460,6 +460,9 @@ func (b *batch) Answer(i, from int, msg *van.Message) error {
 	if msg.Placed || msg.Vals.Len() == 0 {
 		return nil
 	}
+	if len(b.servers) == 1 { // the answer may come to a push tensor
+		b.Arrived(b.p)
+	}
 	return b.c.node.Backend().Copy(slot.Val.mem, msg.Vals)
 }
 

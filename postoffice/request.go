@@ -26,8 +26,8 @@ type Sink interface {
 	Answer(i, from int, msg *van.Message) error
 
 	// Finished is called once, before any Wait returns: with nil after the last
-	// answer, or with the error. No Answer runs any more, and after a failure the
-	// transport no longer uses the memory of messages sent before.
+	// answer, or with the error. No Answer runs any more, and the
+	// transport no longer reads the memory of messages sent before.
 	Finished(err error)
 
 	// Recycle is called once after Finished, when the request is no longer referred to;
@@ -136,6 +136,14 @@ func (r *Request) End() {
 	r.settle()
 }
 
+// Arrived says that all receivers have the messages of the first n timestamps, as an answer to a later one may show:
+// when it returns they are not sent again (PS_RESEND), whether or not they were acknowledged, and their memory may change.
+func (r *Request) Arrived(n int) {
+	if c := r.c; c.node.cfg.Resend && n > 0 {
+		c.node.recaller.Recall(van.Requests{App: int32(c.app), Customer: int32(c.id), First: r.first, Count: int32(n)})
+	}
+}
+
 // answer gives msg to the sink if its sender still owes this answer.
 func (r *Request) answer(msg *van.Message) error {
 	r.mu.Lock()
@@ -190,11 +198,14 @@ func (r *Request) settle() {
 	r.state = finished
 	r.mu.Unlock()
 
-	if err != nil && !unsent {
+	switch {
+	case err != nil && !unsent:
 		if x := c.node.recaller; x != nil && !failpoint.On("recall") {
 			x.Recall(van.Requests{App: int32(c.app), Customer: int32(c.id), First: r.first, Count: r.n})
 		}
 		r.notifyOwing()
+	case err == nil:
+		r.Arrived(int(r.n))
 	}
 	sink.Finished(err)
 

@@ -1,0 +1,106 @@
+package af_test
+
+import (
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/postoffice"
+	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/vantest/hooks"
+)
+
+// mute is a van whose acknowledgements are lost while on is set.
+type mute struct {
+	van.Van
+	on atomic.Bool
+}
+
+func (v *mute) Unwrap() van.Van { return v.Van }
+
+func (v *mute) Send(m *van.Message) error {
+	if v.on.Load() && m.Control.Cmd == van.Ack {
+		return nil
+	}
+	return v.Van.Send(m)
+}
+
+// TestNotSentAgain: with PS_RESEND a push tensor is not sent again, whether or not its message was acknowledged, when its
+// call is over, since the application may have changed it; nor, where it is pulled into, when the answer comes there.
+func TestNotSentAgain(t *testing.T) {
+	acks, hook := &mute{}, &hooks.Van{}
+	c := testcluster.Start(t, testcluster.Options{
+		Set: func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, 50*time.Millisecond },
+		Wrap: func(role string, rank int, f van.Factory) van.Factory {
+			if role == "server" {
+				return func(o van.Options) (v van.Van, err error) {
+					acks.Van, err = f(o)
+					return acks, err
+				}
+			}
+			return hook.Wrap("worker", 0)(role, rank, f)
+		}})
+	var mu sync.Mutex
+	pushed := map[uint64]int{} // times that the push with a key was sent
+	times := func(key uint64) int {
+		mu.Lock()
+		defer mu.Unlock()
+		return pushed[key]
+	}
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		mu.Lock()
+		defer mu.Unlock()
+		if m.Push {
+			pushed[m.Key]++
+		}
+		return hooks.Pass
+	})
+	serve(t, c.Servers[0], func(b af.Batch) {
+		eventually(t, "the push is sent again", func() bool { return times(b.Pushes()[0].Key) >= 3 })
+		echoes(t)(b)
+	})
+	w := newWorker(t, c.Workers[0])
+	acks.on.Store(true)
+	x, y := bytesOf(t, make([]byte, 4096)), bytesOf(t, make([]byte, 4096))
+	call := func(key uint64, pulls ...af.KeyTensor) {
+		t.Helper()
+		h, err := w.PushPull([]af.KeyTensor{{Key: key, Val: x}}, pulls)
+		if err == nil {
+			err = h.Wait(t.Context())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	call(1, af.KeyTensor{Key: 10, Val: y})
+	n := times(1)
+	for i := range x.Bytes() { // the application's again
+		x.Bytes()[i] = 1
+	}
+	call(2, af.KeyTensor{Key: 10, Val: y})
+	if now := times(1); now != n {
+		t.Errorf("a push was sent %d times by the end of its call, and %d times more", n, now-n)
+	}
+
+	var lost, first, last int
+	hook.OnReceive(func(m *van.Message) hooks.Verdict {
+		if m.Push || m.Key != 11 || lost == 4 {
+			return hooks.Pass
+		}
+		if lost++; lost == 1 {
+			first = times(3)
+		}
+		last = times(3)
+		return hooks.Lose
+	})
+	call(3, af.KeyTensor{Key: 10, Val: x}, af.KeyTensor{Key: 11, Val: y})
+	hook.OnReceive(nil)
+	if lost < 4 || last != first {
+		t.Errorf("a push was sent %d times before its tensor was pulled into, and %d times after; the other answer was lost %d times", first, last-first, lost)
+	}
+	acks.on.Store(false)
+	c.Finalize(t)
+}
