@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sort"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -275,4 +276,33 @@ func TestSimpleEdges(t *testing.T) {
 		t.Errorf("a handler behind one that was refused: %v", err)
 	}
 	vantest.Fails(t, s.Handle(func(kv.Request[float32]) {}), van.ErrInvalid, "this server has one")
+}
+
+// TestSimpleDoneOnce: a request without Done calls nobody, though what it is made of was used by one with it.
+func TestSimpleDoneOnce(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	simple(t, c.Servers[0], func(d kv.SimpleMessage) {
+		if err := d.Respond(nil); err != nil {
+			t.Error(err)
+		}
+	})
+	w := simple(t, c.Workers[0], nil)
+	var called atomic.Int32
+	for i := range 20 {
+		var opts []kv.SimpleOption
+		if i%2 == 0 {
+			opts = append(opts, kv.Done(func(error) { called.Add(1) }))
+		}
+		call, err := w.Request(3, []byte("body"), van.ServerID(0), opts...)
+		if err == nil {
+			err = call.Wait(t.Context())
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.Finalize(t)
+	if n := called.Load(); n != 10 {
+		t.Errorf("Done was called %d times for 10 requests", n)
+	}
 }

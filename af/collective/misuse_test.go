@@ -375,6 +375,30 @@ func TestHelloRefused(t *testing.T) {
 	vantest.Fails(t, err, van.ErrMalformed, "the test's transport")
 }
 
+// TestAnswerRefused: a part that cannot be sent fails the call on all ranks, and is not held.
+func TestAnswerRefused(t *testing.T) {
+	hook := &hooks.Van{}
+	all, _ := comms(t, testcluster.Options{Wrap: hook.Wrap("worker", 0)}, 2)
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if m.Request || m.Frames == 0 {
+			return hooks.Pass
+		}
+		return hooks.Refuse(fmt.Errorf("the test's transport: %w", van.ErrQueueFull))
+	})
+	onAll(t, 2, func(r int) error {
+		op, err := all[r].AllGather(zeros(16000), zeros(8000))
+		if err == nil {
+			err = op.Wait(t.Context())
+		}
+		if err == nil || !strings.Contains(err.Error(), "the test's transport") {
+			t.Errorf("rank %d: error %v, want why rank 0 could not send", r, err)
+		}
+		return nil
+	})
+	hook.OnSend(nil)
+	onAll(t, 2, func(r int) error { return all[r].Rebuild(t.Context()) })
+}
+
 // slowToTell is a van that sends why a communicator has failed late: when a hello has come, or a little later.
 type slowToTell struct {
 	van.Van

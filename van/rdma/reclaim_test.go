@@ -300,6 +300,42 @@ func TestSlotsInUseAreNotMissed(t *testing.T) {
 	w.toldNothing()
 }
 
+// TestSlotsInUseAreAllItHas: a peer that cannot give anything back, as its messages are still in use, is asked again and
+// again, and not cut off.
+func TestSlotsInUseAreAllItHas(t *testing.T) {
+	r := newRig(t)
+	s, w := r.node(8, func(c *env.Config) { c.RDMABudget = 900 << 10 }), r.node(9)
+	r.link(w, s)
+	var held []*van.Message
+	for i := range 3 {
+		w.must(push(s, 1, i, value(250<<10, i)))
+		held = append(held, s.next())
+	}
+	w.must(push(s, 1, 3, value(250<<10, 3)))
+	in := s.incomingOf(9)
+	asked := func() (at uint64) {
+		in.mu.Lock()
+		defer in.mu.Unlock()
+		return in.reclaim.at
+	}
+	r.until("it is asked for slots", func() bool { return asked() != 0 })
+	in.mu.Lock()
+	in.reclaim.since = 1 // long ago
+	in.mu.Unlock()
+	for range 2 {
+		before := asked()
+		r.until("it is asked again, or cut off", func() bool { return asked() != before || in.gone.Load() })
+	}
+	if in.gone.Load() {
+		t.Error("it was cut off")
+	}
+	for _, m := range held {
+		m.Release()
+	}
+	s.wantValue(3, value(250<<10, 3))
+	w.toldNothing()
+}
+
 // A value that could be put only where others lie that are in use waits for a while, then
 // fails.
 func TestBudgetInUse(t *testing.T) {

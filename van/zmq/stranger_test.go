@@ -129,6 +129,37 @@ func TestManyStrangers(t *testing.T) {
 	until(t, "memory given back", func() bool { return resident(t)-before < 16<<20 })
 }
 
+// TestNewcomerLeavesTheAccount: what a process had unfinished when it became a member counts as strangers' no more, now or
+// when its connection ends.
+func TestNewcomerLeavesTheAccount(t *testing.T) {
+	server := newNode(t, 8, 5, nil, func(c *env.Config) { c.StrangerBudget = 1 << 20 })
+	held := func() int64 {
+		server.guard.mu.Lock()
+		defer server.guard.mu.Unlock()
+		return int64(server.guard.held)
+	}
+	r := dialRaw(t, server, "ps9.00000007")
+	r.send(packed(t, push(8, 0, nil)))
+	if _, err := r.Write(frame(make([]byte, 300<<10), true)); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "it counts", func() bool { return held() > 200<<10 })
+	rec := van.Node{Role: van.Worker, ID: 9, Hostname: "127.0.0.1", Port: 1, Endpoint: (&van.Identity{Incarnation: 7}).Encode()}
+	if err := server.Connect(t.Context(), 9, rec); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "it counts no more", func() bool { return held() == 0 })
+	_ = r.Close()
+	until(t, "end of it", func() bool {
+		server.guard.mu.Lock()
+		defer server.guard.mu.Unlock()
+		return len(server.guard.conns) == 0
+	})
+	if n := held(); n != 0 {
+		t.Errorf("%d bytes count as strangers' when none is left", n)
+	}
+}
+
 // TestConnectionOfMemberAgain: what lay in the ROUTER of a member's connection that has broken
 // does not make the next one, on another descriptor, a stranger's, which would be ended.
 func TestConnectionOfMemberAgain(t *testing.T) {
