@@ -247,3 +247,38 @@ func TestRecallWhileLeaving(t *testing.T) {
 type completion func()
 
 func (f completion) Sent() { f() }
+
+// TestRevokeBesideASend: a value that is being sent is not lost when memory beside it is taken back, though one pull
+// had been into all of it.
+func TestRevokeBesideASend(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	const half = 64 << 10
+	all := make([]byte, 2*half)
+	w.must(pull(s, 1, 0, all))
+	q := s.next()
+	s.must(answer(q, make([]byte, len(all))))
+	q.Release()
+	w.next().Release()
+	v := all[half:]
+	copy(v, value(half, 1))
+	w.must(push(s, 2, 1, v))
+	s.wantValue(1, v) // there is a slot from now on
+
+	w.must(pull(s, 1, 2, all[:half])) // is given up
+	s.next().Release()
+	to := (*w.peers.Load())[8]
+	for _, q := range to.currentLink().QueuePairs {
+		r.net.HoldQP(q.Num())
+	}
+	w.must(push(s, 2, 3, v))
+	r.until("the value is with the device", func() bool {
+		to.mu.Lock()
+		defer to.mu.Unlock()
+		return to.sender.Waiting() == 0
+	})
+	w.Revoke(backend.Bytes(all[:half]))
+	r.net.Release()
+	s.wantValue(3, v)
+	w.toldNothing()
+}

@@ -89,9 +89,10 @@ func (r *Region) Release() {
 }
 
 // findSteps is how far find looks back for a region that begins before another one.
-const findSteps = 4
+const findSteps = 8
 
-// find returns a region that covers m, in use.
+// find returns a region that covers m, in use. Memory that is sent has one of its own, which no peer can write to: those
+// that peers write to are taken back when an answer is given up.
 func (rs *Regions) find(m backend.Mem, a verbs.Access) *Region {
 	all := *rs.sorted.Load()
 	addr := m.Addr()
@@ -103,7 +104,7 @@ func (rs *Regions) find(m backend.Mem, a verbs.Access) *Region {
 	})
 	for k := i - 1; k >= 0 && k >= i-findSteps; k-- {
 		r := all[k]
-		if off := addr - r.Mem.Addr(); off+uint64(m.Len()) <= uint64(r.Mem.Len()) && r.access&a == a && r.Mem.Device() == m.Device() && r.acquire() {
+		if off := addr - r.Mem.Addr(); off+uint64(m.Len()) <= uint64(r.Mem.Len()) && r.access == a && r.Mem.Device() == m.Device() && r.acquire() {
 			return r
 		}
 	}
