@@ -195,6 +195,29 @@ func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error)
 	return r.first, answered, true, err
 }
 
+// Outcome is what became of a request that has ended, ts being one of its timestamps: nil if it was answered, or an error
+// that wraps what it has failed with, or what one behind or before it has that failed alike. It is ErrUnknownHandler for one that is in flight, that was never opened, or
+// that may be one of so many failed ones that they are not remembered.
+func (c *Customer) Outcome(ts int32) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.given(ts) {
+		return c.never(ts, c.base, c.next)
+	}
+	if r := c.lookup(ts); r != nil && ts >= r.first && ts < r.first+r.n {
+		return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler, Hint: "it has not been waited for"}
+	}
+	err, known := c.failures.find(ts, c.next)
+	if !known {
+		return &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d", ts), Err: ErrUnknownHandler,
+			Hint: "more requests have failed since than are remembered, and it may have failed, too; wait for each handler in time"}
+	}
+	if err != nil {
+		err = &van.Error{Op: "wait", Node: c.node.Name(), Detail: fmt.Sprintf("handler %d has failed", ts), Err: err}
+	}
+	return err
+}
+
 // Elapsed is how long ago the request in flight that timestamp ts belongs to was
 // opened, 0 when there is none.
 func (c *Customer) Elapsed(ts int32) time.Duration {

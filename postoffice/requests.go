@@ -33,10 +33,11 @@ type requests struct {
 	finished [keepFinished]*Request // a ring of requests that finished without a Wait
 	newest   int                    // index of the next one; never wraps, used modulo keepFinished
 	timers   []*time.Timer          // for waiting
+	failures failures               // of those that are forgotten
 }
 
 func (q *requests) init(base int32) {
-	q.base, q.next = base, base
+	q.base, q.next, q.failures.forgotten = base, base, -1
 	q.live = map[*Request]struct{}{}
 	table := make([]atomic.Pointer[Request], 1024)
 	q.table.Store(&table)
@@ -44,7 +45,9 @@ func (q *requests) init(base int32) {
 
 // enter puts r, whose timestamps reserve has found, into the table. mu is held.
 func (q *requests) enter(r *Request) {
-	q.wrapped = q.wrapped || r.first < q.next
+	if q.wrapped = q.wrapped || r.first < q.next; q.wrapped {
+		q.failures.reuse(r.first, r.n)
+	}
 	q.next = r.first + r.n
 	q.inUse += int(r.n)
 	table := *q.table.Load()
@@ -149,6 +152,9 @@ func (q *requests) forget(r *Request) {
 	}
 	delete(q.live, r)
 	q.inUse -= int(r.n)
+	if r.err != nil {
+		q.failures.add(r.first, r.n, r.err, q.next)
+	}
 	if r.ringIndex >= 0 {
 		q.finished[r.ringIndex%keepFinished] = nil
 		r.ringIndex = -1

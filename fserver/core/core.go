@@ -174,8 +174,8 @@ func ascending(servers []int, pull []af.KeyTensor) ([]int, []af.KeyTensor) {
 
 // Wait waits until the batch with the given handler is complete, for limit counted
 // from the push_pull, but not longer than slice at a time. A handler from the
-// middle of a batch waits for that timestamp only; one that has been waited for
-// is done. Of two that wait for one handler at once, one gets postoffice.ErrOtherWaits.
+// middle of a batch waits for that timestamp only. One that has ended returns at once, also a second
+// time, with the error of its batch if that has failed. Of two that wait for one handler at once, one gets postoffice.ErrOtherWaits.
 func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	if s.worker == nil {
 		return s.wrongRole("wait", "worker")
@@ -187,11 +187,11 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 	first, _, flying, _ := s.worker.Customer().Batch(h)
 	switch {
 	case !flying:
-		return nil
+		return s.worker.Customer().Outcome(h)
 	case first == h:
 		err := s.worker.Customer().WaitSlice(context.Background(), h, max(limit, time.Nanosecond), slice)
 		if errors.Is(err, ErrUnknownHandler) && !errors.Is(err, postoffice.ErrOtherWaits) {
-			return nil // finished between the two calls
+			return s.worker.Customer().Outcome(h) // it has ended between the two calls
 		}
 		return err
 	}
@@ -203,7 +203,10 @@ func (s *Session) Wait(handler int64, limit, slice time.Duration) error {
 func (s *Session) waitOne(h, first int32, limit, slice time.Duration) error {
 	for end := time.Now().Add(slice); ; {
 		_, answered, flying, err := s.worker.Customer().Batch(h)
-		if !flying || answered {
+		if !flying {
+			return s.worker.Customer().Outcome(h)
+		}
+		if answered {
 			return err
 		}
 		if elapsed := s.worker.Customer().Elapsed(h); elapsed >= limit {

@@ -211,6 +211,56 @@ func TestUnknownHandlers(t *testing.T) {
 	}
 }
 
+// TestWaitAgain: who waits again, or late, for a call that has failed is told so again, and one that was answered
+// returns at once.
+func TestWaitAgain(t *testing.T) {
+	worker, server := sessions(t)
+	x := tensor(t, make([]byte, 4))
+	call := func() int64 {
+		t.Helper()
+		h, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return int64(h)
+	}
+	wait := func(h int64) error { return worker.Wait(h, time.Minute, time.Minute) }
+	answered := call()
+	for range 2 {
+		if err := wait(answered); err != nil { // pushes of a batch are acknowledged when they come
+			t.Fatal(err)
+		}
+	}
+	single := func() int64 { // is answered by the application only
+		t.Helper()
+		h, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return int64(h)
+	}
+	failed := single()
+	for range 2 {
+		vantest.Fails(t, worker.Wait(failed, time.Millisecond, time.Minute), van.ErrTimeout, "no answer")
+	}
+	late := make([]int64, 6000) // more than are kept of those that nobody waits for
+	for i := range late {
+		late[i] = single()
+	}
+	server.Close()
+	for _, h := range late {
+		if err := wait(h); !errors.Is(err, van.ErrPeerLost) {
+			t.Fatalf("handler %d of %d to %d: %v, want %v", h, late[0], late[len(late)-1], err, van.ErrPeerLost)
+		}
+	}
+	for range 2 {
+		vantest.Fails(t, wait(failed), van.ErrTimeout, "no answer")
+		if err := wait(answered + 1); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // TestRoles: what a process of the other role cannot do is refused, with the role that can.
 func TestRoles(t *testing.T) {
 	worker, server := sessions(t)

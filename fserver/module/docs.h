@@ -219,7 +219,7 @@
 	"timeout_ms: limit in milliseconds, counted from push_pull(), not from this call.\n" \
 	"\n" \
 	"Afterwards the pull tensors are filled, and all tensors of the request are yours\n" \
-	"again. Waiting for the same handler again returns at once.\n" \
+	"again. Waiting for the same handler again returns, or raises the same, at once.\n" \
 	"\n" \
 	"Raises TimeoutError (names the servers that have not answered; the request is\n" \
 	"given up, late answers are dropped), ConnectionError (a server that owes an answer\n" \

@@ -50,11 +50,14 @@ type Session struct {
 	handles handles
 }
 
+// headRoom is more than the head of a message takes, which is sent with its body.
+const headRoom = 4096
+
 // Open begins a session with all servers of the cluster, and returns when each has called
 // Serve. It is called on a worker, whose session lasts until Shutdown or Close. Where it fails,
 // the ranks that have called Serve wait for the next session.
 func Open(ctx context.Context, node *postoffice.Node, o Options) (*Session, error) {
-	s := &Session{node: node.App(), longest: math.MaxInt32, told: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
+	s := &Session{node: node.App(), longest: math.MaxInt32 - headRoom, told: make(chan struct{}), handles: handles{live: map[uint64]bool{}}}
 	s.calls = calls{ranks: ranks{s.node, s.node.Members(van.ServerGroup)}, all: map[uint64]*call{}, tell: wantForget, freed: make(chan struct{}), broken: make(chan struct{})}
 	s.ranks = &s.calls.ranks
 	slices.Sort(s.ranks.ids)

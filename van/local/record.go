@@ -207,8 +207,8 @@ func (r *record) parse(b []byte) error {
 			return bad(fmt.Sprintf("part[%d].form", i), p.form, "inline, pinned, streamed or on the device")
 		}
 		r.forms |= 1 << p.form
-		if i == 0 && b[4] == kindMessage && (p.n == 0 || p.n > maxMeta) {
-			return bad("meta length", p.n, fmt.Sprintf("1 to %d", maxMeta))
+		if i == 0 && b[4] == kindMessage && p.n == 0 {
+			return bad("meta length", p.n, "at least 1")
 		}
 	}
 	if r.has(partDevice) && (r.has(partPinned) || r.streams() || b[4] != kindMessage) {
@@ -216,10 +216,6 @@ func (r *record) parse(b []byte) error {
 	}
 	return nil
 }
-
-// maxMeta bounds what a peer can make a receiver allocate for a meta: all but a
-// simple message's body is small.
-const maxMeta = 1 << 30
 
 // putChunk writes a chunk of a stream and returns the length of its record.
 func putChunk(b, data []byte) int {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"errors"
+	"math"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -208,5 +209,27 @@ func TestLayout(t *testing.T) {
 	copy(s.at(3), "ring")
 	if got := string(s.mem[8192+3:][:4]); got != "ring" {
 		t.Errorf("the ring begins with %q, want %q", got, "ring")
+	}
+}
+
+// TestLongBody: a simple message's body may be as long as a value; one that is too long with its head is refused.
+func TestLongBody(t *testing.T) {
+	for n, want := range map[uint64]bool{1<<30 + 100: true, math.MaxInt32: true, 0: false, math.MaxInt32 + 1: false} {
+		b := make([]byte, recordHead)
+		b[4] = kindMessage
+		binary.LittleEndian.PutUint32(b[16+8:], uint32(n))
+		binary.LittleEndian.PutUint32(b[16+12:], partStream)
+		var r record
+		if err := r.parse(b); (err == nil) != want || err != nil && !errors.Is(err, van.ErrMalformed) {
+			t.Errorf("a message of %d bytes: %v, want it taken: %t", n, err, want)
+		}
+	}
+	worker, _ := pair(t)
+	m := &van.Message{}
+	m.Reset()
+	m.Receiver, m.SimpleApp, m.Request = 8, true, true
+	m.Body = make([]byte, math.MaxInt32)
+	if err := worker.Send(m); !errors.Is(err, van.ErrInvalid) {
+		t.Errorf("error %v, want %v", err, van.ErrInvalid)
 	}
 }

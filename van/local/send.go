@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/clock"
@@ -31,6 +32,9 @@ func (l *outLink) send(msg *van.Message, export *backend.Shared) (sent bool, err
 		r.segments = len(export.Segments)
 	}
 	size := r.plan(msg, partStream)
+	if n := r.parts[0].n; n > math.MaxInt32 {
+		return true, fmt.Errorf("%w: %d bytes of a message's body and head, want at most %d", van.ErrInvalid, n, math.MaxInt32)
+	}
 	if export != nil && r.streams() {
 		return true, fmt.Errorf("%w: beside values on the device the other parts must have less than %d bytes", backend.ErrNotExportable, streamFrom)
 	}
