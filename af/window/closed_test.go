@@ -342,3 +342,31 @@ func TestOneStaysOpen(t *testing.T) {
 		r.all(func(i int) error { return l[i].Close() })
 	}
 }
+
+// TestOrderlyClose: ranks that close a window when all has come hear nothing of what was still under way.
+func TestOrderlyClose(t *testing.T) {
+	of := Options{Signals: 1}
+	r := newRig(t, testcluster.Options{}, 2, of)
+	refused := uint64(0)
+	for range 300 {
+		l := make([]*Window, 2)
+		r.all(func(i int) (err error) {
+			l[i], err = Open(t.Context(), r.comms[i], of)
+			if err == nil {
+				err = l[i].Signal(t.Context(), 1-i, 0)
+			}
+			if err == nil {
+				err = l[i].WaitSignal(t.Context(), 1-i, 0)
+			}
+			if err == nil {
+				err = l[i].Close()
+			}
+			return err
+		})
+		r.all(func(i int) error { r.free(l[i]); return nil })
+		refused += l[0].Refused() + l[1].Refused()
+	}
+	if refused > 0 {
+		t.Errorf("%d messages were refused", refused)
+	}
+}

@@ -12,7 +12,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 )
 
-// errStale: a message is for a window that is no more.
+// errStale: a put is for a window that is no more. What else comes late is not worth a word.
 var errStale = fmt.Errorf("%w: a message for a window before this one, or after its end", van.ErrMalformed)
 
 // inbox is what comes from a rank.
@@ -55,11 +55,14 @@ func (i *inbox) receive(msg *van.Message, n note) (left bool, err error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	if w := i.p.w; w.over.Load() != nil {
-		if !w.closed.Load() || n.verb != verbClose {
+		switch {
+		case n.verb == verbPut:
 			return false, errStale
+		case n.verb == verbClose && w.closed.Load():
+			i.leaves(&n)
+			return true, nil
 		}
-		i.leaves(&n)
-		return true, nil
+		return false, nil
 	}
 	switch ahead := n.seq - i.expected.Load(); {
 	case ahead >= ring:

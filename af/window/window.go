@@ -269,7 +269,10 @@ func (w *Window) handle(msg *van.Message) error {
 	case !member || rank == b.self:
 		return fmt.Errorf("%w: %s is not another rank of %s", van.ErrMalformed, van.NodeName(msg.Sender), b)
 	case n.window != b.tenant.Number || n.epoch != b.tenant.Epoch:
-		return errStale
+		if n.verb == verbPut {
+			return errStale
+		}
+		return nil
 	}
 	p := w.peers[rank]
 	switch {
