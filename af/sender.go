@@ -40,6 +40,10 @@ type refused struct {
 	why error
 }
 
+// errNotBegun: a message follows one that has not come. So it is with the rest of a batch of which its worker has taken back
+// the beginning, or which was refused.
+var errNotBegun = fmt.Errorf("%w: the batch has not begun, or is given up", van.ErrMalformed)
+
 // accept adds msg to its batch and hands the batch on when it is complete.
 func (x *sender) accept(msg *van.Message) error {
 	s := x.s
@@ -120,7 +124,7 @@ func (x *sender) batchOf(msg *van.Message) (*work, error) {
 			return b, nil
 		}
 	}
-	return nil, fmt.Errorf("%w: batch flag %d at timestamp %d continues none of the %d open batches", van.ErrMalformed, msg.Head, msg.Timestamp, len(x.open))
+	return nil, fmt.Errorf("%w: batch flag %d at timestamp %d continues none of the %d open batches", errNotBegun, msg.Head, msg.Timestamp, len(x.open))
 }
 
 // charge puts what the last message of b keeps in memory on its sender's account. Batches

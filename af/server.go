@@ -3,8 +3,10 @@ package af
 // Servers as programs see them, and which worker's a message is.
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 
@@ -159,10 +161,14 @@ func (s *Server) receive(msg *van.Message) {
 	}
 }
 
-// dropped says that a message makes no sense.
+// dropped says that a message makes no sense, or comes too late.
 func (s *Server) dropped(msg *van.Message, err error) {
-	if n, speak := s.node.Rarely("af: " + logx.Kind(err)); speak {
-		s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String(), "so far", n)
+	level := slog.LevelWarn
+	if errors.Is(err, errNotBegun) && s.node.Native(msg.Sender) {
+		level = slog.LevelInfo // workers of this library take requests back that they have given up
+	}
+	if n, speak := s.node.Rarely("af: " + level.String() + logx.Kind(err)); speak {
+		s.node.Log().Log(context.Background(), level, "dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String(), "so far", n)
 	}
 }
 
