@@ -40,7 +40,7 @@ func (a App) AddCustomer(id, customer int, handle func(*van.Message)) (*Customer
 	// One that is made again goes on: PS_RESEND takes earlier timestamps of a process for messages
 	// that came twice.
 	first, again := apps.next[k]
-	if !again && !failpoint.On("incarnation") {
+	if !again && !failpoint.On("incarnation") && !failpoint.On("stale-answer") {
 		// A replacement must not use the timestamps of the former process: answers to
 		// those may still come.
 		first = int32(n.rand() % (1 << 30))

@@ -101,7 +101,7 @@ func (t *processes) judge(msg *van.Message, p *process) verdict {
 	switch {
 	case from == p.incarnation && to == t.incarnation && from != 0 && !p.behind:
 		return accept
-	case failpoint.On("incarnation"), p.known && p.incarnation == 0 && (from == 0 || to != t.incarnation), from == 0 && !p.known:
+	case failpoint.On("incarnation"), failpoint.On("stale-answer") && !msg.Request, p.known && p.incarnation == 0 && (from == 0 || to != t.incarnation), from == 0 && !p.known:
 		return accept // of a C++ StepMesh node, which may have something else where marks are, or of one that does not know this node yet
 	case from == 0 || to != t.incarnation:
 		return discard
@@ -122,7 +122,7 @@ func (t *processes) dropStale(msg *van.Message, p *process) {
 
 // answerTo returns errStale for an answer to a process that has been replaced.
 func (t *processes) answerTo(msg *van.Message, p *process) error {
-	if msg.Epoch == 0 || msg.Epoch == p.epoch || msg.Request || failpoint.On("incarnation") {
+	if msg.Epoch == 0 || msg.Epoch == p.epoch || msg.Request || failpoint.On("incarnation") || failpoint.On("stale-answer") {
 		return nil
 	}
 	return errStale

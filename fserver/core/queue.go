@@ -470,7 +470,7 @@ func (q *queue) answer(stream af.Stream, id uint64, tensors []af.KeyTensor, done
 		return false, misfit(id, len(b.Pulls()), len(tensors))
 	}
 	worker := b.Worker()
-	if !b.Wanted() && !failpoint.On("incarnation") {
+	if !b.Wanted() && !failpoint.On("incarnation") && !failpoint.On("stale-answer") {
 		b.Release()
 		q.unanswered(worker, tensors, done)
 		return true, nil

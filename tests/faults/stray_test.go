@@ -6,8 +6,8 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net"
-	"sync"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
