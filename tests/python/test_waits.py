@@ -34,6 +34,9 @@ def limits_worker(n):
     with n.raises(TimeoutError, "server 0", "300ms") as e:
         f.wait(h, timeout_ms=300)
     assert 0.3 <= elapsed(start) < SOON, (elapsed(start), e.error)
+    for again in h, h, h + 1:  # it has failed for good: its tensors have no answer
+        with n.raises(TimeoutError, f"handler {again} has failed", "server 0"):
+            f.wait(again)
     # The clock starts at push_pull.
     took = []
     for _ in range(3):
