@@ -334,7 +334,7 @@
 	"register_recv_buffer($module, tensor, worker_ranks, push_keys, /)\n--\n\n" \
 	"Server: let pushed tensors land in memory of yours.\n" \
 	"\n" \
-	"tensor: writable tensor, cut into len(push_keys) chunks of the same size in bytes.\n" \
+	"tensor: writable tensor, cut into len(push_keys) chunks of as many whole elements.\n" \
 	"worker_ranks, push_keys: sequences of the same length, not empty. What worker\n" \
 	"    worker_ranks[i] (DMLC_NODE_RANK) pushes with push_keys[i] lands in chunk i.\n" \
 	"\n" \
@@ -344,9 +344,9 @@
 	"the tensor. Call it right after init(), then barrier(True, True) on both sides, so\n" \
 	"that it precedes the first push.\n" \
 	"\n" \
-	"Raises ValueError (lengths differ, bytes do not divide evenly, no such worker, a key\n" \
-	"that is registered already, read-only, not contiguous), TypeError, Error (not a\n" \
-	"server, before init())."
+	"Raises ValueError (lengths differ, elements do not divide evenly, no such worker,\n" \
+	"a key that is registered already, read-only, not contiguous), TypeError, Error\n" \
+	"(not a server, before init())."
 
 #define DOC_BARRIER \
 	"barrier($module, /, include_server, include_client, instance_barrier=True, *, timeout_ms=None)\n--\n\n" \
