@@ -667,10 +667,11 @@
 	"timeout_ms: limit in milliseconds from now, with which the communicator fails, besides that\n" \
 	"    of the communicator, which counts from the call.\n" \
 	"\n" \
-	"Raises ConnectionError (a rank is lost), TimeoutError, Error (calls of ranks do not match:\n" \
-	"names both; given up by another rank), KeyboardInterrupt (wait again). After an error nothing\n" \
-	"writes to the results any more, whose contents are any. What others may still read, which\n" \
-	"is all that this rank gives and the result of all_reduce(), must stay as it is until\n" \
+	"Raises ConnectionError (a rank is lost), TimeoutError (also where broadcasts have different\n" \
+	"roots, each its own rank), Error (calls of ranks do not match: names both, or says that the\n" \
+	"other one has ended; given up by another rank), KeyboardInterrupt (wait again). After an error\n" \
+	"nothing writes to the results any more, whose contents are any. What others may still read,\n" \
+	"which is all that this rank gives and the result of all_reduce(), must stay as it is until\n" \
 	"rebuild() or close() has returned. The library holds references to all of them, so they\n" \
 	"may go out of scope."
 
