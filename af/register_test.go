@@ -111,6 +111,35 @@ func TestRegisterAllOrNothing(t *testing.T) {
 	}
 }
 
+// TestRegisterWholeElements: each part holds whole elements of the tensor; with others a float32
+// would begin at byte 66.
+func TestRegisterWholeElements(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	s := serve(t, c.Servers[0], func(af.Batch) {})
+	for _, tt := range []struct {
+		dtype  af.Dtype
+		shape  []int64
+		keys   []uint64
+		refuse bool
+	}{
+		{af.Float32, []int64{33}, []uint64{1, 2}, true},
+		{af.Float32, []int64{33}, []uint64{1, 2, 3}, false},
+		{af.Float32, []int64{11, 3}, []uint64{4, 5, 6}, false}, // not whole rows, as in the original
+		{af.Uint8, []int64{132}, []uint64{7, 8}, false},
+	} {
+		x, err := af.New(backend.Bytes(make([]byte, 132)), tt.dtype, tt.shape...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = s.RegisterRecvTensor(x, make([]int, len(tt.keys)), tt.keys)
+		if tt.refuse {
+			vantest.Fails(t, err, van.ErrInvalid, "register receive tensor", x.String(), "66 bytes", "2 keys", "whole elements")
+		} else if err != nil {
+			t.Errorf("%s for %d keys: %v", x.String(), len(tt.keys), err)
+		}
+	}
+}
+
 // TestTransportRefusesAPart: what the van has taken before it refuses a part stays
 // registered and held; a part that it refuses is not.
 func TestTransportRefusesAPart(t *testing.T) {

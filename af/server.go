@@ -101,9 +101,9 @@ func (s *Server) Handle(h Handler) error {
 	return nil
 }
 
-// RegisterRecvTensor splits t evenly over the entries of workerRanks (group
-// ranks) and keys, and makes part i the place where pushes of that worker under
-// that key land; the batch then holds views on it. A push overwrites what the
+// RegisterRecvTensor splits t evenly, in parts of whole elements, over the entries of
+// workerRanks (group ranks) and keys, and makes part i the place where pushes of that worker
+// under that key land; the batch then holds views on it. A push overwrites what the
 // last one under its key left there. Call it before the first such push.
 //
 // All parts are registered, or none: after an error t is the caller's again. Only
@@ -115,6 +115,10 @@ func (s *Server) RegisterRecvTensor(t Tensor, workerRanks []int, keys []uint64) 
 	if n == 0 || len(workerRanks) != n || t.Len()%n != 0 {
 		return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: van.ErrInvalid,
 			Detail: fmt.Sprintf("%d worker ranks, %d keys, %d bytes: want as many ranks as keys, and a size that they divide", len(workerRanks), n, t.Len())}
+	}
+	if t.Len()/n%t.dtype.Size() != 0 {
+		return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: van.ErrInvalid,
+			Detail: fmt.Sprintf("%s has %d bytes for each of %d keys, want whole elements", t.String(), t.Len()/n, n)}
 	}
 	if err := backend.CheckDevice(s.node.Backend(), t.mem); err != nil {
 		return &van.Error{Op: "register receive tensor", Node: s.node.Name(), Err: fmt.Errorf("%w: %w", van.ErrInvalid, err)}

@@ -12,8 +12,8 @@
 All ranks run the calls of a session one after the other, in the order in which they were made; call()
 does not wait for them. What a function returns, any object, stays on its rank under a handle. A handle
 that is not referred to any more is killed. Arguments and what is copied are None, bool, int,
-float, str, bytes, NumPy arrays of numbers, dates or times, and, as arguments, handles. One thread calls at a time, as with
-barrier(); a thread in serve() holds that place but while a function runs, so that no other can count
+float, str, bytes, NumPy arrays of numbers, dates or times (no long doubles), and, as arguments, handles. One thread calls at a
+time, as with barrier(); a thread in serve() holds that place but while a function runs, so that no other can count
 on being let in to init(), stop() or barrier() meanwhile.
 
 An exception in a function, or a name that a rank does not have, is a fserver_lib.Error of
@@ -43,12 +43,13 @@ def _utf8(text):
         raise f.ValueError("session: a str that cannot be written in UTF-8: %s" % e) from None
 
 
-def _has_name(dtype):
-    """Whether its name, which is all that travels of it, says what it is: of texts and structures it does not."""
-    try:
-        return np.dtype(dtype.name) == dtype
-    except TypeError:
-        return False
+_NUMBERS = frozenset(("bool int8 uint8 int16 uint16 float16 bfloat16 int32 uint32 float32 int64 uint64 float64 complex64 "
+                      "complex128").split())
+
+
+def _travels(dtype):
+    """Whether arrays of it do: its name, which is all that travels of it, is one of those that the Go package knows."""
+    return dtype.isnative and (dtype.kind in "mM" or dtype.name in _NUMBERS)
 
 
 class _Number(int):
@@ -81,8 +82,11 @@ def _encode(values):
         elif isinstance(v, (bytes, bytearray)):
             b += struct.pack("<BI", 5, len(v)) + v
         elif isinstance(v, np.ndarray) and not isinstance(v, np.ma.MaskedArray):
-            if not v.dtype.isnative or v.dtype.hasobject or not _has_name(v.dtype):
-                raise f.ValueError("session: an array of %r, want numbers in the order of this machine" % v.dtype)
+            if not _travels(v.dtype):
+                raise f.ValueError("session: an array of %r, want one of %s, datetime64 or timedelta64, in the order of this machine"
+                                   % (v.dtype, ", ".join(sorted(_NUMBERS))))
+            if v.ndim > 32:
+                raise f.ValueError("session: an array of %d dimensions, want at most 32" % v.ndim)
             name = v.dtype.name.encode()
             b += struct.pack("<BB", 6, len(name)) + name + struct.pack("<B%dQI" % v.ndim, v.ndim, *v.shape, v.nbytes)
             b += bytes(-len(b) % 8)

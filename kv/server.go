@@ -252,6 +252,16 @@ func (r Request[V]) Respond(res Pairs[V], opts ...RespondOption) error {
 	return err
 }
 
+// refuse ends a request that is not answered: the worker's call fails at once, if it is of this
+// library and why wraps van.ErrInvalid.
+func (r Request[V]) refuse(why error) {
+	if !r.ticket.state.CompareAndSwap(r.gen<<1, (r.gen+1)<<1) {
+		return // answered
+	}
+	tickets.Put(r.ticket)
+	r.s.node.Refuse(r.reply.Sender, r.reply.Epoch, r.reply.AppID, r.reply.CustomerID, r.reply.Timestamp, why)
+}
+
 func (r Request[V]) wrap(err error) error {
 	return &van.Error{Op: "respond", Node: r.s.node.Name(), Peer: r.s.node.PeerName(r.reply.Sender),
 		Detail: fmt.Sprintf("handler %d", r.Timestamp), Err: err}

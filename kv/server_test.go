@@ -348,9 +348,24 @@ func TestMalformedRequests(t *testing.T) {
 		t.Fatal(err)
 	}
 	eventually(t, "log line", func() bool { return strings.Contains(l.String(), "2 values for each key (1 to 2), the store has 1") })
+	fails(t, ts.Wait(t.Context()), van.ErrInvalid, "refused there")
 	w.Close()
-	fails(t, ts.Wait(t.Context()), van.ErrClosed)
 	c.Finalize(t)
+}
+
+// TestCloseWorker: a request that is not answered fails with its worker's Close.
+func TestCloseWorker(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	asked := make(chan struct{})
+	serve(t, c.Servers[0], func(kv.Request[float32]) { close(asked) })
+	w := newWorker[float32](t, c.Workers[0])
+	call, err := w.Push([]kv.Key{1}, []float32{1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-asked
+	w.Close()
+	fails(t, call.Wait(t.Context()), van.ErrClosed)
 }
 
 // TestWrongAnswers has a server that answers pulls with nonsense.
@@ -416,6 +431,45 @@ func TestWrongAnswers(t *testing.T) {
 		t.Errorf("%d values, lengths %v", len(vals), lens)
 	}
 	c.Finalize(t)
+}
+
+// TestSummingRefuses: the worker hears at once that its request is refused, and why; what was asked
+// beside it, and afterwards, is answered.
+func TestSummingRefuses(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Servers = 2
+		c := testcluster.Start(t, o)
+		hs := sums[int64](t, c)
+		w := newWorker[int64](t, c.Workers[0])
+		low, all := []kv.Key{1, 2}, []kv.Key{1, 2, kv.MaxKey}
+		good, err := w.Push(low, []int64{1, 2})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, tt := range []struct {
+			keys []kv.Key
+			vals []int64
+			text string
+		}{
+			{low, nil, "push of 0 values for 2 keys"},
+			{low, make([]int64, 4), "push of 2 values for each key (1 to 2), the store has 1"},
+			{all, nil, "push of 0 values for"},
+		} {
+			call, err := w.Push(tt.keys, tt.vals, kv.Within(20*time.Second))
+			if err == nil {
+				err = call.Wait(t.Context())
+			}
+			fails(t, err, van.ErrInvalid, "push", "server ", "refused there", tt.text)
+		}
+		do(t, w)(good, nil)
+		do(t, w)(w.Push(low, []int64{1, 2}))
+		got := make([]int64, 2)
+		do(t, w)(w.Pull(low, &got))
+		if !slices.Equal(got, []int64{2, 4}) || hs[0].Len() != 2 || hs[1].Len() != 0 {
+			t.Errorf("sums %v of %d and %d keys, want [2 4] of 2 and 0", got, hs[0].Len(), hs[1].Len())
+		}
+		c.Finalize(t)
+	})
 }
 
 func TestKilledServer(t *testing.T) {

@@ -16,8 +16,9 @@ import (
 // Every key has the same number of values, which the first push determines; a
 // pull before that gets one zero for each key, as in the original, whatever the worker
 // has room for: a few bytes of a request must not make a server allocate gigabytes. A
-// push with another number is dropped with a log line, since the protocol has no answer
-// that says no. Each key's addition is atomic, a request with many keys is not.
+// push with another number, or with no values, is refused with a log line: the worker's call
+// fails with van.ErrInvalid. One of the original waits for its limit, as its protocol has no
+// answer that says no. Each key's addition is atomic, a request with many keys is not.
 //
 // The zero value is ready for use:
 //
@@ -44,6 +45,7 @@ func (r *result[V]) Sent() { r.h.results.Put(r) }
 // Handle is the Handler.
 func (h *SummingHandler[V]) Handle(r Request[V]) {
 	if err := h.handle(r); err != nil {
+		r.refuse(err)
 		if n, speak := r.s.node.Rarely("kv: summing: " + logx.Kind(err)); speak {
 			r.s.node.Log().Warn("summing handler: request failed", "err", err, "worker", r.Worker, "handler", r.Timestamp, "so far", n)
 		}

@@ -4,6 +4,7 @@ package postoffice
 
 import (
 	"fmt"
+	"log/slog"
 	"os"
 	"sync"
 	"time"
@@ -12,16 +13,21 @@ import (
 )
 
 // profile writes a line for each data message received, in C++ StepMesh's format: the low
-// 16 bits of the key, role and operation, and the time in microseconds since 1970.
+// 16 bits of the key, role and operation, and the time in microseconds since 1970. It ends with
+// the first line that cannot be written, of which a part may be there.
 type profile struct {
-	mu   sync.Mutex
-	f    *os.File
+	log  *slog.Logger
 	role string
+
+	mu    sync.Mutex // of what follows
+	f     *os.File
+	lines int
+	ended bool
 }
 
 // openProfile opens the file that PROFILE_PATH and the role name. It returns nil when
 // ENABLE_PROFILING is off, and for the scheduler.
-func openProfile(cfg *Config, role van.Role) (*profile, error) {
+func openProfile(cfg *Config, role van.Role, log *slog.Logger) (*profile, error) {
 	if !cfg.Profiling || role == van.Scheduler {
 		return nil, nil
 	}
@@ -33,7 +39,7 @@ func openProfile(cfg *Config, role van.Role) (*profile, error) {
 	if err != nil {
 		return nil, &van.Error{Op: "start", Detail: "PROFILE_PATH", Err: err}
 	}
-	return &profile{f: f, role: role.String()}, nil
+	return &profile{log: log, role: role.String(), f: f}, nil
 }
 
 // received notes one message. A nil profile does nothing.
@@ -47,12 +53,23 @@ func (p *profile) received(m *van.Meta) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	fmt.Fprintf(p.f, "%d\t%s_van_recv_%s\t%d\n", m.Key&0xffff, p.role, kind, time.Now().UnixMicro())
+	if p.ended {
+		return
+	}
+	if _, err := fmt.Fprintf(p.f, "%d\t%s_van_recv_%s\t%d\n", m.Key&0xffff, p.role, kind, time.Now().UnixMicro()); err != nil {
+		p.ended = true
+		p.log.Warn("the profile of received messages ends here (ENABLE_PROFILING): a line could not be written", "file", p.f.Name(), "lines", p.lines, "err", err)
+		return
+	}
+	p.lines++
 }
 
 func (p *profile) close() error {
 	if p == nil {
 		return nil
 	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.ended = true
 	return p.f.Close()
 }

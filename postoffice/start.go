@@ -198,7 +198,7 @@ func newNode(o Options) (*Node, error) {
 		}
 		n.device.own = !o.KeepBackend
 	}
-	if n.apps.profile, err = openProfile(cfg, role); err != nil {
+	if n.apps.profile, err = openProfile(cfg, role, n.log); err != nil {
 		return nil, errors.Join(err, n.device.close())
 	}
 	n.stack, err = stack.New(stack.Options{

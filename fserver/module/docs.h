@@ -334,7 +334,7 @@
 	"register_recv_buffer($module, tensor, worker_ranks, push_keys, /)\n--\n\n" \
 	"Server: let pushed tensors land in memory of yours.\n" \
 	"\n" \
-	"tensor: writable tensor, cut into len(push_keys) chunks of the same size in bytes.\n" \
+	"tensor: writable tensor, cut into len(push_keys) chunks of as many whole elements.\n" \
 	"worker_ranks, push_keys: sequences of the same length, not empty. What worker\n" \
 	"    worker_ranks[i] (DMLC_NODE_RANK) pushes with push_keys[i] lands in chunk i.\n" \
 	"\n" \
@@ -344,9 +344,9 @@
 	"the tensor. Call it right after init(), then barrier(True, True) on both sides, so\n" \
 	"that it precedes the first push.\n" \
 	"\n" \
-	"Raises ValueError (lengths differ, bytes do not divide evenly, no such worker, a key\n" \
-	"that is registered already, read-only, not contiguous), TypeError, Error (not a\n" \
-	"server, before init())."
+	"Raises ValueError (lengths differ, elements do not divide evenly, no such worker,\n" \
+	"a key that is registered already, read-only, not contiguous), TypeError, Error\n" \
+	"(not a server, before init())."
 
 #define DOC_BARRIER \
 	"barrier($module, /, include_server, include_client, instance_barrier=True, *, timeout_ms=None)\n--\n\n" \
@@ -667,10 +667,11 @@
 	"timeout_ms: limit in milliseconds from now, with which the communicator fails, besides that\n" \
 	"    of the communicator, which counts from the call.\n" \
 	"\n" \
-	"Raises ConnectionError (a rank is lost), TimeoutError, Error (calls of ranks do not match:\n" \
-	"names both; given up by another rank), KeyboardInterrupt (wait again). After an error nothing\n" \
-	"writes to the results any more, whose contents are any. What others may still read, which\n" \
-	"is all that this rank gives and the result of all_reduce(), must stay as it is until\n" \
+	"Raises ConnectionError (a rank is lost), TimeoutError (also where broadcasts have different\n" \
+	"roots, each its own rank), Error (calls of ranks do not match: names both, or says that the\n" \
+	"other one has ended; given up by another rank), KeyboardInterrupt (wait again). After an error\n" \
+	"nothing writes to the results any more, whose contents are any. What others may still read,\n" \
+	"which is all that this rank gives and the result of all_reduce(), must stay as it is until\n" \
 	"rebuild() or close() has returned. The library holds references to all of them, so they\n" \
 	"may go out of scope."
 

@@ -411,7 +411,22 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fserver_lib", DOC_MODULE, -1, methods, NULL, NULL, NULL, NULL};
+// With a size of -1 Python would copy the module into other interpreters without asking PyInit_fserver_lib.
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fserver_lib", DOC_MODULE, 0, methods, NULL, NULL, NULL, NULL};
+
+// The first is in the limited API since Python 3.9, the other one is what 3.8 has.
+extern PyInterpreterState *PyInterpreterState_Get(void) __attribute__((weak));
+extern PyInterpreterState *_PyInterpreterState_Get(void) __attribute__((weak));
+
+// Refuses all interpreters but the main one: what the module holds, and releases from its own
+// threads, belongs to one of them, and the end of another would wait for it for ever.
+static int in_main(void) {
+  PyInterpreterState *here = PyInterpreterState_Get != NULL ? PyInterpreterState_Get() : _PyInterpreterState_Get();
+  long long id = PyInterpreterState_GetID(here);
+  if (id == 0) return 0;
+  if (id > 0) PyErr_Format(PyExc_ImportError, "fserver_lib was imported in interpreter %lld, want the main one: a process is one node", id);
+  return -1;
+}
 
 // Leaves the cluster when the interpreter ends.
 static int at_exit(PyObject *module) {
@@ -424,8 +439,13 @@ static int at_exit(PyObject *module) {
 }
 
 PyMODINIT_FUNC PyInit_fserver_lib(void) {
-  PyObject *module = PyModule_Create(&definition);
-  if (module == NULL) return NULL;
+  if (in_main() < 0) return NULL;
+  PyObject *module = PyState_FindModule(&definition);
+  if (module != NULL) { // imported before, and taken out of sys.modules
+    Py_INCREF(module);
+    return module;
+  }
+  if ((module = PyModule_Create(&definition)) == NULL) return NULL;
   if (call_init(module) < 0 || tensor_in_init() < 0 || tensor_init(module) < 0 || cuda_init(module) < 0 || answer_init(module) < 0 || prepared_init(module) < 0 ||
       collective_init(module) < 0 || streams_init(module) < 0 || window_init(module) < 0 || at_exit(module) < 0) {
     Py_DECREF(module);

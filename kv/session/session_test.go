@@ -141,7 +141,8 @@ func TestSession(t *testing.T) {
 			big.Data[i] = byte(i * 7)
 		}
 		for _, v := range []any{nil, true, false, int64(-5), 2.5, "text", []byte("bytes"), []byte{}, array, big,
-			session.Array{Type: "bfloat16", Shape: []int{0, 7}, Data: []byte{}}} {
+			session.Array{Type: "bfloat16", Shape: []int{0, 7}, Data: []byte{}}, session.Array{Type: "datetime64[25ns]", Shape: []int{1}, Data: []byte("12345678")},
+			session.Array{Type: "timedelta64", Shape: []int{}, Data: []byte("12345678")}} {
 			same := must[*session.Handle](t)(s.Call(ctx, "same", v))
 			for r := range 4 {
 				if got := must[any](t)(s.Get(ctx, same, r)); !reflect.DeepEqual(got, v) {
@@ -252,7 +253,8 @@ func TestErrors(t *testing.T) {
 		t.Errorf("the same errors again: %v", err)
 	}
 	for _, v := range []any{make(chan int), session.Array{Type: "float32", Shape: []int{2}, Data: make([]byte, 7)},
-		session.Array{Type: "float32", Shape: []int{2}, Data: make([]byte, 9)}, session.Array{Type: "object"},
+		session.Array{Type: "float32", Shape: []int{2}, Data: make([]byte, 9)}, session.Array{Type: "object"}, session.Array{Type: "float128", Shape: []int{1}, Data: make([]byte, 16)},
+		session.Array{Type: "datetime64[year]", Shape: []int{1}, Data: make([]byte, 8)},
 		session.Array{Type: "int8", Shape: []int{-1, -1}, Data: []byte{1}}, &session.Handle{}, (*session.Handle)(nil)} {
 		if _, err := s.Call(ctx, "same", 1, v); !errors.Is(err, van.ErrInvalid) || !strings.Contains(err.Error(), "argument 1") {
 			t.Errorf("argument %v: %v", v, err)

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"regexp"
 	"slices"
 	"unsafe"
 
@@ -15,7 +16,7 @@ import (
 
 // Array is a dense array, the last dimension first in memory, little endian.
 type Array struct {
-	Type  string // the element: float32, int64, uint8, bool, bfloat16 ... as NumPy names them
+	Type  string // the element: float32, int64, uint8, bool, bfloat16, datetime64[ns] ... as NumPy names them
 	Shape []int
 	Data  []byte
 }
@@ -24,6 +25,20 @@ type Array struct {
 var sizes = map[string]int{
 	"bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
 	"int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
+}
+
+// times are the types of dates and times: a count of 8 bytes, and its unit.
+var times = regexp.MustCompile(`^(datetime|timedelta)64(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?$`)
+
+// sizeOf is the size of an element of that type, 0 of one that no array has.
+func sizeOf(name string) int {
+	if n, known := sizes[name]; known {
+		return n
+	}
+	if times.MatchString(name) {
+		return 8
+	}
+	return 0
 }
 
 // NewArray is an array of data, which it refers to. Without shape it has one dimension.
@@ -68,8 +83,8 @@ func typeOf[T kv.Value]() string {
 
 // check refuses an array whose length is not that of its type and shape.
 func (a *Array) check() error {
-	total, known := sizes[a.Type]
-	if !known {
+	total := sizeOf(a.Type)
+	if total == 0 {
 		return fmt.Errorf("%w: an array of %q, want one of float32, int64 and so on", van.ErrInvalid, a.Type)
 	}
 	if len(a.Shape) > maxDims {

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -301,3 +302,37 @@ def echo_server(n):
 
 def test_children(cluster):
     cluster().run(children_worker, echo_server)
+
+
+# Interpreters
+
+INTERPRETERS = """
+try:
+    import _interpreters as s
+    other, run = s.create("legacy"), s.exec
+except ImportError:
+    import _xxsubinterpreters as s
+    other, run = s.create(isolated=False), s.run_string
+
+def elsewhere():
+    run(other, "try:\\n import fserver_lib\\n print('imported')\\nexcept ImportError as e:\\n print(e)")
+
+def here():
+    import fserver_lib
+    print(fserver_lib.get_nanosecond() > 0)
+"""
+
+
+@pytest.mark.parametrize("order", ["elsewhere", "here elsewhere", "elsewhere here elsewhere"])
+def test_one_interpreter(order):
+    """Another interpreter than the main one is refused, in every order; one that is left over does not keep the process."""
+    program = INTERPRETERS + "".join(f"{name}()\n" for name in order.split())
+    r = subprocess.run([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
+    want = {"here": "True", "elsewhere": "fserver_lib was imported in interpreter 1, want the main one: a process is one node"}
+    assert (r.returncode, r.stdout.decode().splitlines()) == (0, [want[name] for name in order.split()])
+
+
+def test_import_again():
+    """An import after the first one has the same classes."""
+    program = "import fserver_lib as a, sys; del sys.modules['fserver_lib']; import fserver_lib as b; assert b.Error is a.Error; b.get_nanosecond()"
+    subprocess.run([sys.executable, "-c", program], timeout=20, check=True)

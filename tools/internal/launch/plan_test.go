@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stepaf/stepaf-go/tools/internal/exit"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -186,6 +187,9 @@ func TestRefused(t *testing.T) {
 		{"no worker command", laptop(), func(s *Spec) { s.ServerCommand, s.Command = s.Command, nil }, nil, "no command for the workers"},
 		{"no such command", laptop(), func(s *Spec) { s.Command = []string{"/no/such/program"} }, nil, "/no/such/program"},
 		{"negative", laptop(), func(s *Spec) { s.Workers = -1 }, nil, "-1 workers"},
+		{"negative timeout", laptop(), func(s *Spec) { s.Timeout = -time.Second }, nil, "--timeout -1s: want 0 or more"},
+		{"negative grace", laptop(), func(s *Spec) { s.Grace = -time.Second }, nil, "--grace -1s: want 0 or more"},
+		{"negative kill-after", laptop(), func(s *Spec) { s.KillAfter = -time.Second }, nil, "--kill-after -1s: want 0 or more"},
 		{"too many workers", laptop(), func(s *Spec) { s.Workers = 99999999 }, nil, "99999999 workers with 1 instances in each group: want at most 16379"},
 		{"too many servers", laptop(), func(s *Spec) { s.Servers, s.GroupSize = 8190, 2 }, nil, "8190 servers with 2 instances in each group: want at most 16379"},
 		{"too large a group", laptop(), func(s *Spec) { s.GroupSize = 1 << 40 }, nil, "1 workers with 1099511627776 instances"},

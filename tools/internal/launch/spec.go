@@ -84,8 +84,14 @@ func (s *Spec) check() error {
 		return exit.Usage("group size %d: want at least 1, or auto", s.GroupSize)
 	case s.Port < 0 || s.Port > 65535 || s.DefaultPort < 0 || s.DefaultPort > 65535:
 		return exit.Usage("port %d: want 1 to 65535", max(s.Port, s.DefaultPort))
-	case s.Timeout < 0 || s.Grace < 0 || s.KillAfter < 0:
-		return exit.Usage("negative duration: want 0 or more")
+	}
+	for _, d := range []struct {
+		name  string
+		value time.Duration
+	}{{"timeout", s.Timeout}, {"grace", s.Grace}, {"kill-after", s.KillAfter}} {
+		if d.value < 0 {
+			return exit.Usage("--%s %s: want 0 or more", d.name, d.value)
+		}
 	}
 	for _, d := range s.Defaults {
 		if d.Name == "" {
