@@ -313,6 +313,10 @@ func TestAbsentNames(t *testing.T) {
 		{"DMLC_NODE_HOST=10.1.1.1", ""},
 		{"DMLC_NODE_HOST=127.0.0.5", ""},
 		{"DMLC_PS_ROOT_URI=10.9.9.9", ""}, // of another host
+		{"DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host; want the name or an address of the scheduler's host`},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host`},
+		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host; want an address of this host`},
+		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere DMLC_USE_KUBERNETES=1", `DMLC_PS_ROOT_URI="nowhere": no such host`},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.9.9.9", `DMLC_PS_ROOT_URI="10.9.9.9": want an address of this host`},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.9.9.9 DMLC_USE_KUBERNETES=1", ""},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.1.0.1", ""},
