@@ -14,6 +14,13 @@ func config(workers, servers, group int, van string) *env.Config {
 	return c
 }
 
+// apart is config where nodes share no memory.
+func apart(workers, servers, group int, van string) *env.Config {
+	c := config(workers, servers, group, van)
+	c.EnableIPC = 0
+	return c
+}
+
 func system(files, open, memlock uint64) System {
 	return System{
 		Files:   func() (uint64, uint64, error) { return 1024, files, nil },
@@ -33,9 +40,15 @@ func TestOf(t *testing.T) {
 		text string // of the first
 	}{
 		{"small", config(1, 1, 1, "zmq"), "scheduler", system(1024, 10, NoLimit), "", ""},
-		{"files of a worker", config(500, 500, 1, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE",
-			"too few open files: RLIMIT_NOFILE is 4096, this node needs 4543 (9 for each of 501 peers, 14 of its own, 20 open already): ulimit -Hn"},
-		{"just enough", config(500, 500, 1, "zmq"), "worker", system(4543, 20, NoLimit), "", ""},
+		{"files of a worker", apart(500, 500, 1, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 4096, this node needs 4554 (9 for each of 501 peers, 25 of its own, 20 open already): ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
+		{"just enough", apart(500, 500, 1, "zmq"), "worker", system(4554, 20, NoLimit), "", ""},
+		{"shared memory", config(500, 500, 1, "zmq"), "worker", system(7555, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 7555, this node needs 7556 (9 for each of 501 peers, 6 for shared memory with each of 500, 27 of its own, 20 open already): " +
+				"ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile), or BYTEPS_ENABLE_IPC=0 where"},
+		{"shared memory, just enough", config(500, 500, 1, "zmq"), "server", system(7556, 20, NoLimit), "", ""},
+		{"too little without it, too", config(500, 500, 1, "zmq"), "worker", system(4553, 20, NoLimit), "RLIMIT_NOFILE", "docker: --ulimit nofile)"},
+		{"the scheduler shares none", config(1, 1, 1, "zmq"), "scheduler", system(63, 20, NoLimit), "", ""},
 		{"the scheduler has all as peers", config(500, 500, 1, "zmq"), "scheduler", system(8000, 20, NoLimit), "RLIMIT_NOFILE", "1000 peers"},
 		{"groups", config(10, 64, 8, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE", "513 peers"},
 		{"sockets", config(512, 512, 1, "zmq"), "scheduler", system(1<<20, 20, NoLimit), "BYTEPS_ZMQ_MAX_SOCKET",
