@@ -304,6 +304,8 @@ func (n *Node) bind(ctx context.Context) error {
 		switch {
 		case errors.Is(err, syscall.EADDRINUSE):
 			hint = "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
+		case limits.Hint(err) != "":
+			hint = limits.Hint(err)
 		case n.role == van.Scheduler:
 			hint = "DMLC_PS_ROOT_URI must be an address of the scheduler's host"
 		}

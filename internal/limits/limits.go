@@ -37,6 +37,29 @@ const (
 	lockedOfNode  = 1 << 20
 )
 
+// raiseFiles says how to raise RLIMIT_NOFILE.
+const raiseFiles = "ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"
+
+// Hint names the limit that an error means which came in spite of Check: what the program
+// itself opens is not known before. It is empty for an error that means none.
+func Hint(err error) string {
+	switch {
+	case errors.Is(err, syscall.EMFILE):
+		return "the limit is RLIMIT_NOFILE: " + raiseFiles
+	case errors.Is(err, syscall.ENFILE):
+		return "the limit is that of the host: sysctl fs.file-max"
+	}
+	return ""
+}
+
+// Explain is err with Hint, if there is one.
+func Explain(err error) error {
+	if hint := Hint(err); hint != "" {
+		return fmt.Errorf("%w; %s", err, hint)
+	}
+	return err
+}
+
 // NoLimit stands for "unlimited".
 const NoLimit = math.MaxUint64
 
@@ -105,7 +128,7 @@ func PerPeer(c *env.Config) int {
 // openFilesOf is what a node needs of RLIMIT_NOFILE.
 func openFilesOf(c *env.Config, role string, peers, open, hard uint64) Need {
 	n := Need{What: "open files", Name: "RLIMIT_NOFILE", Needed: open + filesOfNode + peers*FilesPerPeer, Have: hard,
-		Raise: "ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"}
+		Raise: raiseFiles}
 	own, shared := filesOfNode, ""
 	if c.EnableIPC != 0 && role != "scheduler" {
 		sharers := peers - 1 // all but the scheduler

@@ -2,7 +2,9 @@ package limits
 
 import (
 	"errors"
+	"os"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van/env"
@@ -91,5 +93,24 @@ func TestCheck(t *testing.T) {
 	}
 	if soft, hard, err := files(); err != nil || soft != hard {
 		t.Errorf("the limits of open files are %d and %d (%v), want the same", soft, hard, err)
+	}
+}
+
+// TestExplain: an error that means a limit names it.
+func TestExplain(t *testing.T) {
+	for _, x := range []struct {
+		err  error
+		want string
+	}{
+		{os.NewSyscallError("epoll_create1", syscall.EMFILE), "epoll_create1: too many open files; the limit is RLIMIT_NOFILE: ulimit -Hn"},
+		{syscall.ENFILE, "the limit is that of the host: sysctl fs.file-max"},
+		{syscall.ENOMEM, "cannot allocate memory"},
+	} {
+		if got := Explain(x.err); !errors.Is(got, x.err) || !strings.Contains(got.Error(), x.want) {
+			t.Errorf("%v is explained as %v, want %q", x.err, got, x.want)
+		}
+	}
+	if got := Explain(nil); got != nil {
+		t.Errorf("nil is explained as %v", got)
 	}
 }
