@@ -4,11 +4,13 @@ package postoffice
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"net"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
@@ -19,9 +21,9 @@ import (
 // DMLC_INTERFACE, the first interface that is not the loopback, the loopback. A van that
 // is a HostChooser decides in place of DMLC_INTERFACE and the rest; with
 // DMLC_INTERFACE=auto it comes before DMLC_NODE_HOST.
-func advertise(cfg *env.Config, role van.Role, v van.Van) (host, why string, err error) {
+func advertise(ctx context.Context, cfg *env.Config, role van.Role, v van.Van) (host, why string, err error) {
 	if role == van.Scheduler {
-		return schedulerHost(cfg)
+		return schedulerHost(ctx, cfg)
 	}
 	auto := strings.EqualFold(cfg.Interface, "auto")
 	var failed error
@@ -37,7 +39,7 @@ func advertise(cfg *env.Config, role van.Role, v van.Van) (host, why string, err
 	}
 	switch {
 	case cfg.NodeHost != "":
-		host, err := resolve(cfg.NodeHost)
+		host, err := resolve(ctx, cfg.NodeHost)
 		if err != nil {
 			return "", "", addressError("DMLC_NODE_HOST", cfg.NodeHost, err, "")
 		}
@@ -61,8 +63,8 @@ func advertise(cfg *env.Config, role van.Role, v van.Van) (host, why string, err
 	return "127.0.0.1", "no interface but the loopback has an IPv4 address", nil
 }
 
-func schedulerHost(cfg *env.Config) (string, string, error) {
-	host, err := resolve(cfg.RootURI)
+func schedulerHost(ctx context.Context, cfg *env.Config) (string, string, error) {
+	host, err := resolve(ctx, cfg.RootURI)
 	if err != nil {
 		return "", "", addressError("DMLC_PS_ROOT_URI", cfg.RootURI, err, "")
 	}
@@ -79,13 +81,18 @@ func addressError(name, value string, err error, hint string) error {
 	return &van.Error{Op: "choose address", Detail: fmt.Sprintf("%s=%q", name, value), Err: fmt.Errorf("%w: %w", van.ErrInvalid, err), Hint: hint}
 }
 
+// lookupTime bounds how long a name is looked up for.
+const lookupTime = 5 * time.Second
+
 // resolve turns a host name into a numeric IPv4 address, or IPv6 if it has no
-// other.
-func resolve(host string) (string, error) {
+// other. Only what is no address already is looked up.
+func resolve(ctx context.Context, host string) (string, error) {
 	if ip := net.ParseIP(host); ip != nil {
 		return ip.String(), nil
 	}
-	ips, err := net.LookupIP(host)
+	ctx, cancel := context.WithTimeout(ctx, lookupTime)
+	defer cancel()
+	ips, err := net.DefaultResolver.LookupIP(ctx, "ip", host)
 	if err != nil {
 		return "", err
 	}
@@ -95,6 +102,45 @@ func resolve(host string) (string, error) {
 		}
 	}
 	return ips[0].String(), nil
+}
+
+// schedulerRecord is the scheduler as the configuration names it, and why its name has no
+// address; the transport is given the name then.
+func schedulerRecord(ctx context.Context, cfg *env.Config) (van.Node, error) {
+	host, err := resolve(ctx, cfg.RootURI)
+	if err != nil {
+		host = cfg.RootURI
+	}
+	return van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: host, Port: cfg.RootPort}, err
+}
+
+// lookupEvery is the pause before the scheduler's name is looked up again.
+const lookupEvery = 2 * time.Second
+
+// lookUpScheduler looks the scheduler's name up until it has an address or ctx ends, and tells
+// the machine why it has none. That the name appears later is usual in Kubernetes. The
+// transport finds the address itself when it tries to connect again.
+func (n *Node) lookUpScheduler(ctx context.Context) {
+	timer := time.NewTimer(lookupEvery)
+	defer timer.Stop()
+	for {
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			return
+		}
+		_, err := resolve(ctx, n.cfg.RootURI)
+		if ctx.Err() != nil {
+			return
+		}
+		n.mu.Lock()
+		n.machine.SchedulerNotFound(err)
+		n.mu.Unlock()
+		if err == nil {
+			return
+		}
+		timer.Reset(lookupEvery)
+	}
 }
 
 // isLocal tells whether this host has the address. All of 127.0.0.0/8 is local.

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/inproc"
@@ -61,7 +62,7 @@ func TestAdvertise(t *testing.T) {
 				role = x.role
 			}
 			c := &choosy{host: x.host, err: x.err}
-			host, why, err := advertise(cfg, role, c)
+			host, why, err := advertise(t.Context(), cfg, role, c)
 			if c.asked != x.asked {
 				t.Errorf("asked %d times, want %d", c.asked, x.asked)
 			}
@@ -82,7 +83,7 @@ func TestAdvertise(t *testing.T) {
 func TestAdvertiseWithoutChooser(t *testing.T) {
 	cfg := env.Default()
 	cfg.NodeHost, cfg.Interface = "127.0.0.2", "auto"
-	if host, why, err := advertise(cfg, van.Worker, nil); err != nil || host != "127.0.0.2" || why != "DMLC_NODE_HOST" {
+	if host, why, err := advertise(t.Context(), cfg, van.Worker, nil); err != nil || host != "127.0.0.2" || why != "DMLC_NODE_HOST" {
 		t.Errorf("%q because %q, %v; want DMLC_NODE_HOST", host, why, err)
 	}
 }
@@ -106,5 +107,44 @@ func TestChooserIsBound(t *testing.T) {
 	}
 	if err := n.bind(context.Background()); err != nil || n.self.Hostname != "chosen" {
 		t.Errorf("bound %q, %v; want what the van chose", n.self.Hostname, err)
+	}
+}
+
+// TestLookUpScheduler: that the scheduler's name has no address is no longer said once it has
+// one.
+func TestLookUpScheduler(t *testing.T) {
+	t.Parallel()
+	cfg := env.Default()
+	cfg.RootURI, cfg.RootPort = "localhost", 9000
+	m, err := membership.New(membership.Config{Role: van.Worker, NumWorkers: 1, NumServers: 1, GroupSize: 1,
+		Self:      van.Node{Role: van.Worker, ID: van.Empty, Hostname: "127.0.0.1", Port: 9001},
+		Scheduler: van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: cfg.RootURI, Port: cfg.RootPort}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := &Node{identity: identity{cfg: cfg}}
+	n.machine = m
+	m.Start(0)
+	m.SchedulerNotFound(errors.New("lookup localhost: no such host"))
+	if got := m.Report(0).Note; !strings.Contains(got, "no such host") {
+		t.Errorf("the report is %q, want why there is no address", got)
+	}
+	n.lookUpScheduler(t.Context())
+	if got := m.Report(0).Note; strings.Contains(got, "no such host") || !strings.Contains(got, "does not run there") {
+		t.Errorf("the report is %q, want that nobody answers at the address", got)
+	}
+}
+
+// TestAddressIsNotLookedUp: an address needs no name service, and no time.
+func TestAddressIsNotLookedUp(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for _, host := range []string{"10.9.9.9", "::1"} {
+		if got, err := resolve(ctx, host); got != host || err != nil {
+			t.Errorf("%s: %q, %v", host, got, err)
+		}
+	}
+	if got, err := resolve(ctx, "no.such.host.invalid"); err == nil {
+		t.Errorf("a name is looked up after the end of its context: %q", got)
 	}
 }

@@ -31,9 +31,12 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 	log = cmp.Or(log, slog.New(slog.DiscardHandler))
 	c := *cfg
 	c.Role, c.Port, c.BindCPUCore = "worker", 0, false
-	target := schedulerRecord(&c)
+	target, notFound := schedulerRecord(ctx, &c)
 	fail := func(err error) error {
 		return &van.Error{Op: "ask", Peer: "scheduler at " + target.Addr(), Err: err}
+	}
+	if notFound != nil { // the cluster runs, so it has a name
+		return nil, fail(notFound)
 	}
 	incarnation, begun := max(uint32(random.Uint64()), 1), time.Now()
 	v, err := stack.New(stack.Options{Role: van.Scheduler, OnFail: func(int, *van.Meta, error) {}, // the role of one without data
@@ -46,7 +49,7 @@ func AskScheduler(ctx context.Context, cfg *Config, log *slog.Logger, question s
 		defer cancel()
 		_ = v.Close(ctx)
 	}()
-	host, _, err := advertise(&c, van.Worker, v.Van)
+	host, _, err := advertise(ctx, &c, van.Worker, v.Van)
 	if err != nil {
 		return nil, fail(err)
 	}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/stepaf/stepaf-go/internal/limits"
 	"github.com/stepaf/stepaf-go/internal/logx"
 	"github.com/stepaf/stepaf-go/postoffice/membership"
 	"github.com/stepaf/stepaf-go/van"
@@ -23,7 +24,7 @@ func (n *Node) carryOut(o membership.Output) {
 		n.connectDue(o.ID, -1)
 		n.mu.Unlock()
 		n.peers.Store(o.ID, o.Node.Addr())
-		if err := n.van.Connect(context.Background(), o.ID, o.Node); err != nil {
+		if err := limits.Explain(n.van.Connect(context.Background(), o.ID, o.Node)); err != nil {
 			if k, show := n.rarely("connect: " + logx.Kind(err)); show {
 				n.log.Error("connect failed", "peer", n.peerName(o.ID), "err", err, "so far", k)
 			}

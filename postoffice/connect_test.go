@@ -43,8 +43,8 @@ func TestCannotConnect(t *testing.T) {
 	if err == nil {
 		n.Close()
 	}
-	if !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(), "too many open files") {
-		t.Errorf("a node that cannot connect starts with %v, want %v", err, syscall.EMFILE)
+	if !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(), "too many open files; the limit is RLIMIT_NOFILE: ulimit -Hn") {
+		t.Errorf("a node that cannot connect starts with %v, want %v and its limit", err, syscall.EMFILE)
 	}
 }
 

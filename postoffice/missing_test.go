@@ -76,6 +76,35 @@ func TestNoScheduler(t *testing.T) {
 	}
 }
 
+// TestSchedulerNotFound: a scheduler whose name has no address is waited for, since names may
+// come later; the error at the deadline says why it has none.
+func TestSchedulerNotFound(t *testing.T) {
+	const name = "no..such.host" // which no name service is asked for
+	for _, role := range []string{"worker", "server"} {
+		for _, zmq := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s zmq %t", role, zmq), func(t *testing.T) {
+				t.Parallel()
+				network := inproc.NewNetwork()
+				if zmq {
+					network = nil
+				}
+				cfg := config(func(c *postoffice.Config) {
+					c.Role, c.RootURI, c.RootPort, c.StartTimeout = role, name, 8123, 300*time.Millisecond
+				})
+				n, err := start(t.Context(), network, cfg)
+				if err == nil {
+					n.Close()
+				}
+				vantest.Fails(t, err, van.ErrTimeout, role, "the scheduler at "+name+":8123 has not answered", "lookup "+name+": no such host",
+					"DMLC_PS_ROOT_URI", "limit 300ms")
+				if strings.Contains(err.Error(), "does not run there") {
+					t.Errorf("%v: nobody has looked there", err)
+				}
+			})
+		}
+	}
+}
+
 // TestMissingNodes: at the deadline everybody learns who has not come, and the
 // same port serves a complete cluster afterwards.
 func TestMissingNodes(t *testing.T) {

@@ -238,10 +238,11 @@ func (n *Node) join(ctx context.Context) error {
 	if err := n.bind(ctx); err != nil {
 		return err
 	}
+	scheduler, notFound := schedulerRecord(ctx, n.cfg)
 	interval, silence := n.cfg.Heartbeats()
 	m, err := membership.New(membership.Config{
 		Role: n.role, NumWorkers: n.cfg.NumWorkers, NumServers: n.cfg.NumServers, GroupSize: n.cfg.GroupSize,
-		Self: n.self, Scheduler: schedulerRecord(n.cfg), NamedCluster: n.cfg.ClusterID != "",
+		Self: n.self, Scheduler: scheduler, NamedCluster: n.cfg.ClusterID != "",
 		HeartbeatInterval: interval, HeartbeatTimeout: silence,
 		NativeInterval: n.cfg.HeartbeatInterval < 0, NativeTimeout: n.cfg.HeartbeatTimeout < 0,
 		StartTimeout: n.cfg.StartTimeout, StopTimeout: n.cfg.StopTimeout,
@@ -258,6 +259,12 @@ func (n *Node) join(ctx context.Context) error {
 		n.beating = b.Beating
 	}
 	m.Start(now()) // before anything can be received
+	if notFound != nil && n.role != van.Scheduler {
+		m.SchedulerNotFound(notFound)
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		go n.lookUpScheduler(ctx)
+	}
 	n.van.Start(n.receive)
 	go n.tick()
 	n.step(func(time.Duration) {})
@@ -274,17 +281,9 @@ func (n *Node) join(ctx context.Context) error {
 	}
 }
 
-func schedulerRecord(cfg *Config) van.Node {
-	host, err := resolve(cfg.RootURI)
-	if err != nil {
-		host = cfg.RootURI
-	}
-	return van.Node{Role: van.Scheduler, ID: van.SchedulerID, Hostname: host, Port: cfg.RootPort}
-}
-
 // bind chooses the address and listens.
 func (n *Node) bind(ctx context.Context) error {
-	host, why, err := advertise(n.cfg, n.role, n.van)
+	host, why, err := advertise(ctx, n.cfg, n.role, n.van)
 	if err != nil {
 		return err
 	}
@@ -305,6 +304,8 @@ func (n *Node) bind(ctx context.Context) error {
 		switch {
 		case errors.Is(err, syscall.EADDRINUSE):
 			hint = "stop the process that uses it, or set DMLC_PS_ROOT_PORT on all nodes"
+		case limits.Hint(err) != "":
+			hint = limits.Hint(err)
 		case n.role == van.Scheduler:
 			hint = "DMLC_PS_ROOT_URI must be an address of the scheduler's host"
 		}

@@ -17,19 +17,48 @@ import (
 	"github.com/stepaf/stepaf-go/van/env"
 )
 
-// What a node costs. Each is a little less than what was measured, so that no node is
-// refused that could just run; tests compare.
+// What a node costs; tests compare. Of open files it is the most that was measured: those
+// that are open for a moment only, while the cluster forms, are lacking as much as others.
+// Of locked memory it is a little less, so that no node is refused that could just run.
 const (
 	// FilesPerPeer are the descriptors of a connection over ZeroMQ, both ways: a socket
 	// and its monitor each have some.
 	FilesPerPeer = 9
-	// filesOfNode are those of a node without peers.
-	filesOfNode = 14
+	// FilesPerSharer are those of shared memory with a peer, besides: for each way a socket
+	// and who watches the peer's process, one for reading its memory, and one for a moment.
+	FilesPerSharer = 6
+	// filesOfNode are those of a node without peers, and a few of a connection that is
+	// replaced by another; filesOfSharing are those that shared memory costs it.
+	filesOfNode    = 25
+	filesOfSharing = 2
 	// lockedPerPeer is the memory that a connection over RDMA registers before there is
 	// a tensor, both ways, and lockedOfNode what a node without peers does.
 	lockedPerPeer = 512 << 10
 	lockedOfNode  = 1 << 20
 )
+
+// raiseFiles says how to raise RLIMIT_NOFILE.
+const raiseFiles = "ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"
+
+// Hint names the limit that an error means which came in spite of Check: what the program
+// itself opens is not known before. It is empty for an error that means none.
+func Hint(err error) string {
+	switch {
+	case errors.Is(err, syscall.EMFILE):
+		return "the limit is RLIMIT_NOFILE: " + raiseFiles
+	case errors.Is(err, syscall.ENFILE):
+		return "the limit is that of the host: sysctl fs.file-max"
+	}
+	return ""
+}
+
+// Explain is err with Hint, if there is one.
+func Explain(err error) error {
+	if hint := Hint(err); hint != "" {
+		return fmt.Errorf("%w; %s", err, hint)
+	}
+	return err
+}
 
 // NoLimit stands for "unlimited".
 const NoLimit = math.MaxUint64
@@ -87,6 +116,32 @@ func Peers(c *env.Config, role string) int {
 	return workers + servers
 }
 
+// PerPeer is how many descriptors a peer of a node costs that is no scheduler. Whether a peer
+// is on the same host is not known before it connects: any may be.
+func PerPeer(c *env.Config) int {
+	if c.EnableIPC == 0 {
+		return FilesPerPeer
+	}
+	return FilesPerPeer + FilesPerSharer
+}
+
+// openFilesOf is what a node needs of RLIMIT_NOFILE.
+func openFilesOf(c *env.Config, role string, peers, open, hard uint64) Need {
+	n := Need{What: "open files", Name: "RLIMIT_NOFILE", Needed: open + filesOfNode + peers*FilesPerPeer, Have: hard,
+		Raise: raiseFiles}
+	own, shared := filesOfNode, ""
+	if c.EnableIPC != 0 && role != "scheduler" {
+		sharers := peers - 1 // all but the scheduler
+		if n.Enough() {
+			n.Raise += ", or BYTEPS_ENABLE_IPC=0 where no two nodes are on one host"
+		}
+		own, shared = own+filesOfSharing, fmt.Sprintf("%d for shared memory with each of %d, ", FilesPerSharer, sharers)
+		n.Needed += filesOfSharing + sharers*FilesPerSharer
+	}
+	n.Why = fmt.Sprintf("%d for each of %d peers, %s%d of its own, %d open already", FilesPerPeer, peers, shared, own, open)
+	return n
+}
+
 // Of lists what a node with this configuration needs. It is not for role joint, which is
 // two nodes.
 func Of(c *env.Config, role string, s System) (needs []Need, err error) {
@@ -109,9 +164,7 @@ func Of(c *env.Config, role string, s System) (needs []Need, err error) {
 		return nil, err
 	}
 	return []Need{
-		{What: "open files", Name: "RLIMIT_NOFILE", Needed: open + filesOfNode + peers*FilesPerPeer, Have: hard,
-			Why:   fmt.Sprintf("%d for each of %d peers, %d of its own, %d open already", FilesPerPeer, peers, filesOfNode, open),
-			Raise: "ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
+		openFilesOf(c, role, peers, open, hard),
 		{What: "sockets of libzmq", Name: "BYTEPS_ZMQ_MAX_SOCKET", Needed: peers + 1, Have: uint64(c.ZMQMaxSockets),
 			Why:   fmt.Sprintf("1 for each of %d peers, and its own", peers),
 			Raise: fmt.Sprintf("set BYTEPS_ZMQ_MAX_SOCKET=%d or more on this node", peers+1)},

@@ -2,7 +2,9 @@ package limits
 
 import (
 	"errors"
+	"os"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van/env"
@@ -11,6 +13,13 @@ import (
 func config(workers, servers, group int, van string) *env.Config {
 	c := env.Default()
 	c.NumWorkers, c.NumServers, c.GroupSize, c.VanType = workers, servers, group, van
+	return c
+}
+
+// apart is config where nodes share no memory.
+func apart(workers, servers, group int, van string) *env.Config {
+	c := config(workers, servers, group, van)
+	c.EnableIPC = 0
 	return c
 }
 
@@ -33,9 +42,15 @@ func TestOf(t *testing.T) {
 		text string // of the first
 	}{
 		{"small", config(1, 1, 1, "zmq"), "scheduler", system(1024, 10, NoLimit), "", ""},
-		{"files of a worker", config(500, 500, 1, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE",
-			"too few open files: RLIMIT_NOFILE is 4096, this node needs 4543 (9 for each of 501 peers, 14 of its own, 20 open already): ulimit -Hn"},
-		{"just enough", config(500, 500, 1, "zmq"), "worker", system(4543, 20, NoLimit), "", ""},
+		{"files of a worker", apart(500, 500, 1, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 4096, this node needs 4554 (9 for each of 501 peers, 25 of its own, 20 open already): ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile)"},
+		{"just enough", apart(500, 500, 1, "zmq"), "worker", system(4554, 20, NoLimit), "", ""},
+		{"shared memory", config(500, 500, 1, "zmq"), "worker", system(7555, 20, NoLimit), "RLIMIT_NOFILE",
+			"too few open files: RLIMIT_NOFILE is 7555, this node needs 7556 (9 for each of 501 peers, 6 for shared memory with each of 500, 27 of its own, 20 open already): " +
+				"ulimit -Hn (limits.conf: nofile; systemd: LimitNOFILE; docker: --ulimit nofile), or BYTEPS_ENABLE_IPC=0 where"},
+		{"shared memory, just enough", config(500, 500, 1, "zmq"), "server", system(7556, 20, NoLimit), "", ""},
+		{"too little without it, too", config(500, 500, 1, "zmq"), "worker", system(4553, 20, NoLimit), "RLIMIT_NOFILE", "docker: --ulimit nofile)"},
+		{"the scheduler shares none", config(1, 1, 1, "zmq"), "scheduler", system(63, 20, NoLimit), "", ""},
 		{"the scheduler has all as peers", config(500, 500, 1, "zmq"), "scheduler", system(8000, 20, NoLimit), "RLIMIT_NOFILE", "1000 peers"},
 		{"groups", config(10, 64, 8, "zmq"), "worker", system(4096, 20, NoLimit), "RLIMIT_NOFILE", "513 peers"},
 		{"sockets", config(512, 512, 1, "zmq"), "scheduler", system(1<<20, 20, NoLimit), "BYTEPS_ZMQ_MAX_SOCKET",
@@ -78,5 +93,24 @@ func TestCheck(t *testing.T) {
 	}
 	if soft, hard, err := files(); err != nil || soft != hard {
 		t.Errorf("the limits of open files are %d and %d (%v), want the same", soft, hard, err)
+	}
+}
+
+// TestExplain: an error that means a limit names it.
+func TestExplain(t *testing.T) {
+	for _, x := range []struct {
+		err  error
+		want string
+	}{
+		{os.NewSyscallError("epoll_create1", syscall.EMFILE), "epoll_create1: too many open files; the limit is RLIMIT_NOFILE: ulimit -Hn"},
+		{syscall.ENFILE, "the limit is that of the host: sysctl fs.file-max"},
+		{syscall.ENOMEM, "cannot allocate memory"},
+	} {
+		if got := Explain(x.err); !errors.Is(got, x.err) || !strings.Contains(got.Error(), x.want) {
+			t.Errorf("%v is explained as %v, want %q", x.err, got, x.want)
+		}
+	}
+	if got := Explain(nil); got != nil {
+		t.Errorf("nil is explained as %v", got)
 	}
 }

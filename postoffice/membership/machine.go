@@ -123,6 +123,14 @@ func (m *Machine) PeerLost(now time.Duration, id int, cause error) {
 	}
 }
 
+// SchedulerNotFound says why the scheduler's name has no address yet, for reports; nil once it
+// has one.
+func (m *Machine) SchedulerNotFound(err error) {
+	if m.node != nil {
+		m.node.schedulerNotFound = err
+	}
+}
+
 // PeerBack says that the connection to id is back. It does nothing if it was not lost.
 func (m *Machine) PeerBack(now time.Duration, id int) {
 	if m.life.phase != failed {

@@ -25,9 +25,11 @@ type node struct {
 	nextBeat time.Duration // when ready, if heartbeats are sent
 	former   []uint32      // incarnations of former schedulers
 
-	// While joining: why the connection to the scheduler is lost, and its last waiting notice.
-	schedulerLost error
-	schedulerSaid string
+	// While joining: why the scheduler's name has no address, why the connection to it is
+	// lost, and its last waiting notice.
+	schedulerNotFound error
+	schedulerLost     error
+	schedulerSaid     string
 }
 
 func newNode(b base, calls *tickets) *node {
@@ -305,6 +307,9 @@ func (n *node) report(now time.Duration) Report {
 		r.Note = fmt.Sprintf("the connection to %s broke: %s", at, n.schedulerLost)
 	case n.schedulerSaid != "":
 		r.Note = "the scheduler says: " + n.schedulerSaid
+	case n.schedulerNotFound != nil:
+		r.Note = fmt.Sprintf("%s has not answered to %s: %s; its name is looked up again (check DMLC_PS_ROOT_URI and the name service of this host)",
+			at, describe(&n.table.self), n.schedulerNotFound)
 	default:
 		r.Note = fmt.Sprintf("%s has not answered to %s; it does not run there (check DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT), or over another transport (DMLC_ENABLE_RDMA), "+
 			"or it waits for other nodes without saying so, as the C++ one does", at, describe(&n.table.self))

@@ -1,6 +1,7 @@
 package processes
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 
@@ -12,17 +13,57 @@ import (
 // TestDescriptors: a peer costs as many descriptors as nodes are told that it does before
 // they start.
 func TestDescriptors(t *testing.T) {
-	of := func(servers int) int {
-		c := start(t, real.Options{Servers: servers, Leg: real.TCP})
-		try(t, c.Works(20, soon))
-		defer c.Close()
-		return c.Get("worker", 0).Descriptors()
+	for leg, each := range map[real.Leg]int{real.TCP: limits.FilesPerPeer, real.SHM: limits.FilesPerPeer + limits.FilesPerSharer} {
+		of := func(servers int) int {
+			c := start(t, real.Options{Servers: servers, Leg: leg})
+			try(t, c.Works(20, soon))
+			defer c.Close()
+			return c.Get("worker", 0).Descriptors()
+		}
+		const more = 6
+		one, many := of(1), of(1+more)
+		t.Logf("%s: %d descriptors with 1 server, %d with %d", leg, one, many, 1+more)
+		if got := many - one; got > each*more || got < (each-1)*more {
+			t.Errorf("%s: %d more servers cost %d more descriptors, want %d for each", leg, more, got, each)
+		}
 	}
-	const more = 6
-	one, many := of(1), of(1+more)
-	t.Logf("%d descriptors with 1 server, %d with %d", one, many, 1+more)
-	if got := many - one; got > limits.FilesPerPeer*more || got < (limits.FilesPerPeer-1)*more {
-		t.Errorf("%d more servers cost %d more descriptors, want %d for each", more, got, limits.FilesPerPeer)
+}
+
+// TestLimitIsEnough: with the limit of open files that a node asks for the cluster forms and
+// works, and no descriptor is lacking meanwhile.
+func TestLimitIsEnough(t *testing.T) {
+	for _, leg := range []real.Leg{real.TCP, real.SHM} {
+		for _, n := range []int{1, 3} {
+			t.Run(fmt.Sprintf("%s %d", leg, n), func(t *testing.T) {
+				under := func(limit int) []string {
+					return []string{"sh", "-c", fmt.Sprintf(`ulimit -n %d; exec "$@"`, limit), "sh"}
+				}
+				need := 0
+				for _, role := range []string{"scheduler", "server", "worker"} {
+					c, err := real.New(real.Options{Workers: n, Servers: n, Leg: leg, Loads: []plan.Load{load}, Under: under(40)})
+					try(t, err)
+					defer c.Close()
+					p, err := c.Spawn(role, 0)
+					try(t, err)
+					try(t, p.Await(soon, "it ends", func(s real.State) bool { return s.Ended }))
+					_, text, _ := strings.Cut(p.State().Error, "this node needs ")
+					own := 0
+					if _, err := fmt.Sscan(text, &own); err != nil {
+						t.Fatalf("the error of the %s is %q, want what it needs", role, p.State().Error)
+					}
+					need = max(need, own)
+				}
+				need += 2 // what is open before a node starts varies
+				c := start(t, real.Options{Workers: n, Servers: n, Leg: leg, Under: under(need)})
+				try(t, c.Works(20, soon))
+				for _, role := range []string{"scheduler", "server", "worker"} {
+					if log := c.Get(role, 0).Log(); strings.Contains(log, "too many open files") || strings.Contains(log, "descriptors") {
+						t.Errorf("with %d the %s lacks some:\n%s", need, role, log)
+					}
+				}
+				try(t, c.Finish(soon))
+			})
+		}
 	}
 }
 

@@ -111,7 +111,7 @@ func (a *acceptor) serve(c *net.UnixConn) {
 		} else {
 			var err error
 			awaitEndOf(c, func() { err = l.dev.imports.watch() })
-			if errors.Is(err, van.ErrMalformed) {
+			if errors.Is(err, van.ErrMalformed) || errors.Is(err, unix.EMFILE) {
 				l.fail(err)
 			}
 		}

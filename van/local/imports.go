@@ -83,6 +83,9 @@ func (x *imports) take(b []byte, files []int, flags int) error {
 	bad := func(value any, want string) error {
 		return &van.FieldError{Field: "notice of device memory", Value: value, Want: want}
 	}
+	if err := lacksFiles(flags, len(files), 1); err != nil {
+		return err
+	}
 	if len(b) != noticeLen || flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
 		return bad(fmt.Sprintf("%d bytes, flags %#x", len(b), flags), fmt.Sprintf("%d bytes, with one file at most, for which there is room", noticeLen))
 	}

@@ -389,6 +389,9 @@ func TestManyOffers(t *testing.T) {
 	if err := x.take(b, []int{fd}, 0); !errors.Is(err, van.ErrMalformed) {
 		t.Errorf("one too many: %v", err)
 	}
+	if err := x.take(b, nil, unix.MSG_CTRUNC); errors.Is(err, van.ErrMalformed) || !errors.Is(err, unix.EMFILE) {
+		t.Errorf("one whose file cannot be had: %v", err)
+	}
 	if n := len(d.SegmentImports()); n != 0 {
 		t.Errorf("%d are mapped", n)
 	}

@@ -43,7 +43,7 @@ func sameUser(c *net.UnixConn) (pid int, err error) {
 // receive reads one message of at most most bytes, and the files that come with it.
 func receive(c *net.UnixConn, most int) (b []byte, fds []int, err error) {
 	b = make([]byte, most)
-	oob := make([]byte, unix.CmsgSpace(4*4))
+	oob := make([]byte, unix.CmsgSpace(4*maxFiles))
 	n, k, flags, _, err := c.ReadMsgUnix(b, oob)
 	if err != nil {
 		return nil, nil, fmt.Errorf("no answer over the socket: %w", err)
@@ -51,10 +51,25 @@ func receive(c *net.UnixConn, most int) (b []byte, fds []int, err error) {
 	if fds, err = filesIn(oob[:k]); err != nil {
 		return nil, fds, err
 	}
+	if err := lacksFiles(flags, len(fds), maxFiles); err != nil {
+		return nil, fds, err
+	}
 	if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
-		return nil, fds, fmt.Errorf("%w: message longer than %d bytes or 4 files", errProtocol, most)
+		return nil, fds, fmt.Errorf("%w: message longer than %d bytes or %d files", errProtocol, most, maxFiles)
 	}
 	return b[:n], fds, nil
+}
+
+// maxFiles is how many files there is room for in a message.
+const maxFiles = 4
+
+// lacksFiles is the error of a message of which fewer files came than were sent, although
+// there was room for as many as room: this process may have no more.
+func lacksFiles(flags, came, room int) error {
+	if flags&unix.MSG_CTRUNC == 0 || came >= room {
+		return nil
+	}
+	return fmt.Errorf("process %d could take only %d of the files of a message: %w; the limit is its RLIMIT_NOFILE (ulimit -Hn)", os.Getpid(), came, unix.EMFILE)
 }
 
 // filesIn returns the files that came with a message.

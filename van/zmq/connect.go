@@ -62,7 +62,7 @@ func (v *zvan) Connect(_ context.Context, id int, peer van.Node) error {
 	}
 	z, err := v.zctx.NewSocket(zmq4.DEALER)
 	if err != nil {
-		return fail(err)
+		return fail(socketError(err))
 	}
 	if err := errors.Join(tune(z), z.SetSndhwm(0), z.SetReconnectIvl(50*time.Millisecond),
 		z.SetReconnectIvlMax(2*time.Second)); err != nil {

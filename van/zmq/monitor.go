@@ -27,11 +27,11 @@ const connEvents = zmq4.EVENT_CONNECTED | zmq4.EVENT_DISCONNECTED | zmq4.EVENT_H
 func newMonitor(ctx *zmq4.Context, z *zmq4.Socket, serial int, events zmq4.Event) (*monitor, error) {
 	addr := fmt.Sprintf("inproc://monitor-%d", serial)
 	if err := z.Monitor(addr, events); err != nil {
-		return nil, fmt.Errorf("monitor: %w", err)
+		return nil, fmt.Errorf("monitor: %w", socketError(err))
 	}
 	pair, err := ctx.NewSocket(zmq4.PAIR)
 	if err != nil {
-		return nil, fmt.Errorf("monitor: %w", err)
+		return nil, fmt.Errorf("monitor: %w", socketError(err))
 	}
 	if err := pair.Connect(addr); err != nil {
 		_ = pair.Close()

@@ -115,9 +115,8 @@ func newSocket(z *zmq4.Socket, thread bool) (*socket, error) {
 			return nil, errors.Join(err, z.Close())
 		}
 	}
-	s.c = C.sa_sock_new(h, C.int(fd))
-	if s.c == nil {
-		return nil, errors.Join(errors.New("zmq: out of memory or descriptors"), s.closePoll(), z.Close())
+	if s.c, err = C.sa_sock_new(h, C.int(fd)); s.c == nil {
+		return nil, errors.Join(os.NewSyscallError("eventfd", err), s.closePoll(), z.Close())
 	}
 	return s, nil
 }

@@ -16,7 +16,9 @@ sa_sock *sa_sock_new(void *soc, int fd) {
   s->fd = fd;
   s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (s->wake < 0) {
+    int why = errno;
     free(s);
+    errno = why;
     return NULL;
   }
   pthread_mutex_init(&s->mu, NULL);

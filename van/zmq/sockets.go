@@ -77,3 +77,12 @@ func addressError(err error) error {
 		return e
 	}
 }
+
+// socketError is err of a new socket of libzmq. "Too many" is a descriptor that it cannot have,
+// or the limit of its own, which is looked at before a node starts.
+func socketError(err error) error {
+	if errors.Is(err, zmq4.Errno(syscall.EMFILE)) {
+		return fmt.Errorf("a socket of libzmq: %w (unless there are as many as BYTEPS_ZMQ_MAX_SOCKET allows)", syscall.EMFILE)
+	}
+	return err
+}

@@ -118,7 +118,7 @@ func (v *zvan) SetID(id int) { v.setID(id) }
 func (v *zvan) Bind(_ context.Context, self van.Node) (int, error) {
 	z, err := v.zctx.NewSocket(zmq4.ROUTER)
 	if err != nil {
-		return 0, fmt.Errorf("zmq: ROUTER: %w", err)
+		return 0, fmt.Errorf("zmq: ROUTER: %w", socketError(err))
 	}
 	// A peer that comes back takes over the routing id of its old connection.
 	err = errors.Join(z.SetRouterMandatory(1), z.SetRouterHandover(true), z.SetSndhwm(0), z.SetRcvhwm(routerQueue), tune(z))

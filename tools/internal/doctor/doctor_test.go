@@ -313,6 +313,10 @@ func TestAbsentNames(t *testing.T) {
 		{"DMLC_NODE_HOST=10.1.1.1", ""},
 		{"DMLC_NODE_HOST=127.0.0.5", ""},
 		{"DMLC_PS_ROOT_URI=10.9.9.9", ""}, // of another host
+		{"DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host; want the name or an address of the scheduler's host`},
+		{"DMLC_ROLE=worker DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host`},
+		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere", `DMLC_PS_ROOT_URI="nowhere": no such host; want an address of this host`},
+		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=nowhere DMLC_USE_KUBERNETES=1", `DMLC_PS_ROOT_URI="nowhere": no such host`},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.9.9.9", `DMLC_PS_ROOT_URI="10.9.9.9": want an address of this host`},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.9.9.9 DMLC_USE_KUBERNETES=1", ""},
 		{"DMLC_ROLE=scheduler DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1 DMLC_PS_ROOT_PORT=1 DMLC_PS_ROOT_URI=10.1.0.1", ""},
@@ -562,11 +566,13 @@ func TestLimits(t *testing.T) {
 		status  Status
 		text    string
 	}{
-		{"no cluster", nil, OK, "4096 open files, enough for 455 peers"},
-		{"server", shape("DMLC_ROLE=server"), OK, "enough for a node of this cluster"},
-		{"worker", shape("DMLC_ROLE=worker"), Fail, "too few open files for a worker: RLIMIT_NOFILE is 4096, and it needs 4531 (9 for each of 501 peers"},
+		{"no cluster", nil, OK, "4096 open files, enough for 273 peers"},
+		{"no cluster, no shared memory", []string{"BYTEPS_ENABLE_IPC=0"}, OK, "4096 open files, enough for 455 peers"},
+		{"server, shared memory", shape("DMLC_ROLE=server"), Fail, "it needs 4544 (9 for each of 301 peers, 6 for shared memory with each of 300, 27 of its own"},
+		{"server", shape("DMLC_ROLE=server", "BYTEPS_ENABLE_IPC=0"), OK, "enough for a node of this cluster"},
+		{"worker", shape("DMLC_ROLE=worker", "BYTEPS_ENABLE_IPC=0"), Fail, "too few open files for a worker: RLIMIT_NOFILE is 4096, and it needs 4542 (9 for each of 501 peers"},
 		{"any", shape(), Fail, "too few open files for a scheduler"},
-		{"sockets", shape("DMLC_ROLE=server", "BYTEPS_ZMQ_MAX_SOCKET=300"), Fail, "BYTEPS_ZMQ_MAX_SOCKET is 300, and it needs 302"},
+		{"sockets", shape("DMLC_ROLE=server", "BYTEPS_ENABLE_IPC=0", "BYTEPS_ZMQ_MAX_SOCKET=300"), Fail, "BYTEPS_ZMQ_MAX_SOCKET is 300, and it needs 302"},
 	} {
 		m, _ := plain(x.environ...)
 		if f := find(t, examine(t, m), limitsName); f.Status != x.status || !strings.Contains(f.Text, x.text) || f.Status == Fail && f.Remedy == "" {

@@ -26,7 +26,7 @@ func (x *exam) limits(context.Context) []Finding {
 	f.Data = map[string]any{"open_files": hard}
 	if x.cfg.NumWorkers == 0 || x.cfg.NumServers == 0 {
 		f.Text = fmt.Sprintf("%d open files, enough for %d peers over zmq",
-			hard, hard/limits.FilesPerPeer)
+			hard, hard/uint64(limits.PerPeer(x.cfg)))
 		return []Finding{f}
 	}
 	roles := []string{"scheduler", "server", "worker"}

@@ -122,6 +122,11 @@ func (x *exam) absentNames(ctx context.Context) (errs []error) {
 		errs = append(errs, Absent(x.cfg, "STEPMESH_BAKCEND", x.cfg.Backend, x.m.Backends))
 	}
 	errs = slices.DeleteFunc(errs, func(err error) bool { return err == nil })
+	if x.cfg.RootURI != "" && (x.cfg.Role != scheduler || x.cfg.Kubernetes) { // any other scheduler is compared with this host
+		if _, err := x.m.Resolve(ctx, x.cfg.RootURI); err != nil {
+			errs = append(errs, fmt.Errorf("DMLC_PS_ROOT_URI=%q: %w; want the name or an address of the scheduler's host", x.cfg.RootURI, err))
+		}
+	}
 	if x.needRDMA {
 		return errs // its address is another check's
 	}
