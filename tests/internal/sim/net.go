@@ -1,10 +1,8 @@
 package sim
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
-	"slices"
 	"strconv"
 	"sync"
 	"syscall"
@@ -124,7 +122,6 @@ type conn struct {
 	attempt int // timers of earlier attempts look at it
 	pending []*packet
 	held    []*packet // sent with More
-	control []*packet // sent at this time, see inOrder
 	fwd     *flow     // while up
 	back    *flow
 	lost    bool // it broke and has not been restored
@@ -315,36 +312,6 @@ func (c *conn) giveUp() {
 		p.free()
 	}
 	c.pending = nil
-}
-
-// inOrder sends a control message behind all else that the node sends at this time, and those of one time in the order of
-// their timestamps, acknowledgements last. With PS_RESEND goroutines of a node send new ones, repeat others and acknowledge
-// what has come at the same time, and run in any order. mu is held.
-func (c *conn) inOrder(p *packet) {
-	if c.control = append(c.control, p); len(c.control) > 1 {
-		return
-	}
-	c.n.after(1, func() {
-		c.n.mu.Lock()
-		defer c.n.mu.Unlock()
-		all := c.control
-		c.control = nil
-		if c.state == leaving || c.state == ended || c.from.dead {
-			for _, p := range all {
-				p.sent()
-			}
-			return
-		}
-		slices.SortStableFunc(all, func(a, b *packet) int {
-			x, y := &a.msg, &b.msg
-			if ack := x.Control.Cmd == van.Ack; ack != (y.Control.Cmd == van.Ack) {
-				return map[bool]int{true: 1, false: -1}[ack]
-			}
-			return cmp.Or(cmp.Compare(x.Timestamp, y.Timestamp), cmp.Compare(x.Control.MsgSig, y.Control.MsgSig), cmp.Compare(x.Control.Cmd, y.Control.Cmd))
-		})
-		c.held = append(c.held, all...)
-		c.flush()
-	})
 }
 
 // flush sends what was held for more. mu is held.
