@@ -196,7 +196,7 @@ func (c *Customer) Batch(ts int32) (handler int32, answered, ok bool, err error)
 }
 
 // Outcome is what became of a request that has ended, ts being one of its timestamps: nil if it was answered, or an error
-// that wraps what it has failed with, or what one behind or before it has that failed alike. It is ErrUnknownHandler for one that is in flight, that was never opened, or
+// that wraps its own, or that of a request beside it which failed alike. It is ErrUnknownHandler for one that is in flight, that was never opened, or
 // that may be one of so many failed ones that they are not remembered.
 func (c *Customer) Outcome(ts int32) error {
 	c.mu.Lock()

@@ -93,10 +93,21 @@ func (f *failures) find(ts, next int32) (err error, known bool) {
 	return nil, f.forgotten < 0 || age(ts, next) < age(f.forgotten, next)
 }
 
-// reuse forgets timestamps that are given out again.
+// reuse forgets timestamps that are given out again, which ascend.
 func (f *failures) reuse(first, n int32) {
-	f.list = slices.DeleteFunc(f.list, func(x failed) bool { return x.first < first+n && first < x.first+x.n })
-	if f.forgotten >= first && f.forgotten < first+n {
+	i, at := slices.BinarySearchFunc(f.list, first, byFirst)
+	if !at && i > 0 && f.list[i-1].first+f.list[i-1].n > first {
+		i--
+	}
+	k, end := i, first+n
+	for ; k < len(f.list) && f.list[k].first < end; k++ {
+		if over := f.list[k].first + f.list[k].n - end; over > 0 {
+			f.list[k].first, f.list[k].n = end, over
+			break
+		}
+	}
+	f.list = slices.Delete(f.list, i, k)
+	if f.forgotten >= first && f.forgotten < end {
 		f.forgotten = -1
 	}
 }

@@ -102,4 +102,13 @@ func TestFailuresTouch(t *testing.T) {
 	if len(f.list) > maxFailures {
 		t.Errorf("%d are kept", len(f.list))
 	}
+
+	// Timestamps that are given out again are forgotten, the rest of a stretch is not.
+	f = failures{list: []failed{{0, 5, why[0]}, {10, 10, why[1]}, {30, 1, why[0]}}, forgotten: -1}
+	for ts := int32(0); ts < 15; ts += 3 {
+		f.reuse(ts, 3)
+	}
+	if len(f.list) != 2 || f.list[0] != (failed{15, 5, why[1]}) || f.list[1].first != 30 {
+		t.Errorf("after 15 timestamps %v is left", f.list)
+	}
 }

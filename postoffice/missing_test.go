@@ -39,8 +39,8 @@ func begin(t testing.TB, network *inproc.Network, cfg *postoffice.Config) <-chan
 	return done
 }
 
-// TestNoScheduler: a scheduler that is not there is an error at the deadline.
-func TestNoScheduler(t *testing.T) {
+// eachAlone runs a test for a worker and a server, in a network of its own and, with nil, over ZeroMQ.
+func eachAlone(t *testing.T, test func(t *testing.T, role string, network *inproc.Network)) {
 	for _, role := range []string{"worker", "server"} {
 		for _, zmq := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s zmq %t", role, zmq), func(t *testing.T) {
@@ -49,60 +49,58 @@ func TestNoScheduler(t *testing.T) {
 				if zmq {
 					network = nil
 				}
-				port := testcluster.FreePort(t)
-				cfg := config(func(c *postoffice.Config) { c.Role, c.RootPort, c.StartTimeout = role, port, 300*time.Millisecond })
-				began := time.Now()
-				n, err := start(t.Context(), network, cfg)
-				if err == nil {
-					n.Close()
-				}
-				vantest.Fails(t, err, van.ErrTimeout, role, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port),
-					"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "limit 300ms")
-				if d := time.Since(began); d > 10*time.Second {
-					t.Errorf("it took %s", d)
-				}
-
-				// The caller's deadline counts as well.
-				cfg.StartTimeout = time.Hour
-				ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
-				defer cancel()
-				if n, err = start(ctx, network, cfg); err == nil {
-					n.Close()
-				}
-				vantest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
-				vantest.Fails(t, err, context.DeadlineExceeded)
+				test(t, role, network)
 			})
 		}
 	}
+}
+
+// TestNoScheduler: a scheduler that is not there is an error at the deadline.
+func TestNoScheduler(t *testing.T) {
+	eachAlone(t, func(t *testing.T, role string, network *inproc.Network) {
+		port := testcluster.FreePort(t)
+		cfg := config(func(c *postoffice.Config) { c.Role, c.RootPort, c.StartTimeout = role, port, 300*time.Millisecond })
+		began := time.Now()
+		n, err := start(t.Context(), network, cfg)
+		if err == nil {
+			n.Close()
+		}
+		vantest.Fails(t, err, van.ErrTimeout, role, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port),
+			"DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "limit 300ms")
+		if d := time.Since(began); d > 10*time.Second {
+			t.Errorf("it took %s", d)
+		}
+
+		// The caller's deadline counts as well.
+		cfg.StartTimeout = time.Hour
+		ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+		defer cancel()
+		if n, err = start(ctx, network, cfg); err == nil {
+			n.Close()
+		}
+		vantest.Fails(t, err, van.ErrTimeout, fmt.Sprintf("the scheduler at 127.0.0.1:%d has not answered", port))
+		vantest.Fails(t, err, context.DeadlineExceeded)
+	})
 }
 
 // TestSchedulerNotFound: a scheduler whose name has no address is waited for, since names may
 // come later; the error at the deadline says why it has none.
 func TestSchedulerNotFound(t *testing.T) {
 	const name = "no..such.host" // which no name service is asked for
-	for _, role := range []string{"worker", "server"} {
-		for _, zmq := range []bool{false, true} {
-			t.Run(fmt.Sprintf("%s zmq %t", role, zmq), func(t *testing.T) {
-				t.Parallel()
-				network := inproc.NewNetwork()
-				if zmq {
-					network = nil
-				}
-				cfg := config(func(c *postoffice.Config) {
-					c.Role, c.RootURI, c.RootPort, c.StartTimeout = role, name, 8123, 300*time.Millisecond
-				})
-				n, err := start(t.Context(), network, cfg)
-				if err == nil {
-					n.Close()
-				}
-				vantest.Fails(t, err, van.ErrTimeout, role, "the scheduler at "+name+":8123 has not answered", "lookup "+name+": no such host",
-					"DMLC_PS_ROOT_URI", "limit 300ms")
-				if strings.Contains(err.Error(), "does not run there") {
-					t.Errorf("%v: nobody has looked there", err)
-				}
-			})
+	eachAlone(t, func(t *testing.T, role string, network *inproc.Network) {
+		cfg := config(func(c *postoffice.Config) {
+			c.Role, c.RootURI, c.RootPort, c.StartTimeout = role, name, 8123, 300*time.Millisecond
+		})
+		n, err := start(t.Context(), network, cfg)
+		if err == nil {
+			n.Close()
 		}
-	}
+		vantest.Fails(t, err, van.ErrTimeout, role, "the scheduler at "+name+":8123 has not answered", "lookup "+name+": no such host",
+			"DMLC_PS_ROOT_URI", "limit 300ms")
+		if strings.Contains(err.Error(), "does not run there") {
+			t.Errorf("%v: nobody has looked there", err)
+		}
+	})
 }
 
 // TestMissingNodes: at the deadline everybody learns who has not come, and the

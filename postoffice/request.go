@@ -139,8 +139,15 @@ func (r *Request) End() {
 // Arrived says that all receivers have the messages of the first n timestamps, as an answer to a later one may show:
 // when it returns they are not sent again (PS_RESEND), whether or not they were acknowledged, and their memory may change.
 func (r *Request) Arrived(n int) {
-	if c := r.c; c.node.cfg.Resend && n > 0 {
-		c.node.recaller.Recall(van.Requests{App: int32(c.app), Customer: int32(c.id), First: r.first, Count: int32(n)})
+	if n > 0 && r.c.node.cfg.Resend {
+		r.recall(int32(n))
+	}
+}
+
+// recall takes the memory of the messages of the first n timestamps back from the transport.
+func (r *Request) recall(n int32) {
+	if x := r.c.node.recaller; x != nil {
+		x.Recall(van.Requests{App: int32(r.c.app), Customer: int32(r.c.id), First: r.first, Count: n})
 	}
 }
 
@@ -200,8 +207,8 @@ func (r *Request) settle() {
 
 	switch {
 	case err != nil && !unsent:
-		if x := c.node.recaller; x != nil && !failpoint.On("recall") {
-			x.Recall(van.Requests{App: int32(c.app), Customer: int32(c.id), First: r.first, Count: r.n})
+		if !failpoint.On("recall") {
+			r.recall(r.n)
 		}
 		r.notifyOwing()
 	case err == nil:

@@ -39,7 +39,7 @@ type Error struct {
 	Op      string        // what was tried: "push_pull", "barrier", "bind"
 	Node    string        // who tried: "worker 0 (id 9)"
 	Peer    string        // with whom: "server 1 (id 10) at 10.0.0.7:4021"
-	PeerID  int           // the node id of whom a request failed with; 0 in all other errors
+	PeerID  int           // that peer's node id, of a request that failed with one; 0 in other errors
 	Detail  string        // key, timestamp, field, value: whatever names the thing
 	Elapsed time.Duration // how long it took
 	Limit   time.Duration // how long it might have taken

@@ -567,7 +567,7 @@ class FFN(_Side):
             batches = f.get_batch(any=True, timeout_ms=1 if over else _left(first))
         except f.TimeoutError:
             if over:  # nor is what is missing here already, such as a successor's hello
-                self._slots = {k: i._replace(since=time.monotonic()) for k, i in self._slots.items()}  # for the next recv
+                self._slots = {k: i._replace(since=time.monotonic()) for k, i in self._slots.items()}  # the next recv waits for as long
                 raise f.TimeoutError("%s: %s: timed out (limit %d ms)" % (self, missing, self.timeout_ms)) from None
             if end is not None and time.monotonic() >= end:
                 raise

@@ -216,36 +216,32 @@ func TestUnknownHandlers(t *testing.T) {
 func TestWaitAgain(t *testing.T) {
 	worker, server := sessions(t)
 	x := tensor(t, make([]byte, 4))
-	call := func() int64 {
+	push := func(keys ...uint64) int64 { // several are acknowledged when they come, one when the application answers it
 		t.Helper()
-		h, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}, {Key: 2, Val: x}}, nil)
+		var l []af.KeyTensor
+		for _, key := range keys {
+			l = append(l, af.KeyTensor{Key: key, Val: x})
+		}
+		h, err := worker.PushPull(af.DefaultStream, l, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
 		return int64(h)
 	}
 	wait := func(h int64) error { return worker.Wait(h, time.Minute, time.Minute) }
-	answered := call()
+	answered := push(1, 2)
 	for range 2 {
-		if err := wait(answered); err != nil { // pushes of a batch are acknowledged when they come
+		if err := wait(answered); err != nil {
 			t.Fatal(err)
 		}
 	}
-	single := func() int64 { // is answered by the application only
-		t.Helper()
-		h, err := worker.PushPull(af.DefaultStream, []af.KeyTensor{{Key: 1, Val: x}}, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return int64(h)
-	}
-	failed := single()
+	failed := push(1)
 	for range 2 {
 		vantest.Fails(t, worker.Wait(failed, time.Millisecond, time.Minute), van.ErrTimeout, "no answer")
 	}
 	late := make([]int64, 6000) // more than are kept of those that nobody waits for
 	for i := range late {
-		late[i] = single()
+		late[i] = push(1)
 	}
 	server.Close()
 	for _, h := range late {

@@ -82,16 +82,18 @@ func (p *places) dead(rec *van.Node) int {
 // doubtful tells whether no node whose place rec can have is known to be dead, but one, which has not been heard since
 // it got the place, may be: its process may have died before, and have been started again as rec.
 func (p *places) doubtful(rec *van.Node) (may bool) {
+	if p.dead(rec) != van.Empty {
+		return false
+	}
 	for i := range p.table.nodes {
 		n := &p.table.nodes[i]
-		if n.Role != rec.Role {
-			continue
-		}
-		h := p.alive.peers[n.ID]
-		if sameAddr(n, rec) || wants(rec, n.ID) && h.down != 0 {
+		switch {
+		case n.Role != rec.Role:
+		case sameAddr(n, rec): // register knows more of it
 			return false
+		case wants(rec, n.ID) && p.alive.peers[n.ID].heard == 0:
+			may = true
 		}
-		may = may || wants(rec, n.ID) && h.heard == 0
 	}
 	return may
 }

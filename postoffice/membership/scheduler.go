@@ -129,14 +129,11 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 		return nil
 	}
 	j := &join{node: rec, stamp: msg.Timestamp, since: now}
-	switch {
-	case s.life.phase != ready:
-		if s.joins.register(now, j) {
-			s.form(now)
-		}
-	default:
+	if s.life.phase == ready {
 		s.joins.unhold(j)
 		s.replace(now, j)
+	} else if s.joins.register(now, j) {
+		s.form(now)
 	}
 	return nil
 }

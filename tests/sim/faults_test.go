@@ -12,24 +12,27 @@ import (
 
 // faults can be planted, what each of them brings back, and as which kinds of violations it counts as found. docs/testing.md
 // has the table that TestFaults prints.
-var faults = []struct{ name, what, as string }{
-	{"stale-answer", "the answer to a request of an earlier process is taken for that to one of its successor's", "wrong data"},
-	{"incarnation", "messages of an earlier process are taken", "not replaced"},
-	{"fencing", "a process that was replaced is not told", "late"},
-	{"scheduler-back", "a scheduler that was started again does not learn its cluster", "not replaced"},
-	{"heartbeat", "nobody is missed who does not close his connections", "failed, late"},
-	{"start-deadline", "the barrier of start-up has no limit", "never ends"},
-	{"barrier-death", "a barrier fails at the first death", "failed"},
-	{"foreign-barrier", "barrier requests of nodes of the original are thrown away", "failed"},
-	{"cluster-id", "processes of an earlier cluster take part", "another cluster"},
-	{"lost-batches", "get_batch returns batches of a worker that was lost", "batch of a lost worker"},
-	{"abandon", "get_batch returns batches that were given up", "abandoned batch"},
-	{"recall", "memory of a request that was given up is sent with what is put there next", "wrong data, seen twice"},
-	{"recv-budget", "what waits for a handler has no bound", "budget"},
-	{"send-budget", "what waits to be sent has no bound", "budget"},
-	{"duplicate", "a message that comes twice is handed up twice", "seen twice"},
-	{"rdma-reclaim", "memory that is registered for a peer and that it does not use is not taken back", "failed"},
-	{"leak", "an answer that cannot be sent keeps its batch", "leak"},
+var faults = []struct {
+	name, what string
+	as         []string
+}{
+	{"stale-answer", "the answer to a request of an earlier process is taken for that to one of its successor's", []string{"wrong data"}},
+	{"incarnation", "messages of an earlier process are taken", []string{"not replaced"}},
+	{"fencing", "a process that was replaced is not told", []string{"late"}},
+	{"scheduler-back", "a scheduler that was started again does not learn its cluster", []string{"not replaced"}},
+	{"heartbeat", "nobody is missed who does not close his connections", []string{"failed", "late"}},
+	{"start-deadline", "the barrier of start-up has no limit", []string{"never ends"}},
+	{"barrier-death", "a barrier fails at the first death", []string{"failed"}},
+	{"foreign-barrier", "barrier requests of nodes of the original are thrown away", []string{"failed"}},
+	{"cluster-id", "processes of an earlier cluster take part", []string{"another cluster"}},
+	{"lost-batches", "get_batch returns batches of a worker that was lost", []string{"batch of a lost worker"}},
+	{"abandon", "get_batch returns batches that were given up", []string{"abandoned batch"}},
+	{"recall", "memory of a request that was given up is sent with what is put there next", []string{"wrong data", "seen twice"}},
+	{"recv-budget", "what waits for a handler has no bound", []string{"budget"}},
+	{"send-budget", "what waits to be sent has no bound", []string{"budget"}},
+	{"duplicate", "a message that comes twice is handed up twice", []string{"seen twice"}},
+	{"rdma-reclaim", "memory that is registered for a peer and that it does not use is not taken back", []string{"failed"}},
+	{"leak", "an answer that cannot be sent keeps its batch", []string{"leak"}},
 }
 
 // mostSeeds are tried for each fault.
@@ -50,7 +53,7 @@ func TestFaults(t *testing.T) {
 			defer clean.end()
 			for i := range todo {
 				f := faults[i]
-				seed, what, err := findFault(f.name, strings.Split(f.as, ", "), clean)
+				seed, what, err := findFault(f.name, f.as, clean)
 				switch {
 				case err != nil:
 					t.Errorf("%s: %v", f.name, err)

@@ -264,13 +264,11 @@ func TestRegisteredBytesComeBack(t *testing.T) {
 	}
 }
 
-// A peer is not cut off for slots that it has been using until just now, however long ago it was asked for
-// them: its answer is on its way.
-func TestSlotsInUseAreNotMissed(t *testing.T) {
-	r := newRig(t)
-	s, w := r.node(8, func(c *env.Config) { c.RDMABudget = 900 << 10 }), r.node(9)
+// allInUse has a worker whose slots at a server all hold messages that are in use, held, and that waits with message 3. It
+// was asked for slots long ago; askedTwice returns when it was asked twice again, or was cut off.
+func (r *rig) allInUse() (w, s *testNode, held []*van.Message, askedTwice func()) {
+	s, w = r.node(8, func(c *env.Config) { c.RDMABudget = 900 << 10 }), r.node(9)
 	r.link(w, s)
-	var held []*van.Message
 	for i := range 3 {
 		w.must(push(s, 1, i, value(250<<10, i)))
 		held = append(held, s.next())
@@ -284,14 +282,24 @@ func TestSlotsInUseAreNotMissed(t *testing.T) {
 	}
 	r.until("it is asked for slots", func() bool { return asked() != 0 })
 	in.mu.Lock()
-	in.reclaim.since = 1 // long ago
+	in.reclaim.since = 1
 	in.mu.Unlock()
+	return w, s, held, func() {
+		for range 2 {
+			before := asked()
+			r.until("it is asked again, or cut off", func() bool { return asked() != before || in.gone.Load() })
+		}
+	}
+}
+
+// A peer is not cut off for slots that it has been using until just now, however long ago it was asked for
+// them: its answer is on its way.
+func TestSlotsInUseAreNotMissed(t *testing.T) {
+	r := newRig(t)
+	w, s, held, askedTwice := r.allInUse()
 	r.net.Stop(w.stack)
 	held[0].Release()
-	for range 2 {
-		before := asked()
-		r.until("it is asked again, or cut off", func() bool { return asked() != before || in.gone.Load() })
-	}
+	askedTwice()
 	r.net.Wake(w.stack)
 	s.wantValue(3, value(250<<10, 3))
 	for _, m := range held[1:] {
@@ -304,29 +312,9 @@ func TestSlotsInUseAreNotMissed(t *testing.T) {
 // again, and not cut off.
 func TestSlotsInUseAreAllItHas(t *testing.T) {
 	r := newRig(t)
-	s, w := r.node(8, func(c *env.Config) { c.RDMABudget = 900 << 10 }), r.node(9)
-	r.link(w, s)
-	var held []*van.Message
-	for i := range 3 {
-		w.must(push(s, 1, i, value(250<<10, i)))
-		held = append(held, s.next())
-	}
-	w.must(push(s, 1, 3, value(250<<10, 3)))
-	in := s.incomingOf(9)
-	asked := func() (at uint64) {
-		in.mu.Lock()
-		defer in.mu.Unlock()
-		return in.reclaim.at
-	}
-	r.until("it is asked for slots", func() bool { return asked() != 0 })
-	in.mu.Lock()
-	in.reclaim.since = 1 // long ago
-	in.mu.Unlock()
-	for range 2 {
-		before := asked()
-		r.until("it is asked again, or cut off", func() bool { return asked() != before || in.gone.Load() })
-	}
-	if in.gone.Load() {
+	w, s, held, askedTwice := r.allInUse()
+	askedTwice()
+	if s.incomingOf(9).gone.Load() {
 		t.Error("it was cut off")
 	}
 	for _, m := range held {

@@ -12,21 +12,29 @@ import (
 	"github.com/stepaf/stepaf-go/van/zmq"
 )
 
-// TestMaxSockets: BYTEPS_ZMQ_MAX_SOCKET counts one socket for each peer and one for
-// the node itself, however many more libzmq needs to watch them.
-func TestMaxSockets(t *testing.T) {
-	const peers = 40
+// worker is a van that listens.
+func worker(t *testing.T, edit func(*env.Config)) van.Van {
+	t.Helper()
 	cfg := env.Default()
-	cfg.Role, cfg.ZMQMaxSockets = "worker", peers+1
+	cfg.Role = "worker"
+	edit(cfg)
 	v, err := zmq.New(van.Options{Config: cfg})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer v.Close(t.Context())
 	if _, err := v.Bind(t.Context(), van.Node{Role: van.Worker, ID: van.Empty, Hostname: "127.0.0.1"}); err != nil {
 		t.Fatal(err)
 	}
 	v.Start(func(*van.Message) {})
+	return v
+}
+
+// TestMaxSockets: BYTEPS_ZMQ_MAX_SOCKET counts one socket for each peer and one for
+// the node itself, however many more libzmq needs to watch them.
+func TestMaxSockets(t *testing.T) {
+	const peers = 40
+	v := worker(t, func(c *env.Config) { c.ZMQMaxSockets = peers + 1 })
+	defer v.Close(t.Context())
 	for i := range peers {
 		if err := v.Connect(t.Context(), van.ServerID(i), van.Node{Role: van.Server, Hostname: "127.0.0.1", Port: 1}); err != nil {
 			t.Fatalf("peer %d of %d: %v", i+1, peers, err)
@@ -37,17 +45,8 @@ func TestMaxSockets(t *testing.T) {
 // TestFilesLack: a connection for which this process may have no more descriptors is an error
 // that says so, whichever of them is the first that is lacking.
 func TestFilesLack(t *testing.T) {
-	cfg := env.Default()
-	cfg.Role = "worker"
-	v, err := zmq.New(van.Options{Config: cfg})
-	if err != nil {
-		t.Fatal(err)
-	}
+	v := worker(t, func(*env.Config) {})
 	defer v.Close(t.Context())
-	if _, err := v.Bind(t.Context(), van.Node{Role: van.Worker, ID: van.Empty, Hostname: "127.0.0.1"}); err != nil {
-		t.Fatal(err)
-	}
-	v.Start(func(*van.Message) {})
 	var l unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &l); err != nil {
 		t.Fatal(err)
