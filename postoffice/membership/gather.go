@@ -50,6 +50,8 @@ type gather struct {
 	stuck, told bool
 	since       time.Duration
 	begun       time.Duration // when the first request came
+	// Of the last request: a release to a C++ StepMesh node has them.
+	app, customer int32
 	// nextNews is when the waiting nodes are told next which nodes are missing.
 	nextNews time.Duration
 }
@@ -61,6 +63,10 @@ type arrival struct {
 	id, customer int
 	stamp        int32
 	final        bool // at the end of a program
+	// unsure: the request may have been on its way for long, and given up meanwhile. The node was
+	// asked, first at that time, whether it still waits. Until it says so the request does not count.
+	unsure bool
+	asked  time.Duration
 }
 
 // answer is the last release that was sent to a node of this library for a barrier, or the
@@ -104,7 +110,8 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		s.open[key] = g
 	}
 	same := func(o arrival) bool { return o.id == a.id && o.customer == a.customer }
-	switch i := slices.IndexFunc(g.came, same); {
+	i := slices.IndexFunc(g.came, same)
+	switch {
 	case s.table.native(from) && s.answered(from, key, a.stamp):
 		s.dropEmpty()
 		return nil
@@ -112,21 +119,34 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		s.again(from, key, a.stamp)
 		s.dropEmpty()
 		return nil
-	case i >= 0 && (instance || s.table.native(from)):
-		g.came[i] = a // repeated, or given up and requested anew
+	case i >= 0 && g.came[i].stamp == a.stamp && s.table.native(from): // repeated
 		return nil
+	case i >= 0 && (instance || s.table.native(from)): // given up and requested anew
+		g.came[i] = a
+	default:
+		i = len(g.came)
+		g.came = append(g.came, a)
 	}
-	g.came = append(g.came, a)
-	if len(g.came) < s.cfg.expected(group, instance) {
+	g.app, g.customer = msg.AppID, msg.CustomerID
+	if s.table.native(from) && !a.final && s.alive.peers[from].doubtful() {
+		s.askWhether(now, key, &g.came[i])
+	}
+	s.complete(now, key, g)
+	return nil
+}
+
+// complete releases a barrier when enough requests count.
+func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
+	if g.counted() < s.cfg.expected(key.group, key.instance) {
 		g.told = false
 		s.recheck(now)
-		return nil
+		return
 	}
 	delete(s.open, key)
 	s.passed[key] = true // of use for instance barriers
 	to := make([]int, 0, len(g.came))
-	if instance {
-		to = s.table.Members(group)
+	if key.instance {
+		to = s.table.Members(key.group)
 	} else {
 		for _, a := range g.came {
 			to = append(to, a.id)
@@ -141,10 +161,50 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		if owed {
 			continue
 		}
-		s.release(id, instance, msg.AppID, msg.CustomerID, request)
+		s.release(id, key.instance, g.app, g.customer, request)
 	}
-	if s.calls.finalizing() && instance && group == van.AllNodes {
+	if s.calls.finalizing() && key.instance && key.group == van.AllNodes {
 		s.calls.Leaving(now) // the others leave when they have the release
+	}
+}
+
+// counted returns how many requests count.
+func (g *gather) counted() (n int) {
+	for i := range g.came {
+		if !g.came[i].unsure {
+			n++
+		}
+	}
+	return n
+}
+
+// askWhether asks a node whether it still waits for what it requested with a, which does not count
+// until then: it may have been held up as long as nothing came from that node, and the word that it
+// was given up comes after it. What ends a program is never given up.
+func (s *gathers) askWhether(now time.Duration, key gatherKey, a *arrival) {
+	a.unsure, a.asked = true, now
+	s.out.tellAbout(a.id, notice{verb: verbWhether, group: key.group, instance: key.instance}, named(a.stamp))
+}
+
+// stillWaits handles the answer of a node that still waits.
+func (s *gathers) stillWaits(now time.Duration, from int, msg *van.Meta, n notice) error {
+	key := gatherKey{n.group, n.instance}
+	g, h := s.open[key], s.alive.peers[from]
+	switch {
+	case s.life.phase != ready || h == nil || !s.table.native(from):
+		return s.table.bad(from, msg, "sender", from, "a node of this cluster and of this library")
+	case g == nil: // over meanwhile
+		return nil
+	}
+	i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == from && a.unsure && named(a.stamp) == msg.Key })
+	switch {
+	case i < 0:
+	case h.gap > g.came[i].asked: // the answer may have been held up, too
+		s.askWhether(now, key, &g.came[i])
+	default:
+		g.came[i].unsure = false
+		h.sure = max(h.sure, g.came[i].asked)
+		s.complete(now, key, g)
 	}
 	return nil
 }
@@ -218,11 +278,18 @@ func (s *gathers) again(id int, key gatherKey, stamp int32) {
 	s.release(id, key.instance, 0, 0, named(stamp))
 }
 
-// releaseOwed sends the releases that could not be sent while id was down.
-func (s *gathers) releaseOwed(id int) {
+// back sends the releases that could not be sent while id was down, and asks again what may have been lost.
+func (s *gathers) back(id int) {
 	for _, key := range sortedKeys(s.answers[id]) {
 		if a := s.answers[id][key]; a.owed {
 			s.again(id, key, a.stamp)
+		}
+	}
+	for _, key := range sortedKeys(s.open) {
+		for _, a := range s.open[key].came {
+			if a.id == id && a.unsure {
+				s.askWhether(a.asked, key, &a)
+			}
 		}
 	}
 }
@@ -338,7 +405,11 @@ func (s *gathers) tick(now time.Duration) {
 			g.nextNews += s.cfg.ReportEvery
 		}
 		for _, a := range g.came {
-			if s.tells(a) && !s.alive.isDown(a.id) {
+			switch {
+			case !s.tells(a) || s.alive.isDown(a.id):
+			case a.unsure: // the question may be lost
+				s.askWhether(a.asked, key, &a)
+			default:
 				s.out.tellAbout(a.id, notice{verb: verbWaiting, text: s.missing(key, g)}, named(a.stamp))
 			}
 		}
@@ -385,7 +456,7 @@ func (s *gathers) missing(key gatherKey, g *gather) string {
 		}
 	}
 	return fmt.Sprintf("%s barrier over %s: %d of %d requests, not from %s", kindName(key.instance),
-		groupName(key.group), len(g.came), s.cfg.expected(key.group, key.instance), list(missing))
+		groupName(key.group), g.counted(), s.cfg.expected(key.group, key.instance), list(missing))
 }
 
 // awaited lists whose requests have yet to come. Each element is one node, or, for a group barrier,
@@ -404,7 +475,9 @@ func (s *gathers) awaited(key gatherKey, g *gather) (all [][]int) {
 	}
 	came := map[int]int{}
 	for _, a := range g.came {
-		came[a.id]++
+		if !a.unsure {
+			came[a.id]++
+		}
 	}
 	return slices.DeleteFunc(all, func(ids []int) bool {
 		return slices.ContainsFunc(ids, func(id int) bool { return came[id] >= s.table.places(id) })

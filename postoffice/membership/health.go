@@ -54,6 +54,8 @@ type health struct {
 	back     time.Duration // when it then came back; 0: not since
 	beats    bool          // it has sent a heartbeat
 	interval time.Duration // between its heartbeats, as it says
+	gap      time.Duration // when something came after nothing had for longer than that; 0: never
+	sure     time.Duration // when it was sent a question that it has answered since; 0: never
 	stale    bool          // its last heartbeat said that its table is old
 }
 
@@ -67,6 +69,9 @@ const sameLossTime = 5 * time.Second
 func (h *health) sameLoss(now time.Duration) bool {
 	return h.down == 0 && h.back > 0 && now-h.back < sameLossTime
 }
+
+// doubtful tells whether what comes from the node may have been on its way for long.
+func (h *health) doubtful() bool { return h.gap > h.sure }
 
 type liveness struct {
 	cfg       *Config
@@ -89,6 +94,9 @@ func (l *liveness) heard(now time.Duration, from int) bool {
 	h := l.peers[from]
 	if h == nil {
 		return false
+	}
+	if h.interval > 0 && now-h.heard > h.interval*3/2 {
+		h.gap = now
 	}
 	h.seen, h.heard, h.answered = max(h.seen, now), max(h.heard, now), 0
 	return h.down&silent != 0

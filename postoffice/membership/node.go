@@ -182,7 +182,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	switch what.verb {
 	case verbPolicies:
 		return n.policies.take(from, msg, what)
-	case verbWithdraw:
+	case verbWithdraw, verbWaits:
 		return n.table.bad(from, msg, "body", what.verb, "a notice for others than the scheduler")
 	case verbError:
 		n.calls.end(n.table.refused("join the cluster", what.text))
@@ -194,6 +194,8 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 		}
 	case verbBarrier:
 		n.calls.refused(what, msg.Key)
+	case verbWhether:
+		n.calls.whether(what, msg.Key)
 	case verbDown:
 		dead := what.ids()
 		for _, id := range n.table.ids() {

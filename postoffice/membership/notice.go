@@ -32,6 +32,8 @@ const (
 	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
 	verbWithdraw = "withdraw"
 	// withdraw <group> <instance|group>: to the scheduler, the request that the key names is given up
+	verbWhether  = "whether"  // <group> <instance|group>: does the node still wait for the request that the key names?
+	verbWaits    = "waits"    // the same: it does; else the answer is withdraw
 	verbPolicies = "policies" // <version> <policy>...: to a node; from a node to a new scheduler
 	verbHave     = "have"     // <version> <states>: to the scheduler, what the node has of them
 	verbAsk      = "ask"      // <incarnation> <host:port> <question>: to the scheduler, of a process that is no node
@@ -42,7 +44,7 @@ const (
 type notice struct {
 	verb     string
 	id       int // dead, back
-	group    int // barrier-failed, withdraw
+	group    int // barrier-failed, withdraw, whether, waits
 	instance bool
 	text     string
 }
@@ -52,7 +54,7 @@ func (n notice) body() []byte {
 	switch n.verb {
 	case verbDead, verbCut, verbBack:
 		s += " " + strconv.Itoa(n.id)
-	case verbBarrier, verbWithdraw:
+	case verbBarrier, verbWithdraw, verbWhether, verbWaits:
 		s += " " + strconv.Itoa(n.group) + " " + kindName(n.instance)
 	}
 	if n.text != "" {
@@ -126,7 +128,7 @@ func parseNotice(body []byte) (notice, error) {
 			return bad("body back", strconv.Quote(head(s)), "nothing after the id")
 		}
 		n.id, n.text = id, rest
-	case verbBarrier, verbWithdraw:
+	case verbBarrier, verbWithdraw, verbWhether, verbWaits:
 		group, ok := number(word())
 		if !ok || group < 1 || group > van.AllNodes {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "a group from 1 to 7")
@@ -135,8 +137,8 @@ func parseNotice(body []byte) (notice, error) {
 		if kind != kindName(true) && kind != kindName(false) {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "instance or group")
 		}
-		if n.verb == verbWithdraw && rest != "" {
-			return bad("body withdraw", strconv.Quote(head(s)), "nothing after the kind")
+		if n.verb != verbBarrier && rest != "" {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "nothing after the kind")
 		}
 		n.group, n.instance, n.text = group, kind == kindName(true), rest
 	default:

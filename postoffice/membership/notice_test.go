@@ -20,6 +20,8 @@ func TestNoticeRoundTrip(t *testing.T) {
 		{verb: verbBarrier, group: 1, text: "x"},
 		{verb: verbWithdraw, group: 4, instance: true},
 		{verb: verbWithdraw, group: 1},
+		{verb: verbWhether, group: 4, instance: true},
+		{verb: verbWaits, group: 6},
 	} {
 		got, err := parseNotice(n.body())
 		if err != nil || got != n {

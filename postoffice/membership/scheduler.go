@@ -231,6 +231,8 @@ func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
 		return s.policies.ask(now, from, msg, n, s.report)
 	case verbWithdraw:
 		return s.gathers.withdraw(now, from, msg, n)
+	case verbWaits:
+		return s.gathers.stillWaits(now, from, msg, n)
 	}
 	return s.table.bad(from, msg, "sender", from, "notices come from the scheduler only")
 }

@@ -95,6 +95,7 @@ var failed = []struct {
 	{11333, "a barrier of the process before one that had not taken its place yet"},
 	{89917, "a server that had let messages time out was sent nothing more, and so was never back"},
 	{13523, "a replaced worker's barrier of itself alone was taken for one over its group; what it repeated was acknowledged to its successor"},
+	{102115, "a barrier that counts a request that was given up while a cut held it up"},
 }
 
 // TestSeedsThatFailed runs them again. What a seed means changes with the plans.
