@@ -19,5 +19,6 @@
 // Every decision is a hash of the seed, of what it is about (a connection of two
 // processes, numbered) and of its number there. So it does not matter in which order
 // goroutines get to run. All events have times of their own: virtual time stands still
-// until everything that the one before has caused is done.
+// until everything that the one before has caused is done. What several goroutines of a node
+// send at one time leaves in an order that is not theirs (conn.inOrder).
 package sim

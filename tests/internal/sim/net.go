@@ -1,8 +1,10 @@
 package sim
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"sync"
 	"syscall"
@@ -122,6 +124,7 @@ type conn struct {
 	attempt int // timers of earlier attempts look at it
 	pending []*packet
 	held    []*packet // sent with More
+	control []*packet // sent at this time, see inOrder
 	fwd     *flow     // while up
 	back    *flow
 	lost    bool // it broke and has not been restored
@@ -283,6 +286,7 @@ func (c *conn) detach() {
 // end closes the connection from the dialler's side; what was sent before leaves if
 // linger is not 0. mu is held.
 func (c *conn) end(linger time.Duration) {
+	c.sendControl(func(*packet) bool { return true })
 	c.flush()
 	switch {
 	case c.state == leaving || c.state == ended:
@@ -312,6 +316,60 @@ func (c *conn) giveUp() {
 		p.free()
 	}
 	c.pending = nil
+}
+
+// inOrder sends a control message behind all else that the node sends at this time, and those of one time in the order of
+// their timestamps, acknowledgements last. With PS_RESEND goroutines of a node send new ones, repeat others and acknowledge
+// what has come at the same time, and run in any order. mu is held.
+func (c *conn) inOrder(p *packet) {
+	p.made = c.n.now()
+	if c.control = append(c.control, p); len(c.control) == 1 {
+		c.controlSoon()
+	}
+}
+
+func (c *conn) controlSoon() {
+	c.n.after(1, func() {
+		c.n.mu.Lock()
+		defer c.n.mu.Unlock()
+		now := c.n.now()
+		c.sendControl(func(p *packet) bool { return p.made < now })
+		if len(c.control) > 0 {
+			c.controlSoon()
+		}
+	})
+}
+
+// sendControl sends those that are due of what waits in inOrder. mu is held.
+func (c *conn) sendControl(due func(*packet) bool) {
+	var all, rest []*packet
+	for _, p := range c.control {
+		if due(p) {
+			all = append(all, p)
+		} else {
+			rest = append(rest, p)
+		}
+	}
+	c.control = rest
+	ack := func(p *packet) int {
+		if p.msg.Control.Cmd == van.Ack {
+			return 1
+		}
+		return 0
+	}
+	slices.SortStableFunc(all, func(a, b *packet) int {
+		x, y := &a.msg, &b.msg
+		return cmp.Or(cmp.Compare(a.made, b.made), cmp.Compare(ack(a), ack(b)), cmp.Compare(x.Timestamp, y.Timestamp),
+			cmp.Compare(x.Control.MsgSig, y.Control.MsgSig), cmp.Compare(x.Control.Cmd, y.Control.Cmd))
+	})
+	for _, p := range all {
+		if c.state == leaving || c.state == ended || c.from.dead {
+			p.sent()
+			p.free()
+		} else {
+			c.forward(p)
+		}
+	}
 }
 
 // flush sends what was held for more. mu is held.

@@ -2,6 +2,7 @@ package sim
 
 import (
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/stepaf/stepaf-go/van"
@@ -17,8 +18,9 @@ type packet struct {
 	lent   bool // the values are still the sender's memory
 	gone   bool // its request was given up
 	done   van.Completion
-	at     *node // who has received it
-	fin    bool  // no message: the sender has closed the connection
+	made   time.Duration // when it was sent, of one that waits in inOrder
+	at     *node         // who has received it
+	fin    bool          // no message: the sender has closed the connection
 	lane   string
 	waits  *atomic.Int64 // of its lane
 }

@@ -143,6 +143,7 @@ func (p *proc) join() error {
 			return err
 		}
 	}
+	began := c.net.now() // what happens at this time is told, or not, by chance
 	n.OnPeer(func(id int, up bool, cause error) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
@@ -151,7 +152,9 @@ func (p *proc) join() error {
 		} else {
 			p.downs[id] = c.net.now()
 		}
-		c.net.note(p.name, fmt.Sprintf("is told: %s up=%t", van.NodeName(id), up))
+		if c.net.now() > began {
+			c.net.note(p.name, fmt.Sprintf("is told: %s up=%t", van.NodeName(id), up))
+		}
 	})
 	role := p.who.Role()
 	switch {

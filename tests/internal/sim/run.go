@@ -294,6 +294,7 @@ func (c *cluster) recover() {
 			time.Sleep(schedulerTime)
 		} else {
 			c.supervise(p, false, func(*proc) {})
+			time.Sleep(time.Microsecond) // which of two that start at one time has which port is chance
 		}
 	}
 	for until := c.net.now() + joinTime + 2*slack; c.net.now() < until && !c.complete(); {

@@ -311,6 +311,9 @@ func (v *node) Send(msg *van.Message) error {
 		}
 	}
 	p.msg.More = msg.More
+	if n.tr.Resend && msg.IsControl() {
+		put = func() { c.inOrder(p) }
+	}
 	if !v.later(put) {
 		put()
 	}
