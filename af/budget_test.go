@@ -107,6 +107,7 @@ func TestBatchBeyondTheReceiveBudget(t *testing.T) {
 				}
 				eventually(t, "nothing is open", func() bool { n, bytes := af.OpenBatches(s, van.WorkerID(0)); return n == 0 && bytes == 0 })
 				works(t, w, 1)
+				testcluster.Counted(t, c.Servers[0], postoffice.Stats{InvalidRequests: 3})
 			}, all...)
 		})
 	}
@@ -144,6 +145,7 @@ func TestBatchGivenUpForAnother(t *testing.T) {
 			t.Error(err)
 		}
 		vantest.Fails(t, first.Wait(t.Context()), van.ErrQueueFull, "push_pull with server 0", "bytes of batches that have not ended, want at most 1048576 (STEPAF_RECV_BUDGET_PEER)")
+		testcluster.Counted(t, c.Servers[0], postoffice.Stats{RefusedRequests: 1})
 	}, all...)
 }
 

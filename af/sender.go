@@ -56,11 +56,18 @@ func (x *sender) accept(msg *van.Message) error {
 	x.mu.Lock()
 	b, err := x.batchOf(msg)
 	if err != nil {
-		if s.reorders && x.hold(msg, s.node.Config().RecvBudgetPeer) {
+		switch limit := s.node.Config().RecvBudgetPeer; {
+		case s.reorders && x.hold(msg, limit):
 			x.early.Add(1)
 			err = nil
+		case s.reorders:
+			err = fmt.Errorf("%w: %d messages of %d bytes wait for those that they follow, want at most %d, and %d bytes (STEPAF_RECV_BUDGET_PEER)",
+				van.ErrQueueFull, len(x.held), x.heldBytes, maxOpen, limit)
 		}
 		x.mu.Unlock()
+		if s.reorders && err != nil {
+			s.node.Refuse(msg.Sender, msg.Epoch, int32(s.app), msg.CustomerID, msg.Timestamp, err)
+		}
 		return err
 	}
 	err = b.add(msg)

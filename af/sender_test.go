@@ -306,7 +306,7 @@ func TestBatchIsBounded(t *testing.T) {
 }
 
 // TestSenderLimits: a batch may have STEPAF_RECV_BUDGET before its end and not a byte more; of messages that continue
-// none 1024 are held; and nobody but a worker gives up what that worker has begun.
+// none 1024 are held, and what is refused is counted; and nobody but a worker gives up what that worker has begun.
 func TestSenderLimits(t *testing.T) {
 	c := testcluster.Start(t, testcluster.Options{Set: func(c *postoffice.Config) { c.RecvBudgetPeer, c.RecvBudget = 1<<20, 2<<20 }})
 	s, err := NewServer(c.Servers[0], ServerOptions{AppID: 3})
@@ -360,10 +360,11 @@ func TestSenderLimits(t *testing.T) {
 	}
 
 	for i := range maxOpen + 2 {
-		if err := accept(int32(2000+10*i), van.BatchMiddle, 0); (err == nil) != (i < maxOpen) || err != nil && !errors.Is(err, van.ErrMalformed) {
+		if err := accept(int32(2000+10*i), van.BatchMiddle, 0); (err == nil) != (i < maxOpen) || err != nil && !errors.Is(err, van.ErrQueueFull) {
 			t.Errorf("message %d that continues no batch: %v", i, err)
 		}
 	}
+	testcluster.Counted(t, c.Servers[0], postoffice.Stats{InvalidRequests: 1, RefusedRequests: 2})
 	s.giveUp(postoffice.Withdrawn{Sender: van.WorkerID(0), First: 2000, Count: 1})
 	if len(x.open) != 1 || len(x.held) != maxOpen-1 {
 		t.Errorf("%d batches are open, %d messages are held, want 1 and %d", len(x.open), len(x.held), maxOpen-1)

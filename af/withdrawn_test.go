@@ -101,6 +101,7 @@ func TestOpenBatchBudget(t *testing.T) {
 	if n, bytes := af.OpenBatches(s, van.WorkerID(0)); n != 3 || bytes > 1<<20 {
 		t.Errorf("%d batches, %d bytes are open, want 3 below %d", n, bytes, 1<<20)
 	}
+	testcluster.Counted(t, c.Servers[0], postoffice.Stats{RefusedRequests: 9})
 }
 
 // TestOpenBatches: a worker that has begun 1024 batches and ended none loses the oldest one with the next, and a
@@ -125,6 +126,7 @@ func TestOpenBatches(t *testing.T) {
 	if n, _ := af.OpenBatches(s, van.WorkerID(0)); n != 1023 || !strings.Contains(logged.String(), "gave up a batch that has not ended") {
 		t.Errorf("%d batches are open, want 1023, and a line about the oldest one", n)
 	}
+	testcluster.Counted(t, c.Servers[0], postoffice.Stats{RefusedRequests: 1})
 }
 
 // TestOpenBatchBudgetOfTheOldest: the batch that goes over the budget is not the one that is

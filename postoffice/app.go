@@ -45,6 +45,10 @@ func (a App) Addresses() (port int, peers []string) {
 // one cause differ in numbers only.
 func (a App) Rarely(cause string) (count uint64, show bool) { return a.rarely(cause) }
 
+// PausedRead counts that a handler is about to block because bytes of what node id has sent wait for the program, and
+// logs text as Rarely says: that peer is not read meanwhile.
+func (a App) PausedRead(id, bytes int, text string) { a.pausedRead(id, bytes, text) }
+
 // Poll receives on the caller's goroutine, if the van can, until done returns true or
 // nothing has come for a short time. Handlers run on it, too, so they must never block.
 func (a App) Poll(done func() bool) { a.stack.Poll(done) }

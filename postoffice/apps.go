@@ -72,7 +72,7 @@ func (a *apps) deliver(msg *van.Message) {
 			return
 		}
 	}
-	if c.early.behind.Load() && c.early.keep(msg, a.self.cfg.RecvBudgetPeer) {
+	if c.early.behind.Load() && c.early.keep(msg, a.self) {
 		return
 	}
 	c.deliver(msg)

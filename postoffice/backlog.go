@@ -50,12 +50,12 @@ func (s *backlogs) fill(kept []early) (senders []int) {
 }
 
 // keep queues msg behind its sender's backlog, if there is one, and reports whether it did.
-// While the backlog has limit bytes or more it blocks, and with it the receiving of that
+// While the backlog has STEPAF_RECV_BUDGET_PEER bytes or more it blocks, and with it the receiving of that
 // sender's messages.
-func (s *backlogs) keep(msg *van.Message, limit int) bool {
+func (s *backlogs) keep(msg *van.Message, self *identity) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for {
+	for limit, paused := self.cfg.RecvBudgetPeer, false; ; paused = true {
 		b := s.by[msg.Sender]
 		switch {
 		case s.ended:
@@ -66,6 +66,9 @@ func (s *backlogs) keep(msg *van.Message, limit int) bool {
 			b.queue = append(b.queue, msg.Retain())
 			b.bytes += weight(msg)
 			return true
+		}
+		if !paused {
+			self.pausedRead(msg.Sender, b.bytes, "a peer is not read for now: what it sent before its application was made is not taken")
 		}
 		s.room.Wait()
 	}

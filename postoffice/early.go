@@ -53,6 +53,7 @@ func (a *apps) store(k appKey, msg *van.Message) (c *Customer, why string) {
 		return nil, ""
 	}
 	if why := a.full(msg); why != "" {
+		a.self.counts.early.add(msg)
 		if count, show := a.tooMany.Next(); show {
 			a.self.log.Warn("dropped a request for an application that this node does not have: "+why, "err", errNoApp,
 				"from", van.NodeName(msg.Sender), "message", msg.Meta.String(), "kept", a.messages, "bytes", a.bytes, "dropped so far", count)
@@ -149,6 +150,7 @@ func (a *apps) expireIn(d time.Duration) {
 		gone := a.forget(func(k appKey, e *early) bool {
 			if time.Duration(clock.Now()-e.at) >= limit {
 				of = k
+				a.self.counts.early.add(e.msg)
 				return true
 			}
 			if oldest == 0 || e.at < oldest {

@@ -128,7 +128,7 @@ func TestBacklogIsCounted(t *testing.T) {
 }
 
 // TestRoomBehindABacklog: a receiver that waits since too much is behind a busy handler goes on when messages of
-// its sender have been taken, and not before.
+// its sender have been taken, and not before; it is counted as one that waits once.
 func TestRoomBehindABacklog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var s backlogs
@@ -137,9 +137,9 @@ func TestRoomBehindABacklog(t *testing.T) {
 			return (&van.Message{Meta: van.Meta{Request: true, Timestamp: ts}, Sender: 9}).Retain()
 		}
 		s.fill([]early{{msg: request(0)}, {msg: request(1)}, {msg: request(2)}})
-		limit := 2 * weight(request(0))
+		self := &identity{cfg: &Config{RecvBudgetPeer: 2 * weight(request(0))}, log: slog.New(slog.DiscardHandler)}
 		kept := make(chan bool, 1)
-		go func() { kept <- s.keep(request(3), limit) }()
+		go func() { kept <- s.keep(request(3), self) }()
 		for ts := range int32(2) {
 			synctest.Wait()
 			if len(kept) > 0 {
@@ -156,6 +156,9 @@ func TestRoomBehindABacklog(t *testing.T) {
 		}
 		if !<-kept {
 			t.Error("the message overtakes the backlog")
+		}
+		if n := self.counts.paused.Load(); n != 1 {
+			t.Errorf("counted %d times", n)
 		}
 	})
 }

@@ -26,6 +26,7 @@ type identity struct {
 	log         *slog.Logger
 	debug       bool // log every message
 	causes      logx.Causes
+	counts      counts
 }
 
 // Name says who this node is: "worker 0 (id 9)".
@@ -72,6 +73,14 @@ func (n *identity) mayJoin(id int) bool {
 
 // rarely is App.Rarely. Errors of one cause have the same logx.Kind.
 func (n *identity) rarely(cause string) (count uint64, show bool) { return n.causes.Next(cause) }
+
+// pausedRead is App.PausedRead.
+func (n *identity) pausedRead(id, bytes int, text string) {
+	n.counts.paused.Add(1)
+	if k, show := n.rarely(text); show {
+		n.log.Warn(text, "peer", n.peerName(id), "bytes", bytes, "limit (STEPAF_RECV_BUDGET_PEER)", n.cfg.RecvBudgetPeer, "so far", k)
+	}
+}
 
 // droppedControl logs that a control message of node from was dropped, and why.
 func (n *identity) droppedControl(from int, why error) {

@@ -311,6 +311,8 @@ func TestEarlyRequestsHaveABudget(t *testing.T) {
 	if !strings.Contains(logged.String(), "dropped a request for an application that this node does not have") {
 		t.Error("the log does not say what was dropped")
 	}
+	const gone = 2 * (20 - budget/size)
+	testcluster.Counted(t, c.Servers[0], postoffice.Stats{EarlyRequests: gone, EarlyBytes: gone * (size + 8 + 512)})
 }
 
 // TestPlaces: only ids that the cluster has a place for may join it.

@@ -26,8 +26,15 @@ var refusals = [...]struct {
 
 // Refuse tells node id that this node will not answer the request that timestamp ts belongs to: its call fails at once.
 // epoch is that of the request's message. Only the reasons van.ErrInvalid and van.ErrQueueFull are told. A process of the
-// original, one that was lost, and one in the place of the one that asked are told nothing.
+// original, one that was lost, and one in the place of the one that asked are told nothing. Stats has the number for
+// each of the two reasons, whoever was told.
 func (a App) Refuse(id int, epoch uint32, app, customer, ts int32, why error) {
+	switch {
+	case errors.Is(why, van.ErrInvalid):
+		a.counts.invalid.Add(1)
+	case errors.Is(why, van.ErrQueueFull):
+		a.counts.refused.Add(1)
+	}
 	a.notices.refuse(id, epoch, app, customer, ts, why)
 }
 

@@ -36,6 +36,9 @@ func TestReadRefused(t *testing.T) {
 	if len(out.bodies) != 2 {
 		t.Errorf("%q are told, want nothing more", out.bodies[2:])
 	}
+	if got, want := n.Stats(), (Stats{RefusedRequests: 1, InvalidRequests: 4}); got != want {
+		t.Errorf("%+v is counted, want %+v", got, want)
+	}
 
 	for body, want := range map[string]error{
 		"7 0 5 invalid x": van.ErrInvalid, "7 0 5 full x y": van.ErrQueueFull, "7 0 5 full a\nb\xff": van.ErrQueueFull, "7 0 5 full ": van.ErrQueueFull,

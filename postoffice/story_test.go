@@ -80,6 +80,63 @@ func TestStrangersExpire(t *testing.T) {
 				t.Errorf("message %d: given back %d times after its time; logged: %q", i, owner.count(), logged.String())
 			}
 		}
+		if got, want := n.Stats(), (Stats{StrangerMessages: 3, StrangerBytes: 3 * 512}); got != want {
+			t.Errorf("%+v is counted, want %+v", got, want)
+		}
+	})
+}
+
+// TestRoomBehindStrangers: what comes of a process while a handler is busy with what it sent before it was known waits
+// when that uses up the budget, and is counted once; it goes on in order when there is room.
+func TestRoomBehindStrangers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		cfg := DefaultConfig()
+		cfg.NumWorkers, cfg.NumServers, cfg.GroupSize = 1, 1, 1
+		cfg.RecvBudgetPeer = 2 * 512
+		var logged vantest.Log
+		n := keptNode(cfg, logged.Logger())
+		n.strangers.note(9, 1, false)
+		came, free := make(chan int32, 8), make(chan struct{})
+		if _, err := n.App().AddCustomer(7, 7, func(m *van.Message) {
+			came <- m.Timestamp
+			<-free
+		}); err != nil {
+			t.Fatal(err)
+		}
+		send := func(ts int32) {
+			m := &van.Message{}
+			m.Reset()
+			m.Sender, m.Request, m.AppID, m.Timestamp = 9, true, 7, ts
+			m.SetIncarnations(2, n.incarnation)
+			n.receive(m)
+			m.Release()
+		}
+		send(0)
+		send(1)
+		n.strangers.note(9, 2, true)
+		synctest.Wait()
+		send(2)
+		returned := make(chan struct{})
+		go func() {
+			send(3)
+			close(returned)
+		}()
+		synctest.Wait()
+		select {
+		case <-returned:
+			t.Error("a message is kept beyond the budget")
+		default:
+		}
+		if got, want := n.Stats(), (Stats{PausedReads: 1}); got != want || strings.Count(logged.String(), "a peer is not read for now") != 1 {
+			t.Errorf("%+v is counted, want %+v; logged: %q", got, want, logged.String())
+		}
+		close(free)
+		<-returned
+		for want := range int32(4) {
+			if ts := <-came; ts != want {
+				t.Errorf("message %d comes, want %d", ts, want)
+			}
+		}
 	})
 }
 

@@ -135,7 +135,7 @@ func (s *strangers) hold(msg *van.Message) bool {
 	size := weight(msg)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for {
+	for paused := false; ; {
 		p := s.processes.of(msg.Sender)
 		switch s.processes.judge(msg, p) {
 		case accept:
@@ -152,9 +152,14 @@ func (s *strangers) hold(msg *van.Message) bool {
 		case s.closed:
 			return true
 		case p.behind && v.bytes+size > s.self.cfg.RecvBudgetPeer && len(v.queue) > 0:
+			if !paused {
+				paused = true
+				s.self.pausedRead(msg.Sender, v.bytes, "a peer is not read for now: what it sent before it was known is not taken")
+			}
 			s.room.Wait()
 			continue
 		case !p.behind && (!s.self.mayJoin(msg.Sender) || len(v.queue) >= maxEarly || s.bytes+size > s.self.cfg.StrangerBudget):
+			s.self.counts.strangers.add(msg)
 			if count, show := s.refused.Next(); show {
 				s.self.log.Warn("dropped a message of a process that this node does not know", "from", s.self.peerName(msg.Sender), "message", msg.Meta.String(),
 					"kept", len(v.queue), "bytes", s.bytes, "limit (STEPAF_STRANGER_BUDGET)", s.self.cfg.StrangerBudget, "dropped so far", count)
@@ -194,7 +199,9 @@ func (s *strangers) expireIn(d time.Duration) {
 				continue
 			}
 			for len(v.queue) > 0 && time.Duration(now-v.queue[0].at) >= strangerTime {
-				s.shift(v).Release()
+				msg := s.shift(v)
+				s.self.counts.strangers.add(msg)
+				msg.Release()
 				gone++
 			}
 			if len(v.queue) == 0 {

@@ -81,6 +81,7 @@ func TestMessagesOfOtherProcesses(t *testing.T) {
 		if got := app.all(); !slices.Equal(got, want) {
 			t.Fatalf("the application has %v, want %v", got, want)
 		}
+		testcluster.Counted(t, s, postoffice.Stats{FencedMessages: 3})
 		epoch := s.Epoch(van.WorkerID(0))
 		record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.Identity{Incarnation: next}).Encode()}
 		s.NoteProcess(van.WorkerID(0), &record)
@@ -267,7 +268,7 @@ func TestAnsweredWhenReplaced(t *testing.T) {
 }
 
 // TestStrangersHaveABudget: what a process that the table does not have can make a node
-// keep is bounded in bytes.
+// keep is bounded in bytes; what is dropped is counted.
 func TestStrangersHaveABudget(t *testing.T) {
 	const size, budget = 100 << 10, 1 << 20
 	hook := &hooks.Van{}
@@ -297,6 +298,8 @@ func TestStrangersHaveABudget(t *testing.T) {
 	if !strings.Contains(logged.String(), "STEPAF_STRANGER_BUDGET") {
 		t.Error("the log does not name the budget")
 	}
+	gone := uint64(30 - hook.Held())
+	testcluster.Counted(t, s, postoffice.Stats{StrangerMessages: gone, StrangerBytes: gone * (size + 8 + 512)})
 	// What has been delivered does not count any more.
 	record := van.Node{Role: van.Worker, ID: van.WorkerID(0), Endpoint: (&van.Identity{Incarnation: w.Incarnation() ^ 1}).Encode()}
 	s.NoteProcess(van.WorkerID(0), &record)
@@ -334,6 +337,7 @@ func TestEarlyRequestsExpire(t *testing.T) {
 	until(t, "the request is kept", func() bool { return hook.Held() == 1 })
 	c.Workers[0].Close()
 	until(t, "it is forgotten", func() bool { return hook.Held() == 0 })
+	testcluster.Counted(t, c.Servers[0], postoffice.Stats{EarlyRequests: 1, EarlyBytes: 100 + 8 + 512}) // of the living
 }
 
 // TestStrangersLeaveNothing: what comes under an id that no member can have is dropped, and
@@ -355,4 +359,5 @@ func TestStrangersLeaveNothing(t *testing.T) {
 	if !strings.Contains(logged.String(), "dropped a message of a process that this node does not know") {
 		t.Error("the log does not say what was dropped")
 	}
+	testcluster.Counted(t, s, postoffice.Stats{StrangerMessages: ids, StrangerBytes: ids * (8 + 512)})
 }

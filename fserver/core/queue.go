@@ -172,10 +172,9 @@ func (q *queue) put(b af.Batch) {
 	rank := b.Worker()
 	q.mu.Lock()
 	wait := q.polling.Load() == 0
-	for wait && q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil {
-		if n, show := q.node.Rarely("fserver: budget"); show {
-			q.node.Log().Warn("a worker's batches wait for get_batch: what else it sends is not read for now", "worker", q.node.PeerName(q.node.Topology().WorkerInstance(rank)),
-				"bytes", q.bytes[rank], "limit (STEPAF_RECV_BUDGET_PEER)", q.budget(), "so far", n)
+	for paused := false; wait && q.bytes[rank] >= q.budget() && b.Wanted() && q.node.Alive() == nil; paused = true {
+		if !paused {
+			q.node.PausedRead(q.node.Topology().WorkerInstance(rank), q.bytes[rank], "a worker's batches wait for get_batch: what else it sends is not read for now")
 		}
 		room := q.room
 		q.mu.Unlock()

@@ -460,6 +460,7 @@ func TestQueueBudget(t *testing.T) {
 		}
 		await(t, "full budget", func() bool { _, n := server.queued(0); return n >= budget })
 		await(t, "line about it", func() bool { return strings.Contains(logged.String(), "a worker's batches wait for get_batch") })
+		testcluster.Counted(t, c.Servers[0], postoffice.Stats{PausedReads: 1})
 		for i := range byte(count) {
 			second = append(second, workers[1].ask(t, 100+i, size))
 			if _, n := server.queued(0); n > budget+2*size {

@@ -18,6 +18,9 @@ func (s *Sparse) Next() (n uint64, show bool) {
 	return n, n&(n-1) == 0
 }
 
+// Count is how many events there were.
+func (s *Sparse) Count() uint64 { return s.n.Load() }
+
 // maxCauses bounds what a Causes remembers.
 const maxCauses = 256
 

@@ -27,6 +27,9 @@ func TestSparse(t *testing.T) {
 	if lines["a"] != 10 || lines["b"] != 10 || own != 10 { // 1, 2, 4 ... 512
 		t.Errorf("%v and %d lines, want 10 of each", lines, own)
 	}
+	if n := s.Count(); n != 1000 {
+		t.Errorf("%d events are counted, want 1000", n)
+	}
 	many := 0
 	for i := range 100000 {
 		if _, show := c.Next(fmt.Sprint("cause ", i)); show {

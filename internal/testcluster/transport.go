@@ -82,6 +82,14 @@ func Stats(n *postoffice.Node) van.Stats {
 	return van.Stats{}
 }
 
+// Counted compares what n has counted above its transports.
+func Counted(t testing.TB, n *postoffice.Node, want postoffice.Stats) {
+	t.Helper()
+	if got := n.Stats(); got != want {
+		t.Errorf("%s has counted %+v, want %+v", n.Name(), got, want)
+	}
+}
+
 // wrapped makes the van that Options.Wrap is wrapped around. A node that is given a van
 // does not put shared memory beside it, so this does.
 func (c *Cluster) wrapped(role string) van.Factory {
