@@ -41,7 +41,10 @@ func TestBeating(t *testing.T) {
 	p := (*h.peers.Load())[9]
 	r.net.Cut(h.addr, w.addr)
 	h.must(control(w, 1))
-	r.until("end of the connection", func() bool { return p.otherEnd().Incarnation == 0 })
+	r.until("end of the connection", func() bool {
+		_, stands := otherEnd(p)
+		return !stands
+	})
 	if h.Beating(9) {
 		t.Error("it answers without a connection")
 	}
@@ -91,7 +94,7 @@ func TestNotBeating(t *testing.T) {
 			w.listenOn(port)
 			w.Start(func(m *van.Message) { w.in <- m.Retain() })
 			r.link(h, w)
-			time.Sleep(time.Second) // two questions
+			<-time.After(time.Second) // several questions
 			if h.Beating(9) {
 				t.Error("the worker answers")
 			}

@@ -66,7 +66,7 @@ func New(o van.Options) (van.Van, error) {
 		return nil, fmt.Errorf("van type %q (%s): %w", o.Config.VanType, o.Config.Origin("DMLC_PS_VAN_TYPE"), err)
 	}
 	v := NewOn(stack, o)
-	v.(*rvan).real = true
+	v.(*rvan).beating.real = true
 	return v, nil
 }
 
@@ -78,6 +78,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 		slots:   newTable(min(o.Config.AddressPoolSize, maxIndex)),
 		budgets: budgets{peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
 		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}
+	v.beating.van = v.node
 	if v.engine == nil {
 		v.engine = engine.New(v.cfg.BusyPoll.Spin())
 	}
@@ -145,7 +146,7 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	if self.ID != van.Empty {
 		v.SetID(self.ID)
 	}
-	v.beginBeating(id.LocalAddr())
+	v.beating.begin(id.LocalAddr())
 	go v.events()
 	return v.self.Port, nil
 }

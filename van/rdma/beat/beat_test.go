@@ -48,7 +48,9 @@ func write(t *testing.T, c *net.UDPConn, to netip.AddrPort, b string) {
 
 func until(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !is(); time.Sleep(time.Millisecond) {
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for end := time.Now().Add(patience); !is(); <-tick.C {
 		if time.Now().After(end) {
 			t.Fatalf("no %s within %s", what, patience)
 		}
