@@ -16,8 +16,16 @@ func TestStarved(t *testing.T) {
 			t.Parallel()
 			onLegs(t, func(t *testing.T, leg real.Leg) {
 				t.Parallel()
-				c := start(t, real.Options{Workers: 2, Leg: leg, Env: []string{"PS_HEARTBEAT_INTERVAL=1"}, Loads: patient, NodeEnv: real.StarvedAs(role)})
+				c := start(t, real.Options{Workers: 2, Leg: leg, Env: []string{"PS_HEARTBEAT_INTERVAL=1"}, Loads: patient,
+					NodeEnv: func(r string, rank int) []string {
+						if r == role && rank == 0 {
+							return real.Starved
+						}
+						return nil
+					}})
+				try(t, c.Works(20, soon))
 				try(t, c.Starve(role, 6*time.Second, soon))
+				try(t, c.Finish(soon))
 			})
 		})
 	}

@@ -17,22 +17,9 @@ import (
 // what Spin needs.
 var Starved = []string{"GOMAXPROCS=1", "GODEBUG=asyncpreemptoff=1"}
 
-// StarvedAs is Options.NodeEnv that makes the first process of a role Starved.
-func StarvedAs(role string) func(string, int) []string {
-	return func(r string, rank int) []string {
-		if r == role && rank == 0 {
-			return Starved
-		}
-		return nil
-	}
-}
-
 // Starve lets the first process of a role, which is Starved, compute for so long, and checks that
 // it is lost for nobody: barriers and calls wait for it, and end well. There are two workers.
 func (c *Cluster) Starve(role string, d, soon time.Duration) error {
-	if err := c.Works(20, soon); err != nil {
-		return err
-	}
 	barrier := c.Get("worker", 1).Barrier(van.WorkerGroup, time.Minute)
 	if err := c.Get(role, 0).Spin(d); err != nil {
 		return err
@@ -43,10 +30,10 @@ func (c *Cluster) Starve(role string, d, soon time.Duration) error {
 	if err := <-barrier; err != nil {
 		return fmt.Errorf("the barrier of worker 1: %w", err)
 	}
-	if err := c.Works(50, soon); err != nil {
+	if err := c.Works(20, soon); err != nil {
 		return err
 	}
-	return errors.Join(c.NobodyLost(), c.Finish(soon))
+	return c.NobodyLost()
 }
 
 // NobodyLost checks that no call has failed, and that no process has taken another for lost.
