@@ -153,8 +153,8 @@ type PeerWatcher interface {
 // process that computes answers, one that was stopped does not.
 type Beater interface {
 	// Beating tells whether the process that the latest Connect named for peer id has answered
-	// within the time of PS_HEARTBEAT_TIMEOUT, a fourth of it more at most, on a connection
-	// that stands. When it does not any more the connection ends. It must not block.
+	// within the time of PS_HEARTBEAT_TIMEOUT, a fourth of it more at most, while the connection
+	// to it stands. When it does not any more the van may end the connection. It must not block.
 	Beating(id int) bool
 }
 

@@ -1,13 +1,10 @@
 package processes
 
 import (
-	"slices"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/stepaf/stepaf-go/tests/internal/real"
-	"github.com/stepaf/stepaf-go/van"
 )
 
 // TestStarved: a process in which nothing of Go's runs for longer than its heartbeats may
@@ -27,20 +24,7 @@ func TestStarved(t *testing.T) {
 						return nil
 					}})
 				try(t, c.Works(20, soon))
-				busy, worker := c.Get(role, 0), c.Get("worker", 1)
-				barrier := worker.Barrier(van.WorkerGroup, time.Minute)
-				try(t, busy.Spin(6*time.Second))
-				try(t, result(t, c.Get("worker", 0).Barrier(van.WorkerGroup, time.Minute), soon, "a barrier of all workers ends"))
-				try(t, result(t, barrier, soon, "the barrier of the other worker ends"))
-				try(t, c.Works(50, soon))
-				for _, p := range c.All() {
-					if s := p.State(); s.Stats.Failed > 0 || s.Fenced != "" {
-						t.Errorf("%s: %s: want no call that failed", p, s)
-					}
-					if i := slices.IndexFunc(strings.Split(p.Log(), "\n"), func(l string) bool { return strings.Contains(l, "peer lost") }); i >= 0 {
-						t.Errorf("%s has lost a peer: %s", p, strings.Split(p.Log(), "\n")[i])
-					}
-				}
+				try(t, c.Starve(role, 6*time.Second, soon))
 				try(t, c.Finish(soon))
 			})
 		})

@@ -45,6 +45,7 @@ func (v *rvan) Close(ctx context.Context) error {
 	if v.cm.Channel == nil {
 		return nil
 	}
+	v.beating.end()
 	linger, cancel := context.WithTimeout(ctx, maxLinger)
 	defer cancel()
 	var listen error

@@ -97,6 +97,7 @@ func (cn *connector) connected(l *link) {
 		p.known = in.serial // what was lost has been told
 	}
 	p.process = l.process
+	p.beats.Store(l.process)
 	p.connects++
 	oneWay := p.oneWay
 	p.mu.Unlock()
@@ -143,6 +144,7 @@ func (cn *connector) disconnected(l *link, cause error) {
 	p := cn.peer
 	p.mu.Lock()
 	p.link, p.ending, p.inboundDown, p.oneWay = nil, l, nil, false
+	p.beats.Store(0)
 	l.Broken = true
 	var dropped []*outgoing
 	if cause != nil {

@@ -19,5 +19,6 @@
 // message.go (what is sent); device.go and node.go (what connections share); inbound.go with
 // slots.go, budget.go, reclaim.go and slotmemory.go (receiving side); peer.go with sent.go,
 // put.go, send.go, pull.go, notify.go and dial.go (sending side); native.go and stepmesh.go
-// (the dialects); receive.go and loop.go (completions); accept.go, peers.go and van.go.
+// (the dialects); receive.go and loop.go (completions); accept.go, peers.go, beating.go
+// (who answers for a busy process; package beat) and van.go.
 package rdma

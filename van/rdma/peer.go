@@ -29,6 +29,7 @@ type peer struct {
 	inbound      atomic.Pointer[inbound] // the peer's connection to this node
 	hasConnected atomic.Bool             // there has been one
 	notifying    sync.Mutex              // held while the watcher is notified of a connection that may end meanwhile
+	beats        atomic.Uint32           // the incarnation at the other end of link; 0: there is none, or it did not say
 
 	mu          sync.Mutex
 	sender      *rendezvous.Sender[*outgoing]

@@ -27,6 +27,7 @@ type rig struct {
 	net    *fakeverbs.Net
 	nodes  []*testNode
 	probes bool // idle connections are probed as often as other than in tests
+	real   bool // addresses are this machine's, too, and threads answer there
 }
 
 // testNode is a van with what it has received and been told.
@@ -75,10 +76,14 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 	}
 	n := &testNode{r: r, addr: netip.AddrFrom4([4]byte{10, 77, 1, byte(len(r.nodes) + 1)}), in: make(chan *van.Message, 1<<14),
 		told: make(chan change, 1<<12)}
+	if r.real {
+		n.addr = netip.AddrFrom4([4]byte{127, 77, 1, n.addr.As4()[3]})
+	}
 	n.stack = r.net.Stack(n.addr)
 	n.stack.SetName(van.NodeName(id))
 	identity := van.Identity{Incarnation: uint32(1000 + len(r.nodes))}
 	n.rvan = NewOn(n.stack, van.Options{Config: cfg, Incarnation: identity.Incarnation}).(*rvan)
+	n.real = r.real
 	LongNets(n.rvan)
 	if r.probes {
 		n.times.probe = probeTime

@@ -29,6 +29,7 @@ var (
 	_ van.Recaller        = (*rvan)(nil)
 	_ van.Flusher         = (*rvan)(nil)
 	_ van.PeerWatcher     = (*rvan)(nil)
+	_ van.Beater          = (*rvan)(nil)
 	_ van.Meter           = (*rvan)(nil)
 	_ van.HostChooser     = (*rvan)(nil)
 	_ van.PathChooser     = (*rvan)(nil)
@@ -48,6 +49,7 @@ type rvan struct {
 	engine     *engine.Engine
 	movedBytes atomic.Uint64 // bytes sent and received when movedMuch was last called
 	fences
+	beating
 	rejections logx.Causes // log lines about connect requests
 
 	// These are guarded by mu.
@@ -63,7 +65,9 @@ func New(o van.Options) (van.Van, error) {
 	if err != nil {
 		return nil, fmt.Errorf("van type %q (%s): %w", o.Config.VanType, o.Config.Origin("DMLC_PS_VAN_TYPE"), err)
 	}
-	return NewOn(stack, o), nil
+	v := NewOn(stack, o)
+	v.(*rvan).beating.real = true
+	return v, nil
 }
 
 // NewOn makes a van on the given stack.
@@ -74,6 +78,7 @@ func NewOn(stack verbs.Stack, o van.Options) van.Van {
 		slots:   newTable(min(o.Config.AddressPoolSize, maxIndex)),
 		budgets: budgets{peerBudget: int64(o.Config.RDMAPeerBudget), totalBudget: int64(o.Config.RDMABudget)},
 		buffers: map[bufferKey]backend.Mem{}, eventsEnded: make(chan struct{})}
+	v.beating.van = v.node
 	if v.engine == nil {
 		v.engine = engine.New(v.cfg.BusyPoll.Spin())
 	}
@@ -141,6 +146,7 @@ func (v *rvan) Bind(ctx context.Context, self van.Node) (int, error) {
 	if self.ID != van.Empty {
 		v.SetID(self.ID)
 	}
+	v.beating.begin(id.LocalAddr())
 	go v.events()
 	return v.self.Port, nil
 }

@@ -1,17 +1,55 @@
 package real
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"time"
 	"unsafe"
+
+	"github.com/stepaf/stepaf-go/van"
 )
 
 // Starved makes a process one in which a goroutine that computes keeps all others from running:
 // what Spin needs.
 var Starved = []string{"GOMAXPROCS=1", "GODEBUG=asyncpreemptoff=1"}
+
+// Starve lets the first process of a role, which is Starved, compute for so long, and checks that
+// it is lost for nobody: barriers and calls wait for it, and end well. There are two workers.
+func (c *Cluster) Starve(role string, d, soon time.Duration) error {
+	barrier := c.Get("worker", 1).Barrier(van.WorkerGroup, time.Minute)
+	if err := c.Get(role, 0).Spin(d); err != nil {
+		return err
+	}
+	if err := <-c.Get("worker", 0).Barrier(van.WorkerGroup, soon); err != nil {
+		return fmt.Errorf("the barrier of worker 0: %w", err)
+	}
+	if err := <-barrier; err != nil {
+		return fmt.Errorf("the barrier of worker 1: %w", err)
+	}
+	if err := c.Works(20, soon); err != nil {
+		return err
+	}
+	return c.NobodyLost()
+}
+
+// NobodyLost checks that no call has failed, and that no process has taken another for lost.
+func (c *Cluster) NobodyLost() (err error) {
+	for _, p := range c.All() {
+		if s := p.State(); s.Stats.Failed > 0 || s.Fenced != "" {
+			err = errors.Join(err, fmt.Errorf("%s: %s: want no call that failed", p, s))
+		}
+		for line := range strings.Lines(p.Log()) {
+			if strings.Contains(line, ": peer lost peer=") { // not the end of a connection that was made again
+				err = errors.Join(err, fmt.Errorf("%s has lost a peer: %s", p, strings.TrimSpace(line)))
+			}
+		}
+	}
+	return err
+}
 
 // Spin makes a process compute for so long, and answers when it has ended. No other goroutine
 // of it may run meanwhile: see Starved. Its threads that are not Go's go on.

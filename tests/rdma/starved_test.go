@@ -1,0 +1,72 @@
+package rdma
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stepaf/stepaf-go/tests/internal/real"
+	"github.com/stepaf/stepaf-go/tests/internal/sim/plan"
+	"github.com/stepaf/stepaf-go/van"
+)
+
+// TestStarved: a process in which nothing of Go's runs for longer than its heartbeats may stay
+// away is lost for nobody, whatever its role: a thread answers for it. When it is stopped while
+// it is so busy, it is dead as soon as another.
+func TestStarved(t *testing.T) {
+	const (
+		busy = 5 * time.Second // and 3 s is the limit
+		slow = 4               // as emulated devices of a busy machine are
+		ms   = plan.Duration(time.Millisecond)
+	)
+	c, err := real.New(real.Options{Workers: 2, Leg: real.RDMA, Host: addresses(t)[0], Slow: slow,
+		Env:   append([]string{"PS_HEARTBEAT_INTERVAL=1", fmt.Sprintf("STEPAF_RDMA_ACK_TIMEOUT=%d", patientAck)}, real.Starved...),
+		Loads: []plan.Load{{Nodes: "workers", Every: 10 * ms, Size: 3000, Limit: 60_000 * ms}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		c.Close()
+		for _, w := range c.Wrong() {
+			t.Errorf("wrong: %s", w)
+		}
+		if t.Failed() {
+			t.Logf("timeline:\n%s", c.Timeline())
+			for _, p := range c.All() {
+				log := p.Log()
+				t.Logf("the end of the log of %s:\n%s", p, log[max(0, len(log)-3000):])
+			}
+		}
+	})
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Works(5, slow*soon); err != nil {
+		t.Fatal(err)
+	}
+	for _, role := range []string{"server", "scheduler", "worker"} {
+		if err := c.Starve(role, busy, slow*soon); err != nil {
+			t.Fatalf("while the %s is busy: %v", role, err)
+		}
+	}
+	victim, other := c.Get("worker", 0), c.Get("worker", 1)
+	go victim.Spin(time.Minute)
+	<-time.After(busy)
+	if err := c.NobodyLost(); err != nil {
+		t.Fatal(err)
+	}
+	if err := victim.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	stopped, m := time.Now(), real.WatchMachine(t.Context())
+	err = <-other.Barrier(van.WorkerGroup, 30*time.Second)
+	took, limit := time.Since(stopped), 4*time.Second+m.Late(stopped)
+	t.Logf("after %s (limit %s): %v", took, limit, err)
+	if err == nil || !strings.Contains(err.Error(), "worker 0 (id 9)") || took > limit {
+		t.Errorf("a barrier with the worker that was stopped: %v after %s, want an error that names it after %s at most", err, took, limit)
+	}
+	if c.NobodyLost() == nil {
+		t.Error("no process has lost a peer")
+	}
+}
