@@ -69,12 +69,11 @@ type arrival struct {
 	asked  time.Duration
 }
 
-// answer is the last release that was sent to a node of this library for a barrier, or the
-// notice that it has failed. A repeated request with that timestamp is not counted for the
-// next barrier.
+// answer is the last release for a node of this library, or the notice that the barrier has failed.
+// A node that was down, or whose connection broke when it was sent, may not have it: it repeats its
+// request when it is back. That is not counted for the next barrier.
 type answer struct {
 	stamp     int32
-	owed      bool   // not sent: the node was down
 	withdrawn bool   // not released: the node has given the request up
 	failed    string // not released: the reason that the node was told
 }
@@ -120,6 +119,9 @@ func (s *gathers) request(now time.Duration, from int, msg *van.Meta) error {
 		s.dropEmpty()
 		return nil
 	case i >= 0 && g.came[i].stamp == a.stamp && s.table.native(from): // repeated
+		if a := &g.came[i]; a.unsure { // the question, or its answer, may be lost
+			s.askWhether(a.asked, key, a)
+		}
 		return nil
 	case i >= 0 && (instance || s.table.native(from)): // given up and requested anew
 		g.came[i] = a
@@ -153,15 +155,14 @@ func (s *gathers) complete(now time.Duration, key gatherKey, g *gather) {
 		}
 	}
 	for _, id := range to {
-		owed, request := s.alive.isDown(id), uint64(0)
+		request := uint64(0)
 		if i := slices.IndexFunc(g.came, func(a arrival) bool { return a.id == id }); i >= 0 && s.table.native(id) {
-			s.note(id, key, answer{stamp: g.came[i].stamp, owed: owed})
+			s.note(id, key, answer{stamp: g.came[i].stamp})
 			request = named(g.came[i].stamp)
 		}
-		if owed {
-			continue
+		if !s.alive.isDown(id) {
+			s.release(id, key.instance, g.app, g.customer, request)
 		}
-		s.release(id, key.instance, g.app, g.customer, request)
 	}
 	if s.calls.finalizing() && key.instance && key.group == van.AllNodes {
 		s.calls.Leaving(now) // the others leave when they have the release
@@ -276,22 +277,6 @@ func (s *gathers) release(id int, instance bool, app, customer int32, request ui
 func (s *gathers) again(id int, key gatherKey, stamp int32) {
 	s.note(id, key, answer{stamp: stamp})
 	s.release(id, key.instance, 0, 0, named(stamp))
-}
-
-// back sends the releases that could not be sent while id was down, and asks again what may have been lost.
-func (s *gathers) back(id int) {
-	for _, key := range sortedKeys(s.answers[id]) {
-		if a := s.answers[id][key]; a.owed {
-			s.again(id, key, a.stamp)
-		}
-	}
-	for _, key := range sortedKeys(s.open) {
-		for _, a := range s.open[key].came {
-			if a.id == id && a.unsure {
-				s.askWhether(a.asked, key, &a)
-			}
-		}
-	}
 }
 
 // replaced removes the requests of the process that had id before.

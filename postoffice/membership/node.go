@@ -207,6 +207,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 				n.calls.peerUp(now, id, declared)
 			}
 		}
+		n.calls.askAgain() // this comes after the scheduler has lost this node, and perhaps what it had answered
 	case verbDead, verbCut, verbBack:
 		return n.declare(now, msg, what)
 	}

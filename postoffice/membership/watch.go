@@ -62,7 +62,6 @@ func (w *watch) up(now time.Duration, id int, r reason) {
 	if w.alive.markUp(now, id, r) {
 		w.tellAll(id, notice{verb: verbBack, id: id})
 		w.catchUp(id)
-		w.gathers.back(id)
 		w.gathers.recheck(now)
 	}
 }

@@ -95,6 +95,8 @@ var failed = []struct {
 	{11333, "a barrier of the process before one that had not taken its place yet"},
 	{89917, "a server that had let messages time out was sent nothing more, and so was never back"},
 	{13523, "a replaced worker's barrier of itself alone was taken for one over its group; what it repeated was acknowledged to its successor"},
+	{10757, "a release that was lost with the connection, of which only the scheduler noticed"},
+	{36095, "the same"},
 	{102115, "a barrier that counts a request that was given up while a cut held it up"},
 }
 
