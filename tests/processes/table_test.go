@@ -53,12 +53,22 @@ func (a *attempt) within(t *testing.T, m *real.Machine, since time.Time, limit t
 	}
 }
 
-// joins starts a process in the place of another, and waits until it takes part.
+// joins starts a process in the place of another, and waits until it takes part. It is refused while the scheduler does
+// not know that the other one is dead, which others may know before: then it is started again.
 func joins(t *testing.T, c *real.Cluster, role string, rank int) {
 	t.Helper()
-	p, err := c.Spawn(role, rank)
-	try(t, err)
-	try(t, p.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+	for began := time.Now(); ; {
+		p, err := c.Spawn(role, rank)
+		try(t, err)
+		try(t, p.Await(soon, "it joins or is refused", func(s real.State) bool { return s.Started || s.Ended }))
+		if p.State().Started {
+			return
+		}
+		if time.Since(began) > soon {
+			t.Fatalf("the place is not free: %s", p.State())
+		}
+		<-time.After(200 * time.Millisecond)
+	}
 }
 
 // result waits for what comes from a channel.
@@ -218,20 +228,7 @@ func TestKilledWithFork(t *testing.T) {
 					try(t, w.Await(soon, "a call fails", func(s real.State) bool { return s.Stats.Failed > 0 }))
 					a.within(t, m, killed, 4*time.Second, "the worker's call")
 				}
-				var next *real.Process
-				for { // until the scheduler knows
-					var err error
-					next, err = c.Spawn(role, 1)
-					try(t, err)
-					try(t, next.Await(soon, "it joins or is refused", func(s real.State) bool { return s.Started || s.Ended }))
-					if next.State().Started {
-						break
-					}
-					<-time.After(200 * time.Millisecond)
-					if time.Since(killed) > soon {
-						t.Fatalf("the place is not free: %s", next.State())
-					}
-				}
+				joins(t, c, role, 1)
 				a.within(t, m, killed, 6*time.Second, "the place is free and taken")
 				try(t, c.Works(50, soon))
 				try(t, c.Finish(soon))
