@@ -420,6 +420,43 @@ func TestNotAcknowledged(t *testing.T) {
 	}
 }
 
+// TestNotAcknowledgedByWhoHasGone: with PS_RESEND, what a server has not acknowledged is given up when it has gone, long
+// before the last try, and a line says so.
+func TestNotAcknowledgedByWhoHasGone(t *testing.T) {
+	testcluster.Over(t, func(t *testing.T, o testcluster.Options) {
+		hook := &hooks.Van{}
+		var logged vantest.Log
+		o.Wrap, o.Log, o.Servers = hook.Wrap("worker", 0), logged.Logger(), 2
+		o.Set = func(c *postoffice.Config) { c.Resend, c.ResendTimeout = true, time.Minute }
+		c := testcluster.Start(t, o)
+		x := customer(t, c)
+		r := opened(t, x)
+		hook.OnSend(func(m *van.Message) hooks.Verdict {
+			if m.IsControl() {
+				return hooks.Pass
+			}
+			return hooks.Lose
+		})
+		m := rawRequest(5, r.First(), 10)
+		m.CustomerID = 0
+		if err := c.Workers[0].App().Send(m); err != nil {
+			t.Fatal(err)
+		}
+		if strings.Contains(logged.String(), "gave up a message") {
+			t.Error("a message is given up before its receiver has gone")
+		}
+		c.Scheduler.Close() // it might say first that the server has gone
+		c.Servers[0].Close()
+		vantest.Fails(t, x.Wait(t.Context(), r.First(), time.Hour), van.ErrPeerLost, "server 0 (id 8)")
+		given := slices.DeleteFunc(strings.Split(logged.String(), "\n"), func(l string) bool {
+			return !strings.Contains(l, "gave up a message") || !strings.Contains(l, "push request")
+		})
+		if len(given) != 1 || !strings.Contains(given[0], "server 0 (id 8)") || !strings.Contains(given[0], van.ErrPeerLost.Error()) {
+			t.Errorf("%d lines say that the request was given up, want one that names server 0 and says %q: %q", len(given), van.ErrPeerLost, given)
+		}
+	}, testcluster.InProc, testcluster.TCP)
+}
+
 // opened makes a request of the first worker's customer to the first server.
 func opened(t testing.TB, x *postoffice.Customer) *request {
 	t.Helper()

@@ -11,23 +11,64 @@ import (
 	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
-// within checks how long something took, on a machine that may stand still for a while.
-func within(t *testing.T, m *real.Machine, since time.Time, limit time.Duration, what string) {
+// attempt is one run of a test that judges how long something takes.
+type attempt struct {
+	last  bool // it is not repeated
+	again bool // it is to be repeated
+}
+
+// attempts is how often a test is run at most whose times a machine that was starved has spoiled.
+const attempts = 3
+
+// starved is what a machine is late by when nothing can be told from a limit that was missed: a node that was held up
+// gives the others time anew.
+const starved = time.Second
+
+// timed runs a test on each leg, and again if the machine was starved.
+func timed(t *testing.T, test func(t *testing.T, leg real.Leg, a *attempt)) {
+	onLegs(t, func(t *testing.T, leg real.Leg) {
+		t.Parallel()
+		for i := 1; ; i++ {
+			a := &attempt{last: i == attempts}
+			if test(t, leg, a); !a.again || t.Failed() {
+				return
+			}
+		}
+	})
+}
+
+// within checks how long something took. The limit is what is promised, and what this machine was late by: a quiet one
+// is not late.
+func (a *attempt) within(t *testing.T, m *real.Machine, since time.Time, limit time.Duration, what string) {
 	t.Helper()
-	took := time.Since(since)
-	limit += m.Late(since)
-	t.Logf("%s: %s (limit %s)", what, took.Round(time.Millisecond), limit)
-	if took > limit {
-		t.Errorf("%s took %s, want at most %s", what, took, limit)
+	took, late := time.Since(since), m.Late(since)
+	t.Logf("%s: %s (limit %s, the machine was late by %s)", what, took.Round(time.Millisecond), limit, late.Round(time.Millisecond))
+	switch {
+	case took <= limit+late:
+	case late >= starved && !a.last:
+		t.Logf("%s took %s, want at most %s: it is tried again", what, took, limit+late)
+		a.again = true
+	default:
+		t.Errorf("%s took %s, want at most %s", what, took, limit+late)
 	}
 }
 
-// joins starts a process in the place of another, and waits until it takes part.
+// joins starts a process in the place of another, and waits until it takes part. It is refused while the scheduler does
+// not know that the other one is dead, which others may know before: then it is started again.
 func joins(t *testing.T, c *real.Cluster, role string, rank int) {
 	t.Helper()
-	p, err := c.Spawn(role, rank)
-	try(t, err)
-	try(t, p.Await(soon, "it joins", func(s real.State) bool { return s.Started }))
+	for began := time.Now(); ; {
+		p, err := c.Spawn(role, rank)
+		try(t, err)
+		try(t, p.Await(soon, "it joins or is refused", func(s real.State) bool { return s.Started || s.Ended }))
+		if p.State().Started {
+			return
+		}
+		if time.Since(began) > soon {
+			t.Fatalf("the place is not free: %s", p.State())
+		}
+		<-time.After(200 * time.Millisecond)
+	}
 }
 
 // result waits for what comes from a channel.
@@ -56,9 +97,6 @@ var settings = []struct {
 // is up.
 var patient = []plan.Load{{Nodes: "workers", Every: ms, Size: 3000, Limit: 60_000 * ms}}
 
-// slack is for processes that compete for few processors.
-const slack = 2 * time.Second
-
 // TestWorkerStopped: others do not wait for a worker that stands still. They get an error
 // or go on, and another process may take its place. The one that wakes up then is heard
 // nowhere, and is told.
@@ -66,16 +104,15 @@ func TestWorkerStopped(t *testing.T) {
 	for _, s := range settings {
 		t.Run(s.name, func(t *testing.T) {
 			t.Parallel()
-			onLegs(t, func(t *testing.T, leg real.Leg) {
-				t.Parallel()
+			timed(t, func(t *testing.T, leg real.Leg, a *attempt) {
 				c := start(t, real.Options{Workers: 2, Leg: leg, Env: s.env})
 				try(t, c.Works(20, soon))
 				other, victim := c.Get("worker", 0), c.Get("worker", 1)
-				try(t, victim.Stop())
 				stopped, m := time.Now(), real.WatchMachine(t.Context())
+				try(t, victim.Stop())
 				barrier := other.Barrier(van.WorkerGroup, time.Minute)
 				err := result(t, barrier, 40*time.Second, "a barrier with a worker that stands still ends")
-				within(t, m, stopped, s.limit+slack, "the barrier")
+				a.within(t, m, stopped, s.limit, "the barrier")
 				if err == nil || !strings.Contains(err.Error(), "worker 1 (id 11)") {
 					t.Errorf("the barrier: %v, want an error that names worker 1", err)
 				}
@@ -85,7 +122,7 @@ func TestWorkerStopped(t *testing.T) {
 				woken := time.Now()
 				try(t, victim.Continue())
 				try(t, victim.Await(soon, "it is told", func(s real.State) bool { return s.Fenced != "" || s.Ended }))
-				within(t, m, woken, time.Second+slack, "the process that was replaced learns it")
+				a.within(t, m, woken, time.Second, "the process that was replaced learns it")
 				try(t, c.Works(50, soon))
 				try(t, c.Finish(soon))
 			})
@@ -98,15 +135,14 @@ func TestServerStopped(t *testing.T) {
 	for _, s := range settings {
 		t.Run(s.name, func(t *testing.T) {
 			t.Parallel()
-			onLegs(t, func(t *testing.T, leg real.Leg) {
-				t.Parallel()
+			timed(t, func(t *testing.T, leg real.Leg, a *attempt) {
 				c := start(t, real.Options{Servers: 2, Leg: leg, Env: s.env, Loads: patient})
 				try(t, c.Works(20, soon))
 				w, victim := c.Get("worker", 0), c.Get("server", 1)
-				try(t, victim.Stop())
 				stopped, m := time.Now(), real.WatchMachine(t.Context())
+				try(t, victim.Stop())
 				try(t, w.Await(40*time.Second, "a call fails", func(s real.State) bool { return s.Stats.Failed > 0 }))
-				within(t, m, stopped, s.limit+slack, "the call")
+				a.within(t, m, stopped, s.limit, "the call")
 				if text := w.State().Stats.Last; !strings.Contains(text, "server 1 (id 10)") {
 					t.Errorf("the error does not name server 1: %s", text)
 				}
@@ -115,7 +151,7 @@ func TestServerStopped(t *testing.T) {
 				woken := time.Now()
 				try(t, victim.Continue())
 				try(t, victim.Await(soon, "it is told", func(s real.State) bool { return s.Ended }))
-				within(t, m, woken, time.Second+slack, "the process that was replaced learns it")
+				a.within(t, m, woken, time.Second, "the process that was replaced learns it")
 				try(t, c.Works(50, soon))
 				try(t, c.Finish(soon))
 			})
@@ -126,8 +162,7 @@ func TestServerStopped(t *testing.T) {
 // TestSchedulerBack: a scheduler that was killed and started again knows the cluster:
 // barriers work, and who dies is replaced. Data never stopped.
 func TestSchedulerBack(t *testing.T) {
-	onLegs(t, func(t *testing.T, leg real.Leg) {
-		t.Parallel()
+	timed(t, func(t *testing.T, leg real.Leg, a *attempt) {
 		c := start(t, real.Options{Workers: 2, Leg: leg})
 		try(t, c.Works(20, soon))
 		c.Get("scheduler", 0).Kill()
@@ -136,8 +171,8 @@ func TestSchedulerBack(t *testing.T) {
 		_, err := c.Spawn("scheduler", 0)
 		try(t, err)
 		for {
-			a, b := c.Get("worker", 0).Barrier(van.WorkerGroup, time.Minute), c.Get("worker", 1).Barrier(van.WorkerGroup, time.Minute)
-			errA, errB := result(t, a, soon, "the barrier of worker 0 ends"), result(t, b, soon, "the barrier of worker 1 ends")
+			first, second := c.Get("worker", 0).Barrier(van.WorkerGroup, time.Minute), c.Get("worker", 1).Barrier(van.WorkerGroup, time.Minute)
+			errA, errB := result(t, first, soon, "the barrier of worker 0 ends"), result(t, second, soon, "the barrier of worker 1 ends")
 			if errA == nil && errB == nil {
 				break
 			}
@@ -145,7 +180,7 @@ func TestSchedulerBack(t *testing.T) {
 				t.Fatalf("no barrier works: %v; %v", errA, errB)
 			}
 		}
-		within(t, m, back, 5*time.Second+slack, "the next barrier")
+		a.within(t, m, back, 5*time.Second, "the next barrier")
 		for i := range 2 {
 			if s := c.Get("worker", i).State(); s.Stats.Failed > 0 {
 				t.Errorf("worker %d: %s: want no call that failed", i, s)
@@ -182,33 +217,19 @@ func TestKilledWithFork(t *testing.T) {
 	for _, role := range []string{"worker", "server"} {
 		t.Run(role, func(t *testing.T) {
 			t.Parallel()
-			onLegs(t, func(t *testing.T, leg real.Leg) {
-				t.Parallel()
+			timed(t, func(t *testing.T, leg real.Leg, a *attempt) {
 				c := start(t, real.Options{Workers: 2, Servers: 2, Leg: leg, Env: []string{"PS_HEARTBEAT_INTERVAL=1"}, Loads: patient})
 				try(t, c.Works(20, soon))
 				victim, w := c.Get(role, 1), c.Get("worker", 0)
 				try(t, victim.Fork())
-				victim.Kill()
 				killed, m := time.Now(), real.WatchMachine(t.Context())
+				victim.Kill()
 				if role == "server" {
 					try(t, w.Await(soon, "a call fails", func(s real.State) bool { return s.Stats.Failed > 0 }))
-					within(t, m, killed, 4*time.Second+slack, "the worker's call")
+					a.within(t, m, killed, 4*time.Second, "the worker's call")
 				}
-				var next *real.Process
-				for { // until the scheduler knows
-					var err error
-					next, err = c.Spawn(role, 1)
-					try(t, err)
-					try(t, next.Await(soon, "it joins or is refused", func(s real.State) bool { return s.Started || s.Ended }))
-					if next.State().Started {
-						break
-					}
-					<-time.After(200 * time.Millisecond)
-					if time.Since(killed) > soon {
-						t.Fatalf("the place is not free: %s", next.State())
-					}
-				}
-				within(t, m, killed, 6*time.Second+slack, "the place is free and taken")
+				joins(t, c, role, 1)
+				a.within(t, m, killed, 6*time.Second, "the place is free and taken")
 				try(t, c.Works(50, soon))
 				try(t, c.Finish(soon))
 			})

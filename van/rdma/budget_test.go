@@ -30,6 +30,7 @@ func TestSendBudget(t *testing.T) {
 	if n := w.Stats().RefusedSends; n != 1 {
 		t.Errorf("%d messages are counted as refused, want 1", n)
 	}
+	w.says("rdma: a message is refused: too much waits for its peer", van.NodeName(8), "STEPAF_SEND_BUDGET")
 	w.must(control(s, 1000)) // not these
 	got := 0
 	for range sent {
@@ -116,6 +117,7 @@ func TestReceiveBudget(t *testing.T) {
 		w.must(push(s, 1, i, value(size, i)))
 	}
 	r.until("the peer is paused", func() bool { return s.Stats().PausedReads > 0 })
+	s.says("rdma: messages of a peer wait for a handler that is slow", van.NodeName(9), "STEPAF_RECV_BUDGET_PEER")
 	for i := range 20 { // meanwhile
 		other.must(push(s, 1, i, value(size, i)))
 		s.wantValue(i, value(size, i))

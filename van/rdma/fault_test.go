@@ -140,6 +140,18 @@ func TestDialErrors(t *testing.T) {
 			}
 			w.wantUp(srv)
 			srv.wantValue(1, v)
+			const again = "rdma: no connection yet, trying again"
+			if n, right := w.lines(again), w.lines(again, van.NodeName(8), s.say); n != 1 || right != 1 {
+				t.Errorf("%d lines say that there is no connection yet, %d of them name the peer and %q; want one that does", n, right, s.say)
+			}
+			if s.peer {
+				line := "rdma: could not accept a connection"
+				if s.op == fakeverbs.OpAccept {
+					line = "rdma: a peer's connection ended"
+				}
+				srv.says(line, s.err.Error())
+			}
+			w.says("rdma: connected", van.NodeName(8))
 			start, rx := w.cfg.RDMADepths()
 			mu.Lock()
 			defer mu.Unlock()
@@ -384,11 +396,13 @@ func TestFailedCalls(t *testing.T) {
 		used  bool // something has been sent before
 		lost  bool // the connection
 		say   []string
+		log   string // in the line that says why; "connection": that one has ended, in either direction
 	}{
-		{name: "post", op: fakeverbs.OpPost, by: worker, times: 1, lost: true, say: []string{"post", "made to fail"}},
-		{name: "answer to a slot request", op: fakeverbs.OpPost, by: server, times: 1, lost: true},
-		{name: "poll", op: fakeverbs.OpPoll, by: anyone, times: 10},
-		{name: "register a value", op: fakeverbs.OpRegister, by: worker, times: 1, used: true, lost: true, say: []string{"value of 8000 bytes", "made to fail"}},
+		{name: "post", op: fakeverbs.OpPost, by: worker, times: 1, lost: true, say: []string{"post", "made to fail"}, log: "connection"},
+		{name: "answer to a slot request", op: fakeverbs.OpPost, by: server, times: 1, lost: true, log: "connection"},
+		{name: "poll", op: fakeverbs.OpPoll, by: anyone, times: 10, log: "rdma: polling completions failed"},
+		{name: "register a value", op: fakeverbs.OpRegister, by: worker, times: 1, used: true, lost: true, say: []string{"value of 8000 bytes", "made to fail"},
+			log: "rdma: a message could not be sent"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			r := newRig(t)
@@ -425,6 +439,7 @@ func TestFailedCalls(t *testing.T) {
 					break // 2 has come where another call than its own failed
 				}
 			}
+			r.until("a line: "+c.log, func() bool { return w.lines(c.log, "made to fail")+s.lines(c.log, "made to fail") > 0 })
 		})
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/stepaf/stepaf-go/van"
+	"github.com/stepaf/stepaf-go/van/rdma/conn"
 	"github.com/stepaf/stepaf-go/van/rdma/verbs"
 )
 
@@ -31,6 +32,7 @@ func TestReplacedProcessIsFenced(t *testing.T) {
 	if c.id != s.who.ID {
 		t.Errorf("told of %s", van.NodeName(c.id))
 	}
+	s.says("rdma: rejected a process that has been replaced", van.NodeName(9))
 	if err := old.Send(push(s, 1, 3, value(3000, 3))); !lost(err) {
 		t.Errorf("Send of a process that was replaced: %v, want %v", err, van.ErrPeerLost)
 	}
@@ -123,6 +125,27 @@ func TestNewcomerWaitsForTheTable(t *testing.T) {
 	}
 	s.connect(next)
 	s.wantValue(1, value(3000, 1))
+}
+
+// What a process that the table does not name writes to a slot that it was given before is dropped, counted and logged.
+func TestDataOfAProcessNotInTheTable(t *testing.T) {
+	r := newRig(t)
+	w, s := r.pair()
+	p := newRaw(r, rawAddr, van.Node{ID: 11})
+	c := p.dial(s, 2, func(q int) []byte {
+		h := hello{node: 11, port: p.port, host: p.addr.String(), epoch: 77, qp: q, qpCount: 2, incarnation: 5}
+		return h.encode()
+	})
+	slot := c.ask(start{metaLen: conn.CellSize, dataNum: nativeStart, data: [4]uint64{4096, kindPush | kindRequest | kindHost, 4096}, origin: 1})
+	s.connect(&testNode{who: van.Node{ID: 11, Hostname: "10.77.9.9", Port: 1, Endpoint: (&van.Identity{Incarnation: 6}).Encode()}})
+	c.notify(0, slot.index, slot.meta, slot.metaKey, encode(r, push(s, 1, 1, value(100, 1)), &trailer{packed: true, frames: 2, lens: [van.MaxFrames]uint32{8, 100}}))
+	s.says("rdma: dropped a message of a process that the cluster's table does not name", van.NodeName(11))
+	if n := s.Stats().FencedMessages; n != 1 {
+		t.Errorf("%d messages are counted, want 1", n)
+	}
+	w.must(push(s, 1, 2, value(3000, 2)))
+	s.wantValue(2, value(3000, 2)) // the first that comes
+	p.end()
 }
 
 // A node does not take another process for the one that it was told to connect to.

@@ -188,6 +188,7 @@ func TestOverPeerBudget(t *testing.T) {
 	if !errors.Is(c.cause, van.ErrQueueFull) {
 		t.Errorf("told %v, want %v", c.cause, van.ErrQueueFull)
 	}
+	s.says("rdma: a peer gets no more memory", van.NodeName(9))
 	w.wantUp(s)
 	w.must(push(s, 1, 2, value(3000, 2)))
 	s.wantValue(2, value(3000, 2))
@@ -232,6 +233,7 @@ func TestTotalBudget(t *testing.T) {
 	if x := s.Stats(); x.SlotWaits == 0 || x.RefusedSlots != 0 {
 		t.Errorf("%d slot requests are counted as waiting, %d as refused, want some and none", x.SlotWaits, x.RefusedSlots)
 	}
+	s.says("rdma: a peer waits for a slot", "BYTEPS_ADDRESS_POOL_SIZE")
 	r.nodes[1].must(push(s, 1, 7, value(3000, 7)))
 	s.wantValue(7, value(3000, 7))
 }

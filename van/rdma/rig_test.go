@@ -16,6 +16,7 @@ import (
 	"github.com/stepaf/stepaf-go/van/backend"
 	"github.com/stepaf/stepaf-go/van/env"
 	"github.com/stepaf/stepaf-go/van/rdma/fakeverbs"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // patience is what a test waits for something that must come.
@@ -40,6 +41,8 @@ type testNode struct {
 	in    chan *van.Message // retained
 	told  chan change
 	dones atomic.Int32
+
+	logged vantest.Log
 }
 
 // change is what a watcher was told.
@@ -82,7 +85,7 @@ func (r *rig) make(id int, options ...func(*env.Config)) *testNode {
 	n.stack = r.net.Stack(n.addr)
 	n.stack.SetName(van.NodeName(id))
 	identity := van.Identity{Incarnation: uint32(1000 + len(r.nodes))}
-	n.rvan = NewOn(n.stack, van.Options{Config: cfg, Incarnation: identity.Incarnation}).(*rvan)
+	n.rvan = NewOn(n.stack, van.Options{Config: cfg, Incarnation: identity.Incarnation, Log: n.logged.Logger()}).(*rvan)
 	n.real = r.real
 	LongNets(n.rvan)
 	if r.probes {
@@ -294,6 +297,22 @@ func (n *testNode) must(m *van.Message) {
 	if err := n.Send(m); err != nil {
 		n.r.Fatal(err)
 	}
+}
+
+// lines is how many lines of the node's log have all these words.
+func (n *testNode) lines(words ...string) (count int) {
+	for line := range strings.Lines(n.logged.String()) {
+		if !slices.ContainsFunc(words, func(w string) bool { return !strings.Contains(line, w) }) {
+			count++
+		}
+	}
+	return count
+}
+
+// says waits for a line of the node's log that has all these words.
+func (n *testNode) says(words ...string) {
+	n.r.Helper()
+	n.r.until(van.NodeName(n.who.ID)+" logs: "+strings.Join(words, ", "), func() bool { return n.lines(words...) > 0 })
 }
 
 func lost(err error) bool { return errors.Is(err, van.ErrPeerLost) }

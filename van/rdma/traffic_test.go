@@ -384,6 +384,7 @@ func TestOverwritten(t *testing.T) {
 				defer c.in.mu.Unlock()
 				return c.in.warned
 			})
+			h.s.says("rdma: a peer has overwritten a value that is still in use")
 		}
 	}
 	h.ends(0)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // pipe is an inner van that records what is sent and can be handed messages.
@@ -623,9 +624,20 @@ func TestLostPeer(t *testing.T) {
 				t.Errorf("failure of %d: %v, want of 8: %v", x.Peer, x.Err, van.ErrPeerLost)
 			}
 		}
+		// Not every transport's cause says that the peer is lost.
+		const closed = "its connection was closed"
+		if err := f.Send(request(12, 5)); err != nil {
+			t.Fatal(err)
+		}
+		f.p.watch(12, false, errors.New(closed))
+		if all := f.failed(); len(all) != 3 {
+			t.Errorf("%d failures, want 3", len(all))
+		} else {
+			vantest.Fails(t, all[2].Err, van.ErrPeerLost, closed)
+		}
 		f.Disconnect(10)
-		if len(f.failed()) != 2 || f.kept.count != 0 || dones.Load() != 3 {
-			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failed()), f.kept.count, dones.Load())
+		if len(f.failed()) != 3 || f.kept.count != 0 || dones.Load() != 3 {
+			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 3, 0, 3", len(f.failed()), f.kept.count, dones.Load())
 		}
 	})
 }

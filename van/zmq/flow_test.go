@@ -3,8 +3,10 @@ package zmq
 import (
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -296,6 +298,54 @@ func TestLetGo(t *testing.T) {
 	close(release)
 	until(t, "release of all messages", func() bool { return done.n.Load() == sent+1 })
 	until(t, "end of the wait", func() bool { return c.holdUntil.Load() == 0 })
+}
+
+// atLine is called with each line of a log.
+type atLine func(line string)
+
+func (f atLine) Write(b []byte) (int, error) {
+	f(string(b))
+	return len(b), nil
+}
+
+// TestDeliveredWhileAsked: what waits of a worker may all be delivered after it was found to be too much, and before the
+// worker is marked as asked to wait. It is let go then: no delivery will come that does it.
+func TestDeliveredWhileAsked(t *testing.T) {
+	n := &shared{cfg: env.Default()}
+	out := &outgoing{n: n}
+	var f flow
+	f.init(n, out)
+	f.askEvery = time.Minute
+	defer f.stop()
+	c := &conn{incarnation: 7, sock: new(socket)} // it is closed, so that a line is logged in the middle of asking
+	n.name(c, 9)
+	n.peers.Store(&map[int]*conn{9: c})
+
+	var messages pool
+	defer messages.close()
+	msg := messages.get()
+	defer messages.Free(msg)
+	msg.Sender = 9
+	(*frames)(msg.Native()).setWeight(2*n.cfg.RecvBudgetPeer/holdShare, ofMember)
+	s := f.senders.of(9)
+	delivered := 0
+	n.log = slog.New(slog.NewTextHandler(atLine(func(line string) {
+		if !strings.Contains(line, "a notice was not sent") || delivered > 0 {
+			return
+		}
+		delivered++
+		if s.asked.Load() {
+			t.Error("the worker is marked before it is asked")
+		}
+		f.left(msg)
+	}), &slog.HandlerOptions{Level: slog.LevelDebug}))
+
+	if !f.arrived(msg) || delivered != 1 {
+		t.Fatalf("the message was delivered %d times while its worker was asked to wait, want once", delivered)
+	}
+	if w := s.waiting.Load(); w != 0 || s.asked.Load() || len(f.asked) != 0 {
+		t.Errorf("%d bytes wait, asked to wait: %t, %d will be asked again; want none", w, s.asked.Load(), len(f.asked))
+	}
 }
 
 // TestHeldAgain: what waits for its peer leaves when that lets go, each time.

@@ -307,6 +307,66 @@ func TestFailures(t *testing.T) {
 	}
 }
 
+// TestOthersLive: who has the name, the command line and the environment of a child, and even its parent, and is not
+// of the launcher's making goes on, however the launch ends.
+func TestOthersLive(t *testing.T) {
+	mine, theirs := newVisits(t), newVisits(t)
+	hang := "hang " + theirs.Addr().String()
+	for _, c := range []struct {
+		name    string
+		scripts map[string]string
+		hanging int // processes to wait for before the signals
+		signals []os.Signal
+		status  int
+	}{
+		{"all is well", map[string]string{"worker": "say a"}, 0, nil, 0},
+		{"a worker fails", map[string]string{"worker": "exit 7", "server": hang, "scheduler": hang}, 0, nil, 7},
+		{"terminated", map[string]string{"worker": hang, "server": hang, "scheduler": hang}, 3, []os.Signal{syscall.SIGTERM}, 143},
+		{"killed", map[string]string{"worker": "ignore; " + hang, "server": "ignore; " + hang, "scheduler": hang}, 3,
+			[]os.Signal{syscall.SIGTERM, syscall.SIGTERM}, 143},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			k := newCluster(c.scripts)
+			var others []*exec.Cmd
+			for _, role := range []string{"worker", "server", "scheduler"} {
+				cmd := exec.Command(k.spec.Command[0], k.spec.Command[1:]...)
+				cmd.Env = append(environment(map[string]string{role: "hang " + mine.Addr().String()}), "DMLC_ROLE="+role, "DMLC_NODE_RANK=0")
+				if err := cmd.Start(); err != nil {
+					t.Fatal(err)
+				}
+				others = append(others, cmd)
+			}
+			conns := mine.await(t, len(others))
+			done := make(chan error)
+			go func() { done <- k.run(t) }()
+			theirs.await(t, c.hanging)
+			for _, s := range c.signals {
+				k.signals <- s
+			}
+			var err error
+			for ended := false; !ended; {
+				select {
+				case extra := <-theirs.conns: // of those whose coming is no condition
+					defer extra.Close()
+				case err = <-done:
+					ended = true
+				}
+			}
+			if exit.Status(err) != c.status {
+				t.Errorf("status %d, want %d; error %v", exit.Status(err), c.status, err)
+			}
+			for _, conn := range conns {
+				_ = conn.Close() // at which they end by themselves
+			}
+			for i, cmd := range others {
+				if _ = cmd.Wait(); cmd.ProcessState.ExitCode() != 98 { // of hang
+					t.Errorf("process %d, which the launcher has not started: %v, want that it ended by itself with status 98", i, cmd.ProcessState)
+				}
+			}
+		})
+	}
+}
+
 // TestOrphan: a process that ends leaves nothing behind in its group, and nobody
 // waits for that.
 func TestOrphan(t *testing.T) {
