@@ -295,7 +295,11 @@ func (v *Van) peerChanged(id int, up bool, cause error) {
 		if cause == nil {
 			cause = fmt.Errorf("connection to %s: %w", van.NodeName(id), van.ErrPeerLost)
 		}
-		v.giveUp(id, cause)
+		lost := cause
+		if !errors.Is(lost, van.ErrPeerLost) { // transports say only what has happened
+			lost = fmt.Errorf("%w: %w", van.ErrPeerLost, cause)
+		}
+		v.giveUp(id, lost)
 	}
 	if v.watch != nil {
 		v.watch(id, up, cause)

@@ -599,35 +599,40 @@ func TestSameSignatureWaits(t *testing.T) {
 }
 
 func TestLostPeer(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		f := newFixture(t, Options{Timeout: time.Second})
-		dones := &counter{}
-		for _, peer := range []int{8, 8, 10} {
-			m := request(peer, 5) // the two to 8 have the same signature
-			m.Done = dones
-			if err := f.Send(m); err != nil {
-				t.Fatal(err)
-			}
+	closed := errors.New("its connection was closed") // as the transports say it
+	for _, cause := range []error{nil, closed, fmt.Errorf("%w: %w", van.ErrPeerLost, closed)} {
+		t.Run(fmt.Sprint(cause), func(t *testing.T) { synctest.Test(t, func(t *testing.T) { losePeer(t, cause) }) })
+	}
+}
+
+func losePeer(t *testing.T, cause error) {
+	f := newFixture(t, Options{Timeout: time.Second})
+	dones := &counter{}
+	for _, peer := range []int{8, 8, 10} {
+		m := request(peer, 5) // the two to 8 have the same signature
+		m.Done = dones
+		if err := f.Send(m); err != nil {
+			t.Fatal(err)
 		}
-		// It does not listen yet: nothing has been lost.
-		f.p.watch(8, false, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
-		if len(f.failed()) != 0 || f.kept.count != 3 || dones.Load() != 0 {
-			t.Fatalf("a refused attempt to connect: %d failures, %d kept, Done %d times; want 0, 3, 0", len(f.failed()), f.kept.count, dones.Load())
+	}
+	// It does not listen yet: nothing has been lost.
+	f.p.watch(8, false, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
+	if len(f.failed()) != 0 || f.kept.count != 3 || dones.Load() != 0 {
+		t.Fatalf("a refused attempt to connect: %d failures, %d kept, Done %d times; want 0, 3, 0", len(f.failed()), f.kept.count, dones.Load())
+	}
+	f.p.watch(8, false, cause)
+	if len(f.failed()) != 2 || f.kept.count != 1 || dones.Load() != 2 {
+		t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failed()), f.kept.count, dones.Load())
+	}
+	for _, x := range f.failed() {
+		if x.Peer != 8 || !errors.Is(x.Err, van.ErrPeerLost) || cause != nil && !errors.Is(x.Err, cause) {
+			t.Errorf("failure of %d: %v, want of 8: %v", x.Peer, x.Err, van.ErrPeerLost)
 		}
-		f.p.watch(8, false, nil)
-		if len(f.failed()) != 2 || f.kept.count != 1 || dones.Load() != 2 {
-			t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failed()), f.kept.count, dones.Load())
-		}
-		for _, x := range f.failed() {
-			if x.Peer != 8 || !errors.Is(x.Err, van.ErrPeerLost) {
-				t.Errorf("failure of %d: %v, want of 8: %v", x.Peer, x.Err, van.ErrPeerLost)
-			}
-		}
-		f.Disconnect(10)
-		if len(f.failed()) != 2 || f.kept.count != 0 || dones.Load() != 3 {
-			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failed()), f.kept.count, dones.Load())
-		}
-	})
+	}
+	f.Disconnect(10)
+	if len(f.failed()) != 2 || f.kept.count != 0 || dones.Load() != 3 {
+		t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failed()), f.kept.count, dones.Load())
+	}
 }
 
 func TestSendError(t *testing.T) {
