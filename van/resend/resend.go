@@ -61,6 +61,7 @@ type Van struct {
 	enabled atomic.Bool
 	warned  atomic.Bool
 	twice   logx.Sparse // log lines about messages that came twice
+	again   logx.Sparse // about messages that are sent again
 	closing sync.Once
 
 	kept    table

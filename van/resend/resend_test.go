@@ -635,6 +635,24 @@ func losePeer(t *testing.T, cause error) {
 	}
 }
 
+// TestRepeatsMakeFewLines: a peer that stands still makes no flood of lines, however many messages are sent to it again.
+func TestRepeatsMakeFewLines(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, Options{Timeout: time.Second})
+		for ts := range 500 {
+			if err := f.Send(request(8, ts)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		time.Sleep(4500 * time.Millisecond)
+		synctest.Wait()
+		if n := strings.Count(f.log.String(), "sending again"); n == 0 || n > 12 {
+			t.Errorf("%d lines, want some, and 12 at most", n)
+		}
+		f.p.watch(8, false, nil)
+	})
+}
+
 func TestSendError(t *testing.T) {
 	f := newFixture(t, Options{})
 	f.p.fail = van.ErrUnknownPeer
