@@ -321,22 +321,24 @@ func (g *graphs) something() bool {
 }
 
 // close ends all rounds for good, and with them the waits of streams. The requests of the
-// customer have been failed before.
-func (g *graphs) close() {
+// customer have been failed before. It tells whether the goroutine that looks after them has ended.
+func (g *graphs) close() (done bool) {
 	g.mu.Lock()
 	g.closing.Store(true)
 	ended := g.ended
 	g.mu.Unlock()
 	if ended == nil {
-		return
+		return true
 	}
 	patience := time.NewTimer(closeLimit)
 	defer patience.Stop()
 	select {
 	case <-ended:
+		done = true
 	case <-patience.C: // it waits for the driver, or this is called by what it has delivered
 	}
 	for _, r := range g.exchanges() {
 		r.rounds.ended.Store(idle)
 	}
+	return done
 }

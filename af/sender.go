@@ -54,6 +54,10 @@ func (x *sender) accept(msg *van.Message) error {
 		return fmt.Errorf("%w: batch flag %d, want 0 to 3", van.ErrMalformed, msg.Head)
 	}
 	x.mu.Lock()
+	if s.closed.Load() {
+		x.mu.Unlock()
+		return fmt.Errorf("%w: the server", van.ErrClosed)
+	}
 	b, err := x.batchOf(msg)
 	if err != nil {
 		switch limit := s.node.Config().RecvBudgetPeer; {

@@ -48,8 +48,10 @@ type Server struct {
 	serving  atomic.Pointer[postoffice.Customer]
 	unwanted atomic.Pointer[func(worker int)]
 
-	mu      sync.Mutex // of Handle and Close
-	unwatch func()
+	closed atomic.Bool
+
+	mu     sync.Mutex // of Handle and Close
+	forget func()     // has the node forget the server, but for late
 }
 
 // NewServer makes a server on node, which must have the server role. Requests are kept
@@ -68,9 +70,6 @@ func NewServer(node *postoffice.Node, o ServerOptions) (*Server, error) {
 	for i := range s.senders {
 		s.senders[i] = &sender{s: s}
 	}
-	s.node.OnExit(s.late.Close)
-	s.node.OnExit(s.queue.Close)
-	s.node.OnExit(s.dropSenders)
 	return s, nil
 }
 
@@ -86,18 +85,26 @@ func (s *Server) Handle(h Handler) error {
 		return &van.Error{Op: "handle", Node: s.node.Name(), Err: fmt.Errorf("%w: this server has one", van.ErrInvalid)}
 	}
 	s.handler = h
+	late := s.node.OnExit(s.late.Close) // after the next
+	stay := s.node.OnExit(func() {
+		s.dropSenders()
+		s.queue.Close()
+	})
 	c, err := s.node.AddCustomer(s.app, s.app, s.receive)
 	if err != nil {
 		s.handler = nil
+		stay()
+		late()
 		return err
 	}
 	s.serving.Store(c)
 	c.OnWithdrawn(s.giveUp)
-	s.unwatch = s.node.OnPeer(func(id int, up bool, _ error) {
+	unwatch := s.node.OnPeer(func(id int, up bool, _ error) {
 		if !up {
 			s.dropSender(id)
 		}
 	})
+	s.forget = func() { unwatch(); stay() }
 	return nil
 }
 
@@ -168,7 +175,7 @@ func (s *Server) receive(msg *van.Message) {
 // dropped says that a message makes no sense, or comes too late.
 func (s *Server) dropped(msg *van.Message, err error) {
 	level := slog.LevelWarn
-	if errors.Is(err, errNotBegun) && s.node.Native(msg.Sender) {
+	if errors.Is(err, errNotBegun) && s.node.Native(msg.Sender) || errors.Is(err, van.ErrClosed) {
 		level = slog.LevelInfo // workers of this library take requests back that they have given up
 	}
 	if n, speak := s.node.Rarely("af: " + level.String() + logx.Kind(err)); speak {
@@ -207,15 +214,16 @@ func (s *Server) giveUp(w postoffice.Withdrawn) {
 // Close takes the server off its node. Unfinished batches are dropped.
 func (s *Server) Close() {
 	s.mu.Lock()
-	c, unwatch := s.serving.Load(), s.unwatch
+	c, forget := s.serving.Load(), s.forget
 	s.mu.Unlock()
 	if c == nil {
 		return
 	}
-	unwatch()
 	c.Close()
-	s.queue.Close() // s.late goes on until the node has left: others may receive on it
+	s.closed.Store(true) // a message that is being received begins no batch behind dropSenders
+	s.queue.Close()      // s.late goes on until the node has left: others may receive on it
 	s.dropSenders()
+	forget()
 }
 
 // dropSenders gives up the unfinished batches of all workers: a worker whose connection

@@ -31,6 +31,7 @@ type Worker struct {
 	timeout time.Duration
 	calls   calls
 	graphs  graphs // exchanges that streams start
+	forget  func() // has the node forget the worker
 }
 
 // NewWorker makes a worker on node, which must have the worker role. A cluster's servers
@@ -55,8 +56,10 @@ func NewWorker(node *postoffice.Node, o WorkerOptions) (*Worker, error) {
 		return nil, err
 	}
 	c.customer.KeepTraces()
-	w.node.OnExit(c.queue.Close)
-	w.node.OnExit(w.graphs.close)
+	w.forget = w.node.OnExit(func() {
+		w.graphs.close()
+		c.queue.Close()
+	})
 	return w, nil
 }
 
@@ -103,6 +106,9 @@ func (w *Worker) InFlight() int { return w.calls.customer.InFlight() }
 // Close fails what is in flight and takes the worker off its node.
 func (w *Worker) Close() {
 	w.calls.customer.Close()
-	w.graphs.close()
+	done := w.graphs.close()
 	w.calls.queue.Close()
+	if done { // else they have time until the node has left
+		w.forget()
+	}
 }

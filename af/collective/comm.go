@@ -161,15 +161,15 @@ func (c *Comm) joined(ctx context.Context, answers []hello, errs []error) (again
 		err = van.ErrClosed
 	}
 	if err != nil {
+		if len(missing) > 0 && !errors.Is(err, ErrMismatch) {
+			err = fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
+		}
 		kept := c.flight.takeAsked(func(*ask) bool { return true })
 		b.mu.Unlock()
 		for _, a := range kept {
 			b.refuse(&a.request, err)
 		}
-		if errors.Is(err, ErrMismatch) || len(missing) == 0 {
-			return nil, err
-		}
-		return nil, fmt.Errorf("no answer from %s: %w", strings.Join(missing, ", "), err)
+		return nil, err
 	}
 	var epoch uint64
 	for _, a := range answers {

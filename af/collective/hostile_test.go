@@ -216,3 +216,57 @@ func TestNamesWhoIsMissing(t *testing.T) {
 		}
 	}
 }
+
+// TestReasonOfARoundThatFails: a rank that has finished the round, and asks one whose round then fails, hears for whom that one has waited.
+func TestReasonOfARoundThatFails(t *testing.T) {
+	hook := &hooks.Van{}
+	cl := testcluster.Start(t, testcluster.Options{Workers: 3, Wrap: hook.Wrap("worker", 0)})
+	var all [3]*Comm
+	onAll(t, 3, func(r int) (err error) {
+		all[r], err = New(t.Context(), cl.Workers[r], Options{Ranks: []int{0, 1, 2}, Timeout: 20 * time.Second})
+		return err
+	})
+	t.Cleanup(func() { onAll(t, 3, func(r int) error { return all[r].Close(context.Background()) }) })
+	c := all[0]
+	reasons := make(chan string, 1)
+	hook.OnSend(func(m *van.Message) hooks.Verdict {
+		if v, err := verbOf(m.Body); err == nil && !m.Request && v == verbRefused {
+			_, why, _ := parseReason(m.Body)
+			reasons <- why.Error()
+		}
+		return hooks.Pass
+	})
+	failed := make(chan error, 1)
+	go func() {
+		ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+		defer cancel()
+		failed <- c.Rebuild(ctx)
+	}()
+	joins := func() (epoch uint64, joins bool) {
+		c.b.mu.Lock()
+		defer c.b.mu.Unlock()
+		return c.b.epoch, c.b.joining
+	}
+	epoch, begun := joins()
+	for !begun {
+		time.Sleep(time.Millisecond)
+		epoch, begun = joins()
+	}
+	m := &van.Message{}
+	m.Reset()
+	m.Sender, m.Request, m.Key, m.ValLen, m.AppID = c.b.ids[1], true, partKey(0, 1), 8, int32(appBase)
+	m.Body = call{kind: allGather, dtype: af.Uint8, root: -1, bytes: 8}.appendAsk(m.Body, epoch+1)
+	if err := c.handle(m); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-failed; !errors.Is(err, van.ErrTimeout) {
+		t.Fatalf("Rebuild of one of three ranks: %v", err)
+	}
+	want := "no answer from rank 1 (worker 1 (id 11)"
+	if got := <-reasons; !strings.Contains(got, want) {
+		t.Errorf("the rank that has asked hears %q, want %q in it", got, want)
+	}
+	hook.OnSend(nil)
+	onAll(t, 3, func(r int) error { return all[r].Rebuild(context.Background()) })
+	onAll(t, 3, func(r int) error { return calls(all[r], memory{}, 100, 1) })
+}

@@ -82,6 +82,14 @@ func levelOf(e *entry) slog.Level {
 	return slog.LevelWarn
 }
 
+// logged counts that e is sent again, and tells whether to log it.
+func (v *Van) logged(e *entry) (n uint64, show bool) {
+	if e.probe {
+		return 0, true
+	}
+	return v.again.Next()
+}
+
 // tracked tells whether a message is acknowledged. A control message without a
 // timestamp cannot be: its signature would not identify it.
 func tracked(m *van.Message) bool {

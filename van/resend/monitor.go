@@ -58,8 +58,10 @@ func (v *Van) retry(now time.Time) {
 		tries := e.tries
 		e.refs.Add(1)
 		v.kept.mu.Unlock()
-		v.log.Log(context.Background(), levelOf(e), "not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
-			"after", now.Sub(e.start), "msg", (*metaString)(&e.msg.Meta))
+		if n, show := v.logged(e); show { // a peer that stands still makes all its messages late
+			v.log.Log(context.Background(), levelOf(e), "not acknowledged, sending again", "to", van.NodeName(e.key.peer), "try", tries,
+				"after", now.Sub(e.start), "msg", (*metaString)(&e.msg.Meta), "so far", n)
+		}
 		if err := v.transmit(e); err != nil && !errors.Is(err, van.ErrQueueFull) && !e.outlasts(err) {
 			if next, ok := v.kept.remove(e); ok {
 				v.fail(e, err)

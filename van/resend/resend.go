@@ -61,6 +61,7 @@ type Van struct {
 	enabled atomic.Bool
 	warned  atomic.Bool
 	twice   logx.Sparse // log lines about messages that came twice
+	again   logx.Sparse // about messages that are sent again
 	closing sync.Once
 
 	kept    table
@@ -296,7 +297,7 @@ func (v *Van) peerChanged(id int, up bool, cause error) {
 			cause = fmt.Errorf("connection to %s: %w", van.NodeName(id), van.ErrPeerLost)
 		}
 		lost := cause
-		if !errors.Is(cause, van.ErrPeerLost) {
+		if !errors.Is(lost, van.ErrPeerLost) { // transports say only what has happened
 			lost = fmt.Errorf("%w: %w", van.ErrPeerLost, cause)
 		}
 		v.giveUp(id, lost)

@@ -16,7 +16,6 @@ import (
 
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/backend"
-	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // pipe is an inner van that records what is sent and can be handed messages.
@@ -600,45 +599,57 @@ func TestSameSignatureWaits(t *testing.T) {
 }
 
 func TestLostPeer(t *testing.T) {
+	closed := errors.New("its connection was closed") // as the transports say it
+	for _, cause := range []error{nil, closed, fmt.Errorf("%w: %w", van.ErrPeerLost, closed)} {
+		t.Run(fmt.Sprint(cause), func(t *testing.T) { synctest.Test(t, func(t *testing.T) { losePeer(t, cause) }) })
+	}
+}
+
+func losePeer(t *testing.T, cause error) {
+	f := newFixture(t, Options{Timeout: time.Second})
+	dones := &counter{}
+	for _, peer := range []int{8, 8, 10} {
+		m := request(peer, 5) // the two to 8 have the same signature
+		m.Done = dones
+		if err := f.Send(m); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// It does not listen yet: nothing has been lost.
+	f.p.watch(8, false, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
+	if len(f.failed()) != 0 || f.kept.count != 3 || dones.Load() != 0 {
+		t.Fatalf("a refused attempt to connect: %d failures, %d kept, Done %d times; want 0, 3, 0", len(f.failed()), f.kept.count, dones.Load())
+	}
+	f.p.watch(8, false, cause)
+	if len(f.failed()) != 2 || f.kept.count != 1 || dones.Load() != 2 {
+		t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failed()), f.kept.count, dones.Load())
+	}
+	for _, x := range f.failed() {
+		if x.Peer != 8 || !errors.Is(x.Err, van.ErrPeerLost) || cause != nil && !errors.Is(x.Err, cause) {
+			t.Errorf("failure of %d: %v, want of 8: %v", x.Peer, x.Err, van.ErrPeerLost)
+		}
+	}
+	f.Disconnect(10)
+	if len(f.failed()) != 2 || f.kept.count != 0 || dones.Load() != 3 {
+		t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 2, 0, 3", len(f.failed()), f.kept.count, dones.Load())
+	}
+}
+
+// TestRepeatsMakeFewLines: a peer that stands still makes no flood of lines, however many messages are sent to it again.
+func TestRepeatsMakeFewLines(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(t, Options{Timeout: time.Second})
-		dones := &counter{}
-		for _, peer := range []int{8, 8, 10} {
-			m := request(peer, 5) // the two to 8 have the same signature
-			m.Done = dones
-			if err := f.Send(m); err != nil {
+		for ts := range 500 {
+			if err := f.Send(request(8, ts)); err != nil {
 				t.Fatal(err)
 			}
 		}
-		// It does not listen yet: nothing has been lost.
-		f.p.watch(8, false, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
-		if len(f.failed()) != 0 || f.kept.count != 3 || dones.Load() != 0 {
-			t.Fatalf("a refused attempt to connect: %d failures, %d kept, Done %d times; want 0, 3, 0", len(f.failed()), f.kept.count, dones.Load())
+		time.Sleep(4500 * time.Millisecond)
+		synctest.Wait()
+		if n := strings.Count(f.log.String(), "sending again"); n == 0 || n > 12 {
+			t.Errorf("%d lines, want some, and 12 at most", n)
 		}
 		f.p.watch(8, false, nil)
-		if len(f.failed()) != 2 || f.kept.count != 1 || dones.Load() != 2 {
-			t.Fatalf("%d failures, %d kept, Done %d times; want 2, 1, 2", len(f.failed()), f.kept.count, dones.Load())
-		}
-		for _, x := range f.failed() {
-			if x.Peer != 8 || !errors.Is(x.Err, van.ErrPeerLost) {
-				t.Errorf("failure of %d: %v, want of 8: %v", x.Peer, x.Err, van.ErrPeerLost)
-			}
-		}
-		// Not every transport's cause says that the peer is lost.
-		const closed = "its connection was closed"
-		if err := f.Send(request(12, 5)); err != nil {
-			t.Fatal(err)
-		}
-		f.p.watch(12, false, errors.New(closed))
-		if all := f.failed(); len(all) != 3 {
-			t.Errorf("%d failures, want 3", len(all))
-		} else {
-			vantest.Fails(t, all[2].Err, van.ErrPeerLost, closed)
-		}
-		f.Disconnect(10)
-		if len(f.failed()) != 3 || f.kept.count != 0 || dones.Load() != 3 {
-			t.Errorf("after Disconnect: %d failures, %d kept, Done %d times; want 3, 0, 3", len(f.failed()), f.kept.count, dones.Load())
-		}
 	})
 }
 

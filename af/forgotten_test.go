@@ -1,0 +1,40 @@
+package af_test
+
+import (
+	"runtime"
+	"testing"
+	"time"
+	"weak"
+
+	"github.com/stepaf/stepaf-go/af"
+	"github.com/stepaf/stepaf-go/internal/testcluster"
+)
+
+// TestClosedIsForgotten: a node that lives on keeps nothing of a worker or server that was closed.
+func TestClosedIsForgotten(t *testing.T) {
+	c := testcluster.Start(t, testcluster.Options{})
+	use := func() (weak.Pointer[af.Worker], weak.Pointer[af.Server]) {
+		s, err := af.NewServer(c.Servers[0], af.ServerOptions{})
+		if err == nil {
+			err = s.Handle(echoes(t))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		w, err := af.NewWorker(c.Workers[0], af.WorkerOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		works(t, w, 1)
+		w.Close()
+		s.Close()
+		return weak.Make(w), weak.Make(s)
+	}
+	w, s := use()
+	use() // what a node remembers for the last one, it may
+	for end := time.Now().Add(5 * time.Second); w.Value() != nil || s.Value() != nil; time.Sleep(10 * time.Millisecond) {
+		if runtime.GC(); time.Now().After(end) {
+			t.Fatalf("after Close and 5 s still in memory: worker %t, server %t", w.Value() != nil, s.Value() != nil)
+		}
+	}
+}
