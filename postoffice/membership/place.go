@@ -79,8 +79,8 @@ func (p *places) dead(rec *van.Node) int {
 	return van.Empty
 }
 
-// doubtful tells whether no node whose place rec can have is known to be dead, but one, which has not been heard since
-// it got the place, may be: its process may have died before, and have been started again as rec.
+// doubtful tells whether no node whose place rec can have is known to be dead, but one may be: the only one that rec
+// can stand for, or one that has not been heard since it got the place. It may have been started again as rec.
 func (p *places) doubtful(rec *van.Node) (may bool) {
 	if p.dead(rec) != van.Empty {
 		return false
@@ -91,7 +91,7 @@ func (p *places) doubtful(rec *van.Node) (may bool) {
 		case n.Role != rec.Role:
 		case sameAddr(n, rec): // register knows more of it
 			return false
-		case wants(rec, n.ID) && p.alive.peers[n.ID].heard == 0:
+		case wants(rec, n.ID) && (rec.AuxID >= 0 || p.alive.peers[n.ID].heard == 0):
 			may = true
 		}
 	}
