@@ -97,6 +97,7 @@ var failed = []struct {
 	{13523, "a replaced worker's barrier of itself alone was taken for one over its group; what it repeated was acknowledged to its successor"},
 	{10757, "a release that was lost with the connection, of which only the scheduler noticed"},
 	{36095, "the same"},
+	{131495, "a node of the original that has given up a barrier is one ahead of the scheduler from then on: the checker did not know"},
 	{102115, "a barrier that counts a request that was given up while a cut held it up"},
 }
 

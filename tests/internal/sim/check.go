@@ -216,9 +216,15 @@ func (k *checker) voted(v *vote, err error, group [][]*proc) {
 	switch {
 	case err == nil:
 		for _, x := range k.votes[v.p.who] {
-			if x.p == v.p && x.ended {
-				x.counts = 0 // the barrier that has passed has used it up
+			if x.p != v.p || !x.ended {
+				continue
 			}
+			if x.counts == math.MaxInt64 { // the barrier that has passed is this one's; that of v is still to come
+				v.counts = math.MaxInt64
+				x.counts = 0
+				break
+			}
+			x.counts = 0 // the barrier that has passed has used it up
 		}
 	case v.p.c.plan.Cluster.IsForeign(v.p.who):
 		v.counts = math.MaxInt64 // the original cannot take it back
