@@ -8,6 +8,7 @@ import (
 
 	"github.com/stepaf/stepaf-go/af"
 	"github.com/stepaf/stepaf-go/internal/testcluster"
+	"github.com/stepaf/stepaf-go/van/vantest"
 )
 
 // TestClosedIsForgotten: a node that lives on keeps nothing of a worker or server that was closed.
@@ -32,9 +33,8 @@ func TestClosedIsForgotten(t *testing.T) {
 	}
 	w, s := use()
 	use() // what a node remembers for the last one, it may
-	for end := time.Now().Add(5 * time.Second); w.Value() != nil || s.Value() != nil; time.Sleep(10 * time.Millisecond) {
-		if runtime.GC(); time.Now().After(end) {
-			t.Fatalf("after Close and 5 s still in memory: worker %t, server %t", w.Value() != nil, s.Value() != nil)
-		}
-	}
+	vantest.Eventually(t, 5*time.Second, "a worker and a server that are closed leave the memory", func() bool {
+		runtime.GC()
+		return w.Value() == nil && s.Value() == nil
+	})
 }

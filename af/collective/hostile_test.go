@@ -242,16 +242,13 @@ func TestReasonOfARoundThatFails(t *testing.T) {
 		defer cancel()
 		failed <- c.Rebuild(ctx)
 	}()
-	joins := func() (epoch uint64, joins bool) {
+	var epoch uint64
+	vantest.Eventually(t, 5*time.Second, "the round begins", func() (begun bool) {
 		c.b.mu.Lock()
 		defer c.b.mu.Unlock()
-		return c.b.epoch, c.b.joining
-	}
-	epoch, begun := joins()
-	for !begun {
-		time.Sleep(time.Millisecond)
-		epoch, begun = joins()
-	}
+		epoch, begun = c.b.epoch, c.b.joining
+		return begun
+	})
 	m := &van.Message{}
 	m.Reset()
 	m.Sender, m.Request, m.Key, m.ValLen, m.AppID = c.b.ids[1], true, partKey(0, 1), 8, int32(appBase)

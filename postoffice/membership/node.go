@@ -195,7 +195,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	case verbBarrier:
 		n.calls.refused(what, msg.Key)
 	case verbWhether:
-		n.calls.whether(what, msg.Key)
+		n.whether(what, msg.Key)
 	case verbDown:
 		dead := what.ids()
 		for _, id := range n.table.ids() {
@@ -212,6 +212,15 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 		return n.declare(now, msg, what)
 	}
 	return nil
+}
+
+// whether answers the scheduler's question whether this node still waits for what it requested.
+func (n *node) whether(what notice, request uint64) {
+	what.verb = verbWithdraw
+	if slices.ContainsFunc(n.calls.open, func(t *ticket) bool { return t.requested(what, request) }) {
+		what.verb = verbWaits
+	}
+	n.out.tellAbout(van.SchedulerID, what, request)
 }
 
 func (n *node) declare(now time.Duration, msg *van.Meta, what notice) error {

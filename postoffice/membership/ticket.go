@@ -294,15 +294,6 @@ func (t *ticket) requested(n notice, request uint64) bool {
 	return t.sent && t.instance == n.instance && t.group == n.group && named(t.stamp) == request
 }
 
-// whether answers the scheduler's question whether this node still waits for what it requested.
-func (c *tickets) whether(n notice, request uint64) {
-	n.verb = verbWithdraw
-	if slices.ContainsFunc(c.open, func(t *ticket) bool { return t.requested(n, request) }) {
-		n.verb = verbWaits
-	}
-	c.out.tellAbout(van.SchedulerID, n, request)
-}
-
 // refused handles the scheduler's notice that a barrier cannot be complete. request
 // is the key of the request, see named.
 func (c *tickets) refused(n notice, request uint64) {

@@ -184,7 +184,7 @@ var table = []variable{
 	}, {
 		name: "PS_HEARTBEAT_TIMEOUT", topic: reliability, kind: Seconds, min: 0, max: day, none: -1, defNote: "10, or 3 times the interval if that is set; nodes that send none are not missed", readers: "all",
 		field:   func(c *Config) any { return &c.HeartbeatTimeout },
-		help:    "A node silent for longer is dead, and a new one may take its place. Over ZMQ one for which libzmq's threads answer is not: it is busy. 0 never declares one dead. Must exceed the interval.",
+		help:    "A node silent for longer is dead, and a new one may take its place. One for which a thread still answers is not: it is busy. 0 never declares one dead. Must exceed the interval.",
 		differs: "On by default between our nodes. A dead peer fails the requests that need it.",
 	}, {
 		name: "STEPAF_START_TIMEOUT", topic: reliability, kind: Seconds, min: 1, max: 7 * day, def: "300", readers: "all",
