@@ -113,7 +113,10 @@ func TestReceiveBudget(t *testing.T) {
 // it, before the worker has grown by much more than its budget.
 func TestSendBudget(t *testing.T) {
 	const budget = 64 << 20
-	c, p, w := pair(t, testcluster.Options{Set: func(c *postoffice.Config) { c.SendBudget = budget }}, nil)
+	c, p, w := pair(t, testcluster.Options{Set: func(c *postoffice.Config) {
+		c.SendBudget = budget
+		c.HeartbeatTimeout = 5 * time.Minute // a server that stands still for 12 s is dead otherwise
+	}}, nil)
 	if err := roundTrip(w, 1, 1000); err != nil {
 		t.Fatal(err)
 	}
