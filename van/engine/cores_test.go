@@ -99,3 +99,18 @@ func TestCoresExamined(t *testing.T) {
 	(*cores)(nil).yield()
 	(*cores)(nil).passed(now, uint64(time.Hour), 0)
 }
+
+// TestTakesExamined: whether others want the cores is told by the looks of a source that says so, and by no other.
+func TestTakesExamined(t *testing.T) {
+	for _, examined := range []bool{false, true} {
+		f := NewFeed(New(time.Second), Source[int](newMemory(false, nil)), FeedOptions{Examined: examined})
+		c := f.e.spinner.cores
+		for _, slice := range []time.Duration{0, time.Nanosecond} {
+			c.doubt.Store(1) // which an examination would find over
+			f.takeFrom(slice, false)
+			if looked := c.doubt.Load() == 0; looked != (examined && slice > 0) {
+				t.Errorf("a Take of %s is examined: %t, the source's are: %t", slice, looked, examined)
+			}
+		}
+	}
+}

@@ -68,6 +68,10 @@ type FeedOptions struct {
 	// Failing, if not nil, tells whether the source cannot sleep for now. The loop looks at it
 	// now and then.
 	Failing func() bool
+	// Examined says that a Take which looks, and yields the core meanwhile, shows by getting it back late
+	// that other programs want the cores. Over RDMA it does not: there it may be the kernel that carries
+	// out this node's own writes (Soft-RoCE), and who sleeps instead waits longer.
+	Examined bool
 	// Busy, if not nil, tells whether so much has lately been sent or received that it
 	// does not pay to look for what comes next.
 	Busy func() bool
@@ -237,8 +241,8 @@ func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], 
 
 // takeFrom has the source take a message, which may look for it, and yield the core meanwhile.
 func (f *Feed[T]) takeFrom(slice time.Duration, poll bool) (item T, lane *Lane[T], found Found) {
-	if slice == 0 {
-		return f.src.Take(0, poll)
+	if slice == 0 || !f.o.Examined {
+		return f.src.Take(slice, poll)
 	}
 	y := f.e.spinner.cores.begin()
 	item, lane, found = f.src.Take(slice, poll)

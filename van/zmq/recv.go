@@ -39,7 +39,7 @@ func newReceiver(in *intake, s *socket, peer *conn, spins, polls bool) *receiver
 	}
 	r.lanes.hand = &r.inHand
 	r.next = r.pool.get()
-	r.feed = engine.NewFeed(in.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: in.busy})
+	r.feed = engine.NewFeed(in.engine, r, engine.FeedOptions{Polls: polls, Spins: spins, Busy: in.busy, Examined: true})
 	r.feed.Loop.Weight = func(msg *van.Message) int { n, _ := weight(msg); return int(n) }
 	r.feed.Loop.Budget = in.flow.budget(r.router)
 	in.flow.watch(r.feed.Loop)
