@@ -21,6 +21,8 @@ type cores struct {
 	until atomic.Uint64 // until when waits do not look; 0: they never were kept from it
 	doubt atomic.Uint64 // until when yields are examined; 0: they are not
 
+	ignored atomic.Bool // it is not noticed: see FeedOptions.Examined
+
 	mu    sync.Mutex
 	pause time.Duration // the last one
 }
@@ -38,7 +40,7 @@ func (c *cores) wanted() bool {
 		return false
 	}
 	until := c.until.Load()
-	return until != 0 && clock.Now() < until
+	return until != 0 && !c.ignored.Load() && clock.Now() < until
 }
 
 // passed says that between two looks, of limit at most, so much time has passed until now.
@@ -61,7 +63,7 @@ func (c *cores) begin() yields {
 		return yields{}
 	}
 	doubt := c.doubt.Load()
-	if doubt == 0 {
+	if doubt == 0 || c.ignored.Load() {
 		return yields{}
 	}
 	now := clock.Now()

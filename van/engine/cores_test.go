@@ -100,17 +100,36 @@ func TestCoresExamined(t *testing.T) {
 	(*cores)(nil).passed(now, uint64(time.Hour), 0)
 }
 
-// TestTakesExamined: whether others want the cores is told by the looks of a source that says so, and by no other.
+// TestTakesExamined: looks of a source tell whether others want the cores.
 func TestTakesExamined(t *testing.T) {
-	for _, examined := range []bool{false, true} {
-		f := NewFeed(New(time.Second), Source[int](newMemory(false, nil)), FeedOptions{Examined: examined})
-		c := f.e.spinner.cores
-		for _, slice := range []time.Duration{0, time.Nanosecond} {
-			c.doubt.Store(1) // which an examination would find over
-			f.takeFrom(slice, false)
-			if looked := c.doubt.Load() == 0; looked != (examined && slice > 0) {
-				t.Errorf("a Take of %s is examined: %t, the source's are: %t", slice, looked, examined)
-			}
+	f := NewFeed(New(time.Second), Source[int](newMemory(false, nil)), FeedOptions{Examined: true})
+	c := f.e.spinner.cores
+	for _, slice := range []time.Duration{0, time.Nanosecond} {
+		c.doubt.Store(1) // which an examination would find over
+		f.takeFrom(slice, false)
+		if looked := c.doubt.Load() == 0; looked != (slice > 0) {
+			t.Errorf("a Take of %s is examined: %t", slice, looked)
 		}
+	}
+}
+
+// TestCoresIgnored: with a source that tells nothing about it, an Engine never takes the cores for busy, whatever its
+// other sources and its waits have seen.
+func TestCoresIgnored(t *testing.T) {
+	e := New(time.Second)
+	NewFeed(e, Source[int](newMemory(false, nil)), FeedOptions{Examined: true})
+	c := e.spinner.cores
+	c.taken(clock.Now())
+	if !c.wanted() {
+		t.Fatal("with sources that tell it, the cores are not taken for busy")
+	}
+	f := NewFeed(e, Source[int](newMemory(false, nil)), FeedOptions{})
+	if c.wanted() {
+		t.Error("the cores are taken for busy")
+	}
+	c.doubt.Store(1)
+	f.takeFrom(time.Nanosecond, false)
+	if c.yield(); c.doubt.Load() == 0 {
+		t.Error("looks and yields are examined")
 	}
 }

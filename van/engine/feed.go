@@ -68,9 +68,10 @@ type FeedOptions struct {
 	// Failing, if not nil, tells whether the source cannot sleep for now. The loop looks at it
 	// now and then.
 	Failing func() bool
-	// Examined says that a Take which looks, and yields the core meanwhile, shows by getting it back late
-	// that other programs want the cores. Over RDMA it does not: there it may be the kernel that carries
-	// out this node's own writes (Soft-RoCE), and who sleeps instead waits longer.
+	// Examined says that whoever looks for what comes, and yields the core meanwhile, shows by getting it back
+	// late that other programs want the cores. An Engine with a source that is not so never takes them for
+	// busy. Over RDMA it may be the kernel that has the core then, to carry out this node's own writes
+	// (Soft-RoCE), and who sleeps instead waits longer.
 	Examined bool
 	// Busy, if not nil, tells whether so much has lately been sent or received that it
 	// does not pay to look for what comes next.
@@ -113,6 +114,9 @@ func NewFeed[T any](e *Engine, src Source[T], o FeedOptions) *Feed[T] {
 		o.Spin = e.spin
 	}
 	f := &Feed[T]{e: e, src: src, o: o, timer: time.NewTimer(time.Hour), woken: make(chan struct{}, 1)}
+	if !o.Examined && e.spinner.cores != nil {
+		e.spinner.cores.ignored.Store(true)
+	}
 	f.Loop = NewLoop(f.receive, src.Deliver)
 	f.Loop.Discard = src.Discard
 	f.armLoop = f.arm
@@ -241,7 +245,7 @@ func (f *Feed[T]) take(slice time.Duration, now uint64) (item T, lane *Lane[T], 
 
 // takeFrom has the source take a message, which may look for it, and yield the core meanwhile.
 func (f *Feed[T]) takeFrom(slice time.Duration, poll bool) (item T, lane *Lane[T], found Found) {
-	if slice == 0 || !f.o.Examined {
+	if slice == 0 {
 		return f.src.Take(slice, poll)
 	}
 	y := f.e.spinner.cores.begin()
