@@ -29,29 +29,8 @@ func start(t *testing.T, o real.Options) *real.Cluster {
 	if o.Separate && !real.Privileged() {
 		t.Skip("a network for each process needs the rights of root")
 	}
-	c, err := real.New(o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		c.Close()
-		for _, w := range c.Wrong() {
-			t.Errorf("wrong: %s", w)
-		}
-		if t.Failed() {
-			t.Logf("timeline:\n%s", c.Timeline())
-			for _, p := range c.All() {
-				t.Logf("the end of the log of %s:\n%s", p, last(p.Log(), 3000))
-			}
-		}
-	})
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
-	return c
+	return real.Begin(t, o)
 }
-
-func last(s string, n int) string { return s[max(0, len(s)-n):] }
 
 func try(t *testing.T, err error) {
 	t.Helper()

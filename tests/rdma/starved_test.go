@@ -20,28 +20,9 @@ func TestStarved(t *testing.T) {
 		slow = 4               // as emulated devices of a busy machine are
 		ms   = plan.Duration(time.Millisecond)
 	)
-	c, err := real.New(real.Options{Workers: 2, Leg: real.RDMA, Host: addresses(t)[0], Slow: slow,
+	c := real.Begin(t, real.Options{Workers: 2, Leg: real.RDMA, Host: addresses(t)[0], Slow: slow,
 		Env:   append([]string{"PS_HEARTBEAT_INTERVAL=1", fmt.Sprintf("STEPAF_RDMA_ACK_TIMEOUT=%d", patientAck)}, real.Starved...),
 		Loads: []plan.Load{{Nodes: "workers", Every: 10 * ms, Size: 3000, Limit: 60_000 * ms}}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		c.Close()
-		for _, w := range c.Wrong() {
-			t.Errorf("wrong: %s", w)
-		}
-		if t.Failed() {
-			t.Logf("timeline:\n%s", c.Timeline())
-			for _, p := range c.All() {
-				log := p.Log()
-				t.Logf("the end of the log of %s:\n%s", p, log[max(0, len(log)-3000):])
-			}
-		}
-	})
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
 	if err := c.Works(5, slow*soon); err != nil {
 		t.Fatal(err)
 	}
@@ -60,7 +41,7 @@ func TestStarved(t *testing.T) {
 		t.Fatal(err)
 	}
 	stopped, m := time.Now(), real.WatchMachine(t.Context())
-	err = <-other.Barrier(van.WorkerGroup, 30*time.Second)
+	err := <-other.Barrier(van.WorkerGroup, 30*time.Second)
 	took, limit := time.Since(stopped), 4*time.Second+m.Late(stopped)
 	t.Logf("after %s (limit %s): %v", took, limit, err)
 	if err == nil || !strings.Contains(err.Error(), "worker 0 (id 9)") || took > limit {

@@ -65,6 +65,9 @@ type FeedOptions struct {
 	// Spin is how long to look before a sleep, if not as long as the Engine says: for a
 	// source whose waking takes long.
 	Spin time.Duration
+	// LongLooks says that a Take which looks takes as long as many of other sources, and yields the core
+	// meanwhile, but not to other goroutines.
+	LongLooks bool
 	// Failing, if not nil, tells whether the source cannot sleep for now. The loop looks at it
 	// now and then.
 	Failing func() bool
@@ -269,8 +272,11 @@ func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
 	}
 	slice := limit / 4 // a Poll need not wait longer than one of them
 	s := f.e.spinner
+	if f.o.LongLooks {
+		s.YieldGoroutines() // to those that the deliveries before have woken
+	}
 	start := clock.Now()
-	for was := start; !f.stopping.Load() && !f.e.polling.Load(); s.Pause() {
+	for was := start; !f.stopping.Load() && !f.e.polling.Load(); f.pause(&s) {
 		now := clock.Now() // before the look, not between it and the delivery
 		f.e.spinner.cores.passed(now, now-was, limit)
 		was = now
@@ -285,6 +291,14 @@ func (f *Feed[T]) look() (item T, lane *Lane[T], ok bool) {
 		}
 	}
 	return item, lane, false
+}
+
+func (f *Feed[T]) pause(s *Spinner) {
+	if f.o.LongLooks {
+		s.PauseLong()
+	} else {
+		s.Pause()
+	}
 }
 
 // park sleeps until there may be something to receive.

@@ -595,3 +595,34 @@ func TestPollDoesNotAllocate(t *testing.T) {
 		t.Errorf("%v allocations for a Poll, %d of %d received", n, got, want)
 	}
 }
+
+// looking is a source that says what its loop's first look without sleeping saw.
+type looking struct {
+	*memory
+	ran  *atomic.Bool // of a goroutine that the delivery before has woken
+	saw  chan bool
+	once sync.Once
+}
+
+func (l *looking) Take(slice time.Duration, poll bool) (int, *Lane[int], Found) {
+	if slice > 0 && l.ran != nil {
+		l.once.Do(func() { l.saw <- l.ran.Load() })
+	}
+	return l.memory.Take(slice, poll)
+}
+
+// TestLookYields: with few threads whom a delivery has woken runs before the loop of a source whose looks are long looks on.
+func TestLookYields(t *testing.T) {
+	another := alone(t)
+	l := &looking{memory: newMemory(true, nil), saw: make(chan bool, 1)}
+	l.deliver = func(int, *Turn) { l.ran = another() }
+	f := NewFeed(New(time.Second), Source[int](l), FeedOptions{Spins: true, HandsOver: true, LongLooks: true})
+	f.Start()
+	l.put(1)
+	if !<-l.saw {
+		t.Error("the loop looks on while the one who was woken waits for a thread")
+	}
+	if err := f.Stop(t.Context()); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,6 +1,8 @@
 package engine
 
 import (
+	"runtime"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -33,5 +35,35 @@ func TestAdaptiveSpin(t *testing.T) {
 	}
 	if got := p.spin(most); got != most {
 		t.Errorf("after short waits it spins for %s, want %s", got, most)
+	}
+}
+
+// alone makes the goroutine of a test the only one that runs, until it yields, and returns a function that tells whether
+// another one, begun just now, has run.
+func alone(t *testing.T) (another func() (ran *atomic.Bool)) {
+	t.Helper()
+	was := runtime.GOMAXPROCS(1)
+	t.Cleanup(func() { runtime.GOMAXPROCS(was) })
+	return func() *atomic.Bool {
+		var ran atomic.Bool
+		go ran.Store(true)
+		return &ran
+	}
+}
+
+// TestPauseLong: with few threads other goroutines run after a number of long looks, and at once where that is asked for.
+func TestPauseLong(t *testing.T) {
+	another := alone(t)
+	s := New(time.Second).Spinner()
+	ran := another()
+	for range fewLooks {
+		s.PauseLong()
+	}
+	if !ran.Load() {
+		t.Errorf("after %d long looks no other goroutine has run", fewLooks)
+	}
+	ran = another()
+	if s.YieldGoroutines(); !ran.Load() {
+		t.Error("no other goroutine has run")
 	}
 }

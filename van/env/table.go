@@ -294,7 +294,7 @@ var table = []variable{
 		defNote: "look for a while, then sleep: shared memory and GPUs 50 µs, with 8 processors or more 250 µs; zmq 100 µs; ibverbs 1 ms",
 		field:   func(c *Config) any { return &c.BusyPoll },
 		help:    "1: waiting threads spin for ever. 0: they sleep at once.",
-		differs: "Unset is a mixture of both, and 0 for up to a second where other programs keep the cores busy. All three are correct with any number of threads.",
+		differs: "Unset is a mixture of both, and 0 for up to a second where other programs keep the cores busy (not with ibverbs). All three are correct with any number of threads.",
 	},
 
 	{

@@ -24,6 +24,7 @@ type device struct {
 	dev     verbs.Device
 	regions *conn.Regions
 	feed    *engine.Feed[*van.Message]
+	spinner engine.Spinner // of who holds the feed
 	lanes   lanes
 	pool    pool
 	stopped chan struct{}

@@ -229,3 +229,16 @@ func TestPollOfNothing(t *testing.T) {
 		}
 	}
 }
+
+// TestPollYields: a Poll that finds the loop still asleep lets it have the processor that it needs to end its sleep.
+func TestPollYields(t *testing.T) {
+	was := runtime.GOMAXPROCS(1)
+	defer runtime.GOMAXPROCS(was)
+	d := &device{spinner: engine.New(time.Second).Spinner()}
+	d.cq.Lock()
+	var ran atomic.Bool
+	go ran.Store(true)
+	if d.complete(0) || !ran.Load() {
+		t.Error("a Poll beside a loop that sleeps has found something, or lets no other goroutine run")
+	}
+}

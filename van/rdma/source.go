@@ -36,11 +36,12 @@ const (
 func newDevice(v *rvan, dev verbs.Device) *device {
 	d := &device{v: v, dev: dev, regions: conn.NewRegions(dev, v.backend), areaSet: areaSet{areas: map[*area]bool{}}, stopped: make(chan struct{})}
 	d.pool.d = d
+	d.spinner = v.engine.Spinner()
 	d.probes.Delay = v.times.probe
 	d.regions.OnStuck = func(r *conn.Region, err error) {
 		v.log.Error("rdma: memory stays registered, and is kept", "device", dev.Name(), "bytes", r.Mem.Len(), "err", err)
 	}
-	d.feed = engine.NewFeed(v.engine, d, engine.FeedOptions{Polls: true, Spins: true, Spin: spinTime, Busy: v.movedMuch, Failing: d.dead.Load})
+	d.feed = engine.NewFeed(v.engine, d, engine.FeedOptions{Polls: true, Spins: true, LongLooks: true, Spin: spinTime, Busy: v.movedMuch, Failing: d.dead.Load})
 	l := d.feed.Loop
 	l.Begin, l.End = d.begin, d.end
 	l.Budget, l.Weight = v.recvBudget, weight
@@ -118,6 +119,7 @@ func (d *device) Take(slice time.Duration, poll bool) (*van.Message, *engine.Lan
 // there were any.
 func (d *device) complete(spin time.Duration) bool {
 	if !d.cq.TryLock() {
+		d.spinner.YieldGoroutines()
 		return false // the loop sleeps, and has been woken
 	}
 	defer d.cq.Unlock()
