@@ -96,7 +96,7 @@ func (m *Machine) Start(now time.Duration) {
 	m.life.phase, m.life.started, m.nextReport = joining, now, now+m.cfg.ReportEvery
 	if m.node != nil {
 		m.sender.connect(van.SchedulerID, m.table.scheduler)
-		m.node.register()
+		m.node.register(now)
 	}
 }
 
@@ -166,6 +166,9 @@ func (m *Machine) Tick(now time.Duration) {
 		if m.life.phase == joining {
 			m.tickStart(now)
 		}
+		if m.node != nil {
+			m.node.question(now)
+		}
 	case ready:
 		m.role.tick(now)
 	}
@@ -185,6 +188,9 @@ func (m *Machine) NextTick() (time.Duration, bool) {
 		next = m.nextReport
 		if m.cfg.StartTimeout > 0 {
 			next = min(next, m.life.started+m.cfg.StartTimeout)
+		}
+		if m.node != nil {
+			next = min(next, m.node.nextQuestion)
 		}
 		if m.sched != nil {
 			next = min(next, m.sched.returns.next(), m.sched.joins.next(), m.sched.places.next(), m.sched.refusals.next())

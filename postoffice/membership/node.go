@@ -17,6 +17,14 @@ import (
 // cluster yet.
 const returnBeat = time.Second
 
+// A process that has registered asks after firstQuestion whether the scheduler knows it: one that is held until a place may
+// be free is answered before. Each pause is twice the one before, up to maxPause: questions to a scheduler that does not run
+// yet wait for it.
+const (
+	firstQuestion = heldFor + time.Second
+	maxPause      = time.Minute
+)
+
 type node struct {
 	base
 	calls    *tickets
@@ -30,6 +38,8 @@ type node struct {
 	schedulerNotFound error
 	schedulerLost     error
 	schedulerSaid     string
+	nextQuestion      time.Duration
+	pause             time.Duration // before the question after that
 }
 
 func newNode(b base, calls *tickets) *node {
@@ -37,10 +47,26 @@ func newNode(b base, calls *tickets) *node {
 }
 
 // register sends this node's record to the scheduler.
-func (n *node) register() {
+func (n *node) register(now time.Duration) {
+	n.pause = firstQuestion
+	n.nextQuestion = now + n.pause
 	meta := n.out.control(van.AddNode)
 	meta.Control.Nodes = []van.Node{n.table.self}
 	n.out.send(van.SchedulerID, meta)
+}
+
+// question asks a scheduler of this library whether it knows this process: its answer may be lost. One of the original takes
+// a second registration for another node's, and ignores a notice; but with PS_RESEND one that has no id ends it.
+func (n *node) question(now time.Duration) {
+	if n.life.phase != joining || now < n.nextQuestion {
+		return
+	}
+	n.pause = min(2*n.pause, maxPause)
+	n.nextQuestion = now + n.pause
+	self := &n.table.self
+	if who, ok := self.Identity(); ok && n.schedulerLost == nil && numeric(self.Hostname) && !who.Settings.Resend {
+		n.out.tell(van.SchedulerID, notice{verb: verbRegistered, text: fmt.Sprintf("%d %s", who.Incarnation, self.Addr())})
+	}
 }
 
 func (n *node) step(now time.Duration, from int, msg *van.Meta) error {
@@ -182,7 +208,7 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 	switch what.verb {
 	case verbPolicies:
 		return n.policies.take(from, msg, what)
-	case verbWithdraw, verbWaits:
+	case verbWithdraw, verbWaits, verbRegistered:
 		return n.table.bad(from, msg, "body", what.verb, "a notice for others than the scheduler")
 	case verbError:
 		n.calls.end(n.table.refused("join the cluster", what.text))
@@ -191,6 +217,10 @@ func (n *node) notice(now time.Duration, from int, msg *van.Meta) error {
 			n.schedulerSaid = what.text
 		} else {
 			n.calls.waits(what.text, msg.Key)
+		}
+	case verbRegister:
+		if n.life.phase == joining {
+			n.register(now)
 		}
 	case verbBarrier:
 		n.calls.refused(what, msg.Key)
@@ -271,7 +301,7 @@ func (n *node) back(now time.Duration, id int) {
 	if id == van.SchedulerID && n.life.phase == joining {
 		if n.schedulerLost != nil {
 			n.schedulerLost = nil
-			n.register()
+			n.register(now)
 		}
 		return
 	}

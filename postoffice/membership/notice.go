@@ -5,6 +5,7 @@ package membership
 
 import (
 	"fmt"
+	"net/netip"
 	"strconv"
 	"strings"
 	"unicode"
@@ -32,10 +33,13 @@ const (
 	// barrier-failed <group> <instance|group> <text>: the barrier cannot be complete
 	verbWithdraw = "withdraw"
 	// withdraw <group> <instance|group>: to the scheduler, the request that the key names is given up
-	verbWhether  = "whether"  // <group> <instance|group>: does the node still wait for the request that the key names?
-	verbWaits    = "waits"    // the same: it does; else the answer is withdraw
-	verbPolicies = "policies" // <version> <policy>...: to a node; from a node to a new scheduler
-	verbHave     = "have"     // <version> <states>: to the scheduler, what the node has of them
+	verbWhether    = "whether"  // <group> <instance|group>: does the node still wait for the request that the key names?
+	verbWaits      = "waits"    // the same: it does; else the answer is withdraw
+	verbPolicies   = "policies" // <version> <policy>...: to a node; from a node to a new scheduler
+	verbHave       = "have"     // <version> <states>: to the scheduler, what the node has of them
+	verbRegistered = "registered"
+	// registered <incarnation> <host:port>: to the scheduler, of a process that waits to be a node
+	verbRegister = "register" // to that process: the scheduler does not know it, it is to register again
 	verbAsk      = "ask"      // <incarnation> <host:port> <question>: to the scheduler, of a process that is no node
 	verbAnswer   = "answer"   // <number> <text>: to that process
 )
@@ -106,7 +110,7 @@ func parseNotice(body []byte) (notice, error) {
 	}
 	n.verb = word()
 	switch n.verb {
-	case verbError, verbWaiting, verbPolicies, verbHave, verbAsk, verbAnswer:
+	case verbError, verbWaiting, verbPolicies, verbHave, verbRegistered, verbAsk, verbAnswer:
 		n.text = rest
 		if n.text == "" {
 			return bad("body "+n.verb, `""`, "a text")
@@ -118,6 +122,10 @@ func parseNotice(body []byte) (notice, error) {
 	case verbRejoin:
 		if n.text = rest; n.text != "" && n.text != "table" {
 			return bad("body "+n.verb, strconv.Quote(head(s)), "table, or nothing")
+		}
+	case verbRegister:
+		if rest != "" {
+			return bad("body "+n.verb, strconv.Quote(head(s)), "nothing after it")
 		}
 	case verbDead, verbCut, verbBack:
 		id, ok := number(word())
@@ -159,4 +167,17 @@ func head(s string) string {
 		return strings.ToValidUTF8(s[:most], "") + "..."
 	}
 	return s
+}
+
+// asker reads whom to answer, a process that is no node, "<incarnation> <host:port>", and what comes behind that.
+func (t *table) asker(from int, msg *van.Meta, n notice) (rec van.Node, rest string, err error) {
+	words := append(strings.SplitN(n.text, " ", 3), "", "")
+	inc, ok := number(words[0])
+	addr, err := netip.ParseAddrPort(words[1])
+	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) {
+		return rec, "", t.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation, and a numeric address")
+	}
+	id := van.Identity{Incarnation: uint32(inc)}
+	return van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},
+		DevTypes: []int32{0}, DevIDs: []int32{0}, Endpoint: id.Encode(), AuxID: -1}, words[2], nil
 }

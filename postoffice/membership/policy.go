@@ -8,7 +8,6 @@ package membership
 
 import (
 	"fmt"
-	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -319,25 +318,17 @@ func Answer(body []byte) (number int, text string, ok bool) {
 // answer costs a connection, so there are as many as of refusals at most, and none before the
 // nodes had time to say what a former scheduler has told them; who gets none asks again.
 func (p *policyList) ask(now time.Duration, from int, msg *van.Meta, n notice, report func(time.Duration) Report) error {
-	words := strings.SplitN(n.text, " ", 3)
-	bad := func(want string) error {
-		return p.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), want)
+	rec, question, err := p.table.asker(from, msg, n)
+	switch {
+	case err != nil:
+		return err
+	case question == "":
+		return p.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation, an address and a question")
 	}
-	if len(words) != 3 {
-		return bad("an incarnation, an address and a question")
-	}
-	inc, ok := number(words[0])
-	addr, err := netip.ParseAddrPort(words[1])
-	if !ok || inc < 1 || inc >= 1<<32 || err != nil || addr.Port() == 0 || !numeric(addr.Addr().String()) {
-		return bad("an incarnation, and a numeric address")
-	}
-	id := van.Identity{Incarnation: uint32(inc)}
-	rec := van.Node{Role: van.Worker, ID: van.Empty, Hostname: addr.Addr().String(), Port: int(addr.Port()), Ports: []int32{int32(addr.Port())},
-		DevTypes: []int32{0}, DevIDs: []int32{0}, Endpoint: id.Encode(), AuxID: -1}
 	if p.refusals.expire(now); now < p.await || !p.refusals.spend(now, rec) {
 		return nil
 	}
-	answers, err := p.answer(words[2], report)
+	answers, err := p.answer(question, report)
 	if err != nil {
 		answers = []string{"error " + err.Error()}
 	}

@@ -4,7 +4,9 @@ package membership
 
 import (
 	"fmt"
+	"maps"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/stepaf/stepaf-go/internal/failpoint"
@@ -138,6 +140,37 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 	return nil
 }
 
+// registered has a process register again of which nothing is known: its registration was lost, or it was told on a
+// connection that it did not read, before it was stopped or cut off, that it is refused.
+func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n notice) error {
+	rec, rest, err := s.table.asker(from, msg, n)
+	switch {
+	case err != nil:
+		return err
+	case rest != "":
+		return s.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation and an address")
+	}
+	if s.refusals.expire(now); s.knows(incarnationOf(&rec)) || !s.refusals.spend(now, rec) {
+		return nil
+	}
+	temp := s.out.reach(rec)
+	s.out.tell(temp, notice{verb: verbRegister})
+	s.out.disconnect(temp)
+	return nil
+}
+
+// knows tells whether the process with this incarnation will hear from the scheduler, or has a moment ago.
+func (s *scheduler) knows(incarnation uint32) bool {
+	is := func(rec *van.Node) bool { return incarnationOf(rec) == incarnation }
+	waits := func(j *join) bool { return j.lost == nil && is(&j.node) }
+	told := func(r refusal) bool { return is(&r.node) }
+	member := func(id int) bool { return s.table.incs[id] == incarnation }
+	claims := slices.Collect(maps.Values(s.places.claims))
+	return slices.ContainsFunc(slices.Concat(s.joins.list, s.joins.held, claims), waits) ||
+		slices.ContainsFunc(slices.Concat(s.refusals.recent, s.refusals.waiting), told) ||
+		slices.ContainsFunc(s.table.ids(), member)
+}
+
 // form assigns the ids when all nodes have registered.
 func (s *scheduler) form(now time.Duration) {
 	present := s.joins.present()
@@ -227,6 +260,8 @@ func (s *scheduler) notice(now time.Duration, from int, msg *van.Meta) error {
 	case verbHave:
 		s.policies.note(from, n)
 		return nil
+	case verbRegistered:
+		return s.registered(now, from, msg, n)
 	case verbAsk:
 		return s.policies.ask(now, from, msg, n, s.report)
 	case verbWithdraw:
