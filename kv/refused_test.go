@@ -1,10 +1,12 @@
 package kv_test
 
 import (
+	"cmp"
 	"testing"
 
 	"github.com/stepaf/stepaf-go/internal/testcluster"
 	"github.com/stepaf/stepaf-go/kv"
+	"github.com/stepaf/stepaf-go/postoffice"
 	"github.com/stepaf/stepaf-go/van"
 	"github.com/stepaf/stepaf-go/van/vantest/hooks"
 )
@@ -68,6 +70,36 @@ func TestRefusedIsOver(t *testing.T) {
 	if n := hook.Sends() - before; n != 1 {
 		t.Errorf("%d messages were to be sent, want 1", n)
 	}
+}
+
+// TestNotTaken: a request that the server cannot take fails its worker's call at once, with the reason.
+func TestNotTaken(t *testing.T) {
+	vans(t, func(t *testing.T, o testcluster.Options) {
+		o.Workers = 2
+		c := testcluster.Start(t, o)
+		s, err := kv.NewServer[float32](c.Servers[0], kv.ServerOptions{})
+		if err == nil {
+			err = s.RegisterRecvBuffer(0, 10, make([]float32, 2))
+		}
+		if err == nil {
+			err = s.Handle(func(r kv.Request[float32]) {
+				if err := r.Respond(kv.Pairs[float32]{}); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		w := newWorker[float32](t, c.Workers[0])
+		call, err := w.Push([]kv.Key{10}, make([]float32, 3))
+		fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: worker 0 (id 9) pushed 12 bytes under key 10, the registered receive buffer has 8")
+		do(t, w)(w.Push([]kv.Key{10}, make([]float32, 2)))
+		other := newWorker[int32](t, c.Workers[1])
+		call, err = other.Push([]kv.Key{10}, make([]int32, 2))
+		fails(t, cmp.Or(err, call.Wait(t.Context())), van.ErrInvalid, "refused there: values of data type")
+		testcluster.Counted(t, c.Servers[0], postoffice.Stats{InvalidRequests: 2})
+	})
 }
 
 func make64() []kv.Key {

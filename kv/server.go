@@ -3,6 +3,7 @@ package kv
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -146,23 +147,28 @@ type ticket struct {
 
 var tickets = sync.Pool{New: func() any { return new(ticket) }}
 
-// receive takes one request of a worker.
+// receive takes one request of a worker, whose call fails at once if the request is not one that s can take.
 func (s *Server[V]) receive(msg *van.Message) {
-	r, err := s.accept(msg)
-	if err != nil {
-		if n, speak := s.node.Rarely("kv: " + logx.Kind(err)); speak {
-			s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String(), "so far", n)
+	err := datamsg.CheckSender(s.node.Node, msg)
+	if err == nil {
+		var r Request[V]
+		if r, err = s.accept(msg); err == nil {
+			s.handler(r)
+			return
 		}
-		return
+		why := err
+		if !errors.Is(err, van.ErrInvalid) {
+			why = fmt.Errorf("%w: %s", van.ErrInvalid, strings.TrimPrefix(err.Error(), van.ErrMalformed.Error()+": "))
+		}
+		s.node.Refuse(msg.Sender, msg.Epoch, msg.AppID, msg.CustomerID, msg.Timestamp, why)
 	}
-	s.handler(r)
+	if n, speak := s.node.Rarely("kv: " + logx.Kind(err)); speak {
+		s.node.Log().Warn("dropped a request", "err", err, "from", s.node.PeerName(msg.Sender), "message", msg.Meta.String(), "so far", n)
+	}
 }
 
 // accept checks msg and makes it a request.
 func (s *Server[V]) accept(msg *van.Message) (r Request[V], err error) {
-	if err := datamsg.CheckSender(s.node.Node, msg); err != nil {
-		return r, err
-	}
 	f, err := parse[V](msg)
 	if err != nil {
 		return r, err
