@@ -366,7 +366,7 @@
 	"A view of memory that a push was received in; what get_batch() returns when torch\n" \
 	"was not imported or does not have the dtype.\n" \
 	"\n" \
-	"Hand it to numpy.from_dlpack, jax.dlpack.from_dlpack or torch.from_dlpack: no copy.\n" \
+	"Hand it to numpy.from_dlpack, numpy.asarray, jax.dlpack.from_dlpack or torch.from_dlpack: no copy.\n" \
 	"The memory lives as long as this object or an array made from it. respond() takes\n" \
 	"it as it is. Programs cannot make one."
 
@@ -388,6 +388,11 @@
 #define DOC_TENSOR_SHAPE "Its sizes, a tuple of ints; () for a scalar."
 #define DOC_TENSOR_DTYPE "The name of its element type as the sender had it, a str such as \"float32\" or \"bfloat16\"."
 #define DOC_TENSOR_NBYTES "Its size in bytes, an int."
+#define DOC_TENSOR_ARRAY \
+	"__array__($self, /, dtype=None, copy=None)\n--\n\n" \
+	"numpy.from_dlpack(self), for numpy.asarray: no copy but to another dtype, or with copy=True.\n" \
+	"\n" \
+	"Raises what from_dlpack does for a dtype that NumPy has not, or memory of a GPU."
 #define DOC_TENSOR_DLPACK \
 	"__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n" \
 	"A DLPack capsule on the memory, for from_dlpack of any library; no copy.\n" \

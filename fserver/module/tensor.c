@@ -312,7 +312,30 @@ static PyObject *tensor_dlpack(PyObject *o, PyObject *args, PyObject *kw) {
   return export_tensor(t, 0, o, 0, &x);
 }
 
+// NumPy does not look for __dlpack__ in np.asarray: without this it would make an array of one object.
+static PyObject *tensor_array(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"dtype", "copy", NULL};
+  PyObject *dtype = Py_None, *copy = Py_None, *result = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|OO:__array__", names, &dtype, &copy)) return NULL;
+  PyObject *numpy = PyImport_ImportModule("numpy");
+  PyObject *view = numpy != NULL ? PyObject_CallMethod(numpy, "from_dlpack", "O", o) : NULL;
+  if (view != NULL && copy == Py_None) { // before version 2 array has no such copy
+    result = PyObject_CallMethod(numpy, "asarray", "OO", view, dtype);
+  } else if (view != NULL) {
+    PyObject *array = PyObject_GetAttrString(numpy, "array");
+    PyObject *of = PyTuple_Pack(2, view, dtype), *how = Py_BuildValue("{sO}", "copy", copy);
+    if (array != NULL && of != NULL && how != NULL) result = PyObject_Call(array, of, how);
+    Py_XDECREF(how);
+    Py_XDECREF(of);
+    Py_XDECREF(array);
+  }
+  Py_XDECREF(view);
+  Py_XDECREF(numpy);
+  return result;
+}
+
 static PyMethodDef tensor_methods[] = {
+    {"__array__", (PyCFunction)(void (*)(void))tensor_array, METH_VARARGS | METH_KEYWORDS, DOC_TENSOR_ARRAY},
     {"__dlpack__", (PyCFunction)(void (*)(void))tensor_dlpack, METH_VARARGS | METH_KEYWORDS, DOC_TENSOR_DLPACK},
     {"__dlpack_device__", tensor_dlpack_device, METH_NOARGS, DOC_TENSOR_DLPACK_DEVICE},
     {NULL, NULL, 0, NULL},

@@ -179,8 +179,18 @@ func (t *table) refused(op, detail string) error {
 // misdirected is that for a message of, or for, another process.
 func (t *table) misdirected(from int, msg *van.Meta) error {
 	by, to := msg.Incarnations()
-	return t.bad(from, msg, "incarnations", fmt.Sprintf("%08x to %08x", by, to), fmt.Sprintf("%08x to %08x", t.incs[from], t.own.Incarnation))
+	return t.badErr(from, msg, &misdirectedError{by, to, t.incs[from], t.own.Incarnation})
 }
+
+// misdirectedError has the incarnations that a message says, and those of its sender and receiver.
+type misdirectedError struct{ by, to, sender, receiver uint32 }
+
+func (e *misdirectedError) Error() string {
+	return fmt.Sprintf("of a process that was replaced, or for one: incarnations %08x to %08x, want %08x to %08x", e.by, e.to, e.sender, e.receiver)
+}
+
+// Unwrap implements errors.Unwrap: the message was dropped as those that make no sense are.
+func (e *misdirectedError) Unwrap() error { return van.ErrMalformed }
 
 // checkRecords returns an error if any record of msg is invalid.
 func (t *table) checkRecords(msg *van.Meta) error {

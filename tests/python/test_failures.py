@@ -106,6 +106,12 @@ def offer_server(n):
         with pytest.raises(kind) as e:
             t.__dlpack__(**bad)
         assert words in str(e.value), e.value
+    import numpy
+
+    assert numpy.asarray(t).tolist() == [[1, 1, 1]] * 2 and numpy.asarray(t).dtype == "float32"
+    assert numpy.shares_memory(numpy.asarray(t), numpy.from_dlpack(t)) and not numpy.shares_memory(numpy.array(t), numpy.from_dlpack(t))
+    assert numpy.shares_memory(t.__array__(copy=False), numpy.from_dlpack(t)) and not numpy.shares_memory(t.__array__(copy=True), numpy.from_dlpack(t))
+    assert numpy.asarray(t, "int64").tolist() == [[1, 1, 1]] * 2 and (t + numpy.ones(3)).tolist() == [[2, 2, 2]] * 2
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     for x in others:
@@ -115,6 +121,8 @@ def offer_server(n):
             continue
         with n.raises(ValueError, x.dtype, "DLPack"):
             x.__dlpack__()
+        with n.raises(ValueError, x.dtype, "DLPack"):
+            numpy.asarray(x)
     return [x.dtype for x in others]
 
 

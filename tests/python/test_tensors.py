@@ -27,7 +27,7 @@ def dtypes_server(n):
     cases = dtype_cases(n.lib)
     (handler, _, _), = n.f.get_batch()
     n.f.respond([], handler)
-    held = []
+    held, np = [], arrays.load("numpy").np
     for seed, (dtype, shape) in cases:
         (handler, (t,), keys), = n.f.get_batch()
         assert keys == [seed]
@@ -37,6 +37,8 @@ def dtypes_server(n):
             # A fserver_lib.Tensor, for from_dlpack.
             assert t.dtype == dtype and t.nbytes == len(data) and "Tensor" in repr(t)
             assert t.__dlpack_device__() == (1, 0)
+            if dtype.startswith(("int", "uint", "float32", "float64")):
+                assert np.asarray(t).tobytes() == np.array(t).tobytes() == data
         assert n.lib.dtype(t) == dtype
         assert n.lib.bytes(t) == data
         n.f.respond([t], handler)
