@@ -56,10 +56,12 @@ func (s *joins) register(now time.Duration, j *join) bool {
 				"(check DMLC_NODE_HOST)", j.node.Addr(), describe(&j.node))})
 		}
 		s.list = slices.Delete(s.list, i, i+1)
-		if a == b {
+		switch {
+		case a != b || old.lost != nil: // the connection is marked as for the process that was there, or broken
+			s.out.disconnect(old.temp)
+			s.vanished = slices.DeleteFunc(s.vanished, func(v string) bool { return a == b && v == gone(old, old.lost) })
+		default:
 			j.temp = old.temp
-		} else {
-			s.out.disconnect(old.temp) // it is marked as for the process that was there
 		}
 	}
 	if !s.fits(now, j) {

@@ -21,7 +21,7 @@ const returnBeat = time.Second
 // be free is answered before. Each pause is twice the one before, up to maxPause: questions to a scheduler that does not run
 // yet wait for it.
 const (
-	firstQuestion = heldFor + time.Second
+	firstQuestion = heldFor + 2*refusalTime
 	maxPause      = time.Minute
 )
 

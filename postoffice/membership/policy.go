@@ -325,7 +325,7 @@ func (p *policyList) ask(now time.Duration, from int, msg *van.Meta, n notice, r
 	case question == "":
 		return p.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation, an address and a question")
 	}
-	if p.refusals.expire(now); now < p.await || !p.refusals.spend(now, rec) {
+	if now < p.await || !p.refusals.mayAnswer(now, &rec) {
 		return nil
 	}
 	answers, err := p.answer(question, report)

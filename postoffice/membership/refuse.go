@@ -2,7 +2,9 @@ package membership
 
 // Nodes that the scheduler refuses. To tell a node the reason, the scheduler must connect
 // to an address that the node has named. The rate of these connections is bounded, and
-// only numeric addresses are used, since looking a name up may block.
+// only numeric addresses are used, since looking a name up may block. None leads to another
+// process that the scheduler has a connection to: a second one with the scheduler's name would
+// take the place of the first there.
 
 import (
 	"fmt"
@@ -15,14 +17,16 @@ import (
 
 const (
 	refusalTime   = time.Second
-	maxRefusing   = 32  // in refusalTime
+	maxRefusing   = 32  // in refusalTime, with answers to others
+	maxAnswers    = 16  // of them to processes that ask
 	maxRefusalsIn = 256 // waiting to be sent
 	maxRefusals   = 16  // in each list of the scheduler's reports
 )
 
 type refusals struct {
 	base
-	recent  []refusal // in the last refusalTime
+	joins   *joins
+	recent  []refusal // in the last refusalTime; answers to others have no text
 	waiting []refusal
 	texts   []string // of the latest, for reports
 }
@@ -56,7 +60,7 @@ func (r *refusals) refuse(now time.Duration, rec *van.Node, why string) {
 
 func (r *refusal) sameAddr(o refusal) bool { return sameAddr(&o.node, &r.node) }
 
-// sameProcess tells whether o is known to be about the same process.
+// sameProcess tells whether o is a refusal that is known to be about the same process.
 func (r *refusal) sameProcess(o refusal) bool {
 	mine, ok := r.node.Identity()
 	other, _ := o.node.Identity()
@@ -70,6 +74,9 @@ func (r *refusals) tooSoon(n *refusal) bool {
 }
 
 func (r *refusals) tell(now time.Duration, n refusal) {
+	if r.holder(&n.node) != "" {
+		return
+	}
 	n.at = now
 	r.recent = append(r.recent, n)
 	temp := r.out.reach(n.node)
@@ -77,14 +84,47 @@ func (r *refusals) tell(now time.Duration, n refusal) {
 	r.out.disconnect(temp)
 }
 
-// spend counts an answer to rec, which is no node, as a refusal. It returns false if there
-// have been as many as there may be.
-func (r *refusals) spend(now time.Duration, rec van.Node) bool {
-	if len(r.recent) >= maxRefusing {
+// holder names who has the address of rec, and is alive: another process, which the scheduler has a connection to.
+func (r *refusals) holder(rec *van.Node) string {
+	for i := range r.table.nodes {
+		if n := &r.table.nodes[i]; sameAddr(n, rec) && another(n, rec) && !r.alive.isDown(n.ID) {
+			return r.table.peer(n.ID)
+		}
+	}
+	for _, j := range r.joins.list {
+		if j.lost == nil && sameAddr(&j.node, rec) && another(&j.node, rec) {
+			return describe(&j.node)
+		}
+	}
+	return ""
+}
+
+// mayAnswer tells whether a process that is no node, and asks, can be answered on a connection of its own. If so, that
+// counts as a refusal.
+func (r *refusals) mayAnswer(now time.Duration, rec *van.Node) bool {
+	r.tick(now) // who is refused first
+	answers := 0
+	for i := range r.recent {
+		if r.recent[i].why == "" {
+			answers++
+		}
+	}
+	if answers >= maxAnswers || len(r.recent) >= maxRefusing {
 		return false
 	}
-	r.recent = append(r.recent, refusal{node: rec, at: now})
+	if who := r.holder(rec); who != "" {
+		r.out.emit(Warning{Text: fmt.Sprintf("a process at %s is not answered: %s has this address and is alive; do two nodes advertise it? (DMLC_NODE_HOST)",
+			rec.Addr(), who)})
+		return false
+	}
+	r.recent = append(r.recent, refusal{at: now})
 	return true
+}
+
+// forget drops what a process has not been told yet: it registers again.
+func (r *refusals) forget(rec *van.Node) {
+	n := refusal{node: *rec}
+	r.waiting = slices.DeleteFunc(r.waiting, n.sameProcess)
 }
 
 func (r *refusals) expire(now time.Duration) {
@@ -92,9 +132,6 @@ func (r *refusals) expire(now time.Duration) {
 }
 
 func (r *refusals) tick(now time.Duration) {
-	if len(r.waiting) == 0 {
-		return
-	}
 	r.expire(now)
 	for i := 0; i < len(r.waiting) && len(r.recent) < maxRefusing; {
 		if n := r.waiting[i]; r.tooSoon(&n) {

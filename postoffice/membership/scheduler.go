@@ -4,7 +4,6 @@ package membership
 
 import (
 	"fmt"
-	"maps"
 	"slices"
 	"strconv"
 	"time"
@@ -32,6 +31,7 @@ func newScheduler(b base, calls *tickets) *scheduler {
 	s.watch = watch{base: b, gathers: &s.gathers, unheard: map[int]*unheard{}}
 	s.policies = policyList{base: b, refusals: &s.refusals, have: map[int]havePolicies{}}
 	s.joins = joins{base: b, refusals: &s.refusals}
+	s.refusals.joins = &s.joins
 	s.joins.hosts, _ = hostOrder(b.cfg.OrderedHosts) // they were checked with the configuration
 	s.places = places{base: b, refusals: &s.refusals, gathers: &s.gathers, watch: &s.watch, policies: &s.policies,
 		stamps: map[int]int32{}, claims: map[int]*join{}}
@@ -126,6 +126,7 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 			rec.Role, s.table.self.Addr()))
 		return nil
 	}
+	s.refusals.forget(&rec)
 	if why := s.joins.unlike(&rec); why != "" {
 		s.refusals.refuse(now, &rec, why)
 		return nil
@@ -140,8 +141,9 @@ func (s *scheduler) register(now time.Duration, from int, msg *van.Meta) error {
 	return nil
 }
 
-// registered has a process register again of which nothing is known: its registration was lost, or it was told on a
-// connection that it did not read, before it was stopped or cut off, that it is refused.
+// registered answers a process that waits to be a node. If nothing is known of it, its registration was lost, or it was told
+// that it is refused when it stood still or was cut off: it is to register again. One that has a place was sent the table,
+// which may be lost as well.
 func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n notice) error {
 	rec, rest, err := s.table.asker(from, msg, n)
 	switch {
@@ -150,7 +152,18 @@ func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n not
 	case rest != "":
 		return s.table.bad(from, msg, "body "+n.verb, strconv.Quote(head(n.text)), "an incarnation and an address")
 	}
-	if s.refusals.expire(now); s.knows(incarnationOf(&rec)) || !s.refusals.spend(now, rec) {
+	s.refusals.tick(now)
+	inc := incarnationOf(&rec)
+	for id, of := range s.table.incs {
+		if of != inc || !s.table.has(id) {
+			continue
+		}
+		if m := s.table.record(id); s.alive.peers[id].heard == 0 && s.refusals.mayAnswer(now, m) {
+			s.places.register(now, m.Clone(), s.places.stamps[id])
+		}
+		return nil
+	}
+	if s.hears(inc) || !s.refusals.mayAnswer(now, &rec) {
 		return nil
 	}
 	temp := s.out.reach(rec)
@@ -159,16 +172,19 @@ func (s *scheduler) registered(now time.Duration, from int, msg *van.Meta, n not
 	return nil
 }
 
-// knows tells whether the process with this incarnation will hear from the scheduler, or has a moment ago.
-func (s *scheduler) knows(incarnation uint32) bool {
+// hears tells whether the process with this incarnation, which has no place, will hear from the scheduler, or was refused a
+// moment ago.
+func (s *scheduler) hears(incarnation uint32) bool {
 	is := func(rec *van.Node) bool { return incarnationOf(rec) == incarnation }
 	waits := func(j *join) bool { return j.lost == nil && is(&j.node) }
-	told := func(r refusal) bool { return is(&r.node) }
-	member := func(id int) bool { return s.table.incs[id] == incarnation }
-	claims := slices.Collect(maps.Values(s.places.claims))
-	return slices.ContainsFunc(slices.Concat(s.joins.list, s.joins.held, claims), waits) ||
-		slices.ContainsFunc(slices.Concat(s.refusals.recent, s.refusals.waiting), told) ||
-		slices.ContainsFunc(s.table.ids(), member)
+	told := func(r refusal) bool { return r.why != "" && is(&r.node) }
+	for _, c := range s.places.claims {
+		if waits(c) {
+			return true
+		}
+	}
+	return slices.ContainsFunc(s.joins.list, waits) || slices.ContainsFunc(s.joins.held, waits) ||
+		slices.ContainsFunc(s.refusals.recent, told) || slices.ContainsFunc(s.refusals.waiting, told)
 }
 
 // form assigns the ids when all nodes have registered.
