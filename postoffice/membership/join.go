@@ -56,12 +56,13 @@ func (s *joins) register(now time.Duration, j *join) bool {
 				"(check DMLC_NODE_HOST)", j.node.Addr(), describe(&j.node))})
 		}
 		s.list = slices.Delete(s.list, i, i+1)
-		switch {
-		case a != b || old.lost != nil: // the connection is marked as for the process that was there, or broken
-			s.out.disconnect(old.temp)
-			s.vanished = slices.DeleteFunc(s.vanished, func(v string) bool { return a == b && v == gone(old, old.lost) })
-		default:
+		if a == b && old.lost == nil {
 			j.temp = old.temp
+		} else {
+			s.out.disconnect(old.temp) // it is marked as for the process that was there, or broken
+		}
+		if a == b && old.lost != nil {
+			s.reappeared(old)
 		}
 	}
 	if !s.fits(now, j) {
@@ -191,6 +192,11 @@ func (s *joins) lost(temp int, cause error) {
 	}
 }
 
+// reappeared takes a node off those that are reported to have vanished.
+func (s *joins) reappeared(j *join) {
+	s.vanished = slices.DeleteFunc(s.vanished, func(v string) bool { return v == gone(j, j.lost) })
+}
+
 func gone(j *join, cause error) string { return fmt.Sprintf("%s (%s)", describe(&j.node), cause) }
 
 // back counts a node again whose connection is back, if it can still be accepted. It returns
@@ -206,7 +212,7 @@ func (s *joins) back(now time.Duration, temp int) bool {
 			s.refusals.refuse(now, &j.node, why)
 			return false
 		}
-		s.vanished = slices.DeleteFunc(s.vanished, func(v string) bool { return v == gone(j, j.lost) })
+		s.reappeared(j)
 		j.lost = nil
 		return true
 	}

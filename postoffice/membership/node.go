@@ -18,11 +18,11 @@ import (
 const returnBeat = time.Second
 
 // A process that has registered asks after firstQuestion whether the scheduler knows it: one that is held until a place may
-// be free is answered before. Each pause is twice the one before, up to maxPause: questions to a scheduler that does not run
-// yet wait for it.
+// be free is answered before. Each pause is twice the one before, up to maxQuestionPause: questions to a scheduler that does
+// not run yet wait for it.
 const (
-	firstQuestion = heldFor + 2*refusalTime
-	maxPause      = time.Minute
+	firstQuestion    = heldFor + 2*refusalTime
+	maxQuestionPause = time.Minute
 )
 
 type node struct {
@@ -55,13 +55,14 @@ func (n *node) register(now time.Duration) {
 	n.out.send(van.SchedulerID, meta)
 }
 
-// question asks a scheduler of this library whether it knows this process: its answer may be lost. One of the original takes
-// a second registration for another node's, and ignores a notice; but with PS_RESEND one that has no id ends it.
+// question asks a scheduler of this library whether it knows this process: its answer may be lost. The original's would take
+// a second registration for another node's; it ignores a notice, but with PS_RESEND set a message whose sender has no id
+// aborts it, so there nothing is asked.
 func (n *node) question(now time.Duration) {
 	if n.life.phase != joining || now < n.nextQuestion {
 		return
 	}
-	n.pause = min(2*n.pause, maxPause)
+	n.pause = min(2*n.pause, maxQuestionPause)
 	n.nextQuestion = now + n.pause
 	self := &n.table.self
 	if who, ok := self.Identity(); ok && n.schedulerLost == nil && numeric(self.Hostname) && !who.Settings.Resend {
